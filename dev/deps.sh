@@ -1,0 +1,75 @@
+#!/usr/bin/env bash
+# Installs what targets need (Debian or Ubuntu, as root or with a sudo that asks nothing), or
+# names it.
+#   dev/deps.sh build|test|bench|cuda...
+# Prints nothing when everything is there. Exit status 1 only when something is missing that a
+# target cannot do without.
+set -u
+
+have() { command -v "$1" > /dev/null 2>&1; }
+has_header() { echo "#include <$1>" | "${CC:-cc}" -E - > /dev/null 2>&1; }
+
+# need PACKAGE...: without them the target fails. want WHAT PACKAGE...: without them it does less.
+need() { needed+=("$@"); }
+want() { lost+=("$1") && shift && wanted+=("$@"); }
+
+# One line a tool: what is looked for, what is lost without it, the packages that bring it.
+look() {
+    needed=() wanted=() lost=()
+    for target in "$@"; do
+        if [ "$target" != cuda ]; then
+            have gcc || have clang || need gcc libc6-dev
+            have g++ || have clang++ || need g++
+            have make || need make
+            have curl || have wget || want "download of tinyshakespeare" curl ca-certificates
+        fi
+        case "$target" in
+        build) ;;
+        test)
+            have clang || want "the check that clang builds it too" clang
+            have clang-tidy || want "the clang-tidy check" clang-tidy
+            have cppcheck || want "the cppcheck check" cppcheck ;;
+        bench) has_header dnnl.h || want "oneDNN to compare the matmul with" libdnnl-dev ;;
+        cuda) have nvcc || [ -x /usr/local/cuda/bin/nvcc ] || no_nvcc=1 ;;
+        *) echo "deps.sh: unknown target '$target'; known: build test bench cuda" >&2 && exit 1 ;;
+        esac
+    done
+}
+
+# Lists first: a bare container has none. One package that cannot be had does not keep the others
+# away.
+install() {
+    local apt=("${as_root[@]}" env DEBIAN_FRONTEND=noninteractive timeout 600 apt-get -qq
+               -o Acquire::Retries=1 -o Acquire::http::Timeout=15 -o Dpkg::Use-Pty=0)
+    echo "deps.sh: installing $*"
+    "${apt[@]}" update > /dev/null 2>&1
+    "${apt[@]}" install -y --no-install-recommends "$@" > /dev/null 2>&1 && return
+    for package in "$@"; do
+        "${apt[@]}" install -y --no-install-recommends "$package" > /dev/null 2>&1 ||
+            echo "deps.sh: apt-get could not install $package" >&2
+    done
+}
+
+[ $# -gt 0 ] || { echo "usage: dev/deps.sh build|test|bench|cuda..." >&2; exit 1; }
+no_nvcc=0
+look "$@"
+if [ ${#needed[@]} -gt 0 ] || [ ${#wanted[@]} -gt 0 ]; then
+    as_root=()
+    [ "$(id -u)" -eq 0 ] || as_root=(sudo -n)
+    if have apt-get && "${as_root[@]}" true 2> /dev/null; then
+        install "${needed[@]}" "${wanted[@]}"
+        look "$@"
+    fi
+fi
+for what in "${lost[@]}"; do
+    echo "deps.sh: without $what"
+done
+if [ ${#wanted[@]} -gt 0 ] || [ ${#needed[@]} -gt 0 ]; then
+    echo "deps.sh: to get it: sudo apt-get install" "${needed[@]}" "${wanted[@]}"
+fi
+if [ "$no_nvcc" = 1 ]; then
+    echo "deps.sh: no nvcc; the CUDA toolkit: https://developer.nvidia.com/cuda-downloads;" \
+         "without it there is the CPU program, make train_gpt2" >&2
+    exit 1
+fi
+[ ${#needed[@]} -eq 0 ]
