@@ -1,0 +1,3987 @@
+// train_gpt2.c -- Volume I: GPT-2 training on any machine, and everything that a GPU does not
+// change.
+//
+// What it is: options, model, memory plan, data, the layers of GPT-2 forward and backward in fp32
+// (the oracle that the CUDA kernels are checked against), AdamW, checkpoints, sampling and the one
+// training loop. It is a complete program, train_gpt2; Volume II (train_gpt2.cu) includes this file
+// and adds the same program on GPUs.
+//
+// What it refuses to be: a framework. One model family, one loop, no dropout, no Python at run
+// time. No matrix of size T x T exists anywhere, every buffer of a run is a row of the memory plan
+// (chapter 5), and the same input gives the same bits whatever the number of threads or the
+// recomputation level.
+//
+// Build:  make train_gpt2   (the Makefile says which flags and why)
+// Run:    ./train_gpt2      trains a small character model;  ./train_gpt2 --help lists every option
+//
+// This file is also C++17 and is read by nvcc: no restrict, no VLA, casts on malloc, designators in
+// order.
+//
+// Contents
+//   1  Prelude
+//   2  Random numbers
+//   3  Options
+//   4  The model
+//   5  Memory plan
+//   6  What fits
+//   7  Tokenizer
+//   8  Data
+//   9  Matmul and fast maths
+//  10  Layers
+//  11  The network
+//  12  Optimizer and schedules
+//  13  The engine
+//  14  Checkpoints
+//  15  Sampling
+//  16  Output
+//  17  Training
+//  18  main
+
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE 1
+#endif
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <glob.h>
+#include <inttypes.h>
+#include <limits.h>
+#include <math.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+// Build switches: GPT2_DOUBLE=1 builds the oracle in double (for central differences);
+// GPT2_POISON=1 builds the arena with gaps and poison (tests); GPT2_NO_MAIN=1 leaves main out, for
+// files that include this one.
+#ifndef GPT2_DOUBLE
+#define GPT2_DOUBLE 0
+#endif
+#ifndef GPT2_POISON
+#define GPT2_POISON 0
+#endif
+#ifndef GPT2_NO_MAIN
+#define GPT2_NO_MAIN 0
+#endif
+#ifndef GPT2_VOLUME_II
+#define GPT2_VOLUME_II 0
+#endif
+#ifndef HOST_DEVICE
+#define HOST_DEVICE
+#endif
+
+// -------------------------------------------------------------------------------------------------
+// 1. Prelude
+// Errors stop the run with one line on stderr and exit status 1: die() for what a user did, check()
+// for what the program believes of itself. Files are written whole or not at all (chapter 14 builds
+// on write_all).
+
+#if GPT2_DOUBLE
+typedef double real;
+#else
+typedef float real;
+#endif
+typedef int32_t Token;
+
+enum { PATH_BYTES = 1024 };
+static const char *program_name = "train_gpt2";
+
+__attribute__((noreturn, format(printf, 1, 2))) static void die(const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    fflush(stdout);
+    fprintf(stderr, "%s: ", program_name);
+    vfprintf(stderr, format, args);
+    fputc('\n', stderr);
+    va_end(args);
+    exit(1);
+}
+
+__attribute__((noreturn, format(printf, 4, 5))) static void check_failed(const char *file, int line,
+                                                                         const char *expression,
+                                                                         const char *hint, ...) {
+    va_list args;
+    va_start(args, hint);
+    fflush(stdout);
+    fprintf(stderr, "%s: %s:%d: '%s' does not hold: ", program_name, file, line, expression);
+    vfprintf(stderr, hint, args);
+    fputc('\n', stderr);
+    va_end(args);
+    exit(1);
+}
+#define check(condition, ...)                                                                      \
+    ((condition) ? (void)0 : check_failed(__FILE__, __LINE__, #condition, __VA_ARGS__))
+
+// Zeroed memory, or the end of the run. For small host tables only: tensors live in the arena
+// (chapter 5).
+static void *alloc_zero(size_t count, size_t size) {
+    void *memory = calloc(count ? count : 1, size);
+    if (!memory) {
+        die("out of memory for a table of %zu x %zu bytes", count, size);
+    }
+    return memory;
+}
+
+static int min_int(int a, int b) { return a < b ? a : b; }
+HOST_DEVICE static inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
+static int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
+static int64_t ceil_div_i64(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static int64_t round_up_i64(int64_t a, int64_t b) { return ceil_div_i64(a, b) * b; }
+
+static double now_ms(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec * 1e3 + (double)t.tv_nsec * 1e-6;
+}
+
+static int thread_count(void) {
+#ifdef _OPENMP
+    return omp_get_max_threads();
+#else
+    return 1;
+#endif
+}
+
+// snprintf that ends the run rather than shorten a path.
+__attribute__((format(printf, 2, 3))) static void path_print(char *path, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    int n = vsnprintf(path, PATH_BYTES, format, args);
+    va_end(args);
+    if (n < 0 || n >= PATH_BYTES) {
+        die("path longer than %d bytes: %.60s...", PATH_BYTES - 1, path);
+    }
+}
+
+// Writes all bytes; returns 0, or -1 with errno set. Short writes are continued.
+static int write_all(int fd, const void *data, size_t bytes) {
+    const char *p = (const char *)data;
+    while (bytes > 0) {
+        ssize_t n = write(fd, p, bytes);
+        if (n < 0 && errno == EINTR) {
+            continue;
+        }
+        if (n <= 0) {
+            errno = n == 0 ? ENOSPC : errno;
+            return -1;
+        }
+        p += n;
+        bytes -= (size_t)n;
+    }
+    return 0;
+}
+
+// Makes a rename or a new name in `folder` survive a power cut.
+static void fsync_folder(const char *folder) {
+    int fd = open(folder, O_RDONLY | O_DIRECTORY);
+    if (fd < 0 || fsync(fd) != 0) {
+        die("cannot sync folder %s: %s", folder, strerror(errno));
+    }
+    close(fd);
+}
+
+// Bytes in words: "512 B", "1.8 MiB", "11.61 GiB". `text` holds at least 24 bytes.
+static const char *bytes_text(char *text, double bytes) {
+    static const char *const units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
+    int u = 0;
+    while (fabs(bytes) >= 1024 && u < 4) {
+        bytes /= 1024;
+        u++;
+    }
+    snprintf(text, 24, u == 0 ? "%.0f %s" : u < 3 ? "%.1f %s" : "%.2f %s", bytes, units[u]);
+    return text;
+}
+
+// 1234567 -> "1,234,567". `text` holds at least 32 bytes.
+static const char *count_text(char *text, int64_t n) {
+    char digits[24];
+    int length = snprintf(digits, sizeof digits, "%" PRId64, n < 0 ? -n : n), out = 0;
+    if (n < 0) {
+        text[out++] = '-';
+    }
+    for (int i = 0; i < length; i++) {
+        if (i > 0 && (length - i) % 3 == 0) {
+            text[out++] = ',';
+        }
+        text[out++] = digits[i];
+    }
+    text[out] = 0;
+    return text;
+}
+
+// -------------------------------------------------------------------------------------------------
+// 2. Random numbers
+// Counter-based: a number is a pure function of (seed, stream, step, index), so nothing depends on
+// the order of calls, on threads, on ranks or on whether the run was resumed. Philox4x32-10 of
+// Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011); the tests hold its
+// published known answers.
+
+// Streams: RNG_INIT and RNG_ROUND stand for sixteen each, one a tensor.
+enum { RNG_INIT = 0, RNG_SHUFFLE = 64, RNG_SAMPLE = 65, RNG_ROUND = 128 };
+
+HOST_DEVICE static inline void philox4x32(uint32_t out[4], uint64_t seed, uint64_t index,
+                                          uint32_t step, uint32_t stream) {
+    uint32_t key0 = (uint32_t)seed, key1 = (uint32_t)(seed >> 32);
+    uint32_t c0 = (uint32_t)index, c1 = (uint32_t)(index >> 32), c2 = step, c3 = stream;
+    for (int round = 0; round < 10; round++) {
+        uint64_t product0 = (uint64_t)0xD2511F53u * c0, product1 = (uint64_t)0xCD9E8D57u * c2;
+        c0 = (uint32_t)(product1 >> 32) ^ c1 ^ key0;
+        c1 = (uint32_t)product1;
+        c2 = (uint32_t)(product0 >> 32) ^ c3 ^ key1;
+        c3 = (uint32_t)product0;
+        key0 += 0x9E3779B9u;
+        key1 += 0xBB67AE85u;
+    }
+    out[0] = c0;
+    out[1] = c1;
+    out[2] = c2;
+    out[3] = c3;
+}
+
+// Uniform in [0, 1): 53 bits.
+static double rng_uniform(uint64_t seed, uint32_t stream, uint32_t step, uint64_t index) {
+    uint32_t r[4];
+    philox4x32(r, seed, index, step, stream);
+    return (double)(((uint64_t)r[0] << 32 | r[1]) >> 11) * 0x1p-53;
+}
+
+// Fills out[0..count) with normal numbers N(0, std), element `first + i` of `stream`. Box-Muller in
+// double, one Philox call for a pair, so that rounding to float hides what differs between maths
+// libraries.
+static void rng_normal(real *out, int64_t count, double std, uint64_t seed, uint32_t stream,
+                       int64_t first) {
+    #pragma omp parallel for schedule(static)
+    for (int64_t pair = first / 2; pair <= (first + count - 1) / 2; pair++) {
+        uint32_t r[4];
+        philox4x32(r, seed, (uint64_t)pair, 0, stream);
+        double u = ((double)(((uint64_t)r[0] << 32 | r[1]) >> 11) + 1) * 0x1p-53;  // (0, 1]
+        double angle = (double)r[2] * (6.283185307179586 * 0x1p-32),
+               radius = std * sqrt(-2 * log(u));
+        double value[2] = {radius * cos(angle), radius * sin(angle)};
+        for (int k = 0; k < 2; k++) {
+            int64_t i = 2 * pair + k - first;
+            if (i >= 0 && i < count) {
+                out[i] = (real)value[k];
+            }
+        }
+    }
+}
+
+// A permutation of 0..n-1 without a table: position -> index. A four-round Feistel network over the
+// next power of four, walked until it lands inside (cycle walking), with Philox as its round
+// function; `epoch` picks the permutation. Expected walks: under four.
+static int64_t permute_index(int64_t position, int64_t n, uint64_t seed, uint32_t epoch) {
+    int half = 1;
+    while (((int64_t)1 << 2 * half) < n) {
+        half++;
+    }
+    uint64_t mask = ((uint64_t)1 << half) - 1, x = (uint64_t)position;
+    do {
+        uint64_t left = x >> half, right = x & mask;
+        for (uint64_t round = 0; round < 4; round++) {
+            uint32_t r[4];
+            philox4x32(r, seed, right | round << 32, epoch, RNG_SHUFFLE);
+            uint64_t next = left ^ (r[0] & mask);
+            left = right;
+            right = next;
+        }
+        x = left << half | right;
+    } while (x >= (uint64_t)n);
+    return (int64_t)x;
+}
+// -------------------------------------------------------------------------------------------------
+// 3. Options
+// One row an option: parsing, --help, the start-up box, the log header and checkpoints are loops
+// over this table.
+// 1. A value outside its range or choices, an unknown or repeated option ends the run; nothing is
+//    clamped.
+// 2. What contradicts (options_contradict) is refused by name.
+// 3. Letters keep llm.c's meaning where it has one, except -h (help) and -r (1 is the whole block).
+
+typedef struct {
+    const char *model, *train_data, *val_data, *output, *schedule, *prompt, *recompute;
+    const char *dtype, *moments, *master, *grad_dtype, *offload, *gpu;
+    int64_t seq_len, seed, shuffle, batch, tokens_per_step, steps, overfit, warmup;
+    int64_t val_every, val_batches, sample_every, sample_tokens, top_k;
+    int64_t save_every, keep, resume, quiet, logit_rows, gpu_mem, plan, json, check, compare, help;
+    double lr, final_lr, weight_decay, beta1, beta2, eps, clip, skip_zscore, temperature, top_p;
+} Options;
+
+typedef enum {
+    OPT_TEXT, OPT_CHOICE, OPT_INT, OPT_REAL, OPT_SWITCH, OPT_FLAG, OPT_BYTES
+} OptionType;
+typedef struct {
+    const char *name;
+    char letter;  // 0: none
+    OptionType type;
+    size_t offset;  // of the field in Options
+    const char
+        *value;  // default, as a user would type it; NULL: depends on the program or the model
+    double low, high;     // allowed range of numbers
+    const char *choices;  // OPT_CHOICE: "a|b|c"
+    const char *subject, *help;
+} OptionRow;
+
+#define FIELD(name) offsetof(Options, name)
+static const OptionRow option_rows[] = {
+    {"model", 'e', OPT_TEXT, FIELD(model), NULL, 0, 0, NULL, "Model",
+     "d12 d24 d36 d48 (gpt2, gpt2-medium, gpt2-large, gpt2-xl) or a shape: l4h4c128t64"},
+    {"seq-len", 't', OPT_INT, FIELD(seq_len), NULL, 1, 1 << 20, NULL, "Model",
+     "tokens in a sequence, T; default: the model's"},
+    {"seed", 0, OPT_INT, FIELD(seed), "42", 0, 9e15, NULL, "Model",
+     "of initialisation, shuffling and sampling"},
+    {"train-data", 'i', OPT_TEXT, FIELD(train_data), NULL, 0, 0, NULL, "Data",
+     "token shards to train on, a glob pattern; default: tinyshakespeare in data/"},
+    {"val-data", 'j', OPT_TEXT, FIELD(val_data), NULL, 0, 0, NULL, "Data",
+     "token shards to validate on"},
+    {"shuffle", 0, OPT_SWITCH, FIELD(shuffle), "1", 0, 1, NULL, "Data",
+     "visit the windows of an epoch in random order"},
+    {"batch", 'b', OPT_INT, FIELD(batch), "4", 1, 65536, NULL, "Batch",
+     "sequences in a micro-batch, B"},
+    {"tokens-per-step", 'd', OPT_INT, FIELD(tokens_per_step), NULL, 1, 1e12, NULL, "Batch",
+     "tokens in an optimizer step, a multiple of B x T; default: B x T"},
+    {"steps", 'x', OPT_INT, FIELD(steps), NULL, 1, 99999999, NULL, "Batch",
+     "optimizer steps; default: one epoch"},
+    {"overfit", 'a', OPT_SWITCH, FIELD(overfit), "0", 0, 1, NULL, "Batch",
+     "train on the first batch over and over"},
+    {"lr", 'l', OPT_REAL, FIELD(lr), "3e-4", 0, 100, NULL, "Optimizer", "peak learning rate"},
+    {"schedule", 'k', OPT_CHOICE, FIELD(schedule), "cosine", 0, 0, "cosine|linear|constant|wsd",
+     "Optimizer",
+     "of the learning rate after warmup (wsd: constant, then 1 - sqrt over the last fifth)"},
+    {"warmup", 'u', OPT_INT, FIELD(warmup), "0", 0, 1e9, NULL, "Optimizer",
+     "steps of linear warmup from 0"},
+    {"final-lr", 'q', OPT_REAL, FIELD(final_lr), "0", 0, 1, NULL, "Optimizer",
+     "last learning rate as a fraction of the peak"},
+    {"weight-decay", 'c', OPT_REAL, FIELD(weight_decay), "0", 0, 100, NULL, "Optimizer",
+     "decoupled, on two-dimensional tensors only"},
+    {"beta1", 0, OPT_REAL, FIELD(beta1), "0.9", 0, 0.9999999, NULL, "Optimizer",
+     "AdamW first moment"},
+    {"beta2", 0, OPT_REAL, FIELD(beta2), "0.95", 0, 0.9999999, NULL, "Optimizer",
+     "AdamW second moment"},
+    {"eps", 0, OPT_REAL, FIELD(eps), "1e-8", 1e-30, 1, NULL, "Optimizer", "AdamW epsilon"},
+    {"clip", 0, OPT_REAL, FIELD(clip), "1", 0, 1e9, NULL, "Optimizer",
+     "largest gradient norm; 0: no clipping"},
+    {"skip-zscore", 0, OPT_REAL, FIELD(skip_zscore), "0", 0, 1e9, NULL, "Optimizer",
+     "skip a step whose gradient norm lies this many standard deviations above the last 128; 0: "
+     "never"},
+    {"val-every", 'v', OPT_INT, FIELD(val_every), "250", 0, 1e9, NULL, "Validation and samples",
+     "steps between validations; 0: never"},
+    {"val-batches", 'm', OPT_INT, FIELD(val_batches), "20", 0, 1e9, NULL, "Validation and samples",
+     "batches of a validation; 0: the whole validation data"},
+    {"sample-every", 's', OPT_INT, FIELD(sample_every), "0", 0, 1e9, NULL, "Validation and samples",
+     "steps between samples, and one after the last step; 0: never"},
+    {"sample-tokens", 'g', OPT_INT, FIELD(sample_tokens), "256", 1, 1e6, NULL,
+     "Validation and samples", "tokens in a sample"},
+    {"prompt", 0, OPT_TEXT, FIELD(prompt), "", 0, 0, NULL, "Validation and samples",
+     "text that samples continue; empty: end of text"},
+    {"temperature", 0, OPT_REAL, FIELD(temperature), "1", 0, 100, NULL, "Validation and samples",
+     "of samples; 0: always the likeliest token"},
+    {"top-k", 0, OPT_INT, FIELD(top_k), "0", 0, 1e6, NULL, "Validation and samples",
+     "sample among the k likeliest tokens; 0: all"},
+    {"top-p", 0, OPT_REAL, FIELD(top_p), "1", 1e-6, 1, NULL, "Validation and samples",
+     "sample among the likeliest tokens whose probabilities reach p"},
+    {"output", 'o', OPT_TEXT, FIELD(output), "", 0, 0, NULL, "Output",
+     "folder for log.jsonl and checkpoints; default: none"},
+    {"save-every", 'n', OPT_INT, FIELD(save_every), "0", 0, 1e9, NULL, "Output",
+     "steps between checkpoints, beside the one at the end; 0: only that one"},
+    {"keep", 0, OPT_INT, FIELD(keep), "0", 0, 1e6, NULL, "Output",
+     "checkpoints to keep, the newest; 0: all"},
+    {"resume", 'y', OPT_SWITCH, FIELD(resume), "0", 0, 1, NULL, "Output",
+     "go on from the newest checkpoint in the output folder, if there is one"},
+    {"quiet", 0, OPT_FLAG, FIELD(quiet), "0", 0, 1, NULL, "Output",
+     "print nothing but errors; log.jsonl says the same"},
+    {"recompute", 'r', OPT_TEXT, FIELD(recompute), "none", 0, 0, NULL, "Memory",
+     "what backward recomputes: none (0), gelu, norm, mlp, qkv, block (1); block:K: only the first "
+     "K blocks"},
+    {"logit-rows", 0, OPT_INT, FIELD(logit_rows), "0", 0, 1 << 30, NULL, "Memory",
+     "rows of logits that exist at a time (changes rounding); 0: as many as make 64 MiB, at least "
+     "128"},
+    {"dtype", 0, OPT_CHOICE, FIELD(dtype), NULL, 0, 0, "bf16|fp16|fp32", "Memory",
+     "of weights and activations; default: fp32 on the CPU, bf16 on a GPU"},
+    {"grad-dtype", 0, OPT_CHOICE, FIELD(grad_dtype), NULL, 0, 0, "bf16|fp32", "Memory",
+     "of two-dimensional gradients; default: the dtype's (bf16: bf16, others: fp32)"},
+    {"moments", 0, OPT_CHOICE, FIELD(moments), "fp32", 0, 0, "fp32|bf16", "Memory",
+     "of AdamW's two moments"},
+    {"master", 'w', OPT_CHOICE, FIELD(master), "split", 0, 0, "split|none|1|0", "Memory",
+     "low halves of fp32 weights beside bf16 ones (1 = split), or stochastic rounding (0 = none)"},
+    {"offload", 0, OPT_CHOICE, FIELD(offload), "none", 0, 0, "none|moments|master|moments,master",
+     "Memory", "optimizer states that live in host memory"},
+    {"plan", 0, OPT_FLAG, FIELD(plan), "0", 0, 1, NULL, "Plan and checks",
+     "print the memory plan and what each setting would save, and stop"},
+    {"json", 0, OPT_FLAG, FIELD(json), "0", 0, 1, NULL, "Plan and checks",
+     "with --plan: as JSON, for dev/plot.py"},
+    {"gpu", 0, OPT_TEXT, FIELD(gpu), "", 0, 0, NULL, "Plan and checks",
+     "with --plan: plan the GPU run, for this card (t4 4060ti 4090 a100 h100 h200 ...)"},
+    {"gpu-mem", 0, OPT_BYTES, FIELD(gpu_mem), "0", 0, 9e15, NULL, "Plan and checks",
+     "with --plan: plan the GPU run, for this much device memory (16GiB)"},
+    {"check", 0, OPT_FLAG, FIELD(check), "0", 0, 1, NULL, "Plan and checks",
+     "GPU program: one batch through the GPU and the CPU oracle, the difference of every tensor"},
+    {"compare", 0, OPT_FLAG, FIELD(compare), "0", 0, 1, NULL, "Plan and checks",
+     "GPU program: memory and time of a step with and without recomputation"},
+    {"help", 'h', OPT_FLAG, FIELD(help), "0", 0, 1, NULL, "Plan and checks", "this text"},
+};
+enum { OPTION_ROWS = sizeof option_rows / sizeof option_rows[0] };
+
+// "16GiB", "512M", "1e9", "38000000": bytes; units are powers of 1024 whatever their spelling. -1:
+// not a size.
+static int64_t parse_bytes(const char *text) {
+    char *end;
+    errno = 0;
+    double value = strtod(text, &end);
+    if (end == text || errno != 0 || !(value >= 0)) {
+        return -1;
+    }
+    static const char units[] = "KMGT";
+    if (*end != 0) {
+        const char *unit = strchr(units, *end >= 'a' && *end <= 'z' ? *end - 32 : *end);
+        if (unit && *unit) {
+            value *= (double)((int64_t)1 << 10 * (unit - units + 1));
+            end++;
+            end += *end == 'i';
+        }
+        end += *end == 'B' || *end == 'b';
+    }
+    return *end == 0 && value < 9e15 ? (int64_t)value : -1;
+}
+
+// True when `word` is one of the choices "a|b|c".
+static int choice_holds(const char *choices, const char *word) {
+    size_t length = strlen(word);
+    for (const char *c = choices; c; c = strchr(c, '|') ? strchr(c, '|') + 1 : NULL) {
+        size_t n = strcspn(c, "|");
+        if (n == length && memcmp(c, word, n) == 0) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+// Sets one option from its text; ends the run when the text is not what the row allows.
+static void option_set(Options *o, const OptionRow *row, const char *text) {
+    char *field = (char *)o + row->offset, *end = NULL;
+    char name[40];
+    snprintf(name, sizeof name, row->letter ? "--%s (-%c)" : "--%s", row->name, row->letter);
+    errno = 0;
+    if (row->type == OPT_TEXT || row->type == OPT_CHOICE) {
+        if (row->type == OPT_CHOICE && !choice_holds(row->choices, text)) {
+            die("%s: '%s' is not one of %s", name, text, row->choices);
+        }
+        *(const char **)(void *)field = text;
+    } else if (row->type == OPT_REAL) {
+        double value = strtod(text, &end);
+        if (end == text || *end != 0 || errno == ERANGE ||
+            !(value >= row->low && value <= row->high)) {
+            die("%s: '%s' is not a number from %g to %g", name, text, row->low, row->high);
+        }
+        *(double *)(void *)field = value;
+    } else if (row->type == OPT_BYTES) {
+        int64_t value = parse_bytes(text);
+        if (value < 0) {
+            die("%s: '%s' is not a size such as 16GiB or 512M", name, text);
+        }
+        *(int64_t *)(void *)field = value;
+    } else {
+        int64_t value = strtoll(text, &end, 10);
+        if (end == text || *end != 0 || errno == ERANGE || (double)value < row->low ||
+            (double)value > row->high) {
+            die("%s: '%s' is not a whole number from %.0f to %.0f", name, text, row->low,
+                row->high);
+        }
+        *(int64_t *)(void *)field = value;
+    }
+}
+
+// The value of an option as a user would type it; "" for one that was left to the program.
+static const char *option_text(char text[64], const Options *o, const OptionRow *row) {
+    const char *field = (const char *)o + row->offset;
+    if (row->type == OPT_TEXT || row->type == OPT_CHOICE) {
+        const char *value = *(const char *const *)(const void *)field;
+        return value ? value : "";
+    }
+    if (row->type == OPT_REAL) {
+        snprintf(text, 64, "%g", *(const double *)(const void *)field);
+    } else {
+        snprintf(text, 64, "%" PRId64, *(const int64_t *)(const void *)field);
+    }
+    return text;
+}
+
+static void options_print_help(const char *default_model) {
+    printf("usage: %s [options]\n\nTrains GPT-2. Without options: model %s on the data in data/. "
+           "Options take a\n"
+           "value unless they are marked (flag); --name value and --name=value are the same.\n",
+           program_name, default_model);
+    for (int i = 0; i < OPTION_ROWS; i++) {
+        const OptionRow *row = &option_rows[i];
+        if (i == 0 || strcmp(row->subject, option_rows[i - 1].subject) != 0) {
+            printf("\n%s\n", row->subject);
+        }
+        char letter[8] = "    ", value[96] = "";
+        if (row->letter) {
+            snprintf(letter, sizeof letter, "-%c, ", row->letter);
+        }
+        if (row->type == OPT_FLAG) {
+            snprintf(value, sizeof value, " (flag)");
+        } else if (row->choices) {
+            snprintf(value, sizeof value, " [%s%s%s]", row->choices, row->value ? "; " : "",
+                     row->value ? row->value : "");
+        } else if (row->value && row->value[0]) {
+            snprintf(value, sizeof value, " [%s]", row->value);
+        }
+        printf("  %s--%-16s %s%s\n", letter, row->name, row->help, value);
+    }
+}
+
+// Contradictions between options, and options that need others. Everything else is checked where it
+// is used.
+static void options_contradict(const Options *o) {
+    if (o->json && !o->plan) {
+        die("--json needs --plan");
+    }
+    if ((o->gpu[0] || o->gpu_mem) && !o->plan) {
+        die("--gpu and --gpu-mem need --plan: they plan a GPU run without a GPU");
+    }
+    if (o->resume && !o->output[0]) {
+        die("--resume (-y) 1 needs --output (-o): the folder that holds the checkpoints");
+    }
+    if (o->save_every && !o->output[0]) {
+        die("--save-every (-n) %" PRId64 " needs --output (-o): the folder to save in",
+            o->save_every);
+    }
+    if (o->val_data && !o->train_data) {
+        die("--val-data (-j) needs --train-data (-i): the default data brings its own");
+    }
+}
+
+static void options_default(Options *o) {
+    memset(o, 0, sizeof *o);
+    for (int i = 0; i < OPTION_ROWS; i++) {
+        if (option_rows[i].value) {
+            option_set(o, &option_rows[i], option_rows[i].value);
+        }
+    }
+}
+
+// Fills `o` from the defaults and argv. With `--help` o->help is 1 and the rest is not checked.
+static void options_parse(Options *o, int argc, char **argv) {
+    char given[OPTION_ROWS] = {0};
+    options_default(o);
+    for (int a = 1; a < argc; a++) {
+        const char *word = argv[a], *value = NULL;
+        const OptionRow *row = NULL;
+        int is_long = word[0] == '-' && word[1] == '-';
+        size_t length = is_long ? strcspn(word + 2, "=") : 0;
+        for (int i = 0; i < OPTION_ROWS && !row; i++) {
+            const OptionRow *r = &option_rows[i];
+            if (is_long ? strlen(r->name) == length && memcmp(r->name, word + 2, length) == 0
+                        : word[0] == '-' && r->letter && word[1] == r->letter && word[2] == 0) {
+                row = r;
+            }
+        }
+        if (!row) {
+            die("unknown option '%s'; --help lists all of them", word);
+        }
+        if (given[row - option_rows]++) {
+            die("--%s is given twice", row->name);
+        }
+        if (is_long && word[2 + length] == '=') {
+            value = word + 3 + length;
+        }
+        if (row->type == OPT_FLAG) {
+            if (value) {
+                die("--%s takes no value, found '%s'", row->name, value);
+            }
+            value = "1";
+        } else if (!value) {
+            if (a + 1 == argc) {
+                die("--%s needs a value; --help says which", row->name);
+            }
+            value = argv[++a];
+        }
+        option_set(o, row, value);
+    }
+    if (!o->help) {
+        options_contradict(o);
+    }
+}
+
+// -------------------------------------------------------------------------------------------------
+// 4. The model
+// Sizes: L layers, NH heads of HS = C / NH channels, C channels, maxT positions, V tokens, Vp = V
+// rounded up to
+// 128. Sixteen tensors, one table; weights of linear layers are (out, in). The flat parameter
+//      buffer is
+// block-major: wte, wpe, then the twelve tensors of each block, then the last LayerNorm; wte is
+// also the classifier (tied). Every tensor starts at a multiple of 64 elements. Rows V..Vp-1 of wte
+// are zero, always.
+
+typedef struct {
+    int L, NH, C, maxT, V, Vp;
+} Model;
+
+enum {
+    WTE, WPE, LN1W, LN1B, QKVW, QKVB, ATTPROJW, ATTPROJB, LN2W, LN2B, FCW, FCB, FCPROJW, FCPROJB,
+    LNFW, LNFB, TENSORS
+};
+typedef enum { DIM_1, DIM_C, DIM_3C, DIM_4C, DIM_VP, DIM_T } Dim;
+// INIT_NORMAL: N(0, 0.02); INIT_RESIDUAL: N(0, 0.02 / sqrt(2 L)).
+typedef enum { INIT_ZERO, INIT_ONE, INIT_NORMAL, INIT_RESIDUAL } Init;
+typedef struct {
+    const char *name;
+    Dim rows, cols;  // cols DIM_1: a vector, which AdamW does not decay
+    int per_layer;
+    Init init;
+} TensorRow;
+
+static const TensorRow tensor_rows[TENSORS] = {
+    {"wte", DIM_VP, DIM_C, 0, INIT_NORMAL},       {"wpe", DIM_T, DIM_C, 0, INIT_NORMAL},
+    {"ln1w", DIM_C, DIM_1, 1, INIT_ONE},          {"ln1b", DIM_C, DIM_1, 1, INIT_ZERO},
+    {"qkvw", DIM_3C, DIM_C, 1, INIT_NORMAL},      {"qkvb", DIM_3C, DIM_1, 1, INIT_ZERO},
+    {"attprojw", DIM_C, DIM_C, 1, INIT_RESIDUAL}, {"attprojb", DIM_C, DIM_1, 1, INIT_ZERO},
+    {"ln2w", DIM_C, DIM_1, 1, INIT_ONE},          {"ln2b", DIM_C, DIM_1, 1, INIT_ZERO},
+    {"fcw", DIM_4C, DIM_C, 1, INIT_NORMAL},       {"fcb", DIM_4C, DIM_1, 1, INIT_ZERO},
+    {"fcprojw", DIM_C, DIM_4C, 1, INIT_RESIDUAL}, {"fcprojb", DIM_C, DIM_1, 1, INIT_ZERO},
+    {"lnfw", DIM_C, DIM_1, 0, INIT_ONE},          {"lnfb", DIM_C, DIM_1, 0, INIT_ZERO},
+};
+enum { TENSOR_ALIGN = 64, GPT2_VOCABULARY = 50257 };
+
+static int64_t dim_size(const Model *m, Dim dim) {
+    const int64_t C = m->C;
+    const int64_t sizes[] = {1, C, 3 * C, 4 * C, m->Vp, m->maxT};
+    return sizes[dim];
+}
+
+// Elements of one tensor (of one layer).
+static int64_t tensor_size(const Model *m, int tensor) {
+    return dim_size(m, tensor_rows[tensor].rows) * dim_size(m, tensor_rows[tensor].cols);
+}
+
+static int tensor_is_matrix(int tensor) { return tensor_rows[tensor].cols != DIM_1; }
+static int tensor_copies(const Model *m, int tensor) {
+    return tensor_rows[tensor].per_layer ? m->L : 1;
+}
+
+// A flat buffer holds all tensors, or the matrices or the vectors alone (a GPU's gradients).
+enum { ALL_TENSORS, MATRICES, VECTORS };
+static int64_t tensor_padded_size(const Model *m, int tensor, int subset) {
+    if (subset != ALL_TENSORS && tensor_is_matrix(tensor) != (subset == MATRICES)) {
+        return 0;
+    }
+    return round_up_i64(tensor_size(m, tensor), TENSOR_ALIGN);
+}
+
+// Offset in elements of `tensor` of `layer` in the flat buffer of a subset; layer is ignored for
+// wte, wpe, lnfw, lnfb. tensor TENSORS gives the whole buffer's size.
+static int64_t subset_offset(const Model *m, int tensor, int layer, int subset) {
+    int64_t before = 0, block = 0, inside = 0, after = 0;
+    for (int i = 0; i < TENSORS; i++) {
+        int64_t size = tensor_padded_size(m, i, subset);
+        block += tensor_rows[i].per_layer ? size : 0;
+        inside += tensor_rows[i].per_layer && i < tensor ? size : 0;
+        before += i < LN1W && i < tensor ? size : 0;
+        after += i > FCPROJB && i < tensor ? size : 0;
+    }
+    if (tensor < LN1W) {
+        return before;
+    }
+    return tensor <= FCPROJB ? before + layer * block + inside : before + m->L * block + after;
+}
+
+static int64_t tensor_offset(const Model *m, int tensor, int layer) {
+    return subset_offset(m, tensor, layer, ALL_TENSORS);
+}
+
+// Parameters, padded vocabulary rows included, alignment gaps not.
+static int64_t model_parameters(const Model *m) {
+    int64_t n = 0;
+    for (int i = 0; i < TENSORS; i++) {
+        n += tensor_size(m, i) * tensor_copies(m, i);
+    }
+    return n;
+}
+
+// FLOPs of one training token, forward and backward: 6 for every parameter and 6 L C T for causal
+// attention: llm.c's convention, so that utilisations compare.
+static double model_flops_per_token(const Model *m, int T) {
+    return 6 * (double)model_parameters(m) + 6.0 * m->L * m->C * T;
+}
+
+typedef struct {
+    const char *name, *alias;
+    int L, NH, C;
+} Preset;
+static const Preset presets[] = {
+    {"d12", "gpt2", 12, 12, 768},
+    {"d24", "gpt2-medium", 24, 16, 1024},
+    {"d36", "gpt2-large", 36, 20, 1280},
+    {"d48", "gpt2-xl", 48, 25, 1600},
+};
+
+// Reads -e into everything but the vocabulary. Returns 1 for a preset (its vocabulary is GPT-2's),
+// 0 for a shape.
+static int model_parse(Model *m, const char *text) {
+    memset(m, 0, sizeof *m);
+    for (size_t i = 0; i < sizeof presets / sizeof presets[0]; i++) {
+        if (strcmp(text, presets[i].name) == 0 || strcmp(text, presets[i].alias) == 0) {
+            m->L = presets[i].L;
+            m->NH = presets[i].NH;
+            m->C = presets[i].C;
+            m->maxT = 1024;
+            return 1;
+        }
+    }
+    int end = 0;
+    if (strlen(text) > 40 ||
+        sscanf(text, "l%5dh%5dc%6dt%8d%n", &m->L, &m->NH, &m->C, &m->maxT, &end) != 4 ||
+        text[end] != 0) {
+        die("--model (-e): '%s' is neither a preset (d12 d24 d36 d48) nor a shape such as "
+            "l4h4c128t256",
+            text);
+    }
+    if (m->L < 1 || m->L > 1000 || m->NH < 1 || m->C < 1 || m->C > 65536 || m->C % m->NH != 0 ||
+        m->maxT < 1 || m->maxT > 1 << 20) {
+        die("--model (-e): '%s': allowed are 1-1000 layers, 1-65536 channels in equal heads, "
+            "1-1048576 positions",
+            text);
+    }
+    return 0;
+}
+
+static void model_set_vocabulary(Model *m, int V) {
+    m->V = V;
+    m->Vp = (int)round_up_i64(V, 128);
+}
+// -------------------------------------------------------------------------------------------------
+// 5. Memory plan
+// Every buffer of a run is a row: name, group, elements, type, first and last tick of its life. The
+// planner turns settings into rows, rows into offsets (rows that are never alive together share
+// bytes) and offsets into one number; the run makes one allocation of exactly that number and takes
+// every pointer from its row.
+// 1. Time is a line of ticks, the stages of one micro-step: embed, 8 per block forward, 3 for the
+//    head, 15 per block backward (7 that recompute, 8 that differentiate), embed backward, update.
+//    A forward pass alone (validation, sampling) walks the same ticks up to the head.
+// 2. row_pointer() refuses a row that is not alive at the current tick, in every build. Test builds
+//    (GPT2_POISON) also fill a row with NaN at birth, poison it at death and keep a poisoned gap
+//    behind each row.
+// 3. An activation that is recomputed has two rows: one that dies in forward, one that lives in
+//    backward.
+
+typedef enum { TYPE_FP32, TYPE_BF16, TYPE_FP16, TYPE_I32, TYPE_U16, TYPE_REAL, TYPE_U8 } Type;
+static size_t type_bytes(Type type) {
+    static const size_t bytes[] = {4, 2, 2, 4, 2, sizeof(real), 1};
+    return bytes[type];
+}
+
+typedef enum {
+    GROUP_WEIGHTS, GROUP_GRADIENTS, GROUP_MOMENTS, GROUP_MASTER, GROUP_KEPT, GROUP_WORKING,
+    GROUP_LOGITS, GROUP_WORKSPACE, GROUP_BATCH, GROUPS
+} Group;
+static const char *const group_names[GROUPS] = {"weights", "gradients",        "moments",
+                                                "master",  "activations kept", "working set",
+                                                "logits",  "workspaces",       "batch"};
+
+// What the plan depends on; nothing else does.
+typedef struct {
+    Model model;
+    int B, T, threads;
+    int logit_rows;               // rows of a classifier chunk
+    int level, recompute_blocks;  // RECOMPUTE_*, of the first recompute_blocks blocks
+    int gpu;  // 0: the CPU program (fp32 or the build's real), 1: the GPU program
+    Type dtype, grad_dtype, moment_dtype;
+    int split_master, offload_moments, offload_master;
+} Settings;
+
+// Stages of a block in forward order; recomputation repeats the first seven (stages 0..6 of the
+// backward line), then backward has its own eight.
+enum { F_LN1, F_QKV, F_ATT, F_ATTPROJ, F_LN2, F_FC, F_GELU, F_FCPROJ, F_STAGES };
+enum { B_FCPROJ = 7, B_GELU, B_FC, B_LN2, B_ATTPROJ, B_ATT, B_QKV, B_LN1, B_STAGES };
+static const char *const stage_names[] = {"ln1", "qkv", "att",  "attproj",
+                                          "ln2", "fc",  "gelu", "fcproj"};
+static const char *const back_names[] = {"d_fcproj",  "d_gelu", "d_fc",  "d_ln2",
+                                         "d_attproj", "d_att",  "d_qkv", "d_ln1"};
+
+static int tick_forward(int layer, int stage) { return 1 + layer * F_STAGES + stage; }
+static int tick_lnf(const Model *m) { return 1 + m->L * F_STAGES; }
+static int tick_head(const Model *m) { return tick_lnf(m) + 1; }
+static int tick_lnf_backward(const Model *m) { return tick_lnf(m) + 2; }
+static int tick_backward(const Model *m, int layer, int stage) {
+    return tick_lnf(m) + 3 + (m->L - 1 - layer) * B_STAGES + stage;
+}
+static int tick_embed_backward(const Model *m) { return tick_backward(m, -1, 0); }
+static int tick_update(const Model *m) { return tick_embed_backward(m) + 1; }
+
+static void tick_name(char name[32], const Model *m, int tick) {
+    int forward = tick - 1, backward = tick - tick_backward(m, m->L - 1, 0);
+    if (tick == 0 || tick >= tick_embed_backward(m)) {
+        snprintf(name, 32, "%s",
+                 tick == 0                ? "embed"
+                 : tick == tick_update(m) ? "update"
+                                          : "d_embed");
+    } else if (forward < m->L * F_STAGES) {
+        snprintf(name, 32, "%d.%s", forward / F_STAGES, stage_names[forward % F_STAGES]);
+    } else if (backward < 0) {
+        snprintf(name, 32, "%s",
+                 tick == tick_lnf(m)    ? "lnf"
+                 : tick == tick_head(m) ? "head"
+                                        : "d_lnf");
+    } else {
+        int stage = backward % B_STAGES, layer = m->L - 1 - backward / B_STAGES;
+        snprintf(name, 32, "%d.%s%s", layer, stage < B_FCPROJ ? "re-" : "",
+                 stage < B_FCPROJ ? stage_names[stage] : back_names[stage - B_FCPROJ]);
+    }
+}
+
+// Activations of a block: who makes them, who uses them last in forward and in backward, and the
+// lowest level that recomputes them. Sizes: channels per token (in units of C) or values per head
+// (LSE) or one (statistics).
+enum {
+    RECOMPUTE_NONE, RECOMPUTE_GELU, RECOMPUTE_NORM, RECOMPUTE_MLP, RECOMPUTE_QKV, RECOMPUTE_BLOCK,
+    RECOMPUTE_LEVELS
+};
+static const char *const level_names[RECOMPUTE_LEVELS] = {"none", "gelu", "norm",
+                                                          "mlp",  "qkv",  "block"};
+enum {
+    ACT_X, ACT_LN1, ACT_LN1_MEAN, ACT_LN1_RSTD, ACT_QKV, ACT_ATT, ACT_LSE, ACT_RES2, ACT_LN2,
+    ACT_LN2_MEAN, ACT_LN2_RSTD, ACT_FCH, ACT_GELU, ACTS
+};
+enum { PER_TOKEN = 0, PER_HEAD = -1 };
+typedef struct {
+    const char *name;
+    int channels;               // x C, or PER_TOKEN, PER_HEAD (fp32 statistics)
+    int made, used, used_back;  // stages: forward, forward, backward
+    int level;                  // recomputed from this level on; RECOMPUTE_LEVELS: never
+} ActRow;
+static const ActRow act_rows[ACTS] = {
+    {"x", 1, F_LN1, F_ATTPROJ, B_LN1, RECOMPUTE_LEVELS},  // made by the block before
+    {"ln1", 1, F_LN1, F_QKV, B_QKV, RECOMPUTE_NORM},
+    {"ln1.mean", PER_TOKEN, F_LN1, F_LN1, B_LN1, RECOMPUTE_NORM},
+    {"ln1.rstd", PER_TOKEN, F_LN1, F_LN1, B_LN1, RECOMPUTE_NORM},
+    {"qkv", 3, F_QKV, F_ATT, B_ATT, RECOMPUTE_QKV},
+    {"att", 1, F_ATT, F_ATTPROJ, B_ATT, RECOMPUTE_BLOCK},
+    {"lse", PER_HEAD, F_ATT, F_ATT, B_ATT, RECOMPUTE_BLOCK},
+    {"res2", 1, F_ATTPROJ, F_FCPROJ, B_LN2, RECOMPUTE_BLOCK},
+    {"ln2", 1, F_LN2, F_FC, B_FC, RECOMPUTE_NORM},
+    {"ln2.mean", PER_TOKEN, F_LN2, F_LN2, B_LN2, RECOMPUTE_NORM},
+    {"ln2.rstd", PER_TOKEN, F_LN2, F_LN2, B_LN2, RECOMPUTE_NORM},
+    {"fch", 4, F_FC, F_GELU, B_GELU, RECOMPUTE_MLP},
+    {"gelu", 4, F_GELU, F_FCPROJ, B_FCPROJ, RECOMPUTE_GELU},
+};
+
+// Gradients of activations inside one block's backward; the residual stream's gradient is a single
+// row, in place.
+enum { GRAD_MLP, GRAD_LN2, GRAD_ATT, GRAD_QKV, GRAD_LN1, GRADS };
+typedef struct {
+    const char *name;
+    int channels, first, last;
+} GradRow;
+static const GradRow grad_rows[GRADS] = {
+    {"d_mlp", 4, B_FCPROJ, B_FC}, {"d_ln2", 1, B_FC, B_LN2},  {"d_att", 1, B_ATTPROJ, B_ATT},
+    {"d_qkv", 3, B_ATT, B_QKV},   {"d_ln1", 1, B_QKV, B_LN1},
+};
+
+typedef struct {
+    char name[24];
+    Group group;
+    Type type;
+    int64_t count;
+    int first, last;       // ticks
+    int host;              // 1: host memory, not part of the device allocation
+    size_t bytes, offset;  // bytes without the gap
+    int alive;             // kept by test builds only
+} Row;
+
+// Rows that exist once. The others are found by (activation, layer) and (gradient, layer).
+enum {
+    ROW_WEIGHTS,
+    ROW_GRADS,
+    ROW_GRADS_1D,
+    ROW_M,
+    ROW_V,
+    ROW_MASTER,
+    ROW_LOSSES,
+    ROW_MATMUL,
+    ROW_XF,
+    ROW_LNF,
+    ROW_LNF_MEAN,
+    ROW_LNF_RSTD,
+    ROW_LOGITS,
+    ROW_DRES,
+    ROW_BATCH,
+    ROW_TENSORS,
+    ROW_STATE,
+    ROW_PARTIALS,
+    ROW_ATT_D,  // of a GPU run
+    SINGLES
+};
+
+typedef struct {
+    Settings settings;
+    Row *rows;
+    int row_count, row_capacity, ticks;
+    int single[SINGLES];              // row index, -1: not in this plan
+    int *act;                         // [phase 0 forward, 1 backward][ACTS][L]
+    int *grad;                        // [GRADS][L]
+    size_t device_bytes, host_bytes;  // the allocations
+    size_t live_bytes;                // most bytes alive at once: no layout needs less
+    // at run time
+    char *base;
+    int now;
+} Plan;
+
+enum { PLAN_ALIGN = 256, PLAN_GAP = GPT2_POISON ? 256 : 0 };
+
+static int plan_add(Plan *p, Group group, const char *name, int layer, Type type, int64_t count,
+                    int first, int last) {
+    if (p->row_count == p->row_capacity) {
+        p->row_capacity = p->row_capacity ? 2 * p->row_capacity : 256;
+        p->rows = (Row *)realloc(p->rows, (size_t)p->row_capacity * sizeof(Row));
+        check(p->rows, "no memory for the plan's table");
+    }
+    Row *row = &p->rows[p->row_count];
+    memset(row, 0, sizeof *row);
+    if (layer >= 0) {
+        snprintf(row->name, sizeof row->name, "%d.%s", layer, name);
+    } else {
+        snprintf(row->name, sizeof row->name, "%s", name);
+    }
+    row->group = group;
+    row->type = type;
+    row->count = count;
+    row->first = first;
+    row->last = last;
+    row->bytes = (size_t)count * type_bytes(type);
+    return p->row_count++;
+}
+
+static int plan_recomputes(const Settings *s, int act, int layer) {
+    return layer < s->recompute_blocks && s->level >= act_rows[act].level;
+}
+
+static size_t matmul_workspace_bytes(int threads);  // chapter 9
+
+// Rows that live for the whole run, one after the other at the bottom of the allocation.
+static void plan_add_whole(Plan *p, int single, Group group, const char *name, Type type,
+                           int64_t count) {
+    p->single[single] = plan_add(p, group, name, -1, type, count, 0, p->ticks - 1);
+}
+
+// Parameters, gradients and optimizer states. A GPU keeps the gradients of vectors apart, in fp32.
+static void plan_add_states(Plan *p) {
+    const Settings *s = &p->settings;
+    const Model *m = &s->model;
+    int64_t all = tensor_offset(m, TENSORS, 0), vectors = subset_offset(m, TENSORS, 0, VECTORS);
+    plan_add_whole(p, ROW_WEIGHTS, GROUP_WEIGHTS, "weights", s->dtype, all);
+    plan_add_whole(p, ROW_GRADS, GROUP_GRADIENTS, "gradients", s->grad_dtype,
+                   s->gpu ? all - vectors : all);
+    if (s->gpu) {
+        plan_add_whole(p, ROW_GRADS_1D, GROUP_GRADIENTS, "gradients of vectors", TYPE_FP32,
+                       vectors);
+    }
+    plan_add_whole(p, ROW_M, GROUP_MOMENTS, "moment m", s->moment_dtype, all);
+    plan_add_whole(p, ROW_V, GROUP_MOMENTS, "moment v", s->moment_dtype, all);
+    p->rows[p->single[ROW_M]].host = p->rows[p->single[ROW_V]].host = s->offload_moments;
+    if (s->split_master || s->dtype == TYPE_FP16) {
+        plan_add_whole(p, ROW_MASTER, GROUP_MASTER, "master",
+                       s->split_master ? TYPE_U16 : TYPE_FP32, all);
+        p->rows[p->single[ROW_MASTER]].host = s->offload_master;
+    }
+}
+
+// What a GPU run needs beside: the batch (inputs, targets, and its tokens sorted for the
+// embedding's backward), the table of tensors for AdamW, norm and counters, and partial sums.
+// Volume II checks that its kernels ask for no more.
+enum { GPU_TENSOR_ROW_BYTES = 48, GPU_STATE_BYTES = 256, GPU_PARTIAL_BLOCKS = 256 };
+enum { GPU_MATMUL_BYTES = 32 << 20 };
+static void plan_add_workspaces(Plan *p) {
+    const Settings *s = &p->settings;
+    const Model *m = &s->model;
+    int64_t N = (int64_t)s->B * s->T, tensors = 0;
+    plan_add_whole(p, ROW_LOSSES, GROUP_BATCH, "losses", s->gpu ? TYPE_FP32 : TYPE_REAL, N);
+    size_t bytes = s->gpu ? (size_t)GPU_MATMUL_BYTES : matmul_workspace_bytes(s->threads);
+    plan_add_whole(p, ROW_MATMUL, GROUP_WORKSPACE, "matmul workspace", TYPE_U8, (int64_t)bytes);
+    if (!s->gpu) {
+        return;
+    }
+    for (int i = 0; i < TENSORS; i++) {
+        tensors += tensor_copies(m, i);
+    }
+    plan_add_whole(p, ROW_BATCH, GROUP_BATCH, "batch", TYPE_I32, 5 * N + 1);
+    plan_add_whole(p, ROW_TENSORS, GROUP_WORKSPACE, "table of tensors", TYPE_U8,
+                   tensors * GPU_TENSOR_ROW_BYTES);
+    plan_add_whole(p, ROW_STATE, GROUP_WORKSPACE, "norm and counters", TYPE_U8, GPU_STATE_BYTES);
+    plan_add_whole(p, ROW_PARTIALS, GROUP_WORKSPACE, "partial sums", TYPE_FP32,
+                   max_i64((int64_t)GPU_PARTIAL_BLOCKS * 4 * m->C, 1024));
+    int pinned = plan_add(p, GROUP_BATCH, "pinned batches", -1, TYPE_I32, 2 * (5 * N + 1) + 64, 0,
+                          p->ticks - 1);
+    p->rows[pinned].host = 1;
+}
+
+// Rows of one block's activations and of their gradients.
+static void plan_add_block(Plan *p, int layer) {
+    const Settings *s = &p->settings;
+    const Model *m = &s->model;
+    const Type statistics = s->gpu ? TYPE_FP32 : TYPE_REAL;
+    const int64_t N = (int64_t)s->B * s->T;
+    for (int i = 0; i < ACTS; i++) {
+        const ActRow *a = &act_rows[i];
+        Type type = a->channels > 0 ? s->dtype : statistics;
+        int64_t count = N * (a->channels > 0           ? a->channels * m->C
+                             : a->channels == PER_HEAD ? m->NH
+                                                       : 1);
+        int made = i != ACT_X   ? tick_forward(layer, a->made)
+                   : layer == 0 ? 0
+                                : tick_forward(layer - 1, F_FCPROJ);
+        int *forward = &p->act[i * m->L + layer], *backward = &p->act[(ACTS + i) * m->L + layer];
+        if (plan_recomputes(s, i, layer)) {
+            *forward = plan_add(p, GROUP_WORKING, a->name, layer, type, count, made,
+                                tick_forward(layer, a->used));
+            *backward =
+                plan_add(p, GROUP_WORKING, a->name, layer, type, count,
+                         tick_backward(m, layer, a->made), tick_backward(m, layer, a->used_back));
+        } else {
+            *forward = *backward = plan_add(p, GROUP_KEPT, a->name, layer, type, count, made,
+                                            tick_backward(m, layer, a->used_back));
+        }
+    }
+    for (int i = 0; i < GRADS; i++) {
+        const GradRow *g = &grad_rows[i];
+        p->grad[i * m->L + layer] =
+            plan_add(p, GROUP_WORKING, g->name, layer, s->dtype, N * g->channels * m->C,
+                     tick_backward(m, layer, g->first), tick_backward(m, layer, g->last));
+    }
+}
+
+// Rows between the last block's forward and its backward, and the residual gradient.
+static void plan_add_head(Plan *p) {
+    const Settings *s = &p->settings;
+    const Model *m = &s->model;
+    const Type statistics = s->gpu ? TYPE_FP32 : TYPE_REAL;
+    const int64_t N = (int64_t)s->B * s->T, NC = N * m->C;
+    int lnf = tick_lnf(m), head = tick_head(m), back = tick_lnf_backward(m);
+    p->single[ROW_XF] =
+        plan_add(p, GROUP_KEPT, "x", m->L, s->dtype, NC, tick_forward(m->L - 1, F_FCPROJ), back);
+    p->single[ROW_LNF] = plan_add(p, GROUP_WORKING, "lnf", -1, s->dtype, NC, lnf, back);
+    p->single[ROW_LNF_MEAN] = plan_add(p, GROUP_WORKING, "lnf.mean", -1, statistics, N, lnf, back);
+    p->single[ROW_LNF_RSTD] = plan_add(p, GROUP_WORKING, "lnf.rstd", -1, statistics, N, lnf, back);
+    p->single[ROW_LOGITS] = plan_add(p, GROUP_LOGITS, "logits", -1, s->dtype,
+                                     (int64_t)s->logit_rows * m->Vp, head, head);
+    p->single[ROW_DRES] =
+        plan_add(p, GROUP_WORKING, "d_residual", -1, s->dtype, NC, back, tick_embed_backward(m));
+    if (s->gpu) {
+        p->single[ROW_ATT_D] = plan_add(p, GROUP_WORKING, "attention D", -1, TYPE_FP32, N * m->NH,
+                                        back, tick_embed_backward(m));
+    }
+}
+
+// Rows of the whole run first, then kept activations, the long-lived before the short, which makes
+// them a stack; then the rest, by size or by life, whichever needs less. Order of birth decides
+// ties.
+static const Plan *plan_sorted;
+static int plan_by_size;
+static int plan_compare(const void *a, const void *b) {
+    const Row *x = &plan_sorted->rows[*(const int *)a], *y = &plan_sorted->rows[*(const int *)b];
+    int life_x = x->last - x->first, life_y = y->last - y->first, whole = plan_sorted->ticks - 1;
+    int rank_x = life_x == whole ? 0 : x->group == GROUP_KEPT ? 1 : 2;
+    int rank_y = life_y == whole ? 0 : y->group == GROUP_KEPT ? 1 : 2;
+    if (rank_x != rank_y) {
+        return rank_x - rank_y;
+    }
+    for (int key = 0; key < 2; key++) {
+        int by_size = (key == 0) == (plan_by_size && rank_x == 2);
+        if (by_size && x->bytes != y->bytes) {
+            return x->bytes > y->bytes ? -1 : 1;
+        }
+        if (!by_size && life_x != life_y) {
+            return life_x > life_y ? -1 : 1;
+        }
+    }
+    return *(const int *)a - *(const int *)b;
+}
+
+// Gives every row the lowest offset at which it overlaps no placed row of a common tick (first
+// fit).
+static void plan_place(Plan *p) {
+    int *order = (int *)alloc_zero((size_t)p->row_count, sizeof(int));
+    int *placed = (int *)alloc_zero((size_t)p->row_count, sizeof(int)), count = 0;  // by offset
+    for (int i = 0; i < p->row_count; i++) {
+        order[i] = i;
+    }
+    plan_sorted = p;
+    qsort(order, (size_t)p->row_count, sizeof(int), plan_compare);
+    p->device_bytes = p->host_bytes = 0;
+    for (int k = 0; k < p->row_count; k++) {
+        Row *row = &p->rows[order[k]];
+        size_t need = (size_t)round_up_i64((int64_t)row->bytes, PLAN_ALIGN) + PLAN_GAP, offset = 0;
+        if (row->host) {
+            row->offset = p->host_bytes;
+            p->host_bytes += need;
+            continue;
+        }
+        for (int i = 0; i < count; i++) {
+            const Row *other = &p->rows[placed[i]];
+            size_t end =
+                other->offset + (size_t)round_up_i64((int64_t)other->bytes, PLAN_ALIGN) + PLAN_GAP;
+            if (other->first > row->last || other->last < row->first || end <= offset) {
+                continue;
+            }
+            if (other->offset >= offset + need) {
+                break;
+            }
+            offset = end;
+        }
+        row->offset = offset;
+        p->device_bytes = (size_t)max_i64((int64_t)p->device_bytes, (int64_t)(offset + need));
+        int at = count++;
+        while (at > 0 && p->rows[placed[at - 1]].offset > offset) {
+            placed[at] = placed[at - 1];
+            at--;
+        }
+        placed[at] = order[k];
+    }
+    free(order);
+    free(placed);
+}
+
+// Bytes alive at each tick, as an array of p->ticks; the caller frees it.
+static size_t *plan_live(const Plan *p) {
+    int64_t *change = (int64_t *)alloc_zero((size_t)p->ticks + 1, sizeof(int64_t));
+    size_t *live = (size_t *)alloc_zero((size_t)p->ticks, sizeof(size_t));
+    for (int i = 0; i < p->row_count; i++) {
+        const Row *row = &p->rows[i];
+        int64_t bytes = row->host ? 0 : round_up_i64((int64_t)row->bytes, PLAN_ALIGN) + PLAN_GAP;
+        change[row->first] += bytes;
+        change[row->last + 1] -= bytes;
+    }
+    int64_t sum = 0;
+    for (int t = 0; t < p->ticks; t++) {
+        sum += change[t];
+        live[t] = (size_t)sum;
+    }
+    free(change);
+    return live;
+}
+
+// The plan of a run with these settings: pure arithmetic, no allocation beyond the table itself.
+static void plan_build(Plan *p, const Settings *s) {
+    memset(p, 0, sizeof *p);
+    p->settings = *s;
+    p->ticks = tick_update(&s->model) + 1;
+    p->act = (int *)alloc_zero((size_t)2 * ACTS * (size_t)s->model.L, sizeof(int));
+    p->grad = (int *)alloc_zero((size_t)GRADS * (size_t)s->model.L, sizeof(int));
+    for (int i = 0; i < SINGLES; i++) {
+        p->single[i] = -1;
+    }
+    plan_add_states(p);
+    plan_add_workspaces(p);
+    for (int l = 0; l < s->model.L; l++) {
+        plan_add_block(p, l);
+    }
+    plan_add_head(p);
+    plan_by_size = 0;
+    plan_place(p);
+    size_t by_life = p->device_bytes;
+    plan_by_size = 1;
+    plan_place(p);
+    if (by_life < p->device_bytes) {
+        plan_by_size = 0;
+        plan_place(p);
+    }
+    size_t *live = plan_live(p);
+    for (int t = 0; t < p->ticks; t++) {
+        p->live_bytes = (size_t)max_i64((int64_t)p->live_bytes, (int64_t)live[t]);
+    }
+    free(live);
+}
+
+static void plan_free(Plan *p) {
+    free(p->rows);
+    free(p->act);
+    free(p->grad);
+    memset(p, 0, sizeof *p);
+}
+
+// The device bytes of a run with other settings: what remedies and tables are made of.
+static size_t plan_bytes(const Settings *s) {
+    Plan p;
+    plan_build(&p, s);
+    size_t bytes = p.device_bytes;
+    plan_free(&p);
+    return bytes;
+}
+
+// Reads -r. Levels by name or number; block:K recomputes the first K blocks only.
+static void recompute_parse(const char *text, int L, int *level, int *blocks) {
+    *blocks = L;
+    *level = -1;
+    for (int i = 0; i < RECOMPUTE_LEVELS; i++) {
+        *level = strcmp(text, level_names[i]) == 0 ? i : *level;
+    }
+    if (strcmp(text, "0") == 0 || strcmp(text, "1") == 0) {
+        *level = text[0] == '0' ? RECOMPUTE_NONE : RECOMPUTE_BLOCK;
+    }
+    if (strncmp(text, "block:", 6) == 0) {
+        char *end;
+        long k = strtol(text + 6, &end, 10);
+        if (end == text + 6 || *end != 0 || k < 0 || k > L) {
+            die("--recompute (-r): '%s': block:K takes K from 0 to %d, the model's blocks", text,
+                L);
+        }
+        *level = RECOMPUTE_BLOCK;
+        *blocks = (int)k;
+    }
+    if (strcmp(text, "2") == 0) {
+        die("--recompute (-r): '2' is not a level here: 'gelu' recomputes GELU, 'norm' also both "
+            "LayerNorms");
+    }
+    if (*level < 0) {
+        die("--recompute (-r): '%s' is not one of none (0), gelu, norm, mlp, qkv, block (1), "
+            "block:K",
+            text);
+    }
+}
+
+#if GPT2_POISON
+// Called on memory that comes alive or dies, in test builds; tests and Volume II bring their own.
+static void poison_mark(void *memory, size_t bytes, int alive) {
+    (void)alive;
+    memset(memory, 0xff, bytes);  // NaN in every floating-point type
+}
+static void (*plan_mark)(void *memory, size_t bytes, int alive) = poison_mark;
+#endif
+
+// Moves the clock. Test builds poison the rows that die and fill those that are born with NaN.
+static void plan_tick(Plan *p, int tick) {
+    p->now = tick;
+#if GPT2_POISON
+    for (int birth = 0; birth < 2; birth++) {
+        for (int i = 0; i < p->row_count; i++) {
+            Row *row = &p->rows[i];
+            int alive = row->first <= tick && tick <= row->last;
+            if (!row->host && alive != row->alive && alive == birth) {
+                row->alive = alive;
+                plan_mark(p->base + row->offset, row->bytes, alive);
+            }
+        }
+    }
+#endif
+}
+
+// The memory of row `id`, which must be alive at the current tick.
+static void *row_pointer(const Plan *p, int id) {
+    check(id >= 0 && id < p->row_count, "no such row in this plan");
+    const Row *row = &p->rows[id];
+    check(row->first <= p->now && p->now <= row->last,
+          "row %s lives from tick %d to %d, used at %d", row->name, row->first, row->last, p->now);
+    return p->base + row->offset;
+}
+
+static void *plan_single(const Plan *p, int single) { return row_pointer(p, p->single[single]); }
+
+// An activation of a block, from the row of the pass the clock is in. x of layer L is the last
+// block's output.
+static void *plan_act(const Plan *p, int act, int layer) {
+    const Model *m = &p->settings.model;
+    if (act == ACT_X && layer == m->L) {
+        return plan_single(p, ROW_XF);
+    }
+    int backward = p->now >= tick_backward(m, m->L - 1, 0);
+    return row_pointer(p, p->act[(backward * ACTS + act) * m->L + layer]);
+}
+
+static void *plan_grad(const Plan *p, int grad, int layer) {
+    return row_pointer(p, p->grad[grad * p->settings.model.L + layer]);
+}
+
+// Allocates the plan: one mapping of exactly device_bytes, in huge pages where the system gives
+// them.
+static void plan_open(Plan *p) {
+    void *memory =
+        mmap(NULL, p->device_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) {
+        char text[24];
+        die("the system gives no %s for the plan: %s", bytes_text(text, (double)p->device_bytes),
+            strerror(errno));
+    }
+    madvise(memory, p->device_bytes, MADV_HUGEPAGE);
+    p->base = (char *)memory;
+#if GPT2_POISON
+    plan_mark(memory, p->device_bytes, 0);
+#endif
+    plan_tick(p, 0);
+}
+
+static void plan_close(Plan *p) {
+    if (p->base) {
+#if GPT2_POISON
+        plan_mark(p->base, p->device_bytes, 1);
+#endif
+        munmap(p->base, p->device_bytes);
+    }
+    plan_free(p);
+}
+
+// -------------------------------------------------------------------------------------------------
+// 6. What fits
+// From options to settings, from settings to the printed plan, and to what would make a run fit.
+// Prices are arithmetic (FLOPs of what is recomputed over FLOPs of a step), never timings.
+
+// Memory of common cards in GiB as the driver reports it: the smallest total seen quoted in CUDA
+// out-of-memory messages (public issue trackers, read 2026-11). A driver keeps some of what is on
+// the label.
+typedef struct {
+    const char *name;
+    double gib;
+    int has_bf16;  // compute capability 8.0 or newer
+} GpuRow;
+static const GpuRow gpu_rows[] = {
+    {"t4", 14.56, 0},   {"4060", 7.75, 1},    {"4060ti", 15.6, 1}, {"a4000", 15.61, 1},
+    {"3090", 23.6, 1},  {"4090", 23.6, 1},    {"l4", 22.0, 1},     {"a10", 22.0, 1},
+    {"l40s", 44.3, 1},  {"a100-40", 39.5, 1}, {"a100", 79.1, 1},   {"h100", 79.1, 1},
+    {"h200", 139.8, 1},
+};
+
+// The row of --gpu, or NULL when the option is not given. Ends the run at an unknown name.
+static const GpuRow *gpu_find(const Options *o) {
+    char names[256] = "";
+    for (size_t i = 0; i < sizeof gpu_rows / sizeof gpu_rows[0]; i++) {
+        if (strcmp(o->gpu, gpu_rows[i].name) == 0) {
+            return &gpu_rows[i];
+        }
+        snprintf(names + strlen(names), sizeof names - strlen(names), " %s", gpu_rows[i].name);
+    }
+    if (o->gpu[0]) {
+        die("--gpu: '%s' is not one of%s; --gpu-mem SIZE plans for any card", o->gpu, names);
+    }
+    return NULL;
+}
+
+// Library memory (CUDA context, cuBLASLt) of a GPU run. Nobody has measured it yet, and the plan
+// says so.
+static const size_t library_reserve_bytes = (size_t)1 << 30;
+
+static int64_t default_logit_rows(const Model *m, size_t element_bytes, int64_t N) {
+    int64_t rows = ((int64_t)64 << 20) / (m->Vp * (int64_t)element_bytes) / 128 * 128;
+    return min_i64(max_i64(rows, 128), N);
+}
+
+// Settings of a run, from its options; the model is already known. Refuses what this program cannot
+// do.
+static void settings_from_options(Settings *s, const Options *o, const Model *m, int gpu) {
+    memset(s, 0, sizeof *s);
+    s->model = *m;
+    s->gpu = gpu;
+    s->B = (int)o->batch;
+    s->T = o->seq_len ? (int)o->seq_len : m->maxT;
+    s->threads = thread_count();
+    if (s->T > m->maxT) {
+        die("--seq-len (-t): %d is more than the model's %d positions", s->T, m->maxT);
+    }
+    if ((int64_t)s->B * s->T > 1 << 26) {
+        die("--batch (-b) %d x --seq-len (-t) %d: a micro-batch holds at most 67,108,864 tokens",
+            s->B, s->T);
+    }
+    const GpuRow *card = gpu_find(o);
+    const char *sixteen = card && !card->has_bf16 ? "fp16" : "bf16";
+    const char *dtype = o->dtype ? o->dtype : gpu ? sixteen : "fp32";
+    if (strcmp(dtype, "bf16") == 0 && strcmp(sixteen, "bf16") != 0) {
+        die("--dtype bf16: %s has no bf16; it has fp16 and fp32", o->gpu);
+    }
+    s->dtype = strcmp(dtype, "fp32") == 0   ? gpu ? TYPE_FP32 : TYPE_REAL
+               : strcmp(dtype, "bf16") == 0 ? TYPE_BF16
+                                            : TYPE_FP16;
+    s->grad_dtype = s->dtype == TYPE_BF16 && !(o->grad_dtype && strcmp(o->grad_dtype, "fp32") == 0)
+                        ? TYPE_BF16
+                    : gpu ? TYPE_FP32
+                          : TYPE_REAL;
+    s->moment_dtype = strcmp(o->moments, "bf16") == 0 ? TYPE_BF16 : gpu ? TYPE_FP32 : TYPE_REAL;
+    s->split_master =
+        s->dtype == TYPE_BF16 && (strcmp(o->master, "split") == 0 || strcmp(o->master, "1") == 0);
+    s->offload_moments = strstr(o->offload, "moments") != NULL;
+    s->offload_master = strstr(o->offload, "master") != NULL;
+    if (!gpu && (s->dtype != TYPE_REAL || s->moment_dtype != TYPE_REAL || s->offload_moments ||
+                 s->offload_master)) {
+        die("--dtype, --moments and --offload: this run computes in fp32 on the CPU; with --plan "
+            "--gpu NAME they "
+            "plan a GPU run");
+    }
+    if (o->grad_dtype && strcmp(o->grad_dtype, "bf16") == 0 && s->dtype != TYPE_BF16) {
+        die("--grad-dtype bf16 needs --dtype bf16, found %s", dtype);
+    }
+    if (s->offload_master && !s->split_master && s->dtype != TYPE_FP16) {
+        die("--offload master: there is no master copy with --dtype %s and --master (-w) %s", dtype,
+            o->master);
+    }
+    recompute_parse(o->recompute, m->L, &s->level, &s->recompute_blocks);
+    int64_t N = (int64_t)s->B * s->T;
+    if (o->logit_rows > N) {
+        die("--logit-rows: %" PRId64 " is more than the micro-batch's %" PRId64 " tokens",
+            o->logit_rows, N);
+    }
+    s->logit_rows =
+        (int)(o->logit_rows ? o->logit_rows : default_logit_rows(m, type_bytes(s->dtype), N));
+}
+
+// FLOPs recomputed by `level` in all its blocks, over FLOPs of a step without recomputation.
+static double recompute_price(const Settings *s, int level) {
+    static const double matmul[RECOMPUTE_LEVELS] = {0, 0,  0,
+                                                    8, 14, 16};  // x C^2 of a block's 72 C^2
+    const Model *m = &s->model;
+    double C = m->C, attention = level == RECOMPUTE_BLOCK ? 2.0 * s->T * C : 0;
+    double step = m->L * (72 * C * C + 7 * s->T * C) + 6.0 * C * m->Vp;
+    return s->recompute_blocks * (matmul[level] * C * C + attention) / step;
+}
+
+// A change of settings that frees memory, in order of cost.
+typedef struct {
+    char option[48], price[64];
+    Settings settings;
+    size_t bytes;  // of the changed plan
+} Remedy;
+enum { MAX_REMEDIES = 16 };
+
+static int remedy_add(Remedy *list, int n, size_t now, const Settings *changed, const char *option,
+                      const char *price) {
+    size_t bytes = plan_bytes(changed);
+    if (bytes >= now || n == MAX_REMEDIES) {
+        return n;
+    }
+    Remedy *r = &list[n];
+    r->settings = *changed;
+    r->bytes = bytes;
+    snprintf(r->option, sizeof r->option, "%s", option);
+    snprintf(r->price, sizeof r->price, "%s", price);
+    return n + 1;
+}
+
+// Everything that would make this plan smaller: recomputation first (no bit changes), then what
+// changes numbers.
+static int plan_remedies(const Plan *p, Remedy list[MAX_REMEDIES]) {
+    const Settings *now = &p->settings;
+    char option[48], price[64];
+    int n = 0;
+    for (int level = RECOMPUTE_GELU; level < RECOMPUTE_LEVELS; level++) {
+        Settings s = *now;
+        s.level = level;
+        s.recompute_blocks = now->model.L;
+        if (level > now->level || now->recompute_blocks < now->model.L) {
+            snprintf(option, sizeof option, "-r %s", level_names[level]);
+            snprintf(price, sizeof price, "%.1f %% more arithmetic, same bits",
+                     100 * recompute_price(&s, level));
+            n = remedy_add(list, n, p->device_bytes, &s, option, price);
+        }
+    }
+    if (now->gpu) {
+        if (!now->offload_moments) {
+            Settings s = *now;
+            s.offload_moments = 1;
+            s.offload_master = s.split_master || s.dtype == TYPE_FP16;
+            n = remedy_add(list, n, p->device_bytes, &s,
+                           s.offload_master ? "--offload moments,master" : "--offload moments",
+                           "host memory and PCIe time once a step, same bits");
+        }
+        if (now->dtype == TYPE_BF16 && now->moment_dtype == TYPE_FP32) {
+            Settings s = *now;
+            s.moment_dtype = TYPE_BF16;
+            n = remedy_add(list, n, p->device_bytes, &s, "--moments bf16",
+                           "rounds the moments: numbers change");
+            if (now->split_master) {
+                s.split_master = s.offload_master = 0;
+                n = remedy_add(list, n, p->device_bytes, &s, "--moments bf16 -w none",
+                               "stochastic rounding of weights: numbers change");
+            }
+        }
+    }
+    for (int batch = now->B / 2; batch >= 1; batch /= 2) {
+        Settings s = *now;
+        s.B = batch;
+        s.logit_rows = (int)min_i64(s.logit_rows, (int64_t)s.B * s.T);
+        snprintf(option, sizeof option, "-b %d", batch);
+        n = remedy_add(list, n, p->device_bytes, &s, option,
+                       "smaller matmuls; -d keeps the step's tokens");
+    }
+    return n;
+}
+
+// The number behind `key` at the start of a line of `path`, or `otherwise`.
+static int64_t file_number(const char *path, const char *key, int64_t otherwise) {
+    char line[256];
+    FILE *f = fopen(path, "r");
+    while (f && fgets(line, sizeof line, f)) {
+        char *end = line, *text = line + strlen(key);
+        int64_t number = strncmp(line, key, strlen(key)) == 0 ? strtoll(text, &end, 10) : 0;
+        if (end > line && end != text) {
+            otherwise = number;
+            break;
+        }
+    }
+    if (f) {
+        fclose(f);
+    }
+    return otherwise;
+}
+
+// Bytes of memory this process may still take: MemAvailable, or what its control group leaves.
+static size_t host_memory_available(void) {
+    int64_t bytes = file_number("/proc/meminfo", "MemAvailable:", INT64_MAX >> 10) << 10;
+    int64_t limit = file_number("/sys/fs/cgroup/memory.max", "", INT64_MAX);
+    int64_t used = file_number("/sys/fs/cgroup/memory.current", "", 0);
+    return (size_t)max_i64(min_i64(bytes, limit - used), 0);
+}
+
+// Ends the run before anything is allocated when `available` bytes cannot hold `need`: names what
+// is short and the cheapest settings that alone would do, or the one that frees most.
+static void plan_refuse(const Plan *p, size_t need, size_t available) {
+    char line[1024] = "", a[24], b[24], c[24];
+    Remedy list[MAX_REMEDIES];
+    if (need <= available) {
+        return;
+    }
+    int n = plan_remedies(p, list), length = 0, best = 0, enough = 0;
+    for (int i = 0; i < n; i++) {
+        best = list[i].bytes < list[best].bytes ? i : best;
+        enough += p->device_bytes - list[i].bytes >= need - available;
+    }
+    for (int i = 0, shown = 0; i < n && shown < 3; i++) {
+        size_t freed = p->device_bytes - list[i].bytes;
+        if (enough ? freed >= need - available : i == best) {
+            length += snprintf(line + length, sizeof line - (size_t)length, "; %s%s frees %s (%s)",
+                               enough ? "" : "no setting alone is enough: ", list[i].option,
+                               bytes_text(a, (double)freed), list[i].price);
+            shown++;
+        }
+    }
+    die("the plan needs %s, available are %s: short %s%s", bytes_text(a, (double)need),
+        bytes_text(b, (double)available), bytes_text(c, (double)(need - available)), line);
+}
+
+// JSON of the plan for dev/plot.py: ticks by name and every row with its place in time and memory.
+static void plan_print_json(const Plan *p) {
+    printf("{\"target\":\"%s\",\"total_bytes\":%zu,\"host_bytes\":%zu,\"ticks\":[",
+           p->settings.gpu ? "gpu" : "cpu", p->device_bytes, p->host_bytes);
+    for (int t = 0; t < p->ticks; t++) {
+        char name[32];
+        tick_name(name, &p->settings.model, t);
+        printf("%s\"%s\"", t ? "," : "", name);
+    }
+    printf("],\"rows\":[");
+    for (int i = 0; i < p->row_count; i++) {
+        const Row *r = &p->rows[i];
+        printf("%s\n{\"name\":\"%s\",\"group\":\"%s\",\"bytes\":%zu,\"offset\":%zu,\"first\":%d,"
+               "\"last\":%d,"
+               "\"where\":\"%s\"}",
+               i ? "," : "", r->name, group_names[r->group], r->bytes, r->offset, r->first, r->last,
+               r->host ? "host" : "device");
+    }
+    printf("]}\n");
+}
+
+// Bytes of every group at the tick where most bytes are alive, so that they add up to the peak; the
+// rest of the allocation is what first fit could not share. Host rows are counted apart.
+static void plan_groups(const Plan *p, size_t device[GROUPS], size_t host[GROUPS]) {
+    size_t *live = plan_live(p);
+    int peak = 0;
+    for (int t = 0; t < p->ticks; t++) {
+        peak = live[t] > live[peak] ? t : peak;
+    }
+    free(live);
+    memset(device, 0, GROUPS * sizeof(size_t));
+    memset(host, 0, GROUPS * sizeof(size_t));
+    for (int i = 0; i < p->row_count; i++) {
+        const Row *r = &p->rows[i];
+        if (r->first <= peak && peak <= r->last) {
+            (r->host ? host : device)[r->group] +=
+                (size_t)round_up_i64((int64_t)r->bytes, PLAN_ALIGN) + PLAN_GAP;
+        }
+    }
+}
+
+// The rule of thumb that people use instead of a plan, and where it errs.
+static void plan_print_thumb(const Plan *p, size_t total) {
+    const Settings *s = &p->settings;
+    const Model *m = &s->model;
+    double N = (double)s->B * s->T, parameters = (double)model_parameters(m);
+    double activations = N * ((16.0 * m->L + 1) * m->C + m->Vp);
+    double thumb = 16 * parameters + 4 * activations + 2e9;
+    char a[24], b[24], c[24], d[24];
+    printf("\nrule of thumb: 16 B x parameters + 4 B x activations + 2 GB = %s + %s + 1.86 GiB = "
+           "%s; the plan: %s\n",
+           bytes_text(a, 16 * parameters), bytes_text(b, 4 * activations), bytes_text(c, thumb),
+           bytes_text(d, (double)total));
+    printf("They differ because the plan keeps %d of %d logit rows, shares the bytes of buffers "
+           "that never live\n"
+           "together, counts each type's own size, and reserves for libraries only what is stated "
+           "above.\n",
+           s->logit_rows, s->B * s->T);
+}
+
+static void plan_print_line(const char *name, size_t bytes, const char *note) {
+    char count[32], text[24];
+    printf("%-24s %18s %12s%s\n", name, count_text(count, (int64_t)bytes),
+           bytes_text(text, (double)bytes), note);
+}
+
+// Prints the plan by group, what it is measured against, what each setting would save, and the rule
+// of thumb. available 0: nothing to fit against. Returns 1 when the plan fits or nothing was asked,
+// else 0.
+static int plan_print(const Plan *p, size_t available, const char *where) {
+    const Settings *s = &p->settings;
+    const Model *m = &s->model;
+    static const char *const types[] = {"fp32", "bf16", "fp16"};
+    size_t device[GROUPS], host[GROUPS], sum = 0;
+    size_t total = p->device_bytes + (s->gpu ? library_reserve_bytes : 0);
+    char a[24], b[24], n[32];
+    printf("memory plan of the %s run\nL%d NH%d C%d, vocabulary %d (%d rows), %s parameters; %s; "
+           "B %d, T %d; -r %s",
+           s->gpu ? "GPU" : "CPU", m->L, m->NH, m->C, m->V, m->Vp,
+           count_text(n, model_parameters(m)), s->gpu ? types[s->dtype] : "fp32", s->B, s->T,
+           level_names[s->level]);
+    if (s->level) {
+        printf(" in %d of %d blocks: %.1f %% more arithmetic", s->recompute_blocks, m->L,
+               100 * recompute_price(s, s->level));
+    }
+    printf("\n\n");
+    plan_groups(p, device, host);
+    printf("%-24s %18s\n", "at the step's peak", "bytes");
+    for (int g = 0; g < GROUPS; g++) {
+        if (device[g]) {
+            plan_print_line(group_names[g], device[g], "");
+        }
+        sum += device[g];
+    }
+    plan_print_line("gaps of the layout", p->device_bytes - sum, "");
+    plan_print_line(s->gpu ? "device allocation" : "allocation", p->device_bytes, "");
+    if (s->gpu) {
+        plan_print_line("library", library_reserve_bytes, "   not measured; 1 GiB reserved");
+        plan_print_line("total per GPU", total, "   library part not measured");
+        plan_print_line("host memory", p->host_bytes, "");
+    }
+    if (available) {
+        int fits = total <= available;
+        printf("%s: %s; %s %s\n", where, bytes_text(a, (double)available),
+               fits ? "fits, free stay" : "DOES NOT FIT, short",
+               bytes_text(b, fits ? (double)(available - total) : (double)(total - available)));
+    }
+    Remedy list[MAX_REMEDIES];
+    int remedies = plan_remedies(p, list);
+    printf("\n%-26s %12s %12s   price\n", "this setting", "saves", "total then");
+    for (int i = 0; i < remedies; i++) {
+        printf("%-26s %12s %12s   %s\n", list[i].option,
+               bytes_text(a, (double)(p->device_bytes - list[i].bytes)),
+               bytes_text(b, (double)(list[i].bytes + total - p->device_bytes)), list[i].price);
+    }
+    if (!remedies) {
+        printf("nothing makes it smaller\n");
+    }
+    plan_print_thumb(p, total);
+    return !available || total <= available;
+}
+
+// The --gpu and --gpu-mem options as bytes, the smaller of both; 0: neither was given.
+static size_t gpu_memory_from_options(const Options *o) {
+    const GpuRow *row = gpu_find(o);
+    size_t card = row ? (size_t)(row->gib * 0x1p30) : 0, cap = (size_t)o->gpu_mem;
+    return card && cap ? (card < cap ? card : cap) : card + cap;
+}
+// -------------------------------------------------------------------------------------------------
+// 7. Tokenizer
+// Byte tokens: token b is byte b, 256 is end of text; a vocabulary of 257. Token files name their
+// tokenizer, so that a model never meets another one's ids. GPT-2 ids are trained on as they are
+// and printed as numbers.
+
+enum { TOKENIZER_GPT2 = 0, TOKENIZER_BYTES = 1 };
+enum { BYTE_VOCABULARY = 257, BYTE_END_OF_TEXT = 256, GPT2_END_OF_TEXT = 50256 };
+
+static int tokenizer_vocabulary(int tokenizer) {
+    return tokenizer == TOKENIZER_BYTES ? (int)BYTE_VOCABULARY : (int)GPT2_VOCABULARY;
+}
+
+static Token end_of_text(int tokenizer) {
+    return tokenizer == TOKENIZER_BYTES ? BYTE_END_OF_TEXT : GPT2_END_OF_TEXT;
+}
+
+// Text of one token: returns its bytes in `out` (at least 16) and their number.
+static int token_text(char out[16], int tokenizer, Token token) {
+    if (tokenizer == TOKENIZER_BYTES) {
+        out[0] = (char)token;
+        return token < BYTE_END_OF_TEXT ? 1 : 0;
+    }
+    return snprintf(out, 16, "%d ", token);
+}
+
+// Tokens of a prompt, at most `capacity`; an empty prompt is one end of text. Returns their number.
+static int prompt_tokens(Token *out, int capacity, int tokenizer, const char *text) {
+    int n = (int)strlen(text);
+    if (n == 0) {
+        out[0] = end_of_text(tokenizer);
+        return 1;
+    }
+    if (tokenizer != TOKENIZER_BYTES) {
+        die("--prompt: this data has GPT-2 tokens, and prompts are encoded as bytes only; leave it "
+            "out");
+    }
+    if (n > capacity) {
+        die("--prompt: %d tokens, at most %d fit", n, capacity);
+    }
+    for (int i = 0; i < n; i++) {
+        out[i] = (unsigned char)text[i];
+    }
+    return n;
+}
+
+// -------------------------------------------------------------------------------------------------
+// 8. Data
+// Token shards: a header of 256 int32, then uint16 tokens, memory-mapped. Training cuts every shard
+// into windows of T inputs (targets are the same tokens one further).
+// 1. A sequence's place in the run is one number, the position: step after step, micro-step after
+//    micro-step, rank after rank, row after row. position / windows is the epoch; within an epoch
+//    each window comes once, in the order of permute_index(seed, epoch), or in file order with
+//    --shuffle 0. So ranks are disjoint, and a resumed run goes on at its position on any number of
+//    ranks.
+// 2. The (tokens - 1) % T tokens that fill no window are left out of an epoch; the windows' start
+//    moves with the epoch, so that no token is left out of all.
+
+enum { SHARD_MAGIC = 20240520, SHARD_HEADER = 256 };
+
+typedef struct {
+    char path[PATH_BYTES];
+    const uint16_t *tokens;
+    int64_t count;
+    int64_t first_window;  // windows in the shards before
+    void *map;
+    size_t map_bytes;
+} Shard;
+
+typedef struct {
+    Shard *shards;
+    int shard_count, T;
+    int tokenizer, vocabulary;
+    int64_t tokens, windows;
+} Dataset;
+
+// Maps one shard and checks its header against its size and against `d`'s tokenizer (shard 0 sets
+// it).
+static void shard_open(Shard *shard, Dataset *d, const char *path) {
+    path_print(shard->path, "%s", path);
+    int fd = open(path, O_RDONLY);
+    struct stat status;
+    if (fd < 0 || fstat(fd, &status) != 0) {
+        die("cannot open token file %s: %s", path, strerror(errno));
+    }
+    if (!S_ISREG(status.st_mode) || status.st_size < SHARD_HEADER * 4) {
+        die("%s: %" PRId64 " bytes are too few for a token file: its header alone has %d", path,
+            (int64_t)status.st_size, SHARD_HEADER * 4);
+    }
+    shard->map_bytes = (size_t)status.st_size;
+    shard->map = mmap(NULL, shard->map_bytes, PROT_READ, MAP_SHARED, fd, 0);
+    close(fd);
+    if (shard->map == MAP_FAILED) {
+        die("cannot map token file %s: %s", path, strerror(errno));
+    }
+    int32_t header[5];
+    memcpy(header, shard->map, sizeof header);
+    if (header[0] != SHARD_MAGIC) {
+        die("%s: not a token file: it starts with %d, not %d", path, header[0], SHARD_MAGIC);
+    }
+    if (header[1] != 1) {
+        die("%s: token file version %d; this program reads version 1 (uint16 tokens)", path,
+            header[1]);
+    }
+    int vocabulary = header[3] == 0 ? GPT2_VOCABULARY : header[3], tokenizer = header[4];
+    if (header[2] < 0 || (int64_t)shard->map_bytes != SHARD_HEADER * 4 + 2 * (int64_t)header[2]) {
+        die("%s: the header counts %d tokens, which makes %" PRId64 " bytes; the file has %zu",
+            path, header[2], SHARD_HEADER * 4 + 2 * (int64_t)header[2], shard->map_bytes);
+    }
+    if (tokenizer != TOKENIZER_GPT2 && tokenizer != TOKENIZER_BYTES) {
+        die("%s: tokenizer %d in the header; known are 0 (GPT-2) and 1 (bytes)", path, tokenizer);
+    }
+    if (vocabulary != tokenizer_vocabulary(tokenizer)) {
+        die("%s: a vocabulary of %d in the header; its tokenizer has %d", path, vocabulary,
+            tokenizer_vocabulary(tokenizer));
+    }
+    if (d->shards != shard && tokenizer != d->tokenizer) {
+        die("%s: its tokens are %s, those of %s are not", path,
+            tokenizer == TOKENIZER_BYTES ? "bytes" : "GPT-2's", d->shards[0].path);
+    }
+    d->tokenizer = tokenizer;
+    d->vocabulary = vocabulary;
+    shard->tokens = (const uint16_t *)((const char *)shard->map + SHARD_HEADER * 4);
+    shard->count = header[2];
+}
+
+// Opens every shard that `pattern` names, in order of name, cut for sequences of T tokens.
+static void dataset_open(Dataset *d, const char *pattern, int T) {
+    glob_t found;
+    memset(d, 0, sizeof *d);
+    d->T = T;
+    int status = glob(pattern, 0, NULL, &found);
+    if (status != 0 || found.gl_pathc == 0) {
+        die("no token file matches %s; 'make data' prepares tinyshakespeare", pattern);
+    }
+    d->shard_count = (int)found.gl_pathc;
+    d->shards = (Shard *)alloc_zero(found.gl_pathc, sizeof(Shard));
+    for (int i = 0; i < d->shard_count; i++) {
+        Shard *shard = &d->shards[i];
+        shard_open(shard, d, found.gl_pathv[i]);
+        if (shard->count < T + 1) {
+            die("%s: %" PRId64 " tokens are fewer than one sequence: T + 1 = %d", shard->path,
+                shard->count, T + 1);
+        }
+        shard->first_window = d->windows;
+        d->windows += (shard->count - 1) / T;
+        d->tokens += shard->count;
+    }
+    globfree(&found);
+}
+
+static void dataset_close(Dataset *d) {
+    for (int i = 0; i < d->shard_count; i++) {
+        munmap(d->shards[i].map, d->shards[i].map_bytes);
+    }
+    free(d->shards);
+    memset(d, 0, sizeof *d);
+}
+
+// Copies window `window` of `epoch` into T inputs and T targets; ends the run at an id of
+// `vocabulary` or more.
+static void dataset_window(const Dataset *d, int64_t window, uint32_t epoch, uint64_t seed,
+                           Token *inputs, Token *targets, int vocabulary) {
+    int low = 0, high = d->shard_count - 1;
+    while (low < high) {
+        int middle = (low + high + 1) / 2;
+        if (d->shards[middle].first_window <= window) {
+            low = middle;
+        } else {
+            high = middle - 1;
+        }
+    }
+    const Shard *shard = &d->shards[low];
+    int64_t rest = (shard->count - 1) % d->T;
+    int64_t shift = (int64_t)(rng_uniform(seed, RNG_SHUFFLE, epoch, UINT64_MAX - (uint64_t)low) *
+                              (double)(rest + 1));
+    int64_t start = (window - shard->first_window) * d->T + (epoch ? shift : 0);
+    for (int i = 0; i <= d->T; i++) {
+        Token token = shard->tokens[start + i];
+        if (token >= vocabulary) {
+            die("%s: token %" PRId64 " is %d, outside the vocabulary of %d", shard->path, start + i,
+                token, vocabulary);
+        }
+        if (i < d->T) {
+            inputs[i] = token;
+        }
+        if (i > 0) {
+            targets[i - 1] = token;
+        }
+    }
+}
+
+// B sequences from `position` on: the training batch of one rank and micro-step.
+static void dataset_batch(const Dataset *d, int64_t position, int B, int shuffle, uint64_t seed,
+                          Token *inputs, Token *targets, int vocabulary) {
+    for (int b = 0; b < B; b++) {
+        int64_t place = position + b, window = place % d->windows;
+        uint32_t epoch = (uint32_t)(place / d->windows);
+        if (shuffle) {
+            window = permute_index(window, d->windows, seed, epoch);
+        }
+        dataset_window(d, window, epoch, seed, inputs + (int64_t)b * d->T,
+                       targets + (int64_t)b * d->T, vocabulary);
+    }
+}
+// -------------------------------------------------------------------------------------------------
+// 9. Matmul and fast maths
+// One packed matmul serves the three products of a linear layer; its inner parts serve attention.
+// 1. Every element of a result is one chain of fused multiply-adds along k, cut into runs of at
+//    most KC at places that depend on K alone; threads never share a sum. So neither the number
+//    of threads, nor the other rows of the batch, nor the data's alignment changes a bit.
+// 2. Nothing allocates here. matmul_workspace points at matmul_workspace_bytes(thread_count())
+//    bytes, aligned to 64: a row of the memory plan that depends on no shape.
+// 3. fast_exp and fast_tanh have no branch, so loops around them become vector code, and no fused
+//    operation, so they give the same bits on every machine.
+// Layout: Goto and van de Geijn, "Anatomy of high-performance matrix multiplication" (2008).
+
+// A tile of MR x NR sums with its operands fits the vector registers. On AVX-512 (Zen 4) 8 x 32
+// runs at 97 % of the multiply-add units' peak, as 14 x 32 does, and a batch of 64 rows leaves none
+// over.
+#if defined(__AVX512F__)
+enum { VECTOR_BYTES = 64, MR = 8 };
+#elif defined(__AVX__)
+enum { VECTOR_BYTES = 32, MR = 6 };
+#elif defined(__aarch64__)
+enum { VECTOR_BYTES = 16, MR = 8 };
+#else
+enum { VECTOR_BYTES = 16, MR = 6 };
+#endif
+
+enum {
+    VL = VECTOR_BYTES / (int)sizeof(real),    // numbers in a vector
+    NR = 2 * VL,                              // columns of a tile
+    KC = 384,                                 // longest packed run of k
+    BLOCK = 128,                              // columns of a task; rows of an attention tile
+    BLOCK_ROWS = (BLOCK + MR - 1) / MR * MR,  // BLOCK rounded up to whole panels of rows
+    SHARED_REALS = 1 << 20,                   // packed a, read by all threads
+    PACKED_A_REALS = BLOCK_ROWS * KC,         // the rest belongs to one thread: packed a and b,
+    PACKED_B_REALS = BLOCK * KC,
+    TILE_REALS = BLOCK * BLOCK,  // and attention's two square tiles
+    THREAD_REALS = PACKED_A_REALS + PACKED_B_REALS + 2 * TILE_REALS
+};
+
+typedef real Vector __attribute__((vector_size(VECTOR_BYTES)));
+
+// Multiply-adds fuse in the functions marked FUSED and nowhere else: GCC takes the attribute (and
+// then inlines nothing that lacks it), clang the pragma at the head of the body.
+#if defined(__clang__)
+#define FUSED
+#define FUSED_BODY _Pragma("clang fp contract(fast)")
+#else
+#define FUSED __attribute__((noinline, optimize("fp-contract=fast")))
+#define FUSED_BODY
+#endif
+
+static real *matmul_workspace;
+
+static int thread_index(void) {
+#ifdef _OPENMP
+    return omp_get_thread_num();
+#else
+    return 0;
+#endif
+}
+
+static size_t matmul_workspace_bytes(int threads) {
+    return (SHARED_REALS + (size_t)threads * THREAD_REALS) * sizeof(real);
+}
+
+// The calling thread's part of the workspace: packed a, packed b, two square tiles.
+static real *thread_workspace(void) {
+    return matmul_workspace + SHARED_REALS + (size_t)thread_index() * THREAD_REALS;
+}
+
+// One operand of a product as lines (rows of a, columns of b) along k: element (line, k) stands at
+// data[line * line_step + k * k_step]. One of the steps is 1; which one is all of transposition.
+typedef struct {
+    const real *data;
+    size_t line_step, k_step;
+} Operand;
+
+static Operand operand(const real *data, size_t line_step, size_t k_step) {
+    Operand o = {data, line_step, k_step};
+    return o;
+}
+
+static Operand operand_at(Operand o, int line, int k) {
+    o.data += (size_t)line * o.line_step + (size_t)k * o.k_step;
+    return o;
+}
+
+// Transposes from(VL,VL) by way of to(VL,VL); returns whichever holds the result. Interleaving the
+// first half of the flat array with the second rotates the bits of an element's index by one, and
+// log2(VL) rotations swap row and column. Compilers turn the loop into register shuffles.
+static real *transpose_square(real *from, real *to) {
+    for (int step = 1; step < VL; step *= 2) {
+        for (int i = 0; i < VL * VL / 2; i++) {
+            to[2 * i] = from[i];
+            to[2 * i + 1] = from[i + VL * VL / 2];
+        }
+        real *swap = from;
+        from = to;
+        to = swap;
+    }
+    return from;
+}
+
+// pack, below, for lines whose k is contiguous, in squares of VL lines by VL steps of k.
+static inline void pack_transposed(real *packed, int width, Operand src, int lines, int K) {
+    // A transposed row goes out in pieces that never straddle two panels.
+    const int piece = width % VL == 0 ? VL : VL % width == 0 ? width : 2;
+    int padded = ceil_div(lines, width) * width;
+    for (int l = 0; l < padded; l += VL) {
+        for (int k = 0; k < K; k += VL) {
+            real x[VL * VL] __attribute__((aligned(VECTOR_BYTES)));
+            real y[VL * VL] __attribute__((aligned(VECTOR_BYTES)));
+            int deep = min_int(VL, K - k);
+            for (int i = 0; i < VL; i++) {
+                const real *line = src.data + (size_t)(l + i) * src.line_step + k;
+                if (l + i < lines && deep == VL) {
+                    memcpy(x + i * VL, line, VL * sizeof(real));
+                } else {
+                    for (int j = 0; j < VL; j++) {
+                        x[i * VL + j] = l + i < lines && j < deep ? line[j] : 0;
+                    }
+                }
+            }
+            const real *t = transpose_square(x, y);
+            for (int i = 0; i < VL && l + i < padded; i += piece) {
+                int lane = (l + i) % width;
+                real *p = packed + (size_t)(l + i - lane) * (size_t)K + (size_t)k * width + lane;
+                for (int j = 0; j < deep; j++) {
+                    memcpy(p + j * width, t + j * VL + i, (size_t)piece * sizeof(real));
+                }
+            }
+        }
+    }
+}
+
+// packed = src in panels of `width` lines: panel p is a (K,width) array at packed + p * width * K,
+// so that a tile reads both operands straight on. Zeros fill up the last panel.
+static inline void pack(real *packed, int width, Operand src, int lines, int K) {
+    if (src.k_step == 1) {
+        pack_transposed(packed, width, src, lines, K);
+        return;
+    }
+    for (int k = 0; k < K; k++) {
+        const real *s = src.data + (size_t)k * src.k_step;
+        // Rows lie pages apart, where no hardware prefetch follows.
+        for (int l = 0; l < lines; l += 64 / (int)sizeof(real)) {
+            __builtin_prefetch(s + 8 * src.k_step + l);
+        }
+        real *p = packed + (size_t)k * width;
+        int l = 0;
+        for (; l + width <= lines; l += width) {
+            memcpy(p + (size_t)l * (size_t)K, s + l, (size_t)width * sizeof(real));
+        }
+        for (int j = 0; l < lines && j < width; j++) {
+            p[(size_t)l * (size_t)K + (size_t)j] = l + j < lines ? s[l + j] : 0;
+        }
+    }
+}
+
+// Two instances, so that the width is a constant inside.
+static void pack_a(real *packed, Operand a, int lines, int K) { pack(packed, MR, a, lines, K); }
+
+static void pack_b(real *packed, Operand b, int lines, int K) { pack(packed, NR, b, lines, K); }
+
+// out(MR,NR) = bias(NR) + addend(MR,NR) + a(K,MR)^T b(K,NR), a and b packed panels; bias and addend
+// may be NULL, addend may be out; both step through rows alike. All sums live in registers while k
+// runs: each k loads two vectors of b, broadcasts MR numbers of a, issues 2 MR multiply-adds.
+FUSED static void matmul_tile(real *out, const real *addend, size_t step, const real *bias,
+                              const real *a, const real *b, int K) {
+    FUSED_BODY
+    const Vector zero = {0};
+    Vector sum[MR][2];
+    for (int i = 0; i < MR; i++) {
+        sum[i][0] = zero;
+        sum[i][1] = zero;
+        __builtin_prefetch(out + (size_t)i * step, 1);
+        __builtin_prefetch(out + (size_t)i * step + NR - 1, 1);
+    }
+    for (int k = 0; k < K; k++, a += MR, b += NR) {
+        Vector b0, b1;
+        memcpy(&b0, b, sizeof b0);
+        memcpy(&b1, b + VL, sizeof b1);
+        for (int i = 0; i < MR; i++) {
+            sum[i][0] += a[i] * b0;
+            sum[i][1] += a[i] * b1;
+        }
+    }
+    Vector bias0 = zero, bias1 = zero;
+    if (bias) {
+        memcpy(&bias0, bias, sizeof bias0);
+        memcpy(&bias1, bias + VL, sizeof bias1);
+    }
+    for (int i = 0; i < MR; i++) {
+        Vector o0 = bias0, o1 = bias1;
+        if (addend) {
+            Vector add0, add1;
+            memcpy(&add0, addend + (size_t)i * step, sizeof add0);
+            memcpy(&add1, addend + (size_t)i * step + VL, sizeof add1);
+            o0 += add0;
+            o1 += add1;
+        }
+        o0 += sum[i][0];
+        o1 += sum[i][1];
+        memcpy(out + (size_t)i * step, &o0, sizeof o0);
+        memcpy(out + (size_t)i * step + VL, &o1, sizeof o1);
+    }
+}
+
+// The same for the m <= MR rows and n <= NR columns that exist, through a full tile on the stack:
+// the arithmetic, and so the bits, are those of an inner tile.
+static void matmul_tile_edge(real *out, const real *addend, size_t step, const real *bias,
+                             const real *a, const real *b, int K, int m, int n) {
+    real full[MR * NR] = {0}, full_bias[NR] = {0};
+    size_t row_bytes = (size_t)n * sizeof(real);
+    if (bias) {
+        memcpy(full_bias, bias, row_bytes);
+    }
+    for (int i = 0; addend && i < m; i++) {
+        memcpy(full + i * NR, addend + (size_t)i * step, row_bytes);
+    }
+    matmul_tile(full, addend ? full : NULL, NR, bias ? full_bias : NULL, a, b, K);
+    for (int i = 0; i < m; i++) {
+        memcpy(out + (size_t)i * step, full + i * NR, row_bytes);
+    }
+}
+
+// out(M,N) = bias(N) + addend(M,N) + a b for one run of k, both operands packed. The panels of b,
+// up to BLOCK x KC, stay in the second cache while a's panels pass through the first.
+static void matmul_packed(real *out, const real *addend, size_t step, const real *bias,
+                          const real *a, const real *b, int M, int N, int K) {
+    for (int i = 0; i < M; i += MR, a += (size_t)MR * (size_t)K) {
+        for (int j = 0; j < N; j += NR) {
+            int m = min_int(MR, M - i), n = min_int(NR, N - j);
+            size_t at = (size_t)i * step + (size_t)j;
+            const real *add = addend ? addend + at : NULL, *bias_j = bias ? bias + j : NULL;
+            const real *panel = b + (size_t)j * (size_t)K;
+            if (m == MR && n == NR) {
+                matmul_tile(out + at, add, step, bias_j, a, panel, K);
+            } else {
+                matmul_tile_edge(out + at, add, step, bias_j, a, panel, K, m, n);
+            }
+        }
+    }
+}
+
+// Where rule 1 cuts k: into the fewest runs of at most KC, about equal. Depends on K alone.
+static int run_of_k(int K) { return min_int(KC, ceil_div(ceil_div(K, ceil_div(K, KC)), VL) * VL); }
+
+// out(M,N) = addend(M,N) + a(M,K) b(K,N) by the calling thread alone, for attention: M <= BLOCK,
+// rows of out and addend lie `step` apart, addend may be NULL or out.
+static void matmul_small(real *out, const real *addend, size_t step, Operand a, Operand b, int M,
+                         int N, int K) {
+    real *packed_a = thread_workspace(), *packed_b = packed_a + PACKED_A_REALS;
+    int run = run_of_k(K);
+    for (int k = 0; k < K; k += run) {
+        int deep = min_int(run, K - k);
+        pack_a(packed_a, operand_at(a, 0, k), M, deep);
+        for (int j = 0; j < N; j += BLOCK) {
+            int n = min_int(BLOCK, N - j);
+            const real *add = k > 0 ? out + j : addend ? addend + j : NULL;
+            pack_b(packed_b, operand_at(b, j, k), n, deep);
+            matmul_packed(out + j, add, step, NULL, packed_a, packed_b, M, n, deep);
+        }
+    }
+}
+
+// out(M,N) = bias(N) + addend(M,N) + a(M,K) b(K,N), rows of out and addend N apart; bias and addend
+// may be NULL, addend may be out. The threads together pack the rows of a that the shared part
+// holds, then share out tasks of at most BLOCK columns: a task packs its columns of b and takes all
+// those rows. Where the columns do not go round, tasks take fewer columns, then fewer rows.
+static void matmul(real *out, Operand a, Operand b, const real *bias, const real *addend, int M,
+                   int N, int K) {
+    int run = run_of_k(K), threads = thread_count(), columns = BLOCK;
+    int rows_max = min_int(ceil_div(M, MR) * MR, SHARED_REALS / run / BLOCK_ROWS * BLOCK_ROWS);
+    int span = min_int(ceil_div(K, run), SHARED_REALS / rows_max / run) * run;
+    while (columns > NR && ceil_div(N, columns) < 4 * threads) {
+        columns -= NR;
+    }
+    int column_tasks = ceil_div(N, columns);
+    for (int m0 = 0; m0 < M; m0 += rows_max) {
+        int rows = min_int(rows_max, M - m0), row_tasks = 1;
+        // Every row task packs b again: many rows each, except to give each thread one task.
+        while (row_tasks * column_tasks < 3 * threads &&
+               rows > (row_tasks * column_tasks < threads ? 4 * MR : 2 * BLOCK) * row_tasks) {
+            row_tasks++;
+        }
+        int task_rows = ceil_div(ceil_div(rows, row_tasks), MR) * MR;
+        row_tasks = ceil_div(rows, task_rows);
+        size_t padded_rows = (size_t)ceil_div(rows, MR) * MR;
+        #pragma omp parallel if ((double)M * N * K > 1e5)
+        for (int k0 = 0; k0 < K; k0 += span) {
+            int depth = min_int(span, K - k0), runs = ceil_div(depth, run);
+            #pragma omp for schedule(static)
+            for (int t = 0; t < ceil_div(rows, BLOCK_ROWS) * runs; t++) {
+                int i = t / runs * BLOCK_ROWS, k = t % runs * run, deep = min_int(run, depth - k);
+                size_t to = (size_t)k * padded_rows + (size_t)i * (size_t)deep;
+                pack_a(matmul_workspace + to, operand_at(a, m0 + i, k0 + k),
+                       min_int(BLOCK_ROWS, rows - i), deep);
+            }
+            #pragma omp for schedule(dynamic)
+            for (int t = 0; t < row_tasks * column_tasks; t++) {
+                int i = t % row_tasks * task_rows, m = min_int(task_rows, rows - i);
+                int j = t / row_tasks * columns, n = min_int(columns, N - j);
+                size_t at = (size_t)(m0 + i) * (size_t)N + (size_t)j;
+                real *packed_b = thread_workspace() + PACKED_A_REALS;
+                for (int k = 0; k < depth; k += run) {
+                    int deep = min_int(run, depth - k), first = k0 + k == 0;
+                    size_t from = (size_t)k * padded_rows + (size_t)i * (size_t)deep;
+                    const real *add = !first ? out + at : addend ? addend + at : NULL;
+                    pack_b(packed_b, operand_at(b, j, k0 + k), n, deep);
+                    matmul_packed(out + at, add, (size_t)N, first && bias ? bias + j : NULL,
+                                  matmul_workspace + from, packed_b, m, n, deep);
+                }
+            }
+        }
+    }
+}
+
+// Operations a second, two for each multiply-add, of matmul_tile on operands that stay in the first
+// cache, over all threads: "% of peak" is of this. Repeats until a measurement takes 10 ms.
+static double matmul_peak_flops(void) {
+    enum { DEPTH = 64 };
+    memset(matmul_workspace, 0, matmul_workspace_bytes(thread_count()));
+    for (int repeats = 256;; repeats *= 2) {
+        struct timespec start, stop;
+        timespec_get(&start, TIME_UTC);
+        #pragma omp parallel
+        {
+            real *a = thread_workspace(), *b = a + MR * DEPTH, *out = b + NR * DEPTH;
+            for (int r = 0; r < repeats; r++) {
+                matmul_tile(out, NULL, NR, NULL, a, b, DEPTH);
+            }
+        }
+        timespec_get(&stop, TIME_UTC);
+        double seconds = difftime(stop.tv_sec, start.tv_sec);
+        seconds += 1e-9 * (double)(stop.tv_nsec - start.tv_nsec);
+        if (seconds > 0.01) {
+            return 2.0 * MR * NR * DEPTH * repeats * thread_count() / seconds;
+        }
+    }
+}
+
+#if GPT2_DOUBLE
+static real fast_exp(real x) { return exp(x); }
+
+static real fast_tanh(real x) { return tanh(x); }
+#else
+// x = n ln 2 + r with |r| <= ln 2 / 2; returns e^r - 1. ln 2 comes in two pieces, the first so
+// short that n times it is exact. Adding 1.5 * 2^23 rounds to an integer, left in the low bits.
+// The polynomial meets (e^r - 1 - r) / r^2 at five Chebyshev points: its error is below 8e-9.
+static inline float exp_minus_1_reduced(float x, uint32_t *n) {
+    const float round = 12582912.0f;
+    float shifted = x * 1.44269504f + round;
+    uint32_t bits, round_bits;
+    memcpy(&bits, &shifted, sizeof bits);
+    memcpy(&round_bits, &round, sizeof round_bits);
+    *n = bits - round_bits;
+    float k = shifted - round;
+    float r = (x - k * 0.693145752f) - k * 1.42860682e-6f;
+    float q = 0.00139262135f;
+    q = q * r + 0.00836320297f;
+    q = q * r + 0.0416665544f;
+    q = q * r + 0.166665768f;
+    q = q * r + 0.5f;
+    return r + r * r * q;
+}
+
+static inline float power_of_two(uint32_t n) {
+    uint32_t bits = (n + 127) << 23;
+    float power;
+    memcpy(&power, &bits, sizeof power);
+    return power;
+}
+
+// e^x, off by at most 1.05 ulp over all floats; inf, NaN, overflow, gradual underflow as in libm.
+// The power of two comes in halves because 2^n alone would overflow or vanish at both ends.
+static inline real fast_exp(real x) {
+    uint32_t n;
+    x = x < -104.0f ? -104.0f : x;
+    x = x > 89.0f ? 89.0f : x;
+    float e = 1.0f + exp_minus_1_reduced(x, &n);
+    uint32_t half = ((n + 256) >> 1) - 128;
+    return e * power_of_two(half) * power_of_two(n - half);
+}
+
+// tanh x, off by at most 2.53 ulp over all floats; odd to the bit. It is t / (t + 2) with
+// t = e^(2|x|) - 1 formed without cancellation; from |x| = 9.1 on it is 1.
+static inline real fast_tanh(real x) {
+    uint32_t n;
+    float a = fabsf(x);
+    a = a > 10.0f ? 10.0f : a;
+    float e = exp_minus_1_reduced(2.0f * a, &n), power = power_of_two(n);
+    float t = power * e + (power - 1.0f);
+    return copysignf(t / (t + 2.0f), x);
+}
+#endif
+// -------------------------------------------------------------------------------------------------
+// 10. Layers
+// The oracle: every layer of GPT-2, forward beside backward, N = B * T rows, row-major. Everything
+// but attention and the matmuls is a readable loop. Backward adds to parameter gradients and
+// overwrites activation gradients. Parallel loops split outputs, never a sum, so bits do not depend
+// on the number of threads.
+
+// Sums run in LANES interleaved partial sums, added in order at the end: a compiler may not reorder
+// a sum by itself, and in this form it need not.
+enum { LANES = 16 };
+static real lanes_total(const real lanes[LANES]) {
+    real total = 0;
+    for (int j = 0; j < LANES; j++) {
+        total += lanes[j];
+    }
+    return total;
+}
+
+// Sum of x (n).
+static real row_sum(const real *x, int n) {
+    real lanes[LANES] = {0};
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        for (int j = 0; j < LANES; j++) {
+            lanes[j] += x[i + j];
+        }
+    }
+    for (; i < n; i++) {
+        lanes[0] += x[i];
+    }
+    return lanes_total(lanes);
+}
+
+// Sum of (x - shift)^2.
+static real row_sum_squares(const real *x, real shift, int n) {
+    real lanes[LANES] = {0};
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        for (int j = 0; j < LANES; j++) {
+            lanes[j] += (x[i + j] - shift) * (x[i + j] - shift);
+        }
+    }
+    for (; i < n; i++) {
+        lanes[0] += (x[i] - shift) * (x[i] - shift);
+    }
+    return lanes_total(lanes);
+}
+
+// Largest of x (n). A NaN is passed over; whoever exponentiates meets it again.
+static real row_largest(const real *x, int n) {
+    real lanes[LANES];
+    int i = 0;
+    for (int j = 0; j < LANES; j++) {
+        lanes[j] = x[0];
+    }
+    for (; i + LANES <= n; i += LANES) {
+        for (int j = 0; j < LANES; j++) {
+            lanes[j] = x[i + j] > lanes[j] ? x[i + j] : lanes[j];
+        }
+    }
+    for (; i < n; i++) {
+        lanes[0] = x[i] > lanes[0] ? x[i] : lanes[0];
+    }
+    for (int j = 1; j < LANES; j++) {
+        lanes[0] = lanes[j] > lanes[0] ? lanes[j] : lanes[0];
+    }
+    return lanes[0];
+}
+
+// Replaces x (n) by exp(x - shift) and returns their sum.
+static real row_exponentials(real *x, real shift, int n) {
+    for (int i = 0; i < n; i++) {
+        x[i] = fast_exp(x[i] - shift);
+    }
+    return row_sum(x, n);
+}
+
+// out (B,T,C) = wte[tokens] + wpe[t].
+static void encoder_forward(real *out, const Token *tokens, const real *wte, const real *wpe, int B,
+                            int T, int C) {
+    #pragma omp parallel for schedule(static)
+    for (int i = 0; i < B * T; i++) {
+        const real *token = wte + (int64_t)tokens[i] * C, *position = wpe + (int64_t)(i % T) * C;
+        for (int c = 0; c < C; c++) {
+            out[(int64_t)i * C + c] = token[c] + position[c];
+        }
+    }
+}
+
+// dwte (Vp,C) and dwpe (maxT,C) += dout (B,T,C). Threads split the channels, rows come in order.
+static void encoder_backward(real *dwte, real *dwpe, const real *dout, const Token *tokens, int B,
+                             int T, int C) {
+    enum { SLICE = 64 };
+    #pragma omp parallel for schedule(static)
+    for (int slice = 0; slice < ceil_div(C, SLICE); slice++) {
+        int begin = slice * SLICE, end = (int)min_i64(begin + SLICE, C);
+        for (int i = 0; i < B * T; i++) {
+            real *dtoken = dwte + (int64_t)tokens[i] * C, *dposition = dwpe + (int64_t)(i % T) * C;
+            for (int c = begin; c < end; c++) {
+                dtoken[c] += dout[(int64_t)i * C + c];
+                dposition[c] += dout[(int64_t)i * C + c];
+            }
+        }
+    }
+}
+
+// out = (inp - mean) * rstd * weight + bias over C channels; mean (N), rstd (N) = 1 / sqrt(variance
+// + 1e-5).
+static void layernorm_forward(real *out, real *mean, real *rstd, const real *inp,
+                              const real *weight, const real *bias, int N, int C) {
+    #pragma omp parallel for schedule(static)
+    for (int i = 0; i < N; i++) {
+        const real *x = inp + (int64_t)i * C;
+        real m = row_sum(x, C) / (real)C, variance = row_sum_squares(x, m, C) / (real)C;
+        real r = (real)1 / (real)sqrt((double)(variance + (real)1e-5));
+        for (int c = 0; c < C; c++) {
+            out[(int64_t)i * C + c] = (x[c] - m) * r * weight[c] + bias[c];
+        }
+        mean[i] = m;
+        rstd[i] = r;
+    }
+}
+
+// With n = (inp - mean) * rstd and g = dout * weight:  dinp = addend + rstd * (g - mean(g) - n *
+// mean(g * n)), dweight += sum over rows of dout * n, dbias += sum of dout. addend may be NULL (0)
+// or dinp.
+static void layernorm_backward(real *dinp, real *dweight, real *dbias, const real *dout,
+                               const real *inp, const real *weight, const real *mean,
+                               const real *rstd, const real *addend, int N, int C) {
+    enum { SLICE = 64 };
+    #pragma omp parallel for schedule(static)
+    for (int slice = 0; slice < ceil_div(C, SLICE); slice++) {
+        int begin = slice * SLICE, end = (int)min_i64(begin + SLICE, C);
+        for (int i = 0; i < N; i++) {
+            for (int c = begin; c < end; c++) {
+                int64_t k = (int64_t)i * C + c;
+                dweight[c] += dout[k] * ((inp[k] - mean[i]) * rstd[i]);
+                dbias[c] += dout[k];
+            }
+        }
+    }
+    #pragma omp parallel for schedule(static)
+    for (int i = 0; i < N; i++) {
+        const real *x = inp + (int64_t)i * C, *d = dout + (int64_t)i * C;
+        real g_lanes[LANES] = {0}, gn_lanes[LANES] = {0};
+        for (int c = 0; c < C; c += LANES) {
+            for (int j = 0; j < (C - c < LANES ? C - c : LANES); j++) {
+                real g = d[c + j] * weight[c + j];
+                g_lanes[j] += g;
+                gn_lanes[j] += g * ((x[c + j] - mean[i]) * rstd[i]);
+            }
+        }
+        real sum_g = lanes_total(g_lanes) / (real)C, sum_gn = lanes_total(gn_lanes) / (real)C;
+        for (int c = 0; c < C; c++) {
+            int64_t k = (int64_t)i * C + c;
+            real n = (x[c] - mean[i]) * rstd[i];
+            dinp[k] =
+                (addend ? addend[k] : (real)0) + rstd[i] * (d[c] * weight[c] - sum_g - n * sum_gn);
+        }
+    }
+}
+
+// Linear layer: out(N,OC) = addend(N,OC) + bias(OC) + inp(N,C) weight(OC,C)^T; addend and bias may
+// be NULL (0), addend may be out. The residual stream is added here, so it needs no pass of its
+// own.
+static void matmul_forward(real *out, const real *inp, const real *weight, const real *bias,
+                           const real *addend, int N, int C, int OC) {
+    matmul(out, operand(inp, (size_t)C, 1), operand(weight, (size_t)C, 1), bias, addend, N, OC, C);
+}
+
+// dbias(OC) += column sums of dout(N,OC); dweight(OC,C) += dout^T inp(N,C); then dinp(N,C) = dout
+// weight(OC,C). dinp may be inp, since dweight comes first. dbias and dinp may be NULL: skipped.
+static void matmul_backward(real *dinp, real *dweight, real *dbias, const real *dout,
+                            const real *inp, const real *weight, int N, int C, int OC) {
+    enum { SLICE = 64 };
+    #pragma omp parallel for schedule(static)
+    for (int slice = 0; slice < (dbias ? ceil_div(OC, SLICE) : 0); slice++) {
+        int begin = slice * SLICE, count = min_int(SLICE, OC - begin);
+        real sums[SLICE] = {0};
+        for (int i = 0; i < N; i++) {
+            for (int c = 0; c < count; c++) {
+                sums[c] += dout[(int64_t)i * OC + begin + c];
+            }
+        }
+        for (int c = 0; c < count; c++) {
+            dbias[begin + c] += sums[c];
+        }
+    }
+    matmul(dweight, operand(dout, 1, (size_t)OC), operand(inp, 1, (size_t)C), NULL, dweight, OC, C,
+           N);
+    if (dinp) {
+        matmul(dinp, operand(dout, (size_t)OC, 1), operand(weight, 1, (size_t)C), NULL, NULL, N, C,
+               OC);
+    }
+}
+
+// Softmax cross-entropy of `rows` rows of logits (rows,Vp): losses[i] = log-sum-exp - logit of the
+// target. The logits are overwritten; with `backward` by their gradients (p - onehot) * dloss,
+// padded columns by 0.
+static void classifier_forward_backward(real *losses, real *logits, const Token *targets,
+                                        real dloss, int rows, int V, int Vp, int backward) {
+    #pragma omp parallel for schedule(static)
+    for (int i = 0; i < rows; i++) {
+        real *x = logits + (int64_t)i * Vp, largest = row_largest(x, V), target = x[targets[i]];
+        real sum = row_exponentials(x, largest, V);
+        losses[i] = (real)log((double)sum) + largest - target;
+        if (backward) {
+            real scale = dloss / sum;
+            for (int v = 0; v < V; v++) {
+                x[v] *= scale;
+            }
+            x[targets[i]] -= dloss;
+            for (int v = V; v < Vp; v++) {
+                x[v] = 0;
+            }
+        }
+    }
+}
+// How many of a tile's keys, from first_key on, the causal mask lets `query` see.
+static int visible_keys(int query, int first_key, int keys) {
+    return min_int(keys, query - first_key + 1);
+}
+
+// The next key tile of one row: s(keys) holds its products with the first n keys. Turns s into
+// exp(scale s - max) with zeros behind the mask, and brings the row's running maximum, its running
+// sum and the HS numbers of out gathered so far to the new maximum.
+static void softmax_row_online(real *s, real *max, real *sum, real *out, int n, int keys, int HS,
+                               real scale) {
+    for (int j = 0; j < n; j++) {
+        s[j] *= scale;
+    }
+    real tile_max = row_largest(s, n), biggest = tile_max > *max ? tile_max : *max;
+    real correction = fast_exp(*max - biggest);
+    *sum = *sum * correction + row_exponentials(s, biggest, n);
+    *max = biggest;
+    memset(s + n, 0, (size_t)(keys - n) * sizeof(real));
+    for (int i = 0; i < HS; i++) {
+        out[i] *= correction;
+    }
+}
+
+// Causal self-attention: out(B,T,NH,HS) = softmax(Q K^T / sqrt(HS)) V with qkv(B,T,3,NH,HS), and
+// lse(B,NH,T), the natural log of each row's sum of exponentials, all that backward needs.
+// Keys come in tiles of BLOCK with a running maximum; no T x T matrix exists.
+// Source: Dao et al., "FlashAttention" (2022), algorithm 1, with the query tile outermost.
+static void attention_forward(real *out, real *lse, const real *qkv, int B, int T, int C, int NH) {
+    int HS = C / NH, tiles = ceil_div(T, BLOCK);
+    real scale = (real)(1.0 / sqrt((double)HS));
+    size_t row = 3 * (size_t)C;
+    // The last query tile has the most keys: hand out the long tasks first.
+    #pragma omp parallel for schedule(dynamic)
+    for (int task = 0; task < B * NH * tiles; task++) {
+        int b = task % (B * NH) / NH, h = task % NH, q0 = (tiles - 1 - task / (B * NH)) * BLOCK;
+        int queries = min_int(BLOCK, T - q0);
+        const real *q = qkv + (size_t)b * T * row + (size_t)h * HS, *k = q + C, *v = k + C;
+        real *o = out + ((size_t)b * T + q0) * C + (size_t)h * HS;
+        real *s = thread_workspace() + PACKED_A_REALS + PACKED_B_REALS;
+        real max[BLOCK], sum[BLOCK];
+        for (int i = 0; i < queries; i++) {
+            max[i] = -INFINITY;
+            sum[i] = 0;
+            memset(o + (size_t)i * C, 0, (size_t)HS * sizeof(real));
+        }
+        for (int k0 = 0; k0 <= q0; k0 += BLOCK) {
+            int keys = min_int(BLOCK, T - k0);
+            matmul_small(s, NULL, BLOCK, operand(q + q0 * row, row, 1),
+                         operand(k + k0 * row, row, 1), queries, keys, HS);
+            for (int i = 0; i < queries; i++) {
+                softmax_row_online(s + i * BLOCK, &max[i], &sum[i], o + (size_t)i * C,
+                                   visible_keys(q0 + i, k0, keys), keys, HS, scale);
+            }
+            matmul_small(o, o, C, operand(s, BLOCK, 1), operand(v + k0 * row, 1, row), queries, HS,
+                         keys);
+        }
+        for (int i = 0; i < queries; i++) {
+            for (int d = 0; d < HS; d++) {
+                o[(size_t)i * C + d] /= sum[i];
+            }
+            lse[((size_t)b * NH + h) * T + q0 + i] = max[i] + (real)log((double)sum[i]);
+        }
+    }
+}
+
+// One row of a tile: from s = q.k and dp = dout.v to p = exp(scale s - lse) in s and
+// ds = scale p (dp - delta) in dp, for the first n keys; zeros behind the mask.
+static void attention_backward_row(real *s, real *dp, real lse, real delta, int n, int keys,
+                                   real scale) {
+    for (int j = 0; j < n; j++) {
+        real p = fast_exp(s[j] * scale - lse);
+        s[j] = p;
+        dp[j] = scale * p * (dp[j] - delta);
+    }
+    for (int j = n; j < keys; j++) {
+        s[j] = 0;
+        dp[j] = 0;
+    }
+}
+
+// dqkv(B,T,3,NH,HS) = gradient of attention_forward from dout(B,T,NH,HS), P recomputed from lse:
+//   D = rowsum(dout * out)   dP = dout V^T   dS = P (dP - D) / sqrt(HS)
+//   dV = P^T dout            dQ = dS K       dK = dS^T Q
+// One task is a whole (sequence, head): query tiles in order, key tiles in order inside, so that
+// each sum has one order.
+static void attention_backward(real *dqkv, const real *dout, const real *qkv, const real *out,
+                               const real *lse, int B, int T, int C, int NH) {
+    int HS = C / NH;
+    real scale = (real)(1.0 / sqrt((double)HS));
+    size_t row = 3 * (size_t)C;
+    #pragma omp parallel for schedule(dynamic)
+    for (int task = 0; task < B * NH; task++) {
+        int b = task / NH, h = task % NH;
+        size_t head = (size_t)b * T * row + (size_t)h * HS;
+        size_t head_out = (size_t)b * T * C + (size_t)h * HS;
+        real *s = thread_workspace() + PACKED_A_REALS + PACKED_B_REALS, *dp = s + TILE_REALS;
+        for (int q0 = 0; q0 < T; q0 += BLOCK) {
+            int queries = min_int(BLOCK, T - q0);
+            const real *q = qkv + head + q0 * row, *o = out + head_out + (size_t)q0 * C;
+            const real *d_o = dout + head_out + (size_t)q0 * C;
+            real *dq = dqkv + head + q0 * row, delta[BLOCK];
+            for (int i = 0; i < queries; i++) {
+                delta[i] = 0;
+                for (int d = 0; d < HS; d++) {
+                    delta[i] += d_o[(size_t)i * C + d] * o[(size_t)i * C + d];
+                }
+            }
+            for (int k0 = 0; k0 <= q0; k0 += BLOCK) {
+                int keys = min_int(BLOCK, T - k0);
+                const real *k = qkv + head + k0 * row + C, *v = k + C;
+                real *dk = dqkv + head + k0 * row + C, *dv = dk + C;
+                // A key tile is first met by its own queries, a query tile first meets key 0.
+                const real *dk_sum = k0 == q0 ? NULL : dk, *dv_sum = k0 == q0 ? NULL : dv;
+                matmul_small(s, NULL, BLOCK, operand(q, row, 1), operand(k, row, 1), queries, keys,
+                             HS);
+                matmul_small(dp, NULL, BLOCK, operand(d_o, C, 1), operand(v, row, 1), queries, keys,
+                             HS);
+                for (int i = 0; i < queries; i++) {
+                    attention_backward_row(s + i * BLOCK, dp + i * BLOCK,
+                                           lse[((size_t)b * NH + h) * T + q0 + i], delta[i],
+                                           visible_keys(q0 + i, k0, keys), keys, scale);
+                }
+                Operand p_keys = operand(s, 1, BLOCK), ds_keys = operand(dp, 1, BLOCK);
+                matmul_small(dv, dv_sum, row, p_keys, operand(d_o, 1, C), keys, HS, queries);
+                matmul_small(dk, dk_sum, row, ds_keys, operand(q, 1, row), keys, HS, queries);
+                matmul_small(dq, k0 == 0 ? NULL : dq, row, operand(dp, BLOCK, 1),
+                             operand(k, 1, row), queries, HS, keys);
+            }
+        }
+    }
+}
+
+// out(n) = x/2 (1 + tanh(u)), u = sqrt(2/pi) (x + 0.044715 x^3), x = inp(n).
+static void gelu_forward(real *out, const real *inp, size_t n) {
+    const real s = (real)0.79788456080286535588, c = (real)0.044715, half = (real)0.5;
+    #pragma omp parallel for simd schedule(static)
+    for (size_t i = 0; i < n; i++) {
+        real x = inp[i];
+        out[i] = half * x * (1 + fast_tanh(s * (x + c * x * x * x)));
+    }
+}
+
+// dinp(n) = dout(n) * d/dx GELU at inp(n); dinp may be dout, which is why the loop must be told
+// that it has no dependence.
+static void gelu_backward(real *dinp, const real *dout, const real *inp, size_t n) {
+    const real s = (real)0.79788456080286535588, c = (real)0.044715, half = (real)0.5;
+    #pragma omp parallel for simd schedule(static)
+    for (size_t i = 0; i < n; i++) {
+        real x = inp[i], t = fast_tanh(s * (x + c * x * x * x));
+        real slope = s * (1 + 3 * c * x * x);
+        dinp[i] = dout[i] * half * (1 + t + x * (1 - t * t) * slope);
+    }
+}
+// -------------------------------------------------------------------------------------------------
+// 11. The network
+// GPT-2 on the CPU, over the plan's rows. A block's stage computes one activation; forward runs all
+// eight, backward repeats those whose activation was dropped, with the same code on the same
+// inputs, so recomputation changes no bit. Gradients add up over micro-steps; `micros` of them make
+// one optimizer step.
+
+typedef struct {
+    Plan plan;
+} Network;
+
+// A tensor of the weights, gradients or moments (`row` is ROW_WEIGHTS, ROW_GRADS, ROW_M or ROW_V).
+static real *network_tensor(const Network *net, int row, int tensor, int layer) {
+    return (real *)plan_single(&net->plan, row) +
+           tensor_offset(&net->plan.settings.model, tensor, layer);
+}
+
+static real *network_single(const Network *net, int row) {
+    return (real *)plan_single(&net->plan, row);
+}
+
+static real *network_act(const Network *net, int act, int layer) {
+    return (real *)plan_act(&net->plan, act, layer);
+}
+
+static real *network_grad(const Network *net, int grad, int layer) {
+    return (real *)plan_grad(&net->plan, grad, layer);
+}
+
+// The activation that each of the first seven stages makes.
+static const int stage_acts[] = {ACT_LN1, ACT_QKV, ACT_ATT, ACT_RES2, ACT_LN2, ACT_FCH, ACT_GELU};
+
+// One forward stage of a block on B sequences of T tokens; the clock stands at its tick, forward or
+// recomputing.
+static void block_stage(Network *net, int layer, int stage, int B, int T) {
+    const int C = net->plan.settings.model.C, NH = net->plan.settings.model.NH, N = B * T;
+#define ACT(name) network_act(net, ACT_##name, layer)
+#define WEIGHT(name) network_tensor(net, ROW_WEIGHTS, name, layer)
+    switch (stage) {
+    case F_LN1:
+        layernorm_forward(ACT(LN1), ACT(LN1_MEAN), ACT(LN1_RSTD), ACT(X), WEIGHT(LN1W),
+                          WEIGHT(LN1B), N, C);
+        break;
+    case F_QKV:
+        matmul_forward(ACT(QKV), ACT(LN1), WEIGHT(QKVW), WEIGHT(QKVB), NULL, N, C, 3 * C);
+        break;
+    case F_ATT:
+        attention_forward(ACT(ATT), ACT(LSE), ACT(QKV), B, T, C, NH);
+        break;
+    case F_ATTPROJ:
+        matmul_forward(ACT(RES2), ACT(ATT), WEIGHT(ATTPROJW), WEIGHT(ATTPROJB), ACT(X), N, C, C);
+        break;
+    case F_LN2:
+        layernorm_forward(ACT(LN2), ACT(LN2_MEAN), ACT(LN2_RSTD), ACT(RES2), WEIGHT(LN2W),
+                          WEIGHT(LN2B), N, C);
+        break;
+    case F_FC:
+        matmul_forward(ACT(FCH), ACT(LN2), WEIGHT(FCW), WEIGHT(FCB), NULL, N, C, 4 * C);
+        break;
+    case F_GELU:
+        gelu_forward(ACT(GELU), ACT(FCH), (size_t)N * 4 * (size_t)C);
+        break;
+    case F_FCPROJ:
+        matmul_forward(network_act(net, ACT_X, layer + 1), ACT(GELU), WEIGHT(FCPROJW),
+                       WEIGHT(FCPROJB), ACT(RES2), N, 4 * C, C);
+        break;
+    }
+}
+
+// Forward over B sequences of T tokens (at most the plan's), to the last LayerNorm's output.
+static void network_forward(Network *net, const Token *tokens, int B, int T) {
+    Plan *p = &net->plan;
+    const Model *m = &p->settings.model;
+    plan_tick(p, 0);
+    encoder_forward(network_act(net, ACT_X, 0), tokens, network_tensor(net, ROW_WEIGHTS, WTE, 0),
+                    network_tensor(net, ROW_WEIGHTS, WPE, 0), B, T, m->C);
+    for (int l = 0; l < m->L; l++) {
+        for (int stage = 0; stage < F_STAGES; stage++) {
+            plan_tick(p, tick_forward(l, stage));
+            block_stage(net, l, stage, B, T);
+        }
+    }
+    plan_tick(p, tick_lnf(m));
+    layernorm_forward(network_single(net, ROW_LNF), network_single(net, ROW_LNF_MEAN),
+                      network_single(net, ROW_LNF_RSTD), network_single(net, ROW_XF),
+                      network_tensor(net, ROW_WEIGHTS, LNFW, 0),
+                      network_tensor(net, ROW_WEIGHTS, LNFB, 0), B * T, m->C);
+}
+
+// The classifier over N rows, a chunk of logits at a time: losses into ROW_LOSSES; with `backward`
+// also dwte, and the gradient of the last LayerNorm's output in place of that output. dloss: the
+// weight of one token's loss. Returns the mean loss.
+static double network_classifier(Network *net, const Token *targets, int N, real dloss,
+                                 int backward) {
+    Plan *p = &net->plan;
+    const Model *m = &p->settings.model;
+    plan_tick(p, tick_head(m));
+    real *logits = network_single(net, ROW_LOGITS), *losses = network_single(net, ROW_LOSSES);
+    const real *wte = network_tensor(net, ROW_WEIGHTS, WTE, 0);
+    for (int row = 0; row < N; row += p->settings.logit_rows) {
+        int rows = (int)min_i64(p->settings.logit_rows, N - row);
+        real *lnf = network_single(net, ROW_LNF) + (int64_t)row * m->C;
+        matmul_forward(logits, lnf, wte, NULL, NULL, rows, m->C, m->Vp);
+        classifier_forward_backward(losses + row, logits, targets + row, dloss, rows, m->V, m->Vp,
+                                    backward);
+        if (backward) {
+            matmul_backward(lnf, network_tensor(net, ROW_GRADS, WTE, 0), NULL, logits, lnf, wte,
+                            rows, m->C, m->Vp);
+        }
+    }
+    double sum = 0;
+    for (int i = 0; i < N; i++) {
+        sum += (double)losses[i];
+    }
+    return sum / N;
+}
+
+// Recomputes what block `layer` dropped, then differentiates it: ROW_DRES holds the gradient of its
+// output before and of its input after.
+static void block_backward(Network *net, int layer) {
+    Plan *p = &net->plan;
+    const Settings *s = &p->settings;
+    const Model *m = &s->model;
+    const int C = m->C, N = s->B * s->T;
+    for (int stage = 0; stage < B_FCPROJ; stage++) {
+        plan_tick(p, tick_backward(m, layer, stage));
+        if (plan_recomputes(s, stage_acts[stage], layer)) {
+            block_stage(net, layer, stage, s->B, s->T);
+        }
+    }
+#define GRAD(name) network_grad(net, GRAD_##name, layer)
+#define DWEIGHT(name) network_tensor(net, ROW_GRADS, name, layer)
+    real *dres = network_single(net, ROW_DRES);
+    plan_tick(p, tick_backward(m, layer, B_FCPROJ));
+    matmul_backward(GRAD(MLP), DWEIGHT(FCPROJW), DWEIGHT(FCPROJB), dres, ACT(GELU), WEIGHT(FCPROJW),
+                    N, 4 * C, C);
+    plan_tick(p, tick_backward(m, layer, B_GELU));
+    gelu_backward(GRAD(MLP), GRAD(MLP), ACT(FCH), (size_t)N * 4 * (size_t)C);
+    plan_tick(p, tick_backward(m, layer, B_FC));
+    matmul_backward(GRAD(LN2), DWEIGHT(FCW), DWEIGHT(FCB), GRAD(MLP), ACT(LN2), WEIGHT(FCW), N, C,
+                    4 * C);
+    plan_tick(p, tick_backward(m, layer, B_LN2));
+    layernorm_backward(dres, DWEIGHT(LN2W), DWEIGHT(LN2B), GRAD(LN2), ACT(RES2), WEIGHT(LN2W),
+                       ACT(LN2_MEAN), ACT(LN2_RSTD), dres, N, C);
+    plan_tick(p, tick_backward(m, layer, B_ATTPROJ));
+    matmul_backward(GRAD(ATT), DWEIGHT(ATTPROJW), DWEIGHT(ATTPROJB), dres, ACT(ATT),
+                    WEIGHT(ATTPROJW), N, C, C);
+    plan_tick(p, tick_backward(m, layer, B_ATT));
+    attention_backward(GRAD(QKV), GRAD(ATT), ACT(QKV), ACT(ATT), ACT(LSE), s->B, s->T, C, m->NH);
+    plan_tick(p, tick_backward(m, layer, B_QKV));
+    matmul_backward(GRAD(LN1), DWEIGHT(QKVW), DWEIGHT(QKVB), GRAD(QKV), ACT(LN1), WEIGHT(QKVW), N,
+                    C, 3 * C);
+    plan_tick(p, tick_backward(m, layer, B_LN1));
+    layernorm_backward(dres, DWEIGHT(LN1W), DWEIGHT(LN1B), GRAD(LN1), ACT(X), WEIGHT(LN1W),
+                       ACT(LN1_MEAN), ACT(LN1_RSTD), dres, N, C);
+#undef ACT
+#undef WEIGHT
+#undef GRAD
+#undef DWEIGHT
+}
+
+// Forward and backward of one micro-batch (B,T); adds to the gradients and returns the batch's mean
+// loss.
+static double network_micro_step(Network *net, const Token *inputs, const Token *targets,
+                                 int micros) {
+    Plan *p = &net->plan;
+    const Model *m = &p->settings.model;
+    const int B = p->settings.B, T = p->settings.T, N = B * T;
+    network_forward(net, inputs, B, T);
+    double loss = network_classifier(net, targets, N, (real)(1.0 / ((double)N * micros)), 1);
+    plan_tick(p, tick_lnf_backward(m));
+    layernorm_backward(network_single(net, ROW_DRES), network_tensor(net, ROW_GRADS, LNFW, 0),
+                       network_tensor(net, ROW_GRADS, LNFB, 0), network_single(net, ROW_LNF),
+                       network_single(net, ROW_XF), network_tensor(net, ROW_WEIGHTS, LNFW, 0),
+                       network_single(net, ROW_LNF_MEAN), network_single(net, ROW_LNF_RSTD), NULL,
+                       N, m->C);
+    for (int l = m->L - 1; l >= 0; l--) {
+        block_backward(net, l);
+    }
+    plan_tick(p, tick_embed_backward(m));
+    encoder_backward(network_tensor(net, ROW_GRADS, WTE, 0), network_tensor(net, ROW_GRADS, WPE, 0),
+                     network_single(net, ROW_DRES), inputs, B, T, m->C);
+    return loss;
+}
+
+// -------------------------------------------------------------------------------------------------
+// 12. Optimizer and schedules
+// AdamW with decoupled decay (Loshchilov and Hutter, ICLR 2019) over the flat buffers; vectors are
+// not decayed. The gradient norm is summed in fp64 over fixed chunks, so no bit depends on the
+// number of threads.
+
+// L2 norm of x (n).
+static double global_norm(const real *x, int64_t n) {
+    enum { CHUNK = 1 << 16, CHUNKS = 4096 };
+    double total = 0;
+    for (int64_t begin = 0; begin < n; begin += (int64_t)CHUNK * CHUNKS) {
+        static double sums[CHUNKS];
+        int chunks = (int)min_i64(ceil_div_i64(n - begin, CHUNK), CHUNKS);
+        #pragma omp parallel for schedule(static)
+        for (int k = 0; k < chunks; k++) {
+            const real *chunk = x + begin + (int64_t)k * CHUNK;
+            int64_t count = min_i64(CHUNK, n - begin - (int64_t)k * CHUNK), i = 0;
+            double lanes[LANES] = {0}, sum = 0;
+            for (; i + LANES <= count; i += LANES) {
+                for (int j = 0; j < LANES; j++) {
+                    lanes[j] += (double)chunk[i + j] * (double)chunk[i + j];
+                }
+            }
+            for (; i < count; i++) {
+                lanes[0] += (double)chunk[i] * (double)chunk[i];
+            }
+            for (int j = 0; j < LANES; j++) {
+                sum += lanes[j];
+            }
+            sums[k] = sum;
+        }
+        for (int k = 0; k < chunks; k++) {
+            total += sums[k];
+        }
+    }
+    return sqrt(total);
+}
+
+// Everything AdamW needs beside the tensors. correction = 1 - beta^t for the t-th update.
+typedef struct {
+    real lr, beta1, beta2, correction1, correction2, eps, weight_decay, grad_scale;
+} AdamW;
+
+// One update of n elements: g = grad_scale * grad; m, v the moments;
+// p -= lr * (m / correction1 / (sqrt(v / correction2) + eps) + weight_decay * p).
+static void adamw_update(real *p, real *m, real *v, const real *grad, const AdamW *a,
+                         real weight_decay, int64_t n) {
+    const AdamW k = *a;
+    #pragma omp parallel for schedule(static) if (n > 8192)
+    for (int64_t i = 0; i < n; i++) {
+        real g = k.grad_scale * grad[i];
+        real mi = k.beta1 * m[i] + ((real)1 - k.beta1) * g;
+        real vi = k.beta2 * v[i] + ((real)1 - k.beta2) * (g * g);
+        m[i] = mi;
+        v[i] = vi;
+#if GPT2_DOUBLE
+        real root = sqrt(vi / k.correction2);
+#else
+        real root = sqrtf(vi / k.correction2);
+#endif
+        p[i] -= k.lr * (mi / k.correction1 / (root + k.eps) + weight_decay * p[i]);
+    }
+}
+
+// The numbers of the update that comes after `updates` others.
+static AdamW adamw_at(const Options *o, double lr, int64_t updates, double grad_scale) {
+    double t = (double)(updates + 1);
+    AdamW a = {(real)lr,
+               (real)o->beta1,
+               (real)o->beta2,
+               (real)(1 - pow(o->beta1, t)),
+               (real)(1 - pow(o->beta2, t)),
+               (real)o->eps,
+               (real)o->weight_decay,
+               (real)grad_scale};
+    return a;
+}
+
+// Learning rate of step `step` (from 0) of `steps`: linear warmup, then the schedule down to
+// final_lr * lr.
+static double learning_rate(const Options *o, int64_t step, int64_t steps) {
+    if (step < o->warmup) {
+        return o->lr * (double)(step + 1) / (double)o->warmup;
+    }
+    double low = o->lr * o->final_lr;
+    double t = steps > o->warmup ? (double)(step - o->warmup) / (double)(steps - o->warmup) : 1;
+    t = t > 1 ? 1 : t;
+    if (strcmp(o->schedule, "cosine") == 0) {
+        return low + (o->lr - low) * 0.5 * (1 + cos(3.141592653589793 * t));
+    }
+    if (strcmp(o->schedule, "linear") == 0) {
+        return low + (o->lr - low) * (1 - t);
+    }
+    if (strcmp(o->schedule, "wsd") == 0 && t > 0.8) {
+        return low + (o->lr - low) * (1 - sqrt((t - 0.8) / 0.2));
+    }
+    return o->lr;
+}
+
+// The last gradient norms, for --skip-zscore: a norm above mean + z * deviation of a full window is
+// an outlier.
+enum { NORM_WINDOW = 128 };
+typedef struct {
+    double values[NORM_WINDOW];
+    int64_t count;
+} NormWindow;
+
+static double norm_limit(const NormWindow *w, double zscore) {
+    double mean = 0, variance = 0;
+    if (zscore <= 0 || w->count < NORM_WINDOW) {
+        return HUGE_VAL;
+    }
+    for (int i = 0; i < NORM_WINDOW; i++) {
+        mean += w->values[i] / NORM_WINDOW;
+    }
+    for (int i = 0; i < NORM_WINDOW; i++) {
+        variance += (w->values[i] - mean) * (w->values[i] - mean) / NORM_WINDOW;
+    }
+    return mean + zscore * sqrt(variance);
+}
+
+// Optimizer step on the whole network: norm, clip, update. Returns the norm; *skipped is 1 and
+// nothing changes when the norm is not finite or above `limit`. `updates` counts the updates made
+// before this one.
+static double network_update(Network *net, const Options *o, double lr, double limit,
+                             int64_t updates, int *skipped) {
+    Plan *p = &net->plan;
+    const Model *m = &p->settings.model;
+    plan_tick(p, tick_update(m));
+    double norm = global_norm(network_single(net, ROW_GRADS), tensor_offset(m, TENSORS, 0));
+    *skipped = !(isfinite(norm) && norm <= limit);
+    if (*skipped) {
+        return norm;
+    }
+    double scale = o->clip > 0 && norm > o->clip ? o->clip / norm : 1;
+    AdamW a = adamw_at(o, lr, updates, scale);
+    for (int tensor = 0; tensor < TENSORS; tensor++) {
+        for (int l = 0; l < tensor_copies(m, tensor); l++) {
+            adamw_update(
+                network_tensor(net, ROW_WEIGHTS, tensor, l), network_tensor(net, ROW_M, tensor, l),
+                network_tensor(net, ROW_V, tensor, l), network_tensor(net, ROW_GRADS, tensor, l),
+                &a, tensor_is_matrix(tensor) ? a.weight_decay : 0, tensor_size(m, tensor));
+        }
+    }
+    return norm;
+}
+// -------------------------------------------------------------------------------------------------
+// 13. The engine
+// The few verbs by which everything above the network drives it: micro_step, update, evaluate,
+// logits, and states in and out. The CPU's engine is here; Volume II brings the GPU's. All that
+// follows knows neither.
+
+// What a run trains is held in three flat buffers, laid out as chapter 4 says.
+enum { STATE_WEIGHTS, STATE_M, STATE_V, STATES, STATE_GRADS = STATES };  // gradients: read only
+enum { PIECE = 1 << 18 };  // elements that pass through the host at a time
+
+typedef struct {
+    double loss, norm;
+    int skipped;
+} StepResult;
+
+typedef struct Engine Engine;
+struct Engine {
+    void *self;
+    char device[96];
+    double peak_flops;        // 0: unknown
+    const char *peak_source;  // what it stands for
+    // Forward and backward of micro-batch `micro` of `micros`; the first one clears the gradients.
+    void (*micro_step)(Engine *e, const Token *inputs, const Token *targets, int micro, int micros);
+    // Ends the step: mean loss of its micro-batches, gradient norm, and the update unless it is
+    // skipped.
+    StepResult (*update)(Engine *e, const Options *o, double lr, double limit, int64_t updates);
+    // Mean loss of one batch (B,T), nothing learnt.
+    double (*evaluate)(Engine *e, const Token *inputs, const Token *targets);
+    // Logits (V) after the last of n <= T tokens.
+    void (*logits)(Engine *e, real *out, const Token *tokens, int n);
+    // `count` elements from `offset` of a flat state buffer (STATE_*), out of the engine and into
+    // it.
+    void (*read)(Engine *e, int state, int64_t offset, real *out, int64_t count);
+    void (*write)(Engine *e, int state, int64_t offset, const real *values, int64_t count);
+    void (*close)(Engine *e);
+};
+
+// The CPU's engine: a network and the loss of the step so far.
+typedef struct {
+    Network net;
+    double loss;
+} CpuEngine;
+
+static void cpu_micro_step(Engine *e, const Token *inputs, const Token *targets, int micro,
+                           int micros) {
+    CpuEngine *cpu = (CpuEngine *)e->self;
+    if (micro == 0) {
+        cpu->loss = 0;
+        memset(network_single(&cpu->net, ROW_GRADS), 0,
+               cpu->net.plan.rows[cpu->net.plan.single[ROW_GRADS]].bytes);
+    }
+    cpu->loss += network_micro_step(&cpu->net, inputs, targets, micros) / micros;
+}
+
+static StepResult cpu_update(Engine *e, const Options *o, double lr, double limit,
+                             int64_t updates) {
+    CpuEngine *cpu = (CpuEngine *)e->self;
+    StepResult result = {cpu->loss, 0, 0};
+    result.norm = network_update(&cpu->net, o, lr, limit, updates, &result.skipped);
+    return result;
+}
+
+static double cpu_evaluate(Engine *e, const Token *inputs, const Token *targets) {
+    Network *net = &((CpuEngine *)e->self)->net;
+    const Settings *s = &net->plan.settings;
+    network_forward(net, inputs, s->B, s->T);
+    return network_classifier(net, targets, s->B * s->T, 0, 0);
+}
+
+static void cpu_logits(Engine *e, real *out, const Token *tokens, int n) {
+    Network *net = &((CpuEngine *)e->self)->net;
+    const Model *m = &net->plan.settings.model;
+    network_forward(net, tokens, 1, n);
+    plan_tick(&net->plan, tick_head(m));
+    real *logits = network_single(net, ROW_LOGITS);
+    matmul_forward(logits, network_single(net, ROW_LNF) + (int64_t)(n - 1) * m->C,
+                   network_tensor(net, ROW_WEIGHTS, WTE, 0), NULL, NULL, 1, m->C, m->Vp);
+    memcpy(out, logits, (size_t)m->V * sizeof(real));
+}
+
+static real *cpu_state(Engine *e, int state, int64_t offset) {
+    static const int rows[] = {ROW_WEIGHTS, ROW_M, ROW_V, ROW_GRADS};
+    return network_single(&((CpuEngine *)e->self)->net, rows[state]) + offset;
+}
+
+static void cpu_read(Engine *e, int state, int64_t offset, real *out, int64_t count) {
+    memcpy(out, cpu_state(e, state, offset), (size_t)count * sizeof(real));
+}
+
+static void cpu_write(Engine *e, int state, int64_t offset, const real *values, int64_t count) {
+    memcpy(cpu_state(e, state, offset), values, (size_t)count * sizeof(real));
+}
+
+static void cpu_close(Engine *e) {
+    plan_close(&((CpuEngine *)e->self)->net.plan);
+    free(e->self);
+}
+
+// Allocates the plan of `s` on the CPU.
+static void cpu_open(Engine *e, const Settings *s) {
+    CpuEngine *cpu = (CpuEngine *)alloc_zero(1, sizeof *cpu);
+    memset(e, 0, sizeof *e);
+    plan_build(&cpu->net.plan, s);
+    plan_open(&cpu->net.plan);
+    matmul_workspace = network_single(&cpu->net, ROW_MATMUL);
+    e->self = cpu;
+    e->micro_step = cpu_micro_step;
+    e->update = cpu_update;
+    e->evaluate = cpu_evaluate;
+    e->logits = cpu_logits;
+    e->read = cpu_read;
+    e->write = cpu_write;
+    e->close = cpu_close;
+    e->peak_flops = matmul_peak_flops();
+    e->peak_source = "the matmul's inner kernel, measured just now";
+    snprintf(e->device, sizeof e->device, "CPU, %d thread%s, fp32", s->threads,
+             s->threads == 1 ? "" : "s");
+}
+
+// Initial weights as GPT-2's: N(0, 0.02), residual projections N(0, 0.02 / sqrt(2 L)), LayerNorm
+// weights 1, the rest and both moments 0. Element by element a function of the seed, whatever
+// engine asks.
+static void engine_initialise(Engine *e, const Model *m, uint64_t seed) {
+    real *piece = (real *)alloc_zero(PIECE, sizeof(real));
+    int64_t all = tensor_offset(m, TENSORS, 0);
+    for (int64_t i = 0; i < all; i += PIECE) {
+        for (int state = 0; state < STATES; state++) {
+            e->write(e, state, i, piece, min_i64(PIECE, all - i));
+        }
+    }
+    for (int tensor = 0; tensor < TENSORS; tensor++) {
+        const TensorRow *row = &tensor_rows[tensor];
+        // padded vocabulary rows stay zero
+        int64_t size = tensor == WTE ? (int64_t)m->V * m->C : tensor_size(m, tensor);
+        double std = row->init == INIT_RESIDUAL ? 0.02 / sqrt(2.0 * m->L) : 0.02;
+        if (row->init == INIT_ZERO) {
+            continue;
+        }
+        for (int l = 0; l < tensor_copies(m, tensor); l++) {
+            for (int64_t i = 0; i < size; i += PIECE) {
+                int64_t count = min_i64(PIECE, size - i);
+                if (row->init == INIT_ONE) {
+                    for (int64_t k = 0; k < count; k++) {
+                        piece[k] = 1;
+                    }
+                } else {
+                    rng_normal(piece, count, std, seed, (uint32_t)(RNG_INIT + tensor),
+                               l * size + i);
+                }
+                e->write(e, STATE_WEIGHTS, tensor_offset(m, tensor, l) + i, piece, count);
+            }
+        }
+    }
+    free(piece);
+}
+
+// -------------------------------------------------------------------------------------------------
+// 14. Checkpoints
+// A checkpoint is a folder step-NNNNNNNN in the output folder with one file, state.bin: a header of
+// text that names shapes and options, the run's state, weights and both moments in fp32, a
+// checksum.
+// 1. It is written under the name with ".tmp", synced, and renamed: what bears the final name is
+//    whole.
+// 2. A kill at any moment leaves the checkpoint before it untouched; a full disk ends the run with
+//    the file named.
+// 3. The engine (chapter 13) hands states over in pieces of PIECE elements, so saving takes no
+//    memory of note.
+
+// What a run knows beside its tensors. Random numbers are functions of the seed and these counters.
+typedef struct {
+    int64_t step, updates, position, skipped;  // position: sequences consumed (chapter 8)
+    NormWindow norms;
+} RunState;
+
+enum { CHECKPOINT_HEADER = 8192 };
+static const char checkpoint_magic[] = "train_gpt2 checkpoint 1\n";
+
+// A 64-bit checksum of words of 4 bytes; it finds damage, not forgery.
+static uint64_t checksum_add(uint64_t sum, const void *data, size_t bytes) {
+    const char *p = (const char *)data;
+    for (size_t i = 0; i + 4 <= bytes; i += 4) {
+        uint32_t word;
+        memcpy(&word, p + i, 4);
+        sum = (sum ^ word) * 0x9E3779B97F4A7C15u;
+        sum ^= sum >> 29;
+    }
+    return sum;
+}
+
+// Shapes and options as text, zero-filled to CHECKPOINT_HEADER bytes.
+static void checkpoint_header(char header[CHECKPOINT_HEADER], const Model *m, const Settings *s,
+                              const Options *o, int64_t windows) {
+    memset(header, 0, CHECKPOINT_HEADER);
+    int n = snprintf(header, CHECKPOINT_HEADER,
+                     "%sshape l%dh%dc%dt%d vocabulary %d sequence %d windows %" PRId64 " real %d\n",
+                     checkpoint_magic, m->L, m->NH, m->C, m->maxT, m->V, s->T, windows,
+                     (int)sizeof(real));
+    for (int i = 0; i < OPTION_ROWS; i++) {
+        char text[64];
+        n += snprintf(header + n, (size_t)(CHECKPOINT_HEADER - n), "--%s %.200s\n",
+                      option_rows[i].name, option_text(text, o, &option_rows[i]));
+        check(n < CHECKPOINT_HEADER, "checkpoint header too small for the options");
+    }
+}
+
+static int64_t checkpoint_bytes(const Model *m) {
+    return CHECKPOINT_HEADER + (int64_t)sizeof(RunState) +
+           STATES * tensor_offset(m, TENSORS, 0) * (int64_t)sizeof(real) +
+           (int64_t)sizeof(uint64_t);
+}
+
+// Writes a piece and adds it to the checksum; on failure removes the unfinished checkpoint and ends
+// the run.
+static void checkpoint_put(int fd, const char *file, const char *folder, const void *data,
+                           size_t bytes, uint64_t *sum) {
+    *sum = checksum_add(*sum, data, bytes);
+    if (write_all(fd, data, bytes) != 0) {
+        int error = errno;
+        unlink(file);
+        rmdir(folder);
+        die("cannot write checkpoint %s: %s; the checkpoints before it stand", file,
+            strerror(error));
+    }
+}
+
+// Saves the run after `state->step` steps as `output`/step-NNNNNNNN. path receives the folder's
+// name.
+static void checkpoint_save(Engine *e, const char *header, const RunState *state, const Model *m,
+                            const char *output, char path[PATH_BYTES]) {
+    char folder[PATH_BYTES], file[PATH_BYTES];
+    uint64_t sum = 0;
+    real *piece = (real *)alloc_zero(PIECE, sizeof(real));
+    path_print(path, "%s/step-%08" PRId64, output, state->step);
+    path_print(folder, "%s/step-%08" PRId64 ".tmp", output, state->step);
+    path_print(file, "%s/step-%08" PRId64 ".tmp/state.bin", output, state->step);
+    int fd = mkdir(folder, 0755) == 0 || errno == EEXIST
+                 ? open(file, O_WRONLY | O_CREAT | O_TRUNC, 0644)
+                 : -1;
+    if (fd < 0) {
+        die("cannot create checkpoint %s: %s", file, strerror(errno));
+    }
+    checkpoint_put(fd, file, folder, header, CHECKPOINT_HEADER, &sum);
+    checkpoint_put(fd, file, folder, state, sizeof *state, &sum);
+    int64_t size = tensor_offset(m, TENSORS, 0);
+    for (int k = 0; k < STATES; k++) {
+        for (int64_t i = 0; i < size; i += PIECE) {
+            int64_t count = min_i64(PIECE, size - i);
+            e->read(e, k, i, piece, count);
+            checkpoint_put(fd, file, folder, piece, (size_t)count * sizeof(real), &sum);
+        }
+    }
+    uint64_t last = sum;
+    checkpoint_put(fd, file, folder, &last, sizeof last, &sum);
+    free(piece);
+    if (fsync(fd) != 0 || close(fd) != 0) {
+        int error = errno;
+        unlink(file);
+        rmdir(folder);
+        die("cannot finish checkpoint %s: %s; the checkpoints before it stand", file,
+            strerror(error));
+    }
+    fsync_folder(folder);
+    if (rename(folder, path) != 0) {
+        die("cannot rename checkpoint %s to %s: %s", folder, path, strerror(errno));
+    }
+    fsync_folder(output);
+}
+
+static void checkpoint_remove(const char *output, const char *name) {
+    char path[PATH_BYTES];
+    path_print(path, "%s/%s/state.bin", output, name);
+    unlink(path);
+    path_print(path, "%s/%s", output, name);
+    rmdir(path);
+}
+
+// Step of the newest finished checkpoint in `output` below step `below`; -1: none. Unfinished ones,
+// left by a kill, are removed.
+static int64_t checkpoint_newest(const char *output, int64_t below) {
+    int64_t newest = -1;
+    DIR *folder = opendir(output);
+    if (!folder) {
+        return -1;
+    }
+    for (struct dirent *entry = readdir(folder); entry; entry = readdir(folder)) {
+        int64_t step;
+        int end = 0;
+        if (sscanf(entry->d_name, "step-%8" SCNd64 "%n", &step, &end) != 1 || end != 13) {
+            continue;
+        }
+        if (strcmp(entry->d_name + end, ".tmp") == 0) {
+            checkpoint_remove(output, entry->d_name);
+        } else if (entry->d_name[end] == 0 && step < below) {
+            newest = max_i64(newest, step);
+        }
+    }
+    closedir(folder);
+    return newest;
+}
+
+// Removes all but the newest `keep` checkpoints.
+static void checkpoint_prune(const char *output, int64_t keep) {
+    int64_t step = checkpoint_newest(output, INT64_MAX);
+    for (int64_t kept = 0; step >= 0; kept++) {
+        char name[32];
+        snprintf(name, sizeof name, "step-%08" PRId64, step);
+        if (kept >= keep) {
+            checkpoint_remove(output, name);
+        }
+        step = checkpoint_newest(output, step);
+    }
+}
+
+// Loads a checkpoint into the engine and `state`. The file is checked whole before anything is
+// taken from it.
+static void checkpoint_load(Engine *e, const char *header, RunState *state, const Model *m,
+                            const char *folder) {
+    char file[PATH_BYTES];
+    struct stat status;
+    path_print(file, "%s/state.bin", folder);
+    int fd = open(file, O_RDONLY);
+    if (fd < 0 || fstat(fd, &status) != 0) {
+        die("cannot open checkpoint %s: %s", file, strerror(errno));
+    }
+    size_t bytes = (size_t)status.st_size, body = bytes - sizeof(uint64_t);
+    if (bytes < CHECKPOINT_HEADER + sizeof(RunState) + sizeof(uint64_t)) {
+        die("checkpoint %s is damaged: %zu bytes hold no header", file, bytes);
+    }
+    const char *map = (const char *)mmap(NULL, bytes, PROT_READ, MAP_PRIVATE, fd, 0);
+    close(fd);
+    if (map == MAP_FAILED) {
+        die("cannot map checkpoint %s: %s", file, strerror(errno));
+    }
+    if (memcmp(map, checkpoint_magic, strlen(checkpoint_magic)) != 0 ||
+        map[CHECKPOINT_HEADER - 1] != 0) {
+        die("%s is not a checkpoint of this program: it does not start with '%.23s'", file,
+            checkpoint_magic);
+    }
+    const char *line = map + strlen(checkpoint_magic), *mine = header + strlen(checkpoint_magic);
+    int length = (int)strcspn(mine, "\n");
+    if (strncmp(line, mine, (size_t)length + 1) != 0) {
+        die("checkpoint %s is of another run: it has %.*s; here: %.*s", file,
+            (int)strcspn(line, "\n"), line, length, mine);
+    }
+    uint64_t sum;
+    memcpy(&sum, map + body, sizeof sum);
+    if ((int64_t)bytes != checkpoint_bytes(m) || checksum_add(0, map, body) != sum) {
+        die("checkpoint %s is damaged: its %zu bytes do not match its checksum", file, bytes);
+    }
+    memcpy(state, map + CHECKPOINT_HEADER, sizeof *state);
+    int64_t size = tensor_offset(m, TENSORS, 0);
+    const real *values = (const real *)(const void *)(map + CHECKPOINT_HEADER + sizeof *state);
+    for (int k = 0; k < STATES; k++) {
+        for (int64_t i = 0; i < size; i += PIECE) {
+            e->write(e, k, i, values + k * size + i, min_i64(PIECE, size - i));
+        }
+    }
+    munmap((void *)(uintptr_t)map, bytes);
+}
+
+// -------------------------------------------------------------------------------------------------
+// 15. Sampling
+// One token at a time from the last position's logits; the random number of a token is a function
+// of (seed, step, place in the sample), so samples repeat.
+
+typedef struct {
+    float logit;
+    Token token;
+} Candidate;
+
+static int candidate_compare(const void *a, const void *b) {
+    const Candidate *x = (const Candidate *)a, *y = (const Candidate *)b;
+    return x->logit != y->logit ? (x->logit < y->logit ? 1 : -1) : x->token - y->token;
+}
+
+// Picks a token from logits (V): temperature, then the top_k likeliest (0: all), then the likeliest
+// whose probabilities reach top_p. temperature 0 takes the likeliest. `scratch` holds V candidates;
+// u is in [0, 1).
+static Token sample_token(const real *logits, int V, double temperature, int64_t top_k,
+                          double top_p, double u, Candidate *scratch) {
+    for (int v = 0; v < V; v++) {
+        scratch[v].logit = logits[v] == logits[v] ? (float)logits[v] : -INFINITY;  // NaN last
+        scratch[v].token = v;
+    }
+    qsort(scratch, (size_t)V, sizeof *scratch, candidate_compare);
+    if (temperature <= 0) {
+        return scratch[0].token;
+    }
+    int kept = top_k > 0 && top_k < V ? (int)top_k : V;
+    double total = 0, sum = 0;
+    for (int v = 0; v < kept; v++) {
+        total += exp(((double)scratch[v].logit - (double)scratch[0].logit) / temperature);
+    }
+    for (int v = 0; v < kept; v++) {
+        sum += exp(((double)scratch[v].logit - (double)scratch[0].logit) / temperature);
+        if (sum >= top_p * total) {
+            kept = v + 1;
+            break;
+        }
+    }
+    double target = u * sum, reached = 0;
+    for (int v = 0; v < kept; v++) {
+        reached += exp(((double)scratch[v].logit - (double)scratch[0].logit) / temperature);
+        if (reached > target) {
+            return scratch[v].token;
+        }
+    }
+    return scratch[kept - 1].token;
+}
+
+// -------------------------------------------------------------------------------------------------
+// 16. Output
+// Start-up box, one line a step (rewritten in place on a terminal), and log.jsonl: one object a
+// line, flushed, append only, valid after a crash. A resume first cuts the log back to its
+// checkpoint's step.
+
+// Writes text as the inside of a JSON string; bytes that are no UTF-8 text of their own become
+// \u00XX.
+static void json_text(FILE *f, const char *text, size_t length) {
+    for (size_t i = 0; i < length; i++) {
+        unsigned char c = (unsigned char)text[i];
+        if (c == '"' || c == '\\') {
+            fprintf(f, "\\%c", c);
+        } else if (c == '\n') {
+            fputs("\\n", f);
+        } else if (c < 32 || c > 126) {
+            fprintf(f, "\\u%04x", c);
+        } else {
+            fputc(c, f);
+        }
+    }
+}
+
+// A number of the log: 9 digits, null when it is not finite.
+static void json_number(FILE *f, const char *key, double value) {
+    if (isfinite(value)) {
+        fprintf(f, ",\"%s\":%.9g", key, value);
+    } else {
+        fprintf(f, ",\"%s\":null", key);
+    }
+}
+
+// Cuts `path` back to its lines of step <= `step`, and to whole lines.
+static void log_cut(const char *path, int64_t step) {
+    char line[256];
+    FILE *f = fopen(path, "r");
+    long keep = 0;
+    while (f && fgets(line, sizeof line, f)) {
+        int64_t found = 0;
+        int complete = strchr(line, '\n') != NULL;
+        int later = sscanf(line, "{\"step\":%" SCNd64, &found) == 1 && found > step;
+        while (!complete && fgets(line, sizeof line, f)) {
+            complete = strchr(line, '\n') != NULL;
+        }
+        if (!complete || later) {
+            break;
+        }
+        keep = ftell(f);
+    }
+    if (f) {
+        fclose(f);
+        if (truncate(path, keep) != 0) {
+            die("cannot cut back %s: %s", path, strerror(errno));
+        }
+    }
+}
+
+// Opens the log in `output` and writes its first line. resume_step < 0: from the start.
+static FILE *log_open(const char *output, int64_t resume_step, const Options *o, const Settings *s,
+                      size_t plan_bytes) {
+    char path[PATH_BYTES], text[64];
+    path_print(path, "%s/log.jsonl", output);
+    if (o->resume) {
+        log_cut(path, max_i64(resume_step, 0));
+    }
+    FILE *f = fopen(path, "a");
+    if (!f) {
+        die("cannot open log %s: %s", path, strerror(errno));
+    }
+    fprintf(f, "{\"event\":\"start\",\"options\":{");
+    for (int i = 0; i < OPTION_ROWS; i++) {
+        const char *value = option_text(text, o, &option_rows[i]);
+        int number = option_rows[i].type != OPT_TEXT && option_rows[i].type != OPT_CHOICE;
+        fprintf(f, "%s\"%s\":%s", i ? "," : "", option_rows[i].name, number ? "" : "\"");
+        json_text(f, value, strlen(value));
+        fputs(number ? "" : "\"", f);
+    }
+    fprintf(f,
+            "},\"model\":{\"layers\":%d,\"heads\":%d,\"channels\":%d,\"positions\":%d,"
+            "\"vocabulary\":%d,"
+            "\"parameters\":%" PRId64 "},\"plan_bytes\":%zu}\n",
+            s->model.L, s->model.NH, s->model.C, s->model.maxT, s->model.V,
+            model_parameters(&s->model), plan_bytes);
+    return f;
+}
+
+// Ends a line of the log: a full disk must not pass unseen.
+static void log_flush(FILE *f) {
+    if (fflush(f) != 0 || ferror(f)) {
+        die("cannot write log.jsonl: %s", strerror(errno));
+    }
+}
+
+static const char *duration_text(char text[24], double seconds) {
+    int64_t s = (int64_t)(seconds + 0.5);
+    if (s >= 3600) {
+        snprintf(text, 24, "%" PRId64 ":%02d:%02d", s / 3600, (int)(s / 60 % 60), (int)(s % 60));
+    } else {
+        snprintf(text, 24, "%d:%02d", (int)(s / 60), (int)(s % 60));
+    }
+    return text;
+}
+
+// -------------------------------------------------------------------------------------------------
+// 17. Training
+// The one loop, for every engine. It owns the order of things: data, step, log, validation,
+// samples, checkpoints, signals.
+
+static volatile sig_atomic_t stop_signal;
+static void on_signal(int number) { stop_signal = number; }
+
+// One run: everything the loop needs.
+typedef struct {
+    Options o;
+    Settings s;
+    Engine engine;
+    Dataset train, val;
+    int has_val, micros, live;
+    int64_t steps, windows_per_step, memory_bytes, saved_step;
+    char header[CHECKPOINT_HEADER];
+    RunState state;
+    FILE *log;
+    Token *inputs, *targets;  // (B,T) each
+} Run;
+
+// Mean loss over the first --val-batches batches of the validation data (0: all of it), in file
+// order.
+static double run_validate(Run *run) {
+    const Settings *s = &run->s;
+    int64_t all = run->val.windows / s->B,
+            batches = run->o.val_batches ? min_i64(run->o.val_batches, all) : all;
+    double sum = 0;
+    for (int64_t k = 0; k < batches; k++) {
+        dataset_batch(&run->val, k * s->B, s->B, 0, 0, run->inputs, run->targets, s->model.V);
+        sum += run->engine.evaluate(&run->engine, run->inputs, run->targets);
+    }
+    return sum / (double)batches;
+}
+
+// Prints a sample of --sample-tokens tokens and logs it.
+static void run_sample(Run *run) {
+    const Options *o = &run->o;
+    const Settings *s = &run->s;
+    const int V = s->model.V, tokenizer = run->train.tokenizer;
+    int64_t length = o->sample_tokens;
+    Token *tokens = (Token *)alloc_zero((size_t)(s->T + length + 1), sizeof(Token));
+    real *logits = (real *)alloc_zero((size_t)V, sizeof(real));
+    Candidate *scratch = (Candidate *)alloc_zero((size_t)V, sizeof(Candidate));
+    char *text = (char *)alloc_zero((size_t)(s->T + length) + 1, 16);
+    int n = prompt_tokens(tokens, s->T, tokenizer, o->prompt), bytes = 0;
+    for (int64_t i = 0; i < length && !stop_signal; i++, n++) {
+        int context = (int)min_i64(n, s->T);
+        run->engine.logits(&run->engine, logits, tokens + n - context, context);
+        double u =
+            rng_uniform((uint64_t)o->seed, RNG_SAMPLE, (uint32_t)run->state.step, (uint64_t)i);
+        tokens[n] = sample_token(logits, V, o->temperature, o->top_k, o->top_p, u, scratch);
+    }
+    for (int i = 0; i < n; i++) {
+        bytes += token_text(text + bytes, tokenizer, tokens[i]);
+    }
+    if (!o->quiet) {
+        printf("--- sample after step %" PRId64 " ---\n%.*s\n---\n", run->state.step, bytes, text);
+    }
+    if (run->log) {
+        fprintf(run->log, "{\"step\":%" PRId64 ",\"sample\":\"", run->state.step);
+        json_text(run->log, text, (size_t)bytes);
+        fputs("\"}\n", run->log);
+        log_flush(run->log);
+    }
+    free(tokens);
+    free(logits);
+    free(scratch);
+    free(text);
+}
+
+static void run_save(Run *run) {
+    char path[PATH_BYTES];
+    if (!run->o.output[0] || run->saved_step == run->state.step) {
+        return;
+    }
+    run->saved_step = run->state.step;
+    checkpoint_save(&run->engine, run->header, &run->state, &run->s.model, run->o.output, path);
+    if (run->o.keep) {
+        checkpoint_prune(run->o.output, run->o.keep);
+    }
+    fprintf(run->log, "{\"step\":%" PRId64 ",\"checkpoint\":\"", run->state.step);
+    json_text(run->log, path, strlen(path));
+    fputs("\"}\n", run->log);
+    log_flush(run->log);
+    if (!run->o.quiet) {
+        printf("saved %s\n", path);
+    }
+}
+
+// The line of a finished step, to the terminal and to the log.
+static void run_report(Run *run, const StepResult *r, double lr, double ms, double mean_ms) {
+    const Settings *s = &run->s;
+    double tokens = (double)run->micros * s->B * s->T, per_second = tokens / ms * 1e3;
+    double flops = model_flops_per_token(&s->model, s->T) * per_second;
+    double peak = run->engine.peak_flops > 0 ? 100 * flops / run->engine.peak_flops : 0;
+    int64_t left = run->steps - run->state.step;
+    char rate[32], eta[24], memory[24];
+    if (!run->o.quiet) {
+        printf("%sstep %*" PRId64 "/%" PRId64
+               "  loss %.4f  norm %.3f  lr %.2e  %.1f ms  %s tok/s  %.0f %% of peak  %s"
+               "  eta %s%s%s",
+               run->live ? "\r\033[K" : "", run->steps > 9999 ? 7 : 4, run->state.step, run->steps,
+               r->loss, r->norm, lr, ms, count_text(rate, (int64_t)per_second), peak,
+               bytes_text(memory, (double)run->memory_bytes),
+               duration_text(eta, (double)left * mean_ms * 1e-3), r->skipped ? "  SKIPPED" : "",
+               run->live && left && !r->skipped ? "" : "\n");
+        fflush(stdout);
+    }
+    if (run->log) {
+        fprintf(run->log, "{\"step\":%" PRId64, run->state.step);
+        json_number(run->log, "loss", r->loss);
+        json_number(run->log, "grad_norm", r->norm);
+        json_number(run->log, "lr", lr);
+        json_number(run->log, "ms", ms);
+        json_number(run->log, "tokens_per_s", per_second);
+        json_number(run->log, "peak_pct", peak);
+        fprintf(run->log, ",\"skipped\":%d}\n", r->skipped);
+        log_flush(run->log);
+    }
+}
+
+// One optimizer step: micro-batches from the run's position, the update, the report.
+static void run_step(Run *run, double *mean_ms) {
+    const Options *o = &run->o;
+    const Settings *s = &run->s;
+    RunState *state = &run->state;
+    double start = now_ms(), lr = learning_rate(o, state->step, run->steps);
+    for (int micro = 0; micro < run->micros; micro++) {
+        int64_t position =
+            o->overfit ? (int64_t)micro * s->B : state->position + (int64_t)micro * s->B;
+        dataset_batch(&run->train, position, s->B, (int)o->shuffle, (uint64_t)o->seed, run->inputs,
+                      run->targets, s->model.V);
+        run->engine.micro_step(&run->engine, run->inputs, run->targets, micro, run->micros);
+    }
+    StepResult r = run->engine.update(&run->engine, o, lr,
+                                      norm_limit(&state->norms, o->skip_zscore), state->updates);
+    state->position += run->windows_per_step;
+    state->step++;
+    state->updates += !r.skipped;
+    state->skipped += r.skipped;
+    if (!r.skipped) {
+        state->norms.values[state->norms.count++ % NORM_WINDOW] = r.norm;
+    }
+    double ms = now_ms() - start;
+    *mean_ms = *mean_ms > 0 ? 0.95 * *mean_ms + 0.05 * ms : ms;
+    run_report(run, &r, lr, ms, *mean_ms);
+}
+
+static void run_print_validation(Run *run) {
+    double loss = run_validate(run);
+    if (!run->o.quiet) {
+        printf("%sstep %4" PRId64 "/%" PRId64 "  validation loss %.4f\n",
+               run->live ? "\r\033[K" : "", run->state.step, run->steps, loss);
+    }
+    if (run->log) {
+        fprintf(run->log, "{\"step\":%" PRId64, run->state.step);
+        json_number(run->log, "val_loss", loss);
+        fputs("}\n", run->log);
+        log_flush(run->log);
+    }
+}
+
+// The loop: from the run's step to its last, or to a signal; saves at the end when there is an
+// output folder.
+static void run_train(Run *run) {
+    const Options *o = &run->o;
+    double mean_ms = 0, began = now_ms();
+    char time_text[24];
+    while (run->state.step < run->steps && !stop_signal) {
+        run_step(run, &mean_ms);
+        int64_t step = run->state.step;
+        int last = step == run->steps;
+        if (run->has_val && o->val_every && (step % o->val_every == 0 || last) && !stop_signal) {
+            run_print_validation(run);
+        }
+        if (o->sample_every && (step % o->sample_every == 0 || last) && !stop_signal) {
+            run_sample(run);
+        }
+        if (o->save_every && step % o->save_every == 0 && !last && !stop_signal) {
+            run_save(run);
+        }
+    }
+    run_save(run);
+    const char *reason = stop_signal ? "interrupted" : "finished";
+    if (run->log) {
+        fprintf(run->log, "{\"event\":\"end\",\"reason\":\"%s\"}\n", reason);
+        log_flush(run->log);
+        fclose(run->log);
+    }
+    if (!o->quiet) {
+        printf("%s%s after step %" PRId64 ", %s, %" PRId64 " skipped\n",
+               run->live && stop_signal ? "\n" : "", reason, run->state.step,
+               duration_text(time_text, (now_ms() - began) * 1e-3), run->state.skipped);
+    }
+}
+
+// -------------------------------------------------------------------------------------------------
+// 18. main
+// From options to a run: the order in which things are decided, refused and opened.
+
+// What differs between the programs of the two volumes.
+typedef struct Program {
+    const char *name, *default_model;
+    int gpu;
+    void (*open)(Engine *e, const Settings *s);
+    size_t (*available)(void);                                // bytes that a plan may take
+    size_t library_bytes;                                     // of those, what libraries will take
+    int (*command)(Run *run, const struct Program *program);  // --check, --compare; NULL: none
+} Program;
+
+// The data of a run without -i: the first prepared corpus, BPE shards before bytes for presets.
+static void default_data(Options *o, int preset) {
+    static const char *const names[] = {"tinyshakespeare_gpt2", "tinyshakespeare_bytes",
+                                        "sources_bytes"};
+    static char train[PATH_BYTES], val[PATH_BYTES];
+    for (int i = preset ? 0 : 1; i < 3; i++) {
+        path_print(train, "data/%s_train*.bin", names[i]);
+        path_print(val, "data/%s_val*.bin", names[i]);
+        glob_t found;
+        int status = glob(train, 0, NULL, &found);
+        globfree(&found);
+        if (status == 0) {
+            o->train_data = train;
+            o->val_data = val;
+            return;
+        }
+    }
+}
+
+// The model's shape from -e and its vocabulary from the preset or the data. `has_data`:
+// o->train_data can be opened.
+static void model_open(Model *m, const Options *o, int preset, const Dataset *data) {
+    if (preset) {
+        model_set_vocabulary(m, GPT2_VOCABULARY);
+        if (data && data->vocabulary != GPT2_VOCABULARY && !o->quiet) {
+            printf("%s keeps GPT-2's vocabulary of %d; this data uses %d of it\n", o->model, m->V,
+                   data->vocabulary);
+        }
+    } else {
+        model_set_vocabulary(m, data ? data->vocabulary : BYTE_VOCABULARY);
+    }
+}
+
+// Prints the plan and returns the program's exit status: 1 when it does not fit what was named.
+static int plan_command(const Program *program, const Options *o, const Model *m) {
+    Settings s;
+    Plan p;
+    size_t gpu_bytes = gpu_memory_from_options(o);
+    int gpu = program->gpu || gpu_bytes > 0, fits = 1;
+    settings_from_options(&s, o, m, gpu);
+    plan_build(&p, &s);
+    if (o->json) {
+        plan_print_json(&p);
+    } else {
+        fits = plan_print(&p, gpu ? gpu_bytes : program->available(),
+                          !gpu        ? "memory this process may take"
+                          : o->gpu[0] ? o->gpu
+                                      : "--gpu-mem");
+    }
+    plan_free(&p);
+    return fits ? 0 : 1;
+}
+
+// Steps, micro-steps and their limits, from the options and the data.
+static void run_size(Run *run) {
+    const Options *o = &run->o;
+    const Settings *s = &run->s;
+    int64_t tokens = (int64_t)s->B * s->T,
+            per_step = o->tokens_per_step ? o->tokens_per_step : tokens;
+    if (per_step % tokens != 0) {
+        die("--tokens-per-step (-d): %" PRId64 " is not a multiple of B x T = %d x %d = %" PRId64,
+            per_step, s->B, s->T, tokens);
+    }
+    run->windows_per_step = per_step / s->T;
+    run->micros = (int)(per_step / tokens);
+    if (run->windows_per_step > run->train.windows) {
+        die("--batch (-b), --seq-len (-t), --tokens-per-step (-d): a step takes %" PRId64
+            " sequences of %d tokens; %s has "
+            "%" PRId64,
+            run->windows_per_step, s->T, o->train_data, run->train.windows);
+    }
+    run->steps = o->steps ? o->steps : run->train.windows / run->windows_per_step;
+    if (o->warmup > run->steps) {
+        die("--warmup (-u): %" PRId64 " steps are more than the run's %" PRId64, o->warmup,
+            run->steps);
+    }
+    if (run->has_val && run->val.windows < s->B) {
+        die("%s: %" PRId64 " sequences of %d tokens are fewer than one batch of %d", o->val_data,
+            run->val.windows, s->T, s->B);
+    }
+}
+
+// Creates `path` and the folders above it.
+static void make_folders(const char *path) {
+    char part[PATH_BYTES];
+    path_print(part, "%s", path);
+    for (char *p = part + 1;; p++) {
+        if (*p == '/' || *p == 0) {
+            char end = *p;
+            *p = 0;
+            if (mkdir(part, 0755) != 0 && errno != EEXIST) {
+                die("--output (-o): cannot create folder %s: %s", part, strerror(errno));
+            }
+            *p = end;
+            if (end == 0) {
+                break;
+            }
+        }
+    }
+}
+
+// Start-up box: what was asked, what will run, what it takes.
+static void run_print_box(const Run *run, const Program *program, const Plan *p) {
+    const Settings *s = &run->s;
+    char text[64], text2[64], a[24], n[32], n2[32];
+    Options defaults;
+    options_default(&defaults);
+    printf("%s: %s\n", program->name, run->engine.device);
+    printf("model    %s: L%d NH%d C%d T%d vocabulary %d (%d rows), %s parameters\n", run->o.model,
+           s->model.L, s->model.NH, s->model.C, s->model.maxT, s->model.V, s->model.Vp,
+           count_text(n, model_parameters(&s->model)));
+    printf("data     %s: %s tokens in %d shard%s\n", run->o.train_data,
+           count_text(n, run->train.tokens), run->train.shard_count,
+           run->train.shard_count == 1 ? "" : "s");
+    printf("step     %d x %d x %d = %s tokens; %s steps\n", run->micros, s->B, s->T,
+           count_text(n, (int64_t)run->micros * s->B * s->T), count_text(n2, run->steps));
+    printf("options ");
+    for (int i = 0; i < OPTION_ROWS; i++) {
+        const char *value = option_text(text, &run->o, &option_rows[i]);
+        if (value[0] && strcmp(value, option_text(text2, &defaults, &option_rows[i])) != 0) {
+            printf(" --%s %s", option_rows[i].name, value);
+        }
+    }
+    printf("\nmemory   %s:", bytes_text(a, (double)p->device_bytes));
+    size_t device[GROUPS], host[GROUPS];
+    plan_groups(p, device, host);
+    for (int g = 0; g < GROUPS; g++) {
+        if (device[g]) {
+            printf(" %s %s%s", group_names[g], bytes_text(a, (double)device[g]),
+                   g + 1 < GROUPS ? "," : "");
+        }
+    }
+    printf("\npeak     %.0f GFLOP/s: %s; a token counts 6 x parameters + 6 L C T FLOPs\n\n",
+           run->engine.peak_flops * 1e-9, run->engine.peak_source);
+    fflush(stdout);
+}
+
+// Goes on from the newest checkpoint of the output folder, with -y 1. Returns its step, or -1.
+static int64_t run_resume(Run *run) {
+    char path[PATH_BYTES];
+    int64_t step = checkpoint_newest(run->o.output, INT64_MAX);
+    if (step >= 0 && !run->o.resume) {
+        die("--output (-o): %s already holds checkpoints; --resume (-y) 1 goes on, another folder "
+            "starts anew",
+            run->o.output);
+    }
+    if (step >= 0) {
+        path_print(path, "%s/step-%08" PRId64, run->o.output, step);
+        checkpoint_load(&run->engine, run->header, &run->state, &run->s.model, path);
+    }
+    if (run->o.resume && !run->o.quiet) {
+        printf(step >= 0 ? "resumed from %s\n" : "no checkpoint in %s yet: a new run\n",
+               step >= 0 ? path : run->o.output);
+    }
+    return step;
+}
+
+// From options to a run that is sized, fits, and has its data; ends the run where one does not.
+static void run_open(Run *run, const Program *program, const Model *m) {
+    const Options *o = &run->o;
+    Plan p;
+    settings_from_options(&run->s, o, m, program->gpu);
+    run->has_val = o->val_data && o->val_every;
+    if (run->has_val) {
+        dataset_open(&run->val, o->val_data, run->s.T);
+        if (run->val.tokenizer != run->train.tokenizer) {
+            die("--val-data (-j): %s has another tokenizer than %s", o->val_data, o->train_data);
+        }
+    }
+    run_size(run);
+    size_t batch = (size_t)run->s.B * (size_t)run->s.T;
+    run->inputs = (Token *)alloc_zero(2 * batch, sizeof(Token));
+    run->targets = run->inputs + batch;
+    if (o->sample_every) {
+        prompt_tokens(run->inputs, run->s.T, run->train.tokenizer,
+                      o->prompt);  // or the end of the run
+    }
+    plan_build(&p, &run->s);
+    plan_refuse(&p, p.device_bytes + program->library_bytes, program->available());
+    plan_free(&p);
+}
+
+// From an accepted run to its first step: output folder, engine, checkpoint or fresh weights, log,
+// box.
+static void run_begin(Run *run, const Program *program, const Model *m) {
+    const Options *o = &run->o;
+    Plan p;
+    plan_build(&p, &run->s);
+    run->memory_bytes = (int64_t)p.device_bytes;
+    run->live = isatty(1);
+    checkpoint_header(run->header, m, &run->s, o, run->train.windows);
+    if (o->output[0]) {
+        make_folders(o->output);
+    }
+    program->open(&run->engine, &run->s);
+    int64_t resume_step = run->saved_step = o->output[0] ? run_resume(run) : -1;
+    if (resume_step < 0) {
+        engine_initialise(&run->engine, m, (uint64_t)o->seed);
+    }
+    run->log = o->output[0] ? log_open(o->output, resume_step, o, &run->s, p.device_bytes) : NULL;
+    if (!o->quiet) {
+        run_print_box(run, program, &p);
+    }
+    plan_free(&p);
+}
+
+// The program, for either volume's main. Returns the exit status.
+static int program_main(const Program *program, int argc, char **argv) {
+    static Run run;
+    Model m;
+    program_name = program->name;
+    options_parse(&run.o, argc, argv);
+    if (run.o.help) {
+        options_print_help(program->default_model);
+        return 0;
+    }
+    if (!run.o.model) {
+        run.o.model = program->default_model;
+    }
+    if ((run.o.check || run.o.compare) && !program->command) {
+        die("--check and --compare are commands of the GPU program, train_gpt2cu");
+    }
+    int preset = model_parse(&m, run.o.model);
+    if (!run.o.train_data) {
+        default_data(&run.o, preset);
+    }
+    if (!run.o.train_data && !run.o.plan) {
+        die("no data: 'make data' prepares tinyshakespeare; --train-data (-i) takes token shards");
+    }
+    int64_t T = run.o.seq_len ? run.o.seq_len : m.maxT;
+    if (run.o.train_data && !(run.o.plan && preset)) {
+        dataset_open(&run.train, run.o.train_data, (int)min_i64(T, m.maxT));
+    }
+    model_open(&m, &run.o, preset, run.train.shards ? &run.train : NULL);
+    if (run.o.plan) {
+        return plan_command(program, &run.o, &m);
+    }
+    signal(SIGINT, on_signal);
+    signal(SIGTERM, on_signal);
+    run_open(&run, program, &m);
+    if ((run.o.check || run.o.compare) && program->command) {
+        return program->command(&run, program);
+    }
+    run_begin(&run, program, &m);
+    run_train(&run);
+    run.engine.close(&run.engine);
+    dataset_close(&run.train);
+    if (run.has_val) {
+        dataset_close(&run.val);
+    }
+    free(run.inputs);
+    return 0;
+}
+
+int train_gpt2_main(int argc, char **argv);
+int train_gpt2_main(int argc, char **argv) {
+    static const Program program = {
+        "train_gpt2", "l4h4c128t64", 0, cpu_open, host_memory_available, 0, NULL};
+    return program_main(&program, argc, argv);
+}
+
+#if !GPT2_NO_MAIN && !GPT2_VOLUME_II
+int main(int argc, char **argv) { return train_gpt2_main(argc, argv); }
+#endif
