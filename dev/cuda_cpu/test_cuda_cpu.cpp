@@ -1,0 +1,1472 @@
+// test_cuda_cpu.cpp: is the CPU layer right, and does it catch what it promises to catch?
+//
+// What it is: one line a test, the last line "N passed, N failed, N skipped", exit status 1 if
+// anything failed. Names on the command line pick tests whose name contains one of them.
+// A death test runs a planted bug in a child process and expects exit code 86 and a text.
+// What it refuses: to say anything about a GPU.
+//
+//     g++ -std=c++17 -O1 -Idev/cuda_cpu -isystem <CUDA>/include test_cuda_cpu.cpp
+//
+// Contents
+//   1  Harness
+//   2  Threads, barriers, warps
+//   3  Shared memory and seeds
+//   4  Memory, streams, events, devices
+//   5  Tensor cores and cp.async
+//   6  cublasLt
+//   7  NCCL
+//   8  Planted bugs
+//   9  Speed
+//   10  The table and main
+#include <cuda_runtime.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cublasLt.h>
+#include <nccl.h>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <string>
+#include <vector>
+#include <sys/wait.h>
+
+typedef __nv_bfloat16 bf16;
+
+// -------------------------------------------------------------------------------------------------
+// 1. Harness
+// A test sets `wrong`; what follows a failed expectation still runs.
+// -------------------------------------------------------------------------------------------------
+static int wrong;               // expectations that failed in this test
+static char note[200];          // what the test's line says besides its name
+
+#define EXPECT(cond)                                                                           \
+    do {                                                                                       \
+        if (!(cond) && wrong++ < 5) {                                                          \
+            printf("    %s:%d: expected %s\n", __FILE__, __LINE__, #cond);                     \
+        }                                                                                      \
+    } while (0)
+#define OK(call) EXPECT((call) == 0)  // cudaSuccess, CUBLAS_STATUS_SUCCESS and ncclSuccess are 0
+
+struct Setting {                // a setting for the length of a scope
+    long &field, old;
+    Setting(long &f, long value) : field(f), old(f) { f = value; }
+    ~Setting() { field = old; }
+};
+
+// Device arrays of a test, and their way to and from the host.
+template <class T> static T *device(size_t n) {
+    void *p;
+    OK(cudaMalloc(&p, n * sizeof(T)));
+    return (T *)p;
+}
+template <class T> static T *device(const std::vector<T> &v) {
+    T *p = device<T>(v.size());
+    OK(cudaMemcpy(p, v.data(), v.size() * sizeof(T), cudaMemcpyHostToDevice));
+    return p;
+}
+template <class T> static std::vector<T> host(const T *p, size_t n) {
+    std::vector<T> v(n);
+    OK(cudaMemcpy(v.data(), p, n * sizeof(T), cudaMemcpyDeviceToHost));
+    return v;
+}
+static float uniform() {  // in [-1, 1), always the same sequence
+    static uint64_t s = 1;
+    return (float)(int32_t)(emu::random_bits(s) >> 32) / 2147483648.0f;
+}
+
+// Runs f in a child process with its stderr in `text`; returns the exit code, -1 for a signal.
+static int in_child(void (*f)(), std::string *text) {
+    int ends[2];
+    if (pipe(ends) != 0) {
+        return -2;
+    }
+    fflush(stdout);
+    pid_t child = fork();
+    if (child == 0) {
+        dup2(ends[1], 2);
+        f();
+        _exit(wrong != 0);
+    }
+    close(ends[1]);
+    char buffer[4096];
+    for (ssize_t n; (n = read(ends[0], buffer, sizeof buffer)) > 0;) {
+        text->append(buffer, (size_t)n);
+    }
+    close(ends[0]);
+    int status;
+    waitpid(child, &status, 0);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+// The planted bug f ends with exit code 86, and its report holds both texts.
+static void dies(void (*f)(), const char *what, const char *where) {
+    std::string text;
+    int code = in_child(f, &text);
+    if (code != 86 || text.find(what) == std::string::npos
+        || text.find(where) == std::string::npos) {
+        printf("    exit code %d instead of 86, or no \"%s\" and \"%s\" in:\n%s\n", code, what,
+               where, text.c_str());
+        wrong++;
+    }
+}
+
+// -------------------------------------------------------------------------------------------------
+// 2. Threads, barriers, warps
+// Each kernel under several seeds.
+// -------------------------------------------------------------------------------------------------
+// Every thread of a 3-D grid of 3-D blocks runs once, with its own indices.
+static __global__ void k_index(int *out) {
+    int block = (int)((blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x);
+    int thread = (int)((threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x);
+    out[block * (int)(blockDim.x * blockDim.y * blockDim.z) + thread] += block * 1000 + thread;
+}
+static void test_index() {
+    for (long seed = 0; seed < 3; seed++) {
+        Setting s(emu::set.seed, seed);
+        int *out = device<int>(24 * 105);
+        OK(cudaMemset(out, 0, 24 * 105 * 4));
+        launch(k_index, dim3(2, 3, 4), dim3(5, 7, 3), 0, 0, out);
+        std::vector<int> v = host(out, 24 * 105);
+        for (int i = 0; i < 24 * 105; i++) {
+            EXPECT(v[i] == i / 105 * 1000 + i % 105);
+        }
+        OK(cudaFree(out));
+    }
+}
+
+template <int A, int B> static __global__ void k_convert(long *out, float x, unsigned char c) {
+    out[0] = A + B;
+    out[1] = (long)(x * 2);
+    out[2] = c;
+}
+static void test_launch() {  // template arguments with a comma, arguments that convert
+    long *out = device<long>(3);
+    launch(k_convert<30, 12>, 1, 1, 0, nullptr, out, 7, 65);
+    std::vector<long> v = host(out, 3);
+    EXPECT(v[0] == 42 && v[1] == 14 && v[2] == 65);
+    EXPECT(emu::name_length("k<a, b>, 1, 2") == 7 && emu::name_length("k, 1") == 1);
+    OK(cudaFree(out));
+}
+
+// A sum over a block of 256: warp shuffles, then one part for each warp.
+static __global__ void k_reduce(const float *in, float *out, int n) {
+    SHARED(float, part, [8]);
+    float sum = 0;
+    for (int i = (int)threadIdx.x; i < n; i += (int)blockDim.x) {
+        sum += in[i];
+    }
+    for (int step = 16; step > 0; step /= 2) {
+        sum += __shfl_xor_sync(~0u, sum, step);
+    }
+    if (threadIdx.x % 32 == 0) {
+        part[threadIdx.x / 32] = sum;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        sum = 0;
+        for (int w = 0; w < (int)blockDim.x / 32; w++) {
+            sum += part[w];
+        }
+        out[blockIdx.x] = sum;
+    }
+}
+static void test_reduce() {  // the same bits for every seed
+    std::vector<float> x(1000);
+    for (float &v : x) {
+        v = uniform();
+    }
+    float *in = device(x), *out = device<float>(4), first = 0;
+    for (long seed = 0; seed < 6; seed++) {
+        Setting s(emu::set.seed, seed);
+        launch(k_reduce, 4, 256, 0, 0, in, out, 1000);
+        std::vector<float> v = host(out, 4);
+        first = seed == 0 ? v[0] : first;
+        EXPECT(v[0] == first && v[1] == first && v[3] == first && fabsf(first) < 1000);
+    }
+    OK(cudaFree(in));
+    OK(cudaFree(out));
+}
+
+// All shuffles, whole and part of a warp, and what a lane gets that reads outside its segment.
+static __global__ void k_shuffle(int *ok) {
+    int l = (int)threadIdx.x % 32;
+    unsigned all = ~0u;
+    int good = __shfl_sync(all, l, 9) == 9 && __shfl_sync(all, l, 9, 8) == (l & ~7) + 1;
+    good &= __shfl_xor_sync(all, l, 5) == (l ^ 5);
+    good &= __shfl_xor_sync(all, l, 4, 4) == ((l ^ 4) > (l | 3) ? l : l ^ 4);
+    good &= __shfl_up_sync(all, l, 3) == (l < 3 ? l : l - 3);
+    good &= __shfl_down_sync(all, l, 2, 8) == (l % 8 < 6 ? l + 2 : l);
+    good &= __shfl_sync(all, 1.5 * l, 31) == 46.5;
+    bf16 b = __shfl_xor_sync(all, __float2bfloat16((float)l), 1);
+    good &= __bfloat162float(b) == (float)(l ^ 1);
+    if (l % 2 == 0) {
+        good &= __shfl_sync(0x55555555u, l, 4) == 4;
+    } else {
+        good &= __shfl_xor_sync(0xaaaaaaaau, l, 2) == (l ^ 2);
+    }
+    __syncwarp();
+    if (!good) {
+        atomicExch(ok, 0);
+    }
+}
+// Votes of a warp, of eight lanes, and of a block of 96 threads.
+static __global__ void k_vote(int *ok) {
+    int t = (int)threadIdx.x, l = t % 32;
+    int good = __ballot_sync(~0u, l % 3 == 0) == 0x49249249u;
+    good &= __any_sync(~0u, l == 5) && !__any_sync(~0u, l == 99);
+    good &= __all_sync(~0u, l < 32) && !__all_sync(~0u, l == 5);
+    good &= l < 8 ? __ballot_sync(0xffu, l) == 0xfeu : 1;
+    good &= __syncthreads_count(t % 2) == (int)blockDim.x / 2;
+    good &= __syncthreads_or(t == 70) && !__syncthreads_or(0);
+    good &= __syncthreads_and(1) && !__syncthreads_and(t != 3);
+    if (!good) {
+        atomicExch(ok, 0);
+    }
+}
+static void all_true(void (*kernel)(int *)) {  // under four seeds
+    for (long seed = 0; seed < 4; seed++) {
+        Setting s(emu::set.seed, seed);
+        int *ok = device(std::vector<int>(1, 1));
+        launch(kernel, 3, 96, 0, 0, ok);
+        EXPECT(host(ok, 1)[0] == 1);
+        OK(cudaFree(ok));
+    }
+}
+static void test_shuffle() { all_true(k_shuffle); }
+static void test_vote() { all_true(k_vote); }
+
+// Integer atomics over 5 blocks of 64 threads; exactly one thread wins the compare-and-swap.
+static __global__ void k_atomic(unsigned *x, int *y) {
+    int t = (int)threadIdx.x;
+    atomicAdd(x, 1u);
+    atomicMax(y, t);
+    atomicMin(y + 1, -t);
+    atomicOr(x + 1, 1u << t % 32);
+    if (atomicCAS(y + 2, 0, 7) == 0) {
+        atomicExch(y + 3, 5);
+        atomicAdd(x + 2, 1u);
+    }
+    __threadfence();
+}
+static void test_atomic() {
+    unsigned *x = device(std::vector<unsigned>(3, 0));
+    int *y = device(std::vector<int>(4, 0));
+    launch(k_atomic, 5, 64, 0, 0, x, y);
+    EXPECT(host(x, 3) == (std::vector<unsigned>{320, ~0u, 1}));
+    EXPECT(host(y, 4) == (std::vector<int>{63, -63, 7, 5}));
+    OK(cudaFree(x));
+    OK(cudaFree(y));
+}
+
+// Streaming loads and stores, bit casts, and functions with exact results.
+static __global__ void k_words(const float4 *in, float4 *out, int *ok) {
+    float4 v = __ldcs(in);
+    __stcs(out, make_float4(v.w, v.z, v.y, v.x));
+    uint4 bits = __ldg((const uint4 *)(const void *)in);
+    int good = bits.x == __float_as_uint(v.x) && __uint_as_float(bits.y) == v.y;
+    good &= __popc(0xf0u) == 4 && __ffs(8) == 4 && __clz(1) == 31 && __clz(0) == 32;
+    good &= __umulhi(0x80000000u, 6u) == 3 && max(3, 2u) == 3 && min(1.5f, 2) == 1.5f;
+    good &= rsqrtf(4) == 0.5f && __fmaf_rn(2, 3, 1) == 7 && __fdividef(1, 4) == 0.25f;
+    good &= ex2_approx(3) == 8 && ex2_approx(-140) == 0 && ex2_approx(-INFINITY) == 0;
+    if (!good) {
+        *ok = 0;
+    }
+}
+static __global__ void k_half(int *ok) {  // 16-bit types: rounding to nearest even, both halves
+    int good = __bfloat162float(__float2bfloat16_rn(1.00390625f)) == 1.0f;
+    good &= __bfloat162float(__float2bfloat16_rn(1.01171875f)) == 1.015625f;
+    good &= __half2float(__float2half_rn(1.00048828125f)) == 1.0f;
+    good &= std::isinf(__half2float(__float2half_rn(70000.0f)));
+    __nv_bfloat162 pair = __floats2bfloat162_rn(1.0f, -2.0f);
+    good &= emu::bits<unsigned>(pair) == 0xc0003f80u;
+    float2 two = __bfloat1622float2(__hadd2(pair, pair));
+    good &= two.x == 2.0f && two.y == -4.0f && __hmul(pair.x, pair.y) == pair.y;
+    __half2 h = __floats2half2_rn(0.5f, 3.0f);
+    good &= __high2float(h) == 3.0f && __low2float(h) == 0.5f;
+    good &= __bfloat16_as_ushort(pair.x) == 0x3f80 && __ushort_as_bfloat16(0x4000) == bf16(2.0f);
+    for (unsigned i = 0; i < 1 << 16; i += 7) {
+        float x = __half2float(__ushort_as_half((unsigned short)i));
+        good &= emu::widen<__half>((uint16_t)i) == x || x != x;
+    }
+    if (!good) {
+        *ok = 0;
+    }
+}
+static void test_words() {
+    float4 *in = device(std::vector<float4>(1, make_float4(1, 2, 3, 4)));
+    float4 *out = device<float4>(1);
+    int *ok = device(std::vector<int>(1, 1));
+    launch(k_words, 1, 1, 0, 0, in, out, ok);
+    launch(k_half, 1, 1, 0, 0, ok);
+    EXPECT(host(ok, 1)[0] == 1 && host(out, 1)[0].x == 4 && host(out, 1)[0].w == 1);
+    OK(cudaFree(in));
+    OK(cudaFree(out));
+    OK(cudaFree(ok));
+}
+
+// -------------------------------------------------------------------------------------------------
+// 3. Shared memory and seeds
+// Right kernels give the same bits for every seed, wrong ones give themselves away.
+// -------------------------------------------------------------------------------------------------
+// One dynamic and three static variables; each instance of the template has its own.
+template <class T> static __global__ void k_shared(int *ok) {
+    DYN_SHARED(float, dynamic);
+    SHARED(T, grid, [3][5]);
+    SHARED(int, one);
+    SHARED(float, tail, [7]);
+    int good = sizeof grid == 15 * sizeof(T) && (uintptr_t)dynamic % 128 == 0;
+    good &= (uintptr_t)tail % 128 == alignof(float);  // no better aligned than it asks for
+    if (threadIdx.x == 0) {
+        good &= dynamic[99] != dynamic[99] && tail[6] != tail[6];  // fresh memory is NaN
+        grid[2][4] = (T)blockIdx.x;
+        one = 5;
+        dynamic[99] = tail[6] = 1;
+    }
+    __syncthreads();
+    good &= grid[2][4] == (T)blockIdx.x && one == 5 && dynamic[99] == tail[6];
+    if (!good) {
+        *ok = 0;
+    }
+}
+static void test_shared() {
+    int *ok = device(std::vector<int>(1, 1));
+    launch(k_shared<float>, 3, 64, 400, 0, ok);
+    launch(k_shared<unsigned char>, 3, 40, 400, 0, ok);
+    EXPECT(host(ok, 1)[0] == 1);
+    OK(cudaFree(ok));
+}
+
+// A block sum whose first barrier can be left out: then slow warps' parts are read too early.
+template <bool BARRIER> static __global__ void k_block_sum(float *out) {
+    SHARED(float, part, [8]);
+    if (threadIdx.x % 32 == 0) {
+        part[threadIdx.x / 32] = 1;
+    }
+    if (BARRIER) {
+        __syncthreads();
+    }
+    float sum = 0;
+    for (int w = 0; w < 8; w++) {
+        sum += part[w];
+    }
+    out[threadIdx.x] = sum;
+}
+// Two phases through one buffer; without the second barrier a fast warp overwrites what a slow
+// one still reads. Fresh memory does not show it, the order of warps does.
+template <bool BARRIER> static __global__ void k_two_phases(float *out) {
+    SHARED(float, value);
+    for (int i = 0; i < 2; i++) {
+        if (threadIdx.x == (unsigned)i * 32) {
+            value = (float)i;
+        }
+        __syncthreads();
+        out[threadIdx.x] = i == 0 ? value : out[threadIdx.x];
+        if (BARRIER) {
+            __syncthreads();
+        }
+    }
+}
+// How many of eight seeds give another result than a kernel with all its barriers.
+static int seeds_that_differ(void (*kernel)(float *), float expected) {
+    int differ = 0;
+    for (long seed = 0; seed < 8; seed++) {
+        Setting s(emu::set.seed, seed);
+        float *out = device<float>(256);
+        launch(kernel, 1, 256, 0, 0, out);
+        for (float x : host(out, 256)) {
+            if (x != expected) {
+                differ++;
+                break;
+            }
+        }
+        OK(cudaFree(out));
+    }
+    return differ;
+}
+static void test_seeds() {
+    int early = seeds_that_differ(k_block_sum<false>, 8), reuse;
+    reuse = seeds_that_differ(k_two_phases<false>, 0);
+    EXPECT(early == 8 && reuse >= 3);
+    EXPECT(seeds_that_differ(k_block_sum<true>, 8) == 0);
+    EXPECT(seeds_that_differ(k_two_phases<true>, 0) == 0);
+    snprintf(note, sizeof note, "missing barriers seen by %d and %d of 8 seeds", early, reuse);
+}
+
+static void os_threads() {  // blocks over two OS threads: the same bits
+    Setting t(emu::set.threads, 2);
+    test_reduce();
+    test_shared();
+    test_atomic();
+}
+static void test_os_threads() {
+    std::string text;           // in a child: an OpenMP pool and fork() do not go together
+    EXPECT(in_child(os_threads, &text) == 0);
+#ifndef _OPENMP
+    snprintf(note, sizeof note, "built without OpenMP: one OS thread");
+#endif
+}
+
+// -------------------------------------------------------------------------------------------------
+// 4. Memory, streams, events, devices
+// What the API returns when all is well, and its errors.
+// -------------------------------------------------------------------------------------------------
+// NaN fill, EMU_GPU_MEM to the byte, errors that stay until they are asked for.
+static void test_memory() {
+    Setting limit(emu::set.gpu_mem, (long)emu::allocated_bytes + 1000);
+    size_t free_bytes, total;
+    float *p = device<float>(200), *q;
+    for (float x : host(p, 200)) {
+        EXPECT(x != x);
+    }
+    EXPECT((uintptr_t)p % 256 == 0);
+    OK(cudaMemGetInfo(&free_bytes, &total));
+    EXPECT(free_bytes == 200 && total == (size_t)emu::set.gpu_mem);
+    EXPECT(cudaMalloc((void **)&q, 201) == cudaErrorMemoryAllocation && q == nullptr);
+    EXPECT(cudaPeekAtLastError() == cudaErrorMemoryAllocation);
+    EXPECT(strcmp(cudaGetErrorString(cudaGetLastError()), "out of memory") == 0);
+    EXPECT(cudaGetLastError() == cudaSuccess);
+    OK(cudaMallocHost((void **)&q, 5000));  // pinned memory is not the GPU's
+    OK(cudaFree(p));
+    EXPECT(cudaFree(p) == cudaErrorInvalidValue && cudaGetLastError() != cudaSuccess);
+    EXPECT(emu::peak_bytes >= 800 && cudaFree(nullptr) == cudaSuccess);
+    OK(cudaFreeHost(q));
+}
+
+// All directions; a direction that contradicts the pointers is an error.
+static void test_copies() {
+    std::vector<int> v = {1, 2, 3, 4};
+    int *a = device(v), *b = device<int>(4), *pinned;
+    OK(cudaMallocHost((void **)&pinned, 16));
+    OK(cudaMemcpy(b, a, 16, cudaMemcpyDeviceToDevice));
+    OK(cudaMemset(a, 0, 8));
+    OK(cudaMemcpy(pinned, b, 16, cudaMemcpyDeviceToHost));
+    EXPECT(host(b, 4) == v && host(a, 4)[1] == 0 && host(a, 4)[2] == 3 && pinned[3] == 4);
+    EXPECT(cudaMemcpy(pinned, b, 16, cudaMemcpyHostToDevice) == cudaErrorInvalidMemcpyDirection);
+    EXPECT(cudaMemcpy(b, a, 16, cudaMemcpyHostToDevice) == cudaErrorInvalidMemcpyDirection);
+    cudaGetLastError();
+    OK(cudaFree(a));
+    OK(cudaFree(b));
+    OK(cudaFreeHost(pinned));
+}
+
+static __global__ void k_add(int *x, int y) { *x += y; }
+static __global__ void k_copy(int *to, const int *from) { *to = *from; }
+
+static void test_lazy() {  // streams as late as legal
+    Setting lazy(emu::set.lazy, 1);
+    cudaStream_t s, t;
+    cudaEvent_t e;
+    OK(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking));
+    OK(cudaStreamCreateWithFlags(&t, cudaStreamNonBlocking));
+    OK(cudaEventCreateWithFlags(&e, cudaEventDisableTiming));
+    int *x = device(std::vector<int>(2, 0)), *pinned;
+    OK(cudaMallocHost((void **)&pinned, 8));
+    pinned[0] = 10;
+    OK(cudaMemcpyAsync(x, pinned, 4, cudaMemcpyHostToDevice, s));
+    pinned[0] = 20;             // too early: the copy has not run yet
+    launch(k_add, 1, 1, 0, s, x, 1);
+    launch(k_copy, 1, 1, 0, t, x + 1, x);  // no event: reads before s has run
+    OK(cudaStreamSynchronize(t));
+    OK(cudaStreamSynchronize(s));
+    EXPECT(host(x, 2) == (std::vector<int>{21, 0}));
+    launch(k_add, 1, 1, 0, s, x, 1);
+    OK(cudaEventRecord(e, s));
+    launch(k_add, 1, 1, 0, s, x, 100);  // behind the event
+    OK(cudaStreamWaitEvent(t, e, 0));
+    launch(k_copy, 1, 1, 0, t, x + 1, x);
+    OK(cudaStreamSynchronize(t));
+    EXPECT(host(x, 2) == (std::vector<int>{22, 22}));
+    OK(cudaDeviceSynchronize());
+    EXPECT(host(x, 1)[0] == 122);
+    OK(cudaStreamDestroy(s));
+    OK(cudaStreamDestroy(t));
+    OK(cudaEventDestroy(e));
+    OK(cudaFree(x));
+    OK(cudaFreeHost(pinned));
+}
+
+static void test_default_stream() {  // it and the blocking streams wait for each other
+    Setting lazy(emu::set.lazy, 1);
+    cudaStream_t s;
+    OK(cudaStreamCreate(&s));
+    int *x = device(std::vector<int>(2, 0));
+    launch(k_add, 1, 1, 0, s, x, 5);
+    launch(k_add, 1, 1, 0, 0, x, 1);
+    launch(k_copy, 1, 1, 0, s, x + 1, x);
+    OK(cudaStreamSynchronize(s));
+    EXPECT(host(x, 2) == (std::vector<int>{6, 6}));
+    OK(cudaStreamDestroy(s));
+    OK(cudaFree(x));
+}
+
+static void test_events() {
+    cudaEvent_t a, b, untimed;
+    float ms = -1;
+    OK(cudaEventCreate(&a));
+    OK(cudaEventCreate(&b));
+    OK(cudaEventCreateWithFlags(&untimed, cudaEventDisableTiming));
+    EXPECT(cudaEventElapsedTime(&ms, a, b) == cudaErrorInvalidResourceHandle);
+    OK(cudaEventRecord(a, 0));
+    usleep(3000);
+    OK(cudaEventRecord(b, 0));
+    OK(cudaEventRecord(untimed, 0));
+    OK(cudaEventSynchronize(b));
+    OK(cudaEventElapsedTime(&ms, a, b));
+    EXPECT(ms >= 2.9f && ms < 1000 && cudaEventQuery(b) == cudaSuccess);
+    EXPECT(cudaEventElapsedTime(&ms, a, untimed) == cudaErrorInvalidResourceHandle);
+    cudaGetLastError();
+    for (cudaEvent_t e : {a, b, untimed}) {
+        OK(cudaEventDestroy(e));
+    }
+}
+
+static __global__ void k_big(float *out) {
+    DYN_SHARED(float, s);
+    s[threadIdx.x] = 1;
+    out[threadIdx.x] = s[threadIdx.x];
+}
+// Every row of the table of capabilities, and a machine without a GPU.
+static void test_device() {
+    for (const emu::Capability &c : emu::CAPABILITIES) {
+        Setting cc(emu::set.cc, c.cc);
+        cudaDeviceProp p;
+        int major, optin, blocks;
+        OK(cudaGetDeviceProperties(&p, 0));
+        OK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
+        OK(cudaDeviceGetAttribute(&optin, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0));
+        EXPECT(p.major * 10 + p.minor == c.cc && major == p.major);
+        EXPECT(optin == c.smem_optin_kb << 10 && p.sharedMemPerBlockOptin == (size_t)optin);
+        cudaFuncAttribute max_dynamic = cudaFuncAttributeMaxDynamicSharedMemorySize;
+        EXPECT(cudaFuncSetAttribute(k_big, max_dynamic, optin + 1) == cudaErrorInvalidValue);
+        OK(cudaFuncSetAttribute(k_big, max_dynamic, optin));
+        OK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, k_big, 128, 0));
+        EXPECT(blocks == std::min(c.threads_per_sm / 128, c.blocks_per_sm));
+        OK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, k_big, 64, (size_t)optin));
+        EXPECT(blocks == 1);
+        float *out = device<float>(32);
+        launch(k_big, 1, 32, (size_t)optin, 0, out);
+        EXPECT(host(out, 1)[0] == 1);
+        OK(cudaFree(out));
+    }
+    int n;
+    OK(cudaDriverGetVersion(&n));
+    OK(cudaSetDevice(3));
+    OK(cudaGetDevice(&n));
+    EXPECT(n == 3 && cudaSetDevice(0) == cudaSuccess);
+    Setting none(emu::set.gpus, 0);
+    EXPECT(cudaGetDeviceCount(&n) == cudaErrorNoDevice && n == 0);
+    EXPECT(cudaSetDevice(0) == cudaErrorInvalidDevice && cudaGetLastError() != cudaSuccess);
+    EXPECT(strcmp(cudaGetErrorName(cudaErrorNoDevice), "cudaErrorNoDevice") == 0);
+}
+
+static void test_gaps() {  // what does not touch a gap or a dead row is let through
+    float *row = device<float>(300);
+    emu_gap(row + 100, 400);
+    OK(cudaMemset(row, 0, 400));
+    OK(cudaMemset(row + 200, 0, 400));
+    emu_poison(row, 400);
+    emu_unpoison(row, 400);
+    std::vector<float> v = host(row, 100);
+    EXPECT(v[0] != v[0] && v[99] != v[99] && host(row + 200, 100)[99] == 0);
+    OK(cudaFree(row));
+    EXPECT(emu::gaps.empty());
+}
+
+// -------------------------------------------------------------------------------------------------
+// 5. Tensor cores and cp.async
+// Against sums in double, element by element, as the PTX ISA draws the fragments.
+// -------------------------------------------------------------------------------------------------
+template <class E> static E narrow(float x);
+template <> float narrow<float>(float x) { return x; }
+template <> bf16 narrow<bf16>(float x) { return __float2bfloat16_rn(x); }
+template <> __half narrow<__half>(float x) { return __float2half_rn(x); }
+
+// D (16,8) = A (16,16) B (16,8) + C, the fragments loaded element by element as the ISA draws them.
+template <class E>
+static __global__ void k_mma(const E *A, const E *B, const float *C, float *D) {
+    int g = (int)threadIdx.x / 4, t = 2 * ((int)threadIdx.x % 4);
+    uint32_t a[4], b[2];
+    float c[4];
+    for (int i = 0; i < 4; i++) {
+        memcpy(&a[i], &A[(g + 8 * (i % 2)) * 16 + t + 8 * (i / 2)], 4);
+        c[i] = C[(g + 8 * (i / 2)) * 8 + t + i % 2];
+    }
+    for (int i = 0; i < 2; i++) {
+        E pair[2] = {B[(t + 8 * i) * 8 + g], B[(t + 8 * i + 1) * 8 + g]};
+        memcpy(&b[i], pair, 4);
+    }
+    mma_m16n8k16<E>(c, a, b, c);
+    for (int i = 0; i < 4; i++) {
+        D[(g + 8 * (i / 2)) * 8 + t + i % 2] = c[i];
+    }
+}
+// Largest error of one mma against a sum in double.
+template <class E> static double mma_error() {
+    std::vector<E> A(256), B(128);
+    std::vector<float> C(128);
+    for (E &x : A) { x = narrow<E>(uniform()); }
+    for (E &x : B) { x = narrow<E>(uniform()); }
+    for (float &x : C) { x = uniform(); }
+    E *a = device(A), *b = device(B);
+    float *c = device(C), *d = device<float>(128);
+    launch(k_mma<E>, 1, 32, 0, 0, a, b, c, d);
+    std::vector<float> D = host(d, 128);
+    double worst = 0;
+    for (int m = 0; m < 16; m++) {
+        for (int n = 0; n < 8; n++) {
+            double sum = C[m * 8 + n];
+            for (int k = 0; k < 16; k++) {
+                sum += (double)(float)A[m * 16 + k] * (double)(float)B[k * 8 + n];
+            }
+            double error = fabs(sum - D[m * 8 + n]);
+            worst = !(error <= worst) ? error : worst;
+        }
+    }
+    for (void *p : {(void *)a, (void *)b, (void *)c, (void *)d}) {
+        OK(cudaFree(p));
+    }
+    return worst;
+}
+static void test_mma() {
+    double e16 = mma_error<bf16>(), h16 = mma_error<__half>();
+    EXPECT(e16 < 2e-6 && h16 < 2e-6);
+    snprintf(note, sizeof note, "max err bf16 %.1e, fp16 %.1e", e16, h16);
+}
+
+static __global__ void k_ldmatrix(int *ok) {
+    SHARED(uint4, rows, [32]);  // matrix j, row i: elements 100 j + 10 i + 0..7
+    int l = (int)threadIdx.x, g = l / 4, t = 2 * (l % 4);
+    uint16_t row[8];
+    for (int i = 0; i < 8; i++) {
+        row[i] = (uint16_t)(100 * (l / 8) + 10 * (l % 8) + i);
+    }
+    memcpy(&rows[l], row, 16);
+    __syncwarp();
+    uint32_t r[4], s[4];
+    ldmatrix_x4<false>(r, &rows[l]);
+    ldmatrix_x4<true>(s, &rows[l]);
+    for (int j = 0; j < 4; j++) {
+        uint32_t plain = (uint32_t)(100 * j + 10 * g + t);
+        uint32_t turned = (uint32_t)(100 * j + 10 * t + g);
+        if (r[j] != (plain | (plain + 1) << 16) || s[j] != (turned | (turned + 10) << 16)) {
+            *ok = 0;
+        }
+    }
+}
+static void test_ldmatrix() {
+    int *ok = device(std::vector<int>(1, 1));
+    launch(k_ldmatrix, 1, 32, 0, 0, ok);
+    EXPECT(host(ok, 1)[0] == 1);
+    OK(cudaFree(ok));
+}
+
+// C (M,N) = A (M,K) B (K,N): double-buffered cp.async, ldmatrix, mma; 4 warps, a 32x32 tile each.
+// WAIT is 1; 2 is the planted bug of a wait that is too weak.
+enum { TILE = 64, STEP = 32, PAD = 8 };
+struct TileBuffers { bf16 a[2][TILE][STEP + PAD], b[2][STEP][TILE + PAD]; };
+
+static __device__ void load_tiles(TileBuffers *s, int to, const bf16 *A, const bf16 *B, int N,
+                                  int K) {
+    for (int i = (int)threadIdx.x; i < TILE * STEP / 8; i += 128) {
+        cp_async_16(&s->a[to][i / 4][i % 4 * 8], &A[(size_t)(i / 4) * K + i % 4 * 8]);
+        cp_async_16_zfill(&s->b[to][i / 8][i % 8 * 8], &B[(size_t)(i / 8) * N + i % 8 * 8], true);
+    }
+    cp_async_commit();
+}
+template <int WAIT>
+static __global__ void k_gemm(float *C, const bf16 *A, const bf16 *B, int N, int K) {
+    DYN_SHARED(TileBuffers, s);
+    int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32;
+    int wm = warp / 2 * 32, wn = warp % 2 * 32;
+    A += (size_t)blockIdx.y * TILE * K;
+    B += blockIdx.x * TILE;
+    float sum[2][4][4] = {};
+    load_tiles(s, 0, A, B, N, K);
+    for (int k0 = 0, now = 0; k0 < K; k0 += STEP, now ^= 1) {
+        if (k0 + STEP < K) {
+            load_tiles(s, now ^ 1, A + k0 + STEP, B + (size_t)(k0 + STEP) * N, N, K);
+            cp_async_wait<WAIT>();
+        } else {
+            cp_async_wait<0>();
+        }
+        __syncthreads();
+        for (int kk = 0; kk < STEP; kk += 16) {
+            uint32_t a[2][4], b[2][4];
+            for (int i = 0; i < 2; i++) {
+                ldmatrix_x4<false>(a[i], &s->a[now][wm + i * 16 + lane % 16][kk + lane / 16 * 8]);
+                ldmatrix_x4<true>(b[i], &s->b[now][kk + lane % 16][wn + i * 16 + lane / 16 * 8]);
+            }
+            for (int i = 0; i < 8; i++) {
+                const uint32_t *pair = &b[i % 4 / 2][i % 2 * 2];
+                mma_m16n8k16<bf16>(sum[i / 4][i % 4], a[i / 4], {pair[0], pair[1]},
+                                   sum[i / 4][i % 4]);
+            }
+        }
+        __syncthreads();
+    }
+    for (int i = 0; i < 32; i++) {
+        int row = wm + i / 16 * 16 + lane / 4 + i % 4 / 2 * 8;
+        int col = wn + i / 4 % 4 * 8 + lane % 4 * 2 + i % 2;
+        size_t at = (size_t)(blockIdx.y * TILE + row) * N + blockIdx.x * TILE + col;
+        C[at] = sum[i / 16][i / 4 % 4][i % 4];
+    }
+}
+// Largest error against a sum in double, NaN if there is one.
+static double gemm_error(void (*kernel)(float *, const bf16 *, const bf16 *, int, int), int M,
+                         int N, int K) {
+    std::vector<bf16> A((size_t)M * K), B((size_t)K * N);
+    for (bf16 &x : A) { x = narrow<bf16>(uniform()); }
+    for (bf16 &x : B) { x = narrow<bf16>(uniform()); }
+    bf16 *a = device(A), *b = device(B);
+    float *c = device<float>((size_t)M * N);
+    launch(kernel, dim3(N / TILE, M / TILE), 128, sizeof(TileBuffers), 0, c, a, b, N, K);
+    std::vector<float> C = host(c, (size_t)M * N);
+    double worst = 0;
+    for (int m = 0; m < M; m++) {
+        for (int n = 0; n < N; n++) {
+            double sum = 0;
+            for (int k = 0; k < K; k++) {
+                sum += (double)(float)A[(size_t)m * K + k] * (double)(float)B[(size_t)k * N + n];
+            }
+            double error = fabs(sum - C[(size_t)m * N + n]);
+            worst = !(error <= worst) ? error : worst;
+        }
+    }
+    for (void *p : {(void *)a, (void *)b, (void *)c}) {
+        OK(cudaFree(p));
+    }
+    return worst;
+}
+static void test_gemm() {  // and its planted bug: a missing wait gives NaN
+    double worst = 0;
+    for (long seed = 0; seed < 3; seed++) {
+        Setting s(emu::set.seed, seed);
+        worst = std::max(worst, gemm_error(k_gemm<1>, 128, 64, 96));
+        EXPECT(std::isnan(gemm_error(k_gemm<2>, 64, 64, 64)));
+    }
+    EXPECT(worst < 1e-5);
+    snprintf(note, sizeof note, "max err %.1e; a wait too weak: NaN", worst);
+}
+
+// Groups: a wait leaves the youngest; a copy in no group never arrives; zero fill.
+static __global__ void k_copy_async(const float4 *in, float4 *out) {
+    SHARED(float4, s, [3]);
+    cp_async_16(&s[0], in);
+    cp_async_commit();
+    cp_async_16_zfill(&s[1], in + 1, false);
+    cp_async_commit();
+    cp_async_16(&s[2], in + 2);  // in no group: stays outstanding
+    cp_async_wait<1>();
+    out[0] = s[0];
+    out[1] = s[1];
+    cp_async_wait<0>();
+    out[2] = s[1];
+    out[3] = s[2];
+}
+static void test_copy_async() {
+    float4 *in = device(std::vector<float4>(3, make_float4(7, 7, 7, 7))), *out = device<float4>(4);
+    launch(k_copy_async, 1, 1, 0, 0, in, out);
+    std::vector<float4> v = host(out, 4);
+    EXPECT(v[0].x == 7 && std::isnan(v[1].x) && v[2].x == 0 && v[2].w == 0 && std::isnan(v[3].x));
+    OK(cudaFree(in));
+    OK(cudaFree(out));
+}
+
+// -------------------------------------------------------------------------------------------------
+// 6. cublasLt
+// Against sums in double, over types, transposes, batches, padding, bias, beta and C = D.
+// -------------------------------------------------------------------------------------------------
+struct Lt {                     // one product: descriptors, and the first algorithm
+    cublasLtHandle_t handle;
+    cublasLtMatmulDesc_t desc;
+    cublasLtMatrixLayout_t a, b, c, d;
+    cublasLtMatmulPreference_t preference;
+    cublasLtMatmulHeuristicResult_t found[4];
+    int n_found;
+    cublasStatus_t status;
+};
+struct Shape { int m, n, k, ta, tb, batch, pad; };  // pad: extra elements in leading dimensions
+
+template <class E> static cudaDataType_t type_of();
+template <> cudaDataType_t type_of<float>() { return CUDA_R_32F; }
+template <> cudaDataType_t type_of<bf16>() { return CUDA_R_16BF; }
+template <> cudaDataType_t type_of<__half>() { return CUDA_R_16F; }
+
+// Column-major, with extra elements in the leading dimension, dense batches.
+static cublasLtMatrixLayout_t make_layout(cudaDataType_t type, int rows, int cols, const Shape &s) {
+    cublasLtMatrixLayout_t l;
+    OK(cublasLtMatrixLayoutCreate(&l, type, (uint64_t)rows, (uint64_t)cols, rows + s.pad));
+    int64_t stride = (int64_t)(rows + s.pad) * cols;
+    OK(cublasLtMatrixLayoutSetAttribute(l, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &s.batch, 4));
+    OK(cublasLtMatrixLayoutSetAttribute(l, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &stride,
+                                        sizeof stride));
+    return l;
+}
+static Lt make_lt(cudaDataType_t in, cudaDataType_t out, const Shape &s, const void *bias) {
+    Lt x = {};
+    int ta = s.ta ? CUBLAS_OP_T : CUBLAS_OP_N, tb = s.tb ? CUBLAS_OP_T : CUBLAS_OP_N;
+    OK(cublasLtCreate(&x.handle));
+    OK(cublasLtMatmulDescCreate(&x.desc, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+    OK(cublasLtMatmulDescSetAttribute(x.desc, CUBLASLT_MATMUL_DESC_TRANSA, &ta, sizeof ta));
+    OK(cublasLtMatmulDescSetAttribute(x.desc, CUBLASLT_MATMUL_DESC_TRANSB, &tb, sizeof tb));
+    if (bias != nullptr) {
+        cublasLtEpilogue_t e = CUBLASLT_EPILOGUE_BIAS;
+        OK(cublasLtMatmulDescSetAttribute(x.desc, CUBLASLT_MATMUL_DESC_EPILOGUE, &e, sizeof e));
+        OK(cublasLtMatmulDescSetAttribute(x.desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias, 8));
+    }
+    x.a = make_layout(in, s.ta ? s.k : s.m, s.ta ? s.m : s.k, s);
+    x.b = make_layout(in, s.tb ? s.n : s.k, s.tb ? s.k : s.n, s);
+    x.c = make_layout(out, s.m, s.n, s);
+    x.d = make_layout(out, s.m, s.n, s);
+    size_t workspace = 1 << 20;
+    OK(cublasLtMatmulPreferenceCreate(&x.preference));
+    OK(cublasLtMatmulPreferenceSetAttribute(
+        x.preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace, sizeof workspace));
+    x.status = cublasLtMatmulAlgoGetHeuristic(x.handle, x.desc, x.a, x.b, x.c, x.d, x.preference, 4,
+                                              x.found, &x.n_found);
+    return x;
+}
+static void drop_lt(const Lt &x) {
+    for (cublasLtMatrixLayout_t l : {x.a, x.b, x.c, x.d}) {
+        OK(cublasLtMatrixLayoutDestroy(l));
+    }
+    OK(cublasLtMatmulPreferenceDestroy(x.preference));
+    OK(cublasLtMatmulDescDestroy(x.desc));
+    OK(cublasLtDestroy(x.handle));
+}
+
+template <class E> static std::vector<E> random_matrix(size_t n) {
+    std::vector<E> v(n);
+    for (E &x : v) {
+        x = narrow<E>(uniform());
+    }
+    return v;
+}
+
+// Largest error of D = 0.5 op(A) op(B) + beta C + bias against sums in double, in units of what
+// rounding to O and fp32 sums may lose; C is another matrix than D or the same one.
+template <class E, class O>
+static double lt_error(const Shape &s, float beta, bool with_bias, bool in_place) {
+    size_t lda = (size_t)(s.ta ? s.k : s.m) + s.pad, ldb = (size_t)(s.tb ? s.n : s.k) + s.pad;
+    size_t ldd = (size_t)s.m + s.pad, na = lda * (s.ta ? s.m : s.k), nb = ldb * (s.tb ? s.k : s.n);
+    size_t nd = ldd * s.n;
+    std::vector<E> A = random_matrix<E>(na * s.batch), B = random_matrix<E>(nb * s.batch);
+    std::vector<O> C = random_matrix<O>(nd * s.batch), bias = random_matrix<O>((size_t)s.m);
+    E *a = device(A), *b = device(B);
+    O *c = device(C), *d = in_place ? c : device<O>(nd * s.batch), *dbias = device(bias);
+    void *workspace = device<char>(1 << 20);
+    Lt x = make_lt(type_of<E>(), type_of<O>(), s, with_bias ? dbias : nullptr);
+    EXPECT(x.status == CUBLAS_STATUS_SUCCESS && x.n_found >= 1);
+    float alpha = 0.5f;
+    std::vector<O> D, first;
+    for (int i = x.n_found - 1; i >= 0; i--) {  // every algorithm, the same bits
+        if (in_place) {
+            OK(cudaMemcpy(c, C.data(), nd * s.batch * sizeof(O), cudaMemcpyHostToDevice));
+        }
+        OK(cublasLtMatmul(x.handle, x.desc, &alpha, a, x.a, b, x.b, &beta, c, x.c, d, x.d,
+                          &x.found[i].algo, workspace, 1 << 20, 0));
+        D = host(d, nd * s.batch);
+        EXPECT(s.pad || first.empty() || memcmp(D.data(), first.data(), nd * sizeof(O)) == 0);
+        first = D;
+    }
+    double worst = 0, ulp = sizeof(O) == 4 ? 6e-8 : type_of<O>() == CUDA_R_16F ? 5e-4 : 4e-3;
+    for (int i = 0; i < s.batch * s.n * s.m; i++) {
+        int batch = i / (s.n * s.m), col = i / s.m % s.n, row = i % s.m;
+        double sum = 0;
+        for (int k = 0; k < s.k; k++) {
+            size_t ia = s.ta ? row * lda + k : k * lda + row;
+            size_t ib = s.tb ? k * ldb + col : col * ldb + k;
+            sum += (double)(float)A[batch * na + ia] * (double)(float)B[batch * nb + ib];
+        }
+        size_t at = batch * nd + col * ldd + row;
+        sum = 0.5 * sum + (beta != 0 ? beta * (double)(float)C[at] : 0)
+            + (with_bias ? (double)(float)bias[row] : 0);
+        double error = fabs(sum - (double)(float)D[at]) / (ulp * fabs(sum) + 6e-8 * s.k);
+        worst = !(error <= worst) ? error : worst;
+    }
+    drop_lt(x);
+    for (void *p : {(void *)a, (void *)b, (void *)c, in_place ? nullptr : (void *)d, (void *)dbias,
+                    workspace}) {
+        OK(cudaFree(p));
+    }
+    return worst;
+}
+static void test_lt() {
+    const Shape shapes[] = {
+        {64, 8, 16, 0, 0, 1, 0}, {72, 5, 33, 1, 0, 1, 8}, {40, 24, 8, 0, 1, 3, 0},
+        {136, 9, 40, 1, 1, 2, 8}, {8, 1, 1, 1, 0, 1, 0},
+    };
+    double worst = 0;
+    int runs = 0;
+    for (const Shape &s : shapes) {
+        for (int i = 0; i < 8; i++) {
+            float beta = i & 1 ? 1.0f : 0.0f;
+            bool bias = i & 2, in_place = i & 4;
+            worst = std::max(worst, lt_error<float, float>(s, beta, bias, in_place));
+            worst = std::max(worst, lt_error<bf16, bf16>(s, beta, bias, in_place));
+            worst = std::max(worst, lt_error<bf16, float>(s, beta, bias, in_place));
+            worst = std::max(worst, lt_error<__half, __half>(s, beta, bias, in_place));
+            worst = std::max(worst, lt_error<__half, float>(s, beta, bias, in_place));
+            runs += 5;
+        }
+    }
+    EXPECT(worst < 1.01);
+    snprintf(note, sizeof note, "%d products, worst %.0f %% of the tolerance", runs, 100 * worst);
+}
+
+// What cuBLASLt would refuse gives a status, not a result.
+static void lt_refusals() {
+    Shape s = {64, 8, 16, 0, 0, 1, 0}, other = {64, 16, 16, 0, 0, 1, 0};
+    Lt x = make_lt(CUDA_R_16BF, CUDA_R_16BF, s, nullptr);
+    Lt y = make_lt(CUDA_R_16BF, CUDA_R_16BF, other, nullptr);
+    Lt z = make_lt(CUDA_R_32F, CUDA_R_16BF, s, nullptr);
+    EXPECT(x.n_found == 3 && z.n_found == 0 && z.status == CUBLAS_STATUS_NOT_SUPPORTED);
+    bf16 *a = device<bf16>(4096), *b = device<bf16>(4096), *d = device<bf16>(4096);
+    void *workspace = device<char>(1 << 20);
+    float one = 1, zero = 0;
+    auto run = [&](const bf16 *pa, bf16 *pd, const Lt &layouts, const cublasLtMatmulAlgo_t *algo,
+                   size_t bytes) {
+        return cublasLtMatmul(x.handle, x.desc, &one, pa, layouts.a, b, x.b, &zero, pd, layouts.c,
+                              pd, layouts.d, algo, workspace, bytes, 0);
+    };
+    OK(run(a, d, x, nullptr, 0));
+    OK(run(a, d, x, &x.found[0].algo, 0));
+    EXPECT(run(a + 1, d, x, nullptr, 0) != 0);                  // misaligned
+    EXPECT(run(a, d, x, &y.found[0].algo, 1 << 20) != 0);       // chosen for another shape
+    EXPECT(run(a, d, x, &x.found[2].algo, 1 << 10) != 0);       // workspace too small
+    EXPECT(run(a, a, x, nullptr, 0) != 0);                      // D on A
+    EXPECT(run(a, d, z, nullptr, 0) != 0);                      // types
+    EXPECT(run(a, d, y, nullptr, 0) != 0);                      // shapes
+    EXPECT(strcmp(cublasLtGetStatusName(CUBLAS_STATUS_NOT_SUPPORTED),
+                  "CUBLAS_STATUS_NOT_SUPPORTED") == 0);
+}
+static void test_lt_refusals() {
+    std::string text;           // in a child: refusals are explained on stderr
+    EXPECT(in_child(lt_refusals, &text) == 0 && text.find("refuses: the shapes") != text.npos);
+    if (wrong) {
+        printf("%s", text.c_str());
+    }
+}
+
+// -------------------------------------------------------------------------------------------------
+// 7. NCCL
+// Ranks are child processes; the id is made before the fork, as a launcher would hand it out.
+// -------------------------------------------------------------------------------------------------
+typedef void Rank(ncclComm_t comm, int rank, int ranks);
+static std::vector<int> rank_codes;  // exit codes of the last run_ranks
+static std::string rank_text;        // what they said on stderr
+static struct { Rank *body; int ranks, claimed; } ranks_job;
+
+// Starts the ranks and reports their exit codes on stderr, where the test reads them.
+static void rank_parent() {
+    ncclUniqueId id;
+    OK(ncclGetUniqueId(&id));
+    std::vector<pid_t> children;
+    for (int r = 0; r < ranks_job.ranks; r++) {
+        children.push_back(fork());
+        if (children.back() == 0) {
+            ncclComm_t comm;
+            int n = r == 0 ? ranks_job.ranks : ranks_job.claimed;
+            OK(ncclCommInitRank(&comm, n, id, r));
+            ranks_job.body(comm, r, n);
+            OK(ncclCommDestroy(comm));
+            _exit(wrong != 0);
+        }
+    }
+    for (pid_t child : children) {
+        int status;
+        waitpid(child, &status, 0);
+        fprintf(stderr, "code %d\n", WIFEXITED(status) ? WEXITSTATUS(status) : -1);
+    }
+}
+// Runs `ranks` processes; the ranks after the first claim to be of `claimed`.
+static void run_ranks(Rank *body, int ranks, int claimed) {
+    ranks_job = {body, ranks, claimed};
+    rank_text.clear();
+    rank_codes.clear();
+    in_child(rank_parent, &rank_text);
+    for (size_t at = 0; (at = rank_text.find("code ", at)) != std::string::npos; at++) {
+        rank_codes.push_back(atoi(rank_text.c_str() + at + 5));
+    }
+    EXPECT((int)rank_codes.size() == ranks);
+}
+static void expect_codes(int code) {
+    for (int c : rank_codes) {
+        if (c != code && wrong++ == 0) {
+            printf("    exit code %d instead of %d:\n%s", c, code, rank_text.c_str());
+        }
+    }
+}
+
+static float part_of(int rank, size_t i) {  // sums of these depend on their order in fp32
+    return (rank == 0 ? 1.0f : rank == 1 ? 3e-8f : 1.1e-7f * (float)rank) * (float)(i % 97 + 1);
+}
+// AllReduce of E: the fp32 sum in rank order, rounded once.
+template <class E> static void check_sum(ncclComm_t comm, int rank, int ranks, ncclDataType_t type)
+{
+    const size_t n = 70001;     // more bytes than a socket buffers
+    std::vector<E> x(n);
+    for (size_t i = 0; i < n; i++) {
+        x[i] = narrow<E>(part_of(rank, i));
+    }
+    E *in = device(x), *out = device<E>(n);
+    OK(ncclAllReduce(in, out, n, type, ncclSum, comm, 0));
+    OK(ncclAllReduce(in, in, n, type, ncclAvg, comm, 0));
+    std::vector<E> sum = host(out, n), avg = host(in, n);
+    int bad = 0;
+    for (size_t i = 0; i < n; i++) {
+        float s = (float)narrow<E>(part_of(0, i));
+        for (int r = 1; r < ranks; r++) {
+            s += (float)narrow<E>(part_of(r, i));
+        }
+        bad += (float)sum[i] != (float)narrow<E>(s);
+        bad += (float)avg[i] != (float)narrow<E>(s / (float)ranks);
+    }
+    EXPECT(bad == 0);
+    OK(cudaFree(in));
+    OK(cudaFree(out));
+}
+template <class T>
+static T reduced(ncclComm_t comm, T value, ncclDataType_t type, ncclRedOp_t op) {
+    T *x = device(std::vector<T>(1, value));
+    OK(ncclAllReduce(x, x, 1, type, op, comm, 0));
+    value = host(x, 1)[0];
+    OK(cudaFree(x));
+    return value;
+}
+// Every type and operation; sums to the bit.
+static void rank_reduce(ncclComm_t comm, int rank, int ranks) {
+    check_sum<float>(comm, rank, ranks, ncclFloat32);
+    check_sum<bf16>(comm, rank, ranks, ncclBfloat16);
+    check_sum<__half>(comm, rank, ranks, ncclFloat16);
+    long all = (long)ranks * (ranks + 1) / 2;
+    EXPECT(reduced<int>(comm, rank + 1, ncclInt32, ncclSum) == all);
+    EXPECT(reduced<int64_t>(comm, (rank + 1) * (1L << 40), ncclInt64, ncclSum) == all << 40);
+    EXPECT(reduced<double>(comm, rank + 0.125, ncclFloat64, ncclMax) == ranks - 0.875);
+    EXPECT(reduced<float>(comm, (float)rank + 2, ncclFloat32, ncclMin) == 2);
+}
+// In place: ReduceScatter's output and AllGather's input are the rank's own part of the buffer.
+static void rank_scatter(ncclComm_t comm, int rank, int ranks) {
+    const size_t n = 30000;
+    std::vector<float> x(n * ranks);
+    for (size_t i = 0; i < x.size(); i++) {
+        x[i] = part_of(rank, i);
+    }
+    float *p = device(x);
+    OK(ncclReduceScatter(p, p + n * rank, n, ncclFloat32, ncclSum, comm, 0));
+    OK(ncclAllGather(p + n * rank, p, n, ncclFloat32, comm, 0));
+    std::vector<float> y = host(p, x.size());
+    int bad = 0;
+    for (size_t i = 0; i < x.size(); i++) {
+        float s = part_of(0, i);
+        for (int r = 1; r < ranks; r++) {
+            s += part_of(r, i);
+        }
+        bad += y[i] != s;
+    }
+    EXPECT(bad == 0);
+    unsigned char *bytes = device(std::vector<unsigned char>(3, (unsigned char)(rank + 5)));
+    OK(ncclBroadcast(bytes, bytes, 3, ncclUint8, ranks - 1, comm, 0));
+    EXPECT(host(bytes, 3)[2] == ranks + 4);
+}
+// A group on a lazy stream, and a second communicator from an id that travels through the first.
+static void rank_group(ncclComm_t comm, int rank, int ranks) {
+    emu::set.lazy = 1;
+    cudaStream_t s;
+    OK(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking));
+    int *x = device(std::vector<int>(2, 1));
+    ncclUniqueId id = {}, *ids = device<ncclUniqueId>(1);
+    launch(k_add, 1, 1, 0, s, x, rank);
+    OK(ncclGroupStart());
+    OK(ncclAllReduce(x, x, 1, ncclInt32, ncclSum, comm, s));
+    OK(ncclBroadcast(x, x + 1, 1, ncclInt32, 0, comm, s));
+    EXPECT(host(x, 1)[0] == 1);
+    OK(ncclGroupEnd());
+    OK(cudaStreamSynchronize(s));
+    int all = ranks + ranks * (ranks - 1) / 2;
+    EXPECT(host(x, 2) == (std::vector<int>{all, all}) && ncclGroupEnd() == ncclInvalidUsage);
+    if (rank == 0) {
+        OK(ncclGetUniqueId(&id));
+        OK(cudaMemcpy(ids, &id, sizeof id, cudaMemcpyHostToDevice));
+    }
+    OK(ncclBroadcast(ids, ids, sizeof id, ncclInt8, 0, comm, s));
+    OK(cudaStreamSynchronize(s));
+    ncclComm_t second;
+    OK(ncclCommInitRank(&second, ranks, host(ids, 1)[0], rank));
+    OK(ncclAllReduce(x, x, 1, ncclInt32, ncclMax, second, s));
+    OK(ncclCommDestroy(second));
+    EXPECT(host(x, 1)[0] == all);
+}
+static void test_nccl() {
+    for (int ranks = 1; ranks <= 4; ranks++) {
+        for (Rank *body : {rank_reduce, rank_scatter, rank_group}) {
+            run_ranks(body, ranks, ranks);
+            expect_codes(0);
+        }
+    }
+    snprintf(note, sizeof note, "1 to 4 ranks");
+}
+
+// Planted: rank 1 calls another collective, a rank another count, a rank ends, the hub ends, a
+// rank sleeps, the ranks disagree on how many they are.
+static void rank_mismatch(ncclComm_t comm, int rank, int) {
+    float *x = device<float>(100000);
+    OK(ncclAllReduce(x, x, 1000, ncclFloat32, ncclSum, comm, 0));
+    if (rank == 1) {
+        OK(ncclAllGather(x, x, 10, ncclFloat32, comm, 0));
+    }
+    OK(ncclAllReduce(x, x, 100000, ncclFloat32, ncclSum, comm, 0));
+}
+static void rank_count(ncclComm_t comm, int rank, int) {
+    float *x = device<float>(10);
+    OK(ncclBroadcast(x, x, (size_t)(rank == 2 ? 9 : 10), ncclFloat32, 0, comm, 0));
+}
+static void rank_dies(ncclComm_t comm, int rank, int) {
+    float *x = device<float>(100);
+    OK(ncclAllReduce(x, x, 100, ncclFloat32, ncclSum, comm, 0));
+    if (rank == 1) {
+        _exit(86);
+    }
+    OK(ncclAllReduce(x, x, 100, ncclFloat32, ncclSum, comm, 0));
+}
+static void rank_hub_dies(ncclComm_t comm, int rank, int) {
+    float *x = device<float>(100);
+    if (rank == 0) {
+        _exit(86);
+    }
+    OK(ncclAllReduce(x, x, 100, ncclFloat32, ncclSum, comm, 0));
+}
+static void rank_hangs(ncclComm_t comm, int rank, int) {
+    float *x = device<float>(100);
+    if (rank == 2) {
+        usleep(4000000);        // longer than the others wait
+        _exit(86);
+    }
+    OK(ncclAllReduce(x, x, 100, ncclFloat32, ncclSum, comm, 0));
+}
+static void rank_nothing(ncclComm_t, int, int) { }
+
+// All three ranks end with code 86, and the reports hold both texts.
+static void expect_ranks_die(Rank *body, int claimed, const char *a, const char *b) {
+    run_ranks(body, 3, claimed);
+    expect_codes(86);
+    if (rank_text.find(a) == std::string::npos || rank_text.find(b) == std::string::npos) {
+        printf("    no \"%s\" and \"%s\" in:\n%s", a, b, rank_text.c_str());
+        wrong++;
+    }
+}
+static void test_nccl_deaths() {
+    expect_ranks_die(rank_mismatch, 3, "rank 0 calls AllReduce #2 (count 100000",
+                     "rank 1 calls AllGather #2 (count 10,");
+    expect_ranks_die(rank_count, 3, "rank 0 calls Broadcast #1 (count 10,",
+                     "rank 2 calls Broadcast #1 (count 9,");
+    expect_ranks_die(rank_dies, 3, "rank 1 is gone (its process ended) before AllReduce #2",
+                     "on rank 2");
+    expect_ranks_die(rank_hub_dies, 3, "rank 0 is gone", "on rank 2");
+    Setting timeout(emu::set.nccl_timeout_s, 2);
+    expect_ranks_die(rank_hangs, 3, "rank 2 did not come to AllReduce #1 within 2 s", "on rank 1");
+    expect_ranks_die(rank_nothing, 4, "4 ranks); rank 0 expects 3 ranks", "CommInit");
+}
+
+// -------------------------------------------------------------------------------------------------
+// 8. Planted bugs
+// Each ends with code 86 and a line that names what a user needs to find it. Where a sanitizer
+// sees the bug first, its report counts.
+// -------------------------------------------------------------------------------------------------
+static __global__ void k_write(float *x, int i) {
+    if (blockIdx.x == 1 && threadIdx.x == 3) {
+        x[i] = 1;
+    }
+}
+static void write_at(int i)     // one of 100 floats in an allocation with a gap behind the first 32
+{
+    float *x = device<float>(100);
+    emu_gap(x + 32, 128);
+    launch(k_write, 2, 32, 0, 0, x, i);
+    OK(cudaFree(x));
+}
+static void bug_past_end() { write_at(101); }
+static void bug_before_start() { write_at(-3); }
+static void bug_gap() { write_at(40); }
+// With guard pages the thread is named, too.
+static void bug_guard() {
+    emu::set.guard = 1;
+    float *x = device<float>(100);
+    launch(k_write, 2, 32, 0, 0, x, 100);
+}
+static void bug_host_access() {
+    emu::set.guard = 1;
+    float *x = device<float>(100);
+    launch(k_write, 2, 32, 0, 0, x, 99);
+    *(volatile float *)x = 1;
+}
+// Planted: a row is used after its death.
+static void bug_dead_row() {
+    float *x = device<float>(100);
+    emu_poison(x + 40, 100);
+    launch(k_write, 2, 32, 0, 0, x, 45);
+    if (!EMU_ASAN) {
+        emu::fail("without ASan a dead row is NaN, but not guarded,");
+    }
+}
+static __global__ void k_past_shared(float *out, int i) {
+    SHARED(float, part, [4]);
+    part[threadIdx.x + (unsigned)i] = 1;
+    out[threadIdx.x] = part[threadIdx.x];
+}
+static void bug_shared() {
+    float *x = device<float>(4);
+    launch(k_past_shared, 1, 4, 0, 0, x, 1);
+}
+// Planted: barriers that not every thread reaches, or that are not the same one.
+static __global__ void k_half_block() {
+    if (threadIdx.x < 32) {
+        __syncthreads();
+    }
+}
+static void bug_return_before_barrier() { launch(k_half_block, 1, 64, 0, 0); }
+static __global__ void k_two_barriers() {
+    if (threadIdx.x < 32) {
+        __syncthreads();
+    } else {
+        __syncthreads();
+    }
+}
+static void bug_divergent_barrier() { launch(k_two_barriers, 1, 64, 0, 0); }
+// Planted: masks that name lanes which do not come, have returned, or do not exist.
+static __global__ void k_half_warp(float *out) {
+    if (threadIdx.x < 16) {
+        out[0] = __shfl_xor_sync(~0u, out[0], 1);
+    } else {
+        __syncthreads();
+    }
+}
+static void bug_half_warp() { launch(k_half_warp, 1, 32, 0, 0, device<float>(1)); }
+static __global__ void k_returned_lane(float *out) {
+    if (threadIdx.x >= 16) {
+        return;
+    }
+    out[0] = __shfl_xor_sync(~0u, out[0], 1);
+}
+static void bug_returned_lane() { launch(k_returned_lane, 1, 32, 0, 0, device<float>(1)); }
+static __global__ void k_mask(float *out, unsigned mask, int from) {
+    out[0] = __shfl_sync(mask, out[0], from);
+}
+static void bug_mask() { launch(k_mask, 1, 8, 0, 0, device<float>(1), ~0u, 0); }
+static void bug_not_in_mask() { launch(k_mask, 1, 32, 0, 0, device<float>(1), 0xffffu, 0); }
+static __global__ void k_mixed_ops(float *out) {
+    if (threadIdx.x < 16) {
+        out[0] = __shfl_xor_sync(~0u, out[0], 1);
+    } else {
+        __syncwarp();
+    }
+}
+static void bug_mixed_ops() { launch(k_mixed_ops, 1, 32, 0, 0, device<float>(1)); }
+static __global__ void k_lane_outside(float *out) {
+    if (threadIdx.x < 16) {
+        out[0] = __shfl_sync(0xffffu, out[0], 20);
+    }
+}
+static void bug_lane_outside() { launch(k_lane_outside, 1, 32, 0, 0, device<float>(1)); }
+static __global__ void k_endless(volatile int *flag) {
+    while (*flag == 0) {
+    }
+}
+static void bug_endless() {
+    emu::set.timeout = 1;
+    launch(k_endless, 1, 1, 0, 0, (volatile int *)device(std::vector<int>(1, 0)));
+}
+static __global__ void k_null(int *p) { *(volatile int *)p = 1; }
+static void bug_null() { launch(k_null, 1, 1, 0, 0, nullptr); }
+static __attribute__((noinline)) int deep(volatile int *p, int n) {
+    volatile char room[1000];
+    room[n % 1000] = (char)n;
+    return n == 0 ? *p : deep(p, n - 1) + room[n % 1000];
+}
+static __global__ void k_deep(volatile int *p) { *p = deep(p, 100000); }
+static void bug_stack() { launch(k_deep, 1, 1, 0, 0, (volatile int *)device<int>(1)); }
+static void bug_pageable() {
+    int x = 0;
+    launch(k_add, 1, 1, 0, 0, &x, 1);
+}
+static void bug_threads() { launch(k_two_barriers, 1, 1025, 0, 0); }
+static void bug_big_shared() { launch(k_shared<int>, 1, 1, 50 << 10, 0, nullptr); }
+static __global__ void k_static() { SHARED(float, s, [13000]); s[0] = 1; }
+static void bug_static_shared() { launch(k_static, 1, 1, 0, 0); }
+static void bug_copy_range() { OK(cudaMemset(device<char>(100), 0, 101)); }
+static void bug_copy_gap() {
+    char *x = device<char>(1000);
+    emu_gap(x + 500, 16);
+    OK(cudaMemset(x, 0, 1000));
+}
+static void bug_lt_range() {
+    Shape s = {64, 8, 16, 0, 0, 1, 0};
+    Lt x = make_lt(CUDA_R_32F, CUDA_R_32F, s, nullptr);
+    float *a = device<float>(64 * 16), *b = device<float>(8 * 16 - 1), *d = device<float>(64 * 8);
+    float one = 1, zero = 0;
+    cublasLtMatmul(x.handle, x.desc, &one, a, x.a, b, x.b, &zero, d, x.c, d, x.d, nullptr, nullptr,
+                   0, 0);
+}
+static void bug_nccl_range() {  // llm.c's sizeof(float) elements on a 4-byte buffer
+    ncclUniqueId id;
+    ncclComm_t comm;
+    OK(ncclGetUniqueId(&id));
+    OK(ncclCommInitRank(&comm, 1, id, 0));
+    float *x = device<float>(1);
+    OK(ncclAllReduce(x, x, sizeof(float), ncclFloat32, ncclSum, comm, 0));
+}
+static __global__ void k_ldmatrix_off(char *out) {
+    uint32_t r[4];
+    ldmatrix_x4<false>(r, out);
+}
+static void bug_ldmatrix() { launch(k_ldmatrix_off, 1, 32, 0, 0, device<char>(16)); }
+static void bug_circle() {  // two streams that wait for each other
+    emu::set.lazy = 1;
+    cudaStream_t s, t;
+    OK(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking));
+    OK(cudaStreamCreateWithFlags(&t, cudaStreamNonBlocking));
+    emu::enqueue_wait(s, t, 1);
+    emu::enqueue_wait(t, s, 1);
+    OK(cudaStreamSynchronize(s));
+}
+
+struct Bug { void (*run)(); const char *what, *where, *asan; };  // asan: what it says instead
+static const Bug bugs[] = {
+    {bug_past_end, "wrote 4 bytes past the end of an allocation of 400", "k_write", "poison"},
+    {bug_before_start, "wrote 12 bytes before an allocation of 400", "k_write", "poison"},
+    {bug_gap, "into a gap: byte 32 of 128, offset 160", "k_write", "poison"},
+    {bug_guard, "Segmentation fault", "k_write, block (1,0,0) of (2,1,1), thread (3,0,0)", "SEGV"},
+    {bug_host_access, "host code touches device memory", "in host code", "SEGV"},
+    {bug_dead_row, "a dead row", "", "k_write, block (1,0,0) of (2,1,1), thread (3,0,0)"},
+    {bug_shared, "past the end of a shared variable of 16", "k_past_shared", "k_past_shared, b"},
+    {bug_return_before_barrier, "deadlock", "threads 32-63 have returned", nullptr},
+    {bug_divergent_barrier, "divergent barrier", "k_two_barriers", nullptr},
+    {bug_half_warp, "deadlock", "threads 0-15 wait in __shfl_sync, mask ffffffff", nullptr},
+    {bug_returned_lane, "in kernel k_returned_lane", "threads 16-31 have returned", nullptr},
+    {bug_mask, "mask ffffffff names lanes that do not exist", "k_mask", nullptr},
+    {bug_not_in_mask, "mask 0000ffff does not name the calling lane", "thread (16,0,0)", nullptr},
+    {bug_mixed_ops, "is in __syncwarp mask ffffffff", "is in __shfl_sync mask ffffffff", nullptr},
+    {bug_lane_outside, "reads lane 20, which is not in mask 0000ffff", "k_lane_outside", nullptr},
+    {bug_endless, "EMU_TIMEOUT=1", "k_endless", nullptr},
+    {bug_null, "Segmentation fault", "k_null", "k_null"},
+    {bug_stack, "EMU_STACK", "k_deep", "stack-overflow"},
+    {bug_pageable, "argument 0 of k_add", "is not device or pinned memory", nullptr},
+    {bug_threads, "launch of k_two_barriers refused: block size", "", nullptr},
+    {bug_big_shared, "more dynamic shared memory", "k_shared<int>", nullptr},
+    {bug_static_shared, "52000 static", "k_static", nullptr},
+    {bug_copy_range, "101 bytes at offset 0 run 1 bytes past", "cudaMemset", nullptr},
+    {bug_copy_gap, "run into the gap at offset 500", "cudaMemset", nullptr},
+    {bug_lt_range, "run 4 bytes past the end", "cublasLtMatmul B", nullptr},
+    {bug_nccl_range, "run 12 bytes past the end", "ncclAllReduce", nullptr},
+    {bug_ldmatrix, "is not in shared memory", "k_ldmatrix_off", nullptr},
+    {bug_circle, "wait for each other in a circle", "", nullptr},
+};
+static void test_bugs() {
+    int n = 0;
+    for (const Bug &b : bugs) {
+        bool instead = EMU_ASAN && b.asan != nullptr;
+        dies(b.run, instead ? b.asan : b.what, instead ? "" : b.where);
+        n++;
+    }
+    snprintf(note, sizeof note, "%d of %d caught with exit code 86", n - wrong, n);
+}
+
+// -------------------------------------------------------------------------------------------------
+// 9. Speed
+// Printed, not judged: the least of ten runs.
+// -------------------------------------------------------------------------------------------------
+static __global__ void k_barriers(int n) {
+    for (int i = 0; i < n; i++) {
+        __syncthreads();
+    }
+}
+static __global__ void k_shuffles(float *out, int n) {
+    float v = (float)threadIdx.x;
+    for (int i = 0; i < n; i++) {
+        v += __shfl_xor_sync(~0u, v, 1 << i % 5);
+    }
+    out[threadIdx.x] = v;
+}
+static __global__ void k_plain(float *out) { out[blockIdx.x * blockDim.x + threadIdx.x] = 1; }
+static __global__ void k_mmas(float *out, int n) {
+    uint32_t a[4] = {}, b[2] = {};
+    float c[4] = {};
+    for (int i = 0; i < n; i++) {
+        mma_m16n8k16<bf16>(c, a, b, c);
+    }
+    out[threadIdx.x] = c[0];
+}
+template <class F> static double least_ns(double operations, F run) {
+    double best = 1e30;
+    for (int i = 0; i < 10; i++) {
+        double start = emu::now_ms();
+        run();
+        best = std::min(best, (emu::now_ms() - start) * 1e6 / operations);
+    }
+    return best;
+}
+static void test_speed() {
+    float *out = device<float>(1 << 16);
+    double barrier = least_ns(256e3, [] { launch(k_barriers, 1, 256, 0, 0, 1000); });
+    double shuffle = least_ns(256e3, [=] { launch(k_shuffles, 1, 256, 0, 0, out, 1000); });
+    double plain = least_ns(65536, [=] { launch(k_plain, 64, 1024, 0, 0, out); });
+    double mma = least_ns(4e3, [=] { launch(k_mmas, 1, 128, 0, 0, out, 1000); });
+    snprintf(note, sizeof note, "ns: thread %.1f, __syncthreads %.1f, shuffle %.1f, mma of a warp "
+             "%.0f", plain, barrier, shuffle, mma);
+    OK(cudaFree(out));
+}
+
+// -------------------------------------------------------------------------------------------------
+// 10. The table and main
+// One line a test; adding one touches only the table.
+// -------------------------------------------------------------------------------------------------
+static const struct { const char *name; void (*run)(); } tests[] = {
+    {"index", test_index},
+    {"launch", test_launch},
+    {"reduce", test_reduce},
+    {"shuffle", test_shuffle},
+    {"vote", test_vote},
+    {"atomic", test_atomic},
+    {"words", test_words},
+    {"shared", test_shared},
+    {"seeds", test_seeds},
+    {"os_threads", test_os_threads},
+    {"memory", test_memory},
+    {"copies", test_copies},
+    {"gaps", test_gaps},
+    {"lazy", test_lazy},
+    {"default_stream", test_default_stream},
+    {"events", test_events},
+    {"device", test_device},
+    {"mma", test_mma},
+    {"ldmatrix", test_ldmatrix},
+    {"gemm", test_gemm},
+    {"copy_async", test_copy_async},
+    {"cublasLt", test_lt},
+    {"cublasLt_refusals", test_lt_refusals},
+    {"nccl", test_nccl},
+    {"nccl_deaths", test_nccl_deaths},
+    {"bugs", test_bugs},
+    {"speed", test_speed},
+};
+
+int main(int argc, char **argv) {
+    int passed = 0, failed = 0, skipped = 0;
+    for (const auto &test : tests) {
+        bool wanted = argc < 2;
+        for (int i = 1; i < argc; i++) {
+            wanted |= strstr(test.name, argv[i]) != nullptr;
+        }
+        if (!wanted) {
+            skipped++;
+            continue;
+        }
+        wrong = 0;
+        note[0] = 0;
+        test.run();
+        printf("cuda_cpu %-20s %-70s %s\n", test.name, note, wrong ? "FAILED" : "ok");
+        (wrong ? failed : passed)++;
+    }
+    printf("%d passed, %d failed, %d skipped\n", passed, failed, skipped);
+    return failed > 0;
+}
