@@ -1,0 +1,2963 @@
+// train_gpt2.cu -- Volume II: the same program on NVIDIA GPUs.
+//
+// What it is: every layer of GPT-2 forward and backward as CUDA kernels and cuBLASLt products in
+// bf16 or fp32, AdamW with a split master, recomputation of whole blocks, and the engine that
+// Volume I's loop drives. Options, plan, data, checkpoints and the oracle that checks every kernel
+// are Volume I's.
+//
+// What it refuses to be: a kernel library. No float atomics and no order that depends on
+// scheduling: the same input gives the same bits. No allocation after start, no host
+// synchronisation inside a step.
+//
+// Build:  make train_gpt2cu        with nvcc, for the GPUs of this machine (others: ARCH=90a)
+//         make train_gpt2cu_cpu    the same kernels on the CPU (dev/cuda_cpu), for tests
+// Run:    ./train_gpt2cu -r 1
+//
+// Contents
+//  19  CUDA prelude
+//  20  Warp and block toolbox
+//  21  Tensor-core toolbox
+//  22  Embedding
+//  23  LayerNorm and residual
+//  24  GELU and bias
+//  25  Matmul
+//  26  Flash attention forward
+//  27  Flash attention backward
+//  28  Classifier
+//  29  AdamW and gradient norm
+//  30  The device arena
+//  34  GPT-2 on the GPU
+//  35  Meters
+//  36  main
+
+#include <cuda_runtime.h>
+
+// Volume I, whole. What a GPU does not change is written there once: options, memory plan, data,
+// output, checkpoints, the loop; and the fp32 layers there are the oracle that kernels are compared
+// with in this very process (--check). Its functions are static, its main is left out. It keeps to
+// C that is also C++ for this.
+#define HOST_DEVICE __host__ __device__
+#define GPT2_VOLUME_II 1
+#include "train_gpt2.c"
+
+// -------------------------------------------------------------------------------------------------
+// 19. CUDA prelude
+// Errors, launches, shared memory, and the element types. The same lines serve nvcc and a host
+// compiler that reads dev/cuda_cpu as its CUDA headers (CUDA_CPU is 1 there): what differs stands
+// in this chapter and in chapter 21, and the CPU twins in dev/cuda_cpu have the same names.
+// 1. Every CUDA and cuBLASLt call goes through cuda_check or cublas_check: an error ends the run.
+// 2. E is the element type of weights and activations (bf16, fp16 or fp32), G that of the gradients
+//    of matrices (E or fp32). Arithmetic is in fp32; E is only how a number lies in memory.
+// 3. Global memory is read and written 16 bytes at a time: a row of E is a multiple of 16 bytes and
+//    starts at a multiple of 16, which the launchers assert.
+
+#include <cublasLt.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <type_traits>
+
+#ifndef CUDA_CPU
+#define CUDA_CPU 0
+#endif
+
+// What a user can do about the errors that users meet.
+static const char *cuda_hint(cudaError_t error) {
+    switch (error) {
+    case cudaErrorMemoryAllocation:
+        return "the GPU is out of memory: see --plan; -r block and a smaller -b need less";
+    case cudaErrorNoDevice:
+        return "no NVIDIA GPU is visible (nvidia-smi, CUDA_VISIBLE_DEVICES); train_gpt2 needs none";
+    case cudaErrorInsufficientDriver:
+        return "the driver is older than this program's CUDA: nvidia-smi shows its version";
+    case cudaErrorNoKernelImageForDevice:
+        return "this program was built for another GPU: run make on this machine";
+    case cudaErrorDevicesUnavailable:
+        return "another process holds the GPU in exclusive mode: see nvidia-smi";
+    case cudaErrorIllegalAddress:
+    case cudaErrorMisalignedAddress:
+    case cudaErrorLaunchFailure:
+        return "a kernel failed earlier: CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer names it";
+    case cudaErrorInvalidConfiguration:
+    case cudaErrorInvalidValue:
+        return "a size is beyond what this GPU takes: try a smaller model, -b or -t";
+    default:
+        return "nvidia-smi and dmesg show the state of the GPU";
+    }
+}
+
+static void cuda_check_at(cudaError_t error, const char *call, const char *file, int line) {
+    if (error != cudaSuccess) {
+        die("%s:%d: %s: %s (%s); %s", file, line, call, cudaGetErrorString(error),
+            cudaGetErrorName(error), cuda_hint(error));
+    }
+}
+
+static void cublas_check_at(cublasStatus_t status, const char *call, const char *file, int line) {
+    if (status != CUBLAS_STATUS_SUCCESS) {
+        die("%s:%d: %s: %s; the library lacks memory, or a matrix product that --dtype fp32 has",
+            file, line, call, cublasLtGetStatusName(status));
+    }
+}
+
+#define cuda_check(...) cuda_check_at((__VA_ARGS__), #__VA_ARGS__, __FILE__, __LINE__)
+#define cublas_check(...) cublas_check_at((__VA_ARGS__), #__VA_ARGS__, __FILE__, __LINE__)
+
+// launch(kernel, grid, block, shared_memory_bytes, stream, arguments...) starts a kernel, its
+// arguments converted as in a call. Kernel templates are named with all their arguments. Shared
+// memory is declared by SHARED(type, name, [dims]) and, the bytes given at the launch, by
+// DYN_SHARED(type, name). UNROLL stands before a long loop whose counter must be known to the
+// compiler, so that an array stays in registers; after FORGET the compiler knows nothing of a word.
+#if !CUDA_CPU
+template <class... P, class... A>
+static void launch_at(const char *file, int line, const char *name, void (*kernel)(P...), dim3 grid,
+                      dim3 block, size_t shared_bytes, cudaStream_t stream, A... arguments) {
+    static_assert(sizeof...(P) == sizeof...(A), "wrong number of kernel arguments");
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = block;
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream;
+    cuda_check_at(cudaLaunchKernelEx(&config, kernel, static_cast<P>(arguments)...), name, file,
+                  line);
+}
+
+#define launch(kernel, ...) launch_at(__FILE__, __LINE__, "launch of " #kernel, kernel, __VA_ARGS__)
+#define SHARED(type, name, ...) __shared__ type name __VA_ARGS__
+#define DYN_SHARED(type, name)                                                                     \
+    extern __shared__ __align__(128) unsigned char dynamic_shared_memory[];                        \
+    type *name = reinterpret_cast<type *>(dynamic_shared_memory)
+#define UNROLL _Pragma("unroll")
+#define FORGET(word) asm volatile("" : "+r"(word))
+#else
+#define UNROLL
+#define FORGET(word) (void)(word)
+#endif
+
+// The rounding to E is to nearest, ties to even.
+__host__ __device__ inline float to_float(float x) { return x; }
+__host__ __device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+__host__ __device__ inline float to_float(__half x) { return __half2float(x); }
+
+template <class E> __host__ __device__ inline E from_float(float x) {
+    if constexpr (sizeof(E) == 4) {
+        return x;
+    } else if constexpr (std::is_same_v<E, __half>) {
+        return __float2half_rn(x);
+    } else {
+        return __float2bfloat16_rn(x);
+    }
+}
+
+// Sixteen bytes of E: one load or store instruction.
+template <class E> struct alignas(16) Pack {
+    static constexpr int size = 16 / (int)sizeof(E);
+    E x[size];
+};
+
+template <class E> __device__ inline Pack<E> pack_from_bits(uint4 bits) {
+    Pack<E> pack;
+    memcpy(&pack, &bits, sizeof(bits));
+    return pack;
+}
+
+template <class E> __device__ inline uint4 pack_to_bits(const Pack<E> &pack) {
+    uint4 bits;
+    memcpy(&bits, &pack, sizeof(bits));
+    return bits;
+}
+
+// Makes the compiler forget what it knows about a pack, so that it keeps the sixteen bytes in
+// registers and not the numbers in them, converted to fp32, at twice the size.
+template <class E> __device__ inline void pack_forget(Pack<E> &pack) {
+    uint4 bits = pack_to_bits(pack);
+    FORGET(bits.x);
+    FORGET(bits.y);
+    FORGET(bits.z);
+    FORGET(bits.w);
+    pack = pack_from_bits<E>(bits);
+}
+
+template <class E> __device__ inline Pack<E> pack_load(const E *address) {
+    return pack_from_bits<E>(*reinterpret_cast<const uint4 *>(address));
+}
+
+template <class E> __device__ inline void pack_store(E *address, const Pack<E> &pack) {
+    *reinterpret_cast<uint4 *>(address) = pack_to_bits(pack);
+}
+
+// n numbers at `address` as floats, and back: n / Pack<T>::size accesses of 16 bytes.
+template <class T, int n> __device__ inline void vector_load(float (&x)[n], const T *address) {
+    static_assert(n % Pack<T>::size == 0, "less than sixteen bytes");
+    UNROLL
+    for (int i = 0; i < n; i += Pack<T>::size) {
+        Pack<T> pack = pack_load(address + i);
+        UNROLL
+        for (int k = 0; k < Pack<T>::size; k++) {
+            x[i + k] = to_float(pack.x[k]);
+        }
+    }
+}
+
+template <class T, int n> __device__ inline void vector_store(T *address, const float (&x)[n]) {
+    static_assert(n % Pack<T>::size == 0, "less than sixteen bytes");
+    UNROLL
+    for (int i = 0; i < n; i += Pack<T>::size) {
+        Pack<T> pack;
+        UNROLL
+        for (int k = 0; k < Pack<T>::size; k++) {
+            pack.x[k] = from_float<T>(x[i + k]);
+        }
+        pack_store(address + i, pack);
+    }
+}
+
+// e^x and a / b: the accurate functions where E is fp32, the hardware's approximations (relative
+// error about 1e-6 for |x| < 10) where the result will be rounded to sixteen bits anyway.
+template <class E> __device__ inline float fast_exp(float x) {
+    return sizeof(E) == 4 ? expf(x) : __expf(x);
+}
+
+template <class E> __device__ inline float fast_divide(float a, float b) {
+    return sizeof(E) == 4 ? a / b : __fdividef(a, b);
+}
+
+static inline bool is_aligned_16(const void *address) { return (uintptr_t)address % 16 == 0; }
+
+// -------------------------------------------------------------------------------------------------
+// 20. Warp and block toolbox
+// Sums and maxima over a warp and over a block. 1. The order of every sum is fixed by the shape
+// alone, so the same input gives the same bits on every run; no float atomics exist in this file.
+// 2. All threads of a warp or block take part, and all of them get the result. 3. Random numbers on
+// the device are chapter 2's philox4x32 itself.
+
+constexpr int WARP = 32;
+constexpr int BLOCK_MAX = 1024;
+constexpr unsigned ALL_LANES = 0xffffffffu;
+
+// Butterfly over 16, 8, 4, 2, 1: every lane forms the same sum in the same order.
+__device__ inline float warp_sum(float x) {
+    for (int lanes = WARP / 2; lanes > 0; lanes /= 2) {
+        x += __shfl_xor_sync(ALL_LANES, x, lanes);
+    }
+    return x;
+}
+
+__device__ inline float warp_max(float x) {
+    for (int lanes = WARP / 2; lanes > 0; lanes /= 2) {
+        x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, lanes));
+    }
+    return x;
+}
+
+// Combines each of n numbers over the blockDim.x threads (a multiple of WARP) of a row of the
+// block, warp by warp in order; the blockDim.y rows lie side by side. One warp a row needs no
+// barrier, so such rows may go their own ways; otherwise every thread of the block calls it.
+template <int n, class F> __device__ inline void row_combine(float (&x)[n], F combine) {
+    SHARED(float, values, [n][BLOCK_MAX / WARP]);
+    int warps = blockDim.x / WARP, first = threadIdx.y * warps;
+    UNROLL
+    for (int i = 0; i < n; i++) {
+        for (int lanes = WARP / 2; lanes > 0; lanes /= 2) {
+            x[i] = combine(x[i], __shfl_xor_sync(ALL_LANES, x[i], lanes));
+        }
+        if (warps > 1 && threadIdx.x % WARP == 0) {
+            values[i][first + threadIdx.x / WARP] = x[i];
+        }
+    }
+    if (warps == 1) {
+        return;
+    }
+    __syncthreads();  // all values of warps are written
+    UNROLL
+    for (int i = 0; i < n; i++) {
+        x[i] = values[i][first];
+        for (int warp = 1; warp < warps; warp++) {
+            x[i] = combine(x[i], values[i][first + warp]);
+        }
+    }
+    __syncthreads();  // all are read: the next call may overwrite them
+}
+
+template <int n> __device__ inline void row_sum(float (&x)[n]) {
+    row_combine(x, [](float a, float b) { return a + b; });
+}
+
+__device__ inline float row_sum(float x) {
+    float sum[1] = {x};
+    row_sum(sum);
+    return sum[0];
+}
+
+__device__ inline float row_max(float x) {
+    float maximum[1] = {x};
+    row_combine(maximum, [](float a, float b) { return fmaxf(a, b); });
+    return maximum[0];
+}
+
+// Sums each of a thread's `n` numbers over threadIdx.y, in the order of y; the threads with y = 0
+// get the sums. buffer: blockDim.x * blockDim.y * n floats of shared memory, free again when the
+// call returns.
+template <int n> __device__ inline void column_sum(float (&x)[n], float *buffer) {
+    if (blockDim.y == 1) {
+        return;
+    }
+    int stride = blockDim.x;
+    UNROLL
+    for (int i = 0; i < n; i++) {
+        buffer[(threadIdx.y * n + i) * stride + threadIdx.x] = x[i];
+    }
+    __syncthreads();  // all numbers are written
+    if (threadIdx.y == 0) {
+        UNROLL
+        for (int i = 0; i < n; i++) {
+            for (int y = 1; y < (int)blockDim.y; y++) {
+                x[i] += buffer[(y * n + i) * stride + threadIdx.x];
+            }
+        }
+    }
+    __syncthreads();  // all numbers are read: the buffer may be used again
+}
+
+// Second stage of a sum over rows: sums[k][column] += partials[k][part][column] summed over the
+// parts, k = blockIdx.y. Thread y takes the parts y, y + blockDim.y, ..., then the threads' sums
+// are added in order. partials (1 or 2, parts, columns) fp32. Grid (columns / 32, 1 or 2), block
+// (32, 1..32).
+static __global__ void partials_add_kernel(float *sums0, float *sums1, const float *partials,
+                                           int parts, int columns) {
+    DYN_SHARED(float, buffer);
+    int column = blockIdx.x * WARP + threadIdx.x;
+    float *sums = blockIdx.y == 0 ? sums0 : sums1;
+    partials += (size_t)blockIdx.y * parts * columns;
+    float sum[1] = {0.0f};
+    if (column < columns) {
+        for (int part = threadIdx.y; part < parts; part += blockDim.y) {
+            sum[0] += partials[(size_t)part * columns + column];
+        }
+    }
+    column_sum(sum, buffer);
+    if (threadIdx.y == 0 && column < columns) {
+        sums[column] += sum[0];
+    }
+}
+
+// sums1 may be null: then partials holds one table.
+static void gpu_partials_add(float *sums0, float *sums1, const float *partials, int parts,
+                             int columns, cudaStream_t stream) {
+    int slices = ceil_div(parts, 8) < WARP ? ceil_div(parts, 8) : WARP;
+    launch(partials_add_kernel, dim3(ceil_div(columns, WARP), sums1 ? 2 : 1), dim3(WARP, slices),
+           WARP * slices * sizeof(float), stream, sums0, sums1, partials, parts, columns);
+}
+
+// -------------------------------------------------------------------------------------------------
+// 21. Tensor-core toolbox
+// Each PTX instruction that this program uses is wrapped here once, and nothing else contains asm.
+// 1. Lane l of a warp is named by g = l / 4 and t = l % 4, as in the PTX ISA's fragment pictures.
+// 2. A 32-bit register holds two 16-bit elements; the low half is the lower row, column or k.
+// 3. E is __nv_bfloat16 or __half. Before sm_80 these types are not offered, and the wrappers that
+//    need sm_80 trap there, so that the kernels above them need no condition of their own.
+// 4. On the CPU the twins of the same names in dev/cuda_cpu/emu_ptx.h do the same to the letter of
+//    the ISA, except that cp.async copies as late as it may and ex2 is exact.
+#if !CUDA_CPU
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#define NEEDS_SM80(...) __trap()
+#else
+#define NEEDS_SM80(...) asm volatile(__VA_ARGS__)
+#endif
+
+// mma_m16n8k16: d = a b + c for one warp; a is 16x16, b 16x8, c and d 16x8 in fp32.
+//   a[j] row g + 8 (j % 2), columns 2t + 8 (j / 2) and the next;  b[j] k = 2t + 8j and the next,
+//   column g;  c[i], d[i] row g + 8 (i / 2), column 2t + i % 2. So the accumulators of two
+//   neighbouring n8 tiles are, packed, the a of a product that sums over their columns.
+// numerics: products exact, sums in fp32 in an order that the hardware chooses (always the same).
+// source: PTX ISA, "Warp Level Matrix Multiply-Accumulate Instructions: mma" and "Matrix Fragments
+//   for mma.m16n8k16 with floating point type".
+template <class E>
+__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4],
+                                             const uint32_t (&b)[2], const float (&c)[4]) {
+    if constexpr (std::is_same_v<E, __nv_bfloat16>) {
+        NEEDS_SM80("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+                   "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
+                   : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(c[0]),
+                     "f"(c[1]), "f"(c[2]), "f"(c[3]));
+    } else {
+        static_assert(std::is_same_v<E, __half>, "tensor cores here take bf16 and fp16");
+        NEEDS_SM80("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+                   "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
+                   : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(c[0]),
+                     "f"(c[1]), "f"(c[2]), "f"(c[3]));
+    }
+}
+
+// ldmatrix_x4: four 8x8 matrices of 16-bit elements from shared memory. Lane l gives the address
+// of row l % 8 of matrix l / 8: 16 bytes, 16-byte aligned. r[j] is row g, columns 2t and 2t + 1 of
+// matrix j; with TRANS it is rows 2t and 2t + 1 of column g.
+// source: PTX ISA, "Warp-level matrix load instruction: ldmatrix".
+template <bool TRANS>
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void *row) {
+    const uint32_t address = (uint32_t)__cvta_generic_to_shared(row);
+    if constexpr (TRANS) {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                     : "r"(address)
+                     : "memory");
+    } else {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                     : "r"(address)
+                     : "memory");
+    }
+}
+
+// cp_async_16: starts a copy of 16 bytes, global to shared, past the registers and the L1 cache;
+// both addresses are 16-byte aligned. The bytes may be read after a commit, a wait that covers the
+// group, and, for the bytes that other threads copied, a barrier.
+// source: PTX ISA, "Data Movement and Conversion Instructions: cp.async".
+__device__ __forceinline__ void cp_async_16(void *dst, const void *src) {
+    NEEDS_SM80(
+        "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((uint32_t)__cvta_generic_to_shared(dst)),
+        "l"(src)
+        : "memory");
+}
+
+// The same; where `valid` is false, zeros are written and src is not read (operand src-size).
+__device__ __forceinline__ void cp_async_16_zfill(void *dst, const void *src, bool valid) {
+    NEEDS_SM80("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
+                   (uint32_t)__cvta_generic_to_shared(dst)),
+               "l"(src), "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+// Closes the group of copies that this thread has started since the last commit.
+// source: PTX ISA, "cp.async.commit_group".
+__device__ __forceinline__ void cp_async_commit() {
+    NEEDS_SM80("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until at most the N youngest groups of this thread are still in flight.
+// source: PTX ISA, "cp.async.wait_group".
+template <int N> __device__ __forceinline__ void cp_async_wait() {
+    NEEDS_SM80("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+// ex2_approx: 2^x, relative error at most 2^-22; denormal x and results count as 0; 2^-inf = 0.
+// source: PTX ISA, "Floating Point Instructions: ex2" (ex2.approx.ftz.f32).
+__device__ __forceinline__ float ex2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+#undef NEEDS_SM80
+#endif
+
+// pack2: two floats rounded to nearest even into one register, lo in the low half (one
+// cvt.rn.bf16x2.f32 or cvt.rn.f16x2.f32 from sm_80 on).
+template <class E> __device__ __forceinline__ uint32_t pack2(float lo, float hi) {
+    uint32_t bits;
+    if constexpr (std::is_same_v<E, __nv_bfloat16>) {
+        const __nv_bfloat162 pair = __floats2bfloat162_rn(lo, hi);
+        memcpy(&bits, &pair, sizeof bits);
+    } else {
+        const __half2 pair = __floats2half2_rn(lo, hi);
+        memcpy(&bits, &pair, sizeof bits);
+    }
+    return bits;
+}
+
+// -------------------------------------------------------------------------------------------------
+// 22. Embedding
+// Forward, a gather. Backward, sums in a fixed order without atomics: a position's rows are added
+// over the batch; a token's rows are brought together by a counting sort of the batch's tokens,
+// done on the host where the batch is made and uploaded with it. 1. The sort is stable, so a
+// token's rows are added in the order of the batch. 2. The gradient of wte is read and written once
+// for each token that occurs; wte is also the classifier's weight, whose gradient is already there.
+
+constexpr int ENCODER_THREADS = 256;
+constexpr int ENCODER_ROWS = 8;  // most threads that share the rows of one token, or of one block
+
+// The token plan of a batch, in one array of 3 N + 1 ints so that one copy uploads it.
+//   order (N): the rows, grouped by token; start (N + 1): segment s is order[start[s]] ..
+//   order[start[s+1]-1]; token (N): the token of segment s.
+struct EncoderPlan {
+    int *order, *start, *token;
+};
+
+static int encoder_plan_ints(int N) { return 3 * N + 1; }
+
+static EncoderPlan encoder_plan(int *ints, int N) {
+    return EncoderPlan{ints, ints + N, ints + 2 * N + 1};
+}
+
+// Fills the token plan of tokens (N), each below V, and returns its number of segments.
+// counts (V): scratch.
+static int encoder_sort(int *ints, int *counts, const Token *tokens, int N, int V) {
+    EncoderPlan plan = encoder_plan(ints, N);
+    memset(counts, 0, V * sizeof(int));
+    for (int i = 0; i < N; i++) {
+        counts[tokens[i]]++;
+    }
+    int segments = 0, rows = 0;
+    for (int v = 0; v < V; v++) {
+        if (counts[v] > 0) {
+            plan.start[segments] = rows;
+            plan.token[segments++] = v;
+            rows += counts[v];
+            counts[v] = plan.start[segments - 1];  // from here on: where the token's next row goes
+        }
+    }
+    plan.start[segments] = N;
+    for (int i = 0; i < N; i++) {
+        plan.order[counts[tokens[i]]++] = i;
+    }
+    return segments;
+}
+
+// out[row] = wte[tokens[row]] + wpe[row % T]. out (B,T,C), wte (Vp,C), wpe (T or more,C) of E;
+// tokens (B,T). Block (32 packs of a row, rows), grid (B T / rows, C / (32 packs)). Exact but for
+// the rounding to fp32 and E.
+template <class E>
+__global__ void encoder_forward_kernel(E *out, const int *tokens, const E *wte, const E *wpe, int N,
+                                       int T, int C) {
+    constexpr int size = Pack<E>::size;
+    int c = (blockIdx.y * WARP + threadIdx.x) * size, row = blockIdx.x * blockDim.y + threadIdx.y;
+    if (c < C && row < N) {
+        float x[size], position[size];
+        vector_load(x, wte + (size_t)tokens[row] * C + c);
+        vector_load(position, wpe + (size_t)(row % T) * C + c);
+        for (int i = 0; i < size; i++) {
+            x[i] += position[i];
+        }
+        vector_store(out + (size_t)row * C + c, x);
+    }
+}
+
+template <class E>
+static void gpu_encoder_forward(E *out, const int *tokens, const E *wte, const E *wpe, int B, int T,
+                                int C, cudaStream_t stream) {
+    constexpr int size = Pack<E>::size;
+    check(C % size == 0 && is_aligned_16(out) && is_aligned_16(wte) && is_aligned_16(wpe),
+          "a row is a multiple of 16 bytes");
+    int N = B * T, rows = N < ENCODER_ROWS ? N : ENCODER_ROWS;
+    launch(encoder_forward_kernel<E>, dim3(ceil_div(N, rows), ceil_div(C, WARP * size)),
+           dim3(WARP, rows), 0, stream, out, tokens, wte, wpe, N, T, C);
+}
+
+// dwpe[t] = (first) or += sum over b of dout[b][t], b ascending; with `first`, rows T .. max_T - 1
+// become zero.
+//   dwpe (max_T,C) of G, dout (B,T,C) of E. A thread for each 16 bytes of dout's rows.
+template <class E, class G>
+__global__ void encoder_backward_position_kernel(G *dwpe, const E *dout, int B, int T, int C,
+                                                 int max_T, bool first) {
+    constexpr int size = Pack<E>::size;
+    int at = (blockIdx.x * blockDim.x + threadIdx.x) * size;
+    if (at >= (first ? max_T : T) * C) {
+        return;
+    }
+    float sum[size] = {};
+    if (!first) {
+        vector_load(sum, dwpe + at);
+    }
+    for (int b = 0; b < B && at < T * C; b++) {
+        float d[size];
+        vector_load(d, dout + (size_t)b * T * C + at);
+        for (int i = 0; i < size; i++) {
+            sum[i] += d[i];
+        }
+    }
+    vector_store(dwpe + at, sum);
+}
+
+// dwte[token] += sum of dout[row] over the token's rows, for each token of the plan.
+//   dwte (Vp,C) of G, dout (N,C) of E. Grid (segments, C / (32 packs)), block (32, 1..8): thread y
+//   adds the rows y, y + blockDim.y, ... of the segment, then the threads' sums are added in order.
+template <class E, class G>
+__global__ void encoder_backward_token_kernel(G *dwte, const E *dout, const int *order,
+                                              const int *start, const int *token, int C) {
+    DYN_SHARED(float, buffer);
+    constexpr int size = Pack<E>::size;
+    int c = (blockIdx.y * WARP + threadIdx.x) * size, end = start[blockIdx.x + 1];
+    float sum[size] = {};
+    for (int i = start[blockIdx.x] + threadIdx.y; i < end && c < C; i += blockDim.y) {
+        float d[size];
+        vector_load(d, dout + (size_t)order[i] * C + c);
+        for (int k = 0; k < size; k++) {
+            sum[k] += d[k];
+        }
+    }
+    column_sum(sum, buffer);
+    if (threadIdx.y == 0 && c < C) {
+        float d[size];
+        G *row = dwte + (size_t)token[blockIdx.x] * C + c;
+        vector_load(d, row);
+        for (int k = 0; k < size; k++) {
+            d[k] += sum[k];
+        }
+        vector_store(row, d);
+    }
+}
+
+// dwte (Vp,C) += and dwpe (max_T,C) = (first) or += the gradients of the embedding, both of G; dout
+// (B,T,C) of E. plan: device copy of encoder_sort's ints for the same tokens, and its number of
+// segments.
+template <class E, class G>
+static void gpu_encoder_backward(G *dwte, G *dwpe, const E *dout, int *plan_ints, int segments,
+                                 int B, int T, int C, int max_T, bool first, cudaStream_t stream) {
+    constexpr int size = Pack<E>::size;
+    check(C % size == 0 && is_aligned_16(dout) && is_aligned_16(dwte) && is_aligned_16(dwpe),
+          "a row is a multiple of 16 bytes");
+    check((int64_t)max_T * C < INT_MAX, "the table of positions has fewer than 2^31 elements");
+    int N = B * T, packs = (first ? max_T : T) * (C / size);
+    int threads = packs < ENCODER_THREADS ? ceil_div(packs, WARP) * WARP : ENCODER_THREADS;
+    launch(encoder_backward_position_kernel<E, G>, ceil_div(packs, threads), threads, 0, stream,
+           dwpe, dout, B, T, C, max_T, first);
+    EncoderPlan plan = encoder_plan(plan_ints, N);
+    int rows = ceil_div(N, segments) < ENCODER_ROWS ? ceil_div(N, segments) : ENCODER_ROWS;
+    launch(encoder_backward_token_kernel<E, G>, dim3(segments, ceil_div(C, WARP * size)),
+           dim3(WARP, rows), WARP * rows * size * sizeof(float), stream, dwte, dout, plan.order,
+           plan.start, plan.token, C);
+}
+
+// -------------------------------------------------------------------------------------------------
+// 23. LayerNorm and residual
+// The residual stream is added where the bytes already pass: forward, the matmul before it writes
+// inp weight^T + bias + residual (chapter 25), so LayerNorm itself reads one tensor and writes one;
+// backward, LayerNorm adds its gradient to the residual's. 1. A row is normalised in fp32, its mean
+// and variance in two passes over registers. 2. The number of partial sums depends on the shape
+// alone, never on the GPU.
+
+constexpr int LAYERNORM_PACKS = 4;      // 16-byte loads that a thread of the forward kernel holds
+constexpr int LAYERNORM_PARTS = 256;    // most partial sums of dweight and dbias
+constexpr int LAYERNORM_THREADS = 512;  // of a block of the backward kernel, where a row is shorter
+constexpr float LAYERNORM_EPS = 1e-5f;
+
+// out = (inp - mean) * rstd * weight + bias for each row, rstd = 1 / sqrt(variance + 1e-5).
+//   out, inp (N,C), weight, bias (C) of E; mean, rstd (N) fp32.
+// Block (32 or more threads a row, rows): a row of at most 1024 16-bit elements belongs to one
+// warp, and eight such rows share a block; longer rows have a block each. Bytes: reads and writes
+// every row once. Measured on the CPU layer, C 48..1600, of the tensor's norm: fp32 out 1.1e-7,
+// mean 1.5e-7, rstd 7e-8; bf16 what rounding the output loses.
+template <class E>
+__global__ void __launch_bounds__(BLOCK_MAX)
+    layernorm_forward_kernel(E *out, float *mean, float *rstd, const E *inp, const E *weight,
+                             const E *bias, int N, int C) {
+    constexpr int size = Pack<E>::size;
+    int row = blockIdx.x * blockDim.y + threadIdx.y;
+    if (row >= N) {
+        return;  // a whole warp: blocks of several rows have one warp a row, and meet no barrier
+    }
+    inp += (size_t)row * C;
+    out += (size_t)row * C;
+    // 1. the row to registers
+    float x[LAYERNORM_PACKS][size] = {};
+    UNROLL
+    for (int k = 0; k < LAYERNORM_PACKS; k++) {
+        int c = (k * blockDim.x + threadIdx.x) * size;
+        if (c < C) {
+            vector_load(x[k], inp + c);
+        }
+    }
+    // 2. mean, then variance
+    float sum = 0.0f, square_sum = 0.0f;
+    UNROLL
+    for (int k = 0; k < LAYERNORM_PACKS; k++) {
+        for (int i = 0; i < size; i++) {
+            sum += x[k][i];
+        }
+    }
+    float row_mean = row_sum(sum) / C;
+    UNROLL
+    for (int k = 0; k < LAYERNORM_PACKS; k++) {
+        if ((int)(k * blockDim.x + threadIdx.x) * size < C) {
+            for (int i = 0; i < size; i++) {
+                square_sum += (x[k][i] - row_mean) * (x[k][i] - row_mean);
+            }
+        }
+    }
+    float row_rstd = 1.0f / sqrtf(row_sum(square_sum) / C + LAYERNORM_EPS);
+    if (threadIdx.x == 0) {
+        mean[row] = row_mean;
+        rstd[row] = row_rstd;
+    }
+    // 3. normalise
+    UNROLL
+    for (int k = 0; k < LAYERNORM_PACKS; k++) {
+        int c = (k * blockDim.x + threadIdx.x) * size;
+        if (c < C) {
+            float w[size], b[size];
+            vector_load(w, weight + c);
+            vector_load(b, bias + c);
+            for (int i = 0; i < size; i++) {
+                x[k][i] = (x[k][i] - row_mean) * row_rstd * w[i] + b[i];
+            }
+            vector_store(out + c, x[k]);
+        }
+    }
+}
+
+template <class E>
+static void gpu_layernorm_forward(E *out, float *mean, float *rstd, const E *inp, const E *weight,
+                                  const E *bias, int N, int C, cudaStream_t stream) {
+    constexpr int size = Pack<E>::size;
+    int warps = ceil_div(C, LAYERNORM_PACKS * size * WARP);
+    check(C % size == 0 && warps * WARP <= BLOCK_MAX && is_aligned_16(inp) && is_aligned_16(out),
+          "a row is a multiple of 16 bytes and at most 32768 elements in 16 bits, 16384 in fp32");
+    int rows = warps > 1 ? 1 : N < 8 ? N : 8;
+    launch(layernorm_forward_kernel<E>, ceil_div(N, rows), dim3(warps * WARP, rows), 0, stream, out,
+           mean, rstd, inp, weight, bias, N, C);
+}
+
+// With norm = (inp - mean) * rstd and dnorm = dout * weight, for each row:
+//   dinp = addend + rstd * (dnorm - average(dnorm) - norm * average(dnorm * norm));
+//   partials = this block's sums over its rows of dout * norm, for dweight, and of dout, for dbias.
+//   dinp, dout, inp, addend (N,C), weight (C) of E; addend may be null, dinp may be addend or dout;
+//   mean, rstd (N) and partials (2, gridDim.x, C) fp32.
+// Block (a thread for each 16 bytes of a row, rows): a thread keeps its columns while the block
+// walks down the rows, so the sums over rows stay in registers. Bytes: reads dout, inp and addend,
+// writes dinp, once. Measured on the CPU layer, C 48..1600, of the tensor's norm: dweight and dbias
+// 1.5e-7; dinp 1e-7 in fp32, what rounding it loses in bf16.
+template <class E>
+__global__ void __launch_bounds__(BLOCK_MAX)
+    layernorm_backward_kernel(E *dinp, float *partials, const E *dout, const E *inp,
+                              const E *weight, const float *mean, const float *rstd,
+                              const E *addend, int N, int C) {
+    DYN_SHARED(float, buffer);
+    constexpr int size = Pack<E>::size;
+    int c = threadIdx.x * size;
+    float dweight[size] = {}, dbias[size] = {};
+    // Every thread makes every round, as row_sum demands, with or without a row of its own.
+    for (int first = blockIdx.x * blockDim.y; first < N; first += gridDim.x * blockDim.y) {
+        int row = first + threadIdx.y;
+        size_t at = (size_t)row * C + c;
+        bool active = c < C && row < N;
+        float d[size], norm[size], w[size], row_rstd = 0.0f, sums[2] = {};
+        Pack<E> residual;
+        if (active) {
+            vector_load(d, dout + at);
+            vector_load(norm, inp + at);
+            vector_load(w, weight + c);  // from the cache: registers are short here
+            if (addend) {
+                residual = pack_load(addend + at);
+            }
+            float row_mean = mean[row];
+            row_rstd = rstd[row];
+            for (int i = 0; i < size; i++) {
+                norm[i] = (norm[i] - row_mean) * row_rstd;
+                dweight[i] += d[i] * norm[i];
+                dbias[i] += d[i];
+                d[i] *= w[i];
+                sums[0] += d[i];
+                sums[1] += d[i] * norm[i];
+            }
+        }
+        row_sum(sums);
+        if (active) {
+            float dnorm_average = sums[0] / C, dnorm_norm_average = sums[1] / C;
+            for (int i = 0; i < size; i++) {
+                d[i] = row_rstd * (d[i] - dnorm_average - norm[i] * dnorm_norm_average);
+                d[i] += addend ? to_float(residual.x[i]) : 0.0f;
+            }
+            vector_store(dinp + at, d);
+        }
+    }
+    column_sum(dweight, buffer);
+    column_sum(dbias, buffer);
+    if (threadIdx.y == 0 && c < C) {
+        vector_store(partials + (size_t)blockIdx.x * C + c, dweight);
+        vector_store(partials + (size_t)(gridDim.x + blockIdx.x) * C + c, dbias);
+    }
+}
+
+// Scratch of gpu_layernorm_backward.
+static size_t gpu_layernorm_backward_bytes(int N, int C) {
+    return (size_t)(N < LAYERNORM_PARTS ? N : LAYERNORM_PARTS) * 2 * C * sizeof(float);
+}
+
+// dinp = addend (null: 0) + gradient; dweight, dbias (C) fp32 +=. dinp may be addend or dout.
+template <class E>
+static void gpu_layernorm_backward(E *dinp, float *dweight, float *dbias, const E *dout,
+                                   const E *inp, const E *weight, const float *mean,
+                                   const float *rstd, const E *addend, float *scratch, int N, int C,
+                                   cudaStream_t stream) {
+    constexpr int size = Pack<E>::size;
+    int row_threads = ceil_div(C, size * WARP) * WARP;
+    check(C % size == 0 && row_threads <= BLOCK_MAX && is_aligned_16(inp) && is_aligned_16(dout),
+          "a row is a multiple of 16 bytes and at most 8192 elements in 16 bits, 4096 in fp32");
+    int rows = row_threads < LAYERNORM_THREADS ? LAYERNORM_THREADS / row_threads : 1;
+    rows = rows < N ? rows : N;
+    int parts = ceil_div(N, rows) < LAYERNORM_PARTS ? ceil_div(N, rows) : LAYERNORM_PARTS;
+    launch(layernorm_backward_kernel<E>, parts, dim3(row_threads, rows),
+           rows > 1 ? row_threads * rows * size * sizeof(float) : 0, stream, dinp, scratch, dout,
+           inp, weight, mean, rstd, addend, N, C);
+    gpu_partials_add(dweight, dbias, scratch, parts, C, stream);
+}
+
+// -------------------------------------------------------------------------------------------------
+// 24. GELU and bias
+// GELU in its tanh form, written with the logistic function: 0.5 (1 + tanh(u)) = s = 1 / (1 +
+// exp(-2u)), u = sqrt(2 / pi) (x + 0.044715 x^3). So no digits cancel where x < 0, and one
+// exponential and one division do. 1. GELU is never fused into a matmul: recomputed, it has the
+// same bits. 2. The gradient of a bias is a sum over all rows, in two stages of fixed order; the
+// one of the MLP's first matmul is taken where GELU's backward pass holds the numbers anyway.
+
+constexpr float GELU_SCALE = 0.7978845608028654f;  // sqrt(2 / pi)
+constexpr float GELU_CUBIC = 0.044715f;
+constexpr int BIAS_ROWS = 4;      // rows that a thread loads before it adds
+constexpr int BIAS_PARTS = 128;   // most partial sums of a column
+constexpr int BIAS_BLOCKS = 768;  // blocks that keep the largest GPUs busy
+
+template <class E> __device__ inline float gelu_logistic(float x) {
+    float u = GELU_SCALE * (x + GELU_CUBIC * x * x * x);
+    return fast_divide<E>(1.0f, 1.0f + fast_exp<E>(-2.0f * u));
+}
+
+// out = x s(x), elementwise. out, inp (n) of E. A thread takes two packs, a block's width apart.
+// Measured on the CPU layer: fp32 5e-8 of the output's norm; bf16 what rounding the output loses.
+template <class E> __global__ void gelu_forward_kernel(E *out, const E *inp, size_t n) {
+    constexpr int size = Pack<E>::size;
+    Pack<E> x[2];
+    size_t at[2];
+    UNROLL
+    for (int k = 0; k < 2; k++) {
+        at[k] = (((size_t)blockIdx.x * 2 + k) * blockDim.x + threadIdx.x) * size;
+        if (at[k] < n) {
+            x[k] = pack_load(inp + at[k]);
+        }
+    }
+    UNROLL
+    for (int k = 0; k < 2; k++) {
+        if (at[k] < n) {
+            float y[size];
+            for (int i = 0; i < size; i++) {
+                float value = to_float(x[k].x[i]);
+                y[i] = value * gelu_logistic<E>(value);
+            }
+            vector_store(out + at[k], y);
+        }
+    }
+}
+
+template <class E>
+static void gpu_gelu_forward(E *out, const E *inp, size_t n, cudaStream_t stream) {
+    check(n % Pack<E>::size == 0 && is_aligned_16(out) && is_aligned_16(inp),
+          "whole packs of 16 bytes");
+    size_t packs = n / Pack<E>::size;
+    int threads = packs < 256 ? ceil_div((int)packs, 2 * WARP) * WARP : 256;
+    launch(gelu_forward_kernel<E>, (unsigned)((packs + 2 * threads - 1) / (2 * threads)), threads,
+           0, stream, out, inp, n);
+}
+
+// d gelu(x) / dx = s + x s (1 - s) 2 du/dx.
+template <class E> __device__ inline float gelu_slope(float x) {
+    float s = gelu_logistic<E>(x);
+    return s + x * s * (1.0f - s) * 2.0f * GELU_SCALE * (1.0f + 3.0f * GELU_CUBIC * x * x);
+}
+
+// partials[blockIdx.y][column] = sum over this block's rows of dout, or with GELU of dinp = dout
+// gelu'(inp) as rounded to E, which it writes too.
+//   dinp, dout, inp (N,OC) of E; dinp may be dout; partials (gridDim.y, OC) fp32. Without GELU:
+//   dinp and inp are not touched.
+// Grid (columns / (32 packs), parts), block (32, up to 8 rows). Reads and writes every element
+// once. Measured on the CPU layer, of the norm: column sums 1.4e-7; dinp 3.4e-7 in fp32, what
+// rounding it loses in bf16.
+template <class E, bool GELU>
+__global__ void bias_backward_kernel(E *dinp, float *partials, const E *dout, const E *inp, int N,
+                                     int OC) {
+    DYN_SHARED(float, buffer);
+    constexpr int size = Pack<E>::size;
+    int c = (blockIdx.x * WARP + threadIdx.x) * size;
+    float sums[size] = {};
+    int block_rows = BIAS_ROWS * blockDim.y;
+    for (int first = blockIdx.y * block_rows; first < N && c < OC;
+         first += gridDim.y * block_rows) {
+        Pack<E> d[BIAS_ROWS], x[BIAS_ROWS];
+        UNROLL
+        for (int k = 0; k < BIAS_ROWS; k++) {
+            int row = first + k * blockDim.y + threadIdx.y;
+            if (row < N) {
+                d[k] = pack_load(dout + (size_t)row * OC + c);
+                if (GELU) {
+                    x[k] = pack_load(inp + (size_t)row * OC + c);
+                }
+            }
+        }
+        UNROLL
+        for (int k = 0; k < BIAS_ROWS; k++) {
+            int row = first + k * blockDim.y + threadIdx.y;
+            if (row < N) {
+                for (int i = 0; i < size; i++) {
+                    if (GELU) {
+                        float slope = gelu_slope<E>(to_float(x[k].x[i]));
+                        d[k].x[i] = from_float<E>(to_float(d[k].x[i]) * slope);
+                    }
+                    sums[i] += to_float(d[k].x[i]);
+                }
+                if (GELU) {
+                    pack_store(dinp + (size_t)row * OC + c, d[k]);
+                }
+            }
+        }
+    }
+    column_sum(sums, buffer);
+    if (threadIdx.y == 0 && c < OC) {
+        vector_store(partials + (size_t)blockIdx.y * OC + c, sums);
+    }
+}
+
+// Scratch of gpu_bias_backward and gpu_gelu_backward.
+static size_t gpu_bias_backward_bytes(int N, int OC) {
+    return (size_t)(N < BIAS_PARTS ? N : BIAS_PARTS) * OC * sizeof(float);
+}
+
+template <class E, bool GELU>
+static void column_sums(E *dinp, float *dbias, const E *dout, const E *inp, float *scratch, int N,
+                        int OC, cudaStream_t stream) {
+    constexpr int size = Pack<E>::size;
+    check(OC % size == 0 && is_aligned_16(dout) && is_aligned_16(inp),
+          "a row is a multiple of 16 bytes");
+    int columns = ceil_div(OC, WARP * size), rows = ceil_div(N, BIAS_ROWS);
+    rows = rows < 8 ? rows : 8;
+    int parts = ceil_div(N, rows * BIAS_ROWS), enough = ceil_div(BIAS_BLOCKS, columns);
+    parts = parts < enough ? parts : enough;
+    parts = parts < BIAS_PARTS ? parts : BIAS_PARTS;
+    launch(bias_backward_kernel<E, GELU>, dim3(columns, parts), dim3(WARP, rows),
+           rows * WARP * size * sizeof(float), stream, dinp, scratch, dout, inp, N, OC);
+    gpu_partials_add(dbias, nullptr, scratch, parts, OC, stream);
+}
+
+// dbias (OC) fp32 += column sums of dout (N,OC).
+template <class E>
+static void gpu_bias_backward(float *dbias, const E *dout, float *scratch, int N, int OC,
+                              cudaStream_t stream) {
+    column_sums<E, false>(nullptr, dbias, dout, nullptr, scratch, N, OC, stream);
+}
+
+// dinp = dout gelu'(inp), all (N,OC); dinp may be dout. dbias (OC) fp32 += column sums of dinp: inp
+// is the output of a matmul with a bias, and this is that bias's gradient.
+template <class E>
+static void gpu_gelu_backward(E *dinp, float *dbias, const E *dout, const E *inp, float *scratch,
+                              int N, int OC, cudaStream_t stream) {
+    column_sums<E, true>(dinp, dbias, dout, inp, scratch, N, OC, stream);
+}
+
+// -------------------------------------------------------------------------------------------------
+// 25. Matmul
+// Every matrix product goes through cuBLASLt. It thinks in column-major matrices: our row-major X
+// (rows, columns) is its X^T with leading dimension `columns`, so out^T = weight inp^T is asked
+// for, and so on. 1. A plan (descriptor, layouts, algorithm) is made when a product is first met
+// and kept for the run: after the first step nothing is created or searched for. 2. The library
+// gets one fixed workspace. 3. Products are summed in fp32 (fp32 inputs too: no TF32), and pieces
+// of a split sum are added in fp32, in the workspace. 4. Epilogue: a bias at most; residuals and
+// the accumulation of gradients are beta = 1.
+
+struct MatmulKey {
+    int m, n, k, transpose_a, transpose_b, has_bias, input_type, output_type;
+};
+
+struct MatmulPlan {
+    MatmulKey key;
+    cublasLtMatmulDesc_t product;
+    cublasLtMatrixLayout_t a, b, d;
+    cublasLtMatmulAlgo_t algorithm;
+};
+
+// A model has some twenty products: four of a block and the classifier's, three passes each.
+constexpr int MATMUL_PLANS = 64;
+
+static struct {
+    cublasLtHandle_t handle;
+    void *workspace;
+    size_t workspace_bytes;
+    int plans;
+    MatmulPlan plan[MATMUL_PLANS];
+} matmul_library;
+
+template <class E> constexpr cudaDataType_t cuda_type = CUDA_R_32F;
+template <> constexpr cudaDataType_t cuda_type<__nv_bfloat16> = CUDA_R_16BF;
+template <> constexpr cudaDataType_t cuda_type<__half> = CUDA_R_16F;
+
+// workspace: device memory of the plan, a multiple of 256 bytes at one; all products share it, so
+// they are all launched on one stream.
+static void gpu_matmul_open(void *workspace, size_t workspace_bytes) {
+    check((uintptr_t)workspace % 256 == 0, "cuBLASLt wants a workspace at a multiple of 256 bytes");
+    cublas_check(cublasLtCreate(&matmul_library.handle));
+    matmul_library.workspace = workspace;
+    matmul_library.workspace_bytes = workspace_bytes;
+}
+
+static void gpu_matmul_close(void) {
+    for (int i = 0; i < matmul_library.plans; i++) {
+        MatmulPlan *plan = &matmul_library.plan[i];
+        cublas_check(cublasLtMatrixLayoutDestroy(plan->a));
+        cublas_check(cublasLtMatrixLayoutDestroy(plan->b));
+        cublas_check(cublasLtMatrixLayoutDestroy(plan->d));
+        cublas_check(cublasLtMatmulDescDestroy(plan->product));
+    }
+    cublas_check(cublasLtDestroy(matmul_library.handle));
+    matmul_library = {};
+}
+
+template <class T>
+static void matmul_attribute(MatmulPlan *plan, cublasLtMatmulDescAttributes_t attribute, T value) {
+    cublas_check(cublasLtMatmulDescSetAttribute(plan->product, attribute, &value, sizeof(value)));
+}
+
+template <class T>
+static void matmul_preference(cublasLtMatmulPreference_t preference,
+                              cublasLtMatmulPreferenceAttributes_t attribute, T value) {
+    cublas_check(
+        cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof(value)));
+}
+
+// Fills a new plan; the algorithm is the first that cuBLASLt's heuristic names.
+static void matmul_plan_create(MatmulPlan *plan, MatmulKey key, const void *bias) {
+    cudaDataType_t input_type = (cudaDataType_t)key.input_type;
+    cudaDataType_t output_type = (cudaDataType_t)key.output_type;
+    int m = key.m, n = key.n, k = key.k;
+    plan->key = key;
+    cublas_check(cublasLtMatmulDescCreate(&plan->product, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+    cublasOperation_t operation_a = key.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N;
+    cublasOperation_t operation_b = key.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N;
+    matmul_attribute(plan, CUBLASLT_MATMUL_DESC_TRANSA, operation_a);
+    matmul_attribute(plan, CUBLASLT_MATMUL_DESC_TRANSB, operation_b);
+    if (key.has_bias) {
+        matmul_attribute(plan, CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
+        matmul_attribute(plan, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
+    }
+    int a_rows = key.transpose_a ? k : m, a_columns = key.transpose_a ? m : k;
+    int b_rows = key.transpose_b ? n : k, b_columns = key.transpose_b ? k : n;
+    cublas_check(cublasLtMatrixLayoutCreate(&plan->a, input_type, a_rows, a_columns, a_rows));
+    cublas_check(cublasLtMatrixLayoutCreate(&plan->b, input_type, b_rows, b_columns, b_rows));
+    cublas_check(cublasLtMatrixLayoutCreate(&plan->d, output_type, m, n, m));
+
+    cublasLtMatmulPreference_t preference;
+    cublas_check(cublasLtMatmulPreferenceCreate(&preference));
+    matmul_preference(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+                      matmul_library.workspace_bytes);
+    matmul_preference(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+                      (uint32_t)CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
+    // Tensors start at multiples of 16 bytes; left alone, the library takes 256 for granted.
+    matmul_preference(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, (uint32_t)16);
+    matmul_preference(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, (uint32_t)16);
+    matmul_preference(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, (uint32_t)16);
+    matmul_preference(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, (uint32_t)16);
+    cublasLtMatmulHeuristicResult_t result;
+    int found = 0;
+    cublas_check(cublasLtMatmulAlgoGetHeuristic(matmul_library.handle, plan->product, plan->a,
+                                                plan->b, plan->d, plan->d, preference, 1, &result,
+                                                &found));
+    cublas_check(found ? result.state : CUBLAS_STATUS_NOT_SUPPORTED);
+    plan->algorithm = result.algo;
+    cublas_check(cublasLtMatmulPreferenceDestroy(preference));
+}
+
+static MatmulPlan *matmul_plan_find(MatmulKey key, const void *bias) {
+    for (int i = 0; i < matmul_library.plans; i++) {
+        if (memcmp(&matmul_library.plan[i].key, &key, sizeof(key)) == 0) {
+            return &matmul_library.plan[i];
+        }
+    }
+    check(matmul_library.plans < MATMUL_PLANS, "more distinct matrix products than MATMUL_PLANS");
+    MatmulPlan *plan = &matmul_library.plan[matmul_library.plans++];
+    matmul_plan_create(plan, key, bias);
+    return plan;
+}
+
+// D = op(A) op(B) + bias (null: none) + beta C in column-major terms, D and C (m,n), op(A) (m,k),
+// op(B) (k,n), every matrix dense; C may be D; bias (m) of D's type is added to every column.
+//   A, B of E; C, D of O: E or fp32.
+// Limits: A's and B's rows and m are multiples of 16 bytes, which makes every leading dimension
+// one; pointers too.
+template <class E, class O>
+static void matmul_run(O *d, const E *a, const E *b, const O *bias, const O *c, float beta,
+                       bool transpose_a, bool transpose_b, int m, int n, int k,
+                       cudaStream_t stream) {
+    int a_rows = transpose_a ? k : m, b_rows = transpose_b ? n : k;
+    check(a_rows % Pack<E>::size == 0 && b_rows % Pack<E>::size == 0 && m % Pack<O>::size == 0,
+          "cuBLASLt wants rows that are multiples of 16 bytes: channels a multiple of 8 (fp32: 4)");
+    check(is_aligned_16(a) && is_aligned_16(b) && is_aligned_16(c) && is_aligned_16(d) &&
+              is_aligned_16(bias),
+          "cuBLASLt wants pointers that are multiples of 16 bytes");
+    MatmulKey key = {m,           n, k, transpose_a, transpose_b, bias != nullptr, cuda_type<E>,
+                     cuda_type<O>};
+    MatmulPlan *plan = matmul_plan_find(key, bias);
+    if (bias) {
+        matmul_attribute(plan, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
+    }
+    float alpha = 1.0f;
+    cublas_check(cublasLtMatmul(matmul_library.handle, plan->product, &alpha, a, plan->a, b,
+                                plan->b, &beta, c, plan->d, d, plan->d, &plan->algorithm,
+                                matmul_library.workspace, matmul_library.workspace_bytes, stream));
+}
+
+// out = addend (null: 0) + bias (null: 0) + inp weight^T. out, addend (N,OC), inp (N,C), weight
+// (OC,C), bias (OC) of E; out may be addend. Measured on the CPU layer, whose sums are plain fp32:
+// 7.5e-7 of the norm at C = 768, less below; bf16 what rounding the output loses.
+template <class E>
+static void gpu_matmul_forward(E *out, const E *inp, const E *weight, const E *bias,
+                               const E *addend, int N, int C, int OC, cudaStream_t stream) {
+    matmul_run<E, E>(out, weight, inp, bias, addend ? addend : out, addend ? 1.0f : 0.0f, true,
+                     false, OC, N, C, stream);
+}
+
+// Gradients, in this order: dbias (OC) fp32 += column sums of dout (null: skip); dweight (OC,C) of
+// G = (first) or += dout^T inp; dinp (N,C) of E = dout weight (null: skip). dinp may be inp. dout
+// (N,OC), inp (N,C), weight (OC,C) of E; scratch: gpu_bias_backward_bytes(N, OC). With `first` the
+// old dweight is not read: no memset.
+template <class E, class G>
+static void gpu_matmul_backward(E *dinp, G *dweight, float *dbias, const E *dout, const E *inp,
+                                const E *weight, float *scratch, int N, int C, int OC, bool first,
+                                cudaStream_t stream) {
+    if (dbias) {
+        gpu_bias_backward(dbias, dout, scratch, N, OC, stream);
+    }
+    matmul_run<E, G>(dweight, inp, dout, nullptr, dweight, first ? 0.0f : 1.0f, false, true, C, OC,
+                     N, stream);
+    if (dinp) {
+        matmul_run<E, E>(dinp, weight, dout, nullptr, dinp, 0.0f, false, false, C, N, OC, stream);
+    }
+}
+
+// -------------------------------------------------------------------------------------------------
+// 26. Flash attention forward
+// Causal attention over packed qkv (B,T,3,NH,HS), read where it lies; HS = C / NH.
+// 1. No T x T matrix exists: a block keeps a tile of scores in registers and moves on.
+// 2. The row statistic is LSE2 = log2 of the sum of 2^(c s), s = q.k, c = log2(e) / sqrt(HS): fp32,
+//    (B,NH,T). With it the backward pass has P = 2^(c s - LSE2), without a maximum or a sum.
+// 3. 16-bit types use tensor cores at head size 64 or 128 (HD); a smaller HS, a multiple of 8, is
+//    filled up with zeros in shared memory. fp32 uses plain kernels, right before fast.
+// 4. Every sum has a fixed order and every output one writer: two runs give the same bits.
+// Errors are norms of the difference to a reference in double over that one's norm, T 63 to 600, HS
+// 16 to 128, |q|, |k|, |v| < 2.5, on the CPU layer; in bf16 they equal those of a naive bf16 code.
+// source: Dao et al. 2022, "FlashAttention", algorithm 1; Dao 2023, "FlashAttention-2", section 3.
+// What a block works on, by head size (64 or 128). A warp owns 16 MT rows of queries (keys, for dK
+// and dV) and the block walks over tiles of the other side. With MT = 2 each fragment read from
+// shared memory feeds two products, which A100 and H100 need to keep their tensor cores fed; at
+// HD = 128 there are no registers for that. None of these sizes spills (dev/notes).
+template <int HD> struct AttentionTiles {
+    enum {
+        WARPS = 4,
+        MT = HD == 64 ? 2 : 1,
+        OWN_ROWS = 16 * MT * WARPS,    // 128 at HD 64, 64 at HD 128
+        FORWARD_ROWS = 64,             // keys per step of the forward pass
+        DQ_ROWS = HD == 64 ? 32 : 64,  // keys per step of dQ
+        DKV_ROWS = 32                  // queries per step of dK and dV
+    };
+};
+constexpr float LOG2_E = 1.44269504f;
+
+// tile_chunk: address of 16-byte chunk `chunk` of row `row` in a shared tile, rows of HD elements.
+// Chunk c of row r lies at place c ^ (r % 8): eight rows at one chunk, as ldmatrix reads them, and
+// the chunks of one row, as cp.async writes them, both fall into different banks.
+template <int HD, class E> __device__ __forceinline__ E *tile_chunk(E *tile, int row, int chunk) {
+    return tile + row * HD + 8 * (chunk ^ (row & 7));
+}
+
+// tile_load: starts the copies of rows row0 .. row0 + ROWS of one head into a shared tile; rows
+// from T on and columns from HS on become zeros. src: row 0 of the head, rows `stride` apart.
+template <int HD, int ROWS, int WARPS, class E>
+__device__ __forceinline__ void tile_load(E *tile, const E *src, size_t stride, int row0, int T,
+                                          int HS) {
+    constexpr int CHUNKS = HD / 8, STEP = WARPS * WARP / CHUNKS;
+    static_assert(ROWS % STEP == 0, "whole passes of the block over the tile");
+    const int chunk = (int)threadIdx.x % CHUNKS, first = (int)threadIdx.x / CHUNKS;
+    const E *from = src + (size_t)(row0 + first) * stride + 8 * chunk;
+    UNROLL
+    for (int row = first; row < first + ROWS; row += STEP, from += STEP * stride) {
+        const bool valid = row0 + row < T && 8 * chunk < HS;
+        cp_async_16_zfill(tile_chunk<HD>(tile, row, chunk), from, valid);
+    }
+}
+
+// each_element: f(i, n, e) for every element acc[i][n][e] of MT m16 by N8 n8 tiles of accumulators:
+// row 16 i + 8 (e / 2) + g, column 8 n + 2t + e % 2 for lane 4g + t (chapter 21).
+template <int MT, int N8, class F> __device__ __forceinline__ void each_element(F f) {
+    UNROLL
+    for (int x = 0; x < MT * N8 * 4; x++) {
+        f(x / (N8 * 4), x / 4 % N8, x % 4);
+    }
+}
+
+// mma_n16: acc[i][n], acc[i][n + 1] += fa[i] times the 16 columns of fb, for every m16 tile i.
+template <class E, int MT, int N8>
+__device__ __forceinline__ void mma_n16(float (&acc)[MT][N8][4], int n, const uint32_t (&fa)[MT][4],
+                                        const uint32_t (&fb)[4]) {
+    UNROLL
+    for (int i = 0; i < MT; i++) {
+        mma_m16n8k16<E>(acc[i][n], fa[i], {fb[0], fb[1]}, acc[i][n]);
+        mma_m16n8k16<E>(acc[i][n + 1], fa[i], {fb[2], fb[3]}, acc[i][n + 1]);
+    }
+}
+
+// warp_mul_abt: acc (16 MT, 8 N8) += rows a_row .. of tile a times the 8 N8 rows of tile b,
+// transposed; sums over HD; by one warp.
+template <int HD, class E, int MT, int N8>
+__device__ __forceinline__ void warp_mul_abt(float (&acc)[MT][N8][4], E *a, int a_row, E *b) {
+    const int lane = threadIdx.x % WARP;
+    a_row += lane % 16;
+    const int b_row = lane % 8 + lane / 16 * 8;
+    UNROLL
+    for (int k = 0; k < HD / 8; k += 2) {
+        uint32_t fa[MT][4], fb[4];
+        UNROLL
+        for (int i = 0; i < MT; i++) {
+            ldmatrix_x4<false>(fa[i], tile_chunk<HD>(a, a_row + 16 * i, k ^ lane / 16));
+        }
+        UNROLL
+        for (int n = 0; n < N8; n += 2) {
+            ldmatrix_x4<false>(fb, tile_chunk<HD>(b, b_row + 8 * n, k ^ lane / 8 % 2));
+            mma_n16<E>(acc, n, fa, fb);
+        }
+    }
+}
+
+// warp_mul_add: acc (16 MT, HD) += p (16 MT, 8 K8) times the 8 K8 rows of tile b, by one warp. p is
+// rounded to E here, straight from accumulators into fragments (chapter 21, mma).
+template <int HD, class E, int MT, int K8>
+__device__ __forceinline__ void warp_mul_add(float (&acc)[MT][HD / 8][4],
+                                             const float (&p)[MT][K8][4], E *b) {
+    const int lane = threadIdx.x % WARP;
+    UNROLL
+    for (int k = 0; k < K8; k += 2) {
+        uint32_t fa[MT][4], fb[4];
+        each_element<MT, 1>([&](int i, int, int j) {
+            const float *pair = p[i][k + j / 2] + j % 2 * 2;
+            fa[i][j] = pack2<E>(pair[0], pair[1]);
+        });
+        UNROLL
+        for (int n = 0; n < HD / 8; n += 2) {
+            ldmatrix_x4<true>(fb, tile_chunk<HD>(b, 8 * k + lane % 16, n ^ lane / 16));
+            mma_n16<E>(acc, n, fa, fb);
+        }
+    }
+}
+
+// mask_future: scores of keys after their query become -inf. The rows of s are queries from query0
+// and its columns keys from key0, or the other way around if `keys_are_rows`.
+template <int MT, int N8>
+__device__ __forceinline__ void mask_future(float (&s)[MT][N8][4], int query0, int key0,
+                                            bool keys_are_rows) {
+    const int row = (int)threadIdx.x % WARP / 4, col = (int)threadIdx.x % 4 * 2;
+    const int ahead = key0 - query0 + (keys_are_rows ? row - col : col - row);
+    each_element<MT, N8>([&](int i, int n, int e) {
+        const int step = 8 * n + e % 2 - 16 * i - e / 2 * 8;
+        if (ahead + (keys_are_rows ? -step : step) > 0) {
+            s[i][n][e] = -INFINITY;
+        }
+    });
+}
+
+// warp_store_rows: rows row0 .. row0 + 16 MT of one head = scale * acc, rounded to E; rows from T
+// on and columns from HS on are left out. They pass through rows tile_row .. of a shared tile that
+// only this warp still uses, so that 16-byte pieces of whole rows leave for memory.
+template <int HD, class E, int MT>
+__device__ __forceinline__ void warp_store_rows(E *dst, size_t stride, int row0, int T, int HS,
+                                                E *tile, int tile_row, float scale,
+                                                const float (&acc)[MT][HD / 8][4]) {
+    const int lane = threadIdx.x % WARP, chunk = lane % (HD / 8);
+    __syncwarp();  // every lane has read its last fragments of these rows
+    each_element<MT, HD / 8>([&](int i, int n, int e) {
+        if (e % 2 == 0) {
+            E *to = tile_chunk<HD>(tile, tile_row + 16 * i + 4 * e + lane / 4, n) + lane % 4 * 2;
+            *(uint32_t *)to = pack2<E>(acc[i][n][e] * scale, acc[i][n][e + 1] * scale);
+        }
+    });
+    __syncwarp();  // the rows are whole before other lanes send them off
+    for (int row = lane / (HD / 8); row < 16 * MT; row += WARP / (HD / 8)) {
+        if (row0 + row < T && 8 * chunk < HS) {
+            pack_store(dst + (size_t)(row0 + row) * stride + 8 * chunk,
+                       pack_load(tile_chunk<HD>(tile, tile_row + row, chunk)));
+        }
+    }
+}
+
+// attention_forward_kernel: out = softmax(mask(Q K^T / sqrt(HS))) V and LSE2, for 16-bit types.
+//   For each query row, over tiles of keys:  m' = max(m, c max_j s_j),  p_j = 2^(c s_j - m'),
+//   l = l 2^(m - m') + sum_j p_j,  o = o 2^(m - m') + sum_j p_j v_j;  in the end
+//   out = o / l,  LSE2 = m + log2(l).
+// out (B,T,NH,HS), lse (B,NH,T), qkv (B,T,3,NH,HS); rows 16-byte aligned; c as in invariant 2.
+// grid (NH, B, ceil(T / BM)), BM = 16 MT WARPS queries per block, last (longest) rows first;
+// block 32 WARPS; dynamic shared memory 2 HD (BM + 4 BN) bytes: Q, and K and V twice.
+// stages: 1 start the copies of Q and of the first K, V   2 wait for a tile, start the next
+//   3 S = Q K^T   4 mask   5 online softmax   6 O += P V   7 write out and LSE2
+// numerics: fp32 but P, rounded to E for stage 6 (l sums p before). bf16: out 2.0e-3, LSE2 6e-8.
+// source: FlashAttention-2, algorithm 1 and section 3.3 (each warp owns rows of Q).
+template <class E, int HD, int WARPS, int MT, int BN>
+__global__ void __launch_bounds__(WARPS *WARP)
+    attention_forward_kernel(E *out, float *lse, const E *qkv, int T, int NH, int HS) {
+    DYN_SHARED(E, tile_q);
+    constexpr int BM = 16 * MT * WARPS;
+    E *tile_k = tile_q + BM * HD, *tile_v = tile_k + 2 * BN * HD;
+    const int head = blockIdx.x, batch = blockIdx.y, lane = threadIdx.x % WARP;
+    const int row0 = (int)(gridDim.z - 1 - blockIdx.z) * BM;
+    const int warp_row = (int)threadIdx.x / WARP * 16 * MT, first = row0 + warp_row;
+    const float c = LOG2_E / sqrtf((float)HS);
+    const size_t C = (size_t)NH * HS, stride = 3 * C;
+    const E *q = qkv + (size_t)batch * T * stride + (size_t)head * HS, *k = q + C, *v = k + C;
+
+    auto load_keys = [&](int j) {
+        tile_load<HD, BN, WARPS>(tile_k + j % 2 * BN * HD, k, stride, j * BN, T, HS);
+        tile_load<HD, BN, WARPS>(tile_v + j % 2 * BN * HD, v, stride, j * BN, T, HS);
+        cp_async_commit();
+    };
+
+    // 1. Q and the first keys and values set out.
+    tile_load<HD, BM, WARPS>(tile_q, q, stride, row0, T, HS);
+    load_keys(0);
+    float o[MT][HD / 8][4] = {}, m[2 * MT], l[2 * MT] = {};  // row r: acc[r / 2], e / 2 = r % 2
+    UNROLL
+    for (int r = 0; r < 2 * MT; r++) {
+        m[r] = -INFINITY;
+    }
+
+    const int tiles = ceil_div(min(row0 + BM, T), BN);
+    for (int j = 0; j < tiles; j++) {
+        // 2. The barrier publishes every thread's copies of tile j (and of Q), and says that all
+        //    warps are done with tile j - 1, whose place tile j + 1 takes.
+        cp_async_wait<0>();
+        __syncthreads();
+        if (j + 1 < tiles) {
+            load_keys(j + 1);
+        }
+        if (j * BN >= first + 16 * MT || first >= T) {
+            continue;  // nothing here for this warp's rows
+        }
+
+        // 3. Scores.
+        float s[MT][BN / 8][4] = {};
+        warp_mul_abt<HD>(s, tile_q, warp_row, tile_k + j % 2 * BN * HD);
+
+        // 4. Only a tile that reaches over the first row's diagonal holds future keys. This covers
+        //    keys from T on as well: they lie in the future of every row that is written.
+        if ((j + 1) * BN > first + 1) {
+            mask_future(s, first, j * BN, false);
+        }
+
+        // 5. Four lanes share a row. Tile 0 leaves a finite m in every row, so no -inf + inf.
+        UNROLL
+        for (int r = 0; r < 2 * MT; r++) {
+            const int i = r / 2, e = r % 2 * 2;
+            float top = -INFINITY;
+            UNROLL
+            for (int n = 0; n < BN / 8; n++) {
+                top = fmaxf(top, fmaxf(s[i][n][e], s[i][n][e + 1]));
+            }
+            top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 1));
+            top = fmaxf(m[r], fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 2)) * c);
+            const float rescale = ex2_approx(m[r] - top);
+            m[r] = top;
+            l[r] *= rescale;
+            UNROLL
+            for (int n = 0; n < BN / 8; n++) {
+                s[i][n][e] = ex2_approx(fmaf(s[i][n][e], c, -top));
+                s[i][n][e + 1] = ex2_approx(fmaf(s[i][n][e + 1], c, -top));
+                l[r] += s[i][n][e] + s[i][n][e + 1];
+            }
+            UNROLL
+            for (int n = 0; n < HD / 8; n++) {
+                o[i][n][e] *= rescale;
+                o[i][n][e + 1] *= rescale;
+            }
+        }
+
+        // 6. P, rounded, times V.
+        warp_mul_add<HD>(o, s, tile_v + j % 2 * BN * HD);
+    }
+
+    // 7. The four lanes' parts of l, then one division per row. Rows of Q are this warp's alone,
+    //    so their place in shared memory serves for the way out without a block barrier.
+    UNROLL
+    for (int r = 0; r < 2 * MT; r++) {
+        l[r] += __shfl_xor_sync(ALL_LANES, l[r], 1);
+        l[r] += __shfl_xor_sync(ALL_LANES, l[r], 2);
+        const int row = first + 8 * r + lane / 4;
+        if (lane % 4 == 0 && row < T) {
+            lse[((size_t)batch * NH + head) * T + row] = m[r] + log2f(l[r]);
+        }
+        l[r] = 1.0f / l[r];
+    }
+    each_element<MT, HD / 8>([&](int i, int n, int e) { o[i][n][e] *= l[2 * i + e / 2]; });
+    warp_store_rows<HD>(out + (size_t)batch * T * C + (size_t)head * HS, C, first, T, HS, tile_q,
+                        warp_row, 1.0f, o);
+}
+
+// The plain fp32 kernels: a warp per row, four rows per block, 32 rows of the other side at a time.
+// A lane first owns one of those rows (a whole dot product), then columns lane, lane + 32, ...
+enum { ROW_WARPS = 4, ROW_HS_MAX = 512 };
+
+// row_dot: sum over d < n of a[d] b[d], in that order.
+__device__ inline float row_dot(const float *a, const float *b, int n) {
+    float sum = 0.0f;
+    for (int d = 0; d < n; d++) {
+        sum = fmaf(a[d], b[d], sum);
+    }
+    return sum;
+}
+
+// attention_forward_rows_kernel: the contract of attention_forward_kernel, in fp32, any HS.
+// grid (NH, B, ceil(T / ROW_WARPS)), block 32 ROW_WARPS; dynamic shared memory
+// ROW_WARPS (HS + 32) floats: o and p of each warp.
+// numerics: fp32 with exp2f; out within 5e-7, LSE2 9e-8.
+__global__ void __launch_bounds__(ROW_WARPS *WARP)
+    attention_forward_rows_kernel(float *out, float *lse, const float *qkv, int T, int NH, int HS) {
+    DYN_SHARED(float, shared);
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const int t = (int)blockIdx.z * ROW_WARPS + warp;
+    if (t >= T) {
+        return;  // a whole warp leaves, and no block barrier follows
+    }
+    float *o = shared + warp * (HS + WARP), *p = o + HS, m = -INFINITY, l = 0.0f;
+    const float c = LOG2_E / sqrtf((float)HS);
+    const size_t C = (size_t)NH * HS, stride = 3 * C, at = (size_t)blockIdx.x * HS;
+    const float *rows = qkv + (size_t)blockIdx.y * T * stride + at, *q = rows + t * stride;
+    for (int j0 = 0; j0 <= t; j0 += WARP) {
+        const int count = min(WARP, t + 1 - j0);
+        const float *k = rows + j0 * stride + C, *v = k + C;
+        const float s = lane < count ? row_dot(q, k + lane * stride, HS) * c : -INFINITY;
+        const float top = fmaxf(m, warp_max(s)), rescale = exp2f(m - top);
+        __syncwarp();  // p of the last round is read by all
+        p[lane] = exp2f(s - top);
+        l = l * rescale + warp_sum(p[lane]);
+        m = top;
+        __syncwarp();  // p is whole
+        for (int d = lane; d < HS; d += WARP) {
+            float sum = j0 == 0 ? 0.0f : o[d] * rescale;
+            for (int j = 0; j < count; j++) {
+                sum = fmaf(p[j], v[j * stride + d], sum);
+            }
+            o[d] = sum;
+        }
+    }
+    for (int d = lane; d < HS; d += WARP) {
+        out[((size_t)blockIdx.y * T + t) * C + at + d] = o[d] / l;
+    }
+    if (lane == 0) {
+        lse[((size_t)blockIdx.y * NH + blockIdx.x) * T + t] = m + log2f(l);
+    }
+}
+
+// check_attention: the limits of the attention kernels, for both passes.
+template <class E>
+static void check_attention(const E *packed, const E *rows, int B, int T, int C, int NH) {
+    check(B >= 1 && B <= 65535 && T >= 1 && T <= 65535 * ROW_WARPS && NH >= 1 && C % NH == 0,
+          "attention of batch %d, length %d, %d channels in %d heads", B, T, C, NH);
+    if constexpr (std::is_same_v<E, float>) {
+        check(C / NH <= ROW_HS_MAX, "head size %d: fp32 attention takes up to 512", C / NH);
+    } else {
+        check(C / NH % 8 == 0 && C / NH <= 128,
+              "head size %d: 16-bit attention takes multiples of 8 up to 128", C / NH);
+        check(is_aligned_16(packed) && is_aligned_16(rows), "attention moves 16 bytes at a time");
+    }
+}
+
+// gpu_attention_forward: out (B,T,C) and lse (B,NH,T) from qkv (B,T,3,NH,HS); see the kernels.
+// Called without HD; wider heads than 64 go on to the instance of 128.
+template <class E, int HD = 64>
+static void gpu_attention_forward(E *out, float *lse, const E *qkv, int B, int T, int C, int NH,
+                                  cudaStream_t stream) {
+    check_attention<E>(qkv, out, B, T, C, NH);
+    const int HS = C / NH;
+    if constexpr (std::is_same_v<E, float>) {
+        launch(attention_forward_rows_kernel, dim3(NH, B, ceil_div(T, ROW_WARPS)), ROW_WARPS * WARP,
+               ROW_WARPS * (HS + WARP) * sizeof(float), stream, out, lse, qkv, T, NH, HS);
+    } else if (HS > HD) {
+        gpu_attention_forward<E, 128>(out, lse, qkv, B, T, C, NH, stream);
+    } else {
+        using A = AttentionTiles<HD>;
+        auto *forward_kernel = attention_forward_kernel<E, HD, A::WARPS, A::MT, A::FORWARD_ROWS>;
+        const int bytes = (int)sizeof(E) * HD * (A::OWN_ROWS + 4 * A::FORWARD_ROWS);
+        const auto limit = cudaFuncAttributeMaxDynamicSharedMemorySize;
+        cuda_check(cudaFuncSetAttribute(forward_kernel, limit, bytes));
+        launch(forward_kernel, dim3(NH, B, ceil_div(T, A::OWN_ROWS)), A::WARPS * WARP, bytes,
+               stream, out, lse, qkv, T, NH, HS);
+    }
+}
+
+// -------------------------------------------------------------------------------------------------
+// 27. Flash attention backward
+// Two kernels and no atomics: one owns rows of dQ, one owns rows of dK and dV; each recomputes P
+// from LSE2, which costs 7 products of tiles instead of 5 and buys equal bits in every run.
+//   P = 2^(c Q K^T - LSE2) (0 for future keys)      D = rowsum(dO * O)      dS = P * (dO V^T - D)
+//   dQ = dS K / sqrt(HS)      dK = dS^T Q / sqrt(HS)      dV = P^T dO
+// 1. dqkv (B,T,3,NH,HS) is overwritten, every element by one thread.
+// 2. drow (B,NH,T) passes D from the first kernel to the second: they run in this order.
+// 3. P and dS go from accumulators to fragments in registers, rounded to E, never through memory.
+// 4. The tail needs no mask: queries from T on have Q = dO = 0, D = 0 and LSE2 = inf, so P = 0.
+// source: "FlashAttention-2", algorithm 2, with a kernel for dQ in place of its atomic sums.
+// attention_backward_dq_kernel: dQ and D, for 16-bit types.
+// dqkv, qkv (B,T,3,NH,HS), dout, out (B,T,NH,HS), drow, lse (B,NH,T); c as in chapter 26.
+// grid (NH, B, ceil(T / BM)), BM = 16 MT WARPS queries, last rows first; block 32 WARPS; dynamic
+// shared memory 4 HD (BM + 2 BN) bytes: Q, dO, and K and V twice.
+// stages: 1 start the copies of Q, dO and of the first K, V   2 D of the warp's rows
+//   3 wait for a tile, start the next   4 S = Q K^T, dP = dO V^T   5 mask, P, dS
+//   6 dQ += dS K   7 write dQ
+// numerics: fp32 but dS, rounded to E for stage 6. bf16: dQ 3.3e-3, D (of the rounded out) 2.3e-3.
+template <class E, int HD, int WARPS, int MT, int BN>
+__global__ void __launch_bounds__(WARPS *WARP)
+    attention_backward_dq_kernel(E *dqkv, float *drow, const E *dout, const E *qkv, const E *out,
+                                 const float *lse, int T, int NH, int HS) {
+    DYN_SHARED(E, tile_q);
+    constexpr int BM = 16 * MT * WARPS;
+    E *tile_do = tile_q + BM * HD, *tile_k = tile_do + BM * HD, *tile_v = tile_k + 2 * BN * HD;
+    const int head = blockIdx.x, batch = blockIdx.y, lane = threadIdx.x % WARP;
+    const int row0 = (int)(gridDim.z - 1 - blockIdx.z) * BM;
+    const int warp_row = (int)threadIdx.x / WARP * 16 * MT, first = row0 + warp_row;
+    const float c = LOG2_E / sqrtf((float)HS), scale = 1.0f / sqrtf((float)HS);
+    const size_t C = (size_t)NH * HS, stride = 3 * C;
+    const size_t q_at = (size_t)batch * T * stride + (size_t)head * HS;
+    const size_t o_at = (size_t)batch * T * C + (size_t)head * HS;
+    const size_t stat_at = ((size_t)batch * NH + head) * T;
+    const E *k = qkv + q_at + C, *v = k + C;
+
+    auto load_keys = [&](int j) {
+        tile_load<HD, BN, WARPS>(tile_k + j % 2 * BN * HD, k, stride, j * BN, T, HS);
+        tile_load<HD, BN, WARPS>(tile_v + j % 2 * BN * HD, v, stride, j * BN, T, HS);
+        cp_async_commit();
+    };
+
+    // 1. Q, dO and the first keys and values set out.
+    tile_load<HD, BM, WARPS>(tile_q, qkv + q_at, stride, row0, T, HS);
+    tile_load<HD, BM, WARPS>(tile_do, dout + o_at, C, row0, T, HS);
+    load_keys(0);
+
+    // 2. The four lanes that will hold a row of scores share its D: pieces t, t + 4, ... each.
+    float dq[MT][HD / 8][4] = {}, d[2 * MT] = {}, lse2[2 * MT];
+    UNROLL
+    for (int r = 0; r < 2 * MT; r++) {
+        const int row = first + 8 * r + lane / 4;
+        for (int piece = lane % 4; piece < HS / 8 && row < T; piece += 4) {
+            const size_t at = o_at + row * C + 8 * piece;
+            const Pack<E> a = pack_load(out + at), b = pack_load(dout + at);
+            UNROLL
+            for (int x = 0; x < 8; x++) {
+                d[r] = fmaf(to_float(a.x[x]), to_float(b.x[x]), d[r]);
+            }
+        }
+        d[r] += __shfl_xor_sync(ALL_LANES, d[r], 1);
+        d[r] += __shfl_xor_sync(ALL_LANES, d[r], 2);
+        lse2[r] = row < T ? lse[stat_at + row] : INFINITY;
+        if (lane % 4 == 0 && row < T) {
+            drow[stat_at + row] = d[r];
+        }
+    }
+
+    const int tiles = ceil_div(min(row0 + BM, T), BN);
+    for (int j = 0; j < tiles; j++) {
+        // 3. The barrier publishes every thread's copies of tile j (and of Q, dO), and says that
+        //    all warps are done with tile j - 1, whose place tile j + 1 takes.
+        cp_async_wait<0>();
+        __syncthreads();
+        if (j + 1 < tiles) {
+            load_keys(j + 1);
+        }
+        if (j * BN >= first + 16 * MT || first >= T) {
+            continue;  // nothing here for this warp's rows
+        }
+
+        // 4. Scores, and the gradient of P.
+        float s[MT][BN / 8][4] = {}, dp[MT][BN / 8][4] = {};
+        warp_mul_abt<HD>(s, tile_q, warp_row, tile_k + j % 2 * BN * HD);
+        warp_mul_abt<HD>(dp, tile_do, warp_row, tile_v + j % 2 * BN * HD);
+
+        // 5. dS takes the place of S.
+        if ((j + 1) * BN > first + 1) {
+            mask_future(s, first, j * BN, false);
+        }
+        each_element<MT, BN / 8>([&](int i, int n, int e) {
+            const float p = ex2_approx(fmaf(s[i][n][e], c, -lse2[2 * i + e / 2]));
+            s[i][n][e] = p * (dp[i][n][e] - d[2 * i + e / 2]);
+        });
+
+        // 6. dS, rounded, times K.
+        warp_mul_add<HD>(dq, s, tile_k + j % 2 * BN * HD);
+    }
+
+    // 7. Rows of Q in shared memory are this warp's alone: they serve for the way out.
+    warp_store_rows<HD>(dqkv + q_at, stride, first, T, HS, tile_q, warp_row, scale, dq);
+}
+
+// attention_backward_dkv_kernel: dK and dV, for 16-bit types; arguments as for the dQ kernel.
+// grid (NH, B, ceil(T / BN)), BN = 16 MT WARPS keys, first (longest) rows first; block 32 WARPS;
+// dynamic shared memory 4 HD (BN + 2 BM) + 256 WARPS bytes: K, V, and Q, dO, LSE2 and D twice.
+// stages: 1 start the copies of K, V and of the first Q, dO, LSE2, D   2 wait for a tile, start the
+//   next   3 S^T = K Q^T   4 mask, P^T   5 dP^T = V dO^T, dS^T   6 dV += P^T dO   7 dK += dS^T Q
+//   8 hand over the next LSE2 and D   9 write dK and dV
+// numerics: fp32 but P and dS, rounded to E for stages 6 and 7. bf16: dK 3.1e-3, dV 2.4e-3.
+template <class E, int HD, int WARPS, int MT, int BM>
+__global__ void __launch_bounds__(WARPS *WARP)
+    attention_backward_dkv_kernel(E *dqkv, const float *drow, const E *dout, const E *qkv,
+                                  const float *lse, int T, int NH, int HS) {
+    DYN_SHARED(E, tile_k);
+    constexpr int BN = 16 * MT * WARPS;
+    static_assert(2 * BM <= WARPS * WARP, "a thread carries one row statistic");
+    E *tile_v = tile_k + BN * HD, *tile_q = tile_v + BN * HD, *tile_do = tile_q + 2 * BM * HD;
+    float *stats = (float *)(tile_do + 2 * BM * HD);  // (2 stages, threads)
+    const int head = blockIdx.x, batch = blockIdx.y, lane = threadIdx.x % WARP;
+    const int row0 = (int)blockIdx.z * BN;
+    const int warp_row = (int)threadIdx.x / WARP * 16 * MT, first = row0 + warp_row;
+    const float c = LOG2_E / sqrtf((float)HS), scale = 1.0f / sqrtf((float)HS);
+    const size_t C = (size_t)NH * HS, stride = 3 * C;
+    const size_t q_at = (size_t)batch * T * stride + (size_t)head * HS;
+    const E *q = qkv + q_at, *d_o = dout + (size_t)batch * T * C + (size_t)head * HS;
+
+    auto load_queries = [&](int j) {
+        tile_load<HD, BM, WARPS>(tile_q + j % 2 * BM * HD, q, stride, j * BM, T, HS);
+        tile_load<HD, BM, WARPS>(tile_do + j % 2 * BM * HD, d_o, C, j * BM, T, HS);
+        cp_async_commit();
+    };
+    // Threads 0 .. BM - 1 carry LSE2 of a tile's queries, all others D (only BM of them matter).
+    const float *stat = ((int)threadIdx.x < BM ? lse : drow) + ((size_t)batch * NH + head) * T;
+    auto load_stat = [&](int j) {
+        const int query = j * BM + (int)threadIdx.x % BM;
+        return query < T ? stat[query] : (int)threadIdx.x < BM ? INFINITY : 0.0f;
+    };
+
+    // 1. K, V and the tile of queries on the diagonal set out.
+    const int start = row0 / BM, end = ceil_div(T, BM);
+    tile_load<HD, BN, WARPS>(tile_k, q + C, stride, row0, T, HS);
+    tile_load<HD, BN, WARPS>(tile_v, q + 2 * C, stride, row0, T, HS);
+    load_queries(start);
+    stats[start % 2 * WARPS * WARP + threadIdx.x] = load_stat(start);
+
+    float dk[MT][HD / 8][4] = {}, dv[MT][HD / 8][4] = {};
+    for (int j = start; j < end; j++) {
+        // 2. The barrier publishes every thread's copies and statistics of tile j (and K, V), and
+        //    says that all warps are done with tile j - 1, whose place tile j + 1 takes.
+        cp_async_wait<0>();
+        __syncthreads();
+        if (j + 1 < end) {
+            load_queries(j + 1);
+        }
+        const float next_stat = load_stat(j + 1);
+        const int now = j % 2 * BM * HD;
+
+        if ((j + 1) * BM > first && first < T) {  // else: all queries before the keys
+            // 3. Scores, a row per key.
+            float s[MT][BM / 8][4] = {}, dp[MT][BM / 8][4] = {};
+            warp_mul_abt<HD>(s, tile_k, warp_row, tile_q + now);
+
+            // 4. P takes the place of S.
+            if (j * BM < first + 16 * MT - 1) {
+                mask_future(s, j * BM, first, true);
+            }
+            const float *lse2 = stats + j % 2 * WARPS * WARP + lane % 4 * 2, *d = lse2 + BM;
+            each_element<MT, BM / 8>([&](int i, int n, int e) {
+                s[i][n][e] = ex2_approx(fmaf(s[i][n][e], c, -lse2[8 * n + e % 2]));
+            });
+
+            // 5. dS takes the place of dP.
+            warp_mul_abt<HD>(dp, tile_v, warp_row, tile_do + now);
+            each_element<MT, BM / 8>([&](int i, int n, int e) {
+                dp[i][n][e] = s[i][n][e] * (dp[i][n][e] - d[8 * n + e % 2]);
+            });
+
+            // 6. P, rounded, times dO (right after P, this would make ptxas spill on sm_80).
+            // 7. dS, rounded, times Q.
+            warp_mul_add<HD>(dv, s, tile_do + now);
+            warp_mul_add<HD>(dk, dp, tile_q + now);
+        }
+
+        // 8. Tile j - 1's statistics were last read before this round's barrier.
+        stats[(j + 1) % 2 * WARPS * WARP + threadIdx.x] = next_stat;
+    }
+
+    // 9. Rows of K and V in shared memory are this warp's alone: they serve for the way out.
+    dqkv += q_at + C;
+    warp_store_rows<HD>(dqkv, stride, first, T, HS, tile_k, warp_row, scale, dk);
+    warp_store_rows<HD>(dqkv + C, stride, first, T, HS, tile_v, warp_row, 1.0f, dv);
+}
+
+// attention_backward_rows_kernel: the same in fp32, any HS; first launched for dQ and D, a warp per
+// query, then with `keys` for dK and dV, a warp per key. The warp's own row is a pair (a, b), (q,
+// dO) or (k, v), the far rows are pairs of the other kind, and in both cases
+//   p = 2^(c a.far_a - LSE2),  ds = p (b.far_b - D),  da = scale sum ds far_a,  db = sum p far_b.
+// grid (NH, B, ceil(T / ROW_WARPS)), block 32 ROW_WARPS; dynamic shared memory
+// ROW_WARPS (2 HS + 64) floats: da, db, p and ds of each warp.
+// numerics: fp32 with exp2f; dQ, dK, dV within 7e-7, more where |LSE2| is large (its ulp, as 2^x).
+__global__ void __launch_bounds__(ROW_WARPS *WARP)
+    attention_backward_rows_kernel(float *dqkv, float *drow, const float *dout, const float *qkv,
+                                   const float *out, const float *lse, int T, int NH, int HS,
+                                   bool keys) {
+    DYN_SHARED(float, shared);
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const int t = (int)blockIdx.z * ROW_WARPS + warp;
+    if (t >= T) {
+        return;  // a whole warp leaves, and no block barrier follows
+    }
+    float *da = shared + warp * (2 * HS + 2 * WARP), *db = da + HS, *p = db + HS, *ds = p + WARP;
+    const float c = LOG2_E / sqrtf((float)HS), scale = 1.0f / sqrtf((float)HS);
+    const size_t C = (size_t)NH * HS, stride = 3 * C, at = (size_t)blockIdx.x * HS;
+    const size_t head = (size_t)blockIdx.y * NH + blockIdx.x, row0 = (size_t)blockIdx.y * T;
+    const float *q = qkv + row0 * stride + at, *d_o = dout + row0 * C + at;
+    const float *a = q + t * stride + (keys ? C : 0), *b = keys ? a + C : d_o + t * C;
+    const size_t far_stride = keys ? C : stride;  // of far_b; far_a's is `stride`
+    const float *far_a = keys ? q + t * stride : q + C, *far_b = keys ? d_o + t * C : q + 2 * C;
+    const float d = keys ? 0.0f : row_dot(b, out + (row0 + t) * C + at, HS);
+    if (!keys && lane == 0) {
+        drow[head * T + t] = d;
+    }
+    const int start = keys ? t : 0, end = keys ? T : t + 1;
+    for (int j0 = start; j0 < end; j0 += WARP, far_a += WARP * stride, far_b += WARP * far_stride) {
+        const int count = min(WARP, end - j0), query = keys ? j0 + lane : t;
+        __syncwarp();  // p and ds of the last round are read by all
+        if (lane < count) {
+            const float s = row_dot(a, far_a + lane * stride, HS);
+            const float dp = row_dot(b, far_b + lane * far_stride, HS);
+            p[lane] = exp2f(fmaf(s, c, -lse[head * T + query]));
+            ds[lane] = p[lane] * (dp - (keys ? drow[head * T + query] : d));
+        }
+        __syncwarp();  // p and ds are whole
+        for (int i = lane; i < HS; i += WARP) {
+            float sum_a = j0 == start ? 0.0f : da[i], sum_b = j0 == start ? 0.0f : db[i];
+            for (int r = 0; r < count; r++) {
+                sum_a = fmaf(ds[r], far_a[r * stride + i], sum_a);
+                sum_b = fmaf(p[r], far_b[r * far_stride + i], sum_b);
+            }
+            da[i] = sum_a;
+            db[i] = sum_b;
+        }
+    }
+    float *to = dqkv + (row0 + t) * stride + at + (keys ? C : 0);
+    for (int i = lane; i < HS; i += WARP) {
+        to[i] = da[i] * scale;
+        if (keys) {
+            to[C + i] = db[i];
+        }
+    }
+}
+
+// gpu_attention_backward: dqkv (B,T,3,NH,HS), overwritten, from dout (B,T,C) and what the forward
+// pass read and left: qkv, out (B,T,C) and lse (B,NH,T). drow (B,NH,T) is scratch. HD as there.
+template <class E, int HD = 64>
+static void gpu_attention_backward(E *dqkv, float *drow, const E *dout, const E *qkv, const E *out,
+                                   const float *lse, int B, int T, int C, int NH,
+                                   cudaStream_t stream) {
+    check_attention<E>(qkv, out, B, T, C, NH);
+    check_attention<E>(dqkv, dout, B, T, C, NH);
+    const int HS = C / NH;
+    if constexpr (std::is_same_v<E, float>) {
+        const size_t bytes = ROW_WARPS * (2 * HS + 2 * WARP) * sizeof(float);
+        for (int keys = 0; keys < 2; keys++) {
+            launch(attention_backward_rows_kernel, dim3(NH, B, ceil_div(T, ROW_WARPS)),
+                   ROW_WARPS * WARP, bytes, stream, dqkv, drow, dout, qkv, out, lse, T, NH, HS,
+                   keys == 1);
+        }
+    } else if (HS > HD) {
+        gpu_attention_backward<E, 128>(dqkv, drow, dout, qkv, out, lse, B, T, C, NH, stream);
+    } else {
+        using A = AttentionTiles<HD>;
+        auto *dq_kernel = attention_backward_dq_kernel<E, HD, A::WARPS, A::MT, A::DQ_ROWS>;
+        auto *dkv_kernel = attention_backward_dkv_kernel<E, HD, A::WARPS, A::MT, A::DKV_ROWS>;
+        const int dq_bytes = 2 * (int)sizeof(E) * HD * (A::OWN_ROWS + 2 * A::DQ_ROWS);
+        const int dkv_bytes = 2 * (int)sizeof(E) * HD * (A::OWN_ROWS + 2 * A::DKV_ROWS) +
+                              2 * (int)sizeof(float) * A::WARPS * WARP;
+        const auto limit = cudaFuncAttributeMaxDynamicSharedMemorySize;
+        cuda_check(cudaFuncSetAttribute(dq_kernel, limit, dq_bytes));
+        cuda_check(cudaFuncSetAttribute(dkv_kernel, limit, dkv_bytes));
+        const dim3 grid(NH, B, ceil_div(T, A::OWN_ROWS));
+        launch(dq_kernel, grid, A::WARPS * WARP, dq_bytes, stream, dqkv, drow, dout, qkv, out, lse,
+               T, NH, HS);
+        launch(dkv_kernel, grid, A::WARPS * WARP, dkv_bytes, stream, dqkv, drow, dout, qkv, lse, T,
+               NH, HS);
+    }
+}
+
+// -------------------------------------------------------------------------------------------------
+// 28. Classifier
+// Softmax, cross-entropy and their gradient for a chunk of rows of logits, in place: a row is read
+// from memory once, held in registers and written once. The logits of a whole batch never exist at
+// one time.
+
+constexpr int CLASSIFIER_VOCABULARY = 65536;  // most columns: tokens are 16 bits on disk
+
+// For each row i of logits (rows,Vp) of E, of which the columns from V on are padding of any value:
+//   losses[i] = log(sum over v < V of exp(logits[v])) - logits[targets[i]], fp32; with BACKWARD
+//   logits become (softmax(logits) - onehot(targets[i])) * dloss, and zero in the padding.
+// One block a row, of as few warps as hold the row in registers: 25 for 50304 columns, one up to
+// 2048; the fp32 instance, for checking, spills. Numerics: maximum subtracted, sum in fp32.
+// Measured on the CPU layer, V 5..65536, of the norm: losses 1.2e-7; dlogits 8e-8 in fp32, what
+// rounding them loses in bf16.
+template <class E, bool BACKWARD>
+__global__ void __launch_bounds__(BLOCK_MAX, 1)
+    classifier_kernel(float *losses, E *logits, const int *targets, float dloss, int V, int Vp) {
+    constexpr int size = Pack<E>::size, packs = CLASSIFIER_VOCABULARY / (BLOCK_MAX * size);
+    E *row = logits + (size_t)blockIdx.x * Vp;
+    int target = targets[blockIdx.x];
+    // 1. the row to registers
+    Pack<E> x[packs];
+    UNROLL
+    for (int k = 0; k < packs; k++) {
+        int c = (k * blockDim.x + threadIdx.x) * size;
+        if (c < Vp) {
+            x[k] = pack_load(row + c);
+        }
+    }
+    // 2. the maximum; padding becomes minus infinity, whose exponential and gradient are zero
+    float maximum = -INFINITY;
+    UNROLL
+    for (int k = 0; k < packs; k++) {
+        int c = (k * blockDim.x + threadIdx.x) * size;
+        if (c < Vp) {
+            for (int i = 0; i < size; i++) {
+                if (c + i >= V) {
+                    x[k].x[i] = from_float<E>(-INFINITY);
+                }
+                maximum = fmaxf(maximum, to_float(x[k].x[i]));
+            }
+            pack_forget(x[k]);
+        }
+    }
+    maximum = row_max(maximum);
+    // 3. the sum of exponentials
+    float sum = 0.0f;
+    UNROLL
+    for (int k = 0; k < packs; k++) {
+        if ((int)(k * blockDim.x + threadIdx.x) * size < Vp) {
+            for (int i = 0; i < size; i++) {
+                sum += fast_exp<E>(to_float(x[k].x[i]) - maximum);
+            }
+            pack_forget(x[k]);
+        }
+    }
+    sum = row_sum(sum);
+    // 4. the loss, by the thread that holds the target's logit, and the gradient
+    float scale = dloss / sum, target_logit = 0.0f;
+    UNROLL
+    for (int k = 0; k < packs; k++) {
+        int c = (k * blockDim.x + threadIdx.x) * size;
+        if (c < Vp && (BACKWARD || target / size == c / size)) {
+            float gradient[size];
+            for (int i = 0; i < size; i++) {
+                float logit = to_float(x[k].x[i]);
+                target_logit = c + i == target ? logit : target_logit;
+                gradient[i] = fast_exp<E>(logit - maximum) * scale;
+                gradient[i] -= c + i == target ? dloss : 0.0f;
+            }
+            if (BACKWARD) {
+                vector_store(row + c, gradient);
+            }
+        }
+    }
+    if (target / size % blockDim.x == threadIdx.x) {
+        losses[blockIdx.x] = logf(sum) + maximum - target_logit;
+    }
+}
+
+// losses (rows) fp32; logits (rows,Vp) of E, with `backward` replaced by their gradient;
+// targets (rows) in 0 .. V-1.
+template <class E>
+static void gpu_classifier(float *losses, E *logits, const int *targets, float dloss, int rows,
+                           int V, int Vp, bool backward, cudaStream_t stream) {
+    constexpr int size = Pack<E>::size, packs = CLASSIFIER_VOCABULARY / (BLOCK_MAX * size);
+    check(V <= Vp && Vp <= CLASSIFIER_VOCABULARY && Vp % size == 0 && is_aligned_16(logits),
+          "a row of logits is a multiple of 16 bytes and has at most 65536 columns");
+    int threads = ceil_div(Vp, packs * size * WARP) * WARP;
+    auto kernel = backward ? classifier_kernel<E, true> : classifier_kernel<E, false>;
+    launch(kernel, rows, threads, 0, stream, losses, logits, targets, dloss, V, Vp);
+}
+
+// -------------------------------------------------------------------------------------------------
+// 29. AdamW and gradient norm
+// One table of ranges says where each tensor's parameters and gradients lie; a launch handles the
+// whole table. 1. Norm, clip factor and the decision to skip stay in device memory: no step waits
+// for the host. 2. AdamW is fp32 arithmetic without fused multiply-adds, so the split master gives
+// the very bits of an fp32 AdamW on the CPU. 3. Where a state is kept in 16 bits alone it is
+// rounded stochastically, with random numbers keyed by (seed, step, tensor, index in the tensor),
+// whatever part of the tensor this rank owns.
+
+constexpr int UPDATE_THREADS = 256;
+constexpr int UPDATE_CHUNK = 8192;  // elements of a range that one block handles
+constexpr int NORM_BLOCKS = 1024;   // most partial sums of the norm
+constexpr uint32_t ROUND_MOMENT1 = 16, ROUND_MOMENT2 = 32;  // added to the stream of the weights
+
+// A tensor, or this rank's part of it. Offsets and count in elements, all multiples of 8.
+struct ParamRange {
+    size_t param;  // in the parameters, the master's low halves and the moments
+    size_t grad;   // in the two-dimensional gradients, or in the fp32 one-dimensional ones
+    size_t index;  // of its first element within the whole tensor: the random numbers' counter
+    size_t count;
+    uint32_t stream;      // random stream of the tensor's weights
+    int two_dimensional;  // decayed, and its gradient is of type G
+    int first_chunk;      // chunks before it, filled by param_ranges_chunk
+};
+
+// Device memory that outlives the step.
+struct UpdateState {
+    float square_sum;  // of all gradients
+    float norm;
+    float scale;       // factor on the gradients: clip / norm, at most 1
+    uint32_t skip;     // 1: this step's update does not happen
+    uint32_t skipped;  // updates skipped so far
+};
+
+// Numbers the chunks and returns how many there are.
+static int param_ranges_chunk(ParamRange *ranges, int count) {
+    int chunks = 0;
+    for (int i = 0; i < count; i++) {
+        check((ranges[i].param | ranges[i].grad | ranges[i].index | ranges[i].count) % 8 == 0,
+              "a range starts and ends at a multiple of eight elements");
+        ranges[i].first_chunk = chunks;
+        chunks += (int)((ranges[i].count + UPDATE_CHUNK - 1) / UPDATE_CHUNK);
+    }
+    return chunks;
+}
+
+// The range that holds a chunk: the last whose first chunk is not beyond it.
+__device__ inline ParamRange param_range_find(const ParamRange *ranges, int count, int chunk) {
+    int low = 0, high = count - 1;
+    while (low < high) {
+        int middle = (low + high + 1) / 2;
+        if (ranges[middle].first_chunk <= chunk) {
+            low = middle;
+        } else {
+            high = middle - 1;
+        }
+    }
+    return ranges[low];
+}
+
+// This thread's share of the sum of squares of grads[begin .. end).
+template <class T> __device__ inline float square_sum(const T *grads, size_t begin, size_t end) {
+    constexpr int size = Pack<T>::size;
+    float sum = 0.0f;
+    for (size_t i = begin + threadIdx.x * size; i < end; i += blockDim.x * size) {
+        float g[size];
+        vector_load(g, grads + i);
+        for (int k = 0; k < size; k++) {
+            sum += g[k] * g[k];
+        }
+    }
+    return sum;
+}
+
+// partials[block] = sum of squares of the chunks block, block + gridDim.x, ...
+//   grads_2d of G, grads_1d and partials (gridDim.x) fp32.
+template <class G>
+__global__ void grad_square_sum_kernel(float *partials, const G *grads_2d, const float *grads_1d,
+                                       const ParamRange *ranges, int range_count, int chunks) {
+    float sum = 0.0f;
+    for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
+        ParamRange range = param_range_find(ranges, range_count, chunk);
+        size_t begin = (size_t)(chunk - range.first_chunk) * UPDATE_CHUNK;
+        size_t end = begin + UPDATE_CHUNK < range.count ? begin + UPDATE_CHUNK : range.count;
+        sum += range.two_dimensional ? square_sum(grads_2d + range.grad, begin, end)
+                                     : square_sum(grads_1d + range.grad, begin, end);
+    }
+    sum = row_sum(sum);
+    if (threadIdx.x == 0) {
+        partials[blockIdx.x] = sum;
+    }
+}
+
+// state->square_sum = the partial sums (parts), added in a fixed order by one block.
+static __global__ void grad_square_sum_finish_kernel(UpdateState *state, const float *partials,
+                                                     int parts) {
+    float sum = 0.0f;
+    for (int part = threadIdx.x; part < parts; part += blockDim.x) {
+        sum += partials[part];
+    }
+    sum = row_sum(sum);
+    if (threadIdx.x == 0) {
+        state->square_sum = sum;
+    }
+}
+
+// From the sum of squares (of all ranks, by now) to what AdamW does with it.
+static __global__ void update_decide_kernel(UpdateState *state, float clip, float skip_above) {
+    float norm = sqrtf(state->square_sum);
+    bool skip = !(norm <= skip_above) || isinf(norm);  // a NaN is skipped too
+    state->norm = norm;
+    state->scale = clip > 0.0f && norm > clip ? clip / norm : 1.0f;
+    state->skip = skip;
+    state->skipped += skip;
+}
+
+// Scratch of gpu_grad_square_sum.
+static size_t gpu_grad_square_sum_bytes(void) { return NORM_BLOCKS * sizeof(float); }
+
+// state->square_sum = sum of squares of all gradients in the table (ranges: device; chunks: see
+// param_ranges_chunk). Measured on the CPU layer, 1e5 elements: the norm's relative error is 9e-8.
+template <class G>
+static void gpu_grad_square_sum(UpdateState *state, float *scratch, const G *grads_2d,
+                                const float *grads_1d, const ParamRange *ranges, int range_count,
+                                int chunks, cudaStream_t stream) {
+    int parts = chunks < NORM_BLOCKS ? chunks : NORM_BLOCKS;
+    launch(grad_square_sum_kernel<G>, parts, UPDATE_THREADS, 0, stream, scratch, grads_2d, grads_1d,
+           ranges, range_count, chunks);
+    launch(grad_square_sum_finish_kernel, 1, parts < 256 ? ceil_div(parts, WARP) * WARP : 256, 0,
+           stream, state, scratch, parts);
+}
+
+// Norm, clip factor (clip 0: none), and skip: not finite, or above skip_above (INFINITY: no limit).
+static void gpu_update_decide(UpdateState *state, float clip, float skip_above,
+                              cudaStream_t stream) {
+    launch(update_decide_kernel, 1, 1, 0, stream, state, clip, skip_above);
+}
+
+// One parameter's step, operation by operation as chapter 12 has it.
+__device__ inline void adamw_element(float *p, float *m, float *v, float g, float weight_decay,
+                                     const AdamW &adamw) {
+    *m = adamw.beta1 * *m + (1.0f - adamw.beta1) * g;
+    *v = adamw.beta2 * *v + (1.0f - adamw.beta2) * (g * g);
+    float root = sqrtf(*v / adamw.correction2);
+    *p -= adamw.lr * (*m / adamw.correction1 / (root + adamw.eps) + weight_decay * *p);
+}
+
+// x, a fraction f of the way from one bf16 number up to the next, becomes the next with probability
+// f; random: 16 bits.
+__device__ inline __nv_bfloat16 bf16_round_stochastic(float x, uint32_t random) {
+    uint32_t bits = __float_as_uint(x);
+    if ((bits & 0x7f800000u) == 0x7f800000u) {
+        return from_float<__nv_bfloat16>(x);  // infinities and NaN have no neighbours to round to
+    }
+    return __ushort_as_bfloat16((unsigned short)((bits + random) >> 16));
+}
+
+// What keys the random numbers of a step.
+struct UpdateRandom {
+    uint64_t seed;
+    uint32_t step;
+};
+
+// Elements index .. index + n - 1 of a tensor to `address`: exactly in fp32, rounded stochastically
+// in bf16.
+template <class T, int n>
+__device__ inline void state_store(T *address, const float (&x)[n], UpdateRandom key, size_t index,
+                                   uint32_t stream) {
+    if constexpr (sizeof(T) == 4) {
+        vector_store(address, x);
+    } else {
+        static_assert(n == 8, "one call of Philox gives the sixteen bits of eight elements");
+        uint32_t random[4];
+        philox4x32(random, key.seed, index / 8, key.step, stream);
+        Pack<T> pack;
+        for (int i = 0; i < n; i++) {
+            pack.x[i] = bf16_round_stochastic(x[i], random[i / 2] >> (i % 2 * 16) & 0xffff);
+        }
+        pack_store(address, pack);
+    }
+}
+
+// The split master: weight = (u + 0x8000) >> 16 and low = u & 0xffff give back u, an fp32's bits.
+template <int n>
+__device__ inline void split_load(float (&p)[n], const __nv_bfloat16 *params, const uint16_t *low) {
+    Pack<__nv_bfloat16> weight = pack_load(params);
+    Pack<uint16_t> rest = pack_load(low);
+    for (int i = 0; i < n; i++) {
+        uint32_t high = (uint32_t)__bfloat16_as_ushort(weight.x[i]) - (rest.x[i] >> 15);
+        p[i] = __uint_as_float(high << 16 | rest.x[i]);
+    }
+}
+
+template <int n>
+__device__ inline void split_store(__nv_bfloat16 *params, uint16_t *low, const float (&p)[n]) {
+    Pack<__nv_bfloat16> weight;
+    Pack<uint16_t> rest;
+    for (int i = 0; i < n; i++) {
+        uint32_t bits = __float_as_uint(p[i]);
+        weight.x[i] = __ushort_as_bfloat16((unsigned short)((bits + 0x8000u) >> 16));
+        rest.x[i] = (uint16_t)bits;
+    }
+    pack_store(params, weight);
+    pack_store(low, rest);
+}
+
+// AdamW on every range, a block for each chunk; nothing happens when state->skip is set.
+//   params of E; low 16 bits each, with SPLIT; moment1, moment2 of M, fp32, or bf16 if E is too;
+//   grads_2d of G and grads_1d fp32, to be multiplied by state->scale.
+// Bits: with SPLIT or fp32 parameters, and fp32 moments, those of adamw_element on the CPU. Bytes:
+// each array is read and written once.
+template <class E, class G, class M, bool SPLIT>
+__global__ void __launch_bounds__(UPDATE_THREADS)
+    adamw_kernel(E *params, uint16_t *low, M *moment1, M *moment2, const G *grads_2d,
+                 const float *grads_1d, const ParamRange *ranges, int range_count, AdamW adamw,
+                 UpdateRandom key, const UpdateState *state) {
+    constexpr int size = Pack<E>::size;
+    if (state->skip) {
+        return;
+    }
+    float scale = state->scale;
+    ParamRange range = param_range_find(ranges, range_count, blockIdx.x);
+    float weight_decay = range.two_dimensional ? adamw.weight_decay : 0.0f;
+    size_t begin = (size_t)(blockIdx.x - range.first_chunk) * UPDATE_CHUNK;
+    size_t end = begin + UPDATE_CHUNK < range.count ? begin + UPDATE_CHUNK : range.count;
+    for (size_t i = begin + threadIdx.x * size; i < end; i += UPDATE_THREADS * size) {
+        size_t at = range.param + i, index = range.index + i;
+        float p[size], m[size], v[size], g[size];
+        if constexpr (SPLIT) {
+            split_load(p, params + at, low + at);
+        } else {
+            vector_load(p, params + at);
+        }
+        vector_load(m, moment1 + at);
+        vector_load(v, moment2 + at);
+        if (range.two_dimensional) {
+            vector_load(g, grads_2d + range.grad + i);
+        } else {
+            vector_load(g, grads_1d + range.grad + i);
+        }
+        for (int k = 0; k < size; k++) {
+            adamw_element(&p[k], &m[k], &v[k], scale * g[k], weight_decay, adamw);
+        }
+        if constexpr (SPLIT) {
+            split_store(params + at, low + at, p);
+        } else {
+            state_store(params + at, p, key, index, range.stream);
+        }
+        state_store(moment1 + at, m, key, index, range.stream + ROUND_MOMENT1);
+        state_store(moment2 + at, v, key, index, range.stream + ROUND_MOMENT2);
+    }
+}
+
+// One AdamW step over the table (ranges: device); low is null without SPLIT.
+template <class E, class G, class M, bool SPLIT>
+static void gpu_adamw(E *params, uint16_t *low, M *moment1, M *moment2, const G *grads_2d,
+                      const float *grads_1d, const ParamRange *ranges, int range_count, int chunks,
+                      AdamW adamw, UpdateRandom key, const UpdateState *state,
+                      cudaStream_t stream) {
+    launch(adamw_kernel<E, G, M, SPLIT>, chunks, UPDATE_THREADS, 0, stream, params, low, moment1,
+           moment2, grads_2d, grads_1d, ranges, range_count, adamw, key, state);
+}
+
+// -------------------------------------------------------------------------------------------------
+// 30. The device arena
+// The plan's device rows are one cudaMalloc of exactly the planned bytes; its host rows one pinned
+// allocation. What the CUDA context and the libraries take is not planned but measured, and shown
+// apart. 1. Whether the plan fits is decided by the driver's free bytes before anything is
+// allocated.
+// 2. Test builds mark rows that die and come alive in stream order, so that lateness shows.
+
+struct DeviceMemory {
+    size_t total_bytes, free_bytes;  // as the driver reports them before the arena exists
+    size_t library_bytes;            // taken by libraries since, measured after the first warm step
+};
+
+static DeviceMemory device_memory;
+static char *arena_host;
+
+#if GPT2_POISON
+static cudaStream_t arena_stream;
+static void device_mark(void *memory, size_t bytes, int alive) {
+#if CUDA_CPU
+    alive ? emu_unpoison(memory, bytes, arena_stream) : emu_poison(memory, bytes, arena_stream);
+#endif
+    if (alive) {
+        cuda_check(cudaMemsetAsync(memory, 0xff, bytes, arena_stream));
+    }
+}
+#endif
+
+// Bytes that are free on this GPU. Ends the run where there is none.
+static size_t device_available(void) {
+    int driver = 0, count = 0;
+    if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) {
+        die("this machine has no NVIDIA driver: nothing here can run CUDA; train_gpt2 is the "
+            "program without "
+            "a GPU");
+    }
+    cuda_check(cudaGetDeviceCount(&count));
+    cuda_check(cudaMemGetInfo(&device_memory.free_bytes, &device_memory.total_bytes));
+    return device_memory.free_bytes;
+}
+
+static void arena_open(Plan *p, cudaStream_t stream) {
+    cuda_check(cudaMalloc((void **)&p->base, p->device_bytes));
+    cuda_check(cudaMallocHost((void **)&arena_host, p->host_bytes));
+#if GPT2_POISON
+    arena_stream = stream;
+    plan_mark = device_mark;
+    plan_mark(p->base, p->device_bytes, 0);
+#endif
+    plan_tick(p, 0);
+    cuda_check(cudaStreamSynchronize(stream));
+}
+
+// A copy between host and device in the order of `stream`, finished when the call returns.
+// (cudaMemcpy runs on the default stream, which our stream does not wait for.)
+static void copy_wait(void *to, const void *from, size_t bytes, cudaMemcpyKind kind,
+                      cudaStream_t stream) {
+    cuda_check(cudaMemcpyAsync(to, from, bytes, kind, stream));
+    cuda_check(cudaStreamSynchronize(stream));
+}
+
+static void arena_close(Plan *p) {
+#if GPT2_POISON
+    plan_mark(p->base, p->device_bytes, 1);
+    cuda_check(cudaStreamSynchronize(arena_stream));
+#endif
+    cuda_check(cudaFree(p->base));
+    cuda_check(cudaFreeHost(arena_host));
+    plan_free(p);
+}
+
+// -------------------------------------------------------------------------------------------------
+// 34. GPT-2 on the GPU
+// Volume I's network with kernels for layers, on the same plan, ticks and rows, all on one stream.
+// E is the element type of weights and activations, G of the gradients of matrices; statistics,
+// losses and the gradients of vectors are fp32. 1. A micro-step only queues work: the batch goes up
+// through two pinned slots, and the host waits for nothing but a slot it filled two micro-steps
+// ago. 2. The first micro-step writes the gradients of matrices instead of adding, so nothing is
+// cleared but vectors.
+// 3. The update reads norm, clip factor and skip from device memory; its one wait is for the loss.
+
+// Lives in ROW_STATE: what outlasts a step on the device.
+struct GpuState {
+    UpdateState update;
+    float loss_sum;  // of the step's micro-batches
+};
+static_assert(sizeof(GpuState) <= GPU_STATE_BYTES, "the plan's row holds the state");
+static_assert(sizeof(ParamRange) <= GPU_TENSOR_ROW_BYTES, "the plan's row holds the table");
+
+template <class E, class G> struct GpuNetwork {
+    Plan plan;
+    cudaStream_t stream;
+    int *pinned[2];           // two batches of 5 N + 1 ints: inputs, targets, sorted tokens
+    cudaEvent_t uploaded[2];  // the slot may be filled again
+    int slot;
+    int *counts;       // scratch of the token sort, V ints
+    GpuState *result;  // pinned: the state after a step
+    ParamRange *ranges;
+    int range_count, chunks;
+};
+
+// Rows by type. ROW_GRADS holds matrices alone, ROW_GRADS_1D vectors alone.
+template <class T, class E, class G> static T *gpu_single(const GpuNetwork<E, G> *net, int row) {
+    return (T *)plan_single(&net->plan, row);
+}
+
+template <class E, class G>
+static E *gpu_weight(const GpuNetwork<E, G> *net, int tensor, int layer) {
+    return gpu_single<E>(net, ROW_WEIGHTS) +
+           tensor_offset(&net->plan.settings.model, tensor, layer);
+}
+
+template <class E, class G>
+static G *gpu_dmatrix(const GpuNetwork<E, G> *net, int tensor, int layer) {
+    return gpu_single<G>(net, ROW_GRADS) +
+           subset_offset(&net->plan.settings.model, tensor, layer, MATRICES);
+}
+
+template <class E, class G>
+static float *gpu_dvector(const GpuNetwork<E, G> *net, int tensor, int layer) {
+    return gpu_single<float>(net, ROW_GRADS_1D) +
+           subset_offset(&net->plan.settings.model, tensor, layer, VECTORS);
+}
+
+// One forward stage of a block; as block_stage of chapter 11.
+template <class E, class G>
+static void gpu_block_stage(GpuNetwork<E, G> *net, int layer, int stage, int B, int T) {
+    const Plan *p = &net->plan;
+    const int C = p->settings.model.C, NH = p->settings.model.NH, N = B * T;
+    cudaStream_t stream = net->stream;
+#define ACT(name) ((E *)plan_act(p, ACT_##name, layer))
+#define STAT(name) ((float *)plan_act(p, ACT_##name, layer))
+#define WEIGHT(name) gpu_weight(net, name, layer)
+    switch (stage) {
+    case F_LN1:
+        gpu_layernorm_forward<E>(ACT(LN1), STAT(LN1_MEAN), STAT(LN1_RSTD), ACT(X), WEIGHT(LN1W),
+                                 WEIGHT(LN1B), N, C, stream);
+        break;
+    case F_QKV:
+        gpu_matmul_forward<E>(ACT(QKV), ACT(LN1), WEIGHT(QKVW), WEIGHT(QKVB), nullptr, N, C, 3 * C,
+                              stream);
+        break;
+    case F_ATT:
+        gpu_attention_forward<E>(ACT(ATT), STAT(LSE), ACT(QKV), B, T, C, NH, stream);
+        break;
+    case F_ATTPROJ:
+        gpu_matmul_forward<E>(ACT(RES2), ACT(ATT), WEIGHT(ATTPROJW), WEIGHT(ATTPROJB), ACT(X), N, C,
+                              C, stream);
+        break;
+    case F_LN2:
+        gpu_layernorm_forward<E>(ACT(LN2), STAT(LN2_MEAN), STAT(LN2_RSTD), ACT(RES2), WEIGHT(LN2W),
+                                 WEIGHT(LN2B), N, C, stream);
+        break;
+    case F_FC:
+        gpu_matmul_forward<E>(ACT(FCH), ACT(LN2), WEIGHT(FCW), WEIGHT(FCB), nullptr, N, C, 4 * C,
+                              stream);
+        break;
+    case F_GELU:
+        gpu_gelu_forward<E>(ACT(GELU), ACT(FCH), (size_t)N * 4 * C, stream);
+        break;
+    case F_FCPROJ:
+        gpu_matmul_forward<E>((E *)plan_act(p, ACT_X, layer + 1), ACT(GELU), WEIGHT(FCPROJW),
+                              WEIGHT(FCPROJB), ACT(RES2), N, 4 * C, C, stream);
+        break;
+    }
+}
+
+// Forward over B sequences of T tokens (device) to the last LayerNorm's output.
+template <class E, class G>
+static void gpu_network_forward(GpuNetwork<E, G> *net, const int *tokens, int B, int T) {
+    Plan *p = &net->plan;
+    const Model *m = &p->settings.model;
+    plan_tick(p, 0);
+    gpu_encoder_forward<E>((E *)plan_act(p, ACT_X, 0), tokens, gpu_weight(net, WTE, 0),
+                           gpu_weight(net, WPE, 0), B, T, m->C, net->stream);
+    for (int l = 0; l < m->L; l++) {
+        for (int stage = 0; stage < F_STAGES; stage++) {
+            plan_tick(p, tick_forward(l, stage));
+            gpu_block_stage(net, l, stage, B, T);
+        }
+    }
+    plan_tick(p, tick_lnf(m));
+    gpu_layernorm_forward<E>(gpu_single<E>(net, ROW_LNF), gpu_single<float>(net, ROW_LNF_MEAN),
+                             gpu_single<float>(net, ROW_LNF_RSTD), gpu_single<E>(net, ROW_XF),
+                             gpu_weight(net, LNFW, 0), gpu_weight(net, LNFB, 0), B * T, m->C,
+                             net->stream);
+}
+
+// The classifier over N rows in chunks; as network_classifier of chapter 11. `first`: dwte is
+// written, not added to, by the first chunk.
+template <class E, class G>
+static void gpu_network_classifier(GpuNetwork<E, G> *net, const int *targets, int N, float dloss,
+                                   bool backward, bool first) {
+    Plan *p = &net->plan;
+    const Model *m = &p->settings.model;
+    plan_tick(p, tick_head(m));
+    E *logits = gpu_single<E>(net, ROW_LOGITS);
+    const E *wte = gpu_weight(net, WTE, 0);
+    for (int row = 0; row < N; row += p->settings.logit_rows) {
+        int rows = (int)min_i64(p->settings.logit_rows, N - row);
+        E *lnf = gpu_single<E>(net, ROW_LNF) + (size_t)row * m->C;
+        gpu_matmul_forward<E>(logits, lnf, wte, nullptr, nullptr, rows, m->C, m->Vp, net->stream);
+        gpu_classifier<E>(gpu_single<float>(net, ROW_LOSSES) + row, logits, targets + row, dloss,
+                          rows, m->V, m->Vp, backward, net->stream);
+        if (backward) {
+            gpu_matmul_backward<E, G>(lnf, gpu_dmatrix(net, WTE, 0), nullptr, logits, lnf, wte,
+                                      nullptr, rows, m->C, m->Vp, first && row == 0, net->stream);
+        }
+    }
+}
+
+// Recomputes what block `layer` dropped, then differentiates it; as block_backward of chapter 11.
+template <class E, class G>
+static void gpu_block_backward(GpuNetwork<E, G> *net, int layer, bool first) {
+    Plan *p = &net->plan;
+    const Settings *s = &p->settings;
+    const Model *m = &s->model;
+    const int C = m->C, N = s->B * s->T;
+    cudaStream_t stream = net->stream;
+    for (int stage = 0; stage < B_FCPROJ; stage++) {
+        plan_tick(p, tick_backward(m, layer, stage));
+        if (plan_recomputes(s, stage_acts[stage], layer)) {
+            gpu_block_stage(net, layer, stage, s->B, s->T);
+        }
+    }
+#define GRAD(name) ((E *)plan_grad(p, GRAD_##name, layer))
+#define DMATRIX(name) gpu_dmatrix(net, name, layer)
+#define DVECTOR(name) gpu_dvector(net, name, layer)
+    E *dres = gpu_single<E>(net, ROW_DRES);
+    float *scratch = gpu_single<float>(net, ROW_PARTIALS);
+    plan_tick(p, tick_backward(m, layer, B_FCPROJ));
+    gpu_matmul_backward<E, G>(GRAD(MLP), DMATRIX(FCPROJW), DVECTOR(FCPROJB), dres, ACT(GELU),
+                              WEIGHT(FCPROJW), scratch, N, 4 * C, C, first, stream);
+    plan_tick(p, tick_backward(m, layer, B_GELU));
+    gpu_gelu_backward<E>(GRAD(MLP), DVECTOR(FCB), GRAD(MLP), ACT(FCH), scratch, N, 4 * C, stream);
+    plan_tick(p, tick_backward(m, layer, B_FC));
+    gpu_matmul_backward<E, G>(GRAD(LN2), DMATRIX(FCW), nullptr, GRAD(MLP), ACT(LN2), WEIGHT(FCW),
+                              scratch, N, C, 4 * C, first, stream);
+    plan_tick(p, tick_backward(m, layer, B_LN2));
+    gpu_layernorm_backward<E>(dres, DVECTOR(LN2W), DVECTOR(LN2B), GRAD(LN2), ACT(RES2),
+                              WEIGHT(LN2W), STAT(LN2_MEAN), STAT(LN2_RSTD), dres, scratch, N, C,
+                              stream);
+    plan_tick(p, tick_backward(m, layer, B_ATTPROJ));
+    gpu_matmul_backward<E, G>(GRAD(ATT), DMATRIX(ATTPROJW), DVECTOR(ATTPROJB), dres, ACT(ATT),
+                              WEIGHT(ATTPROJW), scratch, N, C, C, first, stream);
+    plan_tick(p, tick_backward(m, layer, B_ATT));
+    gpu_attention_backward<E>(GRAD(QKV), gpu_single<float>(net, ROW_ATT_D), GRAD(ATT), ACT(QKV),
+                              ACT(ATT), STAT(LSE), s->B, s->T, C, m->NH, stream);
+    plan_tick(p, tick_backward(m, layer, B_QKV));
+    gpu_matmul_backward<E, G>(GRAD(LN1), DMATRIX(QKVW), DVECTOR(QKVB), GRAD(QKV), ACT(LN1),
+                              WEIGHT(QKVW), scratch, N, C, 3 * C, first, stream);
+    plan_tick(p, tick_backward(m, layer, B_LN1));
+    gpu_layernorm_backward<E>(dres, DVECTOR(LN1W), DVECTOR(LN1B), GRAD(LN1), ACT(X), WEIGHT(LN1W),
+                              STAT(LN1_MEAN), STAT(LN1_RSTD), dres, scratch, N, C, stream);
+#undef ACT
+#undef STAT
+#undef WEIGHT
+#undef GRAD
+#undef DMATRIX
+#undef DVECTOR
+}
+
+// sum (first) = or += the sum of losses (N), in a fixed order. One block.
+static __global__ void loss_sum_kernel(float *sum, const float *losses, int N, bool first) {
+    float x = 0.0f;
+    for (int i = threadIdx.x; i < N; i += blockDim.x) {
+        x += losses[i];
+    }
+    x = row_sum(x);
+    if (threadIdx.x == 0) {
+        *sum = first ? x : *sum + x;
+    }
+}
+
+// Queues the upload of a batch (and, with `sort`, of its tokens sorted for the embedding's
+// backward) through the next pinned slot. Returns the device copy; *segments receives the distinct
+// tokens.
+template <class E, class G>
+static int *gpu_upload(GpuNetwork<E, G> *net, const Token *inputs, const Token *targets, bool sort,
+                       int *segments) {
+    const Settings *s = &net->plan.settings;
+    const int N = s->B * s->T;
+    int slot = net->slot ^= 1, *host = net->pinned[slot];
+    cuda_check(cudaEventSynchronize(net->uploaded[slot]));
+    memcpy(host, inputs, N * sizeof(int));
+    memcpy(host + N, targets, N * sizeof(int));
+    if (sort) {
+        *segments = encoder_sort(host + 2 * N, net->counts, inputs, N, s->model.V);
+    }
+    int *device = gpu_single<int>(net, ROW_BATCH);
+    cuda_check(cudaMemcpyAsync(device, host,
+                               (2 * N + (sort ? encoder_plan_ints(N) : 0)) * sizeof(int),
+                               cudaMemcpyHostToDevice, net->stream));
+    cuda_check(cudaEventRecord(net->uploaded[slot], net->stream));
+    return device;
+}
+
+// The engine's micro_step: forward, backward, gradients added up on the device.
+template <class E, class G>
+static void gpu_micro_step(Engine *e, const Token *inputs, const Token *targets, int micro,
+                           int micros) {
+    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
+    Plan *p = &net->plan;
+    const Model *m = &p->settings.model;
+    const int B = p->settings.B, T = p->settings.T, N = B * T;
+    const bool first = micro == 0;
+    int segments = 0;
+    plan_tick(p, 0);
+    int *batch = gpu_upload(net, inputs, targets, true, &segments);
+    if (first) {
+        cuda_check(cudaMemsetAsync(gpu_single<float>(net, ROW_GRADS_1D), 0,
+                                   p->rows[p->single[ROW_GRADS_1D]].bytes, net->stream));
+    }
+    gpu_network_forward(net, batch, B, T);
+    gpu_network_classifier(net, batch + N, N, (float)(1.0 / ((double)N * micros)), true, first);
+    launch(loss_sum_kernel, 1, 256, 0, net->stream, &gpu_single<GpuState>(net, ROW_STATE)->loss_sum,
+           gpu_single<float>(net, ROW_LOSSES), N, first);
+    plan_tick(p, tick_lnf_backward(m));
+    gpu_layernorm_backward<E>(
+        gpu_single<E>(net, ROW_DRES), gpu_dvector(net, LNFW, 0), gpu_dvector(net, LNFB, 0),
+        gpu_single<E>(net, ROW_LNF), gpu_single<E>(net, ROW_XF), gpu_weight(net, LNFW, 0),
+        gpu_single<float>(net, ROW_LNF_MEAN), gpu_single<float>(net, ROW_LNF_RSTD), nullptr,
+        gpu_single<float>(net, ROW_PARTIALS), N, m->C, net->stream);
+    for (int l = m->L - 1; l >= 0; l--) {
+        gpu_block_backward(net, l, first);
+    }
+    plan_tick(p, tick_embed_backward(m));
+    gpu_encoder_backward<E, G>(gpu_dmatrix(net, WTE, 0), gpu_dmatrix(net, WPE, 0),
+                               gpu_single<E>(net, ROW_DRES), batch + 2 * N, segments, B, T, m->C,
+                               m->maxT, first, net->stream);
+}
+
+// AdamW for the state types of this run; `updates` updates came before.
+template <class E, class G, class M, bool SPLIT>
+static void gpu_adamw_all(GpuNetwork<E, G> *net, const AdamW &adamw, const Options *o,
+                          int64_t updates) {
+    UpdateRandom key = {(uint64_t)o->seed, (uint32_t)updates};
+    gpu_adamw<E, G, M, SPLIT>(
+        gpu_single<E>(net, ROW_WEIGHTS), SPLIT ? gpu_single<uint16_t>(net, ROW_MASTER) : nullptr,
+        gpu_single<M>(net, ROW_M), gpu_single<M>(net, ROW_V), gpu_single<G>(net, ROW_GRADS),
+        gpu_single<float>(net, ROW_GRADS_1D), gpu_single<ParamRange>(net, ROW_TENSORS),
+        net->range_count, net->chunks, adamw, key, &gpu_single<GpuState>(net, ROW_STATE)->update,
+        net->stream);
+}
+
+template <class E, class G>
+static StepResult gpu_update(Engine *e, const Options *o, double lr, double limit,
+                             int64_t updates) {
+    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
+    Plan *p = &net->plan;
+    const Settings *s = &p->settings;
+    plan_tick(p, tick_update(&s->model));
+    GpuState *state = gpu_single<GpuState>(net, ROW_STATE);
+    gpu_grad_square_sum<G>(&state->update, gpu_single<float>(net, ROW_PARTIALS),
+                           gpu_single<G>(net, ROW_GRADS), gpu_single<float>(net, ROW_GRADS_1D),
+                           gpu_single<ParamRange>(net, ROW_TENSORS), net->range_count, net->chunks,
+                           net->stream);
+    gpu_update_decide(&state->update, (float)o->clip, (float)limit, net->stream);
+    AdamW adamw = adamw_at(o, lr, updates, 1);
+    if constexpr (sizeof(E) == 4) {
+        gpu_adamw_all<E, G, float, false>(net, adamw, o, updates);
+    } else if (s->split_master) {
+        s->moment_dtype == TYPE_FP32
+            ? gpu_adamw_all<E, G, float, true>(net, adamw, o, updates)
+            : gpu_adamw_all<E, G, __nv_bfloat16, true>(net, adamw, o, updates);
+    } else {
+        s->moment_dtype == TYPE_FP32
+            ? gpu_adamw_all<E, G, float, false>(net, adamw, o, updates)
+            : gpu_adamw_all<E, G, __nv_bfloat16, false>(net, adamw, o, updates);
+    }
+    cuda_check(
+        cudaMemcpyAsync(net->result, state, sizeof *state, cudaMemcpyDeviceToHost, net->stream));
+    cuda_check(cudaStreamSynchronize(net->stream));
+    StepResult result = {net->result->loss_sum / ((double)s->B * s->T), net->result->update.norm,
+                         (int)net->result->update.skip};
+    return result;
+}
+
+template <class E, class G>
+static double gpu_evaluate(Engine *e, const Token *inputs, const Token *targets) {
+    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
+    const Settings *s = &net->plan.settings;
+    const int N = s->B * s->T;
+    plan_tick(&net->plan, 0);
+    int *batch = gpu_upload(net, inputs, targets, false, nullptr);
+    gpu_network_forward(net, batch, s->B, s->T);
+    gpu_network_classifier(net, batch + N, N, 0.0f, false, false);
+    float *sum = &gpu_single<GpuState>(net, ROW_STATE)->loss_sum;
+    launch(loss_sum_kernel, 1, 256, 0, net->stream, sum, gpu_single<float>(net, ROW_LOSSES), N,
+           true);
+    cuda_check(cudaMemcpyAsync(&net->result->loss_sum, sum, sizeof(float), cudaMemcpyDeviceToHost,
+                               net->stream));
+    cuda_check(cudaStreamSynchronize(net->stream));
+    return net->result->loss_sum / (double)N;
+}
+
+// One sequence of always T tokens, so that no product has a new shape: what follows token n is
+// padding, which causal attention does not see.
+template <class E, class G>
+static void gpu_logits(Engine *e, real *out, const Token *tokens, int n) {
+    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
+    Plan *p = &net->plan;
+    const Model *m = &p->settings.model;
+    const int T = p->settings.T, N = p->settings.B * T;
+    Token *padded = (Token *)alloc_zero(2 * (size_t)N, sizeof(Token));
+    memcpy(padded, tokens, (size_t)n * sizeof(Token));
+    plan_tick(p, 0);
+    gpu_network_forward(net, gpu_upload(net, padded, padded + N, false, nullptr), 1, T);
+    free(padded);
+    plan_tick(p, tick_head(m));
+    E *logits = gpu_single<E>(net, ROW_LOGITS), *host = (E *)alloc_zero((size_t)m->V, sizeof(E));
+    gpu_matmul_forward<E>(logits, gpu_single<E>(net, ROW_LNF) + (size_t)(n - 1) * m->C,
+                          gpu_weight(net, WTE, 0), nullptr, nullptr, 1, m->C, m->Vp, net->stream);
+    copy_wait(host, logits, m->V * sizeof(E), cudaMemcpyDeviceToHost, net->stream);
+    for (int v = 0; v < m->V; v++) {
+        out[v] = to_float(host[v]);
+    }
+    free(host);
+}
+
+// `count` elements of T from device memory as real, or real into it, rounded to T.
+template <class T>
+static void state_download(real *out, const T *device, int64_t count, cudaStream_t stream) {
+    T *host = (T *)alloc_zero((size_t)count, sizeof(T));
+    copy_wait(host, device, count * sizeof(T), cudaMemcpyDeviceToHost, stream);
+    for (int64_t i = 0; i < count; i++) {
+        out[i] = to_float(host[i]);
+    }
+    free(host);
+}
+
+template <class T>
+static void state_upload(T *device, const real *values, int64_t count, cudaStream_t stream) {
+    T *host = (T *)alloc_zero((size_t)count, sizeof(T));
+    for (int64_t i = 0; i < count; i++) {
+        host[i] = from_float<T>((float)values[i]);
+    }
+    copy_wait(device, host, count * sizeof(T), cudaMemcpyHostToDevice, stream);
+    free(host);
+}
+
+// Weights with their master: the fp32 numbers whose halves the device keeps.
+static void master_download(real *out, const __nv_bfloat16 *weights, const uint16_t *low,
+                            int64_t count, cudaStream_t stream) {
+    uint16_t *high = (uint16_t *)alloc_zero(2 * (size_t)count, sizeof(uint16_t)),
+             *rest = high + count;
+    copy_wait(high, weights, count * 2, cudaMemcpyDeviceToHost, stream);
+    copy_wait(rest, low, count * 2, cudaMemcpyDeviceToHost, stream);
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t bits = ((uint32_t)high[i] - (rest[i] >> 15)) << 16 | rest[i];
+        float value;
+        memcpy(&value, &bits, 4);
+        out[i] = value;
+    }
+    free(high);
+}
+
+static void master_upload(__nv_bfloat16 *weights, uint16_t *low, const real *values, int64_t count,
+                          cudaStream_t stream) {
+    uint16_t *high = (uint16_t *)alloc_zero(2 * (size_t)count, sizeof(uint16_t)),
+             *rest = high + count;
+    for (int64_t i = 0; i < count; i++) {
+        float value = (float)values[i];
+        uint32_t bits;
+        memcpy(&bits, &value, 4);
+        high[i] = (uint16_t)((bits + 0x8000u) >> 16);
+        rest[i] = (uint16_t)bits;
+    }
+    copy_wait(weights, high, count * 2, cudaMemcpyHostToDevice, stream);
+    copy_wait(low, rest, count * 2, cudaMemcpyHostToDevice, stream);
+    free(high);
+}
+
+// Gradients [offset, offset + count) of the layout of all tensors, from their two rows.
+template <class E, class G>
+static void gpu_read_gradients(GpuNetwork<E, G> *net, int64_t offset, real *out, int64_t count) {
+    const Model *m = &net->plan.settings.model;
+    memset(out, 0, (size_t)count * sizeof(real));
+    for (int tensor = 0; tensor < TENSORS; tensor++) {
+        for (int l = 0; l < tensor_copies(m, tensor); l++) {
+            int64_t begin = tensor_offset(m, tensor, l);
+            int64_t low = max_i64(begin, offset);
+            int64_t high = min_i64(begin + tensor_size(m, tensor), offset + count);
+            if (low < high && tensor_is_matrix(tensor)) {
+                state_download(out + low - offset, gpu_dmatrix(net, tensor, l) + low - begin,
+                               high - low, net->stream);
+            } else if (low < high) {
+                state_download(out + low - offset, gpu_dvector(net, tensor, l) + low - begin,
+                               high - low, net->stream);
+            }
+        }
+    }
+}
+
+template <class E, class G>
+static void gpu_read(Engine *e, int state, int64_t offset, real *out, int64_t count) {
+    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
+    const Settings *s = &net->plan.settings;
+    if (state == STATE_GRADS) {
+        gpu_read_gradients(net, offset, out, count);
+    } else if (state == STATE_WEIGHTS && s->split_master) {
+        master_download(out, gpu_single<__nv_bfloat16>(net, ROW_WEIGHTS) + offset,
+                        gpu_single<uint16_t>(net, ROW_MASTER) + offset, count, net->stream);
+    } else if (state == STATE_WEIGHTS) {
+        state_download(out, gpu_single<E>(net, ROW_WEIGHTS) + offset, count, net->stream);
+    } else if (s->moment_dtype == TYPE_BF16) {
+        state_download(out,
+                       gpu_single<__nv_bfloat16>(net, state == STATE_M ? ROW_M : ROW_V) + offset,
+                       count, net->stream);
+    } else {
+        state_download(out, gpu_single<float>(net, state == STATE_M ? ROW_M : ROW_V) + offset,
+                       count, net->stream);
+    }
+}
+
+template <class E, class G>
+static void gpu_write(Engine *e, int state, int64_t offset, const real *values, int64_t count) {
+    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
+    const Settings *s = &net->plan.settings;
+    if (state == STATE_WEIGHTS && s->split_master) {
+        master_upload(gpu_single<__nv_bfloat16>(net, ROW_WEIGHTS) + offset,
+                      gpu_single<uint16_t>(net, ROW_MASTER) + offset, values, count, net->stream);
+    } else if (state == STATE_WEIGHTS) {
+        state_upload(gpu_single<E>(net, ROW_WEIGHTS) + offset, values, count, net->stream);
+    } else if (s->moment_dtype == TYPE_BF16) {
+        state_upload(gpu_single<__nv_bfloat16>(net, state == STATE_M ? ROW_M : ROW_V) + offset,
+                     values, count, net->stream);
+    } else {
+        state_upload(gpu_single<float>(net, state == STATE_M ? ROW_M : ROW_V) + offset, values,
+                     count, net->stream);
+    }
+}
+
+template <class E, class G> static void gpu_close(Engine *e) {
+    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
+    cuda_check(cudaStreamSynchronize(net->stream));
+    gpu_matmul_close();
+    for (int i = 0; i < 2; i++) {
+        cuda_check(cudaEventDestroy(net->uploaded[i]));
+    }
+    arena_close(&net->plan);
+    cuda_check(cudaStreamDestroy(net->stream));
+    free(net->counts);
+    free(net->ranges);
+    free(net);
+    e->self = nullptr;
+}
+
+// The table of tensors that norm and AdamW walk, on the host and in ROW_TENSORS.
+template <class E, class G> static void gpu_ranges_open(GpuNetwork<E, G> *net) {
+    const Model *m = &net->plan.settings.model;
+    int count = 0;
+    net->ranges = (ParamRange *)alloc_zero(TENSORS * (size_t)m->L, sizeof(ParamRange));
+    for (int tensor = 0; tensor < TENSORS; tensor++) {
+        for (int l = 0; l < tensor_copies(m, tensor); l++) {
+            bool matrix = tensor_is_matrix(tensor);
+            ParamRange *range = &net->ranges[count++];
+            range->param = (size_t)tensor_offset(m, tensor, l);
+            range->grad = (size_t)subset_offset(m, tensor, l, matrix ? MATRICES : VECTORS);
+            range->index = (size_t)(l * tensor_size(m, tensor));
+            range->count = (size_t)tensor_size(m, tensor);
+            range->stream = (uint32_t)(RNG_ROUND + tensor);
+            range->two_dimensional = matrix;
+        }
+    }
+    net->range_count = count;
+    net->chunks = param_ranges_chunk(net->ranges, count);
+    copy_wait(gpu_single<ParamRange>(net, ROW_TENSORS), net->ranges, count * sizeof(ParamRange),
+              cudaMemcpyHostToDevice, net->stream);
+}
+
+// One micro-step and one evaluation on zeros: every kernel is loaded and every product planned, so
+// that what the libraries take can be measured, and a failure comes before the run.
+template <class E, class G> static void gpu_warm_up(Engine *e) {
+    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
+    const Settings *s = &net->plan.settings;
+    size_t free_bytes, total_bytes;
+    Token *zeros = (Token *)alloc_zero(2 * (size_t)s->B * s->T, sizeof(Token));
+    cuda_check(cudaMemsetAsync(gpu_single<E>(net, ROW_WEIGHTS), 0,
+                               net->plan.rows[net->plan.single[ROW_WEIGHTS]].bytes, net->stream));
+    cuda_check(cudaMemsetAsync(gpu_single<char>(net, ROW_STATE), 0, GPU_STATE_BYTES, net->stream));
+    gpu_micro_step<E, G>(e, zeros, zeros, 0, 1);
+    gpu_evaluate<E, G>(e, zeros, zeros);
+    free(zeros);
+    cuda_check(cudaMemGetInfo(&free_bytes, &total_bytes));
+    size_t used = device_memory.free_bytes - free_bytes, arena = net->plan.device_bytes;
+    device_memory.library_bytes = used > arena ? used - arena : 0;
+}
+
+// Opens the plan of `s` on the current GPU.
+template <class E, class G> static void gpu_open(Engine *e, const Settings *s) {
+    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)alloc_zero(1, sizeof *net);
+    const int64_t N = (int64_t)s->B * s->T, C = s->model.C;
+    plan_build(&net->plan, s);
+    size_t partials = net->plan.rows[net->plan.single[ROW_PARTIALS]].bytes;
+    check(gpu_layernorm_backward_bytes((int)N, (int)C) <= partials &&
+              gpu_bias_backward_bytes((int)N, (int)(4 * C)) <= partials &&
+              gpu_grad_square_sum_bytes() <= partials,
+          "the plan's partial sums are too few for the kernels");
+    device_available();
+    cuda_check(cudaStreamCreateWithFlags(&net->stream, cudaStreamNonBlocking));
+    arena_open(&net->plan, net->stream);
+    gpu_matmul_open(gpu_single<char>(net, ROW_MATMUL), GPU_MATMUL_BYTES);
+    for (int i = 0; i < 2; i++) {
+        net->pinned[i] = (int *)(void *)arena_host + i * (5 * N + 1);
+        cuda_check(cudaEventCreateWithFlags(&net->uploaded[i], cudaEventDisableTiming));
+    }
+    net->result = (GpuState *)(void *)((int *)(void *)arena_host + 2 * (5 * N + 1));
+    net->counts = (int *)alloc_zero((size_t)s->model.V, sizeof(int));
+    gpu_ranges_open(net);
+    e->self = net;
+    e->micro_step = gpu_micro_step<E, G>;
+    e->update = gpu_update<E, G>;
+    e->evaluate = gpu_evaluate<E, G>;
+    e->logits = gpu_logits<E, G>;
+    e->read = gpu_read<E, G>;
+    e->write = gpu_write<E, G>;
+    e->close = gpu_close<E, G>;
+    gpu_warm_up<E, G>(e);
+}
+
+// -------------------------------------------------------------------------------------------------
+// 35. Meters
+// What this GPU could do at most, for "% of peak": dense products of the run's type per clock and
+// SM (NVIDIA's architecture white papers), times SMs, times the highest clock the driver names.
+// Boards that run below that clock show a lower percentage, never a higher one.
+
+struct PeakRow {
+    int capability;              // 10 * major + minor
+    int bf16_flops, fp32_flops;  // per SM and clock; a fused multiply-add is two
+};
+static const PeakRow peak_rows[] = {
+    {75, 0, 128},    {80, 2048, 128},  {86, 512, 256},   {87, 1024, 256}, {89, 512, 256},
+    {90, 4096, 256}, {100, 8192, 256}, {103, 8192, 256}, {120, 512, 256},
+};
+
+// Name, type and peak of the current GPU into the engine; refuses a type it has no instructions
+// for.
+static void device_describe(Engine *e, const Settings *s) {
+    int device = 0, clock_khz = 0, peak = 0;
+    cudaDeviceProp properties;
+    cuda_check(cudaGetDevice(&device));
+    cuda_check(cudaGetDeviceProperties(&properties, device));
+    cuda_check(cudaDeviceGetAttribute(&clock_khz, cudaDevAttrClockRate, device));
+    if (s->dtype == TYPE_BF16 && properties.major < 8) {
+        die("--dtype bf16: %s (compute capability %d.%d) has no bf16; use --dtype fp32",
+            properties.name, properties.major, properties.minor);
+    }
+    for (const PeakRow &row : peak_rows) {
+        if (row.capability == 10 * properties.major + properties.minor) {
+            peak = s->dtype == TYPE_FP32 ? row.fp32_flops : row.bf16_flops;
+        }
+    }
+    e->peak_flops = 1e3 * clock_khz * peak * properties.multiProcessorCount;
+    e->peak_source = "this GPU's dense products at its highest clock";
+    snprintf(e->device, sizeof e->device, "%.60s (sm_%d%d), %s", properties.name, properties.major,
+             properties.minor, s->dtype == TYPE_FP32 ? "fp32" : "bf16");
+}
+
+// -------------------------------------------------------------------------------------------------
+// 36. main
+// Volume I's program with the GPU's engine, and two commands of its own: --check compares one batch
+// with the oracle, --compare runs the same steps with and without recomputation.
+
+// The one dispatch on types: E of the run, G of its gradients.
+static void gpu_engine_open(Engine *e, const Settings *s) {
+    memset(e, 0, sizeof *e);
+    device_describe(e, s);
+    if (s->dtype == TYPE_FP32) {
+        gpu_open<float, float>(e, s);
+    } else if (s->grad_dtype == TYPE_BF16) {
+        gpu_open<__nv_bfloat16, __nv_bfloat16>(e, s);
+    } else {
+        gpu_open<__nv_bfloat16, float>(e, s);
+    }
+}
+
+// What the kernels cannot do is refused by name before anything is opened.
+static void gpu_settings_check(const Settings *s) {
+    const Model *m = &s->model;
+    if (s->dtype == TYPE_FP16 || s->offload_moments || s->offload_master) {
+        die("--dtype fp16 and --offload can be planned (--plan), but this program does not train "
+            "with "
+            "them; it trains in bf16 and fp32 with all states on the GPU");
+    }
+    if (m->C % 8 != 0 || m->C > 4096 ||
+        (s->dtype == TYPE_BF16 && (m->C / m->NH % 8 != 0 || m->C / m->NH > 128))) {
+        die("--model (-e): %d channels in %d heads: a GPU takes channels that are a multiple of 8, "
+            "at most "
+            "4096, and in bf16 heads of 8 to 128 channels, a multiple of 8",
+            m->C, m->NH);
+    }
+}
+
+static void gpu_program_open(Engine *e, const Settings *s) {
+    gpu_settings_check(s);
+    gpu_engine_open(e, s);
+}
+
+// Norm of the difference over norm, of n numbers. NaN anywhere gives NaN.
+static double relative_error(const real *got, const real *want, int64_t n) {
+    double difference = 0, norm = 0;
+    for (int64_t i = 0; i < n; i++) {
+        difference += ((double)got[i] - (double)want[i]) * ((double)got[i] - (double)want[i]);
+        norm += (double)want[i] * (double)want[i];
+    }
+    return norm > 0 ? sqrt(difference / norm) : sqrt(difference);
+}
+
+// Copies state `state` of all tensors from one engine to the other; with `round` as bf16 would hold
+// it.
+static void engine_copy(Engine *to, Engine *from, int state, const Model *m, bool round) {
+    int64_t all = tensor_offset(m, TENSORS, 0);
+    real *piece = (real *)alloc_zero(PIECE, sizeof(real));
+    for (int64_t i = 0; i < all; i += PIECE) {
+        int64_t count = min_i64(PIECE, all - i);
+        from->read(from, state, i, piece, count);
+        for (int64_t k = 0; k < count && round; k++) {
+            piece[k] = to_float(from_float<__nv_bfloat16>((float)piece[k]));
+        }
+        to->write(to, state, i, piece, count);
+    }
+    free(piece);
+}
+
+// Relative error of one tensor's gradient, all layers together, between two engines.
+static double gradient_error(Engine *got, Engine *want, const Model *m, int tensor) {
+    int64_t size = tensor_size(m, tensor), copies = tensor_copies(m, tensor);
+    real *a = (real *)alloc_zero((size_t)(size * copies), sizeof(real));
+    real *b = (real *)alloc_zero((size_t)(size * copies), sizeof(real));
+    for (int l = 0; l < copies; l++) {
+        got->read(got, STATE_GRADS, tensor_offset(m, tensor, l), a + l * size, size);
+        want->read(want, STATE_GRADS, tensor_offset(m, tensor, l), b + l * size, size);
+    }
+    double error = relative_error(a, b, size * copies);
+    free(a);
+    free(b);
+    return error;
+}
+
+// --check: one batch of the run's data through the GPU and through the oracle, from the same
+// weights. Prints the relative difference of the loss and of every gradient; 1 when one is beyond
+// the type's tolerance: fp32 1e-5, bf16 5e-2, the size of an error in the mathematics, not of
+// rounding. (The tests hold bf16 to twice the error of a naive bf16 computation.)
+static int command_check(Run *run, const Program *program) {
+    const Model *m = &run->s.model;
+    const double tolerance = run->s.dtype == TYPE_FP32 ? 1e-5 : 5e-2;
+    Settings oracle = run->s;
+    Engine cpu;
+    int failed = 0;
+    oracle.gpu = oracle.level = oracle.split_master = 0;
+    oracle.dtype = oracle.grad_dtype = oracle.moment_dtype = TYPE_REAL;
+    program->open(&run->engine, &run->s);
+    cpu_open(&cpu, &oracle);
+    engine_initialise(&run->engine, m, (uint64_t)run->o.seed);
+    engine_copy(&cpu, &run->engine, STATE_WEIGHTS, m, run->s.dtype == TYPE_BF16);
+    dataset_batch(&run->train, 0, run->s.B, (int)run->o.shuffle, (uint64_t)run->o.seed, run->inputs,
+                  run->targets, m->V);
+    run->engine.micro_step(&run->engine, run->inputs, run->targets, 0, 1);
+    cpu.micro_step(&cpu, run->inputs, run->targets, 0, 1);
+    for (int tensor = 0; tensor < TENSORS; tensor++) {
+        double error = gradient_error(&run->engine, &cpu, m, tensor);
+        bool ok = error <= tolerance;
+        printf("check  d%-10s relative difference %.2e  tolerance %.0e  %s\n",
+               tensor_rows[tensor].name, error, tolerance, ok ? "ok" : "FAILED");
+        failed += !ok;
+    }
+    double gpu_loss = run->engine.update(&run->engine, &run->o, 0, HUGE_VAL, 0).loss;
+    double cpu_loss = cpu.update(&cpu, &run->o, 0, HUGE_VAL, 0).loss,
+           error = fabs(gpu_loss / cpu_loss - 1);
+    bool ok = error <= tolerance;
+    printf("check  loss        %.6f, oracle %.6f: relative difference %.2e  %s\n", gpu_loss,
+           cpu_loss, error, ok ? "ok" : "FAILED");
+    cpu.close(&cpu);
+    run->engine.close(&run->engine);
+    return failed || !ok;
+}
+
+static int compare_doubles(const void *a, const void *b) {
+    double x = *(const double *)a, y = *(const double *)b;
+    return x < y ? -1 : x > y;
+}
+
+// --compare: the same steps with -r none and with -r block (or the level that was asked for):
+// planned and library memory, and the median time of a step.
+static int command_compare(Run *run, const Program *program) {
+    enum { WARM = 2, STEPS = 9 };
+    const Model *m = &run->s.model;
+    const int asked = run->s.level ? run->s.level : RECOMPUTE_BLOCK;
+    double median[2], tokens = (double)run->s.B * run->s.T;
+    size_t bytes[2];
+    printf("%-14s %14s %14s %10s %12s\n", "", "planned", "libraries", "ms/step", "tokens/s");
+    for (int k = 0; k < 2; k++) {
+        double ms[WARM + STEPS];
+        char a[24], b[24], n[32];
+        run->s.level = k ? asked : RECOMPUTE_NONE;
+        bytes[k] = plan_bytes(&run->s);
+        program->open(&run->engine, &run->s);
+        engine_initialise(&run->engine, m, (uint64_t)run->o.seed);
+        for (int i = 0; i < WARM + STEPS; i++) {
+            double start = now_ms();
+            dataset_batch(&run->train, (int64_t)i * run->s.B % run->train.windows, run->s.B,
+                          (int)run->o.shuffle, (uint64_t)run->o.seed, run->inputs, run->targets,
+                          m->V);
+            run->engine.micro_step(&run->engine, run->inputs, run->targets, 0, 1);
+            run->engine.update(&run->engine, &run->o, run->o.lr, HUGE_VAL, i);
+            ms[i] = now_ms() - start;
+        }
+        run->engine.close(&run->engine);
+        qsort(ms + WARM, STEPS, sizeof(double), compare_doubles);
+        median[k] = ms[WARM + STEPS / 2];
+        printf("-r %-11s %14s %14s %10.2f %12s\n", level_names[run->s.level],
+               bytes_text(a, (double)bytes[k]), bytes_text(b, (double)device_memory.library_bytes),
+               median[k], count_text(n, (int64_t)(tokens / median[k] * 1e3)));
+    }
+    printf("-r %s takes %.1f %% of the memory and %.2f x the time (median of %d steps)\n",
+           level_names[asked], 100.0 * (double)bytes[1] / (double)bytes[0], median[1] / median[0],
+           STEPS);
+    return 0;
+}
+
+static int gpu_command(Run *run, const Program *program) {
+    gpu_settings_check(&run->s);
+    return run->o.check ? command_check(run, program) : command_compare(run, program);
+}
+
+int train_gpt2cu_main(int argc, char **argv);
+int train_gpt2cu_main(int argc, char **argv) {
+    static const Program program = {CUDA_CPU ? "train_gpt2cu_cpu" : "train_gpt2cu",
+                                    "d12",
+                                    1,
+                                    gpu_program_open,
+                                    device_available,
+                                    CUDA_CPU ? 0 : library_reserve_bytes,
+                                    gpu_command};
+    return program_main(&program, argc, argv);
+}
+
+#if !GPT2_NO_MAIN
+int main(int argc, char **argv) { return train_gpt2cu_main(argc, argv); }
+#endif
