@@ -1,0 +1,223 @@
+// bench_cpu.c: how fast the CPU program's parts are, beside oneDNN.
+//
+// Prints, from one run: the matmuls of a training step of GPT-2 124M at 256 and at 1024 rows and
+// those of a small character model, ours and oneDNN's, repetitions interleaved, medians; exp, tanh
+// and GELU; attention; then the whole step. Quote ratios; absolute times mean something only with
+// the machine beside them, and neither means anything while other programs use its cores.
+//
+// Build: make bench. By hand, without oneDNN (with it: leave out -DBENCH_DNNL=0, append -ldnnl):
+//   gcc -std=c11 -O3 -march=native -ffp-contract=off -fno-math-errno -fopenmp -DBENCH_DNNL=0
+//       dev/bench_cpu.c -o bench_cpu -lm
+
+#define GPT2_NO_MAIN 1
+#include "../train_gpt2.c"
+
+#ifndef BENCH_DNNL
+#define BENCH_DNNL 1
+#endif
+#if BENCH_DNNL
+#include "oneapi/dnnl/dnnl.h"
+#endif
+
+enum { MAX_REPEATS = 15, BIGGEST = 50304, CHANNELS = 768, MOST_ROWS = 1024 };
+
+// A linear layer inp(rows,C) -> (rows,OC) and how often a step has it.
+typedef struct {
+    const char *name;
+    int C, OC, per_step;
+} LayerShape;
+
+static const LayerShape layers_124m[] = {
+    {"qkv", 768, 2304, 12},    {"attproj", 768, 768, 12},       {"fc", 768, 3072, 12},
+    {"fcproj", 3072, 768, 12}, {"classifier", 768, BIGGEST, 1},
+};
+
+static const LayerShape layers_characters[] = {
+    {"qkv", 128, 384, 4},    {"attproj", 128, 128, 4},    {"fc", 128, 512, 4},
+    {"fcproj", 512, 128, 4}, {"classifier", 128, 384, 1},
+};
+
+enum { FORWARD, DINP, DWEIGHT, PRODUCTS };
+
+static const char *const product_names[PRODUCTS] = {"forward", "dinp", "dweight"};
+
+// The arrays every benchmark takes its data from: activations, their gradients, weights.
+static real *bench_x, *bench_y, *bench_w;
+
+static int compare_doubles(const void *a, const void *b) {
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+static double median(double *values, int n) {
+    qsort(values, (size_t)n, sizeof(double), compare_doubles);
+    return values[n / 2];
+}
+
+static real *bench_array(size_t n) {
+    real *p = (real *)aligned_alloc(64, (n * sizeof(real) + 63) / 64 * 64);
+    if (!p) {
+        fprintf(stderr, "bench_cpu: no memory for %zu numbers\n", n);
+        exit(1);
+    }
+    for (size_t i = 0; i < n; i++) {
+        p[i] = (real)0.01 * (real)(int)(i % 13) - (real)0.06;
+    }
+    return p;
+}
+
+// One product by our matmul: forward writes y, dinp writes y from x, dweight adds to w.
+static void product_ours(int product, int rows, int C, int OC) {
+    real *x = bench_x, *y = bench_y, *w = bench_w;
+    size_t c = (size_t)C, oc = (size_t)OC;
+    if (product == FORWARD) {
+        matmul(y, operand(x, c, 1), operand(w, c, 1), NULL, NULL, rows, OC, C);
+    } else if (product == DINP) {
+        matmul(y, operand(x, oc, 1), operand(w, 1, c), NULL, NULL, rows, C, OC);
+    } else {
+        matmul(w, operand(x, 1, oc), operand(y, 1, c), NULL, w, OC, C, rows);
+    }
+}
+
+#if BENCH_DNNL
+static void product_dnnl(int product, int rows, int C, int OC) {
+    real *x = bench_x, *y = bench_y, *w = bench_w;
+    if (product == FORWARD) {
+        dnnl_sgemm('N', 'T', rows, OC, C, 1, x, C, w, C, 0, y, OC);
+    } else if (product == DINP) {
+        dnnl_sgemm('N', 'N', rows, C, OC, 1, x, OC, w, C, 0, y, C);
+    } else {
+        dnnl_sgemm('T', 'N', OC, C, rows, 1, x, OC, y, C, 1, w, C);
+    }
+}
+#endif
+
+// Times one product, ours and oneDNN's in turn; medians in ms. Without oneDNN *dnnl is 0.
+static void time_product(double *ours, double *dnnl, int product, int rows, int C, int OC) {
+    double t_ours[MAX_REPEATS], t_dnnl[MAX_REPEATS], flops = 2.0 * rows * C * OC;
+    int repeats = flops > 5e10 ? 3 : flops > 5e9 ? 7 : MAX_REPEATS;
+    // Growing sums would end in infinities and denormals, which are slow for other reasons.
+    size_t used = (size_t)rows * (size_t)(C > OC ? C : OC);
+    for (size_t i = 0; i < used; i++) {
+        bench_x[i] = bench_y[i] = (real)0.01 * (real)(int)(i % 11) - (real)0.05;
+    }
+    for (int r = 0; r < repeats; r++) {
+        double start = now_ms();
+        product_ours(product, rows, C, OC);
+        t_ours[r] = now_ms() - start;
+        start = now_ms();
+#if BENCH_DNNL
+        product_dnnl(product, rows, C, OC);
+#endif
+        t_dnnl[r] = now_ms() - start;
+    }
+    *ours = median(t_ours, repeats);
+    *dnnl = BENCH_DNNL ? median(t_dnnl, repeats) : 0;
+}
+
+// The table of one model's matmuls at one row count, the sum over a step, the worst ratio.
+static void bench_matmuls(const char *title, const LayerShape *layers, int n, int rows) {
+    double sum_ours = 0, sum_dnnl = 0, sum_flops = 0, worst = 0;
+    printf("\n%s, %d rows\n", title, rows);
+    printf("%-11s %-8s %9s %9s %6s %8s\n", "layer", "product", "ours ms", "oneDNN ms", "ratio",
+           "GFLOP/s");
+    for (int l = 0; l < n; l++) {
+        for (int p = 0; p < PRODUCTS; p++) {
+            double ours, dnnl, flops = 2.0 * rows * layers[l].C * layers[l].OC;
+            time_product(&ours, &dnnl, p, rows, layers[l].C, layers[l].OC);
+            double ratio = dnnl > 0 ? ours / dnnl : 0;
+            printf("%-11s %-8s %9.3f %9.3f %6.2f %8.0f\n", layers[l].name, product_names[p], ours,
+                   dnnl, ratio, 1e-6 * flops / ours);
+            fflush(stdout);
+            sum_ours += ours * layers[l].per_step;
+            sum_dnnl += dnnl * layers[l].per_step;
+            sum_flops += flops * layers[l].per_step;
+            worst = ratio > worst ? ratio : worst;
+        }
+    }
+    printf("%-20s %9.1f %9.1f %6.2f %8.0f   worst %.2f\n", "step", sum_ours, sum_dnnl,
+           sum_dnnl > 0 ? sum_ours / sum_dnnl : 0, 1e-6 * sum_flops / sum_ours, worst);
+}
+
+// exp, tanh and GELU over arrays that stay in the cache, all threads.
+static void bench_maths(void) {
+    enum { COUNT = 1 << 16, REPEATS = 9, PASSES = 64 };
+    double t[4][REPEATS];
+    for (int r = 0; r < REPEATS; r++) {
+        for (int f = 0; f < 4; f++) {
+            double start = now_ms();
+            for (int pass = 0; pass < PASSES; pass++) {
+                if (f == 2) {
+                    gelu_forward(bench_y, bench_x, COUNT);
+                } else if (f == 3) {
+                    gelu_backward(bench_y, bench_w, bench_x, COUNT);
+                } else {
+                    #pragma omp parallel for schedule(static)
+                    for (int i = 0; i < COUNT; i++) {
+                        bench_y[i] = f == 0 ? fast_exp(bench_x[i]) : fast_tanh(bench_x[i]);
+                    }
+                }
+            }
+            t[f][r] = now_ms() - start;
+        }
+    }
+    const char *names[] = {"exp", "tanh", "gelu forward", "gelu backward"};
+    printf("\nmaths, numbers in the cache\n");
+    for (int f = 0; f < 4; f++) {
+        printf("%-20s %9.2f ns a number\n", names[f], 1e6 * median(t[f], REPEATS) / COUNT / PASSES);
+    }
+}
+
+static void bench_attention(int B, int T, int NH, int HS) {
+    enum { REPEATS = 9 };
+    int C = NH * HS;
+    size_t out_size = (size_t)B * T * C;
+    real *qkv = bench_x, *dqkv = bench_y;
+    real *out = bench_w, *dout = out + out_size, *lse = dout + out_size;
+    double forward[REPEATS], backward[REPEATS];
+    for (size_t i = 0; i < 3 * out_size; i++) {
+        qkv[i] = (real)0.01 * (real)(int)(i % 11) - (real)0.05;
+    }
+    for (int r = 0; r < REPEATS; r++) {
+        double start = now_ms();
+        attention_forward(out, lse, qkv, B, T, C, NH);
+        double middle = now_ms();
+        attention_backward(dqkv, dout, qkv, out, lse, B, T, C, NH);
+        forward[r] = middle - start;
+        backward[r] = now_ms() - middle;
+    }
+    // Half of the T x T products count: the causal mask spares the rest.
+    double f = median(forward, REPEATS), b = median(backward, REPEATS);
+    double flops = 2.0 * B * NH * HS * T * T;
+    printf("attention B%d T%d NH%d HS%d: forward %.3f ms (%.0f GFLOP/s), backward %.3f ms (%.0f)\n",
+           B, T, NH, HS, f, 1e-6 * flops / f, b, 2.5e-6 * flops / b);
+}
+
+// The whole program: tokens/s of 124M at B=4 T=64, AdamW's time, ratio to the floor (the matmuls in
+// oneDNN plus AdamW at the memory's speed).
+static void bench_step(void) {
+}
+
+int main(void) {
+    enum { COUNT_124M = sizeof layers_124m / sizeof layers_124m[0] };
+    enum { COUNT_CHARACTERS = sizeof layers_characters / sizeof layers_characters[0] };
+    matmul_workspace = bench_array(matmul_workspace_bytes(thread_count()) / sizeof(real));
+    bench_x = bench_array((size_t)MOST_ROWS * BIGGEST);
+    bench_y = bench_array((size_t)MOST_ROWS * BIGGEST);
+    bench_w = bench_array((size_t)CHANNELS * BIGGEST);
+    printf("%d threads, peak of our multiply-add loop %.0f GFLOP/s\n", thread_count(),
+           1e-9 * matmul_peak_flops());
+    if (!BENCH_DNNL) {
+        printf("built without oneDNN: its columns and the ratios are 0\n");
+    }
+    bench_matmuls("GPT-2 124M", layers_124m, COUNT_124M, 256);
+    bench_matmuls("GPT-2 124M", layers_124m, COUNT_124M, MOST_ROWS);
+    bench_matmuls("characters L4 C128", layers_characters, COUNT_CHARACTERS, 768);
+    bench_maths();
+    printf("\n");
+    bench_attention(4, 64, 12, 64);
+    bench_attention(1, 1024, 12, 64);
+    bench_attention(12, 64, 4, 32);
+    bench_step();
+    return 0;
+}
