@@ -115,8 +115,9 @@ static void time_product(double *ours, double *dnnl, int product, int rows, int 
     *dnnl = BENCH_DNNL ? median(t_dnnl, repeats) : 0;
 }
 
-// The table of one model's matmuls at one row count, the sum over a step, the worst ratio.
-static void bench_matmuls(const char *title, const LayerShape *layers, int n, int rows) {
+// The table of one model's matmuls at one row count, the sum over a step, the worst ratio. Returns
+// oneDNN's ms for the step.
+static double bench_matmuls(const char *title, const LayerShape *layers, int n, int rows) {
     double sum_ours = 0, sum_dnnl = 0, sum_flops = 0, worst = 0;
     printf("\n%s, %d rows\n", title, rows);
     printf("%-11s %-8s %9s %9s %6s %8s\n", "layer", "product", "ours ms", "oneDNN ms", "ratio",
@@ -137,6 +138,7 @@ static void bench_matmuls(const char *title, const LayerShape *layers, int n, in
     }
     printf("%-20s %9.1f %9.1f %6.2f %8.0f   worst %.2f\n", "step", sum_ours, sum_dnnl,
            sum_dnnl > 0 ? sum_ours / sum_dnnl : 0, 1e-6 * sum_flops / sum_ours, worst);
+    return sum_dnnl;
 }
 
 // exp, tanh and GELU over arrays that stay in the cache, all threads.
@@ -193,9 +195,53 @@ static void bench_attention(int B, int T, int NH, int HS) {
            B, T, NH, HS, f, 1e-6 * flops / f, b, 2.5e-6 * flops / b);
 }
 
-// The whole program: tokens/s of 124M at B=4 T=64, AdamW's time, ratio to the floor (the matmuls in
-// oneDNN plus AdamW at the memory's speed).
-static void bench_step(void) {
+// Whole training steps of a model at B x T on its own plan: tokens/s, what the update takes, and the
+// ratio to the floor, which is dnnl_ms (all matmuls in oneDNN) plus AdamW's one pass over the states.
+static void bench_step(const char *name, int B, int T, double dnnl_ms) {
+    enum { WARM = 1, STEPS = 5 };
+    double step[STEPS], update[STEPS], adamw[STEPS];
+    Options o;
+    Model m;
+    Settings s;
+    Engine e;
+    options_default(&o);
+    o.batch = B;
+    o.seq_len = T;
+    model_set_vocabulary(&m, tokenizer_vocabulary(model_parse(&m, name) ? TOKENIZER_GPT2
+                                                                     : TOKENIZER_BYTES));
+    settings_from_options(&s, &o, &m, 0);
+    cpu_open(&e, &s);
+    engine_initialise(&e, &m, 1);
+    Token *tokens = (Token *)alloc_zero((size_t)B * (size_t)T, sizeof(Token));
+    for (int i = 0; i < B * T; i++) {
+        tokens[i] = (Token)((unsigned)i * 7919u % (unsigned)m.V);
+    }
+    for (int k = -WARM; k < STEPS; k++) {
+        double start = now_ms();
+        e.micro_step(&e, tokens, tokens, 0, 1);
+        double middle = now_ms();
+        e.update(&e, &o, 1e-4, HUGE_VAL, k + WARM);
+        double end = now_ms();
+        AdamW a = adamw_at(&o, 1e-4, k + WARM, 1);
+        adamw_update(cpu_state(&e, STATE_WEIGHTS, 0), cpu_state(&e, STATE_M, 0),
+                     cpu_state(&e, STATE_V, 0), cpu_state(&e, STATE_GRADS, 0), &a, 0,
+                     tensor_offset(&m, TENSORS, 0));
+        if (k >= 0) {
+            step[k] = end - start;
+            update[k] = end - middle;
+            adamw[k] = now_ms() - end;
+        }
+    }
+    double ms = median(step, STEPS), floor_ms = dnnl_ms + median(adamw, STEPS);
+    printf("%s B%d T%d: step %.1f ms, %.0f tokens/s; update %.1f ms, AdamW alone %.1f ms", name, B, T,
+           ms, 1e3 * B * T / ms, median(update, STEPS), median(adamw, STEPS));
+    if (dnnl_ms > 0) {
+        printf("; floor %.1f ms: %.0f %% of it", floor_ms, 100 * floor_ms / ms);
+    }
+    printf("\n");
+    fflush(stdout);
+    free(tokens);
+    e.close(&e);
 }
 
 int main(void) {
@@ -210,14 +256,17 @@ int main(void) {
     if (!BENCH_DNNL) {
         printf("built without oneDNN: its columns and the ratios are 0\n");
     }
-    bench_matmuls("GPT-2 124M", layers_124m, COUNT_124M, 256);
-    bench_matmuls("GPT-2 124M", layers_124m, COUNT_124M, MOST_ROWS);
-    bench_matmuls("characters L4 C128", layers_characters, COUNT_CHARACTERS, 768);
+    double dnnl_256 = bench_matmuls("GPT-2 124M", layers_124m, COUNT_124M, 256);
+    double dnnl_1024 = bench_matmuls("GPT-2 124M", layers_124m, COUNT_124M, MOST_ROWS);
+    double dnnl_768 = bench_matmuls("characters L4 C128", layers_characters, COUNT_CHARACTERS, 768);
     bench_maths();
     printf("\n");
     bench_attention(4, 64, 12, 64);
     bench_attention(1, 1024, 12, 64);
     bench_attention(12, 64, 4, 32);
-    bench_step();
+    printf("\n");
+    bench_step("d12", 4, 64, dnnl_256);
+    bench_step("d12", 1, 1024, dnnl_1024);
+    bench_step("l4h4c128t64", 12, 64, dnnl_768);
     return 0;
 }
