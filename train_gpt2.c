@@ -938,6 +938,7 @@ typedef struct {
     // at run time
     char *base;
     int now;
+    void (*mark)(void *memory, size_t bytes, int alive);  // of memory that comes alive or dies
 } Plan;
 
 enum { PLAN_ALIGN = 256, PLAN_GAP = GPT2_POISON ? 256 : 0 };
@@ -1253,7 +1254,7 @@ static void recompute_parse(const char *text, int L, int *level, int *blocks) {
 }
 
 #if GPT2_POISON
-// Called on memory that comes alive or dies, in test builds; tests and Volume II bring their own.
+// Marks host memory that comes alive or dies, in test builds; tests bring a stricter one.
 static void poison_mark(void *memory, size_t bytes, int alive) {
     (void)alive;
     memset(memory, 0xff, bytes);  // NaN in every floating-point type
@@ -1271,7 +1272,7 @@ static void plan_tick(Plan *p, int tick) {
             int alive = row->first <= tick && tick <= row->last;
             if (!row->host && alive != row->alive && alive == birth) {
                 row->alive = alive;
-                plan_mark(p->base + row->offset, row->bytes, alive);
+                p->mark(p->base + row->offset, row->bytes, alive);
             }
         }
     }
@@ -1317,7 +1318,8 @@ static void plan_open(Plan *p) {
     madvise(memory, p->device_bytes, MADV_HUGEPAGE);
     p->base = (char *)memory;
 #if GPT2_POISON
-    plan_mark(memory, p->device_bytes, 0);
+    p->mark = plan_mark;
+    p->mark(memory, p->device_bytes, 0);
 #endif
     plan_tick(p, 0);
 }
@@ -1325,7 +1327,7 @@ static void plan_open(Plan *p) {
 static void plan_close(Plan *p) {
     if (p->base) {
 #if GPT2_POISON
-        plan_mark(p->base, p->device_bytes, 1);
+        p->mark(p->base, p->device_bytes, 1);
 #endif
         munmap(p->base, p->device_bytes);
     }

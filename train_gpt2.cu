@@ -2166,8 +2166,8 @@ static void arena_open(Plan *p, cudaStream_t stream) {
     cuda_check(cudaMallocHost((void **)&arena_host, p->host_bytes));
 #if GPT2_POISON
     arena_stream = stream;
-    plan_mark = device_mark;
-    plan_mark(p->base, p->device_bytes, 0);
+    p->mark = device_mark;
+    p->mark(p->base, p->device_bytes, 0);
 #endif
     plan_tick(p, 0);
     cuda_check(cudaStreamSynchronize(stream));
@@ -2183,7 +2183,7 @@ static void copy_wait(void *to, const void *from, size_t bytes, cudaMemcpyKind k
 
 static void arena_close(Plan *p) {
 #if GPT2_POISON
-    plan_mark(p->base, p->device_bytes, 1);
+    p->mark(p->base, p->device_bytes, 1);
     cuda_check(cudaStreamSynchronize(arena_stream));
 #endif
     cuda_check(cudaFree(p->base));
