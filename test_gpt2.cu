@@ -1,0 +1,2474 @@
+// test_gpt2.cu -- every chapter of train_gpt2 checked.
+//
+// What it is: one program, one table of tests. A test runs in a process of its own, inside a folder
+// of its own, and prints one line: what was compared at the worst place found, its error and the
+// tolerance, how much of it was used, ok or FAILED. Naive twins of the fast code live here; they
+// compute in a wider type and bring the tolerance of every element with them.
+//
+// What it refuses to be: tuned. A tolerance is an error model (sum_error, below) or stands beside
+// the sentence that derives it, and is never loosened until a test passes. NaN fails everywhere.
+//
+// Build:  make test_gpt2 test_gpt2_double test_gpt2_asan
+// Volume II's tests will stand between chapter 9 and the table, under `#if TEST_CUDA`.
+//
+// Run:    build/test_gpt2             every test, or those whose names begin with an argument
+//         build/test_gpt2 --list      the names; the exit status is 0 only when no test failed
+//
+// Contents
+//   1  Harness
+//   2  Numbers and options
+//   3  Model and plan
+//   4  Data
+//   5  Layers against naive twins
+//   6  Derivatives
+//   7  The network
+//   8  Optimizer, sampling, output
+//   9  The program
+//  10  The table
+
+#define GPT2_NO_MAIN 1
+#ifndef TEST_CUDA
+#define TEST_CUDA 0
+#endif
+#if TEST_CUDA
+#include "train_gpt2.cu"
+#else
+#include "train_gpt2.c"
+#endif
+#include <ftw.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <algorithm>
+#include <functional>
+#include <string>
+#include <vector>
+
+// -------------------------------------------------------------------------------------------------
+// 1. Harness
+// The parent never computes: it forks a process for each test and counts exit statuses, so a crash
+// or a hang (LIMIT_S) is one failed test. Inside a test, expect() and compare() record what does
+// not hold; death tests and whole runs of the program fork again and look at what came out.
+
+#if defined(__SANITIZE_ADDRESS__)
+#define TEST_ASAN 1
+#elif defined(__has_feature)
+#define TEST_ASAN __has_feature(address_sanitizer)
+#else
+#define TEST_ASAN 0
+#endif
+#if TEST_ASAN
+#include <sanitizer/asan_interface.h>
+#endif
+
+typedef std::string Text;
+typedef std::vector<real> Reals;
+#if GPT2_DOUBLE
+typedef long double wide;  // of the naive twins
+static const double unit = 0x1p-53, smallest = 0x1p-1022;
+#else
+typedef double wide;
+static const double unit = 0x1p-24, smallest = 0x1p-126;  // of a rounding; normal number
+#endif
+
+enum { LIMIT_S = 300, SHOWN = 5, FAILED = 76, SKIPPED = 77 };
+static Text root, scratch;  // where the repository is; the folder of all tests' folders
+static int failures;        // of this test
+static Text detail;         // what its line says
+static struct {
+    double err, tol, share;
+    Text where;
+} worst = {0, 0, -1, ""};
+
+__attribute__((format(printf, 1, 2))) static Text text(const char *format, ...) {
+    char out[1024];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(out, sizeof out, format, args);
+    va_end(args);
+    return out;
+}
+
+// Prints the first SHOWN things of a test that do not hold; all of them count.
+static void fail(int line, const Text &what) {
+    if (failures++ < SHOWN) {
+        printf("    test_gpt2.cu:%d: %s\n", line, what.c_str());
+    }
+}
+#define expect(condition, ...)                                                                     \
+    ((condition) ? (void)0 : fail(__LINE__, Text(#condition "  ") + text(" " __VA_ARGS__)))
+
+// |got - want| <= tol. The nearest miss of the whole test goes into its line.
+static void near_at(int line, wide got, wide want, double tol, const Text &where) {
+    double err = got == want ? 0 : fabs((double)(got - want));
+    double share = err == 0 ? 0 : err / tol;
+    if (!(err <= tol)) {
+        share = HUGE_VAL;
+        fail(line, where + text("  got %.9g, want %.9g, tol %.1e", (double)got, (double)want, tol));
+    }
+    if (share > worst.share) {
+        worst = {err, tol, share, where};
+    }
+}
+#define expect_near(got, want, tol, ...) near_at(__LINE__, got, want, tol, text(__VA_ARGS__))
+
+// Ends a test that cannot be run here.
+__attribute__((noreturn)) static void skip(const char *why) {
+    printf("(%s) ", why);
+    exit(SKIPPED);
+}
+
+// Equal to the bit; NaN equals itself.
+static int same_bits(const Reals &a, const Reals &b) {
+    return a.size() == b.size() && memcmp(a.data(), b.data(), a.size() * sizeof(real)) == 0;
+}
+
+// Error of a sum of n rounded products over the sum of their sizes: rounding errors that do not all
+// point one way grow with sqrt(n) (Higham and Mary, SIAM J. Sci. Comput. 41, 2019); four standard
+// deviations, and four roundings on the way in and out.
+static double sum_error(double n) { return (4 * sqrt(n) + 4) * unit; }
+
+// Numbers in (-1.7, 1.7) x scale with deviation `scale`, a function of (seed, index).
+static Reals noise(size_t n, double scale, uint64_t seed) {
+    Reals out(n);
+    for (size_t i = 0; i < n; i++) {
+        uint64_t z = (seed * 0x2545F4914F6CDD1Du + i + 1) * 0x9E3779B97F4A7C15u;
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
+        z = (z ^ z >> 27) * 0x94D049BB133111EBu;
+        out[i] = (real)(((double)(z >> 11) * 0x1p-53 - 0.5) * 3.4641016 * scale);
+    }
+    return out;
+}
+
+struct Outcome {
+    int status;  // exit status, or 256 + the signal that ended it
+    Text out, err;
+};
+
+// The whole file; empty when there is none.
+static Text read_file(const Text &path) {
+    Text all;
+    char piece[4096];
+    FILE *f = fopen(path.c_str(), "rb");
+    for (size_t n; f && (n = fread(piece, 1, sizeof piece, f)) > 0;) {
+        all.append(piece, n);
+    }
+    if (f) {
+        fclose(f);
+    }
+    return all;
+}
+
+// The file holds `bytes` from now on, or the test ends.
+static void write_file(const Text &path, const Text &bytes) {
+    FILE *f = fopen(path.c_str(), "wb");
+    if (!f || fwrite(bytes.data(), 1, bytes.size(), f) != bytes.size() || fclose(f) != 0) {
+        die("cannot write %s: %s", path.c_str(), strerror(errno));
+    }
+}
+
+static int exists(const Text &path) { return access(path.c_str(), F_OK) == 0; }
+
+// Starts `action` in a child whose output goes to the files `stdout` and `stderr`.
+static pid_t spawn(const std::function<void()> &action) {
+    fflush(NULL);
+    pid_t pid = fork();
+    if (pid == 0) {
+        failures = 0;
+        if (!freopen("stdout", "w", stdout) || !freopen("stderr", "w", stderr)) {
+            _exit(99);
+        }
+        alarm(LIMIT_S);
+        action();
+        exit(failures ? 1 : 0);
+    }
+    return pid;
+}
+
+// Waits for a child of spawn().
+static Outcome outcome(pid_t pid) {
+    int status = 0;
+    waitpid(pid, &status, 0);
+    status = WIFSIGNALED(status) ? 256 + WTERMSIG(status) : WEXITSTATUS(status);
+    return {status, read_file("stdout"), read_file("stderr")};
+}
+
+typedef std::vector<Text> Words;
+// "a b  c" -> a, b, (nothing), c: an empty word is an argument too.
+static Words split(const char *arguments) {
+    Words words;
+    for (const char *a = arguments; *a;) {
+        size_t n = strcspn(a, " ");
+        words.push_back(Text(a, n));
+        a += n + (a[n] == ' ');
+    }
+    return words;
+}
+
+// argv of a program; points into `words`.
+static std::vector<char *> arguments_of(Words *words) {
+    std::vector<char *> argv = {(char *)"train_gpt2"};
+    for (Text &word : *words) {
+        argv.push_back(&word[0]);
+    }
+    return argv;
+}
+
+// The whole program in a child of this process; `other` replaces train_gpt2_main's engine.
+static pid_t start(const Text &arguments, const std::function<void()> &before = nullptr,
+                   const Program *other = NULL) {
+    return spawn([&] {
+        Words words = split(arguments.c_str());
+        std::vector<char *> argv = arguments_of(&words);
+        if (before) {
+            before();
+        }
+        exit(other ? program_main(other, (int)argv.size(), argv.data())
+                   : train_gpt2_main((int)argv.size(), argv.data()));
+    });
+}
+
+static Outcome program(const Text &arguments, const std::function<void()> &before = nullptr,
+                       const Program *other = NULL) {
+    return outcome(start(arguments, before, other));
+}
+
+// Ended in one line on stderr that holds `words`, status 1, and no sanitizer's report.
+static void refused_at(int line, const Outcome &o, const char *words, const Text &who) {
+    int one_line = !o.err.empty() && o.err.find('\n') == o.err.size() - 1;
+    if (o.status != 1 || !one_line || o.err.find(words) == Text::npos) {
+        fail(line,
+             who + text(": status %d, wanted 1 and one line with '%s'; stderr: ", o.status, words) +
+                 o.err.substr(0, 600));
+    }
+}
+#define expect_refused(outcome, words, who) refused_at(__LINE__, outcome, words, who)
+#define expect_death(action, words)                                                                \
+    refused_at(__LINE__, outcome(spawn([&] { action; })), words, #action)
+
+// Status 0 and a silent stderr.
+static void expect_success_at(int line, const Outcome &o, const Text &who) {
+    if (o.status != 0 || !o.err.empty()) {
+        fail(line, who + text(": status %d, stderr: ", o.status) + o.err.substr(0, 600));
+    }
+}
+#define expect_success(outcome, who) expect_success_at(__LINE__, outcome, who)
+
+// -------------------------------------------------------------------------------------------------
+// 2. Numbers and options
+// Volume I's chapters 1 to 3.
+
+// The generator against the vectors that its authors publish.
+static void test_philox() {
+    // Known answers of Random123 (kat_vectors, philox4x32 10): counter, key, result.
+    static const uint32_t known[][10] = {
+        {0, 0, 0, 0, 0, 0, 0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8},
+        {~0u, ~0u, ~0u, ~0u, ~0u, ~0u, 0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd},
+        {0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344, 0xa4093822, 0x299f31d0, 0xd16cfe09,
+         0x94fdcceb, 0x5001e420, 0x24126ea1},
+    };
+    for (const uint32_t *k : known) {
+        uint32_t out[4];
+        philox4x32(out, (uint64_t)k[5] << 32 | k[4], (uint64_t)k[1] << 32 | k[0], k[2], k[3]);
+        expect(memcmp(out, k + 6, sizeof out) == 0, "got %08x %08x", out[0], out[1]);
+    }
+}
+
+// Mean and deviation within four standard errors; the same numbers in whatever pieces they come.
+static void test_rng_normal() {
+    enum { COUNT = 200001 };
+    Reals whole(COUNT), pieces(COUNT);
+    rng_normal(whole.data(), COUNT, 0.02, 7, RNG_INIT + 3, 1);
+    for (int i = 0, n = 1; i < COUNT; i += n, n = n * 3 % 1009 + 1) {
+        n = n < COUNT - i ? n : COUNT - i;
+        rng_normal(&pieces[(size_t)i], n, 0.02, 7, RNG_INIT + 3, 1 + i);
+    }
+    expect(same_bits(whole, pieces));
+    double mean = 0, square = 0;
+    for (real x : whole) {
+        mean += (double)x / COUNT;
+        square += (double)x * (double)x / COUNT;
+    }
+    expect_near((wide)mean, 0, 4 * 0.02 / sqrt(1.0 * COUNT), "mean");
+    expect_near((wide)sqrt(square), (wide)0.02, 4 * 0.02 / sqrt(2.0 * COUNT), "deviation");
+    rng_normal(pieces.data(), COUNT, 0.02, 8, RNG_INIT + 3, 1);
+    expect(!same_bits(whole, pieces), "another seed");
+    for (uint64_t i = 0; i < 100000; i++) {
+        double u = rng_uniform(7, RNG_SAMPLE, 1, i);
+        expect(u >= 0 && u < 1);
+    }
+}
+
+// Each place once for sizes around powers of two and small ones; epochs differ.
+static void test_permute_index() {
+    std::vector<int64_t> sizes = {1000, 4095, 4096, 4097, 65537};
+    for (int64_t n = 1; n <= 70; n++) {
+        sizes.push_back(n);
+    }
+    for (int64_t n : sizes) {
+        std::vector<char> seen((size_t)n);
+        int64_t moved = 0;
+        for (int64_t i = 0; i < n; i++) {
+            int64_t at = permute_index(i, n, 42, 3);
+            expect(at >= 0 && at < n && !seen[(size_t)at]++, "n %d position %d", (int)n, (int)i);
+            moved += at != permute_index(i, n, 42, 4);
+        }
+        expect(n < 1000 || moved > n * 9 / 10, "n %d: the next epoch moves %d", (int)n, (int)moved);
+    }
+    detail = text("%zu sizes", sizes.size());
+}
+
+// Sizes as users type them, and numbers as they are printed.
+static void test_texts() {
+    char t[32];
+    static const struct {
+        const char *text;
+        double bytes;
+    } sizes[] = {{"16GiB", 0x1p34}, {"512M", 0x1p29}, {"1e9", 1e9},    {"38000000", 38e6},
+                 {"0", 0},          {"1.5k", 1536},   {"2TB", 0x1p41}, {"7b", 7},
+                 {"", -1},          {"x", -1},        {"-1", -1},      {"5XB", -1},
+                 {"5 GiB", -1},     {"nan", -1},      {"inf", -1},     {"1e400", -1},
+                 {"9000T", -1},     {"1GiBB", -1},    {"3iB", -1},     {"1MiB2", -1}};
+    for (auto &s : sizes) {
+        expect((double)parse_bytes(s.text) == s.bytes, "%s: %g", s.text,
+               (double)parse_bytes(s.text));
+    }
+    expect(Text(bytes_text(t, 512)) == "512 B" && Text(bytes_text(t, 1887437)) == "1.8 MiB");
+    expect(Text(bytes_text(t, 11.61 * 0x1p30)) == "11.61 GiB", "%s", t);
+    expect(Text(count_text(t, 1234567)) == "1,234,567" && Text(count_text(t, -999)) == "-999");
+    expect(Text(count_text(t, 1000)) == "1,000" && Text(count_text(t, 0)) == "0");
+    expect(Text(duration_text(t, 59.6)) == "1:00" && Text(duration_text(t, 3725)) == "1:02:05");
+}
+
+// options_parse() of one line of arguments.
+static void parse(Options *o, const char *arguments) {
+    static Words words;  // options keep pointers into argv
+    words = split(arguments);
+    std::vector<char *> argv = arguments_of(&words);
+    options_parse(o, (int)argv.size(), argv.data());
+}
+
+// Names, letters and fields are unique, defaults inside their ranges, and every form of an option
+// sets its field. A value just outside a range or a set of choices ends the run and names the
+// option.
+static void test_options_table() {
+    Options o;
+    char value[64];
+    for (const OptionRow &row : option_rows) {
+        for (const OptionRow *other = option_rows; other < &row; other++) {
+            expect(Text(row.name) != other->name && row.offset != other->offset, "%s", row.name);
+            expect(row.letter == 0 || row.letter != other->letter, "%s", row.name);
+        }
+        Text legal = row.type == OPT_TEXT     ? "some"
+                     : row.type == OPT_CHOICE ? Text(row.choices, strcspn(row.choices, "|"))
+                     : row.type == OPT_BYTES  ? "1234"
+                     : row.type == OPT_REAL   ? text("%g", row.low + (row.high - row.low) / 4)
+                                              : text("%.0f", row.low + 1);
+        Text name = Text("--") + row.name;
+        Words forms = {name + "=" + legal, name + " " + legal, text("-%c ", row.letter) + legal};
+        for (const Text &form : forms) {
+            if (row.type != OPT_FLAG && (row.letter || form[1] == '-')) {
+                parse(&o, (form + " --help").c_str());
+                expect(option_text(value, &o, &row) == legal, "%s: %s", form.c_str(), value);
+            }
+        }
+        Words wrong = {row.type == OPT_TEXT || row.type == OPT_FLAG ? "" : "no-such"};
+        if (row.type == OPT_INT || row.type == OPT_REAL || row.type == OPT_SWITCH) {
+            wrong = {text("%.17g", row.low - 1),
+                     text("%.17g", row.high * 2 + 2),
+                     "nan",
+                     "1e999",
+                     "99999999999999999999",
+                     "3x",
+                     "0x",
+                     "--plan"};
+        }
+        for (const Text &w : wrong) {
+            if (!w.empty()) {
+                expect_death(
+                    parse(&o, (name + " " + w).c_str()),
+                    (name + (row.letter ? text(" (-%c): '", row.letter) : Text(": '")) + w + "'")
+                        .c_str());
+            }
+        }
+    }
+    Outcome help = program("--help");
+    expect_success(help, "--help");
+    for (const OptionRow &row : option_rows) {
+        expect(help.out.find(Text("--") + row.name + " ") != Text::npos, "%s", row.name);
+        expect(!row.letter ||
+               help.out.find(text("  -%c, --%s", row.letter, row.name)) != Text::npos);
+    }
+    detail = text("%d options", (int)OPTION_ROWS);
+}
+
+// -------------------------------------------------------------------------------------------------
+// 3. Model and plan
+// Volume I's chapters 4 to 6: sizes, lifetimes that never share bytes, one number that is the
+// allocation, and the arena that catches whoever uses a row outside its life.
+
+// The model that -e names, with V tokens.
+static Model shape(const char *e, int V) {
+    Model m;
+    model_parse(&m, e);
+    model_set_vocabulary(&m, V);
+    return m;
+}
+
+// Parameters of the presets, and the layout of all three flat buffers: no hole, no overlap.
+static void test_model_sizes() {
+    // GPT-2's published parameter counts plus the padding of the vocabulary, 47 rows of C.
+    static const struct {
+        const char *name;
+        int64_t parameters;
+    } known[] = {{"d12", 124475904},
+                 {"gpt2", 124475904},
+                 {"d24", 354823168 + 47 * 1024},
+                 {"d36", 774030080 + 47 * 1280},
+                 {"d48", 1557611200 + 47 * 1600}};
+    for (auto &k : known) {
+        Model m = shape(k.name, GPT2_VOCABULARY);
+        expect(model_parameters(&m) == k.parameters, "%s: %" PRId64, k.name, model_parameters(&m));
+        expect(m.maxT == 1024 && m.Vp == 50304, "%s", k.name);
+    }
+    Model m = shape("l3h5c35t9", 257);
+    for (int subset = ALL_TENSORS; subset <= VECTORS; subset++) {
+        int64_t end = 0;  // of the tensor before, in the order of the buffer: each starts there
+        for (int pass = 0; pass < 2 + m.L; pass++) {
+            for (int i = 0; i < TENSORS; i++) {
+                int layer = pass > 0 && pass <= m.L ? pass - 1 : 0;
+                int turn = i < LN1W ? 0 : i > FCPROJB ? m.L + 1 : layer + 1;
+                if (turn == pass && tensor_padded_size(&m, i, subset)) {
+                    int64_t at = subset_offset(&m, i, layer, subset);
+                    expect(at == end && at % TENSOR_ALIGN == 0, "tensor %d layer %d", i, layer);
+                    end = at + round_up_i64(tensor_size(&m, i), TENSOR_ALIGN);
+                }
+            }
+        }
+        expect(subset_offset(&m, TENSORS, 0, subset) == end);
+    }
+    // 6 x parameters + 6 L C T, d12 at T 1024: 746,855,424 + 56,623,104.
+    m = shape("d12", GPT2_VOCABULARY);
+    expect(model_flops_per_token(&m, 1024) == 803478528.0);
+}
+
+static uint64_t draw_state = 1;
+static int draw(int low, int high) {  // low..high
+    uint32_t r[4];
+    philox4x32(r, 5, draw_state++, 0, 0);
+    return low + (int)(r[0] % (uint32_t)(high - low + 1));
+}
+
+// Settings of a CPU or GPU run, every field within its range.
+static Settings draw_settings() {
+    Settings s;
+    memset(&s, 0, sizeof s);
+    int NH = draw(1, 5), T = draw(1, 70);
+    s.model = shape(text("l%dh%dc%dt%d", draw(1, 9), NH, NH * draw(1, 40), T + draw(0, 9)).c_str(),
+                    draw(2, 3000));
+    s.B = draw(1, 9);
+    s.T = T;
+    s.threads = draw(1, 8);
+    s.logit_rows = draw(1, s.B * s.T);
+    s.level = draw(0, RECOMPUTE_LEVELS - 1);
+    s.recompute_blocks = draw(0, 1) ? s.model.L : draw(0, s.model.L);
+    s.gpu = draw(0, 1);
+    s.dtype = s.grad_dtype = s.moment_dtype = s.gpu ? TYPE_FP32 : TYPE_REAL;
+    if (s.gpu) {
+        s.dtype = draw(0, 1) ? TYPE_BF16 : draw(0, 1) ? TYPE_FP16 : TYPE_FP32;
+        s.grad_dtype = s.dtype == TYPE_BF16 && draw(0, 1) ? TYPE_BF16 : TYPE_FP32;
+        s.moment_dtype = draw(0, 1) ? TYPE_BF16 : TYPE_FP32;
+        s.split_master = s.dtype == TYPE_BF16 && draw(0, 1);
+        s.offload_moments = draw(0, 1);
+        s.offload_master = (s.split_master || s.dtype == TYPE_FP16) && draw(0, 1);
+    }
+    return s;
+}
+
+// What a failure names.
+static Text settings_text(const Settings &s) {
+    return text("L%d NH%d C%d V%d B%d T%d logit rows %d level %d x %d gpu %d dtype %d threads %d",
+                s.model.L, s.model.NH, s.model.C, s.model.V, s.B, s.T, s.logit_rows, s.level,
+                s.recompute_blocks, s.gpu, (int)s.dtype, s.threads);
+}
+
+// Bytes that a row keeps from others.
+static size_t padded(const Row &row) {
+    return (row.bytes + PLAN_ALIGN - 1) / PLAN_ALIGN * PLAN_ALIGN + PLAN_GAP;
+}
+
+// No two rows share a byte at a tick, the total is where the last one ends, no layout could be
+// below live_bytes, and the same settings give the same plan.
+static void test_plan_layout() {
+    for (int n = 0; n < 300; n++) {
+        Settings s = draw_settings();
+        Plan p, q;
+        plan_build(&p, &s);
+        plan_build(&q, &s);
+        Text who = settings_text(s);
+        expect(p.row_count == q.row_count && p.device_bytes == q.device_bytes &&
+                   memcmp(p.rows, q.rows, sizeof(Row) * (size_t)p.row_count) == 0,
+               "%s", who.c_str());
+        size_t end[2] = {0, 0};
+        std::vector<size_t> live((size_t)p.ticks);
+        for (int i = 0; i < p.row_count; i++) {
+            const Row &a = p.rows[i];
+            end[a.host] = std::max(end[a.host], a.offset + padded(a));
+            expect(a.offset % PLAN_ALIGN == 0 && a.first >= 0 && a.first <= a.last &&
+                       a.last < p.ticks && a.count > 0,
+                   "%s: %s", who.c_str(), a.name);
+            for (int t = a.first; t <= a.last && !a.host; t++) {
+                live[(size_t)t] += padded(a);
+            }
+            for (int j = 0; j < i; j++) {
+                const Row &b = p.rows[j];
+                int apart = a.host != b.host || a.last < b.first || b.last < a.first ||
+                            a.offset + padded(a) <= b.offset || b.offset + padded(b) <= a.offset;
+                expect(apart, "%s: %s and %s", who.c_str(), a.name, b.name);
+            }
+        }
+        size_t most = *std::max_element(live.begin(), live.end());
+        expect(end[0] == p.device_bytes && end[1] == p.host_bytes, "%s", who.c_str());
+        expect(p.live_bytes == most && p.device_bytes >= most, "%s", who.c_str());
+        plan_free(&p);
+        plan_free(&q);
+    }
+    detail = "300 random settings";
+}
+
+// Asking for less never needs more: a higher level, more blocks of it, a smaller batch.
+static void test_plan_monotone() {
+    for (int n = 0; n < 200; n++) {
+        Settings s = draw_settings();
+        s.logit_rows = std::min(s.logit_rows, s.T);
+        for (int what = 0; what < 3; what++) {
+            Settings more = s;
+            if (what == 0 && s.level + 1 < RECOMPUTE_LEVELS) {
+                more.level++;
+            } else if (what == 1 && s.recompute_blocks < s.model.L) {
+                more.recompute_blocks++;
+            } else if (what == 2 && s.B > 1) {
+                more.B--;
+            }
+            expect(plan_bytes(&more) <= plan_bytes(&s), "%s, change %d: %zu to %zu",
+                   settings_text(s).c_str(), what, plan_bytes(&s), plan_bytes(&more));
+        }
+    }
+    detail = "200 random settings";
+}
+
+// Every tick has a name of its own and stands in order; every level keeps what it says.
+static void test_stages() {
+    Model m = shape("l3h1c8t4", 257);
+    std::vector<Text> names;
+    for (int t = 0; t <= tick_update(&m); t++) {
+        char name[32];
+        tick_name(name, &m, t);
+        expect(std::find(names.begin(), names.end(), name) == names.end(), "%s comes twice", name);
+        names.push_back(name);
+    }
+    // Channels kept per token and block at each level: what the levels are there for.
+    static const int kept[RECOMPUTE_LEVELS] = {16, 12, 10, 6, 3, 1};
+    for (int level = 0; level < RECOMPUTE_LEVELS; level++) {
+        int channels = 0;
+        for (const ActRow &act : act_rows) {
+            channels += level < act.level ? std::max(act.channels, 0) : 0;
+        }
+        expect(channels == kept[level], "%s keeps %d", level_names[level], channels);
+    }
+    // embed; 3 x 8; lnf, head, d_lnf; 3 x 15; d_embed, update.
+    expect(names.size() == 1 + 24 + 3 + 45 + 2);
+    expect(names[1] == "0.ln1" && names[24] == "2.fcproj" && names[28] == "2.re-ln1" &&
+           names[72] == "0.d_ln1" && names[74] == "update");
+}
+
+// A network of random weights (biases and LayerNorms too), with an engine of its own.
+struct Net {
+    Engine e;
+    Settings s;
+    Net(const Model &m, int B, int T, int level = 0, int blocks = -1, int logit_rows = 0) {
+        Options o;
+        options_default(&o);
+        o.batch = B;
+        o.seq_len = T;
+        o.logit_rows = logit_rows;
+        settings_from_options(&s, &o, &m, 0);
+        s.level = level;
+        s.recompute_blocks = blocks < 0 ? m.L : blocks;
+        cpu_open(&e, &s);
+        engine_initialise(&e, &m, 3);
+        for (int tensor = 0; tensor < TENSORS; tensor++) {
+            for (int l = 0; l < tensor_copies(&m, tensor); l++) {
+                size_t size =
+                    (size_t)(tensor == WTE ? (int64_t)m.V * m.C : tensor_size(&m, tensor));
+                Reals w = noise(size, 0.15, (uint64_t)(tensor * 100 + l));
+                for (real &x : w) {
+                    x += (real)(tensor_rows[tensor].init == INIT_ONE);
+                }
+                e.write(&e, STATE_WEIGHTS, tensor_offset(&m, tensor, l), w.data(), (int64_t)size);
+            }
+        }
+    }
+    Net(const Net &) = delete;
+    ~Net() { e.close(&e); }
+    Network *net() { return &((CpuEngine *)e.self)->net; }
+    int64_t size() { return tensor_offset(&s.model, TENSORS, 0); }
+    Reals state(int which) {
+        Reals all((size_t)size());
+        e.read(&e, which, 0, all.data(), size());
+        return all;
+    }
+    // All gradients, without what stands between the tensors.
+    Reals gradients() {
+        const real *g = network_single(net(), ROW_GRADS);
+        return Reals(g, g + size());
+    }
+};
+
+// B x T tokens below V and the T that follow each.
+struct Batch {
+    std::vector<Token> inputs, targets;
+    Batch(int n, int V, uint64_t seed) {
+        for (int i = 0; i < n; i++) {
+            inputs.push_back((Token)(rng_uniform(seed, 9, 0, (uint64_t)i) * V));
+            targets.push_back((Token)(rng_uniform(seed, 9, 1, (uint64_t)i) * V));
+        }
+    }
+};
+
+#if TEST_ASAN
+// What plan_tick does to memory in this build: dead rows, and the gaps behind rows, are out of
+// bounds, and the sanitizer ends the test that touches them.
+static void mark_for_asan(void *memory, size_t bytes, int alive) {
+    ASAN_UNPOISON_MEMORY_REGION(memory, bytes);
+    memset(memory, 0xff, bytes);
+    if (!alive) {
+        ASAN_POISON_MEMORY_REGION(memory, bytes);
+    }
+}
+#endif
+
+// A row that is not alive is refused, a fresh one holds NaN; see also mark_for_asan.
+static void test_arena() {
+#ifdef _OPENMP
+    omp_set_num_threads(1);  // the leak sanitizer of a forked child minds threads left behind
+#endif
+    Model m = shape("l2h2c26t8", 257);
+    Net n(m, 1, 7, RECOMPUTE_BLOCK);
+    Plan *p = &n.net()->plan;
+    plan_tick(p, tick_update(&m));
+    expect_death(network_single(n.net(), ROW_LOGITS),
+                 "row logits lives from tick 18 to 18, used at");
+    expect_death(network_grad(n.net(), GRAD_QKV, 1), "row 1.d_qkv lives from");
+    expect_death(row_pointer(p, -1), "no such row");
+    expect_death(row_pointer(p, p->row_count), "no such row");
+    plan_tick(p, tick_head(&m));
+    const Row &row = p->rows[p->single[ROW_LNF]];
+    char *lnf = (char *)network_single(n.net(), ROW_LNF);
+    const real *values = (const real *)lnf;
+    expect(isnan((double)values[0]) && isnan((double)values[row.count - 1]), "fresh rows are NaN");
+    for (const Row *r = p->rows; r < p->rows + p->row_count; r++) {
+        expect(r->alive == (r->first <= p->now && p->now <= r->last), "%s", r->name);
+    }
+#if TEST_ASAN
+    auto touch = [&](size_t byte) { *(volatile char *)(lnf + byte) = 0; };
+    expect(outcome(spawn([&] { touch(row.bytes - 1); })).status == 0, "the last byte");
+    for (size_t byte : {row.bytes, row.bytes + PLAN_GAP - 1}) {
+        Outcome past = outcome(spawn([&] { touch(byte); }));
+        expect(past.err.find("use-after-poison") != Text::npos, "behind the row");
+    }
+    plan_tick(p, tick_update(&m));
+    Outcome dead = outcome(spawn([&] { touch(0); }));
+    expect(dead.err.find("use-after-poison") != Text::npos, "a dead row");
+#endif
+}
+
+// Pages of this process's address space (field 0 of /proc/self/statm).
+static long address_pages() {
+    long pages = 0;
+    sscanf(read_file("/proc/self/statm").c_str(), "%ld", &pages);
+    return pages;
+}
+
+// The mapping is the plan's number, and nothing is allocated once the first step is done.
+static void test_plan_allocation() {
+    static const int levels[] = {RECOMPUTE_NONE, RECOMPUTE_NORM, RECOMPUTE_BLOCK};
+    for (int level : levels) {
+        Model m = shape("l2h3c96t40", 300);
+        Net n(m, 3, 40, level);
+        Batch b(120, 300, 1);
+        Options o;
+        options_default(&o);
+        n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
+        n.e.update(&n.e, &o, 1e-3, HUGE_VAL, 0);
+        Plan p;
+        plan_build(&p, &n.s);
+        long before = address_pages(), page = sysconf(_SC_PAGESIZE);
+        plan_open(&p);
+        long mapped = address_pages() - before;
+        expect(mapped == ((long)p.device_bytes + page - 1) / page, "%ld pages", mapped);
+        plan_close(&p);
+        before = address_pages();
+        for (int i = 0; i < 3; i++) {
+            n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
+            n.e.update(&n.e, &o, 1e-3, HUGE_VAL, 0);
+        }
+        expect(address_pages() == before, "grew by %ld pages", address_pages() - before);
+    }
+}
+
+// What does not fit is refused before anything is allocated, with what would help.
+static void test_plan_refuse() {
+    Settings s = draw_settings();
+    s.model = shape("l4h4c128t64", 257);
+    s.B = 8;
+    s.T = s.logit_rows = 64;
+    s.level = s.gpu = 0;
+    s.dtype = s.grad_dtype = s.moment_dtype = TYPE_REAL;
+    s.split_master = s.offload_moments = s.offload_master = 0;
+    Plan p;
+    plan_build(&p, &s);
+    plan_refuse(&p, p.device_bytes, p.device_bytes);
+    expect_death(plan_refuse(&p, p.device_bytes, p.device_bytes - 1000), ": short 1000 B; -r gelu");
+    expect_death(plan_refuse(&p, p.device_bytes, 0), "available are 0 B");
+    Remedy list[MAX_REMEDIES];
+    int n = plan_remedies(&p, list);
+    expect(n == 8, "%d remedies: five levels, batches of 4, 2 and 1", n);
+    for (int i = 0; i < n; i++) {
+        expect(list[i].bytes < p.device_bytes && list[i].bytes == plan_bytes(&list[i].settings));
+    }
+    plan_free(&p);
+}
+
+// -------------------------------------------------------------------------------------------------
+// 4. Data
+// Volume I's chapters 7 and 8. Shards here hold tokens that are all different, so a window is known
+// by what is in it.
+
+// A token file of these tokens.
+static Text shard_bytes(const std::vector<uint16_t> &tokens, int tokenizer) {
+    int32_t header[SHARD_HEADER] = {SHARD_MAGIC, 1, (int32_t)tokens.size(),
+                                    tokenizer_vocabulary(tokenizer), tokenizer};
+    return Text((const char *)header, sizeof header) +
+           Text((const char *)tokens.data(), tokens.size() * 2);
+}
+
+// The same bytes with another int32 at `index` of the header.
+static Text with_int(Text bytes, size_t index, int32_t value) {
+    memcpy(&bytes[index * 4], &value, 4);
+    return bytes;
+}
+
+// Shards a.bin, b.bin, c.bin of 101, 69 and 200 tokens; token i of all is i.
+static void write_three_shards() {
+    int next = 0;
+    static const int counts[] = {101, 69, 200};
+    for (int k = 0; k < 3; k++) {
+        std::vector<uint16_t> tokens;
+        for (int i = 0; i < counts[k]; i++) {
+            tokens.push_back((uint16_t)next++);
+        }
+        write_file(text("%c.bin", 'a' + k), shard_bytes(tokens, TOKENIZER_GPT2));
+    }
+}
+
+// Every window once an epoch, whatever the number of ranks; targets follow inputs; the tokens that
+// fill no window get their turn in other epochs.
+static void test_loader_coverage() {
+    enum { T = 8, WINDOWS = 12 + 8 + 24, TOKENS = 370 };
+    Dataset d;
+    write_three_shards();
+    dataset_open(&d, "[abc].bin", T);
+    expect(d.windows == WINDOWS && d.tokens == TOKENS && d.shard_count == 3);
+    std::vector<int> met(TOKENS);
+    std::vector<Token> orders[2];
+    for (uint32_t epoch = 0; epoch < 60; epoch++) {
+        std::vector<int> starts(TOKENS);
+        for (int i = 0; i < WINDOWS;
+             i++) {  // as ranks 0..3 with B 1 would ask: position by position
+            Token in[T], out[T];
+            dataset_batch(&d, (int64_t)epoch * WINDOWS + i, 1, 1, 42, in, out, GPT2_VOCABULARY);
+            for (int t = 0; t < T; t++) {
+                expect(in[t] == in[0] + t && out[t] == in[t] + 1);
+                expect(starts[(size_t)in[t]]++ == 0, "token %d comes twice in epoch %u", in[t],
+                       epoch);
+                met[(size_t)in[t]] = met[(size_t)out[t]] = 1;
+            }
+            if (epoch < 2) {
+                orders[epoch].push_back(in[0] / T);
+            }
+        }
+        for (int end = 101, first = 0, k = 0; k < 3; first = end, k++, end = k == 1 ? 170 : 370) {
+            int inputs = 0;
+            for (int i = first; i < end; i++) {
+                inputs += starts[(size_t)i];
+            }
+            expect(inputs == (end - first - 1) / T * T, "shard %d, epoch %u: %d", k, epoch, inputs);
+        }
+    }
+    expect(std::count(met.begin(), met.end(), 0) == 0, "tokens never visited");
+    expect(orders[0] != orders[1], "every epoch has an order of its own");
+    // Any grouping into batches gives the same sequences, also across the end of an epoch.
+    Token in[8][T], out[8][T], one[T], next[T];
+    for (int shuffle = 0; shuffle < 2; shuffle++) {
+        dataset_batch(&d, WINDOWS - 3, 8, shuffle, 42, in[0], out[0], GPT2_VOCABULARY);
+        for (int b = 0; b < 8; b++) {
+            dataset_batch(&d, WINDOWS - 3 + b, 1, shuffle, 42, one, next, GPT2_VOCABULARY);
+            expect(memcmp(in[b], one, sizeof one) == 0 && memcmp(out[b], next, sizeof next) == 0);
+        }
+    }
+    dataset_batch(&d, 12, 2, 0, 42, in[0], out[0], GPT2_VOCABULARY);
+    expect(in[0][0] == 101 && in[1][0] == 109, "without shuffling, file order");
+    expect_death(dataset_batch(&d, 12, 2, 0, 42, in[0], out[0], 105),
+                 "b.bin: token 4 is 105, outside the vocabulary of 105");
+    dataset_close(&d);
+    detail = "3 shards, 60 epochs";
+}
+
+// The last tokens of a shard of 2^31 - 1 tokens, 4 GiB: offsets have 64 bits. The file is sparse.
+static void test_loader_large() {
+    const int64_t count = INT32_MAX, T = 1000, window = (count - 1) / T - 1;
+    write_file("large.bin", with_int(shard_bytes({}, TOKENIZER_GPT2), 2, INT32_MAX));
+    int fd = open("large.bin", O_WRONLY);
+    uint16_t tail[1001];
+    for (int i = 0; i <= T; i++) {
+        tail[i] = (uint16_t)(i + 7);
+    }
+    if (ftruncate(fd, SHARD_HEADER * 4 + 2 * count) != 0 ||
+        pwrite(fd, tail, sizeof tail, SHARD_HEADER * 4 + 2 * window * T) != (ssize_t)sizeof tail) {
+        skip("this file system has no room for it");
+    }
+    close(fd);
+    Dataset d;
+    Token in[1000], out[1000];
+    dataset_open(&d, "large.bin", (int)T);
+    dataset_batch(&d, window, 1, 0, 0, in, out, GPT2_VOCABULARY);
+    expect(d.windows == window + 1 && in[0] == 7 && in[999] == 1006 && out[999] == 1007);
+    dataset_close(&d);
+    unlink("large.bin");
+}
+
+// Bytes to ids and back, and what a prompt may be.
+static void test_tokenizer() {
+    Token tokens[8];
+    char out[16];
+    expect(prompt_tokens(tokens, 8, TOKENIZER_BYTES, "a\xff") == 2 && tokens[0] == 'a' &&
+           tokens[1] == 255);
+    expect(prompt_tokens(tokens, 8, TOKENIZER_BYTES, "") == 1 && tokens[0] == 256);
+    expect(prompt_tokens(tokens, 8, TOKENIZER_GPT2, "") == 1 && tokens[0] == 50256);
+    expect(token_text(out, TOKENIZER_BYTES, 'x') == 1 && out[0] == 'x');
+    expect(token_text(out, TOKENIZER_BYTES, 256) == 0 && token_text(out, TOKENIZER_GPT2, 31) == 3);
+    expect_death(prompt_tokens(tokens, 8, TOKENIZER_GPT2, "a"), "--prompt");
+    expect_death(prompt_tokens(tokens, 2, TOKENIZER_BYTES, "abc"), "--prompt: 3 tokens, at most 2");
+}
+
+// -------------------------------------------------------------------------------------------------
+// 5. Layers against naive twins
+// Volume I's chapters 9 and 10 over odd shapes. A twin is the formula itself, written with Num: a
+// wider number that carries how far the same computation in `real` may be off. Approximate exp and
+// tanh are allowed what chapter 9 states of them (EXP_ULP, TANH_ULP; libm's in double).
+
+static const double EXP_ULP = 1.05, TANH_ULP = 2.53;
+
+struct Num {
+    wide v;
+    double e;  // each operation passes on its operands' errors and adds one rounding
+    Num(wide value = 0, double error = 0) : v(value), e(error) {}
+};
+static double size(wide x) { return fabs((double)x); }
+static Num rounded(wide v, double e) { return Num(v, e + unit * size(v) + smallest); }
+static Num operator+(Num a, Num b) { return rounded(a.v + b.v, a.e + b.e); }
+static Num operator-(Num a, Num b) { return rounded(a.v - b.v, a.e + b.e); }
+static Num operator*(Num a, Num b) {
+    return rounded(a.v * b.v, size(a.v) * b.e + size(b.v) * a.e + a.e * b.e);
+}
+static Num operator/(Num a, Num b) {
+    return rounded(a.v / b.v, (a.e + size(a.v / b.v) * b.e) / size(b.v));
+}
+static wide wide_exp(wide x) {
+    return GPT2_DOUBLE ? (wide)expl((long double)x) : (wide)exp((double)x);
+}
+static Num num_exp(Num x) {
+    wide v = wide_exp(x.v);
+    return rounded(v, (double)v * (x.e + 2 * EXP_ULP * unit));
+}
+static Num num_tanh(Num x) {
+    wide v = GPT2_DOUBLE ? (wide)tanhl((long double)x.v) : (wide)tanh((double)x.v);
+    return rounded(v, x.e * (1 - (double)(v * v)) + 2 * TANH_ULP * unit * size(v));
+}
+static Num num_log(Num x) { return rounded((wide)logl((long double)x.v), x.e / (double)x.v); }
+static Num num_rsqrt(Num x) {
+    wide v = 1 / (wide)sqrtl((long double)x.v);
+    return rounded(v, (double)v * (x.e / (double)x.v / 2 + 2 * unit));
+}
+
+// term(0) + ... + term(n - 1), in whatever order the tested code takes them.
+template <class Term> static Num sum_of(int n, Term term) {
+    wide v = 0;
+    double e = 0, sizes = 0;
+    for (int k = 0; k < n; k++) {
+        Num t = term(k);
+        v += t.v;
+        e += t.e;
+        sizes += size(t.v);
+    }
+    return Num(v, e + sum_error(n) * sizes);
+}
+
+typedef std::vector<Num> Nums;
+static Nums nums(const Reals &x) { return Nums(x.begin(), x.end()); }
+
+// Every element against its twin; the one that used most of its tolerance goes into the line.
+static void compare_at(int line, const Reals &got, const Nums &want, const Text &where) {
+    size_t at = 0;
+    double most = -1;
+    for (size_t i = 0; i < want.size(); i++) {
+        double err = size((wide)got[i] - want[i].v);
+        double share = err == 0 ? 0 : err <= want[i].e ? err / want[i].e : HUGE_VAL;
+        if (share > most) {
+            most = share;
+            at = i;
+        }
+    }
+    near_at(line, got[at], want[at].v, want[at].e, where + text(" [%zu]", at));
+}
+#define compare(got, want, ...) compare_at(__LINE__, got, want, text(__VA_ARGS__))
+
+// A workspace of exactly the bytes that the plan would give, for layers called outside a network.
+static void give_workspace() {
+    static void *memory;
+    free(memory);
+    size_t bytes = matmul_workspace_bytes(thread_count());
+    if (posix_memalign(&memory, 64, bytes) != 0) {
+        die("no memory for the matmul's workspace");
+    }
+    memset(memory, 0xff, bytes);
+    matmul_workspace = (real *)memory;
+}
+
+// exp and tanh over their whole range, and where a polynomial or a shift could go wrong.
+static void test_fast_maths() {
+    const double low = GPT2_DOUBLE ? -800 : -120, range = GPT2_DOUBLE ? 1500 : 208;
+    for (int i = 0; i <= 400000; i++) {
+        real x = (real)(low + range * i / 400000), y = (real)(-12 + 24.0 * i / 400000);
+        double root = (double)y * fabs((double)y) * 1e-3;  // tanh's small arguments too
+        Num e = num_exp((wide)x), t = num_tanh((wide)y), s = num_tanh((wide)(real)root);
+        expect_near(fast_exp(x), e.v, e.e, "exp %.9g", (double)x);
+        expect_near(fast_tanh(y), t.v, t.e, "tanh %.9g", (double)y);
+        expect_near(fast_tanh((real)root), s.v, s.e, "tanh %.9g", root);
+    }
+    const real inf = (real)HUGE_VAL, nan = (real)NAN;
+    expect(fast_exp(-inf) == 0 && fast_exp((real)-1e30) == 0 && fast_exp(0) == 1);
+    expect(fast_exp(inf) == inf && fast_exp((real)1e4) == inf && isnan((double)fast_exp(nan)));
+    expect(fast_tanh(inf) == 1 && fast_tanh(-inf) == -1 && isnan((double)fast_tanh(nan)));
+    expect(fast_tanh((real)-0.0) == 0 && signbit((double)fast_tanh((real)-0.0)));
+}
+
+static const int matmul_shapes[][3] = {
+    // rows, C, OC
+    {1, 1, 1},      {1, 48, 144},  {3, 5, 7},      {13, 17, 19},   {65, 80, 33},  {14, 32, 64},
+    {15, 33, 65},   {29, 31, 257}, {33, 1000, 17}, {200, 129, 31}, {9, 3072, 40}, {130, 768, 100},
+    {2, 48, 50304}, {64, 64, 64},  {257, 16, 48},  {1, 768, 2304}, {600, 7, 9},   {385, 8, 129},
+};
+
+// out = addend + bias + inp weight^T, with and without each; addend may be out itself.
+static void test_matmul_forward() {
+    give_workspace();
+    for (auto &shape : matmul_shapes) {
+        const int N = shape[0], C = shape[1], OC = shape[2];
+        Reals inp = noise(N * C, 1, 1), weight = noise(OC * C, 0.2, 2), none;
+        Reals bias = noise(OC, 1, 3), addend = noise(N * OC, 1, 4);
+        Nums product;
+        for (int i = 0; i < N * OC; i++) {
+            const real *x = &inp[i / OC * C], *w = &weight[i % OC * C];
+            product.push_back(sum_of(C, [=](int c) { return Num(x[c]) * w[c]; }));
+        }
+        for (int has = 0; has < 4; has++) {
+            const real *b = has & 1 ? bias.data() : NULL, *add = has & 2 ? addend.data() : NULL;
+            Reals out((size_t)(N * OC), (real)NAN), same = addend;
+            Nums want = product;
+            for (int i = 0; i < N * OC; i++) {
+                want[i] = want[i] + (b ? b[i % OC] : 0) + (add ? add[i] : 0);
+                // what stands in the sum from its start is rounded with every term
+                want[i].e += sum_error(C) * ((b ? size(b[i % OC]) : 0) + (add ? size(add[i]) : 0));
+            }
+            matmul_forward(out.data(), inp.data(), weight.data(), b, add, N, C, OC);
+            compare(out, want, "N %d C %d OC %d%s%s", N, C, OC, b ? " bias" : "", add ? " +" : "");
+            matmul_forward(same.data(), inp.data(), weight.data(), b, add ? same.data() : NULL, N,
+                           C, OC);
+            expect(same_bits(out, same), "in place, N %d C %d OC %d", N, C, OC);
+        }
+    }
+}
+
+// dbias and dweight add up, dinp is overwritten and may be inp; each of dinp and dbias may be NULL.
+static void test_matmul_backward() {
+    give_workspace();
+    for (auto &shape : matmul_shapes) {
+        const int N = shape[0], C = shape[1], OC = shape[2];
+        Reals inp = noise(N * C, 1, 1), weight = noise(OC * C, 0.2, 2), dout = noise(N * OC, 1, 3);
+        Reals dinp((size_t)(N * C), (real)NAN), dweight = noise(OC * C, 1, 4),
+                                                dbias = noise(OC, 1, 5);
+        Nums want_dinp, want_dweight, want_dbias;
+        for (int i = 0; i < N * C; i++) {
+            const real *d = &dout[i / C * OC], *w = &weight[i % C];
+            want_dinp.push_back(sum_of(OC, [=](int o) { return Num(d[o]) * w[(int64_t)o * C]; }));
+        }
+        for (int i = 0; i < OC * C; i++) {  // the last term is what stood there
+            const real *d = &dout[i / C], *x = &inp[i % C], start = dweight[i];
+            want_dweight.push_back(sum_of(N + 1, [=](int n) {
+                return n == N ? Num(start) : Num(d[(int64_t)n * OC]) * x[(int64_t)n * C];
+            }));
+        }
+        for (int o = 0; o < OC; o++) {
+            const real *d = &dout[o], start = dbias[o];
+            want_dbias.push_back(
+                sum_of(N + 1, [=](int n) { return Num(n == N ? start : d[n * OC]); }));
+        }
+        Reals dweight2 = dweight, dweight3 = dweight, dinp2 = inp;
+        const real *d = dout.data(), *x = inp.data(), *w = weight.data();
+        matmul_backward(dinp.data(), dweight.data(), dbias.data(), d, x, w, N, C, OC);
+        compare(dinp, want_dinp, "dinp N %d C %d OC %d", N, C, OC);
+        compare(dweight, want_dweight, "dweight N %d C %d OC %d", N, C, OC);
+        compare(dbias, want_dbias, "dbias N %d C %d OC %d", N, C, OC);
+        matmul_backward(dinp2.data(), dweight2.data(), NULL, d, dinp2.data(), w, N, C, OC);
+        matmul_backward(NULL, dweight3.data(), NULL, d, x, w, N, C, OC);
+        expect(same_bits(dinp, dinp2) && same_bits(dweight, dweight2) &&
+                   same_bits(dweight, dweight3),
+               "aliases and NULL, N %d C %d OC %d", N, C, OC);
+    }
+}
+
+// Both directions, in place, for every length of tail, and with a NaN beside a number.
+static void test_gelu() {
+    enum { COUNT = 100003 };
+    Reals x(COUNT), out(COUNT), dout = noise(COUNT, 1, 2), dinp(COUNT);
+    Nums want, want_dinp;
+    for (int i = 0; i < COUNT; i++) {
+        x[i] = (real)(i == 0 ? -1e4 : i == 1 ? 1e4 : -12 + 24.0 * i / COUNT);
+        Num v = (wide)x[i], s = Num(0.79788456080286535588L, unit), c = Num(0.044715L, unit * 0.05);
+        Num t = num_tanh(s * (v + c * v * v * v)), half = (wide)0.5, one = (wide)1, three = (wide)3;
+        want.push_back(half * v * (one + t));
+        want_dinp.push_back(Num(dout[i]) * half *
+                            (one + t + v * (one - t * t) * s * (one + three * c * v * v)));
+    }
+    gelu_forward(out.data(), x.data(), COUNT);
+    gelu_backward(dinp.data(), dout.data(), x.data(), COUNT);
+    compare(out, want, "forward");
+    compare(dinp, want_dinp, "backward");
+    gelu_backward(dout.data(), dout.data(), x.data(), COUNT);
+    expect(same_bits(dinp, dout), "in place");
+    for (size_t n = 1; n < 40; n++) {  // every way to end a vector loop
+        Reals few(n, (real)NAN);
+        gelu_forward(few.data(), &x[50000], n);
+        expect(memcmp(few.data(), &out[50000], n * sizeof(real)) == 0, "n %zu", n);
+    }
+    real bad[2] = {(real)NAN, 1};
+    gelu_forward(bad, bad, 2);
+    expect(isnan((double)bad[0]) && !isnan((double)bad[1]));
+}
+
+// out is one rounding; backward adds up over equal tokens and over the batch.
+static void test_encoder() {
+    enum { B = 3, T = 7, C = 130, V = 11 };
+    std::vector<Token> tokens = Batch(B * T, V, 1).inputs;
+    Reals wte = noise(V * C, 1, 1), wpe = noise((T + 2) * C, 1, 2), out(B * T * C);
+    Reals dout = noise(B * T * C, 1, 3), dwte = noise(V * C, 1, 4), dwpe = noise((T + 2) * C, 1, 5);
+    Nums want, want_dwte = nums(dwte), want_dwpe = nums(dwpe);
+    for (int k = 0; k < B * T * C; k++) {
+        int w = tokens[k / C] * C + k % C, p = k / C % T * C + k % C;
+        want.push_back(Num(wte[w]) + wpe[p]);
+        want_dwte[w] = want_dwte[w] + dout[k];
+        want_dwpe[p] = want_dwpe[p] + dout[k];
+    }
+    encoder_forward(out.data(), tokens.data(), wte.data(), wpe.data(), B, T, C);
+    encoder_backward(dwte.data(), dwpe.data(), dout.data(), tokens.data(), B, T, C);
+    compare(out, want, "forward");
+    compare(dwte, want_dwte, "dwte");
+    compare(dwpe, want_dwpe, "dwpe");
+}
+
+// Forward and backward; addend may be NULL or dinp itself.
+static void test_layernorm() {
+    static const int shapes[][2] = {{1, 1},   {1, 48},   {2, 15},   {17, 16}, {5, 17},
+                                    {65, 80}, {34, 768}, {3, 1600}, {300, 33}};  // rows, C
+    for (auto &shape : shapes) {
+        const int N = shape[0], C = shape[1];
+        Reals x = noise(N * C, 2, 1), w = noise(C, 1, 2), b = noise(C, 1, 3), out(x.size());
+        Reals mean(N), rstd(N), dout = noise(N * C, 1, 4), addend = noise(N * C, 1, 5),
+                                dinp(x.size());
+        Reals dw = noise(C, 1, 6), db = noise(C, 1, 7), alone(x.size());
+        Nums want, want_mean, want_rstd, want_dinp, want_alone, want_dw, want_db;
+        layernorm_forward(out.data(), mean.data(), rstd.data(), x.data(), w.data(), b.data(), N, C);
+        for (int i = 0; i < N; i++) {
+            const real *row = &x[i * C], *d = &dout[i * C];
+            Num c_count = (wide)C, m = sum_of(C, [&](int c) { return Num(row[c]); }) / c_count;
+            Num v =
+                sum_of(C, [&](int c) { return (Num(row[c]) - m) * (Num(row[c]) - m); }) / c_count;
+            Num r = num_rsqrt(v + Num((wide)1e-5L, unit * 1e-5));
+            want_mean.push_back(m);
+            want_rstd.push_back(r);
+            // Backward takes mean and rstd as forward left them.
+            auto n = [&](int c) { return (Num(row[c]) - mean[i]) * rstd[i]; };
+            Num g = sum_of(C, [&](int c) { return Num(d[c]) * w[c]; }) / c_count;
+            Num gn = sum_of(C, [&](int c) { return Num(d[c]) * w[c] * n(c); }) / c_count;
+            for (int c = 0; c < C; c++) {
+                want.push_back((Num(row[c]) - m) * r * w[c] + b[c]);
+                want_alone.push_back(Num(rstd[i]) * (Num(d[c]) * w[c] - g - n(c) * gn));
+                want_dinp.push_back(want_alone.back() + addend[i * C + c]);
+            }
+        }
+        for (int c = 0; c < C; c++) {
+            want_dw.push_back(sum_of(N + 1, [&](int i) {
+                return i == N ? Num(dw[c])
+                              : Num(dout[i * C + c]) * ((Num(x[i * C + c]) - mean[i]) * rstd[i]);
+            }));
+            want_db.push_back(
+                sum_of(N + 1, [&](int i) { return Num(i == N ? db[c] : dout[i * C + c]); }));
+        }
+        auto backward = [&](real *result, const real *add) {
+            Reals dw2 = dw, db2 = db;
+            layernorm_backward(result, dw2.data(), db2.data(), dout.data(), x.data(), w.data(),
+                               mean.data(), rstd.data(), add, N, C);
+            compare(dw2, want_dw, "dweight N %d C %d", N, C);
+            compare(db2, want_db, "dbias N %d C %d", N, C);
+        };
+        compare(mean, want_mean, "mean N %d C %d", N, C);
+        compare(rstd, want_rstd, "rstd N %d C %d", N, C);
+        compare(out, want, "out N %d C %d", N, C);
+        backward(dinp.data(), addend.data());
+        backward(alone.data(), NULL);
+        backward(addend.data(), addend.data());
+        compare(dinp, want_dinp, "dinp N %d C %d", N, C);
+        compare(alone, want_alone, "dinp without addend N %d C %d", N, C);
+        expect(same_bits(addend, dinp), "in place, N %d C %d", N, C);
+    }
+}
+
+// Attention of one head with its T x T matrices; results go to their places in out, lse and dqkv.
+static void twin_attention(Nums *out, Nums *lse, Nums *dqkv, const Reals &qkv, const Reals &dout,
+                           int b, int h, int T, int C, int NH) {
+    const int HS = C / NH;
+    auto place = [=](int t, int part) { return ((b * T + t) * 3 + part) * C + h * HS; };
+    Nums P(T * T), dS(T * T);
+    const Num scale = Num(1 / (wide)sqrtl((long double)HS), unit);
+    for (int t = 0; t < T; t++) {
+        const real *q = &qkv[place(t, 0)], *d = &dout[(b * T + t) * C + h * HS];
+        Num *o = &(*out)[(b * T + t) * C + h * HS];
+        Nums s, p;
+        wide most = -HUGE_VAL;
+        for (int u = 0; u <= t; u++) {
+            const real *k = &qkv[place(u, 1)];
+            s.push_back(sum_of(HS, [=](int i) { return Num(q[i]) * k[i]; }) * scale);
+            most = std::max(most, s[u].v);
+        }
+        for (int u = 0; u <= t; u++) {
+            p.push_back(num_exp(s[u] - most));
+        }
+        Num sum = sum_of(t + 1, [&](int u) { return p[u]; });
+        Num log_sum = (*lse)[(b * NH + h) * T + t] = Num(most) + num_log(sum);
+        for (int i = 0; i < HS; i++) {
+            o[i] = sum_of(t + 1, [&](int u) { return p[u] * qkv[place(u, 2) + i]; }) / sum;
+        }
+        Num D = sum_of(HS, [=](int i) { return o[i] * d[i]; });
+        for (int u = 0; u <= t; u++) {
+            const real *v = &qkv[place(u, 2)];
+            Num dp = sum_of(HS, [=](int i) { return Num(d[i]) * v[i]; });
+            P[t * T + u] = num_exp(s[u] - log_sum);
+            dS[t * T + u] = P[t * T + u] * (dp - D) * scale;
+        }
+    }
+    for (int t = 0; t < T * HS; t++) {
+        int row = t / HS, i = t % HS;
+        (*dqkv)[place(row, 0) + i] =
+            sum_of(row + 1, [&](int u) { return dS[row * T + u] * qkv[place(u, 1) + i]; });
+        (*dqkv)[place(row, 1) + i] = sum_of(
+            T, [&](int u) { return u < row ? Num() : dS[u * T + row] * qkv[place(u, 0) + i]; });
+        (*dqkv)[place(row, 2) + i] = sum_of(T, [&](int u) {
+            return u < row ? Num() : P[u * T + row] * dout[(b * T + u) * C + h * HS + i];
+        });
+    }
+}
+
+// Shapes with one key, whole tiles, one more and one less, heads of 1 to 128 channels.
+static void test_attention() {
+    static const int shapes[][4] = {{1, 1, 8, 1},   {2, 1, 48, 3},   {1, 2, 3, 3},
+                                    {2, 7, 48, 3},  {1, 65, 192, 3}, {2, 64, 64, 1},
+                                    {3, 33, 80, 5}, {1, 129, 80, 5}, {1, 66, 256, 2},
+                                    {2, 17, 35, 5}, {1, 260, 64, 2}, {1, 63, 24, 1}};
+    give_workspace();
+    for (auto &shape : shapes) {
+        const int B = shape[0], T = shape[1], C = shape[2], NH = shape[3];
+        for (int sharp = 1; sharp <= 4; sharp += 3) {  // scores of deviation 1 and 16
+            const int n = B * T * C;
+            Reals qkv = noise(3 * n, sharp, 1), dout = noise(n, 1, 2), out(n, (real)NAN);
+            Reals lse(B * NH * T, (real)NAN), dqkv(3 * n, (real)NAN);
+            Nums want(n), want_lse(lse.size()), want_dqkv(dqkv.size());
+            for (int head = 0; head < B * NH; head++) {
+                twin_attention(&want, &want_lse, &want_dqkv, qkv, dout, head / NH, head % NH, T, C,
+                               NH);
+            }
+            attention_forward(out.data(), lse.data(), qkv.data(), B, T, C, NH);
+            attention_backward(dqkv.data(), dout.data(), qkv.data(), out.data(), lse.data(), B, T,
+                               C, NH);
+            compare(out, want, "out B %d T %d C %d NH %d x %d", B, T, C, NH, sharp);
+            compare(lse, want_lse, "lse B %d T %d C %d NH %d x %d", B, T, C, NH, sharp);
+            compare(dqkv, want_dqkv, "dqkv B %d T %d C %d NH %d x %d", B, T, C, NH, sharp);
+        }
+    }
+}
+
+// Losses and dlogits; padded columns must be 0 exactly; forward alone gives the same losses.
+static void test_classifier() {
+    static const int shapes[][2] = {{1, 1}, {5, 2}, {7, 257}, {3, 50257}, {33, 128}};  // rows, V
+    for (auto &shape : shapes) {
+        const int rows = shape[0], V = shape[1], Vp = (int)round_up_i64(V, 128);
+        Reals logits = noise(rows * Vp, 3, 1), losses(rows), again = logits, forward(rows);
+        std::vector<Token> targets = Batch(rows, V, 2).targets;
+        const real dloss = (real)0.37;
+        Nums want, want_d(logits.size());  // padding: 0, tolerance 0
+        for (int i = 0; i < rows; i++) {
+            const real *x = &logits[i * Vp], most = *std::max_element(x, x + V);
+            auto p = [=](int v) { return num_exp(Num(x[v]) - most); };
+            Num sum = sum_of(V, p), one = (wide)1;
+            want.push_back(num_log(sum) + most - x[targets[i]]);
+            for (int v = 0; v < V; v++) {
+                want_d[i * Vp + v] = (p(v) / sum - (v == targets[i] ? one : Num())) * dloss;
+            }
+        }
+        classifier_forward_backward(losses.data(), logits.data(), targets.data(), dloss, rows, V,
+                                    Vp, 1);
+        classifier_forward_backward(forward.data(), again.data(), targets.data(), dloss, rows, V,
+                                    Vp, 0);
+        compare(losses, want, "losses rows %d V %d", rows, V);
+        compare(logits, want_d, "dlogits rows %d V %d", rows, V);
+        expect(same_bits(losses, forward), "rows %d V %d", rows, V);
+    }
+}
+
+// -------------------------------------------------------------------------------------------------
+// 6. Derivatives
+// Central differences in double, fourth order: truncation h^4 f^(5) / 30 = 3e-14 f^(5) and rounding
+// about 1e-16 |f| / h = 1e-13 |f|, so a gradient that is right agrees to some 1e-10 of its size.
+
+#if GPT2_DOUBLE
+typedef std::function<double()> Loss;
+
+// Derivative of `loss` along `move`, which displaces something by its argument.
+static double slope(const Loss &loss, const std::function<void(double)> &move) {
+    const double h = 1e-3;
+    double f[4];
+    static const int steps[] = {1, -1, 2, -2};
+    for (int k = 0; k < 4; k++) {
+        move(h * steps[k]);
+        f[k] = loss();
+    }
+    move(0);
+    return (8 * (f[0] - f[1]) - (f[2] - f[3])) / (12 * h);
+}
+
+// Every element of `gradient` against the difference of `loss` in the same element of `x`.
+static void expect_gradient_at(int line, Reals *x, const Reals &gradient, const Loss &loss,
+                               const char *name) {
+    double size = 1;
+    for (real g : gradient) {
+        size = std::max(size, fabs(g));
+    }
+    for (size_t i = 0; i < x->size(); i++) {
+        const real keep = (*x)[i];
+        double found = slope(loss, [&](double by) { (*x)[i] = keep + by; });
+        near_at(line, gradient[i], found, 1e-10 * size, text("%s [%zu]", name, i));
+    }
+}
+#define expect_gradient(x, gradient, loss) expect_gradient_at(__LINE__, &x, gradient, loss, #x)
+
+// <a, b>.
+static double dot(const Reals &a, const Reals &b) {
+    double sum = 0;
+    for (size_t i = 0; i < a.size(); i++) {
+        sum += a[i] * b[i];
+    }
+    return sum;
+}
+
+// For each layer: loss = <dout, layer(inputs)>, whose gradients are what backward returns.
+static void test_derivatives_linear() {
+    enum { N = 3, C = 5, OC = 7 };
+    give_workspace();
+    Reals inp = noise(N * C, 1, 1), weight = noise(OC * C, 1, 2), bias = noise(OC, 1, 3);
+    Reals addend = noise(N * OC, 1, 4), dout = noise(N * OC, 1, 5), out(N * OC);
+    Reals dinp(N * C), dweight(OC * C), dbias(OC);
+    matmul_backward(dinp.data(), dweight.data(), dbias.data(), dout.data(), inp.data(),
+                    weight.data(), N, C, OC);
+    Loss loss = [&] {
+        matmul_forward(out.data(), inp.data(), weight.data(), bias.data(), addend.data(), N, C, OC);
+        return dot(out, dout);
+    };
+    expect_gradient(inp, dinp, loss);
+    expect_gradient(weight, dweight, loss);
+    expect_gradient(bias, dbias, loss);
+    expect_gradient(addend, dout, loss);
+}
+
+// Inputs, weights and biases of a LayerNorm whose width is no multiple of anything.
+static void test_derivatives_layernorm() {
+    enum { N = 3, C = 19 };
+    Reals inp = noise(N * C, 1, 1), weight = noise(C, 1, 2), bias = noise(C, 1, 3), out(N * C);
+    Reals dout = noise(N * C, 1, 4), mean(N), rstd(N), dinp(N * C), dweight(C), dbias(C);
+    Loss loss = [&] {
+        layernorm_forward(out.data(), mean.data(), rstd.data(), inp.data(), weight.data(),
+                          bias.data(), N, C);
+        return dot(out, dout);
+    };
+    loss();
+    layernorm_backward(dinp.data(), dweight.data(), dbias.data(), dout.data(), inp.data(),
+                       weight.data(), mean.data(), rstd.data(), NULL, N, C);
+    expect_gradient(inp, dinp, loss);
+    expect_gradient(weight, dweight, loss);
+    expect_gradient(bias, dbias, loss);
+}
+
+// All of dqkv, two sequences of five heads.
+static void test_derivatives_attention() {
+    enum { B = 2, T = 9, C = 20, NH = 5 };
+    give_workspace();
+    Reals qkv = noise(B * T * 3 * C, 1, 1), out(B * T * C), lse(B * NH * T);
+    Reals dout = noise(B * T * C, 1, 2), dqkv(qkv.size());
+    Loss loss = [&] {
+        attention_forward(out.data(), lse.data(), qkv.data(), B, T, C, NH);
+        return dot(out, dout);
+    };
+    loss();
+    attention_backward(dqkv.data(), dout.data(), qkv.data(), out.data(), lse.data(), B, T, C, NH);
+    expect_gradient(qkv, dqkv, loss);
+}
+
+// x from -3.5 to 3.5.
+static void test_derivatives_gelu() {
+    Reals inp = noise(301, 2, 1), out(301), dout = noise(301, 1, 2), dinp(301);
+    gelu_backward(dinp.data(), dout.data(), inp.data(), inp.size());
+    Loss loss = [&] {
+        gelu_forward(out.data(), inp.data(), inp.size());
+        return dot(out, dout);
+    };
+    expect_gradient(inp, dinp, loss);
+}
+
+// Weighted losses of three rows; padded logits have no influence.
+static void test_derivatives_classifier() {
+    enum { ROWS = 3, V = 21, Vp = 128 };
+    Reals logits = noise(ROWS * Vp, 1, 1), losses(ROWS), dlogits = logits;
+    static const Token targets[ROWS] = {0, 20, 7};
+    classifier_forward_backward(losses.data(), dlogits.data(), targets, 0.25, ROWS, V, Vp, 1);
+    Loss loss = [&] {
+        Reals scratch_logits = logits;
+        classifier_forward_backward(losses.data(), scratch_logits.data(), targets, 0, ROWS, V, Vp,
+                                    0);
+        return 0.25 * (losses[0] + losses[1] + losses[2]);
+    };
+    expect_gradient(logits, dlogits, loss);
+}
+
+// The whole network: for each of the sixteen tensors (all layers at once) the slope along two
+// random directions of unit length and along a dozen single elements.
+static void test_derivatives_network() {
+    Model m = shape("l2h3c48t8", 257);
+    Net n(m, 2, 7, RECOMPUTE_MLP, 1, 5);
+    Batch b(14, 257, 1);
+    n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
+    const Reals g = n.gradients(), start = n.state(STATE_WEIGHTS);
+    for (int tensor = 0; tensor < TENSORS; tensor++) {
+        std::vector<size_t> elements;  // of this tensor, in the flat buffer
+        double squares = 0;
+        for (int l = 0; l < tensor_copies(&m, tensor); l++) {
+            for (int64_t i = 0; i < tensor_size(&m, tensor); i++) {
+                elements.push_back((size_t)(tensor_offset(&m, tensor, l) + i));
+                squares += g[elements.back()] * g[elements.back()];
+            }
+        }
+        const size_t count = elements.size();
+        const double typical = sqrt(squares / (double)count);  // size of a slope along a direction
+        for (size_t trial = 0; trial < 14; trial++) {
+            Reals direction =
+                trial < 2 ? noise(count, 1 / sqrt((double)count), 77 + trial) : Reals(count);
+            if (trial >= 2) {
+                direction[trial * 7919 % count] = 1;
+            }
+            double want = 0;
+            for (size_t i = 0; i < count; i++) {
+                want += direction[i] * g[elements[i]];
+            }
+            Reals moved = start;
+            double found =
+                slope([&] { return n.e.evaluate(&n.e, b.inputs.data(), b.targets.data()); },
+                      [&](double by) {
+                          for (size_t i = 0; i < count; i++) {
+                              moved[elements[i]] = start[elements[i]] + by * direction[i];
+                          }
+                          n.e.write(&n.e, STATE_WEIGHTS, 0, moved.data(), n.size());
+                      });
+            // The loss is about 6: rounding 6e-13, truncation of the like.
+            expect_near(want, found, 4e-12 + 1e-8 * typical, "%s, direction %zu (size %.1e)",
+                        tensor_rows[tensor].name, trial, typical);
+        }
+    }
+}
+#endif
+
+// -------------------------------------------------------------------------------------------------
+// 7. The network
+// Volume I's chapter 11 and the CPU's engine: what must be equal to the bit (recompute levels,
+// numbers of threads), and what only to rounding (batches cut in another way).
+
+struct Trace {
+    std::vector<double> losses;
+    Reals gradients, weights;
+    bool operator==(const Trace &other) const {
+        return losses == other.losses && same_bits(gradients, other.gradients) &&
+               same_bits(weights, other.weights);
+    }
+};
+
+// Two optimizer steps of `micros` micro-batches: every loss, the first step's gradients, the
+// weights after both.
+static Trace trace(Net *n, int micros) {
+    const int N = n->s.B * n->s.T;
+    Trace result;
+    Options o;
+    options_default(&o);
+    o.weight_decay = 0.1;
+    for (int step = 0; step < 2; step++) {
+        Batch b(N * micros, n->s.model.V, (uint64_t)(5 + step));
+        for (int k = 0; k < micros; k++) {
+            n->e.micro_step(&n->e, &b.inputs[(size_t)(k * N)], &b.targets[(size_t)(k * N)], k,
+                            micros);
+        }
+        if (step == 0) {
+            result.gradients = n->gradients();
+        }
+        result.losses.push_back(n->e.update(&n->e, &o, 1e-2, HUGE_VAL, step).loss);
+    }
+    result.weights = n->state(STATE_WEIGHTS);
+    return result;
+}
+
+static const struct {
+    const char *e;
+    int V, B, T, logit_rows;
+} network_shapes[] = {{"l2h3c48t8", 257, 2, 7, 0},
+                      {"l3h5c80t33", 300, 1, 33, 10},
+                      {"l1h1c64t65", 129, 2, 65, 13},
+                      {"l2h2c6t1", 5, 3, 1, 0}};
+
+// Every level in all blocks, and block:K for every K, against none.
+static void test_recompute_bits() {
+    int runs = 0;
+    for (auto &shape_row : network_shapes) {
+        Model m = shape(shape_row.e, shape_row.V);
+        auto run = [&](int level, int blocks) {
+            Net n(m, shape_row.B, shape_row.T, level, blocks, shape_row.logit_rows);
+            runs++;
+            return trace(&n, 2);
+        };
+        Trace reference = run(RECOMPUTE_NONE, m.L);
+        expect(isfinite(reference.losses[0]) && reference.losses[0] != reference.losses[1]);
+        for (int level = RECOMPUTE_GELU; level < RECOMPUTE_LEVELS; level++) {
+            for (int blocks = level == RECOMPUTE_BLOCK ? 0 : m.L; blocks <= m.L; blocks++) {
+                expect(run(level, blocks) == reference, "%s, -r %s in %d", shape_row.e,
+                       level_names[level], blocks);
+            }
+        }
+    }
+    detail = text("%d runs", runs);
+}
+
+// Losses, gradients, weights, and products large enough to be shared out, for 1 to 3 threads.
+static void test_thread_bits() {
+#ifdef _OPENMP
+    Trace first[4];
+    Reals products[3];
+    const int N = 70, C = 1000, OC = 96;
+    Reals inp = noise(N * C, 1, 1), weight = noise(OC * C, 1, 2), dout = noise(N * OC, 1, 3);
+    Reals qkv = noise(2 * 70 * 3 * 64, 1, 4), dqkv(qkv.size()), datt = noise(2 * 70 * 64, 1, 5);
+    for (int threads = 1; threads <= 3; threads++) {
+        omp_set_num_threads(threads);
+        for (size_t k = 0; k < 4; k++) {
+            auto &row = network_shapes[k];
+            Net n(shape(row.e, row.V), row.B, row.T, 0, -1, row.logit_rows);
+            Trace t = trace(&n, 2);
+            expect(threads == 1 || t == first[k], "%s, %d threads", row.e, threads);
+            first[k] = threads == 1 ? t : first[k];
+        }
+        give_workspace();
+        Reals out(N * OC), dinp(N * C), dweight(OC * C), dbias(OC), att(datt.size()),
+            lse(2 * 4 * 70);
+        matmul_forward(out.data(), inp.data(), weight.data(), NULL, NULL, N, C, OC);
+        matmul_backward(dinp.data(), dweight.data(), dbias.data(), dout.data(), inp.data(),
+                        weight.data(), N, C, OC);
+        attention_forward(att.data(), lse.data(), qkv.data(), 2, 70, 64, 4);
+        attention_backward(dqkv.data(), datt.data(), qkv.data(), att.data(), lse.data(), 2, 70, 64,
+                           4);
+        Reals all;
+        for (Reals *part : {&out, &dinp, &dweight, &dbias, &att, &lse, &dqkv}) {
+            all.insert(all.end(), part->begin(), part->end());
+        }
+        products[threads - 1] = all;
+        expect(same_bits(all, products[0]), "matmul or attention, %d threads", threads);
+    }
+    detail = "1, 2 and 3 threads";
+#else
+    skip("built without OpenMP");
+#endif
+}
+
+// One batch of 4, two of 2, four of 1, and irregular chunks of logits: equal up to rounding. Each
+// gradient went through at most 6 L + 2 matmuls, each with the error of a sum of 4 C products.
+static void test_accumulation() {
+    Model m = shape("l2h3c48t8", 257);
+    const double tol = (6 * m.L + 2) * 2 * sum_error(4 * m.C);
+    Net whole(m, 4, 7);
+    Trace want = trace(&whole, 1);
+    static const int cuts[][3] = {{2, 2, 0}, {1, 4, 0}, {4, 1, 9}, {2, 2, 1}};  // B, micros, chunk
+    for (auto &cut : cuts) {
+        Net n(m, cut[0], 7, 0, -1, cut[2]);
+        Trace got = trace(&n, cut[1]);
+        expect_near(got.losses[0], want.losses[0], tol * want.losses[0], "loss, B %d", cut[0]);
+        for (int tensor = 0; tensor < TENSORS; tensor++) {
+            double distance = 0, size = 0;
+            for (int l = 0; l < tensor_copies(&m, tensor); l++) {
+                for (int64_t i = 0; i < tensor_size(&m, tensor); i++) {
+                    size_t k = (size_t)(tensor_offset(&m, tensor, l) + i);
+                    double w = (double)want.gradients[k], d = (double)got.gradients[k] - w;
+                    distance += d * d;
+                    size += w * w;
+                }
+            }
+            expect_near((wide)sqrt(distance), 0, tol * sqrt(size), "%s, B %d x %d, chunk %d",
+                        tensor_rows[tensor].name, cut[0], cut[1], cut[2]);
+        }
+    }
+}
+
+// A token changes nothing before it; evaluate, micro_step and logits tell the same loss; the padded
+// rows of wte stay zero through training.
+static void test_network_facts() {
+    Model m = shape("l2h3c48t12", 200);
+    const int T = 12;
+    Net n(m, 1, T);
+    Batch b(T, m.V, 1);
+    double loss = n.e.evaluate(&n.e, b.inputs.data(), b.targets.data());
+    const real *losses = network_single(n.net(), ROW_LOSSES);
+    Reals before(losses, losses + T);
+    Reals logits((size_t)m.V);
+    for (int length = 1; length <= T; length += 5) {
+        n.e.logits(&n.e, logits.data(), b.inputs.data(), length);
+        double most = -HUGE_VAL, sum = 0;
+        for (real x : logits) {
+            most = std::max(most, (double)x);
+        }
+        for (real x : logits) {
+            sum += exp((double)x - most);
+        }
+        double found = log(sum) + most - (double)logits[(size_t)b.targets[(size_t)length - 1]];
+        expect_near((wide)found, before[(size_t)length - 1],
+                    14 * sum_error(4 * m.C) * 4 * (1 + most), "logits after %d tokens", length);
+    }
+    n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
+    Options o;
+    options_default(&o);
+    o.weight_decay = 0.1;
+    expect(n.e.update(&n.e, &o, 0, HUGE_VAL, 0).loss == loss, "evaluate and micro_step");
+    for (int t = T - 1; t > 0; t--) {
+        b.inputs[(size_t)t] = (b.inputs[(size_t)t] + 1) % m.V;
+        n.e.evaluate(&n.e, b.inputs.data(), b.targets.data());
+        expect(memcmp(losses, before.data(), (size_t)t * sizeof(real)) == 0 &&
+                   losses[t] != before[(size_t)t],
+               "token %d is seen too early, or never", t);
+    }
+    for (int step = 0; step < 3; step++) {
+        n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
+        n.e.update(&n.e, &o, 0.1, HUGE_VAL, step);
+    }
+    Reals w = n.state(STATE_WEIGHTS);
+    for (size_t i = (size_t)m.V * (size_t)m.C; i < (size_t)m.Vp * (size_t)m.C; i++) {
+        expect(w[i] == 0, "padded row %d", (int)i / m.C);
+    }
+}
+
+// Deviations of the initial weights within four standard errors; what is not random is exact.
+static void test_initialise() {
+    Model m = shape("l3h2c64t20", 257);
+    Net n(m, 1, 4);
+    engine_initialise(&n.e, &m, 42);
+    Reals w = n.state(STATE_WEIGHTS), v = n.state(STATE_V);
+    expect(std::count(v.begin(), v.end(), (real)0) == n.size());
+    for (int tensor = 0; tensor < TENSORS; tensor++) {
+        int64_t size = tensor == WTE ? (int64_t)m.V * m.C : tensor_size(&m, tensor);
+        Init init = tensor_rows[tensor].init;
+        double std = init == INIT_RESIDUAL ? 0.02 / sqrt(6.0)
+                     : init == INIT_NORMAL ? 0.02
+                                           : 0,
+               sum = 0;
+        for (int l = 0; l < tensor_copies(&m, tensor); l++) {
+            const real *x = &w[(size_t)tensor_offset(&m, tensor, l)];
+            for (int64_t i = 0; i < size; i++) {
+                double d = (double)x[i] - (init == INIT_ONE);
+                sum += d * d / (double)(size * tensor_copies(&m, tensor));
+            }
+        }
+        expect_near((wide)sqrt(sum), (wide)std, 4 * std / sqrt(2.0 * (double)size), "%s",
+                    tensor_rows[tensor].name);
+    }
+    engine_initialise(&n.e, &m, 42);
+    expect(same_bits(w, n.state(STATE_WEIGHTS)), "the same seed");
+    engine_initialise(&n.e, &m, 43);
+    expect(!same_bits(w, n.state(STATE_WEIGHTS)), "another seed");
+    const real *first = &w[(size_t)tensor_offset(&m, QKVW, 0)];
+    expect(memcmp(first, &w[(size_t)tensor_offset(&m, QKVW, 1)], 64) != 0, "layers differ");
+}
+
+// -------------------------------------------------------------------------------------------------
+// 8. Optimizer, sampling, output
+// Volume I's chapters 12, 15 and 16 against numbers worked out by hand.
+
+// Two updates by hand, on a count that is no multiple of a vector.
+static void test_adamw() {
+    // lr 0.1, beta 0.9 and 0.99, eps 1e-8, decay 0.1, p = 1.
+    // g = 0.5: m = 0.05, v = 0.0025; corrected 0.5, 0.25; p = 1 - 0.1 (0.5 / 0.5 + 0.1) = 0.89.
+    // g = -0.25: m = 0.045 - 0.025 = 0.02, v = 0.002475 + 0.000625 = 0.0031; corrected by 0.19 and
+    // 0.0199: 0.105263158 and 0.155778894, root 0.394688351, ratio 0.266699431;
+    // p = 0.89 - 0.1 (0.266699431 + 0.089) = 0.8544300569.
+    static const double g[] = {0.5, -0.25},
+                        want[][3] = {{0.89, 0.05, 0.0025}, {0.8544300569, 0.02, 0.0031}};
+    Reals p(9, 1), m(9), v(9), grad(9);
+    for (int t = 0; t < 2; t++) {
+        AdamW a = {
+            (real)0.1,  (real)0.9, (real)0.99, (real)(t ? 0.19 : 0.1), (real)(t ? 0.0199 : 0.01),
+            (real)1e-8, (real)0.1, (real)0.5};
+        grad.assign(9, (real)(g[t] / 0.5));  // grad_scale 0.5 restores it
+        adamw_update(p.data(), m.data(), v.data(), grad.data(), &a, a.weight_decay, 9);
+        // Nine digits by hand; 1 - beta2 in fp32 may be off by 6e-8 / 0.01 of itself.
+        for (size_t i = 0; i < 9; i++) {
+            expect_near(p[i], (wide)want[t][0], 5e-9 + 8 * unit, "p after %d", t + 1);
+            expect_near(m[i], (wide)want[t][1], 1e-9 + 4 * unit, "m after %d", t + 1);
+            expect_near(v[i], (wide)want[t][2], want[t][2] * 200 * unit, "v after %d", t + 1);
+        }
+    }
+}
+
+// Decay on matrices only, clipping by the whole norm, nothing at all when the norm is not finite or
+// above the limit.
+static void test_update() {
+    Model m = shape("l2h2c16t8", 257);
+    Net n(m, 1, 4);
+    real *g = network_single(n.net(), ROW_GRADS);
+    const Reals start = n.state(STATE_WEIGHTS);
+    Options o;
+    options_default(&o);
+    o.weight_decay = 0.5;
+    int skipped = -1;
+    memset(g, 0, (size_t)n.size() * sizeof(real));
+    expect(network_update(n.net(), &o, 0.1, HUGE_VAL, 0, &skipped) == 0 && skipped == 0);
+    Reals w = n.state(STATE_WEIGHTS);
+    for (int tensor = 0; tensor < TENSORS; tensor++) {
+        for (int64_t i = 0; i < tensor_size(&m, tensor); i++) {  // 1 - 0.1 x 0.5 = 0.95
+            size_t k = (size_t)(tensor_offset(&m, tensor, tensor_copies(&m, tensor) - 1) + i);
+            double keep = tensor == WTE || tensor == WPE || tensor == QKVW || tensor == ATTPROJW ||
+                                  tensor == FCW || tensor == FCPROJW
+                              ? 0.95
+                              : 1;
+            expect_near(w[k], start[k] * (wide)keep,
+                        keep < 1 ? 4 * unit * fabs((double)start[k]) : 0, "decay of %s",
+                        tensor_rows[tensor].name);
+        }
+    }
+    static const double bad[] = {NAN, HUGE_VAL, -HUGE_VAL, 6};
+    for (double value : bad) {
+        g[n.size() - m.C] = (real)value;
+        network_update(n.net(), &o, 0.1, 5, 0, &skipped);
+        expect(skipped == 1 && same_bits(w, n.state(STATE_WEIGHTS)), "norm %g, limit 5", value);
+    }
+    Reals zero = n.state(STATE_M);
+    expect(std::count(zero.begin(), zero.end(), (real)0) == n.size(),
+           "moments after skipped steps");
+    g[n.size() - m.C] = 0;
+    g[0] = 3;
+    g[1] = -4;  // norm 5, clip 1: m = 0.1 x 3 / 5 and -0.1 x 4 / 5
+    expect(network_update(n.net(), &o, 0.1, HUGE_VAL, 0, &skipped) == 5 && !skipped);
+    Reals moments = n.state(STATE_M);
+    expect_near(moments[0], (wide)0.06, 0.06 * 8 * unit + 1e-17, "m, clipped");
+    expect_near(moments[1], (wide)-0.08, 0.08 * 8 * unit + 1e-17, "m, clipped");
+    Reals x = noise(200000, 1, 1);
+    wide squares = 0;
+    for (real value : x) {
+        squares += (wide)value * value;
+    }
+    expect_near((wide)global_norm(x.data(), 200000), (wide)sqrt((double)squares),
+                sqrt((double)squares) * 4 * sqrt(2e5) * 0x1p-53, "norm of 200,000");
+}
+
+// Learning rates at places where they are round numbers, and the limit of --skip-zscore.
+static void test_schedules() {
+    // Peak 1, last 0.1, 10 steps of warmup, 110 steps: t = (step - 10) / 100.
+    static const struct {
+        const char *schedule;
+        int step;
+        double rate;
+    } known[] = {{"cosine", 0, 0.1},    {"cosine", 4, 0.5},   {"cosine", 9, 1},
+                 {"cosine", 10, 1},     {"cosine", 60, 0.55}, {"cosine", 35, 0.868198051534},
+                 {"cosine", 110, 0.1},  {"linear", 10, 1},    {"linear", 35, 0.775},
+                 {"linear", 85, 0.325}, {"linear", 110, 0.1}, {"constant", 0, 0.1},
+                 {"constant", 109, 1},  {"wsd", 90, 1},       {"wsd", 50, 1},
+                 {"wsd", 95, 0.55},     {"wsd", 110, 0.1},    {"wsd", 91, 0.798753882025},
+                 {"wsd", 5, 0.6}};
+    Options o;
+    options_default(&o);
+    o.lr = 1;
+    o.final_lr = 0.1;
+    o.warmup = 10;
+    for (auto &k : known) {  // 0.868.. = 0.1 + 0.45 (1 + sqrt(1/2)), 0.798.. = 1 - 0.9 sqrt(0.05)
+        o.schedule = k.schedule;
+        expect_near((wide)learning_rate(&o, k.step, 110), (wide)k.rate, 1e-11, "%s step %d",
+                    k.schedule, k.step);
+    }
+    NormWindow w = {{0}, 0};
+    for (; w.count < NORM_WINDOW; w.count++) {
+        expect(norm_limit(&w, 3) == HUGE_VAL, "before the window is full");
+        w.values[w.count] = w.count % 2 ? 1 : 3;  // mean 2, deviation 1
+    }
+    expect_near((wide)norm_limit(&w, 3), 5, 1e-12, "limit at 3 deviations");
+    expect(norm_limit(&w, 0) == HUGE_VAL, "0: never");
+}
+
+// Likeliest token, top-k, top-p, and frequencies: the inverse of the distribution at n even places
+// gives each token n p tokens, within two.
+static void test_sampling() {
+    enum { V = 6, DRAWS = 20000 };
+    static const double p[V] = {0.05, 0.4, 0.1, 0.25, 0.15, 0.05};
+    real logits[V];
+    Candidate candidates[V];
+    for (int v = 0; v < V; v++) {
+        logits[v] = (real)(log(p[v]) + 3);
+    }
+    static const struct {
+        double temperature, top_p;
+        int top_k;
+        double want[V];
+    } cases[] = {{1, 1, 0, {0.05, 0.4, 0.1, 0.25, 0.15, 0.05}},
+                 {0, 1, 0, {0, 1, 0, 0, 0, 0}},
+                 {1, 1, 2, {0, 0.4 / 0.65, 0, 0.25 / 0.65, 0, 0}},
+                 {1, 1, 99, {0.05, 0.4, 0.1, 0.25, 0.15, 0.05}},
+                 {1, 0.7, 0, {0, 0.5, 0, 0.3125, 0.1875, 0}},  // 0.4 + 0.25 + 0.15 reaches 0.7
+                 {1, 1e-6, 0, {0, 1, 0, 0, 0, 0}},
+                 {1, 0.6, 3, {0, 0.4 / 0.65, 0, 0.25 / 0.65, 0, 0}},  // of 0.8: 0.65 reaches 0.48
+                 {0.5, 1, 0, {0.01, 0.64, 0.04, 0.25, 0.09, 0.01}}};  // squares over 0.25 + ...
+    for (auto &c : cases) {
+        int counts[V] = {0};
+        double sum = 0;
+        for (int v = 0; v < V; v++) {
+            sum += c.want[v];
+        }
+        for (int i = 0; i < DRAWS; i++) {
+            counts[sample_token(logits, V, c.temperature, c.top_k, c.top_p, (i + 0.5) / DRAWS,
+                                candidates)]++;
+        }
+        for (int v = 0; v < V; v++) {
+            expect_near(counts[v], (wide)(c.want[v] / sum * DRAWS), c.want[v] == 0 ? 0 : 2,
+                        "token %d, temperature %g top-k %d top-p %g", v, c.temperature, c.top_k,
+                        c.top_p);
+        }
+    }
+    real equal[V] = {1, 2, 2, 0, 2, 1};
+    expect(sample_token(equal, V, 0, 0, 1, 0.9, candidates) == 1, "the first of equals");
+}
+
+// Past one JSON value; NULL when there is none.
+static const char *json_skip(const char *p) {
+    p += strspn(p, " \n");
+    if (*p == '{' || *p == '[') {
+        const char close = *p++ == '{' ? '}' : ']';
+        for (int first = 1; *(p += strspn(p, " \n")) != close; first = 0) {
+            if (!first && *p++ != ',') {
+                return NULL;
+            }
+            if (close == '}' &&
+                (*(p += strspn(p, " \n")) != '"' || !(p = json_skip(p)) || *p++ != ':')) {
+                return NULL;
+            }
+            if (!(p = json_skip(p))) {
+                return NULL;
+            }
+        }
+        return p + 1;
+    }
+    if (*p == '"') {
+        for (p++; *p != '"'; p++) {
+            unsigned digits;
+            int escape = *p == '\\';
+            p += escape;
+            if ((unsigned char)*p < 32 || (unsigned char)*p > 126 ||
+                (escape && !strchr("\"\\nrtu", *p)) ||
+                (escape && *p == 'u' && sscanf(p, "u%4x", &digits) != 1)) {
+                return NULL;
+            }
+            p += escape && *p == 'u' ? 4 : 0;
+        }
+        return p + 1;
+    }
+    size_t number = strspn(p, "-+.eE0123456789");
+    if (strncmp(p, "null", 4) == 0) {
+        return p + 4;
+    }
+    char *end;
+    strtod(p, &end);
+    return number > 0 && end == p + number ? end : NULL;
+}
+
+// One JSON value and nothing else.
+static int json_valid(const Text &line) {
+    const char *end = json_skip(line.c_str());
+    return end && end[strspn(end, " \n")] == 0;
+}
+
+// The steps that have a loss in a log whose every line is JSON.
+static std::vector<int> log_steps(const Text &path) {
+    Text all = read_file(path);
+    std::vector<int> steps;
+    expect(!all.empty() && all.back() == '\n', "%s ends in a whole line", path.c_str());
+    for (size_t at = 0, end; (end = all.find('\n', at)) != Text::npos; at = end + 1) {
+        Text line = all.substr(at, end - at);
+        int step;
+        expect(json_valid(line), "%s", line.substr(0, 300).c_str());
+        if (line.find("\"loss\":") != Text::npos &&
+            sscanf(line.c_str(), "{\"step\":%d,", &step) == 1) {
+            steps.push_back(step);
+        }
+    }
+    return steps;
+}
+
+// 1, 2, ... n.
+static std::vector<int> one_to(int n) {
+    std::vector<int> steps;
+    for (int i = 1; i <= n; i++) {
+        steps.push_back(i);
+    }
+    return steps;
+}
+
+// The checker itself, text of every byte, numbers that are none, and cutting back.
+static void test_log() {
+    expect(json_valid("{\"a\":[1,-2.5e3,\"x\\u00e9\\n\",{}],\"b\":null}") && json_valid("[]"));
+    for (const char *bad :
+         {"{\"a\":nan}", "{\"a\":1,}", "[1 2]", "{\"a\" 1}", "\"\n\"", "{", "inf", "[1]]"}) {
+        expect(!json_valid(bad), "%s", bad);
+    }
+    FILE *f = fopen("text", "w");
+    fputs("{\"sample\":\"", f);
+    char bytes[257];
+    for (int i = 0; i < 256; i++) {
+        bytes[i] = (char)i;
+    }
+    json_text(f, bytes, 256);
+    fputs("\"", f);
+    json_number(f, "x", NAN);
+    json_number(f, "y", -HUGE_VAL);
+    json_number(f, "z", 0.1);
+    fputs("}", f);
+    fclose(f);
+    Text line = read_file("text");
+    expect(json_valid(line) && line.find("\"x\":null,\"y\":null,\"z\":0.1}") != Text::npos);
+    const Text head = "{\"event\":\"start\"}\n{\"step\":1,\"loss\":2}\n";
+    const Text long_line = "{\"step\":2,\"sample\":\"" + Text(1000, 'x') + "\"}\n";
+    static const struct {
+        const char *tail;
+        int step, keeps_long;
+    } cuts[] = {
+        {"{\"step\":3,\"loss\":1}\n", 2, 1}, {"{\"step\":2,\"lo", 2, 1}, {"", 2, 1}, {"", 1, 0}};
+    for (auto &cut : cuts) {
+        write_file("log", head + long_line + cut.tail);
+        log_cut("log", cut.step);
+        expect(read_file("log") == (cut.keeps_long ? head + long_line : head), "%s", cut.tail);
+    }
+}
+
+// -------------------------------------------------------------------------------------------------
+// 9. The program
+// train_gpt2_main() as a user runs it, in children of the test: what it refuses, what it writes,
+// and that no interruption, kill or full disk changes what it learns or leaves half a checkpoint.
+
+// train.bin and val.bin: byte tokens of a text with some pattern to learn.
+static void write_corpus() {
+    std::vector<uint16_t> tokens;
+    for (int i = 0; i < 3000; i++) {
+        tokens.push_back((uint16_t)(i % 50 == 0 ? 256 : 97 + (i * i / 7 + i % 11) % 20));
+    }
+    write_file("train.bin", shard_bytes(tokens, TOKENIZER_BYTES));
+    tokens.resize(400);
+    write_file("val.bin", shard_bytes(tokens, TOKENIZER_BYTES));
+}
+
+struct Refusal {
+    const char *arguments, *words;
+};
+
+// One line that names the option, what was found and what is allowed; nothing is trained.
+static void test_bad_options() {
+    static const Refusal table[] = {
+        {"--nonsense 1", "unknown option '--nonsense'"},
+        {"stray", "unknown option 'stray'"},
+        {"-", "unknown option '-'"},
+        {"-b4", "unknown option '-b4'"},
+        {"--", "unknown option '--'"},
+        {"-b", "--batch needs a value"},
+        {"-b 4 --batch=4", "--batch is given twice"},
+        {"--help=1", "--help takes no value"},
+        {"--json", "--json needs --plan"},
+        {"--gpu t4", "need --plan"},
+        {"--gpu-mem 16GiB", "need --plan"},
+        {"-y 1", "needs --output (-o)"},
+        {"-n 5", "--save-every (-n) 5 needs --output"},
+        {"-j val.bin", "needs --train-data (-i)"},
+        {"--plan --gpu t5", "--gpu: 't5' is not one of t4"},
+        {"--plan --gpu-mem 5XB", "--gpu-mem: '5XB' is not a size"},
+        {"-i train.bin -e d13", "--model (-e): 'd13'"},
+        {"-i train.bin -e l2h3c16t8", "--model (-e): 'l2h3c16t8': allowed are"},
+        {"-i train.bin -e l0h1c16t8", "allowed are"},
+        {"-i train.bin -e l2h2c16t0", "allowed are"},
+        {"-i train.bin -e l2h0c16t8", "allowed are"},
+        {"-i train.bin -e l2h2c16t16x", "neither"},
+        {"-i train.bin -e l2h2c-16t16", "allowed are"},
+        {"-i train.bin -e l2h2c99999t1", "allowed are"},
+        {"-i train.bin -e l2h2c16t16 -t 17", "--seq-len (-t): 17 is more than the model's 16"},
+        {"-i train.bin -e l2h2c16t16 -r 2", "'gelu' recomputes GELU, 'norm' also"},
+        {"-i train.bin -e l2h2c16t16 -r half", "--recompute (-r): 'half'"},
+        {"-i train.bin -e l2h2c16t16 -r block:3", "K from 0 to 2"},
+        {"-i train.bin -e l2h2c16t16 -r block:-1", "K from 0 to 2"},
+        {"-i train.bin -e l2h2c16t16 -r block:", "K from 0 to 2"},
+        {"-i train.bin -e l2h2c16t16 -r block:1x", "K from 0 to 2"},
+        {"-i train.bin -e l2h2c16t16 -b 2 --logit-rows 33", "--logit-rows: 33 is more than"},
+        {"-i train.bin -e l2h2c16t16 -b 2 -d 33", "(-d): 33 is not a multiple of B x T = 2 x 16"},
+        {"-i train.bin -e l2h2c16t16 -x 10 -u 11", "--warmup (-u): 11"},
+        {"-i train.bin -e l2h2c16t16 --dtype bf16", "--dtype"},
+        {"-i train.bin -e l2h2c16t16 --moments bf16", "--moments"},
+        {"-i train.bin -e l2h2c16t16 --offload moments", "--offload"},
+        {"-i train.bin -e l2h2c16t16 --grad-dtype bf16", "--grad-dtype bf16 needs --dtype bf16"},
+        {"--plan --gpu t4 -e d12 --dtype bf16", "t4 has no bf16"},
+        {"--plan --gpu a100 -e d12 -w 0 --offload master", "--offload master"},
+        {"-i train.bin -e l2h2c16t16 -x 3 -s 1 --prompt 12345678901234567", "at most 16 fit"},
+        {"-e l2h2c16t16", "no data: 'make data'"},
+    };
+    write_corpus();
+    for (const Refusal &row : table) {
+        expect_refused(program(row.arguments), row.words, row.arguments);
+    }
+    detail = text("%zu command lines", sizeof table / sizeof table[0]);
+}
+
+// One line that names the file; no checkpoint is left.
+static void test_bad_data() {
+    write_corpus();
+    const Text good = read_file("train.bin");
+    std::vector<uint16_t> short_tokens(16, 7), outside(400, 7);
+    outside[300] = 257;
+    write_file("empty.bin", "");
+    write_file("header.bin", good.substr(0, 1000));
+    write_file("cut.bin", good.substr(0, 2001));
+    write_file("long.bin", good + "x");
+    write_file("magic.bin", with_int(good, 0, 20240521));
+    write_file("version.bin", with_int(good, 1, 2));
+    write_file("negative.bin", with_int(good, 2, -1));
+    write_file("words.bin", with_int(good, 3, 258));
+    write_file("kind.bin", with_int(good, 4, 7));
+    write_file("none.bin", shard_bytes({}, TOKENIZER_BYTES));
+    write_file("short.bin", shard_bytes(short_tokens, TOKENIZER_BYTES));
+    write_file("outside.bin", shard_bytes(outside, TOKENIZER_BYTES));
+    write_file("gpt2.bin", shard_bytes(outside, TOKENIZER_GPT2));
+    mkdir("folder.bin", 0755);
+    static const Refusal table[] = {
+        {"-i missing.bin", "no token file matches missing.bin"},
+        {"-i empty.bin", "empty.bin: 0 bytes are too few"},
+        {"-i header.bin", "header.bin: 1000 bytes are too few"},
+        {"-i folder.bin", "folder.bin"},
+        {"-i cut.bin",
+         "cut.bin: the header counts 3000 tokens, which makes 7024 bytes; the file has"},
+        {"-i long.bin", "long.bin: the header counts"},
+        {"-i magic.bin", "magic.bin: not a token file: it starts with 20240521"},
+        {"-i version.bin", "version.bin: token file version 2"},
+        {"-i negative.bin", "negative.bin: the header counts -1"},
+        {"-i words.bin", "words.bin: a vocabulary of 258"},
+        {"-i kind.bin", "kind.bin: tokenizer 7"},
+        {"-i none.bin", "none.bin: 0 tokens are fewer than one sequence: T + 1 = 17"},
+        {"-i short.bin", "short.bin: 16 tokens are fewer than one sequence: T + 1 = 17"},
+        {"-i outside.bin", "outside.bin: token 300 is 257, outside the vocabulary of 257"},
+        {"-i [tg]*.bin", "its tokens are"},
+        {"-i train.bin -j gpt2.bin", "gpt2.bin"},
+        {"-i train.bin -j missing.bin", "no token file matches missing.bin"},
+        {"-i train.bin -j short.bin", "short.bin: 16 tokens"},
+        {"-i train.bin -b 200", "a step takes 200 sequences of 16 tokens; train.bin has 187"},
+        {"-i train.bin -d 3200 -b 2", "a step takes 200 sequences"},
+        {"-i train.bin -j val.bin -b 30", "val.bin: 24 sequences of 16 tokens are fewer"},
+    };
+    for (const Refusal &row : table) {
+        expect_refused(program(Text("-e l2h2c16t16 -o out ") + row.arguments), row.words,
+                       row.arguments);
+        expect(!exists("out/step-00000000"), "%s left a checkpoint", row.arguments);
+    }
+    detail = text("%zu files and sizes", sizeof table / sizeof table[0]);
+}
+
+// Names in `folder` that begin with `prefix`, sorted, in one string.
+static Text names_in(const char *folder, const char *prefix) {
+    glob_t found;
+    Text all;
+    if (glob((Text(folder) + "/" + prefix + "*").c_str(), 0, NULL, &found) == 0) {
+        for (size_t i = 0; i < found.gl_pathc; i++) {
+            all += Text(all.empty() ? "" : " ") + (found.gl_pathv[i] + strlen(folder) + 1);
+        }
+    }
+    globfree(&found);
+    return all;
+}
+
+#define TINY "-i train.bin -e l2h2c16t16 -b 2 "
+
+// Full disk (a limit on the size of files), folders that cannot be made or written.
+static void test_bad_output() {
+    auto limit = [](rlim_t bytes) {
+        return [bytes] {
+            struct rlimit r = {bytes, bytes};
+            signal(SIGXFSZ, SIG_IGN);
+            setrlimit(RLIMIT_FSIZE, &r);
+        };
+    };
+    write_corpus();
+    expect_success(program(TINY "--quiet -x 2 -o out"), "first run");
+    expect_refused(program(TINY "--quiet -x 4 -y 1 -o out", limit(20000)),
+                   "cannot write checkpoint", "full disk");
+    expect(names_in("out", "step") == "step-00000002", "%s", names_in("out", "step").c_str());
+    expect_refused(program(TINY "--quiet -x 2 -o log", limit(600)), "log.jsonl", "full log");
+    expect_refused(program(TINY "-x 2 -o train.bin/out"), "cannot create folder", "below a file");
+    expect_refused(program(TINY "-x 2 -o train.bin"), "train.bin", "a file");
+    expect_refused(program(TINY "-x 2 -o /proc/none"), "cannot create folder", "/proc");
+    expect_refused(program(TINY "-x 2 -o out"), "already holds checkpoints", "without -y");
+    mkdir("closed", 0555);
+    expect_refused(program(TINY "-x 2 -o closed/out",
+                           [] {
+                               if (geteuid() == 0 && (setgid(65534) != 0 || setuid(65534) != 0)) {
+                                   exit(98);
+                               }
+                           }),
+                   "closed/out: Permission denied", "unwritable folder");
+}
+
+// The bytes of a checkpoint.
+static Text state_file(const char *folder, int step) {
+    return read_file(text("%s/step-%08d/state.bin", folder, step));
+}
+
+// A damaged or foreign checkpoint is refused by name and stays; unfinished ones are removed; --keep
+// keeps the newest; a finished run resumes to the same end.
+static void test_checkpoint_folder() {
+    write_corpus();
+    const Text run = TINY "--quiet -x 8 -n 2 -y 1 -o out ";
+    expect_success(program(run), "first run");
+    expect(names_in("out", "step") == "step-00000002 step-00000004 step-00000006 step-00000008");
+    const Text good = state_file("out", 8), path = "out/step-00000008/state.bin";
+    const size_t size = good.size(), flips[] = {3, 30, 400, 8000, 8192, 9200, size / 2, size - 1};
+    for (size_t at : flips) {
+        Text bad = good;
+        bad[at] ^= 4;
+        write_file(path, bad);
+        expect_refused(program(run), path.c_str(), text("byte %zu flipped", at));
+        expect(read_file(path) == bad);
+    }
+    for (size_t length : {(size_t)0, (size_t)5, (size_t)100, (size_t)8192, size - 8, size - 1}) {
+        write_file(path, good.substr(0, length));
+        expect_refused(program(run), path.c_str(), text("cut to %zu bytes", length));
+    }
+    write_file(path, good + "12345678");
+    expect_refused(program(run), path.c_str(), "eight bytes more");
+    write_file(path, good);
+    expect_refused(program("-i train.bin -e l2h2c32t16 -b 2 -x 8 -n 2 -y 1 -o out"),
+                   "is of another run", "another shape");
+    mkdir("out/step-00000099.tmp", 0755);
+    write_file("out/step-00000099.tmp/state.bin", good.substr(0, 9999));
+    expect_success(program(run), "resumed after its end");
+    expect(names_in("out", "step") == "step-00000002 step-00000004 step-00000006 step-00000008",
+           "%s", names_in("out", "step").c_str());
+    expect(state_file("out", 8) == good, "resumed after its end");
+    mkdir("torn", 0755);  // killed before its first checkpoint, inside a line of the log
+    write_file("torn/log.jsonl",
+               "{\"event\":\"start\"}\n{\"step\":1,\"loss\":5}\n{\"step\":2,\"lo");
+    expect_success(program(TINY "--quiet -x 3 -y 1 -o torn"), "nothing to resume from");
+    expect(log_steps("torn/log.jsonl") == one_to(3), "the log of a run without a checkpoint");
+    expect_success(program(TINY "--quiet -x 9 -n 2 --keep 2 -o kept"), "--keep 2");
+    expect(names_in("kept", "step") == "step-00000008 step-00000009", "%s",
+           names_in("kept", "step").c_str());
+}
+
+// Makes `folder` and goes there.
+static void enter(const char *folder) {
+    if ((mkdir(folder, 0755) != 0 && errno != EEXIST) || chdir(folder) != 0) {
+        die("cannot enter %s: %s", folder, strerror(errno));
+    }
+}
+
+static const char resumable[] =
+    "-i ../train.bin -j ../val.bin -v 7 -e l2h2c16t16 -b 2 -d 64 -r norm "
+    "-x 40 -n 3 --keep 2 -y 1 -s 9 -g 5 --quiet -o out --clip 0.5";
+
+// The final checkpoint and the steps of the log equal those of the run that nothing disturbed.
+static void expect_same_end(const Text &want, const char *who) {
+    expect(!want.empty() && state_file("out", 40) == want, "%s: another end", who);
+    expect(log_steps("out/log.jsonl") == one_to(40), "%s: steps of the log", who);
+}
+
+// Killed again and again at random moments, a run still ends in the same bytes.
+static void test_kill() {
+    write_corpus();
+    enter("whole");
+    double began = now_ms();
+    expect_success(program(resumable), "undisturbed");
+    double whole_ms = now_ms() - began;
+    Text want = state_file("out", 40);
+    expect_same_end(want, "undisturbed");
+    int kills = 0;
+    for (int round = 0; round < 3; round++) {
+        chdir("..") == 0 ? enter(text("killed%d", round).c_str()) : fail(__LINE__, "chdir");
+        for (int attempt = 0; attempt < 6; attempt++) {
+            double share = rng_uniform((uint64_t)began, 1, (uint32_t)round, (uint64_t)attempt);
+            pid_t pid = start(resumable);
+            usleep((useconds_t)(whole_ms * 1e3 * 0.3 * share));
+            kill(pid, SIGKILL);
+            kills += outcome(pid).status == 256 + SIGKILL;
+        }
+        expect_success(program(resumable), "resumed");
+        expect_same_end(want, "killed");
+        expect(names_in("out", "step") == "step-00000039 step-00000040");
+    }
+    detail = text("%d kills", kills);
+}
+
+// SIGTERM and SIGINT save and exit 0; what follows goes on as if nothing had happened.
+static void test_signals() {
+    write_corpus();
+    enter("whole");
+    expect_success(program(resumable), "undisturbed");
+    Text want = state_file("out", 40);
+    for (int number : {SIGTERM, SIGINT}) {
+        chdir("..") == 0 ? enter(number == SIGINT ? "int" : "term") : fail(__LINE__, "chdir");
+        for (int attempt = 0; attempt < 4; attempt++) {
+            pid_t pid = start(resumable);
+            for (int wait = 0; wait < 2000 && !exists("out/log.jsonl"); wait++) {
+                usleep(1000);
+            }
+            usleep((useconds_t)(attempt * 5000));
+            kill(pid, number);
+            expect_success(outcome(pid), "interrupted");
+            Text log = read_file("out/log.jsonl");
+            expect(log.find("\"reason\":\"interrupted\"") != Text::npos ||
+                   log.find("\"reason\":\"finished\"") != Text::npos);
+            expect(!names_in("out", "step").empty(), "no checkpoint after signal %d", number);
+        }
+        expect_success(program(resumable), "resumed");
+        expect_same_end(want, "interrupted");
+    }
+}
+
+static void (*healthy_micro_step)(Engine *e, const Token *in, const Token *out, int micro,
+                                  int micros);
+// The third micro-step of a sick engine leaves a NaN among the gradients.
+static void sick_micro_step(Engine *e, const Token *in, const Token *out, int micro, int micros) {
+    static int calls;
+    healthy_micro_step(e, in, out, micro, micros);
+    if (++calls == 3) {
+        network_single(&((CpuEngine *)e->self)->net, ROW_GRADS)[5] = (real)NAN;
+    }
+}
+
+static void sick_open(Engine *e, const Settings *s) {
+    cpu_open(e, s);
+    healthy_micro_step = e->micro_step;
+    e->micro_step = sick_micro_step;
+}
+
+static size_t little_memory() { return 1000000; }
+static size_t much_memory() { return (size_t)1 << 60; }
+
+// A step whose gradient is not finite is skipped, counted, logged as null; training goes on.
+static void test_skipped_step() {
+    static const Program sick = {"train_gpt2", "l2h2c16t16", 0, sick_open, much_memory};
+    static const Program small = {"train_gpt2", "l2h2c16t16", 0, cpu_open, little_memory};
+    write_corpus();
+    Outcome o = program(TINY "-x 6 -o out", nullptr, &sick);
+    expect_success(o, "a gradient that is not a number");
+    expect(o.out.find("1 skipped") != Text::npos && o.out.find("SKIPPED") != Text::npos);
+    expect(log_steps("out/log.jsonl") == one_to(6));
+    Text log = read_file("out/log.jsonl");
+    size_t third = log.find("{\"step\":3,\"loss\"");
+    Text line = log.substr(third, log.find('\n', third) - third);
+    expect(line.find("\"grad_norm\":null") != Text::npos &&
+           line.find("\"skipped\":1") != Text::npos);
+    expect(log.find("\"skipped\":1") == log.rfind("\"skipped\":1"), "one step only");
+    RunState state;
+    Text bytes = state_file("out", 6);
+    memcpy(&state, &bytes[CHECKPOINT_HEADER], sizeof state);
+    expect(state.step == 6 && state.updates == 5 && state.skipped == 1 && state.norms.count == 5 &&
+           state.position == 12);
+    o = program(TINY "-x 6 -o none", nullptr, &small);
+    expect_refused(o, "available are 976.6 KiB: short", "a plan that does not fit");
+    expect(!exists("none/log.jsonl"));
+}
+
+// The last value of `key` in a log.
+static double last_value(const Text &log, const char *key) {
+    size_t at = log.rfind(Text("\"") + key + "\":");
+    return at == Text::npos ? (double)NAN : strtod(log.c_str() + at + strlen(key) + 3, NULL);
+}
+
+// Resident memory of a run against its plan: within 50 MB, as README promises.
+static void test_resident_memory() {
+    write_corpus();
+    Outcome o = outcome(spawn([] {
+        Words words = split("-i train.bin -e l2h8c512t32 -b 2 -x 2 -o out --quiet");
+        train_gpt2_main((int)words.size() + 1, arguments_of(&words).data());
+        Text status = read_file("/proc/self/status");
+        printf("%ld\n", strtol(status.c_str() + status.find("VmHWM:") + 6, NULL, 10));
+    }));
+    double resident = strtod(o.out.c_str(), NULL) * 1024;
+    double plan = last_value(read_file("out/log.jsonl"), "plan_bytes");
+    expect_near((wide)resident, (wide)plan, 50e6, "resident %.1f MB, plan %.1f MB", resident / 1e6,
+                plan / 1e6);
+}
+
+// What --plan prints and returns, for GPUs, for this machine, and as JSON.
+static void test_plan_command() {
+    double began = now_ms();
+    Outcome o = program("--plan -e d48 --gpu h200");
+    double ms = now_ms() - began;
+    expect_success(o, "--plan -e d48 --gpu h200");
+    expect(TEST_ASAN || ms < 100, "%.0f ms", ms);
+    expect(o.out.find("memory plan of the GPU run") == 0 &&
+           o.out.find("1,557,686,400 parameters") != Text::npos &&
+           o.out.find("not measured; 1 GiB reserved") != Text::npos &&
+           o.out.find("rule of thumb") != Text::npos && o.out.find("-r block") != Text::npos);
+    o = program("--plan -e d48 --gpu t4");
+    expect(o.status == 1 && o.out.find("DOES NOT FIT, short") != Text::npos, "status %d", o.status);
+    o = program("--plan -e l2h2c16t16 -b 2");
+    expect_success(o, "--plan of the CPU run");
+    expect(o.out.find("memory plan of the CPU run\n") == 0);
+    for (const char *arguments :
+         {"--plan --json -e l2h2c16t16", "--plan --json --gpu-mem 16G -e d12"}) {
+        o = program(arguments);
+        expect_success(o, arguments);
+        expect(json_valid(o.out) && o.out.find("\"rows\":[") != Text::npos, "%s", arguments);
+    }
+}
+
+// One batch over and over is learnt by heart; the prompt opens the sample; the log says everything.
+static void test_overfit() {
+    write_corpus();
+    Outcome o = program("-i train.bin -j val.bin -e l1h2c32t16 -b 2 -a 1 -x 240 -l 3e-3 -v 60 -m 0 "
+                        "-s 240 -g 9 --prompt abc --temperature 0 -o out");
+    expect_success(o, "overfit");
+    Text log = read_file("out/log.jsonl");
+    double loss = last_value(log, "loss");
+    expect(loss < 0.2, "loss %.3f", loss);
+    expect(log_steps("out/log.jsonl") == one_to(240));
+    expect(log.find("{\"step\":240,\"sample\":\"abc") != Text::npos &&
+           o.out.find("\nabc") != Text::npos);
+    expect(log.find("{\"step\":60,\"val_loss\":") != Text::npos);
+    expect(log.find("\"checkpoint\":\"out/step-00000240\"") != Text::npos);
+    expect(log.find("{\"event\":\"end\",\"reason\":\"finished\"}\n") == log.size() - 36);
+    detail = text("loss %.4f after 240 steps", loss);
+}
+
+// Real text: tinyshakespeare's bytes when they are prepared, else this repository's own sources.
+// A uniform guess has loss 5.55, letter frequencies alone about 3.3. The sources change from day to
+// day, so their bound is wider than that of the text that never does.
+static void test_training() {
+    const Text prepared = root + "/data/tinyshakespeare_bytes_";
+    double bound = 2.6;
+    Text files = "-i " + prepared + "train.bin -j " + prepared + "val.bin";
+    if (!exists(prepared + "train.bin") || !exists(prepared + "val.bin")) {
+        Text source = read_file(root + "/train_gpt2.c");
+        std::vector<uint16_t> tokens(source.begin(), source.end());
+        for (uint16_t &token : tokens) {
+            token &= 255;
+        }
+        size_t cut = tokens.size() / 10 * 9;
+        write_file("t.bin",
+                   shard_bytes({tokens.begin(), tokens.begin() + (long)cut}, TOKENIZER_BYTES));
+        write_file("v.bin",
+                   shard_bytes({tokens.begin() + (long)cut, tokens.end()}, TOKENIZER_BYTES));
+        files = "-i t.bin -j v.bin";
+        bound = 2.8;
+    }
+    expect_success(program(files + " -e l2h4c64t64 -b 8 -x 800 -l 3e-3 -u 20 -v 800 -m 10 -o out"),
+                   "training");
+    double loss = last_value(read_file("out/log.jsonl"), "val_loss");
+    expect(loss < bound, "validation loss %.4f", loss);
+    detail = text("%s: validation loss %.4f, bound %.1f",
+                  bound > 2.6 ? "sources" : "tinyshakespeare", loss, bound);
+}
+
+// -------------------------------------------------------------------------------------------------
+// 10. The table
+// One row a test, in the order of the volumes; BUILDS says which of the three builds run it. What a
+// build leaves out runs in another one with the same input.
+
+enum { FLOAT = 1, DOUBLE = 2, ASAN = 4, HOST = FLOAT | ASAN, ALL = 7 };
+enum { THIS_BUILD = GPT2_DOUBLE ? DOUBLE : TEST_ASAN ? ASAN : FLOAT };
+typedef struct {
+    const char *name;
+    void (*function)(void);
+    int builds;
+} Test;
+
+#define T(name, builds)                                                                            \
+    { #name, test_##name, builds }
+static const Test tests[] = {
+    T(philox, ALL),
+    T(rng_normal, ALL),
+    T(permute_index, HOST),
+    T(texts, HOST),
+    T(options_table, HOST),
+    T(model_sizes, HOST),
+    T(stages, HOST),
+    T(plan_layout, ALL),
+    T(plan_monotone, FLOAT),
+    T(plan_allocation, FLOAT | DOUBLE),
+    T(plan_refuse, HOST),
+    T(arena, ALL),
+    T(loader_coverage, HOST),
+    T(loader_large, FLOAT),
+    T(tokenizer, HOST),
+    T(fast_maths, ALL),
+    T(matmul_forward, ALL),
+    T(matmul_backward, ALL),
+    T(gelu, ALL),
+    T(encoder, ALL),
+    T(layernorm, ALL),
+    T(attention, ALL),
+    T(classifier, ALL),
+#if GPT2_DOUBLE
+    T(derivatives_linear, DOUBLE),
+    T(derivatives_layernorm, DOUBLE),
+    T(derivatives_attention, DOUBLE),
+    T(derivatives_gelu, DOUBLE),
+    T(derivatives_classifier, DOUBLE),
+    T(derivatives_network, DOUBLE),
+#endif
+    T(recompute_bits, ALL),
+    T(thread_bits, ALL),
+    T(accumulation, ALL),
+    T(network_facts, ALL),
+    T(initialise, ALL),
+    T(adamw, ALL),
+    T(update, ALL),
+    T(schedules, HOST),
+    T(sampling, ALL),
+    T(log, HOST),
+    T(bad_options, HOST),
+    T(bad_data, HOST),
+    T(bad_output, HOST),
+    T(checkpoint_folder, ALL),
+    T(kill, HOST),
+    T(signals, HOST),
+    T(skipped_step, HOST),
+    T(resident_memory, FLOAT),
+    T(plan_command, HOST),
+    T(overfit, ALL),
+    T(training, FLOAT),
+};
+#undef T
+
+// One test in a process and a folder of its own; its exit status: 0, FAILED or SKIPPED
+// from a test that came to its end, anything else is a failure too.
+static int run_test(const Test *t) {
+    double began = now_ms();
+    fflush(NULL);
+    pid_t pid = fork();
+    if (pid == 0) {
+        alarm(LIMIT_S);
+        if (chdir(scratch.c_str()) != 0) {
+            _exit(1);
+        }
+        enter(t->name);
+        t->function();
+        if (worst.share >= 0) {
+            detail = worst.where + text("  max err %.1e  tol %.1e  %3.0f %%", worst.err, worst.tol,
+                                        100 * worst.share);
+        }
+        printf("%-22s %s  %s", t->name, detail.c_str(), failures ? "FAILED" : "ok");
+        exit(failures ? FAILED : 0);
+    }
+    int status = 0;
+    waitpid(pid, &status, 0);
+    if (WIFSIGNALED(status)) {
+        printf("%-22s ended by signal %d  FAILED", t->name, WTERMSIG(status));
+    } else if (WEXITSTATUS(status) == SKIPPED) {
+        printf("%-22s skipped", t->name);
+    } else if (WEXITSTATUS(status) != 0 && WEXITSTATUS(status) != FAILED) {
+        printf("%-22s exit status %d  FAILED", t->name, WEXITSTATUS(status));
+    }
+    double seconds = (now_ms() - began) * 1e-3;
+    printf("%s\n", seconds >= 1 ? text("  (%.1f s)", seconds).c_str() : "");
+    return WIFSIGNALED(status) ? 1 : WEXITSTATUS(status);
+}
+
+// No argument asks for everything that this build runs.
+static int is_asked_for(const Test *t, int argc, char **argv) {
+    int asked = argc == 1;
+    for (int a = 1; a < argc; a++) {
+        asked |= strncmp(t->name, argv[a], strlen(argv[a])) == 0;
+    }
+    return asked && (t->builds & THIS_BUILD);
+}
+
+static int remove_one(const char *path, const struct stat *, int, struct FTW *) {
+    return remove(path);
+}
+
+int main(int argc, char **argv) {
+    // Where other work goes on, threads that spin at a barrier stand in their own way.
+    if (!getenv("OMP_WAIT_POLICY")) {
+        setenv("OMP_WAIT_POLICY", "passive", 1);
+        execv("/proc/self/exe", argv);
+    }
+#if TEST_ASAN
+    plan_mark = mark_for_asan;
+#endif
+    int passed = 0, failed = 0, skipped = 0, list = argc == 2 && strcmp(argv[1], "--list") == 0;
+    char here[PATH_BYTES], folder[PATH_BYTES];
+    check(getcwd(here, sizeof here), "no current folder");
+    root = here;
+    const char *base = getenv("TMPDIR");
+    path_print(folder, "%s/test_gpt2.XXXXXX",
+               base              ? base
+               : exists("build") ? (root + "/build").c_str()
+                                 : "/tmp");
+    if (!list && !mkdtemp(folder)) {
+        die("cannot make a folder for the tests, %s: %s", folder, strerror(errno));
+    }
+    scratch = folder;
+    for (const Test &t : tests) {
+        if (list && (t.builds & THIS_BUILD)) {
+            puts(t.name);
+        } else if (!list && is_asked_for(&t, argc, argv)) {
+            int status = run_test(&t);
+            passed += status == 0;
+            skipped += status == SKIPPED;
+            failed += status != 0 && status != SKIPPED;
+        }
+    }
+    if (list) {
+        return 0;
+    }
+    nftw(folder, remove_one, 16, FTW_DEPTH | FTW_PHYS);
+    if (passed + failed + skipped == 0) {
+        die("no test is named so; --list names them");
+    }
+    printf("%d passed, %d failed, %d skipped\n", passed, failed, skipped);
+    return failed != 0;
+}
