@@ -2219,6 +2219,7 @@ template <class E, class G> struct GpuNetwork {
     GpuState *result;  // pinned: the state after a step
     ParamRange *ranges;
     int range_count, chunks;
+    int micros;  // micro-steps of the step being made
 };
 
 // Rows by type. ROW_GRADS holds matrices alone, ROW_GRADS_1D vectors alone.
@@ -2427,6 +2428,7 @@ static void gpu_micro_step(Engine *e, const Token *inputs, const Token *targets,
     const int B = p->settings.B, T = p->settings.T, N = B * T;
     const bool first = micro == 0;
     int segments = 0;
+    net->micros = micros;
     plan_tick(p, 0);
     int *batch = gpu_upload(net, inputs, targets, true, &segments);
     if (first) {
@@ -2493,7 +2495,7 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
     cuda_check(
         cudaMemcpyAsync(net->result, state, sizeof *state, cudaMemcpyDeviceToHost, net->stream));
     cuda_check(cudaStreamSynchronize(net->stream));
-    StepResult result = {net->result->loss_sum / ((double)s->B * s->T), net->result->update.norm,
+    StepResult result = {net->result->loss_sum / ((double)s->B * s->T * net->micros), net->result->update.norm,
                          (int)net->result->update.skip};
     return result;
 }
