@@ -2495,7 +2495,8 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
     cuda_check(
         cudaMemcpyAsync(net->result, state, sizeof *state, cudaMemcpyDeviceToHost, net->stream));
     cuda_check(cudaStreamSynchronize(net->stream));
-    StepResult result = {net->result->loss_sum / ((double)s->B * s->T * net->micros), net->result->update.norm,
+    const double tokens = (double)s->B * s->T * net->micros;
+    StepResult result = {net->result->loss_sum / tokens, net->result->update.norm,
                          (int)net->result->update.skip};
     return result;
 }
