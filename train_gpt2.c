@@ -1418,8 +1418,9 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
             "--gpu NAME they "
             "plan a GPU run");
     }
-    if (o->grad_dtype && strcmp(o->grad_dtype, "bf16") == 0 && s->dtype != TYPE_BF16) {
-        die("--grad-dtype bf16 needs --dtype bf16, found %s", dtype);
+    int bf16_grads = o->grad_dtype && strcmp(o->grad_dtype, "bf16") == 0;
+    if (s->dtype != TYPE_BF16 && (bf16_grads || s->moment_dtype == TYPE_BF16)) {
+        die("--grad-dtype bf16 and --moments bf16 need --dtype bf16, found %s", dtype);
     }
     if (s->offload_master && !s->split_master && s->dtype != TYPE_FP16) {
         die("--offload master: there is no master copy with --dtype %s and --master (-w) %s", dtype,

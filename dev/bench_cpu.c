@@ -195,8 +195,9 @@ static void bench_attention(int B, int T, int NH, int HS) {
            B, T, NH, HS, f, 1e-6 * flops / f, b, 2.5e-6 * flops / b);
 }
 
-// Whole training steps of a model at B x T on its own plan: tokens/s, what the update takes, and the
-// ratio to the floor, which is dnnl_ms (all matmuls in oneDNN) plus AdamW's one pass over the states.
+// Whole training steps of a model at B x T on its own plan: tokens/s, what the update takes, and
+// the ratio to the floor, which is dnnl_ms (all matmuls in oneDNN) plus AdamW's one pass over the
+// states.
 static void bench_step(const char *name, int B, int T, double dnnl_ms) {
     enum { WARM = 1, STEPS = 5 };
     double step[STEPS], update[STEPS], adamw[STEPS];
@@ -207,8 +208,8 @@ static void bench_step(const char *name, int B, int T, double dnnl_ms) {
     options_default(&o);
     o.batch = B;
     o.seq_len = T;
-    model_set_vocabulary(&m, tokenizer_vocabulary(model_parse(&m, name) ? TOKENIZER_GPT2
-                                                                     : TOKENIZER_BYTES));
+    model_set_vocabulary(
+        &m, tokenizer_vocabulary(model_parse(&m, name) ? TOKENIZER_GPT2 : TOKENIZER_BYTES));
     settings_from_options(&s, &o, &m, 0);
     cpu_open(&e, &s);
     engine_initialise(&e, &m, 1);
@@ -233,8 +234,8 @@ static void bench_step(const char *name, int B, int T, double dnnl_ms) {
         }
     }
     double ms = median(step, STEPS), floor_ms = dnnl_ms + median(adamw, STEPS);
-    printf("%s B%d T%d: step %.1f ms, %.0f tokens/s; update %.1f ms, AdamW alone %.1f ms", name, B, T,
-           ms, 1e3 * B * T / ms, median(update, STEPS), median(adamw, STEPS));
+    printf("%s B%d T%d: step %.1f ms, %.0f tokens/s; update %.1f ms, AdamW alone %.1f ms", name, B,
+           T, ms, 1e3 * B * T / ms, median(update, STEPS), median(adamw, STEPS));
     if (dnnl_ms > 0) {
         printf("; floor %.1f ms: %.0f %% of it", floor_ms, 100 * floor_ms / ms);
     }
