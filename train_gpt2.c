@@ -54,6 +54,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <time.h>
@@ -363,7 +364,7 @@ static const OptionRow option_rows[] = {
     {"warmup", 'u', OPT_INT, FIELD(warmup), "0", 0, 1e9, NULL, "Optimizer",
      "steps of linear warmup from 0"},
     {"final-lr", 'q', OPT_REAL, FIELD(final_lr), "0", 0, 1, NULL, "Optimizer",
-     "last learning rate as a fraction of the peak"},
+     "what the learning rate falls towards, as a fraction of the peak"},
     {"weight-decay", 'c', OPT_REAL, FIELD(weight_decay), "0", 0, 100, NULL, "Optimizer",
      "decoupled, on two-dimensional tensors only"},
     {"beta1", 0, OPT_REAL, FIELD(beta1), "0.9", 0, 0.9999999, NULL, "Optimizer",
@@ -379,7 +380,7 @@ static const OptionRow option_rows[] = {
     {"val-every", 'v', OPT_INT, FIELD(val_every), "250", 0, 1e9, NULL, "Validation and samples",
      "steps between validations; 0: never"},
     {"val-batches", 'm', OPT_INT, FIELD(val_batches), "20", 0, 1e9, NULL, "Validation and samples",
-     "batches of a validation; 0: the whole validation data"},
+     "batches of a validation; 0: all whole batches of the data"},
     {"sample-every", 's', OPT_INT, FIELD(sample_every), "0", 0, 1e9, NULL, "Validation and samples",
      "steps between samples, and one after the last step; 0: never"},
     {"sample-tokens", 'g', OPT_INT, FIELD(sample_tokens), "256", 1, 1e6, NULL,
@@ -553,12 +554,10 @@ static void options_contradict(const Options *o) {
     if ((o->gpu[0] || o->gpu_mem) && !o->plan) {
         die("--gpu and --gpu-mem need --plan: they plan a GPU run without a GPU");
     }
-    if (o->resume && !o->output[0]) {
-        die("--resume (-y) 1 needs --output (-o): the folder that holds the checkpoints");
-    }
-    if (o->save_every && !o->output[0]) {
-        die("--save-every (-n) %" PRId64 " needs --output (-o): the folder to save in",
-            o->save_every);
+    int64_t wants = o->resume ? o->resume : o->save_every ? o->save_every : o->keep;
+    if (wants && !o->output[0]) {
+        die("%s %" PRId64 " needs --output (-o): the folder of the checkpoints",
+            o->resume ? "--resume (-y)" : o->save_every ? "--save-every (-n)" : "--keep", wants);
     }
     if (o->val_data && !o->train_data) {
         die("--val-data (-j) needs --train-data (-i): the default data brings its own");
@@ -620,12 +619,10 @@ static void options_parse(Options *o, int argc, char **argv) {
 // -------------------------------------------------------------------------------------------------
 // 4. The model
 // Sizes: L layers, NH heads of HS = C / NH channels, C channels, maxT positions, V tokens, Vp = V
-// rounded up to
-// 128. Sixteen tensors, one table; weights of linear layers are (out, in). The flat parameter
-//      buffer is
-// block-major: wte, wpe, then the twelve tensors of each block, then the last LayerNorm; wte is
-// also the classifier (tied). Every tensor starts at a multiple of 64 elements. Rows V..Vp-1 of wte
-// are zero, always.
+// rounded up to 128. Sixteen tensors, one table; weights of linear layers are (out, in). The flat
+// parameter buffer is block-major: wte, wpe, then the twelve tensors of each block, then the last
+// LayerNorm; wte is also the classifier (tied). Every tensor starts at a multiple of 64 elements.
+// Rows V..Vp-1 of wte are zero, always.
 
 typedef struct {
     int L, NH, C, maxT, V, Vp;
@@ -750,9 +747,9 @@ static int model_parse(Model *m, const char *text) {
             "l4h4c128t256",
             text);
     }
-    if (m->L < 1 || m->L > 1000 || m->NH < 1 || m->C < 1 || m->C > 65536 || m->C % m->NH != 0 ||
+    if (m->L < 1 || m->L > 400 || m->NH < 1 || m->C < 1 || m->C > 65536 || m->C % m->NH != 0 ||
         m->maxT < 1 || m->maxT > 1 << 20) {
-        die("--model (-e): '%s': allowed are 1-1000 layers, 1-65536 channels in equal heads, "
+        die("--model (-e): '%s': allowed are 1-400 layers, 1-65536 channels in equal heads, "
             "1-1048576 positions",
             text);
     }
@@ -825,17 +822,13 @@ static int tick_update(const Model *m) { return tick_embed_backward(m) + 1; }
 static void tick_name(char name[32], const Model *m, int tick) {
     int forward = tick - 1, backward = tick - tick_backward(m, m->L - 1, 0);
     if (tick == 0 || tick >= tick_embed_backward(m)) {
-        snprintf(name, 32, "%s",
-                 tick == 0                ? "embed"
-                 : tick == tick_update(m) ? "update"
-                                          : "d_embed");
+        const char *last = tick == tick_update(m) ? "update" : "d_embed";
+        snprintf(name, 32, "%s", tick == 0 ? "embed" : last);
     } else if (forward < m->L * F_STAGES) {
         snprintf(name, 32, "%d.%s", forward / F_STAGES, stage_names[forward % F_STAGES]);
     } else if (backward < 0) {
-        snprintf(name, 32, "%s",
-                 tick == tick_lnf(m)    ? "lnf"
-                 : tick == tick_head(m) ? "head"
-                                        : "d_lnf");
+        static const char *const head_names[] = {"lnf", "head", "d_lnf"};
+        snprintf(name, 32, "%s", head_names[tick - tick_lnf(m)]);
     } else {
         int stage = backward % B_STAGES, layer = m->L - 1 - backward / B_STAGES;
         snprintf(name, 32, "%d.%s%s", layer, stage < B_FCPROJ ? "re-" : "",
@@ -902,28 +895,12 @@ typedef struct {
     int alive;             // kept by test builds only
 } Row;
 
-// Rows that exist once. The others are found by (activation, layer) and (gradient, layer).
+// Rows that exist once, the last five in GPU runs only. The others are found by (activation, layer)
+// and (gradient, layer).
 enum {
-    ROW_WEIGHTS,
-    ROW_GRADS,
-    ROW_GRADS_1D,
-    ROW_M,
-    ROW_V,
-    ROW_MASTER,
-    ROW_LOSSES,
-    ROW_MATMUL,
-    ROW_XF,
-    ROW_LNF,
-    ROW_LNF_MEAN,
-    ROW_LNF_RSTD,
-    ROW_LOGITS,
-    ROW_DRES,
-    ROW_BATCH,
-    ROW_TENSORS,
-    ROW_STATE,
-    ROW_PARTIALS,
-    ROW_ATT_D,  // of a GPU run
-    SINGLES
+    ROW_WEIGHTS, ROW_GRADS, ROW_GRADS_1D, ROW_M, ROW_V, ROW_MASTER, ROW_LOSSES, ROW_MATMUL, ROW_XF,
+    ROW_LNF, ROW_LNF_MEAN, ROW_LNF_RSTD, ROW_LOGITS, ROW_DRES, ROW_BATCH, ROW_TENSORS, ROW_STATE,
+    ROW_PARTIALS, ROW_ATT_D, SINGLES
 };
 
 typedef struct {
@@ -1400,14 +1377,11 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
     if (strcmp(dtype, "bf16") == 0 && strcmp(sixteen, "bf16") != 0) {
         die("--dtype bf16: %s has no bf16; it has fp16 and fp32", o->gpu);
     }
-    s->dtype = strcmp(dtype, "fp32") == 0   ? gpu ? TYPE_FP32 : TYPE_REAL
-               : strcmp(dtype, "bf16") == 0 ? TYPE_BF16
-                                            : TYPE_FP16;
-    s->grad_dtype = s->dtype == TYPE_BF16 && !(o->grad_dtype && strcmp(o->grad_dtype, "fp32") == 0)
-                        ? TYPE_BF16
-                    : gpu ? TYPE_FP32
-                          : TYPE_REAL;
-    s->moment_dtype = strcmp(o->moments, "bf16") == 0 ? TYPE_BF16 : gpu ? TYPE_FP32 : TYPE_REAL;
+    Type fp32 = gpu ? TYPE_FP32 : TYPE_REAL;
+    int fp32_grads = o->grad_dtype && strcmp(o->grad_dtype, "fp32") == 0;
+    s->dtype = strcmp(dtype, "fp32") == 0 ? fp32 : dtype[0] == 'b' ? TYPE_BF16 : TYPE_FP16;
+    s->grad_dtype = s->dtype == TYPE_BF16 && !fp32_grads ? TYPE_BF16 : fp32;
+    s->moment_dtype = strcmp(o->moments, "bf16") == 0 ? TYPE_BF16 : fp32;
     s->split_master =
         s->dtype == TYPE_BF16 && (strcmp(o->master, "split") == 0 || strcmp(o->master, "1") == 0);
     s->offload_moments = strstr(o->offload, "moments") != NULL;
@@ -1494,16 +1468,15 @@ static int plan_remedies(const Plan *p, Remedy list[MAX_REMEDIES]) {
                            s.offload_master ? "--offload moments,master" : "--offload moments",
                            "host memory and PCIe time once a step, same bits");
         }
-        if (now->dtype == TYPE_BF16 && now->moment_dtype == TYPE_FP32) {
-            Settings s = *now;
-            s.moment_dtype = TYPE_BF16;
-            n = remedy_add(list, n, p->device_bytes, &s, "--moments bf16",
-                           "rounds the moments: numbers change");
-            if (now->split_master) {
-                s.split_master = s.offload_master = 0;
-                n = remedy_add(list, n, p->device_bytes, &s, "--moments bf16 -w none",
-                               "stochastic rounding of weights: numbers change");
-            }
+        Settings s = *now;
+        s.moment_dtype = now->dtype == TYPE_BF16 ? TYPE_BF16 : now->moment_dtype;
+        n = remedy_add(list, n, p->device_bytes, &s, "--moments bf16",
+                       "rounds the moments: numbers change");
+        s.split_master = 0;
+        s.offload_master = now->dtype == TYPE_BF16 ? 0 : now->offload_master;
+        if (now->split_master) {
+            n = remedy_add(list, n, p->device_bytes, &s, "--moments bf16 -w none",
+                           "stochastic rounding of weights: numbers change");
         }
     }
     for (int batch = now->B / 2; batch >= 1; batch /= 2) {
@@ -1535,11 +1508,13 @@ static int64_t file_number(const char *path, const char *key, int64_t otherwise)
     return otherwise;
 }
 
-// Bytes of memory this process may still take: MemAvailable, or what its control group leaves.
+// Bytes of memory this process may still take: MemAvailable, or what its control group (v2)
+// leaves, whose cached files do not count.
 static size_t host_memory_available(void) {
     int64_t bytes = file_number("/proc/meminfo", "MemAvailable:", INT64_MAX >> 10) << 10;
     int64_t limit = file_number("/sys/fs/cgroup/memory.max", "", INT64_MAX);
-    int64_t used = file_number("/sys/fs/cgroup/memory.current", "", 0);
+    int64_t used = file_number("/sys/fs/cgroup/memory.current", "", 0) -
+                   file_number("/sys/fs/cgroup/memory.stat", "inactive_file ", 0);
     return (size_t)max_i64(min_i64(bytes, limit - used), 0);
 }
 
@@ -2923,14 +2898,8 @@ static void adamw_update(real *p, real *m, real *v, const real *grad, const Adam
 // The numbers of the update that comes after `updates` others.
 static AdamW adamw_at(const Options *o, double lr, int64_t updates, double grad_scale) {
     double t = (double)(updates + 1);
-    AdamW a = {(real)lr,
-               (real)o->beta1,
-               (real)o->beta2,
-               (real)(1 - pow(o->beta1, t)),
-               (real)(1 - pow(o->beta2, t)),
-               (real)o->eps,
-               (real)o->weight_decay,
-               (real)grad_scale};
+    AdamW a = {(real)lr, (real)o->beta1, (real)o->beta2, (real)(1 - pow(o->beta1, t)),
+               (real)(1 - pow(o->beta2, t)), (real)o->eps, (real)o->weight_decay, (real)grad_scale};
     return a;
 }
 
@@ -3196,9 +3165,10 @@ static void checkpoint_header(char header[CHECKPOINT_HEADER], const Model *m, co
                               const Options *o, int64_t windows) {
     memset(header, 0, CHECKPOINT_HEADER);
     int n = snprintf(header, CHECKPOINT_HEADER,
-                     "%sshape l%dh%dc%dt%d vocabulary %d sequence %d windows %" PRId64 " real %d\n",
-                     checkpoint_magic, m->L, m->NH, m->C, m->maxT, m->V, s->T, windows,
-                     (int)sizeof(real));
+                     "%sshape l%dh%dc%dt%d vocabulary %d sequence %d windows %" PRId64
+                     " seed %" PRId64 " shuffle %" PRId64 " real %d\n",
+                     checkpoint_magic, m->L, m->NH, m->C, m->maxT, m->V, s->T, windows, o->seed,
+                     o->shuffle, (int)sizeof(real));
     for (int i = 0; i < OPTION_ROWS; i++) {
         char text[64];
         n += snprintf(header + n, (size_t)(CHECKPOINT_HEADER - n), "--%s %.200s\n",
@@ -3348,8 +3318,14 @@ static void checkpoint_load(Engine *e, const char *header, RunState *state, cons
     }
     uint64_t sum;
     memcpy(&sum, map + body, sizeof sum);
-    if ((int64_t)bytes != checkpoint_bytes(m) || checksum_add(0, map, body) != sum) {
-        die("checkpoint %s is damaged: its %zu bytes do not match its checksum", file, bytes);
+    uint64_t found = 0;
+    for (size_t at = 0; at < body; at += PIECE) {  // giving pages back, to stay in the plan
+        found = checksum_add(found, map + at, (size_t)min_i64(PIECE, (int64_t)(body - at)));
+        madvise((void *)(uintptr_t)(map + at), PIECE, MADV_DONTNEED);
+    }
+    if ((int64_t)bytes != checkpoint_bytes(m) || found != sum) {
+        die("checkpoint %s is damaged: its %zu bytes do not match its checksum; remove its folder "
+            "to go on from the one before", file, bytes);
     }
     memcpy(state, map + CHECKPOINT_HEADER, sizeof *state);
     int64_t size = tensor_offset(m, TENSORS, 0);
@@ -3357,6 +3333,8 @@ static void checkpoint_load(Engine *e, const char *header, RunState *state, cons
     for (int k = 0; k < STATES; k++) {
         for (int64_t i = 0; i < size; i += PIECE) {
             e->write(e, k, i, values + k * size + i, min_i64(PIECE, size - i));
+            madvise((void *)(uintptr_t)map, (size_t)((const char *)(values + k * size + i) - map) &
+                    ~(size_t)0xffff, MADV_DONTNEED);
         }
     }
     munmap((void *)(uintptr_t)map, bytes);
@@ -3418,15 +3396,30 @@ static Token sample_token(const real *logits, int V, double temperature, int64_t
 // line, flushed, append only, valid after a crash. A resume first cuts the log back to its
 // checkpoint's step.
 
-// Writes text as the inside of a JSON string; bytes that are no UTF-8 text of their own become
-// \u00XX.
+// Bytes of the UTF-8 character at text: 2 to 4, or 0 when it is none (RFC 3629, section 4).
+static int utf8_length(const unsigned char *text, size_t left) {
+    int length = text[0] >= 0xF0 ? 4 : text[0] >= 0xE0 ? 3 : 2;
+    if (text[0] < 0xC2 || text[0] > 0xF4 || left < (size_t)length ||
+        (text[0] == 0xE0 && text[1] < 0xA0) || (text[0] == 0xED && text[1] > 0x9F) ||
+        (text[0] == 0xF0 && text[1] < 0x90) || (text[0] == 0xF4 && text[1] > 0x8F)) {
+        return 0;
+    }
+    for (int i = 1; i < length; i++) {
+        length = (text[i] & 0xC0) == 0x80 ? length : 0;
+    }
+    return length;
+}
+
+// Writes text as the inside of a JSON string; a byte that is no UTF-8 becomes \u00XX.
 static void json_text(FILE *f, const char *text, size_t length) {
     for (size_t i = 0; i < length; i++) {
         unsigned char c = (unsigned char)text[i];
-        if (c == '"' || c == '\\') {
+        int utf8 = c > 126 ? utf8_length((const unsigned char *)text + i, length - i) : 0;
+        if (utf8) {
+            fwrite(text + i, 1, (size_t)utf8, f);
+            i += (size_t)utf8 - 1;
+        } else if (c == '"' || c == '\\') {
             fprintf(f, "\\%c", c);
-        } else if (c == '\n') {
-            fputs("\\n", f);
         } else if (c < 32 || c > 126) {
             fprintf(f, "\\u%04x", c);
         } else {
@@ -3469,14 +3462,19 @@ static void log_cut(const char *path, int64_t step) {
     }
 }
 
+// Ends a line of the log: a full disk must not pass unseen.
+static void log_flush(FILE *f) {
+    if (fflush(f) != 0 || ferror(f)) {
+        die("cannot write log.jsonl: %s", strerror(errno));
+    }
+}
+
 // Opens the log in `output` and writes its first line. resume_step < 0: from the start.
 static FILE *log_open(const char *output, int64_t resume_step, const Options *o, const Settings *s,
                       size_t plan_bytes) {
     char path[PATH_BYTES], text[64];
     path_print(path, "%s/log.jsonl", output);
-    if (o->resume) {
-        log_cut(path, max_i64(resume_step, 0));
-    }
+    log_cut(path, o->resume ? max_i64(resume_step, 0) : INT64_MAX);
     FILE *f = fopen(path, "a");
     if (!f) {
         die("cannot open log %s: %s", path, strerror(errno));
@@ -3495,14 +3493,8 @@ static FILE *log_open(const char *output, int64_t resume_step, const Options *o,
             "\"parameters\":%" PRId64 "},\"plan_bytes\":%zu}\n",
             s->model.L, s->model.NH, s->model.C, s->model.maxT, s->model.V,
             model_parameters(&s->model), plan_bytes);
+    log_flush(f);
     return f;
-}
-
-// Ends a line of the log: a full disk must not pass unseen.
-static void log_flush(FILE *f) {
-    if (fflush(f) != 0 || ferror(f)) {
-        die("cannot write log.jsonl: %s", strerror(errno));
-    }
 }
 
 static const char *duration_text(char text[24], double seconds) {
@@ -3544,7 +3536,7 @@ static double run_validate(Run *run) {
     int64_t all = run->val.windows / s->B,
             batches = run->o.val_batches ? min_i64(run->o.val_batches, all) : all;
     double sum = 0;
-    for (int64_t k = 0; k < batches; k++) {
+    for (int64_t k = 0; k < batches && !stop_signal; k++) {
         dataset_batch(&run->val, k * s->B, s->B, 0, 0, run->inputs, run->targets, s->model.V);
         sum += run->engine.evaluate(&run->engine, run->inputs, run->targets);
     }
@@ -3572,10 +3564,11 @@ static void run_sample(Run *run) {
     for (int i = 0; i < n; i++) {
         bytes += token_text(text + bytes, tokenizer, tokens[i]);
     }
-    if (!o->quiet) {
-        printf("--- sample after step %" PRId64 " ---\n%.*s\n---\n", run->state.step, bytes, text);
+    if (!o->quiet && !stop_signal) {
+        printf("%s--- sample after step %" PRId64 " ---\n%.*s\n---\n",
+               run->live ? "\n" : "", run->state.step, bytes, text);
     }
-    if (run->log) {
+    if (run->log && !stop_signal) {
         fprintf(run->log, "{\"step\":%" PRId64 ",\"sample\":\"", run->state.step);
         json_text(run->log, text, (size_t)bytes);
         fputs("\"}\n", run->log);
@@ -3602,7 +3595,7 @@ static void run_save(Run *run) {
     fputs("\"}\n", run->log);
     log_flush(run->log);
     if (!run->o.quiet) {
-        printf("saved %s\n", path);
+        printf("%ssaved %s\n", run->live ? "\r\033[K" : "", path);
     }
 }
 
@@ -3657,7 +3650,7 @@ static void run_step(Run *run, double *mean_ms) {
     state->step++;
     state->updates += !r.skipped;
     state->skipped += r.skipped;
-    if (!r.skipped) {
+    if (isfinite(r.norm)) {
         state->norms.values[state->norms.count++ % NORM_WINDOW] = r.norm;
     }
     double ms = now_ms() - start;
@@ -3667,6 +3660,9 @@ static void run_step(Run *run, double *mean_ms) {
 
 static void run_print_validation(Run *run) {
     double loss = run_validate(run);
+    if (stop_signal) {
+        return;
+    }
     if (!run->o.quiet) {
         printf("%sstep %4" PRId64 "/%" PRId64 "  validation loss %.4f\n",
                run->live ? "\r\033[K" : "", run->state.step, run->steps, loss);
@@ -3920,6 +3916,10 @@ static void run_begin(Run *run, const Program *program, const Model *m) {
     checkpoint_header(run->header, m, &run->s, o, run->train.windows);
     if (o->output[0]) {
         make_folders(o->output);
+        int lock = open(o->output, O_RDONLY | O_DIRECTORY);  // held until the process ends
+        if (lock < 0 || flock(lock, LOCK_EX | LOCK_NB) != 0) {
+            die("--output (-o): %s: another run writes there (%s)", o->output, strerror(errno));
+        }
     }
     program->open(&run->engine, &run->s);
     int64_t resume_step = run->saved_step = o->output[0] ? run_resume(run) : -1;
