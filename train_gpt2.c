@@ -407,8 +407,8 @@ static const OptionRow option_rows[] = {
      "what backward recomputes: none (0), gelu, norm, mlp, qkv, block (1); block:K: only the first "
      "K blocks"},
     {"logit-rows", 0, OPT_INT, FIELD(logit_rows), "0", 0, 1 << 30, NULL, "Memory",
-     "rows of logits that exist at a time (changes rounding); 0: as many as make 64 MiB, at least "
-     "128"},
+     "rows of logits that exist at a time (changes rounding); 0: 64 MiB of them, on a GPU 256 "
+     "MiB"},
     {"dtype", 0, OPT_CHOICE, FIELD(dtype), NULL, 0, 0, "bf16|fp16|fp32", "Memory",
      "of weights and activations; default: fp32 on the CPU, bf16 on a GPU"},
     {"grad-dtype", 0, OPT_CHOICE, FIELD(grad_dtype), NULL, 0, 0, "bf16|fp32", "Memory",
@@ -1350,9 +1350,11 @@ static const GpuRow *gpu_find(const Options *o) {
 // says so.
 static const size_t library_reserve_bytes = (size_t)1 << 30;
 
-static int64_t default_logit_rows(const Model *m, size_t element_bytes, int64_t N) {
-    int64_t rows = ((int64_t)64 << 20) / (m->Vp * (int64_t)element_bytes) / 128 * 128;
-    return min_i64(max_i64(rows, 128), N);
+// Rows of a classifier chunk: 64 MiB of logits, 128 rows at least; on a GPU 256 MiB, since each chunk
+// rounds wte's bf16 gradient once more, and few rows make slow products.
+static int64_t default_logit_rows(const Model *m, size_t element_bytes, int64_t N, int gpu) {
+    int64_t bytes = (int64_t)(gpu ? 256 : 64) << 20;
+    return min_i64(max_i64(bytes / (m->Vp * (int64_t)element_bytes) / 128 * 128, 128), N);
 }
 
 // Settings of a run, from its options; the model is already known. Refuses what this program cannot
@@ -1394,7 +1396,7 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
     }
     int bf16_grads = o->grad_dtype && strcmp(o->grad_dtype, "bf16") == 0;
     if (s->dtype != TYPE_BF16 && (bf16_grads || s->moment_dtype == TYPE_BF16)) {
-        die("--grad-dtype bf16 and --moments bf16 need --dtype bf16, found %s", dtype);
+        die("--%s bf16 needs --dtype bf16, found %s", bf16_grads ? "grad-dtype" : "moments", dtype);
     }
     if (s->offload_master && !s->split_master && s->dtype != TYPE_FP16) {
         die("--offload master: there is no master copy with --dtype %s and --master (-w) %s", dtype,
@@ -1407,7 +1409,7 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
             o->logit_rows, N);
     }
     s->logit_rows =
-        (int)(o->logit_rows ? o->logit_rows : default_logit_rows(m, type_bytes(s->dtype), N));
+        (int)(o->logit_rows ? o->logit_rows : default_logit_rows(m, type_bytes(s->dtype), N, gpu));
 }
 
 // FLOPs recomputed by `level` in all its blocks, over FLOPs of a step without recomputation.

@@ -95,7 +95,8 @@ static void cuda_check_at(cudaError_t error, const char *call, const char *file,
 
 static void cublas_check_at(cublasStatus_t status, const char *call, const char *file, int line) {
     if (status != CUBLAS_STATUS_SUCCESS) {
-        die("%s:%d: %s: %s; the library lacks memory, or a matrix product that --dtype fp32 has",
+        cuda_check_at(cudaGetLastError(), call, file, line);  // a kernel's error, if that is it
+        die("%s:%d: %s: %s; the library lacks memory, or this matrix product on this GPU",
             file, line, call, cublasLtGetStatusName(status));
     }
 }
@@ -409,17 +410,6 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void *row) {
                      : "r"(address)
                      : "memory");
     }
-}
-
-// cp_async_16: starts a copy of 16 bytes, global to shared, past the registers and the L1 cache;
-// both addresses are 16-byte aligned. The bytes may be read after a commit, a wait that covers the
-// group, and, for the bytes that other threads copied, a barrier.
-// source: PTX ISA, "Data Movement and Conversion Instructions: cp.async".
-__device__ __forceinline__ void cp_async_16(void *dst, const void *src) {
-    NEEDS_SM80(
-        "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((uint32_t)__cvta_generic_to_shared(dst)),
-        "l"(src)
-        : "memory");
 }
 
 // The same; where `valid` is false, zeros are written and src is not read (operand src-size).
@@ -1010,8 +1000,8 @@ static void matmul_preference(cublasLtMatmulPreference_t preference,
         cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof(value)));
 }
 
-// Fills a new plan; the algorithm is the first that cuBLASLt's heuristic names.
-static void matmul_plan_create(MatmulPlan *plan, MatmulKey key, const void *bias) {
+// Fills a new plan; the algorithm is the first of the heuristic's that can do what is asked.
+static void matmul_plan_create(MatmulPlan *plan, MatmulKey key) {
     cudaDataType_t input_type = (cudaDataType_t)key.input_type;
     cudaDataType_t output_type = (cudaDataType_t)key.output_type;
     int m = key.m, n = key.n, k = key.k;
@@ -1023,7 +1013,9 @@ static void matmul_plan_create(MatmulPlan *plan, MatmulKey key, const void *bias
     matmul_attribute(plan, CUBLASLT_MATMUL_DESC_TRANSB, operation_b);
     if (key.has_bias) {
         matmul_attribute(plan, CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
-        matmul_attribute(plan, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
+        // The heuristic reads an alignment off this address: it is promised sixteen bytes.
+        matmul_attribute(plan, CUBLASLT_MATMUL_DESC_BIAS_POINTER,
+                         (const void *)((const char *)matmul_library.workspace + 16));
     }
     int a_rows = key.transpose_a ? k : m, a_columns = key.transpose_a ? m : k;
     int b_rows = key.transpose_b ? n : k, b_columns = key.transpose_b ? k : n;
@@ -1042,17 +1034,29 @@ static void matmul_plan_create(MatmulPlan *plan, MatmulKey key, const void *bias
     matmul_preference(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, (uint32_t)16);
     matmul_preference(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, (uint32_t)16);
     matmul_preference(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, (uint32_t)16);
-    cublasLtMatmulHeuristicResult_t result;
-    int found = 0;
+    cublasLtMatmulHeuristicResult_t results[8];
+    int found = 0, chosen = -1;
     cublas_check(cublasLtMatmulAlgoGetHeuristic(matmul_library.handle, plan->product, plan->a,
-                                                plan->b, plan->d, plan->d, preference, 1, &result,
+                                                plan->b, plan->d, plan->d, preference, 8, results,
                                                 &found));
-    cublas_check(found ? result.state : CUBLAS_STATUS_NOT_SUPPORTED);
-    plan->algorithm = result.algo;
+    for (int i = found - 1; i >= 0; i--) {  // the first that can write D beside C: the residual
+        int32_t beside = 0;
+        size_t written = 0;
+        if (results[i].state == CUBLAS_STATUS_SUCCESS &&
+            cublasLtMatmulAlgoCapGetAttribute(&results[i].algo,
+                                              CUBLASLT_ALGO_CAP_OUT_OF_PLACE_RESULT_SUPPORT,
+                                              &beside, sizeof beside,
+                                              &written) == CUBLAS_STATUS_SUCCESS &&
+            beside) {
+            chosen = i;
+        }
+    }
+    cublas_check(chosen >= 0 ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_NOT_SUPPORTED);
+    plan->algorithm = results[chosen].algo;
     cublas_check(cublasLtMatmulPreferenceDestroy(preference));
 }
 
-static MatmulPlan *matmul_plan_find(MatmulKey key, const void *bias) {
+static MatmulPlan *matmul_plan_find(MatmulKey key) {
     for (int i = 0; i < matmul_library.plans; i++) {
         if (memcmp(&matmul_library.plan[i].key, &key, sizeof(key)) == 0) {
             return &matmul_library.plan[i];
@@ -1060,7 +1064,7 @@ static MatmulPlan *matmul_plan_find(MatmulKey key, const void *bias) {
     }
     check(matmul_library.plans < MATMUL_PLANS, "more distinct matrix products than MATMUL_PLANS");
     MatmulPlan *plan = &matmul_library.plan[matmul_library.plans++];
-    matmul_plan_create(plan, key, bias);
+    matmul_plan_create(plan, key);
     return plan;
 }
 
@@ -1081,7 +1085,7 @@ static void matmul_run(O *d, const E *a, const E *b, const O *bias, const O *c, 
           "cuBLASLt wants pointers that are multiples of 16 bytes");
     MatmulKey key = {m,           n, k, transpose_a, transpose_b, bias != nullptr, cuda_type<E>,
                      cuda_type<O>};
-    MatmulPlan *plan = matmul_plan_find(key, bias);
+    MatmulPlan *plan = matmul_plan_find(key);
     if (bias) {
         matmul_attribute(plan, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
     }
@@ -2129,8 +2133,8 @@ static void gpu_adamw(E *params, uint16_t *low, M *moment1, M *moment2, const G 
 // 2. Test builds mark rows that die and come alive in stream order, so that lateness shows.
 
 struct DeviceMemory {
-    size_t total_bytes, free_bytes;  // as the driver reports them before the arena exists
-    size_t library_bytes;            // taken by libraries since, measured after the first warm step
+    size_t free_bytes;     // as the driver reports them before the arena exists
+    size_t library_bytes;  // taken by libraries since, without the CUDA context
 };
 
 static DeviceMemory device_memory;
@@ -2157,7 +2161,8 @@ static size_t device_available(void) {
             "a GPU");
     }
     cuda_check(cudaGetDeviceCount(&count));
-    cuda_check(cudaMemGetInfo(&device_memory.free_bytes, &device_memory.total_bytes));
+    size_t total_bytes;
+    cuda_check(cudaMemGetInfo(&device_memory.free_bytes, &total_bytes));
     return device_memory.free_bytes;
 }
 
@@ -2694,21 +2699,33 @@ template <class E, class G> static void gpu_ranges_open(GpuNetwork<E, G> *net) {
               cudaMemcpyHostToDevice, net->stream);
 }
 
-// One micro-step and one evaluation on zeros: every kernel is loaded and every product planned, so
+// A step, an evaluation and a sample on zeros: every kernel is loaded and every product planned, so
 // that what the libraries take can be measured, and a failure comes before the run.
-template <class E, class G> static void gpu_warm_up(Engine *e) {
+template <class E, class G>
+static void gpu_warm_up(Engine *e) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
     const Settings *s = &net->plan.settings;
+    static size_t before;  // free bytes before the first engine: libraries stay when an engine goes
     size_t free_bytes, total_bytes;
     Token *zeros = (Token *)alloc_zero(2 * (size_t)s->B * s->T, sizeof(Token));
-    cuda_check(cudaMemsetAsync(gpu_single<E>(net, ROW_WEIGHTS), 0,
-                               net->plan.rows[net->plan.single[ROW_WEIGHTS]].bytes, net->stream));
-    cuda_check(cudaMemsetAsync(gpu_single<char>(net, ROW_STATE), 0, GPU_STATE_BYTES, net->stream));
+    real *logits = (real *)alloc_zero((size_t)s->model.V, sizeof(real));
+    Options o;
+    options_default(&o);
+    before = before ? before : device_memory.free_bytes;
+    for (int row : {ROW_WEIGHTS, ROW_MASTER, ROW_M, ROW_V, ROW_STATE}) {
+        if (net->plan.single[row] >= 0) {
+            cuda_check(cudaMemsetAsync(gpu_single<char>(net, row), 0,
+                                       net->plan.rows[net->plan.single[row]].bytes, net->stream));
+        }
+    }
     gpu_micro_step<E, G>(e, zeros, zeros, 0, 1);
+    gpu_update<E, G>(e, &o, 0, HUGE_VAL, 0);
     gpu_evaluate<E, G>(e, zeros, zeros);
+    gpu_logits<E, G>(e, logits, zeros, 1);
     free(zeros);
+    free(logits);
     cuda_check(cudaMemGetInfo(&free_bytes, &total_bytes));
-    size_t used = device_memory.free_bytes - free_bytes, arena = net->plan.device_bytes;
+    size_t used = before > free_bytes ? before - free_bytes : 0, arena = net->plan.device_bytes;
     device_memory.library_bytes = used > arena ? used - arena : 0;
 }
 
@@ -2722,7 +2739,7 @@ template <class E, class G> static void gpu_open(Engine *e, const Settings *s) {
               gpu_bias_backward_bytes((int)N, (int)(4 * C)) <= partials &&
               gpu_grad_square_sum_bytes() <= partials,
           "the plan's partial sums are too few for the kernels");
-    device_available();
+    plan_refuse(&net->plan, net->plan.device_bytes, device_available());
     cuda_check(cudaStreamCreateWithFlags(&net->stream, cudaStreamNonBlocking));
     arena_open(&net->plan, net->stream);
     gpu_matmul_open(gpu_single<char>(net, ROW_MATMUL), GPU_MATMUL_BYTES);
@@ -2747,8 +2764,8 @@ template <class E, class G> static void gpu_open(Engine *e, const Settings *s) {
 // -------------------------------------------------------------------------------------------------
 // 35. Meters
 // What this GPU could do at most, for "% of peak": dense products of the run's type per clock and
-// SM (NVIDIA's architecture white papers), times SMs, times the highest clock the driver names.
-// Boards that run below that clock show a lower percentage, never a higher one.
+// SM (NVIDIA's architecture white papers; for sm_86, 89 and 120 the GeForce cards' rate, half of
+// the workstation cards'), times SMs, times the highest clock the driver names.
 
 struct PeakRow {
     int capability;              // 10 * major + minor
@@ -2778,7 +2795,7 @@ static void device_describe(Engine *e, const Settings *s) {
     }
     e->peak_flops = 1e3 * clock_khz * peak * properties.multiProcessorCount;
     e->peak_source = "this GPU's dense products at its highest clock";
-    snprintf(e->device, sizeof e->device, "%.60s (sm_%d%d), %s", properties.name, properties.major,
+    snprintf(e->device, sizeof e->device, "%.44s (sm_%d%d), %s", properties.name, properties.major,
              properties.minor, s->dtype == TYPE_FP32 ? "fp32" : "bf16");
 }
 
@@ -2798,22 +2815,28 @@ static void gpu_engine_open(Engine *e, const Settings *s) {
     } else {
         gpu_open<__nv_bfloat16, float>(e, s);
     }
+    char text[24];
+    size_t length = strlen(e->device);
+    snprintf(e->device + length, sizeof e->device - length, "; libraries took %s",
+             bytes_text(text, (double)device_memory.library_bytes));
 }
 
 // What the kernels cannot do is refused by name before anything is opened.
 static void gpu_settings_check(const Settings *s) {
     const Model *m = &s->model;
+    const int HS = m->C / m->NH;
     if (s->dtype == TYPE_FP16 || s->offload_moments || s->offload_master) {
         die("--dtype fp16 and --offload can be planned (--plan), but this program does not train "
-            "with "
-            "them; it trains in bf16 and fp32 with all states on the GPU");
+            "with them; it trains in bf16 and fp32 with all states on the GPU");
     }
-    if (m->C % 8 != 0 || m->C > 4096 ||
-        (s->dtype == TYPE_BF16 && (m->C / m->NH % 8 != 0 || m->C / m->NH > 128))) {
+    if (m->C % 8 != 0 || m->C > 4096 || (s->dtype == TYPE_BF16 && (HS % 8 != 0 || HS > 128)) ||
+        HS > 512) {
         die("--model (-e): %d channels in %d heads: a GPU takes channels that are a multiple of 8, "
-            "at most "
-            "4096, and in bf16 heads of 8 to 128 channels, a multiple of 8",
+            "at most 4096, in heads of at most 512; in bf16 heads of 8 to 128, a multiple of 8",
             m->C, m->NH);
+    }
+    if (s->B > 65535) {
+        die("--batch (-b): %d: a GPU takes at most 65535 sequences in a micro-batch", s->B);
     }
 }
 
