@@ -1350,7 +1350,7 @@ static const GpuRow *gpu_find(const Options *o) {
 // says so.
 static const size_t library_reserve_bytes = (size_t)1 << 30;
 
-// Rows of a classifier chunk: 64 MiB of logits, 128 rows at least; on a GPU 256 MiB, since each chunk
+// Rows of a classifier chunk: 64 MiB of logits, 128 rows at least; on a GPU 256 MiB, as each chunk
 // rounds wte's bf16 gradient once more, and few rows make slow products.
 static int64_t default_logit_rows(const Model *m, size_t element_bytes, int64_t N, int gpu) {
     int64_t bytes = (int64_t)(gpu ? 256 : 64) << 20;

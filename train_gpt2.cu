@@ -412,7 +412,10 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void *row) {
     }
 }
 
-// The same; where `valid` is false, zeros are written and src is not read (operand src-size).
+// Starts a copy of 16 bytes, global to shared, past the registers and the L1 cache; both addresses
+// are 16-byte aligned; where `valid` is false zeros are written and src is not read (src-size). The
+// bytes may be read after a commit, a wait that covers the group, and, for the bytes that other
+// threads copied, a barrier. Source: PTX ISA, "Data Movement and Conversion: cp.async".
 __device__ __forceinline__ void cp_async_16_zfill(void *dst, const void *src, bool valid) {
     NEEDS_SM80("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
                    (uint32_t)__cvta_generic_to_shared(dst)),
