@@ -2,22 +2,17 @@
 # What is found out about the machine can be overruled: make CC=clang OMP= MARCH=-march=x86-64
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-
 # --- What this machine has. try(compiler and flags, libraries): does an empty program link? -------
 on_path = $(shell command -v $(1) 2>/dev/null)
 try = $(shell mkdir -p build && echo 'int main(void) { return 0; }' | \
         $(1) - -o build/try.$$$$ $(2) 2>/dev/null && echo yes; rm -f build/try.$$$$)
-ifeq ($(origin CC),default)
-CC := $(if $(call on_path,gcc),gcc,$(if $(call on_path,clang),clang,gcc))
-endif
-ifeq ($(origin CXX),default)
-CXX := $(if $(findstring clang,$(CC)),clang++,g++)
-endif
-ifneq ($(filter-out help clean deps,$(MAKECMDGOALS)),)
-ifeq ($(call on_path,$(firstword $(CC))),)
+is_default = $(filter default,$(origin $(1)))
+CC := $(if $(call is_default,CC),$(if $(call on_path,gcc),,$(call on_path,clang)),$(CC))
+CC := $(or $(CC),gcc)
+CXX := $(if $(call is_default,CXX),$(if $(findstring clang,$(CC)),clang++,g++),$(CXX))
+ifneq ($(if $(call on_path,$(firstword $(CC))),,$(filter-out help clean deps,$(MAKECMDGOALS))),)
 $(shell dev/deps.sh build >&2)
 $(if $(call on_path,$(firstword $(CC))),,$(error $(CC) is not there; `make deps` says what is))
-endif
 endif
 MARCH := $(firstword $(foreach f,-march=native -mcpu=native,$(if $(call try,$(CC) $(f) -xc),$(f))))
 OMP := $(if $(call try,$(CC) -fopenmp -include omp.h -x c),-fopenmp)
@@ -29,6 +24,8 @@ CUDA_HOME := $(patsubst %/bin/nvcc,%,$(NVCC))
 GPU := $(sort $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | \
          grep -x '[0-9]*\.[0-9]' | tr -d .))
 ARCH ?= $(patsubst 90,90a,$(GPU))
+CUDA_INCLUDE := $(if $(NVCC),-isystem $(CUDA_HOME)/include)
+CUDA_HEADERS = $(call try,$(CXX) $(CUDA_INCLUDE) -include cublasLt.h -include cuda_bf16.h -x c++)
 NCCL := $(and $(NVCC),$(call try,$(CXX) -I$(CUDA_HOME)/include -include nccl.h -x c++,-lnccl))
 PROGRAM := $(if $(and $(NVCC),$(GPU),$(wildcard train_gpt2.cu)),train_gpt2cu,train_gpt2)
 ifndef REPORTED
@@ -41,31 +38,32 @@ $(info $(if $(NVCC),✓ nvcc $(strip $(nvcc_version) $(ARCH:%=sm_%)),✗ nvcc: C
 $(if $(NVCC),$(if $(GPU),,$(info ✗ GPU: none seen)))
 $(if $(NVCC),$(info $(if $(NCCL),✓ NCCL,✗ NCCL: one GPU only)))
 endif
-
 # --- Flags. No contraction outside the matmul, never -Ofast: one source, one set of bits ----------
-WERROR := -Werror
 OPT := -O3 $(MARCH) -ffp-contract=off -fno-math-errno $(or $(OMP),-Wno-unknown-pragmas)
-OPT += -Wall -Wextra -Wundef $(WERROR)
+OPT += -Wall -Wextra -Wundef $(or $(WERROR),-Werror)
 C := $(CC) -std=c11 $(OPT) -Wc++-compat
 # No file around Volume I uses all its functions; C++ rejects partial designated initialisers.
 AROUND := -Wno-unused-function
 CPP := $(CXX) -std=c++17 $(OPT) -Wno-missing-field-initializers $(AROUND) -x c++
 ASAN := -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
-NV := $(NVCC) -std=c++17 -O3 -fmad=false -Werror all-warnings \
-      $(foreach a,$(ARCH),-gencode arch=compute_$(a),code=sm_$(a)) \
+NO_HEADERS = $@ needs CUDA's headers: a toolkit, or the wheels dev/cuda_cpu/cuda_runtime.h names
+CUDA_ON_CPU = $(if $(CUDA_HEADERS),,$(error $(NO_HEADERS)))$(CPP) -O2 -Idev/cuda_cpu $(CUDA_INCLUDE)
+NV1 := $(NVCC) -std=c++17 -O3 -fmad=false -Werror all-warnings
+NV := $(NV1) $(foreach a,$(ARCH),-gencode arch=compute_$(a),code=sm_$(a)) \
       -Xcompiler "$(filter-out -Wundef,$(OPT)) -Wno-missing-field-initializers $(AROUND)"
 DEPEND = -MMD -MP -MF build/$(@F).d -MT $@
-
 # --- Targets --------------------------------------------------------------------------------------
-PROGRAMS := test_gpt2 test_gpt2_double test_gpt2_asan train_gpt2_asan bench_cpu
+PROGRAMS := test_gpt2 test_gpt2_double test_gpt2_asan train_gpt2_asan bench_cpu test_cuda_cpu \
+            test_gpt2cu_cpu test_gpt2cu_cpu_asan test_gpt2cu
 .PHONY: help train test bench bench_packages data style deps clean FORCE $(PROGRAMS)
 help: ## this list
 	@sed -n 's/^\([a-z0-9_/]*\):.*## */\1|/p' Makefile | \
 	awk -F'|' '{ printf "  make %-17s %s\n", $$1, $$2 }'
 
 # A changed compiler or flag builds again whatever depends on this file.
-build/flags: FORCE
-	@mkdir -p build; echo '$(C) $(CXX) $(NV)' | cmp -s - $@ || echo '$(C) $(CXX) $(NV)' > $@
+all_flags = $(C) $(CPP) $(if $(filter %/gpu,$@),$(NV),$(NV1))
+build/flags build/gpu: FORCE
+	@mkdir -p build; echo '$(all_flags)' | cmp -s - $@ || echo '$(all_flags)' > $@
 EMPTY_DATA := $(if $(wildcard data/*.bin),,data)
 train_gpt2: train_gpt2.c build/flags | $(EMPTY_DATA) ## the CPU program
 	$(C) $(DEPEND) $< -o $@ -lm
@@ -82,21 +80,28 @@ bench_packages: ; @dev/deps.sh bench
 build/bench_cpu: dev/bench_cpu.c build/flags | bench_packages
 	$(C) $(AROUND) -DBENCH_DNNL=$(if $(DNNL),1,0) $(DEPEND) $< -o $@ $(DNNL) -lm
 $(PROGRAMS): %: build/%
-
-ifneq ($(wildcard train_gpt2.cu),)
-train_gpt2cu: train_gpt2.cu build/flags | $(EMPTY_DATA) ## the GPU program (for ARCH="80 90a")
+CUDA_TESTS := build/test_gpt2cu build/test_gpt2cu_cpu build/test_gpt2cu_cpu_asan
+$(CUDA_TESTS): VARIANT = -DTEST_CUDA=1 -DGPT2_POISON=1 $(if $(findstring asan,$@),$(ASAN))
+$(CUDA_TESTS): test_gpt2.cu build/flags
+build/test_cuda_cpu: dev/cuda_cpu/test_cuda_cpu.cpp build/flags
+build/test_gpt2cu: build/gpu
+train_gpt2cu: train_gpt2.cu build/gpu | $(EMPTY_DATA) ## the GPU program (for ARCH="80 90a")
+train_gpt2cu build/test_gpt2cu:
 	@dev/deps.sh cuda
 	$(if $(ARCH),,$(error nvidia-smi shows no GPU: name one, as in make $@ ARCH=80))
-	$(NV) $(DEPEND) $< -o $@ -DUSE_NCCL=$(if $(NCCL),1,0) -lcublas -lcublasLt $(NCCL:yes=-lnccl)
+	$(NV) $(VARIANT) $(DEPEND) $< -o $@ -lcublas -lcublasLt $(NCCL:yes=-lnccl)
 train_gpt2cu_cpu: train_gpt2.cu build/flags | $(EMPTY_DATA) ## the same without a GPU
-	$(CPP) -O2 -Idev/cuda_cpu $(if $(NVCC),-isystem $(CUDA_HOME)/include) $(DEPEND) $< -o $@ -lm
-endif
-
+train_gpt2cu_cpu $(filter-out %cu,$(CUDA_TESTS)) build/test_cuda_cpu:
+	$(CUDA_ON_CPU) $(VARIANT) $(DEPEND) $< -o $@ -lm
+# One GPU's kernels alone, and what ptxas says of each: registers, spills.
+build/sm_%.log: train_gpt2.cu train_gpt2.c build/flags
+	$(NV1) -cubin -Xptxas -v -gencode arch=compute_$*,code=sm_$* $< -o $@.cubin 2> $@ || \
+	{ cat $@ >&2; false; }
 data: data/tokenize ## tinyshakespeare as byte tokens
 	@data/prepare.sh
 
 # The small model of `make train`: these settings reach the validation loss stated below.
-RECIPE := -e l4h4c128t64 -b 12 -x 2000 -l 1e-3 -u 100 -v 200 -s 500
+RECIPE := -e l4h4c128t64 -b 12 -x 2000 -l 3e-3 -u 100 --beta2 0.99 -v 500 -m 0 -s 500
 train: $(PROGRAM) data ## build for this machine, prepare data, train a small GPT-2, print samples
 	@set -e; text=tinyshakespeare_bytes; [ -f data/$${text}_train.bin ] || text=sources_bytes; \
 	set -- ./$(PROGRAM) -i data/$${text}_train.bin -j data/$${text}_val.bin $(RECIPE); \
@@ -106,7 +111,8 @@ train: $(PROGRAM) data ## build for this machine, prepare data, train a small GP
 	echo '      -e d12 --plan shows what GPT-2 needs; data/tokenize --help: a text of yours.'
 
 test: ## check the style, build and run every test that this machine can run
-	@MAKE='$(MAKE)' CC='$(CC)' CXX='$(CXX)' SAN='$(SAN)' dev/test.sh
+	@MAKE='$(MAKE)' CC='$(CC)' CXX='$(CXX)' SAN='$(SAN)' NVCC='$(NVCC)' \
+	CUDA_HEADERS='$(CUDA_HEADERS)' dev/test.sh
 bench: build/bench_cpu ## matmul and training step against oneDNN
 	./build/bench_cpu
 style: ## layout, warnings and lint of the sources
@@ -115,5 +121,4 @@ deps: ## install, or name, what tests and benchmarks need
 	@dev/deps.sh build test bench
 clean: ## remove what was built; data/*.bin and runs/ stay
 	rm -rf build train_gpt2 train_gpt2cu train_gpt2cu_cpu data/tokenize
-
 -include $(wildcard build/*.d)

@@ -8,8 +8,8 @@
 // What it refuses to be: tuned. A tolerance is an error model (sum_error, below) or stands beside
 // the sentence that derives it, and is never loosened until a test passes. NaN fails everywhere.
 //
-// Build:  make test_gpt2 test_gpt2_double test_gpt2_asan
-// Volume II's tests will stand between chapter 9 and the table, under `#if TEST_CUDA`.
+// Build:  make test_gpt2 test_gpt2_double test_gpt2_asan            Volume I, chapters 2 to 9
+//         make test_gpt2cu_cpu test_gpt2cu_cpu_asan test_gpt2cu     Volume II, chapters 10 to 12
 //
 // Run:    build/test_gpt2             every test, or those whose names begin with an argument
 //         build/test_gpt2 --list      the names; the exit status is 0 only when no test failed
@@ -24,7 +24,10 @@
 //   7  The network
 //   8  Optimizer, sampling, output
 //   9  The program
-//  10  The table
+//  10  Kernels
+//  11  The network on a GPU
+//  12  The GPU program
+//  13  The table
 
 #define GPT2_NO_MAIN 1
 #ifndef TEST_CUDA
@@ -595,6 +598,19 @@ struct Net {
         s.level = level;
         s.recompute_blocks = blocks < 0 ? m.L : blocks;
         cpu_open(&e, &s);
+        give_weights(m);
+    }
+#if TEST_CUDA
+    // The GPU's, with options as a user writes them.
+    Net(const Model &m, const Text &options) {
+        Options o;
+        parse(&o, options.c_str());
+        settings_from_options(&s, &o, &m, 1);
+        gpu_engine_open(&e, &s);
+        give_weights(m);
+    }
+#endif
+    void give_weights(const Model &m) {
         engine_initialise(&e, &m, 3);
         for (int tensor = 0; tensor < TENSORS; tensor++) {
             for (int l = 0; l < tensor_copies(&m, tensor); l++) {
@@ -617,11 +633,7 @@ struct Net {
         e.read(&e, which, 0, all.data(), size());
         return all;
     }
-    // All gradients, without what stands between the tensors.
-    Reals gradients() {
-        const real *g = network_single(net(), ROW_GRADS);
-        return Reals(g, g + size());
-    }
+    Reals gradients() { return state(STATE_GRADS); }
 };
 
 // B x T tokens below V and the T that follow each.
@@ -970,6 +982,37 @@ static const int matmul_shapes[][3] = {
     {2, 48, 50304}, {64, 64, 64},  {257, 16, 48},  {1, 768, 2304}, {600, 7, 9},   {385, 8, 129},
 };
 
+// inp weight^T.
+static Nums twin_matmul(const Reals &inp, const Reals &weight, int N, int C, int OC) {
+    Nums out;
+    for (int i = 0; i < N * OC; i++) {
+        const real *x = &inp[i / OC * C], *w = &weight[i % OC * C];
+        out.push_back(sum_of(C, [=](int c) { return Num(x[c]) * w[c]; }));
+    }
+    return out;
+}
+
+// What matmul_backward leaves; dweight and dbias hold on entry what it adds to.
+static void twin_matmul_backward(Nums *dinp, Nums *dweight, Nums *dbias, const Reals &dout,
+                                 const Reals &inp, const Reals &weight, int N, int C, int OC) {
+    for (int i = 0; i < N * C; i++) {
+        const real *d = &dout[i / C * OC], *w = &weight[i % C];
+        dinp->push_back(sum_of(OC, [=](int o) { return Num(d[o]) * w[(int64_t)o * C]; }));
+    }
+    for (int i = 0; i < OC * C; i++) {  // the last term is what stood there
+        const real *d = &dout[i / C], *x = &inp[i % C];
+        const Num start = (*dweight)[i];
+        (*dweight)[i] = sum_of(N + 1, [=](int n) {
+            return n == N ? start : Num(d[(int64_t)n * OC]) * x[(int64_t)n * C];
+        });
+    }
+    for (int o = 0; o < OC; o++) {
+        const real *d = &dout[o];
+        const Num start = (*dbias)[o];
+        (*dbias)[o] = sum_of(N + 1, [=](int n) { return n == N ? start : Num(d[n * OC]); });
+    }
+}
+
 // out = addend + bias + inp weight^T, with and without each; addend may be out itself.
 static void test_matmul_forward() {
     give_workspace();
@@ -977,11 +1020,7 @@ static void test_matmul_forward() {
         const int N = shape[0], C = shape[1], OC = shape[2];
         Reals inp = noise(N * C, 1, 1), weight = noise(OC * C, 0.2, 2), none;
         Reals bias = noise(OC, 1, 3), addend = noise(N * OC, 1, 4);
-        Nums product;
-        for (int i = 0; i < N * OC; i++) {
-            const real *x = &inp[i / OC * C], *w = &weight[i % OC * C];
-            product.push_back(sum_of(C, [=](int c) { return Num(x[c]) * w[c]; }));
-        }
+        Nums product = twin_matmul(inp, weight, N, C, OC);
         for (int has = 0; has < 4; has++) {
             const real *b = has & 1 ? bias.data() : NULL, *add = has & 2 ? addend.data() : NULL;
             Reals out((size_t)(N * OC), (real)NAN), same = addend;
@@ -1008,22 +1047,8 @@ static void test_matmul_backward() {
         Reals inp = noise(N * C, 1, 1), weight = noise(OC * C, 0.2, 2), dout = noise(N * OC, 1, 3);
         Reals dinp((size_t)(N * C), (real)NAN), dweight = noise(OC * C, 1, 4),
                                                 dbias = noise(OC, 1, 5);
-        Nums want_dinp, want_dweight, want_dbias;
-        for (int i = 0; i < N * C; i++) {
-            const real *d = &dout[i / C * OC], *w = &weight[i % C];
-            want_dinp.push_back(sum_of(OC, [=](int o) { return Num(d[o]) * w[(int64_t)o * C]; }));
-        }
-        for (int i = 0; i < OC * C; i++) {  // the last term is what stood there
-            const real *d = &dout[i / C], *x = &inp[i % C], start = dweight[i];
-            want_dweight.push_back(sum_of(N + 1, [=](int n) {
-                return n == N ? Num(start) : Num(d[(int64_t)n * OC]) * x[(int64_t)n * C];
-            }));
-        }
-        for (int o = 0; o < OC; o++) {
-            const real *d = &dout[o], start = dbias[o];
-            want_dbias.push_back(
-                sum_of(N + 1, [=](int n) { return Num(n == N ? start : d[n * OC]); }));
-        }
+        Nums want_dinp, want_dweight = nums(dweight), want_dbias = nums(dbias);
+        twin_matmul_backward(&want_dinp, &want_dweight, &want_dbias, dout, inp, weight, N, C, OC);
         Reals dweight2 = dweight, dweight3 = dweight, dinp2 = inp;
         const real *d = dout.data(), *x = inp.data(), *w = weight.data();
         matmul_backward(dinp.data(), dweight.data(), dbias.data(), d, x, w, N, C, OC);
@@ -1038,6 +1063,14 @@ static void test_matmul_backward() {
     }
 }
 
+// GELU and its derivative.
+static Num twin_gelu(Num v, Num *slope) {
+    Num s = Num(0.79788456080286535588L, unit), c = Num(0.044715L, unit * 0.05);
+    Num t = num_tanh(s * (v + c * v * v * v)), half = (wide)0.5, one = (wide)1, three = (wide)3;
+    *slope = half * (one + t + v * (one - t * t) * s * (one + three * c * v * v));
+    return half * v * (one + t);
+}
+
 // Both directions, in place, for every length of tail, and with a NaN beside a number.
 static void test_gelu() {
     enum { COUNT = 100003 };
@@ -1045,11 +1078,9 @@ static void test_gelu() {
     Nums want, want_dinp;
     for (int i = 0; i < COUNT; i++) {
         x[i] = (real)(i == 0 ? -1e4 : i == 1 ? 1e4 : -12 + 24.0 * i / COUNT);
-        Num v = (wide)x[i], s = Num(0.79788456080286535588L, unit), c = Num(0.044715L, unit * 0.05);
-        Num t = num_tanh(s * (v + c * v * v * v)), half = (wide)0.5, one = (wide)1, three = (wide)3;
-        want.push_back(half * v * (one + t));
-        want_dinp.push_back(Num(dout[i]) * half *
-                            (one + t + v * (one - t * t) * s * (one + three * c * v * v)));
+        Num slope;
+        want.push_back(twin_gelu(x[i], &slope));
+        want_dinp.push_back(slope * dout[i]);
     }
     gelu_forward(out.data(), x.data(), COUNT);
     gelu_backward(dinp.data(), dout.data(), x.data(), COUNT);
@@ -1067,6 +1098,17 @@ static void test_gelu() {
     expect(isnan((double)bad[0]) && !isnan((double)bad[1]));
 }
 
+// out; dwte and dwpe, which hold on entry what backward adds to.
+static void twin_encoder(Nums *out, Nums *dwte, Nums *dwpe, const std::vector<Token> &tokens,
+                         const Reals &wte, const Reals &wpe, const Reals &dout, int T, int C) {
+    for (int k = 0; k < (int)dout.size(); k++) {
+        int w = tokens[k / C] * C + k % C, p = k / C % T * C + k % C;
+        out->push_back(Num(wte[w]) + wpe[p]);
+        (*dwte)[w] = (*dwte)[w] + dout[k];
+        (*dwpe)[p] = (*dwpe)[p] + dout[k];
+    }
+}
+
 // out is one rounding; backward adds up over equal tokens and over the batch.
 static void test_encoder() {
     enum { B = 3, T = 7, C = 130, V = 11 };
@@ -1074,17 +1116,51 @@ static void test_encoder() {
     Reals wte = noise(V * C, 1, 1), wpe = noise((T + 2) * C, 1, 2), out(B * T * C);
     Reals dout = noise(B * T * C, 1, 3), dwte = noise(V * C, 1, 4), dwpe = noise((T + 2) * C, 1, 5);
     Nums want, want_dwte = nums(dwte), want_dwpe = nums(dwpe);
-    for (int k = 0; k < B * T * C; k++) {
-        int w = tokens[k / C] * C + k % C, p = k / C % T * C + k % C;
-        want.push_back(Num(wte[w]) + wpe[p]);
-        want_dwte[w] = want_dwte[w] + dout[k];
-        want_dwpe[p] = want_dwpe[p] + dout[k];
-    }
+    twin_encoder(&want, &want_dwte, &want_dwpe, tokens, wte, wpe, dout, T, C);
     encoder_forward(out.data(), tokens.data(), wte.data(), wpe.data(), B, T, C);
     encoder_backward(dwte.data(), dwpe.data(), dout.data(), tokens.data(), B, T, C);
     compare(out, want, "forward");
     compare(dwte, want_dwte, "dwte");
     compare(dwpe, want_dwpe, "dwpe");
+}
+
+// LayerNorm forward, and backward from mean and rstd as the tested forward left them; dinp without
+// an addend. dweight and dbias hold on entry what backward adds to.
+struct LayerNormTwin {
+    Nums out, mean, rstd, dinp, dweight, dbias;
+    LayerNormTwin(const Reals &x, const Reals &w, const Reals &b, const Reals &dout,
+                  const Reals &dw, const Reals &db, const Reals &got_mean, const Reals &got_rstd)
+        : dweight(nums(dw)), dbias(nums(db)) {
+        const int N = (int)got_mean.size(), C = (int)w.size();
+        auto n = [&](int i, int c) { return (Num(x[i * C + c]) - got_mean[i]) * got_rstd[i]; };
+        for (int i = 0; i < N; i++) {
+            const real *row = &x[i * C], *d = &dout[i * C];
+            Num count = (wide)C, m = sum_of(C, [&](int c) { return Num(row[c]); }) / count;
+            Num v = sum_of(C, [&](int c) { return (Num(row[c]) - m) * (Num(row[c]) - m); }) / count;
+            Num r = num_rsqrt(v + Num((wide)1e-5L, unit * 1e-5));
+            mean.push_back(m);
+            rstd.push_back(r);
+            Num g = sum_of(C, [&](int c) { return Num(d[c]) * w[c]; }) / count;
+            Num gn = sum_of(C, [&](int c) { return Num(d[c]) * w[c] * n(i, c); }) / count;
+            for (int c = 0; c < C; c++) {
+                out.push_back((Num(row[c]) - m) * r * w[c] + b[c]);
+                dinp.push_back(Num(got_rstd[i]) * (Num(d[c]) * w[c] - g - n(i, c) * gn));
+            }
+        }
+        for (int c = 0; c < C; c++) {
+            dweight[c] = sum_of(
+                N + 1, [&](int i) { return i == N ? Num(dw[c]) : Num(dout[i * C + c]) * n(i, c); });
+            dbias[c] = sum_of(N + 1, [&](int i) { return Num(i == N ? db[c] : dout[i * C + c]); });
+        }
+    }
+};
+
+// want + x.
+static Nums plus(Nums want, const Reals &x) {
+    for (size_t i = 0; i < x.size(); i++) {
+        want[i] = want[i] + x[i];
+    }
+    return want;
 }
 
 // Forward and backward; addend may be NULL or dinp itself.
@@ -1097,56 +1173,34 @@ static void test_layernorm() {
         Reals mean(N), rstd(N), dout = noise(N * C, 1, 4), addend = noise(N * C, 1, 5),
                                 dinp(x.size());
         Reals dw = noise(C, 1, 6), db = noise(C, 1, 7), alone(x.size());
-        Nums want, want_mean, want_rstd, want_dinp, want_alone, want_dw, want_db;
         layernorm_forward(out.data(), mean.data(), rstd.data(), x.data(), w.data(), b.data(), N, C);
-        for (int i = 0; i < N; i++) {
-            const real *row = &x[i * C], *d = &dout[i * C];
-            Num c_count = (wide)C, m = sum_of(C, [&](int c) { return Num(row[c]); }) / c_count;
-            Num v =
-                sum_of(C, [&](int c) { return (Num(row[c]) - m) * (Num(row[c]) - m); }) / c_count;
-            Num r = num_rsqrt(v + Num((wide)1e-5L, unit * 1e-5));
-            want_mean.push_back(m);
-            want_rstd.push_back(r);
-            // Backward takes mean and rstd as forward left them.
-            auto n = [&](int c) { return (Num(row[c]) - mean[i]) * rstd[i]; };
-            Num g = sum_of(C, [&](int c) { return Num(d[c]) * w[c]; }) / c_count;
-            Num gn = sum_of(C, [&](int c) { return Num(d[c]) * w[c] * n(c); }) / c_count;
-            for (int c = 0; c < C; c++) {
-                want.push_back((Num(row[c]) - m) * r * w[c] + b[c]);
-                want_alone.push_back(Num(rstd[i]) * (Num(d[c]) * w[c] - g - n(c) * gn));
-                want_dinp.push_back(want_alone.back() + addend[i * C + c]);
-            }
-        }
-        for (int c = 0; c < C; c++) {
-            want_dw.push_back(sum_of(N + 1, [&](int i) {
-                return i == N ? Num(dw[c])
-                              : Num(dout[i * C + c]) * ((Num(x[i * C + c]) - mean[i]) * rstd[i]);
-            }));
-            want_db.push_back(
-                sum_of(N + 1, [&](int i) { return Num(i == N ? db[c] : dout[i * C + c]); }));
-        }
+        const LayerNormTwin want(x, w, b, dout, dw, db, mean, rstd);
         auto backward = [&](real *result, const real *add) {
             Reals dw2 = dw, db2 = db;
             layernorm_backward(result, dw2.data(), db2.data(), dout.data(), x.data(), w.data(),
                                mean.data(), rstd.data(), add, N, C);
-            compare(dw2, want_dw, "dweight N %d C %d", N, C);
-            compare(db2, want_db, "dbias N %d C %d", N, C);
+            compare(dw2, want.dweight, "dweight N %d C %d", N, C);
+            compare(db2, want.dbias, "dbias N %d C %d", N, C);
         };
-        compare(mean, want_mean, "mean N %d C %d", N, C);
-        compare(rstd, want_rstd, "rstd N %d C %d", N, C);
-        compare(out, want, "out N %d C %d", N, C);
+        compare(mean, want.mean, "mean N %d C %d", N, C);
+        compare(rstd, want.rstd, "rstd N %d C %d", N, C);
+        compare(out, want.out, "out N %d C %d", N, C);
+        const Nums want_dinp = plus(want.dinp, addend);
         backward(dinp.data(), addend.data());
         backward(alone.data(), NULL);
         backward(addend.data(), addend.data());
         compare(dinp, want_dinp, "dinp N %d C %d", N, C);
-        compare(alone, want_alone, "dinp without addend N %d C %d", N, C);
+        compare(alone, want.dinp, "dinp without addend N %d C %d", N, C);
         expect(same_bits(addend, dinp), "in place, N %d C %d", N, C);
     }
 }
 
+static Num as_it_is(Num x) { return x; }
+
 // Attention of one head with its T x T matrices; results go to their places in out, lse and dqkv.
+// `narrow` is done to what a computation in 16 bits rounds: P, out, dS, dqkv.
 static void twin_attention(Nums *out, Nums *lse, Nums *dqkv, const Reals &qkv, const Reals &dout,
-                           int b, int h, int T, int C, int NH) {
+                           int b, int h, int T, int C, int NH, Num (*narrow)(Num) = as_it_is) {
     const int HS = C / NH;
     auto place = [=](int t, int part) { return ((b * T + t) * 3 + part) * C + h * HS; };
     Nums P(T * T), dS(T * T);
@@ -1167,25 +1221,27 @@ static void twin_attention(Nums *out, Nums *lse, Nums *dqkv, const Reals &qkv, c
         Num sum = sum_of(t + 1, [&](int u) { return p[u]; });
         Num log_sum = (*lse)[(b * NH + h) * T + t] = Num(most) + num_log(sum);
         for (int i = 0; i < HS; i++) {
-            o[i] = sum_of(t + 1, [&](int u) { return p[u] * qkv[place(u, 2) + i]; }) / sum;
+            o[i] = narrow(
+                sum_of(t + 1, [&](int u) { return narrow(p[u]) * qkv[place(u, 2) + i]; }) / sum);
         }
         Num D = sum_of(HS, [=](int i) { return o[i] * d[i]; });
         for (int u = 0; u <= t; u++) {
             const real *v = &qkv[place(u, 2)];
             Num dp = sum_of(HS, [=](int i) { return Num(d[i]) * v[i]; });
             P[t * T + u] = num_exp(s[u] - log_sum);
-            dS[t * T + u] = P[t * T + u] * (dp - D) * scale;
+            dS[t * T + u] = narrow(P[t * T + u] * (dp - D) * scale);
+            P[t * T + u] = narrow(P[t * T + u]);
         }
     }
     for (int t = 0; t < T * HS; t++) {
         int row = t / HS, i = t % HS;
         (*dqkv)[place(row, 0) + i] =
-            sum_of(row + 1, [&](int u) { return dS[row * T + u] * qkv[place(u, 1) + i]; });
-        (*dqkv)[place(row, 1) + i] = sum_of(
-            T, [&](int u) { return u < row ? Num() : dS[u * T + row] * qkv[place(u, 0) + i]; });
-        (*dqkv)[place(row, 2) + i] = sum_of(T, [&](int u) {
+            narrow(sum_of(row + 1, [&](int u) { return dS[row * T + u] * qkv[place(u, 1) + i]; }));
+        (*dqkv)[place(row, 1) + i] = narrow(sum_of(
+            T, [&](int u) { return u < row ? Num() : dS[u * T + row] * qkv[place(u, 0) + i]; }));
+        (*dqkv)[place(row, 2) + i] = narrow(sum_of(T, [&](int u) {
             return u < row ? Num() : P[u * T + row] * dout[(b * T + u) * C + h * HS + i];
-        });
+        }));
     }
 }
 
@@ -1217,6 +1273,21 @@ static void test_attention() {
     }
 }
 
+// Losses and dlogits of rows of Vp logits, V of which count; `exp_of` says how e^x may be off.
+static void twin_classifier(Nums *losses, Nums *dlogits, const Reals &logits,
+                            const std::vector<Token> &targets, real dloss, int V, int Vp,
+                            Num (*exp_of)(Num) = num_exp) {
+    for (int i = 0; i < (int)targets.size(); i++) {
+        const real *x = &logits[i * Vp], most = *std::max_element(x, x + V);
+        auto p = [=](int v) { return exp_of(Num(x[v]) - most); };
+        Num sum = sum_of(V, p), one = (wide)1;
+        losses->push_back(num_log(sum) + most - x[targets[i]]);
+        for (int v = 0; v < V; v++) {
+            (*dlogits)[i * Vp + v] = (p(v) / sum - (v == targets[i] ? one : Num())) * dloss;
+        }
+    }
+}
+
 // Losses and dlogits; padded columns must be 0 exactly; forward alone gives the same losses.
 static void test_classifier() {
     static const int shapes[][2] = {{1, 1}, {5, 2}, {7, 257}, {3, 50257}, {33, 128}};  // rows, V
@@ -1226,15 +1297,7 @@ static void test_classifier() {
         std::vector<Token> targets = Batch(rows, V, 2).targets;
         const real dloss = (real)0.37;
         Nums want, want_d(logits.size());  // padding: 0, tolerance 0
-        for (int i = 0; i < rows; i++) {
-            const real *x = &logits[i * Vp], most = *std::max_element(x, x + V);
-            auto p = [=](int v) { return num_exp(Num(x[v]) - most); };
-            Num sum = sum_of(V, p), one = (wide)1;
-            want.push_back(num_log(sum) + most - x[targets[i]]);
-            for (int v = 0; v < V; v++) {
-                want_d[i * Vp + v] = (p(v) / sum - (v == targets[i] ? one : Num())) * dloss;
-            }
-        }
+        twin_classifier(&want, &want_d, logits, targets, dloss, V, Vp);
         classifier_forward_backward(losses.data(), logits.data(), targets.data(), dloss, rows, V,
                                     Vp, 1);
         classifier_forward_backward(forward.data(), again.data(), targets.data(), dloss, rows, V,
@@ -2283,42 +2346,1079 @@ static void test_overfit() {
     detail = text("loss %.4f after 240 steps", loss);
 }
 
-// Real text: tinyshakespeare's bytes when they are prepared, else this repository's own sources.
+// Options that name real text: tinyshakespeare's bytes when they are prepared, else this
+// repository's own sources, *from_sources.
+static Text training_files(int *from_sources) {
+    const Text prepared = root + "/data/tinyshakespeare_bytes_";
+    int there = exists(prepared + "train.bin") && exists(prepared + "val.bin");
+    if (from_sources) {
+        *from_sources = !there;
+    }
+    if (there) {
+        return "-i " + prepared + "train.bin -j " + prepared + "val.bin";
+    }
+    Text source = read_file(root + "/train_gpt2.c");
+    std::vector<uint16_t> tokens(source.begin(), source.end());
+    for (uint16_t &token : tokens) {
+        token &= 255;
+    }
+    auto cut = tokens.begin() + (long)(tokens.size() / 10 * 9);
+    write_file("t.bin", shard_bytes({tokens.begin(), cut}, TOKENIZER_BYTES));
+    write_file("v.bin", shard_bytes({cut, tokens.end()}, TOKENIZER_BYTES));
+    return "-i t.bin -j v.bin";
+}
+
 // A uniform guess has loss 5.55, letter frequencies alone about 3.3. The sources change from day to
 // day, so their bound is wider than that of the text that never does.
 static void test_training() {
-    const Text prepared = root + "/data/tinyshakespeare_bytes_";
-    double bound = 2.6;
-    Text files = "-i " + prepared + "train.bin -j " + prepared + "val.bin";
-    if (!exists(prepared + "train.bin") || !exists(prepared + "val.bin")) {
-        Text source = read_file(root + "/train_gpt2.c");
-        std::vector<uint16_t> tokens(source.begin(), source.end());
-        for (uint16_t &token : tokens) {
-            token &= 255;
-        }
-        size_t cut = tokens.size() / 10 * 9;
-        write_file("t.bin",
-                   shard_bytes({tokens.begin(), tokens.begin() + (long)cut}, TOKENIZER_BYTES));
-        write_file("v.bin",
-                   shard_bytes({tokens.begin() + (long)cut, tokens.end()}, TOKENIZER_BYTES));
-        files = "-i t.bin -j v.bin";
-        bound = 2.8;
-    }
+    int sources = 0;
+    const Text files = training_files(&sources);
+    const double bound = sources ? 2.8 : 2.6;
     expect_success(program(files + " -e l2h4c64t64 -b 8 -x 800 -l 3e-3 -u 20 -v 800 -m 10 -o out"),
                    "training");
     double loss = last_value(read_file("out/log.jsonl"), "val_loss");
     expect(loss < bound, "validation loss %.4f", loss);
-    detail = text("%s: validation loss %.4f, bound %.1f",
-                  bound > 2.6 ? "sources" : "tinyshakespeare", loss, bound);
+    detail = text("%s: validation loss %.4f, bound %.1f", sources ? "sources" : "tinyshakespeare",
+                  loss, bound);
 }
 
 // -------------------------------------------------------------------------------------------------
-// 10. The table
-// One row a test, in the order of the volumes; BUILDS says which of the three builds run it. What a
-// build leaves out runs in another one with the same input.
+// 10. Kernels
+// Volume II's chapters 22 to 29 against the naive twins of chapter 5, in fp32 and bf16, over odd
+// shapes. Without a GPU every kernel runs again with its blocks, warps and lanes in other orders,
+// with streams as late as they may be, and with memory that ends at guard pages: equal bits.
 
-enum { FLOAT = 1, DOUBLE = 2, ASAN = 4, HOST = FLOAT | ASAN, ALL = 7 };
-enum { THIS_BUILD = GPT2_DOUBLE ? DOUBLE : TEST_ASAN ? ASAN : FLOAT };
+#if TEST_CUDA
+typedef __nv_bfloat16 bf16;
+typedef std::vector<Reals> Outputs;
+static const double bf16_unit = 0x1p-8;  // of rounding to nearest
+
+template <class E> static real rounded_to(real x) { return to_float(from_float<E>(x)); }
+
+// noise() that E holds exactly.
+template <class E> static Reals noise_in(size_t n, double scale, uint64_t seed) {
+    Reals x = noise(n, scale, seed);
+    for (real &value : x) {
+        value = rounded_to<E>(value);
+    }
+    return x;
+}
+
+// An array on the device; NaN until something is written to it.
+template <class T> struct Device {
+    size_t n;
+    T *p;
+    explicit Device(size_t count) : n(count) {
+        cuda_check(cudaMalloc((void **)&p, n * sizeof(T)));
+        cuda_check(cudaMemset(p, 0xff, n * sizeof(T)));
+    }
+    template <class X> explicit Device(const std::vector<X> &values) : Device(values.size()) {
+        std::vector<T> host(n);
+        for (size_t i = 0; i < n; i++) {
+            if constexpr (std::is_same_v<X, T>) {
+                host[i] = values[i];
+            } else {
+                host[i] = from_float<T>(values[i]);
+            }
+        }
+        cuda_check(cudaMemcpy(p, host.data(), n * sizeof(T), cudaMemcpyHostToDevice));
+    }
+    Device(const Device &) = delete;
+    ~Device() { cudaFree(p); }
+    std::vector<T> raw() const {
+        std::vector<T> host(n);
+        cuda_check(cudaMemcpy(host.data(), p, n * sizeof(T), cudaMemcpyDeviceToHost));
+        return host;
+    }
+    Reals get() const {
+        Reals values;
+        for (T x : raw()) {
+            values.push_back(to_float(x));
+        }
+        return values;
+    }
+};
+
+// Order 0 is the plain one; on a GPU the others only run again.
+enum { ORDERS = CUDA_CPU ? 6 : 2 };
+static void set_order(int order) {
+#if CUDA_CPU
+    emu::set.seed = order < 4 ? order : 0;
+    emu::set.lazy = order == 4;
+    emu::set.guard = order == 5;
+#else
+    (void)order;
+#endif
+}
+
+// The outputs of `run`, which must be the same to the bit in every order.
+template <class Run> static Outputs every_order(Run run, const Text &who) {
+    Outputs first = run();
+    for (int order = 1; order < ORDERS; order++) {
+        set_order(order);
+        Outputs again = run();
+        for (size_t i = 0; i < first.size(); i++) {
+            expect(same_bits(first[i], again[i]), "%s: output %zu, order %d", who.c_str(), i,
+                   order);
+        }
+    }
+    set_order(0);
+    return first;
+}
+
+// Numbers that left the device as E. fp32: within the twin's error, as everywhere. bf16: each
+// number, and the norm of all, within twice what rounding the exact result loses.
+template <class E> static void compare_in(int line, const Reals &got, Nums want, const Text &who) {
+    if (sizeof(E) == 2) {
+        double error = 0, loss = 0, e = 0;
+        for (size_t i = 0; i < want.size(); i++) {
+            double v = (double)want[i].v, naive = (double)rounded_to<bf16>((real)v) - v;
+            error += ((double)got[i] - v) * ((double)got[i] - v);
+            loss += naive * naive;
+            e += want[i].e * want[i].e;
+            want[i].e += 2 * bf16_unit * fabs(v);
+        }
+        near_at(line, (wide)sqrt(error), 0, 2 * sqrt(loss) + sqrt(e), who + " bf16, norm");
+    }
+    compare_at(line, got, want, who + (sizeof(E) == 2 ? " bf16" : " fp32"));
+}
+#define compare_as(E, got, want, who) compare_in<E>(__LINE__, got, want, who)
+
+// Both element types.
+#define in_both_types(test, ...) (test<float>(__VA_ARGS__), test<bf16>(__VA_ARGS__))
+
+template <class E, class G> static void check_encoder(int B, int T, int C, int V, int max_T) {
+    const int N = B * T, Vp = (int)round_up_i64(V, 128);
+    const Text who = text("B %d T %d C %d V %d", B, T, C, V);
+    std::vector<Token> tokens = Batch(N, V, 1).inputs;
+    for (int i = 0; i < N; i += 3) {
+        tokens[(size_t)i] = V - 1;  // one that comes often
+    }
+    std::vector<int> plan((size_t)encoder_plan_ints(N)), counts((size_t)V);
+    int segments = encoder_sort(plan.data(), counts.data(), tokens.data(), N, V);
+    Reals wte = noise_in<E>(Vp * C, 1, 1), wpe = noise_in<E>(max_T * C, 1, 2);
+    Reals dout = noise_in<E>(N * C, 1, 3), dwte = noise_in<G>(Vp * C, 1, 4);
+    Reals dwpe = noise_in<G>(max_T * C, 1, 5);
+    Outputs got = every_order(
+        [&] {
+            Device<E> d_wte(wte), d_wpe(wpe), d_dout(dout), out(dout.size());
+            Device<G> d_dwte(dwte), d_dwpe(dwpe), written(dwpe.size());
+            Device<int> d_tokens(tokens), d_plan(plan);
+            gpu_encoder_forward(out.p, d_tokens.p, d_wte.p, d_wpe.p, B, T, C, 0);
+            gpu_encoder_backward(d_dwte.p, d_dwpe.p, d_dout.p, d_plan.p, segments, B, T, C, max_T,
+                                 false, 0);
+            Reals sums = d_dwte.get();
+            gpu_encoder_backward(d_dwte.p, written.p, d_dout.p, d_plan.p, segments, B, T, C, max_T,
+                                 true, 0);
+            return Outputs{out.get(), sums, d_dwpe.get(), written.get()};
+        },
+        who);
+    Reals sizes = dout;
+    for (real &x : sizes) {
+        x = (real)fabs((double)x);
+    }
+    Nums want, want_dwte = nums(dwte), want_dwpe = nums(dwpe), first(dwpe.size());
+    Nums none, of_dwte(dwte.size()), of_dwpe(dwpe.size());
+    twin_encoder(&want, &want_dwte, &want_dwpe, tokens, wte, wpe, dout, T, C);
+    twin_encoder(&none, &of_dwte, &of_dwpe, tokens, wte, wpe, sizes, T, C);
+    for (int i = 0; i < N * C; i++) {
+        first[i % (T * C)] = first[i % (T * C)] + dout[i];
+    }
+    for (size_t i = 0; i < dwte.size(); i++) {  // the rows may be added up in any order
+        want_dwte[i].e += sum_error(N) * (double)of_dwte[i].v;
+    }
+    compare_as(E, got[0], want, who + " out");
+    compare_as(G, got[1], want_dwte, who + " dwte");
+    compare_as(G, got[2], want_dwpe, who + " dwpe");
+    compare_as(G, got[3], first, who + " dwpe, written");
+}
+
+// Tokens that come often and positions beyond T; gradients added to and, the first time, written.
+static void test_gpu_encoder() {
+    static const int shapes[][5] = {
+        {1, 1, 48, 257, 1}, {2, 65, 80, 257, 70}, {3, 17, 16, 50257, 17}, {1, 130, 1600, 257, 256}};
+    for (auto &s : shapes) {
+        check_encoder<float, float>(s[0], s[1], s[2], s[3], s[4]);
+        check_encoder<bf16, bf16>(s[0], s[1], s[2], s[3], s[4]);
+        check_encoder<bf16, float>(s[0], s[1], s[2], s[3], s[4]);
+    }
+}
+
+template <class E> static void check_layernorm(int N, int C) {
+    const Text who = text("N %d C %d", N, C);
+    const size_t n = (size_t)N * C;
+    Reals x = noise_in<E>(n, 2, 1), w = noise_in<E>(C, 1, 2), b = noise_in<E>(C, 1, 3);
+    Reals dout = noise_in<E>(n, 1, 4), addend = noise_in<E>(n, 1, 5);
+    Reals dw = noise(C, 1, 6), db = noise(C, 1, 7);
+    Outputs got = every_order(
+        [&] {
+            Device<E> d_x(x), d_w(w), d_b(b), out(n), dinp(n), d_dout(dout), d_addend(addend);
+            Device<float> mean(N), rstd(N), scratch(gpu_layernorm_backward_bytes(N, C) / 4);
+            Outputs all;
+            gpu_layernorm_forward(out.p, mean.p, rstd.p, d_x.p, d_w.p, d_b.p, N, C, 0);
+            auto backward = [&](Device<E> &to, const E *add) {
+                Device<float> d_dw(dw), d_db(db);
+                gpu_layernorm_backward(to.p, d_dw.p, d_db.p, d_dout.p, d_x.p, d_w.p, mean.p, rstd.p,
+                                       add, scratch.p, N, C, 0);
+                all = {to.get(), d_dw.get(), d_db.get()};
+                return all[0];
+            };
+            Reals apart = backward(dinp, d_addend.p);
+            expect(same_bits(apart, backward(d_addend, d_addend.p)), "%s: in place", who.c_str());
+            backward(d_dout, nullptr);  // over dout
+            return Outputs{out.get(), mean.get(), rstd.get(), apart, all[0], all[1], all[2]};
+        },
+        who);
+    const LayerNormTwin want(x, w, b, dout, dw, db, got[1], got[2]);
+    compare_as(E, got[0], want.out, who + " out");
+    compare_as(float, got[1], want.mean, who + " mean");
+    compare_as(float, got[2], want.rstd, who + " rstd");
+    compare_as(E, got[3], plus(want.dinp, addend), who + " dinp");
+    compare_as(E, got[4], want.dinp, who + " dinp without addend");
+    compare_as(float, got[5], want.dweight, who + " dweight");
+    compare_as(float, got[6], want.dbias, who + " dbias");
+}
+
+// Rows of one warp and of several; more rows than partial sums.
+static void test_gpu_layernorm() {
+    for (int N : {1, 65, 130}) {
+        for (int C : {16, 80, 192, 768, 1600}) {
+            in_both_types(check_layernorm, N, C);
+        }
+    }
+    in_both_types(check_layernorm, 1500, 48);
+    in_both_types(check_layernorm, 9, 4096);
+}
+
+template <class E> static void check_gelu(int N, int OC) {
+    const Text who = text("N %d OC %d", N, OC);
+    const size_t n = (size_t)N * OC;
+    Reals x = noise_in<E>(n, 3, 1), dout = noise_in<E>(n, 1, 2), dbias = noise(OC, 1, 3);
+    static const real far[] = {-60, 60, 0, -8, (real)3e8, (real)-3e8};
+    for (size_t i = 0; i < 6; i++) {
+        x[i] = rounded_to<E>(far[i]);
+    }
+    Outputs got = every_order(
+        [&] {
+            Device<E> d_x(x), d_dout(dout), out(n);
+            Device<float> of_dinp(dbias), of_dout(dbias),
+                scratch(gpu_bias_backward_bytes(N, OC) / 4);
+            gpu_gelu_forward(out.p, d_x.p, n, 0);
+            gpu_bias_backward(of_dout.p, d_dout.p, scratch.p, N, OC, 0);
+            gpu_gelu_backward(d_dout.p, of_dinp.p, d_dout.p, d_x.p, scratch.p, N, OC, 0);
+            return Outputs{out.get(), d_dout.get(), of_dinp.get(), of_dout.get()};
+        },
+        who);
+    expect(got[0][0] == 0 && got[0][1] == 60 && got[0][4] == x[4] && got[0][5] == 0);
+    expect(got[1][0] == 0 && got[1][1] == dout[1] && got[1][4] == dout[4] && got[1][5] == 0);
+    Nums want, want_dinp, want_dbias[2];
+    for (size_t i = 0; i < n; i++) {
+        Num slope, value = twin_gelu(x[i], &slope);
+        bool apart = i < 6 && i != 3;  // done above
+        want.push_back(apart ? Num(got[0][i]) : value);
+        want_dinp.push_back(apart ? Num(got[1][i]) : slope * dout[i]);
+    }
+    for (int k = 0; k < 2; k++) {  // column sums of dinp as it was rounded, and of dout
+        const Reals &d = k ? dout : got[1];
+        for (int c = 0; c < OC; c++) {
+            want_dbias[k].push_back(sum_of(
+                N + 1, [&](int i) { return Num(i == N ? dbias[c] : d[(size_t)i * OC + c]); }));
+        }
+    }
+    compare_as(E, got[0], want, who + " out");
+    compare_as(E, got[1], want_dinp, who + " dinp");
+    compare_as(float, got[2], want_dbias[0], who + " dbias");
+    compare_as(float, got[3], want_dbias[1], who + " dbias alone");
+}
+
+// Both directions and both column sums; far from zero exactly x, dout or 0.
+static void test_gpu_gelu() {
+    static const int shapes[][2] = {{1, 64}, {65, 80}, {130, 768}, {1500, 48}, {2100, 264}};
+    for (auto &s : shapes) {
+        in_both_types(check_gelu, s[0], s[1]);
+    }
+}
+
+template <class E, class G> static void check_matmul(int N, int C, int OC) {
+    const Text who = text("N %d C %d OC %d G %zu", N, C, OC, sizeof(G));
+    Reals inp = noise_in<E>(N * C, 1, 1), w = noise_in<E>(OC * C, 0.2, 2),
+          b = noise_in<E>(OC, 1, 3);
+    Reals addend = noise_in<E>(N * OC, 1, 4), dout = noise_in<E>(N * OC, 1, 5);
+    Reals dw = noise_in<G>(OC * C, 1, 6), db = noise(OC, 1, 7);
+    Outputs got = every_order(
+        [&] {
+            Device<char> workspace(4 << 20);
+            gpu_matmul_open(workspace.p, workspace.n);
+            Device<E> d_inp(inp), d_w(w), d_b(b), plain(addend.size()), sum(addend), d_dout(dout);
+            Device<E> dinp(inp.size());
+            Device<G> d_dw(dw), written(dw.size());
+            Device<float> d_db(db), scratch(gpu_bias_backward_bytes(N, OC) / 4);
+            gpu_matmul_forward<E>(plain.p, d_inp.p, d_w.p, nullptr, nullptr, N, C, OC, 0);
+            gpu_matmul_forward<E>(sum.p, d_inp.p, d_w.p, d_b.p, sum.p, N, C, OC, 0);
+            gpu_matmul_backward<E, G>(dinp.p, d_dw.p, d_db.p, d_dout.p, d_inp.p, d_w.p, scratch.p,
+                                      N, C, OC, false, 0);
+            gpu_matmul_backward<E, G>(d_inp.p, written.p, nullptr, d_dout.p, d_inp.p, d_w.p,
+                                      nullptr, N, C, OC, true, 0);
+            Outputs all = {plain.get(), sum.get(),  dinp.get(),
+                           d_dw.get(),  d_db.get(), written.get()};
+            expect(same_bits(all[2], d_inp.get()), "%s: in place", who.c_str());
+            gpu_matmul_close();
+            return all;
+        },
+        who);
+    Nums want = twin_matmul(inp, w, N, C, OC), want_sum = plus(want, addend), want_dinp, none;
+    Nums want_dw = nums(dw), want_db = nums(db), zero(dw.size()), zero_db(db.size());
+    twin_matmul_backward(&want_dinp, &want_dw, &want_db, dout, inp, w, N, C, OC);
+    twin_matmul_backward(&none, &zero, &zero_db, dout, inp, w, N, C, OC);
+    for (int i = 0; i < N * OC; i++) {  // a library may start from the addend
+        want_sum[i] = want_sum[i] + b[i % OC];
+        want_sum[i].e += sum_error(C) * (size(b[i % OC]) + size(addend[i]));
+    }
+    compare_as(E, got[0], want, who + " product");
+    compare_as(E, got[1], want_sum, who + " with bias, in place");
+    compare_as(E, got[2], want_dinp, who + " dinp");
+    compare_as(G, got[3], want_dw, who + " dweight");
+    compare_as(float, got[4], want_db, who + " dbias");
+    compare_as(G, got[5], zero, who + " dweight, written");
+}
+
+// Widths of C, 3 C and 4 C; few and many rows.
+static void test_gpu_matmul() {
+    static const int shapes[][3] = {{1, 48, 144},  {65, 80, 240}, {130, 16, 64}, {7, 192, 64},
+                                    {33, 64, 384}, {3, 1600, 40}, {257, 32, 24}};
+    for (auto &s : shapes) {
+        check_matmul<float, float>(s[0], s[1], s[2]);
+        check_matmul<bf16, bf16>(s[0], s[1], s[2]);
+        check_matmul<bf16, float>(s[0], s[1], s[2]);
+    }
+}
+
+// What a computation in bf16 rounds in attention.
+static Num in_bf16(Num x) { return Num((wide)rounded_to<bf16>((real)x.v)); }
+
+// bf16: norm of the difference to the exact result at most twice that of a naive computation.
+static void expect_naive_at(int line, const Reals &got, const Nums &want, const Nums &naive,
+                            const Text &who) {
+    double error = 0, loss = 0, e = 0;
+    for (size_t i = 0; i < want.size(); i++) {
+        double v = (double)want[i].v, n = (double)naive[i].v;
+        error += ((double)got[i] - v) * ((double)got[i] - v);
+        loss += (n - v) * (n - v);
+        e += want[i].e * want[i].e;
+    }
+    near_at(line, (wide)sqrt(error), 0, 2 * sqrt(loss) + sqrt(e), who + " bf16");
+}
+
+template <class E> static void check_attention(int B, int T, int HS, int NH, double sharp) {
+    const int C = NH * HS, n = B * T * C;
+    const Text who = text("B %d T %d heads %d of %d x %g", B, T, NH, HS, sharp);
+    Reals qkv = noise_in<E>(3 * n, sharp, 1), dout = noise_in<E>(n, 1, 2);
+    Outputs got = every_order(
+        [&] {
+            Device<E> d_qkv(qkv), d_dout(dout), out(n), dqkv(3 * n);
+            Device<float> lse(B * NH * T), drow(B * NH * T);
+            gpu_attention_forward<E>(out.p, lse.p, d_qkv.p, B, T, C, NH, 0);
+            gpu_attention_backward<E>(dqkv.p, drow.p, d_dout.p, d_qkv.p, out.p, lse.p, B, T, C, NH,
+                                      0);
+            return Outputs{out.get(), lse.get(), dqkv.get()};
+        },
+        who);
+    Nums want[2][3];  // exact, and naive in bf16
+    for (int k = 0; k < 2; k++) {
+        want[k][0] = Nums(n), want[k][1] = Nums(B * NH * T), want[k][2] = Nums(3 * n);
+        for (int head = 0; head < B * NH && (k == 0 || sizeof(E) == 2); head++) {
+            twin_attention(&want[k][0], &want[k][1], &want[k][2], qkv, dout, head / NH, head % NH,
+                           T, C, NH, k ? in_bf16 : as_it_is);
+        }
+    }
+    for (Num &lse : want[0][1]) {  // the kernels keep base 2
+        lse = lse * Num((wide)1.4426950408889634L);
+    }
+    compare_as(float, got[1], want[0][1], who + " lse");
+    if (sizeof(E) == 2) {
+        expect_naive_at(__LINE__, got[0], want[0][0], want[1][0], who + " out");
+        expect_naive_at(__LINE__, got[2], want[0][2], want[1][2], who + " dqkv");
+    } else {
+        compare_as(E, got[0], want[0][0], who + " out");
+        compare_as(E, got[2], want[0][2], who + " dqkv");
+    }
+}
+
+// Lengths around the tiles' edges, heads of 8 to 128 channels, flat and sharp scores.
+static void test_gpu_attention() {
+    static const int shapes[][4] = {
+        {1, 1, 16, 5},  {2, 1, 64, 3},   {3, 2, 80, 1},   {1, 63, 64, 3},  {2, 64, 32, 2},
+        {1, 65, 64, 3}, {1, 65, 128, 1}, {2, 33, 16, 5},  {1, 129, 64, 1}, {1, 130, 128, 2},
+        {1, 130, 8, 3}, {1, 257, 64, 1}, {1, 200, 120, 1}};  // B, T, head size, heads
+    for (auto &s : shapes) {
+        in_both_types(check_attention, s[0], s[1], s[2], s[3], 1);
+    }
+    in_both_types(check_attention, 1, 130, 64, 2, 4);
+    in_both_types(check_attention, 1, 100, 16, 1, 8);
+}
+
+// __expf: 2 + floor(1.173 |x|) units in the last place (CUDA C++ Programming Guide, "Intrinsic
+// Functions").
+static Num num_fast_exp(Num x) {
+    Num e = num_exp(x);
+    return Num(e.v, e.e + (2 + 1.173 * size(x.v)) * 2 * unit * size(e.v));
+}
+
+template <class E> static void check_classifier(int rows, int V, double sharp) {
+    const Text who = text("rows %d V %d x %g", rows, V, sharp);
+    const int Vp = (int)round_up_i64(V, 128);
+    const real dloss = (real)(1.0 / 300);
+    Reals logits = noise_in<E>(rows * Vp, sharp, 1);
+    std::vector<Token> targets = Batch(rows, V, 2).targets;
+    targets[0] = V - 1;
+    for (int i = 0; i < rows * Vp; i++) {
+        logits[i] = i % Vp < V ? logits[i] : rounded_to<E>((real)1e9);  // padding may be anything
+    }
+    Outputs got = every_order(
+        [&] {
+            Device<E> d_logits(logits);
+            Device<float> losses(rows), again(rows);
+            Device<int> d_targets(targets);
+            gpu_classifier(losses.p, d_logits.p, d_targets.p, dloss, rows, V, Vp, false, 0);
+            expect(same_bits(d_logits.get(), logits), "%s: evaluation keeps them", who.c_str());
+            gpu_classifier(again.p, d_logits.p, d_targets.p, dloss, rows, V, Vp, true, 0);
+            expect(same_bits(losses.get(), again.get()), "%s: losses", who.c_str());
+            return Outputs{losses.get(), d_logits.get()};
+        },
+        who);
+    Nums want, want_d(logits.size());  // padding: 0, tolerance 0
+    twin_classifier(&want, &want_d, logits, targets, dloss, V, Vp,
+                    sizeof(E) == 2 ? num_fast_exp : num_exp);
+    compare_as(float, got[0], want, who + " losses");
+    compare_as(E, got[1], want_d, who + " dlogits");
+}
+
+// Vocabularies of one pack to the largest; padding that would win every softmax.
+static void test_gpu_classifier() {
+    static const int shapes[][2] = {{2, 5}, {1, 257}, {65, 257}, {2, 50257}, {1, 65536}};
+    for (auto &s : shapes) {
+        in_both_types(check_classifier, s[0], s[1], 1);
+        in_both_types(check_classifier, s[0], s[1], 20);
+    }
+}
+
+// Two matrices and a vector of odd sizes with gaps between them, as a table of ranges.
+static std::vector<ParamRange> three_ranges(int *chunks) {
+    std::vector<ParamRange> ranges = {{64, 0, 0, 24008, 130, 1, 0},
+                                      {24136, 0, 0, 72, 131, 0, 0},
+                                      {24272, 24072, 800, 48, 132, 1, 0}};
+    *chunks = param_ranges_chunk(ranges.data(), 3);
+    return ranges;
+}
+
+// Three steps (clipped, not clipped, skipped) beside chapter 12's AdamW. States kept exactly must
+// have its bits. A state in 16 bits alone is rounded stochastically: to one of its two neighbours,
+// and without bias, its mean within four deviations; its run ends after one step.
+template <class E, class G, class M, bool SPLIT> static void check_adamw(const char *who) {
+    enum { N = 24384, N2 = 24120, N1 = 72 };
+    const bool exact_p = SPLIT || sizeof(E) == 4, exact_m = sizeof(M) == 4;
+    const int steps = exact_p && exact_m ? 3 : 1;
+    int chunks;
+    std::vector<ParamRange> ranges = three_ranges(&chunks);
+    Reals p = noise(N, 0.02, 1), m(N), v(N);
+    std::vector<uint16_t> low(N), high(N);
+    for (int i = 0; i < N; i++) {
+        p[i] = i % 97 ? exact_p ? p[i] : rounded_to<E>(p[i]) : 0;
+        uint32_t bits;
+        memcpy(&bits, &p[i], 4);
+        high[i] = (uint16_t)((bits + 0x8000) >> 16);
+        low[i] = (uint16_t)bits;
+    }
+    Device<E> d_p(p);
+    if (SPLIT) {
+        cuda_check(cudaMemcpy(d_p.p, high.data(), N * 2, cudaMemcpyHostToDevice));
+    }
+    Device<uint16_t> d_low(low);
+    Device<M> d_m(m), d_v(v);
+    Device<ParamRange> d_ranges(ranges);
+    Device<float> scratch(gpu_grad_square_sum_bytes() / 4);
+    Device<UpdateState> state(std::vector<UpdateState>(1));
+    for (uint32_t step = 1; step <= (uint32_t)steps; step++) {
+        Reals g2 = noise_in<G>(N2, 0.01, 10 + step), g1 = noise(N1, 0.01, 20 + step);
+        double squares = 0;
+        for (const ParamRange &r : ranges) {
+            for (size_t i = 0; i < r.count; i++) {
+                double x = (double)(r.two_dimensional ? g2[r.grad + i] : g1[i]);
+                squares += x * x;
+            }
+        }
+        Device<G> d_g2(g2);
+        Device<float> d_g1(g1);
+        float clip = step == 2 ? 0.0f : 1e-3f;
+        gpu_grad_square_sum(state.p, scratch.p, d_g2.p, d_g1.p, d_ranges.p, 3, chunks, 0);
+        gpu_update_decide(state.p, clip, step == 3 ? 1e-9f : INFINITY, 0);
+        AdamW a = {1e-2f, 0.9f, 0.95f, 1 - powf(0.9f, (float)step), 1 - powf(0.95f, (float)step),
+                   1e-8f, 0.1f, 1.0f};
+        gpu_adamw<E, G, M, SPLIT>(d_p.p, SPLIT ? d_low.p : nullptr, d_m.p, d_v.p, d_g2.p, d_g1.p,
+                                  d_ranges.p, 3, chunks, a, UpdateRandom{1234, step}, state.p, 0);
+        UpdateState now = state.raw()[0];
+        expect_near(now.norm, (wide)sqrt(squares), sum_error(N) * sqrt(squares), "%s: norm", who);
+        expect(now.scale == (clip > 0 && now.norm > clip ? clip / now.norm : 1), "%s: clip", who);
+        expect(now.skip == (step == 3) && now.skipped == (step == 3), "%s: skip", who);
+        for (const ParamRange &r : ranges) {
+            a.grad_scale = now.scale;
+            if (!now.skip) {
+                adamw_update(&p[r.param], &m[r.param], &v[r.param],
+                             r.two_dimensional ? &g2[r.grad] : g1.data(), &a,
+                             r.two_dimensional ? a.weight_decay : 0, (int64_t)r.count);
+            }
+        }
+    }
+    Reals got_p = d_p.get(), got_m = d_m.get(), got_v = d_v.get();
+    if (SPLIT) {
+        master_download(got_p.data(), (const bf16 *)d_p.p, d_low.p, N, 0);
+    }
+    expect(!exact_p || same_bits(got_p, p), "%s: weights, and what lies between them", who);
+    expect(!exact_m || (same_bits(got_m, m) && same_bits(got_v, v)), "%s: moments", who);
+    auto unbiased = [&](const Reals &got, const Reals &want, const char *name) {
+        double bias = 0, count = 0;
+        for (const ParamRange &r : ranges) {
+            for (size_t i = r.param; i < r.param + r.count; i++) {
+                if (want[i] != 0) {
+                    double error = ((double)got[i] - (double)want[i]) / fabs((double)want[i]);
+                    expect_near((wide)error, 0, 2 * bf16_unit, "%s: %s %zu", who, name, i);
+                    bias += error;
+                    count++;
+                }
+            }
+        }
+        expect_near((wide)(bias / count), 0, 4 * bf16_unit / sqrt(count), "%s: %s, bias", who,
+                    name);
+    };
+    if (!exact_p) {
+        unbiased(got_p, p, "p");
+    }
+    if (!exact_m) {
+        unbiased(got_m, m, "m");
+        unbiased(got_v, v, "v");
+    }
+}
+
+static void test_gpu_adamw() {
+    check_adamw<float, float, float, false>("fp32");
+    check_adamw<bf16, bf16, float, true>("split master");
+    check_adamw<bf16, float, float, true>("split master, fp32 gradients");
+    check_adamw<bf16, bf16, bf16, true>("split master, bf16 moments");
+    check_adamw<bf16, bf16, bf16, false>("no master, bf16 moments");
+    check_adamw<bf16, float, float, false>("no master, fp32 gradients");
+}
+
+// A tensor in two parts, as two ranks have it, is rounded as in one; whatever the order of blocks.
+static void test_gpu_rounding() {
+    enum { N = 20000, CUT = 8816 };
+    Reals p = noise_in<bf16>(N, 1, 1), g = noise_in<bf16>(N, 1, 2), zero(N);
+    auto update = [&](int parts) {
+        return every_order(
+            [&] {
+                std::vector<ParamRange> ranges = {{0, 0, 0, parts == 1 ? N : CUT, 130, 1, 0}};
+                if (parts == 2) {
+                    ranges.push_back({CUT, CUT, CUT, N - CUT, 130, 1, 0});
+                }
+                int chunks = param_ranges_chunk(ranges.data(), parts);
+                Device<bf16> d_p(p), m(zero), v(zero), d_g(g);
+                Device<ParamRange> d_ranges(ranges);
+                Device<UpdateState> state(std::vector<UpdateState>{{0, 1, 1, 0, 0}});
+                AdamW a = {1e-3f, 0.9f, 0.95f, 0.1f, 0.05f, 1e-8f, 0.1f, 1.0f};
+                gpu_adamw<bf16, bf16, bf16, false>(d_p.p, nullptr, m.p, v.p, d_g.p,
+                                                   (float *)nullptr, d_ranges.p, parts, chunks, a,
+                                                   UpdateRandom{7, 1}, state.p, 0);
+                return Outputs{d_p.get(), m.get(), v.get()};
+            },
+            "rounding");
+    };
+    Outputs whole = update(1), two = update(2);
+    for (size_t k = 0; k < 3; k++) {
+        expect(same_bits(whole[k], two[k]), "state %zu", k);
+    }
+}
+
+// A gradient that is not a number, infinite or too large for its square skips the step.
+static void test_gpu_norm() {
+    for (real bad : {(real)NAN, (real)HUGE_VAL, (real)-HUGE_VAL, (real)1e30}) {
+        std::vector<ParamRange> ranges = {{0, 0, 0, 20000, 0, 1, 0}};
+        int chunks = param_ranges_chunk(ranges.data(), 1);
+        Reals g(20000, 1);
+        g[17001] = bad;
+        Device<float> d_g(g), scratch(gpu_grad_square_sum_bytes() / 4);
+        Device<ParamRange> d_ranges(ranges);
+        Device<UpdateState> state(std::vector<UpdateState>(1));
+        gpu_grad_square_sum(state.p, scratch.p, d_g.p, d_g.p, d_ranges.p, 1, chunks, 0);
+        gpu_update_decide(state.p, 1.0f, INFINITY, 0);
+        UpdateState now = state.raw()[0];
+        expect(now.skip == 1 && now.skipped == 1, "%g", (double)bad);
+    }
+}
+
+// -------------------------------------------------------------------------------------------------
+// 11. The network on a GPU
+// Volume II's chapters 30 and 34 against the oracle: every gradient, several steps, in both types;
+// what must be equal to the bit; the one allocation, and rows used outside their lives.
+
+// An oracle with the weights of another network as the device computes with them.
+struct Oracle : Net {
+    Oracle(Net *gpu, int logit_rows) : Net(gpu->s.model, gpu->s.B, gpu->s.T, 0, -1, logit_rows) {
+        engine_copy(&e, &gpu->e, STATE_WEIGHTS, &gpu->s.model, gpu->s.dtype == TYPE_BF16);
+    }
+};
+
+static const struct {
+    const char *e;
+    int V;
+    const char *options;
+} gpu_shapes[] = {{"l2h3c192t65", 257, "-b 1 -t 65"},
+                  {"l3h5c80t40", 300, "-b 2 -t 33 --logit-rows 40 -r block:2"},
+                  {"l1h1c128t130", 129, "-b 1 -t 130 -r norm"},
+                  {"l2h2c16t1", 5, "-b 3 -t 1"},
+                  {"l1h1c16t8", 50257, "-b 1 -t 8 -r mlp"}};
+
+// Every gradient against the oracle: norm of the difference over norm at most 1e-5, twice in a row,
+// because the first micro-step writes where later ones add. The GPU's logits too.
+static void test_gpu_gradients_fp32() {
+    for (auto &row : gpu_shapes) {
+        Model m = shape(row.e, row.V);
+        Net n(m, Text("--dtype fp32 ") + row.options);
+        Oracle oracle(&n, n.s.logit_rows);
+        const int N = n.s.B * n.s.T;
+        Batch b(2 * N, m.V, 1);
+        Reals first, logits[2] = {Reals(m.V), Reals(m.V)};
+        for (int turn = 0; turn < 2; turn++) {
+            for (int k = 0; k < 2; k++) {
+                n.e.micro_step(&n.e, &b.inputs[k * N], &b.targets[k * N], k, 2);
+                oracle.e.micro_step(&oracle.e, &b.inputs[k * N], &b.targets[k * N], k, 2);
+            }
+            first = turn ? first : n.gradients();
+            expect(same_bits(first, n.gradients()), "%s: again", row.e);
+        }
+        for (int tensor = 0; tensor < TENSORS; tensor++) {
+            expect_near((wide)gradient_error(&n.e, &oracle.e, &m, tensor), 0, 1e-5, "d%s of %s",
+                        tensor_rows[tensor].name, row.e);
+        }
+        n.e.logits(&n.e, logits[0].data(), b.inputs.data(), n.s.T);
+        oracle.e.logits(&oracle.e, logits[1].data(), b.inputs.data(), n.s.T);
+        expect_near((wide)relative_error(logits[0].data(), logits[1].data(), m.V), 0, 1e-5,
+                    "logits of %s", row.e);
+    }
+}
+
+static void round_all(real *x, int64_t n) {
+    for (int64_t i = 0; i < n; i++) {
+        x[i] = rounded_to<bf16>(x[i]);
+    }
+}
+
+// While the oracle computes as bf16 would, its plan: whenever a row comes alive or dies, which is
+// at every tick, the activations and gradients alive by then are rounded. Statistics stay fp32.
+static Plan *rounded_plan;
+static void mark_and_round(void *memory, size_t bytes, int alive) {
+    plan_mark(memory, bytes, alive);
+    for (int i = 0; i < rounded_plan->row_count; i++) {
+        const Row *row = &rounded_plan->rows[i];
+        if (row->alive && (row->group == GROUP_KEPT || row->group == GROUP_WORKING) &&
+            !strstr(row->name, "mean") && !strstr(row->name, "rstd") && !strstr(row->name, "lse")) {
+            round_all((real *)(void *)(rounded_plan->base + row->offset), row->count);
+        }
+    }
+}
+
+// A micro-step of the oracle with every tensor that bf16 would keep rounded where it is made:
+// weights, activations, logits, their gradients, and the gradients of matrices in the end.
+static void naive_bf16_micro_step(Net *n, const Batch &b) {
+    Network *net = n->net();
+    Plan *p = rounded_plan = &net->plan;
+    const Model *m = &n->s.model;
+    const int B = n->s.B, T = n->s.T, N = B * T;
+    p->mark = mark_and_round;
+    memset(network_single(net, ROW_GRADS), 0, p->rows[p->single[ROW_GRADS]].bytes);
+    network_forward(net, b.inputs.data(), B, T);
+    plan_tick(p, tick_head(m));
+    real *logits = network_single(net, ROW_LOGITS), *lnf = network_single(net, ROW_LNF);
+    real *wte = network_tensor(net, ROW_WEIGHTS, WTE, 0);
+    matmul_forward(logits, lnf, wte, NULL, NULL, N, m->C, m->Vp);
+    round_all(logits, (int64_t)N * m->Vp);
+    classifier_forward_backward(network_single(net, ROW_LOSSES), logits, b.targets.data(),
+                                (real)(1.0 / N), N, m->V, m->Vp, 1);
+    round_all(logits, (int64_t)N * m->Vp);
+    matmul_backward(lnf, network_tensor(net, ROW_GRADS, WTE, 0), NULL, logits, lnf, wte, N, m->C,
+                    m->Vp);
+    plan_tick(p, tick_lnf_backward(m));
+    layernorm_backward(network_single(net, ROW_DRES), network_tensor(net, ROW_GRADS, LNFW, 0),
+                       network_tensor(net, ROW_GRADS, LNFB, 0), lnf, network_single(net, ROW_XF),
+                       network_tensor(net, ROW_WEIGHTS, LNFW, 0), network_single(net, ROW_LNF_MEAN),
+                       network_single(net, ROW_LNF_RSTD), NULL, N, m->C);
+    for (int l = m->L - 1; l >= 0; l--) {
+        block_backward(net, l);
+    }
+    plan_tick(p, tick_embed_backward(m));
+    encoder_backward(network_tensor(net, ROW_GRADS, WTE, 0), network_tensor(net, ROW_GRADS, WPE, 0),
+                     network_single(net, ROW_DRES), b.inputs.data(), B, T, m->C);
+    p->mark = plan_mark;
+    for (int tensor = 0; tensor < TENSORS; tensor++) {
+        for (int l = 0; l < tensor_copies(m, tensor) && tensor_is_matrix(tensor); l++) {
+            round_all(network_tensor(net, ROW_GRADS, tensor, l), tensor_size(m, tensor));
+        }
+    }
+}
+
+// Every gradient in bf16: at most twice the error of the naive bf16 computation above, both
+// measured from the oracle in fp32 with the same weights.
+static void test_gpu_gradients_bf16() {
+    for (auto &row : gpu_shapes) {
+        Model m = shape(row.e, row.V);
+        Net n(m, row.options);
+        Oracle exact(&n, n.s.B * n.s.T), naive(&n, n.s.B * n.s.T);
+        Batch b(n.s.B * n.s.T, m.V, 1);
+        n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
+        exact.e.micro_step(&exact.e, b.inputs.data(), b.targets.data(), 0, 1);
+        naive_bf16_micro_step(&naive, b);
+        for (int tensor = 0; tensor < TENSORS; tensor++) {
+            double error = gradient_error(&n.e, &exact.e, &m, tensor);
+            double loss = gradient_error(&naive.e, &exact.e, &m, tensor);
+            expect_near((wide)error, 0, 2 * loss, "d%s of %s", tensor_rows[tensor].name, row.e);
+        }
+    }
+}
+
+// Norm of the difference of two networks' weights over the way they went from `start`. Biases of
+// keys are left out: a softmax does not see them, so their gradients are rounding and nothing else,
+// and AdamW makes steps of full length of them.
+static double distance(Net *a, Net *b, const Reals &start) {
+    const Model *m = &a->s.model;
+    Reals x = a->state(STATE_WEIGHTS), y = b->state(STATE_WEIGHTS);
+    double difference = 0, way = 0;
+    for (int l = 0; l < m->L; l++) {
+        auto keys = x.begin() + tensor_offset(m, QKVB, l) + m->C;
+        std::copy(keys, keys + m->C, y.begin() + (keys - x.begin()));
+    }
+    for (size_t i = 0; i < x.size(); i++) {
+        difference += pow((double)x[i] - (double)y[i], 2);
+        way += pow((double)y[i] - (double)start[i], 2);
+    }
+    return sqrt(difference / way);
+}
+
+// Eight optimizer steps of two micro-steps each beside the oracle's. fp32: the first steps of AdamW
+// are signs of gradients, so an element whose gradient is nearly zero may go the other way: 1e-3 of
+// the way allows for one in a million. bf16: the loss within 1 %.
+static void test_gpu_steps() {
+    for (const char *dtype : {"fp32", "bf16"}) {
+        Model m = shape("l2h2c64t33", 257);
+        Net n(m, Text("-b 2 -t 33 -r block --dtype ") + dtype);
+        Oracle oracle(&n, 66);
+        const bool fp32 = n.s.dtype == TYPE_FP32;
+        engine_copy(&oracle.e, &n.e, STATE_WEIGHTS, &m, false);
+        const Reals start = oracle.state(STATE_WEIGHTS);
+        Options o;
+        options_default(&o);
+        o.weight_decay = 0.1;
+        for (int step = 0; step < 8; step++) {
+            Batch b(2 * 66, m.V, (uint64_t)(step % 2));
+            StepResult r[2];
+            for (Net *each : {&n, (Net *)&oracle}) {
+                for (int k = 0; k < 2; k++) {
+                    each->e.micro_step(&each->e, &b.inputs[(size_t)k * 66],
+                                       &b.targets[(size_t)k * 66], k, 2);
+                }
+                r[each != &n] = each->e.update(&each->e, &o, 2e-3, HUGE_VAL, step);
+            }
+            double tol = fp32 ? 1e-5 : 0.01;
+            expect_near((wide)r[0].loss, (wide)r[1].loss, tol * r[1].loss, "%s loss, step %d",
+                        dtype, step);
+            expect_near((wide)r[0].norm, (wide)r[1].norm, 5 * tol * r[1].norm, "%s norm, step %d",
+                        dtype, step);
+        }
+        double way = distance(&n, &oracle, start);
+        expect_near((wide)way, 0, fp32 ? 1e-3 : 0.5, "%s weights", dtype);
+    }
+}
+
+// Losses, gradients and weights of two steps: the same for every level of recomputation, in every
+// order of threads, and from one run to the next.
+static void test_gpu_bits() {
+    int runs = 0;
+    for (const char *dtype : {"fp32", "bf16", "bf16 --grad-dtype fp32 --moments bf16 -w none"}) {
+        if (TEST_ASAN && strcmp(dtype, "bf16") != 0) {
+            continue;  // the other build has them
+        }
+        Model m = shape("l3h2c32t17", 257);
+        auto run = [&](const Text &level) {
+            Net n(m, Text("-b 2 -t 17 --logit-rows 20 -r ") + level + " --dtype " + dtype);
+            Trace t = trace(&n, 2);
+            runs++;
+            return Outputs{Reals(t.losses.begin(), t.losses.end()), t.gradients, t.weights};
+        };
+        Outputs plain = run("none");
+        expect(plain[0][0] > 1 && plain[0][1] != plain[0][0], "losses");
+        for (const char *level :
+             {"none", "gelu", "norm", "mlp", "qkv", "block", "block:0", "block:1", "block:2"}) {
+            expect(run(level) == plain, "-r %s, %s", level, dtype);
+        }
+        expect(every_order([&] { return run("block:2"); }, dtype) == plain, "%s", dtype);
+    }
+    detail = text("%d runs", runs);
+}
+
+#if CUDA_CPU
+// One cudaMalloc of exactly the planned bytes, and nothing after it.
+static void test_gpu_allocation() {
+    for (const char *options :
+         {"-b 2 -t 33", "--dtype fp32 -r block", "-r block:1 --moments bf16 -w none",
+          "--grad-dtype fp32 -r qkv --logit-rows 7"}) {
+        Model m = shape("l2h2c48t40", 300);
+        emu::peak_bytes = 0;
+        Net n(m, options);
+        auto on_device = [] {
+            std::vector<size_t> sizes;
+            for (const emu::Alloc &a : emu::allocs) {
+                if (!a.host) {
+                    sizes.push_back(a.n);
+                }
+            }
+            return sizes;
+        };
+        const std::vector<size_t> one = {plan_bytes(&n.s)};
+        expect(on_device() == one, "%s", options);
+        const size_t pinned = emu::allocs.size() - 1;
+        trace(&n, 2);
+        expect(on_device() == one && emu::peak_bytes == one[0] && emu::allocs.size() == pinned + 1,
+               "%s: peak %zu of %zu", options, emu::peak_bytes, one[0]);
+        expect(pinned == 1, "%zu pinned allocations", pinned);
+    }
+}
+
+// A row outside its life: refused by name; a kernel that keeps its address is stopped under ASan,
+// and otherwise reads NaN. The gap behind a row is nobody's.
+static void test_gpu_lifetimes() {
+#ifdef _OPENMP
+    omp_set_num_threads(1);  // as in test_arena
+#endif
+    Model m = shape("l2h2c16t8", 257);
+    Net n(m, "-b 1 -t 8 -r block --dtype fp32");
+    auto *net = (GpuNetwork<float, float> *)n.e.self;
+    Plan *p = &net->plan;
+    plan_tick(p, 0);
+    plan_tick(p, tick_head(&m));
+    const Row &row = p->rows[p->single[ROW_LOGITS]];
+    float *logits = gpu_single<float>(net, ROW_LOGITS);
+    Reals fresh(8);
+    state_download(fresh.data(), logits, 8, net->stream);
+    expect(isnan((double)fresh[0]) && isnan((double)fresh[7]), "fresh rows are NaN");
+    auto launch_on = [&](float *x) {
+        return outcome(spawn([&] {
+            gpu_gelu_forward<float>(x, x, 8, net->stream);
+            cuda_check(cudaStreamSynchronize(net->stream));
+        }));
+    };
+    expect(launch_on(logits).status == 0, "alive");
+    Outcome behind = launch_on(logits + row.bytes / 4);
+    plan_tick(p, tick_update(&m));
+    expect_death(gpu_single<float>(net, ROW_LOGITS), "row logits lives from tick 18 to 18");
+    Outcome dead = launch_on(logits);
+    if (TEST_ASAN) {
+        expect(dead.status == 86 && dead.err.find("use-after-poison") != Text::npos, "dead, %d",
+               dead.status);
+        expect(behind.status == 86, "behind the row, %d", behind.status);
+    }
+}
+#endif
+
+// -------------------------------------------------------------------------------------------------
+// 12. The GPU program
+// train_gpt2cu_main() in children of the test, which never touches the device itself: what it
+// refuses, its commands, checkpoints that either program goes on from, and that it learns.
+
+// The whole GPU program in a child of this process.
+static Outcome gpu_program(const Text &arguments, const std::function<void()> &before = nullptr) {
+    return outcome(spawn([&] {
+        Words words = split(arguments.c_str());
+        std::vector<char *> argv = arguments_of(&words);
+        if (before) {
+            before();
+        }
+        exit(train_gpt2cu_main((int)argv.size(), argv.data()));
+    }));
+}
+
+// One line, exit status 1, no checkpoint; what is at fault is named.
+static void test_gpu_bad_input() {
+    static const Refusal table[] = {
+        {"--dtype fp16", "--dtype fp16 and --offload can be planned"},
+        {"--offload moments,master", "--dtype fp16 and --offload can be planned"},
+        {"--dtype bf16 -w 0 --offload master", "--offload master: there is no master copy"},
+        {"--dtype fp32 --moments bf16", "--moments bf16"},
+        {"--dtype fp32 --grad-dtype bf16", "--grad-dtype bf16 needs --dtype bf16"},
+        {"--dtype fp64", "--dtype: 'fp64'"},
+        {"-r block:3", "K from 0 to 2"},
+    };
+    static const Refusal shapes[] = {
+        {"l2h2c20t16", "20 channels in 2 heads: a GPU takes channels that are a multiple of 8"},
+        {"l2h4c16t16", "16 channels in 4 heads"},
+        {"l1h1c136t16", "136 channels in 1 heads"},
+        {"l1h64c8192t4", "at most 4096"},
+        {"l2h3c16t16", "allowed are"},
+    };
+    auto large_gpu = [] {
+#if CUDA_CPU
+        emu::set.gpu_mem = 1L << 40;
+#endif
+    };
+    write_corpus();
+    const Text run = "-i train.bin -b 2 -x 2 -o out -e ";
+    for (const Refusal &row : table) {
+        expect_refused(gpu_program(run + "l2h2c16t16 " + row.arguments), row.words, row.arguments);
+    }
+    for (const Refusal &row : shapes) {
+        expect_refused(gpu_program(run + row.arguments, large_gpu), row.words, row.arguments);
+    }
+#if CUDA_CPU
+    Outcome none = gpu_program(run + "l2h2c16t16", [] { emu::set.gpus = 0; });
+    expect_refused(none, "no NVIDIA GPU is visible", "no GPU");
+    Outcome old = gpu_program(run + "l2h2c16t16", [] { emu::set.cc = 75; });
+    expect_refused(old, "has no bf16; use --dtype fp32", "a GPU without bf16");
+    expect_success(gpu_program(run + "l2h2c16t16 --quiet --dtype fp32", [] { emu::set.cc = 75; }),
+                   "fp32 where there is no bf16");
+    Outcome small = gpu_program("-i train.bin -b 64 -x 2 -e l4h2c64t16 -o small",
+                                [] { emu::set.gpu_mem = 42000000; });
+    expect_refused(small, ": short ", "too little memory");
+    expect(small.err.find("-r ") != Text::npos && small.err.find(" frees ") != Text::npos,
+           "remedies: %s", small.err.c_str());
+#endif
+    expect(names_in("small", "step").empty() && !exists("small/log.jsonl"), "nothing was begun");
+    expect_success(gpu_program("-i train.bin -e l2h2c16t16 -b 2 -x 2 -o other --quiet"), "a run");
+    Text kept = state_file("other", 2);
+    expect_refused(gpu_program("-i train.bin -e l2h2c32t16 -b 2 -x 4 -o other -y 1 --quiet"),
+                   "is of another run", "a checkpoint of another shape");
+    expect(state_file("other", 2) == kept, "it stays as it was");
+}
+
+// --check agrees in all 17 numbers, --compare names two levels; --plan needs no GPU.
+static void test_gpu_commands() {
+    write_corpus();
+    for (const char *arguments : {"--dtype fp32 -r norm", "--dtype bf16 -r block", "-w none"}) {
+        Outcome o = gpu_program(Text("-i train.bin -e l2h2c32t16 -b 2 --check ") + arguments);
+        expect_success(o, arguments);
+        int ok = 0;
+        for (size_t at = 0; (at = o.out.find("  ok\n", at)) != Text::npos; at++) {
+            ok++;
+        }
+        expect(ok == TENSORS + 1, "%s: %d of 17 numbers agree", arguments, ok);
+    }
+    Outcome o = gpu_program("-i train.bin -e l2h2c16t16 -b 2 --compare");
+    expect_success(o, "--compare");
+    expect(o.out.find("\n-r none ") != Text::npos && o.out.find("\n-r block ") != Text::npos &&
+           o.out.find("median of 9 steps") != Text::npos);
+#if CUDA_CPU
+    o = gpu_program("--plan -e d12", [] { emu::set.gpus = 0; });
+    expect_success(o, "--plan");
+    expect(o.out.find("memory plan of the GPU run") == 0, "%s", o.out.substr(0, 60).c_str());
+#endif
+}
+
+// Counters and tensors of a checkpoint, without the header, which tells options, and the checksum.
+static Text tensors_of(const char *folder, int step) {
+    Text all = state_file(folder, step);
+    return all.size() > CHECKPOINT_HEADER + 8
+               ? all.substr(CHECKPOINT_HEADER, all.size() - CHECKPOINT_HEADER - 8)
+               : "";
+}
+
+// Norm of the difference of two checkpoints' weights over the norm of the second.
+static double weights_apart(const Text &a, const Text &b) {
+    const size_t at = sizeof(RunState), n = (a.size() - at) / sizeof(real) / STATES;
+    if (a.size() != b.size() || a.size() < at) {
+        return NAN;
+    }
+    Reals x(n), y(n);
+    memcpy(x.data(), &a[at], n * sizeof(real));
+    memcpy(y.data(), &b[at], n * sizeof(real));
+    return relative_error(x.data(), y.data(), (int64_t)n);
+}
+
+// A resumed run ends in the bytes of the uninterrupted one, whatever is recomputed meanwhile. What
+// one program saved the other goes on from: the CPU's after the GPU's ends where the GPU's own
+// does, to fp32's rounding.
+static void test_gpu_checkpoints() {
+    write_corpus();
+    const Text run = "-i train.bin -j val.bin -v 3 -e l2h2c16t16 -b 2 -d 64 -x 6 -n 3 -y 1 -s 6 "
+                     "-g 4 --quiet -o ";
+    auto resume = [&](const char *folder, const Text &more, bool gpu) {
+        checkpoint_remove(folder, "step-00000006");
+        expect(names_in(folder, "step") == "step-00000003", "%s", folder);
+        expect_success(gpu ? gpu_program(run + folder + more) : program(run + folder + more),
+                       folder);
+        expect(log_steps(Text(folder) + "/log.jsonl") == one_to(6), "log of %s", folder);
+        return tensors_of(folder, 6);
+    };
+    for (const char *types : {" --dtype bf16", " --dtype fp32", " --moments bf16 -w none"}) {
+        const char *folder = types[9] == 'b' ? "bf16" : types[9] == 'f' ? "fp32" : "none";
+        expect_success(gpu_program(run + folder + types), folder);
+        Text whole = tensors_of(folder, 6);
+        expect(!whole.empty() && resume(folder, Text(types) + " -r block", true) == whole,
+               "%s: resumed", folder);
+    }
+    Text gpu = tensors_of("fp32", 6), cpu = resume("fp32", "", false);
+    expect_near((wide)weights_apart(cpu, gpu), 0, 1e-5, "the GPU's, resumed on the CPU");
+    expect_success(program(run + "cpu"), "the CPU's");
+    cpu = tensors_of("cpu", 6);
+    gpu = resume("cpu", " --dtype fp32 -r norm", true);
+    expect_near((wide)weights_apart(gpu, cpu), 0, 1e-5, "the CPU's, resumed on the GPU");
+    gpu = resume("cpu", " --dtype bf16", true);
+    expect_near((wide)weights_apart(gpu, cpu), 0, 1e-2, "the CPU's, resumed in bf16");
+}
+
+// The losses of a log's steps.
+static std::vector<double> losses_in(const Text &path) {
+    std::vector<double> losses;
+    const Text all = read_file(path);
+    for (size_t at = 0; (at = all.find("\"loss\":", at)) != Text::npos; at += 7) {
+        losses.push_back(strtod(&all[at + 7], NULL));
+    }
+    return losses;
+}
+
+// 200 steps in bf16 on real text stay within 1 % of the oracle's loss, each and every one.
+static void test_gpu_learns() {
+    const Text run = training_files(nullptr) + " -e l2h2c64t64 -b 2 -x 200 -l 1e-3 -u 20 -v 0 -r 1 "
+                                               "--quiet -o ";
+    Outcome oracle = program(run + "cpu"), gpu = gpu_program(run + "gpu");
+    expect_success(oracle, "oracle");
+    expect_success(gpu, "bf16");
+    std::vector<double> want = losses_in("cpu/log.jsonl"), got = losses_in("gpu/log.jsonl");
+    expect(want.size() == 200 && got.size() == 200, "%zu and %zu steps", want.size(), got.size());
+    for (size_t i = 0; i < want.size() && i < got.size(); i++) {
+        expect_near((wide)got[i], (wide)want[i], 0.01 * want[i], "loss of step %zu", i + 1);
+    }
+    double last = 0;
+    for (size_t i = 180; i < 200 && i < got.size(); i++) {
+        last += got[i] / 20;
+    }
+    expect(last < 3.5, "the last 20 losses are %.3f on average; a uniform guess has 5.55", last);
+}
+#endif
+
+// -------------------------------------------------------------------------------------------------
+// 13. The table
+// One row a test, in the order of the volumes; BUILDS says which of the builds run it. What a build
+// leaves out runs in another one with the same input.
+
+enum {
+    FLOAT = 1,
+    DOUBLE = 2,
+    ASAN = 4,
+    HOST = FLOAT | ASAN,
+    ALL = FLOAT | DOUBLE | ASAN,
+    CUDA = 8,  // with Volume II
+    CUDA_ASAN = 16,
+    CUDA_ALL = CUDA | CUDA_ASAN,
+    THIS_BUILD = TEST_CUDA     ? TEST_ASAN ? CUDA_ASAN : CUDA
+                 : GPT2_DOUBLE ? DOUBLE
+                 : TEST_ASAN   ? ASAN
+                               : FLOAT
+};
 typedef struct {
     const char *name;
     void (*function)(void);
@@ -2380,6 +3480,29 @@ static const Test tests[] = {
     T(plan_command, HOST),
     T(overfit, ALL),
     T(training, FLOAT),
+#if TEST_CUDA
+    T(gpu_encoder, CUDA_ALL),
+    T(gpu_layernorm, CUDA_ALL),
+    T(gpu_gelu, CUDA_ALL),
+    T(gpu_matmul, CUDA_ALL),
+    T(gpu_attention, CUDA_ALL),
+    T(gpu_classifier, CUDA_ALL),
+    T(gpu_adamw, CUDA_ALL),
+    T(gpu_rounding, CUDA_ALL),
+    T(gpu_norm, CUDA_ALL),
+    T(gpu_gradients_fp32, CUDA_ALL),
+    T(gpu_gradients_bf16, CUDA_ALL),
+    T(gpu_steps, CUDA_ALL),
+    T(gpu_bits, CUDA_ALL),
+#if CUDA_CPU
+    T(gpu_allocation, CUDA_ALL),
+    T(gpu_lifetimes, CUDA_ALL),
+#endif
+    T(gpu_bad_input, CUDA_ALL),
+    T(gpu_commands, CUDA_ALL),
+    T(gpu_checkpoints, CUDA_ALL),
+    T(gpu_learns, CUDA),
+#endif
 };
 #undef T
 
