@@ -3322,8 +3322,9 @@ static void checkpoint_load(Engine *e, const char *header, RunState *state, cons
     memcpy(&sum, map + body, sizeof sum);
     uint64_t found = 0;
     for (size_t at = 0; at < body; at += PIECE) {  // giving pages back, to stay in the plan
-        found = checksum_add(found, map + at, (size_t)min_i64(PIECE, (int64_t)(body - at)));
-        madvise((void *)(uintptr_t)(map + at), PIECE, MADV_DONTNEED);
+        size_t piece = (size_t)min_i64(PIECE, (int64_t)(body - at));
+        found = checksum_add(found, map + at, piece);
+        madvise((void *)(uintptr_t)(map + at), piece, MADV_DONTNEED);
     }
     if ((int64_t)bytes != checkpoint_bytes(m) || found != sum) {
         die("checkpoint %s is damaged: its %zu bytes do not match its checksum; remove its folder "
