@@ -3249,7 +3249,7 @@ static void test_gpu_bad_input() {
         {"--dtype fp16", "--dtype fp16 and --offload can be planned"},
         {"--offload moments,master", "--dtype fp16 and --offload can be planned"},
         {"--dtype bf16 -w 0 --offload master", "--offload master: there is no master copy"},
-        {"--dtype fp32 --moments bf16", "--moments bf16"},
+        {"--dtype fp32 --moments bf16", "--moments bf16 needs --dtype bf16"},
         {"--dtype fp32 --grad-dtype bf16", "--grad-dtype bf16 needs --dtype bf16"},
         {"--dtype fp64", "--dtype: 'fp64'"},
         {"-r block:3", "K from 0 to 2"},

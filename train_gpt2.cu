@@ -1054,7 +1054,9 @@ static void matmul_plan_create(MatmulPlan *plan, MatmulKey key) {
             chosen = i;
         }
     }
-    cublas_check(chosen >= 0 ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_NOT_SUPPORTED);
+    if (chosen < 0) {
+        die("cuBLASLt has no matrix product of %d x %d x %d of this type on this GPU", m, n, k);
+    }
     plan->algorithm = results[chosen].algo;
     cublas_check(cublasLtMatmulPreferenceDestroy(preference));
 }
