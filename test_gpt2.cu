@@ -2915,7 +2915,8 @@ static void test_gpu_rounding() {
     auto update = [&](int parts) {
         return every_order(
             [&] {
-                std::vector<ParamRange> ranges = {{0, 0, 0, (size_t)(parts == 1 ? N : CUT), 130, 1, 0}};
+                size_t first = parts == 1 ? N : CUT;
+                std::vector<ParamRange> ranges = {{0, 0, 0, first, 130, 1, 0}};
                 if (parts == 2) {
                     ranges.push_back({CUT, CUT, CUT, N - CUT, 130, 1, 0});
                 }
