@@ -380,7 +380,7 @@ static const OptionRow option_rows[] = {
     {"val-every", 'v', OPT_INT, FIELD(val_every), "250", 0, 1e9, NULL, "Validation and samples",
      "steps between validations; 0: never"},
     {"val-batches", 'm', OPT_INT, FIELD(val_batches), "20", 0, 1e9, NULL, "Validation and samples",
-     "batches of a validation; 0: all whole batches of the data"},
+     "batches of a validation, where the data has as many; 0: all whole ones"},
     {"sample-every", 's', OPT_INT, FIELD(sample_every), "0", 0, 1e9, NULL, "Validation and samples",
      "steps between samples, and one after the last step; 0: never"},
     {"sample-tokens", 'g', OPT_INT, FIELD(sample_tokens), "256", 1, 1e6, NULL,

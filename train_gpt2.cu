@@ -939,7 +939,7 @@ static void gpu_gelu_backward(E *dinp, float *dbias, const E *dout, const E *inp
 // Every matrix product goes through cuBLASLt. It thinks in column-major matrices: our row-major X
 // (rows, columns) is its X^T with leading dimension `columns`, so out^T = weight inp^T is asked
 // for, and so on. 1. A plan (descriptor, layouts, algorithm) is made when a product is first met
-// and kept for the run: after the first step nothing is created or searched for. 2. The library
+// and kept for the run: after the warm-up nothing is created or searched for. 2. The library
 // gets one fixed workspace. 3. Products are summed in fp32 (fp32 inputs too: no TF32), and pieces
 // of a split sum are added in fp32, in the workspace. 4. Epilogue: a bias at most; residuals and
 // the accumulation of gradients are beta = 1.
@@ -2132,9 +2132,9 @@ static void gpu_adamw(E *params, uint16_t *low, M *moment1, M *moment2, const G 
 // -------------------------------------------------------------------------------------------------
 // 30. The device arena
 // The plan's device rows are one cudaMalloc of exactly the planned bytes; its host rows one pinned
-// allocation. What the CUDA context and the libraries take is not planned but measured, and shown
-// apart. 1. Whether the plan fits is decided by the driver's free bytes before anything is
-// allocated.
+// allocation. What libraries and modules take is not planned but measured after a warm-up, and
+// shown apart; the CUDA context exists before and is not in that figure.
+// 1. Whether the plan fits is decided by the driver's free bytes before anything is allocated.
 // 2. Test builds mark rows that die and come alive in stream order, so that lateness shows.
 
 struct DeviceMemory {
