@@ -142,6 +142,11 @@ static Reals noise(size_t n, double scale, uint64_t seed) {
     return out;
 }
 
+// For nftw: removes a folder and all that is in it.
+static int remove_one(const char *path, const struct stat *, int, struct FTW *) {
+    return remove(path);
+}
+
 struct Outcome {
     int status;  // exit status, or 256 + the signal that ended it
     Text out, err;
@@ -2106,7 +2111,7 @@ static void test_bad_output() {
     write_corpus();
     expect_success(program(TINY "--quiet -x 2 -o out"), "first run");
     expect_refused(program(TINY "--quiet -x 4 -y 1 -o out", limit(20000)),
-                   "cannot write checkpoint", "full disk");
+                   "cannot write out/step-00000004.tmp/", "full disk");
     expect(names_in("out", "step") == "step-00000002", "%s", names_in("out", "step").c_str());
     expect_refused(program(TINY "--quiet -x 2 -o log", limit(600)), "log.jsonl", "full log");
     expect_refused(program(TINY "-x 2 -o train.bin/out"), "cannot create folder", "below a file");
@@ -2123,42 +2128,89 @@ static void test_bad_output() {
                    "closed/out: Permission denied", "unwritable folder");
 }
 
-// The bytes of a checkpoint.
-static Text state_file(const char *folder, int step) {
-    return read_file(text("%s/step-%08d/state.bin", folder, step));
+// A file of a checkpoint.
+static Text in_checkpoint(const char *folder, int step, int file) {
+    return read_file(text("%s/step-%08d/%s", folder, step, checkpoint_files[file]));
 }
 
-// A damaged or foreign checkpoint is refused by name and stays; unfinished ones are removed; --keep
-// keeps the newest; a finished run resumes to the same end.
+// Weights, moments and counters of a checkpoint, without the options in its header.
+static Text tensors_of(const char *folder, int step) {
+    const Text state = in_checkpoint(folder, step, FILE_STATE);
+    uint64_t length = 0;
+    if (state.size() < 8) {
+        return "";
+    }
+    memcpy(&length, &state[0], 8);
+    size_t counters = state.find("\"step\":");
+    return in_checkpoint(folder, step, FILE_MODEL) +
+           state.substr(counters, state.find('}', counters) - counters) + state.substr(8 + length);
+}
+
+// Went on from an older checkpoint, and says in one line what is wrong with the newest.
+static void passed_over_at(int line, const Outcome &o, const Text &file, const Text &who) {
+    if (o.status != 0 || o.err.find("passed over out/step-00000008: " + file) == Text::npos ||
+        o.err.find('\n') != o.err.size() - 1) {
+        fail(line, who + text(": status %d, stderr: ", o.status) + o.err.substr(0, 600));
+    }
+}
+#define expect_passed_over(outcome, file, who) passed_over_at(__LINE__, outcome, file, who)
+
+// The bytes of a checkpoint, all its files.
+static Text state_file(const char *folder, int step) {
+    Text all;
+    for (int i = 0; i < CHECKPOINT_FILES; i++) {
+        all += in_checkpoint(folder, step, i);
+    }
+    return all;
+}
+
+// A damaged checkpoint is passed over by name, and the run that goes on from the one before ends in
+// the same bytes; a foreign one is refused; without a whole one nothing is lost or begun; unfinished
+// ones are removed; --keep keeps the newest; a finished run resumes to the same end.
 static void test_checkpoint_folder() {
     write_corpus();
     const Text run = TINY "--quiet -x 8 -n 2 -y 1 -o out ";
     expect_success(program(run), "first run");
     expect(names_in("out", "step") == "step-00000002 step-00000004 step-00000006 step-00000008");
-    const Text good = state_file("out", 8), path = "out/step-00000008/state.bin";
-    const size_t size = good.size(), flips[] = {3, 30, 400, 8000, 8192, 9200, size / 2, size - 1};
-    for (size_t at : flips) {
-        Text bad = good;
-        bad[at] ^= 4;
-        write_file(path, bad);
-        expect_refused(program(run), path.c_str(), text("byte %zu flipped", at));
-        expect(read_file(path) == bad);
+    const Text good = state_file("out", 8), tensors = tensors_of("out", 8);
+    const Text at = "out/step-00000008/";
+    for (int i = 0; i < CHECKPOINT_FILES; i++) {
+        const Text path = at + checkpoint_files[i], file = read_file(path);
+        const char *named = i == FILE_MANIFEST ? "" : checkpoint_files[i];  // or what it tells of
+        const size_t size = file.size();
+        for (size_t byte : {(size_t)0, (size_t)9, size / 3, size - 1, size}) {
+            Text bad = file;
+            byte < size ? (void)(bad[byte] ^= 4) : bad.push_back('x');
+            write_file(path, bad);
+            expect_passed_over(program(run), named, text("byte %zu", byte));
+            expect(state_file("out", 8) == good, "%s, byte %zu", path.c_str(), byte);
+        }
+        for (size_t length : {(size_t)0, (size_t)5, size / 2, size - 2}) {
+            write_file(path, file.substr(0, length));
+            expect_passed_over(program(run), named, text("cut to %zu", length));
+        }
+        unlink(path.c_str());
+        expect_passed_over(program(run), checkpoint_files[i], "missing");
+        expect(state_file("out", 8) == good, "%s missing", path.c_str());
     }
-    for (size_t length : {(size_t)0, (size_t)5, (size_t)100, (size_t)8192, size - 8, size - 1}) {
-        write_file(path, good.substr(0, length));
-        expect_refused(program(run), path.c_str(), text("cut to %zu bytes", length));
+    for (int step = 2; step <= 8; step += 2) {
+        write_file(text("out/step-%08d/config.json", step), "{}");
     }
-    write_file(path, good + "12345678");
-    expect_refused(program(run), path.c_str(), "eight bytes more");
-    write_file(path, good);
+    Outcome o = program(run);
+    expect(o.status == 1 && o.err.find("no checkpoint in out is whole") != Text::npos, "%s",
+           o.err.c_str());
+    expect(names_in("out", "step") == "step-00000002 step-00000004 step-00000006 step-00000008");
+    expect_success(program(TINY "--quiet -x 8 -n 2 -y 1 -o again"), "again");
+    nftw("out", remove_one, 16, FTW_DEPTH | FTW_PHYS);
+    expect(rename("again", "out") == 0 && tensors_of("out", 8) == tensors);
     expect_refused(program("-i train.bin -e l2h2c32t16 -b 2 -x 8 -n 2 -y 1 -o out"),
                    "is of another run", "another shape");
     mkdir("out/step-00000099.tmp", 0755);
-    write_file("out/step-00000099.tmp/state.bin", good.substr(0, 9999));
+    write_file("out/step-00000099.tmp/model.safetensors", good.substr(0, 999));
     expect_success(program(run), "resumed after its end");
     expect(names_in("out", "step") == "step-00000002 step-00000004 step-00000006 step-00000008",
            "%s", names_in("out", "step").c_str());
-    expect(state_file("out", 8) == good, "resumed after its end");
+    expect(tensors_of("out", 8) == tensors, "resumed after its end");
     mkdir("torn", 0755);  // killed before its first checkpoint, inside a line of the log
     write_file("torn/log.jsonl",
                "{\"event\":\"start\"}\n{\"step\":1,\"loss\":5}\n{\"step\":2,\"lo");
@@ -2273,11 +2325,9 @@ static void test_skipped_step() {
     expect(line.find("\"grad_norm\":null") != Text::npos &&
            line.find("\"skipped\":1") != Text::npos);
     expect(log.find("\"skipped\":1") == log.rfind("\"skipped\":1"), "one step only");
-    RunState state;
-    Text bytes = state_file("out", 6);
-    memcpy(&state, &bytes[CHECKPOINT_HEADER], sizeof state);
-    expect(state.step == 6 && state.updates == 5 && state.skipped == 1 && state.norms.count == 5 &&
-           state.position == 12);
+    expect(in_checkpoint("out", 6, FILE_STATE)
+               .find("\"step\":\"6\",\"updates\":\"5\",\"position\":\"12\",\"skipped\":\"1\","
+                     "\"norm_count\":\"5\"}") != Text::npos);
     o = program(TINY "-x 6 -o none", nullptr, &small);
     expect_refused(o, "available are 976.6 KiB: short", "a plan that does not fit");
     expect(!exists("none/log.jsonl"));
@@ -3319,24 +3369,27 @@ static void test_gpu_commands() {
 #endif
 }
 
-// Counters and tensors of a checkpoint, without the header, which tells options, and the checksum.
-static Text tensors_of(const char *folder, int step) {
-    Text all = state_file(folder, step);
-    return all.size() > CHECKPOINT_HEADER + 8
-               ? all.substr(CHECKPOINT_HEADER, all.size() - CHECKPOINT_HEADER - 8)
-               : "";
+// Weights of a checkpoint as numbers, without the low halves of their masters.
+static Reals weights_of(const char *folder, int step) {
+    ModelFile f;
+    Reals all;
+    model_file_open(&f, text("%s/step-%08d", folder, step).c_str());
+    for (int tensor = 0; tensor < TENSORS; tensor++) {
+        for (int l = 0; l < tensor_copies(&f.model, tensor); l++) {
+            int64_t rows, cols;
+            tensor_shape(&f.model, tensor, &rows, &cols);
+            Reals part((size_t)(rows * cols));
+            span_values(part.data(), file_span(f.spans, tensor, l), 0, rows * cols);
+            all.insert(all.end(), part.begin(), part.end());
+        }
+    }
+    model_file_close(&f);
+    return all;
 }
 
 // Norm of the difference of two checkpoints' weights over the norm of the second.
-static double weights_apart(const Text &a, const Text &b) {
-    const size_t at = sizeof(RunState), n = (a.size() - at) / sizeof(real) / STATES;
-    if (a.size() != b.size() || a.size() < at) {
-        return NAN;
-    }
-    Reals x(n), y(n);
-    memcpy(x.data(), &a[at], n * sizeof(real));
-    memcpy(y.data(), &b[at], n * sizeof(real));
-    return relative_error(x.data(), y.data(), (int64_t)n);
+static double weights_apart(const Reals &a, const Reals &b) {
+    return a.size() == b.size() ? relative_error(a.data(), b.data(), (int64_t)a.size()) : NAN;
 }
 
 // A resumed run ends in the bytes of the uninterrupted one, whatever is recomputed meanwhile. What
@@ -3347,7 +3400,7 @@ static void test_gpu_checkpoints() {
     const Text run = "-i train.bin -j val.bin -v 3 -e l2h2c16t16 -b 2 -d 64 -x 6 -n 3 -y 1 -s 6 "
                      "-g 4 --quiet -o ";
     auto resume = [&](const char *folder, const Text &more, bool gpu) {
-        checkpoint_remove(folder, "step-00000006");
+        checkpoint_remove(text("%s/step-00000006", folder).c_str());
         expect(names_in(folder, "step") == "step-00000003", "%s", folder);
         expect_success(gpu ? gpu_program(run + folder + more) : program(run + folder + more),
                        folder);
@@ -3361,14 +3414,18 @@ static void test_gpu_checkpoints() {
         expect(!whole.empty() && resume(folder, Text(types) + " -r block", true) == whole,
                "%s: resumed", folder);
     }
-    Text gpu = tensors_of("fp32", 6), cpu = resume("fp32", "", false);
-    expect_near((wide)weights_apart(cpu, gpu), 0, 1e-5, "the GPU's, resumed on the CPU");
+    Reals gpu = weights_of("fp32", 6);
+    resume("fp32", "", false);
+    expect_near((wide)weights_apart(weights_of("fp32", 6), gpu), 0, 1e-5,
+                "the GPU's, resumed on the CPU");
     expect_success(program(run + "cpu"), "the CPU's");
-    cpu = tensors_of("cpu", 6);
-    gpu = resume("cpu", " --dtype fp32 -r norm", true);
-    expect_near((wide)weights_apart(gpu, cpu), 0, 1e-5, "the CPU's, resumed on the GPU");
-    gpu = resume("cpu", " --dtype bf16", true);
-    expect_near((wide)weights_apart(gpu, cpu), 0, 1e-2, "the CPU's, resumed in bf16");
+    const Reals cpu = weights_of("cpu", 6);
+    resume("cpu", " --dtype fp32 -r norm", true);
+    expect_near((wide)weights_apart(weights_of("cpu", 6), cpu), 0, 1e-5,
+                "the CPU's, resumed on the GPU");
+    resume("cpu", " --dtype bf16", true);
+    expect_near((wide)weights_apart(weights_of("cpu", 6), cpu), 0, 1e-2,
+                "the CPU's, resumed in bf16");
 }
 
 // The losses of a log's steps.
@@ -3548,10 +3605,6 @@ static int is_asked_for(const Test *t, int argc, char **argv) {
         asked |= strncmp(t->name, argv[a], strlen(argv[a])) == 0;
     }
     return asked && (t->builds & THIS_BUILD);
-}
-
-static int remove_one(const char *path, const struct stat *, int, struct FTW *) {
-    return remove(path);
 }
 
 int main(int argc, char **argv) {

@@ -31,10 +31,10 @@
 //  11  The network
 //  12  Optimizer and schedules
 //  13  The engine
-//  14  Checkpoints
-//  15  Sampling
-//  16  Output
-//  17  Training
+//  14  Model files
+//  15  Checkpoints
+//  16  Sampling
+//  17  Output and training
 //  18  main
 
 #ifndef _GNU_SOURCE
@@ -59,6 +59,9 @@
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
+#if defined(__SHA__) && defined(__SSE4_1__)
+#include <immintrin.h>
+#endif
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -338,7 +341,8 @@ typedef struct {
 #define FIELD(name) offsetof(Options, name)
 static const OptionRow option_rows[] = {
     {"model", 'e', OPT_TEXT, FIELD(model), NULL, 0, 0, NULL, "Model",
-     "d12 d24 d36 d48 (gpt2, gpt2-medium, gpt2-large, gpt2-xl) or a shape: l4h4c128t64"},
+     "d12 d24 d36 d48 (gpt2, gpt2-medium, gpt2-large, gpt2-xl), a shape: l4h4c128t64, or weights: a "
+     "folder with model.safetensors and config.json, or an llm.c .bin"},
     {"seq-len", 't', OPT_INT, FIELD(seq_len), NULL, 1, 1 << 20, NULL, "Model",
      "tokens in a sequence, T; default: the model's"},
     {"seed", 0, OPT_INT, FIELD(seed), "42", 0, 9e15, NULL, "Model",
@@ -726,8 +730,13 @@ static const Preset presets[] = {
     {"d48", "gpt2-xl", 48, 25, 1600},
 };
 
+static int model_is_allowed(const Model *m) {
+    return m->L >= 1 && m->L <= 400 && m->NH >= 1 && m->C >= 1 && m->C <= 65536 &&
+           m->C % m->NH == 0 && m->maxT >= 1 && m->maxT <= 1 << 20;
+}
+
 // Reads -e into everything but the vocabulary. Returns 1 for a preset (its vocabulary is GPT-2's),
-// 0 for a shape.
+// 0 for a shape, -1 where it is neither: a file (chapter 14).
 static int model_parse(Model *m, const char *text) {
     memset(m, 0, sizeof *m);
     for (size_t i = 0; i < sizeof presets / sizeof presets[0]; i++) {
@@ -743,12 +752,9 @@ static int model_parse(Model *m, const char *text) {
     if (strlen(text) > 40 ||
         sscanf(text, "l%5dh%5dc%6dt%8d%n", &m->L, &m->NH, &m->C, &m->maxT, &end) != 4 ||
         text[end] != 0) {
-        die("--model (-e): '%s' is neither a preset (d12 d24 d36 d48) nor a shape such as "
-            "l4h4c128t256",
-            text);
+        return -1;
     }
-    if (m->L < 1 || m->L > 400 || m->NH < 1 || m->C < 1 || m->C > 65536 || m->C % m->NH != 0 ||
-        m->maxT < 1 || m->maxT > 1 << 20) {
+    if (!model_is_allowed(m)) {
         die("--model (-e): '%s': allowed are 1-400 layers, 1-65536 channels in equal heads, "
             "1-1048576 positions",
             text);
@@ -3092,17 +3098,24 @@ static void cpu_open(Engine *e, const Settings *s) {
              s->threads == 1 ? "" : "s");
 }
 
+// Zero weights and moments: padding stays so.
+static void engine_clear(Engine *e, const Model *m) {
+    real *zeros = (real *)alloc_zero(PIECE, sizeof(real));
+    int64_t all = tensor_offset(m, TENSORS, 0);
+    for (int64_t i = 0; i < all; i += PIECE) {
+        for (int state = 0; state < STATES; state++) {
+            e->write(e, state, i, zeros, min_i64(PIECE, all - i));
+        }
+    }
+    free(zeros);
+}
+
 // Initial weights as GPT-2's: N(0, 0.02), residual projections N(0, 0.02 / sqrt(2 L)), LayerNorm
 // weights 1, the rest and both moments 0. Element by element a function of the seed, whatever
 // engine asks.
 static void engine_initialise(Engine *e, const Model *m, uint64_t seed) {
     real *piece = (real *)alloc_zero(PIECE, sizeof(real));
-    int64_t all = tensor_offset(m, TENSORS, 0);
-    for (int64_t i = 0; i < all; i += PIECE) {
-        for (int state = 0; state < STATES; state++) {
-            e->write(e, state, i, piece, min_i64(PIECE, all - i));
-        }
-    }
+    engine_clear(e, m);
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         const TensorRow *row = &tensor_rows[tensor];
         // padded vocabulary rows stay zero
@@ -3130,16 +3143,1090 @@ static void engine_initialise(Engine *e, const Model *m, uint64_t seed) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 14. Checkpoints
-// A checkpoint is a folder step-NNNNNNNN in the output folder with one file, state.bin: a header of
-// text that names shapes and options, the run's state, weights and both moments in fp32, a
-// checksum.
-// 1. It is written under the name with ".tmp", synced, and renamed: what bears the final name is
-//    whole.
-// 2. A kill at any moment leaves the checkpoint before it untouched; a full disk ends the run with
-//    the file named.
-// 3. The engine (chapter 13) hands states over in pieces of PIECE elements, so saving takes no
-//    memory of note.
+// 14. Model files
+// Weights come and go as Hugging Face's model.safetensors beside its config.json, and come from
+// llm.c's .bin files.
+// 1. These files come from strangers: what a header claims is held against the file's length and
+//    the model's shapes before anything is allocated or read by it; a fault is one line that names
+//    file and tensor.
+// 2. Parsers work on bytes in memory and allocate nothing.
+// 3. Hugging Face keeps the weights of a block as (in, out), the transpose of ours, and wte without
+//    its padding rows.
+
+// Bytes of a file, mapped to be read only. An empty file has bytes NULL.
+typedef struct {
+    const unsigned char *bytes;
+    size_t size;
+} Mapping;
+
+static int mapping_open(Mapping *m, const char *path) {
+    struct stat status;
+    memset(m, 0, sizeof *m);
+    int fd = open(path, O_RDONLY);
+    if (fd < 0 || fstat(fd, &status) != 0 || !S_ISREG(status.st_mode)) {
+        errno = fd < 0 ? errno : S_ISDIR(status.st_mode) ? EISDIR : EINVAL;
+        close(fd);
+        return -1;
+    }
+    m->size = (size_t)status.st_size;
+    void *map = m->size ? mmap(NULL, m->size, PROT_READ, MAP_PRIVATE, fd, 0) : NULL;
+    close(fd);
+    m->bytes = (const unsigned char *)map;
+    return map == MAP_FAILED ? -1 : 0;
+}
+
+static void mapping_close(Mapping *m) {
+    if (m->size) {
+        munmap((void *)(uintptr_t)m->bytes, m->size);
+    }
+    memset(m, 0, sizeof *m);
+}
+
+// Gives pages that have been read back to the system, so that a large file does not count as memory
+// of this process. Only whole pages inside the range.
+static void mapping_done(const void *bytes, size_t size) {
+    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), first = (uintptr_t)bytes;
+    uintptr_t begin = (first + page - 1) / page * page, end = (first + size) / page * page;
+    if (begin < end) {
+        madvise((void *)begin, end - begin, MADV_DONTNEED);
+    }
+}
+
+// SHA-256 (FIPS 180-4).
+typedef struct {
+    uint32_t h[8];
+    uint64_t bytes;
+    unsigned char block[64];
+} Sha256;
+enum { SHA256_TEXT = 65 };
+
+static const uint32_t sha256_k[64] = {
+    0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
+    0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
+    0xe49b69c1, 0xefbe4786, 0x0fc19dc6, 0x240ca1cc, 0x2de92c6f, 0x4a7484aa, 0x5cb0a9dc, 0x76f988da,
+    0x983e5152, 0xa831c66d, 0xb00327c8, 0xbf597fc7, 0xc6e00bf3, 0xd5a79147, 0x06ca6351, 0x14292967,
+    0x27b70a85, 0x2e1b2138, 0x4d2c6dfc, 0x53380d13, 0x650a7354, 0x766a0abb, 0x81c2c92e, 0x92722c85,
+    0xa2bfe8a1, 0xa81a664b, 0xc24b8b70, 0xc76c51a3, 0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070,
+    0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
+    0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
+
+// Mixes `count` blocks of 64 bytes into h. x86's SHA instructions are some six times as fast as
+// plain C, which would make the hash the slowest part of a checkpoint.
+#if defined(__SHA__) && defined(__SSE4_1__)
+static inline __m128i sha256_load(const void *p) { return _mm_loadu_si128((const __m128i *)p); }
+
+// Rounds 4 i to 4 i + 3, with their words w of the message schedule.
+static inline void sha256_rounds(__m128i *abef, __m128i *cdgh, __m128i w, int i) {
+    __m128i k = _mm_add_epi32(sha256_load(sha256_k + 4 * i), w);
+    *cdgh = _mm_sha256rnds2_epu32(*cdgh, *abef, k);
+    *abef = _mm_sha256rnds2_epu32(*abef, *cdgh, _mm_shuffle_epi32(k, 0x0E));
+}
+
+// The four words of the schedule that follow a, b, c, d.
+static inline __m128i sha256_schedule(__m128i a, __m128i b, __m128i c, __m128i d) {
+    __m128i sum = _mm_add_epi32(_mm_sha256msg1_epu32(a, b), _mm_alignr_epi8(d, c, 4));
+    return _mm_sha256msg2_epu32(sum, d);
+}
+
+static void sha256_blocks(uint32_t h[8], const unsigned char *p, size_t count) {
+    const __m128i swap = _mm_set_epi64x(0x0c0d0e0f08090a0b, 0x0405060700010203);
+    __m128i low = _mm_shuffle_epi32(sha256_load(h), 0xB1);
+    __m128i high = _mm_shuffle_epi32(sha256_load(h + 4), 0x1B);
+    __m128i abef = _mm_alignr_epi8(low, high, 8), cdgh = _mm_blend_epi16(high, low, 0xF0);
+    for (; count > 0; count--, p += 64) {
+        __m128i abef_before = abef, cdgh_before = cdgh;
+        __m128i a = _mm_shuffle_epi8(sha256_load(p), swap);
+        __m128i b = _mm_shuffle_epi8(sha256_load(p + 16), swap);
+        __m128i c = _mm_shuffle_epi8(sha256_load(p + 32), swap);
+        __m128i d = _mm_shuffle_epi8(sha256_load(p + 48), swap);
+        for (int i = 0; i < 16; i += 4) {
+            sha256_rounds(&abef, &cdgh, a, i);
+            sha256_rounds(&abef, &cdgh, b, i + 1);
+            sha256_rounds(&abef, &cdgh, c, i + 2);
+            sha256_rounds(&abef, &cdgh, d, i + 3);
+            a = sha256_schedule(a, b, c, d);  // those after the last rounds are not used
+            b = sha256_schedule(b, c, d, a);
+            c = sha256_schedule(c, d, a, b);
+            d = sha256_schedule(d, a, b, c);
+        }
+        abef = _mm_add_epi32(abef, abef_before);
+        cdgh = _mm_add_epi32(cdgh, cdgh_before);
+    }
+    low = _mm_shuffle_epi32(abef, 0x1B);
+    high = _mm_shuffle_epi32(cdgh, 0xB1);
+    _mm_storeu_si128((__m128i *)(void *)h, _mm_blend_epi16(low, high, 0xF0));
+    _mm_storeu_si128((__m128i *)(void *)(h + 4), _mm_alignr_epi8(high, low, 8));
+}
+#else
+static uint32_t rotate_right(uint32_t x, int n) { return x >> n | x << (32 - n); }
+
+static void sha256_blocks(uint32_t h[8], const unsigned char *p, size_t count) {
+    for (; count > 0; count--, p += 64) {
+        uint32_t w[64], s[8];
+        memcpy(s, h, sizeof s);
+        for (int i = 0; i < 64; i++) {
+            if (i < 16) {
+                w[i] = (uint32_t)p[4 * i] << 24 | (uint32_t)p[4 * i + 1] << 16 |
+                       (uint32_t)p[4 * i + 2] << 8 | p[4 * i + 3];
+            } else {
+                uint32_t a = w[i - 15], b = w[i - 2];
+                w[i] = w[i - 16] + w[i - 7] +
+                       (rotate_right(a, 7) ^ rotate_right(a, 18) ^ a >> 3) +
+                       (rotate_right(b, 17) ^ rotate_right(b, 19) ^ b >> 10);
+            }
+            uint32_t e = s[4], a = s[0];
+            uint32_t t1 = s[7] + (rotate_right(e, 6) ^ rotate_right(e, 11) ^ rotate_right(e, 25)) +
+                          ((e & s[5]) ^ (~e & s[6])) + sha256_k[i] + w[i];
+            uint32_t t2 = (rotate_right(a, 2) ^ rotate_right(a, 13) ^ rotate_right(a, 22)) +
+                          ((a & s[1]) ^ (a & s[2]) ^ (s[1] & s[2]));
+            memmove(s + 1, s, 7 * sizeof *s);
+            s[4] += t1;
+            s[0] = t1 + t2;
+        }
+        for (int i = 0; i < 8; i++) {
+            h[i] += s[i];
+        }
+    }
+}
+#endif
+
+static void sha256_start(Sha256 *s) {
+    static const Sha256 fresh = {{0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f,
+                                  0x9b05688c, 0x1f83d9ab, 0x5be0cd19}, 0, {0}};
+    *s = fresh;
+}
+
+static void sha256_add(Sha256 *s, const void *data, size_t bytes) {
+    const unsigned char *p = (const unsigned char *)data;
+    size_t held = s->bytes % 64;
+    s->bytes += bytes;
+    if (held > 0) {
+        size_t taken = bytes < 64 - held ? bytes : 64 - held;
+        memcpy(s->block + held, p, taken);
+        if (held + taken < 64) {
+            return;
+        }
+        sha256_blocks(s->h, s->block, 1);
+        p += taken;
+        bytes -= taken;
+    }
+    sha256_blocks(s->h, p, bytes / 64);
+    memcpy(s->block, p + bytes / 64 * 64, bytes % 64);
+}
+
+// The hash of all that was added, as 64 digits.
+static void sha256_end(Sha256 *s, char text[SHA256_TEXT]) {
+    static const unsigned char padding[64] = {0x80};
+    unsigned char length[8];
+    for (int i = 0; i < 8; i++) {
+        length[i] = (unsigned char)(s->bytes * 8 >> (56 - 8 * i));
+    }
+    sha256_add(s, padding, 64 - (s->bytes + 8) % 64);
+    sha256_add(s, length, 8);
+    for (int i = 0; i < 8; i++) {
+        snprintf(text + 8 * i, 9, "%08x", s->h[i]);
+    }
+}
+
+// A cursor over JSON text (RFC 8259). The first fault stays in `fault`, and nothing is read after
+// it: loops end, and one look at the end is enough.
+typedef struct {
+    const unsigned char *bytes;
+    size_t at, end;
+    const char *fault;
+} Json;
+enum { JSON_DEPTH = 64 };
+
+static int json_fail(Json *j, const char *fault) {
+    j->fault = j->fault ? j->fault : fault;
+    return 0;
+}
+
+// The next character that is no space; -1 at the end and after a fault.
+static int json_peek(Json *j) {
+    while (j->at < j->end && strchr(" \t\r\n", j->bytes[j->at]) && j->bytes[j->at]) {
+        j->at++;
+    }
+    return j->fault || j->at == j->end ? -1 : j->bytes[j->at];
+}
+
+static int json_take(Json *j, char c) {
+    int found = json_peek(j) == c;
+    j->at += (size_t)found;
+    return found;
+}
+
+static int hex_digit(int c) {
+    return c >= '0' && c <= '9' ? c - '0' : (c | 32) >= 'a' && (c | 32) <= 'f' ? (c | 32) - 87 : -1;
+}
+
+// A string into `out`, cut to capacity - 1 bytes. \uXXXX becomes UTF-8, halves of a surrogate pair
+// each for itself; \u0000 is a fault.
+static void json_string(Json *j, char *out, size_t capacity) {
+    size_t n = 0;
+    if (!json_take(j, '"')) {
+        json_fail(j, "a string should begin");
+    }
+    while (!j->fault) {
+        int c = j->at < j->end ? j->bytes[j->at++] : -1, length = 1;
+        if (c == '"') {
+            break;
+        }
+        if (c < 32) {
+            json_fail(j, "a string does not end");
+        }
+        if (c == '\\') {
+            static const char letters[] = "\"\\/bfnrt", values[] = "\"\\/\b\f\n\r\t";
+            c = j->at < j->end ? j->bytes[j->at++] : 0;
+            const char *letter = c ? strchr(letters, c) : NULL;
+            int code = 0;
+            for (int i = 0; c == 'u' && i < 4; i++) {
+                int digit = j->at < j->end ? hex_digit(j->bytes[j->at++]) : -1;
+                code = digit < 0 || code < 0 ? -1 : code * 16 + digit;
+            }
+            if (c == 'u' ? code <= 0 : !letter) {
+                json_fail(j, "an unknown escape in a string");
+            }
+            c = letter ? values[letter - letters] : code;
+            length = letter || c < 0x80 ? 1 : c < 0x800 ? 2 : 3;
+        }
+        for (int i = 0; i < length && n + 1 < capacity; i++) {
+            int bits = c >> 6 * (length - 1 - i);
+            out[n++] = (char)(length == 1 ? c : i ? (bits & 63) | 128 : bits | (length == 2 ? 192 : 224));
+        }
+    }
+    if (capacity) {
+        out[n] = 0;
+    }
+}
+
+// A number or a word (true, false, null) into `out`.
+static void json_scalar(Json *j, char out[32]) {
+    int n = 0, c = json_peek(j);
+    while (c > 0 && c < 128 && (strchr("+-.", c) || (c >= '0' && c <= '9') || (c | 32) >= 'a') &&
+           (c | 32) <= 'z' && n < 31) {
+        out[n++] = (char)c;
+        j->at++;
+        c = j->at < j->end ? j->bytes[j->at] : -1;
+    }
+    out[n] = 0;
+    if (n == 0 || n == 31) {
+        json_fail(j, "a value should stand");
+    }
+}
+
+// A whole number from 0 to 2^53.
+static int64_t json_count(Json *j) {
+    char text[32], *end;
+    json_scalar(j, text);
+    int64_t value = strtoll(text, &end, 10);
+    if (*end != 0 || value < 0 || value > (int64_t)1 << 53) {
+        json_fail(j, "not a whole number from 0 to 2^53");
+        return 0;
+    }
+    return j->fault ? 0 : value;
+}
+
+// Passes over one value of any kind.
+static void json_skip(Json *j) {
+    int depth = 0;
+    do {
+        int c = json_peek(j);
+        char text[32];
+        if (c == '"') {
+            json_string(j, NULL, 0);
+        } else if (c == '{' || c == '[') {
+            j->at++;
+            if (++depth > JSON_DEPTH) {
+                json_fail(j, "values nested deeper than 64");
+            }
+        } else if (c > 0 && depth > 0 && strchr("}],:", c)) {
+            j->at++;
+            depth -= c == '}' || c == ']';
+        } else {
+            json_scalar(j, text);
+        }
+    } while (depth > 0 && !j->fault);
+}
+
+// Steps to the next element of an array ('[') or member of an object ('{', whose key it reads).
+// Returns 0 at the end. *count, 0 at first, counts them.
+static int json_next(Json *j, int *count, char kind, char *key, size_t capacity) {
+    if (*count == 0 && !json_take(j, kind)) {
+        return json_fail(j, kind == '{' ? "an object should begin" : "an array should begin");
+    }
+    if (json_take(j, kind == '{' ? '}' : ']')) {
+        return 0;
+    }
+    if (*count > 0 && !json_take(j, ',')) {
+        return json_fail(j, "a comma should stand");
+    }
+    ++*count;
+    if (kind == '{') {
+        json_string(j, key, capacity);
+        if (!json_take(j, ':')) {
+            json_fail(j, "a colon should stand");
+        }
+    }
+    return !j->fault;
+}
+
+// Ends the run at a fault, or where something follows the JSON text.
+static void json_end(Json *j, const char *name) {
+    if (json_peek(j) >= 0) {
+        json_fail(j, "more text after the end");
+    }
+    if (j->fault) {
+        die("%s: not JSON as it should be: %s at byte %zu", name, j->fault, j->at);
+    }
+}
+
+// Bytes of the UTF-8 character at text: 2 to 4, or 0 when it is none (RFC 3629, section 4).
+static int utf8_length(const unsigned char *text, size_t left) {
+    int length = text[0] >= 0xF0 ? 4 : text[0] >= 0xE0 ? 3 : 2;
+    if (text[0] < 0xC2 || text[0] > 0xF4 || left < (size_t)length ||
+        (text[0] == 0xE0 && text[1] < 0xA0) || (text[0] == 0xED && text[1] > 0x9F) ||
+        (text[0] == 0xF0 && text[1] < 0x90) || (text[0] == 0xF4 && text[1] > 0x8F)) {
+        return 0;
+    }
+    for (int i = 1; i < length; i++) {
+        length = (text[i] & 0xC0) == 0x80 ? length : 0;
+    }
+    return length;
+}
+
+// Writes text as the inside of a JSON string; a byte that is no UTF-8 becomes \u00XX.
+static void json_text(FILE *f, const char *text, size_t length) {
+    for (size_t i = 0; i < length; i++) {
+        unsigned char c = (unsigned char)text[i];
+        int utf8 = c > 126 ? utf8_length((const unsigned char *)text + i, length - i) : 0;
+        if (utf8) {
+            fwrite(text + i, 1, (size_t)utf8, f);
+            i += (size_t)utf8 - 1;
+        } else if (c == '"' || c == '\\') {
+            fprintf(f, "\\%c", c);
+        } else if (c < 32 || c > 126) {
+            fprintf(f, "\\u%04x", c);
+        } else {
+            fputc(c, f);
+        }
+    }
+}
+
+// The element types of safetensors files. FILE_F32, FILE_BF16 and FILE_F16 can be weights.
+enum { FILE_F32, FILE_BF16, FILE_F16, FILE_U16, FILE_F64, FILE_TYPES = 15 };
+static const struct {
+    const char *name;
+    int bytes;
+} file_types[FILE_TYPES] = {{"F32", 4}, {"BF16", 2}, {"F16", 2}, {"U16", 2}, {"F64", 8},
+                            {"U8", 1}, {"I64", 8},  {"I32", 4}, {"I16", 2}, {"I8", 1},
+                            {"U64", 8}, {"U32", 4},  {"BOOL", 1}, {"F8_E4M3", 1}, {"F8_E5M2", 1}};
+
+// A safetensors file (https://github.com/huggingface/safetensors, README, "Format"): 8 bytes with
+// the header's length, the header, a JSON object with a member for every tensor, and the data.
+typedef struct {
+    const char *name;
+    Json json;
+    int count;                  // members seen
+    size_t metadata;            // where __metadata__'s object begins; 0: none so far
+    const unsigned char *data;
+    uint64_t size, tiling;      // of the data
+} Safetensors;
+
+typedef struct {
+    char name[80];
+    int type, dims;
+    int64_t shape[2], count;    // first dimensions; elements
+    const unsigned char *data;
+} FileTensor;
+
+static void file_require(int ok, const char *file, const char *tensor, const char *what) {
+    if (!ok) {
+        die("%s: tensor %s: %s", file, tensor, what);
+    }
+}
+
+static void safetensors_start(Safetensors *f, const unsigned char *bytes, size_t size,
+                              const char *name) {
+    uint64_t length = 0;
+    memset(f, 0, sizeof *f);
+    f->name = name;
+    if (size >= 8) {
+        memcpy(&length, bytes, 8);
+    }
+    if (length < 2 || length > 100000000 || length > size - 8) {
+        die("%s: not a safetensors file: a header of %" PRIu64 " bytes in a file of %zu", name,
+            length, size);
+    }
+    f->json.bytes = bytes;
+    f->json.at = 8;
+    f->json.end = 8 + (size_t)length;
+    f->data = bytes + f->json.end;
+    f->size = size - f->json.end;
+}
+
+// Spreads a number over 64 bits (the last step of splitmix64).
+static uint64_t hash_u64(uint64_t x) {
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ x >> 27) * 0x94D049BB133111EBu;
+    return x ^ x >> 31;
+}
+
+// One tensor's member of the header: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}.
+static void safetensors_member(Safetensors *f, FileTensor *t) {
+    static const char *const keys[] = {"dtype", "shape", "data_offsets"};
+    Json *j = &f->json;
+    char key[16], type[16] = "";
+    int seen[3] = {0}, offsets = 0;
+    uint64_t offset[2] = {0, 0};
+    t->dims = 0;
+    t->count = 1;
+    for (int n = 0; json_next(j, &n, '{', key, sizeof key);) {
+        int k = 0, elements = 0;
+        while (k < 3 && strcmp(key, keys[k]) != 0) {
+            k++;
+        }
+        if (k == 3 || seen[k]++) {
+            json_fail(j, "a member twice, or other than dtype, shape and data_offsets");
+        } else if (k == 0) {
+            json_string(j, type, sizeof type);
+        } else {
+            while (json_next(j, &elements, '[', NULL, 0)) {
+                int64_t value = json_count(j);
+                if (k == 2) {
+                    offset[offsets & 1] = (uint64_t)value;
+                    offsets++;
+                } else if (value > 0 && t->count > ((int64_t)1 << 46) / value) {
+                    json_fail(j, "a shape of more than 2^46 elements");
+                } else {
+                    t->shape[t->dims & 1] = t->dims < 2 ? value : t->shape[t->dims & 1];
+                    t->count *= value;
+                    t->dims++;
+                }
+            }
+        }
+    }
+    if (j->fault) {
+        return;
+    }
+    for (t->type = 0; t->type < FILE_TYPES; t->type++) {
+        if (strcmp(type, file_types[t->type].name) == 0) {
+            break;
+        }
+    }
+    file_require(seen[0] && seen[1] && seen[2] && offsets == 2, f->name, t->name,
+                 "dtype, shape and data_offsets of two numbers must stand in the header");
+    file_require(t->type < FILE_TYPES, f->name, t->name, "an unknown dtype");
+    file_require(offset[0] <= offset[1] && offset[1] <= f->size, f->name, t->name,
+                 "its data_offsets lie outside the file");
+    file_require((int64_t)(offset[1] - offset[0]) == t->count * file_types[t->type].bytes, f->name,
+                 t->name, "its data_offsets do not span its shape");
+    t->data = f->data + offset[0];
+    f->tiling += hash_u64(offset[1]) - hash_u64(offset[0]);
+}
+
+// The next tensor; 0 after the last. Tensors must cover the data without overlap or gap: then, and
+// but for a collision of hashes only then, begins and the file's end are the same numbers as zero
+// and the ends. (Every tensor is an edge from its begin to its end; where all but the first begin
+// and the last end balance, the edges are one path.)
+static int safetensors_next(Safetensors *f, FileTensor *t) {
+    Json *j = &f->json;
+    while (json_next(j, &f->count, '{', t->name, sizeof t->name)) {
+        if (strcmp(t->name, "__metadata__") != 0) {
+            safetensors_member(f, t);
+            if (j->fault) {
+                break;
+            }
+            return 1;
+        }
+        if (f->metadata) {
+            json_fail(j, "__metadata__ twice");
+        }
+        f->metadata = j->at;
+        json_skip(j);
+    }
+    json_end(j, f->name);
+    if (f->tiling != hash_u64(f->size) - hash_u64(0)) {
+        die("%s: its tensors overlap, or leave some of its %" PRIu64 " bytes of data out", f->name,
+            f->size);
+    }
+    return 0;
+}
+
+// A text of __metadata__, after safetensors_next has come to the end; "" when it is not there.
+static void safetensors_text(const Safetensors *f, const char *key, char *out, size_t capacity) {
+    Json j = f->json;
+    char found[32];
+    out[0] = 0;
+    j.at = f->metadata;
+    for (int n = 0; f->metadata && json_next(&j, &n, '{', found, sizeof found);) {
+        int ours = strcmp(found, key) == 0;
+        json_string(&j, ours ? out : NULL, ours ? capacity : 0);
+    }
+}
+
+// Hugging Face's names: the sixteen tensors in the order of chapter 4, then what their files may
+// hold beside: the causal mask and the tied head. The dot of "h.N." is part of the prefix.
+enum { FILE_MASK = TENSORS, FILE_MASKED_BIAS, FILE_HEAD, FILE_TENSORS };
+static const struct {
+    const char *name;
+    int per_layer, transposed;
+} file_names[FILE_TENSORS] = {
+    {"wte.weight", 0, 0},         {"wpe.weight", 0, 0},       {"ln_1.weight", 1, 0},
+    {"ln_1.bias", 1, 0},          {"attn.c_attn.weight", 1, 1}, {"attn.c_attn.bias", 1, 0},
+    {"attn.c_proj.weight", 1, 1}, {"attn.c_proj.bias", 1, 0}, {"ln_2.weight", 1, 0},
+    {"ln_2.bias", 1, 0},          {"mlp.c_fc.weight", 1, 1},  {"mlp.c_fc.bias", 1, 0},
+    {"mlp.c_proj.weight", 1, 1},  {"mlp.c_proj.bias", 1, 0},  {"ln_f.weight", 0, 0},
+    {"ln_f.bias", 0, 0},          {"attn.bias", 1, 0},        {"attn.masked_bias", 1, 0},
+    {"lm_head.weight", 0, 0}};
+
+static void file_tensor_name(char name[80], const char *prefix, int tensor, int layer) {
+    char block[16] = "";
+    if (file_names[tensor].per_layer) {
+        snprintf(block, sizeof block, "h.%d.", layer);
+    }
+    snprintf(name, 80, "%s%s%s", prefix, block, file_names[tensor].name);
+}
+
+// Where the values of one tensor of one layer lie in a file.
+typedef struct {
+    const unsigned char *data;  // NULL: nowhere
+    int type;                   // FILE_F32, FILE_BF16 or FILE_F16
+} Span;
+typedef struct {
+    char name[PATH_BYTES];  // of the file that holds the weights
+    Mapping map;
+    Model model;
+    int transposed;         // linear layers as (in, out), wte without padding: Hugging Face's
+    Span *spans;            // [layer][FILE_TENSORS]
+} ModelFile;
+
+static Span *file_span(Span *spans, int tensor, int layer) {
+    return &spans[layer * FILE_TENSORS + tensor];
+}
+
+// Elements `first` to first + count of a span, as numbers.
+static void span_values(real *out, const Span *s, int64_t first, int64_t count) {
+    const unsigned char *p = s->data + first * file_types[s->type].bytes;
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t bits;
+        uint16_t half;
+        float value, scale = 1;
+        if (s->type == FILE_F32) {
+            memcpy(&bits, p + 4 * i, 4);
+        } else {
+            memcpy(&half, p + 2 * i, 2);
+            bits = (uint32_t)half << 16;
+        }
+        if (s->type == FILE_F16) {  // IEEE 754 half: 5 bits of exponent, biased by 15 and not 127
+            int special = (half & 0x7c00) == 0x7c00;
+            bits = (uint32_t)(half & 0x8000) << 16 | (uint32_t)(half & 0x7fff) << 13;
+            bits |= special ? 0x7f800000u : 0;
+            scale = special ? 1.0f : 0x1p112f;
+        }
+        memcpy(&value, &bits, 4);
+        out[i] = value * scale;
+    }
+}
+
+// Index of the tensor a name means in file_names, *layer its block's number; -1: none. The prefix
+// "transformer." may stand before it.
+static int file_tensor_find(const char *name, int L, int *layer) {
+    char *end;
+    *layer = 0;
+    name += strncmp(name, "transformer.", 12) == 0 ? 12 : 0;
+    int in_block = strncmp(name, "h.", 2) == 0 && name[2] >= '0' && name[2] <= '9';
+    if (in_block) {
+        long number = strtol(name + 2, &end, 10);
+        if (*end != '.' || number >= L || (name[2] == '0' && end > name + 3)) {
+            return -1;
+        }
+        *layer = (int)number;
+        name = end + 1;
+    }
+    for (int i = 0; i < FILE_TENSORS; i++) {
+        if (file_names[i].per_layer == in_block && strcmp(file_names[i].name, name) == 0) {
+            return i;
+        }
+    }
+    return -1;
+}
+
+// GPT-2's limits, as for shapes given by hand.
+static void model_require(const Model *m, const char *name) {
+    if (!model_is_allowed(m) || m->V < 1 || m->V > 65536) {
+        die("%s: a model of %d layers, %d heads, %d channels, %d positions, %d tokens; allowed are "
+            "1-400 layers, 1-65536 channels in equal heads, 1-1048576 positions, 1-65536 tokens",
+            name, m->L, m->NH, m->C, m->maxT, m->V);
+    }
+}
+
+// Finds every tensor of model `m` in a safetensors file. spans: (L, FILE_TENSORS), zeroed.
+static void safetensors_model(Span *spans, const Model *m, const unsigned char *bytes, size_t size,
+                              const char *name) {
+    Safetensors f;
+    FileTensor t;
+    safetensors_start(&f, bytes, size, name);
+    while (safetensors_next(&f, &t)) {
+        int layer, i = file_tensor_find(t.name, m->L, &layer);
+        file_require(i >= 0, name, t.name, "GPT-2 of this many layers has none of this name");
+        Span *s = file_span(spans, i, layer);
+        file_require(!s->data, name, t.name, "stands in the file twice");
+        s->data = t.data;
+        s->type = t.type;
+        if (i == FILE_MASK || i == FILE_MASKED_BIAS) {
+            continue;
+        }
+        int tensor = i == FILE_HEAD ? (int)WTE : i, swap = file_names[i].transposed;
+        int64_t want[2] = {tensor == WTE ? m->V : dim_size(m, tensor_rows[tensor].rows),
+                           dim_size(m, tensor_rows[tensor].cols)};
+        if (t.dims != 1 + tensor_is_matrix(tensor) || t.shape[0] != want[swap] ||
+            (t.dims == 2 && t.shape[1] != want[!swap])) {
+            die("%s: tensor %s: its shape is not (%" PRId64 ", %" PRId64 "), as config.json wants",
+                name, t.name, want[swap], want[!swap]);
+        }
+        file_require(t.type <= FILE_F16, name, t.name, "weights are F32, BF16 or F16");
+    }
+    for (int tensor = 0; tensor < TENSORS; tensor++) {
+        for (int l = 0; l < tensor_copies(m, tensor); l++) {
+            file_tensor_name(t.name, "", tensor, l);
+            file_require(file_span(spans, tensor, l)->data != NULL, name, t.name, "is missing");
+        }
+    }
+    const Span *head = file_span(spans, FILE_HEAD, 0), *wte = file_span(spans, WTE, 0);
+    real a[256], b[256];
+    int64_t elements = (int64_t)m->V * m->C;
+    for (int64_t i = 0; head->data && i < elements; i += 256) {
+        int64_t count = min_i64(256, elements - i);
+        span_values(a, head, i, count);
+        span_values(b, wte, i, count);
+        file_require(memcmp(a, b, (size_t)count * sizeof *a) == 0, name, "lm_head.weight",
+                     "differs from wte.weight; GPT-2's head is tied to the embedding");
+    }
+}
+
+// The sizes of a Hugging Face config.json. What would make another function of the same weights is
+// refused; what only training or generation looks at there is passed over.
+static void config_parse(Model *m, const unsigned char *bytes, size_t size, const char *name) {
+    static const char *const sizes[] = {"n_layer", "n_head", "n_embd", "n_positions", "vocab_size"};
+    static const struct {
+        const char *key, *allowed;  // a|b|c
+    } facts[] = {{"model_type", "gpt2"},
+                 {"activation_function", "gelu_new|gelu_pytorch_tanh"},
+                 {"layer_norm_epsilon", "1e-05|1e-5|0.00001"},
+                 {"tie_word_embeddings", "true"},
+                 {"scale_attn_weights", "true"},
+                 {"scale_attn_by_inverse_layer_idx", "false"},
+                 {"add_cross_attention", "false"}};
+    enum { SIZES = 5, FACTS = sizeof facts / sizeof facts[0] };
+    Json j = {bytes, 0, size, NULL};
+    int64_t value[SIZES] = {0}, inner = 0;
+    char key[40], text[64];
+    memset(m, 0, sizeof *m);
+    for (int n = 0; json_next(&j, &n, '{', key, sizeof key);) {
+        int s = 0, f = 0;
+        for (; s < SIZES && strcmp(key, sizes[s]) != 0; s++) {
+        }
+        for (; f < FACTS && strcmp(key, facts[f].key) != 0; f++) {
+        }
+        if (s < SIZES) {
+            if (value[s]) {
+                json_fail(&j, "a size stands twice");
+            }
+            value[s] = json_count(&j);
+        } else if (f < FACTS) {
+            json_peek(&j) == '"' ? json_string(&j, text, sizeof text) : json_scalar(&j, text);
+            if (!j.fault && !choice_holds(facts[f].allowed, text)) {
+                die("%s: %s is '%.40s'; this program computes GPT-2 with %s", name, key, text,
+                    facts[f].allowed);
+            }
+        } else if (strcmp(key, "n_inner") == 0 && json_peek(&j) != 'n') {
+            inner = json_count(&j);
+        } else {
+            json_skip(&j);
+        }
+    }
+    json_end(&j, name);
+    for (int s = 0; s < SIZES; s++) {
+        if (value[s] < 1 || value[s] > 1 << 20) {
+            die("%s: %s is %s", name, sizes[s], value[s] ? "too large" : "missing or 0");
+        }
+    }
+    if (inner && inner != 4 * value[2]) {
+        die("%s: n_inner is %" PRId64 "; this program's MLP has 4 x n_embd", name, inner);
+    }
+    m->L = (int)value[0];
+    m->NH = (int)value[1];
+    m->C = (int)value[2];
+    m->maxT = (int)value[3];
+    model_set_vocabulary(m, (int)value[4]);
+    model_require(m, name);
+}
+
+// llm.c's model files: a header of 256 int32, then the tensors, each with all its layers, in the
+// order of chapter 4; version 3 holds fp32, version 5 bf16. llmc_model finds the sizes,
+// llmc_spans the tensors; spans: (L, FILE_TENSORS).
+enum { LLMC_MAGIC = 20240326, LLMC_HEADER = 1024 };
+
+static int llmc_model(Model *m, const unsigned char *bytes, size_t size, const char *name) {
+    int32_t h[8] = {0};
+    memcpy(h, bytes, size < sizeof h ? size : sizeof h);
+    if (size < LLMC_HEADER || h[0] != LLMC_MAGIC) {
+        die("%s: not a model of llm.c: %zu bytes that start with %d, not %d", name, size, h[0],
+            LLMC_MAGIC);
+    }
+    if (h[1] != 3 && h[1] != 5) {
+        die("%s: version %d of llm.c's models; 3 (fp32) and 5 (bf16) are read", name, h[1]);
+    }
+    memset(m, 0, sizeof *m);
+    m->maxT = h[2];
+    m->L = h[4];
+    m->NH = h[5];
+    m->C = h[6];
+    m->V = h[3];
+    model_require(m, name);
+    model_set_vocabulary(m, h[3]);
+    int64_t want = LLMC_HEADER + model_parameters(m) * (h[1] == 3 ? 4 : 2);
+    if (h[7] != m->Vp || (int64_t)size != want) {
+        die("%s: %zu bytes with %d padded rows; its shape makes %" PRId64 " bytes with %d", name,
+            size, h[7], want, m->Vp);
+    }
+    return h[1] == 3 ? FILE_F32 : FILE_BF16;
+}
+
+static void llmc_spans(Span *spans, const Model *m, const unsigned char *bytes, int type) {
+    bytes += LLMC_HEADER;
+    for (int tensor = 0; tensor < TENSORS; tensor++) {
+        for (int l = 0; l < tensor_copies(m, tensor); l++) {
+            Span *s = file_span(spans, tensor, l);
+            s->data = bytes;
+            s->type = type;
+            bytes += tensor_size(m, tensor) * file_types[type].bytes;
+        }
+    }
+}
+
+// Opens the weights that -e names: a folder with model.safetensors and config.json, that
+// model.safetensors itself, or llm.c's file. Ends the run at any fault.
+static void model_file_open(ModelFile *f, const char *path) {
+    char config[PATH_BYTES];
+    struct stat status;
+    int32_t magic = 0;
+    Mapping map;
+    int is_folder = stat(path, &status) == 0 && S_ISDIR(status.st_mode);
+    memset(f, 0, sizeof *f);
+    path_print(f->name, is_folder ? "%s/model.safetensors" : "%s", path);
+    if (mapping_open(&f->map, f->name) != 0) {
+        die("--model (-e): cannot open %s: %s", f->name, strerror(errno));
+    }
+    memcpy(&magic, f->map.bytes, f->map.size < 4 ? f->map.size : 4);
+    if (magic == LLMC_MAGIC) {
+        int type = llmc_model(&f->model, f->map.bytes, f->map.size, f->name);
+        f->spans = (Span *)alloc_zero((size_t)f->model.L * FILE_TENSORS, sizeof(Span));
+        llmc_spans(f->spans, &f->model, f->map.bytes, type);
+        return;
+    }
+    const char *slash = strrchr(f->name, '/');
+    path_print(config, "%.*sconfig.json", slash ? (int)(slash + 1 - f->name) : 0, f->name);
+    if (mapping_open(&map, config) != 0) {
+        die("--model (-e): cannot open %s: %s; it stands beside the weights and tells their sizes",
+            config, strerror(errno));
+    }
+    config_parse(&f->model, map.bytes, map.size, config);
+    mapping_close(&map);
+    f->transposed = 1;
+    f->spans = (Span *)alloc_zero((size_t)f->model.L * FILE_TENSORS, sizeof(Span));
+    safetensors_model(f->spans, &f->model, f->map.bytes, f->map.size, f->name);
+}
+
+static void model_file_close(ModelFile *f) {
+    mapping_close(&f->map);
+    free(f->spans);
+    memset(f, 0, sizeof *f);
+}
+
+// Rows and columns of a tensor as this program holds it, wte without its padding rows.
+static void tensor_shape(const Model *m, int tensor, int64_t *rows, int64_t *cols) {
+    *rows = tensor == WTE ? m->V : dim_size(m, tensor_rows[tensor].rows);
+    *cols = dim_size(m, tensor_rows[tensor].cols);
+}
+
+// A transposed tensor passes through the host in strips of STRIP rows, and is turned in tiles that
+// stay in the cache whatever the rows' distance.
+enum { STRIP = 256, TILE = 16 };
+static int64_t strip_elements(const Model *m) {
+    return max_i64(PIECE, STRIP * 4 * (int64_t)m->C);
+}
+
+// out (count,cols): rows `first` to first + count of a tensor (rows,cols) whose transpose a span
+// holds. count <= STRIP.
+static void span_transposed(real *out, const Span *s, int64_t rows, int64_t cols, int64_t first,
+                            int64_t count) {
+#pragma omp parallel for
+    for (int64_t c0 = 0; c0 < cols; c0 += TILE) {
+        for (int64_t r0 = 0; r0 < count; r0 += TILE) {
+            int64_t height = min_i64(TILE, count - r0), width = min_i64(TILE, cols - c0);
+            real tile[TILE][TILE];
+            for (int64_t c = 0; c < width; c++) {
+                span_values(tile[c], s, (c0 + c) * rows + first + r0, height);
+            }
+            for (int64_t r = 0; r < height; r++) {
+                for (int64_t c = 0; c < width; c++) {
+                    out[(r0 + r) * cols + c0 + c] = tile[c][r];
+                }
+            }
+        }
+    }
+}
+
+// The split master: an fp32 weight's bits u are kept as the bf16 weight (u + 0x8000) >> 16, u
+// rounded half up, and the low half u & 0xffff. Nothing is lost.
+static uint16_t master_high(float value) {
+    uint32_t u;
+    memcpy(&u, &value, 4);
+    return (uint16_t)((u + 0x8000) >> 16);
+}
+
+static float master_join(float high, uint16_t low) {
+    uint32_t u;
+    memcpy(&u, &high, 4);
+    u = (u - ((uint32_t)(low >> 15) << 16)) | low;
+    memcpy(&high, &u, 4);
+    return high;
+}
+
+// Fills the engine's weights from a file; moments become zero. `master`: the low halves of fp32
+// weights whose bf16 halves the file holds, one for each element of the flat buffer, or NULL.
+static void model_file_load(Engine *e, const ModelFile *f, const unsigned char *master) {
+    const Model *m = &f->model;
+    real *values = (real *)alloc_zero((size_t)strip_elements(m), sizeof(real));
+    engine_clear(e, m);
+    for (int tensor = 0; tensor < TENSORS; tensor++) {
+        int64_t rows, cols;
+        tensor_shape(m, tensor, &rows, &cols);
+        int swap = f->transposed && file_names[tensor].transposed;
+        for (int l = 0; l < tensor_copies(m, tensor); l++) {
+            const Span *s = file_span(f->spans, tensor, l);
+            int64_t offset = tensor_offset(m, tensor, l), size = rows * cols;
+            for (int64_t i = 0, count; i < size; i += count) {
+                count = min_i64(swap ? STRIP * cols : (int64_t)PIECE, size - i);
+                if (swap) {
+                    span_transposed(values, s, rows, cols, i / cols, count / cols);
+                } else {
+                    span_values(values, s, i, count);
+                }
+                for (int64_t k = 0; master && k < count; k++) {
+                    uint16_t low;
+                    memcpy(&low, master + 2 * (offset + i + k), 2);
+                    values[k] = (real)master_join((float)values[k], low);
+                }
+                e->write(e, STATE_WEIGHTS, offset + i, values, count);
+            }
+            mapping_done(s->data, (size_t)(size * file_types[s->type].bytes));
+        }
+    }
+    free(values);
+}
+
+// Numbers as a file holds them: FILE_F32, FILE_BF16, or FILE_U16, the low half.
+static void file_values(unsigned char *out, int type, const real *values, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        float value = (float)values[i];
+        uint32_t u;
+        memcpy(&u, &value, 4);
+        uint16_t half = type == FILE_BF16 ? master_high(value) : (uint16_t)u;
+        if (type == FILE_F32) {
+            memcpy(out + 4 * i, &u, 4);
+        } else {
+            memcpy(out + 2 * i, &half, 2);
+        }
+    }
+}
+
+// out (count,rows) in `type`: the transpose of columns `first` to first + count of values
+// (rows,cols).
+static void file_transposed(unsigned char *out, int type, const real *values, int64_t rows,
+                            int64_t cols, int64_t first, int64_t count) {
+#pragma omp parallel for
+    for (int64_t r0 = 0; r0 < rows; r0 += TILE) {
+        for (int64_t c0 = 0; c0 < count; c0 += TILE) {
+            int64_t height = min_i64(TILE, rows - r0), width = min_i64(TILE, count - c0);
+            real tile[TILE][TILE];
+            for (int64_t r = 0; r < height; r++) {
+                for (int64_t c = 0; c < width; c++) {
+                    tile[c][r] = values[(r0 + r) * cols + first + c0 + c];
+                }
+            }
+            for (int64_t c = 0; c < width; c++) {
+                file_values(out + ((c0 + c) * rows + r0) * file_types[type].bytes, type, tile[c],
+                            height);
+            }
+        }
+    }
+}
+
+// The files of a checkpoint (chapter 15).
+enum { FILE_MODEL, FILE_CONFIG, FILE_STATE, FILE_MANIFEST, CHECKPOINT_FILES };
+static const char *const checkpoint_files[CHECKPOINT_FILES] = {
+    "model.safetensors", "config.json", "state-0-of-1.safetensors", "manifest.json"};
+
+// Removes a checkpoint's folder, the manifest first: what a kill leaves is no whole checkpoint.
+static void checkpoint_remove(const char *folder) {
+    char path[PATH_BYTES];
+    for (int i = FILE_MANIFEST; i >= 0; i--) {
+        path_print(path, "%s/%s", folder, checkpoint_files[i]);
+        unlink(path);
+    }
+    rmdir(folder);
+}
+
+// A file that is written beside its final place, hashed on the way. A failure removes the folder's
+// files, as far as they are ours, and ends the run.
+typedef struct {
+    int fd;
+    int64_t bytes;
+    char folder[PATH_BYTES], file[PATH_BYTES];
+    Sha256 sha;
+    char hash[SHA256_TEXT];
+} Writer;
+
+__attribute__((noreturn)) static void writer_fail(const Writer *w) {
+    int error = errno;
+    checkpoint_remove(w->folder);
+    die("cannot write %s: %s; what was there before stands", w->file, strerror(error));
+}
+
+static void writer_open(Writer *w, const char *folder, const char *name) {
+    path_print(w->folder, "%s", folder);
+    path_print(w->file, "%s/%s", folder, name);
+    w->bytes = 0;
+    sha256_start(&w->sha);
+    w->fd = open(w->file, O_WRONLY | O_CREAT | O_TRUNC, 0644);
+    if (w->fd < 0) {
+        writer_fail(w);
+    }
+}
+
+// Writes and hashes at once: on two cores the hash costs no time.
+static void writer_put(Writer *w, const void *data, size_t bytes) {
+    int error = 0;
+#pragma omp parallel sections num_threads(2) if (bytes >= 65536)
+    {
+#pragma omp section
+        error = write_all(w->fd, data, bytes) != 0 ? errno : 0;
+#pragma omp section
+        sha256_add(&w->sha, data, bytes);
+    }
+    if (error) {
+        errno = error;
+        writer_fail(w);
+    }
+    w->bytes += (int64_t)bytes;
+}
+
+static void writer_close(Writer *w) {
+    if (fsync(w->fd) != 0 || close(w->fd) != 0) {
+        writer_fail(w);
+    }
+    sha256_end(&w->sha, w->hash);
+}
+
+// A safetensors header while it is put together: its text, and where the next tensor's data begin.
+typedef struct {
+    char *text;
+    size_t bytes;
+    FILE *file;
+    int64_t offset;
+} HeaderText;
+
+// `metadata`: the inside of __metadata__'s object.
+static void header_start(HeaderText *h) {
+    h->offset = 0;
+    h->file = open_memstream(&h->text, &h->bytes);
+    check(h->file, "no memory for a header");
+    fputs("{\"__metadata__\":{\"format\":\"pt\"", h->file);
+}
+
+// rows 0: a vector of `cols`.
+static void header_tensor(HeaderText *h, const char *name, int type, int64_t rows, int64_t cols) {
+    int64_t bytes = max_i64(rows, 1) * cols * file_types[type].bytes;
+    fprintf(h->file, "%s\"%s\":{\"dtype\":\"%s\",\"shape\":[", h->offset ? "," : "},", name,
+            file_types[type].name);
+    if (rows) {
+        fprintf(h->file, "%" PRId64 ",", rows);
+    }
+    fprintf(h->file, "%" PRId64 "],\"data_offsets\":[%" PRId64 ",%" PRId64 "]}", cols, h->offset,
+            h->offset + bytes);
+    h->offset += bytes;
+}
+
+// Ends the header with spaces, so that the data begin at a multiple of 64 bytes.
+static void header_write(HeaderText *h, Writer *w) {
+    long length = ftell(h->file);
+    fprintf(h->file, "}%*s", (int)(63 - (length + 8) % 64), "");
+    check(fclose(h->file) == 0, "no memory for a header");
+    uint64_t bytes = h->bytes;
+    writer_put(w, &bytes, sizeof bytes);
+    writer_put(w, h->text, h->bytes);
+    free(h->text);
+}
+
+// Writes model.safetensors in `type`, FILE_F32 or FILE_BF16.
+static void model_file_save(Engine *e, const Model *m, int type, Writer *w) {
+    HeaderText header;
+    char name[80];
+    header_start(&header);
+    int64_t rows, cols, element = file_types[type].bytes;
+    for (int tensor = 0; tensor < TENSORS; tensor++) {
+        tensor_shape(m, tensor, &rows, &cols);
+        int swap = file_names[tensor].transposed, matrix = tensor_is_matrix(tensor);
+        for (int l = 0; l < tensor_copies(m, tensor); l++) {
+            file_tensor_name(name, "transformer.", tensor, l);
+            header_tensor(&header, name, type, swap ? cols : matrix ? rows : 0,
+                          swap || !matrix ? rows : cols);
+        }
+    }
+    header_write(&header, w);
+    // A transposed tensor has to be there whole before its first strip is written.
+    size_t most = (size_t)max_i64(strip_elements(m), 4 * (int64_t)m->C * m->C);
+    real *values = (real *)alloc_zero(most, sizeof(real));
+    unsigned char *out = (unsigned char *)alloc_zero((size_t)strip_elements(m), (size_t)element);
+    for (int tensor = 0; tensor < TENSORS; tensor++) {
+        tensor_shape(m, tensor, &rows, &cols);
+        int swap = file_names[tensor].transposed;
+        for (int64_t l = 0, size = rows * cols; l < tensor_copies(m, tensor); l++) {
+            int64_t offset = tensor_offset(m, tensor, (int)l);
+            if (swap) {
+                e->read(e, STATE_WEIGHTS, offset, values, size);
+            }
+            for (int64_t i = 0, count; i < size; i += count) {
+                count = min_i64(swap ? STRIP * rows : (int64_t)PIECE, size - i);
+                if (swap) {
+                    file_transposed(out, type, values, rows, cols, i / rows, count / rows);
+                } else {
+                    e->read(e, STATE_WEIGHTS, offset + i, values, count);
+                    file_values(out, type, values, count);
+                }
+                writer_put(w, out, (size_t)(count * element));
+            }
+        }
+    }
+    free(values);
+    free(out);
+}
+
+// -------------------------------------------------------------------------------------------------
+// 15. Checkpoints
+// A checkpoint is a folder step-NNNNNNNN of the output folder: model.safetensors and config.json,
+// which transformers loads as they are; state-0-of-1.safetensors with what training needs beside:
+// both moments in the run's type and, for bf16 weights, the low halves of their fp32 masters, all
+// flat as chapter 4 lays them out, and counters; and manifest.json with the sizes and SHA-256 of
+// the three.
+// 1. It is written under its name with ".tmp", every file and folder synced, and renamed: what
+//    bears the final name was whole then, whenever the machine stopped.
+// 2. A resume takes the newest checkpoint whose files are those of its manifest, byte for byte, and
+//    says which it passed over and why.
+// 3. The engine (chapter 13) hands states over in pieces, so saving takes memory for one tensor.
 
 // What a run knows beside its tensors. Random numbers are functions of the seed and these counters.
 typedef struct {
@@ -3147,111 +4234,132 @@ typedef struct {
     NormWindow norms;
 } RunState;
 
-enum { CHECKPOINT_HEADER = 8192 };
-static const char checkpoint_magic[] = "train_gpt2 checkpoint 1\n";
+// The counters, as texts of the state file's metadata.
+static const struct {
+    const char *name;
+    size_t offset;
+} counter_rows[] = {{"step", offsetof(RunState, step)},
+                    {"updates", offsetof(RunState, updates)},
+                    {"position", offsetof(RunState, position)},
+                    {"skipped", offsetof(RunState, skipped)},
+                    {"norm_count", offsetof(RunState, norms.count)}};
+enum { COUNTERS = sizeof counter_rows / sizeof counter_rows[0] };
 
-// A 64-bit checksum of words of 4 bytes; it finds damage, not forgery.
-static uint64_t checksum_add(uint64_t sum, const void *data, size_t bytes) {
-    const char *p = (const char *)data;
-    for (size_t i = 0; i + 4 <= bytes; i += 4) {
-        uint32_t word;
-        memcpy(&word, p + i, 4);
-        sum = (sum ^ word) * 0x9E3779B97F4A7C15u;
-        sum ^= sum >> 29;
-    }
-    return sum;
+static int64_t *counter(RunState *state, int i) {
+    return (int64_t *)(void *)((char *)state + counter_rows[i].offset);
 }
 
-// Shapes and options as text, zero-filled to CHECKPOINT_HEADER bytes.
-static void checkpoint_header(char header[CHECKPOINT_HEADER], const Model *m, const Settings *s,
-                              const Options *o, int64_t windows) {
-    memset(header, 0, CHECKPOINT_HEADER);
-    int n = snprintf(header, CHECKPOINT_HEADER,
-                     "%sshape l%dh%dc%dt%d vocabulary %d sequence %d windows %" PRId64
-                     " seed %" PRId64 " shuffle %" PRId64 " real %d\n",
-                     checkpoint_magic, m->L, m->NH, m->C, m->maxT, m->V, s->T, windows, o->seed,
-                     o->shuffle, (int)sizeof(real));
+// What a run must share with the checkpoint it goes on from.
+enum { IDENTITY_BYTES = 256 };
+static void run_identity(char identity[IDENTITY_BYTES], const Settings *s, const Options *o,
+                         int64_t windows) {
+    const Model *m = &s->model;
+    snprintf(identity, IDENTITY_BYTES,
+             "shape l%dh%dc%dt%d vocabulary %d sequence %d windows %" PRId64 " seed %" PRId64
+             " shuffle %" PRId64, m->L, m->NH, m->C, m->maxT, m->V, s->T, windows, o->seed,
+             o->shuffle);
+}
+
+static void config_save(const Model *m, Writer *w) {
+    char text[1024];
+    int end = m->V == BYTE_VOCABULARY ? (int)BYTE_END_OF_TEXT : m->V - 1;
+    int n = snprintf(text, sizeof text,
+                     "{\"architectures\": [\"GPT2LMHeadModel\"], \"model_type\": \"gpt2\",\n"
+                     "\"n_layer\": %d, \"n_head\": %d, \"n_embd\": %d, \"n_positions\": %d,\n"
+                     "\"vocab_size\": %d, \"activation_function\": \"gelu_new\",\n"
+                     "\"layer_norm_epsilon\": 1e-05, \"tie_word_embeddings\": true,\n"
+                     "\"resid_pdrop\": 0.0, \"embd_pdrop\": 0.0, \"attn_pdrop\": 0.0,\n"
+                     "\"bos_token_id\": %d, \"eos_token_id\": %d}\n",
+                     m->L, m->NH, m->C, m->maxT, m->V, end, end);
+    writer_put(w, text, (size_t)n);
+}
+
+// Moments, master and counters. `identity` and the options of the run go into the metadata.
+static void state_save(Engine *e, const Settings *s, const Options *o, const char *identity,
+                       const RunState *state, Writer *w) {
+    int64_t all = tensor_offset(&s->model, TENSORS, 0);
+    const int type = s->moment_dtype == TYPE_BF16 ? (int)FILE_BF16 : (int)FILE_F32;
+    HeaderText header;
+    header_start(&header);
+    fprintf(header.file, ",\"run\":\"%s\",\"options\":\"", identity);
     for (int i = 0; i < OPTION_ROWS; i++) {
         char text[64];
-        n += snprintf(header + n, (size_t)(CHECKPOINT_HEADER - n), "--%s %.200s\n",
-                      option_rows[i].name, option_text(text, o, &option_rows[i]));
-        check(n < CHECKPOINT_HEADER, "checkpoint header too small for the options");
+        const char *value = option_text(text, o, &option_rows[i]);
+        fprintf(header.file, "%s--%s=", i ? " " : "", option_rows[i].name);
+        json_text(header.file, value, strlen(value));
     }
-}
-
-static int64_t checkpoint_bytes(const Model *m) {
-    return CHECKPOINT_HEADER + (int64_t)sizeof(RunState) +
-           STATES * tensor_offset(m, TENSORS, 0) * (int64_t)sizeof(real) +
-           (int64_t)sizeof(uint64_t);
-}
-
-// Writes a piece and adds it to the checksum; on failure removes the unfinished checkpoint and ends
-// the run.
-static void checkpoint_put(int fd, const char *file, const char *folder, const void *data,
-                           size_t bytes, uint64_t *sum) {
-    *sum = checksum_add(*sum, data, bytes);
-    if (write_all(fd, data, bytes) != 0) {
-        int error = errno;
-        unlink(file);
-        rmdir(folder);
-        die("cannot write checkpoint %s: %s; the checkpoints before it stand", file,
-            strerror(error));
+    fputs("\"", header.file);
+    RunState counters = *state;
+    for (int i = 0; i < COUNTERS; i++) {
+        fprintf(header.file, ",\"%s\":\"%" PRId64 "\"", counter_rows[i].name,
+                *counter(&counters, i));
     }
+    header_tensor(&header, "norms", FILE_F64, 0, NORM_WINDOW);
+    header_tensor(&header, "m", type, 0, all);
+    header_tensor(&header, "v", type, 0, all);
+    if (s->split_master) {
+        header_tensor(&header, "master", FILE_U16, 0, all);
+    }
+    header_write(&header, w);
+    writer_put(w, state->norms.values, sizeof state->norms.values);
+    real *values = (real *)alloc_zero(PIECE, sizeof(real));
+    unsigned char *out = (unsigned char *)alloc_zero(PIECE, 4);
+    static const int states[] = {STATE_M, STATE_V, STATE_WEIGHTS};
+    for (int k = 0; k < 2 + s->split_master; k++) {
+        for (int64_t i = 0; i < all; i += PIECE) {
+            int64_t count = min_i64(PIECE, all - i);
+            e->read(e, states[k], i, values, count);
+            file_values(out, k == 2 ? (int)FILE_U16 : type, values, count);
+            writer_put(w, out, (size_t)count * (size_t)file_types[k == 2 ? 3 : type].bytes);
+        }
+    }
+    free(values);
+    free(out);
 }
 
 // Saves the run after `state->step` steps as `output`/step-NNNNNNNN. path receives the folder's
 // name.
-static void checkpoint_save(Engine *e, const char *header, const RunState *state, const Model *m,
-                            const char *output, char path[PATH_BYTES]) {
-    char folder[PATH_BYTES], file[PATH_BYTES];
-    uint64_t sum = 0;
-    real *piece = (real *)alloc_zero(PIECE, sizeof(real));
+static void checkpoint_save(Engine *e, const Settings *s, const Options *o, const char *identity,
+                            const RunState *state, const char *output, char path[PATH_BYTES]) {
+    static Writer files[CHECKPOINT_FILES];
+    char folder[PATH_BYTES], text[1024];
     path_print(path, "%s/step-%08" PRId64, output, state->step);
-    path_print(folder, "%s/step-%08" PRId64 ".tmp", output, state->step);
-    path_print(file, "%s/step-%08" PRId64 ".tmp/state.bin", output, state->step);
-    int fd = mkdir(folder, 0755) == 0 || errno == EEXIST
-                 ? open(file, O_WRONLY | O_CREAT | O_TRUNC, 0644)
-                 : -1;
-    if (fd < 0) {
-        die("cannot create checkpoint %s: %s", file, strerror(errno));
+    path_print(folder, "%s.tmp", path);
+    if (mkdir(folder, 0755) != 0 && errno != EEXIST) {
+        die("cannot create checkpoint %s: %s", folder, strerror(errno));
     }
-    checkpoint_put(fd, file, folder, header, CHECKPOINT_HEADER, &sum);
-    checkpoint_put(fd, file, folder, state, sizeof *state, &sum);
-    int64_t size = tensor_offset(m, TENSORS, 0);
-    for (int k = 0; k < STATES; k++) {
-        for (int64_t i = 0; i < size; i += PIECE) {
-            int64_t count = min_i64(PIECE, size - i);
-            e->read(e, k, i, piece, count);
-            checkpoint_put(fd, file, folder, piece, (size_t)count * sizeof(real), &sum);
+    for (int i = 0; i < CHECKPOINT_FILES; i++) {
+        writer_open(&files[i], folder, checkpoint_files[i]);
+        if (i == FILE_MODEL) {
+            int type = s->dtype == TYPE_BF16 ? (int)FILE_BF16 : (int)FILE_F32;
+            model_file_save(e, &s->model, type, &files[i]);
+        } else if (i == FILE_CONFIG) {
+            config_save(&s->model, &files[i]);
+        } else if (i == FILE_STATE) {
+            state_save(e, s, o, identity, state, &files[i]);
+        } else {
+            int n = snprintf(text, sizeof text, "{\"format\": \"train_gpt2 checkpoint\", "
+                             "\"version\": 2, \"step\": %" PRId64 ", \"files\": {", state->step);
+            for (int k = 0; k < FILE_MANIFEST; k++) {
+                n += snprintf(text + n, sizeof text - (size_t)n, "%s\n\"%s\": {\"bytes\": %" PRId64
+                              ", \"sha256\": \"%s\"}", k ? "," : "", checkpoint_files[k],
+                              files[k].bytes, files[k].hash);
+            }
+            n += snprintf(text + n, sizeof text - (size_t)n, "}}\n");
+            writer_put(&files[i], text, (size_t)n);
         }
-    }
-    uint64_t last = sum;
-    checkpoint_put(fd, file, folder, &last, sizeof last, &sum);
-    free(piece);
-    if (fsync(fd) != 0 || close(fd) != 0) {
-        int error = errno;
-        unlink(file);
-        rmdir(folder);
-        die("cannot finish checkpoint %s: %s; the checkpoints before it stand", file,
-            strerror(error));
+        writer_close(&files[i]);
     }
     fsync_folder(folder);
+    checkpoint_remove(path);  // a damaged one, which the resume passed over
     if (rename(folder, path) != 0) {
         die("cannot rename checkpoint %s to %s: %s", folder, path, strerror(errno));
     }
     fsync_folder(output);
 }
 
-static void checkpoint_remove(const char *output, const char *name) {
-    char path[PATH_BYTES];
-    path_print(path, "%s/%s/state.bin", output, name);
-    unlink(path);
-    path_print(path, "%s/%s", output, name);
-    rmdir(path);
-}
-
-// Step of the newest finished checkpoint in `output` below step `below`; -1: none. Unfinished ones,
-// left by a kill, are removed.
+// Step of the newest checkpoint in `output` below step `below`; -1: none. Unfinished ones, left by
+// a kill, are removed.
 static int64_t checkpoint_newest(const char *output, int64_t below) {
     int64_t newest = -1;
     DIR *folder = opendir(output);
@@ -3265,7 +4373,9 @@ static int64_t checkpoint_newest(const char *output, int64_t below) {
             continue;
         }
         if (strcmp(entry->d_name + end, ".tmp") == 0) {
-            checkpoint_remove(output, entry->d_name);
+            char path[PATH_BYTES];
+            path_print(path, "%s/%s", output, entry->d_name);
+            checkpoint_remove(path);
         } else if (entry->d_name[end] == 0 && step < below) {
             newest = max_i64(newest, step);
         }
@@ -3274,77 +4384,202 @@ static int64_t checkpoint_newest(const char *output, int64_t below) {
     return newest;
 }
 
-// Removes all but the newest `keep` checkpoints.
+// Removes all but the newest `keep` checkpoints. One that goes is renamed first: a kill leaves it
+// unfinished, not damaged.
 static void checkpoint_prune(const char *output, int64_t keep) {
     int64_t step = checkpoint_newest(output, INT64_MAX);
     for (int64_t kept = 0; step >= 0; kept++) {
-        char name[32];
-        snprintf(name, sizeof name, "step-%08" PRId64, step);
-        if (kept >= keep) {
-            checkpoint_remove(output, name);
+        char path[PATH_BYTES], gone[PATH_BYTES];
+        path_print(path, "%s/step-%08" PRId64, output, step);
+        path_print(gone, "%s.tmp", path);
+        if (kept >= keep && rename(path, gone) == 0) {
+            checkpoint_remove(gone);
         }
         step = checkpoint_newest(output, step);
     }
 }
 
-// Loads a checkpoint into the engine and `state`. The file is checked whole before anything is
-// taken from it.
-static void checkpoint_load(Engine *e, const char *header, RunState *state, const Model *m,
-                            const char *folder) {
-    char file[PATH_BYTES];
-    struct stat status;
-    path_print(file, "%s/state.bin", folder);
-    int fd = open(file, O_RDONLY);
-    if (fd < 0 || fstat(fd, &status) != 0) {
-        die("cannot open checkpoint %s: %s", file, strerror(errno));
-    }
-    size_t bytes = (size_t)status.st_size, body = bytes - sizeof(uint64_t);
-    if (bytes < CHECKPOINT_HEADER + sizeof(RunState) + sizeof(uint64_t)) {
-        die("checkpoint %s is damaged: %zu bytes hold no header", file, bytes);
-    }
-    const char *map = (const char *)mmap(NULL, bytes, PROT_READ, MAP_PRIVATE, fd, 0);
-    close(fd);
-    if (map == MAP_FAILED) {
-        die("cannot map checkpoint %s: %s", file, strerror(errno));
-    }
-    if (memcmp(map, checkpoint_magic, strlen(checkpoint_magic)) != 0 ||
-        map[CHECKPOINT_HEADER - 1] != 0) {
-        die("%s is not a checkpoint of this program: it does not start with '%.23s'", file,
-            checkpoint_magic);
-    }
-    const char *line = map + strlen(checkpoint_magic), *mine = header + strlen(checkpoint_magic);
-    int length = (int)strcspn(mine, "\n");
-    if (strncmp(line, mine, (size_t)length + 1) != 0) {
-        die("checkpoint %s is of another run: it has %.*s; here: %.*s", file,
-            (int)strcspn(line, "\n"), line, length, mine);
-    }
-    uint64_t sum;
-    memcpy(&sum, map + body, sizeof sum);
-    uint64_t found = 0;
-    for (size_t at = 0; at < body; at += PIECE) {  // giving pages back, to stay in the plan
-        size_t piece = (size_t)min_i64(PIECE, (int64_t)(body - at));
-        found = checksum_add(found, map + at, piece);
-        madvise((void *)(uintptr_t)(map + at), piece, MADV_DONTNEED);
-    }
-    if ((int64_t)bytes != checkpoint_bytes(m) || found != sum) {
-        die("checkpoint %s is damaged: its %zu bytes do not match its checksum; remove its folder "
-            "to go on from the one before", file, bytes);
-    }
-    memcpy(state, map + CHECKPOINT_HEADER, sizeof *state);
-    int64_t size = tensor_offset(m, TENSORS, 0);
-    const real *values = (const real *)(const void *)(map + CHECKPOINT_HEADER + sizeof *state);
-    for (int k = 0; k < STATES; k++) {
-        for (int64_t i = 0; i < size; i += PIECE) {
-            e->write(e, k, i, values + k * size + i, min_i64(PIECE, size - i));
-            madvise((void *)(uintptr_t)map, (size_t)((const char *)(values + k * size + i) - map) &
-                    ~(size_t)0xffff, MADV_DONTNEED);
+typedef struct {
+    int64_t bytes;
+    char sha256[SHA256_TEXT];
+} ManifestRow;
+
+// Reads sizes and hashes of the three files. Returns NULL, or what is wrong.
+static const char *manifest_parse(ManifestRow rows[FILE_MANIFEST], const unsigned char *bytes,
+                                  size_t size) {
+    Json j = {bytes, 0, size, NULL};
+    char key[40], format[40] = "";
+    memset(rows, 0, FILE_MANIFEST * sizeof *rows);
+    for (int n = 0; json_next(&j, &n, '{', key, sizeof key);) {
+        if (strcmp(key, "format") == 0) {
+            json_string(&j, format, sizeof format);
+        } else if (strcmp(key, "files") != 0) {
+            json_skip(&j);
+            continue;
+        }
+        for (int k = 0; key[1] == 'i' && json_next(&j, &k, '{', key, sizeof key);) {
+            int file = 0;
+            while (file < FILE_MANIFEST && strcmp(key, checkpoint_files[file]) != 0) {
+                file++;
+            }
+            if (file == FILE_MANIFEST || rows[file].sha256[0]) {
+                return "it names a file twice, or one that is not of a checkpoint";
+            }
+            for (int i = 0; json_next(&j, &i, '{', key, sizeof key);) {
+                if (strcmp(key, "bytes") == 0) {
+                    rows[file].bytes = json_count(&j);
+                } else if (strcmp(key, "sha256") == 0) {
+                    json_string(&j, rows[file].sha256, SHA256_TEXT);
+                } else {
+                    json_skip(&j);
+                }
+            }
+            key[1] = 'i';
         }
     }
-    munmap((void *)(uintptr_t)map, bytes);
+    if (json_peek(&j) >= 0 || j.fault || strcmp(format, "train_gpt2 checkpoint") != 0) {
+        return "it is damaged";
+    }
+    return NULL;
+}
+
+// Is a checkpoint's every file as its manifest says? Returns 1, or 0 and what is wrong.
+static int checkpoint_is_whole(const char *folder, char problem[PATH_BYTES]) {
+    ManifestRow rows[FILE_MANIFEST];
+    char path[CHECKPOINT_FILES][PATH_BYTES];
+    int bad[FILE_MANIFEST] = {0};
+    Mapping map;
+    for (int i = 0; i < CHECKPOINT_FILES; i++) {
+        path_print(path[i], "%s/%s", folder, checkpoint_files[i]);
+    }
+    if (mapping_open(&map, path[FILE_MANIFEST]) != 0) {
+        path_print(problem, "manifest.json cannot be read: %s", strerror(errno));
+        return 0;
+    }
+    const char *fault = manifest_parse(rows, map.bytes, map.size);
+    mapping_close(&map);
+    if (fault) {
+        path_print(problem, "manifest.json: %s", fault);
+        return 0;
+    }
+#pragma omp parallel for schedule(dynamic)
+    for (int i = 0; i < FILE_MANIFEST; i++) {
+        Mapping file;
+        Sha256 sha;
+        char text[SHA256_TEXT];
+        sha256_start(&sha);
+        bad[i] = mapping_open(&file, path[i]) != 0 ? 1 : (int64_t)file.size != rows[i].bytes ? 2 : 0;
+        for (size_t at = 0; !bad[i] && at < file.size; at += PIECE) {
+            size_t piece = (size_t)min_i64(PIECE, (int64_t)(file.size - at));
+            sha256_add(&sha, file.bytes + at, piece);
+            mapping_done(file.bytes + at, piece);
+        }
+        sha256_end(&sha, text);
+        bad[i] = bad[i] ? bad[i] : 3 * (strcmp(text, rows[i].sha256) != 0);
+        mapping_close(&file);
+    }
+    for (int i = 0; i < FILE_MANIFEST; i++) {
+        static const char *const words[] = {"", "cannot be read", "has not the size that the "
+                                            "manifest says", "is damaged: its SHA-256 is another"};
+        if (bad[i]) {
+            path_print(problem, "%s %s", checkpoint_files[i], words[bad[i]]);
+            return 0;
+        }
+    }
+    return 1;
+}
+
+// The contents of a state file.
+typedef struct {
+    Span moments[STATES];         // of STATE_M and STATE_V
+    const unsigned char *master;  // NULL: none
+    RunState run;
+    char identity[IDENTITY_BYTES];
+} StateFile;
+
+static void state_parse(StateFile *out, const Model *m, const unsigned char *bytes, size_t size,
+                        const char *name) {
+    Safetensors f;
+    FileTensor t;
+    int64_t all = tensor_offset(m, TENSORS, 0);
+    const unsigned char *norms = NULL;
+    memset(out, 0, sizeof *out);
+    safetensors_start(&f, bytes, size, name);
+    while (safetensors_next(&f, &t)) {
+        int is_norms = strcmp(t.name, "norms") == 0, is_master = strcmp(t.name, "master") == 0;
+        int moment = strcmp(t.name, "m") == 0 ? STATE_M : strcmp(t.name, "v") == 0 ? STATE_V : -1;
+        file_require(is_norms || is_master || moment >= 0, name, t.name, "is unknown");
+        file_require(is_norms ? t.type == FILE_F64 && t.count == NORM_WINDOW
+                     : t.count != all ? 0 : is_master ? t.type == FILE_U16 : t.type <= FILE_BF16,
+                     name, t.name, "has not the type and size of this run's");
+        const unsigned char **place = is_norms    ? &norms
+                                      : is_master ? &out->master
+                                                  : &out->moments[moment].data;
+        file_require(!*place, name, t.name, "stands in the file twice");
+        *place = t.data;
+        if (moment >= 0) {
+            out->moments[moment].type = t.type;
+        }
+    }
+    file_require(norms && out->moments[STATE_M].data && out->moments[STATE_V].data, name,
+                 "norms, m or v", "is missing");
+    memcpy(out->run.norms.values, norms, sizeof out->run.norms.values);
+    safetensors_text(&f, "run", out->identity, sizeof out->identity);
+    for (int i = 0; i < COUNTERS; i++) {
+        char text[24], *end;
+        safetensors_text(&f, counter_rows[i].name, text, sizeof text);
+        int64_t value = strtoll(text, &end, 10);
+        if (end == text || *end != 0 || value < 0) {
+            die("%s: '%s' is '%s' in its metadata, not a count", name, counter_rows[i].name, text);
+        }
+        *counter(&out->run, i) = value;
+    }
+}
+
+// Loads a whole checkpoint into the engine and `state`.
+static void checkpoint_load(Engine *e, const Settings *s, const char *identity, RunState *state,
+                            const char *folder, int quiet) {
+    char path[PATH_BYTES];
+    ModelFile f;
+    Mapping map;
+    StateFile file;
+    path_print(path, "%s/%s", folder, checkpoint_files[FILE_STATE]);
+    model_file_open(&f, folder);
+    if (mapping_open(&map, path) != 0) {
+        die("cannot open %s: %s", path, strerror(errno));
+    }
+    state_parse(&file, &f.model, map.bytes, map.size, path);
+    if (strcmp(file.identity, identity) != 0 || memcmp(&f.model, &s->model, sizeof(Model)) != 0) {
+        die("checkpoint %s is of another run: it has %s; here: %s", folder, file.identity,
+            identity);
+    }
+    *state = file.run;
+    model_file_load(e, &f, file.master);
+    int64_t all = tensor_offset(&s->model, TENSORS, 0);
+    real *values = (real *)alloc_zero(PIECE, sizeof(real));
+    for (int k = STATE_M; k <= STATE_V; k++) {
+        const Span *moments = &file.moments[k];
+        for (int64_t i = 0; i < all; i += PIECE) {
+            int64_t count = min_i64(PIECE, all - i), bytes = file_types[moments->type].bytes;
+            span_values(values, moments, i, count);
+            e->write(e, k, i, values, count);
+            mapping_done(moments->data + i * bytes, (size_t)(count * bytes));
+        }
+    }
+    free(values);
+    int weights_fp32 = file.master || file_span(f.spans, WTE, 0)->type == FILE_F32;
+    if (!quiet && weights_fp32 && s->dtype == TYPE_BF16 && !s->split_master) {
+        printf("weights were fp32 in %s and are bf16 from here on\n", folder);
+    }
+    if (!quiet && file.moments[STATE_M].type == FILE_F32 && s->moment_dtype == TYPE_BF16) {
+        printf("moments were fp32 in %s and are bf16 from here on\n", folder);
+    }
+    mapping_close(&map);
+    model_file_close(&f);
 }
 
 // -------------------------------------------------------------------------------------------------
-// 15. Sampling
+// 16. Sampling
 // One token at a time from the last position's logits; the random number of a token is a function
 // of (seed, step, place in the sample), so samples repeat.
 
@@ -3394,42 +4629,11 @@ static Token sample_token(const real *logits, int V, double temperature, int64_t
 }
 
 // -------------------------------------------------------------------------------------------------
-// 16. Output
-// Start-up box, one line a step (rewritten in place on a terminal), and log.jsonl: one object a
-// line, flushed, append only, valid after a crash. A resume first cuts the log back to its
-// checkpoint's step.
-
-// Bytes of the UTF-8 character at text: 2 to 4, or 0 when it is none (RFC 3629, section 4).
-static int utf8_length(const unsigned char *text, size_t left) {
-    int length = text[0] >= 0xF0 ? 4 : text[0] >= 0xE0 ? 3 : 2;
-    if (text[0] < 0xC2 || text[0] > 0xF4 || left < (size_t)length ||
-        (text[0] == 0xE0 && text[1] < 0xA0) || (text[0] == 0xED && text[1] > 0x9F) ||
-        (text[0] == 0xF0 && text[1] < 0x90) || (text[0] == 0xF4 && text[1] > 0x8F)) {
-        return 0;
-    }
-    for (int i = 1; i < length; i++) {
-        length = (text[i] & 0xC0) == 0x80 ? length : 0;
-    }
-    return length;
-}
-
-// Writes text as the inside of a JSON string; a byte that is no UTF-8 becomes \u00XX.
-static void json_text(FILE *f, const char *text, size_t length) {
-    for (size_t i = 0; i < length; i++) {
-        unsigned char c = (unsigned char)text[i];
-        int utf8 = c > 126 ? utf8_length((const unsigned char *)text + i, length - i) : 0;
-        if (utf8) {
-            fwrite(text + i, 1, (size_t)utf8, f);
-            i += (size_t)utf8 - 1;
-        } else if (c == '"' || c == '\\') {
-            fprintf(f, "\\%c", c);
-        } else if (c < 32 || c > 126) {
-            fprintf(f, "\\u%04x", c);
-        } else {
-            fputc(c, f);
-        }
-    }
-}
+// 17. Output and training
+// The one loop, for every engine: it owns the order of things, data, step, log, validation,
+// samples, checkpoints, signals. And what it prints: a start-up box, one line a step (rewritten in
+// place on a terminal), and log.jsonl: one object a line, flushed, append only, valid after a
+// crash. A resume first cuts the log back to its checkpoint's step.
 
 // A number of the log: 9 digits, null when it is not finite.
 static void json_number(FILE *f, const char *key, double value) {
@@ -3510,11 +4714,6 @@ static const char *duration_text(char text[24], double seconds) {
     return text;
 }
 
-// -------------------------------------------------------------------------------------------------
-// 17. Training
-// The one loop, for every engine. It owns the order of things: data, step, log, validation,
-// samples, checkpoints, signals.
-
 static volatile sig_atomic_t stop_signal;
 static void on_signal(int number) { stop_signal = number; }
 
@@ -3526,7 +4725,8 @@ typedef struct {
     Dataset train, val;
     int has_val, micros, live;
     int64_t steps, windows_per_step, memory_bytes, saved_step;
-    char header[CHECKPOINT_HEADER];
+    char identity[IDENTITY_BYTES];
+    ModelFile weights;  // of -e; where it names none, weights.spans is NULL
     RunState state;
     FILE *log;
     Token *inputs, *targets;  // (B,T) each
@@ -3589,7 +4789,8 @@ static void run_save(Run *run) {
         return;
     }
     run->saved_step = run->state.step;
-    checkpoint_save(&run->engine, run->header, &run->state, &run->s.model, run->o.output, path);
+    checkpoint_save(&run->engine, &run->s, &run->o, run->identity, &run->state, run->o.output,
+                    path);
     if (run->o.keep) {
         checkpoint_prune(run->o.output, run->o.keep);
     }
@@ -3745,10 +4946,14 @@ static void default_data(Options *o, int preset) {
     }
 }
 
-// The model's shape from -e and its vocabulary from the preset or the data. `has_data`:
-// o->train_data can be opened.
+// The model's vocabulary: its file's (preset -1), the preset's (1) or the data's.
 static void model_open(Model *m, const Options *o, int preset, const Dataset *data) {
-    if (preset) {
+    if (preset < 0) {
+        if (data && data->vocabulary != m->V) {
+            die("--model (-e): %s has a vocabulary of %d; the data, %s, has tokens of another, %d",
+                o->model, m->V, o->train_data, data->vocabulary);
+        }
+    } else if (preset) {
         model_set_vocabulary(m, GPT2_VOCABULARY);
         if (data && data->vocabulary != GPT2_VOCABULARY && !o->quiet) {
             printf("%s keeps GPT-2's vocabulary of %d; this data uses %d of it\n", o->model, m->V,
@@ -3863,18 +5068,29 @@ static void run_print_box(const Run *run, const Program *program, const Plan *p)
     fflush(stdout);
 }
 
-// Goes on from the newest checkpoint of the output folder, with -y 1. Returns its step, or -1.
+// Goes on from the newest whole checkpoint of the output folder, with -y 1. Returns its step, or -1
+// when there is none at all.
 static int64_t run_resume(Run *run) {
-    char path[PATH_BYTES];
+    char path[PATH_BYTES], problem[PATH_BYTES];
     int64_t step = checkpoint_newest(run->o.output, INT64_MAX);
     if (step >= 0 && !run->o.resume) {
         die("--output (-o): %s already holds checkpoints; --resume (-y) 1 goes on, another folder "
             "starts anew",
             run->o.output);
     }
-    if (step >= 0) {
+    int passed_over = 0;
+    for (; step >= 0; step = checkpoint_newest(run->o.output, step), passed_over++) {
         path_print(path, "%s/step-%08" PRId64, run->o.output, step);
-        checkpoint_load(&run->engine, run->header, &run->state, &run->s.model, path);
+        if (checkpoint_is_whole(path, problem)) {
+            checkpoint_load(&run->engine, &run->s, run->identity, &run->state, path,
+                            (int)run->o.quiet);
+            break;
+        }
+        fprintf(stderr, "%s: passed over %s: %s\n", program_name, path, problem);
+    }
+    if (passed_over && step < 0) {
+        die("--resume (-y): no checkpoint in %s is whole; remove them to start anew",
+            run->o.output);
     }
     if (run->o.resume && !run->o.quiet) {
         printf(step >= 0 ? "resumed from %s\n" : "no checkpoint in %s yet: a new run\n",
@@ -3916,7 +5132,7 @@ static void run_begin(Run *run, const Program *program, const Model *m) {
     plan_build(&p, &run->s);
     run->memory_bytes = (int64_t)p.device_bytes;
     run->live = isatty(1);
-    checkpoint_header(run->header, m, &run->s, o, run->train.windows);
+    run_identity(run->identity, &run->s, o, run->train.windows);
     if (o->output[0]) {
         make_folders(o->output);
         int lock = open(o->output, O_RDONLY | O_DIRECTORY);  // held until the process ends
@@ -3926,9 +5142,12 @@ static void run_begin(Run *run, const Program *program, const Model *m) {
     }
     program->open(&run->engine, &run->s);
     int64_t resume_step = run->saved_step = o->output[0] ? run_resume(run) : -1;
-    if (resume_step < 0) {
+    if (resume_step < 0 && run->weights.spans) {
+        model_file_load(&run->engine, &run->weights, NULL);
+    } else if (resume_step < 0) {
         engine_initialise(&run->engine, m, (uint64_t)o->seed);
     }
+    model_file_close(&run->weights);
     run->log = o->output[0] ? log_open(o->output, resume_step, o, &run->s, p.device_bytes) : NULL;
     if (!o->quiet) {
         run_print_box(run, program, &p);
@@ -3953,14 +5172,22 @@ static int program_main(const Program *program, int argc, char **argv) {
         die("--check and --compare are commands of the GPU program, train_gpt2cu");
     }
     int preset = model_parse(&m, run.o.model);
+    if (preset < 0) {
+        if (access(run.o.model, F_OK) != 0) {
+            die("--model (-e): '%s' is neither a preset (d12 d24 d36 d48), nor a shape such as "
+                "l4h4c128t256, nor a file or folder", run.o.model);
+        }
+        model_file_open(&run.weights, run.o.model);
+        m = run.weights.model;
+    }
     if (!run.o.train_data) {
-        default_data(&run.o, preset);
+        default_data(&run.o, preset > 0 || m.V == GPT2_VOCABULARY);
     }
     if (!run.o.train_data && !run.o.plan) {
         die("no data: 'make data' prepares tinyshakespeare; --train-data (-i) takes token shards");
     }
     int64_t T = run.o.seq_len ? run.o.seq_len : m.maxT;
-    if (run.o.train_data && !(run.o.plan && preset)) {
+    if (run.o.train_data && !(run.o.plan && preset != 0)) {
         dataset_open(&run.train, run.o.train_data, (int)min_i64(T, m.maxT));
     }
     model_open(&m, &run.o, preset, run.train.shards ? &run.train : NULL);
