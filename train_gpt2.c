@@ -953,6 +953,14 @@ static int plan_recomputes(const Settings *s, int act, int layer) {
     return layer < s->recompute_blocks && s->level >= act_rows[act].level;
 }
 
+static int team_size(void) {
+#ifdef _OPENMP
+    return omp_get_num_threads();
+#else
+    return 1;
+#endif
+}
+
 static size_t matmul_workspace_bytes(int threads);  // chapter 9
 
 // Rows that live for the whole run, one after the other at the bottom of the allocation.
@@ -3708,6 +3716,10 @@ static Span *file_span(Span *spans, int tensor, int layer) {
 // Elements `first` to first + count of a span, as numbers.
 static void span_values(real *out, const Span *s, int64_t first, int64_t count) {
     const unsigned char *p = s->data + first * file_types[s->type].bytes;
+    if (s->type == FILE_F32 && !GPT2_DOUBLE) {
+        memcpy(out, p, (size_t)count * 4);
+        return;
+    }
     for (int64_t i = 0; i < count; i++) {
         uint32_t bits;
         uint16_t half;
@@ -4030,6 +4042,10 @@ static void model_file_load(Engine *e, const ModelFile *f, const unsigned char *
 
 // Numbers as a file holds them: FILE_F32, FILE_BF16, or FILE_U16, the low half.
 static void file_values(unsigned char *out, int type, const real *values, int64_t count) {
+    if (type == FILE_F32 && !GPT2_DOUBLE) {
+        memcpy(out, values, (size_t)count * 4);
+        return;
+    }
     for (int64_t i = 0; i < count; i++) {
         float value = (float)values[i];
         uint32_t u;
@@ -4107,21 +4123,45 @@ static void writer_open(Writer *w, const char *folder, const char *name) {
     }
 }
 
-// Writes and hashes at once: on two cores the hash costs no time.
 static void writer_put(Writer *w, const void *data, size_t bytes) {
-    int error = 0;
-#pragma omp parallel sections num_threads(2) if (bytes >= 65536)
-    {
-#pragma omp section
-        error = write_all(w->fd, data, bytes) != 0 ? errno : 0;
-#pragma omp section
-        sha256_add(&w->sha, data, bytes);
+    if (write_all(w->fd, data, bytes) != 0) {
+        writer_fail(w);
     }
+    sha256_add(&w->sha, data, bytes);
+    w->bytes += (int64_t)bytes;
+}
+
+// Makes the next bytes of a file, at most `most`, in `out`; returns how many: 0 at the end.
+typedef size_t (*PieceSource)(void *self, unsigned char *out);
+
+// Writes all that a source makes. While one thread writes a piece and makes the next, another
+// hashes it: otherwise the hash would take as long as the rest.
+static void writer_stream(Writer *w, PieceSource next, void *self, size_t most) {
+    unsigned char *piece[2] = {(unsigned char *)alloc_zero(2, most), NULL};
+    piece[1] = piece[0] + most;
+    size_t bytes[2] = {next(self, piece[0]), 0};
+    int error = 0;
+    for (int k = 0; bytes[k] && !error; k = !k) {
+#pragma omp parallel num_threads(2)
+        {
+            if (thread_index() == 0) {
+                error = write_all(w->fd, piece[k], bytes[k]) != 0 ? errno : 0;
+                bytes[!k] = error ? 0 : next(self, piece[!k]);
+            }
+            if (thread_index() == team_size() - 1) {
+                sha256_add(&w->sha, piece[k], bytes[k]);
+            }
+        }
+        w->bytes += (int64_t)bytes[k];
+#ifdef SYNC_FILE_RANGE_WRITE  // Linux: the disk begins now, and fsync has less to wait for
+        sync_file_range(w->fd, 0, 0, SYNC_FILE_RANGE_WRITE);
+#endif
+    }
+    free(piece[0]);
     if (error) {
         errno = error;
         writer_fail(w);
     }
-    w->bytes += (int64_t)bytes;
 }
 
 static void writer_close(Writer *w) {
@@ -4171,12 +4211,49 @@ static void header_write(HeaderText *h, Writer *w) {
     free(h->text);
 }
 
+// Where the writing of a model stands: the next elements of which tensor.
+typedef struct {
+    Engine *e;
+    const Model *m;
+    int type, tensor, layer;
+    int64_t at;
+    real *values;
+} ModelPieces;
+
+static size_t model_piece(void *self, unsigned char *out) {
+    ModelPieces *p = (ModelPieces *)self;
+    int64_t rows, cols;
+    if (p->tensor == TENSORS) {
+        return 0;
+    }
+    tensor_shape(p->m, p->tensor, &rows, &cols);
+    int swap = file_names[p->tensor].transposed;
+    int64_t size = rows * cols, offset = tensor_offset(p->m, p->tensor, p->layer);
+    int64_t count = min_i64(swap ? STRIP * rows : (int64_t)PIECE, size - p->at);
+    if (!swap) {
+        p->e->read(p->e, STATE_WEIGHTS, offset + p->at, p->values, count);
+        file_values(out, p->type, p->values, count);
+    } else {
+        if (p->at == 0) {
+            p->e->read(p->e, STATE_WEIGHTS, offset, p->values, size);
+        }
+        file_transposed(out, p->type, p->values, rows, cols, p->at / rows, count / rows);
+    }
+    p->at += count;
+    if (p->at == size) {
+        p->at = 0;
+        p->layer = (p->layer + 1) % tensor_copies(p->m, p->tensor);
+        p->tensor += p->layer == 0;
+    }
+    return (size_t)(count * file_types[p->type].bytes);
+}
+
 // Writes model.safetensors in `type`, FILE_F32 or FILE_BF16.
 static void model_file_save(Engine *e, const Model *m, int type, Writer *w) {
     HeaderText header;
     char name[80];
     header_start(&header);
-    int64_t rows, cols, element = file_types[type].bytes;
+    int64_t rows, cols;
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         tensor_shape(m, tensor, &rows, &cols);
         int swap = file_names[tensor].transposed, matrix = tensor_is_matrix(tensor);
@@ -4189,30 +4266,9 @@ static void model_file_save(Engine *e, const Model *m, int type, Writer *w) {
     header_write(&header, w);
     // A transposed tensor has to be there whole before its first strip is written.
     size_t most = (size_t)max_i64(strip_elements(m), 4 * (int64_t)m->C * m->C);
-    real *values = (real *)alloc_zero(most, sizeof(real));
-    unsigned char *out = (unsigned char *)alloc_zero((size_t)strip_elements(m), (size_t)element);
-    for (int tensor = 0; tensor < TENSORS; tensor++) {
-        tensor_shape(m, tensor, &rows, &cols);
-        int swap = file_names[tensor].transposed;
-        for (int64_t l = 0, size = rows * cols; l < tensor_copies(m, tensor); l++) {
-            int64_t offset = tensor_offset(m, tensor, (int)l);
-            if (swap) {
-                e->read(e, STATE_WEIGHTS, offset, values, size);
-            }
-            for (int64_t i = 0, count; i < size; i += count) {
-                count = min_i64(swap ? STRIP * rows : (int64_t)PIECE, size - i);
-                if (swap) {
-                    file_transposed(out, type, values, rows, cols, i / rows, count / rows);
-                } else {
-                    e->read(e, STATE_WEIGHTS, offset + i, values, count);
-                    file_values(out, type, values, count);
-                }
-                writer_put(w, out, (size_t)(count * element));
-            }
-        }
-    }
-    free(values);
-    free(out);
+    ModelPieces pieces = {e, m, type, 0, 0, 0, (real *)alloc_zero(most, sizeof(real))};
+    writer_stream(w, model_piece, &pieces, (size_t)(strip_elements(m) * file_types[type].bytes));
+    free(pieces.values);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -4274,6 +4330,25 @@ static void config_save(const Model *m, Writer *w) {
     writer_put(w, text, (size_t)n);
 }
 
+// Where the writing of a flat buffer stands.
+typedef struct {
+    Engine *e;
+    int state, type;
+    int64_t at, all;
+    real *values;
+} FlatPieces;
+
+static size_t flat_piece(void *self, unsigned char *out) {
+    FlatPieces *p = (FlatPieces *)self;
+    int64_t count = min_i64(PIECE, p->all - p->at);
+    if (count) {
+        p->e->read(p->e, p->state, p->at, p->values, count);
+        file_values(out, p->type, p->values, count);
+    }
+    p->at += count;
+    return (size_t)(count * file_types[p->type].bytes);
+}
+
 // Moments, master and counters. `identity` and the options of the run go into the metadata.
 static void state_save(Engine *e, const Settings *s, const Options *o, const char *identity,
                        const RunState *state, Writer *w) {
@@ -4302,19 +4377,15 @@ static void state_save(Engine *e, const Settings *s, const Options *o, const cha
     }
     header_write(&header, w);
     writer_put(w, state->norms.values, sizeof state->norms.values);
-    real *values = (real *)alloc_zero(PIECE, sizeof(real));
-    unsigned char *out = (unsigned char *)alloc_zero(PIECE, 4);
+    FlatPieces pieces = {e, STATE_M, type, 0, all, (real *)alloc_zero(PIECE, sizeof(real))};
     static const int states[] = {STATE_M, STATE_V, STATE_WEIGHTS};
     for (int k = 0; k < 2 + s->split_master; k++) {
-        for (int64_t i = 0; i < all; i += PIECE) {
-            int64_t count = min_i64(PIECE, all - i);
-            e->read(e, states[k], i, values, count);
-            file_values(out, k == 2 ? (int)FILE_U16 : type, values, count);
-            writer_put(w, out, (size_t)count * (size_t)file_types[k == 2 ? 3 : type].bytes);
-        }
+        pieces.state = states[k];
+        pieces.type = k == 2 ? (int)FILE_U16 : type;
+        pieces.at = 0;
+        writer_stream(w, flat_piece, &pieces, PIECE * 4);
     }
-    free(values);
-    free(out);
+    free(pieces.values);
 }
 
 // Saves the run after `state->step` steps as `output`/step-NNNNNNNN. path receives the folder's
