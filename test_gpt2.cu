@@ -2165,8 +2165,8 @@ static Text state_file(const char *folder, int step) {
 }
 
 // A damaged checkpoint is passed over by name, and the run that goes on from the one before ends in
-// the same bytes; a foreign one is refused; without a whole one nothing is lost or begun; unfinished
-// ones are removed; --keep keeps the newest; a finished run resumes to the same end.
+// the same bytes; a foreign one is refused; without a whole one nothing is lost or begun;
+// unfinished ones are removed; --keep keeps the newest; a finished run resumes to the same end.
 static void test_checkpoint_folder() {
     write_corpus();
     const Text run = TINY "--quiet -x 8 -n 2 -y 1 -o out ";

@@ -341,8 +341,8 @@ typedef struct {
 #define FIELD(name) offsetof(Options, name)
 static const OptionRow option_rows[] = {
     {"model", 'e', OPT_TEXT, FIELD(model), NULL, 0, 0, NULL, "Model",
-     "d12 d24 d36 d48 (gpt2, gpt2-medium, gpt2-large, gpt2-xl), a shape: l4h4c128t64, or weights: a "
-     "folder with model.safetensors and config.json, or an llm.c .bin"},
+     "d12 d24 d36 d48 (gpt2, gpt2-medium, gpt2-large, gpt2-xl), a shape: l4h4c128t64, or weights: "
+     "a folder with model.safetensors and config.json, or an llm.c .bin"},
     {"seq-len", 't', OPT_INT, FIELD(seq_len), NULL, 1, 1 << 20, NULL, "Model",
      "tokens in a sequence, T; default: the model's"},
     {"seed", 0, OPT_INT, FIELD(seed), "42", 0, 9e15, NULL, "Model",
@@ -3161,7 +3161,7 @@ static void engine_initialise(Engine *e, const Model *m, uint64_t seed) {
 // 3. Hugging Face keeps the weights of a block as (in, out), the transpose of ours, and wte without
 //    its padding rows.
 
-// Bytes of a file, mapped to be read only. An empty file has bytes NULL.
+// Bytes of a file, mapped to be read only.
 typedef struct {
     const unsigned char *bytes;
     size_t size;
@@ -3177,7 +3177,7 @@ static int mapping_open(Mapping *m, const char *path) {
         return -1;
     }
     m->size = (size_t)status.st_size;
-    void *map = m->size ? mmap(NULL, m->size, PROT_READ, MAP_PRIVATE, fd, 0) : NULL;
+    const void *map = m->size ? mmap(NULL, m->size, PROT_READ, MAP_PRIVATE, fd, 0) : "";
     close(fd);
     m->bytes = (const unsigned char *)map;
     return map == MAP_FAILED ? -1 : 0;
@@ -3399,8 +3399,8 @@ static void json_string(Json *j, char *out, size_t capacity) {
             length = letter || c < 0x80 ? 1 : c < 0x800 ? 2 : 3;
         }
         for (int i = 0; i < length && n + 1 < capacity; i++) {
-            int bits = c >> 6 * (length - 1 - i);
-            out[n++] = (char)(length == 1 ? c : i ? (bits & 63) | 128 : bits | (length == 2 ? 192 : 224));
+            int bits = c >> 6 * (length - 1 - i), lead = length == 2 ? 192 : 224;
+            out[n++] = (char)(length == 1 ? c : i ? (bits & 63) | 128 : bits | lead);
         }
     }
     if (capacity) {
@@ -4539,7 +4539,7 @@ static int checkpoint_is_whole(const char *folder, char problem[PATH_BYTES]) {
         Sha256 sha;
         char text[SHA256_TEXT];
         sha256_start(&sha);
-        bad[i] = mapping_open(&file, path[i]) != 0 ? 1 : (int64_t)file.size != rows[i].bytes ? 2 : 0;
+        bad[i] = mapping_open(&file, path[i]) != 0 ? 1 : 2 * ((int64_t)file.size != rows[i].bytes);
         for (size_t at = 0; !bad[i] && at < file.size; at += PIECE) {
             size_t piece = (size_t)min_i64(PIECE, (int64_t)(file.size - at));
             sha256_add(&sha, file.bytes + at, piece);
@@ -4550,8 +4550,8 @@ static int checkpoint_is_whole(const char *folder, char problem[PATH_BYTES]) {
         mapping_close(&file);
     }
     for (int i = 0; i < FILE_MANIFEST; i++) {
-        static const char *const words[] = {"", "cannot be read", "has not the size that the "
-                                            "manifest says", "is damaged: its SHA-256 is another"};
+        static const char *const words[] = {"", "cannot be read", "has not its manifest's size",
+                                            "is damaged: its SHA-256 is another"};
         if (bad[i]) {
             path_print(problem, "%s %s", checkpoint_files[i], words[bad[i]]);
             return 0;
@@ -4578,18 +4578,19 @@ static void state_parse(StateFile *out, const Model *m, const unsigned char *byt
     safetensors_start(&f, bytes, size, name);
     while (safetensors_next(&f, &t)) {
         int is_norms = strcmp(t.name, "norms") == 0, is_master = strcmp(t.name, "master") == 0;
-        int moment = strcmp(t.name, "m") == 0 ? STATE_M : strcmp(t.name, "v") == 0 ? STATE_V : -1;
-        file_require(is_norms || is_master || moment >= 0, name, t.name, "is unknown");
+        int is_m = strcmp(t.name, "m") == 0, is_v = strcmp(t.name, "v") == 0;
+        Span *moments = &out->moments[is_m ? STATE_M : STATE_V];
+        file_require(is_norms || is_master || is_m || is_v, name, t.name, "is unknown");
         file_require(is_norms ? t.type == FILE_F64 && t.count == NORM_WINDOW
                      : t.count != all ? 0 : is_master ? t.type == FILE_U16 : t.type <= FILE_BF16,
                      name, t.name, "has not the type and size of this run's");
         const unsigned char **place = is_norms    ? &norms
                                       : is_master ? &out->master
-                                                  : &out->moments[moment].data;
+                                                  : &moments->data;
         file_require(!*place, name, t.name, "stands in the file twice");
         *place = t.data;
-        if (moment >= 0) {
-            out->moments[moment].type = t.type;
+        if (is_m || is_v) {
+            moments->type = t.type;
         }
     }
     file_require(norms && out->moments[STATE_M].data && out->moments[STATE_V].data, name,
