@@ -867,15 +867,17 @@ static void test_loader_large() {
 // Bytes to ids and back, and what a prompt may be.
 static void test_tokenizer() {
     Token tokens[8];
-    char out[16];
-    expect(prompt_tokens(tokens, 8, TOKENIZER_BYTES, "a\xff") == 2 && tokens[0] == 'a' &&
+    char out[BPE_LONGEST];
+    expect(prompt_tokens(tokens, 8, TOKENIZER_BYTES, NULL, "a\xff") == 2 && tokens[0] == 'a' &&
            tokens[1] == 255);
-    expect(prompt_tokens(tokens, 8, TOKENIZER_BYTES, "") == 1 && tokens[0] == 256);
-    expect(prompt_tokens(tokens, 8, TOKENIZER_GPT2, "") == 1 && tokens[0] == 50256);
-    expect(token_text(out, TOKENIZER_BYTES, 'x') == 1 && out[0] == 'x');
-    expect(token_text(out, TOKENIZER_BYTES, 256) == 0 && token_text(out, TOKENIZER_GPT2, 31) == 3);
-    expect_death(prompt_tokens(tokens, 8, TOKENIZER_GPT2, "a"), "--prompt");
-    expect_death(prompt_tokens(tokens, 2, TOKENIZER_BYTES, "abc"), "--prompt: 3 tokens, at most 2");
+    expect(prompt_tokens(tokens, 8, TOKENIZER_BYTES, NULL, "") == 1 && tokens[0] == 256);
+    expect(prompt_tokens(tokens, 8, TOKENIZER_GPT2, NULL, "") == 1 && tokens[0] == 50256);
+    expect(token_text(out, TOKENIZER_BYTES, NULL, 'x') == 1 && out[0] == 'x');
+    expect(token_text(out, TOKENIZER_BYTES, NULL, 256) == 0);
+    expect(token_text(out, TOKENIZER_GPT2, NULL, 31) == 3 && memcmp(out, "31 ", 3) == 0);
+    expect_death(prompt_tokens(tokens, 8, TOKENIZER_GPT2, NULL, "a"), "--prompt");
+    expect_death(prompt_tokens(tokens, 2, TOKENIZER_BYTES, NULL, "abc"),
+                 "--prompt: 3 tokens, at most 2");
 }
 
 // -------------------------------------------------------------------------------------------------

@@ -315,7 +315,7 @@ static int64_t permute_index(int64_t position, int64_t n, uint64_t seed, uint32_
 // 3. Letters keep llm.c's meaning where it has one, except -h (help) and -r (1 is the whole block).
 
 typedef struct {
-    const char *model, *train_data, *val_data, *output, *schedule, *prompt, *recompute;
+    const char *model, *train_data, *val_data, *tokenizer, *output, *schedule, *prompt, *recompute;
     const char *dtype, *moments, *master, *grad_dtype, *offload, *gpu;
     int64_t seq_len, seed, shuffle, batch, tokens_per_step, steps, overfit, warmup;
     int64_t val_every, val_batches, sample_every, sample_tokens, top_k;
@@ -351,6 +351,8 @@ static const OptionRow option_rows[] = {
      "token shards to train on, a glob pattern; default: tinyshakespeare in data/"},
     {"val-data", 'j', OPT_TEXT, FIELD(val_data), NULL, 0, 0, NULL, "Data",
      "token shards to validate on"},
+    {"tokenizer", 0, OPT_TEXT, FIELD(tokenizer), "", 0, 0, NULL, "Data",
+     "GPT-2's vocab.bpe, or llm.c's gpt2_tokenizer.bin; default: those in data/"},
     {"shuffle", 0, OPT_SWITCH, FIELD(shuffle), "1", 0, 1, NULL, "Data",
      "visit the windows of an epoch in random order"},
     {"batch", 'b', OPT_INT, FIELD(batch), "4", 1, 65536, NULL, "Batch",
@@ -1690,9 +1692,15 @@ static size_t gpu_memory_from_options(const Options *o) {
 }
 // -------------------------------------------------------------------------------------------------
 // 7. Tokenizer
-// Byte tokens: token b is byte b, 256 is end of text; a vocabulary of 257. Token files name their
-// tokenizer, so that a model never meets another one's ids. GPT-2 ids are trained on as they are
-// and printed as numbers.
+// Token files name their tokenizer, so that a model never meets another one's ids. Bytes: token b
+// is byte b, 256 is end of text. GPT-2: byte-level BPE, on valid UTF-8 token for token what
+// tiktoken's encode_ordinary gives.
+// 1. Text falls into pieces by GPT-2's pattern (piece_end). A byte that is no UTF-8 counts as a
+//    character that is neither letter nor number nor space.
+// 2. In a piece, of all neighbours whose bytes together are a token, those of the lowest id become
+//    that token, the leftmost first, until none are left (bpe_merge).
+// 3. A Bpe holds no pointers and is read only once it is open: threads share it. What a thread
+//    writes is in its BpeEncoder.
 
 enum { TOKENIZER_GPT2 = 0, TOKENIZER_BYTES = 1 };
 enum { BYTE_VOCABULARY = 257, BYTE_END_OF_TEXT = 256, GPT2_END_OF_TEXT = 50256 };
@@ -1705,33 +1713,550 @@ static Token end_of_text(int tokenizer) {
     return tokenizer == TOKENIZER_BYTES ? BYTE_END_OF_TEXT : GPT2_END_OF_TEXT;
 }
 
-// Text of one token: returns its bytes in `out` (at least 16) and their number.
-static int token_text(char out[16], int tokenizer, Token token) {
+// Letters (L) and numbers (N): gap, length, gap, length, ... of the runs of code points, packed as
+// class_runs() reads them.
+// Unicode 16.0 (what tiktoken 0.14.0 has), by dev/unicode_tables.py.
+static const char letter_runs[] =
+    "d=)=R$-$'$(:$B$t%'/1(*$$$oX($%%'$$)$$&$$$7$o*$ob+p1$I%$)Lj>''PNF%$o:$$2%*%-&%$3$$A@o0.$;D,%'"
+    "$(9'$,$&$:<*.(;$)4M]Y&$5$*-23'+%%%9$*$$&'&$3$0%$&1%-$+)'%%9$*$%$%$%B'$$6&3,$&$9$*$%$(&$5$2%:"
+    "$.+%%%9$*$%$(&$A%$&2$4$$)&&$'&%$$$%&%&&&/9$W+$&$:$3&$=&%$%%A$'+$&$:$-$(&$B%$%2%4,$&$L%$3$(&+"
+    "&;)(5&;$,$$%*]S$%/*]%$$$($;$$$-$%,$%($$8'C$b+$G>(oJN7$3)''&$&%*&'0/$4I$$($%N$r@$'%*$$$'%L$'%"
+    "D$'%*$$$'%2$\\$'%fH33o-%)&v/%4$=(n)+*5061510$&2WF$'$fo0*(%E$$(i-BTA%(.O'=Y:,Xo)$o4R4+YA0%-O="
+    "GL&-G%.(N%&L'$)$%&$(pKcqU%)%I%)%+$$$$$$$B%X$*$$&&$*&'%)'0(&$*oK$0$30o<$'$%-$$&()$$$$$$'$.%'("
+    "('$W%pq:q$)'&%/I$$($%[*$3:,*$*$*$*$*$*$*$*o'$t0%M((%'o-)&$o1$'(N$o54CS3t[st[copqLfQ%qL&3-%7R"
+    "3B%iT,%o>%f%%$$$+83$&$'$:@W1Ua)&$$%.\?-:<@*R\?$3($--($L:&$+7:&$&U$$&%%(%$$$;&%.*&/)%)%),*$*$"
+    "N$1)oJ@wq#/:'Tt}3ra%oAI*/(($$-$0$($$$%$%$oCDr^5c%YK/oK($o^G=)=.o0&)%)%)%&F/$=$6$%$2%1EoRs,@&"
+    "TRC07$+)I-A%G'+Sp)5G'G'K+W/.$2$*$%$.$2$*$%&W/r*,9-+;)$M$,h)%$$O$%&$%:-:,Bd6$%-9-=i[)%c$2'$&$"
+    "@M@&@F+$\?>Y-9-605oElZV0V0GI\?,:q9M)%3&^@-$+9M5Q8>:/X\\%%$0PC<=G@$%$+F&$/S1'8$$$F5$<6%b*$$$'"
+    "$2$-*RI+%%%9$*$%$(&$5$/(A-$$%$$I$$<$$$OX5'7&AS7%$$pCRL'GS7$^N0$j>H*pDOoKcB+%$%+$%$;2$$$o5+%J"
+    "3$$$\?$-K*$8$.Q6$5lpRDB,$H4$TAoG*$%$I8$<)$%$C1$r:62$$0$EoS$o&z-q%pOppWo82|+4)<qrN(uVsx$Aou1u"
+    "H*B4o&4A5S3'B8(6sWPp^coWn($e0c%$$\?r~[+~9L-usN'$*$%$qb2$@&%$1'+s3o|\?oB(0&,*-r|ao,$j$%%$%%%'"
+    "$/$$$*$d$'%+$*$\?$'$($$&*$rG%<$<$B$<$B$<$B$<$B$<$+ov7B))qDaoiP-*3$r4A5Ot\?\?q#A%$tJ*$'$%$2$p"
+    "P^g*$}c'$>$%$$%$$-$'$$$$)$'$$$$$$&$%$$%$$$$$$$$$$%$$%'$*$'$'$$$-$4(&$($4qx/pqp+CqtU)pi%rya1t"
+    "p<2v1o~Eu-oqaq~n(qu/";
+static const char number_runs[] =
+    "S-oO%($%&opl-o]-pQ-sC-oM-')oC-oM-oM-%)oE0oJ-+*o>-o\?**6oD-o7-oM-i7qK-i-wF7yP&q.-)-9-qk-oW.p0"
+    "-)-pA-o--o]-)-{]$&))-pQV%(wM_o%9v9Aop4$x4$<,1&rJ'oa-A+$2C-J2ovrS-pG-r3)p%-I-pQ-9-o--s=-ooue-"
+    "tHP/\\4%rH>G'@$+$o](pU-zA+<*J,n(9)p+%%3%Qc,W%A&n(o\?+;+L*r=)S-)-qUBp)-M'oG*o]AoW-_-og-*7q:-r"
+    "I-oM-ri-o=-)7o#/sK6o4-vY-o-@pn-i-sM-o=8|&oFzzT-o|a-o--o]-$*ti-qE:oq{`-oqE7/7oC<|PUo}/-sM-tQ-"
+    "q6-wC,oW-xB^$&$'o#P$2zU0prV-";
+enum { CLASS_OTHER, CLASS_LETTER, CLASS_NUMBER, CLASS_SPACE };
+enum { CLASSES = 0x32400 };  // code points from here on are CLASS_OTHER
+
+// Gives the runs their class. Digits count from '#'; the last one of a number is below 76.
+static void class_runs(unsigned char classes[CLASSES], const char *runs, int kind) {
+    uint32_t at = 0;
+    for (int inside = 0; *runs; inside = !inside) {
+        uint32_t count = 0;
+        for (; *runs - '#' >= 76; runs++) {
+            count = count * 16 + (uint32_t)(*runs - '#' - 76) + 1;
+        }
+        count = count * 76 + (uint32_t)(*runs++ - '#');
+        memset(classes + at, kind, inside ? count : 0);
+        at += count;
+    }
+}
+
+// Unicode's White_Space.
+static int is_space(uint32_t c) {
+    return (c >= 9 && c <= 13) || c == ' ' || c == 0x85 || c == 0xA0 || c == 0x1680 ||
+           (c >= 0x2000 && c <= 0x200A) || c == 0x2028 || c == 0x2029 || c == 0x202F ||
+           c == 0x205F || c == 0x3000;
+}
+
+// Bytes of the UTF-8 character at text: 2 to 4, or 0 when it is none (RFC 3629, section 4).
+static int utf8_length(const unsigned char *text, size_t left) {
+    int length = text[0] >= 0xF0 ? 4 : text[0] >= 0xE0 ? 3 : 2;
+    if (text[0] < 0xC2 || text[0] > 0xF4 || left < (size_t)length ||
+        (text[0] == 0xE0 && text[1] < 0xA0) || (text[0] == 0xED && text[1] > 0x9F) ||
+        (text[0] == 0xF0 && text[1] < 0x90) || (text[0] == 0xF4 && text[1] > 0x8F)) {
+        return 0;
+    }
+    for (int i = 1; i < length; i++) {
+        length = (text[i] & 0xC0) == 0x80 ? length : 0;
+    }
+    return length;
+}
+
+// Code point of the character at text, and its bytes; a byte that is no UTF-8 is a code point
+// beyond all.
+static int utf8_decode(uint32_t *c, const unsigned char *text, size_t left) {
+    int length = text[0] < 0x80 ? 1 : utf8_length(text, left);
+    *c = length == 0 ? UINT32_MAX : length == 1 ? text[0] : text[0] & 0x7Fu >> length;
+    for (int i = 1; i < length; i++) {
+        *c = *c << 6 | (text[i] & 0x3F);
+    }
+    return length ? length : 1;
+}
+
+// GPT-2's vocabulary: id -> bytes, bytes -> id, and the class of every character. 1.2 MiB: static
+// or allocated, not on a stack.
+enum { BPE_MAGIC = 20240328, BPE_TEXT = 320827, BPE_LONGEST = 128, BPE_SLOTS = 1 << 17 };
+typedef struct {
+    int count;                             // tokens yet
+    uint32_t start[GPT2_VOCABULARY + 1];   // of a token's bytes in `text`
+    char text[BPE_TEXT];
+    uint32_t slots[BPE_SLOTS];             // 16 bits of the hash, id + 1; 0: free
+    uint16_t byte_id[256];
+    unsigned char classes[CLASSES];
+} Bpe;
+
+// FNV-1a: hash of a table's key, and fingerprint of the whole table.
+static uint64_t fnv1a(uint64_t hash, const char *bytes, size_t n) {
+    for (size_t i = 0; i < n; i++) {
+        hash = (hash ^ (unsigned char)bytes[i]) * 0x100000001B3u;
+    }
+    return hash;
+}
+static const uint64_t fnv1a_start = 0xCBF29CE484222325u;
+static const uint64_t bpe_fingerprint = 0x57BAEAFF4B591D52u;
+
+// Bytes of a token, not ended by 0. Returns their number.
+static int bpe_bytes(const Bpe *bpe, int token, const char **bytes) {
+    *bytes = bpe->text + bpe->start[token];
+    return (int)(bpe->start[token + 1] - bpe->start[token]);
+}
+
+// The slot where these bytes (1 to BPE_LONGEST) stand, or the free one where they would. tag: what
+// its upper half holds.
+static uint32_t bpe_slot(const Bpe *bpe, const char *bytes, size_t n, uint32_t *tag) {
+    uint64_t hash = fnv1a(fnv1a_start, bytes, n) * 0x9E3779B97F4A7C15u;
+    uint32_t at = (uint32_t)(hash >> 31) % BPE_SLOTS;
+    *tag = (uint32_t)(hash >> 32) & 0xFFFF0000u;
+    for (; bpe->slots[at]; at = (at + 1) % BPE_SLOTS) {
+        if ((bpe->slots[at] & 0xFFFF0000u) == *tag) {
+            const char *found;
+            int length = bpe_bytes(bpe, (int)(bpe->slots[at] & 0xFFFF) - 1, &found);
+            if (length == (int)n && memcmp(found, bytes, n) == 0) {
+                break;
+            }
+        }
+    }
+    return at;
+}
+
+// Id of the token that these bytes are, or -1.
+static int bpe_id(const Bpe *bpe, const char *bytes, size_t n) {
+    uint32_t tag;
+    if (n == 0 || n > BPE_LONGEST) {
+        return -1;
+    }
+    return (int)(bpe->slots[bpe_slot(bpe, bytes, n, &tag)] & 0xFFFF) - 1;
+}
+
+// The next token. Returns 0 when GPT-2's vocabulary has no room for it or has it already.
+static int bpe_add(Bpe *bpe, const char *bytes, size_t n) {
+    uint32_t at = bpe->start[bpe->count], tag;
+    if (n == 0 || n > BPE_LONGEST || bpe->count == GPT2_VOCABULARY || n > BPE_TEXT - at) {
+        return 0;
+    }
+    uint32_t *slot = &bpe->slots[bpe_slot(bpe, bytes, n, &tag)];
+    if (*slot) {
+        return 0;
+    }
+    memcpy(bpe->text + at, bytes, n);
+    *slot = tag | (uint32_t)++bpe->count;
+    bpe->start[bpe->count] = at + (uint32_t)n;
+    return 1;
+}
+
+// What both readers begin and end with. The fingerprint decides: a file that gives another table,
+// damaged or of another model, ends the run.
+static void bpe_begin(Bpe *bpe) {
+    memset(bpe, 0, sizeof *bpe);
+    class_runs(bpe->classes, letter_runs, CLASS_LETTER);
+    class_runs(bpe->classes, number_runs, CLASS_NUMBER);
+    for (uint32_t c = 0; c <= 0x3000; c++) {
+        bpe->classes[c] = is_space(c) ? (unsigned char)CLASS_SPACE : bpe->classes[c];
+    }
+}
+
+static void bpe_end(Bpe *bpe, const char *name) {
+    uint64_t hash = fnv1a(fnv1a_start, (const char *)bpe->start, sizeof bpe->start);
+    hash = fnv1a(hash, bpe->text, BPE_TEXT);
+    if (bpe->count != GPT2_VOCABULARY || hash != bpe_fingerprint) {
+        die("%s: not GPT-2's vocabulary: %d tokens with fingerprint %016" PRIx64
+            ", not %d with %016" PRIx64, name, bpe->count, hash, GPT2_VOCABULARY, bpe_fingerprint);
+    }
+    for (int b = 0; b < 256; b++) {
+        char byte = (char)b;
+        bpe->byte_id[b] = (uint16_t)bpe_id(bpe, &byte, 1);
+    }
+}
+
+// vocab.bpe: a first line `#version`, then a merge a line, the two tokens in GPT-2's alphabet for
+// bytes: printable ones of Latin-1 stand for themselves, the other 68 are U+0100 and on. Ids 0 to
+// 255 are the bytes in order of that alphabet, 256 + i is merge i, the last is end of text.
+static void bpe_parse_merges(Bpe *bpe, const unsigned char *bytes, size_t n, const char *name) {
+    int byte_of[256 + 68], other = 256, line = 2;
+    memset(byte_of, -1, sizeof byte_of);
+    for (int b = 0; b < 256; b++) {
+        int printable = (b > 32 && b < 127) || (b > 160 && b != 173);
+        byte_of[printable ? b : other++] = b;
+    }
+    bpe_begin(bpe);
+    for (int c = 0; c < 256 + 68; c++) {
+        char byte = (char)byte_of[c];
+        if (byte_of[c] >= 0) {
+            bpe_add(bpe, &byte, 1);
+        }
+    }
+    const unsigned char *end_of_line = (const unsigned char *)memchr(bytes, '\n', n);
+    if (n < 8 || memcmp(bytes, "#version", 8) != 0 || !end_of_line) {
+        die("%s: not a vocab.bpe: its first line is not '#version: 0.2'", name);
+    }
+    for (size_t at = (size_t)(end_of_line - bytes) + 1; at < n; at++, line++) {
+        char both[BPE_LONGEST];
+        size_t left = 0, length = 0;
+        while (at < n && bytes[at] != '\n') {
+            uint32_t c;
+            at += (size_t)utf8_decode(&c, bytes + at, n - at);
+            if (c == ' ' && left == 0) {
+                left = length;
+            } else if (length == BPE_LONGEST || c >= 256 + 68 || byte_of[c] < 0) {
+                die("%s:%d: not two tokens in GPT-2's alphabet for bytes, of %d bytes at most",
+                    name, line, BPE_LONGEST);
+            } else {
+                both[length++] = (char)byte_of[c];
+            }
+        }
+        if (bpe_id(bpe, both, left) < 0 ||
+            bpe_id(bpe, both + left, length - left) < 0 || !bpe_add(bpe, both, length)) {
+            die("%s:%d: a merge of GPT-2's joins two tokens from above to one that is new", name,
+                line);
+        }
+    }
+    bpe_add(bpe, "<|endoftext|>", 13);
+    bpe_end(bpe, name);
+}
+
+// llm.c's gpt2_tokenizer.bin: 256 uint32 (20240328, 2, tokens, end of text), then every token's
+// length in a byte and its bytes.
+static void bpe_parse_tokens(Bpe *bpe, const unsigned char *bytes, size_t n, const char *name) {
+    uint32_t header[4] = {0};
+    size_t at = 256 * 4;
+    if (n >= at) {
+        memcpy(header, bytes, sizeof header);
+    }
+    if (header[0] != BPE_MAGIC || header[1] != 2 || header[2] != GPT2_VOCABULARY ||
+        header[3] != GPT2_END_OF_TEXT) {
+        die("%s: a header of %u %u %u %u; GPT-2's vocabulary of llm.c has %d 2 %d %d", name,
+            header[0], header[1], header[2], header[3], BPE_MAGIC, GPT2_VOCABULARY,
+            GPT2_END_OF_TEXT);
+    }
+    bpe_begin(bpe);
+    for (int i = 0; i < GPT2_VOCABULARY; i++) {
+        size_t length = at < n ? bytes[at] : 0;
+        if (length >= n - at || !bpe_add(bpe, (const char *)bytes + at + 1, length)) {
+            die("%s: token %d is not one of GPT-2's: %zu bytes, of %zu left in the file", name, i,
+                length, n - at);
+        }
+        at += 1 + length;
+    }
+    if (at != n) {
+        die("%s: %zu bytes after the last token", name, n - at);
+    }
+    bpe_end(bpe, name);
+}
+
+// Reads either file; its first four bytes say which it is.
+static void bpe_open(Bpe *bpe, const char *path) {
+    struct stat status;
+    int fd = open(path, O_RDONLY);
+    if (fd < 0 || fstat(fd, &status) != 0) {
+        die("cannot open vocabulary %s: %s", path, strerror(errno));
+    }
+    if (!S_ISREG(status.st_mode) || status.st_size < 4 || status.st_size > 1 << 20) {
+        die("%s: not a vocabulary: a file of 4 bytes to 1 MiB is looked for", path);
+    }
+    size_t n = (size_t)status.st_size;
+    const unsigned char *map =
+        (const unsigned char *)mmap(NULL, n, PROT_READ, MAP_PRIVATE, fd, 0);
+    close(fd);
+    if (map == MAP_FAILED) {
+        die("cannot map vocabulary %s: %s", path, strerror(errno));
+    }
+    uint32_t magic;
+    memcpy(&magic, map, 4);
+    (magic == BPE_MAGIC ? bpe_parse_tokens : bpe_parse_merges)(bpe, map, n, path);
+    munmap((void *)(uintptr_t)map, n);
+}
+
+// Where the vocabulary is: `asked` (--tokenizer), or what data/ has. Returns 0 when there is none.
+static int bpe_find(char path[PATH_BYTES], const char *asked) {
+    static const char *const names[] = {"data/vocab.bpe", "data/gpt2_tokenizer.bin"};
+    for (int i = 0; i < 2 && !asked[0]; i++) {
+        if (access(names[i], F_OK) == 0) {
+            asked = names[i];
+        }
+    }
+    path_print(path, "%s", asked);
+    return path[0] != 0;
+}
+
+// Class of the character at p, and its bytes.
+static inline int char_class(const Bpe *bpe, const unsigned char *p, const unsigned char *end,
+                             int *length) {
+    if (*p < 0x80) {
+        *length = 1;
+        return bpe->classes[*p];
+    }
+    uint32_t c;
+    *length = utf8_decode(&c, p, (size_t)(end - p));
+    return c < CLASSES ? bpe->classes[c] : (int)CLASS_OTHER;
+}
+
+// End of the piece that begins at p (p < end), by
+// 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
+static const unsigned char *piece_end(const Bpe *bpe, const unsigned char *p,
+                                      const unsigned char *end) {
+    if (*p == '\'' && end - p > 1) {
+        int a = p[1], b = end - p > 2 ? p[2] : 0;
+        if (a == 's' || a == 't' || a == 'm' || a == 'd') {
+            return p + 2;
+        }
+        if ((a == 'r' && b == 'e') || (a == 'v' && b == 'e') || (a == 'l' && b == 'l')) {
+            return p + 3;
+        }
+    }
+    const unsigned char *q = *p == ' ' && end - p > 1 ? p + 1 : p, *last = p;
+    int length, kind = char_class(bpe, q, end, &length);
+    if (kind != CLASS_SPACE) {
+        do {
+            q += length;
+        } while (q < end && char_class(bpe, q, end, &length) == kind);
+        return q;
+    }
+    // Spaces before a word leave the last of them to it, unless there is only that one.
+    for (q = p; q < end && char_class(bpe, q, end, &length) == CLASS_SPACE; q += length) {
+        last = q;
+    }
+    return q == end || last == p ? q : last;
+}
+
+// Largest place below n where text can be cut, both sides then giving the tokens of the whole; 0:
+// none. It is one where an ASCII space follows a character that is no space: no alternative of the
+// pattern goes on from such a character to a space, so a piece ends there, and the only one that
+// looks ahead (\s+) does not end there.
+__attribute__((unused)) static size_t bpe_cut(const char *text, size_t n) {
+    const unsigned char *t = (const unsigned char *)text;
+    for (size_t i = n; i-- > 1;) {
+        if (t[i] >= 0x80 || !is_space(t[i])) {
+            continue;
+        }
+        size_t start = i - 1;
+        while (start > 0 && i - start < 4 && (t[start] & 0xC0) == 0x80) {
+            start--;
+        }
+        uint32_t c;
+        if ((size_t)utf8_decode(&c, t + start, i - start) == i - start && !is_space(c)) {
+            return i;
+        }
+    }
+    return 0;
+}
+
+// What one thread needs to encode: words seen before and their tokens (1 MiB; a new word takes the
+// place of an old one), and for the longest piece yet 28 bytes a byte.
+enum { WORDS = 1 << 14, WORD_BYTES = 31, WORD_TOKENS = 15 };
+typedef struct {
+    uint64_t key[4];  // the bytes, zeros, and in the last byte their number
+    uint16_t count, tokens[WORD_TOKENS];
+} BpeWord;
+typedef struct {
+    uint32_t next, previous;  // where the neighbours begin
+    uint16_t token;
+    int32_t merged;  // the token that this one and the next make; -1: none
+} BpeNode;
+typedef struct {
+    const Bpe *bpe;
+    BpeWord *words;
+    BpeNode *nodes;  // a token at the place where it begins
+    uint64_t *heap;  // merged token << 32 | place; entries that are out of date stay in
+    size_t room, heap_count;
+} BpeEncoder;
+
+static void bpe_encoder_open(BpeEncoder *e, const Bpe *bpe) {
+    memset(e, 0, sizeof *e);
+    e->bpe = bpe;
+    e->words = (BpeWord *)alloc_zero(WORDS, sizeof(BpeWord));
+}
+
+static void bpe_encoder_close(BpeEncoder *e) {
+    free(e->words);
+    free(e->nodes);
+    free(e->heap);
+    memset(e, 0, sizeof *e);
+}
+
+static void heap_push(BpeEncoder *e, uint64_t entry) {
+    size_t at = e->heap_count++;
+    for (; at > 0 && e->heap[(at - 1) / 2] > entry; at = (at - 1) / 2) {
+        e->heap[at] = e->heap[(at - 1) / 2];
+    }
+    e->heap[at] = entry;
+}
+
+static uint64_t heap_pop(BpeEncoder *e) {
+    uint64_t top = e->heap[0], entry = e->heap[--e->heap_count];
+    size_t at = 0, child;
+    while ((child = 2 * at + 1) < e->heap_count) {
+        child += child + 1 < e->heap_count && e->heap[child + 1] < e->heap[child];
+        if (entry <= e->heap[child]) {
+            break;
+        }
+        e->heap[at] = e->heap[child];
+        at = child;
+    }
+    e->heap[at] = entry;
+    return top;
+}
+
+// Looks at what the token at `i` and the one after it make.
+static void bpe_offer(BpeEncoder *e, const char *text, size_t n, uint32_t i) {
+    uint32_t next = e->nodes[i].next;
+    int id = next < n ? bpe_id(e->bpe, text + i, e->nodes[next].next - i) : -1;
+    e->nodes[i].merged = id;
+    if (id >= 0) {
+        heap_push(e, (uint64_t)id << 32 | i);
+    }
+}
+
+// Tokens of one piece. Every merge takes one token away and puts at most two entries into the heap,
+// which takes O(n log n) in all and leaves at most 2 n entries.
+static int64_t bpe_merge(BpeEncoder *e, const char *text, size_t n, uint16_t *out) {
+    int whole = bpe_id(e->bpe, text, n);
+    if (whole >= 0) {
+        out[0] = (uint16_t)whole;
+        return 1;
+    }
+    if (n >= UINT32_MAX) {
+        die("a word of %zu bytes is too long to encode", n);
+    }
+    if (n > e->room) {
+        free(e->nodes);
+        free(e->heap);
+        e->room = n > 4096 ? n : 4096;
+        e->nodes = (BpeNode *)alloc_zero(e->room, sizeof(BpeNode));
+        e->heap = (uint64_t *)alloc_zero(e->room, 2 * sizeof(uint64_t));
+    }
+    for (uint32_t i = 0; i < n; i++) {
+        BpeNode node = {i + 1, i - 1, e->bpe->byte_id[(unsigned char)text[i]], -1};
+        e->nodes[i] = node;
+    }
+    for (uint32_t i = 0; i < n; i++) {
+        bpe_offer(e, text, n, i);
+    }
+    while (e->heap_count > 0) {
+        uint64_t entry = heap_pop(e);
+        uint32_t i = (uint32_t)entry;
+        BpeNode *node = &e->nodes[i];
+        if (node->merged != (int32_t)(entry >> 32)) {
+            continue;
+        }
+        node->token = (uint16_t)node->merged;
+        e->nodes[node->next].merged = -1;
+        node->next = e->nodes[node->next].next;
+        if (node->next < n) {
+            e->nodes[node->next].previous = i;
+        }
+        bpe_offer(e, text, n, i);
+        if (i > 0) {
+            bpe_offer(e, text, n, node->previous);
+        }
+    }
+    int64_t count = 0;
+    for (uint32_t i = 0; i < n; i = e->nodes[i].next) {
+        out[count++] = e->nodes[i].token;
+    }
+    return count;
+}
+
+// Tokens of a text; out holds n. Returns their number.
+static int64_t bpe_encode(BpeEncoder *e, const char *text, size_t n, uint16_t *out) {
+    const unsigned char *p = (const unsigned char *)text, *end = p + n;
+    int64_t total = 0;
+    while (p < end) {
+        const unsigned char *next = piece_end(e->bpe, p, end);
+        size_t length = (size_t)(next - p);
+        if (length > WORD_BYTES) {
+            total += bpe_merge(e, (const char *)p, length, out + total);
+            p = next;
+            continue;
+        }
+        uint64_t key[4] = {0};
+        memcpy(key, p, length);
+        key[3] |= (uint64_t)length << 56;
+        uint64_t hash = key[0] * 0x9E3779B97F4A7C15u + key[1] * 0xC2B2AE3D27D4EB4Fu +
+                        key[2] * 0x165667B19E3779F9u + key[3] * 0x27D4EB2F165667C5u;
+        BpeWord *word = &e->words[hash >> 50];
+        if (memcmp(word->key, key, sizeof key) == 0) {
+            for (int i = 0; i < word->count; i++) {
+                out[total + i] = word->tokens[i];
+            }
+            total += word->count;
+        } else {
+            int64_t count = bpe_merge(e, (const char *)p, length, out + total);
+            if (count <= WORD_TOKENS) {
+                memcpy(word->key, key, sizeof key);
+                memcpy(word->tokens, out + total, (size_t)count * 2);
+                word->count = (uint16_t)count;
+            }
+            total += count;
+        }
+        p = next;
+    }
+    return total;
+}
+
+// Text of one token: returns its bytes in `out` and their number. GPT-2 tokens without a vocabulary
+// (bpe NULL) are numbers.
+static int token_text(char out[BPE_LONGEST], int tokenizer, const Bpe *bpe, Token token) {
     if (tokenizer == TOKENIZER_BYTES) {
         out[0] = (char)token;
         return token < BYTE_END_OF_TEXT ? 1 : 0;
     }
-    return snprintf(out, 16, "%d ", token);
+    if (!bpe) {
+        return snprintf(out, BPE_LONGEST, "%d ", token);
+    }
+    const char *bytes;
+    int n = bpe_bytes(bpe, token, &bytes);
+    memcpy(out, bytes, (size_t)n);
+    return n;
 }
 
 // Tokens of a prompt, at most `capacity`; an empty prompt is one end of text. Returns their number.
-static int prompt_tokens(Token *out, int capacity, int tokenizer, const char *text) {
-    int n = (int)strlen(text);
+static int prompt_tokens(Token *out, int capacity, int tokenizer, const Bpe *bpe,
+                         const char *text) {
+    size_t n = strlen(text);
     if (n == 0) {
         out[0] = end_of_text(tokenizer);
         return 1;
     }
-    if (tokenizer != TOKENIZER_BYTES) {
-        die("--prompt: this data has GPT-2 tokens, and prompts are encoded as bytes only; leave it "
-            "out");
+    if (tokenizer != TOKENIZER_BYTES && !bpe) {
+        die("--prompt: this data has GPT-2 tokens, and their vocabulary is missing: "
+            "data/prepare.sh puts vocab.bpe into data/, --tokenizer names one elsewhere");
     }
-    if (n > capacity) {
-        die("--prompt: %d tokens, at most %d fit", n, capacity);
+    uint16_t *ids = (uint16_t *)alloc_zero(n, sizeof(uint16_t));
+    int64_t count = (int64_t)n;
+    if (tokenizer == TOKENIZER_BYTES) {
+        for (size_t i = 0; i < n; i++) {
+            ids[i] = (unsigned char)text[i];
+        }
+    } else {
+        BpeEncoder encoder;
+        bpe_encoder_open(&encoder, bpe);
+        count = bpe_encode(&encoder, text, n, ids);
+        bpe_encoder_close(&encoder);
     }
-    for (int i = 0; i < n; i++) {
-        out[i] = (unsigned char)text[i];
+    if (count > capacity) {
+        die("--prompt: %" PRId64 " tokens, at most %d fit", count, capacity);
     }
-    return n;
+    for (int64_t i = 0; i < count; i++) {
+        out[i] = ids[i];
+    }
+    free(ids);
+    return (int)count;
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -3489,20 +4014,6 @@ static void json_end(Json *j, const char *name) {
     }
 }
 
-// Bytes of the UTF-8 character at text: 2 to 4, or 0 when it is none (RFC 3629, section 4).
-static int utf8_length(const unsigned char *text, size_t left) {
-    int length = text[0] >= 0xF0 ? 4 : text[0] >= 0xE0 ? 3 : 2;
-    if (text[0] < 0xC2 || text[0] > 0xF4 || left < (size_t)length ||
-        (text[0] == 0xE0 && text[1] < 0xA0) || (text[0] == 0xED && text[1] > 0x9F) ||
-        (text[0] == 0xF0 && text[1] < 0x90) || (text[0] == 0xF4 && text[1] > 0x8F)) {
-        return 0;
-    }
-    for (int i = 1; i < length; i++) {
-        length = (text[i] & 0xC0) == 0x80 ? length : 0;
-    }
-    return length;
-}
-
 // Writes text as the inside of a JSON string; a byte that is no UTF-8 becomes \u00XX.
 static void json_text(FILE *f, const char *text, size_t length) {
     for (size_t i = 0; i < length; i++) {
@@ -4802,6 +5313,7 @@ typedef struct {
     RunState state;
     FILE *log;
     Token *inputs, *targets;  // (B,T) each
+    Bpe *bpe;                 // NULL: samples need none, or there is none
 } Run;
 
 // Mean loss over the first --val-batches batches of the validation data (0: all of it), in file
@@ -4827,8 +5339,8 @@ static void run_sample(Run *run) {
     Token *tokens = (Token *)alloc_zero((size_t)(s->T + length + 1), sizeof(Token));
     real *logits = (real *)alloc_zero((size_t)V, sizeof(real));
     Candidate *scratch = (Candidate *)alloc_zero((size_t)V, sizeof(Candidate));
-    char *text = (char *)alloc_zero((size_t)(s->T + length) + 1, 16);
-    int n = prompt_tokens(tokens, s->T, tokenizer, o->prompt), bytes = 0;
+    char *text = (char *)alloc_zero((size_t)(s->T + length), BPE_LONGEST);
+    int n = prompt_tokens(tokens, s->T, tokenizer, run->bpe, o->prompt), bytes = 0;
     for (int64_t i = 0; i < length && !stop_signal; i++, n++) {
         int context = (int)min_i64(n, s->T);
         run->engine.logits(&run->engine, logits, tokens + n - context, context);
@@ -4837,7 +5349,7 @@ static void run_sample(Run *run) {
         tokens[n] = sample_token(logits, V, o->temperature, o->top_k, o->top_p, u, scratch);
     }
     for (int i = 0; i < n; i++) {
-        bytes += token_text(text + bytes, tokenizer, tokens[i]);
+        bytes += token_text(text + bytes, tokenizer, run->bpe, tokens[i]);
     }
     if (!o->quiet && !stop_signal) {
         printf("%s--- sample after step %" PRId64 " ---\n%.*s\n---\n",
@@ -5171,6 +5683,20 @@ static int64_t run_resume(Run *run) {
     return step;
 }
 
+// Opens GPT-2's vocabulary where samples need it or --tokenizer names it.
+static void run_vocabulary(Run *run) {
+    const Options *o = &run->o;
+    char path[PATH_BYTES];
+    int gpt2 = run->train.tokenizer == TOKENIZER_GPT2;
+    if (o->tokenizer[0] && !gpt2) {
+        die("--tokenizer: %s has byte tokens, which need no vocabulary", o->train_data);
+    }
+    if (gpt2 && (o->sample_every || o->tokenizer[0]) && bpe_find(path, o->tokenizer)) {
+        run->bpe = (Bpe *)alloc_zero(1, sizeof(Bpe));
+        bpe_open(run->bpe, path);
+    }
+}
+
 // From options to a run that is sized, fits, and has its data; ends the run where one does not.
 static void run_open(Run *run, const Program *program, const Model *m) {
     const Options *o = &run->o;
@@ -5187,8 +5713,9 @@ static void run_open(Run *run, const Program *program, const Model *m) {
     size_t batch = (size_t)run->s.B * (size_t)run->s.T;
     run->inputs = (Token *)alloc_zero(2 * batch, sizeof(Token));
     run->targets = run->inputs + batch;
+    run_vocabulary(run);
     if (o->sample_every) {
-        prompt_tokens(run->inputs, run->s.T, run->train.tokenizer,
+        prompt_tokens(run->inputs, run->s.T, run->train.tokenizer, run->bpe,
                       o->prompt);  // or the end of the run
     }
     plan_build(&p, &run->s);
@@ -5280,6 +5807,7 @@ static int program_main(const Program *program, int argc, char **argv) {
         dataset_close(&run.val);
     }
     free(run.inputs);
+    free(run.bpe);
     return 0;
 }
 

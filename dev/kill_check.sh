@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# Kills a run at every system call that changes its output folder, one after another, and fails
+# each of them once for want of space: dev/kill_check.sh [PROGRAM [OPTIONS...]]
+#
+# After every kill the same command must go on without a word about a damaged checkpoint, from no
+# earlier step than the last one that was reported saved, and end in the same bytes as the run that
+# nothing disturbed. After every failure it must have ended in one line, and go on likewise. Needs
+# strace, which injects the signals and errors; OPTIONS are added to the run's (the GPU program's
+# types, say). Last line: `N kills and M failed calls, K bad`; exit status 1 when K is not 0.
+set -u
+cd "$(dirname "$0")/.." || exit 1
+program=$(realpath "${1:-train_gpt2}") || exit 1
+shift
+command -v strace > /dev/null || { echo "kill_check.sh: needs strace" >&2; exit 1; }
+calls=openat,write,fsync,rename,mkdir,unlink,rmdir,truncate,close
+work=$(mktemp -d "${TMPDIR:-/tmp}/kill_check.XXXXXX") || exit 1
+trap 'rm -rf "$work"' EXIT
+export OMP_NUM_THREADS=1    # so that the n-th call of every run is the same one
+seq 1 4000 | tr -d '\n' > "$work/text"
+make -s data/tokenize && data/tokenize --bytes -o "$work/t" "$work/text" > /dev/null || exit 1
+cd "$work" || exit 1
+run=("$program" -i t_train.bin -e l1h2c16t16 -b 2 -x 9 -n 2 --keep 2 -v 0 -s 4 -g 3 -y 1 -o out "$@")
+
+digest() { (cd out && find . -type f ! -name log.jsonl | sort | xargs sha256sum); }
+saved() { sed -n 's/^saved out.step-0*//p' "$1" | tail -n 1; }
+bad=0
+complain() { bad=$((bad + 1)) && echo "call $n, $1: $2"; }
+
+"${run[@]}" > log || exit 1
+whole=$(digest)
+rm -r out
+strace -f -qq -e trace=$calls -o trace "${run[@]}" > log || exit 1
+total=$(wc -l < trace)
+kills=0 failures=0
+for ((n = 1; n <= total; n++)); do
+    for what in signal=KILL error=ENOSPC; do
+        rm -rf out
+        strace -f -qq -o trace -e trace=$calls -e "inject=$calls:$what:when=$n" "${run[@]}" \
+            > log 2> said
+        status=$?
+        case $what$status in
+        signal=KILL137) kills=$((kills + 1)) ;;
+        error=ENOSPC0) ;;    # a call that may fail, such as reading what need not be there
+        error=ENOSPC1)
+            failures=$((failures + 1))
+            [ "$(wc -l < said)" -eq 1 ] || complain $what "said $(head -c 300 said)" ;;
+        *) complain $what "exit status $status, said $(head -c 300 said)" ;;
+        esac
+        before=$(saved log)
+        if ! "${run[@]}" > log 2> said || [ -s said ]; then
+            complain $what "the next run said: $(head -c 300 said)"
+        elif [ "$(digest)" != "$whole" ]; then
+            complain $what "the next run ended in other files"
+        elif [ "${before:-0}" -gt 0 ]; then
+            resumed=$(sed -n 's/^resumed from out.step-0*//p' log)
+            [ "${resumed:-0}" -ge "$before" ] || complain $what "lost step $before"
+        fi
+    done
+done
+echo "$kills kills and $failures failed calls, $bad bad"
+[ $bad -eq 0 ]
