@@ -1,43 +1,64 @@
-// data/tokenize.c -- a text of any length to token shards that train_gpt2 reads (data/README.md).
+// data/tokenize.c -- text of any length to token shards that train_gpt2 reads (data/README.md).
 //
-//     data/tokenize --bytes -o data/mine mine.txt            data/mine_train.bin, data/mine_val.bin
+//     data/tokenize --bpe -o data/mine mine.txt              data/mine_train.bin, data/mine_val.bin
 //     cat *.txt | data/tokenize --bytes --val-tokens 100000 --shard-tokens 100000000 -o data/mine -
 //
-// The text is read in blocks, so it may be larger than memory; a shard stands beside its final
-// name (with .part) until it is complete. The format's constants and the errors are those of
-// Volume I, which is included without main.
+// What it is: one thread that reads blocks of text and writes their tokens in order, and others
+// that encode between the two, on a ring of blocks. What it holds in memory depends on the number
+// of threads, not on the text.
+//
+// 1. The shards are a function of text and arguments: neither the number of threads nor an
+//    interruption shows in them. Where a block ends depends on where it begins and on the text,
+//    and a text cut there encodes to the tokens of the whole.
+// 2. A shard stands beside its final name (with .part) until it is complete.
+// 3. After every finished shard the place where the next one begins is in PREFIX.state, replaced
+//    as a whole; a run of the same arguments and files goes on there. At the end it is removed.
+//
+// Volume I is included without main: the tokenizer, the format's constants and the errors are
+// there.
 
 #define GPT2_NO_MAIN 1
 #include "../train_gpt2.c"
+#include <pthread.h>
 
-enum { BLOCK_BYTES = 1 << 20 };
+enum {
+    BLOCK_BYTES = 1 << 20,     // of text, as a rule
+    PIECE_BYTES = 16 << 20,    // a text that cannot be cut safely for so long is cut unsafely
+    REST_TOKENS = 65536,       // fewer than these make no shard of their own
+    MOST_THREADS = 1024,
+    MARKER_BYTES = 13
+};
+static const char marker[] = "<|endoftext|>";
 
 static const char *const usage_text =
-    "usage: data/tokenize --bytes [options] -o PREFIX FILE|-\n\n"
-    "Writes the text of FILE (-: standard input) to shards PREFIX_train.bin and PREFIX_val.bin.\n\n"
-    "  --bytes             one token a byte (the only tokenizer yet)\n"
+    "usage: data/tokenize --bpe|--bytes [options] -o PREFIX FILE...|-\n\n"
+    "Writes the text of the FILEs (-: standard input) to shards PREFIX_train.bin and\n"
+    "PREFIX_val.bin. Interrupted, it goes on after the last finished shard when it is called\n"
+    "again in the same way.\n\n"
+    "  --bpe               GPT-2's tokens\n"
+    "  --bytes             one token a byte\n"
     "  -o PREFIX           start of the names of the shards\n"
-    "  --val-fraction F    the last part of a file validates; default 0.1, 0: no validation shard\n"
+    "  --documents         every FILE, and every part between <|endoftext|> in one, is a document:\n"
+    "                      an end-of-text token stands before it, whitespace at its ends is\n"
+    "                      dropped; without this option the FILEs are one plain text\n"
+    "  --val-fraction F    the last part of the text validates; default 0.1, 0: no validation\n"
+    "                      shard; with --documents from the next document on\n"
     "  --val-tokens N      the first N tokens validate instead; default for a stream: 0\n"
-    "  --shard-tokens N    several shards, of N tokens: PREFIX_train_000000.bin, ...\n";
+    "  --val-file FILE     this text validates instead, all others train\n"
+    "  --shard-tokens N    several shards, of N tokens: PREFIX_train_000000.bin, ...; a rest under\n"
+    "                      65,536 (or half a shard) goes into the shard before it\n"
+    "  --tokenizer FILE    GPT-2's vocab.bpe or llm.c's gpt2_tokenizer.bin; default: the one in\n"
+    "                      data/\n"
+    "  --threads N         that encode; default: all cores\n";
 
 typedef struct {
-    const char *input, *prefix;
-    int bytes;
+    const char **files;          // in order, --val-file last
+    const char *prefix, *tokenizer, *val_file;
+    int file_count, bpe, bytes, documents, threads;
     double val_fraction;         // negative: not given
     int64_t val_tokens;          // negative: not given
     int64_t shard_tokens;        // 0: one shard
 } Arguments;
-
-// One half of the split, train or val: the shard that is open, and what was written before it.
-typedef struct {
-    const Arguments *arguments;
-    const char *split;
-    char path[PATH_BYTES], part[PATH_BYTES];
-    int fd;                      // of `part`; -1: no shard is open
-    int finished;                // shards complete
-    int64_t shard_tokens, tokens;    // in the open shard; in all
-} Sink;
 
 static int64_t whole_number(const char *option, const char *text, int64_t low, int64_t high) {
     char *end;
@@ -58,73 +79,367 @@ static double fraction(const char *option, const char *text) {
     return value;
 }
 
+// Sets what `option` stands for; `value` is the next argument, or NULL. Returns the number of
+// arguments used.
+static int set_argument(Arguments *a, const char *option, const char *value) {
+    int *const switches[] = {&a->bpe, &a->bytes, &a->documents};
+    const char **const texts[] = {&a->prefix, &a->tokenizer, &a->val_file};
+    static const char *const names[] = {"--bpe",     "--bytes",        "--documents",
+                                        "-o",        "--tokenizer",    "--val-file",
+                                        "--threads", "--val-fraction", "--val-tokens",
+                                        "--shard-tokens"};
+    int which = 0, count = (int)(sizeof names / sizeof names[0]);
+    while (which < count && strcmp(option, names[which]) != 0) {
+        which++;
+    }
+    if (which == count || (which >= 3 && !value)) {
+        die(which == count ? "unknown option '%s'; --help lists them" : "%s needs a value", option);
+    }
+    if (which < 3) {
+        *switches[which] = 1;
+        return 1;
+    }
+    if (which < 6) {
+        *texts[which - 3] = value;
+    } else if (which == 6) {
+        a->threads = (int)whole_number(option, value, 1, MOST_THREADS);
+    } else if (which == 7) {
+        a->val_fraction = fraction(option, value);
+    } else if (which == 8) {
+        a->val_tokens = whole_number(option, value, 0, INT64_MAX);
+    } else {
+        a->shard_tokens = whole_number(option, value, 1, INT32_MAX - REST_TOKENS);
+    }
+    return 2;
+}
+
 static Arguments parse_arguments(int argc, char **argv) {
-    Arguments a = {NULL, NULL, 0, -1, -1, 0};
-    for (int i = 1; i < argc; i++) {
-        const char *word = argv[i];
-        if (strcmp(word, "--help") == 0 || strcmp(word, "-h") == 0) {
+    Arguments a;
+    memset(&a, 0, sizeof a);
+    a.val_fraction = -1;
+    a.val_tokens = -1;
+    a.threads = thread_count();
+    a.files = (const char **)alloc_zero((size_t)argc + 1, sizeof *a.files);
+    for (int i = 1; i < argc;) {
+        if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0) {
             fputs(usage_text, stdout);
             exit(0);
         }
-        if (strcmp(word, "--bytes") == 0) {
-            a.bytes = 1;
-            continue;
-        }
-        if (word[0] != '-' || word[1] == 0) {
-            if (a.input) {
-                die("one input at a time, found '%s' and '%s'; cat them and give -", a.input, word);
-            }
-            a.input = word;
-            continue;
-        }
-        int takes_value = strcmp(word, "-o") == 0 || strcmp(word, "--val-fraction") == 0 ||
-                          strcmp(word, "--val-tokens") == 0 || strcmp(word, "--shard-tokens") == 0;
-        if (!takes_value || i + 1 == argc) {
-            die(takes_value ? "%s needs a value" : "unknown option '%s'; --help lists them", word);
-        }
-        const char *value = argv[++i];
-        if (word[1] == 'o') {
-            a.prefix = value;
-        } else if (word[2] == 's') {
-            a.shard_tokens = whole_number(word, value, 1, INT32_MAX);
-        } else if (strcmp(word, "--val-tokens") == 0) {
-            a.val_tokens = whole_number(word, value, 0, INT64_MAX);
+        if (argv[i][0] != '-' || argv[i][1] == 0) {
+            a.files[a.file_count++] = argv[i++];
         } else {
-            a.val_fraction = fraction(word, value);
+            i += set_argument(&a, argv[i], i + 1 < argc ? argv[i + 1] : NULL);
         }
     }
-    if (!a.input || !a.prefix || !a.bytes) {
+    if (!a.file_count || !a.prefix || a.bpe + a.bytes == 0) {
         die("%s is missing; --help shows how to call it",
-            !a.bytes ? "--bytes" : !a.prefix ? "-o PREFIX" : "the input, FILE or -,");
+            a.bpe + a.bytes == 0 ? "--bpe or --bytes"
+                                 : !a.prefix ? "-o PREFIX" : "the input, FILE or -,");
     }
-    if (a.val_fraction >= 0 && a.val_tokens >= 0) {
-        die("--val-fraction and --val-tokens contradict each other: give one");
+    if (a.bpe && a.bytes) {
+        die("--bpe and --bytes contradict each other: give one");
+    }
+    if (a.bytes && a.tokenizer) {
+        die("--bytes and --tokenizer contradict each other: bytes need no tokenizer's file");
+    }
+    if ((a.val_fraction >= 0) + (a.val_tokens >= 0) + (a.val_file != NULL) > 1) {
+        die("--val-fraction, --val-tokens and --val-file contradict each other: give one");
+    }
+    if (a.val_file) {
+        a.files[a.file_count++] = a.val_file;
     }
     return a;
 }
 
+// -------------------------------------------------------------------------------------------------
+// Input. Files one after the other are one text; places in it are counted in bytes from its start.
+
+typedef struct {
+    const char *name;
+    int64_t first, end;    // of its bytes in the text; a stream has no known end
+    int64_t time_ns;       // of its last change
+} Source;
+
+typedef struct {
+    Source *files;
+    int count, is_stream, is_stdin, documents;
+    int64_t total;         // bytes; of a stream, what was read, once it has ended
+    int64_t split;         // first byte that validates; INT64_MAX: tokens are counted instead
+    int fd, open;          // the file that is open, and its index; fd -1: none
+    int64_t offset;        // next byte to read
+    char *text;            // what was read and is in no block yet: text[from..until)
+    size_t from, until, room;
+    int64_t position;      // of text[from]
+    int starts_document;   // no token of the document there was written yet
+} Input;
+
+// Looks at every file; reads nothing.
+static void input_open(Input *in, const Arguments *a) {
+    memset(in, 0, sizeof *in);
+    in->fd = -1;
+    in->documents = a->documents;
+    in->starts_document = a->documents;
+    in->count = a->file_count;
+    in->files = (Source *)alloc_zero((size_t)in->count, sizeof(Source));
+    for (int i = 0; i < in->count; i++) {
+        Source *file = &in->files[i];
+        struct stat status;
+        in->is_stdin = strcmp(a->files[i], "-") == 0;
+        file->name = in->is_stdin ? "standard input" : a->files[i];
+        if ((in->is_stdin ? fstat(STDIN_FILENO, &status) : stat(file->name, &status)) != 0) {
+            die("cannot open %s: %s", file->name, strerror(errno));
+        }
+        in->is_stream = in->is_stdin || !S_ISREG(status.st_mode);
+        if (in->is_stream && in->count > 1) {
+            die("%s is not a file: a stream is the only input, or none", file->name);
+        }
+        file->first = in->total;
+        in->total = in->is_stream ? INT64_MAX : in->total + status.st_size;
+        file->end = in->total;
+        file->time_ns = (int64_t)status.st_mtim.tv_sec * 1000000000 + status.st_mtim.tv_nsec;
+    }
+}
+
+// Index of the file that holds the byte at `offset`: the last one that begins there or before it
+// and has not ended yet.
+static int input_file(const Input *in, int64_t offset) {
+    int i = in->open;
+    while (i > 0 && in->files[i].first > offset) {
+        i--;
+    }
+    while (i + 1 < in->count && in->files[i].end <= offset) {
+        i++;
+    }
+    return i;
+}
+
+// Reads up to n bytes from in->offset on, across files and short reads. Fewer come at the end of a
+// stream, and after a signal.
+static size_t input_read(Input *in, char *out, size_t n) {
+    size_t filled = 0;
+    while (filled < n && in->offset < in->total && !stop_signal) {
+        int index = input_file(in, in->offset);
+        const Source *file = &in->files[index];
+        if (in->fd < 0 || in->open != index) {
+            if (in->fd > STDIN_FILENO) {
+                close(in->fd);
+            }
+            in->open = index;
+            in->fd = in->is_stdin ? STDIN_FILENO : open(file->name, O_RDONLY);
+            if (in->fd < 0 ||
+                (!in->is_stream && lseek(in->fd, in->offset - file->first, SEEK_SET) < 0)) {
+                die("cannot open %s: %s", file->name, strerror(errno));
+            }
+        }
+        size_t now = (size_t)min_i64((int64_t)(n - filled), file->end - in->offset);
+        ssize_t got = read(in->fd, out + filled, now);
+        if (got < 0 && errno == EINTR) {
+            continue;
+        }
+        if (got < 0) {
+            die("cannot read %s: %s", file->name, strerror(errno));
+        }
+        if (got == 0 && !in->is_stream) {
+            die("%s became shorter while it was read", file->name);
+        }
+        in->total = got == 0 ? in->offset : in->total;
+        in->offset += got;
+        filled += (size_t)got;
+    }
+    return filled;
+}
+
+static void *grow(void *memory, size_t bytes) {
+    void *more = realloc(memory, bytes);
+    if (!more) {
+        die("out of memory: %zu bytes for a block of text", bytes);
+    }
+    return more;
+}
+
+// The next byte to read, of a text in files.
+static void input_seek(Input *in, int64_t offset) {
+    if (in->fd > STDIN_FILENO) {
+        close(in->fd);
+    }
+    in->fd = -1;
+    in->from = in->until = 0;
+    in->offset = in->position = offset;
+}
+
+// Makes text[from..from + n) there, or as much of it as the text still has; returns how much.
+static size_t input_fill(Input *in, size_t n) {
+    size_t have = in->until - in->from;
+    if (have < n) {
+        if (in->room < n) {
+            in->text = (char *)grow(in->text, n);
+            in->room = n;
+        }
+        memmove(in->text, in->text + in->from, have);
+        in->from = 0;
+        in->until = have + input_read(in, in->text + have, n - have);
+        have = in->until;
+    }
+    return have < n ? have : n;
+}
+
+// -------------------------------------------------------------------------------------------------
+// Blocks. Where the text is cut, and what a block's tokens are.
+
+typedef struct {
+    int64_t position;      // of its first byte
+    char *text;
+    uint16_t *tokens;
+    size_t size, room;     // bytes of text; tokens has room for one more than `room`
+    int64_t count;         // tokens
+    int starts_document, ends_document;
+    int done;              // encoded
+} Block;
+
+typedef struct {
+    Bpe bpe;
+    int tokenizer, documents;
+} Coder;
+
+static int is_blank(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
+
+// Bytes at the end of text[0..n) with which a marker may begin.
+static size_t marker_begun(const char *text, size_t n) {
+    for (size_t k = n < MARKER_BYTES - 1 ? n : MARKER_BYTES - 1; k > 0; k--) {
+        if (memcmp(text + n - k, marker, k) == 0) {
+            return k;
+        }
+    }
+    return 0;
+}
+
+// The last place up to n where the tokenizer lets text[0..n) be cut; 0: there is none.
+static size_t token_cut(int tokenizer, const char *text, size_t n) {
+    return tokenizer == TOKENIZER_BYTES ? n : bpe_cut(text, n);
+}
+
+// Bytes of text[0..n), which goes on, that make a block; 0: there is no place to cut it. Documents
+// are cut behind their last marker. Where there is none, something of the same document must be in
+// sight behind the cut: neither blanks that may end it nor a marker that may have begun.
+static size_t block_cut(const Coder *coder, const char *text, size_t n) {
+    if (!coder->documents) {
+        return token_cut(coder->tokenizer, text, n);
+    }
+    for (size_t i = n; i >= MARKER_BYTES; i--) {
+        if (text[i - 1] == '>' && memcmp(text + i - MARKER_BYTES, marker, MARKER_BYTES) == 0) {
+            return i;
+        }
+    }
+    size_t end = n - marker_begun(text, n), place = end;
+    while ((place = token_cut(coder->tokenizer, text, place)) > 0) {
+        size_t after = place;
+        while (after < end && is_blank(text[after])) {
+            after++;
+        }
+        if (after < end) {
+            return place;
+        }
+        for (place--; place > 0 && is_blank(text[place]);) {
+            place--;
+        }
+    }
+    return 0;
+}
+
+// The cut of a text that has no safe place in n bytes: between two characters of UTF-8.
+static size_t unsafe_cut(const Coder *coder, const char *text, size_t n) {
+    size_t place = n - 1 - (coder->documents ? marker_begun(text, n) : 0);
+    for (int back = 0; back < 3 && ((unsigned char)text[place] & 0xC0) == 0x80; back++) {
+        place--;
+    }
+    return place;
+}
+
+// Tokens of one part of a document, or of plain text; returns how many.
+static int64_t encode_text(const Coder *coder, BpeEncoder *encoder, uint16_t *tokens,
+                           const char *text, size_t n) {
+    if (coder->tokenizer == TOKENIZER_GPT2) {
+        return bpe_encode(encoder, text, n, tokens);
+    }
+    for (size_t i = 0; i < n; i++) {
+        tokens[i] = (unsigned char)text[i];
+    }
+    return (int64_t)n;
+}
+
+// Fills in the tokens of a block. A document of blanks alone is none.
+static void block_encode(const Coder *coder, BpeEncoder *encoder, Block *b) {
+    const char *text = b->text, *end = b->text + b->size;
+    int starts = b->starts_document;
+    b->count = 0;
+    while (text) {
+        const char *found = NULL, *until = end;
+        if (coder->documents) {
+            found = (const char *)memmem(text, (size_t)(end - text), marker, MARKER_BYTES);
+            until = found ? found : end;
+        }
+        while (starts && text < until && is_blank(*text)) {
+            text++;
+        }
+        while ((found || b->ends_document) && until > text && is_blank(until[-1])) {
+            until--;
+        }
+        if (starts && text < until) {
+            b->tokens[b->count++] = (uint16_t)end_of_text(coder->tokenizer);
+        }
+        b->count += encode_text(coder, encoder, b->tokens + b->count, text, (size_t)(until - text));
+        text = found ? found + MARKER_BYTES : NULL;
+        starts = 1;
+    }
+}
+
+// -------------------------------------------------------------------------------------------------
+// Shards. One sink a half of the split: the shard that is open, and what was written before it.
+
+// A place in the tokens of the whole text: `skip` tokens into those of the block at `position`.
+typedef struct {
+    int64_t position, skip;
+    int starts_document;
+} Place;
+
+typedef struct {
+    const Arguments *arguments;
+    const char *split;
+    char path[PATH_BYTES], part[PATH_BYTES];
+    int tokenizer, fd;           // of `part`; -1: no shard is open
+    int64_t finished, finished_tokens;    // shards complete, and what they hold
+    int64_t shard_tokens, tokens;         // in the open shard; in all
+    Place full;                  // behind the open shard's last token, once it is full
+    int64_t held_count;          // tokens behind a full shard: the next one's, or its own rest
+    uint16_t held[REST_TOKENS];
+} Sink;
+
+static Sink train = {NULL, "train", "", "", 0, -1, 0, 0, 0, 0, {0, 0, 0}, 0, {0}};
+static Sink val = {NULL, "val", "", "", 0, -1, 0, 0, 0, 0, {0, 0, 0}, 0, {0}};
+
 // Name of the shard with this index: numbered when --shard-tokens is given.
-static void shard_path(char *path, const Sink *s, int index, int numbered) {
+static void shard_path(char *path, const Sink *s, int64_t index, int numbered) {
     if (numbered) {
-        path_print(path, "%s_%s_%06d.bin", s->arguments->prefix, s->split, index);
+        path_print(path, "%s_%s_%06" PRId64 ".bin", s->arguments->prefix, s->split, index);
     } else {
         path_print(path, "%s_%s.bin", s->arguments->prefix, s->split);
     }
 }
 
-// Removes the unfinished shard, so that a failed run leaves nothing.
-static void sink_drop(Sink *s) {
-    if (s->fd >= 0) {
-        unlink(s->part);
-        s->fd = -1;
+// At the end of any run: removes unfinished shards, so that a failed one leaves none.
+static void sinks_drop(void) {
+    Sink *const sinks[2] = {&train, &val};
+    for (int i = 0; i < 2; i++) {
+        if (sinks[i]->fd >= 0) {
+            unlink(sinks[i]->part);
+            sinks[i]->fd = -1;
+        }
     }
 }
 
 static void sink_write(Sink *s, const void *data, size_t bytes) {
     if (write_all(s->fd, data, bytes) != 0) {
-        int error = errno;
-        sink_drop(s);
-        die("cannot write %s: %s", s->part, strerror(error));
+        die("cannot write %s: %s", s->part, strerror(errno));
     }
 }
 
@@ -144,42 +459,75 @@ static void sink_finish(Sink *s) {
     if (s->fd < 0) {
         return;
     }
-    const int32_t header[SHARD_HEADER] = {SHARD_MAGIC, 1, (int32_t)s->shard_tokens, BYTE_VOCABULARY,
-                                          TOKENIZER_BYTES};
+    const int32_t header[SHARD_HEADER] = {SHARD_MAGIC, 1, (int32_t)s->shard_tokens,
+                                          tokenizer_vocabulary(s->tokenizer), s->tokenizer};
     if (lseek(s->fd, 0, SEEK_SET) != 0) {
         die("cannot rewind %s: %s", s->part, strerror(errno));
     }
     sink_write(s, header, sizeof header);
-    if (fsync(s->fd) != 0 || close(s->fd) != 0 || rename(s->part, s->path) != 0) {
-        int error = errno;
-        sink_drop(s);
-        die("cannot finish %s: %s", s->path, strerror(error));
+    if (fsync(s->fd) != 0 || rename(s->part, s->path) != 0) {
+        die("cannot finish %s: %s", s->path, strerror(errno));
     }
+    close(s->fd);
     s->fd = -1;
     s->finished++;
+    s->finished_tokens += s->shard_tokens;
 }
 
-// Appends tokens, over as many shards as they fill. A shard is created with its first token, so
-// none is empty.
-static void sink_append(Sink *s, const uint16_t *tokens, int64_t count) {
-    int64_t room = s->arguments->shard_tokens ? s->arguments->shard_tokens : INT32_MAX;
+static void sink_add(Sink *s, const uint16_t *tokens, int64_t count) {
+    sink_write(s, tokens, (size_t)count * sizeof *tokens);
+    s->shard_tokens += count;
+}
+
+// Tokens behind a full shard that make a shard of their own.
+static int64_t rest_tokens(const Arguments *a) { return min_i64(REST_TOKENS, a->shard_tokens / 2); }
+
+// The last shard of this half; what is held is its rest.
+static void sink_close(Sink *s) {
+    if (s->fd >= 0) {
+        sink_add(s, s->held, s->held_count);
+        s->held_count = 0;
+        sink_finish(s);
+    }
+}
+
+// Appends tokens, those from `from` on; over as many shards as they fill. A shard is created with
+// its first token, so none is empty. Returns 1 when a shard was finished; resuming then begins at
+// *place.
+static int sink_append(Sink *s, Place *place, Place from, const uint16_t *tokens, int64_t count) {
+    int64_t numbered = s->arguments->shard_tokens, most = numbered ? numbered : INT32_MAX;
+    int finished = 0;
+    s->tokens += count;
     while (count > 0) {
         if (s->fd < 0) {
             sink_open(s);
         }
-        int64_t now = min_i64(count, room - s->shard_tokens);
-        sink_write(s, tokens, (size_t)now * sizeof *tokens);
-        tokens += now;
-        count -= now;
-        s->shard_tokens += now;
-        s->tokens += now;
-        if (s->shard_tokens == s->arguments->shard_tokens) {
-            sink_finish(s);
-        } else if (now == 0) {
-            sink_drop(s);
+        int64_t now = min_i64(count, most - s->shard_tokens);
+        if (now == 0 && !numbered) {
             die("%s: one shard holds %d tokens at most: give --shard-tokens", s->path, INT32_MAX);
         }
+        if (now > 0) {
+            sink_add(s, tokens, now);
+        } else if (s->held_count < rest_tokens(s->arguments)) {
+            now = min_i64(count, rest_tokens(s->arguments) - s->held_count);
+            memcpy(s->held + s->held_count, tokens, (size_t)now * sizeof *tokens);
+            s->held_count += now;
+        } else {
+            sink_finish(s);
+            finished = 1;
+            *place = s->full;
+            sink_open(s);
+            sink_add(s, s->held, s->held_count);
+            s->held_count = 0;
+        }
+        tokens += now;
+        count -= now;
+        from.skip += now;
+        if (s->shard_tokens == most && s->held_count == 0) {
+            s->full = from;
+        }
     }
+    return finished;
 }
 
 // A shard of an earlier, longer or differently numbered run would be read by the same glob as
@@ -192,7 +540,7 @@ static void refuse_leftovers(const Sink *s) {
     for (int i = 0; i < 2; i++) {
         int ours = i == 1 && !numbered && s->finished > 0;
         if (!ours && access(path[i], F_OK) == 0) {
-            die("%s is left from an earlier run, of another text: remove it", path[i]);
+            die("%s is left from an earlier job, of another text: remove it", path[i]);
         }
     }
 }
@@ -206,84 +554,530 @@ static void sink_report(const Sink *s) {
     }
 }
 
-// First byte of validation in a file of `size` bytes: floor(size x (1 - fraction)), moved on to
-// the start of a UTF-8 character, so that no character is cut in two.
-static int64_t split_offset(int fd, int64_t size, double val_fraction) {
-    int64_t offset = (int64_t)((double)size * (1 - val_fraction));
-    unsigned char byte;
-    for (int moved = 0; moved < 3 && offset < size; moved++, offset++) {
-        if (pread(fd, &byte, 1, offset) != 1 || (byte & 0xC0) != 0x80) {
+// -------------------------------------------------------------------------------------------------
+// State of an interrupted run: one small text file, of fixed lines.
+
+typedef struct {
+    uint64_t arguments, input;   // what must be the same to go on
+    Place place;                 // where the next shard begins
+    int64_t finished[2], tokens[2];    // shards of train and val, and what they hold
+} State;
+
+static const char state_format[] = "data/tokenize was interrupted\n"
+                                   "arguments %" PRIx64 " input %" PRIx64 "\n"
+                                   "next %" PRId64 " %" PRId64 " %d\n"
+                                   "train %" PRId64 " %" PRId64 " val %" PRId64 " %" PRId64 "\n";
+
+// FNV-1a of a line of text, chained.
+__attribute__((format(printf, 2, 3))) static uint64_t hash_line(uint64_t hash, const char *format,
+                                                                ...) {
+    char line[PATH_BYTES + 128];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(line, sizeof line, format, args);
+    va_end(args);
+    for (const char *c = line; *c; c++) {
+        hash = (hash ^ (unsigned char)*c) * 0x100000001B3u;
+    }
+    return hash;
+}
+
+// What a state of this run begins with. The file of the tokenizer counts as input.
+static State state_new(const Arguments *a, const Input *in, const char *tokenizer) {
+    State state;
+    memset(&state, 0, sizeof state);
+    state.arguments = hash_line(0xCBF29CE484222325u, "%d %d %a %" PRId64 " %d %" PRId64, a->bpe,
+                                a->documents, a->val_fraction, a->val_tokens, a->val_file != NULL,
+                                a->shard_tokens);
+    struct stat status;
+    if (a->bpe && stat(tokenizer, &status) == 0) {
+        state.input = hash_line(state.arguments, "%s %" PRId64 " %" PRId64, tokenizer,
+                                (int64_t)status.st_size, (int64_t)status.st_mtim.tv_sec);
+    }
+    for (int i = 0; i < in->count; i++) {
+        state.input = hash_line(state.input, "%s %" PRId64 " %" PRId64, in->files[i].name,
+                                in->files[i].end, in->files[i].time_ns);
+    }
+    return state;
+}
+
+static void state_write(const State *s, const char *path) {
+    char part[PATH_BYTES];
+    path_print(part, "%s.part", path);
+    FILE *f = fopen(part, "w");
+    if (!f) {
+        die("cannot create %s: %s", part, strerror(errno));
+    }
+    fprintf(f, state_format, s->arguments, s->input, s->place.position, s->place.skip,
+            s->place.starts_document, s->finished[0], s->tokens[0], s->finished[1], s->tokens[1]);
+    int bad = fflush(f) != 0 || fsync(fileno(f)) != 0;
+    if (fclose(f) != 0 || bad || rename(part, path) != 0) {
+        int error = errno;
+        unlink(part);
+        die("cannot write %s: %s", path, strerror(error));
+    }
+}
+
+// Are the finished shards of this half there, with all their tokens?
+static int sink_verify(const Sink *s) {
+    char path[PATH_BYTES];
+    int64_t tokens = 0;
+    for (int64_t i = 0; i < s->finished; i++) {
+        struct stat status;
+        shard_path(path, s, i, s->arguments->shard_tokens > 0);
+        if (stat(path, &status) != 0 || status.st_size < SHARD_HEADER * 4) {
+            return 0;
+        }
+        tokens += (status.st_size - SHARD_HEADER * 4) / 2;
+    }
+    return tokens == s->finished_tokens;
+}
+
+// Takes up an interrupted run: *state, which says what this one is, and both sinks. Returns 0 when
+// there is none.
+static int state_read(State *state, const Input *in, const char *path) {
+    State s;
+    FILE *f = fopen(path, "r");
+    if (!f) {
+        return 0;
+    }
+    char text[512] = "", again[512];
+    size_t n = fread(text, 1, sizeof text - 1, f);
+    fclose(f);
+    memset(&s, 0, sizeof s);
+    sscanf(text, "%*[^\n]\narguments %" SCNx64 " input %" SCNx64 "\nnext %" SCNd64 " %" SCNd64
+           " %d\ntrain %" SCNd64 " %" SCNd64 " val %" SCNd64 " %" SCNd64,
+           &s.arguments, &s.input, &s.place.position, &s.place.skip, &s.place.starts_document,
+           &s.finished[0], &s.tokens[0], &s.finished[1], &s.tokens[1]);
+    snprintf(again, sizeof again, state_format, s.arguments, s.input, s.place.position,
+             s.place.skip, s.place.starts_document, s.finished[0], s.tokens[0], s.finished[1],
+             s.tokens[1]);
+    const char *why = strlen(again) != n || memcmp(again, text, n) != 0 ? "is not a state of tokenize"
+                      : s.arguments != state->arguments ? "is of a run with other arguments"
+                      : s.input != state->input         ? "is of a run on other input, or it changed"
+                                                        : NULL;
+    if (!why && (s.place.position < 0 || s.place.position > in->total || s.place.skip < 0)) {
+        why = "is damaged";
+    }
+    Sink *const sinks[2] = {&train, &val};
+    for (int i = 0; i < 2; i++) {
+        sinks[i]->finished = s.finished[i];
+        sinks[i]->finished_tokens = sinks[i]->tokens = s.tokens[i];
+        why = why || sink_verify(sinks[i]) ? why : "counts finished shards that are not there";
+    }
+    if (why) {
+        die("%s %s: remove it to start over", path, why);
+    }
+    *state = s;
+    return 1;
+}
+
+// -------------------------------------------------------------------------------------------------
+// The run. Block i lives in slot i % slots of the ring: read, then taken by a thread that encodes
+// it, then written, each in order. The thread of main reads and writes.
+
+typedef struct {
+    Arguments a;
+    Input in;
+    Coder coder;
+    State state;
+    char state_path[PATH_BYTES];
+    Sink *sinks[2];              // the one that comes first in the text, and the other
+    int64_t first_tokens;        // of the first sink; INT64_MAX: `in.split` tells
+    int64_t skip;                // tokens of the next block that finished shards hold
+    Block *blocks;
+    int slots;
+    int64_t read, taken, written;
+    int ended;                   // no block comes any more
+    pthread_mutex_t lock;        // of `read`, `taken`, `ended` and Block.done
+    pthread_cond_t work, done;
+    int live;                    // stdout is a terminal
+    double began_ms, drawn_ms;
+    int64_t began;               // byte of the text
+} Job;
+
+static void *encode_blocks(void *argument) {
+    Job *job = (Job *)argument;
+    BpeEncoder encoder;
+    if (job->a.bpe) {
+        bpe_encoder_open(&encoder, &job->coder.bpe);
+    }
+    pthread_mutex_lock(&job->lock);
+    for (;;) {
+        while (job->taken == job->read && !job->ended) {
+            pthread_cond_wait(&job->work, &job->lock);
+        }
+        if (job->taken == job->read) {
             break;
         }
+        Block *b = &job->blocks[job->taken++ % job->slots];
+        pthread_mutex_unlock(&job->lock);
+        block_encode(&job->coder, &encoder, b);
+        pthread_mutex_lock(&job->lock);
+        b->done = 1;
+        pthread_cond_signal(&job->done);
     }
+    pthread_mutex_unlock(&job->lock);
+    if (job->a.bpe) {
+        bpe_encoder_close(&encoder);
+    }
+    return NULL;
+}
+
+// "[######          ]  38 %  812.1 MiB of 2.08 GiB  41.3 MB/s  0:32 left", four times a second.
+static void draw_progress(Job *job, int64_t position) {
+    double now = now_ms(), seconds = (now - job->began_ms) * 1e-3;
+    if (!job->live || now < job->drawn_ms + 250) {
+        return;
+    }
+    job->drawn_ms = now;
+    char done[24], all[24], left[24], bar[33];
+    double rate = (double)(position - job->began) / (seconds > 0 ? seconds : 1);
+    bytes_text(done, (double)position);
+    if (job->in.is_stream) {
+        printf("\r%s  %.1f MB/s\033[K", done, rate * 1e-6);
+    } else {
+        double part = (double)position / (double)job->in.total;
+        memset(bar, ' ', 32);
+        memset(bar, '#', (size_t)(part * 32));
+        bar[32] = 0;
+        printf("\r[%s] %3.0f %%  %s of %s  %.1f MB/s  %s left\033[K", bar, part * 100, done,
+               bytes_text(all, (double)job->in.total), rate * 1e-6,
+               duration_text(left, (double)(job->in.total - position) / (rate > 0 ? rate : 1)));
+    }
+    fflush(stdout);
+}
+
+// Writes the tokens of a block; keeps the state when a shard was finished.
+static void block_write(Job *job, const Block *b) {
+    Sink **sinks = job->sinks;
+    Place from = {b->position, min_i64(job->skip, b->count), b->starts_document}, place = from;
+    int64_t rest = b->count - from.skip, finished = 0;
+    int64_t first = job->first_tokens < INT64_MAX
+                        ? min_i64(rest, max_i64(job->first_tokens - sinks[0]->tokens, 0))
+                        : b->position < job->in.split ? rest : 0;
+    job->skip -= from.skip;
+    const uint16_t *tokens = b->tokens + from.skip;
+    finished = sink_append(sinks[0], &place, from, tokens, first);
+    if (first < rest) {
+        from.skip += first;
+        if (sinks[0]->fd >= 0) {
+            sink_close(sinks[0]);
+            finished = 1;
+            place = from;
+        }
+        finished |= sink_append(sinks[1], &place, from, tokens + first, rest - first);
+    }
+    if (finished && !job->in.is_stream) {
+        job->state.place = place;
+        for (int i = 0; i < 2; i++) {
+            job->state.finished[i] = (i == 0 ? &train : &val)->finished;
+            job->state.tokens[i] = (i == 0 ? &train : &val)->finished_tokens;
+        }
+        state_write(&job->state, job->state_path);
+    }
+    draw_progress(job, b->position + (int64_t)b->size);
+}
+
+// Writes the next block of the ring, when it is encoded or, with `wait`, as soon as it is. Returns
+// whether it did.
+static int write_next(Job *job, int wait) {
+    Block *b = &job->blocks[job->written % job->slots];
+    pthread_mutex_lock(&job->lock);
+    while (wait && !b->done) {
+        pthread_cond_wait(&job->done, &job->lock);
+    }
+    int done = job->written < job->read && b->done;
+    pthread_mutex_unlock(&job->lock);
+    if (done) {
+        block_write(job, b);
+        b->done = 0;
+        job->written++;
+        if (b->room > BLOCK_BYTES) {
+            free(b->text);
+            free(b->tokens);
+            b->text = NULL;
+            b->tokens = NULL;
+            b->room = 0;
+        }
+    }
+    return done;
+}
+
+// Cuts the next block off the text; returns 0 when there is none. A block of more than BLOCK_BYTES
+// has the ring for itself, which keeps the memory within bounds.
+static int read_block(Job *job, Block *b) {
+    Input *in = &job->in;
+    size_t window = BLOCK_BYTES, have, size;
+    int ends;
+    for (;;) {
+        int64_t border = in->position < in->split ? min_i64(in->split, in->total) : in->total;
+        if (in->documents) {
+            border = min_i64(border, in->files[input_file(in, in->position)].end);
+        }
+        size_t wanted = (size_t)min_i64((int64_t)window, border - in->position);
+        have = input_fill(in, wanted);
+        if (have == 0 || stop_signal) {
+            return 0;
+        }
+        const char *text = in->text + in->from;
+        ends = in->position + (int64_t)have == border || have < wanted;
+        size = ends ? have : block_cut(&job->coder, text, have);
+        if (size == 0 && window == PIECE_BYTES) {
+            size = unsafe_cut(&job->coder, text, have);
+        }
+        if (size > 0) {
+            break;
+        }
+        while (job->written < job->read) {
+            write_next(job, 1);
+        }
+        window *= 2;
+    }
+    if (b->room < size) {
+        b->room = size < BLOCK_BYTES ? (size_t)BLOCK_BYTES : size;
+        b->text = (char *)grow(b->text, b->room);
+        b->tokens = (uint16_t *)grow(b->tokens, (b->room + 1) * sizeof *b->tokens);
+    }
+    memcpy(b->text, in->text + in->from, size);
+    b->size = size;
+    b->position = in->position;
+    b->starts_document = in->starts_document;
+    b->ends_document = in->documents &&
+                       (ends || (size >= MARKER_BYTES &&
+                                 memcmp(b->text + size - MARKER_BYTES, marker, MARKER_BYTES) == 0));
+    size_t blanks = 0;
+    while (in->starts_document && blanks < size && is_blank(b->text[blanks])) {
+        blanks++;
+    }
+    in->starts_document = b->ends_document || (in->starts_document && blanks == size);
+    in->from += size;
+    in->position += (int64_t)size;
+    return 1;
+}
+
+// Reads, encodes and writes the whole text, or what comes before a signal.
+static void encode_all(Job *job) {
+    pthread_t *threads = (pthread_t *)alloc_zero((size_t)job->a.threads, sizeof *threads);
+    sigset_t signals, before;    // they interrupt the thread that reads, no other
+    sigemptyset(&signals);
+    sigaddset(&signals, SIGINT);
+    sigaddset(&signals, SIGTERM);
+    pthread_sigmask(SIG_BLOCK, &signals, &before);
+    for (int i = 0; i < job->a.threads; i++) {
+        if (pthread_create(&threads[i], NULL, encode_blocks, job) != 0) {
+            die("cannot start thread %d of %d: --threads takes fewer", i + 1, job->a.threads);
+        }
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    int more = 1;
+    while (!stop_signal && (more || job->written < job->read)) {
+        int64_t waiting = job->read - job->written;
+        const Block *last = &job->blocks[(job->read + job->slots - 1) % job->slots];
+        int full = waiting == job->slots || (waiting > 0 && last->size > BLOCK_BYTES);
+        if (waiting > 0 && write_next(job, full || !more)) {
+            continue;
+        }
+        more = read_block(job, &job->blocks[job->read % job->slots]);
+        if (more) {
+            pthread_mutex_lock(&job->lock);
+            job->read++;
+            pthread_cond_signal(&job->work);
+            pthread_mutex_unlock(&job->lock);
+        }
+    }
+    pthread_mutex_lock(&job->lock);
+    job->ended = 1;
+    pthread_cond_broadcast(&job->work);
+    pthread_mutex_unlock(&job->lock);
+    for (int i = 0; i < job->a.threads; i++) {
+        pthread_join(threads[i], NULL);
+    }
+    free(threads);
+    if (job->live) {
+        printf("\r\033[K");
+    }
+}
+
+// -------------------------------------------------------------------------------------------------
+// Where the text is split, and main
+
+// Up to n bytes at `offset` of a text in files, of one file at most.
+static size_t input_peek(Input *in, char *out, size_t n, int64_t offset) {
+    if (offset >= in->total) {
+        return 0;
+    }
+    input_seek(in, offset);
+    const Source *file = &in->files[input_file(in, offset)];
+    return input_read(in, out, (size_t)min_i64((int64_t)n, file->end - offset));
+}
+
+// Where the first document begins that is not blank and begins at `offset` or later; in->total when
+// there is none.
+static int64_t next_document(Input *in, int64_t offset) {
+    char *text = (char *)alloc_zero(BLOCK_BYTES, 1);
+    int64_t first = in->files[input_file(in, offset)].first;
+    int inside = offset > first;    // of a document; else behind its end, and nothing else was seen
+    size_t n;
+    offset = inside ? max_i64(offset - MARKER_BYTES, first) : offset;    // a marker may lie across
+    while ((n = input_peek(in, text, BLOCK_BYTES, offset)) > 0) {
+        int64_t end = in->files[input_file(in, offset)].end;
+        const char *found = (const char *)memmem(text, n, marker, MARKER_BYTES);
+        size_t blanks = 0;
+        while (!inside && blanks < n && is_blank(text[blanks])) {
+            blanks++;
+        }
+        if (!inside && blanks < n && found != text + blanks) {
+            break;
+        }
+        if (found) {
+            offset += found - text + MARKER_BYTES;
+            inside = 0;
+        } else if (offset + (int64_t)n == end) {
+            offset = end;
+            inside = 0;
+        } else {
+            offset += (int64_t)(n - MARKER_BYTES);
+        }
+    }
+    free(text);
     return offset;
 }
 
-// Reads up to a block, across short reads (a pipe gives little at a time). Returns 0 at the end.
-static int64_t read_block(int fd, const char *name, unsigned char *block) {
-    int64_t filled = 0;
-    while (filled < BLOCK_BYTES) {
-        ssize_t n = read(fd, block + filled, (size_t)(BLOCK_BYTES - filled));
-        if (n < 0 && errno == EINTR) {
-            continue;
-        }
-        if (n < 0) {
-            die("cannot read %s: %s", name, strerror(errno));
-        }
-        if (n == 0) {
-            break;
-        }
-        filled += n;
+// First byte of validation. A fraction: floor(size x (1 - fraction)), moved on to the start of a
+// UTF-8 character, so that no character is cut in two, or of a document.
+static int64_t split_offset(Input *in, const Arguments *a) {
+    double val_fraction = a->val_fraction >= 0 ? a->val_fraction : 0.1;
+    int64_t offset = (int64_t)((double)in->total * (1 - val_fraction));
+    char byte;
+    if (a->val_file) {
+        return in->files[in->count - 1].first;
     }
-    return filled;
+    if (in->documents && offset < in->total) {
+        offset = next_document(in, offset);
+        if (offset == in->total) {
+            die("no document begins in the last part of the text: --val-fraction 0 makes no "
+                "validation shard, --val-tokens one from the first tokens");
+        }
+    } else {
+        for (int moved = 0; moved < 3 && input_peek(in, &byte, 1, offset) == 1 &&
+                            ((unsigned char)byte & 0xC0) == 0x80; moved++) {
+            offset++;
+        }
+    }
+    input_seek(in, 0);
+    return offset;
+}
+
+// Everything a run needs before its first block; takes up an interrupted one.
+static void tokenize_open(Job *job) {
+    const Arguments *a = &job->a;
+    Input *in = &job->in;
+    char tokenizer[PATH_BYTES] = "", text[24];
+    input_open(in, a);
+    if (in->is_stream && a->val_fraction > 0) {
+        die("--val-fraction needs a file, whose length is known; for %s give --val-tokens",
+            in->files[0].name);
+    }
+    if (a->bpe) {
+        if (!bpe_find(tokenizer, a->tokenizer)) {
+            die("--bpe needs GPT-2's vocab.bpe: data/prepare.sh gets it, --tokenizer names it");
+        }
+        bpe_open(&job->coder.bpe, tokenizer);
+    }
+    job->coder.documents = a->documents;
+    job->coder.tokenizer = a->bpe ? TOKENIZER_GPT2 : TOKENIZER_BYTES;
+    train.arguments = val.arguments = a;
+    train.tokenizer = val.tokenizer = job->coder.tokenizer;
+    int val_first = in->is_stream || a->val_tokens >= 0;
+    job->sinks[0] = val_first ? &val : &train;
+    job->sinks[1] = val_first ? &train : &val;
+    job->first_tokens = val_first ? max_i64(a->val_tokens, 0) : INT64_MAX;
+    in->split = val_first ? INT64_MAX : split_offset(in, a);
+    job->state = state_new(a, in, tokenizer);
+    path_print(job->state_path, "%s.state", a->prefix);
+    if (state_read(&job->state, in, job->state_path)) {
+        input_seek(in, job->state.place.position);
+        in->starts_document = job->state.place.starts_document;
+        job->skip = job->state.place.skip;
+        printf("goes on behind %" PRId64 " finished shards, at %s of the text\n",
+               train.finished + val.finished, bytes_text(text, (double)in->position));
+    }
+    job->slots = 2 * a->threads + 2;
+    job->blocks = (Block *)alloc_zero((size_t)job->slots, sizeof(Block));
+    job->live = isatty(STDOUT_FILENO);
+    job->began_ms = now_ms();
+    job->began = in->position;
+    pthread_mutex_init(&job->lock, NULL);
+    pthread_cond_init(&job->work, NULL);
+    pthread_cond_init(&job->done, NULL);
+}
+
+// After a signal: what there is, and how to go on.
+static int interrupted(const Job *job) {
+    fprintf(stderr, "tokenize: interrupted; finished shards: %" PRId64 "; %s\n",
+            train.finished + val.finished,
+            job->in.is_stream ? "a stream cannot go on: remove them and start over"
+            : train.finished + val.finished > 0 ? "the same command goes on behind them"
+                                                : "the same command starts over");
+    return 130;
+}
+
+// Everything was validation, or blank: no shard stays.
+static void nothing_to_train(const Job *job) {
+    char path[PATH_BYTES];
+    for (int64_t i = 0; i < val.finished; i++) {
+        shard_path(path, &val, i, job->a.shard_tokens > 0);
+        unlink(path);
+    }
+    unlink(job->state_path);
+    if (job->in.position > 0) {
+        die("%s: of %" PRId64 " bytes nothing is left to train on", job->in.files[0].name,
+            job->in.position);
+    }
+    die("%s is empty", job->in.files[0].name);
+}
+
+static void tokenize_close(Job *job) {
+    for (int i = 0; i < job->slots; i++) {
+        free(job->blocks[i].text);
+        free(job->blocks[i].tokens);
+    }
+    if (job->a.bpe) {
+        bpe_close(&job->coder.bpe);
+    }
+    free(job->blocks);
+    free(job->in.text);
+    free(job->in.files);
+    free((void *)job->a.files);
 }
 
 int main(int argc, char **argv) {
-    static unsigned char block[BLOCK_BYTES];
-    static uint16_t tokens[BLOCK_BYTES];
+    static Job job;
     program_name = "tokenize";
-    Arguments a = parse_arguments(argc, argv);
-    int is_stream = strcmp(a.input, "-") == 0;
-    const char *name = is_stream ? "standard input" : a.input;
-    int fd = is_stream ? STDIN_FILENO : open(a.input, O_RDONLY);
-    struct stat status;
-    if (fd < 0 || fstat(fd, &status) != 0) {
-        die("cannot open %s: %s", name, strerror(errno));
-    }
-    is_stream = is_stream || !S_ISREG(status.st_mode);
-    if (is_stream && a.val_fraction > 0) {
-        die("--val-fraction needs a file, whose length is known; for %s give --val-tokens", name);
-    }
-
-    // Sink 0 takes the text up to `split`, sink 1 the rest.
-    Sink train = {&a, "train", "", "", -1, 0, 0, 0}, val = {&a, "val", "", "", -1, 0, 0, 0};
-    int val_first = is_stream || a.val_tokens >= 0;
-    Sink *sinks[2] = {val_first ? &val : &train, val_first ? &train : &val};
-    double val_fraction = a.val_fraction >= 0 ? a.val_fraction : 0.1;
-    int64_t split = val_first ? max_i64(a.val_tokens, 0)
-                              : split_offset(fd, status.st_size, val_fraction);
-    int64_t position = 0, count;
-    while ((count = read_block(fd, name, block)) > 0) {
-        for (int64_t i = 0; i < count; i++) {
-            tokens[i] = block[i];
-        }
-        int64_t before = min_i64(max_i64(split - position, 0), count);
-        sink_append(sinks[0], tokens, before);
-        sink_append(sinks[1], tokens + before, count - before);
-        position += count;
+    job.a = parse_arguments(argc, argv);
+    atexit(sinks_drop);
+    struct sigaction action;
+    memset(&action, 0, sizeof action);
+    action.sa_handler = on_signal;
+    action.sa_flags = (int)SA_RESETHAND;    // a second signal ends the run at once
+    sigaction(SIGINT, &action, NULL);
+    sigaction(SIGTERM, &action, NULL);
+    tokenize_open(&job);
+    encode_all(&job);
+    if (stop_signal) {
+        return interrupted(&job);
     }
     if (train.tokens == 0) {
-        sink_drop(&val);
-        if (position > 0) {
-            die("%s: only %" PRId64 " bytes, nothing is left to train on", name, position);
-        }
-        die("%s is empty", name);
+        nothing_to_train(&job);
     }
-    sink_finish(&train);
-    sink_finish(&val);
+    sink_close(&train);
+    sink_close(&val);
+    unlink(job.state_path);
     sink_report(&train);
     sink_report(&val);
     refuse_leftovers(&train);
     refuse_leftovers(&val);
+    tokenize_close(&job);
     return 0;
 }
