@@ -68,7 +68,7 @@ EMPTY_DATA := $(if $(wildcard data/*.bin),,data)
 train_gpt2: train_gpt2.c build/flags | $(EMPTY_DATA) ## the CPU program
 	$(C) $(DEPEND) $< -o $@ -lm
 data/tokenize: data/tokenize.c build/flags ## text to token shards
-	$(C) $(AROUND) $(DEPEND) $< -o $@ -lm
+	$(C) $(AROUND) $(DEPEND) -pthread $< -o $@ -lm
 # What tests build has gaps and poison in its arena.
 build/test_gpt2_double: VARIANT := -DGPT2_DOUBLE=1
 build/test_gpt2_asan build/train_gpt2_asan: VARIANT := $(ASAN)
@@ -97,7 +97,7 @@ train_gpt2cu_cpu $(filter-out %cu,$(CUDA_TESTS)) build/test_cuda_cpu:
 build/sm_%.log: train_gpt2.cu train_gpt2.c build/flags
 	$(NV1) -cubin -Xptxas -v -gencode arch=compute_$*,code=sm_$* $< -o $@.cubin 2> $@ || \
 	{ cat $@ >&2; false; }
-data: data/tokenize ## tinyshakespeare as byte tokens
+data: data/tokenize ## tinyshakespeare as tokens
 	@data/prepare.sh
 
 # The small model of `make train`: these settings reach the validation loss stated below.

@@ -23,7 +23,7 @@
 
 enum {
     BLOCK_BYTES = 1 << 20,     // of text, as a rule
-    PIECE_BYTES = 16 << 20,    // a text that cannot be cut safely for so long is cut unsafely
+    PIECE_BYTES = 4 << 20,     // a text that cannot be cut safely for so long is cut unsafely
     REST_TOKENS = 65536,       // fewer than these make no shard of their own
     MOST_THREADS = 1024,
     MARKER_BYTES = 13
@@ -568,7 +568,7 @@ static const char state_format[] = "data/tokenize was interrupted\n"
                                    "next %" PRId64 " %" PRId64 " %d\n"
                                    "train %" PRId64 " %" PRId64 " val %" PRId64 " %" PRId64 "\n";
 
-// FNV-1a of a line of text, chained.
+// Hash of a line of text, chained.
 __attribute__((format(printf, 2, 3))) static uint64_t hash_line(uint64_t hash, const char *format,
                                                                 ...) {
     char line[PATH_BYTES + 128];
@@ -576,24 +576,17 @@ __attribute__((format(printf, 2, 3))) static uint64_t hash_line(uint64_t hash, c
     va_start(args, format);
     vsnprintf(line, sizeof line, format, args);
     va_end(args);
-    for (const char *c = line; *c; c++) {
-        hash = (hash ^ (unsigned char)*c) * 0x100000001B3u;
-    }
-    return hash;
+    return fnv1a(hash, line, strlen(line));
 }
 
-// What a state of this run begins with. The file of the tokenizer counts as input.
-static State state_new(const Arguments *a, const Input *in, const char *tokenizer) {
+// What a state of this run begins with. The tokenizer's file is not in it: all give the same tokens.
+static State state_new(const Arguments *a, const Input *in) {
     State state;
     memset(&state, 0, sizeof state);
-    state.arguments = hash_line(0xCBF29CE484222325u, "%d %d %a %" PRId64 " %d %" PRId64, a->bpe,
+    state.input = fnv1a_start;
+    state.arguments = hash_line(fnv1a_start, "%d %d %a %" PRId64 " %d %" PRId64, a->bpe,
                                 a->documents, a->val_fraction, a->val_tokens, a->val_file != NULL,
                                 a->shard_tokens);
-    struct stat status;
-    if (a->bpe && stat(tokenizer, &status) == 0) {
-        state.input = hash_line(state.arguments, "%s %" PRId64 " %" PRId64, tokenizer,
-                                (int64_t)status.st_size, (int64_t)status.st_mtim.tv_sec);
-    }
     for (int i = 0; i < in->count; i++) {
         state.input = hash_line(state.input, "%s %" PRId64 " %" PRId64, in->files[i].name,
                                 in->files[i].end, in->files[i].time_ns);
@@ -980,7 +973,7 @@ static void tokenize_open(Job *job) {
             in->files[0].name);
     }
     if (a->bpe) {
-        if (!bpe_find(tokenizer, a->tokenizer)) {
+        if (!bpe_find(tokenizer, a->tokenizer ? a->tokenizer : "")) {
             die("--bpe needs GPT-2's vocab.bpe: data/prepare.sh gets it, --tokenizer names it");
         }
         bpe_open(&job->coder.bpe, tokenizer);
@@ -994,7 +987,7 @@ static void tokenize_open(Job *job) {
     job->sinks[1] = val_first ? &train : &val;
     job->first_tokens = val_first ? max_i64(a->val_tokens, 0) : INT64_MAX;
     in->split = val_first ? INT64_MAX : split_offset(in, a);
-    job->state = state_new(a, in, tokenizer);
+    job->state = state_new(a, in);
     path_print(job->state_path, "%s.state", a->prefix);
     if (state_read(&job->state, in, job->state_path)) {
         input_seek(in, job->state.place.position);
@@ -1042,9 +1035,6 @@ static void tokenize_close(Job *job) {
     for (int i = 0; i < job->slots; i++) {
         free(job->blocks[i].text);
         free(job->blocks[i].tokens);
-    }
-    if (job->a.bpe) {
-        bpe_close(&job->coder.bpe);
     }
     free(job->blocks);
     free(job->in.text);
