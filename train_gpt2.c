@@ -1791,13 +1791,13 @@ static int utf8_decode(uint32_t *c, const unsigned char *text, size_t left) {
 
 // GPT-2's vocabulary: id -> bytes, bytes -> id, and the class of every character. 1.2 MiB: static
 // or allocated, not on a stack.
-enum { BPE_MAGIC = 20240328, BPE_TEXT = 320827, BPE_LONGEST = 128, BPE_SLOTS = 1 << 17 };
+enum { BPE_MAGIC = 20240328, BPE_FILE = 1 << 20, BPE_SLOTS = 1 << 17 };
+enum { BPE_TEXT = 320827, BPE_LONGEST = 128 };  // bytes of all tokens, of the longest
 typedef struct {
     int count;                             // tokens yet
     uint32_t start[GPT2_VOCABULARY + 1];   // of a token's bytes in `text`
     char text[BPE_TEXT];
     uint32_t slots[BPE_SLOTS];             // 16 bits of the hash, id + 1; 0: free
-    uint16_t byte_id[256];
     unsigned char classes[CLASSES];
 } Bpe;
 
@@ -1878,10 +1878,6 @@ static void bpe_end(Bpe *bpe, const char *name) {
         die("%s: not GPT-2's vocabulary: %d tokens with fingerprint %016" PRIx64
             ", not %d with %016" PRIx64, name, bpe->count, hash, GPT2_VOCABULARY, bpe_fingerprint);
     }
-    for (int b = 0; b < 256; b++) {
-        char byte = (char)b;
-        bpe->byte_id[b] = (uint16_t)bpe_id(bpe, &byte, 1);
-    }
 }
 
 // vocab.bpe: a first line `#version`, then a merge a line, the two tokens in GPT-2's alphabet for
@@ -1901,11 +1897,12 @@ static void bpe_parse_merges(Bpe *bpe, const unsigned char *bytes, size_t n, con
             bpe_add(bpe, &byte, 1);
         }
     }
-    const unsigned char *end_of_line = (const unsigned char *)memchr(bytes, '\n', n);
-    if (n < 8 || memcmp(bytes, "#version", 8) != 0 || !end_of_line) {
+    static const char first_line[] = "#version: 0.2\n";
+    size_t at = sizeof first_line - 1;
+    if (n < at || memcmp(bytes, first_line, at) != 0) {
         die("%s: not a vocab.bpe: its first line is not '#version: 0.2'", name);
     }
-    for (size_t at = (size_t)(end_of_line - bytes) + 1; at < n; at++, line++) {
+    for (; at < n; at++, line++) {
         char both[BPE_LONGEST];
         size_t left = 0, length = 0;
         while (at < n && bytes[at] != '\n') {
@@ -1920,10 +1917,9 @@ static void bpe_parse_merges(Bpe *bpe, const unsigned char *bytes, size_t n, con
                 both[length++] = (char)byte_of[c];
             }
         }
-        if (bpe_id(bpe, both, left) < 0 ||
-            bpe_id(bpe, both + left, length - left) < 0 || !bpe_add(bpe, both, length)) {
-            die("%s:%d: a merge of GPT-2's joins two tokens from above to one that is new", name,
-                line);
+        if (bpe_id(bpe, both, left) < 0 || bpe_id(bpe, both + left, length - left) < 0 ||
+            !bpe_add(bpe, both, length)) {
+            die("%s:%d: not a merge of two tokens from above to a new one", name, line);
         }
     }
     bpe_add(bpe, "<|endoftext|>", 13);
@@ -1938,11 +1934,10 @@ static void bpe_parse_tokens(Bpe *bpe, const unsigned char *bytes, size_t n, con
     if (n >= at) {
         memcpy(header, bytes, sizeof header);
     }
-    if (header[0] != BPE_MAGIC || header[1] != 2 || header[2] != GPT2_VOCABULARY ||
-        header[3] != GPT2_END_OF_TEXT) {
-        die("%s: a header of %u %u %u %u; GPT-2's vocabulary of llm.c has %d 2 %d %d", name,
-            header[0], header[1], header[2], header[3], BPE_MAGIC, GPT2_VOCABULARY,
-            GPT2_END_OF_TEXT);
+    static const uint32_t wanted[4] = {BPE_MAGIC, 2, GPT2_VOCABULARY, GPT2_END_OF_TEXT};
+    if (memcmp(header, wanted, sizeof wanted) != 0) {
+        die("%s: its header begins %u %u %u %u, that of GPT-2's vocabulary %u %u %u %u", name,
+            header[0], header[1], header[2], header[3], wanted[0], wanted[1], wanted[2], wanted[3]);
     }
     bpe_begin(bpe);
     for (int i = 0; i < GPT2_VOCABULARY; i++) {
@@ -1959,27 +1954,19 @@ static void bpe_parse_tokens(Bpe *bpe, const unsigned char *bytes, size_t n, con
     bpe_end(bpe, name);
 }
 
-// Reads either file; its first four bytes say which it is.
+// Reads either file; its first four bytes say which it is. Both are shorter than BPE_FILE.
 static void bpe_open(Bpe *bpe, const char *path) {
-    struct stat status;
-    int fd = open(path, O_RDONLY);
-    if (fd < 0 || fstat(fd, &status) != 0) {
-        die("cannot open vocabulary %s: %s", path, strerror(errno));
-    }
-    if (!S_ISREG(status.st_mode) || status.st_size < 4 || status.st_size > 1 << 20) {
-        die("%s: not a vocabulary: a file of 4 bytes to 1 MiB is looked for", path);
-    }
-    size_t n = (size_t)status.st_size;
-    const unsigned char *map =
-        (const unsigned char *)mmap(NULL, n, PROT_READ, MAP_PRIVATE, fd, 0);
-    close(fd);
-    if (map == MAP_FAILED) {
-        die("cannot map vocabulary %s: %s", path, strerror(errno));
+    unsigned char *bytes = (unsigned char *)alloc_zero(BPE_FILE, 1);
+    FILE *f = fopen(path, "rb");
+    size_t n = f ? fread(bytes, 1, BPE_FILE, f) : 0;
+    if (!f || ferror(f)) {
+        die("cannot read vocabulary %s: %s", path, strerror(errno));
     }
     uint32_t magic;
-    memcpy(&magic, map, 4);
-    (magic == BPE_MAGIC ? bpe_parse_tokens : bpe_parse_merges)(bpe, map, n, path);
-    munmap((void *)(uintptr_t)map, n);
+    memcpy(&magic, bytes, 4);
+    (magic == BPE_MAGIC ? bpe_parse_tokens : bpe_parse_merges)(bpe, bytes, n, path);
+    fclose(f);
+    free(bytes);
 }
 
 // Where the vocabulary is: `asked` (--tokenizer), or what data/ has. Returns 0 when there is none.
@@ -2010,14 +1997,13 @@ static inline int char_class(const Bpe *bpe, const unsigned char *p, const unsig
 // 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
 static const unsigned char *piece_end(const Bpe *bpe, const unsigned char *p,
                                       const unsigned char *end) {
-    if (*p == '\'' && end - p > 1) {
-        int a = p[1], b = end - p > 2 ? p[2] : 0;
-        if (a == 's' || a == 't' || a == 'm' || a == 'd') {
-            return p + 2;
-        }
-        if ((a == 'r' && b == 'e') || (a == 'v' && b == 'e') || (a == 'l' && b == 'l')) {
-            return p + 3;
-        }
+    if (*p == '\'' && end - p > 1 && memchr("stmd", p[1], 4)) {
+        return p + 2;
+    }
+    if (*p == '\'' && end - p > 2 &&
+        (memcmp(p + 1, "re", 2) == 0 || memcmp(p + 1, "ve", 2) == 0 ||
+         memcmp(p + 1, "ll", 2) == 0)) {
+        return p + 3;
     }
     const unsigned char *q = *p == ' ' && end - p > 1 ? p + 1 : p, *last = p;
     int length, kind = char_class(bpe, q, end, &length);
@@ -2056,17 +2042,16 @@ __attribute__((unused)) static size_t bpe_cut(const char *text, size_t n) {
     return 0;
 }
 
-// What one thread needs to encode: words seen before and their tokens (1 MiB; a new word takes the
+// What one thread needs to encode: words seen before and their tokens (2 MiB; a new word takes the
 // place of an old one), and for the longest piece yet 28 bytes a byte.
-enum { WORDS = 1 << 14, WORD_BYTES = 31, WORD_TOKENS = 15 };
+enum { WORDS = 1 << 15, WORD_BYTES = 31, WORD_TOKENS = 15 };
 typedef struct {
     uint64_t key[4];  // the bytes, zeros, and in the last byte their number
     uint16_t count, tokens[WORD_TOKENS];
 } BpeWord;
 typedef struct {
     uint32_t next, previous;  // where the neighbours begin
-    uint16_t token;
-    int32_t merged;  // the token that this one and the next make; -1: none
+    int32_t merged;           // the token that this one and the next make; -1: none
 } BpeNode;
 typedef struct {
     const Bpe *bpe;
@@ -2125,14 +2110,7 @@ static void bpe_offer(BpeEncoder *e, const char *text, size_t n, uint32_t i) {
 // Tokens of one piece. Every merge takes one token away and puts at most two entries into the heap,
 // which takes O(n log n) in all and leaves at most 2 n entries.
 static int64_t bpe_merge(BpeEncoder *e, const char *text, size_t n, uint16_t *out) {
-    int whole = bpe_id(e->bpe, text, n);
-    if (whole >= 0) {
-        out[0] = (uint16_t)whole;
-        return 1;
-    }
-    if (n >= UINT32_MAX) {
-        die("a word of %zu bytes is too long to encode", n);
-    }
+    check(n < UINT32_MAX, "a piece of %zu bytes", n);
     if (n > e->room) {
         free(e->nodes);
         free(e->heap);
@@ -2141,7 +2119,7 @@ static int64_t bpe_merge(BpeEncoder *e, const char *text, size_t n, uint16_t *ou
         e->heap = (uint64_t *)alloc_zero(e->room, 2 * sizeof(uint64_t));
     }
     for (uint32_t i = 0; i < n; i++) {
-        BpeNode node = {i + 1, i - 1, e->bpe->byte_id[(unsigned char)text[i]], -1};
+        BpeNode node = {i + 1, i - 1, -1};
         e->nodes[i] = node;
     }
     for (uint32_t i = 0; i < n; i++) {
@@ -2154,7 +2132,6 @@ static int64_t bpe_merge(BpeEncoder *e, const char *text, size_t n, uint16_t *ou
         if (node->merged != (int32_t)(entry >> 32)) {
             continue;
         }
-        node->token = (uint16_t)node->merged;
         e->nodes[node->next].merged = -1;
         node->next = e->nodes[node->next].next;
         if (node->next < n) {
@@ -2167,7 +2144,7 @@ static int64_t bpe_merge(BpeEncoder *e, const char *text, size_t n, uint16_t *ou
     }
     int64_t count = 0;
     for (uint32_t i = 0; i < n; i = e->nodes[i].next) {
-        out[count++] = e->nodes[i].token;
+        out[count++] = (uint16_t)bpe_id(e->bpe, text + i, e->nodes[i].next - i);
     }
     return count;
 }
@@ -2175,38 +2152,32 @@ static int64_t bpe_merge(BpeEncoder *e, const char *text, size_t n, uint16_t *ou
 // Tokens of a text; out holds n. Returns their number.
 static int64_t bpe_encode(BpeEncoder *e, const char *text, size_t n, uint16_t *out) {
     const unsigned char *p = (const unsigned char *)text, *end = p + n;
-    int64_t total = 0;
-    while (p < end) {
-        const unsigned char *next = piece_end(e->bpe, p, end);
-        size_t length = (size_t)(next - p);
-        if (length > WORD_BYTES) {
-            total += bpe_merge(e, (const char *)p, length, out + total);
-            p = next;
+    uint16_t *to = out;
+    for (size_t length; p < end; p += length) {
+        uint64_t key[4] = {0};  // stays 0 for a piece that is too long to keep
+        BpeWord *word = e->words;
+        length = (size_t)(piece_end(e->bpe, p, end) - p);
+        if (length <= WORD_BYTES) {
+            memcpy(key, p, length);
+            key[3] |= (uint64_t)length << 56;
+            word += (key[0] * 0x9E3779B97F4A7C15u + key[1] * 0xC2B2AE3D27D4EB4Fu +
+                     key[2] * 0x165667B19E3779F9u + key[3] * 0x27D4EB2F165667C5u) >> 49;
+        }
+        if (key[3] && memcmp(word->key, key, sizeof key) == 0) {
+            for (int i = 0; i < word->count; i++) {
+                *to++ = word->tokens[i];
+            }
             continue;
         }
-        uint64_t key[4] = {0};
-        memcpy(key, p, length);
-        key[3] |= (uint64_t)length << 56;
-        uint64_t hash = key[0] * 0x9E3779B97F4A7C15u + key[1] * 0xC2B2AE3D27D4EB4Fu +
-                        key[2] * 0x165667B19E3779F9u + key[3] * 0x27D4EB2F165667C5u;
-        BpeWord *word = &e->words[hash >> 50];
-        if (memcmp(word->key, key, sizeof key) == 0) {
-            for (int i = 0; i < word->count; i++) {
-                out[total + i] = word->tokens[i];
-            }
-            total += word->count;
-        } else {
-            int64_t count = bpe_merge(e, (const char *)p, length, out + total);
-            if (count <= WORD_TOKENS) {
-                memcpy(word->key, key, sizeof key);
-                memcpy(word->tokens, out + total, (size_t)count * 2);
-                word->count = (uint16_t)count;
-            }
-            total += count;
+        int64_t count = bpe_merge(e, (const char *)p, length, to);
+        if (key[3] && count <= WORD_TOKENS) {
+            memcpy(word->key, key, sizeof key);
+            memcpy(word->tokens, to, (size_t)count * sizeof(uint16_t));
+            word->count = (uint16_t)count;
         }
-        p = next;
+        to += count;
     }
-    return total;
+    return to - out;
 }
 
 // Text of one token: returns its bytes in `out` and their number. GPT-2 tokens without a vocabulary
@@ -2238,10 +2209,11 @@ static int prompt_tokens(Token *out, int capacity, int tokenizer, const Bpe *bpe
             "data/prepare.sh puts vocab.bpe into data/, --tokenizer names one elsewhere");
     }
     uint16_t *ids = (uint16_t *)alloc_zero(n, sizeof(uint16_t));
-    int64_t count = (int64_t)n;
+    int64_t count = 0;
     if (tokenizer == TOKENIZER_BYTES) {
-        for (size_t i = 0; i < n; i++) {
-            ids[i] = (unsigned char)text[i];
+        while (count < (int64_t)n) {
+            ids[count] = (unsigned char)text[count];
+            count++;
         }
     } else {
         BpeEncoder encoder;
