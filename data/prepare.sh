@@ -1,25 +1,39 @@
 #!/usr/bin/env bash
-# Prepares a corpus as byte tokens in data/: data/prepare.sh [tinyshakespeare]
+# Prepares a corpus in data/; a second call does what is missing, nothing when all is there.
 #
-# The text comes from $DATA_MIRROR/tinyshakespeare.txt when that variable is set, else from the
-# net, and must have the known SHA-256. With neither, the repository's own sources are the corpus
-# (data/sources*). The first 90 % of the characters train, the rest validates. Does nothing when
-# everything is there.
+#   data/prepare.sh [tinyshakespeare]   byte tokens, and GPT-2's when its vocab.bpe can be had
+#   data/prepare.sh tinystories         TinyStories V2 as GPT-2 tokens; 2.3 GB of text, 1.1 GB tokens
+#   data/prepare.sh fineweb-edu [N]     llm.c's shards of GPT-2 tokens as published, 200 MB each: the
+#                                       validation shard and the first N training shards (default 3)
+#
+# Files come from $DATA_MIRROR when that variable is set, else from the net; for tinyshakespeare
+# with neither, the repository's own sources are the corpus (data/sources*). What is downloaded
+# stands beside its final name (.part) until it is complete and checked: by SHA-256 where it is
+# known, always by the length that the server announced, shards by their header. An interrupted
+# download goes on where it stopped. DATA_URL=http://localhost:8000 stands in for https://HOST of
+# every address: dev/test_tools.sh runs all this against a server of its own. tinystories and
+# fineweb-edu were never run against the real servers.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 
-corpus=${1:-tinyshakespeare}
-url=https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt
-sha256=86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed
+text_sha256=86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed
+vocab_sha256=1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5
+github=${DATA_URL:-https://raw.githubusercontent.com}
+openai=${DATA_URL:-https://openaipublic.blob.core.windows.net}
+huggingface=${DATA_URL:-https://huggingface.co}
 part=
-trap '[ -z "$part" ] || rm -f "$part"' EXIT
+trap '[ -z "$part" ] || rm -f "$part"; rm -f data/*.headers.part' EXIT
 trap 'exit 130' INT TERM
 
+say() { echo "prepare.sh: $*"; }
 die() { echo "prepare.sh: $*" >&2; exit 1; }
 
-# sha256_of FILE
-sha256_of() {
-    { sha256sum "$1" 2> /dev/null || shasum -a 256 "$1"; } | cut -d' ' -f1
+size() { if [ -f "$1" ]; then wc -c < "$1" | tr -d ' '; else echo 0; fi; }
+
+# known SHA256 FILE: is it that file?
+known() {
+    [ -f "$2" ] &&
+        [ "$({ sha256sum "$2" 2> /dev/null || shasum -a 256 "$2"; } | cut -d' ' -f1)" = "$1" ]
 }
 
 # int32 FILE INDEX: one number of a little-endian header.
@@ -31,67 +45,186 @@ int32() {
 
 # whole FILE: is it a token shard whose length is what its header says?
 whole() {
-    [ -f "$1" ] && [ "$(wc -c < "$1")" -gt 1024 ] && [ "$(int32 "$1" 0)" = 20240520 ] &&
-        [ "$(wc -c < "$1")" -eq $((1024 + 2 * $(int32 "$1" 2))) ]
+    [ "$(size "$1")" -gt 1024 ] && [ "$(int32 "$1" 0)" = 20240520 ] && [ "$(int32 "$1" 1)" = 1 ] &&
+        [ "$(size "$1")" -eq $((1024 + 2 * $(int32 "$1" 2))) ]
 }
 
-# prepared NAME: are both of its shards there?
-prepared() { whole "data/$1_bytes_train.bin" && whole "data/$1_bytes_val.bin"; }
+# prepared PREFIX: are both of its shards there?
+prepared() { whole "data/$1_train.bin" && whole "data/$1_val.bin"; }
 
-# download FILE: gives up after 5 s without a connection or a minute in all.
-download() {
+# --- From mirror or net to data/ ------------------------------------------------------------------
+
+# transfer URL PART HEADERS: adds to PART what it lacks. No limit of time, but one of stalling:
+# 5 s for a connection, 30 s without a byte.
+transfer() {
+    local loud=--silent
+    [ -t 2 ] && loud=--progress-bar
     if command -v curl > /dev/null; then
-        curl --fail --silent --location --connect-timeout 5 --max-time 60 -o "$1" "$url"
+        curl --fail --location $loud --connect-timeout 5 --speed-limit 1 --speed-time 30 \
+            --continue-at - --dump-header "$3" --output "$2" "$1"
     elif command -v wget > /dev/null; then
-        wget -q --tries=1 --connect-timeout=5 --dns-timeout=5 --read-timeout=20 -O "$1" "$url"
+        wget --quiet --server-response --tries=1 --connect-timeout=5 --dns-timeout=5 \
+            --read-timeout=30 --continue --output-document="$2" "$1" 2> "$3"
     else
         return 1
     fi
 }
 
-# fetch FILE: the text, checked, or status 1 when there is neither mirror nor net.
-fetch() {
-    part=$1.$$.part
-    if [ -n "${DATA_MIRROR:-}" ]; then
-        [ -r "$DATA_MIRROR/tinyshakespeare.txt" ] ||
-            die "DATA_MIRROR=$DATA_MIRROR holds no tinyshakespeare.txt; unset it to download it"
-        cat "$DATA_MIRROR/tinyshakespeare.txt" > "$part" || die "cannot write in data/"
-        [ "$(sha256_of "$part")" = "$sha256" ] ||
-            die "$DATA_MIRROR/tinyshakespeare.txt is not the known text, of SHA-256 $sha256"
-    else
-        echo "prepare.sh: downloading tinyshakespeare (1.1 MB)"
-        download "$part" || return 1
-        if [ "$(sha256_of "$part")" != "$sha256" ]; then
-            echo "prepare.sh: what $url sent is not the known text (SHA-256)" >&2
-            return 1
+# announced HEADERS: bytes of the whole file, by the last answer's headers; empty: it said nothing.
+announced() {
+    tr -d '\r' < "$1" | awk '
+        { name = tolower($1) }
+        name ~ /^http\// { total = ""; whole = "" }
+        name == "content-length:" { total = $2 }
+        name == "content-range:" { whole = $NF; sub(/.*\//, "", whole) }
+        END { print whole != "" ? whole : total }'
+}
+
+# download URL FILE CHECK...: FILE, when the command CHECK accepts it; else status 1. Asks for the
+# rest as long as more comes, and once more for the whole where the server cannot go on.
+download() {
+    local url=$1 file=$2 most restarted=0 status now total
+    local body=$file.part headers=$file.headers.part
+    shift 2
+    say "downloading $url"
+    most=$(size "$body")
+    while :; do
+        : > "$headers"
+        transfer "$url" "$body" "$headers"
+        status=$? now=$(size "$body") total=$(announced "$headers")
+        if [ "$now" -gt 0 ] && [ "$now" = "${total:-$now}" ]; then
+            [ $status -eq 0 ] && break
+            grep -q '^ *HTTP/[0-9.]* 416' "$headers" && break    # nothing was lacking
         fi
+        if [ $restarted -eq 0 ] && [ "$now" -gt 0 ] &&
+            { [ $status -eq 0 ] || [ $status -eq 33 ] ||
+              grep -q '^ *HTTP/[0-9.]* 416' "$headers"; }; then
+            restarted=1
+            rm -f "$body"
+        elif [ "$now" -le "$most" ]; then
+            [ "$now" -gt 0 ] || rm -f "$body"
+            echo "prepare.sh: $url: no download${total:+, $now of $total bytes are there}" >&2
+            return 1
+        else
+            most=$now
+        fi
+    done
+    rm -f "$headers"
+    if ! "$@" "$body"; then
+        rm -f "$body"
+        echo "prepare.sh: what $url sent is not what it should be ($*)" >&2
+        return 1
     fi
-    mv "$part" "$1" && part=
+    mv "$body" "$file"
 }
 
-# tokenize NAME: data/NAME.txt to data/NAME_bytes_{train,val}.bin
+# obtain NAME MIRRORED URL CHECK...: data/NAME, from $DATA_MIRROR/MIRRORED or URL, or status 1.
+obtain() {
+    local file=data/$1 mirrored=${DATA_MIRROR:-}/$2 url=$3
+    shift 3
+    [ -f "$file" ] && "$@" "$file" && return
+    if [ -z "${DATA_MIRROR:-}" ]; then
+        download "$url" "$file" "$@"
+        return
+    fi
+    [ -r "$mirrored" ] ||
+        die "DATA_MIRROR=$DATA_MIRROR holds no ${mirrored#"$DATA_MIRROR"/}; unset it to download it"
+    part=$file.$$.part
+    cat "$mirrored" > "$part" || die "cannot write in data/"
+    "$@" "$part" || { rm -f "$part" && die "$mirrored is not the known ${file##*/} ($*)"; }
+    mv "$part" "$file" && part=
+}
+
+# vocabulary: data/vocab.bpe, or status 1, said.
+vocabulary() {
+    if [ -n "${DATA_MIRROR:-}" ] && [ ! -r "$DATA_MIRROR/gpt2/vocab.bpe" ]; then
+        known $vocab_sha256 data/vocab.bpe && return
+        say "DATA_MIRROR=$DATA_MIRROR holds no gpt2/vocab.bpe"
+        return 1
+    fi
+    obtain vocab.bpe gpt2/vocab.bpe "$openai/gpt-2/encodings/main/vocab.bpe" known $vocab_sha256
+}
+
+# --- The corpora ----------------------------------------------------------------------------------
+
+# tokenize PREFIX OPTION... FILE: data/PREFIX_*.bin
 tokenize() {
+    local prefix=$1
+    shift
     [ -x data/tokenize ] || die "data/tokenize is not built: make data"
-    data/tokenize --bytes -o "data/$1_bytes" "data/$1.txt" || exit 1
+    data/tokenize -o "data/$prefix" "$@" || exit 1
 }
 
-[ "$corpus" = tinyshakespeare ] || die "unknown corpus '$corpus'; known: tinyshakespeare"
-[ $# -le 1 ] || die "one corpus at a time"
+# small CORPUS TOKENIZER: its two shards, from data/CORPUS.txt. So short a run starts over.
+small() {
+    prepared "$1_$2" && return
+    rm -f "data/$1_$2.state"
+    if [ "$2" = bytes ]; then
+        tokenize "$1_$2" --bytes "data/$1.txt"
+    else
+        tokenize "$1_$2" --bpe --tokenizer data/vocab.bpe "data/$1.txt"
+    fi
+}
+
+tinyshakespeare() {
+    local name=tinyshakespeare
+    prepared ${name}_bytes && prepared ${name}_gpt2 && return
+    if obtain $name.txt $name.txt "$github/karpathy/char-rnn/master/data/tinyshakespeare/input.txt" \
+        known $text_sha256; then
+        small $name bytes
+        if prepared ${name}_gpt2 || vocabulary; then
+            small $name gpt2
+        else
+            say "no GPT-2 tokens without vocab.bpe: byte tokens alone"
+        fi
+    else
+        sources
+    fi
+}
+
+sources() {
+    say "no DATA_MIRROR and no download: the corpus is this repository's own sources"
+    prepared sources_bytes && return
+    part=data/sources.txt.$$.part
+    for file in train_gpt2.c train_gpt2.cu test_gpt2.cu README.md Makefile data/*.c data/*.sh \
+                data/*.md dev/*.c dev/*.cu dev/*.sh dev/*.py dev/cuda_cpu/*.h; do
+        if [ -f "$file" ]; then cat "$file"; fi
+    done > "$part" && mv "$part" data/sources.txt || die "cannot write in data/"
+    part=
+    small sources bytes
+}
+
+# The validation shard is the last that tokenize finishes, before it removes its state.
+tinystories() {
+    local name=tinystories_gpt2 file said
+    whole data/${name}_val_000000.bin && [ ! -f data/$name.state ] && return
+    said=$(vocabulary 2>&1) || die "tinystories needs GPT-2's vocab.bpe: ${said##*$'\n'prepare.sh: }"
+    for file in TinyStoriesV2-GPT4-valid.txt TinyStoriesV2-GPT4-train.txt; do
+        obtain $file $file "$huggingface/datasets/roneneldan/TinyStories/resolve/main/$file" \
+            test -s || exit 1
+    done
+    tokenize $name --bpe --tokenizer data/vocab.bpe --documents --shard-tokens 100000000 \
+        --val-file data/TinyStoriesV2-GPT4-valid.txt data/TinyStoriesV2-GPT4-train.txt
+}
+
+# fineweb_edu N
+fineweb_edu() {
+    local i file
+    [[ "$1" =~ ^[0-9]{1,4}$ ]] && [ "$((10#$1))" -ge 1 ] && [ "$((10#$1))" -le 1001 ] ||
+        die "fineweb-edu $1: training shards are a number from 1 to 1001"
+    for ((i = 0; i <= 10#$1; i++)); do
+        file=edu_fineweb_$([ $i = 0 ] && echo val || echo train)_$(printf %06d $i).bin
+        obtain "$file" "$file" \
+            "$huggingface/datasets/karpathy/fineweb-edu-100B-gpt2-token-shards/resolve/main/$file" \
+            whole || exit 1
+    done
+}
+
+corpus=${1:-tinyshakespeare}
+[ $# -le 1 ] || [ "$corpus $#" = "fineweb-edu 2" ] || die "one corpus at a time"
 [ -w data ] || die "cannot write in data/"
-prepared tinyshakespeare && exit 0
-
-text=data/tinyshakespeare.txt
-if [ -f "$text" ] && [ "$(sha256_of "$text")" = "$sha256" ] || fetch "$text"; then
-    tokenize tinyshakespeare
-    exit 0
-fi
-
-echo "prepare.sh: no DATA_MIRROR and no download: the corpus is this repository's own sources"
-prepared sources && exit 0
-part=data/sources.txt.$$.part
-for file in train_gpt2.c train_gpt2.cu test_gpt2.cu README.md Makefile data/*.c data/*.sh \
-            data/*.md dev/*.c dev/*.cu dev/*.sh dev/*.py dev/cuda_cpu/*.h; do
-    if [ -f "$file" ]; then cat "$file"; fi
-done > "$part" && mv "$part" data/sources.txt || die "cannot write in data/"
-part=
-tokenize sources
+case $corpus in
+    tinyshakespeare | tinystories) $corpus ;;
+    fineweb-edu) fineweb_edu "${2:-3}" ;;
+    *) die "unknown corpus '$corpus'; known: tinyshakespeare tinystories fineweb-edu" ;;
+esac

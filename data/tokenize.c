@@ -540,7 +540,7 @@ static void refuse_leftovers(const Sink *s) {
     for (int i = 0; i < 2; i++) {
         int ours = i == 1 && !numbered && s->finished > 0;
         if (!ours && access(path[i], F_OK) == 0) {
-            die("%s is left from an earlier job, of another text: remove it", path[i]);
+            die("%s is left from an earlier run, of another text: remove it", path[i]);
         }
     }
 }

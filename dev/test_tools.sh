@@ -6,7 +6,8 @@ cd "$(dirname "$0")/.." || exit 1
 root=$PWD
 mkdir -p build
 scratch=$(mktemp -d "build/tools test.XXXXXX") || exit 1
-trap 'cd "$root" && rm -rf "$scratch"' EXIT
+server=
+trap 'cd "$root" && rm -rf "$scratch"; [ -z "$server" ] || kill $server' EXIT
 passed=0 failed=0 skipped=0
 
 verdict() {    # verdict NAME STATUS [what was found]
@@ -17,6 +18,11 @@ verdict() {    # verdict NAME STATUS [what was found]
         failed=$((failed + 1))
         echo "tools  $1  FAILED${3:+: $3}"
     fi
+}
+
+skip() {    # skip NAME WHY
+    skipped=$((skipped + 1))
+    echo "tools  $1  skipped ($2)"
 }
 
 # equal NAME FOUND EXPECTED
@@ -35,6 +41,12 @@ refuses() {
         ! compgen -G 'bad*' > /dev/null
     verdict "$name" $? "status $status, said '$said'"
     rm -f bad*
+}
+
+# says NAME PATTERN TEXT
+says() {
+    [[ $3 =~ $2 ]]
+    verdict "$1" $? "said '$3'"
 }
 
 # numbers FORMAT SKIP FILE: what stands in a file after SKIP bytes.
@@ -58,9 +70,9 @@ equal "split at 90 %" "$(numbers d4 8 -N4 long_train.bin)" 2700000
     $tokenize -o pipe --val-tokens 5 --shard-tokens 4000000 - > /dev/null
 equal "stream in shards" "$(echo pipe_*)" "pipe_train_000000.bin pipe_train_000001.bin \
 pipe_train_000002.bin pipe_val_000000.bin"
-bytes=$(for f in pipe_val_000000.bin pipe_train_00000?.bin; do numbers u2 1024 "$f"; echo; done |
-    tr '\n' ' ' | cksum)
-expected=$(cat long long long | numbers u1 0 - | sed 's/$/ /' | tr '\n' ' ' | cksum)
+bytes=$(for f in pipe_val_000000.bin pipe_train_00000?.bin; do tail -c +1025 $f; done |
+    tr -d '\0' | cksum)
+expected=$(cat long long long | cksum)
 equal "stream comes back whole" "$bytes" "$expected"
 : > nothing
 refuses "missing input" "cannot open absent: No such file" $tokenize -o bad absent
@@ -73,6 +85,13 @@ refuses "fraction out of range" "not a number from 0" $tokenize -o bad --val-fra
 refuses "shard of no tokens" "not a whole number from 1" $tokenize -o bad --shard-tokens 0 text
 refuses "unknown option" "unknown option '--byte'" ./tokenize --byte -o bad text
 refuses "no tokenizer named" "bytes is missing" ./tokenize -o bad text
+refuses "two tokenizers" "contradict each other" $tokenize --bpe -o bad text
+refuses "no vocabulary" "needs GPT-2's vocab.bpe" ./tokenize --bpe -o bad text
+refuses "bad vocabulary" "text: " ./tokenize --bpe --tokenizer text -o bad text
+refuses "two splits" "contradict each other" $tokenize -o bad --val-tokens 1 --val-file text text
+refuses "stream among files" "a stream is the only input" $tokenize -o bad text -
+refuses "no threads" "not a whole number from 1 to 1024" $tokenize -o bad --threads 0 text
+refuses "one document, split" "no document begins" $tokenize -o bad --documents text
 refuses "leftover shards" "left from an earlier run" $tokenize -o pipe --shard-tokens 4000000 text
 
 if [ "$(id -u)" -eq 0 ] && mkdir full && mount -t tmpfs -o size=64k tmpfs full 2> /dev/null; then
@@ -80,8 +99,114 @@ if [ "$(id -u)" -eq 0 ] && mkdir full && mount -t tmpfs -o size=64k tmpfs full 2
     equal "full disk keeps nothing" "$(ls full)" ""
     umount full
 else
-    skipped=$((skipped + 1))
-    echo "tools  full disk  skipped (cannot mount a small tmpfs)"
+    skip "full disk" "cannot mount a small tmpfs"
+fi
+
+# Documents, shards, threads.
+printf ' one <|endoftext|>\n\n<|endoftext|>two<|endof<|endoftext|>\n' > documents
+printf 'three\n' > third
+words="256 111 110 101 256 116 119 111 60 124 101 110 100 111 102 256 116 104 114 101 101"
+$tokenize --documents --val-fraction 0 -o docs documents third > /dev/null
+equal "documents" "$(numbers u2 1024 docs_train.bin)" "$words"
+$tokenize --documents --val-fraction 0.4 -o docs documents third > /dev/null
+equal "split at a document" "$(numbers u2 1024 docs_val.bin)" "${words##*102 }"
+$tokenize --documents --val-file third -o docs documents > /dev/null
+equal "a file validates" "$(numbers u2 1024 docs_train.bin) $(numbers u2 1024 docs_val.bin)" "$words"
+$tokenize --val-fraction 0 -o plain documents third > /dev/null
+equal "plain text keeps the marker" "$(numbers u2 1024 plain_train.bin)" \
+    "$(cat documents third | numbers u1 0 -)"
+for before in 1048563 1048564 1048570 1048576; do    # markers around the end of the first block
+    { head -c $before long; printf '<|endoftext|> b '; head -c 1048560 /dev/zero | tr '\0' ' '
+      printf '<|endoftext|>c'; } > border
+    $tokenize --documents --val-fraction 0 -o border border > /dev/null
+    equal "marker behind byte $before" "$(numbers u2 $((1024 + 2 * before)) border_train.bin)" \
+        "97 256 98 256 99"
+done
+seq 700000 | sed '0~50000s/$/<|endoftext|>/' > digits    # 4.8 MB
+$tokenize --val-fraction 0 --shard-tokens 2000000 -o rest digits > /dev/null
+equal "a short rest is the last shard" "$(numbers d4 8 -N4 rest_train_000002.bin)" 789077
+$tokenize --val-fraction 0 --shard-tokens 2390000 -o rest2 digits > /dev/null
+equal "a very short rest is none" "$(numbers d4 8 -N4 rest2_train_000001.bin)" 2399077
+for t in 1 2 5; do
+    ./tokenize --bytes --documents --threads $t --shard-tokens 400000 -o threads digits > /dev/null
+    sum[t]=$(cat threads_*.bin | cksum)
+done
+equal "any number of threads" "${sum[1]} ${sum[2]}" "${sum[2]} ${sum[5]}"
+
+# Interruptions, at any moment. The reference is the run just above.
+interrupt() {    # interrupt SIGNAL SHARD COMMAND...: ends the command when that shard is there
+    "${@:3}" > said 2>&1 &
+    local job=$!
+    until [ -e "$2" ] || ! kill -0 $job 2> /dev/null; do sleep 0.002; done
+    kill -s "$1" $job 2> /dev/null
+    wait $job 2> /dev/null
+}
+again="./tokenize --bytes --documents --shard-tokens 400000 -o again"
+for round in 1 2 3; do
+    rm -f again_*
+    for k in $((RANDOM % 4)) $((4 + RANDOM % 5)) 10; do
+        interrupt KILL "again_train_0000$(printf %02d $k).bin" $again digits
+    done
+    $again --threads $round digits > /dev/null
+    equal "killed and resumed, round $round" "$(cat again_*.bin | cksum)" "${sum[1]}"
+done
+interrupt INT again.state $again digits    # shards are there: the state says that one is finished anew
+says "interrupted" "(finished shards: [0-9]+; the same command goes on)|(tokens)" "$(cat said)"
+interrupt KILL again.state $again digits
+if [ -f again.state ]; then
+    cp again.state kept
+    says "resuming" "goes on behind [0-9]+ finished shards" "$($again digits)"
+    equal "no state at the end" "$(ls again.state* 2> /dev/null)" ""
+    for how in "other arguments:--val-fraction 0:digits" "other input::digits2" "damaged::digits"; do
+        cp kept again.state
+        cp digits digits2
+        [[ $how == damaged* ]] && echo x >> again.state
+        IFS=: read -r name option file <<< "$how"
+        # shellcheck disable=SC2086  # options are words
+        refuses "state, $name" "again.state (is|counts) .*: remove it" $again $option $file
+    done
+    cp kept again.state && rm again_train_000000.bin
+    refuses "state without its shards" "counts finished shards that are not there" $again digits
+    cp kept again.state && touch digits
+    refuses "state, input touched" "is of a run on other input, or it changed" $again digits
+    rm again.state
+else
+    skip "states" "runs end before they can be interrupted"
+fi
+(cat long; sleep 2) | $tokenize -o flow --shard-tokens 1000000 - > said 2>&1 &
+stream=$!
+sleep 0.5
+kill -s INT $stream
+wait $stream
+equal "a stream is interrupted: status" $? 130
+says "a stream is interrupted" "a stream cannot go on" "$(cat said)"
+
+equal "a pipe sees the last lines alone" "$($tokenize -o long long | wc -l)" 2
+if command -v script > /dev/null; then
+    said=$(script -qec "./tokenize --bytes -o long long" /dev/null < /dev/null | tr '\r\033' 'R!')
+    says "a terminal sees progress" "R\[#+ *\].*R!\[Klong_train.bin" "$said"
+else
+    skip "progress on a terminal" "no script(1)"
+fi
+
+mirror=${DATA_MIRROR:-$root/data}
+vocab=$mirror/gpt2/vocab.bpe
+[ -f "$vocab" ] || vocab=$mirror/vocab.bpe
+if [ -f "$vocab" ]; then
+    bpe="./tokenize --bpe --tokenizer $vocab"
+    printf "I'll go.\n<|endoftext|>\nHello world" > said
+    $bpe --documents --val-fraction 0 -o bpe said > /dev/null
+    equal "GPT-2 tokens, documents" "$(numbers d4 8 -N12 bpe_train.bin) \
+$(numbers u2 1024 bpe_train.bin)" "8 50257 0 50256 40 1183 467 13 50256 15496 995"
+    $bpe --val-fraction 0 -o bpe said > /dev/null
+    equal "GPT-2 tokens, plain" "$(numbers u2 1024 bpe_train.bin)" \
+        "40 1183 467 13 198 27 91 437 1659 5239 91 29 198 15496 995"
+    head -c 4500000 /dev/zero | tr '\0' 'a' > solid    # longer than a text goes uncut
+    $bpe --threads 2 --val-tokens 5 -o bpe solid > /dev/null
+    equal "GPT-2 tokens, nowhere to cut" "$(numbers u2 1024 bpe_val.bin)" \
+        "24794 24794 24794 24794 24794"
+else
+    skip "GPT-2 tokens" "neither DATA_MIRROR nor data/ has vocab.bpe"
 fi
 
 # prepare.sh in a repository of its own: the text never leaves this folder, and the net is out of
@@ -89,29 +214,150 @@ fi
 mkdir -p repo/data mirror && mv prepare.sh tokenize repo/data/ && cp text mirror/tinyshakespeare.txt
 export http_proxy=http://127.0.0.1:9 https_proxy=http://127.0.0.1:9
 prepare=repo/data/prepare.sh
-DATA_MIRROR=$PWD/mirror refuses "mirror with another text" "is not the known text" $prepare
+DATA_MIRROR=$PWD/mirror refuses "mirror with another text" "is not the known tinyshakespeare" $prepare
 DATA_MIRROR=$PWD/absent refuses "mirror without the text" "holds no tinyshakespeare.txt" $prepare
-refuses "unknown corpus" "unknown corpus 'pile'; known: tinyshakespeare" $prepare pile
+refuses "unknown corpus" "unknown corpus 'pile'; known: tinyshakespeare tinystories" $prepare pile
 seq 1000 > repo/train_gpt2.c
 [[ $(env -u DATA_MIRROR $prepare) =~ "own sources" ]]
 verdict "own sources without mirror and net" $?
 equal "own sources: tokens" "$(numbers d4 8 -N4 repo/data/sources_bytes_train.bin)" \
     $(($(cat repo/train_gpt2.c repo/data/prepare.sh | wc -c) * 9 / 10))
-mirror=${DATA_MIRROR:-$root/data}
 if [ -f "$mirror/tinyshakespeare.txt" ]; then
-    DATA_MIRROR=$mirror $prepare > /dev/null
+    DATA_MIRROR=$mirror $prepare > said
     equal "tinyshakespeare: tokens" "$(numbers d4 8 -N4 repo/data/tinyshakespeare_bytes_train.bin) \
 $(numbers d4 8 -N4 repo/data/tinyshakespeare_bytes_val.bin)" "1003854 111540"
-    before=$(stat -c %Y.%i repo/data/*.bin)
-    equal "prepared twice: nothing to do" "$($prepare)$(stat -c %Y.%i repo/data/*.bin)" "$before"
+    if [ -f "$mirror/gpt2/vocab.bpe" ]; then
+        equal "tinyshakespeare: GPT-2 tokens" \
+            "$(numbers d4 8 -N4 repo/data/tinyshakespeare_gpt2_train.bin) \
+$(numbers d4 8 -N4 repo/data/tinyshakespeare_gpt2_val.bin)" "301966 36059"
+        before=$(stat -c %Y.%i repo/data/*.bin)
+        equal "prepared twice: nothing to do" "$($prepare)$(stat -c %Y.%i repo/data/*.bin)" \
+            "$before"
+    else
+        says "tinyshakespeare: no vocabulary" "byte tokens alone" "$(cat said)"
+    fi
     truncate -s -2 repo/data/tinyshakespeare_bytes_val.bin
-    $prepare > /dev/null
+    $prepare > /dev/null 2>&1
     bytes=$(stat -c %s repo/data/tinyshakespeare_bytes_val.bin)
     equal "damaged shard is made again" "$bytes" 224104
+    rm -f repo/data/*.bin repo/data/*.bpe && mkdir -p bare
+    cp "$mirror/tinyshakespeare.txt" bare/
+    says "a mirror without vocabulary" "no gpt2/vocab.bpe.*byte tokens alone" \
+        "$(DATA_MIRROR=$PWD/bare $prepare)"
+    equal "... makes byte tokens" "$(cd repo/data && echo tiny*.bin)" \
+        "tinyshakespeare_bytes_train.bin tinyshakespeare_bytes_val.bin"
 else
-    skipped=$((skipped + 1))
-    echo "tools  tinyshakespeare  skipped (neither DATA_MIRROR nor data/ has the text)"
+    skip "tinyshakespeare" "neither DATA_MIRROR nor data/ has the text"
 fi
+
+# The download itself, against a server of our own. `mode` says how it behaves: plain (knows no
+# ranges, as python's http.server), range, cut (announces all, sends half and closes), and cut-range
+# (sends 1,500,000 bytes at most, and the rest to who asks for it).
+cat > server.py << 'END'
+import http.server, os, re
+class Handler(http.server.BaseHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+    def do_GET(self):
+        path, mode = "www" + self.path, open("mode").read().strip()
+        if not os.path.isfile(path):
+            return self.send_error(404)
+        body = open(path, "rb").read()
+        size, asked = len(body), re.match(r"bytes=(\d+)-$", self.headers.get("Range", ""))
+        first = int(asked[1]) if asked and "range" in mode else 0
+        if first >= size > 0 and asked:
+            self.send_response(416)
+            self.send_header("Content-Range", "bytes */%d" % size)
+            self.send_header("Content-Length", "0")
+            return self.end_headers()
+        self.send_response(206 if asked and "range" in mode else 200)
+        if asked and "range" in mode:
+            self.send_header("Content-Range", "bytes %d-%d/%d" % (first, size - 1, size))
+        self.send_header("Content-Length", str(size - first))
+        self.end_headers()
+        most = {"cut": size // 2, "cut-range": 1500000}.get(mode, size)
+        self.wfile.write(body[first:first + most])
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+open("port.new", "w").write(str(server.server_port))
+os.rename("port.new", "port")
+server.serve_forever()
+END
+shards=www/datasets/karpathy/fineweb-edu-100B-gpt2-token-shards/resolve/main
+stories=www/datasets/roneneldan/TinyStories/resolve/main
+mkdir -p $shards $stories www/gpt-2/encodings/main
+echo plain > mode
+if command -v python3 > /dev/null; then
+    python3 server.py > /dev/null 2>&1 &
+    server=$!
+    for _ in {1..100}; do [ -f port ] || sleep 0.05; done
+fi
+export no_proxy=127.0.0.1
+clients=
+for client in curl wget; do
+    if [ -f port ] && command -v $client > /dev/null; then clients+=" $client"; else
+        skip "download with $client" "no $client, or no python3 to serve"
+    fi
+done
+cp rest_train_000000.bin $shards/edu_fineweb_val_000000.bin
+cp rest_train_000002.bin $shards/edu_fineweb_train_000001.bin
+cp docs_train.bin $shards/edu_fineweb_train_000002.bin
+head -c 90000 digits > $shards/edu_fineweb_train_000003.bin
+tools=$(for t in bash env dirname sha256sum cut od wc tr cat mv rm awk grep; do command -v $t; done)
+served() {
+    env -u DATA_MIRROR PATH="$PWD/only" DATA_URL="http://127.0.0.1:$(cat port)" $prepare "$@"
+}
+for client in $clients; do
+    rm -rf only && mkdir only
+    # shellcheck disable=SC2086  # many paths
+    ln -s $tools "$(command -v $client)" only/
+    first=repo/data/edu_fineweb_val_000000.bin
+    for mode in plain range cut-range resume-plain resume-range complete; do
+        rm -f repo/data/edu_*
+        case $mode in
+            resume*) head -c 1000000 $shards/edu_fineweb_val_000000.bin > $first.part ;;
+            complete) cp $shards/edu_fineweb_val_000000.bin $first.part ;;
+        esac
+        case $mode in complete) echo range ;; *) echo ${mode#resume-} ;; esac > mode
+        served fineweb-edu 2 > said 2>&1
+        equal "$client, $mode" "$(cd repo/data && cksum edu_*.bin)" "$(cd $shards && cksum \
+            edu_fineweb_train_00000[12].bin edu_fineweb_val_000000.bin)"
+    done
+    equal "$client, prepared twice: nothing to do" "$(served fineweb-edu 2 2>&1)" ""
+    echo cut > mode && rm -f repo/data/edu_*
+    refuses "$client, cut off" "val_000000.bin: no download, 2000512 of 4001024 bytes are there" \
+        served fineweb-edu 1
+    equal "$client, cut off: no final name" "$(cd repo/data && echo edu_*)" \
+        edu_fineweb_val_000000.bin.part
+    echo range > mode && served fineweb-edu 1 > /dev/null 2>&1
+    equal "$client, cut off, called again" "$(cd repo/data && echo edu_*)" \
+        "edu_fineweb_train_000001.bin edu_fineweb_val_000000.bin"
+    refuses "$client, wrong bytes" "train_000003.bin sent is not what it should be .whole.$" \
+        served fineweb-edu 3
+    cp docs_train.bin $shards/edu_fineweb_train_000003.bin
+    refuses "$client, 404" "train_000004.bin: no download" served fineweb-edu 4
+    equal "$client, 404: the others stay" "$(cd repo/data && echo edu_* | wc -w)" 4
+    head -c 90000 digits > $shards/edu_fineweb_train_000003.bin
+    refuses "$client, stories without vocabulary" "needs GPT-2.s vocab.bpe: .*no download" served tinystories
+    if [ -f "$vocab" ]; then
+        cp documents $stories/TinyStoriesV2-GPT4-valid.txt
+        cp digits $stories/TinyStoriesV2-GPT4-train.txt
+        cp "$vocab" www/gpt-2/encodings/main/vocab.bpe
+        served tinystories > said 2>&1
+        equal "$client, tinystories" "$(cd repo/data && echo Tiny* tinystories* vocab*) \
+$(numbers u2 1024 repo/data/tinystories_gpt2_val_000000.bin)" "TinyStoriesV2-GPT4-train.txt \
+TinyStoriesV2-GPT4-valid.txt tinystories_gpt2_train_000000.bin tinystories_gpt2_val_000000.bin \
+vocab.bpe 50256 505 50256 11545 27 91 437 1659"
+        equal "$client, tinystories twice" "$(served tinystories 2>&1)" ""
+        rm -f repo/data/Tiny* repo/data/tinystories* repo/data/vocab.bpe \
+            www/gpt-2/encodings/main/vocab.bpe
+    fi
+    mkdir -p www/karpathy/char-rnn/master/data/tinyshakespeare repo/data/kept
+    cp text www/karpathy/char-rnn/master/data/tinyshakespeare/input.txt
+    mv repo/data/tinyshakespeare* repo/data/kept 2> /dev/null
+    says "$client, wrong text" "is not what it should be.*own sources" \
+        "$(served 2>&1 | tr '\n' ' ')"
+    rm -rf repo/data/kept
+done
 equal "no part is left" "$(find . -name '*.part')" ""
 
 echo "$passed passed, $failed failed, $skipped skipped"
