@@ -55,7 +55,7 @@ DEPEND = -MMD -MP -MF build/$(@F).d -MT $@
 # --- Targets --------------------------------------------------------------------------------------
 PROGRAMS := test_gpt2 test_gpt2_double test_gpt2_asan train_gpt2_asan bench_cpu test_cuda_cpu \
             test_gpt2cu_cpu test_gpt2cu_cpu_asan test_gpt2cu
-.PHONY: help train test bench bench_packages data style deps clean FORCE $(PROGRAMS)
+.PHONY: help train test bench bench_packages check_torch data style deps clean FORCE $(PROGRAMS)
 help: ## this list
 	@sed -n 's/^\([a-z0-9_/]*\):.*## */\1|/p' Makefile | \
 	awk -F'|' '{ printf "  make %-17s %s\n", $$1, $$2 }'
@@ -68,6 +68,8 @@ EMPTY_DATA := $(if $(wildcard data/*.bin),,data)
 train_gpt2: train_gpt2.c build/flags | $(EMPTY_DATA) ## the CPU program
 	$(C) $(DEPEND) $< -o $@ -lm
 data/tokenize: data/tokenize.c build/flags ## text to token shards
+build/dump: dev/dump.c build/flags
+data/tokenize build/dump:
 	$(C) $(AROUND) $(DEPEND) -pthread $< -o $@ -lm
 # What tests build has gaps and poison in its arena.
 build/test_gpt2_double: VARIANT := -DGPT2_DOUBLE=1
@@ -115,6 +117,8 @@ test: ## check the style, build and run every test that this machine can run
 	CUDA_HEADERS='$(CUDA_HEADERS)' dev/test.sh
 bench: build/bench_cpu ## matmul and training step against oneDNN
 	./build/bench_cpu
+check_torch: build/dump train_gpt2 ## against transformers; the script says what PYTHON needs
+	$(or $(PYTHON),python3) dev/check_torch.py
 style: ## layout, warnings and lint of the sources
 	@CC='$(CC)' CXX='$(CXX)' MARCH='$(MARCH)' OMP='$(OMP)' dev/style.sh
 deps: ## install, or name, what tests and benchmarks need

@@ -291,7 +291,7 @@ if [ -f train_gpt2.c ]; then
     else
         skip "gcc: C11, aarch64" "no aarch64-linux-gnu-gcc"
     fi
-    for file in data/*.c dev/bench_cpu.c; do
+    for file in data/*.c dev/bench_cpu.c dev/dump.c; do
         [ -f "$file" ] && builds "$file" "$CC" $as_c $MARCH $OMP $warnings -Wno-unknown-pragmas \
             -Wno-unused-function -fsyntax-only "$file"
     done
