@@ -69,7 +69,8 @@ train_gpt2: train_gpt2.c build/flags | $(EMPTY_DATA) ## the CPU program
 	$(C) $(DEPEND) $< -o $@ -lm
 data/tokenize: data/tokenize.c build/flags ## text to token shards
 build/dump: dev/dump.c build/flags
-data/tokenize build/dump:
+build/bench_files: dev/bench_files.c build/flags
+data/tokenize build/dump build/bench_files:
 	$(C) $(AROUND) $(DEPEND) -pthread $< -o $@ -lm
 # What tests build has gaps and poison in its arena.
 build/test_gpt2_double: VARIANT := -DGPT2_DOUBLE=1
@@ -115,8 +116,9 @@ train: $(PROGRAM) data ## build for this machine, prepare data, train a small GP
 test: ## check the style, build and run every test that this machine can run
 	@MAKE='$(MAKE)' CC='$(CC)' CXX='$(CXX)' SAN='$(SAN)' NVCC='$(NVCC)' \
 	CUDA_HEADERS='$(CUDA_HEADERS)' dev/test.sh
-bench: build/bench_cpu ## matmul and training step against oneDNN
+bench: build/bench_cpu build/bench_files ## matmul and step against oneDNN, files against dd
 	./build/bench_cpu
+	./build/bench_files
 check_torch: build/dump train_gpt2 ## against transformers; the script says what PYTHON needs
 	$(or $(PYTHON),python3) dev/check_torch.py
 style: ## layout, warnings and lint of the sources

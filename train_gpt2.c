@@ -955,14 +955,6 @@ static int plan_recomputes(const Settings *s, int act, int layer) {
     return layer < s->recompute_blocks && s->level >= act_rows[act].level;
 }
 
-static int team_size(void) {
-#ifdef _OPENMP
-    return omp_get_num_threads();
-#else
-    return 1;
-#endif
-}
-
 static size_t matmul_workspace_bytes(int threads);  // chapter 9
 
 // Rows that live for the whole run, one after the other at the bottom of the allocation.
@@ -4546,7 +4538,7 @@ static void file_values(unsigned char *out, int type, const real *values, int64_
 // (rows,cols).
 static void file_transposed(unsigned char *out, int type, const real *values, int64_t rows,
                             int64_t cols, int64_t first, int64_t count) {
-#pragma omp parallel for
+#pragma omp taskloop
     for (int64_t r0 = 0; r0 < rows; r0 += TILE) {
         for (int64_t c0 = 0; c0 < count; c0 += TILE) {
             int64_t height = min_i64(TILE, rows - r0), width = min_i64(TILE, count - c0);
@@ -4617,8 +4609,8 @@ static void writer_put(Writer *w, const void *data, size_t bytes) {
 // Makes the next bytes of a file, at most `most`, in `out`; returns how many: 0 at the end.
 typedef size_t (*PieceSource)(void *self, unsigned char *out);
 
-// Writes all that a source makes. While one thread writes a piece and makes the next, another
-// hashes it: otherwise the hash would take as long as the rest.
+// Writes all that a source makes. While one thread writes a piece and makes the next, the other
+// hashes it, and then helps: otherwise the hash would take as long as the rest.
 static void writer_stream(Writer *w, PieceSource next, void *self, size_t most) {
     unsigned char *piece[2] = {(unsigned char *)alloc_zero(2, most), NULL};
     piece[1] = piece[0] + most;
@@ -4626,19 +4618,17 @@ static void writer_stream(Writer *w, PieceSource next, void *self, size_t most) 
     int error = 0;
     for (int k = 0; bytes[k] && !error; k = !k) {
 #pragma omp parallel num_threads(2)
+#pragma omp master
         {
-            if (thread_index() == 0) {
-                error = write_all(w->fd, piece[k], bytes[k]) != 0 ? errno : 0;
-                bytes[!k] = error ? 0 : next(self, piece[!k]);
-            }
-            if (thread_index() == team_size() - 1) {
-                sha256_add(&w->sha, piece[k], bytes[k]);
-            }
+#pragma omp task
+            sha256_add(&w->sha, piece[k], bytes[k]);
+            error = write_all(w->fd, piece[k], bytes[k]) != 0 ? errno : 0;
+#ifdef SYNC_FILE_RANGE_WRITE  // Linux: the disk begins now, and fsync has less to wait for
+            sync_file_range(w->fd, 0, 0, SYNC_FILE_RANGE_WRITE);
+#endif
+            bytes[!k] = error ? 0 : next(self, piece[!k]);
         }
         w->bytes += (int64_t)bytes[k];
-#ifdef SYNC_FILE_RANGE_WRITE  // Linux: the disk begins now, and fsync has less to wait for
-        sync_file_range(w->fd, 0, 0, SYNC_FILE_RANGE_WRITE);
-#endif
     }
     free(piece[0]);
     if (error) {
