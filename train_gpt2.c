@@ -3754,10 +3754,16 @@ static void sha256_blocks(uint32_t h[8], const unsigned char *p, size_t count) {
     _mm_storeu_si128((__m128i *)(void *)h, _mm_blend_epi16(low, high, 0xF0));
     _mm_storeu_si128((__m128i *)(void *)(h + 4), _mm_alignr_epi8(high, low, 8));
 }
+#define SHA256_X86 1
 #else
+#define SHA256_X86 0
+#define sha256_blocks_plain sha256_blocks
+#endif
+
+#if !SHA256_X86 || GPT2_NO_MAIN  // tests hold the one against the other
 static uint32_t rotate_right(uint32_t x, int n) { return x >> n | x << (32 - n); }
 
-static void sha256_blocks(uint32_t h[8], const unsigned char *p, size_t count) {
+static void sha256_blocks_plain(uint32_t h[8], const unsigned char *p, size_t count) {
     for (; count > 0; count--, p += 64) {
         uint32_t w[64], s[8];
         memcpy(s, h, sizeof s);
