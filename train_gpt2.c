@@ -3659,10 +3659,13 @@ typedef struct {
 static int mapping_open(Mapping *m, const char *path) {
     struct stat status;
     memset(m, 0, sizeof *m);
-    int fd = open(path, O_RDONLY);
-    if (fd < 0 || fstat(fd, &status) != 0 || !S_ISREG(status.st_mode)) {
-        errno = fd < 0 ? errno : S_ISDIR(status.st_mode) ? EISDIR : EINVAL;
+    int fd = open(path, O_RDONLY | O_NONBLOCK);  // a pipe's open would wait for its writer
+    if (fd < 0) {
+        return -1;
+    }
+    if (fstat(fd, &status) != 0 || !S_ISREG(status.st_mode)) {
         close(fd);
+        errno = S_ISDIR(status.st_mode) ? EISDIR : EINVAL;
         return -1;
     }
     m->size = (size_t)status.st_size;
