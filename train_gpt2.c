@@ -4415,7 +4415,9 @@ static void model_file_open(ModelFile *f, const char *path) {
     if (mapping_open(&f->map, f->name) != 0) {
         die("--model (-e): cannot open %s: %s", f->name, strerror(errno));
     }
-    memcpy(&magic, f->map.bytes, f->map.size < 4 ? f->map.size : 4);
+    if (f->map.size >= sizeof magic) {
+        memcpy(&magic, f->map.bytes, sizeof magic);
+    }
     if (magic == LLMC_MAGIC) {
         int type = llmc_model(&f->model, f->map.bytes, f->map.size, f->name);
         f->spans = (Span *)alloc_zero((size_t)f->model.L * FILE_TENSORS, sizeof(Span));
