@@ -3921,38 +3921,37 @@ static void json_scalar(Json *j, char out[32]) {
     }
 }
 
+// Past the digits at `text`; NULL when there are none.
+static const char *json_digits(const char *text) {
+    size_t digits = strspn(text, "0123456789");
+    return digits ? text + digits : NULL;
+}
+
+static int json_is_scalar(const char *text) {
+    if (strcmp(text, "true") == 0 || strcmp(text, "false") == 0 || strcmp(text, "null") == 0) {
+        return 1;
+    }
+    text += *text == '-';
+    text = *text == '0' ? text + 1 : json_digits(text);
+    if (text && *text == '.') {
+        text = json_digits(text + 1);
+    }
+    if (text && (*text | 32) == 'e') {
+        text = json_digits(text + 1 + (text[1] == '+' || text[1] == '-'));
+    }
+    return text && *text == 0;
+}
+
 // A whole number from 0 to 2^53.
 static int64_t json_count(Json *j) {
     char text[32], *end;
     json_scalar(j, text);
     int64_t value = strtoll(text, &end, 10);
-    if (*end != 0 || value < 0 || value > (int64_t)1 << 53) {
+    if (*end != 0 || !json_is_scalar(text) || value < 0 || value > (int64_t)1 << 53) {
         json_fail(j, "not a whole number from 0 to 2^53");
         return 0;
     }
     return j->fault ? 0 : value;
-}
-
-// Passes over one value of any kind.
-static void json_skip(Json *j) {
-    int depth = 0;
-    do {
-        int c = json_peek(j);
-        char text[32];
-        if (c == '"') {
-            json_string(j, NULL, 0);
-        } else if (c == '{' || c == '[') {
-            j->at++;
-            if (++depth > JSON_DEPTH) {
-                json_fail(j, "values nested deeper than 64");
-            }
-        } else if (c > 0 && depth > 0 && strchr("}],:", c)) {
-            j->at++;
-            depth -= c == '}' || c == ']';
-        } else {
-            json_scalar(j, text);
-        }
-    } while (depth > 0 && !j->fault);
 }
 
 // Steps to the next element of an array ('[') or member of an object ('{', whose key it reads).
@@ -3976,6 +3975,28 @@ static int json_next(Json *j, int *count, char kind, char *key, size_t capacity)
     }
     return !j->fault;
 }
+
+// Passes over one value of any kind, at most `depth` arrays and objects deep.
+static void json_skip_to(Json *j, int depth) {
+    int c = json_peek(j), n = 0;
+    char text[32];
+    if (c == '"') {
+        json_string(j, NULL, 0);
+    } else if (c != '{' && c != '[') {
+        json_scalar(j, text);
+        if (!json_is_scalar(text)) {
+            json_fail(j, "neither a number nor true, false or null");
+        }
+    } else if (depth == 0) {
+        json_fail(j, "values nested deeper than 64");
+    } else {
+        while (json_next(j, &n, (char)c, NULL, 0)) {
+            json_skip_to(j, depth - 1);
+        }
+    }
+}
+
+static void json_skip(Json *j) { json_skip_to(j, JSON_DEPTH); }
 
 // Ends the run at a fault, or where something follows the JSON text.
 static void json_end(Json *j, const char *name) {
