@@ -5106,7 +5106,7 @@ static void state_parse(StateFile *out, const Model *m, const unsigned char *byt
         char text[24], *end;
         safetensors_text(&f, counter_rows[i].name, text, sizeof text);
         int64_t value = strtoll(text, &end, 10);
-        if (end == text || *end != 0 || value < 0) {
+        if (end == text || *end != 0 || value < 0 || value > (int64_t)1 << 53) {
             die("%s: '%s' is '%s' in its metadata, not a count", name, counter_rows[i].name, text);
         }
         *counter(&out->run, i) = value;
