@@ -101,14 +101,18 @@ typedef int32_t Token;
 enum { PATH_BYTES = 1024 };
 static const char *program_name = "train_gpt2";
 
+// One line: names from files may hold line ends, and escapes that a terminal would obey.
 __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *format, ...) {
+    char text[4 * PATH_BYTES];
     va_list args;
     va_start(args, format);
-    fflush(stdout);
-    fprintf(stderr, "%s: ", program_name);
-    vfprintf(stderr, format, args);
-    fputc('\n', stderr);
+    vsnprintf(text, sizeof text, format, args);
     va_end(args);
+    for (char *c = text; *c; c++) {
+        *c = (unsigned char)*c < 32 || *c == 127 ? '?' : *c;
+    }
+    fflush(stdout);
+    fprintf(stderr, "%s: %s\n", program_name, text);
     exit(1);
 }
 
