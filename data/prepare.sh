@@ -2,9 +2,9 @@
 # Prepares a corpus in data/; a second call does what is missing, nothing when all is there.
 #
 #   data/prepare.sh [tinyshakespeare]   byte tokens, and GPT-2's when its vocab.bpe can be had
-#   data/prepare.sh tinystories         TinyStories V2 as GPT-2 tokens; 2.3 GB of text, 1.1 GB tokens
-#   data/prepare.sh fineweb-edu [N]     llm.c's shards of GPT-2 tokens as published, 200 MB each: the
-#                                       validation shard and the first N training shards (default 3)
+#   data/prepare.sh tinystories         TinyStories V2 (GPT-4) as GPT-2 tokens; 2.3 GB of text
+#   data/prepare.sh fineweb-edu [N]     llm.c's shards of GPT-2 tokens as published, 200 MB each:
+#                                       for validation one, for training the first N (default 3)
 #
 # Files come from $DATA_MIRROR when that variable is set, else from the net; for tinyshakespeare
 # with neither, the repository's own sources are the corpus (data/sources*). What is downloaded
@@ -167,10 +167,9 @@ small() {
 }
 
 tinyshakespeare() {
-    local name=tinyshakespeare
+    local name=tinyshakespeare path=karpathy/char-rnn/master/data/tinyshakespeare/input.txt
     prepared ${name}_bytes && prepared ${name}_gpt2 && return
-    if obtain $name.txt $name.txt "$github/karpathy/char-rnn/master/data/tinyshakespeare/input.txt" \
-        known $text_sha256; then
+    if obtain $name.txt $name.txt "$github/$path" known $text_sha256; then
         small $name bytes
         if prepared ${name}_gpt2 || vocabulary; then
             small $name gpt2
@@ -198,7 +197,8 @@ sources() {
 tinystories() {
     local name=tinystories_gpt2 file said
     whole data/${name}_val_000000.bin && [ ! -f data/$name.state ] && return
-    said=$(vocabulary 2>&1) || die "tinystories needs GPT-2's vocab.bpe: ${said##*$'\n'prepare.sh: }"
+    said=$(vocabulary 2>&1) ||
+        die "tinystories needs GPT-2's vocab.bpe: ${said##*$'\n'prepare.sh: }"
     for file in TinyStoriesV2-GPT4-valid.txt TinyStoriesV2-GPT4-train.txt; do
         obtain $file $file "$huggingface/datasets/roneneldan/TinyStories/resolve/main/$file" \
             test -s || exit 1

@@ -24,7 +24,7 @@
 enum {
     BLOCK_BYTES = 1 << 20,     // of text, as a rule
     PIECE_BYTES = 4 << 20,     // a text that cannot be cut safely for so long is cut unsafely
-    REST_TOKENS = 65536,       // fewer than these make no shard of their own
+    REST_TOKENS = 65536,       // these and fewer make no shard of their own
     MOST_THREADS = 1024,
     MARKER_BYTES = 13
 };
@@ -38,15 +38,15 @@ static const char *const usage_text =
     "  --bpe               GPT-2's tokens\n"
     "  --bytes             one token a byte\n"
     "  -o PREFIX           start of the names of the shards\n"
-    "  --documents         every FILE, and every part between <|endoftext|> in one, is a document:\n"
-    "                      an end-of-text token stands before it, whitespace at its ends is\n"
-    "                      dropped; without this option the FILEs are one plain text\n"
+    "  --documents         every FILE, and every part between <|endoftext|> in one, is a\n"
+    "                      document: an end-of-text token stands before it, whitespace at its\n"
+    "                      ends is dropped; without this option the FILEs are one plain text\n"
     "  --val-fraction F    the last part of the text validates; default 0.1, 0: no validation\n"
     "                      shard; with --documents from the next document on\n"
     "  --val-tokens N      the first N tokens validate instead; default for a stream: 0\n"
     "  --val-file FILE     this text validates instead, all others train\n"
-    "  --shard-tokens N    several shards, of N tokens: PREFIX_train_000000.bin, ...; a rest under\n"
-    "                      65,536 (or half a shard) goes into the shard before it\n"
+    "  --shard-tokens N    several shards, of N tokens: PREFIX_train_000000.bin, ...; a rest of\n"
+    "                      up to 65,536 (or half a shard) goes into the shard before it\n"
     "  --tokenizer FILE    GPT-2's vocab.bpe or llm.c's gpt2_tokenizer.bin; default: the one in\n"
     "                      data/\n"
     "  --threads N         that encode; default: all cores\n";
@@ -479,7 +479,7 @@ static void sink_add(Sink *s, const uint16_t *tokens, int64_t count) {
     s->shard_tokens += count;
 }
 
-// Tokens behind a full shard that make a shard of their own.
+// Most tokens behind a full shard that make no shard of their own.
 static int64_t rest_tokens(const Arguments *a) { return min_i64(REST_TOKENS, a->shard_tokens / 2); }
 
 // The last shard of this half; what is held is its rest.
@@ -579,7 +579,8 @@ __attribute__((format(printf, 2, 3))) static uint64_t hash_line(uint64_t hash, c
     return fnv1a(hash, line, strlen(line));
 }
 
-// What a state of this run begins with. The tokenizer's file is not in it: all give the same tokens.
+// What a state of this run begins with. The tokenizer's file is not in it: all files of it give the
+// same tokens.
 static State state_new(const Arguments *a, const Input *in) {
     State state;
     memset(&state, 0, sizeof state);
@@ -635,7 +636,7 @@ static int state_read(State *state, const Input *in, const char *path) {
         return 0;
     }
     char text[512] = "", again[512];
-    size_t n = fread(text, 1, sizeof text - 1, f);
+    text[fread(text, 1, sizeof text - 1, f)] = 0;
     fclose(f);
     memset(&s, 0, sizeof s);
     sscanf(text, "%*[^\n]\narguments %" SCNx64 " input %" SCNx64 "\nnext %" SCNd64 " %" SCNd64
@@ -645,10 +646,10 @@ static int state_read(State *state, const Input *in, const char *path) {
     snprintf(again, sizeof again, state_format, s.arguments, s.input, s.place.position,
              s.place.skip, s.place.starts_document, s.finished[0], s.tokens[0], s.finished[1],
              s.tokens[1]);
-    const char *why = strlen(again) != n || memcmp(again, text, n) != 0 ? "is not a state of tokenize"
+    const char *why = strcmp(again, text) != 0          ? "is not a state of tokenize"
                       : s.arguments != state->arguments ? "is of a run with other arguments"
-                      : s.input != state->input         ? "is of a run on other input, or it changed"
-                                                        : NULL;
+                      : s.input != state->input ? "is of a run on other input, or it changed"
+                                                : NULL;
     if (!why && (s.place.position < 0 || s.place.position > in->total || s.place.skip < 0)) {
         why = "is damaged";
     }

@@ -111,7 +111,8 @@ equal "documents" "$(numbers u2 1024 docs_train.bin)" "$words"
 $tokenize --documents --val-fraction 0.4 -o docs documents third > /dev/null
 equal "split at a document" "$(numbers u2 1024 docs_val.bin)" "${words##*102 }"
 $tokenize --documents --val-file third -o docs documents > /dev/null
-equal "a file validates" "$(numbers u2 1024 docs_train.bin) $(numbers u2 1024 docs_val.bin)" "$words"
+equal "a file validates" "$words" \
+    "$(numbers u2 1024 docs_train.bin) $(numbers u2 1024 docs_val.bin)"
 $tokenize --val-fraction 0 -o plain documents third > /dev/null
 equal "plain text keeps the marker" "$(numbers u2 1024 plain_train.bin)" \
     "$(cat documents third | numbers u1 0 -)"
@@ -150,14 +151,15 @@ for round in 1 2 3; do
     $again --threads $round digits > /dev/null
     equal "killed and resumed, round $round" "$(cat again_*.bin | cksum)" "${sum[1]}"
 done
-interrupt INT again.state $again digits    # shards are there: the state says that one is finished anew
+interrupt INT again.state $again digits
 says "interrupted" "(finished shards: [0-9]+; the same command goes on)|(tokens)" "$(cat said)"
 interrupt KILL again.state $again digits
 if [ -f again.state ]; then
     cp again.state kept
     says "resuming" "goes on behind [0-9]+ finished shards" "$($again digits)"
     equal "no state at the end" "$(ls again.state* 2> /dev/null)" ""
-    for how in "other arguments:--val-fraction 0:digits" "other input::digits2" "damaged::digits"; do
+    for how in "other arguments:--val-fraction 0:digits" "other input::digits2" \
+        "damaged::digits"; do
         cp kept again.state
         cp digits digits2
         [[ $how == damaged* ]] && echo x >> again.state
@@ -214,7 +216,7 @@ fi
 mkdir -p repo/data mirror && mv prepare.sh tokenize repo/data/ && cp text mirror/tinyshakespeare.txt
 export http_proxy=http://127.0.0.1:9 https_proxy=http://127.0.0.1:9
 prepare=repo/data/prepare.sh
-DATA_MIRROR=$PWD/mirror refuses "mirror with another text" "is not the known tinyshakespeare" $prepare
+DATA_MIRROR=$PWD/mirror refuses "mirror with another text" "is not the known tiny" $prepare
 DATA_MIRROR=$PWD/absent refuses "mirror without the text" "holds no tinyshakespeare.txt" $prepare
 refuses "unknown corpus" "unknown corpus 'pile'; known: tinyshakespeare tinystories" $prepare pile
 seq 1000 > repo/train_gpt2.c
@@ -337,7 +339,8 @@ for client in $clients; do
     refuses "$client, 404" "train_000004.bin: no download" served fineweb-edu 4
     equal "$client, 404: the others stay" "$(cd repo/data && echo edu_* | wc -w)" 4
     head -c 90000 digits > $shards/edu_fineweb_train_000003.bin
-    refuses "$client, stories without vocabulary" "needs GPT-2.s vocab.bpe: .*no download" served tinystories
+    refuses "$client, stories without vocabulary" "needs GPT-2.s vocab.bpe: .*no download" \
+        served tinystories
     if [ -f "$vocab" ]; then
         cp documents $stories/TinyStoriesV2-GPT4-valid.txt
         cp digits $stories/TinyStoriesV2-GPT4-train.txt
