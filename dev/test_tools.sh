@@ -220,7 +220,7 @@ DATA_MIRROR=$PWD/mirror refuses "mirror with another text" "is not the known tin
 DATA_MIRROR=$PWD/absent refuses "mirror without the text" "holds no tinyshakespeare.txt" $prepare
 refuses "unknown corpus" "unknown corpus 'pile'; known: tinyshakespeare tinystories" $prepare pile
 seq 1000 > repo/train_gpt2.c
-[[ $(env -u DATA_MIRROR $prepare) =~ "own sources" ]]
+[[ $(env -u DATA_MIRROR $prepare 2>&1) =~ "own sources" ]]
 verdict "own sources without mirror and net" $?
 equal "own sources: tokens" "$(numbers d4 8 -N4 repo/data/sources_bytes_train.bin)" \
     $(($(cat repo/train_gpt2.c repo/data/prepare.sh | wc -c) * 9 / 10))
