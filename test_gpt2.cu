@@ -43,6 +43,7 @@
 #include <sys/wait.h>
 #include <algorithm>
 #include <functional>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -875,9 +876,302 @@ static void test_tokenizer() {
     expect(token_text(out, TOKENIZER_BYTES, NULL, 'x') == 1 && out[0] == 'x');
     expect(token_text(out, TOKENIZER_BYTES, NULL, 256) == 0);
     expect(token_text(out, TOKENIZER_GPT2, NULL, 31) == 3 && memcmp(out, "31 ", 3) == 0);
-    expect_death(prompt_tokens(tokens, 8, TOKENIZER_GPT2, NULL, "a"), "--prompt");
+    expect_death(prompt_tokens(tokens, 8, TOKENIZER_GPT2, NULL, "a"),
+                 "--prompt: this data has GPT-2 tokens, and their vocabulary is missing");
     expect_death(prompt_tokens(tokens, 2, TOKENIZER_BYTES, NULL, "abc"),
                  "--prompt: 3 tokens, at most 2");
+}
+
+// A file of real data: below DATA_MIRROR (from where the tests were started), else in data/ under
+// its last name. Empty: it is not here.
+static Text real_data(const Text &name) {
+    const char *mirror = getenv("DATA_MIRROR");
+    Text folder = mirror && mirror[0] != '/' ? root + "/" + mirror : Text(mirror ? mirror : "");
+    Text text = mirror ? read_file(folder + "/" + name) : "";
+    return text.empty() ? read_file(root + "/data/" + name.substr(name.rfind('/') + 1)) : text;
+}
+
+// GPT-2's merges, or the end of the test.
+static Text vocab_bpe() {
+    Text text = real_data("gpt2/vocab.bpe");
+    if (text.empty()) {
+        skip("no vocab.bpe: DATA_MIRROR names the folder that has gpt2/vocab.bpe");
+    }
+    return text;
+}
+
+static Bpe bpe;  // GPT-2's, after open_bpe()
+static void open_bpe() {
+    Text text = vocab_bpe();
+    bpe_parse_merges(&bpe, (const unsigned char *)text.data(), text.size(), "vocab.bpe");
+}
+
+// llm.c's file of the open vocabulary; token `other` has these bytes instead of its own.
+static Text gpt2_tokenizer_bin(int other = -1, const Text &instead = "") {
+    uint32_t header[256] = {20240328, 2, 50257, 50256};
+    Text all((const char *)header, sizeof header);
+    for (int i = 0; i < 50257; i++) {
+        const char *bytes;
+        int n = bpe_bytes(&bpe, i, &bytes);
+        Text token = i == other ? instead : Text(bytes, (size_t)n);
+        all += Text(1, (char)token.size()) + token;
+    }
+    return all;
+}
+
+typedef std::vector<uint16_t> Ids;
+// Tokens of a text, by an encoder that knows no word yet, or by one that knows some.
+static Ids encode(const Text &text, BpeEncoder *known = NULL) {
+    BpeEncoder fresh, *e = known ? known : &fresh;
+    Ids ids(text.size());
+    if (!known) {
+        bpe_encoder_open(&fresh, &bpe);
+    }
+    ids.resize((size_t)bpe_encode(e, text.data(), text.size(), ids.data()));
+    if (!known) {
+        bpe_encoder_close(&fresh);
+    }
+    return ids;
+}
+
+static Text decode(const Ids &ids) {
+    Text all;
+    for (uint16_t id : ids) {
+        const char *bytes;
+        int n = bpe_bytes(&bpe, id, &bytes);
+        all.append(bytes, (size_t)n);
+    }
+    return all;
+}
+
+// Encodings that tiktoken 0.14.0 gives (dev/check_tiktoken.py compares far more), and
+// tinyshakespeare's published counts.
+static void test_bpe_known() {
+    open_bpe();
+    static const struct {
+        Text text;
+        Ids ids;
+    } known[] = {
+        {"", {}},
+        {"Hello world", {15496, 995}},
+        {"it's I'll THEY'RE we'd've", {270, 338, 314, 1183, 33302, 6, 2200, 356, 1549, 1053}},
+        {"  two  spaces \n\n\t end  ", {220, 734, 220, 9029, 220, 628, 197, 886, 220, 220}},
+        {"x=1234567890.5e-3;", {87, 28, 10163, 2231, 30924, 3829, 13, 20, 68, 12, 18, 26}},
+        {"Gr\xc3\xb6\xc3\x9f" "e na\xc3\xafve \xce\x95\xce\xbb\xce\xbb\xce\xac\xce\xb4\xce\xb1",
+         {8642, 9101, 39683, 68, 41492, 7377, 243, 39377, 39377, 138, 105, 138, 112, 17394}},
+        {"\xe7\x92\x83\xe3\x80\x82\xef\xbc\x91\xef\xbc\x92",
+         {163, 240, 225, 16764, 171, 120, 239, 171, 120, 240}},
+        {"a\xe3\x80\x80\xe3\x80\x80" "b\xc2\xa0" "c\xe2\x80\xa8" "d",
+         {64, 5099, 222, 5099, 222, 65, 1849, 66, 447, 101, 67}},
+        {"\xf0\x9f\x91\xa9\xe2\x80\x8d\xf0\x9f\x91\xa7 \xf0\x9f\x87\xa9\xf0\x9f\x87\xaa",
+         {41840, 102, 447, 235, 41840, 100, 12520, 229, 102, 8582, 229, 103}},
+        {"e\xcc\x81 \xc2\xbd \xe2\x85\xa7 \xc2\xb2", {68, 136, 223, 25208, 2343, 227, 100, 1587,
+                                                      110}},
+        {Text("\x00\x01 \x1f", 4), {188, 189, 220, 219}},
+        {"<|endoftext|>", {27, 91, 437, 1659, 5239, 91, 29}},
+        {" Antidisestablishmentarianism aaaaaaaaaa",
+         {3738, 29207, 44390, 3699, 1042, 257, 24794, 24794, 64}},
+    };
+    BpeEncoder e;
+    bpe_encoder_open(&e, &bpe);
+    for (int again = 0; again < 2; again++) {    // the second time from the words seen before
+        for (auto &row : known) {
+            expect(encode(row.text, &e) == row.ids, "'%s'", row.text.c_str());
+        }
+    }
+    bpe_encoder_close(&e);
+    expect(decode({50256}) == "<|endoftext|>" && decode({220, 628}) == " \n\n");
+    Text shakespeare = real_data("tinyshakespeare.txt");
+    size_t cut = shakespeare.size() / 10 * 9 + shakespeare.size() % 10 * 9 / 10;
+    if (!shakespeare.empty()) {
+        size_t train = encode(shakespeare.substr(0, cut)).size();
+        size_t val = encode(shakespeare.substr(cut)).size();
+        expect(train == 301966 && val == 36059, "%zu + %zu tokens", train, val);
+        detail = text("tinyshakespeare: %zu + %zu tokens", train, val);
+    }
+}
+
+// Text of characters that meet badly: all kinds of spaces, what contractions are made of, letters,
+// digits and signs of several lengths, and bytes that are no UTF-8.
+static Text awkward_text(uint64_t seed, size_t count) {
+    static const char *const parts[] = {
+        " ", " ", " ", "  ", "\n", "\t", "\xe3\x80\x80", "\xc2\xa0", "\xe2\x80\x89", "\xc2\x85",
+        "'", "'s", "'re", "'ll", "e", "the", "a", "aaaa", "ing", "Z", "\xc3\xa9", "\xe4\xb8\xad",
+        "\xf0\x9f\x98\x80", "\xcc\x81", "1", "12", "\xd9\xa3", "!", "...", "==", "\xff", "\xe3",
+        "\xe3\x80", "\x80", "\xed\xa0\x80", "\xf4\x90\x80\x80", "\xc0\xaf"};
+    enum { PARTS = sizeof parts / sizeof parts[0] };
+    Text all;
+    for (uint64_t i = 0; i < count; i++) {
+        all += parts[(size_t)(rng_uniform(seed, RNG_SAMPLE, 0, i) * PARTS)];
+    }
+    return all;
+}
+
+// The tokens of one piece by the rule itself: look at all neighbours, merge the best, begin again.
+static Ids naive_merge(const Text &piece) {
+    std::vector<Text> parts;
+    for (char c : piece) {
+        parts.push_back(Text(1, c));
+    }
+    for (;;) {
+        int best = -1;
+        size_t at = 0;
+        for (size_t i = 0; i + 1 < parts.size(); i++) {
+            Text both = parts[i] + parts[i + 1];
+            int id = bpe_id(&bpe, both.data(), both.size());
+            if (id >= 0 && (best < 0 || id < best)) {
+                best = id;
+                at = i;
+            }
+        }
+        if (best < 0) {
+            break;
+        }
+        parts[at] += parts[at + 1];
+        parts.erase(parts.begin() + (long)at + 1);
+    }
+    Ids ids;
+    for (const Text &part : parts) {
+        ids.push_back((uint16_t)bpe_id(&bpe, part.data(), part.size()));
+    }
+    return ids;
+}
+
+// Merging against its rule; what is encoded decodes to itself, whatever the bytes; a text may be
+// cut where bpe_cut says; long pieces take no longer than they must.
+static void test_bpe_rules() {
+    open_bpe();
+    int cuts = 0, pieces = 0;
+    BpeEncoder e;
+    bpe_encoder_open(&e, &bpe);
+    for (uint64_t seed = 0; seed < 300; seed++) {
+        Text piece, bytes;
+        for (uint64_t i = 0; i < 1 + seed / 3; i++) {
+            double u = rng_uniform(seed, RNG_SAMPLE, 1, i);
+            piece += "etaoinshrdlu"[(int)(u * (2 + (double)(seed % 11)))];
+            bytes += (char)(u * 1e6);
+        }
+        pieces += encode(piece) == naive_merge(piece);
+        expect(encode(piece) == naive_merge(piece), "%s", piece.c_str());
+        expect(decode(encode(bytes, &e)) == bytes, "random bytes, seed %d", (int)seed);
+        Text whole = awkward_text(seed, 100);
+        expect(decode(encode(whole, &e)) == whole, "awkward text, seed %d", (int)seed);
+        for (size_t at; (at = bpe_cut(whole.data(), whole.size())) > 0; whole.resize(at), cuts++) {
+            Ids left = encode(whole.substr(0, at), &e), right = encode(whole.substr(at), &e);
+            left.insert(left.end(), right.begin(), right.end());
+            expect(left == encode(whole, &e), "cut at %zu of awkward text, seed %d", at, (int)seed);
+        }
+    }
+    expect(cuts > 1000 && bpe_cut("", 0) == 0 && bpe_cut("a", 1) == 0 && bpe_cut(" a", 2) == 0);
+    expect(bpe_cut("a b c", 5) == 3 && bpe_cut("a b c", 3) == 1 && bpe_cut("a  ", 3) == 1);
+    expect(bpe_cut("a\xe3\x80\x80 b", 6) == 0 && bpe_cut("\xe3\x80\x82 b", 5) == 3);
+    enum { LONG = 1 << 20 };
+    expect(encode(Text(LONG, 'a'), &e) == Ids(LONG / 4, 24794), "a million letters");
+    expect(encode(Text(LONG, ' '), &e) == Ids(LONG, 220), "a million spaces");
+    bpe_encoder_close(&e);
+    detail = text("%d pieces, %d cuts", pieces, cuts);
+}
+
+// Both files of the vocabulary are read, and no other file is.
+static void test_bpe_files() {
+    open_bpe();
+    static Bpe other;
+    const Text merges = vocab_bpe(), tokens = gpt2_tokenizer_bin(), first = "#version: 0.2\n";
+    write_file("good.bin", tokens);
+    bpe_open(&other, "good.bin");
+    expect(memcmp(&other, &bpe, sizeof bpe) == 0, "gpt2_tokenizer.bin gives another table");
+    Text swapped = merges;    // two lines, each as long as the other
+    std::swap(swapped[first.size() + 3], swapped[first.size() + 8]);
+    const struct {
+        Text bytes;
+        const char *words;
+    } table[] = {
+        {"", "not a vocab.bpe"},
+        {"#ver", "not a vocab.bpe"},
+        {Text(2000000, '#'), "not a vocab.bpe"},
+        {first, "not GPT-2's vocabulary: 257 tokens"},
+        {first + "a b\na b\n", ":3: not a merge of two tokens from above to a new one"},
+        {first + "\n", ":2: not a merge"},
+        {first + "ab\n", ":2: not a merge"},
+        {first + " a\n", ":2: not a merge"},
+        {first + "a \n", ":2: not a merge"},
+        {first + "a bc\n", ":2: not a merge"},
+        {first + "a b c\n", ":2: not two tokens"},
+        {first + "a \xff\n", ":2: not two tokens"},
+        {first + "a b\r\n", ":2: not two tokens"},
+        {first + "a " + Text(3000, 'b'), "not two tokens in GPT-2's alphabet for bytes, of 128"},
+        {first + "a \xc5\x84\n", ":2: not two tokens"},
+        {Text("a b\n") + merges.substr(first.size()), "not a vocab.bpe"},
+        {swapped, "with fingerprint"},
+        {merges.substr(0, merges.size() / 2), "not"},
+        {merges + "Z Q\n", "not GPT-2's vocabulary: 50257 tokens with fingerprint"},
+        {tokens.substr(0, 1023), "its header begins 0 0 0 0"},
+        {with_int(tokens, 1, 1), "begins 20240328 1 50257 50256, that of GPT-2's vocabulary"},
+        {with_int(tokens, 2, INT32_MAX), "begins 20240328 2 2147483647"},
+        {with_int(tokens, 3, 0), "its header begins"},
+        {tokens.substr(0, 1024), "token 0 is not one of GPT-2's: 0 bytes, of 0 left"},
+        {tokens.substr(0, tokens.size() - 1), "token 50256 is not one"},
+        {tokens.substr(0, 90000), "is not one of GPT-2's"},
+        {tokens + "x", "1 bytes after the last token"},
+        {gpt2_tokenizer_bin(1000, ""), "token 1000 is not one of GPT-2's: 0 bytes"},
+        {gpt2_tokenizer_bin(1000, Text(129, 'q')), "token 1000 is not one of GPT-2's: 129"},
+        {gpt2_tokenizer_bin(1000, "a"), "token 1000 is not one of GPT-2's: 1 bytes"},
+        {gpt2_tokenizer_bin(1000, "qqzzq"), "not"},
+    };
+    for (auto &row : table) {
+        write_file("bad", row.bytes);
+        refused_at(__LINE__, outcome(spawn([] { bpe_open(&other, "bad"); })), row.words,
+                   row.bytes.substr(0, 60));
+    }
+    expect_death(bpe_open(&other, "absent"), "cannot read vocabulary absent: No such file");
+    expect_death(bpe_open(&other, "."), "cannot read vocabulary .: Is a directory");
+    char path[PATH_BYTES];
+    expect(!bpe_find(path, "") && bpe_find(path, "absent") && strcmp(path, "absent") == 0);
+    mkdir("data", 0755);
+    write_file("data/gpt2_tokenizer.bin", tokens);
+    expect(bpe_find(path, "") && strcmp(path, "data/gpt2_tokenizer.bin") == 0);
+    write_file("data/vocab.bpe", merges);
+    expect(bpe_find(path, "") && strcmp(path, "data/vocab.bpe") == 0);
+    detail = text("%zu bad files", sizeof table / sizeof table[0]);
+}
+
+// Prompts and samples of a model of GPT-2 tokens are text when the vocabulary is there.
+static void test_bpe_samples() {
+    open_bpe();
+    Token tokens[8];
+    char out[BPE_LONGEST];
+    expect(prompt_tokens(tokens, 8, TOKENIZER_GPT2, &bpe, "Hello world") == 2 &&
+           tokens[0] == 15496 && tokens[1] == 995);
+    expect(prompt_tokens(tokens, 8, TOKENIZER_GPT2, &bpe, "") == 1 && tokens[0] == 50256);
+    expect_death(prompt_tokens(tokens, 2, TOKENIZER_GPT2, &bpe, "a b c"),
+                 "--prompt: 3 tokens, at most 2");
+    expect(Text(out, (size_t)token_text(out, TOKENIZER_GPT2, &bpe, 995)) == " world");
+    expect(Text(out, (size_t)token_text(out, TOKENIZER_GPT2, &bpe, 50256)) == "<|endoftext|>");
+    write_file("gpt2.bin", shard_bytes(Ids(400, 995), TOKENIZER_GPT2));
+    write_file("bytes.bin", shard_bytes(Ids(400, 99), TOKENIZER_BYTES));
+    write_file("vocab", vocab_bpe());
+    const Text run = "-i gpt2.bin -e l1h1c8t16 -b 1 -x 1 -s 1 -g 9 ";
+    // The same sample as numbers and, where the vocabulary is there, as text.
+    const Text before = "--- sample after step 1 ---\n", after = "\n---\n";
+    Outcome o = program(run), p = program(run + "--tokenizer vocab");
+    expect_success(o, "no vocabulary");
+    expect_success(p, "--tokenizer vocab");
+    Ids ids;
+    std::istringstream numbers(o.out.substr(o.out.find(before) + before.size()));
+    for (int id; numbers >> id; ids.push_back((uint16_t)id)) {
+    }
+    expect(ids.size() == 10 && ids[0] == 50256, "%zu tokens", ids.size());
+    expect(p.out.find(before + decode(ids) + after) != Text::npos, "%s", p.out.c_str());
+    o = program(run + "--tokenizer vocab --prompt=Hello,\xc3\xa9 -o out");
+    expect_success(o, "--prompt");
+    expect(o.out.find(before + "Hello,\xc3\xa9") != Text::npos, "%s", o.out.c_str());
+    expect(read_file("out/log.jsonl").find("\"sample\":\"Hello,\xc3\xa9") != Text::npos);
+    expect_refused(program(run + "--prompt=Hello"), "data/prepare.sh puts vocab.bpe", "--prompt");
+    expect_refused(program(run + "--tokenizer absent"), "cannot read vocabulary absent", "absent");
+    expect_refused(program(run + "--tokenizer vocab --prompt=1,2,3,4,5,6,7,8,9"),
+                   "--prompt: 17 tokens, at most 16 fit", "long prompt");
+    expect_refused(program("-i bytes.bin -e l2h2c16t16 --tokenizer vocab"),
+                   "--tokenizer: bytes.bin has byte tokens", "bytes");
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -3503,6 +3797,10 @@ static const Test tests[] = {
     T(loader_coverage, HOST),
     T(loader_large, FLOAT),
     T(tokenizer, HOST),
+    T(bpe_known, HOST),
+    T(bpe_rules, HOST),
+    T(bpe_files, HOST),
+    T(bpe_samples, HOST),
     T(fast_maths, ALL),
     T(matmul_forward, ALL),
     T(matmul_backward, ALL),

@@ -1952,17 +1952,16 @@ static void bpe_parse_tokens(Bpe *bpe, const unsigned char *bytes, size_t n, con
 
 // Reads either file; its first four bytes say which it is. Both are shorter than BPE_FILE.
 static void bpe_open(Bpe *bpe, const char *path) {
-    unsigned char *bytes = (unsigned char *)alloc_zero(BPE_FILE, 1);
+    static unsigned char bytes[BPE_FILE];
     FILE *f = fopen(path, "rb");
     size_t n = f ? fread(bytes, 1, BPE_FILE, f) : 0;
     if (!f || ferror(f)) {
         die("cannot read vocabulary %s: %s", path, strerror(errno));
     }
-    uint32_t magic;
-    memcpy(&magic, bytes, 4);
-    (magic == BPE_MAGIC ? bpe_parse_tokens : bpe_parse_merges)(bpe, bytes, n, path);
     fclose(f);
-    free(bytes);
+    uint32_t magic = 0;
+    memcpy(&magic, bytes, n < 4 ? n : 4);
+    (magic == BPE_MAGIC ? bpe_parse_tokens : bpe_parse_merges)(bpe, bytes, n, path);
 }
 
 // Where the vocabulary is: `asked` (--tokenizer), or what data/ has. Returns 0 when there is none.
@@ -1993,13 +1992,14 @@ static inline int char_class(const Bpe *bpe, const unsigned char *p, const unsig
 // 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
 static const unsigned char *piece_end(const Bpe *bpe, const unsigned char *p,
                                       const unsigned char *end) {
-    if (*p == '\'' && end - p > 1 && memchr("stmd", p[1], 4)) {
-        return p + 2;
-    }
-    if (*p == '\'' && end - p > 2 &&
-        (memcmp(p + 1, "re", 2) == 0 || memcmp(p + 1, "ve", 2) == 0 ||
-         memcmp(p + 1, "ll", 2) == 0)) {
-        return p + 3;
+    if (*p == '\'' && end - p > 1) {
+        int a = p[1], b = end - p > 2 ? p[2] : 0;
+        if (a == 's' || a == 't' || a == 'm' || a == 'd') {
+            return p + 2;
+        }
+        if ((a == 'r' && b == 'e') || (a == 'v' && b == 'e') || (a == 'l' && b == 'l')) {
+            return p + 3;
+        }
     }
     const unsigned char *q = *p == ' ' && end - p > 1 ? p + 1 : p, *last = p;
     int length, kind = char_class(bpe, q, end, &length);

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compares train_gpt2's GPT-2 tokenizer with tiktoken, token by token. Exit status 1 on a difference.
+"""Compares train_gpt2's GPT-2 tokenizer with tiktoken; exit status 1 when a token differs.
 
     dev/check_tiktoken.py [FOLDER] [--bytes N] [--seed N]
 
@@ -79,7 +79,7 @@ PHRASES = [
     "เป็นมนุษย์สุดประเสริฐเลิศคุณค่า กว่าบรรดาฝูงสัตว์เดรัจฉาน ๑๒๓",
     "ஒளியும் நிழலும் தமிழ் ௧௨௩ বাংলা ভাষা ১২৩ తెలుగు ಕನ್ನಡ മലയാളം ਪੰਜਾਬੀ ગુજરાતી සිංහල",
     "ქართული ენა Հայերեն լեզու አማርኛ ፩፪፫ ភាសាខ្មែរ ພາສາລາວ မြန်မာ བོད་སྐད ᠮᠣᠩᠭᠣᠯ ᏣᎳᎩ",
-    "Tiếng Việt có dấu thanh, tie\u0302\u0301ng Vie\u0323\u0302t, Zalgo Z\u0351\u036b\u0343a\u0321l",
+    "Tiếng Việt, tie\u0302\u0301ng Vie\u0323\u0302t, Zalgo Z\u0351\u036b\u0343a\u0321l",
     "👩‍👩‍👧‍👦 👍🏽 🇩🇪🇯🇵 ❤️‍🔥 1️⃣ #️⃣ 🏴󠁧󠁢󠁥󠁮󠁧󠁿 ☺︎ ☺️ 🤷🏿‍♀️x🙂y",
     "for (int i = 0; i < n; i++) {\n\t\tx[i] += 0x1F * y->z;  // why?\n\r\n    }\n\n\n",
     "def f(x):\n    return {'a': x**2, \"b\": [1_000, 2.5e-3]}  # it's ok\n\n",
