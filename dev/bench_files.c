@@ -109,7 +109,7 @@ int main(void) {
         checkpoint_load(&e, &s, "bench", &state, path, 1);
         times[RESUME][r] = now_ms() - began;
     }
-    printf("GPT-2 124M in fp32: model.safetensors of %.0f MB, checkpoint of %.0f MB; medians of %d, "
+    printf("GPT-2 124M in fp32: model of %.0f MB, checkpoint of %.0f MB; medians of %d runs, "
            "%d threads\n", megabytes, all_megabytes, REPEATS, thread_count());
     for (int i = 0; i < MEASURES; i++) {
         double ms = median(i), size = i < CHECKPOINT ? megabytes : all_megabytes;

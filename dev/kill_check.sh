@@ -17,9 +17,11 @@ work=$(mktemp -d "${TMPDIR:-/tmp}/kill_check.XXXXXX") || exit 1
 trap 'rm -rf "$work"' EXIT
 export OMP_NUM_THREADS=1    # so that the n-th call of every run is the same one
 seq 1 4000 | tr -d '\n' > "$work/text"
-make -s data/tokenize && data/tokenize --bytes -o "$work/t" "$work/text" > /dev/null || exit 1
+make -s data/tokenize > /dev/null && data/tokenize --bytes -o "$work/t" "$work/text" > /dev/null ||
+    exit 1
 cp "$program" "$work/program" && cd "$work" || exit 1
-run=(./program -i t_train.bin -e l1h2c16t16 -b 2 -x 9 -n 2 --keep 2 -v 0 -s 4 -g 3 -y 1 -o out "$@")
+run=(./program -i t_train.bin -e l1h2c16t16 -b 2 -x 9 -n 2 --keep 2 -v 0 -s 4 -g 3 -y 1 -o out
+     "$@")
 
 digest() { (cd out && find . -type f ! -name log.jsonl | sort | xargs sha256sum); }
 saved() { sed -n 's/^saved out.step-0*//p' "$1" | tail -n 1; }
