@@ -12,7 +12,7 @@ cd "$(dirname "$0")/.." || exit 1
 program=$(realpath "${1:-train_gpt2}") || exit 1
 shift
 command -v strace > /dev/null || { echo "kill_check.sh: needs strace" >&2; exit 1; }
-calls=openat,write,fsync,rename,mkdir,unlink,rmdir,truncate,close
+calls=write,fsync,rename,mkdir,unlink,rmdir,truncate
 work=$(mktemp -d "${TMPDIR:-/tmp}/kill_check.XXXXXX") || exit 1
 trap 'rm -rf "$work"' EXIT
 export OMP_NUM_THREADS=1    # so that the n-th call of every run is the same one
