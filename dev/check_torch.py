@@ -586,9 +586,16 @@ def check_folders(report, folder):
         report.line(f"step {step + 1:2} {ours[step]:.7f} {losses[0]:.7f}", d)
     report.head("4. Our checkpoint loaded by transformers")
     loaded = reload(report, saved, case)
+    batch = shard_batch(case, tokens, 0)
     with torch.no_grad():
-        loss32 = batch_loss(loaded, *shard_batch(case, tokens, 0))[1].item()
-        loss = batch_loss(loaded.double(), *shard_batch(case, tokens, 0))[1].item()
+        logits32, loss32 = batch_loss(loaded, *batch)
+        logits, loss = batch_loss(loaded.double(), *batch)
+    numbers = folder / "again"
+    numbers.mkdir()
+    np.array(batch, np.int32).tofile(numbers / "tokens.bin")
+    run(ROOT / "build/dump", numbers, 0, "-e", saved, "-b", case.B, "-t", case.T, "-x", 1)
+    ours = np.fromfile(numbers / "logits.bin", np.float32).reshape(logits.shape)
+    report.line("logits", difference(ours, logits32, logits, case.tolerance(False)))
     validation = [line["val_loss"] for line in lines if "val_loss" in line][-1]
     report.line("validation loss", difference(validation, loss32, loss, 4 * U))
 

@@ -1,12 +1,12 @@
 // dump.c: the CPU program's numbers as raw arrays, for dev/check_torch.py to compare.
 //
-// Takes a model from -e, its weights from the seed, and runs optimizer steps as the training loop
+// Takes a model from -e, its weights from its file or from the seed, and runs optimizer steps as the training loop
 // does: the same micro-steps, schedule and update, through the same engine. It writes every tensor
 // of every step, so it is meant for small models.
 //
 //   build/dump FOLDER VOCABULARY [options of train_gpt2]
 //
-// VOCABULARY 0: the one of the data, or of the model that -e names.
+// VOCABULARY: of a shape; a file has its own. 0: the one of the data, or of the preset.
 // Reads from FOLDER, where they are there:
 //   weights.bin   weights to start from, laid out as index.txt says
 //   tokens.bin    int32: inputs (B,T), then targets (B,T), of every micro-step; without it the
@@ -171,12 +171,16 @@ static void dump_open(const char *folder, Run *run, int vocabulary) {
     Options *o = &run->o;
     Model m;
     int preset = model_parse(&m, o->model);
+    if (preset < 0) {
+        model_file_open(&run->weights, o->model);
+        m = run->weights.model;
+    }
     int64_t T = o->seq_len ? o->seq_len : m.maxT;
     if (o->train_data) {
         dataset_open(&run->train, o->train_data, (int)min_i64(T, m.maxT));
     }
     model_open(&m, o, preset, run->train.shards ? &run->train : NULL);
-    if (vocabulary) {
+    if (vocabulary && preset >= 0) {
         model_set_vocabulary(&m, vocabulary);
     }
     settings_from_options(&run->s, o, &m, 0);
@@ -187,7 +191,12 @@ static void dump_open(const char *folder, Run *run, int vocabulary) {
     run->inputs = (Token *)alloc_zero(2 * (size_t)tokens, sizeof(Token));
     run->targets = run->inputs + tokens;
     cpu_open(&run->engine, &run->s);
-    engine_initialise(&run->engine, &m, (uint64_t)o->seed);
+    if (preset < 0) {
+        model_file_load(&run->engine, &run->weights, NULL);
+        model_file_close(&run->weights);
+    } else {
+        engine_initialise(&run->engine, &m, (uint64_t)o->seed);
+    }
     dump_take_weights(folder, &run->engine, &m);
 }
 
