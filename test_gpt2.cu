@@ -22,7 +22,7 @@
 //   5  Layers against naive twins
 //   6  Derivatives
 //   7  The network
-//   8  Optimizer, sampling, output
+//   8  Optimizer, sampling, evaluation, output
 //   9  The program
 //  10  Kernels
 //  11  The network on a GPU
@@ -1763,7 +1763,7 @@ static void test_derivatives_network() {
             }
             Reals moved = start;
             double found =
-                slope([&] { return n.e.evaluate(&n.e, b.inputs.data(), b.targets.data()); },
+                slope([&] { return n.e.evaluate(&n.e, NULL, b.inputs.data(), b.targets.data()); },
                       [&](double by) {
                           for (size_t i = 0; i < count; i++) {
                               moved[elements[i]] = start[elements[i]] + by * direction[i];
@@ -1919,7 +1919,7 @@ static void test_network_facts() {
     const int T = 12;
     Net n(m, 1, T);
     Batch b(T, m.V, 1);
-    double loss = n.e.evaluate(&n.e, b.inputs.data(), b.targets.data());
+    double loss = n.e.evaluate(&n.e, NULL, b.inputs.data(), b.targets.data());
     const real *losses = network_single(n.net(), ROW_LOSSES);
     Reals before(losses, losses + T);
     Reals logits((size_t)m.V);
@@ -1943,7 +1943,7 @@ static void test_network_facts() {
     expect(n.e.update(&n.e, &o, 0, HUGE_VAL, 0).loss == loss, "evaluate and micro_step");
     for (int t = T - 1; t > 0; t--) {
         b.inputs[(size_t)t] = (b.inputs[(size_t)t] + 1) % m.V;
-        n.e.evaluate(&n.e, b.inputs.data(), b.targets.data());
+        n.e.evaluate(&n.e, NULL, b.inputs.data(), b.targets.data());
         expect(memcmp(losses, before.data(), (size_t)t * sizeof(real)) == 0 &&
                    losses[t] != before[(size_t)t],
                "token %d is seen too early, or never", t);
@@ -1991,7 +1991,7 @@ static void test_initialise() {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 8. Optimizer, sampling, output
+// 8. Optimizer, sampling, evaluation, output
 // Volume I's chapters 12, 15 and 16 against numbers worked out by hand.
 
 // Two updates by hand, on a count that is no multiple of a vector.
@@ -2255,6 +2255,302 @@ static void test_log() {
     }
 }
 
+typedef std::vector<int> Ints;
+struct Question {
+    int label;
+    Ints context;
+    std::vector<Ints> completions;
+};
+
+static Text words_bytes(const Ints &words) {
+    std::vector<uint16_t> all(words.begin(), words.end());
+    return Text((const char *)all.data(), all.size() * 2);
+}
+
+// An evaluation file of these questions.
+static Text eval_bytes(const std::vector<Question> &questions) {
+    Text body;
+    size_t longest = 0;
+    for (size_t i = 0; i < questions.size(); i++) {
+        const Question &q = questions[i];
+        Ints words = {EVAL_START, 0, (int)i, q.label, (int)q.completions.size()};
+        std::vector<Ints> texts = {q.context};
+        texts.insert(texts.end(), q.completions.begin(), q.completions.end());
+        for (const Ints &tokens : texts) {
+            words.push_back((int)tokens.size());
+            words.insert(words.end(), tokens.begin(), tokens.end());
+        }
+        words[1] = 2 * (int)words.size();
+        longest = std::max(longest, 2 * words.size());
+        body += words_bytes(words);
+    }
+    int32_t header[EVAL_HEADER_BYTES / 4] = {EVAL_MAGIC, 1, (int32_t)questions.size(),
+                                             (int32_t)longest};
+    return Text((const char *)header, sizeof header) + body;
+}
+
+// Questions of random tokens below V; contexts of up to 9 tokens, four completions of up to 5.
+static std::vector<Question> random_questions(int n, int V, uint64_t seed) {
+    std::vector<Question> questions;
+    uint64_t place = 0;
+    auto pick = [&](int below) { return (int)(rng_uniform(seed, 9, 2, place++) * below); };
+    auto tokens = [&](int count) {
+        Ints out;
+        for (int i = 0; i < count; i++) {
+            out.push_back(pick(V));
+        }
+        return out;
+    };
+    for (int i = 0; i < n; i++) {
+        Question q = {pick(4), tokens(1 + pick(9)), {}};
+        for (int k = 0; k < 4; k++) {
+            q.completions.push_back(tokens(1 + pick(5)));
+        }
+        questions.push_back(q);
+    }
+    return questions;
+}
+
+// The file through an engine with room for B rows of T tokens.
+static EvalScore eval_score(Engine *e, const Text &bytes, int V, int B, int T) {
+    static Run run;
+    EvalFile f;
+    EvalScore score;
+    Options none = {};
+    std::vector<Token> batch((size_t)(2 * B * T), V - 1);
+    memset(&score, 0, sizeof score);
+    run.o = none;
+    run.o.quiet = 1;
+    run.s.B = B;
+    run.s.T = T;
+    run.engine = *e;
+    run.inputs = batch.data();
+    run.targets = batch.data() + B * T;
+    eval_parse(&f, (const unsigned char *)bytes.data(), bytes.size(), "file", V);
+    run_evaluate(&run, &f, &score);
+    return score;
+}
+
+// An engine that has loss target / 1024, exactly, or 1e6 for targets that belong to no completion.
+static int stub_tokens;
+static double stub_evaluate(Engine *, real *losses, const Token *, const Token *targets) {
+    for (int i = 0; i < stub_tokens; i++) {
+        losses[i] = targets[i] == 0 || targets[i] > 9000 ? (real)1e6 : (real)targets[i] / 1024;
+    }
+    return 1;
+}
+
+// Scores worked out by hand, in batches of any size and at any T: lowest sum and lowest mean, the
+// first of equals, two to eight completions, contexts that lose their start.
+static void test_eval_scores() {
+    const std::vector<Ints> four = {{200, 200}, {250}, {100, 100, 100}, {400}};  // sum 1, mean 2
+    const std::vector<Ints> equal = {{500}, {300}, {300, 300}, {300}}, sums = {{100, 200}, {300}};
+    const Ints longer = {9001, 9002, 9003, 9004, 9005, 9006};
+    const std::vector<Question> questions = {
+        {1, {9001}, four},  {1, longer, four},  {2, longer, four},        {1, longer, equal},
+        {0, {9001}, equal}, {0, {9001}, sums}, {1, {9001, 9002}, sums},
+        {7, longer, {{9}, {8}, {7}, {6}, {5}, {4}, {3}, {2}}}};
+    const Text bytes = eval_bytes(questions);  // by sum 0 1 3 5 7 are right, by mean 2 3 5 7
+    Engine stub;
+    memset(&stub, 0, sizeof stub);
+    stub.evaluate = stub_evaluate;
+    for (int B : {1, 3, 4, 8, 100}) {
+        for (int T : {3, 6, 8, 33}) {
+            stub_tokens = B * T;
+            EvalScore s = eval_score(&stub, bytes, 10000, B, T);
+            // Rows of 7 to 9 tokens: of questions 1, 2, 3 and 7; 3 holds rows of 4 tokens.
+            const int cut = T == 3 ? 20 : T == 6 ? 5 : 0;
+            expect(s.examples == 8 && s.correct == 5 && s.correct_norm == 4 && s.cut_rows == cut,
+                   "B %d T %d: %d examples, %d and %d right, %d cut", B, T, s.examples, s.correct,
+                   s.correct_norm, s.cut_rows);
+        }
+    }
+    // Every row, token by token.
+    EvalFile f;
+    EvalExample x;
+    eval_parse(&f, (const unsigned char *)bytes.data(), bytes.size(), "file", 10000);
+    expect(f.longest_row == 9 && f.longest_completion == 3 && f.longest_at == 0);
+    size_t at = EVAL_HEADER_BYTES;
+    for (int i = 0; i < f.examples; i++) {
+        at += eval_example(&x, &f, at, i);
+        for (int k = 0; k < x.completions; k++) {
+            for (int T = 3; T < 12; T++) {
+                std::vector<Token> inputs((size_t)T, -1), targets((size_t)T, -1);
+                Ints all = questions[(size_t)i].context;
+                const Ints &completion = questions[(size_t)i].completions[(size_t)k];
+                all.insert(all.end(), completion.begin(), completion.end());
+                all.erase(all.begin(), all.end() - std::min((long)all.size(), (long)T + 1));
+                const size_t kept = all.size();
+                all.resize((size_t)T + 1, 0);
+                EvalRow row = eval_row(inputs.data(), targets.data(), &x, k, T);
+                expect(std::equal(inputs.begin(), inputs.end(), all.begin()) &&
+                           std::equal(targets.begin(), targets.end(), all.begin() + 1),
+                       "example %d, completion %d, T %d", i, k, T);
+                expect(row.count == (int)completion.size() && row.first >= 0 &&
+                       row.first + row.count == (int)kept - 1);
+            }
+        }
+    }
+    expect_death(eval_row(NULL, NULL, &x, 0, 0), "has changed");
+    detail = "20 batches and lengths";
+}
+
+// Scores of a network, whose sums are worked out again from the logits of one row at a time; the
+// same bits for any B; a network that has learnt the right completions by heart answers all.
+static void test_eval_network() {
+    const int T = 14, V = 257;
+    Model m = shape("l2h3c48t14", V);
+    std::vector<Question> questions = random_questions(9, V, 1);
+    const Text bytes = eval_bytes(questions);
+    int correct = 0, correct_norm = 0;
+    double sum = 0, mean = 0;
+    Net one(m, 1, T);
+    for (const Question &q : questions) {
+        int by_sum = -1, by_mean = -1;
+        double least = 0, least_mean = 0;
+        for (size_t k = 0; k < q.completions.size(); k++) {
+            std::vector<Token> tokens(q.context.begin(), q.context.end());
+            double loss = 0, count = (double)q.completions[k].size();
+            for (int token : q.completions[k]) {
+                Reals logits((size_t)V);
+                one.e.logits(&one.e, logits.data(), tokens.data(), (int)tokens.size());
+                double most = (double)*std::max_element(logits.begin(), logits.end()), all = 0;
+                for (real logit : logits) {
+                    all += exp((double)logit - most);
+                }
+                loss += log(all) + most - (double)logits[(size_t)token];
+                tokens.push_back(token);
+            }
+            if (by_sum < 0 || loss < least) {
+                least = loss;
+                by_sum = (int)k;
+            }
+            if (by_mean < 0 || loss / count < least_mean) {
+                least_mean = loss / count;
+                by_mean = (int)k;
+            }
+        }
+        correct += by_sum == q.label;
+        correct_norm += by_mean == q.label;
+        sum = least;
+        mean = least_mean;
+    }
+    EvalScore first = eval_score(&one.e, bytes, V, 1, T);
+    expect(first.correct == correct && first.correct_norm == correct_norm, "%d and %d, want %d, %d",
+           first.correct, first.correct_norm, correct, correct_norm);
+    // As a token's loss in test_network_facts; logits are below 16 here, completions have 5 tokens.
+    const double tol = 5 * 14 * sum_error(4 * m.C) * 4 * 17;
+    expect_near((wide)first.sum, (wide)sum, tol, "lowest sum of the last question");
+    expect_near((wide)first.mean, (wide)mean, tol, "lowest mean of the last question");
+    for (int B : {3, 4, 8}) {
+        Net n(m, B, T);
+        EvalScore s = eval_score(&n.e, bytes, V, B, T);
+        expect(memcmp(&s, &first, sizeof s) == 0, "B %d: another score", B);
+    }
+    questions.resize(4);
+    Net n(m, 4, T);
+    EvalFile f;
+    EvalExample x;
+    std::vector<Token> inputs(4 * T), targets(4 * T);
+    Options o;
+    options_default(&o);
+    size_t at = EVAL_HEADER_BYTES;
+    eval_parse(&f, (const unsigned char *)bytes.data(), bytes.size(), "file", V);
+    for (int i = 0; i < 4; i++) {
+        at += eval_example(&x, &f, at, i);
+        eval_row(&inputs[(size_t)(i * T)], &targets[(size_t)(i * T)], &x, x.label, T);
+    }
+    for (int step = 0; step < 40; step++) {
+        n.e.micro_step(&n.e, inputs.data(), targets.data(), 0, 1);
+        n.e.update(&n.e, &o, 1e-2, HUGE_VAL, step);
+    }
+    EvalScore learnt = eval_score(&n.e, eval_bytes(questions), V, 4, T);
+    expect(learnt.correct == 4 && learnt.correct_norm == 4, "by heart: %d, %d", learnt.correct,
+           learnt.correct_norm);
+    for (Question &q : questions) {
+        q.label = (q.label + 1) % 4;
+    }
+    learnt = eval_score(&n.e, eval_bytes(questions), V, 4, T);
+    expect(learnt.correct == 0 && learnt.correct_norm == 0, "wrong labels");
+}
+
+// The parser on exactly these bytes, at an odd address: status and stderr.
+static Outcome eval_parsed(const Text &bytes) {
+    return outcome(spawn([&] {
+        std::vector<unsigned char> all(bytes.size() + 1);
+        memcpy(all.data() + 1, bytes.data(), bytes.size());
+        EvalFile f;
+        eval_parse(&f, all.data() + 1, bytes.size(), "x.bin", 50257);
+    }));
+}
+
+// Files with any one field wrong, cut anywhere, or with flipped bits: parsed, or refused in a line.
+static void test_eval_hostile() {
+    const Text good = eval_bytes({{3, {11, 12}, {{1}, {2, 3}, {4}, {5}}}, {0, {1}, {{1}, {2}}}});
+    const size_t body = EVAL_HEADER_BYTES, second = body + 2 * 17;
+    auto with_word = [&](size_t at, int word) {
+        Text bad = good;
+        bad.replace(at, 2, words_bytes({word}));
+        return bad;
+    };
+    const struct {
+        Text bytes;
+        const char *words;
+    } table[] = {
+        {"", "x.bin: 0 bytes are too few for an evaluation file"},
+        {with_int(good, 0, 20240520), "it starts with 20240520 and 1, not with 20240522 and 1"},
+        {with_int(good, 1, 2), "it starts with 20240522 and 2"},
+        {with_int(good, 2, 0), "counts 0 examples of at most 34 bytes; allowed are 1 to 65535"},
+        {with_int(good, 2, -1), "counts -1 examples"},
+        {with_int(good, 2, 65536), "counts 65536 examples"},
+        {with_int(good, 2, 1), "22 bytes follow the last of its 1 examples"},
+        {with_int(good, 2, 3), "example 2: the file ends before it"},
+        {with_int(good, 3, 0), "of at most 0 bytes"},
+        {with_int(good, 3, 65536), "of at most 65536 bytes"},
+        {with_int(good, 3, 33), "example 0: of 34 bytes, where the file has 56 more and the header "
+                                "allows 33"},
+        {with_word(body, 65534), "example 0: begins with 65534 and index 0; 65535 and 0 are due"},
+        {with_word(body + 2, 33), "example 0: text 4 (0 is the context) has 1 tokens"},
+        {with_word(body + 2, 35), "example 0: of 35 bytes"},
+        {with_word(body + 2, 6), "example 0: text 0 (0 is the context) has 0 tokens"},
+        {with_word(body + 2, 0), "example 0: text 0 (0 is the context) has 0 tokens"},
+        {with_word(body + 4, 1), "begins with 65535 and index 1; 65535 and 0 are due"},
+        {with_word(body + 6, 4), "example 0: label 4 of 4 completions"},
+        {with_word(body + 8, 1), "label 3 of 1 completions; allowed are 2 to 8"},
+        {with_word(body + 8, 9), "label 3 of 9 completions"},
+        {with_word(body + 8, 5), "example 0: text 5 (0 is the context) has 0 tokens"},
+        {with_word(body + 10, 0), "text 0 (0 is the context) has 0 tokens"},
+        {with_word(body + 10, 12), "leave room for 11"},
+        {with_word(body + 10, 65535), "text 0 (0 is the context) has 65535 tokens"},
+        {with_word(body + 12, 50257), "token 50257 is outside the model's vocabulary of 50257"},
+        {with_word(body + 32, 50257), "example 0: token 50257"},
+        {with_word(body + 26, 0), "example 0: text 3 (0 is the context) has 0 tokens"},
+        {with_word(second, 1), "example 1: begins with 1 and index 1; 65535 and 1 are due"},
+        {with_word(second + 2, 24), "example 1: of 24 bytes, where the file has 22"},
+        {with_word(second + 2, 24) + "ab", "example 1: 24 bytes, of which its tokens fill 22"},
+        {with_word(second + 6, 2), "example 1: label 2 of 2 completions"},
+        {good + "x", "1 bytes follow the last of its 2 examples"},
+        {good + good.substr(second), "22 bytes follow"},
+    };
+    expect(good.size() == second + 22);
+    expect_success(eval_parsed(good), "the file itself");
+    for (auto &row : table) {
+        expect_refused(eval_parsed(row.bytes), row.words, row.words);
+    }
+    for (size_t n = 1; n < good.size(); n += n < body - 1 ? 93 : 1) {
+        expect_refused(eval_parsed(good.substr(0, n)), "x.bin: ", text("cut to %zu bytes", n));
+    }
+    for (size_t bit = 0; bit < 8 * (good.size() - body); bit += TEST_ASAN ? 7 : 1) {
+        Text bad = good;
+        bad[body + bit / 8] = (char)(bad[body + bit / 8] ^ 1 << bit % 8);
+        Outcome o = eval_parsed(bad);
+        if (o.status != 0) {
+            expect_refused(o, "x.bin: example ", text("bit %zu flipped", bit));
+        }
+    }
+    detail = text("%zu wrong fields, every length, every bit", sizeof table / sizeof table[0]);
+}
+
 // -------------------------------------------------------------------------------------------------
 // 9. The program
 // train_gpt2_main() as a user runs it, in children of the test: what it refuses, what it writes,
@@ -2286,7 +2582,14 @@ static void test_bad_options() {
         {"-b", "--batch needs a value"},
         {"-b 4 --batch=4", "--batch is given twice"},
         {"--help=1", "--help takes no value"},
-        {"--json", "--json needs --plan"},
+        {"--json", "--json needs --plan or --eval"},
+        {"--eval x.bin --plan", "--eval is a command of its own"},
+        {"--eval x.bin -o out", "leave --output (-o) out"},
+        {"--eval x.bin -y 1", "needs --output (-o)"},
+        {"--eval missing.bin", "--eval: cannot open missing.bin: No such file"},
+        {"--eval=", "--eval: cannot open : No such file"},
+        {"--eval .", "--eval: cannot open .: Is a directory"},
+        {"--eval train.bin", "train.bin: not an evaluation file"},
         {"--gpu t4", "need --plan"},
         {"--gpu-mem 16GiB", "need --plan"},
         {"-y 1", "needs --output (-o)"},
@@ -2672,6 +2975,87 @@ static void test_plan_command() {
         expect_success(o, arguments);
         expect(json_valid(o.out) && o.out.find("\"rows\":[") != Text::npos, "%s", arguments);
     }
+}
+
+// --eval, which needs no data: lines as promised, the same score for any B, JSON, a T that is too
+// small, a vocabulary that is, and an interruption that is no failure.
+static void test_eval_command() {
+    std::vector<Question> questions = random_questions(12, 50257, 2);
+    const Text run = "-e l1h1c16t16 --eval e.bin ", first = "e.bin: 12 examples, accuracy ";
+    auto last_line = [](const Outcome &o) {
+        size_t end = o.out.size() > 1 ? o.out.rfind('\n', o.out.size() - 2) : Text::npos;
+        return o.out.substr(end == Text::npos ? 0 : end + 1);
+    };
+    write_file("e.bin", eval_bytes(questions));
+    Outcome o = program(run + "-b 4");
+    const Text line = last_line(o);
+    double p = NAN, error = NAN, norm = NAN, norm_error = NAN;
+    expect_success(o, "--eval");
+    expect(line.find(first) == 0 && sscanf(&line[first.size()], "%lf %% +- %lf, acc_norm %lf %% +- "
+                                           "%lf\n", &p, &error, &norm, &norm_error) == 4,
+           "%s", line.c_str());
+    expect_near((wide)error, (wide)sqrt(p * (100 - p) / 12), 0.006, "standard error");
+    expect_near((wide)norm_error, (wide)sqrt(norm * (100 - norm) / 12), 0.006, "standard error");
+    expect(std::count(o.out.begin(), o.out.end(), '\n') == 3 + 9 + 1, "%s", o.out.c_str());
+    expect(o.out.find("12 examples of at most 13 tokens; B 4, T 16\n") != Text::npos);
+    for (const char *b : {"-b 1", "-b 7", "-b 50"}) {
+        o = program(run + "--quiet " + b);
+        expect_success(o, b);
+        expect(o.out == line, "%s: %s", b, o.out.c_str());
+    }
+    o = program(run + "--json -t 12");
+    expect_success(o, "--json");
+    expect(json_valid(o.out) && std::count(o.out.begin(), o.out.end(), '\n') == 1 &&
+               o.out.find("{\"file\":\"e.bin\",\"model\":\"l1h1c16t16\",\"sequence\":12,"
+                          "\"examples\":12,\"of\":12,") == 0 &&
+               o.out.find(text("\"correct\":%.0f,", p * 0.12)) != Text::npos &&
+               fabs(last_value(o.out, "acc_norm") - last_value(o.out, "correct_norm") / 12) < 1e-8,
+           "%s", o.out.c_str());
+    o = program(run + "--quiet -t 5");
+    expect(o.out.find("rows lost the start of their context: T = 5 holds 6 tokens") != Text::npos);
+    expect_refused(program(run + "-t 4"), ": a completion has 5 tokens; --seq-len (-t) 4 holds",
+                   "a short T");
+    expect_refused(program(run + "-t 17"), "--seq-len (-t): 17 is more than the model's 16", "-t");
+    static const Program small = {"train_gpt2", "l2h2c16t16", 0, cpu_open, little_memory};
+    expect_refused(program(run, nullptr, &small), "available are 976.6 KiB: short", "memory");
+    questions[7].completions[3].back() = 50257;
+    write_file("e.bin", eval_bytes(questions));
+    expect_refused(program(run), "e.bin: example 7: token 50257 is outside", "a token too many");
+    write_file("e.bin", eval_bytes(random_questions(60, 50257, 3)));
+    pid_t pid = start(run);
+    for (int wait = 0; wait < 20000 && read_file("stdout").find("example ") == Text::npos; wait++) {
+        usleep(1000);
+    }
+    kill(pid, SIGINT);
+    o = outcome(pid);
+    expect_success(o, "interrupted");
+    expect(o.out.find("e.bin: interrupted after ") != Text::npos &&
+           o.out.find(" of 60 examples, accuracy ") != Text::npos, "%s", o.out.c_str());
+}
+
+// Weights come from where -e says: what a run has learnt by heart, its checkpoint answers.
+static void test_eval_checkpoint() {
+    write_corpus();
+    expect_success(program("-i train.bin --shuffle 0 -e l1h2c32t16 -b 2 -a 1 -x 240 -l 3e-3 "
+                           "--quiet -o out"), "training");
+    const Text corpus = read_file("train.bin");
+    std::vector<Question> questions = random_questions(8, 257, 4);
+    for (int i = 0; i < 8; i++) {
+        Question *q = &questions[(size_t)i];
+        uint16_t tokens[9] = {0};
+        memcpy(tokens, &corpus[(size_t)(SHARD_HEADER * 4 + 2 * i)], sizeof tokens);
+        q->context.assign(tokens, tokens + 6);
+        q->completions[(size_t)q->label].assign(tokens + 6, tokens + 9);
+    }
+    write_file("e.bin", eval_bytes(questions));
+    Outcome o = program("-e out/step-00000240 --eval e.bin");
+    expect_success(o, "-e FOLDER");
+    expect(o.out.find("out/step-00000240: vocabulary 257, weights of that file") != Text::npos &&
+               o.out.find("8 examples, accuracy 100.00 % +- 0.00, acc_norm 100.00 % +- 0.00\n") !=
+                   Text::npos, "%s", o.out.c_str());
+    write_file("e.bin", eval_bytes(random_questions(3, 50257, 2)));
+    expect_refused(program("-e out/step-00000240 --eval e.bin"),
+                   "outside the model's vocabulary of 257", "tokens of another vocabulary");
 }
 
 // One batch over and over is learnt by heart; the prompt opens the sample; the log says everything.
@@ -3573,6 +3957,28 @@ static void test_gpu_lifetimes() {
 }
 #endif
 
+// Losses of every token against the oracle's, and their mean against the one that comes with them.
+static void test_gpu_losses() {
+    for (const char *options : {"-b 2 -t 33 --dtype fp32", "-b 2 -t 33 --dtype bf16"}) {
+        Model m = shape("l2h2c64t40", 300);
+        Net n(m, options);
+        Oracle oracle(&n, n.s.logit_rows);
+        const size_t N = 2 * 33;
+        Batch b((int)N, m.V, 1);
+        Reals got(N), want(N);
+        double mean = n.e.evaluate(&n.e, got.data(), b.inputs.data(), b.targets.data()), sum = 0;
+        oracle.e.evaluate(&oracle.e, want.data(), b.inputs.data(), b.targets.data());
+        for (real loss : got) {
+            sum += (double)loss;
+        }
+        expect_near((wide)mean, (wide)(sum / N), 1e-6 * mean, "mean, %s", options);
+        expect(n.e.evaluate(&n.e, NULL, b.inputs.data(), b.targets.data()) == mean, "without them");
+        // fp32 as the gradients' 1e-5; bf16 rounds every logit.
+        expect_near((wide)relative_error(got.data(), want.data(), (int64_t)N), 0,
+                    n.s.dtype == TYPE_FP32 ? 1e-5 : 2 * bf16_unit, "losses, %s", options);
+    }
+}
+
 // -------------------------------------------------------------------------------------------------
 // 12. The GPU program
 // train_gpt2cu_main() in children of the test, which never touches the device itself: what it
@@ -3663,6 +4069,18 @@ static void test_gpu_commands() {
     expect_success(o, "--plan");
     expect(o.out.find("memory plan of the GPU run") == 0, "%s", o.out.substr(0, 60).c_str());
 #endif
+}
+
+// --eval in both programs: to the byte the same scores.
+static void test_gpu_eval() {
+    write_file("e.bin", eval_bytes(random_questions(3, 50257, 2)));
+    const Text run = "-e l1h1c16t16 --eval e.bin --json -b 3 ";
+    Outcome cpu = program(run), gpu = gpu_program(run + "--dtype fp32"), half = gpu_program(run);
+    expect_success(cpu, "CPU");
+    expect_success(gpu, "GPU, fp32");
+    expect_success(half, "GPU, bf16");
+    expect(gpu.out == cpu.out, "%s", gpu.out.c_str());
+    expect(json_valid(half.out) && half.out.find("\"examples\":3,\"of\":3") != Text::npos);
 }
 
 // Weights of a checkpoint as numbers, without the low halves of their masters.
@@ -3827,6 +4245,9 @@ static const Test tests[] = {
     T(schedules, HOST),
     T(sampling, ALL),
     T(log, HOST),
+    T(eval_scores, ALL),
+    T(eval_network, ALL),
+    T(eval_hostile, HOST),
     T(bad_options, HOST),
     T(bad_data, HOST),
     T(bad_output, HOST),
@@ -3836,6 +4257,8 @@ static const Test tests[] = {
     T(skipped_step, HOST),
     T(resident_memory, FLOAT),
     T(plan_command, HOST),
+    T(eval_command, HOST),
+    T(eval_checkpoint, HOST),
     T(overfit, ALL),
     T(training, FLOAT),
 #if TEST_CUDA
@@ -3852,12 +4275,14 @@ static const Test tests[] = {
     T(gpu_gradients_bf16, CUDA_ALL),
     T(gpu_steps, CUDA_ALL),
     T(gpu_bits, CUDA_ALL),
+    T(gpu_losses, CUDA_ALL),
 #if CUDA_CPU
     T(gpu_allocation, CUDA_ALL),
     T(gpu_lifetimes, CUDA_ALL),
 #endif
     T(gpu_bad_input, CUDA_ALL),
     T(gpu_commands, CUDA_ALL),
+    T(gpu_eval, CUDA_ALL),
     T(gpu_checkpoints, CUDA_ALL),
     T(gpu_learns, CUDA),
 #endif

@@ -33,7 +33,7 @@
 //  13  The engine
 //  14  Model files
 //  15  Checkpoints
-//  16  Sampling
+//  16  Sampling and evaluation
 //  17  Output and training
 //  18  main
 
@@ -320,7 +320,7 @@ static int64_t permute_index(int64_t position, int64_t n, uint64_t seed, uint32_
 
 typedef struct {
     const char *model, *train_data, *val_data, *tokenizer, *output, *schedule, *prompt, *recompute;
-    const char *dtype, *moments, *master, *grad_dtype, *offload, *gpu;
+    const char *dtype, *moments, *master, *grad_dtype, *offload, *eval, *gpu;
     int64_t seq_len, seed, shuffle, batch, tokens_per_step, steps, overfit, warmup;
     int64_t val_every, val_batches, sample_every, sample_tokens, top_k;
     int64_t save_every, keep, resume, quiet, logit_rows, gpu_mem, plan, json, check, compare, help;
@@ -412,7 +412,7 @@ static const OptionRow option_rows[] = {
     {"resume", 'y', OPT_SWITCH, FIELD(resume), "0", 0, 1, NULL, "Output",
      "go on from the newest checkpoint in the output folder, if there is one"},
     {"quiet", 0, OPT_FLAG, FIELD(quiet), "0", 0, 1, NULL, "Output",
-     "print nothing but errors; log.jsonl says the same"},
+     "print nothing but errors and the score of --eval; log.jsonl says the rest"},
     {"recompute", 'r', OPT_TEXT, FIELD(recompute), "none", 0, 0, NULL, "Memory",
      "what backward recomputes: none (0), gelu, norm, mlp, qkv, block (1); block:K: only the first "
      "K blocks"},
@@ -431,8 +431,10 @@ static const OptionRow option_rows[] = {
      "Memory", "optimizer states that live in host memory"},
     {"plan", 0, OPT_FLAG, FIELD(plan), "0", 0, 1, NULL, "Plan and checks",
      "print the memory plan and what each setting would save, and stop"},
+    {"eval", 0, OPT_TEXT, FIELD(eval), NULL, 0, 0, NULL, "Plan and checks",
+     "score the model on a multiple-choice file of llm.c's (HellaSwag, MMLU), and stop"},
     {"json", 0, OPT_FLAG, FIELD(json), "0", 0, 1, NULL, "Plan and checks",
-     "with --plan: as JSON, for dev/plot.py"},
+     "with --plan or --eval: as JSON; dev/plot.py draws plans"},
     {"gpu", 0, OPT_TEXT, FIELD(gpu), "", 0, 0, NULL, "Plan and checks",
      "with --plan: plan the GPU run, for this card (t4 4060ti 4090 a100 h100 h200 ...)"},
     {"gpu-mem", 0, OPT_BYTES, FIELD(gpu_mem), "0", 0, 9e15, NULL, "Plan and checks",
@@ -558,8 +560,14 @@ static void options_print_help(const char *default_model) {
 // Contradictions between options, and options that need others. Everything else is checked where it
 // is used.
 static void options_contradict(const Options *o) {
-    if (o->json && !o->plan) {
-        die("--json needs --plan");
+    if (o->json && !o->plan && !o->eval) {
+        die("--json needs --plan or --eval");
+    }
+    if (o->eval && (o->plan || o->check || o->compare)) {
+        die("--eval is a command of its own: leave --plan, --check and --compare out");
+    }
+    if (o->eval && o->output[0]) {
+        die("--eval writes no files and scores what --model (-e) names: leave --output (-o) out");
     }
     if ((o->gpu[0] || o->gpu_mem) && !o->plan) {
         die("--gpu and --gpu-mem need --plan: they plan a GPU run without a GPU");
@@ -3506,8 +3514,8 @@ struct Engine {
     // Ends the step: mean loss of its micro-batches, gradient norm, and the update unless it is
     // skipped.
     StepResult (*update)(Engine *e, const Options *o, double lr, double limit, int64_t updates);
-    // Mean loss of one batch (B,T), nothing learnt.
-    double (*evaluate)(Engine *e, const Token *inputs, const Token *targets);
+    // Mean loss of one batch (B,T), nothing learnt; `losses` (B,T), unless NULL, receives them all.
+    double (*evaluate)(Engine *e, real *losses, const Token *inputs, const Token *targets);
     // Logits (V) after the last of n <= T tokens.
     void (*logits)(Engine *e, real *out, const Token *tokens, int n);
     // `count` elements from `offset` of a flat state buffer (STATE_*), out of the engine and into
@@ -3542,11 +3550,16 @@ static StepResult cpu_update(Engine *e, const Options *o, double lr, double limi
     return result;
 }
 
-static double cpu_evaluate(Engine *e, const Token *inputs, const Token *targets) {
+static double cpu_evaluate(Engine *e, real *losses, const Token *inputs, const Token *targets) {
     Network *net = &((CpuEngine *)e->self)->net;
     const Settings *s = &net->plan.settings;
+    const int N = s->B * s->T;
     network_forward(net, inputs, s->B, s->T);
-    return network_classifier(net, targets, s->B * s->T, 0, 0);
+    double mean = network_classifier(net, targets, N, 0, 0);
+    if (losses) {
+        memcpy(losses, network_single(net, ROW_LOSSES), (size_t)N * sizeof(real));
+    }
+    return mean;
 }
 
 static void cpu_logits(Engine *e, real *out, const Token *tokens, int n) {
@@ -5160,9 +5173,17 @@ static void checkpoint_load(Engine *e, const Settings *s, const char *identity, 
 }
 
 // -------------------------------------------------------------------------------------------------
-// 16. Sampling
-// One token at a time from the last position's logits; the random number of a token is a function
-// of (seed, step, place in the sample), so samples repeat.
+// 16. Sampling and evaluation
+// A sample grows one token at a time from the last position's logits; the random number of a token
+// is a function of (seed, step, place in the sample), so samples repeat. An evaluation asks which
+// of the completions of a context the model finds likeliest.
+// 1. Its file is llm.c's, as the head of write_evalfile in llm.c's dev/data/data_common.py tells: a
+//    header of 256 int32 (20240522, version 1, examples, bytes of the longest), then uint16 words,
+//    for each example: 65535, its bytes, its index, label, completions, and length and tokens of
+//    the context and of each completion. Read on made-up files only, not yet on published ones.
+// 2. A row is a context and one completion; it is scored by the losses of the completion's tokens.
+//    accuracy takes the lowest sum, acc_norm (llm.c's score) the lowest mean, of equals the first.
+// 3. A row of more than T + 1 tokens loses the start of its context, never all of it.
 
 typedef struct {
     float logit;
@@ -5207,6 +5228,186 @@ static Token sample_token(const real *logits, int V, double temperature, int64_t
         }
     }
     return scratch[kept - 1].token;
+}
+
+// llm.c's files have four completions; other benchmarks have two to five.
+enum { EVAL_MAGIC = 20240522, EVAL_HEADER_BYTES = 1024, EVAL_START = 65535 };
+enum { EVAL_EXAMPLE_WORDS = 5, EVAL_COMPLETIONS = 8 };
+
+typedef struct {
+    const unsigned char *words;  // uint16 each, not aligned
+    int count;
+} EvalTokens;
+
+typedef struct {
+    int label, completions, longest;         // longest: tokens of the longest completion
+    EvalTokens texts[1 + EVAL_COMPLETIONS];  // the context, then the completions
+} EvalExample;
+
+typedef struct {
+    const char *name;
+    const unsigned char *bytes;
+    size_t size, longest_bytes;
+    int examples, vocabulary;
+    int longest_row, longest_completion, longest_at;  // tokens, tokens, and the latter's example
+} EvalFile;
+
+static int eval_word(const unsigned char *words, int64_t i) {
+    return words[2 * i] | words[2 * i + 1] << 8;
+}
+
+// Example `number`, which begins `at` bytes into the file; returns its bytes. Ends the run unless
+// it lies within the file and every word of it is allowed.
+static size_t eval_example(EvalExample *x, const EvalFile *f, size_t at, int number) {
+    const unsigned char *p = f->bytes + at;
+    const size_t left = f->size - at;
+    if (left < 2 * EVAL_EXAMPLE_WORDS) {
+        die("%s: example %d: the file ends before it, or in its first words", f->name, number);
+    }
+    const int start = eval_word(p, 0), bytes = eval_word(p, 1), index = eval_word(p, 2);
+    if (start != EVAL_START || index != number) {
+        die("%s: example %d: begins with %d and index %d; %d and %d are due", f->name, number,
+            start, index, EVAL_START, number);
+    }
+    if ((size_t)bytes > left || (size_t)bytes > f->longest_bytes) {
+        die("%s: example %d: of %d bytes, where the file has %zu more and the header allows %zu",
+            f->name, number, bytes, left, f->longest_bytes);
+    }
+    memset(x, 0, sizeof *x);
+    x->label = eval_word(p, 3);
+    x->completions = eval_word(p, 4);
+    if (x->completions < 2 || x->completions > EVAL_COMPLETIONS || x->label >= x->completions) {
+        die("%s: example %d: label %d of %d completions; allowed are 2 to %d, labels from 0",
+            f->name, number, x->label, x->completions, EVAL_COMPLETIONS);
+    }
+    int place = EVAL_EXAMPLE_WORDS;
+    for (int k = 0; k <= x->completions; k++) {
+        EvalTokens *tokens = &x->texts[k];
+        const int room = bytes / 2 - place - 1;
+        tokens->count = room >= 0 ? eval_word(p, place) : 0;
+        tokens->words = p + 2 * (place + 1);
+        if (tokens->count < 1 || tokens->count > room) {
+            die("%s: example %d: text %d (0 is the context) has %d tokens; the example's bytes "
+                "leave room for %d; 1 is the least",
+                f->name, number, k, tokens->count, room > 0 ? room : 0);
+        }
+        for (int i = 0; i < tokens->count; i++) {
+            if (eval_word(tokens->words, i) >= f->vocabulary) {
+                die("%s: example %d: token %d is outside the model's vocabulary of %d", f->name,
+                    number, eval_word(tokens->words, i), f->vocabulary);
+            }
+        }
+        place += 1 + tokens->count;
+        x->longest = k && tokens->count > x->longest ? tokens->count : x->longest;
+    }
+    if (2 * place != bytes) {
+        die("%s: example %d: %d bytes, of which its tokens fill %d", f->name, number, bytes,
+            2 * place);
+    }
+    return (size_t)bytes;
+}
+
+// Checks `size` bytes of an evaluation file, every example of them, for a model of `vocabulary`
+// tokens; `f` points into `bytes` and at `name` from now on. Allocates nothing; ends the run with
+// what is wrong.
+static void eval_parse(EvalFile *f, const unsigned char *bytes, size_t size, const char *name,
+                       int vocabulary) {
+    int32_t header[4];
+    if (size < EVAL_HEADER_BYTES) {
+        die("%s: %zu bytes are too few for an evaluation file: its header alone has %d", name, size,
+            EVAL_HEADER_BYTES);
+    }
+    memcpy(header, bytes, sizeof header);
+    if (header[0] != EVAL_MAGIC || header[1] != 1) {
+        die("%s: not an evaluation file of version 1: it starts with %d and %d, not with %d and 1",
+            name, header[0], header[1], EVAL_MAGIC);
+    }
+    if (header[2] < 1 || header[2] > 65535 || header[3] < 1 || header[3] > 65535) {
+        die("%s: the header counts %d examples of at most %d bytes; allowed are 1 to 65535 of both",
+            name, header[2], header[3]);
+    }
+    memset(f, 0, sizeof *f);
+    f->name = name;
+    f->bytes = bytes;
+    f->size = size;
+    f->longest_bytes = (size_t)header[3];
+    f->examples = header[2];
+    f->vocabulary = vocabulary;
+    size_t at = EVAL_HEADER_BYTES;
+    for (int i = 0; i < f->examples; i++) {
+        EvalExample x;
+        at += eval_example(&x, f, at, i);
+        f->longest_row = (int)max_i64(f->longest_row, x.texts[0].count + x.longest);
+        if (x.longest > f->longest_completion) {
+            f->longest_completion = x.longest;
+            f->longest_at = i;
+        }
+    }
+    if (at != size) {
+        die("%s: %zu bytes follow the last of its %d examples", name, size - at, f->examples);
+    }
+}
+
+// One row on its way through the engine: where the losses of its completion lie, and whose it is.
+typedef struct {
+    int completion, last, label;  // last: of its example
+    int first, count, cut;        // cut: the context lost its start
+} EvalRow;
+
+typedef struct {
+    int examples, correct, correct_norm, cut_rows;
+    double sum, mean;  // the lowest ones of the example under way
+    int by_sum, by_mean;
+} EvalScore;
+
+// Token i of the context with completion k behind it; 0 behind both.
+static Token eval_token(const EvalExample *x, int k, int i) {
+    const EvalTokens *context = &x->texts[0], *completion = &x->texts[1 + k];
+    const int after = i - context->count;
+    return after < 0                   ? eval_word(context->words, i)
+           : after < completion->count ? eval_word(completion->words, after)
+                                       : 0;
+}
+
+// Writes the row of completion k, which has at most T tokens: T inputs and T targets.
+static EvalRow eval_row(Token *inputs, Token *targets, const EvalExample *x, int k, int T) {
+    const int context = x->texts[0].count, count = x->texts[1 + k].count;
+    const int drop = context + count > T + 1 ? context + count - T - 1 : 0;
+    check(count <= T, "the evaluation file has changed since it was opened");
+    for (int i = 0; i < T; i++) {
+        inputs[i] = eval_token(x, k, drop + i);
+        targets[i] = eval_token(x, k, drop + i + 1);
+    }
+    EvalRow row = {k, k + 1 == x->completions, x->label, context - drop - 1, count, drop > 0};
+    return row;
+}
+
+// Adds a row, in the order of the file, from the losses (T) of its tokens.
+static void eval_add(EvalScore *score, const EvalRow *row, const real *losses) {
+    double sum = 0;
+    for (int i = 0; i < row->count; i++) {
+        sum += (double)losses[row->first + i];
+    }
+    if (row->completion == 0 || sum < score->sum) {
+        score->sum = sum;
+        score->by_sum = row->completion;
+    }
+    if (row->completion == 0 || sum / row->count < score->mean) {
+        score->mean = sum / row->count;
+        score->by_mean = row->completion;
+    }
+    score->cut_rows += row->cut;
+    score->examples += row->last;
+    score->correct += row->last && score->by_sum == row->label;
+    score->correct_norm += row->last && score->by_mean == row->label;
+}
+
+// Both scores in percent, with their standard errors, sqrt(p (1 - p) / n).
+static const char *eval_text(char text[80], const EvalScore *score) {
+    const double n = score->examples, p = score->correct / n, p_norm = score->correct_norm / n;
+    snprintf(text, 80, "accuracy %.2f %% +- %.2f, acc_norm %.2f %% +- %.2f", 100 * p,
+             100 * sqrt(p * (1 - p) / n), 100 * p_norm, 100 * sqrt(p_norm * (1 - p_norm) / n));
+    return text;
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -5323,7 +5524,7 @@ static double run_validate(Run *run) {
     double sum = 0;
     for (int64_t k = 0; k < batches && !stop_signal; k++) {
         dataset_batch(&run->val, k * s->B, s->B, 0, 0, run->inputs, run->targets, s->model.V);
-        sum += run->engine.evaluate(&run->engine, run->inputs, run->targets);
+        sum += run->engine.evaluate(&run->engine, NULL, run->inputs, run->targets);
     }
     return sum / (double)batches;
 }
@@ -5459,6 +5660,78 @@ static void run_print_validation(Run *run) {
         fputs("}\n", run->log);
         log_flush(run->log);
     }
+}
+
+// Scores the examples of `f`, B rows at a time, to the last one or to a signal. Says how far it is
+// at every batch on a terminal, else at every tenth of the file.
+static void run_evaluate(Run *run, const EvalFile *f, EvalScore *score) {
+    const int B = run->s.B, T = run->s.T, all = f->examples;
+    EvalRow *rows = (EvalRow *)alloc_zero((size_t)B, sizeof(EvalRow));
+    real *losses = (real *)alloc_zero((size_t)B * (size_t)T, sizeof(real));
+    const double began = now_ms();
+    size_t at = EVAL_HEADER_BYTES;
+    char text[80], eta[24];
+    for (int i = 0, filled = 0; i < all && !stop_signal; i++) {
+        EvalExample x;
+        const int before = score->examples;
+        at += eval_example(&x, f, at, i);
+        for (int k = 0; k < x.completions; k++) {
+            const int64_t row = (int64_t)filled * T;
+            rows[filled++] = eval_row(run->inputs + row, run->targets + row, &x, k, T);
+            if (filled < B && (k + 1 < x.completions || i + 1 < all)) {
+                continue;
+            }
+            if (!isfinite(run->engine.evaluate(&run->engine, losses, run->inputs, run->targets))) {
+                die("--eval: %s has a loss that is not finite, at example %d of %s", run->o.model,
+                    i, f->name);
+            }
+            for (int b = 0; b < filled; b++) {
+                eval_add(score, &rows[b], losses + (int64_t)b * T);
+            }
+            filled = 0;
+        }
+        const int done = score->examples, tenth = (int)(10.0 * done / all);
+        if (!run->o.quiet && !run->o.json && done > before && done < all &&
+            (run->live || tenth > (int)(10.0 * before / all))) {
+            printf("%sexample %5d/%d  %s  eta %s%s", run->live ? "\r\033[K" : "", done, all,
+                   eval_text(text, score),
+                   duration_text(eta, (now_ms() - began) * 1e-3 * (all - done) / done),
+                   run->live ? "" : "\n");
+            fflush(stdout);
+        }
+    }
+    free(rows);
+    free(losses);
+}
+
+// The score: a line, or JSON and nothing else.
+static void run_print_score(const Run *run, const EvalFile *f, const EvalScore *score) {
+    const int n = score->examples;
+    char text[80], done[32], all[32];
+    if (n == 0) {
+        die("--eval: interrupted before one example of %s was scored", f->name);
+    }
+    if (run->o.json) {
+        printf("{\"file\":\"");
+        json_text(stdout, f->name, strlen(f->name));
+        printf("\",\"model\":\"");
+        json_text(stdout, run->o.model, strlen(run->o.model));
+        printf("\",\"sequence\":%d,\"examples\":%d,\"of\":%d,\"cut_rows\":%d,\"correct\":%d,"
+               "\"correct_norm\":%d,\"accuracy\":%.9g,\"acc_norm\":%.9g}\n",
+               run->s.T, n, f->examples, score->cut_rows, score->correct, score->correct_norm,
+               1.0 * score->correct / n, 1.0 * score->correct_norm / n);
+        return;
+    }
+    printf("%s", run->live ? "\r\033[K" : "");
+    if (score->cut_rows) {
+        printf("%s rows lost the start of their context: T = %d holds %d tokens of a row\n",
+               count_text(done, score->cut_rows), run->s.T, run->s.T + 1);
+    }
+    printf("%s: ", f->name);
+    if (n < f->examples) {
+        printf("interrupted after %s of ", count_text(done, n));
+    }
+    printf("%s examples, %s\n", count_text(all, f->examples), eval_text(text, score));
 }
 
 // The loop: from the run's step to its last, or to a signal; saves at the end when there is an
@@ -5695,10 +5968,20 @@ static void run_vocabulary(Run *run) {
     }
 }
 
+// The batch of a run whose settings are known; ends the run when its plan does not fit.
+static void run_fit(Run *run, const Program *program) {
+    Plan p;
+    size_t batch = (size_t)run->s.B * (size_t)run->s.T;
+    run->inputs = (Token *)alloc_zero(2 * batch, sizeof(Token));
+    run->targets = run->inputs + batch;
+    plan_build(&p, &run->s);
+    plan_refuse(&p, p.device_bytes + program->library_bytes, program->available());
+    plan_free(&p);
+}
+
 // From options to a run that is sized, fits, and has its data; ends the run where one does not.
 static void run_open(Run *run, const Program *program, const Model *m) {
     const Options *o = &run->o;
-    Plan p;
     settings_from_options(&run->s, o, m, program->gpu);
     run->has_val = o->val_data && o->val_every;
     if (run->has_val) {
@@ -5708,17 +5991,26 @@ static void run_open(Run *run, const Program *program, const Model *m) {
         }
     }
     run_size(run);
-    size_t batch = (size_t)run->s.B * (size_t)run->s.T;
-    run->inputs = (Token *)alloc_zero(2 * batch, sizeof(Token));
-    run->targets = run->inputs + batch;
+    run_fit(run, program);
     run_vocabulary(run);
     if (o->sample_every) {
         prompt_tokens(run->inputs, run->s.T, run->train.tokenizer, run->bpe,
                       o->prompt);  // or the end of the run
     }
-    plan_build(&p, &run->s);
-    plan_refuse(&p, p.device_bytes + program->library_bytes, program->available());
-    plan_free(&p);
+}
+
+// Opens the engine with the weights of the newest checkpoint, or else of -e's file, or else with
+// fresh ones. Returns the checkpoint's step, or -1.
+static int64_t run_engine_open(Run *run, const Program *program, const Model *m) {
+    program->open(&run->engine, &run->s);
+    int64_t step = run->o.output[0] ? run_resume(run) : -1;
+    if (step < 0 && run->weights.spans) {
+        model_file_load(&run->engine, &run->weights, NULL);
+    } else if (step < 0) {
+        engine_initialise(&run->engine, m, (uint64_t)run->o.seed);
+    }
+    model_file_close(&run->weights);
+    return step;
 }
 
 // From an accepted run to its first step: output folder, engine, checkpoint or fresh weights, log,
@@ -5737,19 +6029,54 @@ static void run_begin(Run *run, const Program *program, const Model *m) {
             die("--output (-o): %s: another run writes there (%s)", o->output, strerror(errno));
         }
     }
-    program->open(&run->engine, &run->s);
-    int64_t resume_step = run->saved_step = o->output[0] ? run_resume(run) : -1;
-    if (resume_step < 0 && run->weights.spans) {
-        model_file_load(&run->engine, &run->weights, NULL);
-    } else if (resume_step < 0) {
-        engine_initialise(&run->engine, m, (uint64_t)o->seed);
-    }
-    model_file_close(&run->weights);
+    int64_t resume_step = run->saved_step = run_engine_open(run, program, m);
     run->log = o->output[0] ? log_open(o->output, resume_step, o, &run->s, p.device_bytes) : NULL;
     if (!o->quiet) {
         run_print_box(run, program, &p);
     }
     plan_free(&p);
+}
+
+// --eval: scores the model, without data and without writing anything. A signal ends it with what
+// was scored by then, which is no failure. Without -t, T is what the longest row of the file needs.
+static int eval_command(Run *run, const Program *program, const Model *m) {
+    Options *o = &run->o;
+    Mapping map;
+    EvalFile f;
+    EvalScore score;
+    char examples[32], weights[48] = "weights of that file";
+    memset(&score, 0, sizeof score);
+    if (mapping_open(&map, o->eval) != 0) {
+        die("--eval: cannot open %s: %s", o->eval, strerror(errno));
+    }
+    eval_parse(&f, map.bytes, map.size, o->eval, m->V);
+    if (!o->seq_len) {
+        o->seq_len = min_i64(round_up_i64(f.longest_row - 1, 16), m->maxT);
+    }
+    settings_from_options(&run->s, o, m, program->gpu);
+    if (f.longest_completion > run->s.T) {
+        die("%s: example %d: a completion has %d tokens; --seq-len (-t) %d holds as many at most",
+            f.name, f.longest_at, f.longest_completion, run->s.T);
+    }
+    run_fit(run, program);
+    run->live = isatty(1) && !o->quiet && !o->json;
+    if (!run->weights.spans) {
+        snprintf(weights, sizeof weights, "initial weights of --seed %" PRId64, o->seed);
+    }
+    run_engine_open(run, program, m);
+    if (!o->quiet && !o->json) {
+        printf("%s: %s\nmodel    %s: vocabulary %d, %s\n", program->name, run->engine.device,
+               o->model, m->V, weights);
+        printf("file     %s: %s examples of at most %d tokens; B %d, T %d\n", f.name,
+               count_text(examples, f.examples), f.longest_row, run->s.B, run->s.T);
+        fflush(stdout);
+    }
+    run_evaluate(run, &f, &score);
+    run_print_score(run, &f, &score);
+    run->engine.close(&run->engine);
+    mapping_close(&map);
+    free(run->inputs);
+    return 0;
 }
 
 // The program, for either volume's main. Returns the exit status.
@@ -5777,6 +6104,14 @@ static int program_main(const Program *program, int argc, char **argv) {
         model_file_open(&run.weights, run.o.model);
         m = run.weights.model;
     }
+    signal(SIGINT, on_signal);
+    signal(SIGTERM, on_signal);
+    if (run.o.eval) {
+        if (preset >= 0) {
+            model_set_vocabulary(&m, GPT2_VOCABULARY);
+        }
+        return eval_command(&run, program, &m);
+    }
     if (!run.o.train_data) {
         default_data(&run.o, preset > 0 || m.V == GPT2_VOCABULARY);
     }
@@ -5791,8 +6126,6 @@ static int program_main(const Program *program, int argc, char **argv) {
     if (run.o.plan) {
         return plan_command(program, &run.o, &m);
     }
-    signal(SIGINT, on_signal);
-    signal(SIGTERM, on_signal);
     run_open(&run, program, &m);
     if ((run.o.check || run.o.compare) && program->command) {
         return program->command(&run, program);

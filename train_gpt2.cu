@@ -2512,7 +2512,8 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
 }
 
 template <class E, class G>
-static double gpu_evaluate(Engine *e, const Token *inputs, const Token *targets) {
+static double gpu_evaluate(Engine *e, real *losses, const Token *inputs, const Token *targets) {
+    static_assert(sizeof(real) == sizeof(float), "losses are copied as they are");
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
     const Settings *s = &net->plan.settings;
     const int N = s->B * s->T;
@@ -2525,6 +2526,10 @@ static double gpu_evaluate(Engine *e, const Token *inputs, const Token *targets)
            true);
     cuda_check(cudaMemcpyAsync(&net->result->loss_sum, sum, sizeof(float), cudaMemcpyDeviceToHost,
                                net->stream));
+    if (losses) {
+        cuda_check(cudaMemcpyAsync(losses, gpu_single<float>(net, ROW_LOSSES), N * sizeof(float),
+                                   cudaMemcpyDeviceToHost, net->stream));
+    }
     cuda_check(cudaStreamSynchronize(net->stream));
     return net->result->loss_sum / (double)N;
 }
@@ -2725,7 +2730,7 @@ static void gpu_warm_up(Engine *e) {
     }
     gpu_micro_step<E, G>(e, zeros, zeros, 0, 1);
     gpu_update<E, G>(e, &o, 0, HUGE_VAL, 0);
-    gpu_evaluate<E, G>(e, zeros, zeros);
+    gpu_evaluate<E, G>(e, nullptr, zeros, zeros);
     gpu_logits<E, G>(e, logits, zeros, 1);
     free(zeros);
     free(logits);
