@@ -3042,10 +3042,10 @@ static void test_eval_checkpoint() {
     std::vector<Question> questions = random_questions(8, 257, 4);
     for (int i = 0; i < 8; i++) {
         Question *q = &questions[(size_t)i];
-        uint16_t tokens[9] = {0};
-        memcpy(tokens, &corpus[(size_t)(SHARD_HEADER * 4 + 2 * i)], sizeof tokens);
-        q->context.assign(tokens, tokens + 6);
-        q->completions[(size_t)q->label].assign(tokens + 6, tokens + 9);
+        std::vector<uint16_t> tokens(9);
+        memcpy(tokens.data(), &corpus[(size_t)(SHARD_HEADER * 4 + 2 * i)], 2 * tokens.size());
+        q->context.assign(tokens.begin(), tokens.begin() + 6);
+        q->completions[(size_t)q->label].assign(tokens.begin() + 6, tokens.end());
     }
     write_file("e.bin", eval_bytes(questions));
     Outcome o = program("-e out/step-00000240 --eval e.bin");
