@@ -4137,7 +4137,7 @@ static void safetensors_member(Safetensors *f, FileTensor *t) {
         }
     }
     if (j->fault) {
-        return;
+        die("%s: tensor %s: %s at byte %zu", f->name, t->name, j->fault, j->at);
     }
     for (t->type = 0; t->type < FILE_TYPES; t->type++) {
         if (strcmp(type, file_types[t->type].name) == 0) {
@@ -4164,9 +4164,6 @@ static int safetensors_next(Safetensors *f, FileTensor *t) {
     while (json_next(j, &f->count, '{', t->name, sizeof t->name)) {
         if (strcmp(t->name, "__metadata__") != 0) {
             safetensors_member(f, t);
-            if (j->fault) {
-                break;
-            }
             return 1;
         }
         if (f->metadata) {
