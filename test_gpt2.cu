@@ -8,8 +8,8 @@
 // What it refuses to be: tuned. A tolerance is an error model (sum_error, below) or stands beside
 // the sentence that derives it, and is never loosened until a test passes. NaN fails everywhere.
 //
-// Build:  make test_gpt2 test_gpt2_double test_gpt2_asan            Volume I, chapters 2 to 9
-//         make test_gpt2cu_cpu test_gpt2cu_cpu_asan test_gpt2cu     Volume II, chapters 10 to 12
+// Build:  make test_gpt2 test_gpt2_double test_gpt2_asan            Volume I, chapters 2 to 10
+//         make test_gpt2cu_cpu test_gpt2cu_cpu_asan test_gpt2cu     Volume II, chapters 11 to 13
 //
 // Run:    build/test_gpt2             every test, or those whose names begin with an argument
 //         build/test_gpt2 --list      the names; the exit status is 0 only when no test failed
@@ -24,10 +24,11 @@
 //   7  The network
 //   8  Optimizer, sampling, evaluation, output
 //   9  The program
-//  10  Kernels
-//  11  The network on a GPU
-//  12  The GPU program
-//  13  The table
+//  10  Model files
+//  11  Kernels
+//  12  The network on a GPU
+//  13  The GPU program
+//  14  The table
 
 #define GPT2_NO_MAIN 1
 #ifndef TEST_CUDA
@@ -2179,7 +2180,7 @@ static const char *json_skip(const char *p) {
         return p + 1;
     }
     size_t number = strspn(p, "-+.eE0123456789");
-    if (strncmp(p, "null", 4) == 0) {
+    if (strncmp(p, "null", 4) == 0 || strncmp(p, "true", 4) == 0) {
         return p + 4;
     }
     char *end;
@@ -3112,7 +3113,833 @@ static void test_training() {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 10. Kernels
+// 10. Model files
+// Volume I's chapters 14 and 15 as strangers' files meet them. Files are put together here from
+// lists of tensors, by names and rules that are written down a second time, so that a corruption is
+// one line; what is refused dies in one line that names the file and what in it is wrong.
+
+// The hash of `data`, added in two pieces.
+static Text sha256_of(const Text &data, size_t cut) {
+    Sha256 s;
+    char out[SHA256_TEXT];
+    sha256_start(&s);
+    sha256_add(&s, data.data(), cut);
+    sha256_add(&s, data.data() + cut, data.size() - cut);
+    sha256_end(&s, out);
+    return out;
+}
+
+// `n` bytes, a function of the seed.
+static Text random_bytes(size_t n, uint64_t seed) {
+    Text out(n, 0);
+    for (size_t i = 0; i < n; i++) {
+        out[i] = (char)(rng_uniform(seed, 9, 2, i) * 256);
+    }
+    return out;
+}
+
+// FIPS 180-4's examples; every length around the padding's turns, in any two pieces, against the
+// plain rounds over a message that is padded here; the processor's rounds against the plain ones.
+static void test_sha256() {
+    static const char *const known[][2] = {
+        {"", "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"},
+        {"abc", "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"},
+        {"abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq",
+         "248d6a61d20638b8e5c026930c3e6039a33ce45964ff2167f6ecedd419db06c1"}};
+    for (auto &row : known) {
+        expect(sha256_of(row[0], 0) == row[1], "'%s'", row[0]);
+    }
+    expect(sha256_of(Text(1000000, 'a'), 999) ==
+           "cdc76e5c9914fb9281a1c7e284d73e67f1809a48a497200e046d39ccc7112cd0");
+    for (size_t length = 0; length <= 300; length++) {
+        const Text data = random_bytes(length, 1);
+        Text padded = data + '\x80', digits;
+        padded.append((119 - length % 64) % 64 + 6, 0);
+        padded += {(char)(length * 8 >> 8), (char)(length * 8)};
+        Sha256 s;
+        sha256_start(&s);
+        sha256_blocks_plain(s.h, (const unsigned char *)padded.data(), padded.size() / 64);
+        for (uint32_t h : s.h) {
+            digits += text("%08x", h);
+        }
+        for (size_t cut = 0; cut <= length; cut++) {
+            expect(sha256_of(data, cut) == digits, "%zu bytes cut at %zu", length, cut);
+        }
+        uint32_t a[8], b[8];
+        memcpy(a, s.h, sizeof a);
+        memcpy(b, s.h, sizeof b);
+        sha256_blocks(a, (const unsigned char *)data.data(), length / 64);
+        sha256_blocks_plain(b, (const unsigned char *)data.data(), length / 64);
+        expect(memcmp(a, b, sizeof a) == 0, "%zu blocks", length / 64);
+    }
+    detail = SHA256_X86 ? "x86's instructions and plain C" : "plain C";
+}
+
+// What is wrong with a JSON text, which lies in memory of exactly its size; "" for nothing.
+static Text json_fault(const Text &json) {
+    std::vector<unsigned char> bytes(json.begin(), json.end());
+    Json j = {bytes.data(), 0, bytes.size(), NULL};
+    json_skip(&j);
+    if (json_peek(&j) >= 0) {
+        json_fail(&j, "more text after the end");
+    }
+    expect(j.at <= j.end);
+    return j.fault ? j.fault : "";
+}
+
+static void test_json() {
+    const Text open64(64, '['), close64(64, ']'), nul(1, 0);
+    static const char value[] = "a value should stand", number[] = "neither a number nor",
+                      ends[] = "a string does not end", escape[] = "an unknown escape",
+                      comma[] = "a comma", deep[] = "values nested deeper", more[] = "more text";
+    const std::vector<std::pair<Text, Text>> table = {
+        {" {\"a\" : [ 1,-2.5e+3,0.5E-7, {} ],\r\n\t\"\":null} ", ""}, {"-0", ""}, {"0e0", ""},
+        {"\"\\\"\\\\\\/\\b\\f\\n\\r\\t\\u00e9\x7f\xff\"", ""}, {open64 + close64, ""},
+        {open64 + "[" + close64 + "]", deep}, {Text(100000, '['), deep}, {"", value},
+        {Text(100000, '{'), "a string should begin"}, {"[1,]", value}, {"[,1]", value},
+        {"[1 2]", comma}, {"[1}", comma}, {"{\"a\":1]", comma}, {"[1:2]", comma}, {"[", value},
+        {"{\"a\":1,}", "a string should begin"}, {"{\"a\" 1}", "a colon"}, {"{\"a\":}", value},
+        {"{1:2}", "a string should begin"}, {"[]]", more}, {"1 2", more}, {"{}x", more},
+        {"{}" + nul, more}, {nul, value}, {"[1" + nul + "]", comma}, {"\"a" + nul + "\"", ends},
+        {"\"\n\"", ends}, {"\"\x1f\"", ends}, {"\"", ends}, {"\"\\\"", ends},
+        {"\"\\x\"", escape}, {"\"\\u12g4\"", escape}, {"\"\\u0000\"", escape},
+        {"\"\\" + nul + "\"", escape}, {"\"\\u12\"", escape}, {"nan", number}, {"Infinity", number},
+        {"True", number}, {"nulls", number}, {"01", number}, {"+1", number}, {"1.", number},
+        {".5", number}, {"1e", number}, {"1e+", number}, {"--1", number}, {"-", number},
+        {"1.2.3", number}, {"0x10", number}, {"'a'", value}, {"/**/1", value},
+        {"\xef\xbb\xbf{}", value},
+        {"1e999", ""}, {Text(30, '9'), ""}, {Text(31, '9'), value}};
+    for (auto &row : table) {
+        const Text got = json_fault(row.first), shown = row.first.substr(0, 40);
+        expect(row.second.empty() ? got.empty() : got.find(row.second) == 0, "%s: got '%s'",
+               shown.c_str(), got.c_str());
+    }
+    const Text good = "{\"a\":[true,-1.5e+3,\"x\\u00e9\\n\"],\"b\":{\"c\":null}}";
+    for (size_t i = 0; i < good.size(); i++) {
+        expect(!json_fault(good.substr(0, i)).empty(), "cut to %zu", i);
+        for (int c = 0; c < 256; c++) {
+            Text other = good;
+            other[i] = (char)c;
+            json_fault(other);  // the sanitizers look
+        }
+    }
+    const struct {
+        Text json;
+        size_t capacity;
+        Text want;
+    } strings[] = {{"\"abc\"", 4, "abc"}, {"\"abc\"", 3, "ab"}, {"\"abc\"", 1, ""},
+                   {"\"\\u0041\\u00e9\\u20ac\\ud83d\"", 20, "A\xc3\xa9\xe2\x82\xac\xed\xa0\xbd"},
+                   {"\"\\u007f\\u0080\\u07ff\\u0800\"", 20, "\x7f\xc2\x80\xdf\xbf\xe0\xa0\x80"},
+                   {"\"\\b\\f\\n\\r\\t\\/\"", 20, "\b\f\n\r\t/"}};
+    for (auto &row : strings) {
+        Json j = {(const unsigned char *)row.json.data(), 0, row.json.size(), NULL};
+        std::vector<char> out(row.capacity);
+        json_string(&j, out.data(), row.capacity);
+        expect(!j.fault && out.data() == row.want, "%s", row.json.c_str());
+    }
+    static const struct {
+        const char *json;
+        int64_t want;  // -1: a fault
+    } counts[] = {{"0", 0}, {" 42", 42}, {"9007199254740992", (int64_t)1 << 53}, {"007", -1},
+                  {"9007199254740993", -1}, {"-1", -1}, {"+1", -1}, {"1.0", -1}, {"1e2", -1},
+                  {"99999999999999999999", -1}, {"true", -1}, {"\"1\"", -1}, {"", -1}};
+    for (auto &row : counts) {
+        Json j = {(const unsigned char *)row.json, 0, strlen(row.json), NULL};
+        int64_t got = json_count(&j);
+        expect(row.want < 0 ? j.fault != NULL : !j.fault && got == row.want, "%s", row.json);
+    }
+    detail = text("%zu texts", table.size());
+}
+
+// A tensor of a safetensors file. `offsets` empty: where its data come to lie.
+struct Member {
+    Text name, dtype, shape, data, offsets;
+};
+typedef std::vector<Member> Members;
+
+static Text with_length(const Text &header, const Text &data) {
+    uint64_t length = header.size();
+    return Text((const char *)&length, 8) + header + data;
+}
+
+// The file of a list of tensors. `first`: text before them, such as __metadata__ and a comma.
+static Text safetensors_bytes(const Members &list, const Text &first = "") {
+    Text header = "{" + first, data;
+    for (const Member &m : list) {
+        const Text span = text("%zu,%zu", data.size(), data.size() + m.data.size());
+        header += (&m == &list[0] ? "\"" : ",\"") + m.name + "\":{\"dtype\":\"" + m.dtype +
+                  "\",\"shape\":[" + m.shape + "],\"data_offsets\":[" +
+                  (m.offsets.empty() ? span : m.offsets) + "]}";
+        data += m.data;
+    }
+    return with_length(header + "}", data);
+}
+
+// The file with the first `was` of its header changed.
+static Text with_header(const Text &bytes, const Text &was, const Text &now) {
+    uint64_t length;
+    memcpy(&length, bytes.data(), 8);
+    Text header = bytes.substr(8, length);
+    expect(header.find(was) != Text::npos, "no %s in the header", was.c_str());
+    header.replace(header.find(was), was.size(), now);
+    return with_length(header, bytes.substr(8 + length));
+}
+
+static Member &named(Members *list, const Text &name) {
+    for (Member &m : *list) {
+        if (m.name == name) {
+            return m;
+        }
+    }
+    die("the test's file has no %s", name.c_str());
+}
+
+// A number of any bits but those of a NaN, as a file holds it and as what it means.
+static Text number_bytes(const Text &dtype, uint64_t seed, uint64_t index, real *want) {
+    uint32_t bits = (uint32_t)(rng_uniform(seed, 9, 3, index) * 0x1p32);
+    uint16_t half = (uint16_t)bits;
+    if (dtype == "F16") {
+        const int exponent = half >> 10 & 31, fraction = half & 1023;
+        double size = exponent == 31 ? HUGE_VAL
+                      : exponent     ? ldexp(1024 + fraction, exponent - 25)
+                                     : ldexp(fraction, -24);
+        half = exponent == 31 ? half & 0xfc00 : half;
+        *want = (real)(half >> 15 ? -size : size);
+        return Text((const char *)&half, 2);
+    }
+    bits = dtype == "BF16" ? bits << 16 : bits;
+    bits &= (bits & 0x7f800000) == 0x7f800000 ? 0xff800000 : 0xffffffff;
+    float value;
+    memcpy(&value, &bits, 4);
+    *want = (real)value;
+    return dtype == "BF16" ? Text((const char *)&bits + 2, 2) : Text((const char *)&bits, 4);
+}
+
+// A model's tensors as Hugging Face keeps them, dtypes in turn, and what the engine's flat buffer
+// has to hold then.
+static Members hugging_face(const Model &m, const Words &dtypes, const Text &prefix, Reals *want) {
+    static const char *const names[TENSORS] = {
+        "wte.weight",       "wpe.weight",      "ln_1.weight",        "ln_1.bias",
+        "attn.c_attn.weight", "attn.c_attn.bias", "attn.c_proj.weight", "attn.c_proj.bias",
+        "ln_2.weight",      "ln_2.bias",       "mlp.c_fc.weight",    "mlp.c_fc.bias",
+        "mlp.c_proj.weight", "mlp.c_proj.bias", "ln_f.weight",       "ln_f.bias"};
+    Members list;
+    want->assign((size_t)tensor_offset(&m, TENSORS, 0), 0);
+    for (int tensor = 0; tensor < TENSORS; tensor++) {
+        for (int l = 0; l < tensor_copies(&m, tensor); l++) {
+            const Text name = names[tensor], dtype = dtypes[list.size() % dtypes.size()];
+            const bool swap = name.find(".c_") != Text::npos && name.find("weight") != Text::npos;
+            const int64_t rows = tensor == WTE ? m.V : dim_size(&m, tensor_rows[tensor].rows),
+                          cols = dim_size(&m, tensor_rows[tensor].cols);
+            Member t = {prefix + (tensor_copies(&m, tensor) > 1 || tensor_rows[tensor].per_layer
+                                      ? text("h.%d.", l) : "") + name,
+                        dtype, text("%d", (int)rows), "", ""};
+            if (tensor_is_matrix(tensor)) {
+                t.shape = text("%d,%d", (int)(swap ? cols : rows), (int)(swap ? rows : cols));
+            }
+            for (int64_t i = 0; i < rows * cols; i++) {
+                const int64_t r = swap ? i % rows : i / cols, c = swap ? i / rows : i % cols;
+                real *place = &(*want)[(size_t)(tensor_offset(&m, tensor, l) + r * cols + c)];
+                t.data += number_bytes(dtype, (uint64_t)(tensor * 100 + l), (uint64_t)i, place);
+            }
+            list.push_back(t);
+        }
+    }
+    return list;
+}
+
+// config.json as transformers writes it.
+static Text config_text(const Model &m) {
+    return text("{\n  \"activation_function\": \"gelu_new\",\n  \"architectures\": [\"GPT2LMHead"
+                "Model\"],\n  \"attn_pdrop\": 0.1,\n  \"initializer_range\": 0.02,\n  "
+                "\"layer_norm_epsilon\": 1e-05,\n  \"model_type\": \"gpt2\",\n  \"n_ctx\": 1024,\n "
+                " \"n_embd\": %d,\n  \"n_head\": %d,\n  \"n_inner\": null,\n  \"n_layer\": %d,\n  "
+                "\"n_positions\": %d,\n  \"scale_attn_weights\": true,\n  "
+                "\"task_specific_params\": {\"text-generation\": {\"do_sample\": true, "
+                "\"max_length\": 50}},\n  \"tie_word_embeddings\": true,\n  \"vocab_size\": %d\n}"
+                "\n", m.C, m.NH, m.L, m.maxT, m.V);
+}
+
+static void write_model(const Text &folder, const Text &bytes, const Text &config) {
+    mkdir(folder.c_str(), 0755);
+    write_file(folder + "/model.safetensors", bytes);
+    write_file(folder + "/config.json", config);
+}
+
+// Opens what -e names, with little more address space than there is now: no file's claim may cost
+// memory.
+static void open_model(const char *path) {
+#if !TEST_ASAN
+    const rlim_t space = (rlim_t)address_pages() * (rlim_t)sysconf(_SC_PAGESIZE) +
+                         ((rlim_t)24 << 20);
+    struct rlimit r = {space, space};
+    setrlimit(RLIMIT_AS, &r);
+#endif
+    ModelFile f;
+    model_file_open(&f, path);
+    model_file_close(&f);
+}
+
+// Opens a model and loads it over weights of all sevens: `want` to the bit, padding and moments 0.
+static void expect_loads_at(int line, const char *path, const Model &m, const Reals &want,
+                            const Text &who) {
+    Net n(m, 1, 1);
+    const Reals sevens(want.size(), 7);
+    for (int state = 0; state < STATES; state++) {
+        n.e.write(&n.e, state, 0, sevens.data(), n.size());
+    }
+    ModelFile f;
+    model_file_open(&f, path);
+    if (memcmp(&f.model, &m, sizeof m) != 0) {
+        fail(line, who + ": another model");
+    } else {
+        model_file_load(&n.e, &f, NULL);
+        const Reals got = n.state(STATE_WEIGHTS), zeros(want.size(), 0);
+        size_t at = 0;
+        while (at < got.size() && memcmp(&got[at], &want[at], sizeof(real)) == 0) {
+            at++;
+        }
+        if (at < got.size()) {
+            fail(line, who + text(": element %zu is %.9g, not %.9g", at, (double)got[at],
+                                  (double)want[at]));
+        }
+        if (!same_bits(n.state(STATE_M), zeros) || !same_bits(n.state(STATE_V), zeros)) {
+            fail(line, who + ": moments");
+        }
+    }
+    model_file_close(&f);
+}
+#define expect_loads(path, m, want, who) expect_loads_at(__LINE__, path, m, want, who)
+
+// Every dtype and their mixture, with and without the prefix, mask buffers, tied head, any order,
+// a padded header; as a folder and as a file; sizes on both sides of a tile, a strip and a piece.
+static void test_model_accepted() {
+    static const Words dtypes[] = {{"F32"}, {"BF16"}, {"F16"}, {"F32", "BF16", "F16"}};
+    int k = 0;
+    for (const Words &types : dtypes) {
+        for (int variant = 0; variant < 8; variant++, k++) {
+            const Text prefix = variant & 1 ? "transformer." : "";
+            const Model m = shape(k % 5 == 4 ? "l1h2c68t5" : "l2h2c20t7", k == 3 ? 4000 : 300);
+            Reals want;
+            Members list = hugging_face(m, types, prefix, &want);
+            if (variant & 2) {
+                const char *mask[][2] = {{"F32", "1,1,7,7"}, {"BOOL", "1,1,3,3"},
+                                         {"U8", "1,1,5,1"}};
+                const char *dtype = mask[k % 3][0];
+                const size_t sizes[] = {49 * 4, 9, 5};
+                list.push_back({prefix + "h.0.attn.bias", dtype, mask[k % 3][1],
+                                Text(sizes[k % 3], 1), ""});  // what follows is not aligned
+                list.push_back({prefix + "h.0.attn.masked_bias", "F32", "", "\x1\x2\x3\x4", ""});
+                Member head = named(&list, prefix + "wte.weight");
+                head.name = "lm_head.weight";
+                list.push_back(head);
+            }
+            if (variant & 4) {
+                std::reverse(list.begin(), list.end());
+            }
+            const Text format = "\"__metadata__\":{\"format\":\"pt\"},";
+            Text bytes = safetensors_bytes(list, variant & 4 ? "" : format);
+            bytes = variant & 2 ? with_header(bytes, "{", "{      ") : bytes;
+            write_model("model", bytes, config_text(m));
+            const char *path = variant & 1 ? "model" : "model/model.safetensors";
+            expect_loads(path, m, want,
+                         types[0] + text(" variant %d of %zu", variant, types.size()));
+        }
+    }
+    const Model m = shape("l1h1c8t2", 3);  // a head in another dtype, of equal numbers
+    Reals want;
+    Members list = hugging_face(m, {"BF16"}, "", &want);
+    Text wide_bits;
+    for (const char &c : list[0].data) {
+        wide_bits += ((&c - list[0].data.data()) % 2 ? Text() : Text(2, 0)) + c;
+    }
+    list.push_back({"lm_head.weight", "F32", "3,8", wide_bits, ""});
+    write_model("model", safetensors_bytes(list), config_text(m));
+    expect_loads("model/", m, want, "an F32 head over BF16");
+    detail = text("%d files", k + 1);
+}
+
+// An llm.c file: each tensor with all its layers; rows V to Vp - 1 of wte hold what must not be
+// loaded.
+static Text llmc_bytes(const Model &m, int version, Reals *want) {
+    int32_t header[256] = {20240326, version, m.maxT, m.V, m.L, m.NH, m.C, m.Vp};
+    Text bytes((const char *)header, sizeof header);
+    want->assign((size_t)tensor_offset(&m, TENSORS, 0), 0);
+    for (int tensor = 0; tensor < TENSORS; tensor++) {
+        for (int l = 0; l < tensor_copies(&m, tensor); l++) {
+            for (int64_t i = 0; i < tensor_size(&m, tensor); i++) {
+                real value;
+                bytes += number_bytes(version == 3 ? "F32" : "BF16", (uint64_t)(tensor * 99 + l),
+                                      (uint64_t)i, &value);
+                if (tensor != WTE || i < (int64_t)m.V * m.C) {
+                    (*want)[(size_t)(tensor_offset(&m, tensor, l) + i)] = value;
+                }
+            }
+        }
+    }
+    return bytes;
+}
+
+static void test_llmc_model() {
+    const Model m = shape("l2h2c20t7", 257);
+    for (int version : {3, 5}) {
+        Reals want;
+        const Text good = llmc_bytes(m, version, &want);
+        write_file("good.bin", good);
+        expect_loads("good.bin", m, want, text("version %d", version));
+        const std::pair<Text, const char *> table[] = {
+            {with_int(good, 1, 4), "bad.bin: version 4"}, {with_int(good, 1, 1), "version 1"},
+            {good + "x", "bad.bin: "}, {good.substr(0, good.size() - 1), "its shape makes"},
+            {with_int(good, 7, 257), "with 257 padded rows"}, {with_int(good, 7, -1), "padded"},
+            {with_int(good, 1, 8 - version), "its shape makes"},
+            {with_int(good, 2, 0), "0 positions"},
+            {with_int(good, 3, 0), "0 tokens"}, {with_int(good, 3, 70000), "70000 tokens"},
+            {with_int(good, 3, INT32_MAX), "tokens"}, {with_int(good, 4, -2), "-2 layers"},
+            {with_int(good, 4, 400), "its shape makes"}, {with_int(good, 4, 401), "401 layers"},
+            {with_int(good, 5, 0), "0 heads"}, {with_int(good, 5, 3), "3 heads"},
+            {with_int(good, 6, 65536), "its shape makes"},
+            {with_int(good, 6, INT32_MIN), "channels"}};
+        for (auto &row : table) {
+            write_file("bad.bin", row.first);
+            expect_death(open_model("bad.bin"), row.second);
+        }
+    }
+    Reals want;
+    const Text good = llmc_bytes(m, 3, &want);
+    for (size_t n = 0; n < 1024; n += n < 40 ? 1 : 41) {
+        write_file("cut.bin", good.substr(0, n));
+        expect_death(open_model("cut.bin"),
+                     n < 4 ? "cannot open config.json" : "cut.bin: not a model");
+    }
+}
+
+// One tensor of a good file changed: its name, the member, the new value, what is said of it.
+static const struct {
+    const char *name;
+    Text Member::*field;
+    const char *value, *words;
+} changes[] = {
+    {"wpe.weight", &Member::dtype, "Q4", "wpe.weight: an unknown dtype"},
+    {"wpe.weight", &Member::dtype, "", "wpe.weight: an unknown dtype"},
+    {"wpe.weight", &Member::dtype, "F64", "wpe.weight: its data_offsets do not span"},
+    {"wpe.weight", &Member::dtype, "I32", "wpe.weight: weights are F32, BF16 or F16"},
+    {"wpe.weight", &Member::shape, "4,3", "wpe.weight: its shape is not (3, 4)"},
+    {"wpe.weight", &Member::shape, "12", "wpe.weight: its shape is not (3, 4)"},
+    {"wpe.weight", &Member::shape, "3,4,1", "wpe.weight: its shape is not (3, 4)"},
+    {"wpe.weight", &Member::shape, "3,5", "wpe.weight: its data_offsets do not span"},
+    {"wpe.weight", &Member::shape, "-3,-4", "wpe.weight: not a whole number"},
+    {"wpe.weight", &Member::shape, "0,4", "wpe.weight: its data_offsets do not span"},
+    {"wpe.weight", &Member::shape, "", "wpe.weight: its data_offsets do not span"},
+    {"wpe.weight", &Member::shape, "1099511627776,1099511627776",
+     "wpe.weight: a shape of more"},
+    {"wpe.weight", &Member::shape, "0,1099511627776,1099511627776", "wpe.weight: its data"},
+    {"wpe.weight", &Member::shape, "4294967299,4294967296", "wpe.weight: a shape of more"},
+    {"h.1.attn.c_attn.weight", &Member::shape, "12,4", "weight: its shape is not (4, 12)"},
+    {"h.1.mlp.c_proj.weight", &Member::shape, "4,16", "weight: its shape is not (16, 4)"},
+    {"ln_f.bias", &Member::shape, "4,1", "ln_f.bias: its shape is not"},
+    {"ln_f.bias", &Member::shape, "1,4", "ln_f.bias: its shape is not"},
+    {"wpe.weight", &Member::name, "wte.weight", "wte.weight: stands in the file twice"},
+    {"h.0.ln_1.bias", &Member::name, "h.2.ln_1.bias", "h.2.ln_1.bias: GPT-2 of this many"},
+    {"h.0.ln_1.bias", &Member::name, "h.99.ln_1.bias", "h.99.ln_1.bias: GPT-2 of this many"},
+    {"h.0.ln_1.bias", &Member::name, "h.01.ln_1.bias", "h.01.ln_1.bias: GPT-2 of this many"},
+    {"h.0.ln_1.bias", &Member::name, "h.-1.ln_1.bias", "h.-1.ln_1.bias: GPT-2 of this many"},
+    {"h.0.ln_1.bias", &Member::name, "h.4294967296.ln_1.bias", "none of this name"},
+    {"h.0.ln_1.bias", &Member::name, "h.18446744073709551616.ln_1.bias", "none of this name"},
+    {"h.0.ln_1.bias", &Member::name, "h.0.wte.weight", "none of this name"},
+    {"h.0.ln_1.bias", &Member::name, "h..ln_1.bias", "none of this name"},
+    {"h.0.ln_1.bias", &Member::name, "ln_1.bias", "none of this name"},
+    {"ln_f.bias", &Member::name, "h.0.ln_f.bias", "none of this name"},
+    {"ln_f.bias", &Member::name, "transformer.transformer.ln_f.bias", "none of this name"},
+    {"ln_f.bias", &Member::name, "", "tensor : GPT-2 of this many"},
+    {"ln_f.bias", &Member::name, "ln_f.bias\\n\\u001b[2J", "tensor ln_f.bias??[2J: "},
+    {"h.0.ln_1.weight", &Member::offsets, "160,176", "overlap"},
+    {"h.0.ln_1.weight", &Member::offsets, "132,148", "overlap"}};
+
+// Whole files and headers that no writer makes, each refused by its name and in little memory.
+static void test_model_refused() {
+    const Model m = shape("l2h2c4t3", 5);
+    Reals ignored;
+    const Members good = hugging_face(m, {"F32"}, "", &ignored);
+    const Text bytes = safetensors_bytes(good), config = config_text(m);
+    auto refuse = [&](const Text &file, const Text &words) {
+        write_model("model", file, config);
+        expect_death(open_model("model"), words.c_str());
+    };
+    auto header = [](uint64_t length) { return Text((const char *)&length, 8); };
+    static const char not_one[] = "model/model.safetensors: not a safetensors file";
+    static const char json[] = "model/model.safetensors: not JSON as it should be: ";
+    const Text wte = "model/model.safetensors: tensor wte.weight: ";
+    const uint64_t size = bytes.size();
+    const std::pair<Text, Text> files[] = {
+        {"", not_one}, {"{}", not_one}, {Text(7, 0), not_one}, {Text(8, 0), not_one},
+        {header(1) + "{}", not_one}, {header((uint64_t)1 << 63) + bytes.substr(8), not_one},
+        {header(~(uint64_t)0) + bytes.substr(8), not_one}, {header(~(uint64_t)6) + "{}", not_one},
+        {header((uint64_t)1 << 50) + bytes.substr(8), not_one},
+        {header(size - 7) + bytes.substr(8), not_one}, {header(100000001) + bytes, not_one},
+        {with_length("{}", ""), "wte.weight: is missing"}, {with_length("{}", "x"), "overlap"},
+        {with_length("[]", ""), json}, {with_length("{\"a", ""), json},
+        {with_length("{\"__metadata__\":" + Text(65, '[') + Text(65, ']') + "}", ""), "deeper"},
+        {with_length("{\"a\":" + Text(5 << 20, '['), ""), "an object should begin"},
+        {with_length("{\"__metadata__\":" + Text(5 << 20, '['), ""), "deeper than 64"},
+        {with_length("{\"wte.weight\":{\"shape\":" + Text(5 << 20, '['), ""), wte},
+        {safetensors_bytes(good, "\"__metadata__\":{},\"__metadata__\":{},"), "__metadata__ twice"},
+        {safetensors_bytes(good, "\"__metadata__\":{"), json}, {bytes + "x", "leave some of its"},
+        {bytes.substr(0, size - 1), "outside the file"}, {bytes.substr(0, 400), not_one},
+        {with_header(bytes, "\"dtype\":\"F32\",", ""), wte + "dtype, shape and data_offsets"},
+        {with_header(bytes, "\"F32\"", "\"F32\",\"dtype\":\"F32\""), wte + "a member twice"},
+        {with_header(bytes, "\"dtype\"", "\"Dtype\""), wte + "a member twice, or other"},
+        {with_header(bytes, "\"F32\"", "5"), wte}, {with_header(bytes, "F32", "F32\\u0000"), wte},
+        {with_header(bytes, "[5,4]", "5"), wte}, {with_header(bytes, "[5,4]", "[5,4"), wte},
+        {with_header(bytes, "[0,80]", "[0]"), wte},
+        {with_header(bytes, "[0,80]", "[0,80,80]"), wte},
+        {with_header(bytes, "[0,80]", "[-80,0]"), wte},
+        {with_header(bytes, "[0,80]", "[0,8e1]"), wte},
+        {with_header(bytes, "[0,80]", "[80,0]"), wte + "its data_offsets lie outside"},
+        {with_header(bytes, "[0,80]", "[0,18446744073709551615]"), wte},
+        {with_header(bytes, "[0,80]", "[9007199254740912,9007199254740992]"),
+         wte + "its data_offsets"},
+        {with_header(bytes, "{", "x"), json}, {with_header(bytes, "}", ""), wte}};
+    for (auto &row : files) {
+        const double began = now_ms();
+        refuse(row.first, row.second);
+        expect(now_ms() - began < 5000, "slow: %s", row.second.c_str());
+    }
+    for (auto &row : changes) {
+        Members list = good;
+        named(&list, row.name).*row.field = row.value;
+        refuse(safetensors_bytes(list), row.words);
+    }
+    for (const Member &t : good) {
+        Members list = good;
+        list.erase(list.begin() + (&t - &good[0]));
+        refuse(safetensors_bytes(list), "tensor " + t.name + ": is missing");
+        list.push_back(t);
+        list.push_back(t);
+        list.back().name = "transformer." + t.name;
+        refuse(safetensors_bytes(list), "transformer." + t.name + ": stands in the file twice");
+    }
+    Members list = good;
+    list.push_back(good[0]);
+    list.back().name = "lm_head.weight";
+    list.back().data[79] ^= 1;
+    refuse(safetensors_bytes(list), "lm_head.weight: differs from wte.weight");
+    list.back().dtype = "U32";
+    refuse(safetensors_bytes(list), "lm_head.weight: weights are F32");
+    list = good;
+    list[1].data += "gap!";
+    list[1].offsets = "80,128";
+    refuse(safetensors_bytes(list), "leave some of its");
+    detail = text("%zu files, %zu changes", sizeof files / sizeof *files,
+                  sizeof changes / sizeof *changes);
+}
+
+// config.json with one thing changed.
+static void test_config_refused() {
+    const Model m = shape("l2h2c4t3", 5);
+    Reals ignored;
+    const Text bytes = safetensors_bytes(hugging_face(m, {"F32"}, "", &ignored));
+    static const char *const table[][3] = {
+        {"\"n_layer\"", "\"layers\"", "n_layer is missing or 0"},
+        {"\"n_head\"", "\"heads\"", "n_head is missing or 0"},
+        {"\"n_embd\"", "\"embd\"", "n_embd is missing or 0"},
+        {"\"n_positions\"", "\"positions\"", "n_positions is missing or 0"},
+        {"\"vocab_size\"", "\"vocab\"", "vocab_size is missing or 0"},
+        {"\"n_layer\": 2", "\"n_layer\": 0", "n_layer is missing or 0"},
+        {"\"n_layer\": 2", "\"n_layer\": -2", "not a whole number"},
+        {"\"n_layer\": 2", "\"n_layer\": 2, \"n_layer\": 2", "twice"},
+        {"\"n_layer\": 2", "\"n_layer\": 401", "401 layers"},
+        {"\"n_layer\": 2", "\"n_layer\": 1048577", "n_layer is too large"},
+        {"\"n_layer\": 2", "\"n_layer\": 4294967298", "n_layer is too large"},
+        {"\"n_layer\": 2", "\"n_layer\": 99999999999999999999", "not a whole number"},
+        {"\"n_layer\": 2", "\"n_layer\": \"2\"", "config.json: "},
+        {"\"n_layer\": 2", "\"n_layer\": 1", "h.1.ln_1.weight: GPT-2 of this many layers"},
+        {"\"n_layer\": 2", "\"n_layer\": 3", "h.2.ln_1.weight: is missing"},
+        {"\"n_head\": 2", "\"n_head\": 3", "3 heads, 4 channels"},
+        {"\"n_embd\": 4", "\"n_embd\": 8", "wte.weight: its shape is not (5, 8)"},
+        {"\"n_embd\": 4", "\"n_embd\": 65538", "65538 channels"},
+        {"\"vocab_size\": 5", "\"vocab_size\": 70000", "70000 tokens"},
+        {"\"n_positions\": 3", "\"n_positions\": 4", "wpe.weight: its shape is not (4, 4)"},
+        {"gelu_new", "relu", "activation_function is 'relu'"},
+        {"gelu_new", "gelu_new|gelu_pytorch_tanh", "activation_function is"},
+        {"gelu_new", "", "activation_function is ''"},
+        {"\"gelu_new\"", "[\"gelu_new\"]", "config.json: "},
+        {"\"n_inner\": null", "\"n_inner\": 17", "n_inner is 17"},
+        {"\"n_inner\": null", "\"n_inner\": nil", "config.json: "},
+        {"embeddings\": true", "embeddings\": false", "tie_word_embeddings is 'false'"},
+        {"weights\": true", "weights\": false", "scale_attn_weights is 'false'"},
+        {"{\n", "{\"scale_attn_by_inverse_layer_idx\": true,", "inverse_layer_idx is 'true'"},
+        {"1e-05", "1e-06", "layer_norm_epsilon is '1e-06'"},
+        {"\"gpt2\"", "\"gpt_neo\"", "model_type is 'gpt_neo'"},
+        {"\n}\n", "\n}\n{", "more text after the end"},
+        {"\n}\n", "", "config.json: not JSON"},
+    };
+    for (auto &row : table) {
+        Text config = config_text(m);
+        expect(config.find(row[0]) != Text::npos, "no %s", row[0]);
+        config.replace(config.find(row[0]), strlen(row[0]), row[1]);
+        write_model("model", bytes, config);
+        expect_death(open_model("model"), row[2]);
+    }
+    write_model("model", bytes, "");
+    expect_death(open_model("model"), "model/config.json: not JSON");
+    unlink("model/config.json");
+    expect_death(open_model("model"), "cannot open model/config.json: No such file");
+    expect_death(open_model("model/none"), "cannot open model/none: No such file");
+    mkfifo("model/config.json", 0644);
+    expect_death(open_model("model"), "cannot open model/config.json: ");
+    detail = text("%zu changes", sizeof table / sizeof *table);
+}
+
+// Writes an engine's weights as a checkpoint's model into `folder`.
+static void save_model(Net *n, int type, const char *folder) {
+    static Writer model, config;
+    mkdir(folder, 0755);
+    writer_open(&model, folder, "model.safetensors");
+    model_file_save(&n->e, &n->s.model, type, &model);
+    writer_close(&model);
+    writer_open(&config, folder, "config.json");
+    config_save(&n->s.model, &config);
+    writer_close(&config);
+    const Text bytes = read_file(text("%s/model.safetensors", folder));
+    expect(sha256_of(bytes, 0) == model.hash && (int64_t)bytes.size() == model.bytes);
+}
+
+// What is saved is the file put together here, to the byte behind the header, and loads as what it
+// was; its header is JSON and the data are aligned. The split master loses nothing.
+static void test_model_saved() {
+    static const struct {
+        const char *e;
+        int V;
+    } models[] = {{"l2h2c20t7", 300}, {"l1h2c68t5", 4000}, {"l3h1c1t1", 1}};
+    for (auto &row : models) {
+        const Model m = shape(row.e, row.V);
+        for (int type : {FILE_F32, FILE_BF16}) {
+            const char *dtype = type == FILE_F32 ? "F32" : "BF16";
+            Reals want;
+            const Text made = safetensors_bytes(hugging_face(m, {dtype}, "transformer.", &want));
+            Net n(m, 1, 1);
+            n.e.write(&n.e, STATE_WEIGHTS, 0, want.data(), n.size());
+            save_model(&n, type, "saved");
+            const Text bytes = read_file("saved/model.safetensors");
+            uint64_t length, other;
+            memcpy(&length, bytes.data(), 8);
+            memcpy(&other, made.data(), 8);
+            expect((8 + length) % 64 == 0 && json_valid(bytes.substr(8, length)));
+            expect(bytes.substr(8 + length) == made.substr(8 + other), "%s %s", row.e, dtype);
+            expect(json_valid(read_file("saved/config.json")));
+            expect_loads("saved", m, want, Text(row.e) + dtype);
+        }
+    }
+    for (uint64_t i = 0; i < 2000000; i++) {
+        const uint32_t edges[] = {0, 0x7f80, 0xff80, 0x8000,
+                                  0x7f7f, 0xff7f, 0x0080, 0x7fff, 0xffff};
+        uint32_t u = (uint32_t)(rng_uniform(4, 9, 4, i) * 0x1p32), back, high;
+        u = i < 9 * 65536 ? edges[i / 65536] << 16 | (uint32_t)(i % 65536) : u;
+        float value;
+        memcpy(&value, &u, 4);
+        high = (uint32_t)master_high(value) << 16;
+        memcpy(&value, &high, 4);
+        value = master_join(value, (uint16_t)u);
+        memcpy(&back, &value, 4);
+        expect(back == u, "%08x became %08x", u, back);
+    }
+}
+
+// Sizes and hashes of a checkpoint's files, as they are now.
+static void write_manifest(const Text &folder, const Text &more = "") {
+    Text all = "{\"format\": \"train_gpt2 checkpoint\", \"version\": 2, \"files\": {" + more;
+    for (int i = 0; i < FILE_MANIFEST; i++) {
+        const Text bytes = read_file(folder + "/" + checkpoint_files[i]);
+        all += text("%s\"%s\": {\"bytes\": %zu, \"sha256\": \"%s\"}", i ? ", " : "",
+                    checkpoint_files[i], bytes.size(), sha256_of(bytes, 0).c_str());
+    }
+    write_file(folder + "/manifest.json", all + "}}");
+}
+
+// Appends a tensor to a state file.
+static Text with_tensor(const Text &bytes, const char *name, const char *dtype, const Text &data,
+                        size_t elements) {
+    uint64_t length;
+    memcpy(&length, bytes.data(), 8);
+    const size_t end = bytes.rfind("}}", 8 + length) + 1, begin = bytes.size() - 8 - length;
+    const Text header = bytes.substr(8, end - 8) + text(",\"%s\":{\"dtype\":\"%s\",\"shape\":[%zu],"
+                        "\"data_offsets\":[%zu,%zu]}}", name, dtype, elements, begin,
+                        begin + data.size());
+    return with_length(header, bytes.substr(8 + length) + data);
+}
+
+// A checkpoint of bf16 weights and the low halves of their masters goes on as the fp32 one it was
+// made of; state files that a manifest vouches for are refused all the same.
+static void test_state_file() {
+    write_corpus();
+    const Text run = TINY "--quiet -x 4 -n 2 -y 1 -o out", at = "out/step-00000002";
+    expect_success(program(run), "first run");
+    const Text end = tensors_of("out", 4),
+               good = read_file(at + "/" + checkpoint_files[FILE_STATE]);
+    // in a child: after threads of this process, those of its children would wait for ever
+    expect_success(outcome(spawn([&] {
+        Net n(shape("l2h2c16t16", 257), 2, 16);
+        ModelFile f;
+        model_file_open(&f, at.c_str());
+        model_file_load(&n.e, &f, NULL);
+        model_file_close(&f);
+        const Reals weights = n.state(STATE_WEIGHTS);
+        Text low(weights.size() * 2, 0);
+        file_values((unsigned char *)&low[0], FILE_U16, weights.data(), n.size());
+        write_file("low", low);
+        save_model(&n, FILE_BF16, at.c_str());
+    })), "bf16 weights");
+    const Text low = read_file("low");
+    const size_t all = low.size() / 2;
+    auto resume = [&](const Text &state) {
+        checkpoint_remove("out/step-00000004");
+        write_file(at + "/" + checkpoint_files[FILE_STATE], state);
+        write_manifest(at);
+        return program(run);
+    };
+    expect_success(resume(with_tensor(good, "master", "U16", low, all)), "bf16, master");
+    expect(tensors_of("out", 4) == end, "bf16 weights and master: another end");
+    expect_success(resume(good), "bf16 weights alone");
+    expect(tensors_of("out", 4) != end && !tensors_of("out", 4).empty(), "bf16 weights alone");
+    const std::pair<Text, const char *> table[] = {
+        {with_tensor(good, "master", "U16", low + "xx", all + 1), "tensor master: has not"},
+        {with_tensor(good, "master", "F16", low, all), "tensor master: has not"},
+        {with_tensor(good, "m", "BF16", low, all), "tensor m: stands in the file twice"},
+        {with_tensor(good, "other", "U16", low, all), "tensor other: is unknown"},
+        {with_header(good, "\"m\"", "\"master\""), "tensor master: has not"},
+        {with_header(good, "\"norms\"", "\"norm\""), "tensor norm: is unknown"},
+        {with_header(good, "\"updates\":\"2\"", "\"updates\":\"-2\""), "'updates' is '-2'"},
+        {with_header(good, "\"updates\":\"2\"", "\"updates\":\"\""), "'updates' is ''"},
+        {with_header(good, "\"updates\":\"2\"", "\"updates\":2"), "'updates' is ''"},
+        {with_header(good, "\"updates\"", "\"update\""), "'updates' is ''"},
+        {with_header(good, "\"step\":\"2\"", "\"step\":\"2x\""), "'step' is '2x'"},
+        {with_header(good, "\"position\":\"", "\"position\":\"9007199254740993"), "'position' is"},
+        {with_header(good, "\"__metadata__\":{\"format", "\"__metadata__\":{\"form"), ""},
+        {with_header(good, "\"run\":\"shape l2", "\"run\":\"\\u001b\\nl2"), "run: it has ??l2"},
+        {with_header(good, "\"run\"", "\"ran\""), "is of another run"}};
+    for (auto &row : table) {
+        if (row.second[0]) {
+            expect_refused(resume(row.first), row.second, row.second);
+        } else {
+            expect_success(resume(row.first), "a key that nobody asks for");
+        }
+    }
+    resume(good);
+    static const char *const doubles[] = {
+        "\"model.safetensors\": {\"bytes\": 1, \"sha256\": \"0\"}, ",
+                                          "\"../x\": {}, ", "\"a\": [}, "};
+    for (const char *more : doubles) {
+        write_manifest("out/step-00000004", more);
+        Outcome o = program(run);
+        expect(o.status == 0 && o.err.find("passed over out/step-00000004: manifest.json: it") !=
+                                    Text::npos, "%s: %s", more, o.err.c_str());
+    }
+}
+
+// What a checkpoint's folder names, trained on as a model of its own.
+static void test_model_option() {
+    write_corpus();
+    expect_success(program(TINY "--quiet -x 3 -o out"), "first run");
+    Outcome first = outcome(spawn([] {
+        Net n(shape("l2h2c16t16", 257), 2, 16);
+        ModelFile f;
+        Options o;
+        Dataset d;
+        Token inputs[32], targets[32];
+        model_file_open(&f, "out/step-00000003");
+        model_file_load(&n.e, &f, NULL);
+        options_default(&o);
+        dataset_open(&d, "train.bin", 16);
+        dataset_batch(&d, 0, 2, (int)o.shuffle, (uint64_t)o.seed, inputs, targets, 257);
+        n.e.micro_step(&n.e, inputs, targets, 0, 1);
+        printf("{\"step\":1,\"loss\":%.9g,", n.e.update(&n.e, &o, 0, HUGE_VAL, 0).loss);
+        dataset_close(&d);
+        model_file_close(&f);
+    }));
+    expect_success(first, "a step from these weights");
+    const Text want = first.out;
+    int k = 0;
+    for (const char *e : {"out/step-00000003", "out/step-00000003/",
+                         "out/step-00000003/model.safetensors"}) {
+        const Text folder = text("next%d", k++),
+                   run = Text("--quiet -x 2 -b 2 -i train.bin -y 1 -e ") + e;
+        expect_success(program(run + " -o " + folder), e);
+        const Text log = read_file(folder + "/log.jsonl"), end = tensors_of(folder.c_str(), 2);
+        expect(log.find(want) != Text::npos, "%s: no %s", e, want.c_str());
+        expect(tensors_of("next0", 2) == end && !end.empty(), "%s: another end", e);
+    }
+    write_file("gpt2.bin", shard_bytes(std::vector<uint16_t>(400, 7), TOKENIZER_GPT2));
+    mkdir("empty", 0755);
+    static const Refusal table[] = {
+        {"-i gpt2.bin -e out/step-00000003", "has a vocabulary of 257; the data, gpt2.bin, has"},
+        {"-i train.bin -e out/step-00000004", "'out/step-00000004' is neither a preset"},
+        {"-i train.bin -e empty", "cannot open empty/model.safetensors: No such file"},
+        {"-i train.bin -e train.bin", "cannot open config.json: No such file"},
+        {"-i train.bin -e out/step-00000003/config.json", "not a safetensors file"},
+        {"-i train.bin -t 17 -e out/step-00000003", "17 is more than the model's 16"},
+        {"-e out/step-00000003", "no data: 'make data'"},
+        {"-i train.bin -e /dev/null", "cannot open /dev/null: "}};
+    for (const Refusal &row : table) {
+        expect_refused(program(row.arguments), row.words, row.arguments);
+    }
+    Outcome plan = program("--plan --json -e out/step-00000003");
+    expect_success(plan, "--plan");
+    expect(json_valid(plan.out) && plan.out == program("--plan --json -e l2h2c16t16").out);
+}
+
+// A disk that fills up inside any file of a checkpoint, and what else is in the way, leave the one
+// before as it was; a folder in the first form, or one without a manifest, is passed over.
+static void test_checkpoint_writes() {
+    write_corpus();
+    expect_success(program(TINY "--quiet -x 2 -o out"), "first run");
+    const Text good = state_file("out", 2), run = TINY "--quiet -x 4 -y 1 -o out";
+    const size_t model = in_checkpoint("out", 2, FILE_MODEL).size(),
+                 state = in_checkpoint("out", 2, FILE_STATE).size();
+    auto is_whole = [](const char *folder) {
+        return outcome(spawn([&] {
+            char problem[PATH_BYTES];
+            exit(!checkpoint_is_whole(folder, problem));
+        })).status == 0;
+    };
+    auto expect_stands = [&](const char *who) {
+        expect(names_in("out", "step") == "step-00000002", "%s: %s", who,
+               names_in("out", "step").c_str());
+        expect(state_file("out", 2) == good && is_whole("out/step-00000002"), "%s", who);
+    };
+    for (size_t bytes : {model / 2, model - 1, model, model + 1,
+                         state / 2, state - 100, state - 1}) {
+        Outcome o = program(run, [bytes] {
+            struct rlimit r = {bytes, bytes};
+            signal(SIGXFSZ, SIG_IGN);
+            setrlimit(RLIMIT_FSIZE, &r);
+        });
+        const Text file = Text("cannot write out/step-00000004.tmp/") +
+                          checkpoint_files[bytes < model ? FILE_MODEL : FILE_STATE];
+        expect_refused(o, file.c_str(), text("%zu bytes", bytes));
+        expect_stands("full disk");
+    }
+    for (const char *file : checkpoint_files) {
+        const Text in_the_way = Text("out/step-00000004.tmp/") + file;
+        mkdir("out/step-00000004.tmp", 0755);
+        mkdir(in_the_way.c_str(), 0755);
+        expect_refused(program(run), ("cannot write " + in_the_way).c_str(), in_the_way);
+        expect(names_in("out/step-00000004.tmp", "") == file, "what is written beside %s", file);
+        nftw("out/step-00000004.tmp", remove_one, 16, FTW_DEPTH | FTW_PHYS);
+        expect_stands(file);
+    }
+    mkdir("out/step-00000003", 0755);
+    write_file("out/step-00000003/state.bin", good);
+    write_file("out/step-00000009", "no folder");
+    Outcome o = program(run);
+    expect(o.status == 0 &&
+               o.err.find("passed over out/step-00000003: manifest.json") != Text::npos &&
+               o.err.find("passed over out/step-00000009: manifest.json") != Text::npos,
+           "%s", o.err.c_str());
+    expect(is_whole("out/step-00000004"));
+}
+
+// -------------------------------------------------------------------------------------------------
+// 11. Kernels
 // Volume II's chapters 22 to 29 against the naive twins of chapter 5, in fp32 and bf16, over odd
 // shapes. Without a GPU every kernel runs again with its blocks, warps and lanes in other orders,
 // with streams as late as they may be, and with memory that ends at guard pages: equal bits.
@@ -3685,7 +4512,7 @@ static void test_gpu_norm() {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 11. The network on a GPU
+// 12. The network on a GPU
 // Volume II's chapters 30 and 34 against the oracle: every gradient, several steps, in both types;
 // what must be equal to the bit; the one allocation, and rows used outside their lives.
 
@@ -3979,7 +4806,7 @@ static void test_gpu_losses() {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 12. The GPU program
+// 13. The GPU program
 // train_gpt2cu_main() in children of the test, which never touches the device itself: what it
 // refuses, its commands, checkpoints that either program goes on from, and that it learns.
 
@@ -4139,6 +4966,14 @@ static void test_gpu_checkpoints() {
     resume("cpu", " --dtype bf16", true);
     expect_near((wide)weights_apart(weights_of("cpu", 6), cpu), 0, 1e-2,
                 "the CPU's, resumed in bf16");
+    checkpoint_remove("cpu/step-00000006");
+    const Outcome o = gpu_program("-i train.bin -e l2h2c16t16 -b 2 -d 64 -x 6 -y 1 -o cpu "
+                                  "--dtype bf16 -w none --moments bf16");
+    expect_success(o, "narrower types");
+    for (const char *what : {"weights", "moments"}) {
+        const Text said = Text(what) + " were fp32 in cpu/step-00000003 and are bf16 from here on";
+        expect(o.out.find(said) != Text::npos, "no '%s'", said.c_str());
+    }
 }
 
 // The losses of a log's steps.
@@ -4172,7 +5007,7 @@ static void test_gpu_learns() {
 #endif
 
 // -------------------------------------------------------------------------------------------------
-// 13. The table
+// 14. The table
 // One row a test, in the order of the volumes; BUILDS says which of the builds run it. What a build
 // leaves out runs in another one with the same input.
 
@@ -4260,6 +5095,16 @@ static const Test tests[] = {
     T(eval_checkpoint, HOST),
     T(overfit, ALL),
     T(training, FLOAT),
+    T(sha256, HOST),
+    T(json, HOST),
+    T(model_accepted, HOST),
+    T(llmc_model, HOST),
+    T(model_refused, HOST),
+    T(config_refused, HOST),
+    T(model_saved, HOST),
+    T(state_file, HOST),
+    T(model_option, HOST),
+    T(checkpoint_writes, HOST),
 #if TEST_CUDA
     T(gpu_encoder, CUDA_ALL),
     T(gpu_layernorm, CUDA_ALL),
