@@ -4998,7 +4998,7 @@ typedef struct {
 static const char *manifest_parse(ManifestRow rows[FILE_MANIFEST], const unsigned char *bytes,
                                   size_t size) {
     Json j = {bytes, 0, size, NULL};
-    char key[40], format[40] = "";
+    char key[40] = "", format[40] = "";
     memset(rows, 0, FILE_MANIFEST * sizeof *rows);
     for (int n = 0; json_next(&j, &n, '{', key, sizeof key);) {
         if (strcmp(key, "format") == 0) {

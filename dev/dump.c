@@ -150,7 +150,7 @@ static void dump_step(const char *folder, Run *run, FILE *tokens, FILE *steps) {
             dump_logits(folder, run);
         }
         if (micro == 0) {
-            evaluated = e->evaluate(e, run->inputs, run->targets);
+            evaluated = e->evaluate(e, NULL, run->inputs, run->targets);
         }
         e->micro_step(e, run->inputs, run->targets, micro, run->micros);
     }
