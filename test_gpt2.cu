@@ -2873,8 +2873,10 @@ static void test_signals() {
     for (int number : {SIGTERM, SIGINT}) {
         chdir("..") == 0 ? enter(number == SIGINT ? "int" : "term") : fail(__LINE__, "chdir");
         for (int attempt = 0; attempt < 4; attempt++) {
+            // The first thing a run does to the log is later than its handlers.
+            const Text before = read_file("out/log.jsonl");
             pid_t pid = start(resumable);
-            for (int wait = 0; wait < 2000 && !exists("out/log.jsonl"); wait++) {
+            for (int wait = 0; wait < 20000 && read_file("out/log.jsonl") == before; wait++) {
                 usleep(1000);
             }
             usleep((useconds_t)(attempt * 5000));
@@ -2956,11 +2958,12 @@ static void test_resident_memory() {
 
 // What --plan prints and returns, for GPUs, for this machine, and as JSON.
 static void test_plan_command() {
-    double began = now_ms();
+    struct rusage used;
     Outcome o = program("--plan -e d48 --gpu h200");
-    double ms = now_ms() - began;
+    getrusage(RUSAGE_CHILDREN, &used);
+    double ms = (double)used.ru_utime.tv_sec * 1e3 + (double)used.ru_utime.tv_usec * 1e-3;
     expect_success(o, "--plan -e d48 --gpu h200");
-    expect(TEST_ASAN || ms < 100, "%.0f ms", ms);
+    expect(TEST_ASAN || ms < 1000, "%.0f ms of the processor", ms);
     expect(o.out.find("memory plan of the GPU run") == 0 &&
            o.out.find("1,557,686,400 parameters") != Text::npos &&
            o.out.find("not measured; 1 GiB reserved") != Text::npos &&

@@ -1,6 +1,7 @@
 // dump.c: the CPU program's numbers as raw arrays, for dev/check_torch.py to compare.
 //
-// Takes a model from -e, its weights from its file or from the seed, and runs optimizer steps as the training loop
+// Takes a model from -e, its weights from its file or from the seed, and runs optimizer steps as
+// the training loop
 // does: the same micro-steps, schedule and update, through the same engine. It writes every tensor
 // of every step, so it is meant for small models.
 //
