@@ -2819,6 +2819,11 @@ static void test_checkpoint_folder() {
     expect_success(program(TINY "--quiet -x 9 -n 2 --keep 2 -o kept"), "--keep 2");
     expect(names_in("kept", "step") == "step-00000008 step-00000009", "%s",
            names_in("kept", "step").c_str());
+    write_file("kept/step-00000009/config.json", "{}");  // and what is damaged counts for nothing
+    Outcome kept = program(TINY "--quiet -x 9 -n 2 --keep 1 -y 1 -o kept",
+                           [] { rename("kept/step-00000008", "kept/step-00000005"); });
+    expect(kept.status == 0 && names_in("kept", "step") == "step-00000009", "%s",
+           names_in("kept", "step").c_str());
 }
 
 // Makes `folder` and goes there.

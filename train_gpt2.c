@@ -4912,9 +4912,10 @@ static void state_save(Engine *e, const Settings *s, const Options *o, const cha
 static void checkpoint_save(Engine *e, const Settings *s, const Options *o, const char *identity,
                             const RunState *state, const char *output, char path[PATH_BYTES]) {
     static Writer files[CHECKPOINT_FILES];
-    char folder[PATH_BYTES], text[1024];
+    char folder[PATH_BYTES], aside[PATH_BYTES], text[1024];
     path_print(path, "%s/step-%08" PRId64, output, state->step);
     path_print(folder, "%s.tmp", path);
+    path_print(aside, "%s.damaged", path);
     if (mkdir(folder, 0755) != 0 && errno != EEXIST) {
         die("cannot create checkpoint %s: %s", folder, strerror(errno));
     }
@@ -4942,6 +4943,7 @@ static void checkpoint_save(Engine *e, const Settings *s, const Options *o, cons
     }
     fsync_folder(folder);
     checkpoint_remove(path);  // a damaged one, which the resume passed over
+    rename(path, aside);      // where it holds what is not ours
     if (rename(folder, path) != 0) {
         die("cannot rename checkpoint %s to %s: %s", folder, path, strerror(errno));
     }
@@ -4974,10 +4976,11 @@ static int64_t checkpoint_newest(const char *output, int64_t below) {
     return newest;
 }
 
-// Removes all but the newest `keep` checkpoints. One that goes is renamed first: a kill leaves it
+// Removes all but the newest `keep` checkpoints up to step `newest`, the run's own; a later one is
+// damaged, and no reason to remove a whole one. One that goes is renamed first: a kill leaves it
 // unfinished, not damaged.
-static void checkpoint_prune(const char *output, int64_t keep) {
-    int64_t step = checkpoint_newest(output, INT64_MAX);
+static void checkpoint_prune(const char *output, int64_t keep, int64_t newest) {
+    int64_t step = checkpoint_newest(output, newest + 1);
     for (int64_t kept = 0; step >= 0; kept++) {
         char path[PATH_BYTES], gone[PATH_BYTES];
         path_print(path, "%s/step-%08" PRId64, output, step);
@@ -4994,43 +4997,53 @@ typedef struct {
     char sha256[SHA256_TEXT];
 } ManifestRow;
 
+// The manifest's object of files. Returns NULL, or what is wrong.
+static const char *manifest_files(ManifestRow rows[FILE_MANIFEST], Json *j) {
+    char key[40];
+    for (int n = 0; json_next(j, &n, '{', key, sizeof key);) {
+        int file = 0;
+        while (file < FILE_MANIFEST && strcmp(key, checkpoint_files[file]) != 0) {
+            file++;
+        }
+        if (file == FILE_MANIFEST || rows[file].sha256[0]) {
+            return "it names a file twice, or one that is not of a checkpoint";
+        }
+        for (int i = 0; json_next(j, &i, '{', key, sizeof key);) {
+            if (strcmp(key, "bytes") == 0) {
+                rows[file].bytes = json_count(j);
+            } else if (strcmp(key, "sha256") == 0) {
+                json_string(j, rows[file].sha256, SHA256_TEXT);
+            } else {
+                json_skip(j);
+            }
+        }
+    }
+    return NULL;
+}
+
 // Reads sizes and hashes of the three files. Returns NULL, or what is wrong.
 static const char *manifest_parse(ManifestRow rows[FILE_MANIFEST], const unsigned char *bytes,
                                   size_t size) {
     Json j = {bytes, 0, size, NULL};
-    char key[40] = "", format[40] = "";
+    char key[40], format[40] = "";
+    int64_t version = 0;
+    const char *wrong = NULL;
     memset(rows, 0, FILE_MANIFEST * sizeof *rows);
-    for (int n = 0; json_next(&j, &n, '{', key, sizeof key);) {
+    for (int n = 0; !wrong && json_next(&j, &n, '{', key, sizeof key);) {
         if (strcmp(key, "format") == 0) {
             json_string(&j, format, sizeof format);
-        } else if (strcmp(key, "files") != 0) {
+        } else if (strcmp(key, "version") == 0) {
+            version = json_count(&j);
+        } else if (strcmp(key, "files") == 0) {
+            wrong = manifest_files(rows, &j);
+        } else {
             json_skip(&j);
-            continue;
-        }
-        for (int k = 0; key[1] == 'i' && json_next(&j, &k, '{', key, sizeof key);) {
-            int file = 0;
-            while (file < FILE_MANIFEST && strcmp(key, checkpoint_files[file]) != 0) {
-                file++;
-            }
-            if (file == FILE_MANIFEST || rows[file].sha256[0]) {
-                return "it names a file twice, or one that is not of a checkpoint";
-            }
-            for (int i = 0; json_next(&j, &i, '{', key, sizeof key);) {
-                if (strcmp(key, "bytes") == 0) {
-                    rows[file].bytes = json_count(&j);
-                } else if (strcmp(key, "sha256") == 0) {
-                    json_string(&j, rows[file].sha256, SHA256_TEXT);
-                } else {
-                    json_skip(&j);
-                }
-            }
-            key[1] = 'i';
         }
     }
-    if (json_peek(&j) >= 0 || j.fault || strcmp(format, "train_gpt2 checkpoint") != 0) {
+    if (!wrong && (json_peek(&j) >= 0 || j.fault || strcmp(format, "train_gpt2 checkpoint") != 0)) {
         return "it is damaged";
     }
-    return NULL;
+    return wrong ? wrong : version != 2 ? "its version is not 2, the one this program reads" : NULL;
 }
 
 // Is a checkpoint's every file as its manifest says? Returns 1, or 0 and what is wrong.
@@ -5572,7 +5585,7 @@ static void run_save(Run *run) {
     checkpoint_save(&run->engine, &run->s, &run->o, run->identity, &run->state, run->o.output,
                     path);
     if (run->o.keep) {
-        checkpoint_prune(run->o.output, run->o.keep);
+        checkpoint_prune(run->o.output, run->o.keep, run->state.step);
     }
     fprintf(run->log, "{\"step\":%" PRId64 ",\"checkpoint\":\"", run->state.step);
     json_text(run->log, path, strlen(path));
@@ -6027,6 +6040,9 @@ static void run_begin(Run *run, const Program *program, const Model *m) {
         }
     }
     int64_t resume_step = run->saved_step = run_engine_open(run, program, m);
+    if (o->keep && resume_step >= 0) {  // a kill may have come before it was done
+        checkpoint_prune(o->output, o->keep, resume_step);
+    }
     run->log = o->output[0] ? log_open(o->output, resume_step, o, &run->s, p.device_bytes) : NULL;
     if (!o->quiet) {
         run_print_box(run, program, &p);
