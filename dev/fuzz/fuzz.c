@@ -1,0 +1,565 @@
+// Fuzz targets for every reader of files and options in train_gpt2.c: each gets bytes that a
+// stranger could have made, and must either refuse them with one line or give out what its contract
+// says. `make fuzz` builds it with clang's libFuzzer, AddressSanitizer and UBSan, makes the seeds
+// (seeds.sh) and runs the targets in turn; FUZZ_TARGET names one:
+//     FUZZ_TARGET=config build/fuzz -max_total_time=60 build/corpus/config
+// With FUZZ_REPLAY=1 any compiler builds it, and it runs files through a target once:
+//     build/fuzz_replay config FILE...
+// Inputs lie in heap blocks of their size, so that a byte read behind them is found. die() comes
+// back here; a check() of the program that fails, or a FACT below, is a finding.
+
+#define _GNU_SOURCE 1
+#include <setjmp.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#ifndef FUZZ_REPLAY
+#define FUZZ_REPLAY 0
+#endif
+
+// The program's exit and stderr.
+__attribute__((noreturn)) static void fuzz_exit(int status);
+static FILE *fuzz_errors;
+#define exit fuzz_exit
+#undef stderr
+#define stderr fuzz_errors
+#define GPT2_NO_MAIN 1
+#include "../../train_gpt2.c"
+#undef exit
+#undef stderr
+
+static jmp_buf fuzz_back;
+static char fuzz_message[8192];
+
+static void fact_failed(const char *fact, int line) {
+    fflush(fuzz_errors);
+    dprintf(2, "fuzz.c:%d: '%s' does not hold; last message: %s\n", line, fact, fuzz_message);
+    abort();
+}
+#define FACT(condition) ((condition) ? (void)0 : fact_failed(#condition, __LINE__))
+
+static void fuzz_exit(int status) {
+    fflush(fuzz_errors);
+    FACT(status == 1);
+    // A failed check() names its place in the program first.
+    FACT(strncmp(fuzz_message, "train_gpt2: " __FILE__, 12 + sizeof __FILE__ - 7) != 0);
+    longjmp(fuzz_back, 1);
+}
+
+// Reads `count` bytes at `p`, which must lie in the input.
+static const unsigned char *input_bytes;
+static size_t input_size;
+static volatile unsigned char fuzz_sink;
+static void touch(const unsigned char *p, uint64_t count) {
+    FACT(p >= input_bytes && p <= input_bytes + input_size);
+    FACT(count <= (uint64_t)(input_bytes + input_size - p));
+    unsigned char sum = 0;
+    for (uint64_t i = 0; i < count; i++) {
+        sum ^= p[i];
+    }
+    fuzz_sink = sum;
+}
+
+// --- Token files ----------------------------------------------------------------------------------
+
+static Shard fuzz_shard;
+
+static void target_shard(const unsigned char *bytes, size_t size) {
+    static int fd = -1;
+    char path[64];
+    if (fd < 0) {
+        fd = memfd_create("shard", 0);
+    }
+    FACT(ftruncate(fd, 0) == 0 && pwrite(fd, bytes, size, 0) == (ssize_t)size);
+    snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+    Dataset d;
+    memset(&d, 0, sizeof d);
+    d.shards = &fuzz_shard;
+    d.shard_count = 1;
+    d.T = 5;
+    shard_open(&fuzz_shard, &d, path);
+    FACT(d.tokenizer == TOKENIZER_GPT2 || d.tokenizer == TOKENIZER_BYTES);
+    FACT(d.vocabulary == tokenizer_vocabulary(d.tokenizer));
+    FACT(fuzz_shard.count >= 0 && (size_t)fuzz_shard.count == (size - SHARD_HEADER * 4) / 2);
+    d.windows = fuzz_shard.count > 0 ? (fuzz_shard.count - 1) / d.T : 0;
+    Token inputs[5], targets[5];
+    for (int64_t w = 0; w < d.windows; w++) {
+        for (uint32_t epoch = 0; epoch < 2; epoch++) {
+            dataset_window(&d, w, epoch, 42, inputs, targets, d.vocabulary);
+            for (int i = 0; i < d.T; i++) {
+                FACT(inputs[i] >= 0 && inputs[i] < d.vocabulary);
+                FACT(targets[i] >= 0 && targets[i] < d.vocabulary);
+                FACT(i == 0 || targets[i - 1] == inputs[i]);
+            }
+        }
+    }
+}
+
+// --- Model files ----------------------------------------------------------------------------------
+
+static Span fuzz_spans[400 * FILE_TENSORS];
+
+static void require_allowed(const Model *m) {
+    FACT(m->L >= 1 && m->L <= 400 && m->NH >= 1 && m->C >= m->NH && m->C <= 65536);
+    FACT(m->C % m->NH == 0 && m->maxT >= 1 && m->maxT <= 1 << 20);
+    FACT(m->V >= 1 && m->V <= 65536 && m->Vp % 128 == 0 && m->Vp >= m->V && m->Vp < m->V + 128);
+    FACT(tensor_offset(m, TENSORS, 0) >= model_parameters(m));
+}
+
+// Reads every element that the weights' loader reads; `transposed` files hold V rows of wte.
+static void require_spans(const Model *m, int transposed) {
+    static real values[256 * 64];
+    for (int tensor = 0; tensor < TENSORS; tensor++) {
+        for (int l = 0; l < tensor_copies(m, tensor); l++) {
+            const Span *s = file_span(fuzz_spans, tensor, l);
+            int64_t rows, cols;
+            tensor_shape(m, tensor, &rows, &cols);
+            FACT(s->type >= FILE_F32 && s->type <= FILE_F16);
+            touch(s->data, (uint64_t)(rows * cols * file_types[s->type].bytes));
+            if (transposed && file_names[tensor].transposed && cols <= 64) {
+                span_transposed(values, s, rows, cols, 0, min_i64(rows, 256));
+            }
+            for (int64_t i = 0; i < rows * cols; i += 256) {
+                span_values(values, s, i, min_i64(256, rows * cols - i));
+            }
+        }
+    }
+}
+
+static void target_llmc(const unsigned char *bytes, size_t size) {
+    Model m;
+    int type = llmc_model(&m, bytes, size, "model.bin");
+    require_allowed(&m);
+    FACT(type == FILE_F32 || type == FILE_BF16);
+    llmc_spans(fuzz_spans, &m, bytes, type);
+    require_spans(&m, 0);
+}
+
+// The shapes that a config.json beside the weights may have told.
+static const Model fuzz_models[] = {{1, 1, 1, 2, 257, 384}, {2, 1, 2, 2, 3, 128}};
+
+static void target_weights(const unsigned char *bytes, size_t size) {
+    const Model *m = &fuzz_models[size % 2];
+    memset(fuzz_spans, 0, sizeof(Span) * (size_t)m->L * FILE_TENSORS);
+    safetensors_model(fuzz_spans, m, bytes, size, "model.safetensors");
+    require_spans(m, 1);
+}
+
+static void target_config(const unsigned char *bytes, size_t size) {
+    Model m;
+    config_parse(&m, bytes, size, "config.json");
+    require_allowed(&m);
+}
+
+// --- Safetensors ----------------------------------------------------------------------------------
+
+typedef struct {
+    uint64_t begin, end;
+} Range;
+
+static int range_compare(const void *a, const void *b) {
+    const Range *x = (const Range *)a, *y = (const Range *)b;
+    return x->begin != y->begin ? (x->begin < y->begin ? -1 : 1)
+                                : (x->end > y->end) - (x->end < y->end);
+}
+
+// Tensors must tile the data: this looks at them in order, where the program adds up hashes.
+static void target_safetensors(const unsigned char *bytes, size_t size) {
+    static Range *ranges;
+    static size_t room;
+    size_t count = 0;
+    Safetensors f;
+    FileTensor t;
+    safetensors_start(&f, bytes, size, "x.safetensors");
+    touch(f.data, f.size);
+    FACT(f.data + f.size == bytes + size);
+    while (safetensors_next(&f, &t)) {
+        FACT(t.type >= 0 && t.type < FILE_TYPES && t.dims >= 0 && t.count >= 0);
+        FACT(strlen(t.name) < sizeof t.name);
+        FACT(t.dims != 0 || t.count == 1);
+        FACT(t.dims != 1 || t.count == t.shape[0]);
+        FACT(t.dims != 2 || t.count == 0 || t.count == t.shape[0] * t.shape[1]);
+        uint64_t length = (uint64_t)t.count * (uint64_t)file_types[t.type].bytes;
+        FACT(t.data >= f.data && length <= (uint64_t)(bytes + size - t.data));
+        touch(t.data, min_i64((int64_t)length, 1));
+        if (count == room) {
+            room = 2 * room + 64;
+            ranges = (Range *)realloc(ranges, room * sizeof(Range));
+        }
+        ranges[count].begin = (uint64_t)(t.data - f.data);
+        ranges[count].end = ranges[count].begin + length;
+        count++;
+    }
+    qsort(ranges, count, sizeof(Range), range_compare);
+    uint64_t at = 0;
+    for (size_t i = 0; i < count; i++) {
+        FACT(ranges[i].begin == at);
+        at = ranges[i].end;
+    }
+    FACT(at == f.size);
+    char text[24];
+    safetensors_text(&f, "format", text, sizeof text);
+    FACT(strlen(text) < sizeof text);
+}
+
+// --- Checkpoints ----------------------------------------------------------------------------------
+
+static void target_manifest(const unsigned char *bytes, size_t size) {
+    ManifestRow rows[FILE_MANIFEST];
+    const char *fault = manifest_parse(rows, bytes, size);
+    for (int i = 0; !fault && i < FILE_MANIFEST; i++) {
+        FACT(rows[i].bytes >= 0 && rows[i].bytes <= (int64_t)1 << 53);
+        FACT(strlen(rows[i].sha256) < SHA256_TEXT);
+    }
+}
+
+static void target_state(const unsigned char *bytes, size_t size) {
+    const Model *m = &fuzz_models[size % 2];
+    StateFile f;
+    state_parse(&f, m, bytes, size, "state.safetensors");
+    int64_t all = tensor_offset(m, TENSORS, 0);
+    for (int k = STATE_M; k <= STATE_V; k++) {
+        FACT(f.moments[k].type == FILE_F32 || f.moments[k].type == FILE_BF16);
+        touch(f.moments[k].data, (uint64_t)(all * file_types[f.moments[k].type].bytes));
+    }
+    if (f.master) {
+        touch(f.master, (uint64_t)all * 2);
+    }
+    FACT(strlen(f.identity) < sizeof f.identity);
+    for (int i = 0; i < COUNTERS; i++) {
+        FACT(*counter(&f.run, i) >= 0 && *counter(&f.run, i) <= (int64_t)1 << 53);
+    }
+}
+
+// --- Tokenizer ------------------------------------------------------------------------------------
+
+static Bpe fuzz_bpe;
+
+static void target_bpe_merges(const unsigned char *bytes, size_t size) {
+    bpe_parse_merges(&fuzz_bpe, bytes, size, "vocab.bpe");
+    FACT(fuzz_bpe.count == GPT2_VOCABULARY);
+}
+
+static void target_bpe_tokens(const unsigned char *bytes, size_t size) {
+    bpe_parse_tokens(&fuzz_bpe, bytes, size, "gpt2_tokenizer.bin");
+    FACT(fuzz_bpe.count == GPT2_VOCABULARY);
+}
+
+// GPT-2's vocabulary where the tests find it too, or a small one, in which encoding works the same.
+static const Bpe *encoder_vocabulary(void) {
+    static int is_open;
+    char path[PATH_BYTES];
+    const char *mirror = getenv("DATA_MIRROR");
+    if (is_open++) {
+        return &fuzz_bpe;
+    }
+    snprintf(path, sizeof path, "%s/gpt2/vocab.bpe", mirror ? mirror : "data");
+    if (access(path, R_OK) == 0) {
+        bpe_open(&fuzz_bpe, path);
+        return &fuzz_bpe;
+    }
+    static const char *const merges[] = {" t", "he", "in", " a", " the", "aa", "aaa", "aaaa", "ing",
+                                         "\n\n", "  ", "    ", "er", "\xC3\xA9", " \xC3\xA9", "00"};
+    bpe_begin(&fuzz_bpe);
+    for (int b = 0; b < 256; b++) {
+        char byte = (char)b;
+        bpe_add(&fuzz_bpe, &byte, 1);
+    }
+    for (size_t i = 0; i < sizeof merges / sizeof merges[0]; i++) {
+        bpe_add(&fuzz_bpe, merges[i], strlen(merges[i]));
+    }
+    return &fuzz_bpe;
+}
+
+// A piece by the rule of chapter 7 as it stands there: all neighbours, again and again.
+static int64_t slow_merge(const Bpe *bpe, const char *text, size_t n, uint16_t *out) {
+    size_t start[257], count = n;
+    for (size_t i = 0; i <= n; i++) {
+        start[i] = i;
+    }
+    for (;;) {
+        int best = -1;
+        size_t place = 0;
+        for (size_t i = 0; i + 1 < count; i++) {
+            int id = bpe_id(bpe, text + start[i], start[i + 2] - start[i]);
+            if (id >= 0 && (best < 0 || id < best)) {
+                best = id;
+                place = i;
+            }
+        }
+        if (best < 0) {
+            break;
+        }
+        memmove(start + place + 1, start + place + 2, (count - place - 1) * sizeof *start);
+        count--;
+    }
+    for (size_t i = 0; i < count; i++) {
+        out[i] = (uint16_t)bpe_id(bpe, text + start[i], start[i + 1] - start[i]);
+    }
+    return (int64_t)count;
+}
+
+// Tokens must give the text back, be those of the slow rule, and be the same when the text is cut,
+// or encoded again by an encoder that has seen its words.
+static void target_bpe_encode(const unsigned char *bytes, size_t size) {
+    const Bpe *bpe = encoder_vocabulary();
+    const char *text = (const char *)bytes;
+    uint16_t *tokens = (uint16_t *)malloc(2 * size + 1), *again = (uint16_t *)malloc(2 * size + 1);
+    static BpeEncoder e;
+    if (!e.bpe) {
+        bpe_encoder_open(&e, bpe);
+    }
+    memset(e.words, 0, WORDS * sizeof *e.words);
+    int64_t count = bpe_encode(&e, text, size, tokens);
+    FACT(count >= 0 && (size_t)count <= size);
+    size_t at = 0;
+    for (int64_t i = 0; i < count; i++) {
+        const char *found;
+        FACT(tokens[i] < bpe->count);
+        size_t n = (size_t)bpe_bytes(bpe, tokens[i], &found);
+        FACT(n <= size - at && memcmp(found, text + at, n) == 0);
+        at += n;
+    }
+    FACT(at == size);
+    FACT(bpe_encode(&e, text, size, again) == count);
+    FACT(count == 0 || memcmp(tokens, again, (size_t)count * 2) == 0);
+    const unsigned char *end = bytes + size;
+    int64_t place = 0;
+    for (const unsigned char *p = bytes, *next; p < end; p = next) {
+        uint16_t slow[256];
+        next = piece_end(bpe, p, end);
+        FACT(next > p && next <= end);
+        if (next - p > 256) {
+            place = -1;
+            break;
+        }
+        int64_t n = slow_merge(bpe, (const char *)p, (size_t)(next - p), slow);
+        FACT(n <= count - place && memcmp(slow, tokens + place, (size_t)n * 2) == 0);
+        place += n;
+    }
+    FACT(place == -1 || place == count);
+    size_t cut = size ? bpe_cut(text, size) : 0;
+    FACT(cut == 0 || cut < size);
+    if (cut) {
+        int64_t first = bpe_encode(&e, text, cut, again);
+        first += bpe_encode(&e, text + cut, size - cut, again + first);
+        FACT(first == count && memcmp(tokens, again, (size_t)count * 2) == 0);
+    }
+    free(tokens);
+    free(again);
+}
+
+// --- Options --------------------------------------------------------------------------------------
+
+enum { FUZZ_WORDS = 64 };
+
+static void require_option(const Options *o, const OptionRow *row) {
+    const char *field = (const char *)o + row->offset;
+    if (row->type == OPT_TEXT || row->type == OPT_CHOICE) {
+        const char *text = *(const char *const *)(const void *)field;
+        FACT(text || !row->value);
+        FACT(!text || row->type == OPT_TEXT || choice_holds(row->choices, text));
+    } else if (row->type == OPT_REAL) {
+        double value = *(const double *)(const void *)field;
+        FACT(value >= row->low && value <= row->high);
+    } else {
+        int64_t value = *(const int64_t *)(const void *)field;
+        FACT((value == 0 && !row->value) ||
+             ((double)value >= row->low && (double)value <= row->high));
+    }
+}
+
+// Words are lines of the input.
+static void target_options(const unsigned char *bytes, size_t size) {
+    static char *text;  // the words point into it; freed by the next call
+    static Options o;
+    static char name[] = "train_gpt2", *argv[FUZZ_WORDS + 2];
+    int argc = 1;
+    free(text);
+    text = (char *)malloc(size + 1);
+    memcpy(text, (const char *)bytes, size);
+    text[size] = 0;
+    argv[0] = name;
+    for (char *p = text; argc <= FUZZ_WORDS && p < text + size; argc++) {
+        argv[argc] = p;
+        p += strcspn(p, "\n");
+        *p++ = 0;
+    }
+    argv[argc] = NULL;
+    options_parse(&o, argc, argv);
+    for (int i = 0; i < OPTION_ROWS; i++) {
+        require_option(&o, &option_rows[i]);
+    }
+    Model m;
+    if (o.model && model_parse(&m, o.model) >= 0) {
+        FACT(model_is_allowed(&m));
+    }
+    int level, blocks;
+    recompute_parse(o.recompute, 12, &level, &blocks);
+    FACT(level >= 0 && level < RECOMPUTE_LEVELS && blocks >= 0 && blocks <= 12);
+}
+
+static void target_sizes(const unsigned char *bytes, size_t size) {
+    char *text = strndup((const char *)bytes, size);
+    int64_t value = parse_bytes(text);
+    FACT(value >= -1 && value < (int64_t)9e15);
+    free(text);
+}
+
+// --- JSON and SHA-256 -----------------------------------------------------------------------------
+
+// The log's writer and the cursor agree on every text; a byte that is no UTF-8 is written as the
+// character of its number.
+static void json_round_trip(const unsigned char *bytes, size_t size) {
+    char *written = NULL, *want = (char *)malloc(2 * size + 1), *got = (char *)malloc(2 * size + 1);
+    size_t length = 0, n = 0;
+    FILE *f = open_memstream(&written, &length);
+    fputc('"', f);
+    json_text(f, (const char *)bytes, size);
+    fputc('"', f);
+    fclose(f);
+    for (size_t i = 0; i < size; i++) {
+        int utf8 = bytes[i] < 128 ? 1 : utf8_length(bytes + i, size - i);
+        if (!utf8) {
+            want[n++] = (char)(0xC0 | bytes[i] >> 6);
+            want[n++] = (char)(0x80 | (bytes[i] & 63));
+        }
+        for (int k = 0; k < utf8; k++) {
+            want[n++] = (char)bytes[i + (size_t)k];
+        }
+        i += utf8 ? (size_t)utf8 - 1 : 0;
+    }
+    want[n] = 0;
+    Json j = {(const unsigned char *)written, 0, length, NULL};
+    json_string(&j, got, 2 * size + 1);
+    int has_zero = size && memchr(bytes, 0, size) != NULL;
+    FACT(has_zero == (j.fault != NULL));
+    FACT(has_zero || (j.at == length && strcmp(got, want) == 0));
+    free(written);
+    free(want);
+    free(got);
+}
+
+static void target_json(const unsigned char *bytes, size_t size) {
+    Json j = {bytes, 0, size, NULL};
+    char key[8] = "";
+    json_skip(&j);
+    FACT(j.at <= size);
+    for (int kind = 0; kind < 2; kind++) {
+        Json k = {bytes, 0, size, NULL};
+        int count = 0;
+        while (json_next(&k, &count, kind ? '{' : '[', key, sizeof key)) {
+            int64_t value = json_peek(&k) == '-' ? json_count(&k) : (json_skip(&k), 0);
+            FACT(value >= 0 && value <= (int64_t)1 << 53 && strlen(key) < sizeof key);
+        }
+        FACT(k.at <= size && (size_t)count <= size);
+        // Skipping a value passes over what stepping through it reads.
+        FACT(k.fault || j.fault || j.at == k.at);
+    }
+    json_round_trip(bytes, size);
+}
+
+// Added in pieces of any length, the hash is that of the whole.
+static void target_sha256(const unsigned char *bytes, size_t size) {
+    char whole[SHA256_TEXT], pieces[SHA256_TEXT];
+    Sha256 s;
+    sha256_start(&s);
+    sha256_add(&s, bytes, size);
+    sha256_end(&s, whole);
+    sha256_start(&s);
+    for (size_t at = 0, n; at < size; at += n) {
+        n = bytes[at] < size - at ? bytes[at] : size - at;
+        sha256_add(&s, bytes + at, n);
+        n += n == 0;
+        if (bytes[at] == 0) {
+            sha256_add(&s, bytes + at, 1);
+        }
+    }
+    sha256_end(&s, pieces);
+    FACT(strcmp(whole, pieces) == 0 && strlen(whole) == 64);
+}
+
+// --- Running --------------------------------------------------------------------------------------
+
+static const struct {
+    const char *name;
+    void (*run)(const unsigned char *bytes, size_t size);
+} targets[] = {{"shard", target_shard},
+               {"llmc", target_llmc},
+               {"weights", target_weights},
+               {"config", target_config},
+               {"safetensors", target_safetensors},
+               {"manifest", target_manifest},
+               {"state", target_state},
+               {"bpe_merges", target_bpe_merges},
+               {"bpe_tokens", target_bpe_tokens},
+               {"bpe_encode", target_bpe_encode},
+               {"options", target_options},
+               {"sizes", target_sizes},
+               {"json", target_json},
+               {"sha256", target_sha256}};
+enum { TARGETS = sizeof targets / sizeof targets[0] };
+
+static int target_find(const char *name) {
+    fuzz_errors = fmemopen(fuzz_message, sizeof fuzz_message, "w");
+    for (int i = 0; i < TARGETS; i++) {
+        if (name && strcmp(targets[i].name, name) == 0) {
+            return i;
+        }
+    }
+    for (int i = 0; i < TARGETS; i++) {
+        puts(targets[i].name);
+    }
+    exit(name != NULL);
+}
+
+// One input. A refusal is one line of printable text.
+static void target_run(int target, const unsigned char *data, size_t size) {
+    unsigned char *copy = (unsigned char *)malloc(size);
+    memcpy(copy, data, size);
+    input_bytes = copy;
+    input_size = size;
+    rewind(fuzz_errors);
+    memset(fuzz_message, 0, sizeof fuzz_message);
+    if (setjmp(fuzz_back) == 0) {
+        targets[target].run(copy, size);
+    } else {
+        size_t n = strlen(fuzz_message);
+        FACT(n > 20 && n < sizeof fuzz_message - 1 && fuzz_message[n - 1] == '\n');
+        for (size_t i = 0; i + 1 < n; i++) {
+            FACT((unsigned char)fuzz_message[i] >= 32 && fuzz_message[i] != 127);
+        }
+    }
+    if (fuzz_shard.map) {
+        munmap(fuzz_shard.map, fuzz_shard.map_bytes);
+        memset(&fuzz_shard, 0, sizeof fuzz_shard);
+    }
+    free(copy);
+}
+
+#if FUZZ_REPLAY
+int main(int argc, char **argv) {
+    int target = target_find(argc > 1 ? argv[1] : NULL);
+    for (int a = 2; a < argc; a++) {
+        Mapping map;
+        if (mapping_open(&map, argv[a]) != 0) {
+            dprintf(2, "cannot open %s\n", argv[a]);
+            return 1;
+        }
+        target_run(target, map.bytes, map.size);
+        mapping_close(&map);
+    }
+    printf("%s: %d inputs\n", argv[1], argc - 2);
+    return 0;
+}
+#else
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+    static int target = -1;
+    if (target < 0) {
+        target = target_find(getenv("FUZZ_TARGET"));
+    }
+    target_run(target, data, size);
+    return 0;
+}
+#endif
