@@ -371,14 +371,13 @@ static void require_option(const Options *o, const OptionRow *row) {
 }
 
 // Words are lines of the input.
-static void target_options(const unsigned char *bytes, size_t size) {
+static void parse_words(Options *o, const unsigned char *bytes, size_t size) {
     static char *text;  // the words point into it; freed by the next call
-    static Options o;
     static char name[] = "train_gpt2", *argv[FUZZ_WORDS + 2];
     int argc = 1;
     free(text);
     text = (char *)malloc(size + 1);
-    memcpy(text, (const char *)bytes, size);
+    memcpy(text, bytes, size);
     text[size] = 0;
     argv[0] = name;
     for (char *p = text; argc <= FUZZ_WORDS && p < text + size; argc++) {
@@ -387,7 +386,12 @@ static void target_options(const unsigned char *bytes, size_t size) {
         *p++ = 0;
     }
     argv[argc] = NULL;
-    options_parse(&o, argc, argv);
+    options_parse(o, argc, argv);
+}
+
+static void target_options(const unsigned char *bytes, size_t size) {
+    Options o;
+    parse_words(&o, bytes, size);
     for (int i = 0; i < OPTION_ROWS; i++) {
         require_option(&o, &option_rows[i]);
     }
@@ -398,6 +402,27 @@ static void target_options(const unsigned char *bytes, size_t size) {
     int level, blocks;
     recompute_parse(o.recompute, 12, &level, &blocks);
     FACT(level >= 0 && level < RECOMPUTE_LEVELS && blocks >= 0 && blocks <= 12);
+}
+
+// The plan of any options that are allowed has room for what it plans.
+static void target_plan(const unsigned char *bytes, size_t size) {
+    Options o;
+    Model m;
+    Settings s;
+    Plan p;
+    parse_words(&o, bytes, size);
+    if (model_parse(&m, o.model ? o.model : "l1h1c8t8") < 0) {
+        return;
+    }
+    model_set_vocabulary(&m, GPT2_VOCABULARY);
+    settings_from_options(&s, &o, &m, o.gpu[0] || o.gpu_mem);
+    plan_build(&p, &s);
+    FACT(p.device_bytes / 2 >= (size_t)model_parameters(&m));
+    FACT(p.device_bytes / 4 >= (size_t)(s.B * s.T));
+    for (int i = 0; i < p.row_count; i++) {
+        FACT(p.rows[i].host || p.rows[i].offset + p.rows[i].bytes <= p.device_bytes);
+    }
+    plan_free(&p);
 }
 
 static void target_sizes(const unsigned char *bytes, size_t size) {
@@ -496,6 +521,7 @@ static const struct {
                {"bpe_tokens", target_bpe_tokens},
                {"bpe_encode", target_bpe_encode},
                {"options", target_options},
+               {"plan", target_plan},
                {"sizes", target_sizes},
                {"json", target_json},
                {"sha256", target_sha256}};
