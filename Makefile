@@ -18,6 +18,7 @@ MARCH := $(firstword $(foreach f,-march=native -mcpu=native,$(if $(call try,$(CC
 OMP := $(if $(call try,$(CC) -fopenmp -include omp.h -x c),-fopenmp)
 SAN = $(call try,$(CXX) -fsanitize=address -fsanitize=undefined -x c++)
 DNNL = $(if $(call try,$(CC) -include dnnl.h -x c,-ldnnl),-ldnnl)
+FUZZ_CC = $(firstword $(foreach c,clang clang-14,$(call on_path,$(c))) clang)
 NVCC := $(or $(call on_path,nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
 CUDA_HOME := $(patsubst %/bin/nvcc,%,$(NVCC))
 # Compute capabilities of the GPUs here, without the dot; 90a is sm_90 with its own instructions.
@@ -55,7 +56,7 @@ DEPEND = -MMD -MP -MF build/$(@F).d -MT $@
 # --- Targets --------------------------------------------------------------------------------------
 PROGRAMS := test_gpt2 test_gpt2_double test_gpt2_asan train_gpt2_asan bench_cpu test_cuda_cpu \
             test_gpt2cu_cpu test_gpt2cu_cpu_asan test_gpt2cu
-.PHONY: help train test bench bench_packages check_torch data style deps clean FORCE $(PROGRAMS)
+.PHONY: help train test fuzz bench bench_packages check_torch data style deps clean FORCE $(PROGRAMS)
 help: ## this list
 	@sed -n 's/^\([a-z0-9_/]*\):.*## */\1|/p' Makefile | \
 	awk -F'|' '{ printf "  make %-17s %s\n", $$1, $$2 }'
@@ -79,6 +80,11 @@ build/train_gpt2_asan: train_gpt2.c build/flags
 	$(C) -DGPT2_POISON=1 $(VARIANT) $(DEPEND) $< -o $@ -lm
 build/test_gpt2 build/test_gpt2_double build/test_gpt2_asan: test_gpt2.cu build/flags
 	$(CPP) -DTEST_CUDA=0 -DGPT2_POISON=1 $(VARIANT) $(DEPEND) $< -o $@ -lm
+build/fuzz: dev/fuzz/fuzz.c build/flags
+	$(FUZZ_CC) -std=c11 $(filter-out -O3 -fopenmp,$(OPT)) -Wno-unknown-pragmas $(AROUND) \
+	    $(subst -O1,-O2,$(ASAN)) -fsanitize=fuzzer $(DEPEND) $< -o $@ -lm
+build/fuzz_replay: dev/fuzz/fuzz.c build/flags
+	$(C) $(AROUND) $(if $(SAN),$(ASAN)) -DFUZZ_REPLAY=1 $(DEPEND) $< -o $@ -lm
 bench_packages: ; @dev/deps.sh bench
 build/bench_cpu: dev/bench_cpu.c build/flags | bench_packages
 	$(C) $(AROUND) -DBENCH_DNNL=$(if $(DNNL),1,0) $(DEPEND) $< -o $@ $(DNNL) -lm
@@ -116,6 +122,8 @@ train: $(PROGRAM) data ## build for this machine, prepare data, train a small GP
 test: ## check the style, build and run every test that this machine can run
 	@MAKE='$(MAKE)' CC='$(CC)' CXX='$(CXX)' SAN='$(SAN)' NVCC='$(NVCC)' \
 	CUDA_HEADERS='$(CUDA_HEADERS)' dev/test.sh
+fuzz: build/fuzz build/fuzz_replay train_gpt2 data/tokenize ## readers of files, FUZZ_SECONDS=60 each
+	@dev/fuzz/run.sh $(or $(FUZZ_SECONDS),60)
 bench: build/bench_cpu build/bench_files ## matmul and step against oneDNN, files against dd
 	./build/bench_cpu
 	./build/bench_files

@@ -2,8 +2,9 @@
 // stranger could have made, and must either refuse them with one line or give out what its contract
 // says. `make fuzz` builds it with clang's libFuzzer, AddressSanitizer and UBSan, makes the seeds
 // (seeds.sh) and runs the targets in turn; FUZZ_TARGET names one:
-//     FUZZ_TARGET=config build/fuzz -max_total_time=60 build/corpus/config
-// With FUZZ_REPLAY=1 any compiler builds it, and it runs files through a target once:
+//     FUZZ_TARGET=config build/fuzz -max_total_time=60 build/corpus/config build/seeds/config
+// With FUZZ_REPLAY=1 any compiler builds it, and it runs files, and small changes of them, through a
+// target once:
 //     build/fuzz_replay config FILE...
 // Inputs lie in heap blocks of their size, so that a byte read behind them is found. die() comes
 // back here; a check() of the program that fails, or a FACT below, is a finding.
@@ -565,8 +566,12 @@ static void target_run(int target, const unsigned char *data, size_t size) {
 }
 
 #if FUZZ_REPLAY
+// Every file whole, cut short, and with one byte changed: REPLAY_CHANGES times each, the places
+// being those of a fixed sequence.
+enum { REPLAY_CHANGES = 400 };
+
 int main(int argc, char **argv) {
-    int target = target_find(argc > 1 ? argv[1] : NULL);
+    int target = target_find(argc > 1 ? argv[1] : NULL), inputs = 0;
     for (int a = 2; a < argc; a++) {
         Mapping map;
         if (mapping_open(&map, argv[a]) != 0) {
@@ -574,9 +579,21 @@ int main(int argc, char **argv) {
             return 1;
         }
         target_run(target, map.bytes, map.size);
+        inputs++;
+        for (uint32_t i = 0; i < REPLAY_CHANGES && map.size && map.size < 65536; i++) {
+            uint32_t r[4];
+            philox4x32(r, 42, i, 0, 0);
+            unsigned char *changed = (unsigned char *)malloc(map.size);
+            memcpy(changed, map.bytes, map.size);
+            changed[r[0] % map.size] = (unsigned char)r[1];
+            target_run(target, changed, map.size);
+            target_run(target, map.bytes, r[2] % map.size);
+            inputs += 2;
+            free(changed);
+        }
         mapping_close(&map);
     }
-    printf("%s: %d inputs\n", argv[1], argc - 2);
+    printf("%s: %d inputs\n", argv[1], inputs);
     return 0;
 }
 #else

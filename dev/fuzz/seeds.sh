@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Makes the seeds of the fuzz targets below build/corpus/: what the program itself writes for the
-# smallest models and texts, and hand-made files for what it only reads.
+# seeds.sh TARGET...: makes the seeds of the fuzz targets below build/seeds/: what the program
+# itself writes for the smallest models and texts, and hand-made files for what it only reads.
 set -eu
 cd "$(dirname "$0")/../.."
-to=$PWD/build/corpus
+to=$PWD/build/seeds
 program=$PWD/train_gpt2
 tokenize=$PWD/data/tokenize
 for target in "$@"; do
     mkdir -p "$to/$target"
 done
-scratch=$(mktemp -d build/seeds.XXXXXX)
+scratch=$(mktemp -d build/seed.XXXXXX)
 trap 'rm -rf "$scratch"' EXIT
 
 # le32 NUMBER...: little-endian 32-bit words.
@@ -23,23 +23,18 @@ le32() {
 }
 zeros() { head -c "$1" /dev/zero; }
 
-# Checkpoints of one step, with fp32 weights and with bf16 ones and a master.
+# A checkpoint of one step.
 printf 'The cat sat on the mat.\n%.0s' 1 2 3 4 > "$scratch/text"
 "$tokenize" --bytes -o "$scratch/bytes" "$scratch/text" > "$scratch/log"
-for dtype in fp32 bf16; do
-    OMP_NUM_THREADS=1 "$program" -e l1h1c1t2 -i "$scratch/bytes_train.bin" -v 0 -x 1 --dtype $dtype \
-        -o "$scratch/$dtype" > "$scratch/log" 2>&1 || continue
-    set -- "$scratch/$dtype"/step-*
-    cp "$1/model.safetensors" "$to/weights/$dtype"
-    cp "$1/model.safetensors" "$to/safetensors/$dtype"
-    cp "$1/state-0-of-1.safetensors" "$to/state/$dtype"
-    cp "$1/state-0-of-1.safetensors" "$to/safetensors/state_$dtype"
-    cp "$1/config.json" "$to/config/$dtype"
-    cp "$1/config.json" "$to/json/config"
-    cp "$1/manifest.json" "$to/manifest/$dtype"
-    cp "$1/manifest.json" "$to/json/manifest"
-    cp "$scratch/$dtype/log.jsonl" "$to/json/log"
-done
+"$program" -e l1h1c1t2 -i "$scratch/bytes_train.bin" -v 0 -x 1 -o "$scratch" > "$scratch/log"
+set -- "$scratch"/step-*
+cp "$1/model.safetensors" "$to/weights/model"
+cp "$1/model.safetensors" "$to/safetensors/model"
+cp "$1/state-0-of-1.safetensors" "$to/state/state"
+cp "$1/config.json" "$to/config/config"
+cp "$1/config.json" "$to/json/config"
+cp "$1/manifest.json" "$to/manifest/manifest"
+cp "$1/manifest.json" "$to/json/manifest"
 
 cp "$scratch/bytes_train.bin" "$to/shard/bytes"
 { le32 20240520 1 7 0 0; zeros 1004; printf 'abcdefghijkl\0\0'; } > "$to/shard/gpt2"
@@ -65,6 +60,8 @@ printf -- '-e\nl4h4c128t64\n-b\n8\n--lr=3e-4\n--plan\n--gpu-mem\n16GiB\n-r\nbloc
     > "$to/options/one"
 printf -- '--schedule\nwsd\n--offload=moments,master\n-w\n1\n-o\nout\n-y\n1\n-n\n5' \
     > "$to/options/two"
+cp "$to"/options/* "$to/plan/"
+printf -- '-e\nl2h4c128t64\n-b\n8\n--plan\n--gpu\nh100\n-r\nblock:2\n' > "$to/plan/gpu"
 printf 16GiB > "$to/sizes/gib"
 printf 1e9 > "$to/sizes/real"
 printf '\3abcdefg\0\100%s' "$header$header" > "$to/sha256/pieces"
