@@ -214,7 +214,7 @@ top_level() {
 [ -f test_gpt2.cu ] && volume test_gpt2.cu 5300
 texts=()
 for file in train_gpt2.c train_gpt2.cu test_gpt2.cu Makefile .ci/run data/*.c data/*.sh \
-            dev/*.c dev/*.cu dev/*.sh dev/*.py; do
+            dev/*.c dev/*.cu dev/*.sh dev/*.py dev/fuzz/*; do
     [ -f "$file" ] && texts+=("$file")
 done
 LC_ALL=C.UTF-8 grep -HnE '^.{101,}' "${texts[@]}" | cut -c1-80 | verdict "100 columns"
@@ -291,13 +291,13 @@ if [ -f train_gpt2.c ]; then
     else
         skip "gcc: C11, aarch64" "no aarch64-linux-gnu-gcc"
     fi
-    for file in data/*.c dev/bench_cpu.c dev/dump.c; do
+    for file in data/*.c dev/bench_*.c dev/dump.c dev/fuzz/fuzz.c; do
         [ -f "$file" ] && builds "$file" "$CC" $as_c $MARCH $OMP $warnings -Wno-unknown-pragmas \
             -Wno-unused-function -fsyntax-only "$file"
     done
 fi
 if command -v shellcheck > /dev/null; then
-    shellcheck -S warning data/*.sh dev/*.sh .ci/run | verdict "shellcheck"
+    shellcheck -S warning data/*.sh dev/*.sh dev/fuzz/*.sh .ci/run | verdict "shellcheck"
 else
     skip "shellcheck" "no shellcheck"
 fi

@@ -3,7 +3,7 @@
 // says. `make fuzz` builds it with clang's libFuzzer, AddressSanitizer and UBSan, makes the seeds
 // (seeds.sh) and runs the targets in turn; FUZZ_TARGET names one:
 //     FUZZ_TARGET=config build/fuzz -max_total_time=60 build/corpus/config build/seeds/config
-// With FUZZ_REPLAY=1 any compiler builds it, and it runs files, and small changes of them, through a
+// With FUZZ_REPLAY=1 any compiler builds it, and it runs files and small changes of them through a
 // target once:
 //     build/fuzz_replay config FILE...
 // Inputs lie in heap blocks of their size, so that a byte read behind them is found. die() comes
@@ -62,7 +62,7 @@ static void touch(const unsigned char *p, uint64_t count) {
     fuzz_sink = sum;
 }
 
-// --- Token files ----------------------------------------------------------------------------------
+// --- Token files ---------------------------------------------------------------------------------
 
 static Shard fuzz_shard;
 
@@ -97,7 +97,7 @@ static void target_shard(const unsigned char *bytes, size_t size) {
     }
 }
 
-// --- Model files ----------------------------------------------------------------------------------
+// --- Model files ---------------------------------------------------------------------------------
 
 static Span fuzz_spans[400 * FILE_TENSORS];
 
@@ -153,7 +153,7 @@ static void target_config(const unsigned char *bytes, size_t size) {
     require_allowed(&m);
 }
 
-// --- Safetensors ----------------------------------------------------------------------------------
+// --- Safetensors ---------------------------------------------------------------------------------
 
 typedef struct {
     uint64_t begin, end;
@@ -204,7 +204,7 @@ static void target_safetensors(const unsigned char *bytes, size_t size) {
     FACT(strlen(text) < sizeof text);
 }
 
-// --- Checkpoints ----------------------------------------------------------------------------------
+// --- Checkpoints ---------------------------------------------------------------------------------
 
 static void target_manifest(const unsigned char *bytes, size_t size) {
     ManifestRow rows[FILE_MANIFEST];
@@ -233,7 +233,7 @@ static void target_state(const unsigned char *bytes, size_t size) {
     }
 }
 
-// --- Tokenizer ------------------------------------------------------------------------------------
+// --- Tokenizer -----------------------------------------------------------------------------------
 
 static Bpe fuzz_bpe;
 
@@ -351,7 +351,7 @@ static void target_bpe_encode(const unsigned char *bytes, size_t size) {
     free(again);
 }
 
-// --- Options --------------------------------------------------------------------------------------
+// --- Options -------------------------------------------------------------------------------------
 
 enum { FUZZ_WORDS = 64 };
 
@@ -433,7 +433,7 @@ static void target_sizes(const unsigned char *bytes, size_t size) {
     free(text);
 }
 
-// --- JSON and SHA-256 -----------------------------------------------------------------------------
+// --- JSON and SHA-256 ----------------------------------------------------------------------------
 
 // The log's writer and the cursor agree on every text; a byte that is no UTF-8 is written as the
 // character of its number.
@@ -506,7 +506,7 @@ static void target_sha256(const unsigned char *bytes, size_t size) {
     FACT(strcmp(whole, pieces) == 0 && strlen(whole) == 64);
 }
 
-// --- Running --------------------------------------------------------------------------------------
+// --- Running -------------------------------------------------------------------------------------
 
 static const struct {
     const char *name;

@@ -30,6 +30,6 @@ export -f one
 # shellcheck disable=SC2086
 printf '%s\n' $targets | xargs -P "$(nproc)" -I{} bash -c 'one {} '"$1" | tee build/logs/fuzz
 passed=$(grep -c ' ok$' build/logs/fuzz)
-failed=$(($(echo $targets | wc -w) - passed))
+failed=$(($(echo "$targets" | wc -w) - passed))
 echo "$passed passed, $failed failed, 0 skipped"
 [ "$failed" -eq 0 ]

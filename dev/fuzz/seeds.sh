@@ -53,8 +53,8 @@ printf '[1,-2.5e3,true,null,{"a":[],"b":{}},"\\u00e9\\ud83d\\ude00\\n"]' > "$to/
 # GPT-2's vocabulary, the first tokens of it: the whole is longer than an input gets.
 printf '#version: 0.2\n\304\240 t\n\304\240 a\nh e\ni n\n\304\240t he\n' > "$to/bpe_merges/merges"
 { le32 20240328 2 50257 50256; zeros 1008; printf '\1!\1"\1#\2 t\4 the'; } > "$to/bpe_tokens/tokens"
-printf "It's  12 o'clock, they\\'ll say:\n\n\t\303\251t\303\251 \342\200\211\360\237\230\200 aaaaaaa\377" \
-    > "$to/bpe_encode/text"
+printf "It's  12 o'clock, they'll say:\n\n\t\303\251t\303\251 \342\200\211\360\237\230\200 aaaaaaa\377" > \
+    "$to/bpe_encode/text"
 
 printf -- '-e\nl4h4c128t64\n-b\n8\n--lr=3e-4\n--plan\n--gpu-mem\n16GiB\n-r\nblock:2\n' \
     > "$to/options/one"
