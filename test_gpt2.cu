@@ -1194,9 +1194,10 @@ static Text hostile_state(const char *step) {
 
 // Sends bytes through a parser, from a block that ends where they end.
 static void parse_hostile(const Text &reader, const Text &text) {
-    std::vector<unsigned char> block(text.begin(), text.end());
-    const unsigned char *bytes = block.data();
-    const size_t size = block.size();
+    std::vector<unsigned char> block(1 + text.size());
+    std::copy(text.begin(), text.end(), block.begin() + 1);
+    const unsigned char *bytes = block.data() + 1;
+    const size_t size = text.size();
     static Bpe bpe;
     Model m = {1, 1, 1, 1, 1, 128};
     std::vector<Span> spans(FILE_TENSORS);
