@@ -48,6 +48,10 @@ header='{"a":{"dtype":"F32","shape":[1,2],"data_offsets":[0,8]},"b":{"dtype":"BO
 header+='"data_offsets":[8,9]},"__metadata__":{"format":"pt"},"c":{"dtype":"I8","shape":[0,3],'
 header+='"data_offsets":[9,9]}}'
 { le32 ${#header} 0; printf '%s123456789' "$header"; } > "$to/safetensors/hand"
+# Texts longer than any that a reader keeps.
+long=$(printf '%0100d' 0)
+printf '{"%s":1,"model_type":"gpt2","x":"%s"}' "$long" "$long" > "$to/config/long"
+printf '{"%s":1,"format":"%s"}' "$long" "$long" > "$to/manifest/long"
 printf '[1,-2.5e3,true,null,{"a":[],"b":{}},"\\u00e9\\ud83d\\ude00\\n"]' > "$to/json/hand"
 
 # GPT-2's vocabulary, the first tokens of it: the whole is longer than an input gets.
