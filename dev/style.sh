@@ -209,9 +209,9 @@ top_level() {
     fi
 }
 
-[ -f train_gpt2.c ] && volume train_gpt2.c 6200
+[ -f train_gpt2.c ] && volume train_gpt2.c 6250
 [ -f train_gpt2.cu ] && volume train_gpt2.cu 5500
-[ -f test_gpt2.cu ] && volume test_gpt2.cu 5300
+[ -f test_gpt2.cu ] && volume test_gpt2.cu 5400
 texts=()
 for file in train_gpt2.c train_gpt2.cu test_gpt2.cu Makefile .ci/run data/*.c data/*.sh \
             dev/*.c dev/*.cu dev/*.sh dev/*.py dev/fuzz/*; do

@@ -66,14 +66,20 @@ static void touch(const unsigned char *p, uint64_t count) {
 
 static Shard fuzz_shard;
 
-static void target_shard(const unsigned char *bytes, size_t size) {
+// The input as a file; returns its descriptor.
+static int input_file(char path[64], const unsigned char *bytes, size_t size) {
     static int fd = -1;
-    char path[64];
     if (fd < 0) {
-        fd = memfd_create("shard", 0);
+        fd = memfd_create("input", 0);
     }
     FACT(ftruncate(fd, 0) == 0 && pwrite(fd, bytes, size, 0) == (ssize_t)size);
-    snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+    snprintf(path, 64, "/proc/self/fd/%d", fd);
+    return fd;
+}
+
+static void target_shard(const unsigned char *bytes, size_t size) {
+    char path[64];
+    input_file(path, bytes, size);
     Dataset d;
     memset(&d, 0, sizeof d);
     d.shards = &fuzz_shard;
@@ -151,6 +157,43 @@ static void target_config(const unsigned char *bytes, size_t size) {
     Model m;
     config_parse(&m, bytes, size, "config.json");
     require_allowed(&m);
+}
+
+// --- Evaluation files ----------------------------------------------------------------------------
+
+// Every example, read again as scoring does: rows of T inputs and targets.
+static void target_eval(const unsigned char *bytes, size_t size) {
+    enum { T = 16, VOCABULARY = 257 };
+    EvalFile f;
+    Token inputs[T], targets[T];
+    eval_parse(&f, bytes, size, "x.bin", VOCABULARY);
+    FACT(f.examples >= 1 && f.bytes == bytes && f.size == size && f.longest_completion >= 1);
+    FACT(f.longest_at >= 0 && f.longest_at < f.examples);
+    size_t at = EVAL_HEADER_BYTES;
+    for (int i = 0; i < f.examples; i++) {
+        EvalExample x;
+        touch(bytes + at, 2 * EVAL_EXAMPLE_WORDS);
+        at += eval_example(&x, &f, at, i);
+        FACT(x.label >= 0 && x.label < x.completions && x.completions <= EVAL_COMPLETIONS);
+        for (int k = 0; k <= x.completions; k++) {
+            FACT(x.texts[k].count >= 1);
+            touch(x.texts[k].words, 2 * (uint64_t)x.texts[k].count);
+            FACT(k == 0 || x.texts[k].count <= f.longest_completion);
+            FACT(k == 0 || x.texts[0].count + x.texts[k].count <= f.longest_row);
+        }
+        for (int k = 0; k < x.completions; k++) {
+            if (x.texts[1 + k].count > T) {
+                continue;
+            }
+            EvalRow row = eval_row(inputs, targets, &x, k, T);
+            FACT(row.first >= 0 && row.count >= 1 && row.first + row.count <= T);
+            for (int t = 0; t < T; t++) {
+                FACT(inputs[t] >= 0 && inputs[t] < VOCABULARY);
+                FACT(targets[t] >= 0 && targets[t] < VOCABULARY);
+            }
+        }
+    }
+    FACT(at == size);
 }
 
 // --- Safetensors ---------------------------------------------------------------------------------
@@ -231,6 +274,28 @@ static void target_state(const unsigned char *bytes, size_t size) {
     for (int i = 0; i < COUNTERS; i++) {
         FACT(*counter(&f.run, i) >= 0 && *counter(&f.run, i) <= (int64_t)1 << 53);
     }
+}
+
+// What is left of a log is its start, in whole lines, none of a later step.
+static void target_log(const unsigned char *bytes, size_t size) {
+    enum { STEP = 5 };
+    char path[64];
+    struct stat status;
+    int fd = input_file(path, bytes, size);
+    log_cut(path, STEP);
+    FACT(fstat(fd, &status) == 0 && (size_t)status.st_size <= size);
+    size_t kept = (size_t)status.st_size;
+    char *text = (char *)malloc(kept + 1);
+    FACT(pread(fd, text, kept, 0) == (ssize_t)kept && memcmp(text, bytes, kept) == 0);
+    FACT(kept == 0 || text[kept - 1] == '\n');
+    text[kept] = 0;
+    for (char *line = text, *end; !memchr(text, 0, kept) && *line; line = end + 1) {
+        int64_t step = 0;
+        end = strchr(line, '\n');
+        *end = 0;
+        FACT(sscanf(line, "{\"step\":%" SCNd64, &step) != 1 || step <= STEP);
+    }
+    free(text);
 }
 
 // --- Tokenizer -----------------------------------------------------------------------------------
@@ -628,6 +693,8 @@ static const struct {
                {"safetensors", target_safetensors},
                {"manifest", target_manifest},
                {"state", target_state},
+               {"log", target_log},
+               {"eval", target_eval},
                {"bpe_merges", target_bpe_merges},
                {"bpe_tokens", target_bpe_tokens},
                {"bpe_encode", target_bpe_encode},

@@ -35,6 +35,8 @@ cp "$1/config.json" "$to/config/config"
 cp "$1/config.json" "$to/json/config"
 cp "$1/manifest.json" "$to/manifest/manifest"
 cp "$1/manifest.json" "$to/json/manifest"
+cp "$scratch/log.jsonl" "$to/json/log"
+{ cat "$scratch/log.jsonl"; printf '{"step":%d}\n' 4 5 6 5; } > "$to/log/log"
 
 cp "$scratch/bytes_train.bin" "$to/shard/bytes"
 { le32 20240520 1 7 0 0; zeros 1004; printf 'abcdefghijkl\0\0'; } > "$to/shard/gpt2"
@@ -44,6 +46,17 @@ for version in 3 5; do
     { le32 20240326 $version 1 1 1 1 1 128; zeros $((992 + 156 * (version == 3 ? 4 : 2))); } \
         > "$to/llmc/$version"
 done
+# llm.c's multiple-choice files: two examples, the second of two completions.
+le16() {
+    local n
+    for n in "$@"; do
+        # shellcheck disable=SC2059
+        printf "$(printf '\\x%02x\\x%02x' $((n & 255)) $((n >> 8)))"
+    done
+}
+{ le32 20240522 1 2 44; zeros 1008
+  le16 65535 44 0 2 4 3 1 2 3 2 4 5 1 6 3 7 8 9 3 65 66 67
+  le16 65535 24 1 1 2 1 65 2 66 67 1 68; } > "$to/eval/two"
 header='{"a":{"dtype":"F32","shape":[1,2],"data_offsets":[0,8]},"b":{"dtype":"BOOL","shape":[],'
 header+='"data_offsets":[8,9]},"__metadata__":{"format":"pt"},"c":{"dtype":"I8","shape":[0,3],'
 header+='"data_offsets":[9,9]}}'
@@ -57,8 +70,8 @@ printf '[1,-2.5e3,true,null,{"a":[],"b":{}},"\\u00e9\\ud83d\\ude00\\n"]' > "$to/
 # GPT-2's vocabulary, the first tokens of it: the whole is longer than an input gets.
 printf '#version: 0.2\n\304\240 t\n\304\240 a\nh e\ni n\n\304\240t he\n' > "$to/bpe_merges/merges"
 { le32 20240328 2 50257 50256; zeros 1008; printf '\1!\1"\1#\2 t\4 the'; } > "$to/bpe_tokens/tokens"
-printf "It's  12 o'clock, they'll say:\n\n\t\303\251t\303\251 \342\200\211\360\237\230\200 aaaaaaa\377" > \
-    "$to/bpe_encode/text"
+printf "It's  12 o'clock, they'll:\n\n\t\303\251t\303\251 \342\200\211\360\237\230\200 aaaa\377" \
+    > "$to/bpe_encode/text"
 
 printf -- '-e\nl4h4c128t64\n-b\n8\n--lr=3e-4\n--plan\n--gpu-mem\n16GiB\n-r\nblock:2\n' \
     > "$to/options/one"
