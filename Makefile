@@ -56,7 +56,8 @@ DEPEND = -MMD -MP -MF build/$(@F).d -MT $@
 # --- Targets --------------------------------------------------------------------------------------
 PROGRAMS := test_gpt2 test_gpt2_double test_gpt2_asan train_gpt2_asan bench_cpu test_cuda_cpu \
             test_gpt2cu_cpu test_gpt2cu_cpu_asan test_gpt2cu
-.PHONY: help train test fuzz bench bench_packages check_torch data style deps clean FORCE $(PROGRAMS)
+.PHONY: help train test fuzz bench bench_packages check_torch data style deps clean FORCE \
+        $(PROGRAMS)
 help: ## this list
 	@sed -n 's/^\([a-z0-9_/]*\):.*## */\1|/p' Makefile | \
 	awk -F'|' '{ printf "  make %-17s %s\n", $$1, $$2 }'
@@ -122,7 +123,7 @@ train: $(PROGRAM) data ## build for this machine, prepare data, train a small GP
 test: ## check the style, build and run every test that this machine can run
 	@MAKE='$(MAKE)' CC='$(CC)' CXX='$(CXX)' SAN='$(SAN)' NVCC='$(NVCC)' \
 	CUDA_HEADERS='$(CUDA_HEADERS)' dev/test.sh
-fuzz: build/fuzz build/fuzz_replay train_gpt2 data/tokenize ## readers of files, FUZZ_SECONDS=60 each
+fuzz: build/fuzz build/fuzz_replay train_gpt2 data/tokenize ## readers, FUZZ_SECONDS=60 each
 	@dev/fuzz/run.sh $(or $(FUZZ_SECONDS),60)
 bench: build/bench_cpu build/bench_files ## matmul and step against oneDNN, files against dd
 	./build/bench_cpu

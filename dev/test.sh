@@ -84,8 +84,8 @@ archs="75 80 89 90a 100 120"
 jobs=-j$(nproc)
 [[ ${MAKEFLAGS:-} =~ (^| )-j ]] && jobs=
 # shellcheck disable=SC2086  # words
-$MAKE -s -k $jobs train_gpt2 data/tokenize build/fuzz_replay ${CUDA_HEADERS:+train_gpt2cu_cpu} $programs \
-    ${NVCC:+$(printf 'build/sm_%s.log ' $archs)} > /dev/null 2>&1
+$MAKE -s -k $jobs train_gpt2 data/tokenize build/fuzz_replay ${CUDA_HEADERS:+train_gpt2cu_cpu} \
+    $programs ${NVCC:+$(printf 'build/sm_%s.log ' $archs)} > /dev/null 2>&1
 
 build train_gpt2 data/tokenize && run tools dev/test_tools.sh
 build build/fuzz_replay train_gpt2 data/tokenize && run fuzz dev/fuzz/run.sh replay
