@@ -5888,17 +5888,20 @@ static void run_size(Run *run) {
     }
 }
 
-// Creates `path` and the folders above it.
+// Creates `path` and the folders above it, to stay: a checkpoint is lost with the name of its folder.
 static void make_folders(const char *path) {
-    char part[PATH_BYTES];
+    char part[PATH_BYTES], above[PATH_BYTES] = ".";
     path_print(part, "%s", path);
     for (char *p = part + 1;; p++) {
         if (*p == '/' || *p == 0) {
             char end = *p;
             *p = 0;
-            if (mkdir(part, 0755) != 0 && errno != EEXIST) {
+            if (mkdir(part, 0755) == 0) {
+                fsync_folder(above);
+            } else if (errno != EEXIST) {
                 die("--output (-o): cannot create folder %s: %s", part, strerror(errno));
             }
+            path_print(above, "%s", part);
             *p = end;
             if (end == 0) {
                 break;
