@@ -4955,10 +4955,15 @@ static void checkpoint_save(Engine *e, const Settings *s, const Options *o, cons
 static int64_t checkpoint_newest(const char *output, int64_t below) {
     int64_t newest = -1;
     DIR *folder = opendir(output);
-    if (!folder) {
-        return -1;
-    }
-    for (struct dirent *entry = readdir(folder); entry; entry = readdir(folder)) {
+    for (;;) {
+        errno = folder ? 0 : errno;
+        struct dirent *entry = folder ? readdir(folder) : NULL;
+        if (!entry && errno != 0) {  // "none" would start the run anew and cut its log
+            die("--output (-o): cannot list %s: %s", output, strerror(errno));
+        }
+        if (!entry) {
+            break;
+        }
         int64_t step;
         int end = 0;
         if (sscanf(entry->d_name, "step-%8" SCNd64 "%n", &step, &end) != 1 || end != 13) {
