@@ -5576,8 +5576,10 @@ static void run_sample(Run *run) {
         bytes += token_text(text + bytes, tokenizer, run->bpe, tokens[i]);
     }
     if (!o->quiet && !stop_signal) {
-        printf("%s--- sample after step %" PRId64 " ---\n%.*s\n---\n",
-               run->live ? "\n" : "", run->state.step, bytes, text);
+        printf("%s--- sample after step %" PRId64 " ---\n", run->live ? "\n" : "",
+               run->state.step);
+        fwrite(text, 1, (size_t)bytes, stdout);  // a token may be a 0
+        printf("\n---\n");
     }
     if (run->log && !stop_signal) {
         fprintf(run->log, "{\"step\":%" PRId64 ",\"sample\":\"", run->state.step);
