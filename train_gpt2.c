@@ -4698,7 +4698,7 @@ typedef struct {
     int64_t offset;
 } HeaderText;
 
-// `metadata`: the inside of __metadata__'s object.
+// Leaves __metadata__'s object open; the first header_tensor closes it.
 static void header_start(HeaderText *h) {
     h->offset = 0;
     h->file = open_memstream(&h->text, &h->bytes);
@@ -5051,8 +5051,8 @@ static const char *manifest_parse(ManifestRow rows[FILE_MANIFEST], const unsigne
     return wrong ? wrong : version != 2 ? "its version is not 2, the one this program reads" : NULL;
 }
 
-// Bytes of a file, and their SHA-256; -1 when they cannot be read. Not mapped: a sector that the disk
-// cannot read has to be an error here, not a signal.
+// Bytes of a file, and their SHA-256; -1 when they cannot be read. Not mapped: a sector that the
+// disk cannot read has to be an error here, not a signal.
 static int64_t file_hash(const char *path, char text[SHA256_TEXT]) {
     Sha256 sha;
     ssize_t n = -1;
@@ -5094,7 +5094,8 @@ static int checkpoint_is_whole(const char *folder, char problem[PATH_BYTES]) {
     for (int i = 0; i < FILE_MANIFEST; i++) {
         char text[SHA256_TEXT];
         int64_t bytes = file_hash(path[i], text);
-        bad[i] = bytes < 0 ? 1 : bytes != rows[i].bytes ? 2 : 3 * (strcmp(text, rows[i].sha256) != 0);
+        int same = strcmp(text, rows[i].sha256) == 0;
+        bad[i] = bytes < 0 ? 1 : bytes != rows[i].bytes ? 2 : same ? 0 : 3;
     }
     for (int i = 0; i < FILE_MANIFEST; i++) {
         static const char *const words[] = {"", "cannot be read", "has not its manifest's size",
@@ -5895,7 +5896,8 @@ static void run_size(Run *run) {
     }
 }
 
-// Creates `path` and the folders above it, to stay: a checkpoint is lost with the name of its folder.
+// Creates `path` and the folders above it, to stay: a checkpoint is lost with the name of its
+// folder.
 static void make_folders(const char *path) {
     char part[PATH_BYTES], above[PATH_BYTES] = ".";
     path_print(part, "%s", path);
