@@ -4955,15 +4955,8 @@ static void checkpoint_save(Engine *e, const Settings *s, const Options *o, cons
 static int64_t checkpoint_newest(const char *output, int64_t below) {
     int64_t newest = -1;
     DIR *folder = opendir(output);
-    for (;;) {
-        errno = folder ? 0 : errno;
-        struct dirent *entry = folder ? readdir(folder) : NULL;
-        if (!entry && errno != 0) {  // "none" would start the run anew and cut its log
-            die("--output (-o): cannot list %s: %s", output, strerror(errno));
-        }
-        if (!entry) {
-            break;
-        }
+    struct dirent *entry;
+    for (errno = folder ? 0 : errno; folder && (entry = readdir(folder)) != NULL; errno = 0) {
         int64_t step;
         int end = 0;
         if (sscanf(entry->d_name, "step-%8" SCNd64 "%n", &step, &end) != 1 || end != 13) {
@@ -4976,6 +4969,9 @@ static int64_t checkpoint_newest(const char *output, int64_t below) {
         } else if (entry->d_name[end] == 0 && step < below) {
             newest = max_i64(newest, step);
         }
+    }
+    if (!folder || errno != 0) {  // "none" would start the run anew and cut its log
+        die("--output (-o): cannot list %s: %s", output, strerror(errno));
     }
     closedir(folder);
     return newest;
