@@ -2909,6 +2909,12 @@ static void test_checkpoint_folder() {
     expect(rename("again", "out") == 0 && tensors_of("out", 8) == tensors);
     expect_refused(program("-i train.bin -e l2h2c32t16 -b 2 -x 8 -n 2 -y 1 -o out"),
                    "is of another run", "another shape");
+    expect_refused(program("-i train.bin -e out"), "name one of its step-NNNNNNNN", "-e RUN");
+    Text other = read_file("train.bin");  // as long, with other tokens
+    other.replace(SHARD_HEADER * 4, 2000, other.substr(SHARD_HEADER * 4 + 1000, 2000));
+    write_file("other.bin", other);
+    expect_refused(program("-i other.bin -e l2h2c16t16 -b 2 -x 8 -n 2 -y 1 -o out"),
+                   "is of another run", "other data");
     mkdir("out/step-00000099.tmp", 0755);
     write_file("out/step-00000099.tmp/model.safetensors", good.substr(0, 999));
     expect_success(program(run), "resumed after its end");

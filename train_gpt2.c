@@ -4437,6 +4437,24 @@ static void llmc_spans(Span *spans, const Model *m, const unsigned char *bytes, 
     }
 }
 
+// What may stand in a folder in place of model.safetensors, and what to do then.
+static const char *model_folder_hint(const char *folder) {
+    static const char *const hints[][2] = {
+        {"model.safetensors.index.json", "; its weights are in several files, one is read: "
+                                         "save_pretrained(..., max_shard_size=\"100GB\") makes it"},
+        {"pytorch_model.bin", "; pytorch_model.bin is not read: save_pretrained(...) of a newer "
+                              "transformers makes model.safetensors"},
+        {"log.jsonl", "; this is a run's output folder: name one of its step-NNNNNNNN"}};
+    char path[PATH_BYTES];
+    for (size_t i = 0; i < sizeof hints / sizeof hints[0]; i++) {
+        path_print(path, "%s/%s", folder, hints[i][0]);
+        if (access(path, F_OK) == 0) {
+            return hints[i][1];
+        }
+    }
+    return "";
+}
+
 // Opens the weights that -e names: a folder with model.safetensors and config.json, that
 // model.safetensors itself, or llm.c's file. Ends the run at any fault.
 static void model_file_open(ModelFile *f, const char *path) {
@@ -4448,7 +4466,8 @@ static void model_file_open(ModelFile *f, const char *path) {
     memset(f, 0, sizeof *f);
     path_print(f->name, is_folder ? "%s/model.safetensors" : "%s", path);
     if (mapping_open(&f->map, f->name) != 0) {
-        die("--model (-e): cannot open %s: %s", f->name, strerror(errno));
+        die("--model (-e): cannot open %s: %s%s", f->name, strerror(errno),
+            is_folder ? model_folder_hint(path) : "");
     }
     if (f->map.size >= sizeof magic) {
         memcpy(&magic, f->map.bytes, sizeof magic);
@@ -4827,12 +4846,19 @@ static int64_t *counter(RunState *state, int i) {
 // What a run must share with the checkpoint it goes on from.
 enum { IDENTITY_BYTES = 256 };
 static void run_identity(char identity[IDENTITY_BYTES], const Settings *s, const Options *o,
-                         int64_t windows) {
+                         const Dataset *d) {
     const Model *m = &s->model;
+    uint64_t data = 0;
+    for (int i = 0; i < d->shard_count; i++) {  // tokens here and there tell other data apart
+        const Shard *shard = &d->shards[i];
+        for (int64_t k = 0; k < 256; k++) {
+            data = hash_u64(data + (uint64_t)shard->count + shard->tokens[k * shard->count / 256]);
+        }
+    }
     snprintf(identity, IDENTITY_BYTES,
-             "shape l%dh%dc%dt%d vocabulary %d sequence %d windows %" PRId64 " seed %" PRId64
-             " shuffle %" PRId64, m->L, m->NH, m->C, m->maxT, m->V, s->T, windows, o->seed,
-             o->shuffle);
+             "shape l%dh%dc%dt%d vocabulary %d sequence %d windows %" PRId64 " data %016" PRIx64
+             " seed %" PRId64 " shuffle %" PRId64, m->L, m->NH, m->C, m->maxT, m->V, s->T,
+             d->windows, data, o->seed, o->shuffle);
 }
 
 static void config_save(const Model *m, Writer *w) {
@@ -6049,7 +6075,7 @@ static void run_begin(Run *run, const Program *program, const Model *m) {
     plan_build(&p, &run->s);
     run->memory_bytes = (int64_t)p.device_bytes;
     run->live = isatty(1);
-    run_identity(run->identity, &run->s, o, run->train.windows);
+    run_identity(run->identity, &run->s, o, &run->train);
     if (o->output[0]) {
         make_folders(o->output);
         int lock = open(o->output, O_RDONLY | O_DIRECTORY);  // held until the process ends

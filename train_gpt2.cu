@@ -2587,10 +2587,10 @@ static void master_download(real *out, const __nv_bfloat16 *weights, const uint1
     copy_wait(high, weights, count * 2, cudaMemcpyDeviceToHost, stream);
     copy_wait(rest, low, count * 2, cudaMemcpyDeviceToHost, stream);
     for (int64_t i = 0; i < count; i++) {
-        uint32_t bits = ((uint32_t)high[i] - (rest[i] >> 15)) << 16 | rest[i];
+        uint32_t bits = (uint32_t)high[i] << 16;
         float value;
         memcpy(&value, &bits, 4);
-        out[i] = value;
+        out[i] = master_join(value, rest[i]);
     }
     free(high);
 }
@@ -2603,7 +2603,7 @@ static void master_upload(__nv_bfloat16 *weights, uint16_t *low, const real *val
         float value = (float)values[i];
         uint32_t bits;
         memcpy(&bits, &value, 4);
-        high[i] = (uint16_t)((bits + 0x8000u) >> 16);
+        high[i] = master_high(value);
         rest[i] = (uint16_t)bits;
     }
     copy_wait(weights, high, count * 2, cudaMemcpyHostToDevice, stream);
