@@ -5207,7 +5207,7 @@ static const Test tests[] = {
     T(bad_options, HOST),
     T(bad_data, HOST),
     T(bad_output, HOST),
-    T(checkpoint_folder, ALL),
+    T(checkpoint_folder, HOST),
     T(kill, HOST),
     T(signals, HOST),
     T(skipped_step, HOST),
