@@ -3783,32 +3783,28 @@ static void sha256_blocks(uint32_t h[8], const unsigned char *p, size_t count) {
 #if !SHA256_X86 || GPT2_NO_MAIN  // tests hold the one against the other
 static uint32_t rotate_right(uint32_t x, int n) { return x >> n | x << (32 - n); }
 
-static void sha256_blocks_plain(uint32_t h[8], const unsigned char *p, size_t count) {
+static void sha256_blocks_plain(uint32_t s[8], const unsigned char *p, size_t count) {
     for (; count > 0; count--, p += 64) {
-        uint32_t w[64], s[8];
-        memcpy(s, h, sizeof s);
+        uint32_t a = s[0], b = s[1], c = s[2], d = s[3], e = s[4], f = s[5], g = s[6], h = s[7];
+        uint32_t w[64];
+        for (int i = 0; i < 16; i++) {
+            w[i] = (uint32_t)p[4 * i] << 24 | (uint32_t)p[4 * i + 1] << 16 |
+                   (uint32_t)p[4 * i + 2] << 8 | p[4 * i + 3];
+        }
+        for (int i = 16; i < 64; i++) {
+            uint32_t x = w[i - 15], y = w[i - 2];
+            w[i] = w[i - 16] + w[i - 7] + (rotate_right(x, 7) ^ rotate_right(x, 18) ^ x >> 3) +
+                   (rotate_right(y, 17) ^ rotate_right(y, 19) ^ y >> 10);
+        }
         for (int i = 0; i < 64; i++) {
-            if (i < 16) {
-                w[i] = (uint32_t)p[4 * i] << 24 | (uint32_t)p[4 * i + 1] << 16 |
-                       (uint32_t)p[4 * i + 2] << 8 | p[4 * i + 3];
-            } else {
-                uint32_t a = w[i - 15], b = w[i - 2];
-                w[i] = w[i - 16] + w[i - 7] +
-                       (rotate_right(a, 7) ^ rotate_right(a, 18) ^ a >> 3) +
-                       (rotate_right(b, 17) ^ rotate_right(b, 19) ^ b >> 10);
-            }
-            uint32_t e = s[4], a = s[0];
-            uint32_t t1 = s[7] + (rotate_right(e, 6) ^ rotate_right(e, 11) ^ rotate_right(e, 25)) +
-                          ((e & s[5]) ^ (~e & s[6])) + sha256_k[i] + w[i];
-            uint32_t t2 = (rotate_right(a, 2) ^ rotate_right(a, 13) ^ rotate_right(a, 22)) +
-                          ((a & s[1]) ^ (a & s[2]) ^ (s[1] & s[2]));
-            memmove(s + 1, s, 7 * sizeof *s);
-            s[4] += t1;
-            s[0] = t1 + t2;
+            uint32_t x = h + sha256_k[i] + w[i] + (g ^ (e & (f ^ g))) +
+                         (rotate_right(e, 6) ^ rotate_right(e, 11) ^ rotate_right(e, 25));
+            h = g, g = f, f = e, e = d + x;
+            x += ((a & b) | (c & (a | b))) +
+                 (rotate_right(a, 2) ^ rotate_right(a, 13) ^ rotate_right(a, 22));
+            d = c, c = b, b = a, a = x;
         }
-        for (int i = 0; i < 8; i++) {
-            h[i] += s[i];
-        }
+        s[0] += a, s[1] += b, s[2] += c, s[3] += d, s[4] += e, s[5] += f, s[6] += g, s[7] += h;
     }
 }
 #endif
