@@ -3636,44 +3636,44 @@ static void test_llmc_model() {
 // One tensor of a good file changed: its name, the member, the new value, what is said of it.
 static const struct {
     const char *name;
-    Text Member::*field;
+    char field;  // n(ame), d(type), s(hape) or o(ffsets)
     const char *value, *words;
 } changes[] = {
-    {"wpe.weight", &Member::dtype, "Q4", "wpe.weight: an unknown dtype"},
-    {"wpe.weight", &Member::dtype, "", "wpe.weight: an unknown dtype"},
-    {"wpe.weight", &Member::dtype, "F64", "wpe.weight: its data_offsets do not span"},
-    {"wpe.weight", &Member::dtype, "I32", "wpe.weight: weights are F32, BF16 or F16"},
-    {"wpe.weight", &Member::shape, "4,3", "wpe.weight: its shape is not (3, 4)"},
-    {"wpe.weight", &Member::shape, "12", "wpe.weight: its shape is not (3, 4)"},
-    {"wpe.weight", &Member::shape, "3,4,1", "wpe.weight: its shape is not (3, 4)"},
-    {"wpe.weight", &Member::shape, "3,5", "wpe.weight: its data_offsets do not span"},
-    {"wpe.weight", &Member::shape, "-3,-4", "wpe.weight: not a whole number"},
-    {"wpe.weight", &Member::shape, "0,4", "wpe.weight: its data_offsets do not span"},
-    {"wpe.weight", &Member::shape, "", "wpe.weight: its data_offsets do not span"},
-    {"wpe.weight", &Member::shape, "1099511627776,1099511627776",
+    {"wpe.weight", 'd', "Q4", "wpe.weight: an unknown dtype"},
+    {"wpe.weight", 'd', "", "wpe.weight: an unknown dtype"},
+    {"wpe.weight", 'd', "F64", "wpe.weight: its data_offsets do not span"},
+    {"wpe.weight", 'd', "I32", "wpe.weight: weights are F32, BF16 or F16"},
+    {"wpe.weight", 's', "4,3", "wpe.weight: its shape is not (3, 4)"},
+    {"wpe.weight", 's', "12", "wpe.weight: its shape is not (3, 4)"},
+    {"wpe.weight", 's', "3,4,1", "wpe.weight: its shape is not (3, 4)"},
+    {"wpe.weight", 's', "3,5", "wpe.weight: its data_offsets do not span"},
+    {"wpe.weight", 's', "-3,-4", "wpe.weight: not a whole number"},
+    {"wpe.weight", 's', "0,4", "wpe.weight: its data_offsets do not span"},
+    {"wpe.weight", 's', "", "wpe.weight: its data_offsets do not span"},
+    {"wpe.weight", 's', "1099511627776,1099511627776",
      "wpe.weight: a shape of more"},
-    {"wpe.weight", &Member::shape, "0,1099511627776,1099511627776", "wpe.weight: its data"},
-    {"wpe.weight", &Member::shape, "4294967299,4294967296", "wpe.weight: a shape of more"},
-    {"h.1.attn.c_attn.weight", &Member::shape, "12,4", "weight: its shape is not (4, 12)"},
-    {"h.1.mlp.c_proj.weight", &Member::shape, "4,16", "weight: its shape is not (16, 4)"},
-    {"ln_f.bias", &Member::shape, "4,1", "ln_f.bias: its shape is not"},
-    {"ln_f.bias", &Member::shape, "1,4", "ln_f.bias: its shape is not"},
-    {"wpe.weight", &Member::name, "wte.weight", "wte.weight: stands in the file twice"},
-    {"h.0.ln_1.bias", &Member::name, "h.2.ln_1.bias", "h.2.ln_1.bias: GPT-2 of this many"},
-    {"h.0.ln_1.bias", &Member::name, "h.99.ln_1.bias", "h.99.ln_1.bias: GPT-2 of this many"},
-    {"h.0.ln_1.bias", &Member::name, "h.01.ln_1.bias", "h.01.ln_1.bias: GPT-2 of this many"},
-    {"h.0.ln_1.bias", &Member::name, "h.-1.ln_1.bias", "h.-1.ln_1.bias: GPT-2 of this many"},
-    {"h.0.ln_1.bias", &Member::name, "h.4294967296.ln_1.bias", "none of this name"},
-    {"h.0.ln_1.bias", &Member::name, "h.18446744073709551616.ln_1.bias", "none of this name"},
-    {"h.0.ln_1.bias", &Member::name, "h.0.wte.weight", "none of this name"},
-    {"h.0.ln_1.bias", &Member::name, "h..ln_1.bias", "none of this name"},
-    {"h.0.ln_1.bias", &Member::name, "ln_1.bias", "none of this name"},
-    {"ln_f.bias", &Member::name, "h.0.ln_f.bias", "none of this name"},
-    {"ln_f.bias", &Member::name, "transformer.transformer.ln_f.bias", "none of this name"},
-    {"ln_f.bias", &Member::name, "", "tensor : GPT-2 of this many"},
-    {"ln_f.bias", &Member::name, "ln_f.bias\\n\\u001b[2J", "tensor ln_f.bias??[2J: "},
-    {"h.0.ln_1.weight", &Member::offsets, "160,176", "overlap"},
-    {"h.0.ln_1.weight", &Member::offsets, "132,148", "overlap"}};
+    {"wpe.weight", 's', "0,1099511627776,1099511627776", "wpe.weight: its data"},
+    {"wpe.weight", 's', "4294967299,4294967296", "wpe.weight: a shape of more"},
+    {"h.1.attn.c_attn.weight", 's', "12,4", "weight: its shape is not (4, 12)"},
+    {"h.1.mlp.c_proj.weight", 's', "4,16", "weight: its shape is not (16, 4)"},
+    {"ln_f.bias", 's', "4,1", "ln_f.bias: its shape is not"},
+    {"ln_f.bias", 's', "1,4", "ln_f.bias: its shape is not"},
+    {"wpe.weight", 'n', "wte.weight", "wte.weight: stands in the file twice"},
+    {"h.0.ln_1.bias", 'n', "h.2.ln_1.bias", "h.2.ln_1.bias: GPT-2 of this many"},
+    {"h.0.ln_1.bias", 'n', "h.99.ln_1.bias", "h.99.ln_1.bias: GPT-2 of this many"},
+    {"h.0.ln_1.bias", 'n', "h.01.ln_1.bias", "h.01.ln_1.bias: GPT-2 of this many"},
+    {"h.0.ln_1.bias", 'n', "h.-1.ln_1.bias", "h.-1.ln_1.bias: GPT-2 of this many"},
+    {"h.0.ln_1.bias", 'n', "h.4294967296.ln_1.bias", "none of this name"},
+    {"h.0.ln_1.bias", 'n', "h.18446744073709551616.ln_1.bias", "none of this name"},
+    {"h.0.ln_1.bias", 'n', "h.0.wte.weight", "none of this name"},
+    {"h.0.ln_1.bias", 'n', "h..ln_1.bias", "none of this name"},
+    {"h.0.ln_1.bias", 'n', "ln_1.bias", "none of this name"},
+    {"ln_f.bias", 'n', "h.0.ln_f.bias", "none of this name"},
+    {"ln_f.bias", 'n', "transformer.transformer.ln_f.bias", "none of this name"},
+    {"ln_f.bias", 'n', "", "tensor : GPT-2 of this many"},
+    {"ln_f.bias", 'n', "ln_f.bias\\n\\u001b[2J", "tensor ln_f.bias??[2J: "},
+    {"h.0.ln_1.weight", 'o', "160,176", "overlap"},
+    {"h.0.ln_1.weight", 'o', "132,148", "overlap"}};
 
 // Whole files and headers that no writer makes, each refused by its name and in little memory.
 static void test_model_refused() {
@@ -3726,7 +3726,11 @@ static void test_model_refused() {
     }
     for (auto &row : changes) {
         Members list = good;
-        named(&list, row.name).*row.field = row.value;
+        Member &m = named(&list, row.name);
+        (row.field == 'n'   ? m.name
+         : row.field == 'd' ? m.dtype
+         : row.field == 's' ? m.shape
+                            : m.offsets) = row.value;
         refuse(safetensors_bytes(list), row.words);
     }
     for (const Member &t : good) {

@@ -4345,7 +4345,8 @@ static void config_parse(Model *m, const unsigned char *bytes, size_t size, cons
                  {"scale_attn_weights", "true"},
                  {"scale_attn_by_inverse_layer_idx", "false"},
                  {"add_cross_attention", "false"}};
-    enum { SIZES = 5, FACTS = sizeof facts / sizeof facts[0] };
+    enum { SIZES = 5 };
+    const int fact_count = (int)(sizeof facts / sizeof *facts);
     Json j = {bytes, 0, size, NULL};
     int64_t value[SIZES] = {0}, inner = 0;
     char key[40], text[64];
@@ -4354,14 +4355,14 @@ static void config_parse(Model *m, const unsigned char *bytes, size_t size, cons
         int s = 0, f = 0;
         for (; s < SIZES && strcmp(key, sizes[s]) != 0; s++) {
         }
-        for (; f < FACTS && strcmp(key, facts[f].key) != 0; f++) {
+        for (; f < fact_count && strcmp(key, facts[f].key) != 0; f++) {
         }
         if (s < SIZES) {
             if (value[s]) {
                 json_fail(&j, "a size stands twice");
             }
             value[s] = json_count(&j);
-        } else if (f < FACTS) {
+        } else if (f < fact_count) {
             json_peek(&j) == '"' ? json_string(&j, text, sizeof text) : json_scalar(&j, text);
             if (!j.fault && !choice_holds(facts[f].allowed, text)) {
                 die("%s: %s is '%.40s'; this program computes GPT-2 with %s", name, key, text,
