@@ -88,7 +88,7 @@
 // -------------------------------------------------------------------------------------------------
 // 1. Prelude
 // Errors stop the run with one line on stderr and exit status 1: die() for what a user did, check()
-// for what the program believes of itself. Files are written whole or not at all (chapter 14 builds
+// for what the program believes of itself. Files are written whole or not at all (chapter 15 builds
 // on write_all).
 
 #if GPT2_DOUBLE
@@ -410,7 +410,7 @@ static const OptionRow option_rows[] = {
     {"keep", 0, OPT_INT, FIELD(keep), "0", 0, 1e6, NULL, "Output",
      "checkpoints to keep, the newest; 0: all"},
     {"resume", 'y', OPT_SWITCH, FIELD(resume), "0", 0, 1, NULL, "Output",
-     "go on from the newest checkpoint in the output folder, if there is one"},
+     "go on from the newest whole checkpoint in the output folder, if there is any"},
     {"quiet", 0, OPT_FLAG, FIELD(quiet), "0", 0, 1, NULL, "Output",
      "print nothing but errors and the score of --eval; log.jsonl says the rest"},
     {"recompute", 'r', OPT_TEXT, FIELD(recompute), "none", 0, 0, NULL, "Memory",
