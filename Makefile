@@ -104,7 +104,7 @@ train_gpt2cu_cpu: train_gpt2.cu build/flags | $(EMPTY_DATA) ## the same without 
 train_gpt2cu_cpu $(filter-out %cu,$(CUDA_TESTS)) build/test_cuda_cpu:
 	$(CUDA_ON_CPU) $(VARIANT) $(DEPEND) $< -o $@ -lm
 # One GPU's kernels alone, and what ptxas says of each: registers, spills.
-build/sm_%.log: train_gpt2.cu train_gpt2.c build/flags
+build/sm_%.log: train_gpt2.cu train_gpt2.c data/formats.c build/flags
 	$(NV1) -cubin -Xptxas -v -gencode arch=compute_$*,code=sm_$* $< -o $@.cubin 2> $@ || \
 	{ cat $@ >&2; false; }
 data: data/tokenize ## tinyshakespeare as tokens

@@ -3818,10 +3818,10 @@ static void test_config_refused() {
 static void save_model(Net *n, int type, const char *folder) {
     static Writer model, config;
     mkdir(folder, 0755);
-    writer_open(&model, folder, "model.safetensors");
+    writer_open(&model, folder, "model.safetensors", checkpoint_remove);
     model_file_save(&n->e, &n->s.model, type, &model);
     writer_close(&model);
-    writer_open(&config, folder, "config.json");
+    writer_open(&config, folder, "config.json", checkpoint_remove);
     config_save(&n->s.model, &config);
     writer_close(&config);
     const Text bytes = read_file(text("%s/model.safetensors", folder));

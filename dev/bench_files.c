@@ -73,7 +73,7 @@ int main(void) {
     double megabytes = 0, all_megabytes = 0, began;
     for (int r = 0; r < REPEATS; r++) {
         began = now_ms();
-        writer_open(&w, folder, checkpoint_files[FILE_MODEL]);
+        writer_open(&w, folder, checkpoint_files[FILE_MODEL], checkpoint_remove);
         model_file_save(&e, &m, FILE_F32, &w);
         writer_close(&w);
         times[SAVE][r] = now_ms() - began;
@@ -83,7 +83,7 @@ int main(void) {
         began = now_ms();
         dd(options);
         times[DD_WRITE][r] = now_ms() - began;
-        writer_open(&w, folder, checkpoint_files[FILE_CONFIG]);
+        writer_open(&w, folder, checkpoint_files[FILE_CONFIG], checkpoint_remove);
         config_save(&m, &w);
         writer_close(&w);
         times[LOAD][r] = load(&e, folder);

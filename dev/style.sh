@@ -4,7 +4,8 @@
 # line `N passed, N failed, N skipped`. Exit status 1 on any failure. CC, CXX, MARCH, OMP come
 # from make.
 #
-# The layout it expects of a volume (train_gpt2.c, train_gpt2.cu, test_gpt2.cu):
+# The layout it expects of a volume (train_gpt2.c, train_gpt2.cu, test_gpt2.cu) and of
+# the appendix, data/formats.c:
 #   - the file opens with a // comment that holds the contents, a chapter a line: `//   1  Prelude`
 #     (number, two or more spaces, title; two or more spaces and a remark may follow);
 #   - every chapter opens with a banner: a line `// ---...` of at least 60 dashes, then
@@ -209,7 +210,8 @@ top_level() {
     fi
 }
 
-[ -f train_gpt2.c ] && volume train_gpt2.c 6250
+[ -f train_gpt2.c ] && volume train_gpt2.c 6000
+[ -f data/formats.c ] && volume data/formats.c 1700
 [ -f train_gpt2.cu ] && volume train_gpt2.cu 5500
 [ -f test_gpt2.cu ] && volume test_gpt2.cu 5400
 texts=()
@@ -228,7 +230,8 @@ top_level | verdict "top level"
 if [ -f train_gpt2.c ]; then
     defines=(-DGPT2_DOUBLE=0)
     if command -v clang-tidy > /dev/null; then
-        clang-tidy --quiet train_gpt2.c -- -std=c11 "${defines[@]}" > "$scratch/tidy" 2> /dev/null &
+        clang-tidy --quiet train_gpt2.c data/formats.c -- -std=c11 "${defines[@]}" \
+            > "$scratch/tidy" 2> /dev/null &
     fi
     if command -v cppcheck > /dev/null; then
         cppcheck --quiet --std=c11 --language=c --enable=warning,portability --inline-suppr \
@@ -275,6 +278,8 @@ compilers() {
     fi
     if command -v "$3" > /dev/null; then
         builds "$1: C++17" "$3" $as_cpp $MARCH $omp $warnings -fsyntax-only train_gpt2.c
+        builds "$1: C++17, the appendix alone" "$3" $as_cpp $MARCH $omp $warnings \
+            -Wno-unknown-pragmas -Wno-unused-function -fsyntax-only data/formats.c
     else
         skip "$1: C++17" "no $3"
     fi

@@ -1,0 +1,1588 @@
+// data/formats.c -- the appendix: the ground, and the formats of files. Bytes, not the model.
+//
+// What it is: what a program needs before it knows of any network (errors, checked memory and
+// writes), and the bytes of every file that is read or written here: SHA-256, JSON, the safetensors
+// container, GPT-2's byte-level BPE, token shards, evaluation files. Volume I (train_gpt2.c)
+// includes it, data/tokenize.c needs nothing else.
+//
+// What it refuses to be: a library, or aware of GPT-2. No model, no options, no engine: which
+// tensors a file must hold is Volume I's business. What a header claims is held against the file's
+// length before anything is read by it, and a fault is one line that names the file.
+//
+// Build:  with the program that includes it; alone it compiles to an object without a use
+//
+// This file is also C++17 and is read by nvcc, as Volume I is. data/README.md documents the formats
+// of token shards.
+//
+// Contents
+//   1  Errors, memory and writes
+//   2  SHA-256
+//   3  Mapped files
+//   4  Tokenizer
+//   5  JSON
+//   6  Safetensors
+//   7  Token shards
+//   8  Evaluation files
+
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE 1
+#endif
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <math.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+#if defined(__SHA__) && defined(__SSE4_1__)
+#include <immintrin.h>
+#endif
+
+// -------------------------------------------------------------------------------------------------
+// 1. Errors, memory and writes
+// Errors stop the run with one line on stderr and exit status 1: die() for what a user did, check()
+// for what the program believes of itself. Files are written whole or not at all (chapter 15 builds
+// on write_all).
+
+typedef int32_t Token;
+
+enum { PATH_BYTES = 1024 };
+static const char *program_name = "train_gpt2";
+
+// One line: names from files may hold line ends, and escapes that a terminal would obey.
+__attribute__((noreturn, format(printf, 1, 2))) static void die(const char *format, ...) {
+    char text[4 * PATH_BYTES];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    for (char *c = text; *c; c++) {
+        *c = (unsigned char)*c < 32 || *c == 127 ? '?' : *c;
+    }
+    fflush(stdout);
+    fprintf(stderr, "%s: %s\n", program_name, text);
+    exit(1);
+}
+
+__attribute__((noreturn, format(printf, 4, 5))) static void check_failed(const char *file, int line,
+                                                                         const char *expression,
+                                                                         const char *hint, ...) {
+    va_list args;
+    va_start(args, hint);
+    fflush(stdout);
+    fprintf(stderr, "%s: %s:%d: '%s' does not hold: ", program_name, file, line, expression);
+    vfprintf(stderr, hint, args);
+    fputc('\n', stderr);
+    va_end(args);
+    exit(1);
+}
+#define check(condition, ...)                                                                      \
+    ((condition) ? (void)0 : check_failed(__FILE__, __LINE__, #condition, __VA_ARGS__))
+
+// Zeroed memory, or the end of the run. For small host tables only: tensors live in the arena
+// (chapter 5).
+static void *alloc_zero(size_t count, size_t size) {
+    void *memory = calloc(count ? count : 1, size);
+    if (!memory) {
+        die("out of memory for a table of %zu x %zu bytes", count, size);
+    }
+    return memory;
+}
+
+static int min_int(int a, int b) { return a < b ? a : b; }
+static int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
+static int64_t ceil_div_i64(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static int64_t round_up_i64(int64_t a, int64_t b) { return ceil_div_i64(a, b) * b; }
+
+static double now_ms(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec * 1e3 + (double)t.tv_nsec * 1e-6;
+}
+
+// snprintf that ends the run rather than shorten a path.
+__attribute__((format(printf, 2, 3))) static void path_print(char *path, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    int n = vsnprintf(path, PATH_BYTES, format, args);
+    va_end(args);
+    if (n < 0 || n >= PATH_BYTES) {
+        die("path longer than %d bytes: %.60s...", PATH_BYTES - 1, path);
+    }
+}
+
+// Writes all bytes; returns 0, or -1 with errno set. Short writes are continued.
+static int write_all(int fd, const void *data, size_t bytes) {
+    const char *p = (const char *)data;
+    while (bytes > 0) {
+        ssize_t n = write(fd, p, bytes);
+        if (n < 0 && errno == EINTR) {
+            continue;
+        }
+        if (n <= 0) {
+            errno = n == 0 ? ENOSPC : errno;
+            return -1;
+        }
+        p += n;
+        bytes -= (size_t)n;
+    }
+    return 0;
+}
+
+// Makes a rename or a new name in `folder` survive a power cut.
+static void fsync_folder(const char *folder) {
+    int fd = open(folder, O_RDONLY | O_DIRECTORY);
+    if (fd < 0 || fsync(fd) != 0) {
+        die("cannot sync folder %s: %s", folder, strerror(errno));
+    }
+    close(fd);
+}
+
+// Bytes in words: "512 B", "1.8 MiB", "11.61 GiB". `text` holds at least 24 bytes.
+static const char *bytes_text(char *text, double bytes) {
+    static const char *const units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
+    int u = 0;
+    while (fabs(bytes) >= 1024 && u < 4) {
+        bytes /= 1024;
+        u++;
+    }
+    snprintf(text, 24, u == 0 ? "%.0f %s" : u < 3 ? "%.1f %s" : "%.2f %s", bytes, units[u]);
+    return text;
+}
+
+// 1234567 -> "1,234,567". `text` holds at least 32 bytes.
+static const char *count_text(char *text, int64_t n) {
+    char digits[24];
+    int length = snprintf(digits, sizeof digits, "%" PRId64, n < 0 ? -n : n), out = 0;
+    if (n < 0) {
+        text[out++] = '-';
+    }
+    for (int i = 0; i < length; i++) {
+        if (i > 0 && (length - i) % 3 == 0) {
+            text[out++] = ',';
+        }
+        text[out++] = digits[i];
+    }
+    text[out] = 0;
+    return text;
+}
+
+static const char *duration_text(char text[24], double seconds) {
+    int64_t s = (int64_t)(seconds + 0.5);
+    if (s >= 3600) {
+        snprintf(text, 24, "%" PRId64 ":%02d:%02d", s / 3600, (int)(s / 60 % 60), (int)(s % 60));
+    } else {
+        snprintf(text, 24, "%d:%02d", (int)(s / 60), (int)(s % 60));
+    }
+    return text;
+}
+
+static volatile sig_atomic_t stop_signal;
+static void on_signal(int number) { stop_signal = number; }
+
+// -------------------------------------------------------------------------------------------------
+// 2. SHA-256
+// FIPS 180-4, with the instructions of x86 where the compiler may use them. Checkpoints name their
+// files by it.
+
+typedef struct {
+    uint32_t h[8];
+    uint64_t bytes;
+    unsigned char block[64];
+} Sha256;
+enum { SHA256_TEXT = 65 };
+
+static const uint32_t sha256_k[64] = {
+    0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
+    0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
+    0xe49b69c1, 0xefbe4786, 0x0fc19dc6, 0x240ca1cc, 0x2de92c6f, 0x4a7484aa, 0x5cb0a9dc, 0x76f988da,
+    0x983e5152, 0xa831c66d, 0xb00327c8, 0xbf597fc7, 0xc6e00bf3, 0xd5a79147, 0x06ca6351, 0x14292967,
+    0x27b70a85, 0x2e1b2138, 0x4d2c6dfc, 0x53380d13, 0x650a7354, 0x766a0abb, 0x81c2c92e, 0x92722c85,
+    0xa2bfe8a1, 0xa81a664b, 0xc24b8b70, 0xc76c51a3, 0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070,
+    0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
+    0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
+
+// Mixes `count` blocks of 64 bytes into h. x86's SHA instructions are some six times as fast as
+// plain C, which would make the hash the slowest part of a checkpoint.
+#if defined(__SHA__) && defined(__SSE4_1__)
+static inline __m128i sha256_load(const void *p) { return _mm_loadu_si128((const __m128i *)p); }
+
+// Rounds 4 i to 4 i + 3, with their words w of the message schedule.
+static inline void sha256_rounds(__m128i *abef, __m128i *cdgh, __m128i w, int i) {
+    __m128i k = _mm_add_epi32(sha256_load(sha256_k + 4 * i), w);
+    *cdgh = _mm_sha256rnds2_epu32(*cdgh, *abef, k);
+    *abef = _mm_sha256rnds2_epu32(*abef, *cdgh, _mm_shuffle_epi32(k, 0x0E));
+}
+
+// The four words of the schedule that follow a, b, c, d.
+static inline __m128i sha256_schedule(__m128i a, __m128i b, __m128i c, __m128i d) {
+    __m128i sum = _mm_add_epi32(_mm_sha256msg1_epu32(a, b), _mm_alignr_epi8(d, c, 4));
+    return _mm_sha256msg2_epu32(sum, d);
+}
+
+static void sha256_blocks(uint32_t h[8], const unsigned char *p, size_t count) {
+    const __m128i swap = _mm_set_epi64x(0x0c0d0e0f08090a0b, 0x0405060700010203);
+    __m128i low = _mm_shuffle_epi32(sha256_load(h), 0xB1);
+    __m128i high = _mm_shuffle_epi32(sha256_load(h + 4), 0x1B);
+    __m128i abef = _mm_alignr_epi8(low, high, 8), cdgh = _mm_blend_epi16(high, low, 0xF0);
+    for (; count > 0; count--, p += 64) {
+        __m128i abef_before = abef, cdgh_before = cdgh;
+        __m128i a = _mm_shuffle_epi8(sha256_load(p), swap);
+        __m128i b = _mm_shuffle_epi8(sha256_load(p + 16), swap);
+        __m128i c = _mm_shuffle_epi8(sha256_load(p + 32), swap);
+        __m128i d = _mm_shuffle_epi8(sha256_load(p + 48), swap);
+        for (int i = 0; i < 16; i += 4) {
+            sha256_rounds(&abef, &cdgh, a, i);
+            sha256_rounds(&abef, &cdgh, b, i + 1);
+            sha256_rounds(&abef, &cdgh, c, i + 2);
+            sha256_rounds(&abef, &cdgh, d, i + 3);
+            a = sha256_schedule(a, b, c, d);  // those after the last rounds are not used
+            b = sha256_schedule(b, c, d, a);
+            c = sha256_schedule(c, d, a, b);
+            d = sha256_schedule(d, a, b, c);
+        }
+        abef = _mm_add_epi32(abef, abef_before);
+        cdgh = _mm_add_epi32(cdgh, cdgh_before);
+    }
+    low = _mm_shuffle_epi32(abef, 0x1B);
+    high = _mm_shuffle_epi32(cdgh, 0xB1);
+    _mm_storeu_si128((__m128i *)(void *)h, _mm_blend_epi16(low, high, 0xF0));
+    _mm_storeu_si128((__m128i *)(void *)(h + 4), _mm_alignr_epi8(high, low, 8));
+}
+#define SHA256_X86 1
+#else
+#define SHA256_X86 0
+#define sha256_blocks_plain sha256_blocks
+#endif
+
+static uint32_t rotate_right(uint32_t x, int n) { return x >> n | x << (32 - n); }
+
+// Where the other is compiled too, only tests call this one.
+__attribute__((unused)) static void sha256_blocks_plain(uint32_t s[8], const unsigned char *p,
+                                                        size_t count) {
+    for (; count > 0; count--, p += 64) {
+        uint32_t a = s[0], b = s[1], c = s[2], d = s[3], e = s[4], f = s[5], g = s[6], h = s[7];
+        uint32_t w[64];
+        for (int i = 0; i < 16; i++) {
+            w[i] = (uint32_t)p[4 * i] << 24 | (uint32_t)p[4 * i + 1] << 16 |
+                   (uint32_t)p[4 * i + 2] << 8 | p[4 * i + 3];
+        }
+        for (int i = 16; i < 64; i++) {
+            uint32_t x = w[i - 15], y = w[i - 2];
+            w[i] = w[i - 16] + w[i - 7] + (rotate_right(x, 7) ^ rotate_right(x, 18) ^ x >> 3) +
+                   (rotate_right(y, 17) ^ rotate_right(y, 19) ^ y >> 10);
+        }
+        for (int i = 0; i < 64; i++) {
+            uint32_t x = h + sha256_k[i] + w[i] + (g ^ (e & (f ^ g))) +
+                         (rotate_right(e, 6) ^ rotate_right(e, 11) ^ rotate_right(e, 25));
+            h = g, g = f, f = e, e = d + x;
+            x += ((a & b) | (c & (a | b))) +
+                 (rotate_right(a, 2) ^ rotate_right(a, 13) ^ rotate_right(a, 22));
+            d = c, c = b, b = a, a = x;
+        }
+        s[0] += a, s[1] += b, s[2] += c, s[3] += d, s[4] += e, s[5] += f, s[6] += g, s[7] += h;
+    }
+}
+
+static void sha256_start(Sha256 *s) {
+    static const Sha256 fresh = {{0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f,
+                                  0x9b05688c, 0x1f83d9ab, 0x5be0cd19}, 0, {0}};
+    *s = fresh;
+}
+
+static void sha256_add(Sha256 *s, const void *data, size_t bytes) {
+    const unsigned char *p = (const unsigned char *)data;
+    size_t held = s->bytes % 64;
+    s->bytes += bytes;
+    if (held > 0) {
+        size_t taken = bytes < 64 - held ? bytes : 64 - held;
+        memcpy(s->block + held, p, taken);
+        if (held + taken < 64) {
+            return;
+        }
+        sha256_blocks(s->h, s->block, 1);
+        p += taken;
+        bytes -= taken;
+    }
+    sha256_blocks(s->h, p, bytes / 64);
+    memcpy(s->block, p + bytes / 64 * 64, bytes % 64);
+}
+
+// The hash of all that was added, as 64 digits.
+static void sha256_end(Sha256 *s, char text[SHA256_TEXT]) {
+    static const unsigned char padding[64] = {0x80};
+    unsigned char length[8];
+    for (int i = 0; i < 8; i++) {
+        length[i] = (unsigned char)(s->bytes * 8 >> (56 - 8 * i));
+    }
+    sha256_add(s, padding, 64 - (s->bytes + 8) % 64);
+    sha256_add(s, length, 8);
+    for (int i = 0; i < 8; i++) {
+        snprintf(text + 8 * i, 9, "%08x", s->h[i]);
+    }
+}
+
+// -------------------------------------------------------------------------------------------------
+// 3. Mapped files
+// Bytes of a file, mapped to be read only.
+
+typedef struct {
+    const unsigned char *bytes;
+    size_t size;
+} Mapping;
+
+static int mapping_open(Mapping *m, const char *path) {
+    struct stat status;
+    memset(m, 0, sizeof *m);
+    int fd = open(path, O_RDONLY | O_NONBLOCK);  // a pipe's open would wait for its writer
+    if (fd < 0) {
+        return -1;
+    }
+    if (fstat(fd, &status) != 0 || !S_ISREG(status.st_mode)) {
+        close(fd);
+        errno = S_ISDIR(status.st_mode) ? EISDIR : EINVAL;
+        return -1;
+    }
+    m->size = (size_t)status.st_size;
+    const void *map = m->size ? mmap(NULL, m->size, PROT_READ, MAP_PRIVATE, fd, 0) : "";
+    close(fd);
+    m->bytes = (const unsigned char *)map;
+    return map == MAP_FAILED ? -1 : 0;
+}
+
+static void mapping_close(Mapping *m) {
+    if (m->size) {
+        munmap((void *)(uintptr_t)m->bytes, m->size);
+    }
+    memset(m, 0, sizeof *m);
+}
+
+// Gives pages that have been read back to the system, so that a large file does not count as memory
+// of this process. Only whole pages inside the range.
+static void mapping_done(const void *bytes, size_t size) {
+    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), first = (uintptr_t)bytes;
+    uintptr_t begin = (first + page - 1) / page * page, end = (first + size) / page * page;
+    if (begin < end) {
+        madvise((void *)begin, end - begin, MADV_DONTNEED);
+    }
+}
+
+// -------------------------------------------------------------------------------------------------
+// 4. Tokenizer
+// Token files name their tokenizer, so that a model never meets another one's ids. Bytes: token b
+// is byte b, 256 is end of text. GPT-2: byte-level BPE, on valid UTF-8 token for token what
+// tiktoken's encode_ordinary gives.
+// 1. Text falls into pieces by GPT-2's pattern (piece_end). A byte that is no UTF-8 counts as a
+//    character that is neither letter nor number nor space.
+// 2. In a piece, of all neighbours whose bytes together are a token, those of the lowest id become
+//    that token, the leftmost first, until none are left (bpe_merge).
+// 3. A Bpe holds no pointers and is read only once it is open: threads share it. What a thread
+//    writes is in its BpeEncoder.
+
+enum { TOKENIZER_GPT2 = 0, TOKENIZER_BYTES = 1 };
+enum { BYTE_VOCABULARY = 257, BYTE_END_OF_TEXT = 256, GPT2_END_OF_TEXT = 50256 };
+enum { GPT2_VOCABULARY = 50257 };
+
+static int tokenizer_vocabulary(int tokenizer) {
+    return tokenizer == TOKENIZER_BYTES ? (int)BYTE_VOCABULARY : (int)GPT2_VOCABULARY;
+}
+
+static Token end_of_text(int tokenizer) {
+    return tokenizer == TOKENIZER_BYTES ? BYTE_END_OF_TEXT : GPT2_END_OF_TEXT;
+}
+
+// Letters (L) and numbers (N): gap, length, gap, length, ... of the runs of code points, packed as
+// class_runs() reads them.
+// Unicode 16.0 (what tiktoken 0.14.0 has), by dev/unicode_tables.py.
+static const char letter_runs[] =
+    "d=)=R$-$'$(:$B$t%'/1(*$$$oX($%%'$$)$$&$$$7$o*$ob+p1$I%$)Lj>''PNF%$o:$$2%*%-&%$3$$A@o0.$;D,%'"
+    "$(9'$,$&$:<*.(;$)4M]Y&$5$*-23'+%%%9$*$$&'&$3$0%$&1%-$+)'%%9$*$%$%$%B'$$6&3,$&$9$*$%$(&$5$2%:"
+    "$.+%%%9$*$%$(&$A%$&2$4$$)&&$'&%$$$%&%&&&/9$W+$&$:$3&$=&%$%%A$'+$&$:$-$(&$B%$%2%4,$&$L%$3$(&+"
+    "&;)(5&;$,$$%*]S$%/*]%$$$($;$$$-$%,$%($$8'C$b+$G>(oJN7$3)''&$&%*&'0/$4I$$($%N$r@$'%*$$$'%L$'%"
+    "D$'%*$$$'%2$\\$'%fH33o-%)&v/%4$=(n)+*5061510$&2WF$'$fo0*(%E$$(i-BTA%(.O'=Y:,Xo)$o4R4+YA0%-O="
+    "GL&-G%.(N%&L'$)$%&$(pKcqU%)%I%)%+$$$$$$$B%X$*$$&&$*&'%)'0(&$*oK$0$30o<$'$%-$$&()$$$$$$'$.%'("
+    "('$W%pq:q$)'&%/I$$($%[*$3:,*$*$*$*$*$*$*$*o'$t0%M((%'o-)&$o1$'(N$o54CS3t[st[copqLfQ%qL&3-%7R"
+    "3B%iT,%o>%f%%$$$+83$&$'$:@W1Ua)&$$%.\?-:<@*R\?$3($--($L:&$+7:&$&U$$&%%(%$$$;&%.*&/)%)%),*$*$"
+    "N$1)oJ@wq#/:'Tt}3ra%oAI*/(($$-$0$($$$%$%$oCDr^5c%YK/oK($o^G=)=.o0&)%)%)%&F/$=$6$%$2%1EoRs,@&"
+    "TRC07$+)I-A%G'+Sp)5G'G'K+W/.$2$*$%$.$2$*$%&W/r*,9-+;)$M$,h)%$$O$%&$%:-:,Bd6$%-9-=i[)%c$2'$&$"
+    "@M@&@F+$\?>Y-9-605oElZV0V0GI\?,:q9M)%3&^@-$+9M5Q8>:/X\\%%$0PC<=G@$%$+F&$/S1'8$$$F5$<6%b*$$$'"
+    "$2$-*RI+%%%9$*$%$(&$5$/(A-$$%$$I$$<$$$OX5'7&AS7%$$pCRL'GS7$^N0$j>H*pDOoKcB+%$%+$%$;2$$$o5+%J"
+    "3$$$\?$-K*$8$.Q6$5lpRDB,$H4$TAoG*$%$I8$<)$%$C1$r:62$$0$EoS$o&z-q%pOppWo82|+4)<qrN(uVsx$Aou1u"
+    "H*B4o&4A5S3'B8(6sWPp^coWn($e0c%$$\?r~[+~9L-usN'$*$%$qb2$@&%$1'+s3o|\?oB(0&,*-r|ao,$j$%%$%%%'"
+    "$/$$$*$d$'%+$*$\?$'$($$&*$rG%<$<$B$<$B$<$B$<$B$<$+ov7B))qDaoiP-*3$r4A5Ot\?\?q#A%$tJ*$'$%$2$p"
+    "P^g*$}c'$>$%$$%$$-$'$$$$)$'$$$$$$&$%$$%$$$$$$$$$$%$$%'$*$'$'$$$-$4(&$($4qx/pqp+CqtU)pi%rya1t"
+    "p<2v1o~Eu-oqaq~n(qu/";
+static const char number_runs[] =
+    "S-oO%($%&opl-o]-pQ-sC-oM-')oC-oM-oM-%)oE0oJ-+*o>-o\?**6oD-o7-oM-i7qK-i-wF7yP&q.-)-9-qk-oW.p0"
+    "-)-pA-o--o]-)-{]$&))-pQV%(wM_o%9v9Aop4$x4$<,1&rJ'oa-A+$2C-J2ovrS-pG-r3)p%-I-pQ-9-o--s=-ooue-"
+    "tHP/\\4%rH>G'@$+$o](pU-zA+<*J,n(9)p+%%3%Qc,W%A&n(o\?+;+L*r=)S-)-qUBp)-M'oG*o]AoW-_-og-*7q:-r"
+    "I-oM-ri-o=-)7o#/sK6o4-vY-o-@pn-i-sM-o=8|&oFzzT-o|a-o--o]-$*ti-qE:oq{`-oqE7/7oC<|PUo}/-sM-tQ-"
+    "q6-wC,oW-xB^$&$'o#P$2zU0prV-";
+enum { CLASS_OTHER, CLASS_LETTER, CLASS_NUMBER, CLASS_SPACE };
+enum { CLASSES = 0x32400 };  // code points from here on are CLASS_OTHER
+
+// Gives the runs their class. Digits count from '#'; the last one of a number is below 76.
+static void class_runs(unsigned char classes[CLASSES], const char *runs, int kind) {
+    uint32_t at = 0;
+    for (int inside = 0; *runs; inside = !inside) {
+        uint32_t count = 0;
+        for (; *runs - '#' >= 76; runs++) {
+            count = count * 16 + (uint32_t)(*runs - '#' - 76) + 1;
+        }
+        count = count * 76 + (uint32_t)(*runs++ - '#');
+        memset(classes + at, kind, inside ? count : 0);
+        at += count;
+    }
+}
+
+// Unicode's White_Space.
+static int is_space(uint32_t c) {
+    return (c >= 9 && c <= 13) || c == ' ' || c == 0x85 || c == 0xA0 || c == 0x1680 ||
+           (c >= 0x2000 && c <= 0x200A) || c == 0x2028 || c == 0x2029 || c == 0x202F ||
+           c == 0x205F || c == 0x3000;
+}
+
+// Bytes of the UTF-8 character at text: 2 to 4, or 0 when it is none (RFC 3629, section 4).
+static int utf8_length(const unsigned char *text, size_t left) {
+    int length = text[0] >= 0xF0 ? 4 : text[0] >= 0xE0 ? 3 : 2;
+    if (text[0] < 0xC2 || text[0] > 0xF4 || left < (size_t)length ||
+        (text[0] == 0xE0 && text[1] < 0xA0) || (text[0] == 0xED && text[1] > 0x9F) ||
+        (text[0] == 0xF0 && text[1] < 0x90) || (text[0] == 0xF4 && text[1] > 0x8F)) {
+        return 0;
+    }
+    for (int i = 1; i < length; i++) {
+        length = (text[i] & 0xC0) == 0x80 ? length : 0;
+    }
+    return length;
+}
+
+// Code point of the character at text, and its bytes; a byte that is no UTF-8 is a code point
+// beyond all.
+static int utf8_decode(uint32_t *c, const unsigned char *text, size_t left) {
+    int length = text[0] < 0x80 ? 1 : utf8_length(text, left);
+    *c = length == 0 ? UINT32_MAX : length == 1 ? text[0] : text[0] & 0x7Fu >> length;
+    for (int i = 1; i < length; i++) {
+        *c = *c << 6 | (text[i] & 0x3F);
+    }
+    return length ? length : 1;
+}
+
+// GPT-2's vocabulary: id -> bytes, bytes -> id, and the class of every character. 1.2 MiB: static
+// or allocated, not on a stack.
+enum { BPE_MAGIC = 20240328, BPE_FILE = 1 << 20, BPE_SLOTS = 1 << 17 };
+enum { BPE_TEXT = 320827, BPE_LONGEST = 128 };  // bytes of all tokens, of the longest
+typedef struct {
+    int count;                             // tokens yet
+    uint32_t start[GPT2_VOCABULARY + 1];   // of a token's bytes in `text`
+    char text[BPE_TEXT];
+    uint32_t slots[BPE_SLOTS];             // 16 bits of the hash, id + 1; 0: free
+    unsigned char classes[CLASSES];
+} Bpe;
+
+// FNV-1a: hash of a table's key, and fingerprint of the whole table.
+static uint64_t fnv1a(uint64_t hash, const char *bytes, size_t n) {
+    for (size_t i = 0; i < n; i++) {
+        hash = (hash ^ (unsigned char)bytes[i]) * 0x100000001B3u;
+    }
+    return hash;
+}
+static const uint64_t fnv1a_start = 0xCBF29CE484222325u;
+static const uint64_t bpe_fingerprint = 0x57BAEAFF4B591D52u;
+
+// Bytes of a token, not ended by 0. Returns their number.
+static int bpe_bytes(const Bpe *bpe, int token, const char **bytes) {
+    *bytes = bpe->text + bpe->start[token];
+    return (int)(bpe->start[token + 1] - bpe->start[token]);
+}
+
+// The slot where these bytes (1 to BPE_LONGEST) stand, or the free one where they would. tag: what
+// its upper half holds.
+static uint32_t bpe_slot(const Bpe *bpe, const char *bytes, size_t n, uint32_t *tag) {
+    uint64_t hash = fnv1a(fnv1a_start, bytes, n) * 0x9E3779B97F4A7C15u;
+    uint32_t at = (uint32_t)(hash >> 31) % BPE_SLOTS;
+    *tag = (uint32_t)(hash >> 32) & 0xFFFF0000u;
+    for (; bpe->slots[at]; at = (at + 1) % BPE_SLOTS) {
+        if ((bpe->slots[at] & 0xFFFF0000u) == *tag) {
+            const char *found;
+            int length = bpe_bytes(bpe, (int)(bpe->slots[at] & 0xFFFF) - 1, &found);
+            if (length == (int)n && memcmp(found, bytes, n) == 0) {
+                break;
+            }
+        }
+    }
+    return at;
+}
+
+// Id of the token that these bytes are, or -1.
+static int bpe_id(const Bpe *bpe, const char *bytes, size_t n) {
+    uint32_t tag;
+    if (n == 0 || n > BPE_LONGEST) {
+        return -1;
+    }
+    return (int)(bpe->slots[bpe_slot(bpe, bytes, n, &tag)] & 0xFFFF) - 1;
+}
+
+// The next token. Returns 0 when GPT-2's vocabulary has no room for it or has it already.
+static int bpe_add(Bpe *bpe, const char *bytes, size_t n) {
+    uint32_t at = bpe->start[bpe->count], tag;
+    if (n == 0 || n > BPE_LONGEST || bpe->count == GPT2_VOCABULARY || n > BPE_TEXT - at) {
+        return 0;
+    }
+    uint32_t *slot = &bpe->slots[bpe_slot(bpe, bytes, n, &tag)];
+    if (*slot) {
+        return 0;
+    }
+    memcpy(bpe->text + at, bytes, n);
+    *slot = tag | (uint32_t)++bpe->count;
+    bpe->start[bpe->count] = at + (uint32_t)n;
+    return 1;
+}
+
+// What both readers begin and end with. The fingerprint decides: a file that gives another table,
+// damaged or of another model, ends the run.
+static void bpe_begin(Bpe *bpe) {
+    memset(bpe, 0, sizeof *bpe);
+    class_runs(bpe->classes, letter_runs, CLASS_LETTER);
+    class_runs(bpe->classes, number_runs, CLASS_NUMBER);
+    for (uint32_t c = 0; c <= 0x3000; c++) {
+        bpe->classes[c] = is_space(c) ? (unsigned char)CLASS_SPACE : bpe->classes[c];
+    }
+}
+
+static void bpe_end(Bpe *bpe, const char *name) {
+    uint64_t hash = fnv1a(fnv1a_start, (const char *)bpe->start, sizeof bpe->start);
+    hash = fnv1a(hash, bpe->text, BPE_TEXT);
+    if (bpe->count != GPT2_VOCABULARY || hash != bpe_fingerprint) {
+        die("%s: not GPT-2's vocabulary: %d tokens with fingerprint %016" PRIx64
+            ", not %d with %016" PRIx64, name, bpe->count, hash, GPT2_VOCABULARY, bpe_fingerprint);
+    }
+}
+
+// vocab.bpe: a first line `#version`, then a merge a line, the two tokens in GPT-2's alphabet for
+// bytes: printable ones of Latin-1 stand for themselves, the other 68 are U+0100 and on. Ids 0 to
+// 255 are the bytes in order of that alphabet, 256 + i is merge i, the last is end of text.
+static void bpe_parse_merges(Bpe *bpe, const unsigned char *bytes, size_t n, const char *name) {
+    int byte_of[256 + 68], other = 256, line = 2;
+    memset(byte_of, -1, sizeof byte_of);
+    for (int b = 0; b < 256; b++) {
+        int printable = (b > 32 && b < 127) || (b > 160 && b != 173);
+        byte_of[printable ? b : other++] = b;
+    }
+    bpe_begin(bpe);
+    for (int c = 0; c < 256 + 68; c++) {
+        char byte = (char)byte_of[c];
+        if (byte_of[c] >= 0) {
+            bpe_add(bpe, &byte, 1);
+        }
+    }
+    static const char first_line[] = "#version: 0.2\n";
+    size_t at = sizeof first_line - 1;
+    if (n < at || memcmp(bytes, first_line, at) != 0) {
+        die("%s: not a vocab.bpe: its first line is not '#version: 0.2'", name);
+    }
+    for (; at < n; at++, line++) {
+        char both[BPE_LONGEST];
+        size_t left = 0, length = 0;
+        while (at < n && bytes[at] != '\n') {
+            uint32_t c;
+            at += (size_t)utf8_decode(&c, bytes + at, n - at);
+            if (c == ' ' && left == 0) {
+                left = length;
+            } else if (length == BPE_LONGEST || c >= 256 + 68 || byte_of[c] < 0) {
+                die("%s:%d: not two tokens in GPT-2's alphabet for bytes, of %d bytes at most",
+                    name, line, BPE_LONGEST);
+            } else {
+                both[length++] = (char)byte_of[c];
+            }
+        }
+        if (bpe_id(bpe, both, left) < 0 || bpe_id(bpe, both + left, length - left) < 0 ||
+            !bpe_add(bpe, both, length)) {
+            die("%s:%d: not a merge of two tokens from above to a new one", name, line);
+        }
+    }
+    bpe_add(bpe, "<|endoftext|>", 13);
+    bpe_end(bpe, name);
+}
+
+// llm.c's gpt2_tokenizer.bin: 256 uint32 (20240328, 2, tokens, end of text), then every token's
+// length in a byte and its bytes.
+static void bpe_parse_tokens(Bpe *bpe, const unsigned char *bytes, size_t n, const char *name) {
+    uint32_t header[4] = {0};
+    size_t at = 256 * 4;
+    if (n >= at) {
+        memcpy(header, bytes, sizeof header);
+    }
+    static const uint32_t wanted[4] = {BPE_MAGIC, 2, GPT2_VOCABULARY, GPT2_END_OF_TEXT};
+    if (memcmp(header, wanted, sizeof wanted) != 0) {
+        die("%s: its header begins %u %u %u %u, that of GPT-2's vocabulary %u %u %u %u", name,
+            header[0], header[1], header[2], header[3], wanted[0], wanted[1], wanted[2], wanted[3]);
+    }
+    bpe_begin(bpe);
+    for (int i = 0; i < GPT2_VOCABULARY; i++) {
+        size_t length = at < n ? bytes[at] : 0;
+        if (length >= n - at || !bpe_add(bpe, (const char *)bytes + at + 1, length)) {
+            die("%s: token %d is not one of GPT-2's: %zu bytes, of %zu left in the file", name, i,
+                length, n - at);
+        }
+        at += 1 + length;
+    }
+    if (at != n) {
+        die("%s: %zu bytes after the last token", name, n - at);
+    }
+    bpe_end(bpe, name);
+}
+
+// Reads either file; its first four bytes say which it is. Both are shorter than BPE_FILE.
+static void bpe_open(Bpe *bpe, const char *path) {
+    static unsigned char bytes[BPE_FILE];
+    FILE *f = fopen(path, "rb");
+    size_t n = f ? fread(bytes, 1, BPE_FILE, f) : 0;
+    if (!f || ferror(f)) {
+        die("cannot read vocabulary %s: %s", path, strerror(errno));
+    }
+    fclose(f);
+    uint32_t magic = 0;
+    memcpy(&magic, bytes, n < 4 ? n : 4);
+    (magic == BPE_MAGIC ? bpe_parse_tokens : bpe_parse_merges)(bpe, bytes, n, path);
+}
+
+// Where the vocabulary is: `asked` (--tokenizer), or what data/ has. Returns 0 when there is none.
+static int bpe_find(char path[PATH_BYTES], const char *asked) {
+    static const char *const names[] = {"data/vocab.bpe", "data/gpt2_tokenizer.bin"};
+    for (int i = 0; i < 2 && !asked[0]; i++) {
+        if (access(names[i], F_OK) == 0) {
+            asked = names[i];
+        }
+    }
+    path_print(path, "%s", asked);
+    return path[0] != 0;
+}
+
+// Class of the character at p, and its bytes.
+static inline int char_class(const Bpe *bpe, const unsigned char *p, const unsigned char *end,
+                             int *length) {
+    if (*p < 0x80) {
+        *length = 1;
+        return bpe->classes[*p];
+    }
+    uint32_t c;
+    *length = utf8_decode(&c, p, (size_t)(end - p));
+    return c < CLASSES ? bpe->classes[c] : (int)CLASS_OTHER;
+}
+
+// End of the piece that begins at p (p < end), by
+// 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
+static const unsigned char *piece_end(const Bpe *bpe, const unsigned char *p,
+                                      const unsigned char *end) {
+    if (*p == '\'' && end - p > 1) {
+        int a = p[1], b = end - p > 2 ? p[2] : 0;
+        if (a == 's' || a == 't' || a == 'm' || a == 'd') {
+            return p + 2;
+        }
+        if ((a == 'r' && b == 'e') || (a == 'v' && b == 'e') || (a == 'l' && b == 'l')) {
+            return p + 3;
+        }
+    }
+    const unsigned char *q = *p == ' ' && end - p > 1 ? p + 1 : p, *last = p;
+    int length, kind = char_class(bpe, q, end, &length);
+    if (kind != CLASS_SPACE) {
+        do {
+            q += length;
+        } while (q < end && char_class(bpe, q, end, &length) == kind);
+        return q;
+    }
+    // Spaces before a word leave the last of them to it, unless there is only that one.
+    for (q = p; q < end && char_class(bpe, q, end, &length) == CLASS_SPACE; q += length) {
+        last = q;
+    }
+    return q == end || last == p ? q : last;
+}
+
+// Largest place below n where text can be cut, both sides then giving the tokens of the whole; 0:
+// none. It is one where an ASCII space follows a character that is no space: no alternative of the
+// pattern goes on from such a character to a space, so a piece ends there, and the only one that
+// looks ahead (\s+) does not end there.
+__attribute__((unused)) static size_t bpe_cut(const char *text, size_t n) {
+    const unsigned char *t = (const unsigned char *)text;
+    for (size_t i = n; i-- > 1;) {
+        if (t[i] >= 0x80 || !is_space(t[i])) {
+            continue;
+        }
+        size_t start = i - 1;
+        while (start > 0 && i - start < 4 && (t[start] & 0xC0) == 0x80) {
+            start--;
+        }
+        uint32_t c;
+        if ((size_t)utf8_decode(&c, t + start, i - start) == i - start && !is_space(c)) {
+            return i;
+        }
+    }
+    return 0;
+}
+
+// What one thread needs to encode: words seen before and their tokens (2 MiB; a new word takes the
+// place of an old one), and for the longest piece yet 28 bytes a byte.
+enum { WORDS = 1 << 15, WORD_BYTES = 31, WORD_TOKENS = 15 };
+typedef struct {
+    uint64_t key[4];  // the bytes, zeros, and in the last byte their number
+    uint16_t count, tokens[WORD_TOKENS];
+} BpeWord;
+typedef struct {
+    uint32_t next, previous;  // where the neighbours begin
+    int32_t merged;           // the token that this one and the next make; -1: none
+} BpeNode;
+typedef struct {
+    const Bpe *bpe;
+    BpeWord *words;
+    BpeNode *nodes;  // a token at the place where it begins
+    uint64_t *heap;  // merged token << 32 | place; entries that are out of date stay in
+    size_t room, heap_count;
+} BpeEncoder;
+
+static void bpe_encoder_open(BpeEncoder *e, const Bpe *bpe) {
+    memset(e, 0, sizeof *e);
+    e->bpe = bpe;
+    e->words = (BpeWord *)alloc_zero(WORDS, sizeof(BpeWord));
+}
+
+static void bpe_encoder_close(BpeEncoder *e) {
+    free(e->words);
+    free(e->nodes);
+    free(e->heap);
+    memset(e, 0, sizeof *e);
+}
+
+static void heap_push(BpeEncoder *e, uint64_t entry) {
+    size_t at = e->heap_count++;
+    for (; at > 0 && e->heap[(at - 1) / 2] > entry; at = (at - 1) / 2) {
+        e->heap[at] = e->heap[(at - 1) / 2];
+    }
+    e->heap[at] = entry;
+}
+
+static uint64_t heap_pop(BpeEncoder *e) {
+    uint64_t top = e->heap[0], entry = e->heap[--e->heap_count];
+    size_t at = 0, child;
+    while ((child = 2 * at + 1) < e->heap_count) {
+        child += child + 1 < e->heap_count && e->heap[child + 1] < e->heap[child];
+        if (entry <= e->heap[child]) {
+            break;
+        }
+        e->heap[at] = e->heap[child];
+        at = child;
+    }
+    e->heap[at] = entry;
+    return top;
+}
+
+// Looks at what the token at `i` and the one after it make.
+static void bpe_offer(BpeEncoder *e, const char *text, size_t n, uint32_t i) {
+    uint32_t next = e->nodes[i].next;
+    int id = next < n ? bpe_id(e->bpe, text + i, e->nodes[next].next - i) : -1;
+    e->nodes[i].merged = id;
+    if (id >= 0) {
+        heap_push(e, (uint64_t)id << 32 | i);
+    }
+}
+
+// Tokens of one piece. Every merge takes one token away and puts at most two entries into the heap,
+// which takes O(n log n) in all and leaves at most 2 n entries.
+static int64_t bpe_merge(BpeEncoder *e, const char *text, size_t n, uint16_t *out) {
+    check(n < UINT32_MAX, "a piece of %zu bytes", n);
+    if (n > e->room) {
+        free(e->nodes);
+        free(e->heap);
+        e->room = n > 4096 ? n : 4096;
+        e->nodes = (BpeNode *)alloc_zero(e->room, sizeof(BpeNode));
+        e->heap = (uint64_t *)alloc_zero(e->room, 2 * sizeof(uint64_t));
+    }
+    for (uint32_t i = 0; i < n; i++) {
+        BpeNode node = {i + 1, i - 1, -1};
+        e->nodes[i] = node;
+    }
+    for (uint32_t i = 0; i < n; i++) {
+        bpe_offer(e, text, n, i);
+    }
+    while (e->heap_count > 0) {
+        uint64_t entry = heap_pop(e);
+        uint32_t i = (uint32_t)entry;
+        BpeNode *node = &e->nodes[i];
+        if (node->merged != (int32_t)(entry >> 32)) {
+            continue;
+        }
+        e->nodes[node->next].merged = -1;
+        node->next = e->nodes[node->next].next;
+        if (node->next < n) {
+            e->nodes[node->next].previous = i;
+        }
+        bpe_offer(e, text, n, i);
+        if (i > 0) {
+            bpe_offer(e, text, n, node->previous);
+        }
+    }
+    int64_t count = 0;
+    for (uint32_t i = 0; i < n; i = e->nodes[i].next) {
+        out[count++] = (uint16_t)bpe_id(e->bpe, text + i, e->nodes[i].next - i);
+    }
+    return count;
+}
+
+// Tokens of a text; out holds n. Returns their number.
+static int64_t bpe_encode(BpeEncoder *e, const char *text, size_t n, uint16_t *out) {
+    const unsigned char *p = (const unsigned char *)text, *end = p + n;
+    uint16_t *to = out;
+    for (size_t length; p < end; p += length) {
+        uint64_t key[4] = {0};  // stays 0 for a piece that is too long to keep
+        BpeWord *word = e->words;
+        length = (size_t)(piece_end(e->bpe, p, end) - p);
+        if (length <= WORD_BYTES) {
+            memcpy(key, p, length);
+            key[3] |= (uint64_t)length << 56;
+            word += (key[0] * 0x9E3779B97F4A7C15u + key[1] * 0xC2B2AE3D27D4EB4Fu +
+                     key[2] * 0x165667B19E3779F9u + key[3] * 0x27D4EB2F165667C5u) >> 49;
+        }
+        if (key[3] && memcmp(word->key, key, sizeof key) == 0) {
+            for (int i = 0; i < word->count; i++) {
+                *to++ = word->tokens[i];
+            }
+            continue;
+        }
+        int64_t count = bpe_merge(e, (const char *)p, length, to);
+        if (key[3] && count <= WORD_TOKENS) {
+            memcpy(word->key, key, sizeof key);
+            memcpy(word->tokens, to, (size_t)count * sizeof(uint16_t));
+            word->count = (uint16_t)count;
+        }
+        to += count;
+    }
+    return to - out;
+}
+
+// Text of one token: returns its bytes in `out` and their number. GPT-2 tokens without a vocabulary
+// (bpe NULL) are numbers.
+static int token_text(char out[BPE_LONGEST], int tokenizer, const Bpe *bpe, Token token) {
+    if (tokenizer == TOKENIZER_BYTES) {
+        out[0] = (char)token;
+        return token < BYTE_END_OF_TEXT ? 1 : 0;
+    }
+    if (!bpe) {
+        return snprintf(out, BPE_LONGEST, "%d ", token);
+    }
+    const char *bytes;
+    int n = bpe_bytes(bpe, token, &bytes);
+    memcpy(out, bytes, (size_t)n);
+    return n;
+}
+
+// Tokens of a prompt, at most `capacity`; an empty prompt is one end of text. Returns their number.
+static int prompt_tokens(Token *out, int capacity, int tokenizer, const Bpe *bpe,
+                         const char *text) {
+    size_t n = strlen(text);
+    if (n == 0) {
+        out[0] = end_of_text(tokenizer);
+        return 1;
+    }
+    if (tokenizer != TOKENIZER_BYTES && !bpe) {
+        die("--prompt: this data has GPT-2 tokens, and their vocabulary is missing: "
+            "data/prepare.sh puts vocab.bpe into data/, --tokenizer names one elsewhere");
+    }
+    uint16_t *ids = (uint16_t *)alloc_zero(n, sizeof(uint16_t));
+    int64_t count = 0;
+    if (tokenizer == TOKENIZER_BYTES) {
+        while (count < (int64_t)n) {
+            ids[count] = (unsigned char)text[count];
+            count++;
+        }
+    } else {
+        BpeEncoder encoder;
+        bpe_encoder_open(&encoder, bpe);
+        count = bpe_encode(&encoder, text, n, ids);
+        bpe_encoder_close(&encoder);
+    }
+    if (count > capacity) {
+        die("--prompt: %" PRId64 " tokens, at most %d fit", count, capacity);
+    }
+    for (int64_t i = 0; i < count; i++) {
+        out[i] = ids[i];
+    }
+    free(ids);
+    return (int)count;
+}
+
+// -------------------------------------------------------------------------------------------------
+// 5. JSON
+// A cursor over JSON text (RFC 8259), and text as the inside of a string. The first fault stays in
+// `fault`, and nothing is read after it: loops end, and one look at the end is enough.
+
+typedef struct {
+    const unsigned char *bytes;
+    size_t at, end;
+    const char *fault;
+} Json;
+enum { JSON_DEPTH = 64 };
+
+static int json_fail(Json *j, const char *fault) {
+    j->fault = j->fault ? j->fault : fault;
+    return 0;
+}
+
+// The next character that is no space; -1 at the end and after a fault.
+static int json_peek(Json *j) {
+    while (j->at < j->end && strchr(" \t\r\n", j->bytes[j->at]) && j->bytes[j->at]) {
+        j->at++;
+    }
+    return j->fault || j->at == j->end ? -1 : j->bytes[j->at];
+}
+
+static int json_take(Json *j, char c) {
+    int found = json_peek(j) == c;
+    j->at += (size_t)found;
+    return found;
+}
+
+static int hex_digit(int c) {
+    return c >= '0' && c <= '9' ? c - '0' : (c | 32) >= 'a' && (c | 32) <= 'f' ? (c | 32) - 87 : -1;
+}
+
+// A string into `out`, cut to capacity - 1 bytes. \uXXXX becomes UTF-8, halves of a surrogate pair
+// each for itself; \u0000 is a fault.
+static void json_string(Json *j, char *out, size_t capacity) {
+    size_t n = 0;
+    if (!json_take(j, '"')) {
+        json_fail(j, "a string should begin");
+    }
+    while (!j->fault) {
+        int c = j->at < j->end ? j->bytes[j->at++] : -1, length = 1;
+        if (c == '"') {
+            break;
+        }
+        if (c < 32) {
+            json_fail(j, "a string does not end");
+        }
+        if (c == '\\') {
+            static const char letters[] = "\"\\/bfnrt", values[] = "\"\\/\b\f\n\r\t";
+            c = j->at < j->end ? j->bytes[j->at++] : 0;
+            const char *letter = c ? strchr(letters, c) : NULL;
+            int code = 0;
+            for (int i = 0; c == 'u' && i < 4; i++) {
+                int digit = j->at < j->end ? hex_digit(j->bytes[j->at++]) : -1;
+                code = digit < 0 || code < 0 ? -1 : code * 16 + digit;
+            }
+            if (c == 'u' ? code <= 0 : !letter) {
+                json_fail(j, "an unknown escape in a string");
+            }
+            c = letter ? values[letter - letters] : code;
+            length = letter || c < 0x80 ? 1 : c < 0x800 ? 2 : 3;
+        }
+        for (int i = 0; i < length && n + 1 < capacity; i++) {
+            int bits = c >> 6 * (length - 1 - i), lead = length == 2 ? 192 : 224;
+            out[n++] = (char)(length == 1 ? c : i ? (bits & 63) | 128 : bits | lead);
+        }
+    }
+    if (capacity) {
+        out[n] = 0;
+    }
+}
+
+// A number or a word (true, false, null) into `out`.
+static void json_scalar(Json *j, char out[32]) {
+    int n = 0, c = json_peek(j);
+    while (c > 0 && c < 128 && (strchr("+-.", c) || (c >= '0' && c <= '9') || (c | 32) >= 'a') &&
+           (c | 32) <= 'z' && n < 31) {
+        out[n++] = (char)c;
+        j->at++;
+        c = j->at < j->end ? j->bytes[j->at] : -1;
+    }
+    out[n] = 0;
+    if (n == 0 || n == 31) {
+        json_fail(j, "a value should stand");
+    }
+}
+
+// Past the digits at `text`; NULL when there are none.
+static const char *json_digits(const char *text) {
+    size_t digits = strspn(text, "0123456789");
+    return digits ? text + digits : NULL;
+}
+
+static int json_is_scalar(const char *text) {
+    if (strcmp(text, "true") == 0 || strcmp(text, "false") == 0 || strcmp(text, "null") == 0) {
+        return 1;
+    }
+    text += *text == '-';
+    text = *text == '0' ? text + 1 : json_digits(text);
+    if (text && *text == '.') {
+        text = json_digits(text + 1);
+    }
+    if (text && (*text | 32) == 'e') {
+        text = json_digits(text + 1 + (text[1] == '+' || text[1] == '-'));
+    }
+    return text && *text == 0;
+}
+
+// A whole number from 0 to 2^53.
+static int64_t json_count(Json *j) {
+    char text[32], *end;
+    json_scalar(j, text);
+    int64_t value = strtoll(text, &end, 10);
+    if (*end != 0 || !json_is_scalar(text) || value < 0 || value > (int64_t)1 << 53) {
+        json_fail(j, "not a whole number from 0 to 2^53");
+        return 0;
+    }
+    return j->fault ? 0 : value;
+}
+
+// Steps to the next element of an array ('[') or member of an object ('{', whose key it reads).
+// Returns 0 at the end. *count, 0 at first, counts them.
+static int json_next(Json *j, int *count, char kind, char *key, size_t capacity) {
+    if (*count == 0 && !json_take(j, kind)) {
+        return json_fail(j, kind == '{' ? "an object should begin" : "an array should begin");
+    }
+    if (json_take(j, kind == '{' ? '}' : ']')) {
+        return 0;
+    }
+    if (*count > 0 && !json_take(j, ',')) {
+        return json_fail(j, "a comma should stand");
+    }
+    ++*count;
+    if (kind == '{') {
+        json_string(j, key, capacity);
+        if (!json_take(j, ':')) {
+            json_fail(j, "a colon should stand");
+        }
+    }
+    return !j->fault;
+}
+
+// Passes over one value of any kind, at most `depth` arrays and objects deep.
+static void json_skip_to(Json *j, int depth) {
+    int c = json_peek(j), n = 0;
+    char text[32];
+    if (c == '"') {
+        json_string(j, NULL, 0);
+    } else if (c != '{' && c != '[') {
+        json_scalar(j, text);
+        if (!json_is_scalar(text)) {
+            json_fail(j, "neither a number nor true, false or null");
+        }
+    } else if (depth == 0) {
+        json_fail(j, "values nested deeper than 64");
+    } else {
+        while (json_next(j, &n, (char)c, NULL, 0)) {
+            json_skip_to(j, depth - 1);
+        }
+    }
+}
+
+static void json_skip(Json *j) { json_skip_to(j, JSON_DEPTH); }
+
+// Ends the run at a fault, or where something follows the JSON text.
+static void json_end(Json *j, const char *name) {
+    if (json_peek(j) >= 0) {
+        json_fail(j, "more text after the end");
+    }
+    if (j->fault) {
+        die("%s: not JSON as it should be: %s at byte %zu", name, j->fault, j->at);
+    }
+}
+
+// Writes text as the inside of a JSON string; a byte that is no UTF-8 becomes \u00XX.
+static void json_text(FILE *f, const char *text, size_t length) {
+    for (size_t i = 0; i < length; i++) {
+        unsigned char c = (unsigned char)text[i];
+        int utf8 = c > 126 ? utf8_length((const unsigned char *)text + i, length - i) : 0;
+        if (utf8) {
+            fwrite(text + i, 1, (size_t)utf8, f);
+            i += (size_t)utf8 - 1;
+        } else if (c == '"' || c == '\\') {
+            fprintf(f, "\\%c", c);
+        } else if (c < 32 || c > 126) {
+            fprintf(f, "\\u%04x", c);
+        } else {
+            fputc(c, f);
+        }
+    }
+}
+
+// -------------------------------------------------------------------------------------------------
+// 6. Safetensors
+// The container of weights and states (https://github.com/huggingface/safetensors), and the Writer
+// that hashes what it writes.
+// 1. These files come from strangers: what a header claims is held against the file's length before
+//    anything is read by it; a fault is one line that names file and tensor.
+// 2. Parsers work on bytes in memory and allocate nothing.
+
+// The element types of safetensors files. FILE_F32, FILE_BF16 and FILE_F16 can be weights.
+enum { FILE_F32, FILE_BF16, FILE_F16, FILE_U16, FILE_F64, FILE_TYPES = 15 };
+static const struct {
+    const char *name;
+    int bytes;
+} file_types[FILE_TYPES] = {{"F32", 4}, {"BF16", 2}, {"F16", 2}, {"U16", 2}, {"F64", 8},
+                            {"U8", 1}, {"I64", 8},  {"I32", 4}, {"I16", 2}, {"I8", 1},
+                            {"U64", 8}, {"U32", 4},  {"BOOL", 1}, {"F8_E4M3", 1}, {"F8_E5M2", 1}};
+
+// A safetensors file (https://github.com/huggingface/safetensors, README, "Format"): 8 bytes with
+// the header's length, the header, a JSON object with a member for every tensor, and the data.
+typedef struct {
+    const char *name;
+    Json json;
+    int count;                  // members seen
+    size_t metadata;            // where __metadata__'s object begins; 0: none so far
+    const unsigned char *data;
+    uint64_t size, tiling;      // of the data
+} Safetensors;
+
+typedef struct {
+    char name[80];
+    int type, dims;
+    int64_t shape[2], count;    // first dimensions; elements
+    const unsigned char *data;
+} FileTensor;
+
+static void file_require(int ok, const char *file, const char *tensor, const char *what) {
+    if (!ok) {
+        die("%s: tensor %s: %s", file, tensor, what);
+    }
+}
+
+static void safetensors_start(Safetensors *f, const unsigned char *bytes, size_t size,
+                              const char *name) {
+    uint64_t length = 0;
+    memset(f, 0, sizeof *f);
+    f->name = name;
+    if (size >= 8) {
+        memcpy(&length, bytes, 8);
+    }
+    if (length < 2 || length > 100000000 || length > size - 8) {
+        die("%s: not a safetensors file: a header of %" PRIu64 " bytes in a file of %zu", name,
+            length, size);
+    }
+    f->json.bytes = bytes;
+    f->json.at = 8;
+    f->json.end = 8 + (size_t)length;
+    f->data = bytes + f->json.end;
+    f->size = size - f->json.end;
+}
+
+// Spreads a number over 64 bits (the last step of splitmix64).
+static uint64_t hash_u64(uint64_t x) {
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ x >> 27) * 0x94D049BB133111EBu;
+    return x ^ x >> 31;
+}
+
+// One tensor's member of the header: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}.
+static void safetensors_member(Safetensors *f, FileTensor *t) {
+    static const char *const keys[] = {"dtype", "shape", "data_offsets"};
+    Json *j = &f->json;
+    char key[16], type[16] = "";
+    int seen[3] = {0}, offsets = 0;
+    uint64_t offset[2] = {0, 0};
+    t->dims = 0;
+    t->count = 1;
+    for (int n = 0; json_next(j, &n, '{', key, sizeof key);) {
+        int k = 0, elements = 0;
+        while (k < 3 && strcmp(key, keys[k]) != 0) {
+            k++;
+        }
+        if (k == 3 || seen[k]++) {
+            json_fail(j, "a member twice, or other than dtype, shape and data_offsets");
+        } else if (k == 0) {
+            json_string(j, type, sizeof type);
+        } else {
+            while (json_next(j, &elements, '[', NULL, 0)) {
+                int64_t value = json_count(j);
+                if (k == 2) {
+                    offset[offsets & 1] = (uint64_t)value;
+                    offsets++;
+                } else if (value > 0 && t->count > ((int64_t)1 << 46) / value) {
+                    json_fail(j, "a shape of more than 2^46 elements");
+                } else {
+                    t->shape[t->dims & 1] = t->dims < 2 ? value : t->shape[t->dims & 1];
+                    t->count *= value;
+                    t->dims++;
+                }
+            }
+        }
+    }
+    if (j->fault) {
+        die("%s: tensor %s: %s at byte %zu", f->name, t->name, j->fault, j->at);
+    }
+    for (t->type = 0; t->type < FILE_TYPES; t->type++) {
+        if (strcmp(type, file_types[t->type].name) == 0) {
+            break;
+        }
+    }
+    file_require(seen[0] && seen[1] && seen[2] && offsets == 2, f->name, t->name,
+                 "dtype, shape and data_offsets of two numbers must stand in the header");
+    file_require(t->type < FILE_TYPES, f->name, t->name, "an unknown dtype");
+    file_require(offset[0] <= offset[1] && offset[1] <= f->size, f->name, t->name,
+                 "its data_offsets lie outside the file");
+    file_require((int64_t)(offset[1] - offset[0]) == t->count * file_types[t->type].bytes, f->name,
+                 t->name, "its data_offsets do not span its shape");
+    t->data = f->data + offset[0];
+    f->tiling += hash_u64(offset[1]) - hash_u64(offset[0]);
+}
+
+// The next tensor; 0 after the last. Tensors must cover the data without overlap or gap: then, and
+// but for a collision of hashes only then, begins and the file's end are the same numbers as zero
+// and the ends. (Every tensor is an edge from its begin to its end; where all but the first begin
+// and the last end balance, the edges are one path.)
+static int safetensors_next(Safetensors *f, FileTensor *t) {
+    Json *j = &f->json;
+    while (json_next(j, &f->count, '{', t->name, sizeof t->name)) {
+        if (strcmp(t->name, "__metadata__") != 0) {
+            safetensors_member(f, t);
+            return 1;
+        }
+        if (f->metadata) {
+            json_fail(j, "__metadata__ twice");
+        }
+        f->metadata = j->at;
+        json_skip(j);
+    }
+    json_end(j, f->name);
+    if (f->tiling != hash_u64(f->size) - hash_u64(0)) {
+        die("%s: its tensors overlap, or leave some of its %" PRIu64 " bytes of data out", f->name,
+            f->size);
+    }
+    return 0;
+}
+
+// A text of __metadata__, after safetensors_next has come to the end; "" when it is not there.
+static void safetensors_text(const Safetensors *f, const char *key, char *out, size_t capacity) {
+    Json j = f->json;
+    char found[32];
+    out[0] = 0;
+    j.at = f->metadata;
+    for (int n = 0; f->metadata && json_next(&j, &n, '{', found, sizeof found);) {
+        int ours = strcmp(found, key) == 0;
+        json_string(&j, ours ? out : NULL, ours ? capacity : 0);
+    }
+}
+
+// A file that is written beside its final place, hashed on the way. A failure removes the folder's
+// files, as far as they are ours, and ends the run: `undo` knows which those are.
+typedef struct {
+    int fd;
+    void (*undo)(const char *folder);
+    int64_t bytes;
+    char folder[PATH_BYTES], file[PATH_BYTES];
+    Sha256 sha;
+    char hash[SHA256_TEXT];
+} Writer;
+
+__attribute__((noreturn)) static void writer_fail(const Writer *w) {
+    int error = errno;
+    w->undo(w->folder);
+    die("cannot write %s: %s; what was there before stands", w->file, strerror(error));
+}
+
+static void writer_open(Writer *w, const char *folder, const char *name,
+                        void (*undo)(const char *folder)) {
+    w->undo = undo;
+    path_print(w->folder, "%s", folder);
+    path_print(w->file, "%s/%s", folder, name);
+    w->bytes = 0;
+    sha256_start(&w->sha);
+    w->fd = open(w->file, O_WRONLY | O_CREAT | O_TRUNC, 0644);
+    if (w->fd < 0) {
+        writer_fail(w);
+    }
+}
+
+static void writer_put(Writer *w, const void *data, size_t bytes) {
+    if (write_all(w->fd, data, bytes) != 0) {
+        writer_fail(w);
+    }
+    sha256_add(&w->sha, data, bytes);
+    w->bytes += (int64_t)bytes;
+}
+
+// Makes the next bytes of a file, at most `most`, in `out`; returns how many: 0 at the end.
+typedef size_t (*PieceSource)(void *self, unsigned char *out);
+
+// Writes all that a source makes. While one thread writes a piece and makes the next, the other
+// hashes it, and then helps: otherwise the hash would take as long as the rest.
+static void writer_stream(Writer *w, PieceSource next, void *self, size_t most) {
+    unsigned char *piece[2] = {(unsigned char *)alloc_zero(2, most), NULL};
+    piece[1] = piece[0] + most;
+    size_t bytes[2] = {next(self, piece[0]), 0};
+    int error = 0;
+    for (int k = 0; bytes[k] && !error; k = !k) {
+        #pragma omp parallel num_threads(2)
+        #pragma omp master
+        {
+            #pragma omp task
+            sha256_add(&w->sha, piece[k], bytes[k]);
+            error = write_all(w->fd, piece[k], bytes[k]) != 0 ? errno : 0;
+#ifdef SYNC_FILE_RANGE_WRITE  // Linux: the disk begins now, and fsync has less to wait for
+            sync_file_range(w->fd, 0, 0, SYNC_FILE_RANGE_WRITE);
+#endif
+            bytes[!k] = error ? 0 : next(self, piece[!k]);
+        }
+        w->bytes += (int64_t)bytes[k];
+    }
+    free(piece[0]);
+    if (error) {
+        errno = error;
+        writer_fail(w);
+    }
+}
+
+static void writer_close(Writer *w) {
+    if (fsync(w->fd) != 0 || close(w->fd) != 0) {
+        writer_fail(w);
+    }
+    sha256_end(&w->sha, w->hash);
+}
+
+// A safetensors header while it is put together: its text, and where the next tensor's data begin.
+typedef struct {
+    char *text;
+    size_t bytes;
+    FILE *file;
+    int64_t offset;
+} HeaderText;
+
+// Leaves __metadata__'s object open; the first header_tensor closes it.
+static void header_start(HeaderText *h) {
+    h->offset = 0;
+    h->file = open_memstream(&h->text, &h->bytes);
+    check(h->file, "no memory for a header");
+    fputs("{\"__metadata__\":{\"format\":\"pt\"", h->file);
+}
+
+// rows 0: a vector of `cols`.
+static void header_tensor(HeaderText *h, const char *name, int type, int64_t rows, int64_t cols) {
+    int64_t bytes = max_i64(rows, 1) * cols * file_types[type].bytes;
+    fprintf(h->file, "%s\"%s\":{\"dtype\":\"%s\",\"shape\":[", h->offset ? "," : "},", name,
+            file_types[type].name);
+    if (rows) {
+        fprintf(h->file, "%" PRId64 ",", rows);
+    }
+    fprintf(h->file, "%" PRId64 "],\"data_offsets\":[%" PRId64 ",%" PRId64 "]}", cols, h->offset,
+            h->offset + bytes);
+    h->offset += bytes;
+}
+
+// Ends the header with spaces, so that the data begin at a multiple of 64 bytes.
+static void header_write(HeaderText *h, Writer *w) {
+    long length = ftell(h->file);
+    fprintf(h->file, "}%*s", (int)(63 - (length + 8) % 64), "");
+    check(fclose(h->file) == 0, "no memory for a header");
+    uint64_t bytes = h->bytes;
+    writer_put(w, &bytes, sizeof bytes);
+    writer_put(w, h->text, h->bytes);
+    free(h->text);
+}
+
+// Where the writing of a model stands: the next elements of which tensor.
+
+// -------------------------------------------------------------------------------------------------
+// 7. Token shards
+// A header of 256 int32, then uint16 tokens, memory-mapped. A file names its tokenizer, and all
+// shards of a data set have the same one.
+
+enum { SHARD_MAGIC = 20240520, SHARD_HEADER = 256 };
+
+typedef struct {
+    char path[PATH_BYTES];
+    const uint16_t *tokens;
+    int64_t count;
+    int64_t first_window;  // windows in the shards before
+    void *map;
+    size_t map_bytes;
+} Shard;
+
+typedef struct {
+    Shard *shards;
+    int shard_count, T;
+    int tokenizer, vocabulary;
+    int64_t tokens, windows;
+} Dataset;
+
+// Maps one shard and checks its header against its size and against `d`'s tokenizer (shard 0 sets
+// it).
+static void shard_open(Shard *shard, Dataset *d, const char *path) {
+    path_print(shard->path, "%s", path);
+    int fd = open(path, O_RDONLY);
+    struct stat status;
+    if (fd < 0 || fstat(fd, &status) != 0) {
+        die("cannot open token file %s: %s", path, strerror(errno));
+    }
+    if (!S_ISREG(status.st_mode) || status.st_size < SHARD_HEADER * 4) {
+        die("%s: %" PRId64 " bytes are too few for a token file: its header alone has %d", path,
+            (int64_t)status.st_size, SHARD_HEADER * 4);
+    }
+    shard->map_bytes = (size_t)status.st_size;
+    shard->map = mmap(NULL, shard->map_bytes, PROT_READ, MAP_SHARED, fd, 0);
+    close(fd);
+    if (shard->map == MAP_FAILED) {
+        die("cannot map token file %s: %s", path, strerror(errno));
+    }
+    int32_t header[5];
+    memcpy(header, shard->map, sizeof header);
+    if (header[0] != SHARD_MAGIC) {
+        die("%s: not a token file: it starts with %d, not %d", path, header[0], SHARD_MAGIC);
+    }
+    if (header[1] != 1) {
+        die("%s: token file version %d; this program reads version 1 (uint16 tokens)", path,
+            header[1]);
+    }
+    int vocabulary = header[3] == 0 ? GPT2_VOCABULARY : header[3], tokenizer = header[4];
+    if (header[2] < 0 || (int64_t)shard->map_bytes != SHARD_HEADER * 4 + 2 * (int64_t)header[2]) {
+        die("%s: the header counts %d tokens, which makes %" PRId64 " bytes; the file has %zu",
+            path, header[2], SHARD_HEADER * 4 + 2 * (int64_t)header[2], shard->map_bytes);
+    }
+    if (tokenizer != TOKENIZER_GPT2 && tokenizer != TOKENIZER_BYTES) {
+        die("%s: tokenizer %d in the header; known are 0 (GPT-2) and 1 (bytes)", path, tokenizer);
+    }
+    if (vocabulary != tokenizer_vocabulary(tokenizer)) {
+        die("%s: a vocabulary of %d in the header; its tokenizer has %d", path, vocabulary,
+            tokenizer_vocabulary(tokenizer));
+    }
+    if (d->shards != shard && tokenizer != d->tokenizer) {
+        die("%s: its tokens are %s, those of %s are not", path,
+            tokenizer == TOKENIZER_BYTES ? "bytes" : "GPT-2's", d->shards[0].path);
+    }
+    d->tokenizer = tokenizer;
+    d->vocabulary = vocabulary;
+    shard->tokens = (const uint16_t *)((const char *)shard->map + SHARD_HEADER * 4);
+    shard->count = header[2];
+}
+
+// -------------------------------------------------------------------------------------------------
+// 8. Evaluation files
+// Multiple choice: contexts, each with some completions, one of which is right. The format is that
+// of llm.c, as the head of write_evalfile in llm.c's dev/data/data_common.py tells: a header of 256
+// int32 (20240522, version 1, examples, bytes of the longest), then uint16 words, for each example:
+// 65535, its bytes, its index, label, completions, and length and tokens of the context and of each
+// completion. Read on made-up files only, not yet on published ones.
+
+// llm.c's files have four completions; other benchmarks have two to five.
+enum { EVAL_MAGIC = 20240522, EVAL_HEADER_BYTES = 1024, EVAL_START = 65535 };
+enum { EVAL_EXAMPLE_WORDS = 5, EVAL_COMPLETIONS = 8 };
+
+typedef struct {
+    const unsigned char *words;  // uint16 each, not aligned
+    int count;
+} EvalTokens;
+
+typedef struct {
+    int label, completions, longest;         // longest: tokens of the longest completion
+    EvalTokens texts[1 + EVAL_COMPLETIONS];  // the context, then the completions
+} EvalExample;
+
+typedef struct {
+    const char *name;
+    const unsigned char *bytes;
+    size_t size, longest_bytes;
+    int examples, vocabulary;
+    int longest_row, longest_completion, longest_at;  // tokens, tokens, and the latter's example
+} EvalFile;
+
+static int eval_word(const unsigned char *words, int64_t i) {
+    return words[2 * i] | words[2 * i + 1] << 8;
+}
+
+// Example `number`, which begins `at` bytes into the file; returns its bytes. Ends the run unless
+// it lies within the file and every word of it is allowed.
+static size_t eval_example(EvalExample *x, const EvalFile *f, size_t at, int number) {
+    const unsigned char *p = f->bytes + at;
+    const size_t left = f->size - at;
+    if (left < 2 * EVAL_EXAMPLE_WORDS) {
+        die("%s: example %d: the file ends before it, or in its first words", f->name, number);
+    }
+    const int start = eval_word(p, 0), bytes = eval_word(p, 1), index = eval_word(p, 2);
+    if (start != EVAL_START || index != number) {
+        die("%s: example %d: begins with %d and index %d; %d and %d are due", f->name, number,
+            start, index, EVAL_START, number);
+    }
+    if ((size_t)bytes > left || (size_t)bytes > f->longest_bytes) {
+        die("%s: example %d: of %d bytes, where the file has %zu more and the header allows %zu",
+            f->name, number, bytes, left, f->longest_bytes);
+    }
+    memset(x, 0, sizeof *x);
+    x->label = eval_word(p, 3);
+    x->completions = eval_word(p, 4);
+    if (x->completions < 2 || x->completions > EVAL_COMPLETIONS || x->label >= x->completions) {
+        die("%s: example %d: label %d of %d completions; allowed are 2 to %d, labels from 0",
+            f->name, number, x->label, x->completions, EVAL_COMPLETIONS);
+    }
+    int place = EVAL_EXAMPLE_WORDS;
+    for (int k = 0; k <= x->completions; k++) {
+        EvalTokens *tokens = &x->texts[k];
+        const int room = bytes / 2 - place - 1;
+        tokens->count = room >= 0 ? eval_word(p, place) : 0;
+        tokens->words = p + 2 * (place + 1);
+        if (tokens->count < 1 || tokens->count > room) {
+            die("%s: example %d: text %d (0 is the context) has %d tokens; the example's bytes "
+                "leave room for %d; 1 is the least",
+                f->name, number, k, tokens->count, room > 0 ? room : 0);
+        }
+        for (int i = 0; i < tokens->count; i++) {
+            if (eval_word(tokens->words, i) >= f->vocabulary) {
+                die("%s: example %d: token %d is outside the model's vocabulary of %d", f->name,
+                    number, eval_word(tokens->words, i), f->vocabulary);
+            }
+        }
+        place += 1 + tokens->count;
+        x->longest = k && tokens->count > x->longest ? tokens->count : x->longest;
+    }
+    if (2 * place != bytes) {
+        die("%s: example %d: %d bytes, of which its tokens fill %d", f->name, number, bytes,
+            2 * place);
+    }
+    return (size_t)bytes;
+}
+
+// Checks `size` bytes of an evaluation file, every example of them, for a model of `vocabulary`
+// tokens; `f` points into `bytes` and at `name` from now on. Allocates nothing; ends the run with
+// what is wrong.
+static void eval_parse(EvalFile *f, const unsigned char *bytes, size_t size, const char *name,
+                       int vocabulary) {
+    int32_t header[4];
+    if (size < EVAL_HEADER_BYTES) {
+        die("%s: %zu bytes are too few for an evaluation file: its header alone has %d", name, size,
+            EVAL_HEADER_BYTES);
+    }
+    memcpy(header, bytes, sizeof header);
+    if (header[0] != EVAL_MAGIC || header[1] != 1) {
+        die("%s: not an evaluation file of version 1: it starts with %d and %d, not with %d and 1",
+            name, header[0], header[1], EVAL_MAGIC);
+    }
+    if (header[2] < 1 || header[2] > 65535 || header[3] < 1 || header[3] > 65535) {
+        die("%s: the header counts %d examples of at most %d bytes; allowed are 1 to 65535 of both",
+            name, header[2], header[3]);
+    }
+    memset(f, 0, sizeof *f);
+    f->name = name;
+    f->bytes = bytes;
+    f->size = size;
+    f->longest_bytes = (size_t)header[3];
+    f->examples = header[2];
+    f->vocabulary = vocabulary;
+    size_t at = EVAL_HEADER_BYTES;
+    for (int i = 0; i < f->examples; i++) {
+        EvalExample x;
+        at += eval_example(&x, f, at, i);
+        f->longest_row = (int)max_i64(f->longest_row, x.texts[0].count + x.longest);
+        if (x.longest > f->longest_completion) {
+            f->longest_completion = x.longest;
+            f->longest_at = i;
+        }
+    }
+    if (at != size) {
+        die("%s: %zu bytes follow the last of its %d examples", name, size - at, f->examples);
+    }
+}
