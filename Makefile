@@ -70,9 +70,10 @@ EMPTY_DATA := $(if $(wildcard data/*.bin),,data)
 train_gpt2: train_gpt2.c build/flags | $(EMPTY_DATA) ## the CPU program
 	$(C) $(DEPEND) $< -o $@ -lm
 data/tokenize: data/tokenize.c build/flags ## text to token shards
+	$(filter-out $(OMP),$(C)) -Wno-unknown-pragmas $(AROUND) $(DEPEND) -pthread $< -o $@ -lm
 build/dump: dev/dump.c build/flags
 build/bench_files: dev/bench_files.c build/flags
-data/tokenize build/dump build/bench_files:
+build/dump build/bench_files:
 	$(C) $(AROUND) $(DEPEND) -pthread $< -o $@ -lm
 # What tests build has gaps and poison in its arena.
 build/test_gpt2_double: VARIANT := -DGPT2_DOUBLE=1

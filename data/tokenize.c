@@ -14,12 +14,12 @@
 // 3. After every finished shard the place where the next one begins is in PREFIX.state, replaced
 //    as a whole; a run of the same arguments and files goes on there. At the end it is removed.
 //
-// Volume I is included without main: the tokenizer, the format's constants and the errors are
-// there.
+// The tokenizer, the format's constants and the errors are the appendix's; of the network nothing
+// is needed here.
 
-#define GPT2_NO_MAIN 1
-#include "../train_gpt2.c"
+#include "formats.c"
 #include <pthread.h>
+#include <sched.h>
 
 enum {
     BLOCK_BYTES = 1 << 20,     // of text, as a rule
@@ -118,7 +118,8 @@ static Arguments parse_arguments(int argc, char **argv) {
     memset(&a, 0, sizeof a);
     a.val_fraction = -1;
     a.val_tokens = -1;
-    a.threads = thread_count();
+    cpu_set_t cores;
+    a.threads = sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores) : 1;
     a.files = (const char **)alloc_zero((size_t)argc + 1, sizeof *a.files);
     for (int i = 1; i < argc;) {
         if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0) {
