@@ -18,23 +18,28 @@
 // order.
 //
 // Contents
+// Part A. Ground
 //   1  Prelude
 //   2  Random numbers
 //   3  Options
 //   4  The model
+// Part B. Memory
 //   5  Memory plan
 //   6  What fits
-//   8  Data
-//   9  Matmul and fast maths
-//  10  Layers
-//  11  The network
-//  12  Optimizer and schedules
-//  13  The engine
-//  14  Model files
-//  15  Checkpoints
-//  16  Sampling and evaluation
-//  17  Output and training
-//  18  main
+// Part C. GPT-2 on the CPU
+//   7  Matmul and fast maths
+//   8  Layers
+//   9  The network
+//  10  Optimizer and schedules
+//  11  The engine
+// Part D. The run
+//  12  Data
+//  13  Model files
+//  14  Checkpoints
+//  15  Sampling
+//  16  Evaluation
+//  17  Training and output
+//  18  Start-up and main
 
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE 1
@@ -81,6 +86,9 @@
 #define HOST_DEVICE
 #endif
 
+// =================================================================================================
+// Part A. Ground
+
 // -------------------------------------------------------------------------------------------------
 // 1. Prelude
 // The ground: the appendix below, the oracle's type of numbers, and how many threads compute.
@@ -104,6 +112,14 @@ static int thread_count(void) {
     return omp_get_max_threads();
 #else
     return 1;
+#endif
+}
+
+static int thread_index(void) {
+#ifdef _OPENMP
+    return omp_get_thread_num();
+#else
+    return 0;
 #endif
 }
 
@@ -659,6 +675,9 @@ static void model_set_vocabulary(Model *m, int V) {
     m->V = V;
     m->Vp = (int)round_up_i64(V, 128);
 }
+
+// =================================================================================================
+// Part B. Memory
 
 // -------------------------------------------------------------------------------------------------
 // 5. Memory plan
@@ -1575,99 +1594,11 @@ static size_t gpu_memory_from_options(const Options *o) {
     return card && cap ? (card < cap ? card : cap) : card + cap;
 }
 
-// -------------------------------------------------------------------------------------------------
-// 8. Data
-// Training cuts every shard into windows of T inputs (targets are the same tokens one further).
-// 1. A sequence's place in the run is one number, the position: step after step, micro-step after
-//    micro-step, rank after rank, row after row. position / windows is the epoch; within an epoch
-//    each window comes once, in the order of permute_index(seed, epoch), or in file order with
-//    --shuffle 0. So ranks are disjoint, and a resumed run goes on at its position on any number of
-//    ranks.
-// 2. The (tokens - 1) % T tokens that fill no window are left out of an epoch; the windows' start
-//    moves with the epoch, so that no token is left out of all.
-
-// Opens every shard that `pattern` names, in order of name, cut for sequences of T tokens.
-static void dataset_open(Dataset *d, const char *pattern, int T) {
-    glob_t found;
-    memset(d, 0, sizeof *d);
-    d->T = T;
-    int status = glob(pattern, 0, NULL, &found);
-    if (status != 0 || found.gl_pathc == 0) {
-        die("no token file matches %s; 'make data' prepares tinyshakespeare", pattern);
-    }
-    d->shard_count = (int)found.gl_pathc;
-    d->shards = (Shard *)alloc_zero(found.gl_pathc, sizeof(Shard));
-    for (int i = 0; i < d->shard_count; i++) {
-        Shard *shard = &d->shards[i];
-        shard_open(shard, d, found.gl_pathv[i]);
-        if (shard->count < T + 1) {
-            die("%s: %" PRId64 " tokens are fewer than one sequence: T + 1 = %d", shard->path,
-                shard->count, T + 1);
-        }
-        shard->first_window = d->windows;
-        d->windows += (shard->count - 1) / T;
-        d->tokens += shard->count;
-    }
-    globfree(&found);
-}
-
-static void dataset_close(Dataset *d) {
-    for (int i = 0; i < d->shard_count; i++) {
-        munmap(d->shards[i].map, d->shards[i].map_bytes);
-    }
-    free(d->shards);
-    memset(d, 0, sizeof *d);
-}
-
-// Copies window `window` of `epoch` into T inputs and T targets; ends the run at an id of
-// `vocabulary` or more.
-static void dataset_window(const Dataset *d, int64_t window, uint32_t epoch, uint64_t seed,
-                           Token *inputs, Token *targets, int vocabulary) {
-    int low = 0, high = d->shard_count - 1;
-    while (low < high) {
-        int middle = (low + high + 1) / 2;
-        if (d->shards[middle].first_window <= window) {
-            low = middle;
-        } else {
-            high = middle - 1;
-        }
-    }
-    const Shard *shard = &d->shards[low];
-    int64_t rest = (shard->count - 1) % d->T;
-    int64_t shift = (int64_t)(rng_uniform(seed, RNG_SHUFFLE, epoch, UINT64_MAX - (uint64_t)low) *
-                              (double)(rest + 1));
-    int64_t start = (window - shard->first_window) * d->T + (epoch ? shift : 0);
-    for (int i = 0; i <= d->T; i++) {
-        Token token = shard->tokens[start + i];
-        if (token >= vocabulary) {
-            die("%s: token %" PRId64 " is %d, outside the vocabulary of %d", shard->path, start + i,
-                token, vocabulary);
-        }
-        if (i < d->T) {
-            inputs[i] = token;
-        }
-        if (i > 0) {
-            targets[i - 1] = token;
-        }
-    }
-}
-
-// B sequences from `position` on: the training batch of one rank and micro-step.
-static void dataset_batch(const Dataset *d, int64_t position, int B, int shuffle, uint64_t seed,
-                          Token *inputs, Token *targets, int vocabulary) {
-    for (int b = 0; b < B; b++) {
-        int64_t place = position + b, window = place % d->windows;
-        uint32_t epoch = (uint32_t)(place / d->windows);
-        if (shuffle) {
-            window = permute_index(window, d->windows, seed, epoch);
-        }
-        dataset_window(d, window, epoch, seed, inputs + (int64_t)b * d->T,
-                       targets + (int64_t)b * d->T, vocabulary);
-    }
-}
+// =================================================================================================
+// Part C. GPT-2 on the CPU
 
 // -------------------------------------------------------------------------------------------------
-// 9. Matmul and fast maths
+// 7. Matmul and fast maths
 // One packed matmul serves the three products of a linear layer; its inner parts serve attention.
 // 1. Every element of a result is one chain of fused multiply-adds along k, cut into runs of at
 //    most KC at places that depend on K alone; threads never share a sum. So neither the number
@@ -1717,14 +1648,6 @@ typedef real Vector __attribute__((vector_size(VECTOR_BYTES)));
 #endif
 
 static real *matmul_workspace;
-
-static int thread_index(void) {
-#ifdef _OPENMP
-    return omp_get_thread_num();
-#else
-    return 0;
-#endif
-}
 
 static size_t matmul_workspace_bytes(int threads) {
     return (SHARED_REALS + (size_t)threads * THREAD_REALS) * sizeof(real);
@@ -2066,7 +1989,7 @@ static inline real fast_tanh(real x) {
 #endif
 
 // -------------------------------------------------------------------------------------------------
-// 10. Layers
+// 8. Layers
 // The oracle: every layer of GPT-2, forward beside backward, N = B * T rows, row-major. Everything
 // but attention and the matmuls is a readable loop. Backward adds to parameter gradients and
 // overwrites activation gradients. Parallel loops split outputs, never a sum, so bits do not depend
@@ -2438,7 +2361,7 @@ static void gelu_backward(real *dinp, const real *dout, const real *inp, size_t 
 }
 
 // -------------------------------------------------------------------------------------------------
-// 11. The network
+// 9. The network
 // GPT-2 on the CPU, over the plan's rows. A block's stage computes one activation; forward runs all
 // eight, backward repeats those whose activation was dropped, with the same code on the same
 // inputs, so recomputation changes no bit. Gradients add up over micro-steps; `micros` of them make
@@ -2623,7 +2546,7 @@ static double network_micro_step(Network *net, const Token *inputs, const Token 
 }
 
 // -------------------------------------------------------------------------------------------------
-// 12. Optimizer and schedules
+// 10. Optimizer and schedules
 // AdamW with decoupled decay (Loshchilov and Hutter, ICLR 2019) over the flat buffers; vectors are
 // not decayed. The gradient norm is summed in fp64 over fixed chunks, so no bit depends on the
 // number of threads.
@@ -2764,7 +2687,7 @@ static double network_update(Network *net, const Options *o, double lr, double l
 }
 
 // -------------------------------------------------------------------------------------------------
-// 13. The engine
+// 11. The engine
 // The few verbs by which everything above the network drives it: micro_step, update, evaluate,
 // logits, and states in and out. The CPU's engine is here; Volume II brings the GPU's. All that
 // follows knows neither.
@@ -2931,8 +2854,102 @@ static void engine_initialise(Engine *e, const Model *m, uint64_t seed) {
     free(piece);
 }
 
+// =================================================================================================
+// Part D. The run
+
 // -------------------------------------------------------------------------------------------------
-// 14. Model files
+// 12. Data
+// Training cuts every shard into windows of T inputs (targets are the same tokens one further).
+// 1. A sequence's place in the run is one number, the position: step after step, micro-step after
+//    micro-step, rank after rank, row after row. position / windows is the epoch; within an epoch
+//    each window comes once, in the order of permute_index(seed, epoch), or in file order with
+//    --shuffle 0. So ranks are disjoint, and a resumed run goes on at its position on any number of
+//    ranks.
+// 2. The (tokens - 1) % T tokens that fill no window are left out of an epoch; the windows' start
+//    moves with the epoch, so that no token is left out of all.
+
+// Opens every shard that `pattern` names, in order of name, cut for sequences of T tokens.
+static void dataset_open(Dataset *d, const char *pattern, int T) {
+    glob_t found;
+    memset(d, 0, sizeof *d);
+    d->T = T;
+    int status = glob(pattern, 0, NULL, &found);
+    if (status != 0 || found.gl_pathc == 0) {
+        die("no token file matches %s; 'make data' prepares tinyshakespeare", pattern);
+    }
+    d->shard_count = (int)found.gl_pathc;
+    d->shards = (Shard *)alloc_zero(found.gl_pathc, sizeof(Shard));
+    for (int i = 0; i < d->shard_count; i++) {
+        Shard *shard = &d->shards[i];
+        shard_open(shard, d, found.gl_pathv[i]);
+        if (shard->count < T + 1) {
+            die("%s: %" PRId64 " tokens are fewer than one sequence: T + 1 = %d", shard->path,
+                shard->count, T + 1);
+        }
+        shard->first_window = d->windows;
+        d->windows += (shard->count - 1) / T;
+        d->tokens += shard->count;
+    }
+    globfree(&found);
+}
+
+static void dataset_close(Dataset *d) {
+    for (int i = 0; i < d->shard_count; i++) {
+        munmap(d->shards[i].map, d->shards[i].map_bytes);
+    }
+    free(d->shards);
+    memset(d, 0, sizeof *d);
+}
+
+// Copies window `window` of `epoch` into T inputs and T targets; ends the run at an id of
+// `vocabulary` or more.
+static void dataset_window(const Dataset *d, int64_t window, uint32_t epoch, uint64_t seed,
+                           Token *inputs, Token *targets, int vocabulary) {
+    int low = 0, high = d->shard_count - 1;
+    while (low < high) {
+        int middle = (low + high + 1) / 2;
+        if (d->shards[middle].first_window <= window) {
+            low = middle;
+        } else {
+            high = middle - 1;
+        }
+    }
+    const Shard *shard = &d->shards[low];
+    int64_t rest = (shard->count - 1) % d->T;
+    int64_t shift = (int64_t)(rng_uniform(seed, RNG_SHUFFLE, epoch, UINT64_MAX - (uint64_t)low) *
+                              (double)(rest + 1));
+    int64_t start = (window - shard->first_window) * d->T + (epoch ? shift : 0);
+    for (int i = 0; i <= d->T; i++) {
+        Token token = shard->tokens[start + i];
+        if (token >= vocabulary) {
+            die("%s: token %" PRId64 " is %d, outside the vocabulary of %d", shard->path, start + i,
+                token, vocabulary);
+        }
+        if (i < d->T) {
+            inputs[i] = token;
+        }
+        if (i > 0) {
+            targets[i - 1] = token;
+        }
+    }
+}
+
+// B sequences from `position` on: the training batch of one rank and micro-step.
+static void dataset_batch(const Dataset *d, int64_t position, int B, int shuffle, uint64_t seed,
+                          Token *inputs, Token *targets, int vocabulary) {
+    for (int b = 0; b < B; b++) {
+        int64_t place = position + b, window = place % d->windows;
+        uint32_t epoch = (uint32_t)(place / d->windows);
+        if (shuffle) {
+            window = permute_index(window, d->windows, seed, epoch);
+        }
+        dataset_window(d, window, epoch, seed, inputs + (int64_t)b * d->T,
+                       targets + (int64_t)b * d->T, vocabulary);
+    }
+}
+
+// -------------------------------------------------------------------------------------------------
+// 13. Model files
 // Weights come and go as Hugging Face's model.safetensors beside its config.json, and come from
 // llm.c's .bin files.
 // 1. These files come from strangers: what a header claims is held against the file's length and
@@ -3432,7 +3449,7 @@ static void model_file_save(Engine *e, const Model *m, int type, Writer *w) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 15. Checkpoints
+// 14. Checkpoints
 // A checkpoint is a folder step-NNNNNNNN of the output folder: model.safetensors and config.json,
 // which transformers loads as they are; state-0-of-1.safetensors with what training needs beside:
 // both moments in the run's type and, for bf16 weights, the low halves of their fp32 masters, all
@@ -3858,13 +3875,9 @@ static void checkpoint_load(Engine *e, const Settings *s, const char *identity, 
 }
 
 // -------------------------------------------------------------------------------------------------
-// 16. Sampling and evaluation
+// 15. Sampling
 // A sample grows one token at a time from the last position's logits; the random number of a token
-// is a function of (seed, step, place in the sample), so samples repeat. An evaluation asks which
-// of the completions of a context the model finds likeliest.
-// 1. A row is a context and one completion; it is scored by the losses of the completion's tokens.
-//    accuracy takes the lowest sum, acc_norm (llm.c's score) the lowest mean, of equals the first.
-// 2. A row of more than T + 1 tokens loses the start of its context, never all of it.
+// is a function of (seed, step, place in the sample), so samples repeat.
 
 typedef struct {
     float logit;
@@ -3910,6 +3923,14 @@ static Token sample_token(const real *logits, int V, double temperature, int64_t
     }
     return scratch[kept - 1].token;
 }
+
+// -------------------------------------------------------------------------------------------------
+// 16. Evaluation
+// An evaluation asks which of the completions of a context the model finds likeliest. Its files are
+// the appendix's.
+// 1. A row is a context and one completion; it is scored by the losses of the completion's tokens.
+//    accuracy takes the lowest sum, acc_norm (llm.c's score) the lowest mean, of equals the first.
+// 2. A row of more than T + 1 tokens loses the start of its context, never all of it.
 
 // One row on its way through the engine: where the losses of its completion lie, and whose it is.
 typedef struct {
@@ -3973,8 +3994,96 @@ static const char *eval_text(char text[80], const EvalScore *score) {
     return text;
 }
 
+// One run: everything the loop needs.
+typedef struct {
+    Options o;
+    Settings s;
+    Engine engine;
+    Dataset train, val;
+    int has_val, micros, live;
+    int64_t steps, windows_per_step, memory_bytes, saved_step;
+    char identity[IDENTITY_BYTES];
+    ModelFile weights;  // of -e; where it names none, weights.spans is NULL
+    RunState state;
+    FILE *log;
+    Token *inputs, *targets;  // (B,T) each
+    Bpe *bpe;                 // NULL: samples need none, or there is none
+} Run;
+
+// Scores the examples of `f`, B rows at a time, to the last one or to a signal. Says how far it is
+// at every batch on a terminal, else at every tenth of the file.
+static void run_evaluate(Run *run, const EvalFile *f, EvalScore *score) {
+    const int B = run->s.B, T = run->s.T, all = f->examples;
+    EvalRow *rows = (EvalRow *)alloc_zero((size_t)B, sizeof(EvalRow));
+    real *losses = (real *)alloc_zero((size_t)B * (size_t)T, sizeof(real));
+    const double began = now_ms();
+    size_t at = EVAL_HEADER_BYTES;
+    char text[80], eta[24];
+    for (int i = 0, filled = 0; i < all && !stop_signal; i++) {
+        EvalExample x;
+        const int before = score->examples;
+        at += eval_example(&x, f, at, i);
+        for (int k = 0; k < x.completions; k++) {
+            const int64_t row = (int64_t)filled * T;
+            rows[filled++] = eval_row(run->inputs + row, run->targets + row, &x, k, T);
+            if (filled < B && (k + 1 < x.completions || i + 1 < all)) {
+                continue;
+            }
+            if (!isfinite(run->engine.evaluate(&run->engine, losses, run->inputs, run->targets))) {
+                die("--eval: %s has a loss that is not finite, at example %d of %s", run->o.model,
+                    i, f->name);
+            }
+            for (int b = 0; b < filled; b++) {
+                eval_add(score, &rows[b], losses + (int64_t)b * T);
+            }
+            filled = 0;
+        }
+        const int done = score->examples, tenth = (int)(10.0 * done / all);
+        if (!run->o.quiet && !run->o.json && done > before && done < all &&
+            (run->live || tenth > (int)(10.0 * before / all))) {
+            printf("%sexample %5d/%d  %s  eta %s%s", run->live ? "\r\033[K" : "", done, all,
+                   eval_text(text, score),
+                   duration_text(eta, (now_ms() - began) * 1e-3 * (all - done) / done),
+                   run->live ? "" : "\n");
+            fflush(stdout);
+        }
+    }
+    free(rows);
+    free(losses);
+}
+
+// The score: a line, or JSON and nothing else.
+static void run_print_score(const Run *run, const EvalFile *f, const EvalScore *score) {
+    const int n = score->examples;
+    char text[80], done[32], all[32];
+    if (n == 0) {
+        die("--eval: interrupted before one example of %s was scored", f->name);
+    }
+    if (run->o.json) {
+        printf("{\"file\":\"");
+        json_text(stdout, f->name, strlen(f->name));
+        printf("\",\"model\":\"");
+        json_text(stdout, run->o.model, strlen(run->o.model));
+        printf("\",\"sequence\":%d,\"examples\":%d,\"of\":%d,\"cut_rows\":%d,\"correct\":%d,"
+               "\"correct_norm\":%d,\"accuracy\":%.9g,\"acc_norm\":%.9g}\n",
+               run->s.T, n, f->examples, score->cut_rows, score->correct, score->correct_norm,
+               1.0 * score->correct / n, 1.0 * score->correct_norm / n);
+        return;
+    }
+    printf("%s", run->live ? "\r\033[K" : "");
+    if (score->cut_rows) {
+        printf("%s rows lost the start of their context: T = %d holds %d tokens of a row\n",
+               count_text(done, score->cut_rows), run->s.T, run->s.T + 1);
+    }
+    printf("%s: ", f->name);
+    if (n < f->examples) {
+        printf("interrupted after %s of ", count_text(done, n));
+    }
+    printf("%s examples, %s\n", count_text(all, f->examples), eval_text(text, score));
+}
+
 // -------------------------------------------------------------------------------------------------
-// 17. Output and training
+// 17. Training and output
 // The one loop, for every engine: it owns the order of things, data, step, log, validation,
 // samples, checkpoints, signals. And what it prints: a start-up box, one line a step (rewritten in
 // place on a terminal), and log.jsonl: one object a line, flushed, append only, valid after a
@@ -4048,22 +4157,6 @@ static FILE *log_open(const char *output, int64_t resume_step, const Options *o,
     log_flush(f);
     return f;
 }
-
-// One run: everything the loop needs.
-typedef struct {
-    Options o;
-    Settings s;
-    Engine engine;
-    Dataset train, val;
-    int has_val, micros, live;
-    int64_t steps, windows_per_step, memory_bytes, saved_step;
-    char identity[IDENTITY_BYTES];
-    ModelFile weights;  // of -e; where it names none, weights.spans is NULL
-    RunState state;
-    FILE *log;
-    Token *inputs, *targets;  // (B,T) each
-    Bpe *bpe;                 // NULL: samples need none, or there is none
-} Run;
 
 // Mean loss over the first --val-batches batches of the validation data (0: all of it), in file
 // order.
@@ -4214,78 +4307,6 @@ static void run_print_validation(Run *run) {
     }
 }
 
-// Scores the examples of `f`, B rows at a time, to the last one or to a signal. Says how far it is
-// at every batch on a terminal, else at every tenth of the file.
-static void run_evaluate(Run *run, const EvalFile *f, EvalScore *score) {
-    const int B = run->s.B, T = run->s.T, all = f->examples;
-    EvalRow *rows = (EvalRow *)alloc_zero((size_t)B, sizeof(EvalRow));
-    real *losses = (real *)alloc_zero((size_t)B * (size_t)T, sizeof(real));
-    const double began = now_ms();
-    size_t at = EVAL_HEADER_BYTES;
-    char text[80], eta[24];
-    for (int i = 0, filled = 0; i < all && !stop_signal; i++) {
-        EvalExample x;
-        const int before = score->examples;
-        at += eval_example(&x, f, at, i);
-        for (int k = 0; k < x.completions; k++) {
-            const int64_t row = (int64_t)filled * T;
-            rows[filled++] = eval_row(run->inputs + row, run->targets + row, &x, k, T);
-            if (filled < B && (k + 1 < x.completions || i + 1 < all)) {
-                continue;
-            }
-            if (!isfinite(run->engine.evaluate(&run->engine, losses, run->inputs, run->targets))) {
-                die("--eval: %s has a loss that is not finite, at example %d of %s", run->o.model,
-                    i, f->name);
-            }
-            for (int b = 0; b < filled; b++) {
-                eval_add(score, &rows[b], losses + (int64_t)b * T);
-            }
-            filled = 0;
-        }
-        const int done = score->examples, tenth = (int)(10.0 * done / all);
-        if (!run->o.quiet && !run->o.json && done > before && done < all &&
-            (run->live || tenth > (int)(10.0 * before / all))) {
-            printf("%sexample %5d/%d  %s  eta %s%s", run->live ? "\r\033[K" : "", done, all,
-                   eval_text(text, score),
-                   duration_text(eta, (now_ms() - began) * 1e-3 * (all - done) / done),
-                   run->live ? "" : "\n");
-            fflush(stdout);
-        }
-    }
-    free(rows);
-    free(losses);
-}
-
-// The score: a line, or JSON and nothing else.
-static void run_print_score(const Run *run, const EvalFile *f, const EvalScore *score) {
-    const int n = score->examples;
-    char text[80], done[32], all[32];
-    if (n == 0) {
-        die("--eval: interrupted before one example of %s was scored", f->name);
-    }
-    if (run->o.json) {
-        printf("{\"file\":\"");
-        json_text(stdout, f->name, strlen(f->name));
-        printf("\",\"model\":\"");
-        json_text(stdout, run->o.model, strlen(run->o.model));
-        printf("\",\"sequence\":%d,\"examples\":%d,\"of\":%d,\"cut_rows\":%d,\"correct\":%d,"
-               "\"correct_norm\":%d,\"accuracy\":%.9g,\"acc_norm\":%.9g}\n",
-               run->s.T, n, f->examples, score->cut_rows, score->correct, score->correct_norm,
-               1.0 * score->correct / n, 1.0 * score->correct_norm / n);
-        return;
-    }
-    printf("%s", run->live ? "\r\033[K" : "");
-    if (score->cut_rows) {
-        printf("%s rows lost the start of their context: T = %d holds %d tokens of a row\n",
-               count_text(done, score->cut_rows), run->s.T, run->s.T + 1);
-    }
-    printf("%s: ", f->name);
-    if (n < f->examples) {
-        printf("interrupted after %s of ", count_text(done, n));
-    }
-    printf("%s examples, %s\n", count_text(all, f->examples), eval_text(text, score));
-}
-
 // The loop: from the run's step to its last, or to a signal; saves at the end when there is an
 // output folder.
 static void run_train(Run *run) {
@@ -4321,7 +4342,7 @@ static void run_train(Run *run) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 18. main
+// 18. Start-up and main
 // From options to a run: the order in which things are decided, refused and opened.
 
 // What differs between the programs of the two volumes.

@@ -26,9 +26,9 @@
 //  28  Classifier
 //  29  AdamW and gradient norm
 //  30  The device arena
-//  34  GPT-2 on the GPU
-//  35  Meters
-//  36  main
+//  31  GPT-2 on the GPU
+//  32  Meters
+//  33  main
 
 #include <cuda_runtime.h>
 
@@ -2202,7 +2202,7 @@ static void arena_close(Plan *p) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 34. GPT-2 on the GPU
+// 31. GPT-2 on the GPU
 // Volume I's network with kernels for layers, on the same plan, ticks and rows, all on one stream.
 // E is the element type of weights and activations, G of the gradients of matrices; statistics,
 // losses and the gradients of vectors are fp32. 1. A micro-step only queues work: the batch goes up
@@ -2772,7 +2772,7 @@ template <class E, class G> static void gpu_open(Engine *e, const Settings *s) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 35. Meters
+// 32. Meters
 // What this GPU could do at most, for "% of peak": dense products of the run's type per clock and
 // SM (NVIDIA's architecture white papers; for sm_86, 89 and 120 the GeForce cards' rate, half of
 // the workstation cards'), times SMs, times the highest clock the driver names.
@@ -2810,7 +2810,7 @@ static void device_describe(Engine *e, const Settings *s) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 36. main
+// 33. main
 // Volume I's program with the GPU's engine, and two commands of its own: --check compares one batch
 // with the oracle, --compare runs the same steps with and without recomputation.
 

@@ -10,7 +10,9 @@
 #     (number, two or more spaces, title; two or more spaces and a remark may follow);
 #   - every chapter opens with a banner: a line `// ---...` of at least 60 dashes, then
 #     `// 1. Prelude`, then one line of prose or more;
-#   - numbers go up, titles are those of the contents.
+#   - numbers go up, titles are those of the contents;
+#   - parts, where there are any, are a line `// Part A. Ground` in the contents and the same line
+#     under a line `// ===...` before the part's first chapter.
 # shellcheck disable=SC2086  # flags are lists of words
 set -u
 shopt -s lastpipe    # so that `verdict` at the end of a pipe counts in this shell
@@ -69,6 +71,10 @@ contents() {
                 complain("contents: " number " after " chapter[listed - 1])
             }
         }
+        /^\/\/ Part [A-Z]\. / {
+            if (header) { part[++parts_listed] = $0 }
+            else if ($0 != part[++parts]) { complain("not the next part of the contents: " $0) }
+        }
         prose_due {
             if (!/^\/\/ *[^ ]/) { complain("no prose under the banner of chapter " prose_due) }
             prose_due = 0
@@ -94,6 +100,7 @@ contents() {
         }
         END {
             if (!listed) { complain("no contents in the opening comment") }
+            if (parts < parts_listed) { complain(parts_listed " parts listed, " parts + 0 " found") }
             if (banners < listed) { complain(listed " chapters listed, " banners + 0 " banners") }
         }' "$1"
 }
