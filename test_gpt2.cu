@@ -8,8 +8,9 @@
 // What it refuses to be: tuned. A tolerance is an error model (sum_error, below) or stands beside
 // the sentence that derives it, and is never loosened until a test passes. NaN fails everywhere.
 //
-// Build:  make test_gpt2 test_gpt2_double test_gpt2_asan            Volume I, chapters 2 to 10
-//         make test_gpt2cu_cpu test_gpt2cu_cpu_asan test_gpt2cu     Volume II, chapters 11 to 13
+// Build:  make test_gpt2 test_gpt2_double test_gpt2_asan            Volume I
+//         make test_gpt2cu_cpu test_gpt2cu_cpu_asan test_gpt2cu     Volume II: the chapters from
+//         Kernels on
 //
 // Run:    build/test_gpt2             every test, or those whose names begin with an argument
 //         build/test_gpt2 --list      the names; the exit status is 0 only when no test failed
@@ -265,7 +266,7 @@ static void expect_success_at(int line, const Outcome &o, const Text &who) {
 
 // -------------------------------------------------------------------------------------------------
 // 2. Numbers and options
-// Volume I's chapters 1 to 3.
+// Volume I's part Ground, without the model.
 
 // The generator against the vectors that its authors publish.
 static void test_philox() {
@@ -413,8 +414,8 @@ static void test_options_table() {
 
 // -------------------------------------------------------------------------------------------------
 // 3. Model and plan
-// Volume I's chapters 4 to 6: sizes, lifetimes that never share bytes, one number that is the
-// allocation, and the arena that catches whoever uses a row outside its life.
+// Volume I's chapter The model and its part Memory: sizes, lifetimes that never share bytes, one
+// number that is the allocation, and the arena that catches whoever uses a row outside its life.
 
 // The model that -e names, with V tokens.
 static Model shape(const char *e, int V) {
@@ -760,8 +761,8 @@ static void test_plan_refuse() {
 
 // -------------------------------------------------------------------------------------------------
 // 4. Data
-// Volume I's chapters 7 and 8. Shards here hold tokens that are all different, so a window is known
-// by what is in it.
+// The appendix's chapter Tokenizer and Volume I's chapter Data. Shards here hold tokens that are
+// all different, so a window is known by what is in it.
 
 // A token file of these tokens.
 static Text shard_bytes(const std::vector<uint16_t> &tokens, int tokenizer) {
@@ -1281,9 +1282,10 @@ static void test_fuzz_findings() {
 
 // -------------------------------------------------------------------------------------------------
 // 5. Layers against naive twins
-// Volume I's chapters 9 and 10 over odd shapes. A twin is the formula itself, written with Num: a
-// wider number that carries how far the same computation in `real` may be off. Approximate exp and
-// tanh are allowed what chapter 9 states of them (EXP_ULP, TANH_ULP; libm's in double).
+// Volume I's chapters Matmul and fast maths and Layers, over odd shapes. A twin is the formula
+// itself, written with Num: a wider number that carries how far the same computation in `real` may
+// be off. Approximate exp and tanh are allowed what chapter Matmul and fast maths states of them
+// (EXP_ULP, TANH_ULP; libm's in double).
 
 static const double EXP_ULP = 1.05, TANH_ULP = 2.53;
 
@@ -1885,8 +1887,8 @@ static void test_derivatives_network() {
 
 // -------------------------------------------------------------------------------------------------
 // 7. The network
-// Volume I's chapter 11 and the CPU's engine: what must be equal to the bit (recompute levels,
-// numbers of threads), and what only to rounding (batches cut in another way).
+// Volume I's chapter The network and the CPU's engine: what must be equal to the bit (recompute
+// levels, numbers of threads), and what only to rounding (batches cut in another way).
 
 struct Trace {
     std::vector<double> losses;
@@ -2097,7 +2099,8 @@ static void test_initialise() {
 
 // -------------------------------------------------------------------------------------------------
 // 8. Optimizer, sampling, evaluation, output
-// Volume I's chapters 12, 15 and 16 against numbers worked out by hand.
+// Volume I's chapters Optimizer and schedules, Sampling, Evaluation and Training and output against
+// numbers worked out by hand.
 
 // Two updates by hand, on a count that is no multiple of a vector.
 static void test_adamw() {
@@ -3232,9 +3235,10 @@ static void test_training() {
 
 // -------------------------------------------------------------------------------------------------
 // 10. Model files
-// Volume I's chapters 14 and 15 as strangers' files meet them. Files are put together here from
-// lists of tensors, by names and rules that are written down a second time, so that a corruption is
-// one line; what is refused dies in one line that names the file and what in it is wrong.
+// Volume I's chapters Model files and Checkpoints as strangers' files meet them. Files are put
+// together here from lists of tensors, by names and rules that are written down a second time, so
+// that a corruption is one line; what is refused dies in one line that names the file and what in
+// it is wrong.
 
 // The hash of `data`, added in two pieces.
 static Text sha256_of(const Text &data, size_t cut) {
@@ -4064,9 +4068,10 @@ static void test_checkpoint_writes() {
 
 // -------------------------------------------------------------------------------------------------
 // 11. Kernels
-// Volume II's chapters 22 to 29 against the naive twins of chapter 5, in fp32 and bf16, over odd
-// shapes. Without a GPU every kernel runs again with its blocks, warps and lanes in other orders,
-// with streams as late as they may be, and with memory that ends at guard pages: equal bits.
+// Volume II's kernels, one chapter after the other, against the naive twins of chapter Layers
+// against naive twins, in fp32 and bf16, over odd shapes. Without a GPU every kernel runs again
+// with its blocks, warps and lanes in other orders, with streams as late as they may be, and with
+// memory that ends at guard pages: equal bits.
 
 #if TEST_CUDA
 typedef __nv_bfloat16 bf16;
@@ -4491,9 +4496,10 @@ static std::vector<ParamRange> three_ranges(int *chunks) {
     return ranges;
 }
 
-// Three steps (clipped, not clipped, skipped) beside chapter 12's AdamW. States kept exactly must
-// have its bits. A state in 16 bits alone is rounded stochastically: to one of its two neighbours,
-// and without bias, its mean within four deviations; its run ends after one step.
+// Three steps (clipped, not clipped, skipped) beside the AdamW of chapter Optimizer and schedules.
+// States kept exactly must have its bits. A state in 16 bits alone is rounded stochastically: to
+// one of its two neighbours, and without bias, its mean within four deviations; its run ends after
+// one step.
 template <class E, class G, class M, bool SPLIT> static void check_adamw(const char *who) {
     enum { N = 24384, N2 = 24120, N1 = 72 };
     const bool exact_p = SPLIT || sizeof(E) == 4, exact_m = sizeof(M) == 4;
@@ -4637,8 +4643,9 @@ static void test_gpu_norm() {
 
 // -------------------------------------------------------------------------------------------------
 // 12. The network on a GPU
-// Volume II's chapters 30 and 34 against the oracle: every gradient, several steps, in both types;
-// what must be equal to the bit; the one allocation, and rows used outside their lives.
+// Volume II's chapters The device arena and GPT-2 on the GPU against the oracle: every gradient,
+// several steps, in both types; what must be equal to the bit; the one allocation, and rows used
+// outside their lives.
 
 // An oracle with the weights of another network as the device computes with them.
 struct Oracle : Net {

@@ -8,8 +8,8 @@
 //
 // What it refuses to be: a framework. One model family, one loop, no dropout, no Python at run
 // time. No matrix of size T x T exists anywhere, every buffer of a run is a row of the memory plan
-// (chapter 5), and the same input gives the same bits whatever the number of threads or the
-// recomputation level.
+// (chapter Memory plan), and the same input gives the same bits whatever the number of threads or
+// the recomputation level.
 //
 // Build:  make train_gpt2   (the Makefile says which flags and why)
 // Run:    ./train_gpt2      trains a small character model;  ./train_gpt2 --help lists every option
@@ -645,7 +645,7 @@ static int model_is_allowed(const Model *m) {
 }
 
 // Reads -e into everything but the vocabulary. Returns 1 for a preset (its vocabulary is GPT-2's),
-// 0 for a shape, -1 where it is neither: a file (chapter 14).
+// 0 for a shape, -1 where it is neither: a file (chapter Model files).
 static int model_parse(Model *m, const char *text) {
     memset(m, 0, sizeof *m);
     for (size_t i = 0; i < sizeof presets / sizeof presets[0]; i++) {
@@ -866,7 +866,7 @@ static int plan_recomputes(const Settings *s, int act, int layer) {
     return layer < s->recompute_blocks && s->level >= act_rows[act].level;
 }
 
-static size_t matmul_workspace_bytes(int threads);  // chapter 9
+static size_t matmul_workspace_bytes(int threads);  // chapter Matmul and fast maths
 
 // Rows that live for the whole run, one after the other at the bottom of the allocation.
 static void plan_add_whole(Plan *p, int single, Group group, const char *name, Type type,
@@ -2692,7 +2692,7 @@ static double network_update(Network *net, const Options *o, double lr, double l
 // logits, and states in and out. The CPU's engine is here; Volume II brings the GPU's. All that
 // follows knows neither.
 
-// What a run trains is held in three flat buffers, laid out as chapter 4 says.
+// What a run trains is held in three flat buffers, laid out as chapter The model says.
 enum { STATE_WEIGHTS, STATE_M, STATE_V, STATES, STATE_GRADS = STATES };  // gradients: read only
 enum { PIECE = 1 << 18 };  // elements that pass through the host at a time
 
@@ -2959,8 +2959,9 @@ static void dataset_batch(const Dataset *d, int64_t position, int B, int shuffle
 // 3. Hugging Face keeps the weights of a block as (in, out), the transpose of ours, and wte without
 //    its padding rows.
 
-// Hugging Face's names: the sixteen tensors in the order of chapter 4, then what their files may
-// hold beside: the causal mask and the tied head. The dot of "h.N." is part of the prefix.
+// Hugging Face's names: the sixteen tensors in the order of chapter The model, then what their
+// files may hold beside: the causal mask and the tied head. The dot of "h.N." is part of the
+// prefix.
 enum { FILE_MASK = TENSORS, FILE_MASKED_BIAS, FILE_HEAD, FILE_TENSORS };
 static const struct {
     const char *name;
@@ -3163,7 +3164,7 @@ static void config_parse(Model *m, const unsigned char *bytes, size_t size, cons
 }
 
 // llm.c's model files: a header of 256 int32, then the tensors, each with all its layers, in the
-// order of chapter 4; version 3 holds fp32, version 5 bf16. llmc_model finds the sizes,
+// order of chapter The model; version 3 holds fp32, version 5 bf16. llmc_model finds the sizes,
 // llmc_spans the tensors; spans: (L, FILE_TENSORS).
 enum { LLMC_MAGIC = 20240326, LLMC_HEADER = 1024 };
 
@@ -3453,13 +3454,14 @@ static void model_file_save(Engine *e, const Model *m, int type, Writer *w) {
 // A checkpoint is a folder step-NNNNNNNN of the output folder: model.safetensors and config.json,
 // which transformers loads as they are; state-0-of-1.safetensors with what training needs beside:
 // both moments in the run's type and, for bf16 weights, the low halves of their fp32 masters, all
-// flat as chapter 4 lays them out, and counters; and manifest.json with the sizes and SHA-256 of
-// the three.
+// flat as chapter The model lays them out, and counters; and manifest.json with the sizes and
+// SHA-256 of the three.
 // 1. It is written under its name with ".tmp", every file and folder synced, and renamed: what
 //    bears the final name was whole then, whenever the machine stopped.
 // 2. A resume takes the newest checkpoint whose files are those of its manifest, byte for byte, and
 //    says which it passed over and why.
-// 3. The engine (chapter 13) hands states over in pieces, so saving takes memory for one tensor.
+// 3. The engine (chapter The engine) hands states over in pieces, so saving takes memory for one
+//    tensor.
 
 // The files of a checkpoint.
 enum { FILE_MODEL, FILE_CONFIG, FILE_STATE, FILE_MANIFEST, CHECKPOINT_FILES };
@@ -3478,7 +3480,7 @@ static void checkpoint_remove(const char *folder) {
 
 // What a run knows beside its tensors. Random numbers are functions of the seed and these counters.
 typedef struct {
-    int64_t step, updates, position, skipped;  // position: sequences consumed (chapter 8)
+    int64_t step, updates, position, skipped;  // position: sequences consumed (chapter Data)
     NormWindow norms;
 } RunState;
 

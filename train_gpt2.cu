@@ -44,7 +44,8 @@
 // 19. CUDA prelude
 // Errors, launches, shared memory, and the element types. The same lines serve nvcc and a host
 // compiler that reads dev/cuda_cpu as its CUDA headers (CUDA_CPU is 1 there): what differs stands
-// in this chapter and in chapter 21, and the CPU twins in dev/cuda_cpu have the same names.
+// in this chapter and in chapter Tensor-core toolbox, and the CPU twins in dev/cuda_cpu have the
+// same names.
 // 1. Every CUDA and cuBLASLt call goes through cuda_check or cublas_check: an error ends the run.
 // 2. E is the element type of weights and activations (bf16, fp16 or fp32), G that of the gradients
 //    of matrices (E or fp32). Arithmetic is in fp32; E is only how a number lies in memory.
@@ -230,7 +231,7 @@ static inline bool is_aligned_16(const void *address) { return (uintptr_t)addres
 // Sums and maxima over a warp and over a block. 1. The order of every sum is fixed by the shape
 // alone, so the same input gives the same bits on every run; no float atomics exist in this file.
 // 2. All threads of a warp or block take part, and all of them get the result. 3. Random numbers on
-// the device are chapter 2's philox4x32 itself.
+// the device are the philox4x32 of chapter Random numbers itself.
 
 constexpr int WARP = 32;
 constexpr int BLOCK_MAX = 1024;
@@ -615,10 +616,10 @@ static void gpu_encoder_backward(G *dwte, G *dwpe, const E *dout, int *plan_ints
 // -------------------------------------------------------------------------------------------------
 // 23. LayerNorm and residual
 // The residual stream is added where the bytes already pass: forward, the matmul before it writes
-// inp weight^T + bias + residual (chapter 25), so LayerNorm itself reads one tensor and writes one;
-// backward, LayerNorm adds its gradient to the residual's. 1. A row is normalised in fp32, its mean
-// and variance in two passes over registers. 2. The number of partial sums depends on the shape
-// alone, never on the GPU.
+// inp weight^T + bias + residual (chapter Matmul), so LayerNorm itself reads one tensor and writes
+// one; backward, LayerNorm adds its gradient to the residual's. 1. A row is normalised in fp32, its
+// mean and variance in two passes over registers. 2. The number of partial sums depends on the
+// shape alone, never on the GPU.
 
 constexpr int LAYERNORM_PACKS = 4;      // 16-byte loads that a thread of the forward kernel holds
 constexpr int LAYERNORM_PARTS = 256;    // most partial sums of dweight and dbias
@@ -1180,7 +1181,7 @@ __device__ __forceinline__ void tile_load(E *tile, const E *src, size_t stride, 
 }
 
 // each_element: f(i, n, e) for every element acc[i][n][e] of MT m16 by N8 n8 tiles of accumulators:
-// row 16 i + 8 (e / 2) + g, column 8 n + 2t + e % 2 for lane 4g + t (chapter 21).
+// row 16 i + 8 (e / 2) + g, column 8 n + 2t + e % 2 for lane 4g + t (chapter Tensor-core toolbox).
 template <int MT, int N8, class F> __device__ __forceinline__ void each_element(F f) {
     UNROLL
     for (int x = 0; x < MT * N8 * 4; x++) {
@@ -1222,7 +1223,7 @@ __device__ __forceinline__ void warp_mul_abt(float (&acc)[MT][N8][4], E *a, int 
 }
 
 // warp_mul_add: acc (16 MT, HD) += p (16 MT, 8 K8) times the 8 K8 rows of tile b, by one warp. p is
-// rounded to E here, straight from accumulators into fragments (chapter 21, mma).
+// rounded to E here, straight from accumulators into fragments (chapter Tensor-core toolbox, mma).
 template <int HD, class E, int MT, int K8>
 __device__ __forceinline__ void warp_mul_add(float (&acc)[MT][HD / 8][4],
                                              const float (&p)[MT][K8][4], E *b) {
@@ -1495,7 +1496,8 @@ static void gpu_attention_forward(E *out, float *lse, const E *qkv, int B, int T
 // 4. The tail needs no mask: queries from T on have Q = dO = 0, D = 0 and LSE2 = inf, so P = 0.
 // source: "FlashAttention-2", algorithm 2, with a kernel for dQ in place of its atomic sums.
 // attention_backward_dq_kernel: dQ and D, for 16-bit types.
-// dqkv, qkv (B,T,3,NH,HS), dout, out (B,T,NH,HS), drow, lse (B,NH,T); c as in chapter 26.
+// dqkv, qkv (B,T,3,NH,HS), dout, out (B,T,NH,HS), drow, lse (B,NH,T); c as in chapter Flash
+// attention forward.
 // grid (NH, B, ceil(T / BM)), BM = 16 MT WARPS queries, last rows first; block 32 WARPS; dynamic
 // shared memory 4 HD (BM + 2 BN) bytes: Q, dO, and K and V twice.
 // stages: 1 start the copies of Q, dO and of the first K, V   2 D of the warp's rows
@@ -2004,7 +2006,7 @@ static void gpu_update_decide(UpdateState *state, float clip, float skip_above,
     launch(update_decide_kernel, 1, 1, 0, stream, state, clip, skip_above);
 }
 
-// One parameter's step, operation by operation as chapter 12 has it.
+// One parameter's step, operation by operation as chapter Optimizer and schedules has it.
 __device__ inline void adamw_element(float *p, float *m, float *v, float g, float weight_decay,
                                      const AdamW &adamw) {
     *m = adamw.beta1 * *m + (1.0f - adamw.beta1) * g;
@@ -2255,7 +2257,7 @@ static float *gpu_dvector(const GpuNetwork<E, G> *net, int tensor, int layer) {
            subset_offset(&net->plan.settings.model, tensor, layer, VECTORS);
 }
 
-// One forward stage of a block; as block_stage of chapter 11.
+// One forward stage of a block; as block_stage of chapter The network.
 template <class E, class G>
 static void gpu_block_stage(GpuNetwork<E, G> *net, int layer, int stage, int B, int T) {
     const Plan *p = &net->plan;
@@ -2319,8 +2321,8 @@ static void gpu_network_forward(GpuNetwork<E, G> *net, const int *tokens, int B,
                              net->stream);
 }
 
-// The classifier over N rows in chunks; as network_classifier of chapter 11. `first`: dwte is
-// written, not added to, by the first chunk.
+// The classifier over N rows in chunks; as network_classifier of chapter The network. `first`: dwte
+// is written, not added to, by the first chunk.
 template <class E, class G>
 static void gpu_network_classifier(GpuNetwork<E, G> *net, const int *targets, int N, float dloss,
                                    bool backward, bool first) {
@@ -2342,7 +2344,8 @@ static void gpu_network_classifier(GpuNetwork<E, G> *net, const int *targets, in
     }
 }
 
-// Recomputes what block `layer` dropped, then differentiates it; as block_backward of chapter 11.
+// Recomputes what block `layer` dropped, then differentiates it; as block_backward of chapter The
+// network.
 template <class E, class G>
 static void gpu_block_backward(GpuNetwork<E, G> *net, int layer, bool first) {
     Plan *p = &net->plan;

@@ -49,8 +49,8 @@
 // -------------------------------------------------------------------------------------------------
 // 1. Errors, memory and writes
 // Errors stop the run with one line on stderr and exit status 1: die() for what a user did, check()
-// for what the program believes of itself. Files are written whole or not at all (chapter 15 builds
-// on write_all).
+// for what the program believes of itself. Files are written whole or not at all (chapter
+// Checkpoints builds on write_all).
 
 typedef int32_t Token;
 
@@ -88,7 +88,7 @@ __attribute__((noreturn, format(printf, 4, 5))) static void check_failed(const c
     ((condition) ? (void)0 : check_failed(__FILE__, __LINE__, #condition, __VA_ARGS__))
 
 // Zeroed memory, or the end of the run. For small host tables only: tensors live in the arena
-// (chapter 5).
+// (chapter Memory plan).
 static void *alloc_zero(size_t count, size_t size) {
     void *memory = calloc(count ? count : 1, size);
     if (!memory) {

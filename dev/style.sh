@@ -13,6 +13,7 @@
 #   - numbers go up, titles are those of the contents;
 #   - parts, where there are any, are a line `// Part A. Ground` in the contents and the same line
 #     under a line `// ===...` before the part's first chapter.
+# Comments cite a chapter by its title, as in `chapter Memory plan`: numbers change.
 # shellcheck disable=SC2086  # flags are lists of words
 set -u
 shopt -s lastpipe    # so that `verdict` at the end of a pipe counts in this shell
@@ -198,6 +199,46 @@ contracts() {
         !/^(template|static|__launch_bounds__|inline)/ { above = 0 }' "$1"
 }
 
+# Titles of the chapters that the contents of these files list.
+titles() {
+    awk '
+        FNR == 1 { header = 1 }
+        !/^\/\// { header = 0 }
+        header && /^\/\/ +[0-9]+  +[^ ]/ {
+            sub(/^\/\/ +[0-9]+ +/, "")
+            sub(/   *.*$/, "")
+            print
+        }' "$@"
+}
+
+# citations TITLES FILE...: no chapter is cited by number, and a title that is cited exists. A
+# title may go on in the next line.
+citations() {
+    awk '
+        function cited(text, own, where,    rest, t, known) {
+            while (match(text, /[Cc]hapters? [0-9A-Z]/) && RSTART <= own) {
+                rest = substr(text, RSTART + RLENGTH - 1)
+                known = 0
+                for (t in title) {
+                    known += index(rest, t) == 1 && substr(rest, length(t) + 1) !~ /^[A-Za-z0-9]/
+                }
+                if (!known) { print where ": no title of a chapter: " substr(rest, 1, 40) }
+                own -= length(text) - length(rest)
+                text = rest
+            }
+        }
+        NR == FNR { title[$0]; next }
+        {
+            line = $0
+            sub(/^ *(\/\/|#)? */, "", line)
+            if (FNR == 1) { cited(before, length(before), place) }
+            else { cited(before " " line, length(before), place) }
+            before = line
+            place = FILENAME ":" FNR
+        }
+        END { cited(before, length(before), place) }' "$@"
+}
+
 volume() {
     local file=$1 limit=$2
     contents "$file" | verdict "$file contents"
@@ -230,6 +271,13 @@ LC_ALL=C.UTF-8 grep -HnE '^.{101,}' "${texts[@]}" | cut -c1-80 | verdict "100 co
 grep -Hn '[[:blank:]]$' "${texts[@]}" | verdict "no trailing blanks"
 grep -HnP '\t' "${texts[@]}" | grep -v '^Makefile:' | verdict "no tabs"
 top_level | verdict "top level"
+volumes=()
+for file in train_gpt2.c data/formats.c train_gpt2.cu test_gpt2.cu; do
+    [ -f "$file" ] && volumes+=("$file")
+done
+titles "${volumes[@]}" > "$scratch/titles"
+citations "$scratch/titles" "${texts[@]}" dev/cuda_cpu/* dev/notes/*.md data/README.md README.md |
+    verdict "chapters cited by title"
 
 # --- Compilers and lint ---------------------------------------------------------------------------
 

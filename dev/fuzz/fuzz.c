@@ -338,7 +338,7 @@ static const Bpe *encoder_vocabulary(void) {
     return &fuzz_bpe;
 }
 
-// A piece by the rule of chapter 7 as it stands there: all neighbours, again and again.
+// A piece by the rule of chapter Tokenizer as it stands there: all neighbours, again and again.
 static int64_t slow_merge(const Bpe *bpe, const char *text, size_t n, uint16_t *out) {
     size_t start[257], count = n;
     for (size_t i = 0; i <= n; i++) {
