@@ -56,7 +56,7 @@ DEPEND = -MMD -MP -MF build/$(@F).d -MT $@
 # --- Targets --------------------------------------------------------------------------------------
 PROGRAMS := test_gpt2 test_gpt2_double test_gpt2_asan train_gpt2_asan bench_cpu test_cuda_cpu \
             test_gpt2cu_cpu test_gpt2cu_cpu_asan test_gpt2cu
-.PHONY: help train test fuzz bench bench_packages check_torch data style deps clean FORCE \
+.PHONY: help train test one fuzz bench bench_packages check_torch data style deps clean FORCE \
         $(PROGRAMS)
 help: ## this list
 	@sed -n 's/^\([a-z0-9_/]*\):.*## */\1|/p' Makefile | \
@@ -108,6 +108,13 @@ train_gpt2cu_cpu $(filter-out %cu,$(CUDA_TESTS)) build/test_cuda_cpu:
 build/sm_%.log: train_gpt2.cu train_gpt2.c data/formats.c build/flags
 	$(NV1) -cubin -Xptxas -v -gencode arch=compute_$*,code=sm_$* $< -o $@.cubin 2> $@ || \
 	{ cat $@ >&2; false; }
+# Each program as a single file: the line that includes the file before it is replaced by that file.
+one: build/train_gpt2_one.c build/train_gpt2_one.cu ## each program as one file, to copy
+build/train_gpt2_one.c: train_gpt2.c data/formats.c
+build/train_gpt2_one.cu: train_gpt2.cu build/train_gpt2_one.c
+build/train_gpt2_one.c build/train_gpt2_one.cu:
+	@mkdir -p build
+	sed -e '/^#include "/{r $(word 2,$^)' -e 'd}' $< > $@
 data: data/tokenize ## tinyshakespeare as tokens
 	@data/prepare.sh
 
@@ -123,7 +130,7 @@ train: $(PROGRAM) data ## build for this machine, prepare data, train a small GP
 
 test: ## check the style, build and run every test that this machine can run
 	@MAKE='$(MAKE)' CC='$(CC)' CXX='$(CXX)' SAN='$(SAN)' NVCC='$(NVCC)' \
-	CUDA_HEADERS='$(CUDA_HEADERS)' dev/test.sh
+	CUDA_INCLUDE='$(CUDA_INCLUDE)' CUDA_HEADERS='$(CUDA_HEADERS)' dev/test.sh
 fuzz: build/fuzz build/fuzz_replay train_gpt2 data/tokenize ## readers, FUZZ_SECONDS=60 each
 	@dev/fuzz/run.sh $(or $(FUZZ_SECONDS),60)
 bench: build/bench_cpu build/bench_files ## matmul and step against oneDNN, files against dd
@@ -132,7 +139,8 @@ bench: build/bench_cpu build/bench_files ## matmul and step against oneDNN, file
 check_torch: build/dump train_gpt2 ## against transformers; the script says what PYTHON needs
 	$(or $(PYTHON),python3) dev/check_torch.py
 style: ## layout, warnings and lint of the sources
-	@CC='$(CC)' CXX='$(CXX)' MARCH='$(MARCH)' OMP='$(OMP)' dev/style.sh
+	@CC='$(CC)' CXX='$(CXX)' MARCH='$(MARCH)' OMP='$(OMP)' MAKE='$(MAKE)' \
+	CUDA_INCLUDE='$(CUDA_INCLUDE)' CUDA_HEADERS='$(CUDA_HEADERS)' dev/style.sh
 deps: ## install, or name, what tests and benchmarks need
 	@dev/deps.sh build test bench
 clean: ## remove what was built; data/*.bin and runs/ stay

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Checks the layout and the hygiene of the sources: `make style`, which `make test` runs first.
 # One line a check, `style  NAME  ok|FAILED|skipped (why)`, what was wrong below it, and last the
-# line `N passed, N failed, N skipped`. Exit status 1 on any failure. CC, CXX, MARCH, OMP come
-# from make.
+# line `N passed, N failed, N skipped`. Exit status 1 on any failure. CC, CXX, MARCH, OMP, MAKE,
+# CUDA_INCLUDE and CUDA_HEADERS (empty: not there) come from make.
 #
 # The layout it expects of a volume (train_gpt2.c, train_gpt2.cu, test_gpt2.cu) and of
 # the appendix, data/formats.c:
@@ -350,6 +350,16 @@ if [ -f train_gpt2.c ]; then
             -c train_gpt2.c -o "$scratch/aarch64.o"
     else
         skip "gcc: C11, aarch64" "no aarch64-linux-gnu-gcc"
+    fi
+    builds "make one" "${MAKE:-make}" -s one
+    builds "one file: C" "$CC" $as_c -O1 $MARCH $OMP $warnings -Wno-unknown-pragmas \
+        build/train_gpt2_one.c -o "$scratch/one" -lm
+    if [ -n "${CUDA_HEADERS:-}" ] && [ -f train_gpt2.cu ]; then
+        builds "one file: CUDA" "$CXX" $as_cpp $MARCH $OMP $warnings -Wno-unknown-pragmas \
+            -Wno-unused-function -Idev/cuda_cpu ${CUDA_INCLUDE:-} -fsyntax-only \
+            build/train_gpt2_one.cu
+    else
+        skip "one file: CUDA" "no CUDA headers"
     fi
     for file in data/*.c dev/bench_*.c dev/dump.c dev/fuzz/fuzz.c; do
         [ -f "$file" ] && builds "$file" "$CC" $as_c $MARCH $OMP $warnings -Wno-unknown-pragmas \
