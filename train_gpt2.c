@@ -4,7 +4,8 @@
 // What it is: options, model, memory plan, data, the layers of GPT-2 forward and backward in fp32
 // (the oracle that the CUDA kernels are checked against), AdamW, checkpoints, sampling and the one
 // training loop. It is a complete program, train_gpt2; Volume II (train_gpt2.cu) includes this file
-// and adds the same program on GPUs.
+// and adds the same program on GPUs. What files are made of is in the appendix, data/formats.c,
+// which this file includes.
 //
 // What it refuses to be: a framework. One model family, one loop, no dropout, no Python at run
 // time. No matrix of size T x T exists anywhere, every buffer of a run is a row of the memory plan
@@ -52,7 +53,6 @@
 #include <limits.h>
 #include <math.h>
 #include <signal.h>
-#include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -61,7 +61,6 @@
 #include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
-#include <time.h>
 #include <unistd.h>
 #ifdef _OPENMP
 #include <omp.h>

@@ -101,7 +101,9 @@ contents() {
         }
         END {
             if (!listed) { complain("no contents in the opening comment") }
-            if (parts < parts_listed) { complain(parts_listed " parts listed, " parts + 0 " found") }
+            if (parts < parts_listed) {
+                complain(parts_listed " parts listed, " parts + 0 " found")
+            }
             if (banners < listed) { complain(listed " chapters listed, " banners + 0 " banners") }
         }' "$1"
 }
