@@ -330,7 +330,6 @@ static void test_permute_index() {
 
 // Sizes as users type them, and numbers as they are printed.
 static void test_texts() {
-    char t[32];
     static const struct {
         const char *text;
         double bytes;
@@ -343,11 +342,11 @@ static void test_texts() {
         expect((double)parse_bytes(s.text) == s.bytes, "%s: %g", s.text,
                (double)parse_bytes(s.text));
     }
-    expect(Text(bytes_text(t, 512)) == "512 B" && Text(bytes_text(t, 1887437)) == "1.8 MiB");
-    expect(Text(bytes_text(t, 11.61 * 0x1p30)) == "11.61 GiB", "%s", t);
-    expect(Text(count_text(t, 1234567)) == "1,234,567" && Text(count_text(t, -999)) == "-999");
-    expect(Text(count_text(t, 1000)) == "1,000" && Text(count_text(t, 0)) == "0");
-    expect(Text(duration_text(t, 59.6)) == "1:00" && Text(duration_text(t, 3725)) == "1:02:05");
+    expect(Text(bytes_text(512).s) == "512 B" && Text(bytes_text(1887437).s) == "1.8 MiB");
+    expect(Text(bytes_text(11.61 * 0x1p30).s) == "11.61 GiB");
+    expect(Text(count_text(1234567).s) == "1,234,567" && Text(count_text(-999).s) == "-999");
+    expect(Text(count_text(1000).s) == "1,000" && Text(count_text(0).s) == "0");
+    expect(Text(duration_text(59.6).s) == "1:00" && Text(duration_text(3725).s) == "1:02:05");
 }
 
 // options_parse() of one line of arguments.

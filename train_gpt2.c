@@ -1206,8 +1206,7 @@ static void plan_open(Plan *p) {
     void *memory =
         mmap(NULL, p->device_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) {
-        char text[24];
-        die("the system gives no %s for the plan: %s", bytes_text(text, (double)p->device_bytes),
+        die("the system gives no %s for the plan: %s", bytes_text((double)p->device_bytes).s,
             strerror(errno));
     }
     madvise(memory, p->device_bytes, MADV_HUGEPAGE);
@@ -1441,7 +1440,7 @@ static size_t host_memory_available(void) {
 // Ends the run before anything is allocated when `available` bytes cannot hold `need`: names what
 // is short and the cheapest settings that alone would do, or the one that frees most.
 static void plan_refuse(const Plan *p, size_t need, size_t available) {
-    char line[1024] = "", a[24], b[24], c[24];
+    char line[1024] = "";
     Remedy list[MAX_REMEDIES];
     if (need <= available) {
         return;
@@ -1456,12 +1455,12 @@ static void plan_refuse(const Plan *p, size_t need, size_t available) {
         if (enough ? freed >= need - available : i == best) {
             length += snprintf(line + length, sizeof line - (size_t)length, "; %s%s frees %s (%s)",
                                enough ? "" : "no setting alone is enough: ", list[i].option,
-                               bytes_text(a, (double)freed), list[i].price);
+                               bytes_text((double)freed).s, list[i].price);
             shown++;
         }
     }
-    die("the plan needs %s, available are %s: short %s%s", bytes_text(a, (double)need),
-        bytes_text(b, (double)available), bytes_text(c, (double)(need - available)), line);
+    die("the plan needs %s, available are %s: short %s%s", bytes_text((double)need).s,
+        bytes_text((double)available).s, bytes_text((double)(need - available)).s, line);
 }
 
 // JSON of the plan for dev/plot.py: ticks by name and every row with its place in time and memory.
@@ -1512,11 +1511,10 @@ static void plan_print_thumb(const Plan *p, size_t total) {
     double N = (double)s->B * s->T, parameters = (double)model_parameters(m);
     double activations = N * ((16.0 * m->L + 1) * m->C + m->Vp);
     double thumb = 16 * parameters + 4 * activations + 2e9;
-    char a[24], b[24], c[24], d[24];
     printf("\nrule of thumb: 16 B x parameters + 4 B x activations + 2 GB = %s + %s + 1.86 GiB = "
            "%s; the plan: %s\n",
-           bytes_text(a, 16 * parameters), bytes_text(b, 4 * activations), bytes_text(c, thumb),
-           bytes_text(d, (double)total));
+           bytes_text(16 * parameters).s, bytes_text(4 * activations).s, bytes_text(thumb).s,
+           bytes_text((double)total).s);
     printf("They differ because the plan keeps %d of %d logit rows, shares the bytes of buffers "
            "that never live\n"
            "together, counts each type's own size, and reserves for libraries only what is stated "
@@ -1525,9 +1523,8 @@ static void plan_print_thumb(const Plan *p, size_t total) {
 }
 
 static void plan_print_line(const char *name, size_t bytes, const char *note) {
-    char count[32], text[24];
-    printf("%-24s %18s %12s%s\n", name, count_text(count, (int64_t)bytes),
-           bytes_text(text, (double)bytes), note);
+    printf("%-24s %18s %12s%s\n", name, count_text((int64_t)bytes).s,
+           bytes_text((double)bytes).s, note);
 }
 
 // Prints the plan by group, what it is measured against, what each setting would save, and the rule
@@ -1539,11 +1536,10 @@ static int plan_print(const Plan *p, size_t available, const char *where) {
     static const char *const types[] = {"fp32", "bf16", "fp16"};
     size_t device[GROUPS], host[GROUPS], sum = 0;
     size_t total = p->device_bytes + (s->gpu ? library_reserve_bytes : 0);
-    char a[24], b[24], n[32];
     printf("memory plan of the %s run\nL%d NH%d C%d, vocabulary %d (%d rows), %s parameters; %s; "
            "B %d, T %d; -r %s",
            s->gpu ? "GPU" : "CPU", m->L, m->NH, m->C, m->V, m->Vp,
-           count_text(n, model_parameters(m)), s->gpu ? types[s->dtype] : "fp32", s->B, s->T,
+           count_text(model_parameters(m)).s, s->gpu ? types[s->dtype] : "fp32", s->B, s->T,
            level_names[s->level]);
     if (s->level) {
         printf(" in %d of %d blocks: %.1f %% more arithmetic", s->recompute_blocks, m->L,
@@ -1567,17 +1563,17 @@ static int plan_print(const Plan *p, size_t available, const char *where) {
     }
     if (available) {
         int fits = total <= available;
-        printf("%s: %s; %s %s\n", where, bytes_text(a, (double)available),
+        printf("%s: %s; %s %s\n", where, bytes_text((double)available).s,
                fits ? "fits, free stay" : "DOES NOT FIT, short",
-               bytes_text(b, fits ? (double)(available - total) : (double)(total - available)));
+               bytes_text(fits ? (double)(available - total) : (double)(total - available)).s);
     }
     Remedy list[MAX_REMEDIES];
     int remedies = plan_remedies(p, list);
     printf("\n%-26s %12s %12s   price\n", "this setting", "saves", "total then");
     for (int i = 0; i < remedies; i++) {
         printf("%-26s %12s %12s   %s\n", list[i].option,
-               bytes_text(a, (double)(p->device_bytes - list[i].bytes)),
-               bytes_text(b, (double)(list[i].bytes + total - p->device_bytes)), list[i].price);
+               bytes_text((double)(p->device_bytes - list[i].bytes)).s,
+               bytes_text((double)(list[i].bytes + total - p->device_bytes)).s, list[i].price);
     }
     if (!remedies) {
         printf("nothing makes it smaller\n");
@@ -4019,7 +4015,7 @@ static void run_evaluate(Run *run, const EvalFile *f, EvalScore *score) {
     real *losses = (real *)alloc_zero((size_t)B * (size_t)T, sizeof(real));
     const double began = now_ms();
     size_t at = EVAL_HEADER_BYTES;
-    char text[80], eta[24];
+    char text[80];
     for (int i = 0, filled = 0; i < all && !stop_signal; i++) {
         EvalExample x;
         const int before = score->examples;
@@ -4044,7 +4040,7 @@ static void run_evaluate(Run *run, const EvalFile *f, EvalScore *score) {
             (run->live || tenth > (int)(10.0 * before / all))) {
             printf("%sexample %5d/%d  %s  eta %s%s", run->live ? "\r\033[K" : "", done, all,
                    eval_text(text, score),
-                   duration_text(eta, (now_ms() - began) * 1e-3 * (all - done) / done),
+                   duration_text((now_ms() - began) * 1e-3 * (all - done) / done).s,
                    run->live ? "" : "\n");
             fflush(stdout);
         }
@@ -4056,7 +4052,7 @@ static void run_evaluate(Run *run, const EvalFile *f, EvalScore *score) {
 // The score: a line, or JSON and nothing else.
 static void run_print_score(const Run *run, const EvalFile *f, const EvalScore *score) {
     const int n = score->examples;
-    char text[80], done[32], all[32];
+    char text[80];
     if (n == 0) {
         die("--eval: interrupted before one example of %s was scored", f->name);
     }
@@ -4074,13 +4070,13 @@ static void run_print_score(const Run *run, const EvalFile *f, const EvalScore *
     printf("%s", run->live ? "\r\033[K" : "");
     if (score->cut_rows) {
         printf("%s rows lost the start of their context: T = %d holds %d tokens of a row\n",
-               count_text(done, score->cut_rows), run->s.T, run->s.T + 1);
+               count_text(score->cut_rows).s, run->s.T, run->s.T + 1);
     }
     printf("%s: ", f->name);
     if (n < f->examples) {
-        printf("interrupted after %s of ", count_text(done, n));
+        printf("interrupted after %s of ", count_text(n).s);
     }
-    printf("%s examples, %s\n", count_text(all, f->examples), eval_text(text, score));
+    printf("%s examples, %s\n", count_text(f->examples).s, eval_text(text, score));
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -4239,15 +4235,14 @@ static void run_report(Run *run, const StepResult *r, double lr, double ms, doub
     double flops = model_flops_per_token(&s->model, s->T) * per_second;
     double peak = run->engine.peak_flops > 0 ? 100 * flops / run->engine.peak_flops : 0;
     int64_t left = run->steps - run->state.step;
-    char rate[32], eta[24], memory[24];
     if (!run->o.quiet) {
         printf("%sstep %*" PRId64 "/%" PRId64
                "  loss %.4f  norm %.3f  lr %.2e  %.1f ms  %s tok/s  %.0f %% of peak  %s"
                "  eta %s%s%s",
                run->live ? "\r\033[K" : "", run->steps > 9999 ? 7 : 4, run->state.step, run->steps,
-               r->loss, r->norm, lr, ms, count_text(rate, (int64_t)per_second), peak,
-               bytes_text(memory, (double)run->memory_bytes),
-               duration_text(eta, (double)left * mean_ms * 1e-3), r->skipped ? "  SKIPPED" : "",
+               r->loss, r->norm, lr, ms, count_text((int64_t)per_second).s, peak,
+               bytes_text((double)run->memory_bytes).s,
+               duration_text((double)left * mean_ms * 1e-3).s, r->skipped ? "  SKIPPED" : "",
                run->live && left && !r->skipped ? "" : "\n");
         fflush(stdout);
     }
@@ -4313,7 +4308,6 @@ static void run_print_validation(Run *run) {
 static void run_train(Run *run) {
     const Options *o = &run->o;
     double mean_ms = 0, began = now_ms();
-    char time_text[24];
     while (run->state.step < run->steps && !stop_signal) {
         run_step(run, &mean_ms);
         int64_t step = run->state.step;
@@ -4338,7 +4332,7 @@ static void run_train(Run *run) {
     if (!o->quiet) {
         printf("%s%s after step %" PRId64 ", %s, %" PRId64 " skipped\n",
                run->live && stop_signal ? "\n" : "", reason, run->state.step,
-               duration_text(time_text, (now_ms() - began) * 1e-3), run->state.skipped);
+               duration_text((now_ms() - began) * 1e-3).s, run->state.skipped);
     }
 }
 
@@ -4468,18 +4462,18 @@ static void make_folders(const char *path) {
 // Start-up box: what was asked, what will run, what it takes.
 static void run_print_box(const Run *run, const Program *program, const Plan *p) {
     const Settings *s = &run->s;
-    char text[64], text2[64], a[24], n[32], n2[32];
+    char text[64], text2[64];
     Options defaults;
     options_default(&defaults);
     printf("%s: %s\n", program->name, run->engine.device);
     printf("model    %s: L%d NH%d C%d T%d vocabulary %d (%d rows), %s parameters\n", run->o.model,
            s->model.L, s->model.NH, s->model.C, s->model.maxT, s->model.V, s->model.Vp,
-           count_text(n, model_parameters(&s->model)));
+           count_text(model_parameters(&s->model)).s);
     printf("data     %s: %s tokens in %d shard%s\n", run->o.train_data,
-           count_text(n, run->train.tokens), run->train.shard_count,
+           count_text(run->train.tokens).s, run->train.shard_count,
            run->train.shard_count == 1 ? "" : "s");
     printf("step     %d x %d x %d = %s tokens; %s steps\n", run->micros, s->B, s->T,
-           count_text(n, (int64_t)run->micros * s->B * s->T), count_text(n2, run->steps));
+           count_text((int64_t)run->micros * s->B * s->T).s, count_text(run->steps).s);
     printf("options ");
     for (int i = 0; i < OPTION_ROWS; i++) {
         const char *value = option_text(text, &run->o, &option_rows[i]);
@@ -4487,12 +4481,12 @@ static void run_print_box(const Run *run, const Program *program, const Plan *p)
             printf(" --%s %s", option_rows[i].name, value);
         }
     }
-    printf("\nmemory   %s:", bytes_text(a, (double)p->device_bytes));
+    printf("\nmemory   %s:", bytes_text((double)p->device_bytes).s);
     size_t device[GROUPS], host[GROUPS];
     plan_groups(p, device, host);
     for (int g = 0; g < GROUPS; g++) {
         if (device[g]) {
-            printf(" %s %s%s", group_names[g], bytes_text(a, (double)device[g]),
+            printf(" %s %s%s", group_names[g], bytes_text((double)device[g]).s,
                    g + 1 < GROUPS ? "," : "");
         }
     }
@@ -4625,7 +4619,7 @@ static int eval_command(Run *run, const Program *program, const Model *m) {
     Mapping map;
     EvalFile f;
     EvalScore score;
-    char examples[32], weights[48] = "weights of that file";
+    char weights[48] = "weights of that file";
     memset(&score, 0, sizeof score);
     if (mapping_open(&map, o->eval) != 0) {
         die("--eval: cannot open %s: %s", o->eval, strerror(errno));
@@ -4649,7 +4643,7 @@ static int eval_command(Run *run, const Program *program, const Model *m) {
         printf("%s: %s\nmodel    %s: vocabulary %d, %s\n", program->name, run->engine.device,
                o->model, m->V, weights);
         printf("file     %s: %s examples of at most %d tokens; B %d, T %d\n", f.name,
-               count_text(examples, f.examples), f.longest_row, run->s.B, run->s.T);
+               count_text(f.examples).s, f.longest_row, run->s.B, run->s.T);
         fflush(stdout);
     }
     run_evaluate(run, &f, &score);

@@ -2828,10 +2828,9 @@ static void gpu_engine_open(Engine *e, const Settings *s) {
     } else {
         gpu_open<__nv_bfloat16, float>(e, s);
     }
-    char text[24];
     size_t length = strlen(e->device);
     snprintf(e->device + length, sizeof e->device - length, "; libraries took %s",
-             bytes_text(text, (double)device_memory.library_bytes));
+             bytes_text((double)device_memory.library_bytes).s);
 }
 
 // What the kernels cannot do is refused by name before anything is opened.
@@ -2953,7 +2952,6 @@ static int command_compare(Run *run, const Program *program) {
     printf("%-14s %14s %14s %10s %12s\n", "", "planned", "libraries", "ms/step", "tokens/s");
     for (int k = 0; k < 2; k++) {
         double ms[WARM + STEPS];
-        char a[24], b[24], n[32];
         run->s.level = k ? asked : RECOMPUTE_NONE;
         bytes[k] = plan_bytes(&run->s);
         program->open(&run->engine, &run->s);
@@ -2971,8 +2969,8 @@ static int command_compare(Run *run, const Program *program) {
         qsort(ms + WARM, STEPS, sizeof(double), compare_doubles);
         median[k] = ms[WARM + STEPS / 2];
         printf("-r %-11s %14s %14s %10.2f %12s\n", level_names[run->s.level],
-               bytes_text(a, (double)bytes[k]), bytes_text(b, (double)device_memory.library_bytes),
-               median[k], count_text(n, (int64_t)(tokens / median[k] * 1e3)));
+               bytes_text((double)bytes[k]).s, bytes_text((double)device_memory.library_bytes).s,
+               median[k], count_text((int64_t)(tokens / median[k] * 1e3)).s);
     }
     printf("-r %s takes %.1f %% of the memory and %.2f x the time (median of %d steps)\n",
            level_names[asked], 100.0 * (double)bytes[1] / (double)bytes[0], median[1] / median[0],

@@ -147,41 +147,53 @@ static void fsync_folder(const char *folder) {
     close(fd);
 }
 
-// Bytes in words: "512 B", "1.8 MiB", "11.61 GiB". `text` holds at least 24 bytes.
-static const char *bytes_text(char *text, double bytes) {
+// A few words for a message, by value, so that callers declare no buffer: printf("%s",
+// bytes_text(n).s).
+typedef struct {
+    char s[32];
+} ShortText;
+
+// Bytes in words: "512 B", "1.8 MiB", "11.61 GiB".
+static ShortText bytes_text(double bytes) {
     static const char *const units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
+    ShortText text;
     int u = 0;
     while (fabs(bytes) >= 1024 && u < 4) {
         bytes /= 1024;
         u++;
     }
-    snprintf(text, 24, u == 0 ? "%.0f %s" : u < 3 ? "%.1f %s" : "%.2f %s", bytes, units[u]);
+    snprintf(text.s, sizeof text.s, u == 0 ? "%.0f %s" : u < 3 ? "%.1f %s" : "%.2f %s", bytes,
+             units[u]);
     return text;
 }
 
-// 1234567 -> "1,234,567". `text` holds at least 32 bytes.
-static const char *count_text(char *text, int64_t n) {
+// 1234567 -> "1,234,567".
+static ShortText count_text(int64_t n) {
+    ShortText text;
     char digits[24];
     int length = snprintf(digits, sizeof digits, "%" PRId64, n < 0 ? -n : n), out = 0;
     if (n < 0) {
-        text[out++] = '-';
+        text.s[out++] = '-';
     }
     for (int i = 0; i < length; i++) {
         if (i > 0 && (length - i) % 3 == 0) {
-            text[out++] = ',';
+            text.s[out++] = ',';
         }
-        text[out++] = digits[i];
+        text.s[out++] = digits[i];
     }
-    text[out] = 0;
+    text.s[out] = 0;
     return text;
 }
 
-static const char *duration_text(char text[24], double seconds) {
+// Seconds as "0:59", "12:03" or "1:02:05".
+static ShortText duration_text(double seconds) {
+    ShortText text;
     int64_t s = (int64_t)(seconds + 0.5);
     if (s >= 3600) {
-        snprintf(text, 24, "%" PRId64 ":%02d:%02d", s / 3600, (int)(s / 60 % 60), (int)(s % 60));
+        snprintf(text.s, sizeof text.s, "%" PRId64 ":%02d:%02d", s / 3600, (int)(s / 60 % 60),
+                 (int)(s % 60));
     } else {
-        snprintf(text, 24, "%d:%02d", (int)(s / 60), (int)(s % 60));
+        snprintf(text.s, sizeof text.s, "%d:%02d", (int)(s / 60), (int)(s % 60));
     }
     return text;
 }

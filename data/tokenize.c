@@ -547,11 +547,11 @@ static void refuse_leftovers(const Sink *s) {
 }
 
 static void sink_report(const Sink *s) {
-    char path[PATH_BYTES], count[32];
+    char path[PATH_BYTES];
     if (s->finished > 0) {
         shard_path(path, s, s->finished - 1, s->arguments->shard_tokens > 0);
         printf("%s%s  %s tokens\n", s->finished > 1 ? "... " : "", path,
-               count_text(count, s->tokens));
+               count_text(s->tokens).s);
     }
 }
 
@@ -726,19 +726,19 @@ static void draw_progress(Job *job, int64_t position) {
         return;
     }
     job->drawn_ms = now;
-    char done[24], all[24], left[24], bar[33];
+    char bar[33];
     double rate = (double)(position - job->began) / (seconds > 0 ? seconds : 1);
-    bytes_text(done, (double)position);
+    ShortText done = bytes_text((double)position);
     if (job->in.is_stream) {
-        printf("\r%s  %.1f MB/s\033[K", done, rate * 1e-6);
+        printf("\r%s  %.1f MB/s\033[K", done.s, rate * 1e-6);
     } else {
         double part = (double)position / (double)job->in.total;
         memset(bar, ' ', 32);
         memset(bar, '#', (size_t)(part * 32));
         bar[32] = 0;
-        printf("\r[%s] %3.0f %%  %s of %s  %.1f MB/s  %s left\033[K", bar, part * 100, done,
-               bytes_text(all, (double)job->in.total), rate * 1e-6,
-               duration_text(left, (double)(job->in.total - position) / (rate > 0 ? rate : 1)));
+        printf("\r[%s] %3.0f %%  %s of %s  %.1f MB/s  %s left\033[K", bar, part * 100, done.s,
+               bytes_text((double)job->in.total).s, rate * 1e-6,
+               duration_text((double)(job->in.total - position) / (rate > 0 ? rate : 1)).s);
     }
     fflush(stdout);
 }
@@ -968,7 +968,7 @@ static int64_t split_offset(Input *in, const Arguments *a) {
 static void tokenize_open(Job *job) {
     const Arguments *a = &job->a;
     Input *in = &job->in;
-    char tokenizer[PATH_BYTES] = "", text[24];
+    char tokenizer[PATH_BYTES] = "";
     input_open(in, a);
     if (in->is_stream && a->val_fraction > 0) {
         die("--val-fraction needs a file, whose length is known; for %s give --val-tokens",
@@ -996,7 +996,7 @@ static void tokenize_open(Job *job) {
         in->starts_document = job->state.place.starts_document;
         job->skip = job->state.place.skip;
         printf("goes on behind %" PRId64 " finished shards, at %s of the text\n",
-               train.finished + val.finished, bytes_text(text, (double)in->position));
+               train.finished + val.finished, bytes_text((double)in->position).s);
     }
     job->slots = 2 * a->threads + 2;
     job->blocks = (Block *)alloc_zero((size_t)job->slots, sizeof(Block));
