@@ -622,10 +622,10 @@ struct Net {
         for (int tensor = 0; tensor < TENSORS; tensor++) {
             for (int l = 0; l < tensor_copies(&m, tensor); l++) {
                 size_t size =
-                    (size_t)(tensor == WTE ? (int64_t)m.V * m.C : tensor_size(&m, tensor));
+                    (size_t)(tensor_rows(&m, tensor) * tensor_cols(&m, tensor));
                 Reals w = noise(size, 0.15, (uint64_t)(tensor * 100 + l));
                 for (real &x : w) {
-                    x += (real)(tensor_rows[tensor].init == INIT_ONE);
+                    x += (real)(tensor_table[tensor].init == INIT_ONE);
                 }
                 e.write(&e, STATE_WEIGHTS, tensor_offset(&m, tensor, l), w.data(), (int64_t)size);
             }
@@ -1878,7 +1878,7 @@ static void test_derivatives_network() {
                       });
             // The loss is about 6: rounding 6e-13, truncation of the like.
             expect_near(want, found, 4e-12 + 1e-8 * typical, "%s, direction %zu (size %.1e)",
-                        tensor_rows[tensor].name, trial, typical);
+                        tensor_table[tensor].name, trial, typical);
         }
     }
 }
@@ -2013,7 +2013,7 @@ static void test_accumulation() {
                 }
             }
             expect_near((wide)sqrt(distance), 0, tol * sqrt(size), "%s, B %d x %d, chunk %d",
-                        tensor_rows[tensor].name, cut[0], cut[1], cut[2]);
+                        tensor_table[tensor].name, cut[0], cut[1], cut[2]);
         }
     }
 }
@@ -2072,8 +2072,8 @@ static void test_initialise() {
     Reals w = n.state(STATE_WEIGHTS), v = n.state(STATE_V);
     expect(std::count(v.begin(), v.end(), (real)0) == n.size());
     for (int tensor = 0; tensor < TENSORS; tensor++) {
-        int64_t size = tensor == WTE ? (int64_t)m.V * m.C : tensor_size(&m, tensor);
-        Init init = tensor_rows[tensor].init;
+        int64_t size = tensor_rows(&m, tensor) * tensor_cols(&m, tensor);
+        Init init = tensor_table[tensor].init;
         double std = init == INIT_RESIDUAL ? 0.02 / sqrt(6.0)
                      : init == INIT_NORMAL ? 0.02
                                            : 0,
@@ -2086,7 +2086,7 @@ static void test_initialise() {
             }
         }
         expect_near((wide)sqrt(sum), (wide)std, 4 * std / sqrt(2.0 * (double)size), "%s",
-                    tensor_rows[tensor].name);
+                    tensor_table[tensor].name);
     }
     engine_initialise(&n.e, &m, 42);
     expect(same_bits(w, n.state(STATE_WEIGHTS)), "the same seed");
@@ -2149,7 +2149,7 @@ static void test_update() {
                               : 1;
             expect_near(w[k], start[k] * (wide)keep,
                         keep < 1 ? 4 * unit * fabs((double)start[k]) : 0, "decay of %s",
-                        tensor_rows[tensor].name);
+                        tensor_table[tensor].name);
         }
     }
     static const double bad[] = {NAN, HUGE_VAL, -HUGE_VAL, 6};
@@ -3450,9 +3450,8 @@ static Members hugging_face(const Model &m, const Words &dtypes, const Text &pre
         for (int l = 0; l < tensor_copies(&m, tensor); l++) {
             const Text name = names[tensor], dtype = dtypes[list.size() % dtypes.size()];
             const bool swap = name.find(".c_") != Text::npos && name.find("weight") != Text::npos;
-            const int64_t rows = tensor == WTE ? m.V : dim_size(&m, tensor_rows[tensor].rows),
-                          cols = dim_size(&m, tensor_rows[tensor].cols);
-            Member t = {prefix + (tensor_copies(&m, tensor) > 1 || tensor_rows[tensor].per_layer
+            const int64_t rows = tensor_rows(&m, tensor), cols = tensor_cols(&m, tensor);
+            Member t = {prefix + (tensor_copies(&m, tensor) > 1 || tensor_table[tensor].per_layer
                                       ? text("h.%d.", l) : "") + name,
                         dtype, text("%d", (int)rows), "", ""};
             if (tensor_is_matrix(tensor)) {
@@ -4683,7 +4682,7 @@ static void test_gpu_gradients_fp32() {
         }
         for (int tensor = 0; tensor < TENSORS; tensor++) {
             expect_near((wide)gradient_error(&n.e, &oracle.e, &m, tensor), 0, 1e-5, "d%s of %s",
-                        tensor_rows[tensor].name, row.e);
+                        tensor_table[tensor].name, row.e);
         }
         n.e.logits(&n.e, logits[0].data(), b.inputs.data(), n.s.T);
         oracle.e.logits(&oracle.e, logits[1].data(), b.inputs.data(), n.s.T);
@@ -4765,7 +4764,7 @@ static void test_gpu_gradients_bf16() {
         for (int tensor = 0; tensor < TENSORS; tensor++) {
             double error = gradient_error(&n.e, &exact.e, &m, tensor);
             double loss = gradient_error(&naive.e, &exact.e, &m, tensor);
-            expect_near((wide)error, 0, 2 * loss, "d%s of %s", tensor_rows[tensor].name, row.e);
+            expect_near((wide)error, 0, 2 * loss, "d%s of %s", tensor_table[tensor].name, row.e);
         }
     }
 }
@@ -5046,8 +5045,7 @@ static Reals weights_of(const char *folder, int step) {
     model_file_open(&f, text("%s/step-%08d", folder, step).c_str());
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int l = 0; l < tensor_copies(&f.model, tensor); l++) {
-            int64_t rows, cols;
-            tensor_shape(&f.model, tensor, &rows, &cols);
+            int64_t rows = tensor_rows(&f.model, tensor), cols = tensor_cols(&f.model, tensor);
             Reals part((size_t)(rows * cols));
             span_values(part.data(), file_span(f.spans, tensor, l), 0, rows * cols);
             all.insert(all.end(), part.begin(), part.end());

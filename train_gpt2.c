@@ -531,7 +531,8 @@ static void options_parse(Options *o, int argc, char **argv) {
 // -------------------------------------------------------------------------------------------------
 // 4. The model
 // Sizes: L layers, NH heads of HS = C / NH channels, C channels, maxT positions, V tokens, Vp = V
-// rounded up to 128. Sixteen tensors, one table; weights of linear layers are (out, in). The flat
+// rounded up to 128. Sixteen tensors, one table, which also knows Hugging Face's name of each;
+// weights of linear layers are (out, in), in Hugging Face's files (in, out). The flat
 // parameter buffer is block-major: wte, wpe, then the twelve tensors of each block, then the last
 // LayerNorm; wte is also the classifier (tied). Every tensor starts at a multiple of 64 elements.
 // Rows V..Vp-1 of wte are zero, always.
@@ -544,42 +545,61 @@ enum {
     WTE, WPE, LN1W, LN1B, QKVW, QKVB, ATTPROJW, ATTPROJB, LN2W, LN2B, FCW, FCB, FCPROJW, FCPROJB,
     LNFW, LNFB, TENSORS
 };
-typedef enum { DIM_1, DIM_C, DIM_3C, DIM_4C, DIM_VP, DIM_T } Dim;
+typedef enum { DIM_1, DIM_C, DIM_3C, DIM_4C, DIM_V, DIM_T } Dim;
 // INIT_NORMAL: N(0, 0.02); INIT_RESIDUAL: N(0, 0.02 / sqrt(2 L)).
 typedef enum { INIT_ZERO, INIT_ONE, INIT_NORMAL, INIT_RESIDUAL } Init;
 typedef struct {
-    const char *name;
+    const char *name, *hf_name;
     Dim rows, cols;  // cols DIM_1: a vector, which AdamW does not decay
     int per_layer;
+    int transposed;  // in Hugging Face's files
     Init init;
-} TensorRow;
+} TensorEntry;
 
-static const TensorRow tensor_rows[TENSORS] = {
-    {"wte", DIM_VP, DIM_C, 0, INIT_NORMAL},       {"wpe", DIM_T, DIM_C, 0, INIT_NORMAL},
-    {"ln1w", DIM_C, DIM_1, 1, INIT_ONE},          {"ln1b", DIM_C, DIM_1, 1, INIT_ZERO},
-    {"qkvw", DIM_3C, DIM_C, 1, INIT_NORMAL},      {"qkvb", DIM_3C, DIM_1, 1, INIT_ZERO},
-    {"attprojw", DIM_C, DIM_C, 1, INIT_RESIDUAL}, {"attprojb", DIM_C, DIM_1, 1, INIT_ZERO},
-    {"ln2w", DIM_C, DIM_1, 1, INIT_ONE},          {"ln2b", DIM_C, DIM_1, 1, INIT_ZERO},
-    {"fcw", DIM_4C, DIM_C, 1, INIT_NORMAL},       {"fcb", DIM_4C, DIM_1, 1, INIT_ZERO},
-    {"fcprojw", DIM_C, DIM_4C, 1, INIT_RESIDUAL}, {"fcprojb", DIM_C, DIM_1, 1, INIT_ZERO},
-    {"lnfw", DIM_C, DIM_1, 0, INIT_ONE},          {"lnfb", DIM_C, DIM_1, 0, INIT_ZERO},
+static const TensorEntry tensor_table[TENSORS] = {
+    {"wte",      "wte.weight",          DIM_V,  DIM_C,  0, 0, INIT_NORMAL},
+    {"wpe",      "wpe.weight",          DIM_T,  DIM_C,  0, 0, INIT_NORMAL},
+    {"ln1w",     "ln_1.weight",         DIM_C,  DIM_1,  1, 0, INIT_ONE},
+    {"ln1b",     "ln_1.bias",           DIM_C,  DIM_1,  1, 0, INIT_ZERO},
+    {"qkvw",     "attn.c_attn.weight",  DIM_3C, DIM_C,  1, 1, INIT_NORMAL},
+    {"qkvb",     "attn.c_attn.bias",    DIM_3C, DIM_1,  1, 0, INIT_ZERO},
+    {"attprojw", "attn.c_proj.weight",  DIM_C,  DIM_C,  1, 1, INIT_RESIDUAL},
+    {"attprojb", "attn.c_proj.bias",    DIM_C,  DIM_1,  1, 0, INIT_ZERO},
+    {"ln2w",     "ln_2.weight",         DIM_C,  DIM_1,  1, 0, INIT_ONE},
+    {"ln2b",     "ln_2.bias",           DIM_C,  DIM_1,  1, 0, INIT_ZERO},
+    {"fcw",      "mlp.c_fc.weight",     DIM_4C, DIM_C,  1, 1, INIT_NORMAL},
+    {"fcb",      "mlp.c_fc.bias",       DIM_4C, DIM_1,  1, 0, INIT_ZERO},
+    {"fcprojw",  "mlp.c_proj.weight",   DIM_C,  DIM_4C, 1, 1, INIT_RESIDUAL},
+    {"fcprojb",  "mlp.c_proj.bias",     DIM_C,  DIM_1,  1, 0, INIT_ZERO},
+    {"lnfw",     "ln_f.weight",         DIM_C,  DIM_1,  0, 0, INIT_ONE},
+    {"lnfb",     "ln_f.bias",           DIM_C,  DIM_1,  0, 0, INIT_ZERO},
 };
 enum { TENSOR_ALIGN = 64 };
 
 static int64_t dim_size(const Model *m, Dim dim) {
     const int64_t C = m->C;
-    const int64_t sizes[] = {1, C, 3 * C, 4 * C, m->Vp, m->maxT};
+    const int64_t sizes[] = {1, C, 3 * C, 4 * C, m->V, m->maxT};
     return sizes[dim];
 }
 
-// Elements of one tensor (of one layer).
-static int64_t tensor_size(const Model *m, int tensor) {
-    return dim_size(m, tensor_rows[tensor].rows) * dim_size(m, tensor_rows[tensor].cols);
+// Rows of one tensor (of one layer) that carry values: wte's padding does not.
+static int64_t tensor_rows(const Model *m, int tensor) {
+    return dim_size(m, tensor_table[tensor].rows);
 }
 
-static int tensor_is_matrix(int tensor) { return tensor_rows[tensor].cols != DIM_1; }
+static int64_t tensor_cols(const Model *m, int tensor) {
+    return dim_size(m, tensor_table[tensor].cols);
+}
+
+// Elements of one tensor (of one layer) in a buffer, wte's padding rows included.
+static int64_t tensor_size(const Model *m, int tensor) {
+    int padded = tensor_table[tensor].rows == DIM_V;
+    return (padded ? m->Vp : tensor_rows(m, tensor)) * tensor_cols(m, tensor);
+}
+
+static int tensor_is_matrix(int tensor) { return tensor_table[tensor].cols != DIM_1; }
 static int tensor_copies(const Model *m, int tensor) {
-    return tensor_rows[tensor].per_layer ? m->L : 1;
+    return tensor_table[tensor].per_layer ? m->L : 1;
 }
 
 // A flat buffer holds all tensors, or the matrices or the vectors alone (a GPU's gradients).
@@ -594,18 +614,17 @@ static int64_t tensor_padded_size(const Model *m, int tensor, int subset) {
 // Offset in elements of `tensor` of `layer` in the flat buffer of a subset; layer is ignored for
 // wte, wpe, lnfw, lnfb. tensor TENSORS gives the whole buffer's size.
 static int64_t subset_offset(const Model *m, int tensor, int layer, int subset) {
-    int64_t before = 0, block = 0, inside = 0, after = 0;
+    int64_t outside = 0, inside = 0, block = 0;  // elements before the tensor; of a whole block
     for (int i = 0; i < TENSORS; i++) {
-        int64_t size = tensor_padded_size(m, i, subset);
-        block += tensor_rows[i].per_layer ? size : 0;
-        inside += tensor_rows[i].per_layer && i < tensor ? size : 0;
-        before += i < LN1W && i < tensor ? size : 0;
-        after += i > FCPROJB && i < tensor ? size : 0;
+        int64_t size = tensor_padded_size(m, i, subset), before = i < tensor ? size : 0;
+        block += tensor_table[i].per_layer ? size : 0;
+        inside += tensor_table[i].per_layer ? before : 0;
+        outside += tensor_table[i].per_layer ? 0 : before;
     }
-    if (tensor < LN1W) {
-        return before;
+    if (tensor < TENSORS && tensor_table[tensor].per_layer) {
+        return outside + layer * block + inside;
     }
-    return tensor <= FCPROJB ? before + layer * block + inside : before + m->L * block + after;
+    return outside + (inside ? m->L * block : 0);  // before all blocks, or behind them
 }
 
 static int64_t tensor_offset(const Model *m, int tensor, int layer) {
@@ -2824,9 +2843,8 @@ static void engine_initialise(Engine *e, const Model *m, uint64_t seed) {
     real *piece = (real *)alloc_zero(PIECE, sizeof(real));
     engine_clear(e, m);
     for (int tensor = 0; tensor < TENSORS; tensor++) {
-        const TensorRow *row = &tensor_rows[tensor];
-        // padded vocabulary rows stay zero
-        int64_t size = tensor == WTE ? (int64_t)m->V * m->C : tensor_size(m, tensor);
+        const TensorEntry *row = &tensor_table[tensor];
+        int64_t size = tensor_rows(m, tensor) * tensor_cols(m, tensor);  // padding stays 0
         double std = row->init == INIT_RESIDUAL ? 0.02 / sqrt(2.0 * m->L) : 0.02;
         if (row->init == INIT_ZERO) {
             continue;
@@ -2954,28 +2972,22 @@ static void dataset_batch(const Dataset *d, int64_t position, int B, int shuffle
 // 3. Hugging Face keeps the weights of a block as (in, out), the transpose of ours, and wte without
 //    its padding rows.
 
-// Hugging Face's names: the sixteen tensors in the order of chapter The model, then what their
-// files may hold beside: the causal mask and the tied head. The dot of "h.N." is part of the
-// prefix.
+// What Hugging Face's files may hold in addition to the sixteen tensors: the causal mask and the
+// tied head.
 enum { FILE_MASK = TENSORS, FILE_MASKED_BIAS, FILE_HEAD, FILE_TENSORS };
 static const struct {
-    const char *name;
-    int per_layer, transposed;
-} file_names[FILE_TENSORS] = {
-    {"wte.weight", 0, 0},         {"wpe.weight", 0, 0},       {"ln_1.weight", 1, 0},
-    {"ln_1.bias", 1, 0},          {"attn.c_attn.weight", 1, 1}, {"attn.c_attn.bias", 1, 0},
-    {"attn.c_proj.weight", 1, 1}, {"attn.c_proj.bias", 1, 0}, {"ln_2.weight", 1, 0},
-    {"ln_2.bias", 1, 0},          {"mlp.c_fc.weight", 1, 1},  {"mlp.c_fc.bias", 1, 0},
-    {"mlp.c_proj.weight", 1, 1},  {"mlp.c_proj.bias", 1, 0},  {"ln_f.weight", 0, 0},
-    {"ln_f.bias", 0, 0},          {"attn.bias", 1, 0},        {"attn.masked_bias", 1, 0},
-    {"lm_head.weight", 0, 0}};
+    const char *hf_name;
+    int per_layer;
+} extra_table[FILE_TENSORS - TENSORS] = {
+    {"attn.bias", 1}, {"attn.masked_bias", 1}, {"lm_head.weight", 0}};
 
+// Hugging Face's name of a tensor: prefix, block, name.
 static void file_tensor_name(char name[80], const char *prefix, int tensor, int layer) {
     char block[16] = "";
-    if (file_names[tensor].per_layer) {
+    if (tensor_table[tensor].per_layer) {
         snprintf(block, sizeof block, "h.%d.", layer);
     }
-    snprintf(name, 80, "%s%s%s", prefix, block, file_names[tensor].name);
+    snprintf(name, 80, "%s%s%s", prefix, block, tensor_table[tensor].hf_name);
 }
 
 // Where the values of one tensor of one layer lie in a file.
@@ -3023,8 +3035,8 @@ static void span_values(real *out, const Span *s, int64_t first, int64_t count) 
     }
 }
 
-// Index of the tensor a name means in file_names, *layer its block's number; -1: none. The prefix
-// "transformer." may stand before it.
+// The tensor that a name of Hugging Face's means, TENSORS and above for extra_table; *layer is its
+// block's number; -1: none. The prefix "transformer." is optional.
 static int file_tensor_find(const char *name, int L, int *layer) {
     char *end;
     *layer = 0;
@@ -3039,7 +3051,10 @@ static int file_tensor_find(const char *name, int L, int *layer) {
         name = end + 1;
     }
     for (int i = 0; i < FILE_TENSORS; i++) {
-        if (file_names[i].per_layer == in_block && strcmp(file_names[i].name, name) == 0) {
+        int extra = i - TENSORS;
+        int per_layer = extra < 0 ? tensor_table[i].per_layer : extra_table[extra].per_layer;
+        const char *hf_name = extra < 0 ? tensor_table[i].hf_name : extra_table[extra].hf_name;
+        if (per_layer == in_block && strcmp(hf_name, name) == 0) {
             return i;
         }
     }
@@ -3071,9 +3086,8 @@ static void safetensors_model(Span *spans, const Model *m, const unsigned char *
         if (i == FILE_MASK || i == FILE_MASKED_BIAS) {
             continue;
         }
-        int tensor = i == FILE_HEAD ? (int)WTE : i, swap = file_names[i].transposed;
-        int64_t want[2] = {tensor == WTE ? m->V : dim_size(m, tensor_rows[tensor].rows),
-                           dim_size(m, tensor_rows[tensor].cols)};
+        int tensor = i == FILE_HEAD ? (int)WTE : i, swap = tensor_table[tensor].transposed;
+        int64_t want[2] = {tensor_rows(m, tensor), tensor_cols(m, tensor)};
         if (t.dims != 1 + tensor_is_matrix(tensor) || t.shape[0] != want[swap] ||
             (t.dims == 2 && t.shape[1] != want[!swap])) {
             die("%s: tensor %s: its shape is not (%" PRId64 ", %" PRId64 "), as config.json wants",
@@ -3261,12 +3275,6 @@ static void model_file_close(ModelFile *f) {
     memset(f, 0, sizeof *f);
 }
 
-// Rows and columns of a tensor as this program holds it, wte without its padding rows.
-static void tensor_shape(const Model *m, int tensor, int64_t *rows, int64_t *cols) {
-    *rows = tensor == WTE ? m->V : dim_size(m, tensor_rows[tensor].rows);
-    *cols = dim_size(m, tensor_rows[tensor].cols);
-}
-
 // A transposed tensor passes through the host in strips of STRIP rows, and is turned in tiles that
 // stay in the cache whatever the rows' distance.
 enum { STRIP = 256, TILE = 16 };
@@ -3318,9 +3326,8 @@ static void model_file_load(Engine *e, const ModelFile *f, const unsigned char *
     real *values = (real *)alloc_zero((size_t)strip_elements(m), sizeof(real));
     engine_clear(e, m);
     for (int tensor = 0; tensor < TENSORS; tensor++) {
-        int64_t rows, cols;
-        tensor_shape(m, tensor, &rows, &cols);
-        int swap = f->transposed && file_names[tensor].transposed;
+        int64_t rows = tensor_rows(m, tensor), cols = tensor_cols(m, tensor);
+        int swap = f->transposed && tensor_table[tensor].transposed;
         for (int l = 0; l < tensor_copies(m, tensor); l++) {
             const Span *s = file_span(f->spans, tensor, l);
             int64_t offset = tensor_offset(m, tensor, l), size = rows * cols;
@@ -3395,12 +3402,11 @@ typedef struct {
 
 static size_t model_piece(void *self, unsigned char *out) {
     ModelPieces *p = (ModelPieces *)self;
-    int64_t rows, cols;
     if (p->tensor == TENSORS) {
         return 0;
     }
-    tensor_shape(p->m, p->tensor, &rows, &cols);
-    int swap = file_names[p->tensor].transposed;
+    int64_t rows = tensor_rows(p->m, p->tensor), cols = tensor_cols(p->m, p->tensor);
+    int swap = tensor_table[p->tensor].transposed;
     int64_t size = rows * cols, offset = tensor_offset(p->m, p->tensor, p->layer);
     int64_t count = min_i64(swap ? STRIP * rows : (int64_t)PIECE, size - p->at);
     if (!swap) {
@@ -3426,10 +3432,9 @@ static void model_file_save(Engine *e, const Model *m, int type, Writer *w) {
     HeaderText header;
     char name[80];
     header_start(&header);
-    int64_t rows, cols;
     for (int tensor = 0; tensor < TENSORS; tensor++) {
-        tensor_shape(m, tensor, &rows, &cols);
-        int swap = file_names[tensor].transposed, matrix = tensor_is_matrix(tensor);
+        int64_t rows = tensor_rows(m, tensor), cols = tensor_cols(m, tensor);
+        int swap = tensor_table[tensor].transposed, matrix = tensor_is_matrix(tensor);
         for (int l = 0; l < tensor_copies(m, tensor); l++) {
             file_tensor_name(name, "transformer.", tensor, l);
             header_tensor(&header, name, type, swap ? cols : matrix ? rows : 0,

@@ -2922,7 +2922,7 @@ static int command_check(Run *run, const Program *program) {
         double error = gradient_error(&run->engine, &cpu, m, tensor);
         bool ok = error <= tolerance;
         printf("check  d%-10s relative difference %.2e  tolerance %.0e  %s\n",
-               tensor_rows[tensor].name, error, tolerance, ok ? "ok" : "FAILED");
+               tensor_table[tensor].name, error, tolerance, ok ? "ok" : "FAILED");
         failed += !ok;
     }
     double gpu_loss = run->engine.update(&run->engine, &run->o, 0, HUGE_VAL, 0).loss;

@@ -55,10 +55,11 @@ static FILE *dump_find(const char *folder, const char *name) {
 static void dump_index(const char *folder, const Model *m) {
     FILE *f = dump_create(folder, "index.txt");
     for (int tensor = 0; tensor < TENSORS; tensor++) {
-        const TensorRow *row = &tensor_rows[tensor];
+        const TensorEntry *row = &tensor_table[tensor];
         for (int l = 0; l < tensor_copies(m, tensor); l++) {
-            fprintf(f, "%s %d %" PRId64 " %" PRId64 " %" PRId64 "\n", row->name, l,
-                    dim_size(m, row->rows), dim_size(m, row->cols), tensor_offset(m, tensor, l));
+            int64_t cols = tensor_cols(m, tensor), rows = tensor_size(m, tensor) / cols;  // padded
+            fprintf(f, "%s %d %" PRId64 " %" PRId64 " %" PRId64 "\n", row->name, l, rows, cols,
+                    tensor_offset(m, tensor, l));
         }
     }
     dump_close(f, "index.txt");

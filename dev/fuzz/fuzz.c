@@ -120,11 +120,10 @@ static void require_spans(const Model *m, int transposed) {
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int l = 0; l < tensor_copies(m, tensor); l++) {
             const Span *s = file_span(fuzz_spans, tensor, l);
-            int64_t rows, cols;
-            tensor_shape(m, tensor, &rows, &cols);
+            int64_t rows = tensor_rows(m, tensor), cols = tensor_cols(m, tensor);
             FACT(s->type >= FILE_F32 && s->type <= FILE_F16);
             touch(s->data, (uint64_t)(rows * cols * file_types[s->type].bytes));
-            if (transposed && file_names[tensor].transposed && cols <= 64) {
+            if (transposed && tensor_table[tensor].transposed && cols <= 64) {
                 span_transposed(values, s, rows, cols, 0, min_i64(rows, 256));
             }
             for (int64_t i = 0; i < rows * cols; i += 256) {
