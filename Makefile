@@ -82,6 +82,9 @@ build/train_gpt2_asan: train_gpt2.c build/flags
 	$(C) -DGPT2_POISON=1 $(VARIANT) $(DEPEND) $< -o $@ -lm
 build/test_gpt2 build/test_gpt2_double build/test_gpt2_asan: test_gpt2.cu build/flags
 	$(CPP) -DTEST_CUDA=0 -DGPT2_POISON=1 $(VARIANT) $(DEPEND) $< -o $@ -lm
+build/test/%: dev/test/%.cpp build/flags
+	@mkdir -p $(@D)
+	$(CPP) -O1 $(DEPEND) $< -o $@
 build/fuzz: dev/fuzz/fuzz.c build/flags
 	$(FUZZ_CC) -std=c11 $(filter-out -O3 -fopenmp,$(OPT)) -Wno-unknown-pragmas $(AROUND) \
 	    $(subst -O1,-O2,$(ASAN)) -fsanitize=fuzzer $(DEPEND) $< -o $@ -lm
