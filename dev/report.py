@@ -8,9 +8,9 @@
     dev/report.py runs/one --tensorboard DIR      the numbers for TensorBoard (package tensorboardX)
     dev/report.py runs/one --wandb PROJECT        ... for Weights & Biases (package wandb)
 
-A run is the folder that -o named. Its page shows its memory when --plan gives the plan, or when a
-program built here plans, for the options in the log, exactly the bytes that the log names. Python's
-standard library is enough for all but the last two.
+A run is the folder that -o named. Its page shows its memory when --plan gives the plan, or when one
+of the programs built here plans, for the options in the log, exactly the bytes that the log names.
+Python's standard library is enough for all but the last two.
 """
 import argparse
 import html
@@ -36,7 +36,6 @@ PIECES = 150               # of a long curve: three pixels each, drawn as their 
 SAMPLES_SHOWN = 20         # the newest
 CHART = 460, 250           # pixels of a chart
 WIDE, NARROW = 1120, 430   # of the plan's two drawings, of which the page shows the one that fits
-SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 class Refusal(Exception):
@@ -45,11 +44,8 @@ class Refusal(Exception):
 
 # -- Reading ---------------------------------------------------------------------------------------
 def number(value):
-    """A finite number, or None: the log writes null for what is not finite."""
-    try:
-        return float(value) if math.isfinite(value) else None
-    except (TypeError, OverflowError):
-        return None
+    """A number that can be drawn, or None: the log writes null for what is not finite."""
+    return float(value) if isinstance(value, (int, float)) and abs(value) < 1e30 else None
 
 
 def read_text(path):
@@ -89,7 +85,7 @@ class Run:
         tables = {"loss": self.steps, "val_loss": self.checks, "sample": self.samples,
                   "checkpoint": self.checkpoints}
         if event.get("event") == "start":
-            self.start = event
+            self.start, self.end = event, ""
             if self.of_start("options", dict).get("resume"):
                 self.resumes += [max(self.steps)] if self.steps else []
             else:    # a run begun again in a folder without checkpoints: what it repeats counts
@@ -98,7 +94,7 @@ class Run:
         elif event.get("event") == "end":
             self.end = str(event.get("reason"))
         for key, table in tables.items():
-            if key in event and isinstance(step, int):
+            if key in event and number(step):
                 table[step] = event if key == "loss" else event[key]
 
     def of_start(self, key, kind):
@@ -137,7 +133,7 @@ def plan_of(run):
     for program in PROGRAMS:
         try:
             said = subprocess.run([os.path.join(REPOSITORY, program), "--plan", "--json"] + words,
-                                  cwd=REPOSITORY, capture_output=True, timeout=20, check=False)
+                                  capture_output=True, timeout=20, check=False)
             plan = plan_parse(said.stdout, program)
         except (OSError, ValueError, subprocess.TimeoutExpired, Refusal):
             continue
@@ -149,8 +145,8 @@ def plan_of(run):
 # -- Words and shapes ------------------------------------------------------------------------------
 def safe(text):
     """Text from a file as HTML: nothing of it is markup, and what cannot be seen is spelled out."""
-    return html.escape("".join(c if c.isprintable() or c in "\n\t" else chr(0x2400 + ord(c))
-                               if ord(c) < 32 else f"\\u{ord(c):04x}" for c in str(text)))
+    return html.escape("".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}"
+                               for c in str(text)))
 
 
 def unit_of(count):
@@ -173,7 +169,7 @@ svg text { font:12px system-ui,sans-serif; fill:var(--soft); stroke:none }
 svg text.title { font-weight:600; font-size:13px; fill:var(--ink) }
 svg text.dark { fill:#111 } svg text.light { fill:#fff }
 svg path { fill:none; stroke-linejoin:round } svg .page { fill:var(--page) }
-svg .grid { stroke:var(--line) } svg .band { fill:var(--curve); opacity:.25 }
+svg .grid { stroke:var(--line) } svg .band { stroke:var(--curve); stroke-width:2.8; opacity:.25 }
 svg .curve { stroke:var(--curve); stroke-width:1.8; stroke-linecap:round }
 svg .check { stroke:var(--check); stroke-width:1.5 } svg circle.check { fill:var(--page) }
 svg .skip { stroke:var(--mark); stroke-width:1.6 }
@@ -225,20 +221,16 @@ def round_ticks(low, high, most):
 
 
 def scale_of(values, kind):
-    """(low, high, ticks, unit's factor in words) of a vertical axis; kind: "zero" starts at 0,
-    "log" is logarithmic."""
+    """(low, high, ticks) of a vertical axis; kind: "zero" starts at 0, "log" is logarithmic."""
     low, high = (min(values), max(values)) if values else (1, 2)
     if kind == "log":
         low, high = low / 1.3, high * 1.3
         powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
         each = [m * 10.0 ** p for p in powers for m in ((1, 2, 5) if len(powers) < 5 else (1,))]
-        return low, high, [(value, f"{value:g}") for value in each if low <= value <= high], ""
+        return low, high, [(value, f"{value:g}") for value in each if low <= value <= high]
     pad = 0.06 * (high - low) or abs(high) * 0.1 or 1
-    low, high = 0 if kind == "zero" else low - pad, high + pad
-    power = math.floor(math.log10(high)) if 0 < high < 0.01 else 0
-    ticks = round_ticks(low * 10.0 ** -power, high * 10.0 ** -power, 5)
-    return (low, high, [(value * 10.0 ** power, words) for value, words in ticks],
-            f", × 10{str(power).translate(SUPERSCRIPT)}" if power else "")
+    low, high = (0, 1.1 * high or 1) if kind == "zero" else (low - pad, high + pad)
+    return low, high, round_ticks(low, high, 5)
 
 
 # -- Charts of a run -------------------------------------------------------------------------------
@@ -267,11 +259,11 @@ def chart(title, run, key, kind="", checks=(), items=()):
     """A chart of `key` over the steps: a long run's means, the range around them, validations and
     marks. The means rule the axis: one wild step must not flatten all the others; the logarithmic
     axis of the gradient norm shows it."""
-    pieces = [piece for piece in pieces_of([(step, None if kind == "log" and (value or 0) <= 0 else
-                                             value) for step, value in run.points(key)])]
+    pieces = pieces_of([(step, None if kind == "log" and (value or 0) <= 0 else value)
+                        for step, value in run.points(key)])
     known = [piece for piece in pieces if piece[1] is not None]
     values = [value for piece in known for value in (piece[1:] if kind == "log" else piece[2:3])]
-    low, high, ticks, factor = scale_of(values + [loss for _, loss in checks], kind)
+    low, high, ticks = scale_of(values + [loss for _, loss in checks], kind)
     first, last = (min(run.steps) - 1, max(run.steps)) if run.steps else (0, 1)
     marks, bottom = legend(items, 38, CHART[0]) if items else ("", 20)
     left, top = 14 + max((width_of(words) for _, words in ticks), default=20), bottom + 14
@@ -282,12 +274,9 @@ def chart(title, run, key, kind="", checks=(), items=()):
         return ((step - first) / (last - first) * (wide - 5),
                 max(-999, (line(high) - line(value)) / (line(high) - line(low)) * tall))
 
-    inside = ""
-    for exists, group in itertools.groupby(pieces, lambda piece: piece[1] is not None):
-        group = list(group) if exists and len(pieces) == PIECES else ()
-        border = [at(piece[0], piece[3]) for piece in group]
-        border += [at(piece[0], piece[1]) for piece in reversed(group)]
-        inside += f'<path class="band" d="{line_path(border)}"/>\n' if border else ""
+    inside = '<path class="band" d="' + "".join(
+        f"M{at(x, most)[0]:.1f} {at(x, most)[1]:.1f}V{at(x, least)[1]:.1f}"
+        for x, least, _, most in known if most > least) + '"/>\n'
     means = [at(piece[0], piece[2]) if piece[1] is not None else None for piece in pieces]
     inside += f'<path class="curve" d="{line_path(means)}"/>\n'
     inside += f'<path class="check" d="{line_path(at(*check) for check in checks)}"/>\n'
@@ -299,7 +288,7 @@ def chart(title, run, key, kind="", checks=(), items=()):
     inside += f'<path class="skip" d="{"".join(f"M{x} {tall:.0f}v-9" for x in columns)}"/>'
     columns = sorted({round(at(step, high)[0]) for step in run.resumes})
     inside += f'<path class="resume" d="{"".join(f"M{x} 0v{tall:.0f}" for x in columns)}"/>'
-    body = label(8, 18, title + factor, kind="title") + marks
+    body = label(8, 18, title, kind="title") + marks
     for value, words in ticks:
         y = top + at(first, value)[1]
         body += f'<path class="grid" d="M{left:.1f} {y:.1f}h{wide:.1f}"/>'
@@ -315,8 +304,9 @@ def charts(run):
     checks = [(step, number(loss)) for step, loss in run.checks.items() if number(loss) is not None]
     items = [('<path class="curve" d="M0 5h18"/>', "training")]
     if len(run.steps) > PIECES:
-        items = [('<rect class="band" width="18" height="10"/><path class="curve" d="M0 5h18"/>',
-                  f"training, mean and range of {len(run.steps) / PIECES:.0f} steps")]
+        items = [('<path class="band" d="M1.5 0v10m3 0v-10m3 0v10m3 0v-10m3 0v10m3 0v-10"/><path '
+                  'class="curve" d="M0 5h18"/>', "training, mean and range of "
+                  f"{len(run.steps) / PIECES:.0f} steps")]
     if checks:
         items.append(('<path class="check" d="M0 5h18"/><circle class="check" cx="9" cy="5" r="3.5"'
                       '/>', "validation"))
@@ -355,10 +345,11 @@ def draw_rows(title, rows, drawn, ticks, top, wide, tall):
     low = min(row["offset"] for row in drawn)
     high = max(row["offset"] + row["bytes"] for row in rows)
     unit, unit_name = unit_of(high)
-    lines = round_ticks(low / unit, high / unit, tall / 40)
+    lines = [(value, f"{words} {unit_name}")
+             for value, words in round_ticks(low / unit, high / unit, tall / 40)]
     left = 14 + max((width_of(words) for _, words in lines), default=0)
     across, up, top = (wide - left - 12) / len(ticks), tall / (high - low), top + 30
-    body = label(8, top - 12, f"{title} ({unit_name})", kind="title")
+    body = label(8, top - 12, title, kind="title")
     for value, words in lines:
         y = top + (high - value * unit) * up
         body += f'<path class="grid" d="M{left - 4:.1f} {y:.1f}H{wide - 12}"/>'
@@ -436,25 +427,23 @@ dl div { border:1px solid var(--line); border-radius:6px; padding:6px 10px; over
 dt { color:var(--soft); font-size:13px } dd { margin:0; font-weight:600 }
 pre { border:1px solid var(--line); border-radius:6px; padding:10px; margin:6px 0 14px;
   white-space:pre-wrap; overflow-wrap:anywhere; font:13px/1.45 ui-monospace,monospace }
+code { display:inline-block; margin-right:14px; overflow-wrap:anywhere; font-size:13px }
 summary { cursor:pointer; color:var(--soft); margin:6px 0 }
 """
-# Takes the new <main> and leaves the place on the page, and what is folded out, as they are.
+# Takes the new <main> and leaves the place on the page, and which samples are open, as they are.
 WATCH = """
-async function again() {
+setInterval(async () => {
   try {
     const text = await (await fetch(location.href)).text();
     const main = document.querySelector('main');
     const next = new DOMParser().parseFromString(text, 'text/html').querySelector('main');
-    const open = [...main.querySelectorAll('details')].filter(d => d.open).map(d => d.id);
-    const newest = main.querySelector('details')?.id;
-    next.querySelectorAll('details').forEach(d => {
-      if (newest && main.querySelector('#' + d.id)) d.open = open.includes(d.id);
-    });
+    for (const old of main.querySelectorAll('details')) {
+      const same = next.querySelector('#' + old.id);
+      if (same) same.open = old.open;
+    }
     main.replaceChildren(...next.childNodes);
-  } catch (error) { document.title = 'stopped'; }
-  setTimeout(again, 3000);
-}
-setTimeout(again, 3000);
+  } catch (error) { document.title = 'The report has ended'; }
+}, 3000);
 """
 
 
@@ -488,7 +477,7 @@ def run_html(run, plan):
     speeds = [value for _, value in run.points("tokens_per_s") if value]
     figures = {
         "model": run.options.get("model"),
-        "parameters": f"{run.model.get('parameters', 0):,}",
+        "parameters": f"{number(run.model.get('parameters')) or 0:,.0f}",
         "steps": f"{last:,} of {run.options.get('steps') or 'one epoch'}",
         "loss": "not finite" if loss is None else f"{loss:.4f}",
         "lowest validation loss": checks and f"{min(checks)[0]:.4f} at step {min(checks)[1]:,}",
@@ -509,8 +498,9 @@ def run_html(run, plan):
     for i, step in enumerate(sorted(run.samples, reverse=True)[:SAMPLES_SHOWN]):
         body += (f'<details id="after{step}"{"" if i else " open"}><summary>after step {step:,}'
                  f"</summary><pre>{safe(run.samples[step])}</pre></details>\n")
-    options = (f"--{name} {value}" for name, value in run.options.items() if value != "")
-    return body + f"<h2>Options</h2>\n<pre>{safe('   '.join(options))}</pre>\n"
+    return body + "<h2>Options</h2>\n" + "\n".join(
+        f"<code>{safe(f'--{name} {value}')}</code>" for name, value in run.options.items()
+        if value != "") + "\n"
 
 
 def report(path, plan, plans, script=""):
