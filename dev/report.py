@@ -220,6 +220,12 @@ def round_ticks(low, high, most):
             for k in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
+def grid(ticks, left, right, y_of):
+    """A line and its words for each tick of a vertical axis."""
+    return "".join(f'<path class="grid" d="M{left:.1f} {y_of(value):.1f}H{right:.1f}"/>' +
+                   label(left - 6, y_of(value) + 4, words, "end") for value, words in ticks)
+
+
 def scale_of(values, kind):
     """(low, high, ticks) of a vertical axis; kind: "zero" starts at 0, "log" is logarithmic."""
     low, high = (min(values), max(values)) if values else (1, 2)
@@ -289,10 +295,7 @@ def chart(title, run, key, kind="", checks=(), items=()):
     columns = sorted({round(at(step, high)[0]) for step in run.resumes})
     inside += f'<path class="resume" d="{"".join(f"M{x} 0v{tall:.0f}" for x in columns)}"/>'
     body = label(8, 18, title, kind="title") + marks
-    for value, words in ticks:
-        y = top + at(first, value)[1]
-        body += f'<path class="grid" d="M{left:.1f} {y:.1f}h{wide:.1f}"/>'
-        body += label(left - 6, y + 4, words, "end")
+    body += grid(ticks, left, left + wide, lambda value: top + at(first, value)[1])
     for step, words in round_ticks(first, last, min(wide / 70, last - first)):
         body += label(left + at(step, high)[0], CHART[1] - 22, words, "middle")
     body += label(left + wide / 2, CHART[1] - 6, "step", "middle")
@@ -338,59 +341,68 @@ def bytes_alive(rows, ticks):
     return list(itertools.accumulate(change[:-1]))
 
 
-def draw_rows(title, rows, drawn, ticks, top, wide, tall):
-    """Bytes (y) over a step's ticks (x): of each of `drawn` a rectangle from its first to its last
-    use, at its offset; from offset 0, the line of the bytes alive of all `rows` too. Returns the
-    drawing and the y of its end."""
+def stage_names(ticks, left, across, right, y):
+    """Below a drawing, as many names of the step's stages as stand beside each other."""
+    out, free = "", -math.inf
+    for stage, group in itertools.groupby(enumerate(ticks), lambda pair: pair[1].split(".")[0]):
+        span, half = [tick for tick, _ in group], width_of(stage) / 2
+        x = left + (span[0] + span[-1] + 1) / 2 * across
+        if x - half > free and x + half < right:
+            out += label(x, y, stage, "middle")
+            free = x + half + 5
+    return out + label((left + right) / 2, y + 18, "stage: blocks forward, head, blocks backward",
+                       "middle")
+
+
+def draw_buffers(rows, ticks, colour, left, across, y_of):
+    """A rectangle a buffer, with its name, bytes and life for who points at it; and, to be drawn
+    over all rectangles, the names that fit into theirs."""
+    kind = "dark" if sum(int(colour[k:k + 2], 16) for k in (1, 3, 5)) > 400 else "light"
+    out, names = f'<g class="buffer" fill="{colour}">\n', ""
+    for row in rows:
+        x, wide = left + row["first"] * across, (row["last"] + 1 - row["first"]) * across
+        y = y_of(row["offset"] + row["bytes"])
+        tall = y_of(row["offset"]) - y
+        life = f'{ticks[row["first"]]} to {ticks[row["last"]]}'
+        out += (f'<path d="M{x:.1f} {y:.1f}h{wide:.1f}v{max(tall, 0.4):.1f}H{x:.1f}z"><title>'
+                f'{safe(row["name"])}: {row["bytes"]:,} bytes, {safe(life)}</title></path>\n')
+        if tall > 13 and wide > width_of(row["name"]):
+            names += label(x + wide / 2, y + tall / 2 + 4, row["name"], "middle", kind)
+    return out + "</g>\n", names
+
+
+def draw_memory(title, rows, drawn, ticks, top, size):
+    """Bytes (y) over a step's ticks (x): each of `drawn` from its first to its last use, at its
+    offset; from offset 0, also the line of the bytes alive of all `rows`. Returns the drawing and
+    the y of its end."""
     low = min(row["offset"] for row in drawn)
     high = max(row["offset"] + row["bytes"] for row in rows)
-    unit, unit_name = unit_of(high)
-    lines = [(value, f"{words} {unit_name}")
+    (unit, unit_name), (wide, tall) = unit_of(high), size
+    lines = [(value * unit, f"{words} {unit_name}")
              for value, words in round_ticks(low / unit, high / unit, tall / 40)]
-    left = 14 + max((width_of(words) for _, words in lines), default=0)
-    across, up, top = (wide - left - 12) / len(ticks), tall / (high - low), top + 30
-    body = label(8, top - 12, title, kind="title")
-    for value, words in lines:
-        y = top + (high - value * unit) * up
-        body += f'<path class="grid" d="M{left - 4:.1f} {y:.1f}H{wide - 12}"/>'
-        body += label(left - 8, y + 4, words, "end")
-    items, names = [], ""
+    left, top = 14 + max((width_of(words) for _, words in lines), default=0), top + 30
+    across = (wide - left - 12) / len(ticks)
+
+    def y_of(count):
+        return top + (high - count) / (high - low) * tall
+
+    body, names, items = grid(lines, left, wide - 12, y_of), "", []
     order = {group: i for i, group in enumerate(GROUPS)}
     for group in sorted({row["group"] for row in drawn}, key=lambda name: order.get(name, 99)):
         own, colour = [row for row in drawn if row["group"] == group], GROUPS.get(group, "#999999")
-        body += f'<g class="buffer" fill="{colour}">\n'
-        for row in own:
-            x, width = left + row["first"] * across, (row["last"] + 1 - row["first"]) * across
-            y, height = top + (high - row["offset"] - row["bytes"]) * up, row["bytes"] * up
-            life = f'{ticks[row["first"]]} to {ticks[row["last"]]}'
-            body += (f'<path d="M{x:.1f} {y:.1f}h{width:.1f}v{max(height, 0.4):.1f}H{x:.1f}z">'
-                     f'<title>{safe(row["name"])}: {row["bytes"]:,} bytes, {safe(life)}</title>'
-                     '</path>\n')
-            if height > 13 and width > width_of(row["name"]):
-                dark = sum(int(colour[k:k + 2], 16) for k in (1, 3, 5)) > 400
-                names += label(x + width / 2, y + height / 2 + 4, row["name"], "middle",
-                               "dark" if dark else "light")
-        most = size_text(max(bytes_alive(own, ticks)))
+        rectangles, inside = draw_buffers(own, ticks, colour, left, across, y_of)
+        body, names = body + rectangles, names + inside
         items.append((f'<rect width="12" height="10" x="3" fill="{colour}"/>',
-                      f"{group}, at most {most}"))
-        body += "</g>\n"
+                      f"{group}, at most {size_text(max(bytes_alive(own, ticks)))}"))
     if low == 0:
         alive = bytes_alive(rows, ticks)
+        body += f'<path class="alive" d="M{left:.1f} {top + tall}' + "".join(
+            f"V{y_of(count):.1f}h{across:.3f}" for count in alive) + '"/>\n'
         items.append(('<path class="alive" d="M0 5h18"/>',
                       f"alive, at most {size_text(max(alive))}"))
-        body += f'<path class="alive" d="M{left:.1f} {top + tall:.1f}' + "".join(
-            f"V{top + (high - count) * up:.1f}h{across:.3f}" for count in alive) + '"/>\n'
-    right = -math.inf    # of the stages' names as many as stand beside each other
-    for stage, group in itertools.groupby(enumerate(ticks), lambda pair: pair[1].split(".")[0]):
-        span = [tick for tick, _ in group]
-        x, half = left + (span[0] + span[-1] + 1) / 2 * across, width_of(stage) / 2
-        if x - half > right and x + half < wide:
-            body += label(x, top + tall + 16, stage, "middle")
-            right = x + half + 5
-    body += names + label(left + (wide - left) / 2, top + tall + 34,
-                          "stage: blocks forward, head, blocks backward", "middle")
     signs, bottom = legend(items, top + tall + 56, wide)
-    return body + signs, bottom + 14
+    return (label(8, top - 12, title, kind="title") + body + names + signs +
+            stage_names(ticks, left, across, wide - 12, top + tall + 16), bottom + 14)
 
 
 def plan_svg(plan, wide, draw=svg):
@@ -402,11 +414,11 @@ def plan_svg(plan, wide, draw=svg):
         whole = [row for row in rows if row["last"] - row["first"] + 1 == len(ticks)]
         name = "Memory" if plan.get("target") == "cpu" else where.capitalize() + " memory"
         size = size_text(max(row["offset"] + row["bytes"] for row in rows))
-        parts = ((f"{name} over a step: {size}", whole, 160 if where == "device" else 80),
-                 (f"{name} that comes and goes", [row for row in rows if row not in whole], 330))
-        for title, drawn, tall in parts:
+        for title, drawn, tall in (
+                (f"{name} over a step: {size}", whole, 160 if where == "device" else 80),
+                (f"{name} that comes and goes", [row for row in rows if row not in whole], 330)):
             if drawn:
-                part, top = draw_rows(title, rows, drawn, ticks, top, wide, tall)
+                part, top = draw_memory(title, rows, drawn, ticks, top, (wide, tall))
                 body += part
     return draw(wide, top, body, "memory over one training step")
 

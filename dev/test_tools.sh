@@ -413,7 +413,7 @@ if command -v python3 > /dev/null; then
         "$(python3 read.py figures run/report.html)"
     says "report: memory of the run" "<h2>Memory</h2>" "$(cat run/report.html)"
     equal "report: validations" "$(python3 read.py checks run.svg)" \
-        "$(echo $(logged val_loss | paste -d' ' <(printf 'step %d:\n' 2 4 5) -))"
+        "$(logged val_loss | paste -d' ' <(printf 'step %d:\n' 2 4 5) - | paste -sd' ')"
     plan="-e d12 -b 4 -r block:5 --offload moments,master --gpu-mem 16GiB --plan --json"
     # shellcheck disable=SC2086  # options are words
     "$root/train_gpt2" $plan > plan.json
