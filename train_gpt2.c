@@ -1482,7 +1482,7 @@ static void plan_refuse(const Plan *p, size_t need, size_t available) {
         bytes_text((double)available).s, bytes_text((double)(need - available)).s, line);
 }
 
-// JSON of the plan for dev/report.py: ticks by name and every row with its place in time and memory.
+// JSON of the plan for dev/report.py: ticks by name, every row with its place in time and memory.
 static void plan_print_json(const Plan *p) {
     printf("{\"target\":\"%s\",\"total_bytes\":%zu,\"host_bytes\":%zu,\"ticks\":[",
            p->settings.gpu ? "gpu" : "cpu", p->device_bytes, p->host_bytes);
