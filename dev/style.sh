@@ -211,7 +211,7 @@ top_level() {
 
 [ -f train_gpt2.c ] && volume train_gpt2.c 6250
 [ -f train_gpt2.cu ] && volume train_gpt2.cu 5500
-[ -f test_gpt2.cu ] && volume test_gpt2.cu 5400
+[ -f test_gpt2.cu ] && volume test_gpt2.cu 4200
 texts=()
 for file in train_gpt2.c train_gpt2.cu test_gpt2.cu Makefile .ci/run data/*.c data/*.sh \
             dev/*.c dev/*.cu dev/*.sh dev/*.py dev/fuzz/*; do

@@ -77,7 +77,24 @@ cuda_compile() {
 
 run style dev/style.sh
 programs="test_gpt2 test_gpt2_double test_gpt2_asan test_cuda_cpu test_gpt2cu_cpu
-          test_gpt2cu_cpu_asan"
+          test_gpt2cu_cpu_asan test/formats test/formats_asan"
+# What drives a built program from outside: the driver, the program, the tests (none: all). With
+# sanitizers, what is about memory and files; the runs that are long only because they learn, without.
+drives="options       train_gpt2
+        checkpoints   train_gpt2
+        interrupts    train_gpt2
+        evaluate      train_gpt2
+        model_files   train_gpt2
+        training      train_gpt2
+        options       build/train_gpt2_asan
+        checkpoints   build/train_gpt2_asan
+        interrupts    build/train_gpt2_asan
+        evaluate      build/train_gpt2_asan
+        model_files   build/train_gpt2_asan
+        training      build/train_gpt2_asan        overfit
+        training      build/train_gpt2_double      overfit
+        gpu_program   train_gpt2cu_cpu
+        gpu_program   build/train_gpt2cu_cpu_asan  gpu_bad_input gpu_commands gpu_eval gpu_checkpoints"
 archs="75 80 89 90a 100 120"
 
 # Everything at once on all cores, in silence; what fails is built again below, aloud.
@@ -85,19 +102,31 @@ jobs=-j$(nproc)
 [[ ${MAKEFLAGS:-} =~ (^| )-j ]] && jobs=
 # shellcheck disable=SC2086  # words
 $MAKE -s -k $jobs train_gpt2 data/tokenize build/fuzz_replay ${CUDA_HEADERS:+train_gpt2cu_cpu} \
-    $programs ${NVCC:+$(printf 'build/sm_%s.log ' $archs)} > /dev/null 2>&1
+    $(printf 'build/%s ' $programs) $(awk '{ print "build/test/" $1, $2 }' <<< "$drives" | sort -u) \
+    ${NVCC:+$(printf 'build/sm_%s.log ' $archs)} > /dev/null 2>&1
 
-build train_gpt2 data/tokenize && run tools dev/test_tools.sh
+# can_build PROGRAM: status 1, and a skip, when this machine lacks what it needs.
+can_build() {
+    if [[ $1 == *asan ]] && [ -z "${SAN-yes}" ]; then
+        skip "$1" "${CXX:-the compiler} has no sanitizers"
+    elif [[ $1 == *cu* ]] && [ -z "${CUDA_HEADERS-}" ]; then
+        skip "$1" "no headers of CUDA"
+    else
+        return 0
+    fi
+    return 1
+}
+
+build train_gpt2 data/tokenize && run tools dev/test/tools.sh
 build build/fuzz_replay train_gpt2 data/tokenize && run fuzz dev/fuzz/run.sh replay
 for program in $programs; do
-    if [[ $program == *asan ]] && [ -z "${SAN-yes}" ]; then
-        skip $program "${CXX:-the compiler} has no sanitizers"
-    elif [[ $program == *cu* ]] && [ -z "${CUDA_HEADERS-}" ]; then
-        skip $program "no headers of CUDA"
-    else
-        build build/$program && run $program build/$program
-    fi
+    can_build $program && build build/$program && run $program build/$program
 done
+while read -r driver program names <&3; do
+    # shellcheck disable=SC2086  # words
+    can_build $program && build build/test/$driver train_gpt2 $program &&
+        run "$driver ${program#build/}" build/test/$driver --program $program $names
+done 3<<< "$drives"
 if [ -z "${NVCC-}" ]; then
     skip cuda_compile "no nvcc"
 else
