@@ -1694,6 +1694,16 @@ static void test_log() {
          {"{\"a\":nan}", "{\"a\":1,}", "[1 2]", "{\"a\" 1}", "\"\n\"", "{", "inf", "[1]]"}) {
         expect(!json_valid(bad), "%s", bad);
     }
+    // What begins and ends each range of well-formed UTF-8, and what lies just outside.
+    for (const char *utf8 : {"\xc3\xa9", "\xe2\x82\xac\xed\x9f\xbf", "\xf0\x9f\x98\x80", "\x7f",
+                             "\xc2\x80\xf4\x8f\xbf\xbf\xe0\xa0\x80\xf0\x90\x80\x80"}) {
+        expect(json_valid(Text("\"") + utf8 + "\""), "%s", utf8);
+    }
+    for (const char *none : {"\x80", "\xc3", "\xc3(", "\xc0\xaf", "\xe0\x9f\xbf", "\xed\xa0\x80",
+                             "\xe2\x82", "\xf0\x8f\xbf\xbf", "\xf4\x90\x80\x80", "\xff",
+                             "\xf5\x80\x80\x80", "\\\xc3\xa9", "\\u12"}) {
+        expect(!json_valid(Text("\"") + none + "\""), "%s", none);
+    }
     FILE *f = fopen("text", "w");
     fputs("{\"sample\":\"", f);
     char bytes[257];

@@ -60,6 +60,7 @@ static void test_bpe_samples() {
     expect_success(o, "--prompt");
     expect(o.out.find(before + "Hello,\xc3\xa9") != Text::npos, "%s", o.out.c_str());
     expect(read_file("out/log.jsonl").find("\"sample\":\"Hello,\xc3\xa9") != Text::npos);
+    expect(log_steps("out/log.jsonl") == one_to(1), "every line of the log is JSON");
     expect_refused(program(run + "--prompt=Hello"), "data/prepare.sh puts vocab.bpe", "--prompt");
     expect_refused(program(run + "--tokenizer absent"), "cannot read vocabulary absent", "absent");
     expect_refused(program(run + "--tokenizer vocab --prompt=1,2,3,4,5,6,7,8,9"),

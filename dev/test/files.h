@@ -414,6 +414,31 @@ struct Refusal {
     const char *arguments, *words;
 };
 
+// Bytes of the well-formed UTF-8 character at p, by RFC 3629's table; 0 when there is none.
+inline int utf8_size(const char *p) {
+    auto at = [&](int i, int low, int high) {
+        const unsigned char c = (unsigned char)p[i];
+        return low <= c && c <= high;
+    };
+    auto more = [&](int i) { return at(i, 0x80, 0xbf); };
+    if (at(0, 0x01, 0x7f)) {
+        return 1;
+    }
+    if (at(0, 0xc2, 0xdf)) {
+        return more(1) ? 2 : 0;
+    }
+    const int three = at(0, 0xe0, 0xe0)   ? at(1, 0xa0, 0xbf)
+                      : at(0, 0xed, 0xed) ? at(1, 0x80, 0x9f)  // no surrogates
+                                          : at(0, 0xe1, 0xef) && more(1);
+    if (three) {
+        return more(2) ? 3 : 0;
+    }
+    const int four = at(0, 0xf0, 0xf0)   ? at(1, 0x90, 0xbf)
+                     : at(0, 0xf4, 0xf4) ? at(1, 0x80, 0x8f)  // U+10FFFF is the last
+                                         : at(0, 0xf1, 0xf3) && more(1);
+    return four && more(2) && more(3) ? 4 : 0;
+}
+
 // Past one JSON value; NULL when there is none.
 inline const char *json_past(const char *p) {
     p += strspn(p, " \n");
@@ -434,13 +459,12 @@ inline const char *json_past(const char *p) {
         return p + 1;
     }
     if (*p == '"') {
-        for (p++; *p != '"'; p++) {
-            unsigned digits;
+        for (p++; *p != '"'; p += utf8_size(p)) {
             int escape = *p == '\\';
             p += escape;
-            if ((unsigned char)*p < 32 || (unsigned char)*p > 126 ||
+            if ((unsigned char)*p < 32 || utf8_size(p) == 0 ||
                 (escape && !strchr("\"\\nrtu", *p)) ||
-                (escape && *p == 'u' && sscanf(p, "u%4x", &digits) != 1)) {
+                (escape && *p == 'u' && strspn(p + 1, "0123456789abcdefABCDEF") < 4)) {
                 return NULL;
             }
             p += escape && *p == 'u' ? 4 : 0;
