@@ -212,9 +212,13 @@ top_level() {
 [ -f train_gpt2.c ] && volume train_gpt2.c 6250
 [ -f train_gpt2.cu ] && volume train_gpt2.cu 5500
 [ -f test_gpt2.cu ] && volume test_gpt2.cu 4200
+for file in dev/test/*.h dev/test/*.cpp; do
+    braces "$file" | verdict "$file braces"
+    long_functions "$file" | verdict "$file functions"
+done
 texts=()
 for file in train_gpt2.c train_gpt2.cu test_gpt2.cu Makefile .ci/run data/*.c data/*.sh \
-            dev/*.c dev/*.cu dev/*.sh dev/*.py dev/fuzz/*; do
+            dev/*.c dev/*.cu dev/*.sh dev/*.py dev/fuzz/* dev/test/*; do
     [ -f "$file" ] && texts+=("$file")
 done
 LC_ALL=C.UTF-8 grep -HnE '^.{101,}' "${texts[@]}" | cut -c1-80 | verdict "100 columns"
@@ -296,8 +300,13 @@ if [ -f train_gpt2.c ]; then
             -Wno-unused-function -fsyntax-only "$file"
     done
 fi
+for file in dev/test/*.cpp; do
+    builds "$file" "$CXX" $as_cpp $MARCH $OMP $warnings -Wno-unknown-pragmas -Wno-unused-function \
+        -fsyntax-only "$file"
+done
 if command -v shellcheck > /dev/null; then
-    shellcheck -S warning data/*.sh dev/*.sh dev/fuzz/*.sh .ci/run | verdict "shellcheck"
+    shellcheck -S warning data/*.sh dev/*.sh dev/fuzz/*.sh dev/test/*.sh .ci/run |
+        verdict "shellcheck"
 else
     skip "shellcheck" "no shellcheck"
 fi

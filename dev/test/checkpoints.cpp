@@ -1,6 +1,6 @@
-// checkpoints.cpp -- folders of checkpoints as a user, a full disk or a stranger leaves them: what is
-// damaged is passed over by name, what is foreign is refused, nothing whole is lost, and a run that
-// goes on ends in the bytes of the undisturbed one.
+// checkpoints.cpp -- folders of checkpoints as a user, a full disk or a stranger leaves them: what
+// is damaged is passed over by name, what is foreign is refused, nothing whole is lost, and a run
+// that goes on ends in the bytes of the undisturbed one.
 //
 // Run:    build/test/checkpoints [--program build/train_gpt2_asan] [NAME...]
 
@@ -90,9 +90,9 @@ static void test_state_refused() {
     const Text run = TINY "--quiet -x 4 -n 2 -y 1 -o out", at = "out/step-00000002";
     expect_success(program(run), "first run");
     const Text good = in_checkpoint("out", 2, SAVED_STATE), end = tensors_of("out", 4);
-    const Text moments = header_and_data(good).first, shape = "\"m\":{\"dtype\":\"F32\",\"shape\":[";
-    expect(moments.find(shape) != Text::npos, "no moments in fp32");
-    const size_t all = strtoul(&moments[moments.find(shape) + shape.size()], NULL, 10);
+    const Text header = header_and_data(good).first, m = "\"m\":{\"dtype\":\"F32\",\"shape\":[";
+    expect(header.find(m) != Text::npos, "no moments in fp32");
+    const size_t all = strtoul(&header[header.find(m) + m.size()], NULL, 10);
     const Text low(2 * all, 'x');
     auto resume = [&](const Text &state) {
         remove_folder("out/step-00000004");

@@ -7,8 +7,8 @@
 #include <sstream>
 
 // GPT-2's tokens as bytes, from its merges: first the 256 bytes, those that print before those that
-// do not, then each merge's two parts. In the file a byte is a character of its own: one that prints
-// itself, the others U+0100 and up.
+// do not, then each merge's two parts. In the file a byte that prints stands for itself; the others
+// are characters from U+0100 on.
 static Words gpt2_tokens(const Text &merges) {
     auto prints = [](int c) { return (c > 32 && c < 127) || (c > 160 && c != 173); };
     Words tokens, characters(0x144);

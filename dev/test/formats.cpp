@@ -1,5 +1,5 @@
-// formats.cpp -- what data/ describes, byte by byte: SHA-256, JSON, GPT-2's tokens, evaluation files,
-// against known answers, naive twins, and files in which one thing is wrong.
+// formats.cpp -- what data/README.md describes, byte by byte: SHA-256, JSON, GPT-2's tokens and
+// evaluation files against known answers, naive twins, and files in which one thing is wrong.
 //
 // Run:    build/test/formats [NAME...]         build/test/formats_asan: with sanitizers
 

@@ -37,7 +37,8 @@ static void test_gpu_bad_input() {
         expect_refused(program(run + "l2h2c16t16 " + row.arguments), row.words, row.arguments);
     }
     for (const Refusal &row : shapes) {
-        expect_refused(program(run + row.arguments, with("EMU_GPU_MEM", "1024G")), row.words, row.arguments);
+        expect_refused(program(run + row.arguments, with("EMU_GPU_MEM", "1024G")), row.words,
+                       row.arguments);
     }
     if (is_emulated()) {
         Outcome none = program(run + "l2h2c16t16", with("EMU_GPUS", "0"));

@@ -1,5 +1,5 @@
-// interrupts.cpp -- runs that are killed or asked to stop at any moment end, resumed, in the bytes of
-// the run that nothing disturbed.
+// interrupts.cpp -- runs that are killed or asked to stop at any moment and then resumed end in the
+// bytes of the run that nothing disturbed.
 //
 // Run:    build/test/interrupts [--program build/train_gpt2_asan] [NAME...]
 
@@ -26,7 +26,7 @@ static void test_kill() {
     expect_same_end(want, "undisturbed");
     int kills = 0;
     for (int round = 0; round < 3; round++) {
-        chdir("..") == 0 ? enter(text("killed%d", round).c_str()) : fail(__FILE__, __LINE__, "chdir");
+        enter(text("../killed%d", round));
         for (int attempt = 0; attempt < 6; attempt++) {
             double share = random_unit((uint64_t)began, (uint64_t)(round * 6 + attempt));
             pid_t pid = start(resumable);
@@ -48,7 +48,7 @@ static void test_signals() {
     expect_success(program(resumable), "undisturbed");
     Text want = checkpoint_bytes("out", 40);
     for (int number : {SIGTERM, SIGINT}) {
-        chdir("..") == 0 ? enter(number == SIGINT ? "int" : "term") : fail(__FILE__, __LINE__, "chdir");
+        enter(number == SIGINT ? "../int" : "../term");
         for (int attempt = 0; attempt < 4; attempt++) {
             // The first thing a run does to the log is later than its handlers.
             const Text before = read_file("out/log.jsonl");

@@ -1,5 +1,5 @@
-// model_files.cpp -- models of strangers that the program must refuse: in one line that names the file
-// and what in it is wrong, and in little memory, whatever the file claims.
+// model_files.cpp -- models of strangers that the program must refuse: in one line that names the
+// file and what in it is wrong, and in little memory, whatever the file claims.
 //
 // Run:    build/test/model_files [--program build/train_gpt2_asan] [NAME...]
 

@@ -1,5 +1,6 @@
-// options.cpp -- what a user types or names wrongly, and what --plan answers: one line on stderr that
-// names the option or the file, what was found and what is allowed; nothing trained, nothing left.
+// options.cpp -- what a user types or names wrongly, and what --plan answers: one line on stderr
+// that names the option or the file, what was found and what is allowed; nothing trained, nothing
+// left.
 //
 // Run:    build/test/options [--program build/train_gpt2_asan] [NAME...]
 

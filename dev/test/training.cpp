@@ -42,8 +42,8 @@ static void test_resident_memory() {
     const Outcome o = program("-i train.bin -e l2h8c512t32 -b 2 -x 2 -o out --quiet");
     expect_success(o, "a run");
     double plan = last_value(read_file("out/log.jsonl"), "plan_bytes");
-    expect_near(o.resident_bytes, plan, 50e6, "resident %.1f MB, plan %.1f MB", o.resident_bytes / 1e6,
-                plan / 1e6);
+    expect_near(o.resident_bytes, plan, 50e6, "resident %.1f MB, plan %.1f MB",
+                o.resident_bytes / 1e6, plan / 1e6);
 }
 
 static const Test tests[] = {
