@@ -129,7 +129,7 @@ train: $(PROGRAM) data ## build for this machine, prepare data, train a small GP
 
 test: ## check the style, build and run every test that this machine can run
 	@MAKE='$(MAKE)' CC='$(CC)' CXX='$(CXX)' SAN='$(SAN)' NVCC='$(NVCC)' \
-	CUDA_HEADERS='$(CUDA_HEADERS)' dev/test.sh
+	CUDA_HEADERS='$(CUDA_HEADERS)' GPU='$(GPU)' dev/test.sh
 fuzz: build/fuzz build/fuzz_replay train_gpt2 data/tokenize ## readers, FUZZ_SECONDS=60 each
 	@dev/fuzz/run.sh $(or $(FUZZ_SECONDS),60)
 bench: build/bench_cpu build/bench_files ## matmul and step against oneDNN, files against dd

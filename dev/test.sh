@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Every test this machine can run: `make test`. Style first, then the programs; each prints as its
 # last line `N passed, N failed, N skipped`, and the last line here is their sum. Exit status 1 on
-# any failure. MAKE, CC, CXX, SAN (empty: no sanitizers), NVCC and CUDA_HEADERS (empty: none) come
-# from make.
+# any failure. MAKE, CC, CXX, SAN (empty: no sanitizers), NVCC, CUDA_HEADERS and GPU (empty: none)
+# come from make.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 export OMP_WAIT_POLICY=passive    # where other work goes on, spinning threads stand in its way
@@ -67,10 +67,12 @@ cuda_compile() {
             fi
         done
     done
-    if $MAKE -s build/test_gpt2cu ARCH=90a; then
-        ok=$((ok + 1)) && echo "nvcc  build/test_gpt2cu  ok"
-    else
-        bad=$((bad + 1)) && echo "nvcc  build/test_gpt2cu  FAILED"
+    if [ -z "${GPU-}" ]; then    # with a GPU it is built for that one, and run
+        if $MAKE -s build/test_gpt2cu ARCH=90a; then
+            ok=$((ok + 1)) && echo "nvcc  build/test_gpt2cu  ok"
+        else
+            bad=$((bad + 1)) && echo "nvcc  build/test_gpt2cu  FAILED"
+        fi
     fi
     echo "$ok passed, $bad failed, 0 skipped"
 }
@@ -78,8 +80,8 @@ cuda_compile() {
 run style dev/style.sh
 programs="test_gpt2 test_gpt2_double test_gpt2_asan test_cuda_cpu test_gpt2cu_cpu
           test_gpt2cu_cpu_asan test/formats test/formats_asan"
-# What drives a built program from outside: the driver, the program, the tests (none: all). With
-# sanitizers, what is about memory and files; the runs that are long only because they learn, without.
+# What drives a built program from outside: the driver, the program, the tests (none: all).
+# Programs with sanitizers run what is about memory and files, not what takes long to learn.
 drives="options       train_gpt2
         checkpoints   train_gpt2
         interrupts    train_gpt2
@@ -94,7 +96,7 @@ drives="options       train_gpt2
         training      build/train_gpt2_asan        overfit
         training      build/train_gpt2_double      overfit
         gpu_program   train_gpt2cu_cpu
-        gpu_program   build/train_gpt2cu_cpu_asan  gpu_bad_input gpu_commands gpu_eval gpu_checkpoints"
+        gpu_program   build/train_gpt2cu_cpu_asan  gpu_bad gpu_commands gpu_eval gpu_checkpoints"
 archs="75 80 89 90a 100 120"
 
 # Everything at once on all cores, in silence; what fails is built again below, aloud.
@@ -102,7 +104,8 @@ jobs=-j$(nproc)
 [[ ${MAKEFLAGS:-} =~ (^| )-j ]] && jobs=
 # shellcheck disable=SC2086  # words
 $MAKE -s -k $jobs train_gpt2 data/tokenize build/fuzz_replay ${CUDA_HEADERS:+train_gpt2cu_cpu} \
-    $(printf 'build/%s ' $programs) $(awk '{ print "build/test/" $1, $2 }' <<< "$drives" | sort -u) \
+    $(printf 'build/%s ' $programs) \
+    $(awk '{ print "build/test/" $1 "\n" $2 }' <<< "$drives" | sort -u) \
     ${NVCC:+$(printf 'build/sm_%s.log ' $archs)} > /dev/null 2>&1
 
 # can_build PROGRAM: status 1, and a skip, when this machine lacks what it needs.
@@ -131,6 +134,14 @@ if [ -z "${NVCC-}" ]; then
     skip cuda_compile "no nvcc"
 else
     run cuda_compile cuda_compile
+fi
+# What the emulated runs above checked, on the GPU itself.
+if [ -z "${NVCC-}" ] || [ -z "${GPU-}" ]; then
+    skip "test_gpt2cu, gpu_program" "no $([ -n "${NVCC-}" ] && echo GPU || echo nvcc)"
+else
+    build build/test_gpt2cu && run test_gpt2cu build/test_gpt2cu
+    build build/test/gpu_program train_gpt2 train_gpt2cu &&
+        run "gpu_program train_gpt2cu" build/test/gpu_program --program train_gpt2cu
 fi
 
 echo
