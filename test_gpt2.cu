@@ -2210,27 +2210,40 @@ template <class T> struct Device {
     }
 };
 
-// Order 0 is the plain one; on a GPU the others only run again.
+// Order 0 is the one that EMU_SEED, EMU_LAZY and EMU_GUARD ask for, and every test but those of
+// kernels runs in it; the others go on from there. On a GPU the others only run again.
 enum { ORDERS = CUDA_CPU ? 6 : 2 };
 static void set_order(int order) {
 #if CUDA_CPU
-    emu::set.seed = order < 4 ? order : 0;
-    emu::set.lazy = order == 4;
-    emu::set.guard = order == 5;
+    static const emu::Settings asked = emu::set;
+    emu::set.seed = asked.seed + (order < 4 ? order : 0);
+    emu::set.lazy = asked.lazy || order == 4;
+    emu::set.guard = asked.guard || order == 5;
 #else
     (void)order;
 #endif
 }
 
+// The variables that make the present order a run's order 0.
+static Text order_switches() {
+#if CUDA_CPU
+    return text("EMU_SEED=%ld EMU_LAZY=%ld EMU_GUARD=%ld ", emu::set.seed, emu::set.lazy,
+                emu::set.guard);
+#else
+    return "";
+#endif
+}
+
 // The outputs of `run`, which must be the same to the bit in every order.
 template <class Run> static Outputs every_order(Run run, const Text &who) {
+    set_order(0);
     Outputs first = run();
     for (int order = 1; order < ORDERS; order++) {
         set_order(order);
         Outputs again = run();
         for (size_t i = 0; i < first.size(); i++) {
-            expect(same_bits(first[i], again[i]), "%s: output %zu, order %d", who.c_str(), i,
-                   order);
+            expect(same_bits(first[i], again[i]), "%s: output %zu differs with %s", who.c_str(), i,
+                   order_switches().c_str());
         }
     }
     set_order(0);
@@ -3118,6 +3131,9 @@ static const Test tests[] = {
 int main(int argc, char **argv) {
 #if TEST_ASAN
     plan_mark = mark_for_asan;
+#endif
+#if TEST_CUDA
+    switches = order_switches;
 #endif
     return harness_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
 }

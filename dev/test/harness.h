@@ -60,7 +60,7 @@ inline Text tested;               // the built program that program() starts
 inline int failures;              // of this test
 inline Text detail;               // what its line says
 inline int shows_all, stays_here; // --all, --here
-inline Text (*switches)();        // the environment that repeats what this process runs, or NULL
+inline Text (*switches)();        // variables that repeat a run as it began, or NULL
 inline struct {
     double err, tol, share;
     Text where;
@@ -235,10 +235,12 @@ inline pid_t start_program(const Text &path, const Text &arguments,
         Words words = split(arguments.c_str());
         std::vector<char *> argv = arguments_of(&words);
         argv.push_back(NULL);
+        // Opened first: whom `before` turns this process into may not see the repository.
+        const int fd = open(from_root.c_str(), O_RDONLY | O_CLOEXEC);
         if (before) {
             before();
         }
-        execv(from_root.c_str(), argv.data());
+        fexecve(fd, argv.data(), environ);
         give_up("cannot run " + from_root);
     });
 }
@@ -300,6 +302,12 @@ inline void run_here(const Test *t) {
     printf("%-22s %s  %s", t->name, detail.c_str(), failures ? "FAILED" : "ok");
 }
 
+// The command that repeats one test alone, in the order that the program begins with.
+inline void print_again(const Text &command, const Test *t) {
+    printf("    again: %s%s --here %s\n", switches ? switches().c_str() : "", command.c_str(),
+           t->name);
+}
+
 // One test in a process of its own; its exit status: 0, FAILED or SKIPPED from a test that came to
 // its end, anything else is a failure too.
 inline int run_apart(const Test *t, const Text &again) {
@@ -324,7 +332,7 @@ inline int run_apart(const Test *t, const Text &again) {
     double seconds = (wall_ms() - began) * 1e-3;
     printf("%s\n", seconds >= 1 ? text("  (%.1f s)", seconds).c_str() : "");
     if (code != 0 && code != SKIPPED) {
-        printf("    again: %s --here %s\n", again.c_str(), t->name);
+        print_again(again, t);
     }
     return code;
 }
