@@ -44,7 +44,6 @@
 #include <sanitizer/asan_interface.h>
 #endif
 #include <algorithm>
-#include <sstream>
 
 // -------------------------------------------------------------------------------------------------
 // 1. Harness
@@ -1985,8 +1984,8 @@ static void expect_loads_at(int line, const char *path, const Model &m, const Re
             at++;
         }
         if (at < got.size()) {
-            fail(__FILE__, line, who + text(": element %zu is %.9g, not %.9g", at, (double)got[at],
-                                  (double)want[at]));
+            fail(__FILE__, line, who + text(": element %zu is %.9g, not %.9g", at,
+                                            (double)got[at], (double)want[at]));
         }
         if (!same_bits(n.state(STATE_M), zeros) || !same_bits(n.state(STATE_V), zeros)) {
             fail(__FILE__, line, who + ": moments");
