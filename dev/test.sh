@@ -102,7 +102,7 @@ archs="75 80 89 90a 100 120"
 # Everything at once on all cores, in silence; what fails is built again below, aloud.
 jobs=-j$(nproc)
 [[ ${MAKEFLAGS:-} =~ (^| )-j ]] && jobs=
-# shellcheck disable=SC2086  # words
+# shellcheck disable=SC2046,SC2086  # words
 $MAKE -s -k $jobs train_gpt2 data/tokenize build/fuzz_replay ${CUDA_HEADERS:+train_gpt2cu_cpu} \
     $(printf 'build/%s ' $programs) \
     $(awk '{ print "build/test/" $1 "\n" $2 }' <<< "$drives" | sort -u) \
