@@ -153,8 +153,13 @@ if [ -f train_gpt2.c ]; then
             -Wno-unused-function -fsyntax-only "$file"
     done
 fi
+for file in dev/test/*.cpp; do
+    builds "$file" "$CXX" $as_cpp $MARCH $OMP $warnings -Wno-unknown-pragmas -Wno-unused-function \
+        -fsyntax-only "$file"
+done
 if command -v shellcheck > /dev/null; then
-    shellcheck -S warning data/*.sh dev/*.sh dev/fuzz/*.sh .ci/run | verdict "shellcheck"
+    shellcheck -S warning data/*.sh dev/*.sh dev/fuzz/*.sh dev/test/*.sh .ci/run |
+        verdict "shellcheck"
 else
     skip "shellcheck" "no shellcheck"
 fi

@@ -2,7 +2,7 @@
 # Tests of data/tokenize, data/prepare.sh and dev/report.py. Works in a scratch folder with a space
 # in its name and leaves data/ as it is. One line a test, last line `N passed, N failed, N skipped`.
 set -u
-cd "$(dirname "$0")/.." || exit 1
+cd "$(dirname "$0")/../.." || exit 1
 root=$PWD
 mkdir -p build
 scratch=$(mktemp -d "build/tools test.XXXXXX") || exit 1
