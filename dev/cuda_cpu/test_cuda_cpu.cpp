@@ -421,6 +421,20 @@ static void test_memory() {
     EXPECT((uintptr_t)p % 256 == 0);
     OK(cudaMemGetInfo(&free_bytes, &total));
     EXPECT(free_bytes == 200 && total == (size_t)emu::set.gpu_mem);
+    {                           // a context, and a library once it is opened, take their part
+        Setting context(emu::set.context, 120), library(emu::set.library, 50);
+        cublasLtHandle_t handle;
+        OK(cudaMemGetInfo(&free_bytes, &total));
+        EXPECT(free_bytes == 80 && total == (size_t)emu::set.gpu_mem);
+        EXPECT(cudaMalloc((void **)&q, 81) == cudaErrorMemoryAllocation);
+        OK(cublasLtCreate(&handle));
+        OK(cudaMemGetInfo(&free_bytes, &total));
+        EXPECT(free_bytes == 30 && cudaMalloc((void **)&q, 31) == cudaErrorMemoryAllocation);
+        OK(cudaMalloc((void **)&q, 30));
+        OK(cudaFree(q));
+        OK(cublasLtDestroy(handle));
+        emu::library_bytes = 0;
+    }
     EXPECT(cudaMalloc((void **)&q, 201) == cudaErrorMemoryAllocation && q == nullptr);
     EXPECT(cudaPeekAtLastError() == cudaErrorMemoryAllocation);
     EXPECT(strcmp(cudaGetErrorString(cudaGetLastError()), "out of memory") == 0);
@@ -860,6 +874,15 @@ static double lt_error(const Shape &s, float beta, bool with_bias, bool in_place
     float alpha = 0.5f;
     std::vector<O> D, first;
     for (int i = x.n_found - 1; i >= 0; i--) {  // every algorithm, the same bits
+        int32_t beside = -1;
+        size_t written = 0;
+        OK(cublasLtMatmulAlgoCapGetAttribute(&x.found[i].algo,
+                                             CUBLASLT_ALGO_CAP_OUT_OF_PLACE_RESULT_SUPPORT, &beside,
+                                             sizeof beside, &written));
+        EXPECT(beside == (i >= 1) && written == sizeof beside);
+        if (!in_place && !beside) {
+            continue;
+        }
         if (in_place) {
             OK(cudaMemcpy(c, C.data(), nd * s.batch * sizeof(O), cudaMemcpyHostToDevice));
         }
@@ -921,9 +944,19 @@ static void lt_refusals() {
     Lt y = make_lt(CUDA_R_16BF, CUDA_R_16BF, other, nullptr);
     Lt z = make_lt(CUDA_R_32F, CUDA_R_16BF, s, nullptr);
     EXPECT(x.n_found == 3 && z.n_found == 0 && z.status == CUBLAS_STATUS_NOT_SUPPORTED);
+    {
+        Setting largest(emu::set.lt_max, 63);
+        Lt large = make_lt(CUDA_R_16BF, CUDA_R_16BF, s, nullptr);  // m is 64
+        EXPECT(large.n_found == 0 && large.status == CUBLAS_STATUS_NOT_SUPPORTED);
+    }
     bf16 *a = device<bf16>(4096), *b = device<bf16>(4096), *d = device<bf16>(4096);
     void *workspace = device<char>(1 << 20);
     float one = 1, zero = 0;
+    auto beside = [&](const Lt &layouts, int algorithm) {
+        bf16 *c = device<bf16>(4096);
+        return cublasLtMatmul(x.handle, x.desc, &one, a, layouts.a, b, x.b, &zero, c, layouts.c, d,
+                              layouts.d, &x.found[algorithm].algo, workspace, 1 << 20, 0);
+    };
     auto run = [&](const bf16 *pa, bf16 *pd, const Lt &layouts, const cublasLtMatmulAlgo_t *algo,
                    size_t bytes) {
         return cublasLtMatmul(x.handle, x.desc, &one, pa, layouts.a, b, x.b, &zero, pd, layouts.c,
@@ -935,6 +968,10 @@ static void lt_refusals() {
     EXPECT(run(a, d, x, &y.found[0].algo, 1 << 20) != 0);       // chosen for another shape
     EXPECT(run(a, d, x, &x.found[2].algo, 1 << 10) != 0);       // workspace too small
     EXPECT(run(a, a, x, nullptr, 0) != 0);                      // D on A
+    EXPECT(beside(x, 0) == CUBLAS_STATUS_NOT_SUPPORTED);        // D beside C, in place only
+    OK(beside(x, 1));
+    Setting none(emu::set.lt_in_place, emu::ALGORITHMS);
+    EXPECT(beside(x, 2) == CUBLAS_STATUS_NOT_SUPPORTED);
     EXPECT(run(a, d, z, nullptr, 0) != 0);                      // types
     EXPECT(run(a, d, y, nullptr, 0) != 0);                      // shapes
     EXPECT(strcmp(cublasLtGetStatusName(CUBLAS_STATUS_NOT_SUPPORTED),
