@@ -1326,6 +1326,13 @@ static void bug_pageable() {
     int x = 0;
     launch(k_add, 1, 1, 0, 0, &x, 1);
 }
+static void bug_switches() {    // a report names what is not standard, so that it can be repeated
+    emu::set.seed = 5;
+    emu::set.order = emu::EARLY;
+    emu::set.cc = 80;
+    int x = 0;
+    launch(k_add, 1, 1, 0, 0, &x, 1);
+}
 static void bug_threads() { launch(k_two_barriers, 1, 1025, 0, 0); }
 static void bug_big_shared() { launch(k_shared<int>, 1, 1, 50 << 10, 0, nullptr); }
 static __global__ void k_static() { SHARED(float, s, [13000]); s[0] = 1; }
@@ -1388,6 +1395,7 @@ static const Bug bugs[] = {
     {bug_null, "Segmentation fault", "k_null", "k_null"},
     {bug_stack, "EMU_STACK", "k_deep", "stack-overflow"},
     {bug_pageable, "argument 0 of k_add", "is not device or pinned memory", nullptr},
+    {bug_switches, "(in host code)", "; again with EMU_SEED=5 EMU_ORDER=early EMU_CC=80\n", nullptr},
     {bug_threads, "launch of k_two_barriers refused: block size", "", nullptr},
     {bug_big_shared, "more dynamic shared memory", "k_shared<int>", nullptr},
     {bug_static_shared, "52000 static", "k_static", nullptr},
