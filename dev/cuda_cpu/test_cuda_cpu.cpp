@@ -466,8 +466,8 @@ static void test_copies() {
 static __global__ void k_add(int *x, int y) { *x += y; }
 static __global__ void k_copy(int *to, const int *from) { *to = *from; }
 
-static void test_lazy() {  // streams as late as legal
-    Setting lazy(emu::set.lazy, 1);
+static void test_late() {  // streams as late as legal
+    Setting order(emu::set.order, emu::LATE);
     cudaStream_t s, t;
     cudaEvent_t e;
     OK(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking));
@@ -499,8 +499,82 @@ static void test_lazy() {  // streams as late as legal
     OK(cudaFreeHost(pinned));
 }
 
+// Eight numbers go through one slot, as a layer's weights do: a copy stream brings each one, the
+// compute stream uses it. Either wait can be left out: arrived, without which the kernel may come
+// before its number, or gone, without which the next number may come before the kernel.
+static __global__ void k_use(int *sum, const int *slot, int weight) { *sum += weight * *slot; }
+enum { VISITS = 8 };
+static int visits(bool wait_arrived, bool wait_gone) {
+    cudaStream_t compute, copies;
+    cudaEvent_t arrived, gone;
+    OK(cudaStreamCreateWithFlags(&compute, cudaStreamNonBlocking));
+    OK(cudaStreamCreateWithPriority(&copies, cudaStreamNonBlocking, -1));
+    OK(cudaEventCreateWithFlags(&arrived, cudaEventDisableTiming));
+    OK(cudaEventCreateWithFlags(&gone, cudaEventDisableTiming));
+    int *device_memory = device(std::vector<int>(2, 0)), *sum = device_memory, *slot = sum + 1;
+    int *pinned;
+    OK(cudaMallocHost((void **)&pinned, VISITS * sizeof(int)));
+    launch(k_add, 1, 1, 0, compute, sum, 0);
+    for (int i = 0; i < VISITS; i++) {
+        pinned[i] = i + 1;
+        if (wait_gone && i > 0) {
+            OK(cudaStreamWaitEvent(copies, gone, 0));
+        }
+        OK(cudaMemcpyAsync(slot, pinned + i, sizeof(int), cudaMemcpyHostToDevice, copies));
+        OK(cudaEventRecord(arrived, copies));
+        if (wait_arrived) {
+            OK(cudaStreamWaitEvent(compute, arrived, 0));
+        }
+        launch(k_use, 1, 1, 0, compute, sum, slot, 1 << i);
+        OK(cudaEventRecord(gone, compute));
+    }
+    while (cudaEventQuery(gone) == cudaErrorNotReady) {
+        cudaGetLastError();
+    }
+    int result = host(sum, 1)[0];
+    for (cudaStream_t s : {compute, copies}) {
+        OK(cudaStreamDestroy(s));
+    }
+    OK(cudaEventDestroy(arrived));
+    OK(cudaEventDestroy(gone));
+    OK(cudaFree(device_memory));
+    OK(cudaFreeHost(pinned));
+    return result;
+}
+// Both waits: right in every order. A missing one: seen in the order that exists for it, and by
+// chance too.
+static void test_orders() {
+    enum { SEEDS = 16 };
+    int right = 0, seen_arrived = 0, seen_gone = 0;
+    for (int i = 0; i < VISITS; i++) {
+        right += (i + 1) << i;
+    }
+    for (long order = emu::EARLY; order <= SEEDS; order++) {
+        Setting o(emu::set.order, order);
+        EXPECT(visits(true, true) == right);
+        bool no_arrived = visits(false, true) != right, no_gone = visits(true, false) != right;
+        if (order > 0) {
+            seen_arrived += no_arrived;
+            seen_gone += no_gone;
+        } else {
+            EXPECT(no_arrived == (order == emu::LATE));
+            EXPECT(no_gone == (order == emu::EARLY));
+        }
+    }
+    EXPECT(seen_arrived >= SEEDS / 4 && seen_gone >= SEEDS / 4);
+    snprintf(note, sizeof note, "no wait for arrival: late and %d, for departure: early and %d of "
+             "%d", seen_arrived, seen_gone, SEEDS);
+    int least, greatest, priority;
+    cudaStream_t s;
+    OK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+    OK(cudaStreamCreateWithPriority(&s, cudaStreamNonBlocking, greatest - 1));
+    OK(cudaStreamGetPriority(s, &priority));
+    EXPECT(greatest < least && priority == greatest);
+    OK(cudaStreamDestroy(s));
+}
+
 static void test_default_stream() {  // it and the blocking streams wait for each other
-    Setting lazy(emu::set.lazy, 1);
+    Setting order(emu::set.order, emu::LATE);
     cudaStream_t s;
     OK(cudaStreamCreate(&s));
     int *x = device(std::vector<int>(2, 0));
@@ -1108,7 +1182,7 @@ static void rank_scatter(ncclComm_t comm, int rank, int ranks) {
 }
 // A group on a lazy stream, and a second communicator from an id that travels through the first.
 static void rank_group(ncclComm_t comm, int rank, int ranks) {
-    emu::set.lazy = 1;
+    emu::set.order = emu::LATE;
     cudaStream_t s;
     OK(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking));
     int *x = device(std::vector<int>(2, 1));
@@ -1365,13 +1439,24 @@ static __global__ void k_ldmatrix_off(char *out) {
 }
 static void bug_ldmatrix() { launch(k_ldmatrix_off, 1, 32, 0, 0, device<char>(16)); }
 static void bug_circle() {  // two streams that wait for each other
-    emu::set.lazy = 1;
+    emu::set.order = emu::LATE;
     cudaStream_t s, t;
     OK(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking));
     OK(cudaStreamCreateWithFlags(&t, cudaStreamNonBlocking));
     emu::enqueue_wait(s, t, 1);
     emu::enqueue_wait(t, s, 1);
     OK(cudaStreamSynchronize(s));
+}
+
+// CUDA lets these two waits differ: the host's returns at once, the stream's is a bug.
+static void bug_never_recorded() {
+    cudaEvent_t e;
+    OK(cudaEventCreate(&e));
+    OK(cudaEventQuery(e));
+    OK(cudaEventSynchronize(e));
+    if (wrong == 0) {
+        cudaStreamWaitEvent(nullptr, e, 0);
+    }
 }
 
 struct Bug { void (*run)(); const char *what, *where, *asan; };  // asan: what it says instead
@@ -1404,6 +1489,7 @@ static const Bug bugs[] = {
     {bug_lt_range, "run 4 bytes past the end", "cublasLtMatmul B", nullptr},
     {bug_nccl_range, "run 12 bytes past the end", "ncclAllReduce", nullptr},
     {bug_ldmatrix, "is not in shared memory", "k_ldmatrix_off", nullptr},
+    {bug_never_recorded, "the event was never recorded", "cudaStreamWaitEvent", nullptr},
     {bug_circle, "wait for each other in a circle", "", nullptr},
 };
 static void test_bugs() {
@@ -1479,7 +1565,8 @@ static const struct { const char *name; void (*run)(); } tests[] = {
     {"memory", test_memory},
     {"copies", test_copies},
     {"gaps", test_gaps},
-    {"lazy", test_lazy},
+    {"late", test_late},
+    {"orders", test_orders},
     {"default_stream", test_default_stream},
     {"events", test_events},
     {"device", test_device},
