@@ -443,6 +443,7 @@ static void test_memory() {
     OK(cudaFree(p));
     EXPECT(cudaFree(p) == cudaErrorInvalidValue && cudaGetLastError() != cudaSuccess);
     EXPECT(emu::peak_bytes >= 800 && cudaFree(nullptr) == cudaSuccess);
+    EXPECT(cudaFree(q) == cudaErrorInvalidValue && cudaGetLastError() != cudaSuccess);
     OK(cudaFreeHost(q));
 }
 
@@ -465,6 +466,37 @@ static void test_copies() {
 
 static __global__ void k_add(int *x, int y) { *x += y; }
 static __global__ void k_copy(int *to, const int *from) { *to = *from; }
+
+// Pinned memory, allocated and registered: EMU_HOST_MEM to the byte, kernels reach it, and what is
+// registered stays the program's.
+static void test_pinned() {
+    Setting limit(emu::set.host_mem, (long)emu::pinned_bytes + 1000);
+    size_t before = emu::pinned_bytes, on_device = emu::allocated_bytes;
+    int *a, *b, *seen;
+    std::vector<int> mine(100, 3);
+    OK(cudaMallocHost((void **)&a, 400));
+    OK(cudaHostAlloc((void **)&b, 200, cudaHostAllocPortable));
+    EXPECT(cudaMallocHost((void **)&seen, 401) == cudaErrorMemoryAllocation && seen == nullptr);
+    EXPECT(cudaHostAlloc((void **)&seen, 401, 0) == cudaErrorMemoryAllocation);
+    OK(cudaHostRegister(mine.data(), 400, cudaHostRegisterDefault));
+    EXPECT(emu::pinned_bytes == before + 1000 && emu::allocated_bytes == on_device);
+    EXPECT(cudaHostRegister(&limit, 1, 0) == cudaErrorMemoryAllocation);
+    EXPECT(cudaHostRegister(&mine[99], 8, 0) == cudaErrorHostMemoryAlreadyRegistered);
+    EXPECT(cudaHostRegister(a, 4, 0) == cudaErrorHostMemoryAlreadyRegistered);
+    OK(cudaHostGetDevicePointer((void **)&seen, &mine[1], 0));
+    EXPECT(seen == &mine[1] && cudaHostGetDevicePointer((void **)&b, &limit, 0) != cudaSuccess);
+    launch(k_add, 1, 1, 0, 0, seen, 4);
+    OK(cudaMemcpy(a, mine.data(), 400, cudaMemcpyHostToHost));
+    EXPECT(mine[0] == 3 && mine[1] == 7 && a[1] == 7);
+    EXPECT(cudaFreeHost(mine.data()) == cudaErrorInvalidValue);
+    EXPECT(cudaHostUnregister(a) == cudaErrorHostMemoryNotRegistered);
+    OK(cudaHostUnregister(mine.data()));
+    EXPECT(cudaHostUnregister(mine.data()) == cudaErrorHostMemoryNotRegistered);
+    EXPECT(cudaGetLastError() != cudaSuccess && mine[99] == 3);
+    OK(cudaFreeHost(a));
+    OK(cudaFreeHost(b));
+    EXPECT(emu::pinned_bytes == before);
+}
 
 static void test_late() {  // streams as late as legal
     Setting order(emu::set.order, emu::LATE);
@@ -1459,6 +1491,19 @@ static void bug_never_recorded() {
     }
 }
 
+// Planted: host memory is unregistered while a copy from it is still to come.
+static void bug_unregistered() {
+    emu::set.order = emu::LATE;
+    std::vector<int> mine(100, 3);
+    cudaStream_t s;
+    OK(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking));
+    int *x = device<int>(100);
+    OK(cudaHostRegister(mine.data(), 400, 0));
+    OK(cudaMemcpyAsync(x, mine.data(), 400, cudaMemcpyHostToDevice, s));
+    OK(cudaHostUnregister(mine.data()));
+    OK(cudaStreamSynchronize(s));
+}
+
 struct Bug { void (*run)(); const char *what, *where, *asan; };  // asan: what it says instead
 static const Bug bugs[] = {
     {bug_past_end, "wrote 4 bytes past the end of an allocation of 400", "k_write", "poison"},
@@ -1489,6 +1534,7 @@ static const Bug bugs[] = {
     {bug_lt_range, "run 4 bytes past the end", "cublasLtMatmul B", nullptr},
     {bug_nccl_range, "run 12 bytes past the end", "ncclAllReduce", nullptr},
     {bug_ldmatrix, "is not in shared memory", "k_ldmatrix_off", nullptr},
+    {bug_unregistered, "is not device or pinned memory", "cudaMemcpy source", nullptr},
     {bug_never_recorded, "the event was never recorded", "cudaStreamWaitEvent", nullptr},
     {bug_circle, "wait for each other in a circle", "", nullptr},
 };
@@ -1564,6 +1610,7 @@ static const struct { const char *name; void (*run)(); } tests[] = {
     {"os_threads", test_os_threads},
     {"memory", test_memory},
     {"copies", test_copies},
+    {"pinned", test_pinned},
     {"gaps", test_gaps},
     {"late", test_late},
     {"orders", test_orders},
