@@ -392,6 +392,79 @@ static void test_seeds() {
     snprintf(note, sizeof note, "missing barriers seen by %d and %d of 8 seeds", early, reuse);
 }
 
+// In which order threads come to a place: before and behind a warp operation and a barrier.
+// order: for each of the PLACES, the threads of all blocks as they came; count: 0s, one a place.
+enum { PLACES = 3, S_BLOCKS = 8, S_THREADS = 128, S_ALL = S_BLOCKS * S_THREADS };
+static __global__ void k_order(int *order, int *count) {
+    int me = (int)(blockIdx.x * blockDim.x + threadIdx.x);
+    order[atomicAdd(count, 1)] = me;
+    __syncwarp();
+    order[S_ALL + atomicAdd(count + 1, 1)] = me;
+    __syncthreads();
+    order[2 * S_ALL + atomicAdd(count + 2, 1)] = me;
+}
+static std::vector<int> order_of(long seed, uint64_t launch_no) {
+    Setting s(emu::set.seed, seed);
+    emu::launches = launch_no;
+    int *order = device<int>(PLACES * S_ALL), *count = device(std::vector<int>(PLACES, 0));
+    launch(k_order, S_BLOCKS, S_THREADS, 0, 0, order, count);
+    std::vector<int> v = host(order, PLACES * S_ALL);
+    OK(cudaFree(order));
+    OK(cudaFree(count));
+    return v;
+}
+// How often a thread, warp or block (size: threads in one) comes later than its next one does.
+static int inversions(const int *order, int size) {
+    std::vector<int> place(S_ALL / size, -1);
+    int n = 0;
+    for (int i = 0; i < S_ALL; i++) {
+        int &p = place[(size_t)(order[i] / size)];
+        p = p < 0 ? i : p;      // of the first of its threads
+    }
+    for (size_t i = 1; i < place.size(); i++) {
+        n += place[i] < place[i - 1];
+    }
+    return n;
+}
+// Seeds shuffle: of all pairs of neighbours, lanes, warps and blocks, a fair share comes the other
+// way round, each seed in its own order. Without a seed nothing is shuffled, and this test's own
+// measure says so.
+static void test_shuffled() {
+    enum { SEEDS = 8 };
+    const int sizes[] = {1, 32, S_THREADS};
+    std::vector<std::vector<int>> seen;
+    int least = 100;
+    for (long seed = 0; seed < SEEDS; seed++) {
+        std::vector<int> order = order_of(seed, 7000);
+        for (const std::vector<int> &other : seen) {
+            EXPECT(order != other);
+        }
+        for (int p = 0; p < PLACES; p++) {
+            std::vector<int> sorted(order.begin() + p * S_ALL, order.begin() + (p + 1) * S_ALL);
+            std::sort(sorted.begin(), sorted.end());
+            for (int i = 0; i < S_ALL; i++) {
+                EXPECT(sorted[(size_t)i] == i);  // everybody came once
+            }
+        }
+        seen.push_back(order);
+    }
+    for (int p = 0; p < PLACES; p++) {
+        for (int size : sizes) {
+            int pairs = S_ALL / size - 1, turned = 0;
+            for (int seed = 1; seed < SEEDS; seed++) {
+                turned += inversions(&seen[(size_t)seed][(size_t)p * S_ALL], size);
+            }
+            int percent = 100 * turned / (pairs * (SEEDS - 1));
+            least = std::min(least, percent);
+            EXPECT(percent >= 25 && percent <= 75);
+            EXPECT(p > 0 || inversions(&seen[0][0], size) == 0);
+        }
+    }
+    EXPECT(order_of(SEEDS - 1, 7000) == seen[SEEDS - 1]);  // the seed repeats it
+    EXPECT(order_of(SEEDS - 1, 7001) != seen[SEEDS - 1]);  // another launch is another order
+    snprintf(note, sizeof note, "at least %d %% of neighbours turned round, of 50 expected", least);
+}
+
 static void os_threads() {  // blocks over two OS threads: the same bits
     Setting t(emu::set.threads, 2);
     test_reduce();
@@ -1607,6 +1680,7 @@ static const struct { const char *name; void (*run)(); } tests[] = {
     {"words", test_words},
     {"shared", test_shared},
     {"seeds", test_seeds},
+    {"shuffled", test_shuffled},
     {"os_threads", test_os_threads},
     {"memory", test_memory},
     {"copies", test_copies},
