@@ -18,6 +18,8 @@
 //   8  Planted bugs
 //   9  Speed
 //   10  The table and main
+//
+// Copyright (c) 2026 the train_gpt2 authors. SPDX-License-Identifier: MIT
 #include <cuda_runtime.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -1171,6 +1173,7 @@ static void test_lt_refusals() {
 // 7. NCCL
 // Ranks are child processes; the id is made before the fork, as a launcher would hand it out.
 
+#if EMU_NCCL
 typedef void Rank(ncclComm_t comm, int rank, int ranks);
 static std::vector<int> rank_codes;  // exit codes of the last run_ranks
 static std::string rank_text;        // what they said on stderr
@@ -1386,6 +1389,7 @@ static void test_nccl_deaths() {
     expect_ranks_die(rank_hangs, 3, "rank 2 did not come to AllReduce #1 within 2 s", "on rank 1");
     expect_ranks_die(rank_nothing, 4, "4 ranks); rank 0 expects 3 ranks", "CommInit");
 }
+#endif
 
 // -------------------------------------------------------------------------------------------------
 // 8. Planted bugs
@@ -1533,6 +1537,7 @@ static void bug_lt_range() {
     cublasLtMatmul(x.handle, x.desc, &one, a, x.a, b, x.b, &zero, d, x.c, d, x.d, nullptr, nullptr,
                    0, 0);
 }
+#if EMU_NCCL
 static void bug_nccl_range() {  // llm.c's sizeof(float) elements on a 4-byte buffer
     ncclUniqueId id;
     ncclComm_t comm;
@@ -1541,6 +1546,7 @@ static void bug_nccl_range() {  // llm.c's sizeof(float) elements on a 4-byte bu
     float *x = device<float>(1);
     OK(ncclAllReduce(x, x, sizeof(float), ncclFloat32, ncclSum, comm, 0));
 }
+#endif
 static __global__ void k_ldmatrix_off(char *out) {
     uint32_t r[4];
     ldmatrix_x4<false>(r, out);
@@ -1601,14 +1607,17 @@ static const Bug bugs[] = {
     {bug_null, "Segmentation fault", "k_null", "k_null"},
     {bug_stack, "EMU_STACK", "k_deep", "stack-overflow"},
     {bug_pageable, "argument 0 of k_add", "is not device or pinned memory", nullptr},
-    {bug_switches, "(in host code)", "; again with EMU_SEED=5 EMU_ORDER=early EMU_CC=80\n", nullptr},
+    {bug_switches, "(in host code)", "; again with EMU_SEED=5 EMU_ORDER=early EMU_CC=80\n",
+     nullptr},
     {bug_threads, "launch of k_two_barriers refused: block size", "", nullptr},
     {bug_big_shared, "more dynamic shared memory", "k_shared<int>", nullptr},
     {bug_static_shared, "52000 static", "k_static", nullptr},
     {bug_copy_range, "101 bytes at offset 0 run 1 bytes past", "cudaMemset", nullptr},
     {bug_copy_gap, "run into the gap at offset 500", "cudaMemset", nullptr},
     {bug_lt_range, "run 4 bytes past the end", "cublasLtMatmul B", nullptr},
+#if EMU_NCCL
     {bug_nccl_range, "run 12 bytes past the end", "ncclAllReduce", nullptr},
+#endif
     {bug_ldmatrix, "is not in shared memory", "k_ldmatrix_off", nullptr},
     {bug_unregistered, "is not device or pinned memory", "cudaMemcpy source", nullptr},
     {bug_never_recorded, "the event was never recorded", "cudaStreamWaitEvent", nullptr},
@@ -1700,8 +1709,10 @@ static const struct { const char *name; void (*run)(); } tests[] = {
     {"copy_async", test_copy_async},
     {"cublasLt", test_lt},
     {"cublasLt_refusals", test_lt_refusals},
+#if EMU_NCCL
     {"nccl", test_nccl},
     {"nccl_deaths", test_nccl_deaths},
+#endif
     {"bugs", test_bugs},
     {"speed", test_speed},
 };
