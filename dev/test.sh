@@ -78,6 +78,7 @@ cuda_compile() {
 run style dev/style.sh
 programs="test_gpt2 test_gpt2_double test_gpt2_asan test_cuda_cpu test_gpt2cu_cpu
           test_gpt2cu_cpu_asan"
+programs+=" test_cuda_cpu_asan"
 archs="75 80 89 90a 100 120"
 
 # Everything at once on all cores, in silence; what fails is built again below, aloud.
@@ -98,6 +99,11 @@ for program in $programs; do
         build build/$program && run $program build/$program
     fi
 done
+if [ -z "${CUDA_HEADERS-}" ]; then
+    skip cuda_example "no headers of CUDA"
+else
+    build build/cuda_example && run cuda_example dev/cuda_cpu/example.sh build/cuda_example
+fi
 if [ -z "${NVCC-}" ]; then
     skip cuda_compile "no nvcc"
 else
