@@ -371,6 +371,22 @@ template <bool BARRIER> static __global__ void k_two_phases(float *out) {
         }
     }
 }
+// Each lane hands its neighbour a number through shared memory, twice. Without the second barrier
+// of the warp a fast lane overwrites what a slow one still reads.
+template <bool BARRIER> static __global__ void k_neighbours(float *out) {
+    SHARED(float, value, [256]);
+    int t = (int)threadIdx.x;
+    float sum = 0;
+    for (int i = 0; i < 2; i++) {
+        value[t] = i == 0 ? 3.0f : 5.0f;
+        __syncwarp();
+        sum += (i == 0 ? 5.0f : 3.0f) * value[t ^ 1];
+        if (BARRIER) {
+            __syncwarp();
+        }
+    }
+    out[t] = sum;
+}
 // How many of eight seeds give another result than a kernel with all its barriers.
 static int seeds_that_differ(void (*kernel)(float *), float expected) {
     int differ = 0;
@@ -389,12 +405,15 @@ static int seeds_that_differ(void (*kernel)(float *), float expected) {
     return differ;
 }
 static void test_seeds() {
-    int early = seeds_that_differ(k_block_sum<false>, 8), reuse;
+    int early = seeds_that_differ(k_block_sum<false>, 8), reuse, lanes;
     reuse = seeds_that_differ(k_two_phases<false>, 0);
-    EXPECT(early == 8 && reuse >= 3);
+    lanes = seeds_that_differ(k_neighbours<false>, 30);
+    EXPECT(early == 8 && reuse >= 3 && lanes >= 3);
     EXPECT(seeds_that_differ(k_block_sum<true>, 8) == 0);
     EXPECT(seeds_that_differ(k_two_phases<true>, 0) == 0);
-    snprintf(note, sizeof note, "missing barriers seen by %d and %d of 8 seeds", early, reuse);
+    EXPECT(seeds_that_differ(k_neighbours<true>, 30) == 0);
+    snprintf(note, sizeof note, "missing barriers seen by %d, %d and, of a warp, %d of 8 seeds",
+             early, reuse, lanes);
 }
 
 // In which order threads come to a place: before and behind a warp operation and a barrier.
