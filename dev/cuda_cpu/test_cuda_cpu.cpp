@@ -1613,7 +1613,7 @@ static const Bug bugs[] = {
     {bug_guard, "Segmentation fault", "k_write, block (1,0,0) of (2,1,1), thread (3,0,0)", "SEGV"},
     {bug_host_access, "host code touches device memory", "in host code", "SEGV"},
     {bug_dead_row, "a dead row", "", "k_write, block (1,0,0) of (2,1,1), thread (3,0,0)"},
-    {bug_shared, "wrote at offset 16 of a shared variable of 16", "k_past_shared", "k_past_shared, b"},
+    {bug_shared, "wrote at offset 16 of a shared variable", "k_past_shared", "k_past_shared, b"},
     {bug_return_before_barrier, "deadlock", "threads 32-63 have returned", nullptr},
     {bug_divergent_barrier, "divergent barrier", "k_two_barriers", nullptr},
     {bug_half_warp, "deadlock", "threads 0-15 wait in __shfl_sync, mask ffffffff", nullptr},
