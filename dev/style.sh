@@ -154,7 +154,8 @@ if [ -f train_gpt2.c ]; then
     done
 fi
 if command -v shellcheck > /dev/null; then
-    shellcheck -S warning data/*.sh dev/*.sh dev/fuzz/*.sh .ci/run | verdict "shellcheck"
+    shellcheck -S warning data/*.sh dev/*.sh dev/cuda_cpu/*.sh dev/fuzz/*.sh .ci/run |
+        verdict "shellcheck"
 else
     skip "shellcheck" "no shellcheck"
 fi
