@@ -4127,7 +4127,7 @@ enum { ORDERS = CUDA_CPU ? 6 : 2 };
 static void set_order(int order) {
 #if CUDA_CPU
     emu::set.seed = order < 4 ? order : 0;
-    emu::set.lazy = order == 4;
+    emu::set.order = order == 4 ? emu::LATE : emu::AS_SUBMITTED;
     emu::set.guard = order == 5;
 #else
     (void)order;

@@ -1310,7 +1310,8 @@ static void rank_scatter(ncclComm_t comm, int rank, int ranks) {
     OK(ncclBroadcast(bytes, bytes, 3, ncclUint8, ranks - 1, comm, 0));
     EXPECT(host(bytes, 3)[2] == ranks + 4);
 }
-// A group on a lazy stream, and a second communicator from an id that travels through the first.
+// A group on a stream that runs late, and a second communicator from an id that travels through the
+// first.
 static void rank_group(ncclComm_t comm, int rank, int ranks) {
     emu::set.order = emu::LATE;
     cudaStream_t s;
