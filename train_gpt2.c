@@ -3172,39 +3172,30 @@ static void config_parse(Model *m, const unsigned char *bytes, size_t size, cons
     model_require(m, name);
 }
 
-// llm.c's model files: a header of 256 int32, then the tensors, each with all its layers, in the
-// order of chapter The model; version 3 holds fp32, version 5 bf16. llmc_model finds the sizes,
-// llmc_spans the tensors; spans: (L, FILE_TENSORS).
-enum { LLMC_MAGIC = 20240326, LLMC_HEADER = 1024 };
-
+// llm.c's model files: a header with the sizes, then the tensors, each with all its layers, in the
+// order of tensor_table; version 3 holds fp32, version 5 bf16. llmc_model finds the sizes and
+// returns the type, llmc_spans finds the tensors; spans: (L, FILE_TENSORS).
 static int llmc_model(Model *m, const unsigned char *bytes, size_t size, const char *name) {
-    int32_t h[8] = {0};
-    memcpy(h, bytes, size < sizeof h ? size : sizeof h);
-    if (size < LLMC_HEADER || h[0] != LLMC_MAGIC) {
-        die("%s: not a model of llm.c: %zu bytes that start with %d, not %d", name, size, h[0],
-            LLMC_MAGIC);
-    }
-    if (h[1] != 3 && h[1] != 5) {
-        die("%s: version %d of llm.c's models; 3 (fp32) and 5 (bf16) are read", name, h[1]);
-    }
+    LlmcHeader h = llmc_header(LLMC_MODEL, bytes, size, name);
+    const int type = h.words[1] == 3 ? (int)FILE_F32 : (int)FILE_BF16;
     memset(m, 0, sizeof *m);
-    m->maxT = h[2];
-    m->L = h[4];
-    m->NH = h[5];
-    m->C = h[6];
-    m->V = h[3];
+    m->maxT = h.words[2];
+    m->V = h.words[3];
+    m->L = h.words[4];
+    m->NH = h.words[5];
+    m->C = h.words[6];
     model_require(m, name);
-    model_set_vocabulary(m, h[3]);
-    int64_t want = LLMC_HEADER + model_parameters(m) * (h[1] == 3 ? 4 : 2);
-    if (h[7] != m->Vp || (int64_t)size != want) {
+    model_set_vocabulary(m, m->V);
+    int64_t want = LLMC_HEADER_BYTES + model_parameters(m) * file_types[type].bytes;
+    if (h.words[7] != m->Vp || (int64_t)size != want) {
         die("%s: %zu bytes with %d padded rows; its shape makes %" PRId64 " bytes with %d", name,
-            size, h[7], want, m->Vp);
+            size, h.words[7], want, m->Vp);
     }
-    return h[1] == 3 ? FILE_F32 : FILE_BF16;
+    return type;
 }
 
 static void llmc_spans(Span *spans, const Model *m, const unsigned char *bytes, int type) {
-    bytes += LLMC_HEADER;
+    bytes += LLMC_HEADER_BYTES;
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int l = 0; l < tensor_copies(m, tensor); l++) {
             Span *s = file_span(spans, tensor, l);
@@ -3238,7 +3229,6 @@ static const char *model_folder_hint(const char *folder) {
 static void model_file_open(ModelFile *f, const char *path) {
     char config[PATH_BYTES];
     struct stat status;
-    int32_t magic = 0;
     Mapping map;
     int is_folder = stat(path, &status) == 0 && S_ISDIR(status.st_mode);
     memset(f, 0, sizeof *f);
@@ -3247,10 +3237,7 @@ static void model_file_open(ModelFile *f, const char *path) {
         die("--model (-e): cannot open %s: %s%s", f->name, strerror(errno),
             is_folder ? model_folder_hint(path) : "");
     }
-    if (f->map.size >= sizeof magic) {
-        memcpy(&magic, f->map.bytes, sizeof magic);
-    }
-    if (magic == LLMC_MAGIC) {
+    if (llmc_is(LLMC_MODEL, f->map.bytes, f->map.size)) {
         int type = llmc_model(&f->model, f->map.bytes, f->map.size, f->name);
         f->spans = (Span *)alloc_zero((size_t)f->model.L * FILE_TENSORS, sizeof(Span));
         llmc_spans(f->spans, &f->model, f->map.bytes, type);
@@ -3882,44 +3869,57 @@ static void checkpoint_load(Engine *e, const Settings *s, const char *identity, 
 // is a function of (seed, step, place in the sample), so samples repeat.
 
 typedef struct {
+    double weight;  // probability, not yet divided by their sum
     float logit;
     Token token;
 } Candidate;
 
+// The likelier first; of equals the smaller token, so that a sample repeats.
 static int candidate_compare(const void *a, const void *b) {
     const Candidate *x = (const Candidate *)a, *y = (const Candidate *)b;
     return x->logit != y->logit ? (x->logit < y->logit ? 1 : -1) : x->token - y->token;
 }
 
-// Picks a token from logits (V): temperature, then the top_k likeliest (0: all), then the likeliest
-// whose probabilities reach top_p. temperature 0 takes the likeliest. `scratch` holds V candidates;
-// u is in [0, 1).
-static Token sample_token(const real *logits, int V, double temperature, int64_t top_k,
-                          double top_p, double u, Candidate *scratch) {
+// How a token is picked: temperature first, then the top_k likeliest tokens (0: all), then the
+// likeliest of these whose probabilities reach top_p. temperature 0 takes the likeliest.
+typedef struct {
+    double temperature, top_p;
+    int64_t top_k;
+} SampleRule;
+
+// Picks a token from logits (V). `scratch` holds V candidates; u is in [0, 1).
+static Token sample_token(const real *logits, int V, const SampleRule *rule, double u,
+                          Candidate *scratch) {
+    int best = 0, kept = rule->top_k > 0 && rule->top_k < V ? (int)rule->top_k : V;
+    double total = 0, sum = 0, reached = 0;
     for (int v = 0; v < V; v++) {
         scratch[v].logit = logits[v] == logits[v] ? (float)logits[v] : -INFINITY;  // NaN last
         scratch[v].token = v;
+        best = candidate_compare(&scratch[v], &scratch[best]) < 0 ? v : best;
     }
-    qsort(scratch, (size_t)V, sizeof *scratch, candidate_compare);
-    if (temperature <= 0) {
-        return scratch[0].token;
+    if (rule->temperature <= 0) {
+        return best;
     }
-    int kept = top_k > 0 && top_k < V ? (int)top_k : V;
-    double total = 0, sum = 0;
+    const double highest = (double)scratch[best].logit;
+    for (int v = 0; v < V; v++) {
+        scratch[v].weight = exp(((double)scratch[v].logit - highest) / rule->temperature);
+    }
+    // Only a cut needs an order: sorting 50,257 candidates takes longer than all the rest.
+    if (kept < V || rule->top_p < 1) {
+        qsort(scratch, (size_t)V, sizeof *scratch, candidate_compare);
+    }
     for (int v = 0; v < kept; v++) {
-        total += exp(((double)scratch[v].logit - (double)scratch[0].logit) / temperature);
+        total += scratch[v].weight;
     }
     for (int v = 0; v < kept; v++) {
-        sum += exp(((double)scratch[v].logit - (double)scratch[0].logit) / temperature);
-        if (sum >= top_p * total) {
+        sum += scratch[v].weight;
+        if (rule->top_p < 1 && sum >= rule->top_p * total) {
             kept = v + 1;
-            break;
         }
     }
-    double target = u * sum, reached = 0;
     for (int v = 0; v < kept; v++) {
-        reached += exp(((double)scratch[v].logit - (double)scratch[0].logit) / temperature);
-        if (reached > target) {
+        reached += scratch[v].weight;
+        if (reached > u * sum) {
             return scratch[v].token;
         }
     }
@@ -3989,9 +3989,13 @@ static void eval_add(EvalScore *score, const EvalRow *row, const real *losses) {
 }
 
 // Both scores in percent, with their standard errors, sqrt(p (1 - p) / n).
-static const char *eval_text(char text[80], const EvalScore *score) {
+typedef struct {
+    char s[80];
+} ScoreText;
+static ScoreText eval_text(const EvalScore *score) {
+    ScoreText text;
     const double n = score->examples, p = score->correct / n, p_norm = score->correct_norm / n;
-    snprintf(text, 80, "accuracy %.2f %% +- %.2f, acc_norm %.2f %% +- %.2f", 100 * p,
+    snprintf(text.s, sizeof text.s, "accuracy %.2f %% +- %.2f, acc_norm %.2f %% +- %.2f", 100 * p,
              100 * sqrt(p * (1 - p) / n), 100 * p_norm, 100 * sqrt(p_norm * (1 - p_norm) / n));
     return text;
 }
@@ -4019,8 +4023,7 @@ static void run_evaluate(Run *run, const EvalFile *f, EvalScore *score) {
     EvalRow *rows = (EvalRow *)alloc_zero((size_t)B, sizeof(EvalRow));
     real *losses = (real *)alloc_zero((size_t)B * (size_t)T, sizeof(real));
     const double began = now_ms();
-    size_t at = EVAL_HEADER_BYTES;
-    char text[80];
+    size_t at = LLMC_HEADER_BYTES;
     for (int i = 0, filled = 0; i < all && !stop_signal; i++) {
         EvalExample x;
         const int before = score->examples;
@@ -4044,7 +4047,7 @@ static void run_evaluate(Run *run, const EvalFile *f, EvalScore *score) {
         if (!run->o.quiet && !run->o.json && done > before && done < all &&
             (run->live || tenth > (int)(10.0 * before / all))) {
             printf("%sexample %5d/%d  %s  eta %s%s", run->live ? "\r\033[K" : "", done, all,
-                   eval_text(text, score),
+                   eval_text(score).s,
                    duration_text((now_ms() - began) * 1e-3 * (all - done) / done).s,
                    run->live ? "" : "\n");
             fflush(stdout);
@@ -4057,7 +4060,6 @@ static void run_evaluate(Run *run, const EvalFile *f, EvalScore *score) {
 // The score: a line, or JSON and nothing else.
 static void run_print_score(const Run *run, const EvalFile *f, const EvalScore *score) {
     const int n = score->examples;
-    char text[80];
     if (n == 0) {
         die("--eval: interrupted before one example of %s was scored", f->name);
     }
@@ -4081,7 +4083,7 @@ static void run_print_score(const Run *run, const EvalFile *f, const EvalScore *
     if (n < f->examples) {
         printf("interrupted after %s of ", count_text(n).s);
     }
-    printf("%s examples, %s\n", count_text(f->examples).s, eval_text(text, score));
+    printf("%s examples, %s\n", count_text(f->examples).s, eval_text(score).s);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -4179,6 +4181,7 @@ static void run_sample(Run *run) {
     const Options *o = &run->o;
     const Settings *s = &run->s;
     const int V = s->model.V, tokenizer = run->train.tokenizer;
+    const SampleRule rule = {o->temperature, o->top_p, o->top_k};
     int64_t length = o->sample_tokens;
     Token *tokens = (Token *)alloc_zero((size_t)(s->T + length + 1), sizeof(Token));
     real *logits = (real *)alloc_zero((size_t)V, sizeof(real));
@@ -4190,7 +4193,7 @@ static void run_sample(Run *run) {
         run->engine.logits(&run->engine, logits, tokens + n - context, context);
         double u =
             rng_uniform((uint64_t)o->seed, RNG_SAMPLE, (uint32_t)run->state.step, (uint64_t)i);
-        tokens[n] = sample_token(logits, V, o->temperature, o->top_k, o->top_p, u, scratch);
+        tokens[n] = sample_token(logits, V, &rule, u, scratch);
     }
     for (int i = 0; i < n; i++) {
         bytes += token_text(text + bytes, tokenizer, run->bpe, tokens[i]);
