@@ -2708,7 +2708,9 @@ static double network_update(Network *net, const Options *o, double lr, double l
 
 // What a run trains is held in three flat buffers, laid out as chapter The model says.
 enum { STATE_WEIGHTS, STATE_M, STATE_V, STATES, STATE_GRADS = STATES };  // gradients: read only
-enum { PIECE = 1 << 18 };  // elements that pass through the host at a time
+// Elements that pass through the host at a time: 1 MiB of fp32, enough for a disk's full rate. Few
+// in test builds, so that small models have several.
+enum { PIECE = GPT2_POISON ? 1 << 10 : 1 << 18 };
 
 typedef struct {
     double loss, norm;
@@ -3379,39 +3381,58 @@ static void file_transposed(unsigned char *out, int type, const real *values, in
     }
 }
 
+// Where the writing of a state stands: tensor by tensor as Hugging Face's files have them, without
+// padding and transposed where they want it, or as the flat buffer it is.
 typedef struct {
     Engine *e;
     const Model *m;
-    int type, tensor, layer;
-    int64_t at;
+    int state, type, flat;
+    int tensor, layer;  // under way
+    int64_t at;         // elements of it that are written
     real *values;
-} ModelPieces;
+} StatePieces;
 
-static size_t model_piece(void *self, unsigned char *out) {
-    ModelPieces *p = (ModelPieces *)self;
+// Values that a piece needs at once: a transposed tensor has to be there whole before its first
+// strip is written.
+static int64_t pieces_elements(const Model *m) {
+    return max_i64(strip_elements(m), 4 * (int64_t)m->C * m->C);
+}
+
+// The PieceSource of a state.
+static size_t state_piece(void *self, unsigned char *out) {
+    StatePieces *p = (StatePieces *)self;
     if (p->tensor == TENSORS) {
         return 0;
     }
-    int64_t rows = tensor_rows(p->m, p->tensor), cols = tensor_cols(p->m, p->tensor);
-    int swap = tensor_table[p->tensor].transposed;
-    int64_t size = rows * cols, offset = tensor_offset(p->m, p->tensor, p->layer);
+    int swap = !p->flat && tensor_table[p->tensor].transposed;
+    int64_t rows = p->flat ? 1 : tensor_rows(p->m, p->tensor);
+    int64_t cols = p->flat ? tensor_offset(p->m, TENSORS, 0) : tensor_cols(p->m, p->tensor);
+    int64_t size = rows * cols, offset = p->flat ? 0 : tensor_offset(p->m, p->tensor, p->layer);
     int64_t count = min_i64(swap ? STRIP * rows : (int64_t)PIECE, size - p->at);
     if (!swap) {
-        p->e->read(p->e, STATE_WEIGHTS, offset + p->at, p->values, count);
+        p->e->read(p->e, p->state, offset + p->at, p->values, count);
         file_values(out, p->type, p->values, count);
     } else {
         if (p->at == 0) {
-            p->e->read(p->e, STATE_WEIGHTS, offset, p->values, size);
+            p->e->read(p->e, p->state, offset, p->values, size);
         }
         file_transposed(out, p->type, p->values, rows, cols, p->at / rows, count / rows);
     }
     p->at += count;
     if (p->at == size) {
         p->at = 0;
-        p->layer = (p->layer + 1) % tensor_copies(p->m, p->tensor);
-        p->tensor += p->layer == 0;
+        p->layer = p->flat ? 0 : (p->layer + 1) % tensor_copies(p->m, p->tensor);
+        p->tensor += p->flat ? (int)TENSORS : p->layer == 0;
     }
     return (size_t)(count * file_types[p->type].bytes);
+}
+
+// Writes a state in elements of `type`, flat or as Hugging Face's tensors.
+static void state_stream(Engine *e, const Model *m, int state, int type, int flat, Writer *w) {
+    real *values = (real *)alloc_zero((size_t)pieces_elements(m), sizeof(real));
+    StatePieces pieces = {e, m, state, type, flat, 0, 0, 0, values};
+    writer_stream(w, state_piece, &pieces, (size_t)(strip_elements(m) * file_types[type].bytes));
+    free(values);
 }
 
 // Writes model.safetensors in `type`, FILE_F32 or FILE_BF16.
@@ -3429,11 +3450,7 @@ static void model_file_save(Engine *e, const Model *m, int type, Writer *w) {
         }
     }
     header_write(&header, w);
-    // A transposed tensor has to be there whole before its first strip is written.
-    size_t most = (size_t)max_i64(strip_elements(m), 4 * (int64_t)m->C * m->C);
-    ModelPieces pieces = {e, m, type, 0, 0, 0, (real *)alloc_zero(most, sizeof(real))};
-    writer_stream(w, model_piece, &pieces, (size_t)(strip_elements(m) * file_types[type].bytes));
-    free(pieces.values);
+    state_stream(e, m, STATE_WEIGHTS, type, 0, w);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -3443,8 +3460,14 @@ static void model_file_save(Engine *e, const Model *m, int type, Writer *w) {
 // both moments in the run's type and, for bf16 weights, the low halves of their fp32 masters, all
 // flat as chapter The model lays them out, and counters; and manifest.json with the sizes and
 // SHA-256 of the three.
+//
+//     step-N.tmp --(files and folders synced)--> step-N --(a resume finds damage, saves step N
+//         ^                                         |      again)--> step-N.damaged
+//         +--- pruned: renamed, then removed -------+
+//
 // 1. It is written under its name with ".tmp", every file and folder synced, and renamed: what
-//    bears the final name was whole then, whenever the machine stopped.
+//    bears the final name was complete then, whenever the machine stopped. A ".tmp" is never read;
+//    the next run that writes there removes it.
 // 2. A resume takes the newest checkpoint whose files are those of its manifest, byte for byte, and
 //    says which it passed over and why.
 // 3. The engine (chapter The engine) hands states over in pieces, so saving takes memory for one
@@ -3518,41 +3541,33 @@ static void config_save(const Model *m, Writer *w) {
     writer_put(w, text, (size_t)n);
 }
 
-// Where the writing of a flat buffer stands.
+// What a checkpoint is made of.
 typedef struct {
-    Engine *e;
-    int state, type;
-    int64_t at, all;
-    real *values;
-} FlatPieces;
+    Engine *engine;
+    const Settings *settings;
+    const Options *options;
+    const char *identity;  // run_identity
+    const RunState *state;
+} Snapshot;
 
-static size_t flat_piece(void *self, unsigned char *out) {
-    FlatPieces *p = (FlatPieces *)self;
-    int64_t count = min_i64(PIECE, p->all - p->at);
-    if (count) {
-        p->e->read(p->e, p->state, p->at, p->values, count);
-        file_values(out, p->type, p->values, count);
-    }
-    p->at += count;
-    return (size_t)(count * file_types[p->type].bytes);
-}
-
-// Moments, master and counters. `identity` and the options of the run go into the metadata.
-static void state_save(Engine *e, const Settings *s, const Options *o, const char *identity,
-                       const RunState *state, Writer *w) {
-    int64_t all = tensor_offset(&s->model, TENSORS, 0);
+// Moments, master and counters; what the run must share with a resume, and its options, go into the
+// metadata.
+static void state_save(const Snapshot *snapshot, Writer *w) {
+    const Settings *s = snapshot->settings;
+    const Model *m = &s->model;
+    int64_t all = tensor_offset(m, TENSORS, 0);
     const int type = s->moment_dtype == TYPE_BF16 ? (int)FILE_BF16 : (int)FILE_F32;
     HeaderText header;
     header_start(&header);
-    fprintf(header.file, ",\"run\":\"%s\",\"options\":\"", identity);
+    fprintf(header.file, ",\"run\":\"%s\",\"options\":\"", snapshot->identity);
     for (int i = 0; i < OPTION_ROWS; i++) {
         char text[64];
-        const char *value = option_text(text, o, &option_rows[i]);
+        const char *value = option_text(text, snapshot->options, &option_rows[i]);
         fprintf(header.file, "%s--%s=", i ? " " : "", option_rows[i].name);
         json_text(header.file, value, strlen(value));
     }
     fputs("\"", header.file);
-    RunState counters = *state;
+    RunState counters = *snapshot->state;
     for (int i = 0; i < COUNTERS; i++) {
         fprintf(header.file, ",\"%s\":\"%" PRId64 "\"", counter_rows[i].name,
                 *counter(&counters, i));
@@ -3564,52 +3579,58 @@ static void state_save(Engine *e, const Settings *s, const Options *o, const cha
         header_tensor(&header, "master", FILE_U16, 0, all);
     }
     header_write(&header, w);
-    writer_put(w, state->norms.values, sizeof state->norms.values);
-    FlatPieces pieces = {e, STATE_M, type, 0, all, (real *)alloc_zero(PIECE, sizeof(real))};
-    static const int states[] = {STATE_M, STATE_V, STATE_WEIGHTS};
-    for (int k = 0; k < 2 + s->split_master; k++) {
-        pieces.state = states[k];
-        pieces.type = k == 2 ? (int)FILE_U16 : type;
-        pieces.at = 0;
-        writer_stream(w, flat_piece, &pieces, PIECE * 4);
+    writer_put(w, counters.norms.values, sizeof counters.norms.values);
+    state_stream(snapshot->engine, m, STATE_M, type, 1, w);
+    state_stream(snapshot->engine, m, STATE_V, type, 1, w);
+    if (s->split_master) {
+        state_stream(snapshot->engine, m, STATE_WEIGHTS, FILE_U16, 1, w);
     }
-    free(pieces.values);
 }
 
-// Saves the run after `state->step` steps as `output`/step-NNNNNNNN. path receives the folder's
-// name.
-static void checkpoint_save(Engine *e, const Settings *s, const Options *o, const char *identity,
-                            const RunState *state, const char *output, char path[PATH_BYTES]) {
+// Sizes and SHA-256 of the other files.
+static void manifest_save(const Writer files[FILE_MANIFEST], int64_t step, Writer *w) {
+    char text[1024];
+    int n = snprintf(text, sizeof text, "{\"format\": \"train_gpt2 checkpoint\", "
+                     "\"version\": 2, \"step\": %" PRId64 ", \"files\": {", step);
+    for (int k = 0; k < FILE_MANIFEST; k++) {
+        n += snprintf(text + n, sizeof text - (size_t)n,
+                      "%s\n\"%s\": {\"bytes\": %" PRId64 ", \"sha256\": \"%s\"}", k ? "," : "",
+                      checkpoint_files[k], files[k].bytes, files[k].hash);
+    }
+    n += snprintf(text + n, sizeof text - (size_t)n, "}}\n");
+    writer_put(w, text, (size_t)n);
+}
+
+static Writer *checkpoint_file(Writer files[CHECKPOINT_FILES], int file, const char *folder) {
+    writer_open(&files[file], folder, checkpoint_files[file], checkpoint_remove);
+    return &files[file];
+}
+
+// Saves a run as `output`/step-NNNNNNNN; path receives the folder's name.
+static void checkpoint_save(const Snapshot *snapshot, const char *output, char path[PATH_BYTES]) {
     static Writer files[CHECKPOINT_FILES];
-    char folder[PATH_BYTES], aside[PATH_BYTES], text[1024];
-    path_print(path, "%s/step-%08" PRId64, output, state->step);
+    const Settings *s = snapshot->settings;
+    const int64_t step = snapshot->state->step;
+    char folder[PATH_BYTES], aside[PATH_BYTES];
+    path_print(path, "%s/step-%08" PRId64, output, step);
     path_print(folder, "%s.tmp", path);
     path_print(aside, "%s.damaged", path);
     if (mkdir(folder, 0755) != 0 && errno != EEXIST) {
         die("cannot create checkpoint %s: %s", folder, strerror(errno));
     }
-    for (int i = 0; i < CHECKPOINT_FILES; i++) {
-        writer_open(&files[i], folder, checkpoint_files[i], checkpoint_remove);
-        if (i == FILE_MODEL) {
-            int type = s->dtype == TYPE_BF16 ? (int)FILE_BF16 : (int)FILE_F32;
-            model_file_save(e, &s->model, type, &files[i]);
-        } else if (i == FILE_CONFIG) {
-            config_save(&s->model, &files[i]);
-        } else if (i == FILE_STATE) {
-            state_save(e, s, o, identity, state, &files[i]);
-        } else {
-            int n = snprintf(text, sizeof text, "{\"format\": \"train_gpt2 checkpoint\", "
-                             "\"version\": 2, \"step\": %" PRId64 ", \"files\": {", state->step);
-            for (int k = 0; k < FILE_MANIFEST; k++) {
-                n += snprintf(text + n, sizeof text - (size_t)n, "%s\n\"%s\": {\"bytes\": %" PRId64
-                              ", \"sha256\": \"%s\"}", k ? "," : "", checkpoint_files[k],
-                              files[k].bytes, files[k].hash);
-            }
-            n += snprintf(text + n, sizeof text - (size_t)n, "}}\n");
-            writer_put(&files[i], text, (size_t)n);
-        }
-        writer_close(&files[i]);
-    }
+    Writer *w = checkpoint_file(files, FILE_MODEL, folder);
+    model_file_save(snapshot->engine, &s->model,
+                    s->dtype == TYPE_BF16 ? (int)FILE_BF16 : (int)FILE_F32, w);
+    writer_close(w);
+    w = checkpoint_file(files, FILE_CONFIG, folder);
+    config_save(&s->model, w);
+    writer_close(w);
+    w = checkpoint_file(files, FILE_STATE, folder);
+    state_save(snapshot, w);
+    writer_close(w);
+    w = checkpoint_file(files, FILE_MANIFEST, folder);
+    manifest_save(files, step, w);
+    writer_close(w);
     fsync_folder(folder);
     checkpoint_remove(path);  // a damaged one, which the resume passed over
     rename(path, aside);      // where it holds what is not ours
@@ -3619,47 +3640,77 @@ static void checkpoint_save(Engine *e, const Settings *s, const Options *o, cons
     fsync_folder(output);
 }
 
-// Step of the newest checkpoint in `output` below step `below`; -1: none. Unfinished ones, left by
-// a kill, are removed.
-static int64_t checkpoint_newest(const char *output, int64_t below) {
-    int64_t newest = -1;
+// Steps of checkpoints, the newest first; `steps` is to be freed.
+typedef struct {
+    int64_t *steps;
+    int count;
+} CheckpointList;
+
+static int compare_newest_first(const void *a, const void *b) {
+    int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
+    return x < y ? 1 : x > y ? -1 : 0;
+}
+
+// The folders step-NNNNNNNN`suffix` of `output`: "" lists checkpoints, ".tmp" unfinished ones.
+static CheckpointList checkpoint_list(const char *output, const char *suffix) {
+    CheckpointList list = {NULL, 0};
+    int capacity = 0;
     DIR *folder = opendir(output);
     struct dirent *entry;
-    for (errno = folder ? 0 : errno; folder && (entry = readdir(folder)) != NULL; errno = 0) {
+    errno = folder ? 0 : errno;
+    while (folder && (entry = readdir(folder)) != NULL) {
         int64_t step;
         int end = 0;
-        if (sscanf(entry->d_name, "step-%8" SCNd64 "%n", &step, &end) != 1 || end != 13) {
-            continue;
+        if (sscanf(entry->d_name, "step-%8" SCNd64 "%n", &step, &end) == 1 && end == 13 &&
+            strcmp(entry->d_name + end, suffix) == 0) {
+            if (list.count == capacity) {
+                capacity = 2 * capacity + 16;
+                list.steps = (int64_t *)realloc(list.steps, (size_t)capacity * sizeof(int64_t));
+                check(list.steps, "no memory for a list of checkpoints");
+            }
+            list.steps[list.count++] = step;
         }
-        if (strcmp(entry->d_name + end, ".tmp") == 0) {
-            char path[PATH_BYTES];
-            path_print(path, "%s/%s", output, entry->d_name);
-            checkpoint_remove(path);
-        } else if (entry->d_name[end] == 0 && step < below) {
-            newest = max_i64(newest, step);
-        }
+        errno = 0;  // readdir tells its end from a failure by errno alone
     }
     if (!folder || errno != 0) {  // "none" would start the run anew and cut its log
         die("--output (-o): cannot list %s: %s", output, strerror(errno));
     }
     closedir(folder);
-    return newest;
+    if (list.count) {
+        qsort(list.steps, (size_t)list.count, sizeof(int64_t), compare_newest_first);
+    }
+    return list;
+}
+
+// Removes the unfinished checkpoints that a kill left. Only the run that holds the folder's lock
+// may: another run's unfinished checkpoint is being written.
+static void checkpoint_sweep(const char *output) {
+    CheckpointList list = checkpoint_list(output, ".tmp");
+    for (int i = 0; i < list.count; i++) {
+        char path[PATH_BYTES];
+        path_print(path, "%s/step-%08" PRId64 ".tmp", output, list.steps[i]);
+        checkpoint_remove(path);
+    }
+    free(list.steps);
 }
 
 // Removes all but the newest `keep` checkpoints up to step `newest`, the run's own; a later one is
-// damaged, and no reason to remove a whole one. One that goes is renamed first: a kill leaves it
+// damaged, and no reason to remove a verified one. One that goes is renamed first: a kill leaves it
 // unfinished, not damaged.
 static void checkpoint_prune(const char *output, int64_t keep, int64_t newest) {
-    int64_t step = checkpoint_newest(output, newest + 1);
-    for (int64_t kept = 0; step >= 0; kept++) {
+    CheckpointList list = checkpoint_list(output, "");
+    for (int i = 0, kept = 0; i < list.count; i++) {
         char path[PATH_BYTES], gone[PATH_BYTES];
-        path_print(path, "%s/step-%08" PRId64, output, step);
+        if (list.steps[i] > newest || kept++ < keep) {
+            continue;
+        }
+        path_print(path, "%s/step-%08" PRId64, output, list.steps[i]);
         path_print(gone, "%s.tmp", path);
-        if (kept >= keep && rename(path, gone) == 0) {
+        if (rename(path, gone) == 0) {
             checkpoint_remove(gone);
         }
-        step = checkpoint_newest(output, step);
     }
+    free(list.steps);
 }
 
 typedef struct {
@@ -4222,8 +4273,8 @@ static void run_save(Run *run) {
         return;
     }
     run->saved_step = run->state.step;
-    checkpoint_save(&run->engine, &run->s, &run->o, run->identity, &run->state, run->o.output,
-                    path);
+    Snapshot snapshot = {&run->engine, &run->s, &run->o, run->identity, &run->state};
+    checkpoint_save(&snapshot, run->o.output, path);
     if (run->o.keep) {
         checkpoint_prune(run->o.output, run->o.keep, run->state.step);
     }
@@ -4503,33 +4554,36 @@ static void run_print_box(const Run *run, const Program *program, const Plan *p)
     fflush(stdout);
 }
 
-// Goes on from the newest whole checkpoint of the output folder, with -y 1. Returns its step, or -1
-// when there is none at all.
+// Resumes from the newest checkpoint of the output folder whose files are those of its manifest.
+// Returns its step, or -1 where there is no checkpoint at all.
 static int64_t run_resume(Run *run) {
     char path[PATH_BYTES], problem[PATH_BYTES];
-    int64_t step = checkpoint_newest(run->o.output, INT64_MAX);
-    if (step >= 0 && !run->o.resume) {
+    const Options *o = &run->o;
+    int64_t step = -1;
+    CheckpointList list = checkpoint_list(o->output, "");
+    if (list.count && !o->resume) {
         die("--output (-o): %s already holds checkpoints; --resume (-y) 1 goes on, another folder "
             "starts anew",
-            run->o.output);
+            o->output);
     }
-    int passed_over = 0;
-    for (; step >= 0; step = checkpoint_newest(run->o.output, step), passed_over++) {
-        path_print(path, "%s/step-%08" PRId64, run->o.output, step);
+    checkpoint_sweep(o->output);
+    for (int i = 0; i < list.count && step < 0; i++) {
+        path_print(path, "%s/step-%08" PRId64, o->output, list.steps[i]);
         if (checkpoint_is_whole(path, problem)) {
+            step = list.steps[i];
             checkpoint_load(&run->engine, &run->s, run->identity, &run->state, path,
-                            (int)run->o.quiet);
-            break;
+                            (int)o->quiet);
+        } else {
+            fprintf(stderr, "%s: passed over %s: %s\n", program_name, path, problem);
         }
-        fprintf(stderr, "%s: passed over %s: %s\n", program_name, path, problem);
     }
-    if (passed_over && step < 0) {
-        die("--resume (-y): no checkpoint in %s is whole; remove them to start anew",
-            run->o.output);
+    if (list.count && step < 0) {
+        die("--resume (-y): no checkpoint in %s is whole; remove them to start anew", o->output);
     }
-    if (run->o.resume && !run->o.quiet) {
+    free(list.steps);
+    if (o->resume && !o->quiet) {
         printf(step >= 0 ? "resumed from %s\n" : "no checkpoint in %s yet: a new run\n",
-               step >= 0 ? path : run->o.output);
+               step >= 0 ? path : o->output);
     }
     return step;
 }

@@ -121,7 +121,6 @@ static const Exception exceptions[] = {
     {"dataset_window", 0, 7, TO_DIVIDE},
     {"dataset_batch", 0, 8, TO_DIVIDE},
     {"file_transposed", 0, 7, TO_DIVIDE},
-    {"checkpoint_save", 0, 7, TO_DIVIDE},
     {"launch_at", 0, 9, "what <<<>>> takes, and the place in the source"},
     {"dev/bench_files.c:main", 80, 0, TO_DIVIDE},
     {"test_bpe_files", 65, 0, TO_DIVIDE},
