@@ -388,7 +388,8 @@ static void test_eval_hostile() {
         const char *words;
     } table[] = {
         {"", "x.bin: 0 bytes are too few for an evaluation file"},
-        {with_int(good, 0, 20240520), "not an evaluation file: it starts with 20240520, not 20240522"},
+        {with_int(good, 0, 20240520),
+         "not an evaluation file: it starts with 20240520, not 20240522"},
         {with_int(good, 1, 2), "an evaluation file of version 2"},
         {with_int(good, 2, 0), "counts 0 examples of at most 34 bytes; allowed are 1 to 65535"},
         {with_int(good, 2, -1), "counts -1 examples"},
