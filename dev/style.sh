@@ -65,6 +65,11 @@ top_level() {
 }
 
 top_level | verdict "top level"
+# What lies beside a clone is the machine's, and the checks' own script alone may know of it.
+if git rev-parse --is-inside-work-tree > /dev/null 2>&1; then
+    git grep -nF '../shared' -- . ':!.ci/run' ':!dev/style.sh' |
+        verdict "no folder outside the clone"
+fi
 
 # --- Compilers and lint ---------------------------------------------------------------------------
 
