@@ -87,6 +87,7 @@ jobs=-j$(nproc)
 $MAKE -s -k $jobs train_gpt2 data/tokenize build/fuzz_replay ${CUDA_HEADERS:+train_gpt2cu_cpu} \
     $programs ${NVCC:+$(printf 'build/sm_%s.log ' $archs)} > /dev/null 2>&1
 
+[ -z "${CUDA_HEADERS-}" ] || build train_gpt2cu_cpu
 run machines dev/test/machines.sh
 build train_gpt2 data/tokenize && run tools dev/test_tools.sh
 build build/fuzz_replay train_gpt2 data/tokenize && run fuzz dev/fuzz/run.sh replay
