@@ -124,7 +124,8 @@ compilers() {
             -Wno-unknown-pragmas $warnings -c train_gpt2.c -o "$scratch/$1-plain.o"
     fi
     if command -v "$3" > /dev/null; then
-        builds "$1: C++17" "$3" $as_cpp $MARCH $omp $warnings -fsyntax-only train_gpt2.c
+        builds "$1: C++17" "$3" $as_cpp $MARCH ${omp:--Wno-unknown-pragmas} $warnings \
+            -fsyntax-only train_gpt2.c
         builds "$1: C++17, the appendix alone" "$3" $as_cpp $MARCH $omp $warnings \
             -Wno-unknown-pragmas -Wno-unused-function -fsyntax-only data/formats.c
     else
