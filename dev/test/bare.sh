@@ -102,7 +102,7 @@ call() {
     (cd "$scratch/clone" && "$@") > "$scratch/said" 2>&1
     status=$?
     { printf '\n=== %s\n' "$name"; cat "$scratch/said"; } >> "$log"
-    grep -E 'FAILED|: error|skipped \(|without ' "$scratch/said" | sort -u
+    grep -E 'FAILED|: error|skipped \(|deps.sh: without' "$scratch/said" | sort -u
     counts=$(grep -xE '[0-9]+ passed, [0-9]+ failed, [0-9]+ skipped' "$scratch/said" | tail -n 1)
     echo "${counts:-$(tail -n 1 "$scratch/said")} (exit status $status)"
     # shellcheck disable=SC2046  # three words
