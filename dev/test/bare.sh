@@ -4,8 +4,8 @@
 #   dev/test/bare.sh               all of HIDE at once: make test; then one at a time: all is built
 #   dev/test/bare.sh COMMAND...    that command alone with all of HIDE hidden, say: make style
 #
-#   HIDE="onednn clang clang-tidy cppcheck shellcheck nvcc cuda-headers python3 downloads vocab
-#         openmp mirror"           what to hide
+#   HIDE="onednn clang clang-tidy cppcheck shellcheck python3 downloads vocab mirror nvcc
+#         cuda-headers openmp"     what to hide; the last three change the flags of everything
 #
 # Works in a copy of the tree in a scratch folder; needs neither root nor name spaces: programs are
 # found through a folder of links from which the hidden ones are missing, compilers through scripts
@@ -15,8 +15,8 @@
 # last line is `N passed, N failed, N skipped`: the sums of all calls of make.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
-everything="onednn clang clang-tidy cppcheck shellcheck nvcc cuda-headers python3 downloads vocab
-            openmp mirror"
+everything="onednn clang clang-tidy cppcheck shellcheck python3 downloads vocab mirror nvcc
+            cuda-headers openmp"
 HIDE=${HIDE-$everything}
 for name in $HIDE; do
     if [[ " $everything " != *[[:space:]]"$name"[[:space:]]* ]]; then
