@@ -4358,7 +4358,7 @@ typedef struct Program {
 // The data of a run without -i: the first prepared corpus, BPE shards before bytes for presets.
 static void default_data(Options *o, int preset) {
     static const char *const names[] = {"tinyshakespeare_gpt2", "tinyshakespeare_bytes",
-                                        "sources_bytes"};
+                                        "stories_bytes"};
     static char train[PATH_BYTES], val[PATH_BYTES];
     for (int i = preset ? 0 : 1; i < 3; i++) {
         path_print(train, "data/%s_train*.bin", names[i]);
