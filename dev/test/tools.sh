@@ -255,6 +255,15 @@ $(numbers u2 1024 -N2 repo/data/stories_bytes_val.bin)" "256 256"
 equal "the net is asked once a call" "$(wc -l < calls)" 1
 equal "stories, called again: one line" "$(env -u DATA_MIRROR PATH="$PWD/stub:$PATH" $prepare 2>&1)" \
     "$made"
+# The program finds data/ where it is called, else beside itself.
+mkdir -p elsewhere && cp "$root/train_gpt2" repo/
+train="../repo/train_gpt2 -e l1h1c16t16 -b 2 -x 1 -m 1"
+says "data/ beside the program" \
+    "data     $PWD/repo/data/stories_bytes_train\*.bin: 1,800,.*validation loss" \
+    "$(cd elsewhere && $train 2>&1)"
+mkdir elsewhere/data && cp repo/data/stories_bytes_*.bin elsewhere/data/
+says "data/ here comes first" "data     data/stories_bytes_train\*.bin: .*validation loss" \
+    "$(cd elsewhere && $train 2>&1)"
 rm -f repo/data/stories?*.*
 if [ -f "$mirror/tinyshakespeare.txt" ]; then
     DATA_MIRROR=$mirror $prepare > said
