@@ -4482,6 +4482,9 @@ static void run_print_box(const Run *run, const Program *program, const Plan *p)
     printf("data     %s: %s tokens in %d shard%s\n", run->o.train_data,
            count_text(run->train.tokens).s, run->train.shard_count,
            run->train.shard_count == 1 ? "" : "s");
+    if (!run->o.val_data) {
+        printf("         without --val-data (-j) nothing is validated\n");
+    }
     printf("step     %d x %d x %d = %s tokens; %s steps\n", run->micros, s->B, s->T,
            count_text((int64_t)run->micros * s->B * s->T).s, count_text(run->steps).s);
     printf("options ");

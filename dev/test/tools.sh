@@ -262,8 +262,11 @@ says "data/ beside the program" \
     "data     $PWD/repo/data/stories_bytes_train\*.bin: 1,800,.*validation loss" \
     "$(cd elsewhere && $train 2>&1)"
 mkdir elsewhere/data && cp repo/data/stories_bytes_*.bin elsewhere/data/
-says "data/ here comes first" "data     data/stories_bytes_train\*.bin: .*validation loss" \
-    "$(cd elsewhere && $train 2>&1)"
+said=$(cd elsewhere && $train 2>&1)
+says "data/ here comes first" "data     data/stories_bytes_train\*.bin: .*validation loss" "$said"
+equal "with -j no word of none" "$(grep -c 'nothing is validated' <<< "$said")" 0
+says "without -j a line says so" $'\n +without --val-data \\(-j\\) nothing is validated\n' \
+    "$(cd elsewhere && $train -i data/stories_bytes_train.bin 2>&1)"
 rm -f repo/data/stories?*.*
 if [ -f "$mirror/tinyshakespeare.txt" ]; then
     DATA_MIRROR=$mirror $prepare > said
