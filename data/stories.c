@@ -27,7 +27,8 @@
 enum { TEXT_BYTES = 2000000, STORY_BYTES = 4096, NAME_BYTES = 24, FORMS = 4, FREE = 0, KEPT = 1 };
 
 // -------------------------------------------------------------------------------------------------
-// Words. Whether "a" or "an" is decided by the first letter: there is no "hour" and no "uniform".
+// Words
+// Whether "a" or "an" is decided by the first letter: there is no "hour" and no "uniform".
 
 #define SHE "/she/her/her/girl|"
 #define HE "/he/him/his/boy|"
@@ -113,7 +114,8 @@ static const struct {
 enum { LISTS = sizeof lists / sizeof lists[0] };
 
 // -------------------------------------------------------------------------------------------------
-// Plots: something happens, somebody does something about it, and that has a consequence.
+// Plots
+// Something happens, somebody does something about it, and that has a consequence.
 
 static const char *const plots[] = {
     // Lost and found
@@ -171,6 +173,7 @@ enum { PLOTS = sizeof plots / sizeof plots[0] };
 
 // -------------------------------------------------------------------------------------------------
 // The teller
+// One pass over a plot: words are put where their names stand, choices are made where they are met.
 
 static int kept[LISTS];    // each list's word in this story; -1: none is kept
 static char story[STORY_BYTES];

@@ -212,7 +212,7 @@ else
 fi
 
 # The stories are the same bytes whatever builds them.
-stories=70fc3fac996a007e1cf13a707a473b813a1aa6ad6d0710fdc4500aeb3f9613c5
+stories_sum=70fc3fac996a007e1cf13a707a473b813a1aa6ad6d0710fdc4500aeb3f9613c5
 for compiler in "gcc -O0" "gcc -O3 -march=native" "gcc -m32 -O2" "gcc -funsigned-char -O2" \
     "clang -O0" "clang -O3 -march=native" "clang -m32 -O2"; do
     # shellcheck disable=SC2086  # a command and its options
@@ -220,7 +220,7 @@ for compiler in "gcc -O0" "gcc -O3 -march=native" "gcc -m32 -O2" "gcc -funsigned
     if printf '#include <errno.h>\nint main(void) { return errno; }' |
         $compiler -x c - -o probe 2> /dev/null; then
         $compiler -std=c11 -Wall -Wextra -Werror "$root/data/stories.c" -o told
-        equal "stories, $compiler" "$(./told | sha256sum)" "$stories  -"
+        equal "stories, $compiler" "$(./told | sha256sum)" "$stories_sum  -"
     else
         skip "stories, $compiler" "it does not build here"
     fi
@@ -228,14 +228,16 @@ done
 refuses "stories take no option" "usage: data/stories > FILE" ./stories --help
 if [ -e /dev/full ]; then
     said=$(./stories 2>&1 > /dev/full)
-    equal "stories on a full disk" "$? $said" "1 data/stories: cannot write: No space left on device"
+    equal "stories on a full disk" "$? $said" \
+        "1 data/stories: cannot write: No space left on device"
 else
     skip "stories on a full disk" "no /dev/full"
 fi
 
 # prepare.sh in a repository of its own: the text never leaves this folder, and the net is out of
 # reach.
-mkdir -p repo/data mirror && mv prepare.sh tokenize stories repo/data/ && cp text mirror/tinyshakespeare.txt
+mkdir -p repo/data mirror && mv prepare.sh tokenize stories repo/data/
+cp text mirror/tinyshakespeare.txt
 export http_proxy=http://127.0.0.1:9 https_proxy=http://127.0.0.1:9
 prepare=repo/data/prepare.sh
 DATA_MIRROR=$PWD/mirror refuses "mirror with another text" "is not the known tiny" $prepare
@@ -247,14 +249,14 @@ mkdir stub && printf '#!/bin/sh\necho call >> "%s/calls"\nexit 7\n' "$PWD" > stu
 chmod +x stub/curl
 says "stories without mirror and net" "no download.*$made" \
     "$(env -u DATA_MIRROR PATH="$PWD/stub:$PATH" $prepare 2>&1 | tr '\n' ' ')"
-equal "stories: text" "$(sha256sum < repo/data/stories.txt)" "$stories  -"
+equal "stories: text" "$(sha256sum < repo/data/stories.txt)" "$stories_sum  -"
 equal "stories: tokens" "$(numbers d4 8 -N12 repo/data/stories_bytes_train.bin) \
 $(numbers d4 8 -N12 repo/data/stories_bytes_val.bin)" "1800623 257 1 199679 257 1"
 equal "a story begins with end of text" "$(numbers u2 1024 -N2 repo/data/stories_bytes_train.bin) \
 $(numbers u2 1024 -N2 repo/data/stories_bytes_val.bin)" "256 256"
 equal "the net is asked once a call" "$(wc -l < calls)" 1
-equal "stories, called again: one line" "$(env -u DATA_MIRROR PATH="$PWD/stub:$PATH" $prepare 2>&1)" \
-    "$made"
+equal "stories, called again: one line" \
+    "$(env -u DATA_MIRROR PATH="$PWD/stub:$PATH" $prepare 2>&1)" "$made"
 # The program finds data/ where it is called, else beside itself.
 mkdir -p elsewhere && cp "$root/train_gpt2" repo/
 train="../repo/train_gpt2 -e l1h1c16t16 -b 2 -x 1 -m 1"
