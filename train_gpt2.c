@@ -4409,14 +4409,19 @@ typedef struct Program {
     int (*command)(Run *run, const struct Program *program);  // --check, --compare; NULL: none
 } Program;
 
-// The data of a run without -i: the first prepared corpus, BPE shards before bytes for presets.
+// The data of a run without -i: the first prepared corpus, BPE shards before bytes for presets, in
+// data/ here, else in data/ beside the program.
 static void default_data(Options *o, int preset) {
     static const char *const names[] = {"tinyshakespeare_gpt2", "tinyshakespeare_bytes",
-                                        "sources_bytes"};
+                                        "stories_bytes"};
     static char train[PATH_BYTES], val[PATH_BYTES];
-    for (int i = preset ? 0 : 1; i < 3; i++) {
-        path_print(train, "data/%s_train*.bin", names[i]);
-        path_print(val, "data/%s_val*.bin", names[i]);
+    const char *const folders[] = {"", program_folder()};
+    for (int i = 0; i < 6; i++) {
+        if (i % 3 == 0 && !preset) {
+            continue;
+        }
+        path_print(train, "%sdata/%s_train*.bin", folders[i / 3], names[i % 3]);
+        path_print(val, "%sdata/%s_val*.bin", folders[i / 3], names[i % 3]);
         glob_t found;
         int status = glob(train, 0, NULL, &found);
         globfree(&found);
@@ -4531,6 +4536,9 @@ static void run_print_box(const Run *run, const Program *program, const Plan *p)
     printf("data     %s: %s tokens in %d shard%s\n", run->o.train_data,
            count_text(run->train.tokens).s, run->train.shard_count,
            run->train.shard_count == 1 ? "" : "s");
+    if (!run->o.val_data) {
+        printf("         without --val-data (-j) nothing is validated\n");
+    }
     printf("step     %d x %d x %d = %s tokens; %s steps\n", run->micros, s->B, s->T,
            count_text((int64_t)run->micros * s->B * s->T).s, count_text(run->steps).s);
     printf("options ");

@@ -120,6 +120,17 @@ __attribute__((format(printf, 2, 3))) static void path_print(char *path, const c
     }
 }
 
+// The folder of the program's file with a slash behind it, where data/ is when the program is
+// called from elsewhere; "" where the system does not say.
+static const char *program_folder(void) {
+    static char folder[PATH_BYTES];
+    ssize_t bytes = readlink("/proc/self/exe", folder, sizeof folder - 1);
+    folder[bytes > 0 ? bytes : 0] = 0;
+    char *slash = strrchr(folder, '/');
+    folder[slash ? slash + 1 - folder : 0] = 0;
+    return folder;
+}
+
 // Writes all bytes; returns 0, or -1 with errno set. Short writes are continued.
 static int write_all(int fd, const void *data, size_t bytes) {
     const char *p = (const char *)data;
@@ -704,16 +715,19 @@ static void bpe_open(Bpe *bpe, const char *path) {
     (llmc_is(LLMC_TOKENIZER, bytes, n) ? bpe_parse_tokens : bpe_parse_merges)(bpe, bytes, n, path);
 }
 
-// Where the vocabulary is: `asked` (--tokenizer), or what data/ has. Returns 0 when there is none.
+// Where the vocabulary is: `asked` (--tokenizer), or what data/ has, here or beside the program.
+// Returns 0 when there is none.
 static int bpe_find(char path[PATH_BYTES], const char *asked) {
     static const char *const names[] = {"data/vocab.bpe", "data/gpt2_tokenizer.bin"};
-    for (int i = 0; i < 2 && !asked[0]; i++) {
-        if (access(names[i], F_OK) == 0) {
-            asked = names[i];
+    const char *const folders[] = {"", program_folder()};
+    path_print(path, "%s", asked);
+    for (int i = 0; i < 4 && !asked[0]; i++) {
+        path_print(path, "%s%s", folders[i / 2], names[i % 2]);
+        if (access(path, F_OK) == 0) {
+            return 1;
         }
     }
-    path_print(path, "%s", asked);
-    return path[0] != 0;
+    return asked[0] != 0;
 }
 
 // Class of the character at p, and its bytes.

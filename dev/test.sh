@@ -105,7 +105,7 @@ archs="75 80 89 90a 100 120"
 jobs=-j$(nproc)
 [[ ${MAKEFLAGS:-} =~ (^| )-j ]] && jobs=
 # shellcheck disable=SC2086  # words
-targets=$(printf '%s\n' train_gpt2 data/tokenize build/fuzz_replay
+targets=$(printf '%s\n' train_gpt2 data/tokenize data/stories build/fuzz_replay
     printf 'build/%s\n' $programs
     awk '{ print "build/test/" $1 "\n" $2 }' <<< "$drives" | sort -u)
 [ -n "${CUDA_HEADERS-}" ] || targets=$(grep -v cu <<< "$targets")
@@ -126,7 +126,7 @@ can_build() {
 
 [ -z "${CUDA_HEADERS-}" ] || build train_gpt2cu_cpu
 run machines dev/test/machines.sh
-build train_gpt2 data/tokenize && run tools dev/test/tools.sh
+build train_gpt2 data/tokenize data/stories && run tools dev/test/tools.sh
 build build/fuzz_replay train_gpt2 data/tokenize && run fuzz dev/fuzz/run.sh replay
 for program in $programs; do
     can_build $program && build build/$program && run $program build/$program
