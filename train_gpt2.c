@@ -4292,14 +4292,18 @@ static void run_report(Run *run, const StepResult *r, double lr, double ms, doub
     const Settings *s = &run->s;
     double tokens = (double)run->micros * s->B * s->T, per_second = tokens / ms * 1e3;
     double flops = model_flops_per_token(&s->model, s->T) * per_second;
-    double peak = run->engine.peak_flops > 0 ? 100 * flops / run->engine.peak_flops : 0;
+    double peak = run->engine.peak_flops > 0 ? 100 * flops / run->engine.peak_flops : NAN;
     int64_t left = run->steps - run->state.step;
+    char of_peak[32] = "";
+    if (!isnan(peak)) {
+        snprintf(of_peak, sizeof of_peak, "  %.0f %% of peak", peak);
+    }
     if (!run->o.quiet) {
         printf("%sstep %*" PRId64 "/%" PRId64
-               "  loss %.4f  norm %.3f  lr %.2e  %.1f ms  %s tok/s  %.0f %% of peak  %s"
+               "  loss %.4f  norm %.3f  lr %.2e  %.1f ms  %s tok/s%s  %s"
                "  eta %s%s%s",
                run->live ? "\r\033[K" : "", run->steps > 9999 ? 7 : 4, run->state.step, run->steps,
-               r->loss, r->norm, lr, ms, count_text((int64_t)per_second).s, peak,
+               r->loss, r->norm, lr, ms, count_text((int64_t)per_second).s, of_peak,
                bytes_text((double)run->memory_bytes).s,
                duration_text((double)left * mean_ms * 1e-3).s, r->skipped ? "  SKIPPED" : "",
                run->live && left && !r->skipped ? "" : "\n");
@@ -4557,8 +4561,12 @@ static void run_print_box(const Run *run, const Program *program, const Plan *p)
                    g + 1 < GROUPS ? "," : "");
         }
     }
-    printf("\npeak     %.0f GFLOP/s: %s; a token counts 6 x parameters + 6 L C T FLOPs\n\n",
-           run->engine.peak_flops * 1e-9, run->engine.peak_source);
+    if (run->engine.peak_flops > 0) {
+        printf("\npeak     %.0f GFLOP/s: %s; a token counts 6 x parameters + 6 L C T FLOPs\n\n",
+               run->engine.peak_flops * 1e-9, run->engine.peak_source);
+    } else {
+        printf("\npeak     unknown: %s\n\n", run->engine.peak_source);
+    }
     fflush(stdout);
 }
 
