@@ -4411,6 +4411,7 @@ typedef struct Program {
     size_t (*available)(void);                                // bytes that a plan may take
     size_t library_bytes;                                     // of those, what libraries will take
     int (*command)(Run *run, const struct Program *program);  // --check, --compare; NULL: none
+    void (*refuse)(const Settings *s);                        // what it cannot do; or NULL
 } Program;
 
 // The data of a run without -i: the first prepared corpus, BPE shards before bytes for presets, in
@@ -4618,10 +4619,14 @@ static void run_vocabulary(Run *run) {
     }
 }
 
-// The batch of a run whose settings are known; ends the run when its plan does not fit.
+// The batch of a run whose settings are known; ends the run when this program cannot do them or its
+// plan does not fit. In that order: more memory would not help what cannot be done.
 static void run_fit(Run *run, const Program *program) {
     Plan p;
     size_t batch = (size_t)run->s.B * (size_t)run->s.T;
+    if (program->refuse) {
+        program->refuse(&run->s);
+    }
     run->inputs = (Token *)alloc_zero(2 * batch, sizeof(Token));
     run->targets = run->inputs + batch;
     plan_build(&p, &run->s);
@@ -4798,7 +4803,7 @@ static int program_main(const Program *program, int argc, char **argv) {
 int train_gpt2_main(int argc, char **argv);
 int train_gpt2_main(int argc, char **argv) {
     static const Program program = {
-        "train_gpt2", "l4h4c128t64", 0, cpu_open, host_memory_available, 0, NULL};
+        "train_gpt2", "l4h4c128t64", 0, cpu_open, host_memory_available, 0, NULL, NULL};
     return program_main(&program, argc, argv);
 }
 

@@ -2836,7 +2836,7 @@ static void gpu_engine_open(Engine *e, const Settings *s) {
              bytes_text((double)device_memory.library_bytes).s);
 }
 
-// What the kernels cannot do is refused by name before anything is opened.
+// What the kernels cannot do is refused by name before anything is opened or measured.
 static void gpu_settings_check(const Settings *s) {
     const Model *m = &s->model;
     const int HS = m->C / m->NH;
@@ -2853,11 +2853,6 @@ static void gpu_settings_check(const Settings *s) {
     if (s->B > 65535) {
         die("--batch (-b): %d: a GPU takes at most 65535 sequences in a micro-batch", s->B);
     }
-}
-
-static void gpu_program_open(Engine *e, const Settings *s) {
-    gpu_settings_check(s);
-    gpu_engine_open(e, s);
 }
 
 // Norm of the difference over norm, of n numbers. NaN anywhere gives NaN.
@@ -2982,7 +2977,6 @@ static int command_compare(Run *run, const Program *program) {
 }
 
 static int gpu_command(Run *run, const Program *program) {
-    gpu_settings_check(&run->s);
     return run->o.check ? command_check(run, program) : command_compare(run, program);
 }
 
@@ -2991,10 +2985,11 @@ int train_gpt2cu_main(int argc, char **argv) {
     static const Program program = {CUDA_CPU ? "train_gpt2cu_cpu" : "train_gpt2cu",
                                     "d12",
                                     1,
-                                    gpu_program_open,
+                                    gpu_engine_open,
                                     device_available,
                                     CUDA_CPU ? 0 : library_reserve_bytes,
-                                    gpu_command};
+                                    gpu_command,
+                                    gpu_settings_check};
     return program_main(&program, argc, argv);
 }
 
