@@ -50,27 +50,37 @@
 // 2. E is the element type of weights and activations (bf16, fp16 or fp32), G that of the gradients
 //    of matrices (E or fp32). Arithmetic is in fp32; E is only how a number lies in memory.
 // 3. Global memory is read and written 16 bytes at a time: a row of E is a multiple of 16 bytes and
-//    starts at a multiple of 16, which the launchers assert.
+//    starts at a multiple of 16. Each launcher asserts it of all it passes on (check_rows).
+// 4. A limit of a kernel is a named constant: its launcher asserts it, and gpu_settings_check tells
+//    a user before the run.
 
 #include <cublasLt.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+#include <initializer_list>
 #include <type_traits>
 
 #ifndef CUDA_CPU
 #define CUDA_CPU 0
 #endif
 
-// What a user can do about the errors that users meet.
-static const char *cuda_hint(cudaError_t error) {
+// What a user can do about the errors that users meet; `call` is the text of what failed.
+static const char *cuda_hint(cudaError_t error, const char *call) {
     switch (error) {
     case cudaErrorMemoryAllocation:
-        return "the GPU is out of memory: see --plan; -r block and a smaller -b need less";
+        return strstr(call, "cudaMallocHost")
+                   ? "this machine has no memory left that can be pinned: see free -m and, in a "
+                     "container or batch job, its memory limit"
+                   : "the GPU is out of memory: see --plan; -r block and a smaller -b need less";
     case cudaErrorNoDevice:
         return "no NVIDIA GPU is visible (nvidia-smi, CUDA_VISIBLE_DEVICES); train_gpt2 needs none";
     case cudaErrorInsufficientDriver:
         return "the driver is older than this program's CUDA: nvidia-smi shows its version";
+    case cudaErrorSystemDriverMismatch:
+        return "the driver was updated under a running system: reload its modules, or reboot";
+    case cudaErrorSystemNotReady:
+        return "the GPUs of an HGX or DGX machine need nvidia-fabricmanager: is it running?";
     case cudaErrorNoKernelImageForDevice:
         return "this program was built for another GPU: run make on this machine";
     case cudaErrorDevicesUnavailable:
@@ -90,14 +100,14 @@ static const char *cuda_hint(cudaError_t error) {
 static void cuda_check_at(cudaError_t error, const char *call, const char *file, int line) {
     if (error != cudaSuccess) {
         die("%s:%d: %s: %s (%s); %s", file, line, call, cudaGetErrorString(error),
-            cudaGetErrorName(error), cuda_hint(error));
+            cudaGetErrorName(error), cuda_hint(error, call));
     }
 }
 
 static void cublas_check_at(cublasStatus_t status, const char *call, const char *file, int line) {
     if (status != CUBLAS_STATUS_SUCCESS) {
         cuda_check_at(cudaGetLastError(), call, file, line);  // a kernel's error, if that is it
-        die("%s:%d: %s: %s; the library lacks memory, or this matrix product on this GPU",
+        die("%s:%d: %s: %s; cuBLASLt is out of memory or does not support this product here",
             file, line, call, cublasLtGetStatusName(status));
     }
 }
@@ -224,7 +234,27 @@ template <class E> __device__ inline float fast_divide(float a, float b) {
     return sizeof(E) == 4 ? a / b : __fdividef(a, b);
 }
 
-static inline bool is_aligned_16(const void *address) { return (uintptr_t)address % 16 == 0; }
+// check_rows(E, columns, pointers...): rows of `columns` numbers of E are multiples of 16 bytes, and
+// so is every pointer, or the run ends. A null pointer is an operand left out.
+#define check_rows(E, columns, ...)                                                                \
+    check_rows_at<E>(__func__, columns, #__VA_ARGS__, {__VA_ARGS__})
+template <class E>
+static void check_rows_at(const char *launcher, size_t columns, const char *names,
+                          std::initializer_list<const void *> pointers) {
+    check(columns % Pack<E>::size == 0, "%s: a row of %zu numbers is no multiple of 16 bytes",
+          launcher, columns);
+    int number = 0;
+    for (const void *pointer : pointers) {
+        number++;
+        check((uintptr_t)pointer % 16 == 0, "%s: pointer %d of (%s) is no multiple of 16 bytes",
+              launcher, number, names);
+    }
+}
+
+constexpr int CHANNELS_MAX = 4096;  // a block of LayerNorm's backward spans a row, in fp32 too
+constexpr int CHANNELS_UNIT = 8;    // sixteen bytes of 16-bit numbers; ranges of AdamW count in it
+constexpr int GRID_YZ_MAX = 65535;  // blocks in y and z (CUDA C++ Programming Guide)
+constexpr int LENGTH_MAX = 4 * GRID_YZ_MAX;  // tokens: fp32 attention takes four rows a block
 
 // -------------------------------------------------------------------------------------------------
 // 20. Warp and block toolbox
@@ -470,6 +500,7 @@ template <class E> __device__ __forceinline__ uint32_t pack2(float lo, float hi)
 
 constexpr int ENCODER_THREADS = 256;
 constexpr int ENCODER_ROWS = 8;  // most threads that share the rows of one token, or of one block
+constexpr int POSITIONS_MAX = INT_MAX - 8 * ENCODER_THREADS;  // elements of wpe: indexed by an int
 
 // The token plan of a batch, in one array of 3 N + 1 ints so that one copy uploads it.
 //   order (N): the rows, grouped by token; start (N + 1): segment s is order[start[s]] ..
@@ -532,8 +563,7 @@ template <class E>
 static void gpu_encoder_forward(E *out, const int *tokens, const E *wte, const E *wpe, int B, int T,
                                 int C, cudaStream_t stream) {
     constexpr int size = Pack<E>::size;
-    check(C % size == 0 && is_aligned_16(out) && is_aligned_16(wte) && is_aligned_16(wpe),
-          "a row is a multiple of 16 bytes");
+    check_rows(E, C, out, wte, wpe);
     int N = B * T, rows = N < ENCODER_ROWS ? N : ENCODER_ROWS;
     launch(encoder_forward_kernel<E>, dim3(ceil_div(N, rows), ceil_div(C, WARP * size)),
            dim3(WARP, rows), 0, stream, out, tokens, wte, wpe, N, T, C);
@@ -600,9 +630,8 @@ template <class E, class G>
 static void gpu_encoder_backward(G *dwte, G *dwpe, const E *dout, int *plan_ints, int segments,
                                  int B, int T, int C, int max_T, bool first, cudaStream_t stream) {
     constexpr int size = Pack<E>::size;
-    check(C % size == 0 && is_aligned_16(dout) && is_aligned_16(dwte) && is_aligned_16(dwpe),
-          "a row is a multiple of 16 bytes");
-    check((int64_t)max_T * C < INT_MAX, "the table of positions has fewer than 2^31 elements");
+    check_rows(E, C, dwte, dwpe, dout);
+    check((int64_t)max_T * C <= POSITIONS_MAX, "%d positions of %d channels", max_T, C);
     int N = B * T, packs = (first ? max_T : T) * (C / size);
     int threads = packs < ENCODER_THREADS ? ceil_div(packs, WARP) * WARP : ENCODER_THREADS;
     launch(encoder_backward_position_kernel<E, G>, ceil_div(packs, threads), threads, 0, stream,
@@ -696,9 +725,10 @@ template <class E>
 static void gpu_layernorm_forward(E *out, float *mean, float *rstd, const E *inp, const E *weight,
                                   const E *bias, int N, int C, cudaStream_t stream) {
     constexpr int size = Pack<E>::size;
+    static_assert(CHANNELS_MAX <= LAYERNORM_PACKS * size * BLOCK_MAX, "a block spans a row");
+    check_rows(E, C, out, inp, weight, bias);
+    check(C <= CHANNELS_MAX, "LayerNorm of %d channels", C);
     int warps = ceil_div(C, LAYERNORM_PACKS * size * WARP);
-    check(C % size == 0 && warps * WARP <= BLOCK_MAX && is_aligned_16(inp) && is_aligned_16(out),
-          "a row is a multiple of 16 bytes and at most 32768 elements in 16 bits, 16384 in fp32");
     int rows = warps > 1 ? 1 : N < 8 ? N : 8;
     launch(layernorm_forward_kernel<E>, ceil_div(N, rows), dim3(warps * WARP, rows), 0, stream, out,
            mean, rstd, inp, weight, bias, N, C);
@@ -777,9 +807,10 @@ static void gpu_layernorm_backward(E *dinp, float *dweight, float *dbias, const 
                                    const float *rstd, const E *addend, float *scratch, int N, int C,
                                    cudaStream_t stream) {
     constexpr int size = Pack<E>::size;
+    static_assert(CHANNELS_MAX <= size * BLOCK_MAX, "a block spans a row");
+    check_rows(E, C, dinp, dout, inp, weight, addend, scratch);
+    check(C <= CHANNELS_MAX, "LayerNorm of %d channels", C);
     int row_threads = ceil_div(C, size * WARP) * WARP;
-    check(C % size == 0 && row_threads <= BLOCK_MAX && is_aligned_16(inp) && is_aligned_16(dout),
-          "a row is a multiple of 16 bytes and at most 8192 elements in 16 bits, 4096 in fp32");
     int rows = row_threads < LAYERNORM_THREADS ? LAYERNORM_THREADS / row_threads : 1;
     rows = rows < N ? rows : N;
     int parts = ceil_div(N, rows) < LAYERNORM_PARTS ? ceil_div(N, rows) : LAYERNORM_PARTS;
@@ -837,8 +868,7 @@ template <class E> __global__ void gelu_forward_kernel(E *out, const E *inp, siz
 // A tensor of n elements of any shape: whole packs, blocks of up to 256 threads.
 template <class E>
 static void gpu_gelu_forward(E *out, const E *inp, size_t n, cudaStream_t stream) {
-    check(n % Pack<E>::size == 0 && is_aligned_16(out) && is_aligned_16(inp),
-          "whole packs of 16 bytes");
+    check_rows(E, n, out, inp);
     size_t packs = n / Pack<E>::size;
     int threads = packs < 256 ? ceil_div((int)packs, 2 * WARP) * WARP : 256;
     launch(gelu_forward_kernel<E>, (unsigned)((packs + 2 * threads - 1) / (2 * threads)), threads,
@@ -911,8 +941,7 @@ template <class E, bool GELU>
 static void column_sums(E *dinp, float *dbias, const E *dout, const E *inp, float *scratch, int N,
                         int OC, cudaStream_t stream) {
     constexpr int size = Pack<E>::size;
-    check(OC % size == 0 && is_aligned_16(dout) && is_aligned_16(inp),
-          "a row is a multiple of 16 bytes");
+    check_rows(E, OC, dinp, dout, inp, scratch);
     int columns = ceil_div(OC, WARP * size), rows = ceil_div(N, BIAS_ROWS);
     rows = rows < 8 ? rows : 8;
     int parts = ceil_div(N, rows * BIAS_ROWS), enough = ceil_div(BIAS_BLOCKS, columns);
@@ -1087,11 +1116,9 @@ static void matmul_run(O *d, const E *a, const E *b, const O *bias, const O *c, 
                        bool transpose_a, bool transpose_b, int m, int n, int k,
                        cudaStream_t stream) {
     int a_rows = transpose_a ? k : m, b_rows = transpose_b ? n : k;
-    check(a_rows % Pack<E>::size == 0 && b_rows % Pack<E>::size == 0 && m % Pack<O>::size == 0,
-          "cuBLASLt wants rows that are multiples of 16 bytes: channels a multiple of 8 (fp32: 4)");
-    check(is_aligned_16(a) && is_aligned_16(b) && is_aligned_16(c) && is_aligned_16(d) &&
-              is_aligned_16(bias),
-          "cuBLASLt wants pointers that are multiples of 16 bytes");
+    check_rows(E, a_rows, a);
+    check_rows(E, b_rows, b);
+    check_rows(O, m, d, bias, c);
     MatmulKey key = {m,           n, k, transpose_a, transpose_b, bias != nullptr, cuda_type<E>,
                      cuda_type<O>};
     MatmulPlan *plan = matmul_plan_find(key);
@@ -1397,7 +1424,7 @@ __global__ void __launch_bounds__(WARPS *WARP)
 
 // The plain fp32 kernels: a warp per row, four rows per block, 32 rows of the other side at a time.
 // A lane first owns one of those rows (a whole dot product), then columns lane, lane + 32, ...
-enum { ROW_WARPS = 4, ROW_HS_MAX = 512 };
+enum { ROW_WARPS = 4 };
 
 // row_dot: sum over d < n of a[d] b[d], in that order.
 __device__ inline float row_dot(const float *a, const float *b, int n) {
@@ -1450,18 +1477,17 @@ __global__ void __launch_bounds__(ROW_WARPS *WARP)
     }
 }
 
+constexpr int HEAD_MAX = 128, HEAD_UNIT = 8;  // head sizes of the 16-bit kernels
+constexpr int HEAD_MAX_FP32 = 512;            // a warp keeps a row of it in shared memory
+
 // check_attention: the limits of the attention kernels, for both passes.
-template <class E>
-static void check_attention(const E *packed, const E *rows, int B, int T, int C, int NH) {
-    check(B >= 1 && B <= 65535 && T >= 1 && T <= 65535 * ROW_WARPS && NH >= 1 && C % NH == 0,
+template <class E> static void check_attention(int B, int T, int C, int NH) {
+    static_assert(LENGTH_MAX <= GRID_YZ_MAX * ROW_WARPS, "a block for every four rows");
+    check(B >= 1 && B <= GRID_YZ_MAX && T >= 1 && T <= LENGTH_MAX && NH >= 1 && C % NH == 0,
           "attention of batch %d, length %d, %d channels in %d heads", B, T, C, NH);
-    if constexpr (std::is_same_v<E, float>) {
-        check(C / NH <= ROW_HS_MAX, "head size %d: fp32 attention takes up to 512", C / NH);
-    } else {
-        check(C / NH % 8 == 0 && C / NH <= 128,
-              "head size %d: 16-bit attention takes multiples of 8 up to 128", C / NH);
-        check(is_aligned_16(packed) && is_aligned_16(rows), "attention moves 16 bytes at a time");
-    }
+    const int HS = C / NH;
+    check(sizeof(E) == 4 ? HS <= HEAD_MAX_FP32 : HS % HEAD_UNIT == 0 && HS <= HEAD_MAX,
+          "attention of heads of %d channels", HS);
 }
 
 // gpu_attention_forward: out (B,T,C) and lse (B,NH,T) from qkv (B,T,3,NH,HS); see the kernels.
@@ -1469,7 +1495,7 @@ static void check_attention(const E *packed, const E *rows, int B, int T, int C,
 template <class E, int HD = 64>
 static void gpu_attention_forward(E *out, float *lse, const E *qkv, int B, int T, int C, int NH,
                                   cudaStream_t stream) {
-    check_attention<E>(qkv, out, B, T, C, NH);
+    check_attention<E>(B, T, C, NH);
     const int HS = C / NH;
     if constexpr (std::is_same_v<E, float>) {
         launch(attention_forward_rows_kernel, dim3(NH, B, ceil_div(T, ROW_WARPS)), ROW_WARPS * WARP,
@@ -1478,6 +1504,7 @@ static void gpu_attention_forward(E *out, float *lse, const E *qkv, int B, int T
         gpu_attention_forward<E, 128>(out, lse, qkv, B, T, C, NH, stream);
     } else {
         using A = AttentionTiles<HD>;
+        check_rows(E, HS, out, qkv);
         auto *forward_kernel = attention_forward_kernel<E, HD, A::WARPS, A::MT, A::FORWARD_ROWS>;
         const int bytes = (int)sizeof(E) * HD * (A::OWN_ROWS + 4 * A::FORWARD_ROWS);
         const auto limit = cudaFuncAttributeMaxDynamicSharedMemorySize;
@@ -1747,8 +1774,7 @@ template <class E, int HD = 64>
 static void gpu_attention_backward(E *dqkv, float *drow, const E *dout, const E *qkv, const E *out,
                                    const float *lse, int B, int T, int C, int NH,
                                    cudaStream_t stream) {
-    check_attention<E>(qkv, out, B, T, C, NH);
-    check_attention<E>(dqkv, dout, B, T, C, NH);
+    check_attention<E>(B, T, C, NH);
     const int HS = C / NH;
     if constexpr (std::is_same_v<E, float>) {
         const size_t bytes = ROW_WARPS * (2 * HS + 2 * WARP) * sizeof(float);
@@ -1761,6 +1787,7 @@ static void gpu_attention_backward(E *dqkv, float *drow, const E *dout, const E 
         gpu_attention_backward<E, 128>(dqkv, drow, dout, qkv, out, lse, B, T, C, NH, stream);
     } else {
         using A = AttentionTiles<HD>;
+        check_rows(E, HS, dqkv, dout, qkv, out);
         auto *dq_kernel = attention_backward_dq_kernel<E, HD, A::WARPS, A::MT, A::DQ_ROWS>;
         auto *dkv_kernel = attention_backward_dkv_kernel<E, HD, A::WARPS, A::MT, A::DKV_ROWS>;
         const int dq_bytes = 2 * (int)sizeof(E) * HD * (A::OWN_ROWS + 2 * A::DQ_ROWS);
@@ -1864,8 +1891,8 @@ template <class E>
 static void gpu_classifier(float *losses, E *logits, const int *targets, float dloss, int rows,
                            int V, int Vp, bool backward, cudaStream_t stream) {
     constexpr int size = Pack<E>::size, packs = CLASSIFIER_VOCABULARY / (BLOCK_MAX * size);
-    check(V <= Vp && Vp <= CLASSIFIER_VOCABULARY && Vp % size == 0 && is_aligned_16(logits),
-          "a row of logits is a multiple of 16 bytes and has at most 65536 columns");
+    check_rows(E, Vp, logits);
+    check(V <= Vp && Vp <= CLASSIFIER_VOCABULARY, "logits of %d tokens in %d columns", V, Vp);
     int threads = ceil_div(Vp, packs * size * WARP) * WARP;
     auto kernel = backward ? classifier_kernel<E, true> : classifier_kernel<E, false>;
     launch(kernel, rows, threads, 0, stream, losses, logits, targets, dloss, V, Vp);
@@ -1996,6 +2023,7 @@ template <class G>
 static void gpu_grad_square_sum(UpdateState *state, float *scratch, const G *grads_2d,
                                 const float *grads_1d, const ParamRange *ranges, int range_count,
                                 int chunks, cudaStream_t stream) {
+    check_rows(G, 0, grads_2d, grads_1d);  // param_ranges_chunk has checked where ranges start
     int parts = chunks < NORM_BLOCKS ? chunks : NORM_BLOCKS;
     launch(grad_square_sum_kernel<G>, parts, UPDATE_THREADS, 0, stream, scratch, grads_2d, grads_1d,
            ranges, range_count, chunks);
@@ -2130,6 +2158,7 @@ static void gpu_adamw(E *params, uint16_t *low, M *moment1, M *moment2, const G 
                       const float *grads_1d, const ParamRange *ranges, int range_count, int chunks,
                       AdamW adamw, UpdateRandom key, const UpdateState *state,
                       cudaStream_t stream) {
+    check_rows(E, 0, params, low, moment1, moment2, grads_2d, grads_1d);
     launch(adamw_kernel<E, G, M, SPLIT>, chunks, UPDATE_THREADS, 0, stream, params, low, moment1,
            moment2, grads_2d, grads_1d, ranges, range_count, adamw, key, state);
 }
@@ -2844,14 +2873,22 @@ static void gpu_settings_check(const Settings *s) {
         die("--dtype fp16 and --offload can be planned (--plan), but this program does not train "
             "with them; it trains in bf16 and fp32 with all states on the GPU");
     }
-    if (m->C % 8 != 0 || m->C > 4096 || (s->dtype == TYPE_BF16 && (HS % 8 != 0 || HS > 128)) ||
-        HS > 512) {
-        die("--model (-e): %d channels in %d heads: a GPU takes channels that are a multiple of 8, "
-            "at most 4096, in heads of at most 512; in bf16 heads of 8 to 128, a multiple of 8",
-            m->C, m->NH);
+    if (m->C % CHANNELS_UNIT != 0 || m->C > CHANNELS_MAX ||
+        (s->dtype == TYPE_BF16 && (HS % HEAD_UNIT != 0 || HS > HEAD_MAX)) || HS > HEAD_MAX_FP32) {
+        die("--model (-e): %d channels in %d heads: a GPU takes channels that are a multiple of "
+            "%d, at most %d, in heads of at most %d; in bf16 heads of at most %d, a multiple of %d",
+            m->C, m->NH, CHANNELS_UNIT, CHANNELS_MAX, HEAD_MAX_FP32, HEAD_MAX, HEAD_UNIT);
     }
-    if (s->B > 65535) {
-        die("--batch (-b): %d: a GPU takes at most 65535 sequences in a micro-batch", s->B);
+    if ((int64_t)m->maxT * m->C > POSITIONS_MAX) {
+        die("--model (-e): %d positions of %d channels: a GPU takes at most %d numbers in that "
+            "table", m->maxT, m->C, POSITIONS_MAX);
+    }
+    if (s->T > LENGTH_MAX) {
+        die("--seq-len (-t): %d: a GPU takes at most %d tokens in a sequence", s->T, LENGTH_MAX);
+    }
+    if (s->B > GRID_YZ_MAX) {
+        die("--batch (-b): %d: a GPU takes at most %d sequences in a micro-batch", s->B,
+            GRID_YZ_MAX);
     }
 }
 
