@@ -2720,7 +2720,7 @@ typedef struct {
 typedef struct Engine Engine;
 struct Engine {
     void *self;
-    char device[96];
+    char device[128];
     double peak_flops;        // 0: unknown
     const char *peak_source;  // what it stands for
     // Forward and backward of micro-batch `micro` of `micros`; the first one clears the gradients.
@@ -4187,7 +4187,7 @@ static void log_flush(FILE *f) {
 
 // Opens the log in `output` and writes its first line. resume_step < 0: from the start.
 static FILE *log_open(const char *output, int64_t resume_step, const Options *o, const Settings *s,
-                      size_t plan_bytes) {
+                      size_t plan_bytes, const char *device) {
     char path[PATH_BYTES], text[64];
     path_print(path, "%s/log.jsonl", output);
     log_cut(path, o->resume ? max_i64(resume_step, 0) : INT64_MAX);
@@ -4206,9 +4206,11 @@ static FILE *log_open(const char *output, int64_t resume_step, const Options *o,
     fprintf(f,
             "},\"model\":{\"layers\":%d,\"heads\":%d,\"channels\":%d,\"positions\":%d,"
             "\"vocabulary\":%d,"
-            "\"parameters\":%" PRId64 "},\"plan_bytes\":%zu}\n",
+            "\"parameters\":%" PRId64 "},\"plan_bytes\":%zu,\"device\":\"",
             s->model.L, s->model.NH, s->model.C, s->model.maxT, s->model.V,
             model_parameters(&s->model), plan_bytes);
+    json_text(f, device, strlen(device));
+    fputs("\"}\n", f);
     log_flush(f);
     return f;
 }
@@ -4688,7 +4690,9 @@ static void run_begin(Run *run, const Program *program, const Model *m) {
     if (o->keep && resume_step >= 0) {  // a kill may have come before it was done
         checkpoint_prune(o->output, o->keep, resume_step);
     }
-    run->log = o->output[0] ? log_open(o->output, resume_step, o, &run->s, p.device_bytes) : NULL;
+    if (o->output[0]) {
+        run->log = log_open(o->output, resume_step, o, &run->s, p.device_bytes, run->engine.device);
+    }
     if (!o->quiet) {
         run_print_box(run, program, &p);
     }
