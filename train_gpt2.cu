@@ -234,7 +234,7 @@ template <class E> __device__ inline float fast_divide(float a, float b) {
     return sizeof(E) == 4 ? a / b : __fdividef(a, b);
 }
 
-// check_rows(E, columns, pointers...): rows of `columns` numbers of E are multiples of 16 bytes, and
+// check_rows(E, columns, pointers...): rows of `columns` numbers of E are multiples of 16 bytes and
 // so is every pointer, or the run ends. A null pointer is an operand left out.
 #define check_rows(E, columns, ...)                                                                \
     check_rows_at<E>(__func__, columns, #__VA_ARGS__, {__VA_ARGS__})
@@ -834,6 +834,9 @@ constexpr int BIAS_ROWS = 4;      // rows that a thread loads before it adds
 constexpr int BIAS_PARTS = 128;   // most partial sums of a column
 constexpr int BIAS_BLOCKS = 768;  // blocks that keep the largest GPUs busy
 
+// Exactly 1 for large x, where the approximate division must give 1 / 1 = 1, and 0 for very
+// negative x: gelu_slope multiplies 1 - s by x^3. (A GPU that fails test gpu_gelu there needs s
+// clamped, not a looser test.)
 template <class E> __device__ inline float gelu_logistic(float x) {
     float u = GELU_SCALE * (x + GELU_CUBIC * x * x * x);
     return fast_divide<E>(1.0f, 1.0f + fast_exp<E>(-2.0f * u));
@@ -978,8 +981,8 @@ static void gpu_gelu_backward(E *dinp, float *dbias, const E *dout, const E *inp
 // the accumulation of gradients are beta = 1.
 
 struct MatmulKey {
-    int m, n, k, transpose_a, transpose_b, has_bias, input_type, output_type;
-};
+    int m, n, k, transpose_a, transpose_b, has_bias, beside, input_type, output_type;
+};  // beside: D is not C
 
 struct MatmulPlan {
     MatmulKey key;
@@ -990,6 +993,7 @@ struct MatmulPlan {
 
 // A model has some twenty products: four of a block and the classifier's, three passes each.
 constexpr int MATMUL_PLANS = 64;
+constexpr int MATMUL_ALGORITHMS = 8;  // of the heuristic's list, best first, that are looked at
 
 static struct {
     cublasLtHandle_t handle;
@@ -1036,7 +1040,47 @@ static void matmul_preference(cublasLtMatmulPreference_t preference,
         cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof(value)));
 }
 
-// Fills a new plan; the algorithm is the first of the heuristic's that can do what is asked.
+// The heuristic's algorithms for a product in at most workspace_bytes, best first; returns how many
+// (0 to MATMUL_ALGORITHMS). None is no list but CUBLAS_STATUS_NOT_SUPPORTED.
+static int matmul_algorithms(cublasLtMatmulHeuristicResult_t *results, cublasStatus_t *status,
+                             const MatmulPlan *plan, size_t workspace_bytes) {
+    int found = 0;
+    cublasLtMatmulPreference_t preference;
+    cublas_check(cublasLtMatmulPreferenceCreate(&preference));
+    matmul_preference(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, workspace_bytes);
+    matmul_preference(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+                      (uint32_t)CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
+    // Tensors start at multiples of 16 bytes; left alone, the library takes 256 for granted.
+    matmul_preference(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, (uint32_t)16);
+    matmul_preference(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, (uint32_t)16);
+    matmul_preference(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, (uint32_t)16);
+    matmul_preference(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, (uint32_t)16);
+    *status = cublasLtMatmulAlgoGetHeuristic(matmul_library.handle, plan->product, plan->a, plan->b,
+                                             plan->d, plan->d, preference, MATMUL_ALGORITHMS,
+                                             results, &found);
+    cublas_check(cublasLtMatmulPreferenceDestroy(preference));
+    int usable = 0;
+    for (int i = 0; i < found && *status == CUBLAS_STATUS_SUCCESS; i++) {
+        if (results[i].state == CUBLAS_STATUS_SUCCESS) {
+            results[usable++] = results[i];
+        }
+    }
+    return usable;
+}
+
+// Does this algorithm say that it can write D beside C? An answer that is missing counts as no.
+static bool matmul_writes_beside(const cublasLtMatmulAlgo_t *algorithm) {
+    int32_t beside = 0;
+    size_t written = 0;
+    return cublasLtMatmulAlgoCapGetAttribute(
+               algorithm, CUBLASLT_ALGO_CAP_OUT_OF_PLACE_RESULT_SUPPORT, &beside, sizeof beside,
+               &written) == CUBLAS_STATUS_SUCCESS &&
+           beside;
+}
+
+// Fills a new plan. The algorithm is the heuristic's first; for a product that writes D beside C,
+// the first that says it can. If none says so the first is tried: nothing but its own answer
+// speaks against it, and the product refuses in the warm-up what it cannot do.
 static void matmul_plan_create(MatmulPlan *plan, MatmulKey key) {
     cudaDataType_t input_type = (cudaDataType_t)key.input_type;
     cudaDataType_t output_type = (cudaDataType_t)key.output_type;
@@ -1059,39 +1103,19 @@ static void matmul_plan_create(MatmulPlan *plan, MatmulKey key) {
     cublas_check(cublasLtMatrixLayoutCreate(&plan->b, input_type, b_rows, b_columns, b_rows));
     cublas_check(cublasLtMatrixLayoutCreate(&plan->d, output_type, m, n, m));
 
-    cublasLtMatmulPreference_t preference;
-    cublas_check(cublasLtMatmulPreferenceCreate(&preference));
-    matmul_preference(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
-                      matmul_library.workspace_bytes);
-    matmul_preference(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
-                      (uint32_t)CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
-    // Tensors start at multiples of 16 bytes; left alone, the library takes 256 for granted.
-    matmul_preference(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, (uint32_t)16);
-    matmul_preference(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, (uint32_t)16);
-    matmul_preference(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, (uint32_t)16);
-    matmul_preference(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, (uint32_t)16);
-    cublasLtMatmulHeuristicResult_t results[8];
-    int found = 0, chosen = -1;
-    cublas_check(cublasLtMatmulAlgoGetHeuristic(matmul_library.handle, plan->product, plan->a,
-                                                plan->b, plan->d, plan->d, preference, 8, results,
-                                                &found));
-    for (int i = found - 1; i >= 0; i--) {  // the first that can write D beside C: the residual
-        int32_t beside = 0;
-        size_t written = 0;
-        if (results[i].state == CUBLAS_STATUS_SUCCESS &&
-            cublasLtMatmulAlgoCapGetAttribute(&results[i].algo,
-                                              CUBLASLT_ALGO_CAP_OUT_OF_PLACE_RESULT_SUPPORT,
-                                              &beside, sizeof beside,
-                                              &written) == CUBLAS_STATUS_SUCCESS &&
-            beside) {
-            chosen = i;
-        }
+    cublasLtMatmulHeuristicResult_t results[MATMUL_ALGORITHMS];
+    cublasStatus_t status;
+    int found = matmul_algorithms(results, &status, plan, matmul_library.workspace_bytes);
+    if (found == 0) {
+        die("cuBLASLt has no product of (%d x %d) and (%d x %d) here, %s in and %s out: %s", m, k,
+            k, n, input_type == CUDA_R_32F ? "fp32" : "16 bits",
+            output_type == CUDA_R_32F ? "fp32" : "16 bits", cublasLtGetStatusName(status));
     }
-    if (chosen < 0) {
-        die("cuBLASLt has no matrix product of %d x %d x %d of this type on this GPU", m, n, k);
+    int chosen = 0;
+    while (key.beside && chosen < found && !matmul_writes_beside(&results[chosen].algo)) {
+        chosen++;
     }
-    plan->algorithm = results[chosen].algo;
-    cublas_check(cublasLtMatmulPreferenceDestroy(preference));
+    plan->algorithm = results[chosen < found ? chosen : 0].algo;
 }
 
 static MatmulPlan *matmul_plan_find(MatmulKey key) {
@@ -1119,8 +1143,8 @@ static void matmul_run(O *d, const E *a, const E *b, const O *bias, const O *c, 
     check_rows(E, a_rows, a);
     check_rows(E, b_rows, b);
     check_rows(O, m, d, bias, c);
-    MatmulKey key = {m,           n, k, transpose_a, transpose_b, bias != nullptr, cuda_type<E>,
-                     cuda_type<O>};
+    MatmulKey key = {m,       n, k, transpose_a, transpose_b, bias != nullptr, beta != 0 && c != d,
+                     cuda_type<E>, cuda_type<O>};
     MatmulPlan *plan = matmul_plan_find(key);
     if (bias) {
         matmul_attribute(plan, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
@@ -2168,7 +2192,8 @@ static void gpu_adamw(E *params, uint16_t *low, M *moment1, M *moment2, const G 
 // The plan's device rows are one cudaMalloc of exactly the planned bytes; its host rows one pinned
 // allocation. What libraries and modules take is not planned but measured after a warm-up, and
 // shown apart; the CUDA context exists before and is not in that figure.
-// 1. Whether the plan fits is decided by the driver's free bytes before anything is allocated.
+// 1. Whether the plan fits is decided by the driver's free bytes before anything is allocated. The
+//    context has been taken from them by then: asking creates it.
 // 2. Test builds mark rows that die and come alive in stream order, so that lateness shows.
 
 struct DeviceMemory {
@@ -2177,6 +2202,18 @@ struct DeviceMemory {
 };
 
 static DeviceMemory device_memory;
+
+// What libraries will still take when a run asks for the free bytes: cuBLASLt's code and kernels.
+// --plan, which counts from the size of the card, reserves library_reserve_bytes for these and the
+// context; here the context is paid, so half of that remains, and a run whose plan fits on paper is
+// refused only where the context takes more than the other half. (1 GiB - (total - free) would need
+// no such guess, but takes what another process holds for the context.) Nobody has measured either
+// part yet.
+#if CUDA_CPU
+static size_t device_library_bytes(void) { return (size_t)emu::set.library; }
+#else
+static size_t device_library_bytes(void) { return library_reserve_bytes / 2; }
+#endif
 static char *arena_host;
 
 #if GPT2_POISON
@@ -2744,8 +2781,10 @@ template <class E, class G> static void gpu_ranges_open(GpuNetwork<E, G> *net) {
               cudaMemcpyHostToDevice, net->stream);
 }
 
-// A step, an evaluation and a sample on zeros: every kernel is loaded and every product planned, so
-// that what the libraries take can be measured, and a failure comes before the run.
+// A step of two micro-steps, an evaluation and a sample on zeros: every kernel is loaded and every
+// product planned, so that what the libraries take can be measured, and a failure comes before the
+// run. Two, because a product that adds to its output may be another kernel of cuBLASLt's than one
+// that writes it, and a kernel is loaded at its first launch.
 template <class E, class G>
 static void gpu_warm_up(Engine *e) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
@@ -2763,7 +2802,8 @@ static void gpu_warm_up(Engine *e) {
                                        net->plan.rows[net->plan.single[row]].bytes, net->stream));
         }
     }
-    gpu_micro_step<E, G>(e, zeros, zeros, 0, 1);
+    gpu_micro_step<E, G>(e, zeros, zeros, 0, 2);
+    gpu_micro_step<E, G>(e, zeros, zeros, 1, 2);
     gpu_update<E, G>(e, &o, 0, HUGE_VAL, 0);
     gpu_evaluate<E, G>(e, nullptr, zeros, zeros);
     gpu_logits<E, G>(e, logits, zeros, 1);
@@ -2810,7 +2850,9 @@ template <class E, class G> static void gpu_open(Engine *e, const Settings *s) {
 // 32. Meters
 // What this GPU could do at most, for "% of peak": dense products of the run's type per clock and
 // SM (NVIDIA's architecture white papers; for sm_86, 89 and 120 the GeForce cards' rate, half of
-// the workstation cards'), times SMs, times the highest clock the driver names.
+// the workstation cards'; 110, Thor, and 121, GB10, a quarter of the data sheets' dense fp4), times
+// SMs, times the highest clock the driver names. A data sheet may count with a lower clock: an H100
+// names 1,980 MHz, which makes 1,070 TFLOP/s in bf16, where its data sheet has 989.
 
 struct PeakRow {
     int capability;              // 10 * major + minor
@@ -2818,7 +2860,8 @@ struct PeakRow {
 };
 static const PeakRow peak_rows[] = {
     {75, 0, 128},    {80, 2048, 128},  {86, 512, 256},   {87, 1024, 256}, {89, 512, 256},
-    {90, 4096, 256}, {100, 8192, 256}, {103, 8192, 256}, {120, 512, 256},
+    {90, 4096, 256}, {100, 8192, 256}, {103, 8192, 256}, {110, 8192, 256}, {120, 512, 256},
+    {121, 1024, 256},
 };
 
 // Name, type and peak of the current GPU into the engine; refuses a type it has no instructions
@@ -2839,7 +2882,8 @@ static void device_describe(Engine *e, const Settings *s) {
         }
     }
     e->peak_flops = 1e3 * clock_khz * peak * properties.multiProcessorCount;
-    e->peak_source = "this GPU's dense products at its highest clock";
+    e->peak_source = peak ? "this GPU's dense products at its highest clock"
+                          : "this program's table of peaks does not know this GPU";
     snprintf(e->device, sizeof e->device, "%.44s (sm_%d%d), %s", properties.name, properties.major,
              properties.minor, s->dtype == TYPE_FP32 ? "fp32" : "bf16");
 }
@@ -2861,7 +2905,8 @@ static void gpu_engine_open(Engine *e, const Settings *s) {
         gpu_open<__nv_bfloat16, float>(e, s);
     }
     size_t length = strlen(e->device);
-    snprintf(e->device + length, sizeof e->device - length, "; libraries took %s",
+    snprintf(e->device + length, sizeof e->device - length,
+             "; cuBLASLt %zu; libraries took about %s", cublasLtGetVersion(),
              bytes_text((double)device_memory.library_bytes).s);
 }
 
@@ -3024,7 +3069,7 @@ int train_gpt2cu_main(int argc, char **argv) {
                                     1,
                                     gpu_engine_open,
                                     device_available,
-                                    CUDA_CPU ? 0 : library_reserve_bytes,
+                                    device_library_bytes(),
                                     gpu_command,
                                     gpu_settings_check};
     return program_main(&program, argc, argv);
