@@ -28,7 +28,7 @@ static void test_gpu_bad_input() {
         {"l2h2c20t16", "20 channels in 2 heads: a GPU takes channels that are a multiple of 8"},
         {"l2h4c16t16", "16 channels in 4 heads"},
         {"l1h1c136t16", "136 channels in 1 heads"},
-        {"l1h64c8192t4", "at most 4096"},
+        {"l1h64c8192t4", "at most 4096"},  // and short of memory, which is not the point
         {"l2h3c16t16", "allowed are"},
     };
     write_corpus();
@@ -37,8 +37,7 @@ static void test_gpu_bad_input() {
         expect_refused(program(run + "l2h2c16t16 " + row.arguments), row.words, row.arguments);
     }
     for (const Refusal &row : shapes) {
-        expect_refused(program(run + row.arguments, with("EMU_GPU_MEM", "1024G")), row.words,
-                       row.arguments);
+        expect_refused(program(run + row.arguments), row.words, row.arguments);
     }
     if (is_emulated()) {
         Outcome none = program(run + "l2h2c16t16", with("EMU_GPUS", "0"));
