@@ -97,7 +97,7 @@ drives="options       train_gpt2
         training      build/train_gpt2_asan        overfit
         training      build/train_gpt2_double      overfit
         gpu_program   train_gpt2cu_cpu
-        gpu_program   build/train_gpt2cu_cpu_asan  gpu_bad gpu_commands gpu_eval gpu_checkpoints"
+        gpu_program   build/train_gpt2cu_cpu_asan  gpu_bad gpu_start gpu_commands gpu_eval gpu_checkpoints"
 archs="75 80 89 90a 100 120"
 
 # Everything at once on all cores, in silence; what fails is built again below, aloud. Without the
