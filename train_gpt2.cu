@@ -234,6 +234,48 @@ template <class E> __device__ inline float fast_divide(float a, float b) {
     return sizeof(E) == 4 ? a / b : __fdividef(a, b);
 }
 
+static int compare_doubles(const void *a, const void *b) {
+    double x = *(const double *)a, y = *(const double *)b;
+    return x < y ? -1 : x > y;
+}
+
+// The middle one of n numbers, which it sorts.
+static double median(double *values, int n) {
+    qsort(values, (size_t)n, sizeof(double), compare_doubles);
+    return values[n / 2];
+}
+
+// Milliseconds that work(i) takes on the stream, i = 0, 1, ...: the median of `rounds` (at most 99)
+// measurements, each the mean of so many calls that half a millisecond passes, or of 32. Warmed up:
+// the first call is not in them, nor is the second, which says how many calls that makes.
+template <class Work> static double gpu_time_ms(int rounds, cudaStream_t stream, Work work) {
+    double ms[99];
+    cudaEvent_t begin, end;
+    int calls = 0, each = 1;
+    check(rounds >= 1 && rounds <= 99, "%d rounds", rounds);
+    cuda_check(cudaEventCreate(&begin));
+    cuda_check(cudaEventCreate(&end));
+    work(calls++);
+    for (int round = -1; round < rounds; round++) {
+        float elapsed = 0;
+        cuda_check(cudaEventRecord(begin, stream));
+        for (int i = 0; i < each; i++) {
+            work(calls++);
+        }
+        cuda_check(cudaEventRecord(end, stream));
+        cuda_check(cudaEventSynchronize(end));
+        cuda_check(cudaEventElapsedTime(&elapsed, begin, end));
+        if (round < 0) {
+            each = elapsed > 0.5 / 32 ? (int)ceil(0.5 / elapsed) : 32;
+        } else {
+            ms[round] = elapsed / each;
+        }
+    }
+    cuda_check(cudaEventDestroy(begin));
+    cuda_check(cudaEventDestroy(end));
+    return median(ms, rounds);
+}
+
 // check_rows(E, columns, pointers...): rows of `columns` numbers of E are multiples of 16 bytes and
 // so is every pointer, or the run ends. A null pointer is an operand left out.
 #define check_rows(E, columns, ...)                                                                \
@@ -3016,18 +3058,13 @@ static int command_check(Run *run, const Program *program) {
     return failed || !ok;
 }
 
-static int compare_doubles(const void *a, const void *b) {
-    double x = *(const double *)a, y = *(const double *)b;
-    return x < y ? -1 : x > y;
-}
-
 // --compare: the same steps with -r none and with -r block (or the level that was asked for):
 // planned and library memory, and the median time of a step.
 static int command_compare(Run *run, const Program *program) {
     enum { WARM = 2, STEPS = 9 };
     const Model *m = &run->s.model;
     const int asked = run->s.level ? run->s.level : RECOMPUTE_BLOCK;
-    double median[2], tokens = (double)run->s.B * run->s.T;
+    double middle[2], tokens = (double)run->s.B * run->s.T;
     size_t bytes[2];
     printf("%-14s %14s %14s %10s %12s\n", "", "planned", "libraries", "ms/step", "tokens/s");
     for (int k = 0; k < 2; k++) {
@@ -3046,14 +3083,13 @@ static int command_compare(Run *run, const Program *program) {
             ms[i] = now_ms() - start;
         }
         run->engine.close(&run->engine);
-        qsort(ms + WARM, STEPS, sizeof(double), compare_doubles);
-        median[k] = ms[WARM + STEPS / 2];
+        middle[k] = median(ms + WARM, STEPS);
         printf("-r %-11s %14s %14s %10.2f %12s\n", level_names[run->s.level],
                bytes_text((double)bytes[k]).s, bytes_text((double)device_memory.library_bytes).s,
-               median[k], count_text((int64_t)(tokens / median[k] * 1e3)).s);
+               middle[k], count_text((int64_t)(tokens / middle[k] * 1e3)).s);
     }
     printf("-r %s takes %.1f %% of the memory and %.2f x the time (median of %d steps)\n",
-           level_names[asked], 100.0 * (double)bytes[1] / (double)bytes[0], median[1] / median[0],
+           level_names[asked], 100.0 * (double)bytes[1] / (double)bytes[0], middle[1] / middle[0],
            STEPS);
     return 0;
 }
