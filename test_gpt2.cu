@@ -3644,7 +3644,7 @@ template <class E, class G> static void check_gaps(const char *options) {
         for (int l = 0; l < tensor_copies(&m, tensor); l++) {
             const int64_t at = tensor_offset(&m, tensor, l), size = tensor_size(&m, tensor);
             expect(memcmp(&got[(size_t)at], &want_weights[(size_t)at], (size_t)size * 4) == 0,
-                   "%s: %s", options, tensor_rows[tensor].name);
+                   "%s: %s", options, tensor_table[tensor].name);
         }
     }
     each_gap([&](char *x, int row) { expect(*x == (char)0xff, "%s: row %d", options, row); },
