@@ -2862,12 +2862,11 @@ template <class E, class G> static void check_misaligned() {
         {"gpu_layernorm_backward", 6,
          [&] {
              float *any = (float *)(void *)ints;
-             gpu_layernorm_backward(p[0], any, any, p[1], p[2], p[3], any, any, p[4], f[5], N, C,
-                                    0);
+             gpu_layernorm_backward<E>(p[0], any, any, p[1], p[2], p[3], any, any, p[4], f[5], N,
+                                       C, 0);
          }},
         {"gpu_gelu_forward", 2, [&] { gpu_gelu_forward(p[0], p[1], N * C, 0); }},
-        {"column_sums", 4,
-         [&] { gpu_gelu_backward(p[0], f[4], p[1], p[2], f[3], N, C, 0); }},
+        {"column_sums", 4, [&] { gpu_gelu_backward(p[0], f[4], p[1], p[2], f[3], N, C, 0); }},
         {"matmul_run", 5,
          [&] {  // checked in this order: a, b, then d, bias, c
              matmul_run<E, G>(g[2], p[0], p[1], g[3], g[4], 1, false, false, C, C, C, 0);
@@ -3003,19 +3002,19 @@ template <class T> struct Huge {
     }
 };
 
-// Tensors of more than 2^31 elements: the last block of every grid computes what it does for the
-// same rows of a small tensor. A product of two 32-bit sizes used as an index ends outside.
-static void test_gpu_huge() {
-    enum { C = 4096, ROWS = (1 << 19) + 1024, TAIL = 32 };  // rows: a multiple of the last block's
+// The outputs of the last rows are the same for a small tensor and for a huge one.
+static void same(const char *who, const std::function<Outputs(size_t)> &run, size_t small,
+                 size_t large) {
+    expect(run(small) == run(large), "%s", who);
+}
+
+enum { HUGE_C = 4096, HUGE_ROWS = (1 << 19) + 1024 };  // rows: a multiple of the last block's
+
+static void check_huge_rows() {
+    enum { C = HUGE_C, ROWS = HUGE_ROWS, TAIL = 32 };
     const size_t tail = TAIL * C;
-    emu::set.last_blocks = 1;
     const Reals x = noise_in<bf16>(tail, 1, 1), d = noise_in<bf16>(tail, 1, 2);
     const Reals w = noise_in<bf16>(C, 1, 3);
-    // Outputs of the last rows, of a small tensor and of a huge one.
-    auto same = [&](const char *who, const std::function<Outputs(size_t)> &run, size_t small,
-                    size_t large) {
-        expect(run(small) == run(large), "%s", who);
-    };
     same("encoder_forward",
          [&](size_t rows) {
              Huge<bf16> out(rows * C), wte(C, w), wpe(8 * C, x);
@@ -3064,9 +3063,12 @@ static void test_gpu_huge() {
              return Outputs{dinp.last(256), db.last(32), db2.last(32)};
          },
          TAIL, ROWS);
+}
+
+static void check_huge_attention() {
     same("classifier",
          [&](size_t rows) {
-             Huge<bf16> logits(rows * 50304, x);
+             Huge<bf16> logits(rows * 50304, noise(50304, 1, 1));
              Huge<float> losses(rows);
              Huge<int> targets(rows);
              gpu_classifier(losses.p, logits.p, targets.p, 1, (int)rows, 50257, 50304, true, 0);
@@ -3097,6 +3099,10 @@ static void test_gpu_huge() {
              return Outputs{out.last(4 * row), lse.last(4), dqkv.last(12 * row)};
          },
          1, 32800);
+}
+
+static void check_huge_update() {
+    const Reals x = noise_in<bf16>(UPDATE_CHUNK, 1, 1), d = noise_in<bf16>(UPDATE_CHUNK, 1, 2);
     same("norm and AdamW",
          [&](size_t chunks) {  // the last chunk falls to the norm's last block
              const size_t count = chunks * UPDATE_CHUNK;
@@ -3117,6 +3123,15 @@ static void test_gpu_huge() {
              return Outputs{p.last(UPDATE_CHUNK), m.last(UPDATE_CHUNK), {state.p->norm}};
          },
          1024, (1 << 18) + 1024);
+}
+
+// Tensors of more than 2^31 elements: the last block of every grid computes what it does for the
+// same rows of a small tensor. A product of two 32-bit sizes used as an index ends outside.
+static void test_gpu_huge() {
+    emu::set.last_blocks = 1;
+    check_huge_rows();
+    check_huge_attention();
+    check_huge_update();
 }
 #endif
 
@@ -3591,6 +3606,22 @@ static std::vector<bool> gaps_of(const Plan *p, int row, size_t element_bytes) {
     return gap;
 }
 
+// Where states are rounded at random, no two numbers share theirs: each stream's indices are apart.
+static void expect_streams_apart(const ParamRange *ranges, int count, const char *options) {
+    std::vector<std::array<size_t, 3>> drawn;  // stream, first index, end
+    for (int i = 0; i < count; i++) {
+        const ParamRange &range = ranges[i];
+        for (uint32_t state : {0u, ROUND_MOMENT1, ROUND_MOMENT2}) {
+            drawn.push_back({range.stream + state, range.index, range.index + range.count});
+        }
+    }
+    std::sort(drawn.begin(), drawn.end());
+    for (size_t i = 1; i < drawn.size(); i++) {
+        expect(drawn[i][0] != drawn[i - 1][0] || drawn[i][1] >= drawn[i - 1][2],
+               "%s: stream %zu from %zu", options, drawn[i][0], drawn[i][1]);
+    }
+}
+
 template <class E, class G> static void check_gaps(const char *options) {
     Model m = shape("l2h1c40t9", 257);
     Batch b(18, m.V, 1);
@@ -3649,19 +3680,7 @@ template <class E, class G> static void check_gaps(const char *options) {
     }
     each_gap([&](char *x, int row) { expect(*x == (char)0xff, "%s: row %d", options, row); },
              false);
-    // Where a state is rounded at random, no two of its numbers share theirs.
-    std::vector<std::array<size_t, 3>> drawn;  // stream, first index, end
-    for (int i = 0; i < net->range_count; i++) {
-        const ParamRange &range = net->ranges[i];
-        for (uint32_t state : {0u, ROUND_MOMENT1, ROUND_MOMENT2}) {
-            drawn.push_back({range.stream + state, range.index, range.index + range.count});
-        }
-    }
-    std::sort(drawn.begin(), drawn.end());
-    for (size_t i = 1; i < drawn.size(); i++) {
-        expect(drawn[i][0] != drawn[i - 1][0] || drawn[i][1] >= drawn[i - 1][2],
-               "%s: stream %zu from %zu", options, drawn[i][0], drawn[i][1]);
-    }
+    expect_streams_apart(net->ranges, net->range_count, options);
 }
 
 // Norm and AdamW walk over tensors, not over what lies between them: with NaN there the step is the

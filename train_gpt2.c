@@ -4621,8 +4621,7 @@ static void run_vocabulary(Run *run) {
     }
 }
 
-// The batch of a run whose settings are known; ends the run when this program cannot do them or its
-// plan does not fit. In that order: more memory would not help what cannot be done.
+// The batch of a run whose settings are known; the end where the program or memory cannot do them.
 static void run_fit(Run *run, const Program *program) {
     Plan p;
     size_t batch = (size_t)run->s.B * (size_t)run->s.T;

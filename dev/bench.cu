@@ -194,20 +194,14 @@ static void bench_case(const Case &c, bool matmul) {
     matmul_library.plans--;
 }
 
-// The kernels of a micro-step and of the update, E bf16 or fp32: what each reads and writes, how
-// often it runs. FLOPs of attention are those of its causal half, without what the backward pass
-// computes again.
-template <class E> static std::vector<Case> kernel_cases(const Settings *s) {
-    const Model *m = &s->model;
-    const int B = s->B, T = s->T, N = B * T, C = m->C, L = m->L, NH = m->NH, V = m->V, Vp = m->Vp;
-    const int rows = (int)min_i64(s->logit_rows, N), chunks = ceil_div(N, rows);
-    const size_t n = (size_t)N * C * sizeof(E), channels = C * sizeof(E), stat = N * sizeof(float);
-    const size_t table = (size_t)Vp * C * sizeof(E), positions = (size_t)T * C * sizeof(E);
-    const size_t logits = (size_t)rows * Vp * sizeof(E), lse = (size_t)N * NH * sizeof(float);
-    const size_t partials = gpu_bias_backward_bytes(N, 4 * C) + gpu_layernorm_backward_bytes(N, C);
-    const size_t vector = 4 * (size_t)C * sizeof(float);
-    const double attention = 2.0 * N * T * C;  // two products of T x T / 2 by HS, for each head
+template <class E> static E *as(char *p) { return (E *)(void *)p; }
 
+// The kernels of a micro-step, E bf16 or fp32: what each reads and writes, and how often it runs.
+// First those that know tokens.
+template <class E> static std::vector<Case> token_cases(const Settings *s) {
+    const Model *m = &s->model;
+    const int B = s->B, T = s->T, N = B * T, C = m->C, V = m->V, Vp = m->Vp;
+    const int rows = (int)min_i64(s->logit_rows, N), chunks = ceil_div(N, rows);
     static std::vector<int> tokens, plan, targets;
     std::vector<int> counts((size_t)V);
     tokens.resize((size_t)N), targets.resize((size_t)N), plan.resize(encoder_plan_ints(N));
@@ -216,81 +210,110 @@ template <class E> static std::vector<Case> kernel_cases(const Settings *s) {
         targets[i] = (int)(rng_uniform(1, 1, 1, (uint64_t)i) * V);
     }
     const int segments = encoder_sort(plan.data(), counts.data(), tokens.data(), N, V);
-    const size_t rows_of_wte = (size_t)segments * C * sizeof(E);
-    const Array in = {n, READ, NOISE, nullptr}, out = {n, WRITE, NOISE, nullptr};
-    const Array in3 = {3 * n, READ, NOISE, nullptr}, out3 = {3 * n, WRITE, NOISE, nullptr};
-    const Array in4 = {4 * n, READ, NOISE, nullptr}, out4 = {4 * n, WRITE, NOISE, nullptr};
-    const Array weight = {channels, READ, NOISE, nullptr}, sums = {vector, READ_WRITE, NOISE,
-                                                                    nullptr};
-    const Array stat_in = {stat, READ, POSITIVE, nullptr}, stat_out = {stat, WRITE, NOISE,
-                                                                        nullptr};
-    const Array scratch = {partials, READ_WRITE, NOISE, nullptr};
+    const size_t n = (size_t)N * C * sizeof(E), positions = (size_t)T * C * sizeof(E);
+    const size_t table = (size_t)Vp * C * sizeof(E), used = (size_t)segments * C * sizeof(E);
+    const size_t logits = (size_t)rows * Vp * sizeof(E), losses = N * sizeof(float);
     auto ints = [](const std::vector<int> &x) {
         return Array{x.size() * sizeof(int), READ, INTS, x.data()};
     };
-    auto e = [](char *p) { return (E *)(void *)p; };
-    auto f = [](char *p) { return (float *)(void *)p; };
-    auto i = [](char *p) { return (int *)(void *)p; };
     cudaStream_t stream = bench.stream;
     const float dloss = 1.0f / (float)N;
     return {
         {"encoder_forward", 1, 0,
-         {out, ints(tokens), {table, READ, NOISE, nullptr, rows_of_wte},
+         {{n, WRITE, NOISE, nullptr}, ints(tokens), {table, READ, NOISE, nullptr, used},
           {positions, READ, NOISE, nullptr}},
          [=](const Buffers &p) {
-             gpu_encoder_forward(e(p[0]), i(p[1]), e(p[2]), e(p[3]), B, T, C, stream);
+             gpu_encoder_forward(as<E>(p[0]), as<int>(p[1]), as<E>(p[2]), as<E>(p[3]), B, T, C,
+                                 stream);
          }},
         {"encoder_backward", 1, 0,
-         {{table, READ_WRITE, NOISE, nullptr, rows_of_wte}, {positions, READ_WRITE, NOISE, nullptr},
+         {{table, READ_WRITE, NOISE, nullptr, used}, {positions, READ_WRITE, NOISE, nullptr},
           {n, READ_WRITE, NOISE, nullptr}, ints(plan)},  // dout: read by both of its kernels
          [=](const Buffers &p) {
-             gpu_encoder_backward(e(p[0]), e(p[1]), e(p[2]), i(p[3]), segments, B, T, C, T, false,
+             gpu_encoder_backward(as<E>(p[0]), as<E>(p[1]), as<E>(p[2]), as<int>(p[3]), segments,
+                                  B, T, C, T, false,
                                   stream);
          }},
+        {"classifier", chunks, 0, {{losses, WRITE, NOISE, nullptr}, {logits, READ_WRITE, NOISE,
+         nullptr}, ints(targets)},
+         [=](const Buffers &p) {
+             gpu_classifier(as<float>(p[0]), as<E>(p[1]), as<int>(p[2]), dloss, rows, V, Vp, true,
+                            stream);
+         }},
+        {"loss_sum", 1, 0, {{sizeof(GpuState), WRITE, NOISE, nullptr}, {losses, READ, NOISE,
+         nullptr}},
+         [=](const Buffers &p) {
+             launch(loss_sum_kernel, 1, 256, 0, stream, as<float>(p[0]), as<float>(p[1]), N, true);
+         }},
+    };
+}
+
+// LayerNorm, GELU and the gradients of biases.
+template <class E> static std::vector<Case> layer_cases(const Settings *s) {
+    const int N = s->B * s->T, C = s->model.C, L = s->model.L;
+    const size_t n = (size_t)N * C * sizeof(E), stat = N * sizeof(float);
+    const size_t partials = gpu_bias_backward_bytes(N, 4 * C) + gpu_layernorm_backward_bytes(N, C);
+    const Array in = {n, READ, NOISE, nullptr}, out = {n, WRITE, NOISE, nullptr};
+    const Array in3 = {3 * n, READ, NOISE, nullptr};
+    const Array in4 = {4 * n, READ, NOISE, nullptr}, out4 = {4 * n, WRITE, NOISE, nullptr};
+    const Array weight = {C * sizeof(E), READ, NOISE, nullptr};
+    const Array sums = {4 * C * sizeof(float), READ_WRITE, NOISE, nullptr};
+    const Array stat_in = {stat, READ, POSITIVE, nullptr}, stat_out = {stat, WRITE, NOISE, nullptr};
+    const Array scratch = {partials, READ_WRITE, NOISE, nullptr};
+    cudaStream_t stream = bench.stream;
+    return {
         {"layernorm_forward", 2 * L + 1, 0, {out, stat_out, stat_out, in, weight, weight},
          [=](const Buffers &p) {
-             gpu_layernorm_forward(e(p[0]), f(p[1]), f(p[2]), e(p[3]), e(p[4]), e(p[5]), N, C,
+             gpu_layernorm_forward(as<E>(p[0]), as<float>(p[1]), as<float>(p[2]), as<E>(p[3]),
+                                   as<E>(p[4]), as<E>(p[5]), N, C,
                                    stream);
          }},
         {"layernorm_backward", 2 * L + 1, 0,
          {out, sums, sums, in, in, weight, stat_in, stat_in, in, scratch},
          [=](const Buffers &p) {
-             gpu_layernorm_backward(e(p[0]), f(p[1]), f(p[2]), e(p[3]), e(p[4]), e(p[5]), f(p[6]),
-                                    f(p[7]), e(p[8]), f(p[9]), N, C, stream);
+             gpu_layernorm_backward(as<E>(p[0]), as<float>(p[1]), as<float>(p[2]), as<E>(p[3]),
+                                    as<E>(p[4]), as<E>(p[5]), as<float>(p[6]),
+                                    as<float>(p[7]), as<E>(p[8]), as<float>(p[9]), N, C, stream);
          }},
         {"gelu_forward", L, 0, {out4, in4},
          [=](const Buffers &p) {
-             gpu_gelu_forward(e(p[0]), e(p[1]), (size_t)N * 4 * C, stream);
+             gpu_gelu_forward(as<E>(p[0]), as<E>(p[1]), (size_t)N * 4 * C, stream);
          }},
         {"gelu_backward", L, 0, {out4, sums, in4, in4, scratch},
          [=](const Buffers &p) {
-             gpu_gelu_backward(e(p[0]), f(p[1]), e(p[2]), e(p[3]), f(p[4]), N, 4 * C, stream);
+             gpu_gelu_backward(as<E>(p[0]), as<float>(p[1]), as<E>(p[2]), as<E>(p[3]),
+                               as<float>(p[4]), N, 4 * C, stream);
          }},
         {"bias_backward C", 2 * L, 0, {sums, in, scratch},
          [=](const Buffers &p) {
-             gpu_bias_backward(f(p[0]), e(p[1]), f(p[2]), N, C, stream);
+             gpu_bias_backward(as<float>(p[0]), as<E>(p[1]), as<float>(p[2]), N, C, stream);
          }},
         {"bias_backward 3C", L, 0, {sums, in3, scratch},
          [=](const Buffers &p) {
-             gpu_bias_backward(f(p[0]), e(p[1]), f(p[2]), N, 3 * C, stream);
+             gpu_bias_backward(as<float>(p[0]), as<E>(p[1]), as<float>(p[2]), N, 3 * C, stream);
          }},
+    };
+}
+
+// FLOPs of the causal half, without what the backward pass computes again.
+template <class E> static std::vector<Case> attention_cases(const Settings *s) {
+    const int B = s->B, T = s->T, N = B * T, C = s->model.C, L = s->model.L, NH = s->model.NH;
+    const size_t n = (size_t)N * C * sizeof(E), lse = (size_t)N * NH * sizeof(float);
+    const double attention = 2.0 * N * T * C;  // two products of T x T / 2 by HS, for each head
+    const Array in = {n, READ, NOISE, nullptr}, out = {n, WRITE, NOISE, nullptr};
+    const Array in3 = {3 * n, READ, NOISE, nullptr}, out3 = {3 * n, WRITE, NOISE, nullptr};
+    cudaStream_t stream = bench.stream;
+    return {
         {"attention_forward", L, attention, {out, {lse, WRITE, NOISE, nullptr}, in3},
          [=](const Buffers &p) {
-             gpu_attention_forward(e(p[0]), f(p[1]), e(p[2]), B, T, C, NH, stream);
+             gpu_attention_forward(as<E>(p[0]), as<float>(p[1]), as<E>(p[2]), B, T, C, NH, stream);
          }},
         {"attention_backward", L, 2.5 * attention,
          {out3, {lse, READ_WRITE, NOISE, nullptr}, in, in3, in, {lse, READ, POSITIVE, nullptr}},
          [=](const Buffers &p) {
-             gpu_attention_backward(e(p[0]), f(p[1]), e(p[2]), e(p[3]), e(p[4]), f(p[5]), B, T, C,
+             gpu_attention_backward(as<E>(p[0]), as<float>(p[1]), as<E>(p[2]), as<E>(p[3]),
+                                    as<E>(p[4]), as<float>(p[5]), B, T, C,
                                     NH, stream);
-         }},
-        {"classifier", chunks, 0, {stat_out, {logits, READ_WRITE, NOISE, nullptr}, ints(targets)},
-         [=](const Buffers &p) {
-             gpu_classifier(f(p[0]), e(p[1]), i(p[2]), dloss, rows, V, Vp, true, stream);
-         }},
-        {"loss_sum", 1, 0, {{sizeof(GpuState), WRITE, NOISE, nullptr}, stat_in},
-         [=](const Buffers &p) {
-             launch(loss_sum_kernel, 1, 256, 0, stream, f(p[0]), f(p[1]), N, true);
          }},
     };
 }
@@ -389,11 +412,10 @@ template <class E> static void bench_model(const Settings *s) {
     bench.ms_sum = 0;
     printf(bench.tsv ? "%s\t%s\t%s\t%s\t%s\t%s\n" : "%-28s %5s %10s %8s %9s %8s\n", "kernel",
            "times", "ms", "TB/s", "TFLOP/s", "% limit");
-    for (const Case &c : kernel_cases<E>(s)) {
-        bench_case(c, false);
-    }
-    for (const Case &c : update_cases<E>(s)) {
-        bench_case(c, false);
+    for (auto *cases : {token_cases<E>, layer_cases<E>, attention_cases<E>, update_cases<E>}) {
+        for (const Case &c : cases(s)) {
+            bench_case(c, false);
+        }
     }
     for (const LayerShape &layer : layers) {
         for (const Case &c : matmul_cases<E>(layer)) {
