@@ -331,12 +331,12 @@ static Text settings_text(const Settings &s) {
                 s.recompute_blocks, s.gpu, (int)s.dtype, s.threads);
 }
 
-// Bytes that a row keeps from others.
-static size_t padded(const Row &row) {
-    return (row.bytes + PLAN_ALIGN - 1) / PLAN_ALIGN * PLAN_ALIGN + PLAN_GAP;
+// Bytes that a buffer keeps from others.
+static size_t padded(const Buffer &b) {
+    return (b.bytes + PLAN_ALIGN - 1) / PLAN_ALIGN * PLAN_ALIGN + PLAN_GAP;
 }
 
-// No two rows share a byte at a tick, the total is where the last one ends, no layout could be
+// No two buffers share a byte at a tick, the total is where the last one ends, no layout could be
 // below live_bytes, and the same settings give the same plan.
 static void test_plan_layout() {
     for (int n = 0; n < 300; n++) {
@@ -345,13 +345,13 @@ static void test_plan_layout() {
         plan_build(&p, &s);
         plan_build(&q, &s);
         Text who = settings_text(s);
-        expect(p.row_count == q.row_count && p.device_bytes == q.device_bytes &&
-                   memcmp(p.rows, q.rows, sizeof(Row) * (size_t)p.row_count) == 0,
+        expect(p.buffer_count == q.buffer_count && p.device_bytes == q.device_bytes &&
+                   memcmp(p.buffers, q.buffers, sizeof(Buffer) * (size_t)p.buffer_count) == 0,
                "%s", who.c_str());
         size_t end[2] = {0, 0};
         std::vector<size_t> live((size_t)p.ticks);
-        for (int i = 0; i < p.row_count; i++) {
-            const Row &a = p.rows[i];
+        for (int i = 0; i < p.buffer_count; i++) {
+            const Buffer &a = p.buffers[i];
             end[a.host] = std::max(end[a.host], a.offset + padded(a));
             expect(a.offset % PLAN_ALIGN == 0 && a.first >= 0 && a.first <= a.last &&
                        a.last < p.ticks && a.count > 0,
@@ -360,7 +360,7 @@ static void test_plan_layout() {
                 live[(size_t)t] += padded(a);
             }
             for (int j = 0; j < i; j++) {
-                const Row &b = p.rows[j];
+                const Buffer &b = p.buffers[j];
                 int apart = a.host != b.host || a.last < b.first || b.last < a.first ||
                             a.offset + padded(a) <= b.offset || b.offset + padded(b) <= a.offset;
                 expect(apart, "%s: %s and %s", who.c_str(), a.name, b.name);
@@ -505,17 +505,17 @@ static void test_arena() {
     Net n(m, 1, 7, RECOMPUTE_BLOCK);
     Plan *p = &n.net()->plan;
     plan_tick(p, tick_update(&m));
-    expect_death(network_single(n.net(), ROW_LOGITS),
-                 "row logits lives from tick 18 to 18, used at");
-    expect_death(network_grad(n.net(), GRAD_QKV, 1), "row 1.d_qkv lives from");
-    expect_death(row_pointer(p, -1), "no such row");
-    expect_death(row_pointer(p, p->row_count), "no such row");
+    expect_death(network_single(n.net(), BUF_LOGITS),
+                 "buffer logits lives from tick 18 to 18, used at");
+    expect_death(network_grad(n.net(), GRAD_QKV, 1), "buffer 1.d_qkv lives from");
+    expect_death(buffer_pointer(p, -1), "no such buffer");
+    expect_death(buffer_pointer(p, p->buffer_count), "no such buffer");
     plan_tick(p, tick_head(&m));
-    const Row &row = p->rows[p->single[ROW_LNF]];
-    char *lnf = (char *)network_single(n.net(), ROW_LNF);
+    const Buffer &row = p->buffers[p->single[BUF_LNF]];
+    char *lnf = (char *)network_single(n.net(), BUF_LNF);
     const real *values = (const real *)lnf;
     expect(isnan((double)values[0]) && isnan((double)values[row.count - 1]), "fresh rows are NaN");
-    for (const Row *r = p->rows; r < p->rows + p->row_count; r++) {
+    for (const Buffer *r = p->buffers; r < p->buffers + p->buffer_count; r++) {
         expect(r->alive == (r->first <= p->now && p->now <= r->last), "%s", r->name);
     }
 #if TEST_ASAN
@@ -1462,7 +1462,7 @@ static void test_network_facts() {
     Net n(m, 1, T);
     Batch b(T, m.V, 1);
     double loss = n.e.evaluate(&n.e, NULL, b.inputs.data(), b.targets.data());
-    const real *losses = network_single(n.net(), ROW_LOSSES);
+    const real *losses = network_single(n.net(), BUF_LOSSES);
     Reals before(losses, losses + T);
     Reals logits((size_t)m.V);
     for (int length = 1; length <= T; length += 5) {
@@ -1567,7 +1567,7 @@ static void test_adamw() {
 static void test_update() {
     Model m = shape("l2h2c16t8", 257);
     Net n(m, 1, 4);
-    real *g = network_single(n.net(), ROW_GRADS);
+    real *g = network_single(n.net(), BUF_GRADS);
     const Reals start = n.state(STATE_WEIGHTS);
     Options o;
     options_default(&o);
@@ -1909,7 +1909,7 @@ static void faulty_micro_step(Engine *e, const Token *in, const Token *out, int 
     static int calls;
     healthy_micro_step(e, in, out, micro, micros);
     if (++calls == 3) {
-        network_single(&((CpuEngine *)e->self)->net, ROW_GRADS)[5] = (real)NAN;
+        network_single(&((CpuEngine *)e->self)->net, BUF_GRADS)[5] = (real)NAN;
     }
 }
 
@@ -2812,8 +2812,8 @@ static void round_all(real *x, int64_t n) {
 static Plan *rounded_plan;
 static void mark_and_round(void *memory, size_t bytes, int alive) {
     plan_mark(memory, bytes, alive);
-    for (int i = 0; i < rounded_plan->row_count; i++) {
-        const Row *row = &rounded_plan->rows[i];
+    for (int i = 0; i < rounded_plan->buffer_count; i++) {
+        const Buffer *row = &rounded_plan->buffers[i];
         if (row->alive && (row->group == GROUP_KEPT || row->group == GROUP_WORKING) &&
             !strstr(row->name, "mean") && !strstr(row->name, "rstd") && !strstr(row->name, "lse")) {
             round_all((real *)(void *)(rounded_plan->base + row->offset), row->count);
@@ -2829,33 +2829,33 @@ static void naive_bf16_micro_step(Net *n, const Batch &b) {
     const Model *m = &n->s.model;
     const int B = n->s.B, T = n->s.T, N = B * T;
     p->mark = mark_and_round;
-    memset(network_single(net, ROW_GRADS), 0, p->rows[p->single[ROW_GRADS]].bytes);
+    memset(network_single(net, BUF_GRADS), 0, p->buffers[p->single[BUF_GRADS]].bytes);
     network_forward(net, b.inputs.data(), B, T);
     plan_tick(p, tick_head(m));
-    real *logits = network_single(net, ROW_LOGITS), *lnf = network_single(net, ROW_LNF);
-    real *wte = network_tensor(net, ROW_WEIGHTS, WTE, 0);
+    real *logits = network_single(net, BUF_LOGITS), *lnf = network_single(net, BUF_LNF);
+    real *wte = network_tensor(net, BUF_WEIGHTS, WTE, 0);
     matmul_forward(logits, lnf, wte, NULL, NULL, N, m->C, m->Vp);
     round_all(logits, (int64_t)N * m->Vp);
-    classifier_forward_backward(network_single(net, ROW_LOSSES), logits, b.targets.data(),
+    classifier_forward_backward(network_single(net, BUF_LOSSES), logits, b.targets.data(),
                                 (real)(1.0 / N), N, m->V, m->Vp, 1);
     round_all(logits, (int64_t)N * m->Vp);
-    matmul_backward(lnf, network_tensor(net, ROW_GRADS, WTE, 0), NULL, logits, lnf, wte, N, m->C,
+    matmul_backward(lnf, network_tensor(net, BUF_GRADS, WTE, 0), NULL, logits, lnf, wte, N, m->C,
                     m->Vp);
     plan_tick(p, tick_lnf_backward(m));
-    layernorm_backward(network_single(net, ROW_DRES), network_tensor(net, ROW_GRADS, LNFW, 0),
-                       network_tensor(net, ROW_GRADS, LNFB, 0), lnf, network_single(net, ROW_XF),
-                       network_tensor(net, ROW_WEIGHTS, LNFW, 0), network_single(net, ROW_LNF_MEAN),
-                       network_single(net, ROW_LNF_RSTD), NULL, N, m->C);
+    layernorm_backward(network_single(net, BUF_DRES), network_tensor(net, BUF_GRADS, LNFW, 0),
+                       network_tensor(net, BUF_GRADS, LNFB, 0), lnf, network_single(net, BUF_XF),
+                       network_tensor(net, BUF_WEIGHTS, LNFW, 0), network_single(net, BUF_LNF_MEAN),
+                       network_single(net, BUF_LNF_RSTD), NULL, N, m->C);
     for (int l = m->L - 1; l >= 0; l--) {
         block_backward(net, l);
     }
     plan_tick(p, tick_embed_backward(m));
-    encoder_backward(network_tensor(net, ROW_GRADS, WTE, 0), network_tensor(net, ROW_GRADS, WPE, 0),
-                     network_single(net, ROW_DRES), b.inputs.data(), B, T, m->C);
+    encoder_backward(network_tensor(net, BUF_GRADS, WTE, 0), network_tensor(net, BUF_GRADS, WPE, 0),
+                     network_single(net, BUF_DRES), b.inputs.data(), B, T, m->C);
     p->mark = plan_mark;
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int l = 0; l < tensor_copies(m, tensor) && tensor_is_matrix(tensor); l++) {
-            round_all(network_tensor(net, ROW_GRADS, tensor, l), tensor_size(m, tensor));
+            round_all(network_tensor(net, BUF_GRADS, tensor, l), tensor_size(m, tensor));
         }
     }
 }
@@ -2998,8 +2998,8 @@ static void test_gpu_lifetimes() {
     Plan *p = &net->plan;
     plan_tick(p, 0);
     plan_tick(p, tick_head(&m));
-    const Row &row = p->rows[p->single[ROW_LOGITS]];
-    float *logits = gpu_single<float>(net, ROW_LOGITS);
+    const Buffer &row = p->buffers[p->single[BUF_LOGITS]];
+    float *logits = gpu_single<float>(net, BUF_LOGITS);
     Reals fresh(8);
     state_download(fresh.data(), logits, 8, net->stream);
     expect(isnan((double)fresh[0]) && isnan((double)fresh[7]), "fresh rows are NaN");
@@ -3012,7 +3012,7 @@ static void test_gpu_lifetimes() {
     expect(launch_on(logits).status == 0, "alive");
     Outcome behind = launch_on(logits + row.bytes / 4);
     plan_tick(p, tick_update(&m));
-    expect_death(gpu_single<float>(net, ROW_LOGITS), "row logits lives from tick 18 to 18");
+    expect_death(gpu_single<float>(net, BUF_LOGITS), "buffer logits lives from tick 18 to 18");
     Outcome dead = launch_on(logits);
     if (TEST_ASAN) {
         expect(dead.status == 86 && dead.err.find("use-after-poison") != Text::npos, "dead, %d",

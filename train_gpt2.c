@@ -8,7 +8,7 @@
 // which this file includes.
 //
 // What it refuses to be: a framework. One model family, one loop, no dropout, no Python at run
-// time. No matrix of size T x T exists anywhere, every buffer of a run is a row of the memory plan
+// time. No matrix of size T x T exists anywhere, every buffer of a run is in the memory plan
 // (chapter Memory plan), and the same input gives the same bits whatever the number of threads or
 // the recomputation level.
 //
@@ -699,17 +699,17 @@ static void model_set_vocabulary(Model *m, int V) {
 
 // -------------------------------------------------------------------------------------------------
 // 5. Memory plan
-// Every buffer of a run is a row: name, group, elements, type, first and last tick of its life. The
-// planner turns settings into rows, rows into offsets (rows that are never alive together share
-// bytes) and offsets into one number; the run makes one allocation of exactly that number and takes
-// every pointer from its row.
+// The plan lists every buffer of a run: name, group, elements, type, first and last tick of its
+// life. The planner turns settings into buffers, buffers into offsets (those never alive together
+// share bytes) and offsets into one number; the run makes one allocation of exactly that number
+// and takes every pointer from the plan.
 // 1. Time is a line of ticks, the stages of one micro-step: embed, 8 per block forward, 3 for the
 //    head, 15 per block backward (7 that recompute, 8 that differentiate), embed backward, update.
 //    A forward pass alone (validation, sampling) walks the same ticks up to the head.
-// 2. row_pointer() refuses a row that is not alive at the current tick, in every build. Test builds
-//    (GPT2_POISON) also fill a row with NaN at birth, poison it at death and keep a poisoned gap
-//    behind each row.
-// 3. An activation that is recomputed has two rows: one that dies in forward, one that lives in
+// 2. buffer_pointer() refuses a buffer that is not alive at the current tick, in every build. Test
+//    builds (GPT2_POISON) also fill a buffer with NaN at birth, poison it at death and keep a
+//    poisoned gap behind each buffer.
+// 3. An activation that is recomputed has two buffers: one that dies in forward, one that lives in
 //    backward.
 
 typedef enum { TYPE_FP32, TYPE_BF16, TYPE_FP16, TYPE_I32, TYPE_U16, TYPE_REAL, TYPE_U8 } Type;
@@ -810,7 +810,7 @@ static const ActRow act_rows[ACTS] = {
 };
 
 // Gradients of activations inside one block's backward; the residual stream's gradient is a single
-// row, in place.
+// buffer, in place.
 enum { GRAD_MLP, GRAD_LN2, GRAD_ATT, GRAD_QKV, GRAD_LN1, GRADS };
 typedef struct {
     const char *name;
@@ -830,21 +830,21 @@ typedef struct {
     int host;              // 1: host memory, not part of the device allocation
     size_t bytes, offset;  // bytes without the gap
     int alive;             // kept by test builds only
-} Row;
+} Buffer;
 
-// Rows that exist once, the last five in GPU runs only. The others are found by (activation, layer)
-// and (gradient, layer).
+// Buffers that exist once, the last five in GPU runs only. The others are found by (activation,
+// layer) and (gradient, layer).
 enum {
-    ROW_WEIGHTS, ROW_GRADS, ROW_GRADS_1D, ROW_M, ROW_V, ROW_MASTER, ROW_LOSSES, ROW_MATMUL, ROW_XF,
-    ROW_LNF, ROW_LNF_MEAN, ROW_LNF_RSTD, ROW_LOGITS, ROW_DRES, ROW_BATCH, ROW_TENSORS, ROW_STATE,
-    ROW_PARTIALS, ROW_ATT_D, SINGLES
+    BUF_WEIGHTS, BUF_GRADS, BUF_GRADS_1D, BUF_M, BUF_V, BUF_MASTER, BUF_LOSSES, BUF_MATMUL, BUF_XF,
+    BUF_LNF, BUF_LNF_MEAN, BUF_LNF_RSTD, BUF_LOGITS, BUF_DRES, BUF_BATCH, BUF_TENSORS, BUF_STATE,
+    BUF_PARTIALS, BUF_ATT_D, SINGLES
 };
 
 typedef struct {
     Settings settings;
-    Row *rows;
-    int row_count, row_capacity, ticks;
-    int single[SINGLES];              // row index, -1: not in this plan
+    Buffer *buffers;
+    int buffer_count, buffer_capacity, ticks;
+    int single[SINGLES];              // index of the buffer, -1: not in this plan
     int *act;                         // [phase 0 forward, 1 backward][ACTS][L]
     int *grad;                        // [GRADS][L]
     size_t device_bytes, host_bytes;  // the allocations
@@ -859,25 +859,25 @@ enum { PLAN_ALIGN = 256, PLAN_GAP = GPT2_POISON ? 256 : 0 };
 
 static int plan_add(Plan *p, Group group, const char *name, int layer, Type type, int64_t count,
                     int first, int last) {
-    if (p->row_count == p->row_capacity) {
-        p->row_capacity = p->row_capacity ? 2 * p->row_capacity : 256;
-        p->rows = (Row *)realloc(p->rows, (size_t)p->row_capacity * sizeof(Row));
-        check(p->rows, "no memory for the plan's table");
+    if (p->buffer_count == p->buffer_capacity) {
+        p->buffer_capacity = p->buffer_capacity ? 2 * p->buffer_capacity : 256;
+        p->buffers = (Buffer *)realloc(p->buffers, (size_t)p->buffer_capacity * sizeof(Buffer));
+        check(p->buffers, "no memory for the plan's table");
     }
-    Row *row = &p->rows[p->row_count];
-    memset(row, 0, sizeof *row);
+    Buffer *b = &p->buffers[p->buffer_count];
+    memset(b, 0, sizeof *b);
     if (layer >= 0) {
-        snprintf(row->name, sizeof row->name, "%d.%s", layer, name);
+        snprintf(b->name, sizeof b->name, "%d.%s", layer, name);
     } else {
-        snprintf(row->name, sizeof row->name, "%s", name);
+        snprintf(b->name, sizeof b->name, "%s", name);
     }
-    row->group = group;
-    row->type = type;
-    row->count = count;
-    row->first = first;
-    row->last = last;
-    row->bytes = (size_t)count * type_bytes(type);
-    return p->row_count++;
+    b->group = group;
+    b->type = type;
+    b->count = count;
+    b->first = first;
+    b->last = last;
+    b->bytes = (size_t)count * type_bytes(type);
+    return p->buffer_count++;
 }
 
 static int plan_recomputes(const Settings *s, int act, int layer) {
@@ -886,7 +886,7 @@ static int plan_recomputes(const Settings *s, int act, int layer) {
 
 static size_t matmul_workspace_bytes(int threads);  // chapter Matmul and fast maths
 
-// Rows that live for the whole run, one after the other at the bottom of the allocation.
+// Buffers that live for the whole run, one after the other at the bottom of the allocation.
 static void plan_add_whole(Plan *p, int single, Group group, const char *name, Type type,
                            int64_t count) {
     p->single[single] = plan_add(p, group, name, -1, type, count, 0, p->ticks - 1);
@@ -897,20 +897,20 @@ static void plan_add_states(Plan *p) {
     const Settings *s = &p->settings;
     const Model *m = &s->model;
     int64_t all = tensor_offset(m, TENSORS, 0), vectors = subset_offset(m, TENSORS, 0, VECTORS);
-    plan_add_whole(p, ROW_WEIGHTS, GROUP_WEIGHTS, "weights", s->dtype, all);
-    plan_add_whole(p, ROW_GRADS, GROUP_GRADIENTS, "gradients", s->grad_dtype,
+    plan_add_whole(p, BUF_WEIGHTS, GROUP_WEIGHTS, "weights", s->dtype, all);
+    plan_add_whole(p, BUF_GRADS, GROUP_GRADIENTS, "gradients", s->grad_dtype,
                    s->gpu ? all - vectors : all);
     if (s->gpu) {
-        plan_add_whole(p, ROW_GRADS_1D, GROUP_GRADIENTS, "gradients of vectors", TYPE_FP32,
+        plan_add_whole(p, BUF_GRADS_1D, GROUP_GRADIENTS, "gradients of vectors", TYPE_FP32,
                        vectors);
     }
-    plan_add_whole(p, ROW_M, GROUP_MOMENTS, "moment m", s->moment_dtype, all);
-    plan_add_whole(p, ROW_V, GROUP_MOMENTS, "moment v", s->moment_dtype, all);
-    p->rows[p->single[ROW_M]].host = p->rows[p->single[ROW_V]].host = s->offload_moments;
+    plan_add_whole(p, BUF_M, GROUP_MOMENTS, "moment m", s->moment_dtype, all);
+    plan_add_whole(p, BUF_V, GROUP_MOMENTS, "moment v", s->moment_dtype, all);
+    p->buffers[p->single[BUF_M]].host = p->buffers[p->single[BUF_V]].host = s->offload_moments;
     if (s->split_master || s->dtype == TYPE_FP16) {
-        plan_add_whole(p, ROW_MASTER, GROUP_MASTER, "master",
+        plan_add_whole(p, BUF_MASTER, GROUP_MASTER, "master",
                        s->split_master ? TYPE_U16 : TYPE_FP32, all);
-        p->rows[p->single[ROW_MASTER]].host = s->offload_master;
+        p->buffers[p->single[BUF_MASTER]].host = s->offload_master;
     }
 }
 
@@ -923,27 +923,27 @@ static void plan_add_workspaces(Plan *p) {
     const Settings *s = &p->settings;
     const Model *m = &s->model;
     int64_t N = (int64_t)s->B * s->T, tensors = 0;
-    plan_add_whole(p, ROW_LOSSES, GROUP_BATCH, "losses", s->gpu ? TYPE_FP32 : TYPE_REAL, N);
+    plan_add_whole(p, BUF_LOSSES, GROUP_BATCH, "losses", s->gpu ? TYPE_FP32 : TYPE_REAL, N);
     size_t bytes = s->gpu ? (size_t)GPU_MATMUL_BYTES : matmul_workspace_bytes(s->threads);
-    plan_add_whole(p, ROW_MATMUL, GROUP_WORKSPACE, "matmul workspace", TYPE_U8, (int64_t)bytes);
+    plan_add_whole(p, BUF_MATMUL, GROUP_WORKSPACE, "matmul workspace", TYPE_U8, (int64_t)bytes);
     if (!s->gpu) {
         return;
     }
     for (int i = 0; i < TENSORS; i++) {
         tensors += tensor_copies(m, i);
     }
-    plan_add_whole(p, ROW_BATCH, GROUP_BATCH, "batch", TYPE_I32, 5 * N + 1);
-    plan_add_whole(p, ROW_TENSORS, GROUP_WORKSPACE, "table of tensors", TYPE_U8,
+    plan_add_whole(p, BUF_BATCH, GROUP_BATCH, "batch", TYPE_I32, 5 * N + 1);
+    plan_add_whole(p, BUF_TENSORS, GROUP_WORKSPACE, "table of tensors", TYPE_U8,
                    tensors * GPU_TENSOR_ROW_BYTES);
-    plan_add_whole(p, ROW_STATE, GROUP_WORKSPACE, "norm and counters", TYPE_U8, GPU_STATE_BYTES);
-    plan_add_whole(p, ROW_PARTIALS, GROUP_WORKSPACE, "partial sums", TYPE_FP32,
+    plan_add_whole(p, BUF_STATE, GROUP_WORKSPACE, "norm and counters", TYPE_U8, GPU_STATE_BYTES);
+    plan_add_whole(p, BUF_PARTIALS, GROUP_WORKSPACE, "partial sums", TYPE_FP32,
                    max_i64((int64_t)GPU_PARTIAL_BLOCKS * 4 * m->C, 1024));
     int pinned = plan_add(p, GROUP_BATCH, "pinned batches", -1, TYPE_I32, 2 * (5 * N + 1) + 64, 0,
                           p->ticks - 1);
-    p->rows[pinned].host = 1;
+    p->buffers[pinned].host = 1;
 }
 
-// Rows of one block's activations and of their gradients.
+// Buffers of one block's activations and of their gradients.
 static void plan_add_block(Plan *p, int layer) {
     const Settings *s = &p->settings;
     const Model *m = &s->model;
@@ -978,35 +978,36 @@ static void plan_add_block(Plan *p, int layer) {
     }
 }
 
-// Rows between the last block's forward and its backward, and the residual gradient.
+// Buffers between the last block's forward and its backward, and the residual gradient.
 static void plan_add_head(Plan *p) {
     const Settings *s = &p->settings;
     const Model *m = &s->model;
     const Type statistics = s->gpu ? TYPE_FP32 : TYPE_REAL;
     const int64_t N = (int64_t)s->B * s->T, NC = N * m->C;
     int lnf = tick_lnf(m), head = tick_head(m), back = tick_lnf_backward(m);
-    p->single[ROW_XF] =
+    p->single[BUF_XF] =
         plan_add(p, GROUP_KEPT, "x", m->L, s->dtype, NC, tick_forward(m->L - 1, F_FCPROJ), back);
-    p->single[ROW_LNF] = plan_add(p, GROUP_WORKING, "lnf", -1, s->dtype, NC, lnf, back);
-    p->single[ROW_LNF_MEAN] = plan_add(p, GROUP_WORKING, "lnf.mean", -1, statistics, N, lnf, back);
-    p->single[ROW_LNF_RSTD] = plan_add(p, GROUP_WORKING, "lnf.rstd", -1, statistics, N, lnf, back);
-    p->single[ROW_LOGITS] = plan_add(p, GROUP_LOGITS, "logits", -1, s->dtype,
+    p->single[BUF_LNF] = plan_add(p, GROUP_WORKING, "lnf", -1, s->dtype, NC, lnf, back);
+    p->single[BUF_LNF_MEAN] = plan_add(p, GROUP_WORKING, "lnf.mean", -1, statistics, N, lnf, back);
+    p->single[BUF_LNF_RSTD] = plan_add(p, GROUP_WORKING, "lnf.rstd", -1, statistics, N, lnf, back);
+    p->single[BUF_LOGITS] = plan_add(p, GROUP_LOGITS, "logits", -1, s->dtype,
                                      (int64_t)s->logit_rows * m->Vp, head, head);
-    p->single[ROW_DRES] =
+    p->single[BUF_DRES] =
         plan_add(p, GROUP_WORKING, "d_residual", -1, s->dtype, NC, back, tick_embed_backward(m));
     if (s->gpu) {
-        p->single[ROW_ATT_D] = plan_add(p, GROUP_WORKING, "attention D", -1, TYPE_FP32, N * m->NH,
+        p->single[BUF_ATT_D] = plan_add(p, GROUP_WORKING, "attention D", -1, TYPE_FP32, N * m->NH,
                                         back, tick_embed_backward(m));
     }
 }
 
-// Rows of the whole run first, then kept activations, the long-lived before the short, which makes
-// them a stack; then the rest, by size or by life, whichever needs less. Order of birth decides
-// ties.
+// Buffers of the whole run first, then kept activations, the long-lived before the short, which
+// makes them a stack; then the rest, by size or by life, whichever needs less. Order of birth
+// decides ties.
 static const Plan *plan_sorted;
 static int plan_by_size;
 static int plan_compare(const void *a, const void *b) {
-    const Row *x = &plan_sorted->rows[*(const int *)a], *y = &plan_sorted->rows[*(const int *)b];
+    const Buffer *x = &plan_sorted->buffers[*(const int *)a];
+    const Buffer *y = &plan_sorted->buffers[*(const int *)b];
     int life_x = x->last - x->first, life_y = y->last - y->first, whole = plan_sorted->ticks - 1;
     int rank_x = life_x == whole ? 0 : x->group == GROUP_KEPT ? 1 : 2;
     int rank_y = life_y == whole ? 0 : y->group == GROUP_KEPT ? 1 : 2;
@@ -1025,30 +1026,30 @@ static int plan_compare(const void *a, const void *b) {
     return *(const int *)a - *(const int *)b;
 }
 
-// Gives every row the lowest offset at which it overlaps no placed row of a common tick (first
-// fit).
+// Gives every buffer the lowest offset at which it overlaps no placed buffer of a common tick
+// (first fit).
 static void plan_place(Plan *p) {
-    int *order = (int *)alloc_zero((size_t)p->row_count, sizeof(int));
-    int *placed = (int *)alloc_zero((size_t)p->row_count, sizeof(int)), count = 0;  // by offset
-    for (int i = 0; i < p->row_count; i++) {
+    int *order = (int *)alloc_zero((size_t)p->buffer_count, sizeof(int));
+    int *placed = (int *)alloc_zero((size_t)p->buffer_count, sizeof(int)), count = 0;  // by offset
+    for (int i = 0; i < p->buffer_count; i++) {
         order[i] = i;
     }
     plan_sorted = p;
-    qsort(order, (size_t)p->row_count, sizeof(int), plan_compare);
+    qsort(order, (size_t)p->buffer_count, sizeof(int), plan_compare);
     p->device_bytes = p->host_bytes = 0;
-    for (int k = 0; k < p->row_count; k++) {
-        Row *row = &p->rows[order[k]];
-        size_t need = (size_t)round_up_i64((int64_t)row->bytes, PLAN_ALIGN) + PLAN_GAP, offset = 0;
-        if (row->host) {
-            row->offset = p->host_bytes;
+    for (int k = 0; k < p->buffer_count; k++) {
+        Buffer *b = &p->buffers[order[k]];
+        size_t need = (size_t)round_up_i64((int64_t)b->bytes, PLAN_ALIGN) + PLAN_GAP, offset = 0;
+        if (b->host) {
+            b->offset = p->host_bytes;
             p->host_bytes += need;
             continue;
         }
         for (int i = 0; i < count; i++) {
-            const Row *other = &p->rows[placed[i]];
+            const Buffer *other = &p->buffers[placed[i]];
             size_t end =
                 other->offset + (size_t)round_up_i64((int64_t)other->bytes, PLAN_ALIGN) + PLAN_GAP;
-            if (other->first > row->last || other->last < row->first || end <= offset) {
+            if (other->first > b->last || other->last < b->first || end <= offset) {
                 continue;
             }
             if (other->offset >= offset + need) {
@@ -1056,10 +1057,10 @@ static void plan_place(Plan *p) {
             }
             offset = end;
         }
-        row->offset = offset;
+        b->offset = offset;
         p->device_bytes = (size_t)max_i64((int64_t)p->device_bytes, (int64_t)(offset + need));
         int at = count++;
-        while (at > 0 && p->rows[placed[at - 1]].offset > offset) {
+        while (at > 0 && p->buffers[placed[at - 1]].offset > offset) {
             placed[at] = placed[at - 1];
             at--;
         }
@@ -1073,11 +1074,11 @@ static void plan_place(Plan *p) {
 static size_t *plan_live(const Plan *p) {
     int64_t *change = (int64_t *)alloc_zero((size_t)p->ticks + 1, sizeof(int64_t));
     size_t *live = (size_t *)alloc_zero((size_t)p->ticks, sizeof(size_t));
-    for (int i = 0; i < p->row_count; i++) {
-        const Row *row = &p->rows[i];
-        int64_t bytes = row->host ? 0 : round_up_i64((int64_t)row->bytes, PLAN_ALIGN) + PLAN_GAP;
-        change[row->first] += bytes;
-        change[row->last + 1] -= bytes;
+    for (int i = 0; i < p->buffer_count; i++) {
+        const Buffer *b = &p->buffers[i];
+        int64_t bytes = b->host ? 0 : round_up_i64((int64_t)b->bytes, PLAN_ALIGN) + PLAN_GAP;
+        change[b->first] += bytes;
+        change[b->last + 1] -= bytes;
     }
     int64_t sum = 0;
     for (int t = 0; t < p->ticks; t++) {
@@ -1121,7 +1122,7 @@ static void plan_build(Plan *p, const Settings *s) {
 }
 
 static void plan_free(Plan *p) {
-    free(p->rows);
+    free(p->buffers);
     free(p->act);
     free(p->grad);
     memset(p, 0, sizeof *p);
@@ -1176,47 +1177,47 @@ static void poison_mark(void *memory, size_t bytes, int alive) {
 static void (*plan_mark)(void *memory, size_t bytes, int alive) = poison_mark;
 #endif
 
-// Moves the clock. Test builds poison the rows that die and fill those that are born with NaN.
+// Moves the clock. Test builds poison the buffers that die and fill those that are born with NaN.
 static void plan_tick(Plan *p, int tick) {
     p->now = tick;
 #if GPT2_POISON
     for (int birth = 0; birth < 2; birth++) {
-        for (int i = 0; i < p->row_count; i++) {
-            Row *row = &p->rows[i];
-            int alive = row->first <= tick && tick <= row->last;
-            if (!row->host && alive != row->alive && alive == birth) {
-                row->alive = alive;
-                p->mark(p->base + row->offset, row->bytes, alive);
+        for (int i = 0; i < p->buffer_count; i++) {
+            Buffer *b = &p->buffers[i];
+            int alive = b->first <= tick && tick <= b->last;
+            if (!b->host && alive != b->alive && alive == birth) {
+                b->alive = alive;
+                p->mark(p->base + b->offset, b->bytes, alive);
             }
         }
     }
 #endif
 }
 
-// The memory of row `id`, which must be alive at the current tick.
-static void *row_pointer(const Plan *p, int id) {
-    check(id >= 0 && id < p->row_count, "no such row in this plan");
-    const Row *row = &p->rows[id];
-    check(row->first <= p->now && p->now <= row->last,
-          "row %s lives from tick %d to %d, used at %d", row->name, row->first, row->last, p->now);
-    return p->base + row->offset;
+// The memory of buffer `id`, which must be alive at the current tick.
+static void *buffer_pointer(const Plan *p, int id) {
+    check(id >= 0 && id < p->buffer_count, "no such buffer in this plan");
+    const Buffer *b = &p->buffers[id];
+    check(b->first <= p->now && p->now <= b->last,
+          "buffer %s lives from tick %d to %d, used at %d", b->name, b->first, b->last, p->now);
+    return p->base + b->offset;
 }
 
-static void *plan_single(const Plan *p, int single) { return row_pointer(p, p->single[single]); }
+static void *plan_single(const Plan *p, int single) { return buffer_pointer(p, p->single[single]); }
 
-// An activation of a block, from the row of the pass the clock is in. x of layer L is the last
+// An activation of a block, from the buffer of the pass the clock is in. x of layer L is the last
 // block's output.
 static void *plan_act(const Plan *p, int act, int layer) {
     const Model *m = &p->settings.model;
     if (act == ACT_X && layer == m->L) {
-        return plan_single(p, ROW_XF);
+        return plan_single(p, BUF_XF);
     }
     int backward = p->now >= tick_backward(m, m->L - 1, 0);
-    return row_pointer(p, p->act[(backward * ACTS + act) * m->L + layer]);
+    return buffer_pointer(p, p->act[(backward * ACTS + act) * m->L + layer]);
 }
 
 static void *plan_grad(const Plan *p, int grad, int layer) {
-    return row_pointer(p, p->grad[grad * p->settings.model.L + layer]);
+    return buffer_pointer(p, p->grad[grad * p->settings.model.L + layer]);
 }
 
 // Allocates the plan: one mapping of exactly device_bytes, in huge pages where the system gives
@@ -1482,7 +1483,8 @@ static void plan_refuse(const Plan *p, size_t need, size_t available) {
         bytes_text((double)available).s, bytes_text((double)(need - available)).s, line);
 }
 
-// JSON of the plan for dev/report.py: ticks by name, every row with its place in time and memory.
+// JSON of the plan for dev/report.py: ticks by name and every buffer with its place in time and
+// memory.
 static void plan_print_json(const Plan *p) {
     printf("{\"target\":\"%s\",\"total_bytes\":%zu,\"host_bytes\":%zu,\"ticks\":[",
            p->settings.gpu ? "gpu" : "cpu", p->device_bytes, p->host_bytes);
@@ -1491,20 +1493,19 @@ static void plan_print_json(const Plan *p) {
         tick_name(name, &p->settings.model, t);
         printf("%s\"%s\"", t ? "," : "", name);
     }
-    printf("],\"rows\":[");
-    for (int i = 0; i < p->row_count; i++) {
-        const Row *r = &p->rows[i];
+    printf("],\"buffers\":[");
+    for (int i = 0; i < p->buffer_count; i++) {
+        const Buffer *b = &p->buffers[i];
         printf("%s\n{\"name\":\"%s\",\"group\":\"%s\",\"bytes\":%zu,\"offset\":%zu,\"first\":%d,"
-               "\"last\":%d,"
-               "\"where\":\"%s\"}",
-               i ? "," : "", r->name, group_names[r->group], r->bytes, r->offset, r->first, r->last,
-               r->host ? "host" : "device");
+               "\"last\":%d,\"home\":\"%s\"}",
+               i ? "," : "", b->name, group_names[b->group], b->bytes, b->offset, b->first, b->last,
+               b->host ? "host" : "device");
     }
     printf("]}\n");
 }
 
 // Bytes of every group at the tick where most bytes are alive, so that they add up to the peak; the
-// rest of the allocation is what first fit could not share. Host rows are counted apart.
+// rest of the allocation is what first fit could not share. Host buffers are counted apart.
 static void plan_groups(const Plan *p, size_t device[GROUPS], size_t host[GROUPS]) {
     size_t *live = plan_live(p);
     int peak = 0;
@@ -1514,11 +1515,11 @@ static void plan_groups(const Plan *p, size_t device[GROUPS], size_t host[GROUPS
     free(live);
     memset(device, 0, GROUPS * sizeof(size_t));
     memset(host, 0, GROUPS * sizeof(size_t));
-    for (int i = 0; i < p->row_count; i++) {
-        const Row *r = &p->rows[i];
-        if (r->first <= peak && peak <= r->last) {
-            (r->host ? host : device)[r->group] +=
-                (size_t)round_up_i64((int64_t)r->bytes, PLAN_ALIGN) + PLAN_GAP;
+    for (int i = 0; i < p->buffer_count; i++) {
+        const Buffer *b = &p->buffers[i];
+        if (b->first <= peak && peak <= b->last) {
+            (b->host ? host : device)[b->group] +=
+                (size_t)round_up_i64((int64_t)b->bytes, PLAN_ALIGN) + PLAN_GAP;
         }
     }
 }
@@ -2376,8 +2377,8 @@ static void gelu_backward(real *dinp, const real *dout, const real *inp, size_t 
 
 // -------------------------------------------------------------------------------------------------
 // 9. The network
-// GPT-2 on the CPU, over the plan's rows. A block's stage computes one activation; forward runs all
-// eight, backward repeats those whose activation was dropped, with the same code on the same
+// GPT-2 on the CPU, over the plan's buffers. A block's stage computes one activation; forward runs
+// all eight, backward repeats those whose activation was dropped, with the same code on the same
 // inputs, so recomputation changes no bit. Gradients add up over micro-steps; `micros` of them make
 // one optimizer step.
 
@@ -2385,14 +2386,14 @@ typedef struct {
     Plan plan;
 } Network;
 
-// A tensor of the weights, gradients or moments (`row` is ROW_WEIGHTS, ROW_GRADS, ROW_M or ROW_V).
-static real *network_tensor(const Network *net, int row, int tensor, int layer) {
-    return (real *)plan_single(&net->plan, row) +
+// A tensor of the weights, gradients or moments (`buffer` is BUF_WEIGHTS, BUF_GRADS, ...).
+static real *network_tensor(const Network *net, int buffer, int tensor, int layer) {
+    return (real *)plan_single(&net->plan, buffer) +
            tensor_offset(&net->plan.settings.model, tensor, layer);
 }
 
-static real *network_single(const Network *net, int row) {
-    return (real *)plan_single(&net->plan, row);
+static real *network_single(const Network *net, int buffer) {
+    return (real *)plan_single(&net->plan, buffer);
 }
 
 static real *network_act(const Network *net, int act, int layer) {
@@ -2411,7 +2412,7 @@ static const int stage_acts[] = {ACT_LN1, ACT_QKV, ACT_ATT, ACT_RES2, ACT_LN2, A
 static void block_stage(Network *net, int layer, int stage, int B, int T) {
     const int C = net->plan.settings.model.C, NH = net->plan.settings.model.NH, N = B * T;
 #define ACT(name) network_act(net, ACT_##name, layer)
-#define WEIGHT(name) network_tensor(net, ROW_WEIGHTS, name, layer)
+#define WEIGHT(name) network_tensor(net, BUF_WEIGHTS, name, layer)
     switch (stage) {
     case F_LN1:
         layernorm_forward(ACT(LN1), ACT(LN1_MEAN), ACT(LN1_RSTD), ACT(X), WEIGHT(LN1W),
@@ -2448,8 +2449,8 @@ static void network_forward(Network *net, const Token *tokens, int B, int T) {
     Plan *p = &net->plan;
     const Model *m = &p->settings.model;
     plan_tick(p, 0);
-    encoder_forward(network_act(net, ACT_X, 0), tokens, network_tensor(net, ROW_WEIGHTS, WTE, 0),
-                    network_tensor(net, ROW_WEIGHTS, WPE, 0), B, T, m->C);
+    encoder_forward(network_act(net, ACT_X, 0), tokens, network_tensor(net, BUF_WEIGHTS, WTE, 0),
+                    network_tensor(net, BUF_WEIGHTS, WPE, 0), B, T, m->C);
     for (int l = 0; l < m->L; l++) {
         for (int stage = 0; stage < F_STAGES; stage++) {
             plan_tick(p, tick_forward(l, stage));
@@ -2457,13 +2458,13 @@ static void network_forward(Network *net, const Token *tokens, int B, int T) {
         }
     }
     plan_tick(p, tick_lnf(m));
-    layernorm_forward(network_single(net, ROW_LNF), network_single(net, ROW_LNF_MEAN),
-                      network_single(net, ROW_LNF_RSTD), network_single(net, ROW_XF),
-                      network_tensor(net, ROW_WEIGHTS, LNFW, 0),
-                      network_tensor(net, ROW_WEIGHTS, LNFB, 0), B * T, m->C);
+    layernorm_forward(network_single(net, BUF_LNF), network_single(net, BUF_LNF_MEAN),
+                      network_single(net, BUF_LNF_RSTD), network_single(net, BUF_XF),
+                      network_tensor(net, BUF_WEIGHTS, LNFW, 0),
+                      network_tensor(net, BUF_WEIGHTS, LNFB, 0), B * T, m->C);
 }
 
-// The classifier over N rows, a chunk of logits at a time: losses into ROW_LOSSES; with `backward`
+// The classifier over N rows, a chunk of logits at a time: losses into BUF_LOSSES; with `backward`
 // also dwte, and the gradient of the last LayerNorm's output in place of that output. dloss: the
 // weight of one token's loss. Returns the mean loss.
 static double network_classifier(Network *net, const Token *targets, int N, real dloss,
@@ -2471,16 +2472,16 @@ static double network_classifier(Network *net, const Token *targets, int N, real
     Plan *p = &net->plan;
     const Model *m = &p->settings.model;
     plan_tick(p, tick_head(m));
-    real *logits = network_single(net, ROW_LOGITS), *losses = network_single(net, ROW_LOSSES);
-    const real *wte = network_tensor(net, ROW_WEIGHTS, WTE, 0);
+    real *logits = network_single(net, BUF_LOGITS), *losses = network_single(net, BUF_LOSSES);
+    const real *wte = network_tensor(net, BUF_WEIGHTS, WTE, 0);
     for (int row = 0; row < N; row += p->settings.logit_rows) {
         int rows = (int)min_i64(p->settings.logit_rows, N - row);
-        real *lnf = network_single(net, ROW_LNF) + (int64_t)row * m->C;
+        real *lnf = network_single(net, BUF_LNF) + (int64_t)row * m->C;
         matmul_forward(logits, lnf, wte, NULL, NULL, rows, m->C, m->Vp);
         classifier_forward_backward(losses + row, logits, targets + row, dloss, rows, m->V, m->Vp,
                                     backward);
         if (backward) {
-            matmul_backward(lnf, network_tensor(net, ROW_GRADS, WTE, 0), NULL, logits, lnf, wte,
+            matmul_backward(lnf, network_tensor(net, BUF_GRADS, WTE, 0), NULL, logits, lnf, wte,
                             rows, m->C, m->Vp);
         }
     }
@@ -2491,7 +2492,7 @@ static double network_classifier(Network *net, const Token *targets, int N, real
     return sum / N;
 }
 
-// Recomputes what block `layer` dropped, then differentiates it: ROW_DRES holds the gradient of its
+// Recomputes what block `layer` dropped, then differentiates it: BUF_DRES holds the gradient of its
 // output before and of its input after.
 static void block_backward(Network *net, int layer) {
     Plan *p = &net->plan;
@@ -2505,8 +2506,8 @@ static void block_backward(Network *net, int layer) {
         }
     }
 #define GRAD(name) network_grad(net, GRAD_##name, layer)
-#define DWEIGHT(name) network_tensor(net, ROW_GRADS, name, layer)
-    real *dres = network_single(net, ROW_DRES);
+#define DWEIGHT(name) network_tensor(net, BUF_GRADS, name, layer)
+    real *dres = network_single(net, BUF_DRES);
     plan_tick(p, tick_backward(m, layer, B_FCPROJ));
     matmul_backward(GRAD(MLP), DWEIGHT(FCPROJW), DWEIGHT(FCPROJB), dres, ACT(GELU), WEIGHT(FCPROJW),
                     N, 4 * C, C);
@@ -2545,17 +2546,17 @@ static double network_micro_step(Network *net, const Token *inputs, const Token 
     network_forward(net, inputs, B, T);
     double loss = network_classifier(net, targets, N, (real)(1.0 / ((double)N * micros)), 1);
     plan_tick(p, tick_lnf_backward(m));
-    layernorm_backward(network_single(net, ROW_DRES), network_tensor(net, ROW_GRADS, LNFW, 0),
-                       network_tensor(net, ROW_GRADS, LNFB, 0), network_single(net, ROW_LNF),
-                       network_single(net, ROW_XF), network_tensor(net, ROW_WEIGHTS, LNFW, 0),
-                       network_single(net, ROW_LNF_MEAN), network_single(net, ROW_LNF_RSTD), NULL,
+    layernorm_backward(network_single(net, BUF_DRES), network_tensor(net, BUF_GRADS, LNFW, 0),
+                       network_tensor(net, BUF_GRADS, LNFB, 0), network_single(net, BUF_LNF),
+                       network_single(net, BUF_XF), network_tensor(net, BUF_WEIGHTS, LNFW, 0),
+                       network_single(net, BUF_LNF_MEAN), network_single(net, BUF_LNF_RSTD), NULL,
                        N, m->C);
     for (int l = m->L - 1; l >= 0; l--) {
         block_backward(net, l);
     }
     plan_tick(p, tick_embed_backward(m));
-    encoder_backward(network_tensor(net, ROW_GRADS, WTE, 0), network_tensor(net, ROW_GRADS, WPE, 0),
-                     network_single(net, ROW_DRES), inputs, B, T, m->C);
+    encoder_backward(network_tensor(net, BUF_GRADS, WTE, 0), network_tensor(net, BUF_GRADS, WPE, 0),
+                     network_single(net, BUF_DRES), inputs, B, T, m->C);
     return loss;
 }
 
@@ -2682,7 +2683,7 @@ static double network_update(Network *net, const Options *o, double lr, double l
     Plan *p = &net->plan;
     const Model *m = &p->settings.model;
     plan_tick(p, tick_update(m));
-    double norm = global_norm(network_single(net, ROW_GRADS), tensor_offset(m, TENSORS, 0));
+    double norm = global_norm(network_single(net, BUF_GRADS), tensor_offset(m, TENSORS, 0));
     *skipped = !(isfinite(norm) && norm <= limit);
     if (*skipped) {
         return norm;
@@ -2692,8 +2693,8 @@ static double network_update(Network *net, const Options *o, double lr, double l
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int l = 0; l < tensor_copies(m, tensor); l++) {
             adamw_update(
-                network_tensor(net, ROW_WEIGHTS, tensor, l), network_tensor(net, ROW_M, tensor, l),
-                network_tensor(net, ROW_V, tensor, l), network_tensor(net, ROW_GRADS, tensor, l),
+                network_tensor(net, BUF_WEIGHTS, tensor, l), network_tensor(net, BUF_M, tensor, l),
+                network_tensor(net, BUF_V, tensor, l), network_tensor(net, BUF_GRADS, tensor, l),
                 &a, tensor_is_matrix(tensor) ? a.weight_decay : 0, tensor_size(m, tensor));
         }
     }
@@ -2748,8 +2749,8 @@ static void cpu_micro_step(Engine *e, const Token *inputs, const Token *targets,
     CpuEngine *cpu = (CpuEngine *)e->self;
     if (micro == 0) {
         cpu->loss = 0;
-        memset(network_single(&cpu->net, ROW_GRADS), 0,
-               cpu->net.plan.rows[cpu->net.plan.single[ROW_GRADS]].bytes);
+        memset(network_single(&cpu->net, BUF_GRADS), 0,
+               cpu->net.plan.buffers[cpu->net.plan.single[BUF_GRADS]].bytes);
     }
     cpu->loss += network_micro_step(&cpu->net, inputs, targets, micros) / micros;
 }
@@ -2769,7 +2770,7 @@ static double cpu_evaluate(Engine *e, real *losses, const Token *inputs, const T
     network_forward(net, inputs, s->B, s->T);
     double mean = network_classifier(net, targets, N, 0, 0);
     if (losses) {
-        memcpy(losses, network_single(net, ROW_LOSSES), (size_t)N * sizeof(real));
+        memcpy(losses, network_single(net, BUF_LOSSES), (size_t)N * sizeof(real));
     }
     return mean;
 }
@@ -2779,15 +2780,15 @@ static void cpu_logits(Engine *e, real *out, const Token *tokens, int n) {
     const Model *m = &net->plan.settings.model;
     network_forward(net, tokens, 1, n);
     plan_tick(&net->plan, tick_head(m));
-    real *logits = network_single(net, ROW_LOGITS);
-    matmul_forward(logits, network_single(net, ROW_LNF) + (int64_t)(n - 1) * m->C,
-                   network_tensor(net, ROW_WEIGHTS, WTE, 0), NULL, NULL, 1, m->C, m->Vp);
+    real *logits = network_single(net, BUF_LOGITS);
+    matmul_forward(logits, network_single(net, BUF_LNF) + (int64_t)(n - 1) * m->C,
+                   network_tensor(net, BUF_WEIGHTS, WTE, 0), NULL, NULL, 1, m->C, m->Vp);
     memcpy(out, logits, (size_t)m->V * sizeof(real));
 }
 
 static real *cpu_state(Engine *e, int state, int64_t offset) {
-    static const int rows[] = {ROW_WEIGHTS, ROW_M, ROW_V, ROW_GRADS};
-    return network_single(&((CpuEngine *)e->self)->net, rows[state]) + offset;
+    static const int buffers[] = {BUF_WEIGHTS, BUF_M, BUF_V, BUF_GRADS};
+    return network_single(&((CpuEngine *)e->self)->net, buffers[state]) + offset;
 }
 
 static void cpu_read(Engine *e, int state, int64_t offset, real *out, int64_t count) {
@@ -2809,7 +2810,7 @@ static void cpu_open(Engine *e, const Settings *s) {
     memset(e, 0, sizeof *e);
     plan_build(&cpu->net.plan, s);
     plan_open(&cpu->net.plan);
-    matmul_workspace = network_single(&cpu->net, ROW_MATMUL);
+    matmul_workspace = network_single(&cpu->net, BUF_MATMUL);
     e->self = cpu;
     e->micro_step = cpu_micro_step;
     e->update = cpu_update;

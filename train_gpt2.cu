@@ -2136,11 +2136,11 @@ static void gpu_adamw(E *params, uint16_t *low, M *moment1, M *moment2, const G 
 
 // -------------------------------------------------------------------------------------------------
 // 30. The device arena
-// The plan's device rows are one cudaMalloc of exactly the planned bytes; its host rows one pinned
-// allocation. What libraries and modules take is not planned but measured after a warm-up, and
-// shown apart; the CUDA context exists before and is not in that figure.
+// The plan's device buffers are one cudaMalloc of exactly the planned bytes; its host buffers one
+// pinned allocation. What libraries and modules take is not planned but measured after a warm-up,
+// and shown apart; the CUDA context exists before and is not in that figure.
 // 1. Whether the plan fits is decided by the driver's free bytes before anything is allocated.
-// 2. Test builds mark rows that die and come alive in stream order, so that lateness shows.
+// 2. Test builds mark buffers that die and come alive in stream order, so that lateness shows.
 
 struct DeviceMemory {
     size_t free_bytes;     // as the driver reports them before the arena exists
@@ -2208,21 +2208,22 @@ static void arena_close(Plan *p) {
 
 // -------------------------------------------------------------------------------------------------
 // 31. GPT-2 on the GPU
-// Volume I's network with kernels for layers, on the same plan, ticks and rows, all on one stream.
-// E is the element type of weights and activations, G of the gradients of matrices; statistics,
-// losses and the gradients of vectors are fp32. 1. A micro-step only queues work: the batch goes up
-// through two pinned slots, and the host waits for nothing but a slot it filled two micro-steps
-// ago. 2. The first micro-step writes the gradients of matrices instead of adding, so nothing is
-// cleared but vectors.
+// Volume I's network with kernels for layers, on the same plan, ticks and buffers, all on one
+// stream. E is the element type of weights and activations, G of the gradients of matrices;
+// statistics, losses and the gradients of vectors are fp32.
+// 1. A micro-step only queues work: the batch goes up through two pinned slots, and the host waits
+//    for nothing but a slot it filled two micro-steps ago.
+// 2. The first micro-step writes the gradients of matrices instead of adding, so nothing is cleared
+//    but vectors.
 // 3. The update reads norm, clip factor and skip from device memory; its one wait is for the loss.
 
-// Lives in ROW_STATE: what outlasts a step on the device.
+// Lives in BUF_STATE: what outlasts a step on the device.
 struct GpuState {
     UpdateState update;
     float loss_sum;  // of the step's micro-batches
 };
-static_assert(sizeof(GpuState) <= GPU_STATE_BYTES, "the plan's row holds the state");
-static_assert(sizeof(ParamRange) <= GPU_TENSOR_ROW_BYTES, "the plan's row holds the table");
+static_assert(sizeof(GpuState) <= GPU_STATE_BYTES, "the plan's buffer holds the state");
+static_assert(sizeof(ParamRange) <= GPU_TENSOR_ROW_BYTES, "the plan's buffer holds the table");
 
 template <class E, class G> struct GpuNetwork {
     Plan plan;
@@ -2237,26 +2238,26 @@ template <class E, class G> struct GpuNetwork {
     int micros;  // micro-steps of the step being made
 };
 
-// Rows by type. ROW_GRADS holds matrices alone, ROW_GRADS_1D vectors alone.
-template <class T, class E, class G> static T *gpu_single(const GpuNetwork<E, G> *net, int row) {
-    return (T *)plan_single(&net->plan, row);
+// Buffers by type. BUF_GRADS holds matrices alone, BUF_GRADS_1D vectors alone.
+template <class T, class E, class G> static T *gpu_single(const GpuNetwork<E, G> *net, int buffer) {
+    return (T *)plan_single(&net->plan, buffer);
 }
 
 template <class E, class G>
 static E *gpu_weight(const GpuNetwork<E, G> *net, int tensor, int layer) {
-    return gpu_single<E>(net, ROW_WEIGHTS) +
+    return gpu_single<E>(net, BUF_WEIGHTS) +
            tensor_offset(&net->plan.settings.model, tensor, layer);
 }
 
 template <class E, class G>
 static G *gpu_dmatrix(const GpuNetwork<E, G> *net, int tensor, int layer) {
-    return gpu_single<G>(net, ROW_GRADS) +
+    return gpu_single<G>(net, BUF_GRADS) +
            subset_offset(&net->plan.settings.model, tensor, layer, MATRICES);
 }
 
 template <class E, class G>
 static float *gpu_dvector(const GpuNetwork<E, G> *net, int tensor, int layer) {
-    return gpu_single<float>(net, ROW_GRADS_1D) +
+    return gpu_single<float>(net, BUF_GRADS_1D) +
            subset_offset(&net->plan.settings.model, tensor, layer, VECTORS);
 }
 
@@ -2318,8 +2319,8 @@ static void gpu_network_forward(GpuNetwork<E, G> *net, const int *tokens, int B,
         }
     }
     plan_tick(p, tick_lnf(m));
-    gpu_layernorm_forward<E>(gpu_single<E>(net, ROW_LNF), gpu_single<float>(net, ROW_LNF_MEAN),
-                             gpu_single<float>(net, ROW_LNF_RSTD), gpu_single<E>(net, ROW_XF),
+    gpu_layernorm_forward<E>(gpu_single<E>(net, BUF_LNF), gpu_single<float>(net, BUF_LNF_MEAN),
+                             gpu_single<float>(net, BUF_LNF_RSTD), gpu_single<E>(net, BUF_XF),
                              gpu_weight(net, LNFW, 0), gpu_weight(net, LNFB, 0), B * T, m->C,
                              net->stream);
 }
@@ -2332,13 +2333,13 @@ static void gpu_network_classifier(GpuNetwork<E, G> *net, const int *targets, in
     Plan *p = &net->plan;
     const Model *m = &p->settings.model;
     plan_tick(p, tick_head(m));
-    E *logits = gpu_single<E>(net, ROW_LOGITS);
+    E *logits = gpu_single<E>(net, BUF_LOGITS);
     const E *wte = gpu_weight(net, WTE, 0);
     for (int row = 0; row < N; row += p->settings.logit_rows) {
         int rows = (int)min_i64(p->settings.logit_rows, N - row);
-        E *lnf = gpu_single<E>(net, ROW_LNF) + (size_t)row * m->C;
+        E *lnf = gpu_single<E>(net, BUF_LNF) + (size_t)row * m->C;
         gpu_matmul_forward<E>(logits, lnf, wte, nullptr, nullptr, rows, m->C, m->Vp, net->stream);
-        gpu_classifier<E>(gpu_single<float>(net, ROW_LOSSES) + row, logits, targets + row, dloss,
+        gpu_classifier<E>(gpu_single<float>(net, BUF_LOSSES) + row, logits, targets + row, dloss,
                           rows, m->V, m->Vp, backward, net->stream);
         if (backward) {
             gpu_matmul_backward<E, G>(lnf, gpu_dmatrix(net, WTE, 0), nullptr, logits, lnf, wte,
@@ -2365,8 +2366,8 @@ static void gpu_block_backward(GpuNetwork<E, G> *net, int layer, bool first) {
 #define GRAD(name) ((E *)plan_grad(p, GRAD_##name, layer))
 #define DMATRIX(name) gpu_dmatrix(net, name, layer)
 #define DVECTOR(name) gpu_dvector(net, name, layer)
-    E *dres = gpu_single<E>(net, ROW_DRES);
-    float *scratch = gpu_single<float>(net, ROW_PARTIALS);
+    E *dres = gpu_single<E>(net, BUF_DRES);
+    float *scratch = gpu_single<float>(net, BUF_PARTIALS);
     plan_tick(p, tick_backward(m, layer, B_FCPROJ));
     gpu_matmul_backward<E, G>(GRAD(MLP), DMATRIX(FCPROJW), DVECTOR(FCPROJB), dres, ACT(GELU),
                               WEIGHT(FCPROJW), scratch, N, 4 * C, C, first, stream);
@@ -2383,7 +2384,7 @@ static void gpu_block_backward(GpuNetwork<E, G> *net, int layer, bool first) {
     gpu_matmul_backward<E, G>(GRAD(ATT), DMATRIX(ATTPROJW), DVECTOR(ATTPROJB), dres, ACT(ATT),
                               WEIGHT(ATTPROJW), scratch, N, C, C, first, stream);
     plan_tick(p, tick_backward(m, layer, B_ATT));
-    gpu_attention_backward<E>(GRAD(QKV), gpu_single<float>(net, ROW_ATT_D), GRAD(ATT), ACT(QKV),
+    gpu_attention_backward<E>(GRAD(QKV), gpu_single<float>(net, BUF_ATT_D), GRAD(ATT), ACT(QKV),
                               ACT(ATT), STAT(LSE), s->B, s->T, C, m->NH, stream);
     plan_tick(p, tick_backward(m, layer, B_QKV));
     gpu_matmul_backward<E, G>(GRAD(LN1), DMATRIX(QKVW), DVECTOR(QKVB), GRAD(QKV), ACT(LN1),
@@ -2426,7 +2427,7 @@ static int *gpu_upload(GpuNetwork<E, G> *net, const Token *inputs, const Token *
     if (sort) {
         *segments = encoder_sort(host + 2 * N, net->counts, inputs, N, s->model.V);
     }
-    int *device = gpu_single<int>(net, ROW_BATCH);
+    int *device = gpu_single<int>(net, BUF_BATCH);
     cuda_check(cudaMemcpyAsync(device, host,
                                (2 * N + (sort ? encoder_plan_ints(N) : 0)) * sizeof(int),
                                cudaMemcpyHostToDevice, net->stream));
@@ -2448,25 +2449,25 @@ static void gpu_micro_step(Engine *e, const Token *inputs, const Token *targets,
     plan_tick(p, 0);
     int *batch = gpu_upload(net, inputs, targets, true, &segments);
     if (first) {
-        cuda_check(cudaMemsetAsync(gpu_single<float>(net, ROW_GRADS_1D), 0,
-                                   p->rows[p->single[ROW_GRADS_1D]].bytes, net->stream));
+        cuda_check(cudaMemsetAsync(gpu_single<float>(net, BUF_GRADS_1D), 0,
+                                   p->buffers[p->single[BUF_GRADS_1D]].bytes, net->stream));
     }
     gpu_network_forward(net, batch, B, T);
     gpu_network_classifier(net, batch + N, N, (float)(1.0 / ((double)N * micros)), true, first);
-    launch(loss_sum_kernel, 1, 256, 0, net->stream, &gpu_single<GpuState>(net, ROW_STATE)->loss_sum,
-           gpu_single<float>(net, ROW_LOSSES), N, first);
+    launch(loss_sum_kernel, 1, 256, 0, net->stream, &gpu_single<GpuState>(net, BUF_STATE)->loss_sum,
+           gpu_single<float>(net, BUF_LOSSES), N, first);
     plan_tick(p, tick_lnf_backward(m));
     gpu_layernorm_backward<E>(
-        gpu_single<E>(net, ROW_DRES), gpu_dvector(net, LNFW, 0), gpu_dvector(net, LNFB, 0),
-        gpu_single<E>(net, ROW_LNF), gpu_single<E>(net, ROW_XF), gpu_weight(net, LNFW, 0),
-        gpu_single<float>(net, ROW_LNF_MEAN), gpu_single<float>(net, ROW_LNF_RSTD), nullptr,
-        gpu_single<float>(net, ROW_PARTIALS), N, m->C, net->stream);
+        gpu_single<E>(net, BUF_DRES), gpu_dvector(net, LNFW, 0), gpu_dvector(net, LNFB, 0),
+        gpu_single<E>(net, BUF_LNF), gpu_single<E>(net, BUF_XF), gpu_weight(net, LNFW, 0),
+        gpu_single<float>(net, BUF_LNF_MEAN), gpu_single<float>(net, BUF_LNF_RSTD), nullptr,
+        gpu_single<float>(net, BUF_PARTIALS), N, m->C, net->stream);
     for (int l = m->L - 1; l >= 0; l--) {
         gpu_block_backward(net, l, first);
     }
     plan_tick(p, tick_embed_backward(m));
     gpu_encoder_backward<E, G>(gpu_dmatrix(net, WTE, 0), gpu_dmatrix(net, WPE, 0),
-                               gpu_single<E>(net, ROW_DRES), batch + 2 * N, segments, B, T, m->C,
+                               gpu_single<E>(net, BUF_DRES), batch + 2 * N, segments, B, T, m->C,
                                m->maxT, first, net->stream);
 }
 
@@ -2476,10 +2477,10 @@ static void gpu_adamw_all(GpuNetwork<E, G> *net, const AdamW &adamw, const Optio
                           int64_t updates) {
     UpdateRandom key = {(uint64_t)o->seed, (uint32_t)updates};
     gpu_adamw<E, G, M, SPLIT>(
-        gpu_single<E>(net, ROW_WEIGHTS), SPLIT ? gpu_single<uint16_t>(net, ROW_MASTER) : nullptr,
-        gpu_single<M>(net, ROW_M), gpu_single<M>(net, ROW_V), gpu_single<G>(net, ROW_GRADS),
-        gpu_single<float>(net, ROW_GRADS_1D), gpu_single<ParamRange>(net, ROW_TENSORS),
-        net->range_count, net->chunks, adamw, key, &gpu_single<GpuState>(net, ROW_STATE)->update,
+        gpu_single<E>(net, BUF_WEIGHTS), SPLIT ? gpu_single<uint16_t>(net, BUF_MASTER) : nullptr,
+        gpu_single<M>(net, BUF_M), gpu_single<M>(net, BUF_V), gpu_single<G>(net, BUF_GRADS),
+        gpu_single<float>(net, BUF_GRADS_1D), gpu_single<ParamRange>(net, BUF_TENSORS),
+        net->range_count, net->chunks, adamw, key, &gpu_single<GpuState>(net, BUF_STATE)->update,
         net->stream);
 }
 
@@ -2490,10 +2491,10 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
     Plan *p = &net->plan;
     const Settings *s = &p->settings;
     plan_tick(p, tick_update(&s->model));
-    GpuState *state = gpu_single<GpuState>(net, ROW_STATE);
-    gpu_grad_square_sum<G>(&state->update, gpu_single<float>(net, ROW_PARTIALS),
-                           gpu_single<G>(net, ROW_GRADS), gpu_single<float>(net, ROW_GRADS_1D),
-                           gpu_single<ParamRange>(net, ROW_TENSORS), net->range_count, net->chunks,
+    GpuState *state = gpu_single<GpuState>(net, BUF_STATE);
+    gpu_grad_square_sum<G>(&state->update, gpu_single<float>(net, BUF_PARTIALS),
+                           gpu_single<G>(net, BUF_GRADS), gpu_single<float>(net, BUF_GRADS_1D),
+                           gpu_single<ParamRange>(net, BUF_TENSORS), net->range_count, net->chunks,
                            net->stream);
     gpu_update_decide(&state->update, (float)o->clip, (float)limit, net->stream);
     AdamW adamw = adamw_at(o, lr, updates, 1);
@@ -2527,13 +2528,13 @@ static double gpu_evaluate(Engine *e, real *losses, const Token *inputs, const T
     int *batch = gpu_upload(net, inputs, targets, false, nullptr);
     gpu_network_forward(net, batch, s->B, s->T);
     gpu_network_classifier(net, batch + N, N, 0.0f, false, false);
-    float *sum = &gpu_single<GpuState>(net, ROW_STATE)->loss_sum;
-    launch(loss_sum_kernel, 1, 256, 0, net->stream, sum, gpu_single<float>(net, ROW_LOSSES), N,
+    float *sum = &gpu_single<GpuState>(net, BUF_STATE)->loss_sum;
+    launch(loss_sum_kernel, 1, 256, 0, net->stream, sum, gpu_single<float>(net, BUF_LOSSES), N,
            true);
     cuda_check(cudaMemcpyAsync(&net->result->loss_sum, sum, sizeof(float), cudaMemcpyDeviceToHost,
                                net->stream));
     if (losses) {
-        cuda_check(cudaMemcpyAsync(losses, gpu_single<float>(net, ROW_LOSSES), N * sizeof(float),
+        cuda_check(cudaMemcpyAsync(losses, gpu_single<float>(net, BUF_LOSSES), N * sizeof(float),
                                    cudaMemcpyDeviceToHost, net->stream));
     }
     cuda_check(cudaStreamSynchronize(net->stream));
@@ -2554,8 +2555,8 @@ static void gpu_logits(Engine *e, real *out, const Token *tokens, int n) {
     gpu_network_forward(net, gpu_upload(net, padded, padded + N, false, nullptr), 1, T);
     free(padded);
     plan_tick(p, tick_head(m));
-    E *logits = gpu_single<E>(net, ROW_LOGITS), *host = (E *)alloc_zero((size_t)m->V, sizeof(E));
-    gpu_matmul_forward<E>(logits, gpu_single<E>(net, ROW_LNF) + (size_t)(n - 1) * m->C,
+    E *logits = gpu_single<E>(net, BUF_LOGITS), *host = (E *)alloc_zero((size_t)m->V, sizeof(E));
+    gpu_matmul_forward<E>(logits, gpu_single<E>(net, BUF_LNF) + (size_t)(n - 1) * m->C,
                           gpu_weight(net, WTE, 0), nullptr, nullptr, 1, m->C, m->Vp, net->stream);
     copy_wait(host, logits, m->V * sizeof(E), cudaMemcpyDeviceToHost, net->stream);
     for (int v = 0; v < m->V; v++) {
@@ -2617,7 +2618,7 @@ static void master_upload(__nv_bfloat16 *weights, uint16_t *low, const real *val
     free(high);
 }
 
-// Gradients [offset, offset + count) of the layout of all tensors, from their two rows.
+// Gradients [offset, offset + count) of the layout of all tensors, from their two buffers.
 template <class E, class G>
 static void gpu_read_gradients(GpuNetwork<E, G> *net, int64_t offset, real *out, int64_t count) {
     const Model *m = &net->plan.settings.model;
@@ -2645,16 +2646,16 @@ static void gpu_read(Engine *e, int state, int64_t offset, real *out, int64_t co
     if (state == STATE_GRADS) {
         gpu_read_gradients(net, offset, out, count);
     } else if (state == STATE_WEIGHTS && s->split_master) {
-        master_download(out, gpu_single<__nv_bfloat16>(net, ROW_WEIGHTS) + offset,
-                        gpu_single<uint16_t>(net, ROW_MASTER) + offset, count, net->stream);
+        master_download(out, gpu_single<__nv_bfloat16>(net, BUF_WEIGHTS) + offset,
+                        gpu_single<uint16_t>(net, BUF_MASTER) + offset, count, net->stream);
     } else if (state == STATE_WEIGHTS) {
-        state_download(out, gpu_single<E>(net, ROW_WEIGHTS) + offset, count, net->stream);
+        state_download(out, gpu_single<E>(net, BUF_WEIGHTS) + offset, count, net->stream);
     } else if (s->moment_dtype == TYPE_BF16) {
         state_download(out,
-                       gpu_single<__nv_bfloat16>(net, state == STATE_M ? ROW_M : ROW_V) + offset,
+                       gpu_single<__nv_bfloat16>(net, state == STATE_M ? BUF_M : BUF_V) + offset,
                        count, net->stream);
     } else {
-        state_download(out, gpu_single<float>(net, state == STATE_M ? ROW_M : ROW_V) + offset,
+        state_download(out, gpu_single<float>(net, state == STATE_M ? BUF_M : BUF_V) + offset,
                        count, net->stream);
     }
 }
@@ -2664,15 +2665,15 @@ static void gpu_write(Engine *e, int state, int64_t offset, const real *values, 
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
     const Settings *s = &net->plan.settings;
     if (state == STATE_WEIGHTS && s->split_master) {
-        master_upload(gpu_single<__nv_bfloat16>(net, ROW_WEIGHTS) + offset,
-                      gpu_single<uint16_t>(net, ROW_MASTER) + offset, values, count, net->stream);
+        master_upload(gpu_single<__nv_bfloat16>(net, BUF_WEIGHTS) + offset,
+                      gpu_single<uint16_t>(net, BUF_MASTER) + offset, values, count, net->stream);
     } else if (state == STATE_WEIGHTS) {
-        state_upload(gpu_single<E>(net, ROW_WEIGHTS) + offset, values, count, net->stream);
+        state_upload(gpu_single<E>(net, BUF_WEIGHTS) + offset, values, count, net->stream);
     } else if (s->moment_dtype == TYPE_BF16) {
-        state_upload(gpu_single<__nv_bfloat16>(net, state == STATE_M ? ROW_M : ROW_V) + offset,
+        state_upload(gpu_single<__nv_bfloat16>(net, state == STATE_M ? BUF_M : BUF_V) + offset,
                      values, count, net->stream);
     } else {
-        state_upload(gpu_single<float>(net, state == STATE_M ? ROW_M : ROW_V) + offset, values,
+        state_upload(gpu_single<float>(net, state == STATE_M ? BUF_M : BUF_V) + offset, values,
                      count, net->stream);
     }
 }
@@ -2692,7 +2693,7 @@ template <class E, class G> static void gpu_close(Engine *e) {
     e->self = nullptr;
 }
 
-// The table of tensors that norm and AdamW walk, on the host and in ROW_TENSORS.
+// The table of tensors that norm and AdamW walk, on the host and in BUF_TENSORS.
 template <class E, class G> static void gpu_ranges_open(GpuNetwork<E, G> *net) {
     const Model *m = &net->plan.settings.model;
     int count = 0;
@@ -2711,7 +2712,7 @@ template <class E, class G> static void gpu_ranges_open(GpuNetwork<E, G> *net) {
     }
     net->range_count = count;
     net->chunks = param_ranges_chunk(net->ranges, count);
-    copy_wait(gpu_single<ParamRange>(net, ROW_TENSORS), net->ranges, count * sizeof(ParamRange),
+    copy_wait(gpu_single<ParamRange>(net, BUF_TENSORS), net->ranges, count * sizeof(ParamRange),
               cudaMemcpyHostToDevice, net->stream);
 }
 
@@ -2728,10 +2729,10 @@ static void gpu_warm_up(Engine *e) {
     Options o;
     options_default(&o);
     before = before ? before : device_memory.free_bytes;
-    for (int row : {ROW_WEIGHTS, ROW_MASTER, ROW_M, ROW_V, ROW_STATE}) {
-        if (net->plan.single[row] >= 0) {
-            cuda_check(cudaMemsetAsync(gpu_single<char>(net, row), 0,
-                                       net->plan.rows[net->plan.single[row]].bytes, net->stream));
+    for (int id : {BUF_WEIGHTS, BUF_MASTER, BUF_M, BUF_V, BUF_STATE}) {
+        if (net->plan.single[id] >= 0) {
+            cuda_check(cudaMemsetAsync(gpu_single<char>(net, id), 0,
+                                       net->plan.buffers[net->plan.single[id]].bytes, net->stream));
         }
     }
     gpu_micro_step<E, G>(e, zeros, zeros, 0, 1);
@@ -2750,7 +2751,7 @@ template <class E, class G> static void gpu_open(Engine *e, const Settings *s) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)alloc_zero(1, sizeof *net);
     const int64_t N = (int64_t)s->B * s->T, C = s->model.C;
     plan_build(&net->plan, s);
-    size_t partials = net->plan.rows[net->plan.single[ROW_PARTIALS]].bytes;
+    size_t partials = net->plan.buffers[net->plan.single[BUF_PARTIALS]].bytes;
     check(gpu_layernorm_backward_bytes((int)N, (int)C) <= partials &&
               gpu_bias_backward_bytes((int)N, (int)(4 * C)) <= partials &&
               gpu_grad_square_sum_bytes() <= partials,
@@ -2758,7 +2759,7 @@ template <class E, class G> static void gpu_open(Engine *e, const Settings *s) {
     plan_refuse(&net->plan, net->plan.device_bytes, device_available());
     cuda_check(cudaStreamCreateWithFlags(&net->stream, cudaStreamNonBlocking));
     arena_open(&net->plan, net->stream);
-    gpu_matmul_open(gpu_single<char>(net, ROW_MATMUL), GPU_MATMUL_BYTES);
+    gpu_matmul_open(gpu_single<char>(net, BUF_MATMUL), GPU_MATMUL_BYTES);
     for (int i = 0; i < 2; i++) {
         net->pinned[i] = (int *)(void *)arena_host + i * (5 * N + 1);
         cuda_check(cudaEventCreateWithFlags(&net->uploaded[i], cudaEventDisableTiming));
