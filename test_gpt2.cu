@@ -318,8 +318,8 @@ static Settings draw_settings() {
         s.grad_dtype = s.dtype == TYPE_BF16 && draw(0, 1) ? TYPE_BF16 : TYPE_FP32;
         s.moment_dtype = draw(0, 1) ? TYPE_BF16 : TYPE_FP32;
         s.split_master = s.dtype == TYPE_BF16 && draw(0, 1);
-        s.offload_moments = draw(0, 1);
-        s.offload_master = (s.split_master || s.dtype == TYPE_FP16) && draw(0, 1);
+        s.home[HOME_OF_MOMENTS] = (Home)draw(0, 1);
+        s.home[HOME_OF_MASTER] = settings_has_master(&s) ? (Home)draw(0, 1) : HOME_DEVICE;
     }
     return s;
 }
@@ -352,16 +352,16 @@ static void test_plan_layout() {
         std::vector<size_t> live((size_t)p.ticks);
         for (int i = 0; i < p.buffer_count; i++) {
             const Buffer &a = p.buffers[i];
-            end[a.host] = std::max(end[a.host], a.offset + padded(a));
+            end[a.home] = std::max(end[a.home], a.offset + padded(a));
             expect(a.offset % PLAN_ALIGN == 0 && a.first >= 0 && a.first <= a.last &&
                        a.last < p.ticks && a.count > 0,
                    "%s: %s", who.c_str(), a.name);
-            for (int t = a.first; t <= a.last && !a.host; t++) {
+            for (int t = a.first; t <= a.last && !a.home; t++) {
                 live[(size_t)t] += padded(a);
             }
             for (int j = 0; j < i; j++) {
                 const Buffer &b = p.buffers[j];
-                int apart = a.host != b.host || a.last < b.first || b.last < a.first ||
+                int apart = a.home != b.home || a.last < b.first || b.last < a.first ||
                             a.offset + padded(a) <= b.offset || b.offset + padded(b) <= a.offset;
                 expect(apart, "%s: %s and %s", who.c_str(), a.name, b.name);
             }
@@ -573,7 +573,8 @@ static void test_plan_refuse() {
     s.T = s.logit_rows = 64;
     s.level = s.gpu = 0;
     s.dtype = s.grad_dtype = s.moment_dtype = TYPE_REAL;
-    s.split_master = s.offload_moments = s.offload_master = 0;
+    s.split_master = 0;
+    memset(s.home, 0, sizeof s.home);
     Plan p;
     plan_build(&p, &s);
     plan_refuse(&p, p.device_bytes, p.device_bytes);

@@ -631,6 +631,15 @@ static int64_t tensor_offset(const Model *m, int tensor, int layer) {
     return subset_offset(m, tensor, layer, ALL_TENSORS);
 }
 
+// Tensors of all layers together.
+static int model_tensors(const Model *m) {
+    int n = 0;
+    for (int i = 0; i < TENSORS; i++) {
+        n += tensor_copies(m, i);
+    }
+    return n;
+}
+
 // Parameters, padded vocabulary rows included, alignment gaps not.
 static int64_t model_parameters(const Model *m) {
     int64_t n = 0;
@@ -726,6 +735,14 @@ static const char *const group_names[GROUPS] = {"weights", "gradients",        "
                                                 "master",  "activations kept", "working set",
                                                 "logits",  "workspaces",       "batch"};
 
+// Where a buffer lives, and the states whose home a run's settings choose. A buffer names its state
+// or, behind HOMES, a home that nothing chooses.
+typedef enum { HOME_DEVICE, HOME_HOST } Home;
+typedef enum {
+    HOME_OF_WEIGHTS, HOME_OF_GRADIENTS, HOME_OF_MOMENTS, HOME_OF_MASTER, HOME_OF_RESIDUALS, HOMES,
+    ON_DEVICE = HOMES, ON_HOST
+} HomeOf;
+
 // What the plan depends on; nothing else does.
 typedef struct {
     Model model;
@@ -734,8 +751,23 @@ typedef struct {
     int level, recompute_blocks;  // RECOMPUTE_*, of the first recompute_blocks blocks
     int gpu;  // 0: the CPU program (fp32 or the build's real), 1: the GPU program
     Type dtype, grad_dtype, moment_dtype;
-    int split_master, offload_moments, offload_master;
+    int split_master;
+    Home home[HOMES];  // of each state
 } Settings;
+
+// Statistics and losses are fp32 on a GPU and the oracle's type on the CPU.
+static Type settings_real(const Settings *s) { return s->gpu ? TYPE_FP32 : TYPE_REAL; }
+static int settings_has_master(const Settings *s) {
+    return s->split_master || s->dtype == TYPE_FP16;
+}
+
+static int settings_offloads(const Settings *s) {
+    int any = 0;
+    for (int i = 0; i < HOMES; i++) {
+        any |= s->home[i] == HOME_HOST;
+    }
+    return any;
+}
 
 // Stages of a block in forward order; recomputation repeats the first seven (stages 0..6 of the
 // backward line), then backward has its own eight.
@@ -792,21 +824,23 @@ typedef struct {
     int channels;               // x C, or PER_TOKEN, PER_HEAD (fp32 statistics)
     int made, used, used_back;  // stages: forward, forward, backward
     int level;                  // recomputed from this level on; RECOMPUTE_LEVELS: never
+    HomeOf home;
 } ActRow;
 static const ActRow act_rows[ACTS] = {
-    {"x", 1, F_LN1, F_ATTPROJ, B_LN1, RECOMPUTE_LEVELS},  // made by the block before
-    {"ln1", 1, F_LN1, F_QKV, B_QKV, RECOMPUTE_NORM},
-    {"ln1.mean", PER_TOKEN, F_LN1, F_LN1, B_LN1, RECOMPUTE_NORM},
-    {"ln1.rstd", PER_TOKEN, F_LN1, F_LN1, B_LN1, RECOMPUTE_NORM},
-    {"qkv", 3, F_QKV, F_ATT, B_ATT, RECOMPUTE_QKV},
-    {"att", 1, F_ATT, F_ATTPROJ, B_ATT, RECOMPUTE_BLOCK},
-    {"lse", PER_HEAD, F_ATT, F_ATT, B_ATT, RECOMPUTE_BLOCK},
-    {"res2", 1, F_ATTPROJ, F_FCPROJ, B_LN2, RECOMPUTE_BLOCK},
-    {"ln2", 1, F_LN2, F_FC, B_FC, RECOMPUTE_NORM},
-    {"ln2.mean", PER_TOKEN, F_LN2, F_LN2, B_LN2, RECOMPUTE_NORM},
-    {"ln2.rstd", PER_TOKEN, F_LN2, F_LN2, B_LN2, RECOMPUTE_NORM},
-    {"fch", 4, F_FC, F_GELU, B_GELU, RECOMPUTE_MLP},
-    {"gelu", 4, F_GELU, F_FCPROJ, B_FCPROJ, RECOMPUTE_GELU},
+    // made by the block before
+    {"x", 1, F_LN1, F_ATTPROJ, B_LN1, RECOMPUTE_LEVELS, HOME_OF_RESIDUALS},
+    {"ln1", 1, F_LN1, F_QKV, B_QKV, RECOMPUTE_NORM, ON_DEVICE},
+    {"ln1.mean", PER_TOKEN, F_LN1, F_LN1, B_LN1, RECOMPUTE_NORM, ON_DEVICE},
+    {"ln1.rstd", PER_TOKEN, F_LN1, F_LN1, B_LN1, RECOMPUTE_NORM, ON_DEVICE},
+    {"qkv", 3, F_QKV, F_ATT, B_ATT, RECOMPUTE_QKV, ON_DEVICE},
+    {"att", 1, F_ATT, F_ATTPROJ, B_ATT, RECOMPUTE_BLOCK, ON_DEVICE},
+    {"lse", PER_HEAD, F_ATT, F_ATT, B_ATT, RECOMPUTE_BLOCK, ON_DEVICE},
+    {"res2", 1, F_ATTPROJ, F_FCPROJ, B_LN2, RECOMPUTE_BLOCK, ON_DEVICE},
+    {"ln2", 1, F_LN2, F_FC, B_FC, RECOMPUTE_NORM, ON_DEVICE},
+    {"ln2.mean", PER_TOKEN, F_LN2, F_LN2, B_LN2, RECOMPUTE_NORM, ON_DEVICE},
+    {"ln2.rstd", PER_TOKEN, F_LN2, F_LN2, B_LN2, RECOMPUTE_NORM, ON_DEVICE},
+    {"fch", 4, F_FC, F_GELU, B_GELU, RECOMPUTE_MLP, ON_DEVICE},
+    {"gelu", 4, F_GELU, F_FCPROJ, B_FCPROJ, RECOMPUTE_GELU, ON_DEVICE},
 };
 
 // Gradients of activations inside one block's backward; the residual stream's gradient is a single
@@ -827,18 +861,81 @@ typedef struct {
     Type type;
     int64_t count;
     int first, last;       // ticks
-    int host;              // 1: host memory, not part of the device allocation
+    Home home;             // HOME_HOST: not part of the device allocation
     size_t bytes, offset;  // bytes without the gap
     int alive;             // kept by test builds only
 } Buffer;
 
-// Buffers that exist once, the last five in GPU runs only. The others are found by (activation,
+// What kernels of a GPU run ask for besides tensors; Volume II checks that they ask for no more.
+enum { GPU_TENSOR_ROW_BYTES = 48, GPU_STATE_BYTES = 256, GPU_PARTIAL_BLOCKS = 256 };
+enum { GPU_MATMUL_BYTES = 32 << 20 };
+
+// A batch on its way to a GPU, in ints: inputs (N), targets (N), and the tokens sorted for the
+// embedding's backward (3 N + 1).
+static int64_t batch_ints(int64_t N) { return 5 * N + 1; }
+
+static size_t matmul_workspace_bytes(int threads);  // chapter Matmul and fast maths
+
+// Buffers that exist once, the table below in the same order. The others are found by (activation,
 // layer) and (gradient, layer).
 enum {
-    BUF_WEIGHTS, BUF_GRADS, BUF_GRADS_1D, BUF_M, BUF_V, BUF_MASTER, BUF_LOSSES, BUF_MATMUL, BUF_XF,
-    BUF_LNF, BUF_LNF_MEAN, BUF_LNF_RSTD, BUF_LOGITS, BUF_DRES, BUF_BATCH, BUF_TENSORS, BUF_STATE,
-    BUF_PARTIALS, BUF_ATT_D, SINGLES
+    BUF_WEIGHTS, BUF_GRADS, BUF_GRADS_1D, BUF_M, BUF_V, BUF_MASTER, BUF_LOSSES, BUF_MATMUL,
+    BUF_BATCH, BUF_TENSORS, BUF_STATE, BUF_PARTIALS, BUF_PINNED, BUF_XF, BUF_LNF, BUF_LNF_MEAN,
+    BUF_LNF_RSTD, BUF_LOGITS, BUF_DRES, BUF_ATT_D, SINGLES
 };
+typedef struct {
+    int present;  // 0: this run needs none
+    Group group;
+    const char *name;
+    Type type;
+    int64_t count;
+    int first, last;  // ticks
+    HomeOf home;
+} BufferRow;
+
+// The table for a run with settings `s`.
+static void single_rows(BufferRow rows[SINGLES], const Settings *s) {
+    const Model *m = &s->model;
+    const int gpu = s->gpu, end = tick_update(m), x = tick_forward(m->L - 1, F_FCPROJ);
+    const int lnf = tick_lnf(m), head = tick_head(m), back = tick_lnf_backward(m);
+    const int back_end = tick_embed_backward(m);
+    const int64_t all = tensor_offset(m, TENSORS, 0);
+    const int64_t vectors = subset_offset(m, TENSORS, 0, VECTORS);
+    const int64_t N = (int64_t)s->B * s->T, NC = N * m->C, NH = m->NH, batch = batch_ints(N);
+    const int64_t logits = (int64_t)s->logit_rows * m->Vp;
+    const int64_t matmul =
+        gpu ? (int64_t)GPU_MATMUL_BYTES : (int64_t)matmul_workspace_bytes(s->threads);
+    const int64_t table = (int64_t)model_tensors(m) * GPU_TENSOR_ROW_BYTES;
+    const int64_t partials = max_i64((int64_t)GPU_PARTIAL_BLOCKS * 4 * m->C, 1024);
+    const Type E = s->dtype, G = s->grad_dtype, M = s->moment_dtype, R = settings_real(s);
+    const Type low = s->split_master ? TYPE_U16 : TYPE_FP32;
+    const int master = settings_has_master(s);
+    const BufferRow table_rows[SINGLES] = {
+        {1, GROUP_WEIGHTS, "weights", E, all, 0, end, HOME_OF_WEIGHTS},
+        // A GPU sums the gradients of vectors in fp32, apart from those of matrices.
+        {1, GROUP_GRADIENTS, "gradients", G, gpu ? all - vectors : all, 0, end, HOME_OF_GRADIENTS},
+        {gpu, GROUP_GRADIENTS, "gradients of vectors", TYPE_FP32, vectors, 0, end, ON_DEVICE},
+        {1, GROUP_MOMENTS, "moment m", M, all, 0, end, HOME_OF_MOMENTS},
+        {1, GROUP_MOMENTS, "moment v", M, all, 0, end, HOME_OF_MOMENTS},
+        {master, GROUP_MASTER, "master", low, all, 0, end, HOME_OF_MASTER},
+        {1, GROUP_BATCH, "losses", R, N, 0, end, ON_DEVICE},
+        {1, GROUP_WORKSPACE, "matmul workspace", TYPE_U8, matmul, 0, end, ON_DEVICE},
+        {gpu, GROUP_BATCH, "batch", TYPE_I32, batch, 0, end, ON_DEVICE},
+        {gpu, GROUP_WORKSPACE, "table of tensors", TYPE_U8, table, 0, end, ON_DEVICE},
+        {gpu, GROUP_WORKSPACE, "norm and counters", TYPE_U8, GPU_STATE_BYTES, 0, end, ON_DEVICE},
+        {gpu, GROUP_WORKSPACE, "partial sums", TYPE_FP32, partials, 0, end, ON_DEVICE},
+        // Two batches, so that one is filled while the other goes up; the state comes down behind.
+        {gpu, GROUP_BATCH, "pinned batches", TYPE_I32, 2 * batch + 64, 0, end, ON_HOST},
+        {1, GROUP_KEPT, "xf", E, NC, x, back, HOME_OF_RESIDUALS},
+        {1, GROUP_WORKING, "lnf", E, NC, lnf, back, ON_DEVICE},
+        {1, GROUP_WORKING, "lnf.mean", R, N, lnf, back, ON_DEVICE},
+        {1, GROUP_WORKING, "lnf.rstd", R, N, lnf, back, ON_DEVICE},
+        {1, GROUP_LOGITS, "logits", E, logits, head, head, ON_DEVICE},
+        {1, GROUP_WORKING, "d_residual", E, NC, back, back_end, ON_DEVICE},
+        {gpu, GROUP_WORKING, "attention D", TYPE_FP32, N * NH, back, back_end, ON_DEVICE},
+    };
+    memcpy(rows, table_rows, sizeof table_rows);
+}
 
 typedef struct {
     Settings settings;
@@ -857,26 +954,29 @@ typedef struct {
 
 enum { PLAN_ALIGN = 256, PLAN_GAP = GPT2_POISON ? 256 : 0 };
 
-static int plan_add(Plan *p, Group group, const char *name, int layer, Type type, int64_t count,
-                    int first, int last) {
+// Adds a buffer, of block `layer` or (-1) of none, and returns its index.
+static int plan_add(Plan *p, const BufferRow *row, int layer) {
     if (p->buffer_count == p->buffer_capacity) {
         p->buffer_capacity = p->buffer_capacity ? 2 * p->buffer_capacity : 256;
-        p->buffers = (Buffer *)realloc(p->buffers, (size_t)p->buffer_capacity * sizeof(Buffer));
+        p->buffers =
+            (Buffer *)realloc(p->buffers, (size_t)p->buffer_capacity * sizeof(Buffer));
         check(p->buffers, "no memory for the plan's table");
     }
     Buffer *b = &p->buffers[p->buffer_count];
     memset(b, 0, sizeof *b);
     if (layer >= 0) {
-        snprintf(b->name, sizeof b->name, "%d.%s", layer, name);
+        snprintf(b->name, sizeof b->name, "%d.%s", layer, row->name);
     } else {
-        snprintf(b->name, sizeof b->name, "%s", name);
+        snprintf(b->name, sizeof b->name, "%s", row->name);
     }
-    b->group = group;
-    b->type = type;
-    b->count = count;
-    b->first = first;
-    b->last = last;
-    b->bytes = (size_t)count * type_bytes(type);
+    b->group = row->group;
+    b->type = row->type;
+    b->count = row->count;
+    b->first = row->first;
+    b->last = row->last;
+    b->home = row->home < HOMES ? p->settings.home[row->home]
+                                : row->home == ON_HOST ? HOME_HOST : HOME_DEVICE;
+    b->bytes = (size_t)row->count * type_bytes(row->type);
     return p->buffer_count++;
 }
 
@@ -884,119 +984,46 @@ static int plan_recomputes(const Settings *s, int act, int layer) {
     return layer < s->recompute_blocks && s->level >= act_rows[act].level;
 }
 
-static size_t matmul_workspace_bytes(int threads);  // chapter Matmul and fast maths
-
-// Buffers that live for the whole run, one after the other at the bottom of the allocation.
-static void plan_add_whole(Plan *p, int single, Group group, const char *name, Type type,
-                           int64_t count) {
-    p->single[single] = plan_add(p, group, name, -1, type, count, 0, p->ticks - 1);
-}
-
-// Parameters, gradients and optimizer states. A GPU keeps the gradients of vectors apart, in fp32.
-static void plan_add_states(Plan *p) {
-    const Settings *s = &p->settings;
-    const Model *m = &s->model;
-    int64_t all = tensor_offset(m, TENSORS, 0), vectors = subset_offset(m, TENSORS, 0, VECTORS);
-    plan_add_whole(p, BUF_WEIGHTS, GROUP_WEIGHTS, "weights", s->dtype, all);
-    plan_add_whole(p, BUF_GRADS, GROUP_GRADIENTS, "gradients", s->grad_dtype,
-                   s->gpu ? all - vectors : all);
-    if (s->gpu) {
-        plan_add_whole(p, BUF_GRADS_1D, GROUP_GRADIENTS, "gradients of vectors", TYPE_FP32,
-                       vectors);
+static void plan_add_singles(Plan *p) {
+    BufferRow rows[SINGLES];
+    single_rows(rows, &p->settings);
+    for (int i = 0; i < SINGLES; i++) {
+        p->single[i] = rows[i].present ? plan_add(p, &rows[i], -1) : -1;
     }
-    plan_add_whole(p, BUF_M, GROUP_MOMENTS, "moment m", s->moment_dtype, all);
-    plan_add_whole(p, BUF_V, GROUP_MOMENTS, "moment v", s->moment_dtype, all);
-    p->buffers[p->single[BUF_M]].host = p->buffers[p->single[BUF_V]].host = s->offload_moments;
-    if (s->split_master || s->dtype == TYPE_FP16) {
-        plan_add_whole(p, BUF_MASTER, GROUP_MASTER, "master",
-                       s->split_master ? TYPE_U16 : TYPE_FP32, all);
-        p->buffers[p->single[BUF_MASTER]].host = s->offload_master;
-    }
-}
-
-// What a GPU run needs beside: the batch (inputs, targets, and its tokens sorted for the
-// embedding's backward), the table of tensors for AdamW, norm and counters, and partial sums.
-// Volume II checks that its kernels ask for no more.
-enum { GPU_TENSOR_ROW_BYTES = 48, GPU_STATE_BYTES = 256, GPU_PARTIAL_BLOCKS = 256 };
-enum { GPU_MATMUL_BYTES = 32 << 20 };
-static void plan_add_workspaces(Plan *p) {
-    const Settings *s = &p->settings;
-    const Model *m = &s->model;
-    int64_t N = (int64_t)s->B * s->T, tensors = 0;
-    plan_add_whole(p, BUF_LOSSES, GROUP_BATCH, "losses", s->gpu ? TYPE_FP32 : TYPE_REAL, N);
-    size_t bytes = s->gpu ? (size_t)GPU_MATMUL_BYTES : matmul_workspace_bytes(s->threads);
-    plan_add_whole(p, BUF_MATMUL, GROUP_WORKSPACE, "matmul workspace", TYPE_U8, (int64_t)bytes);
-    if (!s->gpu) {
-        return;
-    }
-    for (int i = 0; i < TENSORS; i++) {
-        tensors += tensor_copies(m, i);
-    }
-    plan_add_whole(p, BUF_BATCH, GROUP_BATCH, "batch", TYPE_I32, 5 * N + 1);
-    plan_add_whole(p, BUF_TENSORS, GROUP_WORKSPACE, "table of tensors", TYPE_U8,
-                   tensors * GPU_TENSOR_ROW_BYTES);
-    plan_add_whole(p, BUF_STATE, GROUP_WORKSPACE, "norm and counters", TYPE_U8, GPU_STATE_BYTES);
-    plan_add_whole(p, BUF_PARTIALS, GROUP_WORKSPACE, "partial sums", TYPE_FP32,
-                   max_i64((int64_t)GPU_PARTIAL_BLOCKS * 4 * m->C, 1024));
-    int pinned = plan_add(p, GROUP_BATCH, "pinned batches", -1, TYPE_I32, 2 * (5 * N + 1) + 64, 0,
-                          p->ticks - 1);
-    p->buffers[pinned].host = 1;
 }
 
 // Buffers of one block's activations and of their gradients.
 static void plan_add_block(Plan *p, int layer) {
     const Settings *s = &p->settings;
     const Model *m = &s->model;
-    const Type statistics = s->gpu ? TYPE_FP32 : TYPE_REAL;
     const int64_t N = (int64_t)s->B * s->T;
     for (int i = 0; i < ACTS; i++) {
         const ActRow *a = &act_rows[i];
-        Type type = a->channels > 0 ? s->dtype : statistics;
-        int64_t count = N * (a->channels > 0           ? a->channels * m->C
-                             : a->channels == PER_HEAD ? m->NH
-                                                       : 1);
-        int made = i != ACT_X   ? tick_forward(layer, a->made)
-                   : layer == 0 ? 0
-                                : tick_forward(layer - 1, F_FCPROJ);
         int *forward = &p->act[i * m->L + layer], *backward = &p->act[(ACTS + i) * m->L + layer];
+        BufferRow row = {1, GROUP_KEPT, a->name, settings_real(s), N, 0, 0, a->home};
+        if (a->channels > 0) {
+            row.type = s->dtype;
+        }
+        row.count *= a->channels > 0 ? a->channels * m->C : a->channels == PER_HEAD ? m->NH : 1;
+        row.first = tick_forward(i == ACT_X ? layer - 1 : layer, i == ACT_X ? F_FCPROJ : a->made);
+        row.last = tick_backward(m, layer, a->used_back);
         if (plan_recomputes(s, i, layer)) {
-            *forward = plan_add(p, GROUP_WORKING, a->name, layer, type, count, made,
-                                tick_forward(layer, a->used));
-            *backward =
-                plan_add(p, GROUP_WORKING, a->name, layer, type, count,
-                         tick_backward(m, layer, a->made), tick_backward(m, layer, a->used_back));
+            row.group = GROUP_WORKING;
+            row.last = tick_forward(layer, a->used);
+            *forward = plan_add(p, &row, layer);
+            row.first = tick_backward(m, layer, a->made);
+            row.last = tick_backward(m, layer, a->used_back);
+            *backward = plan_add(p, &row, layer);
         } else {
-            *forward = *backward = plan_add(p, GROUP_KEPT, a->name, layer, type, count, made,
-                                            tick_backward(m, layer, a->used_back));
+            *forward = *backward = plan_add(p, &row, layer);
         }
     }
     for (int i = 0; i < GRADS; i++) {
         const GradRow *g = &grad_rows[i];
-        p->grad[i * m->L + layer] =
-            plan_add(p, GROUP_WORKING, g->name, layer, s->dtype, N * g->channels * m->C,
-                     tick_backward(m, layer, g->first), tick_backward(m, layer, g->last));
-    }
-}
-
-// Buffers between the last block's forward and its backward, and the residual gradient.
-static void plan_add_head(Plan *p) {
-    const Settings *s = &p->settings;
-    const Model *m = &s->model;
-    const Type statistics = s->gpu ? TYPE_FP32 : TYPE_REAL;
-    const int64_t N = (int64_t)s->B * s->T, NC = N * m->C;
-    int lnf = tick_lnf(m), head = tick_head(m), back = tick_lnf_backward(m);
-    p->single[BUF_XF] =
-        plan_add(p, GROUP_KEPT, "x", m->L, s->dtype, NC, tick_forward(m->L - 1, F_FCPROJ), back);
-    p->single[BUF_LNF] = plan_add(p, GROUP_WORKING, "lnf", -1, s->dtype, NC, lnf, back);
-    p->single[BUF_LNF_MEAN] = plan_add(p, GROUP_WORKING, "lnf.mean", -1, statistics, N, lnf, back);
-    p->single[BUF_LNF_RSTD] = plan_add(p, GROUP_WORKING, "lnf.rstd", -1, statistics, N, lnf, back);
-    p->single[BUF_LOGITS] = plan_add(p, GROUP_LOGITS, "logits", -1, s->dtype,
-                                     (int64_t)s->logit_rows * m->Vp, head, head);
-    p->single[BUF_DRES] =
-        plan_add(p, GROUP_WORKING, "d_residual", -1, s->dtype, NC, back, tick_embed_backward(m));
-    if (s->gpu) {
-        p->single[BUF_ATT_D] = plan_add(p, GROUP_WORKING, "attention D", -1, TYPE_FP32, N * m->NH,
-                                        back, tick_embed_backward(m));
+        BufferRow row = {1, GROUP_WORKING, g->name, s->dtype, N * g->channels * m->C,
+                         tick_backward(m, layer, g->first), tick_backward(m, layer, g->last),
+                         ON_DEVICE};
+        p->grad[i * m->L + layer] = plan_add(p, &row, layer);
     }
 }
 
@@ -1040,7 +1067,7 @@ static void plan_place(Plan *p) {
     for (int k = 0; k < p->buffer_count; k++) {
         Buffer *b = &p->buffers[order[k]];
         size_t need = (size_t)round_up_i64((int64_t)b->bytes, PLAN_ALIGN) + PLAN_GAP, offset = 0;
-        if (b->host) {
+        if (b->home == HOME_HOST) {
             b->offset = p->host_bytes;
             p->host_bytes += need;
             continue;
@@ -1076,7 +1103,9 @@ static size_t *plan_live(const Plan *p) {
     size_t *live = (size_t *)alloc_zero((size_t)p->ticks, sizeof(size_t));
     for (int i = 0; i < p->buffer_count; i++) {
         const Buffer *b = &p->buffers[i];
-        int64_t bytes = b->host ? 0 : round_up_i64((int64_t)b->bytes, PLAN_ALIGN) + PLAN_GAP;
+        int64_t bytes = b->home == HOME_DEVICE
+                            ? round_up_i64((int64_t)b->bytes, PLAN_ALIGN) + PLAN_GAP
+                            : 0;
         change[b->first] += bytes;
         change[b->last + 1] -= bytes;
     }
@@ -1099,12 +1128,10 @@ static void plan_build(Plan *p, const Settings *s) {
     for (int i = 0; i < SINGLES; i++) {
         p->single[i] = -1;
     }
-    plan_add_states(p);
-    plan_add_workspaces(p);
+    plan_add_singles(p);
     for (int l = 0; l < s->model.L; l++) {
         plan_add_block(p, l);
     }
-    plan_add_head(p);
     plan_by_size = 0;
     plan_place(p);
     size_t by_life = p->device_bytes;
@@ -1185,7 +1212,7 @@ static void plan_tick(Plan *p, int tick) {
         for (int i = 0; i < p->buffer_count; i++) {
             Buffer *b = &p->buffers[i];
             int alive = b->first <= tick && tick <= b->last;
-            if (!b->host && alive != b->alive && alive == birth) {
+            if (b->home == HOME_DEVICE && alive != b->alive && alive == birth) {
                 b->alive = alive;
                 p->mark(p->base + b->offset, b->bytes, alive);
             }
@@ -1323,10 +1350,9 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
     s->moment_dtype = strcmp(o->moments, "bf16") == 0 ? TYPE_BF16 : fp32;
     s->split_master =
         s->dtype == TYPE_BF16 && (strcmp(o->master, "split") == 0 || strcmp(o->master, "1") == 0);
-    s->offload_moments = strstr(o->offload, "moments") != NULL;
-    s->offload_master = strstr(o->offload, "master") != NULL;
-    if (!gpu && (s->dtype != TYPE_REAL || s->moment_dtype != TYPE_REAL || s->offload_moments ||
-                 s->offload_master)) {
+    s->home[HOME_OF_MOMENTS] = strstr(o->offload, "moments") ? HOME_HOST : HOME_DEVICE;
+    s->home[HOME_OF_MASTER] = strstr(o->offload, "master") ? HOME_HOST : HOME_DEVICE;
+    if (!gpu && (s->dtype != TYPE_REAL || s->moment_dtype != TYPE_REAL || settings_offloads(s))) {
         die("--dtype, --moments and --offload: this run computes in fp32 on the CPU; with --plan "
             "--gpu NAME they "
             "plan a GPU run");
@@ -1335,7 +1361,7 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
     if (s->dtype != TYPE_BF16 && (bf16_grads || s->moment_dtype == TYPE_BF16)) {
         die("--%s bf16 needs --dtype bf16, found %s", bf16_grads ? "grad-dtype" : "moments", dtype);
     }
-    if (s->offload_master && !s->split_master && s->dtype != TYPE_FP16) {
+    if (s->home[HOME_OF_MASTER] == HOME_HOST && !settings_has_master(s)) {
         die("--offload master: there is no master copy with --dtype %s and --master (-w) %s", dtype,
             o->master);
     }
@@ -1399,12 +1425,13 @@ static int plan_remedies(const Plan *p, Remedy list[MAX_REMEDIES]) {
         }
     }
     if (now->gpu) {
-        if (!now->offload_moments) {
+        if (now->home[HOME_OF_MOMENTS] == HOME_DEVICE) {
             Settings s = *now;
-            s.offload_moments = 1;
-            s.offload_master = s.split_master || s.dtype == TYPE_FP16;
+            int master = settings_has_master(&s);
+            s.home[HOME_OF_MOMENTS] = HOME_HOST;
+            s.home[HOME_OF_MASTER] = master ? HOME_HOST : HOME_DEVICE;
             n = remedy_add(list, n, p->device_bytes, &s,
-                           s.offload_master ? "--offload moments,master" : "--offload moments",
+                           master ? "--offload moments,master" : "--offload moments",
                            "host memory and PCIe time once a step, same bits");
         }
         Settings s = *now;
@@ -1412,7 +1439,9 @@ static int plan_remedies(const Plan *p, Remedy list[MAX_REMEDIES]) {
         n = remedy_add(list, n, p->device_bytes, &s, "--moments bf16",
                        "rounds the moments: numbers change");
         s.split_master = 0;
-        s.offload_master = now->dtype == TYPE_BF16 ? 0 : now->offload_master;
+        if (now->dtype == TYPE_BF16) {
+            s.home[HOME_OF_MASTER] = HOME_DEVICE;
+        }
         if (now->split_master) {
             n = remedy_add(list, n, p->device_bytes, &s, "--moments bf16 -w none",
                            "stochastic rounding of weights: numbers change");
@@ -1499,7 +1528,7 @@ static void plan_print_json(const Plan *p) {
         printf("%s\n{\"name\":\"%s\",\"group\":\"%s\",\"bytes\":%zu,\"offset\":%zu,\"first\":%d,"
                "\"last\":%d,\"home\":\"%s\"}",
                i ? "," : "", b->name, group_names[b->group], b->bytes, b->offset, b->first, b->last,
-               b->host ? "host" : "device");
+               b->home == HOME_HOST ? "host" : "device");
     }
     printf("]}\n");
 }
@@ -1518,7 +1547,7 @@ static void plan_groups(const Plan *p, size_t device[GROUPS], size_t host[GROUPS
     for (int i = 0; i < p->buffer_count; i++) {
         const Buffer *b = &p->buffers[i];
         if (b->first <= peak && peak <= b->last) {
-            (b->host ? host : device)[b->group] +=
+            (b->home == HOME_HOST ? host : device)[b->group] +=
                 (size_t)round_up_i64((int64_t)b->bytes, PLAN_ALIGN) + PLAN_GAP;
         }
     }

@@ -2841,7 +2841,7 @@ static void gpu_engine_open(Engine *e, const Settings *s) {
 static void gpu_settings_check(const Settings *s) {
     const Model *m = &s->model;
     const int HS = m->C / m->NH;
-    if (s->dtype == TYPE_FP16 || s->offload_moments || s->offload_master) {
+    if (s->dtype == TYPE_FP16 || settings_offloads(s)) {
         die("--dtype fp16 and --offload can be planned (--plan), but this program does not train "
             "with them; it trains in bf16 and fp32 with all states on the GPU");
     }

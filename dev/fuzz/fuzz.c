@@ -499,7 +499,7 @@ static void target_plan(const unsigned char *bytes, size_t size) {
     FACT(p.device_bytes / 2 >= (size_t)model_parameters(&m));
     FACT(p.device_bytes / 4 >= (size_t)(s.B * s.T));
     for (int i = 0; i < p.buffer_count; i++) {
-        FACT(p.buffers[i].host || p.buffers[i].offset + p.buffers[i].bytes <= p.device_bytes);
+        FACT(p.buffers[i].home == HOME_HOST || p.buffers[i].offset + p.buffers[i].bytes <= p.device_bytes);
     }
     plan_free(&p);
 }
