@@ -309,8 +309,8 @@ static Settings draw_settings() {
     s.T = T;
     s.threads = draw(1, 8);
     s.logit_rows = draw(1, s.B * s.T);
-    s.level = draw(0, RECOMPUTE_LEVELS - 1);
-    s.recompute_blocks = draw(0, 1) ? s.model.L : draw(0, s.model.L);
+    int level = draw(0, RECOMPUTE_LEVELS - 1);
+    settings_recompute(&s, level, draw(0, 1) ? s.model.L : draw(0, s.model.L));
     s.gpu = draw(0, 1);
     s.dtype = s.grad_dtype = s.moment_dtype = s.gpu ? TYPE_FP32 : TYPE_REAL;
     if (s.gpu) {
@@ -326,9 +326,10 @@ static Settings draw_settings() {
 
 // What a failure names.
 static Text settings_text(const Settings &s) {
+    int blocks, level = settings_level(&s, &blocks);
     return text("L%d NH%d C%d V%d B%d T%d logit rows %d level %d x %d gpu %d dtype %d threads %d",
-                s.model.L, s.model.NH, s.model.C, s.model.V, s.B, s.T, s.logit_rows, s.level,
-                s.recompute_blocks, s.gpu, (int)s.dtype, s.threads);
+                s.model.L, s.model.NH, s.model.C, s.model.V, s.B, s.T, s.logit_rows, level,
+                blocks, s.gpu, (int)s.dtype, s.threads);
 }
 
 // Bytes that a buffer keeps from others.
@@ -382,10 +383,11 @@ static void test_plan_monotone() {
         s.logit_rows = std::min(s.logit_rows, s.T);
         for (int what = 0; what < 3; what++) {
             Settings more = s;
-            if (what == 0 && s.level + 1 < RECOMPUTE_LEVELS) {
-                more.level++;
-            } else if (what == 1 && s.recompute_blocks < s.model.L) {
-                more.recompute_blocks++;
+            int blocks, level = settings_level(&s, &blocks);
+            if (what == 0 && level + 1 < RECOMPUTE_LEVELS) {
+                settings_recompute(&more, level + 1, blocks);
+            } else if (what == 1 && level > 0 && blocks < s.model.L) {
+                settings_recompute(&more, level, blocks + 1);
             } else if (what == 2 && s.B > 1) {
                 more.B--;
             }
@@ -411,9 +413,9 @@ static void test_stages() {
     for (int level = 0; level < RECOMPUTE_LEVELS; level++) {
         int channels = 0;
         for (const ActRow &act : act_rows) {
-            channels += level < act.level ? std::max(act.channels, 0) : 0;
+            channels += level_rows[level].stages >> act.made & 1 ? 0 : std::max(act.channels, 0);
         }
-        expect(channels == kept[level], "%s keeps %d", level_names[level], channels);
+        expect(channels == kept[level], "%s keeps %d", level_rows[level].name, channels);
     }
     // embed; 3 x 8; lnf, head, d_lnf; 3 x 15; d_embed, update.
     expect(names.size() == 1 + 24 + 3 + 45 + 2);
@@ -432,8 +434,7 @@ struct Net {
         o.seq_len = T;
         o.logit_rows = logit_rows;
         settings_from_options(&s, &o, &m, 0);
-        s.level = level;
-        s.recompute_blocks = blocks < 0 ? m.L : blocks;
+        settings_recompute(&s, level, blocks < 0 ? m.L : blocks);
         cpu_open(&e, &s);
         give_weights(m);
     }
@@ -571,7 +572,8 @@ static void test_plan_refuse() {
     s.model = shape("l4h4c128t64", 257);
     s.B = 8;
     s.T = s.logit_rows = 64;
-    s.level = s.gpu = 0;
+    s.gpu = 0;
+    settings_recompute(&s, RECOMPUTE_NONE, s.model.L);
     s.dtype = s.grad_dtype = s.moment_dtype = TYPE_REAL;
     s.split_master = 0;
     memset(s.home, 0, sizeof s.home);
@@ -1381,7 +1383,7 @@ static void test_recompute_bits() {
         for (int level = RECOMPUTE_GELU; level < RECOMPUTE_LEVELS; level++) {
             for (int blocks = level == RECOMPUTE_BLOCK ? 0 : m.L; blocks <= m.L; blocks++) {
                 expect(run(level, blocks) == reference, "%s, -r %s in %d", shape_row.e,
-                       level_names[level], blocks);
+                       level_rows[level].name, blocks);
             }
         }
     }

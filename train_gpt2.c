@@ -308,8 +308,7 @@ static const OptionRow option_rows[] = {
     {"quiet", 0, OPT_FLAG, FIELD(quiet), "0", 0, 1, NULL, "Output",
      "print nothing but errors and the score of --eval; log.jsonl says the rest"},
     {"recompute", 'r', OPT_TEXT, FIELD(recompute), "none", 0, 0, NULL, "Memory",
-     "what backward recomputes: none (0), gelu, norm, mlp, qkv, block (1); block:K: only the first "
-     "K blocks"},
+     "what backward computes again, a level below; block:K: the first K blocks only"},
     {"logit-rows", 0, OPT_INT, FIELD(logit_rows), "0", 0, 1 << 30, NULL, "Memory",
      "rows of logits that exist at a time (changes rounding); 0: 64 MiB of them, on a GPU 256 "
      "MiB"},
@@ -425,6 +424,8 @@ static const char *option_text(char text[64], const Options *o, const OptionRow 
     return text;
 }
 
+static void recompute_print_help(void);  // chapter Memory plan
+
 static void options_print_help(const char *default_model) {
     printf("usage: %s [options]\n\nTrains GPT-2. Without options: model %s on the data in data/. "
            "Options take a\n"
@@ -448,6 +449,9 @@ static void options_print_help(const char *default_model) {
             snprintf(value, sizeof value, " [%s]", row->value);
         }
         printf("  %s--%-16s %s%s\n", letter, row->name, row->help, value);
+        if (row->offset == FIELD(recompute)) {
+            recompute_print_help();
+        }
     }
 }
 
@@ -666,8 +670,9 @@ static const Preset presets[] = {
     {"d48", "gpt2-xl", 48, 25, 1600},
 };
 
+enum { MAX_LAYERS = 400 };
 static int model_is_allowed(const Model *m) {
-    return m->L >= 1 && m->L <= 400 && m->NH >= 1 && m->C >= 1 && m->C <= 65536 &&
+    return m->L >= 1 && m->L <= MAX_LAYERS && m->NH >= 1 && m->C >= 1 && m->C <= 65536 &&
            m->C % m->NH == 0 && m->maxT >= 1 && m->maxT <= 1 << 20;
 }
 
@@ -747,8 +752,8 @@ typedef enum {
 typedef struct {
     Model model;
     int B, T, threads;
-    int logit_rows;               // rows of a classifier chunk
-    int level, recompute_blocks;  // RECOMPUTE_*, of the first recompute_blocks blocks
+    int logit_rows;             // rows of a classifier chunk
+    uint8_t level[MAX_LAYERS];  // of recomputation, RECOMPUTE_*, of each block
     int gpu;  // 0: the CPU program (fp32 or the build's real), 1: the GPU program
     Type dtype, grad_dtype, moment_dtype;
     int split_master;
@@ -769,51 +774,115 @@ static int settings_offloads(const Settings *s) {
     return any;
 }
 
-// Stages of a block in forward order; recomputation repeats the first seven (stages 0..6 of the
-// backward line), then backward has its own eight.
-enum { F_LN1, F_QKV, F_ATT, F_ATTPROJ, F_LN2, F_FC, F_GELU, F_FCPROJ, F_STAGES };
-enum { B_FCPROJ = 7, B_GELU, B_FC, B_LN2, B_ATTPROJ, B_ATT, B_QKV, B_LN1, B_STAGES };
-static const char *const stage_names[] = {"ln1", "qkv", "att",  "attproj",
-                                          "ln2", "fc",  "gelu", "fcproj"};
-static const char *const back_names[] = {"d_fcproj",  "d_gelu", "d_fc",  "d_ln2",
-                                         "d_attproj", "d_att",  "d_qkv", "d_ln1"};
+// What a tick computes. A block has eight stages forward; in backward the first seven come again,
+// for what is recomputed, then eight of its own.
+enum {
+    F_LN1, F_QKV, F_ATT, F_ATTPROJ, F_LN2, F_FC, F_GELU, F_FCPROJ, F_STAGES,
+    B_FCPROJ = F_STAGES, B_GELU, B_FC, B_LN2, B_ATTPROJ, B_ATT, B_QKV, B_LN1, BLOCK_STAGES,
+    EMBED = BLOCK_STAGES, LNF, HEAD, D_LNF, D_EMBED, UPDATE, STAGES
+};
+typedef struct {
+    const char *name;
+    int flops;  // of a token in forward, x C^2; attention's depend on T
+} StageRow;
+static const StageRow stage_rows[STAGES] = {
+    {"ln1", 0},       {"qkv", 6},    {"att", 0},      {"attproj", 2}, {"ln2", 0},   {"fc", 8},
+    {"gelu", 0},      {"fcproj", 8}, {"d_fcproj", 0}, {"d_gelu", 0},  {"d_fc", 0},  {"d_ln2", 0},
+    {"d_attproj", 0}, {"d_att", 0},  {"d_qkv", 0},    {"d_ln1", 0},   {"embed", 0}, {"lnf", 0},
+    {"head", 0},      {"d_lnf", 0},  {"d_embed", 0},  {"update", 0},
+};
 
+enum { BACK_TICKS = BLOCK_STAGES - 1 };  // of a block
 static int tick_forward(int layer, int stage) { return 1 + layer * F_STAGES + stage; }
 static int tick_lnf(const Model *m) { return 1 + m->L * F_STAGES; }
 static int tick_head(const Model *m) { return tick_lnf(m) + 1; }
 static int tick_lnf_backward(const Model *m) { return tick_lnf(m) + 2; }
 static int tick_backward(const Model *m, int layer, int stage) {
-    return tick_lnf(m) + 3 + (m->L - 1 - layer) * B_STAGES + stage;
+    return tick_lnf(m) + 3 + (m->L - 1 - layer) * BACK_TICKS + stage - (stage > F_GELU);
 }
 static int tick_embed_backward(const Model *m) { return tick_backward(m, -1, 0); }
 static int tick_update(const Model *m) { return tick_embed_backward(m) + 1; }
 
+// A tick taken apart: the inverse of the functions above.
+typedef struct {
+    int stage, layer;  // layer -1: not a block's
+    int again;         // 1: forward's stage, in backward
+} Tick;
+
+static Tick tick_at(const Model *m, int tick) {
+    const int forward = tick - 1, head = tick - tick_lnf(m);
+    const int backward = tick - tick_backward(m, m->L - 1, 0);
+    Tick t = {EMBED, -1, 0};
+    if (tick >= tick_embed_backward(m)) {
+        t.stage = D_EMBED + tick - tick_embed_backward(m);
+    } else if (backward >= 0) {
+        int stage = backward % BACK_TICKS;
+        t.layer = m->L - 1 - backward / BACK_TICKS;
+        t.again = stage <= F_GELU;
+        t.stage = t.again ? stage : stage + 1;
+    } else if (head >= 0) {
+        t.stage = LNF + head;
+    } else if (forward >= 0) {
+        t.layer = forward / F_STAGES;
+        t.stage = forward % F_STAGES;
+    }
+    return t;
+}
+
 static void tick_name(char name[32], const Model *m, int tick) {
-    int forward = tick - 1, backward = tick - tick_backward(m, m->L - 1, 0);
-    if (tick == 0 || tick >= tick_embed_backward(m)) {
-        const char *last = tick == tick_update(m) ? "update" : "d_embed";
-        snprintf(name, 32, "%s", tick == 0 ? "embed" : last);
-    } else if (forward < m->L * F_STAGES) {
-        snprintf(name, 32, "%d.%s", forward / F_STAGES, stage_names[forward % F_STAGES]);
-    } else if (backward < 0) {
-        static const char *const head_names[] = {"lnf", "head", "d_lnf"};
-        snprintf(name, 32, "%s", head_names[tick - tick_lnf(m)]);
+    Tick t = tick_at(m, tick);
+    if (t.layer < 0) {
+        snprintf(name, 32, "%s", stage_rows[t.stage].name);
     } else {
-        int stage = backward % B_STAGES, layer = m->L - 1 - backward / B_STAGES;
-        snprintf(name, 32, "%d.%s%s", layer, stage < B_FCPROJ ? "re-" : "",
-                 stage < B_FCPROJ ? stage_names[stage] : back_names[stage - B_FCPROJ]);
+        snprintf(name, 32, "%d.%s%s", t.layer, t.again ? "re-" : "", stage_rows[t.stage].name);
     }
 }
 
-// Activations of a block: who makes them, who uses them last in forward and in backward, and the
-// lowest level that recomputes them. Sizes: channels per token (in units of C) or values per head
-// (LSE) or one (statistics).
+// Levels of recomputation: the stages of a block's forward that come again in its backward. What
+// they make is dropped in between.
 enum {
     RECOMPUTE_NONE, RECOMPUTE_GELU, RECOMPUTE_NORM, RECOMPUTE_MLP, RECOMPUTE_QKV, RECOMPUTE_BLOCK,
     RECOMPUTE_LEVELS
 };
-static const char *const level_names[RECOMPUTE_LEVELS] = {"none", "gelu", "norm",
-                                                          "mlp",  "qkv",  "block"};
+typedef struct {
+    const char *name, *alias;  // as -r takes it; alias "": none
+    int stages;                // a bit each
+    const char *help;
+} LevelRow;
+enum { ALL_BUT_LAST = (1 << F_FCPROJ) - 1, ATTENTION = 1 << F_ATT | 1 << F_ATTPROJ };
+static const LevelRow level_rows[RECOMPUTE_LEVELS] = {
+    {"none", "0", 0, "nothing"},
+    {"gelu", "", 1 << F_GELU, "GELU"},
+    {"norm", "", 1 << F_GELU | 1 << F_LN1 | 1 << F_LN2, "GELU and both LayerNorms"},
+    {"mlp", "", ALL_BUT_LAST & ~(ATTENTION | 1 << F_QKV), "these and the MLP's first product"},
+    {"qkv", "", ALL_BUT_LAST & ~ATTENTION, "these and the product that makes Q, K and V"},
+    {"block", "1", ALL_BUT_LAST, "the block, all but its last product"},
+};
+
+// The first `blocks` blocks recompute at `level`, the others nothing.
+static void settings_recompute(Settings *s, int level, int blocks) {
+    memset(s->level, RECOMPUTE_NONE, sizeof s->level);
+    memset(s->level, level, (size_t)blocks);
+}
+
+// The highest level of any block, and the number of its blocks.
+static int settings_level(const Settings *s, int *blocks) {
+    int level = 0;
+    *blocks = 0;
+    for (int l = 0; l < s->model.L; l++) {
+        *blocks = s->level[l] > level ? 1 : *blocks + (s->level[l] == level);
+        level = s->level[l] > level ? s->level[l] : level;
+    }
+    return level;
+}
+
+// Whether backward repeats a stage of a block's forward.
+static int plan_recomputes(const Settings *s, int stage, int layer) {
+    return level_rows[s->level[layer]].stages >> stage & 1;
+}
+
+// Activations of a block: the stage that makes them, and those that use them last in forward and in
+// backward. Sizes: channels per token (in units of C) or values per head (LSE) or one (statistics).
 enum {
     ACT_X, ACT_LN1, ACT_LN1_MEAN, ACT_LN1_RSTD, ACT_QKV, ACT_ATT, ACT_LSE, ACT_RES2, ACT_LN2,
     ACT_LN2_MEAN, ACT_LN2_RSTD, ACT_FCH, ACT_GELU, ACTS
@@ -823,24 +892,23 @@ typedef struct {
     const char *name;
     int channels;               // x C, or PER_TOKEN, PER_HEAD (fp32 statistics)
     int made, used, used_back;  // stages: forward, forward, backward
-    int level;                  // recomputed from this level on; RECOMPUTE_LEVELS: never
     HomeOf home;
 } ActRow;
 static const ActRow act_rows[ACTS] = {
-    // made by the block before
-    {"x", 1, F_LN1, F_ATTPROJ, B_LN1, RECOMPUTE_LEVELS, HOME_OF_RESIDUALS},
-    {"ln1", 1, F_LN1, F_QKV, B_QKV, RECOMPUTE_NORM, ON_DEVICE},
-    {"ln1.mean", PER_TOKEN, F_LN1, F_LN1, B_LN1, RECOMPUTE_NORM, ON_DEVICE},
-    {"ln1.rstd", PER_TOKEN, F_LN1, F_LN1, B_LN1, RECOMPUTE_NORM, ON_DEVICE},
-    {"qkv", 3, F_QKV, F_ATT, B_ATT, RECOMPUTE_QKV, ON_DEVICE},
-    {"att", 1, F_ATT, F_ATTPROJ, B_ATT, RECOMPUTE_BLOCK, ON_DEVICE},
-    {"lse", PER_HEAD, F_ATT, F_ATT, B_ATT, RECOMPUTE_BLOCK, ON_DEVICE},
-    {"res2", 1, F_ATTPROJ, F_FCPROJ, B_LN2, RECOMPUTE_BLOCK, ON_DEVICE},
-    {"ln2", 1, F_LN2, F_FC, B_FC, RECOMPUTE_NORM, ON_DEVICE},
-    {"ln2.mean", PER_TOKEN, F_LN2, F_LN2, B_LN2, RECOMPUTE_NORM, ON_DEVICE},
-    {"ln2.rstd", PER_TOKEN, F_LN2, F_LN2, B_LN2, RECOMPUTE_NORM, ON_DEVICE},
-    {"fch", 4, F_FC, F_GELU, B_GELU, RECOMPUTE_MLP, ON_DEVICE},
-    {"gelu", 4, F_GELU, F_FCPROJ, B_FCPROJ, RECOMPUTE_GELU, ON_DEVICE},
+    // made by the block before, or by embed: never again
+    {"x", 1, F_FCPROJ, F_ATTPROJ, B_LN1, HOME_OF_RESIDUALS},
+    {"ln1", 1, F_LN1, F_QKV, B_QKV, ON_DEVICE},
+    {"ln1.mean", PER_TOKEN, F_LN1, F_LN1, B_LN1, ON_DEVICE},
+    {"ln1.rstd", PER_TOKEN, F_LN1, F_LN1, B_LN1, ON_DEVICE},
+    {"qkv", 3, F_QKV, F_ATT, B_ATT, ON_DEVICE},
+    {"att", 1, F_ATT, F_ATTPROJ, B_ATT, ON_DEVICE},
+    {"lse", PER_HEAD, F_ATT, F_ATT, B_ATT, ON_DEVICE},
+    {"res2", 1, F_ATTPROJ, F_FCPROJ, B_LN2, ON_DEVICE},
+    {"ln2", 1, F_LN2, F_FC, B_FC, ON_DEVICE},
+    {"ln2.mean", PER_TOKEN, F_LN2, F_LN2, B_LN2, ON_DEVICE},
+    {"ln2.rstd", PER_TOKEN, F_LN2, F_LN2, B_LN2, ON_DEVICE},
+    {"fch", 4, F_FC, F_GELU, B_GELU, ON_DEVICE},
+    {"gelu", 4, F_GELU, F_FCPROJ, B_FCPROJ, ON_DEVICE},
 };
 
 // Gradients of activations inside one block's backward; the residual stream's gradient is a single
@@ -980,10 +1048,6 @@ static int plan_add(Plan *p, const BufferRow *row, int layer) {
     return p->buffer_count++;
 }
 
-static int plan_recomputes(const Settings *s, int act, int layer) {
-    return layer < s->recompute_blocks && s->level >= act_rows[act].level;
-}
-
 static void plan_add_singles(Plan *p) {
     BufferRow rows[SINGLES];
     single_rows(rows, &p->settings);
@@ -1005,9 +1069,9 @@ static void plan_add_block(Plan *p, int layer) {
             row.type = s->dtype;
         }
         row.count *= a->channels > 0 ? a->channels * m->C : a->channels == PER_HEAD ? m->NH : 1;
-        row.first = tick_forward(i == ACT_X ? layer - 1 : layer, i == ACT_X ? F_FCPROJ : a->made);
+        row.first = tick_forward(i == ACT_X ? layer - 1 : layer, a->made);
         row.last = tick_backward(m, layer, a->used_back);
-        if (plan_recomputes(s, i, layer)) {
+        if (plan_recomputes(s, a->made, layer)) {
             row.group = GROUP_WORKING;
             row.last = tick_forward(layer, a->used);
             *forward = plan_add(p, &row, layer);
@@ -1164,34 +1228,48 @@ static size_t plan_bytes(const Settings *s) {
     return bytes;
 }
 
-// Reads -r. Levels by name or number; block:K recomputes the first K blocks only.
-static void recompute_parse(const char *text, int L, int *level, int *blocks) {
-    *blocks = L;
-    *level = -1;
+// The level that starts `text`, which ends there or at a colon (*end); -1: none does.
+static int level_find(const char *text, const char **end) {
+    size_t length = strcspn(text, ":");
+    *end = text + length;
     for (int i = 0; i < RECOMPUTE_LEVELS; i++) {
-        *level = strcmp(text, level_names[i]) == 0 ? i : *level;
-    }
-    if (strcmp(text, "0") == 0 || strcmp(text, "1") == 0) {
-        *level = text[0] == '0' ? RECOMPUTE_NONE : RECOMPUTE_BLOCK;
-    }
-    if (strncmp(text, "block:", 6) == 0) {
-        char *end;
-        long k = strtol(text + 6, &end, 10);
-        if (end == text + 6 || *end != 0 || k < 0 || k > L) {
-            die("--recompute (-r): '%s': block:K takes K from 0 to %d, the model's blocks", text,
-                L);
+        const LevelRow *row = &level_rows[i];
+        if ((strlen(row->name) == length && memcmp(text, row->name, length) == 0) ||
+            (length > 0 && strlen(row->alias) == length && memcmp(text, row->alias, length) == 0)) {
+            return i;
         }
-        *level = RECOMPUTE_BLOCK;
-        *blocks = (int)k;
     }
-    if (strcmp(text, "2") == 0) {
-        die("--recompute (-r): '2' is not a level here: 'gelu' recomputes GELU, 'norm' also both "
-            "LayerNorms");
+    return -1;
+}
+
+// Reads -r: a level, or LEVEL:K for the first K blocks alone.
+static void recompute_parse(Settings *s, const char *text) {
+    const char *rest;
+    const int L = s->model.L, level = level_find(text, &rest);
+    if (level < 0) {
+        char names[256] = "";
+        for (int i = 0; i < RECOMPUTE_LEVELS; i++) {
+            const LevelRow *row = &level_rows[i];
+            size_t used = strlen(names);
+            snprintf(names + used, sizeof names - used, row->alias[0] ? " %s (%s)" : " %s",
+                     row->name, row->alias);
+        }
+        die("--recompute (-r): '%s' is not one of%s, nor one of these for the first K blocks, as "
+            "in block:K", text, names);
     }
-    if (*level < 0) {
-        die("--recompute (-r): '%s' is not one of none (0), gelu, norm, mlp, qkv, block (1), "
-            "block:K",
-            text);
+    char *end = NULL;
+    long blocks = *rest ? strtol(rest + 1, &end, 10) : L;
+    if (end && (end == rest + 1 || *end != 0 || blocks < 0 || blocks > L)) {
+        die("--recompute (-r): '%s': K of %s:K is a number from 0 to %d, the model's blocks", text,
+            level_rows[level].name, L);
+    }
+    settings_recompute(s, level, (int)blocks);
+}
+
+static void recompute_print_help(void) {
+    for (int i = 0; i < RECOMPUTE_LEVELS; i++) {
+        const LevelRow *row = &level_rows[i];
+        printf("%24s%-5s %s  %s\n", "", row->name, row->alias[0] ? row->alias : " ", row->help);
     }
 }
 
@@ -1365,7 +1443,7 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
         die("--offload master: there is no master copy with --dtype %s and --master (-w) %s", dtype,
             o->master);
     }
-    recompute_parse(o->recompute, m->L, &s->level, &s->recompute_blocks);
+    recompute_parse(s, o->recompute);
     int64_t N = (int64_t)s->B * s->T;
     if (o->logit_rows > N) {
         die("--logit-rows: %" PRId64 " is more than the micro-batch's %" PRId64 " tokens",
@@ -1375,14 +1453,18 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
         (int)(o->logit_rows ? o->logit_rows : default_logit_rows(m, type_bytes(s->dtype), N, gpu));
 }
 
-// FLOPs recomputed by `level` in all its blocks, over FLOPs of a step without recomputation.
-static double recompute_price(const Settings *s, int level) {
-    static const double matmul[RECOMPUTE_LEVELS] = {0, 0,  0,
-                                                    8, 14, 16};  // x C^2 of a block's 72 C^2
+// FLOPs that are recomputed, over FLOPs of a step without recomputation.
+static double recompute_price(const Settings *s) {
     const Model *m = &s->model;
-    double C = m->C, attention = level == RECOMPUTE_BLOCK ? 2.0 * s->T * C : 0;
-    double step = m->L * (72 * C * C + 7 * s->T * C) + 6.0 * C * m->Vp;
-    return s->recompute_blocks * (matmul[level] * C * C + attention) / step;
+    const double C = m->C, step = m->L * (72 * C * C + 7 * s->T * C) + 6.0 * C * m->Vp;
+    double sum = 0;
+    for (int l = 0; l < m->L; l++) {
+        for (int stage = 0; stage < F_STAGES; stage++) {
+            double attention = stage == F_ATT ? 2.0 * s->T * C : 0;
+            sum += plan_recomputes(s, stage, l) ? stage_rows[stage].flops * C * C + attention : 0;
+        }
+    }
+    return sum / step;
 }
 
 // A change of settings that frees memory, in order of cost.
@@ -1413,16 +1495,13 @@ static int plan_remedies(const Plan *p, Remedy list[MAX_REMEDIES]) {
     const Settings *now = &p->settings;
     char option[48], price[64];
     int n = 0;
-    for (int level = RECOMPUTE_GELU; level < RECOMPUTE_LEVELS; level++) {
+    for (int level = RECOMPUTE_NONE + 1; level < RECOMPUTE_LEVELS; level++) {
         Settings s = *now;
-        s.level = level;
-        s.recompute_blocks = now->model.L;
-        if (level > now->level || now->recompute_blocks < now->model.L) {
-            snprintf(option, sizeof option, "-r %s", level_names[level]);
-            snprintf(price, sizeof price, "%.1f %% more arithmetic, same bits",
-                     100 * recompute_price(&s, level));
-            n = remedy_add(list, n, p->device_bytes, &s, option, price);
-        }
+        settings_recompute(&s, level, s.model.L);
+        snprintf(option, sizeof option, "-r %s", level_rows[level].name);
+        snprintf(price, sizeof price, "%.1f %% more arithmetic, same bits",
+                 100 * recompute_price(&s));
+        n = remedy_add(list, n, p->device_bytes, &s, option, price);
     }
     if (now->gpu) {
         if (now->home[HOME_OF_MOMENTS] == HOME_DEVICE) {
@@ -1583,16 +1662,17 @@ static int plan_print(const Plan *p, size_t available, const char *where) {
     const Settings *s = &p->settings;
     const Model *m = &s->model;
     static const char *const types[] = {"fp32", "bf16", "fp16"};
+    int blocks, level = settings_level(s, &blocks);
     size_t device[GROUPS], host[GROUPS], sum = 0;
     size_t total = p->device_bytes + (s->gpu ? library_reserve_bytes : 0);
     printf("memory plan of the %s run\nL%d NH%d C%d, vocabulary %d (%d rows), %s parameters; %s; "
            "B %d, T %d; -r %s",
            s->gpu ? "GPU" : "CPU", m->L, m->NH, m->C, m->V, m->Vp,
            count_text(model_parameters(m)).s, s->gpu ? types[s->dtype] : "fp32", s->B, s->T,
-           level_names[s->level]);
-    if (s->level) {
-        printf(" in %d of %d blocks: %.1f %% more arithmetic", s->recompute_blocks, m->L,
-               100 * recompute_price(s, s->level));
+           level_rows[level].name);
+    if (level) {
+        printf(" in %d of %d blocks: %.1f %% more arithmetic", blocks, m->L,
+               100 * recompute_price(s));
     }
     printf("\n\n");
     plan_groups(p, device, host);
@@ -2433,9 +2513,6 @@ static real *network_grad(const Network *net, int grad, int layer) {
     return (real *)plan_grad(&net->plan, grad, layer);
 }
 
-// The activation that each of the first seven stages makes.
-static const int stage_acts[] = {ACT_LN1, ACT_QKV, ACT_ATT, ACT_RES2, ACT_LN2, ACT_FCH, ACT_GELU};
-
 // One forward stage of a block on B sequences of T tokens; the clock stands at its tick, forward or
 // recomputing.
 static void block_stage(Network *net, int layer, int stage, int B, int T) {
@@ -2528,9 +2605,9 @@ static void block_backward(Network *net, int layer) {
     const Settings *s = &p->settings;
     const Model *m = &s->model;
     const int C = m->C, N = s->B * s->T;
-    for (int stage = 0; stage < B_FCPROJ; stage++) {
+    for (int stage = 0; stage < F_FCPROJ; stage++) {
         plan_tick(p, tick_backward(m, layer, stage));
-        if (plan_recomputes(s, stage_acts[stage], layer)) {
+        if (plan_recomputes(s, stage, layer)) {
             block_stage(net, layer, stage, s->B, s->T);
         }
     }

@@ -2357,9 +2357,9 @@ static void gpu_block_backward(GpuNetwork<E, G> *net, int layer, bool first) {
     const Model *m = &s->model;
     const int C = m->C, N = s->B * s->T;
     cudaStream_t stream = net->stream;
-    for (int stage = 0; stage < B_FCPROJ; stage++) {
+    for (int stage = 0; stage < F_FCPROJ; stage++) {
         plan_tick(p, tick_backward(m, layer, stage));
-        if (plan_recomputes(s, stage_acts[stage], layer)) {
+        if (plan_recomputes(s, stage, layer)) {
             gpu_block_stage(net, layer, stage, s->B, s->T);
         }
     }
@@ -2912,7 +2912,8 @@ static int command_check(Run *run, const Program *program) {
     Settings oracle = run->s;
     Engine cpu;
     int failed = 0;
-    oracle.gpu = oracle.level = oracle.split_master = 0;
+    oracle.gpu = oracle.split_master = 0;
+    settings_recompute(&oracle, RECOMPUTE_NONE, m->L);
     oracle.dtype = oracle.grad_dtype = oracle.moment_dtype = TYPE_REAL;
     program->open(&run->engine, &run->s);
     cpu_open(&cpu, &oracle);
@@ -2950,13 +2951,17 @@ static int compare_doubles(const void *a, const void *b) {
 static int command_compare(Run *run, const Program *program) {
     enum { WARM = 2, STEPS = 9 };
     const Model *m = &run->s.model;
-    const int asked = run->s.level ? run->s.level : RECOMPUTE_BLOCK;
+    int blocks, asked = settings_level(&run->s, &blocks);
+    if (asked == RECOMPUTE_NONE) {
+        asked = RECOMPUTE_BLOCK;
+        blocks = m->L;
+    }
     double median[2], tokens = (double)run->s.B * run->s.T;
     size_t bytes[2];
     printf("%-14s %14s %14s %10s %12s\n", "", "planned", "libraries", "ms/step", "tokens/s");
     for (int k = 0; k < 2; k++) {
         double ms[WARM + STEPS];
-        run->s.level = k ? asked : RECOMPUTE_NONE;
+        settings_recompute(&run->s, k ? asked : RECOMPUTE_NONE, blocks);
         bytes[k] = plan_bytes(&run->s);
         program->open(&run->engine, &run->s);
         engine_initialise(&run->engine, m, (uint64_t)run->o.seed);
@@ -2972,13 +2977,13 @@ static int command_compare(Run *run, const Program *program) {
         run->engine.close(&run->engine);
         qsort(ms + WARM, STEPS, sizeof(double), compare_doubles);
         median[k] = ms[WARM + STEPS / 2];
-        printf("-r %-11s %14s %14s %10.2f %12s\n", level_names[run->s.level],
+        printf("-r %-11s %14s %14s %10.2f %12s\n", level_rows[k ? asked : RECOMPUTE_NONE].name,
                bytes_text((double)bytes[k]).s, bytes_text((double)device_memory.library_bytes).s,
                median[k], count_text((int64_t)(tokens / median[k] * 1e3)).s);
     }
     printf("-r %s takes %.1f %% of the memory and %.2f x the time (median of %d steps)\n",
-           level_names[asked], 100.0 * (double)bytes[1] / (double)bytes[0], median[1] / median[0],
-           STEPS);
+           level_rows[asked].name, 100.0 * (double)bytes[1] / (double)bytes[0],
+           median[1] / median[0], STEPS);
     return 0;
 }
 
