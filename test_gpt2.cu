@@ -427,6 +427,7 @@ static void test_stages() {
 struct Net {
     Engine e;
     Settings s;
+    Plan plan;
     Net(const Model &m, int B, int T, int level = 0, int blocks = -1, int logit_rows = 0) {
         Options o;
         options_default(&o);
@@ -435,7 +436,8 @@ struct Net {
         o.logit_rows = logit_rows;
         settings_from_options(&s, &o, &m, 0);
         settings_recompute(&s, level, blocks < 0 ? m.L : blocks);
-        cpu_open(&e, &s);
+        plan_build(&plan, &s);
+        cpu_open(&e, &plan);
         give_weights(m);
     }
 #if TEST_CUDA
@@ -444,7 +446,8 @@ struct Net {
         Options o;
         parse(&o, options.c_str());
         settings_from_options(&s, &o, &m, 1);
-        gpu_engine_open(&e, &s);
+        plan_build(&plan, &s);
+        gpu_engine_open(&e, &plan);
         give_weights(m);
     }
 #endif
@@ -463,7 +466,10 @@ struct Net {
         }
     }
     Net(const Net &) = delete;
-    ~Net() { e.close(&e); }
+    ~Net() {
+        e.close(&e);
+        plan_free(&plan);
+    }
     Network *net() { return &((CpuEngine *)e.self)->net; }
     int64_t size() { return tensor_offset(&s.model, TENSORS, 0); }
     Reals state(int which) {
@@ -504,7 +510,7 @@ static void test_arena() {
 #endif
     Model m = shape("l2h2c26t8", 257);
     Net n(m, 1, 7, RECOMPUTE_BLOCK);
-    Plan *p = &n.net()->plan;
+    Plan *p = &n.plan;
     plan_tick(p, tick_update(&m));
     expect_death(network_single(n.net(), BUF_LOGITS),
                  "buffer logits lives from tick 18 to 18, used at");
@@ -557,6 +563,7 @@ static void test_plan_allocation() {
         long mapped = address_pages() - before;
         expect(mapped == ((long)p.device_bytes + page - 1) / page, "%ld pages", mapped);
         plan_close(&p);
+        plan_free(&p);
         before = address_pages();
         for (int i = 0; i < 3; i++) {
             n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
@@ -1916,8 +1923,8 @@ static void faulty_micro_step(Engine *e, const Token *in, const Token *out, int 
     }
 }
 
-static void faulty_open(Engine *e, const Settings *s) {
-    cpu_open(e, s);
+static void faulty_open(Engine *e, Plan *p) {
+    cpu_open(e, p);
     healthy_micro_step = e->micro_step;
     e->micro_step = faulty_micro_step;
 }
@@ -2828,7 +2835,7 @@ static void mark_and_round(void *memory, size_t bytes, int alive) {
 // weights, activations, logits, their gradients, and the gradients of matrices in the end.
 static void naive_bf16_micro_step(Net *n, const Batch &b) {
     Network *net = n->net();
-    Plan *p = rounded_plan = &net->plan;
+    Plan *p = rounded_plan = net->plan;
     const Model *m = &n->s.model;
     const int B = n->s.B, T = n->s.T, N = B * T;
     p->mark = mark_and_round;
@@ -2998,7 +3005,7 @@ static void test_gpu_lifetimes() {
     Model m = shape("l2h2c16t8", 257);
     Net n(m, "-b 1 -t 8 -r block --dtype fp32");
     auto *net = (GpuNetwork<float, float> *)n.e.self;
-    Plan *p = &net->plan;
+    Plan *p = net->plan;
     plan_tick(p, 0);
     plan_tick(p, tick_head(&m));
     const Buffer &row = p->buffers[p->single[BUF_LOGITS]];

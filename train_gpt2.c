@@ -1343,14 +1343,13 @@ static void plan_open(Plan *p) {
     plan_tick(p, 0);
 }
 
+// Gives the memory back; the plan stays.
 static void plan_close(Plan *p) {
-    if (p->base) {
 #if GPT2_POISON
-        p->mark(p->base, p->device_bytes, 1);
+    p->mark(p->base, p->device_bytes, 1);
 #endif
-        munmap(p->base, p->device_bytes);
-    }
-    plan_free(p);
+    munmap(p->base, p->device_bytes);
+    p->base = NULL;
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -2492,31 +2491,31 @@ static void gelu_backward(real *dinp, const real *dout, const real *inp, size_t 
 // one optimizer step.
 
 typedef struct {
-    Plan plan;
+    Plan *plan;
 } Network;
 
 // A tensor of the weights, gradients or moments (`buffer` is BUF_WEIGHTS, BUF_GRADS, ...).
 static real *network_tensor(const Network *net, int buffer, int tensor, int layer) {
-    return (real *)plan_single(&net->plan, buffer) +
-           tensor_offset(&net->plan.settings.model, tensor, layer);
+    return (real *)plan_single(net->plan, buffer) +
+           tensor_offset(&net->plan->settings.model, tensor, layer);
 }
 
 static real *network_single(const Network *net, int buffer) {
-    return (real *)plan_single(&net->plan, buffer);
+    return (real *)plan_single(net->plan, buffer);
 }
 
 static real *network_act(const Network *net, int act, int layer) {
-    return (real *)plan_act(&net->plan, act, layer);
+    return (real *)plan_act(net->plan, act, layer);
 }
 
 static real *network_grad(const Network *net, int grad, int layer) {
-    return (real *)plan_grad(&net->plan, grad, layer);
+    return (real *)plan_grad(net->plan, grad, layer);
 }
 
 // One forward stage of a block on B sequences of T tokens; the clock stands at its tick, forward or
 // recomputing.
 static void block_stage(Network *net, int layer, int stage, int B, int T) {
-    const int C = net->plan.settings.model.C, NH = net->plan.settings.model.NH, N = B * T;
+    const int C = net->plan->settings.model.C, NH = net->plan->settings.model.NH, N = B * T;
 #define ACT(name) network_act(net, ACT_##name, layer)
 #define WEIGHT(name) network_tensor(net, BUF_WEIGHTS, name, layer)
     switch (stage) {
@@ -2552,7 +2551,7 @@ static void block_stage(Network *net, int layer, int stage, int B, int T) {
 
 // Forward over B sequences of T tokens (at most the plan's), to the last LayerNorm's output.
 static void network_forward(Network *net, const Token *tokens, int B, int T) {
-    Plan *p = &net->plan;
+    Plan *p = net->plan;
     const Model *m = &p->settings.model;
     plan_tick(p, 0);
     encoder_forward(network_act(net, ACT_X, 0), tokens, network_tensor(net, BUF_WEIGHTS, WTE, 0),
@@ -2575,7 +2574,7 @@ static void network_forward(Network *net, const Token *tokens, int B, int T) {
 // weight of one token's loss. Returns the mean loss.
 static double network_classifier(Network *net, const Token *targets, int N, real dloss,
                                  int backward) {
-    Plan *p = &net->plan;
+    Plan *p = net->plan;
     const Model *m = &p->settings.model;
     plan_tick(p, tick_head(m));
     real *logits = network_single(net, BUF_LOGITS), *losses = network_single(net, BUF_LOSSES);
@@ -2601,7 +2600,7 @@ static double network_classifier(Network *net, const Token *targets, int N, real
 // Recomputes what block `layer` dropped, then differentiates it: BUF_DRES holds the gradient of its
 // output before and of its input after.
 static void block_backward(Network *net, int layer) {
-    Plan *p = &net->plan;
+    Plan *p = net->plan;
     const Settings *s = &p->settings;
     const Model *m = &s->model;
     const int C = m->C, N = s->B * s->T;
@@ -2646,7 +2645,7 @@ static void block_backward(Network *net, int layer) {
 // loss.
 static double network_micro_step(Network *net, const Token *inputs, const Token *targets,
                                  int micros) {
-    Plan *p = &net->plan;
+    Plan *p = net->plan;
     const Model *m = &p->settings.model;
     const int B = p->settings.B, T = p->settings.T, N = B * T;
     network_forward(net, inputs, B, T);
@@ -2786,7 +2785,7 @@ static double norm_limit(const NormWindow *w, double zscore) {
 // before this one.
 static double network_update(Network *net, const Options *o, double lr, double limit,
                              int64_t updates, int *skipped) {
-    Plan *p = &net->plan;
+    Plan *p = net->plan;
     const Model *m = &p->settings.model;
     plan_tick(p, tick_update(m));
     double norm = global_norm(network_single(net, BUF_GRADS), tensor_offset(m, TENSORS, 0));
@@ -2856,7 +2855,7 @@ static void cpu_micro_step(Engine *e, const Token *inputs, const Token *targets,
     if (micro == 0) {
         cpu->loss = 0;
         memset(network_single(&cpu->net, BUF_GRADS), 0,
-               cpu->net.plan.buffers[cpu->net.plan.single[BUF_GRADS]].bytes);
+               cpu->net.plan->buffers[cpu->net.plan->single[BUF_GRADS]].bytes);
     }
     cpu->loss += network_micro_step(&cpu->net, inputs, targets, micros) / micros;
 }
@@ -2871,7 +2870,7 @@ static StepResult cpu_update(Engine *e, const Options *o, double lr, double limi
 
 static double cpu_evaluate(Engine *e, real *losses, const Token *inputs, const Token *targets) {
     Network *net = &((CpuEngine *)e->self)->net;
-    const Settings *s = &net->plan.settings;
+    const Settings *s = &net->plan->settings;
     const int N = s->B * s->T;
     network_forward(net, inputs, s->B, s->T);
     double mean = network_classifier(net, targets, N, 0, 0);
@@ -2883,9 +2882,9 @@ static double cpu_evaluate(Engine *e, real *losses, const Token *inputs, const T
 
 static void cpu_logits(Engine *e, real *out, const Token *tokens, int n) {
     Network *net = &((CpuEngine *)e->self)->net;
-    const Model *m = &net->plan.settings.model;
+    const Model *m = &net->plan->settings.model;
     network_forward(net, tokens, 1, n);
-    plan_tick(&net->plan, tick_head(m));
+    plan_tick(net->plan, tick_head(m));
     real *logits = network_single(net, BUF_LOGITS);
     matmul_forward(logits, network_single(net, BUF_LNF) + (int64_t)(n - 1) * m->C,
                    network_tensor(net, BUF_WEIGHTS, WTE, 0), NULL, NULL, 1, m->C, m->Vp);
@@ -2906,16 +2905,17 @@ static void cpu_write(Engine *e, int state, int64_t offset, const real *values, 
 }
 
 static void cpu_close(Engine *e) {
-    plan_close(&((CpuEngine *)e->self)->net.plan);
+    plan_close(((CpuEngine *)e->self)->net.plan);
     free(e->self);
 }
 
-// Allocates the plan of `s` on the CPU.
-static void cpu_open(Engine *e, const Settings *s) {
+// Allocates the plan on the CPU; it is the caller's and outlives the engine.
+static void cpu_open(Engine *e, Plan *p) {
+    const int threads = p->settings.threads;
     CpuEngine *cpu = (CpuEngine *)alloc_zero(1, sizeof *cpu);
     memset(e, 0, sizeof *e);
-    plan_build(&cpu->net.plan, s);
-    plan_open(&cpu->net.plan);
+    cpu->net.plan = p;
+    plan_open(p);
     matmul_workspace = network_single(&cpu->net, BUF_MATMUL);
     e->self = cpu;
     e->micro_step = cpu_micro_step;
@@ -2927,8 +2927,8 @@ static void cpu_open(Engine *e, const Settings *s) {
     e->close = cpu_close;
     e->peak_flops = matmul_peak_flops();
     e->peak_source = "the matmul's inner kernel, measured just now";
-    snprintf(e->device, sizeof e->device, "CPU, %d thread%s, fp32", s->threads,
-             s->threads == 1 ? "" : "s");
+    snprintf(e->device, sizeof e->device, "CPU, %d thread%s, fp32", threads,
+             threads == 1 ? "" : "s");
 }
 
 // Zero weights and moments: padding stays so.
@@ -4107,10 +4107,11 @@ static const char *eval_text(char text[80], const EvalScore *score) {
 typedef struct {
     Options o;
     Settings s;
+    Plan plan;
     Engine engine;
     Dataset train, val;
     int has_val, micros, live;
-    int64_t steps, windows_per_step, memory_bytes, saved_step;
+    int64_t steps, windows_per_step, saved_step;
     char identity[IDENTITY_BYTES];
     ModelFile weights;  // of -e; where it names none, weights.spans is NULL
     RunState state;
@@ -4353,7 +4354,7 @@ static void run_report(Run *run, const StepResult *r, double lr, double ms, doub
                "  eta %s%s%s",
                run->live ? "\r\033[K" : "", run->steps > 9999 ? 7 : 4, run->state.step, run->steps,
                r->loss, r->norm, lr, ms, count_text((int64_t)per_second).s, peak,
-               bytes_text((double)run->memory_bytes).s,
+               bytes_text((double)run->plan.device_bytes).s,
                duration_text((double)left * mean_ms * 1e-3).s, r->skipped ? "  SKIPPED" : "",
                run->live && left && !r->skipped ? "" : "\n");
         fflush(stdout);
@@ -4456,7 +4457,7 @@ static void run_train(Run *run) {
 typedef struct Program {
     const char *name, *default_model;
     int gpu;
-    void (*open)(Engine *e, const Settings *s);
+    void (*open)(Engine *e, Plan *p);
     size_t (*available)(void);                                // bytes that a plan may take
     size_t library_bytes;                                     // of those, what libraries will take
     int (*command)(Run *run, const struct Program *program);  // --check, --compare; NULL: none
@@ -4572,7 +4573,8 @@ static void make_folders(const char *path) {
 }
 
 // Start-up box: what was asked, what will run, what it takes.
-static void run_print_box(const Run *run, const Program *program, const Plan *p) {
+static void run_print_box(const Run *run, const Program *program) {
+    const Plan *p = &run->plan;
     const Settings *s = &run->s;
     char text[64], text2[64];
     Options defaults;
@@ -4652,15 +4654,13 @@ static void run_vocabulary(Run *run) {
     }
 }
 
-// The batch of a run whose settings are known; ends the run when its plan does not fit.
+// The batch and the one plan of a run whose settings are known; ends the run when it does not fit.
 static void run_fit(Run *run, const Program *program) {
-    Plan p;
     size_t batch = (size_t)run->s.B * (size_t)run->s.T;
     run->inputs = (Token *)alloc_zero(2 * batch, sizeof(Token));
     run->targets = run->inputs + batch;
-    plan_build(&p, &run->s);
-    plan_refuse(&p, p.device_bytes + program->library_bytes, program->available());
-    plan_free(&p);
+    plan_build(&run->plan, &run->s);
+    plan_refuse(&run->plan, run->plan.device_bytes + program->library_bytes, program->available());
 }
 
 // From options to a run that is sized, fits, and has its data; ends the run where one does not.
@@ -4686,7 +4686,7 @@ static void run_open(Run *run, const Program *program, const Model *m) {
 // Opens the engine with the weights of the newest checkpoint, or else of -e's file, or else with
 // fresh ones. Returns the checkpoint's step, or -1.
 static int64_t run_engine_open(Run *run, const Program *program, const Model *m) {
-    program->open(&run->engine, &run->s);
+    program->open(&run->engine, &run->plan);
     int64_t step = run->o.output[0] ? run_resume(run) : -1;
     if (step < 0 && run->weights.spans) {
         model_file_load(&run->engine, &run->weights, NULL);
@@ -4701,9 +4701,6 @@ static int64_t run_engine_open(Run *run, const Program *program, const Model *m)
 // box.
 static void run_begin(Run *run, const Program *program, const Model *m) {
     const Options *o = &run->o;
-    Plan p;
-    plan_build(&p, &run->s);
-    run->memory_bytes = (int64_t)p.device_bytes;
     run->live = isatty(1);
     run_identity(run->identity, &run->s, o, &run->train);
     if (o->output[0]) {
@@ -4717,11 +4714,11 @@ static void run_begin(Run *run, const Program *program, const Model *m) {
     if (o->keep && resume_step >= 0) {  // a kill may have come before it was done
         checkpoint_prune(o->output, o->keep, resume_step);
     }
-    run->log = o->output[0] ? log_open(o->output, resume_step, o, &run->s, p.device_bytes) : NULL;
+    run->log = o->output[0] ? log_open(o->output, resume_step, o, &run->s, run->plan.device_bytes)
+                           : NULL;
     if (!o->quiet) {
-        run_print_box(run, program, &p);
+        run_print_box(run, program);
     }
-    plan_free(&p);
 }
 
 // --eval: scores the model, without data and without writing anything. A signal ends it with what
@@ -4761,6 +4758,7 @@ static int eval_command(Run *run, const Program *program, const Model *m) {
     run_evaluate(run, &f, &score);
     run_print_score(run, &f, &score);
     run->engine.close(&run->engine);
+    plan_free(&run->plan);
     mapping_close(&map);
     free(run->inputs);
     return 0;
@@ -4820,6 +4818,7 @@ static int program_main(const Program *program, int argc, char **argv) {
     run_begin(&run, program, &m);
     run_train(&run);
     run.engine.close(&run.engine);
+    plan_free(&run.plan);
     dataset_close(&run.train);
     if (run.has_val) {
         dataset_close(&run.val);

@@ -2203,7 +2203,7 @@ static void arena_close(Plan *p) {
 #endif
     cuda_check(cudaFree(p->base));
     cuda_check(cudaFreeHost(arena_host));
-    plan_free(p);
+    p->base = nullptr;
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -2226,7 +2226,7 @@ static_assert(sizeof(GpuState) <= GPU_STATE_BYTES, "the plan's buffer holds the 
 static_assert(sizeof(ParamRange) <= GPU_TENSOR_ROW_BYTES, "the plan's buffer holds the table");
 
 template <class E, class G> struct GpuNetwork {
-    Plan plan;
+    Plan *plan;
     cudaStream_t stream;
     int *pinned[2];           // two batches of 5 N + 1 ints: inputs, targets, sorted tokens
     cudaEvent_t uploaded[2];  // the slot may be filled again
@@ -2240,31 +2240,31 @@ template <class E, class G> struct GpuNetwork {
 
 // Buffers by type. BUF_GRADS holds matrices alone, BUF_GRADS_1D vectors alone.
 template <class T, class E, class G> static T *gpu_single(const GpuNetwork<E, G> *net, int buffer) {
-    return (T *)plan_single(&net->plan, buffer);
+    return (T *)plan_single(net->plan, buffer);
 }
 
 template <class E, class G>
 static E *gpu_weight(const GpuNetwork<E, G> *net, int tensor, int layer) {
     return gpu_single<E>(net, BUF_WEIGHTS) +
-           tensor_offset(&net->plan.settings.model, tensor, layer);
+           tensor_offset(&net->plan->settings.model, tensor, layer);
 }
 
 template <class E, class G>
 static G *gpu_dmatrix(const GpuNetwork<E, G> *net, int tensor, int layer) {
     return gpu_single<G>(net, BUF_GRADS) +
-           subset_offset(&net->plan.settings.model, tensor, layer, MATRICES);
+           subset_offset(&net->plan->settings.model, tensor, layer, MATRICES);
 }
 
 template <class E, class G>
 static float *gpu_dvector(const GpuNetwork<E, G> *net, int tensor, int layer) {
     return gpu_single<float>(net, BUF_GRADS_1D) +
-           subset_offset(&net->plan.settings.model, tensor, layer, VECTORS);
+           subset_offset(&net->plan->settings.model, tensor, layer, VECTORS);
 }
 
 // One forward stage of a block; as block_stage of chapter The network.
 template <class E, class G>
 static void gpu_block_stage(GpuNetwork<E, G> *net, int layer, int stage, int B, int T) {
-    const Plan *p = &net->plan;
+    const Plan *p = net->plan;
     const int C = p->settings.model.C, NH = p->settings.model.NH, N = B * T;
     cudaStream_t stream = net->stream;
 #define ACT(name) ((E *)plan_act(p, ACT_##name, layer))
@@ -2307,7 +2307,7 @@ static void gpu_block_stage(GpuNetwork<E, G> *net, int layer, int stage, int B, 
 // Forward over B sequences of T tokens (device) to the last LayerNorm's output.
 template <class E, class G>
 static void gpu_network_forward(GpuNetwork<E, G> *net, const int *tokens, int B, int T) {
-    Plan *p = &net->plan;
+    Plan *p = net->plan;
     const Model *m = &p->settings.model;
     plan_tick(p, 0);
     gpu_encoder_forward<E>((E *)plan_act(p, ACT_X, 0), tokens, gpu_weight(net, WTE, 0),
@@ -2330,7 +2330,7 @@ static void gpu_network_forward(GpuNetwork<E, G> *net, const int *tokens, int B,
 template <class E, class G>
 static void gpu_network_classifier(GpuNetwork<E, G> *net, const int *targets, int N, float dloss,
                                    bool backward, bool first) {
-    Plan *p = &net->plan;
+    Plan *p = net->plan;
     const Model *m = &p->settings.model;
     plan_tick(p, tick_head(m));
     E *logits = gpu_single<E>(net, BUF_LOGITS);
@@ -2352,7 +2352,7 @@ static void gpu_network_classifier(GpuNetwork<E, G> *net, const int *targets, in
 // network.
 template <class E, class G>
 static void gpu_block_backward(GpuNetwork<E, G> *net, int layer, bool first) {
-    Plan *p = &net->plan;
+    Plan *p = net->plan;
     const Settings *s = &p->settings;
     const Model *m = &s->model;
     const int C = m->C, N = s->B * s->T;
@@ -2418,7 +2418,7 @@ static __global__ void loss_sum_kernel(float *sum, const float *losses, int N, b
 template <class E, class G>
 static int *gpu_upload(GpuNetwork<E, G> *net, const Token *inputs, const Token *targets, bool sort,
                        int *segments) {
-    const Settings *s = &net->plan.settings;
+    const Settings *s = &net->plan->settings;
     const int N = s->B * s->T;
     int slot = net->slot ^= 1, *host = net->pinned[slot];
     cuda_check(cudaEventSynchronize(net->uploaded[slot]));
@@ -2440,7 +2440,7 @@ template <class E, class G>
 static void gpu_micro_step(Engine *e, const Token *inputs, const Token *targets, int micro,
                            int micros) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
-    Plan *p = &net->plan;
+    Plan *p = net->plan;
     const Model *m = &p->settings.model;
     const int B = p->settings.B, T = p->settings.T, N = B * T;
     const bool first = micro == 0;
@@ -2488,7 +2488,7 @@ template <class E, class G>
 static StepResult gpu_update(Engine *e, const Options *o, double lr, double limit,
                              int64_t updates) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
-    Plan *p = &net->plan;
+    Plan *p = net->plan;
     const Settings *s = &p->settings;
     plan_tick(p, tick_update(&s->model));
     GpuState *state = gpu_single<GpuState>(net, BUF_STATE);
@@ -2522,9 +2522,9 @@ template <class E, class G>
 static double gpu_evaluate(Engine *e, real *losses, const Token *inputs, const Token *targets) {
     static_assert(sizeof(real) == sizeof(float), "losses are copied as they are");
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
-    const Settings *s = &net->plan.settings;
+    const Settings *s = &net->plan->settings;
     const int N = s->B * s->T;
-    plan_tick(&net->plan, 0);
+    plan_tick(net->plan, 0);
     int *batch = gpu_upload(net, inputs, targets, false, nullptr);
     gpu_network_forward(net, batch, s->B, s->T);
     gpu_network_classifier(net, batch + N, N, 0.0f, false, false);
@@ -2546,7 +2546,7 @@ static double gpu_evaluate(Engine *e, real *losses, const Token *inputs, const T
 template <class E, class G>
 static void gpu_logits(Engine *e, real *out, const Token *tokens, int n) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
-    Plan *p = &net->plan;
+    Plan *p = net->plan;
     const Model *m = &p->settings.model;
     const int T = p->settings.T, N = p->settings.B * T;
     Token *padded = (Token *)alloc_zero(2 * (size_t)N, sizeof(Token));
@@ -2621,7 +2621,7 @@ static void master_upload(__nv_bfloat16 *weights, uint16_t *low, const real *val
 // Gradients [offset, offset + count) of the layout of all tensors, from their two buffers.
 template <class E, class G>
 static void gpu_read_gradients(GpuNetwork<E, G> *net, int64_t offset, real *out, int64_t count) {
-    const Model *m = &net->plan.settings.model;
+    const Model *m = &net->plan->settings.model;
     memset(out, 0, (size_t)count * sizeof(real));
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int l = 0; l < tensor_copies(m, tensor); l++) {
@@ -2642,7 +2642,7 @@ static void gpu_read_gradients(GpuNetwork<E, G> *net, int64_t offset, real *out,
 template <class E, class G>
 static void gpu_read(Engine *e, int state, int64_t offset, real *out, int64_t count) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
-    const Settings *s = &net->plan.settings;
+    const Settings *s = &net->plan->settings;
     if (state == STATE_GRADS) {
         gpu_read_gradients(net, offset, out, count);
     } else if (state == STATE_WEIGHTS && s->split_master) {
@@ -2663,7 +2663,7 @@ static void gpu_read(Engine *e, int state, int64_t offset, real *out, int64_t co
 template <class E, class G>
 static void gpu_write(Engine *e, int state, int64_t offset, const real *values, int64_t count) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
-    const Settings *s = &net->plan.settings;
+    const Settings *s = &net->plan->settings;
     if (state == STATE_WEIGHTS && s->split_master) {
         master_upload(gpu_single<__nv_bfloat16>(net, BUF_WEIGHTS) + offset,
                       gpu_single<uint16_t>(net, BUF_MASTER) + offset, values, count, net->stream);
@@ -2685,7 +2685,7 @@ template <class E, class G> static void gpu_close(Engine *e) {
     for (int i = 0; i < 2; i++) {
         cuda_check(cudaEventDestroy(net->uploaded[i]));
     }
-    arena_close(&net->plan);
+    arena_close(net->plan);
     cuda_check(cudaStreamDestroy(net->stream));
     free(net->counts);
     free(net->ranges);
@@ -2695,7 +2695,7 @@ template <class E, class G> static void gpu_close(Engine *e) {
 
 // The table of tensors that norm and AdamW walk, on the host and in BUF_TENSORS.
 template <class E, class G> static void gpu_ranges_open(GpuNetwork<E, G> *net) {
-    const Model *m = &net->plan.settings.model;
+    const Model *m = &net->plan->settings.model;
     int count = 0;
     net->ranges = (ParamRange *)alloc_zero(TENSORS * (size_t)m->L, sizeof(ParamRange));
     for (int tensor = 0; tensor < TENSORS; tensor++) {
@@ -2721,7 +2721,7 @@ template <class E, class G> static void gpu_ranges_open(GpuNetwork<E, G> *net) {
 template <class E, class G>
 static void gpu_warm_up(Engine *e) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
-    const Settings *s = &net->plan.settings;
+    const Settings *s = &net->plan->settings;
     static size_t before;  // free bytes before the first engine: libraries stay when an engine goes
     size_t free_bytes, total_bytes;
     Token *zeros = (Token *)alloc_zero(2 * (size_t)s->B * s->T, sizeof(Token));
@@ -2730,9 +2730,9 @@ static void gpu_warm_up(Engine *e) {
     options_default(&o);
     before = before ? before : device_memory.free_bytes;
     for (int id : {BUF_WEIGHTS, BUF_MASTER, BUF_M, BUF_V, BUF_STATE}) {
-        if (net->plan.single[id] >= 0) {
-            cuda_check(cudaMemsetAsync(gpu_single<char>(net, id), 0,
-                                       net->plan.buffers[net->plan.single[id]].bytes, net->stream));
+        if (net->plan->single[id] >= 0) {
+            size_t bytes = net->plan->buffers[net->plan->single[id]].bytes;
+            cuda_check(cudaMemsetAsync(gpu_single<char>(net, id), 0, bytes, net->stream));
         }
     }
     gpu_micro_step<E, G>(e, zeros, zeros, 0, 1);
@@ -2742,23 +2742,24 @@ static void gpu_warm_up(Engine *e) {
     free(zeros);
     free(logits);
     cuda_check(cudaMemGetInfo(&free_bytes, &total_bytes));
-    size_t used = before > free_bytes ? before - free_bytes : 0, arena = net->plan.device_bytes;
+    size_t used = before > free_bytes ? before - free_bytes : 0, arena = net->plan->device_bytes;
     device_memory.library_bytes = used > arena ? used - arena : 0;
 }
 
-// Opens the plan of `s` on the current GPU.
-template <class E, class G> static void gpu_open(Engine *e, const Settings *s) {
+// Allocates the plan on the current GPU; it is the caller's and outlives the engine.
+template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)alloc_zero(1, sizeof *net);
+    const Settings *s = &p->settings;
     const int64_t N = (int64_t)s->B * s->T, C = s->model.C;
-    plan_build(&net->plan, s);
-    size_t partials = net->plan.buffers[net->plan.single[BUF_PARTIALS]].bytes;
+    net->plan = p;
+    size_t partials = net->plan->buffers[net->plan->single[BUF_PARTIALS]].bytes;
     check(gpu_layernorm_backward_bytes((int)N, (int)C) <= partials &&
               gpu_bias_backward_bytes((int)N, (int)(4 * C)) <= partials &&
               gpu_grad_square_sum_bytes() <= partials,
           "the plan's partial sums are too few for the kernels");
-    plan_refuse(&net->plan, net->plan.device_bytes, device_available());
+    plan_refuse(net->plan, net->plan->device_bytes, device_available());
     cuda_check(cudaStreamCreateWithFlags(&net->stream, cudaStreamNonBlocking));
-    arena_open(&net->plan, net->stream);
+    arena_open(net->plan, net->stream);
     gpu_matmul_open(gpu_single<char>(net, BUF_MATMUL), GPU_MATMUL_BYTES);
     for (int i = 0; i < 2; i++) {
         net->pinned[i] = (int *)(void *)arena_host + i * (5 * N + 1);
@@ -2822,15 +2823,16 @@ static void device_describe(Engine *e, const Settings *s) {
 // with the oracle, --compare runs the same steps with and without recomputation.
 
 // The one dispatch on types: E of the run, G of its gradients.
-static void gpu_engine_open(Engine *e, const Settings *s) {
+static void gpu_engine_open(Engine *e, Plan *p) {
+    const Settings *s = &p->settings;
     memset(e, 0, sizeof *e);
     device_describe(e, s);
     if (s->dtype == TYPE_FP32) {
-        gpu_open<float, float>(e, s);
+        gpu_open<float, float>(e, p);
     } else if (s->grad_dtype == TYPE_BF16) {
-        gpu_open<__nv_bfloat16, __nv_bfloat16>(e, s);
+        gpu_open<__nv_bfloat16, __nv_bfloat16>(e, p);
     } else {
-        gpu_open<__nv_bfloat16, float>(e, s);
+        gpu_open<__nv_bfloat16, float>(e, p);
     }
     size_t length = strlen(e->device);
     snprintf(e->device + length, sizeof e->device - length, "; libraries took %s",
@@ -2856,9 +2858,9 @@ static void gpu_settings_check(const Settings *s) {
     }
 }
 
-static void gpu_program_open(Engine *e, const Settings *s) {
-    gpu_settings_check(s);
-    gpu_engine_open(e, s);
+static void gpu_program_open(Engine *e, Plan *p) {
+    gpu_settings_check(&p->settings);
+    gpu_engine_open(e, p);
 }
 
 // Norm of the difference over norm, of n numbers. NaN anywhere gives NaN.
@@ -2910,13 +2912,15 @@ static int command_check(Run *run, const Program *program) {
     const Model *m = &run->s.model;
     const double tolerance = run->s.dtype == TYPE_FP32 ? 1e-5 : 5e-2;
     Settings oracle = run->s;
+    Plan oracle_plan;
     Engine cpu;
     int failed = 0;
     oracle.gpu = oracle.split_master = 0;
     settings_recompute(&oracle, RECOMPUTE_NONE, m->L);
     oracle.dtype = oracle.grad_dtype = oracle.moment_dtype = TYPE_REAL;
-    program->open(&run->engine, &run->s);
-    cpu_open(&cpu, &oracle);
+    plan_build(&oracle_plan, &oracle);
+    program->open(&run->engine, &run->plan);
+    cpu_open(&cpu, &oracle_plan);
     engine_initialise(&run->engine, m, (uint64_t)run->o.seed);
     engine_copy(&cpu, &run->engine, STATE_WEIGHTS, m, run->s.dtype == TYPE_BF16);
     dataset_batch(&run->train, 0, run->s.B, (int)run->o.shuffle, (uint64_t)run->o.seed, run->inputs,
@@ -2938,6 +2942,8 @@ static int command_check(Run *run, const Program *program) {
            cpu_loss, error, ok ? "ok" : "FAILED");
     cpu.close(&cpu);
     run->engine.close(&run->engine);
+    plan_free(&oracle_plan);
+    plan_free(&run->plan);
     return failed || !ok;
 }
 
@@ -2962,8 +2968,10 @@ static int command_compare(Run *run, const Program *program) {
     for (int k = 0; k < 2; k++) {
         double ms[WARM + STEPS];
         settings_recompute(&run->s, k ? asked : RECOMPUTE_NONE, blocks);
-        bytes[k] = plan_bytes(&run->s);
-        program->open(&run->engine, &run->s);
+        plan_free(&run->plan);
+        plan_build(&run->plan, &run->s);
+        bytes[k] = run->plan.device_bytes;
+        program->open(&run->engine, &run->plan);
         engine_initialise(&run->engine, m, (uint64_t)run->o.seed);
         for (int i = 0; i < WARM + STEPS; i++) {
             double start = now_ms();
@@ -2984,6 +2992,7 @@ static int command_compare(Run *run, const Program *program) {
     printf("-r %s takes %.1f %% of the memory and %.2f x the time (median of %d steps)\n",
            level_rows[asked].name, 100.0 * (double)bytes[1] / (double)bytes[0],
            median[1] / median[0], STEPS);
+    plan_free(&run->plan);
     return 0;
 }
 

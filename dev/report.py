@@ -415,7 +415,7 @@ def plan_svg(plan, wide, draw=svg):
         name = "Memory" if plan.get("target") == "cpu" else home.capitalize() + " memory"
         size = size_text(max(row["offset"] + row["bytes"] for row in rows))
         for title, drawn, tall in (
-                (f"{name} over a step: {size}", whole, 160 if where == "device" else 80),
+                (f"{name} over a step: {size}", whole, 160 if home == "device" else 80),
                 (f"{name} that comes and goes", [row for row in rows if row not in whole], 330)):
             if drawn:
                 part, top = draw_memory(title, rows, drawn, ticks, top, (wide, tall))
