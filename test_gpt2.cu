@@ -470,7 +470,6 @@ struct Net {
         e.close(&e);
         plan_free(&plan);
     }
-    Network *net() { return &((CpuEngine *)e.self)->net; }
     int64_t size() { return tensor_offset(&s.model, TENSORS, 0); }
     Reals state(int which) {
         Reals all((size_t)size());
@@ -512,14 +511,14 @@ static void test_arena() {
     Net n(m, 1, 7, RECOMPUTE_BLOCK);
     Plan *p = &n.plan;
     plan_tick(p, tick_update(&m));
-    expect_death(network_single(n.net(), BUF_LOGITS),
+    expect_death(buffer(&n.plan, BUF_LOGITS),
                  "buffer logits lives from tick 18 to 18, used at");
-    expect_death(network_grad(n.net(), GRAD_QKV, 1), "buffer 1.d_qkv lives from");
+    expect_death(dact(&n.plan, GRAD_QKV, 1), "buffer 1.d_qkv lives from");
     expect_death(buffer_pointer(p, -1), "no such buffer");
     expect_death(buffer_pointer(p, p->buffer_count), "no such buffer");
     plan_tick(p, tick_head(&m));
     const Buffer &row = p->buffers[p->single[BUF_LNF]];
-    char *lnf = (char *)network_single(n.net(), BUF_LNF);
+    char *lnf = (char *)buffer(&n.plan, BUF_LNF);
     const real *values = (const real *)lnf;
     expect(isnan((double)values[0]) && isnan((double)values[row.count - 1]), "fresh rows are NaN");
     for (const Buffer *r = p->buffers; r < p->buffers + p->buffer_count; r++) {
@@ -1472,7 +1471,7 @@ static void test_network_facts() {
     Net n(m, 1, T);
     Batch b(T, m.V, 1);
     double loss = n.e.evaluate(&n.e, NULL, b.inputs.data(), b.targets.data());
-    const real *losses = network_single(n.net(), BUF_LOSSES);
+    const real *losses = buffer(&n.plan, BUF_LOSSES);
     Reals before(losses, losses + T);
     Reals logits((size_t)m.V);
     for (int length = 1; length <= T; length += 5) {
@@ -1577,14 +1576,14 @@ static void test_adamw() {
 static void test_update() {
     Model m = shape("l2h2c16t8", 257);
     Net n(m, 1, 4);
-    real *g = network_single(n.net(), BUF_GRADS);
+    real *g = buffer(&n.plan, BUF_GRADS);
     const Reals start = n.state(STATE_WEIGHTS);
     Options o;
     options_default(&o);
     o.weight_decay = 0.5;
     int skipped = -1;
     memset(g, 0, (size_t)n.size() * sizeof(real));
-    expect(network_update(n.net(), &o, 0.1, HUGE_VAL, 0, &skipped) == 0 && skipped == 0);
+    expect(network_update(&n.plan, &o, 0.1, HUGE_VAL, 0, &skipped) == 0 && skipped == 0);
     Reals w = n.state(STATE_WEIGHTS);
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int64_t i = 0; i < tensor_size(&m, tensor); i++) {  // 1 - 0.1 x 0.5 = 0.95
@@ -1601,7 +1600,7 @@ static void test_update() {
     static const double bad[] = {NAN, HUGE_VAL, -HUGE_VAL, 6};
     for (double value : bad) {
         g[n.size() - m.C] = (real)value;
-        network_update(n.net(), &o, 0.1, 5, 0, &skipped);
+        network_update(&n.plan, &o, 0.1, 5, 0, &skipped);
         expect(skipped == 1 && same_bits(w, n.state(STATE_WEIGHTS)), "norm %g, limit 5", value);
     }
     Reals zero = n.state(STATE_M);
@@ -1610,7 +1609,7 @@ static void test_update() {
     g[n.size() - m.C] = 0;
     g[0] = 3;
     g[1] = -4;  // norm 5, clip 1: m = 0.1 x 3 / 5 and -0.1 x 4 / 5
-    expect(network_update(n.net(), &o, 0.1, HUGE_VAL, 0, &skipped) == 5 && !skipped);
+    expect(network_update(&n.plan, &o, 0.1, HUGE_VAL, 0, &skipped) == 5 && !skipped);
     Reals moments = n.state(STATE_M);
     expect_near(moments[0], (wide)0.06, 0.06 * 8 * unit + 1e-17, "m, clipped");
     expect_near(moments[1], (wide)-0.08, 0.08 * 8 * unit + 1e-17, "m, clipped");
@@ -1919,7 +1918,7 @@ static void faulty_micro_step(Engine *e, const Token *in, const Token *out, int 
     static int calls;
     healthy_micro_step(e, in, out, micro, micros);
     if (++calls == 3) {
-        network_single(&((CpuEngine *)e->self)->net, BUF_GRADS)[5] = (real)NAN;
+        buffer(((CpuEngine *)e->self)->plan, BUF_GRADS)[5] = (real)NAN;
     }
 }
 
@@ -2831,41 +2830,39 @@ static void mark_and_round(void *memory, size_t bytes, int alive) {
     }
 }
 
+// The oracle's stages with logits and their gradients rounded, all rows in one chunk.
+static void naive_bf16_stage(void *self, int stage, int layer) {
+    Pass *pass = (Pass *)self;
+    const Plan *p = pass->plan;
+    const Model *m = &p->settings.model;
+    const int N = pass->B * pass->T;
+    if (stage != HEAD) {
+        network_stage(self, stage, layer);
+        return;
+    }
+    real *logits = buffer(p, BUF_LOGITS), *lnf = buffer(p, BUF_LNF), *wte = weight(p, WTE, 0);
+    matmul_forward(logits, lnf, wte, NULL, NULL, N, m->C, m->Vp);
+    round_all(logits, (int64_t)N * m->Vp);
+    classifier_forward_backward(buffer(p, BUF_LOSSES), logits, pass->targets, pass->dloss, N, m->V,
+                                m->Vp, 1);
+    round_all(logits, (int64_t)N * m->Vp);
+    matmul_backward(lnf, dweight(p, WTE, 0), NULL, logits, lnf, wte, N, m->C, m->Vp);
+}
+
 // A micro-step of the oracle with every tensor that bf16 would keep rounded where it is made:
 // weights, activations, logits, their gradients, and the gradients of matrices in the end.
 static void naive_bf16_micro_step(Net *n, const Batch &b) {
-    Network *net = n->net();
-    Plan *p = rounded_plan = net->plan;
+    Plan *p = rounded_plan = &n->plan;
     const Model *m = &n->s.model;
-    const int B = n->s.B, T = n->s.T, N = B * T;
+    const int B = n->s.B, T = n->s.T;
+    Pass pass = {p, b.inputs.data(), b.targets.data(), B, T, (real)(1.0 / (B * T)), 0};
     p->mark = mark_and_round;
-    memset(network_single(net, BUF_GRADS), 0, p->buffers[p->single[BUF_GRADS]].bytes);
-    network_forward(net, b.inputs.data(), B, T);
-    plan_tick(p, tick_head(m));
-    real *logits = network_single(net, BUF_LOGITS), *lnf = network_single(net, BUF_LNF);
-    real *wte = network_tensor(net, BUF_WEIGHTS, WTE, 0);
-    matmul_forward(logits, lnf, wte, NULL, NULL, N, m->C, m->Vp);
-    round_all(logits, (int64_t)N * m->Vp);
-    classifier_forward_backward(network_single(net, BUF_LOSSES), logits, b.targets.data(),
-                                (real)(1.0 / N), N, m->V, m->Vp, 1);
-    round_all(logits, (int64_t)N * m->Vp);
-    matmul_backward(lnf, network_tensor(net, BUF_GRADS, WTE, 0), NULL, logits, lnf, wte, N, m->C,
-                    m->Vp);
-    plan_tick(p, tick_lnf_backward(m));
-    layernorm_backward(network_single(net, BUF_DRES), network_tensor(net, BUF_GRADS, LNFW, 0),
-                       network_tensor(net, BUF_GRADS, LNFB, 0), lnf, network_single(net, BUF_XF),
-                       network_tensor(net, BUF_WEIGHTS, LNFW, 0), network_single(net, BUF_LNF_MEAN),
-                       network_single(net, BUF_LNF_RSTD), NULL, N, m->C);
-    for (int l = m->L - 1; l >= 0; l--) {
-        block_backward(net, l);
-    }
-    plan_tick(p, tick_embed_backward(m));
-    encoder_backward(network_tensor(net, BUF_GRADS, WTE, 0), network_tensor(net, BUF_GRADS, WPE, 0),
-                     network_single(net, BUF_DRES), b.inputs.data(), B, T, m->C);
+    memset(buffer(p, BUF_GRADS), 0, p->buffers[p->single[BUF_GRADS]].bytes);
+    walk(p, tick_embed_backward(m), naive_bf16_stage, &pass);
     p->mark = plan_mark;
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int l = 0; l < tensor_copies(m, tensor) && tensor_is_matrix(tensor); l++) {
-            round_all(network_tensor(net, BUF_GRADS, tensor, l), tensor_size(m, tensor));
+            round_all(dweight(p, tensor, l), tensor_size(m, tensor));
         }
     }
 }

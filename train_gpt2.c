@@ -2485,184 +2485,190 @@ static void gelu_backward(real *dinp, const real *dout, const real *inp, size_t 
 
 // -------------------------------------------------------------------------------------------------
 // 9. The network
-// GPT-2 on the CPU, over the plan's buffers. A block's stage computes one activation; forward runs
-// all eight, backward repeats those whose activation was dropped, with the same code on the same
-// inputs, so recomputation changes no bit. Gradients add up over micro-steps; `micros` of them make
-// one optimizer step.
+// GPT-2 on the CPU, over the plan's buffers, and the walk through a micro-step, which Volume II walks
+// too.
+// 1. A block's stage computes one activation; forward runs all eight, backward repeats those whose
+//    activation was dropped, with the same code on the same inputs, so recomputation changes no bit.
+// 2. Gradients add up over micro-steps; `micros` of them make one optimizer step.
 
-typedef struct {
-    Plan *plan;
-} Network;
-
-// A tensor of the weights, gradients or moments (`buffer` is BUF_WEIGHTS, BUF_GRADS, ...).
-static real *network_tensor(const Network *net, int buffer, int tensor, int layer) {
-    return (real *)plan_single(net->plan, buffer) +
-           tensor_offset(&net->plan->settings.model, tensor, layer);
-}
-
-static real *network_single(const Network *net, int buffer) {
-    return (real *)plan_single(net->plan, buffer);
-}
-
-static real *network_act(const Network *net, int act, int layer) {
-    return (real *)plan_act(net->plan, act, layer);
-}
-
-static real *network_grad(const Network *net, int grad, int layer) {
-    return (real *)plan_grad(net->plan, grad, layer);
-}
-
-// One forward stage of a block on B sequences of T tokens; the clock stands at its tick, forward or
-// recomputing.
-static void block_stage(Network *net, int layer, int stage, int B, int T) {
-    const int C = net->plan->settings.model.C, NH = net->plan->settings.model.NH, N = B * T;
-#define ACT(name) network_act(net, ACT_##name, layer)
-#define WEIGHT(name) network_tensor(net, BUF_WEIGHTS, name, layer)
-    switch (stage) {
-    case F_LN1:
-        layernorm_forward(ACT(LN1), ACT(LN1_MEAN), ACT(LN1_RSTD), ACT(X), WEIGHT(LN1W),
-                          WEIGHT(LN1B), N, C);
-        break;
-    case F_QKV:
-        matmul_forward(ACT(QKV), ACT(LN1), WEIGHT(QKVW), WEIGHT(QKVB), NULL, N, C, 3 * C);
-        break;
-    case F_ATT:
-        attention_forward(ACT(ATT), ACT(LSE), ACT(QKV), B, T, C, NH);
-        break;
-    case F_ATTPROJ:
-        matmul_forward(ACT(RES2), ACT(ATT), WEIGHT(ATTPROJW), WEIGHT(ATTPROJB), ACT(X), N, C, C);
-        break;
-    case F_LN2:
-        layernorm_forward(ACT(LN2), ACT(LN2_MEAN), ACT(LN2_RSTD), ACT(RES2), WEIGHT(LN2W),
-                          WEIGHT(LN2B), N, C);
-        break;
-    case F_FC:
-        matmul_forward(ACT(FCH), ACT(LN2), WEIGHT(FCW), WEIGHT(FCB), NULL, N, C, 4 * C);
-        break;
-    case F_GELU:
-        gelu_forward(ACT(GELU), ACT(FCH), (size_t)N * 4 * (size_t)C);
-        break;
-    case F_FCPROJ:
-        matmul_forward(network_act(net, ACT_X, layer + 1), ACT(GELU), WEIGHT(FCPROJW),
-                       WEIGHT(FCPROJB), ACT(RES2), N, 4 * C, C);
-        break;
-    }
-}
-
-// Forward over B sequences of T tokens (at most the plan's), to the last LayerNorm's output.
-static void network_forward(Network *net, const Token *tokens, int B, int T) {
-    Plan *p = net->plan;
-    const Model *m = &p->settings.model;
-    plan_tick(p, 0);
-    encoder_forward(network_act(net, ACT_X, 0), tokens, network_tensor(net, BUF_WEIGHTS, WTE, 0),
-                    network_tensor(net, BUF_WEIGHTS, WPE, 0), B, T, m->C);
-    for (int l = 0; l < m->L; l++) {
-        for (int stage = 0; stage < F_STAGES; stage++) {
-            plan_tick(p, tick_forward(l, stage));
-            block_stage(net, l, stage, B, T);
+// Walks the ticks of a micro-step through `end`, in order: moves the clock, leaves out what is not
+// recomputed, and has `stage` compute the rest. A pass without backward is a shorter walk. What is
+// to happen around the stages of a tick, whatever engine computes them, happens here.
+static void walk(Plan *p, int end, void (*stage)(void *self, int stage, int layer), void *self) {
+    for (int tick = 0; tick <= end; tick++) {
+        Tick t = tick_at(&p->settings.model, tick);
+        plan_tick(p, tick);
+        if (!t.again || plan_recomputes(&p->settings, t.stage, t.layer)) {
+            stage(self, t.stage, t.layer);
         }
     }
-    plan_tick(p, tick_lnf(m));
-    layernorm_forward(network_single(net, BUF_LNF), network_single(net, BUF_LNF_MEAN),
-                      network_single(net, BUF_LNF_RSTD), network_single(net, BUF_XF),
-                      network_tensor(net, BUF_WEIGHTS, LNFW, 0),
-                      network_tensor(net, BUF_WEIGHTS, LNFB, 0), B * T, m->C);
 }
 
-// The classifier over N rows, a chunk of logits at a time: losses into BUF_LOSSES; with `backward`
-// also dwte, and the gradient of the last LayerNorm's output in place of that output. dloss: the
-// weight of one token's loss. Returns the mean loss.
-static double network_classifier(Network *net, const Token *targets, int N, real dloss,
-                                 int backward) {
-    Plan *p = net->plan;
+// The plan's buffers as the oracle's numbers: one of those that exist once; a tensor of the weights,
+// gradients or moments; an activation; the gradient of one (GRAD_*).
+static real *buffer(const Plan *p, int id) { return (real *)plan_single(p, id); }
+static real *tensor_in(const Plan *p, int id, int tensor, int layer) {
+    return buffer(p, id) + tensor_offset(&p->settings.model, tensor, layer);
+}
+static real *weight(const Plan *p, int tensor, int layer) {
+    return tensor_in(p, BUF_WEIGHTS, tensor, layer);
+}
+static real *dweight(const Plan *p, int tensor, int layer) {
+    return tensor_in(p, BUF_GRADS, tensor, layer);
+}
+static real *act(const Plan *p, int id, int layer) { return (real *)plan_act(p, id, layer); }
+static real *dact(const Plan *p, int id, int layer) { return (real *)plan_grad(p, id, layer); }
+
+// What a walk computes: B sequences of T tokens, at most the plan's.
+typedef struct {
+    Plan *plan;
+    const Token *inputs, *targets;  // (B,T); targets NULL: the logits after the last input alone
+    int B, T;
+    real dloss;   // weight of a token's loss in the gradients; 0: no gradients
+    double loss;  // the mean, once the head is done
+} Pass;
+
+// One stage of block `l`, forward or recomputing.
+static void block_forward(const Pass *pass, int stage, int l) {
+    const Plan *p = pass->plan;
+    const int B = pass->B, T = pass->T, N = B * T;
+    const int C = p->settings.model.C, NH = p->settings.model.NH;
+    switch (stage) {
+    case F_LN1:
+        layernorm_forward(act(p, ACT_LN1, l), act(p, ACT_LN1_MEAN, l), act(p, ACT_LN1_RSTD, l),
+                          act(p, ACT_X, l), weight(p, LN1W, l), weight(p, LN1B, l), N, C);
+        break;
+    case F_QKV:
+        matmul_forward(act(p, ACT_QKV, l), act(p, ACT_LN1, l), weight(p, QKVW, l),
+                       weight(p, QKVB, l), NULL, N, C, 3 * C);
+        break;
+    case F_ATT:
+        attention_forward(act(p, ACT_ATT, l), act(p, ACT_LSE, l), act(p, ACT_QKV, l), B, T, C, NH);
+        break;
+    case F_ATTPROJ:
+        matmul_forward(act(p, ACT_RES2, l), act(p, ACT_ATT, l), weight(p, ATTPROJW, l),
+                       weight(p, ATTPROJB, l), act(p, ACT_X, l), N, C, C);
+        break;
+    case F_LN2:
+        layernorm_forward(act(p, ACT_LN2, l), act(p, ACT_LN2_MEAN, l), act(p, ACT_LN2_RSTD, l),
+                          act(p, ACT_RES2, l), weight(p, LN2W, l), weight(p, LN2B, l), N, C);
+        break;
+    case F_FC:
+        matmul_forward(act(p, ACT_FCH, l), act(p, ACT_LN2, l), weight(p, FCW, l),
+                       weight(p, FCB, l), NULL, N, C, 4 * C);
+        break;
+    case F_GELU:
+        gelu_forward(act(p, ACT_GELU, l), act(p, ACT_FCH, l), (size_t)N * 4 * (size_t)C);
+        break;
+    case F_FCPROJ:
+        matmul_forward(act(p, ACT_X, l + 1), act(p, ACT_GELU, l), weight(p, FCPROJW, l),
+                       weight(p, FCPROJB, l), act(p, ACT_RES2, l), N, 4 * C, C);
+        break;
+    }
+}
+
+// One stage of block `l` backward: BUF_DRES holds the gradient of its output before the first, and
+// of its input after the last.
+static void block_backward(const Pass *pass, int stage, int l) {
+    const Plan *p = pass->plan;
+    const int B = pass->B, T = pass->T, N = B * T;
+    const int C = p->settings.model.C, NH = p->settings.model.NH;
+    real *dres = buffer(p, BUF_DRES);
+    switch (stage) {
+    case B_FCPROJ:
+        matmul_backward(dact(p, GRAD_MLP, l), dweight(p, FCPROJW, l), dweight(p, FCPROJB, l), dres,
+                        act(p, ACT_GELU, l), weight(p, FCPROJW, l), N, 4 * C, C);
+        break;
+    case B_GELU:
+        gelu_backward(dact(p, GRAD_MLP, l), dact(p, GRAD_MLP, l), act(p, ACT_FCH, l),
+                      (size_t)N * 4 * (size_t)C);
+        break;
+    case B_FC:
+        matmul_backward(dact(p, GRAD_LN2, l), dweight(p, FCW, l), dweight(p, FCB, l),
+                        dact(p, GRAD_MLP, l), act(p, ACT_LN2, l), weight(p, FCW, l), N, C, 4 * C);
+        break;
+    case B_LN2:
+        layernorm_backward(dres, dweight(p, LN2W, l), dweight(p, LN2B, l), dact(p, GRAD_LN2, l),
+                           act(p, ACT_RES2, l), weight(p, LN2W, l), act(p, ACT_LN2_MEAN, l),
+                           act(p, ACT_LN2_RSTD, l), dres, N, C);
+        break;
+    case B_ATTPROJ:
+        matmul_backward(dact(p, GRAD_ATT, l), dweight(p, ATTPROJW, l), dweight(p, ATTPROJB, l),
+                        dres, act(p, ACT_ATT, l), weight(p, ATTPROJW, l), N, C, C);
+        break;
+    case B_ATT:
+        attention_backward(dact(p, GRAD_QKV, l), dact(p, GRAD_ATT, l), act(p, ACT_QKV, l),
+                           act(p, ACT_ATT, l), act(p, ACT_LSE, l), B, T, C, NH);
+        break;
+    case B_QKV:
+        matmul_backward(dact(p, GRAD_LN1, l), dweight(p, QKVW, l), dweight(p, QKVB, l),
+                        dact(p, GRAD_QKV, l), act(p, ACT_LN1, l), weight(p, QKVW, l), N, C, 3 * C);
+        break;
+    case B_LN1:
+        layernorm_backward(dres, dweight(p, LN1W, l), dweight(p, LN1B, l), dact(p, GRAD_LN1, l),
+                           act(p, ACT_X, l), weight(p, LN1W, l), act(p, ACT_LN1_MEAN, l),
+                           act(p, ACT_LN1_RSTD, l), dres, N, C);
+        break;
+    }
+}
+
+// The classifier, a chunk of logits at a time: losses into BUF_LOSSES; where gradients are wanted
+// also dwte, and the gradient of the last LayerNorm's output in place of that output. Without
+// targets: the logits of the last row, into the first of BUF_LOGITS.
+static void network_head(Pass *pass) {
+    const Plan *p = pass->plan;
     const Model *m = &p->settings.model;
-    plan_tick(p, tick_head(m));
-    real *logits = network_single(net, BUF_LOGITS), *losses = network_single(net, BUF_LOSSES);
-    const real *wte = network_tensor(net, BUF_WEIGHTS, WTE, 0);
-    for (int row = 0; row < N; row += p->settings.logit_rows) {
-        int rows = (int)min_i64(p->settings.logit_rows, N - row);
-        real *lnf = network_single(net, BUF_LNF) + (int64_t)row * m->C;
+    const int N = pass->B * pass->T, chunk = p->settings.logit_rows;
+    real *logits = buffer(p, BUF_LOGITS), *losses = buffer(p, BUF_LOSSES);
+    const real *wte = weight(p, WTE, 0);
+    for (int row = pass->targets ? 0 : N - 1; row < N; row += chunk) {
+        int rows = (int)min_i64(chunk, N - row);
+        real *lnf = buffer(p, BUF_LNF) + (int64_t)row * m->C;
         matmul_forward(logits, lnf, wte, NULL, NULL, rows, m->C, m->Vp);
-        classifier_forward_backward(losses + row, logits, targets + row, dloss, rows, m->V, m->Vp,
-                                    backward);
-        if (backward) {
-            matmul_backward(lnf, network_tensor(net, BUF_GRADS, WTE, 0), NULL, logits, lnf, wte,
-                            rows, m->C, m->Vp);
+        if (pass->targets) {
+            classifier_forward_backward(losses + row, logits, pass->targets + row, pass->dloss,
+                                        rows, m->V, m->Vp, pass->dloss != 0);
+        }
+        if (pass->dloss != 0) {
+            matmul_backward(lnf, dweight(p, WTE, 0), NULL, logits, lnf, wte, rows, m->C, m->Vp);
         }
     }
     double sum = 0;
-    for (int i = 0; i < N; i++) {
+    for (int i = 0; i < N && pass->targets; i++) {
         sum += (double)losses[i];
     }
-    return sum / N;
+    pass->loss = sum / N;
 }
 
-// Recomputes what block `layer` dropped, then differentiates it: BUF_DRES holds the gradient of its
-// output before and of its input after.
-static void block_backward(Network *net, int layer) {
-    Plan *p = net->plan;
-    const Settings *s = &p->settings;
-    const Model *m = &s->model;
-    const int C = m->C, N = s->B * s->T;
-    for (int stage = 0; stage < F_FCPROJ; stage++) {
-        plan_tick(p, tick_backward(m, layer, stage));
-        if (plan_recomputes(s, stage, layer)) {
-            block_stage(net, layer, stage, s->B, s->T);
-        }
+// Computes a stage of a Pass: what walk() calls.
+static void network_stage(void *self, int stage, int layer) {
+    Pass *pass = (Pass *)self;
+    const Plan *p = pass->plan;
+    const int B = pass->B, T = pass->T, C = p->settings.model.C;
+    switch (stage) {
+    case EMBED:
+        encoder_forward(act(p, ACT_X, 0), pass->inputs, weight(p, WTE, 0), weight(p, WPE, 0), B, T,
+                        C);
+        break;
+    case LNF:
+        layernorm_forward(buffer(p, BUF_LNF), buffer(p, BUF_LNF_MEAN), buffer(p, BUF_LNF_RSTD),
+                          buffer(p, BUF_XF), weight(p, LNFW, 0), weight(p, LNFB, 0), B * T, C);
+        break;
+    case HEAD:
+        network_head(pass);
+        break;
+    case D_LNF:
+        layernorm_backward(buffer(p, BUF_DRES), dweight(p, LNFW, 0), dweight(p, LNFB, 0),
+                           buffer(p, BUF_LNF), buffer(p, BUF_XF), weight(p, LNFW, 0),
+                           buffer(p, BUF_LNF_MEAN), buffer(p, BUF_LNF_RSTD), NULL, B * T, C);
+        break;
+    case D_EMBED:
+        encoder_backward(dweight(p, WTE, 0), dweight(p, WPE, 0), buffer(p, BUF_DRES), pass->inputs,
+                         B, T, C);
+        break;
+    default:
+        (stage < F_STAGES ? block_forward : block_backward)(pass, stage, layer);
     }
-#define GRAD(name) network_grad(net, GRAD_##name, layer)
-#define DWEIGHT(name) network_tensor(net, BUF_GRADS, name, layer)
-    real *dres = network_single(net, BUF_DRES);
-    plan_tick(p, tick_backward(m, layer, B_FCPROJ));
-    matmul_backward(GRAD(MLP), DWEIGHT(FCPROJW), DWEIGHT(FCPROJB), dres, ACT(GELU), WEIGHT(FCPROJW),
-                    N, 4 * C, C);
-    plan_tick(p, tick_backward(m, layer, B_GELU));
-    gelu_backward(GRAD(MLP), GRAD(MLP), ACT(FCH), (size_t)N * 4 * (size_t)C);
-    plan_tick(p, tick_backward(m, layer, B_FC));
-    matmul_backward(GRAD(LN2), DWEIGHT(FCW), DWEIGHT(FCB), GRAD(MLP), ACT(LN2), WEIGHT(FCW), N, C,
-                    4 * C);
-    plan_tick(p, tick_backward(m, layer, B_LN2));
-    layernorm_backward(dres, DWEIGHT(LN2W), DWEIGHT(LN2B), GRAD(LN2), ACT(RES2), WEIGHT(LN2W),
-                       ACT(LN2_MEAN), ACT(LN2_RSTD), dres, N, C);
-    plan_tick(p, tick_backward(m, layer, B_ATTPROJ));
-    matmul_backward(GRAD(ATT), DWEIGHT(ATTPROJW), DWEIGHT(ATTPROJB), dres, ACT(ATT),
-                    WEIGHT(ATTPROJW), N, C, C);
-    plan_tick(p, tick_backward(m, layer, B_ATT));
-    attention_backward(GRAD(QKV), GRAD(ATT), ACT(QKV), ACT(ATT), ACT(LSE), s->B, s->T, C, m->NH);
-    plan_tick(p, tick_backward(m, layer, B_QKV));
-    matmul_backward(GRAD(LN1), DWEIGHT(QKVW), DWEIGHT(QKVB), GRAD(QKV), ACT(LN1), WEIGHT(QKVW), N,
-                    C, 3 * C);
-    plan_tick(p, tick_backward(m, layer, B_LN1));
-    layernorm_backward(dres, DWEIGHT(LN1W), DWEIGHT(LN1B), GRAD(LN1), ACT(X), WEIGHT(LN1W),
-                       ACT(LN1_MEAN), ACT(LN1_RSTD), dres, N, C);
-#undef ACT
-#undef WEIGHT
-#undef GRAD
-#undef DWEIGHT
-}
-
-// Forward and backward of one micro-batch (B,T); adds to the gradients and returns the batch's mean
-// loss.
-static double network_micro_step(Network *net, const Token *inputs, const Token *targets,
-                                 int micros) {
-    Plan *p = net->plan;
-    const Model *m = &p->settings.model;
-    const int B = p->settings.B, T = p->settings.T, N = B * T;
-    network_forward(net, inputs, B, T);
-    double loss = network_classifier(net, targets, N, (real)(1.0 / ((double)N * micros)), 1);
-    plan_tick(p, tick_lnf_backward(m));
-    layernorm_backward(network_single(net, BUF_DRES), network_tensor(net, BUF_GRADS, LNFW, 0),
-                       network_tensor(net, BUF_GRADS, LNFB, 0), network_single(net, BUF_LNF),
-                       network_single(net, BUF_XF), network_tensor(net, BUF_WEIGHTS, LNFW, 0),
-                       network_single(net, BUF_LNF_MEAN), network_single(net, BUF_LNF_RSTD), NULL,
-                       N, m->C);
-    for (int l = m->L - 1; l >= 0; l--) {
-        block_backward(net, l);
-    }
-    plan_tick(p, tick_embed_backward(m));
-    encoder_backward(network_tensor(net, BUF_GRADS, WTE, 0), network_tensor(net, BUF_GRADS, WPE, 0),
-                     network_single(net, BUF_DRES), inputs, B, T, m->C);
-    return loss;
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -2783,12 +2789,11 @@ static double norm_limit(const NormWindow *w, double zscore) {
 // Optimizer step on the whole network: norm, clip, update. Returns the norm; *skipped is 1 and
 // nothing changes when the norm is not finite or above `limit`. `updates` counts the updates made
 // before this one.
-static double network_update(Network *net, const Options *o, double lr, double limit,
-                             int64_t updates, int *skipped) {
-    Plan *p = net->plan;
+static double network_update(Plan *p, const Options *o, double lr, double limit, int64_t updates,
+                             int *skipped) {
     const Model *m = &p->settings.model;
     plan_tick(p, tick_update(m));
-    double norm = global_norm(network_single(net, BUF_GRADS), tensor_offset(m, TENSORS, 0));
+    double norm = global_norm(buffer(p, BUF_GRADS), tensor_offset(m, TENSORS, 0));
     *skipped = !(isfinite(norm) && norm <= limit);
     if (*skipped) {
         return norm;
@@ -2797,10 +2802,9 @@ static double network_update(Network *net, const Options *o, double lr, double l
     AdamW a = adamw_at(o, lr, updates, scale);
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int l = 0; l < tensor_copies(m, tensor); l++) {
-            adamw_update(
-                network_tensor(net, BUF_WEIGHTS, tensor, l), network_tensor(net, BUF_M, tensor, l),
-                network_tensor(net, BUF_V, tensor, l), network_tensor(net, BUF_GRADS, tensor, l),
-                &a, tensor_is_matrix(tensor) ? a.weight_decay : 0, tensor_size(m, tensor));
+            adamw_update(weight(p, tensor, l), tensor_in(p, BUF_M, tensor, l),
+                         tensor_in(p, BUF_V, tensor, l), dweight(p, tensor, l), &a,
+                         tensor_is_matrix(tensor) ? a.weight_decay : 0, tensor_size(m, tensor));
         }
     }
     return norm;
@@ -2843,57 +2847,57 @@ struct Engine {
     void (*close)(Engine *e);
 };
 
-// The CPU's engine: a network and the loss of the step so far.
+// The CPU's engine: the plan and the loss of the step so far.
 typedef struct {
-    Network net;
+    Plan *plan;
     double loss;
 } CpuEngine;
 
 static void cpu_micro_step(Engine *e, const Token *inputs, const Token *targets, int micro,
                            int micros) {
     CpuEngine *cpu = (CpuEngine *)e->self;
+    Plan *p = cpu->plan;
+    const Settings *s = &p->settings;
+    const real dloss = (real)(1.0 / ((double)(s->B * s->T) * micros));
+    Pass pass = {p, inputs, targets, s->B, s->T, dloss, 0};
     if (micro == 0) {
         cpu->loss = 0;
-        memset(network_single(&cpu->net, BUF_GRADS), 0,
-               cpu->net.plan->buffers[cpu->net.plan->single[BUF_GRADS]].bytes);
+        memset(buffer(p, BUF_GRADS), 0, p->buffers[p->single[BUF_GRADS]].bytes);
     }
-    cpu->loss += network_micro_step(&cpu->net, inputs, targets, micros) / micros;
+    walk(p, tick_embed_backward(&s->model), network_stage, &pass);
+    cpu->loss += pass.loss / micros;
 }
 
 static StepResult cpu_update(Engine *e, const Options *o, double lr, double limit,
                              int64_t updates) {
     CpuEngine *cpu = (CpuEngine *)e->self;
     StepResult result = {cpu->loss, 0, 0};
-    result.norm = network_update(&cpu->net, o, lr, limit, updates, &result.skipped);
+    result.norm = network_update(cpu->plan, o, lr, limit, updates, &result.skipped);
     return result;
 }
 
 static double cpu_evaluate(Engine *e, real *losses, const Token *inputs, const Token *targets) {
-    Network *net = &((CpuEngine *)e->self)->net;
-    const Settings *s = &net->plan->settings;
-    const int N = s->B * s->T;
-    network_forward(net, inputs, s->B, s->T);
-    double mean = network_classifier(net, targets, N, 0, 0);
+    Plan *p = ((CpuEngine *)e->self)->plan;
+    const Settings *s = &p->settings;
+    Pass pass = {p, inputs, targets, s->B, s->T, 0, 0};
+    walk(p, tick_head(&s->model), network_stage, &pass);
     if (losses) {
-        memcpy(losses, network_single(net, BUF_LOSSES), (size_t)N * sizeof(real));
+        memcpy(losses, buffer(p, BUF_LOSSES), (size_t)(s->B * s->T) * sizeof(real));
     }
-    return mean;
+    return pass.loss;
 }
 
 static void cpu_logits(Engine *e, real *out, const Token *tokens, int n) {
-    Network *net = &((CpuEngine *)e->self)->net;
-    const Model *m = &net->plan->settings.model;
-    network_forward(net, tokens, 1, n);
-    plan_tick(net->plan, tick_head(m));
-    real *logits = network_single(net, BUF_LOGITS);
-    matmul_forward(logits, network_single(net, BUF_LNF) + (int64_t)(n - 1) * m->C,
-                   network_tensor(net, BUF_WEIGHTS, WTE, 0), NULL, NULL, 1, m->C, m->Vp);
-    memcpy(out, logits, (size_t)m->V * sizeof(real));
+    Plan *p = ((CpuEngine *)e->self)->plan;
+    const Model *m = &p->settings.model;
+    Pass pass = {p, tokens, NULL, 1, n, 0, 0};
+    walk(p, tick_head(m), network_stage, &pass);
+    memcpy(out, buffer(p, BUF_LOGITS), (size_t)m->V * sizeof(real));
 }
 
 static real *cpu_state(Engine *e, int state, int64_t offset) {
     static const int buffers[] = {BUF_WEIGHTS, BUF_M, BUF_V, BUF_GRADS};
-    return network_single(&((CpuEngine *)e->self)->net, buffers[state]) + offset;
+    return buffer(((CpuEngine *)e->self)->plan, buffers[state]) + offset;
 }
 
 static void cpu_read(Engine *e, int state, int64_t offset, real *out, int64_t count) {
@@ -2905,7 +2909,7 @@ static void cpu_write(Engine *e, int state, int64_t offset, const real *values, 
 }
 
 static void cpu_close(Engine *e) {
-    plan_close(((CpuEngine *)e->self)->net.plan);
+    plan_close(((CpuEngine *)e->self)->plan);
     free(e->self);
 }
 
@@ -2914,9 +2918,9 @@ static void cpu_open(Engine *e, Plan *p) {
     const int threads = p->settings.threads;
     CpuEngine *cpu = (CpuEngine *)alloc_zero(1, sizeof *cpu);
     memset(e, 0, sizeof *e);
-    cpu->net.plan = p;
+    cpu->plan = p;
     plan_open(p);
-    matmul_workspace = network_single(&cpu->net, BUF_MATMUL);
+    matmul_workspace = buffer(p, BUF_MATMUL);
     e->self = cpu;
     e->micro_step = cpu_micro_step;
     e->update = cpu_update;
