@@ -2674,7 +2674,7 @@ template <class E, class G, class M, bool SPLIT> static void check_adamw(const c
     }
     Reals got_p = d_p.get(), got_m = d_m.get(), got_v = d_v.get();
     if (SPLIT) {
-        master_download(got_p.data(), (const bf16 *)d_p.p, d_low.p, N, 0);
+        state_read(got_p.data(), {TYPE_BF16, (char *)d_p.p, d_low.p}, N, 0);
     }
     expect(!exact_p || same_bits(got_p, p), "%s: weights, and what lies between them", who);
     expect(!exact_m || (same_bits(got_m, m) && same_bits(got_v, v)), "%s: moments", who);
@@ -2760,7 +2760,7 @@ static void test_gpu_norm() {
 
 // -------------------------------------------------------------------------------------------------
 // 12. The network on a GPU
-// Volume II's chapters The device arena and GPT-2 on the GPU against the oracle: every gradient,
+// Volume II's chapters The device arena to States, open and close against the oracle: every gradient,
 // several steps, in both types; what must be equal to the bit; the one allocation, and rows used
 // outside their lives.
 
@@ -2825,7 +2825,7 @@ static void mark_and_round(void *memory, size_t bytes, int alive) {
         const Buffer *row = &rounded_plan->buffers[i];
         if (row->alive && (row->group == GROUP_KEPT || row->group == GROUP_WORKING) &&
             !strstr(row->name, "mean") && !strstr(row->name, "rstd") && !strstr(row->name, "lse")) {
-            round_all((real *)(void *)(rounded_plan->base + row->offset), row->count);
+            round_all((real *)(void *)(rounded_plan->base[HOME_DEVICE] + row->offset), row->count);
         }
     }
 }
@@ -3006,9 +3006,9 @@ static void test_gpu_lifetimes() {
     plan_tick(p, 0);
     plan_tick(p, tick_head(&m));
     const Buffer &row = p->buffers[p->single[BUF_LOGITS]];
-    float *logits = gpu_single<float>(net, BUF_LOGITS);
+    float *logits = gpu_buffer<float>(net, BUF_LOGITS);
     Reals fresh(8);
-    state_download(fresh.data(), logits, 8, net->stream);
+    state_read(fresh.data(), {TYPE_FP32, (char *)logits, nullptr}, 8, net->stream);
     expect(isnan((double)fresh[0]) && isnan((double)fresh[7]), "fresh rows are NaN");
     auto launch_on = [&](float *x) {
         return outcome(spawn([&] {
@@ -3019,7 +3019,7 @@ static void test_gpu_lifetimes() {
     expect(launch_on(logits).status == 0, "alive");
     Outcome behind = launch_on(logits + row.bytes / 4);
     plan_tick(p, tick_update(&m));
-    expect_death(gpu_single<float>(net, BUF_LOGITS), "buffer logits lives from tick 18 to 18");
+    expect_death(gpu_buffer<float>(net, BUF_LOGITS), "buffer logits lives from tick 18 to 18");
     Outcome dead = launch_on(logits);
     if (TEST_ASAN) {
         expect(dead.status == 86 && dead.err.find("use-after-poison") != Text::npos, "dead, %d",

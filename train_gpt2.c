@@ -1015,7 +1015,7 @@ typedef struct {
     size_t device_bytes, host_bytes;  // the allocations
     size_t live_bytes;                // most bytes alive at once: no layout needs less
     // at run time
-    char *base;
+    char *base[2];  // by home
     int now;
     void (*mark)(void *memory, size_t bytes, int alive);  // of memory that comes alive or dies
 } Plan;
@@ -1292,7 +1292,7 @@ static void plan_tick(Plan *p, int tick) {
             int alive = b->first <= tick && tick <= b->last;
             if (b->home == HOME_DEVICE && alive != b->alive && alive == birth) {
                 b->alive = alive;
-                p->mark(p->base + b->offset, b->bytes, alive);
+                p->mark(p->base[HOME_DEVICE] + b->offset, b->bytes, alive);
             }
         }
     }
@@ -1305,7 +1305,7 @@ static void *buffer_pointer(const Plan *p, int id) {
     const Buffer *b = &p->buffers[id];
     check(b->first <= p->now && p->now <= b->last,
           "buffer %s lives from tick %d to %d, used at %d", b->name, b->first, b->last, p->now);
-    return p->base + b->offset;
+    return p->base[b->home] + b->offset;
 }
 
 static void *plan_single(const Plan *p, int single) { return buffer_pointer(p, p->single[single]); }
@@ -1335,7 +1335,7 @@ static void plan_open(Plan *p) {
             strerror(errno));
     }
     madvise(memory, p->device_bytes, MADV_HUGEPAGE);
-    p->base = (char *)memory;
+    p->base[HOME_DEVICE] = (char *)memory;
 #if GPT2_POISON
     p->mark = plan_mark;
     p->mark(memory, p->device_bytes, 0);
@@ -1346,10 +1346,10 @@ static void plan_open(Plan *p) {
 // Gives the memory back; the plan stays.
 static void plan_close(Plan *p) {
 #if GPT2_POISON
-    p->mark(p->base, p->device_bytes, 1);
+    p->mark(p->base[HOME_DEVICE], p->device_bytes, 1);
 #endif
-    munmap(p->base, p->device_bytes);
-    p->base = NULL;
+    munmap(p->base[HOME_DEVICE], p->device_bytes);
+    p->base[HOME_DEVICE] = NULL;
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -2485,10 +2485,10 @@ static void gelu_backward(real *dinp, const real *dout, const real *inp, size_t 
 
 // -------------------------------------------------------------------------------------------------
 // 9. The network
-// GPT-2 on the CPU, over the plan's buffers, and the walk through a micro-step, which Volume II walks
-// too.
+// GPT-2 on the CPU, over the plan's buffers, and the walk through a micro-step, which serves
+// Volume II too.
 // 1. A block's stage computes one activation; forward runs all eight, backward repeats those whose
-//    activation was dropped, with the same code on the same inputs, so recomputation changes no bit.
+//    activation was dropped, with the same code on the same inputs, so no bit changes.
 // 2. Gradients add up over micro-steps; `micros` of them make one optimizer step.
 
 // Walks the ticks of a micro-step through `end`, in order: moves the clock, leaves out what is not
@@ -2504,7 +2504,7 @@ static void walk(Plan *p, int end, void (*stage)(void *self, int stage, int laye
     }
 }
 
-// The plan's buffers as the oracle's numbers: one of those that exist once; a tensor of the weights,
+// The plan's buffers as the oracle's numbers: one that exists once; a tensor of the weights,
 // gradients or moments; an activation; the gradient of one (GRAD_*).
 static real *buffer(const Plan *p, int id) { return (real *)plan_single(p, id); }
 static real *tensor_in(const Plan *p, int id, int tensor, int layer) {
