@@ -305,6 +305,7 @@ static Settings draw_settings() {
     int NH = draw(1, 5), T = draw(1, 70);
     s.model = shape(text("l%dh%dc%dt%d", draw(1, 9), NH, NH * draw(1, 40), T + draw(0, 9)).c_str(),
                     draw(2, 3000));
+    s.ranks = 1;
     s.B = draw(1, 9);
     s.T = T;
     s.threads = draw(1, 8);
@@ -612,6 +613,29 @@ static void write_three_shards() {
             tokens.push_back((uint16_t)next++);
         }
         write_file(text("%c.bin", 'a' + k), shard_bytes(tokens, TOKENIZER_GPT2));
+    }
+}
+
+// The ranks of a step read what one rank with the same tokens per step reads, each sequence once.
+static void test_rank_positions() {
+    Settings s = draw_settings();
+    const int sequences = 24;
+    for (int ranks : {1, 2, 3, 4, 6}) {
+        for (s.B = 1; s.B * ranks <= sequences; s.B *= 2) {
+            std::vector<int> read(sequences);
+            s.ranks = ranks;
+            for (int micro = 0; sequences % (s.B * ranks) == 0 && micro < sequences / s.B / ranks;
+                 micro++) {
+                for (s.rank = 0; s.rank < ranks; s.rank++) {
+                    for (int b = 0; b < s.B; b++) {
+                        read.at((size_t)(batch_position(&s, 100, micro) - 100 + b))++;
+                    }
+                }
+            }
+            const int once = sequences % (s.B * ranks) == 0;
+            expect(std::count(read.begin(), read.end(), once) == sequences, "%d ranks of %d", ranks,
+                   s.B);
+        }
     }
 }
 
@@ -2760,9 +2784,9 @@ static void test_gpu_norm() {
 
 // -------------------------------------------------------------------------------------------------
 // 12. The network on a GPU
-// Volume II's chapters The device arena to States, open and close against the oracle: every gradient,
-// several steps, in both types; what must be equal to the bit; the one allocation, and rows used
-// outside their lives.
+// Volume II's chapters from The device arena to States, open and close against the oracle: every
+// gradient, several steps, in both types; what must be equal to the bit; the one allocation, and
+// buffers used outside their lives.
 
 // An oracle with the weights of another network as the device computes with them.
 struct Oracle : Net {
@@ -3086,6 +3110,7 @@ static const Test tests[] = {
     T(plan_allocation, FLOAT | DOUBLE),
     T(plan_refuse, HOST),
     T(arena, ALL),
+    T(rank_positions, HOST),
     T(loader_coverage, HOST),
     T(loader_large, FLOAT),
     T(tokenizer, HOST),

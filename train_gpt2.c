@@ -758,6 +758,7 @@ typedef struct {
     Type dtype, grad_dtype, moment_dtype;
     int split_master;
     Home home[HOMES];  // of each state
+    int rank, ranks;   // of the processes that share the step's micro-batches
 } Settings;
 
 // Statistics and losses are fp32 on a GPU and the oracle's type on the CPU.
@@ -1404,6 +1405,7 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
     memset(s, 0, sizeof *s);
     s->model = *m;
     s->gpu = gpu;
+    s->ranks = 1;
     s->B = (int)o->batch;
     s->T = o->seq_len ? (int)o->seq_len : m->maxT;
     s->threads = thread_count();
@@ -2858,7 +2860,7 @@ static void cpu_micro_step(Engine *e, const Token *inputs, const Token *targets,
     CpuEngine *cpu = (CpuEngine *)e->self;
     Plan *p = cpu->plan;
     const Settings *s = &p->settings;
-    const real dloss = (real)(1.0 / ((double)(s->B * s->T) * micros));
+    const real dloss = (real)(1.0 / ((double)(s->B * s->T) * micros * s->ranks));
     Pass pass = {p, inputs, targets, s->B, s->T, dloss, 0};
     if (micro == 0) {
         cpu->loss = 0;
@@ -4348,7 +4350,7 @@ static void run_save(Run *run) {
 // The line of a finished step, to the terminal and to the log.
 static void run_report(Run *run, const StepResult *r, double lr, double ms, double mean_ms) {
     const Settings *s = &run->s;
-    double tokens = (double)run->micros * s->B * s->T, per_second = tokens / ms * 1e3;
+    double tokens = (double)run->windows_per_step * s->T, per_second = tokens / ms * 1e3;
     double flops = model_flops_per_token(&s->model, s->T) * per_second;
     double peak = run->engine.peak_flops > 0 ? 100 * flops / run->engine.peak_flops : 0;
     int64_t left = run->steps - run->state.step;
@@ -4376,6 +4378,12 @@ static void run_report(Run *run, const StepResult *r, double lr, double ms, doub
     }
 }
 
+// Where this rank's micro-batch of a step starts, whose first sequence is at `start`: the ranks of
+// a micro-step stand side by side, so any number of them reads the same sequences in a step.
+static int64_t batch_position(const Settings *s, int64_t start, int micro) {
+    return start + ((int64_t)micro * s->ranks + s->rank) * s->B;
+}
+
 // One optimizer step: micro-batches from the run's position, the update, the report.
 static void run_step(Run *run, double *mean_ms) {
     const Options *o = &run->o;
@@ -4383,8 +4391,7 @@ static void run_step(Run *run, double *mean_ms) {
     RunState *state = &run->state;
     double start = now_ms(), lr = learning_rate(o, state->step, run->steps);
     for (int micro = 0; micro < run->micros; micro++) {
-        int64_t position =
-            o->overfit ? (int64_t)micro * s->B : state->position + (int64_t)micro * s->B;
+        int64_t position = batch_position(s, o->overfit ? 0 : state->position, micro);
         dataset_batch(&run->train, position, s->B, (int)o->shuffle, (uint64_t)o->seed, run->inputs,
                       run->targets, s->model.V);
         run->engine.micro_step(&run->engine, run->inputs, run->targets, micro, run->micros);
@@ -4528,7 +4535,7 @@ static int plan_command(const Program *program, const Options *o, const Model *m
 static void run_size(Run *run) {
     const Options *o = &run->o;
     const Settings *s = &run->s;
-    int64_t tokens = (int64_t)s->B * s->T,
+    int64_t tokens = (int64_t)s->ranks * s->B * s->T,
             per_step = o->tokens_per_step ? o->tokens_per_step : tokens;
     if (per_step % tokens != 0) {
         die("--tokens-per-step (-d): %" PRId64 " is not a multiple of B x T = %d x %d = %" PRId64,
@@ -4591,7 +4598,7 @@ static void run_print_box(const Run *run, const Program *program) {
            count_text(run->train.tokens).s, run->train.shard_count,
            run->train.shard_count == 1 ? "" : "s");
     printf("step     %d x %d x %d = %s tokens; %s steps\n", run->micros, s->B, s->T,
-           count_text((int64_t)run->micros * s->B * s->T).s, count_text(run->steps).s);
+           count_text(run->windows_per_step * s->T).s, count_text(run->steps).s);
     printf("options ");
     for (int i = 0; i < OPTION_ROWS; i++) {
         const char *value = option_text(text, &run->o, &option_rows[i]);

@@ -2496,7 +2496,7 @@ static void gpu_micro_step(Engine *e, const Token *inputs, const Token *targets,
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
     Plan *p = net->plan;
     const Settings *s = &p->settings;
-    const float dloss = (float)(1.0 / ((double)(s->B * s->T) * micros));
+    const float dloss = (float)(1.0 / ((double)(s->B * s->T) * micros * s->ranks));
     GpuPass<E, G> pass = {net, {}, 0, 0, s->B, s->T, dloss, micro == 0};
     net->micros = micros;
     gpu_upload(&pass, inputs, targets);
