@@ -757,8 +757,8 @@ typedef struct {
     int gpu;  // 0: the CPU program (fp32 or the build's real), 1: the GPU program
     Type dtype, grad_dtype, moment_dtype;
     int split_master;
-    Home home[HOMES];  // of each state
-    int rank, ranks;   // of the processes that share the step's micro-batches
+    uint8_t home[HOMES];  // of each state
+    int rank, ranks;      // of the processes that share the step's micro-batches
 } Settings;
 
 // Statistics and losses are fp32 on a GPU and the oracle's type on the CPU.
@@ -768,11 +768,7 @@ static int settings_has_master(const Settings *s) {
 }
 
 static int settings_offloads(const Settings *s) {
-    int any = 0;
-    for (int i = 0; i < HOMES; i++) {
-        any |= s->home[i] == HOME_HOST;
-    }
-    return any;
+    return memchr(s->home, HOME_HOST, HOMES) != NULL;
 }
 
 // What a tick computes. A block has eight stages forward; in backward the first seven come again,
@@ -846,17 +842,17 @@ enum {
     RECOMPUTE_LEVELS
 };
 typedef struct {
-    const char *name, *alias;  // as -r takes it; alias "": none
+    const char *name, *alias;  // as -r takes it; alias NULL: none
     int stages;                // a bit each
     const char *help;
 } LevelRow;
 enum { ALL_BUT_LAST = (1 << F_FCPROJ) - 1, ATTENTION = 1 << F_ATT | 1 << F_ATTPROJ };
 static const LevelRow level_rows[RECOMPUTE_LEVELS] = {
     {"none", "0", 0, "nothing"},
-    {"gelu", "", 1 << F_GELU, "GELU"},
-    {"norm", "", 1 << F_GELU | 1 << F_LN1 | 1 << F_LN2, "GELU and both LayerNorms"},
-    {"mlp", "", ALL_BUT_LAST & ~(ATTENTION | 1 << F_QKV), "these and the MLP's first product"},
-    {"qkv", "", ALL_BUT_LAST & ~ATTENTION, "these and the product that makes Q, K and V"},
+    {"gelu", NULL, 1 << F_GELU, "GELU"},
+    {"norm", NULL, 1 << F_GELU | 1 << F_LN1 | 1 << F_LN2, "GELU and both LayerNorms"},
+    {"mlp", NULL, ALL_BUT_LAST & ~(ATTENTION | 1 << F_QKV), "these and the MLP's first product"},
+    {"qkv", NULL, ALL_BUT_LAST & ~ATTENTION, "these and the product that makes Q, K and V"},
     {"block", "1", ALL_BUT_LAST, "the block, all but its last product"},
 };
 
@@ -953,57 +949,54 @@ enum {
     BUF_LNF_RSTD, BUF_LOGITS, BUF_DRES, BUF_ATT_D, SINGLES
 };
 typedef struct {
-    int present;  // 0: this run needs none
     Group group;
     const char *name;
     Type type;
     int64_t count;
-    int first, last;  // ticks
+    int first, last;
     HomeOf home;
 } BufferRow;
 
-// The table for a run with settings `s`.
-static void single_rows(BufferRow rows[SINGLES], const Settings *s) {
+// The table for a run with settings `s`; what has no elements is not in its plan.
+static void single_buffers(BufferRow buffers[SINGLES], const Settings *s) {
     const Model *m = &s->model;
-    const int gpu = s->gpu, end = tick_update(m), x = tick_forward(m->L - 1, F_FCPROJ);
-    const int lnf = tick_lnf(m), head = tick_head(m), back = tick_lnf_backward(m);
-    const int back_end = tick_embed_backward(m);
+    const int end = tick_update(m), x = tick_forward(m->L - 1, F_FCPROJ), lnf = tick_lnf(m);
+    const int head = tick_head(m), back = tick_lnf_backward(m), back_end = tick_embed_backward(m);
+    const int64_t gpu = s->gpu, N = (int64_t)s->B * s->T, NC = N * m->C, batch = batch_ints(N);
+    // A GPU sums the gradients of vectors in fp32, apart from those of matrices.
     const int64_t all = tensor_offset(m, TENSORS, 0);
-    const int64_t vectors = subset_offset(m, TENSORS, 0, VECTORS);
-    const int64_t N = (int64_t)s->B * s->T, NC = N * m->C, NH = m->NH, batch = batch_ints(N);
-    const int64_t logits = (int64_t)s->logit_rows * m->Vp;
+    const int64_t vectors = gpu * subset_offset(m, TENSORS, 0, VECTORS);
+    const int64_t master = settings_has_master(s) ? all : 0;
     const int64_t matmul =
         gpu ? (int64_t)GPU_MATMUL_BYTES : (int64_t)matmul_workspace_bytes(s->threads);
-    const int64_t table = (int64_t)model_tensors(m) * GPU_TENSOR_ROW_BYTES;
-    const int64_t partials = max_i64((int64_t)GPU_PARTIAL_BLOCKS * 4 * m->C, 1024);
+    const int64_t table = gpu * model_tensors(m) * GPU_TENSOR_ROW_BYTES;
+    const int64_t partials = gpu * max_i64((int64_t)GPU_PARTIAL_BLOCKS * 4 * m->C, 1024);
     const Type E = s->dtype, G = s->grad_dtype, M = s->moment_dtype, R = settings_real(s);
     const Type low = s->split_master ? TYPE_U16 : TYPE_FP32;
-    const int master = settings_has_master(s);
-    const BufferRow table_rows[SINGLES] = {
-        {1, GROUP_WEIGHTS, "weights", E, all, 0, end, HOME_OF_WEIGHTS},
-        // A GPU sums the gradients of vectors in fp32, apart from those of matrices.
-        {1, GROUP_GRADIENTS, "gradients", G, gpu ? all - vectors : all, 0, end, HOME_OF_GRADIENTS},
-        {gpu, GROUP_GRADIENTS, "gradients of vectors", TYPE_FP32, vectors, 0, end, ON_DEVICE},
-        {1, GROUP_MOMENTS, "moment m", M, all, 0, end, HOME_OF_MOMENTS},
-        {1, GROUP_MOMENTS, "moment v", M, all, 0, end, HOME_OF_MOMENTS},
-        {master, GROUP_MASTER, "master", low, all, 0, end, HOME_OF_MASTER},
-        {1, GROUP_BATCH, "losses", R, N, 0, end, ON_DEVICE},
-        {1, GROUP_WORKSPACE, "matmul workspace", TYPE_U8, matmul, 0, end, ON_DEVICE},
-        {gpu, GROUP_BATCH, "batch", TYPE_I32, batch, 0, end, ON_DEVICE},
-        {gpu, GROUP_WORKSPACE, "table of tensors", TYPE_U8, table, 0, end, ON_DEVICE},
-        {gpu, GROUP_WORKSPACE, "norm and counters", TYPE_U8, GPU_STATE_BYTES, 0, end, ON_DEVICE},
-        {gpu, GROUP_WORKSPACE, "partial sums", TYPE_FP32, partials, 0, end, ON_DEVICE},
-        // Two batches, so that one is filled while the other goes up; the state comes down behind.
-        {gpu, GROUP_BATCH, "pinned batches", TYPE_I32, 2 * batch + 64, 0, end, ON_HOST},
-        {1, GROUP_KEPT, "xf", E, NC, x, back, HOME_OF_RESIDUALS},
-        {1, GROUP_WORKING, "lnf", E, NC, lnf, back, ON_DEVICE},
-        {1, GROUP_WORKING, "lnf.mean", R, N, lnf, back, ON_DEVICE},
-        {1, GROUP_WORKING, "lnf.rstd", R, N, lnf, back, ON_DEVICE},
-        {1, GROUP_LOGITS, "logits", E, logits, head, head, ON_DEVICE},
-        {1, GROUP_WORKING, "d_residual", E, NC, back, back_end, ON_DEVICE},
-        {gpu, GROUP_WORKING, "attention D", TYPE_FP32, N * NH, back, back_end, ON_DEVICE},
+    const BufferRow rows[SINGLES] = {
+        {GROUP_WEIGHTS, "weights", E, all, 0, end, HOME_OF_WEIGHTS},
+        {GROUP_GRADIENTS, "gradients", G, all - vectors, 0, end, HOME_OF_GRADIENTS},
+        {GROUP_GRADIENTS, "gradients of vectors", TYPE_FP32, vectors, 0, end, ON_DEVICE},
+        {GROUP_MOMENTS, "moment m", M, all, 0, end, HOME_OF_MOMENTS},
+        {GROUP_MOMENTS, "moment v", M, all, 0, end, HOME_OF_MOMENTS},
+        {GROUP_MASTER, "master", low, master, 0, end, HOME_OF_MASTER},
+        {GROUP_BATCH, "losses", R, N, 0, end, ON_DEVICE},
+        {GROUP_WORKSPACE, "matmul workspace", TYPE_U8, matmul, 0, end, ON_DEVICE},
+        {GROUP_BATCH, "batch", TYPE_I32, gpu * batch, 0, end, ON_DEVICE},
+        {GROUP_WORKSPACE, "table of tensors", TYPE_U8, table, 0, end, ON_DEVICE},
+        {GROUP_WORKSPACE, "norm and counters", TYPE_U8, gpu * GPU_STATE_BYTES, 0, end, ON_DEVICE},
+        {GROUP_WORKSPACE, "partial sums", TYPE_FP32, partials, 0, end, ON_DEVICE},
+        // Two batches, so that one is filled while the other goes up; then the state comes down.
+        {GROUP_BATCH, "pinned batches", TYPE_I32, gpu * (2 * batch + 64), 0, end, ON_HOST},
+        {GROUP_KEPT, "xf", E, NC, x, back, HOME_OF_RESIDUALS},
+        {GROUP_WORKING, "lnf", E, NC, lnf, back, ON_DEVICE},
+        {GROUP_WORKING, "lnf.mean", R, N, lnf, back, ON_DEVICE},
+        {GROUP_WORKING, "lnf.rstd", R, N, lnf, back, ON_DEVICE},
+        {GROUP_LOGITS, "logits", E, (int64_t)s->logit_rows * m->Vp, head, head, ON_DEVICE},
+        {GROUP_WORKING, "d_residual", E, NC, back, back_end, ON_DEVICE},
+        {GROUP_WORKING, "attention D", TYPE_FP32, gpu * N * m->NH, back, back_end, ON_DEVICE},
     };
-    memcpy(rows, table_rows, sizeof table_rows);
+    memcpy(buffers, rows, sizeof rows);
 }
 
 typedef struct {
@@ -1023,38 +1016,34 @@ typedef struct {
 
 enum { PLAN_ALIGN = 256, PLAN_GAP = GPT2_POISON ? 256 : 0 };
 
-// Adds a buffer, of block `layer` or (-1) of none, and returns its index.
+// Adds a buffer, of block `layer` or (-1) of none, and returns its index; -1 for one without
+// elements.
 static int plan_add(Plan *p, const BufferRow *row, int layer) {
+    if (row->count == 0) {
+        return -1;
+    }
     if (p->buffer_count == p->buffer_capacity) {
         p->buffer_capacity = p->buffer_capacity ? 2 * p->buffer_capacity : 256;
-        p->buffers =
-            (Buffer *)realloc(p->buffers, (size_t)p->buffer_capacity * sizeof(Buffer));
+        p->buffers = (Buffer *)realloc(p->buffers, (size_t)p->buffer_capacity * sizeof(Buffer));
         check(p->buffers, "no memory for the plan's table");
     }
     Buffer *b = &p->buffers[p->buffer_count];
-    memset(b, 0, sizeof *b);
-    if (layer >= 0) {
-        snprintf(b->name, sizeof b->name, "%d.%s", layer, row->name);
-    } else {
+    memset(b, 0, sizeof *b);  // padding too: equal plans are equal bytes
+    if (layer < 0) {
         snprintf(b->name, sizeof b->name, "%s", row->name);
+    } else {
+        snprintf(b->name, sizeof b->name, "%d.%s", layer, row->name);
     }
     b->group = row->group;
     b->type = row->type;
     b->count = row->count;
     b->first = row->first;
     b->last = row->last;
-    b->home = row->home < HOMES ? p->settings.home[row->home]
-                                : row->home == ON_HOST ? HOME_HOST : HOME_DEVICE;
+    b->home = row->home < HOMES     ? (Home)p->settings.home[row->home]
+              : row->home == ON_HOST ? HOME_HOST
+                                     : HOME_DEVICE;
     b->bytes = (size_t)row->count * type_bytes(row->type);
     return p->buffer_count++;
-}
-
-static void plan_add_singles(Plan *p) {
-    BufferRow rows[SINGLES];
-    single_rows(rows, &p->settings);
-    for (int i = 0; i < SINGLES; i++) {
-        p->single[i] = rows[i].present ? plan_add(p, &rows[i], -1) : -1;
-    }
 }
 
 // Buffers of one block's activations and of their gradients.
@@ -1065,13 +1054,12 @@ static void plan_add_block(Plan *p, int layer) {
     for (int i = 0; i < ACTS; i++) {
         const ActRow *a = &act_rows[i];
         int *forward = &p->act[i * m->L + layer], *backward = &p->act[(ACTS + i) * m->L + layer];
-        BufferRow row = {1, GROUP_KEPT, a->name, settings_real(s), N, 0, 0, a->home};
-        if (a->channels > 0) {
-            row.type = s->dtype;
-        }
-        row.count *= a->channels > 0 ? a->channels * m->C : a->channels == PER_HEAD ? m->NH : 1;
-        row.first = tick_forward(i == ACT_X ? layer - 1 : layer, a->made);
-        row.last = tick_backward(m, layer, a->used_back);
+        const int per_token = a->channels > 0           ? a->channels * m->C
+                              : a->channels == PER_HEAD ? m->NH
+                                                        : 1;
+        BufferRow row = {GROUP_KEPT, a->name, a->channels > 0 ? s->dtype : settings_real(s),
+                         N * per_token, tick_forward(i == ACT_X ? layer - 1 : layer, a->made),
+                         tick_backward(m, layer, a->used_back), a->home};
         if (plan_recomputes(s, a->made, layer)) {
             row.group = GROUP_WORKING;
             row.last = tick_forward(layer, a->used);
@@ -1085,7 +1073,7 @@ static void plan_add_block(Plan *p, int layer) {
     }
     for (int i = 0; i < GRADS; i++) {
         const GradRow *g = &grad_rows[i];
-        BufferRow row = {1, GROUP_WORKING, g->name, s->dtype, N * g->channels * m->C,
+        BufferRow row = {GROUP_WORKING, g->name, s->dtype, N * g->channels * m->C,
                          tick_backward(m, layer, g->first), tick_backward(m, layer, g->last),
                          ON_DEVICE};
         p->grad[i * m->L + layer] = plan_add(p, &row, layer);
@@ -1190,10 +1178,11 @@ static void plan_build(Plan *p, const Settings *s) {
     p->ticks = tick_update(&s->model) + 1;
     p->act = (int *)alloc_zero((size_t)2 * ACTS * (size_t)s->model.L, sizeof(int));
     p->grad = (int *)alloc_zero((size_t)GRADS * (size_t)s->model.L, sizeof(int));
+    BufferRow singles[SINGLES];
+    single_buffers(singles, s);
     for (int i = 0; i < SINGLES; i++) {
-        p->single[i] = -1;
+        p->single[i] = plan_add(p, &singles[i], -1);
     }
-    plan_add_singles(p);
     for (int l = 0; l < s->model.L; l++) {
         plan_add_block(p, l);
     }
@@ -1229,40 +1218,30 @@ static size_t plan_bytes(const Settings *s) {
     return bytes;
 }
 
-// The level that starts `text`, which ends there or at a colon (*end); -1: none does.
-static int level_find(const char *text, const char **end) {
-    size_t length = strcspn(text, ":");
-    *end = text + length;
-    for (int i = 0; i < RECOMPUTE_LEVELS; i++) {
-        const LevelRow *row = &level_rows[i];
-        if ((strlen(row->name) == length && memcmp(text, row->name, length) == 0) ||
-            (length > 0 && strlen(row->alias) == length && memcmp(text, row->alias, length) == 0)) {
-            return i;
-        }
-    }
-    return -1;
-}
-
 // Reads -r: a level, or LEVEL:K for the first K blocks alone.
 static void recompute_parse(Settings *s, const char *text) {
-    const char *rest;
-    const int L = s->model.L, level = level_find(text, &rest);
-    if (level < 0) {
-        char names[256] = "";
-        for (int i = 0; i < RECOMPUTE_LEVELS; i++) {
-            const LevelRow *row = &level_rows[i];
-            size_t used = strlen(names);
-            snprintf(names + used, sizeof names - used, row->alias[0] ? " %s (%s)" : " %s",
-                     row->name, row->alias);
+    const int length = (int)strcspn(text, ":");
+    char word[8], names[128] = "", *end = NULL;
+    int level = -1;
+    snprintf(word, sizeof word, "%.*s", length, text);
+    for (int i = 0; i < RECOMPUTE_LEVELS; i++) {
+        const LevelRow *row = &level_rows[i];
+        size_t used = strlen(names);
+        if (strcmp(word, row->name) == 0 || (row->alias && strcmp(word, row->alias) == 0)) {
+            level = i;
         }
+        snprintf(names + used, sizeof names - used, row->alias ? " %s (%s)" : " %s", row->name,
+                 row->alias);
+    }
+    if (level < 0 || length >= (int)sizeof word) {
         die("--recompute (-r): '%s' is not one of%s, nor one of these for the first K blocks, as "
             "in block:K", text, names);
     }
-    char *end = NULL;
-    long blocks = *rest ? strtol(rest + 1, &end, 10) : L;
-    if (end && (end == rest + 1 || *end != 0 || blocks < 0 || blocks > L)) {
+    const char *number = text + length + 1;
+    long blocks = text[length] ? strtol(number, &end, 10) : s->model.L;
+    if (end && (end == number || *end != 0 || blocks < 0 || blocks > s->model.L)) {
         die("--recompute (-r): '%s': K of %s:K is a number from 0 to %d, the model's blocks", text,
-            level_rows[level].name, L);
+            level_rows[level].name, s->model.L);
     }
     settings_recompute(s, level, (int)blocks);
 }
@@ -1270,7 +1249,7 @@ static void recompute_parse(Settings *s, const char *text) {
 static void recompute_print_help(void) {
     for (int i = 0; i < RECOMPUTE_LEVELS; i++) {
         const LevelRow *row = &level_rows[i];
-        printf("%24s%-5s %s  %s\n", "", row->name, row->alias[0] ? row->alias : " ", row->help);
+        printf("%25s%-6s%-2s%s\n", "", row->name, row->alias ? row->alias : "", row->help);
     }
 }
 

@@ -503,7 +503,8 @@ static void target_plan(const unsigned char *bytes, size_t size) {
     FACT(p.device_bytes / 2 >= (size_t)model_parameters(&m));
     FACT(p.device_bytes / 4 >= (size_t)(s.B * s.T));
     for (int i = 0; i < p.buffer_count; i++) {
-        FACT(p.buffers[i].home == HOME_HOST || p.buffers[i].offset + p.buffers[i].bytes <= p.device_bytes);
+        const Buffer *b = &p.buffers[i];
+        FACT(b->home == HOME_HOST || b->offset + b->bytes <= p.device_bytes);
     }
     plan_free(&p);
 }
