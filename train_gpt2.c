@@ -962,6 +962,7 @@ static void single_buffers(BufferRow buffers[SINGLES], const Settings *s) {
     const Model *m = &s->model;
     const int end = tick_update(m), x = tick_forward(m->L - 1, F_FCPROJ), lnf = tick_lnf(m);
     const int head = tick_head(m), back = tick_lnf_backward(m), back_end = tick_embed_backward(m);
+    // A GPU's own buffers have no elements on the CPU: their counts are multiplied by `gpu`.
     const int64_t gpu = s->gpu, N = (int64_t)s->B * s->T, NC = N * m->C, batch = batch_ints(N);
     // A GPU sums the gradients of vectors in fp32, apart from those of matrices.
     const int64_t all = tensor_offset(m, TENSORS, 0);

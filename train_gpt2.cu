@@ -2153,6 +2153,7 @@ static DeviceMemory device_memory;
 
 #if GPT2_POISON
 static cudaStream_t arena_stream;
+// Queued, not done at once: kernels that use the buffer may still be running.
 static void device_mark(void *memory, size_t bytes, int alive) {
 #if CUDA_CPU
     alive ? emu_unpoison(memory, bytes, arena_stream) : emu_poison(memory, bytes, arena_stream);
@@ -2177,6 +2178,7 @@ static size_t device_available(void) {
     return device_memory.free_bytes;
 }
 
+// Allocates both homes of the plan. The host's is pinned, or copies would not overlap with kernels.
 static void arena_open(Plan *p, cudaStream_t stream) {
     cuda_check(cudaMalloc((void **)&p->base[HOME_DEVICE], p->device_bytes));
     cuda_check(cudaMallocHost((void **)&p->base[HOME_HOST], p->host_bytes));
@@ -2197,6 +2199,8 @@ static void copy_wait(void *to, const void *from, size_t bytes, cudaMemcpyKind k
     cuda_check(cudaStreamSynchronize(stream));
 }
 
+// Gives both homes back; the plan stays, as after plan_close. Test builds take the poison off
+// first, so that whoever gets the memory next may use it.
 static void arena_close(Plan *p) {
 #if GPT2_POISON
     p->mark(p->base[HOME_DEVICE], p->device_bytes, 1);
@@ -2232,6 +2236,7 @@ struct GpuBatch {
 };
 static GpuBatch batch_at(int *memory, int N) { return {memory, memory + N, memory + 2 * N}; }
 
+// The GPU's engine: the plan, one stream, and what the host keeps to feed it.
 template <class E, class G> struct GpuNetwork {
     Plan *plan;
     cudaStream_t stream;
@@ -2378,7 +2383,8 @@ static void gpu_block_backward(const GpuPass<E, G> *pass, int stage, int l) {
     }
 }
 
-// sum (first) = or += the sum of losses (N), in a fixed order. One block.
+// sum (first) = or += the sum of losses (N), in a fixed order. One block, because the order of
+// several would not be fixed, and N numbers are read in no time beside the classifier.
 static __global__ void loss_sum_kernel(float *sum, const float *losses, int N, bool first) {
     float x = 0.0f;
     for (int i = threadIdx.x; i < N; i += blockDim.x) {
@@ -2450,11 +2456,12 @@ template <class E, class G> static void gpu_stage(void *self, int stage, int lay
             gpu_buffer<float>(net, BUF_PARTIALS), B * T, C, stream);
         break;
     case D_EMBED:
+        // The tokens come sorted, so that every row of dwte has one writer and no atomic is needed.
         gpu_encoder_backward<E, G>(b.dmatrix(WTE), b.dmatrix(WPE), gpu_buffer<E>(net, BUF_DRES),
                                    pass->batch.sorted, pass->segments, B, T, C, m->maxT,
                                    pass->first, stream);
         break;
-    default:
+    default:  // a block's
         (stage < F_STAGES ? gpu_block_forward<E, G> : gpu_block_backward<E, G>)(pass, stage, layer);
     }
 }
@@ -2474,12 +2481,13 @@ static void gpu_upload(GpuPass<E, G> *pass, const Token *inputs, const Token *ta
     const Settings *s = &net->plan->settings;
     const int N = s->B * s->T, slot = 1 - net->slot;
     GpuBatch host = net->pinned[slot];
-    int ints = 2 * N;
+    int ints = 2 * N;  // inputs and targets, which lie in front, so that one copy takes either
     net->slot = slot;
+    // The copy of two micro-steps ago may still read the slot; normally it is long done.
     cuda_check(cudaEventSynchronize(net->uploaded[slot]));
     memcpy(host.inputs, inputs, N * sizeof(int));
     memcpy(host.targets, targets, N * sizeof(int));
-    if (pass->dloss != 0) {
+    if (pass->dloss != 0) {  // the host sorts while the GPU computes the micro-step before
         pass->segments = encoder_sort(host.sorted, net->counts, inputs, N, s->model.V);
         ints = (int)batch_ints(N);
     }
@@ -2500,7 +2508,7 @@ static void gpu_micro_step(Engine *e, const Token *inputs, const Token *targets,
     GpuPass<E, G> pass = {net, {}, 0, 0, s->B, s->T, dloss, micro == 0};
     net->micros = micros;
     gpu_upload(&pass, inputs, targets);
-    if (pass.first) {
+    if (pass.first) {  // kernels only add to these (The network on the GPU, 2)
         cuda_check(cudaMemsetAsync(gpu_buffer<float>(net, BUF_GRADS_1D), 0,
                                    p->buffers[p->single[BUF_GRADS_1D]].bytes, net->stream));
     }
@@ -2534,6 +2542,7 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
                            gpu_buffer<ParamRange>(net, BUF_TENSORS), net->range_count, net->chunks,
                            net->stream);
     gpu_update_decide(&state->update, (float)o->clip, (float)limit, net->stream);
+    // The clip factor is the device's, so the host's scale of gradients is 1.
     AdamW adamw = adamw_at(o, lr, updates, 1);
     if constexpr (std::is_same_v<E, float>) {
         gpu_adamw_all<E, G, float, false>(net, adamw, o, updates);
@@ -2549,6 +2558,7 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
     cuda_check(
         cudaMemcpyAsync(net->result, state, sizeof *state, cudaMemcpyDeviceToHost, net->stream));
     cuda_check(cudaStreamSynchronize(net->stream));
+    // loss_sum has one loss a token: the mean over the step's tokens is its loss.
     const double tokens = (double)s->B * s->T * net->micros;
     StepResult result = {net->result->loss_sum / tokens, net->result->update.norm,
                          (int)net->result->update.skip};
@@ -2562,6 +2572,7 @@ static double gpu_evaluate(Engine *e, real *losses, const Token *inputs, const T
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
     const Settings *s = &net->plan->settings;
     const int N = s->B * s->T;
+    // `first`, so that the sum of losses starts anew; a step's own sum has been read by then.
     GpuPass<E, G> pass = {net, {}, 0, 0, s->B, s->T, 0.0f, true};
     gpu_upload(&pass, inputs, targets);
     walk(net->plan, tick_head(&s->model), gpu_stage<E, G>, &pass);
@@ -2587,7 +2598,7 @@ static void gpu_logits(Engine *e, real *out, const Token *tokens, int n) {
     Token *padded = (Token *)alloc_zero(2 * (size_t)N, sizeof(Token));
     memcpy(padded, tokens, (size_t)n * sizeof(Token));
     gpu_upload(&pass, padded, padded + N);
-    pass.batch.targets = nullptr;
+    pass.batch.targets = nullptr;  // uploaded, since a batch goes up whole, but asked for by nobody
     walk(net->plan, tick_head(&s->model), gpu_stage<E, G>, &pass);
     free(padded);
     E *host = (E *)alloc_zero((size_t)V, sizeof(E));
@@ -2654,7 +2665,7 @@ static void state_write(const StateView &v, const real *values, int64_t count,
         const float value = (float)values[i];
         if (v.type == TYPE_FP32) {
             ((float *)(void *)host)[i] = value;
-        } else if (low) {
+        } else if (low) {  // bit for bit: a resume goes on from the same fp32 weight
             uint32_t bits;
             memcpy(&bits, &value, sizeof bits);
             ((uint16_t *)(void *)host)[i] = master_high(value);
@@ -2676,13 +2687,14 @@ template <class E, class G>
 static void gpu_read_gradients(GpuNetwork<E, G> *net, int64_t offset, real *out, int64_t count) {
     const Settings *s = &net->plan->settings;
     const Model *m = &s->model;
-    memset(out, 0, (size_t)count * sizeof(real));
+    memset(out, 0, (size_t)count * sizeof(real));  // the gaps between tensors are zero
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int l = 0; l < tensor_copies(m, tensor); l++) {
             const GpuBlock<E, G> b = {net, l};
             int64_t begin = tensor_offset(m, tensor, l);
             int64_t low = max_i64(begin, offset);
             int64_t high = min_i64(begin + tensor_size(m, tensor), offset + count);
+            // Matrices and vectors lie in buffers of their own, in types of their own.
             StateView v = tensor_is_matrix(tensor)
                               ? StateView{s->grad_dtype, (char *)b.dmatrix(tensor), nullptr}
                               : StateView{TYPE_FP32, (char *)b.dvector(tensor), nullptr};
@@ -2694,6 +2706,7 @@ static void gpu_read_gradients(GpuNetwork<E, G> *net, int64_t offset, real *out,
     }
 }
 
+// The engine's read and write. Gradients can only be read.
 template <class E, class G>
 static void gpu_read(Engine *e, int state, int64_t offset, real *out, int64_t count) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
@@ -2710,6 +2723,7 @@ static void gpu_write(Engine *e, int state, int64_t offset, const real *values, 
     state_write(gpu_state(net, state, offset), values, count, net->stream);
 }
 
+// Gives back everything but the plan. What is queued must be done first: it uses the memory.
 template <class E, class G> static void gpu_close(Engine *e) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
     cuda_check(cudaStreamSynchronize(net->stream));
@@ -2761,6 +2775,7 @@ static void gpu_warm_up(Engine *e) {
     Options o;
     options_default(&o);
     before = before ? before : device_memory.free_bytes;
+    // The run initialises its states later; until then they hold a former owner's bytes.
     for (int id : {BUF_WEIGHTS, BUF_MASTER, BUF_M, BUF_V, BUF_STATE}) {
         if (net->plan->single[id] >= 0) {
             size_t bytes = net->plan->buffers[net->plan->single[id]].bytes;
@@ -2784,12 +2799,14 @@ template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
     const Settings *s = &p->settings;
     const int64_t N = (int64_t)s->B * s->T, C = s->model.C;
     net->plan = p;
+    // Volume I plans without knowing the kernels; here they are asked.
     size_t partials = net->plan->buffers[net->plan->single[BUF_PARTIALS]].bytes;
     check(gpu_layernorm_backward_bytes((int)N, (int)C) <= partials &&
               gpu_bias_backward_bytes((int)N, (int)(4 * C)) <= partials &&
               gpu_grad_square_sum_bytes() <= partials,
           "the plan's partial sums are too few for the kernels");
     plan_refuse(net->plan, net->plan->device_bytes, device_available());
+    // Not the default stream, nor synchronised with it: nothing of a library's slips between.
     cuda_check(cudaStreamCreateWithFlags(&net->stream, cudaStreamNonBlocking));
     arena_open(net->plan, net->stream);
     gpu_matmul_open(gpu_buffer<char>(net, BUF_MATMUL), GPU_MATMUL_BYTES);
@@ -2800,6 +2817,7 @@ template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
         cuda_check(cudaEventCreateWithFlags(&net->uploaded[i], cudaEventDisableTiming));
     }
     net->result = (GpuState *)(void *)(pinned + 2 * batch_ints(N));
+    // Kept for the run: nothing is allocated between steps.
     net->counts = (int *)alloc_zero((size_t)s->model.V, sizeof(int));
     gpu_ranges_open(net);
     e->self = net;
@@ -2810,6 +2828,7 @@ template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
     e->read = gpu_read<E, G>;
     e->write = gpu_write<E, G>;
     e->close = gpu_close<E, G>;
+    // Last, when all verbs are there: what fails fails here, before the run has begun.
     gpu_warm_up<E, G>(e);
 }
 
