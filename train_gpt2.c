@@ -3914,6 +3914,7 @@ static void state_parse(StateFile *out, const Model *m, const unsigned char *byt
     }
     file_require(norms && out->moments[STATE_M].data && out->moments[STATE_V].data, name,
                  "norms, m or v", "is missing");
+    check(norms, "required above");  // which clang-tidy does not see
     memcpy(out->run.norms.values, norms, sizeof out->run.norms.values);
     safetensors_text(&f, "run", out->identity, sizeof out->identity);
     for (int i = 0; i < COUNTERS; i++) {
