@@ -306,12 +306,13 @@ static Settings draw_settings() {
     int NH = draw(1, 5), T = draw(1, 70);
     s.model = shape(text("l%dh%dc%dt%d", draw(1, 9), NH, NH * draw(1, 40), T + draw(0, 9)).c_str(),
                     draw(2, 3000));
+    s.ranks = 1;
     s.B = draw(1, 9);
     s.T = T;
     s.threads = draw(1, 8);
     s.logit_rows = draw(1, s.B * s.T);
-    s.level = draw(0, RECOMPUTE_LEVELS - 1);
-    s.recompute_blocks = draw(0, 1) ? s.model.L : draw(0, s.model.L);
+    int level = draw(0, RECOMPUTE_LEVELS - 1);
+    settings_recompute(&s, level, draw(0, 1) ? s.model.L : draw(0, s.model.L));
     s.gpu = draw(0, 1);
     s.dtype = s.grad_dtype = s.moment_dtype = s.gpu ? TYPE_FP32 : TYPE_REAL;
     if (s.gpu) {
@@ -319,25 +320,26 @@ static Settings draw_settings() {
         s.grad_dtype = s.dtype == TYPE_BF16 && draw(0, 1) ? TYPE_BF16 : TYPE_FP32;
         s.moment_dtype = draw(0, 1) ? TYPE_BF16 : TYPE_FP32;
         s.split_master = s.dtype == TYPE_BF16 && draw(0, 1);
-        s.offload_moments = draw(0, 1);
-        s.offload_master = (s.split_master || s.dtype == TYPE_FP16) && draw(0, 1);
+        s.home[HOME_OF_MOMENTS] = (Home)draw(0, 1);
+        s.home[HOME_OF_MASTER] = settings_has_master(&s) ? (Home)draw(0, 1) : HOME_DEVICE;
     }
     return s;
 }
 
 // What a failure names.
 static Text settings_text(const Settings &s) {
+    int blocks, level = settings_level(&s, &blocks);
     return text("L%d NH%d C%d V%d B%d T%d logit rows %d level %d x %d gpu %d dtype %d threads %d",
-                s.model.L, s.model.NH, s.model.C, s.model.V, s.B, s.T, s.logit_rows, s.level,
-                s.recompute_blocks, s.gpu, (int)s.dtype, s.threads);
+                s.model.L, s.model.NH, s.model.C, s.model.V, s.B, s.T, s.logit_rows, level,
+                blocks, s.gpu, (int)s.dtype, s.threads);
 }
 
-// Bytes that a row keeps from others.
-static size_t padded(const Row &row) {
-    return (row.bytes + PLAN_ALIGN - 1) / PLAN_ALIGN * PLAN_ALIGN + PLAN_GAP;
+// Bytes that a buffer keeps from others.
+static size_t padded(const Buffer &b) {
+    return (b.bytes + PLAN_ALIGN - 1) / PLAN_ALIGN * PLAN_ALIGN + PLAN_GAP;
 }
 
-// No two rows share a byte at a tick, the total is where the last one ends, no layout could be
+// No two buffers share a byte at a tick, the total is where the last one ends, no layout could be
 // below live_bytes, and the same settings give the same plan.
 static void test_plan_layout() {
     for (int n = 0; n < 300; n++) {
@@ -346,23 +348,23 @@ static void test_plan_layout() {
         plan_build(&p, &s);
         plan_build(&q, &s);
         Text who = settings_text(s);
-        expect(p.row_count == q.row_count && p.device_bytes == q.device_bytes &&
-                   memcmp(p.rows, q.rows, sizeof(Row) * (size_t)p.row_count) == 0,
+        expect(p.buffer_count == q.buffer_count && p.device_bytes == q.device_bytes &&
+                   memcmp(p.buffers, q.buffers, sizeof(Buffer) * (size_t)p.buffer_count) == 0,
                "%s", who.c_str());
         size_t end[2] = {0, 0};
         std::vector<size_t> live((size_t)p.ticks);
-        for (int i = 0; i < p.row_count; i++) {
-            const Row &a = p.rows[i];
-            end[a.host] = std::max(end[a.host], a.offset + padded(a));
+        for (int i = 0; i < p.buffer_count; i++) {
+            const Buffer &a = p.buffers[i];
+            end[a.home] = std::max(end[a.home], a.offset + padded(a));
             expect(a.offset % PLAN_ALIGN == 0 && a.first >= 0 && a.first <= a.last &&
                        a.last < p.ticks && a.count > 0,
                    "%s: %s", who.c_str(), a.name);
-            for (int t = a.first; t <= a.last && !a.host; t++) {
+            for (int t = a.first; t <= a.last && !a.home; t++) {
                 live[(size_t)t] += padded(a);
             }
             for (int j = 0; j < i; j++) {
-                const Row &b = p.rows[j];
-                int apart = a.host != b.host || a.last < b.first || b.last < a.first ||
+                const Buffer &b = p.buffers[j];
+                int apart = a.home != b.home || a.last < b.first || b.last < a.first ||
                             a.offset + padded(a) <= b.offset || b.offset + padded(b) <= a.offset;
                 expect(apart, "%s: %s and %s", who.c_str(), a.name, b.name);
             }
@@ -383,10 +385,11 @@ static void test_plan_monotone() {
         s.logit_rows = std::min(s.logit_rows, s.T);
         for (int what = 0; what < 3; what++) {
             Settings more = s;
-            if (what == 0 && s.level + 1 < RECOMPUTE_LEVELS) {
-                more.level++;
-            } else if (what == 1 && s.recompute_blocks < s.model.L) {
-                more.recompute_blocks++;
+            int blocks, level = settings_level(&s, &blocks);
+            if (what == 0 && level + 1 < RECOMPUTE_LEVELS) {
+                settings_recompute(&more, level + 1, blocks);
+            } else if (what == 1 && level > 0 && blocks < s.model.L) {
+                settings_recompute(&more, level, blocks + 1);
             } else if (what == 2 && s.B > 1) {
                 more.B--;
             }
@@ -412,9 +415,9 @@ static void test_stages() {
     for (int level = 0; level < RECOMPUTE_LEVELS; level++) {
         int channels = 0;
         for (const ActRow &act : act_rows) {
-            channels += level < act.level ? std::max(act.channels, 0) : 0;
+            channels += level_rows[level].stages >> act.made & 1 ? 0 : std::max(act.channels, 0);
         }
-        expect(channels == kept[level], "%s keeps %d", level_names[level], channels);
+        expect(channels == kept[level], "%s keeps %d", level_rows[level].name, channels);
     }
     // embed; 3 x 8; lnf, head, d_lnf; 3 x 15; d_embed, update.
     expect(names.size() == 1 + 24 + 3 + 45 + 2);
@@ -426,6 +429,7 @@ static void test_stages() {
 struct Net {
     Engine e;
     Settings s;
+    Plan plan;
     Net(const Model &m, int B, int T, int level = 0, int blocks = -1, int logit_rows = 0) {
         Options o;
         options_default(&o);
@@ -433,9 +437,9 @@ struct Net {
         o.seq_len = T;
         o.logit_rows = logit_rows;
         settings_from_options(&s, &o, &m, 0);
-        s.level = level;
-        s.recompute_blocks = blocks < 0 ? m.L : blocks;
-        cpu_open(&e, &s);
+        settings_recompute(&s, level, blocks < 0 ? m.L : blocks);
+        plan_build(&plan, &s);
+        cpu_open(&e, &plan);
         give_weights(m);
     }
 #if TEST_CUDA
@@ -444,7 +448,8 @@ struct Net {
         Options o;
         parse(&o, options.c_str());
         settings_from_options(&s, &o, &m, 1);
-        gpu_engine_open(&e, &s);
+        plan_build(&plan, &s);
+        gpu_engine_open(&e, &plan);
         give_weights(m);
     }
 #endif
@@ -463,8 +468,10 @@ struct Net {
         }
     }
     Net(const Net &) = delete;
-    ~Net() { e.close(&e); }
-    Network *net() { return &((CpuEngine *)e.self)->net; }
+    ~Net() {
+        e.close(&e);
+        plan_free(&plan);
+    }
     int64_t size() { return tensor_offset(&s.model, TENSORS, 0); }
     Reals state(int which) {
         Reals all((size_t)size());
@@ -504,19 +511,19 @@ static void test_arena() {
 #endif
     Model m = shape("l2h2c26t8", 257);
     Net n(m, 1, 7, RECOMPUTE_BLOCK);
-    Plan *p = &n.net()->plan;
+    Plan *p = &n.plan;
     plan_tick(p, tick_update(&m));
-    expect_death(network_single(n.net(), ROW_LOGITS),
-                 "row logits lives from tick 18 to 18, used at");
-    expect_death(network_grad(n.net(), GRAD_QKV, 1), "row 1.d_qkv lives from");
-    expect_death(row_pointer(p, -1), "no such row");
-    expect_death(row_pointer(p, p->row_count), "no such row");
+    expect_death(buffer(&n.plan, BUF_LOGITS),
+                 "buffer logits lives from tick 18 to 18, used at");
+    expect_death(dact(&n.plan, GRAD_QKV, 1), "buffer 1.d_qkv lives from");
+    expect_death(buffer_pointer(p, -1), "no such buffer");
+    expect_death(buffer_pointer(p, p->buffer_count), "no such buffer");
     plan_tick(p, tick_head(&m));
-    const Row &row = p->rows[p->single[ROW_LNF]];
-    char *lnf = (char *)network_single(n.net(), ROW_LNF);
+    const Buffer &row = p->buffers[p->single[BUF_LNF]];
+    char *lnf = (char *)buffer(&n.plan, BUF_LNF);
     const real *values = (const real *)lnf;
     expect(isnan((double)values[0]) && isnan((double)values[row.count - 1]), "fresh rows are NaN");
-    for (const Row *r = p->rows; r < p->rows + p->row_count; r++) {
+    for (const Buffer *r = p->buffers; r < p->buffers + p->buffer_count; r++) {
         expect(r->alive == (r->first <= p->now && p->now <= r->last), "%s", r->name);
     }
 #if TEST_ASAN
@@ -557,6 +564,7 @@ static void test_plan_allocation() {
         long mapped = address_pages() - before;
         expect(mapped == ((long)p.device_bytes + page - 1) / page, "%ld pages", mapped);
         plan_close(&p);
+        plan_free(&p);
         before = address_pages();
         for (int i = 0; i < 3; i++) {
             n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
@@ -572,9 +580,11 @@ static void test_plan_refuse() {
     s.model = shape("l4h4c128t64", 257);
     s.B = 8;
     s.T = s.logit_rows = 64;
-    s.level = s.gpu = 0;
+    s.gpu = 0;
+    settings_recompute(&s, RECOMPUTE_NONE, s.model.L);
     s.dtype = s.grad_dtype = s.moment_dtype = TYPE_REAL;
-    s.split_master = s.offload_moments = s.offload_master = 0;
+    s.split_master = 0;
+    memset(s.home, 0, sizeof s.home);
     Plan p;
     plan_build(&p, &s);
     plan_refuse(&p, p.device_bytes, p.device_bytes);
@@ -604,6 +614,29 @@ static void write_three_shards() {
             tokens.push_back((uint16_t)next++);
         }
         write_file(text("%c.bin", 'a' + k), shard_bytes(tokens, TOKENIZER_GPT2));
+    }
+}
+
+// The ranks of a step read what one rank with the same tokens per step reads, each sequence once.
+static void test_rank_positions() {
+    Settings s = draw_settings();
+    const int sequences = 24;
+    for (int ranks : {1, 2, 3, 4, 6}) {
+        for (s.B = 1; s.B * ranks <= sequences; s.B *= 2) {
+            std::vector<int> read(sequences);
+            s.ranks = ranks;
+            for (int micro = 0; sequences % (s.B * ranks) == 0 && micro < sequences / s.B / ranks;
+                 micro++) {
+                for (s.rank = 0; s.rank < ranks; s.rank++) {
+                    for (int b = 0; b < s.B; b++) {
+                        read.at((size_t)(batch_position(&s, 100, micro) - 100 + b))++;
+                    }
+                }
+            }
+            const int once = sequences % (s.B * ranks) == 0;
+            expect(std::count(read.begin(), read.end(), once) == sequences, "%d ranks of %d", ranks,
+                   s.B);
+        }
     }
 }
 
@@ -1383,7 +1416,7 @@ static void test_recompute_bits() {
         for (int level = RECOMPUTE_GELU; level < RECOMPUTE_LEVELS; level++) {
             for (int blocks = level == RECOMPUTE_BLOCK ? 0 : m.L; blocks <= m.L; blocks++) {
                 expect(run(level, blocks) == reference, "%s, -r %s in %d", shape_row.e,
-                       level_names[level], blocks);
+                       level_rows[level].name, blocks);
             }
         }
     }
@@ -1465,7 +1498,7 @@ static void test_network_facts() {
     Net n(m, 1, T);
     Batch b(T, m.V, 1);
     double loss = n.e.evaluate(&n.e, NULL, b.inputs.data(), b.targets.data());
-    const real *losses = network_single(n.net(), ROW_LOSSES);
+    const real *losses = buffer(&n.plan, BUF_LOSSES);
     Reals before(losses, losses + T);
     Reals logits((size_t)m.V);
     for (int length = 1; length <= T; length += 5) {
@@ -1570,14 +1603,14 @@ static void test_adamw() {
 static void test_update() {
     Model m = shape("l2h2c16t8", 257);
     Net n(m, 1, 4);
-    real *g = network_single(n.net(), ROW_GRADS);
+    real *g = buffer(&n.plan, BUF_GRADS);
     const Reals start = n.state(STATE_WEIGHTS);
     Options o;
     options_default(&o);
     o.weight_decay = 0.5;
     int skipped = -1;
     memset(g, 0, (size_t)n.size() * sizeof(real));
-    expect(network_update(n.net(), &o, 0.1, HUGE_VAL, 0, &skipped) == 0 && skipped == 0);
+    expect(network_update(&n.plan, &o, 0.1, HUGE_VAL, 0, &skipped) == 0 && skipped == 0);
     Reals w = n.state(STATE_WEIGHTS);
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int64_t i = 0; i < tensor_size(&m, tensor); i++) {  // 1 - 0.1 x 0.5 = 0.95
@@ -1594,7 +1627,7 @@ static void test_update() {
     static const double bad[] = {NAN, HUGE_VAL, -HUGE_VAL, 6};
     for (double value : bad) {
         g[n.size() - m.C] = (real)value;
-        network_update(n.net(), &o, 0.1, 5, 0, &skipped);
+        network_update(&n.plan, &o, 0.1, 5, 0, &skipped);
         expect(skipped == 1 && same_bits(w, n.state(STATE_WEIGHTS)), "norm %g, limit 5", value);
     }
     Reals zero = n.state(STATE_M);
@@ -1603,20 +1636,20 @@ static void test_update() {
     g[n.size() - m.C] = 0;
     g[0] = 3;
     g[1] = -4;  // norm 5, clip 1: m = 0.1 x 3 / 5 and -0.1 x 4 / 5
-    expect(network_update(n.net(), &o, 0.1, HUGE_VAL, 0, &skipped) == 5 && !skipped);
+    expect(network_update(&n.plan, &o, 0.1, HUGE_VAL, 0, &skipped) == 5 && !skipped);
     Reals moments = n.state(STATE_M);
     expect_near(moments[0], (wide)0.06, 0.06 * 8 * unit + 1e-17, "m, clipped");
     expect_near(moments[1], (wide)-0.08, 0.08 * 8 * unit + 1e-17, "m, clipped");
     g[0] = g[1] = 0;
     g[2] = (real)0.5;  // norm 0.5, clip 1: as it is
-    network_update(n.net(), &o, 0.1, HUGE_VAL, 1, &skipped);
+    network_update(&n.plan, &o, 0.1, HUGE_VAL, 1, &skipped);
     expect_near(n.state(STATE_M)[2], (wide)0.05, 0.05 * 8 * unit + 1e-17, "m, not clipped");
     // What lies between two tensors is no parameter: sizes here are no multiples of TENSOR_ALIGN.
-    real *weights = network_single(n.net(), ROW_WEIGHTS), *m1 = network_single(n.net(), ROW_M);
+    real *weights = buffer(&n.plan, BUF_WEIGHTS), *m1 = buffer(&n.plan, BUF_M);
     const int64_t begin = tensor_offset(&m, LN1W, 0) + m.C, end = tensor_offset(&m, LN1B, 0);
     std::fill(weights + begin, weights + end, (real)7);
     std::fill(m1 + begin, m1 + end, (real)NAN);
-    network_update(n.net(), &o, 0.1, HUGE_VAL, 2, &skipped);
+    network_update(&n.plan, &o, 0.1, HUGE_VAL, 2, &skipped);
     expect(end > begin && std::count(weights + begin, weights + end, (real)7) == end - begin,
            "AdamW leaves gaps alone");
     Reals x = noise(200000, 1, 1);
@@ -1930,12 +1963,12 @@ static void faulty_micro_step(Engine *e, const Token *in, const Token *out, int 
     static int calls;
     healthy_micro_step(e, in, out, micro, micros);
     if (++calls == 3) {
-        network_single(&((CpuEngine *)e->self)->net, ROW_GRADS)[5] = (real)NAN;
+        buffer(((CpuEngine *)e->self)->plan, BUF_GRADS)[5] = (real)NAN;
     }
 }
 
-static void faulty_open(Engine *e, const Settings *s) {
-    cpu_open(e, s);
+static void faulty_open(Engine *e, Plan *p) {
+    cpu_open(e, p);
     healthy_micro_step = e->micro_step;
     e->micro_step = faulty_micro_step;
 }
@@ -2686,7 +2719,7 @@ template <class E, class G, class M, bool SPLIT> static void check_adamw(const c
     }
     Reals got_p = d_p.get(), got_m = d_m.get(), got_v = d_v.get();
     if (SPLIT) {
-        master_download(got_p.data(), (const bf16 *)d_p.p, d_low.p, N, 0);
+        state_read(got_p.data(), {TYPE_BF16, (char *)d_p.p, d_low.p}, N, 0);
     }
     expect(!exact_p || same_bits(got_p, p), "%s: weights, and what lies between them", who);
     expect(!exact_m || (same_bits(got_m, m) && same_bits(got_v, v)), "%s: moments", who);
@@ -3136,9 +3169,9 @@ static void test_gpu_huge() {
 
 // -------------------------------------------------------------------------------------------------
 // 12. The network on a GPU
-// Volume II's chapters The device arena and GPT-2 on the GPU against the oracle: every gradient,
-// several steps, in both types; what must be equal to the bit; the one allocation, and rows used
-// outside their lives.
+// Volume II's chapters from The device arena to States, open and close against the oracle: every
+// gradient, several steps, in both types; what must be equal to the bit; the one allocation, and
+// buffers used outside their lives.
 
 // An oracle with the weights of another network as the device computes with them.
 struct Oracle : Net {
@@ -3197,50 +3230,48 @@ static void round_all(real *x, int64_t n) {
 static Plan *rounded_plan;
 static void mark_and_round(void *memory, size_t bytes, int alive) {
     plan_mark(memory, bytes, alive);
-    for (int i = 0; i < rounded_plan->row_count; i++) {
-        const Row *row = &rounded_plan->rows[i];
+    for (int i = 0; i < rounded_plan->buffer_count; i++) {
+        const Buffer *row = &rounded_plan->buffers[i];
         if (row->alive && (row->group == GROUP_KEPT || row->group == GROUP_WORKING) &&
             !strstr(row->name, "mean") && !strstr(row->name, "rstd") && !strstr(row->name, "lse")) {
-            round_all((real *)(void *)(rounded_plan->base + row->offset), row->count);
+            round_all((real *)(void *)(rounded_plan->base[HOME_DEVICE] + row->offset), row->count);
         }
     }
+}
+
+// The oracle's stages with logits and their gradients rounded, all rows in one chunk.
+static void naive_bf16_stage(void *self, int stage, int layer) {
+    Pass *pass = (Pass *)self;
+    const Plan *p = pass->plan;
+    const Model *m = &p->settings.model;
+    const int N = pass->B * pass->T;
+    if (stage != HEAD) {
+        network_stage(self, stage, layer);
+        return;
+    }
+    real *logits = buffer(p, BUF_LOGITS), *lnf = buffer(p, BUF_LNF), *wte = weight(p, WTE, 0);
+    matmul_forward(logits, lnf, wte, NULL, NULL, N, m->C, m->Vp);
+    round_all(logits, (int64_t)N * m->Vp);
+    classifier_forward_backward(buffer(p, BUF_LOSSES), logits, pass->targets, pass->dloss, N, m->V,
+                                m->Vp, 1);
+    round_all(logits, (int64_t)N * m->Vp);
+    matmul_backward(lnf, dweight(p, WTE, 0), NULL, logits, lnf, wte, N, m->C, m->Vp);
 }
 
 // A micro-step of the oracle with every tensor that bf16 would keep rounded where it is made:
 // weights, activations, logits, their gradients, and the gradients of matrices in the end.
 static void naive_bf16_micro_step(Net *n, const Batch &b) {
-    Network *net = n->net();
-    Plan *p = rounded_plan = &net->plan;
+    Plan *p = rounded_plan = &n->plan;
     const Model *m = &n->s.model;
-    const int B = n->s.B, T = n->s.T, N = B * T;
+    const int B = n->s.B, T = n->s.T;
+    Pass pass = {p, b.inputs.data(), b.targets.data(), B, T, (real)(1.0 / (B * T)), 0};
     p->mark = mark_and_round;
-    memset(network_single(net, ROW_GRADS), 0, p->rows[p->single[ROW_GRADS]].bytes);
-    network_forward(net, b.inputs.data(), B, T);
-    plan_tick(p, tick_head(m));
-    real *logits = network_single(net, ROW_LOGITS), *lnf = network_single(net, ROW_LNF);
-    real *wte = network_tensor(net, ROW_WEIGHTS, WTE, 0);
-    matmul_forward(logits, lnf, wte, NULL, NULL, N, m->C, m->Vp);
-    round_all(logits, (int64_t)N * m->Vp);
-    classifier_forward_backward(network_single(net, ROW_LOSSES), logits, b.targets.data(),
-                                (real)(1.0 / N), N, m->V, m->Vp, 1);
-    round_all(logits, (int64_t)N * m->Vp);
-    matmul_backward(lnf, network_tensor(net, ROW_GRADS, WTE, 0), NULL, logits, lnf, wte, N, m->C,
-                    m->Vp);
-    plan_tick(p, tick_lnf_backward(m));
-    layernorm_backward(network_single(net, ROW_DRES), network_tensor(net, ROW_GRADS, LNFW, 0),
-                       network_tensor(net, ROW_GRADS, LNFB, 0), lnf, network_single(net, ROW_XF),
-                       network_tensor(net, ROW_WEIGHTS, LNFW, 0), network_single(net, ROW_LNF_MEAN),
-                       network_single(net, ROW_LNF_RSTD), NULL, N, m->C);
-    for (int l = m->L - 1; l >= 0; l--) {
-        block_backward(net, l);
-    }
-    plan_tick(p, tick_embed_backward(m));
-    encoder_backward(network_tensor(net, ROW_GRADS, WTE, 0), network_tensor(net, ROW_GRADS, WPE, 0),
-                     network_single(net, ROW_DRES), b.inputs.data(), B, T, m->C);
+    memset(buffer(p, BUF_GRADS), 0, p->buffers[p->single[BUF_GRADS]].bytes);
+    walk(p, tick_embed_backward(m), naive_bf16_stage, &pass);
     p->mark = plan_mark;
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int l = 0; l < tensor_copies(m, tensor) && tensor_is_matrix(tensor); l++) {
-            round_all(network_tensor(net, ROW_GRADS, tensor, l), tensor_size(m, tensor));
+            round_all(dweight(p, tensor, l), tensor_size(m, tensor));
         }
     }
 }
@@ -3388,13 +3419,13 @@ static void test_gpu_lifetimes() {
     Model m = shape("l2h2c16t8", 257);
     Net n(m, "-b 1 -t 8 -r block --dtype fp32");
     auto *net = (GpuNetwork<float, float> *)n.e.self;
-    Plan *p = &net->plan;
+    Plan *p = net->plan;
     plan_tick(p, 0);
     plan_tick(p, tick_head(&m));
-    const Row &row = p->rows[p->single[ROW_LOGITS]];
-    float *logits = gpu_single<float>(net, ROW_LOGITS);
+    const Buffer &row = p->buffers[p->single[BUF_LOGITS]];
+    float *logits = gpu_buffer<float>(net, BUF_LOGITS);
     Reals fresh(8);
-    state_download(fresh.data(), logits, 8, net->stream);
+    state_read(fresh.data(), {TYPE_FP32, (char *)logits, nullptr}, 8, net->stream);
     expect(isnan((double)fresh[0]) && isnan((double)fresh[7]), "fresh rows are NaN");
     auto launch_on = [&](float *x) {
         return outcome(spawn([&] {
@@ -3405,7 +3436,7 @@ static void test_gpu_lifetimes() {
     expect(launch_on(logits).status == 0, "alive");
     Outcome behind = launch_on(logits + row.bytes / 4);
     plan_tick(p, tick_update(&m));
-    expect_death(gpu_single<float>(net, ROW_LOGITS), "row logits lives from tick 18 to 18");
+    expect_death(gpu_buffer<float>(net, BUF_LOGITS), "buffer logits lives from tick 18 to 18");
     Outcome dead = launch_on(logits);
     if (TEST_ASAN) {
         expect(dead.status == 86 && dead.err.find("use-after-poison") != Text::npos, "dead, %d",
@@ -3585,17 +3616,17 @@ static void test_gpu_batches() {
     expect_near((wide)got.step.norm, (wide)want.step.norm, 1e-5 * want.step.norm, "norm");
 }
 
-// The bytes of a state's row that belong to no tensor.
-static std::vector<bool> gaps_of(const Plan *p, int row, size_t element_bytes) {
+// The bytes of a state's buffer that belong to no tensor.
+static std::vector<bool> gaps_of(const Plan *p, int id, size_t element_bytes) {
     const Model *m = &p->settings.model;
-    std::vector<bool> gap(p->rows[p->single[row]].bytes, true);
+    std::vector<bool> gap(p->buffers[p->single[id]].bytes, true);
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         const int set = tensor_is_matrix(tensor) ? MATRICES : VECTORS;
-        if ((row == ROW_GRADS && set != MATRICES) || (row == ROW_GRADS_1D && set != VECTORS)) {
+        if ((id == BUF_GRADS && set != MATRICES) || (id == BUF_GRADS_1D && set != VECTORS)) {
             continue;
         }
         for (int l = 0; l < tensor_copies(m, tensor); l++) {
-            const int64_t at = row == ROW_GRADS || row == ROW_GRADS_1D
+            const int64_t at = id == BUF_GRADS || id == BUF_GRADS_1D
                                    ? subset_offset(m, tensor, l, set)
                                    : tensor_offset(m, tensor, l);
             auto from = gap.begin() + at * (int64_t)element_bytes;
@@ -3636,27 +3667,27 @@ template <class E, class G> static void check_gaps(const char *options) {
     }
     Net n(m, options);
     auto *net = (GpuNetwork<E, G> *)n.e.self;
-    Plan *p = &net->plan;
+    const Plan *p = &n.plan;
     const size_t moment = n.s.moment_dtype == TYPE_BF16 ? 2 : 4;
     const struct {
-        int row;
+        int id;
         size_t element_bytes;
-    } rows[] = {{ROW_WEIGHTS, sizeof(E)}, {ROW_MASTER, 2},          {ROW_M, moment},
-                {ROW_V, moment},          {ROW_GRADS, sizeof(G)},   {ROW_GRADS_1D, 4}};
+    } states[] = {{BUF_WEIGHTS, sizeof(E)}, {BUF_MASTER, 2},          {BUF_M, moment},
+                {BUF_V, moment},          {BUF_GRADS, sizeof(G)},   {BUF_GRADS_1D, 4}};
     size_t gap_bytes = 0;
     std::vector<char> bytes;
     auto each_gap = [&](const std::function<void(char *, int)> &visit, bool write) {
-        for (auto &row : rows) {
-            if (p->single[row.row] < 0) {
+        for (auto &state : states) {
+            if (p->single[state.id] < 0) {
                 continue;  // this run keeps no such state
             }
-            char *device = gpu_single<char>(net, row.row);
-            const std::vector<bool> gap = gaps_of(p, row.row, row.element_bytes);
+            char *device = gpu_buffer<char>(net, state.id);
+            const std::vector<bool> gap = gaps_of(p, state.id, state.element_bytes);
             bytes.resize(gap.size());
             copy_wait(bytes.data(), device, gap.size(), cudaMemcpyDeviceToHost, net->stream);
             for (size_t i = 0; i < gap.size(); i++) {
                 if (gap[i]) {
-                    visit(&bytes[i], row.row);
+                    visit(&bytes[i], state.id);
                 }
             }
             if (write) {
@@ -3677,7 +3708,7 @@ template <class E, class G> static void check_gaps(const char *options) {
                    "%s: %s", options, tensor_table[tensor].name);
         }
     }
-    each_gap([&](char *x, int row) { expect(*x == (char)0xff, "%s: row %d", options, row); },
+    each_gap([&](char *x, int id) { expect(*x == (char)0xff, "%s: buffer %d", options, id); },
              false);
     expect_streams_apart(net->ranges, net->range_count, options);
 }
@@ -3725,6 +3756,7 @@ static const Test tests[] = {
     T(plan_allocation, FLOAT | DOUBLE),
     T(plan_refuse, HOST),
     T(arena, ALL),
+    T(rank_positions, HOST),
     T(loader_coverage, HOST),
     T(loader_large, FLOAT),
     T(tokenizer, HOST),
