@@ -96,8 +96,8 @@ data/tokenize data/stories:
 	@mv $@.part $@
 # What drives the programs from outside, and formats: it takes no time of its own.
 build_test = mkdir -p $(@D) && $(CPP) -O1 $(VARIANT) $(DEPEND) $< -o $@ -lm
-build/test/%_asan: dev/test/%.cpp build/flags ; $(build_test)
-build/test/%: dev/test/%.cpp build/flags ; $(build_test)
+build/test/%_asan: dev/test/%.cpp build/flags | data/stories ; $(build_test)
+build/test/%: dev/test/%.cpp build/flags | data/stories ; $(build_test)
 build/train_gpt2_asan build/train_gpt2_double: train_gpt2.c build/flags
 build/dump build/bench_files build/bench_cpu: build/%: dev/%.c build/flags
 build/bench_cpu: VARIANT = -DBENCH_DNNL=$(if $(DNNL),1 $(DNNL),0)
