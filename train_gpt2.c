@@ -90,7 +90,8 @@
 
 // -------------------------------------------------------------------------------------------------
 // 1. Prelude
-// The ground: the appendix below, the oracle's type of numbers, and how many threads compute.
+// The ground: the appendix below, the oracle's type of numbers, how many threads compute, and how
+// much memory there is.
 
 // The appendix, whole. Errors, checked memory, hashes, JSON, the tokenizer and the containers of
 // files know bytes and no model, so they are kept apart from it: data/tokenize.c needs them alone,
@@ -120,6 +121,34 @@ static int thread_index(void) {
 #else
     return 0;
 #endif
+}
+
+// The number behind `key` at the start of a line of `path`, or `otherwise`.
+static int64_t file_number(const char *path, const char *key, int64_t otherwise) {
+    char line[256];
+    FILE *f = fopen(path, "r");
+    while (f && fgets(line, sizeof line, f)) {
+        char *end = line, *text = line + strlen(key);
+        int64_t number = strncmp(line, key, strlen(key)) == 0 ? strtoll(text, &end, 10) : 0;
+        if (end > line && end != text) {
+            otherwise = number;
+            break;
+        }
+    }
+    if (f) {
+        fclose(f);
+    }
+    return otherwise;
+}
+
+// Bytes of memory this process may still take: MemAvailable, or what its control group (v2)
+// leaves, whose cached files do not count.
+static size_t host_memory_available(void) {
+    int64_t bytes = file_number("/proc/meminfo", "MemAvailable:", INT64_MAX >> 10) << 10;
+    int64_t limit = file_number("/sys/fs/cgroup/memory.max", "", INT64_MAX);
+    int64_t used = file_number("/sys/fs/cgroup/memory.current", "", 0) -
+                   file_number("/sys/fs/cgroup/memory.stat", "inactive_file ", 0);
+    return (size_t)max_i64(min_i64(bytes, limit - used), 0);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -213,132 +242,158 @@ static int64_t permute_index(int64_t position, int64_t n, uint64_t seed, uint32_
 // 3. Letters keep llm.c's meaning where it has one, except -h (help) and -r (1 is the whole block).
 
 typedef struct {
-    const char *model, *train_data, *val_data, *tokenizer, *output, *schedule, *prompt, *recompute;
-    const char *dtype, *moments, *master, *grad_dtype, *offload, *eval, *gpu;
+    const char *model, *train_data, *val_data, *tokenizer, *output, *prompt, *recompute, *eval;
+    const char *gpu;
+    int64_t schedule, dtype, moments, master, grad_dtype;  // a choice's number
+    int64_t offload;                                       // bits OFFLOAD_*
     int64_t seq_len, seed, shuffle, batch, tokens_per_step, steps, overfit, warmup;
     int64_t val_every, val_batches, sample_every, sample_tokens, top_k;
     int64_t save_every, keep, resume, quiet, logit_rows, gpu_mem, plan, json, check, compare, help;
     double lr, final_lr, weight_decay, beta1, beta2, eps, clip, skip_zscore, temperature, top_p;
 } Options;
 
+// What a user may choose, in the order of the enum above it. Choices count from 1: 0 is one that
+// was left to the program. "a=b": b is a second spelling of a.
+enum { SCHEDULE_COSINE = 1, SCHEDULE_LINEAR, SCHEDULE_CONSTANT, SCHEDULE_WSD };
+static const char schedules[] = "cosine|linear|constant|wsd";
+enum { DTYPE_BF16 = 1, DTYPE_FP16, DTYPE_FP32 };
+static const char dtypes[] = "bf16|fp16|fp32";
+enum { GRADS_BF16 = 1, GRADS_FP32 };
+static const char grad_dtypes[] = "bf16|fp32";
+enum { MOMENTS_FP32 = 1, MOMENTS_BF16 };
+static const char moment_dtypes[] = "fp32|bf16";
+enum { MASTER_SPLIT = 1, MASTER_NONE };
+static const char masters[] = "split=1|none=0";
+enum { OFFLOAD_MOMENTS = 1, OFFLOAD_MASTER = 2 };  // bits: any of them, separated by commas
+static const char offloads[] = "none|moments|master";
+
+// OPT_SWITCH takes 0 or 1, OPT_FLAG takes no value, OPT_BYTES a size such as 16GiB.
 typedef enum {
-    OPT_TEXT, OPT_CHOICE, OPT_INT, OPT_REAL, OPT_SWITCH, OPT_FLAG, OPT_BYTES
+    OPT_TEXT, OPT_CHOICE, OPT_SET, OPT_INT, OPT_REAL, OPT_SWITCH, OPT_FLAG, OPT_BYTES
 } OptionType;
+
+// May a resumed run have another value than its checkpoint?
+typedef enum { ANY, SAME } OptionOnResume;
+
 typedef struct {
     const char *name;
     char letter;  // 0: none
     OptionType type;
-    size_t offset;  // of the field in Options
-    const char
-        *value;  // default, as a user would type it; NULL: depends on the program or the model
-    double low, high;     // allowed range of numbers
-    const char *choices;  // OPT_CHOICE: "a|b|c"
+    size_t offset;        // of the field in Options
+    const char *value;    // default, as a user would type it; NULL: the program or model decides
+    double low, high;     // allowed range of a number
+    const char *choices;  // of OPT_CHOICE and OPT_SET
+    OptionOnResume on_resume;
     const char *subject, *help;
 } OptionRow;
 
 #define FIELD(name) offsetof(Options, name)
 static const OptionRow option_rows[] = {
-    {"model", 'e', OPT_TEXT, FIELD(model), NULL, 0, 0, NULL, "Model",
-     "d12 d24 d36 d48 (gpt2, gpt2-medium, gpt2-large, gpt2-xl), a shape: l4h4c128t64, or weights: "
-     "a folder with model.safetensors and config.json, or an llm.c .bin"},
-    {"seq-len", 't', OPT_INT, FIELD(seq_len), NULL, 1, 1 << 20, NULL, "Model",
+    {"model", 'e', OPT_TEXT, FIELD(model), NULL, 0, 0, NULL, ANY, "Model",
+     "d12 d24 d36 d48 (gpt2, gpt2-medium, gpt2-large, gpt2-xl), a shape: l4h4c128t64, or "
+     "weights: a folder with model.safetensors and config.json, or an llm.c .bin"},
+    {"seq-len", 't', OPT_INT, FIELD(seq_len), NULL, 1, 1 << 20, NULL, ANY, "Model",
      "tokens in a sequence, T; default: the model's"},
-    {"seed", 0, OPT_INT, FIELD(seed), "42", 0, 9e15, NULL, "Model",
-     "of initialisation, shuffling and sampling"},
-    {"train-data", 'i', OPT_TEXT, FIELD(train_data), NULL, 0, 0, NULL, "Data",
+    {"seed", 0, OPT_INT, FIELD(seed), "42", 0, 9e15, NULL, SAME, "Model",
+     "of the random numbers in initialisation, shuffling and sampling"},
+    {"train-data", 'i', OPT_TEXT, FIELD(train_data), NULL, 0, 0, NULL, ANY, "Data",
      "token shards to train on, a glob pattern; default: tinyshakespeare in data/"},
-    {"val-data", 'j', OPT_TEXT, FIELD(val_data), NULL, 0, 0, NULL, "Data",
+    {"val-data", 'j', OPT_TEXT, FIELD(val_data), NULL, 0, 0, NULL, ANY, "Data",
      "token shards to validate on"},
-    {"tokenizer", 0, OPT_TEXT, FIELD(tokenizer), "", 0, 0, NULL, "Data",
+    {"tokenizer", 0, OPT_TEXT, FIELD(tokenizer), "", 0, 0, NULL, ANY, "Data",
      "GPT-2's vocab.bpe, or llm.c's gpt2_tokenizer.bin; default: those in data/"},
-    {"shuffle", 0, OPT_SWITCH, FIELD(shuffle), "1", 0, 1, NULL, "Data",
+    {"shuffle", 0, OPT_SWITCH, FIELD(shuffle), "1", 0, 1, NULL, SAME, "Data",
      "visit the windows of an epoch in random order"},
-    {"batch", 'b', OPT_INT, FIELD(batch), "4", 1, 65536, NULL, "Batch",
+    {"batch", 'b', OPT_INT, FIELD(batch), "4", 1, 65536, NULL, ANY, "Batch",
      "sequences in a micro-batch, B"},
-    {"tokens-per-step", 'd', OPT_INT, FIELD(tokens_per_step), NULL, 1, 1e12, NULL, "Batch",
+    {"tokens-per-step", 'd', OPT_INT, FIELD(tokens_per_step), NULL, 1, 1e12, NULL, ANY, "Batch",
      "tokens in an optimizer step, a multiple of B x T; default: B x T"},
-    {"steps", 'x', OPT_INT, FIELD(steps), NULL, 1, 99999999, NULL, "Batch",
+    {"steps", 'x', OPT_INT, FIELD(steps), NULL, 1, 99999999, NULL, ANY, "Batch",
      "optimizer steps; default: one epoch"},
-    {"overfit", 'a', OPT_SWITCH, FIELD(overfit), "0", 0, 1, NULL, "Batch",
+    {"overfit", 'a', OPT_SWITCH, FIELD(overfit), "0", 0, 1, NULL, ANY, "Batch",
      "train on the first batch over and over"},
-    {"lr", 'l', OPT_REAL, FIELD(lr), "3e-4", 0, 100, NULL, "Optimizer", "peak learning rate"},
-    {"schedule", 'k', OPT_CHOICE, FIELD(schedule), "cosine", 0, 0, "cosine|linear|constant|wsd",
-     "Optimizer",
-     "of the learning rate after warmup (wsd: constant, then 1 - sqrt over the last fifth)"},
-    {"warmup", 'u', OPT_INT, FIELD(warmup), "0", 0, 1e9, NULL, "Optimizer",
+    {"lr", 'l', OPT_REAL, FIELD(lr), "3e-4", 0, 100, NULL, ANY, "Optimizer",
+     "peak learning rate"},
+    {"schedule", 'k', OPT_CHOICE, FIELD(schedule), "cosine", 0, 0, schedules, ANY, "Optimizer",
+     "how the learning rate falls after warmup (wsd: constant, then 1 - sqrt over the last "
+     "fifth)"},
+    {"warmup", 'u', OPT_INT, FIELD(warmup), "0", 0, 1e9, NULL, ANY, "Optimizer",
      "steps of linear warmup from 0"},
-    {"final-lr", 'q', OPT_REAL, FIELD(final_lr), "0", 0, 1, NULL, "Optimizer",
+    {"final-lr", 'q', OPT_REAL, FIELD(final_lr), "0", 0, 1, NULL, ANY, "Optimizer",
      "what the learning rate falls towards, as a fraction of the peak"},
-    {"weight-decay", 'c', OPT_REAL, FIELD(weight_decay), "0", 0, 100, NULL, "Optimizer",
+    {"weight-decay", 'c', OPT_REAL, FIELD(weight_decay), "0", 0, 100, NULL, ANY, "Optimizer",
      "decoupled, on two-dimensional tensors only"},
-    {"beta1", 0, OPT_REAL, FIELD(beta1), "0.9", 0, 0.9999999, NULL, "Optimizer",
+    {"beta1", 0, OPT_REAL, FIELD(beta1), "0.9", 0, 0.9999999, NULL, ANY, "Optimizer",
      "AdamW first moment"},
-    {"beta2", 0, OPT_REAL, FIELD(beta2), "0.95", 0, 0.9999999, NULL, "Optimizer",
+    {"beta2", 0, OPT_REAL, FIELD(beta2), "0.95", 0, 0.9999999, NULL, ANY, "Optimizer",
      "AdamW second moment"},
-    {"eps", 0, OPT_REAL, FIELD(eps), "1e-8", 1e-30, 1, NULL, "Optimizer", "AdamW epsilon"},
-    {"clip", 0, OPT_REAL, FIELD(clip), "1", 0, 1e9, NULL, "Optimizer",
+    {"eps", 0, OPT_REAL, FIELD(eps), "1e-8", 1e-30, 1, NULL, ANY, "Optimizer",
+     "AdamW epsilon"},
+    {"clip", 0, OPT_REAL, FIELD(clip), "1", 0, 1e9, NULL, ANY, "Optimizer",
      "largest gradient norm; 0: no clipping"},
-    {"skip-zscore", 0, OPT_REAL, FIELD(skip_zscore), "0", 0, 1e9, NULL, "Optimizer",
+    {"skip-zscore", 0, OPT_REAL, FIELD(skip_zscore), "0", 0, 1e9, NULL, ANY, "Optimizer",
      "skip a step whose gradient norm lies this many standard deviations above the last 128; 0: "
      "never"},
-    {"val-every", 'v', OPT_INT, FIELD(val_every), "250", 0, 1e9, NULL, "Validation and samples",
+    {"val-every", 'v', OPT_INT, FIELD(val_every), "250", 0, 1e9, NULL, ANY, "Validation",
      "steps between validations; 0: never"},
-    {"val-batches", 'm', OPT_INT, FIELD(val_batches), "20", 0, 1e9, NULL, "Validation and samples",
-     "batches of a validation, where the data has as many; 0: all whole ones"},
-    {"sample-every", 's', OPT_INT, FIELD(sample_every), "0", 0, 1e9, NULL, "Validation and samples",
+    {"val-batches", 'm', OPT_INT, FIELD(val_batches), "20", 0, 1e9, NULL, ANY, "Validation",
+     "batches of a validation, or as many as the data has; 0: all of them"},
+    {"sample-every", 's', OPT_INT, FIELD(sample_every), "0", 0, 1e9, NULL, ANY, "Samples",
      "steps between samples, and one after the last step; 0: never"},
-    {"sample-tokens", 'g', OPT_INT, FIELD(sample_tokens), "256", 1, 1e6, NULL,
-     "Validation and samples", "tokens in a sample"},
-    {"prompt", 0, OPT_TEXT, FIELD(prompt), "", 0, 0, NULL, "Validation and samples",
+    {"sample-tokens", 'g', OPT_INT, FIELD(sample_tokens), "256", 1, 1e6, NULL, ANY, "Samples",
+     "tokens in a sample"},
+    {"prompt", 0, OPT_TEXT, FIELD(prompt), "", 0, 0, NULL, ANY, "Samples",
      "text that samples continue; empty: end of text"},
-    {"temperature", 0, OPT_REAL, FIELD(temperature), "1", 0, 100, NULL, "Validation and samples",
-     "of samples; 0: always the likeliest token"},
-    {"top-k", 0, OPT_INT, FIELD(top_k), "0", 0, 1e6, NULL, "Validation and samples",
+    {"temperature", 0, OPT_REAL, FIELD(temperature), "1", 0, 100, NULL, ANY, "Samples",
+     "softmax temperature of samples; 0: always the likeliest token"},
+    {"top-k", 0, OPT_INT, FIELD(top_k), "0", 0, 1e6, NULL, ANY, "Samples",
      "sample among the k likeliest tokens; 0: all"},
-    {"top-p", 0, OPT_REAL, FIELD(top_p), "1", 1e-6, 1, NULL, "Validation and samples",
+    {"top-p", 0, OPT_REAL, FIELD(top_p), "1", 1e-6, 1, NULL, ANY, "Samples",
      "sample among the likeliest tokens whose probabilities reach p"},
-    {"output", 'o', OPT_TEXT, FIELD(output), "", 0, 0, NULL, "Output",
+    {"output", 'o', OPT_TEXT, FIELD(output), "", 0, 0, NULL, ANY, "Output",
      "folder for log.jsonl and checkpoints; default: none"},
-    {"save-every", 'n', OPT_INT, FIELD(save_every), "0", 0, 1e9, NULL, "Output",
-     "steps between checkpoints, beside the one at the end; 0: only that one"},
-    {"keep", 0, OPT_INT, FIELD(keep), "0", 0, 1e6, NULL, "Output",
+    {"save-every", 'n', OPT_INT, FIELD(save_every), "0", 0, 1e9, NULL, ANY, "Output",
+     "steps between checkpoints; 0: only the one at the end"},
+    {"keep", 0, OPT_INT, FIELD(keep), "0", 0, 1e6, NULL, ANY, "Output",
      "checkpoints to keep, the newest; 0: all"},
-    {"resume", 'y', OPT_SWITCH, FIELD(resume), "0", 0, 1, NULL, "Output",
-     "go on from the newest whole checkpoint in the output folder, if there is any"},
-    {"quiet", 0, OPT_FLAG, FIELD(quiet), "0", 0, 1, NULL, "Output",
+    {"resume", 'y', OPT_SWITCH, FIELD(resume), "0", 0, 1, NULL, ANY, "Output",
+     "go on from the newest complete checkpoint in the output folder, if there is any"},
+    {"quiet", 0, OPT_FLAG, FIELD(quiet), "0", 0, 1, NULL, ANY, "Output",
      "print nothing but errors and the score of --eval; log.jsonl says the rest"},
-    {"recompute", 'r', OPT_TEXT, FIELD(recompute), "none", 0, 0, NULL, "Memory",
-     "what backward recomputes: none (0), gelu, norm, mlp, qkv, block (1); block:K: only the first "
-     "K blocks"},
-    {"logit-rows", 0, OPT_INT, FIELD(logit_rows), "0", 0, 1 << 30, NULL, "Memory",
+    {"recompute", 'r', OPT_TEXT, FIELD(recompute), "none", 0, 0, NULL, ANY, "Memory",
+     "what backward recomputes: none (0), gelu, norm, mlp, qkv, block (1); block:K: only the "
+     "first K blocks"},
+    {"logit-rows", 0, OPT_INT, FIELD(logit_rows), "0", 0, 1 << 30, NULL, ANY, "Memory",
      "rows of logits that exist at a time (changes rounding); 0: 64 MiB of them, on a GPU 256 "
      "MiB"},
-    {"dtype", 0, OPT_CHOICE, FIELD(dtype), NULL, 0, 0, "bf16|fp16|fp32", "Memory",
-     "of weights and activations; default: fp32 on the CPU, bf16 on a GPU"},
-    {"grad-dtype", 0, OPT_CHOICE, FIELD(grad_dtype), NULL, 0, 0, "bf16|fp32", "Memory",
-     "of two-dimensional gradients; default: the dtype's (bf16: bf16, others: fp32)"},
-    {"moments", 0, OPT_CHOICE, FIELD(moments), "fp32", 0, 0, "fp32|bf16", "Memory",
-     "of AdamW's two moments"},
-    {"master", 'w', OPT_CHOICE, FIELD(master), "split", 0, 0, "split|none|1|0", "Memory",
-     "low halves of fp32 weights beside bf16 ones (1 = split), or stochastic rounding (0 = none)"},
-    {"offload", 0, OPT_CHOICE, FIELD(offload), "none", 0, 0, "none|moments|master|moments,master",
-     "Memory", "optimizer states that live in host memory"},
-    {"plan", 0, OPT_FLAG, FIELD(plan), "0", 0, 1, NULL, "Plan and checks",
+    {"dtype", 0, OPT_CHOICE, FIELD(dtype), NULL, 0, 0, dtypes, ANY, "Memory",
+     "number type of weights and activations; default: fp32 on the CPU, bf16 on a GPU"},
+    {"grad-dtype", 0, OPT_CHOICE, FIELD(grad_dtype), NULL, 0, 0, grad_dtypes, ANY, "Memory",
+     "number type of two-dimensional gradients; default: the dtype's (bf16: bf16, others: fp32)"},
+    {"moments", 0, OPT_CHOICE, FIELD(moments), "fp32", 0, 0, moment_dtypes, ANY, "Memory",
+     "number type of AdamW's two moments"},
+    {"master", 'w', OPT_CHOICE, FIELD(master), "split", 0, 0, masters, ANY, "Memory",
+     "bf16 weights: keep the low halves of their fp32 values, or round stochastically"},
+    {"offload", 0, OPT_SET, FIELD(offload), "none", 0, 0, offloads, ANY, "Memory",
+     "optimizer states that live in host memory, separated by commas"},
+    {"plan", 0, OPT_FLAG, FIELD(plan), "0", 0, 1, NULL, ANY, "Plan and checks",
      "print the memory plan and what each setting would save, and stop"},
-    {"eval", 0, OPT_TEXT, FIELD(eval), NULL, 0, 0, NULL, "Plan and checks",
+    {"eval", 0, OPT_TEXT, FIELD(eval), NULL, 0, 0, NULL, ANY, "Plan and checks",
      "score the model on a multiple-choice file of llm.c's (HellaSwag, MMLU), and stop"},
-    {"json", 0, OPT_FLAG, FIELD(json), "0", 0, 1, NULL, "Plan and checks",
+    {"json", 0, OPT_FLAG, FIELD(json), "0", 0, 1, NULL, ANY, "Plan and checks",
      "with --plan or --eval: as JSON; dev/plot.py draws plans"},
-    {"gpu", 0, OPT_TEXT, FIELD(gpu), "", 0, 0, NULL, "Plan and checks",
+    {"gpu", 0, OPT_TEXT, FIELD(gpu), "", 0, 0, NULL, ANY, "Plan and checks",
      "with --plan: plan the GPU run, for this card (t4 4060ti 4090 a100 h100 h200 ...)"},
-    {"gpu-mem", 0, OPT_BYTES, FIELD(gpu_mem), "0", 0, 9e15, NULL, "Plan and checks",
+    {"gpu-mem", 0, OPT_BYTES, FIELD(gpu_mem), "0", 0, 9e15, NULL, ANY, "Plan and checks",
      "with --plan: plan the GPU run, for this much device memory (16GiB)"},
-    {"check", 0, OPT_FLAG, FIELD(check), "0", 0, 1, NULL, "Plan and checks",
+    {"check", 0, OPT_FLAG, FIELD(check), "0", 0, 1, NULL, ANY, "Plan and checks",
      "GPU program: one batch through the GPU and the CPU oracle, the difference of every tensor"},
-    {"compare", 0, OPT_FLAG, FIELD(compare), "0", 0, 1, NULL, "Plan and checks",
+    {"compare", 0, OPT_FLAG, FIELD(compare), "0", 0, 1, NULL, ANY, "Plan and checks",
      "GPU program: memory and time of a step with and without recomputation"},
-    {"help", 'h', OPT_FLAG, FIELD(help), "0", 0, 1, NULL, "Plan and checks", "this text"},
+    {"help", 'h', OPT_FLAG, FIELD(help), "0", 0, 1, NULL, ANY, "Plan and checks",
+     "this text"},
 };
+#undef FIELD
 enum { OPTION_ROWS = sizeof option_rows / sizeof option_rows[0] };
 
 // "16GiB", "512M", "1e9", "38000000": bytes; units are powers of 1024 whatever their spelling. -1:
@@ -363,91 +418,167 @@ static int64_t parse_bytes(const char *text) {
     return *end == 0 && value < 9e15 ? (int64_t)value : -1;
 }
 
-// True when `word` is one of the choices "a|b|c".
-static int choice_holds(const char *choices, const char *word) {
-    size_t length = strlen(word);
-    for (const char *c = choices; c; c = strchr(c, '|') ? strchr(c, '|') + 1 : NULL) {
-        size_t n = strcspn(c, "|");
-        if (n == length && memcmp(c, word, n) == 0) {
-            return 1;
+// The number, from 1, of the choice that `word` (n bytes) spells; 0: it is none of them.
+static int choice_find(const char *choices, const char *word, size_t n) {
+    int number = 1;
+    for (const char *c = choices; *c; c += *c != 0) {
+        size_t length = strcspn(c, "=|");
+        if (length == n && memcmp(c, word, n) == 0) {
+            return number;
         }
+        c += length;
+        number += *c == '|';
     }
     return 0;
+}
+
+// The first spelling of choice `number`, which is in the list.
+static ShortText choice_text(const char *choices, int64_t number) {
+    ShortText text;
+    for (int64_t i = 1; i < number; i++) {
+        choices += strcspn(choices, "|") + 1;
+    }
+    snprintf(text.s, sizeof text.s, "%.*s", (int)strcspn(choices, "=|"), choices);
+    return text;
+}
+
+// The bits of a list such as "moments,master": the second choice is bit 0, as the first one means
+// none of them and stands alone. -1: not such a list.
+static int64_t set_parse(const char *choices, const char *list) {
+    int64_t bits = 0, more = 1;
+    for (const char *word = list; more; word++) {
+        size_t n = strcspn(word, ",");
+        bits |= (int64_t)1 << choice_find(choices, word, n);
+        word += n;
+        more = *word;
+    }
+    return bits == 2 ? 0 : bits & 3 ? -1 : bits >> 2;
 }
 
 // Sets one option from its text; ends the run when the text is not what the row allows.
 static void option_set(Options *o, const OptionRow *row, const char *text) {
     char *field = (char *)o + row->offset, *end = NULL;
     char name[40];
+    int64_t number = 0;
     snprintf(name, sizeof name, row->letter ? "--%s (-%c)" : "--%s", row->name, row->letter);
     errno = 0;
-    if (row->type == OPT_TEXT || row->type == OPT_CHOICE) {
-        if (row->type == OPT_CHOICE && !choice_holds(row->choices, text)) {
-            die("%s: '%s' is not one of %s", name, text, row->choices);
-        }
+    if (row->type == OPT_TEXT) {
         *(const char **)(void *)field = text;
-    } else if (row->type == OPT_REAL) {
+        return;
+    }
+    if (row->type == OPT_REAL) {
         double value = strtod(text, &end);
         if (end == text || *end != 0 || errno == ERANGE ||
             !(value >= row->low && value <= row->high)) {
             die("%s: '%s' is not a number from %g to %g", name, text, row->low, row->high);
         }
         *(double *)(void *)field = value;
+        return;
+    }
+    if (row->type == OPT_CHOICE) {
+        number = choice_find(row->choices, text, strlen(text));
+        if (number == 0) {
+            die("%s: '%s' is not one of %s", name, text, row->choices);
+        }
+    } else if (row->type == OPT_SET) {
+        number = set_parse(row->choices, text);
+        if (number < 0) {
+            die("%s: '%s' is not a list of %s", name, text, row->choices);
+        }
     } else if (row->type == OPT_BYTES) {
-        int64_t value = parse_bytes(text);
-        if (value < 0) {
+        number = parse_bytes(text);
+        if (number < 0) {
             die("%s: '%s' is not a size such as 16GiB or 512M", name, text);
         }
-        *(int64_t *)(void *)field = value;
     } else {
-        int64_t value = strtoll(text, &end, 10);
-        if (end == text || *end != 0 || errno == ERANGE || (double)value < row->low ||
-            (double)value > row->high) {
+        number = strtoll(text, &end, 10);
+        if (end == text || *end != 0 || errno == ERANGE || (double)number < row->low ||
+            (double)number > row->high) {
             die("%s: '%s' is not a whole number from %.0f to %.0f", name, text, row->low,
                 row->high);
         }
-        *(int64_t *)(void *)field = value;
     }
+    *(int64_t *)(void *)field = number;
 }
 
-// The value of an option as a user would type it; "" for one that was left to the program.
+// The value of an option as a user would type it, so that the same text sets the same value; "" for
+// one that was left to the program.
 static const char *option_text(char text[64], const Options *o, const OptionRow *row) {
     const char *field = (const char *)o + row->offset;
-    if (row->type == OPT_TEXT || row->type == OPT_CHOICE) {
+    if (row->type == OPT_TEXT) {
         const char *value = *(const char *const *)(const void *)field;
         return value ? value : "";
     }
-    if (row->type == OPT_REAL) {
-        snprintf(text, 64, "%g", *(const double *)(const void *)field);
-    } else {
-        snprintf(text, 64, "%" PRId64, *(const int64_t *)(const void *)field);
+    text[0] = 0;
+    if (row->type == OPT_REAL) {  // the fewest digits that lose nothing
+        double value = *(const double *)(const void *)field, reread = value - 1;
+        for (int digits = 6; digits <= 17 && reread != value; digits++) {
+            snprintf(text, 64, "%.*g", digits, value);
+            reread = strtod(text, NULL);
+        }
+        return text;
+    }
+    int64_t number = *(const int64_t *)(const void *)field;
+    if (row->type == OPT_CHOICE && number) {
+        snprintf(text, 64, "%s", choice_text(row->choices, number).s);
+    } else if (row->type == OPT_SET) {
+        snprintf(text, 64, "%s", number ? "" : choice_text(row->choices, 1).s);
+        for (int i = 0; number >> i; i++) {
+            size_t n = strlen(text);
+            if (number >> i & 1) {
+                snprintf(text + n, 64 - n, "%s%s", n ? "," : "",
+                         choice_text(row->choices, i + 2).s);
+            }
+        }
+    } else if (row->type != OPT_CHOICE) {
+        snprintf(text, 64, "%" PRId64, number);
     }
     return text;
 }
 
+// Prints the words of `text` from column HELP_COLUMN on, in lines of 80 columns at most.
+static void help_print(const char *text) {
+    enum { HELP_COLUMN = 26, HELP_WIDTH = 80 };
+    int column = HELP_COLUMN;
+    while (*text) {
+        int n = (int)strcspn(text, " ");
+        if (column > HELP_COLUMN && column + 1 + n > HELP_WIDTH) {
+            printf("\n%*s", HELP_COLUMN, "");
+            column = HELP_COLUMN;
+        }
+        column += printf("%s%.*s", column > HELP_COLUMN ? " " : "", n, text);
+        text += n + (text[n] != 0);
+    }
+    printf("\n");
+}
+
+// --help: the table by subject, with the choices and the default of every option.
 static void options_print_help(const char *default_model) {
-    printf("usage: %s [options]\n\nTrains GPT-2. Without options: model %s on the data in data/. "
-           "Options take a\n"
-           "value unless they are marked (flag); --name value and --name=value are the same.\n",
+    printf("usage: %s [options]\n\n"
+           "Trains GPT-2. Without options: model %s on the data in data/.\n"
+           "Options take a value unless they are marked (flag); --name value and\n"
+           "--name=value are the same.\n",
            program_name, default_model);
     for (int i = 0; i < OPTION_ROWS; i++) {
         const OptionRow *row = &option_rows[i];
         if (i == 0 || strcmp(row->subject, option_rows[i - 1].subject) != 0) {
             printf("\n%s\n", row->subject);
         }
-        char letter[8] = "    ", value[96] = "";
+        const char *choices = row->choices ? row->choices : "", *value = row->value;
+        char letter[8] = "    ", text[512];
         if (row->letter) {
             snprintf(letter, sizeof letter, "-%c, ", row->letter);
         }
         if (row->type == OPT_FLAG) {
-            snprintf(value, sizeof value, " (flag)");
-        } else if (row->choices) {
-            snprintf(value, sizeof value, " [%s%s%s]", row->choices, row->value ? "; " : "",
-                     row->value ? row->value : "");
-        } else if (row->value && row->value[0]) {
-            snprintf(value, sizeof value, " [%s]", row->value);
+            snprintf(text, sizeof text, "%s (flag)", row->help);
+        } else if (row->choices || (value && value[0])) {
+            snprintf(text, sizeof text, "%s [%s%s%s]", row->help, choices,
+                     row->choices && value ? "; " : "", value ? value : "");
+        } else {
+            snprintf(text, sizeof text, "%s", row->help);
         }
-        printf("  %s--%-16s %s%s\n", letter, row->name, row->help, value);
+        printf("  %s--%-17s ", letter, row->name);
+        help_print(text);
     }
 }
 
@@ -1249,8 +1380,9 @@ static void plan_close(Plan *p) {
 
 // -------------------------------------------------------------------------------------------------
 // 6. What fits
-// From options to settings, from settings to the printed plan, and to what would make a run fit.
-// Prices are arithmetic (FLOPs of what is recomputed over FLOPs of a step), never timings.
+// First from options to settings, on the card that is named or at hand; then from settings to the
+// printed plan, and to what would make a run fit. Prices are arithmetic (FLOPs of what is
+// recomputed over FLOPs of a step), never timings.
 
 // Memory of common cards in GiB as the driver reports it: the smallest total seen quoted in CUDA
 // out-of-memory messages (public issue trackers, read 2026-11). A driver keeps some of what is on
@@ -1293,8 +1425,39 @@ static int64_t default_logit_rows(const Model *m, size_t element_bytes, int64_t 
     return min_i64(max_i64(bytes / (m->Vp * (int64_t)element_bytes) / 128 * 128, 128), N);
 }
 
-// Settings of a run, from its options; the model is already known. Refuses what this program cannot
-// do.
+// Number types, master bits and homes of the states. Ends the run at what the card, the program or
+// another setting rules out.
+static void settings_types(Settings *s, const Options *o) {
+    const GpuRow *card = gpu_find(o);
+    const int has_bf16 = !card || card->has_bf16;
+    const int64_t usual = !s->gpu ? DTYPE_FP32 : has_bf16 ? DTYPE_BF16 : DTYPE_FP16;
+    const int64_t dtype = o->dtype ? o->dtype : usual;
+    const Type fp32 = s->gpu ? TYPE_FP32 : TYPE_REAL;
+    if (dtype == DTYPE_BF16 && !has_bf16) {
+        die("--dtype bf16: %s has no bf16; it has fp16 and fp32", o->gpu);
+    }
+    s->dtype = dtype == DTYPE_BF16 ? TYPE_BF16 : dtype == DTYPE_FP16 ? TYPE_FP16 : fp32;
+    s->grad_dtype = s->dtype == TYPE_BF16 && o->grad_dtype != GRADS_FP32 ? TYPE_BF16 : fp32;
+    s->moment_dtype = o->moments == MOMENTS_BF16 ? TYPE_BF16 : fp32;
+    s->split_master = s->dtype == TYPE_BF16 && o->master == MASTER_SPLIT;
+    s->offload_moments = (o->offload & OFFLOAD_MOMENTS) != 0;
+    s->offload_master = (o->offload & OFFLOAD_MASTER) != 0;
+    if (!s->gpu && (s->dtype != TYPE_REAL || s->moment_dtype != TYPE_REAL || o->offload)) {
+        die("--dtype, --moments and --offload: this run computes in fp32 on the CPU; with --plan "
+            "--gpu NAME they plan a GPU run");
+    }
+    if (s->dtype != TYPE_BF16 && (o->grad_dtype == GRADS_BF16 || s->moment_dtype == TYPE_BF16)) {
+        die("--%s bf16 needs --dtype bf16, found %s",
+            o->grad_dtype == GRADS_BF16 ? "grad-dtype" : "moments", choice_text(dtypes, dtype).s);
+    }
+    if (s->offload_master && !s->split_master && s->dtype != TYPE_FP16) {
+        die("--offload master: there is no master copy with --dtype %s and --master (-w) %s",
+            choice_text(dtypes, dtype).s, choice_text(masters, o->master).s);
+    }
+}
+
+// Settings of a run, from its options; the model, with its vocabulary, is already known. Ends the
+// run at what this program cannot do.
 static void settings_from_options(Settings *s, const Options *o, const Model *m, int gpu) {
     memset(s, 0, sizeof *s);
     s->model = *m;
@@ -1305,41 +1468,13 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
     if (s->T > m->maxT) {
         die("--seq-len (-t): %d is more than the model's %d positions", s->T, m->maxT);
     }
-    if ((int64_t)s->B * s->T > 1 << 26) {
+    const int64_t N = (int64_t)s->B * s->T;
+    if (N > 1 << 26) {  // B x T is an int everywhere
         die("--batch (-b) %d x --seq-len (-t) %d: a micro-batch holds at most 67,108,864 tokens",
             s->B, s->T);
     }
-    const GpuRow *card = gpu_find(o);
-    const char *sixteen = card && !card->has_bf16 ? "fp16" : "bf16";
-    const char *dtype = o->dtype ? o->dtype : gpu ? sixteen : "fp32";
-    if (strcmp(dtype, "bf16") == 0 && strcmp(sixteen, "bf16") != 0) {
-        die("--dtype bf16: %s has no bf16; it has fp16 and fp32", o->gpu);
-    }
-    Type fp32 = gpu ? TYPE_FP32 : TYPE_REAL;
-    int fp32_grads = o->grad_dtype && strcmp(o->grad_dtype, "fp32") == 0;
-    s->dtype = strcmp(dtype, "fp32") == 0 ? fp32 : dtype[0] == 'b' ? TYPE_BF16 : TYPE_FP16;
-    s->grad_dtype = s->dtype == TYPE_BF16 && !fp32_grads ? TYPE_BF16 : fp32;
-    s->moment_dtype = strcmp(o->moments, "bf16") == 0 ? TYPE_BF16 : fp32;
-    s->split_master =
-        s->dtype == TYPE_BF16 && (strcmp(o->master, "split") == 0 || strcmp(o->master, "1") == 0);
-    s->offload_moments = strstr(o->offload, "moments") != NULL;
-    s->offload_master = strstr(o->offload, "master") != NULL;
-    if (!gpu && (s->dtype != TYPE_REAL || s->moment_dtype != TYPE_REAL || s->offload_moments ||
-                 s->offload_master)) {
-        die("--dtype, --moments and --offload: this run computes in fp32 on the CPU; with --plan "
-            "--gpu NAME they "
-            "plan a GPU run");
-    }
-    int bf16_grads = o->grad_dtype && strcmp(o->grad_dtype, "bf16") == 0;
-    if (s->dtype != TYPE_BF16 && (bf16_grads || s->moment_dtype == TYPE_BF16)) {
-        die("--%s bf16 needs --dtype bf16, found %s", bf16_grads ? "grad-dtype" : "moments", dtype);
-    }
-    if (s->offload_master && !s->split_master && s->dtype != TYPE_FP16) {
-        die("--offload master: there is no master copy with --dtype %s and --master (-w) %s", dtype,
-            o->master);
-    }
+    settings_types(s, o);
     recompute_parse(o->recompute, m->L, &s->level, &s->recompute_blocks);
-    int64_t N = (int64_t)s->B * s->T;
     if (o->logit_rows > N) {
         die("--logit-rows: %" PRId64 " is more than the micro-batch's %" PRId64 " tokens",
             o->logit_rows, N);
@@ -1426,34 +1561,6 @@ static int plan_remedies(const Plan *p, Remedy list[MAX_REMEDIES]) {
                        "smaller matmuls; -d keeps the step's tokens");
     }
     return n;
-}
-
-// The number behind `key` at the start of a line of `path`, or `otherwise`.
-static int64_t file_number(const char *path, const char *key, int64_t otherwise) {
-    char line[256];
-    FILE *f = fopen(path, "r");
-    while (f && fgets(line, sizeof line, f)) {
-        char *end = line, *text = line + strlen(key);
-        int64_t number = strncmp(line, key, strlen(key)) == 0 ? strtoll(text, &end, 10) : 0;
-        if (end > line && end != text) {
-            otherwise = number;
-            break;
-        }
-    }
-    if (f) {
-        fclose(f);
-    }
-    return otherwise;
-}
-
-// Bytes of memory this process may still take: MemAvailable, or what its control group (v2)
-// leaves, whose cached files do not count.
-static size_t host_memory_available(void) {
-    int64_t bytes = file_number("/proc/meminfo", "MemAvailable:", INT64_MAX >> 10) << 10;
-    int64_t limit = file_number("/sys/fs/cgroup/memory.max", "", INT64_MAX);
-    int64_t used = file_number("/sys/fs/cgroup/memory.current", "", 0) -
-                   file_number("/sys/fs/cgroup/memory.stat", "inactive_file ", 0);
-    return (size_t)max_i64(min_i64(bytes, limit - used), 0);
 }
 
 // Ends the run before anything is allocated when `available` bytes cannot hold `need`: names what
@@ -2640,16 +2747,13 @@ static double learning_rate(const Options *o, int64_t step, int64_t steps) {
     double low = o->lr * o->final_lr;
     double t = steps > o->warmup ? (double)(step - o->warmup) / (double)(steps - o->warmup) : 1;
     t = t > 1 ? 1 : t;
-    if (strcmp(o->schedule, "cosine") == 0) {
-        return low + (o->lr - low) * 0.5 * (1 + cos(3.141592653589793 * t));
+    const double range = o->lr - low;
+    switch (o->schedule) {
+        case SCHEDULE_COSINE: return low + range * 0.5 * (1 + cos(3.141592653589793 * t));
+        case SCHEDULE_LINEAR: return low + range * (1 - t);
+        case SCHEDULE_WSD: return t > 0.8 ? low + range * (1 - sqrt((t - 0.8) / 0.2)) : o->lr;
+        default: return o->lr;  // SCHEDULE_CONSTANT
     }
-    if (strcmp(o->schedule, "linear") == 0) {
-        return low + (o->lr - low) * (1 - t);
-    }
-    if (strcmp(o->schedule, "wsd") == 0 && t > 0.8) {
-        return low + (o->lr - low) * (1 - sqrt((t - 0.8) / 0.2));
-    }
-    return o->lr;
 }
 
 // The last gradient norms, for --skip-zscore: a norm above mean + z * deviation of a full window is
@@ -3145,7 +3249,7 @@ static void config_parse(Model *m, const unsigned char *bytes, size_t size, cons
             value[s] = json_count(&j);
         } else if (f < fact_count) {
             json_peek(&j) == '"' ? json_string(&j, text, sizeof text) : json_scalar(&j, text);
-            if (!j.fault && !choice_holds(facts[f].allowed, text)) {
+            if (!j.fault && !choice_find(facts[f].allowed, text, strlen(text))) {
                 die("%s: %s is '%.40s'; this program computes GPT-2 with %s", name, key, text,
                     facts[f].allowed);
             }
@@ -3499,8 +3603,9 @@ static int64_t *counter(RunState *state, int i) {
     return (int64_t *)(void *)((char *)state + counter_rows[i].offset);
 }
 
-// What a run must share with the checkpoint it goes on from.
-enum { IDENTITY_BYTES = 256 };
+// What a run must share with the checkpoint it goes on from: facts of its model and data, and the
+// options whose row in the table says so.
+enum { IDENTITY_BYTES = 512 };
 static void run_identity(char identity[IDENTITY_BYTES], const Settings *s, const Options *o,
                          const Dataset *d) {
     const Model *m = &s->model;
@@ -3511,10 +3616,18 @@ static void run_identity(char identity[IDENTITY_BYTES], const Settings *s, const
             data = hash_u64(data + (uint64_t)shard->count + shard->tokens[k * shard->count / 256]);
         }
     }
-    snprintf(identity, IDENTITY_BYTES,
-             "shape l%dh%dc%dt%d vocabulary %d sequence %d windows %" PRId64 " data %016" PRIx64
-             " seed %" PRId64 " shuffle %" PRId64, m->L, m->NH, m->C, m->maxT, m->V, s->T,
-             d->windows, data, o->seed, o->shuffle);
+    int n = snprintf(identity, IDENTITY_BYTES,
+                     "shape l%dh%dc%dt%d vocabulary %d sequence %d windows %" PRId64
+                     " data %016" PRIx64,
+                     m->L, m->NH, m->C, m->maxT, m->V, s->T, d->windows, data);
+    for (int i = 0; i < OPTION_ROWS; i++) {
+        char text[64];
+        if (option_rows[i].on_resume == SAME) {
+            n += snprintf(identity + n, (size_t)(IDENTITY_BYTES - n), " %s %s",
+                          option_rows[i].name, option_text(text, o, &option_rows[i]));
+            check(n < IDENTITY_BYTES, "the options that a resume must match are too many");
+        }
+    }
 }
 
 static void config_save(const Model *m, Writer *w) {
@@ -4145,7 +4258,8 @@ static FILE *log_open(const char *output, int64_t resume_step, const Options *o,
     fprintf(f, "{\"event\":\"start\",\"options\":{");
     for (int i = 0; i < OPTION_ROWS; i++) {
         const char *value = option_text(text, o, &option_rows[i]);
-        int number = option_rows[i].type != OPT_TEXT && option_rows[i].type != OPT_CHOICE;
+        OptionType type = option_rows[i].type;
+        int number = type != OPT_TEXT && type != OPT_CHOICE && type != OPT_SET;
         fprintf(f, "%s\"%s\":%s", i ? "," : "", option_rows[i].name, number ? "" : "\"");
         json_text(f, value, strlen(value));
         fputs(number ? "" : "\"", f);

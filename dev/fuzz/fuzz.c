@@ -421,16 +421,18 @@ enum { FUZZ_WORDS = 64 };
 
 static void require_option(const Options *o, const OptionRow *row) {
     const char *field = (const char *)o + row->offset;
-    if (row->type == OPT_TEXT || row->type == OPT_CHOICE) {
-        const char *text = *(const char *const *)(const void *)field;
-        FACT(text || !row->value);
-        FACT(!text || row->type == OPT_TEXT || choice_holds(row->choices, text));
+    if (row->type == OPT_TEXT) {
+        FACT(*(const char *const *)(const void *)field || !row->value);
     } else if (row->type == OPT_REAL) {
         double value = *(const double *)(const void *)field;
         FACT(value >= row->low && value <= row->high);
     } else {
+        char text[64];
         int64_t value = *(const int64_t *)(const void *)field;
-        FACT((value == 0 && !row->value) ||
+        const char *word = option_text(text, o, row);
+        FACT(row->type != OPT_CHOICE || choice_find(row->choices, word, strlen(word)) == value);
+        FACT(row->type != OPT_SET || set_parse(row->choices, word) == value);
+        FACT(row->choices || (value == 0 && !row->value) ||
              ((double)value >= row->low && (double)value <= row->high));
     }
 }
