@@ -90,8 +90,8 @@
 
 // -------------------------------------------------------------------------------------------------
 // 1. Prelude
-// The ground: the appendix below, the oracle's type of numbers, how many threads compute, and how
-// much memory there is.
+// The ground: the appendix below, the oracle's type of numbers, how many threads compute, how much
+// memory there is, and signals.
 
 // The appendix, whole. Errors, checked memory, hashes, JSON, the tokenizer and the containers of
 // files know bytes and no model, so they are kept apart from it: data/tokenize.c needs them alone,
@@ -149,6 +149,25 @@ static size_t host_memory_available(void) {
     int64_t used = file_number("/sys/fs/cgroup/memory.current", "", 0) -
                    file_number("/sys/fs/cgroup/memory.stat", "inactive_file ", 0);
     return (size_t)max_i64(min_i64(bytes, limit - used), 0);
+}
+
+// Has the run been asked to stop? Everything that takes long asks between two pieces of work.
+static int run_stopping(void) { return stop_signal != 0; }
+
+// From here on signals ask the run to stop, except a SIGHUP that was ignored from the start (nohup).
+// Writes to a closed pipe or beyond `ulimit -f` fail with an error, which is reported as any other.
+static void stop_on_signals(void) {
+    struct sigaction action, hangup;
+    memset(&action, 0, sizeof action);
+    action.sa_handler = on_signal;
+    action.sa_flags = SA_RESTART;
+    sigaction(SIGINT, &action, NULL);
+    sigaction(SIGTERM, &action, NULL);
+    if (sigaction(SIGHUP, NULL, &hangup) == 0 && hangup.sa_handler != SIG_IGN) {
+        sigaction(SIGHUP, &action, NULL);
+    }
+    signal(SIGPIPE, SIG_IGN);
+    signal(SIGXFSZ, SIG_IGN);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -3585,6 +3604,7 @@ static void checkpoint_remove(const char *folder) {
 // What a run knows beside its tensors. Random numbers are functions of the seed and these counters.
 typedef struct {
     int64_t step, updates, position, skipped;  // position: sequences consumed (chapter Data)
+    int64_t pending_validation;                // 1: a signal cut the one after `step` short
     NormWindow norms;
 } RunState;
 
@@ -3592,11 +3612,13 @@ typedef struct {
 static const struct {
     const char *name;
     size_t offset;
-} counter_rows[] = {{"step", offsetof(RunState, step)},
-                    {"updates", offsetof(RunState, updates)},
-                    {"position", offsetof(RunState, position)},
-                    {"skipped", offsetof(RunState, skipped)},
-                    {"norm_count", offsetof(RunState, norms.count)}};
+    int optional;  // older checkpoints lack it: 0
+} counter_rows[] = {{"step", offsetof(RunState, step), 0},
+                    {"updates", offsetof(RunState, updates), 0},
+                    {"position", offsetof(RunState, position), 0},
+                    {"skipped", offsetof(RunState, skipped), 0},
+                    {"norm_count", offsetof(RunState, norms.count), 0},
+                    {"pending_validation", offsetof(RunState, pending_validation), 1}};
 enum { COUNTERS = sizeof counter_rows / sizeof counter_rows[0] };
 
 static int64_t *counter(RunState *state, int i) {
@@ -3939,6 +3961,9 @@ static void state_parse(StateFile *out, const Model *m, const unsigned char *byt
     for (int i = 0; i < COUNTERS; i++) {
         char text[24], *end;
         safetensors_text(&f, counter_rows[i].name, text, sizeof text);
+        if (text[0] == 0 && counter_rows[i].optional) {
+            continue;
+        }
         int64_t value = strtoll(text, &end, 10);
         if (end == text || *end != 0 || value < 0 || value > (int64_t)1 << 53) {
             die("%s: '%s' is '%s' in its metadata, not a count", name, counter_rows[i].name, text);
@@ -4115,7 +4140,7 @@ typedef struct {
     Settings s;
     Engine engine;
     Dataset train, val;
-    int has_val, micros, live;
+    int has_val, micros, live, stdout_error;
     int64_t steps, windows_per_step, memory_bytes, saved_step;
     char identity[IDENTITY_BYTES];
     ModelFile weights;  // of -e; where it names none, weights.spans is NULL
@@ -4124,6 +4149,9 @@ typedef struct {
     Token *inputs, *targets;  // (B,T) each
     Bpe *bpe;                 // NULL: samples need none, or there is none
 } Run;
+
+// What goes before a line of output: on a terminal it replaces the line that is rewritten in place.
+static const char *clear_line(const Run *run) { return run->live ? "\r\033[K" : ""; }
 
 // Scores the examples of `f`, B rows at a time, to the last one or to a signal. Says how far it is
 // at every batch on a terminal, else at every tenth of the file.
@@ -4134,7 +4162,7 @@ static void run_evaluate(Run *run, const EvalFile *f, EvalScore *score) {
     const double began = now_ms();
     size_t at = EVAL_HEADER_BYTES;
     char text[80];
-    for (int i = 0, filled = 0; i < all && !stop_signal; i++) {
+    for (int i = 0, filled = 0; i < all && !run_stopping(); i++) {
         EvalExample x;
         const int before = score->examples;
         at += eval_example(&x, f, at, i);
@@ -4156,7 +4184,7 @@ static void run_evaluate(Run *run, const EvalFile *f, EvalScore *score) {
         const int done = score->examples, tenth = (int)(10.0 * done / all);
         if (!run->o.quiet && !run->o.json && done > before && done < all &&
             (run->live || tenth > (int)(10.0 * before / all))) {
-            printf("%sexample %5d/%d  %s  eta %s%s", run->live ? "\r\033[K" : "", done, all,
+            printf("%sexample %5d/%d  %s  eta %s%s", clear_line(run), done, all,
                    eval_text(text, score),
                    duration_text((now_ms() - began) * 1e-3 * (all - done) / done).s,
                    run->live ? "" : "\n");
@@ -4185,7 +4213,7 @@ static void run_print_score(const Run *run, const EvalFile *f, const EvalScore *
                1.0 * score->correct / n, 1.0 * score->correct_norm / n);
         return;
     }
-    printf("%s", run->live ? "\r\033[K" : "");
+    printf("%s", clear_line(run));
     if (score->cut_rows) {
         printf("%s rows lost the start of their context: T = %d holds %d tokens of a row\n",
                count_text(score->cut_rows).s, run->s.T, run->s.T + 1);
@@ -4213,15 +4241,18 @@ static void json_number(FILE *f, const char *key, double value) {
     }
 }
 
-// Cuts `path` back to its lines of step <= `step`, and to whole lines.
-static void log_cut(const char *path, int64_t step) {
+// Cuts `path` back to its lines of step <= `step`, and to complete lines: what came later is done
+// again. Returns 1 when the validation of `step` is among what stays.
+static int log_cut(const char *path, int64_t step) {
     char line[256];
     FILE *f = fopen(path, "r");
     long keep = 0;
+    int validated = 0;
     while (f && fgets(line, sizeof line, f)) {
         int64_t found = 0;
         int complete = strchr(line, '\n') != NULL;
         int later = sscanf(line, "{\"step\":%" SCNd64, &found) == 1 && found > step;
+        int validates = found == step && strstr(line, ",\"val_loss\":") != NULL;
         while (!complete && fgets(line, sizeof line, f)) {
             complete = strchr(line, '\n') != NULL;
         }
@@ -4229,6 +4260,7 @@ static void log_cut(const char *path, int64_t step) {
             break;
         }
         keep = ftell(f);
+        validated |= validates;
     }
     if (f) {
         fclose(f);
@@ -4236,22 +4268,33 @@ static void log_cut(const char *path, int64_t step) {
             die("cannot cut back %s: %s", path, strerror(errno));
         }
     }
+    return validated;
 }
 
-// Ends a line of the log: a full disk must not pass unseen.
-static void log_flush(FILE *f) {
+// Ends an object and line of the log, or the run: a full disk must not pass unseen.
+static void log_end(FILE *f) {
+    fputs("}\n", f);
     if (fflush(f) != 0 || ferror(f)) {
         die("cannot write log.jsonl: %s", strerror(errno));
     }
 }
 
-// Opens the log in `output` and writes its first line. resume_step < 0: from the start.
-static FILE *log_open(const char *output, int64_t resume_step, const Options *o, const Settings *s,
-                      size_t plan_bytes) {
+// Begins an object of the log about the run's step; the caller adds to it and calls log_end().
+static void log_begin(const Run *run) {
+    fprintf(run->log, "{\"step\":%" PRId64, run->state.step);
+}
+
+// Opens the log of a run with an output folder, writes its first line, and drops what it holds of
+// steps after `resume_step` (-1: a new run). Ends the run when the file cannot be written.
+static void log_open(Run *run, int64_t resume_step, size_t plan_bytes) {
+    const Options *o = &run->o;
+    const Model *m = &run->s.model;
     char path[PATH_BYTES], text[64];
-    path_print(path, "%s/log.jsonl", output);
-    log_cut(path, o->resume ? max_i64(resume_step, 0) : INT64_MAX);
-    FILE *f = fopen(path, "a");
+    path_print(path, "%s/log.jsonl", o->output);
+    if (log_cut(path, o->resume ? max_i64(resume_step, 0) : INT64_MAX)) {
+        run->state.pending_validation = 0;  // made up by a run that ended before its next step
+    }
+    FILE *f = run->log = fopen(path, "a");
     if (!f) {
         die("cannot open log %s: %s", path, strerror(errno));
     }
@@ -4266,26 +4309,53 @@ static FILE *log_open(const char *output, int64_t resume_step, const Options *o,
     }
     fprintf(f,
             "},\"model\":{\"layers\":%d,\"heads\":%d,\"channels\":%d,\"positions\":%d,"
-            "\"vocabulary\":%d,"
-            "\"parameters\":%" PRId64 "},\"plan_bytes\":%zu}\n",
-            s->model.L, s->model.NH, s->model.C, s->model.maxT, s->model.V,
-            model_parameters(&s->model), plan_bytes);
-    log_flush(f);
-    return f;
+            "\"vocabulary\":%d,\"parameters\":%" PRId64 "},\"plan_bytes\":%zu",
+            m->L, m->NH, m->C, m->maxT, m->V, model_parameters(m), plan_bytes);
+    log_end(f);
+}
+
+// Hands what was printed to the system. Where stdout takes no more, printing ends and the run goes
+// on: /dev/null takes the rest, and output_status() says so at the end.
+static void run_flush(Run *run) {
+    if (fflush(stdout) == 0 && !ferror(stdout)) {
+        return;
+    }
+    run->stdout_error = errno;
+    run->live = 0;
+    if (!freopen("/dev/null", "w", stdout)) {
+        run->o.quiet = 1;
+    }
+}
+
+// The exit status of a command that ends with `status`, once all its output is written: 1 and a line
+// when stdout failed. Who closes a pipe (`| head -1`) has read enough: that is no failure.
+static int output_status(Run *run, int status) {
+    run_flush(run);
+    if (run->stdout_error == 0 || run->stdout_error == EPIPE) {
+        return status;
+    }
+    fprintf(stderr, "%s: cannot write to stdout: %s; what follows was not printed\n", program_name,
+            strerror(run->stdout_error));
+    return 1;
 }
 
 // Mean loss over the first --val-batches batches of the validation data (0: all of it), in file
-// order.
-static double run_validate(Run *run) {
+// order, so that every validation of a run measures the same tokens. Returns 0 when a signal cut it
+// short, else 1.
+static int run_validate(Run *run, double *loss) {
     const Settings *s = &run->s;
-    int64_t all = run->val.windows / s->B,
-            batches = run->o.val_batches ? min_i64(run->o.val_batches, all) : all;
+    const int64_t all = run->val.windows / s->B;
+    const int64_t batches = run->o.val_batches ? min_i64(run->o.val_batches, all) : all;
     double sum = 0;
-    for (int64_t k = 0; k < batches && !stop_signal; k++) {
+    for (int64_t k = 0; k < batches; k++) {
+        if (run_stopping()) {
+            return 0;
+        }
         dataset_batch(&run->val, k * s->B, s->B, 0, 0, run->inputs, run->targets, s->model.V);
         sum += run->engine.evaluate(&run->engine, NULL, run->inputs, run->targets);
     }
-    return sum / (double)batches;
+    *loss = sum / (double)batches;
+    return 1;
 }
 
 // Prints a sample of --sample-tokens tokens and logs it.
@@ -4299,7 +4369,7 @@ static void run_sample(Run *run) {
     Candidate *scratch = (Candidate *)alloc_zero((size_t)V, sizeof(Candidate));
     char *text = (char *)alloc_zero((size_t)(s->T + length), BPE_LONGEST);
     int n = prompt_tokens(tokens, s->T, tokenizer, run->bpe, o->prompt), bytes = 0;
-    for (int64_t i = 0; i < length && !stop_signal; i++, n++) {
+    for (int64_t i = 0; i < length && !run_stopping(); i++, n++) {
         int context = (int)min_i64(n, s->T);
         run->engine.logits(&run->engine, logits, tokens + n - context, context);
         double u =
@@ -4309,17 +4379,18 @@ static void run_sample(Run *run) {
     for (int i = 0; i < n; i++) {
         bytes += token_text(text + bytes, tokenizer, run->bpe, tokens[i]);
     }
-    if (!o->quiet && !stop_signal) {
+    if (!o->quiet && !run_stopping()) {
         printf("%s--- sample after step %" PRId64 " ---\n", run->live ? "\n" : "",
                run->state.step);
         fwrite(text, 1, (size_t)bytes, stdout);  // a token may be a 0
         printf("\n---\n");
     }
-    if (run->log && !stop_signal) {
-        fprintf(run->log, "{\"step\":%" PRId64 ",\"sample\":\"", run->state.step);
+    if (run->log && !run_stopping()) {
+        log_begin(run);
+        fputs(",\"sample\":\"", run->log);
         json_text(run->log, text, (size_t)bytes);
-        fputs("\"}\n", run->log);
-        log_flush(run->log);
+        fputs("\"", run->log);
+        log_end(run->log);
     }
     free(tokens);
     free(logits);
@@ -4338,55 +4409,61 @@ static void run_save(Run *run) {
     if (run->o.keep) {
         checkpoint_prune(run->o.output, run->o.keep, run->state.step);
     }
-    fprintf(run->log, "{\"step\":%" PRId64 ",\"checkpoint\":\"", run->state.step);
+    log_begin(run);
+    fputs(",\"checkpoint\":\"", run->log);
     json_text(run->log, path, strlen(path));
-    fputs("\"}\n", run->log);
-    log_flush(run->log);
+    fputs("\"", run->log);
+    log_end(run->log);
     if (!run->o.quiet) {
-        printf("%ssaved %s\n", run->live ? "\r\033[K" : "", path);
+        printf("%ssaved %s\n", clear_line(run), path);
     }
 }
 
-// The line of a finished step, to the terminal and to the log.
+// The line of a finished step, to the terminal and to the log. On a terminal it is rewritten by the
+// next one, except where it says more than that all goes well.
 static void run_report(Run *run, const StepResult *r, double lr, double ms, double mean_ms) {
     const Settings *s = &run->s;
-    double tokens = (double)run->micros * s->B * s->T, per_second = tokens / ms * 1e3;
-    double flops = model_flops_per_token(&s->model, s->T) * per_second;
-    double peak = run->engine.peak_flops > 0 ? 100 * flops / run->engine.peak_flops : 0;
-    int64_t left = run->steps - run->state.step;
+    const double tokens = (double)run->micros * s->B * s->T, per_second = tokens / ms * 1e3;
+    const double flops = model_flops_per_token(&s->model, s->T) * per_second;
+    const double peak = run->engine.peak_flops > 0 ? 100 * flops / run->engine.peak_flops : 0;
+    const int64_t left = run->steps - run->state.step;
     if (!run->o.quiet) {
         printf("%sstep %*" PRId64 "/%" PRId64
                "  loss %.4f  norm %.3f  lr %.2e  %.1f ms  %s tok/s  %.0f %% of peak  %s"
                "  eta %s%s%s",
-               run->live ? "\r\033[K" : "", run->steps > 9999 ? 7 : 4, run->state.step, run->steps,
-               r->loss, r->norm, lr, ms, count_text((int64_t)per_second).s, peak,
+               clear_line(run), run->steps > 9999 ? 7 : 4, run->state.step, run->steps, r->loss,
+               r->norm, lr, ms, count_text((int64_t)per_second).s, peak,
                bytes_text((double)run->memory_bytes).s,
                duration_text((double)left * mean_ms * 1e-3).s, r->skipped ? "  SKIPPED" : "",
                run->live && left && !r->skipped ? "" : "\n");
-        fflush(stdout);
     }
     if (run->log) {
-        fprintf(run->log, "{\"step\":%" PRId64, run->state.step);
+        log_begin(run);
         json_number(run->log, "loss", r->loss);
         json_number(run->log, "grad_norm", r->norm);
         json_number(run->log, "lr", lr);
         json_number(run->log, "ms", ms);
         json_number(run->log, "tokens_per_s", per_second);
         json_number(run->log, "peak_pct", peak);
-        fprintf(run->log, ",\"skipped\":%d}\n", r->skipped);
-        log_flush(run->log);
+        fprintf(run->log, ",\"skipped\":%d", r->skipped);
+        log_end(run->log);
     }
 }
 
-// One optimizer step: micro-batches from the run's position, the update, the report.
-static void run_step(Run *run, double *mean_ms) {
+// One optimizer step: micro-batches from the run's position, the update, the report. Returns 0 when
+// a signal came before its last micro-batch was begun: the run is then as after the step before,
+// because only the update changes what it learns and where it is in its data, and the gradients
+// summed so far are cleared by the first micro-batch of the next step.
+static int run_step(Run *run, double *mean_ms) {
     const Options *o = &run->o;
     const Settings *s = &run->s;
     RunState *state = &run->state;
-    double start = now_ms(), lr = learning_rate(o, state->step, run->steps);
+    const double start = now_ms(), lr = learning_rate(o, state->step, run->steps);
     for (int micro = 0; micro < run->micros; micro++) {
-        int64_t position =
-            o->overfit ? (int64_t)micro * s->B : state->position + (int64_t)micro * s->B;
+        if (run_stopping()) {
+            return 0;
+        }
+        int64_t position = (o->overfit ? 0 : state->position) + (int64_t)micro * s->B;
         dataset_batch(&run->train, position, s->B, (int)o->shuffle, (uint64_t)o->seed, run->inputs,
                       run->targets, s->model.V);
         run->engine.micro_step(&run->engine, run->inputs, run->targets, micro, run->micros);
@@ -4397,62 +4474,76 @@ static void run_step(Run *run, double *mean_ms) {
     state->step++;
     state->updates += !r.skipped;
     state->skipped += r.skipped;
+    state->pending_validation = 0;
     if (isfinite(r.norm)) {
         state->norms.values[state->norms.count++ % NORM_WINDOW] = r.norm;
     }
-    double ms = now_ms() - start;
+    const double ms = now_ms() - start;
+    // The time left follows the machine's load over some 20 steps, and not each step's accident.
     *mean_ms = *mean_ms > 0 ? 0.95 * *mean_ms + 0.05 * ms : ms;
     run_report(run, &r, lr, ms, *mean_ms);
+    return 1;
 }
 
-static void run_print_validation(Run *run) {
-    double loss = run_validate(run);
-    if (stop_signal) {
+// Validates after the run's step, and prints and logs the loss. Cut short by a signal it stays
+// pending, so that the run that goes on from here makes up for it.
+static void run_validation(Run *run) {
+    double loss = 0;
+    run->state.pending_validation = !run_validate(run, &loss);
+    if (run->state.pending_validation) {
         return;
     }
     if (!run->o.quiet) {
-        printf("%sstep %4" PRId64 "/%" PRId64 "  validation loss %.4f\n",
-               run->live ? "\r\033[K" : "", run->state.step, run->steps, loss);
+        printf("%sstep %4" PRId64 "/%" PRId64 "  validation loss %.4f\n", clear_line(run),
+               run->state.step, run->steps, loss);
     }
     if (run->log) {
-        fprintf(run->log, "{\"step\":%" PRId64, run->state.step);
+        log_begin(run);
         json_number(run->log, "val_loss", loss);
-        fputs("}\n", run->log);
-        log_flush(run->log);
+        log_end(run->log);
     }
 }
 
-// The loop: from the run's step to its last, or to a signal; saves at the end when there is an
-// output folder.
-static void run_train(Run *run) {
-    const Options *o = &run->o;
-    double mean_ms = 0, began = now_ms();
-    while (run->state.step < run->steps && !stop_signal) {
-        run_step(run, &mean_ms);
-        int64_t step = run->state.step;
-        int last = step == run->steps;
-        if (run->has_val && o->val_every && (step % o->val_every == 0 || last) && !stop_signal) {
-            run_print_validation(run);
-        }
-        if (o->sample_every && (step % o->sample_every == 0 || last) && !stop_signal) {
-            run_sample(run);
-        }
-        if (o->save_every && step % o->save_every == 0 && !last && !stop_signal) {
-            run_save(run);
-        }
-    }
-    run_save(run);
-    const char *reason = stop_signal ? "interrupted" : "finished";
+// The last lines of a run, on the terminal and in the log, which is closed.
+static void run_end(Run *run, double ms) {
+    const char *reason = run_stopping() ? "interrupted" : "finished";
     if (run->log) {
-        fprintf(run->log, "{\"event\":\"end\",\"reason\":\"%s\"}\n", reason);
-        log_flush(run->log);
+        fprintf(run->log, "{\"event\":\"end\",\"reason\":\"%s\"", reason);
+        log_end(run->log);
         fclose(run->log);
     }
-    if (!o->quiet) {
-        printf("%s%s after step %" PRId64 ", %s, %" PRId64 " skipped\n",
-               run->live && stop_signal ? "\n" : "", reason, run->state.step,
-               duration_text((now_ms() - began) * 1e-3).s, run->state.skipped);
+    if (!run->o.quiet) {
+        printf("%s%s after step %" PRId64 ", %s, %" PRId64 " skipped\n", clear_line(run), reason,
+               run->state.step, duration_text(ms * 1e-3).s, run->state.skipped);
     }
+}
+
+// The loop: from the run's step to its last, or to a signal. After a step it validates, samples and
+// saves, in this order, where each is due; the end of the run saves too when there is an output
+// folder.
+static void run_train(Run *run) {
+    const Options *o = &run->o;
+    const double began = now_ms();
+    double mean_ms = 0;
+    if (run->state.pending_validation && run->has_val) {
+        run_validation(run);
+    }
+    while (run->state.step < run->steps && !run_stopping() && run_step(run, &mean_ms)) {
+        const int64_t step = run->state.step;
+        const int last = step == run->steps;
+        if (run->has_val && (step % o->val_every == 0 || last)) {
+            run_validation(run);
+        }
+        if (o->sample_every && (step % o->sample_every == 0 || last) && !run_stopping()) {
+            run_sample(run);
+        }
+        if (o->save_every && step % o->save_every == 0 && !last && !run_stopping()) {
+            run_save(run);
+        }
+        run_flush(run);
+    }
+    run_save(run);
+    run_end(run, now_ms() - began);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -4611,7 +4702,6 @@ static void run_print_box(const Run *run, const Program *program, const Plan *p)
     }
     printf("\npeak     %.0f GFLOP/s: %s; a token counts 6 x parameters + 6 L C T FLOPs\n\n",
            run->engine.peak_flops * 1e-9, run->engine.peak_source);
-    fflush(stdout);
 }
 
 // Goes on from the newest whole checkpoint of the output folder, with -y 1. Returns its step, or -1
@@ -4724,9 +4814,16 @@ static void run_begin(Run *run, const Program *program, const Model *m) {
     if (o->keep && resume_step >= 0) {  // a kill may have come before it was done
         checkpoint_prune(o->output, o->keep, resume_step);
     }
-    run->log = o->output[0] ? log_open(o->output, resume_step, o, &run->s, p.device_bytes) : NULL;
+    if (o->output[0]) {
+        log_open(run, resume_step, p.device_bytes);
+    }
     if (!o->quiet) {
         run_print_box(run, program, &p);
+        run_flush(run);
+        stop_line = !o->output[0] ? "\nstopping after this micro-batch; without --output (-o) nothing "
+                                    "is saved; again to quit\n"
+                                  : "\nstopping after this micro-batch and saving; again to quit\n";
+        stop_line += !run->live;  // on a terminal the line being rewritten is left as it is
     }
     plan_free(&p);
 }
@@ -4773,67 +4870,71 @@ static int eval_command(Run *run, const Program *program, const Model *m) {
     return 0;
 }
 
-// The program, for either volume's main. Returns the exit status.
-static int program_main(const Program *program, int argc, char **argv) {
-    static Run run;
+static int program_run(Run *run, const Program *program, int argc, char **argv) {
     Model m;
     program_name = program->name;
-    options_parse(&run.o, argc, argv);
-    if (run.o.help) {
+    options_parse(&run->o, argc, argv);
+    if (run->o.help) {
         options_print_help(program->default_model);
         return 0;
     }
-    if (!run.o.model) {
-        run.o.model = program->default_model;
+    if (!run->o.model) {
+        run->o.model = program->default_model;
     }
-    if ((run.o.check || run.o.compare) && !program->command) {
+    if ((run->o.check || run->o.compare) && !program->command) {
         die("--check and --compare are commands of the GPU program, train_gpt2cu");
     }
-    int preset = model_parse(&m, run.o.model);
+    int preset = model_parse(&m, run->o.model);
     if (preset < 0) {
-        if (access(run.o.model, F_OK) != 0) {
+        if (access(run->o.model, F_OK) != 0) {
             die("--model (-e): '%s' is neither a preset (d12 d24 d36 d48), nor a shape such as "
-                "l4h4c128t256, nor a file or folder", run.o.model);
+                "l4h4c128t256, nor a file or folder", run->o.model);
         }
-        model_file_open(&run.weights, run.o.model);
-        m = run.weights.model;
+        model_file_open(&run->weights, run->o.model);
+        m = run->weights.model;
     }
-    signal(SIGINT, on_signal);
-    signal(SIGTERM, on_signal);
-    if (run.o.eval) {
+    stop_line = run->o.quiet ? "" : "stopping; again to quit\n";
+    stop_on_signals();
+    if (run->o.eval) {
         if (preset >= 0) {
             model_set_vocabulary(&m, GPT2_VOCABULARY);
         }
-        return eval_command(&run, program, &m);
+        return eval_command(run, program, &m);
     }
-    if (!run.o.train_data) {
-        default_data(&run.o, preset > 0 || m.V == GPT2_VOCABULARY);
+    if (!run->o.train_data) {
+        default_data(&run->o, preset > 0 || m.V == GPT2_VOCABULARY);
     }
-    if (!run.o.train_data && !run.o.plan) {
+    if (!run->o.train_data && !run->o.plan) {
         die("no data: 'make data' prepares tinyshakespeare; --train-data (-i) takes token shards");
     }
-    int64_t T = run.o.seq_len ? run.o.seq_len : m.maxT;
-    if (run.o.train_data && !(run.o.plan && preset != 0)) {
-        dataset_open(&run.train, run.o.train_data, (int)min_i64(T, m.maxT));
+    int64_t T = run->o.seq_len ? run->o.seq_len : m.maxT;
+    if (run->o.train_data && !(run->o.plan && preset != 0)) {
+        dataset_open(&run->train, run->o.train_data, (int)min_i64(T, m.maxT));
     }
-    model_open(&m, &run.o, preset, run.train.shards ? &run.train : NULL);
-    if (run.o.plan) {
-        return plan_command(program, &run.o, &m);
+    model_open(&m, &run->o, preset, run->train.shards ? &run->train : NULL);
+    if (run->o.plan) {
+        return plan_command(program, &run->o, &m);
     }
-    run_open(&run, program, &m);
-    if ((run.o.check || run.o.compare) && program->command) {
-        return program->command(&run, program);
+    run_open(run, program, &m);
+    if ((run->o.check || run->o.compare) && program->command) {
+        return program->command(run, program);
     }
-    run_begin(&run, program, &m);
-    run_train(&run);
-    run.engine.close(&run.engine);
-    dataset_close(&run.train);
-    if (run.has_val) {
-        dataset_close(&run.val);
+    run_begin(run, program, &m);
+    run_train(run);
+    run->engine.close(&run->engine);
+    dataset_close(&run->train);
+    if (run->has_val) {
+        dataset_close(&run->val);
     }
-    free(run.inputs);
-    free(run.bpe);
+    free(run->inputs);
+    free(run->bpe);
     return 0;
+}
+
+// The program, for either volume's main. Returns the exit status.
+static int program_main(const Program *program, int argc, char **argv) {
+    static Run run;
+    return output_status(&run, program_run(&run, program, argc, argv));
 }
 
 int train_gpt2_main(int argc, char **argv);

@@ -198,8 +198,26 @@ static ShortText duration_text(double seconds) {
     return text;
 }
 
+// The signal that asked the program to stop, which it does at the next good place; 0: none. And what
+// on_signal() says when it comes, a whole line, set before it can be needed; "": nothing.
 static volatile sig_atomic_t stop_signal;
-static void on_signal(int number) { stop_signal = number; }
+static const char *volatile stop_line = "";
+
+// The first signal asks the program to stop, and says so at once because the next good place may be
+// seconds away. The second one ends it; what was written stays as good as after a kill. A terminal
+// that closes may send SIGHUP twice, from the shell and from the kernel, so that one only asks.
+// Calls nothing but what POSIX allows in a handler.
+static void on_signal(int number) {
+    const int error = errno;
+    if (stop_signal && number != SIGHUP) {
+        _exit(128 + number);
+    }
+    if (!stop_signal && write(STDERR_FILENO, stop_line, strlen(stop_line)) < 0) {
+        stop_line = "";  // nobody reads it: the program stops all the same
+    }
+    stop_signal = number;
+    errno = error;
+}
 
 // -------------------------------------------------------------------------------------------------
 // 2. SHA-256
