@@ -76,12 +76,17 @@ build/bench_files: dev/bench_files.c build/flags
 build/dump build/bench_files:
 	$(C) $(AROUND) $(DEPEND) -pthread $< -o $@ -lm
 # What tests build has gaps and poison in its arena.
-build/test_gpt2_double: VARIANT := -DGPT2_DOUBLE=1
+build/test_gpt2_double build/train_gpt2_double: VARIANT := -DGPT2_DOUBLE=1
 build/test_gpt2_asan build/train_gpt2_asan: VARIANT := $(ASAN)
-build/train_gpt2_asan: train_gpt2.c build/flags
+build/train_gpt2_asan build/train_gpt2_double: train_gpt2.c build/flags
 	$(C) -DGPT2_POISON=1 $(VARIANT) $(DEPEND) $< -o $@ -lm
 build/test_gpt2 build/test_gpt2_double build/test_gpt2_asan: test_gpt2.cu build/flags
 	$(CPP) -DTEST_CUDA=0 -DGPT2_POISON=1 $(VARIANT) $(DEPEND) $< -o $@ -lm
+# What drives the programs from outside, and formats: it takes no time of its own.
+build/test/%_asan: VARIANT := $(ASAN)
+build_test = mkdir -p $(@D) && $(CPP) -O1 $(VARIANT) $(DEPEND) $< -o $@ -lm
+build/test/%_asan: dev/test/%.cpp build/flags ; $(build_test)
+build/test/%: dev/test/%.cpp build/flags ; $(build_test)
 build/fuzz: dev/fuzz/fuzz.c build/flags
 	$(FUZZ_CC) -std=c11 $(filter-out -O3 -fopenmp,$(OPT)) -Wno-unknown-pragmas $(AROUND) \
 	    $(subst -O1,-O2,$(ASAN)) -fsanitize=fuzzer $(DEPEND) $< -o $@ -lm
@@ -102,7 +107,9 @@ train_gpt2cu build/test_gpt2cu:
 	$(if $(ARCH),,$(error nvidia-smi shows no GPU: name one, as in make $@ ARCH=80))
 	$(NV) $(VARIANT) $(DEPEND) $< -o $@ -lcublas -lcublasLt $(NCCL:yes=-lnccl)
 train_gpt2cu_cpu: train_gpt2.cu build/flags | $(EMPTY_DATA) ## the same without a GPU
-train_gpt2cu_cpu $(filter-out %cu,$(CUDA_TESTS)) build/test_cuda_cpu:
+build/train_gpt2cu_cpu_asan: VARIANT := -DGPT2_POISON=1 $(ASAN)
+build/train_gpt2cu_cpu_asan: train_gpt2.cu build/flags
+train_gpt2cu_cpu build/train_gpt2cu_cpu_asan $(filter-out %cu,$(CUDA_TESTS)) build/test_cuda_cpu:
 	$(CUDA_ON_CPU) $(VARIANT) $(DEPEND) $< -o $@ -lm
 # One GPU's kernels alone, and what ptxas says of each: registers, spills.
 build/sm_%.log: train_gpt2.cu train_gpt2.c data/formats.c build/flags
@@ -130,7 +137,7 @@ train: $(PROGRAM) data ## build for this machine, prepare data, train a small GP
 
 test: ## check the style, build and run every test that this machine can run
 	@MAKE='$(MAKE)' CC='$(CC)' CXX='$(CXX)' SAN='$(SAN)' NVCC='$(NVCC)' \
-	CUDA_INCLUDE='$(CUDA_INCLUDE)' CUDA_HEADERS='$(CUDA_HEADERS)' dev/test.sh
+	CUDA_INCLUDE='$(CUDA_INCLUDE)' CUDA_HEADERS='$(CUDA_HEADERS)' GPU='$(GPU)' dev/test.sh
 fuzz: build/fuzz build/fuzz_replay train_gpt2 data/tokenize ## readers, FUZZ_SECONDS=60 each
 	@dev/fuzz/run.sh $(or $(FUZZ_SECONDS),60)
 bench: build/bench_cpu build/bench_files ## matmul and step against oneDNN, files against dd

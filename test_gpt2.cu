@@ -1,12 +1,13 @@
-// test_gpt2.cu -- every chapter of train_gpt2 checked.
+// test_gpt2.cu -- the numbers of train_gpt2: every chapter that computes, checked from inside.
 //
-// What it is: one program, one table of tests. A test runs in a process of its own, inside a folder
-// of its own, and prints one line: what was compared at the worst place found, its error and the
-// tolerance, how much of it was used, ok or FAILED. Naive twins of the fast code live here; they
-// compute in a wider type and bring the tolerance of every element with them.
+// What it is: one program, one table of tests (dev/test/harness.h). A test runs in a process of its
+// own, inside a folder of its own, and prints one line: what was compared at the worst place found,
+// its error and the tolerance, how much of it was used, ok or FAILED. Naive twins of the fast code
+// live here; they compute in a wider type and bring the tolerance of every element with them.
 //
 // What it refuses to be: tuned. A tolerance is an error model (sum_error, below) or stands beside
 // the sentence that derives it, and is never loosened until a test passes. NaN fails everywhere.
+// Nor does it drive the programs as a user does: dev/test/*.cpp do, with the programs as built.
 //
 // Build:  make test_gpt2 test_gpt2_double test_gpt2_asan            Volume I
 //         make test_gpt2cu_cpu test_gpt2cu_cpu_asan test_gpt2cu     Volume II: the chapters from
@@ -24,12 +25,11 @@
 //   6  Derivatives
 //   7  The network
 //   8  Optimizer, sampling, evaluation, output
-//   9  The program
+//   9  Failures from inside
 //  10  Model files
 //  11  Kernels
 //  12  The network on a GPU
-//  13  The GPU program
-//  14  The table
+//  13  The table
 
 #define GPT2_NO_MAIN 1
 #ifndef TEST_CUDA
@@ -40,33 +40,17 @@
 #else
 #include "train_gpt2.c"
 #endif
-#include <ftw.h>
-#include <sys/resource.h>
-#include <sys/wait.h>
-#include <algorithm>
-#include <functional>
-#include <sstream>
-#include <string>
-#include <vector>
-
-// -------------------------------------------------------------------------------------------------
-// 1. Harness
-// The parent never computes: it forks a process for each test and counts exit statuses, so a crash
-// or a hang (LIMIT_S) is one failed test. Inside a test, expect() and compare() record what does
-// not hold; death tests and whole runs of the program fork again and look at what came out.
-
-#if defined(__SANITIZE_ADDRESS__)
-#define TEST_ASAN 1
-#elif defined(__has_feature)
-#define TEST_ASAN __has_feature(address_sanitizer)
-#else
-#define TEST_ASAN 0
-#endif
+#include "dev/test/files.h"
 #if TEST_ASAN
 #include <sanitizer/asan_interface.h>
 #endif
+#include <algorithm>
 
-typedef std::string Text;
+// -------------------------------------------------------------------------------------------------
+// 1. Harness
+// What dev/test/harness.h cannot know: the type that the program computes in, and the whole program
+// as a function, for what no built program can be made to do.
+
 typedef std::vector<real> Reals;
 #if GPT2_DOUBLE
 typedef long double wide;  // of the naive twins
@@ -75,53 +59,6 @@ static const double unit = 0x1p-53, smallest = 0x1p-1022;
 typedef double wide;
 static const double unit = 0x1p-24, smallest = 0x1p-126;  // of a rounding; normal number
 #endif
-
-enum { LIMIT_S = 300, SHOWN = 5, FAILED = 76, SKIPPED = 77 };
-static Text root, scratch;  // where the repository is; the folder of all tests' folders
-static int failures;        // of this test
-static Text detail;         // what its line says
-static struct {
-    double err, tol, share;
-    Text where;
-} worst = {0, 0, -1, ""};
-
-__attribute__((format(printf, 1, 2))) static Text text(const char *format, ...) {
-    char out[1024];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(out, sizeof out, format, args);
-    va_end(args);
-    return out;
-}
-
-// Prints the first SHOWN things of a test that do not hold; all of them count.
-static void fail(int line, const Text &what) {
-    if (failures++ < SHOWN) {
-        printf("    test_gpt2.cu:%d: %s\n", line, what.c_str());
-    }
-}
-#define expect(condition, ...)                                                                     \
-    ((condition) ? (void)0 : fail(__LINE__, Text(#condition "  ") + text(" " __VA_ARGS__)))
-
-// |got - want| <= tol. The nearest miss of the whole test goes into its line.
-static void near_at(int line, wide got, wide want, double tol, const Text &where) {
-    double err = got == want ? 0 : fabs((double)(got - want));
-    double share = err == 0 ? 0 : err / tol;
-    if (!(err <= tol)) {
-        share = HUGE_VAL;
-        fail(line, where + text("  got %.9g, want %.9g, tol %.1e", (double)got, (double)want, tol));
-    }
-    if (share > worst.share) {
-        worst = {err, tol, share, where};
-    }
-}
-#define expect_near(got, want, tol, ...) near_at(__LINE__, got, want, tol, text(__VA_ARGS__))
-
-// Ends a test that cannot be run here.
-__attribute__((noreturn)) static void skip(const char *why) {
-    printf("(%s) ", why);
-    exit(SKIPPED);
-}
 
 // Equal to the bit; NaN equals itself.
 static int same_bits(const Reals &a, const Reals &b) {
@@ -137,132 +74,25 @@ static double sum_error(double n) { return (4 * sqrt(n) + 4) * unit; }
 static Reals noise(size_t n, double scale, uint64_t seed) {
     Reals out(n);
     for (size_t i = 0; i < n; i++) {
-        uint64_t z = (seed * 0x2545F4914F6CDD1Du + i + 1) * 0x9E3779B97F4A7C15u;
-        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
-        z = (z ^ z >> 27) * 0x94D049BB133111EBu;
-        out[i] = (real)(((double)(z >> 11) * 0x1p-53 - 0.5) * 3.4641016 * scale);
+        out[i] = (real)((random_unit(seed, i) - 0.5) * 3.4641016 * scale);
     }
     return out;
 }
 
-// For nftw: removes a folder and all that is in it.
-static int remove_one(const char *path, const struct stat *, int, struct FTW *) {
-    return remove(path);
-}
-
-struct Outcome {
-    int status;  // exit status, or 256 + the signal that ended it
-    Text out, err;
-};
-
-// The whole file; empty when there is none.
-static Text read_file(const Text &path) {
-    Text all;
-    char piece[4096];
-    FILE *f = fopen(path.c_str(), "rb");
-    for (size_t n; f && (n = fread(piece, 1, sizeof piece, f)) > 0;) {
-        all.append(piece, n);
-    }
-    if (f) {
-        fclose(f);
-    }
-    return all;
-}
-
-// The file holds `bytes` from now on, or the test ends.
-static void write_file(const Text &path, const Text &bytes) {
-    FILE *f = fopen(path.c_str(), "wb");
-    if (!f || fwrite(bytes.data(), 1, bytes.size(), f) != bytes.size() || fclose(f) != 0) {
-        die("cannot write %s: %s", path.c_str(), strerror(errno));
-    }
-}
-
-static int exists(const Text &path) { return access(path.c_str(), F_OK) == 0; }
-
-// Starts `action` in a child whose output goes to the files `stdout` and `stderr`.
-static pid_t spawn(const std::function<void()> &action) {
-    fflush(NULL);
-    pid_t pid = fork();
-    if (pid == 0) {
-        failures = 0;
-        if (!freopen("stdout", "w", stdout) || !freopen("stderr", "w", stderr)) {
-            _exit(99);
-        }
-        alarm(LIMIT_S);
-        action();
-        exit(failures ? 1 : 0);
-    }
-    return pid;
-}
-
-// Waits for a child of spawn().
-static Outcome outcome(pid_t pid) {
-    int status = 0;
-    waitpid(pid, &status, 0);
-    status = WIFSIGNALED(status) ? 256 + WTERMSIG(status) : WEXITSTATUS(status);
-    return {status, read_file("stdout"), read_file("stderr")};
-}
-
-typedef std::vector<Text> Words;
-// "a b  c" -> a, b, (nothing), c: an empty word is an argument too.
-static Words split(const char *arguments) {
-    Words words;
-    for (const char *a = arguments; *a;) {
-        size_t n = strcspn(a, " ");
-        words.push_back(Text(a, n));
-        a += n + (a[n] == ' ');
-    }
-    return words;
-}
-
-// argv of a program; points into `words`.
-static std::vector<char *> arguments_of(Words *words) {
-    std::vector<char *> argv = {(char *)"train_gpt2"};
-    for (Text &word : *words) {
-        argv.push_back(&word[0]);
-    }
-    return argv;
+// As harness.h's, for numbers of this file's lines.
+static void near_at(int line, wide got, wide want, double tol, const Text &where) {
+    near_at(__FILE__, line, got, want, tol, where);
 }
 
 // The whole program in a child of this process; `other` replaces train_gpt2_main's engine.
-static pid_t start(const Text &arguments, const std::function<void()> &before = nullptr,
-                   const Program *other = NULL) {
-    return spawn([&] {
+static Outcome in_process(const Text &arguments, const Program *other = NULL) {
+    return outcome(spawn([&] {
         Words words = split(arguments.c_str());
         std::vector<char *> argv = arguments_of(&words);
-        if (before) {
-            before();
-        }
         exit(other ? program_main(other, (int)argv.size(), argv.data())
                    : train_gpt2_main((int)argv.size(), argv.data()));
-    });
+    }));
 }
-
-static Outcome program(const Text &arguments, const std::function<void()> &before = nullptr,
-                       const Program *other = NULL) {
-    return outcome(start(arguments, before, other));
-}
-
-// Ended in one line on stderr that holds `words`, status 1, and no sanitizer's report.
-static void refused_at(int line, const Outcome &o, const char *words, const Text &who) {
-    int one_line = !o.err.empty() && o.err.find('\n') == o.err.size() - 1;
-    if (o.status != 1 || !one_line || o.err.find(words) == Text::npos) {
-        fail(line,
-             who + text(": status %d, wanted 1 and one line with '%s'; stderr: ", o.status, words) +
-                 o.err.substr(0, 600));
-    }
-}
-#define expect_refused(outcome, words, who) refused_at(__LINE__, outcome, words, who)
-#define expect_death(action, words)                                                                \
-    refused_at(__LINE__, outcome(spawn([&] { action; })), words, #action)
-
-// Status 0 and a silent stderr.
-static void expect_success_at(int line, const Outcome &o, const Text &who) {
-    if (o.status != 0 || !o.err.empty()) {
-        fail(line, who + text(": status %d, stderr: ", o.status) + o.err.substr(0, 600));
-    }
-}
-#define expect_success(outcome, who) expect_success_at(__LINE__, outcome, who)
 
 // -------------------------------------------------------------------------------------------------
 // 2. Numbers and options
@@ -401,7 +231,7 @@ static void test_options_table() {
             }
         }
     }
-    Outcome help = program("--help");
+    Outcome help = in_process("--help");
     expect_success(help, "--help");
     for (const OptionRow &row : option_rows) {
         expect(help.out.find(Text("--") + row.name + " ") != Text::npos, "%s", row.name);
@@ -802,20 +632,6 @@ static void test_plan_refuse() {
 // The appendix's chapter Tokenizer and Volume I's chapter Data. Shards here hold tokens that are
 // all different, so a window is known by what is in it.
 
-// A token file of these tokens.
-static Text shard_bytes(const std::vector<uint16_t> &tokens, int tokenizer) {
-    int32_t header[SHARD_HEADER] = {SHARD_MAGIC, 1, (int32_t)tokens.size(),
-                                    tokenizer_vocabulary(tokenizer), tokenizer};
-    return Text((const char *)header, sizeof header) +
-           Text((const char *)tokens.data(), tokens.size() * 2);
-}
-
-// The same bytes with another int32 at `index` of the header.
-static Text with_int(Text bytes, size_t index, int32_t value) {
-    memcpy(&bytes[index * 4], &value, 4);
-    return bytes;
-}
-
 // Shards a.bin, b.bin, c.bin of 101, 69 and 200 tokens; token i of all is i.
 static void write_three_shards() {
     int next = 0;
@@ -922,262 +738,11 @@ static void test_tokenizer() {
                  "--prompt: 3 tokens, at most 2");
 }
 
-// A file of real data: below DATA_MIRROR (from where the tests were started), else in data/ under
-// its last name. Empty: it is not here.
-static Text real_data(const Text &name) {
-    const char *mirror = getenv("DATA_MIRROR");
-    Text folder = mirror && mirror[0] != '/' ? root + "/" + mirror : Text(mirror ? mirror : "");
-    Text text = mirror ? read_file(folder + "/" + name) : "";
-    return text.empty() ? read_file(root + "/data/" + name.substr(name.rfind('/') + 1)) : text;
-}
-
-// GPT-2's merges, or the end of the test.
-static Text vocab_bpe() {
-    Text text = real_data("gpt2/vocab.bpe");
-    if (text.empty()) {
-        skip("no vocab.bpe: DATA_MIRROR names the folder that has gpt2/vocab.bpe");
-    }
-    return text;
-}
-
-static Bpe bpe;  // GPT-2's, after open_bpe()
-static void open_bpe() {
-    Text text = vocab_bpe();
-    bpe_parse_merges(&bpe, (const unsigned char *)text.data(), text.size(), "vocab.bpe");
-}
-
-// llm.c's file of the open vocabulary; token `other` has these bytes instead of its own.
-static Text gpt2_tokenizer_bin(int other = -1, const Text &instead = "") {
-    uint32_t header[256] = {20240328, 2, 50257, 50256};
-    Text all((const char *)header, sizeof header);
-    for (int i = 0; i < 50257; i++) {
-        const char *bytes;
-        int n = bpe_bytes(&bpe, i, &bytes);
-        Text token = i == other ? instead : Text(bytes, (size_t)n);
-        all += Text(1, (char)token.size()) + token;
-    }
-    return all;
-}
-
-typedef std::vector<uint16_t> Ids;
-// Tokens of a text, by an encoder that knows no word yet, or by one that knows some.
-static Ids encode(const Text &text, BpeEncoder *known = NULL) {
-    BpeEncoder fresh, *e = known ? known : &fresh;
-    Ids ids(text.size());
-    if (!known) {
-        bpe_encoder_open(&fresh, &bpe);
-    }
-    ids.resize((size_t)bpe_encode(e, text.data(), text.size(), ids.data()));
-    if (!known) {
-        bpe_encoder_close(&fresh);
-    }
-    return ids;
-}
-
-static Text decode(const Ids &ids) {
-    Text all;
-    for (uint16_t id : ids) {
-        const char *bytes;
-        int n = bpe_bytes(&bpe, id, &bytes);
-        all.append(bytes, (size_t)n);
-    }
-    return all;
-}
-
-// Encodings that tiktoken 0.14.0 gives (dev/check_tiktoken.py compares far more), and
-// tinyshakespeare's published counts.
-static void test_bpe_known() {
-    open_bpe();
-    static const struct {
-        Text text;
-        Ids ids;
-    } known[] = {
-        {"", {}},
-        {"Hello world", {15496, 995}},
-        {"it's I'll THEY'RE we'd've", {270, 338, 314, 1183, 33302, 6, 2200, 356, 1549, 1053}},
-        {"  two  spaces \n\n\t end  ", {220, 734, 220, 9029, 220, 628, 197, 886, 220, 220}},
-        {"x=1234567890.5e-3;", {87, 28, 10163, 2231, 30924, 3829, 13, 20, 68, 12, 18, 26}},
-        {"Gr\xc3\xb6\xc3\x9f" "e na\xc3\xafve \xce\x95\xce\xbb\xce\xbb\xce\xac\xce\xb4\xce\xb1",
-         {8642, 9101, 39683, 68, 41492, 7377, 243, 39377, 39377, 138, 105, 138, 112, 17394}},
-        {"\xe7\x92\x83\xe3\x80\x82\xef\xbc\x91\xef\xbc\x92",
-         {163, 240, 225, 16764, 171, 120, 239, 171, 120, 240}},
-        {"a\xe3\x80\x80\xe3\x80\x80" "b\xc2\xa0" "c\xe2\x80\xa8" "d",
-         {64, 5099, 222, 5099, 222, 65, 1849, 66, 447, 101, 67}},
-        {"\xf0\x9f\x91\xa9\xe2\x80\x8d\xf0\x9f\x91\xa7 \xf0\x9f\x87\xa9\xf0\x9f\x87\xaa",
-         {41840, 102, 447, 235, 41840, 100, 12520, 229, 102, 8582, 229, 103}},
-        {"e\xcc\x81 \xc2\xbd \xe2\x85\xa7 \xc2\xb2", {68, 136, 223, 25208, 2343, 227, 100, 1587,
-                                                      110}},
-        {Text("\x00\x01 \x1f", 4), {188, 189, 220, 219}},
-        {"<|endoftext|>", {27, 91, 437, 1659, 5239, 91, 29}},
-        {" Antidisestablishmentarianism aaaaaaaaaa",
-         {3738, 29207, 44390, 3699, 1042, 257, 24794, 24794, 64}},
-    };
-    BpeEncoder e;
-    bpe_encoder_open(&e, &bpe);
-    for (int again = 0; again < 2; again++) {    // the second time from the words seen before
-        for (auto &row : known) {
-            expect(encode(row.text, &e) == row.ids, "'%s'", row.text.c_str());
-        }
-    }
-    bpe_encoder_close(&e);
-    expect(decode({50256}) == "<|endoftext|>" && decode({220, 628}) == " \n\n");
-    Text shakespeare = real_data("tinyshakespeare.txt");
-    size_t cut = shakespeare.size() / 10 * 9 + shakespeare.size() % 10 * 9 / 10;
-    if (!shakespeare.empty()) {
-        size_t train = encode(shakespeare.substr(0, cut)).size();
-        size_t val = encode(shakespeare.substr(cut)).size();
-        expect(train == 301966 && val == 36059, "%zu + %zu tokens", train, val);
-        detail = text("tinyshakespeare: %zu + %zu tokens", train, val);
-    }
-}
-
-// Text of characters that meet badly: all kinds of spaces, what contractions are made of, letters,
-// digits and signs of several lengths, and bytes that are no UTF-8.
-static Text awkward_text(uint64_t seed, size_t count) {
-    static const char *const parts[] = {
-        " ", " ", " ", "  ", "\n", "\t", "\xe3\x80\x80", "\xc2\xa0", "\xe2\x80\x89", "\xc2\x85",
-        "'", "'s", "'re", "'ll", "e", "the", "a", "aaaa", "ing", "Z", "\xc3\xa9", "\xe4\xb8\xad",
-        "\xf0\x9f\x98\x80", "\xcc\x81", "1", "12", "\xd9\xa3", "!", "...", "==", "\xff", "\xe3",
-        "\xe3\x80", "\x80", "\xed\xa0\x80", "\xf4\x90\x80\x80", "\xc0\xaf"};
-    enum { PARTS = sizeof parts / sizeof parts[0] };
-    Text all;
-    for (uint64_t i = 0; i < count; i++) {
-        all += parts[(size_t)(rng_uniform(seed, RNG_SAMPLE, 0, i) * PARTS)];
-    }
-    return all;
-}
-
-// The tokens of one piece by the rule itself: look at all neighbours, merge the best, begin again.
-static Ids naive_merge(const Text &piece) {
-    std::vector<Text> parts;
-    for (char c : piece) {
-        parts.push_back(Text(1, c));
-    }
-    for (;;) {
-        int best = -1;
-        size_t at = 0;
-        for (size_t i = 0; i + 1 < parts.size(); i++) {
-            Text both = parts[i] + parts[i + 1];
-            int id = bpe_id(&bpe, both.data(), both.size());
-            if (id >= 0 && (best < 0 || id < best)) {
-                best = id;
-                at = i;
-            }
-        }
-        if (best < 0) {
-            break;
-        }
-        parts[at] += parts[at + 1];
-        parts.erase(parts.begin() + (long)at + 1);
-    }
-    Ids ids;
-    for (const Text &part : parts) {
-        ids.push_back((uint16_t)bpe_id(&bpe, part.data(), part.size()));
-    }
-    return ids;
-}
-
-// Merging against its rule; what is encoded decodes to itself, whatever the bytes; a text may be
-// cut where bpe_cut says; long pieces take no longer than they must.
-static void test_bpe_rules() {
-    open_bpe();
-    int cuts = 0, pieces = 0;
-    BpeEncoder e;
-    bpe_encoder_open(&e, &bpe);
-    for (uint64_t seed = 0; seed < 300; seed++) {
-        Text piece, bytes;
-        for (uint64_t i = 0; i < 1 + seed / 3; i++) {
-            double u = rng_uniform(seed, RNG_SAMPLE, 1, i);
-            piece += "etaoinshrdlu"[(int)(u * (2 + (double)(seed % 11)))];
-            bytes += (char)(u * 1e6);
-        }
-        pieces += encode(piece) == naive_merge(piece);
-        expect(encode(piece) == naive_merge(piece), "%s", piece.c_str());
-        expect(decode(encode(bytes, &e)) == bytes, "random bytes, seed %d", (int)seed);
-        Text whole = awkward_text(seed, 100);
-        expect(decode(encode(whole, &e)) == whole, "awkward text, seed %d", (int)seed);
-        for (size_t at; (at = bpe_cut(whole.data(), whole.size())) > 0; whole.resize(at), cuts++) {
-            Ids left = encode(whole.substr(0, at), &e), right = encode(whole.substr(at), &e);
-            left.insert(left.end(), right.begin(), right.end());
-            expect(left == encode(whole, &e), "cut at %zu of awkward text, seed %d", at, (int)seed);
-        }
-    }
-    expect(cuts > 1000 && bpe_cut("", 0) == 0 && bpe_cut("a", 1) == 0 && bpe_cut(" a", 2) == 0);
-    expect(bpe_cut("a b c", 5) == 3 && bpe_cut("a b c", 3) == 1 && bpe_cut("a  ", 3) == 1);
-    expect(bpe_cut("a\xe3\x80\x80 b", 6) == 0 && bpe_cut("\xe3\x80\x82 b", 5) == 3);
-    enum { LONG = 1 << 20 };
-    expect(encode(Text(LONG, 'a'), &e) == Ids(LONG / 4, 24794), "a million letters");
-    expect(encode(Text(LONG, ' '), &e) == Ids(LONG, 220), "a million spaces");
-    bpe_encoder_close(&e);
-    detail = text("%d pieces, %d cuts", pieces, cuts);
-}
-
-// Both files of the vocabulary are read, and no other file is.
-static void test_bpe_files() {
-    open_bpe();
-    static Bpe other;
-    const Text merges = vocab_bpe(), tokens = gpt2_tokenizer_bin(), first = "#version: 0.2\n";
-    write_file("good.bin", tokens);
-    bpe_open(&other, "good.bin");
-    expect(memcmp(&other, &bpe, sizeof bpe) == 0, "gpt2_tokenizer.bin gives another table");
-    Text swapped = merges;    // two lines, each as long as the other
-    std::swap(swapped[first.size() + 3], swapped[first.size() + 8]);
-    const struct {
-        Text bytes;
-        const char *words;
-    } table[] = {
-        {"", "not a vocab.bpe"},
-        {"#ver", "not a vocab.bpe"},
-        {Text(2000000, '#'), "not a vocab.bpe"},
-        {first, "not GPT-2's vocabulary: 257 tokens"},
-        {first + "a b\na b\n", ":3: not a merge of two tokens from above to a new one"},
-        {first + "\n", ":2: not a merge"},
-        {first + "ab\n", ":2: not a merge"},
-        {first + " a\n", ":2: not a merge"},
-        {first + "a \n", ":2: not a merge"},
-        {first + "a bc\n", ":2: not a merge"},
-        {first + "a b c\n", ":2: not two tokens"},
-        {first + "a \xff\n", ":2: not two tokens"},
-        {first + "a b\r\n", ":2: not two tokens"},
-        {first + "a " + Text(3000, 'b'), "not two tokens in GPT-2's alphabet for bytes, of 128"},
-        {first + "a \xc5\x84\n", ":2: not two tokens"},
-        {Text("a b\n") + merges.substr(first.size()), "not a vocab.bpe"},
-        {swapped, "with fingerprint"},
-        {merges.substr(0, merges.size() / 2), "not"},
-        {merges + "Z Q\n", "not GPT-2's vocabulary: 50257 tokens with fingerprint"},
-        {tokens.substr(0, 1023), "its header begins 0 0 0 0"},
-        {with_int(tokens, 1, 1), "begins 20240328 1 50257 50256, that of GPT-2's vocabulary"},
-        {with_int(tokens, 2, INT32_MAX), "begins 20240328 2 2147483647"},
-        {with_int(tokens, 3, 0), "its header begins"},
-        {tokens.substr(0, 1024), "token 0 is not one of GPT-2's: 0 bytes, of 0 left"},
-        {tokens.substr(0, tokens.size() - 1), "token 50256 is not one"},
-        {tokens.substr(0, 90000), "is not one of GPT-2's"},
-        {tokens + "x", "1 bytes after the last token"},
-        {gpt2_tokenizer_bin(1000, ""), "token 1000 is not one of GPT-2's: 0 bytes"},
-        {gpt2_tokenizer_bin(1000, Text(129, 'q')), "token 1000 is not one of GPT-2's: 129"},
-        {gpt2_tokenizer_bin(1000, "a"), "token 1000 is not one of GPT-2's: 1 bytes"},
-        {gpt2_tokenizer_bin(1000, "qqzzq"), "not"},
-    };
-    for (auto &row : table) {
-        write_file("bad", row.bytes);
-        refused_at(__LINE__, outcome(spawn([] { bpe_open(&other, "bad"); })), row.words,
-                   row.bytes.substr(0, 60));
-    }
-    expect_death(bpe_open(&other, "absent"), "cannot read vocabulary absent: No such file");
-    expect_death(bpe_open(&other, "."), "cannot read vocabulary .: Is a directory");
-    char path[PATH_BYTES];
-    expect(!bpe_find(path, "") && bpe_find(path, "absent") && strcmp(path, "absent") == 0);
-    mkdir("data", 0755);
-    write_file("data/gpt2_tokenizer.bin", tokens);
-    expect(bpe_find(path, "") && strcmp(path, "data/gpt2_tokenizer.bin") == 0);
-    write_file("data/vocab.bpe", merges);
-    expect(bpe_find(path, "") && strcmp(path, "data/vocab.bpe") == 0);
-    detail = text("%zu bad files", sizeof table / sizeof table[0]);
-}
-
 // Prompts and samples of a model of GPT-2 tokens are text when the vocabulary is there.
-static void test_bpe_samples() {
-    open_bpe();
+static void test_prompts() {
+    static Bpe bpe;
+    const Text merges = vocab_bpe();
+    bpe_parse_merges(&bpe, (const unsigned char *)merges.data(), merges.size(), "vocab.bpe");
     Token tokens[8];
     char out[BPE_LONGEST];
     expect(prompt_tokens(tokens, 8, TOKENIZER_GPT2, &bpe, "Hello world") == 2 &&
@@ -1187,135 +752,6 @@ static void test_bpe_samples() {
                  "--prompt: 3 tokens, at most 2");
     expect(Text(out, (size_t)token_text(out, TOKENIZER_GPT2, &bpe, 995)) == " world");
     expect(Text(out, (size_t)token_text(out, TOKENIZER_GPT2, &bpe, 50256)) == "<|endoftext|>");
-    write_file("gpt2.bin", shard_bytes(Ids(400, 995), TOKENIZER_GPT2));
-    write_file("bytes.bin", shard_bytes(Ids(400, 99), TOKENIZER_BYTES));
-    write_file("vocab", vocab_bpe());
-    const Text run = "-i gpt2.bin -e l1h1c8t16 -b 1 -x 1 -s 1 -g 9 ";
-    // The same sample as numbers and, where the vocabulary is there, as text.
-    const Text before = "--- sample after step 1 ---\n", after = "\n---\n";
-    Outcome o = program(run), p = program(run + "--tokenizer vocab");
-    expect_success(o, "no vocabulary");
-    expect_success(p, "--tokenizer vocab");
-    Ids ids;
-    std::istringstream numbers(o.out.substr(o.out.find(before) + before.size()));
-    for (int id; numbers >> id; ids.push_back((uint16_t)id)) {
-    }
-    expect(ids.size() == 10 && ids[0] == 50256, "%zu tokens", ids.size());
-    expect(p.out.find(before + decode(ids) + after) != Text::npos, "%s", p.out.c_str());
-    o = program(run + "--tokenizer vocab --prompt=Hello,\xc3\xa9 -o out");
-    expect_success(o, "--prompt");
-    expect(o.out.find(before + "Hello,\xc3\xa9") != Text::npos, "%s", o.out.c_str());
-    expect(read_file("out/log.jsonl").find("\"sample\":\"Hello,\xc3\xa9") != Text::npos);
-    expect_refused(program(run + "--prompt=Hello"), "data/prepare.sh puts vocab.bpe", "--prompt");
-    expect_refused(program(run + "--tokenizer absent"), "cannot read vocabulary absent", "absent");
-    expect_refused(program(run + "--tokenizer vocab --prompt=1,2,3,4,5,6,7,8,9"),
-                   "--prompt: 17 tokens, at most 16 fit", "long prompt");
-    expect_refused(program("-i bytes.bin -e l2h2c16t16 --tokenizer vocab"),
-                   "--tokenizer: bytes.bin has byte tokens", "bytes");
-}
-
-// A safetensors file of this header and `size` zeros.
-static Text hostile_tensors(const Text &header, size_t size) {
-    uint64_t length = header.size();
-    return Text((const char *)&length, 8) + header + Text(size, 0);
-}
-
-// A state file of the model (1, 1, 1, 1, 1), whose tensors have 1,088 elements.
-static Text hostile_state(const char *step) {
-    return hostile_tensors(
-        Text("{\"__metadata__\":{\"step\":\"") + step +
-            "\",\"updates\":\"1\",\"position\":\"1\",\"skipped\":\"0\",\"norm_count\":\"1\"},"
-            "\"norms\":{\"dtype\":\"F64\",\"shape\":[128],\"data_offsets\":[0,1024]},"
-            "\"m\":{\"dtype\":\"BF16\",\"shape\":[1088],\"data_offsets\":[1024,3200]},"
-            "\"v\":{\"dtype\":\"BF16\",\"shape\":[1088],\"data_offsets\":[3200,5376]}}",
-        5376);
-}
-
-// Sends bytes through a parser, from a block that ends where they end.
-static void parse_hostile(const Text &reader, const Text &text) {
-    std::vector<unsigned char> block(1 + text.size());
-    std::copy(text.begin(), text.end(), block.begin() + 1);
-    const unsigned char *bytes = block.data() + 1;
-    const size_t size = text.size();
-    static Bpe bpe;
-    Model m = {1, 1, 1, 1, 1, 128};
-    std::vector<Span> spans(FILE_TENSORS);
-    ManifestRow rows[FILE_MANIFEST];
-    StateFile state;
-    Safetensors f;
-    FileTensor t;
-    if (reader == "safetensors") {
-        safetensors_start(&f, bytes, size, "x");
-        while (safetensors_next(&f, &t)) {
-        }
-    } else if (reader == "weights") {
-        safetensors_model(spans.data(), &m, bytes, size, "x");
-    } else if (reader == "state") {
-        state_parse(&state, &m, bytes, size, "x");
-    } else if (reader == "config") {
-        config_parse(&m, bytes, size, "x");
-    } else if (reader == "llmc") {
-        llmc_model(&m, bytes, size, "x");
-    } else if (reader == "merges") {
-        bpe_parse_merges(&bpe, bytes, size, "x");
-    } else if (reader == "tokens") {
-        bpe_parse_tokens(&bpe, bytes, size, "x");
-    } else {
-        const char *fault = manifest_parse(rows, bytes, size);
-        if (fault) {
-            die("x: manifest: %s", fault);
-        }
-    }
-}
-
-// Bytes that a stranger could have made, found by dev/fuzz or made to order: each ends its parser
-// in one line, in the sanitizers' builds without a report.
-static void test_fuzz_findings() {
-    const Text deep(100000, '['), one = "{\"dtype\":\"U8\",\"shape\":";
-    const int32_t llmc[256] = {LLMC_MAGIC, 3, INT32_MIN, INT32_MAX, 400, INT32_MIN, 65536, -128};
-    const struct {
-        const char *reader;
-        Text bytes;
-        const char *words;
-    } table[] = {
-        {"safetensors", "", "not a safetensors file"},
-        {"safetensors", Text(8, (char)255), "not a safetensors file"},
-        {"safetensors", hostile_tensors("{\"a\\n\\u001b[2J\":{\"dtype\":\"X\",\"shape\":[],"
-                                        "\"data_offsets\":[0,0]}}", 0),
-         "tensor a??[2J: an unknown dtype"},
-        {"safetensors", hostile_tensors("{\"a\":" + deep, 0), "an object should begin"},
-        {"safetensors", hostile_tensors("{\"__metadata__\":" + deep, 0), "deeper than 64"},
-        {"safetensors", hostile_tensors("{\"a\":" + one + "[8388608,8388609]", 0),
-         "more than 2^46"},
-        {"safetensors", hostile_tensors("{\"a\":" + one + "[9007199254740993]", 0), "whole number"},
-        {"safetensors", hostile_tensors("{\"a\":" + one + "[2],\"data_offsets\":[2,0]}}", 2),
-         "outside the file"},
-        {"safetensors", hostile_tensors("{\"a\":" + one + "[2],\"data_offsets\":[0,2]},\"b\":" +
-                                        one + "[1],\"data_offsets\":[1,2]}}", 2),
-         "overlap"},
-        {"weights", hostile_tensors("{\"h.99999999999999999999.ln_1.bias\":" + one +
-                                    "[0],\"data_offsets\":[0,0]}}", 0),
-         "has none of this name"},
-        {"state", hostile_state("99999999999999999999"), "not a count"},
-        {"state", hostile_state("9007199254740993"), "not a count"},
-        {"state", hostile_state("-1"), "not a count"},
-        {"config", "", "an object should begin"},
-        {"config", "{\"n_layer\":9007199254740993}", "not a whole number"},
-        {"config", "{\"n_layer\":1,\"n_head\":1,\"n_embd\":1048576,\"n_positions\":1,"
-                   "\"vocab_size\":1}", "1-65536 channels"},
-        {"llmc", "", "not a model of llm.c"},
-        {"llmc", Text((const char *)llmc, sizeof llmc), "a model of 400 layers"},
-        {"manifest", "{\"files\":{\"config.json\":{\"bytes\":-1}}}", "damaged"},
-        {"manifest", "{\"files\":" + deep, "damaged"},
-        {"merges", "#version: 0.2\n" + Text(200, 'a'), "two tokens"},
-        {"merges", "#version: 0.2\n" + deep, "two tokens"},
-        {"tokens", Text(1024, 0), "its header begins 0"},
-    };
-    parse_hostile("state", hostile_state("9007199254740992"));
-    for (const auto &row : table) {
-        expect_death(parse_hostile(row.reader, row.bytes), row.words);
-    }
-    detail = text("%zu inputs", sizeof table / sizeof table[0]);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -2291,86 +1727,22 @@ static void test_sampling() {
     expect(sample_token(equal, V, 0, 0, 1, 0.9, candidates) == 1, "the first of equals");
 }
 
-// Past one JSON value; NULL when there is none.
-static const char *json_skip(const char *p) {
-    p += strspn(p, " \n");
-    if (*p == '{' || *p == '[') {
-        const char close = *p++ == '{' ? '}' : ']';
-        for (int first = 1; *(p += strspn(p, " \n")) != close; first = 0) {
-            if (!first && *p++ != ',') {
-                return NULL;
-            }
-            if (close == '}' &&
-                (*(p += strspn(p, " \n")) != '"' || !(p = json_skip(p)) || *p++ != ':')) {
-                return NULL;
-            }
-            if (!(p = json_skip(p))) {
-                return NULL;
-            }
-        }
-        return p + 1;
-    }
-    if (*p == '"') {
-        for (p++; *p != '"'; p++) {
-            unsigned digits;
-            int escape = *p == '\\';
-            p += escape;
-            if ((unsigned char)*p < 32 || (unsigned char)*p > 126 ||
-                (escape && !strchr("\"\\nrtu", *p)) ||
-                (escape && *p == 'u' && sscanf(p, "u%4x", &digits) != 1)) {
-                return NULL;
-            }
-            p += escape && *p == 'u' ? 4 : 0;
-        }
-        return p + 1;
-    }
-    size_t number = strspn(p, "-+.eE0123456789");
-    if (strncmp(p, "null", 4) == 0 || strncmp(p, "true", 4) == 0) {
-        return p + 4;
-    }
-    char *end;
-    strtod(p, &end);
-    return number > 0 && end == p + number ? end : NULL;
-}
-
-// One JSON value and nothing else.
-static int json_valid(const Text &line) {
-    const char *end = json_skip(line.c_str());
-    return end && end[strspn(end, " \n")] == 0;
-}
-
-// The steps that have a loss in a log whose every line is JSON.
-static std::vector<int> log_steps(const Text &path) {
-    Text all = read_file(path);
-    std::vector<int> steps;
-    expect(!all.empty() && all.back() == '\n', "%s ends in a whole line", path.c_str());
-    for (size_t at = 0, end; (end = all.find('\n', at)) != Text::npos; at = end + 1) {
-        Text line = all.substr(at, end - at);
-        int step;
-        expect(json_valid(line), "%s", line.substr(0, 300).c_str());
-        if (line.find("\"loss\":") != Text::npos &&
-            sscanf(line.c_str(), "{\"step\":%d,", &step) == 1) {
-            steps.push_back(step);
-        }
-    }
-    return steps;
-}
-
-// 1, 2, ... n.
-static std::vector<int> one_to(int n) {
-    std::vector<int> steps;
-    for (int i = 1; i <= n; i++) {
-        steps.push_back(i);
-    }
-    return steps;
-}
-
 // The checker itself, text of every byte, numbers that are none, and cutting back.
 static void test_log() {
     expect(json_valid("{\"a\":[1,-2.5e3,\"x\\u00e9\\n\",{}],\"b\":null}") && json_valid("[]"));
     for (const char *bad :
          {"{\"a\":nan}", "{\"a\":1,}", "[1 2]", "{\"a\" 1}", "\"\n\"", "{", "inf", "[1]]"}) {
         expect(!json_valid(bad), "%s", bad);
+    }
+    // What begins and ends each range of well-formed UTF-8, and what lies just outside.
+    for (const char *utf8 : {"\xc3\xa9", "\xe2\x82\xac\xed\x9f\xbf", "\xf0\x9f\x98\x80", "\x7f",
+                             "\xc2\x80\xf4\x8f\xbf\xbf\xe0\xa0\x80\xf0\x90\x80\x80"}) {
+        expect(json_valid(Text("\"") + utf8 + "\""), "%s", utf8);
+    }
+    for (const char *none : {"\x80", "\xc3", "\xc3(", "\xc0\xaf", "\xe0\x9f\xbf", "\xed\xa0\x80",
+                             "\xe2\x82", "\xf0\x8f\xbf\xbf", "\xf4\x90\x80\x80", "\xff",
+                             "\xf5\x80\x80\x80", "\\\xc3\xa9", "\\u12"}) {
+        expect(!json_valid(Text("\"") + none + "\""), "%s", none);
     }
     FILE *f = fopen("text", "w");
     fputs("{\"sample\":\"", f);
@@ -2399,62 +1771,6 @@ static void test_log() {
         log_cut("log", cut.step);
         expect(read_file("log") == (cut.keeps_long ? head + long_line : head), "%s", cut.tail);
     }
-}
-
-typedef std::vector<int> Ints;
-struct Question {
-    int label;
-    Ints context;
-    std::vector<Ints> completions;
-};
-
-static Text words_bytes(const Ints &words) {
-    std::vector<uint16_t> all(words.begin(), words.end());
-    return Text((const char *)all.data(), all.size() * 2);
-}
-
-// An evaluation file of these questions.
-static Text eval_bytes(const std::vector<Question> &questions) {
-    Text body;
-    size_t longest = 0;
-    for (size_t i = 0; i < questions.size(); i++) {
-        const Question &q = questions[i];
-        Ints words = {EVAL_START, 0, (int)i, q.label, (int)q.completions.size()};
-        std::vector<Ints> texts = {q.context};
-        texts.insert(texts.end(), q.completions.begin(), q.completions.end());
-        for (const Ints &tokens : texts) {
-            words.push_back((int)tokens.size());
-            words.insert(words.end(), tokens.begin(), tokens.end());
-        }
-        words[1] = 2 * (int)words.size();
-        longest = std::max(longest, 2 * words.size());
-        body += words_bytes(words);
-    }
-    int32_t header[EVAL_HEADER_BYTES / 4] = {EVAL_MAGIC, 1, (int32_t)questions.size(),
-                                             (int32_t)longest};
-    return Text((const char *)header, sizeof header) + body;
-}
-
-// Questions of random tokens below V; contexts of up to 9 tokens, four completions of up to 5.
-static std::vector<Question> random_questions(int n, int V, uint64_t seed) {
-    std::vector<Question> questions;
-    uint64_t place = 0;
-    auto pick = [&](int below) { return (int)(rng_uniform(seed, 9, 2, place++) * below); };
-    auto tokens = [&](int count) {
-        Ints out;
-        for (int i = 0; i < count; i++) {
-            out.push_back(pick(V));
-        }
-        return out;
-    };
-    for (int i = 0; i < n; i++) {
-        Question q = {pick(4), tokens(1 + pick(9)), {}};
-        for (int k = 0; k < 4; k++) {
-            q.completions.push_back(tokens(1 + pick(5)));
-        }
-        questions.push_back(q);
-    }
-    return questions;
 }
 
 // The file through an engine with room for B rows of T tokens.
@@ -2620,438 +1936,15 @@ static void test_eval_network() {
     expect(learnt.correct == 0 && learnt.correct_norm == 0, "wrong labels");
 }
 
-// The parser on exactly these bytes, at an odd address: status and stderr.
-static Outcome eval_parsed(const Text &bytes) {
-    return outcome(spawn([&] {
-        std::vector<unsigned char> all(bytes.size() + 1);
-        memcpy(all.data() + 1, bytes.data(), bytes.size());
-        EvalFile f;
-        eval_parse(&f, all.data() + 1, bytes.size(), "x.bin", 50257);
-    }));
-}
-
-// Files with any one field wrong, cut anywhere, or with flipped bits: parsed, or refused in a line.
-static void test_eval_hostile() {
-    const Text good = eval_bytes({{3, {11, 12}, {{1}, {2, 3}, {4}, {5}}}, {0, {1}, {{1}, {2}}}});
-    const size_t body = EVAL_HEADER_BYTES, second = body + 2 * 17;
-    auto with_word = [&](size_t at, int word) {
-        Text bad = good;
-        bad.replace(at, 2, words_bytes({word}));
-        return bad;
-    };
-    const struct {
-        Text bytes;
-        const char *words;
-    } table[] = {
-        {"", "x.bin: 0 bytes are too few for an evaluation file"},
-        {with_int(good, 0, 20240520), "it starts with 20240520 and 1, not with 20240522 and 1"},
-        {with_int(good, 1, 2), "it starts with 20240522 and 2"},
-        {with_int(good, 2, 0), "counts 0 examples of at most 34 bytes; allowed are 1 to 65535"},
-        {with_int(good, 2, -1), "counts -1 examples"},
-        {with_int(good, 2, 65536), "counts 65536 examples"},
-        {with_int(good, 2, 1), "22 bytes follow the last of its 1 examples"},
-        {with_int(good, 2, 3), "example 2: the file ends before it"},
-        {with_int(good, 3, 0), "of at most 0 bytes"},
-        {with_int(good, 3, 65536), "of at most 65536 bytes"},
-        {with_int(good, 3, 33), "example 0: of 34 bytes, where the file has 56 more and the header "
-                                "allows 33"},
-        {with_word(body, 65534), "example 0: begins with 65534 and index 0; 65535 and 0 are due"},
-        {with_word(body + 2, 33), "example 0: text 4 (0 is the context) has 1 tokens"},
-        {with_word(body + 2, 35), "example 0: of 35 bytes"},
-        {with_word(body + 2, 6), "example 0: text 0 (0 is the context) has 0 tokens"},
-        {with_word(body + 2, 0), "example 0: text 0 (0 is the context) has 0 tokens"},
-        {with_word(body + 4, 1), "begins with 65535 and index 1; 65535 and 0 are due"},
-        {with_word(body + 6, 4), "example 0: label 4 of 4 completions"},
-        {with_word(body + 8, 1), "label 3 of 1 completions; allowed are 2 to 8"},
-        {with_word(body + 8, 9), "label 3 of 9 completions"},
-        {with_word(body + 8, 5), "example 0: text 5 (0 is the context) has 0 tokens"},
-        {with_word(body + 10, 0), "text 0 (0 is the context) has 0 tokens"},
-        {with_word(body + 10, 12), "leave room for 11"},
-        {with_word(body + 10, 65535), "text 0 (0 is the context) has 65535 tokens"},
-        {with_word(body + 12, 50257), "token 50257 is outside the model's vocabulary of 50257"},
-        {with_word(body + 32, 50257), "example 0: token 50257"},
-        {with_word(body + 26, 0), "example 0: text 3 (0 is the context) has 0 tokens"},
-        {with_word(second, 1), "example 1: begins with 1 and index 1; 65535 and 1 are due"},
-        {with_word(second + 2, 24), "example 1: of 24 bytes, where the file has 22"},
-        {with_word(second + 2, 24) + "ab", "example 1: 24 bytes, of which its tokens fill 22"},
-        {with_word(second + 6, 2), "example 1: label 2 of 2 completions"},
-        {good + "x", "1 bytes follow the last of its 2 examples"},
-        {good + good.substr(second), "22 bytes follow"},
-    };
-    expect(good.size() == second + 22);
-    expect_success(eval_parsed(good), "the file itself");
-    for (auto &row : table) {
-        expect_refused(eval_parsed(row.bytes), row.words, row.words);
-    }
-    for (size_t n = 1; n < good.size(); n += n < body - 1 ? 93 : 1) {
-        expect_refused(eval_parsed(good.substr(0, n)), "x.bin: ", text("cut to %zu bytes", n));
-    }
-    for (size_t bit = 0; bit < 8 * (good.size() - body); bit += TEST_ASAN ? 7 : 1) {
-        Text bad = good;
-        bad[body + bit / 8] = (char)(bad[body + bit / 8] ^ 1 << bit % 8);
-        Outcome o = eval_parsed(bad);
-        if (o.status != 0) {
-            expect_refused(o, "x.bin: example ", text("bit %zu flipped", bit));
-        }
-    }
-    detail = text("%zu wrong fields, every length, every bit", sizeof table / sizeof table[0]);
-}
-
 // -------------------------------------------------------------------------------------------------
-// 9. The program
-// train_gpt2_main() as a user runs it, in children of the test: what it refuses, what it writes,
-// and that no interruption, kill or full disk changes what it learns or leaves half a checkpoint.
-
-// train.bin and val.bin: byte tokens of a text with some pattern to learn.
-static void write_corpus() {
-    std::vector<uint16_t> tokens;
-    for (int i = 0; i < 3000; i++) {
-        tokens.push_back((uint16_t)(i % 50 == 0 ? 256 : 97 + (i * i / 7 + i % 11) % 20));
-    }
-    write_file("train.bin", shard_bytes(tokens, TOKENIZER_BYTES));
-    tokens.resize(400);
-    write_file("val.bin", shard_bytes(tokens, TOKENIZER_BYTES));
-}
-
-struct Refusal {
-    const char *arguments, *words;
-};
-
-// One line that names the option, what was found and what is allowed; nothing is trained.
-static void test_bad_options() {
-    static const Refusal table[] = {
-        {"--nonsense 1", "unknown option '--nonsense'"},
-        {"stray", "unknown option 'stray'"},
-        {"-", "unknown option '-'"},
-        {"-b4", "unknown option '-b4'"},
-        {"--", "unknown option '--'"},
-        {"-b", "--batch needs a value"},
-        {"-b 4 --batch=4", "--batch is given twice"},
-        {"--help=1", "--help takes no value"},
-        {"--json", "--json needs --plan or --eval"},
-        {"--eval x.bin --plan", "--eval is a command of its own"},
-        {"--eval x.bin -o out", "leave --output (-o) out"},
-        {"--eval x.bin -y 1", "needs --output (-o)"},
-        {"--eval missing.bin", "--eval: cannot open missing.bin: No such file"},
-        {"--eval=", "--eval: cannot open : No such file"},
-        {"--eval .", "--eval: cannot open .: Is a directory"},
-        {"--eval train.bin", "train.bin: not an evaluation file"},
-        {"--gpu t4", "need --plan"},
-        {"--gpu-mem 16GiB", "need --plan"},
-        {"-y 1", "needs --output (-o)"},
-        {"-n 5", "--save-every (-n) 5 needs --output"},
-        {"-j val.bin", "needs --train-data (-i)"},
-        {"--plan --gpu t5", "--gpu: 't5' is not one of t4"},
-        {"--plan --gpu-mem 5XB", "--gpu-mem: '5XB' is not a size"},
-        {"-i train.bin -e d13", "--model (-e): 'd13'"},
-        {"-i train.bin -e l2h3c16t8", "--model (-e): 'l2h3c16t8': allowed are"},
-        {"-i train.bin -e l0h1c16t8", "allowed are"},
-        {"-i train.bin -e l2h2c16t0", "allowed are"},
-        {"-i train.bin -e l2h0c16t8", "allowed are"},
-        {"-i train.bin -e l2h2c16t16x", "neither"},
-        {"-i train.bin -e l2h2c-16t16", "allowed are"},
-        {"-i train.bin -e l2h2c99999t1", "allowed are"},
-        {"-i train.bin -e l2h2c16t16 -t 17", "--seq-len (-t): 17 is more than the model's 16"},
-        {"-i train.bin -e l2h2c16t16 -r 2", "'gelu' recomputes GELU, 'norm' also"},
-        {"-i train.bin -e l2h2c16t16 -r half", "--recompute (-r): 'half'"},
-        {"-i train.bin -e l2h2c16t16 -r block:3", "K from 0 to 2"},
-        {"-i train.bin -e l2h2c16t16 -r block:-1", "K from 0 to 2"},
-        {"-i train.bin -e l2h2c16t16 -r block:", "K from 0 to 2"},
-        {"-i train.bin -e l2h2c16t16 -r block:1x", "K from 0 to 2"},
-        {"-i train.bin -e l2h2c16t16 -b 2 --logit-rows 33", "--logit-rows: 33 is more than"},
-        {"-i train.bin -e l2h2c16t16 -b 2 -d 33", "(-d): 33 is not a multiple of B x T = 2 x 16"},
-        {"-i train.bin -e l2h2c16t16 -x 10 -u 11", "--warmup (-u): 11"},
-        {"-i train.bin -e l2h2c16t16 --dtype bf16", "--dtype"},
-        {"-i train.bin -e l2h2c16t16 --moments bf16", "--moments"},
-        {"-i train.bin -e l2h2c16t16 --offload moments", "--offload"},
-        {"-i train.bin -e l2h2c16t16 --grad-dtype bf16", "--grad-dtype bf16 needs --dtype bf16"},
-        {"--plan --gpu t4 -e d12 --dtype bf16", "t4 has no bf16"},
-        {"--plan --gpu a100 -e d12 -w 0 --offload master", "--offload master"},
-        {"-i train.bin -e l2h2c16t16 -x 3 -s 1 --prompt 12345678901234567", "at most 16 fit"},
-        {"-e l2h2c16t16", "no data: 'make data'"},
-    };
-    write_corpus();
-    for (const Refusal &row : table) {
-        expect_refused(program(row.arguments), row.words, row.arguments);
-    }
-    detail = text("%zu command lines", sizeof table / sizeof table[0]);
-}
-
-// One line that names the file; no checkpoint is left.
-static void test_bad_data() {
-    write_corpus();
-    const Text good = read_file("train.bin");
-    std::vector<uint16_t> short_tokens(16, 7), outside(400, 7);
-    outside[300] = 257;
-    write_file("empty.bin", "");
-    write_file("header.bin", good.substr(0, 1000));
-    write_file("cut.bin", good.substr(0, 2001));
-    write_file("long.bin", good + "x");
-    write_file("magic.bin", with_int(good, 0, 20240521));
-    write_file("version.bin", with_int(good, 1, 2));
-    write_file("negative.bin", with_int(good, 2, -1));
-    write_file("words.bin", with_int(good, 3, 258));
-    write_file("kind.bin", with_int(good, 4, 7));
-    write_file("none.bin", shard_bytes({}, TOKENIZER_BYTES));
-    write_file("short.bin", shard_bytes(short_tokens, TOKENIZER_BYTES));
-    write_file("outside.bin", shard_bytes(outside, TOKENIZER_BYTES));
-    write_file("gpt2.bin", shard_bytes(outside, TOKENIZER_GPT2));
-    mkdir("folder.bin", 0755);
-    static const Refusal table[] = {
-        {"-i missing.bin", "no token file matches missing.bin"},
-        {"-i empty.bin", "empty.bin: 0 bytes are too few"},
-        {"-i header.bin", "header.bin: 1000 bytes are too few"},
-        {"-i folder.bin", "folder.bin"},
-        {"-i cut.bin",
-         "cut.bin: the header counts 3000 tokens, which makes 7024 bytes; the file has"},
-        {"-i long.bin", "long.bin: the header counts"},
-        {"-i magic.bin", "magic.bin: not a token file: it starts with 20240521"},
-        {"-i version.bin", "version.bin: token file version 2"},
-        {"-i negative.bin", "negative.bin: the header counts -1"},
-        {"-i words.bin", "words.bin: a vocabulary of 258"},
-        {"-i kind.bin", "kind.bin: tokenizer 7"},
-        {"-i none.bin", "none.bin: 0 tokens are fewer than one sequence: T + 1 = 17"},
-        {"-i short.bin", "short.bin: 16 tokens are fewer than one sequence: T + 1 = 17"},
-        {"-i outside.bin", "outside.bin: token 300 is 257, outside the vocabulary of 257"},
-        {"-i [tg]*.bin", "its tokens are"},
-        {"-i train.bin -j gpt2.bin", "gpt2.bin"},
-        {"-i train.bin -j missing.bin", "no token file matches missing.bin"},
-        {"-i train.bin -j short.bin", "short.bin: 16 tokens"},
-        {"-i train.bin -b 200", "a step takes 200 sequences of 16 tokens; train.bin has 187"},
-        {"-i train.bin -d 3200 -b 2", "a step takes 200 sequences"},
-        {"-i train.bin -j val.bin -b 30", "val.bin: 24 sequences of 16 tokens are fewer"},
-    };
-    for (const Refusal &row : table) {
-        expect_refused(program(Text("-e l2h2c16t16 -o out ") + row.arguments), row.words,
-                       row.arguments);
-        expect(!exists("out/step-00000000"), "%s left a checkpoint", row.arguments);
-    }
-    detail = text("%zu files and sizes", sizeof table / sizeof table[0]);
-}
-
-// Names in `folder` that begin with `prefix`, sorted, in one string.
-static Text names_in(const char *folder, const char *prefix) {
-    glob_t found;
-    Text all;
-    if (glob((Text(folder) + "/" + prefix + "*").c_str(), 0, NULL, &found) == 0) {
-        for (size_t i = 0; i < found.gl_pathc; i++) {
-            all += Text(all.empty() ? "" : " ") + (found.gl_pathv[i] + strlen(folder) + 1);
-        }
-    }
-    globfree(&found);
-    return all;
-}
-
-#define TINY "-i train.bin -e l2h2c16t16 -b 2 "
-
-// Full disk (a limit on the size of files), folders that cannot be made or written.
-static void test_bad_output() {
-    auto limit = [](rlim_t bytes) {
-        return [bytes] {
-            struct rlimit r = {bytes, bytes};
-            signal(SIGXFSZ, SIG_IGN);
-            setrlimit(RLIMIT_FSIZE, &r);
-        };
-    };
-    write_corpus();
-    expect_success(program(TINY "--quiet -x 2 -o out"), "first run");
-    expect_refused(program(TINY "--quiet -x 4 -y 1 -o out", limit(20000)),
-                   "cannot write out/step-00000004.tmp/", "full disk");
-    expect(names_in("out", "step") == "step-00000002", "%s", names_in("out", "step").c_str());
-    expect_refused(program(TINY "--quiet -x 2 -o log", limit(600)), "log.jsonl", "full log");
-    expect_refused(program(TINY "-x 2 -o train.bin/out"), "cannot create folder", "below a file");
-    expect_refused(program(TINY "-x 2 -o train.bin"), "train.bin", "a file");
-    expect_refused(program(TINY "-x 2 -o /proc/none"), "cannot create folder", "/proc");
-    expect_refused(program(TINY "-x 2 -o out"), "already holds checkpoints", "without -y");
-    mkdir("closed", 0555);
-    expect_refused(program(TINY "-x 2 -o closed/out",
-                           [] {
-                               if (geteuid() == 0 && (setgid(65534) != 0 || setuid(65534) != 0)) {
-                                   exit(98);
-                               }
-                           }),
-                   "closed/out: Permission denied", "unwritable folder");
-}
-
-// A file of a checkpoint.
-static Text in_checkpoint(const char *folder, int step, int file) {
-    return read_file(text("%s/step-%08d/%s", folder, step, checkpoint_files[file]));
-}
-
-// Weights, moments and counters of a checkpoint, without the options in its header.
-static Text tensors_of(const char *folder, int step) {
-    const Text state = in_checkpoint(folder, step, FILE_STATE);
-    uint64_t length = 0;
-    if (state.size() < 8) {
-        return "";
-    }
-    memcpy(&length, &state[0], 8);
-    size_t counters = state.find("\"step\":");
-    return in_checkpoint(folder, step, FILE_MODEL) +
-           state.substr(counters, state.find('}', counters) - counters) + state.substr(8 + length);
-}
-
-// Went on from an older checkpoint, and says in one line what is wrong with the newest.
-static void passed_over_at(int line, const Outcome &o, const Text &file, const Text &who) {
-    if (o.status != 0 || o.err.find("passed over out/step-00000008: " + file) == Text::npos ||
-        o.err.find('\n') != o.err.size() - 1) {
-        fail(line, who + text(": status %d, stderr: ", o.status) + o.err.substr(0, 600));
-    }
-}
-#define expect_passed_over(outcome, file, who) passed_over_at(__LINE__, outcome, file, who)
-
-// The bytes of a checkpoint, all its files.
-static Text state_file(const char *folder, int step) {
-    Text all;
-    for (int i = 0; i < CHECKPOINT_FILES; i++) {
-        all += in_checkpoint(folder, step, i);
-    }
-    return all;
-}
-
-// A damaged checkpoint is passed over by name, and the run that goes on from the one before ends in
-// the same bytes; a foreign one is refused; without a whole one nothing is lost or begun;
-// unfinished ones are removed; --keep keeps the newest; a finished run resumes to the same end.
-static void test_checkpoint_folder() {
-    write_corpus();
-    const Text run = TINY "--quiet -x 8 -n 2 -y 1 -o out ";
-    expect_success(program(run), "first run");
-    expect(names_in("out", "step") == "step-00000002 step-00000004 step-00000006 step-00000008");
-    const Text good = state_file("out", 8), tensors = tensors_of("out", 8);
-    const Text at = "out/step-00000008/";
-    for (int i = 0; i < CHECKPOINT_FILES; i++) {
-        const Text path = at + checkpoint_files[i], file = read_file(path);
-        const char *named = i == FILE_MANIFEST ? "" : checkpoint_files[i];  // or what it tells of
-        const size_t size = file.size();
-        for (size_t byte : {(size_t)0, (size_t)9, size / 3, size - 1, size}) {
-            Text bad = file;
-            byte < size ? (void)(bad[byte] ^= 4) : bad.push_back('x');
-            write_file(path, bad);
-            expect_passed_over(program(run), named, text("byte %zu", byte));
-            expect(state_file("out", 8) == good, "%s, byte %zu", path.c_str(), byte);
-        }
-        for (size_t length : {(size_t)0, (size_t)5, size / 2, size - 2}) {
-            write_file(path, file.substr(0, length));
-            expect_passed_over(program(run), named, text("cut to %zu", length));
-        }
-        unlink(path.c_str());
-        expect_passed_over(program(run), checkpoint_files[i], "missing");
-        expect(state_file("out", 8) == good, "%s missing", path.c_str());
-    }
-    for (int step = 2; step <= 8; step += 2) {
-        write_file(text("out/step-%08d/config.json", step), "{}");
-    }
-    Outcome o = program(run);
-    expect(o.status == 1 && o.err.find("no checkpoint in out is whole") != Text::npos, "%s",
-           o.err.c_str());
-    expect(names_in("out", "step") == "step-00000002 step-00000004 step-00000006 step-00000008");
-    expect_success(program(TINY "--quiet -x 8 -n 2 -y 1 -o again"), "again");
-    nftw("out", remove_one, 16, FTW_DEPTH | FTW_PHYS);
-    expect(rename("again", "out") == 0 && tensors_of("out", 8) == tensors);
-    expect_refused(program("-i train.bin -e l2h2c32t16 -b 2 -x 8 -n 2 -y 1 -o out"),
-                   "is of another run", "another shape");
-    expect_refused(program("-i train.bin -e out"), "name one of its step-NNNNNNNN", "-e RUN");
-    Text other = read_file("train.bin");  // as long, with other tokens
-    other.replace(SHARD_HEADER * 4, 2000, other.substr(SHARD_HEADER * 4 + 1000, 2000));
-    write_file("other.bin", other);
-    expect_refused(program("-i other.bin -e l2h2c16t16 -b 2 -x 8 -n 2 -y 1 -o out"),
-                   "is of another run", "other data");
-    mkdir("out/step-00000099.tmp", 0755);
-    write_file("out/step-00000099.tmp/model.safetensors", good.substr(0, 999));
-    expect_success(program(run), "resumed after its end");
-    expect(names_in("out", "step") == "step-00000002 step-00000004 step-00000006 step-00000008",
-           "%s", names_in("out", "step").c_str());
-    expect(tensors_of("out", 8) == tensors, "resumed after its end");
-    mkdir("torn", 0755);  // killed before its first checkpoint, inside a line of the log
-    write_file("torn/log.jsonl",
-               "{\"event\":\"start\"}\n{\"step\":1,\"loss\":5}\n{\"step\":2,\"lo");
-    expect_success(program(TINY "--quiet -x 3 -y 1 -o torn"), "nothing to resume from");
-    expect(log_steps("torn/log.jsonl") == one_to(3), "the log of a run without a checkpoint");
-    expect_success(program(TINY "--quiet -x 9 -n 2 --keep 2 -o kept"), "--keep 2");
-    expect(names_in("kept", "step") == "step-00000008 step-00000009", "%s",
-           names_in("kept", "step").c_str());
-    write_file("kept/step-00000009/config.json", "{}");  // and what is damaged counts for nothing
-    Outcome kept = program(TINY "--quiet -x 9 -n 2 --keep 1 -y 1 -o kept",
-                           [] { rename("kept/step-00000008", "kept/step-00000005"); });
-    expect(kept.status == 0 && names_in("kept", "step") == "step-00000009", "%s",
-           names_in("kept", "step").c_str());
-}
-
-// Makes `folder` and goes there.
-static void enter(const char *folder) {
-    if ((mkdir(folder, 0755) != 0 && errno != EEXIST) || chdir(folder) != 0) {
-        die("cannot enter %s: %s", folder, strerror(errno));
-    }
-}
-
-static const char resumable[] =
-    "-i ../train.bin -j ../val.bin -v 7 -e l2h2c16t16 -b 2 -d 64 -r norm "
-    "-x 40 -n 3 --keep 2 -y 1 -s 9 -g 5 --quiet -o out --clip 0.5";
-
-// The final checkpoint and the steps of the log equal those of the run that nothing disturbed.
-static void expect_same_end(const Text &want, const char *who) {
-    expect(!want.empty() && state_file("out", 40) == want, "%s: another end", who);
-    expect(log_steps("out/log.jsonl") == one_to(40), "%s: steps of the log", who);
-}
-
-// Killed again and again at random moments, a run still ends in the same bytes.
-static void test_kill() {
-    write_corpus();
-    enter("whole");
-    double began = now_ms();
-    expect_success(program(resumable), "undisturbed");
-    double whole_ms = now_ms() - began;
-    Text want = state_file("out", 40);
-    expect_same_end(want, "undisturbed");
-    int kills = 0;
-    for (int round = 0; round < 3; round++) {
-        chdir("..") == 0 ? enter(text("killed%d", round).c_str()) : fail(__LINE__, "chdir");
-        for (int attempt = 0; attempt < 6; attempt++) {
-            double share = rng_uniform((uint64_t)began, 1, (uint32_t)round, (uint64_t)attempt);
-            pid_t pid = start(resumable);
-            usleep((useconds_t)(whole_ms * 1e3 * 0.3 * share));
-            kill(pid, SIGKILL);
-            kills += outcome(pid).status == 256 + SIGKILL;
-        }
-        expect_success(program(resumable), "resumed");
-        expect_same_end(want, "killed");
-        expect(names_in("out", "step") == "step-00000039 step-00000040");
-    }
-    detail = text("%d kills", kills);
-}
-
-// SIGTERM and SIGINT save and exit 0; what follows goes on as if nothing had happened.
-static void test_signals() {
-    write_corpus();
-    enter("whole");
-    expect_success(program(resumable), "undisturbed");
-    Text want = state_file("out", 40);
-    for (int number : {SIGTERM, SIGINT}) {
-        chdir("..") == 0 ? enter(number == SIGINT ? "int" : "term") : fail(__LINE__, "chdir");
-        for (int attempt = 0; attempt < 4; attempt++) {
-            // The first thing a run does to the log is later than its handlers.
-            const Text before = read_file("out/log.jsonl");
-            pid_t pid = start(resumable);
-            for (int wait = 0; wait < 20000 && read_file("out/log.jsonl") == before; wait++) {
-                usleep(1000);
-            }
-            usleep((useconds_t)(attempt * 5000));
-            kill(pid, number);
-            expect_success(outcome(pid), "interrupted");
-            Text log = read_file("out/log.jsonl");
-            expect(log.find("\"reason\":\"interrupted\"") != Text::npos ||
-                   log.find("\"reason\":\"finished\"") != Text::npos);
-            expect(!names_in("out", "step").empty(), "no checkpoint after signal %d", number);
-        }
-        expect_success(program(resumable), "resumed");
-        expect_same_end(want, "interrupted");
-    }
-}
+// 9. Failures from inside
+// What a user cannot make the built program do: an engine that fails, a machine with next to no
+// memory. What a user can do, dev/test/ does to the programs as they are built.
 
 static void (*healthy_micro_step)(Engine *e, const Token *in, const Token *out, int micro,
                                   int micros);
-// The third micro-step of a sick engine leaves a NaN among the gradients.
-static void sick_micro_step(Engine *e, const Token *in, const Token *out, int micro, int micros) {
+// The third micro-step of a faulty engine leaves a NaN among the gradients.
+static void faulty_micro_step(Engine *e, const Token *in, const Token *out, int micro, int micros) {
     static int calls;
     healthy_micro_step(e, in, out, micro, micros);
     if (++calls == 3) {
@@ -3059,10 +1952,10 @@ static void sick_micro_step(Engine *e, const Token *in, const Token *out, int mi
     }
 }
 
-static void sick_open(Engine *e, const Settings *s) {
+static void faulty_open(Engine *e, const Settings *s) {
     cpu_open(e, s);
     healthy_micro_step = e->micro_step;
-    e->micro_step = sick_micro_step;
+    e->micro_step = faulty_micro_step;
 }
 
 static size_t little_memory() { return 1000000; }
@@ -3070,10 +1963,10 @@ static size_t much_memory() { return (size_t)1 << 60; }
 
 // A step whose gradient is not finite is skipped, counted, logged as null; training goes on.
 static void test_skipped_step() {
-    static const Program sick = {"train_gpt2", "l2h2c16t16", 0, sick_open, much_memory};
+    static const Program faulty = {"train_gpt2", "l2h2c16t16", 0, faulty_open, much_memory};
     static const Program small = {"train_gpt2", "l2h2c16t16", 0, cpu_open, little_memory};
     write_corpus();
-    Outcome o = program(TINY "-x 6 -o out", nullptr, &sick);
+    Outcome o = in_process(TINY "-x 6 -o out", &faulty);
     expect_success(o, "a gradient that is not a number");
     expect(o.out.find("1 skipped") != Text::npos && o.out.find("SKIPPED") != Text::npos);
     expect(log_steps("out/log.jsonl") == one_to(6));
@@ -3086,457 +1979,31 @@ static void test_skipped_step() {
     expect(in_checkpoint("out", 6, FILE_STATE)
                .find("\"step\":\"6\",\"updates\":\"5\",\"position\":\"12\",\"skipped\":\"1\","
                      "\"norm_count\":\"5\"}") != Text::npos);
-    o = program(TINY "-x 6 -o none", nullptr, &small);
+    o = in_process(TINY "-x 6 -o none", &small);
     expect_refused(o, "available are 976.6 KiB: short", "a plan that does not fit");
     expect(!exists("none/log.jsonl"));
-}
-
-// The last value of `key` in a log.
-static double last_value(const Text &log, const char *key) {
-    size_t at = log.rfind(Text("\"") + key + "\":");
-    return at == Text::npos ? (double)NAN : strtod(log.c_str() + at + strlen(key) + 3, NULL);
-}
-
-// Resident memory of a run against its plan: within 50 MB, as README promises.
-static void test_resident_memory() {
-    write_corpus();
-    Outcome o = outcome(spawn([] {
-        Words words = split("-i train.bin -e l2h8c512t32 -b 2 -x 2 -o out --quiet");
-        train_gpt2_main((int)words.size() + 1, arguments_of(&words).data());
-        Text status = read_file("/proc/self/status");
-        printf("%ld\n", strtol(status.c_str() + status.find("VmHWM:") + 6, NULL, 10));
-    }));
-    double resident = strtod(o.out.c_str(), NULL) * 1024;
-    double plan = last_value(read_file("out/log.jsonl"), "plan_bytes");
-    expect_near((wide)resident, (wide)plan, 50e6, "resident %.1f MB, plan %.1f MB", resident / 1e6,
-                plan / 1e6);
-}
-
-// What --plan prints and returns, for GPUs, for this machine, and as JSON.
-static void test_plan_command() {
-    struct rusage used;
-    Outcome o = program("--plan -e d48 --gpu h200");
-    getrusage(RUSAGE_CHILDREN, &used);
-    double ms = (double)used.ru_utime.tv_sec * 1e3 + (double)used.ru_utime.tv_usec * 1e-3;
-    expect_success(o, "--plan -e d48 --gpu h200");
-    expect(TEST_ASAN || ms < 1000, "%.0f ms of the processor", ms);
-    expect(o.out.find("memory plan of the GPU run") == 0 &&
-           o.out.find("1,557,686,400 parameters") != Text::npos &&
-           o.out.find("not measured; 1 GiB reserved") != Text::npos &&
-           o.out.find("rule of thumb") != Text::npos && o.out.find("-r block") != Text::npos);
-    o = program("--plan -e d48 --gpu t4");
-    expect(o.status == 1 && o.out.find("DOES NOT FIT, short") != Text::npos, "status %d", o.status);
-    o = program("--plan -e l2h2c16t16 -b 2");
-    expect_success(o, "--plan of the CPU run");
-    expect(o.out.find("memory plan of the CPU run\n") == 0);
-    for (const char *arguments :
-         {"--plan --json -e l2h2c16t16", "--plan --json --gpu-mem 16G -e d12"}) {
-        o = program(arguments);
-        expect_success(o, arguments);
-        expect(json_valid(o.out) && o.out.find("\"rows\":[") != Text::npos, "%s", arguments);
-    }
-}
-
-// --eval, which needs no data: lines as promised, the same score for any B, JSON, a T that is too
-// small, a vocabulary that is, and an interruption that is no failure.
-static void test_eval_command() {
-    std::vector<Question> questions = random_questions(12, 50257, 2);
-    const Text run = "-e l1h1c16t16 --eval e.bin ", first = "e.bin: 12 examples, accuracy ";
-    auto last_line = [](const Outcome &o) {
-        size_t end = o.out.size() > 1 ? o.out.rfind('\n', o.out.size() - 2) : Text::npos;
-        return o.out.substr(end == Text::npos ? 0 : end + 1);
-    };
-    write_file("e.bin", eval_bytes(questions));
-    Outcome o = program(run + "-b 4");
-    const Text line = last_line(o);
-    double p = NAN, error = NAN, norm = NAN, norm_error = NAN;
-    expect_success(o, "--eval");
-    expect(line.find(first) == 0 && sscanf(&line[first.size()], "%lf %% +- %lf, acc_norm %lf %% +- "
-                                           "%lf\n", &p, &error, &norm, &norm_error) == 4,
-           "%s", line.c_str());
-    expect_near((wide)error, (wide)sqrt(p * (100 - p) / 12), 0.006, "standard error");
-    expect_near((wide)norm_error, (wide)sqrt(norm * (100 - norm) / 12), 0.006, "standard error");
-    expect(std::count(o.out.begin(), o.out.end(), '\n') == 3 + 9 + 1, "%s", o.out.c_str());
-    expect(o.out.find("12 examples of at most 13 tokens; B 4, T 16\n") != Text::npos);
-    for (const char *b : {"-b 1", "-b 7", "-b 50"}) {
-        o = program(run + "--quiet " + b);
-        expect_success(o, b);
-        expect(o.out == line, "%s: %s", b, o.out.c_str());
-    }
-    o = program(run + "--json -t 12");
-    expect_success(o, "--json");
-    expect(json_valid(o.out) && std::count(o.out.begin(), o.out.end(), '\n') == 1 &&
-               o.out.find("{\"file\":\"e.bin\",\"model\":\"l1h1c16t16\",\"sequence\":12,"
-                          "\"examples\":12,\"of\":12,") == 0 &&
-               o.out.find(text("\"correct\":%.0f,", p * 0.12)) != Text::npos &&
-               fabs(last_value(o.out, "acc_norm") - last_value(o.out, "correct_norm") / 12) < 1e-8,
-           "%s", o.out.c_str());
-    o = program(run + "--quiet -t 5");
-    expect(o.out.find("rows lost the start of their context: T = 5 holds 6 tokens") != Text::npos);
-    expect_refused(program(run + "-t 4"), ": a completion has 5 tokens; --seq-len (-t) 4 holds",
-                   "a short T");
-    expect_refused(program(run + "-t 17"), "--seq-len (-t): 17 is more than the model's 16", "-t");
-    static const Program small = {"train_gpt2", "l2h2c16t16", 0, cpu_open, little_memory};
-    expect_refused(program(run, nullptr, &small), "available are 976.6 KiB: short", "memory");
-    questions[7].completions[3].back() = 50257;
-    write_file("e.bin", eval_bytes(questions));
-    expect_refused(program(run), "e.bin: example 7: token 50257 is outside", "a token too many");
-    write_file("e.bin", eval_bytes(random_questions(60, 50257, 3)));
-    pid_t pid = start(run);
-    for (int wait = 0; wait < 20000 && read_file("stdout").find("example ") == Text::npos; wait++) {
-        usleep(1000);
-    }
-    kill(pid, SIGINT);
-    o = outcome(pid);
-    expect_success(o, "interrupted");
-    expect(o.out.find("e.bin: interrupted after ") != Text::npos &&
-           o.out.find(" of 60 examples, accuracy ") != Text::npos, "%s", o.out.c_str());
-}
-
-// Weights come from where -e says: what a run has learnt by heart, its checkpoint answers.
-static void test_eval_checkpoint() {
-    write_corpus();
-    expect_success(program("-i train.bin --shuffle 0 -e l1h2c32t16 -b 2 -a 1 -x 240 -l 3e-3 "
-                           "--quiet -o out"), "training");
-    const Text corpus = read_file("train.bin");
-    std::vector<Question> questions = random_questions(8, 257, 4);
-    for (int i = 0; i < 8; i++) {
-        Question *q = &questions[(size_t)i];
-        std::vector<uint16_t> tokens(9);
-        memcpy(tokens.data(), &corpus[(size_t)(SHARD_HEADER * 4 + 2 * i)], 2 * tokens.size());
-        q->context.assign(tokens.begin(), tokens.begin() + 6);
-        q->completions[(size_t)q->label].assign(tokens.begin() + 6, tokens.end());
-    }
-    write_file("e.bin", eval_bytes(questions));
-    Outcome o = program("-e out/step-00000240 --eval e.bin");
-    expect_success(o, "-e FOLDER");
-    expect(o.out.find("out/step-00000240: vocabulary 257, weights of that file") != Text::npos &&
-               o.out.find(", acc_norm 100.00 % +- 0.00\n") != Text::npos, "%s", o.out.c_str());
-    write_file("e.bin", eval_bytes(random_questions(3, 50257, 2)));
-    expect_refused(program("-e out/step-00000240 --eval e.bin"),
-                   "outside the model's vocabulary of 257", "tokens of another vocabulary");
-}
-
-// One batch over and over is learnt by heart; the prompt opens the sample; the log says everything.
-static void test_overfit() {
-    write_corpus();
-    Outcome o = program("-i train.bin -j val.bin -e l1h2c32t16 -b 2 -a 1 -x 240 -l 3e-3 -v 60 -m 0 "
-                        "-s 240 -g 9 --prompt abc --temperature 0 -o out");
-    expect_success(o, "overfit");
-    Text log = read_file("out/log.jsonl");
-    double loss = last_value(log, "loss");
-    expect(loss < 0.2, "loss %.3f", loss);
-    expect(log_steps("out/log.jsonl") == one_to(240));
-    expect(log.find("{\"step\":240,\"sample\":\"abc") != Text::npos &&
-           o.out.find("\nabc") != Text::npos);
-    expect(log.find("{\"step\":60,\"val_loss\":") != Text::npos);
-    expect(log.find("\"checkpoint\":\"out/step-00000240\"") != Text::npos);
-    expect(log.find("{\"event\":\"end\",\"reason\":\"finished\"}\n") == log.size() - 36);
-    detail = text("loss %.4f after 240 steps", loss);
-}
-
-// Options that name real text: tinyshakespeare's bytes when they are prepared, else this
-// repository's own sources, *from_sources.
-static Text training_files(int *from_sources) {
-    const Text prepared = root + "/data/tinyshakespeare_bytes_";
-    int there = exists(prepared + "train.bin") && exists(prepared + "val.bin");
-    if (from_sources) {
-        *from_sources = !there;
-    }
-    if (there) {
-        return "-i " + prepared + "train.bin -j " + prepared + "val.bin";
-    }
-    Text source = read_file(root + "/train_gpt2.c");
-    std::vector<uint16_t> tokens(source.begin(), source.end());
-    for (uint16_t &token : tokens) {
-        token &= 255;
-    }
-    auto cut = tokens.begin() + (long)(tokens.size() / 10 * 9);
-    write_file("t.bin", shard_bytes({tokens.begin(), cut}, TOKENIZER_BYTES));
-    write_file("v.bin", shard_bytes({cut, tokens.end()}, TOKENIZER_BYTES));
-    return "-i t.bin -j v.bin";
-}
-
-// A uniform guess has loss 5.55, letter frequencies alone about 3.3. The sources change from day to
-// day, so their bound is wider than that of the text that never does.
-static void test_training() {
-    int sources = 0;
-    const Text files = training_files(&sources);
-    const double bound = sources ? 2.8 : 2.6;
-    expect_success(program(files + " -e l2h4c64t64 -b 8 -x 800 -l 3e-3 -u 20 -v 800 -m 10 -o out"),
-                   "training");
-    double loss = last_value(read_file("out/log.jsonl"), "val_loss");
-    expect(loss < bound, "validation loss %.4f", loss);
-    detail = text("%s: validation loss %.4f, bound %.1f", sources ? "sources" : "tinyshakespeare",
-                  loss, bound);
+    write_file("e.bin", eval_bytes(random_questions(12, 50257, 2)));
+    expect_refused(in_process("-e l1h1c16t16 --eval e.bin", &small),
+                   "available are 976.6 KiB: short", "--eval");
 }
 
 // -------------------------------------------------------------------------------------------------
 // 10. Model files
-// Volume I's chapters Model files and Checkpoints as strangers' files meet them. Files are put
-// together here from lists of tensors, by names and rules that are written down a second time, so
-// that a corruption is one line; what is refused dies in one line that names the file and what in
-// it is wrong.
+// Volume I's chapters Model files and Checkpoints: what is loaded and saved, to the bit. Files are
+// put together in dev/test/files.h; dev/test/model_files.cpp and checkpoints.cpp hold what is
+// refused.
 
-// The hash of `data`, added in two pieces.
-static Text sha256_of(const Text &data, size_t cut) {
-    Sha256 s;
-    char out[SHA256_TEXT];
-    sha256_start(&s);
-    sha256_add(&s, data.data(), cut);
-    sha256_add(&s, data.data() + cut, data.size() - cut);
-    sha256_end(&s, out);
-    return out;
-}
-
-// `n` bytes, a function of the seed.
-static Text random_bytes(size_t n, uint64_t seed) {
-    Text out(n, 0);
-    for (size_t i = 0; i < n; i++) {
-        out[i] = (char)(rng_uniform(seed, 9, 2, i) * 256);
-    }
-    return out;
-}
-
-// FIPS 180-4's examples; every length around the padding's turns, in any two pieces, against the
-// plain rounds over a message that is padded here; the processor's rounds against the plain ones.
-static void test_sha256() {
-    static const char *const known[][2] = {
-        {"", "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"},
-        {"abc", "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"},
-        {"abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq",
-         "248d6a61d20638b8e5c026930c3e6039a33ce45964ff2167f6ecedd419db06c1"}};
-    for (auto &row : known) {
-        expect(sha256_of(row[0], 0) == row[1], "'%s'", row[0]);
-    }
-    expect(sha256_of(Text(1000000, 'a'), 999) ==
-           "cdc76e5c9914fb9281a1c7e284d73e67f1809a48a497200e046d39ccc7112cd0");
-    for (size_t length = 0; length <= 300; length++) {
-        const Text data = random_bytes(length, 1);
-        Text padded = data + '\x80', digits;
-        padded.append((119 - length % 64) % 64 + 6, 0);
-        padded += {(char)(length * 8 >> 8), (char)(length * 8)};
-        Sha256 s;
-        sha256_start(&s);
-        sha256_blocks_plain(s.h, (const unsigned char *)padded.data(), padded.size() / 64);
-        for (uint32_t h : s.h) {
-            digits += text("%08x", h);
-        }
-        for (size_t cut = 0; cut <= length; cut++) {
-            expect(sha256_of(data, cut) == digits, "%zu bytes cut at %zu", length, cut);
-        }
-        uint32_t a[8], b[8];
-        memcpy(a, s.h, sizeof a);
-        memcpy(b, s.h, sizeof b);
-        sha256_blocks(a, (const unsigned char *)data.data(), length / 64);
-        sha256_blocks_plain(b, (const unsigned char *)data.data(), length / 64);
-        expect(memcmp(a, b, sizeof a) == 0, "%zu blocks", length / 64);
-    }
-    detail = SHA256_X86 ? "x86's instructions and plain C" : "plain C";
-}
-
-// What is wrong with a JSON text, which lies in memory of exactly its size; "" for nothing.
-static Text json_fault(const Text &json) {
-    std::vector<unsigned char> bytes(json.begin(), json.end());
-    Json j = {bytes.data(), 0, bytes.size(), NULL};
-    json_skip(&j);
-    if (json_peek(&j) >= 0) {
-        json_fail(&j, "more text after the end");
-    }
-    expect(j.at <= j.end);
-    return j.fault ? j.fault : "";
-}
-
-static void test_json() {
-    const Text open64(64, '['), close64(64, ']'), nul(1, 0);
-    static const char value[] = "a value should stand", number[] = "neither a number nor",
-                      ends[] = "a string does not end", escape[] = "an unknown escape",
-                      comma[] = "a comma", deep[] = "values nested deeper", more[] = "more text";
-    const std::vector<std::pair<Text, Text>> table = {
-        {" {\"a\" : [ 1,-2.5e+3,0.5E-7, {} ],\r\n\t\"\":null} ", ""}, {"-0", ""}, {"0e0", ""},
-        {"\"\\\"\\\\\\/\\b\\f\\n\\r\\t\\u00e9\x7f\xff\"", ""}, {open64 + close64, ""},
-        {open64 + "[" + close64 + "]", deep}, {Text(100000, '['), deep}, {"", value},
-        {Text(100000, '{'), "a string should begin"}, {"[1,]", value}, {"[,1]", value},
-        {"[1 2]", comma}, {"[1}", comma}, {"{\"a\":1]", comma}, {"[1:2]", comma}, {"[", value},
-        {"{\"a\":1,}", "a string should begin"}, {"{\"a\" 1}", "a colon"}, {"{\"a\":}", value},
-        {"{1:2}", "a string should begin"}, {"[]]", more}, {"1 2", more}, {"{}x", more},
-        {"{}" + nul, more}, {nul, value}, {"[1" + nul + "]", comma}, {"\"a" + nul + "\"", ends},
-        {"\"\n\"", ends}, {"\"\x1f\"", ends}, {"\"", ends}, {"\"\\\"", ends},
-        {"\"\\x\"", escape}, {"\"\\u12g4\"", escape}, {"\"\\u0000\"", escape},
-        {"\"\\" + nul + "\"", escape}, {"\"\\u12\"", escape}, {"nan", number}, {"Infinity", number},
-        {"True", number}, {"nulls", number}, {"01", number}, {"+1", number}, {"1.", number},
-        {".5", number}, {"1e", number}, {"1e+", number}, {"--1", number}, {"-", number},
-        {"1.2.3", number}, {"0x10", number}, {"'a'", value}, {"/**/1", value},
-        {"\xef\xbb\xbf{}", value},
-        {"1e999", ""}, {Text(30, '9'), ""}, {Text(31, '9'), value}};
-    for (auto &row : table) {
-        const Text got = json_fault(row.first), shown = row.first.substr(0, 40);
-        expect(row.second.empty() ? got.empty() : got.find(row.second) == 0, "%s: got '%s'",
-               shown.c_str(), got.c_str());
-    }
-    const Text good = "{\"a\":[true,-1.5e+3,\"x\\u00e9\\n\"],\"b\":{\"c\":null}}";
-    for (size_t i = 0; i < good.size(); i++) {
-        expect(!json_fault(good.substr(0, i)).empty(), "cut to %zu", i);
-        for (int c = 0; c < 256; c++) {
-            Text other = good;
-            other[i] = (char)c;
-            json_fault(other);  // the sanitizers look
-        }
-    }
-    const struct {
-        Text json;
-        size_t capacity;
-        Text want;
-    } strings[] = {{"\"abc\"", 4, "abc"}, {"\"abc\"", 3, "ab"}, {"\"abc\"", 1, ""},
-                   {"\"\\u0041\\u00e9\\u20ac\\ud83d\"", 20, "A\xc3\xa9\xe2\x82\xac\xed\xa0\xbd"},
-                   {"\"\\u007f\\u0080\\u07ff\\u0800\"", 20, "\x7f\xc2\x80\xdf\xbf\xe0\xa0\x80"},
-                   {"\"\\b\\f\\n\\r\\t\\/\"", 20, "\b\f\n\r\t/"}};
-    for (auto &row : strings) {
-        Json j = {(const unsigned char *)row.json.data(), 0, row.json.size(), NULL};
-        std::vector<char> out(row.capacity);
-        json_string(&j, out.data(), row.capacity);
-        expect(!j.fault && out.data() == row.want, "%s", row.json.c_str());
-    }
-    static const struct {
-        const char *json;
-        int64_t want;  // -1: a fault
-    } counts[] = {{"0", 0}, {" 42", 42}, {"9007199254740992", (int64_t)1 << 53}, {"007", -1},
-                  {"9007199254740993", -1}, {"-1", -1}, {"+1", -1}, {"1.0", -1}, {"1e2", -1},
-                  {"99999999999999999999", -1}, {"true", -1}, {"\"1\"", -1}, {"", -1}};
-    for (auto &row : counts) {
-        Json j = {(const unsigned char *)row.json, 0, strlen(row.json), NULL};
-        int64_t got = json_count(&j);
-        expect(row.want < 0 ? j.fault != NULL : !j.fault && got == row.want, "%s", row.json);
-    }
-    detail = text("%zu texts", table.size());
-}
-
-// A tensor of a safetensors file. `offsets` empty: where its data come to lie.
-struct Member {
-    Text name, dtype, shape, data, offsets;
-};
-typedef std::vector<Member> Members;
-
-static Text with_length(const Text &header, const Text &data) {
-    uint64_t length = header.size();
-    return Text((const char *)&length, 8) + header + data;
-}
-
-// The file of a list of tensors. `first`: text before them, such as __metadata__ and a comma.
-static Text safetensors_bytes(const Members &list, const Text &first = "") {
-    Text header = "{" + first, data;
-    for (const Member &m : list) {
-        const Text span = text("%zu,%zu", data.size(), data.size() + m.data.size());
-        header += (&m == &list[0] ? "\"" : ",\"") + m.name + "\":{\"dtype\":\"" + m.dtype +
-                  "\",\"shape\":[" + m.shape + "],\"data_offsets\":[" +
-                  (m.offsets.empty() ? span : m.offsets) + "]}";
-        data += m.data;
-    }
-    return with_length(header + "}", data);
-}
-
-// The file with the first `was` of its header changed.
-static Text with_header(const Text &bytes, const Text &was, const Text &now) {
-    uint64_t length;
-    memcpy(&length, bytes.data(), 8);
-    Text header = bytes.substr(8, length);
-    expect(header.find(was) != Text::npos, "no %s in the header", was.c_str());
-    header.replace(header.find(was), was.size(), now);
-    return with_length(header, bytes.substr(8 + length));
-}
-
-static Member &named(Members *list, const Text &name) {
-    for (Member &m : *list) {
-        if (m.name == name) {
-            return m;
-        }
-    }
-    die("the test's file has no %s", name.c_str());
-}
-
-// A number of any bits but those of a NaN, as a file holds it and as what it means.
-static Text number_bytes(const Text &dtype, uint64_t seed, uint64_t index, real *want) {
-    uint32_t bits = (uint32_t)(rng_uniform(seed, 9, 3, index) * 0x1p32);
-    uint16_t half = (uint16_t)bits;
-    if (dtype == "F16") {
-        const int exponent = half >> 10 & 31, fraction = half & 1023;
-        double size = exponent == 31 ? HUGE_VAL
-                      : exponent     ? ldexp(1024 + fraction, exponent - 25)
-                                     : ldexp(fraction, -24);
-        half = exponent == 31 ? half & 0xfc00 : half;
-        *want = (real)(half >> 15 ? -size : size);
-        return Text((const char *)&half, 2);
-    }
-    bits = dtype == "BF16" ? bits << 16 : bits;
-    bits &= (bits & 0x7f800000) == 0x7f800000 ? 0xff800000 : 0xffffffff;
-    float value;
-    memcpy(&value, &bits, 4);
-    *want = (real)value;
-    return dtype == "BF16" ? Text((const char *)&bits + 2, 2) : Text((const char *)&bits, 4);
-}
-
-// A model's tensors as Hugging Face keeps them, dtypes in turn, and what the engine's flat buffer
-// has to hold then.
-static Members hugging_face(const Model &m, const Words &dtypes, const Text &prefix, Reals *want) {
-    static const char *const names[TENSORS] = {
-        "wte.weight",       "wpe.weight",      "ln_1.weight",        "ln_1.bias",
-        "attn.c_attn.weight", "attn.c_attn.bias", "attn.c_proj.weight", "attn.c_proj.bias",
-        "ln_2.weight",      "ln_2.bias",       "mlp.c_fc.weight",    "mlp.c_fc.bias",
-        "mlp.c_proj.weight", "mlp.c_proj.bias", "ln_f.weight",       "ln_f.bias"};
-    Members list;
-    want->assign((size_t)tensor_offset(&m, TENSORS, 0), 0);
+// The flat buffer of weights that an engine has to hold after loading `list`.
+static Reals flat_weights(const Model &m, const Members &list) {
+    Reals flat((size_t)tensor_offset(&m, TENSORS, 0));
+    const Member *member = list.data();
     for (int tensor = 0; tensor < TENSORS; tensor++) {
-        for (int l = 0; l < tensor_copies(&m, tensor); l++) {
-            const Text name = names[tensor], dtype = dtypes[list.size() % dtypes.size()];
-            const bool swap = name.find(".c_") != Text::npos && name.find("weight") != Text::npos;
-            const int64_t rows = tensor_rows(&m, tensor), cols = tensor_cols(&m, tensor);
-            Member t = {prefix + (tensor_copies(&m, tensor) > 1 || tensor_table[tensor].per_layer
-                                      ? text("h.%d.", l) : "") + name,
-                        dtype, text("%d", (int)rows), "", ""};
-            if (tensor_is_matrix(tensor)) {
-                t.shape = text("%d,%d", (int)(swap ? cols : rows), (int)(swap ? rows : cols));
-            }
-            for (int64_t i = 0; i < rows * cols; i++) {
-                const int64_t r = swap ? i % rows : i / cols, c = swap ? i / rows : i % cols;
-                real *place = &(*want)[(size_t)(tensor_offset(&m, tensor, l) + r * cols + c)];
-                t.data += number_bytes(dtype, (uint64_t)(tensor * 100 + l), (uint64_t)i, place);
-            }
-            list.push_back(t);
+        for (int l = 0; l < tensor_copies(&m, tensor); l++, member++) {
+            std::copy(member->values.begin(), member->values.end(),
+                      flat.begin() + tensor_offset(&m, tensor, l));
         }
     }
-    return list;
-}
-
-// config.json as transformers writes it.
-static Text config_text(const Model &m) {
-    return text("{\n  \"activation_function\": \"gelu_new\",\n  \"architectures\": [\"GPT2LMHead"
-                "Model\"],\n  \"attn_pdrop\": 0.1,\n  \"initializer_range\": 0.02,\n  "
-                "\"layer_norm_epsilon\": 1e-05,\n  \"model_type\": \"gpt2\",\n  \"n_ctx\": 1024,\n "
-                " \"n_embd\": %d,\n  \"n_head\": %d,\n  \"n_inner\": null,\n  \"n_layer\": %d,\n  "
-                "\"n_positions\": %d,\n  \"scale_attn_weights\": true,\n  "
-                "\"task_specific_params\": {\"text-generation\": {\"do_sample\": true, "
-                "\"max_length\": 50}},\n  \"tie_word_embeddings\": true,\n  \"vocab_size\": %d\n}"
-                "\n", m.C, m.NH, m.L, m.maxT, m.V);
-}
-
-static void write_model(const Text &folder, const Text &bytes, const Text &config) {
-    mkdir(folder.c_str(), 0755);
-    write_file(folder + "/model.safetensors", bytes);
-    write_file(folder + "/config.json", config);
-}
-
-// Opens what -e names, with little more address space than there is now: no file's claim may cost
-// memory.
-static void open_model(const char *path) {
-#if !TEST_ASAN
-    const rlim_t space = (rlim_t)address_pages() * (rlim_t)sysconf(_SC_PAGESIZE) +
-                         ((rlim_t)24 << 20);
-    struct rlimit r = {space, space};
-    setrlimit(RLIMIT_AS, &r);
-#endif
-    ModelFile f;
-    model_file_open(&f, path);
-    model_file_close(&f);
+    return flat;
 }
 
 // Opens a model and loads it over weights of all sevens: `want` to the bit, padding and moments 0.
@@ -3550,7 +2017,7 @@ static void expect_loads_at(int line, const char *path, const Model &m, const Re
     ModelFile f;
     model_file_open(&f, path);
     if (memcmp(&f.model, &m, sizeof m) != 0) {
-        fail(line, who + ": another model");
+        fail(__FILE__, line, who + ": another model");
     } else {
         model_file_load(&n.e, &f, NULL);
         const Reals got = n.state(STATE_WEIGHTS), zeros(want.size(), 0);
@@ -3559,11 +2026,11 @@ static void expect_loads_at(int line, const char *path, const Model &m, const Re
             at++;
         }
         if (at < got.size()) {
-            fail(line, who + text(": element %zu is %.9g, not %.9g", at, (double)got[at],
-                                  (double)want[at]));
+            fail(__FILE__, line, who + text(": element %zu is %.9g, not %.9g", at,
+                                            (double)got[at], (double)want[at]));
         }
         if (!same_bits(n.state(STATE_M), zeros) || !same_bits(n.state(STATE_V), zeros)) {
-            fail(line, who + ": moments");
+            fail(__FILE__, line, who + ": moments");
         }
     }
     model_file_close(&f);
@@ -3579,8 +2046,8 @@ static void test_model_accepted() {
         for (int variant = 0; variant < 8; variant++, k++) {
             const Text prefix = variant & 1 ? "transformer." : "";
             const Model m = shape(k % 5 == 4 ? "l1h2c68t5" : "l2h2c20t7", k == 3 ? 4000 : 300);
-            Reals want;
-            Members list = hugging_face(m, types, prefix, &want);
+            Members list = hugging_face(m, types, prefix);
+            const Reals want = flat_weights(m, list);
             if (variant & 2) {
                 const char *mask[][2] = {{"F32", "1,1,7,7"}, {"BOOL", "1,1,3,3"},
                                          {"U8", "1,1,5,1"}};
@@ -3606,8 +2073,8 @@ static void test_model_accepted() {
         }
     }
     const Model m = shape("l1h1c8t2", 3);  // a head in another dtype, of equal numbers
-    Reals want;
-    Members list = hugging_face(m, {"BF16"}, "", &want);
+    Members list = hugging_face(m, {"BF16"}, "");
+    const Reals want = flat_weights(m, list);
     Text wide_bits;
     for (const char &c : list[0].data) {
         wide_bits += ((&c - list[0].data.data()) % 2 ? Text() : Text(2, 0)) + c;
@@ -3618,241 +2085,22 @@ static void test_model_accepted() {
     detail = text("%d files", k + 1);
 }
 
-// An llm.c file: each tensor with all its layers; rows V to Vp - 1 of wte hold what must not be
-// loaded.
-static Text llmc_bytes(const Model &m, int version, Reals *want) {
-    int32_t header[256] = {20240326, version, m.maxT, m.V, m.L, m.NH, m.C, m.Vp};
-    Text bytes((const char *)header, sizeof header);
-    want->assign((size_t)tensor_offset(&m, TENSORS, 0), 0);
-    for (int tensor = 0; tensor < TENSORS; tensor++) {
-        for (int l = 0; l < tensor_copies(&m, tensor); l++) {
-            for (int64_t i = 0; i < tensor_size(&m, tensor); i++) {
-                real value;
-                bytes += number_bytes(version == 3 ? "F32" : "BF16", (uint64_t)(tensor * 99 + l),
-                                      (uint64_t)i, &value);
-                if (tensor != WTE || i < (int64_t)m.V * m.C) {
-                    (*want)[(size_t)(tensor_offset(&m, tensor, l) + i)] = value;
-                }
-            }
-        }
-    }
-    return bytes;
-}
-
 static void test_llmc_model() {
     const Model m = shape("l2h2c20t7", 257);
     for (int version : {3, 5}) {
-        Reals want;
-        const Text good = llmc_bytes(m, version, &want);
-        write_file("good.bin", good);
-        // in a child, so that no threads stand beside the forks below
-        expect_success(outcome(spawn([&] { expect_loads("good.bin", m, want, "good.bin"); })),
-                       text("version %d", version));
-        const std::pair<Text, const char *> table[] = {
-            {with_int(good, 1, 4), "bad.bin: version 4"}, {with_int(good, 1, 1), "version 1"},
-            {good + "x", "bad.bin: "}, {good.substr(0, good.size() - 1), "its shape makes"},
-            {with_int(good, 7, 257), "with 257 padded rows"}, {with_int(good, 7, -1), "padded"},
-            {with_int(good, 1, 8 - version), "its shape makes"},
-            {with_int(good, 2, 0), "0 positions"},
-            {with_int(good, 3, 0), "0 tokens"}, {with_int(good, 3, 70000), "70000 tokens"},
-            {with_int(good, 3, INT32_MAX), "tokens"}, {with_int(good, 4, -2), "-2 layers"},
-            {with_int(good, 4, 400), "its shape makes"}, {with_int(good, 4, 401), "401 layers"},
-            {with_int(good, 5, 0), "0 heads"}, {with_int(good, 5, 3), "3 heads"},
-            {with_int(good, 6, 65536), "its shape makes"},
-            {with_int(good, 6, INT32_MIN), "channels"}};
-        for (auto &row : table) {
-            write_file("bad.bin", row.first);
-            expect_death(open_model("bad.bin"), row.second);
+        std::vector<std::vector<double>> values;
+        write_file("good.bin", llmc_bytes(m, version, &values));
+        Reals want((size_t)tensor_offset(&m, TENSORS, 0));
+        for (int tensor = 0; tensor < TENSORS; tensor++) {
+            const int64_t size = tensor_size(&m, tensor);  // but no row of wte beyond V is loaded
+            const int64_t loaded = tensor == WTE ? (int64_t)m.V * m.C : size;
+            for (int l = 0; l < tensor_copies(&m, tensor); l++) {
+                const double *from = &values[(size_t)tensor][(size_t)(l * size)];
+                std::copy(from, from + loaded, want.begin() + tensor_offset(&m, tensor, l));
+            }
         }
+        expect_loads("good.bin", m, want, text("version %d", version));
     }
-    Reals want;
-    const Text good = llmc_bytes(m, 3, &want);
-    for (size_t n = 0; n < 1024; n += n < 40 ? 1 : 41) {
-        write_file("cut.bin", good.substr(0, n));
-        expect_death(open_model("cut.bin"),
-                     n < 4 ? "cannot open config.json" : "cut.bin: not a model");
-    }
-}
-
-// One tensor of a good file changed: its name, the member, the new value, what is said of it.
-static const struct {
-    const char *name;
-    char field;  // n(ame), d(type), s(hape) or o(ffsets)
-    const char *value, *words;
-} changes[] = {
-    {"wpe.weight", 'd', "Q4", "wpe.weight: an unknown dtype"},
-    {"wpe.weight", 'd', "", "wpe.weight: an unknown dtype"},
-    {"wpe.weight", 'd', "F64", "wpe.weight: its data_offsets do not span"},
-    {"wpe.weight", 'd', "I32", "wpe.weight: weights are F32, BF16 or F16"},
-    {"wpe.weight", 's', "4,3", "wpe.weight: its shape is not (3, 4)"},
-    {"wpe.weight", 's', "12", "wpe.weight: its shape is not (3, 4)"},
-    {"wpe.weight", 's', "3,4,1", "wpe.weight: its shape is not (3, 4)"},
-    {"wpe.weight", 's', "3,5", "wpe.weight: its data_offsets do not span"},
-    {"wpe.weight", 's', "-3,-4", "wpe.weight: not a whole number"},
-    {"wpe.weight", 's', "0,4", "wpe.weight: its data_offsets do not span"},
-    {"wpe.weight", 's', "", "wpe.weight: its data_offsets do not span"},
-    {"wpe.weight", 's', "1099511627776,1099511627776",
-     "wpe.weight: a shape of more"},
-    {"wpe.weight", 's', "0,1099511627776,1099511627776", "wpe.weight: its data"},
-    {"wpe.weight", 's', "4294967299,4294967296", "wpe.weight: a shape of more"},
-    {"h.1.attn.c_attn.weight", 's', "12,4", "weight: its shape is not (4, 12)"},
-    {"h.1.mlp.c_proj.weight", 's', "4,16", "weight: its shape is not (16, 4)"},
-    {"ln_f.bias", 's', "4,1", "ln_f.bias: its shape is not"},
-    {"ln_f.bias", 's', "1,4", "ln_f.bias: its shape is not"},
-    {"wpe.weight", 'n', "wte.weight", "wte.weight: stands in the file twice"},
-    {"h.0.ln_1.bias", 'n', "h.2.ln_1.bias", "h.2.ln_1.bias: GPT-2 of this many"},
-    {"h.0.ln_1.bias", 'n', "h.99.ln_1.bias", "h.99.ln_1.bias: GPT-2 of this many"},
-    {"h.0.ln_1.bias", 'n', "h.01.ln_1.bias", "h.01.ln_1.bias: GPT-2 of this many"},
-    {"h.0.ln_1.bias", 'n', "h.-1.ln_1.bias", "h.-1.ln_1.bias: GPT-2 of this many"},
-    {"h.0.ln_1.bias", 'n', "h.4294967296.ln_1.bias", "none of this name"},
-    {"h.0.ln_1.bias", 'n', "h.18446744073709551616.ln_1.bias", "none of this name"},
-    {"h.0.ln_1.bias", 'n', "h.0.wte.weight", "none of this name"},
-    {"h.0.ln_1.bias", 'n', "h..ln_1.bias", "none of this name"},
-    {"h.0.ln_1.bias", 'n', "ln_1.bias", "none of this name"},
-    {"ln_f.bias", 'n', "h.0.ln_f.bias", "none of this name"},
-    {"ln_f.bias", 'n', "transformer.transformer.ln_f.bias", "none of this name"},
-    {"ln_f.bias", 'n', "", "tensor : GPT-2 of this many"},
-    {"ln_f.bias", 'n', "ln_f.bias\\n\\u001b[2J", "tensor ln_f.bias??[2J: "},
-    {"h.0.ln_1.weight", 'o', "160,176", "overlap"},
-    {"h.0.ln_1.weight", 'o', "132,148", "overlap"}};
-
-// Whole files and headers that no writer makes, each refused by its name and in little memory.
-static void test_model_refused() {
-    const Model m = shape("l2h2c4t3", 5);
-    Reals ignored;
-    const Members good = hugging_face(m, {"F32"}, "", &ignored);
-    const Text bytes = safetensors_bytes(good), config = config_text(m);
-    auto refuse = [&](const Text &file, const Text &words) {
-        write_model("model", file, config);
-        expect_death(open_model("model"), words.c_str());
-    };
-    auto header = [](uint64_t length) { return Text((const char *)&length, 8); };
-    static const char not_one[] = "model/model.safetensors: not a safetensors file";
-    static const char json[] = "model/model.safetensors: not JSON as it should be: ";
-    const Text wte = "model/model.safetensors: tensor wte.weight: ";
-    const uint64_t size = bytes.size();
-    const std::pair<Text, Text> files[] = {
-        {"", not_one}, {"{}", not_one}, {Text(7, 0), not_one}, {Text(8, 0), not_one},
-        {header(1) + "{}", not_one}, {header((uint64_t)1 << 63) + bytes.substr(8), not_one},
-        {header(~(uint64_t)0) + bytes.substr(8), not_one}, {header(~(uint64_t)6) + "{}", not_one},
-        {header((uint64_t)1 << 50) + bytes.substr(8), not_one},
-        {header(size - 7) + bytes.substr(8), not_one}, {header(100000001) + bytes, not_one},
-        {with_length("{}", ""), "wte.weight: is missing"}, {with_length("{}", "x"), "overlap"},
-        {with_length("[]", ""), json}, {with_length("{\"a", ""), json},
-        {with_length("{\"__metadata__\":" + Text(65, '[') + Text(65, ']') + "}", ""), "deeper"},
-        {with_length("{\"a\":" + Text(5 << 20, '['), ""), "an object should begin"},
-        {with_length("{\"__metadata__\":" + Text(5 << 20, '['), ""), "deeper than 64"},
-        {with_length("{\"wte.weight\":{\"shape\":" + Text(5 << 20, '['), ""), wte},
-        {safetensors_bytes(good, "\"__metadata__\":{},\"__metadata__\":{},"), "__metadata__ twice"},
-        {safetensors_bytes(good, "\"__metadata__\":{"), json}, {bytes + "x", "leave some of its"},
-        {bytes.substr(0, size - 1), "outside the file"}, {bytes.substr(0, 400), not_one},
-        {with_header(bytes, "\"dtype\":\"F32\",", ""), wte + "dtype, shape and data_offsets"},
-        {with_header(bytes, "\"F32\"", "\"F32\",\"dtype\":\"F32\""), wte + "a member twice"},
-        {with_header(bytes, "\"dtype\"", "\"Dtype\""), wte + "a member twice, or other"},
-        {with_header(bytes, "\"F32\"", "5"), wte}, {with_header(bytes, "F32", "F32\\u0000"), wte},
-        {with_header(bytes, "[5,4]", "5"), wte}, {with_header(bytes, "[5,4]", "[5,4"), wte},
-        {with_header(bytes, "[0,80]", "[0]"), wte},
-        {with_header(bytes, "[0,80]", "[0,80,80]"), wte},
-        {with_header(bytes, "[0,80]", "[-80,0]"), wte},
-        {with_header(bytes, "[0,80]", "[0,8e1]"), wte},
-        {with_header(bytes, "[0,80]", "[80,0]"), wte + "its data_offsets lie outside"},
-        {with_header(bytes, "[0,80]", "[0,18446744073709551615]"), wte},
-        {with_header(bytes, "[0,80]", "[9007199254740912,9007199254740992]"),
-         wte + "its data_offsets"},
-        {with_header(bytes, "{", "x"), json}, {with_header(bytes, "}", ""), wte}};
-    for (auto &row : files) {
-        const double began = now_ms();
-        refuse(row.first, row.second);
-        expect(now_ms() - began < 5000, "slow: %s", row.second.c_str());
-    }
-    for (auto &row : changes) {
-        Members list = good;
-        Member &m = named(&list, row.name);
-        (row.field == 'n'   ? m.name
-         : row.field == 'd' ? m.dtype
-         : row.field == 's' ? m.shape
-                            : m.offsets) = row.value;
-        refuse(safetensors_bytes(list), row.words);
-    }
-    for (const Member &t : good) {
-        Members list = good;
-        list.erase(list.begin() + (&t - &good[0]));
-        refuse(safetensors_bytes(list), "tensor " + t.name + ": is missing");
-        list.push_back(t);
-        list.push_back(t);
-        list.back().name = "transformer." + t.name;
-        refuse(safetensors_bytes(list), "transformer." + t.name + ": stands in the file twice");
-    }
-    Members list = good;
-    list.push_back(good[0]);
-    list.back().name = "lm_head.weight";
-    list.back().data[79] ^= 1;
-    refuse(safetensors_bytes(list), "lm_head.weight: differs from wte.weight");
-    list.back().dtype = "U32";
-    refuse(safetensors_bytes(list), "lm_head.weight: weights are F32");
-    list = good;
-    list[1].data += "gap!";
-    list[1].offsets = "80,128";
-    refuse(safetensors_bytes(list), "leave some of its");
-    detail = text("%zu files, %zu changes", sizeof files / sizeof *files,
-                  sizeof changes / sizeof *changes);
-}
-
-// config.json with one thing changed.
-static void test_config_refused() {
-    const Model m = shape("l2h2c4t3", 5);
-    Reals ignored;
-    const Text bytes = safetensors_bytes(hugging_face(m, {"F32"}, "", &ignored));
-    static const char *const table[][3] = {
-        {"\"n_layer\"", "\"layers\"", "n_layer is missing or 0"},
-        {"\"n_head\"", "\"heads\"", "n_head is missing or 0"},
-        {"\"n_embd\"", "\"embd\"", "n_embd is missing or 0"},
-        {"\"n_positions\"", "\"positions\"", "n_positions is missing or 0"},
-        {"\"vocab_size\"", "\"vocab\"", "vocab_size is missing or 0"},
-        {"\"n_layer\": 2", "\"n_layer\": 0", "n_layer is missing or 0"},
-        {"\"n_layer\": 2", "\"n_layer\": -2", "not a whole number"},
-        {"\"n_layer\": 2", "\"n_layer\": 2, \"n_layer\": 2", "twice"},
-        {"\"n_layer\": 2", "\"n_layer\": 401", "401 layers"},
-        {"\"n_layer\": 2", "\"n_layer\": 1048577", "n_layer is too large"},
-        {"\"n_layer\": 2", "\"n_layer\": 4294967298", "n_layer is too large"},
-        {"\"n_layer\": 2", "\"n_layer\": 99999999999999999999", "not a whole number"},
-        {"\"n_layer\": 2", "\"n_layer\": \"2\"", "config.json: "},
-        {"\"n_layer\": 2", "\"n_layer\": 1", "h.1.ln_1.weight: GPT-2 of this many layers"},
-        {"\"n_layer\": 2", "\"n_layer\": 3", "h.2.ln_1.weight: is missing"},
-        {"\"n_head\": 2", "\"n_head\": 3", "3 heads, 4 channels"},
-        {"\"n_embd\": 4", "\"n_embd\": 8", "wte.weight: its shape is not (5, 8)"},
-        {"\"n_embd\": 4", "\"n_embd\": 65538", "65538 channels"},
-        {"\"vocab_size\": 5", "\"vocab_size\": 70000", "70000 tokens"},
-        {"\"n_positions\": 3", "\"n_positions\": 4", "wpe.weight: its shape is not (4, 4)"},
-        {"gelu_new", "relu", "activation_function is 'relu'"},
-        {"gelu_new", "gelu_new|gelu_pytorch_tanh", "activation_function is"},
-        {"gelu_new", "", "activation_function is ''"},
-        {"\"gelu_new\"", "[\"gelu_new\"]", "config.json: "},
-        {"\"n_inner\": null", "\"n_inner\": 17", "n_inner is 17"},
-        {"\"n_inner\": null", "\"n_inner\": nil", "config.json: "},
-        {"embeddings\": true", "embeddings\": false", "tie_word_embeddings is 'false'"},
-        {"weights\": true", "weights\": false", "scale_attn_weights is 'false'"},
-        {"{\n", "{\"scale_attn_by_inverse_layer_idx\": true,", "inverse_layer_idx is 'true'"},
-        {"1e-05", "1e-06", "layer_norm_epsilon is '1e-06'"},
-        {"\"gpt2\"", "\"gpt_neo\"", "model_type is 'gpt_neo'"},
-        {"\n}\n", "\n}\n{", "more text after the end"},
-        {"\n}\n", "", "config.json: not JSON"},
-    };
-    for (auto &row : table) {
-        Text config = config_text(m);
-        expect(config.find(row[0]) != Text::npos, "no %s", row[0]);
-        config.replace(config.find(row[0]), strlen(row[0]), row[1]);
-        write_model("model", bytes, config);
-        expect_death(open_model("model"), row[2]);
-    }
-    write_model("model", bytes, "");
-    expect_death(open_model("model"), "model/config.json: not JSON");
-    unlink("model/config.json");
-    expect_death(open_model("model"), "cannot open model/config.json: No such file");
-    expect_death(open_model("model/none"), "cannot open model/none: No such file");
-    mkfifo("model/config.json", 0644);
-    expect_death(open_model("model"), "cannot open model/config.json: ");
-    detail = text("%zu changes", sizeof table / sizeof *table);
 }
 
 // Writes an engine's weights as a checkpoint's model into `folder`.
@@ -3865,8 +2113,8 @@ static void save_model(Net *n, int type, const char *folder) {
     writer_open(&config, folder, "config.json", checkpoint_remove);
     config_save(&n->s.model, &config);
     writer_close(&config);
-    const Text bytes = read_file(text("%s/model.safetensors", folder));
-    expect(sha256_of(bytes, 0) == model.hash && (int64_t)bytes.size() == model.bytes);
+    const Text path = Text(folder) + "/model.safetensors";
+    expect(sha256_of({path})[0] == model.hash && (int64_t)read_file(path).size() == model.bytes);
 }
 
 // What is saved is the file put together here, to the byte behind the header, and loads as what it
@@ -3880,8 +2128,9 @@ static void test_model_saved() {
         const Model m = shape(row.e, row.V);
         for (int type : {FILE_F32, FILE_BF16}) {
             const char *dtype = type == FILE_F32 ? "F32" : "BF16";
-            Reals want;
-            const Text made = safetensors_bytes(hugging_face(m, {dtype}, "transformer.", &want));
+            const Members list = hugging_face(m, {dtype}, "transformer.");
+            const Text made = safetensors_bytes(list);
+            const Reals want = flat_weights(m, list);
             Net n(m, 1, 1);
             n.e.write(&n.e, STATE_WEIGHTS, 0, want.data(), n.size());
             save_model(&n, type, "saved");
@@ -3910,35 +2159,12 @@ static void test_model_saved() {
     }
 }
 
-// Sizes and hashes of a checkpoint's files, as they are now.
-static void write_manifest(const Text &folder, const Text &more = "") {
-    Text all = "{\"format\": \"train_gpt2 checkpoint\", \"version\": 2, \"files\": {" + more;
-    for (int i = 0; i < FILE_MANIFEST; i++) {
-        const Text bytes = read_file(folder + "/" + checkpoint_files[i]);
-        all += text("%s\"%s\": {\"bytes\": %zu, \"sha256\": \"%s\"}", i ? ", " : "",
-                    checkpoint_files[i], bytes.size(), sha256_of(bytes, 0).c_str());
-    }
-    write_file(folder + "/manifest.json", all + "}}");
-}
-
-// Appends a tensor to a state file.
-static Text with_tensor(const Text &bytes, const char *name, const char *dtype, const Text &data,
-                        size_t elements) {
-    uint64_t length;
-    memcpy(&length, bytes.data(), 8);
-    const size_t end = bytes.rfind("}}", 8 + length) + 1, begin = bytes.size() - 8 - length;
-    const Text header = bytes.substr(8, end - 8) + text(",\"%s\":{\"dtype\":\"%s\",\"shape\":[%zu],"
-                        "\"data_offsets\":[%zu,%zu]}}", name, dtype, elements, begin,
-                        begin + data.size());
-    return with_length(header, bytes.substr(8 + length) + data);
-}
-
 // A checkpoint of bf16 weights and the low halves of their masters goes on as the fp32 one it was
-// made of; state files that a manifest vouches for are refused all the same.
+// made of.
 static void test_state_file() {
     write_corpus();
     const Text run = TINY "--quiet -x 4 -n 2 -y 1 -o out", at = "out/step-00000002";
-    expect_success(program(run), "first run");
+    expect_success(in_process(run), "first run");
     const Text end = tensors_of("out", 4),
                good = read_file(at + "/" + checkpoint_files[FILE_STATE]);
     // in a child: after threads of this process, those of its children would wait for ever
@@ -3960,147 +2186,12 @@ static void test_state_file() {
         checkpoint_remove("out/step-00000004");
         write_file(at + "/" + checkpoint_files[FILE_STATE], state);
         write_manifest(at);
-        return program(run);
+        return in_process(run);
     };
     expect_success(resume(with_tensor(good, "master", "U16", low, all)), "bf16, master");
     expect(tensors_of("out", 4) == end, "bf16 weights and master: another end");
     expect_success(resume(good), "bf16 weights alone");
     expect(tensors_of("out", 4) != end && !tensors_of("out", 4).empty(), "bf16 weights alone");
-    const std::pair<Text, const char *> table[] = {
-        {with_tensor(good, "master", "U16", low + "xx", all + 1), "tensor master: has not"},
-        {with_tensor(good, "master", "F16", low, all), "tensor master: has not"},
-        {with_tensor(good, "m", "BF16", low, all), "tensor m: stands in the file twice"},
-        {with_tensor(good, "other", "U16", low, all), "tensor other: is unknown"},
-        {with_header(good, "\"m\"", "\"master\""), "tensor master: has not"},
-        {with_header(good, "\"norms\"", "\"norm\""), "tensor norm: is unknown"},
-        {with_header(good, "\"updates\":\"2\"", "\"updates\":\"-2\""), "'updates' is '-2'"},
-        {with_header(good, "\"updates\":\"2\"", "\"updates\":\"\""), "'updates' is ''"},
-        {with_header(good, "\"updates\":\"2\"", "\"updates\":2"), "'updates' is ''"},
-        {with_header(good, "\"updates\"", "\"update\""), "'updates' is ''"},
-        {with_header(good, "\"step\":\"2\"", "\"step\":\"2x\""), "'step' is '2x'"},
-        {with_header(good, "\"position\":\"", "\"position\":\"9007199254740993"), "'position' is"},
-        {with_header(good, "\"__metadata__\":{\"format", "\"__metadata__\":{\"form"), ""},
-        {with_header(good, "\"run\":\"shape l2", "\"run\":\"\\u001b\\nl2"), "run: it has ??l2"},
-        {with_header(good, "\"run\"", "\"ran\""), "is of another run"}};
-    for (auto &row : table) {
-        if (row.second[0]) {
-            expect_refused(resume(row.first), row.second, row.second);
-        } else {
-            expect_success(resume(row.first), "a key that nobody asks for");
-        }
-    }
-    resume(good);
-    static const char *const doubles[] = {
-        "\"model.safetensors\": {\"bytes\": 1, \"sha256\": \"0\"}, ",
-                                          "\"../x\": {}, ", "\"a\": [}, "};
-    for (const char *more : doubles) {
-        write_manifest("out/step-00000004", more);
-        Outcome o = program(run);
-        expect(o.status == 0 && o.err.find("passed over out/step-00000004: manifest.json: it") !=
-                                    Text::npos, "%s: %s", more, o.err.c_str());
-    }
-}
-
-// What a checkpoint's folder names, trained on as a model of its own.
-static void test_model_option() {
-    write_corpus();
-    expect_success(program(TINY "--quiet -x 3 -o out"), "first run");
-    Outcome first = outcome(spawn([] {
-        Net n(shape("l2h2c16t16", 257), 2, 16);
-        ModelFile f;
-        Options o;
-        Dataset d;
-        Token inputs[32], targets[32];
-        model_file_open(&f, "out/step-00000003");
-        model_file_load(&n.e, &f, NULL);
-        options_default(&o);
-        dataset_open(&d, "train.bin", 16);
-        dataset_batch(&d, 0, 2, (int)o.shuffle, (uint64_t)o.seed, inputs, targets, 257);
-        n.e.micro_step(&n.e, inputs, targets, 0, 1);
-        printf("{\"step\":1,\"loss\":%.9g,", n.e.update(&n.e, &o, 0, HUGE_VAL, 0).loss);
-        dataset_close(&d);
-        model_file_close(&f);
-    }));
-    expect_success(first, "a step from these weights");
-    const Text want = first.out;
-    int k = 0;
-    for (const char *e : {"out/step-00000003", "out/step-00000003/",
-                         "out/step-00000003/model.safetensors"}) {
-        const Text folder = text("next%d", k++),
-                   run = Text("--quiet -x 2 -b 2 -i train.bin -y 1 -e ") + e;
-        expect_success(program(run + " -o " + folder), e);
-        const Text log = read_file(folder + "/log.jsonl"), end = tensors_of(folder.c_str(), 2);
-        expect(log.find(want) != Text::npos, "%s: no %s", e, want.c_str());
-        expect(tensors_of("next0", 2) == end && !end.empty(), "%s: another end", e);
-    }
-    write_file("gpt2.bin", shard_bytes(std::vector<uint16_t>(400, 7), TOKENIZER_GPT2));
-    mkdir("empty", 0755);
-    static const Refusal table[] = {
-        {"-i gpt2.bin -e out/step-00000003", "has a vocabulary of 257; the data, gpt2.bin, has"},
-        {"-i train.bin -e out/step-00000004", "'out/step-00000004' is neither a preset"},
-        {"-i train.bin -e empty", "cannot open empty/model.safetensors: No such file"},
-        {"-i train.bin -e train.bin", "cannot open config.json: No such file"},
-        {"-i train.bin -e out/step-00000003/config.json", "not a safetensors file"},
-        {"-i train.bin -t 17 -e out/step-00000003", "17 is more than the model's 16"},
-        {"-e out/step-00000003", "no data: 'make data'"},
-        {"-i train.bin -e /dev/null", "cannot open /dev/null: "}};
-    for (const Refusal &row : table) {
-        expect_refused(program(row.arguments), row.words, row.arguments);
-    }
-    Outcome plan = program("--plan --json -e out/step-00000003");
-    expect_success(plan, "--plan");
-    expect(json_valid(plan.out) && plan.out == program("--plan --json -e l2h2c16t16").out);
-}
-
-// A disk that fills up inside any file of a checkpoint, and what else is in the way, leave the one
-// before as it was; a folder in the first form, or one without a manifest, is passed over.
-static void test_checkpoint_writes() {
-    write_corpus();
-    expect_success(program(TINY "--quiet -x 2 -o out"), "first run");
-    const Text good = state_file("out", 2), run = TINY "--quiet -x 4 -y 1 -o out";
-    const size_t model = in_checkpoint("out", 2, FILE_MODEL).size(),
-                 state = in_checkpoint("out", 2, FILE_STATE).size();
-    auto is_whole = [](const char *folder) {
-        return outcome(spawn([&] {
-            char problem[PATH_BYTES];
-            exit(!checkpoint_is_whole(folder, problem));
-        })).status == 0;
-    };
-    auto expect_stands = [&](const char *who) {
-        expect(names_in("out", "step") == "step-00000002", "%s: %s", who,
-               names_in("out", "step").c_str());
-        expect(state_file("out", 2) == good && is_whole("out/step-00000002"), "%s", who);
-    };
-    for (size_t bytes : {model / 2, model - 1, model, model + 1,
-                         state / 2, state - 100, state - 1}) {
-        Outcome o = program(run, [bytes] {
-            struct rlimit r = {bytes, bytes};
-            signal(SIGXFSZ, SIG_IGN);
-            setrlimit(RLIMIT_FSIZE, &r);
-        });
-        const Text file = Text("cannot write out/step-00000004.tmp/") +
-                          checkpoint_files[bytes < model ? FILE_MODEL : FILE_STATE];
-        expect_refused(o, file.c_str(), text("%zu bytes", bytes));
-        expect_stands("full disk");
-    }
-    for (const char *file : checkpoint_files) {
-        const Text in_the_way = Text("out/step-00000004.tmp/") + file;
-        mkdir("out/step-00000004.tmp", 0755);
-        mkdir(in_the_way.c_str(), 0755);
-        expect_refused(program(run), ("cannot write " + in_the_way).c_str(), in_the_way);
-        expect(names_in("out/step-00000004.tmp", "") == file, "what is written beside %s", file);
-        nftw("out/step-00000004.tmp", remove_one, 16, FTW_DEPTH | FTW_PHYS);
-        expect_stands(file);
-    }
-    mkdir("out/step-00000003", 0755);
-    write_file("out/step-00000003/state.bin", good);
-    write_file("out/step-00000009", "no folder");
-    Outcome o = program(run);
-    expect(o.status == 0 &&
-               o.err.find("passed over out/step-00000003: manifest.json") != Text::npos &&
-               o.err.find("passed over out/step-00000009: manifest.json") != Text::npos,
-           "%s", o.err.c_str());
-    expect(is_whole("out/step-00000004"));
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -4161,27 +2252,40 @@ template <class T> struct Device {
     }
 };
 
-// Order 0 is the plain one; on a GPU the others only run again.
+// Order 0 is the one that EMU_SEED, EMU_LAZY and EMU_GUARD ask for, and every test but those of
+// kernels runs in it; the others go on from there. On a GPU the others only run again.
 enum { ORDERS = CUDA_CPU ? 6 : 2 };
 static void set_order(int order) {
 #if CUDA_CPU
-    emu::set.seed = order < 4 ? order : 0;
-    emu::set.lazy = order == 4;
-    emu::set.guard = order == 5;
+    static const emu::Settings asked = emu::set;
+    emu::set.seed = asked.seed + (order < 4 ? order : 0);
+    emu::set.lazy = asked.lazy || order == 4;
+    emu::set.guard = asked.guard || order == 5;
 #else
     (void)order;
 #endif
 }
 
+// The variables that make the present order a run's order 0.
+static Text order_switches() {
+#if CUDA_CPU
+    return text("EMU_SEED=%ld EMU_LAZY=%ld EMU_GUARD=%ld ", emu::set.seed, emu::set.lazy,
+                emu::set.guard);
+#else
+    return "";
+#endif
+}
+
 // The outputs of `run`, which must be the same to the bit in every order.
 template <class Run> static Outputs every_order(Run run, const Text &who) {
+    set_order(0);
     Outputs first = run();
     for (int order = 1; order < ORDERS; order++) {
         set_order(order);
         Outputs again = run();
         for (size_t i = 0; i < first.size(); i++) {
-            expect(same_bits(first[i], again[i]), "%s: output %zu, order %d", who.c_str(), i,
-                   order);
+            expect(same_bits(first[i], again[i]), "%s: output %zu differs with %s", who.c_str(), i,
+                   order_switches().c_str());
         }
     }
     set_order(0);
@@ -4972,209 +3076,10 @@ static void test_gpu_losses() {
                     n.s.dtype == TYPE_FP32 ? 1e-5 : 2 * bf16_unit, "losses, %s", options);
     }
 }
-
-// -------------------------------------------------------------------------------------------------
-// 13. The GPU program
-// train_gpt2cu_main() in children of the test, which never touches the device itself: what it
-// refuses, its commands, checkpoints that either program goes on from, and that it learns.
-
-// The whole GPU program in a child of this process.
-static Outcome gpu_program(const Text &arguments, const std::function<void()> &before = nullptr) {
-    return outcome(spawn([&] {
-        Words words = split(arguments.c_str());
-        std::vector<char *> argv = arguments_of(&words);
-        if (before) {
-            before();
-        }
-        exit(train_gpt2cu_main((int)argv.size(), argv.data()));
-    }));
-}
-
-// One line, exit status 1, no checkpoint; what is at fault is named.
-static void test_gpu_bad_input() {
-    static const Refusal table[] = {
-        {"--dtype fp16", "--dtype fp16 and --offload can be planned"},
-        {"--offload moments,master", "--dtype fp16 and --offload can be planned"},
-        {"--dtype bf16 -w 0 --offload master", "--offload master: there is no master copy"},
-        {"--dtype fp32 --moments bf16", "--moments bf16 needs --dtype bf16"},
-        {"--dtype fp32 --grad-dtype bf16", "--grad-dtype bf16 needs --dtype bf16"},
-        {"--dtype fp64", "--dtype: 'fp64'"},
-        {"-r block:3", "K from 0 to 2"},
-    };
-    static const Refusal shapes[] = {
-        {"l2h2c20t16", "20 channels in 2 heads: a GPU takes channels that are a multiple of 8"},
-        {"l2h4c16t16", "16 channels in 4 heads"},
-        {"l1h1c136t16", "136 channels in 1 heads"},
-        {"l1h64c8192t4", "at most 4096"},
-        {"l2h3c16t16", "allowed are"},
-    };
-    auto large_gpu = [] {
-#if CUDA_CPU
-        emu::set.gpu_mem = 1L << 40;
-#endif
-    };
-    write_corpus();
-    const Text run = "-i train.bin -b 2 -x 2 -o out -e ";
-    for (const Refusal &row : table) {
-        expect_refused(gpu_program(run + "l2h2c16t16 " + row.arguments), row.words, row.arguments);
-    }
-    for (const Refusal &row : shapes) {
-        expect_refused(gpu_program(run + row.arguments, large_gpu), row.words, row.arguments);
-    }
-#if CUDA_CPU
-    Outcome none = gpu_program(run + "l2h2c16t16", [] { emu::set.gpus = 0; });
-    expect_refused(none, "no NVIDIA GPU is visible", "no GPU");
-    Outcome old = gpu_program(run + "l2h2c16t16", [] { emu::set.cc = 75; });
-    expect_refused(old, "has no bf16; use --dtype fp32", "a GPU without bf16");
-    expect_success(gpu_program(run + "l2h2c16t16 --quiet --dtype fp32", [] { emu::set.cc = 75; }),
-                   "fp32 where there is no bf16");
-    Outcome small = gpu_program("-i train.bin -b 64 -x 2 -e l4h2c64t16 -o small",
-                                [] { emu::set.gpu_mem = 42000000; });
-    expect_refused(small, ": short ", "too little memory");
-    expect(small.err.find("-r ") != Text::npos && small.err.find(" frees ") != Text::npos,
-           "remedies: %s", small.err.c_str());
-#endif
-    expect(names_in("small", "step").empty() && !exists("small/log.jsonl"), "nothing was begun");
-    expect_success(gpu_program("-i train.bin -e l2h2c16t16 -b 2 -x 2 -o other --quiet"), "a run");
-    Text kept = state_file("other", 2);
-    expect_refused(gpu_program("-i train.bin -e l2h2c32t16 -b 2 -x 4 -o other -y 1 --quiet"),
-                   "is of another run", "a checkpoint of another shape");
-    expect(state_file("other", 2) == kept, "it stays as it was");
-}
-
-// --check agrees in all 17 numbers, --compare names two levels; --plan needs no GPU.
-static void test_gpu_commands() {
-    write_corpus();
-    for (const char *arguments : {"--dtype fp32 -r norm", "--dtype bf16 -r block", "-w none"}) {
-        Outcome o = gpu_program(Text("-i train.bin -e l2h2c32t16 -b 2 --check ") + arguments);
-        expect_success(o, arguments);
-        int ok = 0;
-        for (size_t at = 0; (at = o.out.find("  ok\n", at)) != Text::npos; at++) {
-            ok++;
-        }
-        expect(ok == TENSORS + 1, "%s: %d of 17 numbers agree", arguments, ok);
-    }
-    Outcome o = gpu_program("-i train.bin -e l2h2c16t16 -b 2 --compare");
-    expect_success(o, "--compare");
-    expect(o.out.find("\n-r none ") != Text::npos && o.out.find("\n-r block ") != Text::npos &&
-           o.out.find("median of 9 steps") != Text::npos);
-#if CUDA_CPU
-    o = gpu_program("--plan -e d12", [] { emu::set.gpus = 0; });
-    expect_success(o, "--plan");
-    expect(o.out.find("memory plan of the GPU run") == 0, "%s", o.out.substr(0, 60).c_str());
-#endif
-}
-
-// --eval in both programs: to the byte the same scores.
-static void test_gpu_eval() {
-    write_file("e.bin", eval_bytes(random_questions(3, 50257, 2)));
-    const Text run = "-e l1h1c16t16 --eval e.bin --json -b 3 ";
-    Outcome cpu = program(run), gpu = gpu_program(run + "--dtype fp32"), half = gpu_program(run);
-    expect_success(cpu, "CPU");
-    expect_success(gpu, "GPU, fp32");
-    expect_success(half, "GPU, bf16");
-    expect(gpu.out == cpu.out, "%s", gpu.out.c_str());
-    expect(json_valid(half.out) && half.out.find("\"examples\":3,\"of\":3") != Text::npos);
-}
-
-// Weights of a checkpoint as numbers, without the low halves of their masters.
-static Reals weights_of(const char *folder, int step) {
-    ModelFile f;
-    Reals all;
-    model_file_open(&f, text("%s/step-%08d", folder, step).c_str());
-    for (int tensor = 0; tensor < TENSORS; tensor++) {
-        for (int l = 0; l < tensor_copies(&f.model, tensor); l++) {
-            int64_t rows = tensor_rows(&f.model, tensor), cols = tensor_cols(&f.model, tensor);
-            Reals part((size_t)(rows * cols));
-            span_values(part.data(), file_span(f.spans, tensor, l), 0, rows * cols);
-            all.insert(all.end(), part.begin(), part.end());
-        }
-    }
-    model_file_close(&f);
-    return all;
-}
-
-// Norm of the difference of two checkpoints' weights over the norm of the second.
-static double weights_apart(const Reals &a, const Reals &b) {
-    return a.size() == b.size() ? relative_error(a.data(), b.data(), (int64_t)a.size()) : NAN;
-}
-
-// A resumed run ends in the bytes of the uninterrupted one, whatever is recomputed meanwhile. What
-// one program saved the other goes on from: the CPU's after the GPU's ends where the GPU's own
-// does, to fp32's rounding.
-static void test_gpu_checkpoints() {
-    write_corpus();
-    const Text run = "-i train.bin -j val.bin -v 3 -e l2h2c16t16 -b 2 -d 64 -x 6 -n 3 -y 1 -s 6 "
-                     "-g 4 --quiet -o ";
-    auto resume = [&](const char *folder, const Text &more, bool gpu) {
-        checkpoint_remove(text("%s/step-00000006", folder).c_str());
-        expect(names_in(folder, "step") == "step-00000003", "%s", folder);
-        expect_success(gpu ? gpu_program(run + folder + more) : program(run + folder + more),
-                       folder);
-        expect(log_steps(Text(folder) + "/log.jsonl") == one_to(6), "log of %s", folder);
-        return tensors_of(folder, 6);
-    };
-    for (const char *types : {" --dtype bf16", " --dtype fp32", " --moments bf16 -w none"}) {
-        const char *folder = types[9] == 'b' ? "bf16" : types[9] == 'f' ? "fp32" : "none";
-        expect_success(gpu_program(run + folder + types), folder);
-        Text whole = tensors_of(folder, 6);
-        expect(!whole.empty() && resume(folder, Text(types) + " -r block", true) == whole,
-               "%s: resumed", folder);
-    }
-    Reals gpu = weights_of("fp32", 6);
-    resume("fp32", "", false);
-    expect_near((wide)weights_apart(weights_of("fp32", 6), gpu), 0, 1e-5,
-                "the GPU's, resumed on the CPU");
-    expect_success(program(run + "cpu"), "the CPU's");
-    const Reals cpu = weights_of("cpu", 6);
-    resume("cpu", " --dtype fp32 -r norm", true);
-    expect_near((wide)weights_apart(weights_of("cpu", 6), cpu), 0, 1e-5,
-                "the CPU's, resumed on the GPU");
-    resume("cpu", " --dtype bf16", true);
-    expect_near((wide)weights_apart(weights_of("cpu", 6), cpu), 0, 1e-2,
-                "the CPU's, resumed in bf16");
-    checkpoint_remove("cpu/step-00000006");
-    const Outcome o = gpu_program("-i train.bin -e l2h2c16t16 -b 2 -d 64 -x 6 -y 1 -o cpu "
-                                  "--dtype bf16 -w none --moments bf16");
-    expect_success(o, "narrower types");
-    for (const char *what : {"weights", "moments"}) {
-        const Text said = Text(what) + " were fp32 in cpu/step-00000003 and are bf16 from here on";
-        expect(o.out.find(said) != Text::npos, "no '%s'", said.c_str());
-    }
-}
-
-// The losses of a log's steps.
-static std::vector<double> losses_in(const Text &path) {
-    std::vector<double> losses;
-    const Text all = read_file(path);
-    for (size_t at = 0; (at = all.find("\"loss\":", at)) != Text::npos; at += 7) {
-        losses.push_back(strtod(&all[at + 7], NULL));
-    }
-    return losses;
-}
-
-// 200 steps in bf16 on real text stay within 1 % of the oracle's loss, each and every one.
-static void test_gpu_learns() {
-    const Text run = training_files(nullptr) + " -e l2h2c64t64 -b 2 -x 200 -l 1e-3 -u 20 -v 0 -r 1 "
-                                               "--quiet -o ";
-    Outcome oracle = program(run + "cpu"), gpu = gpu_program(run + "gpu");
-    expect_success(oracle, "oracle");
-    expect_success(gpu, "bf16");
-    std::vector<double> want = losses_in("cpu/log.jsonl"), got = losses_in("gpu/log.jsonl");
-    expect(want.size() == 200 && got.size() == 200, "%zu and %zu steps", want.size(), got.size());
-    for (size_t i = 0; i < want.size() && i < got.size(); i++) {
-        expect_near((wide)got[i], (wide)want[i], 0.01 * want[i], "loss of step %zu", i + 1);
-    }
-    double last = 0;
-    for (size_t i = 180; i < 200 && i < got.size(); i++) {
-        last += got[i] / 20;
-    }
-    expect(last < 3.5, "the last 20 losses are %.3f on average; a uniform guess has 5.55", last);
-}
 #endif
 
 // -------------------------------------------------------------------------------------------------
-// 14. The table
+// 13. The table
 // One row a test, in the order of the volumes; BUILDS says which of the builds run it. What a build
 // leaves out runs in another one with the same input.
 
@@ -5192,14 +3097,8 @@ enum {
                  : TEST_ASAN   ? ASAN
                                : FLOAT
 };
-typedef struct {
-    const char *name;
-    void (*function)(void);
-    int builds;
-} Test;
-
 #define T(name, builds)                                                                            \
-    { #name, test_##name, builds }
+    { #name, test_##name, (builds) & THIS_BUILD }
 static const Test tests[] = {
     T(philox, ALL),
     T(rng_normal, ALL),
@@ -5217,12 +3116,7 @@ static const Test tests[] = {
     T(loader_coverage, HOST),
     T(loader_large, FLOAT),
     T(tokenizer, HOST),
-    T(bpe_known, HOST),
-    T(bpe_rules, HOST),
-    T(bpe_files, HOST),
-    T(bpe_samples, HOST),
-
-    T(fuzz_findings, HOST),
+    T(prompts, HOST),
     T(fast_maths, ALL),
     T(matmul_forward, ALL),
     T(matmul_backward, ALL),
@@ -5251,30 +3145,11 @@ static const Test tests[] = {
     T(log, HOST),
     T(eval_scores, ALL),
     T(eval_network, ALL),
-    T(eval_hostile, HOST),
-    T(bad_options, HOST),
-    T(bad_data, HOST),
-    T(bad_output, HOST),
-    T(checkpoint_folder, HOST),
-    T(kill, HOST),
-    T(signals, HOST),
     T(skipped_step, HOST),
-    T(resident_memory, FLOAT),
-    T(plan_command, HOST),
-    T(eval_command, HOST),
-    T(eval_checkpoint, HOST),
-    T(overfit, ALL),
-    T(training, FLOAT),
-    T(sha256, HOST),
-    T(json, HOST),
     T(model_accepted, HOST),
     T(llmc_model, HOST),
-    T(model_refused, HOST),
-    T(config_refused, HOST),
     T(model_saved, HOST),
     T(state_file, HOST),
-    T(model_option, HOST),
-    T(checkpoint_writes, HOST),
 #if TEST_CUDA
     T(gpu_encoder, CUDA_ALL),
     T(gpu_layernorm, CUDA_ALL),
@@ -5294,97 +3169,16 @@ static const Test tests[] = {
     T(gpu_allocation, CUDA_ALL),
     T(gpu_lifetimes, CUDA_ALL),
 #endif
-    T(gpu_bad_input, CUDA_ALL),
-    T(gpu_commands, CUDA_ALL),
-    T(gpu_eval, CUDA_ALL),
-    T(gpu_checkpoints, CUDA_ALL),
-    T(gpu_learns, CUDA),
 #endif
 };
 #undef T
 
-// One test in a process and a folder of its own; its exit status: 0, FAILED or SKIPPED
-// from a test that came to its end, anything else is a failure too.
-static int run_test(const Test *t) {
-    double began = now_ms();
-    fflush(NULL);
-    pid_t pid = fork();
-    if (pid == 0) {
-        alarm(LIMIT_S);
-        if (chdir(scratch.c_str()) != 0) {
-            _exit(1);
-        }
-        enter(t->name);
-        t->function();
-        if (worst.share >= 0) {
-            detail = worst.where + text("  max err %.1e  tol %.1e  %3.0f %%", worst.err, worst.tol,
-                                        100 * worst.share);
-        }
-        printf("%-22s %s  %s", t->name, detail.c_str(), failures ? "FAILED" : "ok");
-        exit(failures ? FAILED : 0);
-    }
-    int status = 0;
-    waitpid(pid, &status, 0);
-    if (WIFSIGNALED(status)) {
-        printf("%-22s ended by signal %d  FAILED", t->name, WTERMSIG(status));
-    } else if (WEXITSTATUS(status) == SKIPPED) {
-        printf("%-22s skipped", t->name);
-    } else if (WEXITSTATUS(status) != 0 && WEXITSTATUS(status) != FAILED) {
-        printf("%-22s exit status %d  FAILED", t->name, WEXITSTATUS(status));
-    }
-    double seconds = (now_ms() - began) * 1e-3;
-    printf("%s\n", seconds >= 1 ? text("  (%.1f s)", seconds).c_str() : "");
-    return WIFSIGNALED(status) ? 1 : WEXITSTATUS(status);
-}
-
-// No argument asks for everything that this build runs.
-static int is_asked_for(const Test *t, int argc, char **argv) {
-    int asked = argc == 1;
-    for (int a = 1; a < argc; a++) {
-        asked |= strncmp(t->name, argv[a], strlen(argv[a])) == 0;
-    }
-    return asked && (t->builds & THIS_BUILD);
-}
-
 int main(int argc, char **argv) {
-    // Where other work goes on, threads that spin at a barrier stand in their own way.
-    if (!getenv("OMP_WAIT_POLICY")) {
-        setenv("OMP_WAIT_POLICY", "passive", 1);
-        execv("/proc/self/exe", argv);
-    }
 #if TEST_ASAN
     plan_mark = mark_for_asan;
 #endif
-    int passed = 0, failed = 0, skipped = 0, list = argc == 2 && strcmp(argv[1], "--list") == 0;
-    char here[PATH_BYTES], folder[PATH_BYTES];
-    check(getcwd(here, sizeof here), "no current folder");
-    root = here;
-    const char *base = getenv("TMPDIR");
-    path_print(folder, "%s/test_gpt2.XXXXXX",
-               base              ? base
-               : exists("build") ? (root + "/build").c_str()
-                                 : "/tmp");
-    if (!list && !mkdtemp(folder)) {
-        die("cannot make a folder for the tests, %s: %s", folder, strerror(errno));
-    }
-    scratch = folder;
-    for (const Test &t : tests) {
-        if (list && (t.builds & THIS_BUILD)) {
-            puts(t.name);
-        } else if (!list && is_asked_for(&t, argc, argv)) {
-            int status = run_test(&t);
-            passed += status == 0;
-            skipped += status == SKIPPED;
-            failed += status != 0 && status != SKIPPED;
-        }
-    }
-    if (list) {
-        return 0;
-    }
-    nftw(folder, remove_one, 16, FTW_DEPTH | FTW_PHYS);
-    if (passed + failed + skipped == 0) {
-        die("no test is named so; --list names them");
-    }
-    printf("%d passed, %d failed, %d skipped\n", passed, failed, skipped);
-    return failed != 0;
+#if TEST_CUDA
+    switches = order_switches;
+#endif
+    return harness_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
 }

@@ -400,7 +400,7 @@ static const OptionRow option_rows[] = {
     {"eval", 0, OPT_TEXT, FIELD(eval), NULL, 0, 0, NULL, ANY, "Plan and checks",
      "score the model on a multiple-choice file of llm.c's (HellaSwag, MMLU), and stop"},
     {"json", 0, OPT_FLAG, FIELD(json), "0", 0, 1, NULL, ANY, "Plan and checks",
-     "with --plan or --eval: as JSON; dev/plot.py draws plans"},
+     "with --plan or --eval: as JSON; dev/report.py draws plans"},
     {"gpu", 0, OPT_TEXT, FIELD(gpu), "", 0, 0, NULL, ANY, "Plan and checks",
      "with --plan: plan the GPU run, for this card (t4 4060ti 4090 a100 h100 h200 ...)"},
     {"gpu-mem", 0, OPT_BYTES, FIELD(gpu_mem), "0", 0, 9e15, NULL, ANY, "Plan and checks",
@@ -1608,7 +1608,7 @@ static void plan_refuse(const Plan *p, size_t need, size_t available) {
         bytes_text((double)available).s, bytes_text((double)(need - available)).s, line);
 }
 
-// JSON of the plan for dev/plot.py: ticks by name and every row with its place in time and memory.
+// JSON of the plan for dev/report.py: ticks by name, every row with its place in time and memory.
 static void plan_print_json(const Plan *p) {
     printf("{\"target\":\"%s\",\"total_bytes\":%zu,\"host_bytes\":%zu,\"ticks\":[",
            p->settings.gpu ? "gpu" : "cpu", p->device_bytes, p->host_bytes);

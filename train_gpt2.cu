@@ -527,6 +527,7 @@ __global__ void encoder_forward_kernel(E *out, const int *tokens, const E *wte, 
     }
 }
 
+// Blocks of ENCODER_ROWS positions. Rows of C elements are whole packs.
 template <class E>
 static void gpu_encoder_forward(E *out, const int *tokens, const E *wte, const E *wpe, int B, int T,
                                 int C, cudaStream_t stream) {
@@ -690,6 +691,7 @@ __global__ void __launch_bounds__(BLOCK_MAX)
     }
 }
 
+// A row has the warps that LAYERNORM_PACKS packs a thread need; rows of one warp share a block.
 template <class E>
 static void gpu_layernorm_forward(E *out, float *mean, float *rstd, const E *inp, const E *weight,
                                   const E *bias, int N, int C, cudaStream_t stream) {
@@ -832,6 +834,7 @@ template <class E> __global__ void gelu_forward_kernel(E *out, const E *inp, siz
     }
 }
 
+// A tensor of n elements of any shape: whole packs, blocks of up to 256 threads.
 template <class E>
 static void gpu_gelu_forward(E *out, const E *inp, size_t n, cudaStream_t stream) {
     check(n % Pack<E>::size == 0 && is_aligned_16(out) && is_aligned_16(inp),

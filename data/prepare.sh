@@ -11,7 +11,7 @@
 # stands beside its final name (.part) until it is complete and checked: by SHA-256 where it is
 # known, always by the length that the server announced, shards by their header. An interrupted
 # download goes on where it stopped. DATA_URL=http://localhost:8000 stands in for https://HOST of
-# every address: dev/test_tools.sh runs all this against a server of its own. tinystories and
+# every address: dev/test/tools.sh runs all this against a server of its own. tinystories and
 # fineweb-edu were never run against the real servers.
 set -u
 cd "$(dirname "$0")/.." || exit 1

@@ -153,7 +153,8 @@ static Arguments parse_arguments(int argc, char **argv) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Input. Files one after the other are one text; places in it are counted in bytes from its start.
+// Input
+// Files one after the other are one text; places in it are counted in bytes from its start.
 
 typedef struct {
     const char *name;
@@ -285,7 +286,8 @@ static size_t input_fill(Input *in, size_t n) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Blocks. Where the text is cut, and what a block's tokens are.
+// Blocks
+// Where the text is cut, and what a block's tokens are.
 
 typedef struct {
     int64_t position;      // of its first byte
@@ -395,7 +397,8 @@ static void block_encode(const Coder *coder, BpeEncoder *encoder, Block *b) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Shards. One sink a half of the split: the shard that is open, and what was written before it.
+// Shards
+// One sink a half of the split: the shard that is open, and what was written before it.
 
 // A place in the tokens of the whole text: `skip` tokens into those of the block at `position`.
 typedef struct {
@@ -556,7 +559,8 @@ static void sink_report(const Sink *s) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// State of an interrupted run: one small text file, of fixed lines.
+// State of an interrupted run
+// One small text file, of fixed lines.
 
 typedef struct {
     uint64_t arguments, input;   // what must be the same to go on
@@ -668,8 +672,9 @@ static int state_read(State *state, const Input *in, const char *path) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// The run. Block i lives in slot i % slots of the ring: read, then taken by a thread that encodes
-// it, then written, each in order. The thread of main reads and writes.
+// The run
+// Block i lives in slot i % slots of the ring: read, then taken by a thread that encodes it, then
+// written, each in order. The thread of main reads and writes.
 
 typedef struct {
     Arguments a;
@@ -895,7 +900,8 @@ static void encode_all(Job *job) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Where the text is split, and main
+// Main
+// Where the text is split; how a run opens, stops and ends.
 
 // Up to n bytes at `offset` of a text in files, of one file at most.
 static size_t input_peek(Input *in, char *out, size_t n, int64_t offset) {

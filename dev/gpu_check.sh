@@ -134,7 +134,7 @@ stage_machine() {
 stage_build() {
     local targets=() status seconds=150
     [ -n "$given_program" ] || targets+=(train_gpt2cu)
-    [ -n "$given_test" ] || targets+=(build/test_gpt2cu)
+    [ -n "$given_test" ] || targets+=(build/test_gpt2cu build/test/gpu_program train_gpt2)
     if ! compgen -G 'data/*.bin' > /dev/null; then
         logged 1-build.log 90 make data || report build data FAILED "$(why $? 90)"
     fi
@@ -156,21 +156,27 @@ stage_build() {
     done
 }
 
-stage_test() {
+# one_test PROGRAM [ARGUMENT...]
+one_test() {
     local status counts
-    if [ ! -x "$TEST" ] && ! command -v "$TEST" > /dev/null; then
-        report test "$TEST" skipped "not there"
+    if [ ! -x "$1" ] && ! command -v "$1" > /dev/null; then
+        report test "$1" skipped "not there"
         return
     fi
-    logged 2-test.log 120 "$TEST"
+    logged 2-test.log 120 "$@"
     status=$?
     counts=$(tail -n 1 "$work/last")
     if [ $status -eq 0 ]; then
-        report test "$TEST" ok "${counts:-no output}"
+        report test "$1" ok "${counts:-no output}"
     else
-        report test "$TEST" FAILED \
+        report test "$1" FAILED \
             "$(why $status 120); FAILED stands in $(grep -c FAILED "$work/last") lines"
     fi
+}
+
+stage_test() {
+    one_test "$TEST"
+    [ -n "$given_test" ] || one_test build/test/gpu_program --program "$GPT2CU"
 }
 
 # --- 3. compute-sanitizer -------------------------------------------------------------------------

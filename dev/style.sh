@@ -1,19 +1,9 @@
 #!/usr/bin/env bash
 # Checks the layout and the hygiene of the sources: `make style`, which `make test` runs first.
+# Layout and proportions are the business of dev/test/style.cpp; compilers and lint are asked here.
 # One line a check, `style  NAME  ok|FAILED|skipped (why)`, what was wrong below it, and last the
 # line `N passed, N failed, N skipped`. Exit status 1 on any failure. CC, CXX, MARCH, OMP, MAKE,
 # CUDA_INCLUDE and CUDA_HEADERS (empty: not there) come from make.
-#
-# The layout it expects of a volume (train_gpt2.c, train_gpt2.cu, test_gpt2.cu) and of
-# the appendix, data/formats.c:
-#   - the file opens with a // comment that holds the contents, a chapter a line: `//   1  Prelude`
-#     (number, two or more spaces, title; two or more spaces and a remark may follow);
-#   - every chapter opens with a banner: a line `// ---...` of at least 60 dashes, then
-#     `// 1. Prelude`, then one line of prose or more;
-#   - numbers go up, titles are those of the contents;
-#   - parts, where there are any, are a line `// Part A. Ground` in the contents and the same line
-#     under a line `// ===...` before the part's first chapter.
-# Comments cite a chapter by its title, as in `chapter Memory plan`: numbers change.
 # shellcheck disable=SC2086  # flags are lists of words
 set -u
 shopt -s lastpipe    # so that `verdict` at the end of a pipe counts in this shell
@@ -54,232 +44,27 @@ builds() {
 
 # --- Layout ---------------------------------------------------------------------------------------
 
-# Contents list against banners.
-contents() {
-    awk '
-        function complain(text) { print FILENAME ":" FNR ": " text }
-        FNR == 1 { header = 1 }
-        header && !/^\/\// { header = 0 }
-        header && /^\/\/ +[0-9]+  +[^ ]/ {
-            line = $0
-            sub(/^\/\/ +/, "", line)
-            number = line + 0
-            sub(/^[0-9]+ +/, "", line)
-            sub(/   *.*$/, "", line)
-            title[++listed] = line
-            chapter[listed] = number
-            if (listed > 1 && number <= chapter[listed - 1]) {
-                complain("contents: " number " after " chapter[listed - 1])
-            }
-        }
-        /^\/\/ Part [A-Z]\. / {
-            if (header) { part[++parts_listed] = $0 }
-            else if ($0 != part[++parts]) { complain("not the next part of the contents: " $0) }
-        }
-        prose_due {
-            if (!/^\/\/ *[^ ]/) { complain("no prose under the banner of chapter " prose_due) }
-            prose_due = 0
-        }
-        dashed {
-            dashed = 0
-            if (match($0, /^\/\/ [0-9]+\. /)) {
-                number = substr($0, 4) + 0
-                name = substr($0, RLENGTH + 1)
-                banners++
-                if (number != chapter[banners]) {
-                    complain("banner " number " where the contents have " chapter[banners] + 0)
-                } else if (name != title[banners]) {
-                    complain("banner \"" name "\" where the contents say \"" title[banners] "\"")
-                }
-                prose_due = number
-            } else {
-                complain("a dashed line without `// N. Title` under it")
-            }
-        }
-        !header && /^\/\/ ------------------------------------------------------------*$/ {
-            dashed = 1
-        }
-        END {
-            if (!listed) { complain("no contents in the opening comment") }
-            if (parts < parts_listed) {
-                complain(parts_listed " parts listed, " parts + 0 " found")
-            }
-            if (banners < listed) { complain(listed " chapters listed, " banners + 0 " banners") }
-        }' "$1"
-}
-
-# Braces always: after if, for, while, do and else stands `{` (or `else if`). Comments, strings and
-# preprocessor lines are blanked first, so what is left is scanned as one text.
-braces() {
-    awk '
-        function blank_code(line,    out, i, c, two) {
-            out = ""
-            for (i = 1; i <= length(line); i++) {
-                c = substr(line, i, 1)
-                two = substr(line, i, 2)
-                if (in_comment) { if (two == "*/") { in_comment = 0; i++ } continue }
-                if (quote != "") {
-                    if (c == "\\") { i++ } else if (c == quote) { quote = "" }
-                    continue
-                }
-                if (two == "//") { break }
-                if (two == "/*") { in_comment = 1; i++; continue }
-                if (c == "\"" || (c == "\047" && out !~ /[0-9]$/)) {
-                    quote = c
-                    out = out "0"
-                    continue
-                }
-                out = out c
-            }
-            quote = ""
-            return out
-        }
-        function want_brace(word) {
-            if (expect != "") { print FILENAME ":" expect_line ": no brace after " expect }
-            expect = word
-            expect_line = FNR
-        }
-        {
-            directive = continued || /^[ \t]*#/
-            continued = directive && /\\$/
-            code = blank_code($0)
-            if (directive) { next }
-            gsub(/[A-Za-z_0-9]+/, " & ", code)
-            gsub(/[(){};]/, " & ", code)
-            n = split(code, token, " ")
-            for (k = 1; k <= n; k++) {
-                t = token[k]
-                if (expect != "") {
-                    if (t == "{" || (expect == "else" && t == "if")) { expect = "" }
-                    else if (t == ";" && expect == "while" && after_do) { expect = "" }
-                    else { print FILENAME ":" expect_line ": no brace after " expect; expect = "" }
-                }
-                if (head != "") {                       # inside the parentheses of if, for, while
-                    if (t == "(") { depth++ }
-                    if (t == ")" && --depth == 0) { want_brace(head); head = "" }
-                } else if (t == "if" || t == "for" || t == "while") {
-                    head = t
-                    depth = 0
-                    after_do = (t == "while" && last == "}" && do_at[level + 1])
-                } else if (t == "else" || t == "do") {
-                    want_brace(t)
-                }
-                if (t == "{") { level++; do_at[level] = (last == "do") }
-                if (t == "}") { level-- }
-                last = t
-            }
-        }' "$1"
-}
-
-# A function of more than 100 lines, attention and matmul excepted; main within 60. Top-level
-# functions open with a line that starts in column 1 and ends in `{`, and close with `}` in column
-# 1.
-long_functions() {
-    awk '
-        /^[a-zA-Z_].*[(]/ && !/;$/ && !/^(struct|enum|typedef|union|else|extern "C")/ {
-            start = FNR
-            name = $0
-            sub(/[(].*/, "", name)
-            sub(/.*[ *]/, "", name)
-        }
-        /^}/ && start {
-            limit = name == "main" ? 60 : 100
-            if (FNR - start + 1 > limit && name !~ /attention|matmul/) {
-                print FILENAME ":" start ": " name " has " FNR - start + 1 " lines of " limit
-            }
-            start = 0
-        }' "$1"
-}
-
-# A kernel has a contract: a comment above its template and attribute lines.
-contracts() {
-    awk '
-        /__global__/ && !/^[ \t]*(\/\/|\*|#)/ && !above {
-            print FILENAME ":" FNR ": kernel without a contract above it"
-        }
-        /^[ \t]*(\/\/|\*|\/\*)/ { above = 1; next }
-        !/^(template|static|__launch_bounds__|inline)/ { above = 0 }' "$1"
-}
-
-# Titles of the chapters that the contents of these files list.
-titles() {
-    awk '
-        FNR == 1 { header = 1 }
-        !/^\/\// { header = 0 }
-        header && /^\/\/ +[0-9]+  +[^ ]/ {
-            sub(/^\/\/ +[0-9]+ +/, "")
-            sub(/   *.*$/, "")
-            print
-        }' "$@"
-}
-
-# citations TITLES FILE...: no chapter is cited by number, and a title that is cited exists. A
-# title may go on in the next line.
-citations() {
-    awk '
-        function cited(text, own, where,    rest, t, known) {
-            while (match(text, /[Cc]hapters? [0-9A-Z]/) && RSTART <= own) {
-                rest = substr(text, RSTART + RLENGTH - 1)
-                known = 0
-                for (t in title) {
-                    known += index(rest, t) == 1 && substr(rest, length(t) + 1) !~ /^[A-Za-z0-9]/
-                }
-                if (!known) { print where ": no title of a chapter: " substr(rest, 1, 40) }
-                own -= length(text) - length(rest)
-                text = rest
-            }
-        }
-        NR == FNR { title[$0]; next }
-        {
-            line = $0
-            sub(/^ *(\/\/|#)? */, "", line)
-            if (FNR == 1) { cited(before, length(before), place) }
-            else { cited(before " " line, length(before), place) }
-            before = line
-            place = FILENAME ":" FNR
-        }
-        END { cited(before, length(before), place) }' "$@"
-}
-
-volume() {
-    local file=$1 limit=$2
-    contents "$file" | verdict "$file contents"
-    braces "$file" | verdict "$file braces"
-    long_functions "$file" | verdict "$file functions"
-    grep -q __global__ "$file" && contracts "$file" | verdict "$file contracts"
-    lines=$(wc -l < "$file")
-    if [ "$lines" -gt "$limit" ]; then echo "$lines lines of $limit"; fi | verdict "$file length"
-}
+if ${MAKE:-make} -s build/test/style > /dev/null; then
+    build/test/style | tee "$scratch/layout" | sed '$d'
+    counts=$(tail -n 1 "$scratch/layout" |
+        grep -xE '[0-9]+ passed, [0-9]+ failed, [0-9]+ skipped' | tr -cd '0-9 ')
+    set -- $counts
+    passed=$((passed + ${1:-0})) failed=$((failed + ${2:-1}))
+else
+    fail "dev/test/style.cpp does not build"
+fi
 
 # What the top level may hold; what git ignores or does not know is the user's own.
 top_level() {
     local known='train_gpt2\.cu?|test_gpt2\.cu|Makefile|README\.md|LICENSE|data|dev'
     if git rev-parse --is-inside-work-tree > /dev/null 2>&1; then
-        git ls-files | cut -d/ -f1 | sort -u | grep -vxE "$known|\.gitignore|\.ci|\.clang-tidy" |
+        git ls-files | cut -d/ -f1 | sort -u |
+            grep -vxE "$known|\.gitignore|\.ci|\.clang-(tidy|format)" |
             sed 's/$/: not a file of the top level/'
     fi
 }
 
-[ -f train_gpt2.c ] && volume train_gpt2.c 6000
-[ -f data/formats.c ] && volume data/formats.c 1700
-[ -f train_gpt2.cu ] && volume train_gpt2.cu 5500
-[ -f test_gpt2.cu ] && volume test_gpt2.cu 5400
-texts=()
-for file in train_gpt2.c train_gpt2.cu test_gpt2.cu Makefile .ci/run data/*.c data/*.sh \
-            dev/*.c dev/*.cu dev/*.sh dev/*.py dev/fuzz/*; do
-    [ -f "$file" ] && texts+=("$file")
-done
-LC_ALL=C.UTF-8 grep -HnE '^.{101,}' "${texts[@]}" | cut -c1-80 | verdict "100 columns"
-grep -Hn '[[:blank:]]$' "${texts[@]}" | verdict "no trailing blanks"
-grep -HnP '\t' "${texts[@]}" | grep -v '^Makefile:' | verdict "no tabs"
 top_level | verdict "top level"
-volumes=()
-for file in train_gpt2.c data/formats.c train_gpt2.cu test_gpt2.cu; do
-    [ -f "$file" ] && volumes+=("$file")
-done
-titles "${volumes[@]}" > "$scratch/titles"
-citations "$scratch/titles" "${texts[@]}" dev/cuda_cpu/* dev/notes/*.md data/README.md README.md |
-    verdict "chapters cited by title"
 
 # --- Compilers and lint ---------------------------------------------------------------------------
 
@@ -368,8 +153,13 @@ if [ -f train_gpt2.c ]; then
             -Wno-unused-function -fsyntax-only "$file"
     done
 fi
+for file in dev/test/*.cpp; do
+    builds "$file" "$CXX" $as_cpp $MARCH $OMP $warnings -Wno-unknown-pragmas -Wno-unused-function \
+        -fsyntax-only "$file"
+done
 if command -v shellcheck > /dev/null; then
-    shellcheck -S warning data/*.sh dev/*.sh dev/fuzz/*.sh .ci/run | verdict "shellcheck"
+    shellcheck -S warning data/*.sh dev/*.sh dev/fuzz/*.sh dev/test/*.sh .ci/run |
+        verdict "shellcheck"
 else
     skip "shellcheck" "no shellcheck"
 fi

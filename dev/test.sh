@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Every test this machine can run: `make test`. Style first, then the programs; each prints as its
 # last line `N passed, N failed, N skipped`, and the last line here is their sum. Exit status 1 on
-# any failure. MAKE, CC, CXX, SAN (empty: no sanitizers), NVCC and CUDA_HEADERS (empty: none) come
-# from make.
+# any failure. MAKE, CC, CXX, SAN (empty: no sanitizers), NVCC, CUDA_HEADERS and GPU (empty: none)
+# come from make.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 export OMP_WAIT_POLICY=passive    # where other work goes on, spinning threads stand in its way
@@ -67,41 +67,84 @@ cuda_compile() {
             fi
         done
     done
-    if $MAKE -s build/test_gpt2cu ARCH=90a; then
-        ok=$((ok + 1)) && echo "nvcc  build/test_gpt2cu  ok"
-    else
-        bad=$((bad + 1)) && echo "nvcc  build/test_gpt2cu  FAILED"
+    if [ -z "${GPU-}" ]; then    # with a GPU it is built for that one, and run
+        if $MAKE -s build/test_gpt2cu ARCH=90a; then
+            ok=$((ok + 1)) && echo "nvcc  build/test_gpt2cu  ok"
+        else
+            bad=$((bad + 1)) && echo "nvcc  build/test_gpt2cu  FAILED"
+        fi
     fi
     echo "$ok passed, $bad failed, 0 skipped"
 }
 
 run style dev/style.sh
 programs="test_gpt2 test_gpt2_double test_gpt2_asan test_cuda_cpu test_gpt2cu_cpu
-          test_gpt2cu_cpu_asan"
+          test_gpt2cu_cpu_asan test/formats test/formats_asan"
+# What drives a built program from outside: the driver, the program, the tests (none: all).
+# Programs with sanitizers run what is about memory and files, not what takes long to learn.
+drives="options       train_gpt2
+        checkpoints   train_gpt2
+        interrupts    train_gpt2
+        evaluate      train_gpt2
+        model_files   train_gpt2
+        training      train_gpt2
+        options       build/train_gpt2_asan
+        checkpoints   build/train_gpt2_asan
+        interrupts    build/train_gpt2_asan
+        evaluate      build/train_gpt2_asan
+        model_files   build/train_gpt2_asan
+        training      build/train_gpt2_asan        overfit
+        training      build/train_gpt2_double      overfit
+        gpu_program   train_gpt2cu_cpu
+        gpu_program   build/train_gpt2cu_cpu_asan  gpu_bad gpu_commands gpu_eval gpu_checkpoints"
 archs="75 80 89 90a 100 120"
 
-# Everything at once on all cores, in silence; what fails is built again below, aloud.
+# Everything at once on all cores, in silence; what fails is built again below, aloud. Without the
+# headers of CUDA, what needs them would end the whole of it.
 jobs=-j$(nproc)
 [[ ${MAKEFLAGS:-} =~ (^| )-j ]] && jobs=
 # shellcheck disable=SC2086  # words
-$MAKE -s -k $jobs train_gpt2 data/tokenize build/fuzz_replay ${CUDA_HEADERS:+train_gpt2cu_cpu} \
-    $programs ${NVCC:+$(printf 'build/sm_%s.log ' $archs)} > /dev/null 2>&1
+targets=$(printf '%s\n' train_gpt2 data/tokenize build/fuzz_replay
+    printf 'build/%s\n' $programs
+    awk '{ print "build/test/" $1 "\n" $2 }' <<< "$drives" | sort -u)
+[ -n "${CUDA_HEADERS-}" ] || targets=$(grep -v cu <<< "$targets")
+# shellcheck disable=SC2086  # words
+$MAKE -s -k $jobs $targets ${NVCC:+$(printf 'build/sm_%s.log ' $archs)} > /dev/null 2>&1
 
-build train_gpt2 data/tokenize && run tools dev/test_tools.sh
+# can_build PROGRAM: status 1, and a skip, when this machine lacks what it needs.
+can_build() {
+    if [[ $1 == *asan ]] && [ -z "${SAN-yes}" ]; then
+        skip "$1" "${CXX:-the compiler} has no sanitizers"
+    elif [[ $1 == *cu* ]] && [ -z "${CUDA_HEADERS-}" ]; then
+        skip "$1" "no headers of CUDA"
+    else
+        return 0
+    fi
+    return 1
+}
+
+build train_gpt2 data/tokenize && run tools dev/test/tools.sh
 build build/fuzz_replay train_gpt2 data/tokenize && run fuzz dev/fuzz/run.sh replay
 for program in $programs; do
-    if [[ $program == *asan ]] && [ -z "${SAN-yes}" ]; then
-        skip $program "${CXX:-the compiler} has no sanitizers"
-    elif [[ $program == *cu* ]] && [ -z "${CUDA_HEADERS-}" ]; then
-        skip $program "no headers of CUDA"
-    else
-        build build/$program && run $program build/$program
-    fi
+    can_build $program && build build/$program && run $program build/$program
 done
+while read -r driver program names <&3; do
+    # shellcheck disable=SC2086  # words
+    can_build $program && build build/test/$driver train_gpt2 $program &&
+        run "$driver ${program#build/}" build/test/$driver --program $program $names
+done 3<<< "$drives"
 if [ -z "${NVCC-}" ]; then
     skip cuda_compile "no nvcc"
 else
     run cuda_compile cuda_compile
+fi
+# What the emulated runs above checked, on the GPU itself.
+if [ -z "${NVCC-}" ] || [ -z "${GPU-}" ]; then
+    skip "test_gpt2cu, gpu_program" "no $([ -n "${NVCC-}" ] && echo GPU || echo nvcc)"
+else
+    build build/test_gpt2cu && run test_gpt2cu build/test_gpt2cu
+    build build/test/gpu_program train_gpt2 train_gpt2cu &&
+        run "gpu_program train_gpt2cu" build/test/gpu_program --program train_gpt2cu
 fi
 
 echo

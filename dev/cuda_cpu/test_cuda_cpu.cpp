@@ -35,7 +35,7 @@ typedef __nv_bfloat16 bf16;
 // -------------------------------------------------------------------------------------------------
 // 1. Harness
 // A test sets `wrong`; what follows a failed expectation still runs.
-// -------------------------------------------------------------------------------------------------
+
 static int wrong;               // expectations that failed in this test
 static char note[200];          // what the test's line says besides its name
 
@@ -113,7 +113,7 @@ static void dies(void (*f)(), const char *what, const char *where) {
 // -------------------------------------------------------------------------------------------------
 // 2. Threads, barriers, warps
 // Each kernel under several seeds.
-// -------------------------------------------------------------------------------------------------
+
 // Every thread of a 3-D grid of 3-D blocks runs once, with its own indices.
 static __global__ void k_index(int *out) {
     int block = (int)((blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x);
@@ -307,7 +307,7 @@ static void test_words() {
 // -------------------------------------------------------------------------------------------------
 // 3. Shared memory and seeds
 // Right kernels give the same bits for every seed, wrong ones give themselves away.
-// -------------------------------------------------------------------------------------------------
+
 // One dynamic and three static variables; each instance of the template has its own.
 template <class T> static __global__ void k_shared(int *ok) {
     DYN_SHARED(float, dynamic);
@@ -409,7 +409,7 @@ static void test_os_threads() {
 // -------------------------------------------------------------------------------------------------
 // 4. Memory, streams, events, devices
 // What the API returns when all is well, and its errors.
-// -------------------------------------------------------------------------------------------------
+
 // NaN fill, EMU_GPU_MEM to the byte, errors that stay until they are asked for.
 static void test_memory() {
     Setting limit(emu::set.gpu_mem, (long)emu::allocated_bytes + 1000);
@@ -575,7 +575,7 @@ static void test_gaps() {  // what does not touch a gap or a dead row is let thr
 // -------------------------------------------------------------------------------------------------
 // 5. Tensor cores and cp.async
 // Against sums in double, element by element, as the PTX ISA draws the fragments.
-// -------------------------------------------------------------------------------------------------
+
 template <class E> static E narrow(float x);
 template <> float narrow<float>(float x) { return x; }
 template <> bf16 narrow<bf16>(float x) { return __float2bfloat16_rn(x); }
@@ -775,7 +775,7 @@ static void test_copy_async() {
 // -------------------------------------------------------------------------------------------------
 // 6. cublasLt
 // Against sums in double, over types, transposes, batches, padding, bias, beta and C = D.
-// -------------------------------------------------------------------------------------------------
+
 struct Lt {                     // one product: descriptors, and the first algorithm
     cublasLtHandle_t handle;
     cublasLtMatmulDesc_t desc;
@@ -951,7 +951,7 @@ static void test_lt_refusals() {
 // -------------------------------------------------------------------------------------------------
 // 7. NCCL
 // Ranks are child processes; the id is made before the fork, as a launcher would hand it out.
-// -------------------------------------------------------------------------------------------------
+
 typedef void Rank(ncclComm_t comm, int rank, int ranks);
 static std::vector<int> rank_codes;  // exit codes of the last run_ranks
 static std::string rank_text;        // what they said on stderr
@@ -1172,7 +1172,7 @@ static void test_nccl_deaths() {
 // 8. Planted bugs
 // Each ends with code 86 and a line that names what a user needs to find it. Where a sanitizer
 // sees the bug first, its report counts.
-// -------------------------------------------------------------------------------------------------
+
 static __global__ void k_write(float *x, int i) {
     if (blockIdx.x == 1 && threadIdx.x == 3) {
         x[i] = 1;
@@ -1374,7 +1374,7 @@ static void test_bugs() {
 // -------------------------------------------------------------------------------------------------
 // 9. Speed
 // Printed, not judged: the least of ten runs.
-// -------------------------------------------------------------------------------------------------
+
 static __global__ void k_barriers(int n) {
     for (int i = 0; i < n; i++) {
         __syncthreads();
@@ -1419,7 +1419,7 @@ static void test_speed() {
 // -------------------------------------------------------------------------------------------------
 // 10. The table and main
 // One line a test; adding one touches only the table.
-// -------------------------------------------------------------------------------------------------
+
 static const struct { const char *name; void (*run)(); } tests[] = {
     {"launch", test_launch},    // first: a block of one thread as the first launch of all
     {"index", test_index},

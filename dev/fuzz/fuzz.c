@@ -62,7 +62,9 @@ static void touch(const unsigned char *p, uint64_t count) {
     fuzz_sink = sum;
 }
 
-// --- Token files ---------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
+// Token files
+// Shards: every token that was announced lies in the file.
 
 static Shard fuzz_shard;
 
@@ -103,7 +105,9 @@ static void target_shard(const unsigned char *bytes, size_t size) {
     }
 }
 
-// --- Model files ---------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
+// Model files
+// llm.c's files and config.json: sizes the program allows, tensors inside the file.
 
 static Span fuzz_spans[400 * FILE_TENSORS];
 
@@ -158,7 +162,9 @@ static void target_config(const unsigned char *bytes, size_t size) {
     require_allowed(&m);
 }
 
-// --- Evaluation files ----------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
+// Evaluation files
+// Every example fits the row that scores it.
 
 // Every example, read again as scoring does: rows of T inputs and targets.
 static void target_eval(const unsigned char *bytes, size_t size) {
@@ -195,7 +201,9 @@ static void target_eval(const unsigned char *bytes, size_t size) {
     FACT(at == size);
 }
 
-// --- Safetensors ---------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
+// Safetensors
+// Tensors tile the data: no byte belongs to two of them or to none.
 
 typedef struct {
     uint64_t begin, end;
@@ -246,7 +254,9 @@ static void target_safetensors(const unsigned char *bytes, size_t size) {
     FACT(strlen(text) < sizeof text);
 }
 
-// --- Checkpoints ---------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
+// Checkpoints
+// The manifest, the counters of a state, and the log that a resumed run cuts.
 
 static void target_manifest(const unsigned char *bytes, size_t size) {
     ManifestRow rows[FILE_MANIFEST];
@@ -297,7 +307,9 @@ static void target_log(const unsigned char *bytes, size_t size) {
     free(text);
 }
 
-// --- Tokenizer -----------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
+// Tokenizer
+// Both kinds of vocabulary, and encoding beside a slow rule.
 
 static Bpe fuzz_bpe;
 
@@ -415,7 +427,9 @@ static void target_bpe_encode(const unsigned char *bytes, size_t size) {
     free(again);
 }
 
-// --- Options -------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
+// Options
+// Command lines: what is accepted lies in the limits of the table, and its plan has room.
 
 enum { FUZZ_WORDS = 64 };
 
@@ -499,7 +513,9 @@ static void target_sizes(const unsigned char *bytes, size_t size) {
     free(text);
 }
 
-// --- JSON and SHA-256 ----------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
+// JSON and SHA-256
+// The cursor against a grammar, the hash in pieces against the whole.
 
 // The log's writer and the cursor agree on every text; a byte that is no UTF-8 is written as the
 // character of its number.
@@ -682,7 +698,9 @@ static void target_sha256(const unsigned char *bytes, size_t size) {
     FACT(strcmp(whole, pieces) == 0 && strlen(whole) == 64);
 }
 
-// --- Running -------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
+// Running
+// Targets by name, as libFuzzer calls them or over files.
 
 static const struct {
     const char *name;

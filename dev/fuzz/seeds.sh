@@ -82,3 +82,38 @@ printf -- '-e\nl2h4c128t64\n-b\n8\n--plan\n--gpu\nh100\n-r\nblock:2\n' > "$to/pl
 printf 16GiB > "$to/sizes/gib"
 printf 1e9 > "$to/sizes/real"
 printf '\3abcdefg\0\100%s' "$header$header" > "$to/sha256/pieces"
+
+# What once ended a reader badly, or was made to: sizes that overflow, values nested too deep,
+# counts that no double holds, terminals' control codes in a name.
+tensors() { le32 ${#1} 0; printf '%s' "$1"; zeros "$2"; }    # tensors HEADER BYTES
+deep=$(printf '[%.0s' {1..70000})
+one='"dtype":"U8","shape":'
+printf '\377\377\377\377\377\377\377\377' > "$to/safetensors/length"
+tensors '{"a\n\u001b[2J":{"dtype":"X","shape":[],"data_offsets":[0,0]}}' 0 > "$to/safetensors/name"
+tensors "{\"a\":$deep" 0 > "$to/safetensors/deep"
+tensors "{\"__metadata__\":$deep" 0 > "$to/safetensors/deep_metadata"
+tensors "{\"a\":{${one}[8388608,8388609]" 0 > "$to/safetensors/product"
+tensors "{\"a\":{${one}[9007199254740993]" 0 > "$to/safetensors/count"
+tensors "{\"a\":{${one}[2],\"data_offsets\":[2,0]}}" 2 > "$to/safetensors/backwards"
+tensors "{\"a\":{${one}[2],\"data_offsets\":[0,2]},\"b\":{${one}[1],\"data_offsets\":[1,2]}}" 2 \
+    > "$to/safetensors/overlap"
+tensors "{\"h.99999999999999999999.ln_1.bias\":{${one}[0],\"data_offsets\":[0,0]}}" 0 \
+    > "$to/weights/layer"
+bytes=$(od -An -tu4 -N4 "$to/state/state")
+header=$(tail -c +9 "$to/state/state" | head -c $((bytes)))
+for step in 9007199254740992 9007199254740993 99999999999999999999 -1; do
+    other=${header/'"step":"1"'/"\"step\":\"$step\""}
+    (( (${#other} - ${#header}) % 2 == 0 )) || other+=' '    # the model goes by the size's parity
+    { le32 ${#other} 0; printf '%s' "$other"; tail -c +$((9 + bytes)) "$to/state/state"; } \
+        > "$to/state/step$step"
+done
+printf '{"n_layer":9007199254740993}' > "$to/config/count"
+printf '{"n_layer":1,"n_head":1,"n_embd":1048576,"n_positions":1,"vocab_size":1}' \
+    > "$to/config/channels"
+{ le32 20240326 3 2147483648 2147483647 400 2147483648 65536 4294967168; zeros 992; } \
+    > "$to/llmc/overflow"
+printf '{"files":{"config.json":{"bytes":-1}}}' > "$to/manifest/negative"
+printf '{"files":%s' "$deep" > "$to/manifest/deep"
+{ printf '#version: 0.2\n'; printf 'a%.0s' {1..200}; } > "$to/bpe_merges/long"
+printf '#version: 0.2\n%s' "$deep" > "$to/bpe_merges/deep"
+zeros 1024 > "$to/bpe_tokens/zeros"

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Tests of data/tokenize and data/prepare.sh. Works in a scratch folder with a space in its name
-# and leaves data/ as it is. One line a test, last line `N passed, N failed, N skipped`.
+# Tests of data/tokenize, data/prepare.sh and dev/report.py. Works in a scratch folder with a space
+# in its name and leaves data/ as it is. One line a test, last line `N passed, N failed, N skipped`.
 set -u
-cd "$(dirname "$0")/.." || exit 1
+cd "$(dirname "$0")/../.." || exit 1
 root=$PWD
 mkdir -p build
 scratch=$(mktemp -d "build/tools test.XXXXXX") || exit 1
@@ -361,6 +361,97 @@ vocab.bpe 50256 505 50256 11545 27 91 437 1659"
         "$(served 2>&1 | tr '\n' ' ')"
     rm -rf repo/data/kept
 done
+# dev/report.py: of a run made here and of a plan, read back by parsers of the standard library.
+cat > read.py << 'END'
+import html.parser, json, re, sys, xml.etree.ElementTree
+void, svg = {"meta", "br"}, "{http://www.w3.org/2000/svg}"
+class Reader(html.parser.HTMLParser):
+    """Tags that are open, all that occurred, and the text in them."""
+    def __init__(self):
+        super().__init__()
+        self.open, self.seen, self.text = [], [], {}
+    def handle_starttag(self, tag, attributes):
+        self.seen += [tag] + [name for name, _ in attributes]
+        self.open += [] if tag in void else [tag]
+    def handle_startendtag(self, tag, attributes):
+        self.seen += [tag] + [name for name, _ in attributes]
+    def handle_endtag(self, tag):
+        if self.open.pop() != tag:
+            sys.exit("</%s> where another tag is open" % tag)
+    def handle_data(self, data):
+        self.text.setdefault(self.open[-1] if self.open else "", []).append(data)
+def page(path):
+    reader = Reader()
+    reader.feed(open(path, encoding="utf-8").read())
+    reader.close()
+    if reader.open or {"script", "img", "link", "onerror", "src", "href"} & set(reader.seen):
+        sys.exit("open %s, seen %s" % (reader.open, set(reader.seen)))
+    return reader.text
+def of(what, path, other=None):
+    if what == "figures":
+        return " ".join(page(path)["dd"])
+    if what == "newest":    # the newest sample
+        return page(path)["pre"][0]
+    tree = xml.etree.ElementTree.parse(path)
+    titles = [title.text for title in tree.iter(svg + "title")]
+    if what == "checks":
+        return " ".join(titles)
+    drawn = sorted(int(re.search("([0-9,]+) bytes", title)[1].replace(",", "")) for title in titles)
+    planned = sorted(row["bytes"] for row in json.load(open(other))["rows"] if row["bytes"])
+    return "every buffer" if drawn == planned else "%s, planned %s" % (drawn, planned)
+print(of(*sys.argv[1:]))
+END
+if command -v python3 > /dev/null; then
+    report() { python3 "$root/dev/report.py" "$@"; }
+    "$root/train_gpt2" -e l2h2c32t32 -b 2 -x 5 -i rest_train_000000.bin -j rest_train_000002.bin \
+        -v 2 -m 1 -s 5 -g 4 --quiet -o run
+    logged() { sed -n "s/.*\"$1\":\([0-9.]*\).*/\1/p" run/log.jsonl | while read -r value; do
+        printf '%.4f\n' "$value"; done; }
+    report run > /dev/null && report run --svg run.svg > /dev/null
+    says "report: the log's numbers" \
+        "5 of 5 $(logged loss | tail -1) $(logged val_loss | sort -n | head -1) at step" \
+        "$(python3 read.py figures run/report.html)"
+    says "report: memory of the run" "<h2>Memory</h2>" "$(cat run/report.html)"
+    equal "report: validations" "$(python3 read.py checks run.svg)" \
+        "$(logged val_loss | paste -d' ' <(printf 'step %d:\n' 2 4 5) - | paste -sd' ')"
+    plan="-e d12 -b 4 -r block:5 --offload moments,master --gpu-mem 16GiB --plan --json"
+    # shellcheck disable=SC2086  # options are words
+    "$root/train_gpt2" $plan > plan.json
+    report --plan - --svg plan.svg < plan.json > /dev/null
+    equal "report: a plan" "$(python3 read.py buffers plan.svg plan.json)" "every buffer"
+    # What a log may hold: no number, markup, control bytes, a last line cut short.
+    printf '%s\n%s\n%s' '{"step":6,"loss":null,"grad_norm":null,"lr":1e400,"skipped":1}' \
+        '{"step":6,"sample":"</pre></script><script>alert(1)</script>\u0000\u001b[1m&amp;\ud800"}' \
+        '{"step":7,"lo' >> run/log.jsonl
+    report run > /dev/null && report run --svg run.svg > /dev/null
+    equal "report: hostile sample" "$(python3 read.py newest run/report.html)" \
+        '</pre></script><script>alert(1)</script>\x00\x1b[1m&amp;\xd800'
+    says "report: not finite, skipped" "^l2.* 6 of 5 not finite .* 1 [^ ]*run/step-00000005" \
+        "$(python3 read.py figures run/report.html)"
+    equal "report: hostile log as SVG" "$(python3 read.py checks run.svg | wc -l)" 1
+    echo > broken.jsonl && cat run/log.jsonl >> broken.jsonl
+    refuses "report: no run" "cannot read absent: No such file" report absent -o bad
+    refuses "report: a broken line" "broken.jsonl:1: not an object" report broken.jsonl -o bad
+    refuses "report: no plan" "digits is not what --plan --json prints" report --plan digits -o bad
+    refuses "report: no tensorboardX" "needs Python's package tensorboardX" \
+        python3 -S "$root/dev/report.py" run --tensorboard bad
+    python3 "$root/dev/report.py" run --watch --port 0 > url &
+    watcher=$!
+    for _ in {1..100}; do [ -s url ] || sleep 0.05; done
+    cat > get.py << 'END'
+import sys, urllib.request
+asked = urllib.request.Request(sys.argv[1], headers={"Host": sys.argv[2]})
+print(urllib.request.urlopen(asked).read().decode())
+END
+    url=$(cut -d' ' -f 1 url)
+    sed -i '$d' run/log.jsonl && echo '{"step":7,"loss":1.25}' >> run/log.jsonl
+    says "report: --watch reads again" "<dd>1.2500</dd>" "$(python3 get.py "$url" localhost:1)"
+    says "report: --watch for this machine alone" "404" "$(python3 get.py "$url" a.example 2>&1)"
+    kill $watcher
+else
+    skip "report.py" "no python3"
+fi
+
 equal "no part is left" "$(find . -name '*.part')" ""
 
 echo "$passed passed, $failed failed, $skipped skipped"

@@ -1,0 +1,230 @@
+// checkpoints.cpp -- folders of checkpoints as a user, a full disk or a stranger leaves them: what
+// is damaged is passed over by name, what is foreign is refused, nothing whole is lost, and a run
+// that goes on ends in the bytes of the undisturbed one.
+//
+// Run:    build/test/checkpoints [--program build/train_gpt2_asan] [NAME...]
+
+#include "files.h"
+
+// Went on from an older checkpoint, and says in one line what is wrong with the newest.
+static void passed_over_at(int line, const Outcome &o, const Text &file, const Text &who) {
+    if (o.status != 0 || o.err.find("passed over out/step-00000008: " + file) == Text::npos ||
+        o.err.find('\n') != o.err.size() - 1) {
+        fail(__FILE__, line, who + text(": status %d, stderr: ", o.status) + o.err.substr(0, 600));
+    }
+}
+#define expect_passed_over(outcome, file, who) passed_over_at(__LINE__, outcome, file, who)
+
+// A damaged checkpoint is passed over by name, and the run that goes on from the one before ends in
+// the same bytes; a foreign one is refused; without a whole one nothing is lost or begun;
+// unfinished ones are removed; --keep keeps the newest; a finished run resumes to the same end.
+static void test_checkpoint_folder() {
+    write_corpus();
+    const Text run = TINY "--quiet -x 8 -n 2 -y 1 -o out ";
+    expect_success(program(run), "first run");
+    expect(names_in("out", "step") == "step-00000002 step-00000004 step-00000006 step-00000008");
+    const Text good = checkpoint_bytes("out", 8), tensors = tensors_of("out", 8);
+    const Text at = "out/step-00000008/";
+    for (int i = 0; i < SAVED_FILES; i++) {
+        const Text path = at + saved_files[i], file = read_file(path);
+        const char *named = i == SAVED_MANIFEST ? "" : saved_files[i];  // or what it tells of
+        const size_t size = file.size();
+        for (size_t byte : {(size_t)0, (size_t)9, size / 3, size - 1, size}) {
+            Text bad = file;
+            byte < size ? (void)(bad[byte] ^= 4) : bad.push_back('x');
+            write_file(path, bad);
+            expect_passed_over(program(run), named, text("byte %zu", byte));
+            expect(checkpoint_bytes("out", 8) == good, "%s, byte %zu", path.c_str(), byte);
+        }
+        for (size_t length : {(size_t)0, (size_t)5, size / 2, size - 2}) {
+            write_file(path, file.substr(0, length));
+            expect_passed_over(program(run), named, text("cut to %zu", length));
+        }
+        unlink(path.c_str());
+        expect_passed_over(program(run), saved_files[i], "missing");
+        expect(checkpoint_bytes("out", 8) == good, "%s missing", path.c_str());
+    }
+    for (int step = 2; step <= 8; step += 2) {
+        write_file(text("out/step-%08d/config.json", step), "{}");
+    }
+    Outcome o = program(run);
+    expect(o.status == 1 && o.err.find("no checkpoint in out is whole") != Text::npos, "%s",
+           o.err.c_str());
+    expect(names_in("out", "step") == "step-00000002 step-00000004 step-00000006 step-00000008");
+    expect_success(program(TINY "--quiet -x 8 -n 2 -y 1 -o again"), "again");
+    remove_folder("out");
+    expect(rename("again", "out") == 0 && tensors_of("out", 8) == tensors);
+    expect_refused(program("-i train.bin -e l2h2c32t16 -b 2 -x 8 -n 2 -y 1 -o out"),
+                   "is of another run", "another shape");
+    expect_refused(program("-i train.bin -e out"), "name one of its step-NNNNNNNN", "-e RUN");
+    Text other = read_file("train.bin");  // as long, with other tokens
+    other.replace(SHARD_BYTES, 2000, other.substr(SHARD_BYTES + 1000, 2000));
+    write_file("other.bin", other);
+    expect_refused(program("-i other.bin -e l2h2c16t16 -b 2 -x 8 -n 2 -y 1 -o out"),
+                   "is of another run", "other data");
+    mkdir("out/step-00000099.tmp", 0755);
+    write_file("out/step-00000099.tmp/model.safetensors", good.substr(0, 999));
+    expect_success(program(run), "resumed after its end");
+    expect(names_in("out", "step") == "step-00000002 step-00000004 step-00000006 step-00000008",
+           "%s", names_in("out", "step").c_str());
+    expect(tensors_of("out", 8) == tensors, "resumed after its end");
+    mkdir("torn", 0755);  // killed before its first checkpoint, inside a line of the log
+    write_file("torn/log.jsonl",
+               "{\"event\":\"start\"}\n{\"step\":1,\"loss\":5}\n{\"step\":2,\"lo");
+    expect_success(program(TINY "--quiet -x 3 -y 1 -o torn"), "nothing to resume from");
+    expect(log_steps("torn/log.jsonl") == one_to(3), "the log of a run without a checkpoint");
+    expect_success(program(TINY "--quiet -x 9 -n 2 --keep 2 -o kept"), "--keep 2");
+    expect(names_in("kept", "step") == "step-00000008 step-00000009", "%s",
+           names_in("kept", "step").c_str());
+    write_file("kept/step-00000009/config.json", "{}");  // and what is damaged counts for nothing
+    Outcome kept = program(TINY "--quiet -x 9 -n 2 --keep 1 -y 1 -o kept",
+                           [] { rename("kept/step-00000008", "kept/step-00000005"); });
+    expect(kept.status == 0 && names_in("kept", "step") == "step-00000009", "%s",
+           names_in("kept", "step").c_str());
+}
+
+// State files that a manifest vouches for are refused all the same; a manifest that is no manifest
+// makes its checkpoint one to pass over.
+static void test_state_refused() {
+    write_corpus();
+    const Text run = TINY "--quiet -x 4 -n 2 -y 1 -o out", at = "out/step-00000002";
+    expect_success(program(run), "first run");
+    const Text good = in_checkpoint("out", 2, SAVED_STATE), end = tensors_of("out", 4);
+    const Text header = header_and_data(good).first, m = "\"m\":{\"dtype\":\"F32\",\"shape\":[";
+    expect(header.find(m) != Text::npos, "no moments in fp32");
+    const size_t all = strtoul(&header[header.find(m) + m.size()], NULL, 10);
+    const Text low(2 * all, 'x');
+    auto resume = [&](const Text &state) {
+        remove_folder("out/step-00000004");
+        write_file(at + "/" + saved_files[SAVED_STATE], state);
+        write_manifest(at);
+        return program(run);
+    };
+    const std::pair<Text, const char *> table[] = {
+        {with_tensor(good, "master", "U16", low + "xx", all + 1), "tensor master: has not"},
+        {with_tensor(good, "master", "F16", low, all), "tensor master: has not"},
+        {with_tensor(good, "m", "BF16", low, all), "tensor m: stands in the file twice"},
+        {with_tensor(good, "other", "U16", low, all), "tensor other: is unknown"},
+        {with_header(good, "\"m\"", "\"master\""), "tensor master: has not"},
+        {with_header(good, "\"norms\"", "\"norm\""), "tensor norm: is unknown"},
+        {with_header(good, "\"updates\":\"2\"", "\"updates\":\"-2\""), "'updates' is '-2'"},
+        {with_header(good, "\"updates\":\"2\"", "\"updates\":\"\""), "'updates' is ''"},
+        {with_header(good, "\"updates\":\"2\"", "\"updates\":2"), "'updates' is ''"},
+        {with_header(good, "\"updates\"", "\"update\""), "'updates' is ''"},
+        {with_header(good, "\"step\":\"2\"", "\"step\":\"2x\""), "'step' is '2x'"},
+        {with_header(good, "\"position\":\"", "\"position\":\"9007199254740993"), "'position' is"},
+        {with_header(good, "\"__metadata__\":{\"format", "\"__metadata__\":{\"form"), ""},
+        {with_header(good, "\"run\":\"shape l2", "\"run\":\"\\u001b\\nl2"), "run: it has ??l2"},
+        {with_header(good, "\"run\"", "\"ran\""), "is of another run"}};
+    for (auto &row : table) {
+        if (row.second[0]) {
+            expect_refused(resume(row.first), row.second, row.second);
+        } else {
+            expect_success(resume(row.first), "a key that nobody asks for");
+        }
+    }
+    expect_success(resume(good), "the state itself");
+    expect(tensors_of("out", 4) == end, "the state itself: another end");
+    static const char *const doubles[] = {
+        "\"model.safetensors\": {\"bytes\": 1, \"sha256\": \"0\"}, ",
+                                          "\"../x\": {}, ", "\"a\": [}, "};
+    for (const char *more : doubles) {
+        write_manifest("out/step-00000004", more);
+        Outcome o = program(run);
+        expect(o.status == 0 && o.err.find("passed over out/step-00000004: manifest.json: it") !=
+                                    Text::npos, "%s: %s", more, o.err.c_str());
+    }
+}
+
+// What a checkpoint's folder names, trained on as a model of its own.
+static void test_model_option() {
+    write_corpus();
+    expect_success(program(TINY "--quiet -x 4 -n 3 -a 1 -o out"), "first run");
+    // One batch over and over: its next step starts from the same weights with the same tokens.
+    auto loss_of_step = [](const Text &log, int step) {
+        const size_t at = log.find(text("{\"step\":%d,\"loss\":", step)) + 9;
+        return at < 9 ? Text("no such step") : log.substr(log.find(',', at), 24);
+    };
+    const Text want = loss_of_step(read_file("out/log.jsonl"), 4);
+    int k = 0;
+    for (const char *e : {"out/step-00000003", "out/step-00000003/",
+                         "out/step-00000003/model.safetensors"}) {
+        const Text folder = text("next%d", k++),
+                   run = Text("--quiet -x 2 -b 2 -a 1 -i train.bin -y 1 -e ") + e;
+        expect_success(program(run + " -o " + folder), e);
+        const Text log = read_file(folder + "/log.jsonl"), end = tensors_of(folder.c_str(), 2);
+        expect(loss_of_step(log, 1) == want, "%s: not the loss %s", e, want.c_str());
+        expect(tensors_of("next0", 2) == end && !end.empty(), "%s: another end", e);
+    }
+    write_file("gpt2.bin", shard_bytes(Ids(400, 7), GPT2_TOKENS));
+    mkdir("empty", 0755);
+    static const Refusal table[] = {
+        {"-i gpt2.bin -e out/step-00000003", "has a vocabulary of 257; the data, gpt2.bin, has"},
+        {"-i train.bin -e out/step-00000005", "'out/step-00000005' is neither a preset"},
+        {"-i train.bin -e empty", "cannot open empty/model.safetensors: No such file"},
+        {"-i train.bin -e train.bin", "cannot open config.json: No such file"},
+        {"-i train.bin -e out/step-00000003/config.json", "not a safetensors file"},
+        {"-i train.bin -t 17 -e out/step-00000003", "17 is more than the model's 16"},
+        {"-e out/step-00000003", "no data: 'make data'"},
+        {"-i train.bin -e /dev/null", "cannot open /dev/null: "}};
+    for (const Refusal &row : table) {
+        expect_refused(program(row.arguments), row.words, row.arguments);
+    }
+    Outcome plan = program("--plan --json -e out/step-00000003");
+    expect_success(plan, "--plan");
+    expect(json_valid(plan.out) && plan.out == program("--plan --json -e l2h2c16t16").out);
+}
+
+// A disk that fills up inside any file of a checkpoint, and what else is in the way, leave the one
+// before as it was; a folder in the first form, or one without a manifest, is passed over.
+static void test_checkpoint_writes() {
+    write_corpus();
+    expect_success(program(TINY "--quiet -x 2 -o out"), "first run");
+    const Text good = checkpoint_bytes("out", 2), run = TINY "--quiet -x 4 -y 1 -o out";
+    const size_t model = in_checkpoint("out", 2, SAVED_MODEL).size(),
+                 state = in_checkpoint("out", 2, SAVED_STATE).size();
+    auto expect_stands = [&](const char *who) {
+        expect(names_in("out", "step") == "step-00000002", "%s: %s", who,
+               names_in("out", "step").c_str());
+        expect(checkpoint_bytes("out", 2) == good, "%s", who);
+    };
+    for (size_t bytes : {model / 2, model - 1, model, model + 1,
+                         state / 2, state - 100, state - 1}) {
+        Outcome o = program(run, full_disk(bytes));
+        const Text file = Text("cannot write out/step-00000004.tmp/") +
+                          saved_files[bytes < model ? SAVED_MODEL : SAVED_STATE];
+        expect_refused(o, file.c_str(), text("%zu bytes", bytes));
+        expect_stands("full disk");
+    }
+    for (const char *file : saved_files) {
+        const Text in_the_way = Text("out/step-00000004.tmp/") + file;
+        mkdir("out/step-00000004.tmp", 0755);
+        mkdir(in_the_way.c_str(), 0755);
+        expect_refused(program(run), ("cannot write " + in_the_way).c_str(), in_the_way);
+        expect(names_in("out/step-00000004.tmp", "") == file, "what is written beside %s", file);
+        remove_folder("out/step-00000004.tmp");
+        expect_stands(file);
+    }
+    mkdir("out/step-00000003", 0755);
+    write_file("out/step-00000003/state.bin", good);
+    write_file("out/step-00000009", "no folder");
+    Outcome o = program(run);
+    expect(o.status == 0 &&
+               o.err.find("passed over out/step-00000003: manifest.json") != Text::npos &&
+               o.err.find("passed over out/step-00000009: manifest.json") != Text::npos,
+           "%s", o.err.c_str());
+    unlink("out/step-00000009");
+    remove_folder("out/step-00000003");
+    expect_success(program(run), "the newest checkpoint is whole");
+}
+
+static const Test tests[] = {
+    {"checkpoint_folder", test_checkpoint_folder, 1},
+    {"state_refused", test_state_refused, 1},
+    {"model_option", test_model_option, 1},
+    {"checkpoint_writes", test_checkpoint_writes, 1},
+};
+
+int main(int argc, char **argv) {
+    return harness_main(argc, argv, tests, sizeof tests / sizeof tests[0], "./train_gpt2");
+}

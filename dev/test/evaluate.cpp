@@ -1,0 +1,163 @@
+// evaluate.cpp -- --eval and samples: scores, their lines and their JSON, and text where the
+// vocabulary is at hand.
+//
+// Run:    build/test/evaluate [--program build/train_gpt2_asan] [NAME...]
+
+#include "files.h"
+#include <sstream>
+
+// GPT-2's tokens as bytes, from its merges: first the 256 bytes, those that print before those that
+// do not, then each merge's two parts. In the file a byte that prints stands for itself; the others
+// are characters from U+0100 on.
+static Words gpt2_tokens(const Text &merges) {
+    auto prints = [](int c) { return (c > 32 && c < 127) || (c > 160 && c != 173); };
+    Words tokens, characters(0x144);
+    for (int pass = 0, next = 0x100; pass < 2; pass++) {
+        for (int c = 0; c < 256; c++) {
+            if (prints(c) == (pass == 0)) {
+                characters[(size_t)(pass ? next++ : c)] = Text(1, (char)c);
+                tokens.push_back(Text(1, (char)c));
+            }
+        }
+    }
+    for (size_t at = merges.find('\n') + 1, end; (end = merges.find('\n', at)) < merges.size();
+         at = end + 1) {
+        Text token;
+        for (size_t i = at; i < end; i++) {
+            const unsigned char c = (unsigned char)merges[i];
+            if (c != ' ') {
+                token += characters[c < 128 ? c : (size_t)((c & 31) << 6 | (merges[++i] & 63))];
+            }
+        }
+        tokens.push_back(token);
+    }
+    tokens.push_back("<|endoftext|>");
+    return tokens;
+}
+
+// A sample of GPT-2's tokens is text where the vocabulary is at hand, and else numbers.
+static void test_bpe_samples() {
+    const Words tokens = gpt2_tokens(vocab_bpe());
+    write_file("gpt2.bin", shard_bytes(Ids(400, 995), GPT2_TOKENS));
+    write_file("bytes.bin", shard_bytes(Ids(400, 99), BYTE_TOKENS));
+    write_file("vocab", vocab_bpe());
+    const Text run = "-i gpt2.bin -e l1h1c8t16 -b 1 -x 1 -s 1 -g 9 ";
+    // The same sample as numbers and, where the vocabulary is there, as text.
+    const Text before = "--- sample after step 1 ---\n", after = "\n---\n";
+    Outcome o = program(run), p = program(run + "--tokenizer vocab");
+    expect_success(o, "no vocabulary");
+    expect_success(p, "--tokenizer vocab");
+    Ids ids;
+    Text decoded;
+    std::istringstream numbers(o.out.substr(o.out.find(before) + before.size()));
+    for (size_t id; numbers >> id; ids.push_back((uint16_t)id)) {
+        decoded += id < tokens.size() ? tokens[id] : "(no such token)";
+    }
+    expect(ids.size() == 10 && ids[0] == 50256, "%zu tokens", ids.size());
+    expect(tokens.size() == 50257 && tokens[995] == " world", "%zu tokens", tokens.size());
+    expect(p.out.find(before + decoded + after) != Text::npos, "%s", p.out.c_str());
+    o = program(run + "--tokenizer vocab --prompt=Hello,\xc3\xa9 -o out");
+    expect_success(o, "--prompt");
+    expect(o.out.find(before + "Hello,\xc3\xa9") != Text::npos, "%s", o.out.c_str());
+    expect(read_file("out/log.jsonl").find("\"sample\":\"Hello,\xc3\xa9") != Text::npos);
+    expect(log_steps("out/log.jsonl") == one_to(1), "every line of the log is JSON");
+    expect_refused(program(run + "--prompt=Hello"), "data/prepare.sh puts vocab.bpe", "--prompt");
+    expect_refused(program(run + "--tokenizer absent"), "cannot read vocabulary absent", "absent");
+    expect_refused(program(run + "--tokenizer vocab --prompt=1,2,3,4,5,6,7,8,9"),
+                   "--prompt: 17 tokens, at most 16 fit", "long prompt");
+    expect_refused(program("-i bytes.bin -e l2h2c16t16 --tokenizer vocab"),
+                   "--tokenizer: bytes.bin has byte tokens", "bytes");
+}
+
+// --eval, which needs no data: lines as promised, the same score for any B, JSON, a T that is too
+// small, a vocabulary that is, and an interruption that is no failure.
+static void test_eval_command() {
+    std::vector<Question> questions = random_questions(12, 50257, 2);
+    const Text run = "-e l1h1c16t16 --eval e.bin ", first = "e.bin: 12 examples, accuracy ";
+    auto last_line = [](const Outcome &o) {
+        size_t end = o.out.size() > 1 ? o.out.rfind('\n', o.out.size() - 2) : Text::npos;
+        return o.out.substr(end == Text::npos ? 0 : end + 1);
+    };
+    write_file("e.bin", eval_bytes(questions));
+    Outcome o = program(run + "-b 4");
+    const Text line = last_line(o);
+    double p = NAN, error = NAN, norm = NAN, norm_error = NAN;
+    expect_success(o, "--eval");
+    expect(line.find(first) == 0 && sscanf(&line[first.size()], "%lf %% +- %lf, acc_norm %lf %% +- "
+                                           "%lf\n", &p, &error, &norm, &norm_error) == 4,
+           "%s", line.c_str());
+    expect_near(error, sqrt(p * (100 - p) / 12), 0.006, "standard error");
+    expect_near(norm_error, sqrt(norm * (100 - norm) / 12), 0.006, "standard error");
+    expect(std::count(o.out.begin(), o.out.end(), '\n') == 3 + 9 + 1, "%s", o.out.c_str());
+    size_t longest = 0;
+    for (const Question &q : questions) {
+        for (const Ints &completion : q.completions) {
+            longest = std::max(longest, q.context.size() + completion.size());
+        }
+    }
+    const Text sizes = text("12 examples of at most %zu tokens; B 4, T 16\n", longest);
+    expect(o.out.find(sizes) != Text::npos, "%s", o.out.c_str());
+    for (const char *b : {"-b 1", "-b 7", "-b 50"}) {
+        o = program(run + "--quiet " + b);
+        expect_success(o, b);
+        expect(o.out == line, "%s: %s", b, o.out.c_str());
+    }
+    o = program(run + "--json -t 12");
+    expect_success(o, "--json");
+    expect(json_valid(o.out) && std::count(o.out.begin(), o.out.end(), '\n') == 1 &&
+               o.out.find("{\"file\":\"e.bin\",\"model\":\"l1h1c16t16\",\"sequence\":12,"
+                          "\"examples\":12,\"of\":12,") == 0 &&
+               o.out.find(text("\"correct\":%.0f,", p * 0.12)) != Text::npos &&
+               fabs(last_value(o.out, "acc_norm") - last_value(o.out, "correct_norm") / 12) < 1e-8,
+           "%s", o.out.c_str());
+    o = program(run + "--quiet -t 5");
+    expect(o.out.find("rows lost the start of their context: T = 5 holds 6 tokens") != Text::npos);
+    expect_refused(program(run + "-t 4"), ": a completion has 5 tokens; --seq-len (-t) 4 holds",
+                   "a short T");
+    expect_refused(program(run + "-t 17"), "--seq-len (-t): 17 is more than the model's 16", "-t");
+    questions[7].completions[3].back() = 50257;
+    write_file("e.bin", eval_bytes(questions));
+    expect_refused(program(run), "e.bin: example 7: token 50257 is outside", "a token too many");
+    write_file("e.bin", eval_bytes(random_questions(60, 50257, 3)));
+    pid_t pid = start(run);
+    wait_until([] { return read_file("stdout").find("example ") != Text::npos; });
+    kill(pid, SIGINT);
+    o = outcome(pid);
+    expect_success(o, "interrupted");
+    expect(o.out.find("e.bin: interrupted after ") != Text::npos &&
+           o.out.find(" of 60 examples, accuracy ") != Text::npos, "%s", o.out.c_str());
+}
+
+// Weights come from where -e says: what a run has learnt by heart, its checkpoint answers.
+static void test_eval_checkpoint() {
+    write_corpus();
+    expect_success(program("-i train.bin --shuffle 0 -e l1h2c32t16 -b 2 -a 1 -x 240 -l 3e-3 "
+                           "--quiet -o out"), "training");
+    const Text corpus = read_file("train.bin");
+    std::vector<Question> questions = random_questions(8, 257, 4);
+    for (int i = 0; i < 8; i++) {
+        Question *q = &questions[(size_t)i];
+        Ids tokens(9);
+        memcpy(tokens.data(), &corpus[SHARD_BYTES + 2 * (size_t)i], 2 * tokens.size());
+        q->context.assign(tokens.begin(), tokens.begin() + 6);
+        q->completions[(size_t)q->label].assign(tokens.begin() + 6, tokens.end());
+    }
+    write_file("e.bin", eval_bytes(questions));
+    Outcome o = program("-e out/step-00000240 --eval e.bin");
+    expect_success(o, "-e FOLDER");
+    expect(o.out.find("out/step-00000240: vocabulary 257, weights of that file") != Text::npos &&
+               o.out.find(", acc_norm 100.00 % +- 0.00\n") != Text::npos, "%s", o.out.c_str());
+    write_file("e.bin", eval_bytes(random_questions(3, 50257, 2)));
+    expect_refused(program("-e out/step-00000240 --eval e.bin"),
+                   "outside the model's vocabulary of 257", "tokens of another vocabulary");
+}
+
+static const Test tests[] = {
+    {"bpe_samples", test_bpe_samples, 1},
+    {"eval_command", test_eval_command, 1},
+    {"eval_checkpoint", test_eval_checkpoint, 1},
+};
+
+int main(int argc, char **argv) {
+    return harness_main(argc, argv, tests, sizeof tests / sizeof tests[0], "./train_gpt2");
+}

@@ -1,0 +1,527 @@
+// files.h -- what the tests around the programs share: files put together here by rules that are
+// written down a second time (so that a corruption is one line), and looks at what a run left.
+// Includes nothing of the project's own code; formats are those of data/README.md.
+
+#pragma once
+#include "harness.h"
+#include <glob.h>
+#include <algorithm>
+#include <utility>
+
+// -------------------------------------------------------------------------------------------------
+// Token files
+// Built from ids, with the header that data/README.md describes.
+
+typedef std::vector<uint16_t> Ids;
+enum { GPT2_TOKENS = 0, BYTE_TOKENS = 1, SHARD_BYTES = 1024 };  // kinds of tokens; header
+
+// A token file of these tokens.
+inline Text shard_bytes(const Ids &tokens, int kind) {
+    int32_t header[SHARD_BYTES / 4] = {20240520, 1, (int32_t)tokens.size(),
+                                       kind == BYTE_TOKENS ? 257 : 50257, kind};
+    return Text((const char *)header, sizeof header) +
+           Text((const char *)tokens.data(), tokens.size() * 2);
+}
+
+// The same bytes with another int32 at `index` of the header.
+inline Text with_int(Text bytes, size_t index, int32_t value) {
+    memcpy(&bytes[index * 4], &value, 4);
+    return bytes;
+}
+
+// train.bin and val.bin: byte tokens of a text with some pattern to learn.
+inline void write_corpus() {
+    Ids tokens;
+    for (int i = 0; i < 3000; i++) {
+        tokens.push_back((uint16_t)(i % 50 == 0 ? 256 : 97 + (i * i / 7 + i % 11) % 20));
+    }
+    write_file("train.bin", shard_bytes(tokens, BYTE_TOKENS));
+    tokens.resize(400);
+    write_file("val.bin", shard_bytes(tokens, BYTE_TOKENS));
+}
+
+// The start of a run on that text.
+#define TINY "-i train.bin -e l2h2c16t16 -b 2 "
+
+// Options that name real text: tinyshakespeare's bytes when they are prepared, else this
+// repository's own sources, *from_sources.
+inline Text training_files(int *from_sources) {
+    const Text prepared = root + "/data/tinyshakespeare_bytes_";
+    int there = exists(prepared + "train.bin") && exists(prepared + "val.bin");
+    if (from_sources) {
+        *from_sources = !there;
+    }
+    if (there) {
+        return "-i " + prepared + "train.bin -j " + prepared + "val.bin";
+    }
+    Text source = read_file(root + "/train_gpt2.c");
+    Ids tokens(source.begin(), source.end());
+    for (uint16_t &token : tokens) {
+        token &= 255;
+    }
+    auto cut = tokens.begin() + (long)(tokens.size() / 10 * 9);
+    write_file("t.bin", shard_bytes({tokens.begin(), cut}, BYTE_TOKENS));
+    write_file("v.bin", shard_bytes({cut, tokens.end()}, BYTE_TOKENS));
+    return "-i t.bin -j v.bin";
+}
+
+// A file of real data: below DATA_MIRROR (from where the tests were started), else in data/ under
+// its last name. Empty: it is not here.
+inline Text real_data(const Text &name) {
+    const char *mirror = getenv("DATA_MIRROR");
+    Text folder = mirror && mirror[0] != '/' ? root + "/" + mirror : Text(mirror ? mirror : "");
+    Text text = mirror ? read_file(folder + "/" + name) : "";
+    return text.empty() ? read_file(root + "/data/" + name.substr(name.rfind('/') + 1)) : text;
+}
+
+// GPT-2's merges, or the end of the test.
+inline Text vocab_bpe() {
+    Text text = real_data("gpt2/vocab.bpe");
+    if (text.empty()) {
+        skip("no vocab.bpe: DATA_MIRROR names the folder that has gpt2/vocab.bpe");
+    }
+    return text;
+}
+
+// `n` bytes, a function of the seed.
+inline Text random_bytes(size_t n, uint64_t seed) {
+    Text out(n, 0);
+    for (size_t i = 0; i < n; i++) {
+        out[i] = (char)(random_unit(seed, i) * 256);
+    }
+    return out;
+}
+
+// -------------------------------------------------------------------------------------------------
+// Evaluation files
+// Built from questions, so that a test can change one word of one of them.
+
+typedef std::vector<int> Ints;
+struct Question {
+    int label;
+    Ints context;
+    std::vector<Ints> completions;
+};
+
+inline Text words_bytes(const Ints &words) {
+    Ids all(words.begin(), words.end());
+    return Text((const char *)all.data(), all.size() * 2);
+}
+
+// An evaluation file of these questions.
+inline Text eval_bytes(const std::vector<Question> &questions) {
+    Text body;
+    size_t longest = 0;
+    for (size_t i = 0; i < questions.size(); i++) {
+        const Question &q = questions[i];
+        Ints words = {65535, 0, (int)i, q.label, (int)q.completions.size()};
+        std::vector<Ints> texts = {q.context};
+        texts.insert(texts.end(), q.completions.begin(), q.completions.end());
+        for (const Ints &tokens : texts) {
+            words.push_back((int)tokens.size());
+            words.insert(words.end(), tokens.begin(), tokens.end());
+        }
+        words[1] = 2 * (int)words.size();
+        longest = std::max(longest, 2 * words.size());
+        body += words_bytes(words);
+    }
+    int32_t header[256] = {20240522, 1, (int32_t)questions.size(), (int32_t)longest};
+    return Text((const char *)header, sizeof header) + body;
+}
+
+// Questions of random tokens below V; contexts of up to 9 tokens, four completions of up to 5.
+inline std::vector<Question> random_questions(int n, int V, uint64_t seed) {
+    std::vector<Question> questions;
+    uint64_t place = 0;
+    auto pick = [&](int below) { return (int)(random_unit(seed, place++) * below); };
+    auto tokens = [&](int count) {
+        Ints out;
+        for (int i = 0; i < count; i++) {
+            out.push_back(pick(V));
+        }
+        return out;
+    };
+    for (int i = 0; i < n; i++) {
+        Question q = {pick(4), tokens(1 + pick(9)), {}};
+        for (int k = 0; k < 4; k++) {
+            q.completions.push_back(tokens(1 + pick(5)));
+        }
+        questions.push_back(q);
+    }
+    return questions;
+}
+
+// -------------------------------------------------------------------------------------------------
+// Model files
+// safetensors and llm.c files, put together from lists of tensors.
+
+// What the builders below need of a model; Volume I's Model has the same members and does as well.
+struct Shape {
+    int L, NH, C, maxT, V;
+};
+
+// A tensor of a safetensors file. `offsets` empty: where its data come to lie. `values`: what its
+// bytes mean, (rows,cols) as the model keeps them, whatever the order in the file.
+struct Member {
+    Text name, dtype, shape, data, offsets;
+    std::vector<double> values;
+};
+typedef std::vector<Member> Members;
+
+inline Text with_length(const Text &header, const Text &data) {
+    uint64_t length = header.size();
+    return Text((const char *)&length, 8) + header + data;
+}
+
+// The file of a list of tensors. `first`: text before them, such as __metadata__ and a comma.
+inline Text safetensors_bytes(const Members &list, const Text &first = "") {
+    Text header = "{" + first, data;
+    for (const Member &m : list) {
+        const Text span = text("%zu,%zu", data.size(), data.size() + m.data.size());
+        header += (&m == &list[0] ? "\"" : ",\"") + m.name + "\":{\"dtype\":\"" + m.dtype +
+                  "\",\"shape\":[" + m.shape + "],\"data_offsets\":[" +
+                  (m.offsets.empty() ? span : m.offsets) + "]}";
+        data += m.data;
+    }
+    return with_length(header + "}", data);
+}
+
+// The header of a safetensors file, and what follows it; both empty when there is none.
+inline std::pair<Text, Text> header_and_data(const Text &bytes) {
+    uint64_t length = 0;
+    if (bytes.size() < 8) {
+        return {};
+    }
+    memcpy(&length, bytes.data(), 8);
+    return {bytes.substr(8, length), bytes.substr(8 + length)};
+}
+
+// The file with the first `was` of its header changed.
+inline Text with_header(const Text &bytes, const Text &was, const Text &now) {
+    auto [header, data] = header_and_data(bytes);
+    expect(header.find(was) != Text::npos, "no %s in the header", was.c_str());
+    header.replace(header.find(was), was.size(), now);
+    return with_length(header, data);
+}
+
+// Appends a tensor to a file whose header ends in the one that lies last.
+inline Text with_tensor(const Text &bytes, const char *name, const char *dtype, const Text &more,
+                        size_t elements) {
+    const auto [header, data] = header_and_data(bytes);
+    return with_length(header.substr(0, header.rfind("}}") + 1) +
+                           text(",\"%s\":{\"dtype\":\"%s\",\"shape\":[%zu],\"data_offsets\":"
+                                "[%zu,%zu]}}", name, dtype, elements, data.size(),
+                                data.size() + more.size()),
+                       data + more);
+}
+
+inline Member &named(Members *list, const Text &name) {
+    for (Member &m : *list) {
+        if (m.name == name) {
+            return m;
+        }
+    }
+    give_up("the test's file has no " + name);
+}
+
+// A number of any bits but those of a NaN, as a file holds it and as what it means.
+inline Text number_bytes(const Text &dtype, uint64_t seed, uint64_t index, double *want) {
+    uint32_t bits = (uint32_t)(random_unit(seed, index) * 0x1p32);
+    uint16_t half = (uint16_t)bits;
+    if (dtype == "F16") {
+        const int exponent = half >> 10 & 31, fraction = half & 1023;
+        double size = exponent == 31 ? HUGE_VAL
+                      : exponent     ? ldexp(1024 + fraction, exponent - 25)
+                                     : ldexp(fraction, -24);
+        half = exponent == 31 ? half & 0xfc00 : half;
+        *want = half >> 15 ? -size : size;
+        return Text((const char *)&half, 2);
+    }
+    bits = dtype == "BF16" ? bits << 16 : bits;
+    bits &= (bits & 0x7f800000) == 0x7f800000 ? 0xff800000 : 0xffffffff;
+    float value;
+    memcpy(&value, &bits, 4);
+    *want = (double)value;
+    return dtype == "BF16" ? Text((const char *)&bits + 2, 2) : Text((const char *)&bits, 4);
+}
+
+// Rows and columns of GPT-2's tensors in units of C, but for wte and wpe; HF's names.
+enum { MEMBERS = 16 };
+inline const struct {
+    const char *name;
+    int rows, cols;  // cols 0: a vector
+} member_rows[MEMBERS] = {
+    {"wte.weight", 0, 1},         {"wpe.weight", 0, 1},       {"ln_1.weight", 1, 0},
+    {"ln_1.bias", 1, 0},          {"attn.c_attn.weight", 3, 1}, {"attn.c_attn.bias", 3, 0},
+    {"attn.c_proj.weight", 1, 1}, {"attn.c_proj.bias", 1, 0}, {"ln_2.weight", 1, 0},
+    {"ln_2.bias", 1, 0},          {"mlp.c_fc.weight", 4, 1},  {"mlp.c_fc.bias", 4, 0},
+    {"mlp.c_proj.weight", 1, 4},  {"mlp.c_proj.bias", 1, 0},  {"ln_f.weight", 1, 0},
+    {"ln_f.bias", 1, 0}};
+
+// A model's tensors as Hugging Face keeps them, dtypes in turn: tensor by tensor, layer by layer.
+template <class M>
+inline Members hugging_face(const M &m, const Words &dtypes, const Text &prefix) {
+    Members list;
+    for (int k = 0; k < MEMBERS; k++) {
+        const Text name = member_rows[k].name;
+        const bool per_layer = k >= 2 && k < 14;
+        const bool swap = name.find(".c_") != Text::npos && name.find("weight") != Text::npos;
+        const int rows = k == 0 ? m.V : k == 1 ? m.maxT : member_rows[k].rows * m.C;
+        const int cols = member_rows[k].cols ? member_rows[k].cols * m.C : 1;
+        for (int l = 0; l < (per_layer ? m.L : 1); l++) {
+            const Text dtype = dtypes[list.size() % dtypes.size()];
+            Member t = {prefix + (per_layer ? text("h.%d.", l) : "") + name, dtype,
+                        text("%d", rows), "", "", std::vector<double>((size_t)(rows * cols))};
+            if (member_rows[k].cols) {
+                t.shape = text("%d,%d", swap ? cols : rows, swap ? rows : cols);
+            }
+            for (int i = 0; i < rows * cols; i++) {
+                const int r = swap ? i % rows : i / cols, c = swap ? i / rows : i % cols;
+                t.data += number_bytes(dtype, (uint64_t)(k * 100 + l), (uint64_t)i,
+                                       &t.values[(size_t)(r * cols + c)]);
+            }
+            list.push_back(t);
+        }
+    }
+    return list;
+}
+
+// config.json as transformers writes it.
+template <class M> inline Text config_text(const M &m) {
+    return text("{\n  \"activation_function\": \"gelu_new\",\n  \"architectures\": [\"GPT2LMHead"
+                "Model\"],\n  \"attn_pdrop\": 0.1,\n  \"initializer_range\": 0.02,\n  "
+                "\"layer_norm_epsilon\": 1e-05,\n  \"model_type\": \"gpt2\",\n  \"n_ctx\": 1024,\n "
+                " \"n_embd\": %d,\n  \"n_head\": %d,\n  \"n_inner\": null,\n  \"n_layer\": %d,\n  "
+                "\"n_positions\": %d,\n  \"scale_attn_weights\": true,\n  "
+                "\"task_specific_params\": {\"text-generation\": {\"do_sample\": true, "
+                "\"max_length\": 50}},\n  \"tie_word_embeddings\": true,\n  \"vocab_size\": %d\n}"
+                "\n", m.C, m.NH, m.L, m.maxT, m.V);
+}
+
+inline void write_model(const Text &folder, const Text &bytes, const Text &config) {
+    mkdir(folder.c_str(), 0755);
+    write_file(folder + "/model.safetensors", bytes);
+    write_file(folder + "/config.json", config);
+}
+
+// An llm.c file: header, then each tensor with all its layers; wte has rows up to a multiple of
+// 128. values: those of each tensor.
+template <class M>
+inline Text llmc_bytes(const M &m, int version, std::vector<std::vector<double>> *values) {
+    const int padded = (m.V + 127) / 128 * 128;
+    int32_t header[256] = {20240326, version, m.maxT, m.V, m.L, m.NH, m.C, padded};
+    Text bytes((const char *)header, sizeof header);
+    values->assign(MEMBERS, {});
+    for (int k = 0; k < MEMBERS; k++) {
+        const int rows = k == 0 ? padded : k == 1 ? m.maxT : member_rows[k].rows * m.C;
+        const int cols = member_rows[k].cols ? member_rows[k].cols * m.C : 1;
+        const int copies = k >= 2 && k < 14 ? m.L : 1;
+        for (int i = 0; i < copies * rows * cols; i++) {
+            double value;
+            bytes += number_bytes(version == 3 ? "F32" : "BF16", (uint64_t)(k * 99 + 1),
+                                  (uint64_t)i, &value);
+            (*values)[(size_t)k].push_back(value);
+        }
+    }
+    return bytes;
+}
+
+// -------------------------------------------------------------------------------------------------
+// What a run leaves
+// Its log as JSON, its checkpoints as files.
+
+// Names in `folder` that begin with `prefix`, sorted, in one string.
+inline Text names_in(const Text &folder, const Text &prefix) {
+    glob_t found;
+    Text all;
+    if (glob((folder + "/" + prefix + "*").c_str(), 0, NULL, &found) == 0) {
+        for (size_t i = 0; i < found.gl_pathc; i++) {
+            all += Text(all.empty() ? "" : " ") + (found.gl_pathv[i] + folder.size() + 1);
+        }
+    }
+    globfree(&found);
+    return all;
+}
+
+enum { SAVED_MODEL, SAVED_CONFIG, SAVED_STATE, SAVED_MANIFEST, SAVED_FILES };
+inline const char *const saved_files[SAVED_FILES] = {
+    "model.safetensors", "config.json", "state-0-of-1.safetensors", "manifest.json"};
+
+// A file of a checkpoint.
+inline Text in_checkpoint(const Text &folder, int step, int file) {
+    return read_file(folder + text("/step-%08d/", step) + saved_files[file]);
+}
+
+// The bytes of a checkpoint, all its files.
+inline Text checkpoint_bytes(const Text &folder, int step) {
+    Text all;
+    for (int i = 0; i < SAVED_FILES; i++) {
+        all += in_checkpoint(folder, step, i);
+    }
+    return all;
+}
+
+// Weights, moments and counters of a checkpoint, without the options in its header.
+inline Text tensors_of(const Text &folder, int step) {
+    const auto state = header_and_data(in_checkpoint(folder, step, SAVED_STATE));
+    const size_t counters = state.first.find("\"step\":");
+    if (counters == Text::npos) {
+        return "";
+    }
+    return in_checkpoint(folder, step, SAVED_MODEL) +
+           state.first.substr(counters, state.first.find('}', counters) - counters) + state.second;
+}
+
+// SHA-256 of files, by the system's own sha256sum.
+inline Words sha256_of(const Words &paths) {
+    Text command = "sha256sum", line(4096, 0);
+    for (const Text &path : paths) {
+        command += " '" + path + "'";
+    }
+    FILE *f = popen(command.c_str(), "r");
+    Words sums;
+    while (f && fgets(&line[0], (int)line.size(), f)) {
+        sums.push_back(line.substr(0, 64));
+    }
+    if (!f || pclose(f) != 0 || sums.size() != paths.size()) {
+        give_up(command);
+    }
+    return sums;
+}
+
+// A checkpoint's manifest for its files as they are now; `more`: text before them.
+inline void write_manifest(const Text &folder, const Text &more = "") {
+    Words paths;
+    for (int i = 0; i < SAVED_MANIFEST; i++) {
+        paths.push_back(folder + "/" + saved_files[i]);
+    }
+    const Words sums = sha256_of(paths);
+    Text all = "{\"format\": \"train_gpt2 checkpoint\", \"version\": 2, \"files\": {" + more;
+    for (size_t i = 0; i < paths.size(); i++) {
+        all += text("%s\"%s\": {\"bytes\": %zu, \"sha256\": \"%s\"}", i ? ", " : "",
+                    saved_files[i], read_file(paths[i]).size(), sums[i].c_str());
+    }
+    write_file(folder + "/manifest.json", all + "}}");
+}
+
+// For program(): a disk that is full once a file has so many bytes.
+inline std::function<void()> full_disk(size_t bytes) {
+    return [bytes] {
+        struct rlimit r = {bytes, bytes};
+        signal(SIGXFSZ, SIG_IGN);
+        setrlimit(RLIMIT_FSIZE, &r);
+    };
+}
+
+// For program(): a variable of the environment.
+inline std::function<void()> with(const char *name, const char *value) {
+    return [=] { setenv(name, value, 1); };
+}
+
+struct Refusal {
+    const char *arguments, *words;
+};
+
+// Bytes of the well-formed UTF-8 character at p, by RFC 3629's table; 0 when there is none.
+inline int utf8_size(const char *p) {
+    auto at = [&](int i, int low, int high) {
+        const unsigned char c = (unsigned char)p[i];
+        return low <= c && c <= high;
+    };
+    auto more = [&](int i) { return at(i, 0x80, 0xbf); };
+    if (at(0, 0x01, 0x7f)) {
+        return 1;
+    }
+    if (at(0, 0xc2, 0xdf)) {
+        return more(1) ? 2 : 0;
+    }
+    const int three = at(0, 0xe0, 0xe0)   ? at(1, 0xa0, 0xbf)
+                      : at(0, 0xed, 0xed) ? at(1, 0x80, 0x9f)  // no surrogates
+                                          : at(0, 0xe1, 0xef) && more(1);
+    if (three) {
+        return more(2) ? 3 : 0;
+    }
+    const int four = at(0, 0xf0, 0xf0)   ? at(1, 0x90, 0xbf)
+                     : at(0, 0xf4, 0xf4) ? at(1, 0x80, 0x8f)  // U+10FFFF is the last
+                                         : at(0, 0xf1, 0xf3) && more(1);
+    return four && more(2) && more(3) ? 4 : 0;
+}
+
+// Past one JSON value; NULL when there is none.
+inline const char *json_past(const char *p) {
+    p += strspn(p, " \n");
+    if (*p == '{' || *p == '[') {
+        const char close = *p++ == '{' ? '}' : ']';
+        for (int first = 1; *(p += strspn(p, " \n")) != close; first = 0) {
+            if (!first && *p++ != ',') {
+                return NULL;
+            }
+            if (close == '}' &&
+                (*(p += strspn(p, " \n")) != '"' || !(p = json_past(p)) || *p++ != ':')) {
+                return NULL;
+            }
+            if (!(p = json_past(p))) {
+                return NULL;
+            }
+        }
+        return p + 1;
+    }
+    if (*p == '"') {
+        for (p++; *p != '"'; p += utf8_size(p)) {
+            int escape = *p == '\\';
+            p += escape;
+            if ((unsigned char)*p < 32 || utf8_size(p) == 0 ||
+                (escape && !strchr("\"\\nrtu", *p)) ||
+                (escape && *p == 'u' && strspn(p + 1, "0123456789abcdefABCDEF") < 4)) {
+                return NULL;
+            }
+            p += escape && *p == 'u' ? 4 : 0;
+        }
+        return p + 1;
+    }
+    size_t number = strspn(p, "-+.eE0123456789");
+    if (strncmp(p, "null", 4) == 0 || strncmp(p, "true", 4) == 0) {
+        return p + 4;
+    }
+    char *end;
+    strtod(p, &end);
+    return number > 0 && end == p + number ? end : NULL;
+}
+
+// One JSON value and nothing else.
+inline int json_valid(const Text &line) {
+    const char *end = json_past(line.c_str());
+    return end && end[strspn(end, " \n")] == 0;
+}
+
+// The steps that have a loss in a log whose every line is JSON.
+inline Ints log_steps(const Text &path) {
+    Text all = read_file(path);
+    Ints steps;
+    expect(!all.empty() && all.back() == '\n', "%s ends in a whole line", path.c_str());
+    for (size_t at = 0, end; (end = all.find('\n', at)) != Text::npos; at = end + 1) {
+        Text line = all.substr(at, end - at);
+        int step;
+        expect(json_valid(line), "%s", line.substr(0, 300).c_str());
+        if (line.find("\"loss\":") != Text::npos &&
+            sscanf(line.c_str(), "{\"step\":%d,", &step) == 1) {
+            steps.push_back(step);
+        }
+    }
+    return steps;
+}
+
+// 1, 2, ... n.
+inline Ints one_to(int n) {
+    Ints steps;
+    for (int i = 1; i <= n; i++) {
+        steps.push_back(i);
+    }
+    return steps;
+}
+
+// The last value of `key` in a log.
+inline double last_value(const Text &log, const char *key) {
+    size_t at = log.rfind(Text("\"") + key + "\":");
+    return at == Text::npos ? (double)NAN : strtod(log.c_str() + at + strlen(key) + 3, NULL);
+}

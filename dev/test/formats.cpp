@@ -1,0 +1,455 @@
+// formats.cpp -- what data/README.md describes, byte by byte: SHA-256, JSON, GPT-2's tokens and
+// evaluation files against known answers, naive twins, and files in which one thing is wrong.
+//
+// Run:    build/test/formats [NAME...]         build/test/formats_asan: with sanitizers
+
+#include "../../data/formats.c"
+#include "files.h"
+
+// The hash of `data`, added in two pieces.
+static Text sha256_of(const Text &data, size_t cut) {
+    Sha256 s;
+    char out[SHA256_TEXT];
+    sha256_start(&s);
+    sha256_add(&s, data.data(), cut);
+    sha256_add(&s, data.data() + cut, data.size() - cut);
+    sha256_end(&s, out);
+    return out;
+}
+
+// FIPS 180-4's examples; every length around the padding's turns, in any two pieces, against the
+// plain rounds over a message that is padded here; the processor's rounds against the plain ones.
+static void test_sha256() {
+    static const char *const known[][2] = {
+        {"", "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"},
+        {"abc", "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"},
+        {"abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq",
+         "248d6a61d20638b8e5c026930c3e6039a33ce45964ff2167f6ecedd419db06c1"}};
+    for (auto &row : known) {
+        expect(sha256_of(row[0], 0) == row[1], "'%s'", row[0]);
+    }
+    expect(sha256_of(Text(1000000, 'a'), 999) ==
+           "cdc76e5c9914fb9281a1c7e284d73e67f1809a48a497200e046d39ccc7112cd0");
+    for (size_t length = 0; length <= 300; length++) {
+        const Text data = random_bytes(length, 1);
+        Text padded = data + '\x80', digits;
+        padded.append((119 - length % 64) % 64 + 6, 0);
+        padded += {(char)(length * 8 >> 8), (char)(length * 8)};
+        Sha256 s;
+        sha256_start(&s);
+        sha256_blocks_plain(s.h, (const unsigned char *)padded.data(), padded.size() / 64);
+        for (uint32_t h : s.h) {
+            digits += text("%08x", h);
+        }
+        for (size_t cut = 0; cut <= length; cut++) {
+            expect(sha256_of(data, cut) == digits, "%zu bytes cut at %zu", length, cut);
+        }
+        uint32_t a[8], b[8];
+        memcpy(a, s.h, sizeof a);
+        memcpy(b, s.h, sizeof b);
+        sha256_blocks(a, (const unsigned char *)data.data(), length / 64);
+        sha256_blocks_plain(b, (const unsigned char *)data.data(), length / 64);
+        expect(memcmp(a, b, sizeof a) == 0, "%zu blocks", length / 64);
+    }
+    detail = SHA256_X86 ? "x86's instructions and plain C" : "plain C";
+}
+
+// What is wrong with a JSON text, which lies in memory of exactly its size; "" for nothing.
+static Text json_fault(const Text &json) {
+    std::vector<unsigned char> bytes(json.begin(), json.end());
+    Json j = {bytes.data(), 0, bytes.size(), NULL};
+    json_skip(&j);
+    if (json_peek(&j) >= 0) {
+        json_fail(&j, "more text after the end");
+    }
+    expect(j.at <= j.end);
+    return j.fault ? j.fault : "";
+}
+
+static void test_json() {
+    const Text open64(64, '['), close64(64, ']'), nul(1, 0);
+    static const char value[] = "a value should stand", number[] = "neither a number nor",
+                      ends[] = "a string does not end", escape[] = "an unknown escape",
+                      comma[] = "a comma", deep[] = "values nested deeper", more[] = "more text";
+    const std::vector<std::pair<Text, Text>> table = {
+        {" {\"a\" : [ 1,-2.5e+3,0.5E-7, {} ],\r\n\t\"\":null} ", ""}, {"-0", ""}, {"0e0", ""},
+        {"\"\\\"\\\\\\/\\b\\f\\n\\r\\t\\u00e9\x7f\xff\"", ""}, {open64 + close64, ""},
+        {open64 + "[" + close64 + "]", deep}, {Text(100000, '['), deep}, {"", value},
+        {Text(100000, '{'), "a string should begin"}, {"[1,]", value}, {"[,1]", value},
+        {"[1 2]", comma}, {"[1}", comma}, {"{\"a\":1]", comma}, {"[1:2]", comma}, {"[", value},
+        {"{\"a\":1,}", "a string should begin"}, {"{\"a\" 1}", "a colon"}, {"{\"a\":}", value},
+        {"{1:2}", "a string should begin"}, {"[]]", more}, {"1 2", more}, {"{}x", more},
+        {"{}" + nul, more}, {nul, value}, {"[1" + nul + "]", comma}, {"\"a" + nul + "\"", ends},
+        {"\"\n\"", ends}, {"\"\x1f\"", ends}, {"\"", ends}, {"\"\\\"", ends},
+        {"\"\\x\"", escape}, {"\"\\u12g4\"", escape}, {"\"\\u0000\"", escape},
+        {"\"\\" + nul + "\"", escape}, {"\"\\u12\"", escape}, {"nan", number}, {"Infinity", number},
+        {"True", number}, {"nulls", number}, {"01", number}, {"+1", number}, {"1.", number},
+        {".5", number}, {"1e", number}, {"1e+", number}, {"--1", number}, {"-", number},
+        {"1.2.3", number}, {"0x10", number}, {"'a'", value}, {"/**/1", value},
+        {"\xef\xbb\xbf{}", value},
+        {"1e999", ""}, {Text(30, '9'), ""}, {Text(31, '9'), value}};
+    for (auto &row : table) {
+        const Text got = json_fault(row.first), shown = row.first.substr(0, 40);
+        expect(row.second.empty() ? got.empty() : got.find(row.second) == 0, "%s: got '%s'",
+               shown.c_str(), got.c_str());
+    }
+    const Text good = "{\"a\":[true,-1.5e+3,\"x\\u00e9\\n\"],\"b\":{\"c\":null}}";
+    for (size_t i = 0; i < good.size(); i++) {
+        expect(!json_fault(good.substr(0, i)).empty(), "cut to %zu", i);
+        for (int c = 0; c < 256; c++) {
+            Text other = good;
+            other[i] = (char)c;
+            json_fault(other);  // the sanitizers look
+        }
+    }
+    const struct {
+        Text json;
+        size_t capacity;
+        Text want;
+    } strings[] = {{"\"abc\"", 4, "abc"}, {"\"abc\"", 3, "ab"}, {"\"abc\"", 1, ""},
+                   {"\"\\u0041\\u00e9\\u20ac\\ud83d\"", 20, "A\xc3\xa9\xe2\x82\xac\xed\xa0\xbd"},
+                   {"\"\\u007f\\u0080\\u07ff\\u0800\"", 20, "\x7f\xc2\x80\xdf\xbf\xe0\xa0\x80"},
+                   {"\"\\b\\f\\n\\r\\t\\/\"", 20, "\b\f\n\r\t/"}};
+    for (auto &row : strings) {
+        Json j = {(const unsigned char *)row.json.data(), 0, row.json.size(), NULL};
+        std::vector<char> out(row.capacity);
+        json_string(&j, out.data(), row.capacity);
+        expect(!j.fault && out.data() == row.want, "%s", row.json.c_str());
+    }
+    static const struct {
+        const char *json;
+        int64_t want;  // -1: a fault
+    } counts[] = {{"0", 0}, {" 42", 42}, {"9007199254740992", (int64_t)1 << 53}, {"007", -1},
+                  {"9007199254740993", -1}, {"-1", -1}, {"+1", -1}, {"1.0", -1}, {"1e2", -1},
+                  {"99999999999999999999", -1}, {"true", -1}, {"\"1\"", -1}, {"", -1}};
+    for (auto &row : counts) {
+        Json j = {(const unsigned char *)row.json, 0, strlen(row.json), NULL};
+        int64_t got = json_count(&j);
+        expect(row.want < 0 ? j.fault != NULL : !j.fault && got == row.want, "%s", row.json);
+    }
+    detail = text("%zu texts", table.size());
+}
+
+static Bpe bpe;  // GPT-2's, after open_bpe()
+static void open_bpe() {
+    Text text = vocab_bpe();
+    bpe_parse_merges(&bpe, (const unsigned char *)text.data(), text.size(), "vocab.bpe");
+}
+
+// llm.c's file of the open vocabulary; token `other` has these bytes instead of its own.
+static Text gpt2_tokenizer_bin(int other = -1, const Text &instead = "") {
+    uint32_t header[256] = {20240328, 2, 50257, 50256};
+    Text all((const char *)header, sizeof header);
+    for (int i = 0; i < 50257; i++) {
+        const char *bytes;
+        int n = bpe_bytes(&bpe, i, &bytes);
+        Text token = i == other ? instead : Text(bytes, (size_t)n);
+        all += Text(1, (char)token.size()) + token;
+    }
+    return all;
+}
+
+// Tokens of a text, by an encoder that knows no word yet, or by one that knows some.
+static Ids encode(const Text &text, BpeEncoder *known = NULL) {
+    BpeEncoder fresh, *e = known ? known : &fresh;
+    Ids ids(text.size());
+    if (!known) {
+        bpe_encoder_open(&fresh, &bpe);
+    }
+    ids.resize((size_t)bpe_encode(e, text.data(), text.size(), ids.data()));
+    if (!known) {
+        bpe_encoder_close(&fresh);
+    }
+    return ids;
+}
+
+static Text decode(const Ids &ids) {
+    Text all;
+    for (uint16_t id : ids) {
+        const char *bytes;
+        int n = bpe_bytes(&bpe, id, &bytes);
+        all.append(bytes, (size_t)n);
+    }
+    return all;
+}
+
+// Encodings that tiktoken 0.14.0 gives (dev/check_tiktoken.py compares far more), and
+// tinyshakespeare's published counts.
+static void test_bpe_known() {
+    open_bpe();
+    static const struct {
+        Text text;
+        Ids ids;
+    } known[] = {
+        {"", {}},
+        {"Hello world", {15496, 995}},
+        {"it's I'll THEY'RE we'd've", {270, 338, 314, 1183, 33302, 6, 2200, 356, 1549, 1053}},
+        {"  two  spaces \n\n\t end  ", {220, 734, 220, 9029, 220, 628, 197, 886, 220, 220}},
+        {"x=1234567890.5e-3;", {87, 28, 10163, 2231, 30924, 3829, 13, 20, 68, 12, 18, 26}},
+        {"Gr\xc3\xb6\xc3\x9f" "e na\xc3\xafve \xce\x95\xce\xbb\xce\xbb\xce\xac\xce\xb4\xce\xb1",
+         {8642, 9101, 39683, 68, 41492, 7377, 243, 39377, 39377, 138, 105, 138, 112, 17394}},
+        {"\xe7\x92\x83\xe3\x80\x82\xef\xbc\x91\xef\xbc\x92",
+         {163, 240, 225, 16764, 171, 120, 239, 171, 120, 240}},
+        {"a\xe3\x80\x80\xe3\x80\x80" "b\xc2\xa0" "c\xe2\x80\xa8" "d",
+         {64, 5099, 222, 5099, 222, 65, 1849, 66, 447, 101, 67}},
+        {"\xf0\x9f\x91\xa9\xe2\x80\x8d\xf0\x9f\x91\xa7 \xf0\x9f\x87\xa9\xf0\x9f\x87\xaa",
+         {41840, 102, 447, 235, 41840, 100, 12520, 229, 102, 8582, 229, 103}},
+        {"e\xcc\x81 \xc2\xbd \xe2\x85\xa7 \xc2\xb2", {68, 136, 223, 25208, 2343, 227, 100, 1587,
+                                                      110}},
+        {Text("\x00\x01 \x1f", 4), {188, 189, 220, 219}},
+        {"<|endoftext|>", {27, 91, 437, 1659, 5239, 91, 29}},
+        {" Antidisestablishmentarianism aaaaaaaaaa",
+         {3738, 29207, 44390, 3699, 1042, 257, 24794, 24794, 64}},
+    };
+    BpeEncoder e;
+    bpe_encoder_open(&e, &bpe);
+    for (int again = 0; again < 2; again++) {    // the second time from the words seen before
+        for (auto &row : known) {
+            expect(encode(row.text, &e) == row.ids, "'%s'", row.text.c_str());
+        }
+    }
+    bpe_encoder_close(&e);
+    expect(decode({50256}) == "<|endoftext|>" && decode({220, 628}) == " \n\n");
+    Text shakespeare = real_data("tinyshakespeare.txt");
+    size_t cut = shakespeare.size() / 10 * 9 + shakespeare.size() % 10 * 9 / 10;
+    if (!shakespeare.empty()) {
+        size_t train = encode(shakespeare.substr(0, cut)).size();
+        size_t val = encode(shakespeare.substr(cut)).size();
+        expect(train == 301966 && val == 36059, "%zu + %zu tokens", train, val);
+        detail = text("tinyshakespeare: %zu + %zu tokens", train, val);
+    }
+}
+
+// Text of characters that meet badly: all kinds of spaces, what contractions are made of, letters,
+// digits and signs of several lengths, and bytes that are no UTF-8.
+static Text awkward_text(uint64_t seed, size_t count) {
+    static const char *const parts[] = {
+        " ", " ", " ", "  ", "\n", "\t", "\xe3\x80\x80", "\xc2\xa0", "\xe2\x80\x89", "\xc2\x85",
+        "'", "'s", "'re", "'ll", "e", "the", "a", "aaaa", "ing", "Z", "\xc3\xa9", "\xe4\xb8\xad",
+        "\xf0\x9f\x98\x80", "\xcc\x81", "1", "12", "\xd9\xa3", "!", "...", "==", "\xff", "\xe3",
+        "\xe3\x80", "\x80", "\xed\xa0\x80", "\xf4\x90\x80\x80", "\xc0\xaf"};
+    enum { PARTS = sizeof parts / sizeof parts[0] };
+    Text all;
+    for (uint64_t i = 0; i < count; i++) {
+        all += parts[(size_t)(random_unit(seed, i) * PARTS)];
+    }
+    return all;
+}
+
+// The tokens of one piece by the rule itself: look at all neighbours, merge the best, begin again.
+static Ids naive_merge(const Text &piece) {
+    std::vector<Text> parts;
+    for (char c : piece) {
+        parts.push_back(Text(1, c));
+    }
+    for (;;) {
+        int best = -1;
+        size_t at = 0;
+        for (size_t i = 0; i + 1 < parts.size(); i++) {
+            Text both = parts[i] + parts[i + 1];
+            int id = bpe_id(&bpe, both.data(), both.size());
+            if (id >= 0 && (best < 0 || id < best)) {
+                best = id;
+                at = i;
+            }
+        }
+        if (best < 0) {
+            break;
+        }
+        parts[at] += parts[at + 1];
+        parts.erase(parts.begin() + (long)at + 1);
+    }
+    Ids ids;
+    for (const Text &part : parts) {
+        ids.push_back((uint16_t)bpe_id(&bpe, part.data(), part.size()));
+    }
+    return ids;
+}
+
+// Merging against its rule; what is encoded decodes to itself, whatever the bytes; a text may be
+// cut where bpe_cut says; long pieces take no longer than they must.
+static void test_bpe_rules() {
+    open_bpe();
+    int cuts = 0, pieces = 0;
+    BpeEncoder e;
+    bpe_encoder_open(&e, &bpe);
+    for (uint64_t seed = 0; seed < 300; seed++) {
+        Text piece, bytes;
+        for (uint64_t i = 0; i < 1 + seed / 3; i++) {
+            double u = random_unit(seed + 1000, i);
+            piece += "etaoinshrdlu"[(int)(u * (2 + (double)(seed % 11)))];
+            bytes += (char)(u * 1e6);
+        }
+        pieces += encode(piece) == naive_merge(piece);
+        expect(encode(piece) == naive_merge(piece), "%s", piece.c_str());
+        expect(decode(encode(bytes, &e)) == bytes, "random bytes, seed %d", (int)seed);
+        Text whole = awkward_text(seed, 100);
+        expect(decode(encode(whole, &e)) == whole, "awkward text, seed %d", (int)seed);
+        for (size_t at; (at = bpe_cut(whole.data(), whole.size())) > 0; whole.resize(at), cuts++) {
+            Ids left = encode(whole.substr(0, at), &e), right = encode(whole.substr(at), &e);
+            left.insert(left.end(), right.begin(), right.end());
+            expect(left == encode(whole, &e), "cut at %zu of awkward text, seed %d", at, (int)seed);
+        }
+    }
+    expect(cuts > 1000 && bpe_cut("", 0) == 0 && bpe_cut("a", 1) == 0 && bpe_cut(" a", 2) == 0);
+    expect(bpe_cut("a b c", 5) == 3 && bpe_cut("a b c", 3) == 1 && bpe_cut("a  ", 3) == 1);
+    expect(bpe_cut("a\xe3\x80\x80 b", 6) == 0 && bpe_cut("\xe3\x80\x82 b", 5) == 3);
+    enum { LONG = 1 << 20 };
+    expect(encode(Text(LONG, 'a'), &e) == Ids(LONG / 4, 24794), "a million letters");
+    expect(encode(Text(LONG, ' '), &e) == Ids(LONG, 220), "a million spaces");
+    bpe_encoder_close(&e);
+    detail = text("%d pieces, %d cuts", pieces, cuts);
+}
+
+// Both files of the vocabulary are read, and no other file is.
+static void test_bpe_files() {
+    open_bpe();
+    static Bpe other;
+    const Text merges = vocab_bpe(), tokens = gpt2_tokenizer_bin(), first = "#version: 0.2\n";
+    write_file("good.bin", tokens);
+    bpe_open(&other, "good.bin");
+    expect(memcmp(&other, &bpe, sizeof bpe) == 0, "gpt2_tokenizer.bin gives another table");
+    Text swapped = merges;    // two lines, each as long as the other
+    std::swap(swapped[first.size() + 3], swapped[first.size() + 8]);
+    const struct {
+        Text bytes;
+        const char *words;
+    } table[] = {
+        {"", "not a vocab.bpe"},
+        {"#ver", "not a vocab.bpe"},
+        {Text(2000000, '#'), "not a vocab.bpe"},
+        {first, "not GPT-2's vocabulary: 257 tokens"},
+        {first + "a b\na b\n", ":3: not a merge of two tokens from above to a new one"},
+        {first + "\n", ":2: not a merge"},
+        {first + "ab\n", ":2: not a merge"},
+        {first + " a\n", ":2: not a merge"},
+        {first + "a \n", ":2: not a merge"},
+        {first + "a bc\n", ":2: not a merge"},
+        {first + "a b c\n", ":2: not two tokens"},
+        {first + "a \xff\n", ":2: not two tokens"},
+        {first + "a b\r\n", ":2: not two tokens"},
+        {first + "a " + Text(3000, 'b'), "not two tokens in GPT-2's alphabet for bytes, of 128"},
+        {first + "a \xc5\x84\n", ":2: not two tokens"},
+        {Text("a b\n") + merges.substr(first.size()), "not a vocab.bpe"},
+        {swapped, "with fingerprint"},
+        {merges.substr(0, merges.size() / 2), "not"},
+        {merges + "Z Q\n", "not GPT-2's vocabulary: 50257 tokens with fingerprint"},
+        {tokens.substr(0, 1023), "its header begins 0 0 0 0"},
+        {with_int(tokens, 1, 1), "begins 20240328 1 50257 50256, that of GPT-2's vocabulary"},
+        {with_int(tokens, 2, INT32_MAX), "begins 20240328 2 2147483647"},
+        {with_int(tokens, 3, 0), "its header begins"},
+        {tokens.substr(0, 1024), "token 0 is not one of GPT-2's: 0 bytes, of 0 left"},
+        {tokens.substr(0, tokens.size() - 1), "token 50256 is not one"},
+        {tokens.substr(0, 90000), "is not one of GPT-2's"},
+        {tokens + "x", "1 bytes after the last token"},
+        {gpt2_tokenizer_bin(1000, ""), "token 1000 is not one of GPT-2's: 0 bytes"},
+        {gpt2_tokenizer_bin(1000, Text(129, 'q')), "token 1000 is not one of GPT-2's: 129"},
+        {gpt2_tokenizer_bin(1000, "a"), "token 1000 is not one of GPT-2's: 1 bytes"},
+        {gpt2_tokenizer_bin(1000, "qqzzq"), "not"},
+    };
+    for (auto &row : table) {
+        write_file("bad", row.bytes);
+        expect_refused(outcome(spawn([] { bpe_open(&other, "bad"); })), row.words,
+                       row.bytes.substr(0, 60));
+    }
+    expect_death(bpe_open(&other, "absent"), "cannot read vocabulary absent: No such file");
+    expect_death(bpe_open(&other, "."), "cannot read vocabulary .: Is a directory");
+    char path[PATH_BYTES];
+    expect(!bpe_find(path, "") && bpe_find(path, "absent") && strcmp(path, "absent") == 0);
+    mkdir("data", 0755);
+    write_file("data/gpt2_tokenizer.bin", tokens);
+    expect(bpe_find(path, "") && strcmp(path, "data/gpt2_tokenizer.bin") == 0);
+    write_file("data/vocab.bpe", merges);
+    expect(bpe_find(path, "") && strcmp(path, "data/vocab.bpe") == 0);
+    detail = text("%zu bad files", sizeof table / sizeof table[0]);
+}
+
+// The parser on exactly these bytes, at an odd address: status and stderr.
+static Outcome eval_parsed(const Text &bytes) {
+    return outcome(spawn([&] {
+        std::vector<unsigned char> all(bytes.size() + 1);
+        memcpy(all.data() + 1, bytes.data(), bytes.size());
+        EvalFile f;
+        eval_parse(&f, all.data() + 1, bytes.size(), "x.bin", 50257);
+    }));
+}
+
+// Files with any one field wrong, cut anywhere, or with flipped bits: parsed, or refused in a line.
+static void test_eval_hostile() {
+    const Text good = eval_bytes({{3, {11, 12}, {{1}, {2, 3}, {4}, {5}}}, {0, {1}, {{1}, {2}}}});
+    const size_t body = EVAL_HEADER_BYTES, second = body + 2 * 17;
+    auto with_word = [&](size_t at, int word) {
+        Text bad = good;
+        bad.replace(at, 2, words_bytes({word}));
+        return bad;
+    };
+    const struct {
+        Text bytes;
+        const char *words;
+    } table[] = {
+        {"", "x.bin: 0 bytes are too few for an evaluation file"},
+        {with_int(good, 0, 20240520), "it starts with 20240520 and 1, not with 20240522 and 1"},
+        {with_int(good, 1, 2), "it starts with 20240522 and 2"},
+        {with_int(good, 2, 0), "counts 0 examples of at most 34 bytes; allowed are 1 to 65535"},
+        {with_int(good, 2, -1), "counts -1 examples"},
+        {with_int(good, 2, 65536), "counts 65536 examples"},
+        {with_int(good, 2, 1), "22 bytes follow the last of its 1 examples"},
+        {with_int(good, 2, 3), "example 2: the file ends before it"},
+        {with_int(good, 3, 0), "of at most 0 bytes"},
+        {with_int(good, 3, 65536), "of at most 65536 bytes"},
+        {with_int(good, 3, 33), "example 0: of 34 bytes, where the file has 56 more and the header "
+                                "allows 33"},
+        {with_word(body, 65534), "example 0: begins with 65534 and index 0; 65535 and 0 are due"},
+        {with_word(body + 2, 33), "example 0: text 4 (0 is the context) has 1 tokens"},
+        {with_word(body + 2, 35), "example 0: of 35 bytes"},
+        {with_word(body + 2, 6), "example 0: text 0 (0 is the context) has 0 tokens"},
+        {with_word(body + 2, 0), "example 0: text 0 (0 is the context) has 0 tokens"},
+        {with_word(body + 4, 1), "begins with 65535 and index 1; 65535 and 0 are due"},
+        {with_word(body + 6, 4), "example 0: label 4 of 4 completions"},
+        {with_word(body + 8, 1), "label 3 of 1 completions; allowed are 2 to 8"},
+        {with_word(body + 8, 9), "label 3 of 9 completions"},
+        {with_word(body + 8, 5), "example 0: text 5 (0 is the context) has 0 tokens"},
+        {with_word(body + 10, 0), "text 0 (0 is the context) has 0 tokens"},
+        {with_word(body + 10, 12), "leave room for 11"},
+        {with_word(body + 10, 65535), "text 0 (0 is the context) has 65535 tokens"},
+        {with_word(body + 12, 50257), "token 50257 is outside the model's vocabulary of 50257"},
+        {with_word(body + 32, 50257), "example 0: token 50257"},
+        {with_word(body + 26, 0), "example 0: text 3 (0 is the context) has 0 tokens"},
+        {with_word(second, 1), "example 1: begins with 1 and index 1; 65535 and 1 are due"},
+        {with_word(second + 2, 24), "example 1: of 24 bytes, where the file has 22"},
+        {with_word(second + 2, 24) + "ab", "example 1: 24 bytes, of which its tokens fill 22"},
+        {with_word(second + 6, 2), "example 1: label 2 of 2 completions"},
+        {good + "x", "1 bytes follow the last of its 2 examples"},
+        {good + good.substr(second), "22 bytes follow"},
+    };
+    expect(good.size() == second + 22);
+    expect_success(eval_parsed(good), "the file itself");
+    for (auto &row : table) {
+        expect_refused(eval_parsed(row.bytes), row.words, row.words);
+    }
+    for (size_t n = 1; n < good.size(); n += n < body - 1 ? 93 : 1) {
+        expect_refused(eval_parsed(good.substr(0, n)), "x.bin: ", text("cut to %zu bytes", n));
+    }
+    for (size_t bit = 0; bit < 8 * (good.size() - body); bit += TEST_ASAN ? 7 : 1) {
+        Text bad = good;
+        bad[body + bit / 8] = (char)(bad[body + bit / 8] ^ 1 << bit % 8);
+        Outcome o = eval_parsed(bad);
+        if (o.status != 0) {
+            expect_refused(o, "x.bin: example ", text("bit %zu flipped", bit));
+        }
+    }
+    detail = text("%zu wrong fields, every length, every bit", sizeof table / sizeof table[0]);
+}
+
+static const Test tests[] = {
+    {"sha256", test_sha256, 1},
+    {"json", test_json, 1},
+    {"bpe_known", test_bpe_known, 1},
+    {"bpe_rules", test_bpe_rules, 1},
+    {"bpe_files", test_bpe_files, 1},
+    {"eval_hostile", test_eval_hostile, 1},
+};
+
+int main(int argc, char **argv) {
+    return harness_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
+}

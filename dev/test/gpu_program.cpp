@@ -1,0 +1,203 @@
+// gpu_program.cpp -- the GPU program, run on the CPU or on a GPU: what it refuses, its commands,
+// checkpoints that either program goes on from, and that it learns. The emulated one is told by
+// variables what GPUs it sees (the switches of dev/cuda_cpu/emu_core.h).
+//
+// Run:    build/test/gpu_program [--program ./train_gpt2cu] [NAME...]
+
+#include "files.h"
+
+// The CPU program, for what both must agree on.
+static Outcome cpu_program(const Text &arguments) {
+    return outcome(start_program("train_gpt2", arguments));
+}
+
+static int is_emulated() { return tested.find("cu_cpu") != Text::npos; }
+
+// One line, exit status 1, no checkpoint; what is at fault is named.
+static void test_gpu_bad_input() {
+    static const Refusal table[] = {
+        {"--dtype fp16", "--dtype fp16 and --offload can be planned"},
+        {"--offload moments,master", "--dtype fp16 and --offload can be planned"},
+        {"--dtype bf16 -w 0 --offload master", "--offload master: there is no master copy"},
+        {"--dtype fp32 --moments bf16", "--moments bf16 needs --dtype bf16"},
+        {"--dtype fp32 --grad-dtype bf16", "--grad-dtype bf16 needs --dtype bf16"},
+        {"--dtype fp64", "--dtype: 'fp64'"},
+        {"-r block:3", "K from 0 to 2"},
+    };
+    static const Refusal shapes[] = {
+        {"l2h2c20t16", "20 channels in 2 heads: a GPU takes channels that are a multiple of 8"},
+        {"l2h4c16t16", "16 channels in 4 heads"},
+        {"l1h1c136t16", "136 channels in 1 heads"},
+        {"l1h64c8192t4", "at most 4096"},
+        {"l2h3c16t16", "allowed are"},
+    };
+    write_corpus();
+    const Text run = "-i train.bin -b 2 -x 2 -o out -e ";
+    for (const Refusal &row : table) {
+        expect_refused(program(run + "l2h2c16t16 " + row.arguments), row.words, row.arguments);
+    }
+    for (const Refusal &row : shapes) {
+        expect_refused(program(run + row.arguments, with("EMU_GPU_MEM", "1024G")), row.words,
+                       row.arguments);
+    }
+    if (is_emulated()) {
+        Outcome none = program(run + "l2h2c16t16", with("EMU_GPUS", "0"));
+        expect_refused(none, "no NVIDIA GPU is visible", "no GPU");
+        Outcome old = program(run + "l2h2c16t16", with("EMU_CC", "75"));
+        expect_refused(old, "has no bf16; use --dtype fp32", "a GPU without bf16");
+        expect_success(program(run + "l2h2c16t16 --quiet --dtype fp32", with("EMU_CC", "75")),
+                       "fp32 where there is no bf16");
+        Outcome small = program("-i train.bin -b 64 -x 2 -e l4h2c64t16 -o small",
+                                with("EMU_GPU_MEM", "42000000"));
+        expect_refused(small, ": short ", "too little memory");
+        expect(small.err.find("-r ") != Text::npos && small.err.find(" frees ") != Text::npos,
+               "remedies: %s", small.err.c_str());
+    }
+    expect(names_in("small", "step").empty() && !exists("small/log.jsonl"), "nothing was begun");
+    expect_success(program("-i train.bin -e l2h2c16t16 -b 2 -x 2 -o other --quiet"), "a run");
+    Text kept = checkpoint_bytes("other", 2);
+    expect_refused(program("-i train.bin -e l2h2c32t16 -b 2 -x 4 -o other -y 1 --quiet"),
+                   "is of another run", "a checkpoint of another shape");
+    expect(checkpoint_bytes("other", 2) == kept, "it stays as it was");
+}
+
+// --check agrees in all 17 numbers, --compare names two levels; --plan needs no GPU.
+static void test_gpu_commands() {
+    write_corpus();
+    for (const char *arguments : {"--dtype fp32 -r norm", "--dtype bf16 -r block", "-w none"}) {
+        Outcome o = program(Text("-i train.bin -e l2h2c32t16 -b 2 --check ") + arguments);
+        expect_success(o, arguments);
+        int ok = 0;
+        for (size_t at = 0; (at = o.out.find("  ok\n", at)) != Text::npos; at++) {
+            ok++;
+        }
+        expect(ok == 17, "%s: %d of 17 numbers agree", arguments, ok);
+    }
+    Outcome o = program("-i train.bin -e l2h2c16t16 -b 2 --compare");
+    expect_success(o, "--compare");
+    expect(o.out.find("\n-r none ") != Text::npos && o.out.find("\n-r block ") != Text::npos &&
+           o.out.find("median of 9 steps") != Text::npos);
+    if (is_emulated()) {
+        o = program("--plan -e d12", with("EMU_GPUS", "0"));
+        expect_success(o, "--plan");
+        expect(o.out.find("memory plan of the GPU run") == 0, "%s", o.out.substr(0, 60).c_str());
+    }
+}
+
+// --eval in both programs: to the byte the same scores.
+static void test_gpu_eval() {
+    write_file("e.bin", eval_bytes(random_questions(3, 50257, 2)));
+    const Text run = "-e l1h1c16t16 --eval e.bin --json -b 3 ";
+    Outcome cpu = cpu_program(run), gpu = program(run + "--dtype fp32"), half = program(run);
+    expect_success(cpu, "CPU");
+    expect_success(gpu, "GPU, fp32");
+    expect_success(half, "GPU, bf16");
+    expect(gpu.out == cpu.out, "%s", gpu.out.c_str());
+    expect(json_valid(half.out) && half.out.find("\"examples\":3,\"of\":3") != Text::npos);
+}
+
+// Weights of a checkpoint as numbers, without the low halves of their masters.
+static std::vector<float> weights_of(const Text &folder, int step) {
+    const auto [header, data] = header_and_data(in_checkpoint(folder, step, SAVED_MODEL));
+    const size_t bytes = header.find("\"BF16\"") != Text::npos ? 2 : 4;
+    std::vector<float> all(data.size() / bytes);
+    for (size_t i = 0; i < all.size(); i++) {
+        memcpy((char *)&all[i] + 4 - bytes, &data[i * bytes], bytes);
+    }
+    return all;
+}
+
+// Norm of the difference of two checkpoints' weights over the norm of the second.
+static double weights_apart(const std::vector<float> &a, const std::vector<float> &b) {
+    double error = 0, size = 0;
+    for (size_t i = 0; i < b.size() && a.size() == b.size(); i++) {
+        error += ((double)a[i] - (double)b[i]) * ((double)a[i] - (double)b[i]);
+        size += (double)b[i] * (double)b[i];
+    }
+    return size > 0 ? sqrt(error / size) : NAN;
+}
+
+// A resumed run ends in the bytes of the uninterrupted one, whatever is recomputed meanwhile. What
+// one program saved the other goes on from: the CPU's after the GPU's ends where the GPU's own
+// does, to fp32's rounding.
+static void test_gpu_checkpoints() {
+    write_corpus();
+    const Text run = "-i train.bin -j val.bin -v 3 -e l2h2c16t16 -b 2 -d 64 -x 6 -n 3 -y 1 -s 6 "
+                     "-g 4 --quiet -o ";
+    auto resume = [&](const char *folder, const Text &more, bool gpu) {
+        remove_folder(text("%s/step-00000006", folder));
+        expect(names_in(folder, "step") == "step-00000003", "%s", folder);
+        expect_success(gpu ? program(run + folder + more) : cpu_program(run + folder + more),
+                       folder);
+        expect(log_steps(Text(folder) + "/log.jsonl") == one_to(6), "log of %s", folder);
+        return tensors_of(folder, 6);
+    };
+    for (const char *types : {" --dtype bf16", " --dtype fp32", " --moments bf16 -w none"}) {
+        const char *folder = types[9] == 'b' ? "bf16" : types[9] == 'f' ? "fp32" : "none";
+        expect_success(program(run + folder + types), folder);
+        Text whole = tensors_of(folder, 6);
+        expect(!whole.empty() && resume(folder, Text(types) + " -r block", true) == whole,
+               "%s: resumed", folder);
+    }
+    const std::vector<float> gpu = weights_of("fp32", 6);
+    resume("fp32", "", false);
+    expect_near(weights_apart(weights_of("fp32", 6), gpu), 0, 1e-5,
+                "the GPU's, resumed on the CPU");
+    expect_success(cpu_program(run + "cpu"), "the CPU's");
+    const std::vector<float> cpu = weights_of("cpu", 6);
+    resume("cpu", " --dtype fp32 -r norm", true);
+    expect_near(weights_apart(weights_of("cpu", 6), cpu), 0, 1e-5,
+                "the CPU's, resumed on the GPU");
+    resume("cpu", " --dtype bf16", true);
+    expect_near(weights_apart(weights_of("cpu", 6), cpu), 0, 1e-2,
+                "the CPU's, resumed in bf16");
+    remove_folder("cpu/step-00000006");
+    const Outcome o = program("-i train.bin -e l2h2c16t16 -b 2 -d 64 -x 6 -y 1 -o cpu "
+                                  "--dtype bf16 -w none --moments bf16");
+    expect_success(o, "narrower types");
+    for (const char *what : {"weights", "moments"}) {
+        const Text said = Text(what) + " were fp32 in cpu/step-00000003 and are bf16 from here on";
+        expect(o.out.find(said) != Text::npos, "no '%s'", said.c_str());
+    }
+}
+
+// The losses of a log's steps.
+static std::vector<double> losses_in(const Text &path) {
+    std::vector<double> losses;
+    const Text all = read_file(path);
+    for (size_t at = 0; (at = all.find("\"loss\":", at)) != Text::npos; at += 7) {
+        losses.push_back(strtod(&all[at + 7], NULL));
+    }
+    return losses;
+}
+
+// 200 steps in bf16 on real text stay within 1 % of the oracle's loss, each and every one.
+static void test_gpu_learns() {
+    const Text run = training_files(nullptr) + " -e l2h2c64t64 -b 2 -x 200 -l 1e-3 -u 20 -v 0 -r 1 "
+                                               "--quiet -o ";
+    Outcome oracle = cpu_program(run + "cpu"), gpu = program(run + "gpu");
+    expect_success(oracle, "oracle");
+    expect_success(gpu, "bf16");
+    std::vector<double> want = losses_in("cpu/log.jsonl"), got = losses_in("gpu/log.jsonl");
+    expect(want.size() == 200 && got.size() == 200, "%zu and %zu steps", want.size(), got.size());
+    for (size_t i = 0; i < want.size() && i < got.size(); i++) {
+        expect_near(got[i], want[i], 0.01 * want[i], "loss of step %zu", i + 1);
+    }
+    double last = 0;
+    for (size_t i = 180; i < 200 && i < got.size(); i++) {
+        last += got[i] / 20;
+    }
+    expect(last < 3.5, "the last 20 losses are %.3f on average; a uniform guess has 5.55", last);
+}
+
+static const Test tests[] = {
+    {"gpu_bad_input", test_gpu_bad_input, 1},
+    {"gpu_commands", test_gpu_commands, 1},
+    {"gpu_eval", test_gpu_eval, 1},
+    {"gpu_checkpoints", test_gpu_checkpoints, 1},
+    {"gpu_learns", test_gpu_learns, 1},
+};
+
+int main(int argc, char **argv) {
+    return harness_main(argc, argv, tests, sizeof tests / sizeof tests[0], "./train_gpt2cu_cpu");
+}

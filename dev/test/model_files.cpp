@@ -1,0 +1,240 @@
+// model_files.cpp -- models of strangers that the program must refuse: in one line that names the
+// file and what in it is wrong, and in little memory, whatever the file claims.
+//
+// Run:    build/test/model_files [--program build/train_gpt2_asan] [NAME...]
+
+#include "files.h"
+
+// What the program says of a model, in little address space: no file's claim may cost memory.
+static Outcome open_model(const Text &path) {
+    return program("--plan -e " + path, [] {
+        enum { SPACE = 48 << 20 };
+        struct rlimit r = {SPACE, SPACE};
+        if (!has_sanitizers()) {
+            setrlimit(RLIMIT_AS, &r);
+        }
+    });
+}
+#define expect_model_refused(path, words) expect_refused(open_model(path), words, words)
+
+// llm.c's files with one word of the header changed, or cut.
+static void test_llmc_refused() {
+    const Shape m = {2, 2, 20, 7, 257};
+    std::vector<std::vector<double>> ignored;
+    for (int version : {3, 5}) {
+        const Text good = llmc_bytes(m, version, &ignored);
+        write_file("good.bin", good);
+        expect_success(open_model("good.bin"), text("version %d", version));
+        const std::pair<Text, const char *> table[] = {
+            {with_int(good, 1, 4), "bad.bin: version 4"}, {with_int(good, 1, 1), "version 1"},
+            {good + "x", "bad.bin: "}, {good.substr(0, good.size() - 1), "its shape makes"},
+            {with_int(good, 7, 257), "with 257 padded rows"}, {with_int(good, 7, -1), "padded"},
+            {with_int(good, 1, 8 - version), "its shape makes"},
+            {with_int(good, 2, 0), "0 positions"},
+            {with_int(good, 3, 0), "0 tokens"}, {with_int(good, 3, 70000), "70000 tokens"},
+            {with_int(good, 3, INT32_MAX), "tokens"}, {with_int(good, 4, -2), "-2 layers"},
+            {with_int(good, 4, 400), "its shape makes"}, {with_int(good, 4, 401), "401 layers"},
+            {with_int(good, 5, 0), "0 heads"}, {with_int(good, 5, 3), "3 heads"},
+            {with_int(good, 6, 65536), "its shape makes"},
+            {with_int(good, 6, INT32_MIN), "channels"}};
+        for (auto &row : table) {
+            write_file("bad.bin", row.first);
+            expect_model_refused("bad.bin", row.second);
+        }
+    }
+    const Text good = llmc_bytes(m, 3, &ignored);
+    for (size_t n = 0; n < 1024; n += n < 40 ? 1 : 41) {
+        write_file("cut.bin", good.substr(0, n));
+        expect_model_refused("cut.bin",
+                             n < 4 ? "cannot open config.json" : "cut.bin: not a model");
+    }
+}
+
+// One tensor of a good file changed: its name, the member, the new value, what is said of it.
+static const struct {
+    const char *name;
+    char field;  // n(ame), d(type), s(hape) or o(ffsets)
+    const char *value, *words;
+} changes[] = {
+    {"wpe.weight", 'd', "Q4", "wpe.weight: an unknown dtype"},
+    {"wpe.weight", 'd', "", "wpe.weight: an unknown dtype"},
+    {"wpe.weight", 'd', "F64", "wpe.weight: its data_offsets do not span"},
+    {"wpe.weight", 'd', "I32", "wpe.weight: weights are F32, BF16 or F16"},
+    {"wpe.weight", 's', "4,3", "wpe.weight: its shape is not (3, 4)"},
+    {"wpe.weight", 's', "12", "wpe.weight: its shape is not (3, 4)"},
+    {"wpe.weight", 's', "3,4,1", "wpe.weight: its shape is not (3, 4)"},
+    {"wpe.weight", 's', "3,5", "wpe.weight: its data_offsets do not span"},
+    {"wpe.weight", 's', "-3,-4", "wpe.weight: not a whole number"},
+    {"wpe.weight", 's', "0,4", "wpe.weight: its data_offsets do not span"},
+    {"wpe.weight", 's', "", "wpe.weight: its data_offsets do not span"},
+    {"wpe.weight", 's', "1099511627776,1099511627776",
+     "wpe.weight: a shape of more"},
+    {"wpe.weight", 's', "0,1099511627776,1099511627776", "wpe.weight: its data"},
+    {"wpe.weight", 's', "4294967299,4294967296", "wpe.weight: a shape of more"},
+    {"h.1.attn.c_attn.weight", 's', "12,4", "weight: its shape is not (4, 12)"},
+    {"h.1.mlp.c_proj.weight", 's', "4,16", "weight: its shape is not (16, 4)"},
+    {"ln_f.bias", 's', "4,1", "ln_f.bias: its shape is not"},
+    {"ln_f.bias", 's', "1,4", "ln_f.bias: its shape is not"},
+    {"wpe.weight", 'n', "wte.weight", "wte.weight: stands in the file twice"},
+    {"h.0.ln_1.bias", 'n', "h.2.ln_1.bias", "h.2.ln_1.bias: GPT-2 of this many"},
+    {"h.0.ln_1.bias", 'n', "h.99.ln_1.bias", "h.99.ln_1.bias: GPT-2 of this many"},
+    {"h.0.ln_1.bias", 'n', "h.01.ln_1.bias", "h.01.ln_1.bias: GPT-2 of this many"},
+    {"h.0.ln_1.bias", 'n', "h.-1.ln_1.bias", "h.-1.ln_1.bias: GPT-2 of this many"},
+    {"h.0.ln_1.bias", 'n', "h.4294967296.ln_1.bias", "none of this name"},
+    {"h.0.ln_1.bias", 'n', "h.18446744073709551616.ln_1.bias", "none of this name"},
+    {"h.0.ln_1.bias", 'n', "h.0.wte.weight", "none of this name"},
+    {"h.0.ln_1.bias", 'n', "h..ln_1.bias", "none of this name"},
+    {"h.0.ln_1.bias", 'n', "ln_1.bias", "none of this name"},
+    {"ln_f.bias", 'n', "h.0.ln_f.bias", "none of this name"},
+    {"ln_f.bias", 'n', "transformer.transformer.ln_f.bias", "none of this name"},
+    {"ln_f.bias", 'n', "", "tensor : GPT-2 of this many"},
+    {"ln_f.bias", 'n', "ln_f.bias\\n\\u001b[2J", "tensor ln_f.bias??[2J: "},
+    {"h.0.ln_1.weight", 'o', "160,176", "overlap"},
+    {"h.0.ln_1.weight", 'o', "132,148", "overlap"}};
+
+// Whole files and headers that no writer makes, each refused by its name and in little memory.
+static void test_model_refused() {
+    const Shape m = {2, 2, 4, 3, 5};
+    const Members good = hugging_face(m, {"F32"}, "");
+    const Text bytes = safetensors_bytes(good), config = config_text(m);
+    auto refuse = [&](const Text &file, const Text &words) {
+        write_model("model", file, config);
+        expect_model_refused("model", words);
+    };
+    auto header = [](uint64_t length) { return Text((const char *)&length, 8); };
+    static const char not_one[] = "model/model.safetensors: not a safetensors file";
+    static const char json[] = "model/model.safetensors: not JSON as it should be: ";
+    const Text wte = "model/model.safetensors: tensor wte.weight: ";
+    const uint64_t size = bytes.size();
+    const std::pair<Text, Text> files[] = {
+        {"", not_one}, {"{}", not_one}, {Text(7, 0), not_one}, {Text(8, 0), not_one},
+        {header(1) + "{}", not_one}, {header((uint64_t)1 << 63) + bytes.substr(8), not_one},
+        {header(~(uint64_t)0) + bytes.substr(8), not_one}, {header(~(uint64_t)6) + "{}", not_one},
+        {header((uint64_t)1 << 50) + bytes.substr(8), not_one},
+        {header(size - 7) + bytes.substr(8), not_one}, {header(100000001) + bytes, not_one},
+        {with_length("{}", ""), "wte.weight: is missing"}, {with_length("{}", "x"), "overlap"},
+        {with_length("[]", ""), json}, {with_length("{\"a", ""), json},
+        {with_length("{\"__metadata__\":" + Text(65, '[') + Text(65, ']') + "}", ""), "deeper"},
+        {with_length("{\"a\":" + Text(5 << 20, '['), ""), "an object should begin"},
+        {with_length("{\"__metadata__\":" + Text(5 << 20, '['), ""), "deeper than 64"},
+        {with_length("{\"wte.weight\":{\"shape\":" + Text(5 << 20, '['), ""), wte},
+        {safetensors_bytes(good, "\"__metadata__\":{},\"__metadata__\":{},"), "__metadata__ twice"},
+        {safetensors_bytes(good, "\"__metadata__\":{"), json}, {bytes + "x", "leave some of its"},
+        {bytes.substr(0, size - 1), "outside the file"}, {bytes.substr(0, 400), not_one},
+        {with_header(bytes, "\"dtype\":\"F32\",", ""), wte + "dtype, shape and data_offsets"},
+        {with_header(bytes, "\"F32\"", "\"F32\",\"dtype\":\"F32\""), wte + "a member twice"},
+        {with_header(bytes, "\"dtype\"", "\"Dtype\""), wte + "a member twice, or other"},
+        {with_header(bytes, "\"F32\"", "5"), wte}, {with_header(bytes, "F32", "F32\\u0000"), wte},
+        {with_header(bytes, "[5,4]", "5"), wte}, {with_header(bytes, "[5,4]", "[5,4"), wte},
+        {with_header(bytes, "[0,80]", "[0]"), wte},
+        {with_header(bytes, "[0,80]", "[0,80,80]"), wte},
+        {with_header(bytes, "[0,80]", "[-80,0]"), wte},
+        {with_header(bytes, "[0,80]", "[0,8e1]"), wte},
+        {with_header(bytes, "[0,80]", "[80,0]"), wte + "its data_offsets lie outside"},
+        {with_header(bytes, "[0,80]", "[0,18446744073709551615]"), wte},
+        {with_header(bytes, "[0,80]", "[9007199254740912,9007199254740992]"),
+         wte + "its data_offsets"},
+        {with_header(bytes, "{", "x"), json}, {with_header(bytes, "}", ""), wte}};
+    for (auto &row : files) {
+        const double began = wall_ms();
+        refuse(row.first, row.second);
+        expect(wall_ms() - began < 5000, "slow: %s", row.second.c_str());
+    }
+    for (auto &row : changes) {
+        Members list = good;
+        Member &m = named(&list, row.name);
+        (row.field == 'n'   ? m.name
+         : row.field == 'd' ? m.dtype
+         : row.field == 's' ? m.shape
+                            : m.offsets) = row.value;
+        refuse(safetensors_bytes(list), row.words);
+    }
+    for (const Member &t : good) {
+        Members list = good;
+        list.erase(list.begin() + (&t - &good[0]));
+        refuse(safetensors_bytes(list), "tensor " + t.name + ": is missing");
+        list.push_back(t);
+        list.push_back(t);
+        list.back().name = "transformer." + t.name;
+        refuse(safetensors_bytes(list), "transformer." + t.name + ": stands in the file twice");
+    }
+    Members list = good;
+    list.push_back(good[0]);
+    list.back().name = "lm_head.weight";
+    list.back().data[79] ^= 1;
+    refuse(safetensors_bytes(list), "lm_head.weight: differs from wte.weight");
+    list.back().dtype = "U32";
+    refuse(safetensors_bytes(list), "lm_head.weight: weights are F32");
+    list = good;
+    list[1].data += "gap!";
+    list[1].offsets = "80,128";
+    refuse(safetensors_bytes(list), "leave some of its");
+    detail = text("%zu files, %zu changes", sizeof files / sizeof *files,
+                  sizeof changes / sizeof *changes);
+}
+
+// config.json with one thing changed.
+static void test_config_refused() {
+    const Shape m = {2, 2, 4, 3, 5};
+    const Text bytes = safetensors_bytes(hugging_face(m, {"F32"}, ""));
+    static const char *const table[][3] = {
+        {"\"n_layer\"", "\"layers\"", "n_layer is missing or 0"},
+        {"\"n_head\"", "\"heads\"", "n_head is missing or 0"},
+        {"\"n_embd\"", "\"embd\"", "n_embd is missing or 0"},
+        {"\"n_positions\"", "\"positions\"", "n_positions is missing or 0"},
+        {"\"vocab_size\"", "\"vocab\"", "vocab_size is missing or 0"},
+        {"\"n_layer\": 2", "\"n_layer\": 0", "n_layer is missing or 0"},
+        {"\"n_layer\": 2", "\"n_layer\": -2", "not a whole number"},
+        {"\"n_layer\": 2", "\"n_layer\": 2, \"n_layer\": 2", "twice"},
+        {"\"n_layer\": 2", "\"n_layer\": 401", "401 layers"},
+        {"\"n_layer\": 2", "\"n_layer\": 1048577", "n_layer is too large"},
+        {"\"n_layer\": 2", "\"n_layer\": 4294967298", "n_layer is too large"},
+        {"\"n_layer\": 2", "\"n_layer\": 99999999999999999999", "not a whole number"},
+        {"\"n_layer\": 2", "\"n_layer\": \"2\"", "config.json: "},
+        {"\"n_layer\": 2", "\"n_layer\": 1", "h.1.ln_1.weight: GPT-2 of this many layers"},
+        {"\"n_layer\": 2", "\"n_layer\": 3", "h.2.ln_1.weight: is missing"},
+        {"\"n_head\": 2", "\"n_head\": 3", "3 heads, 4 channels"},
+        {"\"n_embd\": 4", "\"n_embd\": 8", "wte.weight: its shape is not (5, 8)"},
+        {"\"n_embd\": 4", "\"n_embd\": 65538", "65538 channels"},
+        {"\"vocab_size\": 5", "\"vocab_size\": 70000", "70000 tokens"},
+        {"\"n_positions\": 3", "\"n_positions\": 4", "wpe.weight: its shape is not (4, 4)"},
+        {"gelu_new", "relu", "activation_function is 'relu'"},
+        {"gelu_new", "gelu_new|gelu_pytorch_tanh", "activation_function is"},
+        {"gelu_new", "", "activation_function is ''"},
+        {"\"gelu_new\"", "[\"gelu_new\"]", "config.json: "},
+        {"\"n_inner\": null", "\"n_inner\": 17", "n_inner is 17"},
+        {"\"n_inner\": null", "\"n_inner\": nil", "config.json: "},
+        {"embeddings\": true", "embeddings\": false", "tie_word_embeddings is 'false'"},
+        {"weights\": true", "weights\": false", "scale_attn_weights is 'false'"},
+        {"{\n", "{\"scale_attn_by_inverse_layer_idx\": true,", "inverse_layer_idx is 'true'"},
+        {"1e-05", "1e-06", "layer_norm_epsilon is '1e-06'"},
+        {"\"gpt2\"", "\"gpt_neo\"", "model_type is 'gpt_neo'"},
+        {"\n}\n", "\n}\n{", "more text after the end"},
+        {"\n}\n", "", "config.json: not JSON"},
+    };
+    for (auto &row : table) {
+        Text config = config_text(m);
+        expect(config.find(row[0]) != Text::npos, "no %s", row[0]);
+        config.replace(config.find(row[0]), strlen(row[0]), row[1]);
+        write_model("model", bytes, config);
+        expect_model_refused("model", row[2]);
+    }
+    write_model("model", bytes, "");
+    expect_model_refused("model", "model/config.json: not JSON");
+    unlink("model/config.json");
+    expect_model_refused("model", "cannot open model/config.json: No such file");
+    expect_model_refused("model/none", "'model/none' is neither a preset");
+    mkfifo("model/config.json", 0644);
+    expect_model_refused("model", "cannot open model/config.json: ");
+    detail = text("%zu changes", sizeof table / sizeof *table);
+}
+
+static const Test tests[] = {
+    {"llmc_refused", test_llmc_refused, 1},
+    {"model_refused", test_model_refused, 1},
+    {"config_refused", test_config_refused, 1},
+};
+
+int main(int argc, char **argv) {
+    return harness_main(argc, argv, tests, sizeof tests / sizeof tests[0], "./train_gpt2");
+}

@@ -1,0 +1,174 @@
+// options.cpp -- what a user types or names wrongly, and what --plan answers: one line on stderr
+// that names the option or the file, what was found and what is allowed; nothing trained, nothing
+// left.
+//
+// Run:    build/test/options [--program build/train_gpt2_asan] [NAME...]
+
+#include "files.h"
+
+// One line that names the option, what was found and what is allowed; nothing is trained.
+static void test_bad_options() {
+    static const Refusal table[] = {
+        {"--nonsense 1", "unknown option '--nonsense'"},
+        {"stray", "unknown option 'stray'"},
+        {"-", "unknown option '-'"},
+        {"-b4", "unknown option '-b4'"},
+        {"--", "unknown option '--'"},
+        {"-b", "--batch needs a value"},
+        {"-b 4 --batch=4", "--batch is given twice"},
+        {"--help=1", "--help takes no value"},
+        {"--json", "--json needs --plan or --eval"},
+        {"--eval x.bin --plan", "--eval is a command of its own"},
+        {"--eval x.bin -o out", "leave --output (-o) out"},
+        {"--eval x.bin -y 1", "needs --output (-o)"},
+        {"--eval missing.bin", "--eval: cannot open missing.bin: No such file"},
+        {"--eval=", "--eval: cannot open : No such file"},
+        {"--eval .", "--eval: cannot open .: Is a directory"},
+        {"--eval train.bin", "train.bin: not an evaluation file"},
+        {"--gpu t4", "need --plan"},
+        {"--gpu-mem 16GiB", "need --plan"},
+        {"-y 1", "needs --output (-o)"},
+        {"-n 5", "--save-every (-n) 5 needs --output"},
+        {"-j val.bin", "needs --train-data (-i)"},
+        {"--plan --gpu t5", "--gpu: 't5' is not one of t4"},
+        {"--plan --gpu-mem 5XB", "--gpu-mem: '5XB' is not a size"},
+        {"-i train.bin -e d13", "--model (-e): 'd13'"},
+        {"-i train.bin -e l2h3c16t8", "--model (-e): 'l2h3c16t8': allowed are"},
+        {"-i train.bin -e l0h1c16t8", "allowed are"},
+        {"-i train.bin -e l2h2c16t0", "allowed are"},
+        {"-i train.bin -e l2h0c16t8", "allowed are"},
+        {"-i train.bin -e l2h2c16t16x", "neither"},
+        {"-i train.bin -e l2h2c-16t16", "allowed are"},
+        {"-i train.bin -e l2h2c99999t1", "allowed are"},
+        {"-i train.bin -e l2h2c16t16 -t 17", "--seq-len (-t): 17 is more than the model's 16"},
+        {"-i train.bin -e l2h2c16t16 -r 2", "'gelu' recomputes GELU, 'norm' also"},
+        {"-i train.bin -e l2h2c16t16 -r half", "--recompute (-r): 'half'"},
+        {"-i train.bin -e l2h2c16t16 -r block:3", "K from 0 to 2"},
+        {"-i train.bin -e l2h2c16t16 -r block:-1", "K from 0 to 2"},
+        {"-i train.bin -e l2h2c16t16 -r block:", "K from 0 to 2"},
+        {"-i train.bin -e l2h2c16t16 -r block:1x", "K from 0 to 2"},
+        {"-i train.bin -e l2h2c16t16 -b 2 --logit-rows 33", "--logit-rows: 33 is more than"},
+        {"-i train.bin -e l2h2c16t16 -b 2 -d 33", "(-d): 33 is not a multiple of B x T = 2 x 16"},
+        {"-i train.bin -e l2h2c16t16 -x 10 -u 11", "--warmup (-u): 11"},
+        {"-i train.bin -e l2h2c16t16 --dtype bf16", "--dtype"},
+        {"-i train.bin -e l2h2c16t16 --moments bf16", "--moments"},
+        {"-i train.bin -e l2h2c16t16 --offload moments", "--offload"},
+        {"-i train.bin -e l2h2c16t16 --grad-dtype bf16", "--grad-dtype bf16 needs --dtype bf16"},
+        {"--plan --gpu t4 -e d12 --dtype bf16", "t4 has no bf16"},
+        {"--plan --gpu a100 -e d12 -w 0 --offload master", "--offload master"},
+        {"-i train.bin -e l2h2c16t16 -x 3 -s 1 --prompt 12345678901234567", "at most 16 fit"},
+        {"-e l2h2c16t16", "no data: 'make data'"},
+    };
+    write_corpus();
+    for (const Refusal &row : table) {
+        expect_refused(program(row.arguments), row.words, row.arguments);
+    }
+    detail = text("%zu command lines", sizeof table / sizeof table[0]);
+}
+
+// One line that names the file; no checkpoint is left.
+static void test_bad_data() {
+    write_corpus();
+    const Text good = read_file("train.bin");
+    Ids short_tokens(16, 7), outside(400, 7);
+    outside[300] = 257;
+    write_file("empty.bin", "");
+    write_file("header.bin", good.substr(0, 1000));
+    write_file("cut.bin", good.substr(0, 2001));
+    write_file("long.bin", good + "x");
+    write_file("magic.bin", with_int(good, 0, 20240521));
+    write_file("version.bin", with_int(good, 1, 2));
+    write_file("negative.bin", with_int(good, 2, -1));
+    write_file("words.bin", with_int(good, 3, 258));
+    write_file("kind.bin", with_int(good, 4, 7));
+    write_file("none.bin", shard_bytes({}, BYTE_TOKENS));
+    write_file("short.bin", shard_bytes(short_tokens, BYTE_TOKENS));
+    write_file("outside.bin", shard_bytes(outside, BYTE_TOKENS));
+    write_file("gpt2.bin", shard_bytes(outside, GPT2_TOKENS));
+    mkdir("folder.bin", 0755);
+    static const Refusal table[] = {
+        {"-i missing.bin", "no token file matches missing.bin"},
+        {"-i empty.bin", "empty.bin: 0 bytes are too few"},
+        {"-i header.bin", "header.bin: 1000 bytes are too few"},
+        {"-i folder.bin", "folder.bin"},
+        {"-i cut.bin",
+         "cut.bin: the header counts 3000 tokens, which makes 7024 bytes; the file has"},
+        {"-i long.bin", "long.bin: the header counts"},
+        {"-i magic.bin", "magic.bin: not a token file: it starts with 20240521"},
+        {"-i version.bin", "version.bin: token file version 2"},
+        {"-i negative.bin", "negative.bin: the header counts -1"},
+        {"-i words.bin", "words.bin: a vocabulary of 258"},
+        {"-i kind.bin", "kind.bin: tokenizer 7"},
+        {"-i none.bin", "none.bin: 0 tokens are fewer than one sequence: T + 1 = 17"},
+        {"-i short.bin", "short.bin: 16 tokens are fewer than one sequence: T + 1 = 17"},
+        {"-i outside.bin", "outside.bin: token 300 is 257, outside the vocabulary of 257"},
+        {"-i [tg]*.bin", "its tokens are"},
+        {"-i train.bin -j gpt2.bin", "gpt2.bin"},
+        {"-i train.bin -j missing.bin", "no token file matches missing.bin"},
+        {"-i train.bin -j short.bin", "short.bin: 16 tokens"},
+        {"-i train.bin -b 200", "a step takes 200 sequences of 16 tokens; train.bin has 187"},
+        {"-i train.bin -d 3200 -b 2", "a step takes 200 sequences"},
+        {"-i train.bin -j val.bin -b 30", "val.bin: 24 sequences of 16 tokens are fewer"},
+    };
+    for (const Refusal &row : table) {
+        expect_refused(program(Text("-e l2h2c16t16 -o out ") + row.arguments), row.words,
+                       row.arguments);
+        expect(!exists("out/step-00000000"), "%s left a checkpoint", row.arguments);
+    }
+    detail = text("%zu files and sizes", sizeof table / sizeof table[0]);
+}
+
+// Full disk (a limit on the size of files), folders that cannot be made or written.
+static void test_bad_output() {
+    write_corpus();
+    expect_success(program(TINY "--quiet -x 2 -o out"), "first run");
+    expect_refused(program(TINY "--quiet -x 4 -y 1 -o out", full_disk(20000)),
+                   "cannot write out/step-00000004.tmp/", "full disk");
+    expect(names_in("out", "step") == "step-00000002", "%s", names_in("out", "step").c_str());
+    expect_refused(program(TINY "--quiet -x 2 -o log", full_disk(600)), "log.jsonl", "full log");
+    expect_refused(program(TINY "-x 2 -o train.bin/out"), "cannot create folder", "below a file");
+    expect_refused(program(TINY "-x 2 -o train.bin"), "train.bin", "a file");
+    expect_refused(program(TINY "-x 2 -o /proc/none"), "cannot create folder", "/proc");
+    expect_refused(program(TINY "-x 2 -o out"), "already holds checkpoints", "without -y");
+    mkdir("closed", 0555);
+    expect_refused(program(TINY "-x 2 -o closed/out",
+                           [] {
+                               if (geteuid() == 0 && (setgid(65534) != 0 || setuid(65534) != 0)) {
+                                   exit(98);
+                               }
+                           }),
+                   "closed/out: Permission denied", "unwritable folder");
+}
+
+// What --plan prints and returns, for GPUs, for this machine, and as JSON.
+static void test_plan_command() {
+    Outcome o = program("--plan -e d48 --gpu h200");
+    expect_success(o, "--plan -e d48 --gpu h200");
+    expect(has_sanitizers() || o.user_ms < 1000, "%.0f ms of the processor", o.user_ms);
+    expect(o.out.find("memory plan of the GPU run") == 0 &&
+           o.out.find("1,557,686,400 parameters") != Text::npos &&
+           o.out.find("not measured; 1 GiB reserved") != Text::npos &&
+           o.out.find("rule of thumb") != Text::npos && o.out.find("-r block") != Text::npos);
+    o = program("--plan -e d48 --gpu t4");
+    expect(o.status == 1 && o.out.find("DOES NOT FIT, short") != Text::npos, "status %d", o.status);
+    o = program("--plan -e l2h2c16t16 -b 2");
+    expect_success(o, "--plan of the CPU run");
+    expect(o.out.find("memory plan of the CPU run\n") == 0);
+    for (const char *arguments :
+         {"--plan --json -e l2h2c16t16", "--plan --json --gpu-mem 16G -e d12"}) {
+        o = program(arguments);
+        expect_success(o, arguments);
+        expect(json_valid(o.out) && o.out.find("\"rows\":[") != Text::npos, "%s", arguments);
+    }
+}
+
+static const Test tests[] = {
+    {"bad_options", test_bad_options, 1},
+    {"bad_data", test_bad_data, 1},
+    {"bad_output", test_bad_output, 1},
+    {"plan_command", test_plan_command, 1},
+};
+
+int main(int argc, char **argv) {
+    return harness_main(argc, argv, tests, sizeof tests / sizeof tests[0], "./train_gpt2");
+}
