@@ -154,8 +154,9 @@ static size_t host_memory_available(void) {
 // Has the run been asked to stop? Everything that takes long asks between two pieces of work.
 static int run_stopping(void) { return stop_signal != 0; }
 
-// From here on signals ask the run to stop, except a SIGHUP that was ignored from the start (nohup).
-// Writes to a closed pipe or beyond `ulimit -f` fail with an error, which is reported as any other.
+// From here on signals ask the run to stop, except a SIGHUP that was ignored from the start, as
+// nohup does. Writes to a closed pipe or beyond `ulimit -f` fail with an error, which is reported
+// as any other.
 static void stop_on_signals(void) {
     struct sigaction action, hangup;
     memset(&action, 0, sizeof action);
@@ -812,9 +813,13 @@ static int model_is_allowed(const Model *m) {
            m->C % m->NH == 0 && m->maxT >= 1 && m->maxT <= 1 << 20;
 }
 
-// Reads -e into everything but the vocabulary. Returns 1 for a preset (its vocabulary is GPT-2's),
-// 0 for a shape, -1 where it is neither: a file (chapter Model files).
-static int model_parse(Model *m, const char *text) {
+// What -e names, which decides the vocabulary: a preset's is GPT-2's, a shape takes the data's, a
+// file (chapter Model files) has its own.
+typedef enum { MODEL_PRESET, MODEL_SHAPE, MODEL_FILE } ModelKind;
+
+// Reads -e into everything but the vocabulary; into nothing where it is neither a preset nor a
+// shape, and so a file. Ends the run at a shape beyond what is allowed.
+static ModelKind model_parse(Model *m, const char *text) {
     memset(m, 0, sizeof *m);
     for (size_t i = 0; i < sizeof presets / sizeof presets[0]; i++) {
         if (strcmp(text, presets[i].name) == 0 || strcmp(text, presets[i].alias) == 0) {
@@ -822,21 +827,21 @@ static int model_parse(Model *m, const char *text) {
             m->NH = presets[i].NH;
             m->C = presets[i].C;
             m->maxT = 1024;
-            return 1;
+            return MODEL_PRESET;
         }
     }
     int end = 0;
     if (strlen(text) > 40 ||
         sscanf(text, "l%5dh%5dc%6dt%8d%n", &m->L, &m->NH, &m->C, &m->maxT, &end) != 4 ||
         text[end] != 0) {
-        return -1;
+        return MODEL_FILE;
     }
     if (!model_is_allowed(m)) {
         die("--model (-e): '%s': allowed are 1-400 layers, 1-65536 channels in equal heads, "
             "1-1048576 positions",
             text);
     }
-    return 0;
+    return MODEL_SHAPE;
 }
 
 static void model_set_vocabulary(Model *m, int V) {
@@ -4327,8 +4332,8 @@ static void run_flush(Run *run) {
     }
 }
 
-// The exit status of a command that ends with `status`, once all its output is written: 1 and a line
-// when stdout failed. Who closes a pipe (`| head -1`) has read enough: that is no failure.
+// The exit status of a command that ends with `status`, once all its output is written: 1 and a
+// line when stdout failed. Who closes a pipe (`| head -1`) has read enough: that is no failure.
 static int output_status(Run *run, int status) {
     run_flush(run);
     if (run->stdout_error == 0 || run->stdout_error == EPIPE) {
@@ -4548,7 +4553,9 @@ static void run_train(Run *run) {
 
 // -------------------------------------------------------------------------------------------------
 // 18. Start-up and main
-// From options to a run: the order in which things are decided, refused and opened.
+// From options to a run, in the seven steps of program_run(). What one step decides the next ones
+// build on. Nothing is written, and no large memory taken, before everything that can be refused
+// has been refused: five steps only read, the sixth compares the plan with the memory there is.
 
 // What differs between the programs of the two volumes.
 typedef struct Program {
@@ -4560,12 +4567,31 @@ typedef struct Program {
     int (*command)(Run *run, const struct Program *program);  // --check, --compare; NULL: none
 } Program;
 
-// The data of a run without -i: the first prepared corpus, BPE shards before bytes for presets.
-static void default_data(Options *o, int preset) {
+// Step 2: the model's sizes from -e, and its open file where it names one. Its vocabulary is not
+// yet known, except from a file.
+static ModelKind run_choose_model(Run *run, const Program *program, Model *m) {
+    Options *o = &run->o;
+    o->model = o->model ? o->model : program->default_model;
+    ModelKind kind = model_parse(m, o->model);
+    if (kind == MODEL_FILE) {
+        if (access(o->model, F_OK) != 0) {
+            die("--model (-e): '%s' is neither a preset (d12 d24 d36 d48), nor a shape such as "
+                "l4h4c128t256, nor a file or folder",
+                o->model);
+        }
+        model_file_open(&run->weights, o->model);
+        *m = run->weights.model;
+    }
+    return kind;
+}
+
+// The data of a run without -i: the first prepared corpus, for a model with GPT-2's vocabulary its
+// tokens before bytes. Leaves the options as they are when none is prepared.
+static void default_data(Options *o, int is_gpt2) {
     static const char *const names[] = {"tinyshakespeare_gpt2", "tinyshakespeare_bytes",
                                         "sources_bytes"};
-    static char train[PATH_BYTES], val[PATH_BYTES];
-    for (int i = preset ? 0 : 1; i < 3; i++) {
+    static char train[PATH_BYTES], val[PATH_BYTES];  // the options point to them
+    for (int i = is_gpt2 ? 0 : 1; i < 3; i++) {
         path_print(train, "data/%s_train*.bin", names[i]);
         path_print(val, "data/%s_val*.bin", names[i]);
         glob_t found;
@@ -4579,22 +4605,45 @@ static void default_data(Options *o, int preset) {
     }
 }
 
-// The model's vocabulary: its file's (preset -1), the preset's (1) or the data's.
-static void model_open(Model *m, const Options *o, int preset, const Dataset *data) {
-    if (preset < 0) {
-        if (data && data->vocabulary != m->V) {
-            die("--model (-e): %s has a vocabulary of %d; the data, %s, has tokens of another, %d",
-                o->model, m->V, o->train_data, data->vocabulary);
-        }
-    } else if (preset) {
-        model_set_vocabulary(m, GPT2_VOCABULARY);
-        if (data && data->vocabulary != GPT2_VOCABULARY && !o->quiet) {
-            printf("%s keeps GPT-2's vocabulary of %d; this data uses %d of it\n", o->model, m->V,
-                   data->vocabulary);
-        }
-    } else {
-        model_set_vocabulary(m, data ? data->vocabulary : BYTE_VOCABULARY);
+// The model's vocabulary: the preset's, the file's or the data's. Without data (--plan), a shape
+// takes that of bytes. Ends the run when a file's vocabulary is not the data's: the same number
+// would mean another text.
+static void model_vocabulary(Model *m, ModelKind kind, const Options *o, const Dataset *data) {
+    switch (kind) {
+        case MODEL_PRESET:
+            model_set_vocabulary(m, GPT2_VOCABULARY);
+            if (data && data->vocabulary != GPT2_VOCABULARY && !o->quiet) {
+                printf("%s keeps GPT-2's vocabulary of %d; this data uses %d of it\n", o->model,
+                       m->V, data->vocabulary);
+            }
+            break;
+        case MODEL_SHAPE:
+            model_set_vocabulary(m, data ? data->vocabulary : BYTE_VOCABULARY);
+            break;
+        case MODEL_FILE:
+            if (data && data->vocabulary != m->V) {
+                die("--model (-e): %s has a vocabulary of %d; the data, %s, has one of %d",
+                    o->model, m->V, o->train_data, data->vocabulary);
+            }
+            break;
     }
+}
+
+// Step 3: the training data, and with it the vocabulary. A plan needs data only for the vocabulary
+// of a shape, and takes the bytes' where there is none.
+static void run_choose_data(Run *run, Model *m, ModelKind kind) {
+    Options *o = &run->o;
+    if (!o->train_data) {
+        default_data(o, kind == MODEL_PRESET || m->V == GPT2_VOCABULARY);
+    }
+    if (!o->train_data && !o->plan) {
+        die("no data: 'make data' prepares tinyshakespeare; --train-data (-i) takes token shards");
+    }
+    if (o->train_data && (!o->plan || kind == MODEL_SHAPE)) {
+        int64_t T = o->seq_len ? o->seq_len : m->maxT;
+        dataset_open(&run->train, o->train_data, (int)min_i64(T, m->maxT));
+    }
+    model_vocabulary(m, kind, o, run->train.shards ? &run->train : NULL);
 }
 
 // Prints the plan and returns the program's exit status: 1 when it does not fit what was named.
@@ -4617,7 +4666,8 @@ static int plan_command(const Program *program, const Options *o, const Model *m
     return fits ? 0 : 1;
 }
 
-// Steps, micro-steps and their limits, from the options and the data.
+// Step 5: how many micro-batches make a step and how many steps the run, from the options and the
+// data. Ends the run where they do not divide, or the data is too short for one step.
 static void run_size(Run *run) {
     const Options *o = &run->o;
     const Settings *s = &run->s;
@@ -4749,7 +4799,7 @@ static void run_vocabulary(Run *run) {
     }
 }
 
-// The batch of a run whose settings are known; ends the run when its plan does not fit.
+// Step 6: the batch of a run whose settings are known; ends the run when its plan does not fit.
 static void run_fit(Run *run, const Program *program) {
     Plan p;
     size_t batch = (size_t)run->s.B * (size_t)run->s.T;
@@ -4760,10 +4810,10 @@ static void run_fit(Run *run, const Program *program) {
     plan_free(&p);
 }
 
-// From options to a run that is sized, fits, and has its data; ends the run where one does not.
-static void run_open(Run *run, const Program *program, const Model *m) {
+// The validation data, which must be in the training data's tokens. Without it, or with -v 0,
+// nothing is validated.
+static void run_open_validation(Run *run) {
     const Options *o = &run->o;
-    settings_from_options(&run->s, o, m, program->gpu);
     run->has_val = o->val_data && o->val_every;
     if (run->has_val) {
         dataset_open(&run->val, o->val_data, run->s.T);
@@ -4771,12 +4821,14 @@ static void run_open(Run *run, const Program *program, const Model *m) {
             die("--val-data (-j): %s has another tokenizer than %s", o->val_data, o->train_data);
         }
     }
-    run_size(run);
-    run_fit(run, program);
+}
+
+// Vocabulary and prompt of the samples: what is wrong with them is said now, not after a thousand
+// steps. Uses the batch's memory, which is still free.
+static void run_prepare_samples(Run *run) {
     run_vocabulary(run);
-    if (o->sample_every) {
-        prompt_tokens(run->inputs, run->s.T, run->train.tokenizer, run->bpe,
-                      o->prompt);  // or the end of the run
+    if (run->o.sample_every) {
+        prompt_tokens(run->inputs, run->s.T, run->train.tokenizer, run->bpe, run->o.prompt);
     }
 }
 
@@ -4794,8 +4846,9 @@ static int64_t run_engine_open(Run *run, const Program *program, const Model *m)
     return step;
 }
 
-// From an accepted run to its first step: output folder, engine, checkpoint or fresh weights, log,
-// box.
+// Step 7: everything that leaves a trace: output folder, engine, checkpoint or fresh weights, log,
+// start-up box. The folder comes first, so that two runs never write into one; the log after the
+// weights, because a resume cuts it back to its checkpoint's step.
 static void run_begin(Run *run, const Program *program, const Model *m) {
     const Options *o = &run->o;
     Plan p;
@@ -4820,23 +4873,27 @@ static void run_begin(Run *run, const Program *program, const Model *m) {
     if (!o->quiet) {
         run_print_box(run, program, &p);
         run_flush(run);
-        stop_line = !o->output[0] ? "\nstopping after this micro-batch; without --output (-o) nothing "
-                                    "is saved; again to quit\n"
-                                  : "\nstopping after this micro-batch and saving; again to quit\n";
+        stop_line = o->output[0] ? "\nstopping after this micro-batch and saving; again to quit\n"
+                                 : "\nstopping after this micro-batch; without --output (-o) "
+                                   "nothing is saved; again to quit\n";
         stop_line += !run->live;  // on a terminal the line being rewritten is left as it is
     }
     plan_free(&p);
 }
 
 // --eval: scores the model, without data and without writing anything. A signal ends it with what
-// was scored by then, which is no failure. Without -t, T is what the longest row of the file needs.
-static int eval_command(Run *run, const Program *program, const Model *m) {
+// was scored by then, which is no failure. Without -t, T is what the longest row of the file needs,
+// and a model that is not from a file has GPT-2's vocabulary, as those files do.
+static int eval_command(Run *run, const Program *program, Model *m) {
     Options *o = &run->o;
     Mapping map;
     EvalFile f;
     EvalScore score;
     char weights[48] = "weights of that file";
     memset(&score, 0, sizeof score);
+    if (m->V == 0) {
+        model_set_vocabulary(m, GPT2_VOCABULARY);
+    }
     if (mapping_open(&map, o->eval) != 0) {
         die("--eval: cannot open %s: %s", o->eval, strerror(errno));
     }
@@ -4870,57 +4927,8 @@ static int eval_command(Run *run, const Program *program, const Model *m) {
     return 0;
 }
 
-static int program_run(Run *run, const Program *program, int argc, char **argv) {
-    Model m;
-    program_name = program->name;
-    options_parse(&run->o, argc, argv);
-    if (run->o.help) {
-        options_print_help(program->default_model);
-        return 0;
-    }
-    if (!run->o.model) {
-        run->o.model = program->default_model;
-    }
-    if ((run->o.check || run->o.compare) && !program->command) {
-        die("--check and --compare are commands of the GPU program, train_gpt2cu");
-    }
-    int preset = model_parse(&m, run->o.model);
-    if (preset < 0) {
-        if (access(run->o.model, F_OK) != 0) {
-            die("--model (-e): '%s' is neither a preset (d12 d24 d36 d48), nor a shape such as "
-                "l4h4c128t256, nor a file or folder", run->o.model);
-        }
-        model_file_open(&run->weights, run->o.model);
-        m = run->weights.model;
-    }
-    stop_line = run->o.quiet ? "" : "stopping; again to quit\n";
-    stop_on_signals();
-    if (run->o.eval) {
-        if (preset >= 0) {
-            model_set_vocabulary(&m, GPT2_VOCABULARY);
-        }
-        return eval_command(run, program, &m);
-    }
-    if (!run->o.train_data) {
-        default_data(&run->o, preset > 0 || m.V == GPT2_VOCABULARY);
-    }
-    if (!run->o.train_data && !run->o.plan) {
-        die("no data: 'make data' prepares tinyshakespeare; --train-data (-i) takes token shards");
-    }
-    int64_t T = run->o.seq_len ? run->o.seq_len : m.maxT;
-    if (run->o.train_data && !(run->o.plan && preset != 0)) {
-        dataset_open(&run->train, run->o.train_data, (int)min_i64(T, m.maxT));
-    }
-    model_open(&m, &run->o, preset, run->train.shards ? &run->train : NULL);
-    if (run->o.plan) {
-        return plan_command(program, &run->o, &m);
-    }
-    run_open(run, program, &m);
-    if ((run->o.check || run->o.compare) && program->command) {
-        return program->command(run, program);
-    }
-    run_begin(run, program, &m);
-    run_train(run);
+// Frees what a finished run holds.
+static void run_close(Run *run) {
     run->engine.close(&run->engine);
     dataset_close(&run->train);
     if (run->has_val) {
@@ -4928,12 +4936,49 @@ static int program_run(Run *run, const Program *program, int argc, char **argv) 
     }
     free(run->inputs);
     free(run->bpe);
+}
+
+// Start-up in its order, then the command that was asked for, without one the training. Returns the
+// exit status; whatever cannot be done ends the program in one line instead.
+static int program_run(Run *run, const Program *program, int argc, char **argv) {
+    const Options *o = &run->o;
+    Model m;
+    options_parse(&run->o, argc, argv);                                // 1 options
+    if (o->help) {
+        options_print_help(program->default_model);
+        return 0;
+    }
+    if ((o->check || o->compare) && !program->command) {
+        die("--check and --compare are commands of the GPU program, train_gpt2cu");
+    }
+    stop_line = o->quiet ? "" : "stopping; again to quit\n";
+    stop_on_signals();
+    const ModelKind kind = run_choose_model(run, program, &m);         // 2 the model's sizes
+    if (o->eval) {
+        return eval_command(run, program, &m);
+    }
+    run_choose_data(run, &m, kind);                                    // 3 data and vocabulary
+    if (o->plan) {
+        return plan_command(program, o, &m);
+    }
+    settings_from_options(&run->s, o, &m, program->gpu);               // 4 settings
+    run_open_validation(run);
+    run_size(run);                                                     // 5 steps, micro-batches
+    run_fit(run, program);                                             // 6 memory
+    run_prepare_samples(run);
+    if (o->check || o->compare) {
+        return program->command(run, program);
+    }
+    run_begin(run, program, &m);                                       // 7 folder, engine, log
+    run_train(run);
+    run_close(run);
     return 0;
 }
 
 // The program, for either volume's main. Returns the exit status.
 static int program_main(const Program *program, int argc, char **argv) {
     static Run run;
+    program_name = program->name;
     return output_status(&run, program_run(&run, program, argc, argv));
 }
 

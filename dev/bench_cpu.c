@@ -209,7 +209,8 @@ static void bench_step(const char *name, int B, int T, double dnnl_ms) {
     o.batch = B;
     o.seq_len = T;
     model_set_vocabulary(
-        &m, tokenizer_vocabulary(model_parse(&m, name) ? TOKENIZER_GPT2 : TOKENIZER_BYTES));
+        &m, tokenizer_vocabulary(model_parse(&m, name) == MODEL_PRESET ? TOKENIZER_GPT2
+                                                               : TOKENIZER_BYTES));
     settings_from_options(&s, &o, &m, 0);
     cpu_open(&e, &s);
     engine_initialise(&e, &m, 1);

@@ -477,7 +477,7 @@ static void target_options(const unsigned char *bytes, size_t size) {
         require_option(&o, &option_rows[i]);
     }
     Model m;
-    if (o.model && model_parse(&m, o.model) >= 0) {
+    if (o.model && model_parse(&m, o.model) != MODEL_FILE) {
         FACT(model_is_allowed(&m));
     }
     int level, blocks;
@@ -492,7 +492,7 @@ static void target_plan(const unsigned char *bytes, size_t size) {
     Settings s;
     Plan p;
     parse_words(&o, bytes, size);
-    if (model_parse(&m, o.model ? o.model : "l1h1c8t8") < 0) {
+    if (model_parse(&m, o.model ? o.model : "l1h1c8t8") == MODEL_FILE) {
         return;
     }
     model_set_vocabulary(&m, GPT2_VOCABULARY);
