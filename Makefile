@@ -56,6 +56,7 @@ DEPEND = -MMD -MP -MF build/$(@F).d -MT $@
 # --- Targets --------------------------------------------------------------------------------------
 PROGRAMS := test_gpt2 test_gpt2_double test_gpt2_asan train_gpt2_asan bench_cpu test_cuda_cpu \
             test_gpt2cu_cpu test_gpt2cu_cpu_asan test_gpt2cu
+PROGRAMS += test_cuda_cpu_asan cuda_example
 .PHONY: help train test one fuzz bench bench_packages check_torch data style deps clean FORCE \
         $(PROGRAMS)
 help: ## this list
@@ -110,6 +111,12 @@ train_gpt2cu_cpu: train_gpt2.cu build/flags | $(EMPTY_DATA) ## the same without 
 build/train_gpt2cu_cpu_asan: VARIANT := -DGPT2_POISON=1 $(ASAN)
 build/train_gpt2cu_cpu_asan: train_gpt2.cu build/flags
 train_gpt2cu_cpu build/train_gpt2cu_cpu_asan $(filter-out %cu,$(CUDA_TESTS)) build/test_cuda_cpu:
+	$(CUDA_ON_CPU) $(VARIANT) $(DEPEND) $< -o $@ -lm
+# The CPU layer's own test where a sanitizer sees the planted bugs first, and its example.
+build/test_cuda_cpu_asan: VARIANT := $(ASAN)
+build/test_cuda_cpu_asan: dev/cuda_cpu/test_cuda_cpu.cpp build/flags
+build/cuda_example: dev/cuda_cpu/example.cu build/flags
+build/test_cuda_cpu_asan build/cuda_example:
 	$(CUDA_ON_CPU) $(VARIANT) $(DEPEND) $< -o $@ -lm
 # One GPU's kernels alone, and what ptxas says of each: registers, spills.
 build/sm_%.log: train_gpt2.cu train_gpt2.c data/formats.c build/flags

@@ -2252,14 +2252,14 @@ template <class T> struct Device {
     }
 };
 
-// Order 0 is the one that EMU_SEED, EMU_LAZY and EMU_GUARD ask for, and every test but those of
+// Order 0 is the one that EMU_SEED, EMU_ORDER and EMU_GUARD ask for, and every test but those of
 // kernels runs in it; the others go on from there. On a GPU the others only run again.
 enum { ORDERS = CUDA_CPU ? 6 : 2 };
 static void set_order(int order) {
 #if CUDA_CPU
     static const emu::Settings asked = emu::set;
     emu::set.seed = asked.seed + (order < 4 ? order : 0);
-    emu::set.lazy = asked.lazy || order == 4;
+    emu::set.order = order == 4 ? (long)emu::LATE : asked.order;
     emu::set.guard = asked.guard || order == 5;
 #else
     (void)order;
@@ -2269,8 +2269,14 @@ static void set_order(int order) {
 // The variables that make the present order a run's order 0.
 static Text order_switches() {
 #if CUDA_CPU
-    return text("EMU_SEED=%ld EMU_LAZY=%ld EMU_GUARD=%ld ", emu::set.seed, emu::set.lazy,
-                emu::set.guard);
+    char *words = NULL;
+    size_t length = 0;
+    FILE *f = open_memstream(&words, &length);
+    emu::print_switches(f, "");
+    fclose(f);
+    Text all(words, length);
+    free(words);
+    return all + " ";
 #else
     return "";
 #endif

@@ -79,7 +79,7 @@ cuda_compile() {
 
 run style dev/style.sh
 programs="test_gpt2 test_gpt2_double test_gpt2_asan test_cuda_cpu test_gpt2cu_cpu
-          test_gpt2cu_cpu_asan test/formats test/formats_asan"
+          test_gpt2cu_cpu_asan test_cuda_cpu_asan test/formats test/formats_asan"
 # What drives a built program from outside: the driver, the program, the tests (none: all).
 # Programs with sanitizers run what is about memory and files, not what takes long to learn.
 drives="options       train_gpt2
@@ -133,6 +133,11 @@ while read -r driver program names <&3; do
     can_build $program && build build/test/$driver train_gpt2 $program &&
         run "$driver ${program#build/}" build/test/$driver --program $program $names
 done 3<<< "$drives"
+if [ -z "${CUDA_HEADERS-}" ]; then
+    skip cuda_example "no headers of CUDA"
+else
+    build build/cuda_example && run cuda_example dev/cuda_cpu/example.sh build/cuda_example
+fi
 if [ -z "${NVCC-}" ]; then
     skip cuda_compile "no nvcc"
 else

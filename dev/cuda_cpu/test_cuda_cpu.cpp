@@ -18,6 +18,8 @@
 //   8  Planted bugs
 //   9  Speed
 //   10  The table and main
+//
+// Copyright (c) 2026 the train_gpt2 authors. SPDX-License-Identifier: MIT
 #include <cuda_runtime.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -279,11 +281,14 @@ static __global__ void k_half(int *ok) {  // 16-bit types: rounding to nearest e
     good &= std::isinf(__half2float(__float2half_rn(70000.0f)));
     __nv_bfloat162 pair = __floats2bfloat162_rn(1.0f, -2.0f);
     good &= emu::bits<unsigned>(pair) == 0xc0003f80u;
+#if CUDART_VERSION >= 12020     // older headers keep the arithmetic of pairs to nvcc
     float2 two = __bfloat1622float2(__hadd2(pair, pair));
     good &= two.x == 2.0f && two.y == -4.0f && __hmul(pair.x, pair.y) == pair.y;
+#endif
     __half2 h = __floats2half2_rn(0.5f, 3.0f);
     good &= __high2float(h) == 3.0f && __low2float(h) == 0.5f;
     good &= __bfloat16_as_ushort(pair.x) == 0x3f80 && __ushort_as_bfloat16(0x4000) == bf16(2.0f);
+    good &= __half_as_ushort(__float2half_rn(1.0f)) == 0x3c00;
     for (unsigned i = 0; i < 1 << 16; i += 7) {
         float x = __half2float(__ushort_as_half((unsigned short)i));
         good &= emu::widen<__half>((uint16_t)i) == x || x != x;
@@ -366,6 +371,22 @@ template <bool BARRIER> static __global__ void k_two_phases(float *out) {
         }
     }
 }
+// Each lane hands its neighbour a number through shared memory, twice. Without the second barrier
+// of the warp a fast lane overwrites what a slow one still reads.
+template <bool BARRIER> static __global__ void k_neighbours(float *out) {
+    SHARED(float, value, [256]);
+    int t = (int)threadIdx.x;
+    float sum = 0;
+    for (int i = 0; i < 2; i++) {
+        value[t] = i == 0 ? 3.0f : 5.0f;
+        __syncwarp();
+        sum += (i == 0 ? 5.0f : 3.0f) * value[t ^ 1];
+        if (BARRIER) {
+            __syncwarp();
+        }
+    }
+    out[t] = sum;
+}
 // How many of eight seeds give another result than a kernel with all its barriers.
 static int seeds_that_differ(void (*kernel)(float *), float expected) {
     int differ = 0;
@@ -384,12 +405,88 @@ static int seeds_that_differ(void (*kernel)(float *), float expected) {
     return differ;
 }
 static void test_seeds() {
-    int early = seeds_that_differ(k_block_sum<false>, 8), reuse;
+    int early = seeds_that_differ(k_block_sum<false>, 8), reuse, lanes;
     reuse = seeds_that_differ(k_two_phases<false>, 0);
-    EXPECT(early == 8 && reuse >= 3);
+    lanes = seeds_that_differ(k_neighbours<false>, 30);
+    EXPECT(early == 8 && reuse >= 3 && lanes >= 3);
     EXPECT(seeds_that_differ(k_block_sum<true>, 8) == 0);
     EXPECT(seeds_that_differ(k_two_phases<true>, 0) == 0);
-    snprintf(note, sizeof note, "missing barriers seen by %d and %d of 8 seeds", early, reuse);
+    EXPECT(seeds_that_differ(k_neighbours<true>, 30) == 0);
+    snprintf(note, sizeof note, "missing barriers seen by %d, %d and, of a warp, %d of 8 seeds",
+             early, reuse, lanes);
+}
+
+// In which order threads come to a place: before and behind a warp operation and a barrier.
+// order: for each of the PLACES, the threads of all blocks as they came; count: 0s, one a place.
+enum { PLACES = 3, S_BLOCKS = 8, S_THREADS = 128, S_ALL = S_BLOCKS * S_THREADS };
+static __global__ void k_order(int *order, int *count) {
+    int me = (int)(blockIdx.x * blockDim.x + threadIdx.x);
+    order[atomicAdd(count, 1)] = me;
+    __syncwarp();
+    order[S_ALL + atomicAdd(count + 1, 1)] = me;
+    __syncthreads();
+    order[2 * S_ALL + atomicAdd(count + 2, 1)] = me;
+}
+static std::vector<int> order_of(long seed, uint64_t launch_no) {
+    Setting s(emu::set.seed, seed);
+    emu::launches = launch_no;
+    int *order = device<int>(PLACES * S_ALL), *count = device(std::vector<int>(PLACES, 0));
+    launch(k_order, S_BLOCKS, S_THREADS, 0, 0, order, count);
+    std::vector<int> v = host(order, PLACES * S_ALL);
+    OK(cudaFree(order));
+    OK(cudaFree(count));
+    return v;
+}
+// How often a thread, warp or block (size: threads in one) comes later than its next one does.
+static int inversions(const int *order, int size) {
+    std::vector<int> place(S_ALL / size, -1);
+    int n = 0;
+    for (int i = 0; i < S_ALL; i++) {
+        int &p = place[(size_t)(order[i] / size)];
+        p = p < 0 ? i : p;      // of the first of its threads
+    }
+    for (size_t i = 1; i < place.size(); i++) {
+        n += place[i] < place[i - 1];
+    }
+    return n;
+}
+// Seeds shuffle: of all pairs of neighbours, lanes, warps and blocks, a fair share comes the other
+// way round, each seed in its own order. Without a seed nothing is shuffled, and this test's own
+// measure says so.
+static void test_shuffled() {
+    enum { SEEDS = 8 };
+    const int sizes[] = {1, 32, S_THREADS};
+    std::vector<std::vector<int>> seen;
+    int least = 100;
+    for (long seed = 0; seed < SEEDS; seed++) {
+        std::vector<int> order = order_of(seed, 7000);
+        for (const std::vector<int> &other : seen) {
+            EXPECT(order != other);
+        }
+        for (int p = 0; p < PLACES; p++) {
+            std::vector<int> sorted(order.begin() + p * S_ALL, order.begin() + (p + 1) * S_ALL);
+            std::sort(sorted.begin(), sorted.end());
+            for (int i = 0; i < S_ALL; i++) {
+                EXPECT(sorted[(size_t)i] == i);  // everybody came once
+            }
+        }
+        seen.push_back(order);
+    }
+    for (int p = 0; p < PLACES; p++) {
+        for (int size : sizes) {
+            int pairs = S_ALL / size - 1, turned = 0;
+            for (int seed = 1; seed < SEEDS; seed++) {
+                turned += inversions(&seen[(size_t)seed][(size_t)p * S_ALL], size);
+            }
+            int percent = 100 * turned / (pairs * (SEEDS - 1));
+            least = std::min(least, percent);
+            EXPECT(percent >= 25 && percent <= 75);
+            EXPECT(p > 0 || inversions(&seen[0][0], size) == 0);
+        }
+    }
+    EXPECT(order_of(SEEDS - 1, 7000) == seen[SEEDS - 1]);  // the seed repeats it
+    EXPECT(order_of(SEEDS - 1, 7001) != seen[SEEDS - 1]);  // another launch is another order
+    snprintf(note, sizeof note, "at least %d %% of neighbours turned round, of 50 expected", least);
 }
 
 static void os_threads() {  // blocks over two OS threads: the same bits
@@ -421,6 +518,20 @@ static void test_memory() {
     EXPECT((uintptr_t)p % 256 == 0);
     OK(cudaMemGetInfo(&free_bytes, &total));
     EXPECT(free_bytes == 200 && total == (size_t)emu::set.gpu_mem);
+    {                           // a context, and a library once it is opened, take their part
+        Setting context(emu::set.context, 120), library(emu::set.library, 50);
+        cublasLtHandle_t handle;
+        OK(cudaMemGetInfo(&free_bytes, &total));
+        EXPECT(free_bytes == 80 && total == (size_t)emu::set.gpu_mem);
+        EXPECT(cudaMalloc((void **)&q, 81) == cudaErrorMemoryAllocation);
+        OK(cublasLtCreate(&handle));
+        OK(cudaMemGetInfo(&free_bytes, &total));
+        EXPECT(free_bytes == 30 && cudaMalloc((void **)&q, 31) == cudaErrorMemoryAllocation);
+        OK(cudaMalloc((void **)&q, 30));
+        OK(cudaFree(q));
+        OK(cublasLtDestroy(handle));
+        emu::library_bytes = 0;
+    }
     EXPECT(cudaMalloc((void **)&q, 201) == cudaErrorMemoryAllocation && q == nullptr);
     EXPECT(cudaPeekAtLastError() == cudaErrorMemoryAllocation);
     EXPECT(strcmp(cudaGetErrorString(cudaGetLastError()), "out of memory") == 0);
@@ -429,6 +540,7 @@ static void test_memory() {
     OK(cudaFree(p));
     EXPECT(cudaFree(p) == cudaErrorInvalidValue && cudaGetLastError() != cudaSuccess);
     EXPECT(emu::peak_bytes >= 800 && cudaFree(nullptr) == cudaSuccess);
+    EXPECT(cudaFree(q) == cudaErrorInvalidValue && cudaGetLastError() != cudaSuccess);
     OK(cudaFreeHost(q));
 }
 
@@ -452,8 +564,39 @@ static void test_copies() {
 static __global__ void k_add(int *x, int y) { *x += y; }
 static __global__ void k_copy(int *to, const int *from) { *to = *from; }
 
-static void test_lazy() {  // streams as late as legal
-    Setting lazy(emu::set.lazy, 1);
+// Pinned memory, allocated and registered: EMU_HOST_MEM to the byte, kernels reach it, and what is
+// registered stays the program's.
+static void test_pinned() {
+    Setting limit(emu::set.host_mem, (long)emu::pinned_bytes + 1000);
+    size_t before = emu::pinned_bytes, on_device = emu::allocated_bytes;
+    int *a, *b, *seen;
+    std::vector<int> mine(100, 3);
+    OK(cudaMallocHost((void **)&a, 400));
+    OK(cudaHostAlloc((void **)&b, 200, cudaHostAllocPortable));
+    EXPECT(cudaMallocHost((void **)&seen, 401) == cudaErrorMemoryAllocation && seen == nullptr);
+    EXPECT(cudaHostAlloc((void **)&seen, 401, 0) == cudaErrorMemoryAllocation);
+    OK(cudaHostRegister(mine.data(), 400, cudaHostRegisterDefault));
+    EXPECT(emu::pinned_bytes == before + 1000 && emu::allocated_bytes == on_device);
+    EXPECT(cudaHostRegister(&limit, 1, 0) == cudaErrorMemoryAllocation);
+    EXPECT(cudaHostRegister(&mine[99], 8, 0) == cudaErrorHostMemoryAlreadyRegistered);
+    EXPECT(cudaHostRegister(a, 4, 0) == cudaErrorHostMemoryAlreadyRegistered);
+    OK(cudaHostGetDevicePointer((void **)&seen, &mine[1], 0));
+    EXPECT(seen == &mine[1] && cudaHostGetDevicePointer((void **)&b, &limit, 0) != cudaSuccess);
+    launch(k_add, 1, 1, 0, 0, seen, 4);
+    OK(cudaMemcpy(a, mine.data(), 400, cudaMemcpyHostToHost));
+    EXPECT(mine[0] == 3 && mine[1] == 7 && a[1] == 7);
+    EXPECT(cudaFreeHost(mine.data()) == cudaErrorInvalidValue);
+    EXPECT(cudaHostUnregister(a) == cudaErrorHostMemoryNotRegistered);
+    OK(cudaHostUnregister(mine.data()));
+    EXPECT(cudaHostUnregister(mine.data()) == cudaErrorHostMemoryNotRegistered);
+    EXPECT(cudaGetLastError() != cudaSuccess && mine[99] == 3);
+    OK(cudaFreeHost(a));
+    OK(cudaFreeHost(b));
+    EXPECT(emu::pinned_bytes == before);
+}
+
+static void test_late() {  // streams as late as legal
+    Setting order(emu::set.order, emu::LATE);
     cudaStream_t s, t;
     cudaEvent_t e;
     OK(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking));
@@ -485,8 +628,82 @@ static void test_lazy() {  // streams as late as legal
     OK(cudaFreeHost(pinned));
 }
 
+// Eight numbers go through one slot, as a layer's weights do: a copy stream brings each one, the
+// compute stream uses it. Either wait can be left out: arrived, without which the kernel may come
+// before its number, or gone, without which the next number may come before the kernel.
+static __global__ void k_use(int *sum, const int *slot, int weight) { *sum += weight * *slot; }
+enum { VISITS = 8 };
+static int visits(bool wait_arrived, bool wait_gone) {
+    cudaStream_t compute, copies;
+    cudaEvent_t arrived, gone;
+    OK(cudaStreamCreateWithFlags(&compute, cudaStreamNonBlocking));
+    OK(cudaStreamCreateWithPriority(&copies, cudaStreamNonBlocking, -1));
+    OK(cudaEventCreateWithFlags(&arrived, cudaEventDisableTiming));
+    OK(cudaEventCreateWithFlags(&gone, cudaEventDisableTiming));
+    int *device_memory = device(std::vector<int>(2, 0)), *sum = device_memory, *slot = sum + 1;
+    int *pinned;
+    OK(cudaMallocHost((void **)&pinned, VISITS * sizeof(int)));
+    launch(k_add, 1, 1, 0, compute, sum, 0);
+    for (int i = 0; i < VISITS; i++) {
+        pinned[i] = i + 1;
+        if (wait_gone && i > 0) {
+            OK(cudaStreamWaitEvent(copies, gone, 0));
+        }
+        OK(cudaMemcpyAsync(slot, pinned + i, sizeof(int), cudaMemcpyHostToDevice, copies));
+        OK(cudaEventRecord(arrived, copies));
+        if (wait_arrived) {
+            OK(cudaStreamWaitEvent(compute, arrived, 0));
+        }
+        launch(k_use, 1, 1, 0, compute, sum, slot, 1 << i);
+        OK(cudaEventRecord(gone, compute));
+    }
+    while (cudaEventQuery(gone) == cudaErrorNotReady) {
+        cudaGetLastError();
+    }
+    int result = host(sum, 1)[0];
+    for (cudaStream_t s : {compute, copies}) {
+        OK(cudaStreamDestroy(s));
+    }
+    OK(cudaEventDestroy(arrived));
+    OK(cudaEventDestroy(gone));
+    OK(cudaFree(device_memory));
+    OK(cudaFreeHost(pinned));
+    return result;
+}
+// Both waits: right in every order. A missing one: seen in the order that exists for it, and by
+// chance too.
+static void test_orders() {
+    enum { SEEDS = 16 };
+    int right = 0, seen_arrived = 0, seen_gone = 0;
+    for (int i = 0; i < VISITS; i++) {
+        right += (i + 1) << i;
+    }
+    for (long order = emu::EARLY; order <= SEEDS; order++) {
+        Setting o(emu::set.order, order);
+        EXPECT(visits(true, true) == right);
+        bool no_arrived = visits(false, true) != right, no_gone = visits(true, false) != right;
+        if (order > 0) {
+            seen_arrived += no_arrived;
+            seen_gone += no_gone;
+        } else {
+            EXPECT(no_arrived == (order == emu::LATE));
+            EXPECT(no_gone == (order == emu::EARLY));
+        }
+    }
+    EXPECT(seen_arrived >= SEEDS / 4 && seen_gone >= SEEDS / 4);
+    snprintf(note, sizeof note, "no wait for arrival: late and %d, for departure: early and %d of "
+             "%d", seen_arrived, seen_gone, SEEDS);
+    int least, greatest, priority;
+    cudaStream_t s;
+    OK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+    OK(cudaStreamCreateWithPriority(&s, cudaStreamNonBlocking, greatest - 1));
+    OK(cudaStreamGetPriority(s, &priority));
+    EXPECT(greatest < least && priority == greatest);
+    OK(cudaStreamDestroy(s));
+}
+
 static void test_default_stream() {  // it and the blocking streams wait for each other
-    Setting lazy(emu::set.lazy, 1);
+    Setting order(emu::set.order, emu::LATE);
     cudaStream_t s;
     OK(cudaStreamCreate(&s));
     int *x = device(std::vector<int>(2, 0));
@@ -860,6 +1077,15 @@ static double lt_error(const Shape &s, float beta, bool with_bias, bool in_place
     float alpha = 0.5f;
     std::vector<O> D, first;
     for (int i = x.n_found - 1; i >= 0; i--) {  // every algorithm, the same bits
+        int32_t beside = -1;
+        size_t written = 0;
+        OK(cublasLtMatmulAlgoCapGetAttribute(&x.found[i].algo,
+                                             CUBLASLT_ALGO_CAP_OUT_OF_PLACE_RESULT_SUPPORT, &beside,
+                                             sizeof beside, &written));
+        EXPECT(beside == (i >= 1) && written == sizeof beside);
+        if (!in_place && !beside) {
+            continue;
+        }
         if (in_place) {
             OK(cudaMemcpy(c, C.data(), nd * s.batch * sizeof(O), cudaMemcpyHostToDevice));
         }
@@ -921,9 +1147,19 @@ static void lt_refusals() {
     Lt y = make_lt(CUDA_R_16BF, CUDA_R_16BF, other, nullptr);
     Lt z = make_lt(CUDA_R_32F, CUDA_R_16BF, s, nullptr);
     EXPECT(x.n_found == 3 && z.n_found == 0 && z.status == CUBLAS_STATUS_NOT_SUPPORTED);
+    {
+        Setting largest(emu::set.lt_max, 63);
+        Lt large = make_lt(CUDA_R_16BF, CUDA_R_16BF, s, nullptr);  // m is 64
+        EXPECT(large.n_found == 0 && large.status == CUBLAS_STATUS_NOT_SUPPORTED);
+    }
     bf16 *a = device<bf16>(4096), *b = device<bf16>(4096), *d = device<bf16>(4096);
     void *workspace = device<char>(1 << 20);
     float one = 1, zero = 0;
+    auto beside = [&](const Lt &layouts, int algorithm) {
+        bf16 *c = device<bf16>(4096);
+        return cublasLtMatmul(x.handle, x.desc, &one, a, layouts.a, b, x.b, &zero, c, layouts.c, d,
+                              layouts.d, &x.found[algorithm].algo, workspace, 1 << 20, 0);
+    };
     auto run = [&](const bf16 *pa, bf16 *pd, const Lt &layouts, const cublasLtMatmulAlgo_t *algo,
                    size_t bytes) {
         return cublasLtMatmul(x.handle, x.desc, &one, pa, layouts.a, b, x.b, &zero, pd, layouts.c,
@@ -935,6 +1171,10 @@ static void lt_refusals() {
     EXPECT(run(a, d, x, &y.found[0].algo, 1 << 20) != 0);       // chosen for another shape
     EXPECT(run(a, d, x, &x.found[2].algo, 1 << 10) != 0);       // workspace too small
     EXPECT(run(a, a, x, nullptr, 0) != 0);                      // D on A
+    EXPECT(beside(x, 0) == CUBLAS_STATUS_NOT_SUPPORTED);        // D beside C, in place only
+    OK(beside(x, 1));
+    Setting none(emu::set.lt_in_place, emu::ALGORITHMS);
+    EXPECT(beside(x, 2) == CUBLAS_STATUS_NOT_SUPPORTED);
     EXPECT(run(a, d, z, nullptr, 0) != 0);                      // types
     EXPECT(run(a, d, y, nullptr, 0) != 0);                      // shapes
     EXPECT(strcmp(cublasLtGetStatusName(CUBLAS_STATUS_NOT_SUPPORTED),
@@ -952,6 +1192,7 @@ static void test_lt_refusals() {
 // 7. NCCL
 // Ranks are child processes; the id is made before the fork, as a launcher would hand it out.
 
+#if EMU_NCCL
 typedef void Rank(ncclComm_t comm, int rank, int ranks);
 static std::vector<int> rank_codes;  // exit codes of the last run_ranks
 static std::string rank_text;        // what they said on stderr
@@ -1069,9 +1310,10 @@ static void rank_scatter(ncclComm_t comm, int rank, int ranks) {
     OK(ncclBroadcast(bytes, bytes, 3, ncclUint8, ranks - 1, comm, 0));
     EXPECT(host(bytes, 3)[2] == ranks + 4);
 }
-// A group on a lazy stream, and a second communicator from an id that travels through the first.
+// A group on a stream that runs late, and a second communicator from an id that travels through the
+// first.
 static void rank_group(ncclComm_t comm, int rank, int ranks) {
-    emu::set.lazy = 1;
+    emu::set.order = emu::LATE;
     cudaStream_t s;
     OK(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking));
     int *x = device(std::vector<int>(2, 1));
@@ -1167,6 +1409,7 @@ static void test_nccl_deaths() {
     expect_ranks_die(rank_hangs, 3, "rank 2 did not come to AllReduce #1 within 2 s", "on rank 1");
     expect_ranks_die(rank_nothing, 4, "4 ranks); rank 0 expects 3 ranks", "CommInit");
 }
+#endif
 
 // -------------------------------------------------------------------------------------------------
 // 8. Planted bugs
@@ -1289,6 +1532,13 @@ static void bug_pageable() {
     int x = 0;
     launch(k_add, 1, 1, 0, 0, &x, 1);
 }
+static void bug_switches() {    // a report names what is not standard, so that it can be repeated
+    emu::set.seed = 5;
+    emu::set.order = emu::EARLY;
+    emu::set.cc = 80;
+    int x = 0;
+    launch(k_add, 1, 1, 0, 0, &x, 1);
+}
 static void bug_threads() { launch(k_two_barriers, 1, 1025, 0, 0); }
 static void bug_big_shared() { launch(k_shared<int>, 1, 1, 50 << 10, 0, nullptr); }
 static __global__ void k_static() { SHARED(float, s, [13000]); s[0] = 1; }
@@ -1307,6 +1557,7 @@ static void bug_lt_range() {
     cublasLtMatmul(x.handle, x.desc, &one, a, x.a, b, x.b, &zero, d, x.c, d, x.d, nullptr, nullptr,
                    0, 0);
 }
+#if EMU_NCCL
 static void bug_nccl_range() {  // llm.c's sizeof(float) elements on a 4-byte buffer
     ncclUniqueId id;
     ncclComm_t comm;
@@ -1315,13 +1566,14 @@ static void bug_nccl_range() {  // llm.c's sizeof(float) elements on a 4-byte bu
     float *x = device<float>(1);
     OK(ncclAllReduce(x, x, sizeof(float), ncclFloat32, ncclSum, comm, 0));
 }
+#endif
 static __global__ void k_ldmatrix_off(char *out) {
     uint32_t r[4];
     ldmatrix_x4<false>(r, out);
 }
 static void bug_ldmatrix() { launch(k_ldmatrix_off, 1, 32, 0, 0, device<char>(16)); }
 static void bug_circle() {  // two streams that wait for each other
-    emu::set.lazy = 1;
+    emu::set.order = emu::LATE;
     cudaStream_t s, t;
     OK(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking));
     OK(cudaStreamCreateWithFlags(&t, cudaStreamNonBlocking));
@@ -1330,15 +1582,39 @@ static void bug_circle() {  // two streams that wait for each other
     OK(cudaStreamSynchronize(s));
 }
 
+// CUDA lets these two waits differ: the host's returns at once, the stream's is a bug.
+static void bug_never_recorded() {
+    cudaEvent_t e;
+    OK(cudaEventCreate(&e));
+    OK(cudaEventQuery(e));
+    OK(cudaEventSynchronize(e));
+    if (wrong == 0) {
+        cudaStreamWaitEvent(nullptr, e, 0);
+    }
+}
+
+// Planted: host memory is unregistered while a copy from it is still to come.
+static void bug_unregistered() {
+    emu::set.order = emu::LATE;
+    std::vector<int> mine(100, 3);
+    cudaStream_t s;
+    OK(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking));
+    int *x = device<int>(100);
+    OK(cudaHostRegister(mine.data(), 400, 0));
+    OK(cudaMemcpyAsync(x, mine.data(), 400, cudaMemcpyHostToDevice, s));
+    OK(cudaHostUnregister(mine.data()));
+    OK(cudaStreamSynchronize(s));
+}
+
 struct Bug { void (*run)(); const char *what, *where, *asan; };  // asan: what it says instead
 static const Bug bugs[] = {
-    {bug_past_end, "wrote 4 bytes past the end of an allocation of 400", "k_write", "poison"},
-    {bug_before_start, "wrote 12 bytes before an allocation of 400", "k_write", "poison"},
+    {bug_past_end, "wrote at offset 404 of an allocation of 400 bytes", "k_write", "poison"},
+    {bug_before_start, "wrote at offset -12 of an allocation of 400 bytes", "k_write", "poison"},
     {bug_gap, "into a gap: byte 32 of 128, offset 160", "k_write", "poison"},
     {bug_guard, "Segmentation fault", "k_write, block (1,0,0) of (2,1,1), thread (3,0,0)", "SEGV"},
     {bug_host_access, "host code touches device memory", "in host code", "SEGV"},
     {bug_dead_row, "a dead row", "", "k_write, block (1,0,0) of (2,1,1), thread (3,0,0)"},
-    {bug_shared, "past the end of a shared variable of 16", "k_past_shared", "k_past_shared, b"},
+    {bug_shared, "wrote at offset 16 of a shared variable", "k_past_shared", "k_past_shared, b"},
     {bug_return_before_barrier, "deadlock", "threads 32-63 have returned", nullptr},
     {bug_divergent_barrier, "divergent barrier", "k_two_barriers", nullptr},
     {bug_half_warp, "deadlock", "threads 0-15 wait in __shfl_sync, mask ffffffff", nullptr},
@@ -1351,14 +1627,20 @@ static const Bug bugs[] = {
     {bug_null, "Segmentation fault", "k_null", "k_null"},
     {bug_stack, "EMU_STACK", "k_deep", "stack-overflow"},
     {bug_pageable, "argument 0 of k_add", "is not device or pinned memory", nullptr},
+    {bug_switches, "(in host code)", "; again with EMU_SEED=5 EMU_ORDER=early EMU_CC=80\n",
+     nullptr},
     {bug_threads, "launch of k_two_barriers refused: block size", "", nullptr},
     {bug_big_shared, "more dynamic shared memory", "k_shared<int>", nullptr},
     {bug_static_shared, "52000 static", "k_static", nullptr},
     {bug_copy_range, "101 bytes at offset 0 run 1 bytes past", "cudaMemset", nullptr},
     {bug_copy_gap, "run into the gap at offset 500", "cudaMemset", nullptr},
     {bug_lt_range, "run 4 bytes past the end", "cublasLtMatmul B", nullptr},
+#if EMU_NCCL
     {bug_nccl_range, "run 12 bytes past the end", "ncclAllReduce", nullptr},
+#endif
     {bug_ldmatrix, "is not in shared memory", "k_ldmatrix_off", nullptr},
+    {bug_unregistered, "is not device or pinned memory", "cudaMemcpy source", nullptr},
+    {bug_never_recorded, "the event was never recorded", "cudaStreamWaitEvent", nullptr},
     {bug_circle, "wait for each other in a circle", "", nullptr},
 };
 static void test_bugs() {
@@ -1430,11 +1712,14 @@ static const struct { const char *name; void (*run)(); } tests[] = {
     {"words", test_words},
     {"shared", test_shared},
     {"seeds", test_seeds},
+    {"shuffled", test_shuffled},
     {"os_threads", test_os_threads},
     {"memory", test_memory},
     {"copies", test_copies},
+    {"pinned", test_pinned},
     {"gaps", test_gaps},
-    {"lazy", test_lazy},
+    {"late", test_late},
+    {"orders", test_orders},
     {"default_stream", test_default_stream},
     {"events", test_events},
     {"device", test_device},
@@ -1444,8 +1729,10 @@ static const struct { const char *name; void (*run)(); } tests[] = {
     {"copy_async", test_copy_async},
     {"cublasLt", test_lt},
     {"cublasLt_refusals", test_lt_refusals},
+#if EMU_NCCL
     {"nccl", test_nccl},
     {"nccl_deaths", test_nccl_deaths},
+#endif
     {"bugs", test_bugs},
     {"speed", test_speed},
 };

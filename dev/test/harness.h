@@ -175,6 +175,7 @@ inline void remove_folder(const Text &folder) {
 
 // -------------------------------------------------------------------------------------------------
 // Programs
+// Run as a user runs them; what came out is an Outcome.
 
 struct Outcome {
     int status;  // exit status, or 256 + the signal that ended it
@@ -291,6 +292,7 @@ inline void expect_success_at(const char *file, int line, const Outcome &o, cons
 
 // -------------------------------------------------------------------------------------------------
 // The table
+// Tests by name: picked, listed, run in processes of their own, counted.
 
 // The test in a folder of its own, and its line.
 inline void run_here(const Test *t) {
