@@ -254,8 +254,9 @@ static int64_t permute_index(int64_t position, int64_t n, uint64_t seed, uint32_
 
 // -------------------------------------------------------------------------------------------------
 // 3. Options
-// One row an option: parsing, --help, the start-up box, the log header and checkpoints are loops
-// over this table.
+// One row an option: parsing, --help, the start-up box, the log's first line, checkpoints and what
+// a resume must match are loops over this table. A new option is a row and a field, a new choice a
+// word and a name beside it, and then the code that does what they say.
 // 1. A value outside its range or choices, an unknown or repeated option ends the run; nothing is
 //    clamped.
 // 2. What contradicts (options_contradict) is refused by name.
@@ -272,8 +273,8 @@ typedef struct {
     double lr, final_lr, weight_decay, beta1, beta2, eps, clip, skip_zscore, temperature, top_p;
 } Options;
 
-// What a user may choose, in the order of the enum above it. Choices count from 1: 0 is one that
-// was left to the program. "a=b": b is a second spelling of a.
+// What a user may choose, in the order of the enum above each list. Choices count from 1: 0 is one
+// that was left to the program. "a=b": b is a second spelling of a.
 enum { SCHEDULE_COSINE = 1, SCHEDULE_LINEAR, SCHEDULE_CONSTANT, SCHEDULE_WSD };
 static const char schedules[] = "cosine|linear|constant|wsd";
 enum { DTYPE_BF16 = 1, DTYPE_FP16, DTYPE_FP32 };
@@ -307,6 +308,9 @@ typedef struct {
     const char *subject, *help;
 } OptionRow;
 
+// Ranges keep out what cannot be meant and what would overflow later: integers stay below 9e15, so
+// that a double holds them exactly, B x T below 2^31, a step's number within the eight digits of a
+// checkpoint's name, and 1 - beta^t above 0.
 #define FIELD(name) offsetof(Options, name)
 static const OptionRow option_rows[] = {
     {"model", 'e', OPT_TEXT, FIELD(model), NULL, 0, 0, NULL, ANY, "Model",
@@ -416,8 +420,8 @@ static const OptionRow option_rows[] = {
 #undef FIELD
 enum { OPTION_ROWS = sizeof option_rows / sizeof option_rows[0] };
 
-// "16GiB", "512M", "1e9", "38000000": bytes; units are powers of 1024 whatever their spelling. -1:
-// not a size.
+// "16GiB", "512M", "1e9", "38000000": bytes; -1: not a size. Units are powers of 1024 whatever
+// their spelling, because that is how cards are sold and how drivers count.
 static int64_t parse_bytes(const char *text) {
     char *end;
     errno = 0;
@@ -475,50 +479,52 @@ static int64_t set_parse(const char *choices, const char *list) {
     return bits == 2 ? 0 : bits & 3 ? -1 : bits >> 2;
 }
 
-// Sets one option from its text; ends the run when the text is not what the row allows.
+// Sets one option from its text; ends the run when the text is not what the row allows. The whole
+// text must be the value: `-b 4x` is a slip of the finger and no 4.
 static void option_set(Options *o, const OptionRow *row, const char *text) {
-    char *field = (char *)o + row->offset, *end = NULL;
-    char name[40];
+    char *field = (char *)o + row->offset, *end = NULL, name[40], allowed[96];
     int64_t number = 0;
-    snprintf(name, sizeof name, row->letter ? "--%s (-%c)" : "--%s", row->name, row->letter);
+    double value = 0;
+    int right = 1;
     errno = 0;
-    if (row->type == OPT_TEXT) {
-        *(const char **)(void *)field = text;
-        return;
+    snprintf(allowed, sizeof allowed, "%s %s", row->type == OPT_SET ? "a list of" : "one of",
+             row->choices ? row->choices : "");
+    switch (row->type) {
+        case OPT_TEXT: *(const char **)(void *)field = text; return;
+        case OPT_CHOICE:
+            number = choice_find(row->choices, text, strlen(text));
+            right = number > 0;
+            break;
+        case OPT_SET:
+            number = set_parse(row->choices, text);
+            right = number >= 0;
+            break;
+        case OPT_BYTES:
+            number = parse_bytes(text);
+            right = number >= 0;
+            snprintf(allowed, sizeof allowed, "a size such as 16GiB or 512M");
+            break;
+        case OPT_REAL:
+            value = strtod(text, &end);
+            right = end != text && *end == 0 && value >= row->low && value <= row->high;
+            snprintf(allowed, sizeof allowed, "a number from %g to %g", row->low, row->high);
+            break;
+        default:
+            number = strtoll(text, &end, 10);
+            value = (double)number;
+            right = end != text && *end == 0 && value >= row->low && value <= row->high;
+            snprintf(allowed, sizeof allowed, "a whole number from %.0f to %.0f", row->low,
+                     row->high);
+    }
+    if (!right || errno == ERANGE) {
+        snprintf(name, sizeof name, row->letter ? "--%s (-%c)" : "--%s", row->name, row->letter);
+        die("%s: '%s' is not %s", name, text, allowed);
     }
     if (row->type == OPT_REAL) {
-        double value = strtod(text, &end);
-        if (end == text || *end != 0 || errno == ERANGE ||
-            !(value >= row->low && value <= row->high)) {
-            die("%s: '%s' is not a number from %g to %g", name, text, row->low, row->high);
-        }
         *(double *)(void *)field = value;
-        return;
-    }
-    if (row->type == OPT_CHOICE) {
-        number = choice_find(row->choices, text, strlen(text));
-        if (number == 0) {
-            die("%s: '%s' is not one of %s", name, text, row->choices);
-        }
-    } else if (row->type == OPT_SET) {
-        number = set_parse(row->choices, text);
-        if (number < 0) {
-            die("%s: '%s' is not a list of %s", name, text, row->choices);
-        }
-    } else if (row->type == OPT_BYTES) {
-        number = parse_bytes(text);
-        if (number < 0) {
-            die("%s: '%s' is not a size such as 16GiB or 512M", name, text);
-        }
     } else {
-        number = strtoll(text, &end, 10);
-        if (end == text || *end != 0 || errno == ERANGE || (double)number < row->low ||
-            (double)number > row->high) {
-            die("%s: '%s' is not a whole number from %.0f to %.0f", name, text, row->low,
-                row->high);
-        }
+        *(int64_t *)(void *)field = number;
     }
-    *(int64_t *)(void *)field = number;
 }
 
 // The value of an option as a user would type it, so that the same text sets the same value; "" for
@@ -602,8 +608,9 @@ static void options_print_help(const char *default_model) {
     }
 }
 
-// Contradictions between options, and options that need others. Everything else is checked where it
-// is used.
+// Ends the run at options that contradict each other or need others: an option that would have no
+// effect is a mistake better named than ignored. Everything that needs the model, the data or the
+// machine is checked where it is used.
 static void options_contradict(const Options *o) {
     if (o->json && !o->plan && !o->eval) {
         die("--json needs --plan or --eval");
@@ -627,6 +634,7 @@ static void options_contradict(const Options *o) {
     }
 }
 
+// The table's defaults; what has none is 0 or NULL, and is decided by the program or the model.
 static void options_default(Options *o) {
     memset(o, 0, sizeof *o);
     for (int i = 0; i < OPTION_ROWS; i++) {
@@ -636,7 +644,9 @@ static void options_default(Options *o) {
     }
 }
 
-// Fills `o` from the defaults and argv. With `--help` o->help is 1 and the rest is not checked.
+// Fills `o` from the defaults and argv, to which its texts point. Ends the run at the first word
+// that is wrong; an option given twice is one, as only one of its values could count. With `--help`
+// o->help is 1 and contradictions are not looked for.
 static void options_parse(Options *o, int argc, char **argv) {
     char given[OPTION_ROWS] = {0};
     options_default(o);
@@ -4237,7 +4247,8 @@ static void run_print_score(const Run *run, const EvalFile *f, const EvalScore *
 // place on a terminal), and log.jsonl: one object a line, flushed, append only, valid after a
 // crash. A resume first cuts the log back to its checkpoint's step.
 
-// A number of the log: 9 digits, null when it is not finite.
+// A number of the log: 9 digits, so that a float read back is the same float; null when it is not
+// finite, because JSON knows neither infinity nor NaN.
 static void json_number(FILE *f, const char *key, double value) {
     if (isfinite(value)) {
         fprintf(f, ",\"%s\":%.9g", key, value);
@@ -4403,6 +4414,8 @@ static void run_sample(Run *run) {
     free(text);
 }
 
+// Saves the run as it is and removes what --keep leaves no room for. Does nothing without an output
+// folder, or when this step's checkpoint is there already.
 static void run_save(Run *run) {
     char path[PATH_BYTES];
     if (!run->o.output[0] || run->saved_step == run->state.step) {
@@ -4719,7 +4732,8 @@ static void make_folders(const char *path) {
     }
 }
 
-// Start-up box: what was asked, what will run, what it takes.
+// Start-up box: what was asked, what will run, what it takes. Of the options only those are shown
+// that differ from their defaults.
 static void run_print_box(const Run *run, const Program *program, const Plan *p) {
     const Settings *s = &run->s;
     char text[64], text2[64];
