@@ -148,7 +148,8 @@ static void test_second_signal() {
 // Under nohup, SIGHUP is nothing to the run.
 static void test_nohup() {
     write_corpus();
-    pid_t pid = start_training(slow(MANY_BATCHES "-x 2 -n 1 -o out"), [] { signal(SIGHUP, SIG_IGN); });
+    pid_t pid = start_training(slow(MANY_BATCHES "-x 2 -n 1 -o out"),
+                               [] { signal(SIGHUP, SIG_IGN); });
     kill(pid, SIGHUP);
     expect_success(outcome(pid), "a run that ignores SIGHUP");
     expect(names_in("out", "step") == "step-00000001 step-00000002");
