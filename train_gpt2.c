@@ -291,8 +291,7 @@ static const OptionRow option_rows[] = {
      "optimizer steps; default: one epoch"},
     {"overfit", 'a', OPT_SWITCH, FIELD(overfit), "0", 0, 1, NULL, ANY, "Batch",
      "train on the first batch over and over"},
-    {"lr", 'l', OPT_REAL, FIELD(lr), "3e-4", 0, 100, NULL, ANY, "Optimizer",
-     "peak learning rate"},
+    {"lr", 'l', OPT_REAL, FIELD(lr), "3e-4", 0, 100, NULL, ANY, "Optimizer", "peak learning rate"},
     {"schedule", 'k', OPT_CHOICE, FIELD(schedule), "cosine", 0, 0, schedules, ANY, "Optimizer",
      "how the learning rate falls after warmup (wsd: constant, then 1 - sqrt over the last "
      "fifth)"},
@@ -306,8 +305,7 @@ static const OptionRow option_rows[] = {
      "AdamW first moment"},
     {"beta2", 0, OPT_REAL, FIELD(beta2), "0.95", 0, 0.9999999, NULL, ANY, "Optimizer",
      "AdamW second moment"},
-    {"eps", 0, OPT_REAL, FIELD(eps), "1e-8", 1e-30, 1, NULL, ANY, "Optimizer",
-     "AdamW epsilon"},
+    {"eps", 0, OPT_REAL, FIELD(eps), "1e-8", 1e-30, 1, NULL, ANY, "Optimizer", "AdamW epsilon"},
     {"clip", 0, OPT_REAL, FIELD(clip), "1", 0, 1e9, NULL, ANY, "Optimizer",
      "largest gradient norm; 0: no clipping"},
     {"skip-zscore", 0, OPT_REAL, FIELD(skip_zscore), "0", 0, 1e9, NULL, ANY, "Optimizer",
@@ -369,8 +367,7 @@ static const OptionRow option_rows[] = {
      "GPU program: one batch through the GPU and the CPU oracle, the difference of every tensor"},
     {"compare", 0, OPT_FLAG, FIELD(compare), "0", 0, 1, NULL, ANY, "Plan and checks",
      "GPU program: memory and time of a step with and without recomputation"},
-    {"help", 'h', OPT_FLAG, FIELD(help), "0", 0, 1, NULL, ANY, "Plan and checks",
-     "this text"},
+    {"help", 'h', OPT_FLAG, FIELD(help), "0", 0, 1, NULL, ANY, "Plan and checks", "this text"},
 };
 #undef FIELD
 enum { OPTION_ROWS = sizeof option_rows / sizeof option_rows[0] };

@@ -213,13 +213,11 @@ static ShortText duration_text(double seconds) {
 static int64_t file_number(const char *path, const char *key, int64_t otherwise) {
     char line[256];
     FILE *f = fopen(path, "r");
-    while (f && fgets(line, sizeof line, f)) {
+    for (int found = 0; f && !found && fgets(line, sizeof line, f);) {
         char *end = line, *text = line + strlen(key);
         int64_t number = strncmp(line, key, strlen(key)) == 0 ? strtoll(text, &end, 10) : 0;
-        if (end > line && end != text) {
-            otherwise = number;
-            break;
-        }
+        found = end > line && end != text;
+        otherwise = found ? number : otherwise;
     }
     if (f) {
         fclose(f);
