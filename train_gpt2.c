@@ -126,6 +126,22 @@ static int thread_index(void) {
 // Has the run been asked to stop? Everything that takes long asks between two pieces of work.
 static int run_stopping(void) { return stop_signal != 0; }
 
+// From here on signals ask the program to stop, but for a SIGHUP that was ignored from the start
+// (nohup), and writes to a closed pipe or beyond `ulimit -f` fail with an error like any other.
+static void stop_on_signals(void) {
+    struct sigaction action, hangup;
+    memset(&action, 0, sizeof action);
+    action.sa_handler = on_signal;
+    action.sa_flags = SA_RESTART;
+    sigaction(SIGINT, &action, NULL);
+    sigaction(SIGTERM, &action, NULL);
+    if (sigaction(SIGHUP, NULL, &hangup) == 0 && hangup.sa_handler != SIG_IGN) {
+        sigaction(SIGHUP, &action, NULL);
+    }
+    signal(SIGPIPE, SIG_IGN);
+    signal(SIGXFSZ, SIG_IGN);
+}
+
 // -------------------------------------------------------------------------------------------------
 // 2. Random numbers
 // Counter-based: a number is a pure function of (seed, stream, step, index), so nothing depends on
@@ -487,7 +503,7 @@ static const char *option_text(char text[64], const Options *o, const OptionRow 
         const char *value = *(const char *const *)(const void *)field;
         return value ? value : "";
     }
-    text[0] = 0;
+    memset(text, 0, 64);
     if (row->type == OPT_REAL) {  // the fewest digits that lose nothing
         const double value = *(const double *)(const void *)field;
         int digits = 6;
@@ -2810,7 +2826,7 @@ typedef struct {
 typedef struct Engine Engine;
 struct Engine {
     void *self;
-    char device[96];
+    char device[128];
     double peak_flops;        // 0: unknown
     const char *peak_source;  // what it stands for
     // Forward and backward of micro-batch `micro` of `micros`; the first one clears the gradients.
@@ -4330,8 +4346,10 @@ static void log_open(Run *run, int64_t resume_step, size_t plan_bytes) {
     }
     fprintf(f,
             "},\"model\":{\"layers\":%d,\"heads\":%d,\"channels\":%d,\"positions\":%d,"
-            "\"vocabulary\":%d,\"parameters\":%" PRId64 "},\"plan_bytes\":%zu",
+            "\"vocabulary\":%d,\"parameters\":%" PRId64 "},\"plan_bytes\":%zu,\"device\":\"",
             m->L, m->NH, m->C, m->maxT, m->V, model_parameters(m), plan_bytes);
+    json_text(f, run->engine.device, strlen(run->engine.device));
+    fputs("\"", f);
     log_end(f);
 }
 
@@ -4449,14 +4467,18 @@ static void run_report(Run *run, const StepResult *r, double lr, double ms, doub
     const Settings *s = &run->s;
     const double tokens = (double)run->micros * s->B * s->T, per_second = tokens / ms * 1e3;
     const double flops = model_flops_per_token(&s->model, s->T) * per_second;
-    const double peak = run->engine.peak_flops > 0 ? 100 * flops / run->engine.peak_flops : 0;
+    const double peak = run->engine.peak_flops > 0 ? 100 * flops / run->engine.peak_flops : NAN;
     const int64_t left = run->steps - run->state.step;
+    char of_peak[32] = "";
+    if (!isnan(peak)) {
+        snprintf(of_peak, sizeof of_peak, "  %.0f %% of peak", peak);
+    }
     if (!run->o.quiet) {
         printf("%sstep %*" PRId64 "/%" PRId64
-               "  loss %.4f  norm %.3f  lr %.2e  %.1f ms  %s tok/s  %.0f %% of peak  %s"
+               "  loss %.4f  norm %.3f  lr %.2e  %.1f ms  %s tok/s%s  %s"
                "  eta %s%s%s",
                clear_line(run), run->steps > 9999 ? 7 : 4, run->state.step, run->steps, r->loss,
-               r->norm, lr, ms, count_text((int64_t)per_second).s, peak,
+               r->norm, lr, ms, count_text((int64_t)per_second).s, of_peak,
                bytes_text((double)run->memory_bytes).s,
                duration_text((double)left * mean_ms * 1e-3).s, r->skipped ? "  SKIPPED" : "",
                run->live && left && !r->skipped ? "" : "\n");
@@ -4584,6 +4606,7 @@ typedef struct Program {
     size_t (*available)(void);                                // bytes that a plan may take
     size_t library_bytes;                                     // of those, what libraries will take
     int (*command)(Run *run, const struct Program *program);  // --check, --compare; NULL: none
+    void (*refuse)(const Settings *s);                        // what it cannot do; or NULL
 } Program;
 
 // Step 2: the model's sizes from -e, and its open file where it names one. Its vocabulary is not
@@ -4778,8 +4801,12 @@ static void run_print_box(const Run *run, const Program *program, const Plan *p)
                    g + 1 < GROUPS ? "," : "");
         }
     }
-    printf("\npeak     %.0f GFLOP/s: %s; a token counts 6 x parameters + 6 L C T FLOPs\n\n",
-           run->engine.peak_flops * 1e-9, run->engine.peak_source);
+    if (run->engine.peak_flops > 0) {
+        printf("\npeak     %.0f GFLOP/s: %s; a token counts 6 x parameters + 6 L C T FLOPs\n\n",
+               run->engine.peak_flops * 1e-9, run->engine.peak_source);
+    } else {
+        printf("\npeak     unknown: %s\n\n", run->engine.peak_source);
+    }
 }
 
 // Resumes from the newest checkpoint of the output folder whose files are those of its manifest.
@@ -4830,10 +4857,14 @@ static void run_vocabulary(Run *run) {
     }
 }
 
-// Step 6: the batch of a run whose settings are known; ends the run when its plan does not fit.
+// Step 6: the batch of a run whose settings are known. Ends the run where the program cannot do
+// them or memory does not hold their plan.
 static void run_fit(Run *run, const Program *program) {
     Plan p;
     size_t batch = (size_t)run->s.B * (size_t)run->s.T;
+    if (program->refuse) {
+        program->refuse(&run->s);
+    }
     run->inputs = (Token *)alloc_zero(2 * batch, sizeof(Token));
     run->targets = run->inputs + batch;
     plan_build(&p, &run->s);
@@ -5016,7 +5047,7 @@ static int program_main(const Program *program, int argc, char **argv) {
 int train_gpt2_main(int argc, char **argv);
 int train_gpt2_main(int argc, char **argv) {
     static const Program program = {
-        "train_gpt2", "l4h4c128t64", 0, cpu_open, host_memory_available, 0, NULL};
+        "train_gpt2", "l4h4c128t64", 0, cpu_open, host_memory_available, 0, NULL, NULL};
     return program_main(&program, argc, argv);
 }
 

@@ -50,27 +50,37 @@
 // 2. E is the element type of weights and activations (bf16, fp16 or fp32), G that of the gradients
 //    of matrices (E or fp32). Arithmetic is in fp32; E is only how a number lies in memory.
 // 3. Global memory is read and written 16 bytes at a time: a row of E is a multiple of 16 bytes and
-//    starts at a multiple of 16, which the launchers assert.
+//    starts at a multiple of 16. Each launcher asserts it of all it passes on (check_rows).
+// 4. A limit of a kernel is a named constant: its launcher asserts it, and gpu_settings_check tells
+//    a user before the run.
 
 #include <cublasLt.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+#include <initializer_list>
 #include <type_traits>
 
 #ifndef CUDA_CPU
 #define CUDA_CPU 0
 #endif
 
-// What a user can do about the errors that users meet.
-static const char *cuda_hint(cudaError_t error) {
+// What a user can do about the errors that users meet; `call` is the text of what failed.
+static const char *cuda_hint(cudaError_t error, const char *call) {
     switch (error) {
     case cudaErrorMemoryAllocation:
-        return "the GPU is out of memory: see --plan; -r block and a smaller -b need less";
+        return strstr(call, "cudaMallocHost")
+                   ? "this machine has no memory left that can be pinned: see free -m and, in a "
+                     "container or batch job, its memory limit"
+                   : "the GPU is out of memory: see --plan; -r block and a smaller -b need less";
     case cudaErrorNoDevice:
         return "no NVIDIA GPU is visible (nvidia-smi, CUDA_VISIBLE_DEVICES); train_gpt2 needs none";
     case cudaErrorInsufficientDriver:
         return "the driver is older than this program's CUDA: nvidia-smi shows its version";
+    case cudaErrorSystemDriverMismatch:
+        return "the driver was updated under a running system: reload its modules, or reboot";
+    case cudaErrorSystemNotReady:
+        return "the GPUs of an HGX or DGX machine need nvidia-fabricmanager: is it running?";
     case cudaErrorNoKernelImageForDevice:
         return "this program was built for another GPU: run make on this machine";
     case cudaErrorDevicesUnavailable:
@@ -90,14 +100,14 @@ static const char *cuda_hint(cudaError_t error) {
 static void cuda_check_at(cudaError_t error, const char *call, const char *file, int line) {
     if (error != cudaSuccess) {
         die("%s:%d: %s: %s (%s); %s", file, line, call, cudaGetErrorString(error),
-            cudaGetErrorName(error), cuda_hint(error));
+            cudaGetErrorName(error), cuda_hint(error, call));
     }
 }
 
 static void cublas_check_at(cublasStatus_t status, const char *call, const char *file, int line) {
     if (status != CUBLAS_STATUS_SUCCESS) {
         cuda_check_at(cudaGetLastError(), call, file, line);  // a kernel's error, if that is it
-        die("%s:%d: %s: %s; the library lacks memory, or this matrix product on this GPU",
+        die("%s:%d: %s: %s; cuBLASLt is out of memory or does not support this product here",
             file, line, call, cublasLtGetStatusName(status));
     }
 }
@@ -224,7 +234,69 @@ template <class E> __device__ inline float fast_divide(float a, float b) {
     return sizeof(E) == 4 ? a / b : __fdividef(a, b);
 }
 
-static inline bool is_aligned_16(const void *address) { return (uintptr_t)address % 16 == 0; }
+static int compare_doubles(const void *a, const void *b) {
+    double x = *(const double *)a, y = *(const double *)b;
+    return x < y ? -1 : x > y;
+}
+
+// The middle one of n numbers, which it sorts.
+static double median(double *values, int n) {
+    qsort(values, (size_t)n, sizeof(double), compare_doubles);
+    return values[n / 2];
+}
+
+// Milliseconds that work(i) takes on the stream, i = 0, 1, ...: the median of `rounds` (at most 99)
+// measurements, each the mean of so many calls that half a millisecond passes, or of 32. Warmed up:
+// the first call is not in them, nor is the second, which says how many calls that makes.
+template <class Work> static double gpu_time_ms(int rounds, cudaStream_t stream, Work work) {
+    double ms[99];
+    cudaEvent_t begin, end;
+    int calls = 0, each = 1;
+    check(rounds >= 1 && rounds <= 99, "%d rounds", rounds);
+    cuda_check(cudaEventCreate(&begin));
+    cuda_check(cudaEventCreate(&end));
+    work(calls++);
+    for (int round = -1; round < rounds; round++) {
+        float elapsed = 0;
+        cuda_check(cudaEventRecord(begin, stream));
+        for (int i = 0; i < each; i++) {
+            work(calls++);
+        }
+        cuda_check(cudaEventRecord(end, stream));
+        cuda_check(cudaEventSynchronize(end));
+        cuda_check(cudaEventElapsedTime(&elapsed, begin, end));
+        if (round < 0) {
+            each = elapsed > 0.5 / 32 ? (int)ceil(0.5 / elapsed) : 32;
+        } else {
+            ms[round] = elapsed / each;
+        }
+    }
+    cuda_check(cudaEventDestroy(begin));
+    cuda_check(cudaEventDestroy(end));
+    return median(ms, rounds);
+}
+
+// check_rows(E, columns, pointers...): rows of `columns` numbers of E are multiples of 16 bytes and
+// so is every pointer, or the run ends. A null pointer is an operand left out.
+#define check_rows(E, columns, ...)                                                                \
+    check_rows_at<E>(__func__, columns, #__VA_ARGS__, {__VA_ARGS__})
+template <class E>
+static void check_rows_at(const char *launcher, size_t columns, const char *names,
+                          std::initializer_list<const void *> pointers) {
+    check(columns % Pack<E>::size == 0, "%s: a row of %zu numbers is no multiple of 16 bytes",
+          launcher, columns);
+    int number = 0;
+    for (const void *pointer : pointers) {
+        number++;
+        check((uintptr_t)pointer % 16 == 0, "%s: pointer %d of (%s) is no multiple of 16 bytes",
+              launcher, number, names);
+    }
+}
+
+constexpr int CHANNELS_MAX = 4096;  // a block of LayerNorm's backward spans a row, in fp32 too
+constexpr int CHANNELS_UNIT = 8;    // sixteen bytes of 16-bit numbers; ranges of AdamW count in it
+constexpr int GRID_YZ_MAX = 65535;  // blocks in y and z (CUDA C++ Programming Guide)
+constexpr int LENGTH_MAX = 4 * GRID_YZ_MAX;  // tokens: fp32 attention takes four rows a block
 
 // -------------------------------------------------------------------------------------------------
 // 20. Warp and block toolbox
@@ -470,6 +542,7 @@ template <class E> __device__ __forceinline__ uint32_t pack2(float lo, float hi)
 
 constexpr int ENCODER_THREADS = 256;
 constexpr int ENCODER_ROWS = 8;  // most threads that share the rows of one token, or of one block
+constexpr int POSITIONS_MAX = INT_MAX - 8 * ENCODER_THREADS;  // elements of wpe: indexed by an int
 
 // The token plan of a batch, in one array of 3 N + 1 ints so that one copy uploads it.
 //   order (N): the rows, grouped by token; start (N + 1): segment s is order[start[s]] ..
@@ -532,8 +605,7 @@ template <class E>
 static void gpu_encoder_forward(E *out, const int *tokens, const E *wte, const E *wpe, int B, int T,
                                 int C, cudaStream_t stream) {
     constexpr int size = Pack<E>::size;
-    check(C % size == 0 && is_aligned_16(out) && is_aligned_16(wte) && is_aligned_16(wpe),
-          "a row is a multiple of 16 bytes");
+    check_rows(E, C, out, wte, wpe);
     int N = B * T, rows = N < ENCODER_ROWS ? N : ENCODER_ROWS;
     launch(encoder_forward_kernel<E>, dim3(ceil_div(N, rows), ceil_div(C, WARP * size)),
            dim3(WARP, rows), 0, stream, out, tokens, wte, wpe, N, T, C);
@@ -600,9 +672,8 @@ template <class E, class G>
 static void gpu_encoder_backward(G *dwte, G *dwpe, const E *dout, int *plan_ints, int segments,
                                  int B, int T, int C, int max_T, bool first, cudaStream_t stream) {
     constexpr int size = Pack<E>::size;
-    check(C % size == 0 && is_aligned_16(dout) && is_aligned_16(dwte) && is_aligned_16(dwpe),
-          "a row is a multiple of 16 bytes");
-    check((int64_t)max_T * C < INT_MAX, "the table of positions has fewer than 2^31 elements");
+    check_rows(E, C, dwte, dwpe, dout);
+    check((int64_t)max_T * C <= POSITIONS_MAX, "%d positions of %d channels", max_T, C);
     int N = B * T, packs = (first ? max_T : T) * (C / size);
     int threads = packs < ENCODER_THREADS ? ceil_div(packs, WARP) * WARP : ENCODER_THREADS;
     launch(encoder_backward_position_kernel<E, G>, ceil_div(packs, threads), threads, 0, stream,
@@ -696,9 +767,10 @@ template <class E>
 static void gpu_layernorm_forward(E *out, float *mean, float *rstd, const E *inp, const E *weight,
                                   const E *bias, int N, int C, cudaStream_t stream) {
     constexpr int size = Pack<E>::size;
+    static_assert(CHANNELS_MAX <= LAYERNORM_PACKS * size * BLOCK_MAX, "a block spans a row");
+    check_rows(E, C, out, inp, weight, bias);
+    check(C <= CHANNELS_MAX, "LayerNorm of %d channels", C);
     int warps = ceil_div(C, LAYERNORM_PACKS * size * WARP);
-    check(C % size == 0 && warps * WARP <= BLOCK_MAX && is_aligned_16(inp) && is_aligned_16(out),
-          "a row is a multiple of 16 bytes and at most 32768 elements in 16 bits, 16384 in fp32");
     int rows = warps > 1 ? 1 : N < 8 ? N : 8;
     launch(layernorm_forward_kernel<E>, ceil_div(N, rows), dim3(warps * WARP, rows), 0, stream, out,
            mean, rstd, inp, weight, bias, N, C);
@@ -777,9 +849,10 @@ static void gpu_layernorm_backward(E *dinp, float *dweight, float *dbias, const 
                                    const float *rstd, const E *addend, float *scratch, int N, int C,
                                    cudaStream_t stream) {
     constexpr int size = Pack<E>::size;
+    static_assert(CHANNELS_MAX <= size * BLOCK_MAX, "a block spans a row");
+    check_rows(E, C, dinp, dout, inp, weight, addend, scratch);
+    check(C <= CHANNELS_MAX, "LayerNorm of %d channels", C);
     int row_threads = ceil_div(C, size * WARP) * WARP;
-    check(C % size == 0 && row_threads <= BLOCK_MAX && is_aligned_16(inp) && is_aligned_16(dout),
-          "a row is a multiple of 16 bytes and at most 8192 elements in 16 bits, 4096 in fp32");
     int rows = row_threads < LAYERNORM_THREADS ? LAYERNORM_THREADS / row_threads : 1;
     rows = rows < N ? rows : N;
     int parts = ceil_div(N, rows) < LAYERNORM_PARTS ? ceil_div(N, rows) : LAYERNORM_PARTS;
@@ -803,6 +876,9 @@ constexpr int BIAS_ROWS = 4;      // rows that a thread loads before it adds
 constexpr int BIAS_PARTS = 128;   // most partial sums of a column
 constexpr int BIAS_BLOCKS = 768;  // blocks that keep the largest GPUs busy
 
+// Exactly 1 for large x, where the approximate division must give 1 / 1 = 1, and 0 for very
+// negative x: gelu_slope multiplies 1 - s by x^3. (A GPU that fails test gpu_gelu there needs s
+// clamped, not a looser test.)
 template <class E> __device__ inline float gelu_logistic(float x) {
     float u = GELU_SCALE * (x + GELU_CUBIC * x * x * x);
     return fast_divide<E>(1.0f, 1.0f + fast_exp<E>(-2.0f * u));
@@ -837,8 +913,7 @@ template <class E> __global__ void gelu_forward_kernel(E *out, const E *inp, siz
 // A tensor of n elements of any shape: whole packs, blocks of up to 256 threads.
 template <class E>
 static void gpu_gelu_forward(E *out, const E *inp, size_t n, cudaStream_t stream) {
-    check(n % Pack<E>::size == 0 && is_aligned_16(out) && is_aligned_16(inp),
-          "whole packs of 16 bytes");
+    check_rows(E, n, out, inp);
     size_t packs = n / Pack<E>::size;
     int threads = packs < 256 ? ceil_div((int)packs, 2 * WARP) * WARP : 256;
     launch(gelu_forward_kernel<E>, (unsigned)((packs + 2 * threads - 1) / (2 * threads)), threads,
@@ -911,8 +986,7 @@ template <class E, bool GELU>
 static void column_sums(E *dinp, float *dbias, const E *dout, const E *inp, float *scratch, int N,
                         int OC, cudaStream_t stream) {
     constexpr int size = Pack<E>::size;
-    check(OC % size == 0 && is_aligned_16(dout) && is_aligned_16(inp),
-          "a row is a multiple of 16 bytes");
+    check_rows(E, OC, dinp, dout, inp, scratch);
     int columns = ceil_div(OC, WARP * size), rows = ceil_div(N, BIAS_ROWS);
     rows = rows < 8 ? rows : 8;
     int parts = ceil_div(N, rows * BIAS_ROWS), enough = ceil_div(BIAS_BLOCKS, columns);
@@ -949,8 +1023,8 @@ static void gpu_gelu_backward(E *dinp, float *dbias, const E *dout, const E *inp
 // the accumulation of gradients are beta = 1.
 
 struct MatmulKey {
-    int m, n, k, transpose_a, transpose_b, has_bias, input_type, output_type;
-};
+    int m, n, k, transpose_a, transpose_b, has_bias, beside, input_type, output_type;
+};  // beside: D is not C
 
 struct MatmulPlan {
     MatmulKey key;
@@ -961,6 +1035,7 @@ struct MatmulPlan {
 
 // A model has some twenty products: four of a block and the classifier's, three passes each.
 constexpr int MATMUL_PLANS = 64;
+constexpr int MATMUL_ALGORITHMS = 8;  // of the heuristic's list, best first, that are looked at
 
 static struct {
     cublasLtHandle_t handle;
@@ -1007,7 +1082,47 @@ static void matmul_preference(cublasLtMatmulPreference_t preference,
         cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof(value)));
 }
 
-// Fills a new plan; the algorithm is the first of the heuristic's that can do what is asked.
+// The heuristic's algorithms for a product in at most workspace_bytes, best first; returns how many
+// (0 to MATMUL_ALGORITHMS). None is no list but CUBLAS_STATUS_NOT_SUPPORTED.
+static int matmul_algorithms(cublasLtMatmulHeuristicResult_t *results, cublasStatus_t *status,
+                             const MatmulPlan *plan, size_t workspace_bytes) {
+    int found = 0;
+    cublasLtMatmulPreference_t preference;
+    cublas_check(cublasLtMatmulPreferenceCreate(&preference));
+    matmul_preference(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, workspace_bytes);
+    matmul_preference(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+                      (uint32_t)CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
+    // Tensors start at multiples of 16 bytes; left alone, the library takes 256 for granted.
+    matmul_preference(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, (uint32_t)16);
+    matmul_preference(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, (uint32_t)16);
+    matmul_preference(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, (uint32_t)16);
+    matmul_preference(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, (uint32_t)16);
+    *status = cublasLtMatmulAlgoGetHeuristic(matmul_library.handle, plan->product, plan->a, plan->b,
+                                             plan->d, plan->d, preference, MATMUL_ALGORITHMS,
+                                             results, &found);
+    cublas_check(cublasLtMatmulPreferenceDestroy(preference));
+    int usable = 0;
+    for (int i = 0; i < found && *status == CUBLAS_STATUS_SUCCESS; i++) {
+        if (results[i].state == CUBLAS_STATUS_SUCCESS) {
+            results[usable++] = results[i];
+        }
+    }
+    return usable;
+}
+
+// Does this algorithm say that it can write D beside C? An answer that is missing counts as no.
+static bool matmul_writes_beside(const cublasLtMatmulAlgo_t *algorithm) {
+    int32_t beside = 0;
+    size_t written = 0;
+    return cublasLtMatmulAlgoCapGetAttribute(
+               algorithm, CUBLASLT_ALGO_CAP_OUT_OF_PLACE_RESULT_SUPPORT, &beside, sizeof beside,
+               &written) == CUBLAS_STATUS_SUCCESS &&
+           beside;
+}
+
+// Fills a new plan. The algorithm is the heuristic's first; for a product that writes D beside C,
+// the first that says it can. If none says so the first is tried: nothing but its own answer
+// speaks against it, and the product refuses in the warm-up what it cannot do.
 static void matmul_plan_create(MatmulPlan *plan, MatmulKey key) {
     cudaDataType_t input_type = (cudaDataType_t)key.input_type;
     cudaDataType_t output_type = (cudaDataType_t)key.output_type;
@@ -1030,39 +1145,19 @@ static void matmul_plan_create(MatmulPlan *plan, MatmulKey key) {
     cublas_check(cublasLtMatrixLayoutCreate(&plan->b, input_type, b_rows, b_columns, b_rows));
     cublas_check(cublasLtMatrixLayoutCreate(&plan->d, output_type, m, n, m));
 
-    cublasLtMatmulPreference_t preference;
-    cublas_check(cublasLtMatmulPreferenceCreate(&preference));
-    matmul_preference(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
-                      matmul_library.workspace_bytes);
-    matmul_preference(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
-                      (uint32_t)CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
-    // Tensors start at multiples of 16 bytes; left alone, the library takes 256 for granted.
-    matmul_preference(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, (uint32_t)16);
-    matmul_preference(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, (uint32_t)16);
-    matmul_preference(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, (uint32_t)16);
-    matmul_preference(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, (uint32_t)16);
-    cublasLtMatmulHeuristicResult_t results[8];
-    int found = 0, chosen = -1;
-    cublas_check(cublasLtMatmulAlgoGetHeuristic(matmul_library.handle, plan->product, plan->a,
-                                                plan->b, plan->d, plan->d, preference, 8, results,
-                                                &found));
-    for (int i = found - 1; i >= 0; i--) {  // the first that can write D beside C: the residual
-        int32_t beside = 0;
-        size_t written = 0;
-        if (results[i].state == CUBLAS_STATUS_SUCCESS &&
-            cublasLtMatmulAlgoCapGetAttribute(&results[i].algo,
-                                              CUBLASLT_ALGO_CAP_OUT_OF_PLACE_RESULT_SUPPORT,
-                                              &beside, sizeof beside,
-                                              &written) == CUBLAS_STATUS_SUCCESS &&
-            beside) {
-            chosen = i;
-        }
+    cublasLtMatmulHeuristicResult_t results[MATMUL_ALGORITHMS];
+    cublasStatus_t status;
+    int found = matmul_algorithms(results, &status, plan, matmul_library.workspace_bytes);
+    if (found == 0) {
+        die("cuBLASLt has no product of (%d x %d) and (%d x %d) here, %s in and %s out: %s", m, k,
+            k, n, input_type == CUDA_R_32F ? "fp32" : "16 bits",
+            output_type == CUDA_R_32F ? "fp32" : "16 bits", cublasLtGetStatusName(status));
     }
-    if (chosen < 0) {
-        die("cuBLASLt has no matrix product of %d x %d x %d of this type on this GPU", m, n, k);
+    int chosen = 0;
+    while (key.beside && chosen < found && !matmul_writes_beside(&results[chosen].algo)) {
+        chosen++;
     }
-    plan->algorithm = results[chosen].algo;
-    cublas_check(cublasLtMatmulPreferenceDestroy(preference));
+    plan->algorithm = results[chosen < found ? chosen : 0].algo;
 }
 
 static MatmulPlan *matmul_plan_find(MatmulKey key) {
@@ -1087,13 +1182,11 @@ static void matmul_run(O *d, const E *a, const E *b, const O *bias, const O *c, 
                        bool transpose_a, bool transpose_b, int m, int n, int k,
                        cudaStream_t stream) {
     int a_rows = transpose_a ? k : m, b_rows = transpose_b ? n : k;
-    check(a_rows % Pack<E>::size == 0 && b_rows % Pack<E>::size == 0 && m % Pack<O>::size == 0,
-          "cuBLASLt wants rows that are multiples of 16 bytes: channels a multiple of 8 (fp32: 4)");
-    check(is_aligned_16(a) && is_aligned_16(b) && is_aligned_16(c) && is_aligned_16(d) &&
-              is_aligned_16(bias),
-          "cuBLASLt wants pointers that are multiples of 16 bytes");
-    MatmulKey key = {m,           n, k, transpose_a, transpose_b, bias != nullptr, cuda_type<E>,
-                     cuda_type<O>};
+    check_rows(E, a_rows, a);
+    check_rows(E, b_rows, b);
+    check_rows(O, m, d, bias, c);
+    MatmulKey key = {m,       n, k, transpose_a, transpose_b, bias != nullptr, beta != 0 && c != d,
+                     cuda_type<E>, cuda_type<O>};
     MatmulPlan *plan = matmul_plan_find(key);
     if (bias) {
         matmul_attribute(plan, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
@@ -1397,7 +1490,7 @@ __global__ void __launch_bounds__(WARPS *WARP)
 
 // The plain fp32 kernels: a warp per row, four rows per block, 32 rows of the other side at a time.
 // A lane first owns one of those rows (a whole dot product), then columns lane, lane + 32, ...
-enum { ROW_WARPS = 4, ROW_HS_MAX = 512 };
+enum { ROW_WARPS = 4 };
 
 // row_dot: sum over d < n of a[d] b[d], in that order.
 __device__ inline float row_dot(const float *a, const float *b, int n) {
@@ -1450,18 +1543,17 @@ __global__ void __launch_bounds__(ROW_WARPS *WARP)
     }
 }
 
+constexpr int HEAD_MAX = 128, HEAD_UNIT = 8;  // head sizes of the 16-bit kernels
+constexpr int HEAD_MAX_FP32 = 512;            // a warp keeps a row of it in shared memory
+
 // check_attention: the limits of the attention kernels, for both passes.
-template <class E>
-static void check_attention(const E *packed, const E *rows, int B, int T, int C, int NH) {
-    check(B >= 1 && B <= 65535 && T >= 1 && T <= 65535 * ROW_WARPS && NH >= 1 && C % NH == 0,
+template <class E> static void check_attention(int B, int T, int C, int NH) {
+    static_assert(LENGTH_MAX <= GRID_YZ_MAX * ROW_WARPS, "a block for every four rows");
+    check(B >= 1 && B <= GRID_YZ_MAX && T >= 1 && T <= LENGTH_MAX && NH >= 1 && C % NH == 0,
           "attention of batch %d, length %d, %d channels in %d heads", B, T, C, NH);
-    if constexpr (std::is_same_v<E, float>) {
-        check(C / NH <= ROW_HS_MAX, "head size %d: fp32 attention takes up to 512", C / NH);
-    } else {
-        check(C / NH % 8 == 0 && C / NH <= 128,
-              "head size %d: 16-bit attention takes multiples of 8 up to 128", C / NH);
-        check(is_aligned_16(packed) && is_aligned_16(rows), "attention moves 16 bytes at a time");
-    }
+    const int HS = C / NH;
+    check(sizeof(E) == 4 ? HS <= HEAD_MAX_FP32 : HS % HEAD_UNIT == 0 && HS <= HEAD_MAX,
+          "attention of heads of %d channels", HS);
 }
 
 // gpu_attention_forward: out (B,T,C) and lse (B,NH,T) from qkv (B,T,3,NH,HS); see the kernels.
@@ -1469,7 +1561,7 @@ static void check_attention(const E *packed, const E *rows, int B, int T, int C,
 template <class E, int HD = 64>
 static void gpu_attention_forward(E *out, float *lse, const E *qkv, int B, int T, int C, int NH,
                                   cudaStream_t stream) {
-    check_attention<E>(qkv, out, B, T, C, NH);
+    check_attention<E>(B, T, C, NH);
     const int HS = C / NH;
     if constexpr (std::is_same_v<E, float>) {
         launch(attention_forward_rows_kernel, dim3(NH, B, ceil_div(T, ROW_WARPS)), ROW_WARPS * WARP,
@@ -1478,6 +1570,7 @@ static void gpu_attention_forward(E *out, float *lse, const E *qkv, int B, int T
         gpu_attention_forward<E, 128>(out, lse, qkv, B, T, C, NH, stream);
     } else {
         using A = AttentionTiles<HD>;
+        check_rows(E, HS, out, qkv);
         auto *forward_kernel = attention_forward_kernel<E, HD, A::WARPS, A::MT, A::FORWARD_ROWS>;
         const int bytes = (int)sizeof(E) * HD * (A::OWN_ROWS + 4 * A::FORWARD_ROWS);
         const auto limit = cudaFuncAttributeMaxDynamicSharedMemorySize;
@@ -1747,8 +1840,7 @@ template <class E, int HD = 64>
 static void gpu_attention_backward(E *dqkv, float *drow, const E *dout, const E *qkv, const E *out,
                                    const float *lse, int B, int T, int C, int NH,
                                    cudaStream_t stream) {
-    check_attention<E>(qkv, out, B, T, C, NH);
-    check_attention<E>(dqkv, dout, B, T, C, NH);
+    check_attention<E>(B, T, C, NH);
     const int HS = C / NH;
     if constexpr (std::is_same_v<E, float>) {
         const size_t bytes = ROW_WARPS * (2 * HS + 2 * WARP) * sizeof(float);
@@ -1761,6 +1853,7 @@ static void gpu_attention_backward(E *dqkv, float *drow, const E *dout, const E 
         gpu_attention_backward<E, 128>(dqkv, drow, dout, qkv, out, lse, B, T, C, NH, stream);
     } else {
         using A = AttentionTiles<HD>;
+        check_rows(E, HS, dqkv, dout, qkv, out);
         auto *dq_kernel = attention_backward_dq_kernel<E, HD, A::WARPS, A::MT, A::DQ_ROWS>;
         auto *dkv_kernel = attention_backward_dkv_kernel<E, HD, A::WARPS, A::MT, A::DKV_ROWS>;
         const int dq_bytes = 2 * (int)sizeof(E) * HD * (A::OWN_ROWS + 2 * A::DQ_ROWS);
@@ -1864,8 +1957,8 @@ template <class E>
 static void gpu_classifier(float *losses, E *logits, const int *targets, float dloss, int rows,
                            int V, int Vp, bool backward, cudaStream_t stream) {
     constexpr int size = Pack<E>::size, packs = CLASSIFIER_VOCABULARY / (BLOCK_MAX * size);
-    check(V <= Vp && Vp <= CLASSIFIER_VOCABULARY && Vp % size == 0 && is_aligned_16(logits),
-          "a row of logits is a multiple of 16 bytes and has at most 65536 columns");
+    check_rows(E, Vp, logits);
+    check(V <= Vp && Vp <= CLASSIFIER_VOCABULARY, "logits of %d tokens in %d columns", V, Vp);
     int threads = ceil_div(Vp, packs * size * WARP) * WARP;
     auto kernel = backward ? classifier_kernel<E, true> : classifier_kernel<E, false>;
     launch(kernel, rows, threads, 0, stream, losses, logits, targets, dloss, V, Vp);
@@ -1996,6 +2089,7 @@ template <class G>
 static void gpu_grad_square_sum(UpdateState *state, float *scratch, const G *grads_2d,
                                 const float *grads_1d, const ParamRange *ranges, int range_count,
                                 int chunks, cudaStream_t stream) {
+    check_rows(G, 0, grads_2d, grads_1d);  // param_ranges_chunk has checked where ranges start
     int parts = chunks < NORM_BLOCKS ? chunks : NORM_BLOCKS;
     launch(grad_square_sum_kernel<G>, parts, UPDATE_THREADS, 0, stream, scratch, grads_2d, grads_1d,
            ranges, range_count, chunks);
@@ -2130,6 +2224,7 @@ static void gpu_adamw(E *params, uint16_t *low, M *moment1, M *moment2, const G 
                       const float *grads_1d, const ParamRange *ranges, int range_count, int chunks,
                       AdamW adamw, UpdateRandom key, const UpdateState *state,
                       cudaStream_t stream) {
+    check_rows(E, 0, params, low, moment1, moment2, grads_2d, grads_1d);
     launch(adamw_kernel<E, G, M, SPLIT>, chunks, UPDATE_THREADS, 0, stream, params, low, moment1,
            moment2, grads_2d, grads_1d, ranges, range_count, adamw, key, state);
 }
@@ -2139,7 +2234,8 @@ static void gpu_adamw(E *params, uint16_t *low, M *moment1, M *moment2, const G 
 // The plan's device rows are one cudaMalloc of exactly the planned bytes; its host rows one pinned
 // allocation. What libraries and modules take is not planned but measured after a warm-up, and
 // shown apart; the CUDA context exists before and is not in that figure.
-// 1. Whether the plan fits is decided by the driver's free bytes before anything is allocated.
+// 1. Whether the plan fits is decided by the driver's free bytes before anything is allocated. The
+//    context has been taken from them by then: asking creates it.
 // 2. Test builds mark rows that die and come alive in stream order, so that lateness shows.
 
 struct DeviceMemory {
@@ -2148,6 +2244,18 @@ struct DeviceMemory {
 };
 
 static DeviceMemory device_memory;
+
+// What libraries will still take when a run asks for the free bytes: cuBLASLt's code and kernels.
+// --plan, which counts from the size of the card, reserves library_reserve_bytes for these and the
+// context; here the context is paid, so half of that remains, and a run whose plan fits on paper is
+// refused only where the context takes more than the other half. (1 GiB - (total - free) would need
+// no such guess, but takes what another process holds for the context.) Nobody has measured either
+// part yet.
+#if CUDA_CPU
+static size_t device_library_bytes(void) { return (size_t)emu::set.library; }
+#else
+static size_t device_library_bytes(void) { return library_reserve_bytes / 2; }
+#endif
 static char *arena_host;
 
 #if GPT2_POISON
@@ -2715,8 +2823,10 @@ template <class E, class G> static void gpu_ranges_open(GpuNetwork<E, G> *net) {
               cudaMemcpyHostToDevice, net->stream);
 }
 
-// A step, an evaluation and a sample on zeros: every kernel is loaded and every product planned, so
-// that what the libraries take can be measured, and a failure comes before the run.
+// A step of two micro-steps, an evaluation and a sample on zeros: every kernel is loaded and every
+// product planned, so that what the libraries take can be measured, and a failure comes before the
+// run. Two, because a product that adds to its output may be another kernel of cuBLASLt's than one
+// that writes it, and a kernel is loaded at its first launch.
 template <class E, class G>
 static void gpu_warm_up(Engine *e) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
@@ -2734,7 +2844,8 @@ static void gpu_warm_up(Engine *e) {
                                        net->plan.rows[net->plan.single[row]].bytes, net->stream));
         }
     }
-    gpu_micro_step<E, G>(e, zeros, zeros, 0, 1);
+    gpu_micro_step<E, G>(e, zeros, zeros, 0, 2);
+    gpu_micro_step<E, G>(e, zeros, zeros, 1, 2);
     gpu_update<E, G>(e, &o, 0, HUGE_VAL, 0);
     gpu_evaluate<E, G>(e, nullptr, zeros, zeros);
     gpu_logits<E, G>(e, logits, zeros, 1);
@@ -2781,7 +2892,9 @@ template <class E, class G> static void gpu_open(Engine *e, const Settings *s) {
 // 32. Meters
 // What this GPU could do at most, for "% of peak": dense products of the run's type per clock and
 // SM (NVIDIA's architecture white papers; for sm_86, 89 and 120 the GeForce cards' rate, half of
-// the workstation cards'), times SMs, times the highest clock the driver names.
+// the workstation cards'; 110, Thor, and 121, GB10, a quarter of the data sheets' dense fp4), times
+// SMs, times the highest clock the driver names. A data sheet may count with a lower clock: an H100
+// names 1,980 MHz, which makes 1,070 TFLOP/s in bf16, where its data sheet has 989.
 
 struct PeakRow {
     int capability;              // 10 * major + minor
@@ -2789,7 +2902,8 @@ struct PeakRow {
 };
 static const PeakRow peak_rows[] = {
     {75, 0, 128},    {80, 2048, 128},  {86, 512, 256},   {87, 1024, 256}, {89, 512, 256},
-    {90, 4096, 256}, {100, 8192, 256}, {103, 8192, 256}, {120, 512, 256},
+    {90, 4096, 256}, {100, 8192, 256}, {103, 8192, 256}, {110, 8192, 256}, {120, 512, 256},
+    {121, 1024, 256},
 };
 
 // Name, type and peak of the current GPU into the engine; refuses a type it has no instructions
@@ -2810,7 +2924,8 @@ static void device_describe(Engine *e, const Settings *s) {
         }
     }
     e->peak_flops = 1e3 * clock_khz * peak * properties.multiProcessorCount;
-    e->peak_source = "this GPU's dense products at its highest clock";
+    e->peak_source = peak ? "this GPU's dense products at its highest clock"
+                          : "this program's table of peaks does not know this GPU";
     snprintf(e->device, sizeof e->device, "%.44s (sm_%d%d), %s", properties.name, properties.major,
              properties.minor, s->dtype == TYPE_FP32 ? "fp32" : "bf16");
 }
@@ -2832,11 +2947,12 @@ static void gpu_engine_open(Engine *e, const Settings *s) {
         gpu_open<__nv_bfloat16, float>(e, s);
     }
     size_t length = strlen(e->device);
-    snprintf(e->device + length, sizeof e->device - length, "; libraries took %s",
+    snprintf(e->device + length, sizeof e->device - length,
+             "; cuBLASLt %zu; libraries took about %s", cublasLtGetVersion(),
              bytes_text((double)device_memory.library_bytes).s);
 }
 
-// What the kernels cannot do is refused by name before anything is opened.
+// What the kernels cannot do is refused by name before anything is opened or measured.
 static void gpu_settings_check(const Settings *s) {
     const Model *m = &s->model;
     const int HS = m->C / m->NH;
@@ -2844,20 +2960,23 @@ static void gpu_settings_check(const Settings *s) {
         die("--dtype fp16 and --offload can be planned (--plan), but this program does not train "
             "with them; it trains in bf16 and fp32 with all states on the GPU");
     }
-    if (m->C % 8 != 0 || m->C > 4096 || (s->dtype == TYPE_BF16 && (HS % 8 != 0 || HS > 128)) ||
-        HS > 512) {
-        die("--model (-e): %d channels in %d heads: a GPU takes channels that are a multiple of 8, "
-            "at most 4096, in heads of at most 512; in bf16 heads of 8 to 128, a multiple of 8",
-            m->C, m->NH);
+    if (m->C % CHANNELS_UNIT != 0 || m->C > CHANNELS_MAX ||
+        (s->dtype == TYPE_BF16 && (HS % HEAD_UNIT != 0 || HS > HEAD_MAX)) || HS > HEAD_MAX_FP32) {
+        die("--model (-e): %d channels in %d heads: a GPU takes channels that are a multiple of "
+            "%d, at most %d, in heads of at most %d; in bf16 heads of at most %d, a multiple of %d",
+            m->C, m->NH, CHANNELS_UNIT, CHANNELS_MAX, HEAD_MAX_FP32, HEAD_MAX, HEAD_UNIT);
     }
-    if (s->B > 65535) {
-        die("--batch (-b): %d: a GPU takes at most 65535 sequences in a micro-batch", s->B);
+    if ((int64_t)m->maxT * m->C > POSITIONS_MAX) {
+        die("--model (-e): %d positions of %d channels: a GPU takes at most %d numbers in that "
+            "table", m->maxT, m->C, POSITIONS_MAX);
     }
-}
-
-static void gpu_program_open(Engine *e, const Settings *s) {
-    gpu_settings_check(s);
-    gpu_engine_open(e, s);
+    if (s->T > LENGTH_MAX) {
+        die("--seq-len (-t): %d: a GPU takes at most %d tokens in a sequence", s->T, LENGTH_MAX);
+    }
+    if (s->B > GRID_YZ_MAX) {
+        die("--batch (-b): %d: a GPU takes at most %d sequences in a micro-batch", s->B,
+            GRID_YZ_MAX);
+    }
 }
 
 // Norm of the difference over norm, of n numbers. NaN anywhere gives NaN.
@@ -2939,18 +3058,13 @@ static int command_check(Run *run, const Program *program) {
     return failed || !ok;
 }
 
-static int compare_doubles(const void *a, const void *b) {
-    double x = *(const double *)a, y = *(const double *)b;
-    return x < y ? -1 : x > y;
-}
-
 // --compare: the same steps with -r none and with -r block (or the level that was asked for):
 // planned and library memory, and the median time of a step.
 static int command_compare(Run *run, const Program *program) {
     enum { WARM = 2, STEPS = 9 };
     const Model *m = &run->s.model;
     const int asked = run->s.level ? run->s.level : RECOMPUTE_BLOCK;
-    double median[2], tokens = (double)run->s.B * run->s.T;
+    double middle[2], tokens = (double)run->s.B * run->s.T;
     size_t bytes[2];
     printf("%-14s %14s %14s %10s %12s\n", "", "planned", "libraries", "ms/step", "tokens/s");
     for (int k = 0; k < 2; k++) {
@@ -2969,20 +3083,18 @@ static int command_compare(Run *run, const Program *program) {
             ms[i] = now_ms() - start;
         }
         run->engine.close(&run->engine);
-        qsort(ms + WARM, STEPS, sizeof(double), compare_doubles);
-        median[k] = ms[WARM + STEPS / 2];
+        middle[k] = median(ms + WARM, STEPS);
         printf("-r %-11s %14s %14s %10.2f %12s\n", level_names[run->s.level],
                bytes_text((double)bytes[k]).s, bytes_text((double)device_memory.library_bytes).s,
-               median[k], count_text((int64_t)(tokens / median[k] * 1e3)).s);
+               middle[k], count_text((int64_t)(tokens / middle[k] * 1e3)).s);
     }
     printf("-r %s takes %.1f %% of the memory and %.2f x the time (median of %d steps)\n",
-           level_names[asked], 100.0 * (double)bytes[1] / (double)bytes[0], median[1] / median[0],
+           level_names[asked], 100.0 * (double)bytes[1] / (double)bytes[0], middle[1] / middle[0],
            STEPS);
     return 0;
 }
 
 static int gpu_command(Run *run, const Program *program) {
-    gpu_settings_check(&run->s);
     return run->o.check ? command_check(run, program) : command_compare(run, program);
 }
 
@@ -2991,10 +3103,11 @@ int train_gpt2cu_main(int argc, char **argv) {
     static const Program program = {CUDA_CPU ? "train_gpt2cu_cpu" : "train_gpt2cu",
                                     "d12",
                                     1,
-                                    gpu_program_open,
+                                    gpu_engine_open,
                                     device_available,
-                                    CUDA_CPU ? 0 : library_reserve_bytes,
-                                    gpu_command};
+                                    device_library_bytes(),
+                                    gpu_command,
+                                    gpu_settings_check};
     return program_main(&program, argc, argv);
 }
 
