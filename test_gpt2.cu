@@ -699,22 +699,6 @@ static void test_tokenizer() {
                  "--prompt: 3 tokens, at most 2");
 }
 
-// Prompts and samples of a model of GPT-2 tokens are text when the vocabulary is there.
-static void test_prompts() {
-    static Bpe bpe;
-    const Text merges = vocab_bpe();
-    bpe_parse_merges(&bpe, (const unsigned char *)merges.data(), merges.size(), "vocab.bpe");
-    Token tokens[8];
-    char out[BPE_LONGEST];
-    expect(prompt_tokens(tokens, 8, TOKENIZER_GPT2, &bpe, "Hello world") == 2 &&
-           tokens[0] == 15496 && tokens[1] == 995);
-    expect(prompt_tokens(tokens, 8, TOKENIZER_GPT2, &bpe, "") == 1 && tokens[0] == 50256);
-    expect_death(prompt_tokens(tokens, 2, TOKENIZER_GPT2, &bpe, "a b c"),
-                 "--prompt: 3 tokens, at most 2");
-    expect(Text(out, (size_t)token_text(out, TOKENIZER_GPT2, &bpe, 995)) == " world");
-    expect(Text(out, (size_t)token_text(out, TOKENIZER_GPT2, &bpe, 50256)) == "<|endoftext|>");
-}
-
 // -------------------------------------------------------------------------------------------------
 // 5. Layers against naive twins
 // Volume I's chapters Matmul and fast maths and Layers, over odd shapes. A twin is the formula
@@ -3082,7 +3066,6 @@ static const Test tests[] = {
     T(loader_coverage, HOST),
     T(loader_large, FLOAT),
     T(tokenizer, HOST),
-    T(prompts, HOST),
     T(fast_maths, ALL),
     T(matmul_forward, ALL),
     T(matmul_backward, ALL),

@@ -130,10 +130,9 @@ static void test_json() {
     detail = text("%zu texts", table.size());
 }
 
-static Bpe bpe;  // GPT-2's, after open_bpe()
-static void open_bpe() {
-    Text text = vocab_bpe();
-    bpe_parse_merges(&bpe, (const unsigned char *)text.data(), text.size(), "vocab.bpe");
+static Bpe bpe;  // of the merges given to open_bpe()
+static void open_bpe(const Text &merges) {
+    bpe_parse_merges(&bpe, (const unsigned char *)merges.data(), merges.size(), "vocab.bpe");
 }
 
 // llm.c's file of the open vocabulary; token `other` has these bytes instead of its own.
@@ -176,7 +175,7 @@ static Text decode(const Ids &ids) {
 // Encodings that tiktoken 0.14.0 gives (dev/check_tiktoken.py compares far more), and
 // tinyshakespeare's published counts.
 static void test_bpe_known() {
-    open_bpe();
+    open_bpe(vocab_bpe());
     static const struct {
         Text text;
         Ids ids;
@@ -266,10 +265,75 @@ static Ids naive_merge(const Text &piece) {
     return ids;
 }
 
+// A made-up vocabulary is read as it is written. Tokens worked out by hand: the lowest merge goes
+// first wherever it stands, and of the same at several places the leftmost.
+static void test_bpe_ties() {
+    const Text merges = made_merges();
+    open_bpe(merges);
+    const Words tokens = tokens_of_merges(merges);
+    for (size_t i = 0; i < tokens.size(); i++) {
+        expect(decode({(uint16_t)i}) == tokens[i], "token %zu", i);
+    }
+    // a is 64, b 65, c 66 and the space 220; 256 is aa, 257 aaaa, 258 ab, 259 bc, 260 abc,
+    // 261 " t", 262 he, 263 " the", 264 two line ends, 269 two spaces.
+    static const struct {
+        const char *text;
+        Ids ids;
+    } known[] = {{"aaa", {256, 64}}, {"aaaaa", {257, 64}}, {"aaaaaaa", {257, 256, 64}},
+                 {"aab", {256, 65}}, {"aaab", {256, 258}}, {"aaaab", {257, 65}},
+                 {"aabaa", {256, 65, 256}}, {"abc", {260}}, {"abbc", {258, 259}},
+                 {"aaabc", {256, 260}}, {"bcab", {259, 258}},
+                 {" the", {263}}, {"\n\n\n", {264, 188 + 10}}, {"the", {83, 262}},
+                 {"\n   ", {188 + 10, 269, 220}}, {"\xc3\xa9's", {265, 266}},
+                 {"1231", {268, 16}}, {"", {}}};
+    for (auto &row : known) {
+        expect(encode(row.text) == row.ids, "'%s'", row.text);
+    }
+    detail = text("%zu tokens", tokens.size());
+}
+
+// Where GPT-2's pattern cuts: between the bars.
+static void test_bpe_pieces() {
+    static const char *const known[] = {
+        "it|'s| I|'ll| THEY|'|RE| we|'d|'ve|'| '|s|'m|'|r|'|l|'|v|'t|e|'",
+        "x|=|1234567890|.|5|e|-|3|;",
+        " | two| | spaces| \n\n\t| end|  ", " ", "a| ", "\n|\n|a", "  |\xc2\xa0|x",
+        "a|\xe3\x80\x80|\xe3\x80\x80|b|\xc2\xa0|c|\xe2\x80\xa8|d",
+        "e|\xcc\x81| \xc2\xbd| \xe2\x85\xa7| \xc2\xb2|a",
+        "\xff\xfe| \xe3\x80|a|\xed\xa0\x80!|1\xd9\xa3|!|\xc3\xa9z",
+        "''|s", "!'|s", " '|s", "\xe4\xb8\xad\xe6\x96\x87|\xe3\x80\x82", "'"};
+    bpe_begin(&bpe);
+    for (const char *row : known) {
+        Text whole = row, cut;
+        whole.erase(std::remove(whole.begin(), whole.end(), '|'), whole.end());
+        const unsigned char *p = (const unsigned char *)whole.data(), *end = p + whole.size();
+        for (const unsigned char *next; p < end; p = next) {
+            next = piece_end(&bpe, p, end);
+            cut += Text(cut.empty() ? "" : "|") + Text((const char *)p, (size_t)(next - p));
+        }
+        expect(cut == row, "'%s', not '%s'", cut.c_str(), row);
+    }
+}
+
+// Prompts and samples are text where a vocabulary is at hand.
+static void test_prompts() {
+    open_bpe(made_merges());
+    Token tokens[8];
+    char out[BPE_LONGEST];
+    expect(prompt_tokens(tokens, 8, TOKENIZER_GPT2, &bpe, "aaa the") == 3 && tokens[0] == 256 &&
+           tokens[1] == 64 && tokens[2] == 263);
+    expect(prompt_tokens(tokens, 8, TOKENIZER_GPT2, &bpe, "") == 1 && tokens[0] == 50256);
+    expect(prompt_tokens(tokens, 3, TOKENIZER_GPT2, &bpe, "a b") == 3);
+    expect_death(prompt_tokens(tokens, 2, TOKENIZER_GPT2, &bpe, "a b"),
+                 "--prompt: 3 tokens, at most 2");
+    expect(Text(out, (size_t)token_text(out, TOKENIZER_GPT2, &bpe, 263)) == " the");
+    expect(Text(out, (size_t)token_text(out, TOKENIZER_GPT2, &bpe, 50256)) == "<|endoftext|>");
+}
+
 // Merging against its rule; what is encoded decodes to itself, whatever the bytes; a text may be
 // cut where bpe_cut says; long pieces take no longer than they must.
 static void test_bpe_rules() {
-    open_bpe();
+    open_bpe(made_merges());
     int cuts = 0, pieces = 0;
     BpeEncoder e;
     bpe_encoder_open(&e, &bpe);
@@ -295,22 +359,32 @@ static void test_bpe_rules() {
     expect(bpe_cut("a b c", 5) == 3 && bpe_cut("a b c", 3) == 1 && bpe_cut("a  ", 3) == 1);
     expect(bpe_cut("a\xe3\x80\x80 b", 6) == 0 && bpe_cut("\xe3\x80\x82 b", 5) == 3);
     enum { LONG = 1 << 20 };
-    expect(encode(Text(LONG, 'a'), &e) == Ids(LONG / 4, 24794), "a million letters");
-    expect(encode(Text(LONG, ' '), &e) == Ids(LONG, 220), "a million spaces");
+    expect(encode(Text(LONG, 'a'), &e) == Ids(LONG / 4, 257), "a million letters");
+    expect(encode(Text(LONG, ' '), &e) == Ids(LONG / 2, 269), "a million spaces");
     bpe_encoder_close(&e);
     detail = text("%d pieces, %d cuts", pieces, cuts);
 }
 
-// Both files of the vocabulary are read, and no other file is.
-static void test_bpe_files() {
-    open_bpe();
+// Both files of GPT-2's vocabulary are read and give one table.
+static void test_bpe_published() {
     static Bpe other;
-    const Text merges = vocab_bpe(), tokens = gpt2_tokenizer_bin(), first = "#version: 0.2\n";
-    write_file("good.bin", tokens);
+    write_file("good", vocab_bpe());
+    bpe_open(&bpe, "good");
+    write_file("good.bin", gpt2_tokenizer_bin());
     bpe_open(&other, "good.bin");
     expect(memcmp(&other, &bpe, sizeof bpe) == 0, "gpt2_tokenizer.bin gives another table");
-    Text swapped = merges;    // two lines, each as long as the other
-    std::swap(swapped[first.size() + 3], swapped[first.size() + 8]);
+}
+
+// Files of vocabularies that are damaged, or not GPT-2's, each refused by what is wrong with it.
+static void test_bpe_files() {
+    static Bpe other;
+    const Text merges = made_merges(), first = "#version: 0.2\n";
+    open_bpe(merges);
+    const Text tokens = gpt2_tokenizer_bin();
+    bpe_parse_tokens(&other, (const unsigned char *)tokens.data(), tokens.size(), "good.bin");
+    expect(memcmp(&other, &bpe, sizeof bpe) == 0, "gpt2_tokenizer.bin gives another table");
+    Text swapped = merges;    // the last two lines, each of six bytes
+    std::rotate(swapped.end() - 12, swapped.end() - 6, swapped.end());
     const struct {
         Text bytes;
         const char *words;
@@ -331,6 +405,8 @@ static void test_bpe_files() {
         {first + "a " + Text(3000, 'b'), "not two tokens in GPT-2's alphabet for bytes, of 128"},
         {first + "a \xc5\x84\n", ":2: not two tokens"},
         {Text("a b\n") + merges.substr(first.size()), "not a vocab.bpe"},
+        {merges, "not GPT-2's vocabulary: 50257 tokens with fingerprint"},
+        {tokens, "not GPT-2's vocabulary: 50257 tokens with fingerprint"},
         {swapped, "with fingerprint"},
         {merges.substr(0, merges.size() / 2), "not"},
         {merges + "Z Q\n", "not GPT-2's vocabulary: 50257 tokens with fingerprint"},
@@ -354,14 +430,18 @@ static void test_bpe_files() {
     }
     expect_death(bpe_open(&other, "absent"), "cannot read vocabulary absent: No such file");
     expect_death(bpe_open(&other, "."), "cannot read vocabulary .: Is a directory");
+    detail = text("%zu bad files", sizeof table / sizeof table[0]);
+}
+
+// Where the vocabulary is looked for: where --tokenizer says, else in data/, merges first.
+static void test_bpe_find() {
     char path[PATH_BYTES];
     expect(!bpe_find(path, "") && bpe_find(path, "absent") && strcmp(path, "absent") == 0);
     mkdir("data", 0755);
-    write_file("data/gpt2_tokenizer.bin", tokens);
+    write_file("data/gpt2_tokenizer.bin", "");
     expect(bpe_find(path, "") && strcmp(path, "data/gpt2_tokenizer.bin") == 0);
-    write_file("data/vocab.bpe", merges);
+    write_file("data/vocab.bpe", "");
     expect(bpe_find(path, "") && strcmp(path, "data/vocab.bpe") == 0);
-    detail = text("%zu bad files", sizeof table / sizeof table[0]);
 }
 
 // The parser on exactly these bytes, at an odd address: status and stderr.
@@ -445,8 +525,13 @@ static const Test tests[] = {
     {"sha256", test_sha256, 1},
     {"json", test_json, 1},
     {"bpe_known", test_bpe_known, 1},
+    {"bpe_ties", test_bpe_ties, 1},
+    {"bpe_pieces", test_bpe_pieces, 1},
+    {"prompts", test_prompts, 1},
     {"bpe_rules", test_bpe_rules, 1},
+    {"bpe_published", test_bpe_published, 1},
     {"bpe_files", test_bpe_files, 1},
+    {"bpe_find", test_bpe_find, 1},
     {"eval_hostile", test_eval_hostile, 1},
 };
 
