@@ -615,6 +615,16 @@ inline Ints one_to(int n) {
     return steps;
 }
 
+// All values of `key` in a log.
+inline std::vector<double> values_in(const Text &log, const char *key) {
+    const Text name = Text("\"") + key + "\":";
+    std::vector<double> values;
+    for (size_t at = 0; (at = log.find(name, at)) != Text::npos; at += name.size()) {
+        values.push_back(strtod(&log[at + name.size()], NULL));
+    }
+    return values;
+}
+
 // The last value of `key` in a log.
 inline double last_value(const Text &log, const char *key) {
     size_t at = log.rfind(Text("\"") + key + "\":");
