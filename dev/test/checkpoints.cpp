@@ -5,6 +5,8 @@
 // Run:    build/test/checkpoints [--program build/train_gpt2_asan] [NAME...]
 
 #include "files.h"
+#include <sys/ptrace.h>
+#include <sys/syscall.h>
 
 // Went on from an older checkpoint, and says in one line what is wrong with the newest.
 static void passed_over_at(int line, const Outcome &o, const Text &file, const Text &who) {
@@ -218,11 +220,145 @@ static void test_checkpoint_writes() {
     expect_success(program(run), "the newest checkpoint is whole");
 }
 
+// -------------------------------------------------------------------------------------------------
+// What a power cut leaves
+// is what was synced before. Nobody cuts the power here: the test looks on, system call by call, as
+// a debugger does, and demands an order under which every moment leaves a whole checkpoint.
+
+#ifdef PTRACE_GET_SYSCALL_INFO
+// The text at an address of another process.
+static Text text_in(pid_t pid, uint64_t address) {
+    Text path(4096, 0);
+    const int fd = open(text("/proc/%d/mem", (int)pid).c_str(), O_RDONLY);
+    const ssize_t n = pread(fd, &path[0], path.size() - 1, (off_t)address);
+    close(fd);
+    return path.substr(0, n > 0 ? strlen(path.c_str()) : 0);
+}
+
+// The file behind a descriptor of another process, as seen from the folder of the test.
+static Text file_of(pid_t pid, uint64_t fd) {
+    char path[4096], here[4096];
+    const Text link = text("/proc/%d/fd/%d", (int)pid, (int)fd);
+    const ssize_t n = readlink(link.c_str(), path, sizeof path);
+    const Text all(path, n > 0 ? (size_t)n : 0), folder = Text(getcwd(here, sizeof here)) + "/";
+    return all + "/" == folder ? "." : all.find(folder) == 0 ? all.substr(folder.size()) : all;
+}
+
+// A call that changes files, as one line; "" for any other.
+static Text disk_call(pid_t pid) {
+    struct __ptrace_syscall_info call = {};
+    if (ptrace(PTRACE_GET_SYSCALL_INFO, pid, sizeof call, &call) <= 0 ||
+        call.op != PTRACE_SYSCALL_INFO_ENTRY) {
+        return "";
+    }
+    const auto &arg = call.entry.args;
+    switch (call.entry.nr) {
+        case SYS_write:
+        case SYS_pwrite64: return "write " + file_of(pid, arg[0]);
+        case SYS_fsync: return "sync " + file_of(pid, arg[0]);
+#ifdef SYS_rename
+        case SYS_rename: return "rename " + text_in(pid, arg[0]) + " " + text_in(pid, arg[1]);
+#endif
+#ifdef SYS_renameat
+        case SYS_renameat:
+#endif
+        case SYS_renameat2: return "rename " + text_in(pid, arg[1]) + " " + text_in(pid, arg[3]);
+        default: return "";
+    }
+}
+
+// The calls of a run of the program and of all its threads, in their order.
+static Words disk_calls(const Text &arguments) {
+    const pid_t pid = start(arguments, [] {
+        setenv("ASAN_OPTIONS", "detect_leaks=0", 1);  // which it cannot do under a debugger
+        if (ptrace(PTRACE_TRACEME, 0, NULL, NULL) != 0) {
+            _exit(SKIPPED);
+        }
+    });
+    Words calls;
+    int status = 0, first = 1;
+    for (pid_t at; (at = waitpid(-1, &status, __WALL)) > 0;) {
+        if (at == pid && WIFEXITED(status)) {
+            if (WEXITSTATUS(status) == SKIPPED) {
+                skip("no process may trace another here");
+            }
+            expect(WEXITSTATUS(status) == 0, "%s", read_file("stderr").c_str());
+        }
+        if (!WIFSTOPPED(status)) {
+            continue;
+        }
+        if (first) {
+            ptrace(PTRACE_SETOPTIONS, pid, NULL, (void *)(PTRACE_O_TRACESYSGOOD |
+                                                          PTRACE_O_TRACECLONE | PTRACE_O_EXITKILL));
+            first = 0;
+        }
+        const Text call = WSTOPSIG(status) == (SIGTRAP | 0x80) ? disk_call(at) : "";
+        if (!call.empty() && (calls.empty() || call != calls.back())) {
+            calls.push_back(call);
+        }
+        ptrace(PTRACE_SYSCALL, at, NULL, NULL);
+    }
+    return calls;
+}
+
+// The place of the last of some calls that come before place `before`; -1: there is none.
+static long last_of(const Words &calls, const Text &call, size_t before = SIZE_MAX) {
+    for (size_t i = std::min(before, calls.size()); i-- > 0;) {
+        if (calls[i] == call) {
+            return (long)i;
+        }
+    }
+    return -1;
+}
+
+// Every file of a checkpoint is synced after its last byte, then their folder, then the folder gets
+// its final name, and that is synced before the log tells of it. A checkpoint that --keep removes
+// loses its name only after the new one has it for good, and first of all the final one.
+static void test_sync_order() {
+    write_corpus();
+    const Words calls = disk_calls(TINY "--quiet -x 2 -n 1 --keep 1 -o runs/out");
+    long before = -1;
+    for (int step = 1; step <= 2; step++) {
+        const Text path = text("runs/out/step-%08d", step), folder = path + ".tmp";
+        const long renamed = last_of(calls, "rename " + folder + " " + path);
+        const long named = last_of(calls, "sync " + folder, (size_t)std::max(renamed, 0L));
+        expect(renamed >= 0 && named >= 0, "%s: renamed %ld, folder synced %ld", path.c_str(),
+               renamed, named);
+        for (const char *name : saved_files) {
+            const Text file = folder + "/" + name;
+            const long wrote = last_of(calls, "write " + file);
+            const long synced = last_of(calls, "sync " + file);
+            expect(before < wrote && wrote < synced && synced < named,
+                   "%s: written %ld, synced %ld, folder synced %ld", file.c_str(), wrote, synced,
+                   named);
+        }
+        const auto from = calls.begin() + std::max(renamed, 0L);
+        const auto stays = std::find(from, calls.end(), "sync runs/out");
+        const auto told = std::find(from, calls.end(), "write runs/out/log.jsonl");
+        expect(stays < told, "%s: the log tells of it before its name is synced", path.c_str());
+        before = renamed;
+        if (step == 2) {
+            const Text old = "runs/out/step-00000001";
+            expect(last_of(calls, "rename " + old + " " + old + ".tmp") > stays - calls.begin(),
+                   "%s goes before the new one stays", old.c_str());
+        }
+    }
+    for (const char *parent : {"sync runs", "sync ."}) {
+        const long at = std::find(calls.begin(), calls.end(), parent) - calls.begin();
+        expect(at < last_of(calls, "write runs/out/log.jsonl"), "%s", parent);
+    }
+    detail = text("%zu calls", calls.size());
+}
+#else
+static void test_sync_order() { skip("this system's headers cannot name a traced call"); }
+#endif
+
 static const Test tests[] = {
     {"checkpoint_folder", test_checkpoint_folder, 1},
     {"state_refused", test_state_refused, 1},
     {"model_option", test_model_option, 1},
     {"checkpoint_writes", test_checkpoint_writes, 1},
+    {"sync_order", test_sync_order, 1},
 };
 
 int main(int argc, char **argv) {
