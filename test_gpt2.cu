@@ -668,8 +668,8 @@ static void test_loader_large() {
     for (int i = 0; i <= T; i++) {
         tail[i] = (uint16_t)(i + 7);
     }
-    if (ftruncate(fd, SHARD_HEADER * 4 + 2 * count) != 0 ||
-        pwrite(fd, tail, sizeof tail, SHARD_HEADER * 4 + 2 * window * T) != (ssize_t)sizeof tail) {
+    if (ftruncate(fd, LLMC_HEADER_BYTES + 2 * count) != 0 ||
+        pwrite(fd, tail, sizeof tail, LLMC_HEADER_BYTES + 2 * window * T) != (ssize_t)sizeof tail) {
         skip("this file system has no room for it");
     }
     close(fd);
@@ -1651,6 +1651,7 @@ static void test_sampling() {
                  {1, 0.7, 0, {0, 0.5, 0, 0.3125, 0.1875, 0}},  // 0.4 + 0.25 + 0.15 reaches 0.7
                  {1, 1e-6, 0, {0, 1, 0, 0, 0, 0}},
                  {1, 0.6, 3, {0, 0.4 / 0.65, 0, 0.25 / 0.65, 0, 0}},  // of 0.8: 0.65 reaches 0.48
+                 {1, 0.45, 3, {0, 1, 0, 0, 0, 0}},  // 0.4 reaches 0.36, and would not reach 0.45
                  {0.5, 1, 0, {0.01, 0.64, 0.04, 0.25, 0.09, 0.01}}};  // squares over 0.25 + ...
     for (auto &c : cases) {
         int counts[V] = {0};
@@ -1659,8 +1660,8 @@ static void test_sampling() {
             sum += c.want[v];
         }
         for (int i = 0; i < DRAWS; i++) {
-            counts[sample_token(logits, V, c.temperature, c.top_k, c.top_p, (i + 0.5) / DRAWS,
-                                candidates)]++;
+            SampleRule rule = {c.temperature, c.top_p, c.top_k};
+            counts[sample_token(logits, V, &rule, (i + 0.5) / DRAWS, candidates)]++;
         }
         for (int v = 0; v < V; v++) {
             expect_near(counts[v], (wide)(c.want[v] / sum * DRAWS), c.want[v] == 0 ? 0 : 2,
@@ -1669,7 +1670,8 @@ static void test_sampling() {
         }
     }
     real equal[V] = {1, 2, 2, 0, 2, 1};
-    expect(sample_token(equal, V, 0, 0, 1, 0.9, candidates) == 1, "the first of equals");
+    const SampleRule likeliest = {0, 1, 0};
+    expect(sample_token(equal, V, &likeliest, 0.9, candidates) == 1, "the first of equals");
 }
 
 // The checker itself, text of every byte, numbers that are none, and cutting back.
@@ -1777,7 +1779,7 @@ static void test_eval_scores() {
     EvalExample x;
     eval_parse(&f, (const unsigned char *)bytes.data(), bytes.size(), "file", 10000);
     expect(f.longest_row == 9 && f.longest_completion == 3 && f.longest_at == 0);
-    size_t at = EVAL_HEADER_BYTES;
+    size_t at = LLMC_HEADER_BYTES;
     for (int i = 0; i < f.examples; i++) {
         at += eval_example(&x, &f, at, i);
         for (int k = 0; k < x.completions; k++) {
@@ -1861,7 +1863,7 @@ static void test_eval_network() {
     std::vector<Token> inputs(4 * T), targets(4 * T);
     Options o;
     options_default(&o);
-    size_t at = EVAL_HEADER_BYTES;
+    size_t at = LLMC_HEADER_BYTES;
     eval_parse(&f, (const unsigned char *)bytes.data(), bytes.size(), "file", V);
     for (int i = 0; i < 4; i++) {
         at += eval_example(&x, &f, at, i);

@@ -2708,7 +2708,9 @@ static double network_update(Network *net, const Options *o, double lr, double l
 
 // What a run trains is held in three flat buffers, laid out as chapter The model says.
 enum { STATE_WEIGHTS, STATE_M, STATE_V, STATES, STATE_GRADS = STATES };  // gradients: read only
-enum { PIECE = 1 << 18 };  // elements that pass through the host at a time
+// Elements that pass through the host at a time: 1 MiB of fp32, enough for a disk's full rate. Few
+// in test builds, so that small models have several.
+enum { PIECE = GPT2_POISON ? 1 << 10 : 1 << 18 };
 
 typedef struct {
     double loss, norm;
@@ -3172,39 +3174,30 @@ static void config_parse(Model *m, const unsigned char *bytes, size_t size, cons
     model_require(m, name);
 }
 
-// llm.c's model files: a header of 256 int32, then the tensors, each with all its layers, in the
-// order of chapter The model; version 3 holds fp32, version 5 bf16. llmc_model finds the sizes,
-// llmc_spans the tensors; spans: (L, FILE_TENSORS).
-enum { LLMC_MAGIC = 20240326, LLMC_HEADER = 1024 };
-
+// llm.c's model files: a header with the sizes, then the tensors, each with all its layers, in the
+// order of tensor_table; version 3 holds fp32, version 5 bf16. llmc_model finds the sizes and
+// returns the type, llmc_spans finds the tensors; spans: (L, FILE_TENSORS).
 static int llmc_model(Model *m, const unsigned char *bytes, size_t size, const char *name) {
-    int32_t h[8] = {0};
-    memcpy(h, bytes, size < sizeof h ? size : sizeof h);
-    if (size < LLMC_HEADER || h[0] != LLMC_MAGIC) {
-        die("%s: not a model of llm.c: %zu bytes that start with %d, not %d", name, size, h[0],
-            LLMC_MAGIC);
-    }
-    if (h[1] != 3 && h[1] != 5) {
-        die("%s: version %d of llm.c's models; 3 (fp32) and 5 (bf16) are read", name, h[1]);
-    }
+    LlmcHeader h = llmc_header(LLMC_MODEL, bytes, size, name);
+    const int type = h.words[1] == 3 ? (int)FILE_F32 : (int)FILE_BF16;
     memset(m, 0, sizeof *m);
-    m->maxT = h[2];
-    m->L = h[4];
-    m->NH = h[5];
-    m->C = h[6];
-    m->V = h[3];
+    m->maxT = h.words[2];
+    m->V = h.words[3];
+    m->L = h.words[4];
+    m->NH = h.words[5];
+    m->C = h.words[6];
     model_require(m, name);
-    model_set_vocabulary(m, h[3]);
-    int64_t want = LLMC_HEADER + model_parameters(m) * (h[1] == 3 ? 4 : 2);
-    if (h[7] != m->Vp || (int64_t)size != want) {
+    model_set_vocabulary(m, m->V);
+    int64_t want = LLMC_HEADER_BYTES + model_parameters(m) * file_types[type].bytes;
+    if (h.words[7] != m->Vp || (int64_t)size != want) {
         die("%s: %zu bytes with %d padded rows; its shape makes %" PRId64 " bytes with %d", name,
-            size, h[7], want, m->Vp);
+            size, h.words[7], want, m->Vp);
     }
-    return h[1] == 3 ? FILE_F32 : FILE_BF16;
+    return type;
 }
 
 static void llmc_spans(Span *spans, const Model *m, const unsigned char *bytes, int type) {
-    bytes += LLMC_HEADER;
+    bytes += LLMC_HEADER_BYTES;
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int l = 0; l < tensor_copies(m, tensor); l++) {
             Span *s = file_span(spans, tensor, l);
@@ -3238,7 +3231,6 @@ static const char *model_folder_hint(const char *folder) {
 static void model_file_open(ModelFile *f, const char *path) {
     char config[PATH_BYTES];
     struct stat status;
-    int32_t magic = 0;
     Mapping map;
     int is_folder = stat(path, &status) == 0 && S_ISDIR(status.st_mode);
     memset(f, 0, sizeof *f);
@@ -3247,10 +3239,7 @@ static void model_file_open(ModelFile *f, const char *path) {
         die("--model (-e): cannot open %s: %s%s", f->name, strerror(errno),
             is_folder ? model_folder_hint(path) : "");
     }
-    if (f->map.size >= sizeof magic) {
-        memcpy(&magic, f->map.bytes, sizeof magic);
-    }
-    if (magic == LLMC_MAGIC) {
+    if (llmc_is(LLMC_MODEL, f->map.bytes, f->map.size)) {
         int type = llmc_model(&f->model, f->map.bytes, f->map.size, f->name);
         f->spans = (Span *)alloc_zero((size_t)f->model.L * FILE_TENSORS, sizeof(Span));
         llmc_spans(f->spans, &f->model, f->map.bytes, type);
@@ -3392,39 +3381,58 @@ static void file_transposed(unsigned char *out, int type, const real *values, in
     }
 }
 
+// Where the writing of a state stands: tensor by tensor as Hugging Face's files have them, without
+// padding and transposed where they want it, or as the flat buffer it is.
 typedef struct {
     Engine *e;
     const Model *m;
-    int type, tensor, layer;
-    int64_t at;
+    int state, type, flat;
+    int tensor, layer;  // under way
+    int64_t at;         // elements of it that are written
     real *values;
-} ModelPieces;
+} StatePieces;
 
-static size_t model_piece(void *self, unsigned char *out) {
-    ModelPieces *p = (ModelPieces *)self;
+// Values that a piece needs at once: a transposed tensor has to be there whole before its first
+// strip is written.
+static int64_t pieces_elements(const Model *m) {
+    return max_i64(strip_elements(m), 4 * (int64_t)m->C * m->C);
+}
+
+// The PieceSource of a state.
+static size_t state_piece(void *self, unsigned char *out) {
+    StatePieces *p = (StatePieces *)self;
     if (p->tensor == TENSORS) {
         return 0;
     }
-    int64_t rows = tensor_rows(p->m, p->tensor), cols = tensor_cols(p->m, p->tensor);
-    int swap = tensor_table[p->tensor].transposed;
-    int64_t size = rows * cols, offset = tensor_offset(p->m, p->tensor, p->layer);
+    int swap = !p->flat && tensor_table[p->tensor].transposed;
+    int64_t rows = p->flat ? 1 : tensor_rows(p->m, p->tensor);
+    int64_t cols = p->flat ? tensor_offset(p->m, TENSORS, 0) : tensor_cols(p->m, p->tensor);
+    int64_t size = rows * cols, offset = p->flat ? 0 : tensor_offset(p->m, p->tensor, p->layer);
     int64_t count = min_i64(swap ? STRIP * rows : (int64_t)PIECE, size - p->at);
     if (!swap) {
-        p->e->read(p->e, STATE_WEIGHTS, offset + p->at, p->values, count);
+        p->e->read(p->e, p->state, offset + p->at, p->values, count);
         file_values(out, p->type, p->values, count);
     } else {
         if (p->at == 0) {
-            p->e->read(p->e, STATE_WEIGHTS, offset, p->values, size);
+            p->e->read(p->e, p->state, offset, p->values, size);
         }
         file_transposed(out, p->type, p->values, rows, cols, p->at / rows, count / rows);
     }
     p->at += count;
     if (p->at == size) {
         p->at = 0;
-        p->layer = (p->layer + 1) % tensor_copies(p->m, p->tensor);
-        p->tensor += p->layer == 0;
+        p->layer = p->flat ? 0 : (p->layer + 1) % tensor_copies(p->m, p->tensor);
+        p->tensor += p->flat ? (int)TENSORS : p->layer == 0;
     }
     return (size_t)(count * file_types[p->type].bytes);
+}
+
+// Writes a state in elements of `type`, flat or as Hugging Face's tensors.
+static void state_stream(Engine *e, const Model *m, int state, int type, int flat, Writer *w) {
+    real *values = (real *)alloc_zero((size_t)pieces_elements(m), sizeof(real));
+    StatePieces pieces = {e, m, state, type, flat, 0, 0, 0, values};
+    writer_stream(w, state_piece, &pieces, (size_t)(strip_elements(m) * file_types[type].bytes));
+    free(values);
 }
 
 // Writes model.safetensors in `type`, FILE_F32 or FILE_BF16.
@@ -3442,11 +3450,7 @@ static void model_file_save(Engine *e, const Model *m, int type, Writer *w) {
         }
     }
     header_write(&header, w);
-    // A transposed tensor has to be there whole before its first strip is written.
-    size_t most = (size_t)max_i64(strip_elements(m), 4 * (int64_t)m->C * m->C);
-    ModelPieces pieces = {e, m, type, 0, 0, 0, (real *)alloc_zero(most, sizeof(real))};
-    writer_stream(w, model_piece, &pieces, (size_t)(strip_elements(m) * file_types[type].bytes));
-    free(pieces.values);
+    state_stream(e, m, STATE_WEIGHTS, type, 0, w);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -3456,8 +3460,14 @@ static void model_file_save(Engine *e, const Model *m, int type, Writer *w) {
 // both moments in the run's type and, for bf16 weights, the low halves of their fp32 masters, all
 // flat as chapter The model lays them out, and counters; and manifest.json with the sizes and
 // SHA-256 of the three.
+//
+//     step-N.tmp --(files and folders synced)--> step-N --(a resume finds damage, saves step N
+//         ^                                         |      again)--> step-N.damaged
+//         +--- pruned: renamed, then removed -------+
+//
 // 1. It is written under its name with ".tmp", every file and folder synced, and renamed: what
-//    bears the final name was whole then, whenever the machine stopped.
+//    bears the final name was complete then, whenever the machine stopped. A ".tmp" is never read;
+//    the next run that writes there removes it.
 // 2. A resume takes the newest checkpoint whose files are those of its manifest, byte for byte, and
 //    says which it passed over and why.
 // 3. The engine (chapter The engine) hands states over in pieces, so saving takes memory for one
@@ -3531,41 +3541,33 @@ static void config_save(const Model *m, Writer *w) {
     writer_put(w, text, (size_t)n);
 }
 
-// Where the writing of a flat buffer stands.
+// What a checkpoint is made of.
 typedef struct {
-    Engine *e;
-    int state, type;
-    int64_t at, all;
-    real *values;
-} FlatPieces;
+    Engine *engine;
+    const Settings *settings;
+    const Options *options;
+    const char *identity;  // run_identity
+    const RunState *state;
+} Snapshot;
 
-static size_t flat_piece(void *self, unsigned char *out) {
-    FlatPieces *p = (FlatPieces *)self;
-    int64_t count = min_i64(PIECE, p->all - p->at);
-    if (count) {
-        p->e->read(p->e, p->state, p->at, p->values, count);
-        file_values(out, p->type, p->values, count);
-    }
-    p->at += count;
-    return (size_t)(count * file_types[p->type].bytes);
-}
-
-// Moments, master and counters. `identity` and the options of the run go into the metadata.
-static void state_save(Engine *e, const Settings *s, const Options *o, const char *identity,
-                       const RunState *state, Writer *w) {
-    int64_t all = tensor_offset(&s->model, TENSORS, 0);
+// Moments, master and counters; what the run must share with a resume, and its options, go into the
+// metadata.
+static void state_save(const Snapshot *snapshot, Writer *w) {
+    const Settings *s = snapshot->settings;
+    const Model *m = &s->model;
+    int64_t all = tensor_offset(m, TENSORS, 0);
     const int type = s->moment_dtype == TYPE_BF16 ? (int)FILE_BF16 : (int)FILE_F32;
     HeaderText header;
     header_start(&header);
-    fprintf(header.file, ",\"run\":\"%s\",\"options\":\"", identity);
+    fprintf(header.file, ",\"run\":\"%s\",\"options\":\"", snapshot->identity);
     for (int i = 0; i < OPTION_ROWS; i++) {
         char text[64];
-        const char *value = option_text(text, o, &option_rows[i]);
+        const char *value = option_text(text, snapshot->options, &option_rows[i]);
         fprintf(header.file, "%s--%s=", i ? " " : "", option_rows[i].name);
         json_text(header.file, value, strlen(value));
     }
     fputs("\"", header.file);
-    RunState counters = *state;
+    RunState counters = *snapshot->state;
     for (int i = 0; i < COUNTERS; i++) {
         fprintf(header.file, ",\"%s\":\"%" PRId64 "\"", counter_rows[i].name,
                 *counter(&counters, i));
@@ -3577,52 +3579,58 @@ static void state_save(Engine *e, const Settings *s, const Options *o, const cha
         header_tensor(&header, "master", FILE_U16, 0, all);
     }
     header_write(&header, w);
-    writer_put(w, state->norms.values, sizeof state->norms.values);
-    FlatPieces pieces = {e, STATE_M, type, 0, all, (real *)alloc_zero(PIECE, sizeof(real))};
-    static const int states[] = {STATE_M, STATE_V, STATE_WEIGHTS};
-    for (int k = 0; k < 2 + s->split_master; k++) {
-        pieces.state = states[k];
-        pieces.type = k == 2 ? (int)FILE_U16 : type;
-        pieces.at = 0;
-        writer_stream(w, flat_piece, &pieces, PIECE * 4);
+    writer_put(w, counters.norms.values, sizeof counters.norms.values);
+    state_stream(snapshot->engine, m, STATE_M, type, 1, w);
+    state_stream(snapshot->engine, m, STATE_V, type, 1, w);
+    if (s->split_master) {
+        state_stream(snapshot->engine, m, STATE_WEIGHTS, FILE_U16, 1, w);
     }
-    free(pieces.values);
 }
 
-// Saves the run after `state->step` steps as `output`/step-NNNNNNNN. path receives the folder's
-// name.
-static void checkpoint_save(Engine *e, const Settings *s, const Options *o, const char *identity,
-                            const RunState *state, const char *output, char path[PATH_BYTES]) {
+// Sizes and SHA-256 of the other files.
+static void manifest_save(const Writer files[FILE_MANIFEST], int64_t step, Writer *w) {
+    char text[1024];
+    int n = snprintf(text, sizeof text, "{\"format\": \"train_gpt2 checkpoint\", "
+                     "\"version\": 2, \"step\": %" PRId64 ", \"files\": {", step);
+    for (int k = 0; k < FILE_MANIFEST; k++) {
+        n += snprintf(text + n, sizeof text - (size_t)n,
+                      "%s\n\"%s\": {\"bytes\": %" PRId64 ", \"sha256\": \"%s\"}", k ? "," : "",
+                      checkpoint_files[k], files[k].bytes, files[k].hash);
+    }
+    n += snprintf(text + n, sizeof text - (size_t)n, "}}\n");
+    writer_put(w, text, (size_t)n);
+}
+
+static Writer *checkpoint_file(Writer files[CHECKPOINT_FILES], int file, const char *folder) {
+    writer_open(&files[file], folder, checkpoint_files[file], checkpoint_remove);
+    return &files[file];
+}
+
+// Saves a run as `output`/step-NNNNNNNN; path receives the folder's name.
+static void checkpoint_save(const Snapshot *snapshot, const char *output, char path[PATH_BYTES]) {
     static Writer files[CHECKPOINT_FILES];
-    char folder[PATH_BYTES], aside[PATH_BYTES], text[1024];
-    path_print(path, "%s/step-%08" PRId64, output, state->step);
+    const Settings *s = snapshot->settings;
+    const int64_t step = snapshot->state->step;
+    char folder[PATH_BYTES], aside[PATH_BYTES];
+    path_print(path, "%s/step-%08" PRId64, output, step);
     path_print(folder, "%s.tmp", path);
     path_print(aside, "%s.damaged", path);
     if (mkdir(folder, 0755) != 0 && errno != EEXIST) {
         die("cannot create checkpoint %s: %s", folder, strerror(errno));
     }
-    for (int i = 0; i < CHECKPOINT_FILES; i++) {
-        writer_open(&files[i], folder, checkpoint_files[i], checkpoint_remove);
-        if (i == FILE_MODEL) {
-            int type = s->dtype == TYPE_BF16 ? (int)FILE_BF16 : (int)FILE_F32;
-            model_file_save(e, &s->model, type, &files[i]);
-        } else if (i == FILE_CONFIG) {
-            config_save(&s->model, &files[i]);
-        } else if (i == FILE_STATE) {
-            state_save(e, s, o, identity, state, &files[i]);
-        } else {
-            int n = snprintf(text, sizeof text, "{\"format\": \"train_gpt2 checkpoint\", "
-                             "\"version\": 2, \"step\": %" PRId64 ", \"files\": {", state->step);
-            for (int k = 0; k < FILE_MANIFEST; k++) {
-                n += snprintf(text + n, sizeof text - (size_t)n, "%s\n\"%s\": {\"bytes\": %" PRId64
-                              ", \"sha256\": \"%s\"}", k ? "," : "", checkpoint_files[k],
-                              files[k].bytes, files[k].hash);
-            }
-            n += snprintf(text + n, sizeof text - (size_t)n, "}}\n");
-            writer_put(&files[i], text, (size_t)n);
-        }
-        writer_close(&files[i]);
-    }
+    Writer *w = checkpoint_file(files, FILE_MODEL, folder);
+    model_file_save(snapshot->engine, &s->model,
+                    s->dtype == TYPE_BF16 ? (int)FILE_BF16 : (int)FILE_F32, w);
+    writer_close(w);
+    w = checkpoint_file(files, FILE_CONFIG, folder);
+    config_save(&s->model, w);
+    writer_close(w);
+    w = checkpoint_file(files, FILE_STATE, folder);
+    state_save(snapshot, w);
+    writer_close(w);
+    w = checkpoint_file(files, FILE_MANIFEST, folder);
+    manifest_save(files, step, w);
+    writer_close(w);
     fsync_folder(folder);
     checkpoint_remove(path);  // a damaged one, which the resume passed over
     rename(path, aside);      // where it holds what is not ours
@@ -3632,47 +3640,77 @@ static void checkpoint_save(Engine *e, const Settings *s, const Options *o, cons
     fsync_folder(output);
 }
 
-// Step of the newest checkpoint in `output` below step `below`; -1: none. Unfinished ones, left by
-// a kill, are removed.
-static int64_t checkpoint_newest(const char *output, int64_t below) {
-    int64_t newest = -1;
+// Steps of checkpoints, the newest first; `steps` is to be freed.
+typedef struct {
+    int64_t *steps;
+    int count;
+} CheckpointList;
+
+static int compare_newest_first(const void *a, const void *b) {
+    int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
+    return x < y ? 1 : x > y ? -1 : 0;
+}
+
+// The folders step-NNNNNNNN`suffix` of `output`: "" lists checkpoints, ".tmp" unfinished ones.
+static CheckpointList checkpoint_list(const char *output, const char *suffix) {
+    CheckpointList list = {NULL, 0};
+    int capacity = 0;
     DIR *folder = opendir(output);
     struct dirent *entry;
-    for (errno = folder ? 0 : errno; folder && (entry = readdir(folder)) != NULL; errno = 0) {
+    errno = folder ? 0 : errno;
+    while (folder && (entry = readdir(folder)) != NULL) {
         int64_t step;
         int end = 0;
-        if (sscanf(entry->d_name, "step-%8" SCNd64 "%n", &step, &end) != 1 || end != 13) {
-            continue;
+        if (sscanf(entry->d_name, "step-%8" SCNd64 "%n", &step, &end) == 1 && end == 13 &&
+            strcmp(entry->d_name + end, suffix) == 0) {
+            if (list.count == capacity) {
+                capacity = 2 * capacity + 16;
+                list.steps = (int64_t *)realloc(list.steps, (size_t)capacity * sizeof(int64_t));
+                check(list.steps, "no memory for a list of checkpoints");
+            }
+            list.steps[list.count++] = step;
         }
-        if (strcmp(entry->d_name + end, ".tmp") == 0) {
-            char path[PATH_BYTES];
-            path_print(path, "%s/%s", output, entry->d_name);
-            checkpoint_remove(path);
-        } else if (entry->d_name[end] == 0 && step < below) {
-            newest = max_i64(newest, step);
-        }
+        errno = 0;  // readdir tells its end from a failure by errno alone
     }
     if (!folder || errno != 0) {  // "none" would start the run anew and cut its log
         die("--output (-o): cannot list %s: %s", output, strerror(errno));
     }
     closedir(folder);
-    return newest;
+    if (list.count) {
+        qsort(list.steps, (size_t)list.count, sizeof(int64_t), compare_newest_first);
+    }
+    return list;
+}
+
+// Removes the unfinished checkpoints that a kill left. Only the run that holds the folder's lock
+// may: another run's unfinished checkpoint is being written.
+static void checkpoint_sweep(const char *output) {
+    CheckpointList list = checkpoint_list(output, ".tmp");
+    for (int i = 0; i < list.count; i++) {
+        char path[PATH_BYTES];
+        path_print(path, "%s/step-%08" PRId64 ".tmp", output, list.steps[i]);
+        checkpoint_remove(path);
+    }
+    free(list.steps);
 }
 
 // Removes all but the newest `keep` checkpoints up to step `newest`, the run's own; a later one is
-// damaged, and no reason to remove a whole one. One that goes is renamed first: a kill leaves it
+// damaged, and no reason to remove a verified one. One that goes is renamed first: a kill leaves it
 // unfinished, not damaged.
 static void checkpoint_prune(const char *output, int64_t keep, int64_t newest) {
-    int64_t step = checkpoint_newest(output, newest + 1);
-    for (int64_t kept = 0; step >= 0; kept++) {
+    CheckpointList list = checkpoint_list(output, "");
+    for (int i = 0, kept = 0; i < list.count; i++) {
         char path[PATH_BYTES], gone[PATH_BYTES];
-        path_print(path, "%s/step-%08" PRId64, output, step);
+        if (list.steps[i] > newest || kept++ < keep) {
+            continue;
+        }
+        path_print(path, "%s/step-%08" PRId64, output, list.steps[i]);
         path_print(gone, "%s.tmp", path);
-        if (kept >= keep && rename(path, gone) == 0) {
+        if (rename(path, gone) == 0) {
             checkpoint_remove(gone);
         }
-        step = checkpoint_newest(output, step);
     }
+    free(list.steps);
 }
 
 typedef struct {
@@ -3882,44 +3920,57 @@ static void checkpoint_load(Engine *e, const Settings *s, const char *identity, 
 // is a function of (seed, step, place in the sample), so samples repeat.
 
 typedef struct {
+    double weight;  // probability, not yet divided by their sum
     float logit;
     Token token;
 } Candidate;
 
+// The likelier first; of equals the smaller token, so that a sample repeats.
 static int candidate_compare(const void *a, const void *b) {
     const Candidate *x = (const Candidate *)a, *y = (const Candidate *)b;
     return x->logit != y->logit ? (x->logit < y->logit ? 1 : -1) : x->token - y->token;
 }
 
-// Picks a token from logits (V): temperature, then the top_k likeliest (0: all), then the likeliest
-// whose probabilities reach top_p. temperature 0 takes the likeliest. `scratch` holds V candidates;
-// u is in [0, 1).
-static Token sample_token(const real *logits, int V, double temperature, int64_t top_k,
-                          double top_p, double u, Candidate *scratch) {
+// How a token is picked: temperature first, then the top_k likeliest tokens (0: all), then the
+// likeliest of these whose probabilities reach top_p. temperature 0 takes the likeliest.
+typedef struct {
+    double temperature, top_p;
+    int64_t top_k;
+} SampleRule;
+
+// Picks a token from logits (V). `scratch` holds V candidates; u is in [0, 1).
+static Token sample_token(const real *logits, int V, const SampleRule *rule, double u,
+                          Candidate *scratch) {
+    int best = 0, kept = rule->top_k > 0 && rule->top_k < V ? (int)rule->top_k : V;
+    double total = 0, sum = 0, reached = 0;
     for (int v = 0; v < V; v++) {
         scratch[v].logit = logits[v] == logits[v] ? (float)logits[v] : -INFINITY;  // NaN last
         scratch[v].token = v;
+        best = candidate_compare(&scratch[v], &scratch[best]) < 0 ? v : best;
     }
-    qsort(scratch, (size_t)V, sizeof *scratch, candidate_compare);
-    if (temperature <= 0) {
-        return scratch[0].token;
+    if (rule->temperature <= 0) {
+        return best;
     }
-    int kept = top_k > 0 && top_k < V ? (int)top_k : V;
-    double total = 0, sum = 0;
+    const double highest = (double)scratch[best].logit;
+    for (int v = 0; v < V; v++) {
+        scratch[v].weight = exp(((double)scratch[v].logit - highest) / rule->temperature);
+    }
+    // Only a cut needs an order: sorting 50,257 candidates takes longer than all the rest.
+    if (kept < V || rule->top_p < 1) {
+        qsort(scratch, (size_t)V, sizeof *scratch, candidate_compare);
+    }
     for (int v = 0; v < kept; v++) {
-        total += exp(((double)scratch[v].logit - (double)scratch[0].logit) / temperature);
+        total += scratch[v].weight;
     }
     for (int v = 0; v < kept; v++) {
-        sum += exp(((double)scratch[v].logit - (double)scratch[0].logit) / temperature);
-        if (sum >= top_p * total) {
+        sum += scratch[v].weight;
+        if (rule->top_p < 1 && sum >= rule->top_p * total) {
             kept = v + 1;
-            break;
         }
     }
-    double target = u * sum, reached = 0;
     for (int v = 0; v < kept; v++) {
-        reached += exp(((double)scratch[v].logit - (double)scratch[0].logit) / temperature);
-        if (reached > target) {
+        reached += scratch[v].weight;
+        if (reached > u * sum) {
             return scratch[v].token;
         }
     }
@@ -3989,9 +4040,13 @@ static void eval_add(EvalScore *score, const EvalRow *row, const real *losses) {
 }
 
 // Both scores in percent, with their standard errors, sqrt(p (1 - p) / n).
-static const char *eval_text(char text[80], const EvalScore *score) {
+typedef struct {
+    char s[80];
+} ScoreText;
+static ScoreText eval_text(const EvalScore *score) {
+    ScoreText text;
     const double n = score->examples, p = score->correct / n, p_norm = score->correct_norm / n;
-    snprintf(text, 80, "accuracy %.2f %% +- %.2f, acc_norm %.2f %% +- %.2f", 100 * p,
+    snprintf(text.s, sizeof text.s, "accuracy %.2f %% +- %.2f, acc_norm %.2f %% +- %.2f", 100 * p,
              100 * sqrt(p * (1 - p) / n), 100 * p_norm, 100 * sqrt(p_norm * (1 - p_norm) / n));
     return text;
 }
@@ -4019,8 +4074,7 @@ static void run_evaluate(Run *run, const EvalFile *f, EvalScore *score) {
     EvalRow *rows = (EvalRow *)alloc_zero((size_t)B, sizeof(EvalRow));
     real *losses = (real *)alloc_zero((size_t)B * (size_t)T, sizeof(real));
     const double began = now_ms();
-    size_t at = EVAL_HEADER_BYTES;
-    char text[80];
+    size_t at = LLMC_HEADER_BYTES;
     for (int i = 0, filled = 0; i < all && !stop_signal; i++) {
         EvalExample x;
         const int before = score->examples;
@@ -4044,7 +4098,7 @@ static void run_evaluate(Run *run, const EvalFile *f, EvalScore *score) {
         if (!run->o.quiet && !run->o.json && done > before && done < all &&
             (run->live || tenth > (int)(10.0 * before / all))) {
             printf("%sexample %5d/%d  %s  eta %s%s", run->live ? "\r\033[K" : "", done, all,
-                   eval_text(text, score),
+                   eval_text(score).s,
                    duration_text((now_ms() - began) * 1e-3 * (all - done) / done).s,
                    run->live ? "" : "\n");
             fflush(stdout);
@@ -4057,7 +4111,6 @@ static void run_evaluate(Run *run, const EvalFile *f, EvalScore *score) {
 // The score: a line, or JSON and nothing else.
 static void run_print_score(const Run *run, const EvalFile *f, const EvalScore *score) {
     const int n = score->examples;
-    char text[80];
     if (n == 0) {
         die("--eval: interrupted before one example of %s was scored", f->name);
     }
@@ -4081,7 +4134,7 @@ static void run_print_score(const Run *run, const EvalFile *f, const EvalScore *
     if (n < f->examples) {
         printf("interrupted after %s of ", count_text(n).s);
     }
-    printf("%s examples, %s\n", count_text(f->examples).s, eval_text(text, score));
+    printf("%s examples, %s\n", count_text(f->examples).s, eval_text(score).s);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -4179,6 +4232,7 @@ static void run_sample(Run *run) {
     const Options *o = &run->o;
     const Settings *s = &run->s;
     const int V = s->model.V, tokenizer = run->train.tokenizer;
+    const SampleRule rule = {o->temperature, o->top_p, o->top_k};
     int64_t length = o->sample_tokens;
     Token *tokens = (Token *)alloc_zero((size_t)(s->T + length + 1), sizeof(Token));
     real *logits = (real *)alloc_zero((size_t)V, sizeof(real));
@@ -4190,7 +4244,7 @@ static void run_sample(Run *run) {
         run->engine.logits(&run->engine, logits, tokens + n - context, context);
         double u =
             rng_uniform((uint64_t)o->seed, RNG_SAMPLE, (uint32_t)run->state.step, (uint64_t)i);
-        tokens[n] = sample_token(logits, V, o->temperature, o->top_k, o->top_p, u, scratch);
+        tokens[n] = sample_token(logits, V, &rule, u, scratch);
     }
     for (int i = 0; i < n; i++) {
         bytes += token_text(text + bytes, tokenizer, run->bpe, tokens[i]);
@@ -4219,8 +4273,8 @@ static void run_save(Run *run) {
         return;
     }
     run->saved_step = run->state.step;
-    checkpoint_save(&run->engine, &run->s, &run->o, run->identity, &run->state, run->o.output,
-                    path);
+    Snapshot snapshot = {&run->engine, &run->s, &run->o, run->identity, &run->state};
+    checkpoint_save(&snapshot, run->o.output, path);
     if (run->o.keep) {
         checkpoint_prune(run->o.output, run->o.keep, run->state.step);
     }
@@ -4355,14 +4409,19 @@ typedef struct Program {
     int (*command)(Run *run, const struct Program *program);  // --check, --compare; NULL: none
 } Program;
 
-// The data of a run without -i: the first prepared corpus, BPE shards before bytes for presets.
+// The data of a run without -i: the first prepared corpus, BPE shards before bytes for presets, in
+// data/ here, else in data/ beside the program.
 static void default_data(Options *o, int preset) {
     static const char *const names[] = {"tinyshakespeare_gpt2", "tinyshakespeare_bytes",
-                                        "sources_bytes"};
+                                        "stories_bytes"};
     static char train[PATH_BYTES], val[PATH_BYTES];
-    for (int i = preset ? 0 : 1; i < 3; i++) {
-        path_print(train, "data/%s_train*.bin", names[i]);
-        path_print(val, "data/%s_val*.bin", names[i]);
+    const char *const folders[] = {"", program_folder()};
+    for (int i = 0; i < 6; i++) {
+        if (i % 3 == 0 && !preset) {
+            continue;
+        }
+        path_print(train, "%sdata/%s_train*.bin", folders[i / 3], names[i % 3]);
+        path_print(val, "%sdata/%s_val*.bin", folders[i / 3], names[i % 3]);
         glob_t found;
         int status = glob(train, 0, NULL, &found);
         globfree(&found);
@@ -4477,6 +4536,9 @@ static void run_print_box(const Run *run, const Program *program, const Plan *p)
     printf("data     %s: %s tokens in %d shard%s\n", run->o.train_data,
            count_text(run->train.tokens).s, run->train.shard_count,
            run->train.shard_count == 1 ? "" : "s");
+    if (!run->o.val_data) {
+        printf("         without --val-data (-j) nothing is validated\n");
+    }
     printf("step     %d x %d x %d = %s tokens; %s steps\n", run->micros, s->B, s->T,
            count_text((int64_t)run->micros * s->B * s->T).s, count_text(run->steps).s);
     printf("options ");
@@ -4500,33 +4562,36 @@ static void run_print_box(const Run *run, const Program *program, const Plan *p)
     fflush(stdout);
 }
 
-// Goes on from the newest whole checkpoint of the output folder, with -y 1. Returns its step, or -1
-// when there is none at all.
+// Resumes from the newest checkpoint of the output folder whose files are those of its manifest.
+// Returns its step, or -1 where there is no checkpoint at all.
 static int64_t run_resume(Run *run) {
     char path[PATH_BYTES], problem[PATH_BYTES];
-    int64_t step = checkpoint_newest(run->o.output, INT64_MAX);
-    if (step >= 0 && !run->o.resume) {
+    const Options *o = &run->o;
+    int64_t step = -1;
+    CheckpointList list = checkpoint_list(o->output, "");
+    if (list.count && !o->resume) {
         die("--output (-o): %s already holds checkpoints; --resume (-y) 1 goes on, another folder "
             "starts anew",
-            run->o.output);
+            o->output);
     }
-    int passed_over = 0;
-    for (; step >= 0; step = checkpoint_newest(run->o.output, step), passed_over++) {
-        path_print(path, "%s/step-%08" PRId64, run->o.output, step);
+    checkpoint_sweep(o->output);
+    for (int i = 0; i < list.count && step < 0; i++) {
+        path_print(path, "%s/step-%08" PRId64, o->output, list.steps[i]);
         if (checkpoint_is_whole(path, problem)) {
+            step = list.steps[i];
             checkpoint_load(&run->engine, &run->s, run->identity, &run->state, path,
-                            (int)run->o.quiet);
-            break;
+                            (int)o->quiet);
+        } else {
+            fprintf(stderr, "%s: passed over %s: %s\n", program_name, path, problem);
         }
-        fprintf(stderr, "%s: passed over %s: %s\n", program_name, path, problem);
     }
-    if (passed_over && step < 0) {
-        die("--resume (-y): no checkpoint in %s is whole; remove them to start anew",
-            run->o.output);
+    if (list.count && step < 0) {
+        die("--resume (-y): no checkpoint in %s is whole; remove them to start anew", o->output);
     }
-    if (run->o.resume && !run->o.quiet) {
+    free(list.steps);
+    if (o->resume && !o->quiet) {
         printf(step >= 0 ? "resumed from %s\n" : "no checkpoint in %s yet: a new run\n",
-               step >= 0 ? path : run->o.output);
+               step >= 0 ? path : o->output);
     }
     return step;
 }

@@ -120,6 +120,17 @@ __attribute__((format(printf, 2, 3))) static void path_print(char *path, const c
     }
 }
 
+// The folder of the program's file with a slash behind it, where data/ is when the program is
+// called from elsewhere; "" where the system does not say.
+static const char *program_folder(void) {
+    static char folder[PATH_BYTES];
+    ssize_t bytes = readlink("/proc/self/exe", folder, sizeof folder - 1);
+    folder[bytes > 0 ? bytes : 0] = 0;
+    char *slash = strrchr(folder, '/');
+    folder[slash ? slash + 1 - folder : 0] = 0;
+    return folder;
+}
+
 // Writes all bytes; returns 0, or -1 with errno set. Short writes are continued.
 static int write_all(int fd, const void *data, size_t bytes) {
     const char *p = (const char *)data;
@@ -388,6 +399,49 @@ static void mapping_done(const void *bytes, size_t size) {
     }
 }
 
+// llm.c's files begin alike: 256 int32, of which the first two are a magic number and a version.
+enum { LLMC_TOKENS, LLMC_MODEL, LLMC_TOKENIZER, LLMC_EVALUATION };
+enum { LLMC_HEADER_BYTES = 1024 };
+static const struct {
+    const char *name;
+    int32_t magic, versions[2];
+} llmc_files[] = {{"a token file", 20240520, {1, 1}},
+                  {"a model of llm.c", 20240326, {3, 5}},
+                  {"a tokenizer of llm.c", 20240328, {2, 2}},
+                  {"an evaluation file", 20240522, {1, 1}}};
+typedef struct {
+    int32_t words[8];  // magic, version, and what the kind of file puts there
+} LlmcHeader;
+
+// Do these bytes begin as a file of `kind` (LLMC_*) does?
+static int llmc_is(int kind, const unsigned char *bytes, size_t size) {
+    int32_t magic = 0;
+    memcpy(&magic, bytes, size < sizeof magic ? size : sizeof magic);
+    return magic == llmc_files[kind].magic;
+}
+
+// The header of a file of `kind`. Ends the run where the file is too short, of another kind or of
+// an unknown version.
+static LlmcHeader llmc_header(int kind, const unsigned char *bytes, size_t size, const char *name) {
+    const char *what = llmc_files[kind].name;
+    const int32_t *versions = llmc_files[kind].versions;
+    LlmcHeader h;
+    if (size < LLMC_HEADER_BYTES) {
+        die("%s: %zu bytes are too few for %s: its header alone has %d", name, size, what,
+            LLMC_HEADER_BYTES);
+    }
+    memcpy(h.words, bytes, sizeof h.words);
+    if (h.words[0] != llmc_files[kind].magic) {
+        die("%s: not %s: it starts with %d, not %d", name, what, h.words[0],
+            llmc_files[kind].magic);
+    }
+    if (h.words[1] != versions[0] && h.words[1] != versions[1]) {
+        die("%s: %s of version %d; this program reads version %d%s", name, what, h.words[1],
+            versions[0], versions[1] != versions[0] ? " (fp32) and 5 (bf16)" : "");
+    }
+    return h;
+}
+
 // -------------------------------------------------------------------------------------------------
 // 4. Tokenizer
 // Token files name their tokenizer, so that a model never meets another one's ids. Bytes: token b
@@ -490,7 +544,7 @@ static int utf8_decode(uint32_t *c, const unsigned char *text, size_t left) {
 
 // GPT-2's vocabulary: id -> bytes, bytes -> id, and the class of every character. 1.2 MiB: static
 // or allocated, not on a stack.
-enum { BPE_MAGIC = 20240328, BPE_FILE = 1 << 20, BPE_SLOTS = 1 << 17 };
+enum { BPE_FILE = 1 << 20, BPE_SLOTS = 1 << 17 };
 enum { BPE_TEXT = 320827, BPE_LONGEST = 128 };  // bytes of all tokens, of the longest
 typedef struct {
     int count;                             // tokens yet
@@ -624,18 +678,14 @@ static void bpe_parse_merges(Bpe *bpe, const unsigned char *bytes, size_t n, con
     bpe_add(bpe, "<|endoftext|>", 13);
 }
 
-// llm.c's gpt2_tokenizer.bin: 256 uint32 (20240328, 2, tokens, end of text), then every token's
-// length in a byte and its bytes.
+// llm.c's gpt2_tokenizer.bin: a header with the number of tokens and the end of text, then every
+// token's length in a byte and its bytes.
 static void bpe_parse_tokens(Bpe *bpe, const unsigned char *bytes, size_t n, const char *name) {
-    uint32_t header[4] = {0};
-    size_t at = 256 * 4;
-    if (n >= at) {
-        memcpy(header, bytes, sizeof header);
-    }
-    static const uint32_t wanted[4] = {BPE_MAGIC, 2, GPT2_VOCABULARY, GPT2_END_OF_TEXT};
-    if (memcmp(header, wanted, sizeof wanted) != 0) {
-        die("%s: its header begins %u %u %u %u, that of GPT-2's vocabulary %u %u %u %u", name,
-            header[0], header[1], header[2], header[3], wanted[0], wanted[1], wanted[2], wanted[3]);
+    LlmcHeader h = llmc_header(LLMC_TOKENIZER, bytes, n, name);
+    size_t at = LLMC_HEADER_BYTES;
+    if (h.words[2] != GPT2_VOCABULARY || h.words[3] != GPT2_END_OF_TEXT) {
+        die("%s: its header counts %d tokens and ends texts with %d; GPT-2's vocabulary has %d and "
+            "ends them with %d", name, h.words[2], h.words[3], GPT2_VOCABULARY, GPT2_END_OF_TEXT);
     }
     bpe_begin(bpe);
     for (int i = 0; i < GPT2_VOCABULARY; i++) {
@@ -660,22 +710,23 @@ static void bpe_open(Bpe *bpe, const char *path) {
         die("cannot read vocabulary %s: %s", path, strerror(errno));
     }
     fclose(f);
-    uint32_t magic = 0;
-    memcpy(&magic, bytes, n < 4 ? n : 4);
-    (magic == BPE_MAGIC ? bpe_parse_tokens : bpe_parse_merges)(bpe, bytes, n, path);
+    (llmc_is(LLMC_TOKENIZER, bytes, n) ? bpe_parse_tokens : bpe_parse_merges)(bpe, bytes, n, path);
     bpe_require_gpt2(bpe, path);
 }
 
-// Where the vocabulary is: `asked` (--tokenizer), or what data/ has. Returns 0 when there is none.
+// Where the vocabulary is: `asked` (--tokenizer), or what data/ has, here or beside the program.
+// Returns 0 when there is none.
 static int bpe_find(char path[PATH_BYTES], const char *asked) {
     static const char *const names[] = {"data/vocab.bpe", "data/gpt2_tokenizer.bin"};
-    for (int i = 0; i < 2 && !asked[0]; i++) {
-        if (access(names[i], F_OK) == 0) {
-            asked = names[i];
+    const char *const folders[] = {"", program_folder()};
+    path_print(path, "%s", asked);
+    for (int i = 0; i < 4 && !asked[0]; i++) {
+        path_print(path, "%s%s", folders[i / 2], names[i % 2]);
+        if (access(path, F_OK) == 0) {
+            return 1;
         }
     }
-    path_print(path, "%s", asked);
-    return path[0] != 0;
+    return asked[0] != 0;
 }
 
 // Class of the character at p, and its bytes.
@@ -964,6 +1015,22 @@ static int hex_digit(int c) {
     return c >= '0' && c <= '9' ? c - '0' : (c | 32) >= 'a' && (c | 32) <= 'f' ? (c | 32) - 87 : -1;
 }
 
+// What stands for an escape after its backslash: a character of `letters`, or a code point of
+// \uXXXX; 0, which is also a fault, where it is neither.
+static int json_escape(Json *j) {
+    static const char letters[] = "\"\\/bfnrt", values[] = "\"\\/\b\f\n\r\t";
+    int c = j->at < j->end ? j->bytes[j->at++] : 0, code = 0;
+    const char *letter = c ? strchr(letters, c) : NULL;
+    for (int i = 0; c == 'u' && code >= 0 && i < 4; i++) {
+        int digit = j->at < j->end ? hex_digit(j->bytes[j->at++]) : -1;
+        code = digit < 0 ? -1 : code * 16 + digit;
+    }
+    if (letter) {
+        return values[letter - letters];
+    }
+    return code > 0 ? code : json_fail(j, "an unknown escape in a string");
+}
+
 // A string into `out`, cut to capacity - 1 bytes. \uXXXX becomes UTF-8, halves of a surrogate pair
 // each for itself; \u0000 is a fault.
 static void json_string(Json *j, char *out, size_t capacity) {
@@ -980,19 +1047,8 @@ static void json_string(Json *j, char *out, size_t capacity) {
             json_fail(j, "a string does not end");
         }
         if (c == '\\') {
-            static const char letters[] = "\"\\/bfnrt", values[] = "\"\\/\b\f\n\r\t";
-            c = j->at < j->end ? j->bytes[j->at++] : 0;
-            const char *letter = c ? strchr(letters, c) : NULL;
-            int code = 0;
-            for (int i = 0; c == 'u' && i < 4; i++) {
-                int digit = j->at < j->end ? hex_digit(j->bytes[j->at++]) : -1;
-                code = digit < 0 || code < 0 ? -1 : code * 16 + digit;
-            }
-            if (c == 'u' ? code <= 0 : !letter) {
-                json_fail(j, "an unknown escape in a string");
-            }
-            c = letter ? values[letter - letters] : code;
-            length = letter || c < 0x80 ? 1 : c < 0x800 ? 2 : 3;
+            c = json_escape(j);
+            length = c < 0x80 ? 1 : c < 0x800 ? 2 : 3;
         }
         for (int i = 0; i < length && n + 1 < capacity; i++) {
             int bits = c >> 6 * (length - 1 - i), lead = length == 2 ? 192 : 224;
@@ -1212,15 +1268,15 @@ static void safetensors_member(Safetensors *f, FileTensor *t) {
         } else {
             while (json_next(j, &elements, '[', NULL, 0)) {
                 int64_t value = json_count(j);
-                if (k == 2) {
-                    offset[offsets & 1] = (uint64_t)value;
-                    offsets++;
-                } else if (value > 0 && t->count > ((int64_t)1 << 46) / value) {
+                if (k == 2 && offsets++ < 2) {
+                    offset[offsets - 1] = (uint64_t)value;
+                } else if (k == 1 && value > 0 && t->count > ((int64_t)1 << 46) / value) {
                     json_fail(j, "a shape of more than 2^46 elements");
-                } else {
-                    t->shape[t->dims & 1] = t->dims < 2 ? value : t->shape[t->dims & 1];
+                } else if (k == 1) {
                     t->count *= value;
-                    t->dims++;
+                    if (t->dims++ < 2) {
+                        t->shape[t->dims - 1] = value;
+                    }
                 }
             }
         }
@@ -1244,10 +1300,10 @@ static void safetensors_member(Safetensors *f, FileTensor *t) {
     f->tiling += hash_u64(offset[1]) - hash_u64(offset[0]);
 }
 
-// The next tensor; 0 after the last. Tensors must cover the data without overlap or gap: then, and
-// but for a collision of hashes only then, begins and the file's end are the same numbers as zero
-// and the ends. (Every tensor is an edge from its begin to its end; where all but the first begin
-// and the last end balance, the edges are one path.)
+// The next tensor; 0 after the last. Tensors must cover the data without overlap or gap. Then the
+// sum of hash(end) - hash(begin) over all of them telescopes to hash(size) - hash(0), in whatever
+// order they come, and nothing has to be sorted or kept. This finds damage; what a forger could do
+// is harmless, as every range is checked against the file by itself.
 static int safetensors_next(Safetensors *f, FileTensor *t) {
     Json *j = &f->json;
     while (json_next(j, &f->count, '{', t->name, sizeof t->name)) {
@@ -1404,8 +1460,6 @@ static void header_write(HeaderText *h, Writer *w) {
 // A header of 256 int32, then uint16 tokens, memory-mapped. A file names its tokenizer, and all
 // shards of a data set have the same one.
 
-enum { SHARD_MAGIC = 20240520, SHARD_HEADER = 256 };
-
 typedef struct {
     char path[PATH_BYTES];
     const uint16_t *tokens;
@@ -1431,9 +1485,9 @@ static void shard_open(Shard *shard, Dataset *d, const char *path) {
     if (fd < 0 || fstat(fd, &status) != 0) {
         die("cannot open token file %s: %s", path, strerror(errno));
     }
-    if (!S_ISREG(status.st_mode) || status.st_size < SHARD_HEADER * 4) {
+    if (!S_ISREG(status.st_mode) || status.st_size < LLMC_HEADER_BYTES) {  // nothing to map
         die("%s: %" PRId64 " bytes are too few for a token file: its header alone has %d", path,
-            (int64_t)status.st_size, SHARD_HEADER * 4);
+            (int64_t)status.st_size, LLMC_HEADER_BYTES);
     }
     shard->map_bytes = (size_t)status.st_size;
     shard->map = mmap(NULL, shard->map_bytes, PROT_READ, MAP_SHARED, fd, 0);
@@ -1441,19 +1495,14 @@ static void shard_open(Shard *shard, Dataset *d, const char *path) {
     if (shard->map == MAP_FAILED) {
         die("cannot map token file %s: %s", path, strerror(errno));
     }
-    int32_t header[5];
-    memcpy(header, shard->map, sizeof header);
-    if (header[0] != SHARD_MAGIC) {
-        die("%s: not a token file: it starts with %d, not %d", path, header[0], SHARD_MAGIC);
-    }
-    if (header[1] != 1) {
-        die("%s: token file version %d; this program reads version 1 (uint16 tokens)", path,
-            header[1]);
-    }
-    int vocabulary = header[3] == 0 ? GPT2_VOCABULARY : header[3], tokenizer = header[4];
-    if (header[2] < 0 || (int64_t)shard->map_bytes != SHARD_HEADER * 4 + 2 * (int64_t)header[2]) {
+    LlmcHeader h = llmc_header(LLMC_TOKENS, (const unsigned char *)shard->map, shard->map_bytes,
+                               path);
+    int count = h.words[2], tokenizer = h.words[4];
+    int vocabulary = h.words[3] == 0 ? GPT2_VOCABULARY : h.words[3];
+    int64_t bytes = LLMC_HEADER_BYTES + 2 * (int64_t)count;
+    if (count < 0 || (int64_t)shard->map_bytes != bytes) {
         die("%s: the header counts %d tokens, which makes %" PRId64 " bytes; the file has %zu",
-            path, header[2], SHARD_HEADER * 4 + 2 * (int64_t)header[2], shard->map_bytes);
+            path, count, bytes, shard->map_bytes);
     }
     if (tokenizer != TOKENIZER_GPT2 && tokenizer != TOKENIZER_BYTES) {
         die("%s: tokenizer %d in the header; known are 0 (GPT-2) and 1 (bytes)", path, tokenizer);
@@ -1468,21 +1517,20 @@ static void shard_open(Shard *shard, Dataset *d, const char *path) {
     }
     d->tokenizer = tokenizer;
     d->vocabulary = vocabulary;
-    shard->tokens = (const uint16_t *)((const char *)shard->map + SHARD_HEADER * 4);
-    shard->count = header[2];
+    shard->tokens = (const uint16_t *)((const char *)shard->map + LLMC_HEADER_BYTES);
+    shard->count = count;
 }
 
 // -------------------------------------------------------------------------------------------------
 // 8. Evaluation files
 // Multiple choice: contexts, each with some completions, one of which is right. The format is that
-// of llm.c, as the head of write_evalfile in llm.c's dev/data/data_common.py tells: a header of 256
-// int32 (20240522, version 1, examples, bytes of the longest), then uint16 words, for each example:
-// 65535, its bytes, its index, label, completions, and length and tokens of the context and of each
+// of llm.c, as the head of write_evalfile in llm.c's dev/data/data_common.py tells: a header with
+// the number of examples and the bytes of the longest, then uint16 words, for each example: 65535,
+// its bytes, its index, label, completions, and length and tokens of the context and of each
 // completion. Read on made-up files only, not yet on published ones.
 
 // llm.c's files have four completions; other benchmarks have two to five.
-enum { EVAL_MAGIC = 20240522, EVAL_HEADER_BYTES = 1024, EVAL_START = 65535 };
-enum { EVAL_EXAMPLE_WORDS = 5, EVAL_COMPLETIONS = 8 };
+enum { EVAL_START = 65535, EVAL_EXAMPLE_WORDS = 5, EVAL_COMPLETIONS = 8 };
 
 typedef struct {
     const unsigned char *words;  // uint16 each, not aligned
@@ -1562,28 +1610,20 @@ static size_t eval_example(EvalExample *x, const EvalFile *f, size_t at, int num
 // what is wrong.
 static void eval_parse(EvalFile *f, const unsigned char *bytes, size_t size, const char *name,
                        int vocabulary) {
-    int32_t header[4];
-    if (size < EVAL_HEADER_BYTES) {
-        die("%s: %zu bytes are too few for an evaluation file: its header alone has %d", name, size,
-            EVAL_HEADER_BYTES);
-    }
-    memcpy(header, bytes, sizeof header);
-    if (header[0] != EVAL_MAGIC || header[1] != 1) {
-        die("%s: not an evaluation file of version 1: it starts with %d and %d, not with %d and 1",
-            name, header[0], header[1], EVAL_MAGIC);
-    }
-    if (header[2] < 1 || header[2] > 65535 || header[3] < 1 || header[3] > 65535) {
+    LlmcHeader h = llmc_header(LLMC_EVALUATION, bytes, size, name);
+    int examples = h.words[2], longest_bytes = h.words[3];
+    if (examples < 1 || examples > 65535 || longest_bytes < 1 || longest_bytes > 65535) {
         die("%s: the header counts %d examples of at most %d bytes; allowed are 1 to 65535 of both",
-            name, header[2], header[3]);
+            name, examples, longest_bytes);
     }
     memset(f, 0, sizeof *f);
     f->name = name;
     f->bytes = bytes;
     f->size = size;
-    f->longest_bytes = (size_t)header[3];
-    f->examples = header[2];
+    f->longest_bytes = (size_t)longest_bytes;
+    f->examples = examples;
     f->vocabulary = vocabulary;
-    size_t at = EVAL_HEADER_BYTES;
+    size_t at = LLMC_HEADER_BYTES;
     for (int i = 0; i < f->examples; i++) {
         EvalExample x;
         at += eval_example(&x, f, at, i);

@@ -6,13 +6,14 @@
 #   data/prepare.sh fineweb-edu [N]     llm.c's shards of GPT-2 tokens as published, 200 MB each:
 #                                       for validation one, for training the first N (default 3)
 #
-# Files come from $DATA_MIRROR when that variable is set, else from the net; for tinyshakespeare
-# with neither, the repository's own sources are the corpus (data/sources*). What is downloaded
-# stands beside its final name (.part) until it is complete and checked: by SHA-256 where it is
-# known, always by the length that the server announced, shards by their header. An interrupted
-# download goes on where it stopped. DATA_URL=http://localhost:8000 stands in for https://HOST of
-# every address: dev/test/tools.sh runs all this against a server of its own. tinystories and
-# fineweb-edu were never run against the real servers.
+# Files come from $DATA_MIRROR when that variable is set, else from the net; in place of
+# tinyshakespeare, where it can be had from neither, stand the stories that data/stories writes.
+# What is downloaded stands beside its final name (.part) until it is complete and checked: by
+# SHA-256 where it is known, always by the length that the server announced, shards by their header.
+# An interrupted download goes on where it stopped. Without a net a call looks for one file, 5 s at
+# most. DATA_URL=http://localhost:8000 stands in for https://HOST of every address:
+# dev/test/tools.sh runs all this against a server of its own. tinystories and fineweb-edu were
+# never run against the real servers.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 
@@ -22,6 +23,7 @@ github=${DATA_URL:-https://raw.githubusercontent.com}
 openai=${DATA_URL:-https://openaipublic.blob.core.windows.net}
 huggingface=${DATA_URL:-https://huggingface.co}
 part=
+again=      # set when a corpus to train on is there already: a download that fails is no news
 trap '[ -z "$part" ] || rm -f "$part"; rm -f data/*.headers.part' EXIT
 trap 'exit 130' INT TERM
 
@@ -55,15 +57,16 @@ prepared() { whole "data/$1_train.bin" && whole "data/$1_val.bin"; }
 # --- From mirror or net to data/ ------------------------------------------------------------------
 
 # transfer URL PART HEADERS: adds to PART what it lacks. No limit of time, but one of stalling:
-# 5 s for a connection, 30 s without a byte.
+# 5 s for a connection, 30 s without a byte; wget's limit is for each address of the host, and these
+# hosts have four or more.
 transfer() {
     local loud=--silent
-    [ -t 2 ] && loud=--progress-bar
+    [ -t 2 ] && [ -z "$again" ] && loud=--progress-bar
     if command -v curl > /dev/null; then
         curl --fail --location $loud --connect-timeout 5 --speed-limit 1 --speed-time 30 \
             --continue-at - --dump-header "$3" --output "$2" "$1"
     elif command -v wget > /dev/null; then
-        wget --quiet --server-response --tries=1 --connect-timeout=5 --dns-timeout=5 \
+        wget --quiet --server-response --tries=1 --connect-timeout=1 --dns-timeout=5 \
             --read-timeout=30 --continue --output-document="$2" "$1" 2> "$3"
     else
         return 1
@@ -86,7 +89,7 @@ download() {
     local url=$1 file=$2 most restarted=0 status now total
     local body=$file.part headers=$file.headers.part
     shift 2
-    say "downloading $url"
+    [ -n "$again" ] || say "downloading $url"
     most=$(size "$body")
     while :; do
         : > "$headers"
@@ -103,7 +106,8 @@ download() {
             rm -f "$body"
         elif [ "$now" -le "$most" ]; then
             [ "$now" -gt 0 ] || rm -f "$body"
-            echo "prepare.sh: $url: no download${total:+, $now of $total bytes are there}" >&2
+            [ -n "$again" ] ||
+                echo "prepare.sh: $url: no download${total:+, $now of $total bytes are there}" >&2
             return 1
         else
             most=$now
@@ -139,7 +143,7 @@ obtain() {
 vocabulary() {
     if [ -n "${DATA_MIRROR:-}" ] && [ ! -r "$DATA_MIRROR/gpt2/vocab.bpe" ]; then
         known $vocab_sha256 data/vocab.bpe && return
-        say "DATA_MIRROR=$DATA_MIRROR holds no gpt2/vocab.bpe"
+        [ -n "$again" ] || say "DATA_MIRROR=$DATA_MIRROR holds no gpt2/vocab.bpe"
         return 1
     fi
     obtain vocab.bpe gpt2/vocab.bpe "$openai/gpt-2/encodings/main/vocab.bpe" known $vocab_sha256
@@ -169,28 +173,28 @@ small() {
 tinyshakespeare() {
     local name=tinyshakespeare path=karpathy/char-rnn/master/data/tinyshakespeare/input.txt
     prepared ${name}_bytes && prepared ${name}_gpt2 && return
+    if prepared ${name}_bytes || prepared stories_bytes; then again=yes; fi
     if obtain $name.txt $name.txt "$github/$path" known $text_sha256; then
         small $name bytes
         if prepared ${name}_gpt2 || vocabulary; then
             small $name gpt2
-        else
+        elif [ -z "$again" ]; then
             say "no GPT-2 tokens without vocab.bpe: byte tokens alone"
         fi
-    else
-        sources
+    elif ! prepared ${name}_bytes; then
+        stories
     fi
 }
 
-sources() {
-    say "no DATA_MIRROR and no download: the corpus is this repository's own sources"
-    prepared sources_bytes && return
-    part=data/sources.txt.$$.part
-    for file in train_gpt2.c train_gpt2.cu test_gpt2.cu README.md Makefile data/*.c data/*.sh \
-                data/*.md dev/*.c dev/*.cu dev/*.sh dev/*.py dev/cuda_cpu/*.h; do
-        if [ -f "$file" ]; then cat "$file"; fi
-    done > "$part" && mv "$part" data/sources.txt || die "cannot write in data/"
+stories() {
+    echo "data: stories made here, since tinyshakespeare could not be had"
+    prepared stories_bytes && return
+    [ -x data/stories ] || die "data/stories is not built: make data"
+    part=data/stories.txt.$$.part
+    data/stories > "$part" && mv "$part" data/stories.txt || die "cannot write in data/"
     part=
-    small sources bytes
+    rm -f data/stories_bytes.state
+    tokenize stories_bytes --bytes --documents data/stories.txt
 }
 
 # The validation shard is the last that tokenize finishes, before it removes its state.

@@ -448,7 +448,7 @@ static void sink_write(Sink *s, const void *data, size_t bytes) {
 }
 
 static void sink_open(Sink *s) {
-    const int32_t header[SHARD_HEADER] = {0};    // not a token file until sink_finish
+    const int32_t header[LLMC_HEADER_BYTES / 4] = {0};  // not a token file until sink_finish
     shard_path(s->path, s, s->finished, s->arguments->shard_tokens > 0);
     path_print(s->part, "%s.part", s->path);
     s->fd = open(s->part, O_WRONLY | O_CREAT | O_TRUNC, 0644);
@@ -463,8 +463,9 @@ static void sink_finish(Sink *s) {
     if (s->fd < 0) {
         return;
     }
-    const int32_t header[SHARD_HEADER] = {SHARD_MAGIC, 1, (int32_t)s->shard_tokens,
-                                          tokenizer_vocabulary(s->tokenizer), s->tokenizer};
+    const int32_t header[LLMC_HEADER_BYTES / 4] = {
+        llmc_files[LLMC_TOKENS].magic, 1, (int32_t)s->shard_tokens,
+        tokenizer_vocabulary(s->tokenizer), s->tokenizer};
     if (lseek(s->fd, 0, SEEK_SET) != 0) {
         die("cannot rewind %s: %s", s->part, strerror(errno));
     }
@@ -624,10 +625,10 @@ static int sink_verify(const Sink *s) {
     for (int64_t i = 0; i < s->finished; i++) {
         struct stat status;
         shard_path(path, s, i, s->arguments->shard_tokens > 0);
-        if (stat(path, &status) != 0 || status.st_size < SHARD_HEADER * 4) {
+        if (stat(path, &status) != 0 || status.st_size < LLMC_HEADER_BYTES) {
             return 0;
         }
-        tokens += (status.st_size - SHARD_HEADER * 4) / 2;
+        tokens += (status.st_size - LLMC_HEADER_BYTES) / 2;
     }
     return tokens == s->finished_tokens;
 }

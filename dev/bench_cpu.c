@@ -5,15 +5,15 @@
 // and GELU; attention; then the whole step. Quote ratios; absolute times mean something only with
 // the machine beside them, and neither means anything while other programs use its cores.
 //
-// Build: make bench. By hand, without oneDNN (with it: leave out -DBENCH_DNNL=0, append -ldnnl):
-//   gcc -std=c11 -O3 -march=native -ffp-contract=off -fno-math-errno -fopenmp -DBENCH_DNNL=0
-//       dev/bench_cpu.c -o bench_cpu -lm
+// Build: make bench. By hand, without oneDNN (with it: -DBENCH_DNNL=1, and -ldnnl at the end):
+//   gcc -std=c11 -O3 -march=native -ffp-contract=off -fno-math-errno -fopenmp dev/bench_cpu.c
+//       -o bench_cpu -lm
 
 #define GPT2_NO_MAIN 1
 #include "../train_gpt2.c"
 
 #ifndef BENCH_DNNL
-#define BENCH_DNNL 1
+#define BENCH_DNNL 0
 #endif
 #if BENCH_DNNL
 #include "oneapi/dnnl/dnnl.h"

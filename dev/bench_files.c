@@ -71,6 +71,7 @@ int main(void) {
     engine_initialise(&e, &m, 42);
     int cold = drop_cache();
     double megabytes = 0, all_megabytes = 0, began;
+    const Snapshot snapshot = {&e, &s, &o, "bench", &state};
     for (int r = 0; r < REPEATS; r++) {
         began = now_ms();
         writer_open(&w, folder, checkpoint_files[FILE_MODEL], checkpoint_remove);
@@ -100,7 +101,7 @@ int main(void) {
         sha256_add(&w.sha, cpu_state(&e, STATE_WEIGHTS, 0), (size_t)(megabytes * 1e6));
         times[HASH][r] = now_ms() - began;
         began = now_ms();
-        checkpoint_save(&e, &s, &o, "bench", &state, folder, path);
+        checkpoint_save(&snapshot, folder, path);
         times[CHECKPOINT][r] = now_ms() - began;
         all_megabytes = megabytes + 2e-6 * (double)(tensor_offset(&m, TENSORS, 0) * 4);
         began = now_ms();

@@ -3,7 +3,7 @@
 
     dev/check_tiktoken.py [FOLDER] [--bytes N] [--seed N]
 
-FOLDER holds vocab.bpe and encoder.json (default: ../shared/data/gpt2). Needs tiktoken, numpy and a
+FOLDER holds vocab.bpe and encoder.json (default: $DATA_MIRROR/gpt2). Needs tiktoken, numpy and a
 C compiler ($CC, else cc): the chapter is compiled as a library. Checked are the table of tokens,
 every code point in several contexts, N bytes of mixed text (default 12,000,000), the places where
 bpe_cut allows a cut, and that everything decodes to what was encoded.
@@ -250,7 +250,8 @@ def compare_cuts(ours, texts):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("folder", nargs="?", default=os.path.join(ROOT, "../shared/data/gpt2"))
+    parser.add_argument("folder", nargs="?",
+                        default=os.path.join(os.environ.get("DATA_MIRROR", "data"), "gpt2"))
     parser.add_argument("--bytes", type=int, default=12_000_000)
     parser.add_argument("--seed", type=int, default=1)
     a = parser.parse_args()

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs what targets need (Debian or Ubuntu, as root or with a sudo that asks nothing), or
 # names it.
-#   dev/deps.sh build|test|bench|cuda...
+#   dev/deps.sh build|test|bench|cuda...      CC and NVCC name other compilers than cc and nvcc
 # Prints nothing when everything is there. Exit status 1 only when something is missing that a
 # target cannot do without.
 set -u
@@ -28,9 +28,10 @@ look() {
         test)
             have clang || want "the check that clang builds it too" clang
             have clang-tidy || want "the clang-tidy check" clang-tidy
-            have cppcheck || want "the cppcheck check" cppcheck ;;
+            have cppcheck || want "the cppcheck check" cppcheck
+            have shellcheck || want "the check of shell scripts" shellcheck ;;
         bench) has_header dnnl.h || want "oneDNN to compare the matmul with" libdnnl-dev ;;
-        cuda) have nvcc || [ -x /usr/local/cuda/bin/nvcc ] || no_nvcc=1 ;;
+        cuda) have "${NVCC:-nvcc}" || no_nvcc=1 ;;
         *) echo "deps.sh: unknown target '$target'; known: build test bench cuda" >&2 && exit 1 ;;
         esac
     done

@@ -1,57 +1,89 @@
 #!/usr/bin/env bash
-# What only a GPU can tell, on a machine with one, in less than 8 minutes: dev/gpu_check.sh
+# What only a GPU can tell, on a machine with one, in less than 10 minutes: dev/gpu_check.sh
 #
 # Builds, tests, sanitizers, the oracle's check, equal bits, then speed and memory with PyTorch
-# beside. One line a check, ok, FAILED or skipped (why); a failure does not stop the rest. Exit
-# status 1 when a check of correctness failed; PyTorch's part never counts. Needs no network.
+# beside, and the kernels alone. One line a check, ok, FAILED or skipped (why); a failure does not
+# stop the rest. Exit status 1 when a check of correctness failed; PyTorch's part never counts.
+# Needs no network. Where a machine is to be had for minutes at a time only, each call does a few
+# stages: what earlier calls left in OUT stays, and the summary tells of all.
 #
-#   OUT=build/gpu_check        where seven logs and summary.md go, which is made anew every time
+#   STAGES="build test sanitizer check bits speed torch bench"    those to do, in this order
+#   OUT=build/gpu_check        where a log a stage, their verdicts and summary.md go
 #   GPT2CU=./train_gpt2cu      the program; one named here is taken as it is and not built
 #   TEST=build/test_gpt2cu     its tests, likewise
+#   BENCH=build/bench          what times the kernels alone, likewise
+#   CARRIED=carried            programs built elsewhere, for where the build fails; to fill it:
+#                                make ARCH=90a MARCH=-march=x86-64-v3 train_gpt2cu test_gpt2cu
+#                                mkdir carried; cp train_gpt2cu build/test_gpt2cu carried
 #   MODELS="d12 d48"           what is timed; the first is also checked
 #   STEPS=20 LARGEST_BATCH=16  of a timed run
-#   MEMORY_MIB=                memory to plan for; default: what nvidia-smi says is free
-#   SECONDS_IN_ALL=465         when it is over, what is left is skipped
+#   MEMORY_MIB=                memory to plan for; default: what nvidia-smi says is free, less a
+#                              CUDA context
+#   SECONDS_IN_ALL=560         when it is over, what is left is skipped
 #   PYTHON=python3             the one that has torch
 #   COMMIT=                    what to print where there is no git
 #
-# Without a GPU every line of this script but nvcc's can still be run:
+# Without a GPU every line of this script but nvcc's can still be run, as dev/test/machines.sh does:
 #   make train_gpt2cu_cpu && GPT2CU=./train_gpt2cu_cpu TEST=true MODELS=l2h2c64t64 $0
 set -u
 export LC_ALL=C
 cd "$(dirname "$0")/.." || exit 1
+STAGES=${STAGES-build test sanitizer check bits speed torch bench}
 OUT=${OUT:-build/gpu_check} PYTHON=${PYTHON:-python3} MODELS=${MODELS:-d12 d48}
-STEPS=${STEPS:-20} LARGEST_BATCH=${LARGEST_BATCH:-16} SECONDS_IN_ALL=${SECONDS_IN_ALL:-465}
-given_program=${GPT2CU:-} given_test=${TEST:-}
-GPT2CU=${GPT2CU:-./train_gpt2cu} TEST=${TEST:-build/test_gpt2cu}
+STEPS=${STEPS:-20} LARGEST_BATCH=${LARGEST_BATCH:-16} SECONDS_IN_ALL=${SECONDS_IN_ALL:-560}
+given_program=${GPT2CU:-} given_test=${TEST:-} given_bench=${BENCH:-} CARRIED=${CARRIED:-carried}
+GPT2CU=${GPT2CU:-./train_gpt2cu} TEST=${TEST:-build/test_gpt2cu} BENCH=${BENCH:-build/bench}
 first_model=${MODELS%% *}
+for stage in $STAGES; do
+    if [[ " build test sanitizer check bits speed torch bench " != *" $stage "* ]]; then
+        echo "gpu_check.sh: STAGES has no stage '$stage': build test sanitizer check bits speed" \
+             "torch bench" >&2
+        exit 1
+    fi
+done
+# A program without a RUNPATH finds its libraries in a toolkit, or in what came with PyTorch.
+packages=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' 2> /dev/null)
+for folder in /usr/local/cuda/lib64 "$packages"/nvidia/*/lib; do
+    [ -d "$folder" ] && LD_LIBRARY_PATH=${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}$folder
+done
+export LD_LIBRARY_PATH
 mkdir -p "$OUT" build || exit 1
-rm -f "$OUT"/[0-6]-*.log "$OUT/summary.md"
 # Runs and their checkpoints (1.5 GB at 124M) never go to OUT.
 work=$(mktemp -d build/gpu_check.XXXXXX) || exit 1
-child=
-trap 'if [ -n "$child" ]; then kill -KILL "$child" 2> /dev/null; fi; rm -rf "$work"' EXIT
+child='' watcher=''
+trap 'kill -KILL $child $watcher 2> /dev/null; rm -rf "$work"' EXIT
 trap 'exit 130' INT TERM
-touch "$work"/{lines,rows,compare}
-passed=0 failed=0 skipped=0 reported=0
+touch "$work/memory"
+reported=0 stage=machine
 
 # --- Lines, time and logs -------------------------------------------------------------------------
 
-# report STAGE NAME ok|FAILED|skipped TEXT: a line of the summary. What had no time was skipped. The
+# begin STAGE: what an earlier call found at it is forgotten.
+begin() {
+    stage=$1
+    rm -f "$OUT/$stage".{log,verdicts,rows,compare}
+}
+
+# report NAME ok|FAILED|skipped TEXT: a line of the summary. What had no time was skipped. The
 # summary on disk is always whole, so that a script stopped from outside leaves what it had found.
 report() {
-    local outcome=$3
-    [[ $4 != "no time left"* ]] || outcome=skipped
-    case $outcome in
-    ok) passed=$((passed + 1)) ;;
-    skipped) skipped=$((skipped + 1)) ;;
-    *) failed=$((failed + 1)) ;;
-    esac
-    printf '%-10s %-26s %-8s %s  (%d s)\n' "$1" "$2" "$outcome" "$4" $((SECONDS - reported)) |
-        tee -a "$work/lines"
+    local outcome=$2
+    [[ $3 != "no time left"* ]] || outcome=skipped
+    printf '%s\t%-10s %-26s %-8s %s  (%d s)\n' "$outcome" "$stage" "$1" "$outcome" "$3" \
+        $((SECONDS - reported)) | tee -a "$OUT/$stage.verdicts" | cut -f 2-
     reported=$SECONDS
     summary > "$OUT/summary.md"
 }
+
+# found verdicts|rows|compare: what all calls found, stage by stage.
+found() {
+    local each
+    for each in machine build test sanitizer check bits speed torch bench; do
+        if [ -f "$OUT/$each.$1" ]; then cat "$OUT/$each.$1"; fi
+    done
+}
+outcomes() { found verdicts | cut -f 1 | grep -cx "$1"; }
+counts() { echo "$(outcomes ok) passed, $(outcomes FAILED) failed, $(outcomes skipped) skipped"; }
 
 # limit SECONDS: the same, or what is left in all. A limit of 0 means that nothing starts.
 limit() {
@@ -73,14 +105,13 @@ bounded() {
     return $status
 }
 
-# logged LOG SECONDS COMMAND...: the command's output goes, under its own command line, to the end
-# of LOG and alone to $work/last.
+# logged SECONDS COMMAND...: the command's output goes, under its own command line, to the end of
+# the stage's log and alone to $work/last.
 logged() {
-    local log=$OUT/$1 status
-    shift
+    local status
     bounded "$@" > "$work/last" 2>&1
     status=$?
-    { echo "\$ ${*:2}"; cat "$work/last"; echo "[exit status $status]"; echo; } >> "$log"
+    { echo "\$ ${*:2}"; cat "$work/last"; echo "[exit status $status]"; echo; } >> "$OUT/$stage.log"
     return $status
 }
 
@@ -93,6 +124,22 @@ why() {
         line=$(grep -v '^[[:space:]]*$' "$work/last" | tail -n 1 | cut -c 1-160)
         echo "exit status $1: ${line:-no output}"
     fi
+}
+
+# The GPU's memory in use, five times a second, for as long as this script lives. As a client of the
+# driver it also keeps the GPU initialised, which otherwise takes seconds at every program's start.
+watch_memory() {
+    command -v nvidia-smi > /dev/null || return
+    stdbuf -oL nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits -i 0 -lms 200 \
+        > "$work/memory" 2> /dev/null &
+    watcher=$!
+    disown    # so that its end is not told
+}
+
+# most_memory LINES: the most of what was seen after that many lines, in MiB; 0: nothing was.
+most_memory() {
+    { tail -n +$(($1 + 1)) "$work/memory"; gpu memory.used; } | grep -x '[0-9]*' | sort -n |
+        tail -n 1 | grep . || echo 0
 }
 
 # gpu FIELD: one number or name that nvidia-smi knows of the first GPU; nothing without nvidia-smi.
@@ -112,65 +159,80 @@ find_tool() {
 }
 
 stage_machine() {
-    local log=$OUT/0-machine.log commit driver name
+    local commit driver name
     commit=$(git rev-parse --short=12 HEAD 2> /dev/null) &&
         { [ -z "$(git status --porcelain 2> /dev/null)" ] || commit="$commit and changes"; }
     commit=${commit:-${COMMIT:-unknown}}
+    begin machine
     name=$(gpu name) driver=$(gpu driver_version) idle_mib=$(gpu memory.used)
     nvcc=$(find_tool nvcc)
     machine="${name:-no GPU seen}, driver ${driver:-none}, nvcc $(
         "${nvcc:-false}" --version 2> /dev/null | sed -n 's/.*release \([0-9.]*\).*/\1/p' |
             grep . || echo none), commit $commit, $(date -u +%F)"
-    { echo "$machine"; uname -srm; nproc; free -m; df -m .; nvidia-smi; } > "$log" 2>&1
+    { echo "$machine"; uname -srm; nproc; free -m; df -m .; nvidia-smi; } > "$OUT/machine.log" 2>&1
     if [ -n "$name" ]; then
-        report machine gpu ok "$machine"
+        report gpu ok "$machine"
     else
-        report machine gpu skipped "nvidia-smi shows no GPU; $machine"
+        report gpu skipped "nvidia-smi shows no GPU; $machine"
     fi
+    watch_memory
 }
 
 # --- 1, 2. Build and tests ------------------------------------------------------------------------
 
+# choose_programs: what was not given and is not built is taken from CARRIED, if that has it.
+choose_programs() {
+    [ -x "$GPT2CU" ] || [ ! -x "$CARRIED/train_gpt2cu" ] || GPT2CU=$CARRIED/train_gpt2cu
+    [ -x "$TEST" ] || [ -n "$given_test" ] || [ ! -x "$CARRIED/test_gpt2cu" ] ||
+        TEST=$CARRIED/test_gpt2cu
+    [ -x "$BENCH" ] || [ -n "$given_bench" ] || [ ! -x "$CARRIED/bench" ] || BENCH=$CARRIED/bench
+}
+
 stage_build() {
-    local targets=() status seconds=150
+    local targets=() status seconds=150 target
     [ -n "$given_program" ] || targets+=(train_gpt2cu)
     [ -n "$given_test" ] || targets+=(build/test_gpt2cu build/test/gpu_program train_gpt2)
+    [ -n "$given_bench" ] || [ ! -f dev/bench.cu ] || targets+=(build/bench)
     if ! compgen -G 'data/*.bin' > /dev/null; then
-        logged 1-build.log 90 make data || report build data FAILED "$(why $? 90)"
+        logged 90 make data || report data FAILED "$(why $? 90)"
     fi
     if [ ${#targets[@]} -eq 0 ]; then
-        report build programs skipped "GPT2CU and TEST are given"
+        report programs skipped "GPT2CU, TEST and BENCH are given"
         return
     fi
-    # Both at once; what went wrong then is built again alone, so that each has a verdict.
-    logged 1-build.log $seconds make -k -j2 "${targets[@]}"
+    # All at once; what went wrong then is built again alone, so that each has a verdict.
+    logged $seconds make -k -j3 "${targets[@]}"
     status=$?
     for target in "${targets[@]}"; do
-        if [ $status -eq 0 ] || logged 1-build.log $seconds make "$target"; then
-            report build "$target" ok "$(du -m "$target" | cut -f 1) MiB"
+        if [ $status -eq 0 ] || logged $seconds make "$target"; then
+            report "$target" ok "$(du -m "$target" | cut -f 1) MiB, $(grep -c 'warning' \
+                "$OUT/build.log") lines with a warning so far"
         else
-            report build "$target" FAILED "$(why $? $seconds): $(grep -m 1 'error' "$work/last" |
+            report "$target" FAILED "$(why $? $seconds): $(grep -m 1 'error' "$work/last" |
                 cut -c 1-120)"
             rm -f "$target"
         fi
+    done
+    choose_programs
+    for target in "$GPT2CU" "$TEST" "$BENCH"; do
+        [[ $target != "$CARRIED"/* ]] || report "$target" ok "taken, for it could not be built here"
     done
 }
 
 # one_test PROGRAM [ARGUMENT...]
 one_test() {
-    local status counts
+    local status seconds=180
     if [ ! -x "$1" ] && ! command -v "$1" > /dev/null; then
-        report test "$1" skipped "not there"
+        report "$1" skipped "not there"
         return
     fi
-    logged 2-test.log 120 "$@"
+    logged $seconds "$@"
     status=$?
-    counts=$(tail -n 1 "$work/last")
     if [ $status -eq 0 ]; then
-        report test "$1" ok "${counts:-no output}"
+        report "$1" ok "$(tail -n 1 "$work/last" | grep . || echo 'no output')"
     else
-        report test "$1" FAILED \
-            "$(why $status 120); FAILED stands in $(grep -c FAILED "$work/last") lines"
+        report "$1" FAILED \
+            "$(why $status $seconds); FAILED stands in $(grep -c FAILED "$work/last") lines"
     fi
 }
 
@@ -181,14 +243,18 @@ stage_test() {
 
 # --- 3. compute-sanitizer -------------------------------------------------------------------------
 
-# A kernel with a race in shared memory whose writes land behind the allocation: a tool that works
-# on this machine finds its half of that, and the clean bill of one that does not is worth nothing.
+# A kernel with a race in shared memory, a barrier that only some threads of a warp reach, and
+# writes behind the allocation: a tool that works on this machine finds its third of that, and the
+# clean bill of one that does not is worth nothing.
 planted_bugs() {
     cat << 'CUDA'
 __global__ void planted_kernel(int *p) {
     __shared__ int s[64];
     s[threadIdx.x] = threadIdx.x;
     p[64 + s[63 - threadIdx.x]] = 1;
+    if (threadIdx.x % 32 < 24) {
+        __syncthreads();
+    }
 }
 int main() {
     int *p;
@@ -199,73 +265,108 @@ int main() {
 CUDA
 }
 
-# sanitize TOOL LOG COMMAND...: runs the command under the tool.
+# Every kernel of ours ends in _kernel, and so does the planted one; of the libraries' kernels, that
+# are not ours to mend and slow to watch, hardly any. Errors of the API that a program handles
+# are not reported. The second spelling is an older tool's; the last watches everything.
+filters=("--kernel-name kns=_kernel --report-api-errors explicit"
+         "--kernel-regex kns=_kernel --report-api-errors explicit"
+         "")
+
+# sanitize TOOL LOG COMMAND...: runs the command under the tool, watching what $filter says.
 sanitize() {
     local tool=$1 log=$2
     shift 2
-    bounded 75 "$sanitizer" --tool "$tool" --print-limit 20 "$@" > "$log" 2>&1
+    # shellcheck disable=SC2086  # words
+    bounded 75 "$sanitizer" --tool "$tool" $filter --print-limit 1000 "$@" > "$log" 2>&1
     echo "[exit status $?]" >> "$log"
 }
 
-# errors_in LOG: the count in the tool's last summary; nothing when it never came to one.
+# errors_in LOG: the count in the tool's summary; nothing when it never came to one. A second line
+# of that name counts what was not printed.
 errors_in() {
-    sed -n 's/^=* *\(ERROR\|RACECHECK\) SUMMARY: *\([0-9]*\).*/\2/p' "$1" | tail -n 1
+    sed -n 's/^=* *\(ERROR\|RACECHECK\) SUMMARY: *\([0-9]*\).*/\2/p' "$1" | head -n 1
 }
 
-# Which of our kernels a report names. Hazards inside a library's kernels are the library's.
+# printed_in LOG: how many reports it prints. The first line of each is not indented.
+printed_in() {
+    grep '^=\{9\} [A-Z]' "$1" | grep -cv 'SUMMARY\|COMPUTE-SANITIZER\|Target app\|Error: process'
+}
+
+# kernels_in LOG: which of our kernels it names.
 kernels_in() {
     grep -oE '[a-z0-9_]+_kernel' train_gpt2.cu | sort -u | grep -owF -f - "$1" | sort -u |
         tr '\n' ' '
 }
 
+# finds_planted TOOL: does the tool find its part of the planted errors, watching what $filter says?
+finds_planted() {
+    local log=$work/$1.planted
+    sanitize "$1" "$log" "$work/planted"
+    [ "$(errors_in "$log" | grep -v '^0$')" != "" ] && grep -q planted_kernel "$log"
+}
+
 sanitizer_verdict() {    # sanitizer_verdict TOOL DTYPE
-    local log=$work/$1.$2 errors ours
-    errors=$(errors_in "$log")
+    local log=$work/$1.$2 errors ours printed name="$1 $2"
+    errors=$(errors_in "$log") printed=$(printed_in "$log")
     ours=$(kernels_in "$log")
-    if [ -z "$errors" ]; then
-        report sanitizer "$1 $2" skipped "no summary: $(grep . "$log" | tail -n 2 | head -n 1 |
-            cut -c 1-120)"
+    if grep -q 'the plan needs' "$log"; then
+        report "$name" skipped "does not fit: $(grep -m 1 'the plan needs' "$log" | cut -c 1-120)"
+    elif [ -z "$errors" ]; then
+        report "$name" skipped "no summary: $(grep . "$log" | tail -n 2 | head -n 1 | cut -c 1-120)"
     elif [ "$errors" -eq 0 ] && grep -q '^\[exit status 0\]' "$log"; then
-        report sanitizer "$1 $2" ok "no errors"
-    elif [ "$errors" -gt 0 ] && [ -z "$ours" ]; then
-        report sanitizer "$1 $2" ok "$errors reports, all in kernels of libraries"
+        report "$name" ok "no errors${filter:+ in kernels of ours}"
+    elif [ -n "$ours" ]; then
+        report "$name" FAILED "$errors reports in $ours$(tail -n 1 "$log")"
+    elif [ "$printed" -lt "$errors" ]; then
+        report "$name" FAILED "cut off: $printed of $errors reports are printed, none names ours"
+    elif [ "$errors" -gt 0 ] && [ "$(grep -c 'splitKreduce_kernel' "$log")" -ge "$errors" ]; then
+        report "$name" ok "$errors reports, all in cuBLASLt's splitKreduce_kernel"
+    elif [ "$errors" -gt 0 ] && [ -z "$filter" ]; then
+        report "$name" ok "$errors reports, all in kernels of libraries"
     else
-        report sanitizer "$1 $2" FAILED "$errors reports ${ours:+in $ours}$(tail -n 1 "$log")"
+        report "$name" FAILED "$errors reports, $(tail -n 1 "$log")"
     fi
 }
 
 stage_sanitizer() {
-    local log=$OUT/3-sanitizer.log tool dtype pids=()
+    local tool dtype works=() pids=()
     sanitizer=$(find_tool compute-sanitizer)
     if [ -z "$sanitizer" ] || [ -z "$nvcc" ]; then
-        report sanitizer all skipped "compute-sanitizer or nvcc is not there"
+        report all skipped "compute-sanitizer or nvcc is not there"
         return
     fi
     planted_bugs > "$work/planted.cu"
-    if ! logged 3-sanitizer.log 30 "$nvcc" -arch=native -o "$work/planted" "$work/planted.cu"; then
-        report sanitizer all skipped "the probe does not build: $(why $? 30)"
+    if ! logged 30 "$nvcc" -arch=native -lineinfo -o "$work/planted" "$work/planted.cu"; then
+        report all skipped "the probe does not build: $(why $? 30)"
         return
     fi
-    # Two layers, tiles with a tail, two chunks of logits. Side by side: nothing here is timed.
-    for tool in memcheck racecheck; do
-        sanitize $tool "$work/$tool.planted" "$work/planted" & pids+=($!)
-        for dtype in bf16 fp32; do
-            sanitize $tool "$work/$tool.$dtype" "$GPT2CU" -e l2h2c128t96 -b 2 -x 2 -v 0 -r 1 \
-                --logit-rows 128 --dtype $dtype & pids+=($!)
-        done
+    for filter in "${filters[@]}"; do
+        if finds_planted memcheck; then break; fi
+    done
+    for tool in memcheck racecheck synccheck; do
+        if [ $tool = memcheck ] || finds_planted $tool; then
+            works+=("$tool bf16" "$tool fp32")
+        fi
+        { echo "=== $tool planted"; cat "$work/$tool.planted"; echo; } >> "$OUT/sanitizer.log"
+    done
+    # Two layers, tiles with a tail, two chunks of logits. Two programs at a time: nothing here is
+    # timed, and each wants its context and the tool's memory.
+    for each in "${works[@]}"; do
+        read -r tool dtype <<< "$each"
+        sanitize "$tool" "$work/$tool.$dtype" "$GPT2CU" -e l2h2c128t96 -b 2 -x 2 -v 0 -r 1 \
+            --logit-rows 128 --dtype "$dtype" & pids+=($!)
+        [ ${#pids[@]} -lt 2 ] || { wait "${pids[0]}"; pids=("${pids[1]}"); }
     done
     wait "${pids[@]}"
-    for tool in memcheck racecheck; do
-        for dtype in planted bf16 fp32; do
-            { echo "=== $tool $dtype"; cat "$work/$tool.$dtype"; echo; } >> "$log"
-        done
-        if [ "$(errors_in "$work/$tool.planted" | grep -v '^0$')" = "" ] ||
-            ! grep -q planted_kernel "$work/$tool.planted"; then
-            report sanitizer $tool skipped "it does not find a planted error on this machine"
-        else
-            sanitizer_verdict $tool bf16
-            sanitizer_verdict $tool fp32
+    for tool in memcheck racecheck synccheck; do
+        if [[ " ${works[*]} " != *" $tool bf16 "* ]]; then
+            report $tool skipped "it does not find a planted error on this machine"
+            continue
         fi
+        for dtype in bf16 fp32; do
+            { echo "=== $tool $dtype"; cat "$work/$tool.$dtype"; echo; } >> "$OUT/sanitizer.log"
+            sanitizer_verdict $tool $dtype
+        done
     done
 }
 
@@ -286,17 +387,77 @@ stage_check() {
     T=$(positions "$first_model")
     [ "$T" -le 256 ] || T=256
     for dtype in bf16 fp32; do
-        logged 4-check.log 60 "$GPT2CU" --check -e "$first_model" -b 1 -t "$T" --dtype $dtype
+        logged 60 "$GPT2CU" --check -e "$first_model" -b 1 -t "$T" --dtype $dtype
         status=$?
         worst=$(sed -n 's/^check *\(d[^ ]*\) *relative difference \([0-9.e+-]*\).*/\2 \1/p' \
             "$work/last" | sort -g | tail -n 1)
         if [ $status -eq 0 ] && [ -n "$worst" ]; then
-            report check "$first_model $dtype T $T" ok "largest difference $worst"
+            report "$first_model $dtype T $T" ok "largest difference $worst"
         else
-            report check "$first_model $dtype T $T" FAILED "$(why $status 60)"
+            report "$first_model $dtype T $T" FAILED "$(why $status 60)"
+        fi
+    done
+    library_log
+    first_numbers
+}
+
+# What cuBLASLt chose for every product, with tile, split and workspace: its own log of two steps.
+library_log() {
+    local T status
+    T=$(positions "$first_model")
+    rm -f "$OUT/cublaslt.log"
+    CUBLASLT_LOG_LEVEL=2 CUBLASLT_LOG_FILE=$OUT/cublaslt.log \
+        logged 40 "$GPT2CU" -e "$first_model" -b 2 -d $((4 * T)) -x 2 -v 0
+    status=$?
+    if [ $status -ne 0 ]; then
+        report "cuBLASLt's choices" FAILED "$(why $status 40)"
+    elif [ -s "$OUT/cublaslt.log" ]; then
+        report "cuBLASLt's choices" ok "$(wc -l < "$OUT/cublaslt.log") lines in cublaslt.log"
+    else
+        report "cuBLASLt's choices" skipped "the library wrote no log"
+    fi
+}
+
+# Numbers that the program's own reserve and this script's limits rest on, for whoever sees a GPU:
+# bytes of an idle context, seconds of a process that does nothing else, and what the libraries take
+# with one micro-step and with four.
+first_numbers() {
+    local began took lines T micro said most
+    cat > "$work/context.cu" << 'CUDA'
+#include <cstdio>
+int main() {
+    size_t free_bytes = 0, total_bytes = 0;
+    cudaError_t status = cudaMemGetInfo(&free_bytes, &total_bytes);
+    printf("%zu\n", (total_bytes - free_bytes) >> 20);
+    return status != cudaSuccess;
+}
+CUDA
+    if [ -z "$nvcc" ] || ! logged 30 "$nvcc" -o "$work/context" "$work/context.cu"; then
+        report "context" skipped "no nvcc, or the probe does not build"
+    else
+        began=$(date +%s%N)
+        if logged 30 "$work/context"; then
+            took=$((($(date +%s%N) - began) / 1000000))
+            report "context" ok "$(tail -n 1 "$work/last") MiB of the GPU are taken with an empty \
+process on it, ${idle_mib:-unknown} MiB before; the process took $took ms"
+        else
+            report "context" skipped "$(why $? 30)"
+        fi
+    fi
+    T=$(positions "$first_model")
+    for micro in 1 4; do
+        lines=$(wc -l < "$work/memory")
+        if logged 40 "$GPT2CU" -e "$first_model" -b 1 -d $((micro * T)) -x 2 -v 0; then
+            said=$(grep -o 'libraries took [0-9.]* [A-Za-z]*' "$work/last" | head -n 1)
+            most=$(most_memory "$lines")
+            report "$micro micro-steps a step" ok \
+                "${said:-libraries not told}; at most $most MiB of the GPU in use"
+        else
+            report "$micro micro-steps a step" FAILED "$(why $? 40)"
         fi
     done
 }
+
 
 # --- Logs of runs ---------------------------------------------------------------------------------
 
@@ -326,10 +487,10 @@ same_steps() {
 stage_bits() {
     local run status seconds=40 dir=$work/bits
     for run in a b; do
-        logged 4-check.log $seconds "$GPT2CU" -e "$first_model" -b 4 -x 10 -v 0 -o "$dir"
+        logged $seconds "$GPT2CU" -e "$first_model" -b 4 -x 10 -v 0 -o "$dir"
         status=$?
         if [ $status -ne 0 ]; then
-            report bits "two runs" FAILED "$(why $status $seconds)"
+            report "two runs" FAILED "$(why $status $seconds)"
             rm -rf "$dir"*
             return
         fi
@@ -338,10 +499,10 @@ stage_bits() {
     local states
     states=$(cd "$dir.a" && find . -path './step-*' -type f | wc -l)
     if same_steps "$dir.a" "$dir.b" && [ "$states" -gt 0 ] &&
-        diff -rq --exclude=log.jsonl "$dir.a" "$dir.b" >> "$OUT/4-check.log"; then
-        report bits "two runs" ok "10 losses and norms, and the last checkpoint, are equal"
+        diff -rq --exclude=log.jsonl "$dir.a" "$dir.b" >> "$OUT/bits.log"; then
+        report "two runs" ok "10 losses and norms, and the last checkpoint, are equal"
     else
-        report bits "two runs" FAILED "losses, norms or checkpoints differ"
+        report "two runs" FAILED "losses, norms or checkpoints differ"
     fi
     rm -rf "$dir".[ab]
 }
@@ -355,7 +516,7 @@ largest_batch() {
     for ((batch = LARGEST_BATCH; batch >= 1; batch /= 2)); do
         if bounded 20 "$GPT2CU" --plan -e "$1" -r "$2" -b $batch --gpu-mem "${memory_mib}MiB" \
             > "$work/last" 2>&1; then
-            cat "$work/last" >> "$OUT/5-speed.log"
+            cat "$work/last" >> "$OUT/speed.log"
             echo $batch
             return
         fi
@@ -367,18 +528,17 @@ largest_batch() {
 # is killed once its last step stands in the log, which is whole after every line: the checkpoint
 # that would follow takes 19 GB at 1558M.
 timed_run() {
-    local dir=$1 seconds most=0 now began=$SECONDS status
+    local dir=$1 seconds most lines began=$SECONDS status
     seconds=$(limit "$2")
     shift 2
     measured=
     [ "$seconds" -gt 0 ] || return 124
+    lines=$(wc -l < "$work/memory")
     "$GPT2CU" "$@" -x "$STEPS" -v 0 -o "$dir" > "$work/last" 2>&1 &
     child=$!
     status=124
     while [ $((SECONDS - began)) -lt "$seconds" ]; do
         sleep 0.2
-        now=$(gpu memory.used)
-        [ "${now:-0}" -le "$most" ] || most=$now
         if [ "$(steps_of "$dir" step | tail -n 1)" = "$STEPS" ]; then
             status=0
             break
@@ -388,15 +548,16 @@ timed_run() {
             break
         fi
     done
+    most=$(most_memory "$lines")
     kill -KILL $child 2> /dev/null
     wait $child 2> /dev/null
     [ $status -ne 1 ] || status=$?
     child=
     # A run may have written its last step and ended between two looks.
     [ "$(steps_of "$dir" step | tail -n 1)" != "$STEPS" ] || status=0
-    [ "$most" -eq 0 ] || measured=$((most - idle_mib))
+    [ "$most" -eq 0 ] || measured=$((most - ${idle_mib:-0}))
     { echo "\$ $GPT2CU $* -x $STEPS -v 0"; cat "$work/last" "$dir/log.jsonl"; echo; } \
-        >> "$OUT/5-speed.log" 2>&1
+        >> "$OUT/speed.log" 2>&1
     rm -rf "$dir"/step-*
     return $status
 }
@@ -409,7 +570,7 @@ speed() {
     timed_run "$dir" $seconds -e "$model" -r "$level" -b "$batch"
     status=$?
     if [ $status -ne 0 ]; then
-        report speed "$model -r $level" FAILED "$(why $status $seconds)"
+        report "$model -r $level" FAILED "$(why $status $seconds)"
         return 1
     fi
     # The first quarter warms up.
@@ -417,27 +578,29 @@ speed() {
     tokens=$(awk -v ms="$ms" -v n=$((batch * T)) 'BEGIN { printf "%.0f", 1e3 * n / ms }')
     planned=$(sed -n 's/.*"plan_bytes":\([0-9]*\).*/\1/p' "$dir/log.jsonl" |
         awk '{ printf "%.0f", $1 / 1048576 }')
-    echo "${GPT2CU##*/} $model $level $batch $ms $tokens $planned ${measured:--}" >> "$work/rows"
-    report speed "$model -r $level B $batch" ok \
+    echo "${GPT2CU##*/} $model $level $batch $ms $tokens $planned ${measured:--}" \
+        >> "$OUT/speed.rows"
+    report "$model -r $level B $batch" ok \
         "$ms ms, $tokens tokens/s; planned $planned MiB, measured ${measured:-not} MiB"
 }
 
 # The program's own table: planned bytes, what the libraries take by cudaMemGetInfo, medians.
 compare() {    # compare MODEL BATCH
     local status
-    logged 5-speed.log 75 "$GPT2CU" --compare -e "$1" -b "$2"
+    logged 75 "$GPT2CU" --compare -e "$1" -b "$2"
     status=$?
     if [ $status -eq 0 ]; then
-        { echo "$1, B $2:"; grep -A 3 'planned' "$work/last"; } >> "$work/compare"
-        report compare "$1 B $2" ok "$(tail -n 1 "$work/last")"
+        { echo "$1, B $2:"; grep -A 3 'planned' "$work/last"; } >> "$OUT/speed.compare"
+        report "compare $1 B $2" ok "$(tail -n 1 "$work/last")"
     else
-        report compare "$1 B $2" FAILED "$(why $status 75)"
+        report "compare $1 B $2" FAILED "$(why $status 75)"
     fi
 }
 
 stage_speed() {
     local model level batch batch_0 batch_1 timed
-    memory_mib=${MEMORY_MIB:-$(gpu memory.free)}
+    # What is free has a context less than what a plan is compared with, and that is kept clear of.
+    memory_mib=${MEMORY_MIB:-$(gpu memory.free | awk '{ print $1 - 768 }')}
     memory_mib=${memory_mib:-16384}
     for model in $MODELS; do
         timed=0
@@ -447,19 +610,19 @@ stage_speed() {
             if [ -n "$batch" ]; then
                 speed "$model" $level "$batch" && timed=$((timed + 1))
             elif [ "$(limit 20)" -eq 0 ]; then
-                report speed "$model -r $level" skipped "no time left"
+                report "$model -r $level" skipped "no time left"
             elif grep -q 'DOES NOT FIT' "$work/last"; then
-                report speed "$model -r $level" skipped "no plan fits $memory_mib MiB"
+                report "$model -r $level" skipped "no plan fits $memory_mib MiB"
             else
-                report speed "$model -r $level" FAILED "no plan: $(tail -n 1 "$work/last")"
+                report "$model -r $level" FAILED "no plan: $(tail -n 1 "$work/last")"
             fi
         done
         # Recomputation must not change a bit: the same data, step for step.
         if [ $timed -eq 2 ] && [ "$batch_0" = "$batch_1" ]; then
             if same_steps "$work/$model.r0" "$work/$model.r1"; then
-                report bits "$model -r 0, -r 1" ok "losses and norms of $STEPS steps are equal"
+                report "$model -r 0, -r 1" ok "losses and norms of $STEPS steps are equal"
             else
-                report bits "$model -r 0, -r 1" FAILED "losses or norms differ, or are missing"
+                report "$model -r 0, -r 1" FAILED "losses or norms differ, or are missing"
             fi
         fi
         [ -z "$batch_0" ] || compare "$model" "$batch_0"
@@ -471,35 +634,52 @@ stage_speed() {
 # One process a model; what it had printed when its time was up still counts.
 stage_torch() {
     local model level batch_0 batch_1 status seconds=120 line
-    if ! logged 6-torch.log 60 "$PYTHON" -c 'import torch'; then
-        report torch all skipped "$PYTHON cannot import torch: $(tail -n 1 "$work/last")"
+    if ! logged 60 "$PYTHON" -c 'import torch'; then
+        report all skipped "$PYTHON cannot import torch: $(tail -n 1 "$work/last")"
         return
     fi
     for model in $MODELS; do
-        batch_0=$(awk -v m="$model" '$2 == m && $3 == 0 { print $4 }' "$work/rows")
-        batch_1=$(awk -v m="$model" '$2 == m && $3 == 1 { print $4 }' "$work/rows")
+        batch_0=$(found rows | awk -v m="$model" '$2 == m && $3 == 0 && !/^torch/ { print $4 }')
+        batch_1=$(found rows | awk -v m="$model" '$2 == m && $3 == 1 && !/^torch/ { print $4 }')
         if [ -z "$batch_0$batch_1" ]; then
-            report torch "$model" skipped "no run of ours to stand beside"
+            report "$model" skipped "no run of ours to stand beside"
             continue
         fi
-        PYTHONUNBUFFERED=1 logged 6-torch.log $seconds "$PYTHON" dev/bench_torch.py \
+        PYTHONUNBUFFERED=1 logged $seconds "$PYTHON" dev/bench_torch.py \
             --model "$model" --batch "${batch_0:-$batch_1}" --batch-recompute "${batch_1:-$batch_0}"
         status=$?
         # torch eager d48 -r 0 B 16 T 1024 ms 330.1 tokens/s 49636 MiB 71234
         while read -r line; do
             # shellcheck disable=SC2086  # words
             set -- $line
-            echo "$1-$2 $3 $5 $7 ${11} ${13} - ${15}" >> "$work/rows"
-            report torch "$3 $2 -r $5 B $7" ok "${11} ms, ${13} tokens/s, ${15} MiB"
+            echo "$1-$2 $3 $5 $7 ${11} ${13} - ${15}" >> "$OUT/torch.rows"
+            report "$3 $2 -r $5 B $7" ok "${11} ms, ${13} tokens/s, ${15} MiB"
         done < <(grep '^torch .* tokens/s ' "$work/last")
         while read -r line; do
-            report torch "$model" skipped "${line#torch }"
+            report "$model" skipped "${line#torch }"
         done < <(grep '^torch .* FAILED' "$work/last")
-        [ $status -eq 0 ] || report torch "$model" skipped "the rest: $(why $status $seconds)"
+        [ $status -eq 0 ] || report "$model" skipped "the rest: $(why $status $seconds)"
     done
 }
 
-# --- 7. Summary -----------------------------------------------------------------------------------
+# --- 7. Kernels alone -----------------------------------------------------------------------------
+
+stage_bench() {
+    local status seconds=120
+    if [ ! -x "$BENCH" ] && ! command -v "$BENCH" > /dev/null; then
+        report "$BENCH" skipped "not there"
+        return
+    fi
+    logged $seconds "$BENCH"
+    status=$?
+    if [ $status -eq 0 ]; then
+        report "$BENCH" ok "$(wc -l < "$work/last") lines in bench.log"
+    else
+        report "$BENCH" FAILED "$(why $status $seconds)"
+    fi
+}
+
+# --- 8. Summary -----------------------------------------------------------------------------------
 
 # Rows: program model level batch ms tokens/s planned measured. The ratio of a row of ours is to
 # compiled PyTorch with the same recomputation and batch, to eager PyTorch where that is missing.
@@ -507,7 +687,7 @@ table() {
     echo "| program | model | -r | B | ms/step | tokens/s | planned MiB | measured MiB |" \
         "ratio to PyTorch |"
     echo "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
-    sort -s -k2,2 -k3,3 "$work/rows" | awk '
+    found rows | sort -s -k2,2 -k3,3 | awk '
         { row[NR] = $0; key = $2 " " $3 " " $4; speed[$1 " " key] = $6 }
         END {
             for (i = 1; i <= NR; i++) {
@@ -537,31 +717,29 @@ block checkpointed; measured: reserved at most, and the context. Larger ratios a
 
 TEXT
     echo '```'
-    cat "$work/compare"
+    found compare
     echo '```'
     printf '\n```\n'
-    cat "$work/lines"
-    echo "$passed passed, $failed failed, $skipped skipped"
+    found verdicts | cut -f 2-
+    counts
     echo '```'
 }
 
 stage_machine
-stage_build
-if [ -x "$GPT2CU" ]; then
-    stage_test
-    stage_sanitizer
-    stage_check
-    stage_bits
-    stage_speed
-    stage_torch
-else
-    report build "$GPT2CU" FAILED "there is no such program: nothing else can run"
-fi
+[[ " $STAGES " == *" build "* ]] || choose_programs
+for stage in $STAGES; do
+    begin "$stage"
+    if [ "$stage" = build ] || [ "$stage" = test ] || [ "$stage" = bench ] || [ -x "$GPT2CU" ]; then
+        "stage_$stage"
+    else
+        report "$GPT2CU" FAILED "there is no such program"
+    fi
+done
 summary > "$OUT/summary.md"
 echo
 table
 echo
-cat "$work/compare"
+found compare
 echo
-echo "$passed passed, $failed failed, $skipped skipped; $SECONDS s; $OUT/summary.md"
-[ "$failed" -eq 0 ]
+echo "$(counts); $SECONDS s; $OUT/summary.md"
+[ "$(outcomes FAILED)" -eq 0 ]

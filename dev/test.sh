@@ -2,7 +2,7 @@
 # Every test this machine can run: `make test`. Style first, then the programs; each prints as its
 # last line `N passed, N failed, N skipped`, and the last line here is their sum. Exit status 1 on
 # any failure. MAKE, CC, CXX, SAN (empty: no sanitizers), NVCC, CUDA_HEADERS and GPU (empty: none)
-# come from make.
+# come from make; with BUILD_ONLY=yes nothing is run.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 export OMP_WAIT_POLICY=passive    # where other work goes on, spinning threads stand in its way
@@ -17,6 +17,7 @@ trap 'rm -f "$log"' EXIT
 run() {
     local name=$1 status counts
     shift
+    [ -z "${BUILD_ONLY-}" ] || [ "$name" = cuda_compile ] || return 0
     printf '\n=== %s\n' "$name"
     "$@" 2>&1 | tee "$log"
     status=${PIPESTATUS[0]}
@@ -105,7 +106,7 @@ archs="75 80 89 90a 100 120"
 jobs=-j$(nproc)
 [[ ${MAKEFLAGS:-} =~ (^| )-j ]] && jobs=
 # shellcheck disable=SC2086  # words
-targets=$(printf '%s\n' train_gpt2 data/tokenize build/fuzz_replay
+targets=$(printf '%s\n' train_gpt2 data/tokenize data/stories build/fuzz_replay
     printf 'build/%s\n' $programs
     awk '{ print "build/test/" $1 "\n" $2 }' <<< "$drives" | sort -u)
 [ -n "${CUDA_HEADERS-}" ] || targets=$(grep -v cu <<< "$targets")
@@ -124,7 +125,9 @@ can_build() {
     return 1
 }
 
-build train_gpt2 data/tokenize && run tools dev/test/tools.sh
+[ -z "${CUDA_HEADERS-}" ] || build train_gpt2cu_cpu
+run machines dev/test/machines.sh
+build train_gpt2 data/tokenize data/stories && run tools dev/test/tools.sh
 build build/fuzz_replay train_gpt2 data/tokenize && run fuzz dev/fuzz/run.sh replay
 for program in $programs; do
     can_build $program && build build/$program && run $program build/$program

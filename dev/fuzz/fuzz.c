@@ -90,7 +90,7 @@ static void target_shard(const unsigned char *bytes, size_t size) {
     shard_open(&fuzz_shard, &d, path);
     FACT(d.tokenizer == TOKENIZER_GPT2 || d.tokenizer == TOKENIZER_BYTES);
     FACT(d.vocabulary == tokenizer_vocabulary(d.tokenizer));
-    FACT(fuzz_shard.count >= 0 && (size_t)fuzz_shard.count == (size - SHARD_HEADER * 4) / 2);
+    FACT(fuzz_shard.count >= 0 && (size_t)fuzz_shard.count == (size - LLMC_HEADER_BYTES) / 2);
     d.windows = fuzz_shard.count > 0 ? (fuzz_shard.count - 1) / d.T : 0;
     Token inputs[5], targets[5];
     for (int64_t w = 0; w < d.windows; w++) {
@@ -174,7 +174,7 @@ static void target_eval(const unsigned char *bytes, size_t size) {
     eval_parse(&f, bytes, size, "x.bin", VOCABULARY);
     FACT(f.examples >= 1 && f.bytes == bytes && f.size == size && f.longest_completion >= 1);
     FACT(f.longest_at >= 0 && f.longest_at < f.examples);
-    size_t at = EVAL_HEADER_BYTES;
+    size_t at = LLMC_HEADER_BYTES;
     for (int i = 0; i < f.examples; i++) {
         EvalExample x;
         touch(bytes + at, 2 * EVAL_EXAMPLE_WORDS);

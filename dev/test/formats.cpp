@@ -410,10 +410,10 @@ static void test_bpe_files() {
         {swapped, "with fingerprint"},
         {merges.substr(0, merges.size() / 2), "not"},
         {merges + "Z Q\n", "not GPT-2's vocabulary: 50257 tokens with fingerprint"},
-        {tokens.substr(0, 1023), "its header begins 0 0 0 0"},
-        {with_int(tokens, 1, 1), "begins 20240328 1 50257 50256, that of GPT-2's vocabulary"},
-        {with_int(tokens, 2, INT32_MAX), "begins 20240328 2 2147483647"},
-        {with_int(tokens, 3, 0), "its header begins"},
+        {tokens.substr(0, 1023), "1023 bytes are too few for a tokenizer of llm.c"},
+        {with_int(tokens, 1, 1), "a tokenizer of llm.c of version 1; this program reads version 2"},
+        {with_int(tokens, 2, INT32_MAX), "its header counts 2147483647 tokens"},
+        {with_int(tokens, 3, 0), "ends texts with 0; GPT-2's vocabulary has 50257"},
         {tokens.substr(0, 1024), "token 0 is not one of GPT-2's: 0 bytes, of 0 left"},
         {tokens.substr(0, tokens.size() - 1), "token 50256 is not one"},
         {tokens.substr(0, 90000), "is not one of GPT-2's"},
@@ -457,7 +457,7 @@ static Outcome eval_parsed(const Text &bytes) {
 // Files with any one field wrong, cut anywhere, or with flipped bits: parsed, or refused in a line.
 static void test_eval_hostile() {
     const Text good = eval_bytes({{3, {11, 12}, {{1}, {2, 3}, {4}, {5}}}, {0, {1}, {{1}, {2}}}});
-    const size_t body = EVAL_HEADER_BYTES, second = body + 2 * 17;
+    const size_t body = LLMC_HEADER_BYTES, second = body + 2 * 17;
     auto with_word = [&](size_t at, int word) {
         Text bad = good;
         bad.replace(at, 2, words_bytes({word}));
@@ -468,8 +468,9 @@ static void test_eval_hostile() {
         const char *words;
     } table[] = {
         {"", "x.bin: 0 bytes are too few for an evaluation file"},
-        {with_int(good, 0, 20240520), "it starts with 20240520 and 1, not with 20240522 and 1"},
-        {with_int(good, 1, 2), "it starts with 20240522 and 2"},
+        {with_int(good, 0, 20240520),
+         "not an evaluation file: it starts with 20240520, not 20240522"},
+        {with_int(good, 1, 2), "an evaluation file of version 2"},
         {with_int(good, 2, 0), "counts 0 examples of at most 34 bytes; allowed are 1 to 65535"},
         {with_int(good, 2, -1), "counts -1 examples"},
         {with_int(good, 2, 65536), "counts 65536 examples"},

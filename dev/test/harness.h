@@ -354,6 +354,17 @@ inline Text make_scratch() {
     return folder;
 }
 
+// The program to drive, copied into that folder: beside the one in the repository may lie data/,
+// which it would find there.
+inline Text copy_of_program(const Text &path) {
+    const Text copy = scratch + "/" + path.substr(path.rfind('/') + 1);
+    write_file(copy, read_file(path));
+    if (chmod(copy.c_str(), 0755) != 0) {
+        give_up("cannot copy the program to " + copy);
+    }
+    return copy;
+}
+
 struct Asked {
     int list;
     const char *here;
@@ -409,6 +420,9 @@ inline int harness_main(int argc, char **argv, const Test *tests, size_t count,
     int passed = 0, failed = 0, skipped = 0;
     const Text again = Text(argv[0]) + (tested == by_default ? "" : " --program " + tested);
     scratch = asked.list ? "" : make_scratch();
+    if (!asked.list && !tested.empty()) {
+        tested = copy_of_program(tested);
+    }
     for (const Test *t = tests; t < tests + count; t++) {
         if (asked.list && t->runs) {
             puts(t->name);

@@ -26,7 +26,8 @@ static void test_llmc_refused() {
         write_file("good.bin", good);
         expect_success(open_model("good.bin"), text("version %d", version));
         const std::pair<Text, const char *> table[] = {
-            {with_int(good, 1, 4), "bad.bin: version 4"}, {with_int(good, 1, 1), "version 1"},
+            {with_int(good, 1, 4), "bad.bin: a model of llm.c of version 4"},
+            {with_int(good, 1, 1), "version 1"},
             {good + "x", "bad.bin: "}, {good.substr(0, good.size() - 1), "its shape makes"},
             {with_int(good, 7, 257), "with 257 padded rows"}, {with_int(good, 7, -1), "padded"},
             {with_int(good, 1, 8 - version), "its shape makes"},
@@ -46,7 +47,7 @@ static void test_llmc_refused() {
     for (size_t n = 0; n < 1024; n += n < 40 ? 1 : 41) {
         write_file("cut.bin", good.substr(0, n));
         expect_model_refused("cut.bin",
-                             n < 4 ? "cannot open config.json" : "cut.bin: not a model");
+                             n < 4 ? "cannot open config.json" : "too few for a model of llm.c");
     }
 }
 

@@ -95,7 +95,7 @@ static void test_bad_data() {
          "cut.bin: the header counts 3000 tokens, which makes 7024 bytes; the file has"},
         {"-i long.bin", "long.bin: the header counts"},
         {"-i magic.bin", "magic.bin: not a token file: it starts with 20240521"},
-        {"-i version.bin", "version.bin: token file version 2"},
+        {"-i version.bin", "version.bin: a token file of version 2"},
         {"-i negative.bin", "negative.bin: the header counts -1"},
         {"-i words.bin", "words.bin: a vocabulary of 258"},
         {"-i kind.bin", "kind.bin: tokenizer 7"},

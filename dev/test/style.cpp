@@ -71,7 +71,7 @@ struct Bound {
     int bare;                // functions over CONTRACT_OVER lines without a contract, at most
 };
 static const Bound bounds[] = {
-    {"train_gpt2.c", true, 4750, 10.4, 15},
+    {"train_gpt2.c", true, 4850, 10.4, 15},
     {"data/formats.c", true, 1700, 10.4, 8},
     {"train_gpt2.cu", true, 5500, 14.0, 9},
     {"test_gpt2.cu", true, 4200, 0, -1},
@@ -121,8 +121,6 @@ static const Exception exceptions[] = {
     {"dataset_window", 0, 7, TO_DIVIDE},
     {"dataset_batch", 0, 8, TO_DIVIDE},
     {"file_transposed", 0, 7, TO_DIVIDE},
-    {"checkpoint_save", 0, 7, TO_DIVIDE},
-    {"sample_token", 0, 7, TO_DIVIDE},
     {"launch_at", 0, 9, "what <<<>>> takes, and the place in the source"},
     {"dev/bench_files.c:main", 80, 0, TO_DIVIDE},
     {"test_bpe_files", 65, 0, TO_DIVIDE},

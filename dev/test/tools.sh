@@ -52,7 +52,7 @@ says() {
 # numbers FORMAT SKIP FILE: what stands in a file after SKIP bytes.
 numbers() { od -An -v -t"$1" -j "$2" "${@:3}" | tr -s ' \n' ' ' | sed 's/^ //; s/ $//'; }
 
-cp data/prepare.sh data/tokenize "$scratch" && cd "$scratch" || exit 1
+cp data/prepare.sh data/tokenize data/stories "$scratch" && cd "$scratch" || exit 1
 tokenize="./tokenize --bytes"
 
 printf 'Hello, \303\244\377\n' > text
@@ -214,19 +214,65 @@ else
     skip "GPT-2 tokens" "neither DATA_MIRROR nor data/ has vocab.bpe"
 fi
 
+# The stories are the same bytes whatever builds them.
+stories_sum=70fc3fac996a007e1cf13a707a473b813a1aa6ad6d0710fdc4500aeb3f9613c5
+for compiler in "gcc -O0" "gcc -O3 -march=native" "gcc -m32 -O2" "gcc -funsigned-char -O2" \
+    "clang -O0" "clang -O3 -march=native" "clang -m32 -O2"; do
+    # shellcheck disable=SC2086  # a command and its options
+    rm -f told
+    if printf '#include <errno.h>\nint main(void) { return errno; }' |
+        $compiler -x c - -o probe 2> /dev/null; then
+        $compiler -std=c11 -Wall -Wextra -Werror "$root/data/stories.c" -o told
+        equal "stories, $compiler" "$(./told | sha256sum)" "$stories_sum  -"
+    else
+        skip "stories, $compiler" "it does not build here"
+    fi
+done
+refuses "stories take no option" "usage: data/stories > FILE" ./stories --help
+if [ -e /dev/full ]; then
+    said=$(./stories 2>&1 > /dev/full)
+    equal "stories on a full disk" "$? $said" \
+        "1 data/stories: cannot write: No space left on device"
+else
+    skip "stories on a full disk" "no /dev/full"
+fi
+
 # prepare.sh in a repository of its own: the text never leaves this folder, and the net is out of
 # reach.
-mkdir -p repo/data mirror && mv prepare.sh tokenize repo/data/ && cp text mirror/tinyshakespeare.txt
+mkdir -p repo/data mirror && mv prepare.sh tokenize stories repo/data/
+cp text mirror/tinyshakespeare.txt
 export http_proxy=http://127.0.0.1:9 https_proxy=http://127.0.0.1:9
 prepare=repo/data/prepare.sh
 DATA_MIRROR=$PWD/mirror refuses "mirror with another text" "is not the known tiny" $prepare
 DATA_MIRROR=$PWD/absent refuses "mirror without the text" "holds no tinyshakespeare.txt" $prepare
 refuses "unknown corpus" "unknown corpus 'pile'; known: tinyshakespeare tinystories" $prepare pile
-seq 1000 > repo/train_gpt2.c
-[[ $(env -u DATA_MIRROR $prepare 2>&1) =~ "own sources" ]]
-verdict "own sources without mirror and net" $?
-equal "own sources: tokens" "$(numbers d4 8 -N4 repo/data/sources_bytes_train.bin)" \
-    $(($(cat repo/train_gpt2.c repo/data/prepare.sh | wc -c) * 9 / 10))
+# Without mirror and net: a curl that reaches nobody counts how often it is asked.
+made="data: stories made here, since tinyshakespeare could not be had"
+mkdir stub && printf '#!/bin/sh\necho call >> "%s/calls"\nexit 7\n' "$PWD" > stub/curl
+chmod +x stub/curl
+says "stories without mirror and net" "no download.*$made" \
+    "$(env -u DATA_MIRROR PATH="$PWD/stub:$PATH" $prepare 2>&1 | tr '\n' ' ')"
+equal "stories: text" "$(sha256sum < repo/data/stories.txt)" "$stories_sum  -"
+equal "stories: tokens" "$(numbers d4 8 -N12 repo/data/stories_bytes_train.bin) \
+$(numbers d4 8 -N12 repo/data/stories_bytes_val.bin)" "1800623 257 1 199679 257 1"
+equal "a story begins with end of text" "$(numbers u2 1024 -N2 repo/data/stories_bytes_train.bin) \
+$(numbers u2 1024 -N2 repo/data/stories_bytes_val.bin)" "256 256"
+equal "the net is asked once a call" "$(wc -l < calls)" 1
+equal "stories, called again: one line" \
+    "$(env -u DATA_MIRROR PATH="$PWD/stub:$PATH" $prepare 2>&1)" "$made"
+# The program finds data/ where it is called, else beside itself.
+mkdir -p elsewhere && cp "$root/train_gpt2" repo/
+train="../repo/train_gpt2 -e l1h1c16t16 -b 2 -x 1 -m 1"
+says "data/ beside the program" \
+    "data     $PWD/repo/data/stories_bytes_train\*.bin: 1,800,.*validation loss" \
+    "$(cd elsewhere && $train 2>&1)"
+mkdir elsewhere/data && cp repo/data/stories_bytes_*.bin elsewhere/data/
+said=$(cd elsewhere && $train 2>&1)
+says "data/ here comes first" "data     data/stories_bytes_train\*.bin: .*validation loss" "$said"
+equal "with -j no word of none" "$(grep -c 'nothing is validated' <<< "$said")" 0
+says "without -j a line says so" $'\n +without --val-data \\(-j\\) nothing is validated\n' \
+    "$(cd elsewhere && $train -i data/stories_bytes_train.bin 2>&1)"
+rm -f repo/data/stories?*.*
 if [ -f "$mirror/tinyshakespeare.txt" ]; then
     DATA_MIRROR=$mirror $prepare > said
     equal "tinyshakespeare: tokens" "$(numbers d4 8 -N4 repo/data/tinyshakespeare_bytes_train.bin) \
@@ -360,7 +406,7 @@ vocab.bpe 50256 505 50256 11545 27 91 437 1659"
     mkdir -p www/karpathy/char-rnn/master/data/tinyshakespeare repo/data/kept
     cp text www/karpathy/char-rnn/master/data/tinyshakespeare/input.txt
     mv repo/data/tinyshakespeare* repo/data/kept 2> /dev/null
-    says "$client, wrong text" "is not what it should be.*own sources" \
+    says "$client, wrong text" "is not what it should be.*$made" \
         "$(served 2>&1 | tr '\n' ' ')"
     rm -rf repo/data/kept
 done

@@ -1,0 +1,212 @@
+#!/usr/bin/env bash
+# Tests of the Makefile and of dev/gpu_check.sh on machines that are not this one: small scripts
+# stand in for nvcc, nvidia-smi and compute-sanitizer and write down how they were called. One line
+# a test, last line `N passed, N failed, N skipped`.
+set -u
+cd "$(dirname "$0")/../.." || exit 1
+root=$PWD
+mkdir -p build
+scratch=$(mktemp -d "$root/build/machines.XXXXXX") || exit 1
+trap 'rm -rf "$scratch"' EXIT
+unset MAKEFLAGS MAKELEVEL REPORTED WERROR ARCH NVCC GPU
+passed=0 failed=0 skipped=0
+
+verdict() {    # verdict NAME STATUS [what was found]
+    if [ "$2" -eq 0 ]; then
+        passed=$((passed + 1))
+        echo "machines  $1  ok"
+    else
+        failed=$((failed + 1))
+        echo "machines  $1  FAILED${3:+: $3}"
+    fi
+}
+
+# says NAME PATTERN TEXT, and its opposite.
+says() {
+    [[ $3 =~ $2 ]]
+    verdict "$1" $? "no '$2' in '$3'"
+}
+says_not() {
+    ! [[ $3 =~ $2 ]]
+    verdict "$1" $? "'$2' in '$3'"
+}
+
+# --- The Makefile ---------------------------------------------------------------------------------
+
+# A clone with data, a toolkit behind a link as in Ubuntu's /usr/bin, and a GPU where GPU names one.
+clone=$scratch/clone toolkit=$scratch/toolkit
+mkdir -p "$clone/data" "$scratch/bin" "$toolkit"/{bin,include,lib64}
+ln -s "$root"/{Makefile,train_gpt2.c,train_gpt2.cu,test_gpt2.cu,dev} "$clone"
+ln -s "$root"/data/*.{c,sh} "$clone/data"
+touch "$clone/data/some.bin"
+cat > "$toolkit/bin/nvcc" << 'END'
+#!/bin/sh
+echo "$*" >> "$CALLS"
+[ -z "${NVCC_FAILS-}" ] || { echo "error: planted"; exit 1; }
+while [ $# -gt 0 ]; do
+    if [ "$1" = -o ]; then printf '#!/bin/sh\necho 450\n' > "$2" && chmod +x "$2"; fi
+    shift
+done
+END
+cat > "$scratch/bin/nvidia-smi" << 'END'
+#!/bin/sh
+echo nvidia-smi >> "$CALLS"
+case "$*" in
+    *compute_cap*) [ -z "$GPU" ] || echo "$GPU" ;;
+    *-lms*) while sleep 0.1; do echo 500; done ;;
+    *memory.used*) echo 400 ;;
+    *memory.free*) echo 1792 ;;
+    *) echo Planted ;;
+esac
+END
+chmod +x "$toolkit/bin/nvcc" "$scratch/bin/nvidia-smi"
+ln -s "$toolkit/bin/nvcc" "$scratch/bin/nvcc"
+export CALLS=$scratch/calls GPU=
+
+# make_there ARGUMENTS...: in the clone. What it says goes to $said, how tools are called to $calls.
+make_there() {
+    : > "$CALLS"
+    said=$(cd "$clone" && PATH=$scratch/bin:$PATH make "$@" 2>&1)
+    status=$?
+    calls=$(cat "$CALLS")
+}
+
+make_there train_gpt2cu
+verdict "no GPU: make train_gpt2cu" $status "$said"
+says "no GPU: sm_80 and PTX" \
+    "arch=compute_80,code=sm_80 .*arch=compute_80,code=compute_80" "$calls"
+says "no GPU: it says so" "No GPU seen: train_gpt2cu is built for sm_80" "$said"
+says_not "a warning is none of the user's errors" "-Werror" "$calls"
+says "lines for the sanitizers" " -lineinfo " "$calls"
+says "where the libraries are" "-rpath,$toolkit/lib64" "$calls"
+says "cuBLASLt alone is linked" "-lcublasLt$" "$calls"
+says_not "no library that nothing calls" "-lcublas |-lnccl" "$calls"
+rm -f "$clone/train_gpt2cu"
+GPU=8.9 make_there train_gpt2cu
+says "one GPU: its own code" "arch=compute_89,code=sm_89" "$calls"
+says_not "one GPU: that alone" "compute_80|No GPU seen" "$calls $said"
+rm -f "$clone/train_gpt2cu"
+GPU=9.0 make_there train_gpt2cu WERROR=-Werror
+says "warnings are errors when asked" "-Werror all-warnings .*-Xcompiler .*-Werror" "$calls"
+make_there train_gpt2cu WERROR=-Werror ARCH="80 90a"
+says "GPUs by name" "sm_80 .*sm_90a" "$calls"
+make_there train_gpt2cu ARCH="80 90a"
+says_not "WERROR builds nothing again" "-gencode" "$calls"
+
+for target in "" help clean; do
+    # shellcheck disable=SC2086  # no word is no target
+    make_there $target
+    says_not "make $target: nvidia-smi is not asked" "nvidia-smi" "$calls"
+done
+
+# A failure at data/ is one line, and the program is there all the same.
+rm -rf "$clone/data" && mkdir "$clone/data" && ln -s "$root"/data/*.{c,sh} "$clone/data"
+DATA_MIRROR=$scratch/absent make_there -s train_gpt2cu ARCH=80 CC="$toolkit/bin/nvcc"
+verdict "no data: make train_gpt2cu" $status "$said"
+says "no data: one line" $'no data yet .prepare.sh: DATA_MIRROR=[^ ]* holds no [^\n]*again$' \
+    "$said"
+[ -s "$clone/train_gpt2cu" ]
+verdict "no data: the program is there" $?
+rm -f "$clone"/data/tokenize* "$clone/train_gpt2cu"
+echo '#error "planted"' > "$clone/data/tokenize.c"
+make_there -s train_gpt2cu ARCH=80
+says "a compiler refuses the tokenizer: one line" $'no data yet [^\n]*make data tries again$' \
+    "$said"
+[ -s "$clone/train_gpt2cu" ]
+verdict "... and the program is there" $?
+touch "$clone/data/some.bin"
+
+make_there -n train_gpt2cu_cpu CUDA_HEADERS=yes
+says "headers beside what nvcc's link points to" "-isystem $toolkit/include" "$said"
+make_there -n train_gpt2cu_cpu CUDA_HEADERS=yes NVCC=/usr/bin/nvcc
+says_not "/usr/include is not named" "-isystem /usr/include" "$said"
+said=$(cd "$clone" && make -n train_gpt2cu_cpu CUDA_HEADERS=yes NVCC= 2>&1)
+says_not "no nvcc, no folder" "-isystem" "$said"
+make_there -s train_gpt2cu NVCC="$scratch/absent/nvcc"
+[ $status -ne 0 ]
+verdict "no nvcc is an error" $? "$said"
+says "no nvcc: what to do" "deps.sh: no nvcc; the CUDA toolkit: https" "$said"
+
+# --- dev/gpu_check.sh -----------------------------------------------------------------------------
+
+# A sanitizer that finds what is planted in any tool's probe, and in a program what FINDS says. With
+# OLD it knows the first versions' options alone.
+cat > "$scratch/bin/compute-sanitizer" << 'END'
+#!/bin/sh
+echo "$*" >> "$CALLS"
+report() { printf '========= Invalid __global__ write\n=========     at %s(int *) in x.cu:3\n' $1; }
+summary() { echo "========= ERROR SUMMARY: $1 errors"; }
+case "${OLD-} $*" in yes*--kernel-name*) echo "unrecognised option '--kernel-name'"; exit 1 ;; esac
+echo "========= COMPUTE-SANITIZER"
+case "$*" in *planted) report planted_kernel; summary 1; exit 1 ;; esac
+case $FINDS in
+    nothing) summary 0 ;;
+    ours) report layernorm_forward_kernel; summary 1; exit 1 ;;
+    cut) report nvjet; summary 5000; echo "========= ERROR SUMMARY: 4999 errors were not printed" ;;
+    split) report splitKreduce_kernel; summary 1; exit 1 ;;
+    refused) echo "train_gpt2cu: the plan needs 3.0 GiB, available are 2"; summary 0; exit 1 ;;
+esac
+END
+chmod +x "$scratch/bin/compute-sanitizer"
+export OUT=$scratch/out PYTHON=$scratch/absent
+
+# check COMMAND...: runs dev/gpu_check.sh, or the command; what it says goes to $said.
+check() {
+    : > "$CALLS"
+    said=$(PATH=$scratch/bin:$PATH "${@:-dev/gpu_check.sh}" 2>&1)
+    status=$?
+    calls=$(cat "$CALLS")
+}
+
+# sanitized FINDS OUTCOME PATTERN: what is made of a sanitizer's findings in memcheck's bf16 run.
+sanitized() {
+    FINDS=$1 STAGES=sanitizer GPT2CU=$(type -P true) check
+    says "gpu_check: a sanitizer finds $1" "memcheck bf16 +$2 +$3" "$said"
+}
+
+STAGES="speed tests" check
+says "gpu_check: unknown stage" "STAGES has no stage 'tests': build test sanitizer" "$said"
+if [ -x train_gpt2cu_cpu ]; then
+    SECONDS=0
+    STAGES="build test check bits speed torch bench" GPT2CU=./train_gpt2cu_cpu TEST=true \
+        BENCH=true MODELS=l1h1c8t32 STEPS=4 LARGEST_BATCH=1 MEMORY_MIB=16384 check
+    verdict "gpu_check on the emulated device ($SECONDS s)" $status "$said"
+    says "gpu_check: context" "context +ok +450 MiB .*, 400 MiB before; the process took [0-9]+" \
+        "$said"
+    says "gpu_check: libraries" "4 micro-steps a step +ok +libraries took .*; at most 500 M" "$said"
+    says "gpu_check: equal bits" "two runs +ok .*-r 0, -r 1 +ok" "$said"
+    says "gpu_check: measured memory" "tokens/s; planned [0-9]+ MiB, measured 100 MiB" "$said"
+    STAGES=speed GPT2CU=./train_gpt2cu_cpu MODELS=l1h1c8t32 check
+    says "gpu_check: no room is no failure" "-r 1 +skipped +no plan fits 1024 MiB" "$said"
+    says "gpu_check: earlier stages stay in the summary" "bits +two runs +ok" \
+        "$(cat "$OUT/summary.md")"
+    says_not "gpu_check: a stage done again starts over" "tokens/s; planned" \
+        "$(cat "$OUT/summary.md")"
+else
+    skipped=$((skipped + 1))
+    echo "machines  gpu_check on the emulated device  skipped (no train_gpt2cu_cpu)"
+fi
+sanitized nothing ok "no errors in kernels of ours"
+says "gpu_check: our kernels are watched" \
+    "--tool synccheck --kernel-name kns=_kernel --report-api-errors explicit --print-limit 1000" \
+    "$calls"
+sanitized ours FAILED "1 reports in layernorm_forward_kernel"
+sanitized cut FAILED "cut off: 1 of 5000"
+sanitized split ok "1 reports, all in cuBLASLt's splitKreduce"
+sanitized refused skipped "does not fit: .*the plan needs 3.0 GiB"
+OLD=yes sanitized nothing ok "no errors"
+says "gpu_check: an older tool's option" "--tool racecheck --kernel-regex kns=_kernel" "$calls"
+mkdir "$clone/carried"
+printf '#!/bin/sh\necho 3 passed\n' | tee "$clone"/carried/{train_gpt2cu,test_gpt2cu} > /dev/null
+chmod +x "$clone"/carried/*
+rm -f "$clone/train_gpt2cu"
+NVCC_FAILS=1 STAGES="build test" OUT=$scratch/out2 check "$clone/dev/gpu_check.sh"
+says "gpu_check: a build that fails" "train_gpt2cu +FAILED +.*error: planted" "$said"
+says "gpu_check: carried programs" \
+    "carried/train_gpt2cu +ok .*carried/test_gpt2cu +ok .*test +carried/test_gpt2cu +ok +3 passed" \
+    "$said"
+STAGES="build test" OUT=$scratch/out2 check "$clone/dev/gpu_check.sh"
+says "gpu_check: what is built goes first" "test +build/test_gpt2cu +ok +450" "$said"
+
+echo "$passed passed, $failed failed, $skipped skipped"
+[ "$failed" -eq 0 ]
