@@ -1804,45 +1804,44 @@ static void test_eval_scores() {
     detail = "20 batches and lengths";
 }
 
-// Scores of a network, whose sums are worked out again from the logits of one row at a time; the
-// same bits for any B; a network that has learnt the right completions by heart answers all.
+// The loss of a completion after its context, worked out from the logits of one row at a time.
+static double completion_loss(Engine *e, const Question &q, const Ints &completion, int V) {
+    std::vector<Token> tokens(q.context.begin(), q.context.end());
+    double loss = 0;
+    for (int token : completion) {
+        Reals logits((size_t)V);
+        e->logits(e, logits.data(), tokens.data(), (int)tokens.size());
+        double most = (double)*std::max_element(logits.begin(), logits.end()), all = 0;
+        for (real logit : logits) {
+            all += exp((double)logit - most);
+        }
+        loss += log(all) + most - (double)logits[(size_t)token];
+        tokens.push_back(token);
+    }
+    return loss;
+}
+
+// Scores of a network are those of its completions' losses; the same bits for any B.
 static void test_eval_network() {
     const int T = 14, V = 257;
     Model m = shape("l2h3c48t14", V);
-    std::vector<Question> questions = random_questions(9, V, 1);
+    const std::vector<Question> questions = random_questions(9, V, 1);
     const Text bytes = eval_bytes(questions);
     int correct = 0, correct_norm = 0;
     double sum = 0, mean = 0;
     Net one(m, 1, T);
     for (const Question &q : questions) {
-        int by_sum = -1, by_mean = -1;
-        double least = 0, least_mean = 0;
-        for (size_t k = 0; k < q.completions.size(); k++) {
-            std::vector<Token> tokens(q.context.begin(), q.context.end());
-            double loss = 0, count = (double)q.completions[k].size();
-            for (int token : q.completions[k]) {
-                Reals logits((size_t)V);
-                one.e.logits(&one.e, logits.data(), tokens.data(), (int)tokens.size());
-                double most = (double)*std::max_element(logits.begin(), logits.end()), all = 0;
-                for (real logit : logits) {
-                    all += exp((double)logit - most);
-                }
-                loss += log(all) + most - (double)logits[(size_t)token];
-                tokens.push_back(token);
-            }
-            if (by_sum < 0 || loss < least) {
-                least = loss;
-                by_sum = (int)k;
-            }
-            if (by_mean < 0 || loss / count < least_mean) {
-                least_mean = loss / count;
-                by_mean = (int)k;
-            }
+        std::vector<double> sums, means;
+        for (const Ints &completion : q.completions) {
+            sums.push_back(completion_loss(&one.e, q, completion, V));
+            means.push_back(sums.back() / (double)completion.size());
         }
-        correct += by_sum == q.label;
-        correct_norm += by_mean == q.label;
-        sum = least;
-        mean = least_mean;
+        const auto least = std::min_element(sums.begin(), sums.end());  // of equals the first
+        const auto least_mean = std::min_element(means.begin(), means.end());
+        correct += least - sums.begin() == q.label;
+        correct_norm += least_mean - means.begin() == q.label;
+        sum = *least;
+        mean = *least_mean;
     }
     EvalScore first = eval_score(&one.e, bytes, V, 1, T);
     expect(first.correct == correct && first.correct_norm == correct_norm, "%d and %d, want %d, %d",
@@ -1856,7 +1855,14 @@ static void test_eval_network() {
         EvalScore s = eval_score(&n.e, bytes, V, B, T);
         expect(memcmp(&s, &first, sizeof s) == 0, "B %d: another score", B);
     }
-    questions.resize(4);
+}
+
+// A network that has learnt the right completions by heart answers every question.
+static void test_eval_learnt() {
+    const int T = 14, V = 257;
+    Model m = shape("l2h3c48t14", V);
+    std::vector<Question> questions = random_questions(4, V, 1);
+    const Text bytes = eval_bytes(questions);
     Net n(m, 4, T);
     EvalFile f;
     EvalExample x;
@@ -3096,6 +3102,7 @@ static const Test tests[] = {
     T(log, HOST),
     T(eval_scores, ALL),
     T(eval_network, ALL),
+    T(eval_learnt, ALL),
     T(skipped_step, HOST),
     T(model_accepted, HOST),
     T(llmc_model, HOST),

@@ -66,6 +66,7 @@ static Text json_fault(const Text &json) {
     return j.fault ? j.fault : "";
 }
 
+// Texts that are JSON and texts that are not quite; every byte of one changed, every length.
 static void test_json() {
     const Text open64(64, '['), close64(64, ']'), nul(1, 0);
     static const char value[] = "a value should stand", number[] = "neither a number nor",
@@ -102,6 +103,11 @@ static void test_json() {
             json_fault(other);  // the sanitizers look
         }
     }
+    detail = text("%zu texts", table.size());
+}
+
+// Escapes become UTF-8, and a text that is too long for its place is cut.
+static void test_json_strings() {
     const struct {
         Text json;
         size_t capacity;
@@ -116,6 +122,10 @@ static void test_json() {
         json_string(&j, out.data(), row.capacity);
         expect(!j.fault && out.data() == row.want, "%s", row.json.c_str());
     }
+}
+
+// Whole numbers up to 2^53, and nothing else.
+static void test_json_counts() {
     static const struct {
         const char *json;
         int64_t want;  // -1: a fault
@@ -127,7 +137,6 @@ static void test_json() {
         int64_t got = json_count(&j);
         expect(row.want < 0 ? j.fault != NULL : !j.fault && got == row.want, "%s", row.json);
     }
-    detail = text("%zu texts", table.size());
 }
 
 static Bpe bpe;  // of the merges given to open_bpe()
@@ -454,9 +463,14 @@ static Outcome eval_parsed(const Text &bytes) {
     }));
 }
 
-// Files with any one field wrong, cut anywhere, or with flipped bits: parsed, or refused in a line.
-static void test_eval_hostile() {
-    const Text good = eval_bytes({{3, {11, 12}, {{1}, {2, 3}, {4}, {5}}}, {0, {1}, {{1}, {2}}}});
+// Two questions: one of 34 bytes, one of 22.
+static Text small_eval() {
+    return eval_bytes({{3, {11, 12}, {{1}, {2, 3}, {4}, {5}}}, {0, {1}, {{1}, {2}}}});
+}
+
+// Files with one field wrong are refused by its name.
+static void test_eval_fields() {
+    const Text good = small_eval();
     const size_t body = LLMC_HEADER_BYTES, second = body + 2 * 17;
     auto with_word = [&](size_t at, int word) {
         Text bad = good;
@@ -508,6 +522,13 @@ static void test_eval_hostile() {
     for (auto &row : table) {
         expect_refused(eval_parsed(row.bytes), row.words, row.words);
     }
+    detail = text("%zu wrong fields", sizeof table / sizeof table[0]);
+}
+
+// Files cut anywhere are refused, files with a flipped bit parsed or refused, in a line.
+static void test_eval_hostile() {
+    const Text good = small_eval();
+    const size_t body = LLMC_HEADER_BYTES;
     for (size_t n = 1; n < good.size(); n += n < body - 1 ? 93 : 1) {
         expect_refused(eval_parsed(good.substr(0, n)), "x.bin: ", text("cut to %zu bytes", n));
     }
@@ -519,12 +540,14 @@ static void test_eval_hostile() {
             expect_refused(o, "x.bin: example ", text("bit %zu flipped", bit));
         }
     }
-    detail = text("%zu wrong fields, every length, every bit", sizeof table / sizeof table[0]);
+    detail = "every length, every bit";
 }
 
 static const Test tests[] = {
     {"sha256", test_sha256, 1},
     {"json", test_json, 1},
+    {"json_strings", test_json_strings, 1},
+    {"json_counts", test_json_counts, 1},
     {"bpe_known", test_bpe_known, 1},
     {"bpe_ties", test_bpe_ties, 1},
     {"bpe_pieces", test_bpe_pieces, 1},
@@ -533,6 +556,7 @@ static const Test tests[] = {
     {"bpe_published", test_bpe_published, 1},
     {"bpe_files", test_bpe_files, 1},
     {"bpe_find", test_bpe_find, 1},
+    {"eval_fields", test_eval_fields, 1},
     {"eval_hostile", test_eval_hostile, 1},
 };
 
