@@ -122,7 +122,8 @@ $(CUDA_TESTS): test_gpt2.cu build/flags
 build/test_cuda_cpu: dev/cuda_cpu/test_cuda_cpu.cpp build/flags
 build/test_gpt2cu: build/gpu
 train_gpt2cu: train_gpt2.cu build/gpu | $(EMPTY_DATA) ## the GPU program (for ARCH="80 90a")
-train_gpt2cu build/test_gpt2cu:
+build/bench: dev/bench.cu build/gpu
+train_gpt2cu build/test_gpt2cu build/bench:
 	@NVCC='$(NVCC)' dev/deps.sh cuda
 	$(if $(ARCH),,@echo 'No GPU seen: $@ is built for sm_80, and for newer ones as PTX, which the')
 	$(if $(ARCH),,@echo 'driver compiles at the first start; ARCH="89 90a" names those to build for.')
@@ -138,6 +139,9 @@ build/test_cuda_cpu_asan: dev/cuda_cpu/test_cuda_cpu.cpp build/flags
 build/cuda_example: dev/cuda_cpu/example.cu build/flags
 build/test_cuda_cpu_asan build/cuda_example:
 	$(CUDA_ON_CPU) $(VARIANT) $(DEPEND) $< -o $@ -lm
+# Every kernel and product timed against the GPU's limits; on the CPU only to see that it runs.
+build/bench_cuda_cpu: dev/bench.cu build/flags
+	$(CUDA_ON_CPU) $(DEPEND) $< -o $@ -lm
 # One GPU's kernels alone, and what ptxas says of each: registers, spills.
 build/sm_%.log: train_gpt2.cu train_gpt2.c data/formats.c build/flags
 	$(NV1) -cubin -Xptxas -v -gencode arch=compute_$*,code=sm_$* $< -o $@.cubin 2> $@ || \

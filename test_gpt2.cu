@@ -40,6 +40,7 @@
 #else
 #include "train_gpt2.c"
 #endif
+#include <array>
 #include "dev/test/files.h"
 #if TEST_ASAN
 #include <sanitizer/asan_interface.h>
@@ -305,12 +306,13 @@ static Settings draw_settings() {
     int NH = draw(1, 5), T = draw(1, 70);
     s.model = shape(text("l%dh%dc%dt%d", draw(1, 9), NH, NH * draw(1, 40), T + draw(0, 9)).c_str(),
                     draw(2, 3000));
+    s.ranks = 1;
     s.B = draw(1, 9);
     s.T = T;
     s.threads = draw(1, 8);
     s.logit_rows = draw(1, s.B * s.T);
-    s.level = draw(0, RECOMPUTE_LEVELS - 1);
-    s.recompute_blocks = draw(0, 1) ? s.model.L : draw(0, s.model.L);
+    int level = draw(0, RECOMPUTE_LEVELS - 1);
+    settings_recompute(&s, level, draw(0, 1) ? s.model.L : draw(0, s.model.L));
     s.gpu = draw(0, 1);
     s.dtype = s.grad_dtype = s.moment_dtype = s.gpu ? TYPE_FP32 : TYPE_REAL;
     if (s.gpu) {
@@ -318,25 +320,26 @@ static Settings draw_settings() {
         s.grad_dtype = s.dtype == TYPE_BF16 && draw(0, 1) ? TYPE_BF16 : TYPE_FP32;
         s.moment_dtype = draw(0, 1) ? TYPE_BF16 : TYPE_FP32;
         s.split_master = s.dtype == TYPE_BF16 && draw(0, 1);
-        s.offload_moments = draw(0, 1);
-        s.offload_master = (s.split_master || s.dtype == TYPE_FP16) && draw(0, 1);
+        s.home[HOME_OF_MOMENTS] = (Home)draw(0, 1);
+        s.home[HOME_OF_MASTER] = settings_has_master(&s) ? (Home)draw(0, 1) : HOME_DEVICE;
     }
     return s;
 }
 
 // What a failure names.
 static Text settings_text(const Settings &s) {
+    int blocks, level = settings_level(&s, &blocks);
     return text("L%d NH%d C%d V%d B%d T%d logit rows %d level %d x %d gpu %d dtype %d threads %d",
-                s.model.L, s.model.NH, s.model.C, s.model.V, s.B, s.T, s.logit_rows, s.level,
-                s.recompute_blocks, s.gpu, (int)s.dtype, s.threads);
+                s.model.L, s.model.NH, s.model.C, s.model.V, s.B, s.T, s.logit_rows, level,
+                blocks, s.gpu, (int)s.dtype, s.threads);
 }
 
-// Bytes that a row keeps from others.
-static size_t padded(const Row &row) {
-    return (row.bytes + PLAN_ALIGN - 1) / PLAN_ALIGN * PLAN_ALIGN + PLAN_GAP;
+// Bytes that a buffer keeps from others.
+static size_t padded(const Buffer &b) {
+    return (b.bytes + PLAN_ALIGN - 1) / PLAN_ALIGN * PLAN_ALIGN + PLAN_GAP;
 }
 
-// No two rows share a byte at a tick, the total is where the last one ends, no layout could be
+// No two buffers share a byte at a tick, the total is where the last one ends, no layout could be
 // below live_bytes, and the same settings give the same plan.
 static void test_plan_layout() {
     for (int n = 0; n < 300; n++) {
@@ -345,23 +348,23 @@ static void test_plan_layout() {
         plan_build(&p, &s);
         plan_build(&q, &s);
         Text who = settings_text(s);
-        expect(p.row_count == q.row_count && p.device_bytes == q.device_bytes &&
-                   memcmp(p.rows, q.rows, sizeof(Row) * (size_t)p.row_count) == 0,
+        expect(p.buffer_count == q.buffer_count && p.device_bytes == q.device_bytes &&
+                   memcmp(p.buffers, q.buffers, sizeof(Buffer) * (size_t)p.buffer_count) == 0,
                "%s", who.c_str());
         size_t end[2] = {0, 0};
         std::vector<size_t> live((size_t)p.ticks);
-        for (int i = 0; i < p.row_count; i++) {
-            const Row &a = p.rows[i];
-            end[a.host] = std::max(end[a.host], a.offset + padded(a));
+        for (int i = 0; i < p.buffer_count; i++) {
+            const Buffer &a = p.buffers[i];
+            end[a.home] = std::max(end[a.home], a.offset + padded(a));
             expect(a.offset % PLAN_ALIGN == 0 && a.first >= 0 && a.first <= a.last &&
                        a.last < p.ticks && a.count > 0,
                    "%s: %s", who.c_str(), a.name);
-            for (int t = a.first; t <= a.last && !a.host; t++) {
+            for (int t = a.first; t <= a.last && !a.home; t++) {
                 live[(size_t)t] += padded(a);
             }
             for (int j = 0; j < i; j++) {
-                const Row &b = p.rows[j];
-                int apart = a.host != b.host || a.last < b.first || b.last < a.first ||
+                const Buffer &b = p.buffers[j];
+                int apart = a.home != b.home || a.last < b.first || b.last < a.first ||
                             a.offset + padded(a) <= b.offset || b.offset + padded(b) <= a.offset;
                 expect(apart, "%s: %s and %s", who.c_str(), a.name, b.name);
             }
@@ -382,10 +385,11 @@ static void test_plan_monotone() {
         s.logit_rows = std::min(s.logit_rows, s.T);
         for (int what = 0; what < 3; what++) {
             Settings more = s;
-            if (what == 0 && s.level + 1 < RECOMPUTE_LEVELS) {
-                more.level++;
-            } else if (what == 1 && s.recompute_blocks < s.model.L) {
-                more.recompute_blocks++;
+            int blocks, level = settings_level(&s, &blocks);
+            if (what == 0 && level + 1 < RECOMPUTE_LEVELS) {
+                settings_recompute(&more, level + 1, blocks);
+            } else if (what == 1 && level > 0 && blocks < s.model.L) {
+                settings_recompute(&more, level, blocks + 1);
             } else if (what == 2 && s.B > 1) {
                 more.B--;
             }
@@ -411,9 +415,9 @@ static void test_stages() {
     for (int level = 0; level < RECOMPUTE_LEVELS; level++) {
         int channels = 0;
         for (const ActRow &act : act_rows) {
-            channels += level < act.level ? std::max(act.channels, 0) : 0;
+            channels += level_rows[level].stages >> act.made & 1 ? 0 : std::max(act.channels, 0);
         }
-        expect(channels == kept[level], "%s keeps %d", level_names[level], channels);
+        expect(channels == kept[level], "%s keeps %d", level_rows[level].name, channels);
     }
     // embed; 3 x 8; lnf, head, d_lnf; 3 x 15; d_embed, update.
     expect(names.size() == 1 + 24 + 3 + 45 + 2);
@@ -425,6 +429,7 @@ static void test_stages() {
 struct Net {
     Engine e;
     Settings s;
+    Plan plan;
     Net(const Model &m, int B, int T, int level = 0, int blocks = -1, int logit_rows = 0) {
         Options o;
         options_default(&o);
@@ -432,9 +437,9 @@ struct Net {
         o.seq_len = T;
         o.logit_rows = logit_rows;
         settings_from_options(&s, &o, &m, 0);
-        s.level = level;
-        s.recompute_blocks = blocks < 0 ? m.L : blocks;
-        cpu_open(&e, &s);
+        settings_recompute(&s, level, blocks < 0 ? m.L : blocks);
+        plan_build(&plan, &s);
+        cpu_open(&e, &plan);
         give_weights(m);
     }
 #if TEST_CUDA
@@ -443,7 +448,8 @@ struct Net {
         Options o;
         parse(&o, options.c_str());
         settings_from_options(&s, &o, &m, 1);
-        gpu_engine_open(&e, &s);
+        plan_build(&plan, &s);
+        gpu_engine_open(&e, &plan);
         give_weights(m);
     }
 #endif
@@ -462,8 +468,10 @@ struct Net {
         }
     }
     Net(const Net &) = delete;
-    ~Net() { e.close(&e); }
-    Network *net() { return &((CpuEngine *)e.self)->net; }
+    ~Net() {
+        e.close(&e);
+        plan_free(&plan);
+    }
     int64_t size() { return tensor_offset(&s.model, TENSORS, 0); }
     Reals state(int which) {
         Reals all((size_t)size());
@@ -503,19 +511,19 @@ static void test_arena() {
 #endif
     Model m = shape("l2h2c26t8", 257);
     Net n(m, 1, 7, RECOMPUTE_BLOCK);
-    Plan *p = &n.net()->plan;
+    Plan *p = &n.plan;
     plan_tick(p, tick_update(&m));
-    expect_death(network_single(n.net(), ROW_LOGITS),
-                 "row logits lives from tick 18 to 18, used at");
-    expect_death(network_grad(n.net(), GRAD_QKV, 1), "row 1.d_qkv lives from");
-    expect_death(row_pointer(p, -1), "no such row");
-    expect_death(row_pointer(p, p->row_count), "no such row");
+    expect_death(buffer(&n.plan, BUF_LOGITS),
+                 "buffer logits lives from tick 18 to 18, used at");
+    expect_death(dact(&n.plan, GRAD_QKV, 1), "buffer 1.d_qkv lives from");
+    expect_death(buffer_pointer(p, -1), "no such buffer");
+    expect_death(buffer_pointer(p, p->buffer_count), "no such buffer");
     plan_tick(p, tick_head(&m));
-    const Row &row = p->rows[p->single[ROW_LNF]];
-    char *lnf = (char *)network_single(n.net(), ROW_LNF);
+    const Buffer &row = p->buffers[p->single[BUF_LNF]];
+    char *lnf = (char *)buffer(&n.plan, BUF_LNF);
     const real *values = (const real *)lnf;
     expect(isnan((double)values[0]) && isnan((double)values[row.count - 1]), "fresh rows are NaN");
-    for (const Row *r = p->rows; r < p->rows + p->row_count; r++) {
+    for (const Buffer *r = p->buffers; r < p->buffers + p->buffer_count; r++) {
         expect(r->alive == (r->first <= p->now && p->now <= r->last), "%s", r->name);
     }
 #if TEST_ASAN
@@ -556,6 +564,7 @@ static void test_plan_allocation() {
         long mapped = address_pages() - before;
         expect(mapped == ((long)p.device_bytes + page - 1) / page, "%ld pages", mapped);
         plan_close(&p);
+        plan_free(&p);
         before = address_pages();
         for (int i = 0; i < 3; i++) {
             n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
@@ -571,9 +580,11 @@ static void test_plan_refuse() {
     s.model = shape("l4h4c128t64", 257);
     s.B = 8;
     s.T = s.logit_rows = 64;
-    s.level = s.gpu = 0;
+    s.gpu = 0;
+    settings_recompute(&s, RECOMPUTE_NONE, s.model.L);
     s.dtype = s.grad_dtype = s.moment_dtype = TYPE_REAL;
-    s.split_master = s.offload_moments = s.offload_master = 0;
+    s.split_master = 0;
+    memset(s.home, 0, sizeof s.home);
     Plan p;
     plan_build(&p, &s);
     plan_refuse(&p, p.device_bytes, p.device_bytes);
@@ -603,6 +614,29 @@ static void write_three_shards() {
             tokens.push_back((uint16_t)next++);
         }
         write_file(text("%c.bin", 'a' + k), shard_bytes(tokens, TOKENIZER_GPT2));
+    }
+}
+
+// The ranks of a step read what one rank with the same tokens per step reads, each sequence once.
+static void test_rank_positions() {
+    Settings s = draw_settings();
+    const int sequences = 24;
+    for (int ranks : {1, 2, 3, 4, 6}) {
+        for (s.B = 1; s.B * ranks <= sequences; s.B *= 2) {
+            std::vector<int> read(sequences);
+            s.ranks = ranks;
+            for (int micro = 0; sequences % (s.B * ranks) == 0 && micro < sequences / s.B / ranks;
+                 micro++) {
+                for (s.rank = 0; s.rank < ranks; s.rank++) {
+                    for (int b = 0; b < s.B; b++) {
+                        read.at((size_t)(batch_position(&s, 100, micro) - 100 + b))++;
+                    }
+                }
+            }
+            const int once = sequences % (s.B * ranks) == 0;
+            expect(std::count(read.begin(), read.end(), once) == sequences, "%d ranks of %d", ranks,
+                   s.B);
+        }
     }
 }
 
@@ -1335,7 +1369,9 @@ static Trace trace(Net *n, int micros) {
         if (step == 0) {
             result.gradients = n->gradients();
         }
-        result.losses.push_back(n->e.update(&n->e, &o, 1e-2, HUGE_VAL, step).loss);
+        StepResult r = n->e.update(&n->e, &o, 1e-2, HUGE_VAL, step);
+        expect(isfinite(r.norm) && r.norm > 0 && !r.skipped, "step %d: norm %g", step, r.norm);
+        result.losses.push_back(r.loss);
     }
     result.weights = n->state(STATE_WEIGHTS);
     return result;
@@ -1364,7 +1400,7 @@ static void test_recompute_bits() {
         for (int level = RECOMPUTE_GELU; level < RECOMPUTE_LEVELS; level++) {
             for (int blocks = level == RECOMPUTE_BLOCK ? 0 : m.L; blocks <= m.L; blocks++) {
                 expect(run(level, blocks) == reference, "%s, -r %s in %d", shape_row.e,
-                       level_names[level], blocks);
+                       level_rows[level].name, blocks);
             }
         }
     }
@@ -1446,7 +1482,7 @@ static void test_network_facts() {
     Net n(m, 1, T);
     Batch b(T, m.V, 1);
     double loss = n.e.evaluate(&n.e, NULL, b.inputs.data(), b.targets.data());
-    const real *losses = network_single(n.net(), ROW_LOSSES);
+    const real *losses = buffer(&n.plan, BUF_LOSSES);
     Reals before(losses, losses + T);
     Reals logits((size_t)m.V);
     for (int length = 1; length <= T; length += 5) {
@@ -1551,14 +1587,14 @@ static void test_adamw() {
 static void test_update() {
     Model m = shape("l2h2c16t8", 257);
     Net n(m, 1, 4);
-    real *g = network_single(n.net(), ROW_GRADS);
+    real *g = buffer(&n.plan, BUF_GRADS);
     const Reals start = n.state(STATE_WEIGHTS);
     Options o;
     options_default(&o);
     o.weight_decay = 0.5;
     int skipped = -1;
     memset(g, 0, (size_t)n.size() * sizeof(real));
-    expect(network_update(n.net(), &o, 0.1, HUGE_VAL, 0, &skipped) == 0 && skipped == 0);
+    expect(network_update(&n.plan, &o, 0.1, HUGE_VAL, 0, &skipped) == 0 && skipped == 0);
     Reals w = n.state(STATE_WEIGHTS);
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int64_t i = 0; i < tensor_size(&m, tensor); i++) {  // 1 - 0.1 x 0.5 = 0.95
@@ -1575,7 +1611,7 @@ static void test_update() {
     static const double bad[] = {NAN, HUGE_VAL, -HUGE_VAL, 6};
     for (double value : bad) {
         g[n.size() - m.C] = (real)value;
-        network_update(n.net(), &o, 0.1, 5, 0, &skipped);
+        network_update(&n.plan, &o, 0.1, 5, 0, &skipped);
         expect(skipped == 1 && same_bits(w, n.state(STATE_WEIGHTS)), "norm %g, limit 5", value);
     }
     Reals zero = n.state(STATE_M);
@@ -1584,10 +1620,22 @@ static void test_update() {
     g[n.size() - m.C] = 0;
     g[0] = 3;
     g[1] = -4;  // norm 5, clip 1: m = 0.1 x 3 / 5 and -0.1 x 4 / 5
-    expect(network_update(n.net(), &o, 0.1, HUGE_VAL, 0, &skipped) == 5 && !skipped);
+    expect(network_update(&n.plan, &o, 0.1, HUGE_VAL, 0, &skipped) == 5 && !skipped);
     Reals moments = n.state(STATE_M);
     expect_near(moments[0], (wide)0.06, 0.06 * 8 * unit + 1e-17, "m, clipped");
     expect_near(moments[1], (wide)-0.08, 0.08 * 8 * unit + 1e-17, "m, clipped");
+    g[0] = g[1] = 0;
+    g[2] = (real)0.5;  // norm 0.5, clip 1: as it is
+    network_update(&n.plan, &o, 0.1, HUGE_VAL, 1, &skipped);
+    expect_near(n.state(STATE_M)[2], (wide)0.05, 0.05 * 8 * unit + 1e-17, "m, not clipped");
+    // What lies between two tensors is no parameter: sizes here are no multiples of TENSOR_ALIGN.
+    real *weights = buffer(&n.plan, BUF_WEIGHTS), *m1 = buffer(&n.plan, BUF_M);
+    const int64_t begin = tensor_offset(&m, LN1W, 0) + m.C, end = tensor_offset(&m, LN1B, 0);
+    std::fill(weights + begin, weights + end, (real)7);
+    std::fill(m1 + begin, m1 + end, (real)NAN);
+    network_update(&n.plan, &o, 0.1, HUGE_VAL, 2, &skipped);
+    expect(end > begin && std::count(weights + begin, weights + end, (real)7) == end - begin,
+           "AdamW leaves gaps alone");
     Reals x = noise(200000, 1, 1);
     wide squares = 0;
     for (real value : x) {
@@ -1627,6 +1675,10 @@ static void test_schedules() {
         w.values[w.count] = w.count % 2 ? 1 : 3;  // mean 2, deviation 1
     }
     expect_near((wide)norm_limit(&w, 3), 5, 1e-12, "limit at 3 deviations");
+    for (double &norm : w.values) {
+        norm *= 4;  // mean 8, deviation 4, variance 16
+    }
+    expect_near((wide)norm_limit(&w, 2), 16, 1e-12, "limit at 2 deviations of 4");
     expect(norm_limit(&w, 0) == HUGE_VAL, "0: never");
 }
 
@@ -1901,12 +1953,12 @@ static void faulty_micro_step(Engine *e, const Token *in, const Token *out, int 
     static int calls;
     healthy_micro_step(e, in, out, micro, micros);
     if (++calls == 3) {
-        network_single(&((CpuEngine *)e->self)->net, ROW_GRADS)[5] = (real)NAN;
+        buffer(((CpuEngine *)e->self)->plan, BUF_GRADS)[5] = (real)NAN;
     }
 }
 
-static void faulty_open(Engine *e, const Settings *s) {
-    cpu_open(e, s);
+static void faulty_open(Engine *e, Plan *p) {
+    cpu_open(e, p);
     healthy_micro_step = e->micro_step;
     e->micro_step = faulty_micro_step;
 }
@@ -2657,7 +2709,7 @@ template <class E, class G, class M, bool SPLIT> static void check_adamw(const c
     }
     Reals got_p = d_p.get(), got_m = d_m.get(), got_v = d_v.get();
     if (SPLIT) {
-        master_download(got_p.data(), (const bf16 *)d_p.p, d_low.p, N, 0);
+        state_read(got_p.data(), {TYPE_BF16, (char *)d_p.p, d_low.p}, N, 0);
     }
     expect(!exact_p || same_bits(got_p, p), "%s: weights, and what lies between them", who);
     expect(!exact_m || (same_bits(got_m, m) && same_bits(got_v, v)), "%s: moments", who);
@@ -2741,11 +2793,375 @@ static void test_gpu_norm() {
     }
 }
 
+// The factor on the gradients: clip / norm above the limit, and 1 below it or without one.
+static void test_gpu_clip() {
+    static const struct {
+        float norm, clip, scale;
+    } table[] = {{4, 1, 0.25f}, {0.5f, 1, 1}, {1, 1, 1}, {4, 0, 1}, {0.5f, 0, 1}, {0, 1, 1}};
+    for (auto &row : table) {
+        UpdateState before = {row.norm * row.norm, 0, 0, 7, 3};
+        Device<UpdateState> state(std::vector<UpdateState>{before});
+        gpu_update_decide(state.p, row.clip, INFINITY, 0);
+        UpdateState now = state.raw()[0];
+        expect(now.norm == row.norm && now.scale == row.scale && now.skip == 0 && now.skipped == 3,
+               "norm %g, clip %g: factor %g", (double)row.norm, (double)row.clip,
+               (double)now.scale);
+    }
+}
+
+// Which of n numbers rounded up where a state in 16 bits took them in, as bits.
+typedef std::vector<bool> Ups;
+
+// A parameter, its two moments, two layers of its tensor, another tensor and two steps each draw
+// random numbers of their own: that both of two states round up is as likely as by chance, within
+// four standard deviations.
+static void test_gpu_rounding_streams() {
+    enum { N = 16384, RANGES = 3 };
+    std::vector<ParamRange> ranges = {{0, 0, 0, N, RNG_ROUND, 1, 0},
+                                      {N, N, N, N, RNG_ROUND, 1, 0},
+                                      {2 * N, 2 * N, 0, N, RNG_ROUND + 1, 1, 0}};
+    int chunks = param_ranges_chunk(ranges.data(), RANGES);
+    // m = g = 1 + a quarter of bf16's spacing, v = g^2 nearly a half, p = 1.5 less nearly a half.
+    const Reals ones(RANGES * N, (real)1.5), zero(RANGES * N), g(RANGES * N, (real)(1 + 0x1p-9));
+    std::vector<Ups> all;
+    Words names;
+    for (uint32_t step = 1; step <= 2; step++) {
+        Device<bf16> p(ones), m(zero), v(zero);
+        Device<float> d_g(g);
+        Device<ParamRange> d_ranges(ranges);
+        Device<UpdateState> state(std::vector<UpdateState>{{0, 1, 1, 0, 0}});
+        AdamW a = {0x1p-8f, 0, 0, 1, 1, 1e-8f, 0, 1};
+        gpu_adamw<bf16, float, bf16, false>(p.p, nullptr, m.p, v.p, d_g.p, (float *)nullptr,
+                                            d_ranges.p, RANGES, chunks, a, UpdateRandom{7, step},
+                                            state.p, 0);
+        const Outputs got = {p.get(), m.get(), v.get()};
+        for (size_t k = 0; k < 3; k++) {
+            const real low = *std::min_element(got[k].begin(), got[k].end());
+            for (int r = 0; r < RANGES; r++) {
+                Ups ups;
+                for (int i = 0; i < N; i++) {
+                    ups.push_back(got[k][(size_t)(r * N + i)] > low);
+                }
+                all.push_back(ups);
+                names.push_back(text("%c of range %d, step %u", "pmv"[k], r, step));
+            }
+        }
+    }
+    auto share = [](const Ups &x) { return (double)std::count(x.begin(), x.end(), true) / N; };
+    for (size_t i = 0; i < all.size(); i++) {
+        const double a = share(all[i]);
+        expect(a > 0.2 && a < 0.8, "%s: %.2f round up", names[i].c_str(), a);
+        for (size_t j = 0; j < i; j++) {
+            Ups both(N);
+            for (size_t x = 0; x < N; x++) {
+                both[x] = all[i][x] && all[j][x];
+            }
+            const double b = share(all[j]), deviation = sqrt(a * (1 - a) * b * (1 - b) / N);
+            expect_near((wide)share(both), (wide)(a * b), 4 * deviation, "%s and %s",
+                        names[i].c_str(), names[j].c_str());
+        }
+    }
+}
+
+// Every pointer that a kernel reads in packs, one element off: the launcher's line names it.
+// Nothing is launched, so the addresses need no memory behind them.
+template <class E, class G> static void check_misaligned() {
+    enum { N = 64, C = 64, POINTERS = 6 };
+    E *p[POINTERS];
+    G *g[POINTERS];
+    float *f[POINTERS];
+    int *ints = (int *)(uintptr_t)0x100000;
+    const struct {
+        const char *name;
+        int pointers;
+        std::function<void()> launch;
+    } table[] = {
+        {"gpu_encoder_forward", 3,
+         [&] { gpu_encoder_forward(p[0], ints, p[1], p[2], 1, N, C, 0); }},
+        {"gpu_encoder_backward", 3,
+         [&] { gpu_encoder_backward(g[0], g[1], p[2], ints, 1, 1, N, C, N, true, 0); }},
+        {"gpu_layernorm_forward", 4,
+         [&] { gpu_layernorm_forward(p[0], f[5], f[5], p[1], p[2], p[3], N, C, 0); }},
+        {"gpu_layernorm_backward", 6,
+         [&] {
+             float *any = (float *)(void *)ints;
+             gpu_layernorm_backward<E>(p[0], any, any, p[1], p[2], p[3], any, any, p[4], f[5], N,
+                                       C, 0);
+         }},
+        {"gpu_gelu_forward", 2, [&] { gpu_gelu_forward(p[0], p[1], N * C, 0); }},
+        {"column_sums", 4, [&] { gpu_gelu_backward(p[0], f[4], p[1], p[2], f[3], N, C, 0); }},
+        {"matmul_run", 5,
+         [&] {  // checked in this order: a, b, then d, bias, c
+             matmul_run<E, G>(g[2], p[0], p[1], g[3], g[4], 1, false, false, C, C, C, 0);
+         }},
+        {"gpu_attention_forward", sizeof(E) == 2 ? 2 : 0,
+         [&] { gpu_attention_forward(p[0], f[5], p[1], 1, N, C, 1, 0); }},
+        {"gpu_attention_backward", sizeof(E) == 2 ? 4 : 0,
+         [&] { gpu_attention_backward(p[0], f[5], p[1], p[2], p[3], f[5], 1, N, C, 1, 0); }},
+        {"gpu_classifier", 1, [&] { gpu_classifier(f[5], p[0], ints, 1, N, C, C, true, 0); }},
+        {"gpu_grad_square_sum", 2,
+         [&] {
+             gpu_grad_square_sum((UpdateState *)(void *)ints, f[5], g[0], f[1],
+                                 (ParamRange *)(void *)ints, 1, 1, 0);
+         }},
+        {"gpu_adamw", 6,
+         [&] {
+             gpu_adamw<E, G, float, false>(p[0], (uint16_t *)(void *)f[1], f[2], f[3], g[4], f[5],
+                                           (ParamRange *)(void *)ints, 1, 1, AdamW(),
+                                           UpdateRandom(), (UpdateState *)(void *)ints, 0);
+         }},
+    };
+    for (auto &row : table) {
+        for (int bad = 0; bad < row.pointers; bad++) {
+            for (int i = 0; i < POINTERS; i++) {
+                const uintptr_t at = 0x100000 + (uintptr_t)i * 0x10000;
+                p[i] = (E *)(at + (i == bad) * sizeof(E));
+                g[i] = (G *)(at + (i == bad) * sizeof(G));
+                f[i] = (float *)(at + (i == bad) * sizeof(float));
+            }
+            expect_refused(outcome(spawn(row.launch)), "is no multiple of 16 bytes",
+                           text("%s, pointer %d", row.name, bad + 1));
+            expect(read_file("stderr").find(Text(row.name) + ": pointer ") != Text::npos);
+        }
+    }
+}
+
+// The pointers of each launcher; rows that are no multiple of 16 bytes; sizes beyond the limits.
+static void test_gpu_misaligned() {
+    check_misaligned<float, float>();
+    check_misaligned<bf16, bf16>();
+    bf16 *p = (bf16 *)(uintptr_t)0x100000;
+    float *f = (float *)(uintptr_t)0x100000;
+    expect_death(gpu_gelu_forward(p, p, 12, 0), "a row of 12 numbers is no multiple of 16 bytes");
+    expect_death(gpu_layernorm_forward(p, f, f, p, p, p, 1, CHANNELS_MAX + 8, 0),
+                 "LayerNorm of 4104 channels");
+    expect_death(gpu_layernorm_backward(p, f, f, p, p, p, f, f, p, f, 1, CHANNELS_MAX + 8, 0),
+                 "LayerNorm of 4104 channels");
+    expect_death(gpu_attention_forward(p, f, p, 1, 8, HEAD_MAX + 8, 1, 0), "heads of 136 channels");
+    expect_death(gpu_attention_forward(f, f, f, 1, 8, HEAD_MAX_FP32 + 8, 1, 0),
+                 "heads of 520 channels");
+    expect_death(gpu_attention_forward(f, f, f, GRID_YZ_MAX + 1, 8, 8, 1, 0), "of batch 65536");
+    expect_death(gpu_attention_forward(f, f, f, 1, LENGTH_MAX + 1, 8, 1, 0), "length 262141");
+}
+
+#if CUDA_CPU
+// The heuristic's first algorithm, and where D lies beside C the first that says it can do that; if
+// none does, the first. A product that the library has not at all is named by its sizes.
+static void test_gpu_algorithms() {
+    const int N = 8, C = 16, OC = 24;
+    Device<float> inp(noise(N * C, 1, 1)), weight(noise(OC * C, 1, 2)), addend(noise(N * OC, 1, 3));
+    Device<float> out(N * OC), workspace(1 << 18);
+    auto chosen = [&](int plan) {
+        emu::Algo algo;
+        memcpy(&algo, &matmul_library.plan[plan].algorithm, sizeof algo);
+        return algo.id;
+    };
+    for (int in_place : {0, 1, 2, 3}) {  // of three algorithms, so many cannot write beside
+        emu::set.lt_in_place = in_place;
+        gpu_matmul_open(workspace.p, workspace.n * sizeof(float));
+        gpu_matmul_forward<float>(out.p, inp.p, weight.p, nullptr, nullptr, N, C, OC, 0);
+        expect(matmul_library.plans == 1 && chosen(0) == 0, "in place: %d of %d", chosen(0),
+               in_place);
+        if (in_place < 3) {
+            gpu_matmul_forward<float>(out.p, inp.p, weight.p, nullptr, addend.p, N, C, OC, 0);
+            expect(matmul_library.plans == 2 && chosen(1) == in_place, "beside: %d of %d",
+                   chosen(1), in_place);
+        } else {
+            MatmulKey key = {OC, N, C, 1, 0, 0, 1, CUDA_R_32F, CUDA_R_32F};
+            matmul_plan_find(key);
+            expect(chosen(1) == 0, "none can: %d", chosen(1));
+        }
+        gpu_matmul_close();
+    }
+    Outcome o = outcome(spawn([&] {
+        emu::set.lt_max = 20;
+        gpu_matmul_open(workspace.p, workspace.n * sizeof(float));
+        gpu_matmul_forward<float>(out.p, inp.p, weight.p, nullptr, nullptr, N, C, OC, 0);
+    }));
+    const char *line = "no product of (24 x 16) and (16 x 8) here, fp32 in and fp32 out: "
+                       "CUBLAS_STATUS_NOT_SUPPORTED\n";
+    expect(o.status == 1 && o.err.find(line) != Text::npos, "%s", o.err.c_str());
+}
+#endif
+
+#if CUDA_CPU
+// Device memory of which only the pages that are touched exist; zero until then.
+template <class T> struct Huge {
+    T *p;
+    size_t n;
+    explicit Huge(size_t count) : n(count) {
+        void *memory = mmap(NULL, n * sizeof(T), PROT_READ | PROT_WRITE,
+                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (memory == MAP_FAILED) {
+            skip("no address space for tensors of 2^31 elements");
+        }
+        p = (T *)memory;
+        emu::add_allocation({(char *)p, n * sizeof(T), false, (char *)p, n * sizeof(T)});
+    }
+    // Ends as `tail` does.
+    Huge(size_t count, const Reals &tail) : Huge(count) {
+        for (size_t i = 1; i <= tail.size() && i <= n; i++) {
+            p[n - i] = from_float<T>(tail[tail.size() - i]);
+        }
+    }
+    Reals last(size_t count) const {
+        Reals values;
+        for (size_t i = n - count; i < n; i++) {
+            values.push_back(to_float(p[i]));
+        }
+        return values;
+    }
+    Huge(const Huge &) = delete;
+    ~Huge() {
+        for (size_t i = 0; i < emu::allocs.size(); i++) {
+            if (emu::allocs[i].p == (char *)p) {
+                emu::allocs.erase(emu::allocs.begin() + (long)i);
+                break;
+            }
+        }
+        emu::allocated_bytes -= n * sizeof(T);
+        munmap(p, n * sizeof(T));
+    }
+};
+
+// The outputs of the last rows are the same for a small tensor and for a huge one.
+static void same(const char *who, const std::function<Outputs(size_t)> &run, size_t small,
+                 size_t large) {
+    expect(run(small) == run(large), "%s", who);
+}
+
+enum { HUGE_C = 4096, HUGE_ROWS = (1 << 19) + 1024 };  // rows: a multiple of the last block's
+
+static void check_huge_rows() {
+    enum { C = HUGE_C, ROWS = HUGE_ROWS, TAIL = 32 };
+    const size_t tail = TAIL * C;
+    const Reals x = noise_in<bf16>(tail, 1, 1), d = noise_in<bf16>(tail, 1, 2);
+    const Reals w = noise_in<bf16>(C, 1, 3);
+    same("encoder_forward",
+         [&](size_t rows) {
+             Huge<bf16> out(rows * C), wte(C, w), wpe(8 * C, x);
+             Huge<int> tokens(rows);
+             gpu_encoder_forward(out.p, tokens.p, wte.p, wpe.p, (int)(rows / 8), 8, C, 0);
+             return Outputs{out.last(C)};
+         },
+         TAIL, ROWS);
+    same("encoder_backward",
+         [&](size_t T) {  // a sum over three sequences for each position
+             Huge<bf16> dout(3 * T * C, d), dwpe(T * C, x), dwte(C);
+             Huge<int> plan(3 * 3 * T + 1);
+             const int rows = 3 * (int)T;
+             EncoderPlan of = encoder_plan(plan.p, rows);
+             of.order[0] = rows - 1, of.start[1] = 1;
+             gpu_encoder_backward(dwte.p, dwpe.p, dout.p, plan.p, 1, 3, (int)T, C, (int)T, false,
+                                  0);
+             return Outputs{dwpe.last(8), dwte.last(8)};
+         },
+         TAIL, ROWS / 2);
+    same("layernorm",
+         [&](size_t rows) {
+             Huge<bf16> out(rows * C), inp(rows * C, x), weight(C, w), bias(C, w);
+             Huge<bf16> dinp(rows * C), dout(rows * C, d);
+             Huge<float> mean(rows), rstd(rows), dw(C), db(C);
+             Huge<float> scratch(gpu_layernorm_backward_bytes((int)rows, C) / 4);
+             gpu_layernorm_forward(out.p, mean.p, rstd.p, inp.p, weight.p, bias.p, (int)rows, C, 0);
+             gpu_layernorm_backward(dinp.p, dw.p, db.p, dout.p, inp.p, weight.p, mean.p, rstd.p,
+                                    dout.p, scratch.p, (int)rows, C, 0);
+             return Outputs{out.last(C), mean.last(1), rstd.last(1), dinp.last(C)};
+         },
+         TAIL, ROWS);
+    same("gelu_forward",
+         [&](size_t rows) {
+             Huge<bf16> out(rows * C), inp(rows * C, x);
+             gpu_gelu_forward(out.p, inp.p, rows * C, 0);
+             return Outputs{out.last(C)};
+         },
+         TAIL, ROWS);
+    same("gelu_backward",
+         [&](size_t rows) {
+             Huge<bf16> dinp(rows * C), dout(rows * C, d), inp(rows * C, x);
+             Huge<float> scratch(gpu_bias_backward_bytes((int)rows, C) / 4), db(C), db2(C);
+             gpu_gelu_backward(dinp.p, db.p, dout.p, inp.p, scratch.p, (int)rows, C, 0);
+             gpu_bias_backward(db2.p, dout.p, scratch.p, (int)rows, C, 0);
+             return Outputs{dinp.last(256), db.last(32), db2.last(32)};
+         },
+         TAIL, ROWS);
+}
+
+static void check_huge_attention() {
+    same("classifier",
+         [&](size_t rows) {
+             Huge<bf16> logits(rows * 50304, noise(50304, 1, 1));
+             Huge<float> losses(rows);
+             Huge<int> targets(rows);
+             gpu_classifier(losses.p, logits.p, targets.p, 1, (int)rows, 50257, 50304, true, 0);
+             return Outputs{logits.last(50304), losses.last(1)};
+         },
+         4, 42700);
+    same("attention",
+         [&](size_t B) {
+             const size_t T = 128, NH = 16, row = 1024;
+             Huge<bf16> out(B * T * row), qkv(B * T * 3 * row, noise(T * 3 * row, 1, 5));
+             Huge<bf16> dqkv(B * T * 3 * row), dout(B * T * row, noise(T * row, 1, 6));
+             Huge<float> lse(B * NH * T), drow(B * NH * T);
+             gpu_attention_forward(out.p, lse.p, qkv.p, (int)B, T, row, NH, 0);
+             gpu_attention_backward(dqkv.p, drow.p, dout.p, qkv.p, out.p, lse.p, (int)B, T, row, NH,
+                                    0);
+             return Outputs{out.last(T * row), lse.last(T), dqkv.last(T * 3 * row)};
+         },
+         1, 16400);
+    same("attention, fp32",
+         [&](size_t B) {
+             const size_t T = 64, NH = 16, row = 1024;
+             Huge<float> out(B * T * row), qkv(B * T * 3 * row, noise(T * 3 * row, 1, 5));
+             Huge<float> dqkv(B * T * 3 * row), dout(B * T * row, noise(T * row, 1, 6));
+             Huge<float> lse(B * NH * T), drow(B * NH * T);
+             gpu_attention_forward(out.p, lse.p, qkv.p, (int)B, T, row, NH, 0);
+             gpu_attention_backward(dqkv.p, drow.p, dout.p, qkv.p, out.p, lse.p, (int)B, T, row, NH,
+                                    0);
+             return Outputs{out.last(4 * row), lse.last(4), dqkv.last(12 * row)};
+         },
+         1, 32800);
+}
+
+static void check_huge_update() {
+    const Reals x = noise_in<bf16>(UPDATE_CHUNK, 1, 1), d = noise_in<bf16>(UPDATE_CHUNK, 1, 2);
+    same("norm and AdamW",
+         [&](size_t chunks) {  // the last chunk falls to the norm's last block
+             const size_t count = chunks * UPDATE_CHUNK;
+             Huge<bf16> p(count, x), g(count, d);
+             Huge<uint16_t> low(count);
+             Huge<float> m(count), v(count), scratch(gpu_grad_square_sum_bytes() / 4);
+             Huge<ParamRange> range(1);
+             Huge<UpdateState> state(1);
+             *range.p = {0, 0, 0, count, RNG_ROUND, 1, 0};
+             expect((size_t)param_ranges_chunk(range.p, 1) == chunks, "chunks");
+             gpu_grad_square_sum(state.p, scratch.p, g.p, (float *)nullptr, range.p, 1, (int)chunks,
+                                 0);
+             gpu_update_decide(state.p, 1, INFINITY, 0);
+             AdamW a = {1e-3f, 0.9f, 0.95f, 0.1f, 0.05f, 1e-8f, 0.1f, 1.0f};
+             float *none = nullptr;
+             gpu_adamw<bf16, bf16, float, true>(p.p, low.p, m.p, v.p, g.p, none, range.p,
+                                                1, (int)chunks, a, UpdateRandom{1, 1}, state.p, 0);
+             return Outputs{p.last(UPDATE_CHUNK), m.last(UPDATE_CHUNK), {state.p->norm}};
+         },
+         1024, (1 << 18) + 1024);
+}
+
+// Tensors of more than 2^31 elements: the last block of every grid computes what it does for the
+// same rows of a small tensor. A product of two 32-bit sizes used as an index ends outside.
+static void test_gpu_huge() {
+    emu::set.last_blocks = 1;
+    check_huge_rows();
+    check_huge_attention();
+    check_huge_update();
+}
+#endif
+
 // -------------------------------------------------------------------------------------------------
 // 12. The network on a GPU
-// Volume II's chapters The device arena and GPT-2 on the GPU against the oracle: every gradient,
-// several steps, in both types; what must be equal to the bit; the one allocation, and rows used
-// outside their lives.
+// Volume II's chapters from The device arena to States, open and close against the oracle: every
+// gradient, several steps, in both types; what must be equal to the bit; the one allocation, and
+// buffers used outside their lives.
 
 // An oracle with the weights of another network as the device computes with them.
 struct Oracle : Net {
@@ -2804,50 +3220,48 @@ static void round_all(real *x, int64_t n) {
 static Plan *rounded_plan;
 static void mark_and_round(void *memory, size_t bytes, int alive) {
     plan_mark(memory, bytes, alive);
-    for (int i = 0; i < rounded_plan->row_count; i++) {
-        const Row *row = &rounded_plan->rows[i];
+    for (int i = 0; i < rounded_plan->buffer_count; i++) {
+        const Buffer *row = &rounded_plan->buffers[i];
         if (row->alive && (row->group == GROUP_KEPT || row->group == GROUP_WORKING) &&
             !strstr(row->name, "mean") && !strstr(row->name, "rstd") && !strstr(row->name, "lse")) {
-            round_all((real *)(void *)(rounded_plan->base + row->offset), row->count);
+            round_all((real *)(void *)(rounded_plan->base[HOME_DEVICE] + row->offset), row->count);
         }
     }
+}
+
+// The oracle's stages with logits and their gradients rounded, all rows in one chunk.
+static void naive_bf16_stage(void *self, int stage, int layer) {
+    Pass *pass = (Pass *)self;
+    const Plan *p = pass->plan;
+    const Model *m = &p->settings.model;
+    const int N = pass->B * pass->T;
+    if (stage != HEAD) {
+        network_stage(self, stage, layer);
+        return;
+    }
+    real *logits = buffer(p, BUF_LOGITS), *lnf = buffer(p, BUF_LNF), *wte = weight(p, WTE, 0);
+    matmul_forward(logits, lnf, wte, NULL, NULL, N, m->C, m->Vp);
+    round_all(logits, (int64_t)N * m->Vp);
+    classifier_forward_backward(buffer(p, BUF_LOSSES), logits, pass->targets, pass->dloss, N, m->V,
+                                m->Vp, 1);
+    round_all(logits, (int64_t)N * m->Vp);
+    matmul_backward(lnf, dweight(p, WTE, 0), NULL, logits, lnf, wte, N, m->C, m->Vp);
 }
 
 // A micro-step of the oracle with every tensor that bf16 would keep rounded where it is made:
 // weights, activations, logits, their gradients, and the gradients of matrices in the end.
 static void naive_bf16_micro_step(Net *n, const Batch &b) {
-    Network *net = n->net();
-    Plan *p = rounded_plan = &net->plan;
+    Plan *p = rounded_plan = &n->plan;
     const Model *m = &n->s.model;
-    const int B = n->s.B, T = n->s.T, N = B * T;
+    const int B = n->s.B, T = n->s.T;
+    Pass pass = {p, b.inputs.data(), b.targets.data(), B, T, (real)(1.0 / (B * T)), 0};
     p->mark = mark_and_round;
-    memset(network_single(net, ROW_GRADS), 0, p->rows[p->single[ROW_GRADS]].bytes);
-    network_forward(net, b.inputs.data(), B, T);
-    plan_tick(p, tick_head(m));
-    real *logits = network_single(net, ROW_LOGITS), *lnf = network_single(net, ROW_LNF);
-    real *wte = network_tensor(net, ROW_WEIGHTS, WTE, 0);
-    matmul_forward(logits, lnf, wte, NULL, NULL, N, m->C, m->Vp);
-    round_all(logits, (int64_t)N * m->Vp);
-    classifier_forward_backward(network_single(net, ROW_LOSSES), logits, b.targets.data(),
-                                (real)(1.0 / N), N, m->V, m->Vp, 1);
-    round_all(logits, (int64_t)N * m->Vp);
-    matmul_backward(lnf, network_tensor(net, ROW_GRADS, WTE, 0), NULL, logits, lnf, wte, N, m->C,
-                    m->Vp);
-    plan_tick(p, tick_lnf_backward(m));
-    layernorm_backward(network_single(net, ROW_DRES), network_tensor(net, ROW_GRADS, LNFW, 0),
-                       network_tensor(net, ROW_GRADS, LNFB, 0), lnf, network_single(net, ROW_XF),
-                       network_tensor(net, ROW_WEIGHTS, LNFW, 0), network_single(net, ROW_LNF_MEAN),
-                       network_single(net, ROW_LNF_RSTD), NULL, N, m->C);
-    for (int l = m->L - 1; l >= 0; l--) {
-        block_backward(net, l);
-    }
-    plan_tick(p, tick_embed_backward(m));
-    encoder_backward(network_tensor(net, ROW_GRADS, WTE, 0), network_tensor(net, ROW_GRADS, WPE, 0),
-                     network_single(net, ROW_DRES), b.inputs.data(), B, T, m->C);
+    memset(buffer(p, BUF_GRADS), 0, p->buffers[p->single[BUF_GRADS]].bytes);
+    walk(p, tick_embed_backward(m), naive_bf16_stage, &pass);
     p->mark = plan_mark;
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int l = 0; l < tensor_copies(m, tensor) && tensor_is_matrix(tensor); l++) {
-            round_all(network_tensor(net, ROW_GRADS, tensor, l), tensor_size(m, tensor));
+            round_all(dweight(p, tensor, l), tensor_size(m, tensor));
         }
     }
 }
@@ -2971,7 +3385,15 @@ static void test_gpu_allocation() {
         const std::vector<size_t> one = {plan_bytes(&n.s)};
         expect(on_device() == one, "%s", options);
         const size_t pinned = emu::allocs.size() - 1;
+        const int plans = matmul_library.plans;
+        expect(((GpuNetwork<float, float> *)n.e.self)->micros == 2,
+               "the warm-up loads the products that add to gradients too");
         trace(&n, 2);
+        Reals logits((size_t)m.V);
+        Batch b(n.s.B * n.s.T, m.V, 1);
+        n.e.logits(&n.e, logits.data(), b.inputs.data(), 3);
+        n.e.evaluate(&n.e, NULL, b.inputs.data(), b.targets.data());
+        expect(matmul_library.plans == plans, "%s: %d products at first", options, plans);
         expect(on_device() == one && emu::peak_bytes == one[0] && emu::allocs.size() == pinned + 1,
                "%s: peak %zu of %zu", options, emu::peak_bytes, one[0]);
         expect(pinned == 1, "%zu pinned allocations", pinned);
@@ -2987,13 +3409,13 @@ static void test_gpu_lifetimes() {
     Model m = shape("l2h2c16t8", 257);
     Net n(m, "-b 1 -t 8 -r block --dtype fp32");
     auto *net = (GpuNetwork<float, float> *)n.e.self;
-    Plan *p = &net->plan;
+    Plan *p = net->plan;
     plan_tick(p, 0);
     plan_tick(p, tick_head(&m));
-    const Row &row = p->rows[p->single[ROW_LOGITS]];
-    float *logits = gpu_single<float>(net, ROW_LOGITS);
+    const Buffer &row = p->buffers[p->single[BUF_LOGITS]];
+    float *logits = gpu_buffer<float>(net, BUF_LOGITS);
     Reals fresh(8);
-    state_download(fresh.data(), logits, 8, net->stream);
+    state_read(fresh.data(), {TYPE_FP32, (char *)logits, nullptr}, 8, net->stream);
     expect(isnan((double)fresh[0]) && isnan((double)fresh[7]), "fresh rows are NaN");
     auto launch_on = [&](float *x) {
         return outcome(spawn([&] {
@@ -3004,7 +3426,7 @@ static void test_gpu_lifetimes() {
     expect(launch_on(logits).status == 0, "alive");
     Outcome behind = launch_on(logits + row.bytes / 4);
     plan_tick(p, tick_update(&m));
-    expect_death(gpu_single<float>(net, ROW_LOGITS), "row logits lives from tick 18 to 18");
+    expect_death(gpu_buffer<float>(net, BUF_LOGITS), "buffer logits lives from tick 18 to 18");
     Outcome dead = launch_on(logits);
     if (TEST_ASAN) {
         expect(dead.status == 86 && dead.err.find("use-after-poison") != Text::npos, "dead, %d",
@@ -3023,6 +3445,14 @@ static void test_gpu_losses() {
         const size_t N = 2 * 33;
         Batch b((int)N, m.V, 1);
         Reals got(N), want(N);
+        every_order(
+            [&] {
+                got.assign(N, NAN);
+                double all = n.e.evaluate(&n.e, got.data(), b.inputs.data(), b.targets.data());
+                double other = n.e.evaluate(&n.e, NULL, b.targets.data(), b.inputs.data());
+                return Outputs{got, {(real)all, (real)other}};
+            },
+            options);
         double mean = n.e.evaluate(&n.e, got.data(), b.inputs.data(), b.targets.data()), sum = 0;
         oracle.e.evaluate(&oracle.e, want.data(), b.inputs.data(), b.targets.data());
         for (real loss : got) {
@@ -3034,6 +3464,251 @@ static void test_gpu_losses() {
         expect_near((wide)relative_error(got.data(), want.data(), (int64_t)N), 0,
                     n.s.dtype == TYPE_FP32 ? 1e-5 : 2 * bf16_unit, "losses, %s", options);
     }
+}
+
+// Logits after fewer than T tokens, as samples ask for them: those of the oracle, which computes no
+// more than these tokens.
+static void test_gpu_sampling() {
+    Model m = shape("l2h2c32t20", 257);
+    Net n(m, "-b 2 -t 17 --dtype fp32");
+    Oracle oracle(&n, 34);
+    Batch b(17, m.V, 1);
+    for (int tokens : {1, 2, 8, 16, 17}) {
+        Reals got((size_t)m.V), want((size_t)m.V);
+        n.e.logits(&n.e, got.data(), b.inputs.data(), tokens);
+        oracle.e.logits(&oracle.e, want.data(), b.inputs.data(), tokens);
+        expect_near((wide)relative_error(got.data(), want.data(), m.V), 0, 1e-5, "%d tokens",
+                    tokens);
+    }
+}
+
+// --skip-zscore: a norm above the limit changes nothing, on the device neither, and the next step
+// is the one that a network without the outlier makes.
+static void test_gpu_skip() {
+    for (const char *options :
+         {"-b 2 -t 9 --dtype fp32", "-b 2 -t 9", "-b 2 -t 9 -w none --moments bf16"}) {
+        Model m = shape("l2h2c32t9", 257);
+        Batch b(18, m.V, 1);
+        Options o;
+        options_default(&o);
+        auto step = [&](Net *net, double limit) {
+            net->e.micro_step(&net->e, b.inputs.data(), b.targets.data(), 0, 1);
+            return net->e.update(&net->e, &o, 1e-2, limit, 0);
+        };
+        auto states = [](Net *net) {
+            return Outputs{net->state(STATE_WEIGHTS), net->state(STATE_M), net->state(STATE_V)};
+        };
+        StepResult free;
+        Outputs stepped;
+        {
+            Net n(m, options);
+            free = step(&n, HUGE_VAL);
+            stepped = states(&n);
+        }
+        Net n(m, options);
+        const Outputs start = states(&n);
+        StepResult r = step(&n, 0.999 * free.norm);
+        expect(r.skipped == 1 && r.norm == free.norm, "%s: norm %g, limit below", options, r.norm);
+        expect(states(&n) == start, "%s: a skipped step changes nothing", options);
+        r = step(&n, 1.001 * free.norm);
+        expect(r.skipped == 0 && r.loss == free.loss, "%s: limit above", options);
+        expect(states(&n) == stepped && stepped != start, "%s: the next step", options);
+    }
+}
+
+// Each update rounds with random numbers of its own, and so does each seed: the same first moments,
+// stored in bf16 by update 0, by update 1 and by another seed's update 0.
+static void test_gpu_rounding_updates() {
+    Model m = shape("l1h1c16t9", 257);
+    auto moments = [&](int64_t updates, int64_t seed) {
+        Net n(m, "-b 2 -t 9 -w none --moments bf16");
+        Batch b(18, m.V, 1);
+        Options o;
+        options_default(&o);
+        o.seed = seed;
+        n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
+        n.e.update(&n.e, &o, 1e-2, HUGE_VAL, updates);
+        return n.state(STATE_M);
+    };
+    const Reals first = moments(0, 1);
+    expect(same_bits(first, moments(0, 1)), "again");
+    for (const Reals &other : {moments(1, 1), moments(0, 2)}) {
+        int64_t apart = 0, all = 0;
+        for (size_t i = 0; i < first.size(); i++) {
+            apart += first[i] != other[i];
+            all += first[i] != 0;
+        }
+        expect(apart > all / 8, "%d of %d differ", (int)apart, (int)all);
+    }
+}
+
+// Five micro-steps, so that each pinned slot is filled again and again: the same bits however late
+// the stream runs, and the oracle's gradients.
+static void test_gpu_micro_steps() {
+    const int micros = 5;
+    Model m = shape("l1h1c16t9", 257);
+    Outputs got = every_order(
+        [&] {
+            Net n(m, "-b 2 -t 9 --dtype fp32");
+            Trace t = trace(&n, micros);
+            return Outputs{Reals(t.losses.begin(), t.losses.end()), t.gradients, t.weights};
+        },
+        "five micro-steps");
+    Net n(m, "-b 2 -t 9 --dtype fp32");
+    Oracle oracle(&n, 18);
+    Trace want = trace(&oracle, micros);
+    expect_near((wide)relative_error(got[1].data(), want.gradients.data(), n.size()), 0, 1e-5,
+                "gradients");
+    for (size_t step = 0; step < 2; step++) {
+        expect_near(got[0][step], (wide)want.losses[step], 1e-5 * want.losses[step],
+                    "loss of step %zu", step);
+    }
+}
+
+// -b 4 and -b 2 with two micro-steps: the same gradients and losses but for the order of sums, and
+// the same loss of every token in a validation.
+static void test_gpu_batches() {
+    Model m = shape("l2h2c32t12", 257);
+    const size_t N = 4 * 12;
+    Batch b((int)N, m.V, 1);
+    struct Whole {
+        Reals losses, gradients;
+        double mean;
+        StepResult step;
+    };
+    auto run = [&](int batch) {
+        Net n(m, text("-b %d -t 12 --dtype fp32", batch));
+        Whole whole = {Reals(N), Reals(), 0, {}};
+        Options o;
+        options_default(&o);
+        const int micros = 4 / batch;
+        for (size_t at = 0; at < N; at += N / (size_t)micros) {
+            whole.mean += n.e.evaluate(&n.e, &whole.losses[at], &b.inputs[at], &b.targets[at]) /
+                          micros;
+        }
+        for (int k = 0; k < micros; k++) {
+            const size_t at = (size_t)k * N / (size_t)micros;
+            n.e.micro_step(&n.e, &b.inputs[at], &b.targets[at], k, micros);
+        }
+        whole.gradients = n.gradients();
+        whole.step = n.e.update(&n.e, &o, 1e-3, HUGE_VAL, 0);
+        return whole;
+    };
+    const Whole want = run(4), got = run(2);
+    auto near = [](const Reals &x, const Reals &y, const char *who) {
+        expect_near((wide)relative_error(x.data(), y.data(), (int64_t)x.size()), 0, 1e-5, "%s",
+                    who);
+    };
+    near(got.losses, want.losses, "losses of a validation");
+    near(got.gradients, want.gradients, "gradients");
+    expect_near((wide)got.mean, (wide)want.mean, 1e-6 * want.mean, "mean loss of a validation");
+    expect_near((wide)got.step.loss, (wide)want.step.loss, 1e-6 * want.step.loss, "loss");
+    expect_near((wide)got.step.norm, (wide)want.step.norm, 1e-5 * want.step.norm, "norm");
+}
+
+// The bytes of a state's buffer that belong to no tensor.
+static std::vector<bool> gaps_of(const Plan *p, int id, size_t element_bytes) {
+    const Model *m = &p->settings.model;
+    std::vector<bool> gap(p->buffers[p->single[id]].bytes, true);
+    for (int tensor = 0; tensor < TENSORS; tensor++) {
+        const int set = tensor_is_matrix(tensor) ? MATRICES : VECTORS;
+        if ((id == BUF_GRADS && set != MATRICES) || (id == BUF_GRADS_1D && set != VECTORS)) {
+            continue;
+        }
+        for (int l = 0; l < tensor_copies(m, tensor); l++) {
+            const int64_t at = id == BUF_GRADS || id == BUF_GRADS_1D
+                                   ? subset_offset(m, tensor, l, set)
+                                   : tensor_offset(m, tensor, l);
+            auto from = gap.begin() + at * (int64_t)element_bytes;
+            std::fill(from, from + tensor_size(m, tensor) * (int64_t)element_bytes, false);
+        }
+    }
+    return gap;
+}
+
+// Where states are rounded at random, no two numbers share theirs: each stream's indices are apart.
+static void expect_streams_apart(const ParamRange *ranges, int count, const char *options) {
+    std::vector<std::array<size_t, 3>> drawn;  // stream, first index, end
+    for (int i = 0; i < count; i++) {
+        const ParamRange &range = ranges[i];
+        for (uint32_t state : {0u, ROUND_MOMENT1, ROUND_MOMENT2}) {
+            drawn.push_back({range.stream + state, range.index, range.index + range.count});
+        }
+    }
+    std::sort(drawn.begin(), drawn.end());
+    for (size_t i = 1; i < drawn.size(); i++) {
+        expect(drawn[i][0] != drawn[i - 1][0] || drawn[i][1] >= drawn[i - 1][2],
+               "%s: stream %zu from %zu", options, drawn[i][0], drawn[i][1]);
+    }
+}
+
+template <class E, class G> static void check_gaps(const char *options) {
+    Model m = shape("l2h1c40t9", 257);
+    Batch b(18, m.V, 1);
+    Options o;
+    options_default(&o);
+    Reals want_weights;
+    StepResult want;
+    {
+        Net plain(m, options);
+        plain.e.micro_step(&plain.e, b.inputs.data(), b.targets.data(), 0, 1);
+        want = plain.e.update(&plain.e, &o, 1e-2, HUGE_VAL, 0);
+        want_weights = plain.state(STATE_WEIGHTS);
+    }
+    Net n(m, options);
+    auto *net = (GpuNetwork<E, G> *)n.e.self;
+    const Plan *p = &n.plan;
+    const size_t moment = n.s.moment_dtype == TYPE_BF16 ? 2 : 4;
+    const struct {
+        int id;
+        size_t element_bytes;
+    } states[] = {{BUF_WEIGHTS, sizeof(E)}, {BUF_MASTER, 2},          {BUF_M, moment},
+                {BUF_V, moment},          {BUF_GRADS, sizeof(G)},   {BUF_GRADS_1D, 4}};
+    size_t gap_bytes = 0;
+    std::vector<char> bytes;
+    auto each_gap = [&](const std::function<void(char *, int)> &visit, bool write) {
+        for (auto &state : states) {
+            if (p->single[state.id] < 0) {
+                continue;  // this run keeps no such state
+            }
+            char *device = gpu_buffer<char>(net, state.id);
+            const std::vector<bool> gap = gaps_of(p, state.id, state.element_bytes);
+            bytes.resize(gap.size());
+            copy_wait(bytes.data(), device, gap.size(), cudaMemcpyDeviceToHost, net->stream);
+            for (size_t i = 0; i < gap.size(); i++) {
+                if (gap[i]) {
+                    visit(&bytes[i], state.id);
+                }
+            }
+            if (write) {
+                copy_wait(device, bytes.data(), gap.size(), cudaMemcpyHostToDevice, net->stream);
+            }
+        }
+    };
+    n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
+    each_gap([&](char *x, int) { *x = (char)0xff, gap_bytes++; }, true);
+    StepResult r = n.e.update(&n.e, &o, 1e-2, HUGE_VAL, 0);
+    expect(gap_bytes > 1000, "%s: %zu bytes between tensors", options, gap_bytes);
+    expect(r.norm == want.norm && isfinite(r.norm) && !r.skipped, "%s: norm %g", options, r.norm);
+    const Reals got = n.state(STATE_WEIGHTS);
+    for (int tensor = 0; tensor < TENSORS; tensor++) {
+        for (int l = 0; l < tensor_copies(&m, tensor); l++) {
+            const int64_t at = tensor_offset(&m, tensor, l), size = tensor_size(&m, tensor);
+            expect(memcmp(&got[(size_t)at], &want_weights[(size_t)at], (size_t)size * 4) == 0,
+                   "%s: %s", options, tensor_table[tensor].name);
+        }
+    }
+    each_gap([&](char *x, int id) { expect(*x == (char)0xff, "%s: buffer %d", options, id); },
+             false);
+    expect_streams_apart(net->ranges, net->range_count, options);
+}
+
+// Norm and AdamW walk over tensors, not over what lies between them: with NaN there the step is the
+// same, and the NaN stay.
+static void test_gpu_gaps() {
+    check_gaps<float, float>("-b 2 -t 9 --dtype fp32");
+    check_gaps<bf16, bf16>("-b 2 -t 9");
+    check_gaps<bf16, float>("-b 2 -t 9 -w none --moments bf16 --grad-dtype fp32");
 }
 #endif
 
@@ -3071,6 +3746,7 @@ static const Test tests[] = {
     T(plan_allocation, FLOAT | DOUBLE),
     T(plan_refuse, HOST),
     T(arena, ALL),
+    T(rank_positions, HOST),
     T(loader_coverage, HOST),
     T(loader_large, FLOAT),
     T(tokenizer, HOST),
@@ -3118,11 +3794,24 @@ static const Test tests[] = {
     T(gpu_adamw, CUDA_ALL),
     T(gpu_rounding, CUDA_ALL),
     T(gpu_norm, CUDA_ALL),
+    T(gpu_clip, CUDA_ALL),
+    T(gpu_rounding_streams, CUDA_ALL),
+    T(gpu_misaligned, CUDA),
+#if CUDA_CPU
+    T(gpu_algorithms, CUDA_ALL),
+    T(gpu_huge, CUDA),
+#endif
     T(gpu_gradients_fp32, CUDA_ALL),
     T(gpu_gradients_bf16, CUDA_ALL),
     T(gpu_steps, CUDA_ALL),
     T(gpu_bits, CUDA_ALL),
     T(gpu_losses, CUDA_ALL),
+    T(gpu_sampling, CUDA_ALL),
+    T(gpu_skip, CUDA_ALL),
+    T(gpu_rounding_updates, CUDA_ALL),
+    T(gpu_micro_steps, CUDA_ALL),
+    T(gpu_batches, CUDA_ALL),
+    T(gpu_gaps, CUDA_ALL),
 #if CUDA_CPU
     T(gpu_allocation, CUDA_ALL),
     T(gpu_lifetimes, CUDA_ALL),

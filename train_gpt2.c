@@ -8,7 +8,7 @@
 // which this file includes.
 //
 // What it refuses to be: a framework. One model family, one loop, no dropout, no Python at run
-// time. No matrix of size T x T exists anywhere, every buffer of a run is a row of the memory plan
+// time. No matrix of size T x T exists anywhere, every buffer of a run is in the memory plan
 // (chapter Memory plan), and the same input gives the same bits whatever the number of threads or
 // the recomputation level.
 //
@@ -308,8 +308,7 @@ static const OptionRow option_rows[] = {
     {"quiet", 0, OPT_FLAG, FIELD(quiet), "0", 0, 1, NULL, "Output",
      "print nothing but errors and the score of --eval; log.jsonl says the rest"},
     {"recompute", 'r', OPT_TEXT, FIELD(recompute), "none", 0, 0, NULL, "Memory",
-     "what backward recomputes: none (0), gelu, norm, mlp, qkv, block (1); block:K: only the first "
-     "K blocks"},
+     "what backward computes again, a level below; block:K: the first K blocks only"},
     {"logit-rows", 0, OPT_INT, FIELD(logit_rows), "0", 0, 1 << 30, NULL, "Memory",
      "rows of logits that exist at a time (changes rounding); 0: 64 MiB of them, on a GPU 256 "
      "MiB"},
@@ -425,6 +424,8 @@ static const char *option_text(char text[64], const Options *o, const OptionRow 
     return text;
 }
 
+static void recompute_print_help(void);  // chapter Memory plan
+
 static void options_print_help(const char *default_model) {
     printf("usage: %s [options]\n\nTrains GPT-2. Without options: model %s on the data in data/. "
            "Options take a\n"
@@ -448,6 +449,9 @@ static void options_print_help(const char *default_model) {
             snprintf(value, sizeof value, " [%s]", row->value);
         }
         printf("  %s--%-16s %s%s\n", letter, row->name, row->help, value);
+        if (row->offset == FIELD(recompute)) {
+            recompute_print_help();
+        }
     }
 }
 
@@ -631,6 +635,15 @@ static int64_t tensor_offset(const Model *m, int tensor, int layer) {
     return subset_offset(m, tensor, layer, ALL_TENSORS);
 }
 
+// Tensors of all layers together.
+static int model_tensors(const Model *m) {
+    int n = 0;
+    for (int i = 0; i < TENSORS; i++) {
+        n += tensor_copies(m, i);
+    }
+    return n;
+}
+
 // Parameters, padded vocabulary rows included, alignment gaps not.
 static int64_t model_parameters(const Model *m) {
     int64_t n = 0;
@@ -657,8 +670,9 @@ static const Preset presets[] = {
     {"d48", "gpt2-xl", 48, 25, 1600},
 };
 
+enum { MAX_LAYERS = 400 };
 static int model_is_allowed(const Model *m) {
-    return m->L >= 1 && m->L <= 400 && m->NH >= 1 && m->C >= 1 && m->C <= 65536 &&
+    return m->L >= 1 && m->L <= MAX_LAYERS && m->NH >= 1 && m->C >= 1 && m->C <= 65536 &&
            m->C % m->NH == 0 && m->maxT >= 1 && m->maxT <= 1 << 20;
 }
 
@@ -699,17 +713,17 @@ static void model_set_vocabulary(Model *m, int V) {
 
 // -------------------------------------------------------------------------------------------------
 // 5. Memory plan
-// Every buffer of a run is a row: name, group, elements, type, first and last tick of its life. The
-// planner turns settings into rows, rows into offsets (rows that are never alive together share
-// bytes) and offsets into one number; the run makes one allocation of exactly that number and takes
-// every pointer from its row.
+// The plan lists every buffer of a run: name, group, elements, type, first and last tick of its
+// life. The planner turns settings into buffers, buffers into offsets (those never alive together
+// share bytes) and offsets into one number; the run makes one allocation of exactly that number
+// and takes every pointer from the plan.
 // 1. Time is a line of ticks, the stages of one micro-step: embed, 8 per block forward, 3 for the
 //    head, 15 per block backward (7 that recompute, 8 that differentiate), embed backward, update.
 //    A forward pass alone (validation, sampling) walks the same ticks up to the head.
-// 2. row_pointer() refuses a row that is not alive at the current tick, in every build. Test builds
-//    (GPT2_POISON) also fill a row with NaN at birth, poison it at death and keep a poisoned gap
-//    behind each row.
-// 3. An activation that is recomputed has two rows: one that dies in forward, one that lives in
+// 2. buffer_pointer() refuses a buffer that is not alive at the current tick, in every build. Test
+//    builds (GPT2_POISON) also fill a buffer with NaN at birth, poison it at death and keep a
+//    poisoned gap behind each buffer.
+// 3. An activation that is recomputed has two buffers: one that dies in forward, one that lives in
 //    backward.
 
 typedef enum { TYPE_FP32, TYPE_BF16, TYPE_FP16, TYPE_I32, TYPE_U16, TYPE_REAL, TYPE_U8 } Type;
@@ -726,62 +740,146 @@ static const char *const group_names[GROUPS] = {"weights", "gradients",        "
                                                 "master",  "activations kept", "working set",
                                                 "logits",  "workspaces",       "batch"};
 
+// Where a buffer lives, and the states whose home a run's settings choose. A buffer names its state
+// or, behind HOMES, a home that nothing chooses.
+typedef enum { HOME_DEVICE, HOME_HOST } Home;
+typedef enum {
+    HOME_OF_WEIGHTS, HOME_OF_GRADIENTS, HOME_OF_MOMENTS, HOME_OF_MASTER, HOME_OF_RESIDUALS, HOMES,
+    ON_DEVICE = HOMES, ON_HOST
+} HomeOf;
+
 // What the plan depends on; nothing else does.
 typedef struct {
     Model model;
     int B, T, threads;
-    int logit_rows;               // rows of a classifier chunk
-    int level, recompute_blocks;  // RECOMPUTE_*, of the first recompute_blocks blocks
+    int logit_rows;             // rows of a classifier chunk
+    uint8_t level[MAX_LAYERS];  // of recomputation, RECOMPUTE_*, of each block
     int gpu;  // 0: the CPU program (fp32 or the build's real), 1: the GPU program
     Type dtype, grad_dtype, moment_dtype;
-    int split_master, offload_moments, offload_master;
+    int split_master;
+    uint8_t home[HOMES];  // of each state
+    int rank, ranks;      // of the processes that share the step's micro-batches
 } Settings;
 
-// Stages of a block in forward order; recomputation repeats the first seven (stages 0..6 of the
-// backward line), then backward has its own eight.
-enum { F_LN1, F_QKV, F_ATT, F_ATTPROJ, F_LN2, F_FC, F_GELU, F_FCPROJ, F_STAGES };
-enum { B_FCPROJ = 7, B_GELU, B_FC, B_LN2, B_ATTPROJ, B_ATT, B_QKV, B_LN1, B_STAGES };
-static const char *const stage_names[] = {"ln1", "qkv", "att",  "attproj",
-                                          "ln2", "fc",  "gelu", "fcproj"};
-static const char *const back_names[] = {"d_fcproj",  "d_gelu", "d_fc",  "d_ln2",
-                                         "d_attproj", "d_att",  "d_qkv", "d_ln1"};
+// Statistics and losses are fp32 on a GPU and the oracle's type on the CPU.
+static Type settings_real(const Settings *s) { return s->gpu ? TYPE_FP32 : TYPE_REAL; }
+static int settings_has_master(const Settings *s) {
+    return s->split_master || s->dtype == TYPE_FP16;
+}
 
+static int settings_offloads(const Settings *s) {
+    return memchr(s->home, HOME_HOST, HOMES) != NULL;
+}
+
+// What a tick computes. A block has eight stages forward; in backward the first seven come again,
+// for what is recomputed, then eight of its own.
+enum {
+    F_LN1, F_QKV, F_ATT, F_ATTPROJ, F_LN2, F_FC, F_GELU, F_FCPROJ, F_STAGES,
+    B_FCPROJ = F_STAGES, B_GELU, B_FC, B_LN2, B_ATTPROJ, B_ATT, B_QKV, B_LN1, BLOCK_STAGES,
+    EMBED = BLOCK_STAGES, LNF, HEAD, D_LNF, D_EMBED, UPDATE, STAGES
+};
+typedef struct {
+    const char *name;
+    int flops;  // of a token in forward, x C^2; attention's depend on T
+} StageRow;
+static const StageRow stage_rows[STAGES] = {
+    {"ln1", 0},       {"qkv", 6},    {"att", 0},      {"attproj", 2}, {"ln2", 0},   {"fc", 8},
+    {"gelu", 0},      {"fcproj", 8}, {"d_fcproj", 0}, {"d_gelu", 0},  {"d_fc", 0},  {"d_ln2", 0},
+    {"d_attproj", 0}, {"d_att", 0},  {"d_qkv", 0},    {"d_ln1", 0},   {"embed", 0}, {"lnf", 0},
+    {"head", 0},      {"d_lnf", 0},  {"d_embed", 0},  {"update", 0},
+};
+
+enum { BACK_TICKS = BLOCK_STAGES - 1 };  // of a block
 static int tick_forward(int layer, int stage) { return 1 + layer * F_STAGES + stage; }
 static int tick_lnf(const Model *m) { return 1 + m->L * F_STAGES; }
 static int tick_head(const Model *m) { return tick_lnf(m) + 1; }
 static int tick_lnf_backward(const Model *m) { return tick_lnf(m) + 2; }
 static int tick_backward(const Model *m, int layer, int stage) {
-    return tick_lnf(m) + 3 + (m->L - 1 - layer) * B_STAGES + stage;
+    return tick_lnf(m) + 3 + (m->L - 1 - layer) * BACK_TICKS + stage - (stage > F_GELU);
 }
 static int tick_embed_backward(const Model *m) { return tick_backward(m, -1, 0); }
 static int tick_update(const Model *m) { return tick_embed_backward(m) + 1; }
 
+// A tick taken apart: the inverse of the functions above.
+typedef struct {
+    int stage, layer;  // layer -1: not a block's
+    int again;         // 1: forward's stage, in backward
+} Tick;
+
+static Tick tick_at(const Model *m, int tick) {
+    const int forward = tick - 1, head = tick - tick_lnf(m);
+    const int backward = tick - tick_backward(m, m->L - 1, 0);
+    Tick t = {EMBED, -1, 0};
+    if (tick >= tick_embed_backward(m)) {
+        t.stage = D_EMBED + tick - tick_embed_backward(m);
+    } else if (backward >= 0) {
+        int stage = backward % BACK_TICKS;
+        t.layer = m->L - 1 - backward / BACK_TICKS;
+        t.again = stage <= F_GELU;
+        t.stage = t.again ? stage : stage + 1;
+    } else if (head >= 0) {
+        t.stage = LNF + head;
+    } else if (forward >= 0) {
+        t.layer = forward / F_STAGES;
+        t.stage = forward % F_STAGES;
+    }
+    return t;
+}
+
 static void tick_name(char name[32], const Model *m, int tick) {
-    int forward = tick - 1, backward = tick - tick_backward(m, m->L - 1, 0);
-    if (tick == 0 || tick >= tick_embed_backward(m)) {
-        const char *last = tick == tick_update(m) ? "update" : "d_embed";
-        snprintf(name, 32, "%s", tick == 0 ? "embed" : last);
-    } else if (forward < m->L * F_STAGES) {
-        snprintf(name, 32, "%d.%s", forward / F_STAGES, stage_names[forward % F_STAGES]);
-    } else if (backward < 0) {
-        static const char *const head_names[] = {"lnf", "head", "d_lnf"};
-        snprintf(name, 32, "%s", head_names[tick - tick_lnf(m)]);
+    Tick t = tick_at(m, tick);
+    if (t.layer < 0) {
+        snprintf(name, 32, "%s", stage_rows[t.stage].name);
     } else {
-        int stage = backward % B_STAGES, layer = m->L - 1 - backward / B_STAGES;
-        snprintf(name, 32, "%d.%s%s", layer, stage < B_FCPROJ ? "re-" : "",
-                 stage < B_FCPROJ ? stage_names[stage] : back_names[stage - B_FCPROJ]);
+        snprintf(name, 32, "%d.%s%s", t.layer, t.again ? "re-" : "", stage_rows[t.stage].name);
     }
 }
 
-// Activations of a block: who makes them, who uses them last in forward and in backward, and the
-// lowest level that recomputes them. Sizes: channels per token (in units of C) or values per head
-// (LSE) or one (statistics).
+// Levels of recomputation: the stages of a block's forward that come again in its backward. What
+// they make is dropped in between.
 enum {
     RECOMPUTE_NONE, RECOMPUTE_GELU, RECOMPUTE_NORM, RECOMPUTE_MLP, RECOMPUTE_QKV, RECOMPUTE_BLOCK,
     RECOMPUTE_LEVELS
 };
-static const char *const level_names[RECOMPUTE_LEVELS] = {"none", "gelu", "norm",
-                                                          "mlp",  "qkv",  "block"};
+typedef struct {
+    const char *name, *alias;  // as -r takes it; alias NULL: none
+    int stages;                // a bit each
+    const char *help;
+} LevelRow;
+enum { ALL_BUT_LAST = (1 << F_FCPROJ) - 1, ATTENTION = 1 << F_ATT | 1 << F_ATTPROJ };
+static const LevelRow level_rows[RECOMPUTE_LEVELS] = {
+    {"none", "0", 0, "nothing"},
+    {"gelu", NULL, 1 << F_GELU, "GELU"},
+    {"norm", NULL, 1 << F_GELU | 1 << F_LN1 | 1 << F_LN2, "GELU and both LayerNorms"},
+    {"mlp", NULL, ALL_BUT_LAST & ~(ATTENTION | 1 << F_QKV), "these and the MLP's first product"},
+    {"qkv", NULL, ALL_BUT_LAST & ~ATTENTION, "these and the product that makes Q, K and V"},
+    {"block", "1", ALL_BUT_LAST, "the block, all but its last product"},
+};
+
+// The first `blocks` blocks recompute at `level`, the others nothing.
+static void settings_recompute(Settings *s, int level, int blocks) {
+    memset(s->level, RECOMPUTE_NONE, sizeof s->level);
+    memset(s->level, level, (size_t)blocks);
+}
+
+// The highest level of any block, and the number of its blocks.
+static int settings_level(const Settings *s, int *blocks) {
+    int level = 0;
+    *blocks = 0;
+    for (int l = 0; l < s->model.L; l++) {
+        *blocks = s->level[l] > level ? 1 : *blocks + (s->level[l] == level);
+        level = s->level[l] > level ? s->level[l] : level;
+    }
+    return level;
+}
+
+// Whether backward repeats a stage of a block's forward.
+static int plan_recomputes(const Settings *s, int stage, int layer) {
+    return level_rows[s->level[layer]].stages >> stage & 1;
+}
+
+// Activations of a block: the stage that makes them, and those that use them last in forward and in
+// backward. Sizes: channels per token (in units of C) or values per head (LSE) or one (statistics).
 enum {
     ACT_X, ACT_LN1, ACT_LN1_MEAN, ACT_LN1_RSTD, ACT_QKV, ACT_ATT, ACT_LSE, ACT_RES2, ACT_LN2,
     ACT_LN2_MEAN, ACT_LN2_RSTD, ACT_FCH, ACT_GELU, ACTS
@@ -791,26 +889,27 @@ typedef struct {
     const char *name;
     int channels;               // x C, or PER_TOKEN, PER_HEAD (fp32 statistics)
     int made, used, used_back;  // stages: forward, forward, backward
-    int level;                  // recomputed from this level on; RECOMPUTE_LEVELS: never
+    HomeOf home;
 } ActRow;
 static const ActRow act_rows[ACTS] = {
-    {"x", 1, F_LN1, F_ATTPROJ, B_LN1, RECOMPUTE_LEVELS},  // made by the block before
-    {"ln1", 1, F_LN1, F_QKV, B_QKV, RECOMPUTE_NORM},
-    {"ln1.mean", PER_TOKEN, F_LN1, F_LN1, B_LN1, RECOMPUTE_NORM},
-    {"ln1.rstd", PER_TOKEN, F_LN1, F_LN1, B_LN1, RECOMPUTE_NORM},
-    {"qkv", 3, F_QKV, F_ATT, B_ATT, RECOMPUTE_QKV},
-    {"att", 1, F_ATT, F_ATTPROJ, B_ATT, RECOMPUTE_BLOCK},
-    {"lse", PER_HEAD, F_ATT, F_ATT, B_ATT, RECOMPUTE_BLOCK},
-    {"res2", 1, F_ATTPROJ, F_FCPROJ, B_LN2, RECOMPUTE_BLOCK},
-    {"ln2", 1, F_LN2, F_FC, B_FC, RECOMPUTE_NORM},
-    {"ln2.mean", PER_TOKEN, F_LN2, F_LN2, B_LN2, RECOMPUTE_NORM},
-    {"ln2.rstd", PER_TOKEN, F_LN2, F_LN2, B_LN2, RECOMPUTE_NORM},
-    {"fch", 4, F_FC, F_GELU, B_GELU, RECOMPUTE_MLP},
-    {"gelu", 4, F_GELU, F_FCPROJ, B_FCPROJ, RECOMPUTE_GELU},
+    // made by the block before, or by embed: never again
+    {"x", 1, F_FCPROJ, F_ATTPROJ, B_LN1, HOME_OF_RESIDUALS},
+    {"ln1", 1, F_LN1, F_QKV, B_QKV, ON_DEVICE},
+    {"ln1.mean", PER_TOKEN, F_LN1, F_LN1, B_LN1, ON_DEVICE},
+    {"ln1.rstd", PER_TOKEN, F_LN1, F_LN1, B_LN1, ON_DEVICE},
+    {"qkv", 3, F_QKV, F_ATT, B_ATT, ON_DEVICE},
+    {"att", 1, F_ATT, F_ATTPROJ, B_ATT, ON_DEVICE},
+    {"lse", PER_HEAD, F_ATT, F_ATT, B_ATT, ON_DEVICE},
+    {"res2", 1, F_ATTPROJ, F_FCPROJ, B_LN2, ON_DEVICE},
+    {"ln2", 1, F_LN2, F_FC, B_FC, ON_DEVICE},
+    {"ln2.mean", PER_TOKEN, F_LN2, F_LN2, B_LN2, ON_DEVICE},
+    {"ln2.rstd", PER_TOKEN, F_LN2, F_LN2, B_LN2, ON_DEVICE},
+    {"fch", 4, F_FC, F_GELU, B_GELU, ON_DEVICE},
+    {"gelu", 4, F_GELU, F_FCPROJ, B_FCPROJ, ON_DEVICE},
 };
 
 // Gradients of activations inside one block's backward; the residual stream's gradient is a single
-// row, in place.
+// buffer, in place.
 enum { GRAD_MLP, GRAD_LN2, GRAD_ATT, GRAD_QKV, GRAD_LN1, GRADS };
 typedef struct {
     const char *name;
@@ -827,186 +926,169 @@ typedef struct {
     Type type;
     int64_t count;
     int first, last;       // ticks
-    int host;              // 1: host memory, not part of the device allocation
+    Home home;             // HOME_HOST: not part of the device allocation
     size_t bytes, offset;  // bytes without the gap
     int alive;             // kept by test builds only
-} Row;
+} Buffer;
 
-// Rows that exist once, the last five in GPU runs only. The others are found by (activation, layer)
-// and (gradient, layer).
+// What kernels of a GPU run ask for besides tensors; Volume II checks that they ask for no more.
+enum { GPU_TENSOR_ROW_BYTES = 48, GPU_STATE_BYTES = 256, GPU_PARTIAL_BLOCKS = 256 };
+enum { GPU_MATMUL_BYTES = 32 << 20 };
+
+// A batch on its way to a GPU, in ints: inputs (N), targets (N), and the tokens sorted for the
+// embedding's backward (3 N + 1).
+static int64_t batch_ints(int64_t N) { return 5 * N + 1; }
+
+static size_t matmul_workspace_bytes(int threads);  // chapter Matmul and fast maths
+
+// Buffers that exist once, the table below in the same order. The others are found by (activation,
+// layer) and (gradient, layer).
 enum {
-    ROW_WEIGHTS, ROW_GRADS, ROW_GRADS_1D, ROW_M, ROW_V, ROW_MASTER, ROW_LOSSES, ROW_MATMUL, ROW_XF,
-    ROW_LNF, ROW_LNF_MEAN, ROW_LNF_RSTD, ROW_LOGITS, ROW_DRES, ROW_BATCH, ROW_TENSORS, ROW_STATE,
-    ROW_PARTIALS, ROW_ATT_D, SINGLES
+    BUF_WEIGHTS, BUF_GRADS, BUF_GRADS_1D, BUF_M, BUF_V, BUF_MASTER, BUF_LOSSES, BUF_MATMUL,
+    BUF_BATCH, BUF_TENSORS, BUF_STATE, BUF_PARTIALS, BUF_PINNED, BUF_XF, BUF_LNF, BUF_LNF_MEAN,
+    BUF_LNF_RSTD, BUF_LOGITS, BUF_DRES, BUF_ATT_D, SINGLES
 };
+typedef struct {
+    Group group;
+    const char *name;
+    Type type;
+    int64_t count;
+    int first, last;
+    HomeOf home;
+} BufferRow;
+
+// The table for a run with settings `s`; what has no elements is not in its plan.
+static void single_buffers(BufferRow buffers[SINGLES], const Settings *s) {
+    const Model *m = &s->model;
+    const int end = tick_update(m), x = tick_forward(m->L - 1, F_FCPROJ), lnf = tick_lnf(m);
+    const int head = tick_head(m), back = tick_lnf_backward(m), back_end = tick_embed_backward(m);
+    // A GPU's own buffers have no elements on the CPU: their counts are multiplied by `gpu`.
+    const int64_t gpu = s->gpu, N = (int64_t)s->B * s->T, NC = N * m->C, batch = batch_ints(N);
+    // A GPU sums the gradients of vectors in fp32, apart from those of matrices.
+    const int64_t all = tensor_offset(m, TENSORS, 0);
+    const int64_t vectors = gpu * subset_offset(m, TENSORS, 0, VECTORS);
+    const int64_t master = settings_has_master(s) ? all : 0;
+    const int64_t matmul =
+        gpu ? (int64_t)GPU_MATMUL_BYTES : (int64_t)matmul_workspace_bytes(s->threads);
+    const int64_t table = gpu * model_tensors(m) * GPU_TENSOR_ROW_BYTES;
+    const int64_t partials = gpu * max_i64((int64_t)GPU_PARTIAL_BLOCKS * 4 * m->C, 1024);
+    const Type E = s->dtype, G = s->grad_dtype, M = s->moment_dtype, R = settings_real(s);
+    const Type low = s->split_master ? TYPE_U16 : TYPE_FP32;
+    const BufferRow rows[SINGLES] = {
+        {GROUP_WEIGHTS, "weights", E, all, 0, end, HOME_OF_WEIGHTS},
+        {GROUP_GRADIENTS, "gradients", G, all - vectors, 0, end, HOME_OF_GRADIENTS},
+        {GROUP_GRADIENTS, "gradients of vectors", TYPE_FP32, vectors, 0, end, ON_DEVICE},
+        {GROUP_MOMENTS, "moment m", M, all, 0, end, HOME_OF_MOMENTS},
+        {GROUP_MOMENTS, "moment v", M, all, 0, end, HOME_OF_MOMENTS},
+        {GROUP_MASTER, "master", low, master, 0, end, HOME_OF_MASTER},
+        {GROUP_BATCH, "losses", R, N, 0, end, ON_DEVICE},
+        {GROUP_WORKSPACE, "matmul workspace", TYPE_U8, matmul, 0, end, ON_DEVICE},
+        {GROUP_BATCH, "batch", TYPE_I32, gpu * batch, 0, end, ON_DEVICE},
+        {GROUP_WORKSPACE, "table of tensors", TYPE_U8, table, 0, end, ON_DEVICE},
+        {GROUP_WORKSPACE, "norm and counters", TYPE_U8, gpu * GPU_STATE_BYTES, 0, end, ON_DEVICE},
+        {GROUP_WORKSPACE, "partial sums", TYPE_FP32, partials, 0, end, ON_DEVICE},
+        // Two batches, so that one is filled while the other goes up; then the state comes down.
+        {GROUP_BATCH, "pinned batches", TYPE_I32, gpu * (2 * batch + 64), 0, end, ON_HOST},
+        {GROUP_KEPT, "xf", E, NC, x, back, HOME_OF_RESIDUALS},
+        {GROUP_WORKING, "lnf", E, NC, lnf, back, ON_DEVICE},
+        {GROUP_WORKING, "lnf.mean", R, N, lnf, back, ON_DEVICE},
+        {GROUP_WORKING, "lnf.rstd", R, N, lnf, back, ON_DEVICE},
+        {GROUP_LOGITS, "logits", E, (int64_t)s->logit_rows * m->Vp, head, head, ON_DEVICE},
+        {GROUP_WORKING, "d_residual", E, NC, back, back_end, ON_DEVICE},
+        {GROUP_WORKING, "attention D", TYPE_FP32, gpu * N * m->NH, back, back_end, ON_DEVICE},
+    };
+    memcpy(buffers, rows, sizeof rows);
+}
 
 typedef struct {
     Settings settings;
-    Row *rows;
-    int row_count, row_capacity, ticks;
-    int single[SINGLES];              // row index, -1: not in this plan
+    Buffer *buffers;
+    int buffer_count, buffer_capacity, ticks;
+    int single[SINGLES];              // index of the buffer, -1: not in this plan
     int *act;                         // [phase 0 forward, 1 backward][ACTS][L]
     int *grad;                        // [GRADS][L]
     size_t device_bytes, host_bytes;  // the allocations
     size_t live_bytes;                // most bytes alive at once: no layout needs less
     // at run time
-    char *base;
+    char *base[2];  // by home
     int now;
     void (*mark)(void *memory, size_t bytes, int alive);  // of memory that comes alive or dies
 } Plan;
 
 enum { PLAN_ALIGN = 256, PLAN_GAP = GPT2_POISON ? 256 : 0 };
 
-static int plan_add(Plan *p, Group group, const char *name, int layer, Type type, int64_t count,
-                    int first, int last) {
-    if (p->row_count == p->row_capacity) {
-        p->row_capacity = p->row_capacity ? 2 * p->row_capacity : 256;
-        p->rows = (Row *)realloc(p->rows, (size_t)p->row_capacity * sizeof(Row));
-        check(p->rows, "no memory for the plan's table");
+// Adds a buffer, of block `layer` or (-1) of none, and returns its index; -1 for one without
+// elements.
+static int plan_add(Plan *p, const BufferRow *row, int layer) {
+    if (row->count == 0) {
+        return -1;
     }
-    Row *row = &p->rows[p->row_count];
-    memset(row, 0, sizeof *row);
-    if (layer >= 0) {
-        snprintf(row->name, sizeof row->name, "%d.%s", layer, name);
+    if (p->buffer_count == p->buffer_capacity) {
+        p->buffer_capacity = p->buffer_capacity ? 2 * p->buffer_capacity : 256;
+        p->buffers = (Buffer *)realloc(p->buffers, (size_t)p->buffer_capacity * sizeof(Buffer));
+        check(p->buffers, "no memory for the plan's table");
+    }
+    Buffer *b = &p->buffers[p->buffer_count];
+    memset(b, 0, sizeof *b);  // padding too: equal plans are equal bytes
+    if (layer < 0) {
+        snprintf(b->name, sizeof b->name, "%s", row->name);
     } else {
-        snprintf(row->name, sizeof row->name, "%s", name);
+        snprintf(b->name, sizeof b->name, "%d.%s", layer, row->name);
     }
-    row->group = group;
-    row->type = type;
-    row->count = count;
-    row->first = first;
-    row->last = last;
-    row->bytes = (size_t)count * type_bytes(type);
-    return p->row_count++;
+    b->group = row->group;
+    b->type = row->type;
+    b->count = row->count;
+    b->first = row->first;
+    b->last = row->last;
+    b->home = row->home < HOMES     ? (Home)p->settings.home[row->home]
+              : row->home == ON_HOST ? HOME_HOST
+                                     : HOME_DEVICE;
+    b->bytes = (size_t)row->count * type_bytes(row->type);
+    return p->buffer_count++;
 }
 
-static int plan_recomputes(const Settings *s, int act, int layer) {
-    return layer < s->recompute_blocks && s->level >= act_rows[act].level;
-}
-
-static size_t matmul_workspace_bytes(int threads);  // chapter Matmul and fast maths
-
-// Rows that live for the whole run, one after the other at the bottom of the allocation.
-static void plan_add_whole(Plan *p, int single, Group group, const char *name, Type type,
-                           int64_t count) {
-    p->single[single] = plan_add(p, group, name, -1, type, count, 0, p->ticks - 1);
-}
-
-// Parameters, gradients and optimizer states. A GPU keeps the gradients of vectors apart, in fp32.
-static void plan_add_states(Plan *p) {
-    const Settings *s = &p->settings;
-    const Model *m = &s->model;
-    int64_t all = tensor_offset(m, TENSORS, 0), vectors = subset_offset(m, TENSORS, 0, VECTORS);
-    plan_add_whole(p, ROW_WEIGHTS, GROUP_WEIGHTS, "weights", s->dtype, all);
-    plan_add_whole(p, ROW_GRADS, GROUP_GRADIENTS, "gradients", s->grad_dtype,
-                   s->gpu ? all - vectors : all);
-    if (s->gpu) {
-        plan_add_whole(p, ROW_GRADS_1D, GROUP_GRADIENTS, "gradients of vectors", TYPE_FP32,
-                       vectors);
-    }
-    plan_add_whole(p, ROW_M, GROUP_MOMENTS, "moment m", s->moment_dtype, all);
-    plan_add_whole(p, ROW_V, GROUP_MOMENTS, "moment v", s->moment_dtype, all);
-    p->rows[p->single[ROW_M]].host = p->rows[p->single[ROW_V]].host = s->offload_moments;
-    if (s->split_master || s->dtype == TYPE_FP16) {
-        plan_add_whole(p, ROW_MASTER, GROUP_MASTER, "master",
-                       s->split_master ? TYPE_U16 : TYPE_FP32, all);
-        p->rows[p->single[ROW_MASTER]].host = s->offload_master;
-    }
-}
-
-// What a GPU run needs beside: the batch (inputs, targets, and its tokens sorted for the
-// embedding's backward), the table of tensors for AdamW, norm and counters, and partial sums.
-// Volume II checks that its kernels ask for no more.
-enum { GPU_TENSOR_ROW_BYTES = 48, GPU_STATE_BYTES = 256, GPU_PARTIAL_BLOCKS = 256 };
-enum { GPU_MATMUL_BYTES = 32 << 20 };
-static void plan_add_workspaces(Plan *p) {
-    const Settings *s = &p->settings;
-    const Model *m = &s->model;
-    int64_t N = (int64_t)s->B * s->T, tensors = 0;
-    plan_add_whole(p, ROW_LOSSES, GROUP_BATCH, "losses", s->gpu ? TYPE_FP32 : TYPE_REAL, N);
-    size_t bytes = s->gpu ? (size_t)GPU_MATMUL_BYTES : matmul_workspace_bytes(s->threads);
-    plan_add_whole(p, ROW_MATMUL, GROUP_WORKSPACE, "matmul workspace", TYPE_U8, (int64_t)bytes);
-    if (!s->gpu) {
-        return;
-    }
-    for (int i = 0; i < TENSORS; i++) {
-        tensors += tensor_copies(m, i);
-    }
-    plan_add_whole(p, ROW_BATCH, GROUP_BATCH, "batch", TYPE_I32, 5 * N + 1);
-    plan_add_whole(p, ROW_TENSORS, GROUP_WORKSPACE, "table of tensors", TYPE_U8,
-                   tensors * GPU_TENSOR_ROW_BYTES);
-    plan_add_whole(p, ROW_STATE, GROUP_WORKSPACE, "norm and counters", TYPE_U8, GPU_STATE_BYTES);
-    plan_add_whole(p, ROW_PARTIALS, GROUP_WORKSPACE, "partial sums", TYPE_FP32,
-                   max_i64((int64_t)GPU_PARTIAL_BLOCKS * 4 * m->C, 1024));
-    int pinned = plan_add(p, GROUP_BATCH, "pinned batches", -1, TYPE_I32, 2 * (5 * N + 1) + 64, 0,
-                          p->ticks - 1);
-    p->rows[pinned].host = 1;
-}
-
-// Rows of one block's activations and of their gradients.
+// Buffers of one block's activations and of their gradients.
 static void plan_add_block(Plan *p, int layer) {
     const Settings *s = &p->settings;
     const Model *m = &s->model;
-    const Type statistics = s->gpu ? TYPE_FP32 : TYPE_REAL;
     const int64_t N = (int64_t)s->B * s->T;
     for (int i = 0; i < ACTS; i++) {
         const ActRow *a = &act_rows[i];
-        Type type = a->channels > 0 ? s->dtype : statistics;
-        int64_t count = N * (a->channels > 0           ? a->channels * m->C
-                             : a->channels == PER_HEAD ? m->NH
-                                                       : 1);
-        int made = i != ACT_X   ? tick_forward(layer, a->made)
-                   : layer == 0 ? 0
-                                : tick_forward(layer - 1, F_FCPROJ);
         int *forward = &p->act[i * m->L + layer], *backward = &p->act[(ACTS + i) * m->L + layer];
-        if (plan_recomputes(s, i, layer)) {
-            *forward = plan_add(p, GROUP_WORKING, a->name, layer, type, count, made,
-                                tick_forward(layer, a->used));
-            *backward =
-                plan_add(p, GROUP_WORKING, a->name, layer, type, count,
-                         tick_backward(m, layer, a->made), tick_backward(m, layer, a->used_back));
+        const int per_token = a->channels > 0           ? a->channels * m->C
+                              : a->channels == PER_HEAD ? m->NH
+                                                        : 1;
+        BufferRow row = {GROUP_KEPT, a->name, a->channels > 0 ? s->dtype : settings_real(s),
+                         N * per_token, tick_forward(i == ACT_X ? layer - 1 : layer, a->made),
+                         tick_backward(m, layer, a->used_back), a->home};
+        if (plan_recomputes(s, a->made, layer)) {
+            row.group = GROUP_WORKING;
+            row.last = tick_forward(layer, a->used);
+            *forward = plan_add(p, &row, layer);
+            row.first = tick_backward(m, layer, a->made);
+            row.last = tick_backward(m, layer, a->used_back);
+            *backward = plan_add(p, &row, layer);
         } else {
-            *forward = *backward = plan_add(p, GROUP_KEPT, a->name, layer, type, count, made,
-                                            tick_backward(m, layer, a->used_back));
+            *forward = *backward = plan_add(p, &row, layer);
         }
     }
     for (int i = 0; i < GRADS; i++) {
         const GradRow *g = &grad_rows[i];
-        p->grad[i * m->L + layer] =
-            plan_add(p, GROUP_WORKING, g->name, layer, s->dtype, N * g->channels * m->C,
-                     tick_backward(m, layer, g->first), tick_backward(m, layer, g->last));
+        BufferRow row = {GROUP_WORKING, g->name, s->dtype, N * g->channels * m->C,
+                         tick_backward(m, layer, g->first), tick_backward(m, layer, g->last),
+                         ON_DEVICE};
+        p->grad[i * m->L + layer] = plan_add(p, &row, layer);
     }
 }
 
-// Rows between the last block's forward and its backward, and the residual gradient.
-static void plan_add_head(Plan *p) {
-    const Settings *s = &p->settings;
-    const Model *m = &s->model;
-    const Type statistics = s->gpu ? TYPE_FP32 : TYPE_REAL;
-    const int64_t N = (int64_t)s->B * s->T, NC = N * m->C;
-    int lnf = tick_lnf(m), head = tick_head(m), back = tick_lnf_backward(m);
-    p->single[ROW_XF] =
-        plan_add(p, GROUP_KEPT, "x", m->L, s->dtype, NC, tick_forward(m->L - 1, F_FCPROJ), back);
-    p->single[ROW_LNF] = plan_add(p, GROUP_WORKING, "lnf", -1, s->dtype, NC, lnf, back);
-    p->single[ROW_LNF_MEAN] = plan_add(p, GROUP_WORKING, "lnf.mean", -1, statistics, N, lnf, back);
-    p->single[ROW_LNF_RSTD] = plan_add(p, GROUP_WORKING, "lnf.rstd", -1, statistics, N, lnf, back);
-    p->single[ROW_LOGITS] = plan_add(p, GROUP_LOGITS, "logits", -1, s->dtype,
-                                     (int64_t)s->logit_rows * m->Vp, head, head);
-    p->single[ROW_DRES] =
-        plan_add(p, GROUP_WORKING, "d_residual", -1, s->dtype, NC, back, tick_embed_backward(m));
-    if (s->gpu) {
-        p->single[ROW_ATT_D] = plan_add(p, GROUP_WORKING, "attention D", -1, TYPE_FP32, N * m->NH,
-                                        back, tick_embed_backward(m));
-    }
-}
-
-// Rows of the whole run first, then kept activations, the long-lived before the short, which makes
-// them a stack; then the rest, by size or by life, whichever needs less. Order of birth decides
-// ties.
+// Buffers of the whole run first, then kept activations, the long-lived before the short, which
+// makes them a stack; then the rest, by size or by life, whichever needs less. Order of birth
+// decides ties.
 static const Plan *plan_sorted;
 static int plan_by_size;
 static int plan_compare(const void *a, const void *b) {
-    const Row *x = &plan_sorted->rows[*(const int *)a], *y = &plan_sorted->rows[*(const int *)b];
+    const Buffer *x = &plan_sorted->buffers[*(const int *)a];
+    const Buffer *y = &plan_sorted->buffers[*(const int *)b];
     int life_x = x->last - x->first, life_y = y->last - y->first, whole = plan_sorted->ticks - 1;
     int rank_x = life_x == whole ? 0 : x->group == GROUP_KEPT ? 1 : 2;
     int rank_y = life_y == whole ? 0 : y->group == GROUP_KEPT ? 1 : 2;
@@ -1025,30 +1107,30 @@ static int plan_compare(const void *a, const void *b) {
     return *(const int *)a - *(const int *)b;
 }
 
-// Gives every row the lowest offset at which it overlaps no placed row of a common tick (first
-// fit).
+// Gives every buffer the lowest offset at which it overlaps no placed buffer of a common tick
+// (first fit).
 static void plan_place(Plan *p) {
-    int *order = (int *)alloc_zero((size_t)p->row_count, sizeof(int));
-    int *placed = (int *)alloc_zero((size_t)p->row_count, sizeof(int)), count = 0;  // by offset
-    for (int i = 0; i < p->row_count; i++) {
+    int *order = (int *)alloc_zero((size_t)p->buffer_count, sizeof(int));
+    int *placed = (int *)alloc_zero((size_t)p->buffer_count, sizeof(int)), count = 0;  // by offset
+    for (int i = 0; i < p->buffer_count; i++) {
         order[i] = i;
     }
     plan_sorted = p;
-    qsort(order, (size_t)p->row_count, sizeof(int), plan_compare);
+    qsort(order, (size_t)p->buffer_count, sizeof(int), plan_compare);
     p->device_bytes = p->host_bytes = 0;
-    for (int k = 0; k < p->row_count; k++) {
-        Row *row = &p->rows[order[k]];
-        size_t need = (size_t)round_up_i64((int64_t)row->bytes, PLAN_ALIGN) + PLAN_GAP, offset = 0;
-        if (row->host) {
-            row->offset = p->host_bytes;
+    for (int k = 0; k < p->buffer_count; k++) {
+        Buffer *b = &p->buffers[order[k]];
+        size_t need = (size_t)round_up_i64((int64_t)b->bytes, PLAN_ALIGN) + PLAN_GAP, offset = 0;
+        if (b->home == HOME_HOST) {
+            b->offset = p->host_bytes;
             p->host_bytes += need;
             continue;
         }
         for (int i = 0; i < count; i++) {
-            const Row *other = &p->rows[placed[i]];
+            const Buffer *other = &p->buffers[placed[i]];
             size_t end =
                 other->offset + (size_t)round_up_i64((int64_t)other->bytes, PLAN_ALIGN) + PLAN_GAP;
-            if (other->first > row->last || other->last < row->first || end <= offset) {
+            if (other->first > b->last || other->last < b->first || end <= offset) {
                 continue;
             }
             if (other->offset >= offset + need) {
@@ -1056,10 +1138,10 @@ static void plan_place(Plan *p) {
             }
             offset = end;
         }
-        row->offset = offset;
+        b->offset = offset;
         p->device_bytes = (size_t)max_i64((int64_t)p->device_bytes, (int64_t)(offset + need));
         int at = count++;
-        while (at > 0 && p->rows[placed[at - 1]].offset > offset) {
+        while (at > 0 && p->buffers[placed[at - 1]].offset > offset) {
             placed[at] = placed[at - 1];
             at--;
         }
@@ -1073,11 +1155,13 @@ static void plan_place(Plan *p) {
 static size_t *plan_live(const Plan *p) {
     int64_t *change = (int64_t *)alloc_zero((size_t)p->ticks + 1, sizeof(int64_t));
     size_t *live = (size_t *)alloc_zero((size_t)p->ticks, sizeof(size_t));
-    for (int i = 0; i < p->row_count; i++) {
-        const Row *row = &p->rows[i];
-        int64_t bytes = row->host ? 0 : round_up_i64((int64_t)row->bytes, PLAN_ALIGN) + PLAN_GAP;
-        change[row->first] += bytes;
-        change[row->last + 1] -= bytes;
+    for (int i = 0; i < p->buffer_count; i++) {
+        const Buffer *b = &p->buffers[i];
+        int64_t bytes = b->home == HOME_DEVICE
+                            ? round_up_i64((int64_t)b->bytes, PLAN_ALIGN) + PLAN_GAP
+                            : 0;
+        change[b->first] += bytes;
+        change[b->last + 1] -= bytes;
     }
     int64_t sum = 0;
     for (int t = 0; t < p->ticks; t++) {
@@ -1095,15 +1179,14 @@ static void plan_build(Plan *p, const Settings *s) {
     p->ticks = tick_update(&s->model) + 1;
     p->act = (int *)alloc_zero((size_t)2 * ACTS * (size_t)s->model.L, sizeof(int));
     p->grad = (int *)alloc_zero((size_t)GRADS * (size_t)s->model.L, sizeof(int));
+    BufferRow singles[SINGLES];
+    single_buffers(singles, s);
     for (int i = 0; i < SINGLES; i++) {
-        p->single[i] = -1;
+        p->single[i] = plan_add(p, &singles[i], -1);
     }
-    plan_add_states(p);
-    plan_add_workspaces(p);
     for (int l = 0; l < s->model.L; l++) {
         plan_add_block(p, l);
     }
-    plan_add_head(p);
     plan_by_size = 0;
     plan_place(p);
     size_t by_life = p->device_bytes;
@@ -1121,7 +1204,7 @@ static void plan_build(Plan *p, const Settings *s) {
 }
 
 static void plan_free(Plan *p) {
-    free(p->rows);
+    free(p->buffers);
     free(p->act);
     free(p->grad);
     memset(p, 0, sizeof *p);
@@ -1136,34 +1219,38 @@ static size_t plan_bytes(const Settings *s) {
     return bytes;
 }
 
-// Reads -r. Levels by name or number; block:K recomputes the first K blocks only.
-static void recompute_parse(const char *text, int L, int *level, int *blocks) {
-    *blocks = L;
-    *level = -1;
+// Reads -r: a level, or LEVEL:K for the first K blocks alone.
+static void recompute_parse(Settings *s, const char *text) {
+    const int length = (int)strcspn(text, ":");
+    char word[8], names[128] = "", *end = NULL;
+    int level = -1;
+    snprintf(word, sizeof word, "%.*s", length, text);
     for (int i = 0; i < RECOMPUTE_LEVELS; i++) {
-        *level = strcmp(text, level_names[i]) == 0 ? i : *level;
-    }
-    if (strcmp(text, "0") == 0 || strcmp(text, "1") == 0) {
-        *level = text[0] == '0' ? RECOMPUTE_NONE : RECOMPUTE_BLOCK;
-    }
-    if (strncmp(text, "block:", 6) == 0) {
-        char *end;
-        long k = strtol(text + 6, &end, 10);
-        if (end == text + 6 || *end != 0 || k < 0 || k > L) {
-            die("--recompute (-r): '%s': block:K takes K from 0 to %d, the model's blocks", text,
-                L);
+        const LevelRow *row = &level_rows[i];
+        size_t used = strlen(names);
+        if (strcmp(word, row->name) == 0 || (row->alias && strcmp(word, row->alias) == 0)) {
+            level = i;
         }
-        *level = RECOMPUTE_BLOCK;
-        *blocks = (int)k;
+        snprintf(names + used, sizeof names - used, row->alias ? " %s (%s)" : " %s", row->name,
+                 row->alias);
     }
-    if (strcmp(text, "2") == 0) {
-        die("--recompute (-r): '2' is not a level here: 'gelu' recomputes GELU, 'norm' also both "
-            "LayerNorms");
+    if (level < 0 || length >= (int)sizeof word) {
+        die("--recompute (-r): '%s' is not one of%s, nor one of these for the first K blocks, as "
+            "in block:K", text, names);
     }
-    if (*level < 0) {
-        die("--recompute (-r): '%s' is not one of none (0), gelu, norm, mlp, qkv, block (1), "
-            "block:K",
-            text);
+    const char *number = text + length + 1;
+    long blocks = text[length] ? strtol(number, &end, 10) : s->model.L;
+    if (end && (end == number || *end != 0 || blocks < 0 || blocks > s->model.L)) {
+        die("--recompute (-r): '%s': K of %s:K is a number from 0 to %d, the model's blocks", text,
+            level_rows[level].name, s->model.L);
+    }
+    settings_recompute(s, level, (int)blocks);
+}
+
+static void recompute_print_help(void) {
+    for (int i = 0; i < RECOMPUTE_LEVELS; i++) {
+        const LevelRow *row = &level_rows[i];
+        printf("%25s%-6s%-2s%s\n", "", row->name, row->alias ? row->alias : "", row->help);
     }
 }
 
@@ -1176,47 +1263,47 @@ static void poison_mark(void *memory, size_t bytes, int alive) {
 static void (*plan_mark)(void *memory, size_t bytes, int alive) = poison_mark;
 #endif
 
-// Moves the clock. Test builds poison the rows that die and fill those that are born with NaN.
+// Moves the clock. Test builds poison the buffers that die and fill those that are born with NaN.
 static void plan_tick(Plan *p, int tick) {
     p->now = tick;
 #if GPT2_POISON
     for (int birth = 0; birth < 2; birth++) {
-        for (int i = 0; i < p->row_count; i++) {
-            Row *row = &p->rows[i];
-            int alive = row->first <= tick && tick <= row->last;
-            if (!row->host && alive != row->alive && alive == birth) {
-                row->alive = alive;
-                p->mark(p->base + row->offset, row->bytes, alive);
+        for (int i = 0; i < p->buffer_count; i++) {
+            Buffer *b = &p->buffers[i];
+            int alive = b->first <= tick && tick <= b->last;
+            if (b->home == HOME_DEVICE && alive != b->alive && alive == birth) {
+                b->alive = alive;
+                p->mark(p->base[HOME_DEVICE] + b->offset, b->bytes, alive);
             }
         }
     }
 #endif
 }
 
-// The memory of row `id`, which must be alive at the current tick.
-static void *row_pointer(const Plan *p, int id) {
-    check(id >= 0 && id < p->row_count, "no such row in this plan");
-    const Row *row = &p->rows[id];
-    check(row->first <= p->now && p->now <= row->last,
-          "row %s lives from tick %d to %d, used at %d", row->name, row->first, row->last, p->now);
-    return p->base + row->offset;
+// The memory of buffer `id`, which must be alive at the current tick.
+static void *buffer_pointer(const Plan *p, int id) {
+    check(id >= 0 && id < p->buffer_count, "no such buffer in this plan");
+    const Buffer *b = &p->buffers[id];
+    check(b->first <= p->now && p->now <= b->last,
+          "buffer %s lives from tick %d to %d, used at %d", b->name, b->first, b->last, p->now);
+    return p->base[b->home] + b->offset;
 }
 
-static void *plan_single(const Plan *p, int single) { return row_pointer(p, p->single[single]); }
+static void *plan_single(const Plan *p, int single) { return buffer_pointer(p, p->single[single]); }
 
-// An activation of a block, from the row of the pass the clock is in. x of layer L is the last
+// An activation of a block, from the buffer of the pass the clock is in. x of layer L is the last
 // block's output.
 static void *plan_act(const Plan *p, int act, int layer) {
     const Model *m = &p->settings.model;
     if (act == ACT_X && layer == m->L) {
-        return plan_single(p, ROW_XF);
+        return plan_single(p, BUF_XF);
     }
     int backward = p->now >= tick_backward(m, m->L - 1, 0);
-    return row_pointer(p, p->act[(backward * ACTS + act) * m->L + layer]);
+    return buffer_pointer(p, p->act[(backward * ACTS + act) * m->L + layer]);
 }
 
 static void *plan_grad(const Plan *p, int grad, int layer) {
-    return row_pointer(p, p->grad[grad * p->settings.model.L + layer]);
+    return buffer_pointer(p, p->grad[grad * p->settings.model.L + layer]);
 }
 
 // Allocates the plan: one mapping of exactly device_bytes, in huge pages where the system gives
@@ -1229,7 +1316,7 @@ static void plan_open(Plan *p) {
             strerror(errno));
     }
     madvise(memory, p->device_bytes, MADV_HUGEPAGE);
-    p->base = (char *)memory;
+    p->base[HOME_DEVICE] = (char *)memory;
 #if GPT2_POISON
     p->mark = plan_mark;
     p->mark(memory, p->device_bytes, 0);
@@ -1237,14 +1324,13 @@ static void plan_open(Plan *p) {
     plan_tick(p, 0);
 }
 
+// Gives the memory back; the plan stays.
 static void plan_close(Plan *p) {
-    if (p->base) {
 #if GPT2_POISON
-        p->mark(p->base, p->device_bytes, 1);
+    p->mark(p->base[HOME_DEVICE], p->device_bytes, 1);
 #endif
-        munmap(p->base, p->device_bytes);
-    }
-    plan_free(p);
+    munmap(p->base[HOME_DEVICE], p->device_bytes);
+    p->base[HOME_DEVICE] = NULL;
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -1299,6 +1385,7 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
     memset(s, 0, sizeof *s);
     s->model = *m;
     s->gpu = gpu;
+    s->ranks = 1;
     s->B = (int)o->batch;
     s->T = o->seq_len ? (int)o->seq_len : m->maxT;
     s->threads = thread_count();
@@ -1322,10 +1409,9 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
     s->moment_dtype = strcmp(o->moments, "bf16") == 0 ? TYPE_BF16 : fp32;
     s->split_master =
         s->dtype == TYPE_BF16 && (strcmp(o->master, "split") == 0 || strcmp(o->master, "1") == 0);
-    s->offload_moments = strstr(o->offload, "moments") != NULL;
-    s->offload_master = strstr(o->offload, "master") != NULL;
-    if (!gpu && (s->dtype != TYPE_REAL || s->moment_dtype != TYPE_REAL || s->offload_moments ||
-                 s->offload_master)) {
+    s->home[HOME_OF_MOMENTS] = strstr(o->offload, "moments") ? HOME_HOST : HOME_DEVICE;
+    s->home[HOME_OF_MASTER] = strstr(o->offload, "master") ? HOME_HOST : HOME_DEVICE;
+    if (!gpu && (s->dtype != TYPE_REAL || s->moment_dtype != TYPE_REAL || settings_offloads(s))) {
         die("--dtype, --moments and --offload: this run computes in fp32 on the CPU; with --plan "
             "--gpu NAME they "
             "plan a GPU run");
@@ -1334,11 +1420,11 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
     if (s->dtype != TYPE_BF16 && (bf16_grads || s->moment_dtype == TYPE_BF16)) {
         die("--%s bf16 needs --dtype bf16, found %s", bf16_grads ? "grad-dtype" : "moments", dtype);
     }
-    if (s->offload_master && !s->split_master && s->dtype != TYPE_FP16) {
+    if (s->home[HOME_OF_MASTER] == HOME_HOST && !settings_has_master(s)) {
         die("--offload master: there is no master copy with --dtype %s and --master (-w) %s", dtype,
             o->master);
     }
-    recompute_parse(o->recompute, m->L, &s->level, &s->recompute_blocks);
+    recompute_parse(s, o->recompute);
     int64_t N = (int64_t)s->B * s->T;
     if (o->logit_rows > N) {
         die("--logit-rows: %" PRId64 " is more than the micro-batch's %" PRId64 " tokens",
@@ -1348,14 +1434,18 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
         (int)(o->logit_rows ? o->logit_rows : default_logit_rows(m, type_bytes(s->dtype), N, gpu));
 }
 
-// FLOPs recomputed by `level` in all its blocks, over FLOPs of a step without recomputation.
-static double recompute_price(const Settings *s, int level) {
-    static const double matmul[RECOMPUTE_LEVELS] = {0, 0,  0,
-                                                    8, 14, 16};  // x C^2 of a block's 72 C^2
+// FLOPs that are recomputed, over FLOPs of a step without recomputation.
+static double recompute_price(const Settings *s) {
     const Model *m = &s->model;
-    double C = m->C, attention = level == RECOMPUTE_BLOCK ? 2.0 * s->T * C : 0;
-    double step = m->L * (72 * C * C + 7 * s->T * C) + 6.0 * C * m->Vp;
-    return s->recompute_blocks * (matmul[level] * C * C + attention) / step;
+    const double C = m->C, step = m->L * (72 * C * C + 7 * s->T * C) + 6.0 * C * m->Vp;
+    double sum = 0;
+    for (int l = 0; l < m->L; l++) {
+        for (int stage = 0; stage < F_STAGES; stage++) {
+            double attention = stage == F_ATT ? 2.0 * s->T * C : 0;
+            sum += plan_recomputes(s, stage, l) ? stage_rows[stage].flops * C * C + attention : 0;
+        }
+    }
+    return sum / step;
 }
 
 // A change of settings that frees memory, in order of cost.
@@ -1386,24 +1476,22 @@ static int plan_remedies(const Plan *p, Remedy list[MAX_REMEDIES]) {
     const Settings *now = &p->settings;
     char option[48], price[64];
     int n = 0;
-    for (int level = RECOMPUTE_GELU; level < RECOMPUTE_LEVELS; level++) {
+    for (int level = RECOMPUTE_NONE + 1; level < RECOMPUTE_LEVELS; level++) {
         Settings s = *now;
-        s.level = level;
-        s.recompute_blocks = now->model.L;
-        if (level > now->level || now->recompute_blocks < now->model.L) {
-            snprintf(option, sizeof option, "-r %s", level_names[level]);
-            snprintf(price, sizeof price, "%.1f %% more arithmetic, same bits",
-                     100 * recompute_price(&s, level));
-            n = remedy_add(list, n, p->device_bytes, &s, option, price);
-        }
+        settings_recompute(&s, level, s.model.L);
+        snprintf(option, sizeof option, "-r %s", level_rows[level].name);
+        snprintf(price, sizeof price, "%.1f %% more arithmetic, same bits",
+                 100 * recompute_price(&s));
+        n = remedy_add(list, n, p->device_bytes, &s, option, price);
     }
     if (now->gpu) {
-        if (!now->offload_moments) {
+        if (now->home[HOME_OF_MOMENTS] == HOME_DEVICE) {
             Settings s = *now;
-            s.offload_moments = 1;
-            s.offload_master = s.split_master || s.dtype == TYPE_FP16;
+            int master = settings_has_master(&s);
+            s.home[HOME_OF_MOMENTS] = HOME_HOST;
+            s.home[HOME_OF_MASTER] = master ? HOME_HOST : HOME_DEVICE;
             n = remedy_add(list, n, p->device_bytes, &s,
-                           s.offload_master ? "--offload moments,master" : "--offload moments",
+                           master ? "--offload moments,master" : "--offload moments",
                            "host memory and PCIe time once a step, same bits");
         }
         Settings s = *now;
@@ -1411,7 +1499,9 @@ static int plan_remedies(const Plan *p, Remedy list[MAX_REMEDIES]) {
         n = remedy_add(list, n, p->device_bytes, &s, "--moments bf16",
                        "rounds the moments: numbers change");
         s.split_master = 0;
-        s.offload_master = now->dtype == TYPE_BF16 ? 0 : now->offload_master;
+        if (now->dtype == TYPE_BF16) {
+            s.home[HOME_OF_MASTER] = HOME_DEVICE;
+        }
         if (now->split_master) {
             n = remedy_add(list, n, p->device_bytes, &s, "--moments bf16 -w none",
                            "stochastic rounding of weights: numbers change");
@@ -1482,7 +1572,8 @@ static void plan_refuse(const Plan *p, size_t need, size_t available) {
         bytes_text((double)available).s, bytes_text((double)(need - available)).s, line);
 }
 
-// JSON of the plan for dev/report.py: ticks by name, every row with its place in time and memory.
+// JSON of the plan for dev/report.py: ticks by name and every buffer with its place in time and
+// memory.
 static void plan_print_json(const Plan *p) {
     printf("{\"target\":\"%s\",\"total_bytes\":%zu,\"host_bytes\":%zu,\"ticks\":[",
            p->settings.gpu ? "gpu" : "cpu", p->device_bytes, p->host_bytes);
@@ -1491,20 +1582,19 @@ static void plan_print_json(const Plan *p) {
         tick_name(name, &p->settings.model, t);
         printf("%s\"%s\"", t ? "," : "", name);
     }
-    printf("],\"rows\":[");
-    for (int i = 0; i < p->row_count; i++) {
-        const Row *r = &p->rows[i];
+    printf("],\"buffers\":[");
+    for (int i = 0; i < p->buffer_count; i++) {
+        const Buffer *b = &p->buffers[i];
         printf("%s\n{\"name\":\"%s\",\"group\":\"%s\",\"bytes\":%zu,\"offset\":%zu,\"first\":%d,"
-               "\"last\":%d,"
-               "\"where\":\"%s\"}",
-               i ? "," : "", r->name, group_names[r->group], r->bytes, r->offset, r->first, r->last,
-               r->host ? "host" : "device");
+               "\"last\":%d,\"home\":\"%s\"}",
+               i ? "," : "", b->name, group_names[b->group], b->bytes, b->offset, b->first, b->last,
+               b->home == HOME_HOST ? "host" : "device");
     }
     printf("]}\n");
 }
 
 // Bytes of every group at the tick where most bytes are alive, so that they add up to the peak; the
-// rest of the allocation is what first fit could not share. Host rows are counted apart.
+// rest of the allocation is what first fit could not share. Host buffers are counted apart.
 static void plan_groups(const Plan *p, size_t device[GROUPS], size_t host[GROUPS]) {
     size_t *live = plan_live(p);
     int peak = 0;
@@ -1514,11 +1604,11 @@ static void plan_groups(const Plan *p, size_t device[GROUPS], size_t host[GROUPS
     free(live);
     memset(device, 0, GROUPS * sizeof(size_t));
     memset(host, 0, GROUPS * sizeof(size_t));
-    for (int i = 0; i < p->row_count; i++) {
-        const Row *r = &p->rows[i];
-        if (r->first <= peak && peak <= r->last) {
-            (r->host ? host : device)[r->group] +=
-                (size_t)round_up_i64((int64_t)r->bytes, PLAN_ALIGN) + PLAN_GAP;
+    for (int i = 0; i < p->buffer_count; i++) {
+        const Buffer *b = &p->buffers[i];
+        if (b->first <= peak && peak <= b->last) {
+            (b->home == HOME_HOST ? host : device)[b->group] +=
+                (size_t)round_up_i64((int64_t)b->bytes, PLAN_ALIGN) + PLAN_GAP;
         }
     }
 }
@@ -1553,16 +1643,17 @@ static int plan_print(const Plan *p, size_t available, const char *where) {
     const Settings *s = &p->settings;
     const Model *m = &s->model;
     static const char *const types[] = {"fp32", "bf16", "fp16"};
+    int blocks, level = settings_level(s, &blocks);
     size_t device[GROUPS], host[GROUPS], sum = 0;
     size_t total = p->device_bytes + (s->gpu ? library_reserve_bytes : 0);
     printf("memory plan of the %s run\nL%d NH%d C%d, vocabulary %d (%d rows), %s parameters; %s; "
            "B %d, T %d; -r %s",
            s->gpu ? "GPU" : "CPU", m->L, m->NH, m->C, m->V, m->Vp,
            count_text(model_parameters(m)).s, s->gpu ? types[s->dtype] : "fp32", s->B, s->T,
-           level_names[s->level]);
-    if (s->level) {
-        printf(" in %d of %d blocks: %.1f %% more arithmetic", s->recompute_blocks, m->L,
-               100 * recompute_price(s, s->level));
+           level_rows[level].name);
+    if (level) {
+        printf(" in %d of %d blocks: %.1f %% more arithmetic", blocks, m->L,
+               100 * recompute_price(s));
     }
     printf("\n\n");
     plan_groups(p, device, host);
@@ -2376,187 +2467,190 @@ static void gelu_backward(real *dinp, const real *dout, const real *inp, size_t 
 
 // -------------------------------------------------------------------------------------------------
 // 9. The network
-// GPT-2 on the CPU, over the plan's rows. A block's stage computes one activation; forward runs all
-// eight, backward repeats those whose activation was dropped, with the same code on the same
-// inputs, so recomputation changes no bit. Gradients add up over micro-steps; `micros` of them make
-// one optimizer step.
+// GPT-2 on the CPU, over the plan's buffers, and the walk through a micro-step, which serves
+// Volume II too.
+// 1. A block's stage computes one activation; forward runs all eight, backward repeats those whose
+//    activation was dropped, with the same code on the same inputs, so no bit changes.
+// 2. Gradients add up over micro-steps; `micros` of them make one optimizer step.
 
-typedef struct {
-    Plan plan;
-} Network;
-
-// A tensor of the weights, gradients or moments (`row` is ROW_WEIGHTS, ROW_GRADS, ROW_M or ROW_V).
-static real *network_tensor(const Network *net, int row, int tensor, int layer) {
-    return (real *)plan_single(&net->plan, row) +
-           tensor_offset(&net->plan.settings.model, tensor, layer);
-}
-
-static real *network_single(const Network *net, int row) {
-    return (real *)plan_single(&net->plan, row);
-}
-
-static real *network_act(const Network *net, int act, int layer) {
-    return (real *)plan_act(&net->plan, act, layer);
-}
-
-static real *network_grad(const Network *net, int grad, int layer) {
-    return (real *)plan_grad(&net->plan, grad, layer);
-}
-
-// The activation that each of the first seven stages makes.
-static const int stage_acts[] = {ACT_LN1, ACT_QKV, ACT_ATT, ACT_RES2, ACT_LN2, ACT_FCH, ACT_GELU};
-
-// One forward stage of a block on B sequences of T tokens; the clock stands at its tick, forward or
-// recomputing.
-static void block_stage(Network *net, int layer, int stage, int B, int T) {
-    const int C = net->plan.settings.model.C, NH = net->plan.settings.model.NH, N = B * T;
-#define ACT(name) network_act(net, ACT_##name, layer)
-#define WEIGHT(name) network_tensor(net, ROW_WEIGHTS, name, layer)
-    switch (stage) {
-    case F_LN1:
-        layernorm_forward(ACT(LN1), ACT(LN1_MEAN), ACT(LN1_RSTD), ACT(X), WEIGHT(LN1W),
-                          WEIGHT(LN1B), N, C);
-        break;
-    case F_QKV:
-        matmul_forward(ACT(QKV), ACT(LN1), WEIGHT(QKVW), WEIGHT(QKVB), NULL, N, C, 3 * C);
-        break;
-    case F_ATT:
-        attention_forward(ACT(ATT), ACT(LSE), ACT(QKV), B, T, C, NH);
-        break;
-    case F_ATTPROJ:
-        matmul_forward(ACT(RES2), ACT(ATT), WEIGHT(ATTPROJW), WEIGHT(ATTPROJB), ACT(X), N, C, C);
-        break;
-    case F_LN2:
-        layernorm_forward(ACT(LN2), ACT(LN2_MEAN), ACT(LN2_RSTD), ACT(RES2), WEIGHT(LN2W),
-                          WEIGHT(LN2B), N, C);
-        break;
-    case F_FC:
-        matmul_forward(ACT(FCH), ACT(LN2), WEIGHT(FCW), WEIGHT(FCB), NULL, N, C, 4 * C);
-        break;
-    case F_GELU:
-        gelu_forward(ACT(GELU), ACT(FCH), (size_t)N * 4 * (size_t)C);
-        break;
-    case F_FCPROJ:
-        matmul_forward(network_act(net, ACT_X, layer + 1), ACT(GELU), WEIGHT(FCPROJW),
-                       WEIGHT(FCPROJB), ACT(RES2), N, 4 * C, C);
-        break;
-    }
-}
-
-// Forward over B sequences of T tokens (at most the plan's), to the last LayerNorm's output.
-static void network_forward(Network *net, const Token *tokens, int B, int T) {
-    Plan *p = &net->plan;
-    const Model *m = &p->settings.model;
-    plan_tick(p, 0);
-    encoder_forward(network_act(net, ACT_X, 0), tokens, network_tensor(net, ROW_WEIGHTS, WTE, 0),
-                    network_tensor(net, ROW_WEIGHTS, WPE, 0), B, T, m->C);
-    for (int l = 0; l < m->L; l++) {
-        for (int stage = 0; stage < F_STAGES; stage++) {
-            plan_tick(p, tick_forward(l, stage));
-            block_stage(net, l, stage, B, T);
+// Walks the ticks of a micro-step through `end`, in order: moves the clock, leaves out what is not
+// recomputed, and has `stage` compute the rest. A pass without backward is a shorter walk. What is
+// to happen around the stages of a tick, whatever engine computes them, happens here.
+static void walk(Plan *p, int end, void (*stage)(void *self, int stage, int layer), void *self) {
+    for (int tick = 0; tick <= end; tick++) {
+        Tick t = tick_at(&p->settings.model, tick);
+        plan_tick(p, tick);
+        if (!t.again || plan_recomputes(&p->settings, t.stage, t.layer)) {
+            stage(self, t.stage, t.layer);
         }
     }
-    plan_tick(p, tick_lnf(m));
-    layernorm_forward(network_single(net, ROW_LNF), network_single(net, ROW_LNF_MEAN),
-                      network_single(net, ROW_LNF_RSTD), network_single(net, ROW_XF),
-                      network_tensor(net, ROW_WEIGHTS, LNFW, 0),
-                      network_tensor(net, ROW_WEIGHTS, LNFB, 0), B * T, m->C);
 }
 
-// The classifier over N rows, a chunk of logits at a time: losses into ROW_LOSSES; with `backward`
-// also dwte, and the gradient of the last LayerNorm's output in place of that output. dloss: the
-// weight of one token's loss. Returns the mean loss.
-static double network_classifier(Network *net, const Token *targets, int N, real dloss,
-                                 int backward) {
-    Plan *p = &net->plan;
+// The plan's buffers as the oracle's numbers: one that exists once; a tensor of the weights,
+// gradients or moments; an activation; the gradient of one (GRAD_*).
+static real *buffer(const Plan *p, int id) { return (real *)plan_single(p, id); }
+static real *tensor_in(const Plan *p, int id, int tensor, int layer) {
+    return buffer(p, id) + tensor_offset(&p->settings.model, tensor, layer);
+}
+static real *weight(const Plan *p, int tensor, int layer) {
+    return tensor_in(p, BUF_WEIGHTS, tensor, layer);
+}
+static real *dweight(const Plan *p, int tensor, int layer) {
+    return tensor_in(p, BUF_GRADS, tensor, layer);
+}
+static real *act(const Plan *p, int id, int layer) { return (real *)plan_act(p, id, layer); }
+static real *dact(const Plan *p, int id, int layer) { return (real *)plan_grad(p, id, layer); }
+
+// What a walk computes: B sequences of T tokens, at most the plan's.
+typedef struct {
+    Plan *plan;
+    const Token *inputs, *targets;  // (B,T); targets NULL: the logits after the last input alone
+    int B, T;
+    real dloss;   // weight of a token's loss in the gradients; 0: no gradients
+    double loss;  // the mean, once the head is done
+} Pass;
+
+// One stage of block `l`, forward or recomputing.
+static void block_forward(const Pass *pass, int stage, int l) {
+    const Plan *p = pass->plan;
+    const int B = pass->B, T = pass->T, N = B * T;
+    const int C = p->settings.model.C, NH = p->settings.model.NH;
+    switch (stage) {
+    case F_LN1:
+        layernorm_forward(act(p, ACT_LN1, l), act(p, ACT_LN1_MEAN, l), act(p, ACT_LN1_RSTD, l),
+                          act(p, ACT_X, l), weight(p, LN1W, l), weight(p, LN1B, l), N, C);
+        break;
+    case F_QKV:
+        matmul_forward(act(p, ACT_QKV, l), act(p, ACT_LN1, l), weight(p, QKVW, l),
+                       weight(p, QKVB, l), NULL, N, C, 3 * C);
+        break;
+    case F_ATT:
+        attention_forward(act(p, ACT_ATT, l), act(p, ACT_LSE, l), act(p, ACT_QKV, l), B, T, C, NH);
+        break;
+    case F_ATTPROJ:
+        matmul_forward(act(p, ACT_RES2, l), act(p, ACT_ATT, l), weight(p, ATTPROJW, l),
+                       weight(p, ATTPROJB, l), act(p, ACT_X, l), N, C, C);
+        break;
+    case F_LN2:
+        layernorm_forward(act(p, ACT_LN2, l), act(p, ACT_LN2_MEAN, l), act(p, ACT_LN2_RSTD, l),
+                          act(p, ACT_RES2, l), weight(p, LN2W, l), weight(p, LN2B, l), N, C);
+        break;
+    case F_FC:
+        matmul_forward(act(p, ACT_FCH, l), act(p, ACT_LN2, l), weight(p, FCW, l),
+                       weight(p, FCB, l), NULL, N, C, 4 * C);
+        break;
+    case F_GELU:
+        gelu_forward(act(p, ACT_GELU, l), act(p, ACT_FCH, l), (size_t)N * 4 * (size_t)C);
+        break;
+    case F_FCPROJ:
+        matmul_forward(act(p, ACT_X, l + 1), act(p, ACT_GELU, l), weight(p, FCPROJW, l),
+                       weight(p, FCPROJB, l), act(p, ACT_RES2, l), N, 4 * C, C);
+        break;
+    }
+}
+
+// One stage of block `l` backward: BUF_DRES holds the gradient of its output before the first, and
+// of its input after the last.
+static void block_backward(const Pass *pass, int stage, int l) {
+    const Plan *p = pass->plan;
+    const int B = pass->B, T = pass->T, N = B * T;
+    const int C = p->settings.model.C, NH = p->settings.model.NH;
+    real *dres = buffer(p, BUF_DRES);
+    switch (stage) {
+    case B_FCPROJ:
+        matmul_backward(dact(p, GRAD_MLP, l), dweight(p, FCPROJW, l), dweight(p, FCPROJB, l), dres,
+                        act(p, ACT_GELU, l), weight(p, FCPROJW, l), N, 4 * C, C);
+        break;
+    case B_GELU:
+        gelu_backward(dact(p, GRAD_MLP, l), dact(p, GRAD_MLP, l), act(p, ACT_FCH, l),
+                      (size_t)N * 4 * (size_t)C);
+        break;
+    case B_FC:
+        matmul_backward(dact(p, GRAD_LN2, l), dweight(p, FCW, l), dweight(p, FCB, l),
+                        dact(p, GRAD_MLP, l), act(p, ACT_LN2, l), weight(p, FCW, l), N, C, 4 * C);
+        break;
+    case B_LN2:
+        layernorm_backward(dres, dweight(p, LN2W, l), dweight(p, LN2B, l), dact(p, GRAD_LN2, l),
+                           act(p, ACT_RES2, l), weight(p, LN2W, l), act(p, ACT_LN2_MEAN, l),
+                           act(p, ACT_LN2_RSTD, l), dres, N, C);
+        break;
+    case B_ATTPROJ:
+        matmul_backward(dact(p, GRAD_ATT, l), dweight(p, ATTPROJW, l), dweight(p, ATTPROJB, l),
+                        dres, act(p, ACT_ATT, l), weight(p, ATTPROJW, l), N, C, C);
+        break;
+    case B_ATT:
+        attention_backward(dact(p, GRAD_QKV, l), dact(p, GRAD_ATT, l), act(p, ACT_QKV, l),
+                           act(p, ACT_ATT, l), act(p, ACT_LSE, l), B, T, C, NH);
+        break;
+    case B_QKV:
+        matmul_backward(dact(p, GRAD_LN1, l), dweight(p, QKVW, l), dweight(p, QKVB, l),
+                        dact(p, GRAD_QKV, l), act(p, ACT_LN1, l), weight(p, QKVW, l), N, C, 3 * C);
+        break;
+    case B_LN1:
+        layernorm_backward(dres, dweight(p, LN1W, l), dweight(p, LN1B, l), dact(p, GRAD_LN1, l),
+                           act(p, ACT_X, l), weight(p, LN1W, l), act(p, ACT_LN1_MEAN, l),
+                           act(p, ACT_LN1_RSTD, l), dres, N, C);
+        break;
+    }
+}
+
+// The classifier, a chunk of logits at a time: losses into BUF_LOSSES; where gradients are wanted
+// also dwte, and the gradient of the last LayerNorm's output in place of that output. Without
+// targets: the logits of the last row, into the first of BUF_LOGITS.
+static void network_head(Pass *pass) {
+    const Plan *p = pass->plan;
     const Model *m = &p->settings.model;
-    plan_tick(p, tick_head(m));
-    real *logits = network_single(net, ROW_LOGITS), *losses = network_single(net, ROW_LOSSES);
-    const real *wte = network_tensor(net, ROW_WEIGHTS, WTE, 0);
-    for (int row = 0; row < N; row += p->settings.logit_rows) {
-        int rows = (int)min_i64(p->settings.logit_rows, N - row);
-        real *lnf = network_single(net, ROW_LNF) + (int64_t)row * m->C;
+    const int N = pass->B * pass->T, chunk = p->settings.logit_rows;
+    real *logits = buffer(p, BUF_LOGITS), *losses = buffer(p, BUF_LOSSES);
+    const real *wte = weight(p, WTE, 0);
+    for (int row = pass->targets ? 0 : N - 1; row < N; row += chunk) {
+        int rows = (int)min_i64(chunk, N - row);
+        real *lnf = buffer(p, BUF_LNF) + (int64_t)row * m->C;
         matmul_forward(logits, lnf, wte, NULL, NULL, rows, m->C, m->Vp);
-        classifier_forward_backward(losses + row, logits, targets + row, dloss, rows, m->V, m->Vp,
-                                    backward);
-        if (backward) {
-            matmul_backward(lnf, network_tensor(net, ROW_GRADS, WTE, 0), NULL, logits, lnf, wte,
-                            rows, m->C, m->Vp);
+        if (pass->targets) {
+            classifier_forward_backward(losses + row, logits, pass->targets + row, pass->dloss,
+                                        rows, m->V, m->Vp, pass->dloss != 0);
+        }
+        if (pass->dloss != 0) {
+            matmul_backward(lnf, dweight(p, WTE, 0), NULL, logits, lnf, wte, rows, m->C, m->Vp);
         }
     }
     double sum = 0;
-    for (int i = 0; i < N; i++) {
+    for (int i = 0; i < N && pass->targets; i++) {
         sum += (double)losses[i];
     }
-    return sum / N;
+    pass->loss = sum / N;
 }
 
-// Recomputes what block `layer` dropped, then differentiates it: ROW_DRES holds the gradient of its
-// output before and of its input after.
-static void block_backward(Network *net, int layer) {
-    Plan *p = &net->plan;
-    const Settings *s = &p->settings;
-    const Model *m = &s->model;
-    const int C = m->C, N = s->B * s->T;
-    for (int stage = 0; stage < B_FCPROJ; stage++) {
-        plan_tick(p, tick_backward(m, layer, stage));
-        if (plan_recomputes(s, stage_acts[stage], layer)) {
-            block_stage(net, layer, stage, s->B, s->T);
-        }
+// Computes a stage of a Pass: what walk() calls.
+static void network_stage(void *self, int stage, int layer) {
+    Pass *pass = (Pass *)self;
+    const Plan *p = pass->plan;
+    const int B = pass->B, T = pass->T, C = p->settings.model.C;
+    switch (stage) {
+    case EMBED:
+        encoder_forward(act(p, ACT_X, 0), pass->inputs, weight(p, WTE, 0), weight(p, WPE, 0), B, T,
+                        C);
+        break;
+    case LNF:
+        layernorm_forward(buffer(p, BUF_LNF), buffer(p, BUF_LNF_MEAN), buffer(p, BUF_LNF_RSTD),
+                          buffer(p, BUF_XF), weight(p, LNFW, 0), weight(p, LNFB, 0), B * T, C);
+        break;
+    case HEAD:
+        network_head(pass);
+        break;
+    case D_LNF:
+        layernorm_backward(buffer(p, BUF_DRES), dweight(p, LNFW, 0), dweight(p, LNFB, 0),
+                           buffer(p, BUF_LNF), buffer(p, BUF_XF), weight(p, LNFW, 0),
+                           buffer(p, BUF_LNF_MEAN), buffer(p, BUF_LNF_RSTD), NULL, B * T, C);
+        break;
+    case D_EMBED:
+        encoder_backward(dweight(p, WTE, 0), dweight(p, WPE, 0), buffer(p, BUF_DRES), pass->inputs,
+                         B, T, C);
+        break;
+    default:
+        (stage < F_STAGES ? block_forward : block_backward)(pass, stage, layer);
     }
-#define GRAD(name) network_grad(net, GRAD_##name, layer)
-#define DWEIGHT(name) network_tensor(net, ROW_GRADS, name, layer)
-    real *dres = network_single(net, ROW_DRES);
-    plan_tick(p, tick_backward(m, layer, B_FCPROJ));
-    matmul_backward(GRAD(MLP), DWEIGHT(FCPROJW), DWEIGHT(FCPROJB), dres, ACT(GELU), WEIGHT(FCPROJW),
-                    N, 4 * C, C);
-    plan_tick(p, tick_backward(m, layer, B_GELU));
-    gelu_backward(GRAD(MLP), GRAD(MLP), ACT(FCH), (size_t)N * 4 * (size_t)C);
-    plan_tick(p, tick_backward(m, layer, B_FC));
-    matmul_backward(GRAD(LN2), DWEIGHT(FCW), DWEIGHT(FCB), GRAD(MLP), ACT(LN2), WEIGHT(FCW), N, C,
-                    4 * C);
-    plan_tick(p, tick_backward(m, layer, B_LN2));
-    layernorm_backward(dres, DWEIGHT(LN2W), DWEIGHT(LN2B), GRAD(LN2), ACT(RES2), WEIGHT(LN2W),
-                       ACT(LN2_MEAN), ACT(LN2_RSTD), dres, N, C);
-    plan_tick(p, tick_backward(m, layer, B_ATTPROJ));
-    matmul_backward(GRAD(ATT), DWEIGHT(ATTPROJW), DWEIGHT(ATTPROJB), dres, ACT(ATT),
-                    WEIGHT(ATTPROJW), N, C, C);
-    plan_tick(p, tick_backward(m, layer, B_ATT));
-    attention_backward(GRAD(QKV), GRAD(ATT), ACT(QKV), ACT(ATT), ACT(LSE), s->B, s->T, C, m->NH);
-    plan_tick(p, tick_backward(m, layer, B_QKV));
-    matmul_backward(GRAD(LN1), DWEIGHT(QKVW), DWEIGHT(QKVB), GRAD(QKV), ACT(LN1), WEIGHT(QKVW), N,
-                    C, 3 * C);
-    plan_tick(p, tick_backward(m, layer, B_LN1));
-    layernorm_backward(dres, DWEIGHT(LN1W), DWEIGHT(LN1B), GRAD(LN1), ACT(X), WEIGHT(LN1W),
-                       ACT(LN1_MEAN), ACT(LN1_RSTD), dres, N, C);
-#undef ACT
-#undef WEIGHT
-#undef GRAD
-#undef DWEIGHT
-}
-
-// Forward and backward of one micro-batch (B,T); adds to the gradients and returns the batch's mean
-// loss.
-static double network_micro_step(Network *net, const Token *inputs, const Token *targets,
-                                 int micros) {
-    Plan *p = &net->plan;
-    const Model *m = &p->settings.model;
-    const int B = p->settings.B, T = p->settings.T, N = B * T;
-    network_forward(net, inputs, B, T);
-    double loss = network_classifier(net, targets, N, (real)(1.0 / ((double)N * micros)), 1);
-    plan_tick(p, tick_lnf_backward(m));
-    layernorm_backward(network_single(net, ROW_DRES), network_tensor(net, ROW_GRADS, LNFW, 0),
-                       network_tensor(net, ROW_GRADS, LNFB, 0), network_single(net, ROW_LNF),
-                       network_single(net, ROW_XF), network_tensor(net, ROW_WEIGHTS, LNFW, 0),
-                       network_single(net, ROW_LNF_MEAN), network_single(net, ROW_LNF_RSTD), NULL,
-                       N, m->C);
-    for (int l = m->L - 1; l >= 0; l--) {
-        block_backward(net, l);
-    }
-    plan_tick(p, tick_embed_backward(m));
-    encoder_backward(network_tensor(net, ROW_GRADS, WTE, 0), network_tensor(net, ROW_GRADS, WPE, 0),
-                     network_single(net, ROW_DRES), inputs, B, T, m->C);
-    return loss;
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -2677,12 +2771,11 @@ static double norm_limit(const NormWindow *w, double zscore) {
 // Optimizer step on the whole network: norm, clip, update. Returns the norm; *skipped is 1 and
 // nothing changes when the norm is not finite or above `limit`. `updates` counts the updates made
 // before this one.
-static double network_update(Network *net, const Options *o, double lr, double limit,
-                             int64_t updates, int *skipped) {
-    Plan *p = &net->plan;
+static double network_update(Plan *p, const Options *o, double lr, double limit, int64_t updates,
+                             int *skipped) {
     const Model *m = &p->settings.model;
     plan_tick(p, tick_update(m));
-    double norm = global_norm(network_single(net, ROW_GRADS), tensor_offset(m, TENSORS, 0));
+    double norm = global_norm(buffer(p, BUF_GRADS), tensor_offset(m, TENSORS, 0));
     *skipped = !(isfinite(norm) && norm <= limit);
     if (*skipped) {
         return norm;
@@ -2691,10 +2784,9 @@ static double network_update(Network *net, const Options *o, double lr, double l
     AdamW a = adamw_at(o, lr, updates, scale);
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int l = 0; l < tensor_copies(m, tensor); l++) {
-            adamw_update(
-                network_tensor(net, ROW_WEIGHTS, tensor, l), network_tensor(net, ROW_M, tensor, l),
-                network_tensor(net, ROW_V, tensor, l), network_tensor(net, ROW_GRADS, tensor, l),
-                &a, tensor_is_matrix(tensor) ? a.weight_decay : 0, tensor_size(m, tensor));
+            adamw_update(weight(p, tensor, l), tensor_in(p, BUF_M, tensor, l),
+                         tensor_in(p, BUF_V, tensor, l), dweight(p, tensor, l), &a,
+                         tensor_is_matrix(tensor) ? a.weight_decay : 0, tensor_size(m, tensor));
         }
     }
     return norm;
@@ -2720,7 +2812,7 @@ typedef struct {
 typedef struct Engine Engine;
 struct Engine {
     void *self;
-    char device[96];
+    char device[128];
     double peak_flops;        // 0: unknown
     const char *peak_source;  // what it stands for
     // Forward and backward of micro-batch `micro` of `micros`; the first one clears the gradients.
@@ -2739,57 +2831,57 @@ struct Engine {
     void (*close)(Engine *e);
 };
 
-// The CPU's engine: a network and the loss of the step so far.
+// The CPU's engine: the plan and the loss of the step so far.
 typedef struct {
-    Network net;
+    Plan *plan;
     double loss;
 } CpuEngine;
 
 static void cpu_micro_step(Engine *e, const Token *inputs, const Token *targets, int micro,
                            int micros) {
     CpuEngine *cpu = (CpuEngine *)e->self;
+    Plan *p = cpu->plan;
+    const Settings *s = &p->settings;
+    const real dloss = (real)(1.0 / ((double)(s->B * s->T) * micros * s->ranks));
+    Pass pass = {p, inputs, targets, s->B, s->T, dloss, 0};
     if (micro == 0) {
         cpu->loss = 0;
-        memset(network_single(&cpu->net, ROW_GRADS), 0,
-               cpu->net.plan.rows[cpu->net.plan.single[ROW_GRADS]].bytes);
+        memset(buffer(p, BUF_GRADS), 0, p->buffers[p->single[BUF_GRADS]].bytes);
     }
-    cpu->loss += network_micro_step(&cpu->net, inputs, targets, micros) / micros;
+    walk(p, tick_embed_backward(&s->model), network_stage, &pass);
+    cpu->loss += pass.loss / micros;
 }
 
 static StepResult cpu_update(Engine *e, const Options *o, double lr, double limit,
                              int64_t updates) {
     CpuEngine *cpu = (CpuEngine *)e->self;
     StepResult result = {cpu->loss, 0, 0};
-    result.norm = network_update(&cpu->net, o, lr, limit, updates, &result.skipped);
+    result.norm = network_update(cpu->plan, o, lr, limit, updates, &result.skipped);
     return result;
 }
 
 static double cpu_evaluate(Engine *e, real *losses, const Token *inputs, const Token *targets) {
-    Network *net = &((CpuEngine *)e->self)->net;
-    const Settings *s = &net->plan.settings;
-    const int N = s->B * s->T;
-    network_forward(net, inputs, s->B, s->T);
-    double mean = network_classifier(net, targets, N, 0, 0);
+    Plan *p = ((CpuEngine *)e->self)->plan;
+    const Settings *s = &p->settings;
+    Pass pass = {p, inputs, targets, s->B, s->T, 0, 0};
+    walk(p, tick_head(&s->model), network_stage, &pass);
     if (losses) {
-        memcpy(losses, network_single(net, ROW_LOSSES), (size_t)N * sizeof(real));
+        memcpy(losses, buffer(p, BUF_LOSSES), (size_t)(s->B * s->T) * sizeof(real));
     }
-    return mean;
+    return pass.loss;
 }
 
 static void cpu_logits(Engine *e, real *out, const Token *tokens, int n) {
-    Network *net = &((CpuEngine *)e->self)->net;
-    const Model *m = &net->plan.settings.model;
-    network_forward(net, tokens, 1, n);
-    plan_tick(&net->plan, tick_head(m));
-    real *logits = network_single(net, ROW_LOGITS);
-    matmul_forward(logits, network_single(net, ROW_LNF) + (int64_t)(n - 1) * m->C,
-                   network_tensor(net, ROW_WEIGHTS, WTE, 0), NULL, NULL, 1, m->C, m->Vp);
-    memcpy(out, logits, (size_t)m->V * sizeof(real));
+    Plan *p = ((CpuEngine *)e->self)->plan;
+    const Model *m = &p->settings.model;
+    Pass pass = {p, tokens, NULL, 1, n, 0, 0};
+    walk(p, tick_head(m), network_stage, &pass);
+    memcpy(out, buffer(p, BUF_LOGITS), (size_t)m->V * sizeof(real));
 }
 
 static real *cpu_state(Engine *e, int state, int64_t offset) {
-    static const int rows[] = {ROW_WEIGHTS, ROW_M, ROW_V, ROW_GRADS};
-    return network_single(&((CpuEngine *)e->self)->net, rows[state]) + offset;
+    static const int buffers[] = {BUF_WEIGHTS, BUF_M, BUF_V, BUF_GRADS};
+    return buffer(((CpuEngine *)e->self)->plan, buffers[state]) + offset;
 }
 
 static void cpu_read(Engine *e, int state, int64_t offset, real *out, int64_t count) {
@@ -2801,17 +2893,18 @@ static void cpu_write(Engine *e, int state, int64_t offset, const real *values, 
 }
 
 static void cpu_close(Engine *e) {
-    plan_close(&((CpuEngine *)e->self)->net.plan);
+    plan_close(((CpuEngine *)e->self)->plan);
     free(e->self);
 }
 
-// Allocates the plan of `s` on the CPU.
-static void cpu_open(Engine *e, const Settings *s) {
+// Allocates the plan on the CPU; it is the caller's and outlives the engine.
+static void cpu_open(Engine *e, Plan *p) {
+    const int threads = p->settings.threads;
     CpuEngine *cpu = (CpuEngine *)alloc_zero(1, sizeof *cpu);
     memset(e, 0, sizeof *e);
-    plan_build(&cpu->net.plan, s);
-    plan_open(&cpu->net.plan);
-    matmul_workspace = network_single(&cpu->net, ROW_MATMUL);
+    cpu->plan = p;
+    plan_open(p);
+    matmul_workspace = buffer(p, BUF_MATMUL);
     e->self = cpu;
     e->micro_step = cpu_micro_step;
     e->update = cpu_update;
@@ -2822,8 +2915,8 @@ static void cpu_open(Engine *e, const Settings *s) {
     e->close = cpu_close;
     e->peak_flops = matmul_peak_flops();
     e->peak_source = "the matmul's inner kernel, measured just now";
-    snprintf(e->device, sizeof e->device, "CPU, %d thread%s, fp32", s->threads,
-             s->threads == 1 ? "" : "s");
+    snprintf(e->device, sizeof e->device, "CPU, %d thread%s, fp32", threads,
+             threads == 1 ? "" : "s");
 }
 
 // Zero weights and moments: padding stays so.
@@ -3859,6 +3952,7 @@ static void state_parse(StateFile *out, const Model *m, const unsigned char *byt
     }
     file_require(norms && out->moments[STATE_M].data && out->moments[STATE_V].data, name,
                  "norms, m or v", "is missing");
+    check(norms, "required above");  // which clang-tidy does not see
     memcpy(out->run.norms.values, norms, sizeof out->run.norms.values);
     safetensors_text(&f, "run", out->identity, sizeof out->identity);
     for (int i = 0; i < COUNTERS; i++) {
@@ -4055,10 +4149,11 @@ static ScoreText eval_text(const EvalScore *score) {
 typedef struct {
     Options o;
     Settings s;
+    Plan plan;
     Engine engine;
     Dataset train, val;
     int has_val, micros, live;
-    int64_t steps, windows_per_step, memory_bytes, saved_step;
+    int64_t steps, windows_per_step, saved_step;
     char identity[IDENTITY_BYTES];
     ModelFile weights;  // of -e; where it names none, weights.spans is NULL
     RunState state;
@@ -4187,7 +4282,7 @@ static void log_flush(FILE *f) {
 
 // Opens the log in `output` and writes its first line. resume_step < 0: from the start.
 static FILE *log_open(const char *output, int64_t resume_step, const Options *o, const Settings *s,
-                      size_t plan_bytes) {
+                      size_t plan_bytes, const char *device) {
     char path[PATH_BYTES], text[64];
     path_print(path, "%s/log.jsonl", output);
     log_cut(path, o->resume ? max_i64(resume_step, 0) : INT64_MAX);
@@ -4206,9 +4301,11 @@ static FILE *log_open(const char *output, int64_t resume_step, const Options *o,
     fprintf(f,
             "},\"model\":{\"layers\":%d,\"heads\":%d,\"channels\":%d,\"positions\":%d,"
             "\"vocabulary\":%d,"
-            "\"parameters\":%" PRId64 "},\"plan_bytes\":%zu}\n",
+            "\"parameters\":%" PRId64 "},\"plan_bytes\":%zu,\"device\":\"",
             s->model.L, s->model.NH, s->model.C, s->model.maxT, s->model.V,
             model_parameters(&s->model), plan_bytes);
+    json_text(f, device, strlen(device));
+    fputs("\"}\n", f);
     log_flush(f);
     return f;
 }
@@ -4290,17 +4387,21 @@ static void run_save(Run *run) {
 // The line of a finished step, to the terminal and to the log.
 static void run_report(Run *run, const StepResult *r, double lr, double ms, double mean_ms) {
     const Settings *s = &run->s;
-    double tokens = (double)run->micros * s->B * s->T, per_second = tokens / ms * 1e3;
+    double tokens = (double)run->windows_per_step * s->T, per_second = tokens / ms * 1e3;
     double flops = model_flops_per_token(&s->model, s->T) * per_second;
-    double peak = run->engine.peak_flops > 0 ? 100 * flops / run->engine.peak_flops : 0;
+    double peak = run->engine.peak_flops > 0 ? 100 * flops / run->engine.peak_flops : NAN;
     int64_t left = run->steps - run->state.step;
+    char of_peak[32] = "";
+    if (!isnan(peak)) {
+        snprintf(of_peak, sizeof of_peak, "  %.0f %% of peak", peak);
+    }
     if (!run->o.quiet) {
         printf("%sstep %*" PRId64 "/%" PRId64
-               "  loss %.4f  norm %.3f  lr %.2e  %.1f ms  %s tok/s  %.0f %% of peak  %s"
+               "  loss %.4f  norm %.3f  lr %.2e  %.1f ms  %s tok/s%s  %s"
                "  eta %s%s%s",
                run->live ? "\r\033[K" : "", run->steps > 9999 ? 7 : 4, run->state.step, run->steps,
-               r->loss, r->norm, lr, ms, count_text((int64_t)per_second).s, peak,
-               bytes_text((double)run->memory_bytes).s,
+               r->loss, r->norm, lr, ms, count_text((int64_t)per_second).s, of_peak,
+               bytes_text((double)run->plan.device_bytes).s,
                duration_text((double)left * mean_ms * 1e-3).s, r->skipped ? "  SKIPPED" : "",
                run->live && left && !r->skipped ? "" : "\n");
         fflush(stdout);
@@ -4318,6 +4419,12 @@ static void run_report(Run *run, const StepResult *r, double lr, double ms, doub
     }
 }
 
+// Where this rank's micro-batch of a step starts, whose first sequence is at `start`: the ranks of
+// a micro-step stand side by side, so any number of them reads the same sequences in a step.
+static int64_t batch_position(const Settings *s, int64_t start, int micro) {
+    return start + ((int64_t)micro * s->ranks + s->rank) * s->B;
+}
+
 // One optimizer step: micro-batches from the run's position, the update, the report.
 static void run_step(Run *run, double *mean_ms) {
     const Options *o = &run->o;
@@ -4325,8 +4432,7 @@ static void run_step(Run *run, double *mean_ms) {
     RunState *state = &run->state;
     double start = now_ms(), lr = learning_rate(o, state->step, run->steps);
     for (int micro = 0; micro < run->micros; micro++) {
-        int64_t position =
-            o->overfit ? (int64_t)micro * s->B : state->position + (int64_t)micro * s->B;
+        int64_t position = batch_position(s, o->overfit ? 0 : state->position, micro);
         dataset_batch(&run->train, position, s->B, (int)o->shuffle, (uint64_t)o->seed, run->inputs,
                       run->targets, s->model.V);
         run->engine.micro_step(&run->engine, run->inputs, run->targets, micro, run->micros);
@@ -4403,10 +4509,11 @@ static void run_train(Run *run) {
 typedef struct Program {
     const char *name, *default_model;
     int gpu;
-    void (*open)(Engine *e, const Settings *s);
+    void (*open)(Engine *e, Plan *p);
     size_t (*available)(void);                                // bytes that a plan may take
     size_t library_bytes;                                     // of those, what libraries will take
     int (*command)(Run *run, const struct Program *program);  // --check, --compare; NULL: none
+    void (*refuse)(const Settings *s);                        // what it cannot do; or NULL
 } Program;
 
 // The data of a run without -i: the first prepared corpus, BPE shards before bytes for presets, in
@@ -4475,7 +4582,7 @@ static int plan_command(const Program *program, const Options *o, const Model *m
 static void run_size(Run *run) {
     const Options *o = &run->o;
     const Settings *s = &run->s;
-    int64_t tokens = (int64_t)s->B * s->T,
+    int64_t tokens = (int64_t)s->ranks * s->B * s->T,
             per_step = o->tokens_per_step ? o->tokens_per_step : tokens;
     if (per_step % tokens != 0) {
         die("--tokens-per-step (-d): %" PRId64 " is not a multiple of B x T = %d x %d = %" PRId64,
@@ -4524,7 +4631,8 @@ static void make_folders(const char *path) {
 }
 
 // Start-up box: what was asked, what will run, what it takes.
-static void run_print_box(const Run *run, const Program *program, const Plan *p) {
+static void run_print_box(const Run *run, const Program *program) {
+    const Plan *p = &run->plan;
     const Settings *s = &run->s;
     char text[64], text2[64];
     Options defaults;
@@ -4540,7 +4648,7 @@ static void run_print_box(const Run *run, const Program *program, const Plan *p)
         printf("         without --val-data (-j) nothing is validated\n");
     }
     printf("step     %d x %d x %d = %s tokens; %s steps\n", run->micros, s->B, s->T,
-           count_text((int64_t)run->micros * s->B * s->T).s, count_text(run->steps).s);
+           count_text(run->windows_per_step * s->T).s, count_text(run->steps).s);
     printf("options ");
     for (int i = 0; i < OPTION_ROWS; i++) {
         const char *value = option_text(text, &run->o, &option_rows[i]);
@@ -4557,8 +4665,12 @@ static void run_print_box(const Run *run, const Program *program, const Plan *p)
                    g + 1 < GROUPS ? "," : "");
         }
     }
-    printf("\npeak     %.0f GFLOP/s: %s; a token counts 6 x parameters + 6 L C T FLOPs\n\n",
-           run->engine.peak_flops * 1e-9, run->engine.peak_source);
+    if (run->engine.peak_flops > 0) {
+        printf("\npeak     %.0f GFLOP/s: %s; a token counts 6 x parameters + 6 L C T FLOPs\n\n",
+               run->engine.peak_flops * 1e-9, run->engine.peak_source);
+    } else {
+        printf("\npeak     unknown: %s\n\n", run->engine.peak_source);
+    }
     fflush(stdout);
 }
 
@@ -4610,15 +4722,17 @@ static void run_vocabulary(Run *run) {
     }
 }
 
-// The batch of a run whose settings are known; ends the run when its plan does not fit.
+// The batch and the one plan of a run whose settings are known; ends the run where the program
+// cannot do them or memory lacks.
 static void run_fit(Run *run, const Program *program) {
-    Plan p;
     size_t batch = (size_t)run->s.B * (size_t)run->s.T;
+    if (program->refuse) {
+        program->refuse(&run->s);
+    }
     run->inputs = (Token *)alloc_zero(2 * batch, sizeof(Token));
     run->targets = run->inputs + batch;
-    plan_build(&p, &run->s);
-    plan_refuse(&p, p.device_bytes + program->library_bytes, program->available());
-    plan_free(&p);
+    plan_build(&run->plan, &run->s);
+    plan_refuse(&run->plan, run->plan.device_bytes + program->library_bytes, program->available());
 }
 
 // From options to a run that is sized, fits, and has its data; ends the run where one does not.
@@ -4644,7 +4758,7 @@ static void run_open(Run *run, const Program *program, const Model *m) {
 // Opens the engine with the weights of the newest checkpoint, or else of -e's file, or else with
 // fresh ones. Returns the checkpoint's step, or -1.
 static int64_t run_engine_open(Run *run, const Program *program, const Model *m) {
-    program->open(&run->engine, &run->s);
+    program->open(&run->engine, &run->plan);
     int64_t step = run->o.output[0] ? run_resume(run) : -1;
     if (step < 0 && run->weights.spans) {
         model_file_load(&run->engine, &run->weights, NULL);
@@ -4659,9 +4773,6 @@ static int64_t run_engine_open(Run *run, const Program *program, const Model *m)
 // box.
 static void run_begin(Run *run, const Program *program, const Model *m) {
     const Options *o = &run->o;
-    Plan p;
-    plan_build(&p, &run->s);
-    run->memory_bytes = (int64_t)p.device_bytes;
     run->live = isatty(1);
     run_identity(run->identity, &run->s, o, &run->train);
     if (o->output[0]) {
@@ -4675,11 +4786,13 @@ static void run_begin(Run *run, const Program *program, const Model *m) {
     if (o->keep && resume_step >= 0) {  // a kill may have come before it was done
         checkpoint_prune(o->output, o->keep, resume_step);
     }
-    run->log = o->output[0] ? log_open(o->output, resume_step, o, &run->s, p.device_bytes) : NULL;
-    if (!o->quiet) {
-        run_print_box(run, program, &p);
+    if (o->output[0]) {
+        run->log = log_open(o->output, resume_step, o, &run->s, run->plan.device_bytes,
+                            run->engine.device);
     }
-    plan_free(&p);
+    if (!o->quiet) {
+        run_print_box(run, program);
+    }
 }
 
 // --eval: scores the model, without data and without writing anything. A signal ends it with what
@@ -4719,6 +4832,7 @@ static int eval_command(Run *run, const Program *program, const Model *m) {
     run_evaluate(run, &f, &score);
     run_print_score(run, &f, &score);
     run->engine.close(&run->engine);
+    plan_free(&run->plan);
     mapping_close(&map);
     free(run->inputs);
     return 0;
@@ -4778,6 +4892,7 @@ static int program_main(const Program *program, int argc, char **argv) {
     run_begin(&run, program, &m);
     run_train(&run);
     run.engine.close(&run.engine);
+    plan_free(&run.plan);
     dataset_close(&run.train);
     if (run.has_val) {
         dataset_close(&run.val);
@@ -4790,7 +4905,7 @@ static int program_main(const Program *program, int argc, char **argv) {
 int train_gpt2_main(int argc, char **argv);
 int train_gpt2_main(int argc, char **argv) {
     static const Program program = {
-        "train_gpt2", "l4h4c128t64", 0, cpu_open, host_memory_available, 0, NULL};
+        "train_gpt2", "l4h4c128t64", 0, cpu_open, host_memory_available, 0, NULL, NULL};
     return program_main(&program, argc, argv);
 }
 

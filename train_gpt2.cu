@@ -26,9 +26,11 @@
 //  28  Classifier
 //  29  AdamW and gradient norm
 //  30  The device arena
-//  31  GPT-2 on the GPU
-//  32  Meters
-//  33  main
+//  31  The network on the GPU
+//  32  Steps and update
+//  33  States, open and close
+//  34  Meters
+//  35  main
 
 #include <cuda_runtime.h>
 
@@ -50,27 +52,37 @@
 // 2. E is the element type of weights and activations (bf16, fp16 or fp32), G that of the gradients
 //    of matrices (E or fp32). Arithmetic is in fp32; E is only how a number lies in memory.
 // 3. Global memory is read and written 16 bytes at a time: a row of E is a multiple of 16 bytes and
-//    starts at a multiple of 16, which the launchers assert.
+//    starts at a multiple of 16. Each launcher asserts it of all it passes on (check_rows).
+// 4. A limit of a kernel is a named constant: its launcher asserts it, and gpu_settings_check tells
+//    a user before the run.
 
 #include <cublasLt.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+#include <initializer_list>
 #include <type_traits>
 
 #ifndef CUDA_CPU
 #define CUDA_CPU 0
 #endif
 
-// What a user can do about the errors that users meet.
-static const char *cuda_hint(cudaError_t error) {
+// What a user can do about the errors that users meet; `call` is the text of what failed.
+static const char *cuda_hint(cudaError_t error, const char *call) {
     switch (error) {
     case cudaErrorMemoryAllocation:
-        return "the GPU is out of memory: see --plan; -r block and a smaller -b need less";
+        return strstr(call, "cudaMallocHost")
+                   ? "this machine has no memory left that can be pinned: see free -m and, in a "
+                     "container or batch job, its memory limit"
+                   : "the GPU is out of memory: see --plan; -r block and a smaller -b need less";
     case cudaErrorNoDevice:
         return "no NVIDIA GPU is visible (nvidia-smi, CUDA_VISIBLE_DEVICES); train_gpt2 needs none";
     case cudaErrorInsufficientDriver:
         return "the driver is older than this program's CUDA: nvidia-smi shows its version";
+    case cudaErrorSystemDriverMismatch:
+        return "the driver was updated under a running system: reload its modules, or reboot";
+    case cudaErrorSystemNotReady:
+        return "the GPUs of an HGX or DGX machine need nvidia-fabricmanager: is it running?";
     case cudaErrorNoKernelImageForDevice:
         return "this program was built for another GPU: run make on this machine";
     case cudaErrorDevicesUnavailable:
@@ -90,14 +102,14 @@ static const char *cuda_hint(cudaError_t error) {
 static void cuda_check_at(cudaError_t error, const char *call, const char *file, int line) {
     if (error != cudaSuccess) {
         die("%s:%d: %s: %s (%s); %s", file, line, call, cudaGetErrorString(error),
-            cudaGetErrorName(error), cuda_hint(error));
+            cudaGetErrorName(error), cuda_hint(error, call));
     }
 }
 
 static void cublas_check_at(cublasStatus_t status, const char *call, const char *file, int line) {
     if (status != CUBLAS_STATUS_SUCCESS) {
         cuda_check_at(cudaGetLastError(), call, file, line);  // a kernel's error, if that is it
-        die("%s:%d: %s: %s; the library lacks memory, or this matrix product on this GPU",
+        die("%s:%d: %s: %s; cuBLASLt is out of memory or does not support this product here",
             file, line, call, cublasLtGetStatusName(status));
     }
 }
@@ -224,7 +236,69 @@ template <class E> __device__ inline float fast_divide(float a, float b) {
     return sizeof(E) == 4 ? a / b : __fdividef(a, b);
 }
 
-static inline bool is_aligned_16(const void *address) { return (uintptr_t)address % 16 == 0; }
+static int compare_doubles(const void *a, const void *b) {
+    double x = *(const double *)a, y = *(const double *)b;
+    return x < y ? -1 : x > y;
+}
+
+// The middle one of n numbers, which it sorts.
+static double median(double *values, int n) {
+    qsort(values, (size_t)n, sizeof(double), compare_doubles);
+    return values[n / 2];
+}
+
+// Milliseconds that work(i) takes on the stream, i = 0, 1, ...: the median of `rounds` (at most 99)
+// measurements, each the mean of so many calls that half a millisecond passes, or of 32. Warmed up:
+// the first call is not in them, nor is the second, which says how many calls that makes.
+template <class Work> static double gpu_time_ms(int rounds, cudaStream_t stream, Work work) {
+    double ms[99];
+    cudaEvent_t begin, end;
+    int calls = 0, each = 1;
+    check(rounds >= 1 && rounds <= 99, "%d rounds", rounds);
+    cuda_check(cudaEventCreate(&begin));
+    cuda_check(cudaEventCreate(&end));
+    work(calls++);
+    for (int round = -1; round < rounds; round++) {
+        float elapsed = 0;
+        cuda_check(cudaEventRecord(begin, stream));
+        for (int i = 0; i < each; i++) {
+            work(calls++);
+        }
+        cuda_check(cudaEventRecord(end, stream));
+        cuda_check(cudaEventSynchronize(end));
+        cuda_check(cudaEventElapsedTime(&elapsed, begin, end));
+        if (round < 0) {
+            each = elapsed > 0.5 / 32 ? (int)ceil(0.5 / elapsed) : 32;
+        } else {
+            ms[round] = elapsed / each;
+        }
+    }
+    cuda_check(cudaEventDestroy(begin));
+    cuda_check(cudaEventDestroy(end));
+    return median(ms, rounds);
+}
+
+// check_rows(E, columns, pointers...): rows of `columns` numbers of E are multiples of 16 bytes and
+// so is every pointer, or the run ends. A null pointer is an operand left out.
+#define check_rows(E, columns, ...)                                                                \
+    check_rows_at<E>(__func__, columns, #__VA_ARGS__, {__VA_ARGS__})
+template <class E>
+static void check_rows_at(const char *launcher, size_t columns, const char *names,
+                          std::initializer_list<const void *> pointers) {
+    check(columns % Pack<E>::size == 0, "%s: a row of %zu numbers is no multiple of 16 bytes",
+          launcher, columns);
+    int number = 0;
+    for (const void *pointer : pointers) {
+        number++;
+        check((uintptr_t)pointer % 16 == 0, "%s: pointer %d of (%s) is no multiple of 16 bytes",
+              launcher, number, names);
+    }
+}
+
+constexpr int CHANNELS_MAX = 4096;  // a block of LayerNorm's backward spans a row, in fp32 too
+constexpr int CHANNELS_UNIT = 8;    // sixteen bytes of 16-bit numbers; ranges of AdamW count in it
+constexpr int GRID_YZ_MAX = 65535;  // blocks in y and z (CUDA C++ Programming Guide)
+constexpr int LENGTH_MAX = 4 * GRID_YZ_MAX;  // tokens: fp32 attention takes four rows a block
 
 // -------------------------------------------------------------------------------------------------
 // 20. Warp and block toolbox
@@ -470,6 +544,7 @@ template <class E> __device__ __forceinline__ uint32_t pack2(float lo, float hi)
 
 constexpr int ENCODER_THREADS = 256;
 constexpr int ENCODER_ROWS = 8;  // most threads that share the rows of one token, or of one block
+constexpr int POSITIONS_MAX = INT_MAX - 8 * ENCODER_THREADS;  // elements of wpe: indexed by an int
 
 // The token plan of a batch, in one array of 3 N + 1 ints so that one copy uploads it.
 //   order (N): the rows, grouped by token; start (N + 1): segment s is order[start[s]] ..
@@ -532,8 +607,7 @@ template <class E>
 static void gpu_encoder_forward(E *out, const int *tokens, const E *wte, const E *wpe, int B, int T,
                                 int C, cudaStream_t stream) {
     constexpr int size = Pack<E>::size;
-    check(C % size == 0 && is_aligned_16(out) && is_aligned_16(wte) && is_aligned_16(wpe),
-          "a row is a multiple of 16 bytes");
+    check_rows(E, C, out, wte, wpe);
     int N = B * T, rows = N < ENCODER_ROWS ? N : ENCODER_ROWS;
     launch(encoder_forward_kernel<E>, dim3(ceil_div(N, rows), ceil_div(C, WARP * size)),
            dim3(WARP, rows), 0, stream, out, tokens, wte, wpe, N, T, C);
@@ -600,9 +674,8 @@ template <class E, class G>
 static void gpu_encoder_backward(G *dwte, G *dwpe, const E *dout, int *plan_ints, int segments,
                                  int B, int T, int C, int max_T, bool first, cudaStream_t stream) {
     constexpr int size = Pack<E>::size;
-    check(C % size == 0 && is_aligned_16(dout) && is_aligned_16(dwte) && is_aligned_16(dwpe),
-          "a row is a multiple of 16 bytes");
-    check((int64_t)max_T * C < INT_MAX, "the table of positions has fewer than 2^31 elements");
+    check_rows(E, C, dwte, dwpe, dout);
+    check((int64_t)max_T * C <= POSITIONS_MAX, "%d positions of %d channels", max_T, C);
     int N = B * T, packs = (first ? max_T : T) * (C / size);
     int threads = packs < ENCODER_THREADS ? ceil_div(packs, WARP) * WARP : ENCODER_THREADS;
     launch(encoder_backward_position_kernel<E, G>, ceil_div(packs, threads), threads, 0, stream,
@@ -696,9 +769,10 @@ template <class E>
 static void gpu_layernorm_forward(E *out, float *mean, float *rstd, const E *inp, const E *weight,
                                   const E *bias, int N, int C, cudaStream_t stream) {
     constexpr int size = Pack<E>::size;
+    static_assert(CHANNELS_MAX <= LAYERNORM_PACKS * size * BLOCK_MAX, "a block spans a row");
+    check_rows(E, C, out, inp, weight, bias);
+    check(C <= CHANNELS_MAX, "LayerNorm of %d channels", C);
     int warps = ceil_div(C, LAYERNORM_PACKS * size * WARP);
-    check(C % size == 0 && warps * WARP <= BLOCK_MAX && is_aligned_16(inp) && is_aligned_16(out),
-          "a row is a multiple of 16 bytes and at most 32768 elements in 16 bits, 16384 in fp32");
     int rows = warps > 1 ? 1 : N < 8 ? N : 8;
     launch(layernorm_forward_kernel<E>, ceil_div(N, rows), dim3(warps * WARP, rows), 0, stream, out,
            mean, rstd, inp, weight, bias, N, C);
@@ -777,9 +851,10 @@ static void gpu_layernorm_backward(E *dinp, float *dweight, float *dbias, const 
                                    const float *rstd, const E *addend, float *scratch, int N, int C,
                                    cudaStream_t stream) {
     constexpr int size = Pack<E>::size;
+    static_assert(CHANNELS_MAX <= size * BLOCK_MAX, "a block spans a row");
+    check_rows(E, C, dinp, dout, inp, weight, addend, scratch);
+    check(C <= CHANNELS_MAX, "LayerNorm of %d channels", C);
     int row_threads = ceil_div(C, size * WARP) * WARP;
-    check(C % size == 0 && row_threads <= BLOCK_MAX && is_aligned_16(inp) && is_aligned_16(dout),
-          "a row is a multiple of 16 bytes and at most 8192 elements in 16 bits, 4096 in fp32");
     int rows = row_threads < LAYERNORM_THREADS ? LAYERNORM_THREADS / row_threads : 1;
     rows = rows < N ? rows : N;
     int parts = ceil_div(N, rows) < LAYERNORM_PARTS ? ceil_div(N, rows) : LAYERNORM_PARTS;
@@ -803,6 +878,9 @@ constexpr int BIAS_ROWS = 4;      // rows that a thread loads before it adds
 constexpr int BIAS_PARTS = 128;   // most partial sums of a column
 constexpr int BIAS_BLOCKS = 768;  // blocks that keep the largest GPUs busy
 
+// Exactly 1 for large x, where the approximate division must give 1 / 1 = 1, and 0 for very
+// negative x: gelu_slope multiplies 1 - s by x^3. (A GPU that fails test gpu_gelu there needs s
+// clamped, not a looser test.)
 template <class E> __device__ inline float gelu_logistic(float x) {
     float u = GELU_SCALE * (x + GELU_CUBIC * x * x * x);
     return fast_divide<E>(1.0f, 1.0f + fast_exp<E>(-2.0f * u));
@@ -837,8 +915,7 @@ template <class E> __global__ void gelu_forward_kernel(E *out, const E *inp, siz
 // A tensor of n elements of any shape: whole packs, blocks of up to 256 threads.
 template <class E>
 static void gpu_gelu_forward(E *out, const E *inp, size_t n, cudaStream_t stream) {
-    check(n % Pack<E>::size == 0 && is_aligned_16(out) && is_aligned_16(inp),
-          "whole packs of 16 bytes");
+    check_rows(E, n, out, inp);
     size_t packs = n / Pack<E>::size;
     int threads = packs < 256 ? ceil_div((int)packs, 2 * WARP) * WARP : 256;
     launch(gelu_forward_kernel<E>, (unsigned)((packs + 2 * threads - 1) / (2 * threads)), threads,
@@ -911,8 +988,7 @@ template <class E, bool GELU>
 static void column_sums(E *dinp, float *dbias, const E *dout, const E *inp, float *scratch, int N,
                         int OC, cudaStream_t stream) {
     constexpr int size = Pack<E>::size;
-    check(OC % size == 0 && is_aligned_16(dout) && is_aligned_16(inp),
-          "a row is a multiple of 16 bytes");
+    check_rows(E, OC, dinp, dout, inp, scratch);
     int columns = ceil_div(OC, WARP * size), rows = ceil_div(N, BIAS_ROWS);
     rows = rows < 8 ? rows : 8;
     int parts = ceil_div(N, rows * BIAS_ROWS), enough = ceil_div(BIAS_BLOCKS, columns);
@@ -949,8 +1025,8 @@ static void gpu_gelu_backward(E *dinp, float *dbias, const E *dout, const E *inp
 // the accumulation of gradients are beta = 1.
 
 struct MatmulKey {
-    int m, n, k, transpose_a, transpose_b, has_bias, input_type, output_type;
-};
+    int m, n, k, transpose_a, transpose_b, has_bias, beside, input_type, output_type;
+};  // beside: D is not C
 
 struct MatmulPlan {
     MatmulKey key;
@@ -961,6 +1037,7 @@ struct MatmulPlan {
 
 // A model has some twenty products: four of a block and the classifier's, three passes each.
 constexpr int MATMUL_PLANS = 64;
+constexpr int MATMUL_ALGORITHMS = 8;  // of the heuristic's list, best first, that are looked at
 
 static struct {
     cublasLtHandle_t handle;
@@ -1007,7 +1084,47 @@ static void matmul_preference(cublasLtMatmulPreference_t preference,
         cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof(value)));
 }
 
-// Fills a new plan; the algorithm is the first of the heuristic's that can do what is asked.
+// The heuristic's algorithms for a product in at most workspace_bytes, best first; returns how many
+// (0 to MATMUL_ALGORITHMS). None is no list but CUBLAS_STATUS_NOT_SUPPORTED.
+static int matmul_algorithms(cublasLtMatmulHeuristicResult_t *results, cublasStatus_t *status,
+                             const MatmulPlan *plan, size_t workspace_bytes) {
+    int found = 0;
+    cublasLtMatmulPreference_t preference;
+    cublas_check(cublasLtMatmulPreferenceCreate(&preference));
+    matmul_preference(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, workspace_bytes);
+    matmul_preference(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+                      (uint32_t)CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
+    // Tensors start at multiples of 16 bytes; left alone, the library takes 256 for granted.
+    matmul_preference(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, (uint32_t)16);
+    matmul_preference(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, (uint32_t)16);
+    matmul_preference(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, (uint32_t)16);
+    matmul_preference(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, (uint32_t)16);
+    *status = cublasLtMatmulAlgoGetHeuristic(matmul_library.handle, plan->product, plan->a, plan->b,
+                                             plan->d, plan->d, preference, MATMUL_ALGORITHMS,
+                                             results, &found);
+    cublas_check(cublasLtMatmulPreferenceDestroy(preference));
+    int usable = 0;
+    for (int i = 0; i < found && *status == CUBLAS_STATUS_SUCCESS; i++) {
+        if (results[i].state == CUBLAS_STATUS_SUCCESS) {
+            results[usable++] = results[i];
+        }
+    }
+    return usable;
+}
+
+// Does this algorithm say that it can write D beside C? An answer that is missing counts as no.
+static bool matmul_writes_beside(const cublasLtMatmulAlgo_t *algorithm) {
+    int32_t beside = 0;
+    size_t written = 0;
+    return cublasLtMatmulAlgoCapGetAttribute(
+               algorithm, CUBLASLT_ALGO_CAP_OUT_OF_PLACE_RESULT_SUPPORT, &beside, sizeof beside,
+               &written) == CUBLAS_STATUS_SUCCESS &&
+           beside;
+}
+
+// Fills a new plan. The algorithm is the heuristic's first; for a product that writes D beside C,
+// the first that says it can. If none says so the first is tried: nothing but its own answer
+// speaks against it, and the product refuses in the warm-up what it cannot do.
 static void matmul_plan_create(MatmulPlan *plan, MatmulKey key) {
     cudaDataType_t input_type = (cudaDataType_t)key.input_type;
     cudaDataType_t output_type = (cudaDataType_t)key.output_type;
@@ -1030,39 +1147,19 @@ static void matmul_plan_create(MatmulPlan *plan, MatmulKey key) {
     cublas_check(cublasLtMatrixLayoutCreate(&plan->b, input_type, b_rows, b_columns, b_rows));
     cublas_check(cublasLtMatrixLayoutCreate(&plan->d, output_type, m, n, m));
 
-    cublasLtMatmulPreference_t preference;
-    cublas_check(cublasLtMatmulPreferenceCreate(&preference));
-    matmul_preference(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
-                      matmul_library.workspace_bytes);
-    matmul_preference(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
-                      (uint32_t)CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
-    // Tensors start at multiples of 16 bytes; left alone, the library takes 256 for granted.
-    matmul_preference(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, (uint32_t)16);
-    matmul_preference(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, (uint32_t)16);
-    matmul_preference(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, (uint32_t)16);
-    matmul_preference(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, (uint32_t)16);
-    cublasLtMatmulHeuristicResult_t results[8];
-    int found = 0, chosen = -1;
-    cublas_check(cublasLtMatmulAlgoGetHeuristic(matmul_library.handle, plan->product, plan->a,
-                                                plan->b, plan->d, plan->d, preference, 8, results,
-                                                &found));
-    for (int i = found - 1; i >= 0; i--) {  // the first that can write D beside C: the residual
-        int32_t beside = 0;
-        size_t written = 0;
-        if (results[i].state == CUBLAS_STATUS_SUCCESS &&
-            cublasLtMatmulAlgoCapGetAttribute(&results[i].algo,
-                                              CUBLASLT_ALGO_CAP_OUT_OF_PLACE_RESULT_SUPPORT,
-                                              &beside, sizeof beside,
-                                              &written) == CUBLAS_STATUS_SUCCESS &&
-            beside) {
-            chosen = i;
-        }
+    cublasLtMatmulHeuristicResult_t results[MATMUL_ALGORITHMS];
+    cublasStatus_t status;
+    int found = matmul_algorithms(results, &status, plan, matmul_library.workspace_bytes);
+    if (found == 0) {
+        die("cuBLASLt has no product of (%d x %d) and (%d x %d) here, %s in and %s out: %s", m, k,
+            k, n, input_type == CUDA_R_32F ? "fp32" : "16 bits",
+            output_type == CUDA_R_32F ? "fp32" : "16 bits", cublasLtGetStatusName(status));
     }
-    if (chosen < 0) {
-        die("cuBLASLt has no matrix product of %d x %d x %d of this type on this GPU", m, n, k);
+    int chosen = 0;
+    while (key.beside && chosen < found && !matmul_writes_beside(&results[chosen].algo)) {
+        chosen++;
     }
-    plan->algorithm = results[chosen].algo;
-    cublas_check(cublasLtMatmulPreferenceDestroy(preference));
+    plan->algorithm = results[chosen < found ? chosen : 0].algo;
 }
 
 static MatmulPlan *matmul_plan_find(MatmulKey key) {
@@ -1087,13 +1184,11 @@ static void matmul_run(O *d, const E *a, const E *b, const O *bias, const O *c, 
                        bool transpose_a, bool transpose_b, int m, int n, int k,
                        cudaStream_t stream) {
     int a_rows = transpose_a ? k : m, b_rows = transpose_b ? n : k;
-    check(a_rows % Pack<E>::size == 0 && b_rows % Pack<E>::size == 0 && m % Pack<O>::size == 0,
-          "cuBLASLt wants rows that are multiples of 16 bytes: channels a multiple of 8 (fp32: 4)");
-    check(is_aligned_16(a) && is_aligned_16(b) && is_aligned_16(c) && is_aligned_16(d) &&
-              is_aligned_16(bias),
-          "cuBLASLt wants pointers that are multiples of 16 bytes");
-    MatmulKey key = {m,           n, k, transpose_a, transpose_b, bias != nullptr, cuda_type<E>,
-                     cuda_type<O>};
+    check_rows(E, a_rows, a);
+    check_rows(E, b_rows, b);
+    check_rows(O, m, d, bias, c);
+    MatmulKey key = {m,       n, k, transpose_a, transpose_b, bias != nullptr, beta != 0 && c != d,
+                     cuda_type<E>, cuda_type<O>};
     MatmulPlan *plan = matmul_plan_find(key);
     if (bias) {
         matmul_attribute(plan, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
@@ -1397,7 +1492,7 @@ __global__ void __launch_bounds__(WARPS *WARP)
 
 // The plain fp32 kernels: a warp per row, four rows per block, 32 rows of the other side at a time.
 // A lane first owns one of those rows (a whole dot product), then columns lane, lane + 32, ...
-enum { ROW_WARPS = 4, ROW_HS_MAX = 512 };
+enum { ROW_WARPS = 4 };
 
 // row_dot: sum over d < n of a[d] b[d], in that order.
 __device__ inline float row_dot(const float *a, const float *b, int n) {
@@ -1450,18 +1545,17 @@ __global__ void __launch_bounds__(ROW_WARPS *WARP)
     }
 }
 
+constexpr int HEAD_MAX = 128, HEAD_UNIT = 8;  // head sizes of the 16-bit kernels
+constexpr int HEAD_MAX_FP32 = 512;            // a warp keeps a row of it in shared memory
+
 // check_attention: the limits of the attention kernels, for both passes.
-template <class E>
-static void check_attention(const E *packed, const E *rows, int B, int T, int C, int NH) {
-    check(B >= 1 && B <= 65535 && T >= 1 && T <= 65535 * ROW_WARPS && NH >= 1 && C % NH == 0,
+template <class E> static void check_attention(int B, int T, int C, int NH) {
+    static_assert(LENGTH_MAX <= GRID_YZ_MAX * ROW_WARPS, "a block for every four rows");
+    check(B >= 1 && B <= GRID_YZ_MAX && T >= 1 && T <= LENGTH_MAX && NH >= 1 && C % NH == 0,
           "attention of batch %d, length %d, %d channels in %d heads", B, T, C, NH);
-    if constexpr (std::is_same_v<E, float>) {
-        check(C / NH <= ROW_HS_MAX, "head size %d: fp32 attention takes up to 512", C / NH);
-    } else {
-        check(C / NH % 8 == 0 && C / NH <= 128,
-              "head size %d: 16-bit attention takes multiples of 8 up to 128", C / NH);
-        check(is_aligned_16(packed) && is_aligned_16(rows), "attention moves 16 bytes at a time");
-    }
+    const int HS = C / NH;
+    check(sizeof(E) == 4 ? HS <= HEAD_MAX_FP32 : HS % HEAD_UNIT == 0 && HS <= HEAD_MAX,
+          "attention of heads of %d channels", HS);
 }
 
 // gpu_attention_forward: out (B,T,C) and lse (B,NH,T) from qkv (B,T,3,NH,HS); see the kernels.
@@ -1469,7 +1563,7 @@ static void check_attention(const E *packed, const E *rows, int B, int T, int C,
 template <class E, int HD = 64>
 static void gpu_attention_forward(E *out, float *lse, const E *qkv, int B, int T, int C, int NH,
                                   cudaStream_t stream) {
-    check_attention<E>(qkv, out, B, T, C, NH);
+    check_attention<E>(B, T, C, NH);
     const int HS = C / NH;
     if constexpr (std::is_same_v<E, float>) {
         launch(attention_forward_rows_kernel, dim3(NH, B, ceil_div(T, ROW_WARPS)), ROW_WARPS * WARP,
@@ -1478,6 +1572,7 @@ static void gpu_attention_forward(E *out, float *lse, const E *qkv, int B, int T
         gpu_attention_forward<E, 128>(out, lse, qkv, B, T, C, NH, stream);
     } else {
         using A = AttentionTiles<HD>;
+        check_rows(E, HS, out, qkv);
         auto *forward_kernel = attention_forward_kernel<E, HD, A::WARPS, A::MT, A::FORWARD_ROWS>;
         const int bytes = (int)sizeof(E) * HD * (A::OWN_ROWS + 4 * A::FORWARD_ROWS);
         const auto limit = cudaFuncAttributeMaxDynamicSharedMemorySize;
@@ -1747,8 +1842,7 @@ template <class E, int HD = 64>
 static void gpu_attention_backward(E *dqkv, float *drow, const E *dout, const E *qkv, const E *out,
                                    const float *lse, int B, int T, int C, int NH,
                                    cudaStream_t stream) {
-    check_attention<E>(qkv, out, B, T, C, NH);
-    check_attention<E>(dqkv, dout, B, T, C, NH);
+    check_attention<E>(B, T, C, NH);
     const int HS = C / NH;
     if constexpr (std::is_same_v<E, float>) {
         const size_t bytes = ROW_WARPS * (2 * HS + 2 * WARP) * sizeof(float);
@@ -1761,6 +1855,7 @@ static void gpu_attention_backward(E *dqkv, float *drow, const E *dout, const E 
         gpu_attention_backward<E, 128>(dqkv, drow, dout, qkv, out, lse, B, T, C, NH, stream);
     } else {
         using A = AttentionTiles<HD>;
+        check_rows(E, HS, dqkv, dout, qkv, out);
         auto *dq_kernel = attention_backward_dq_kernel<E, HD, A::WARPS, A::MT, A::DQ_ROWS>;
         auto *dkv_kernel = attention_backward_dkv_kernel<E, HD, A::WARPS, A::MT, A::DKV_ROWS>;
         const int dq_bytes = 2 * (int)sizeof(E) * HD * (A::OWN_ROWS + 2 * A::DQ_ROWS);
@@ -1864,8 +1959,8 @@ template <class E>
 static void gpu_classifier(float *losses, E *logits, const int *targets, float dloss, int rows,
                            int V, int Vp, bool backward, cudaStream_t stream) {
     constexpr int size = Pack<E>::size, packs = CLASSIFIER_VOCABULARY / (BLOCK_MAX * size);
-    check(V <= Vp && Vp <= CLASSIFIER_VOCABULARY && Vp % size == 0 && is_aligned_16(logits),
-          "a row of logits is a multiple of 16 bytes and has at most 65536 columns");
+    check_rows(E, Vp, logits);
+    check(V <= Vp && Vp <= CLASSIFIER_VOCABULARY, "logits of %d tokens in %d columns", V, Vp);
     int threads = ceil_div(Vp, packs * size * WARP) * WARP;
     auto kernel = backward ? classifier_kernel<E, true> : classifier_kernel<E, false>;
     launch(kernel, rows, threads, 0, stream, losses, logits, targets, dloss, V, Vp);
@@ -1996,6 +2091,7 @@ template <class G>
 static void gpu_grad_square_sum(UpdateState *state, float *scratch, const G *grads_2d,
                                 const float *grads_1d, const ParamRange *ranges, int range_count,
                                 int chunks, cudaStream_t stream) {
+    check_rows(G, 0, grads_2d, grads_1d);  // param_ranges_chunk has checked where ranges start
     int parts = chunks < NORM_BLOCKS ? chunks : NORM_BLOCKS;
     launch(grad_square_sum_kernel<G>, parts, UPDATE_THREADS, 0, stream, scratch, grads_2d, grads_1d,
            ranges, range_count, chunks);
@@ -2130,17 +2226,19 @@ static void gpu_adamw(E *params, uint16_t *low, M *moment1, M *moment2, const G 
                       const float *grads_1d, const ParamRange *ranges, int range_count, int chunks,
                       AdamW adamw, UpdateRandom key, const UpdateState *state,
                       cudaStream_t stream) {
+    check_rows(E, 0, params, low, moment1, moment2, grads_2d, grads_1d);
     launch(adamw_kernel<E, G, M, SPLIT>, chunks, UPDATE_THREADS, 0, stream, params, low, moment1,
            moment2, grads_2d, grads_1d, ranges, range_count, adamw, key, state);
 }
 
 // -------------------------------------------------------------------------------------------------
 // 30. The device arena
-// The plan's device rows are one cudaMalloc of exactly the planned bytes; its host rows one pinned
-// allocation. What libraries and modules take is not planned but measured after a warm-up, and
-// shown apart; the CUDA context exists before and is not in that figure.
-// 1. Whether the plan fits is decided by the driver's free bytes before anything is allocated.
-// 2. Test builds mark rows that die and come alive in stream order, so that lateness shows.
+// The plan's device buffers are one cudaMalloc of exactly the planned bytes; its host buffers one
+// pinned allocation. What libraries and modules take is not planned but measured after a warm-up,
+// and shown apart; the CUDA context exists before and is not in that figure.
+// 1. Whether the plan fits is decided by the driver's free bytes before anything is allocated. The
+//    context has been taken from them by then: asking creates it.
+// 2. Test builds mark buffers that die and come alive in stream order, so that lateness shows.
 
 struct DeviceMemory {
     size_t free_bytes;     // as the driver reports them before the arena exists
@@ -2148,10 +2246,22 @@ struct DeviceMemory {
 };
 
 static DeviceMemory device_memory;
-static char *arena_host;
+
+// What libraries will still take when a run asks for the free bytes: cuBLASLt's code and kernels.
+// --plan, which counts from the size of the card, reserves library_reserve_bytes for these and the
+// context; here the context is paid, so half of that remains, and a run whose plan fits on paper is
+// refused only where the context takes more than the other half. (1 GiB - (total - free) would need
+// no such guess, but takes what another process holds for the context.) Nobody has measured either
+// part yet.
+#if CUDA_CPU
+static size_t device_library_bytes(void) { return (size_t)emu::set.library; }
+#else
+static size_t device_library_bytes(void) { return library_reserve_bytes / 2; }
+#endif
 
 #if GPT2_POISON
 static cudaStream_t arena_stream;
+// Queued, not done at once: kernels that use the buffer may still be running.
 static void device_mark(void *memory, size_t bytes, int alive) {
 #if CUDA_CPU
     alive ? emu_unpoison(memory, bytes, arena_stream) : emu_poison(memory, bytes, arena_stream);
@@ -2176,13 +2286,14 @@ static size_t device_available(void) {
     return device_memory.free_bytes;
 }
 
+// Allocates both homes of the plan. The host's is pinned, or copies would not overlap with kernels.
 static void arena_open(Plan *p, cudaStream_t stream) {
-    cuda_check(cudaMalloc((void **)&p->base, p->device_bytes));
-    cuda_check(cudaMallocHost((void **)&arena_host, p->host_bytes));
+    cuda_check(cudaMalloc((void **)&p->base[HOME_DEVICE], p->device_bytes));
+    cuda_check(cudaMallocHost((void **)&p->base[HOME_HOST], p->host_bytes));
 #if GPT2_POISON
     arena_stream = stream;
     p->mark = device_mark;
-    p->mark(p->base, p->device_bytes, 0);
+    p->mark(p->base[HOME_DEVICE], p->device_bytes, 0);
 #endif
     plan_tick(p, 0);
     cuda_check(cudaStreamSynchronize(stream));
@@ -2196,210 +2307,192 @@ static void copy_wait(void *to, const void *from, size_t bytes, cudaMemcpyKind k
     cuda_check(cudaStreamSynchronize(stream));
 }
 
+// Gives both homes back; the plan stays, as after plan_close. Test builds take the poison off
+// first, so that whoever gets the memory next may use it.
 static void arena_close(Plan *p) {
 #if GPT2_POISON
-    p->mark(p->base, p->device_bytes, 1);
+    p->mark(p->base[HOME_DEVICE], p->device_bytes, 1);
     cuda_check(cudaStreamSynchronize(arena_stream));
 #endif
-    cuda_check(cudaFree(p->base));
-    cuda_check(cudaFreeHost(arena_host));
-    plan_free(p);
+    cuda_check(cudaFree(p->base[HOME_DEVICE]));
+    cuda_check(cudaFreeHost(p->base[HOME_HOST]));
+    p->base[HOME_DEVICE] = p->base[HOME_HOST] = nullptr;
 }
 
 // -------------------------------------------------------------------------------------------------
-// 31. GPT-2 on the GPU
-// Volume I's network with kernels for layers, on the same plan, ticks and rows, all on one stream.
-// E is the element type of weights and activations, G of the gradients of matrices; statistics,
-// losses and the gradients of vectors are fp32. 1. A micro-step only queues work: the batch goes up
-// through two pinned slots, and the host waits for nothing but a slot it filled two micro-steps
-// ago. 2. The first micro-step writes the gradients of matrices instead of adding, so nothing is
-// cleared but vectors.
-// 3. The update reads norm, clip factor and skip from device memory; its one wait is for the loss.
+// 31. The network on the GPU
+// Volume I's network with kernels for layers: the same plan, walk and stages, all on one stream.
+// The stages stand as they do there, so that the two can be read side by side.
+// 1. E is the element type of weights and activations, G of the gradients of matrices; statistics,
+//    losses and the gradients of vectors are fp32, because they are few and many numbers add up
+//    in them.
+// 2. The first micro-step of a step writes the gradients of matrices instead of adding to them, so
+//    nothing need be cleared but those of vectors, which are summed by kernels that only add.
 
-// Lives in ROW_STATE: what outlasts a step on the device.
+// Lives in BUF_STATE: what outlasts a step on the device.
 struct GpuState {
     UpdateState update;
     float loss_sum;  // of the step's micro-batches
 };
-static_assert(sizeof(GpuState) <= GPU_STATE_BYTES, "the plan's row holds the state");
-static_assert(sizeof(ParamRange) <= GPU_TENSOR_ROW_BYTES, "the plan's row holds the table");
+static_assert(sizeof(GpuState) <= GPU_STATE_BYTES, "the plan's buffer holds the state");
+static_assert(sizeof(ParamRange) <= GPU_TENSOR_ROW_BYTES, "the plan's buffer holds the table");
 
+// A batch in one array of batch_ints(N) ints, so that one copy uploads it.
+struct GpuBatch {
+    int *inputs, *targets;  // (N)
+    int *sorted;            // the inputs grouped by token, encoder_plan_ints(N)
+};
+static GpuBatch batch_at(int *memory, int N) { return {memory, memory + N, memory + 2 * N}; }
+
+// The GPU's engine: the plan, one stream, and what the host keeps to feed it.
 template <class E, class G> struct GpuNetwork {
-    Plan plan;
+    Plan *plan;
     cudaStream_t stream;
-    int *pinned[2];           // two batches of 5 N + 1 ints: inputs, targets, sorted tokens
-    cudaEvent_t uploaded[2];  // the slot may be filled again
-    int slot;
-    int *counts;       // scratch of the token sort, V ints
-    GpuState *result;  // pinned: the state after a step
+    GpuBatch pinned[2];       // one is filled while the other goes up
+    cudaEvent_t uploaded[2];  // that one may be filled again
+    int slot;                 // the one filled last
+    int *counts;              // scratch of the token sort, V ints
+    GpuState *result;         // pinned: the state after a step
     ParamRange *ranges;
     int range_count, chunks;
     int micros;  // micro-steps of the step being made
 };
 
-// Rows by type. ROW_GRADS holds matrices alone, ROW_GRADS_1D vectors alone.
-template <class T, class E, class G> static T *gpu_single(const GpuNetwork<E, G> *net, int row) {
-    return (T *)plan_single(&net->plan, row);
+// A buffer that exists once, as numbers of type N. BUF_GRADS holds matrices alone, BUF_GRADS_1D
+// vectors alone.
+template <class N, class E, class G> static N *gpu_buffer(const GpuNetwork<E, G> *net, int id) {
+    return (N *)plan_single(net->plan, id);
 }
 
-template <class E, class G>
-static E *gpu_weight(const GpuNetwork<E, G> *net, int tensor, int layer) {
-    return gpu_single<E>(net, ROW_WEIGHTS) +
-           tensor_offset(&net->plan.settings.model, tensor, layer);
-}
+// Volume I's accessors for one block, or for tensors of no block. What has one type there has three
+// here: E, statistics in fp32, and gradients apart for matrices and vectors.
+template <class E, class G> struct GpuBlock {
+    const GpuNetwork<E, G> *net;
+    int layer;
+    E *act(int id) const { return (E *)plan_act(net->plan, id, layer); }
+    float *stat(int id) const { return (float *)plan_act(net->plan, id, layer); }
+    E *dact(int id) const { return (E *)plan_grad(net->plan, id, layer); }
+    E *weight(int tensor) const {
+        return gpu_buffer<E>(net, BUF_WEIGHTS) + at(tensor, ALL_TENSORS);
+    }
+    G *dmatrix(int tensor) const { return gpu_buffer<G>(net, BUF_GRADS) + at(tensor, MATRICES); }
+    float *dvector(int tensor) const {
+        return gpu_buffer<float>(net, BUF_GRADS_1D) + at(tensor, VECTORS);
+    }
+    int64_t at(int tensor, int subset) const {
+        return subset_offset(&net->plan->settings.model, tensor, layer, subset);
+    }
+};
 
-template <class E, class G>
-static G *gpu_dmatrix(const GpuNetwork<E, G> *net, int tensor, int layer) {
-    return gpu_single<G>(net, ROW_GRADS) +
-           subset_offset(&net->plan.settings.model, tensor, layer, MATRICES);
-}
+// What a walk computes; as Pass of chapter The network.
+template <class E, class G> struct GpuPass {
+    GpuNetwork<E, G> *net;
+    GpuBatch batch;  // device; targets null: the logits after input `row` alone
+    int segments;    // distinct tokens of the batch
+    int row, B, T;
+    float dloss;  // 0: no gradients
+    bool first;   // gradients and the sum of losses are written, not added to
+};
 
+// One stage of block `l`, forward or recomputing; as block_forward of chapter The network.
 template <class E, class G>
-static float *gpu_dvector(const GpuNetwork<E, G> *net, int tensor, int layer) {
-    return gpu_single<float>(net, ROW_GRADS_1D) +
-           subset_offset(&net->plan.settings.model, tensor, layer, VECTORS);
-}
-
-// One forward stage of a block; as block_stage of chapter The network.
-template <class E, class G>
-static void gpu_block_stage(GpuNetwork<E, G> *net, int layer, int stage, int B, int T) {
-    const Plan *p = &net->plan;
-    const int C = p->settings.model.C, NH = p->settings.model.NH, N = B * T;
-    cudaStream_t stream = net->stream;
-#define ACT(name) ((E *)plan_act(p, ACT_##name, layer))
-#define STAT(name) ((float *)plan_act(p, ACT_##name, layer))
-#define WEIGHT(name) gpu_weight(net, name, layer)
+static void gpu_block_forward(const GpuPass<E, G> *pass, int stage, int l) {
+    const GpuBlock<E, G> b = {pass->net, l};
+    const Model *m = &pass->net->plan->settings.model;
+    const int B = pass->B, T = pass->T, N = B * T, C = m->C, NH = m->NH;
+    cudaStream_t stream = pass->net->stream;
     switch (stage) {
     case F_LN1:
-        gpu_layernorm_forward<E>(ACT(LN1), STAT(LN1_MEAN), STAT(LN1_RSTD), ACT(X), WEIGHT(LN1W),
-                                 WEIGHT(LN1B), N, C, stream);
+        gpu_layernorm_forward<E>(b.act(ACT_LN1), b.stat(ACT_LN1_MEAN), b.stat(ACT_LN1_RSTD),
+                                 b.act(ACT_X), b.weight(LN1W), b.weight(LN1B), N, C, stream);
         break;
     case F_QKV:
-        gpu_matmul_forward<E>(ACT(QKV), ACT(LN1), WEIGHT(QKVW), WEIGHT(QKVB), nullptr, N, C, 3 * C,
-                              stream);
+        gpu_matmul_forward<E>(b.act(ACT_QKV), b.act(ACT_LN1), b.weight(QKVW), b.weight(QKVB),
+                              nullptr, N, C, 3 * C, stream);
         break;
     case F_ATT:
-        gpu_attention_forward<E>(ACT(ATT), STAT(LSE), ACT(QKV), B, T, C, NH, stream);
+        gpu_attention_forward<E>(b.act(ACT_ATT), b.stat(ACT_LSE), b.act(ACT_QKV), B, T, C, NH,
+                                 stream);
         break;
     case F_ATTPROJ:
-        gpu_matmul_forward<E>(ACT(RES2), ACT(ATT), WEIGHT(ATTPROJW), WEIGHT(ATTPROJB), ACT(X), N, C,
-                              C, stream);
+        gpu_matmul_forward<E>(b.act(ACT_RES2), b.act(ACT_ATT), b.weight(ATTPROJW),
+                              b.weight(ATTPROJB), b.act(ACT_X), N, C, C, stream);
         break;
     case F_LN2:
-        gpu_layernorm_forward<E>(ACT(LN2), STAT(LN2_MEAN), STAT(LN2_RSTD), ACT(RES2), WEIGHT(LN2W),
-                                 WEIGHT(LN2B), N, C, stream);
+        gpu_layernorm_forward<E>(b.act(ACT_LN2), b.stat(ACT_LN2_MEAN), b.stat(ACT_LN2_RSTD),
+                                 b.act(ACT_RES2), b.weight(LN2W), b.weight(LN2B), N, C, stream);
         break;
     case F_FC:
-        gpu_matmul_forward<E>(ACT(FCH), ACT(LN2), WEIGHT(FCW), WEIGHT(FCB), nullptr, N, C, 4 * C,
-                              stream);
+        gpu_matmul_forward<E>(b.act(ACT_FCH), b.act(ACT_LN2), b.weight(FCW), b.weight(FCB),
+                              nullptr, N, C, 4 * C, stream);
         break;
     case F_GELU:
-        gpu_gelu_forward<E>(ACT(GELU), ACT(FCH), (size_t)N * 4 * C, stream);
+        gpu_gelu_forward<E>(b.act(ACT_GELU), b.act(ACT_FCH), (size_t)N * 4 * C, stream);
         break;
     case F_FCPROJ:
-        gpu_matmul_forward<E>((E *)plan_act(p, ACT_X, layer + 1), ACT(GELU), WEIGHT(FCPROJW),
-                              WEIGHT(FCPROJB), ACT(RES2), N, 4 * C, C, stream);
+        gpu_matmul_forward<E>((E *)plan_act(b.net->plan, ACT_X, l + 1), b.act(ACT_GELU),
+                              b.weight(FCPROJW), b.weight(FCPROJB), b.act(ACT_RES2), N, 4 * C, C,
+                              stream);
         break;
     }
 }
 
-// Forward over B sequences of T tokens (device) to the last LayerNorm's output.
+// One stage of block `l` backward; as block_backward of chapter The network. The gradient of fc's
+// bias is summed by GELU's backward, which has the same numbers in registers.
 template <class E, class G>
-static void gpu_network_forward(GpuNetwork<E, G> *net, const int *tokens, int B, int T) {
-    Plan *p = &net->plan;
-    const Model *m = &p->settings.model;
-    plan_tick(p, 0);
-    gpu_encoder_forward<E>((E *)plan_act(p, ACT_X, 0), tokens, gpu_weight(net, WTE, 0),
-                           gpu_weight(net, WPE, 0), B, T, m->C, net->stream);
-    for (int l = 0; l < m->L; l++) {
-        for (int stage = 0; stage < F_STAGES; stage++) {
-            plan_tick(p, tick_forward(l, stage));
-            gpu_block_stage(net, l, stage, B, T);
-        }
+static void gpu_block_backward(const GpuPass<E, G> *pass, int stage, int l) {
+    const GpuBlock<E, G> b = {pass->net, l};
+    const Model *m = &pass->net->plan->settings.model;
+    const int B = pass->B, T = pass->T, N = B * T, C = m->C, NH = m->NH;
+    const bool first = pass->first;
+    cudaStream_t stream = pass->net->stream;
+    E *dres = gpu_buffer<E>(b.net, BUF_DRES);
+    float *scratch = gpu_buffer<float>(b.net, BUF_PARTIALS);
+    switch (stage) {
+    case B_FCPROJ:
+        gpu_matmul_backward<E, G>(b.dact(GRAD_MLP), b.dmatrix(FCPROJW), b.dvector(FCPROJB), dres,
+                                  b.act(ACT_GELU), b.weight(FCPROJW), scratch, N, 4 * C, C, first,
+                                  stream);
+        break;
+    case B_GELU:
+        gpu_gelu_backward<E>(b.dact(GRAD_MLP), b.dvector(FCB), b.dact(GRAD_MLP), b.act(ACT_FCH),
+                             scratch, N, 4 * C, stream);
+        break;
+    case B_FC:
+        gpu_matmul_backward<E, G>(b.dact(GRAD_LN2), b.dmatrix(FCW), nullptr, b.dact(GRAD_MLP),
+                                  b.act(ACT_LN2), b.weight(FCW), scratch, N, C, 4 * C, first,
+                                  stream);
+        break;
+    case B_LN2:
+        gpu_layernorm_backward<E>(dres, b.dvector(LN2W), b.dvector(LN2B), b.dact(GRAD_LN2),
+                                  b.act(ACT_RES2), b.weight(LN2W), b.stat(ACT_LN2_MEAN),
+                                  b.stat(ACT_LN2_RSTD), dres, scratch, N, C, stream);
+        break;
+    case B_ATTPROJ:
+        gpu_matmul_backward<E, G>(b.dact(GRAD_ATT), b.dmatrix(ATTPROJW), b.dvector(ATTPROJB), dres,
+                                  b.act(ACT_ATT), b.weight(ATTPROJW), scratch, N, C, C, first,
+                                  stream);
+        break;
+    case B_ATT:
+        gpu_attention_backward<E>(b.dact(GRAD_QKV), gpu_buffer<float>(b.net, BUF_ATT_D),
+                                  b.dact(GRAD_ATT), b.act(ACT_QKV), b.act(ACT_ATT),
+                                  b.stat(ACT_LSE), B, T, C, NH, stream);
+        break;
+    case B_QKV:
+        gpu_matmul_backward<E, G>(b.dact(GRAD_LN1), b.dmatrix(QKVW), b.dvector(QKVB),
+                                  b.dact(GRAD_QKV), b.act(ACT_LN1), b.weight(QKVW), scratch, N, C,
+                                  3 * C, first, stream);
+        break;
+    case B_LN1:
+        gpu_layernorm_backward<E>(dres, b.dvector(LN1W), b.dvector(LN1B), b.dact(GRAD_LN1),
+                                  b.act(ACT_X), b.weight(LN1W), b.stat(ACT_LN1_MEAN),
+                                  b.stat(ACT_LN1_RSTD), dres, scratch, N, C, stream);
+        break;
     }
-    plan_tick(p, tick_lnf(m));
-    gpu_layernorm_forward<E>(gpu_single<E>(net, ROW_LNF), gpu_single<float>(net, ROW_LNF_MEAN),
-                             gpu_single<float>(net, ROW_LNF_RSTD), gpu_single<E>(net, ROW_XF),
-                             gpu_weight(net, LNFW, 0), gpu_weight(net, LNFB, 0), B * T, m->C,
-                             net->stream);
 }
 
-// The classifier over N rows in chunks; as network_classifier of chapter The network. `first`: dwte
-// is written, not added to, by the first chunk.
-template <class E, class G>
-static void gpu_network_classifier(GpuNetwork<E, G> *net, const int *targets, int N, float dloss,
-                                   bool backward, bool first) {
-    Plan *p = &net->plan;
-    const Model *m = &p->settings.model;
-    plan_tick(p, tick_head(m));
-    E *logits = gpu_single<E>(net, ROW_LOGITS);
-    const E *wte = gpu_weight(net, WTE, 0);
-    for (int row = 0; row < N; row += p->settings.logit_rows) {
-        int rows = (int)min_i64(p->settings.logit_rows, N - row);
-        E *lnf = gpu_single<E>(net, ROW_LNF) + (size_t)row * m->C;
-        gpu_matmul_forward<E>(logits, lnf, wte, nullptr, nullptr, rows, m->C, m->Vp, net->stream);
-        gpu_classifier<E>(gpu_single<float>(net, ROW_LOSSES) + row, logits, targets + row, dloss,
-                          rows, m->V, m->Vp, backward, net->stream);
-        if (backward) {
-            gpu_matmul_backward<E, G>(lnf, gpu_dmatrix(net, WTE, 0), nullptr, logits, lnf, wte,
-                                      nullptr, rows, m->C, m->Vp, first && row == 0, net->stream);
-        }
-    }
-}
-
-// Recomputes what block `layer` dropped, then differentiates it; as block_backward of chapter The
-// network.
-template <class E, class G>
-static void gpu_block_backward(GpuNetwork<E, G> *net, int layer, bool first) {
-    Plan *p = &net->plan;
-    const Settings *s = &p->settings;
-    const Model *m = &s->model;
-    const int C = m->C, N = s->B * s->T;
-    cudaStream_t stream = net->stream;
-    for (int stage = 0; stage < B_FCPROJ; stage++) {
-        plan_tick(p, tick_backward(m, layer, stage));
-        if (plan_recomputes(s, stage_acts[stage], layer)) {
-            gpu_block_stage(net, layer, stage, s->B, s->T);
-        }
-    }
-#define GRAD(name) ((E *)plan_grad(p, GRAD_##name, layer))
-#define DMATRIX(name) gpu_dmatrix(net, name, layer)
-#define DVECTOR(name) gpu_dvector(net, name, layer)
-    E *dres = gpu_single<E>(net, ROW_DRES);
-    float *scratch = gpu_single<float>(net, ROW_PARTIALS);
-    plan_tick(p, tick_backward(m, layer, B_FCPROJ));
-    gpu_matmul_backward<E, G>(GRAD(MLP), DMATRIX(FCPROJW), DVECTOR(FCPROJB), dres, ACT(GELU),
-                              WEIGHT(FCPROJW), scratch, N, 4 * C, C, first, stream);
-    plan_tick(p, tick_backward(m, layer, B_GELU));
-    gpu_gelu_backward<E>(GRAD(MLP), DVECTOR(FCB), GRAD(MLP), ACT(FCH), scratch, N, 4 * C, stream);
-    plan_tick(p, tick_backward(m, layer, B_FC));
-    gpu_matmul_backward<E, G>(GRAD(LN2), DMATRIX(FCW), nullptr, GRAD(MLP), ACT(LN2), WEIGHT(FCW),
-                              scratch, N, C, 4 * C, first, stream);
-    plan_tick(p, tick_backward(m, layer, B_LN2));
-    gpu_layernorm_backward<E>(dres, DVECTOR(LN2W), DVECTOR(LN2B), GRAD(LN2), ACT(RES2),
-                              WEIGHT(LN2W), STAT(LN2_MEAN), STAT(LN2_RSTD), dres, scratch, N, C,
-                              stream);
-    plan_tick(p, tick_backward(m, layer, B_ATTPROJ));
-    gpu_matmul_backward<E, G>(GRAD(ATT), DMATRIX(ATTPROJW), DVECTOR(ATTPROJB), dres, ACT(ATT),
-                              WEIGHT(ATTPROJW), scratch, N, C, C, first, stream);
-    plan_tick(p, tick_backward(m, layer, B_ATT));
-    gpu_attention_backward<E>(GRAD(QKV), gpu_single<float>(net, ROW_ATT_D), GRAD(ATT), ACT(QKV),
-                              ACT(ATT), STAT(LSE), s->B, s->T, C, m->NH, stream);
-    plan_tick(p, tick_backward(m, layer, B_QKV));
-    gpu_matmul_backward<E, G>(GRAD(LN1), DMATRIX(QKVW), DVECTOR(QKVB), GRAD(QKV), ACT(LN1),
-                              WEIGHT(QKVW), scratch, N, C, 3 * C, first, stream);
-    plan_tick(p, tick_backward(m, layer, B_LN1));
-    gpu_layernorm_backward<E>(dres, DVECTOR(LN1W), DVECTOR(LN1B), GRAD(LN1), ACT(X), WEIGHT(LN1W),
-                              STAT(LN1_MEAN), STAT(LN1_RSTD), dres, scratch, N, C, stream);
-#undef ACT
-#undef STAT
-#undef WEIGHT
-#undef GRAD
-#undef DMATRIX
-#undef DVECTOR
-}
-
-// sum (first) = or += the sum of losses (N), in a fixed order. One block.
+// sum (first) = or += the sum of losses (N), in a fixed order. One block, because the order of
+// several would not be fixed, and N numbers are read in no time beside the classifier.
 static __global__ void loss_sum_kernel(float *sum, const float *losses, int N, bool first) {
     float x = 0.0f;
     for (int i = threadIdx.x; i < N; i += blockDim.x) {
@@ -2411,27 +2504,105 @@ static __global__ void loss_sum_kernel(float *sum, const float *losses, int N, b
     }
 }
 
-// Queues the upload of a batch (and, with `sort`, of its tokens sorted for the embedding's
-// backward) through the next pinned slot. Returns the device copy; *segments receives the distinct
-// tokens.
-template <class E, class G>
-static int *gpu_upload(GpuNetwork<E, G> *net, const Token *inputs, const Token *targets, bool sort,
-                       int *segments) {
-    const Settings *s = &net->plan.settings;
-    const int N = s->B * s->T;
-    int slot = net->slot ^= 1, *host = net->pinned[slot];
-    cuda_check(cudaEventSynchronize(net->uploaded[slot]));
-    memcpy(host, inputs, N * sizeof(int));
-    memcpy(host + N, targets, N * sizeof(int));
-    if (sort) {
-        *segments = encoder_sort(host + 2 * N, net->counts, inputs, N, s->model.V);
+// The classifier in chunks; as network_head of chapter The network. The sum of losses stays on the
+// device: to return it here would make the host wait in every micro-step.
+template <class E, class G> static void gpu_head(const GpuPass<E, G> *pass) {
+    const GpuNetwork<E, G> *net = pass->net;
+    const GpuBlock<E, G> b = {net, 0};
+    const Settings *s = &net->plan->settings;
+    const int C = s->model.C, V = s->model.V, Vp = s->model.Vp;
+    const int *targets = pass->batch.targets;
+    const int begin = targets ? 0 : pass->row, end = targets ? pass->B * pass->T : begin + 1;
+    cudaStream_t stream = net->stream;
+    E *logits = gpu_buffer<E>(net, BUF_LOGITS);
+    float *losses = gpu_buffer<float>(net, BUF_LOSSES);
+    for (int row = begin; row < end; row += s->logit_rows) {
+        int rows = (int)min_i64(s->logit_rows, end - row);
+        E *lnf = gpu_buffer<E>(net, BUF_LNF) + (size_t)row * C;
+        gpu_matmul_forward<E>(logits, lnf, b.weight(WTE), nullptr, nullptr, rows, C, Vp, stream);
+        if (targets) {
+            gpu_classifier<E>(losses + row, logits, targets + row, pass->dloss, rows, V, Vp,
+                              pass->dloss != 0, stream);
+        }
+        if (pass->dloss != 0) {  // the first chunk of a step writes dwte, the others add
+            gpu_matmul_backward<E, G>(lnf, b.dmatrix(WTE), nullptr, logits, lnf, b.weight(WTE),
+                                      nullptr, rows, C, Vp, pass->first && row == 0, stream);
+        }
     }
-    int *device = gpu_single<int>(net, ROW_BATCH);
-    cuda_check(cudaMemcpyAsync(device, host,
-                               (2 * N + (sort ? encoder_plan_ints(N) : 0)) * sizeof(int),
+    if (targets) {
+        launch(loss_sum_kernel, 1, 256, 0, stream, &gpu_buffer<GpuState>(net, BUF_STATE)->loss_sum,
+               losses, end, pass->first);
+    }
+}
+
+// Computes a stage of a GpuPass: what walk() calls.
+template <class E, class G> static void gpu_stage(void *self, int stage, int layer) {
+    const GpuPass<E, G> *pass = (const GpuPass<E, G> *)self;
+    const GpuNetwork<E, G> *net = pass->net;
+    const GpuBlock<E, G> b = {net, 0};
+    const Model *m = &net->plan->settings.model;
+    const int B = pass->B, T = pass->T, C = m->C;
+    cudaStream_t stream = net->stream;
+    switch (stage) {
+    case EMBED:
+        gpu_encoder_forward<E>(b.act(ACT_X), pass->batch.inputs, b.weight(WTE), b.weight(WPE), B, T,
+                               C, stream);
+        break;
+    case LNF:
+        gpu_layernorm_forward<E>(gpu_buffer<E>(net, BUF_LNF), gpu_buffer<float>(net, BUF_LNF_MEAN),
+                                 gpu_buffer<float>(net, BUF_LNF_RSTD), gpu_buffer<E>(net, BUF_XF),
+                                 b.weight(LNFW), b.weight(LNFB), B * T, C, stream);
+        break;
+    case HEAD:
+        gpu_head(pass);
+        break;
+    case D_LNF:
+        gpu_layernorm_backward<E>(
+            gpu_buffer<E>(net, BUF_DRES), b.dvector(LNFW), b.dvector(LNFB),
+            gpu_buffer<E>(net, BUF_LNF), gpu_buffer<E>(net, BUF_XF), b.weight(LNFW),
+            gpu_buffer<float>(net, BUF_LNF_MEAN), gpu_buffer<float>(net, BUF_LNF_RSTD), nullptr,
+            gpu_buffer<float>(net, BUF_PARTIALS), B * T, C, stream);
+        break;
+    case D_EMBED:
+        // The tokens come sorted, so that every row of dwte has one writer and no atomic is needed.
+        gpu_encoder_backward<E, G>(b.dmatrix(WTE), b.dmatrix(WPE), gpu_buffer<E>(net, BUF_DRES),
+                                   pass->batch.sorted, pass->segments, B, T, C, m->maxT,
+                                   pass->first, stream);
+        break;
+    default:  // a block's
+        (stage < F_STAGES ? gpu_block_forward<E, G> : gpu_block_backward<E, G>)(pass, stage, layer);
+    }
+}
+
+// -------------------------------------------------------------------------------------------------
+// 32. Steps and update
+// The engine's verbs that compute.
+// 1. A micro-step only queues work: the batch goes up through two pinned slots, and the host waits
+//    for nothing but a slot it filled two micro-steps ago.
+// 2. The update reads norm, clip factor and skip from device memory; its one wait is for the loss.
+
+// Queues the upload of a batch (and, where gradients are wanted, of its tokens sorted for the
+// embedding's backward) through the next pinned slot, and makes it the pass's.
+template <class E, class G>
+static void gpu_upload(GpuPass<E, G> *pass, const Token *inputs, const Token *targets) {
+    GpuNetwork<E, G> *net = pass->net;
+    const Settings *s = &net->plan->settings;
+    const int N = s->B * s->T, slot = 1 - net->slot;
+    GpuBatch host = net->pinned[slot];
+    int ints = 2 * N;  // inputs and targets, which lie in front, so that one copy takes either
+    net->slot = slot;
+    // The copy of two micro-steps ago may still read the slot; normally it is long done.
+    cuda_check(cudaEventSynchronize(net->uploaded[slot]));
+    memcpy(host.inputs, inputs, N * sizeof(int));
+    memcpy(host.targets, targets, N * sizeof(int));
+    if (pass->dloss != 0) {  // the host sorts while the GPU computes the micro-step before
+        pass->segments = encoder_sort(host.sorted, net->counts, inputs, N, s->model.V);
+        ints = (int)batch_ints(N);
+    }
+    pass->batch = batch_at(gpu_buffer<int>(net, BUF_BATCH), N);
+    cuda_check(cudaMemcpyAsync(pass->batch.inputs, host.inputs, ints * sizeof(int),
                                cudaMemcpyHostToDevice, net->stream));
     cuda_check(cudaEventRecord(net->uploaded[slot], net->stream));
-    return device;
 }
 
 // The engine's micro_step: forward, backward, gradients added up on the device.
@@ -2439,35 +2610,17 @@ template <class E, class G>
 static void gpu_micro_step(Engine *e, const Token *inputs, const Token *targets, int micro,
                            int micros) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
-    Plan *p = &net->plan;
-    const Model *m = &p->settings.model;
-    const int B = p->settings.B, T = p->settings.T, N = B * T;
-    const bool first = micro == 0;
-    int segments = 0;
+    Plan *p = net->plan;
+    const Settings *s = &p->settings;
+    const float dloss = (float)(1.0 / ((double)(s->B * s->T) * micros * s->ranks));
+    GpuPass<E, G> pass = {net, {}, 0, 0, s->B, s->T, dloss, micro == 0};
     net->micros = micros;
-    plan_tick(p, 0);
-    int *batch = gpu_upload(net, inputs, targets, true, &segments);
-    if (first) {
-        cuda_check(cudaMemsetAsync(gpu_single<float>(net, ROW_GRADS_1D), 0,
-                                   p->rows[p->single[ROW_GRADS_1D]].bytes, net->stream));
+    gpu_upload(&pass, inputs, targets);
+    if (pass.first) {  // kernels only add to these (The network on the GPU, 2)
+        cuda_check(cudaMemsetAsync(gpu_buffer<float>(net, BUF_GRADS_1D), 0,
+                                   p->buffers[p->single[BUF_GRADS_1D]].bytes, net->stream));
     }
-    gpu_network_forward(net, batch, B, T);
-    gpu_network_classifier(net, batch + N, N, (float)(1.0 / ((double)N * micros)), true, first);
-    launch(loss_sum_kernel, 1, 256, 0, net->stream, &gpu_single<GpuState>(net, ROW_STATE)->loss_sum,
-           gpu_single<float>(net, ROW_LOSSES), N, first);
-    plan_tick(p, tick_lnf_backward(m));
-    gpu_layernorm_backward<E>(
-        gpu_single<E>(net, ROW_DRES), gpu_dvector(net, LNFW, 0), gpu_dvector(net, LNFB, 0),
-        gpu_single<E>(net, ROW_LNF), gpu_single<E>(net, ROW_XF), gpu_weight(net, LNFW, 0),
-        gpu_single<float>(net, ROW_LNF_MEAN), gpu_single<float>(net, ROW_LNF_RSTD), nullptr,
-        gpu_single<float>(net, ROW_PARTIALS), N, m->C, net->stream);
-    for (int l = m->L - 1; l >= 0; l--) {
-        gpu_block_backward(net, l, first);
-    }
-    plan_tick(p, tick_embed_backward(m));
-    gpu_encoder_backward<E, G>(gpu_dmatrix(net, WTE, 0), gpu_dmatrix(net, WPE, 0),
-                               gpu_single<E>(net, ROW_DRES), batch + 2 * N, segments, B, T, m->C,
-                               m->maxT, first, net->stream);
+    walk(p, tick_embed_backward(&s->model), gpu_stage<E, G>, &pass);
 }
 
 // AdamW for the state types of this run; `updates` updates came before.
@@ -2476,28 +2629,30 @@ static void gpu_adamw_all(GpuNetwork<E, G> *net, const AdamW &adamw, const Optio
                           int64_t updates) {
     UpdateRandom key = {(uint64_t)o->seed, (uint32_t)updates};
     gpu_adamw<E, G, M, SPLIT>(
-        gpu_single<E>(net, ROW_WEIGHTS), SPLIT ? gpu_single<uint16_t>(net, ROW_MASTER) : nullptr,
-        gpu_single<M>(net, ROW_M), gpu_single<M>(net, ROW_V), gpu_single<G>(net, ROW_GRADS),
-        gpu_single<float>(net, ROW_GRADS_1D), gpu_single<ParamRange>(net, ROW_TENSORS),
-        net->range_count, net->chunks, adamw, key, &gpu_single<GpuState>(net, ROW_STATE)->update,
+        gpu_buffer<E>(net, BUF_WEIGHTS), SPLIT ? gpu_buffer<uint16_t>(net, BUF_MASTER) : nullptr,
+        gpu_buffer<M>(net, BUF_M), gpu_buffer<M>(net, BUF_V), gpu_buffer<G>(net, BUF_GRADS),
+        gpu_buffer<float>(net, BUF_GRADS_1D), gpu_buffer<ParamRange>(net, BUF_TENSORS),
+        net->range_count, net->chunks, adamw, key, &gpu_buffer<GpuState>(net, BUF_STATE)->update,
         net->stream);
 }
 
+// The engine's update. Norm, clip factor and the decision to skip are made on the device, where
+// AdamW reads them; the host waits once, for what it reports.
 template <class E, class G>
 static StepResult gpu_update(Engine *e, const Options *o, double lr, double limit,
                              int64_t updates) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
-    Plan *p = &net->plan;
-    const Settings *s = &p->settings;
-    plan_tick(p, tick_update(&s->model));
-    GpuState *state = gpu_single<GpuState>(net, ROW_STATE);
-    gpu_grad_square_sum<G>(&state->update, gpu_single<float>(net, ROW_PARTIALS),
-                           gpu_single<G>(net, ROW_GRADS), gpu_single<float>(net, ROW_GRADS_1D),
-                           gpu_single<ParamRange>(net, ROW_TENSORS), net->range_count, net->chunks,
+    const Settings *s = &net->plan->settings;
+    plan_tick(net->plan, tick_update(&s->model));
+    GpuState *state = gpu_buffer<GpuState>(net, BUF_STATE);
+    gpu_grad_square_sum<G>(&state->update, gpu_buffer<float>(net, BUF_PARTIALS),
+                           gpu_buffer<G>(net, BUF_GRADS), gpu_buffer<float>(net, BUF_GRADS_1D),
+                           gpu_buffer<ParamRange>(net, BUF_TENSORS), net->range_count, net->chunks,
                            net->stream);
     gpu_update_decide(&state->update, (float)o->clip, (float)limit, net->stream);
+    // The clip factor is the device's, so the host's scale of gradients is 1.
     AdamW adamw = adamw_at(o, lr, updates, 1);
-    if constexpr (sizeof(E) == 4) {
+    if constexpr (std::is_same_v<E, float>) {
         gpu_adamw_all<E, G, float, false>(net, adamw, o, updates);
     } else if (s->split_master) {
         s->moment_dtype == TYPE_FP32
@@ -2511,172 +2666,172 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
     cuda_check(
         cudaMemcpyAsync(net->result, state, sizeof *state, cudaMemcpyDeviceToHost, net->stream));
     cuda_check(cudaStreamSynchronize(net->stream));
+    // loss_sum has one loss a token: the mean over the step's tokens is its loss.
     const double tokens = (double)s->B * s->T * net->micros;
     StepResult result = {net->result->loss_sum / tokens, net->result->update.norm,
                          (int)net->result->update.skip};
     return result;
 }
 
+// The engine's evaluate: the walk as far as the head.
 template <class E, class G>
 static double gpu_evaluate(Engine *e, real *losses, const Token *inputs, const Token *targets) {
     static_assert(sizeof(real) == sizeof(float), "losses are copied as they are");
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
-    const Settings *s = &net->plan.settings;
+    const Settings *s = &net->plan->settings;
     const int N = s->B * s->T;
-    plan_tick(&net->plan, 0);
-    int *batch = gpu_upload(net, inputs, targets, false, nullptr);
-    gpu_network_forward(net, batch, s->B, s->T);
-    gpu_network_classifier(net, batch + N, N, 0.0f, false, false);
-    float *sum = &gpu_single<GpuState>(net, ROW_STATE)->loss_sum;
-    launch(loss_sum_kernel, 1, 256, 0, net->stream, sum, gpu_single<float>(net, ROW_LOSSES), N,
-           true);
+    // `first`, so that the sum of losses starts anew; a step's own sum has been read by then.
+    GpuPass<E, G> pass = {net, {}, 0, 0, s->B, s->T, 0.0f, true};
+    gpu_upload(&pass, inputs, targets);
+    walk(net->plan, tick_head(&s->model), gpu_stage<E, G>, &pass);
+    const float *sum = &gpu_buffer<GpuState>(net, BUF_STATE)->loss_sum;
     cuda_check(cudaMemcpyAsync(&net->result->loss_sum, sum, sizeof(float), cudaMemcpyDeviceToHost,
                                net->stream));
     if (losses) {
-        cuda_check(cudaMemcpyAsync(losses, gpu_single<float>(net, ROW_LOSSES), N * sizeof(float),
+        cuda_check(cudaMemcpyAsync(losses, gpu_buffer<float>(net, BUF_LOSSES), N * sizeof(float),
                                    cudaMemcpyDeviceToHost, net->stream));
     }
     cuda_check(cudaStreamSynchronize(net->stream));
     return net->result->loss_sum / (double)N;
 }
 
-// One sequence of always T tokens, so that no product has a new shape: what follows token n is
-// padding, which causal attention does not see.
+// The engine's logits. One sequence of always T tokens, so that no product has a new shape: what
+// follows token n is padding, which causal attention does not see.
 template <class E, class G>
 static void gpu_logits(Engine *e, real *out, const Token *tokens, int n) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
-    Plan *p = &net->plan;
-    const Model *m = &p->settings.model;
-    const int T = p->settings.T, N = p->settings.B * T;
+    const Settings *s = &net->plan->settings;
+    const int V = s->model.V, N = s->B * s->T;
+    GpuPass<E, G> pass = {net, {}, 0, n - 1, 1, s->T, 0.0f, true};
     Token *padded = (Token *)alloc_zero(2 * (size_t)N, sizeof(Token));
     memcpy(padded, tokens, (size_t)n * sizeof(Token));
-    plan_tick(p, 0);
-    gpu_network_forward(net, gpu_upload(net, padded, padded + N, false, nullptr), 1, T);
+    gpu_upload(&pass, padded, padded + N);
+    pass.batch.targets = nullptr;  // uploaded, since a batch goes up whole, but asked for by nobody
+    walk(net->plan, tick_head(&s->model), gpu_stage<E, G>, &pass);
     free(padded);
-    plan_tick(p, tick_head(m));
-    E *logits = gpu_single<E>(net, ROW_LOGITS), *host = (E *)alloc_zero((size_t)m->V, sizeof(E));
-    gpu_matmul_forward<E>(logits, gpu_single<E>(net, ROW_LNF) + (size_t)(n - 1) * m->C,
-                          gpu_weight(net, WTE, 0), nullptr, nullptr, 1, m->C, m->Vp, net->stream);
-    copy_wait(host, logits, m->V * sizeof(E), cudaMemcpyDeviceToHost, net->stream);
-    for (int v = 0; v < m->V; v++) {
+    E *host = (E *)alloc_zero((size_t)V, sizeof(E));
+    copy_wait(host, gpu_buffer<E>(net, BUF_LOGITS), V * sizeof(E), cudaMemcpyDeviceToHost,
+              net->stream);
+    for (int v = 0; v < V; v++) {
         out[v] = to_float(host[v]);
     }
     free(host);
 }
 
-// `count` elements of T from device memory as real, or real into it, rounded to T.
-template <class T>
-static void state_download(real *out, const T *device, int64_t count, cudaStream_t stream) {
-    T *host = (T *)alloc_zero((size_t)count, sizeof(T));
-    copy_wait(host, device, count * sizeof(T), cudaMemcpyDeviceToHost, stream);
+// -------------------------------------------------------------------------------------------------
+// 33. States, open and close
+// States go in and out as fp32 whatever the device keeps, so a checkpoint knows no type of a run.
+// How a state lies in memory is a value, StateView, and reading and writing are written once.
+
+// Numbers of `type` on the device. Where `low` is not null they are bf16, the high halves of fp32
+// numbers whose low halves are there.
+struct StateView {
+    Type type;
+    char *data;
+    uint16_t *low;
+};
+
+// State `state` (STATE_WEIGHTS, STATE_M, STATE_V) of this run from element `offset` on.
+template <class E, class G>
+static StateView gpu_state(const GpuNetwork<E, G> *net, int state, int64_t offset) {
+    static const int buffers[STATES] = {BUF_WEIGHTS, BUF_M, BUF_V};
+    const Settings *s = &net->plan->settings;
+    const bool weights = state == STATE_WEIGHTS;
+    StateView v = {weights ? s->dtype : s->moment_dtype, gpu_buffer<char>(net, buffers[state]),
+                   nullptr};
+    v.data += offset * (int64_t)type_bytes(v.type);
+    if (weights && s->split_master) {
+        v.low = gpu_buffer<uint16_t>(net, BUF_MASTER) + offset;
+    }
+    return v;
+}
+
+// `count` numbers of the view as real; the other way, rounded to its type.
+static void state_read(real *out, const StateView &v, int64_t count, cudaStream_t stream) {
+    const size_t bytes = count * type_bytes(v.type);
+    char *host = (char *)alloc_zero(bytes, 1);
+    uint16_t *low = v.low ? (uint16_t *)alloc_zero((size_t)count, sizeof(uint16_t)) : nullptr;
+    copy_wait(host, v.data, bytes, cudaMemcpyDeviceToHost, stream);
+    if (low) {
+        copy_wait(low, v.low, count * sizeof *low, cudaMemcpyDeviceToHost, stream);
+    }
     for (int64_t i = 0; i < count; i++) {
-        out[i] = to_float(host[i]);
+        float value = v.type == TYPE_FP32 ? ((const float *)(const void *)host)[i]
+                                          : to_float(((const __nv_bfloat16 *)(void *)host)[i]);
+        out[i] = low ? master_join(value, low[i]) : value;
     }
     free(host);
+    free(low);
 }
 
-template <class T>
-static void state_upload(T *device, const real *values, int64_t count, cudaStream_t stream) {
-    T *host = (T *)alloc_zero((size_t)count, sizeof(T));
+static void state_write(const StateView &v, const real *values, int64_t count,
+                        cudaStream_t stream) {
+    const size_t bytes = count * type_bytes(v.type);
+    char *host = (char *)alloc_zero(bytes, 1);
+    uint16_t *low = v.low ? (uint16_t *)alloc_zero((size_t)count, sizeof(uint16_t)) : nullptr;
     for (int64_t i = 0; i < count; i++) {
-        host[i] = from_float<T>((float)values[i]);
+        const float value = (float)values[i];
+        if (v.type == TYPE_FP32) {
+            ((float *)(void *)host)[i] = value;
+        } else if (low) {  // bit for bit: a resume goes on from the same fp32 weight
+            uint32_t bits;
+            memcpy(&bits, &value, sizeof bits);
+            ((uint16_t *)(void *)host)[i] = master_high(value);
+            low[i] = (uint16_t)bits;
+        } else {
+            ((__nv_bfloat16 *)(void *)host)[i] = from_float<__nv_bfloat16>(value);
+        }
     }
-    copy_wait(device, host, count * sizeof(T), cudaMemcpyHostToDevice, stream);
+    copy_wait(v.data, host, bytes, cudaMemcpyHostToDevice, stream);
+    if (low) {
+        copy_wait(v.low, low, count * sizeof *low, cudaMemcpyHostToDevice, stream);
+    }
     free(host);
+    free(low);
 }
 
-// Weights with their master: the fp32 numbers whose halves the device keeps.
-static void master_download(real *out, const __nv_bfloat16 *weights, const uint16_t *low,
-                            int64_t count, cudaStream_t stream) {
-    uint16_t *high = (uint16_t *)alloc_zero(2 * (size_t)count, sizeof(uint16_t)),
-             *rest = high + count;
-    copy_wait(high, weights, count * 2, cudaMemcpyDeviceToHost, stream);
-    copy_wait(rest, low, count * 2, cudaMemcpyDeviceToHost, stream);
-    for (int64_t i = 0; i < count; i++) {
-        uint32_t bits = (uint32_t)high[i] << 16;
-        float value;
-        memcpy(&value, &bits, 4);
-        out[i] = master_join(value, rest[i]);
-    }
-    free(high);
-}
-
-static void master_upload(__nv_bfloat16 *weights, uint16_t *low, const real *values, int64_t count,
-                          cudaStream_t stream) {
-    uint16_t *high = (uint16_t *)alloc_zero(2 * (size_t)count, sizeof(uint16_t)),
-             *rest = high + count;
-    for (int64_t i = 0; i < count; i++) {
-        float value = (float)values[i];
-        uint32_t bits;
-        memcpy(&bits, &value, 4);
-        high[i] = master_high(value);
-        rest[i] = (uint16_t)bits;
-    }
-    copy_wait(weights, high, count * 2, cudaMemcpyHostToDevice, stream);
-    copy_wait(low, rest, count * 2, cudaMemcpyHostToDevice, stream);
-    free(high);
-}
-
-// Gradients [offset, offset + count) of the layout of all tensors, from their two rows.
+// Gradients [offset, offset + count) of the layout of all tensors, from their two buffers.
 template <class E, class G>
 static void gpu_read_gradients(GpuNetwork<E, G> *net, int64_t offset, real *out, int64_t count) {
-    const Model *m = &net->plan.settings.model;
-    memset(out, 0, (size_t)count * sizeof(real));
+    const Settings *s = &net->plan->settings;
+    const Model *m = &s->model;
+    memset(out, 0, (size_t)count * sizeof(real));  // the gaps between tensors are zero
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int l = 0; l < tensor_copies(m, tensor); l++) {
+            const GpuBlock<E, G> b = {net, l};
             int64_t begin = tensor_offset(m, tensor, l);
             int64_t low = max_i64(begin, offset);
             int64_t high = min_i64(begin + tensor_size(m, tensor), offset + count);
-            if (low < high && tensor_is_matrix(tensor)) {
-                state_download(out + low - offset, gpu_dmatrix(net, tensor, l) + low - begin,
-                               high - low, net->stream);
-            } else if (low < high) {
-                state_download(out + low - offset, gpu_dvector(net, tensor, l) + low - begin,
-                               high - low, net->stream);
+            // Matrices and vectors lie in buffers of their own, in types of their own.
+            StateView v = tensor_is_matrix(tensor)
+                              ? StateView{s->grad_dtype, (char *)b.dmatrix(tensor), nullptr}
+                              : StateView{TYPE_FP32, (char *)b.dvector(tensor), nullptr};
+            if (low < high) {
+                v.data += (low - begin) * (int64_t)type_bytes(v.type);
+                state_read(out + low - offset, v, high - low, net->stream);
             }
         }
     }
 }
 
+// The engine's read and write. Gradients can only be read.
 template <class E, class G>
 static void gpu_read(Engine *e, int state, int64_t offset, real *out, int64_t count) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
-    const Settings *s = &net->plan.settings;
     if (state == STATE_GRADS) {
         gpu_read_gradients(net, offset, out, count);
-    } else if (state == STATE_WEIGHTS && s->split_master) {
-        master_download(out, gpu_single<__nv_bfloat16>(net, ROW_WEIGHTS) + offset,
-                        gpu_single<uint16_t>(net, ROW_MASTER) + offset, count, net->stream);
-    } else if (state == STATE_WEIGHTS) {
-        state_download(out, gpu_single<E>(net, ROW_WEIGHTS) + offset, count, net->stream);
-    } else if (s->moment_dtype == TYPE_BF16) {
-        state_download(out,
-                       gpu_single<__nv_bfloat16>(net, state == STATE_M ? ROW_M : ROW_V) + offset,
-                       count, net->stream);
     } else {
-        state_download(out, gpu_single<float>(net, state == STATE_M ? ROW_M : ROW_V) + offset,
-                       count, net->stream);
+        state_read(out, gpu_state(net, state, offset), count, net->stream);
     }
 }
 
 template <class E, class G>
 static void gpu_write(Engine *e, int state, int64_t offset, const real *values, int64_t count) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
-    const Settings *s = &net->plan.settings;
-    if (state == STATE_WEIGHTS && s->split_master) {
-        master_upload(gpu_single<__nv_bfloat16>(net, ROW_WEIGHTS) + offset,
-                      gpu_single<uint16_t>(net, ROW_MASTER) + offset, values, count, net->stream);
-    } else if (state == STATE_WEIGHTS) {
-        state_upload(gpu_single<E>(net, ROW_WEIGHTS) + offset, values, count, net->stream);
-    } else if (s->moment_dtype == TYPE_BF16) {
-        state_upload(gpu_single<__nv_bfloat16>(net, state == STATE_M ? ROW_M : ROW_V) + offset,
-                     values, count, net->stream);
-    } else {
-        state_upload(gpu_single<float>(net, state == STATE_M ? ROW_M : ROW_V) + offset, values,
-                     count, net->stream);
-    }
+    state_write(gpu_state(net, state, offset), values, count, net->stream);
 }
 
+// Gives back everything but the plan. What is queued must be done first: it uses the memory.
 template <class E, class G> static void gpu_close(Engine *e) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
     cuda_check(cudaStreamSynchronize(net->stream));
@@ -2684,7 +2839,7 @@ template <class E, class G> static void gpu_close(Engine *e) {
     for (int i = 0; i < 2; i++) {
         cuda_check(cudaEventDestroy(net->uploaded[i]));
     }
-    arena_close(&net->plan);
+    arena_close(net->plan);
     cuda_check(cudaStreamDestroy(net->stream));
     free(net->counts);
     free(net->ranges);
@@ -2692,9 +2847,9 @@ template <class E, class G> static void gpu_close(Engine *e) {
     e->self = nullptr;
 }
 
-// The table of tensors that norm and AdamW walk, on the host and in ROW_TENSORS.
+// The table of tensors that norm and AdamW walk, on the host and in BUF_TENSORS.
 template <class E, class G> static void gpu_ranges_open(GpuNetwork<E, G> *net) {
-    const Model *m = &net->plan.settings.model;
+    const Model *m = &net->plan->settings.model;
     int count = 0;
     net->ranges = (ParamRange *)alloc_zero(TENSORS * (size_t)m->L, sizeof(ParamRange));
     for (int tensor = 0; tensor < TENSORS; tensor++) {
@@ -2711,16 +2866,18 @@ template <class E, class G> static void gpu_ranges_open(GpuNetwork<E, G> *net) {
     }
     net->range_count = count;
     net->chunks = param_ranges_chunk(net->ranges, count);
-    copy_wait(gpu_single<ParamRange>(net, ROW_TENSORS), net->ranges, count * sizeof(ParamRange),
+    copy_wait(gpu_buffer<ParamRange>(net, BUF_TENSORS), net->ranges, count * sizeof(ParamRange),
               cudaMemcpyHostToDevice, net->stream);
 }
 
-// A step, an evaluation and a sample on zeros: every kernel is loaded and every product planned, so
-// that what the libraries take can be measured, and a failure comes before the run.
+// A step of two micro-steps, an evaluation and a sample on zeros: every kernel is loaded and every
+// product planned, so that what the libraries take can be measured, and a failure comes before the
+// run. Two, because a product that adds to its output may be another kernel of cuBLASLt's than one
+// that writes it, and a kernel is loaded at its first launch.
 template <class E, class G>
 static void gpu_warm_up(Engine *e) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
-    const Settings *s = &net->plan.settings;
+    const Settings *s = &net->plan->settings;
     static size_t before;  // free bytes before the first engine: libraries stay when an engine goes
     size_t free_bytes, total_bytes;
     Token *zeros = (Token *)alloc_zero(2 * (size_t)s->B * s->T, sizeof(Token));
@@ -2728,42 +2885,50 @@ static void gpu_warm_up(Engine *e) {
     Options o;
     options_default(&o);
     before = before ? before : device_memory.free_bytes;
-    for (int row : {ROW_WEIGHTS, ROW_MASTER, ROW_M, ROW_V, ROW_STATE}) {
-        if (net->plan.single[row] >= 0) {
-            cuda_check(cudaMemsetAsync(gpu_single<char>(net, row), 0,
-                                       net->plan.rows[net->plan.single[row]].bytes, net->stream));
+    // The run initialises its states later; until then they hold a former owner's bytes.
+    for (int id : {BUF_WEIGHTS, BUF_MASTER, BUF_M, BUF_V, BUF_STATE}) {
+        if (net->plan->single[id] >= 0) {
+            size_t bytes = net->plan->buffers[net->plan->single[id]].bytes;
+            cuda_check(cudaMemsetAsync(gpu_buffer<char>(net, id), 0, bytes, net->stream));
         }
     }
-    gpu_micro_step<E, G>(e, zeros, zeros, 0, 1);
+    gpu_micro_step<E, G>(e, zeros, zeros, 0, 2);
+    gpu_micro_step<E, G>(e, zeros, zeros, 1, 2);
     gpu_update<E, G>(e, &o, 0, HUGE_VAL, 0);
     gpu_evaluate<E, G>(e, nullptr, zeros, zeros);
     gpu_logits<E, G>(e, logits, zeros, 1);
     free(zeros);
     free(logits);
     cuda_check(cudaMemGetInfo(&free_bytes, &total_bytes));
-    size_t used = before > free_bytes ? before - free_bytes : 0, arena = net->plan.device_bytes;
+    size_t used = before > free_bytes ? before - free_bytes : 0, arena = net->plan->device_bytes;
     device_memory.library_bytes = used > arena ? used - arena : 0;
 }
 
-// Opens the plan of `s` on the current GPU.
-template <class E, class G> static void gpu_open(Engine *e, const Settings *s) {
+// Allocates the plan on the current GPU; it is the caller's and outlives the engine.
+template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)alloc_zero(1, sizeof *net);
+    const Settings *s = &p->settings;
     const int64_t N = (int64_t)s->B * s->T, C = s->model.C;
-    plan_build(&net->plan, s);
-    size_t partials = net->plan.rows[net->plan.single[ROW_PARTIALS]].bytes;
+    net->plan = p;
+    // Volume I plans without knowing the kernels; here they are asked.
+    size_t partials = net->plan->buffers[net->plan->single[BUF_PARTIALS]].bytes;
     check(gpu_layernorm_backward_bytes((int)N, (int)C) <= partials &&
               gpu_bias_backward_bytes((int)N, (int)(4 * C)) <= partials &&
               gpu_grad_square_sum_bytes() <= partials,
           "the plan's partial sums are too few for the kernels");
-    plan_refuse(&net->plan, net->plan.device_bytes, device_available());
+    plan_refuse(net->plan, net->plan->device_bytes, device_available());
+    // Not the default stream, nor synchronised with it: nothing of a library's slips between.
     cuda_check(cudaStreamCreateWithFlags(&net->stream, cudaStreamNonBlocking));
-    arena_open(&net->plan, net->stream);
-    gpu_matmul_open(gpu_single<char>(net, ROW_MATMUL), GPU_MATMUL_BYTES);
+    arena_open(net->plan, net->stream);
+    gpu_matmul_open(gpu_buffer<char>(net, BUF_MATMUL), GPU_MATMUL_BYTES);
+    int *pinned = gpu_buffer<int>(net, BUF_PINNED);
+    check(batch_ints(N) == 2 * N + (int64_t)encoder_plan_ints((int)N), "a batch's length");
     for (int i = 0; i < 2; i++) {
-        net->pinned[i] = (int *)(void *)arena_host + i * (5 * N + 1);
+        net->pinned[i] = batch_at(pinned + i * batch_ints(N), (int)N);
         cuda_check(cudaEventCreateWithFlags(&net->uploaded[i], cudaEventDisableTiming));
     }
-    net->result = (GpuState *)(void *)((int *)(void *)arena_host + 2 * (5 * N + 1));
+    net->result = (GpuState *)(void *)(pinned + 2 * batch_ints(N));
+    // Kept for the run: nothing is allocated between steps.
     net->counts = (int *)alloc_zero((size_t)s->model.V, sizeof(int));
     gpu_ranges_open(net);
     e->self = net;
@@ -2774,14 +2939,17 @@ template <class E, class G> static void gpu_open(Engine *e, const Settings *s) {
     e->read = gpu_read<E, G>;
     e->write = gpu_write<E, G>;
     e->close = gpu_close<E, G>;
+    // Last, when all verbs are there: what fails fails here, before the run has begun.
     gpu_warm_up<E, G>(e);
 }
 
 // -------------------------------------------------------------------------------------------------
-// 32. Meters
+// 34. Meters
 // What this GPU could do at most, for "% of peak": dense products of the run's type per clock and
 // SM (NVIDIA's architecture white papers; for sm_86, 89 and 120 the GeForce cards' rate, half of
-// the workstation cards'), times SMs, times the highest clock the driver names.
+// the workstation cards'; 110, Thor, and 121, GB10, a quarter of the data sheets' dense fp4), times
+// SMs, times the highest clock the driver names. A data sheet may count with a lower clock: an H100
+// names 1,980 MHz, which makes 1,070 TFLOP/s in bf16, where its data sheet has 989.
 
 struct PeakRow {
     int capability;              // 10 * major + minor
@@ -2789,7 +2957,8 @@ struct PeakRow {
 };
 static const PeakRow peak_rows[] = {
     {75, 0, 128},    {80, 2048, 128},  {86, 512, 256},   {87, 1024, 256}, {89, 512, 256},
-    {90, 4096, 256}, {100, 8192, 256}, {103, 8192, 256}, {120, 512, 256},
+    {90, 4096, 256}, {100, 8192, 256}, {103, 8192, 256}, {110, 8192, 256}, {120, 512, 256},
+    {121, 1024, 256},
 };
 
 // Name, type and peak of the current GPU into the engine; refuses a type it has no instructions
@@ -2810,54 +2979,60 @@ static void device_describe(Engine *e, const Settings *s) {
         }
     }
     e->peak_flops = 1e3 * clock_khz * peak * properties.multiProcessorCount;
-    e->peak_source = "this GPU's dense products at its highest clock";
+    e->peak_source = peak ? "this GPU's dense products at its highest clock"
+                          : "this program's table of peaks does not know this GPU";
     snprintf(e->device, sizeof e->device, "%.44s (sm_%d%d), %s", properties.name, properties.major,
              properties.minor, s->dtype == TYPE_FP32 ? "fp32" : "bf16");
 }
 
 // -------------------------------------------------------------------------------------------------
-// 33. main
+// 35. main
 // Volume I's program with the GPU's engine, and two commands of its own: --check compares one batch
 // with the oracle, --compare runs the same steps with and without recomputation.
 
 // The one dispatch on types: E of the run, G of its gradients.
-static void gpu_engine_open(Engine *e, const Settings *s) {
+static void gpu_engine_open(Engine *e, Plan *p) {
+    const Settings *s = &p->settings;
     memset(e, 0, sizeof *e);
     device_describe(e, s);
     if (s->dtype == TYPE_FP32) {
-        gpu_open<float, float>(e, s);
+        gpu_open<float, float>(e, p);
     } else if (s->grad_dtype == TYPE_BF16) {
-        gpu_open<__nv_bfloat16, __nv_bfloat16>(e, s);
+        gpu_open<__nv_bfloat16, __nv_bfloat16>(e, p);
     } else {
-        gpu_open<__nv_bfloat16, float>(e, s);
+        gpu_open<__nv_bfloat16, float>(e, p);
     }
     size_t length = strlen(e->device);
-    snprintf(e->device + length, sizeof e->device - length, "; libraries took %s",
+    snprintf(e->device + length, sizeof e->device - length,
+             "; cuBLASLt %zu; libraries took about %s", cublasLtGetVersion(),
              bytes_text((double)device_memory.library_bytes).s);
 }
 
-// What the kernels cannot do is refused by name before anything is opened.
+// What the kernels cannot do is refused by name before anything is opened or measured.
 static void gpu_settings_check(const Settings *s) {
     const Model *m = &s->model;
     const int HS = m->C / m->NH;
-    if (s->dtype == TYPE_FP16 || s->offload_moments || s->offload_master) {
+    if (s->dtype == TYPE_FP16 || settings_offloads(s)) {
         die("--dtype fp16 and --offload can be planned (--plan), but this program does not train "
             "with them; it trains in bf16 and fp32 with all states on the GPU");
     }
-    if (m->C % 8 != 0 || m->C > 4096 || (s->dtype == TYPE_BF16 && (HS % 8 != 0 || HS > 128)) ||
-        HS > 512) {
-        die("--model (-e): %d channels in %d heads: a GPU takes channels that are a multiple of 8, "
-            "at most 4096, in heads of at most 512; in bf16 heads of 8 to 128, a multiple of 8",
-            m->C, m->NH);
+    if (m->C % CHANNELS_UNIT != 0 || m->C > CHANNELS_MAX ||
+        (s->dtype == TYPE_BF16 && (HS % HEAD_UNIT != 0 || HS > HEAD_MAX)) || HS > HEAD_MAX_FP32) {
+        die("--model (-e): %d channels in %d heads: a GPU takes channels that are a multiple of "
+            "%d, at most %d, in heads of at most %d; in bf16 heads of at most %d, a multiple of %d",
+            m->C, m->NH, CHANNELS_UNIT, CHANNELS_MAX, HEAD_MAX_FP32, HEAD_MAX, HEAD_UNIT);
     }
-    if (s->B > 65535) {
-        die("--batch (-b): %d: a GPU takes at most 65535 sequences in a micro-batch", s->B);
+    if ((int64_t)m->maxT * m->C > POSITIONS_MAX) {
+        die("--model (-e): %d positions of %d channels: a GPU takes at most %d numbers in that "
+            "table", m->maxT, m->C, POSITIONS_MAX);
     }
-}
-
-static void gpu_program_open(Engine *e, const Settings *s) {
-    gpu_settings_check(s);
-    gpu_engine_open(e, s);
+    if (s->T > LENGTH_MAX) {
+        die("--seq-len (-t): %d: a GPU takes at most %d tokens in a sequence", s->T, LENGTH_MAX);
+    }
+    if (s->B > GRID_YZ_MAX) {
+        die("--batch (-b): %d: a GPU takes at most %d sequences in a micro-batch", s->B,
+            GRID_YZ_MAX);
+    }
 }
 
 // Norm of the difference over norm, of n numbers. NaN anywhere gives NaN.
@@ -2909,12 +3084,15 @@ static int command_check(Run *run, const Program *program) {
     const Model *m = &run->s.model;
     const double tolerance = run->s.dtype == TYPE_FP32 ? 1e-5 : 5e-2;
     Settings oracle = run->s;
+    Plan oracle_plan;
     Engine cpu;
     int failed = 0;
-    oracle.gpu = oracle.level = oracle.split_master = 0;
+    oracle.gpu = oracle.split_master = 0;
+    settings_recompute(&oracle, RECOMPUTE_NONE, m->L);
     oracle.dtype = oracle.grad_dtype = oracle.moment_dtype = TYPE_REAL;
-    program->open(&run->engine, &run->s);
-    cpu_open(&cpu, &oracle);
+    plan_build(&oracle_plan, &oracle);
+    program->open(&run->engine, &run->plan);
+    cpu_open(&cpu, &oracle_plan);
     engine_initialise(&run->engine, m, (uint64_t)run->o.seed);
     engine_copy(&cpu, &run->engine, STATE_WEIGHTS, m, run->s.dtype == TYPE_BF16);
     dataset_batch(&run->train, 0, run->s.B, (int)run->o.shuffle, (uint64_t)run->o.seed, run->inputs,
@@ -2936,12 +3114,9 @@ static int command_check(Run *run, const Program *program) {
            cpu_loss, error, ok ? "ok" : "FAILED");
     cpu.close(&cpu);
     run->engine.close(&run->engine);
+    plan_free(&oracle_plan);
+    plan_free(&run->plan);
     return failed || !ok;
-}
-
-static int compare_doubles(const void *a, const void *b) {
-    double x = *(const double *)a, y = *(const double *)b;
-    return x < y ? -1 : x > y;
 }
 
 // --compare: the same steps with -r none and with -r block (or the level that was asked for):
@@ -2949,15 +3124,21 @@ static int compare_doubles(const void *a, const void *b) {
 static int command_compare(Run *run, const Program *program) {
     enum { WARM = 2, STEPS = 9 };
     const Model *m = &run->s.model;
-    const int asked = run->s.level ? run->s.level : RECOMPUTE_BLOCK;
-    double median[2], tokens = (double)run->s.B * run->s.T;
+    int blocks, asked = settings_level(&run->s, &blocks);
+    if (asked == RECOMPUTE_NONE) {
+        asked = RECOMPUTE_BLOCK;
+        blocks = m->L;
+    }
+    double middle[2], tokens = (double)run->s.B * run->s.T;
     size_t bytes[2];
     printf("%-14s %14s %14s %10s %12s\n", "", "planned", "libraries", "ms/step", "tokens/s");
     for (int k = 0; k < 2; k++) {
         double ms[WARM + STEPS];
-        run->s.level = k ? asked : RECOMPUTE_NONE;
-        bytes[k] = plan_bytes(&run->s);
-        program->open(&run->engine, &run->s);
+        settings_recompute(&run->s, k ? asked : RECOMPUTE_NONE, blocks);
+        plan_free(&run->plan);
+        plan_build(&run->plan, &run->s);
+        bytes[k] = run->plan.device_bytes;
+        program->open(&run->engine, &run->plan);
         engine_initialise(&run->engine, m, (uint64_t)run->o.seed);
         for (int i = 0; i < WARM + STEPS; i++) {
             double start = now_ms();
@@ -2969,20 +3150,19 @@ static int command_compare(Run *run, const Program *program) {
             ms[i] = now_ms() - start;
         }
         run->engine.close(&run->engine);
-        qsort(ms + WARM, STEPS, sizeof(double), compare_doubles);
-        median[k] = ms[WARM + STEPS / 2];
-        printf("-r %-11s %14s %14s %10.2f %12s\n", level_names[run->s.level],
+        middle[k] = median(ms + WARM, STEPS);
+        printf("-r %-11s %14s %14s %10.2f %12s\n", level_rows[k ? asked : RECOMPUTE_NONE].name,
                bytes_text((double)bytes[k]).s, bytes_text((double)device_memory.library_bytes).s,
-               median[k], count_text((int64_t)(tokens / median[k] * 1e3)).s);
+               middle[k], count_text((int64_t)(tokens / middle[k] * 1e3)).s);
     }
     printf("-r %s takes %.1f %% of the memory and %.2f x the time (median of %d steps)\n",
-           level_names[asked], 100.0 * (double)bytes[1] / (double)bytes[0], median[1] / median[0],
-           STEPS);
+           level_rows[asked].name, 100.0 * (double)bytes[1] / (double)bytes[0],
+           middle[1] / middle[0], STEPS);
+    plan_free(&run->plan);
     return 0;
 }
 
 static int gpu_command(Run *run, const Program *program) {
-    gpu_settings_check(&run->s);
     return run->o.check ? command_check(run, program) : command_compare(run, program);
 }
 
@@ -2991,10 +3171,11 @@ int train_gpt2cu_main(int argc, char **argv) {
     static const Program program = {CUDA_CPU ? "train_gpt2cu_cpu" : "train_gpt2cu",
                                     "d12",
                                     1,
-                                    gpu_program_open,
+                                    gpu_engine_open,
                                     device_available,
-                                    CUDA_CPU ? 0 : library_reserve_bytes,
-                                    gpu_command};
+                                    device_library_bytes(),
+                                    gpu_command,
+                                    gpu_settings_check};
     return program_main(&program, argc, argv);
 }
 

@@ -43,7 +43,7 @@
 #include <time.h>
 #include <unistd.h>
 #if defined(__SHA__) && defined(__SSE4_1__)
-#include <immintrin.h>
+#include <smmintrin.h>
 #endif
 
 // -------------------------------------------------------------------------------------------------
@@ -239,17 +239,24 @@ static const uint32_t sha256_k[64] = {
 #if defined(__SHA__) && defined(__SSE4_1__)
 static inline __m128i sha256_load(const void *p) { return _mm_loadu_si128((const __m128i *)p); }
 
+// The SHA instructions by the compiler's own names. immintrin.h names them better, but with GCC 13
+// and 14 it also declares built-ins that nvcc up to 12.6 does not know, and such a build stops.
+static inline __m128i sha256_two_rounds(__m128i a, __m128i b, __m128i k) {
+    return (__m128i)__builtin_ia32_sha256rnds2((__v4si)a, (__v4si)b, (__v4si)k);
+}
+
 // Rounds 4 i to 4 i + 3, with their words w of the message schedule.
 static inline void sha256_rounds(__m128i *abef, __m128i *cdgh, __m128i w, int i) {
     __m128i k = _mm_add_epi32(sha256_load(sha256_k + 4 * i), w);
-    *cdgh = _mm_sha256rnds2_epu32(*cdgh, *abef, k);
-    *abef = _mm_sha256rnds2_epu32(*abef, *cdgh, _mm_shuffle_epi32(k, 0x0E));
+    *cdgh = sha256_two_rounds(*cdgh, *abef, k);
+    *abef = sha256_two_rounds(*abef, *cdgh, _mm_shuffle_epi32(k, 0x0E));
 }
 
 // The four words of the schedule that follow a, b, c, d.
 static inline __m128i sha256_schedule(__m128i a, __m128i b, __m128i c, __m128i d) {
-    __m128i sum = _mm_add_epi32(_mm_sha256msg1_epu32(a, b), _mm_alignr_epi8(d, c, 4));
-    return _mm_sha256msg2_epu32(sum, d);
+    __m128i part = (__m128i)__builtin_ia32_sha256msg1((__v4si)a, (__v4si)b);
+    __m128i sum = _mm_add_epi32(part, _mm_alignr_epi8(d, c, 4));
+    return (__m128i)__builtin_ia32_sha256msg2((__v4si)sum, (__v4si)d);
 }
 
 static void sha256_blocks(uint32_t h[8], const unsigned char *p, size_t count) {

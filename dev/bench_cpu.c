@@ -204,6 +204,7 @@ static void bench_step(const char *name, int B, int T, double dnnl_ms) {
     Options o;
     Model m;
     Settings s;
+    Plan p;
     Engine e;
     options_default(&o);
     o.batch = B;
@@ -211,7 +212,8 @@ static void bench_step(const char *name, int B, int T, double dnnl_ms) {
     model_set_vocabulary(
         &m, tokenizer_vocabulary(model_parse(&m, name) ? TOKENIZER_GPT2 : TOKENIZER_BYTES));
     settings_from_options(&s, &o, &m, 0);
-    cpu_open(&e, &s);
+    plan_build(&p, &s);
+    cpu_open(&e, &p);
     engine_initialise(&e, &m, 1);
     Token *tokens = (Token *)alloc_zero((size_t)B * (size_t)T, sizeof(Token));
     for (int i = 0; i < B * T; i++) {
@@ -243,6 +245,7 @@ static void bench_step(const char *name, int B, int T, double dnnl_ms) {
     fflush(stdout);
     free(tokens);
     e.close(&e);
+    plan_free(&p);
 }
 
 int main(void) {

@@ -53,6 +53,7 @@ static double load(Engine *e, const char *folder) {
 int main(void) {
     Options o;
     Settings s;
+    Plan p;
     Engine e;
     static Writer w;
     static RunState state;
@@ -67,7 +68,8 @@ int main(void) {
     model_parse(&m, "d12");
     model_set_vocabulary(&m, GPT2_VOCABULARY);
     settings_from_options(&s, &o, &m, 0);
-    cpu_open(&e, &s);
+    plan_build(&p, &s);
+    cpu_open(&e, &p);
     engine_initialise(&e, &m, 42);
     int cold = drop_cache();
     double megabytes = 0, all_megabytes = 0, began;
@@ -126,5 +128,6 @@ int main(void) {
     unlink(path);
     checkpoint_remove(folder);
     e.close(&e);
+    plan_free(&p);
     return 0;
 }

@@ -192,7 +192,8 @@ static void dump_open(const char *folder, Run *run, int vocabulary) {
     run->steps = o->steps;
     run->inputs = (Token *)alloc_zero(2 * (size_t)tokens, sizeof(Token));
     run->targets = run->inputs + tokens;
-    cpu_open(&run->engine, &run->s);
+    plan_build(&run->plan, &run->s);
+    cpu_open(&run->engine, &run->plan);
     if (preset < 0) {
         model_file_load(&run->engine, &run->weights, NULL);
         model_file_close(&run->weights);
@@ -229,6 +230,7 @@ int main(int argc, char **argv) {
         fclose(tokens);
     }
     run.engine.close(&run.engine);
+    plan_free(&run.plan);
     free(run.inputs);
     return 0;
 }

@@ -113,14 +113,14 @@ def plan_parse(text, path):
     try:
         plan = json.loads(text)
         plan["ticks"] = [str(tick) for tick in plan["ticks"]]
-        plan["rows"] = [row for row in plan["rows"] if row["bytes"]]
-        for row in plan["rows"]:
-            for key in ("name", "group", "where"):
+        plan["buffers"] = [row for row in plan["buffers"] if row["bytes"]]
+        for row in plan["buffers"]:
+            for key in ("name", "group", "home"):
                 row[key] = str(row[key])
             if not (row["bytes"] > 0 <= row["offset"] and
                     0 <= row["first"] <= row["last"] < len(plan["ticks"])):
                 raise ValueError(row["name"])
-        if not (plan["rows"] and plan["total_bytes"] > 0):
+        if not (plan["buffers"] and plan["total_bytes"] > 0):
             raise ValueError("no buffers")
         return plan
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -409,13 +409,13 @@ def plan_svg(plan, wide, draw=svg):
     """The buffers that live for the whole step, then those that come and go in a drawing of their
     own: they are what settings change, and often a small part."""
     body, top, ticks = "", 0, plan["ticks"]
-    for where in sorted({row["where"] for row in plan["rows"]}):
-        rows = [row for row in plan["rows"] if row["where"] == where]
+    for home in sorted({row["home"] for row in plan["buffers"]}):
+        rows = [row for row in plan["buffers"] if row["home"] == home]
         whole = [row for row in rows if row["last"] - row["first"] + 1 == len(ticks)]
-        name = "Memory" if plan.get("target") == "cpu" else where.capitalize() + " memory"
+        name = "Memory" if plan.get("target") == "cpu" else home.capitalize() + " memory"
         size = size_text(max(row["offset"] + row["bytes"] for row in rows))
         for title, drawn, tall in (
-                (f"{name} over a step: {size}", whole, 160 if where == "device" else 80),
+                (f"{name} over a step: {size}", whole, 160 if home == "device" else 80),
                 (f"{name} that comes and goes", [row for row in rows if row not in whole], 330)):
             if drawn:
                 part, top = draw_memory(title, rows, drawn, ticks, top, (wide, tall))

@@ -78,6 +78,20 @@ cuda_compile() {
     echo "$ok passed, $bad failed, 0 skipped"
 }
 
+# The GPU's benchmark on a tiny model: a line for each kernel and product, none that is not finite.
+bench_cuda() {
+    local lines
+    lines=$(build/bench_cuda_cpu --tsv -n 1 -e l1h1c16t16 -b 2 | grep -v '^#' |
+        awk -F'\t' 'NF == 6 && $3 + 0 > 0 && $3 + 0 < 1e9' | wc -l)
+    if [ "$lines" -eq 34 ]; then
+        echo "bench_cuda  $lines kernels and products  ok"
+        echo "1 passed, 0 failed, 0 skipped"
+    else
+        echo "bench_cuda  $lines kernels and products, 34 wanted  FAILED"
+        echo "0 passed, 1 failed, 0 skipped"
+    fi
+}
+
 run style dev/style.sh
 programs="test_gpt2 test_gpt2_double test_gpt2_asan test_cuda_cpu test_gpt2cu_cpu
           test_gpt2cu_cpu_asan test_cuda_cpu_asan test/formats test/formats_asan"
@@ -98,7 +112,7 @@ drives="options       train_gpt2
         training      build/train_gpt2_double      overfit
         training      train_gpt2cu_cpu             micro_batches validation
         gpu_program   train_gpt2cu_cpu
-        gpu_program   build/train_gpt2cu_cpu_asan  gpu_bad gpu_commands gpu_eval gpu_checkpoints"
+        gpu_program   build/train_gpt2cu_cpu_asan  gpu_bad gpu_start gpu_comm gpu_eval gpu_check"
 archs="75 80 89 90a 100 120"
 
 # Everything at once on all cores, in silence; what fails is built again below, aloud. Without the
@@ -139,8 +153,10 @@ while read -r driver program names <&3; do
 done 3<<< "$drives"
 if [ -z "${CUDA_HEADERS-}" ]; then
     skip cuda_example "no headers of CUDA"
+    skip bench_cuda "no headers of CUDA"
 else
     build build/cuda_example && run cuda_example dev/cuda_cpu/example.sh build/cuda_example
+    build build/bench_cuda_cpu && run bench_cuda bench_cuda
 fi
 if [ -z "${NVCC-}" ]; then
     skip cuda_compile "no nvcc"

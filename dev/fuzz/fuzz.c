@@ -480,9 +480,13 @@ static void target_options(const unsigned char *bytes, size_t size) {
     if (o.model && model_parse(&m, o.model) >= 0) {
         FACT(model_is_allowed(&m));
     }
-    int level, blocks;
-    recompute_parse(o.recompute, 12, &level, &blocks);
-    FACT(level >= 0 && level < RECOMPUTE_LEVELS && blocks >= 0 && blocks <= 12);
+    Settings s;
+    memset(&s, 0, sizeof s);
+    s.model.L = 12;
+    recompute_parse(&s, o.recompute);
+    for (int l = 0; l < s.model.L; l++) {
+        FACT(s.level[l] < RECOMPUTE_LEVELS && s.level[l] <= s.level[0]);
+    }
 }
 
 // The plan of any options that are allowed has room for what it plans.
@@ -500,8 +504,9 @@ static void target_plan(const unsigned char *bytes, size_t size) {
     plan_build(&p, &s);
     FACT(p.device_bytes / 2 >= (size_t)model_parameters(&m));
     FACT(p.device_bytes / 4 >= (size_t)(s.B * s.T));
-    for (int i = 0; i < p.row_count; i++) {
-        FACT(p.rows[i].host || p.rows[i].offset + p.rows[i].bytes <= p.device_bytes);
+    for (int i = 0; i < p.buffer_count; i++) {
+        const Buffer *b = &p.buffers[i];
+        FACT(b->home == HOME_HOST || b->offset + b->bytes <= p.device_bytes);
     }
     plan_free(&p);
 }

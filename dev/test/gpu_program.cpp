@@ -28,7 +28,7 @@ static void test_gpu_bad_input() {
         {"l2h2c20t16", "20 channels in 2 heads: a GPU takes channels that are a multiple of 8"},
         {"l2h4c16t16", "16 channels in 4 heads"},
         {"l1h1c136t16", "136 channels in 1 heads"},
-        {"l1h64c8192t4", "at most 4096"},
+        {"l1h64c8192t4", "at most 4096"},  // and short of memory, which is not the point
         {"l2h3c16t16", "allowed are"},
     };
     write_corpus();
@@ -37,8 +37,7 @@ static void test_gpu_bad_input() {
         expect_refused(program(run + "l2h2c16t16 " + row.arguments), row.words, row.arguments);
     }
     for (const Refusal &row : shapes) {
-        expect_refused(program(run + row.arguments, with("EMU_GPU_MEM", "1024G")), row.words,
-                       row.arguments);
+        expect_refused(program(run + row.arguments), row.words, row.arguments);
     }
     if (is_emulated()) {
         Outcome none = program(run + "l2h2c16t16", with("EMU_GPUS", "0"));
@@ -59,6 +58,43 @@ static void test_gpu_bad_input() {
     expect_refused(program("-i train.bin -e l2h2c32t16 -b 2 -x 4 -o other -y 1 --quiet"),
                    "is of another run", "a checkpoint of another shape");
     expect(checkpoint_bytes("other", 2) == kept, "it stays as it was");
+}
+
+// The start of a run on a GPU that cuBLASLt, the driver or the table of peaks make special.
+static void test_gpu_start() {
+    if (!is_emulated()) {
+        skip("on the emulated device");
+    }
+    write_corpus();
+    const Text run = "-i train.bin -e l2h2c16t16 -b 2 -x 2 ";
+    Outcome o = program(run + "-o out", with("EMU_CC", "99"));
+    expect_success(o, "a GPU that the table of peaks does not know");
+    expect(o.out.find("\npeak     unknown: ") != Text::npos &&
+               o.out.find("of peak") == Text::npos && o.out.find("; cuBLASLt 1") != Text::npos,
+           "%s", o.out.c_str());
+    const Text log = read_file("out/log.jsonl");
+    expect(log.find("\"peak_pct\":null") != Text::npos &&
+               log.find("\"device\":\"") != Text::npos && log.find("cuBLASLt 1") != Text::npos,
+           "%s", log.c_str());
+    // The context is in what the driver no longer calls free; libraries come on top.
+    o = program(run + "--plan --json");
+    const char *key = "\"total_bytes\":";
+    expect(o.out.find(key) != Text::npos, "%s", o.out.c_str());
+    const long plan = atol(o.out.c_str() + o.out.find(key) + strlen(key));
+    for (long less : {0, 1}) {
+        o = program(run + "--quiet", [=] {
+            setenv("EMU_CONTEXT", "300M", 1);
+            setenv("EMU_LIBRARY", "200M", 1);
+            setenv("EMU_GPU_MEM", text("%ld", plan + (500L << 20) - less).c_str(), 1);
+        });
+        if (less) {
+            expect_refused(o, ": short 1 B", "a byte less");
+        } else {
+            expect_success(o, "plan, context and libraries to the byte");
+        }
+    }
+    o = program(run, with("EMU_LIBRARY", "200M"));
+    expect(o.out.find("; libraries took about 200.0 MiB") != Text::npos, "%s", o.out.c_str());
 }
 
 // --check agrees in all 17 numbers, --compare names two levels; --plan needs no GPU.
@@ -161,7 +197,8 @@ static void test_gpu_checkpoints() {
     }
 }
 
-// 200 steps in bf16 on real text stay within 1 % of the oracle's loss, each and every one.
+// 200 steps in bf16 on real text stay within 2 % of the oracle's loss, each and every one. (On the
+// emulated device the worst step is 0.3 to 0.8 % off, depending on the text.)
 static void test_gpu_learns() {
     const Text run = training_files(nullptr) + " -e l2h2c64t64 -b 2 -x 200 -l 1e-3 -u 20 -v 0 -r 1 "
                                                "--quiet -o ";
@@ -172,7 +209,7 @@ static void test_gpu_learns() {
                         got = values_in(read_file("gpu/log.jsonl"), "loss");
     expect(want.size() == 200 && got.size() == 200, "%zu and %zu steps", want.size(), got.size());
     for (size_t i = 0; i < want.size() && i < got.size(); i++) {
-        expect_near(got[i], want[i], 0.01 * want[i], "loss of step %zu", i + 1);
+        expect_near(got[i], want[i], 0.02 * want[i], "loss of step %zu", i + 1);
     }
     double last = 0;
     for (size_t i = 180; i < 200 && i < got.size(); i++) {
@@ -183,6 +220,7 @@ static void test_gpu_learns() {
 
 static const Test tests[] = {
     {"gpu_bad_input", test_gpu_bad_input, 1},
+    {"gpu_start", test_gpu_start, 1},
     {"gpu_commands", test_gpu_commands, 1},
     {"gpu_eval", test_gpu_eval, 1},
     {"gpu_checkpoints", test_gpu_checkpoints, 1},

@@ -158,7 +158,7 @@ static void test_plan_command() {
          {"--plan --json -e l2h2c16t16", "--plan --json --gpu-mem 16G -e d12"}) {
         o = program(arguments);
         expect_success(o, arguments);
-        expect(json_valid(o.out) && o.out.find("\"rows\":[") != Text::npos, "%s", arguments);
+        expect(json_valid(o.out) && o.out.find("\"buffers\":[") != Text::npos, "%s", arguments);
     }
 }
 

@@ -116,7 +116,6 @@ static const Exception exceptions[] = {
     {"ncclReduceScatter", 0, 7, NVIDIAS},
     {"ncclBroadcast", 0, 7, NVIDIAS},
     {"program_main", 65, 0, TO_DIVIDE},
-    {"plan_add", 0, 8, TO_DIVIDE},
     {"adamw_update", 0, 7, "tensor maths"},
     {"dataset_window", 0, 7, TO_DIVIDE},
     {"dataset_batch", 0, 8, TO_DIVIDE},

@@ -446,7 +446,7 @@ def of(what, path, other=None):
     if what == "checks":
         return " ".join(titles)
     drawn = sorted(int(re.search("([0-9,]+) bytes", title)[1].replace(",", "")) for title in titles)
-    planned = sorted(row["bytes"] for row in json.load(open(other))["rows"] if row["bytes"])
+    planned = sorted(row["bytes"] for row in json.load(open(other))["buffers"] if row["bytes"])
     return "every buffer" if drawn == planned else "%s, planned %s" % (drawn, planned)
 print(of(*sys.argv[1:]))
 END

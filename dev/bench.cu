@@ -1,0 +1,545 @@
+// bench.cu -- how fast each kernel and each matrix product of a training step is, and how near to
+// what this GPU can do.
+//
+// Prints one line each: ms, TB/s, TFLOP/s, and the percentage of its limit. The limit is the larger
+// of two times: its bytes at the bandwidth of a plain copy, measured at the start, and its FLOPs at
+// the dense peak of the GPU's table row. Then, for each product, the times of cuBLASLt's algorithms
+// side by side, for four sizes of workspace. Arrays hold random numbers, since zeros draw less
+// power and so allow a higher clock, and successive launches take other buffers until the L2 cache
+// has been filled twice.
+//
+// Build:  make build/bench             for the GPUs of this machine (others: ARCH=90a)
+//         make build/bench_cuda_cpu    the same on the CPU, to see that it runs
+// Run:    build/bench                  124M at -b 64 and 1558M at -b 16, a table each
+//         build/bench -e d24 -b 8 attention matmul    what begins with these words
+
+#define GPT2_NO_MAIN 1
+#include "../train_gpt2.cu"
+#include <functional>
+#include <string>
+#include <vector>
+
+// How a kernel uses an array. Every byte counts once for each time it must cross the memory bus.
+enum Use { READ = 1, WRITE = 1, READ_WRITE = 2 };
+// What an array holds.
+enum Fill { NOISE, POSITIVE, INTS };
+
+struct Array {
+    size_t bytes;
+    Use use;
+    Fill fill;
+    const int *ints;  // of INTS
+    size_t touched;   // bytes that a launch uses, where not all
+};
+
+typedef std::vector<char *> Buffers;  // an address for each array
+struct Case {
+    std::string name;
+    int launches;  // in a micro-step; 0: only in the update
+    double flops;  // 0: bound by memory anyway
+    std::vector<Array> arrays;
+    std::function<void(const Buffers &)> run;
+};
+
+static struct {
+    const char *model;
+    int batch, length, rounds, tsv;
+    std::vector<const char *> what;
+    double peak_flops, bytes_per_ms, ms_sum;
+    size_t cache_bytes, arena_bytes;
+    char *arena, *noise[2];  // in the arena: its arrays; patterns to fill them with
+    cudaStream_t stream;
+} bench;
+
+enum { PATTERN = CUDA_CPU ? 1 << 16 : 1 << 24 };  // bytes of a pattern
+
+// Numbers between -1 and 1, or 1/4 and 1, as E. A pair of 16-bit numbers read as one fp32 is one as
+// well, with the sign and nearly the size of its upper half.
+template <class E> static void bench_patterns() {
+    std::vector<E> host(PATTERN / sizeof(E));
+    for (int positive = 0; positive < 2; positive++) {
+        for (size_t i = 0; i < host.size(); i++) {
+            double x = rng_uniform(1, 0, (uint32_t)positive, i);
+            host[i] = from_float<E>((float)(positive ? 0.25 + 0.75 * x : 2 * x - 1));
+        }
+        cuda_check(cudaMalloc((void **)&bench.noise[positive], PATTERN));
+        copy_wait(bench.noise[positive], host.data(), PATTERN, cudaMemcpyHostToDevice,
+                  bench.stream);
+    }
+}
+
+static size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
+
+// Fills one array; NOISE and POSITIVE repeat their pattern.
+static void array_fill(char *to, const Array &array) {
+    if (array.fill == INTS) {
+        copy_wait(to, array.ints, array.bytes, cudaMemcpyHostToDevice, bench.stream);
+        return;
+    }
+    for (size_t at = 0; at < array.bytes; at += PATTERN) {
+        size_t bytes = (size_t)min_i64((int64_t)(array.bytes - at), PATTERN);
+        cuda_check(cudaMemcpyAsync(to + at, bench.noise[array.fill], bytes,
+                                   cudaMemcpyDeviceToDevice, bench.stream));
+    }
+}
+
+// As many sets of arrays as fill the cache twice and fit the arena; none if not one fits.
+static std::vector<Buffers> case_buffers(const Case &c) {
+    size_t set_bytes = 0;
+    for (const Array &array : c.arrays) {
+        set_bytes += aligned(array.bytes);
+    }
+    if (set_bytes > bench.arena_bytes) {
+        printf("%s%s: needs %zu MiB, this GPU has %zu MiB left\n", bench.tsv ? "# " : "",
+               c.name.c_str(), set_bytes >> 20, bench.arena_bytes >> 20);
+        return {};
+    }
+    size_t sets = 2 * bench.cache_bytes / set_bytes + 1;
+    sets = sets < bench.arena_bytes / set_bytes ? sets : bench.arena_bytes / set_bytes;
+    std::vector<Buffers> buffers(sets < 64 ? sets : 64);
+    char *at = bench.arena;
+    for (Buffers &set : buffers) {
+        for (const Array &array : c.arrays) {
+            array_fill(at, array);
+            set.push_back(at);
+            at += aligned(array.bytes);
+        }
+    }
+    return buffers;
+}
+
+static double case_ms(const Case &c, const std::vector<Buffers> &buffers) {
+    return gpu_time_ms(bench.rounds, bench.stream,
+                       [&](int i) { c.run(buffers[(size_t)i % buffers.size()]); });
+}
+
+// One line; "-" where a limit is not known.
+static void print_line(const Case &c, double ms) {
+    double bytes = 0;
+    for (const Array &array : c.arrays) {
+        bytes += (double)(array.touched ? array.touched : array.bytes) * array.use;
+    }
+    double limit_ms = fmax(bytes / bench.bytes_per_ms,
+                           bench.peak_flops > 0 ? c.flops / bench.peak_flops * 1e3 : 0);
+    bool known = c.flops == 0 || bench.peak_flops > 0;
+    char percent[16] = "-";
+    if (known) {
+        snprintf(percent, sizeof percent, "%.0f", 100 * limit_ms / ms);
+    }
+    printf(bench.tsv ? "%s\t%d\t%.5f\t%.4f\t%.3f\t%s\n" : "%-28s %5d %10.4f %8.3f %9.2f %8s\n",
+           c.name.c_str(), c.launches, ms, bytes / ms * 1e-9, c.flops / ms * 1e-9, percent);
+    fflush(stdout);
+    bench.ms_sum += ms * c.launches;
+}
+
+static bool is_asked_for(const std::string &name) {
+    for (const char *prefix : bench.what) {
+        if (name.compare(0, strlen(prefix), prefix) == 0) {
+            return true;
+        }
+    }
+    return bench.what.empty();
+}
+
+// The heuristic's algorithms in the order of its list, ms each, for each size of workspace; "-"
+// where an algorithm cannot write D beside C and must. The plan is as it was afterwards.
+static void print_algorithms(const Case &c, const std::vector<Buffers> &buffers, MatmulPlan *plan) {
+    const size_t largest = matmul_library.workspace_bytes;
+    const cublasLtMatmulAlgo_t chosen = plan->algorithm;
+    for (size_t mib : {32, 64, 128, 256}) {
+        cublasLtMatmulHeuristicResult_t results[MATMUL_ALGORITHMS];
+        cublasStatus_t status;
+        matmul_library.workspace_bytes = mib << 20 < largest ? mib << 20 : largest;
+        int found = matmul_algorithms(results, &status, plan, matmul_library.workspace_bytes);
+        printf(bench.tsv ? "%s, %zu MiB" : "  %-25s %4zu MiB", c.name.c_str(), mib);
+        for (int i = 0; i < found; i++) {
+            if (plan->key.beside && !matmul_writes_beside(&results[i].algo)) {
+                printf(bench.tsv ? "\t-" : " %8s", "-");
+                continue;
+            }
+            plan->algorithm = results[i].algo;
+            printf(bench.tsv ? "\t%.5f" : " %8.4f", case_ms(c, buffers));
+        }
+        printf("\n");
+        fflush(stdout);
+    }
+    matmul_library.workspace_bytes = largest;
+    plan->algorithm = chosen;
+}
+
+static void bench_case(const Case &c, bool matmul) {
+    if (!is_asked_for(c.name)) {
+        return;
+    }
+    std::vector<Buffers> buffers = case_buffers(c);
+    if (buffers.empty()) {
+        return;
+    }
+    const size_t all = matmul_library.workspace_bytes;
+    if (!matmul) {
+        print_line(c, case_ms(c, buffers));
+        return;
+    }
+    // First as a run does it: the chosen algorithm in the plan's workspace.
+    matmul_library.workspace_bytes = (size_t)min_i64((int64_t)GPU_MATMUL_BYTES, (int64_t)all);
+    const int plans = matmul_library.plans;
+    print_line(c, case_ms(c, buffers));
+    matmul_library.workspace_bytes = all;
+    check(matmul_library.plans == plans + 1, "one new product a case");
+    print_algorithms(c, buffers, &matmul_library.plan[plans]);
+    cublasLtMatmulDescDestroy(matmul_library.plan[plans].product);
+    cublasLtMatrixLayoutDestroy(matmul_library.plan[plans].a);
+    cublasLtMatrixLayoutDestroy(matmul_library.plan[plans].b);
+    cublasLtMatrixLayoutDestroy(matmul_library.plan[plans].d);
+    matmul_library.plans--;
+}
+
+template <class E> static E *as(char *p) { return (E *)(void *)p; }
+
+// The kernels of a micro-step, E bf16 or fp32: what each reads and writes, and how often it runs.
+// First those that know tokens.
+template <class E> static std::vector<Case> token_cases(const Settings *s) {
+    const Model *m = &s->model;
+    const int B = s->B, T = s->T, N = B * T, C = m->C, V = m->V, Vp = m->Vp;
+    const int rows = (int)min_i64(s->logit_rows, N), chunks = ceil_div(N, rows);
+    static std::vector<int> tokens, plan, targets;
+    std::vector<int> counts((size_t)V);
+    tokens.resize((size_t)N), targets.resize((size_t)N), plan.resize(encoder_plan_ints(N));
+    for (int i = 0; i < N; i++) {
+        tokens[i] = (int)(rng_uniform(1, 1, 0, (uint64_t)i) * V);
+        targets[i] = (int)(rng_uniform(1, 1, 1, (uint64_t)i) * V);
+    }
+    const int segments = encoder_sort(plan.data(), counts.data(), tokens.data(), N, V);
+    const size_t n = (size_t)N * C * sizeof(E), positions = (size_t)T * C * sizeof(E);
+    const size_t table = (size_t)Vp * C * sizeof(E), used = (size_t)segments * C * sizeof(E);
+    const size_t logits = (size_t)rows * Vp * sizeof(E), losses = N * sizeof(float);
+    auto ints = [](const std::vector<int> &x) {
+        return Array{x.size() * sizeof(int), READ, INTS, x.data()};
+    };
+    cudaStream_t stream = bench.stream;
+    const float dloss = 1.0f / (float)N;
+    return {
+        {"encoder_forward", 1, 0,
+         {{n, WRITE, NOISE, nullptr}, ints(tokens), {table, READ, NOISE, nullptr, used},
+          {positions, READ, NOISE, nullptr}},
+         [=](const Buffers &p) {
+             gpu_encoder_forward(as<E>(p[0]), as<int>(p[1]), as<E>(p[2]), as<E>(p[3]), B, T, C,
+                                 stream);
+         }},
+        {"encoder_backward", 1, 0,
+         {{table, READ_WRITE, NOISE, nullptr, used}, {positions, READ_WRITE, NOISE, nullptr},
+          {n, READ_WRITE, NOISE, nullptr}, ints(plan)},  // dout: read by both of its kernels
+         [=](const Buffers &p) {
+             gpu_encoder_backward(as<E>(p[0]), as<E>(p[1]), as<E>(p[2]), as<int>(p[3]), segments,
+                                  B, T, C, T, false,
+                                  stream);
+         }},
+        {"classifier", chunks, 0, {{losses, WRITE, NOISE, nullptr}, {logits, READ_WRITE, NOISE,
+         nullptr}, ints(targets)},
+         [=](const Buffers &p) {
+             gpu_classifier(as<float>(p[0]), as<E>(p[1]), as<int>(p[2]), dloss, rows, V, Vp, true,
+                            stream);
+         }},
+        {"loss_sum", 1, 0, {{sizeof(GpuState), WRITE, NOISE, nullptr}, {losses, READ, NOISE,
+         nullptr}},
+         [=](const Buffers &p) {
+             launch(loss_sum_kernel, 1, 256, 0, stream, as<float>(p[0]), as<float>(p[1]), N, true);
+         }},
+    };
+}
+
+// LayerNorm, GELU and the gradients of biases.
+template <class E> static std::vector<Case> layer_cases(const Settings *s) {
+    const int N = s->B * s->T, C = s->model.C, L = s->model.L;
+    const size_t n = (size_t)N * C * sizeof(E), stat = N * sizeof(float);
+    const size_t partials = gpu_bias_backward_bytes(N, 4 * C) + gpu_layernorm_backward_bytes(N, C);
+    const Array in = {n, READ, NOISE, nullptr}, out = {n, WRITE, NOISE, nullptr};
+    const Array in3 = {3 * n, READ, NOISE, nullptr};
+    const Array in4 = {4 * n, READ, NOISE, nullptr}, out4 = {4 * n, WRITE, NOISE, nullptr};
+    const Array weight = {C * sizeof(E), READ, NOISE, nullptr};
+    const Array sums = {4 * C * sizeof(float), READ_WRITE, NOISE, nullptr};
+    const Array stat_in = {stat, READ, POSITIVE, nullptr}, stat_out = {stat, WRITE, NOISE, nullptr};
+    const Array scratch = {partials, READ_WRITE, NOISE, nullptr};
+    cudaStream_t stream = bench.stream;
+    return {
+        {"layernorm_forward", 2 * L + 1, 0, {out, stat_out, stat_out, in, weight, weight},
+         [=](const Buffers &p) {
+             gpu_layernorm_forward(as<E>(p[0]), as<float>(p[1]), as<float>(p[2]), as<E>(p[3]),
+                                   as<E>(p[4]), as<E>(p[5]), N, C,
+                                   stream);
+         }},
+        {"layernorm_backward", 2 * L + 1, 0,
+         {out, sums, sums, in, in, weight, stat_in, stat_in, in, scratch},
+         [=](const Buffers &p) {
+             gpu_layernorm_backward(as<E>(p[0]), as<float>(p[1]), as<float>(p[2]), as<E>(p[3]),
+                                    as<E>(p[4]), as<E>(p[5]), as<float>(p[6]),
+                                    as<float>(p[7]), as<E>(p[8]), as<float>(p[9]), N, C, stream);
+         }},
+        {"gelu_forward", L, 0, {out4, in4},
+         [=](const Buffers &p) {
+             gpu_gelu_forward(as<E>(p[0]), as<E>(p[1]), (size_t)N * 4 * C, stream);
+         }},
+        {"gelu_backward", L, 0, {out4, sums, in4, in4, scratch},
+         [=](const Buffers &p) {
+             gpu_gelu_backward(as<E>(p[0]), as<float>(p[1]), as<E>(p[2]), as<E>(p[3]),
+                               as<float>(p[4]), N, 4 * C, stream);
+         }},
+        {"bias_backward C", 2 * L, 0, {sums, in, scratch},
+         [=](const Buffers &p) {
+             gpu_bias_backward(as<float>(p[0]), as<E>(p[1]), as<float>(p[2]), N, C, stream);
+         }},
+        {"bias_backward 3C", L, 0, {sums, in3, scratch},
+         [=](const Buffers &p) {
+             gpu_bias_backward(as<float>(p[0]), as<E>(p[1]), as<float>(p[2]), N, 3 * C, stream);
+         }},
+    };
+}
+
+// FLOPs of the causal half, without what the backward pass computes again.
+template <class E> static std::vector<Case> attention_cases(const Settings *s) {
+    const int B = s->B, T = s->T, N = B * T, C = s->model.C, L = s->model.L, NH = s->model.NH;
+    const size_t n = (size_t)N * C * sizeof(E), lse = (size_t)N * NH * sizeof(float);
+    const double attention = 2.0 * N * T * C;  // two products of T x T / 2 by HS, for each head
+    const Array in = {n, READ, NOISE, nullptr}, out = {n, WRITE, NOISE, nullptr};
+    const Array in3 = {3 * n, READ, NOISE, nullptr}, out3 = {3 * n, WRITE, NOISE, nullptr};
+    cudaStream_t stream = bench.stream;
+    return {
+        {"attention_forward", L, attention, {out, {lse, WRITE, NOISE, nullptr}, in3},
+         [=](const Buffers &p) {
+             gpu_attention_forward(as<E>(p[0]), as<float>(p[1]), as<E>(p[2]), B, T, C, NH, stream);
+         }},
+        {"attention_backward", L, 2.5 * attention,
+         {out3, {lse, READ_WRITE, NOISE, nullptr}, in, in3, in, {lse, READ, POSITIVE, nullptr}},
+         [=](const Buffers &p) {
+             gpu_attention_backward(as<E>(p[0]), as<float>(p[1]), as<E>(p[2]), as<E>(p[3]),
+                                    as<E>(p[4]), as<float>(p[5]), B, T, C,
+                                    NH, stream);
+         }},
+    };
+}
+
+// Norm and AdamW over all parameters, as one matrix; bf16 with split master and fp32 moments.
+template <class E> static std::vector<Case> update_cases(const Settings *s) {
+    constexpr bool SPLIT = sizeof(E) == 2;
+    const size_t count = (size_t)tensor_offset(&s->model, TENSORS, 0);
+    static ParamRange range[1];
+    range[0] = {0, 0, 0, count, RNG_ROUND, 1, 0};
+    const int chunks = param_ranges_chunk(range, 1);
+    static const UpdateState state = {1, 1, 1, 0, 0};
+    const Array table = {sizeof range, READ, INTS, (const int *)(const void *)range};
+    const Array decided = {sizeof state, READ, INTS, (const int *)(const void *)&state};
+    const Array grads = {count * sizeof(E), READ, NOISE, nullptr};
+    const Array partials = {gpu_grad_square_sum_bytes(), READ_WRITE, NOISE, nullptr};
+    const Array weights = {count * sizeof(E), READ_WRITE, NOISE, nullptr};
+    const Array low = {SPLIT ? count * 2 : 256, READ_WRITE, NOISE, nullptr};
+    const Array moment = {count * sizeof(float), READ_WRITE, POSITIVE, nullptr};
+    cudaStream_t stream = bench.stream;
+    auto of = [](char *p) { return (void *)p; };
+    return {
+        {"grad_norm", 0, 0, {decided, partials, grads, table},
+         [=](const Buffers &p) {
+             gpu_grad_square_sum((UpdateState *)of(p[0]), (float *)of(p[1]), (E *)of(p[2]),
+                                 (float *)nullptr, (ParamRange *)of(p[3]), 1, chunks, stream);
+         }},
+        {"adamw", 0, 0, {weights, low, moment, moment, grads, table, decided},
+         [=](const Buffers &p) {
+             const AdamW a = {1e-4f, 0.9f, 0.95f, 0.1f, 0.05f, 1e-8f, 0.1f, 1.0f};
+             gpu_adamw<E, E, float, SPLIT>((E *)of(p[0]), SPLIT ? (uint16_t *)of(p[1]) : nullptr,
+                                           (float *)of(p[2]), (float *)of(p[3]), (E *)of(p[4]),
+                                           (float *)nullptr, (ParamRange *)of(p[5]), 1, chunks, a,
+                                           UpdateRandom{1, 1}, (UpdateState *)of(p[6]), stream);
+         }},
+    };
+}
+
+// The products of a layer inp (rows,C) -> (rows,OC): forward with its bias and addend, dweight
+// written and added to, dinp; as gpu_matmul_forward and gpu_matmul_backward ask for them.
+struct LayerShape {
+    const char *name;
+    int rows, C, OC, launches;
+    bool bias, addend;
+};
+
+template <class E> static std::vector<Case> matmul_cases(const LayerShape &l) {
+    const size_t C = (size_t)l.C, OC = (size_t)l.OC, N = (size_t)l.rows;
+    const Array inp = {N * C * sizeof(E), READ, NOISE, nullptr};
+    const Array out = {N * OC * sizeof(E), READ, NOISE, nullptr};  // or written: once
+    const Array weight = {OC * C * sizeof(E), READ, NOISE, nullptr};
+    const Array bias = {OC * sizeof(E), READ, NOISE, nullptr};
+    const double flops = 2.0 * (double)N * (double)C * (double)OC;
+    const std::string name = std::string("matmul ") + l.name + " ";
+    const int rows = l.rows, c = l.C, oc = l.OC;
+    auto e = [](char *p) { return (E *)(void *)p; };
+    cudaStream_t stream = bench.stream;
+    std::vector<Array> forward = {out, inp, weight, bias};
+    if (l.addend) {
+        forward.push_back(out);
+    }
+    std::vector<Case> cases = {
+        {name + "forward", l.launches, flops, forward,
+         [=](const Buffers &p) {
+             gpu_matmul_forward<E>(e(p[0]), e(p[1]), e(p[2]), l.bias ? e(p[3]) : nullptr,
+                                   l.addend ? e(p[4]) : nullptr, rows, c, oc, stream);
+         }},
+        {name + "dinp", l.launches, flops, {inp, weight, out},
+         [=](const Buffers &p) {
+             matmul_run<E, E>(e(p[0]), e(p[1]), e(p[2]), nullptr, e(p[0]), 0, false, false, c, rows,
+                              oc, stream);
+         }},
+    };
+    for (int adds = 0; adds < 2; adds++) {  // a step's first micro-step writes, the others add
+        Array dweight = weight;
+        dweight.use = adds ? READ_WRITE : WRITE;
+        cases.push_back({name + (adds ? "dweight +=" : "dweight ="), adds ? l.launches : 0, flops,
+                         {dweight, inp, out}, [=](const Buffers &p) {
+                             matmul_run<E, E>(e(p[0]), e(p[1]), e(p[2]), nullptr, e(p[0]),
+                                              adds ? 1.0f : 0.0f, false, true, c, oc, rows, stream);
+                         }});
+    }
+    return cases;
+}
+
+// All of one model. The arena takes what the GPU has left.
+template <class E> static void bench_model(const Settings *s) {
+    const Model *m = &s->model;
+    const int N = s->B * s->T, C = m->C, L = m->L, rows = (int)min_i64(s->logit_rows, N);
+    const LayerShape layers[] = {{"qkv", N, C, 3 * C, L, true, false},
+                                 {"attproj", N, C, C, L, true, true},
+                                 {"fc", N, C, 4 * C, L, true, false},
+                                 {"fcproj", N, 4 * C, C, L, true, true},
+                                 {"head", rows, C, m->Vp, ceil_div(N, rows), false, false}};
+    bench_patterns<E>();
+    bench.ms_sum = 0;
+    printf(bench.tsv ? "%s\t%s\t%s\t%s\t%s\t%s\n" : "%-28s %5s %10s %8s %9s %8s\n", "kernel",
+           "times", "ms", "TB/s", "TFLOP/s", "% limit");
+    for (auto *cases : {token_cases<E>, layer_cases<E>, attention_cases<E>, update_cases<E>}) {
+        for (const Case &c : cases(s)) {
+            bench_case(c, false);
+        }
+    }
+    for (const LayerShape &layer : layers) {
+        for (const Case &c : matmul_cases<E>(layer)) {
+            bench_case(c, true);
+        }
+    }
+    if (!bench.tsv && bench.what.empty()) {
+        printf("sum of a micro-step that adds to gradients: %.3f ms, %.0f tokens/s\n", bench.ms_sum,
+               N / bench.ms_sum * 1e3);
+    }
+    cuda_check(cudaFree(bench.noise[0]));
+    cuda_check(cudaFree(bench.noise[1]));
+}
+
+// The GPU's peak into `bench`, its rate of copying, and the arena.
+static void bench_open(const Settings *s) {
+    Engine e;
+    cudaDeviceProp properties;
+    int device = 0;
+    const size_t workspace_bytes = CUDA_CPU ? 1 << 20 : 256 << 20;
+    size_t free_bytes = device_available();
+    memset(&e, 0, sizeof e);
+    device_describe(&e, s);
+    cuda_check(cudaGetDevice(&device));
+    cuda_check(cudaGetDeviceProperties(&properties, device));
+    bench.peak_flops = e.peak_flops;
+    bench.cache_bytes = (size_t)properties.l2CacheSize;
+    cuda_check(cudaStreamCreateWithFlags(&bench.stream, cudaStreamNonBlocking));
+    char *workspace;
+    cuda_check(cudaMalloc((void **)&workspace, workspace_bytes));
+    gpu_matmul_open(workspace, workspace_bytes);
+    bench.arena_bytes = (size_t)(0.9 * (double)(free_bytes - workspace_bytes)) / 4096 * 4096;
+    cuda_check(cudaMalloc((void **)&bench.arena, bench.arena_bytes));
+    size_t half = bench.arena_bytes / 2 < (1u << 30) ? bench.arena_bytes / 2 : 1u << 30;
+    half = CUDA_CPU ? 1 << 20 : half;
+    double ms = gpu_time_ms(bench.rounds, bench.stream, [&](int) {
+        cuda_check(cudaMemcpyAsync(bench.arena, bench.arena + half, half, cudaMemcpyDeviceToDevice,
+                                   bench.stream));
+    });
+    bench.bytes_per_ms = 2.0 * (double)half / ms;
+    printf(bench.tsv ? "# %s; copies %.3f TB/s; peak %.1f TFLOP/s; cuBLASLt %zu\n"
+                     : "\n%s\ncopies %.3f TB/s; peak %.1f TFLOP/s; cuBLASLt %zu\n",
+           e.device, bench.bytes_per_ms * 1e-9, bench.peak_flops * 1e-12, cublasLtGetVersion());
+}
+
+static void bench_run(const char *dtype) {
+    Options o;
+    Model m;
+    Settings s;
+    options_default(&o);
+    o.model = bench.model;
+    o.batch = bench.batch;
+    o.seq_len = bench.length;
+    o.dtype = dtype;
+    int preset = model_parse(&m, bench.model);
+    if (preset < 0) {
+        die("-e: '%s' is neither a preset (d12 d24 d36 d48) nor a shape such as l4h4c128t256",
+            bench.model);
+    }
+    model_set_vocabulary(&m, preset > 0 ? (int)GPT2_VOCABULARY : (int)BYTE_VOCABULARY);
+    settings_from_options(&s, &o, &m, 1);
+    gpu_settings_check(&s);
+    bench_open(&s);
+    printf(bench.tsv ? "# %s, -b %d -t %d, %s\n" : "%s, -b %d -t %d, %s\n", bench.model, s.B, s.T,
+           dtype);
+    if (s.dtype == TYPE_FP32) {
+        bench_model<float>(&s);
+    } else {
+        bench_model<__nv_bfloat16>(&s);
+    }
+    cuda_check(cudaStreamSynchronize(bench.stream));
+    cuda_check(cudaFree(bench.arena));
+    void *workspace = matmul_library.workspace;
+    gpu_matmul_close();
+    cuda_check(cudaFree(workspace));
+    cuda_check(cudaStreamDestroy(bench.stream));
+}
+
+static int whole_number(const char *option, const char *text, int most) {
+    char *end = nullptr;
+    long value = text ? strtol(text, &end, 10) : 0;
+    if (!text || *end || value < 1 || value > most) {
+        die("%s: '%s' is not a number from 1 to %d", option, text ? text : "", most);
+    }
+    return (int)value;
+}
+
+int main(int argc, char **argv) {
+    const char *dtype = "bf16";
+    program_name = "bench";
+    bench.rounds = 9;
+    for (int i = 1; i < argc; i++) {
+        const std::string word = argv[i];
+        const char *next = i + 1 < argc ? argv[i + 1] : nullptr;
+        if (word == "--tsv") {
+            bench.tsv = 1;
+        } else if (word == "-e" && next) {
+            bench.model = argv[++i];
+        } else if (word == "--dtype" && next &&
+                   (!strcmp(next, "bf16") || !strcmp(next, "fp32"))) {
+            dtype = argv[++i];
+        } else if (word == "-b") {
+            bench.batch = whole_number("-b", next, GRID_YZ_MAX), i++;
+        } else if (word == "-t") {
+            bench.length = whole_number("-t", next, LENGTH_MAX), i++;
+        } else if (word == "-n") {
+            bench.rounds = whole_number("-n", next, 99), i++;
+        } else if (word[0] == '-') {
+            die("bench [-e MODEL] [-b BATCH] [-t LENGTH] [-n MEASUREMENTS] [--dtype bf16|fp32] "
+                "[--tsv] [KERNEL...]: '%s' is none of these", argv[i]);
+        } else {
+            bench.what.push_back(argv[i]);
+        }
+    }
+    if (bench.model) {
+        bench.batch = bench.batch ? bench.batch : 16;
+        bench_run(dtype);
+        return 0;
+    }
+    const int batch = bench.batch;
+    for (const char *model : {"d12", "d48"}) {
+        bench.model = model;
+        bench.batch = batch ? batch : !strcmp(model, "d12") ? 64 : 16;
+        bench_run(dtype);
+    }
+    return 0;
+}
