@@ -80,6 +80,43 @@ static void test_checkpoint_foreign() {
                    "is of another run", "other data");
 }
 
+// A resume shares with its checkpoint all that decides which tokens a step reads.
+static void test_checkpoint_identity() {
+    write_corpus();
+    expect_success(program(TINY "--quiet -x 2 -o out"), "first run");
+    for (const char *other : {"--seed 2", "-t 8", "--shuffle 0", "-i val.bin"}) {
+        const Text data = other[1] == 'i' ? "" : "-i train.bin ";
+        expect_refused(program(data + "-e l2h2c16t16 -b 2 --quiet -x 4 -y 1 -o out " + other),
+                       "checkpoint out/step-00000002 is of another run", other);
+    }
+    expect_success(program(TINY "--quiet -x 4 -l 1e-3 -y 1 -o out"), "another learning rate");
+}
+
+// Folders that only look like checkpoints are left alone; what stands in a damaged one and is not
+// the program's is moved aside, not removed; --keep counts no checkpoint after the run's own.
+static void test_checkpoint_strangers() {
+    write_corpus();
+    const Text run = TINY "--quiet -n 2 -y 1 -o out ";
+    expect_success(program(run + "-x 4"), "first run");
+    const Text good = checkpoint_bytes("out", 4);
+    const char *const strangers[] = {"step-9", "step-000000099", "step-00000009.old", "steps",
+                                     "step-0000000x"};
+    for (const char *name : strangers) {
+        mkdir(("out/" + Text(name)).c_str(), 0755);
+    }
+    expect_success(program(run + "-x 4"), "strangers");
+    for (const char *name : strangers) {
+        expect(exists("out/" + Text(name)), "%s is gone", name);
+    }
+    write_file("out/step-00000004/config.json", "{}");
+    write_file("out/step-00000004/notes", "mine");
+    expect_passed_over(program(run + "-x 2 --keep 1"), "kept", "step-00000004: config.json");
+    expect(exists("out/step-00000002/manifest.json"), "the only whole one is gone");
+    expect_passed_over(program(run + "-x 4"), "notes", "step-00000004: config.json");
+    expect(checkpoint_bytes("out", 4) == good && !exists("out/step-00000004/notes"));
+    expect(read_file("out/step-00000004.damaged/notes") == "mine");
+}
+
 // A finished run resumes to the same end; unfinished checkpoints are removed, and so are those that
 // --keep does not keep; a log is cut back to whole lines.
 static void test_checkpoint_folder() {
@@ -155,6 +192,37 @@ static void test_state_refused() {
     for (const char *more : doubles) {
         write_manifest("out/step-00000004", more);
         expect_passed_over(program(run), more, "step-00000004: manifest.json: it");
+    }
+}
+
+// A manifest with one thing changed makes its checkpoint one to pass over.
+static void test_manifest_refused() {
+    write_corpus();
+    const Text run = TINY "--quiet -x 4 -n 2 -y 1 -o out", path = "out/step-00000004/manifest.json";
+    expect_success(program(run), "first run");
+    const Text good = read_file(path), end = checkpoint_bytes("out", 4);
+    const Text size = text("\"bytes\": %zu", in_checkpoint("out", 4, SAVED_CONFIG).size());
+    static const char another[] = "manifest.json: its version is not 2";
+    const struct {
+        Text was, now;
+        const char *words;
+    } table[] = {{"\"version\": 2", "\"version\": 1", another},
+                 {"\"version\": 2", "\"version\": 3", another},
+                 {"\"version\": 2,", "", another},
+                 {"train_gpt2 checkpoint", "another checkpoint", "manifest.json: it is damaged"},
+                 {"}}", "}", "manifest.json: it is damaged"},
+                 {"}}", "}}}", "manifest.json: it is damaged"},
+                 {"\"config.json\"", "\"other.json\"", "manifest.json: it names"},
+                 {size, size + "0", "config.json has not its manifest's size"},
+                 {size, "\"bytes\": -1", "manifest.json: it is damaged"},
+                 {size + ", \"sha256\": \"", size + ", \"sha257\": \"", "config.json is damaged"}};
+    for (auto &row : table) {
+        Text bad = good;
+        expect(bad.find(row.was) != Text::npos, "no %s", row.was.c_str());
+        bad.replace(bad.find(row.was), row.was.size(), row.now);
+        write_file(path, bad);
+        expect_passed_over(program(run), row.now, Text("step-00000004: ") + row.words);
+        expect(checkpoint_bytes("out", 4) == end, "%s", row.now.c_str());
     }
 }
 
@@ -374,7 +442,10 @@ static const Test tests[] = {
     {"checkpoint_damaged", test_checkpoint_damaged, 1},
     {"checkpoint_foreign", test_checkpoint_foreign, 1},
     {"checkpoint_folder", test_checkpoint_folder, 1},
+    {"checkpoint_identity", test_checkpoint_identity, 1},
+    {"checkpoint_strangers", test_checkpoint_strangers, 1},
     {"state_refused", test_state_refused, 1},
+    {"manifest_refused", test_manifest_refused, 1},
     {"model_option", test_model_option, 1},
     {"checkpoint_writes", test_checkpoint_writes, 1},
     {"sync_order", test_sync_order, 1},

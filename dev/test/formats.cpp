@@ -5,6 +5,72 @@
 
 #include "../../data/formats.c"
 #include "files.h"
+#include <sys/time.h>
+
+// A pipe that is read slowly, and a timer that interrupts: writes end short, or with EINTR, and all
+// bytes come through all the same.
+static void test_write_all() {
+    const Text data = random_bytes(1 << 20, 3);
+    int ends[2];
+    expect(pipe(ends) == 0);
+    const pid_t reader = fork();
+    if (reader == 0) {
+        close(ends[1]);
+        Text got, piece(30000, 0);
+        for (ssize_t n; (n = read(ends[0], &piece[0], piece.size())) > 0; usleep(1000)) {
+            got.append(piece, 0, (size_t)n);
+        }
+        _exit(got != data);
+    }
+    close(ends[0]);
+    struct sigaction action = {};
+    action.sa_handler = [](int) {};  // without SA_RESTART
+    sigaction(SIGALRM, &action, NULL);
+    struct itimerval often = {{0, 700}, {0, 700}}, never = {};
+    setitimer(ITIMER_REAL, &often, NULL);
+    expect(write_all(ends[1], data.data(), data.size()) == 0, "%s", strerror(errno));
+    setitimer(ITIMER_REAL, &never, NULL);
+    close(ends[1]);
+    int status = 1;
+    waitpid(reader, &status, 0);
+    expect(status == 0, "other bytes came out");
+    const int full = open("/dev/full", O_WRONLY);
+    expect(full < 0 || (write_all(full, "x", 1) == -1 && errno == ENOSPC), "a full disk");
+}
+
+// Messages: one line whatever a name holds, and sizes in words.
+static void test_messages() {
+    expect_death(die("a\x7f\x1b[2J\nb\tc"), "train_gpt2: a??[2J?b?c\n");
+    const std::pair<double, const char *> sizes[] = {
+        {0, "0 B"}, {1023, "1023 B"}, {1024, "1.0 KiB"}, {1048576, "1.0 MiB"},
+        {0x1p30, "1.00 GiB"}, {0x1p50, "1024.00 TiB"}, {-2048, "-2.0 KiB"}};
+    for (auto &row : sizes) {
+        expect(Text(bytes_text(row.first).s) == row.second, "%s", bytes_text(row.first).s);
+    }
+    expect(Text(count_text(-1234567).s) == "-1,234,567" && Text(count_text(999).s) == "999");
+    expect(Text(duration_text(0.4).s) == "0:00" && Text(duration_text(59.5).s) == "1:00" &&
+           Text(duration_text(3599.5).s) == "1:00:00");
+}
+
+// Files as they are, an empty one too; what is no file is refused, a pipe without waiting for it.
+static void test_mapping() {
+    const Text data = random_bytes(3 * 4096 + 5, 4);
+    Mapping m;
+    write_file("some", data);
+    write_file("empty", "");
+    mkfifo("pipe", 0644);
+    expect(mapping_open(&m, "some") == 0 && m.size == data.size() &&
+           memcmp(m.bytes, data.data(), m.size) == 0);
+    mapping_done(m.bytes + 1, m.size - 2);
+    expect(memcmp(m.bytes, data.data(), m.size) == 0, "pages given back");
+    mapping_close(&m);
+    expect(m.bytes == NULL && m.size == 0);
+    expect(mapping_open(&m, "empty") == 0 && m.size == 0, "an empty file");
+    mapping_close(&m);
+    expect(mapping_open(&m, "absent") == -1 && errno == ENOENT);
+    expect(mapping_open(&m, ".") == -1 && errno == EISDIR);
+    expect(mapping_open(&m, "pipe") == -1 && errno == EINVAL);
+}
 
 // The hash of `data`, added in two pieces.
 static Text sha256_of(const Text &data, size_t cut) {
@@ -51,6 +117,20 @@ static void test_sha256() {
         sha256_blocks_plain(b, (const unsigned char *)data.data(), length / 64);
         expect(memcmp(a, b, sizeof a) == 0, "%zu blocks", length / 64);
     }
+    Sha256 s, want;    // 2^29 bytes before the end: their bits need more than 32 of the length
+    char out[SHA256_TEXT];
+    Text block(64, 0), digits;
+    sha256_start(&s);
+    sha256_start(&want);
+    s.bytes = 1u << 29;
+    sha256_end(&s, out);
+    block[0] = '\x80';
+    block[59] = 1;
+    sha256_blocks_plain(want.h, (const unsigned char *)block.data(), 1);
+    for (uint32_t h : want.h) {
+        digits += text("%08x", h);
+    }
+    expect(digits == out, "a length of 33 bits");
     detail = SHA256_X86 ? "x86's instructions and plain C" : "plain C";
 }
 
@@ -136,6 +216,31 @@ static void test_json_counts() {
         Json j = {(const unsigned char *)row.json, 0, strlen(row.json), NULL};
         int64_t got = json_count(&j);
         expect(row.want < 0 ? j.fault != NULL : !j.fault && got == row.want, "%s", row.json);
+    }
+}
+
+// Every two bytes, with tails of all kinds, against RFC 3629's table; cut anywhere there is none.
+static void test_utf8() {
+    static const char tails[][3] = {"\x80\x80", "\xbf\xbf", "\x7f\x80", "\xc0\x80", "\x80\x7f"};
+    for (int first = 0x80; first < 256; first++) {
+        for (int second = 0; second < 256; second++) {
+            for (const char *tail : tails) {
+                const Text bytes = Text{(char)first, (char)second} + tail;
+                const int want = utf8_size(bytes.c_str());
+                for (int left = 1; left <= 4; left++) {
+                    const int got = utf8_length((const unsigned char *)bytes.data(), (size_t)left);
+                    expect(got == (want <= left ? want : 0), "%02x %02x %02x %02x, of %d: %d",
+                           first, second, tail[0] & 255, tail[1] & 255, left, got);
+                }
+            }
+        }
+    }
+    uint32_t c;
+    const std::pair<const char *, uint32_t> known[] = {{"a", 'a'}, {"\xc3\xa9", 0xe9},
+        {"\xe2\x82\xac", 0x20ac}, {"\xf4\x8f\xbf\xbf", 0x10ffff}, {"\xff", UINT32_MAX}};
+    for (auto &row : known) {
+        const int n = utf8_decode(&c, (const unsigned char *)row.first, strlen(row.first));
+        expect(c == row.second && n == (int)strlen(row.first), "%x of %d bytes", c, n);
     }
 }
 
@@ -301,6 +406,33 @@ static void test_bpe_ties() {
     detail = text("%zu tokens", tokens.size());
 }
 
+// Tokens whose hashes lead to the table's last slot go on at its first.
+static void test_bpe_table() {
+    bpe_begin(&bpe);
+    Words last;
+    for (uint32_t i = 0, tag; last.size() < 3; i++) {
+        const Text token = text("%u", i);
+        if (bpe_slot(&bpe, token.data(), token.size(), &tag) == BPE_SLOTS - 1) {
+            last.push_back(token);
+        }
+    }
+    for (size_t i = 0; i < last.size(); i++) {
+        expect(bpe_id(&bpe, last[i].data(), last[i].size()) == -1);
+        expect(bpe_add(&bpe, last[i].data(), last[i].size()) == 1);
+        expect(bpe_id(&bpe, last[i].data(), last[i].size()) == (int)i, "%s", last[i].c_str());
+    }
+    expect(bpe_add(&bpe, last[1].data(), last[1].size()) == 0, "twice");
+    const Text longest(BPE_LONGEST, 'x');
+    expect(bpe_add(&bpe, longest.data(), 0) == 0 && bpe_id(&bpe, longest.data(), 0) == -1);
+    expect(bpe_add(&bpe, longest.data(), BPE_LONGEST) == 1);
+    Text token = longest;
+    for (int i = 0; i < 10000; i++) {    // the text is full before the table is
+        token.replace(0, 4, text("%04d", i));
+        const int room = bpe.start[bpe.count] + BPE_LONGEST <= BPE_TEXT;
+        expect(bpe_add(&bpe, token.data(), BPE_LONGEST) == room, "token %d", i);
+    }
+}
+
 // Where GPT-2's pattern cuts: between the bars.
 static void test_bpe_pieces() {
     static const char *const known[] = {
@@ -322,6 +454,41 @@ static void test_bpe_pieces() {
         }
         expect(cut == row, "'%s', not '%s'", cut.c_str(), row);
     }
+}
+
+// Unicode's White_Space, and none beside.
+static void test_spaces() {
+    const Ids spaces = {9, 10, 11, 12, 13, ' ', 0x85, 0xa0, 0x1680, 0x2000, 0x2001, 0x2002, 0x2003,
+                        0x2004, 0x2005, 0x2006, 0x2007, 0x2008, 0x2009, 0x200a, 0x2028, 0x2029,
+                        0x202f, 0x205f, 0x3000};
+    bpe_begin(&bpe);
+    for (int c = 0; c < 0x10000; c++) {
+        const bool want = std::find(spaces.begin(), spaces.end(), c) != spaces.end();
+        expect(is_space((uint32_t)c) == want, "U+%04X", c);
+        expect((bpe.classes[c] == CLASS_SPACE) == want, "class of U+%04X", c);
+    }
+}
+
+// Words around the limits of what an encoder keeps, met again and again among each other.
+static void test_bpe_words() {
+    open_bpe(made_merges());
+    Words words;
+    for (size_t length = 29; length <= 34; length++) {
+        for (const char *end : {"a", "A", "b"}) {    // a and A differ in one bit
+            words.push_back(Text(length - 1, 'a') + end);
+        }
+    }
+    for (size_t tokens = 13; tokens <= 18; tokens++) {
+        words.push_back(Text(tokens, '4'));  // no digits merge but 12 and 123
+    }
+    BpeEncoder e;
+    bpe_encoder_open(&e, &bpe);
+    for (int again = 0; again < 3; again++) {
+        for (const Text &word : words) {
+            expect(encode(word, &e) == encode(word), "'%s'", word.c_str());
+        }
+    }
+    bpe_encoder_close(&e);
 }
 
 // Prompts and samples are text where a vocabulary is at hand.
@@ -544,13 +711,20 @@ static void test_eval_hostile() {
 }
 
 static const Test tests[] = {
+    {"write_all", test_write_all, 1},
+    {"messages", test_messages, 1},
+    {"mapping", test_mapping, 1},
     {"sha256", test_sha256, 1},
     {"json", test_json, 1},
     {"json_strings", test_json_strings, 1},
     {"json_counts", test_json_counts, 1},
+    {"utf8", test_utf8, 1},
+    {"bpe_table", test_bpe_table, 1},
     {"bpe_known", test_bpe_known, 1},
     {"bpe_ties", test_bpe_ties, 1},
     {"bpe_pieces", test_bpe_pieces, 1},
+    {"spaces", test_spaces, 1},
+    {"bpe_words", test_bpe_words, 1},
     {"prompts", test_prompts, 1},
     {"bpe_rules", test_bpe_rules, 1},
     {"bpe_published", test_bpe_published, 1},

@@ -110,6 +110,7 @@ static void test_validation() {
         most = row.file[0] == 'v' ? fmax(most, want) : most;
     }
     expect(most > 1.01 * least, "%.4f to %.4f: no sequences are harder than others", least, most);
+    expect(validate("val", 1, 0) != validate("val", 1, 10), "the last sequence is left out");
 }
 
 // Resident memory of a run against its plan: within 50 MB, as README promises.
