@@ -117,8 +117,8 @@ static void test_checkpoint_strangers() {
     expect(read_file("out/step-00000004.damaged/notes") == "mine");
 }
 
-// A finished run resumes to the same end; unfinished checkpoints are removed, and so are those that
-// --keep does not keep; a log is cut back to whole lines.
+// A finished run resumes to the same end, with the norms that it saw; unfinished checkpoints are
+// removed, and so are those that --keep does not keep; a log is cut back to whole lines.
 static void test_checkpoint_folder() {
     write_corpus();
     const Text run = eight_steps;
@@ -129,6 +129,13 @@ static void test_checkpoint_folder() {
     expect_success(program(run), "resumed after its end");
     expect(names_in("out", "step") == every_second, "%s", names_in("out", "step").c_str());
     expect(tensors_of("out", 8) == tensors, "resumed after its end");
+    const std::vector<double> norms = values_in(read_file("out/log.jsonl"), "grad_norm");
+    double saved[8];  // the state's first tensor; the log has 9 digits
+    memcpy(saved, header_and_data(in_checkpoint("out", 8, SAVED_STATE)).second.data(),
+           sizeof saved);
+    for (size_t i = 0; i < 8 && norms.size() == 8; i++) {
+        expect_near(saved[i], norms[i], 1e-8 * norms[i], "norm of step %zu", i + 1);
+    }
     mkdir("torn", 0755);  // killed before its first checkpoint, inside a line of the log
     write_file("torn/log.jsonl",
                "{\"event\":\"start\"}\n{\"step\":1,\"loss\":5}\n{\"step\":2,\"lo");
