@@ -414,10 +414,10 @@ static void test_stages() {
     static const int kept[RECOMPUTE_LEVELS] = {16, 12, 10, 6, 3, 1};
     for (int level = 0; level < RECOMPUTE_LEVELS; level++) {
         int channels = 0;
-        for (const ActRow &act : act_rows) {
-            channels += level_rows[level].stages >> act.made & 1 ? 0 : std::max(act.channels, 0);
+        for (const ActEntry &act : act_table) {
+            channels += level_table[level].stages >> act.made & 1 ? 0 : std::max(act.channels, 0);
         }
-        expect(channels == kept[level], "%s keeps %d", level_rows[level].name, channels);
+        expect(channels == kept[level], "%s keeps %d", level_table[level].name, channels);
     }
     // embed; 3 x 8; lnf, head, d_lnf; 3 x 15; d_embed, update.
     expect(names.size() == 1 + 24 + 3 + 45 + 2);
@@ -1416,7 +1416,7 @@ static void test_recompute_bits() {
         for (int level = RECOMPUTE_GELU; level < RECOMPUTE_LEVELS; level++) {
             for (int blocks = level == RECOMPUTE_BLOCK ? 0 : m.L; blocks <= m.L; blocks++) {
                 expect(run(level, blocks) == reference, "%s, -r %s in %d", shape_row.e,
-                       level_rows[level].name, blocks);
+                       level_table[level].name, blocks);
             }
         }
     }

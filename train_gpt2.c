@@ -781,8 +781,8 @@ enum {
 typedef struct {
     const char *name;
     int flops;  // of a token in forward, x C^2; attention's depend on T
-} StageRow;
-static const StageRow stage_rows[STAGES] = {
+} StageEntry;
+static const StageEntry stage_table[STAGES] = {
     {"ln1", 0},       {"qkv", 6},    {"att", 0},      {"attproj", 2}, {"ln2", 0},   {"fc", 8},
     {"gelu", 0},      {"fcproj", 8}, {"d_fcproj", 0}, {"d_gelu", 0},  {"d_fc", 0},  {"d_ln2", 0},
     {"d_attproj", 0}, {"d_att", 0},  {"d_qkv", 0},    {"d_ln1", 0},   {"embed", 0}, {"lnf", 0},
@@ -829,9 +829,9 @@ static Tick tick_at(const Model *m, int tick) {
 static void tick_name(char name[32], const Model *m, int tick) {
     Tick t = tick_at(m, tick);
     if (t.layer < 0) {
-        snprintf(name, 32, "%s", stage_rows[t.stage].name);
+        snprintf(name, 32, "%s", stage_table[t.stage].name);
     } else {
-        snprintf(name, 32, "%d.%s%s", t.layer, t.again ? "re-" : "", stage_rows[t.stage].name);
+        snprintf(name, 32, "%d.%s%s", t.layer, t.again ? "re-" : "", stage_table[t.stage].name);
     }
 }
 
@@ -845,9 +845,9 @@ typedef struct {
     const char *name, *alias;  // as -r takes it; alias NULL: none
     int stages;                // a bit each
     const char *help;
-} LevelRow;
+} LevelEntry;
 enum { ALL_BUT_LAST = (1 << F_FCPROJ) - 1, ATTENTION = 1 << F_ATT | 1 << F_ATTPROJ };
-static const LevelRow level_rows[RECOMPUTE_LEVELS] = {
+static const LevelEntry level_table[RECOMPUTE_LEVELS] = {
     {"none", "0", 0, "nothing"},
     {"gelu", NULL, 1 << F_GELU, "GELU"},
     {"norm", NULL, 1 << F_GELU | 1 << F_LN1 | 1 << F_LN2, "GELU and both LayerNorms"},
@@ -875,7 +875,7 @@ static int settings_level(const Settings *s, int *blocks) {
 
 // Whether backward repeats a stage of a block's forward.
 static int plan_recomputes(const Settings *s, int stage, int layer) {
-    return level_rows[s->level[layer]].stages >> stage & 1;
+    return level_table[s->level[layer]].stages >> stage & 1;
 }
 
 // Activations of a block: the stage that makes them, and those that use them last in forward and in
@@ -890,8 +890,8 @@ typedef struct {
     int channels;               // x C, or PER_TOKEN, PER_HEAD (fp32 statistics)
     int made, used, used_back;  // stages: forward, forward, backward
     HomeOf home;
-} ActRow;
-static const ActRow act_rows[ACTS] = {
+} ActEntry;
+static const ActEntry act_table[ACTS] = {
     // made by the block before, or by embed: never again
     {"x", 1, F_FCPROJ, F_ATTPROJ, B_LN1, HOME_OF_RESIDUALS},
     {"ln1", 1, F_LN1, F_QKV, B_QKV, ON_DEVICE},
@@ -914,8 +914,8 @@ enum { GRAD_MLP, GRAD_LN2, GRAD_ATT, GRAD_QKV, GRAD_LN1, GRADS };
 typedef struct {
     const char *name;
     int channels, first, last;
-} GradRow;
-static const GradRow grad_rows[GRADS] = {
+} GradEntry;
+static const GradEntry grad_table[GRADS] = {
     {"d_mlp", 4, B_FCPROJ, B_FC}, {"d_ln2", 1, B_FC, B_LN2},  {"d_att", 1, B_ATTPROJ, B_ATT},
     {"d_qkv", 3, B_ATT, B_QKV},   {"d_ln1", 1, B_QKV, B_LN1},
 };
@@ -955,10 +955,10 @@ typedef struct {
     int64_t count;
     int first, last;
     HomeOf home;
-} BufferRow;
+} BufferEntry;
 
 // The table for a run with settings `s`; what has no elements is not in its plan.
-static void single_buffers(BufferRow buffers[SINGLES], const Settings *s) {
+static void single_buffers(BufferEntry buffers[SINGLES], const Settings *s) {
     const Model *m = &s->model;
     const int end = tick_update(m), x = tick_forward(m->L - 1, F_FCPROJ), lnf = tick_lnf(m);
     const int head = tick_head(m), back = tick_lnf_backward(m), back_end = tick_embed_backward(m);
@@ -974,7 +974,7 @@ static void single_buffers(BufferRow buffers[SINGLES], const Settings *s) {
     const int64_t partials = gpu * max_i64((int64_t)GPU_PARTIAL_BLOCKS * 4 * m->C, 1024);
     const Type E = s->dtype, G = s->grad_dtype, M = s->moment_dtype, R = settings_real(s);
     const Type low = s->split_master ? TYPE_U16 : TYPE_FP32;
-    const BufferRow rows[SINGLES] = {
+    const BufferEntry rows[SINGLES] = {
         {GROUP_WEIGHTS, "weights", E, all, 0, end, HOME_OF_WEIGHTS},
         {GROUP_GRADIENTS, "gradients", G, all - vectors, 0, end, HOME_OF_GRADIENTS},
         {GROUP_GRADIENTS, "gradients of vectors", TYPE_FP32, vectors, 0, end, ON_DEVICE},
@@ -1009,6 +1009,7 @@ typedef struct {
     int *grad;                        // [GRADS][L]
     size_t device_bytes, host_bytes;  // the allocations
     size_t live_bytes;                // most bytes alive at once: no layout needs less
+    int peak;                         // the first tick with so many
     // at run time
     char *base[2];  // by home
     int now;
@@ -1018,8 +1019,8 @@ typedef struct {
 enum { PLAN_ALIGN = 256, PLAN_GAP = GPT2_POISON ? 256 : 0 };
 
 // Adds a buffer, of block `layer` or (-1) of none, and returns its index; -1 for one without
-// elements.
-static int plan_add(Plan *p, const BufferRow *row, int layer) {
+// elements. A name may be cut short: it is for people and for --plan --json.
+static int plan_add(Plan *p, const BufferEntry *row, int layer) {
     if (row->count == 0) {
         return -1;
     }
@@ -1040,136 +1041,146 @@ static int plan_add(Plan *p, const BufferRow *row, int layer) {
     b->count = row->count;
     b->first = row->first;
     b->last = row->last;
-    b->home = row->home < HOMES     ? (Home)p->settings.home[row->home]
-              : row->home == ON_HOST ? HOME_HOST
-                                     : HOME_DEVICE;
+    b->home = row->home < HOMES ? (Home)p->settings.home[row->home] : (Home)(row->home == ON_HOST);
     b->bytes = (size_t)row->count * type_bytes(row->type);
     return p->buffer_count++;
 }
 
-// Buffers of one block's activations and of their gradients.
+// Elements of an activation of N tokens.
+static int64_t act_count(const Model *m, int act, int64_t N) {
+    const int channels = act_table[act].channels;
+    return N * (channels == PER_HEAD ? m->NH : channels == PER_TOKEN ? 1 : channels * m->C);
+}
+
+// Buffers of one block's activations and of their gradients. What backward recomputes gets two
+// short-lived buffers instead of one that lives from forward to backward.
 static void plan_add_block(Plan *p, int layer) {
     const Settings *s = &p->settings;
     const Model *m = &s->model;
     const int64_t N = (int64_t)s->B * s->T;
     for (int i = 0; i < ACTS; i++) {
-        const ActRow *a = &act_rows[i];
+        const ActEntry *a = &act_table[i];
         int *forward = &p->act[i * m->L + layer], *backward = &p->act[(ACTS + i) * m->L + layer];
-        const int per_token = a->channels > 0           ? a->channels * m->C
-                              : a->channels == PER_HEAD ? m->NH
-                                                        : 1;
-        BufferRow row = {GROUP_KEPT, a->name, a->channels > 0 ? s->dtype : settings_real(s),
-                         N * per_token, tick_forward(i == ACT_X ? layer - 1 : layer, a->made),
-                         tick_backward(m, layer, a->used_back), a->home};
-        if (plan_recomputes(s, a->made, layer)) {
-            row.group = GROUP_WORKING;
-            row.last = tick_forward(layer, a->used);
-            *forward = plan_add(p, &row, layer);
-            row.first = tick_backward(m, layer, a->made);
-            row.last = tick_backward(m, layer, a->used_back);
-            *backward = plan_add(p, &row, layer);
-        } else {
+        BufferEntry row = {GROUP_KEPT, a->name, a->channels > 0 ? s->dtype : settings_real(s),
+                           act_count(m, i, N), tick_forward(layer - (i == ACT_X), a->made),
+                           tick_backward(m, layer, a->used_back), a->home};
+        if (!plan_recomputes(s, a->made, layer)) {
             *forward = *backward = plan_add(p, &row, layer);
+            continue;
         }
+        BufferEntry again = row;
+        row.group = again.group = GROUP_WORKING;
+        row.last = tick_forward(layer, a->used);
+        again.first = tick_backward(m, layer, a->made);
+        *forward = plan_add(p, &row, layer);
+        *backward = plan_add(p, &again, layer);
     }
     for (int i = 0; i < GRADS; i++) {
-        const GradRow *g = &grad_rows[i];
-        BufferRow row = {GROUP_WORKING, g->name, s->dtype, N * g->channels * m->C,
-                         tick_backward(m, layer, g->first), tick_backward(m, layer, g->last),
-                         ON_DEVICE};
+        const GradEntry *g = &grad_table[i];
+        BufferEntry row = {GROUP_WORKING, g->name, s->dtype, N * g->channels * m->C,
+                           tick_backward(m, layer, g->first), tick_backward(m, layer, g->last),
+                           ON_DEVICE};
         p->grad[i * m->L + layer] = plan_add(p, &row, layer);
     }
 }
 
-// Buffers of the whole run first, then kept activations, the long-lived before the short, which
-// makes them a stack; then the rest, by size or by life, whichever needs less. Order of birth
-// decides ties.
-static const Plan *plan_sorted;
-static int plan_by_size;
-static int plan_compare(const void *a, const void *b) {
-    const Buffer *x = &plan_sorted->buffers[*(const int *)a];
-    const Buffer *y = &plan_sorted->buffers[*(const int *)b];
-    int life_x = x->last - x->first, life_y = y->last - y->first, whole = plan_sorted->ticks - 1;
-    int rank_x = life_x == whole ? 0 : x->group == GROUP_KEPT ? 1 : 2;
-    int rank_y = life_y == whole ? 0 : y->group == GROUP_KEPT ? 1 : 2;
-    if (rank_x != rank_y) {
-        return rank_x - rank_y;
-    }
-    for (int key = 0; key < 2; key++) {
-        int by_size = (key == 0) == (plan_by_size && rank_x == 2);
-        if (by_size && x->bytes != y->bytes) {
-            return x->bytes > y->bytes ? -1 : 1;
-        }
-        if (!by_size && life_x != life_y) {
-            return life_x > life_y ? -1 : 1;
-        }
-    }
-    return *(const int *)a - *(const int *)b;
+// Bytes that a buffer takes up in an allocation, up to where the next one may begin.
+static size_t buffer_room(const Buffer *b) {
+    return (size_t)round_up_i64((int64_t)b->bytes, PLAN_ALIGN) + PLAN_GAP;
 }
 
-// Gives every buffer the lowest offset at which it overlaps no placed buffer of a common tick
-// (first fit).
-static void plan_place(Plan *p) {
-    int *order = (int *)alloc_zero((size_t)p->buffer_count, sizeof(int));
-    int *placed = (int *)alloc_zero((size_t)p->buffer_count, sizeof(int)), count = 0;  // by offset
-    for (int i = 0; i < p->buffer_count; i++) {
-        order[i] = i;
+// When a buffer is placed: the smallest key first, number by number. The last is the buffer's
+// index, so that no two keys are equal and every qsort gives the same order.
+typedef struct {
+    int64_t key[4];
+} PlaceKey;
+
+static int place_compare(const void *a, const void *b) {
+    const int64_t *x = ((const PlaceKey *)a)->key, *y = ((const PlaceKey *)b)->key;
+    int i = 0;
+    while (i < 3 && x[i] == y[i]) {
+        i++;
     }
-    plan_sorted = p;
-    qsort(order, (size_t)p->buffer_count, sizeof(int), plan_compare);
-    p->device_bytes = p->host_bytes = 0;
-    for (int k = 0; k < p->buffer_count; k++) {
-        Buffer *b = &p->buffers[order[k]];
-        size_t need = (size_t)round_up_i64((int64_t)b->bytes, PLAN_ALIGN) + PLAN_GAP, offset = 0;
-        if (b->home == HOME_HOST) {
-            b->offset = p->host_bytes;
-            p->host_bytes += need;
+    return x[i] < y[i] ? -1 : x[i] > y[i];
+}
+
+// Buffers of the whole run come first; then kept activations, the long-lived before the short,
+// which makes them a stack; then the rest, by life or, where `by_size`, the largest first.
+static PlaceKey place_key(const Plan *p, int i, int by_size) {
+    const Buffer *b = &p->buffers[i];
+    const int64_t life = b->last - b->first, bytes = (int64_t)b->bytes;
+    const int kind = life == p->ticks - 1 ? 0 : b->group == GROUP_KEPT ? 1 : 2;
+    PlaceKey by_life = {{kind, -life, -bytes, i}}, largest = {{kind, -bytes, -life, i}};
+    return by_size && kind == 2 ? largest : by_life;
+}
+
+// The lowest offset at which `b` overlaps no placed buffer of a common tick (first fit). `placed`
+// holds `count` indices of buffers in the order of their offsets.
+static size_t place_find(const Plan *p, const Buffer *b, const int *placed, int count) {
+    size_t offset = 0;
+    for (int i = 0; i < count; i++) {
+        const Buffer *other = &p->buffers[placed[i]];
+        if (other->first > b->last || other->last < b->first) {
             continue;
         }
-        for (int i = 0; i < count; i++) {
-            const Buffer *other = &p->buffers[placed[i]];
-            size_t end =
-                other->offset + (size_t)round_up_i64((int64_t)other->bytes, PLAN_ALIGN) + PLAN_GAP;
-            if (other->first > b->last || other->last < b->first || end <= offset) {
-                continue;
-            }
-            if (other->offset >= offset + need) {
-                break;
-            }
-            offset = end;
+        if (other->offset >= offset + buffer_room(b)) {
+            break;
         }
-        b->offset = offset;
-        p->device_bytes = (size_t)max_i64((int64_t)p->device_bytes, (int64_t)(offset + need));
+        size_t end = other->offset + buffer_room(other);
+        offset = end > offset ? end : offset;
+    }
+    return offset;
+}
+
+// Gives every buffer its offset, those of the host one behind another. Returns the bytes of the
+// device allocation.
+static size_t plan_place(Plan *p, int by_size) {
+    const size_t n = (size_t)p->buffer_count;
+    PlaceKey *order = (PlaceKey *)alloc_zero(n, sizeof *order);
+    int *placed = (int *)alloc_zero(n, sizeof(int)), count = 0;
+    for (int i = 0; i < p->buffer_count; i++) {
+        order[i] = place_key(p, i, by_size);
+    }
+    qsort(order, n, sizeof *order, place_compare);
+    p->device_bytes = p->host_bytes = 0;
+    for (size_t k = 0; k < n; k++) {
+        Buffer *b = &p->buffers[order[k].key[3]];
+        if (b->home == HOME_HOST) {
+            b->offset = p->host_bytes;
+            p->host_bytes += buffer_room(b);
+            continue;
+        }
+        b->offset = place_find(p, b, placed, count);
+        size_t end = b->offset + buffer_room(b);
+        p->device_bytes = end > p->device_bytes ? end : p->device_bytes;
         int at = count++;
-        while (at > 0 && p->buffers[placed[at - 1]].offset > offset) {
+        for (; at > 0 && p->buffers[placed[at - 1]].offset > b->offset; at--) {
             placed[at] = placed[at - 1];
-            at--;
         }
-        placed[at] = order[k];
+        placed[at] = (int)order[k].key[3];
     }
     free(order);
     free(placed);
+    return p->device_bytes;
 }
 
-// Bytes alive at each tick, as an array of p->ticks; the caller frees it.
-static size_t *plan_live(const Plan *p) {
+// The most bytes of device buffers that are alive at once, and the first tick with so many.
+static size_t plan_peak(const Plan *p, int *peak) {
     int64_t *change = (int64_t *)alloc_zero((size_t)p->ticks + 1, sizeof(int64_t));
-    size_t *live = (size_t *)alloc_zero((size_t)p->ticks, sizeof(size_t));
+    int64_t live = 0, most = 0;
     for (int i = 0; i < p->buffer_count; i++) {
         const Buffer *b = &p->buffers[i];
-        int64_t bytes = b->home == HOME_DEVICE
-                            ? round_up_i64((int64_t)b->bytes, PLAN_ALIGN) + PLAN_GAP
-                            : 0;
+        int64_t bytes = b->home == HOME_DEVICE ? (int64_t)buffer_room(b) : 0;
         change[b->first] += bytes;
         change[b->last + 1] -= bytes;
     }
-    int64_t sum = 0;
     for (int t = 0; t < p->ticks; t++) {
-        sum += change[t];
-        live[t] = (size_t)sum;
+        live += change[t];
+        *peak = live > most ? t : *peak;
+        most = max_i64(live, most);
     }
     free(change);
-    return live;
+    return (size_t)most;
 }
 
 // The plan of a run with these settings: pure arithmetic, no allocation beyond the table itself.
@@ -1179,7 +1190,7 @@ static void plan_build(Plan *p, const Settings *s) {
     p->ticks = tick_update(&s->model) + 1;
     p->act = (int *)alloc_zero((size_t)2 * ACTS * (size_t)s->model.L, sizeof(int));
     p->grad = (int *)alloc_zero((size_t)GRADS * (size_t)s->model.L, sizeof(int));
-    BufferRow singles[SINGLES];
+    BufferEntry singles[SINGLES];
     single_buffers(singles, s);
     for (int i = 0; i < SINGLES; i++) {
         p->single[i] = plan_add(p, &singles[i], -1);
@@ -1187,20 +1198,11 @@ static void plan_build(Plan *p, const Settings *s) {
     for (int l = 0; l < s->model.L; l++) {
         plan_add_block(p, l);
     }
-    plan_by_size = 0;
-    plan_place(p);
-    size_t by_life = p->device_bytes;
-    plan_by_size = 1;
-    plan_place(p);
-    if (by_life < p->device_bytes) {
-        plan_by_size = 0;
-        plan_place(p);
+    size_t by_life = plan_place(p, 0);  // neither order is the better one for all settings
+    if (plan_place(p, 1) > by_life) {
+        plan_place(p, 0);
     }
-    size_t *live = plan_live(p);
-    for (int t = 0; t < p->ticks; t++) {
-        p->live_bytes = (size_t)max_i64((int64_t)p->live_bytes, (int64_t)live[t]);
-    }
-    free(live);
+    p->live_bytes = plan_peak(p, &p->peak);
 }
 
 static void plan_free(Plan *p) {
@@ -1226,7 +1228,7 @@ static void recompute_parse(Settings *s, const char *text) {
     int level = -1;
     snprintf(word, sizeof word, "%.*s", length, text);
     for (int i = 0; i < RECOMPUTE_LEVELS; i++) {
-        const LevelRow *row = &level_rows[i];
+        const LevelEntry *row = &level_table[i];
         size_t used = strlen(names);
         if (strcmp(word, row->name) == 0 || (row->alias && strcmp(word, row->alias) == 0)) {
             level = i;
@@ -1242,14 +1244,14 @@ static void recompute_parse(Settings *s, const char *text) {
     long blocks = text[length] ? strtol(number, &end, 10) : s->model.L;
     if (end && (end == number || *end != 0 || blocks < 0 || blocks > s->model.L)) {
         die("--recompute (-r): '%s': K of %s:K is a number from 0 to %d, the model's blocks", text,
-            level_rows[level].name, s->model.L);
+            level_table[level].name, s->model.L);
     }
     settings_recompute(s, level, (int)blocks);
 }
 
 static void recompute_print_help(void) {
     for (int i = 0; i < RECOMPUTE_LEVELS; i++) {
-        const LevelRow *row = &level_rows[i];
+        const LevelEntry *row = &level_table[i];
         printf("%25s%-6s%-2s%s\n", "", row->name, row->alias ? row->alias : "", row->help);
     }
 }
@@ -1345,8 +1347,8 @@ typedef struct {
     const char *name;
     double gib;
     int has_bf16;  // compute capability 8.0 or newer
-} GpuRow;
-static const GpuRow gpu_rows[] = {
+} GpuEntry;
+static const GpuEntry gpu_table[] = {
     {"t4", 14.56, 0},   {"4060", 7.75, 1},    {"4060ti", 15.6, 1}, {"a4000", 15.61, 1},
     {"3090", 23.6, 1},  {"4090", 23.6, 1},    {"l4", 22.0, 1},     {"a10", 22.0, 1},
     {"l40s", 44.3, 1},  {"a100-40", 39.5, 1}, {"a100", 79.1, 1},   {"h100", 79.1, 1},
@@ -1354,13 +1356,13 @@ static const GpuRow gpu_rows[] = {
 };
 
 // The row of --gpu, or NULL when the option is not given. Ends the run at an unknown name.
-static const GpuRow *gpu_find(const Options *o) {
+static const GpuEntry *gpu_find(const Options *o) {
     char names[256] = "";
-    for (size_t i = 0; i < sizeof gpu_rows / sizeof gpu_rows[0]; i++) {
-        if (strcmp(o->gpu, gpu_rows[i].name) == 0) {
-            return &gpu_rows[i];
+    for (size_t i = 0; i < sizeof gpu_table / sizeof gpu_table[0]; i++) {
+        if (strcmp(o->gpu, gpu_table[i].name) == 0) {
+            return &gpu_table[i];
         }
-        snprintf(names + strlen(names), sizeof names - strlen(names), " %s", gpu_rows[i].name);
+        snprintf(names + strlen(names), sizeof names - strlen(names), " %s", gpu_table[i].name);
     }
     if (o->gpu[0]) {
         die("--gpu: '%s' is not one of%s; --gpu-mem SIZE plans for any card", o->gpu, names);
@@ -1396,7 +1398,7 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
         die("--batch (-b) %d x --seq-len (-t) %d: a micro-batch holds at most 67,108,864 tokens",
             s->B, s->T);
     }
-    const GpuRow *card = gpu_find(o);
+    const GpuEntry *card = gpu_find(o);
     const char *sixteen = card && !card->has_bf16 ? "fp16" : "bf16";
     const char *dtype = o->dtype ? o->dtype : gpu ? sixteen : "fp32";
     if (strcmp(dtype, "bf16") == 0 && strcmp(sixteen, "bf16") != 0) {
@@ -1442,7 +1444,7 @@ static double recompute_price(const Settings *s) {
     for (int l = 0; l < m->L; l++) {
         for (int stage = 0; stage < F_STAGES; stage++) {
             double attention = stage == F_ATT ? 2.0 * s->T * C : 0;
-            sum += plan_recomputes(s, stage, l) ? stage_rows[stage].flops * C * C + attention : 0;
+            sum += plan_recomputes(s, stage, l) ? stage_table[stage].flops * C * C + attention : 0;
         }
     }
     return sum / step;
@@ -1479,7 +1481,7 @@ static int plan_remedies(const Plan *p, Remedy list[MAX_REMEDIES]) {
     for (int level = RECOMPUTE_NONE + 1; level < RECOMPUTE_LEVELS; level++) {
         Settings s = *now;
         settings_recompute(&s, level, s.model.L);
-        snprintf(option, sizeof option, "-r %s", level_rows[level].name);
+        snprintf(option, sizeof option, "-r %s", level_table[level].name);
         snprintf(price, sizeof price, "%.1f %% more arithmetic, same bits",
                  100 * recompute_price(&s));
         n = remedy_add(list, n, p->device_bytes, &s, option, price);
@@ -1596,19 +1598,12 @@ static void plan_print_json(const Plan *p) {
 // Bytes of every group at the tick where most bytes are alive, so that they add up to the peak; the
 // rest of the allocation is what first fit could not share. Host buffers are counted apart.
 static void plan_groups(const Plan *p, size_t device[GROUPS], size_t host[GROUPS]) {
-    size_t *live = plan_live(p);
-    int peak = 0;
-    for (int t = 0; t < p->ticks; t++) {
-        peak = live[t] > live[peak] ? t : peak;
-    }
-    free(live);
     memset(device, 0, GROUPS * sizeof(size_t));
     memset(host, 0, GROUPS * sizeof(size_t));
     for (int i = 0; i < p->buffer_count; i++) {
         const Buffer *b = &p->buffers[i];
-        if (b->first <= peak && peak <= b->last) {
-            (b->home == HOME_HOST ? host : device)[b->group] +=
-                (size_t)round_up_i64((int64_t)b->bytes, PLAN_ALIGN) + PLAN_GAP;
+        if (b->first <= p->peak && p->peak <= b->last) {
+            (b->home == HOME_HOST ? host : device)[b->group] += buffer_room(b);
         }
     }
 }
@@ -1650,7 +1645,7 @@ static int plan_print(const Plan *p, size_t available, const char *where) {
            "B %d, T %d; -r %s",
            s->gpu ? "GPU" : "CPU", m->L, m->NH, m->C, m->V, m->Vp,
            count_text(model_parameters(m)).s, s->gpu ? types[s->dtype] : "fp32", s->B, s->T,
-           level_rows[level].name);
+           level_table[level].name);
     if (level) {
         printf(" in %d of %d blocks: %.1f %% more arithmetic", blocks, m->L,
                100 * recompute_price(s));
@@ -1694,7 +1689,7 @@ static int plan_print(const Plan *p, size_t available, const char *where) {
 
 // The --gpu and --gpu-mem options as bytes, the smaller of both; 0: neither was given.
 static size_t gpu_memory_from_options(const Options *o) {
-    const GpuRow *row = gpu_find(o);
+    const GpuEntry *row = gpu_find(o);
     size_t card = row ? (size_t)(row->gib * 0x1p30) : 0, cap = (size_t)o->gpu_mem;
     return card && cap ? (card < cap ? card : cap) : card + cap;
 }

@@ -3151,12 +3151,12 @@ static int command_compare(Run *run, const Program *program) {
         }
         run->engine.close(&run->engine);
         middle[k] = median(ms + WARM, STEPS);
-        printf("-r %-11s %14s %14s %10.2f %12s\n", level_rows[k ? asked : RECOMPUTE_NONE].name,
+        printf("-r %-11s %14s %14s %10.2f %12s\n", level_table[k ? asked : RECOMPUTE_NONE].name,
                bytes_text((double)bytes[k]).s, bytes_text((double)device_memory.library_bytes).s,
                middle[k], count_text((int64_t)(tokens / middle[k] * 1e3)).s);
     }
     printf("-r %s takes %.1f %% of the memory and %.2f x the time (median of %d steps)\n",
-           level_rows[asked].name, 100.0 * (double)bytes[1] / (double)bytes[0],
+           level_table[asked].name, 100.0 * (double)bytes[1] / (double)bytes[0],
            middle[1] / middle[0], STEPS);
     plan_free(&run->plan);
     return 0;
