@@ -1700,13 +1700,14 @@ static size_t gpu_memory_from_options(const Options *o) {
 // -------------------------------------------------------------------------------------------------
 // 7. Matmul and fast maths
 // One packed matmul serves the three products of a linear layer; its inner parts serve attention.
-// 1. Every element of a result is one chain of fused multiply-adds along k, cut into runs of at
+// 1. Every element of a result is one chain of fused multiply-adds along k, cut into blocks of at
 //    most KC at places that depend on K alone; threads never share a sum. So neither the number
 //    of threads, nor the other rows of the batch, nor the data's alignment changes a bit.
 // 2. Nothing allocates here. matmul_workspace points at matmul_workspace_bytes(thread_count())
-//    bytes, aligned to 64: a row of the memory plan that depends on no shape.
+//    bytes, aligned to 64: a buffer of the memory plan whose size depends on no shape.
 // 3. fast_exp and fast_tanh have no branch, so loops around them become vector code, and no fused
 //    operation, so they give the same bits on every machine.
+// 4. Wherever a bias and an addend are given, the result is (bias + addend) + product.
 // Layout: Goto and van de Geijn, "Anatomy of high-performance matrix multiplication" (2008).
 
 // A tile of MR x NR sums with its operands fits the vector registers. On AVX-512 (Zen 4) 8 x 32
@@ -1722,10 +1723,15 @@ enum { VECTOR_BYTES = 16, MR = 8 };
 enum { VECTOR_BYTES = 16, MR = 6 };
 #endif
 
+// A panel of b, KC x NR floats, is 48 KiB on AVX-512 and 24 KiB on AVX2; the panels of a task, KC x
+// BLOCK, are 192 KiB: they stay in a second-level cache of 256 KiB or more while every row of a
+// passes by. More k per block would not fit there, less would read and write `out` more often.
+// BLOCK is also the side of attention's tiles: s and dp are 64 KiB each, and a head of T tokens is
+// still cut into enough tiles to share out.
 enum {
     VL = VECTOR_BYTES / (int)sizeof(real),    // numbers in a vector
     NR = 2 * VL,                              // columns of a tile
-    KC = 384,                                 // longest packed run of k
+    KC = 384,                                 // depth of a packed block, at most
     BLOCK = 128,                              // columns of a task; rows of an attention tile
     BLOCK_ROWS = (BLOCK + MR - 1) / MR * MR,  // BLOCK rounded up to whole panels of rows
     SHARED_REALS = 1 << 20,                   // packed a, read by all threads
@@ -1758,20 +1764,21 @@ static real *thread_workspace(void) {
     return matmul_workspace + SHARED_REALS + (size_t)thread_index() * THREAD_REALS;
 }
 
-// One operand of a product as lines (rows of a, columns of b) along k: element (line, k) stands at
-// data[line * line_step + k * k_step]. One of the steps is 1; which one is all of transposition.
+// One operand of a product, seen as rows along k: a as a(M,K), b as its transpose (N,K). Element
+// (row, k) is at data[row * row_step + k * k_step]. One of the steps is 1; which one it is is all
+// that is left of transposition.
 typedef struct {
     const real *data;
-    size_t line_step, k_step;
+    size_t row_step, k_step;
 } Operand;
 
-static Operand operand(const real *data, size_t line_step, size_t k_step) {
-    Operand o = {data, line_step, k_step};
+static Operand operand(const real *data, size_t row_step, size_t k_step) {
+    Operand o = {data, row_step, k_step};
     return o;
 }
 
-static Operand operand_at(Operand o, int line, int k) {
-    o.data += (size_t)line * o.line_step + (size_t)k * o.k_step;
+static Operand operand_at(Operand o, int row, int k) {
+    o.data += (size_t)row * o.row_step + (size_t)k * o.k_step;
     return o;
 }
 
@@ -1791,66 +1798,66 @@ static real *transpose_square(real *from, real *to) {
     return from;
 }
 
-// pack, below, for lines whose k is contiguous, in squares of VL lines by VL steps of k.
-static inline void pack_transposed(real *packed, int width, Operand src, int lines, int K) {
-    // A transposed row goes out in pieces that never straddle two panels.
-    const int piece = width % VL == 0 ? VL : VL % width == 0 ? width : 2;
-    int padded = ceil_div(lines, width) * width;
-    for (int l = 0; l < padded; l += VL) {
+// pack, below, for rows whose k is contiguous, in squares of VL rows by VL steps of k. Squares that
+// reach over an edge are filled up with zeros.
+static inline void pack_transposed(real *packed, int width, Operand src, int rows, int K) {
+    // A transposed row goes out in segments that never straddle two panels.
+    const int segment = width % VL == 0 ? VL : VL % width == 0 ? width : 2;
+    int padded = ceil_div(rows, width) * width;
+    for (int r = 0; r < padded; r += VL) {
         for (int k = 0; k < K; k += VL) {
             real x[VL * VL] __attribute__((aligned(VECTOR_BYTES)));
             real y[VL * VL] __attribute__((aligned(VECTOR_BYTES)));
-            int deep = min_int(VL, K - k);
+            int depth = min_int(VL, K - k);
             for (int i = 0; i < VL; i++) {
-                const real *line = src.data + (size_t)(l + i) * src.line_step + k;
-                if (l + i < lines && deep == VL) {
-                    memcpy(x + i * VL, line, VL * sizeof(real));
+                const real *row = src.data + (size_t)(r + i) * src.row_step + k;
+                if (r + i < rows && depth == VL) {
+                    memcpy(x + i * VL, row, VL * sizeof(real));
                 } else {
                     for (int j = 0; j < VL; j++) {
-                        x[i * VL + j] = l + i < lines && j < deep ? line[j] : 0;
+                        x[i * VL + j] = r + i < rows && j < depth ? row[j] : 0;
                     }
                 }
             }
             const real *t = transpose_square(x, y);
-            for (int i = 0; i < VL && l + i < padded; i += piece) {
-                int lane = (l + i) % width;
-                real *p = packed + (size_t)(l + i - lane) * (size_t)K + (size_t)k * width + lane;
-                for (int j = 0; j < deep; j++) {
-                    memcpy(p + j * width, t + j * VL + i, (size_t)piece * sizeof(real));
+            for (int i = 0; i < VL && r + i < padded; i += segment) {
+                int lane = (r + i) % width;
+                real *p = packed + (size_t)(r + i - lane) * (size_t)K + (size_t)k * width + lane;
+                for (int j = 0; j < depth; j++) {
+                    memcpy(p + j * width, t + j * VL + i, (size_t)segment * sizeof(real));
                 }
             }
         }
     }
 }
 
-// packed = src in panels of `width` lines: panel p is a (K,width) array at packed + p * width * K,
+// packed = src in panels of `width` rows: panel p is a (K,width) array at packed + p * width * K,
 // so that a tile reads both operands straight on. Zeros fill up the last panel.
-static inline void pack(real *packed, int width, Operand src, int lines, int K) {
+static inline void pack(real *packed, int width, Operand src, int rows, int K) {
     if (src.k_step == 1) {
-        pack_transposed(packed, width, src, lines, K);
+        pack_transposed(packed, width, src, rows, K);
         return;
     }
     for (int k = 0; k < K; k++) {
         const real *s = src.data + (size_t)k * src.k_step;
-        // Rows lie pages apart, where no hardware prefetch follows.
-        for (int l = 0; l < lines; l += 64 / (int)sizeof(real)) {
-            __builtin_prefetch(s + 8 * src.k_step + l);
+        // Steps of k lie pages apart, where no hardware prefetch follows.
+        for (int r = 0; r < rows; r += 64 / (int)sizeof(real)) {
+            __builtin_prefetch(s + 8 * src.k_step + r);
         }
         real *p = packed + (size_t)k * width;
-        int l = 0;
-        for (; l + width <= lines; l += width) {
-            memcpy(p + (size_t)l * (size_t)K, s + l, (size_t)width * sizeof(real));
+        int r = 0;
+        for (; r + width <= rows; r += width) {
+            memcpy(p + (size_t)r * (size_t)K, s + r, (size_t)width * sizeof(real));
         }
-        for (int j = 0; l < lines && j < width; j++) {
-            p[(size_t)l * (size_t)K + (size_t)j] = l + j < lines ? s[l + j] : 0;
+        for (int j = 0; r < rows && j < width; j++) {
+            p[(size_t)r * (size_t)K + (size_t)j] = r + j < rows ? s[r + j] : 0;
         }
     }
 }
 
 // Two instances, so that the width is a constant inside.
-static void pack_a(real *packed, Operand a, int lines, int K) { pack(packed, MR, a, lines, K); }
-
-static void pack_b(real *packed, Operand b, int lines, int K) { pack(packed, NR, b, lines, K); }
+static void pack_a(real *packed, Operand a, int rows, int K) { pack(packed, MR, a, rows, K); }
+static void pack_b(real *packed, Operand b, int columns, int K) { pack(packed, NR, b, columns, K); }
 
 // out(MR,NR) = bias(NR) + addend(MR,NR) + a(K,MR)^T b(K,NR), a and b packed panels; bias and addend
 // may be NULL, addend may be out; both step through rows alike. All sums live in registers while k
@@ -1861,8 +1868,7 @@ FUSED static void matmul_tile(real *out, const real *addend, size_t step, const 
     const Vector zero = {0};
     Vector sum[MR][2];
     for (int i = 0; i < MR; i++) {
-        sum[i][0] = zero;
-        sum[i][1] = zero;
+        sum[i][0] = sum[i][1] = zero;
         __builtin_prefetch(out + (size_t)i * step, 1);
         __builtin_prefetch(out + (size_t)i * step + NR - 1, 1);
     }
@@ -1875,24 +1881,18 @@ FUSED static void matmul_tile(real *out, const real *addend, size_t step, const 
             sum[i][1] += a[i] * b1;
         }
     }
-    Vector bias0 = zero, bias1 = zero;
-    if (bias) {
-        memcpy(&bias0, bias, sizeof bias0);
-        memcpy(&bias1, bias + VL, sizeof bias1);
-    }
-    for (int i = 0; i < MR; i++) {
-        Vector o0 = bias0, o1 = bias1;
-        if (addend) {
-            Vector add0, add1;
-            memcpy(&add0, addend + (size_t)i * step, sizeof add0);
-            memcpy(&add1, addend + (size_t)i * step + VL, sizeof add1);
-            o0 += add0;
-            o1 += add1;
+    for (int i = 0; i < 2 * MR; i++) {
+        const size_t at = (size_t)(i / 2) * step + (size_t)(i % 2 * VL);
+        Vector o = zero, add;
+        if (bias) {
+            memcpy(&o, bias + i % 2 * VL, sizeof o);
         }
-        o0 += sum[i][0];
-        o1 += sum[i][1];
-        memcpy(out + (size_t)i * step, &o0, sizeof o0);
-        memcpy(out + (size_t)i * step + VL, &o1, sizeof o1);
+        if (addend) {
+            memcpy(&add, addend + at, sizeof add);
+            o += add;
+        }
+        o += sum[i / 2][i % 2];
+        memcpy(out + at, &o, sizeof o);
     }
 }
 
@@ -1914,7 +1914,7 @@ static void matmul_tile_edge(real *out, const real *addend, size_t step, const r
     }
 }
 
-// out(M,N) = bias(N) + addend(M,N) + a b for one run of k, both operands packed. The panels of b,
+// out(M,N) = bias(N) + addend(M,N) + a b for one block of k, both operands packed. The panels of b,
 // up to BLOCK x KC, stay in the second cache while a's panels pass through the first.
 static void matmul_packed(real *out, const real *addend, size_t step, const real *bias,
                           const real *a, const real *b, int M, int N, int K) {
@@ -1933,75 +1933,86 @@ static void matmul_packed(real *out, const real *addend, size_t step, const real
     }
 }
 
-// Where rule 1 cuts k: into the fewest runs of at most KC, about equal. Depends on K alone.
-static int run_of_k(int K) { return min_int(KC, ceil_div(ceil_div(K, ceil_div(K, KC)), VL) * VL); }
+// Where rule 1 cuts k: into the fewest blocks of at most KC, about equal, whole vectors each.
+static int depth_of_block(int K) {
+    return min_int(KC, ceil_div(ceil_div(K, ceil_div(K, KC)), VL) * VL);
+}
 
 // out(M,N) = addend(M,N) + a(M,K) b(K,N) by the calling thread alone, for attention: M <= BLOCK,
-// rows of out and addend lie `step` apart, addend may be NULL or out.
+// rows of out and addend are `step` apart, addend may be NULL or out.
 static void matmul_small(real *out, const real *addend, size_t step, Operand a, Operand b, int M,
                          int N, int K) {
     real *packed_a = thread_workspace(), *packed_b = packed_a + PACKED_A_REALS;
-    int run = run_of_k(K);
-    for (int k = 0; k < K; k += run) {
-        int deep = min_int(run, K - k);
-        pack_a(packed_a, operand_at(a, 0, k), M, deep);
+    const int kc = depth_of_block(K);
+    for (int k = 0; k < K; k += kc) {
+        int depth = min_int(kc, K - k);
+        pack_a(packed_a, operand_at(a, 0, k), M, depth);
         for (int j = 0; j < N; j += BLOCK) {
             int n = min_int(BLOCK, N - j);
             const real *add = k > 0 ? out + j : addend ? addend + j : NULL;
-            pack_b(packed_b, operand_at(b, j, k), n, deep);
-            matmul_packed(out + j, add, step, NULL, packed_a, packed_b, M, n, deep);
+            pack_b(packed_b, operand_at(b, j, k), n, depth);
+            matmul_packed(out + j, add, step, NULL, packed_a, packed_b, M, n, depth);
         }
     }
 }
 
+// Packs a(rows,K) into the shared part of the workspace, block of k after block. Every thread of a
+// parallel region calls it, and none leaves before all is packed.
+static void pack_shared(Operand a, int rows, int K, int kc) {
+    const int blocks = ceil_div(K, kc);
+    const size_t padded_rows = (size_t)ceil_div(rows, MR) * MR;
+    #pragma omp for schedule(static)
+    for (int t = 0; t < ceil_div(rows, BLOCK_ROWS) * blocks; t++) {
+        int i = t / blocks * BLOCK_ROWS, k = t % blocks * kc, depth = min_int(kc, K - k);
+        real *to = matmul_workspace + (size_t)k * padded_rows + (size_t)i * (size_t)depth;
+        pack_a(to, operand_at(a, i, k), min_int(BLOCK_ROWS, rows - i), depth);
+    }
+}
+
 // out(M,N) = bias(N) + addend(M,N) + a(M,K) b(K,N), rows of out and addend N apart; bias and addend
-// may be NULL, addend may be out. The threads together pack the rows of a that the shared part
-// holds, then share out tasks of at most BLOCK columns: a task packs its columns of b and takes all
-// those rows. Where the columns do not go round, tasks take fewer columns, then fewer rows.
+// may be NULL, addend may be out. The threads together pack as much of a as the shared part holds,
+// all K of up to rows_max rows, or part of K where K is long. Then they share out tasks of at most
+// BLOCK columns: a task packs its columns of b and takes all those rows. If there are too few
+// columns for all threads, tasks take fewer columns, then fewer rows.
 static void matmul(real *out, Operand a, Operand b, const real *bias, const real *addend, int M,
                    int N, int K) {
-    int run = run_of_k(K), threads = thread_count(), columns = BLOCK;
-    int rows_max = min_int(ceil_div(M, MR) * MR, SHARED_REALS / run / BLOCK_ROWS * BLOCK_ROWS);
-    int span = min_int(ceil_div(K, run), SHARED_REALS / rows_max / run) * run;
+    const int kc = depth_of_block(K), threads = thread_count();
+    const int rows_max = min_int(ceil_div(M, MR) * MR, SHARED_REALS / kc / BLOCK_ROWS * BLOCK_ROWS);
+    const int depth_max = min_int(ceil_div(K, kc), SHARED_REALS / rows_max / kc) * kc;
+    int columns = BLOCK;
     while (columns > NR && ceil_div(N, columns) < 4 * threads) {
         columns -= NR;
     }
-    int column_tasks = ceil_div(N, columns);
+    const int column_tasks = ceil_div(N, columns);
     for (int m0 = 0; m0 < M; m0 += rows_max) {
-        int rows = min_int(rows_max, M - m0), row_tasks = 1;
+        const int rows = min_int(rows_max, M - m0);
+        int row_tasks = 1;
         // Every row task packs b again: many rows each, except to give each thread one task.
         while (row_tasks * column_tasks < 3 * threads &&
                rows > (row_tasks * column_tasks < threads ? 4 * MR : 2 * BLOCK) * row_tasks) {
             row_tasks++;
         }
-        int task_rows = ceil_div(ceil_div(rows, row_tasks), MR) * MR;
+        const int task_rows = ceil_div(ceil_div(rows, row_tasks), MR) * MR;
+        const size_t padded_rows = (size_t)ceil_div(rows, MR) * MR;
         row_tasks = ceil_div(rows, task_rows);
-        size_t padded_rows = (size_t)ceil_div(rows, MR) * MR;
-        for (int k0 = 0; k0 < K; k0 += span) {
-            int depth = min_int(span, K - k0), runs = ceil_div(depth, run);
-            #pragma omp parallel if ((double)M * N * K > 1e5)
+        for (int k0 = 0; k0 < K; k0 += depth_max) {
+            const int k_end = min_int(k0 + depth_max, K);
+            #pragma omp parallel if ((double)M * N * K > 1e5)  // below, starting threads costs more
             {
-                #pragma omp for schedule(static)
-                for (int t = 0; t < ceil_div(rows, BLOCK_ROWS) * runs; t++) {
-                    int i = t / runs * BLOCK_ROWS, k = t % runs * run;
-                    int deep = min_int(run, depth - k), lines = min_int(BLOCK_ROWS, rows - i);
-                    size_t to = (size_t)k * padded_rows + (size_t)i * (size_t)deep;
-                    pack_a(matmul_workspace + to, operand_at(a, m0 + i, k0 + k), lines, deep);
-                }
-                // The loop above ends when all of a is packed, the region when out is done.
+                pack_shared(operand_at(a, m0, k0), rows, k_end - k0, kc);
                 #pragma omp for schedule(dynamic) nowait
                 for (int t = 0; t < row_tasks * column_tasks; t++) {
                     int i = t % row_tasks * task_rows, m = min_int(task_rows, rows - i);
                     int j = t / row_tasks * columns, n = min_int(columns, N - j);
                     size_t at = (size_t)(m0 + i) * (size_t)N + (size_t)j;
                     real *packed_b = thread_workspace() + PACKED_A_REALS;
-                    for (int k = 0; k < depth; k += run) {
-                        int deep = min_int(run, depth - k), first = k0 + k == 0;
-                        size_t from = (size_t)k * padded_rows + (size_t)i * (size_t)deep;
-                        const real *add = !first ? out + at : addend ? addend + at : NULL;
-                        pack_b(packed_b, operand_at(b, j, k0 + k), n, deep);
-                        matmul_packed(out + at, add, (size_t)N, first && bias ? bias + j : NULL,
-                                      matmul_workspace + from, packed_b, m, n, deep);
+                    for (int k = k0; k < k_end; k += kc) {
+                        int depth = min_int(kc, k_end - k);
+                        size_t from = (size_t)(k - k0) * padded_rows + (size_t)i * (size_t)depth;
+                        const real *add = k > 0 ? out + at : addend ? addend + at : NULL;
+                        pack_b(packed_b, operand_at(b, j, k), n, depth);
+                        matmul_packed(out + at, add, (size_t)N, k == 0 && bias ? bias + j : NULL,
+                                      matmul_workspace + from, packed_b, m, n, depth);
                     }
                 }
             }
@@ -2035,7 +2046,6 @@ static double matmul_peak_flops(void) {
 
 #if GPT2_DOUBLE
 static real fast_exp(real x) { return exp(x); }
-
 static real fast_tanh(real x) { return tanh(x); }
 #else
 // x = n ln 2 + r with |r| <= ln 2 / 2; returns e^r - 1. ln 2 comes in two pieces, the first so
@@ -2096,7 +2106,8 @@ static inline real fast_tanh(real x) {
 // on the number of threads.
 
 // Sums run in LANES interleaved partial sums, added in order at the end: a compiler may not reorder
-// a sum by itself, and in this form it need not.
+// a sum by itself, and in this form it need not. 16 floats are one AVX-512 vector, two of AVX2 or
+// four of NEON: whatever the machine's width, the order of additions and so the bits are the same.
 enum { LANES = 16 };
 static real lanes_total(const real lanes[LANES]) {
     real total = 0;
@@ -2106,55 +2117,32 @@ static real lanes_total(const real lanes[LANES]) {
     return total;
 }
 
-// Sum of x (n).
-static real row_sum(const real *x, int n) {
+// Threads split the columns of a matrix into slices where sums run down its rows: 64 floats are
+// four cache lines, so no two threads write to the same one.
+enum { SLICE = 64 };
+
+// Sum of (x - shift)^power over x (n); power is 1 or 2.
+static inline real row_sum(const real *x, real shift, int power, int n) {
     real lanes[LANES] = {0};
-    int i = 0;
-    for (; i + LANES <= n; i += LANES) {
-        for (int j = 0; j < LANES; j++) {
-            lanes[j] += x[i + j];
+    for (int i = 0; i < n; i += LANES) {
+        const int spread = i + LANES <= n;  // what fills no vector goes to the first lane
+        for (int j = 0; j < (spread ? LANES : n - i); j++) {
+            real d = x[i + j] - shift;
+            lanes[spread ? j : 0] += power == 2 ? d * d : d;
         }
-    }
-    for (; i < n; i++) {
-        lanes[0] += x[i];
     }
     return lanes_total(lanes);
 }
 
-// Sum of (x - shift)^2.
-static real row_sum_squares(const real *x, real shift, int n) {
-    real lanes[LANES] = {0};
-    int i = 0;
-    for (; i + LANES <= n; i += LANES) {
-        for (int j = 0; j < LANES; j++) {
-            lanes[j] += (x[i + j] - shift) * (x[i + j] - shift);
-        }
-    }
-    for (; i < n; i++) {
-        lanes[0] += (x[i] - shift) * (x[i] - shift);
-    }
-    return lanes_total(lanes);
-}
-
-// Largest of x (n). A NaN is passed over; whoever exponentiates meets it again.
+// Largest of x (n), n >= 1. A NaN is passed over; whoever exponentiates meets it again. Maxima may
+// be taken in any order, unlike sums.
 static real row_largest(const real *x, int n) {
-    real lanes[LANES];
-    int i = 0;
-    for (int j = 0; j < LANES; j++) {
-        lanes[j] = x[0];
+    real largest = x[0];
+    #pragma omp simd reduction(max : largest)
+    for (int i = 0; i < n; i++) {
+        largest = x[i] > largest ? x[i] : largest;
     }
-    for (; i + LANES <= n; i += LANES) {
-        for (int j = 0; j < LANES; j++) {
-            lanes[j] = x[i + j] > lanes[j] ? x[i + j] : lanes[j];
-        }
-    }
-    for (; i < n; i++) {
-        lanes[0] = x[i] > lanes[0] ? x[i] : lanes[0];
-    }
-    for (int j = 1; j < LANES; j++) {
-        lanes[0] = lanes[j] > lanes[0] ? lanes[j] : lanes[0];
-    }
-    return lanes[0];
+    return largest;
 }
 
 // Replaces x (n) by exp(x - shift) and returns their sum.
@@ -2162,7 +2150,7 @@ static real row_exponentials(real *x, real shift, int n) {
     for (int i = 0; i < n; i++) {
         x[i] = fast_exp(x[i] - shift);
     }
-    return row_sum(x, n);
+    return row_sum(x, 0, 1, n);
 }
 
 // out (B,T,C) = wte[tokens] + wpe[t].
@@ -2180,7 +2168,6 @@ static void encoder_forward(real *out, const Token *tokens, const real *wte, con
 // dwte (Vp,C) and dwpe (maxT,C) += dout (B,T,C). Threads split the channels, rows come in order.
 static void encoder_backward(real *dwte, real *dwpe, const real *dout, const Token *tokens, int B,
                              int T, int C) {
-    enum { SLICE = 64 };
     #pragma omp parallel for schedule(static)
     for (int slice = 0; slice < ceil_div(C, SLICE); slice++) {
         int begin = slice * SLICE, end = (int)min_i64(begin + SLICE, C);
@@ -2201,7 +2188,7 @@ static void layernorm_forward(real *out, real *mean, real *rstd, const real *inp
     #pragma omp parallel for schedule(static)
     for (int i = 0; i < N; i++) {
         const real *x = inp + (int64_t)i * C;
-        real m = row_sum(x, C) / (real)C, variance = row_sum_squares(x, m, C) / (real)C;
+        real m = row_sum(x, 0, 1, C) / (real)C, variance = row_sum(x, m, 2, C) / (real)C;
         real r = (real)1 / (real)sqrt((double)(variance + (real)1e-5));
         for (int c = 0; c < C; c++) {
             out[(int64_t)i * C + c] = (x[c] - m) * r * weight[c] + bias[c];
@@ -2217,7 +2204,6 @@ static void layernorm_forward(real *out, real *mean, real *rstd, const real *inp
 static void layernorm_backward(real *dinp, real *dweight, real *dbias, const real *dout,
                                const real *inp, const real *weight, const real *mean,
                                const real *rstd, const real *addend, int N, int C) {
-    enum { SLICE = 64 };
     #pragma omp parallel for schedule(static)
     for (int slice = 0; slice < ceil_div(C, SLICE); slice++) {
         int begin = slice * SLICE, end = (int)min_i64(begin + SLICE, C);
@@ -2262,7 +2248,6 @@ static void matmul_forward(real *out, const real *inp, const real *weight, const
 // weight(OC,C). dinp may be inp, since dweight comes first. dbias and dinp may be NULL: skipped.
 static void matmul_backward(real *dinp, real *dweight, real *dbias, const real *dout,
                             const real *inp, const real *weight, int N, int C, int OC) {
-    enum { SLICE = 64 };
     #pragma omp parallel for schedule(static)
     for (int slice = 0; slice < (dbias ? ceil_div(OC, SLICE) : 0); slice++) {
         int begin = slice * SLICE, count = min_int(SLICE, OC - begin);
@@ -2306,6 +2291,7 @@ static void classifier_forward_backward(real *losses, real *logits, const Token 
         }
     }
 }
+
 // How many of a tile's keys, from first_key on, the causal mask lets `query` see.
 static int visible_keys(int query, int first_key, int keys) {
     return min_int(keys, query - first_key + 1);
