@@ -627,8 +627,8 @@ static void test_plan_refuse() {
     Plan p;
     plan_build(&p, &s);
     plan_refuse(&p, p.device_bytes, p.device_bytes);
-    expect_death(plan_refuse(&p, p.device_bytes, p.device_bytes - 1000), ": short 1000 B; -r gelu");
-    expect_death(plan_refuse(&p, p.device_bytes, 0), "available are 0 B");
+    expect_death(plan_refuse(&p, p.device_bytes, p.device_bytes - 1000), ": 1000 B short; -r gelu");
+    expect_death(plan_refuse(&p, p.device_bytes, 0), "only 0 B are available");
     Remedy list[MAX_REMEDIES];
     int n = plan_remedies(&p, list);
     expect(n == 8, "%d remedies: five levels, batches of 4, 2 and 1", n);
@@ -2034,11 +2034,11 @@ static void test_skipped_step() {
                .find("\"step\":\"6\",\"updates\":\"5\",\"position\":\"12\",\"skipped\":\"1\","
                      "\"norm_count\":\"5\"}") != Text::npos);
     o = in_process(TINY "-x 6 -o none", &small);
-    expect_refused(o, "available are 976.6 KiB: short", "a plan that does not fit");
+    expect_refused(o, "only 976.6 KiB are available: ", "a plan that does not fit");
     expect(!exists("none/log.jsonl"));
     write_file("e.bin", eval_bytes(random_questions(12, 50257, 2)));
     expect_refused(in_process("-e l1h1c16t16 --eval e.bin", &small),
-                   "available are 976.6 KiB: short", "--eval");
+                   "only 976.6 KiB are available: ", "--eval");
 }
 
 // -------------------------------------------------------------------------------------------------

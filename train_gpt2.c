@@ -1137,7 +1137,7 @@ static void single_buffers(BufferEntry buffers[SINGLES], const Settings *s) {
 typedef struct {
     Settings settings;
     Buffer *buffers;
-    int buffer_count, buffer_capacity, ticks;
+    int buffer_count, ticks;
     int single[SINGLES];              // index of the buffer, -1: not in this plan
     int *act;                         // [phase 0 forward, 1 backward][ACTS][L]
     int *grad;                        // [GRADS][L]
@@ -1158,13 +1158,7 @@ static int plan_add(Plan *p, const BufferEntry *row, int layer) {
     if (row->count == 0) {
         return -1;
     }
-    if (p->buffer_count == p->buffer_capacity) {
-        p->buffer_capacity = p->buffer_capacity ? 2 * p->buffer_capacity : 256;
-        p->buffers = (Buffer *)realloc(p->buffers, (size_t)p->buffer_capacity * sizeof(Buffer));
-        check(p->buffers, "no memory for the plan's table");
-    }
-    Buffer *b = &p->buffers[p->buffer_count];
-    memset(b, 0, sizeof *b);  // padding too: equal plans are equal bytes
+    Buffer *b = &p->buffers[p->buffer_count];  // zero, padding too: equal plans are equal bytes
     if (layer < 0) {
         snprintf(b->name, sizeof b->name, "%s", row->name);
     } else {
@@ -1322,8 +1316,10 @@ static void plan_build(Plan *p, const Settings *s) {
     memset(p, 0, sizeof *p);
     p->settings = *s;
     p->ticks = tick_update(&s->model) + 1;
-    p->act = (int *)alloc_zero((size_t)2 * ACTS * (size_t)s->model.L, sizeof(int));
-    p->grad = (int *)alloc_zero((size_t)GRADS * (size_t)s->model.L, sizeof(int));
+    const size_t L = (size_t)s->model.L;
+    p->buffers = (Buffer *)alloc_zero(SINGLES + (2 * ACTS + GRADS) * L, sizeof(Buffer));
+    p->act = (int *)alloc_zero(2 * ACTS * L, sizeof(int));
+    p->grad = (int *)alloc_zero(GRADS * L, sizeof(int));
     BufferEntry singles[SINGLES];
     single_buffers(singles, s);
     for (int i = 0; i < SINGLES; i++) {
@@ -1472,8 +1468,8 @@ static void plan_close(Plan *p) {
 // -------------------------------------------------------------------------------------------------
 // 6. What fits
 // First from options to settings, on the card that is named or at hand; then from settings to the
-// printed plan, and to what would make a run fit. Prices are arithmetic (FLOPs of what is
-// recomputed over FLOPs of a step), never timings.
+// printed plan, and to what would make a run fit. Costs are counted (FLOPs of what is recomputed
+// over FLOPs of a step), never timed.
 
 // Memory of common cards in GiB as the driver reports it: the smallest total seen quoted in CUDA
 // out-of-memory messages (public issue trackers, read 2026-11). A driver keeps some of what is on
@@ -1490,7 +1486,7 @@ static const GpuEntry gpu_table[] = {
     {"h200", 139.8, 1},
 };
 
-// The row of --gpu, or NULL when the option is not given. Ends the run at an unknown name.
+// The entry of --gpu, or NULL when the option is not given. Ends the run at an unknown name.
 static const GpuEntry *gpu_find(const Options *o) {
     char names[256] = "";
     for (size_t i = 0; i < sizeof gpu_table / sizeof gpu_table[0]; i++) {
@@ -1509,7 +1505,9 @@ static const GpuEntry *gpu_find(const Options *o) {
 // says so.
 static const size_t library_reserve_bytes = (size_t)1 << 30;
 
-// Rows of a classifier chunk: 64 MiB of logits, 128 rows at least; on a GPU 256 MiB, as each chunk
+// Rows of a classifier chunk, in multiples of 128. All logits of a batch at once would be the
+// largest buffer of most plans. The CPU gets 64 MiB, 256 rows of GPT-2's vocabulary: each chunk
+// packs the whole of wte again, which 256 rows pay for. A GPU gets 256 MiB, since each chunk also
 // rounds wte's bf16 gradient once more, and few rows make slow products.
 static int64_t default_logit_rows(const Model *m, size_t element_bytes, int64_t N, int gpu) {
     int64_t bytes = (int64_t)(gpu ? 256 : 64) << 20;
@@ -1576,8 +1574,10 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
         (int)(o->logit_rows ? o->logit_rows : default_logit_rows(m, type_bytes(s->dtype), N, gpu));
 }
 
-// FLOPs that are recomputed, over FLOPs of a step without recomputation.
-static double recompute_price(const Settings *s) {
+// FLOPs that are recomputed, over FLOPs of a step without recomputation: 24 C^2 of a block's four
+// products in forward and twice that in backward; attention 2 T C under the causal mask, and 5 T C
+// for its five products in backward.
+static double recompute_cost(const Settings *s) {
     const Model *m = &s->model;
     const double C = m->C, step = m->L * (72 * C * C + 7 * s->T * C) + 6.0 * C * m->Vp;
     double sum = 0;
@@ -1590,62 +1590,56 @@ static double recompute_price(const Settings *s) {
     return sum / step;
 }
 
-// A change of settings that frees memory, in order of cost.
+// A change of settings that frees memory, as a command line says it, and what it costs.
 typedef struct {
-    char option[48], price[64];
+    char option[48], cost[64];
     Settings settings;
     size_t bytes;  // of the changed plan
 } Remedy;
 enum { MAX_REMEDIES = 16 };
 
-static int remedy_add(Remedy *list, int n, size_t now, const Settings *changed, const char *option,
-                      const char *price) {
-    size_t bytes = plan_bytes(changed);
-    if (bytes >= now || n == MAX_REMEDIES) {
+// Appends a change to `n` remedies of plan `p` unless it frees nothing; returns their new number.
+static int remedy_add(Remedy list[MAX_REMEDIES], int n, const Plan *p, const Settings *changed,
+                      const char *option, const char *cost) {
+    Remedy r = {"", "", *changed, plan_bytes(changed)};
+    if (r.bytes >= p->device_bytes || n == MAX_REMEDIES) {
         return n;
     }
-    Remedy *r = &list[n];
-    r->settings = *changed;
-    r->bytes = bytes;
-    snprintf(r->option, sizeof r->option, "%s", option);
-    snprintf(r->price, sizeof r->price, "%s", price);
+    snprintf(r.option, sizeof r.option, "%s", option);
+    snprintf(r.cost, sizeof r.cost, "%s", cost);
+    list[n] = r;
     return n + 1;
 }
 
-// Everything that would make this plan smaller: recomputation first (no bit changes), then what
-// changes numbers.
+// Everything that would make this plan smaller, in the order in which to try it: what changes no
+// bit (recomputation, then host memory), what changes numbers, smaller batches. Returns how many.
 static int plan_remedies(const Plan *p, Remedy list[MAX_REMEDIES]) {
     const Settings *now = &p->settings;
-    char option[48], price[64];
+    char option[48], cost[64];
     int n = 0;
     for (int level = RECOMPUTE_NONE + 1; level < RECOMPUTE_LEVELS; level++) {
         Settings s = *now;
         settings_recompute(&s, level, s.model.L);
         snprintf(option, sizeof option, "-r %s", level_table[level].name);
-        snprintf(price, sizeof price, "%.1f %% more arithmetic, same bits",
-                 100 * recompute_price(&s));
-        n = remedy_add(list, n, p->device_bytes, &s, option, price);
+        snprintf(cost, sizeof cost, "%.1f %% more arithmetic, same bits", 100 * recompute_cost(&s));
+        n = remedy_add(list, n, p, &s, option, cost);
     }
-    if (now->gpu) {
-        if (now->home[HOME_OF_MOMENTS] == HOME_DEVICE) {
-            Settings s = *now;
-            int master = settings_has_master(&s);
-            s.home[HOME_OF_MOMENTS] = HOME_HOST;
-            s.home[HOME_OF_MASTER] = master ? HOME_HOST : HOME_DEVICE;
-            n = remedy_add(list, n, p->device_bytes, &s,
-                           master ? "--offload moments,master" : "--offload moments",
-                           "host memory and PCIe time once a step, same bits");
-        }
+    if (now->gpu && now->home[HOME_OF_MOMENTS] == HOME_DEVICE) {
         Settings s = *now;
-        s.moment_dtype = now->dtype == TYPE_BF16 ? TYPE_BF16 : now->moment_dtype;
-        n = remedy_add(list, n, p->device_bytes, &s, "--moments bf16",
-                       "rounds the moments: numbers change");
-        s.split_master = 0;
-        if (now->dtype == TYPE_BF16) {
-            s.home[HOME_OF_MASTER] = HOME_DEVICE;
-        }
+        s.home[HOME_OF_MOMENTS] = HOME_HOST;
+        s.home[HOME_OF_MASTER] = settings_has_master(&s) ? HOME_HOST : HOME_DEVICE;
+        n = remedy_add(list, n, p, &s,
+                       settings_has_master(&s) ? "--offload moments,master" : "--offload moments",
+                       "host memory and PCIe time once a step, same bits");
+    }
+    if (now->dtype == TYPE_BF16) {
+        Settings s = *now;
+        s.moment_dtype = TYPE_BF16;
+        n = remedy_add(list, n, p, &s, "--moments bf16", "rounds the moments: numbers change");
         if (now->split_master) {
-            n = remedy_add(list, n, p->device_bytes, &s, "--moments bf16 -w none",
+            s.split_master = 0;
+            s.home[HOME_OF_MASTER] = HOME_DEVICE;
+            n = remedy_add(list, n, p, &s, "--moments bf16 -w none",
                            "stochastic rounding of weights: numbers change");
         }
     }
@@ -1654,14 +1648,14 @@ static int plan_remedies(const Plan *p, Remedy list[MAX_REMEDIES]) {
         s.B = batch;
         s.logit_rows = (int)min_i64(s.logit_rows, (int64_t)s.B * s.T);
         snprintf(option, sizeof option, "-b %d", batch);
-        n = remedy_add(list, n, p->device_bytes, &s, option,
-                       "smaller matmuls; -d keeps the step's tokens");
+        n = remedy_add(list, n, p, &s, option, "smaller matmuls; -d keeps the step's tokens");
     }
     return n;
 }
 
-// Ends the run before anything is allocated when `available` bytes cannot hold `need`: names what
-// is short and the cheapest settings that alone would do, or the one that frees most.
+// Ends the run before anything is allocated when `available` bytes cannot hold `need`: says how
+// much is missing, and the first three settings that would do alone or, where none does, the one
+// that frees most.
 static void plan_refuse(const Plan *p, size_t need, size_t available) {
     char line[1024] = "";
     Remedy list[MAX_REMEDIES];
@@ -1677,17 +1671,17 @@ static void plan_refuse(const Plan *p, size_t need, size_t available) {
         size_t freed = p->device_bytes - list[i].bytes;
         if (enough ? freed >= need - available : i == best) {
             length += snprintf(line + length, sizeof line - (size_t)length, "; %s%s frees %s (%s)",
-                               enough ? "" : "no setting alone is enough: ", list[i].option,
-                               bytes_text((double)freed).s, list[i].price);
+                               enough ? "" : "no single setting is enough, the best is: ",
+                               list[i].option, bytes_text((double)freed).s, list[i].cost);
             shown++;
         }
     }
-    die("the plan needs %s, available are %s: short %s%s", bytes_text((double)need).s,
+    die("the plan needs %s, only %s are available: %s short%s", bytes_text((double)need).s,
         bytes_text((double)available).s, bytes_text((double)(need - available)).s, line);
 }
 
-// JSON of the plan for dev/report.py: ticks by name and every buffer with its place in time and
-// memory.
+// Prints the plan as JSON, for dev/report.py: ticks by name, and every buffer with its place in
+// time and memory.
 static void plan_print_json(const Plan *p) {
     printf("{\"target\":\"%s\",\"total_bytes\":%zu,\"host_bytes\":%zu,\"ticks\":[",
            p->settings.gpu ? "gpu" : "cpu", p->device_bytes, p->host_bytes);
@@ -1720,7 +1714,8 @@ static void plan_groups(const Plan *p, size_t device[GROUPS], size_t host[GROUPS
     }
 }
 
-// The rule of thumb that people use instead of a plan, and where it errs.
+// Prints the rule of thumb that people use instead of a plan, and where it errs: 16 bytes of
+// weights, gradients and moments for each parameter, every activation in fp32, 2 GB for libraries.
 static void plan_print_thumb(const Plan *p, size_t total) {
     const Settings *s = &p->settings;
     const Model *m = &s->model;
@@ -1731,10 +1726,9 @@ static void plan_print_thumb(const Plan *p, size_t total) {
            "%s; the plan: %s\n",
            bytes_text(16 * parameters).s, bytes_text(4 * activations).s, bytes_text(thumb).s,
            bytes_text((double)total).s);
-    printf("They differ because the plan keeps %d of %d logit rows, shares the bytes of buffers "
-           "that never live\n"
-           "together, counts each type's own size, and reserves for libraries only what is stated "
-           "above.\n",
+    printf("The plan differs because it keeps %d of %d logit rows, shares the bytes of buffers\n"
+           "that are never in use together, counts each type's own size, and reserves for\n"
+           "libraries only what is stated above.\n",
            s->logit_rows, s->B * s->T);
 }
 
@@ -1743,9 +1737,8 @@ static void plan_print_line(const char *name, size_t bytes, const char *note) {
            bytes_text((double)bytes).s, note);
 }
 
-// Prints the plan by group, what it is measured against, what each setting would save, and the rule
-// of thumb. available 0: nothing to fit against. Returns 1 when the plan fits or nothing was asked,
-// else 0.
+// Prints the plan by group, whether it fits the `available` bytes of `where` (0: nothing to fit
+// into), what each setting would save, and the rule of thumb. Returns 0 when it does not fit.
 static int plan_print(const Plan *p, size_t available, const char *where) {
     const Settings *s = &p->settings;
     const Model *m = &s->model;
@@ -1760,40 +1753,41 @@ static int plan_print(const Plan *p, size_t available, const char *where) {
            level_table[level].name);
     if (level) {
         printf(" in %d of %d blocks: %.1f %% more arithmetic", blocks, m->L,
-               100 * recompute_price(s));
+               100 * recompute_cost(s));
     }
     printf("\n\n");
     plan_groups(p, device, host);
-    printf("%-24s %18s\n", "at the step's peak", "bytes");
+    printf("%-24s %18s\n", "at the peak of a step", "bytes");
     for (int g = 0; g < GROUPS; g++) {
         if (device[g]) {
             plan_print_line(group_names[g], device[g], "");
         }
         sum += device[g];
     }
-    plan_print_line("gaps of the layout", p->device_bytes - sum, "");
+    plan_print_line("fragmentation", p->device_bytes - sum, "");
     plan_print_line(s->gpu ? "device allocation" : "allocation", p->device_bytes, "");
     if (s->gpu) {
-        plan_print_line("library", library_reserve_bytes, "   not measured; 1 GiB reserved");
-        plan_print_line("total per GPU", total, "   library part not measured");
+        plan_print_line("library", library_reserve_bytes, "   reserved, not measured");
+        plan_print_line("total per GPU", total, "   with the reserve");
         plan_print_line("host memory", p->host_bytes, "");
     }
     if (available) {
         int fits = total <= available;
-        printf("%s: %s; %s %s\n", where, bytes_text((double)available).s,
-               fits ? "fits, free stay" : "DOES NOT FIT, short",
-               bytes_text(fits ? (double)(available - total) : (double)(total - available)).s);
+        printf("%s: %s; %s, %s %s\n", where, bytes_text((double)available).s,
+               fits ? "fits" : "DOES NOT FIT",
+               bytes_text(fits ? (double)(available - total) : (double)(total - available)).s,
+               fits ? "free" : "short");
     }
     Remedy list[MAX_REMEDIES];
     int remedies = plan_remedies(p, list);
-    printf("\n%-26s %12s %12s   price\n", "this setting", "saves", "total then");
+    printf("\n%-26s %12s %12s   cost\n", "this setting", "saves", "new total");
     for (int i = 0; i < remedies; i++) {
         printf("%-26s %12s %12s   %s\n", list[i].option,
                bytes_text((double)(p->device_bytes - list[i].bytes)).s,
-               bytes_text((double)(list[i].bytes + total - p->device_bytes)).s, list[i].price);
+               bytes_text((double)(list[i].bytes + total - p->device_bytes)).s, list[i].cost);
     }
     if (!remedies) {
-        printf("nothing makes it smaller\n");
+        printf("no setting makes it smaller\n");
     }
     plan_print_thumb(p, total);
     return !available || total <= available;
@@ -2159,7 +2153,10 @@ static double matmul_peak_flops(void) {
 #if GPT2_DOUBLE
 static real fast_exp(real x) { return exp(x); }
 static real fast_tanh(real x) { return tanh(x); }
+static real real_sqrt(real x) { return sqrt(x); }
 #else
+static inline real real_sqrt(real x) { return sqrtf(x); }
+
 // x = n ln 2 + r with |r| <= ln 2 / 2; returns e^r - 1. ln 2 comes in two pieces, the first so
 // short that n times it is exact. Adding 1.5 * 2^23 rounds to an integer, left in the low bits.
 // The polynomial meets (e^r - 1 - r) / r^2 at five Chebyshev points: its error is below 8e-9.
@@ -2301,7 +2298,7 @@ static void layernorm_forward(real *out, real *mean, real *rstd, const real *inp
     for (int i = 0; i < N; i++) {
         const real *x = inp + (int64_t)i * C;
         real m = row_sum(x, 0, 1, C) / (real)C, variance = row_sum(x, m, 2, C) / (real)C;
-        real r = (real)1 / (real)sqrt((double)(variance + (real)1e-5));
+        real r = (real)1 / real_sqrt(variance + (real)1e-5);
         for (int c = 0; c < C; c++) {
             out[(int64_t)i * C + c] = (x[c] - m) * r * weight[c] + bias[c];
         }
@@ -2752,25 +2749,25 @@ static void network_stage(void *self, int stage, int layer) {
 // not decayed. The gradient norm is summed in fp64 over fixed chunks, so no bit depends on the
 // number of threads.
 
-// L2 norm of x (n).
+// L2 norm of x (n), n a multiple of LANES as every flat buffer's size is. Each chunk of 65,536
+// numbers has a sum of its own: short enough that GPT-2's smallest model still gives 1,900 chunks
+// to share out, long enough that adding up the sums, in order and by one thread, costs nothing.
 static double global_norm(const real *x, int64_t n) {
     enum { CHUNK = 1 << 16, CHUNKS = 4096 };
+    static double sums[CHUNKS];  // of up to 2^28 numbers at a time: not on the stack, not allocated
     double total = 0;
+    check(n % LANES == 0, "a norm of %" PRId64 " numbers", n);
     for (int64_t begin = 0; begin < n; begin += (int64_t)CHUNK * CHUNKS) {
-        static double sums[CHUNKS];
-        int chunks = (int)min_i64(ceil_div_i64(n - begin, CHUNK), CHUNKS);
+        const int chunks = (int)min_i64(ceil_div_i64(n - begin, CHUNK), CHUNKS);
         #pragma omp parallel for schedule(static)
         for (int k = 0; k < chunks; k++) {
             const real *chunk = x + begin + (int64_t)k * CHUNK;
-            int64_t count = min_i64(CHUNK, n - begin - (int64_t)k * CHUNK), i = 0;
+            const int64_t count = min_i64(CHUNK, x + n - chunk);
             double lanes[LANES] = {0}, sum = 0;
-            for (; i + LANES <= count; i += LANES) {
+            for (int64_t i = 0; i < count; i += LANES) {
                 for (int j = 0; j < LANES; j++) {
                     lanes[j] += (double)chunk[i + j] * (double)chunk[i + j];
                 }
-            }
-            for (; i < count; i++) {
-                lanes[0] += (double)chunk[i] * (double)chunk[i];
             }
             for (int j = 0; j < LANES; j++) {
                 sum += lanes[j];
@@ -2801,11 +2798,7 @@ static void adamw_update(real *p, real *m, real *v, const real *grad, const Adam
         real vi = k.beta2 * v[i] + ((real)1 - k.beta2) * (g * g);
         m[i] = mi;
         v[i] = vi;
-#if GPT2_DOUBLE
-        real root = sqrt(vi / k.correction2);
-#else
-        real root = sqrtf(vi / k.correction2);
-#endif
+        real root = real_sqrt(vi / k.correction2);
         p[i] -= k.lr * (mi / k.correction1 / (root + k.eps) + weight_decay * p[i]);
     }
 }
