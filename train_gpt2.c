@@ -93,12 +93,14 @@
 // The ground: the appendix below, the oracle's type of numbers, how many threads compute, and
 // whether the run is to stop.
 
-// The appendix, whole. Errors, checked memory, hashes, JSON, the tokenizer and the containers of
-// files know bytes and no model, so they are kept apart from it: data/tokenize.c needs them alone,
-// and who wants to know how GPT-2 trains need not turn their pages. All of it is static: the
-// program stays one translation unit, and `cc train_gpt2.c -lm` builds it.
+// Errors, checked memory, hashes, JSON, the tokenizer and the containers of files know bytes and no
+// model, so they are in an appendix of their own: data/tokenize.c needs nothing else, and a reader
+// who wants to know how GPT-2 trains need not turn its pages. All of it is static: the program is
+// one translation unit, and `cc train_gpt2.c -lm` builds it.
 #include "data/formats.c"
 
+// The oracle computes in float; in double only the tests do, where central differences of a loss
+// need the digits.
 #if GPT2_DOUBLE
 typedef double real;
 #else
@@ -123,7 +125,7 @@ static int thread_index(void) {
 #endif
 }
 
-// Has the run been asked to stop? Everything that takes long asks between two pieces of work.
+// Has the run been asked to stop? Everything that takes long asks between two units of its work.
 static int run_stopping(void) { return stop_signal != 0; }
 
 // From here on signals ask the program to stop, but for a SIGHUP that was ignored from the start
@@ -149,9 +151,13 @@ static void stop_on_signals(void) {
 // Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011); the tests hold its
 // published known answers.
 
-// Streams: RNG_INIT and RNG_ROUND stand for sixteen each, one a tensor.
+// A stream is one use of random numbers; two uses never share a stream, so they share no number.
+// From RNG_INIT and RNG_ROUND on there are sixteen streams each, one for each tensor.
 enum { RNG_INIT = 0, RNG_SHUFFLE = 64, RNG_SAMPLE = 65, RNG_ROUND = 128 };
 
+// Four random words of 32 bits, the block `index` of (seed, stream, step). Ten rounds are what the
+// paper recommends, with a margin of three over what passed all its tests; its multipliers and key
+// increments are the constants below. The device computes the same bits.
 HOST_DEVICE static inline void philox4x32(uint32_t out[4], uint64_t seed, uint64_t index,
                                           uint32_t step, uint32_t stream) {
     uint32_t key0 = (uint32_t)seed, key1 = (uint32_t)(seed >> 32);
@@ -200,9 +206,10 @@ static void rng_normal(real *out, int64_t count, double std, uint64_t seed, uint
     }
 }
 
-// A permutation of 0..n-1 without a table: position -> index. A four-round Feistel network over the
-// next power of four, walked until it lands inside (cycle walking), with Philox as its round
-// function; `epoch` picks the permutation. Expected walks: under four.
+// A permutation of 0..n-1 without a table: position -> index. A Feistel network over the next power
+// of four, walked until it lands inside (cycle walking), with Philox as its round function; `epoch`
+// picks the permutation. Four rounds are the fewest that make a strong pseudorandom permutation
+// (Luby and Rackoff, 1988); the power of four is below 4 n, so fewer than four walks are expected.
 static int64_t permute_index(int64_t position, int64_t n, uint64_t seed, uint32_t epoch) {
     int half = 1;
     while (((int64_t)1 << 2 * half) < n) {
@@ -665,11 +672,15 @@ static void options_parse(Options *o, int argc, char **argv) {
 // -------------------------------------------------------------------------------------------------
 // 4. The model
 // Sizes: L layers, NH heads of HS = C / NH channels, C channels, maxT positions, V tokens, Vp = V
-// rounded up to 128. Sixteen tensors, one table, which also knows Hugging Face's name of each;
-// weights of linear layers are (out, in), in Hugging Face's files (in, out). The flat
-// parameter buffer is block-major: wte, wpe, then the twelve tensors of each block, then the last
-// LayerNorm; wte is also the classifier (tied). Every tensor starts at a multiple of 64 elements.
-// Rows V..Vp-1 of wte are zero, always.
+// rounded up to 128, so that the classifier's product has no odd edge. Sixteen tensors are one
+// table, which also knows Hugging Face's name of each; weights of linear layers are (out, in), in
+// Hugging Face's files (in, out). wte is also the classifier's weight (tied).
+// 1. The flat parameter buffer is block-major: wte, wpe, then the twelve tensors of each block,
+//    then the last LayerNorm. So all that belongs to a block is one range of bytes.
+// 2. Every tensor starts at a multiple of 64 elements, 128 bytes or more: vector loads of any width
+//    are aligned on the CPU and on a GPU. The gaps are zero, always, so a sum over the buffer may
+//    walk over them.
+// 3. Rows V..Vp-1 of wte are zero, always.
 
 typedef struct {
     int L, NH, C, maxT, V, Vp;
@@ -680,7 +691,8 @@ enum {
     LNFW, LNFB, TENSORS
 };
 typedef enum { DIM_1, DIM_C, DIM_3C, DIM_4C, DIM_V, DIM_T } Dim;
-// INIT_NORMAL: N(0, 0.02); INIT_RESIDUAL: N(0, 0.02 / sqrt(2 L)).
+// INIT_NORMAL: N(0, 0.02); INIT_RESIDUAL: N(0, 0.02 / sqrt(2 L)), because 2 L of these products
+// are added up on the residual stream, whose variance should not grow with the depth.
 typedef enum { INIT_ZERO, INIT_ONE, INIT_NORMAL, INIT_RESIDUAL } Init;
 typedef struct {
     const char *name, *hf_name;
@@ -710,6 +722,7 @@ static const TensorEntry tensor_table[TENSORS] = {
 };
 enum { TENSOR_ALIGN = 64 };
 
+// The number that a dimension of the table has in model `m`; `sizes` is in the order of Dim.
 static int64_t dim_size(const Model *m, Dim dim) {
     const int64_t C = m->C;
     const int64_t sizes[] = {1, C, 3 * C, 4 * C, m->V, m->maxT};
@@ -738,6 +751,8 @@ static int tensor_copies(const Model *m, int tensor) {
 
 // A flat buffer holds all tensors, or the matrices or the vectors alone (a GPU's gradients).
 enum { ALL_TENSORS, MATRICES, VECTORS };
+
+// Elements that one tensor takes up in such a buffer with the gap behind it; 0: it is not there.
 static int64_t tensor_padded_size(const Model *m, int tensor, int subset) {
     if (subset != ALL_TENSORS && tensor_is_matrix(tensor) != (subset == MATRICES)) {
         return 0;
@@ -745,10 +760,10 @@ static int64_t tensor_padded_size(const Model *m, int tensor, int subset) {
     return round_up_i64(tensor_size(m, tensor), TENSOR_ALIGN);
 }
 
-// Offset in elements of `tensor` of `layer` in the flat buffer of a subset; layer is ignored for
-// wte, wpe, lnfw, lnfb. tensor TENSORS gives the whole buffer's size.
+// Offset in elements of `tensor` of `layer` in the flat buffer of a subset; `layer` is ignored for
+// wte, wpe, lnfw and lnfb. For `tensor` TENSORS it is the size of the buffer.
 static int64_t subset_offset(const Model *m, int tensor, int layer, int subset) {
-    int64_t outside = 0, inside = 0, block = 0;  // elements before the tensor; of a whole block
+    int64_t outside = 0, inside = 0, block = 0;  // elements before the tensor; of a block
     for (int i = 0; i < TENSORS; i++) {
         int64_t size = tensor_padded_size(m, i, subset), before = i < tensor ? size : 0;
         block += tensor_table[i].per_layer ? size : 0;
@@ -765,7 +780,7 @@ static int64_t tensor_offset(const Model *m, int tensor, int layer) {
     return subset_offset(m, tensor, layer, ALL_TENSORS);
 }
 
-// Tensors of all layers together.
+// The number of tensors, those of all layers counted.
 static int model_tensors(const Model *m) {
     int n = 0;
     for (int i = 0; i < TENSORS; i++) {
@@ -774,7 +789,7 @@ static int model_tensors(const Model *m) {
     return n;
 }
 
-// Parameters, padded vocabulary rows included, alignment gaps not.
+// The number of parameters; padded vocabulary rows count, alignment gaps do not.
 static int64_t model_parameters(const Model *m) {
     int64_t n = 0;
     for (int i = 0; i < TENSORS; i++) {
@@ -784,7 +799,7 @@ static int64_t model_parameters(const Model *m) {
 }
 
 // FLOPs of one training token, forward and backward: 6 for every parameter and 6 L C T for causal
-// attention: llm.c's convention, so that utilisations compare.
+// attention. This is llm.c's convention, so utilisations may be compared with its own.
 static double model_flops_per_token(const Model *m, int T) {
     return 6 * (double)model_parameters(m) + 6.0 * m->L * m->C * T;
 }
@@ -895,8 +910,11 @@ typedef struct {
     int rank, ranks;      // of the processes that share the step's micro-batches
 } Settings;
 
-// Statistics and losses are fp32 on a GPU and the oracle's type on the CPU.
+// The type of statistics and losses: fp32 on a GPU, the oracle's own on the CPU.
 static Type settings_real(const Settings *s) { return s->gpu ? TYPE_FP32 : TYPE_REAL; }
+
+// A master copy holds what 16-bit weights lose: for bf16 the low halves of fp32 weights, where they
+// are asked for; for fp16, which is no half of fp32, always fp32 weights of their own.
 static int settings_has_master(const Settings *s) {
     return s->split_master || s->dtype == TYPE_FP16;
 }
@@ -934,12 +952,15 @@ static int tick_backward(const Model *m, int layer, int stage) {
 static int tick_embed_backward(const Model *m) { return tick_backward(m, -1, 0); }
 static int tick_update(const Model *m) { return tick_embed_backward(m) + 1; }
 
-// A tick taken apart: the inverse of the functions above.
+// What a tick stands for.
 typedef struct {
     int stage, layer;  // layer -1: not a block's
     int again;         // 1: forward's stage, in backward
 } Tick;
 
+// The inverse of the functions above: the tick's stage and layer. A block's ticks in backward are
+// the seven stages that may come again (F_FCPROJ's output is the next block's x and is kept), then
+// its eight own.
 static Tick tick_at(const Model *m, int tick) {
     const int forward = tick - 1, head = tick - tick_lnf(m);
     const int backward = tick - tick_backward(m, m->L - 1, 0);
@@ -960,6 +981,7 @@ static Tick tick_at(const Model *m, int tick) {
     return t;
 }
 
+// A tick as --plan --json and dev/report.py call it: `head`, `3.qkv`, `3.re-qkv`.
 static void tick_name(char name[32], const Model *m, int tick) {
     Tick t = tick_at(m, tick);
     if (t.layer < 0) {
@@ -970,7 +992,10 @@ static void tick_name(char name[32], const Model *m, int tick) {
 }
 
 // Levels of recomputation: the stages of a block's forward that come again in its backward. What
-// they make is dropped in between.
+// they make is dropped in between. Of the 16 C numbers that a block makes per token, `none` keeps
+// all 16 C, `gelu` 12 C, `norm` 10 C, `mlp` 6 C, `qkv` 3 C and `block` C, its input alone. The
+// cheap stages come first: GELU and LayerNorm cost no product. The last product never comes again,
+// since its result is the next block's input.
 enum {
     RECOMPUTE_NONE, RECOMPUTE_GELU, RECOMPUTE_NORM, RECOMPUTE_MLP, RECOMPUTE_QKV, RECOMPUTE_BLOCK,
     RECOMPUTE_LEVELS
@@ -1013,7 +1038,7 @@ static int plan_recomputes(const Settings *s, int stage, int layer) {
 }
 
 // Activations of a block: the stage that makes them, and those that use them last in forward and in
-// backward. Sizes: channels per token (in units of C) or values per head (LSE) or one (statistics).
+// backward. Sizes are per token: in units of C, a number for each head (lse), or one (mean, rstd).
 enum {
     ACT_X, ACT_LN1, ACT_LN1_MEAN, ACT_LN1_RSTD, ACT_QKV, ACT_ATT, ACT_LSE, ACT_RES2, ACT_LN2,
     ACT_LN2_MEAN, ACT_LN2_RSTD, ACT_FCH, ACT_GELU, ACTS
@@ -1042,8 +1067,9 @@ static const ActEntry act_table[ACTS] = {
     {"gelu", 4, F_GELU, F_FCPROJ, B_FCPROJ, ON_DEVICE},
 };
 
-// Gradients of activations inside one block's backward; the residual stream's gradient is a single
-// buffer, in place.
+// Gradients of activations inside one block's backward. d_mlp is the gradient of the GELU's output
+// and, in place, of its input. The gradient of the residual stream is one buffer for all blocks:
+// every block adds to it in place.
 enum { GRAD_MLP, GRAD_LN2, GRAD_ATT, GRAD_QKV, GRAD_LN1, GRADS };
 typedef struct {
     const char *name;
@@ -1066,6 +1092,7 @@ typedef struct {
 } Buffer;
 
 // What kernels of a GPU run ask for besides tensors; Volume II checks that they ask for no more.
+// 32 MiB is the workspace that cuBLAS's manual recommends on Hopper; older cards need less.
 enum { GPU_TENSOR_ROW_BYTES = 48, GPU_STATE_BYTES = 256, GPU_PARTIAL_BLOCKS = 256 };
 enum { GPU_MATMUL_BYTES = 32 << 20 };
 
@@ -1150,27 +1177,29 @@ typedef struct {
     void (*mark)(void *memory, size_t bytes, int alive);  // of memory that comes alive or dies
 } Plan;
 
+// 256 bytes: as cudaMalloc aligns, and four cache lines, so that no two buffers share one.
 enum { PLAN_ALIGN = 256, PLAN_GAP = GPT2_POISON ? 256 : 0 };
 
 // Adds a buffer, of block `layer` or (-1) of none, and returns its index; -1 for one without
 // elements. A name may be cut short: it is for people and for --plan --json.
-static int plan_add(Plan *p, const BufferEntry *row, int layer) {
-    if (row->count == 0) {
+static int plan_add(Plan *p, const BufferEntry *entry, int layer) {
+    if (entry->count == 0) {
         return -1;
     }
     Buffer *b = &p->buffers[p->buffer_count];  // zero, padding too: equal plans are equal bytes
     if (layer < 0) {
-        snprintf(b->name, sizeof b->name, "%s", row->name);
+        snprintf(b->name, sizeof b->name, "%s", entry->name);
     } else {
-        snprintf(b->name, sizeof b->name, "%d.%s", layer, row->name);
+        snprintf(b->name, sizeof b->name, "%d.%s", layer, entry->name);
     }
-    b->group = row->group;
-    b->type = row->type;
-    b->count = row->count;
-    b->first = row->first;
-    b->last = row->last;
-    b->home = row->home < HOMES ? (Home)p->settings.home[row->home] : (Home)(row->home == ON_HOST);
-    b->bytes = (size_t)row->count * type_bytes(row->type);
+    b->group = entry->group;
+    b->type = entry->type;
+    b->count = entry->count;
+    b->first = entry->first;
+    b->last = entry->last;
+    const HomeOf home = entry->home;
+    b->home = home < HOMES ? (Home)p->settings.home[home] : (Home)(home == ON_HOST);
+    b->bytes = (size_t)entry->count * type_bytes(entry->type);
     return p->buffer_count++;
 }
 
@@ -1189,26 +1218,28 @@ static void plan_add_block(Plan *p, int layer) {
     for (int i = 0; i < ACTS; i++) {
         const ActEntry *a = &act_table[i];
         int *forward = &p->act[i * m->L + layer], *backward = &p->act[(ACTS + i) * m->L + layer];
-        BufferEntry row = {GROUP_KEPT, a->name, a->channels > 0 ? s->dtype : settings_real(s),
-                           act_count(m, i, N), tick_forward(layer - (i == ACT_X), a->made),
-                           tick_backward(m, layer, a->used_back), a->home};
+        // x is made by the last stage of the block before; one tick before block 0 is embed.
+        const int made = tick_forward(layer - (i == ACT_X), a->made);
+        const int used_back = tick_backward(m, layer, a->used_back);
+        BufferEntry entry = {GROUP_KEPT, a->name, a->channels > 0 ? s->dtype : settings_real(s),
+                             act_count(m, i, N), made, used_back, a->home};
         if (!plan_recomputes(s, a->made, layer)) {
-            *forward = *backward = plan_add(p, &row, layer);
+            *forward = *backward = plan_add(p, &entry, layer);
             continue;
         }
-        BufferEntry again = row;
-        row.group = again.group = GROUP_WORKING;
-        row.last = tick_forward(layer, a->used);
+        BufferEntry again = entry;
+        entry.group = again.group = GROUP_WORKING;
+        entry.last = tick_forward(layer, a->used);
         again.first = tick_backward(m, layer, a->made);
-        *forward = plan_add(p, &row, layer);
+        *forward = plan_add(p, &entry, layer);
         *backward = plan_add(p, &again, layer);
     }
     for (int i = 0; i < GRADS; i++) {
         const GradEntry *g = &grad_table[i];
-        BufferEntry row = {GROUP_WORKING, g->name, s->dtype, N * g->channels * m->C,
-                           tick_backward(m, layer, g->first), tick_backward(m, layer, g->last),
-                           ON_DEVICE};
-        p->grad[i * m->L + layer] = plan_add(p, &row, layer);
+        BufferEntry entry = {GROUP_WORKING, g->name, s->dtype, N * g->channels * m->C,
+                             tick_backward(m, layer, g->first), tick_backward(m, layer, g->last),
+                             ON_DEVICE};
+        p->grad[i * m->L + layer] = plan_add(p, &entry, layer);
     }
 }
 
@@ -1358,13 +1389,13 @@ static void recompute_parse(Settings *s, const char *text) {
     int level = -1;
     snprintf(word, sizeof word, "%.*s", length, text);
     for (int i = 0; i < RECOMPUTE_LEVELS; i++) {
-        const LevelEntry *row = &level_table[i];
+        const LevelEntry *entry = &level_table[i];
         size_t used = strlen(names);
-        if (strcmp(word, row->name) == 0 || (row->alias && strcmp(word, row->alias) == 0)) {
+        if (strcmp(word, entry->name) == 0 || (entry->alias && strcmp(word, entry->alias) == 0)) {
             level = i;
         }
-        snprintf(names + used, sizeof names - used, row->alias ? " %s (%s)" : " %s", row->name,
-                 row->alias);
+        snprintf(names + used, sizeof names - used, entry->alias ? " %s (%s)" : " %s", entry->name,
+                 entry->alias);
     }
     if (level < 0 || length >= (int)sizeof word) {
         die("--recompute (-r): '%s' is not one of%s, nor one of these for the first K blocks, as "
@@ -1379,15 +1410,17 @@ static void recompute_parse(Settings *s, const char *text) {
     settings_recompute(s, level, (int)blocks);
 }
 
+// The levels' lines of --help.
 static void recompute_print_help(void) {
     for (int i = 0; i < RECOMPUTE_LEVELS; i++) {
-        const LevelEntry *row = &level_table[i];
-        printf("%26s%-6s%-2s%s\n", "", row->name, row->alias ? row->alias : "", row->help);
+        const LevelEntry *entry = &level_table[i];
+        printf("%26s%-6s%-2s%s\n", "", entry->name, entry->alias ? entry->alias : "", entry->help);
     }
 }
 
 #if GPT2_POISON
-// Marks host memory that comes alive or dies, in test builds; tests bring a stricter one.
+// Marks host memory that comes alive or dies, in test builds. Programs that look closer, as those
+// under AddressSanitizer do, set plan_mark; a GPU's plan marks its memory by a kernel (Plan.mark).
 static void poison_mark(void *memory, size_t bytes, int alive) {
     (void)alive;
     memset(memory, 0xff, bytes);  // NaN in every floating-point type
@@ -1412,7 +1445,8 @@ static void plan_tick(Plan *p, int tick) {
 #endif
 }
 
-// The memory of buffer `id`, which must be alive at the current tick.
+// The memory of buffer `id`, which must be alive at the current tick. The check is in every build:
+// a step asks a few thousand times, and a buffer used outside its life is another one's bytes.
 static void *buffer_pointer(const Plan *p, int id) {
     check(id >= 0 && id < p->buffer_count, "no such buffer in this plan");
     const Buffer *b = &p->buffers[id];
@@ -1438,8 +1472,9 @@ static void *plan_grad(const Plan *p, int grad, int layer) {
     return buffer_pointer(p, p->grad[grad * p->settings.model.L + layer]);
 }
 
-// Allocates the plan: one mapping of exactly device_bytes, in huge pages where the system gives
-// them.
+// Allocates the plan: one mapping of exactly device_bytes. It is zero without being written, and
+// huge pages, where the system gives them, save most misses of the TLB when weights are packed.
+// Ends the run when the system refuses.
 static void plan_open(Plan *p) {
     void *memory =
         mmap(NULL, p->device_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -2209,7 +2244,7 @@ static inline real fast_tanh(real x) {
 
 // -------------------------------------------------------------------------------------------------
 // 8. Layers
-// The oracle: every layer of GPT-2, forward beside backward, N = B * T rows, row-major. Everything
+// The oracle: every layer of GPT-2, forward next to backward, N = B * T rows, row-major. Everything
 // but attention and the matmuls is a readable loop. Backward adds to parameter gradients and
 // overwrites activation gradients. Parallel loops split outputs, never a sum, so bits do not depend
 // on the number of threads.
@@ -2243,7 +2278,7 @@ static inline real row_sum(const real *x, real shift, int power, int n) {
     return lanes_total(lanes);
 }
 
-// Largest of x (n), n >= 1. A NaN is passed over; whoever exponentiates meets it again. Maxima may
+// Largest of x (n), n >= 1. A NaN may be skipped; whoever exponentiates meets it again. Maxima may
 // be taken in any order, unlike sums.
 static real row_largest(const real *x, int n) {
     real largest = x[0];
@@ -2431,13 +2466,13 @@ static void softmax_row_online(real *s, real *max, real *sum, real *out, int n, 
 static void attention_forward(real *out, real *lse, const real *qkv, int B, int T, int C, int NH) {
     int HS = C / NH, tiles = ceil_div(T, BLOCK);
     real scale = (real)(1.0 / sqrt((double)HS));
-    size_t row = 3 * (size_t)C;
+    size_t stride = 3 * (size_t)C;
     // The last query tile has the most keys: hand out the long tasks first.
     #pragma omp parallel for schedule(dynamic)
     for (int task = 0; task < B * NH * tiles; task++) {
         int b = task % (B * NH) / NH, h = task % NH, q0 = (tiles - 1 - task / (B * NH)) * BLOCK;
         int queries = min_int(BLOCK, T - q0);
-        const real *q = qkv + (size_t)b * T * row + (size_t)h * HS, *k = q + C, *v = k + C;
+        const real *q = qkv + (size_t)b * T * stride + (size_t)h * HS, *k = q + C, *v = k + C;
         real *o = out + ((size_t)b * T + q0) * C + (size_t)h * HS;
         real *s = thread_workspace() + PACKED_A_REALS + PACKED_B_REALS;
         real max[BLOCK], sum[BLOCK];
@@ -2448,14 +2483,14 @@ static void attention_forward(real *out, real *lse, const real *qkv, int B, int 
         }
         for (int k0 = 0; k0 <= q0; k0 += BLOCK) {
             int keys = min_int(BLOCK, T - k0);
-            matmul_small(s, NULL, BLOCK, operand(q + q0 * row, row, 1),
-                         operand(k + k0 * row, row, 1), queries, keys, HS);
+            matmul_small(s, NULL, BLOCK, operand(q + q0 * stride, stride, 1),
+                         operand(k + k0 * stride, stride, 1), queries, keys, HS);
             for (int i = 0; i < queries; i++) {
                 softmax_row_online(s + i * BLOCK, &max[i], &sum[i], o + (size_t)i * C,
                                    visible_keys(q0 + i, k0, keys), keys, HS, scale);
             }
-            matmul_small(o, o, C, operand(s, BLOCK, 1), operand(v + k0 * row, 1, row), queries, HS,
-                         keys);
+            matmul_small(o, o, C, operand(s, BLOCK, 1), operand(v + k0 * stride, 1, stride),
+                         queries, HS, keys);
         }
         for (int i = 0; i < queries; i++) {
             for (int d = 0; d < HS; d++) {
@@ -2467,13 +2502,13 @@ static void attention_forward(real *out, real *lse, const real *qkv, int B, int 
 }
 
 // One row of a tile: from s = q.k and dp = dout.v to p = exp(scale s - lse) in s and
-// ds = scale p (dp - delta) in dp, for the first n keys; zeros behind the mask.
-static void attention_backward_row(real *s, real *dp, real lse, real delta, int n, int keys,
+// ds = scale p (dp - D) in dp, for the first n keys; zeros behind the mask.
+static void attention_backward_row(real *s, real *dp, real lse, real D, int n, int keys,
                                    real scale) {
     for (int j = 0; j < n; j++) {
         real p = fast_exp(s[j] * scale - lse);
         s[j] = p;
-        dp[j] = scale * p * (dp[j] - delta);
+        dp[j] = scale * p * (dp[j] - D);
     }
     for (int j = n; j < keys; j++) {
         s[j] = 0;
@@ -2484,50 +2519,50 @@ static void attention_backward_row(real *s, real *dp, real lse, real delta, int 
 // dqkv(B,T,3,NH,HS) = gradient of attention_forward from dout(B,T,NH,HS), P recomputed from lse:
 //   D = rowsum(dout * out)   dP = dout V^T   dS = P (dP - D) / sqrt(HS)
 //   dV = P^T dout            dQ = dS K       dK = dS^T Q
-// One task is a whole (sequence, head): query tiles in order, key tiles in order inside, so that
+// A task is one head of one sequence: query tiles in order, key tiles in order inside, so that
 // each sum has one order.
 static void attention_backward(real *dqkv, const real *dout, const real *qkv, const real *out,
                                const real *lse, int B, int T, int C, int NH) {
     int HS = C / NH;
     real scale = (real)(1.0 / sqrt((double)HS));
-    size_t row = 3 * (size_t)C;
+    size_t stride = 3 * (size_t)C;
     #pragma omp parallel for schedule(dynamic)
     for (int task = 0; task < B * NH; task++) {
         int b = task / NH, h = task % NH;
-        size_t head = (size_t)b * T * row + (size_t)h * HS;
+        size_t head = (size_t)b * T * stride + (size_t)h * HS;
         size_t head_out = (size_t)b * T * C + (size_t)h * HS;
         real *s = thread_workspace() + PACKED_A_REALS + PACKED_B_REALS, *dp = s + TILE_REALS;
         for (int q0 = 0; q0 < T; q0 += BLOCK) {
             int queries = min_int(BLOCK, T - q0);
-            const real *q = qkv + head + q0 * row, *o = out + head_out + (size_t)q0 * C;
-            const real *d_o = dout + head_out + (size_t)q0 * C;
-            real *dq = dqkv + head + q0 * row, delta[BLOCK];
+            const real *q = qkv + head + q0 * stride, *out_q = out + head_out + (size_t)q0 * C;
+            const real *dout_q = dout + head_out + (size_t)q0 * C;
+            real *dq = dqkv + head + q0 * stride, D[BLOCK];
             for (int i = 0; i < queries; i++) {
-                delta[i] = 0;
+                D[i] = 0;
                 for (int d = 0; d < HS; d++) {
-                    delta[i] += d_o[(size_t)i * C + d] * o[(size_t)i * C + d];
+                    D[i] += dout_q[(size_t)i * C + d] * out_q[(size_t)i * C + d];
                 }
             }
             for (int k0 = 0; k0 <= q0; k0 += BLOCK) {
                 int keys = min_int(BLOCK, T - k0);
-                const real *k = qkv + head + k0 * row + C, *v = k + C;
-                real *dk = dqkv + head + k0 * row + C, *dv = dk + C;
+                const real *k = qkv + head + k0 * stride + C, *v = k + C;
+                real *dk = dqkv + head + k0 * stride + C, *dv = dk + C;
                 // A key tile is first met by its own queries, a query tile first meets key 0.
                 const real *dk_sum = k0 == q0 ? NULL : dk, *dv_sum = k0 == q0 ? NULL : dv;
-                matmul_small(s, NULL, BLOCK, operand(q, row, 1), operand(k, row, 1), queries, keys,
-                             HS);
-                matmul_small(dp, NULL, BLOCK, operand(d_o, C, 1), operand(v, row, 1), queries, keys,
-                             HS);
+                matmul_small(s, NULL, BLOCK, operand(q, stride, 1), operand(k, stride, 1), queries,
+                             keys, HS);
+                matmul_small(dp, NULL, BLOCK, operand(dout_q, C, 1), operand(v, stride, 1), queries,
+                             keys, HS);
                 for (int i = 0; i < queries; i++) {
                     attention_backward_row(s + i * BLOCK, dp + i * BLOCK,
-                                           lse[((size_t)b * NH + h) * T + q0 + i], delta[i],
+                                           lse[((size_t)b * NH + h) * T + q0 + i], D[i],
                                            visible_keys(q0 + i, k0, keys), keys, scale);
                 }
                 Operand p_keys = operand(s, 1, BLOCK), ds_keys = operand(dp, 1, BLOCK);
-                matmul_small(dv, dv_sum, row, p_keys, operand(d_o, 1, C), keys, HS, queries);
-                matmul_small(dk, dk_sum, row, ds_keys, operand(q, 1, row), keys, HS, queries);
-                matmul_small(dq, k0 == 0 ? NULL : dq, row, operand(dp, BLOCK, 1),
-                             operand(k, 1, row), queries, HS, keys);
+                matmul_small(dv, dv_sum, stride, p_keys, operand(dout_q, 1, C), keys, HS, queries);
+                matmul_small(dk, dk_sum, stride, ds_keys, operand(q, 1, stride), keys, HS, queries);
+                matmul_small(dq, k0 == 0 ? NULL : dq, stride, operand(dp, BLOCK, 1),
+                             operand(k, 1, stride), queries, HS, keys);
             }
         }
     }
@@ -2561,7 +2596,10 @@ static void gelu_backward(real *dinp, const real *dout, const real *inp, size_t 
 // Volume II too.
 // 1. A block's stage computes one activation; forward runs all eight, backward repeats those whose
 //    activation was dropped, with the same code on the same inputs, so no bit changes.
-// 2. Gradients add up over micro-steps; `micros` of them make one optimizer step.
+// 2. Gradients add up over micro-steps; `accum_steps` of them make one optimizer step.
+// 3. Backward goes through a block from its end. The gradient of the residual stream (BUF_DRES)
+//    passes both branches unchanged; what comes back through the MLP and through attention is added
+//    to it by the LayerNorm at the head of each branch.
 
 // Walks the ticks of a micro-step through `end`, in order: moves the clock, leaves out what is not
 // recomputed, and has `stage` compute the rest. A pass without backward is a shorter walk. What is
@@ -2600,7 +2638,8 @@ typedef struct {
     double loss;  // the mean, once the head is done
 } Pass;
 
-// One stage of block `l`, forward or recomputing.
+// One stage of block `l`, forward or recomputing: the output is the activation that act_table says
+// the stage makes, so the clock decides into which of its buffers it goes.
 static void block_forward(const Pass *pass, int stage, int l) {
     const Plan *p = pass->plan;
     const int B = pass->B, T = pass->T, N = B * T;
@@ -2684,9 +2723,10 @@ static void block_backward(const Pass *pass, int stage, int l) {
     }
 }
 
-// The classifier, a chunk of logits at a time: losses into BUF_LOSSES; where gradients are wanted
-// also dwte, and the gradient of the last LayerNorm's output in place of that output. Without
-// targets: the logits of the last row, into the first of BUF_LOGITS.
+// The head: the classifier's product and the loss, a chunk of logits at a time. Losses go into
+// BUF_LOSSES; where gradients are wanted, dwte is added to and the gradient of the last LayerNorm's
+// output replaces that output. Without targets: the logits of the last row alone, into the
+// first row of BUF_LOGITS.
 static void network_head(Pass *pass) {
     const Plan *p = pass->plan;
     const Model *m = &p->settings.model;
@@ -2781,7 +2821,7 @@ static double global_norm(const real *x, int64_t n) {
     return sqrt(total);
 }
 
-// Everything AdamW needs beside the tensors. correction = 1 - beta^t for the t-th update.
+// Everything AdamW needs besides the tensors. correction = 1 - beta^t for the t-th update.
 typedef struct {
     real lr, beta1, beta2, correction1, correction2, eps, weight_decay, grad_scale;
 } AdamW;
@@ -2791,6 +2831,7 @@ typedef struct {
 static void adamw_update(real *p, real *m, real *v, const real *grad, const AdamW *a,
                          real weight_decay, int64_t n) {
     const AdamW k = *a;
+    // For LayerNorm's vectors and biases, starting the threads would cost more than the update.
     #pragma omp parallel for schedule(static) if (n > 8192)
     for (int64_t i = 0; i < n; i++) {
         real g = k.grad_scale * grad[i];
@@ -2830,13 +2871,15 @@ static double learning_rate(const Options *o, int64_t step, int64_t steps) {
 }
 
 // The last gradient norms, for --skip-zscore: a norm above mean + z * deviation of a full window is
-// an outlier.
+// an outlier. Of 128 normal numbers the deviation is known to 6 % (1 / sqrt(2 * 127)), and the
+// window is short enough to follow the norm as it falls over a run.
 enum { NORM_WINDOW = 128 };
 typedef struct {
     double values[NORM_WINDOW];
     int64_t count;
 } NormWindow;
 
+// The largest norm that is no outlier; infinite without --skip-zscore and until the window is full.
 static double norm_limit(const NormWindow *w, double zscore) {
     double mean = 0, variance = 0;
     if (zscore <= 0 || w->count < NORM_WINDOW) {
@@ -2920,6 +2963,8 @@ typedef struct {
     double loss;
 } CpuEngine;
 
+// The loss is averaged over the step: each micro-batch and rank has the same weight, and the
+// gradients of its micro-batches need no scaling when they are all added up.
 static void cpu_micro_step(Engine *e, const Token *inputs, const Token *targets, int micro,
                            int micros) {
     CpuEngine *cpu = (CpuEngine *)e->self;
@@ -2943,6 +2988,7 @@ static StepResult cpu_update(Engine *e, const Options *o, double lr, double limi
     return result;
 }
 
+// The walk through the head and no further; BUF_LOSSES is in the oracle's order, (B,T).
 static double cpu_evaluate(Engine *e, real *losses, const Token *inputs, const Token *targets) {
     Plan *p = ((CpuEngine *)e->self)->plan;
     const Settings *s = &p->settings;
@@ -2954,6 +3000,7 @@ static double cpu_evaluate(Engine *e, real *losses, const Token *inputs, const T
     return pass.loss;
 }
 
+// One sequence of n tokens in the buffers of B sequences of T; the head computes its last row.
 static void cpu_logits(Engine *e, real *out, const Token *tokens, int n) {
     Plan *p = ((CpuEngine *)e->self)->plan;
     const Model *m = &p->settings.model;
@@ -3002,7 +3049,7 @@ static void cpu_open(Engine *e, Plan *p) {
              threads == 1 ? "" : "s");
 }
 
-// Zero weights and moments: padding stays so.
+// Sets weights and moments to zero; gaps and padding keep it, since nothing else writes there.
 static void engine_clear(Engine *e, const Model *m) {
     real *zeros = (real *)alloc_zero(PIECE, sizeof(real));
     int64_t all = tensor_offset(m, TENSORS, 0);
