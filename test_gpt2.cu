@@ -664,11 +664,10 @@ static void test_rank_positions() {
         for (s.B = 1; s.B * ranks <= sequences; s.B *= 2) {
             std::vector<int> read(sequences);
             s.ranks = ranks;
-            for (int micro = 0; sequences % (s.B * ranks) == 0 && micro < sequences / s.B / ranks;
-                 micro++) {
+            for (int k = 0; sequences % (s.B * ranks) == 0 && k < sequences / s.B / ranks; k++) {
                 for (s.rank = 0; s.rank < ranks; s.rank++) {
                     for (int b = 0; b < s.B; b++) {
-                        read.at((size_t)(batch_position(&s, 100, micro) - 100 + b))++;
+                        read.at((size_t)(batch_position(&s, 100, k) - 100 + b))++;
                     }
                 }
             }
@@ -1378,7 +1377,7 @@ static void test_derivatives_network() {
             }
             Reals moved = start;
             double found =
-                slope([&] { return n.e.evaluate(&n.e, NULL, b.inputs.data(), b.targets.data()); },
+                slope([&] { return n.e.forward_loss(&n.e, NULL, &b.inputs[0], &b.targets[0]); },
                       [&](double by) {
                           for (size_t i = 0; i < count; i++) {
                               moved[elements[i]] = start[elements[i]] + by * direction[i];
@@ -1407,19 +1406,19 @@ struct Trace {
     }
 };
 
-// Two optimizer steps of `micros` micro-batches: every loss, the first step's gradients, the
+// Two optimizer steps of `accum_steps` micro-batches: every loss, the first step's gradients, the
 // weights after both.
-static Trace trace(Net *n, int micros) {
+static Trace trace(Net *n, int accum_steps) {
     const int N = n->s.B * n->s.T;
     Trace result;
     Options o;
     options_default(&o);
     o.weight_decay = 0.1;
     for (int step = 0; step < 2; step++) {
-        Batch b(N * micros, n->s.model.V, (uint64_t)(5 + step));
-        for (int k = 0; k < micros; k++) {
+        Batch b(N * accum_steps, n->s.model.V, (uint64_t)(5 + step));
+        for (int k = 0; k < accum_steps; k++) {
             n->e.micro_step(&n->e, &b.inputs[(size_t)(k * N)], &b.targets[(size_t)(k * N)], k,
-                            micros);
+                            accum_steps);
         }
         if (step == 0) {
             result.gradients = n->gradients();
@@ -1508,7 +1507,7 @@ static void test_accumulation() {
     const double tol = (6 * m.L + 2) * 2 * sum_error(4 * m.C);
     Net whole(m, 4, 7);
     Trace want = trace(&whole, 1);
-    static const int cuts[][3] = {{2, 2, 0}, {1, 4, 0}, {4, 1, 9}, {2, 2, 1}};  // B, micros, chunk
+    static const int cuts[][3] = {{2, 2, 0}, {1, 4, 0}, {4, 1, 9}, {2, 2, 1}};  // B, steps, chunk
     for (auto &cut : cuts) {
         Net n(m, cut[0], 7, 0, -1, cut[2]);
         Trace got = trace(&n, cut[1]);
@@ -1529,14 +1528,14 @@ static void test_accumulation() {
     }
 }
 
-// A token changes nothing before it; evaluate, micro_step and logits tell the same loss; the padded
-// rows of wte stay zero through training.
+// A token changes nothing before it; forward_loss, micro_step and logits tell the same loss; the
+// padded rows of wte stay zero through training.
 static void test_network_facts() {
     Model m = shape("l2h3c48t12", 200);
     const int T = 12;
     Net n(m, 1, T);
     Batch b(T, m.V, 1);
-    double loss = n.e.evaluate(&n.e, NULL, b.inputs.data(), b.targets.data());
+    double loss = n.e.forward_loss(&n.e, NULL, b.inputs.data(), b.targets.data());
     const real *losses = buffer(&n.plan, BUF_LOSSES);
     Reals before(losses, losses + T);
     Reals logits((size_t)m.V);
@@ -1557,10 +1556,10 @@ static void test_network_facts() {
     Options o;
     options_default(&o);
     o.weight_decay = 0.1;
-    expect(n.e.update(&n.e, &o, 0, HUGE_VAL, 0).loss == loss, "evaluate and micro_step");
+    expect(n.e.update(&n.e, &o, 0, HUGE_VAL, 0).loss == loss, "forward_loss and micro_step");
     for (int t = T - 1; t > 0; t--) {
         b.inputs[(size_t)t] = (b.inputs[(size_t)t] + 1) % m.V;
-        n.e.evaluate(&n.e, NULL, b.inputs.data(), b.targets.data());
+        n.e.forward_loss(&n.e, NULL, b.inputs.data(), b.targets.data());
         expect(memcmp(losses, before.data(), (size_t)t * sizeof(real)) == 0 &&
                    losses[t] != before[(size_t)t],
                "token %d is seen too early, or never", t);
@@ -1849,7 +1848,7 @@ static EvalScore eval_score(Engine *e, const Text &bytes, int V, int B, int T) {
 
 // An engine that has loss target / 1024, exactly, or 1e6 for targets that belong to no completion.
 static int stub_tokens;
-static double stub_evaluate(Engine *, real *losses, const Token *, const Token *targets) {
+static double stub_forward_loss(Engine *, real *losses, const Token *, const Token *targets) {
     for (int i = 0; i < stub_tokens; i++) {
         losses[i] = targets[i] == 0 || targets[i] > 9000 ? (real)1e6 : (real)targets[i] / 1024;
     }
@@ -1869,7 +1868,7 @@ static void test_eval_scores() {
     const Text bytes = eval_bytes(questions);  // by sum 0 1 3 5 7 are right, by mean 2 3 5 7
     Engine stub;
     memset(&stub, 0, sizeof stub);
-    stub.evaluate = stub_evaluate;
+    stub.forward_loss = stub_forward_loss;
     for (int B : {1, 3, 4, 8, 100}) {
         for (int T : {3, 6, 8, 33}) {
             stub_tokens = B * T;
@@ -1995,12 +1994,13 @@ static void test_eval_network() {
 // What a user cannot make the built program do: an engine that fails, a machine with next to no
 // memory. What a user can do, dev/test/ does to the programs as they are built.
 
-static void (*healthy_micro_step)(Engine *e, const Token *in, const Token *out, int micro,
-                                  int micros);
+static void (*healthy_micro_step)(Engine *e, const Token *in, const Token *out, int accum_step,
+                                  int accum_steps);
 // The third micro-step of a faulty engine leaves a NaN among the gradients.
-static void faulty_micro_step(Engine *e, const Token *in, const Token *out, int micro, int micros) {
+static void faulty_micro_step(Engine *e, const Token *in, const Token *out, int accum_step,
+                              int accum_steps) {
     static int calls;
-    healthy_micro_step(e, in, out, micro, micros);
+    healthy_micro_step(e, in, out, accum_step, accum_steps);
     if (++calls == 3) {
         buffer(((CpuEngine *)e->self)->plan, BUF_GRADS)[5] = (real)NAN;
     }
@@ -3435,13 +3435,13 @@ static void test_gpu_allocation() {
         expect(on_device() == one, "%s", options);
         const size_t pinned = emu::allocs.size() - 1;
         const int plans = matmul_library.plans;
-        expect(((GpuNetwork<float, float> *)n.e.self)->micros == 2,
+        expect(((GpuNetwork<float, float> *)n.e.self)->accum_steps == 2,
                "the warm-up loads the products that add to gradients too");
         trace(&n, 2);
         Reals logits((size_t)m.V);
         Batch b(n.s.B * n.s.T, m.V, 1);
         n.e.logits(&n.e, logits.data(), b.inputs.data(), 3);
-        n.e.evaluate(&n.e, NULL, b.inputs.data(), b.targets.data());
+        n.e.forward_loss(&n.e, NULL, b.inputs.data(), b.targets.data());
         expect(matmul_library.plans == plans, "%s: %d products at first", options, plans);
         expect(on_device() == one && emu::peak_bytes == one[0] && emu::allocs.size() == pinned + 1,
                "%s: peak %zu of %zu", options, emu::peak_bytes, one[0]);
@@ -3497,18 +3497,19 @@ static void test_gpu_losses() {
         every_order(
             [&] {
                 got.assign(N, NAN);
-                double all = n.e.evaluate(&n.e, got.data(), b.inputs.data(), b.targets.data());
-                double other = n.e.evaluate(&n.e, NULL, b.targets.data(), b.inputs.data());
+                double all = n.e.forward_loss(&n.e, got.data(), b.inputs.data(), b.targets.data());
+                double other = n.e.forward_loss(&n.e, NULL, b.targets.data(), b.inputs.data());
                 return Outputs{got, {(real)all, (real)other}};
             },
             options);
-        double mean = n.e.evaluate(&n.e, got.data(), b.inputs.data(), b.targets.data()), sum = 0;
-        oracle.e.evaluate(&oracle.e, want.data(), b.inputs.data(), b.targets.data());
+        double sum = 0;
+        double mean = n.e.forward_loss(&n.e, got.data(), b.inputs.data(), b.targets.data());
+        oracle.e.forward_loss(&oracle.e, want.data(), b.inputs.data(), b.targets.data());
         for (real loss : got) {
             sum += (double)loss;
         }
         expect_near((wide)mean, (wide)(sum / N), 1e-6 * mean, "mean, %s", options);
-        expect(n.e.evaluate(&n.e, NULL, b.inputs.data(), b.targets.data()) == mean, "without them");
+        expect(n.e.forward_loss(&n.e, NULL, &b.inputs[0], &b.targets[0]) == mean, "without them");
         // fp32 as the gradients' 1e-5; bf16 rounds every logit.
         expect_near((wide)relative_error(got.data(), want.data(), (int64_t)N), 0,
                     n.s.dtype == TYPE_FP32 ? 1e-5 : 2 * bf16_unit, "losses, %s", options);
@@ -3594,18 +3595,18 @@ static void test_gpu_rounding_updates() {
 // Five micro-steps, so that each pinned slot is filled again and again: the same bits however late
 // the stream runs, and the oracle's gradients.
 static void test_gpu_micro_steps() {
-    const int micros = 5;
+    const int accum_steps = 5;
     Model m = shape("l1h1c16t9", 257);
     Outputs got = every_order(
         [&] {
             Net n(m, "-b 2 -t 9 --dtype fp32");
-            Trace t = trace(&n, micros);
+            Trace t = trace(&n, accum_steps);
             return Outputs{Reals(t.losses.begin(), t.losses.end()), t.gradients, t.weights};
         },
         "five micro-steps");
     Net n(m, "-b 2 -t 9 --dtype fp32");
     Oracle oracle(&n, 18);
-    Trace want = trace(&oracle, micros);
+    Trace want = trace(&oracle, accum_steps);
     expect_near((wide)relative_error(got[1].data(), want.gradients.data(), n.size()), 0, 1e-5,
                 "gradients");
     for (size_t step = 0; step < 2; step++) {
@@ -3630,14 +3631,14 @@ static void test_gpu_batches() {
         Whole whole = {Reals(N), Reals(), 0, {}};
         Options o;
         options_default(&o);
-        const int micros = 4 / batch;
-        for (size_t at = 0; at < N; at += N / (size_t)micros) {
-            whole.mean += n.e.evaluate(&n.e, &whole.losses[at], &b.inputs[at], &b.targets[at]) /
-                          micros;
+        const int accum_steps = 4 / batch;
+        for (size_t at = 0; at < N; at += N / (size_t)accum_steps) {
+            whole.mean += n.e.forward_loss(&n.e, &whole.losses[at], &b.inputs[at], &b.targets[at]) /
+                          accum_steps;
         }
-        for (int k = 0; k < micros; k++) {
-            const size_t at = (size_t)k * N / (size_t)micros;
-            n.e.micro_step(&n.e, &b.inputs[at], &b.targets[at], k, micros);
+        for (int k = 0; k < accum_steps; k++) {
+            const size_t at = (size_t)k * N / (size_t)accum_steps;
+            n.e.micro_step(&n.e, &b.inputs[at], &b.targets[at], k, accum_steps);
         }
         whole.gradients = n.gradients();
         whole.step = n.e.update(&n.e, &o, 1e-3, HUGE_VAL, 0);

@@ -2920,7 +2920,7 @@ static double network_update(Plan *p, const Options *o, double lr, double limit,
 
 // -------------------------------------------------------------------------------------------------
 // 11. The engine
-// The few verbs by which everything above the network drives it: micro_step, update, evaluate,
+// The few verbs by which everything above the network drives it: micro_step, update, forward_loss,
 // logits, and states in and out. The CPU's engine is here; Volume II brings the GPU's. All that
 // follows knows neither.
 
@@ -2941,13 +2941,15 @@ struct Engine {
     char device[128];
     double peak_flops;        // 0: unknown
     const char *peak_source;  // what it stands for
-    // Forward and backward of micro-batch `micro` of `micros`; the first one clears the gradients.
-    void (*micro_step)(Engine *e, const Token *inputs, const Token *targets, int micro, int micros);
+    // Forward and backward of micro-batch `accum_step` of `accum_steps`; the first one clears the
+    // gradients.
+    void (*micro_step)(Engine *e, const Token *inputs, const Token *targets, int accum_step,
+                       int accum_steps);
     // Ends the step: mean loss of its micro-batches, gradient norm, and the update unless it is
     // skipped.
     StepResult (*update)(Engine *e, const Options *o, double lr, double limit, int64_t updates);
     // Mean loss of one batch (B,T), nothing learnt; `losses` (B,T), unless NULL, receives them all.
-    double (*evaluate)(Engine *e, real *losses, const Token *inputs, const Token *targets);
+    double (*forward_loss)(Engine *e, real *losses, const Token *inputs, const Token *targets);
     // Logits (V) after the last of n <= T tokens.
     void (*logits)(Engine *e, real *out, const Token *tokens, int n);
     // `count` elements from `offset` of a flat state buffer (STATE_*), out of the engine and into
@@ -2965,19 +2967,19 @@ typedef struct {
 
 // The loss is averaged over the step: each micro-batch and rank has the same weight, and the
 // gradients of its micro-batches need no scaling when they are all added up.
-static void cpu_micro_step(Engine *e, const Token *inputs, const Token *targets, int micro,
-                           int micros) {
+static void cpu_micro_step(Engine *e, const Token *inputs, const Token *targets, int accum_step,
+                           int accum_steps) {
     CpuEngine *cpu = (CpuEngine *)e->self;
     Plan *p = cpu->plan;
     const Settings *s = &p->settings;
-    const real dloss = (real)(1.0 / ((double)(s->B * s->T) * micros * s->ranks));
+    const real dloss = (real)(1.0 / ((double)(s->B * s->T) * accum_steps * s->ranks));
     Pass pass = {p, inputs, targets, s->B, s->T, dloss, 0};
-    if (micro == 0) {
+    if (accum_step == 0) {
         cpu->loss = 0;
         memset(buffer(p, BUF_GRADS), 0, p->buffers[p->single[BUF_GRADS]].bytes);
     }
     walk(p, tick_embed_backward(&s->model), network_stage, &pass);
-    cpu->loss += pass.loss / micros;
+    cpu->loss += pass.loss / accum_steps;
 }
 
 static StepResult cpu_update(Engine *e, const Options *o, double lr, double limit,
@@ -2989,7 +2991,7 @@ static StepResult cpu_update(Engine *e, const Options *o, double lr, double limi
 }
 
 // The walk through the head and no further; BUF_LOSSES is in the oracle's order, (B,T).
-static double cpu_evaluate(Engine *e, real *losses, const Token *inputs, const Token *targets) {
+static double cpu_forward_loss(Engine *e, real *losses, const Token *inputs, const Token *targets) {
     Plan *p = ((CpuEngine *)e->self)->plan;
     const Settings *s = &p->settings;
     Pass pass = {p, inputs, targets, s->B, s->T, 0, 0};
@@ -3038,7 +3040,7 @@ static void cpu_open(Engine *e, Plan *p) {
     e->self = cpu;
     e->micro_step = cpu_micro_step;
     e->update = cpu_update;
-    e->evaluate = cpu_evaluate;
+    e->forward_loss = cpu_forward_loss;
     e->logits = cpu_logits;
     e->read = cpu_read;
     e->write = cpu_write;
@@ -4297,7 +4299,7 @@ typedef struct {
     Plan plan;
     Engine engine;
     Dataset train, val;
-    int has_val, micros, live, stdout_error;
+    int has_val, accum_steps, live, stdout_error;
     int64_t steps, windows_per_step, saved_step;
     char identity[IDENTITY_BYTES];
     ModelFile weights;  // of -e; where it names none, weights.spans is NULL
@@ -4328,7 +4330,8 @@ static void run_evaluate(Run *run, const EvalFile *f, EvalScore *score) {
             if (filled < B && (k + 1 < x.completions || i + 1 < all)) {
                 continue;
             }
-            if (!isfinite(run->engine.evaluate(&run->engine, losses, run->inputs, run->targets))) {
+            Engine *e = &run->engine;
+            if (!isfinite(e->forward_loss(e, losses, run->inputs, run->targets))) {
                 die("--eval: %s has a loss that is not finite, at example %d of %s", run->o.model,
                     i, f->name);
             }
@@ -4510,7 +4513,7 @@ static int run_validate(Run *run, double *loss) {
             return 0;
         }
         dataset_batch(&run->val, k * s->B, s->B, 0, 0, run->inputs, run->targets, s->model.V);
-        sum += run->engine.evaluate(&run->engine, NULL, run->inputs, run->targets);
+        sum += run->engine.forward_loss(&run->engine, NULL, run->inputs, run->targets);
     }
     *loss = sum / (double)batches;
     return 1;
@@ -4617,8 +4620,8 @@ static void run_report(Run *run, const StepResult *r, double lr, double ms, doub
 
 // Where this rank's micro-batch of a step starts, whose first sequence is at `start`: the ranks of
 // a micro-step stand side by side, so any number of them reads the same sequences in a step.
-static int64_t batch_position(const Settings *s, int64_t start, int micro) {
-    return start + ((int64_t)micro * s->ranks + s->rank) * s->B;
+static int64_t batch_position(const Settings *s, int64_t start, int accum_step) {
+    return start + ((int64_t)accum_step * s->ranks + s->rank) * s->B;
 }
 
 // One optimizer step: micro-batches from the run's position, the update, the report. Returns 0 when
@@ -4630,14 +4633,15 @@ static int run_step(Run *run, double *mean_ms) {
     const Settings *s = &run->s;
     RunState *state = &run->state;
     const double start = now_ms(), lr = learning_rate(o, state->step, run->steps);
-    for (int micro = 0; micro < run->micros; micro++) {
+    for (int accum_step = 0; accum_step < run->accum_steps; accum_step++) {
         if (run_stopping()) {
             return 0;
         }
-        int64_t position = batch_position(s, o->overfit ? 0 : state->position, micro);
+        int64_t position = batch_position(s, o->overfit ? 0 : state->position, accum_step);
         dataset_batch(&run->train, position, s->B, (int)o->shuffle, (uint64_t)o->seed, run->inputs,
                       run->targets, s->model.V);
-        run->engine.micro_step(&run->engine, run->inputs, run->targets, micro, run->micros);
+        run->engine.micro_step(&run->engine, run->inputs, run->targets, accum_step,
+                               run->accum_steps);
     }
     StepResult r = run->engine.update(&run->engine, o, lr,
                                       norm_limit(&state->norms, o->skip_zscore), state->updates);
@@ -4850,7 +4854,7 @@ static void run_size(Run *run) {
             per_step, s->B, s->T, tokens);
     }
     run->windows_per_step = per_step / s->T;
-    run->micros = (int)(per_step / tokens);
+    run->accum_steps = (int)(per_step / tokens);
     if (run->windows_per_step > run->train.windows) {
         die("--batch (-b), --seq-len (-t), --tokens-per-step (-d): a step takes %" PRId64
             " sequences of %d tokens; %s has "
@@ -4909,7 +4913,7 @@ static void run_print_box(const Run *run, const Program *program) {
     if (!run->o.val_data) {
         printf("         without --val-data (-j) nothing is validated\n");
     }
-    printf("step     %d x %d x %d = %s tokens; %s steps\n", run->micros, s->B, s->T,
+    printf("step     %d x %d x %d = %s tokens; %s steps\n", run->accum_steps, s->B, s->T,
            count_text(run->windows_per_step * s->T).s, count_text(run->steps).s);
     printf("options ");
     for (int i = 0; i < OPTION_ROWS; i++) {

@@ -2355,7 +2355,7 @@ template <class E, class G> struct GpuNetwork {
     GpuState *result;         // pinned: the state after a step
     ParamRange *ranges;
     int range_count, chunks;
-    int micros;  // micro-steps of the step being made
+    int accum_steps;  // micro-steps of the step being made
 };
 
 // A buffer that exists once, as numbers of type N. BUF_GRADS holds matrices alone, BUF_GRADS_1D
@@ -2607,14 +2607,14 @@ static void gpu_upload(GpuPass<E, G> *pass, const Token *inputs, const Token *ta
 
 // The engine's micro_step: forward, backward, gradients added up on the device.
 template <class E, class G>
-static void gpu_micro_step(Engine *e, const Token *inputs, const Token *targets, int micro,
-                           int micros) {
+static void gpu_micro_step(Engine *e, const Token *inputs, const Token *targets, int accum_step,
+                           int accum_steps) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
     Plan *p = net->plan;
     const Settings *s = &p->settings;
-    const float dloss = (float)(1.0 / ((double)(s->B * s->T) * micros * s->ranks));
-    GpuPass<E, G> pass = {net, {}, 0, 0, s->B, s->T, dloss, micro == 0};
-    net->micros = micros;
+    const float dloss = (float)(1.0 / ((double)(s->B * s->T) * accum_steps * s->ranks));
+    GpuPass<E, G> pass = {net, {}, 0, 0, s->B, s->T, dloss, accum_step == 0};
+    net->accum_steps = accum_steps;
     gpu_upload(&pass, inputs, targets);
     if (pass.first) {  // kernels only add to these (The network on the GPU, 2)
         cuda_check(cudaMemsetAsync(gpu_buffer<float>(net, BUF_GRADS_1D), 0,
@@ -2667,15 +2667,15 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
         cudaMemcpyAsync(net->result, state, sizeof *state, cudaMemcpyDeviceToHost, net->stream));
     cuda_check(cudaStreamSynchronize(net->stream));
     // loss_sum has one loss a token: the mean over the step's tokens is its loss.
-    const double tokens = (double)s->B * s->T * net->micros;
+    const double tokens = (double)s->B * s->T * net->accum_steps;
     StepResult result = {net->result->loss_sum / tokens, net->result->update.norm,
                          (int)net->result->update.skip};
     return result;
 }
 
-// The engine's evaluate: the walk as far as the head.
+// The engine's forward_loss: the walk as far as the head.
 template <class E, class G>
-static double gpu_evaluate(Engine *e, real *losses, const Token *inputs, const Token *targets) {
+static double gpu_forward_loss(Engine *e, real *losses, const Token *inputs, const Token *targets) {
     static_assert(sizeof(real) == sizeof(float), "losses are copied as they are");
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
     const Settings *s = &net->plan->settings;
@@ -2895,7 +2895,7 @@ static void gpu_warm_up(Engine *e) {
     gpu_micro_step<E, G>(e, zeros, zeros, 0, 2);
     gpu_micro_step<E, G>(e, zeros, zeros, 1, 2);
     gpu_update<E, G>(e, &o, 0, HUGE_VAL, 0);
-    gpu_evaluate<E, G>(e, nullptr, zeros, zeros);
+    gpu_forward_loss<E, G>(e, nullptr, zeros, zeros);
     gpu_logits<E, G>(e, logits, zeros, 1);
     free(zeros);
     free(logits);
@@ -2934,7 +2934,7 @@ template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
     e->self = net;
     e->micro_step = gpu_micro_step<E, G>;
     e->update = gpu_update<E, G>;
-    e->evaluate = gpu_evaluate<E, G>;
+    e->forward_loss = gpu_forward_loss<E, G>;
     e->logits = gpu_logits<E, G>;
     e->read = gpu_read<E, G>;
     e->write = gpu_write<E, G>;
