@@ -209,7 +209,7 @@ static void rng_normal(real *out, int64_t count, double std, uint64_t seed, uint
 // A permutation of 0..n-1 without a table: position -> index. A Feistel network over the next power
 // of four, walked until it lands inside (cycle walking), with Philox as its round function; `epoch`
 // picks the permutation. Four rounds are the fewest that make a strong pseudorandom permutation
-// (Luby and Rackoff, 1988); the power of four is below 4 n, so fewer than four walks are expected.
+// (Luby and Rackoff, 1988); the power of four is at most 4 n: at most four walks are expected.
 static int64_t permute_index(int64_t position, int64_t n, uint64_t seed, uint32_t epoch) {
     int half = 1;
     while (((int64_t)1 << 2 * half) < n) {
@@ -678,7 +678,7 @@ static void options_parse(Options *o, int argc, char **argv) {
 // 1. The flat parameter buffer is block-major: wte, wpe, then the twelve tensors of each block,
 //    then the last LayerNorm. So all that belongs to a block is one range of bytes.
 // 2. Every tensor starts at a multiple of 64 elements, 128 bytes or more: vector loads of any width
-//    are aligned on the CPU and on a GPU. The gaps are zero, always, so a sum over the buffer may
+//    are aligned on the CPU and on a GPU. On the CPU the gaps are zero, so the gradients' norm may
 //    walk over them.
 // 3. Rows V..Vp-1 of wte are zero, always.
 
@@ -875,19 +875,24 @@ static void model_set_vocabulary(Model *m, int V) {
 // 3. An activation that is recomputed has two buffers: one that dies in forward, one that lives in
 //    backward.
 
+// Types of a buffer's elements. TYPE_REAL is the oracle's own, TYPE_U16 the low half of an fp32
+// weight whose high half is its bf16 weight, TYPE_U8 memory that one function lays out by itself.
 typedef enum { TYPE_FP32, TYPE_BF16, TYPE_FP16, TYPE_I32, TYPE_U16, TYPE_REAL, TYPE_U8 } Type;
 static size_t type_bytes(Type type) {
     static const size_t bytes[] = {4, 2, 2, 4, 2, sizeof(real), 1};
     return bytes[type];
 }
 
+// The lines that buffers are summed up in when a plan is printed. Kept activations live from
+// forward to backward; the working set lives for a few stages.
 typedef enum {
     GROUP_WEIGHTS, GROUP_GRADIENTS, GROUP_MOMENTS, GROUP_MASTER, GROUP_KEPT, GROUP_WORKING,
     GROUP_LOGITS, GROUP_WORKSPACE, GROUP_BATCH, GROUPS
 } Group;
-static const char *const group_names[GROUPS] = {"weights", "gradients",        "moments",
-                                                "master",  "activations kept", "working set",
-                                                "logits",  "workspaces",       "batch"};
+static const char *const group_names[GROUPS] = {
+    "weights", "gradients", "moments", "master", "activations kept", "working set", "logits",
+    "workspaces", "batch"
+};
 
 // Where a buffer lives, and the states whose home a run's settings choose. A buffer names its state
 // or, behind HOMES, a home that nothing chooses.
@@ -941,7 +946,9 @@ static const StageEntry stage_table[STAGES] = {
     {"head", 0},      {"d_lnf", 0},  {"d_embed", 0},  {"update", 0},
 };
 
-enum { BACK_TICKS = BLOCK_STAGES - 1 };  // of a block
+// The ticks of stages, and the one place that knows their order: blocks go from 0 to L-1 forward and
+// from L-1 to 0 backward.
+enum { BACK_TICKS = BLOCK_STAGES - 1 };  // of a block in backward
 static int tick_forward(int layer, int stage) { return 1 + layer * F_STAGES + stage; }
 static int tick_lnf(const Model *m) { return 1 + m->L * F_STAGES; }
 static int tick_head(const Model *m) { return tick_lnf(m) + 1; }
@@ -1123,7 +1130,7 @@ static void single_buffers(BufferEntry buffers[SINGLES], const Settings *s) {
     const Model *m = &s->model;
     const int end = tick_update(m), x = tick_forward(m->L - 1, F_FCPROJ), lnf = tick_lnf(m);
     const int head = tick_head(m), back = tick_lnf_backward(m), back_end = tick_embed_backward(m);
-    // A GPU's own buffers have no elements on the CPU: their counts are multiplied by `gpu`.
+    // A GPU's own buffers have no elements on the CPU: their counts are multiplied by gpu, 0 or 1.
     const int64_t gpu = s->gpu, N = (int64_t)s->B * s->T, NC = N * m->C, batch = batch_ints(N);
     // A GPU sums the gradients of vectors in fp32, apart from those of matrices.
     const int64_t all = tensor_offset(m, TENSORS, 0);
@@ -1154,6 +1161,7 @@ static void single_buffers(BufferEntry buffers[SINGLES], const Settings *s) {
         {GROUP_WORKING, "lnf", E, NC, lnf, back, ON_DEVICE},
         {GROUP_WORKING, "lnf.mean", R, N, lnf, back, ON_DEVICE},
         {GROUP_WORKING, "lnf.rstd", R, N, lnf, back, ON_DEVICE},
+        // A chunk of logits and their gradients lives within one tick, so it shares its bytes.
         {GROUP_LOGITS, "logits", E, (int64_t)s->logit_rows * m->Vp, head, head, ON_DEVICE},
         {GROUP_WORKING, "d_residual", E, NC, back, back_end, ON_DEVICE},
         {GROUP_WORKING, "attention D", TYPE_FP32, gpu * N * m->NH, back, back_end, ON_DEVICE},
@@ -1382,7 +1390,8 @@ static size_t plan_bytes(const Settings *s) {
     return bytes;
 }
 
-// Reads -r: a level, or LEVEL:K for the first K blocks alone.
+// Reads -r: a level, or LEVEL:K for the first K blocks alone. Ends the run at an unknown level,
+// which it answers with all there are, and at a K that the model does not have.
 static void recompute_parse(Settings *s, const char *text) {
     const int length = (int)strcspn(text, ":");
     char word[8], names[128] = "", *end = NULL;
@@ -1428,7 +1437,8 @@ static void poison_mark(void *memory, size_t bytes, int alive) {
 static void (*plan_mark)(void *memory, size_t bytes, int alive) = poison_mark;
 #endif
 
-// Moves the clock. Test builds poison the buffers that die and fill those that are born with NaN.
+// Moves the clock. Test builds poison the buffers that die and then fill those that are born with
+// NaN, in this order: the born may lie where the dead were.
 static void plan_tick(Plan *p, int tick) {
     p->now = tick;
 #if GPT2_POISON
@@ -1457,8 +1467,8 @@ static void *buffer_pointer(const Plan *p, int id) {
 
 static void *plan_single(const Plan *p, int single) { return buffer_pointer(p, p->single[single]); }
 
-// An activation of a block, from the buffer of the pass the clock is in. x of layer L is the last
-// block's output.
+// An activation of a block, from the buffer of the pass that the clock is in: what is recomputed
+// has one for forward and one for backward. x of layer L is the last block's output.
 static void *plan_act(const Plan *p, int act, int layer) {
     const Model *m = &p->settings.model;
     if (act == ACT_X && layer == m->L) {
@@ -1473,8 +1483,8 @@ static void *plan_grad(const Plan *p, int grad, int layer) {
 }
 
 // Allocates the plan: one mapping of exactly device_bytes. It is zero without being written, and
-// huge pages, where the system gives them, save most misses of the TLB when weights are packed.
-// Ends the run when the system refuses.
+// asks for huge pages, because packing steps through a matrix page by page. Ends the run when the
+// system refuses.
 static void plan_open(Plan *p) {
     void *memory =
         mmap(NULL, p->device_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -1667,6 +1677,8 @@ static int plan_remedies(const Plan *p, Remedy list[MAX_REMEDIES]) {
                        settings_has_master(&s) ? "--offload moments,master" : "--offload moments",
                        "host memory and PCIe time once a step, same bits");
     }
+    // The low halves of weights go only together with the moments' precision: alone they free less
+    // than bf16 moments do, and change numbers all the same.
     if (now->dtype == TYPE_BF16) {
         Settings s = *now;
         s.moment_dtype = TYPE_BF16;
@@ -1695,7 +1707,7 @@ static void plan_refuse(const Plan *p, size_t need, size_t available) {
     char line[1024] = "";
     Remedy list[MAX_REMEDIES];
     if (need <= available) {
-        return;
+        return;  // before the remedies, whose plans take a while
     }
     int n = plan_remedies(p, list), length = 0, best = 0, enough = 0;
     for (int i = 0; i < n; i++) {
@@ -1791,6 +1803,7 @@ static int plan_print(const Plan *p, size_t available, const char *where) {
                100 * recompute_cost(s));
     }
     printf("\n\n");
+    // The groups at the peak and what the layout loses add up to the allocation.
     plan_groups(p, device, host);
     printf("%-24s %18s\n", "at the peak of a step", "bytes");
     for (int g = 0; g < GROUPS; g++) {
@@ -2309,7 +2322,8 @@ static void encoder_forward(real *out, const Token *tokens, const real *wte, con
     }
 }
 
-// dwte (Vp,C) and dwpe (maxT,C) += dout (B,T,C). Threads split the channels, rows come in order.
+// dwte (Vp,C) and dwpe (maxT,C) += dout (B,T,C). Threads split the channels and take the rows in
+// order: a token may come in many rows, and threads that split those would race for its gradient.
 static void encoder_backward(real *dwte, real *dwpe, const real *dout, const Token *tokens, int B,
                              int T, int C) {
     #pragma omp parallel for schedule(static)
@@ -2342,9 +2356,10 @@ static void layernorm_forward(real *out, real *mean, real *rstd, const real *inp
     }
 }
 
-// With n = (inp - mean) * rstd and g = dout * weight:  dinp = addend + rstd * (g - mean(g) - n *
-// mean(g * n)), dweight += sum over rows of dout * n, dbias += sum of dout. addend may be NULL (0)
-// or dinp.
+// With n = (inp - mean) * rstd, recomputed rather than kept, and g = dout * weight:
+//   dinp = addend + rstd * (g - mean(g) - n * mean(g * n)), means over a row's C channels,
+//   dweight += sum over rows of dout * n, dbias += sum over rows of dout.
+// addend may be NULL (0) or dinp. Sums down the columns are split by channel, dinp by row.
 static void layernorm_backward(real *dinp, real *dweight, real *dbias, const real *dout,
                                const real *inp, const real *weight, const real *mean,
                                const real *rstd, const real *addend, int N, int C) {
@@ -2414,8 +2429,8 @@ static void matmul_backward(real *dinp, real *dweight, real *dbias, const real *
 }
 
 // Softmax cross-entropy of `rows` rows of logits (rows,Vp): losses[i] = log-sum-exp - logit of the
-// target. The logits are overwritten; with `backward` by their gradients (p - onehot) * dloss,
-// padded columns by 0.
+// target, both less the largest logit, so that no exponential overflows. The logits are
+// overwritten; with `backward` by their gradients (p - onehot) * dloss, padded columns by 0.
 static void classifier_forward_backward(real *losses, real *logits, const Token *targets,
                                         real dloss, int rows, int V, int Vp, int backward) {
     #pragma omp parallel for schedule(static)
@@ -2442,8 +2457,9 @@ static int visible_keys(int query, int first_key, int keys) {
 }
 
 // The next key tile of one row: s(keys) holds its products with the first n keys. Turns s into
-// exp(scale s - max) with zeros behind the mask, and brings the row's running maximum, its running
-// sum and the HS numbers of out gathered so far to the new maximum.
+// exp(scale s - max) with zeros behind the mask, so that the product with V may take the whole tile,
+// and brings the row's running maximum, its running sum and the HS numbers of out gathered so far
+// to the new maximum.
 static void softmax_row_online(real *s, real *max, real *sum, real *out, int n, int keys, int HS,
                                real scale) {
     for (int j = 0; j < n; j++) {
@@ -2741,18 +2757,19 @@ static void network_head(Pass *pass) {
             classifier_forward_backward(losses + row, logits, pass->targets + row, pass->dloss,
                                         rows, m->V, m->Vp, pass->dloss != 0);
         }
-        if (pass->dloss != 0) {
+        if (pass->dloss != 0) {  // dwte is made first, so lnf may be overwritten by its gradient
             matmul_backward(lnf, dweight(p, WTE, 0), NULL, logits, lnf, wte, rows, m->C, m->Vp);
         }
     }
-    double sum = 0;
+    double sum = 0;  // in one order, whatever the chunks and threads
     for (int i = 0; i < N && pass->targets; i++) {
         sum += (double)losses[i];
     }
     pass->loss = sum / N;
 }
 
-// Computes a stage of a Pass: what walk() calls.
+// Computes a stage of a Pass: what walk() calls. wte gets gradients twice, from the head and from
+// the embedding, since it is the weight of both.
 static void network_stage(void *self, int stage, int layer) {
     Pass *pass = (Pass *)self;
     const Plan *p = pass->plan;
@@ -2938,9 +2955,9 @@ typedef struct {
 typedef struct Engine Engine;
 struct Engine {
     void *self;
-    char device[128];
-    double peak_flops;        // 0: unknown
-    const char *peak_source;  // what it stands for
+    char device[128];         // for people
+    double peak_flops;        // that "% of peak" is of; 0: unknown
+    const char *peak_source;  // where it comes from
     // Forward and backward of micro-batch `accum_step` of `accum_steps`; the first one clears the
     // gradients.
     void (*micro_step)(Engine *e, const Token *inputs, const Token *targets, int accum_step,
@@ -3051,7 +3068,8 @@ static void cpu_open(Engine *e, Plan *p) {
              threads == 1 ? "" : "s");
 }
 
-// Sets weights and moments to zero; gaps and padding keep it, since nothing else writes there.
+// Sets weights and moments to zero. The gaps keep it because nothing else writes there, the padding
+// rows of wte because their gradients are zero.
 static void engine_clear(Engine *e, const Model *m) {
     real *zeros = (real *)alloc_zero(PIECE, sizeof(real));
     int64_t all = tensor_offset(m, TENSORS, 0);
@@ -3070,16 +3088,16 @@ static void engine_initialise(Engine *e, const Model *m, uint64_t seed) {
     real *piece = (real *)alloc_zero(PIECE, sizeof(real));
     engine_clear(e, m);
     for (int tensor = 0; tensor < TENSORS; tensor++) {
-        const TensorEntry *row = &tensor_table[tensor];
+        const Init init = tensor_table[tensor].init;
         int64_t size = tensor_rows(m, tensor) * tensor_cols(m, tensor);  // padding stays 0
-        double std = row->init == INIT_RESIDUAL ? 0.02 / sqrt(2.0 * m->L) : 0.02;
-        if (row->init == INIT_ZERO) {
+        double std = init == INIT_RESIDUAL ? 0.02 / sqrt(2.0 * m->L) : 0.02;
+        if (init == INIT_ZERO) {
             continue;
         }
         for (int l = 0; l < tensor_copies(m, tensor); l++) {
             for (int64_t i = 0; i < size; i += PIECE) {
                 int64_t count = min_i64(PIECE, size - i);
-                if (row->init == INIT_ONE) {
+                if (init == INIT_ONE) {
                     for (int64_t k = 0; k < count; k++) {
                         piece[k] = 1;
                     }
