@@ -946,7 +946,7 @@ static const StageEntry stage_table[STAGES] = {
     {"head", 0},      {"d_lnf", 0},  {"d_embed", 0},  {"update", 0},
 };
 
-// The ticks of stages, and the one place that knows their order: blocks go from 0 to L-1 forward and
+// The ticks of stages, and the one place that knows their order: blocks go from 0 to L-1 forward,
 // from L-1 to 0 backward.
 enum { BACK_TICKS = BLOCK_STAGES - 1 };  // of a block in backward
 static int tick_forward(int layer, int stage) { return 1 + layer * F_STAGES + stage; }
@@ -2457,9 +2457,9 @@ static int visible_keys(int query, int first_key, int keys) {
 }
 
 // The next key tile of one row: s(keys) holds its products with the first n keys. Turns s into
-// exp(scale s - max) with zeros behind the mask, so that the product with V may take the whole tile,
-// and brings the row's running maximum, its running sum and the HS numbers of out gathered so far
-// to the new maximum.
+// exp(scale s - max) with zeros behind the mask, so that the product with V may take the whole
+// tile, and brings the row's running maximum, its running sum and the HS numbers of out gathered so
+// far to the new maximum.
 static void softmax_row_online(real *s, real *max, real *sum, real *out, int n, int keys, int HS,
                                real scale) {
     for (int j = 0; j < n; j++) {
