@@ -1014,7 +1014,7 @@ static void test_gelu() {
 }
 
 // out; dwte and dwpe, which hold on entry what backward adds to.
-static void twin_encoder(Nums *out, Nums *dwte, Nums *dwpe, const std::vector<Token> &tokens,
+static void twin_embedding(Nums *out, Nums *dwte, Nums *dwpe, const std::vector<Token> &tokens,
                          const Reals &wte, const Reals &wpe, const Reals &dout, int T, int C) {
     for (int k = 0; k < (int)dout.size(); k++) {
         int w = tokens[k / C] * C + k % C, p = k / C % T * C + k % C;
@@ -1025,15 +1025,15 @@ static void twin_encoder(Nums *out, Nums *dwte, Nums *dwpe, const std::vector<To
 }
 
 // out is one rounding; backward adds up over equal tokens and over the batch.
-static void test_encoder() {
+static void test_embedding() {
     enum { B = 3, T = 7, C = 130, V = 11 };
     std::vector<Token> tokens = Batch(B * T, V, 1).inputs;
     Reals wte = noise(V * C, 1, 1), wpe = noise((T + 2) * C, 1, 2), out(B * T * C);
     Reals dout = noise(B * T * C, 1, 3), dwte = noise(V * C, 1, 4), dwpe = noise((T + 2) * C, 1, 5);
     Nums want, want_dwte = nums(dwte), want_dwpe = nums(dwpe);
-    twin_encoder(&want, &want_dwte, &want_dwpe, tokens, wte, wpe, dout, T, C);
-    encoder_forward(out.data(), tokens.data(), wte.data(), wpe.data(), B, T, C);
-    encoder_backward(dwte.data(), dwpe.data(), dout.data(), tokens.data(), B, T, C);
+    twin_embedding(&want, &want_dwte, &want_dwpe, tokens, wte, wpe, dout, T, C);
+    embedding_forward(out.data(), tokens.data(), wte.data(), wpe.data(), B, T, C);
+    embedding_backward(dwte.data(), dwpe.data(), dout.data(), tokens.data(), B, T, C);
     compare(out, want, "forward");
     compare(dwte, want_dwte, "dwte");
     compare(dwpe, want_dwpe, "dwpe");
@@ -2373,15 +2373,15 @@ template <class E> static void compare_in(int line, const Reals &got, Nums want,
 // Both element types.
 #define in_both_types(test, ...) (test<float>(__VA_ARGS__), test<bf16>(__VA_ARGS__))
 
-template <class E, class G> static void check_encoder(int B, int T, int C, int V, int max_T) {
+template <class E, class G> static void check_embedding(int B, int T, int C, int V, int max_T) {
     const int N = B * T, Vp = (int)round_up_i64(V, 128);
     const Text who = text("B %d T %d C %d V %d", B, T, C, V);
     std::vector<Token> tokens = Batch(N, V, 1).inputs;
     for (int i = 0; i < N; i += 3) {
         tokens[(size_t)i] = V - 1;  // one that comes often
     }
-    std::vector<int> plan((size_t)encoder_plan_ints(N)), counts((size_t)V);
-    int segments = encoder_sort(plan.data(), counts.data(), tokens.data(), N, V);
+    std::vector<int> plan((size_t)embedding_plan_ints(N)), counts((size_t)V);
+    int segments = embedding_sort(plan.data(), counts.data(), tokens.data(), N, V);
     Reals wte = noise_in<E>(Vp * C, 1, 1), wpe = noise_in<E>(max_T * C, 1, 2);
     Reals dout = noise_in<E>(N * C, 1, 3), dwte = noise_in<G>(Vp * C, 1, 4);
     Reals dwpe = noise_in<G>(max_T * C, 1, 5);
@@ -2390,12 +2390,12 @@ template <class E, class G> static void check_encoder(int B, int T, int C, int V
             Device<E> d_wte(wte), d_wpe(wpe), d_dout(dout), out(dout.size());
             Device<G> d_dwte(dwte), d_dwpe(dwpe), written(dwpe.size());
             Device<int> d_tokens(tokens), d_plan(plan);
-            gpu_encoder_forward(out.p, d_tokens.p, d_wte.p, d_wpe.p, B, T, C, 0);
-            gpu_encoder_backward(d_dwte.p, d_dwpe.p, d_dout.p, d_plan.p, segments, B, T, C, max_T,
-                                 false, 0);
+            gpu_embedding_forward(out.p, d_tokens.p, d_wte.p, d_wpe.p, B, T, C, 0);
+            gpu_embedding_backward(d_dwte.p, d_dwpe.p, d_dout.p, d_plan.p, segments, B, T, C, max_T,
+                                   false, 0);
             Reals sums = d_dwte.get();
-            gpu_encoder_backward(d_dwte.p, written.p, d_dout.p, d_plan.p, segments, B, T, C, max_T,
-                                 true, 0);
+            gpu_embedding_backward(d_dwte.p, written.p, d_dout.p, d_plan.p, segments, B, T, C,
+                                   max_T, true, 0);
             return Outputs{out.get(), sums, d_dwpe.get(), written.get()};
         },
         who);
@@ -2405,8 +2405,8 @@ template <class E, class G> static void check_encoder(int B, int T, int C, int V
     }
     Nums want, want_dwte = nums(dwte), want_dwpe = nums(dwpe), first(dwpe.size());
     Nums none, of_dwte(dwte.size()), of_dwpe(dwpe.size());
-    twin_encoder(&want, &want_dwte, &want_dwpe, tokens, wte, wpe, dout, T, C);
-    twin_encoder(&none, &of_dwte, &of_dwpe, tokens, wte, wpe, sizes, T, C);
+    twin_embedding(&want, &want_dwte, &want_dwpe, tokens, wte, wpe, dout, T, C);
+    twin_embedding(&none, &of_dwte, &of_dwpe, tokens, wte, wpe, sizes, T, C);
     for (int i = 0; i < N * C; i++) {
         first[i % (T * C)] = first[i % (T * C)] + dout[i];
     }
@@ -2420,13 +2420,13 @@ template <class E, class G> static void check_encoder(int B, int T, int C, int V
 }
 
 // Tokens that come often and positions beyond T; gradients added to and, the first time, written.
-static void test_gpu_encoder() {
+static void test_gpu_embedding() {
     static const int shapes[][5] = {
         {1, 1, 48, 257, 1}, {2, 65, 80, 257, 70}, {3, 17, 16, 50257, 17}, {1, 130, 1600, 257, 256}};
     for (auto &s : shapes) {
-        check_encoder<float, float>(s[0], s[1], s[2], s[3], s[4]);
-        check_encoder<bf16, bf16>(s[0], s[1], s[2], s[3], s[4]);
-        check_encoder<bf16, float>(s[0], s[1], s[2], s[3], s[4]);
+        check_embedding<float, float>(s[0], s[1], s[2], s[3], s[4]);
+        check_embedding<bf16, bf16>(s[0], s[1], s[2], s[3], s[4]);
+        check_embedding<bf16, float>(s[0], s[1], s[2], s[3], s[4]);
     }
 }
 
@@ -2925,10 +2925,10 @@ template <class E, class G> static void check_misaligned() {
         int pointers;
         std::function<void()> launch;
     } table[] = {
-        {"gpu_encoder_forward", 3,
-         [&] { gpu_encoder_forward(p[0], ints, p[1], p[2], 1, N, C, 0); }},
-        {"gpu_encoder_backward", 3,
-         [&] { gpu_encoder_backward(g[0], g[1], p[2], ints, 1, 1, N, C, N, true, 0); }},
+        {"gpu_embedding_forward", 3,
+         [&] { gpu_embedding_forward(p[0], ints, p[1], p[2], 1, N, C, 0); }},
+        {"gpu_embedding_backward", 3,
+         [&] { gpu_embedding_backward(g[0], g[1], p[2], ints, 1, 1, N, C, N, true, 0); }},
         {"gpu_layernorm_forward", 4,
          [&] { gpu_layernorm_forward(p[0], f[5], f[5], p[1], p[2], p[3], N, C, 0); }},
         {"gpu_layernorm_backward", 6,
@@ -3086,23 +3086,23 @@ static void check_huge_rows() {
     const size_t tail = TAIL * C;
     const Reals x = noise_in<bf16>(tail, 1, 1), d = noise_in<bf16>(tail, 1, 2);
     const Reals w = noise_in<bf16>(C, 1, 3);
-    same("encoder_forward",
+    same("embedding_forward",
          [&](size_t rows) {
              Huge<bf16> out(rows * C), wte(C, w), wpe(8 * C, x);
              Huge<int> tokens(rows);
-             gpu_encoder_forward(out.p, tokens.p, wte.p, wpe.p, (int)(rows / 8), 8, C, 0);
+             gpu_embedding_forward(out.p, tokens.p, wte.p, wpe.p, (int)(rows / 8), 8, C, 0);
              return Outputs{out.last(C)};
          },
          TAIL, ROWS);
-    same("encoder_backward",
+    same("embedding_backward",
          [&](size_t T) {  // a sum over three sequences for each position
              Huge<bf16> dout(3 * T * C, d), dwpe(T * C, x), dwte(C);
              Huge<int> plan(3 * 3 * T + 1);
              const int rows = 3 * (int)T;
-             EncoderPlan of = encoder_plan(plan.p, rows);
+             EmbeddingPlan of = embedding_plan(plan.p, rows);
              of.order[0] = rows - 1, of.start[1] = 1;
-             gpu_encoder_backward(dwte.p, dwpe.p, dout.p, plan.p, 1, 3, (int)T, C, (int)T, false,
-                                  0);
+             gpu_embedding_backward(dwte.p, dwpe.p, dout.p, plan.p, 1, 3, (int)T, C, (int)T, false,
+                                    0);
              return Outputs{dwpe.last(8), dwte.last(8)};
          },
          TAIL, ROWS / 2);
@@ -3806,7 +3806,7 @@ static const Test tests[] = {
     T(matmul_forward, ALL),
     T(matmul_backward, ALL),
     T(gelu, ALL),
-    T(encoder, ALL),
+    T(embedding, ALL),
     T(layernorm, ALL),
     T(attention, ALL),
     T(classifier, ALL),
@@ -3836,7 +3836,7 @@ static const Test tests[] = {
     T(model_saved, HOST),
     T(state_file, HOST),
 #if TEST_CUDA
-    T(gpu_encoder, CUDA_ALL),
+    T(gpu_embedding, CUDA_ALL),
     T(gpu_layernorm, CUDA_ALL),
     T(gpu_gelu, CUDA_ALL),
     T(gpu_matmul, CUDA_ALL),

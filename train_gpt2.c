@@ -2311,8 +2311,8 @@ static real row_exponentials(real *x, real shift, int n) {
 }
 
 // out (B,T,C) = wte[tokens] + wpe[t].
-static void encoder_forward(real *out, const Token *tokens, const real *wte, const real *wpe, int B,
-                            int T, int C) {
+static void embedding_forward(real *out, const Token *tokens, const real *wte, const real *wpe,
+                              int B, int T, int C) {
     #pragma omp parallel for schedule(static)
     for (int i = 0; i < B * T; i++) {
         const real *token = wte + (int64_t)tokens[i] * C, *position = wpe + (int64_t)(i % T) * C;
@@ -2324,8 +2324,8 @@ static void encoder_forward(real *out, const Token *tokens, const real *wte, con
 
 // dwte (Vp,C) and dwpe (maxT,C) += dout (B,T,C). Threads split the channels and take the rows in
 // order: a token may come in many rows, and threads that split those would race for its gradient.
-static void encoder_backward(real *dwte, real *dwpe, const real *dout, const Token *tokens, int B,
-                             int T, int C) {
+static void embedding_backward(real *dwte, real *dwpe, const real *dout, const Token *tokens, int B,
+                               int T, int C) {
     #pragma omp parallel for schedule(static)
     for (int slice = 0; slice < ceil_div(C, SLICE); slice++) {
         int begin = slice * SLICE, end = (int)min_i64(begin + SLICE, C);
@@ -2776,8 +2776,8 @@ static void network_stage(void *self, int stage, int layer) {
     const int B = pass->B, T = pass->T, C = p->settings.model.C;
     switch (stage) {
     case EMBED:
-        encoder_forward(act(p, ACT_X, 0), pass->inputs, weight(p, WTE, 0), weight(p, WPE, 0), B, T,
-                        C);
+        embedding_forward(act(p, ACT_X, 0), pass->inputs, weight(p, WTE, 0), weight(p, WPE, 0), B,
+                          T, C);
         break;
     case LNF:
         layernorm_forward(buffer(p, BUF_LNF), buffer(p, BUF_LNF_MEAN), buffer(p, BUF_LNF_RSTD),
@@ -2792,8 +2792,8 @@ static void network_stage(void *self, int stage, int layer) {
                            buffer(p, BUF_LNF_MEAN), buffer(p, BUF_LNF_RSTD), NULL, B * T, C);
         break;
     case D_EMBED:
-        encoder_backward(dweight(p, WTE, 0), dweight(p, WPE, 0), buffer(p, BUF_DRES), pass->inputs,
-                         B, T, C);
+        embedding_backward(dweight(p, WTE, 0), dweight(p, WPE, 0), buffer(p, BUF_DRES),
+                           pass->inputs, B, T, C);
         break;
     default:
         (stage < F_STAGES ? block_forward : block_backward)(pass, stage, layer);
