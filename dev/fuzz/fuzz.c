@@ -315,11 +315,13 @@ static Bpe fuzz_bpe;
 
 static void target_bpe_merges(const unsigned char *bytes, size_t size) {
     bpe_parse_merges(&fuzz_bpe, bytes, size, "vocab.bpe");
+    bpe_require_gpt2(&fuzz_bpe, "vocab.bpe");
     FACT(fuzz_bpe.count == GPT2_VOCABULARY);
 }
 
 static void target_bpe_tokens(const unsigned char *bytes, size_t size) {
     bpe_parse_tokens(&fuzz_bpe, bytes, size, "gpt2_tokenizer.bin");
+    bpe_require_gpt2(&fuzz_bpe, "gpt2_tokenizer.bin");
     FACT(fuzz_bpe.count == GPT2_VOCABULARY);
 }
 

@@ -197,16 +197,6 @@ static void test_gpu_checkpoints() {
     }
 }
 
-// The losses of a log's steps.
-static std::vector<double> losses_in(const Text &path) {
-    std::vector<double> losses;
-    const Text all = read_file(path);
-    for (size_t at = 0; (at = all.find("\"loss\":", at)) != Text::npos; at += 7) {
-        losses.push_back(strtod(&all[at + 7], NULL));
-    }
-    return losses;
-}
-
 // 200 steps in bf16 on real text stay within 2 % of the oracle's loss, each and every one. (On the
 // emulated device the worst step is 0.3 to 0.8 % off, depending on the text.)
 static void test_gpu_learns() {
@@ -215,7 +205,8 @@ static void test_gpu_learns() {
     Outcome oracle = cpu_program(run + "cpu"), gpu = program(run + "gpu");
     expect_success(oracle, "oracle");
     expect_success(gpu, "bf16");
-    std::vector<double> want = losses_in("cpu/log.jsonl"), got = losses_in("gpu/log.jsonl");
+    std::vector<double> want = values_in(read_file("cpu/log.jsonl"), "loss"),
+                        got = values_in(read_file("gpu/log.jsonl"), "loss");
     expect(want.size() == 200 && got.size() == 200, "%zu and %zu steps", want.size(), got.size());
     for (size_t i = 0; i < want.size() && i < got.size(); i++) {
         expect_near(got[i], want[i], 0.02 * want[i], "loss of step %zu", i + 1);

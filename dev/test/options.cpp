@@ -103,7 +103,7 @@ static void test_bad_data() {
         {"-i short.bin", "short.bin: 16 tokens are fewer than one sequence: T + 1 = 17"},
         {"-i outside.bin", "outside.bin: token 300 is 257, outside the vocabulary of 257"},
         {"-i [tg]*.bin", "its tokens are"},
-        {"-i train.bin -j gpt2.bin", "gpt2.bin"},
+        {"-i train.bin -j gpt2.bin", "gpt2.bin has another tokenizer than train.bin"},
         {"-i train.bin -j missing.bin", "no token file matches missing.bin"},
         {"-i train.bin -j short.bin", "short.bin: 16 tokens"},
         {"-i train.bin -b 200", "a step takes 200 sequences of 16 tokens; train.bin has 187"},
@@ -121,7 +121,7 @@ static void test_bad_data() {
 // Full disk (a limit on the size of files), folders that cannot be made or written.
 static void test_bad_output() {
     write_corpus();
-    expect_success(program(TINY "--quiet -x 2 -o out"), "first run");
+    expect_success(program(TINY "--quiet -x 2 -u 2 -o out"), "a warmup of all steps");
     expect_refused(program(TINY "--quiet -x 4 -y 1 -o out", full_disk(20000)),
                    "cannot write out/step-00000004.tmp/", "full disk");
     expect(names_in("out", "step") == "step-00000002", "%s", names_in("out", "step").c_str());

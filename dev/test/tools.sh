@@ -88,6 +88,9 @@ refuses "no tokenizer named" "bytes is missing" ./tokenize -o bad text
 refuses "two tokenizers" "contradict each other" $tokenize --bpe -o bad text
 refuses "no vocabulary" "needs GPT-2's vocab.bpe" ./tokenize --bpe -o bad text
 refuses "bad vocabulary" "text: " ./tokenize --bpe --tokenizer text -o bad text
+printf '#version: 0.2\na b\n' > made
+refuses "another vocabulary" "made: not GPT-2's vocabulary: 258 tokens with fingerprint" \
+    ./tokenize --bpe --tokenizer made -o bad text
 refuses "two splits" "contradict each other" $tokenize -o bad --val-tokens 1 --val-file text text
 refuses "stream among files" "a stream is the only input" $tokenize -o bad text -
 refuses "no threads" "not a whole number from 1 to 1024" $tokenize -o bad --threads 0 text
