@@ -1489,7 +1489,7 @@ static void plan_open(Plan *p) {
     void *memory =
         mmap(NULL, p->device_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) {
-        die("the system gives no %s for the plan: %s", bytes_text((double)p->device_bytes).s,
+        die("cannot allocate %s for the plan: %s", bytes_text((double)p->device_bytes).s,
             strerror(errno));
     }
     madvise(memory, p->device_bytes, MADV_HUGEPAGE);
@@ -2813,7 +2813,7 @@ static double global_norm(const real *x, int64_t n) {
     enum { CHUNK = 1 << 16, CHUNKS = 4096 };
     static double sums[CHUNKS];  // of up to 2^28 numbers at a time: not on the stack, not allocated
     double total = 0;
-    check(n % LANES == 0, "a norm of %" PRId64 " numbers", n);
+    check(n % LANES == 0, "%" PRId64 " numbers", n);
     for (int64_t begin = 0; begin < n; begin += (int64_t)CHUNK * CHUNKS) {
         const int chunks = (int)min_i64(ceil_div_i64(n - begin, CHUNK), CHUNKS);
         #pragma omp parallel for schedule(static)
@@ -3359,7 +3359,7 @@ static void safetensors_model(Span *spans, const Model *m, const unsigned char *
 }
 
 // The sizes of a Hugging Face config.json. What would make another function of the same weights is
-// refused; what only training or generation looks at there is passed over.
+// refused; what only training or generation looks at there is skipped.
 static void config_parse(Model *m, const unsigned char *bytes, size_t size, const char *name) {
     static const char *const sizes[] = {"n_layer", "n_head", "n_embd", "n_positions", "vocab_size"};
     static const struct {
@@ -3712,7 +3712,7 @@ static void model_file_save(Engine *e, const Model *m, int type, Writer *w) {
 //    bears the final name was complete then, whenever the machine stopped. A ".tmp" is never read;
 //    the next run that writes there removes it.
 // 2. A resume takes the newest checkpoint whose files are those of its manifest, byte for byte, and
-//    says which it passed over and why.
+//    says which it skipped and why.
 // 3. The engine (chapter The engine) hands states over in pieces, so saving takes memory for one
 //    tensor.
 
@@ -3721,7 +3721,7 @@ enum { FILE_MODEL, FILE_CONFIG, FILE_STATE, FILE_MANIFEST, CHECKPOINT_FILES };
 static const char *const checkpoint_files[CHECKPOINT_FILES] = {
     "model.safetensors", "config.json", "state-0-of-1.safetensors", "manifest.json"};
 
-// Removes a checkpoint's folder, the manifest first: what a kill leaves is no whole checkpoint.
+// Removes a checkpoint's folder, the manifest first: what a kill leaves is no complete checkpoint.
 static void checkpoint_remove(const char *folder) {
     char path[PATH_BYTES];
     for (int i = FILE_MANIFEST; i >= 0; i--) {
@@ -3887,7 +3887,7 @@ static void checkpoint_save(const Snapshot *snapshot, const char *output, char p
     manifest_save(files, step, w);
     writer_close(w);
     fsync_folder(folder);
-    checkpoint_remove(path);  // a damaged one, which the resume passed over
+    checkpoint_remove(path);  // a damaged one, which the resume skipped
     rename(path, aside);      // where it holds what is not ours
     if (rename(folder, path) != 0) {
         die("cannot rename checkpoint %s to %s: %s", folder, path, strerror(errno));
@@ -4131,7 +4131,7 @@ static void state_parse(StateFile *out, const Model *m, const unsigned char *byt
     }
 }
 
-// Loads a whole checkpoint into the engine and `state`.
+// Loads a verified checkpoint into the engine and `state`.
 static void checkpoint_load(Engine *e, const Settings *s, const char *identity, RunState *state,
                             const char *folder, int quiet) {
     char path[PATH_BYTES];
@@ -4977,11 +4977,11 @@ static int64_t run_resume(Run *run) {
             checkpoint_load(&run->engine, &run->s, run->identity, &run->state, path,
                             (int)o->quiet);
         } else {
-            fprintf(stderr, "%s: passed over %s: %s\n", program_name, path, problem);
+            fprintf(stderr, "%s: skipped %s: %s\n", program_name, path, problem);
         }
     }
     if (list.count && step < 0) {
-        die("--resume (-y): no checkpoint in %s is whole; remove them to start anew", o->output);
+        die("--resume (-y): no checkpoint in %s is complete; remove them to start anew", o->output);
     }
     free(list.steps);
     if (o->resume && !o->quiet) {
