@@ -542,27 +542,27 @@ template <class E> __device__ __forceinline__ uint32_t pack2(float lo, float hi)
 // token's rows are added in the order of the batch. 2. The gradient of wte is read and written once
 // for each token that occurs; wte is also the classifier's weight, whose gradient is already there.
 
-constexpr int ENCODER_THREADS = 256;
-constexpr int ENCODER_ROWS = 8;  // most threads that share the rows of one token, or of one block
-constexpr int POSITIONS_MAX = INT_MAX - 8 * ENCODER_THREADS;  // elements of wpe: indexed by an int
+constexpr int EMBEDDING_THREADS = 256;
+constexpr int EMBEDDING_ROWS = 8;  // most threads that share the rows of one token, or of one block
+constexpr int POSITIONS_MAX = INT_MAX - 8 * EMBEDDING_THREADS;  // elements of wpe: an int's
 
 // The token plan of a batch, in one array of 3 N + 1 ints so that one copy uploads it.
 //   order (N): the rows, grouped by token; start (N + 1): segment s is order[start[s]] ..
 //   order[start[s+1]-1]; token (N): the token of segment s.
-struct EncoderPlan {
+struct EmbeddingPlan {
     int *order, *start, *token;
 };
 
-static int encoder_plan_ints(int N) { return 3 * N + 1; }
+static int embedding_plan_ints(int N) { return 3 * N + 1; }
 
-static EncoderPlan encoder_plan(int *ints, int N) {
-    return EncoderPlan{ints, ints + N, ints + 2 * N + 1};
+static EmbeddingPlan embedding_plan(int *ints, int N) {
+    return EmbeddingPlan{ints, ints + N, ints + 2 * N + 1};
 }
 
 // Fills the token plan of tokens (N), each below V, and returns its number of segments.
 // counts (V): scratch.
-static int encoder_sort(int *ints, int *counts, const Token *tokens, int N, int V) {
-    EncoderPlan plan = encoder_plan(ints, N);
+static int embedding_sort(int *ints, int *counts, const Token *tokens, int N, int V) {
+    EmbeddingPlan plan = embedding_plan(ints, N);
     memset(counts, 0, V * sizeof(int));
     for (int i = 0; i < N; i++) {
         counts[tokens[i]]++;
@@ -587,8 +587,8 @@ static int encoder_sort(int *ints, int *counts, const Token *tokens, int N, int 
 // tokens (B,T). Block (32 packs of a row, rows), grid (B T / rows, C / (32 packs)). Exact but for
 // the rounding to fp32 and E.
 template <class E>
-__global__ void encoder_forward_kernel(E *out, const int *tokens, const E *wte, const E *wpe, int N,
-                                       int T, int C) {
+__global__ void embedding_forward_kernel(E *out, const int *tokens, const E *wte, const E *wpe,
+                                         int N, int T, int C) {
     constexpr int size = Pack<E>::size;
     int c = (blockIdx.y * WARP + threadIdx.x) * size, row = blockIdx.x * blockDim.y + threadIdx.y;
     if (c < C && row < N) {
@@ -602,14 +602,14 @@ __global__ void encoder_forward_kernel(E *out, const int *tokens, const E *wte, 
     }
 }
 
-// Blocks of ENCODER_ROWS positions. Rows of C elements are whole packs.
+// Blocks of EMBEDDING_ROWS positions. Rows of C elements are whole packs.
 template <class E>
-static void gpu_encoder_forward(E *out, const int *tokens, const E *wte, const E *wpe, int B, int T,
-                                int C, cudaStream_t stream) {
+static void gpu_embedding_forward(E *out, const int *tokens, const E *wte, const E *wpe, int B,
+                                  int T, int C, cudaStream_t stream) {
     constexpr int size = Pack<E>::size;
     check_rows(E, C, out, wte, wpe);
-    int N = B * T, rows = N < ENCODER_ROWS ? N : ENCODER_ROWS;
-    launch(encoder_forward_kernel<E>, dim3(ceil_div(N, rows), ceil_div(C, WARP * size)),
+    int N = B * T, rows = N < EMBEDDING_ROWS ? N : EMBEDDING_ROWS;
+    launch(embedding_forward_kernel<E>, dim3(ceil_div(N, rows), ceil_div(C, WARP * size)),
            dim3(WARP, rows), 0, stream, out, tokens, wte, wpe, N, T, C);
 }
 
@@ -617,8 +617,8 @@ static void gpu_encoder_forward(E *out, const int *tokens, const E *wte, const E
 // become zero.
 //   dwpe (max_T,C) of G, dout (B,T,C) of E. A thread for each 16 bytes of dout's rows.
 template <class E, class G>
-__global__ void encoder_backward_position_kernel(G *dwpe, const E *dout, int B, int T, int C,
-                                                 int max_T, bool first) {
+__global__ void embedding_backward_position_kernel(G *dwpe, const E *dout, int B, int T, int C,
+                                                   int max_T, bool first) {
     constexpr int size = Pack<E>::size;
     int at = (blockIdx.x * blockDim.x + threadIdx.x) * size;
     if (at >= (first ? max_T : T) * C) {
@@ -642,8 +642,8 @@ __global__ void encoder_backward_position_kernel(G *dwpe, const E *dout, int B, 
 //   dwte (Vp,C) of G, dout (N,C) of E. Grid (segments, C / (32 packs)), block (32, 1..8): thread y
 //   adds the rows y, y + blockDim.y, ... of the segment, then the threads' sums are added in order.
 template <class E, class G>
-__global__ void encoder_backward_token_kernel(G *dwte, const E *dout, const int *order,
-                                              const int *start, const int *token, int C) {
+__global__ void embedding_backward_token_kernel(G *dwte, const E *dout, const int *order,
+                                                const int *start, const int *token, int C) {
     DYN_SHARED(float, buffer);
     constexpr int size = Pack<E>::size;
     int c = (blockIdx.y * WARP + threadIdx.x) * size, end = start[blockIdx.x + 1];
@@ -668,21 +668,22 @@ __global__ void encoder_backward_token_kernel(G *dwte, const E *dout, const int 
 }
 
 // dwte (Vp,C) += and dwpe (max_T,C) = (first) or += the gradients of the embedding, both of G; dout
-// (B,T,C) of E. plan: device copy of encoder_sort's ints for the same tokens, and its number of
+// (B,T,C) of E. plan: device copy of embedding_sort's ints for the same tokens, and its number of
 // segments.
 template <class E, class G>
-static void gpu_encoder_backward(G *dwte, G *dwpe, const E *dout, int *plan_ints, int segments,
-                                 int B, int T, int C, int max_T, bool first, cudaStream_t stream) {
+static void gpu_embedding_backward(G *dwte, G *dwpe, const E *dout, int *plan_ints, int segments,
+                                   int B, int T, int C, int max_T, bool first,
+                                   cudaStream_t stream) {
     constexpr int size = Pack<E>::size;
     check_rows(E, C, dwte, dwpe, dout);
     check((int64_t)max_T * C <= POSITIONS_MAX, "%d positions of %d channels", max_T, C);
     int N = B * T, packs = (first ? max_T : T) * (C / size);
-    int threads = packs < ENCODER_THREADS ? ceil_div(packs, WARP) * WARP : ENCODER_THREADS;
-    launch(encoder_backward_position_kernel<E, G>, ceil_div(packs, threads), threads, 0, stream,
+    int threads = packs < EMBEDDING_THREADS ? ceil_div(packs, WARP) * WARP : EMBEDDING_THREADS;
+    launch(embedding_backward_position_kernel<E, G>, ceil_div(packs, threads), threads, 0, stream,
            dwpe, dout, B, T, C, max_T, first);
-    EncoderPlan plan = encoder_plan(plan_ints, N);
-    int rows = ceil_div(N, segments) < ENCODER_ROWS ? ceil_div(N, segments) : ENCODER_ROWS;
-    launch(encoder_backward_token_kernel<E, G>, dim3(segments, ceil_div(C, WARP * size)),
+    EmbeddingPlan plan = embedding_plan(plan_ints, N);
+    int rows = ceil_div(N, segments) < EMBEDDING_ROWS ? ceil_div(N, segments) : EMBEDDING_ROWS;
+    launch(embedding_backward_token_kernel<E, G>, dim3(segments, ceil_div(C, WARP * size)),
            dim3(WARP, rows), WARP * rows * size * sizeof(float), stream, dwte, dout, plan.order,
            plan.start, plan.token, C);
 }
@@ -2340,7 +2341,7 @@ static_assert(sizeof(ParamRange) <= GPU_TENSOR_ROW_BYTES, "the plan's buffer hol
 // A batch in one array of batch_ints(N) ints, so that one copy uploads it.
 struct GpuBatch {
     int *inputs, *targets;  // (N)
-    int *sorted;            // the inputs grouped by token, encoder_plan_ints(N)
+    int *sorted;            // the inputs grouped by token, embedding_plan_ints(N)
 };
 static GpuBatch batch_at(int *memory, int N) { return {memory, memory + N, memory + 2 * N}; }
 
@@ -2355,7 +2356,7 @@ template <class E, class G> struct GpuNetwork {
     GpuState *result;         // pinned: the state after a step
     ParamRange *ranges;
     int range_count, chunks;
-    int micros;  // micro-steps of the step being made
+    int accum_steps;  // micro-steps of the step being made
 };
 
 // A buffer that exists once, as numbers of type N. BUF_GRADS holds matrices alone, BUF_GRADS_1D
@@ -2545,8 +2546,8 @@ template <class E, class G> static void gpu_stage(void *self, int stage, int lay
     cudaStream_t stream = net->stream;
     switch (stage) {
     case EMBED:
-        gpu_encoder_forward<E>(b.act(ACT_X), pass->batch.inputs, b.weight(WTE), b.weight(WPE), B, T,
-                               C, stream);
+        gpu_embedding_forward<E>(b.act(ACT_X), pass->batch.inputs, b.weight(WTE), b.weight(WPE), B,
+                                 T, C, stream);
         break;
     case LNF:
         gpu_layernorm_forward<E>(gpu_buffer<E>(net, BUF_LNF), gpu_buffer<float>(net, BUF_LNF_MEAN),
@@ -2565,9 +2566,9 @@ template <class E, class G> static void gpu_stage(void *self, int stage, int lay
         break;
     case D_EMBED:
         // The tokens come sorted, so that every row of dwte has one writer and no atomic is needed.
-        gpu_encoder_backward<E, G>(b.dmatrix(WTE), b.dmatrix(WPE), gpu_buffer<E>(net, BUF_DRES),
-                                   pass->batch.sorted, pass->segments, B, T, C, m->maxT,
-                                   pass->first, stream);
+        gpu_embedding_backward<E, G>(b.dmatrix(WTE), b.dmatrix(WPE), gpu_buffer<E>(net, BUF_DRES),
+                                     pass->batch.sorted, pass->segments, B, T, C, m->maxT,
+                                     pass->first, stream);
         break;
     default:  // a block's
         (stage < F_STAGES ? gpu_block_forward<E, G> : gpu_block_backward<E, G>)(pass, stage, layer);
@@ -2596,7 +2597,7 @@ static void gpu_upload(GpuPass<E, G> *pass, const Token *inputs, const Token *ta
     memcpy(host.inputs, inputs, N * sizeof(int));
     memcpy(host.targets, targets, N * sizeof(int));
     if (pass->dloss != 0) {  // the host sorts while the GPU computes the micro-step before
-        pass->segments = encoder_sort(host.sorted, net->counts, inputs, N, s->model.V);
+        pass->segments = embedding_sort(host.sorted, net->counts, inputs, N, s->model.V);
         ints = (int)batch_ints(N);
     }
     pass->batch = batch_at(gpu_buffer<int>(net, BUF_BATCH), N);
@@ -2607,14 +2608,14 @@ static void gpu_upload(GpuPass<E, G> *pass, const Token *inputs, const Token *ta
 
 // The engine's micro_step: forward, backward, gradients added up on the device.
 template <class E, class G>
-static void gpu_micro_step(Engine *e, const Token *inputs, const Token *targets, int micro,
-                           int micros) {
+static void gpu_micro_step(Engine *e, const Token *inputs, const Token *targets, int accum_step,
+                           int accum_steps) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
     Plan *p = net->plan;
     const Settings *s = &p->settings;
-    const float dloss = (float)(1.0 / ((double)(s->B * s->T) * micros * s->ranks));
-    GpuPass<E, G> pass = {net, {}, 0, 0, s->B, s->T, dloss, micro == 0};
-    net->micros = micros;
+    const float dloss = (float)(1.0 / ((double)(s->B * s->T) * accum_steps * s->ranks));
+    GpuPass<E, G> pass = {net, {}, 0, 0, s->B, s->T, dloss, accum_step == 0};
+    net->accum_steps = accum_steps;
     gpu_upload(&pass, inputs, targets);
     if (pass.first) {  // kernels only add to these (The network on the GPU, 2)
         cuda_check(cudaMemsetAsync(gpu_buffer<float>(net, BUF_GRADS_1D), 0,
@@ -2667,15 +2668,15 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
         cudaMemcpyAsync(net->result, state, sizeof *state, cudaMemcpyDeviceToHost, net->stream));
     cuda_check(cudaStreamSynchronize(net->stream));
     // loss_sum has one loss a token: the mean over the step's tokens is its loss.
-    const double tokens = (double)s->B * s->T * net->micros;
+    const double tokens = (double)s->B * s->T * net->accum_steps;
     StepResult result = {net->result->loss_sum / tokens, net->result->update.norm,
                          (int)net->result->update.skip};
     return result;
 }
 
-// The engine's evaluate: the walk as far as the head.
+// The engine's forward_loss: the walk as far as the head.
 template <class E, class G>
-static double gpu_evaluate(Engine *e, real *losses, const Token *inputs, const Token *targets) {
+static double gpu_forward_loss(Engine *e, real *losses, const Token *inputs, const Token *targets) {
     static_assert(sizeof(real) == sizeof(float), "losses are copied as they are");
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
     const Settings *s = &net->plan->settings;
@@ -2895,7 +2896,7 @@ static void gpu_warm_up(Engine *e) {
     gpu_micro_step<E, G>(e, zeros, zeros, 0, 2);
     gpu_micro_step<E, G>(e, zeros, zeros, 1, 2);
     gpu_update<E, G>(e, &o, 0, HUGE_VAL, 0);
-    gpu_evaluate<E, G>(e, nullptr, zeros, zeros);
+    gpu_forward_loss<E, G>(e, nullptr, zeros, zeros);
     gpu_logits<E, G>(e, logits, zeros, 1);
     free(zeros);
     free(logits);
@@ -2922,7 +2923,7 @@ template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
     arena_open(net->plan, net->stream);
     gpu_matmul_open(gpu_buffer<char>(net, BUF_MATMUL), GPU_MATMUL_BYTES);
     int *pinned = gpu_buffer<int>(net, BUF_PINNED);
-    check(batch_ints(N) == 2 * N + (int64_t)encoder_plan_ints((int)N), "a batch's length");
+    check(batch_ints(N) == 2 * N + (int64_t)embedding_plan_ints((int)N), "a batch's length");
     for (int i = 0; i < 2; i++) {
         net->pinned[i] = batch_at(pinned + i * batch_ints(N), (int)N);
         cuda_check(cudaEventCreateWithFlags(&net->uploaded[i], cudaEventDisableTiming));
@@ -2934,7 +2935,7 @@ template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
     e->self = net;
     e->micro_step = gpu_micro_step<E, G>;
     e->update = gpu_update<E, G>;
-    e->evaluate = gpu_evaluate<E, G>;
+    e->forward_loss = gpu_forward_loss<E, G>;
     e->logits = gpu_logits<E, G>;
     e->read = gpu_read<E, G>;
     e->write = gpu_write<E, G>;
@@ -3151,12 +3152,12 @@ static int command_compare(Run *run, const Program *program) {
         }
         run->engine.close(&run->engine);
         middle[k] = median(ms + WARM, STEPS);
-        printf("-r %-11s %14s %14s %10.2f %12s\n", level_rows[k ? asked : RECOMPUTE_NONE].name,
+        printf("-r %-11s %14s %14s %10.2f %12s\n", level_table[k ? asked : RECOMPUTE_NONE].name,
                bytes_text((double)bytes[k]).s, bytes_text((double)device_memory.library_bytes).s,
                middle[k], count_text((int64_t)(tokens / middle[k] * 1e3)).s);
     }
     printf("-r %s takes %.1f %% of the memory and %.2f x the time (median of %d steps)\n",
-           level_rows[asked].name, 100.0 * (double)bytes[1] / (double)bytes[0],
+           level_table[asked].name, 100.0 * (double)bytes[1] / (double)bytes[0],
            middle[1] / middle[0], STEPS);
     plan_free(&run->plan);
     return 0;

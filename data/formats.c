@@ -78,7 +78,7 @@ __attribute__((noreturn, format(printf, 4, 5))) static void check_failed(const c
     va_list args;
     va_start(args, hint);
     fflush(stdout);
-    fprintf(stderr, "%s: %s:%d: '%s' does not hold: ", program_name, file, line, expression);
+    fprintf(stderr, "%s: %s:%d: check failed: %s: ", program_name, file, line, expression);
     vfprintf(stderr, hint, args);
     fputc('\n', stderr);
     va_end(args);

@@ -35,7 +35,7 @@ static char fuzz_message[8192];
 
 static void fact_failed(const char *fact, int line) {
     fflush(fuzz_errors);
-    dprintf(2, "fuzz.c:%d: '%s' does not hold; last message: %s\n", line, fact, fuzz_message);
+    dprintf(2, "fuzz.c:%d: check failed: %s; last message: %s\n", line, fact, fuzz_message);
     abort();
 }
 #define FACT(condition) ((condition) ? (void)0 : fact_failed(#condition, __LINE__))

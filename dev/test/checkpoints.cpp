@@ -1,5 +1,5 @@
 // checkpoints.cpp -- folders of checkpoints as a user, a full disk or a stranger leaves them: what
-// is damaged is passed over by name, what is foreign is refused, nothing whole is lost, and a run
+// is damaged is skipped by name, what is foreign is refused, nothing complete is lost, and a run
 // that goes on ends in the bytes of the undisturbed one.
 //
 // Run:    build/test/checkpoints [--program build/train_gpt2_asan] [NAME...]
@@ -13,7 +13,7 @@
 static void passed_over_at(int line, const Outcome &o, const Words &skipped, const Text &who) {
     bool all = o.status == 0;
     for (const Text &what : skipped) {
-        all = all && o.err.find("train_gpt2: passed over out/" + what) != Text::npos;
+        all = all && o.err.find("train_gpt2: skipped out/" + what) != Text::npos;
     }
     if (!all || std::count(o.err.begin(), o.err.end(), '\n') != (long)skipped.size()) {
         fail(__FILE__, line, who + text(": status %d, stderr: ", o.status) + o.err.substr(0, 600));
@@ -24,7 +24,7 @@ static void passed_over_at(int line, const Outcome &o, const Words &skipped, con
 static const char eight_steps[] = TINY "--quiet -x 8 -n 2 -y 1 -o out ";
 static const char every_second[] = "step-00000002 step-00000004 step-00000006 step-00000008";
 
-// A damaged checkpoint is passed over by name, and the run that goes on from the one before ends in
+// A damaged checkpoint is skipped by name, and the run that goes on from the one before ends in
 // the same bytes.
 static void test_checkpoint_damaged() {
     write_corpus();
@@ -54,7 +54,7 @@ static void test_checkpoint_damaged() {
     }
 }
 
-// Without a whole checkpoint nothing is lost or begun; one of another run is refused.
+// Without a complete checkpoint nothing is lost or begun; one of another run is refused.
 static void test_checkpoint_foreign() {
     write_corpus();
     const Text run = eight_steps;
@@ -64,7 +64,7 @@ static void test_checkpoint_foreign() {
         write_file(text("out/step-%08d/config.json", step), "{}");
     }
     Outcome o = program(run);
-    expect(o.status == 1 && o.err.find("no checkpoint in out is whole") != Text::npos, "%s",
+    expect(o.status == 1 && o.err.find("no checkpoint in out is complete") != Text::npos, "%s",
            o.err.c_str());
     expect(names_in("out", "step") == every_second);
     expect_success(program(TINY "--quiet -x 8 -n 2 -y 1 -o again"), "again");
@@ -273,7 +273,7 @@ static void test_model_option() {
 }
 
 // A disk that fills up inside any file of a checkpoint, and what else is in the way, leave the one
-// before as it was; a folder in the first form, or one without a manifest, is passed over.
+// before as it was; a folder in the first form, or one without a manifest, is skipped.
 static void test_checkpoint_writes() {
     write_corpus();
     expect_success(program(TINY "--quiet -x 2 -o out"), "first run");
@@ -309,13 +309,13 @@ static void test_checkpoint_writes() {
                        "step-00000003: manifest.json");
     unlink("out/step-00000009");
     remove_folder("out/step-00000003");
-    expect_success(program(run), "the newest checkpoint is whole");
+    expect_success(program(run), "the newest checkpoint is complete");
 }
 
 // -------------------------------------------------------------------------------------------------
 // What a power cut leaves
 // is what was synced before. Nobody cuts the power here: the test looks on, system call by call, as
-// a debugger does, and demands an order under which every moment leaves a whole checkpoint.
+// a debugger does, and demands an order under which every moment leaves a complete checkpoint.
 
 #ifdef PTRACE_GET_SYSCALL_INFO
 // The text at an address of another process.

@@ -48,7 +48,7 @@ static void test_gpu_bad_input() {
                        "fp32 where there is no bf16");
         Outcome small = program("-i train.bin -b 64 -x 2 -e l4h2c64t16 -o small",
                                 with("EMU_GPU_MEM", "42000000"));
-        expect_refused(small, ": short ", "too little memory");
+        expect_refused(small, " short; ", "too little memory");
         expect(small.err.find("-r ") != Text::npos && small.err.find(" frees ") != Text::npos,
                "remedies: %s", small.err.c_str());
     }
@@ -88,7 +88,7 @@ static void test_gpu_start() {
             setenv("EMU_GPU_MEM", text("%ld", plan + (500L << 20) - less).c_str(), 1);
         });
         if (less) {
-            expect_refused(o, ": short 1 B", "a byte less");
+            expect_refused(o, ": 1 B short", "a byte less");
         } else {
             expect_success(o, "plan, context and libraries to the byte");
         }

@@ -124,7 +124,7 @@ case $FINDS in
     ours) report layernorm_forward_kernel; summary 1; exit 1 ;;
     cut) report nvjet; summary 5000; echo "========= ERROR SUMMARY: 4999 errors were not printed" ;;
     split) report splitKreduce_kernel; summary 1; exit 1 ;;
-    refused) echo "train_gpt2cu: the plan needs 3.0 GiB, available are 2"; summary 0; exit 1 ;;
+    refused) echo "train_gpt2cu: the plan needs 3.0 GiB, only 2 are free"; summary 0; exit 1 ;;
 esac
 END
 chmod +x "$scratch/bin/compute-sanitizer"
