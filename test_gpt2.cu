@@ -687,8 +687,14 @@ static void test_loader_coverage() {
     }
     dataset_batch(&d, 12, 2, 0, 42, in[0], out[0], GPT2_VOCABULARY);
     expect(in[0][0] == 101 && in[1][0] == 109, "without shuffling, file order");
-    expect_death(dataset_batch(&d, 12, 2, 0, 42, in[0], out[0], 105),
-                 "b.bin: token 4 is 105, outside the vocabulary of 105");
+    expect(!dataset_batch(&d, 12, 2, 0, 42, in[0], out[0], 105) &&
+               Text(d.problem) == "b.bin: token 4 is 105, outside the vocabulary of 105",
+           "%s", d.problem);
+    expect(truncate("b.bin", LLMC_HEADER_BYTES + 2 * 15) == 0 &&
+               !dataset_batch(&d, 12, 2, 0, 42, in[0], out[0], GPT2_VOCABULARY) &&
+               Text(d.problem) == "b.bin: cannot read tokens 8 to 16: it became shorter while it "
+                                  "was in use",
+           "%s", d.problem);
     dataset_close(&d);
     detail = "3 shards, 60 epochs";
 }

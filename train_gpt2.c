@@ -60,6 +60,7 @@
 #include <string.h>
 #include <sys/file.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 #ifdef _OPENMP
@@ -217,7 +218,7 @@ typedef struct {
     const char *dtype, *moments, *master, *grad_dtype, *offload, *eval, *gpu;
     int64_t seq_len, seed, shuffle, batch, tokens_per_step, steps, overfit, warmup;
     int64_t val_every, val_batches, sample_every, sample_tokens, top_k;
-    int64_t save_every, keep, resume, quiet, logit_rows, gpu_mem, plan, json, check, compare, help;
+    int64_t max_skips, save_every, keep, resume, quiet, logit_rows, gpu_mem, plan, json, check, compare, help;
     double lr, final_lr, weight_decay, beta1, beta2, eps, clip, skip_zscore, temperature, top_p;
 } Options;
 
@@ -281,6 +282,8 @@ static const OptionRow option_rows[] = {
     {"skip-zscore", 0, OPT_REAL, FIELD(skip_zscore), "0", 0, 1e9, NULL, "Optimizer",
      "skip a step whose gradient norm lies this many standard deviations above the last 128; 0: "
      "never"},
+    {"max-skips", 0, OPT_INT, FIELD(max_skips), "20", 0, 1e9, NULL, "Optimizer",
+     "skipped steps in a row that end the run as failed; 0: none do"},
     {"val-every", 'v', OPT_INT, FIELD(val_every), "250", 0, 1e9, NULL, "Validation and samples",
      "steps between validations; 0: never"},
     {"val-batches", 'm', OPT_INT, FIELD(val_batches), "20", 0, 1e9, NULL, "Validation and samples",
@@ -690,7 +693,7 @@ static int model_parse(Model *m, const char *text) {
         }
     }
     int end = 0;
-    if (strlen(text) > 40 ||
+    if (strlen(text) > 40 || text[strspn(text, "lhct-0123456789")] != 0 ||  // %d skips spaces
         sscanf(text, "l%5dh%5dc%6dt%8d%n", &m->L, &m->NH, &m->C, &m->maxT, &end) != 4 ||
         text[end] != 0) {
         return -1;
@@ -2975,12 +2978,20 @@ static void engine_initialise(Engine *e, const Model *m, uint64_t seed) {
 //    ranks.
 // 2. The (tokens - 1) % T tokens that fill no window are left out of an epoch; the windows' start
 //    moves with the epoch, so that no token is left out of all.
+// 3. A window that cannot be read, or holds an id outside the vocabulary, is no reason to lose what
+//    a run has learnt: the batch says so, and the run saves before it ends.
 
 // Opens every shard that `pattern` names, in order of name, cut for sequences of T tokens.
 static void dataset_open(Dataset *d, const char *pattern, int T) {
     glob_t found;
+    struct rlimit files;
     memset(d, 0, sizeof *d);
     d->T = T;
+    d->window = (uint16_t *)alloc_zero((size_t)T + 1, sizeof(uint16_t));
+    if (getrlimit(RLIMIT_NOFILE, &files) == 0) {  // every shard stays open: often 1,024 at first
+        files.rlim_cur = files.rlim_max;
+        setrlimit(RLIMIT_NOFILE, &files);
+    }
     int status = glob(pattern, 0, NULL, &found);
     if (status != 0 || found.gl_pathc == 0) {
         die("no token file matches %s; 'make data' prepares tinyshakespeare", pattern);
@@ -3003,16 +3014,17 @@ static void dataset_open(Dataset *d, const char *pattern, int T) {
 
 static void dataset_close(Dataset *d) {
     for (int i = 0; i < d->shard_count; i++) {
-        munmap(d->shards[i].map, d->shards[i].map_bytes);
+        close(d->shards[i].fd);
     }
     free(d->shards);
+    free(d->window);
     memset(d, 0, sizeof *d);
 }
 
-// Copies window `window` of `epoch` into T inputs and T targets; ends the run at an id of
-// `vocabulary` or more.
-static void dataset_window(const Dataset *d, int64_t window, uint32_t epoch, uint64_t seed,
-                           Token *inputs, Token *targets, int vocabulary) {
+// Copies window `window` of `epoch` into T inputs and T targets. Returns 0, and d->problem, where
+// the file cannot be read or holds an id of `vocabulary` or more.
+static int dataset_window(Dataset *d, int64_t window, uint32_t epoch, uint64_t seed,
+                          Token *inputs, Token *targets, int vocabulary) {
     int low = 0, high = d->shard_count - 1;
     while (low < high) {
         int middle = (low + high + 1) / 2;
@@ -3027,11 +3039,18 @@ static void dataset_window(const Dataset *d, int64_t window, uint32_t epoch, uin
     int64_t shift = (int64_t)(rng_uniform(seed, RNG_SHUFFLE, epoch, UINT64_MAX - (uint64_t)low) *
                               (double)(rest + 1));
     int64_t start = (window - shard->first_window) * d->T + (epoch ? shift : 0);
+    const char *fault = shard_read(shard, d->window, start, d->T + 1);
+    if (fault) {
+        snprintf(d->problem, sizeof d->problem, "%s: cannot read tokens %" PRId64 " to %" PRId64
+                 ": %s", shard->path, start, start + d->T, fault);
+        return 0;
+    }
     for (int i = 0; i <= d->T; i++) {
-        Token token = shard->tokens[start + i];
+        Token token = d->window[i];
         if (token >= vocabulary) {
-            die("%s: token %" PRId64 " is %d, outside the vocabulary of %d", shard->path, start + i,
-                token, vocabulary);
+            snprintf(d->problem, sizeof d->problem, "%s: token %" PRId64 " is %d, outside the "
+                     "vocabulary of %d", shard->path, start + i, token, vocabulary);
+            return 0;
         }
         if (i < d->T) {
             inputs[i] = token;
@@ -3040,20 +3059,24 @@ static void dataset_window(const Dataset *d, int64_t window, uint32_t epoch, uin
             targets[i - 1] = token;
         }
     }
+    return 1;
 }
 
-// B sequences from `position` on: the training batch of one rank and micro-step.
-static void dataset_batch(const Dataset *d, int64_t position, int B, int shuffle, uint64_t seed,
-                          Token *inputs, Token *targets, int vocabulary) {
-    for (int b = 0; b < B; b++) {
+// B sequences from `position` on: the training batch of one rank and micro-step. Returns 0, and
+// d->problem, where there is none.
+static int dataset_batch(Dataset *d, int64_t position, int B, int shuffle, uint64_t seed,
+                         Token *inputs, Token *targets, int vocabulary) {
+    int whole = 1;
+    for (int b = 0; b < B && whole; b++) {
         int64_t place = position + b, window = place % d->windows;
         uint32_t epoch = (uint32_t)(place / d->windows);
         if (shuffle) {
             window = permute_index(window, d->windows, seed, epoch);
         }
-        dataset_window(d, window, epoch, seed, inputs + (int64_t)b * d->T,
-                       targets + (int64_t)b * d->T, vocabulary);
+        whole = dataset_window(d, window, epoch, seed, inputs + (int64_t)b * d->T,
+                               targets + (int64_t)b * d->T, vocabulary);
     }
+    return whole;
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -3329,7 +3352,8 @@ static void model_file_open(ModelFile *f, const char *path) {
     memset(f, 0, sizeof *f);
     path_print(f->name, is_folder ? "%s/model.safetensors" : "%s", path);
     if (mapping_open(&f->map, f->name) != 0) {
-        die("--model (-e): cannot open %s: %s%s", f->name, strerror(errno),
+        const char *why = file_error();  // the hint looks at other files
+        die("--model (-e): cannot open %s: %s%s", f->name, why,
             is_folder ? model_folder_hint(path) : "");
     }
     if (llmc_is(LLMC_MODEL, f->map.bytes, f->map.size)) {
@@ -3342,7 +3366,7 @@ static void model_file_open(ModelFile *f, const char *path) {
     path_print(config, "%.*sconfig.json", slash ? (int)(slash + 1 - f->name) : 0, f->name);
     if (mapping_open(&map, config) != 0) {
         die("--model (-e): cannot open %s: %s; it stands beside the weights and tells their sizes",
-            config, strerror(errno));
+            config, file_error());
     }
     config_parse(&f->model, map.bytes, map.size, config);
     mapping_close(&map);
@@ -3401,10 +3425,25 @@ static float master_join(float high, uint16_t low) {
     return high;
 }
 
+// Index of the first number that is not finite, which the first step would spread to every weight;
+// -1: there is none.
+static int64_t find_not_finite(const real *values, int64_t count) {
+    int finite = 1;
+    int64_t i = 0;
+    for (int64_t k = 0; k < count; k++) {
+        finite &= values[k] - values[k] == 0;  // without a branch, so that it becomes vector code
+    }
+    while (!finite && isfinite(values[i])) {
+        i++;
+    }
+    return finite ? -1 : i;
+}
+
 // Fills the engine's weights from a file; moments become zero. `master`: the low halves of fp32
 // weights whose bf16 halves the file holds, one for each element of the flat buffer, or NULL.
 static void model_file_load(Engine *e, const ModelFile *f, const unsigned char *master) {
     const Model *m = &f->model;
+    char name[80];
     real *values = (real *)alloc_zero((size_t)strip_elements(m), sizeof(real));
     engine_clear(e, m);
     for (int tensor = 0; tensor < TENSORS; tensor++) {
@@ -3424,6 +3463,13 @@ static void model_file_load(Engine *e, const ModelFile *f, const unsigned char *
                     uint16_t low;
                     memcpy(&low, master + 2 * (offset + i + k), 2);
                     values[k] = (real)master_join((float)values[k], low);
+                }
+                const int64_t bad = find_not_finite(values, count), at = i + bad;
+                if (bad >= 0) {
+                    file_tensor_name(name, "", tensor, l);
+                    die("%s: tensor %s: element %" PRId64 " is %g: nothing can be trained from it",
+                        f->name, name, swap ? at % cols * rows + at / cols : at,
+                        (double)values[bad]);
                 }
                 e->write(e, STATE_WEIGHTS, offset + i, values, count);
             }
@@ -3611,7 +3657,12 @@ static void run_identity(char identity[IDENTITY_BYTES], const Settings *s, const
     for (int i = 0; i < d->shard_count; i++) {  // tokens here and there tell other data apart
         const Shard *shard = &d->shards[i];
         for (int64_t k = 0; k < 256; k++) {
-            data = hash_u64(data + (uint64_t)shard->count + shard->tokens[k * shard->count / 256]);
+            uint16_t token;
+            const char *fault = shard_read(shard, &token, k * shard->count / 256, 1);
+            if (fault) {
+                die("cannot read token file %s: %s", shard->path, fault);
+            }
+            data = hash_u64(data + (uint64_t)shard->count + token);
         }
     }
     snprintf(identity, IDENTITY_BYTES,
@@ -3860,37 +3911,42 @@ static const char *manifest_parse(ManifestRow rows[FILE_MANIFEST], const unsigne
     return wrong ? wrong : version != 2 ? "its version is not 2, the one this program reads" : NULL;
 }
 
-// Bytes of a file, and their SHA-256; -1 when they cannot be read. Not mapped: a sector that the
-// disk cannot read has to be an error here, not a signal.
-static int64_t file_hash(const char *path, char text[SHA256_TEXT]) {
+// Is a file of `row`'s size and SHA-256? Returns NULL, or what is wrong. The size comes first: it
+// costs nothing. Not mapped: a sector that the disk cannot read has to be an error, not a signal.
+static const char *file_compare(const char *path, const ManifestRow *row) {
     Sha256 sha;
-    ssize_t n = -1;
+    char text[SHA256_TEXT];
+    int64_t size = 0, count = 0;
+    const int fd = file_open(path, &size);
+    const char *wrong = fd < 0                ? "cannot be read"
+                        : size != row->bytes ? "has not its manifest's size"
+                                              : NULL;
     unsigned char *piece = (unsigned char *)alloc_zero(PIECE, 1);
-    int fd = open(path, O_RDONLY | O_NONBLOCK);  // a pipe's open would wait for its writer
     sha256_start(&sha);
-    while (fd >= 0 && (n = read(fd, piece, PIECE)) > 0) {
-        sha256_add(&sha, piece, (size_t)n);
+    for (int64_t at = 0; !wrong && at < size; at += count) {
+        count = min_i64(PIECE, size - at);
+        wrong = file_read(fd, piece, count, at) ? "cannot be read" : NULL;
+        sha256_add(&sha, piece, (size_t)count);
     }
+    free(piece);
     if (fd >= 0) {
         close(fd);
     }
-    free(piece);
-    int64_t bytes = n < 0 ? -1 : (int64_t)sha.bytes;
     sha256_end(&sha, text);
-    return bytes;
+    return wrong || strcmp(text, row->sha256) == 0 ? wrong : "is damaged: its SHA-256 is another";
 }
 
 // Is a checkpoint's every file as its manifest says? Returns 1, or 0 and what is wrong.
 static int checkpoint_is_whole(const char *folder, char problem[PATH_BYTES]) {
     ManifestRow rows[FILE_MANIFEST];
     char path[CHECKPOINT_FILES][PATH_BYTES];
-    int bad[FILE_MANIFEST] = {0};
+    const char *wrong[FILE_MANIFEST] = {NULL};
     Mapping map;
     for (int i = 0; i < CHECKPOINT_FILES; i++) {
         path_print(path[i], "%s/%s", folder, checkpoint_files[i]);
     }
     if (mapping_open(&map, path[FILE_MANIFEST]) != 0) {
-        path_print(problem, "manifest.json cannot be read: %s", strerror(errno));
+        path_print(problem, "manifest.json cannot be read: %s", file_error());
         return 0;
     }
     const char *fault = manifest_parse(rows, map.bytes, map.size);
@@ -3901,16 +3957,11 @@ static int checkpoint_is_whole(const char *folder, char problem[PATH_BYTES]) {
     }
     #pragma omp parallel for schedule(dynamic)
     for (int i = 0; i < FILE_MANIFEST; i++) {
-        char text[SHA256_TEXT];
-        int64_t bytes = file_hash(path[i], text);
-        int same = strcmp(text, rows[i].sha256) == 0;
-        bad[i] = bytes < 0 ? 1 : bytes != rows[i].bytes ? 2 : same ? 0 : 3;
+        wrong[i] = file_compare(path[i], &rows[i]);
     }
     for (int i = 0; i < FILE_MANIFEST; i++) {
-        static const char *const words[] = {"", "cannot be read", "has not its manifest's size",
-                                            "is damaged: its SHA-256 is another"};
-        if (bad[i]) {
-            path_print(problem, "%s %s", checkpoint_files[i], words[bad[i]]);
+        if (wrong[i]) {
+            path_print(problem, "%s %s", checkpoint_files[i], wrong[i]);
             return 0;
         }
     }
@@ -3976,7 +4027,7 @@ static void checkpoint_load(Engine *e, const Settings *s, const char *identity, 
     path_print(path, "%s/%s", folder, checkpoint_files[FILE_STATE]);
     model_file_open(&f, folder);
     if (mapping_open(&map, path) != 0) {
-        die("cannot open %s: %s", path, strerror(errno));
+        die("cannot open %s: %s", path, file_error());
     }
     state_parse(&file, &f.model, map.bytes, map.size, path);
     if (strcmp(file.identity, identity) != 0 || memcmp(&f.model, &s->model, sizeof(Model)) != 0) {
@@ -3992,6 +4043,11 @@ static void checkpoint_load(Engine *e, const Settings *s, const char *identity, 
         for (int64_t i = 0; i < all; i += PIECE) {
             int64_t count = min_i64(PIECE, all - i), bytes = file_types[moments->type].bytes;
             span_values(values, moments, i, count);
+            const int64_t bad = find_not_finite(values, count);
+            if (bad >= 0) {
+                die("%s: tensor %s: element %" PRId64 " is %g: nothing can be trained from it",
+                    path, k == STATE_M ? "m" : "v", i + bad, (double)values[bad]);
+            }
             e->write(e, k, i, values, count);
             mapping_done(moments->data + i * bytes, (size_t)(count * bytes));
         }
@@ -4153,6 +4209,8 @@ typedef struct {
     Engine engine;
     Dataset train, val;
     int has_val, micros, live;
+    int64_t skips;                      // skipped steps in a row, up to now
+    char failure[PATH_BYTES + 256];     // why the run must end before its last step; "": it need not
     int64_t steps, windows_per_step, saved_step;
     char identity[IDENTITY_BYTES];
     ModelFile weights;  // of -e; where it names none, weights.spans is NULL
@@ -4251,8 +4309,13 @@ static void json_number(FILE *f, const char *key, double value) {
 // Cuts `path` back to its lines of step <= `step`, and to whole lines.
 static void log_cut(const char *path, int64_t step) {
     char line[256];
-    FILE *f = fopen(path, "r");
+    int64_t size;
+    int fd = file_open(path, &size);
+    FILE *f = fd >= 0 ? fdopen(fd, "r") : NULL;
     long keep = 0;
+    if (!f && errno != ENOENT) {
+        die("cannot read log %s: %s", path, file_error());
+    }
     while (f && fgets(line, sizeof line, f)) {
         int64_t found = 0;
         int complete = strchr(line, '\n') != NULL;
@@ -4317,8 +4380,11 @@ static double run_validate(Run *run) {
     int64_t all = run->val.windows / s->B,
             batches = run->o.val_batches ? min_i64(run->o.val_batches, all) : all;
     double sum = 0;
-    for (int64_t k = 0; k < batches && !stop_signal; k++) {
-        dataset_batch(&run->val, k * s->B, s->B, 0, 0, run->inputs, run->targets, s->model.V);
+    for (int64_t k = 0; k < batches && !stop_signal && !run->failure[0]; k++) {
+        if (!dataset_batch(&run->val, k * s->B, s->B, 0, 0, run->inputs, run->targets,
+                           s->model.V)) {
+            snprintf(run->failure, sizeof run->failure, "%s", run->val.problem);
+        }
         sum += run->engine.evaluate(&run->engine, NULL, run->inputs, run->targets);
     }
     return sum / (double)batches;
@@ -4433,8 +4499,11 @@ static void run_step(Run *run, double *mean_ms) {
     double start = now_ms(), lr = learning_rate(o, state->step, run->steps);
     for (int micro = 0; micro < run->micros; micro++) {
         int64_t position = batch_position(s, o->overfit ? 0 : state->position, micro);
-        dataset_batch(&run->train, position, s->B, (int)o->shuffle, (uint64_t)o->seed, run->inputs,
-                      run->targets, s->model.V);
+        if (!dataset_batch(&run->train, position, s->B, (int)o->shuffle, (uint64_t)o->seed,
+                           run->inputs, run->targets, s->model.V)) {
+            snprintf(run->failure, sizeof run->failure, "%s", run->train.problem);
+            return;
+        }
         run->engine.micro_step(&run->engine, run->inputs, run->targets, micro, run->micros);
     }
     StepResult r = run->engine.update(&run->engine, o, lr,
@@ -4443,6 +4512,11 @@ static void run_step(Run *run, double *mean_ms) {
     state->step++;
     state->updates += !r.skipped;
     state->skipped += r.skipped;
+    run->skips = r.skipped ? run->skips + 1 : 0;
+    if (o->max_skips && run->skips >= o->max_skips) {
+        snprintf(run->failure, sizeof run->failure, "--max-skips: %" PRId64 " steps in a row were "
+                 "skipped, and what made their gradients useless stays", run->skips);
+    }
     if (isfinite(r.norm)) {
         state->norms.values[state->norms.count++ % NORM_WINDOW] = r.norm;
     }
@@ -4453,7 +4527,7 @@ static void run_step(Run *run, double *mean_ms) {
 
 static void run_print_validation(Run *run) {
     double loss = run_validate(run);
-    if (stop_signal) {
+    if (stop_signal || run->failure[0]) {
         return;
     }
     if (!run->o.quiet) {
@@ -4468,13 +4542,28 @@ static void run_print_validation(Run *run) {
     }
 }
 
-// The loop: from the run's step to its last, or to a signal; saves at the end when there is an
-// output folder.
+// Ends the program with what made the run fail, and says what is saved of it.
+static void run_fail(const Run *run) {
+    const int64_t step = run->state.step;
+    die("%s; the run ended after step %" PRId64 "%s", run->failure, step,
+        !run->o.output[0] || step == 0 ? ""
+        : run->saved_step == step
+            ? ", which is saved"
+            : ", which is not saved: the newest checkpoint is from before the first of them");
+}
+
+// The loop: from the run's step to its last, to a signal or to a failure; saves at the end when
+// there is an output folder. While steps are skipped nothing is saved: if they never end, the
+// newest checkpoint is one from before them.
 static void run_train(Run *run) {
     const Options *o = &run->o;
     double mean_ms = 0, began = now_ms();
-    while (run->state.step < run->steps && !stop_signal) {
+    int due = 0;  // a checkpoint
+    while (run->state.step < run->steps && !stop_signal && !run->failure[0]) {
         run_step(run, &mean_ms);
+        if (run->failure[0]) {
+            break;
+        }
         int64_t step = run->state.step;
         int last = step == run->steps;
         if (run->has_val && o->val_every && (step % o->val_every == 0 || last) && !stop_signal) {
@@ -4483,12 +4572,16 @@ static void run_train(Run *run) {
         if (o->sample_every && (step % o->sample_every == 0 || last) && !stop_signal) {
             run_sample(run);
         }
-        if (o->save_every && step % o->save_every == 0 && !last && !stop_signal) {
+        due |= o->save_every && step % o->save_every == 0;
+        if (due && !last && run->skips == 0 && !stop_signal) {
             run_save(run);
+            due = 0;
         }
     }
-    run_save(run);
-    const char *reason = stop_signal ? "interrupted" : "finished";
+    if (!run->failure[0] || (run->skips == 0 && run->state.step > 0)) {
+        run_save(run);
+    }
+    const char *reason = run->failure[0] ? "failed" : stop_signal ? "interrupted" : "finished";
     if (run->log) {
         fprintf(run->log, "{\"event\":\"end\",\"reason\":\"%s\"}\n", reason);
         log_flush(run->log);
@@ -4498,6 +4591,9 @@ static void run_train(Run *run) {
         printf("%s%s after step %" PRId64 ", %s, %" PRId64 " skipped\n",
                run->live && stop_signal ? "\n" : "", reason, run->state.step,
                duration_text((now_ms() - began) * 1e-3).s, run->state.skipped);
+    }
+    if (run->failure[0]) {
+        run_fail(run);
     }
 }
 
@@ -4805,7 +4901,7 @@ static int eval_command(Run *run, const Program *program, const Model *m) {
     char weights[48] = "weights of that file";
     memset(&score, 0, sizeof score);
     if (mapping_open(&map, o->eval) != 0) {
-        die("--eval: cannot open %s: %s", o->eval, strerror(errno));
+        die("--eval: cannot open %s: %s", o->eval, file_error());
     }
     eval_parse(&f, map.bytes, map.size, o->eval, m->V);
     if (!o->seq_len) {
