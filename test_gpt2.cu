@@ -200,7 +200,7 @@ static void test_options_table() {
             expect(row.letter == 0 || row.letter != other->letter, "%s", row.name);
         }
         Text legal = row.type == OPT_TEXT     ? "some"
-                     : row.type == OPT_CHOICE ? Text(row.choices, strcspn(row.choices, "|"))
+                     : row.choices ? Text(row.choices, strcspn(row.choices, "=|"))
                      : row.type == OPT_BYTES  ? "1234"
                      : row.type == OPT_REAL   ? text("%g", row.low + (row.high - row.low) / 4)
                                               : text("%.0f", row.low + 1);
@@ -239,7 +239,46 @@ static void test_options_table() {
         expect(!row.letter ||
                help.out.find(text("  -%c, --%s", row.letter, row.name)) != Text::npos);
     }
+    for (size_t at = 0, end; (end = help.out.find('\n', at)) != Text::npos; at = end + 1) {
+        expect(end - at <= 80, "%s", help.out.substr(at, end - at).c_str());
+    }
     detail = text("%d options", (int)OPTION_ROWS);
+}
+
+// What a run records of its options is what a user can type to get the same values: numbers lose no
+// digit, choices and sets have one spelling.
+static void test_options_text() {
+    static const struct {
+        const char *name, *given, *recorded;
+    } known[] = {{"lr", "0.000300000001", "0.000300000001"},
+                 {"lr", "3e-4", "0.0003"},
+                 {"beta2", "0.95000000000000007", "0.9500000000000001"},
+                 {"eps", "1e-8", "1e-08"},
+                 {"master", "1", "split"},
+                 {"master", "0", "none"},
+                 {"offload", "none", "none"},
+                 {"offload", "master", "master"},
+                 {"offload", "master,moments", "moments,master"},
+                 {"gpu-mem", "16GiB", "17179869184"}};
+    for (auto &k : known) {
+        Options o;
+        char value[64];
+        const OptionRow *row = option_rows;
+        while (strcmp(row->name, k.name) != 0) {
+            row++;
+        }
+        for (const Text &typed : {Text(k.given), Text(k.recorded)}) {
+            parse(&o, ("--plan --" + Text(k.name) + "=" + typed).c_str());
+            expect(Text(option_text(value, &o, row)) == k.recorded, "--%s %s: %s", k.name,
+                   typed.c_str(), value);
+        }
+    }
+    Options o;
+    for (const char *wrong : {"none,master", "moments,", ",", "moments|master", "mome"}) {
+        expect_death(parse(&o, (Text("--offload=") + wrong).c_str()),
+                     (Text("--offload: '") + wrong + "' is not a list of none|moments|master")
+                         .c_str());
+    }
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -1687,7 +1726,7 @@ static void test_schedules() {
     o.final_lr = 0.1;
     o.warmup = 10;
     for (auto &k : known) {  // 0.868.. = 0.1 + 0.45 (1 + sqrt(1/2)), 0.798.. = 1 - 0.9 sqrt(0.05)
-        o.schedule = k.schedule;
+        o.schedule = choice_find(schedules, k.schedule, strlen(k.schedule));
         expect_near((wide)learning_rate(&o, k.step, 110), (wide)k.rate, 1e-11, "%s step %d",
                     k.schedule, k.step);
     }
@@ -3755,6 +3794,7 @@ static const Test tests[] = {
     T(permute_index, HOST),
     T(texts, HOST),
     T(options_table, HOST),
+    T(options_text, HOST),
     T(model_sizes, HOST),
     T(stages, HOST),
     T(plan_layout, ALL),

@@ -91,7 +91,8 @@
 
 // -------------------------------------------------------------------------------------------------
 // 1. Prelude
-// The ground: the appendix below, the oracle's type of numbers, and how many threads compute.
+// The ground: the appendix below, the oracle's type of numbers, how many threads compute, and
+// whether the run is to stop.
 
 // The appendix, whole. Errors, checked memory, hashes, JSON, the tokenizer and the containers of
 // files know bytes and no model, so they are kept apart from it: data/tokenize.c needs them alone,
@@ -121,6 +122,25 @@ static int thread_index(void) {
 #else
     return 0;
 #endif
+}
+
+// Has the run been asked to stop? Everything that takes long asks between two pieces of work.
+static int run_stopping(void) { return stop_signal != 0; }
+
+// From here on signals ask the program to stop, but for a SIGHUP that was ignored from the start
+// (nohup), and writes to a closed pipe or beyond `ulimit -f` fail with an error like any other.
+static void stop_on_signals(void) {
+    struct sigaction action, hangup;
+    memset(&action, 0, sizeof action);
+    action.sa_handler = on_signal;
+    action.sa_flags = SA_RESTART;
+    sigaction(SIGINT, &action, NULL);
+    sigaction(SIGTERM, &action, NULL);
+    if (sigaction(SIGHUP, NULL, &hangup) == 0 && hangup.sa_handler != SIG_IGN) {
+        sigaction(SIGHUP, &action, NULL);
+    }
+    signal(SIGPIPE, SIG_IGN);
+    signal(SIGXFSZ, SIG_IGN);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -206,145 +226,173 @@ static int64_t permute_index(int64_t position, int64_t n, uint64_t seed, uint32_
 
 // -------------------------------------------------------------------------------------------------
 // 3. Options
-// One row an option: parsing, --help, the start-up box, the log header and checkpoints are loops
-// over this table.
+// One row an option: parsing, --help, the start-up box, the log's first line, checkpoints and what
+// a resume must match are loops over this table. A new option is a row and a field, a new choice a
+// word and a name beside it, and then the code that does what they say.
 // 1. A value outside its range or choices, an unknown or repeated option ends the run; nothing is
 //    clamped.
 // 2. What contradicts (options_contradict) is refused by name.
 // 3. Letters keep llm.c's meaning where it has one, except -h (help) and -r (1 is the whole block).
 
 typedef struct {
-    const char *model, *train_data, *val_data, *tokenizer, *output, *schedule, *prompt, *recompute;
-    const char *dtype, *moments, *master, *grad_dtype, *offload, *eval, *gpu;
+    const char *model, *train_data, *val_data, *tokenizer, *output, *prompt, *recompute, *eval;
+    const char *gpu;
+    int64_t schedule, dtype, moments, master, grad_dtype;  // a choice's number
+    int64_t offload;                                       // bits OFFLOAD_*
     int64_t seq_len, seed, shuffle, batch, tokens_per_step, steps, overfit, warmup;
     int64_t val_every, val_batches, sample_every, sample_tokens, top_k;
-    int64_t max_skips, save_every, keep, resume, quiet, logit_rows, gpu_mem, plan, json, check, compare, help;
+    int64_t max_skips, save_every, keep, resume, quiet, logit_rows, gpu_mem, plan, json;
+    int64_t check, compare, help;
     double lr, final_lr, weight_decay, beta1, beta2, eps, clip, skip_zscore, temperature, top_p;
 } Options;
 
+// What a user may choose, in the order of the enum above each list. Choices count from 1: 0 is one
+// that was left to the program. "a=b": b is a second spelling of a.
+enum { SCHEDULE_COSINE = 1, SCHEDULE_LINEAR, SCHEDULE_CONSTANT, SCHEDULE_WSD };
+static const char schedules[] = "cosine|linear|constant|wsd";
+enum { DTYPE_BF16 = 1, DTYPE_FP16, DTYPE_FP32 };
+static const char dtypes[] = "bf16|fp16|fp32";
+enum { GRADS_BF16 = 1, GRADS_FP32 };
+static const char grad_dtypes[] = "bf16|fp32";
+enum { MOMENTS_FP32 = 1, MOMENTS_BF16 };
+static const char moment_dtypes[] = "fp32|bf16";
+enum { MASTER_SPLIT = 1, MASTER_NONE };
+static const char masters[] = "split=1|none=0";
+enum { OFFLOAD_MOMENTS = 1, OFFLOAD_MASTER = 2 };  // bits: any of them, separated by commas
+static const char offloads[] = "none|moments|master";
+
+// OPT_SWITCH takes 0 or 1, OPT_FLAG takes no value, OPT_BYTES a size such as 16GiB.
 typedef enum {
-    OPT_TEXT, OPT_CHOICE, OPT_INT, OPT_REAL, OPT_SWITCH, OPT_FLAG, OPT_BYTES
+    OPT_TEXT, OPT_CHOICE, OPT_SET, OPT_INT, OPT_REAL, OPT_SWITCH, OPT_FLAG, OPT_BYTES
 } OptionType;
+
+// May a resumed run have another value than its checkpoint?
+typedef enum { ANY, SAME } OptionOnResume;
+
 typedef struct {
     const char *name;
     char letter;  // 0: none
     OptionType type;
-    size_t offset;  // of the field in Options
-    const char
-        *value;  // default, as a user would type it; NULL: depends on the program or the model
-    double low, high;     // allowed range of numbers
-    const char *choices;  // OPT_CHOICE: "a|b|c"
+    size_t offset;        // of the field in Options
+    const char *value;    // default, as a user would type it; NULL: the program or model decides
+    double low, high;     // allowed range of a number
+    const char *choices;  // of OPT_CHOICE and OPT_SET
+    OptionOnResume on_resume;
     const char *subject, *help;
 } OptionRow;
 
+// Ranges keep out what cannot be meant and what would overflow later: integers stay below 9e15, so
+// that a double holds them exactly, B x T below 2^31, a step's number within the eight digits of a
+// checkpoint's name, and 1 - beta^t above 0.
 #define FIELD(name) offsetof(Options, name)
 static const OptionRow option_rows[] = {
-    {"model", 'e', OPT_TEXT, FIELD(model), NULL, 0, 0, NULL, "Model",
-     "d12 d24 d36 d48 (gpt2, gpt2-medium, gpt2-large, gpt2-xl), a shape: l4h4c128t64, or weights: "
-     "a folder with model.safetensors and config.json, or an llm.c .bin"},
-    {"seq-len", 't', OPT_INT, FIELD(seq_len), NULL, 1, 1 << 20, NULL, "Model",
+    {"model", 'e', OPT_TEXT, FIELD(model), NULL, 0, 0, NULL, ANY, "Model",
+     "d12 d24 d36 d48 (gpt2, gpt2-medium, gpt2-large, gpt2-xl), a shape: l4h4c128t64, or "
+     "weights: a folder with model.safetensors and config.json, or an llm.c .bin"},
+    {"seq-len", 't', OPT_INT, FIELD(seq_len), NULL, 1, 1 << 20, NULL, ANY, "Model",
      "tokens in a sequence, T; default: the model's"},
-    {"seed", 0, OPT_INT, FIELD(seed), "42", 0, 9e15, NULL, "Model",
-     "of initialisation, shuffling and sampling"},
-    {"train-data", 'i', OPT_TEXT, FIELD(train_data), NULL, 0, 0, NULL, "Data",
+    {"seed", 0, OPT_INT, FIELD(seed), "42", 0, 9e15, NULL, SAME, "Model",
+     "of the random numbers in initialisation, shuffling and sampling"},
+    {"train-data", 'i', OPT_TEXT, FIELD(train_data), NULL, 0, 0, NULL, ANY, "Data",
      "token shards to train on, a glob pattern; default: tinyshakespeare in data/"},
-    {"val-data", 'j', OPT_TEXT, FIELD(val_data), NULL, 0, 0, NULL, "Data",
+    {"val-data", 'j', OPT_TEXT, FIELD(val_data), NULL, 0, 0, NULL, ANY, "Data",
      "token shards to validate on"},
-    {"tokenizer", 0, OPT_TEXT, FIELD(tokenizer), "", 0, 0, NULL, "Data",
+    {"tokenizer", 0, OPT_TEXT, FIELD(tokenizer), "", 0, 0, NULL, ANY, "Data",
      "GPT-2's vocab.bpe, or llm.c's gpt2_tokenizer.bin; default: those in data/"},
-    {"shuffle", 0, OPT_SWITCH, FIELD(shuffle), "1", 0, 1, NULL, "Data",
+    {"shuffle", 0, OPT_SWITCH, FIELD(shuffle), "1", 0, 1, NULL, SAME, "Data",
      "visit the windows of an epoch in random order"},
-    {"batch", 'b', OPT_INT, FIELD(batch), "4", 1, 65536, NULL, "Batch",
+    {"batch", 'b', OPT_INT, FIELD(batch), "4", 1, 65536, NULL, ANY, "Batch",
      "sequences in a micro-batch, B"},
-    {"tokens-per-step", 'd', OPT_INT, FIELD(tokens_per_step), NULL, 1, 1e12, NULL, "Batch",
+    {"tokens-per-step", 'd', OPT_INT, FIELD(tokens_per_step), NULL, 1, 1e12, NULL, ANY, "Batch",
      "tokens in an optimizer step, a multiple of B x T; default: B x T"},
-    {"steps", 'x', OPT_INT, FIELD(steps), NULL, 1, 99999999, NULL, "Batch",
+    {"steps", 'x', OPT_INT, FIELD(steps), NULL, 1, 99999999, NULL, ANY, "Batch",
      "optimizer steps; default: one epoch"},
-    {"overfit", 'a', OPT_SWITCH, FIELD(overfit), "0", 0, 1, NULL, "Batch",
+    {"overfit", 'a', OPT_SWITCH, FIELD(overfit), "0", 0, 1, NULL, ANY, "Batch",
      "train on the first batch over and over"},
-    {"lr", 'l', OPT_REAL, FIELD(lr), "3e-4", 0, 100, NULL, "Optimizer", "peak learning rate"},
-    {"schedule", 'k', OPT_CHOICE, FIELD(schedule), "cosine", 0, 0, "cosine|linear|constant|wsd",
-     "Optimizer",
-     "of the learning rate after warmup (wsd: constant, then 1 - sqrt over the last fifth)"},
-    {"warmup", 'u', OPT_INT, FIELD(warmup), "0", 0, 1e9, NULL, "Optimizer",
+    {"lr", 'l', OPT_REAL, FIELD(lr), "3e-4", 0, 100, NULL, ANY, "Optimizer", "peak learning rate"},
+    {"schedule", 'k', OPT_CHOICE, FIELD(schedule), "cosine", 0, 0, schedules, ANY, "Optimizer",
+     "how the learning rate falls after warmup (wsd: constant, then 1 - sqrt over the last "
+     "fifth)"},
+    {"warmup", 'u', OPT_INT, FIELD(warmup), "0", 0, 1e9, NULL, ANY, "Optimizer",
      "steps of linear warmup from 0"},
-    {"final-lr", 'q', OPT_REAL, FIELD(final_lr), "0", 0, 1, NULL, "Optimizer",
+    {"final-lr", 'q', OPT_REAL, FIELD(final_lr), "0", 0, 1, NULL, ANY, "Optimizer",
      "what the learning rate falls towards, as a fraction of the peak"},
-    {"weight-decay", 'c', OPT_REAL, FIELD(weight_decay), "0", 0, 100, NULL, "Optimizer",
+    {"weight-decay", 'c', OPT_REAL, FIELD(weight_decay), "0", 0, 100, NULL, ANY, "Optimizer",
      "decoupled, on two-dimensional tensors only"},
-    {"beta1", 0, OPT_REAL, FIELD(beta1), "0.9", 0, 0.9999999, NULL, "Optimizer",
+    {"beta1", 0, OPT_REAL, FIELD(beta1), "0.9", 0, 0.9999999, NULL, ANY, "Optimizer",
      "AdamW first moment"},
-    {"beta2", 0, OPT_REAL, FIELD(beta2), "0.95", 0, 0.9999999, NULL, "Optimizer",
+    {"beta2", 0, OPT_REAL, FIELD(beta2), "0.95", 0, 0.9999999, NULL, ANY, "Optimizer",
      "AdamW second moment"},
-    {"eps", 0, OPT_REAL, FIELD(eps), "1e-8", 1e-30, 1, NULL, "Optimizer", "AdamW epsilon"},
-    {"clip", 0, OPT_REAL, FIELD(clip), "1", 0, 1e9, NULL, "Optimizer",
+    {"eps", 0, OPT_REAL, FIELD(eps), "1e-8", 1e-30, 1, NULL, ANY, "Optimizer", "AdamW epsilon"},
+    {"clip", 0, OPT_REAL, FIELD(clip), "1", 0, 1e9, NULL, ANY, "Optimizer",
      "largest gradient norm; 0: no clipping"},
-    {"skip-zscore", 0, OPT_REAL, FIELD(skip_zscore), "0", 0, 1e9, NULL, "Optimizer",
+    {"skip-zscore", 0, OPT_REAL, FIELD(skip_zscore), "0", 0, 1e9, NULL, ANY, "Optimizer",
      "skip a step whose gradient norm lies this many standard deviations above the last 128; 0: "
      "never"},
-    {"max-skips", 0, OPT_INT, FIELD(max_skips), "20", 0, 1e9, NULL, "Optimizer",
+    {"max-skips", 0, OPT_INT, FIELD(max_skips), "20", 0, 1e9, NULL, ANY, "Optimizer",
      "skipped steps in a row that end the run as failed; 0: none do"},
-    {"val-every", 'v', OPT_INT, FIELD(val_every), "250", 0, 1e9, NULL, "Validation and samples",
+    {"val-every", 'v', OPT_INT, FIELD(val_every), "250", 0, 1e9, NULL, ANY, "Validation",
      "steps between validations; 0: never"},
-    {"val-batches", 'm', OPT_INT, FIELD(val_batches), "20", 0, 1e9, NULL, "Validation and samples",
-     "batches of a validation, where the data has as many; 0: all whole ones"},
-    {"sample-every", 's', OPT_INT, FIELD(sample_every), "0", 0, 1e9, NULL, "Validation and samples",
+    {"val-batches", 'm', OPT_INT, FIELD(val_batches), "20", 0, 1e9, NULL, ANY, "Validation",
+     "batches of a validation, or as many as the data has; 0: all of them"},
+    {"sample-every", 's', OPT_INT, FIELD(sample_every), "0", 0, 1e9, NULL, ANY, "Samples",
      "steps between samples, and one after the last step; 0: never"},
-    {"sample-tokens", 'g', OPT_INT, FIELD(sample_tokens), "256", 1, 1e6, NULL,
-     "Validation and samples", "tokens in a sample"},
-    {"prompt", 0, OPT_TEXT, FIELD(prompt), "", 0, 0, NULL, "Validation and samples",
+    {"sample-tokens", 'g', OPT_INT, FIELD(sample_tokens), "256", 1, 1e6, NULL, ANY, "Samples",
+     "tokens in a sample"},
+    {"prompt", 0, OPT_TEXT, FIELD(prompt), "", 0, 0, NULL, ANY, "Samples",
      "text that samples continue; empty: end of text"},
-    {"temperature", 0, OPT_REAL, FIELD(temperature), "1", 0, 100, NULL, "Validation and samples",
-     "of samples; 0: always the likeliest token"},
-    {"top-k", 0, OPT_INT, FIELD(top_k), "0", 0, 1e6, NULL, "Validation and samples",
+    {"temperature", 0, OPT_REAL, FIELD(temperature), "1", 0, 100, NULL, ANY, "Samples",
+     "softmax temperature of samples; 0: always the likeliest token"},
+    {"top-k", 0, OPT_INT, FIELD(top_k), "0", 0, 1e6, NULL, ANY, "Samples",
      "sample among the k likeliest tokens; 0: all"},
-    {"top-p", 0, OPT_REAL, FIELD(top_p), "1", 1e-6, 1, NULL, "Validation and samples",
+    {"top-p", 0, OPT_REAL, FIELD(top_p), "1", 1e-6, 1, NULL, ANY, "Samples",
      "sample among the likeliest tokens whose probabilities reach p"},
-    {"output", 'o', OPT_TEXT, FIELD(output), "", 0, 0, NULL, "Output",
+    {"output", 'o', OPT_TEXT, FIELD(output), "", 0, 0, NULL, ANY, "Output",
      "folder for log.jsonl and checkpoints; default: none"},
-    {"save-every", 'n', OPT_INT, FIELD(save_every), "0", 0, 1e9, NULL, "Output",
-     "steps between checkpoints, beside the one at the end; 0: only that one"},
-    {"keep", 0, OPT_INT, FIELD(keep), "0", 0, 1e6, NULL, "Output",
+    {"save-every", 'n', OPT_INT, FIELD(save_every), "0", 0, 1e9, NULL, ANY, "Output",
+     "steps between checkpoints; 0: only the one at the end"},
+    {"keep", 0, OPT_INT, FIELD(keep), "0", 0, 1e6, NULL, ANY, "Output",
      "checkpoints to keep, the newest; 0: all"},
-    {"resume", 'y', OPT_SWITCH, FIELD(resume), "0", 0, 1, NULL, "Output",
-     "go on from the newest whole checkpoint in the output folder, if there is any"},
-    {"quiet", 0, OPT_FLAG, FIELD(quiet), "0", 0, 1, NULL, "Output",
+    {"resume", 'y', OPT_SWITCH, FIELD(resume), "0", 0, 1, NULL, ANY, "Output",
+     "go on from the newest complete checkpoint in the output folder, if there is any"},
+    {"quiet", 0, OPT_FLAG, FIELD(quiet), "0", 0, 1, NULL, ANY, "Output",
      "print nothing but errors and the score of --eval; log.jsonl says the rest"},
-    {"recompute", 'r', OPT_TEXT, FIELD(recompute), "none", 0, 0, NULL, "Memory",
-     "what backward computes again, a level below; block:K: the first K blocks only"},
-    {"logit-rows", 0, OPT_INT, FIELD(logit_rows), "0", 0, 1 << 30, NULL, "Memory",
+    {"recompute", 'r', OPT_TEXT, FIELD(recompute), "none", 0, 0, NULL, ANY, "Memory",
+     "what backward computes again, a level below; LEVEL:K: in the first K blocks only"},
+    {"logit-rows", 0, OPT_INT, FIELD(logit_rows), "0", 0, 1 << 30, NULL, ANY, "Memory",
      "rows of logits that exist at a time (changes rounding); 0: 64 MiB of them, on a GPU 256 "
      "MiB"},
-    {"dtype", 0, OPT_CHOICE, FIELD(dtype), NULL, 0, 0, "bf16|fp16|fp32", "Memory",
-     "of weights and activations; default: fp32 on the CPU, bf16 on a GPU"},
-    {"grad-dtype", 0, OPT_CHOICE, FIELD(grad_dtype), NULL, 0, 0, "bf16|fp32", "Memory",
-     "of two-dimensional gradients; default: the dtype's (bf16: bf16, others: fp32)"},
-    {"moments", 0, OPT_CHOICE, FIELD(moments), "fp32", 0, 0, "fp32|bf16", "Memory",
-     "of AdamW's two moments"},
-    {"master", 'w', OPT_CHOICE, FIELD(master), "split", 0, 0, "split|none|1|0", "Memory",
-     "low halves of fp32 weights beside bf16 ones (1 = split), or stochastic rounding (0 = none)"},
-    {"offload", 0, OPT_CHOICE, FIELD(offload), "none", 0, 0, "none|moments|master|moments,master",
-     "Memory", "optimizer states that live in host memory"},
-    {"plan", 0, OPT_FLAG, FIELD(plan), "0", 0, 1, NULL, "Plan and checks",
+    {"dtype", 0, OPT_CHOICE, FIELD(dtype), NULL, 0, 0, dtypes, ANY, "Memory",
+     "number type of weights and activations; default: fp32 on the CPU, bf16 on a GPU"},
+    {"grad-dtype", 0, OPT_CHOICE, FIELD(grad_dtype), NULL, 0, 0, grad_dtypes, ANY, "Memory",
+     "number type of two-dimensional gradients; default: the dtype's (bf16: bf16, others: fp32)"},
+    {"moments", 0, OPT_CHOICE, FIELD(moments), "fp32", 0, 0, moment_dtypes, ANY, "Memory",
+     "number type of AdamW's two moments"},
+    {"master", 'w', OPT_CHOICE, FIELD(master), "split", 0, 0, masters, ANY, "Memory",
+     "bf16 weights: keep the low halves of their fp32 values, or round stochastically"},
+    {"offload", 0, OPT_SET, FIELD(offload), "none", 0, 0, offloads, ANY, "Memory",
+     "optimizer states that live in host memory, separated by commas"},
+    {"plan", 0, OPT_FLAG, FIELD(plan), "0", 0, 1, NULL, ANY, "Plan and checks",
      "print the memory plan and what each setting would save, and stop"},
-    {"eval", 0, OPT_TEXT, FIELD(eval), NULL, 0, 0, NULL, "Plan and checks",
+    {"eval", 0, OPT_TEXT, FIELD(eval), NULL, 0, 0, NULL, ANY, "Plan and checks",
      "score the model on a multiple-choice file of llm.c's (HellaSwag, MMLU), and stop"},
-    {"json", 0, OPT_FLAG, FIELD(json), "0", 0, 1, NULL, "Plan and checks",
+    {"json", 0, OPT_FLAG, FIELD(json), "0", 0, 1, NULL, ANY, "Plan and checks",
      "with --plan or --eval: as JSON; dev/report.py draws plans"},
-    {"gpu", 0, OPT_TEXT, FIELD(gpu), "", 0, 0, NULL, "Plan and checks",
+    {"gpu", 0, OPT_TEXT, FIELD(gpu), "", 0, 0, NULL, ANY, "Plan and checks",
      "with --plan: plan the GPU run, for this card (t4 4060ti 4090 a100 h100 h200 ...)"},
-    {"gpu-mem", 0, OPT_BYTES, FIELD(gpu_mem), "0", 0, 9e15, NULL, "Plan and checks",
+    {"gpu-mem", 0, OPT_BYTES, FIELD(gpu_mem), "0", 0, 9e15, NULL, ANY, "Plan and checks",
      "with --plan: plan the GPU run, for this much device memory (16GiB)"},
-    {"check", 0, OPT_FLAG, FIELD(check), "0", 0, 1, NULL, "Plan and checks",
+    {"check", 0, OPT_FLAG, FIELD(check), "0", 0, 1, NULL, ANY, "Plan and checks",
      "GPU program: one batch through the GPU and the CPU oracle, the difference of every tensor"},
-    {"compare", 0, OPT_FLAG, FIELD(compare), "0", 0, 1, NULL, "Plan and checks",
+    {"compare", 0, OPT_FLAG, FIELD(compare), "0", 0, 1, NULL, ANY, "Plan and checks",
      "GPU program: memory and time of a step with and without recomputation"},
-    {"help", 'h', OPT_FLAG, FIELD(help), "0", 0, 1, NULL, "Plan and checks", "this text"},
+    {"help", 'h', OPT_FLAG, FIELD(help), "0", 0, 1, NULL, ANY, "Plan and checks", "this text"},
 };
+#undef FIELD
 enum { OPTION_ROWS = sizeof option_rows / sizeof option_rows[0] };
 
-// "16GiB", "512M", "1e9", "38000000": bytes; units are powers of 1024 whatever their spelling. -1:
-// not a size.
+// "16GiB", "512M", "1e9", "38000000": bytes; -1: not a size. Units are powers of 1024 whatever
+// their spelling, because that is how cards are sold and how drivers count.
 static int64_t parse_bytes(const char *text) {
     char *end;
     errno = 0;
@@ -365,101 +413,181 @@ static int64_t parse_bytes(const char *text) {
     return *end == 0 && value < 9e15 ? (int64_t)value : -1;
 }
 
-// True when `word` is one of the choices "a|b|c".
-static int choice_holds(const char *choices, const char *word) {
-    size_t length = strlen(word);
-    for (const char *c = choices; c; c = strchr(c, '|') ? strchr(c, '|') + 1 : NULL) {
-        size_t n = strcspn(c, "|");
-        if (n == length && memcmp(c, word, n) == 0) {
-            return 1;
+// The number, from 1, of the choice that `word` (n bytes) spells; 0: it is none of them.
+static int choice_find(const char *choices, const char *word, size_t n) {
+    int number = 1;
+    for (const char *c = choices; *c; c += *c != 0) {
+        size_t length = strcspn(c, "=|");
+        if (length == n && memcmp(c, word, n) == 0) {
+            return number;
         }
+        c += length;
+        number += *c == '|';
     }
     return 0;
 }
 
-// Sets one option from its text; ends the run when the text is not what the row allows.
+// The first spelling of choice `number`, which is in the list.
+static ShortText choice_text(const char *choices, int64_t number) {
+    ShortText text;
+    for (; number > 1 && *choices; number--) {
+        choices += strcspn(choices, "|");
+        choices += *choices == '|';
+    }
+    snprintf(text.s, sizeof text.s, "%.*s", (int)strcspn(choices, "=|"), choices);
+    return text;
+}
+
+// The bits of a list such as "moments,master": the second choice is bit 0, as the first one means
+// none of them and stands alone. -1: not such a list.
+static int64_t set_parse(const char *choices, const char *list) {
+    int64_t bits = 0;
+    const char *word = list, *end;
+    do {
+        end = word + strcspn(word, ",");
+        bits |= (int64_t)1 << choice_find(choices, word, (size_t)(end - word));
+        word = end + 1;
+    } while (*end);
+    return bits == 2 ? 0 : bits & 3 ? -1 : bits >> 2;
+}
+
+// Sets one option from its text; ends the run when the text is not what the row allows. The whole
+// text must be the value: `-b 4x` is a slip of the finger and no 4.
 static void option_set(Options *o, const OptionRow *row, const char *text) {
-    char *field = (char *)o + row->offset, *end = NULL;
-    char name[40];
-    snprintf(name, sizeof name, row->letter ? "--%s (-%c)" : "--%s", row->name, row->letter);
+    char *field = (char *)o + row->offset, *end = NULL, name[40], allowed[96];
+    int64_t number = 0;
+    double value = 0;
+    int right = 1;
     errno = 0;
-    if (row->type == OPT_TEXT || row->type == OPT_CHOICE) {
-        if (row->type == OPT_CHOICE && !choice_holds(row->choices, text)) {
-            die("%s: '%s' is not one of %s", name, text, row->choices);
-        }
-        *(const char **)(void *)field = text;
-    } else if (row->type == OPT_REAL) {
-        double value = strtod(text, &end);
-        if (end == text || *end != 0 || errno == ERANGE ||
-            !(value >= row->low && value <= row->high)) {
-            die("%s: '%s' is not a number from %g to %g", name, text, row->low, row->high);
-        }
+    snprintf(allowed, sizeof allowed, "%s %s", row->type == OPT_SET ? "a list of" : "one of",
+             row->choices ? row->choices : "");
+    switch (row->type) {
+        case OPT_TEXT: *(const char **)(void *)field = text; return;
+        case OPT_CHOICE:
+            number = choice_find(row->choices, text, strlen(text));
+            right = number > 0;
+            break;
+        case OPT_SET:
+            number = set_parse(row->choices, text);
+            right = number >= 0;
+            break;
+        case OPT_BYTES:
+            number = parse_bytes(text);
+            right = number >= 0;
+            snprintf(allowed, sizeof allowed, "a size such as 16GiB or 512M");
+            break;
+        case OPT_REAL:
+            value = strtod(text, &end);
+            right = end != text && *end == 0 && value >= row->low && value <= row->high;
+            snprintf(allowed, sizeof allowed, "a number from %g to %g", row->low, row->high);
+            break;
+        default:
+            number = strtoll(text, &end, 10);
+            value = (double)number;
+            right = end != text && *end == 0 && value >= row->low && value <= row->high;
+            snprintf(allowed, sizeof allowed, "a whole number from %.0f to %.0f", row->low,
+                     row->high);
+    }
+    if (!right || errno == ERANGE) {
+        snprintf(name, sizeof name, row->letter ? "--%s (-%c)" : "--%s", row->name, row->letter);
+        die("%s: '%s' is not %s", name, text, allowed);
+    }
+    if (row->type == OPT_REAL) {
         *(double *)(void *)field = value;
-    } else if (row->type == OPT_BYTES) {
-        int64_t value = parse_bytes(text);
-        if (value < 0) {
-            die("%s: '%s' is not a size such as 16GiB or 512M", name, text);
-        }
-        *(int64_t *)(void *)field = value;
     } else {
-        int64_t value = strtoll(text, &end, 10);
-        if (end == text || *end != 0 || errno == ERANGE || (double)value < row->low ||
-            (double)value > row->high) {
-            die("%s: '%s' is not a whole number from %.0f to %.0f", name, text, row->low,
-                row->high);
-        }
-        *(int64_t *)(void *)field = value;
+        *(int64_t *)(void *)field = number;
     }
 }
 
-// The value of an option as a user would type it; "" for one that was left to the program.
+// The value of an option as a user would type it, so that the same text sets the same value; "" for
+// one that was left to the program.
 static const char *option_text(char text[64], const Options *o, const OptionRow *row) {
     const char *field = (const char *)o + row->offset;
-    if (row->type == OPT_TEXT || row->type == OPT_CHOICE) {
+    if (row->type == OPT_TEXT) {
         const char *value = *(const char *const *)(const void *)field;
         return value ? value : "";
     }
-    if (row->type == OPT_REAL) {
-        snprintf(text, 64, "%g", *(const double *)(const void *)field);
-    } else {
-        snprintf(text, 64, "%" PRId64, *(const int64_t *)(const void *)field);
+    memset(text, 0, 64);
+    if (row->type == OPT_REAL) {  // the fewest digits that lose nothing
+        const double value = *(const double *)(const void *)field;
+        int digits = 6;
+        do {
+            snprintf(text, 64, "%.*g", digits, value);
+        } while (strtod(text, NULL) != value && digits++ < 17);
+        return text;
+    }
+    int64_t number = *(const int64_t *)(const void *)field;
+    if (row->type == OPT_CHOICE && number) {
+        snprintf(text, 64, "%s", choice_text(row->choices, number).s);
+    } else if (row->type == OPT_SET) {
+        snprintf(text, 64, "%s", number ? "" : choice_text(row->choices, 1).s);
+        for (int i = 0; number >> i; i++) {
+            size_t n = strlen(text);
+            if (number >> i & 1) {
+                snprintf(text + n, 64 - n, "%s%s", n ? "," : "",
+                         choice_text(row->choices, i + 2).s);
+            }
+        }
+    } else if (row->type != OPT_CHOICE) {
+        snprintf(text, 64, "%" PRId64, number);
     }
     return text;
 }
 
 static void recompute_print_help(void);  // chapter Memory plan
 
+// Prints the words of `text` from column HELP_COLUMN on, in lines of 80 columns at most.
+static void help_print(const char *text) {
+    enum { HELP_COLUMN = 26, HELP_WIDTH = 80 };
+    int column = HELP_COLUMN;
+    while (*text) {
+        int n = (int)strcspn(text, " ");
+        if (column > HELP_COLUMN && column + 1 + n > HELP_WIDTH) {
+            printf("\n%*s", HELP_COLUMN, "");
+            column = HELP_COLUMN;
+        }
+        column += printf("%s%.*s", column > HELP_COLUMN ? " " : "", n, text);
+        text += n + (text[n] != 0);
+    }
+    printf("\n");
+}
+
+// --help: the table by subject, with the choices and the default of every option.
 static void options_print_help(const char *default_model) {
-    printf("usage: %s [options]\n\nTrains GPT-2. Without options: model %s on the data in data/. "
-           "Options take a\n"
-           "value unless they are marked (flag); --name value and --name=value are the same.\n",
+    printf("usage: %s [options]\n\n"
+           "Trains GPT-2. Without options: model %s on the data in data/.\n"
+           "Options take a value unless they are marked (flag); --name value and\n"
+           "--name=value are the same.\n",
            program_name, default_model);
     for (int i = 0; i < OPTION_ROWS; i++) {
         const OptionRow *row = &option_rows[i];
         if (i == 0 || strcmp(row->subject, option_rows[i - 1].subject) != 0) {
             printf("\n%s\n", row->subject);
         }
-        char letter[8] = "    ", value[96] = "";
+        const char *choices = row->choices ? row->choices : "", *value = row->value;
+        char letter[8] = "    ", text[512];
         if (row->letter) {
             snprintf(letter, sizeof letter, "-%c, ", row->letter);
         }
         if (row->type == OPT_FLAG) {
-            snprintf(value, sizeof value, " (flag)");
-        } else if (row->choices) {
-            snprintf(value, sizeof value, " [%s%s%s]", row->choices, row->value ? "; " : "",
-                     row->value ? row->value : "");
-        } else if (row->value && row->value[0]) {
-            snprintf(value, sizeof value, " [%s]", row->value);
+            snprintf(text, sizeof text, "%s (flag)", row->help);
+        } else if (row->choices || (value && value[0])) {
+            snprintf(text, sizeof text, "%s [%s%s%s]", row->help, choices,
+                     row->choices && value ? "; " : "", value ? value : "");
+        } else {
+            snprintf(text, sizeof text, "%s", row->help);
         }
-        printf("  %s--%-16s %s%s\n", letter, row->name, row->help, value);
-        if (row->offset == FIELD(recompute)) {
+        printf("  %s--%-17s ", letter, row->name);
+        help_print(text);
+        if (row->letter == 'r') {
             recompute_print_help();
         }
     }
 }
 
-// Contradictions between options, and options that need others. Everything else is checked where it
-// is used.
+// Ends the run at options that contradict each other or need others: an option that would have no
+// effect is a mistake better named than ignored. Everything that needs the model, the data or the
+// machine is checked where it is used.
 static void options_contradict(const Options *o) {
     if (o->json && !o->plan && !o->eval) {
         die("--json needs --plan or --eval");
@@ -483,6 +611,7 @@ static void options_contradict(const Options *o) {
     }
 }
 
+// The table's defaults; what has none is 0 or NULL, and is decided by the program or the model.
 static void options_default(Options *o) {
     memset(o, 0, sizeof *o);
     for (int i = 0; i < OPTION_ROWS; i++) {
@@ -492,7 +621,9 @@ static void options_default(Options *o) {
     }
 }
 
-// Fills `o` from the defaults and argv. With `--help` o->help is 1 and the rest is not checked.
+// Fills `o` from the defaults and argv, to which its texts point. Ends the run at the first word
+// that is wrong; an option given twice is one, as only one of its values could count. With `--help`
+// o->help is 1 and contradictions are not looked for.
 static void options_parse(Options *o, int argc, char **argv) {
     char given[OPTION_ROWS] = {0};
     options_default(o);
@@ -679,9 +810,13 @@ static int model_is_allowed(const Model *m) {
            m->C % m->NH == 0 && m->maxT >= 1 && m->maxT <= 1 << 20;
 }
 
-// Reads -e into everything but the vocabulary. Returns 1 for a preset (its vocabulary is GPT-2's),
-// 0 for a shape, -1 where it is neither: a file (chapter Model files).
-static int model_parse(Model *m, const char *text) {
+// What -e names, which decides the vocabulary: a preset's is GPT-2's, a shape takes the data's, a
+// file (chapter Model files) has its own.
+typedef enum { MODEL_PRESET, MODEL_SHAPE, MODEL_FILE } ModelKind;
+
+// Reads -e into everything but the vocabulary; into nothing where it is neither a preset nor a
+// shape, and so a file. Ends the run at a shape beyond what is allowed.
+static ModelKind model_parse(Model *m, const char *text) {
     memset(m, 0, sizeof *m);
     for (size_t i = 0; i < sizeof presets / sizeof presets[0]; i++) {
         if (strcmp(text, presets[i].name) == 0 || strcmp(text, presets[i].alias) == 0) {
@@ -689,21 +824,21 @@ static int model_parse(Model *m, const char *text) {
             m->NH = presets[i].NH;
             m->C = presets[i].C;
             m->maxT = 1024;
-            return 1;
+            return MODEL_PRESET;
         }
     }
     int end = 0;
     if (strlen(text) > 40 || text[strspn(text, "lhct-0123456789")] != 0 ||  // %d skips spaces
         sscanf(text, "l%5dh%5dc%6dt%8d%n", &m->L, &m->NH, &m->C, &m->maxT, &end) != 4 ||
         text[end] != 0) {
-        return -1;
+        return MODEL_FILE;
     }
     if (!model_is_allowed(m)) {
         die("--model (-e): '%s': allowed are 1-400 layers, 1-65536 channels in equal heads, "
             "1-1048576 positions",
             text);
     }
-    return 0;
+    return MODEL_SHAPE;
 }
 
 static void model_set_vocabulary(Model *m, int V) {
@@ -1253,7 +1388,7 @@ static void recompute_parse(Settings *s, const char *text) {
 static void recompute_print_help(void) {
     for (int i = 0; i < RECOMPUTE_LEVELS; i++) {
         const LevelRow *row = &level_rows[i];
-        printf("%25s%-6s%-2s%s\n", "", row->name, row->alias ? row->alias : "", row->help);
+        printf("%26s%-6s%-2s%s\n", "", row->name, row->alias ? row->alias : "", row->help);
     }
 }
 
@@ -1338,8 +1473,9 @@ static void plan_close(Plan *p) {
 
 // -------------------------------------------------------------------------------------------------
 // 6. What fits
-// From options to settings, from settings to the printed plan, and to what would make a run fit.
-// Prices are arithmetic (FLOPs of what is recomputed over FLOPs of a step), never timings.
+// First from options to settings, on the card that is named or at hand; then from settings to the
+// printed plan, and to what would make a run fit. Prices are arithmetic (FLOPs of what is
+// recomputed over FLOPs of a step), never timings.
 
 // Memory of common cards in GiB as the driver reports it: the smallest total seen quoted in CUDA
 // out-of-memory messages (public issue trackers, read 2026-11). A driver keeps some of what is on
@@ -1382,8 +1518,40 @@ static int64_t default_logit_rows(const Model *m, size_t element_bytes, int64_t 
     return min_i64(max_i64(bytes / (m->Vp * (int64_t)element_bytes) / 128 * 128, 128), N);
 }
 
-// Settings of a run, from its options; the model is already known. Refuses what this program cannot
-// do.
+// Number types, master bits and homes of the states. Ends the run at what the card, the program or
+// another setting rules out.
+static void settings_types(Settings *s, const Options *o) {
+    const GpuRow *card = gpu_find(o);
+    const int has_bf16 = !card || card->has_bf16;
+    const int64_t usual = !s->gpu ? DTYPE_FP32 : has_bf16 ? DTYPE_BF16 : DTYPE_FP16;
+    const int64_t dtype = o->dtype ? o->dtype : usual;
+    const Type fp32 = s->gpu ? TYPE_FP32 : TYPE_REAL;
+    if (dtype == DTYPE_BF16 && !has_bf16) {
+        die("--dtype bf16: %s has no bf16; it has fp16 and fp32", o->gpu);
+    }
+    s->dtype = dtype == DTYPE_BF16 ? TYPE_BF16 : dtype == DTYPE_FP16 ? TYPE_FP16 : fp32;
+    s->grad_dtype = s->dtype == TYPE_BF16 && o->grad_dtype != GRADS_FP32 ? TYPE_BF16 : fp32;
+    s->moment_dtype = o->moments == MOMENTS_BF16 ? TYPE_BF16 : fp32;
+    s->split_master = s->dtype == TYPE_BF16 && o->master == MASTER_SPLIT;
+    s->home[HOME_OF_MOMENTS] = o->offload & OFFLOAD_MOMENTS ? HOME_HOST : HOME_DEVICE;
+    s->home[HOME_OF_MASTER] = o->offload & OFFLOAD_MASTER ? HOME_HOST : HOME_DEVICE;
+    const int plain = s->dtype == TYPE_REAL && s->moment_dtype == TYPE_REAL;
+    if (!s->gpu && (!plain || settings_offloads(s))) {
+        die("--dtype, --moments and --offload: this run computes in fp32 on the CPU; with --plan "
+            "--gpu NAME they plan a GPU run");
+    }
+    if (s->dtype != TYPE_BF16 && (o->grad_dtype == GRADS_BF16 || s->moment_dtype == TYPE_BF16)) {
+        die("--%s bf16 needs --dtype bf16, found %s",
+            o->grad_dtype == GRADS_BF16 ? "grad-dtype" : "moments", choice_text(dtypes, dtype).s);
+    }
+    if (s->home[HOME_OF_MASTER] == HOME_HOST && !settings_has_master(s)) {
+        die("--offload master: there is no master copy with --dtype %s and --master (-w) %s",
+            choice_text(dtypes, dtype).s, choice_text(masters, o->master).s);
+    }
+}
+
+// Settings of a run, from its options; the model, with its vocabulary, is already known. Ends the
+// run at what this program cannot do.
 static void settings_from_options(Settings *s, const Options *o, const Model *m, int gpu) {
     memset(s, 0, sizeof *s);
     s->model = *m;
@@ -1395,40 +1563,13 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
     if (s->T > m->maxT) {
         die("--seq-len (-t): %d is more than the model's %d positions", s->T, m->maxT);
     }
-    if ((int64_t)s->B * s->T > 1 << 26) {
+    const int64_t N = (int64_t)s->B * s->T;
+    if (N > 1 << 26) {  // B x T is an int everywhere
         die("--batch (-b) %d x --seq-len (-t) %d: a micro-batch holds at most 67,108,864 tokens",
             s->B, s->T);
     }
-    const GpuRow *card = gpu_find(o);
-    const char *sixteen = card && !card->has_bf16 ? "fp16" : "bf16";
-    const char *dtype = o->dtype ? o->dtype : gpu ? sixteen : "fp32";
-    if (strcmp(dtype, "bf16") == 0 && strcmp(sixteen, "bf16") != 0) {
-        die("--dtype bf16: %s has no bf16; it has fp16 and fp32", o->gpu);
-    }
-    Type fp32 = gpu ? TYPE_FP32 : TYPE_REAL;
-    int fp32_grads = o->grad_dtype && strcmp(o->grad_dtype, "fp32") == 0;
-    s->dtype = strcmp(dtype, "fp32") == 0 ? fp32 : dtype[0] == 'b' ? TYPE_BF16 : TYPE_FP16;
-    s->grad_dtype = s->dtype == TYPE_BF16 && !fp32_grads ? TYPE_BF16 : fp32;
-    s->moment_dtype = strcmp(o->moments, "bf16") == 0 ? TYPE_BF16 : fp32;
-    s->split_master =
-        s->dtype == TYPE_BF16 && (strcmp(o->master, "split") == 0 || strcmp(o->master, "1") == 0);
-    s->home[HOME_OF_MOMENTS] = strstr(o->offload, "moments") ? HOME_HOST : HOME_DEVICE;
-    s->home[HOME_OF_MASTER] = strstr(o->offload, "master") ? HOME_HOST : HOME_DEVICE;
-    if (!gpu && (s->dtype != TYPE_REAL || s->moment_dtype != TYPE_REAL || settings_offloads(s))) {
-        die("--dtype, --moments and --offload: this run computes in fp32 on the CPU; with --plan "
-            "--gpu NAME they "
-            "plan a GPU run");
-    }
-    int bf16_grads = o->grad_dtype && strcmp(o->grad_dtype, "bf16") == 0;
-    if (s->dtype != TYPE_BF16 && (bf16_grads || s->moment_dtype == TYPE_BF16)) {
-        die("--%s bf16 needs --dtype bf16, found %s", bf16_grads ? "grad-dtype" : "moments", dtype);
-    }
-    if (s->home[HOME_OF_MASTER] == HOME_HOST && !settings_has_master(s)) {
-        die("--offload master: there is no master copy with --dtype %s and --master (-w) %s", dtype,
-            o->master);
-    }
+    settings_types(s, o);
     recompute_parse(s, o->recompute);
-    int64_t N = (int64_t)s->B * s->T;
     if (o->logit_rows > N) {
         die("--logit-rows: %" PRId64 " is more than the micro-batch's %" PRId64 " tokens",
             o->logit_rows, N);
@@ -1519,34 +1660,6 @@ static int plan_remedies(const Plan *p, Remedy list[MAX_REMEDIES]) {
                        "smaller matmuls; -d keeps the step's tokens");
     }
     return n;
-}
-
-// The number behind `key` at the start of a line of `path`, or `otherwise`.
-static int64_t file_number(const char *path, const char *key, int64_t otherwise) {
-    char line[256];
-    FILE *f = fopen(path, "r");
-    while (f && fgets(line, sizeof line, f)) {
-        char *end = line, *text = line + strlen(key);
-        int64_t number = strncmp(line, key, strlen(key)) == 0 ? strtoll(text, &end, 10) : 0;
-        if (end > line && end != text) {
-            otherwise = number;
-            break;
-        }
-    }
-    if (f) {
-        fclose(f);
-    }
-    return otherwise;
-}
-
-// Bytes of memory this process may still take: MemAvailable, or what its control group (v2)
-// leaves, whose cached files do not count.
-static size_t host_memory_available(void) {
-    int64_t bytes = file_number("/proc/meminfo", "MemAvailable:", INT64_MAX >> 10) << 10;
-    int64_t limit = file_number("/sys/fs/cgroup/memory.max", "", INT64_MAX);
-    int64_t used = file_number("/sys/fs/cgroup/memory.current", "", 0) -
-                   file_number("/sys/fs/cgroup/memory.stat", "inactive_file ", 0);
-    return (size_t)max_i64(min_i64(bytes, limit - used), 0);
 }
 
 // Ends the run before anything is allocated when `available` bytes cannot hold `need`: names what
@@ -2737,16 +2850,13 @@ static double learning_rate(const Options *o, int64_t step, int64_t steps) {
     double low = o->lr * o->final_lr;
     double t = steps > o->warmup ? (double)(step - o->warmup) / (double)(steps - o->warmup) : 1;
     t = t > 1 ? 1 : t;
-    if (strcmp(o->schedule, "cosine") == 0) {
-        return low + (o->lr - low) * 0.5 * (1 + cos(3.141592653589793 * t));
+    const double range = o->lr - low;
+    switch (o->schedule) {
+        case SCHEDULE_COSINE: return low + range * 0.5 * (1 + cos(3.141592653589793 * t));
+        case SCHEDULE_LINEAR: return low + range * (1 - t);
+        case SCHEDULE_WSD: return t > 0.8 ? low + range * (1 - sqrt((t - 0.8) / 0.2)) : o->lr;
+        default: return o->lr;  // SCHEDULE_CONSTANT
     }
-    if (strcmp(o->schedule, "linear") == 0) {
-        return low + (o->lr - low) * (1 - t);
-    }
-    if (strcmp(o->schedule, "wsd") == 0 && t > 0.8) {
-        return low + (o->lr - low) * (1 - sqrt((t - 0.8) / 0.2));
-    }
-    return o->lr;
 }
 
 // The last gradient norms, for --skip-zscore: a norm above mean + z * deviation of a full window is
@@ -3263,7 +3373,7 @@ static void config_parse(Model *m, const unsigned char *bytes, size_t size, cons
             value[s] = json_count(&j);
         } else if (f < fact_count) {
             json_peek(&j) == '"' ? json_string(&j, text, sizeof text) : json_scalar(&j, text);
-            if (!j.fault && !choice_holds(facts[f].allowed, text)) {
+            if (!j.fault && !choice_find(facts[f].allowed, text, strlen(text))) {
                 die("%s: %s is '%.40s'; this program computes GPT-2 with %s", name, key, text,
                     facts[f].allowed);
             }
@@ -3630,6 +3740,7 @@ static void checkpoint_remove(const char *folder) {
 // What a run knows beside its tensors. Random numbers are functions of the seed and these counters.
 typedef struct {
     int64_t step, updates, position, skipped;  // position: sequences consumed (chapter Data)
+    int64_t pending_validation;                // 1: a signal cut the one after `step` short
     NormWindow norms;
 } RunState;
 
@@ -3637,19 +3748,22 @@ typedef struct {
 static const struct {
     const char *name;
     size_t offset;
-} counter_rows[] = {{"step", offsetof(RunState, step)},
-                    {"updates", offsetof(RunState, updates)},
-                    {"position", offsetof(RunState, position)},
-                    {"skipped", offsetof(RunState, skipped)},
-                    {"norm_count", offsetof(RunState, norms.count)}};
+    int optional;  // older checkpoints lack it: 0
+} counter_rows[] = {{"step", offsetof(RunState, step), 0},
+                    {"updates", offsetof(RunState, updates), 0},
+                    {"position", offsetof(RunState, position), 0},
+                    {"skipped", offsetof(RunState, skipped), 0},
+                    {"norm_count", offsetof(RunState, norms.count), 0},
+                    {"pending_validation", offsetof(RunState, pending_validation), 1}};
 enum { COUNTERS = sizeof counter_rows / sizeof counter_rows[0] };
 
 static int64_t *counter(RunState *state, int i) {
     return (int64_t *)(void *)((char *)state + counter_rows[i].offset);
 }
 
-// What a run must share with the checkpoint it goes on from.
-enum { IDENTITY_BYTES = 256 };
+// What a run must share with the checkpoint it goes on from: facts of its model and data, and the
+// options whose row in the table says so.
+enum { IDENTITY_BYTES = 512 };
 static void run_identity(char identity[IDENTITY_BYTES], const Settings *s, const Options *o,
                          const Dataset *d) {
     const Model *m = &s->model;
@@ -3665,10 +3779,18 @@ static void run_identity(char identity[IDENTITY_BYTES], const Settings *s, const
             data = hash_u64(data + (uint64_t)shard->count + token);
         }
     }
-    snprintf(identity, IDENTITY_BYTES,
-             "shape l%dh%dc%dt%d vocabulary %d sequence %d windows %" PRId64 " data %016" PRIx64
-             " seed %" PRId64 " shuffle %" PRId64, m->L, m->NH, m->C, m->maxT, m->V, s->T,
-             d->windows, data, o->seed, o->shuffle);
+    int n = snprintf(identity, IDENTITY_BYTES,
+                     "shape l%dh%dc%dt%d vocabulary %d sequence %d windows %" PRId64
+                     " data %016" PRIx64,
+                     m->L, m->NH, m->C, m->maxT, m->V, s->T, d->windows, data);
+    for (int i = 0; i < OPTION_ROWS; i++) {
+        char text[64];
+        if (option_rows[i].on_resume == SAME) {
+            n += snprintf(identity + n, (size_t)(IDENTITY_BYTES - n), " %s %s",
+                          option_rows[i].name, option_text(text, o, &option_rows[i]));
+            check(n < IDENTITY_BYTES, "the options that a resume must match are too many");
+        }
+    }
 }
 
 static void config_save(const Model *m, Writer *w) {
@@ -4009,6 +4131,9 @@ static void state_parse(StateFile *out, const Model *m, const unsigned char *byt
     for (int i = 0; i < COUNTERS; i++) {
         char text[24], *end;
         safetensors_text(&f, counter_rows[i].name, text, sizeof text);
+        if (text[0] == 0 && counter_rows[i].optional) {
+            continue;
+        }
         int64_t value = strtoll(text, &end, 10);
         if (end == text || *end != 0 || value < 0 || value > (int64_t)1 << 53) {
             die("%s: '%s' is '%s' in its metadata, not a count", name, counter_rows[i].name, text);
@@ -4208,9 +4333,9 @@ typedef struct {
     Plan plan;
     Engine engine;
     Dataset train, val;
-    int has_val, micros, live;
-    int64_t skips;                      // skipped steps in a row, up to now
-    char failure[PATH_BYTES + 256];     // why the run must end before its last step; "": it need not
+    int has_val, micros, live, stdout_error;
+    int64_t skips;                   // skipped steps in a row, up to now
+    char failure[PATH_BYTES + 256];  // why the run ends before its last step; "": it need not
     int64_t steps, windows_per_step, saved_step;
     char identity[IDENTITY_BYTES];
     ModelFile weights;  // of -e; where it names none, weights.spans is NULL
@@ -4220,6 +4345,9 @@ typedef struct {
     Bpe *bpe;                 // NULL: samples need none, or there is none
 } Run;
 
+// What goes before a line of output: on a terminal it replaces the line that is rewritten in place.
+static const char *clear_line(const Run *run) { return run->live ? "\r\033[K" : ""; }
+
 // Scores the examples of `f`, B rows at a time, to the last one or to a signal. Says how far it is
 // at every batch on a terminal, else at every tenth of the file.
 static void run_evaluate(Run *run, const EvalFile *f, EvalScore *score) {
@@ -4228,7 +4356,7 @@ static void run_evaluate(Run *run, const EvalFile *f, EvalScore *score) {
     real *losses = (real *)alloc_zero((size_t)B * (size_t)T, sizeof(real));
     const double began = now_ms();
     size_t at = LLMC_HEADER_BYTES;
-    for (int i = 0, filled = 0; i < all && !stop_signal; i++) {
+    for (int i = 0, filled = 0; i < all && !run_stopping(); i++) {
         EvalExample x;
         const int before = score->examples;
         at += eval_example(&x, f, at, i);
@@ -4250,7 +4378,7 @@ static void run_evaluate(Run *run, const EvalFile *f, EvalScore *score) {
         const int done = score->examples, tenth = (int)(10.0 * done / all);
         if (!run->o.quiet && !run->o.json && done > before && done < all &&
             (run->live || tenth > (int)(10.0 * before / all))) {
-            printf("%sexample %5d/%d  %s  eta %s%s", run->live ? "\r\033[K" : "", done, all,
+            printf("%sexample %5d/%d  %s  eta %s%s", clear_line(run), done, all,
                    eval_text(score).s,
                    duration_text((now_ms() - began) * 1e-3 * (all - done) / done).s,
                    run->live ? "" : "\n");
@@ -4278,7 +4406,7 @@ static void run_print_score(const Run *run, const EvalFile *f, const EvalScore *
                1.0 * score->correct / n, 1.0 * score->correct_norm / n);
         return;
     }
-    printf("%s", run->live ? "\r\033[K" : "");
+    printf("%s", clear_line(run));
     if (score->cut_rows) {
         printf("%s rows lost the start of their context: T = %d holds %d tokens of a row\n",
                count_text(score->cut_rows).s, run->s.T, run->s.T + 1);
@@ -4297,7 +4425,8 @@ static void run_print_score(const Run *run, const EvalFile *f, const EvalScore *
 // place on a terminal), and log.jsonl: one object a line, flushed, append only, valid after a
 // crash. A resume first cuts the log back to its checkpoint's step.
 
-// A number of the log: 9 digits, null when it is not finite.
+// A number of the log: 9 digits, so that a float read back is the same float; null when it is not
+// finite, because JSON knows neither infinity nor NaN.
 static void json_number(FILE *f, const char *key, double value) {
     if (isfinite(value)) {
         fprintf(f, ",\"%s\":%.9g", key, value);
@@ -4306,13 +4435,15 @@ static void json_number(FILE *f, const char *key, double value) {
     }
 }
 
-// Cuts `path` back to its lines of step <= `step`, and to whole lines.
-static void log_cut(const char *path, int64_t step) {
+// Cuts `path` back to its lines of step <= `step`, and to complete lines: what came later is done
+// again. Returns 1 when the validation of `step` is among what stays.
+static int log_cut(const char *path, int64_t step) {
     char line[256];
     int64_t size;
     int fd = file_open(path, &size);
     FILE *f = fd >= 0 ? fdopen(fd, "r") : NULL;
     long keep = 0;
+    int validated = 0;
     if (!f && errno != ENOENT) {
         die("cannot read log %s: %s", path, file_error());
     }
@@ -4320,6 +4451,7 @@ static void log_cut(const char *path, int64_t step) {
         int64_t found = 0;
         int complete = strchr(line, '\n') != NULL;
         int later = sscanf(line, "{\"step\":%" SCNd64, &found) == 1 && found > step;
+        int validates = found == step && strstr(line, ",\"val_loss\":") != NULL;
         while (!complete && fgets(line, sizeof line, f)) {
             complete = strchr(line, '\n') != NULL;
         }
@@ -4327,6 +4459,7 @@ static void log_cut(const char *path, int64_t step) {
             break;
         }
         keep = ftell(f);
+        validated |= validates;
     }
     if (f) {
         fclose(f);
@@ -4334,60 +4467,100 @@ static void log_cut(const char *path, int64_t step) {
             die("cannot cut back %s: %s", path, strerror(errno));
         }
     }
+    return validated;
 }
 
-// Ends a line of the log: a full disk must not pass unseen.
-static void log_flush(FILE *f) {
+// Ends an object and line of the log, or the run: a full disk must not pass unseen.
+static void log_end(FILE *f) {
+    fputs("}\n", f);
     if (fflush(f) != 0 || ferror(f)) {
         die("cannot write log.jsonl: %s", strerror(errno));
     }
 }
 
-// Opens the log in `output` and writes its first line. resume_step < 0: from the start.
-static FILE *log_open(const char *output, int64_t resume_step, const Options *o, const Settings *s,
-                      size_t plan_bytes, const char *device) {
+// Begins an object of the log about the run's step; the caller adds to it and calls log_end().
+static void log_begin(const Run *run) {
+    fprintf(run->log, "{\"step\":%" PRId64, run->state.step);
+}
+
+// Opens the log of a run with an output folder, writes its first line, and drops what it holds of
+// steps after `resume_step` (-1: a new run). Ends the run when the file cannot be written.
+static void log_open(Run *run, int64_t resume_step) {
+    const Options *o = &run->o;
+    const Model *m = &run->s.model;
     char path[PATH_BYTES], text[64];
-    path_print(path, "%s/log.jsonl", output);
-    log_cut(path, o->resume ? max_i64(resume_step, 0) : INT64_MAX);
-    FILE *f = fopen(path, "a");
+    path_print(path, "%s/log.jsonl", o->output);
+    if (log_cut(path, o->resume ? max_i64(resume_step, 0) : INT64_MAX)) {
+        run->state.pending_validation = 0;  // made up by a run that ended before its next step
+    }
+    FILE *f = run->log = fopen(path, "a");
     if (!f) {
         die("cannot open log %s: %s", path, strerror(errno));
     }
     fprintf(f, "{\"event\":\"start\",\"options\":{");
     for (int i = 0; i < OPTION_ROWS; i++) {
         const char *value = option_text(text, o, &option_rows[i]);
-        int number = option_rows[i].type != OPT_TEXT && option_rows[i].type != OPT_CHOICE;
+        OptionType type = option_rows[i].type;
+        int number = type != OPT_TEXT && type != OPT_CHOICE && type != OPT_SET;
         fprintf(f, "%s\"%s\":%s", i ? "," : "", option_rows[i].name, number ? "" : "\"");
         json_text(f, value, strlen(value));
         fputs(number ? "" : "\"", f);
     }
     fprintf(f,
             "},\"model\":{\"layers\":%d,\"heads\":%d,\"channels\":%d,\"positions\":%d,"
-            "\"vocabulary\":%d,"
-            "\"parameters\":%" PRId64 "},\"plan_bytes\":%zu,\"device\":\"",
-            s->model.L, s->model.NH, s->model.C, s->model.maxT, s->model.V,
-            model_parameters(&s->model), plan_bytes);
-    json_text(f, device, strlen(device));
-    fputs("\"}\n", f);
-    log_flush(f);
-    return f;
+            "\"vocabulary\":%d,\"parameters\":%" PRId64 "},\"plan_bytes\":%zu,\"device\":\"",
+            m->L, m->NH, m->C, m->maxT, m->V, model_parameters(m), run->plan.device_bytes);
+    json_text(f, run->engine.device, strlen(run->engine.device));
+    fputs("\"", f);
+    log_end(f);
+}
+
+// Hands what was printed to the system. Where stdout takes no more, printing ends and the run goes
+// on: /dev/null takes the rest, and output_status() says so at the end.
+static void run_flush(Run *run) {
+    if (fflush(stdout) == 0 && !ferror(stdout)) {
+        return;
+    }
+    run->stdout_error = errno;
+    run->live = 0;
+    if (!freopen("/dev/null", "w", stdout)) {
+        run->o.quiet = 1;
+    }
+}
+
+// The exit status of a command that ends with `status`, once all its output is written: 1 and a
+// line when stdout failed. Who closes a pipe (`| head -1`) has read enough: that is no failure.
+static int output_status(Run *run, int status) {
+    run_flush(run);
+    if (run->stdout_error == 0 || run->stdout_error == EPIPE) {
+        return status;
+    }
+    fprintf(stderr, "%s: cannot write to stdout: %s; what follows was not printed\n", program_name,
+            strerror(run->stdout_error));
+    return 1;
 }
 
 // Mean loss over the first --val-batches batches of the validation data (0: all of it), in file
-// order.
-static double run_validate(Run *run) {
+// order, so that every validation of a run measures the same tokens. Returns 0 when a signal or
+// unreadable data cut it short, else 1.
+static int run_validate(Run *run, double *loss) {
     const Settings *s = &run->s;
-    int64_t all = run->val.windows / s->B,
-            batches = run->o.val_batches ? min_i64(run->o.val_batches, all) : all;
+    const int64_t all = run->val.windows / s->B;
+    const int64_t batches = run->o.val_batches ? min_i64(run->o.val_batches, all) : all;
     double sum = 0;
-    for (int64_t k = 0; k < batches && !stop_signal && !run->failure[0]; k++) {
+    for (int64_t k = 0; k < batches; k++) {
+        if (run_stopping()) {
+            return 0;
+        }
         if (!dataset_batch(&run->val, k * s->B, s->B, 0, 0, run->inputs, run->targets,
                            s->model.V)) {
             snprintf(run->failure, sizeof run->failure, "%s", run->val.problem);
+            return 0;
         }
         sum += run->engine.evaluate(&run->engine, NULL, run->inputs, run->targets);
     }
-    return sum / (double)batches;
+    *loss = sum / (double)batches;
+    return 1;
 }
 
 // Prints a sample of --sample-tokens tokens and logs it.
@@ -4402,7 +4575,7 @@ static void run_sample(Run *run) {
     Candidate *scratch = (Candidate *)alloc_zero((size_t)V, sizeof(Candidate));
     char *text = (char *)alloc_zero((size_t)(s->T + length), BPE_LONGEST);
     int n = prompt_tokens(tokens, s->T, tokenizer, run->bpe, o->prompt), bytes = 0;
-    for (int64_t i = 0; i < length && !stop_signal; i++, n++) {
+    for (int64_t i = 0; i < length && !run_stopping(); i++, n++) {
         int context = (int)min_i64(n, s->T);
         run->engine.logits(&run->engine, logits, tokens + n - context, context);
         double u =
@@ -4412,17 +4585,18 @@ static void run_sample(Run *run) {
     for (int i = 0; i < n; i++) {
         bytes += token_text(text + bytes, tokenizer, run->bpe, tokens[i]);
     }
-    if (!o->quiet && !stop_signal) {
+    if (!o->quiet && !run_stopping()) {
         printf("%s--- sample after step %" PRId64 " ---\n", run->live ? "\n" : "",
                run->state.step);
         fwrite(text, 1, (size_t)bytes, stdout);  // a token may be a 0
         printf("\n---\n");
     }
-    if (run->log && !stop_signal) {
-        fprintf(run->log, "{\"step\":%" PRId64 ",\"sample\":\"", run->state.step);
+    if (run->log && !run_stopping()) {
+        log_begin(run);
+        fputs(",\"sample\":\"", run->log);
         json_text(run->log, text, (size_t)bytes);
-        fputs("\"}\n", run->log);
-        log_flush(run->log);
+        fputs("\"", run->log);
+        log_end(run->log);
     }
     free(tokens);
     free(logits);
@@ -4430,6 +4604,8 @@ static void run_sample(Run *run) {
     free(text);
 }
 
+// Saves the run as it is and removes what --keep leaves no room for. Does nothing without an output
+// folder, or when this step's checkpoint is there already.
 static void run_save(Run *run) {
     char path[PATH_BYTES];
     if (!run->o.output[0] || run->saved_step == run->state.step) {
@@ -4441,22 +4617,24 @@ static void run_save(Run *run) {
     if (run->o.keep) {
         checkpoint_prune(run->o.output, run->o.keep, run->state.step);
     }
-    fprintf(run->log, "{\"step\":%" PRId64 ",\"checkpoint\":\"", run->state.step);
+    log_begin(run);
+    fputs(",\"checkpoint\":\"", run->log);
     json_text(run->log, path, strlen(path));
-    fputs("\"}\n", run->log);
-    log_flush(run->log);
+    fputs("\"", run->log);
+    log_end(run->log);
     if (!run->o.quiet) {
-        printf("%ssaved %s\n", run->live ? "\r\033[K" : "", path);
+        printf("%ssaved %s\n", clear_line(run), path);
     }
 }
 
-// The line of a finished step, to the terminal and to the log.
+// The line of a finished step, to the terminal and to the log. On a terminal it is rewritten by the
+// next one, except where it says more than that all goes well.
 static void run_report(Run *run, const StepResult *r, double lr, double ms, double mean_ms) {
     const Settings *s = &run->s;
-    double tokens = (double)run->windows_per_step * s->T, per_second = tokens / ms * 1e3;
-    double flops = model_flops_per_token(&s->model, s->T) * per_second;
-    double peak = run->engine.peak_flops > 0 ? 100 * flops / run->engine.peak_flops : NAN;
-    int64_t left = run->steps - run->state.step;
+    const double tokens = (double)run->windows_per_step * s->T, per_second = tokens / ms * 1e3;
+    const double flops = model_flops_per_token(&s->model, s->T) * per_second;
+    const double peak = run->engine.peak_flops > 0 ? 100 * flops / run->engine.peak_flops : NAN;
+    const int64_t left = run->steps - run->state.step;
     char of_peak[32] = "";
     if (!isnan(peak)) {
         snprintf(of_peak, sizeof of_peak, "  %.0f %% of peak", peak);
@@ -4465,23 +4643,22 @@ static void run_report(Run *run, const StepResult *r, double lr, double ms, doub
         printf("%sstep %*" PRId64 "/%" PRId64
                "  loss %.4f  norm %.3f  lr %.2e  %.1f ms  %s tok/s%s  %s"
                "  eta %s%s%s",
-               run->live ? "\r\033[K" : "", run->steps > 9999 ? 7 : 4, run->state.step, run->steps,
-               r->loss, r->norm, lr, ms, count_text((int64_t)per_second).s, of_peak,
+               clear_line(run), run->steps > 9999 ? 7 : 4, run->state.step, run->steps, r->loss,
+               r->norm, lr, ms, count_text((int64_t)per_second).s, of_peak,
                bytes_text((double)run->plan.device_bytes).s,
                duration_text((double)left * mean_ms * 1e-3).s, r->skipped ? "  SKIPPED" : "",
                run->live && left && !r->skipped ? "" : "\n");
-        fflush(stdout);
     }
     if (run->log) {
-        fprintf(run->log, "{\"step\":%" PRId64, run->state.step);
+        log_begin(run);
         json_number(run->log, "loss", r->loss);
         json_number(run->log, "grad_norm", r->norm);
         json_number(run->log, "lr", lr);
         json_number(run->log, "ms", ms);
         json_number(run->log, "tokens_per_s", per_second);
         json_number(run->log, "peak_pct", peak);
-        fprintf(run->log, ",\"skipped\":%d}\n", r->skipped);
-        log_flush(run->log);
+        fprintf(run->log, ",\"skipped\":%d", r->skipped);
+        log_end(run->log);
     }
 }
 
@@ -4491,18 +4668,24 @@ static int64_t batch_position(const Settings *s, int64_t start, int micro) {
     return start + ((int64_t)micro * s->ranks + s->rank) * s->B;
 }
 
-// One optimizer step: micro-batches from the run's position, the update, the report.
-static void run_step(Run *run, double *mean_ms) {
+// One optimizer step: micro-batches from the run's position, the update, the report. Returns 0 when
+// a signal came before its last micro-batch was begun: the run is then as after the step before,
+// because only the update changes what it learns and where it is in its data, and the gradients
+// summed so far are cleared by the first micro-batch of the next step.
+static int run_step(Run *run, double *mean_ms) {
     const Options *o = &run->o;
     const Settings *s = &run->s;
     RunState *state = &run->state;
-    double start = now_ms(), lr = learning_rate(o, state->step, run->steps);
+    const double start = now_ms(), lr = learning_rate(o, state->step, run->steps);
     for (int micro = 0; micro < run->micros; micro++) {
+        if (run_stopping()) {
+            return 0;
+        }
         int64_t position = batch_position(s, o->overfit ? 0 : state->position, micro);
         if (!dataset_batch(&run->train, position, s->B, (int)o->shuffle, (uint64_t)o->seed,
                            run->inputs, run->targets, s->model.V)) {
             snprintf(run->failure, sizeof run->failure, "%s", run->train.problem);
-            return;
+            return 0;
         }
         run->engine.micro_step(&run->engine, run->inputs, run->targets, micro, run->micros);
     }
@@ -4512,6 +4695,7 @@ static void run_step(Run *run, double *mean_ms) {
     state->step++;
     state->updates += !r.skipped;
     state->skipped += r.skipped;
+    state->pending_validation = 0;
     run->skips = r.skipped ? run->skips + 1 : 0;
     if (o->max_skips && run->skips >= o->max_skips) {
         snprintf(run->failure, sizeof run->failure, "--max-skips: %" PRId64 " steps in a row were "
@@ -4520,25 +4704,29 @@ static void run_step(Run *run, double *mean_ms) {
     if (isfinite(r.norm)) {
         state->norms.values[state->norms.count++ % NORM_WINDOW] = r.norm;
     }
-    double ms = now_ms() - start;
+    const double ms = now_ms() - start;
+    // The time left follows the machine's load over some 20 steps, and not each step's accident.
     *mean_ms = *mean_ms > 0 ? 0.95 * *mean_ms + 0.05 * ms : ms;
     run_report(run, &r, lr, ms, *mean_ms);
+    return 1;
 }
 
-static void run_print_validation(Run *run) {
-    double loss = run_validate(run);
-    if (stop_signal || run->failure[0]) {
+// Validates after the run's step, and prints and logs the loss. Cut short by a signal it stays
+// pending, so that the run that goes on from here makes up for it.
+static void run_validation(Run *run) {
+    double loss = 0;
+    run->state.pending_validation = !run_validate(run, &loss);
+    if (run->state.pending_validation) {
         return;
     }
     if (!run->o.quiet) {
-        printf("%sstep %4" PRId64 "/%" PRId64 "  validation loss %.4f\n",
-               run->live ? "\r\033[K" : "", run->state.step, run->steps, loss);
+        printf("%sstep %4" PRId64 "/%" PRId64 "  validation loss %.4f\n", clear_line(run),
+               run->state.step, run->steps, loss);
     }
     if (run->log) {
-        fprintf(run->log, "{\"step\":%" PRId64, run->state.step);
+        log_begin(run);
         json_number(run->log, "val_loss", loss);
-        fputs("}\n", run->log);
-        log_flush(run->log);
+        log_end(run->log);
     }
 }
 
@@ -4552,46 +4740,53 @@ static void run_fail(const Run *run) {
             : ", which is not saved: the newest checkpoint is from before the first of them");
 }
 
-// The loop: from the run's step to its last, to a signal or to a failure; saves at the end when
-// there is an output folder. While steps are skipped nothing is saved: if they never end, the
-// newest checkpoint is one from before them.
+// The last lines of a run, on the terminal and in the log, which is closed.
+static void run_end(Run *run, double ms) {
+    const char *reason = run->failure[0] ? "failed" : run_stopping() ? "interrupted" : "finished";
+    if (run->log) {
+        fprintf(run->log, "{\"event\":\"end\",\"reason\":\"%s\"", reason);
+        log_end(run->log);
+        fclose(run->log);
+    }
+    if (!run->o.quiet) {
+        printf("%s%s after step %" PRId64 ", %s, %" PRId64 " skipped\n", clear_line(run), reason,
+               run->state.step, duration_text(ms * 1e-3).s, run->state.skipped);
+    }
+}
+
+// The loop: from the run's step to its last, to a signal or a failure. After a step it validates,
+// samples and saves, in this order, where each is due; the end of the run saves too when there is
+// an output folder. While steps are skipped nothing is saved: where that never ends, the newest
+// checkpoint is one from before it began.
 static void run_train(Run *run) {
     const Options *o = &run->o;
-    double mean_ms = 0, began = now_ms();
+    const double began = now_ms();
+    double mean_ms = 0;
     int due = 0;  // a checkpoint
-    while (run->state.step < run->steps && !stop_signal && !run->failure[0]) {
-        run_step(run, &mean_ms);
-        if (run->failure[0]) {
-            break;
+    if (run->state.pending_validation && run->has_val) {
+        run_validation(run);
+    }
+    while (run->state.step < run->steps && !run_stopping() && !run->failure[0] &&
+           run_step(run, &mean_ms) && !run->failure[0]) {
+        const int64_t step = run->state.step;
+        const int last = step == run->steps;
+        if (run->has_val && (step % o->val_every == 0 || last)) {
+            run_validation(run);
         }
-        int64_t step = run->state.step;
-        int last = step == run->steps;
-        if (run->has_val && o->val_every && (step % o->val_every == 0 || last) && !stop_signal) {
-            run_print_validation(run);
-        }
-        if (o->sample_every && (step % o->sample_every == 0 || last) && !stop_signal) {
+        if (o->sample_every && (step % o->sample_every == 0 || last) && !run_stopping()) {
             run_sample(run);
         }
         due |= o->save_every && step % o->save_every == 0;
-        if (due && !last && run->skips == 0 && !stop_signal) {
+        if (due && !last && run->skips == 0 && !run_stopping()) {
             run_save(run);
             due = 0;
         }
+        run_flush(run);
     }
     if (!run->failure[0] || (run->skips == 0 && run->state.step > 0)) {
         run_save(run);
     }
-    const char *reason = run->failure[0] ? "failed" : stop_signal ? "interrupted" : "finished";
-    if (run->log) {
-        fprintf(run->log, "{\"event\":\"end\",\"reason\":\"%s\"}\n", reason);
-        log_flush(run->log);
-        fclose(run->log);
-    }
-    if (!o->quiet) {
-        printf("%s%s after step %" PRId64 ", %s, %" PRId64 " skipped\n",
-               run->live && stop_signal ? "\n" : "", reason, run->state.step,
-               duration_text((now_ms() - began) * 1e-3).s, run->state.skipped);
-    }
+    run_end(run, now_ms() - began);
     if (run->failure[0]) {
         run_fail(run);
     }
@@ -4599,7 +4794,9 @@ static void run_train(Run *run) {
 
 // -------------------------------------------------------------------------------------------------
 // 18. Start-up and main
-// From options to a run: the order in which things are decided, refused and opened.
+// From options to a run, in the seven steps of program_run(). What one step decides the next ones
+// build on. Nothing is written, and no large memory taken, before everything that can be refused
+// has been refused: five steps only read, the sixth compares the plan with the memory there is.
 
 // What differs between the programs of the two volumes.
 typedef struct Program {
@@ -4612,15 +4809,34 @@ typedef struct Program {
     void (*refuse)(const Settings *s);                        // what it cannot do; or NULL
 } Program;
 
-// The data of a run without -i: the first prepared corpus, BPE shards before bytes for presets, in
-// data/ here, else in data/ beside the program.
-static void default_data(Options *o, int preset) {
+// Step 2: the model's sizes from -e, and its open file where it names one. Its vocabulary is not
+// yet known, except from a file.
+static ModelKind run_choose_model(Run *run, const Program *program, Model *m) {
+    Options *o = &run->o;
+    o->model = o->model ? o->model : program->default_model;
+    ModelKind kind = model_parse(m, o->model);
+    if (kind == MODEL_FILE) {
+        if (access(o->model, F_OK) != 0) {
+            die("--model (-e): '%s' is neither a preset (d12 d24 d36 d48), nor a shape such as "
+                "l4h4c128t256, nor a file or folder",
+                o->model);
+        }
+        model_file_open(&run->weights, o->model);
+        *m = run->weights.model;
+    }
+    return kind;
+}
+
+// The data of a run without -i: the first prepared corpus, for a model with GPT-2's
+// vocabulary its tokens before bytes, in data/ here, else in data/ next to the program. Leaves the
+// options as they are when none is prepared.
+static void default_data(Options *o, int is_gpt2) {
     static const char *const names[] = {"tinyshakespeare_gpt2", "tinyshakespeare_bytes",
                                         "stories_bytes"};
-    static char train[PATH_BYTES], val[PATH_BYTES];
+    static char train[PATH_BYTES], val[PATH_BYTES];  // the options point to them
     const char *const folders[] = {"", program_folder()};
     for (int i = 0; i < 6; i++) {
-        if (i % 3 == 0 && !preset) {
+        if (i % 3 == 0 && !is_gpt2) {
             continue;
         }
         path_print(train, "%sdata/%s_train*.bin", folders[i / 3], names[i % 3]);
@@ -4636,22 +4852,45 @@ static void default_data(Options *o, int preset) {
     }
 }
 
-// The model's vocabulary: its file's (preset -1), the preset's (1) or the data's.
-static void model_open(Model *m, const Options *o, int preset, const Dataset *data) {
-    if (preset < 0) {
-        if (data && data->vocabulary != m->V) {
-            die("--model (-e): %s has a vocabulary of %d; the data, %s, has tokens of another, %d",
-                o->model, m->V, o->train_data, data->vocabulary);
-        }
-    } else if (preset) {
-        model_set_vocabulary(m, GPT2_VOCABULARY);
-        if (data && data->vocabulary != GPT2_VOCABULARY && !o->quiet) {
-            printf("%s keeps GPT-2's vocabulary of %d; this data uses %d of it\n", o->model, m->V,
-                   data->vocabulary);
-        }
-    } else {
-        model_set_vocabulary(m, data ? data->vocabulary : BYTE_VOCABULARY);
+// The model's vocabulary: the preset's, the file's or the data's. Without data (--plan), a shape
+// takes that of bytes. Ends the run when a file's vocabulary is not the data's: the same number
+// would mean another text.
+static void model_vocabulary(Model *m, ModelKind kind, const Options *o, const Dataset *data) {
+    switch (kind) {
+        case MODEL_PRESET:
+            model_set_vocabulary(m, GPT2_VOCABULARY);
+            if (data && data->vocabulary != GPT2_VOCABULARY && !o->quiet) {
+                printf("%s keeps GPT-2's vocabulary of %d; this data uses %d of it\n", o->model,
+                       m->V, data->vocabulary);
+            }
+            break;
+        case MODEL_SHAPE:
+            model_set_vocabulary(m, data ? data->vocabulary : BYTE_VOCABULARY);
+            break;
+        case MODEL_FILE:
+            if (data && data->vocabulary != m->V) {
+                die("--model (-e): %s has a vocabulary of %d; the data, %s, has one of %d",
+                    o->model, m->V, o->train_data, data->vocabulary);
+            }
+            break;
     }
+}
+
+// Step 3: the training data, and with it the vocabulary. A plan needs data only for the vocabulary
+// of a shape, and takes the bytes' where there is none.
+static void run_choose_data(Run *run, Model *m, ModelKind kind) {
+    Options *o = &run->o;
+    if (!o->train_data) {
+        default_data(o, kind == MODEL_PRESET || m->V == GPT2_VOCABULARY);
+    }
+    if (!o->train_data && !o->plan) {
+        die("no data: 'make data' prepares tinyshakespeare; --train-data (-i) takes token shards");
+    }
+    if (o->train_data && (!o->plan || kind == MODEL_SHAPE)) {
+        int64_t T = o->seq_len ? o->seq_len : m->maxT;
+        dataset_open(&run->train, o->train_data, (int)min_i64(T, m->maxT));
+    }
+    model_vocabulary(m, kind, o, run->train.shards ? &run->train : NULL);
 }
 
 // Prints the plan and returns the program's exit status: 1 when it does not fit what was named.
@@ -4674,7 +4913,8 @@ static int plan_command(const Program *program, const Options *o, const Model *m
     return fits ? 0 : 1;
 }
 
-// Steps, micro-steps and their limits, from the options and the data.
+// Step 5: how many micro-batches make a step and how many steps the run, from the options and the
+// data. Ends the run where they do not divide, or the data is too short for one step.
 static void run_size(Run *run) {
     const Options *o = &run->o;
     const Settings *s = &run->s;
@@ -4726,7 +4966,8 @@ static void make_folders(const char *path) {
     }
 }
 
-// Start-up box: what was asked, what will run, what it takes.
+// Start-up box: what was asked, what will run, what it takes. Of the options only those are shown
+// that differ from their defaults.
 static void run_print_box(const Run *run, const Program *program) {
     const Plan *p = &run->plan;
     const Settings *s = &run->s;
@@ -4767,7 +5008,6 @@ static void run_print_box(const Run *run, const Program *program) {
     } else {
         printf("\npeak     unknown: %s\n\n", run->engine.peak_source);
     }
-    fflush(stdout);
 }
 
 // Resumes from the newest checkpoint of the output folder whose files are those of its manifest.
@@ -4818,8 +5058,8 @@ static void run_vocabulary(Run *run) {
     }
 }
 
-// The batch and the one plan of a run whose settings are known; ends the run where the program
-// cannot do them or memory lacks.
+// Step 6: the batch and the one plan of a run whose settings are known. Ends the run where the
+// program cannot do them or memory does not hold the plan.
 static void run_fit(Run *run, const Program *program) {
     size_t batch = (size_t)run->s.B * (size_t)run->s.T;
     if (program->refuse) {
@@ -4831,10 +5071,10 @@ static void run_fit(Run *run, const Program *program) {
     plan_refuse(&run->plan, run->plan.device_bytes + program->library_bytes, program->available());
 }
 
-// From options to a run that is sized, fits, and has its data; ends the run where one does not.
-static void run_open(Run *run, const Program *program, const Model *m) {
+// The validation data, which must be in the training data's tokens. Without it, or with -v 0,
+// nothing is validated.
+static void run_open_validation(Run *run) {
     const Options *o = &run->o;
-    settings_from_options(&run->s, o, m, program->gpu);
     run->has_val = o->val_data && o->val_every;
     if (run->has_val) {
         dataset_open(&run->val, o->val_data, run->s.T);
@@ -4842,12 +5082,14 @@ static void run_open(Run *run, const Program *program, const Model *m) {
             die("--val-data (-j): %s has another tokenizer than %s", o->val_data, o->train_data);
         }
     }
-    run_size(run);
-    run_fit(run, program);
+}
+
+// Vocabulary and prompt of the samples: what is wrong with them is said now, not after a thousand
+// steps. Uses the batch's memory, which is still free.
+static void run_prepare_samples(Run *run) {
     run_vocabulary(run);
-    if (o->sample_every) {
-        prompt_tokens(run->inputs, run->s.T, run->train.tokenizer, run->bpe,
-                      o->prompt);  // or the end of the run
+    if (run->o.sample_every) {
+        prompt_tokens(run->inputs, run->s.T, run->train.tokenizer, run->bpe, run->o.prompt);
     }
 }
 
@@ -4865,8 +5107,9 @@ static int64_t run_engine_open(Run *run, const Program *program, const Model *m)
     return step;
 }
 
-// From an accepted run to its first step: output folder, engine, checkpoint or fresh weights, log,
-// box.
+// Step 7: everything that leaves a trace: output folder, engine, checkpoint or fresh weights, log,
+// start-up box. The folder comes first, so that two runs never write into one; the log after the
+// weights, because a resume cuts it back to its checkpoint's step.
 static void run_begin(Run *run, const Program *program, const Model *m) {
     const Options *o = &run->o;
     run->live = isatty(1);
@@ -4883,23 +5126,31 @@ static void run_begin(Run *run, const Program *program, const Model *m) {
         checkpoint_prune(o->output, o->keep, resume_step);
     }
     if (o->output[0]) {
-        run->log = log_open(o->output, resume_step, o, &run->s, run->plan.device_bytes,
-                            run->engine.device);
+        log_open(run, resume_step);
     }
     if (!o->quiet) {
         run_print_box(run, program);
+        run_flush(run);
+        stop_line = o->output[0] ? "\nstopping after this micro-batch and saving; again to quit\n"
+                                 : "\nstopping after this micro-batch; without --output (-o) "
+                                   "nothing is saved; again to quit\n";
+        stop_line += !run->live;  // on a terminal the line being rewritten is left as it is
     }
 }
 
 // --eval: scores the model, without data and without writing anything. A signal ends it with what
-// was scored by then, which is no failure. Without -t, T is what the longest row of the file needs.
-static int eval_command(Run *run, const Program *program, const Model *m) {
+// was scored by then, which is no failure. Without -t, T is what the longest row of the file needs,
+// and a model that is not from a file has GPT-2's vocabulary, as those files do.
+static int eval_command(Run *run, const Program *program, Model *m) {
     Options *o = &run->o;
     Mapping map;
     EvalFile f;
     EvalScore score;
     char weights[48] = "weights of that file";
     memset(&score, 0, sizeof score);
+    if (m->V == 0) {
+        model_set_vocabulary(m, GPT2_VOCABULARY);
+    }
     if (mapping_open(&map, o->eval) != 0) {
         die("--eval: cannot open %s: %s", o->eval, file_error());
     }
@@ -4934,68 +5185,60 @@ static int eval_command(Run *run, const Program *program, const Model *m) {
     return 0;
 }
 
-// The program, for either volume's main. Returns the exit status.
-static int program_main(const Program *program, int argc, char **argv) {
-    static Run run;
+// Frees what a finished run holds.
+static void run_close(Run *run) {
+    run->engine.close(&run->engine);
+    plan_free(&run->plan);
+    dataset_close(&run->train);
+    if (run->has_val) {
+        dataset_close(&run->val);
+    }
+    free(run->inputs);
+    free(run->bpe);
+}
+
+// Start-up in its order, then the command that was asked for, without one the training. Returns the
+// exit status; whatever cannot be done ends the program in one line instead.
+static int program_run(Run *run, const Program *program, int argc, char **argv) {
+    const Options *o = &run->o;
     Model m;
-    program_name = program->name;
-    options_parse(&run.o, argc, argv);
-    if (run.o.help) {
+    options_parse(&run->o, argc, argv);                                // 1 options
+    if (o->help) {
         options_print_help(program->default_model);
         return 0;
     }
-    if (!run.o.model) {
-        run.o.model = program->default_model;
-    }
-    if ((run.o.check || run.o.compare) && !program->command) {
+    if ((o->check || o->compare) && !program->command) {
         die("--check and --compare are commands of the GPU program, train_gpt2cu");
     }
-    int preset = model_parse(&m, run.o.model);
-    if (preset < 0) {
-        if (access(run.o.model, F_OK) != 0) {
-            die("--model (-e): '%s' is neither a preset (d12 d24 d36 d48), nor a shape such as "
-                "l4h4c128t256, nor a file or folder", run.o.model);
-        }
-        model_file_open(&run.weights, run.o.model);
-        m = run.weights.model;
+    stop_line = o->quiet ? "" : "stopping; again to quit\n";
+    stop_on_signals();
+    const ModelKind kind = run_choose_model(run, program, &m);         // 2 the model's sizes
+    if (o->eval) {
+        return eval_command(run, program, &m);
     }
-    signal(SIGINT, on_signal);
-    signal(SIGTERM, on_signal);
-    if (run.o.eval) {
-        if (preset >= 0) {
-            model_set_vocabulary(&m, GPT2_VOCABULARY);
-        }
-        return eval_command(&run, program, &m);
+    run_choose_data(run, &m, kind);                                    // 3 data and vocabulary
+    if (o->plan) {
+        return plan_command(program, o, &m);
     }
-    if (!run.o.train_data) {
-        default_data(&run.o, preset > 0 || m.V == GPT2_VOCABULARY);
+    settings_from_options(&run->s, o, &m, program->gpu);               // 4 settings
+    run_open_validation(run);
+    run_size(run);                                                     // 5 steps, micro-batches
+    run_fit(run, program);                                             // 6 memory
+    run_prepare_samples(run);
+    if (program->command && (o->check || o->compare)) {
+        return program->command(run, program);
     }
-    if (!run.o.train_data && !run.o.plan) {
-        die("no data: 'make data' prepares tinyshakespeare; --train-data (-i) takes token shards");
-    }
-    int64_t T = run.o.seq_len ? run.o.seq_len : m.maxT;
-    if (run.o.train_data && !(run.o.plan && preset != 0)) {
-        dataset_open(&run.train, run.o.train_data, (int)min_i64(T, m.maxT));
-    }
-    model_open(&m, &run.o, preset, run.train.shards ? &run.train : NULL);
-    if (run.o.plan) {
-        return plan_command(program, &run.o, &m);
-    }
-    run_open(&run, program, &m);
-    if ((run.o.check || run.o.compare) && program->command) {
-        return program->command(&run, program);
-    }
-    run_begin(&run, program, &m);
-    run_train(&run);
-    run.engine.close(&run.engine);
-    plan_free(&run.plan);
-    dataset_close(&run.train);
-    if (run.has_val) {
-        dataset_close(&run.val);
-    }
-    free(run.inputs);
-    free(run.bpe);
+    run_begin(run, program, &m);                                       // 7 folder, engine, log
+    run_train(run);
+    run_close(run);
     return 0;
+}
+
+// The program, for either volume's main. Returns the exit status.
+static int program_main(const Program *program, int argc, char **argv) {
+    static Run run;
+    program_name = program->name;
+    return output_status(&run, program_run(&run, program, argc, argv));
 }
 
 int train_gpt2_main(int argc, char **argv);

@@ -218,8 +218,51 @@ static ShortText duration_text(double seconds) {
     return text;
 }
 
+// The number behind `key` at the start of a line of `path`, or `otherwise`.
+static int64_t file_number(const char *path, const char *key, int64_t otherwise) {
+    char line[256];
+    FILE *f = fopen(path, "r");
+    for (int found = 0; f && !found && fgets(line, sizeof line, f);) {
+        char *end = line, *text = line + strlen(key);
+        int64_t number = strncmp(line, key, strlen(key)) == 0 ? strtoll(text, &end, 10) : 0;
+        found = end > line && end != text;
+        otherwise = found ? number : otherwise;
+    }
+    if (f) {
+        fclose(f);
+    }
+    return otherwise;
+}
+
+// Bytes of memory this process may still take: MemAvailable, or what its control group (v2)
+// leaves, whose cached files do not count.
+static size_t host_memory_available(void) {
+    int64_t bytes = file_number("/proc/meminfo", "MemAvailable:", INT64_MAX >> 10) << 10;
+    int64_t limit = file_number("/sys/fs/cgroup/memory.max", "", INT64_MAX);
+    int64_t used = file_number("/sys/fs/cgroup/memory.current", "", 0) -
+                   file_number("/sys/fs/cgroup/memory.stat", "inactive_file ", 0);
+    return (size_t)max_i64(min_i64(bytes, limit - used), 0);
+}
+
+// The signal that asked the program to stop, at the next good place (0: none), and what on_signal()
+// then says: a whole line, or nothing.
 static volatile sig_atomic_t stop_signal;
-static void on_signal(int number) { stop_signal = number; }
+static const char *volatile stop_line = "";
+
+// The first signal asks the program to stop, and says so at once because the next good place may be
+// seconds away; the second one ends it as a kill would. A terminal that closes may send SIGHUP
+// twice, so that one only asks. Calls nothing but what POSIX allows in a handler.
+static void on_signal(int number) {
+    const int error = errno;
+    if (stop_signal && number != SIGHUP) {
+        _exit(128 + number);
+    }
+    if (!stop_signal && write(STDERR_FILENO, stop_line, strlen(stop_line)) < 0) {
+        stop_line = "";  // nobody reads it: the program stops all the same
+    }
+    stop_signal = number;
+    errno = error;
+}
 
 // -------------------------------------------------------------------------------------------------
 // 2. SHA-256

@@ -469,13 +469,13 @@ static void bench_run(const char *dtype) {
     o.model = bench.model;
     o.batch = bench.batch;
     o.seq_len = bench.length;
-    o.dtype = dtype;
-    int preset = model_parse(&m, bench.model);
-    if (preset < 0) {
+    o.dtype = choice_find(dtypes, dtype, strlen(dtype));
+    const ModelKind kind = model_parse(&m, bench.model);
+    if (kind == MODEL_FILE) {
         die("-e: '%s' is neither a preset (d12 d24 d36 d48) nor a shape such as l4h4c128t256",
             bench.model);
     }
-    model_set_vocabulary(&m, preset > 0 ? (int)GPT2_VOCABULARY : (int)BYTE_VOCABULARY);
+    model_set_vocabulary(&m, kind == MODEL_PRESET ? (int)GPT2_VOCABULARY : (int)BYTE_VOCABULARY);
     settings_from_options(&s, &o, &m, 1);
     gpu_settings_check(&s);
     bench_open(&s);

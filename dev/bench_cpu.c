@@ -210,7 +210,8 @@ static void bench_step(const char *name, int B, int T, double dnnl_ms) {
     o.batch = B;
     o.seq_len = T;
     model_set_vocabulary(
-        &m, tokenizer_vocabulary(model_parse(&m, name) ? TOKENIZER_GPT2 : TOKENIZER_BYTES));
+        &m, tokenizer_vocabulary(model_parse(&m, name) == MODEL_PRESET ? TOKENIZER_GPT2
+                                                               : TOKENIZER_BYTES));
     settings_from_options(&s, &o, &m, 0);
     plan_build(&p, &s);
     cpu_open(&e, &p);

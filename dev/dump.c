@@ -175,8 +175,8 @@ static void dump_step(const char *folder, Run *run, FILE *tokens, FILE *steps) {
 static void dump_open(const char *folder, Run *run, int vocabulary) {
     Options *o = &run->o;
     Model m;
-    int preset = model_parse(&m, o->model);
-    if (preset < 0) {
+    const ModelKind kind = model_parse(&m, o->model);
+    if (kind == MODEL_FILE) {
         model_file_open(&run->weights, o->model);
         m = run->weights.model;
     }
@@ -184,8 +184,8 @@ static void dump_open(const char *folder, Run *run, int vocabulary) {
     if (o->train_data) {
         dataset_open(&run->train, o->train_data, (int)min_i64(T, m.maxT));
     }
-    model_open(&m, o, preset, run->train.shards ? &run->train : NULL);
-    if (vocabulary && preset >= 0) {
+    model_vocabulary(&m, kind, o, run->train.shards ? &run->train : NULL);
+    if (vocabulary && kind != MODEL_FILE) {
         model_set_vocabulary(&m, vocabulary);
     }
     settings_from_options(&run->s, o, &m, 0);
@@ -197,7 +197,7 @@ static void dump_open(const char *folder, Run *run, int vocabulary) {
     run->targets = run->inputs + tokens;
     plan_build(&run->plan, &run->s);
     cpu_open(&run->engine, &run->plan);
-    if (preset < 0) {
+    if (kind == MODEL_FILE) {
         model_file_load(&run->engine, &run->weights, NULL);
         model_file_close(&run->weights);
     } else {

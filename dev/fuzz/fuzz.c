@@ -439,16 +439,18 @@ enum { FUZZ_WORDS = 64 };
 
 static void require_option(const Options *o, const OptionRow *row) {
     const char *field = (const char *)o + row->offset;
-    if (row->type == OPT_TEXT || row->type == OPT_CHOICE) {
-        const char *text = *(const char *const *)(const void *)field;
-        FACT(text || !row->value);
-        FACT(!text || row->type == OPT_TEXT || choice_holds(row->choices, text));
+    if (row->type == OPT_TEXT) {
+        FACT(*(const char *const *)(const void *)field || !row->value);
     } else if (row->type == OPT_REAL) {
         double value = *(const double *)(const void *)field;
         FACT(value >= row->low && value <= row->high);
     } else {
+        char text[64];
         int64_t value = *(const int64_t *)(const void *)field;
-        FACT((value == 0 && !row->value) ||
+        const char *word = option_text(text, o, row);
+        FACT(row->type != OPT_CHOICE || choice_find(row->choices, word, strlen(word)) == value);
+        FACT(row->type != OPT_SET || set_parse(row->choices, word) == value);
+        FACT(row->choices || (value == 0 && !row->value) ||
              ((double)value >= row->low && (double)value <= row->high));
     }
 }
@@ -479,7 +481,7 @@ static void target_options(const unsigned char *bytes, size_t size) {
         require_option(&o, &option_rows[i]);
     }
     Model m;
-    if (o.model && model_parse(&m, o.model) >= 0) {
+    if (o.model && model_parse(&m, o.model) != MODEL_FILE) {
         FACT(model_is_allowed(&m));
     }
     Settings s;
@@ -498,7 +500,7 @@ static void target_plan(const unsigned char *bytes, size_t size) {
     Settings s;
     Plan p;
     parse_words(&o, bytes, size);
-    if (model_parse(&m, o.model ? o.model : "l1h1c8t8") < 0) {
+    if (model_parse(&m, o.model ? o.model : "l1h1c8t8") == MODEL_FILE) {
         return;
     }
     model_set_vocabulary(&m, GPT2_VOCABULARY);

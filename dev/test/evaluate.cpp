@@ -123,7 +123,8 @@ static void test_eval_command() {
     wait_until([] { return read_file("stdout").find("example ") != Text::npos; });
     kill(pid, SIGINT);
     o = outcome(pid);
-    expect_success(o, "interrupted");
+    expect(o.status == 0 && o.err == "stopping; again to quit\n", "status %d, stderr: %s", o.status,
+           o.err.c_str());
     expect(o.out.find("e.bin: interrupted after ") != Text::npos &&
            o.out.find(" of 60 examples, accuracy ") != Text::npos, "%s", o.out.c_str());
 }

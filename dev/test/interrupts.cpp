@@ -67,9 +67,160 @@ static void test_signals() {
     }
 }
 
+// The options of a run whose step takes the better part of a second, whether it is 40 micro-batches
+// or one as long as 40. Sanitizers make a smaller model as slow.
+#define MANY_BATCHES "-b 1 -d 2560 "
+#define ONE_BATCH "-b 40 "
+static Text slow(const char *more) {
+    const Text model = has_sanitizers() ? "l2h2c64t64" : "l6h4c192t64";
+    return "-i train.bin -e " + model + " -k constant " + more;
+}
+
+// Starts a run and waits until it is in its first step.
+static pid_t start_training(const Text &arguments, const std::function<void()> &before = nullptr) {
+    remove("stdout");  // of the run before, as its stderr
+    remove("stderr");
+    pid_t pid = start(arguments, before);
+    wait_until([] { return read_file("stdout").find("\npeak ") != Text::npos; });
+    usleep(20000);
+    return pid;
+}
+
+// Waits until the run's log holds `words`, then sends the signal.
+static void signal_at(pid_t pid, const char *words, int number) {
+    wait_until([&] { return read_file("out/log.jsonl").find(words) != Text::npos; });
+    usleep(5000);
+    kill(pid, number);
+}
+
+// A signal acts between the micro-batches of a step, says so at once in one line, and saves the
+// state after the last finished step; what goes on from there ends as the undisturbed run.
+static void test_mid_step() {
+    static const char said[] = "stopping after this micro-batch and saving; again to quit\n";
+    const Text many = slow(MANY_BATCHES "-x 2 -n 1 -y 1 -o out");
+    enter("whole");
+    write_corpus();
+    expect_success(program(many), "undisturbed");
+    const Text first = tensors_of("out", 1), second = tensors_of("out", 2);
+    enter("../cut");
+    write_corpus();
+    pid_t pid = start_training(many);
+    kill(pid, SIGINT);
+    Outcome o = outcome(pid);
+    expect(o.status == 0 && o.err == said, "status %d, stderr: %s", o.status, o.err.c_str());
+    expect(names_in("out", "step") == "step-00000000" && log_steps("out/log.jsonl").empty(),
+           "the step was finished: %s", names_in("out", "step").c_str());
+    pid = start(many);
+    signal_at(pid, "{\"step\":1,\"checkpoint\"", SIGHUP);
+    o = outcome(pid);
+    expect(o.status == 0 && o.err == said, "status %d, stderr: %s", o.status, o.err.c_str());
+    expect(names_in("out", "step") == "step-00000000 step-00000001" && !first.empty() &&
+           tensors_of("out", 1) == first, "not the state after step 1");
+    expect_success(program(many), "resumed");
+    expect(tensors_of("out", 2) == second, "another end");
+    expect(log_steps("out/log.jsonl") == one_to(2));
+    pid = start_training(slow(MANY_BATCHES "-x 2"));
+    kill(pid, SIGTERM);
+    o = outcome(pid);
+    expect(o.status == 0 && o.err.find("without --output (-o) nothing is saved") != Text::npos,
+           "status %d, stderr: %s", o.status, o.err.c_str());
+}
+
+// A second signal ends the run at once, with its number in the status, and leaves the checkpoints
+// as they were. A second SIGHUP does not: one closed terminal may send two.
+static void test_second_signal() {
+    write_corpus();
+    expect_success(program(slow("-b 1 -x 1 -o out")), "first step");
+    const Text before = checkpoint_bytes("out", 1);
+    for (int number : {SIGINT, SIGTERM, SIGHUP}) {
+        pid_t pid = start_training(slow(ONE_BATCH "-x 2 -y 1 -o out"));
+        kill(pid, SIGINT);
+        wait_until([] { return !read_file("stderr").empty(); });
+        kill(pid, number);
+        const int status = outcome(pid).status, wanted = number == SIGHUP ? 0 : 128 + number;
+        expect(status == wanted, "signal %d: status %d", number, status);
+        const Text last = number == SIGHUP ? " step-00000002" : "";  // of a step of one micro-batch
+        expect(names_in("out", "step") == "step-00000001" + last &&
+               checkpoint_bytes("out", 1) == before, "%s", names_in("out", "step").c_str());
+    }
+}
+
+// Under nohup, SIGHUP is nothing to the run.
+static void test_nohup() {
+    write_corpus();
+    pid_t pid = start_training(slow(MANY_BATCHES "-x 2 -n 1 -o out"),
+                               [] { signal(SIGHUP, SIG_IGN); });
+    kill(pid, SIGHUP);
+    expect_success(outcome(pid), "a run that ignores SIGHUP");
+    expect(names_in("out", "step") == "step-00000001 step-00000002");
+}
+
+// A validation that a signal cuts short is made up when the run goes on, once, and the log shows
+// the loss of the undisturbed run.
+static void test_cut_validation() {
+    const Text validating = slow("-j train.bin -v 1 -m 0 -b 1 -x 1 -y 1 -o out --quiet");
+    enter("whole");
+    write_corpus();
+    expect_success(program(validating), "undisturbed");
+    const double want = last_value(read_file("out/log.jsonl"), "val_loss");
+    enter("../cut");
+    write_corpus();
+    pid_t pid = start(validating);
+    signal_at(pid, "{\"step\":1,\"loss\"", SIGTERM);
+    expect_success(outcome(pid), "interrupted");
+    expect(in_checkpoint("out", 1, SAVED_STATE).find("\"pending_validation\":\"1\"") != Text::npos);
+    expect(read_file("out/log.jsonl").find("val_loss") == Text::npos, "not cut short");
+    for (int i = 0; i < 2; i++) {
+        expect_success(program(validating), "resumed");
+        const Text log = read_file("out/log.jsonl");
+        expect(log.find("\"val_loss\"") == log.rfind("\"val_loss\""), "validated twice");
+        expect(last_value(log, "val_loss") == want, "%.9g, undisturbed %.9g",
+               last_value(log, "val_loss"), want);
+    }
+}
+
+// Output that nobody takes ends the printing, not the run. A closed pipe is no failure; anything
+// else is one line and status 1 at the end.
+static void test_lost_output() {
+    write_corpus();
+    Outcome o = program(TINY "-x 30 -o pipe", [] {
+        int ends[2];
+        if (pipe(ends) == 0) {
+            dup2(ends[1], 1);
+            close(ends[0]);
+            close(ends[1]);
+        }
+    });
+    expect_success(o, "a closed pipe");
+    expect(log_steps("pipe/log.jsonl") == one_to(30) && names_in("pipe", "s") == "step-00000030");
+    const auto full = [] { dup2(open("/dev/full", O_WRONLY), 1); };
+    for (const char *arguments : {TINY "-x 30 -o full", "--plan -e l2h2c16t16", "--help"}) {
+        o = program(arguments, full);
+        expect_refused(o, "cannot write to stdout: No space left on device", arguments);
+    }
+    expect(log_steps("full/log.jsonl") == one_to(30) && names_in("full", "s") == "step-00000030");
+}
+
+// Files that may grow no further end the run in a line that says so.
+static void test_file_limit() {
+    write_corpus();
+    Outcome o = program(TINY "-x 3 -o out --quiet", [] {
+        struct rlimit limit = {20000, 20000};
+        setrlimit(RLIMIT_FSIZE, &limit);
+    });
+    expect_refused(o, "File too large", "ulimit -f");
+    expect(names_in("out", "step").empty(), "%s", names_in("out", "step").c_str());
+}
+
 static const Test tests[] = {
     {"kill", test_kill, 1},
     {"signals", test_signals, 1},
+    {"mid_step", test_mid_step, 1},
+    {"second_signal", test_second_signal, 1},
+    {"nohup", test_nohup, 1},
+    {"cut_validation", test_cut_validation, 1},
+    {"lost_output", test_lost_output, 1},
+    {"file_limit", test_file_limit, 1},
 };
 
 int main(int argc, char **argv) {

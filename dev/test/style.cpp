@@ -115,7 +115,6 @@ static const Exception exceptions[] = {
     {"ncclAllReduce", 0, 7, NVIDIAS},
     {"ncclReduceScatter", 0, 7, NVIDIAS},
     {"ncclBroadcast", 0, 7, NVIDIAS},
-    {"program_main", 65, 0, TO_DIVIDE},
     {"adamw_update", 0, 7, "tensor maths"},
     {"dataset_window", 0, 7, TO_DIVIDE},
     {"dataset_batch", 0, 8, TO_DIVIDE},
