@@ -1662,6 +1662,122 @@ static int plan_remedies(const Plan *p, Remedy list[MAX_REMEDIES]) {
     return n;
 }
 
+// The number behind `key` at the start of a line of `path`, or `otherwise`.
+static int64_t file_number(const char *path, const char *key, int64_t otherwise) {
+    char line[256];
+    FILE *f = fopen(path, "r");
+    for (int found = 0; f && !found && fgets(line, sizeof line, f);) {
+        char *end = line, *text = line + strlen(key);
+        int64_t number = strncmp(line, key, strlen(key)) == 0 ? strtoll(text, &end, 10) : 0;
+        found = end > line && end != text;
+        otherwise = found ? number : otherwise;
+    }
+    if (f) {
+        fclose(f);
+    }
+    return otherwise;
+}
+
+// Memory that this process may still take, and which of all limits leaves the least.
+typedef struct {
+    int64_t bytes;
+    char limit[160];
+} HostMemory;
+
+__attribute__((format(printf, 3, 4))) static void limit_memory(HostMemory *h, int64_t bytes,
+                                                               const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    if (bytes < h->bytes) {
+        h->bytes = max_i64(bytes, 0);
+        vsnprintf(h->limit, sizeof h->limit, format, args);
+    }
+    va_end(args);
+}
+
+// Where the two versions of control groups keep the limits of memory, and what is used of them.
+// Files in the cache count as used, but they make room before a process is killed.
+static const struct {
+    int version;
+    const char *mount, *limits[2], *used, *cached;
+} cgroup_rows[] = {
+    {1, "/sys/fs/cgroup/memory", {"memory.limit_in_bytes", "memory.limit_in_bytes"},
+     "memory.usage_in_bytes", "total_inactive_file "},
+    {2, "/sys/fs/cgroup", {"memory.max", "memory.high"}, "memory.current", "inactive_file "},
+    {2, "/sys/fs/cgroup/unified", {"memory.max", "memory.high"}, "memory.current",
+     "inactive_file "}};
+enum { CGROUP_ROWS = sizeof cgroup_rows / sizeof cgroup_rows[0] };
+
+// The limits of `group` and of every group around it, any of which can be the tightest: Slurm and
+// systemd set them on the job, not on its processes. In a container the path is the host's, and
+// only its mount's own folder is there: the last one that is looked at.
+static void limit_by_group(HostMemory *h, const char *root, int row, char *group) {
+    char file[2 * PATH_BYTES];
+    for (char *end = group + strlen(group); end; end = strrchr(group, '/')) {
+        *end = 0;
+        int n = snprintf(file, sizeof file, "%s%s%s/", root, cgroup_rows[row].mount, group);
+        size_t left = sizeof file - (size_t)min_int(n, (int)sizeof file);
+        snprintf(file + n, left, "%s", cgroup_rows[row].used);
+        int64_t used = file_number(file, "", 0);
+        snprintf(file + n, left, "memory.stat");
+        used -= file_number(file, cgroup_rows[row].cached, 0);
+        for (int k = 0; k < 2; k++) {
+            snprintf(file + n, left, "%s", cgroup_rows[row].limits[k]);
+            limit_memory(h, file_number(file, "", INT64_MAX) - used, "%s of control group %.90s",
+                         cgroup_rows[row].limits[k], group[0] ? group : "/");
+        }
+    }
+}
+
+// The memory there is, less what control groups and `ulimit` keep back. `root`: "", or where a test
+// has put another /proc and /sys.
+static HostMemory host_memory(const char *root) {
+    static const struct {
+        const char *key, *name;
+    } limits[] = {{"VmSize:", "ulimit -v"}, {"VmData:", "ulimit -d"}};
+    HostMemory h = {INT64_MAX, ""};
+    char path[PATH_BYTES], line[2 * PATH_BYTES];
+    struct rlimit r;
+    path_print(path, "%s/proc/meminfo", root);
+    limit_memory(&h, file_number(path, "MemAvailable:", INT64_MAX >> 10) << 10,
+                 "what is free on this machine");
+    path_print(path, "%s/proc/self/status", root);
+    for (int i = 0; i < 2; i++) {
+        // No table holds them: their type is an enum in C and an int in C++.
+        int known = i == 0 ? getrlimit(RLIMIT_AS, &r) : getrlimit(RLIMIT_DATA, &r);
+        if (known == 0 && r.rlim_cur != RLIM_INFINITY) {
+            int64_t mapped = file_number(path, limits[i].key, 0) << 10;
+            limit_memory(&h, (int64_t)r.rlim_cur - mapped, "%s", limits[i].name);
+        }
+    }
+    path_print(path, "%s/proc/self/cgroup", root);
+    FILE *f = fopen(path, "r");
+    while (f && fgets(line, sizeof line, f)) {  // number:controllers:group
+        char *controllers = strchr(line, ':'), *group = strrchr(line, ':');
+        const int version = group == controllers + 1 ? 2 : strstr(line, "memory") ? 1 : 0;
+        for (int row = 0; group && row < CGROUP_ROWS; row++) {
+            if (cgroup_rows[row].version == version) {
+                char copy[2 * PATH_BYTES];
+                snprintf(copy, sizeof copy, "%.*s", (int)strcspn(group + 1, "\n"), group + 1);
+                limit_by_group(&h, root, row, copy);
+            }
+        }
+    }
+    if (f) {
+        fclose(f);
+    }
+    return h;
+}
+
+// What limits the bytes that were said to be available, for messages; "" on a GPU.
+static char available_limit[192];
+
+static size_t host_memory_available(void) {
+    const HostMemory h = host_memory("");
+    snprintf(available_limit, sizeof available_limit, " (%s)", h.limit);
+    return (size_t)h.bytes;
+}
+
 // Ends the run before anything is allocated when `available` bytes cannot hold `need`: names what
 // is short and the cheapest settings that alone would do, or the one that frees most.
 static void plan_refuse(const Plan *p, size_t need, size_t available) {
@@ -1684,8 +1800,9 @@ static void plan_refuse(const Plan *p, size_t need, size_t available) {
             shown++;
         }
     }
-    die("the plan needs %s, available are %s: short %s%s", bytes_text((double)need).s,
-        bytes_text((double)available).s, bytes_text((double)(need - available)).s, line);
+    die("the plan needs %s, available are %s%s: short %s%s", bytes_text((double)need).s,
+        bytes_text((double)available).s, available_limit,
+        bytes_text((double)(need - available)).s, line);
 }
 
 // JSON of the plan for dev/report.py: ticks by name and every buffer with its place in time and
@@ -1789,7 +1906,7 @@ static int plan_print(const Plan *p, size_t available, const char *where) {
     }
     if (available) {
         int fits = total <= available;
-        printf("%s: %s; %s %s\n", where, bytes_text((double)available).s,
+        printf("%s: %s%s; %s %s\n", where, bytes_text((double)available).s, available_limit,
                fits ? "fits, free stay" : "DOES NOT FIT, short",
                bytes_text(fits ? (double)(available - total) : (double)(total - available)).s);
     }

@@ -218,32 +218,6 @@ static ShortText duration_text(double seconds) {
     return text;
 }
 
-// The number behind `key` at the start of a line of `path`, or `otherwise`.
-static int64_t file_number(const char *path, const char *key, int64_t otherwise) {
-    char line[256];
-    FILE *f = fopen(path, "r");
-    for (int found = 0; f && !found && fgets(line, sizeof line, f);) {
-        char *end = line, *text = line + strlen(key);
-        int64_t number = strncmp(line, key, strlen(key)) == 0 ? strtoll(text, &end, 10) : 0;
-        found = end > line && end != text;
-        otherwise = found ? number : otherwise;
-    }
-    if (f) {
-        fclose(f);
-    }
-    return otherwise;
-}
-
-// Bytes of memory this process may still take: MemAvailable, or what its control group (v2)
-// leaves, whose cached files do not count.
-static size_t host_memory_available(void) {
-    int64_t bytes = file_number("/proc/meminfo", "MemAvailable:", INT64_MAX >> 10) << 10;
-    int64_t limit = file_number("/sys/fs/cgroup/memory.max", "", INT64_MAX);
-    int64_t used = file_number("/sys/fs/cgroup/memory.current", "", 0) -
-                   file_number("/sys/fs/cgroup/memory.stat", "inactive_file ", 0);
-    return (size_t)max_i64(min_i64(bytes, limit - used), 0);
-}
-
 // The signal that asked the program to stop, at the next good place (0: none), and what on_signal()
 // then says: a whole line, or nothing.
 static volatile sig_atomic_t stop_signal;

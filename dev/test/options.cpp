@@ -203,7 +203,32 @@ static void test_plan_command() {
     }
 }
 
+// Limits of a process that would end it later are seen before: by --plan, and by a run.
+static void test_memory_limits() {
+    if (has_sanitizers()) {
+        skip("a sanitizer needs more address space than any limit leaves");
+    }
+    write_corpus();
+    static const struct {
+        int resource;
+        const char *name;
+    } limits[] = {{RLIMIT_AS, "ulimit -v"}, {RLIMIT_DATA, "ulimit -d"}};
+    for (const auto &limit : limits) {
+        auto low = [&] {
+            struct rlimit r = {256 << 20, 256 << 20};
+            setrlimit((decltype(RLIMIT_AS))limit.resource, &r);
+        };
+        Outcome o = program("--plan -e l12h12c384t64", low);
+        expect(o.status == 1 && o.out.find(text(" (%s); DOES NOT FIT", limit.name)) != Text::npos,
+               "%s: status %d, %s", limit.name, o.status, o.out.substr(0, 1200).c_str());
+        expect_refused(program("-i train.bin -e l12h12c384t64 -x 1", low),
+                       text("MiB (%s): short ", limit.name), limit.name);
+        expect_success(program("-i train.bin -e l2h2c16t16 -x 1 --quiet", low), limit.name);
+    }
+}
+
 static const Test tests[] = {
+    {"memory_limits", test_memory_limits, 1},
     {"bad_options", test_bad_options, 1},
     {"not_regular", test_not_regular, 1},
     {"bad_data", test_bad_data, 1},
