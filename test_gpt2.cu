@@ -613,6 +613,51 @@ static void test_plan_allocation() {
     }
 }
 
+// Limits of control groups, of both versions and at any depth, in a made-up /proc and /sys.
+static void test_host_memory() {
+    auto put = [](const Text &path, const Text &bytes) {
+        for (size_t at = 0; (at = path.find('/', at + 1)) != Text::npos;) {
+            mkdir(path.substr(0, at).c_str(), 0755);
+        }
+        write_file(path, bytes);
+    };
+    auto found = [](const char *root, int64_t mib, const char *limit) {
+        const HostMemory h = host_memory(root);
+        expect(h.bytes == mib << 20 && Text(h.limit).find(limit) == 0, "%s: %" PRId64 " MiB, %s",
+               root, h.bytes >> 20, h.limit);
+    };
+    for (const char *root : {"v1", "v2", "none", "container"}) {
+        put(Text(root) + "/proc/meminfo", "MemTotal: 99999999 kB\nMemAvailable: 8388608 kB\n");
+    }
+    put("v2/proc/self/cgroup", "0::/slurm/job_7/step_0\n");
+    const Text job = "v2/sys/fs/cgroup/slurm/job_7/";
+    put(job + "memory.max", "1073741824\n");
+    put(job + "memory.current", "524288000\n");
+    put(job + "memory.stat", "anon 5\ninactive_file 209715200\nfile 7\n");
+    put(job + "step_0/memory.max", "max\n");
+    put(job + "step_0/memory.current", "104857600\n");
+    found("v2", 1024 - 300, "memory.max of control group /slurm/job_7");
+    put(job + "step_0/memory.high", "734003200\n");
+    found("v2", 600, "memory.high of control group /slurm/job_7/step_0");
+    put("v2/sys/fs/cgroup/memory.max", "104857600\n");
+    found("v2", 100, "memory.max of control group /");
+    put("v1/proc/self/cgroup", "5:cpu,cpuacct:/a\n4:hugetlb,memory:/slurm/job_7\n0::/x\n");
+    const Text v1 = "v1/sys/fs/cgroup/memory/slurm/";
+    put(v1 + "job_7/memory.limit_in_bytes", "9223372036854771712\n");
+    put(v1 + "job_7/memory.usage_in_bytes", "104857600\n");
+    found("v1", 8192, "what is free on this machine");
+    put(v1 + "memory.limit_in_bytes", "1073741824\n");
+    put(v1 + "memory.usage_in_bytes", "524288000\n");
+    put(v1 + "memory.stat", "inactive_file 1\ntotal_inactive_file 209715200\n");
+    found("v1", 1024 - 300, "memory.limit_in_bytes of control group /slurm");
+    put(v1 + "memory.usage_in_bytes", "9073741824\n");
+    found("v1", 0, "memory.limit_in_bytes of control group /slurm");
+    put("container/proc/self/cgroup", "4:memory:/docker/0123\n");
+    put("container/sys/fs/cgroup/memory/memory.limit_in_bytes", "1073741824\n");
+    found("container", 1024, "memory.limit_in_bytes of control group /");
+    found("none", 8192, "what is free on this machine");
+}
+
 // What does not fit is refused before anything is allocated, with what would help.
 static void test_plan_refuse() {
     Settings s = draw_settings();
@@ -732,8 +777,14 @@ static void test_loader_coverage() {
     }
     dataset_batch(&d, 12, 2, 0, 42, in[0], out[0], GPT2_VOCABULARY);
     expect(in[0][0] == 101 && in[1][0] == 109, "without shuffling, file order");
-    expect_death(dataset_batch(&d, 12, 2, 0, 42, in[0], out[0], 105),
-                 "b.bin: token 4 is 105, outside the vocabulary of 105");
+    expect(!dataset_batch(&d, 12, 2, 0, 42, in[0], out[0], 105) &&
+               Text(d.problem) == "b.bin: token 4 is 105, outside the vocabulary of 105",
+           "%s", d.problem);
+    expect(truncate("b.bin", LLMC_HEADER_BYTES + 2 * 15) == 0 &&
+               !dataset_batch(&d, 12, 2, 0, 42, in[0], out[0], GPT2_VOCABULARY) &&
+               Text(d.problem) == "b.bin: cannot read tokens 8 to 16: it became shorter while it "
+                                  "was in use",
+           "%s", d.problem);
     dataset_close(&d);
     detail = "3 shards, 60 epochs";
 }
@@ -3792,6 +3843,7 @@ static const Test tests[] = {
     T(plan_layout, ALL),
     T(plan_monotone, FLOAT),
     T(plan_allocation, FLOAT | DOUBLE),
+    T(host_memory, HOST),
     T(plan_refuse, HOST),
     T(arena, ALL),
     T(rank_positions, HOST),

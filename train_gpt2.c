@@ -60,6 +60,7 @@
 #include <string.h>
 #include <sys/file.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 #ifdef _OPENMP
@@ -247,7 +248,8 @@ typedef struct {
     int64_t offload;                                       // bits OFFLOAD_*
     int64_t seq_len, seed, shuffle, batch, tokens_per_step, steps, overfit, warmup;
     int64_t val_every, val_batches, sample_every, sample_tokens, top_k;
-    int64_t save_every, keep, resume, quiet, logit_rows, gpu_mem, plan, json, check, compare, help;
+    int64_t max_skips, save_every, keep, resume, quiet, logit_rows, gpu_mem, plan, json;
+    int64_t check, compare, help;
     double lr, final_lr, weight_decay, beta1, beta2, eps, clip, skip_zscore, temperature, top_p;
 } Options;
 
@@ -334,6 +336,8 @@ static const OptionRow option_rows[] = {
     {"skip-zscore", 0, OPT_REAL, FIELD(skip_zscore), "0", 0, 1e9, NULL, ANY, "Optimizer",
      "skip a step whose gradient norm lies this many standard deviations above the last 128; 0: "
      "never"},
+    {"max-skips", 0, OPT_INT, FIELD(max_skips), "20", 0, 1e9, NULL, ANY, "Optimizer",
+     "skipped steps in a row that end the run as failed; 0: none do"},
     {"val-every", 'v', OPT_INT, FIELD(val_every), "250", 0, 1e9, NULL, ANY, "Validation",
      "steps between validations; 0: never"},
     {"val-batches", 'm', OPT_INT, FIELD(val_batches), "20", 0, 1e9, NULL, ANY, "Validation",
@@ -839,7 +843,7 @@ static ModelKind model_parse(Model *m, const char *text) {
         }
     }
     int end = 0;
-    if (strlen(text) > 40 ||
+    if (strlen(text) > 40 || text[strspn(text, "lhct-0123456789")] != 0 ||  // %d skips spaces
         sscanf(text, "l%5dh%5dc%6dt%8d%n", &m->L, &m->NH, &m->C, &m->maxT, &end) != 4 ||
         text[end] != 0) {
         return MODEL_FILE;
@@ -1700,6 +1704,122 @@ static int plan_remedies(const Plan *p, Remedy list[MAX_REMEDIES]) {
     return n;
 }
 
+// The number behind `key` at the start of a line of `path`, or `otherwise`.
+static int64_t file_number(const char *path, const char *key, int64_t otherwise) {
+    char line[256];
+    FILE *f = fopen(path, "r");
+    for (int found = 0; f && !found && fgets(line, sizeof line, f);) {
+        char *end = line, *text = line + strlen(key);
+        int64_t number = strncmp(line, key, strlen(key)) == 0 ? strtoll(text, &end, 10) : 0;
+        found = end > line && end != text;
+        otherwise = found ? number : otherwise;
+    }
+    if (f) {
+        fclose(f);
+    }
+    return otherwise;
+}
+
+// Memory that this process may still take, and which of all limits leaves the least.
+typedef struct {
+    int64_t bytes;
+    char limit[160];
+} HostMemory;
+
+__attribute__((format(printf, 3, 4))) static void limit_memory(HostMemory *h, int64_t bytes,
+                                                               const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    if (bytes < h->bytes) {
+        h->bytes = max_i64(bytes, 0);
+        vsnprintf(h->limit, sizeof h->limit, format, args);
+    }
+    va_end(args);
+}
+
+// Where the two versions of control groups keep the limits of memory, and what is used of them.
+// Files in the cache count as used, but they make room before a process is killed.
+static const struct {
+    int version;
+    const char *mount, *limits[2], *used, *cached;
+} cgroup_rows[] = {
+    {1, "/sys/fs/cgroup/memory", {"memory.limit_in_bytes", "memory.limit_in_bytes"},
+     "memory.usage_in_bytes", "total_inactive_file "},
+    {2, "/sys/fs/cgroup", {"memory.max", "memory.high"}, "memory.current", "inactive_file "},
+    {2, "/sys/fs/cgroup/unified", {"memory.max", "memory.high"}, "memory.current",
+     "inactive_file "}};
+enum { CGROUP_ROWS = sizeof cgroup_rows / sizeof cgroup_rows[0] };
+
+// The limits of `group` and of every group around it, any of which can be the tightest: Slurm and
+// systemd set them on the job, not on its processes. In a container the path is the host's, and
+// only its mount's own folder is there: the last one that is looked at.
+static void limit_by_group(HostMemory *h, const char *root, int row, char *group) {
+    char file[2 * PATH_BYTES];
+    for (char *end = group + strlen(group); end; end = strrchr(group, '/')) {
+        *end = 0;
+        int n = snprintf(file, sizeof file, "%s%s%s/", root, cgroup_rows[row].mount, group);
+        size_t left = sizeof file - (size_t)min_int(n, (int)sizeof file);
+        snprintf(file + n, left, "%s", cgroup_rows[row].used);
+        int64_t used = file_number(file, "", 0);
+        snprintf(file + n, left, "memory.stat");
+        used -= file_number(file, cgroup_rows[row].cached, 0);
+        for (int k = 0; k < 2; k++) {
+            snprintf(file + n, left, "%s", cgroup_rows[row].limits[k]);
+            limit_memory(h, file_number(file, "", INT64_MAX) - used, "%s of control group %.90s",
+                         cgroup_rows[row].limits[k], group[0] ? group : "/");
+        }
+    }
+}
+
+// The memory there is, less what control groups and `ulimit` keep back. `root`: "", or where a test
+// has put another /proc and /sys.
+static HostMemory host_memory(const char *root) {
+    static const struct {
+        const char *key, *name;
+    } limits[] = {{"VmSize:", "ulimit -v"}, {"VmData:", "ulimit -d"}};
+    HostMemory h = {INT64_MAX, ""};
+    char path[PATH_BYTES], line[2 * PATH_BYTES];
+    struct rlimit r;
+    path_print(path, "%s/proc/meminfo", root);
+    limit_memory(&h, file_number(path, "MemAvailable:", INT64_MAX >> 10) << 10,
+                 "what is free on this machine");
+    path_print(path, "%s/proc/self/status", root);
+    for (int i = 0; i < 2; i++) {
+        // No table holds them: their type is an enum in C and an int in C++.
+        int known = i == 0 ? getrlimit(RLIMIT_AS, &r) : getrlimit(RLIMIT_DATA, &r);
+        if (known == 0 && r.rlim_cur != RLIM_INFINITY) {
+            int64_t mapped = file_number(path, limits[i].key, 0) << 10;
+            limit_memory(&h, (int64_t)r.rlim_cur - mapped, "%s", limits[i].name);
+        }
+    }
+    path_print(path, "%s/proc/self/cgroup", root);
+    FILE *f = fopen(path, "r");
+    while (f && fgets(line, sizeof line, f)) {  // number:controllers:group
+        char *controllers = strchr(line, ':'), *group = strrchr(line, ':');
+        const int version = group == controllers + 1 ? 2 : strstr(line, "memory") ? 1 : 0;
+        for (int row = 0; group && row < CGROUP_ROWS; row++) {
+            if (cgroup_rows[row].version == version) {
+                char copy[2 * PATH_BYTES];
+                snprintf(copy, sizeof copy, "%.*s", (int)strcspn(group + 1, "\n"), group + 1);
+                limit_by_group(&h, root, row, copy);
+            }
+        }
+    }
+    if (f) {
+        fclose(f);
+    }
+    return h;
+}
+
+// What limits the bytes that were said to be available, for messages; "" on a GPU.
+static char available_limit[192];
+
+static size_t host_memory_available(void) {
+    const HostMemory h = host_memory("");
+    snprintf(available_limit, sizeof available_limit, " (%s)", h.limit);
+    return (size_t)h.bytes;
+}
+
 // Ends the run before anything is allocated when `available` bytes cannot hold `need`: says how
 // much is missing, and the first three settings that would do alone or, where none does, the one
 // that frees most.
@@ -1723,8 +1843,9 @@ static void plan_refuse(const Plan *p, size_t need, size_t available) {
             shown++;
         }
     }
-    die("the plan needs %s, only %s are available: %s short%s", bytes_text((double)need).s,
-        bytes_text((double)available).s, bytes_text((double)(need - available)).s, line);
+    die("the plan needs %s, only %s are available%s: %s short%s", bytes_text((double)need).s,
+        bytes_text((double)available).s, available_limit,
+        bytes_text((double)(need - available)).s, line);
 }
 
 // Prints the plan as JSON, for dev/report.py: ticks by name, and every buffer with its place in
@@ -1821,7 +1942,7 @@ static int plan_print(const Plan *p, size_t available, const char *where) {
     }
     if (available) {
         int fits = total <= available;
-        printf("%s: %s; %s, %s %s\n", where, bytes_text((double)available).s,
+        printf("%s: %s%s; %s, %s %s\n", where, bytes_text((double)available).s, available_limit,
                fits ? "fits" : "DOES NOT FIT",
                bytes_text(fits ? (double)(available - total) : (double)(total - available)).s,
                fits ? "free" : "short");
@@ -3125,12 +3246,20 @@ static void engine_initialise(Engine *e, const Model *m, uint64_t seed) {
 //    ranks.
 // 2. The (tokens - 1) % T tokens that fill no window are left out of an epoch; the windows' start
 //    moves with the epoch, so that no token is left out of all.
+// 3. A window that cannot be read, or holds an id outside the vocabulary, is no reason to lose what
+//    a run has learnt: the batch says so, and the run saves before it ends.
 
 // Opens every shard that `pattern` names, in order of name, cut for sequences of T tokens.
 static void dataset_open(Dataset *d, const char *pattern, int T) {
     glob_t found;
+    struct rlimit files;
     memset(d, 0, sizeof *d);
     d->T = T;
+    d->window = (uint16_t *)alloc_zero((size_t)T + 1, sizeof(uint16_t));
+    if (getrlimit(RLIMIT_NOFILE, &files) == 0) {  // every shard stays open: often 1,024 at first
+        files.rlim_cur = files.rlim_max;
+        setrlimit(RLIMIT_NOFILE, &files);
+    }
     int status = glob(pattern, 0, NULL, &found);
     if (status != 0 || found.gl_pathc == 0) {
         die("no token file matches %s; 'make data' prepares tinyshakespeare", pattern);
@@ -3153,16 +3282,17 @@ static void dataset_open(Dataset *d, const char *pattern, int T) {
 
 static void dataset_close(Dataset *d) {
     for (int i = 0; i < d->shard_count; i++) {
-        munmap(d->shards[i].map, d->shards[i].map_bytes);
+        close(d->shards[i].fd);
     }
     free(d->shards);
+    free(d->window);
     memset(d, 0, sizeof *d);
 }
 
-// Copies window `window` of `epoch` into T inputs and T targets; ends the run at an id of
-// `vocabulary` or more.
-static void dataset_window(const Dataset *d, int64_t window, uint32_t epoch, uint64_t seed,
-                           Token *inputs, Token *targets, int vocabulary) {
+// Copies window `window` of `epoch` into T inputs and T targets. Returns 0, and d->problem, where
+// the file cannot be read or holds an id of `vocabulary` or more.
+static int dataset_window(Dataset *d, int64_t window, uint32_t epoch, uint64_t seed,
+                          Token *inputs, Token *targets, int vocabulary) {
     int low = 0, high = d->shard_count - 1;
     while (low < high) {
         int middle = (low + high + 1) / 2;
@@ -3177,11 +3307,18 @@ static void dataset_window(const Dataset *d, int64_t window, uint32_t epoch, uin
     int64_t shift = (int64_t)(rng_uniform(seed, RNG_SHUFFLE, epoch, UINT64_MAX - (uint64_t)low) *
                               (double)(rest + 1));
     int64_t start = (window - shard->first_window) * d->T + (epoch ? shift : 0);
+    const char *fault = shard_read(shard, d->window, start, d->T + 1);
+    if (fault) {
+        snprintf(d->problem, sizeof d->problem, "%s: cannot read tokens %" PRId64 " to %" PRId64
+                 ": %s", shard->path, start, start + d->T, fault);
+        return 0;
+    }
     for (int i = 0; i <= d->T; i++) {
-        Token token = shard->tokens[start + i];
+        Token token = d->window[i];
         if (token >= vocabulary) {
-            die("%s: token %" PRId64 " is %d, outside the vocabulary of %d", shard->path, start + i,
-                token, vocabulary);
+            snprintf(d->problem, sizeof d->problem, "%s: token %" PRId64 " is %d, outside the "
+                     "vocabulary of %d", shard->path, start + i, token, vocabulary);
+            return 0;
         }
         if (i < d->T) {
             inputs[i] = token;
@@ -3190,20 +3327,24 @@ static void dataset_window(const Dataset *d, int64_t window, uint32_t epoch, uin
             targets[i - 1] = token;
         }
     }
+    return 1;
 }
 
-// B sequences from `position` on: the training batch of one rank and micro-step.
-static void dataset_batch(const Dataset *d, int64_t position, int B, int shuffle, uint64_t seed,
-                          Token *inputs, Token *targets, int vocabulary) {
-    for (int b = 0; b < B; b++) {
+// B sequences from `position` on: the training batch of one rank and micro-step. Returns 0, and
+// d->problem, where there is none.
+static int dataset_batch(Dataset *d, int64_t position, int B, int shuffle, uint64_t seed,
+                         Token *inputs, Token *targets, int vocabulary) {
+    int whole = 1;
+    for (int b = 0; b < B && whole; b++) {
         int64_t place = position + b, window = place % d->windows;
         uint32_t epoch = (uint32_t)(place / d->windows);
         if (shuffle) {
             window = permute_index(window, d->windows, seed, epoch);
         }
-        dataset_window(d, window, epoch, seed, inputs + (int64_t)b * d->T,
-                       targets + (int64_t)b * d->T, vocabulary);
+        whole = dataset_window(d, window, epoch, seed, inputs + (int64_t)b * d->T,
+                               targets + (int64_t)b * d->T, vocabulary);
     }
+    return whole;
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -3479,7 +3620,8 @@ static void model_file_open(ModelFile *f, const char *path) {
     memset(f, 0, sizeof *f);
     path_print(f->name, is_folder ? "%s/model.safetensors" : "%s", path);
     if (mapping_open(&f->map, f->name) != 0) {
-        die("--model (-e): cannot open %s: %s%s", f->name, strerror(errno),
+        const char *why = file_error();  // the hint looks at other files
+        die("--model (-e): cannot open %s: %s%s", f->name, why,
             is_folder ? model_folder_hint(path) : "");
     }
     if (llmc_is(LLMC_MODEL, f->map.bytes, f->map.size)) {
@@ -3492,7 +3634,7 @@ static void model_file_open(ModelFile *f, const char *path) {
     path_print(config, "%.*sconfig.json", slash ? (int)(slash + 1 - f->name) : 0, f->name);
     if (mapping_open(&map, config) != 0) {
         die("--model (-e): cannot open %s: %s; it stands beside the weights and tells their sizes",
-            config, strerror(errno));
+            config, file_error());
     }
     config_parse(&f->model, map.bytes, map.size, config);
     mapping_close(&map);
@@ -3551,10 +3693,25 @@ static float master_join(float high, uint16_t low) {
     return high;
 }
 
+// Index of the first number that is not finite, which the first step would spread to every weight;
+// -1: there is none.
+static int64_t find_not_finite(const real *values, int64_t count) {
+    int finite = 1;
+    int64_t i = 0;
+    for (int64_t k = 0; k < count; k++) {
+        finite &= values[k] - values[k] == 0;  // without a branch, so that it becomes vector code
+    }
+    while (!finite && isfinite(values[i])) {
+        i++;
+    }
+    return finite ? -1 : i;
+}
+
 // Fills the engine's weights from a file; moments become zero. `master`: the low halves of fp32
 // weights whose bf16 halves the file holds, one for each element of the flat buffer, or NULL.
 static void model_file_load(Engine *e, const ModelFile *f, const unsigned char *master) {
     const Model *m = &f->model;
+    char name[80];
     real *values = (real *)alloc_zero((size_t)strip_elements(m), sizeof(real));
     engine_clear(e, m);
     for (int tensor = 0; tensor < TENSORS; tensor++) {
@@ -3574,6 +3731,13 @@ static void model_file_load(Engine *e, const ModelFile *f, const unsigned char *
                     uint16_t low;
                     memcpy(&low, master + 2 * (offset + i + k), 2);
                     values[k] = (real)master_join((float)values[k], low);
+                }
+                const int64_t bad = find_not_finite(values, count), at = i + bad;
+                if (bad >= 0) {
+                    file_tensor_name(name, "", tensor, l);
+                    die("%s: tensor %s: element %" PRId64 " is %g: nothing can be trained from it",
+                        f->name, name, swap ? at % cols * rows + at / cols : at,
+                        (double)values[bad]);
                 }
                 e->write(e, STATE_WEIGHTS, offset + i, values, count);
             }
@@ -3765,7 +3929,12 @@ static void run_identity(char identity[IDENTITY_BYTES], const Settings *s, const
     for (int i = 0; i < d->shard_count; i++) {  // tokens here and there tell other data apart
         const Shard *shard = &d->shards[i];
         for (int64_t k = 0; k < 256; k++) {
-            data = hash_u64(data + (uint64_t)shard->count + shard->tokens[k * shard->count / 256]);
+            uint16_t token;
+            const char *fault = shard_read(shard, &token, k * shard->count / 256, 1);
+            if (fault) {
+                die("cannot read token file %s: %s", shard->path, fault);
+            }
+            data = hash_u64(data + (uint64_t)shard->count + token);
         }
     }
     int n = snprintf(identity, IDENTITY_BYTES,
@@ -4022,37 +4191,42 @@ static const char *manifest_parse(ManifestRow rows[FILE_MANIFEST], const unsigne
     return wrong ? wrong : version != 2 ? "its version is not 2, the one this program reads" : NULL;
 }
 
-// Bytes of a file, and their SHA-256; -1 when they cannot be read. Not mapped: a sector that the
-// disk cannot read has to be an error here, not a signal.
-static int64_t file_hash(const char *path, char text[SHA256_TEXT]) {
+// Is a file of `row`'s size and SHA-256? Returns NULL, or what is wrong. The size comes first: it
+// costs nothing. Not mapped: a sector that the disk cannot read has to be an error, not a signal.
+static const char *file_compare(const char *path, const ManifestRow *row) {
     Sha256 sha;
-    ssize_t n = -1;
+    char text[SHA256_TEXT];
+    int64_t size = 0, count = 0;
+    const int fd = file_open(path, &size);
+    const char *wrong = fd < 0                ? "cannot be read"
+                        : size != row->bytes ? "has not its manifest's size"
+                                              : NULL;
     unsigned char *piece = (unsigned char *)alloc_zero(PIECE, 1);
-    int fd = open(path, O_RDONLY | O_NONBLOCK);  // a pipe's open would wait for its writer
     sha256_start(&sha);
-    while (fd >= 0 && (n = read(fd, piece, PIECE)) > 0) {
-        sha256_add(&sha, piece, (size_t)n);
+    for (int64_t at = 0; !wrong && at < size; at += count) {
+        count = min_i64(PIECE, size - at);
+        wrong = file_read(fd, piece, count, at) ? "cannot be read" : NULL;
+        sha256_add(&sha, piece, (size_t)count);
     }
+    free(piece);
     if (fd >= 0) {
         close(fd);
     }
-    free(piece);
-    int64_t bytes = n < 0 ? -1 : (int64_t)sha.bytes;
     sha256_end(&sha, text);
-    return bytes;
+    return wrong || strcmp(text, row->sha256) == 0 ? wrong : "is damaged: its SHA-256 is another";
 }
 
 // Is a checkpoint's every file as its manifest says? Returns 1, or 0 and what is wrong.
 static int checkpoint_is_whole(const char *folder, char problem[PATH_BYTES]) {
     ManifestRow rows[FILE_MANIFEST];
     char path[CHECKPOINT_FILES][PATH_BYTES];
-    int bad[FILE_MANIFEST] = {0};
+    const char *wrong[FILE_MANIFEST] = {NULL};
     Mapping map;
     for (int i = 0; i < CHECKPOINT_FILES; i++) {
         path_print(path[i], "%s/%s", folder, checkpoint_files[i]);
     }
     if (mapping_open(&map, path[FILE_MANIFEST]) != 0) {
-        path_print(problem, "manifest.json cannot be read: %s", strerror(errno));
+        path_print(problem, "manifest.json cannot be read: %s", file_error());
         return 0;
     }
     const char *fault = manifest_parse(rows, map.bytes, map.size);
@@ -4063,16 +4237,11 @@ static int checkpoint_is_whole(const char *folder, char problem[PATH_BYTES]) {
     }
     #pragma omp parallel for schedule(dynamic)
     for (int i = 0; i < FILE_MANIFEST; i++) {
-        char text[SHA256_TEXT];
-        int64_t bytes = file_hash(path[i], text);
-        int same = strcmp(text, rows[i].sha256) == 0;
-        bad[i] = bytes < 0 ? 1 : bytes != rows[i].bytes ? 2 : same ? 0 : 3;
+        wrong[i] = file_compare(path[i], &rows[i]);
     }
     for (int i = 0; i < FILE_MANIFEST; i++) {
-        static const char *const words[] = {"", "cannot be read", "has not its manifest's size",
-                                            "is damaged: its SHA-256 is another"};
-        if (bad[i]) {
-            path_print(problem, "%s %s", checkpoint_files[i], words[bad[i]]);
+        if (wrong[i]) {
+            path_print(problem, "%s %s", checkpoint_files[i], wrong[i]);
             return 0;
         }
     }
@@ -4141,7 +4310,7 @@ static void checkpoint_load(Engine *e, const Settings *s, const char *identity, 
     path_print(path, "%s/%s", folder, checkpoint_files[FILE_STATE]);
     model_file_open(&f, folder);
     if (mapping_open(&map, path) != 0) {
-        die("cannot open %s: %s", path, strerror(errno));
+        die("cannot open %s: %s", path, file_error());
     }
     state_parse(&file, &f.model, map.bytes, map.size, path);
     if (strcmp(file.identity, identity) != 0 || memcmp(&f.model, &s->model, sizeof(Model)) != 0) {
@@ -4157,6 +4326,11 @@ static void checkpoint_load(Engine *e, const Settings *s, const char *identity, 
         for (int64_t i = 0; i < all; i += PIECE) {
             int64_t count = min_i64(PIECE, all - i), bytes = file_types[moments->type].bytes;
             span_values(values, moments, i, count);
+            const int64_t bad = find_not_finite(values, count);
+            if (bad >= 0) {
+                die("%s: tensor %s: element %" PRId64 " is %g: nothing can be trained from it",
+                    path, k == STATE_M ? "m" : "v", i + bad, (double)values[bad]);
+            }
             e->write(e, k, i, values, count);
             mapping_done(moments->data + i * bytes, (size_t)(count * bytes));
         }
@@ -4318,6 +4492,8 @@ typedef struct {
     Engine engine;
     Dataset train, val;
     int has_val, accum_steps, live, stdout_error;
+    int64_t skips;                   // skipped steps in a row, up to now
+    char failure[PATH_BYTES + 256];  // why the run ends before its last step; "": it need not
     int64_t steps, windows_per_step, saved_step;
     char identity[IDENTITY_BYTES];
     ModelFile weights;  // of -e; where it names none, weights.spans is NULL
@@ -4422,9 +4598,14 @@ static void json_number(FILE *f, const char *key, double value) {
 // again. Returns 1 when the validation of `step` is among what stays.
 static int log_cut(const char *path, int64_t step) {
     char line[256];
-    FILE *f = fopen(path, "r");
+    int64_t size;
+    int fd = file_open(path, &size);
+    FILE *f = fd >= 0 ? fdopen(fd, "r") : NULL;
     long keep = 0;
     int validated = 0;
+    if (!f && errno != ENOENT) {
+        die("cannot read log %s: %s", path, file_error());
+    }
     while (f && fgets(line, sizeof line, f)) {
         int64_t found = 0;
         int complete = strchr(line, '\n') != NULL;
@@ -4519,8 +4700,8 @@ static int output_status(Run *run, int status) {
 }
 
 // Mean loss over the first --val-batches batches of the validation data (0: all of it), in file
-// order, so that every validation of a run measures the same tokens. Returns 0 when a signal cut it
-// short, else 1.
+// order, so that every validation of a run measures the same tokens. Returns 0 when a signal or
+// unreadable data cut it short, else 1.
 static int run_validate(Run *run, double *loss) {
     const Settings *s = &run->s;
     const int64_t all = run->val.windows / s->B;
@@ -4530,7 +4711,11 @@ static int run_validate(Run *run, double *loss) {
         if (run_stopping()) {
             return 0;
         }
-        dataset_batch(&run->val, k * s->B, s->B, 0, 0, run->inputs, run->targets, s->model.V);
+        if (!dataset_batch(&run->val, k * s->B, s->B, 0, 0, run->inputs, run->targets,
+                           s->model.V)) {
+            snprintf(run->failure, sizeof run->failure, "%s", run->val.problem);
+            return 0;
+        }
         sum += run->engine.forward_loss(&run->engine, NULL, run->inputs, run->targets);
     }
     *loss = sum / (double)batches;
@@ -4656,8 +4841,11 @@ static int run_step(Run *run, double *mean_ms) {
             return 0;
         }
         int64_t position = batch_position(s, o->overfit ? 0 : state->position, accum_step);
-        dataset_batch(&run->train, position, s->B, (int)o->shuffle, (uint64_t)o->seed, run->inputs,
-                      run->targets, s->model.V);
+        if (!dataset_batch(&run->train, position, s->B, (int)o->shuffle, (uint64_t)o->seed,
+                           run->inputs, run->targets, s->model.V)) {
+            snprintf(run->failure, sizeof run->failure, "%s", run->train.problem);
+            return 0;
+        }
         run->engine.micro_step(&run->engine, run->inputs, run->targets, accum_step,
                                run->accum_steps);
     }
@@ -4668,6 +4856,11 @@ static int run_step(Run *run, double *mean_ms) {
     state->updates += !r.skipped;
     state->skipped += r.skipped;
     state->pending_validation = 0;
+    run->skips = r.skipped ? run->skips + 1 : 0;
+    if (o->max_skips && run->skips >= o->max_skips) {
+        snprintf(run->failure, sizeof run->failure, "--max-skips: %" PRId64 " steps in a row were "
+                 "skipped, and what made their gradients useless stays", run->skips);
+    }
     if (isfinite(r.norm)) {
         state->norms.values[state->norms.count++ % NORM_WINDOW] = r.norm;
     }
@@ -4697,9 +4890,19 @@ static void run_validation(Run *run) {
     }
 }
 
+// Ends the program with what made the run fail, and says what is saved of it.
+static void run_fail(const Run *run) {
+    const int64_t step = run->state.step;
+    die("%s; the run ended after step %" PRId64 "%s", run->failure, step,
+        !run->o.output[0] || step == 0 ? ""
+        : run->saved_step == step
+            ? ", which is saved"
+            : ", which is not saved: the newest checkpoint is from before the first of them");
+}
+
 // The last lines of a run, on the terminal and in the log, which is closed.
 static void run_end(Run *run, double ms) {
-    const char *reason = run_stopping() ? "interrupted" : "finished";
+    const char *reason = run->failure[0] ? "failed" : run_stopping() ? "interrupted" : "finished";
     if (run->log) {
         fprintf(run->log, "{\"event\":\"end\",\"reason\":\"%s\"", reason);
         log_end(run->log);
@@ -4711,17 +4914,20 @@ static void run_end(Run *run, double ms) {
     }
 }
 
-// The loop: from the run's step to its last, or to a signal. After a step it validates, samples and
-// saves, in this order, where each is due; the end of the run saves too when there is an output
-// folder.
+// The loop: from the run's step to its last, to a signal or a failure. After a step it validates,
+// samples and saves, in this order, where each is due; the end of the run saves too when there is
+// an output folder. While steps are skipped nothing is saved: where that never ends, the newest
+// checkpoint is one from before it began.
 static void run_train(Run *run) {
     const Options *o = &run->o;
     const double began = now_ms();
     double mean_ms = 0;
+    int due = 0;  // a checkpoint
     if (run->state.pending_validation && run->has_val) {
         run_validation(run);
     }
-    while (run->state.step < run->steps && !run_stopping() && run_step(run, &mean_ms)) {
+    while (run->state.step < run->steps && !run_stopping() && !run->failure[0] &&
+           run_step(run, &mean_ms) && !run->failure[0]) {
         const int64_t step = run->state.step;
         const int last = step == run->steps;
         if (run->has_val && (step % o->val_every == 0 || last)) {
@@ -4730,13 +4936,20 @@ static void run_train(Run *run) {
         if (o->sample_every && (step % o->sample_every == 0 || last) && !run_stopping()) {
             run_sample(run);
         }
-        if (o->save_every && step % o->save_every == 0 && !last && !run_stopping()) {
+        due |= o->save_every && step % o->save_every == 0;
+        if (due && !last && run->skips == 0 && !run_stopping()) {
             run_save(run);
+            due = 0;
         }
         run_flush(run);
     }
-    run_save(run);
+    if (!run->failure[0] || (run->skips == 0 && run->state.step > 0)) {
+        run_save(run);
+    }
     run_end(run, now_ms() - began);
+    if (run->failure[0]) {
+        run_fail(run);
+    }
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -5099,7 +5312,7 @@ static int eval_command(Run *run, const Program *program, Model *m) {
         model_set_vocabulary(m, GPT2_VOCABULARY);
     }
     if (mapping_open(&map, o->eval) != 0) {
-        die("--eval: cannot open %s: %s", o->eval, strerror(errno));
+        die("--eval: cannot open %s: %s", o->eval, file_error());
     }
     eval_parse(&f, map.bytes, map.size, o->eval, m->V);
     if (!o->seq_len) {

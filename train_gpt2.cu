@@ -3096,8 +3096,10 @@ static int command_check(Run *run, const Program *program) {
     cpu_open(&cpu, &oracle_plan);
     engine_initialise(&run->engine, m, (uint64_t)run->o.seed);
     engine_copy(&cpu, &run->engine, STATE_WEIGHTS, m, run->s.dtype == TYPE_BF16);
-    dataset_batch(&run->train, 0, run->s.B, (int)run->o.shuffle, (uint64_t)run->o.seed, run->inputs,
-                  run->targets, m->V);
+    if (!dataset_batch(&run->train, 0, run->s.B, (int)run->o.shuffle, (uint64_t)run->o.seed,
+                       run->inputs, run->targets, m->V)) {
+        die("%s", run->train.problem);
+    }
     run->engine.micro_step(&run->engine, run->inputs, run->targets, 0, 1);
     cpu.micro_step(&cpu, run->inputs, run->targets, 0, 1);
     for (int tensor = 0; tensor < TENSORS; tensor++) {
@@ -3143,9 +3145,11 @@ static int command_compare(Run *run, const Program *program) {
         engine_initialise(&run->engine, m, (uint64_t)run->o.seed);
         for (int i = 0; i < WARM + STEPS; i++) {
             double start = now_ms();
-            dataset_batch(&run->train, (int64_t)i * run->s.B % run->train.windows, run->s.B,
-                          (int)run->o.shuffle, (uint64_t)run->o.seed, run->inputs, run->targets,
-                          m->V);
+            if (!dataset_batch(&run->train, (int64_t)i * run->s.B % run->train.windows, run->s.B,
+                               (int)run->o.shuffle, (uint64_t)run->o.seed, run->inputs,
+                               run->targets, m->V)) {
+                die("%s", run->train.problem);
+            }
             run->engine.micro_step(&run->engine, run->inputs, run->targets, 0, 1);
             run->engine.update(&run->engine, &run->o, run->o.lr, HUGE_VAL, i);
             ms[i] = now_ms() - start;

@@ -17,7 +17,7 @@
 // Contents
 //   1  Errors, memory and writes
 //   2  SHA-256
-//   3  Mapped files
+//   3  Files that are read
 //   4  Tokenizer
 //   5  JSON
 //   6  Safetensors
@@ -57,13 +57,22 @@ typedef int32_t Token;
 enum { PATH_BYTES = 1024 };
 static const char *program_name = "train_gpt2";
 
-// One line: names from files may hold line ends, and escapes that a terminal would obey.
+// One line: names from files may hold line ends, and escapes that a terminal would obey. Of a line
+// that a huge argument made long, both ends stay: the first names the option, the last says what is
+// allowed.
 __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *format, ...) {
-    char text[4 * PATH_BYTES];
+    enum { LONGEST = 3 * PATH_BYTES, END = 300 };
+    char text[LONGEST] = "no memory for a message", *whole = NULL;
     va_list args;
     va_start(args, format);
-    vsnprintf(text, sizeof text, format, args);
+    int n = vasprintf(&whole, format, args);
     va_end(args);
+    if (n >= LONGEST) {
+        snprintf(text, sizeof text, "%.*s ... %s", END, whole, whole + n - END);
+    } else if (n >= 0) {
+        memcpy(text, whole, (size_t)n + 1);
+    }
+    free(n >= 0 ? whole : NULL);
     for (char *c = text; *c; c++) {
         *c = (unsigned char)*c < 32 || *c == 127 ? '?' : *c;
     }
@@ -207,32 +216,6 @@ static ShortText duration_text(double seconds) {
         snprintf(text.s, sizeof text.s, "%d:%02d", (int)(s / 60), (int)(s % 60));
     }
     return text;
-}
-
-// The number behind `key` at the start of a line of `path`, or `otherwise`.
-static int64_t file_number(const char *path, const char *key, int64_t otherwise) {
-    char line[256];
-    FILE *f = fopen(path, "r");
-    for (int found = 0; f && !found && fgets(line, sizeof line, f);) {
-        char *end = line, *text = line + strlen(key);
-        int64_t number = strncmp(line, key, strlen(key)) == 0 ? strtoll(text, &end, 10) : 0;
-        found = end > line && end != text;
-        otherwise = found ? number : otherwise;
-    }
-    if (f) {
-        fclose(f);
-    }
-    return otherwise;
-}
-
-// Bytes of memory this process may still take: MemAvailable, or what its control group (v2)
-// leaves, whose cached files do not count.
-static size_t host_memory_available(void) {
-    int64_t bytes = file_number("/proc/meminfo", "MemAvailable:", INT64_MAX >> 10) << 10;
-    int64_t limit = file_number("/sys/fs/cgroup/memory.max", "", INT64_MAX);
-    int64_t used = file_number("/sys/fs/cgroup/memory.current", "", 0) -
-                   file_number("/sys/fs/cgroup/memory.stat", "inactive_file ", 0);
-    return (size_t)max_i64(min_i64(bytes, limit - used), 0);
 }
 
 // The signal that asked the program to stop, at the next good place (0: none), and what on_signal()
@@ -405,18 +388,15 @@ static void sha256_end(Sha256 *s, char text[SHA256_TEXT]) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 3. Mapped files
-// Bytes of a file, mapped to be read only.
+// 3. Files that are read
+// Only regular files are opened for reading: a pipe would wait for its writer, a device never end.
+// What is parsed as a whole is mapped; what a run reads for days is read piece by piece, because a
+// mapped file that somebody cuts short ends the process by a signal.
 
-typedef struct {
-    const unsigned char *bytes;
-    size_t size;
-} Mapping;
-
-static int mapping_open(Mapping *m, const char *path) {
+// Opens a regular file and finds its size. Returns -1 where it cannot; file_error() says why.
+static int file_open(const char *path, int64_t *size) {
     struct stat status;
-    memset(m, 0, sizeof *m);
-    int fd = open(path, O_RDONLY | O_NONBLOCK);  // a pipe's open would wait for its writer
+    int fd = open(path, O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
     if (fd < 0) {
         return -1;
     }
@@ -425,7 +405,44 @@ static int mapping_open(Mapping *m, const char *path) {
         errno = S_ISDIR(status.st_mode) ? EISDIR : EINVAL;
         return -1;
     }
-    m->size = (size_t)status.st_size;
+    *size = (int64_t)status.st_size;
+    return fd;
+}
+
+static const char *file_error(void) {
+    return errno == EINVAL ? "it is not a regular file" : strerror(errno);
+}
+
+// Reads bytes `at` to at + bytes. Returns NULL, or what is wrong.
+static const char *file_read(int fd, void *out, int64_t bytes, int64_t at) {
+    for (char *to = (char *)out; bytes > 0;) {
+        ssize_t n = pread(fd, to, (size_t)bytes, (off_t)at);
+        if (n < 0 && errno == EINTR) {
+            continue;
+        }
+        if (n <= 0) {
+            return n == 0 ? "it became shorter while it was in use" : strerror(errno);
+        }
+        to += n;
+        at += n;
+        bytes -= n;
+    }
+    return NULL;
+}
+
+typedef struct {
+    const unsigned char *bytes;
+    size_t size;
+} Mapping;
+
+static int mapping_open(Mapping *m, const char *path) {
+    int64_t size;
+    memset(m, 0, sizeof *m);
+    int fd = file_open(path, &size);
+    if (fd < 0) {
+        return -1;
+    }
+    m->size = (size_t)size;
     const void *map = m->size ? mmap(NULL, m->size, PROT_READ, MAP_PRIVATE, fd, 0) : "";
     close(fd);
     m->bytes = (const unsigned char *)map;
@@ -594,7 +611,7 @@ static int utf8_decode(uint32_t *c, const unsigned char *text, size_t left) {
 
 // GPT-2's vocabulary: id -> bytes, bytes -> id, and the class of every character. 1.2 MiB: static
 // or allocated, not on a stack.
-enum { BPE_FILE = 1 << 20, BPE_SLOTS = 1 << 17 };
+enum { BPE_SLOTS = 1 << 17 };
 enum { BPE_TEXT = 320827, BPE_LONGEST = 128 };  // bytes of all tokens, of the longest
 typedef struct {
     int count;                             // tokens yet
@@ -751,16 +768,15 @@ static void bpe_parse_tokens(Bpe *bpe, const unsigned char *bytes, size_t n, con
     }
 }
 
-// Reads either file; its first four bytes say which it is. Both are shorter than BPE_FILE.
+// Reads either file; its first four bytes say which it is.
 static void bpe_open(Bpe *bpe, const char *path) {
-    static unsigned char bytes[BPE_FILE];
-    FILE *f = fopen(path, "rb");
-    size_t n = f ? fread(bytes, 1, BPE_FILE, f) : 0;
-    if (!f || ferror(f)) {
-        die("cannot read vocabulary %s: %s", path, strerror(errno));
+    Mapping file;
+    if (mapping_open(&file, path) != 0) {
+        die("cannot read vocabulary %s: %s", path, file_error());
     }
-    fclose(f);
-    (llmc_is(LLMC_TOKENIZER, bytes, n) ? bpe_parse_tokens : bpe_parse_merges)(bpe, bytes, n, path);
+    (llmc_is(LLMC_TOKENIZER, file.bytes, file.size) ? bpe_parse_tokens : bpe_parse_merges)(
+        bpe, file.bytes, file.size, path);
+    mapping_close(&file);
     bpe_require_gpt2(bpe, path);
 }
 
@@ -1365,7 +1381,12 @@ static int safetensors_next(Safetensors *f, FileTensor *t) {
             json_fail(j, "__metadata__ twice");
         }
         f->metadata = j->at;
-        json_skip(j);
+        for (int n = 0; json_next(j, &n, '{', NULL, 0);) {
+            json_string(j, NULL, 0);
+        }
+        if (j->fault) {
+            die("%s: __metadata__, an object of texts: %s at byte %zu", f->name, j->fault, j->at);
+        }
     }
     json_end(j, f->name);
     if (f->tiling != hash_u64(f->size) - hash_u64(0)) {
@@ -1503,56 +1524,53 @@ static void header_write(HeaderText *h, Writer *w) {
     free(h->text);
 }
 
-// Where the writing of a model stands: the next elements of which tensor.
-
 // -------------------------------------------------------------------------------------------------
 // 7. Token shards
-// A header of 256 int32, then uint16 tokens, memory-mapped. A file names its tokenizer, and all
-// shards of a data set have the same one.
+// A header of 256 int32, then uint16 tokens. A file names its tokenizer, and all shards of a data
+// set have the same one.
 
 typedef struct {
     char path[PATH_BYTES];
-    const uint16_t *tokens;
+    int fd;
     int64_t count;
     int64_t first_window;  // windows in the shards before
-    void *map;
-    size_t map_bytes;
 } Shard;
 
 typedef struct {
     Shard *shards;
+    uint16_t *window;      // room for T + 1 tokens
     int shard_count, T;
     int tokenizer, vocabulary;
     int64_t tokens, windows;
+    char problem[PATH_BYTES + 128];  // why no batch could be made
 } Dataset;
 
-// Maps one shard and checks its header against its size and against `d`'s tokenizer (shard 0 sets
+// Tokens `first` to first + count. Returns NULL, or what is wrong.
+static const char *shard_read(const Shard *shard, uint16_t *out, int64_t first, int64_t count) {
+    return file_read(shard->fd, out, 2 * count, LLMC_HEADER_BYTES + 2 * first);
+}
+
+// Opens one shard and checks its header against its size and against `d`'s tokenizer (shard 0 sets
 // it).
 static void shard_open(Shard *shard, Dataset *d, const char *path) {
+    unsigned char header[LLMC_HEADER_BYTES] = {0};
+    int64_t size;
     path_print(shard->path, "%s", path);
-    int fd = open(path, O_RDONLY);
-    struct stat status;
-    if (fd < 0 || fstat(fd, &status) != 0) {
-        die("cannot open token file %s: %s", path, strerror(errno));
+    shard->fd = file_open(path, &size);
+    if (shard->fd < 0) {
+        die("cannot open token file %s: %s", path, file_error());
     }
-    if (!S_ISREG(status.st_mode) || status.st_size < LLMC_HEADER_BYTES) {  // nothing to map
-        die("%s: %" PRId64 " bytes are too few for a token file: its header alone has %d", path,
-            (int64_t)status.st_size, LLMC_HEADER_BYTES);
+    const char *fault = file_read(shard->fd, header, min_i64(size, LLMC_HEADER_BYTES), 0);
+    if (fault) {
+        die("cannot read token file %s: %s", path, fault);
     }
-    shard->map_bytes = (size_t)status.st_size;
-    shard->map = mmap(NULL, shard->map_bytes, PROT_READ, MAP_SHARED, fd, 0);
-    close(fd);
-    if (shard->map == MAP_FAILED) {
-        die("cannot map token file %s: %s", path, strerror(errno));
-    }
-    LlmcHeader h = llmc_header(LLMC_TOKENS, (const unsigned char *)shard->map, shard->map_bytes,
-                               path);
+    LlmcHeader h = llmc_header(LLMC_TOKENS, header, (size_t)size, path);
     int count = h.words[2], tokenizer = h.words[4];
     int vocabulary = h.words[3] == 0 ? GPT2_VOCABULARY : h.words[3];
     int64_t bytes = LLMC_HEADER_BYTES + 2 * (int64_t)count;
-    if (count < 0 || (int64_t)shard->map_bytes != bytes) {
-        die("%s: the header counts %d tokens, which makes %" PRId64 " bytes; the file has %zu",
-            path, count, bytes, shard->map_bytes);
+    if (count < 0 || size != bytes) {
+        die("%s: the header counts %d tokens, which makes %" PRId64 " bytes; the file has %" PRId64,
+            path, count, bytes, size);
     }
     if (tokenizer != TOKENIZER_GPT2 && tokenizer != TOKENIZER_BYTES) {
         die("%s: tokenizer %d in the header; known are 0 (GPT-2) and 1 (bytes)", path, tokenizer);
@@ -1567,7 +1585,6 @@ static void shard_open(Shard *shard, Dataset *d, const char *path) {
     }
     d->tokenizer = tokenizer;
     d->vocabulary = vocabulary;
-    shard->tokens = (const uint16_t *)((const char *)shard->map + LLMC_HEADER_BYTES);
     shard->count = count;
 }
 

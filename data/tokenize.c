@@ -11,8 +11,10 @@
 //    interruption shows in them. Where a block ends depends on where it begins and on the text,
 //    and a text cut there encodes to the tokens of the whole.
 // 2. A shard stands beside its final name (with .part) until it is complete.
-// 3. After every finished shard the place where the next one begins is in PREFIX.state, replaced
-//    as a whole; a run of the same arguments and files goes on there. At the end it is removed.
+// 3. Once a minute at most, where a shard was finished, what is written is synced, and then the
+//    place where the next shard begins stands in PREFIX.state, replaced as a whole; a run of the
+//    same arguments and files goes on there. At the end it is removed.
+// 4. PREFIX.lock keeps a second run away from the same PREFIX. It is removed at the end.
 //
 // The tokenizer, the format's constants and the errors are the appendix's; of the network nothing
 // is needed here.
@@ -20,12 +22,14 @@
 #include "formats.c"
 #include <pthread.h>
 #include <sched.h>
+#include <sys/file.h>
 
 enum {
     BLOCK_BYTES = 1 << 20,     // of text, as a rule
     PIECE_BYTES = 4 << 20,     // a text that cannot be cut safely for so long is cut unsafely
     REST_TOKENS = 65536,       // these and fewer make no shard of their own
     MOST_THREADS = 1024,
+    SYNC_MS = 60000,           // least time between two syncs: a shard may hold few tokens
     MARKER_BYTES = 13
 };
 static const char marker[] = "<|endoftext|>";
@@ -137,6 +141,10 @@ static Arguments parse_arguments(int argc, char **argv) {
             a.bpe + a.bytes == 0 ? "--bpe or --bytes"
                                  : !a.prefix ? "-o PREFIX" : "the input, FILE or -,");
     }
+    const char *slash = strrchr(a.prefix, '/');
+    if ((slash ? slash + 1 : a.prefix)[0] == 0) {
+        die("-o '%s': a PREFIX ends in the start of a file's name, as in data/mine", a.prefix);
+    }
     if (a.bpe && a.bytes) {
         die("--bpe and --bytes contradict each other: give one");
     }
@@ -192,6 +200,10 @@ static void input_open(Input *in, const Arguments *a) {
             die("cannot open %s: %s", file->name, strerror(errno));
         }
         in->is_stream = in->is_stdin || !S_ISREG(status.st_mode);
+        if (in->is_stream && !in->is_stdin) {
+            die("cannot read %s: %s; - reads standard input", file->name,
+                S_ISDIR(status.st_mode) ? strerror(EISDIR) : "it is not a regular file");
+        }
         if (in->is_stream && in->count > 1) {
             die("%s is not a file: a stream is the only input, or none", file->name);
         }
@@ -227,10 +239,11 @@ static size_t input_read(Input *in, char *out, size_t n) {
                 close(in->fd);
             }
             in->open = index;
-            in->fd = in->is_stdin ? STDIN_FILENO : open(file->name, O_RDONLY);
+            int64_t size;
+            in->fd = in->is_stdin ? STDIN_FILENO : file_open(file->name, &size);
             if (in->fd < 0 ||
                 (!in->is_stream && lseek(in->fd, in->offset - file->first, SEEK_SET) < 0)) {
-                die("cannot open %s: %s", file->name, strerror(errno));
+                die("cannot open %s: %s", file->name, file_error());
             }
         }
         size_t now = (size_t)min_i64((int64_t)(n - filled), file->end - in->offset);
@@ -430,9 +443,42 @@ static void shard_path(char *path, const Sink *s, int64_t index, int numbered) {
     }
 }
 
-// At the end of any run: removes unfinished shards, so that a failed one leaves none.
+// The file beside the shards that keeps other runs away.
+static struct {
+    int fd;  // -1: not held
+    char path[PATH_BYTES];
+} lock = {-1, ""};
+
+// Another run may have removed the file between its open and its lock here: then the lock is of a
+// file without a name, which nobody else would see.
+static void lock_prefix(const char *prefix) {
+    struct stat ours, named;
+    path_print(lock.path, "%s.lock", prefix);
+    int fd = open(lock.path, O_RDWR | O_CREAT | O_NONBLOCK | O_CLOEXEC, 0644);
+    if (fd < 0) {
+        die("cannot create %s: %s", lock.path, strerror(errno));
+    }
+    if (flock(fd, LOCK_EX | LOCK_NB) != 0 || fstat(fd, &ours) != 0 ||
+        stat(lock.path, &named) != 0 || ours.st_ino != named.st_ino) {
+        die("-o %s: another run of tokenize writes there (%s is locked)", prefix, lock.path);
+    }
+    lock.fd = fd;
+}
+
+// What is written so far survives a power cut from here on. One call for all shards since the last:
+// they lie on one file system.
+static void sync_shards(void) {
+    if (syncfs(lock.fd) != 0) {
+        die("cannot sync the shards of %s: %s", train.arguments->prefix, strerror(errno));
+    }
+}
+
+// At the end of any run: removes unfinished shards, so that a failed one leaves none, and the lock.
 static void sinks_drop(void) {
     Sink *const sinks[2] = {&train, &val};
+    if (lock.fd >= 0) {
+        unlink(lock.path);
+    }
     for (int i = 0; i < 2; i++) {
         if (sinks[i]->fd >= 0) {
             unlink(sinks[i]->part);
@@ -470,10 +516,9 @@ static void sink_finish(Sink *s) {
         die("cannot rewind %s: %s", s->part, strerror(errno));
     }
     sink_write(s, header, sizeof header);
-    if (fsync(s->fd) != 0 || rename(s->part, s->path) != 0) {
+    if (close(s->fd) != 0 || rename(s->part, s->path) != 0) {
         die("cannot finish %s: %s", s->path, strerror(errno));
     }
-    close(s->fd);
     s->fd = -1;
     s->finished++;
     s->finished_tokens += s->shard_tokens;
@@ -637,13 +682,16 @@ static int sink_verify(const Sink *s) {
 // there is none.
 static int state_read(State *state, const Input *in, const char *path) {
     State s;
-    FILE *f = fopen(path, "r");
-    if (!f) {
-        return 0;
-    }
+    Mapping file;
     char text[512] = "", again[512];
-    text[fread(text, 1, sizeof text - 1, f)] = 0;
-    fclose(f);
+    if (mapping_open(&file, path) != 0) {
+        if (errno == ENOENT) {
+            return 0;
+        }
+        die("cannot read %s: %s", path, file_error());
+    }
+    memcpy(text, file.bytes, file.size < sizeof text ? file.size : sizeof text - 1);
+    mapping_close(&file);
     memset(&s, 0, sizeof s);
     sscanf(text, "%*[^\n]\narguments %" SCNx64 " input %" SCNx64 "\nnext %" SCNd64 " %" SCNd64
            " %d\ntrain %" SCNd64 " %" SCNd64 " val %" SCNd64 " %" SCNd64,
@@ -693,7 +741,8 @@ typedef struct {
     pthread_mutex_t lock;        // of `read`, `taken`, `ended` and Block.done
     pthread_cond_t work, done;
     int live;                    // stdout is a terminal
-    double began_ms, drawn_ms;
+    double began_ms, drawn_ms, synced_ms;
+    int unsaved;                 // shards were finished that PREFIX.state does not count
     int64_t began;               // byte of the text
 } Job;
 
@@ -749,7 +798,18 @@ static void draw_progress(Job *job, int64_t position) {
     fflush(stdout);
 }
 
-// Writes the tokens of a block; keeps the state when a shard was finished.
+// Keeps the state, where there is anything new in it and it is time, or now.
+static void save_state(Job *job, int now) {
+    if (!job->unsaved || (!now && now_ms() < job->synced_ms + SYNC_MS)) {
+        return;
+    }
+    sync_shards();
+    state_write(&job->state, job->state_path);
+    job->synced_ms = now_ms();
+    job->unsaved = 0;
+}
+
+// Writes the tokens of a block; notes where to go on when a shard was finished.
 static void block_write(Job *job, const Block *b) {
     Sink **sinks = job->sinks;
     Place from = {b->position, min_i64(job->skip, b->count), b->starts_document}, place = from;
@@ -775,7 +835,8 @@ static void block_write(Job *job, const Block *b) {
             job->state.finished[i] = (i == 0 ? &train : &val)->finished;
             job->state.tokens[i] = (i == 0 ? &train : &val)->finished_tokens;
         }
-        state_write(&job->state, job->state_path);
+        job->unsaved = 1;
+        save_state(job, 0);
     }
     draw_progress(job, b->position + (int64_t)b->size);
 }
@@ -977,6 +1038,7 @@ static void tokenize_open(Job *job) {
     Input *in = &job->in;
     char tokenizer[PATH_BYTES] = "";
     input_open(in, a);
+    lock_prefix(a->prefix);
     if (in->is_stream && a->val_fraction > 0) {
         die("--val-fraction needs a file, whose length is known; for %s give --val-tokens",
             in->files[0].name);
@@ -1009,6 +1071,7 @@ static void tokenize_open(Job *job) {
     job->blocks = (Block *)alloc_zero((size_t)job->slots, sizeof(Block));
     job->live = isatty(STDOUT_FILENO);
     job->began_ms = now_ms();
+    job->synced_ms = -SYNC_MS;  // the first finished shard is kept at once
     job->began = in->position;
     pthread_mutex_init(&job->lock, NULL);
     pthread_cond_init(&job->work, NULL);
@@ -1065,6 +1128,7 @@ int main(int argc, char **argv) {
     tokenize_open(&job);
     encode_all(&job);
     if (stop_signal) {
+        save_state(&job, 1);
         return interrupted(&job);
     }
     if (train.tokens == 0) {
@@ -1072,6 +1136,7 @@ int main(int argc, char **argv) {
     }
     sink_close(&train);
     sink_close(&val);
+    sync_shards();
     unlink(job.state_path);
     sink_report(&train);
     sink_report(&val);

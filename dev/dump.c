@@ -122,8 +122,11 @@ static void dump_batch(Run *run, FILE *tokens, int accum_step) {
     const Options *o = &run->o;
     size_t batch = (size_t)s->B * (size_t)s->T;
     if (!tokens) {
-        dataset_batch(&run->train, run->state.position + (int64_t)accum_step * s->B, s->B,
-                      (int)o->shuffle, (uint64_t)o->seed, run->inputs, run->targets, s->model.V);
+        if (!dataset_batch(&run->train, run->state.position + (int64_t)accum_step * s->B, s->B,
+                           (int)o->shuffle, (uint64_t)o->seed, run->inputs, run->targets,
+                           s->model.V)) {
+            die("%s", run->train.problem);
+        }
         return;
     }
     if (fread(run->inputs, sizeof(Token), 2 * batch, tokens) != 2 * batch) {

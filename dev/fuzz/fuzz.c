@@ -82,8 +82,10 @@ static int input_file(char path[64], const unsigned char *bytes, size_t size) {
 static void target_shard(const unsigned char *bytes, size_t size) {
     char path[64];
     input_file(path, bytes, size);
+    static uint16_t window[6];
     Dataset d;
     memset(&d, 0, sizeof d);
+    d.window = window;
     d.shards = &fuzz_shard;
     d.shard_count = 1;
     d.T = 5;
@@ -95,7 +97,9 @@ static void target_shard(const unsigned char *bytes, size_t size) {
     Token inputs[5], targets[5];
     for (int64_t w = 0; w < d.windows; w++) {
         for (uint32_t epoch = 0; epoch < 2; epoch++) {
-            dataset_window(&d, w, epoch, 42, inputs, targets, d.vocabulary);
+            if (!dataset_window(&d, w, epoch, 42, inputs, targets, d.vocabulary)) {
+                die("%s", d.problem);
+            }
             for (int i = 0; i < d.T; i++) {
                 FACT(inputs[i] >= 0 && inputs[i] < d.vocabulary);
                 FACT(targets[i] >= 0 && targets[i] < d.vocabulary);
@@ -761,8 +765,8 @@ static void target_run(int target, const unsigned char *data, size_t size) {
             FACT((unsigned char)fuzz_message[i] >= 32 && fuzz_message[i] != 127);
         }
     }
-    if (fuzz_shard.map) {
-        munmap(fuzz_shard.map, fuzz_shard.map_bytes);
+    if (fuzz_shard.fd > 0) {
+        close(fuzz_shard.fd);
         memset(&fuzz_shard, 0, sizeof fuzz_shard);
     }
     free(copy);

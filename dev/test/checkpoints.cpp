@@ -177,7 +177,7 @@ static void test_state_refused() {
         {with_header(good, "\"norms\"", "\"norm\""), "tensor norm: is unknown"},
         {with_header(good, "\"updates\":\"2\"", "\"updates\":\"-2\""), "'updates' is '-2'"},
         {with_header(good, "\"updates\":\"2\"", "\"updates\":\"\""), "'updates' is ''"},
-        {with_header(good, "\"updates\":\"2\"", "\"updates\":2"), "'updates' is ''"},
+        {with_header(good, "\"updates\":\"2\"", "\"updates\":2"), "a string should begin"},
         {with_header(good, "\"updates\"", "\"update\""), "'updates' is ''"},
         {with_header(good, "\"step\":\"2\"", "\"step\":\"2x\""), "'step' is '2x'"},
         {with_header(good, "\"position\":\"", "\"position\":\"9007199254740993"), "'position' is"},
@@ -191,6 +191,15 @@ static void test_state_refused() {
             expect_success(resume(row.first), "a key that nobody asks for");
         }
     }
+    // The last number of all is the second moment's; a size that is wrong is seen before any hash.
+    expect_refused(resume(good.substr(0, good.size() - 4) + Text("\x00\x00\x80\x7f", 4)),
+                   text("tensor v: element %zu is inf: ", all - 1), "moments");
+    expect(truncate((at + "/model.safetensors").c_str(), (off_t)1 << 35) == 0, "no sparse file");
+    const Outcome large = program(run);
+    expect(large.err.find("model.safetensors has not its manifest's size") != Text::npos &&
+               large.user_ms < 2000, "%.0f ms, %s", large.user_ms, large.err.c_str());
+    remove_folder("out");
+    expect_success(program(run), "again");
     expect_success(resume(good), "the state itself");
     expect(tensors_of("out", 4) == end, "the state itself: another end");
     static const char *const doubles[] = {

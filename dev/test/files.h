@@ -310,21 +310,19 @@ inline Member &named(Members *list, const Text &name) {
     give_up("the test's file has no " + name);
 }
 
-// A number of any bits but those of a NaN, as a file holds it and as what it means.
+// A finite number of any bits, as a file holds it and as what it means.
 inline Text number_bytes(const Text &dtype, uint64_t seed, uint64_t index, double *want) {
     uint32_t bits = (uint32_t)(random_unit(seed, index) * 0x1p32);
     uint16_t half = (uint16_t)bits;
     if (dtype == "F16") {
+        half = (half & 0x7c00) == 0x7c00 ? half & 0xbfff : half;
         const int exponent = half >> 10 & 31, fraction = half & 1023;
-        double size = exponent == 31 ? HUGE_VAL
-                      : exponent     ? ldexp(1024 + fraction, exponent - 25)
-                                     : ldexp(fraction, -24);
-        half = exponent == 31 ? half & 0xfc00 : half;
+        double size = exponent ? ldexp(1024 + fraction, exponent - 25) : ldexp(fraction, -24);
         *want = half >> 15 ? -size : size;
         return Text((const char *)&half, 2);
     }
     bits = dtype == "BF16" ? bits << 16 : bits;
-    bits &= (bits & 0x7f800000) == 0x7f800000 ? 0xff800000 : 0xffffffff;
+    bits &= (bits & 0x7f800000) == 0x7f800000 ? 0xbfffffff : 0xffffffff;
     float value;
     memcpy(&value, &bits, 4);
     *want = (double)value;

@@ -120,12 +120,17 @@ static void test_model_refused() {
         {header(size - 7) + bytes.substr(8), not_one}, {header(100000001) + bytes, not_one},
         {with_length("{}", ""), "wte.weight: is missing"}, {with_length("{}", "x"), "overlap"},
         {with_length("[]", ""), json}, {with_length("{\"a", ""), json},
-        {with_length("{\"__metadata__\":" + Text(65, '[') + Text(65, ']') + "}", ""), "deeper"},
+        {with_length("{\"__metadata__\":" + Text(65, '[') + Text(65, ']') + "}", ""),
+         "__metadata__, an object of texts: an object should begin"},
+        {safetensors_bytes(good, "\"__metadata__\":\"pt\","), "__metadata__, an object of texts: "},
+        {safetensors_bytes(good, "\"__metadata__\":null,"), "__metadata__, an object of texts: "},
+        {safetensors_bytes(good, "\"__metadata__\":{\"format\":2},"), "a string should begin"},
         {with_length("{\"a\":" + Text(5 << 20, '['), ""), "an object should begin"},
-        {with_length("{\"__metadata__\":" + Text(5 << 20, '['), ""), "deeper than 64"},
+        {with_length("{\"__metadata__\":" + Text(5 << 20, '['), ""), "__metadata__, an object"},
         {with_length("{\"wte.weight\":{\"shape\":" + Text(5 << 20, '['), ""), wte},
         {safetensors_bytes(good, "\"__metadata__\":{},\"__metadata__\":{},"), "__metadata__ twice"},
-        {safetensors_bytes(good, "\"__metadata__\":{"), json}, {bytes + "x", "leave some of its"},
+        {safetensors_bytes(good, "\"__metadata__\":{"), "__metadata__, an object of texts: "},
+        {bytes + "x", "leave some of its"},
         {bytes.substr(0, size - 1), "outside the file"}, {bytes.substr(0, 400), not_one},
         {with_header(bytes, "\"dtype\":\"F32\",", ""), wte + "dtype, shape and data_offsets"},
         {with_header(bytes, "\"F32\"", "\"F32\",\"dtype\":\"F32\""), wte + "a member twice"},
@@ -240,8 +245,40 @@ static void test_config_refused() {
     detail = text("%zu changes", sizeof table / sizeof *table);
 }
 
+// A number that is not finite is named by its tensor and its place there, as the file counts.
+static void test_not_finite() {
+    const Shape m = {2, 2, 4, 3, 257};
+    write_corpus();
+    static const struct {
+        const char *dtype, *name;
+        size_t element;
+        const char *bytes, *words;
+    } table[] = {
+        {"F32", "wte.weight", 9, "\x00\x00\xc0\x7f", "tensor wte.weight: element 9 is nan: "},
+        {"F32", "h.1.attn.c_attn.weight", 13, "\x00\x00\x80\xff",
+         "tensor h.1.attn.c_attn.weight: element 13 is -inf: "},
+        {"F32", "ln_f.bias", 3, "\x01\x00\x80\x7f", "tensor ln_f.bias: element 3 is nan: "},
+        {"BF16", "h.0.mlp.c_fc.bias", 0, "\x80\x7f", "h.0.mlp.c_fc.bias: element 0 is inf: "},
+        {"F16", "wpe.weight", 11, "\x00\xfc", "tensor wpe.weight: element 11 is -inf: "},
+        {"F16", "wpe.weight", 0, "\x01\x7c", "tensor wpe.weight: element 0 is nan: "}};
+    for (const auto &row : table) {
+        Members list = hugging_face(m, {row.dtype}, "");
+        const size_t size = row.dtype[0] == 'F' && row.dtype[1] == '3' ? 4 : 2;
+        named(&list, row.name).data.replace(row.element * size, size, Text(row.bytes, size));
+        write_model("model", safetensors_bytes(list), config_text(m));
+        expect_refused(program("-i train.bin -e model -b 2 -x 1"), row.words, row.words);
+    }
+    std::vector<std::vector<double>> ignored;
+    Text bytes = llmc_bytes(m, 3, &ignored);
+    write_file("model.bin", bytes.replace(1024 + 4 * 5, 4, Text("\x00\x00\x80\x7f", 4)));
+    expect_refused(program("-i train.bin -e model.bin -b 2 -x 1"),
+                   "model.bin: tensor wte.weight: element 5 is inf", "llm.c");
+    detail = text("%zu numbers", 1 + sizeof table / sizeof table[0]);
+}
+
 static const Test tests[] = {
     {"llmc_refused", test_llmc_refused, 1},
+    {"not_finite", test_not_finite, 1},
     {"model_refused", test_model_refused, 1},
     {"tensor_refused", test_tensor_refused, 1},
     {"config_refused", test_config_refused, 1},

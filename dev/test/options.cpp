@@ -38,6 +38,8 @@ static void test_bad_options() {
         {"-i train.bin -e l2h2c16t0", "allowed are"},
         {"-i train.bin -e l2h0c16t8", "allowed are"},
         {"-i train.bin -e l2h2c16t16x", "neither"},
+        {"-i train.bin -x 2 -b 2 --model=l\t2h2c16t16", "neither"},
+        {"-i train.bin -x 2 -b 2 --model=l2h\n2c16t16", "neither"},
         {"-i train.bin -e l2h2c-16t16", "allowed are"},
         {"-i train.bin -e l2h2c99999t1", "allowed are"},
         {"-i train.bin -e l2h2c16t16 -t 17", "--seq-len (-t): 17 is more than the model's 16"},
@@ -64,6 +66,45 @@ static void test_bad_options() {
         expect_refused(program(row.arguments), row.words, row.arguments);
     }
     detail = text("%zu command lines", sizeof table / sizeof table[0]);
+    // Of a huge argument a message shows both ends, and what is allowed behind them.
+    const Text huge(100000, 'x');
+    for (auto &row : std::vector<std::pair<Text, const char *>>{
+             {"-b " + huge, "xxxx' is not a whole number from 1 to 65536"},
+             {"--" + huge, "xxxx'; --help lists"},
+             {"--dtype " + huge, "xxxx' is not one of"},
+             {"-i train.bin -e " + huge, "xxxx' is neither a preset"}}) {
+        const Outcome o = program(row.first);
+        expect_refused(o, row.second, row.first.substr(0, 20));
+        expect(o.err.size() < 1000, "%s: a line of %zu bytes", row.second, o.err.size());
+    }
+}
+
+// What is no regular file is refused, and not waited for.
+static void test_not_regular() {
+    write_corpus();
+    mkfifo("fifo", 0644);
+    mkdir("model", 0755);
+    mkfifo("model/model.safetensors", 0644);
+    mkdir("out", 0755);
+    mkfifo("out/log.jsonl", 0644);
+    write_file("gpt2.bin", shard_bytes(Ids(400, 7), GPT2_TOKENS));
+    static const Refusal table[] = {
+        {"-i fifo", "cannot open token file fifo: it is not a regular file"},
+        {"-i /dev/zero", "cannot open token file /dev/zero: it is not a regular file"},
+        {"-i train.bin -j fifo", "cannot open token file fifo: it is not a regular file"},
+        {"-i train.bin -e fifo", "cannot open fifo: it is not a regular file"},
+        {"-i train.bin -e /dev/zero", "cannot open /dev/zero: it is not a regular file"},
+        {"-i train.bin -e model", "cannot open model/model.safetensors: it is not a regular file"},
+        {"-i gpt2.bin --tokenizer fifo", "vocabulary fifo: it is not a regular file"},
+        {"-i gpt2.bin --tokenizer /dev/zero", "vocabulary /dev/zero: it is not a regular file"},
+        {"--eval fifo", "cannot open fifo: it is not a regular file"},
+        {"-i train.bin -o out", "out/log.jsonl: it is not a regular file"}};
+    for (const Refusal &row : table) {
+        const Text shape = strstr(row.arguments, "-e ") ? "" : "-e l2h2c16t16 ";
+        expect_refused(program(shape + "-x 1 -b 2 " + row.arguments, [] { alarm(20); }), row.words,
+                       row.arguments);
+    }
+    detail = text("%zu files", sizeof table / sizeof table[0]);
 }
 
 // One line that names the file; no checkpoint is left.
@@ -162,8 +203,34 @@ static void test_plan_command() {
     }
 }
 
+// Limits of a process that would end it later are seen before: by --plan, and by a run.
+static void test_memory_limits() {
+    if (has_sanitizers()) {
+        skip("a sanitizer needs more address space than any limit leaves");
+    }
+    write_corpus();
+    static const struct {
+        int resource;
+        const char *name;
+    } limits[] = {{RLIMIT_AS, "ulimit -v"}, {RLIMIT_DATA, "ulimit -d"}};
+    for (const auto &limit : limits) {
+        auto low = [&] {
+            struct rlimit r = {256 << 20, 256 << 20};
+            setrlimit((decltype(RLIMIT_AS))limit.resource, &r);
+        };
+        Outcome o = program("--plan -e l12h12c384t64", low);
+        expect(o.status == 1 && o.out.find(text(" (%s); DOES NOT FIT", limit.name)) != Text::npos,
+               "%s: status %d, %s", limit.name, o.status, o.out.substr(0, 1200).c_str());
+        expect_refused(program("-i train.bin -e l12h12c384t64 -x 1", low),
+                       text("MiB (%s): short ", limit.name), limit.name);
+        expect_success(program("-i train.bin -e l2h2c16t16 -x 1 --quiet", low), limit.name);
+    }
+}
+
 static const Test tests[] = {
+    {"memory_limits", test_memory_limits, 1},
     {"bad_options", test_bad_options, 1},
+    {"not_regular", test_not_regular, 1},
     {"bad_data", test_bad_data, 1},
     {"bad_output", test_bad_output, 1},
     {"plan_command", test_plan_command, 1},

@@ -57,9 +57,22 @@ equal "stream comes back whole" "$bytes" "$expected"
 refuses "missing input" "cannot open absent: No such file" $tokenize -o bad absent
 refuses "empty input" "nothing is empty" $tokenize -o bad nothing
 refuses "folder as input" "cannot read \.: Is a directory" $tokenize -o bad .
+mkfifo fifo
+refuses "pipe as a file" "cannot read fifo: it is not a regular file" \
+    timeout 20 $tokenize -o bad fifo
+refuses "device as a file" "cannot read /dev/zero: it is not a regular file; - reads" \
+    timeout 20 $tokenize -o bad --val-tokens 1 --shard-tokens 100 /dev/zero
+refuses "pipe as a vocabulary" "fifo: it is not a regular file" \
+    timeout 20 ./tokenize --bpe --tokenizer fifo -o bad text
+for prefix in '' / /none/ ./; do
+    refuses "prefix '$prefix'" "^tokenize: -o '$prefix': a PREFIX ends in" \
+        $tokenize -o "$prefix" text
+done
+refuses "a huge argument is cut" "^tokenize: --threads: 'x{200,400} ... x{200,300}' is not" \
+    $tokenize -o bad --threads "$(printf 'x%.0s' {1..100000})" text
 refuses "all text validates" "nothing is left" $tokenize -o bad --val-tokens 11 text
-refuses "no output folder" "cannot create absent/bad_train" $tokenize -o absent/bad text
-refuses "fraction of a stream" "needs a file" $tokenize -o bad --val-fraction 0.1 /dev/null
+refuses "no output folder" "cannot create absent/bad\.lock" $tokenize -o absent/bad text
+refuses "fraction of a stream" "needs a file" $tokenize -o bad --val-fraction 0.1 -
 refuses "fraction out of range" "not a number from 0" $tokenize -o bad --val-fraction 1.5 text
 refuses "shard of no tokens" "not a whole number from 1" $tokenize -o bad --shard-tokens 0 text
 refuses "unknown option" "unknown option '--byte'" ./tokenize --byte -o bad text
@@ -156,6 +169,28 @@ if [ -f again.state ]; then
     rm again.state
 else
     skip "states" "runs end before they can be interrupted"
+fi
+(cat long; sleep 20) | $tokenize -o held --shard-tokens 1000000 - > said 2>&1 &
+holder=$!
+until [ -e held_train_000000.bin ] || ! kill -0 $holder 2> /dev/null; do sleep 0.002; done
+said=$($tokenize -o held text 2>&1 > /dev/null)
+equal "one run a prefix" "$? $said" \
+    "1 tokenize: -o held: another run of tokenize writes there (held.lock is locked)"
+$tokenize -o other text > /dev/null
+equal "another prefix is free" "$?" 0
+kill -s KILL $holder
+wait $holder 2> /dev/null
+rm -f held_*
+$tokenize -o held text > /dev/null
+equal "the lock of a killed run is free, and removed" "$? $(echo held*)" \
+    "0 held_train.bin held_val.bin"
+if command -v strace > /dev/null && strace -o traced true; then
+    strace -f -o traced -e trace=fsync,fdatasync,syncfs,sync \
+        $tokenize --val-fraction 0 --shard-tokens 2000 -o tiny digits2 > /dev/null
+    equal "2,400 tiny shards: at the first, at the end" "$(grep -c sync traced)" 3
+    rm -f tiny_*
+else
+    skip "syncs with tiny shards" "no strace"
 fi
 (cat long; sleep 2) | $tokenize -o flow --shard-tokens 1000000 - > said 2>&1 &
 stream=$!

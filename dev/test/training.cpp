@@ -109,6 +109,16 @@ static void test_validation() {
     expect(validate("val", 1, 0) != validate("val", 1, 10), "the last sequence is left out");
 }
 
+// Lines of steps in a log that may end in the middle of one.
+static int log_steps_of(const Text &folder) {
+    const Text log = read_file(folder + "/log.jsonl");
+    int steps = 0;
+    for (size_t at = 0; (at = log.find("\"loss\":", at)) != Text::npos; at++) {
+        steps++;
+    }
+    return steps;
+}
+
 // Resident memory of a run against its plan: within 50 MB, as README promises.
 static void test_resident_memory() {
     write_corpus();
@@ -119,7 +129,59 @@ static void test_resident_memory() {
                 o.resident_bytes / 1e6, plan / 1e6);
 }
 
+// Steps that are all skipped end the run; what it leaves as its newest checkpoint is from before
+// them, whatever --save-every says. A log's loss is null from the first update that diverged.
+static void test_max_skips() {
+    write_corpus();
+    const Text diverging = "--quiet -l 1 -c 11 -k constant -v 0 -n 1 -o out ";
+    Outcome o = program(TINY + diverging + "-x 100 --max-skips 7");
+    const Text log = read_file("out/log.jsonl");
+    const Ints steps = log_steps("out/log.jsonl");
+    const int last = steps.empty() ? 0 : steps.back(), before = last - 7;
+    expect_refused(o, text("--max-skips: 7 steps in a row were skipped"), "diverges");
+    expect(o.err.find(text("the run ended after step %d, which is not saved", last)) != Text::npos,
+           "%s", o.err.c_str());
+    expect(before > 0 && log.find(text("{\"step\":%d,\"checkpoint\"", before)) != Text::npos,
+           "the newest checkpoint is not of step %d: %s", before, log.c_str());
+    expect(!exists(text("out/step-%08d", before + 1)) && !exists(text("out/step-%08d", last)));
+    expect(log.find("{\"event\":\"end\",\"reason\":\"failed\"}") != Text::npos);
+    remove_folder("out");
+    o = program(TINY + diverging + "-x 60");
+    expect_refused(o, "--max-skips: 20 steps in a row were skipped", "the default");
+    remove_folder("out");
+    expect_success(program(TINY + diverging + "-x 40 --max-skips 0"), "no limit");
+    expect(exists("out/step-00000040"), "the end of a run without a limit is saved");
+    detail = text("diverged in step %d", before + 1);
+}
+
+// A file of data that becomes shorter while a run reads it costs the run no step that it has done.
+static void test_data_cut() {
+    write_corpus();
+    for (const char *file : {"train.bin", "val.bin"}) {
+        const Text whole = read_file(file), folder = Text("out-") + file;
+        pid_t pid = start(Text("-i train.bin -j val.bin -e l2h2c16t16 -b 2 -x 99999999 -v 50 -m 0 "
+                               "-k constant --quiet -o ") + folder);
+        wait_until([&] { return log_steps_of(folder) > 20; });
+        const int cut = truncate(file, 1100);
+        const Outcome o = outcome(pid);
+        expect(cut == 0, "cannot cut %s", file);
+        expect_refused(o, Text(file) + ": cannot read tokens", file);
+        expect_refused(o, "it became shorter while it was in use; the run ended after step", file);
+        const Ints steps = log_steps(folder + "/log.jsonl");
+        const int last = steps.empty() ? 0 : steps.back();
+        expect(o.err.find(text("after step %d, which is saved", last)) != Text::npos &&
+                   exists(folder + text("/step-%08d/manifest.json", last)),
+               "%s: %s", names_in(folder, "").c_str(), o.err.c_str());
+        write_file(file, whole);
+        expect_success(program(Text("-i train.bin -j val.bin -e l2h2c16t16 -b 2 -k constant "
+                                    "--quiet -y 1 -v 50 -m 0 -o ") + folder +
+                               text(" -x %d", last + 5)), "resumed");
+    }
+}
+
 static const Test tests[] = {
+    {"max_skips", test_max_skips, 1},
+    {"data_cut", test_data_cut, 1},
     {"overfit", test_overfit, 1},
     {"training", test_training, 1},
     {"micro_batches", test_micro_batches, 1},
