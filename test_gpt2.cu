@@ -735,8 +735,7 @@ static void test_loader_coverage() {
     std::vector<Token> orders[2];
     for (uint32_t epoch = 0; epoch < 60; epoch++) {
         std::vector<int> starts(TOKENS);
-        for (int i = 0; i < WINDOWS;
-             i++) {  // as ranks 0..3 with B 1 would ask: position by position
+        for (int i = 0; i < WINDOWS; i++) {  // as ranks with B 1 would ask: position by position
             Token in[T], out[T];
             dataset_batch(&d, (int64_t)epoch * WINDOWS + i, 1, 1, 42, in, out, GPT2_VOCABULARY);
             for (int t = 0; t < T; t++) {
@@ -777,6 +776,17 @@ static void test_loader_coverage() {
     }
     dataset_batch(&d, 12, 2, 0, 42, in[0], out[0], GPT2_VOCABULARY);
     expect(in[0][0] == 101 && in[1][0] == 109, "without shuffling, file order");
+    dataset_close(&d);
+    detail = "3 shards, 60 epochs";
+}
+
+// A batch that cannot be given says why: a token outside the vocabulary, a file cut under the run.
+static void test_loader_problems() {
+    enum { T = 8 };
+    Token in[2][T], out[2][T];
+    Dataset d;
+    write_three_shards();
+    dataset_open(&d, "[abc].bin", T);
     expect(!dataset_batch(&d, 12, 2, 0, 42, in[0], out[0], 105) &&
                Text(d.problem) == "b.bin: token 4 is 105, outside the vocabulary of 105",
            "%s", d.problem);
@@ -786,7 +796,6 @@ static void test_loader_coverage() {
                                   "was in use",
            "%s", d.problem);
     dataset_close(&d);
-    detail = "3 shards, 60 epochs";
 }
 
 // The last tokens of a shard of 2^31 - 1 tokens, 4 GiB: offsets have 64 bits. The file is sparse.
@@ -3847,6 +3856,7 @@ static const Test tests[] = {
     T(plan_refuse, HOST),
     T(arena, ALL),
     T(rank_positions, HOST),
+    T(loader_problems, HOST),
     T(loader_coverage, HOST),
     T(loader_large, FLOAT),
     T(tokenizer, HOST),
