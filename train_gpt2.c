@@ -3264,7 +3264,7 @@ static Span *file_span(Span *spans, int tensor, int layer) {
 // Elements `first` to first + count of a span, as numbers.
 static void span_values(real *out, const Span *s, int64_t first, int64_t count) {
     const unsigned char *p = s->data + first * file_types[s->type].bytes;
-    if (s->type == FILE_F32 && !GPT2_DOUBLE) {
+    if (!GPT2_DOUBLE && s->type == FILE_F32) {
         memcpy(out, p, (size_t)count * 4);
         return;
     }
@@ -3594,7 +3594,7 @@ static void model_file_load(Engine *e, const ModelFile *f, const unsigned char *
 
 // Numbers as a file holds them: FILE_F32, FILE_BF16, or FILE_U16, the low half.
 static void file_values(unsigned char *out, int type, const real *values, int64_t count) {
-    if (type == FILE_F32 && !GPT2_DOUBLE) {
+    if (!GPT2_DOUBLE && type == FILE_F32) {
         memcpy(out, values, (size_t)count * 4);
         return;
     }

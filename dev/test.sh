@@ -2,7 +2,8 @@
 # Every test this machine can run: `make test`. Style first, then the programs; each prints as its
 # last line `N passed, N failed, N skipped`, and the last line here is their sum. Exit status 1 on
 # any failure. MAKE, CC, CXX, SAN (empty: no sanitizers), NVCC, CUDA_HEADERS and GPU (empty: none)
-# come from make; with BUILD_ONLY=yes nothing is run.
+# and TESTS, the programs that run by themselves, come from make; with BUILD_ONLY=yes nothing is
+# run.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 export OMP_WAIT_POLICY=passive    # where other work goes on, spinning threads stand in its way
@@ -93,8 +94,6 @@ bench_cuda() {
 }
 
 run style dev/style.sh
-programs="test_gpt2 test_gpt2_double test_gpt2_asan test_cuda_cpu test_gpt2cu_cpu
-          test_gpt2cu_cpu_asan test_cuda_cpu_asan test/formats test/formats_asan"
 # What drives a built program from outside: the driver, the program, the tests (none: all).
 # Programs with sanitizers run what is about memory and files, not what takes long to learn.
 drives="options       train_gpt2
@@ -121,7 +120,7 @@ jobs=-j$(nproc)
 [[ ${MAKEFLAGS:-} =~ (^| )-j ]] && jobs=
 # shellcheck disable=SC2086  # words
 targets=$(printf '%s\n' train_gpt2 data/tokenize data/stories build/fuzz_replay
-    printf 'build/%s\n' $programs
+    printf 'build/%s\n' $TESTS
     awk '{ print "build/test/" $1 "\n" $2 }' <<< "$drives" | sort -u)
 [ -n "${CUDA_HEADERS-}" ] || targets=$(grep -v cu <<< "$targets")
 # shellcheck disable=SC2086  # words
@@ -143,7 +142,7 @@ can_build() {
 run machines dev/test/machines.sh
 build train_gpt2 data/tokenize data/stories && run tools dev/test/tools.sh
 build build/fuzz_replay train_gpt2 data/tokenize && run fuzz dev/fuzz/run.sh replay
-for program in $programs; do
+for program in $TESTS; do
     can_build $program && build build/$program && run $program build/$program
 done
 while read -r driver program names <&3; do
