@@ -2412,13 +2412,22 @@ static inline real row_sum(const real *x, real shift, int power, int n) {
     return lanes_total(lanes);
 }
 
-// Largest of x (n), n >= 1. A NaN may be skipped; whoever exponentiates meets it again. Maxima may
-// be taken in any order, unlike sums.
+// Largest of x (n), n >= 1, in lanes as well. A NaN may be skipped; whoever exponentiates meets it
+// again.
 static real row_largest(const real *x, int n) {
-    real largest = x[0];
-    #pragma omp simd reduction(max : largest)
-    for (int i = 0; i < n; i++) {
-        largest = x[i] > largest ? x[i] : largest;
+    real lanes[LANES], largest = x[0];
+    int i = 0;
+    for (int j = 0; j < LANES; j++) {
+        lanes[j] = x[0];
+    }
+    for (; i + LANES <= n; i += LANES) {
+        for (int j = 0; j < LANES; j++) {
+            lanes[j] = x[i + j] > lanes[j] ? x[i + j] : lanes[j];
+        }
+    }
+    for (; i < n + LANES; i++) {  // what fills no vector, then the lanes
+        real value = i < n ? x[i] : lanes[i - n];
+        largest = value > largest ? value : largest;
     }
     return largest;
 }
