@@ -70,7 +70,8 @@ static void test_gpu_start() {
     Outcome o = program(run + "-o out", with("EMU_CC", "999"));
     expect_success(o, "a GPU that the table of peaks does not know");
     expect(o.out.find("\npeak     unknown: ") != Text::npos &&
-               o.out.find("of peak") == Text::npos && o.out.find("; cuBLASLt 1") != Text::npos,
+               o.out.find("% of peak") == Text::npos &&
+               o.out.find("; cuBLASLt 1") != Text::npos,
            "%s", o.out.c_str());
     const Text log = read_file("out/log.jsonl");
     expect(log.find("\"peak_pct\":null") != Text::npos &&
