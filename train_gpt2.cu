@@ -399,6 +399,7 @@ template <int n> __device__ inline void column_sum(float (&x)[n], float *buffer)
 // parts, k = blockIdx.y. Thread y takes the parts y, y + blockDim.y, ..., then the threads' sums
 // are added in order. partials (1 or 2, parts, columns) fp32. Grid (columns / 32, 1 or 2), block
 // (32, 1..32).
+// budget: threads 1024 shared 4096 regs 19 blocks 1 test gpu_layernorm
 static __global__ void partials_add_kernel(float *sums0, float *sums1, const float *partials,
                                            int parts, int columns) {
     DYN_SHARED(float, buffer);
@@ -586,6 +587,7 @@ static int encoder_sort(int *ints, int *counts, const Token *tokens, int N, int 
 // out[row] = wte[tokens[row]] + wpe[row % T]. out (B,T,C), wte (Vp,C), wpe (T or more,C) of E;
 // tokens (B,T). Block (32 packs of a row, rows), grid (B T / rows, C / (32 packs)). Exact but for
 // the rounding to fp32 and E.
+// budget: <bf16> threads 256 regs 24 blocks 6 test gpu_encoder
 template <class E>
 __global__ void encoder_forward_kernel(E *out, const int *tokens, const E *wte, const E *wpe, int N,
                                        int T, int C) {
@@ -616,6 +618,7 @@ static void gpu_encoder_forward(E *out, const int *tokens, const E *wte, const E
 // dwpe[t] = (first) or += sum over b of dout[b][t], b ascending; with `first`, rows T .. max_T - 1
 // become zero.
 //   dwpe (max_T,C) of G, dout (B,T,C) of E. A thread for each 16 bytes of dout's rows.
+// budget: <bf16> threads 256 regs 38 blocks 6 test gpu_encoder
 template <class E, class G>
 __global__ void encoder_backward_position_kernel(G *dwpe, const E *dout, int B, int T, int C,
                                                  int max_T, bool first) {
@@ -641,6 +644,7 @@ __global__ void encoder_backward_position_kernel(G *dwpe, const E *dout, int B, 
 // dwte[token] += sum of dout[row] over the token's rows, for each token of the plan.
 //   dwte (Vp,C) of G, dout (N,C) of E. Grid (segments, C / (32 packs)), block (32, 1..8): thread y
 //   adds the rows y, y + blockDim.y, ... of the segment, then the threads' sums are added in order.
+// budget: <bf16> threads 256 shared 8192 regs 40 blocks 6 test gpu_encoder
 template <class E, class G>
 __global__ void encoder_backward_token_kernel(G *dwte, const E *dout, const int *order,
                                               const int *start, const int *token, int C) {
@@ -706,6 +710,7 @@ constexpr float LAYERNORM_EPS = 1e-5f;
 // warp, and eight such rows share a block; longer rows have a block each. Bytes: reads and writes
 // every row once. Measured on the CPU layer, C 48..1600, of the tensor's norm: fp32 out 1.1e-7,
 // mean 1.5e-7, rstd 7e-8; bf16 what rounding the output loses.
+// budget: <bf16> threads 256 regs 64 blocks 4 instr/elem 33 of 24 test gpu_layernorm
 template <class E>
 __global__ void __launch_bounds__(BLOCK_MAX)
     layernorm_forward_kernel(E *out, float *mean, float *rstd, const E *inp, const E *weight,
@@ -787,6 +792,8 @@ static void gpu_layernorm_forward(E *out, float *mean, float *rstd, const E *inp
 // walks down the rows, so the sums over rows stay in registers. Bytes: reads dout, inp and addend,
 // writes dinp, once. Measured on the CPU layer, C 48..1600, of the tensor's norm: dweight and dbias
 // 1.5e-7; dinp 1e-7 in fp32, what rounding it loses in bf16.
+// budget: <bf16> threads 480 shared 15360 regs 63 blocks 2 instr/elem 69.5 of 8 loop
+//   test gpu_layernorm
 template <class E>
 __global__ void __launch_bounds__(BLOCK_MAX)
     layernorm_backward_kernel(E *dinp, float *partials, const E *dout, const E *inp,
@@ -888,6 +895,7 @@ template <class E> __device__ inline float gelu_logistic(float x) {
 
 // out = x s(x), elementwise. out, inp (n) of E. A thread takes two packs, a block's width apart.
 // Measured on the CPU layer: fp32 5e-8 of the output's norm; bf16 what rounding the output loses.
+// budget: <bf16> threads 256 regs 34 blocks 6 instr/elem 22.7 of 16 test gpu_gelu
 template <class E> __global__ void gelu_forward_kernel(E *out, const E *inp, size_t n) {
     constexpr int size = Pack<E>::size;
     Pack<E> x[2];
@@ -935,6 +943,10 @@ template <class E> __device__ inline float gelu_slope(float x) {
 // Grid (columns / (32 packs), parts), block (32, up to 8 rows). Reads and writes every element
 // once. Measured on the CPU layer, of the norm: column sums 1.4e-7; dinp 3.4e-7 in fp32, what
 // rounding it loses in bf16.
+// budget: <bf16, true> threads 256 shared 8192 regs 80 blocks 3 instr/elem 39.1 of 32 loop
+//   test gpu_gelu
+// budget: <bf16, false> threads 256 shared 8192 regs 64 blocks 4 instr/elem 4.8 of 32 loop
+//   test gpu_gelu
 template <class E, bool GELU>
 __global__ void bias_backward_kernel(E *dinp, float *partials, const E *dout, const E *inp, int N,
                                      int OC) {
@@ -1391,6 +1403,10 @@ __device__ __forceinline__ void warp_store_rows(E *dst, size_t stride, int row0,
 //   3 S = Q K^T   4 mask   5 online softmax   6 O += P V   7 write out and LSE2
 // numerics: fp32 but P, rounded to E for stage 6 (l sums p before). bf16: out 2.0e-3, LSE2 6e-8.
 // source: FlashAttention-2, algorithm 1 and section 3.3 (each warp owns rows of Q).
+// budget: <bf16, 64> threads 128 shared 49152 regs 222 blocks 2 instr/elem 13.3 of 64 loop
+//   test gpu_attention
+// budget: <bf16, 128> threads 128 shared 81920 regs 169 blocks 1 instr/elem 23.8 of 32 loop
+//   test gpu_attention
 template <class E, int HD, int WARPS, int MT, int BN>
 __global__ void __launch_bounds__(WARPS *WARP)
     attention_forward_kernel(E *out, float *lse, const E *qkv, int T, int NH, int HS) {
@@ -1507,6 +1523,7 @@ __device__ inline float row_dot(const float *a, const float *b, int n) {
 // grid (NH, B, ceil(T / ROW_WARPS)), block 32 ROW_WARPS; dynamic shared memory
 // ROW_WARPS (HS + 32) floats: o and p of each warp.
 // numerics: fp32 with exp2f; out within 5e-7, LSE2 9e-8.
+// budget: threads 128 shared 1536 regs 56 blocks 9 test gpu_attention
 __global__ void __launch_bounds__(ROW_WARPS *WARP)
     attention_forward_rows_kernel(float *out, float *lse, const float *qkv, int T, int NH, int HS) {
     DYN_SHARED(float, shared);
@@ -1602,6 +1619,10 @@ static void gpu_attention_forward(E *out, float *lse, const E *qkv, int B, int T
 //   3 wait for a tile, start the next   4 S = Q K^T, dP = dO V^T   5 mask, P, dS
 //   6 dQ += dS K   7 write dQ
 // numerics: fp32 but dS, rounded to E for stage 6. bf16: dQ 3.3e-3, D (of the rounded out) 2.3e-3.
+// budget: <bf16, 64> threads 128 shared 49152 regs 230 blocks 2 instr/elem 15.8 of 32 loop
+//   test gpu_attention
+// budget: <bf16, 128> threads 128 shared 98304 regs 238 blocks 1 instr/elem 24.5 of 32 loop
+//   test gpu_attention
 template <class E, int HD, int WARPS, int MT, int BN>
 __global__ void __launch_bounds__(WARPS *WARP)
     attention_backward_dq_kernel(E *dqkv, float *drow, const E *dout, const E *qkv, const E *out,
@@ -1693,6 +1714,10 @@ __global__ void __launch_bounds__(WARPS *WARP)
 //   next   3 S^T = K Q^T   4 mask, P^T   5 dP^T = V dO^T, dS^T   6 dV += P^T dO   7 dK += dS^T Q
 //   8 hand over the next LSE2 and D   9 write dK and dV
 // numerics: fp32 but P and dS, rounded to E for stages 6 and 7. bf16: dK 3.1e-3, dV 2.4e-3.
+// budget: <bf16, 64> threads 128 shared 50176 regs 248 blocks 2 instr/elem 21.5 of 32 loop
+//   test gpu_attention
+// budget: <bf16, 128> threads 128 shared 66560 regs 253 blocks 1 instr/elem 43.2 of 16 loop
+//   test gpu_attention
 template <class E, int HD, int WARPS, int MT, int BM>
 __global__ void __launch_bounds__(WARPS *WARP)
     attention_backward_dkv_kernel(E *dqkv, const float *drow, const E *dout, const E *qkv,
@@ -1784,6 +1809,7 @@ __global__ void __launch_bounds__(WARPS *WARP)
 // grid (NH, B, ceil(T / ROW_WARPS)), block 32 ROW_WARPS; dynamic shared memory
 // ROW_WARPS (2 HS + 64) floats: da, db, p and ds of each warp.
 // numerics: fp32 with exp2f; dQ, dK, dV within 7e-7, more where |LSE2| is large (its ulp, as 2^x).
+// budget: threads 128 shared 3072 regs 78 blocks 6 test gpu_attention
 __global__ void __launch_bounds__(ROW_WARPS *WARP)
     attention_backward_rows_kernel(float *dqkv, float *drow, const float *dout, const float *qkv,
                                    const float *out, const float *lse, int T, int NH, int HS,
@@ -1887,6 +1913,8 @@ constexpr int CLASSIFIER_VOCABULARY = 65536;  // most columns: tokens are 16 bit
 // 2048; the fp32 instance, for checking, spills. Numerics: maximum subtracted, sum in fp32.
 // Measured on the CPU layer, V 5..65536, of the norm: losses 1.2e-7; dlogits 8e-8 in fp32, what
 // rounding them loses in bf16.
+// budget: <bf16, true> threads 800 regs 64 blocks 1 instr/elem 37.5 of 64 test gpu_classifier
+// budget: <bf16, false> threads 800 regs 64 blocks 1 instr/elem 26.4 of 64 test gpu_classifier
 template <class E, bool BACKWARD>
 __global__ void __launch_bounds__(BLOCK_MAX, 1)
     classifier_kernel(float *losses, E *logits, const int *targets, float dloss, int V, int Vp) {
@@ -2042,6 +2070,7 @@ template <class T> __device__ inline float square_sum(const T *grads, size_t beg
 
 // partials[block] = sum of squares of the chunks block, block + gridDim.x, ...
 //   grads_2d of G, grads_1d and partials (gridDim.x) fp32.
+// budget: <bf16> threads 256 regs 28 blocks 6 test gpu_norm
 template <class G>
 __global__ void grad_square_sum_kernel(float *partials, const G *grads_2d, const float *grads_1d,
                                        const ParamRange *ranges, int range_count, int chunks) {
@@ -2060,6 +2089,7 @@ __global__ void grad_square_sum_kernel(float *partials, const G *grads_2d, const
 }
 
 // state->square_sum = the partial sums (parts), added in a fixed order by one block.
+// budget: threads 256 regs 18 blocks 6 test gpu_norm
 static __global__ void grad_square_sum_finish_kernel(UpdateState *state, const float *partials,
                                                      int parts) {
     float sum = 0.0f;
@@ -2073,6 +2103,7 @@ static __global__ void grad_square_sum_finish_kernel(UpdateState *state, const f
 }
 
 // From the sum of squares (of all ranks, by now) to what AdamW does with it.
+// budget: threads 1 regs 20 blocks 24 test gpu_norm
 static __global__ void update_decide_kernel(UpdateState *state, float clip, float skip_above) {
     float norm = sqrtf(state->square_sum);
     bool skip = !(norm <= skip_above) || isinf(norm);  // a NaN is skipped too
@@ -2178,6 +2209,8 @@ __device__ inline void split_store(__nv_bfloat16 *params, uint16_t *low, const f
 //   grads_2d of G and grads_1d fp32, to be multiplied by state->scale.
 // Bits: with SPLIT or fp32 parameters, and fp32 moments, those of adamw_element on the CPU. Bytes:
 // each array is read and written once.
+// budget: <bf16, bf16, float> threads 256 regs 72 blocks 3 instr/elem 99 of 8 loop test gpu_adamw
+// budget: <bf16> threads 256 regs 72 blocks 3 instr/elem 129.5 of 8 loop test gpu_adamw
 template <class E, class G, class M, bool SPLIT>
 __global__ void __launch_bounds__(UPDATE_THREADS)
     adamw_kernel(E *params, uint16_t *low, M *moment1, M *moment2, const G *grads_2d,
@@ -2493,6 +2526,7 @@ static void gpu_block_backward(const GpuPass<E, G> *pass, int stage, int l) {
 
 // sum (first) = or += the sum of losses (N), in a fixed order. One block, because the order of
 // several would not be fixed, and N numbers are read in no time beside the classifier.
+// budget: threads 256 regs 18 blocks 6 test gpu_losses
 static __global__ void loss_sum_kernel(float *sum, const float *losses, int N, bool first) {
     float x = 0.0f;
     for (int i = threadIdx.x; i < N; i += blockDim.x) {
