@@ -50,7 +50,11 @@
 // same names.
 // 1. Every CUDA and cuBLASLt call goes through cuda_check or cublas_check: an error ends the run.
 // 2. E is the element type of weights and activations (bf16, fp16 or fp32), G that of the gradients
-//    of matrices (E or fp32). Arithmetic is in fp32; E is only how a number lies in memory.
+//    of matrices (E or fp32). Arithmetic is in fp32; E is only how a number lies in memory. In
+//    kernels of 16-bit types every multiply-add is written fmaf: nvcc itself fuses nothing, so an
+//    expression has the same bits in every kernel and on the CPU. Approximations, there alone, are
+//    ex2_approx and rcp_approx (chapter Tensor-core toolbox). AdamW, the split master and the sum
+//    of the losses take neither: their bits are those of separate operations.
 // 3. Global memory is read and written 16 bytes at a time: a row of E is a multiple of 16 bytes and
 //    starts at a multiple of 16. Each launcher asserts it of all it passes on (check_rows).
 // 4. A limit of a kernel is a named constant: its launcher asserts it, and gpu_settings_check tells
@@ -60,6 +64,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+#include <float.h>
 #include <initializer_list>
 #include <type_traits>
 
@@ -200,15 +205,64 @@ template <class E> __device__ inline void pack_store(E *address, const Pack<E> &
     *reinterpret_cast<uint4 *>(address) = pack_to_bits(pack);
 }
 
+// pack2: two floats rounded to nearest even into one register, lo in the low half (one
+// cvt.rn.bf16x2.f32 or cvt.rn.f16x2.f32 from sm_80 on).
+template <class E> __device__ __forceinline__ uint32_t pack2(float lo, float hi) {
+    uint32_t bits;
+    if constexpr (std::is_same_v<E, __nv_bfloat16>) {
+        const __nv_bfloat162 pair = __floats2bfloat162_rn(lo, hi);
+        memcpy(&bits, &pair, sizeof bits);
+    } else {
+        const __half2 pair = __floats2half2_rn(lo, hi);
+        memcpy(&bits, &pair, sizeof bits);
+    }
+    return bits;
+}
+
+// A pack's numbers as floats, and floats rounded to a pack: of 16-bit types two at a time, bf16 by
+// a shift and a mask, since element by element the compiler moves every upper half down first.
+template <class E>
+__device__ inline void pack_to_floats(float (&x)[Pack<E>::size], const Pack<E> &pack) {
+    if constexpr (std::is_same_v<E, __nv_bfloat16>) {
+        const uint4 bits = pack_to_bits(pack);
+        const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
+        UNROLL
+        for (int i = 0; i < 4; i++) {
+            x[2 * i] = __uint_as_float(words[i] << 16);
+            x[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+        }
+    } else {
+        UNROLL
+        for (int i = 0; i < Pack<E>::size; i++) {
+            x[i] = to_float(pack.x[i]);
+        }
+    }
+}
+
+template <class E> __device__ inline Pack<E> pack_round(const float (&x)[Pack<E>::size]) {
+    if constexpr (sizeof(E) == 2) {
+        return pack_from_bits<E>(make_uint4(pack2<E>(x[0], x[1]), pack2<E>(x[2], x[3]),
+                                            pack2<E>(x[4], x[5]), pack2<E>(x[6], x[7])));
+    } else {
+        Pack<E> pack;
+        UNROLL
+        for (int i = 0; i < Pack<E>::size; i++) {
+            pack.x[i] = x[i];
+        }
+        return pack;
+    }
+}
+
 // n numbers at `address` as floats, and back: n / Pack<T>::size accesses of 16 bytes.
 template <class T, int n> __device__ inline void vector_load(float (&x)[n], const T *address) {
     static_assert(n % Pack<T>::size == 0, "less than sixteen bytes");
     UNROLL
     for (int i = 0; i < n; i += Pack<T>::size) {
-        Pack<T> pack = pack_load(address + i);
+        float part[Pack<T>::size];
+        pack_to_floats(part, pack_load(address + i));
         UNROLL
         for (int k = 0; k < Pack<T>::size; k++) {
-            x[i + k] = to_float(pack.x[k]);
+            x[i + k] = part[k];
         }
     }
 }
@@ -217,23 +271,13 @@ template <class T, int n> __device__ inline void vector_store(T *address, const 
     static_assert(n % Pack<T>::size == 0, "less than sixteen bytes");
     UNROLL
     for (int i = 0; i < n; i += Pack<T>::size) {
-        Pack<T> pack;
+        float part[Pack<T>::size];
         UNROLL
         for (int k = 0; k < Pack<T>::size; k++) {
-            pack.x[k] = from_float<T>(x[i + k]);
+            part[k] = x[i + k];
         }
-        pack_store(address + i, pack);
+        pack_store(address + i, pack_round<T>(part));
     }
-}
-
-// e^x and a / b: the accurate functions where E is fp32, the hardware's approximations (relative
-// error about 1e-6 for |x| < 10) where the result will be rounded to sixteen bits anyway.
-template <class E> __device__ inline float fast_exp(float x) {
-    return sizeof(E) == 4 ? expf(x) : __expf(x);
-}
-
-template <class E> __device__ inline float fast_divide(float a, float b) {
-    return sizeof(E) == 4 ? a / b : __fdividef(a, b);
 }
 
 static int compare_doubles(const void *a, const void *b) {
@@ -434,7 +478,10 @@ static void gpu_partials_add(float *sums0, float *sums1, const float *partials, 
 // 3. E is __nv_bfloat16 or __half. Before sm_80 these types are not offered, and the wrappers that
 //    need sm_80 trap there, so that the kernels above them need no condition of their own.
 // 4. On the CPU the twins of the same names in dev/cuda_cpu/emu_ptx.h do the same to the letter of
-//    the ISA, except that cp.async copies as late as it may and ex2 is exact.
+//    the ISA, except that cp.async copies as late as it may and that ex2 and rcp round correctly.
+
+constexpr float LOG2_E = 1.44269504f;
+
 #if !CUDA_CPU
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 #define NEEDS_SM80(...) __trap()
@@ -518,21 +565,26 @@ __device__ __forceinline__ float ex2_approx(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+
+// rcp_approx: 1 / x, relative error at most 2^-23; a denormal x counts as 0, a denormal result is 0,
+// and so is 1 / inf.
+// source: PTX ISA, "Floating Point Instructions: rcp" (rcp.approx.ftz.f32).
+__device__ __forceinline__ float rcp_approx(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 #undef NEEDS_SM80
 #endif
 
-// pack2: two floats rounded to nearest even into one register, lo in the low half (one
-// cvt.rn.bf16x2.f32 or cvt.rn.f16x2.f32 from sm_80 on).
-template <class E> __device__ __forceinline__ uint32_t pack2(float lo, float hi) {
-    uint32_t bits;
-    if constexpr (std::is_same_v<E, __nv_bfloat16>) {
-        const __nv_bfloat162 pair = __floats2bfloat162_rn(lo, hi);
-        memcpy(&bits, &pair, sizeof bits);
-    } else {
-        const __half2 pair = __floats2half2_rn(lo, hi);
-        memcpy(&bits, &pair, sizeof bits);
-    }
-    return bits;
+// e^x and 1 / x: accurate where E is fp32; where the result will be rounded to sixteen bits anyway
+// the hardware's approximations (e^x then has a relative error of about 1e-6 for |x| < 10).
+template <class E> __device__ inline float fast_exp(float x) {
+    return sizeof(E) == 4 ? expf(x) : ex2_approx(LOG2_E * x);
+}
+
+template <class E> __device__ inline float reciprocal(float x) {
+    return sizeof(E) == 4 ? 1.0f / x : rcp_approx(x);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -618,7 +670,7 @@ static void gpu_encoder_forward(E *out, const int *tokens, const E *wte, const E
 // dwpe[t] = (first) or += sum over b of dout[b][t], b ascending; with `first`, rows T .. max_T - 1
 // become zero.
 //   dwpe (max_T,C) of G, dout (B,T,C) of E. A thread for each 16 bytes of dout's rows.
-// budget: <bf16> threads 256 regs 38 blocks 6 test gpu_encoder
+// budget: <bf16> threads 256 regs 40 blocks 6 test gpu_encoder
 template <class E, class G>
 __global__ void encoder_backward_position_kernel(G *dwpe, const E *dout, int B, int T, int C,
                                                  int max_T, bool first) {
@@ -710,7 +762,7 @@ constexpr float LAYERNORM_EPS = 1e-5f;
 // warp, and eight such rows share a block; longer rows have a block each. Bytes: reads and writes
 // every row once. Measured on the CPU layer, C 48..1600, of the tensor's norm: fp32 out 1.1e-7,
 // mean 1.5e-7, rstd 7e-8; bf16 what rounding the output loses.
-// budget: <bf16> threads 256 regs 64 blocks 4 instr/elem 33 of 24 test gpu_layernorm
+// budget: <bf16> threads 256 regs 64 blocks 4 instr/elem 31 of 24 test gpu_layernorm
 template <class E>
 __global__ void __launch_bounds__(BLOCK_MAX)
     layernorm_forward_kernel(E *out, float *mean, float *rstd, const E *inp, const E *weight,
@@ -792,7 +844,7 @@ static void gpu_layernorm_forward(E *out, float *mean, float *rstd, const E *inp
 // walks down the rows, so the sums over rows stay in registers. Bytes: reads dout, inp and addend,
 // writes dinp, once. Measured on the CPU layer, C 48..1600, of the tensor's norm: dweight and dbias
 // 1.5e-7; dinp 1e-7 in fp32, what rounding it loses in bf16.
-// budget: <bf16> threads 480 shared 15360 regs 63 blocks 2 instr/elem 69.5 of 8 loop
+// budget: <bf16> threads 480 shared 15360 regs 63 blocks 2 instr/elem 68.2 of 8 loop
 //   test gpu_layernorm
 template <class E>
 __global__ void __launch_bounds__(BLOCK_MAX)
@@ -885,17 +937,16 @@ constexpr int BIAS_ROWS = 4;      // rows that a thread loads before it adds
 constexpr int BIAS_PARTS = 128;   // most partial sums of a column
 constexpr int BIAS_BLOCKS = 768;  // blocks that keep the largest GPUs busy
 
-// Exactly 1 for large x, where the approximate division must give 1 / 1 = 1, and 0 for very
-// negative x: gelu_slope multiplies 1 - s by x^3. (A GPU that fails test gpu_gelu there needs s
-// clamped, not a looser test.)
-template <class E> __device__ inline float gelu_logistic(float x) {
-    float u = GELU_SCALE * (x + GELU_CUBIC * x * x * x);
-    return fast_divide<E>(1.0f, 1.0f + fast_exp<E>(-2.0f * u));
+// exp(-2u); in 16-bit types as a power of two, the constants folded. s = 1 / (1 + this).
+template <class E> __device__ inline float gelu_power(float x) {
+    constexpr float linear = -2.0f * GELU_SCALE * (sizeof(E) == 4 ? 1.0f : LOG2_E);
+    float exponent = x * fmaf(linear * GELU_CUBIC, x * x, linear);
+    return sizeof(E) == 4 ? expf(exponent) : ex2_approx(exponent);
 }
 
 // out = x s(x), elementwise. out, inp (n) of E. A thread takes two packs, a block's width apart.
 // Measured on the CPU layer: fp32 5e-8 of the output's norm; bf16 what rounding the output loses.
-// budget: <bf16> threads 256 regs 34 blocks 6 instr/elem 22.7 of 16 test gpu_gelu
+// budget: <bf16> threads 256 regs 32 blocks 6 instr/elem 11.2 of 16 test gpu_gelu
 template <class E> __global__ void gelu_forward_kernel(E *out, const E *inp, size_t n) {
     constexpr int size = Pack<E>::size;
     Pack<E> x[2];
@@ -911,9 +962,9 @@ template <class E> __global__ void gelu_forward_kernel(E *out, const E *inp, siz
     for (int k = 0; k < 2; k++) {
         if (at[k] < n) {
             float y[size];
+            pack_to_floats(y, x[k]);
             for (int i = 0; i < size; i++) {
-                float value = to_float(x[k].x[i]);
-                y[i] = value * gelu_logistic<E>(value);
+                y[i] *= reciprocal<E>(1.0f + gelu_power<E>(y[i]));
             }
             vector_store(out + at[k], y);
         }
@@ -930,10 +981,12 @@ static void gpu_gelu_forward(E *out, const E *inp, size_t n, cudaStream_t stream
            0, stream, out, inp, n);
 }
 
-// d gelu(x) / dx = s + x s (1 - s) 2 du/dx.
+// d gelu(x) / dx = s + x s (1 - s) 2 du/dx. 1 - s is taken as exp(-2u) s: it has all its digits
+// where s is nearly 1, and is exactly 0 where s is 0 or 1 to rounding and is multiplied by x^3.
 template <class E> __device__ inline float gelu_slope(float x) {
-    float s = gelu_logistic<E>(x);
-    return s + x * s * (1.0f - s) * 2.0f * GELU_SCALE * (1.0f + 3.0f * GELU_CUBIC * x * x);
+    constexpr float flat = 2.0f * GELU_SCALE, square = 3.0f * flat * GELU_CUBIC;
+    float power = gelu_power<E>(x), s = reciprocal<E>(1.0f + power);
+    return fmaf(x * s * (fminf(power, FLT_MAX) * s), fmaf(square, x * x, flat), s);
 }
 
 // partials[blockIdx.y][column] = sum over this block's rows of dout, or with GELU of dinp = dout
@@ -943,9 +996,9 @@ template <class E> __device__ inline float gelu_slope(float x) {
 // Grid (columns / (32 packs), parts), block (32, up to 8 rows). Reads and writes every element
 // once. Measured on the CPU layer, of the norm: column sums 1.4e-7; dinp 3.4e-7 in fp32, what
 // rounding it loses in bf16.
-// budget: <bf16, true> threads 256 shared 8192 regs 80 blocks 3 instr/elem 39.1 of 32 loop
+// budget: <bf16, true> threads 256 shared 8192 regs 72 blocks 3 instr/elem 20.9 of 32 loop
 //   test gpu_gelu
-// budget: <bf16, false> threads 256 shared 8192 regs 64 blocks 4 instr/elem 4.8 of 32 loop
+// budget: <bf16, false> threads 256 shared 8192 regs 48 blocks 5 instr/elem 4.2 of 32 loop
 //   test gpu_gelu
 template <class E, bool GELU>
 __global__ void bias_backward_kernel(E *dinp, float *partials, const E *dout, const E *inp, int N,
@@ -957,14 +1010,15 @@ __global__ void bias_backward_kernel(E *dinp, float *partials, const E *dout, co
     int block_rows = BIAS_ROWS * blockDim.y;
     for (int first = blockIdx.y * block_rows; first < N && c < OC;
          first += gridDim.y * block_rows) {
+        size_t at = (size_t)(first + threadIdx.y) * OC + c, step = (size_t)blockDim.y * OC;
         Pack<E> d[BIAS_ROWS], x[BIAS_ROWS];
         UNROLL
         for (int k = 0; k < BIAS_ROWS; k++) {
             int row = first + k * blockDim.y + threadIdx.y;
             if (row < N) {
-                d[k] = pack_load(dout + (size_t)row * OC + c);
+                d[k] = pack_load(dout + at + k * step);
                 if (GELU) {
-                    x[k] = pack_load(inp + (size_t)row * OC + c);
+                    x[k] = pack_load(inp + at + k * step);
                 }
             }
         }
@@ -972,15 +1026,20 @@ __global__ void bias_backward_kernel(E *dinp, float *partials, const E *dout, co
         for (int k = 0; k < BIAS_ROWS; k++) {
             int row = first + k * blockDim.y + threadIdx.y;
             if (row < N) {
-                for (int i = 0; i < size; i++) {
-                    if (GELU) {
-                        float slope = gelu_slope<E>(to_float(x[k].x[i]));
-                        d[k].x[i] = from_float<E>(to_float(d[k].x[i]) * slope);
-                    }
-                    sums[i] += to_float(d[k].x[i]);
-                }
+                float gradient[size];
+                pack_to_floats(gradient, d[k]);
                 if (GELU) {
-                    pack_store(dinp + (size_t)row * OC + c, d[k]);
+                    float value[size];
+                    pack_to_floats(value, x[k]);
+                    for (int i = 0; i < size; i++) {
+                        gradient[i] *= gelu_slope<E>(value[i]);
+                    }
+                    d[k] = pack_round<E>(gradient);
+                    pack_store(dinp + at + k * step, d[k]);
+                    pack_to_floats(gradient, d[k]);  // as rounded
+                }
+                for (int i = 0; i < size; i++) {
+                    sums[i] += gradient[i];
                 }
             }
         }
@@ -1265,7 +1324,6 @@ template <int HD> struct AttentionTiles {
         DKV_ROWS = 32                  // queries per step of dK and dV
     };
 };
-constexpr float LOG2_E = 1.44269504f;
 
 // tile_chunk: address of 16-byte chunk `chunk` of row `row` in a shared tile, rows of HD elements.
 // Chunk c of row r lies at place c ^ (r % 8): eight rows at one chunk, as ldmatrix reads them, and
@@ -1913,8 +1971,8 @@ constexpr int CLASSIFIER_VOCABULARY = 65536;  // most columns: tokens are 16 bit
 // 2048; the fp32 instance, for checking, spills. Numerics: maximum subtracted, sum in fp32.
 // Measured on the CPU layer, V 5..65536, of the norm: losses 1.2e-7; dlogits 8e-8 in fp32, what
 // rounding them loses in bf16.
-// budget: <bf16, true> threads 800 regs 64 blocks 1 instr/elem 37.5 of 64 test gpu_classifier
-// budget: <bf16, false> threads 800 regs 64 blocks 1 instr/elem 26.4 of 64 test gpu_classifier
+// budget: <bf16, true> threads 800 regs 64 blocks 1 instr/elem 31.5 of 64 test gpu_classifier
+// budget: <bf16, false> threads 800 regs 64 blocks 1 instr/elem 23.5 of 64 test gpu_classifier
 template <class E, bool BACKWARD>
 __global__ void __launch_bounds__(BLOCK_MAX, 1)
     classifier_kernel(float *losses, E *logits, const int *targets, float dloss, int V, int Vp) {
@@ -2070,7 +2128,7 @@ template <class T> __device__ inline float square_sum(const T *grads, size_t beg
 
 // partials[block] = sum of squares of the chunks block, block + gridDim.x, ...
 //   grads_2d of G, grads_1d and partials (gridDim.x) fp32.
-// budget: <bf16> threads 256 regs 28 blocks 6 test gpu_norm
+// budget: <bf16> threads 256 regs 29 blocks 6 test gpu_norm
 template <class G>
 __global__ void grad_square_sum_kernel(float *partials, const G *grads_2d, const float *grads_1d,
                                        const ParamRange *ranges, int range_count, int chunks) {
@@ -2209,8 +2267,8 @@ __device__ inline void split_store(__nv_bfloat16 *params, uint16_t *low, const f
 //   grads_2d of G and grads_1d fp32, to be multiplied by state->scale.
 // Bits: with SPLIT or fp32 parameters, and fp32 moments, those of adamw_element on the CPU. Bytes:
 // each array is read and written once.
-// budget: <bf16, bf16, float> threads 256 regs 72 blocks 3 instr/elem 99 of 8 loop test gpu_adamw
-// budget: <bf16> threads 256 regs 72 blocks 3 instr/elem 129.5 of 8 loop test gpu_adamw
+// budget: <bf16, bf16, float> threads 256 regs 74 blocks 3 instr/elem 98 of 8 loop test gpu_adamw
+// budget: <bf16> threads 256 regs 74 blocks 3 instr/elem 127.5 of 8 loop test gpu_adamw
 template <class E, class G, class M, bool SPLIT>
 __global__ void __launch_bounds__(UPDATE_THREADS)
     adamw_kernel(E *params, uint16_t *low, M *moment1, M *moment2, const G *grads_2d,
