@@ -2433,6 +2433,8 @@ static void test_gpu_layernorm() {
             in_both_types(check_layernorm, N, C);
         }
     }
+    in_both_types(check_layernorm, 9, 1024);
+    in_both_types(check_layernorm, 9, 1280);
     in_both_types(check_layernorm, 1500, 48);
     in_both_types(check_layernorm, 9, 4096);
 }

@@ -752,22 +752,54 @@ static void gpu_encoder_backward(G *dwte, G *dwpe, const E *dout, int *plan_ints
 // shape alone, never on the GPU.
 
 constexpr int LAYERNORM_PACKS = 4;      // 16-byte loads that a thread of the forward kernel holds
+constexpr int LAYERNORM_ROWS = 8;       // of one warp each that share a block there
 constexpr int LAYERNORM_PARTS = 256;    // most partial sums of dweight and dbias
 constexpr int LAYERNORM_THREADS = 512;  // of a block of the backward kernel, where a row is shorter
 constexpr float LAYERNORM_EPS = 1e-5f;
 
+// Calls f(C), where C is a constant at the channels of the presets: kernels of 16-bit types then know
+// the end of every loop. Otherwise it is 0, and they take C at run time.
+template <class E, class F> static void with_channels(int C, F f) {
+    if constexpr (sizeof(E) == 2) {
+        switch (C) {
+        case 768: return f(std::integral_constant<int, 768>());
+        case 1024: return f(std::integral_constant<int, 1024>());
+        case 1280: return f(std::integral_constant<int, 1280>());
+        case 1600: return f(std::integral_constant<int, 1600>());
+        default: break;
+        }
+    }
+    f(std::integral_constant<int, 0>());
+}
+
+// sums[i % 4] of the elements i of packs: four sums do not wait for each other's additions.
+__device__ inline float add_four(const float (&sums)[4]) {
+    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
 // out = (inp - mean) * rstd * weight + bias for each row, rstd = 1 / sqrt(variance + 1e-5).
 //   out, inp (N,C), weight, bias (C) of E; mean, rstd (N) fp32.
-// Block (32 or more threads a row, rows): a row of at most 1024 16-bit elements belongs to one
-// warp, and eight such rows share a block; longer rows have a block each. Bytes: reads and writes
-// every row once. Measured on the CPU layer, C 48..1600, of the tensor's norm: fp32 out 1.1e-7,
-// mean 1.5e-7, rstd 7e-8; bf16 what rounding the output loses.
-// budget: <bf16> threads 256 regs 64 blocks 4 instr/elem 31 of 24 test gpu_layernorm
-template <class E>
-__global__ void __launch_bounds__(BLOCK_MAX)
+// Block (32 or more threads a row, rows). With C a constant, CC, a row belongs to one warp, eight
+// rows to a block; otherwise (CC 0) a thread has up to LAYERNORM_PACKS packs: a row of at most 1024
+// 16-bit elements belongs to one warp, and eight such rows share a block; longer rows have a block
+// each. Bytes: reads and writes every row once. Measured on the CPU layer, C 48..1600, of the
+// tensor's norm: fp32 out 1.1e-7, mean 1.5e-7, rstd 7e-8; bf16 what rounding the output loses.
+// budget: <bf16, 0> threads 256 regs 64 blocks 4 test gpu_layernorm
+// budget: <bf16, 768> threads 256 regs 48 blocks 5 instr/elem 13.2 of 24 test gpu_layernorm
+// budget: <bf16, 1024> threads 256 regs 63 blocks 4 instr/elem 12.2 of 32 test gpu_layernorm
+// budget: <bf16, 1280> threads 256 regs 64 blocks 4 instr/elem 11.3 of 40 test gpu_layernorm
+// budget: <bf16, 1600> threads 256 regs 76 blocks 3 instr/elem 12.4 of 50 test gpu_layernorm
+template <class E, int CC>
+__global__ void __launch_bounds__(CC ? LAYERNORM_ROWS * WARP : BLOCK_MAX)
     layernorm_forward_kernel(E *out, float *mean, float *rstd, const E *inp, const E *weight,
-                             const E *bias, int N, int C) {
+                             const E *bias, int N, int channels) {
     constexpr int size = Pack<E>::size;
+    constexpr int packs = CC ? (CC + size * WARP - 1) / (size * WARP) : LAYERNORM_PACKS;
+    const int C = CC ? CC : channels, row_threads = CC ? WARP : blockDim.x;
+    const float inverse_C = 1.0f / (float)C;
+    auto row_mean_of = [&](float x) { return (CC ? warp_sum(x) : row_sum(x)) * inverse_C; };
+    // Whether this thread has a pack k, which begins at column c: all have but for the last.
+    auto has = [&](int k, int c) { return (k + 1) * WARP * size <= CC || c < C; };
     int row = blockIdx.x * blockDim.y + threadIdx.y;
     if (row >= N) {
         return;  // a whole warp: blocks of several rows have one warp a row, and meet no barrier
@@ -775,46 +807,47 @@ __global__ void __launch_bounds__(BLOCK_MAX)
     inp += (size_t)row * C;
     out += (size_t)row * C;
     // 1. the row to registers
-    float x[LAYERNORM_PACKS][size] = {};
+    float x[packs][size] = {};
     UNROLL
-    for (int k = 0; k < LAYERNORM_PACKS; k++) {
-        int c = (k * blockDim.x + threadIdx.x) * size;
-        if (c < C) {
+    for (int k = 0; k < packs; k++) {
+        int c = (k * row_threads + threadIdx.x) * size;
+        if (has(k, c)) {
             vector_load(x[k], inp + c);
         }
     }
-    // 2. mean, then variance
-    float sum = 0.0f, square_sum = 0.0f;
+    // 2. mean, then variance; x becomes its distance from the mean
+    float sums[4] = {}, squares[4] = {};
     UNROLL
-    for (int k = 0; k < LAYERNORM_PACKS; k++) {
+    for (int k = 0; k < packs; k++) {
         for (int i = 0; i < size; i++) {
-            sum += x[k][i];
+            sums[i % 4] += x[k][i];
         }
     }
-    float row_mean = row_sum(sum) / C;
+    const float row_mean = row_mean_of(add_four(sums));
     UNROLL
-    for (int k = 0; k < LAYERNORM_PACKS; k++) {
-        if ((int)(k * blockDim.x + threadIdx.x) * size < C) {
+    for (int k = 0; k < packs; k++) {
+        if (has(k, (k * row_threads + threadIdx.x) * size)) {
             for (int i = 0; i < size; i++) {
-                square_sum += (x[k][i] - row_mean) * (x[k][i] - row_mean);
+                x[k][i] -= row_mean;
+                squares[i % 4] = fmaf(x[k][i], x[k][i], squares[i % 4]);
             }
         }
     }
-    float row_rstd = 1.0f / sqrtf(row_sum(square_sum) / C + LAYERNORM_EPS);
+    const float row_rstd = 1.0f / sqrtf(row_mean_of(add_four(squares)) + LAYERNORM_EPS);
     if (threadIdx.x == 0) {
         mean[row] = row_mean;
         rstd[row] = row_rstd;
     }
     // 3. normalise
     UNROLL
-    for (int k = 0; k < LAYERNORM_PACKS; k++) {
-        int c = (k * blockDim.x + threadIdx.x) * size;
-        if (c < C) {
+    for (int k = 0; k < packs; k++) {
+        int c = (k * row_threads + threadIdx.x) * size;
+        if (has(k, c)) {
             float w[size], b[size];
             vector_load(w, weight + c);
             vector_load(b, bias + c);
             for (int i = 0; i < size; i++) {
-                x[k][i] = (x[k][i] - row_mean) * row_rstd * w[i] + b[i];
+                x[k][i] = fmaf(x[k][i] * row_rstd, w[i], b[i]);
             }
             vector_store(out + c, x[k]);
         }
@@ -830,9 +863,13 @@ static void gpu_layernorm_forward(E *out, float *mean, float *rstd, const E *inp
     check_rows(E, C, out, inp, weight, bias);
     check(C <= CHANNELS_MAX, "LayerNorm of %d channels", C);
     int warps = ceil_div(C, LAYERNORM_PACKS * size * WARP);
-    int rows = warps > 1 ? 1 : N < 8 ? N : 8;
-    launch(layernorm_forward_kernel<E>, ceil_div(N, rows), dim3(warps * WARP, rows), 0, stream, out,
-           mean, rstd, inp, weight, bias, N, C);
+    int rows = warps > 1 ? 1 : N < LAYERNORM_ROWS ? N : LAYERNORM_ROWS;
+    with_channels<E>(C, [&](auto constant) {
+        constexpr int CC = decltype(constant)::value;
+        const dim3 block = CC ? dim3(WARP, LAYERNORM_ROWS) : dim3(warps * WARP, rows);
+        launch((layernorm_forward_kernel<E, CC>), ceil_div(N, (int)block.y), block, 0, stream, out,
+               mean, rstd, inp, weight, bias, N, C);
+    });
 }
 
 // With norm = (inp - mean) * rstd and dnorm = dout * weight, for each row:
