@@ -372,10 +372,12 @@ __device__ inline float warp_max(float x) {
 
 // Combines each of n numbers over the blockDim.x threads (a multiple of WARP) of a row of the
 // block, warp by warp in order; the blockDim.y rows lie side by side. One warp a row needs no
-// barrier, so such rows may go their own ways; otherwise every thread of the block calls it.
-template <int n, class F> __device__ inline void row_combine(float (&x)[n], F combine) {
+// barrier, so such rows may go their own ways; otherwise every thread of the block calls it. WARPS:
+// blockDim.x / WARP where that is a constant.
+template <int WARPS = 0, int n, class F>
+__device__ inline void row_combine(float (&x)[n], F combine) {
     SHARED(float, values, [n][BLOCK_MAX / WARP]);
-    int warps = blockDim.x / WARP, first = threadIdx.y * warps;
+    const int warps = WARPS ? WARPS : blockDim.x / WARP, first = threadIdx.y * warps;
     UNROLL
     for (int i = 0; i < n; i++) {
         for (int lanes = WARP / 2; lanes > 0; lanes /= 2) {
@@ -399,8 +401,8 @@ template <int n, class F> __device__ inline void row_combine(float (&x)[n], F co
     __syncthreads();  // all are read: the next call may overwrite them
 }
 
-template <int n> __device__ inline void row_sum(float (&x)[n]) {
-    row_combine(x, [](float a, float b) { return a + b; });
+template <int WARPS = 0, int n> __device__ inline void row_sum(float (&x)[n]) {
+    row_combine<WARPS>(x, [](float a, float b) { return a + b; });
 }
 
 __device__ inline float row_sum(float x) {
@@ -754,7 +756,7 @@ static void gpu_encoder_backward(G *dwte, G *dwpe, const E *dout, int *plan_ints
 constexpr int LAYERNORM_PACKS = 4;      // 16-byte loads that a thread of the forward kernel holds
 constexpr int LAYERNORM_ROWS = 8;       // of one warp each that share a block there
 constexpr int LAYERNORM_PARTS = 256;    // most partial sums of dweight and dbias
-constexpr int LAYERNORM_THREADS = 512;  // of a block of the backward kernel, where a row is shorter
+constexpr int LAYERNORM_THREADS = 384;  // of a block of the backward kernel, where a row is shorter
 constexpr float LAYERNORM_EPS = 1e-5f;
 
 // Calls f(C), where C is a constant at the channels of the presets: kernels of 16-bit types then know
@@ -878,53 +880,80 @@ static void gpu_layernorm_forward(E *out, float *mean, float *rstd, const E *inp
 //   dinp, dout, inp, addend (N,C), weight (C) of E; addend may be null, dinp may be addend or dout;
 //   mean, rstd (N) and partials (2, gridDim.x, C) fp32.
 // Block (a thread for each 16 bytes of a row, rows): a thread keeps its columns while the block
-// walks down the rows, so the sums over rows stay in registers. Bytes: reads dout, inp and addend,
-// writes dinp, once. Measured on the CPU layer, C 48..1600, of the tensor's norm: dweight and dbias
-// 1.5e-7; dinp 1e-7 in fp32, what rounding it loses in bf16.
-// budget: <bf16> threads 480 shared 15360 regs 63 blocks 2 instr/elem 68.2 of 8 loop
+// walks down the rows, so the sums over rows stay in registers; with C a constant, CC, it has two
+// rows in flight. Bytes: reads dout, inp and addend, writes dinp, once. Measured on the CPU layer,
+// C 48..1600, of the tensor's norm: dweight and dbias 1.5e-7; dinp 1e-7 in fp32, what rounding it
+// loses in bf16.
+// budget: <bf16, 0> threads 384 shared 12288 regs 64 blocks 2 test gpu_layernorm
+// budget: <bf16, 768> threads 384 shared 12288 regs 80 blocks 2 instr/elem 27 of 16 loop
 //   test gpu_layernorm
-template <class E>
-__global__ void __launch_bounds__(BLOCK_MAX)
+// budget: <bf16, 1024> threads 384 shared 12288 regs 80 blocks 2 instr/elem 27.1 of 16 loop
+//   test gpu_layernorm
+// budget: <bf16, 1280> threads 320 shared 10240 regs 80 blocks 2 instr/elem 27.9 of 16 loop
+//   test gpu_layernorm
+// budget: <bf16, 1600> threads 224 regs 80 blocks 3 instr/elem 29 of 16 loop
+//   test gpu_layernorm
+template <class E, int CC>
+__global__ void __launch_bounds__(CC ? LAYERNORM_THREADS : BLOCK_MAX)
     layernorm_backward_kernel(E *dinp, float *partials, const E *dout, const E *inp,
                               const E *weight, const float *mean, const float *rstd,
-                              const E *addend, int N, int C) {
+                              const E *addend, int N, int channels) {
     DYN_SHARED(float, buffer);
-    constexpr int size = Pack<E>::size;
-    int c = threadIdx.x * size;
+    constexpr int size = Pack<E>::size, ROWS = CC ? 2 : 1;
+    constexpr int WARPS = (CC + size * WARP - 1) / (size * WARP);
+    const int C = CC ? CC : channels, c = threadIdx.x * size;
+    const float inverse_C = 1.0f / (float)C;
     float dweight[size] = {}, dbias[size] = {};
     // Every thread makes every round, as row_sum demands, with or without a row of its own.
-    for (int first = blockIdx.x * blockDim.y; first < N; first += gridDim.x * blockDim.y) {
-        int row = first + threadIdx.y;
-        size_t at = (size_t)row * C + c;
-        bool active = c < C && row < N;
-        float d[size], norm[size], w[size], row_rstd = 0.0f, sums[2] = {};
-        Pack<E> residual;
-        if (active) {
-            vector_load(d, dout + at);
-            vector_load(norm, inp + at);
-            vector_load(w, weight + c);  // from the cache: registers are short here
-            if (addend) {
-                residual = pack_load(addend + at);
-            }
-            float row_mean = mean[row];
-            row_rstd = rstd[row];
-            for (int i = 0; i < size; i++) {
-                norm[i] = (norm[i] - row_mean) * row_rstd;
-                dweight[i] += d[i] * norm[i];
-                dbias[i] += d[i];
-                d[i] *= w[i];
-                sums[0] += d[i];
-                sums[1] += d[i] * norm[i];
+    for (int first = blockIdx.x * ROWS * blockDim.y; first < N;
+         first += gridDim.x * ROWS * blockDim.y) {
+        float d[ROWS][size] = {}, norm[ROWS][size] = {}, row_rstd[ROWS], sums[2 * ROWS] = {};
+        Pack<E> residual[ROWS] = {};
+        bool active[ROWS];
+        UNROLL
+        for (int r = 0; r < ROWS; r++) {
+            const int row = first + r * blockDim.y + threadIdx.y;
+            const size_t at = (size_t)row * C + c;
+            active[r] = c < C && row < N;
+            if (active[r]) {
+                vector_load(d[r], dout + at);
+                vector_load(norm[r], inp + at);
+                if (addend) {
+                    residual[r] = pack_load(addend + at);
+                }
             }
         }
-        row_sum(sums);
-        if (active) {
-            float dnorm_average = sums[0] / C, dnorm_norm_average = sums[1] / C;
-            for (int i = 0; i < size; i++) {
-                d[i] = row_rstd * (d[i] - dnorm_average - norm[i] * dnorm_norm_average);
-                d[i] += addend ? to_float(residual.x[i]) : 0.0f;
+        UNROLL
+        for (int r = 0; r < ROWS; r++) {
+            if (active[r]) {
+                const int row = first + r * blockDim.y + threadIdx.y;
+                const float row_mean = mean[row];
+                float w[size];
+                vector_load(w, weight + c);  // from the cache: registers are short here
+                row_rstd[r] = rstd[row];
+                for (int i = 0; i < size; i++) {
+                    norm[r][i] = (norm[r][i] - row_mean) * row_rstd[r];
+                    dweight[i] = fmaf(d[r][i], norm[r][i], dweight[i]);
+                    dbias[i] += d[r][i];
+                    d[r][i] *= w[i];
+                    sums[2 * r] += d[r][i];
+                    sums[2 * r + 1] = fmaf(d[r][i], norm[r][i], sums[2 * r + 1]);
+                }
             }
-            vector_store(dinp + at, d);
+        }
+        row_sum<WARPS>(sums);
+        UNROLL
+        for (int r = 0; r < ROWS; r++) {
+            if (active[r]) {
+                const float average = sums[2 * r] * inverse_C, slope = sums[2 * r + 1] * inverse_C;
+                float add[size];
+                pack_to_floats(add, residual[r]);
+                for (int i = 0; i < size; i++) {
+                    const float rest = d[r][i] - fmaf(norm[r][i], slope, average);
+                    d[r][i] = fmaf(row_rstd[r], rest, add[i]);
+                }
+                vector_store(dinp + (size_t)(first + r * blockDim.y + threadIdx.y) * C + c, d[r]);
+            }
         }
     }
     column_sum(dweight, buffer);
@@ -951,12 +980,16 @@ static void gpu_layernorm_backward(E *dinp, float *dweight, float *dbias, const 
     check_rows(E, C, dinp, dout, inp, weight, addend, scratch);
     check(C <= CHANNELS_MAX, "LayerNorm of %d channels", C);
     int row_threads = ceil_div(C, size * WARP) * WARP;
-    int rows = row_threads < LAYERNORM_THREADS ? LAYERNORM_THREADS / row_threads : 1;
+    int rows = row_threads < LAYERNORM_THREADS ? LAYERNORM_THREADS / row_threads : 1, parts = 0;
     rows = rows < N ? rows : N;
-    int parts = ceil_div(N, rows) < LAYERNORM_PARTS ? ceil_div(N, rows) : LAYERNORM_PARTS;
-    launch(layernorm_backward_kernel<E>, parts, dim3(row_threads, rows),
-           rows > 1 ? row_threads * rows * size * sizeof(float) : 0, stream, dinp, scratch, dout,
-           inp, weight, mean, rstd, addend, N, C);
+    with_channels<E>(C, [&](auto constant) {
+        constexpr int CC = decltype(constant)::value;
+        const int rounds = ceil_div(N, rows * (CC ? 2 : 1));
+        parts = rounds < LAYERNORM_PARTS ? rounds : LAYERNORM_PARTS;
+        launch((layernorm_backward_kernel<E, CC>), parts, dim3(row_threads, rows),
+               rows > 1 ? row_threads * rows * size * sizeof(float) : 0, stream, dinp, scratch,
+               dout, inp, weight, mean, rstd, addend, N, C);
+    });
     gpu_partials_add(dweight, dbias, scratch, parts, C, stream);
 }
 
