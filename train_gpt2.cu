@@ -219,22 +219,32 @@ template <class E> __device__ __forceinline__ uint32_t pack2(float lo, float hi)
     return bits;
 }
 
-// A pack's numbers as floats, and floats rounded to a pack: of 16-bit types two at a time, bf16 by
-// a shift and a mask, since element by element the compiler moves every upper half down first.
+// unpack2: the two numbers in a register. bf16 by a shift and a mask: element by element the compiler
+// would first move each upper half down.
+template <class E>
+__device__ __forceinline__ void unpack2(float *lo, float *hi, uint32_t bits) {
+    if constexpr (std::is_same_v<E, __nv_bfloat16>) {
+        *lo = __uint_as_float(bits << 16);
+        *hi = __uint_as_float(bits & 0xffff0000u);
+    } else {
+        *lo = __half2float(__ushort_as_half((unsigned short)bits));
+        *hi = __half2float(__ushort_as_half((unsigned short)(bits >> 16)));
+    }
+}
+
+// A pack's numbers as floats, and floats rounded to a pack; of 16-bit types two at a time.
 template <class E>
 __device__ inline void pack_to_floats(float (&x)[Pack<E>::size], const Pack<E> &pack) {
-    if constexpr (std::is_same_v<E, __nv_bfloat16>) {
+    if constexpr (sizeof(E) == 2) {
         const uint4 bits = pack_to_bits(pack);
-        const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
-        UNROLL
-        for (int i = 0; i < 4; i++) {
-            x[2 * i] = __uint_as_float(words[i] << 16);
-            x[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
-        }
+        unpack2<E>(&x[0], &x[1], bits.x);
+        unpack2<E>(&x[2], &x[3], bits.y);
+        unpack2<E>(&x[4], &x[5], bits.z);
+        unpack2<E>(&x[6], &x[7], bits.w);
     } else {
         UNROLL
         for (int i = 0; i < Pack<E>::size; i++) {
-            x[i] = to_float(pack.x[i]);
+            x[i] = pack.x[i];
         }
     }
 }
@@ -250,6 +260,58 @@ template <class E> __device__ inline Pack<E> pack_round(const float (&x)[Pack<E>
             pack.x[i] = x[i];
         }
         return pack;
+    }
+}
+
+// max2: the larger of each half of two registers, as fmaxf has it (one HMNMX2 from sm_80 on).
+template <class E> __device__ __forceinline__ uint32_t max2(uint32_t a, uint32_t b) {
+#if CUDA_CPU
+    float low_a, high_a, low_b, high_b;
+    unpack2<E>(&low_a, &high_a, a);
+    unpack2<E>(&low_b, &high_b, b);
+    return pack2<E>(fmaxf(low_a, low_b), fmaxf(high_a, high_b));
+#else
+    using Pair = std::conditional_t<std::is_same_v<E, __half>, __half2, __nv_bfloat162>;
+    Pair x, y;
+    memcpy(&x, &a, sizeof x);
+    memcpy(&y, &b, sizeof y);
+    x = __hmax2(x, y);
+    memcpy(&a, &x, sizeof a);
+    return a;
+#endif
+}
+
+// The largest number of a pack.
+template <class E> __device__ inline float pack_max(const Pack<E> &pack) {
+    if constexpr (sizeof(E) == 2) {
+        const uint4 bits = pack_to_bits(pack);
+        float low, high;
+        unpack2<E>(&low, &high, max2<E>(max2<E>(bits.x, bits.y), max2<E>(bits.z, bits.w)));
+        return fmaxf(low, high);
+    } else {
+        return fmaxf(fmaxf(pack.x[0], pack.x[1]), fmaxf(pack.x[2], pack.x[3]));
+    }
+}
+
+// A pack's first n numbers (n may be below 0 or beyond its end) and minus infinity in place of the
+// others.
+template <class E> __device__ inline void pack_keep(Pack<E> &pack, int n) {
+    if constexpr (sizeof(E) == 2) {
+        const uint32_t none = pack2<E>(-INFINITY, -INFINITY);
+        uint4 bits = pack_to_bits(pack);
+        auto keep = [&](uint32_t &word, int from) {
+            const uint32_t low = (word & 0xffffu) | (none & 0xffff0000u);
+            word = n > from + 1 ? word : n > from ? low : none;
+        };
+        keep(bits.x, 0);
+        keep(bits.y, 2);
+        keep(bits.z, 4);
+        keep(bits.w, 6);
+        pack = pack_from_bits<E>(bits);
+    } else {
+        for (int i = 0; i < Pack<E>::size; i++) {
+            pack.x[i] = i < n ? pack.x[i] : -INFINITY;
+        }
     }
 }
 
@@ -371,19 +433,25 @@ __device__ inline float warp_max(float x) {
 }
 
 // Combines each of n numbers over the blockDim.x threads (a multiple of WARP) of a row of the
-// block, warp by warp in order; the blockDim.y rows lie side by side. One warp a row needs no
-// barrier, so such rows may go their own ways; otherwise every thread of the block calls it. WARPS:
-// blockDim.x / WARP where that is a constant.
-template <int WARPS = 0, int n, class F>
-__device__ inline void row_combine(float (&x)[n], F combine) {
+// block; the blockDim.y rows lie side by side. nothing: what changes no number it is combined with.
+// One warp a row needs no barrier, so such rows may go their own ways; otherwise every thread of
+// the block calls it. WARPS: blockDim.x / WARP where that is a constant; the warps' numbers are
+// then taken in order, otherwise by a butterfly as within a warp, which is quicker for many warps.
+template <int WARPS, int n, class F>
+__device__ inline void row_combine(float (&x)[n], float nothing, F combine) {
     SHARED(float, values, [n][BLOCK_MAX / WARP]);
     const int warps = WARPS ? WARPS : blockDim.x / WARP, first = threadIdx.y * warps;
+    const int lane = threadIdx.x % WARP;
+    auto butterfly = [&](float y) {
+        for (int lanes = WARP / 2; lanes > 0; lanes /= 2) {
+            y = combine(y, __shfl_xor_sync(ALL_LANES, y, lanes));
+        }
+        return y;
+    };
     UNROLL
     for (int i = 0; i < n; i++) {
-        for (int lanes = WARP / 2; lanes > 0; lanes /= 2) {
-            x[i] = combine(x[i], __shfl_xor_sync(ALL_LANES, x[i], lanes));
-        }
-        if (warps > 1 && threadIdx.x % WARP == 0) {
+        x[i] = butterfly(x[i]);
+        if (warps > 1 && lane == 0) {
             values[i][first + threadIdx.x / WARP] = x[i];
         }
     }
@@ -393,16 +461,20 @@ __device__ inline void row_combine(float (&x)[n], F combine) {
     __syncthreads();  // all values of warps are written
     UNROLL
     for (int i = 0; i < n; i++) {
-        x[i] = values[i][first];
-        for (int warp = 1; warp < warps; warp++) {
-            x[i] = combine(x[i], values[i][first + warp]);
+        if (WARPS) {
+            x[i] = values[i][first];
+            for (int warp = 1; warp < warps; warp++) {
+                x[i] = combine(x[i], values[i][first + warp]);
+            }
+        } else {
+            x[i] = butterfly(lane < warps ? values[i][first + lane] : nothing);
         }
     }
     __syncthreads();  // all are read: the next call may overwrite them
 }
 
 template <int WARPS = 0, int n> __device__ inline void row_sum(float (&x)[n]) {
-    row_combine<WARPS>(x, [](float a, float b) { return a + b; });
+    row_combine<WARPS>(x, 0.0f, [](float a, float b) { return a + b; });
 }
 
 __device__ inline float row_sum(float x) {
@@ -413,8 +485,14 @@ __device__ inline float row_sum(float x) {
 
 __device__ inline float row_max(float x) {
     float maximum[1] = {x};
-    row_combine(maximum, [](float a, float b) { return fmaxf(a, b); });
+    row_combine<0>(maximum, -INFINITY, [](float a, float b) { return fmaxf(a, b); });
     return maximum[0];
+}
+
+// Element i of a pack is added to sums[i % 4]: four sums do not wait for each other's additions. This
+// is their sum.
+__device__ inline float add_four(const float (&sums)[4]) {
+    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
 // Sums each of a thread's `n` numbers over threadIdx.y, in the order of y; the threads with y = 0
@@ -482,7 +560,7 @@ static void gpu_partials_add(float *sums0, float *sums1, const float *partials, 
 // 4. On the CPU the twins of the same names in dev/cuda_cpu/emu_ptx.h do the same to the letter of
 //    the ISA, except that cp.async copies as late as it may and that ex2 and rcp round correctly.
 
-constexpr float LOG2_E = 1.44269504f;
+constexpr float LOG2_E = 1.44269504f, LN_2 = 0.693147181f;
 
 #if !CUDA_CPU
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
@@ -772,11 +850,6 @@ template <class E, class F> static void with_channels(int C, F f) {
         }
     }
     f(std::integral_constant<int, 0>());
-}
-
-// sums[i % 4] of the elements i of packs: four sums do not wait for each other's additions.
-__device__ inline float add_four(const float (&sums)[4]) {
-    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
 // out = (inp - mean) * rstd * weight + bias for each row, rstd = 1 / sqrt(variance + 1e-5).
@@ -2033,79 +2106,88 @@ static void gpu_attention_backward(E *dqkv, float *drow, const E *dout, const E 
 // one time.
 
 constexpr int CLASSIFIER_VOCABULARY = 65536;  // most columns: tokens are 16 bits on disk
+constexpr int CLASSIFIER_GPT2 = 800;          // threads for the 50304 columns of GPT-2
+template <class E>                            // 16-byte loads of a thread
+constexpr int CLASSIFIER_PACKS = CLASSIFIER_VOCABULARY / (BLOCK_MAX * Pack<E>::size);
 
 // For each row i of logits (rows,Vp) of E, of which the columns from V on are padding of any value:
 //   losses[i] = log(sum over v < V of exp(logits[v])) - logits[targets[i]], fp32; with BACKWARD
 //   logits become (softmax(logits) - onehot(targets[i])) * dloss, and zero in the padding.
 // One block a row, of as few warps as hold the row in registers: 25 for 50304 columns, one up to
-// 2048; the fp32 instance, for checking, spills. Numerics: maximum subtracted, sum in fp32.
-// Measured on the CPU layer, V 5..65536, of the norm: losses 1.2e-7; dlogits 8e-8 in fp32, what
-// rounding them loses in bf16.
-// budget: <bf16, true> threads 800 regs 64 blocks 1 instr/elem 31.5 of 64 test gpu_classifier
-// budget: <bf16, false> threads 800 regs 64 blocks 1 instr/elem 23.5 of 64 test gpu_classifier
-template <class E, bool BACKWARD>
-__global__ void __launch_bounds__(BLOCK_MAX, 1)
+// 2048; the fp32 instance, for checking, spills. THREADS: the block's, if they are a constant and all
+// but the last pack of every thread are known to hold no padding. The target's logit is read beside the loop and
+// its gradient written once more after it, by the thread that holds its pack: so no element of the
+// loop asks whether it is the target. Numerics: maximum subtracted, sum in fp32. Measured on the
+// CPU layer, V 5..65536, of the norm: losses 1.2e-7; dlogits 8e-8 in fp32, what rounding them loses
+// in bf16.
+// budget: <bf16, true, 0> threads 800 regs 64 blocks 1 test gpu_classifier
+// budget: <bf16, false, 0> threads 800 regs 64 blocks 1 test gpu_classifier
+// budget: <bf16, true, 800> threads 800 regs 72 blocks 1 instr/elem 12.4 of 64 test gpu_classifier
+// budget: <bf16, false, 800> threads 800 regs 71 blocks 1 instr/elem 8 of 64 test gpu_classifier
+template <class E, bool BACKWARD, int THREADS>
+__global__ void __launch_bounds__(THREADS ? THREADS : BLOCK_MAX, 1)
     classifier_kernel(float *losses, E *logits, const int *targets, float dloss, int V, int Vp) {
-    constexpr int size = Pack<E>::size, packs = CLASSIFIER_VOCABULARY / (BLOCK_MAX * size);
+    constexpr int size = Pack<E>::size, packs = CLASSIFIER_PACKS<E>;
+    const int threads = THREADS ? THREADS : blockDim.x, thread = threadIdx.x;
     E *row = logits + (size_t)blockIdx.x * Vp;
-    int target = targets[blockIdx.x];
-    // 1. the row to registers
+    const int target = targets[blockIdx.x];
+    const bool is_targets_thread = target / size % threads == thread;
+    const float target_logit = is_targets_thread ? to_float(row[target]) : 0.0f;
+    // f(column, pack) for every pack of this thread; the compiler forgets its numbers after each.
     Pack<E> x[packs];
-    UNROLL
-    for (int k = 0; k < packs; k++) {
-        int c = (k * blockDim.x + threadIdx.x) * size;
-        if (c < Vp) {
-            x[k] = pack_load(row + c);
+    auto each_pack = [&](auto f) {
+        UNROLL
+        for (int k = 0; k < packs; k++) {
+            const int c = (k * threads + thread) * size;
+            const bool whole = THREADS && k < packs - 1;
+            if (whole || c < Vp) {
+                f(c, x[k], whole);
+            }
         }
-    }
+    };
+    // 1. the row to registers
+    each_pack([&](int c, Pack<E> &pack, bool) { pack = pack_load(row + c); });
     // 2. the maximum; padding becomes minus infinity, whose exponential and gradient are zero
-    float maximum = -INFINITY;
-    UNROLL
-    for (int k = 0; k < packs; k++) {
-        int c = (k * blockDim.x + threadIdx.x) * size;
-        if (c < Vp) {
-            for (int i = 0; i < size; i++) {
-                if (c + i >= V) {
-                    x[k].x[i] = from_float<E>(-INFINITY);
-                }
-                maximum = fmaxf(maximum, to_float(x[k].x[i]));
-            }
-            pack_forget(x[k]);
+    float maximum = -INFINITY, sums[4] = {};
+    each_pack([&](int c, Pack<E> &pack, bool whole) {
+        if (!whole) {
+            pack_keep(pack, V - c);
         }
-    }
+        maximum = fmaxf(maximum, pack_max(pack));
+        pack_forget(pack);
+    });
     maximum = row_max(maximum);
-    // 3. the sum of exponentials
-    float sum = 0.0f;
-    UNROLL
-    for (int k = 0; k < packs; k++) {
-        if ((int)(k * blockDim.x + threadIdx.x) * size < Vp) {
-            for (int i = 0; i < size; i++) {
-                sum += fast_exp<E>(to_float(x[k].x[i]) - maximum);
-            }
-            pack_forget(x[k]);
+    // 3. the sum of exponentials; in 16 bits 2^(LOG2_E logit - shift)
+    const float shift = sizeof(E) == 4 ? maximum : maximum * LOG2_E;
+    auto power = [&](float logit) {
+        return sizeof(E) == 4 ? expf(logit - shift) : ex2_approx(fmaf(logit, LOG2_E, -shift));
+    };
+    each_pack([&](int, Pack<E> &pack, bool) {
+        float logit[size];
+        pack_to_floats(logit, pack);
+        for (int i = 0; i < size; i++) {
+            sums[i % 4] += power(logit[i]);
         }
-    }
-    sum = row_sum(sum);
-    // 4. the loss, by the thread that holds the target's logit, and the gradient
-    float scale = dloss / sum, target_logit = 0.0f;
-    UNROLL
-    for (int k = 0; k < packs; k++) {
-        int c = (k * blockDim.x + threadIdx.x) * size;
-        if (c < Vp && (BACKWARD || target / size == c / size)) {
+        pack_forget(pack);
+    });
+    const float sum = row_sum(add_four(sums));
+    // 4. the gradient; the loss, and the target's gradient once more, by the target's thread
+    const float scale = dloss * reciprocal<E>(sum);
+    if (BACKWARD) {
+        each_pack([&](int c, Pack<E> &pack, bool) {
             float gradient[size];
+            pack_to_floats(gradient, pack);
             for (int i = 0; i < size; i++) {
-                float logit = to_float(x[k].x[i]);
-                target_logit = c + i == target ? logit : target_logit;
-                gradient[i] = fast_exp<E>(logit - maximum) * scale;
-                gradient[i] -= c + i == target ? dloss : 0.0f;
+                gradient[i] = power(gradient[i]) * scale;
             }
-            if (BACKWARD) {
-                vector_store(row + c, gradient);
-            }
-        }
+            vector_store(row + c, gradient);
+        });
     }
-    if (target / size % blockDim.x == threadIdx.x) {
-        losses[blockIdx.x] = logf(sum) + maximum - target_logit;
+    if (is_targets_thread) {
+        losses[blockIdx.x] = logf(sum) + (sizeof(E) == 4 ? shift : shift * LN_2) - target_logit;
+        if (BACKWARD) {
+            row[target] = from_float<E>(fmaf(power(target_logit), scale, -dloss));
+        }
     }
 }
 
@@ -2114,11 +2196,17 @@ __global__ void __launch_bounds__(BLOCK_MAX, 1)
 template <class E>
 static void gpu_classifier(float *losses, E *logits, const int *targets, float dloss, int rows,
                            int V, int Vp, bool backward, cudaStream_t stream) {
-    constexpr int size = Pack<E>::size, packs = CLASSIFIER_VOCABULARY / (BLOCK_MAX * size);
+    constexpr int size = Pack<E>::size, packs = CLASSIFIER_PACKS<E>;
     check_rows(E, Vp, logits);
     check(V <= Vp && Vp <= CLASSIFIER_VOCABULARY, "logits of %d tokens in %d columns", V, Vp);
     int threads = ceil_div(Vp, packs * size * WARP) * WARP;
-    auto kernel = backward ? classifier_kernel<E, true> : classifier_kernel<E, false>;
+    auto kernel = backward ? classifier_kernel<E, true, 0> : classifier_kernel<E, false, 0>;
+    if constexpr (sizeof(E) == 2) {
+        if (threads == CLASSIFIER_GPT2 && V >= (packs - 1) * threads * size) {
+            kernel = backward ? classifier_kernel<E, true, CLASSIFIER_GPT2>
+                              : classifier_kernel<E, false, CLASSIFIER_GPT2>;
+        }
+    }
     launch(kernel, rows, threads, 0, stream, losses, logits, targets, dloss, V, Vp);
 }
 
