@@ -595,13 +595,14 @@ __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[
     }
 }
 
-// ldmatrix_x4: four 8x8 matrices of 16-bit elements from shared memory. Lane l gives the address
-// of row l % 8 of matrix l / 8: 16 bytes, 16-byte aligned. r[j] is row g, columns 2t and 2t + 1 of
-// matrix j; with TRANS it is rows 2t and 2t + 1 of column g.
+// ldmatrix_x4: four 8x8 matrices of 16-bit elements from shared memory. Lane l gives the place of
+// row l % 8 of matrix l / 8, `offset` bytes from `tile`: 16 bytes, 16-byte aligned. r[j] is row g,
+// columns 2t and 2t + 1 of matrix j; with TRANS it is rows 2t and 2t + 1 of column g. A part of
+// `offset` that is a constant costs nothing: it stands in the instruction.
 // source: PTX ISA, "Warp-level matrix load instruction: ldmatrix".
 template <bool TRANS>
-__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void *row) {
-    const uint32_t address = (uint32_t)__cvta_generic_to_shared(row);
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void *tile, uint32_t offset) {
+    const uint32_t address = (uint32_t)__cvta_generic_to_shared(tile) + offset;
     if constexpr (TRANS) {
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                      : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -1468,11 +1469,17 @@ template <int HD> struct AttentionTiles {
     };
 };
 
-// tile_chunk: address of 16-byte chunk `chunk` of row `row` in a shared tile, rows of HD elements.
-// Chunk c of row r lies at place c ^ (r % 8): eight rows at one chunk, as ldmatrix reads them, and
-// the chunks of one row, as cp.async writes them, both fall into different banks.
+// tile_offset: where 16-byte chunk `chunk` of row `row` lies in a shared tile, rows of HD 16-bit
+// elements; in bytes. Chunk c of row r lies at place c ^ (r % 8): eight rows at one chunk, as
+// ldmatrix reads them, and the chunks of one row, as cp.async writes them, both fall into different
+// banks. So 8 n rows on is 16 HD n bytes on, and the offset of chunk c ^ d is this one ^ 16 d:
+// loops over rows and chunks add and flip constants.
+template <int HD> __device__ __forceinline__ uint32_t tile_offset(int row, int chunk) {
+    return 2 * (row * HD + 8 * (chunk ^ (row & 7)));
+}
+
 template <int HD, class E> __device__ __forceinline__ E *tile_chunk(E *tile, int row, int chunk) {
-    return tile + row * HD + 8 * (chunk ^ (row & 7));
+    return tile + tile_offset<HD>(row, chunk) / 2;
 }
 
 // tile_load: starts the copies of rows row0 .. row0 + ROWS of one head into a shared tile; rows
@@ -1516,18 +1523,19 @@ __device__ __forceinline__ void mma_n16(float (&acc)[MT][N8][4], int n, const ui
 template <int HD, class E, int MT, int N8>
 __device__ __forceinline__ void warp_mul_abt(float (&acc)[MT][N8][4], E *a, int a_row, E *b) {
     const int lane = threadIdx.x % WARP;
-    a_row += lane % 16;
-    const int b_row = lane % 8 + lane / 16 * 8;
+    const uint32_t at_a = tile_offset<HD>(lane % 16, lane / 16);
+    const uint32_t at_b = tile_offset<HD>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    a += a_row * HD;
     UNROLL
     for (int k = 0; k < HD / 8; k += 2) {
         uint32_t fa[MT][4], fb[4];
         UNROLL
         for (int i = 0; i < MT; i++) {
-            ldmatrix_x4<false>(fa[i], tile_chunk<HD>(a, a_row + 16 * i, k ^ lane / 16));
+            ldmatrix_x4<false>(fa[i], a, (at_a ^ 16 * k) + 32 * HD * i);
         }
         UNROLL
         for (int n = 0; n < N8; n += 2) {
-            ldmatrix_x4<false>(fb, tile_chunk<HD>(b, b_row + 8 * n, k ^ lane / 8 % 2));
+            ldmatrix_x4<false>(fb, b, (at_b ^ 16 * k) + 16 * HD * n);
             mma_n16<E>(acc, n, fa, fb);
         }
     }
@@ -1538,7 +1546,7 @@ __device__ __forceinline__ void warp_mul_abt(float (&acc)[MT][N8][4], E *a, int 
 template <int HD, class E, int MT, int K8>
 __device__ __forceinline__ void warp_mul_add(float (&acc)[MT][HD / 8][4],
                                              const float (&p)[MT][K8][4], E *b) {
-    const int lane = threadIdx.x % WARP;
+    const uint32_t at = tile_offset<HD>(threadIdx.x % 16, threadIdx.x % WARP / 16);
     UNROLL
     for (int k = 0; k < K8; k += 2) {
         uint32_t fa[MT][4], fb[4];
@@ -1548,7 +1556,7 @@ __device__ __forceinline__ void warp_mul_add(float (&acc)[MT][HD / 8][4],
         });
         UNROLL
         for (int n = 0; n < HD / 8; n += 2) {
-            ldmatrix_x4<true>(fb, tile_chunk<HD>(b, 8 * k + lane % 16, n ^ lane / 16));
+            ldmatrix_x4<true>(fb, b, (at ^ 16 * n) + 16 * HD * k);
             mma_n16<E>(acc, n, fa, fb);
         }
     }
@@ -1604,9 +1612,9 @@ __device__ __forceinline__ void warp_store_rows(E *dst, size_t stride, int row0,
 //   3 S = Q K^T   4 mask   5 online softmax   6 O += P V   7 write out and LSE2
 // numerics: fp32 but P, rounded to E for stage 6 (l sums p before). bf16: out 2.0e-3, LSE2 6e-8.
 // source: FlashAttention-2, algorithm 1 and section 3.3 (each warp owns rows of Q).
-// budget: <bf16, 64> threads 128 shared 49152 regs 222 blocks 2 instr/elem 13.3 of 64 loop
+// budget: <bf16, 64> threads 128 shared 49152 regs 171 blocks 2 instr/elem 12.5 of 64 loop
 //   test gpu_attention
-// budget: <bf16, 128> threads 128 shared 81920 regs 169 blocks 1 instr/elem 23.8 of 32 loop
+// budget: <bf16, 128> threads 128 shared 81920 regs 161 blocks 1 instr/elem 21.5 of 32 loop
 //   test gpu_attention
 template <class E, int HD, int WARPS, int MT, int BN>
 __global__ void __launch_bounds__(WARPS *WARP)
@@ -1820,9 +1828,9 @@ static void gpu_attention_forward(E *out, float *lse, const E *qkv, int B, int T
 //   3 wait for a tile, start the next   4 S = Q K^T, dP = dO V^T   5 mask, P, dS
 //   6 dQ += dS K   7 write dQ
 // numerics: fp32 but dS, rounded to E for stage 6. bf16: dQ 3.3e-3, D (of the rounded out) 2.3e-3.
-// budget: <bf16, 64> threads 128 shared 49152 regs 230 blocks 2 instr/elem 15.8 of 32 loop
+// budget: <bf16, 64> threads 128 shared 49152 regs 229 blocks 2 instr/elem 14.1 of 32 loop
 //   test gpu_attention
-// budget: <bf16, 128> threads 128 shared 98304 regs 238 blocks 1 instr/elem 24.5 of 32 loop
+// budget: <bf16, 128> threads 128 shared 98304 regs 229 blocks 1 instr/elem 22 of 32 loop
 //   test gpu_attention
 template <class E, int HD, int WARPS, int MT, int BN>
 __global__ void __launch_bounds__(WARPS *WARP)
@@ -1915,9 +1923,9 @@ __global__ void __launch_bounds__(WARPS *WARP)
 //   next   3 S^T = K Q^T   4 mask, P^T   5 dP^T = V dO^T, dS^T   6 dV += P^T dO   7 dK += dS^T Q
 //   8 hand over the next LSE2 and D   9 write dK and dV
 // numerics: fp32 but P and dS, rounded to E for stages 6 and 7. bf16: dK 3.1e-3, dV 2.4e-3.
-// budget: <bf16, 64> threads 128 shared 50176 regs 248 blocks 2 instr/elem 21.5 of 32 loop
+// budget: <bf16, 64> threads 128 shared 50176 regs 247 blocks 2 instr/elem 18 of 32 loop
 //   test gpu_attention
-// budget: <bf16, 128> threads 128 shared 66560 regs 253 blocks 1 instr/elem 43.2 of 16 loop
+// budget: <bf16, 128> threads 128 shared 66560 regs 244 blocks 1 instr/elem 36.3 of 16 loop
 //   test gpu_attention
 template <class E, int HD, int WARPS, int MT, int BM>
 __global__ void __launch_bounds__(WARPS *WARP)
