@@ -1465,9 +1465,43 @@ template <int HD> struct AttentionTiles {
         OWN_ROWS = 16 * MT * WARPS,    // 128 at HD 64, 64 at HD 128
         FORWARD_ROWS = 64,             // keys per step of the forward pass
         DQ_ROWS = HD == 64 ? 32 : 64,  // keys per step of dQ
-        DKV_ROWS = 32                  // queries per step of dK and dV
+        DKV_ROWS = 32,                 // queries per step of dK and dV
+        // Dynamic shared memory of the three kernels.
+        FORWARD_BYTES = 2 * HD * (OWN_ROWS + 4 * FORWARD_ROWS),
+        DQ_BYTES = 4 * HD * (OWN_ROWS + 2 * DQ_ROWS),
+        DKV_BYTES = 4 * HD * (OWN_ROWS + 2 * DKV_ROWS) + 2 * 4 * WARPS * WARP
     };
 };
+
+// Blocks of the forward kernel that an SM is to hold at head size 64: three where they fit its shared
+// memory (not sm_86, 89, 120) and its registers without a spill (not sm_90a: 8 bytes).
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 800
+constexpr int ATTENTION_BLOCKS = 3;
+#else
+constexpr int ATTENTION_BLOCKS = 2;
+#endif
+
+// What a block works on. The grid is one row of blocks. It is cut into sections of `section` heads
+// (of all sequences) whose keys and values fit the L2 cache together: within a section the blocks of
+// one tile of rows of every head follow each other, then those of the next tile, so that a head's
+// keys are read from memory once and not once for each tile. Which tile comes first is the
+// kernel's: the longest. The order changes no bit.
+struct AttentionBlock {
+    int head, batch, tile;
+    size_t qkv_at, out_at, stat_at;  // of the head: in qkv, in out, in LSE2 and D
+};
+
+__device__ inline AttentionBlock attention_block(int section, int heads, int T, int NH, int HS) {
+    const int tiles = gridDim.x / heads, in_section = section * tiles;
+    const int first = (int)(blockIdx.x / in_section) * section, rest = blockIdx.x % in_section;
+    const int count = min(section, heads - first), pair = first + rest % count;
+    AttentionBlock block = {pair % NH, pair / NH, rest / count, 0, 0, 0};
+    const size_t C = (size_t)NH * HS, tokens = (size_t)block.batch * T;
+    block.qkv_at = tokens * 3 * C + (size_t)block.head * HS;
+    block.out_at = tokens * C + (size_t)block.head * HS;
+    block.stat_at = (size_t)pair * T;
+    return block;
+}
 
 // tile_offset: where 16-byte chunk `chunk` of row `row` lies in a shared tile, rows of HD 16-bit
 // elements; in bytes. Chunk c of row r lies at place c ^ (r % 8): eight rows at one chunk, as
@@ -1606,28 +1640,33 @@ __device__ __forceinline__ void warp_store_rows(E *dst, size_t stride, int row0,
 //   l = l 2^(m - m') + sum_j p_j,  o = o 2^(m - m') + sum_j p_j v_j;  in the end
 //   out = o / l,  LSE2 = m + log2(l).
 // out (B,T,NH,HS), lse (B,NH,T), qkv (B,T,3,NH,HS); rows 16-byte aligned; c as in invariant 2.
-// grid (NH, B, ceil(T / BM)), BM = 16 MT WARPS queries per block, last (longest) rows first;
-// block 32 WARPS; dynamic shared memory 2 HD (BM + 4 BN) bytes: Q, and K and V twice.
+// HS is head_size, or HD if WHOLE, which is a constant. grid B NH ceil(T / BM) as AttentionBlock has
+// it, BM = 16 MT WARPS queries per block, last (longest) rows first; block 32 WARPS; dynamic shared
+// memory 2 HD (BM + 4 BN) bytes: Q, and K and V twice.
 // stages: 1 start the copies of Q and of the first K, V   2 wait for a tile, start the next
 //   3 S = Q K^T   4 mask   5 online softmax   6 O += P V   7 write out and LSE2
 // numerics: fp32 but P, rounded to E for stage 6 (l sums p before). bf16: out 2.0e-3, LSE2 6e-8.
 // source: FlashAttention-2, algorithm 1 and section 3.3 (each warp owns rows of Q).
-// budget: <bf16, 64> threads 128 shared 49152 regs 171 blocks 2 instr/elem 12.5 of 64 loop
+// budget: <bf16, 64, true> threads 128 shared 49152 regs 225 blocks 2 instr/elem 12.5 of 64 loop
 //   test gpu_attention
-// budget: <bf16, 128> threads 128 shared 81920 regs 161 blocks 1 instr/elem 21.5 of 32 loop
+// budget: <bf16, 64, true> sm 80 threads 128 shared 49152 regs 168 blocks 3 test gpu_attention
+// budget: <bf16, 64, false> threads 128 shared 49152 regs 228 blocks 2 test gpu_attention
+// budget: <bf16, 128> threads 128 shared 81920 regs 186 blocks 1 instr/elem 21.1 of 32 loop
 //   test gpu_attention
-template <class E, int HD, int WARPS, int MT, int BN>
-__global__ void __launch_bounds__(WARPS *WARP)
-    attention_forward_kernel(E *out, float *lse, const E *qkv, int T, int NH, int HS) {
+template <class E, int HD, bool WHOLE, int WARPS, int MT, int BN>
+__global__ void __launch_bounds__(WARPS *WARP, WHOLE ? ATTENTION_BLOCKS : 1)
+    attention_forward_kernel(E *out, float *lse, const E *qkv, int B, int T, int NH, int head_size,
+                             int section) {
     DYN_SHARED(E, tile_q);
     constexpr int BM = 16 * MT * WARPS;
     E *tile_k = tile_q + BM * HD, *tile_v = tile_k + 2 * BN * HD;
-    const int head = blockIdx.x, batch = blockIdx.y, lane = threadIdx.x % WARP;
-    const int row0 = (int)(gridDim.z - 1 - blockIdx.z) * BM;
+    const int HS = WHOLE ? HD : head_size, lane = threadIdx.x % WARP;
+    const AttentionBlock block = attention_block(section, B * NH, T, NH, HS);
+    const int row0 = (ceil_div(T, BM) - 1 - block.tile) * BM;
     const int warp_row = (int)threadIdx.x / WARP * 16 * MT, first = row0 + warp_row;
     const float c = LOG2_E / sqrtf((float)HS);
     const size_t C = (size_t)NH * HS, stride = 3 * C;
-    const E *q = qkv + (size_t)batch * T * stride + (size_t)head * HS, *k = q + C, *v = k + C;
+    const E *q = qkv + block.qkv_at, *k = q + C, *v = k + C;
 
     auto load_keys = [&](int j) {
         tile_load<HD, BN, WARPS>(tile_k + j % 2 * BN * HD, k, stride, j * BN, T, HS);
@@ -1706,13 +1745,12 @@ __global__ void __launch_bounds__(WARPS *WARP)
         l[r] += __shfl_xor_sync(ALL_LANES, l[r], 2);
         const int row = first + 8 * r + lane / 4;
         if (lane % 4 == 0 && row < T) {
-            lse[((size_t)batch * NH + head) * T + row] = m[r] + log2f(l[r]);
+            lse[block.stat_at + row] = m[r] + log2f(l[r]);
         }
         l[r] = 1.0f / l[r];
     }
     each_element<MT, HD / 8>([&](int i, int n, int e) { o[i][n][e] *= l[2 * i + e / 2]; });
-    warp_store_rows<HD>(out + (size_t)batch * T * C + (size_t)head * HS, C, first, T, HS, tile_q,
-                        warp_row, 1.0f, o);
+    warp_store_rows<HD>(out + block.out_at, C, first, T, HS, tile_q, warp_row, 1.0f, o);
 }
 
 // The plain fp32 kernels: a warp per row, four rows per block, 32 rows of the other side at a time.
@@ -1784,6 +1822,37 @@ template <class E> static void check_attention(int B, int T, int C, int NH) {
           "attention of heads of %d channels", HS);
 }
 
+// attention_section: how many heads' keys and values share the L2 cache: half of it holds them, the
+// other half what passes through.
+static int attention_cache_bytes;  // of L2, asked for at the first launch; tests take other values
+
+static int attention_section(size_t head_bytes, int heads) {
+    if (attention_cache_bytes == 0) {
+        int device;
+        cuda_check(cudaGetDevice(&device));
+        cuda_check(cudaDeviceGetAttribute(&attention_cache_bytes, cudaDevAttrL2CacheSize, device));
+    }
+    const size_t section = (size_t)attention_cache_bytes / 2 / head_bytes;
+    return section < 1 ? 1 : section < (size_t)heads ? (int)section : heads;
+}
+
+// launch_attention: starts a kernel of this family, each of which is told here, once, how much
+// shared memory it may have. arguments: its tensors; B, T, NH, HS and the section follow them.
+template <int OWN_ROWS, int BYTES, class Kernel, class... Tensors>
+static void launch_attention(Kernel *kernel, int B, int T, int NH, int HS,
+                             cudaStream_t stream, Tensors... tensors) {
+    static Kernel *told = nullptr;
+    const int64_t blocks = (int64_t)B * NH * ceil_div(T, OWN_ROWS);
+    check(blocks <= INT_MAX, "attention of %d sequences of %d tokens in %d heads", B, T, NH);
+    if (told != kernel) {
+        cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES));
+        told = kernel;
+    }
+    const int section = attention_section((size_t)T * HS * 4, B * NH);
+    launch(kernel, dim3((unsigned)blocks), AttentionTiles<64>::WARPS * WARP, BYTES, stream,
+           tensors..., B, T, NH, HS, section);
+}
+
 // gpu_attention_forward: out (B,T,C) and lse (B,NH,T) from qkv (B,T,3,NH,HS); see the kernels.
 // Called without HD; wider heads than 64 go on to the instance of 128.
 template <class E, int HD = 64>
@@ -1799,12 +1868,13 @@ static void gpu_attention_forward(E *out, float *lse, const E *qkv, int B, int T
     } else {
         using A = AttentionTiles<HD>;
         check_rows(E, HS, out, qkv);
-        auto *forward_kernel = attention_forward_kernel<E, HD, A::WARPS, A::MT, A::FORWARD_ROWS>;
-        const int bytes = (int)sizeof(E) * HD * (A::OWN_ROWS + 4 * A::FORWARD_ROWS);
-        const auto limit = cudaFuncAttributeMaxDynamicSharedMemorySize;
-        cuda_check(cudaFuncSetAttribute(forward_kernel, limit, bytes));
-        launch(forward_kernel, dim3(NH, B, ceil_div(T, A::OWN_ROWS)), A::WARPS * WARP, bytes,
-               stream, out, lse, qkv, T, NH, HS);
+        auto start = [&](auto whole) {
+            launch_attention<A::OWN_ROWS, A::FORWARD_BYTES>(
+                attention_forward_kernel<E, HD, decltype(whole)::value, A::WARPS, A::MT,
+                                         A::FORWARD_ROWS>,
+                B, T, NH, HS, stream, out, lse, qkv);
+        };
+        HD == 64 && HS == 64 ? start(std::bool_constant<HD == 64>()) : start(std::false_type());
     }
 }
 
@@ -1822,31 +1892,31 @@ static void gpu_attention_forward(E *out, float *lse, const E *qkv, int B, int T
 // attention_backward_dq_kernel: dQ and D, for 16-bit types.
 // dqkv, qkv (B,T,3,NH,HS), dout, out (B,T,NH,HS), drow, lse (B,NH,T); c as in chapter Flash
 // attention forward.
-// grid (NH, B, ceil(T / BM)), BM = 16 MT WARPS queries, last rows first; block 32 WARPS; dynamic
-// shared memory 4 HD (BM + 2 BN) bytes: Q, dO, and K and V twice.
+// grid B NH ceil(T / BM) as AttentionBlock has it, BM = 16 MT WARPS queries, last rows first; block
+// 32 WARPS; dynamic shared memory 4 HD (BM + 2 BN) bytes: Q, dO, and K and V twice.
 // stages: 1 start the copies of Q, dO and of the first K, V   2 D of the warp's rows
 //   3 wait for a tile, start the next   4 S = Q K^T, dP = dO V^T   5 mask, P, dS
 //   6 dQ += dS K   7 write dQ
 // numerics: fp32 but dS, rounded to E for stage 6. bf16: dQ 3.3e-3, D (of the rounded out) 2.3e-3.
-// budget: <bf16, 64> threads 128 shared 49152 regs 229 blocks 2 instr/elem 14.1 of 32 loop
+// budget: <bf16, 64> threads 128 shared 49152 regs 226 blocks 2 instr/elem 14.4 of 32 loop
 //   test gpu_attention
 // budget: <bf16, 128> threads 128 shared 98304 regs 229 blocks 1 instr/elem 22 of 32 loop
 //   test gpu_attention
-template <class E, int HD, int WARPS, int MT, int BN>
+template <class E, int HD, bool WHOLE, int WARPS, int MT, int BN>
 __global__ void __launch_bounds__(WARPS *WARP)
     attention_backward_dq_kernel(E *dqkv, float *drow, const E *dout, const E *qkv, const E *out,
-                                 const float *lse, int T, int NH, int HS) {
+                                 const float *lse, int B, int T, int NH, int head_size,
+                                 int section) {
     DYN_SHARED(E, tile_q);
     constexpr int BM = 16 * MT * WARPS;
     E *tile_do = tile_q + BM * HD, *tile_k = tile_do + BM * HD, *tile_v = tile_k + 2 * BN * HD;
-    const int head = blockIdx.x, batch = blockIdx.y, lane = threadIdx.x % WARP;
-    const int row0 = (int)(gridDim.z - 1 - blockIdx.z) * BM;
+    const int HS = WHOLE ? HD : head_size, lane = threadIdx.x % WARP;
+    const AttentionBlock block = attention_block(section, B * NH, T, NH, HS);
+    const int row0 = (ceil_div(T, BM) - 1 - block.tile) * BM;
     const int warp_row = (int)threadIdx.x / WARP * 16 * MT, first = row0 + warp_row;
     const float c = LOG2_E / sqrtf((float)HS), scale = 1.0f / sqrtf((float)HS);
     const size_t C = (size_t)NH * HS, stride = 3 * C;
-    const size_t q_at = (size_t)batch * T * stride + (size_t)head * HS;
-    const size_t o_at = (size_t)batch * T * C + (size_t)head * HS;
-    const size_t stat_at = ((size_t)batch * NH + head) * T;
+    const size_t q_at = block.qkv_at, o_at = block.out_at, stat_at = block.stat_at;
     const E *k = qkv + q_at + C, *v = k + C;
 
     auto load_keys = [&](int j) {
@@ -1860,19 +1930,36 @@ __global__ void __launch_bounds__(WARPS *WARP)
     tile_load<HD, BM, WARPS>(tile_do, dout + o_at, C, row0, T, HS);
     load_keys(0);
 
-    // 2. The four lanes that will hold a row of scores share its D: pieces t, t + 4, ... each.
+    // 2. The four lanes that will hold a row of scores share its D: packs t, t + 4, ... each. All
+    //    are asked for before the first is used.
     float dq[MT][HD / 8][4] = {}, d[2 * MT] = {}, lse2[2 * MT];
+    Pack<E> a[2 * MT][HD / 32], b[2 * MT][HD / 32];
+    auto each_pack = [&](auto f) {
+        UNROLL
+        for (int x = 0; x < 2 * MT * (HD / 32); x++) {
+            const int r = x / (HD / 32), p = x % (HD / 32), chunk = lane % 4 + 4 * p;
+            const int row = first + 8 * r + lane / 4;
+            if (row < T && 8 * chunk < HS) {
+                f(r, a[r][p], b[r][p], o_at + row * C + 8 * chunk);
+            }
+        }
+    };
+    each_pack([&](int, Pack<E> &in_out, Pack<E> &in_dout, size_t at) {
+        in_out = pack_load(out + at);
+        in_dout = pack_load(dout + at);
+    });
+    each_pack([&](int r, Pack<E> &in_out, Pack<E> &in_dout, size_t) {
+        float x[8], y[8];
+        pack_to_floats(x, in_out);
+        pack_to_floats(y, in_dout);
+        UNROLL
+        for (int i = 0; i < 8; i++) {
+            d[r] = fmaf(x[i], y[i], d[r]);
+        }
+    });
     UNROLL
     for (int r = 0; r < 2 * MT; r++) {
         const int row = first + 8 * r + lane / 4;
-        for (int piece = lane % 4; piece < HS / 8 && row < T; piece += 4) {
-            const size_t at = o_at + row * C + 8 * piece;
-            const Pack<E> a = pack_load(out + at), b = pack_load(dout + at);
-            UNROLL
-            for (int x = 0; x < 8; x++) {
-                d[r] = fmaf(to_float(a.x[x]), to_float(b.x[x]), d[r]);
-            }
-        }
         d[r] += __shfl_xor_sync(ALL_LANES, d[r], 1);
         d[r] += __shfl_xor_sync(ALL_LANES, d[r], 2);
         lse2[r] = row < T ? lse[stat_at + row] : INFINITY;
@@ -1917,32 +2004,34 @@ __global__ void __launch_bounds__(WARPS *WARP)
 }
 
 // attention_backward_dkv_kernel: dK and dV, for 16-bit types; arguments as for the dQ kernel.
-// grid (NH, B, ceil(T / BN)), BN = 16 MT WARPS keys, first (longest) rows first; block 32 WARPS;
+// grid B NH ceil(T / BN), BN = 16 MT WARPS keys, first (longest) rows first; block 32 WARPS;
 // dynamic shared memory 4 HD (BN + 2 BM) + 256 WARPS bytes: K, V, and Q, dO, LSE2 and D twice.
 // stages: 1 start the copies of K, V and of the first Q, dO, LSE2, D   2 wait for a tile, start the
 //   next   3 S^T = K Q^T   4 mask, P^T   5 dP^T = V dO^T, dS^T   6 dV += P^T dO   7 dK += dS^T Q
 //   8 hand over the next LSE2 and D   9 write dK and dV
 // numerics: fp32 but P and dS, rounded to E for stages 6 and 7. bf16: dK 3.1e-3, dV 2.4e-3.
-// budget: <bf16, 64> threads 128 shared 50176 regs 247 blocks 2 instr/elem 18 of 32 loop
+// budget: <bf16, 64> threads 128 shared 50176 regs 255 blocks 2 instr/elem 17.8 of 32 loop
 //   test gpu_attention
 // budget: <bf16, 128> threads 128 shared 66560 regs 244 blocks 1 instr/elem 36.3 of 16 loop
 //   test gpu_attention
-template <class E, int HD, int WARPS, int MT, int BM>
+template <class E, int HD, bool WHOLE, int WARPS, int MT, int BM>
 __global__ void __launch_bounds__(WARPS *WARP)
     attention_backward_dkv_kernel(E *dqkv, const float *drow, const E *dout, const E *qkv,
-                                  const float *lse, int T, int NH, int HS) {
+                                  const float *lse, int B, int T, int NH, int head_size,
+                                  int section) {
     DYN_SHARED(E, tile_k);
     constexpr int BN = 16 * MT * WARPS;
     static_assert(2 * BM <= WARPS * WARP, "a thread carries one row statistic");
     E *tile_v = tile_k + BN * HD, *tile_q = tile_v + BN * HD, *tile_do = tile_q + 2 * BM * HD;
     float *stats = (float *)(tile_do + 2 * BM * HD);  // (2 stages, threads)
-    const int head = blockIdx.x, batch = blockIdx.y, lane = threadIdx.x % WARP;
-    const int row0 = (int)blockIdx.z * BN;
+    const int HS = WHOLE ? HD : head_size, lane = threadIdx.x % WARP;
+    const AttentionBlock block = attention_block(section, B * NH, T, NH, HS);
+    const int row0 = block.tile * BN;
     const int warp_row = (int)threadIdx.x / WARP * 16 * MT, first = row0 + warp_row;
     const float c = LOG2_E / sqrtf((float)HS), scale = 1.0f / sqrtf((float)HS);
     const size_t C = (size_t)NH * HS, stride = 3 * C;
-    const size_t q_at = (size_t)batch * T * stride + (size_t)head * HS;
-    const E *q = qkv + q_at, *d_o = dout + (size_t)batch * T * C + (size_t)head * HS;
+    const size_t q_at = block.qkv_at;
+    const E *q = qkv + q_at, *d_o = dout + block.out_at;
 
     auto load_queries = [&](int j) {
         tile_load<HD, BM, WARPS>(tile_q + j % 2 * BM * HD, q, stride, j * BM, T, HS);
@@ -1950,7 +2039,7 @@ __global__ void __launch_bounds__(WARPS *WARP)
         cp_async_commit();
     };
     // Threads 0 .. BM - 1 carry LSE2 of a tile's queries, all others D (only BM of them matter).
-    const float *stat = ((int)threadIdx.x < BM ? lse : drow) + ((size_t)batch * NH + head) * T;
+    const float *stat = ((int)threadIdx.x < BM ? lse : drow) + block.stat_at;
     auto load_stat = [&](int j) {
         const int query = j * BM + (int)threadIdx.x % BM;
         return query < T ? stat[query] : (int)threadIdx.x < BM ? INFINITY : 0.0f;
@@ -2091,19 +2180,16 @@ static void gpu_attention_backward(E *dqkv, float *drow, const E *dout, const E 
     } else {
         using A = AttentionTiles<HD>;
         check_rows(E, HS, dqkv, dout, qkv, out);
-        auto *dq_kernel = attention_backward_dq_kernel<E, HD, A::WARPS, A::MT, A::DQ_ROWS>;
-        auto *dkv_kernel = attention_backward_dkv_kernel<E, HD, A::WARPS, A::MT, A::DKV_ROWS>;
-        const int dq_bytes = 2 * (int)sizeof(E) * HD * (A::OWN_ROWS + 2 * A::DQ_ROWS);
-        const int dkv_bytes = 2 * (int)sizeof(E) * HD * (A::OWN_ROWS + 2 * A::DKV_ROWS) +
-                              2 * (int)sizeof(float) * A::WARPS * WARP;
-        const auto limit = cudaFuncAttributeMaxDynamicSharedMemorySize;
-        cuda_check(cudaFuncSetAttribute(dq_kernel, limit, dq_bytes));
-        cuda_check(cudaFuncSetAttribute(dkv_kernel, limit, dkv_bytes));
-        const dim3 grid(NH, B, ceil_div(T, A::OWN_ROWS));
-        launch(dq_kernel, grid, A::WARPS * WARP, dq_bytes, stream, dqkv, drow, dout, qkv, out, lse,
-               T, NH, HS);
-        launch(dkv_kernel, grid, A::WARPS * WARP, dkv_bytes, stream, dqkv, drow, dout, qkv, lse, T,
-               NH, HS);
+        auto start = [&](auto whole) {
+            constexpr bool WHOLE = decltype(whole)::value;
+            launch_attention<A::OWN_ROWS, A::DQ_BYTES>(
+                attention_backward_dq_kernel<E, HD, WHOLE, A::WARPS, A::MT, A::DQ_ROWS>, B, T,
+                NH, HS, stream, dqkv, drow, dout, qkv, out, lse);
+            launch_attention<A::OWN_ROWS, A::DKV_BYTES>(
+                attention_backward_dkv_kernel<E, HD, WHOLE, A::WARPS, A::MT, A::DKV_ROWS>, B, T,
+                NH, HS, stream, dqkv, drow, dout, qkv, lse);
+        };
+        HD == 64 && HS == 64 ? start(std::bool_constant<HD == 64>()) : start(std::false_type());
     }
 }
 

@@ -11,7 +11,8 @@
 // that many threads and dynamic shared bytes, and at most so many instructions for each of the
 // elements that a thread has. All of the kernel counts, its slow paths too but for subroutines, or
 // with `loop` its longest loop. An instance is named by its first template arguments, none if the
-// kernel is no template; what no line names is reported and not bound.
+// kernel is no template; what no line names is reported and not bound. `sm 80`: a line for that GPU
+// alone.
 //
 // What it refuses to be: a simulator. An instruction is an instruction, however long it takes.
 //
@@ -43,7 +44,7 @@ typedef std::string Text;
 // From the comments of the source.
 
 struct Budget {
-    Text kernel, arguments, test;
+    Text kernel, arguments, test, arch;
     int line, threads, shared, regs, spills, blocks, elements;
     double instructions;  // per element; 0: not bound
     bool loop;
@@ -76,6 +77,8 @@ static bool budget_read(const Text &words, Budget *b) {
             b->loop = true;
         } else if (word == "test") {
             in >> b->test;
+        } else if (word == "sm") {
+            in >> b->arch;
         } else if (word == "instr/elem") {
             in >> b->instructions;
         } else if (numbers.count(word)) {
@@ -471,6 +474,9 @@ static bool kernels_read(const Gpu &gpu, const Text &disassembler, Kernels *kern
 
 static void report_gpu(const Gpu &gpu, const Source &source, const Kernels &kernels) {
     for (const Budget &b : source.budgets) {
+        if (!b.arch.empty() && b.arch != gpu.arch) {
+            continue;
+        }
         bool found = false;
         for (const auto &kernel : kernels) {
             if (is_named_by(kernel.second, b)) {
