@@ -219,8 +219,8 @@ template <class E> __device__ __forceinline__ uint32_t pack2(float lo, float hi)
     return bits;
 }
 
-// unpack2: the two numbers in a register. bf16 by a shift and a mask: element by element the compiler
-// would first move each upper half down.
+// unpack2: the two numbers in a register. bf16 by a shift and a mask: element by element the
+// compiler would first move each upper half down.
 template <class E>
 __device__ __forceinline__ void unpack2(float *lo, float *hi, uint32_t bits) {
     if constexpr (std::is_same_v<E, __nv_bfloat16>) {
@@ -489,8 +489,8 @@ __device__ inline float row_max(float x) {
     return maximum[0];
 }
 
-// Element i of a pack is added to sums[i % 4]: four sums do not wait for each other's additions. This
-// is their sum.
+// Element i of a pack is added to sums[i % 4]: four sums do not wait for each other's additions.
+// This is their sum.
 __device__ inline float add_four(const float (&sums)[4]) {
     return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
@@ -647,8 +647,8 @@ __device__ __forceinline__ float ex2_approx(float x) {
     return y;
 }
 
-// rcp_approx: 1 / x, relative error at most 2^-23; a denormal x counts as 0, a denormal result is 0,
-// and so is 1 / inf.
+// rcp_approx: 1 / x, relative error at most 2^-23; a denormal x counts as 0, a denormal result is
+// 0, and so is 1 / inf.
 // source: PTX ISA, "Floating Point Instructions: rcp" (rcp.approx.ftz.f32).
 __device__ __forceinline__ float rcp_approx(float x) {
     float y;
@@ -838,8 +838,8 @@ constexpr int LAYERNORM_PARTS = 256;    // most partial sums of dweight and dbia
 constexpr int LAYERNORM_THREADS = 384;  // of a block of the backward kernel, where a row is shorter
 constexpr float LAYERNORM_EPS = 1e-5f;
 
-// Calls f(C), where C is a constant at the channels of the presets: kernels of 16-bit types then know
-// the end of every loop. Otherwise it is 0, and they take C at run time.
+// Calls f(C), where C is a constant at the channels of the presets: kernels of 16-bit types then
+// know the end of every loop. Otherwise it is 0, and they take C at run time.
 template <class E, class F> static void with_channels(int C, F f) {
     if constexpr (sizeof(E) == 2) {
         switch (C) {
@@ -1473,8 +1473,8 @@ template <int HD> struct AttentionTiles {
     };
 };
 
-// Blocks of the forward kernel that an SM is to hold at head size 64: three where they fit its shared
-// memory (not sm_86, 89, 120) and its registers without a spill (not sm_90a: 8 bytes).
+// Blocks of the forward kernel that an SM is to hold at head size 64: three where they fit its
+// shared memory (not sm_86, 89, 120) and its registers without a spill (not sm_90a: 8 bytes).
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 800
 constexpr int ATTENTION_BLOCKS = 3;
 #else
@@ -1482,9 +1482,9 @@ constexpr int ATTENTION_BLOCKS = 2;
 #endif
 
 // What a block works on. The grid is one row of blocks. It is cut into sections of `section` heads
-// (of all sequences) whose keys and values fit the L2 cache together: within a section the blocks of
-// one tile of rows of every head follow each other, then those of the next tile, so that a head's
-// keys are read from memory once and not once for each tile. Which tile comes first is the
+// (of all sequences) whose keys and values fit the L2 cache together: within a section the blocks
+// of one tile of rows of every head follow each other, then those of the next tile, so that a
+// head's keys are read from memory once and not once for each tile. Which tile comes first is the
 // kernel's: the longest. The order changes no bit.
 struct AttentionBlock {
     int head, batch, tile;
@@ -1640,9 +1640,9 @@ __device__ __forceinline__ void warp_store_rows(E *dst, size_t stride, int row0,
 //   l = l 2^(m - m') + sum_j p_j,  o = o 2^(m - m') + sum_j p_j v_j;  in the end
 //   out = o / l,  LSE2 = m + log2(l).
 // out (B,T,NH,HS), lse (B,NH,T), qkv (B,T,3,NH,HS); rows 16-byte aligned; c as in invariant 2.
-// HS is head_size, or HD if WHOLE, which is a constant. grid B NH ceil(T / BM) as AttentionBlock has
-// it, BM = 16 MT WARPS queries per block, last (longest) rows first; block 32 WARPS; dynamic shared
-// memory 2 HD (BM + 4 BN) bytes: Q, and K and V twice.
+// HS is head_size, or HD if WHOLE, which is a constant. grid B NH ceil(T / BM) as AttentionBlock
+// has it, BM = 16 MT WARPS queries per block, last (longest) rows first; block 32 WARPS; dynamic
+// shared memory 2 HD (BM + 4 BN) bytes: Q, and K and V twice.
 // stages: 1 start the copies of Q and of the first K, V   2 wait for a tile, start the next
 //   3 S = Q K^T   4 mask   5 online softmax   6 O += P V   7 write out and LSE2
 // numerics: fp32 but P, rounded to E for stage 6 (l sums p before). bf16: out 2.0e-3, LSE2 6e-8.
@@ -1845,7 +1845,8 @@ static void launch_attention(Kernel *kernel, int B, int T, int NH, int HS,
     const int64_t blocks = (int64_t)B * NH * ceil_div(T, OWN_ROWS);
     check(blocks <= INT_MAX, "attention of %d sequences of %d tokens in %d heads", B, T, NH);
     if (told != kernel) {
-        cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES));
+        const auto limit = cudaFuncAttributeMaxDynamicSharedMemorySize;
+        cuda_check(cudaFuncSetAttribute(kernel, limit, BYTES));
         told = kernel;
     }
     const int section = attention_section((size_t)T * HS * 4, B * NH);
@@ -2208,12 +2209,12 @@ constexpr int CLASSIFIER_PACKS = CLASSIFIER_VOCABULARY / (BLOCK_MAX * Pack<E>::s
 //   losses[i] = log(sum over v < V of exp(logits[v])) - logits[targets[i]], fp32; with BACKWARD
 //   logits become (softmax(logits) - onehot(targets[i])) * dloss, and zero in the padding.
 // One block a row, of as few warps as hold the row in registers: 25 for 50304 columns, one up to
-// 2048; the fp32 instance, for checking, spills. THREADS: the block's, if they are a constant and all
-// but the last pack of every thread are known to hold no padding. The target's logit is read beside the loop and
-// its gradient written once more after it, by the thread that holds its pack: so no element of the
-// loop asks whether it is the target. Numerics: maximum subtracted, sum in fp32. Measured on the
-// CPU layer, V 5..65536, of the norm: losses 1.2e-7; dlogits 8e-8 in fp32, what rounding them loses
-// in bf16.
+// 2048; the fp32 instance, for checking, spills. THREADS: the block's, if they are a constant and
+// all but the last pack of every thread are known to hold no padding. The target's logit is read
+// beside the loop and its gradient written once more after it, by the thread that holds its pack:
+// so no element of the loop asks whether it is the target. Numerics: maximum subtracted, sum in
+// fp32. Measured on the CPU layer, V 5..65536, of the norm: losses 1.2e-7; dlogits 8e-8 in fp32,
+// what rounding them loses in bf16.
 // budget: <bf16, true, 0> threads 800 regs 64 blocks 1 test gpu_classifier
 // budget: <bf16, false, 0> threads 800 regs 64 blocks 1 test gpu_classifier
 // budget: <bf16, true, 800> threads 800 regs 72 blocks 1 instr/elem 12.4 of 64 test gpu_classifier
