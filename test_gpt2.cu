@@ -2529,6 +2529,8 @@ static void test_gpu_layernorm() {
             in_both_types(check_layernorm, N, C);
         }
     }
+    in_both_types(check_layernorm, 9, 1024);
+    in_both_types(check_layernorm, 9, 1280);
     in_both_types(check_layernorm, 1500, 48);
     in_both_types(check_layernorm, 9, 4096);
 }
@@ -2698,6 +2700,13 @@ static void test_gpu_attention() {
     }
     in_both_types(check_attention, 1, 130, 64, 2, 4);
     in_both_types(check_attention, 1, 100, 16, 1, 8);
+    // Sections of one head, of two with one left over, and of heads of two sequences.
+    for (int heads : {1, 2, 4}) {
+        attention_cache_bytes = 2 * heads * 130 * 64 * 4;
+        check_attention<__nv_bfloat16>(2, 130, 64, 3, 1);
+        check_attention<__nv_bfloat16>(1, 130, 64, 5, 1);
+    }
+    attention_cache_bytes = 0;
 }
 
 // __expf: 2 + floor(1.173 |x|) units in the last place (CUDA C++ Programming Guide, "Intrinsic

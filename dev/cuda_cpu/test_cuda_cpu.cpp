@@ -227,6 +227,8 @@ static __global__ void k_words(const float4 *in, float4 *out, int *ok) {
     good &= __umulhi(0x80000000u, 6u) == 3 && max(3, 2u) == 3 && min(1.5f, 2) == 1.5f;
     good &= rsqrtf(4) == 0.5f && __fmaf_rn(2, 3, 1) == 7 && __fdividef(1, 4) == 0.25f;
     good &= ex2_approx(3) == 8 && ex2_approx(-140) == 0 && ex2_approx(-INFINITY) == 0;
+    good &= rcp_approx(-4) == -0.25f && rcp_approx(INFINITY) == 0 && rcp_approx(2e38f) == 0 &&
+            rcp_approx(1e-40f) == INFINITY;
     if (!good) {
         *ok = 0;
     }
