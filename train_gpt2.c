@@ -248,8 +248,8 @@ typedef struct {
     int64_t offload;                                       // bits OFFLOAD_*
     int64_t seq_len, seed, shuffle, batch, tokens_per_step, steps, overfit, warmup;
     int64_t val_every, val_batches, sample_every, sample_tokens, top_k;
-    int64_t max_skips, save_every, keep, resume, quiet, logit_rows, gpu_mem, plan, json;
-    int64_t check, compare, help;
+    int64_t max_skips, save_every, keep, resume, quiet, logit_rows, gpus, zero, gpu_mem;
+    int64_t plan, json, check, compare, help;
     double lr, final_lr, weight_decay, beta1, beta2, eps, clip, skip_zscore, temperature, top_p;
 } Options;
 
@@ -379,6 +379,11 @@ static const OptionRow option_rows[] = {
      "bf16 weights: keep the low halves of their fp32 values, or round stochastically"},
     {"offload", 0, OPT_SET, FIELD(offload), "none", 0, 0, offloads, ANY, "Memory",
      "optimizer states that live in host memory, separated by commas"},
+    {"gpus", 0, OPT_INT, FIELD(gpus), "1", 1, 1024, NULL, ANY, "Memory",
+     "with --plan: GPUs that train together, each with a part of the batch"},
+    {"zero", 'z', OPT_INT, FIELD(zero), "0", 0, 3, NULL, ANY, "Memory",
+     "with --plan: of what each of these GPUs keeps its part alone; 0: of nothing, 1: moments and "
+     "master, 2: gradients too, 3: weights too"},
     {"plan", 0, OPT_FLAG, FIELD(plan), "0", 0, 1, NULL, ANY, "Plan and checks",
      "print the memory plan and what each setting would save, and stop"},
     {"eval", 0, OPT_TEXT, FIELD(eval), NULL, 0, 0, NULL, ANY, "Plan and checks",
