@@ -276,7 +276,7 @@ static void test_options_text() {
     Options o;
     for (const char *wrong : {"none,master", "moments,", ",", "moments|master", "mome"}) {
         expect_death(parse(&o, (Text("--offload=") + wrong).c_str()),
-                     (Text("--offload: '") + wrong + "' is not a list of none|moments|master")
+                     (Text("--offload: '") + wrong + "' is not a list of none|weights|gradients|")
                          .c_str());
     }
 }
@@ -365,6 +365,39 @@ static Settings draw_settings() {
     return s;
 }
 
+// The same on a GPU, where any state may be at home elsewhere and up to 1,024 ranks share a step.
+static Settings draw_homes() {
+    static const int ranks[] = {1, 2, 3, 4, 7, 8, 1024};
+    Settings s = draw_settings();
+    s.gpu = 1;
+    s.dtype = draw(0, 1) ? TYPE_BF16 : TYPE_FP32;
+    s.grad_dtype = s.dtype;
+    s.moment_dtype = draw(0, 1) ? TYPE_BF16 : TYPE_FP32;
+    s.split_master = s.dtype == TYPE_BF16 && draw(0, 1);
+    s.ranks = ranks[draw(0, 6)];
+    s.rank = draw(0, s.ranks - 1);
+    const int stage = draw(0, 3);
+    for (int state = 0; state < HOMES; state++) {
+        const int from = shard_stage[state];
+        const int sharded = s.ranks > 1 && from && from <= stage;
+        const int hosted = draw(0, 1) && !(state == HOME_OF_GRADIENTS && s.ranks > 1);
+        s.home[state] = (uint8_t)((sharded ? HOME_SHARD : 0) | (hosted ? HOME_HOST : 0));
+    }
+    return s;
+}
+
+// Settings as a user writes them.
+static Settings planned(const Text &options) {
+    Options o;
+    Settings s;
+    Model m;
+    parse(&o, ("--plan " + options).c_str());
+    model_parse(&m, o.model);
+    model_set_vocabulary(&m, GPT2_VOCABULARY);
+    settings_from_options(&s, &o, &m, 1);
+    return s;
+}
+
 // What a failure names.
 static Text settings_text(const Settings &s) {
     int blocks, level = settings_level(&s, &blocks);
@@ -382,7 +415,7 @@ static size_t padded(const Buffer &b) {
 // below live_bytes, and the same settings give the same plan.
 static void test_plan_layout() {
     for (int n = 0; n < 300; n++) {
-        Settings s = draw_settings();
+        Settings s = n % 2 ? draw_settings() : draw_homes();
         Plan p, q;
         plan_build(&p, &s);
         plan_build(&q, &s);
@@ -439,13 +472,295 @@ static void test_plan_monotone() {
     detail = "200 random settings";
 }
 
+// The parts of all ranks are each bucket once, and each tensor once, wherever a part cuts: inside
+// a row, or behind the last tensor. AdamW's ranges are those of the moments that a rank has.
+static void check_parts(Settings s, int *cut_rows) {
+    const Model &m = s.model;
+    const Text who = settings_text(s) + text(" ranks %d", s.ranks);
+    const int64_t vectors = bucket_at(&m, s.ranks, BUCKET_VECTORS).count;
+    BufferEntry rows[SINGLES];
+    single_buffers(rows, &s);
+    for (int tensor = 0; tensor < TENSORS; tensor++) {
+        for (int l = 0; l < tensor_copies(&m, tensor); l++) {
+            const int matrix = tensor_is_matrix(tensor), size = (int)tensor_size(&m, tensor);
+            const int bucket = !matrix ? 0 : tensor_table[tensor].per_layer ? 3 + l : 1 + tensor;
+            const Bucket b = bucket_at(&m, s.ranks, bucket);
+            int64_t next = 0;
+            for (s.rank = 0; s.rank < s.ranks; s.rank++) {
+                const TensorRange r = tensor_range(&s, tensor, l, 0);
+                const TensorRange u = tensor_update_range(&s, tensor, l);
+                if (r.count) {
+                    const int64_t from = b.offset + s.rank * b.part;
+                    expect(r.first == next, "%s: %s", who.c_str(), tensor_table[tensor].name);
+                    expect(s.ranks == 1 ||
+                               (r.param >= from && r.param + r.count <= from + b.part),
+                           "%s: %s", who.c_str(), tensor_table[tensor].name);
+                    expect(r.first % 8 == 0 && (m.C % 8 || r.count % 8 == 0), "%s", who.c_str());
+                    *cut_rows += tensor == QKVW && r.first % m.C;
+                }
+                next += r.count;
+                const int whole = !matrix || !(s.home[HOME_OF_MOMENTS] & HOME_SHARD);
+                expect(whole ? u.count == size : u.first == r.first && u.count == r.count, "%s",
+                       who.c_str());
+                expect(!u.count || (u.state >= 0 && u.state + u.count <= rows[BUF_M].count),
+                       "%s: %s", who.c_str(), tensor_table[tensor].name);
+                expect(matrix || u.state + u.count <= vectors || s.ranks == 1);
+            }
+            expect(next == size, "%s: %s", who.c_str(), tensor_table[tensor].name);
+        }
+    }
+}
+
+static void test_parts() {
+    int cut_rows = 0;
+    for (int n = 0; n < 60; n++) {
+        Settings s = draw_homes();
+        check_parts(s, &cut_rows);
+    }
+    // wpe of 9 rows: T below maxT, maxT C no multiple of 64; 1,024 ranks: parts of padding alone.
+    for (int ranks : {3, 7, 1024}) {
+        Settings s = planned(text("-e l2h3c96t9 -t 8 -b 1 --gpus %d -z %d", ranks, ranks % 4));
+        check_parts(s, &cut_rows);
+    }
+    expect(cut_rows > 0);
+    // One rank: nothing is padded, and everything stands where files have it.
+    Settings s = planned("-e l3h5c40t9 -z 3");
+    for (int tensor = 0; tensor < TENSORS; tensor++) {
+        for (int l = 0; l < tensor_copies(&s.model, tensor); l++) {
+            const TensorRange r = tensor_update_range(&s, tensor, l);
+            const int64_t at = tensor_offset(&s.model, tensor, l);
+            expect(r.first == 0 && r.param == at && r.state == at);
+        }
+    }
+    expect(bucket_at(&s.model, 1, BUCKET_BLOCKS + s.model.L).offset ==
+           tensor_offset(&s.model, TENSORS, 0));
+    detail = text("%d rows cut", cut_rows);
+}
+
+// The ticks at which block l's tenants of a kind are used: its weights in products, its gradients
+// where they are made, its residual where it is made and read.
+static std::vector<int> visit_uses(const Settings *s, HomeOf what, int l) {
+    const Model *m = &s->model;
+    std::vector<int> uses;
+    for (int stage : {F_LN1, F_QKV, F_ATTPROJ, F_FC, F_FCPROJ}) {
+        const int matrix = stage != F_LN1, x = stage == F_LN1 || stage == F_ATTPROJ;
+        if (what == HOME_OF_WEIGHTS ? matrix : what == HOME_OF_RESIDUALS && x) {
+            uses.push_back(tick_forward(l, stage));
+            if (plan_recomputes(s, stage, l)) {
+                uses.push_back(tick_backward(m, l, stage));
+            }
+        }
+    }
+    for (int stage : {B_FCPROJ, B_FC, B_ATTPROJ, B_QKV}) {
+        if (what != HOME_OF_RESIDUALS) {
+            uses.push_back(tick_backward(m, l, stage));
+        }
+    }
+    if (what == HOME_OF_RESIDUALS) {
+        uses.push_back(tick_forward(l - 1, F_FCPROJ));
+        uses.push_back(tick_backward(m, l, B_LN1));
+    }
+    return uses;
+}
+
+// What is wrong with a table of visits; empty: nothing. Tenants of a slot do not overlap from
+// arrival to departure, an arrival comes after the last use of the tenant before, every use is
+// covered by one visit, what was made on the device and is used again has stayed or departed, and
+// the slot's buffer lives all the while.
+static Text visits_fault(const Settings *s, const std::vector<Visit> &visits) {
+    static const int slots[HOMES] = {BUF_WEIGHTS_SLOT, BUF_GRADS_SLOT, 0, 0, BUF_X_SLOT};
+    BufferEntry rows[SINGLES];
+    single_buffers(rows, s);
+    const Visit *tenant[HOMES][SLOTS] = {};
+    for (size_t i = 0; i < visits.size(); i++) {
+        const Visit &v = visits[i];
+        const Text who = text("state %d block %d at tick %d: ", v.what, v.block, v.arrive);
+        const Visit *before = tenant[v.what][v.slot];
+        const BufferEntry &slot = rows[slots[v.what] + v.slot];
+        const int in = v.in != 0, out = v.out != 0, sorted = !i || (&v)[-1].arrive <= v.arrive;
+        if (!sorted || v.arrive + in > v.first || v.first > v.last || v.last + out > v.leave) {
+            return who + "not in order";
+        }
+        if (before && (v.arrive < before->leave || v.arrive <= before->last)) {
+            return who + text("block %d is there until tick %d", before->block, before->leave);
+        }
+        if (!slot.count || v.arrive < slot.first || v.leave > slot.last) {
+            return who + "outside the slot's life";
+        }
+        tenant[v.what][v.slot] = &v;
+    }
+    for (HomeOf what : {HOME_OF_WEIGHTS, HOME_OF_GRADIENTS, HOME_OF_RESIDUALS}) {
+        for (int l = 0; s->home[what] && l < s->model.L; l++) {
+            for (int tick : visit_uses(s, what, l)) {
+                auto covers = [&](const Visit &v) {
+                    return v.what == what && v.block == l && v.first <= tick && tick <= v.last;
+                };
+                if (std::count_if(visits.begin(), visits.end(), covers) != 1) {
+                    return text("state %d block %d: not there at tick %d", what, l, tick);
+                }
+            }
+        }
+    }
+    return "";
+}
+
+static std::vector<Visit> visits_of(const Settings *s) {
+    std::vector<Visit> visits(BLOCK_VISITS * (size_t)s->model.L);
+    visits.resize((size_t)visits_build(visits.data(), s));
+    return visits;
+}
+
+// 5,000 random settings; the table is the same for every rank, and a copy of it with a classic
+// mistake is found out.
+static void test_visits() {
+    int found[5] = {0, 0, 0, 0, 0};
+    for (int n = 0; n < 5000; n++) {
+        Settings s = draw_homes(), other = s;
+        std::vector<Visit> visits = visits_of(&s);
+        const Text fault = visits_fault(&s, visits);
+        expect(fault.empty(), "%s: %s", settings_text(s).c_str(), fault.c_str());
+        other.rank = draw(0, s.ranks - 1);
+        const std::vector<Visit> theirs = visits_of(&other);
+        const size_t bytes = visits.size() * sizeof(Visit);
+        expect(visits.size() == theirs.size() &&
+               (!bytes || !memcmp(visits.data(), theirs.data(), bytes)));
+        if (visits.empty() || s.model.L < 5) {
+            continue;
+        }
+        const int mistake = n % 5;
+        size_t i = visits.size() / 2;  // a visit to a slot that had a tenant before
+        while (visits[i].block < SLOTS || visits[i].block >= s.model.L - SLOTS) {
+            i = (size_t)draw(0, (int)visits.size() - 1);
+        }
+        Visit &v = visits[i];
+        const int early = v.arrive - BACK_TICKS;
+        // Slot off by one, a block early, departure or life cut short, used for too short.
+        v.slot = mistake == 0 ? (v.slot + 1) % SLOTS : v.slot;
+        v.arrive = mistake == 1 ? early : v.arrive;
+        v.leave = mistake == 2 ? v.last - 1 : mistake == 3 ? tick_update(&s) : v.leave;
+        v.last = mistake == 4 ? v.last - 1 : v.last;
+        expect(!visits_fault(&s, visits).empty(), "%s: %d", settings_text(s).c_str(), mistake);
+        found[mistake]++;
+    }
+    expect(*std::min_element(found, found + 5) > 0);
+    detail = "5,000 random settings, five mistakes";
+}
+
+// Plays the walk of `micros` micro-steps over a table of visits, and counts what moves.
+static void play(const Settings *s, int micros, double up[HOMES], double down[HOMES]) {
+    const std::vector<Visit> visits = visits_of(s);
+    int tenant[HOMES][SLOTS];
+    memset(tenant, -1, sizeof tenant);
+    for (int micro = 0; micro < micros; micro++) {
+        for (int tick = 0; tick <= tick_join(s); tick++) {
+            for (const Visit &v : visits) {
+                int *here = &tenant[v.what][v.slot];
+                const int there = *here == v.block && v.what == HOME_OF_WEIGHTS;
+                const int anew = v.what == HOME_OF_GRADIENTS && micro == 0;
+                up[v.what] += v.arrive == tick && v.in && !there && !anew;
+                *here = v.arrive == tick ? v.block : *here;
+                down[v.what] += v.last == tick && v.out;
+            }
+        }
+    }
+}
+
+// Bytes of a step as the tables of the design have them: P elements in the matrices of blocks, E
+// in wte and wpe, V in vectors, w and g bytes of a weight and a gradient.
+static void test_traffic() {
+    for (int n = 0; n < 500; n++) {
+        Settings s = draw_homes();
+        const int L = s.model.L, k = draw(1, 4), N = s.ranks, z = settings_zero(&s);
+        const Text who = settings_text(s) + text(" ranks %d z %d micros %d", N, z, k);
+        const double V = (double)bucket_at(&s.model, N, BUCKET_VECTORS).count;
+        const double E = (double)bucket_at(&s.model, N, BUCKET_BLOCKS).offset - V;
+        const double P = (double)(L * bucket_at(&s.model, N, BUCKET_BLOCKS).count), f = 1 - 1.0 / N;
+        const double w = (double)type_bytes(s.dtype), g = (double)type_bytes(s.grad_dtype);
+        double in[HOMES] = {}, out[HOMES] = {};
+        play(&s, k, in, out);
+        if (L >= 2 && s.home[HOME_OF_WEIGHTS]) {
+            expect(in[HOME_OF_WEIGHTS] == 2 * k * L - 4 * k + 2, "%s", who.c_str());
+        }
+        const double visits_w = in[HOME_OF_WEIGHTS] / L;
+        const double reduced = f * g * ((z >= 2 ? k : 1) * P + E) + 4 * f * V;
+        const double gathered =
+            f * ((z == 0 ? g : w) * (P + E) + (z == 3 ? w * (visits_w - 1) * P : 0) + 4 * V);
+        auto hosted = [&](int state) { return s.home[state] & HOME_HOST ? 1.0 : 0.0; };
+        const double share = z >= 1 ? 1.0 / N : 1, own = V + (E + P) * share;
+        const double moments = hosted(HOME_OF_MOMENTS) * 2 * (double)type_bytes(s.moment_dtype);
+        const double master = hosted(HOME_OF_MASTER) * (s.split_master ? 2 : 0);
+        const double NC = (double)s.B * s.T * s.model.C;
+        const double x = hosted(HOME_OF_RESIDUALS) * w * NC * k * std::max(L - 2, 0);
+        const double weights = hosted(HOME_OF_WEIGHTS) * w * P / (z == 3 ? N : 1);
+        const double grads = hosted(HOME_OF_GRADIENTS) * g * P;
+        const Traffic t = step_traffic(&s, k);
+        auto same = [&](double got, double want) { return fabs(got - want) <= 1e-9 * want; };
+        expect(same(t.reduced, reduced), "%s: %.17g, not %.17g", who.c_str(), t.reduced, reduced);
+        expect(same(t.gathered, gathered), "%s: %.17g, not %.17g", who.c_str(), t.gathered,
+               gathered);
+        const double down = (moments + master) * own + x + weights + grads * k;
+        expect(same(t.up, down + weights * visits_w + grads), "%s", who.c_str());
+        expect(same(t.down, down), "%s", who.c_str());
+    }
+    detail = "500 random settings";
+}
+
+// Every rank plans the same bytes; from two ranks on they never rise with the stage of ZeRO nor,
+// but for padding, with the ranks; what first fit cannot share stays below 2 %.
+static void test_plan_ranks() {
+    static const int ranks[] = {2, 3, 4, 7, 8, 1024};
+    double worst_layout = 1;
+    for (int n = 0; n < 40; n++) {
+        const Text shape = text("-e l%dh2c%dt64 -b %d -r %d", draw(5, 12), 16 * draw(1, 30),
+                                draw(1, 4), draw(0, 1));
+        size_t before[4] = {0, 0, 0, 0};
+        for (int N : ranks) {
+            for (int z = 0; z < 4; z++) {
+                Settings s = planned(shape + text(" --gpus %d -z %d", N, z));
+                Plan p, q;
+                plan_build(&p, &s);
+                s.rank = N - 1;
+                plan_build(&q, &s);
+                worst_layout =
+                    std::max(worst_layout, (double)p.device_bytes / (double)p.live_bytes);
+                expect(p.buffer_count == q.buffer_count && p.device_bytes == q.device_bytes &&
+                           memcmp(p.buffers, q.buffers,
+                                  sizeof(Buffer) * (size_t)p.buffer_count) == 0);
+                // At most 20 bytes an element of padding, in the buckets, slots and the exchange.
+                size_t padding = 20 * 64 * (size_t)N * (size_t)(s.model.L + 8) + 65536;
+                expect(N == 2 || p.device_bytes <= before[z] + padding, "%s, %d ranks, -z %d",
+                       shape.c_str(), N, z);
+                before[z] = p.device_bytes;
+                expect(z == 0 || before[z] <= before[z - 1], "%s, %d ranks, -z %d: %zu after %zu",
+                       shape.c_str(), N, z, before[z], before[z - 1]);
+                plan_free(&p);
+                plan_free(&q);
+            }
+        }
+    }
+    // GPT-2 1558M: what the README and the refusals promise of small cards.
+    static const struct {
+        const char *options;
+        double gib;
+    } limits[] = {{"-b 24 --offload moments,master", 15},
+                  {"-b 1 --offload moments,master,residuals", 6.5},
+                  {"-b 1 --offload weights,gradients,moments,master,residuals", 1.2},
+                  {"-b 1 --gpus 8 -z 3 --offload weights,moments,master,residuals", 1.2}};
+    for (auto &limit : limits) {
+        Settings s = planned(Text("-e d48 -t 1024 -r 1 ") + limit.options);
+        expect((double)plan_bytes(&s) <= limit.gib * 0x1p30, "%s", limit.options);
+    }
+    expect(worst_layout <= 1.02, "%.4f", worst_layout);
+    detail = text("layout %.2f %% above the live bytes", 100 * (worst_layout - 1));
+}
+
 // Every tick has a name of its own and stands in order; every level keeps what it says.
 static void test_stages() {
-    Model m = shape("l3h1c8t4", 257);
+    Settings s = planned("-e l3h1c8t4 --gpus 2");
     std::vector<Text> names;
-    for (int t = 0; t <= tick_update(&m); t++) {
+    for (int t = 0; t <= tick_update(&s); t++) {
         char name[32];
-        tick_name(name, &m, t);
+        tick_name(name, &s, t);
         expect(std::find(names.begin(), names.end(), name) == names.end(), "%s comes twice", name);
         names.push_back(name);
     }
@@ -458,10 +773,12 @@ static void test_stages() {
         }
         expect(channels == kept[level], "%s keeps %d", level_table[level].name, channels);
     }
-    // embed; 3 x 8; lnf, head, d_lnf; 3 x 15; d_embed, update.
-    expect(names.size() == 1 + 24 + 3 + 45 + 2);
+    // embed; 3 x 8; lnf, head, d_lnf; 3 x 15; d_embed, join, update.
+    expect(names.size() == 1 + 24 + 3 + 45 + 3);
     expect(names[1] == "0.ln1" && names[24] == "2.fcproj" && names[28] == "2.re-ln1" &&
-           names[72] == "0.d_ln1" && names[74] == "update");
+           names[72] == "0.d_ln1" && names[74] == "join" && names[75] == "update");
+    s.ranks = 1;  // nothing to join
+    expect(tick_update(&s) == 74);
 }
 
 // A network of random weights (biases and LayerNorms too), with an engine of its own.
@@ -551,7 +868,7 @@ static void test_arena() {
     Model m = shape("l2h2c26t8", 257);
     Net n(m, 1, 7, RECOMPUTE_BLOCK);
     Plan *p = &n.plan;
-    plan_tick(p, tick_update(&m));
+    plan_tick(p, tick_update(&p->settings));
     expect_death(buffer(&n.plan, BUF_LOGITS),
                  "buffer logits lives from tick 18 to 18, used at");
     expect_death(dact(&n.plan, GRAD_QKV, 1), "buffer 1.d_qkv lives from");
@@ -572,7 +889,7 @@ static void test_arena() {
         Outcome past = outcome(spawn([&] { touch(byte); }));
         expect(past.err.find("use-after-poison") != Text::npos, "behind the row");
     }
-    plan_tick(p, tick_update(&m));
+    plan_tick(p, tick_update(&p->settings));
     Outcome dead = outcome(spawn([&] { touch(0); }));
     expect(dead.err.find("use-after-poison") != Text::npos, "a dead row");
 #endif
@@ -3540,7 +3857,7 @@ static void test_gpu_lifetimes() {
     };
     expect(launch_on(logits).status == 0, "alive");
     Outcome behind = launch_on(logits + row.bytes / 4);
-    plan_tick(p, tick_update(&m));
+    plan_tick(p, tick_update(&p->settings));
     expect_death(gpu_buffer<float>(net, BUF_LOGITS), "buffer logits lives from tick 18 to 18");
     Outcome dead = launch_on(logits);
     if (TEST_ASAN) {
@@ -3860,6 +4177,10 @@ static const Test tests[] = {
     T(stages, HOST),
     T(plan_layout, ALL),
     T(plan_monotone, FLOAT),
+    T(parts, HOST),
+    T(visits, HOST),
+    T(traffic, FLOAT),
+    T(plan_ranks, FLOAT),
     T(plan_allocation, FLOAT | DOUBLE),
     T(host_memory, HOST),
     T(plan_refuse, HOST),

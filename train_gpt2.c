@@ -26,21 +26,22 @@
 //   4  The model
 // Part B. Memory
 //   5  Memory plan
-//   6  What fits
+//   6  Buckets and visits
+//   7  What fits
 // Part C. GPT-2 on the CPU
-//   7  Matmul and fast maths
-//   8  Layers
-//   9  The network
-//  10  Optimizer and schedules
-//  11  The engine
+//   8  Matmul and fast maths
+//   9  Layers
+//  10  The network
+//  11  Optimizer and schedules
+//  12  The engine
 // Part D. The run
-//  12  Data
-//  13  Model files
-//  14  Checkpoints
-//  15  Sampling
-//  16  Evaluation
-//  17  Training and output
-//  18  Start-up and main
+//  13  Data
+//  14  Model files
+//  15  Checkpoints
+//  16  Sampling
+//  17  Evaluation
+//  18  Training and output
+//  19  Start-up and main
 
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE 1
@@ -245,7 +246,7 @@ typedef struct {
     const char *model, *train_data, *val_data, *tokenizer, *output, *prompt, *recompute, *eval;
     const char *gpu;
     int64_t schedule, dtype, moments, master, grad_dtype;  // a choice's number
-    int64_t offload;                                       // bits OFFLOAD_*
+    int64_t offload;                                       // bits 1 << HOME_OF_*
     int64_t seq_len, seed, shuffle, batch, tokens_per_step, steps, overfit, warmup;
     int64_t val_every, val_batches, sample_every, sample_tokens, top_k;
     int64_t max_skips, save_every, keep, resume, quiet, logit_rows, gpus, zero, gpu_mem;
@@ -265,8 +266,8 @@ enum { MOMENTS_FP32 = 1, MOMENTS_BF16 };
 static const char moment_dtypes[] = "fp32|bf16";
 enum { MASTER_SPLIT = 1, MASTER_NONE };
 static const char masters[] = "split=1|none=0";
-enum { OFFLOAD_MOMENTS = 1, OFFLOAD_MASTER = 2 };  // bits: any of them, separated by commas
-static const char offloads[] = "none|moments|master";
+// Bits 1 << HOME_OF_*: any of them, separated by commas.
+static const char offloads[] = "none|weights|gradients|moments|master|residuals";
 
 // OPT_SWITCH takes 0 or 1, OPT_FLAG takes no value, OPT_BYTES a size such as 16GiB.
 typedef enum {
@@ -378,7 +379,7 @@ static const OptionRow option_rows[] = {
     {"master", 'w', OPT_CHOICE, FIELD(master), "split", 0, 0, masters, ANY, "Memory",
      "bf16 weights: keep the low halves of their fp32 values, or round stochastically"},
     {"offload", 0, OPT_SET, FIELD(offload), "none", 0, 0, offloads, ANY, "Memory",
-     "optimizer states that live in host memory, separated by commas"},
+     "states that live in host memory, separated by commas"},
     {"gpus", 0, OPT_INT, FIELD(gpus), "1", 1, 1024, NULL, ANY, "Memory",
      "with --plan: GPUs that train together, each with a part of the batch"},
     {"zero", 'z', OPT_INT, FIELD(zero), "0", 0, 3, NULL, ANY, "Memory",
@@ -876,7 +877,8 @@ static void model_set_vocabulary(Model *m, int V) {
 // share bytes) and offsets into one number; the run makes one allocation of exactly that number
 // and takes every pointer from the plan.
 // 1. Time is a line of ticks, the stages of one micro-step: embed, 8 per block forward, 3 for the
-//    head, 15 per block backward (7 that recompute, 8 that differentiate), embed backward, update.
+//    head, 15 per block backward (7 that recompute, 8 that differentiate), embed backward, where
+//    something visits join, and update.
 //    A forward pass alone (validation, sampling) walks the same ticks up to the head.
 // 2. buffer_pointer() refuses a buffer that is not alive at the current tick, in every build. Test
 //    builds (GPT2_POISON) also fill a buffer with NaN at birth, poison it at death and keep a
@@ -904,8 +906,9 @@ static const char *const group_names[GROUPS] = {
 };
 
 // Where a buffer lives, and the states whose home a run's settings choose. A buffer names its state
-// or, behind HOMES, a home that nothing chooses.
-typedef enum { HOME_DEVICE, HOME_HOST } Home;
+// or, behind HOMES, a home that nothing chooses. A state's home is a set of flags: HOME_SHARD says
+// that a rank keeps its part alone (chapter Buckets and visits).
+typedef enum { HOME_DEVICE, HOME_HOST, HOME_SHARD } Home;
 typedef enum {
     HOME_OF_WEIGHTS, HOME_OF_GRADIENTS, HOME_OF_MOMENTS, HOME_OF_MASTER, HOME_OF_RESIDUALS, HOMES,
     ON_DEVICE = HOMES, ON_HOST
@@ -920,7 +923,7 @@ typedef struct {
     int gpu;  // 0: the CPU program (fp32 or the build's real), 1: the GPU program
     Type dtype, grad_dtype, moment_dtype;
     int split_master;
-    uint8_t home[HOMES];  // of each state
+    uint8_t home[HOMES];  // of each state: 0, HOME_HOST, HOME_SHARD or both
     int rank, ranks;      // of the processes that share the step's micro-batches
 } Settings;
 
@@ -934,7 +937,18 @@ static int settings_has_master(const Settings *s) {
 }
 
 static int settings_offloads(const Settings *s) {
-    return memchr(s->home, HOME_HOST, HOMES) != NULL;
+    int homes = 0;
+    for (int what = 0; what < HOMES; what++) {
+        homes |= s->home[what];
+    }
+    return (homes & HOME_HOST) != 0;
+}
+
+// Whether a step waits for other streams before its update: for ranks, or for what departs.
+static int settings_joins(const Settings *s) {
+    const int visits =
+        s->home[HOME_OF_WEIGHTS] | s->home[HOME_OF_GRADIENTS] | s->home[HOME_OF_RESIDUALS];
+    return s->ranks > 1 || visits != HOME_DEVICE;
 }
 
 // What a tick computes. A block has eight stages forward; in backward the first seven come again,
@@ -942,7 +956,7 @@ static int settings_offloads(const Settings *s) {
 enum {
     F_LN1, F_QKV, F_ATT, F_ATTPROJ, F_LN2, F_FC, F_GELU, F_FCPROJ, F_STAGES,
     B_FCPROJ = F_STAGES, B_GELU, B_FC, B_LN2, B_ATTPROJ, B_ATT, B_QKV, B_LN1, BLOCK_STAGES,
-    EMBED = BLOCK_STAGES, LNF, HEAD, D_LNF, D_EMBED, UPDATE, STAGES
+    EMBED = BLOCK_STAGES, LNF, HEAD, D_LNF, D_EMBED, JOIN, UPDATE, STAGES
 };
 typedef struct {
     const char *name;
@@ -952,7 +966,7 @@ static const StageEntry stage_table[STAGES] = {
     {"ln1", 0},       {"qkv", 6},    {"att", 0},      {"attproj", 2}, {"ln2", 0},   {"fc", 8},
     {"gelu", 0},      {"fcproj", 8}, {"d_fcproj", 0}, {"d_gelu", 0},  {"d_fc", 0},  {"d_ln2", 0},
     {"d_attproj", 0}, {"d_att", 0},  {"d_qkv", 0},    {"d_ln1", 0},   {"embed", 0}, {"lnf", 0},
-    {"head", 0},      {"d_lnf", 0},  {"d_embed", 0},  {"update", 0},
+    {"head", 0},      {"d_lnf", 0},  {"d_embed", 0},  {"join", 0},  {"update", 0},
 };
 
 // The ticks of stages, and the one place that knows their order: blocks go from 0 to L-1 forward,
@@ -966,7 +980,11 @@ static int tick_backward(const Model *m, int layer, int stage) {
     return tick_lnf(m) + 3 + (m->L - 1 - layer) * BACK_TICKS + stage - (stage > F_GELU);
 }
 static int tick_embed_backward(const Model *m) { return tick_backward(m, -1, 0); }
-static int tick_update(const Model *m) { return tick_embed_backward(m) + 1; }
+// The last tick of a micro-step, before update where there is nothing to join.
+static int tick_join(const Settings *s) {
+    return tick_embed_backward(&s->model) + settings_joins(s);
+}
+static int tick_update(const Settings *s) { return tick_join(s) + 1; }
 
 // What a tick stands for.
 typedef struct {
@@ -977,12 +995,13 @@ typedef struct {
 // The inverse of the functions above: the tick's stage and layer. A block's ticks in backward are
 // the seven stages that may come again (F_FCPROJ's output is the next block's x and is kept), then
 // its eight own.
-static Tick tick_at(const Model *m, int tick) {
+static Tick tick_at(const Settings *s, int tick) {
+    const Model *m = &s->model;
     const int forward = tick - 1, head = tick - tick_lnf(m);
     const int backward = tick - tick_backward(m, m->L - 1, 0);
     Tick t = {EMBED, -1, 0};
     if (tick >= tick_embed_backward(m)) {
-        t.stage = D_EMBED + tick - tick_embed_backward(m);
+        t.stage = tick == tick_update(s) ? UPDATE : D_EMBED + tick - tick_embed_backward(m);
     } else if (backward >= 0) {
         int stage = backward % BACK_TICKS;
         t.layer = m->L - 1 - backward / BACK_TICKS;
@@ -998,8 +1017,8 @@ static Tick tick_at(const Model *m, int tick) {
 }
 
 // A tick as --plan --json and dev/report.py call it: `head`, `3.qkv`, `3.re-qkv`.
-static void tick_name(char name[32], const Model *m, int tick) {
-    Tick t = tick_at(m, tick);
+static void tick_name(char name[32], const Settings *s, int tick) {
+    Tick t = tick_at(s, tick);
     if (t.layer < 0) {
         snprintf(name, 32, "%s", stage_table[t.stage].name);
     } else {
@@ -1064,23 +1083,22 @@ typedef struct {
     const char *name;
     int channels;               // x C, or PER_TOKEN, PER_HEAD (fp32 statistics)
     int made, used, used_back;  // stages: forward, forward, backward
-    HomeOf home;
 } ActEntry;
 static const ActEntry act_table[ACTS] = {
     // made by the block before, or by embed: never again
-    {"x", 1, F_FCPROJ, F_ATTPROJ, B_LN1, HOME_OF_RESIDUALS},
-    {"ln1", 1, F_LN1, F_QKV, B_QKV, ON_DEVICE},
-    {"ln1.mean", PER_TOKEN, F_LN1, F_LN1, B_LN1, ON_DEVICE},
-    {"ln1.rstd", PER_TOKEN, F_LN1, F_LN1, B_LN1, ON_DEVICE},
-    {"qkv", 3, F_QKV, F_ATT, B_ATT, ON_DEVICE},
-    {"att", 1, F_ATT, F_ATTPROJ, B_ATT, ON_DEVICE},
-    {"lse", PER_HEAD, F_ATT, F_ATT, B_ATT, ON_DEVICE},
-    {"res2", 1, F_ATTPROJ, F_FCPROJ, B_LN2, ON_DEVICE},
-    {"ln2", 1, F_LN2, F_FC, B_FC, ON_DEVICE},
-    {"ln2.mean", PER_TOKEN, F_LN2, F_LN2, B_LN2, ON_DEVICE},
-    {"ln2.rstd", PER_TOKEN, F_LN2, F_LN2, B_LN2, ON_DEVICE},
-    {"fch", 4, F_FC, F_GELU, B_GELU, ON_DEVICE},
-    {"gelu", 4, F_GELU, F_FCPROJ, B_FCPROJ, ON_DEVICE},
+    {"x", 1, F_FCPROJ, F_ATTPROJ, B_LN1},
+    {"ln1", 1, F_LN1, F_QKV, B_QKV},
+    {"ln1.mean", PER_TOKEN, F_LN1, F_LN1, B_LN1},
+    {"ln1.rstd", PER_TOKEN, F_LN1, F_LN1, B_LN1},
+    {"qkv", 3, F_QKV, F_ATT, B_ATT},
+    {"att", 1, F_ATT, F_ATTPROJ, B_ATT},
+    {"lse", PER_HEAD, F_ATT, F_ATT, B_ATT},
+    {"res2", 1, F_ATTPROJ, F_FCPROJ, B_LN2},
+    {"ln2", 1, F_LN2, F_FC, B_FC},
+    {"ln2.mean", PER_TOKEN, F_LN2, F_LN2, B_LN2},
+    {"ln2.rstd", PER_TOKEN, F_LN2, F_LN2, B_LN2},
+    {"fch", 4, F_FC, F_GELU, B_GELU},
+    {"gelu", 4, F_GELU, F_FCPROJ, B_FCPROJ},
 };
 
 // Gradients of activations inside one block's backward. d_mlp is the gradient of the GELU's output
@@ -1120,10 +1138,14 @@ static size_t matmul_workspace_bytes(int threads);  // chapter Matmul and fast m
 
 // Buffers that exist once, the table below in the same order. The others are found by (activation,
 // layer) and (gradient, layer).
+enum { SLOTS = 2 };  // of what visits the device, a kind
 enum {
-    BUF_WEIGHTS, BUF_GRADS, BUF_GRADS_1D, BUF_M, BUF_V, BUF_MASTER, BUF_LOSSES, BUF_MATMUL,
-    BUF_BATCH, BUF_TENSORS, BUF_STATE, BUF_PARTIALS, BUF_PINNED, BUF_XF, BUF_LNF, BUF_LNF_MEAN,
-    BUF_LNF_RSTD, BUF_LOGITS, BUF_DRES, BUF_ATT_D, SINGLES
+    BUF_WEIGHTS, BUF_GRADS, BUF_GRADS_1D, BUF_M, BUF_V, BUF_MASTER, BUF_WEIGHTS_HOME,
+    BUF_GRADS_HOME, BUF_X_HOME, BUF_WEIGHTS_SLOT, BUF_GRADS_SLOT = BUF_WEIGHTS_SLOT + SLOTS,
+    BUF_X_SLOT = BUF_GRADS_SLOT + SLOTS, BUF_EXCHANGE = BUF_X_SLOT + SLOTS, STATE_BUFFERS,
+    BUF_LOSSES = STATE_BUFFERS, BUF_MATMUL, BUF_BATCH, BUF_TENSORS, BUF_STATE, BUF_PARTIALS,
+    BUF_PINNED, BUF_XF, BUF_LNF, BUF_LNF_MEAN, BUF_LNF_RSTD, BUF_LOGITS, BUF_DRES, BUF_ATT_D,
+    SINGLES
 };
 typedef struct {
     Group group;
@@ -1134,30 +1156,22 @@ typedef struct {
     HomeOf home;
 } BufferEntry;
 
+// The first rows of the table: states, and what brings them to the device.
+static void state_buffers(BufferEntry rows[STATE_BUFFERS], const Settings *s);  // next chapter
+
 // The table for a run with settings `s`; what has no elements is not in its plan.
 static void single_buffers(BufferEntry buffers[SINGLES], const Settings *s) {
     const Model *m = &s->model;
-    const int end = tick_update(m), x = tick_forward(m->L - 1, F_FCPROJ), lnf = tick_lnf(m);
+    const int end = tick_update(s), x = tick_forward(m->L - 1, F_FCPROJ), lnf = tick_lnf(m);
     const int head = tick_head(m), back = tick_lnf_backward(m), back_end = tick_embed_backward(m);
     // A GPU's own buffers have no elements on the CPU: their counts are multiplied by gpu, 0 or 1.
     const int64_t gpu = s->gpu, N = (int64_t)s->B * s->T, NC = N * m->C, batch = batch_ints(N);
-    // A GPU sums the gradients of vectors in fp32, apart from those of matrices.
-    const int64_t all = tensor_offset(m, TENSORS, 0);
-    const int64_t vectors = gpu * subset_offset(m, TENSORS, 0, VECTORS);
-    const int64_t master = settings_has_master(s) ? all : 0;
     const int64_t matmul =
         gpu ? (int64_t)GPU_MATMUL_BYTES : (int64_t)matmul_workspace_bytes(s->threads);
     const int64_t table = gpu * model_tensors(m) * GPU_TENSOR_ROW_BYTES;
     const int64_t partials = gpu * max_i64((int64_t)GPU_PARTIAL_BLOCKS * 4 * m->C, 1024);
-    const Type E = s->dtype, G = s->grad_dtype, M = s->moment_dtype, R = settings_real(s);
-    const Type low = s->split_master ? TYPE_U16 : TYPE_FP32;
-    const BufferEntry rows[SINGLES] = {
-        {GROUP_WEIGHTS, "weights", E, all, 0, end, HOME_OF_WEIGHTS},
-        {GROUP_GRADIENTS, "gradients", G, all - vectors, 0, end, HOME_OF_GRADIENTS},
-        {GROUP_GRADIENTS, "gradients of vectors", TYPE_FP32, vectors, 0, end, ON_DEVICE},
-        {GROUP_MOMENTS, "moment m", M, all, 0, end, HOME_OF_MOMENTS},
-        {GROUP_MOMENTS, "moment v", M, all, 0, end, HOME_OF_MOMENTS},
-        {GROUP_MASTER, "master", low, master, 0, end, HOME_OF_MASTER},
+    const Type E = s->dtype, R = settings_real(s);
+    const BufferEntry rows[SINGLES - STATE_BUFFERS] = {
         {GROUP_BATCH, "losses", R, N, 0, end, ON_DEVICE},
         {GROUP_WORKSPACE, "matmul workspace", TYPE_U8, matmul, 0, end, ON_DEVICE},
         {GROUP_BATCH, "batch", TYPE_I32, gpu * batch, 0, end, ON_DEVICE},
@@ -1166,7 +1180,7 @@ static void single_buffers(BufferEntry buffers[SINGLES], const Settings *s) {
         {GROUP_WORKSPACE, "partial sums", TYPE_FP32, partials, 0, end, ON_DEVICE},
         // Two batches, so that one is filled while the other goes up; then the state comes down.
         {GROUP_BATCH, "pinned batches", TYPE_I32, gpu * (2 * batch + 64), 0, end, ON_HOST},
-        {GROUP_KEPT, "xf", E, NC, x, back, HOME_OF_RESIDUALS},
+        {GROUP_KEPT, "xf", E, NC, x, back, ON_DEVICE},
         {GROUP_WORKING, "lnf", E, NC, lnf, back, ON_DEVICE},
         {GROUP_WORKING, "lnf.mean", R, N, lnf, back, ON_DEVICE},
         {GROUP_WORKING, "lnf.rstd", R, N, lnf, back, ON_DEVICE},
@@ -1175,7 +1189,8 @@ static void single_buffers(BufferEntry buffers[SINGLES], const Settings *s) {
         {GROUP_WORKING, "d_residual", E, NC, back, back_end, ON_DEVICE},
         {GROUP_WORKING, "attention D", TYPE_FP32, gpu * N * m->NH, back, back_end, ON_DEVICE},
     };
-    memcpy(buffers, rows, sizeof rows);
+    state_buffers(buffers, s);
+    memcpy(buffers + STATE_BUFFERS, rows, sizeof rows);
 }
 
 typedef struct {
@@ -1215,7 +1230,8 @@ static int plan_add(Plan *p, const BufferEntry *entry, int layer) {
     b->first = entry->first;
     b->last = entry->last;
     const HomeOf home = entry->home;
-    b->home = home < HOMES ? (Home)p->settings.home[home] : (Home)(home == ON_HOST);
+    const int hosted = home < HOMES ? p->settings.home[home] & HOME_HOST : home == ON_HOST;
+    b->home = hosted ? HOME_HOST : HOME_DEVICE;
     b->bytes = (size_t)entry->count * type_bytes(entry->type);
     return p->buffer_count++;
 }
@@ -1239,7 +1255,11 @@ static void plan_add_block(Plan *p, int layer) {
         const int made = tick_forward(layer - (i == ACT_X), a->made);
         const int used_back = tick_backward(m, layer, a->used_back);
         BufferEntry entry = {GROUP_KEPT, a->name, a->channels > 0 ? s->dtype : settings_real(s),
-                             act_count(m, i, N), made, used_back, a->home};
+                             act_count(m, i, N), made, used_back, ON_DEVICE};
+        if (i == ACT_X && s->home[HOME_OF_RESIDUALS]) {
+            *forward = *backward = p->single[BUF_X_SLOT + layer % SLOTS];
+            continue;
+        }
         if (!plan_recomputes(s, a->made, layer)) {
             *forward = *backward = plan_add(p, &entry, layer);
             continue;
@@ -1280,12 +1300,14 @@ static int place_compare(const void *a, const void *b) {
     return x[i] < y[i] ? -1 : x[i] > y[i];
 }
 
-// Buffers of the whole run come first; then kept activations, the long-lived before the short,
-// which makes them a stack; then the rest, by life or, where `by_size`, the largest first.
+// Buffers of the whole run come first, and slots, which would split the arena elsewhere; then kept
+// activations, the long-lived before the short, which makes them a stack; then the rest, by life
+// or, where `by_size`, the largest first.
 static PlaceKey place_key(const Plan *p, int i, int by_size) {
     const Buffer *b = &p->buffers[i];
     const int64_t life = b->last - b->first, bytes = (int64_t)b->bytes;
-    const int kind = life == p->ticks - 1 ? 0 : b->group == GROUP_KEPT ? 1 : 2;
+    const int whole = p->ticks - 1 - settings_joins(&p->settings);
+    const int kind = life >= whole ? 0 : b->group == GROUP_KEPT ? 1 : 2;
     PlaceKey by_life = {{kind, -life, -bytes, i}}, largest = {{kind, -bytes, -life, i}};
     return by_size && kind == 2 ? largest : by_life;
 }
@@ -1363,7 +1385,7 @@ static size_t plan_peak(const Plan *p, int *peak) {
 static void plan_build(Plan *p, const Settings *s) {
     memset(p, 0, sizeof *p);
     p->settings = *s;
-    p->ticks = tick_update(&s->model) + 1;
+    p->ticks = tick_update(s) + 1;
     const size_t L = (size_t)s->model.L;
     p->buffers = (Buffer *)alloc_zero(SINGLES + (2 * ACTS + GRADS) * L, sizeof(Buffer));
     p->act = (int *)alloc_zero(2 * ACTS * L, sizeof(int));
@@ -1520,7 +1542,237 @@ static void plan_close(Plan *p) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 6. What fits
+// 6. Buckets and visits
+// A state need not be whole on the device: with HOME_SHARD each of N ranks keeps one Nth of it;
+// with HOME_HOST it lies in host memory. All of it is arithmetic, the same for every rank, so that
+// 1,024 of them can be planned without having one.
+// 1. Ranks exchange buckets: all vectors, wte, wpe, the four matrices of each block; padded to a
+//    multiple of 64 N elements, so that N parts are equal and start where a tensor may. One rank
+//    pads nothing. Padding is zero and nobody reads it.
+// 2. A flat buffer that one rank has whole keeps the order of chapter The model, which is that of
+//    the files; elsewhere bucket follows bucket, so that a part is one range of memory. A tensor is
+//    one range in either order, and so is a rank's part of it: there are no lists of ranges.
+// 3. Vectors are whole on every rank: they are 0.1 % of the parameters, and moving them would cost
+//    latency. wte and wpe do not visit, as the first and the last layer need them, nor do moments
+//    and master, as the update reads and writes each element once, in place.
+// 4. Weights and gradients of blocks, and residuals, visit the device in two slots a kind, block l
+//    in slot l % 2: one is used while the other is filled or emptied.
+// 5. Bytes change hands on the compute stream alone: it waits for an arrival before the first use,
+//    and for a departure before anything is written over it. So the lives of slots are ticks.
+
+typedef struct {
+    int64_t offset, count, part;  // elements: in a whole state, padded, of one rank
+} Bucket;
+enum { BUCKET_VECTORS, BUCKET_WTE, BUCKET_WPE, BUCKET_BLOCKS };  // block l's: BUCKET_BLOCKS + l
+
+// The offset of bucket BUCKET_BLOCKS + L is where a whole state ends.
+static Bucket bucket_at(const Model *m, int ranks, int bucket) {
+    const int64_t sizes[] = {
+        subset_offset(m, TENSORS, 0, VECTORS), tensor_padded_size(m, WTE, ALL_TENSORS),
+        tensor_padded_size(m, WPE, ALL_TENSORS),
+        subset_offset(m, QKVW, 1, MATRICES) - subset_offset(m, QKVW, 0, MATRICES)};
+    Bucket b = {0, 0, 0};
+    for (int i = 0; i <= bucket; i++) {
+        b.offset += b.count;
+        b.count = round_up_i64(sizes[min_int(i, BUCKET_BLOCKS)], (int64_t)TENSOR_ALIGN * ranks);
+    }
+    b.part = b.count / ranks;
+    return b;
+}
+
+// What a rank has of a tensor: its elements first .. first + count - 1.
+typedef struct {
+    int64_t first, count;
+    int64_t param, state;  // where `first` is in whole weights; in the rank's moments and master
+} TensorRange;
+
+// The part of rank s->rank of a tensor, or with `whole` all of it: the norm adds up parts, so that
+// its sum is the same at every stage; see tensor_update_range for AdamW.
+static TensorRange tensor_range(const Settings *s, int tensor, int layer, int whole) {
+    const Model *m = &s->model;
+    const int matrix = tensor_is_matrix(tensor), subset = matrix ? MATRICES : VECTORS;
+    const int block = matrix && tensor_table[tensor].per_layer;
+    const Bucket b = bucket_at(m, s->ranks, block     ? BUCKET_BLOCKS + layer
+                                            : !matrix ? BUCKET_VECTORS
+                                                      : BUCKET_WTE + tensor - WTE);
+    // Of the tensor in its bucket, and of the part in the tensor.
+    const int64_t at = subset_offset(m, tensor, layer, subset) -
+                       (matrix ? subset_offset(m, block ? QKVW : tensor, layer, subset) : 0);
+    const int64_t size = tensor_size(m, tensor), part = s->rank * b.part - at;
+    TensorRange r = {0, size, 0, 0};
+    if (!whole) {
+        r.first = min_i64(max_i64(part, 0), size);
+        r.count = min_i64(max_i64(part + b.part, 0), size) - r.first;
+    }
+    const int64_t in_file = tensor_offset(m, tensor, layer) + r.first;
+    const int64_t vectors = bucket_at(m, s->ranks, BUCKET_VECTORS).count;
+    const int64_t in_buckets = b.offset + at + r.first;
+    r.param = s->ranks > 1 || s->home[HOME_OF_WEIGHTS] ? in_buckets : in_file;
+    r.state = s->ranks > 1 ? in_buckets : in_file;
+    if (matrix && s->home[HOME_OF_MOMENTS] & HOME_SHARD) {
+        r.state = vectors + (b.offset - vectors) / s->ranks + r.first - part;
+    }
+    return r;
+}
+
+// What AdamW updates on this rank: vectors are updated alike by all, matrices too unless their
+// moments are sharded.
+static TensorRange tensor_update_range(const Settings *s, int tensor, int layer) {
+    const int sharded = s->home[HOME_OF_MOMENTS] & HOME_SHARD;
+    return tensor_range(s, tensor, layer, !sharded || !tensor_is_matrix(tensor));
+}
+
+// Elements that a rank keeps of `count` of a state.
+static int64_t own_count(const Settings *s, HomeOf state, int64_t count) {
+    return s->home[state] & HOME_SHARD ? count / s->ranks : count;
+}
+
+// States, their homes and slots as rows of the plan: what a home does not need has no elements.
+static void state_buffers(BufferEntry rows[STATE_BUFFERS], const Settings *s) {
+    const Model *m = &s->model;
+    const int end = tick_update(s), join = tick_join(s);
+    const int64_t vectors = bucket_at(m, s->ranks, BUCKET_VECTORS).count;
+    // Elements that never visit, of all blocks, and of one of them.
+    const int64_t stay = bucket_at(m, s->ranks, BUCKET_BLOCKS).offset;
+    const int64_t block = bucket_at(m, s->ranks, BUCKET_BLOCKS).count, blocks = m->L * block;
+    const int64_t NC = (int64_t)s->B * s->T * m->C, has_second = m->L > 1;
+    // Where a state is whole on the device nothing visits: these counts are multiplied by 0.
+    const int64_t W = s->home[HOME_OF_WEIGHTS] != 0, G = s->home[HOME_OF_GRADIENTS] != 0;
+    const int64_t X = s->home[HOME_OF_RESIDUALS] != 0;
+    const int64_t weights = own_count(s, HOME_OF_WEIGHTS, W * blocks);
+    const int64_t grads = own_count(s, HOME_OF_GRADIENTS, G * blocks);
+    // A GPU sums the gradients of vectors in fp32, apart from those of matrices.
+    const int64_t grads_1d = s->gpu * vectors;
+    const int64_t moments = vectors + own_count(s, HOME_OF_MOMENTS, stay - vectors + blocks);
+    const int64_t master = vectors + own_count(s, HOME_OF_MASTER, stay - vectors + blocks);
+    const Type E = s->dtype, D = s->grad_dtype, M = s->moment_dtype;
+    const Type low = s->split_master ? TYPE_U16 : TYPE_FP32;
+    const BufferEntry states[STATE_BUFFERS] = {
+        {GROUP_WEIGHTS, "weights", E, stay + (1 - W) * blocks, 0, end, ON_DEVICE},
+        {GROUP_GRADIENTS, "gradients", D, stay - grads_1d + (1 - G) * blocks, 0, end, ON_DEVICE},
+        {GROUP_GRADIENTS, "gradients of vectors", TYPE_FP32, grads_1d, 0, end, ON_DEVICE},
+        {GROUP_MOMENTS, "moment m", M, moments, 0, end, HOME_OF_MOMENTS},
+        {GROUP_MOMENTS, "moment v", M, moments, 0, end, HOME_OF_MOMENTS},
+        {GROUP_MASTER, "master", low, settings_has_master(s) * master, 0, end, HOME_OF_MASTER},
+        {GROUP_WEIGHTS, "weights at home", E, weights, 0, end, HOME_OF_WEIGHTS},
+        {GROUP_GRADIENTS, "gradients at home", D, grads, 0, end, HOME_OF_GRADIENTS},
+        // The last two blocks' never leave.
+        {GROUP_KEPT, "residuals at home", E, X * NC * max_i64(m->L - SLOTS, 0), 0, end,
+         HOME_OF_RESIDUALS},
+        {GROUP_WEIGHTS, "weights, slot 0", E, W * block, 0, join, ON_DEVICE},
+        {GROUP_WEIGHTS, "weights, slot 1", E, W * block * has_second, 0, join, ON_DEVICE},
+        {GROUP_GRADIENTS, "gradients, slot 0", D, G * block, 0, join, ON_DEVICE},
+        {GROUP_GRADIENTS, "gradients, slot 1", D, G * block * has_second, 0, join, ON_DEVICE},
+        {GROUP_KEPT, "residuals, slot 0", E, X * NC, 0, join, ON_DEVICE},
+        {GROUP_KEPT, "residuals, slot 1", E, X * NC * has_second, 0, join, ON_DEVICE},
+        // Other ranks' parts of a bucket, before one kernel adds them; larger buckets in pieces.
+        {GROUP_WORKSPACE, "exchange", D, (s->ranks > 1) * block, 0, join, ON_DEVICE},
+    };
+    memcpy(rows, states, sizeof states);
+}
+
+// A tenant of a slot, in ticks of the compute stream: `arrive` starts what brings it, `first` waits
+// for that, behind `last` it departs, and `leave` waits for that. `in` and `out` are flags of its
+// home: HOME_HOST uploads and downloads, HOME_SHARD gathers and reduces, both upload a part and
+// then gather; 0: made on the device; nothing departs.
+typedef struct {
+    HomeOf what;
+    int block, slot;
+    int arrive, first, last, leave;
+    int in, out;
+} Visit;
+enum { BLOCK_VISITS = 5 };  // of one block at most
+
+// The visits of a micro-step in the order of their arrival; returns their number, at most
+// BLOCK_VISITS L. A forward pass alone makes those that arrive by the head, and nothing departs.
+// The last two blocks stay from forward to backward. Weights that are there already, as those of
+// blocks 0 and 1 are from the second micro-step on, need not arrive again; gradients on the host
+// arrive from the second micro-step on, to be added to.
+static int visits_build(Visit *visits, const Settings *s) {
+    const Model *m = &s->model;
+    const int L = m->L, weights = s->home[HOME_OF_WEIGHTS];
+    const int x = s->home[HOME_OF_RESIDUALS], gradients = s->home[HOME_OF_GRADIENTS];
+    int n = 0;
+    for (int i = 0; i < 2 * L; i++) {
+        const int backward = i >= L, l = backward ? 2 * L - 1 - i : i;
+        const int slot = l % SLOTS, stays = l >= L - SLOTS;
+        const int before = tick_backward(m, l + 1, 0), back = tick_backward(m, l, 0);
+        const int d_qkv = tick_backward(m, l, B_QKV), d_ln1 = tick_backward(m, l, B_LN1);
+        const int early = l < SLOTS ? 0 : tick_forward(l - 1, F_LN1), qkv = tick_forward(l, F_QKV);
+        const int made = tick_forward(l - 1, F_FCPROJ);  // of x, by the block before or by embed
+        const int over = tick_forward(l + 1, F_FCPROJ);  // where x of the block after next is made
+        const int fcproj = stays ? d_qkv : tick_forward(l, F_FCPROJ);
+        const int attproj = stays ? d_ln1 : tick_forward(l, F_ATTPROJ);
+        const int reused = l < SLOTS ? tick_join(s) : tick_backward(m, l - SLOTS, 0);
+        const Visit rows[BLOCK_VISITS] = {
+            {HOME_OF_WEIGHTS, l, slot, early, qkv, fcproj, fcproj, weights, 0},
+            {HOME_OF_RESIDUALS, l, slot, made, made, attproj, stays ? attproj : over, 0,
+             stays ? 0 : x},
+            // In backward.
+            {HOME_OF_WEIGHTS, l, slot, before, back, d_qkv, d_qkv, weights, 0},
+            {HOME_OF_RESIDUALS, l, slot, before, back, d_ln1, d_ln1, x, 0},
+            {HOME_OF_GRADIENTS, l, slot, back, tick_backward(m, l, B_FCPROJ), d_qkv, reused,
+             gradients & HOME_HOST, gradients},
+        };
+        for (int k = !backward ? 0 : stays ? 4 : 2; k < (backward ? BLOCK_VISITS : 2); k++) {
+            if (s->home[rows[k].what]) {
+                visits[n++] = rows[k];
+            }
+        }
+    }
+    return n;
+}
+
+// Bytes that a rank moves in a step of `micros` micro-steps: between host and device, and to the
+// other ranks, of what it gathers and reduces.
+typedef struct {
+    double up, down, gathered, reduced;
+} Traffic;
+
+// Counts them from the visits and the plan's buffers; nothing of it is timed.
+static Traffic step_traffic(const Settings *s, int micros) {
+    const double others = 1 - 1.0 / s->ranks;
+    const int divided = s->home[HOME_OF_MOMENTS] & HOME_SHARD;
+    BufferEntry rows[SINGLES];
+    Visit *visits = (Visit *)alloc_zero(BLOCK_VISITS * (size_t)s->model.L, sizeof(Visit));
+    const int n = visits_build(visits, s);
+    Traffic t = {0, 0, 0, 0};
+    single_buffers(rows, s);
+    for (int i = 0; i < n; i++) {
+        const Visit *v = &visits[i];
+        const int weights = v->what == HOME_OF_WEIGHTS, grads = v->what == HOME_OF_GRADIENTS;
+        const int id = weights ? BUF_WEIGHTS_SLOT : grads ? BUF_GRADS_SLOT : BUF_X_SLOT;
+        const double bytes = (double)rows[id].count * (double)type_bytes(rows[id].type);
+        const double own = s->home[v->what] & HOME_SHARD ? bytes / s->ranks : bytes;
+        const int times = weights && v->arrive == 0 ? 1 : micros - grads;
+        t.up += v->in & HOME_HOST ? times * own : 0;
+        t.gathered += v->in & HOME_SHARD ? times * others * bytes : 0;
+        t.down += v->out & HOME_HOST ? micros * own : 0;
+        t.reduced += v->out & HOME_SHARD ? micros * others * bytes : 0;
+    }
+    free(visits);
+    // The update works in place; the norm reads gradients once more.
+    static const int in_place[][3] = {{BUF_WEIGHTS_HOME, 1, 1}, {BUF_GRADS_HOME, 2, 0},
+                                      {BUF_M, 1, 1}, {BUF_V, 1, 1}, {BUF_MASTER, 1, 1}};
+    for (size_t i = 0; i < sizeof in_place / sizeof in_place[0]; i++) {
+        const BufferEntry *row = &rows[in_place[i][0]];
+        const double bytes = (double)row->count * (double)type_bytes(row->type);
+        t.up += s->home[row->home] & HOME_HOST ? in_place[i][1] * bytes : 0;
+        t.down += s->home[row->home] & HOME_HOST ? in_place[i][2] * bytes : 0;
+    }
+    // Whole gradients are reduced once; then the parts are gathered of what AdamW has divided, or
+    // else of the sums.
+    const double vectors = 4 * (double)rows[BUF_GRADS_1D].count, w = (double)type_bytes(s->dtype);
+    const double grads = (double)type_bytes(s->grad_dtype) * (double)rows[BUF_GRADS].count;
+    const int64_t home = s->home[HOME_OF_WEIGHTS] & HOME_SHARD ? 0 : rows[BUF_WEIGHTS_HOME].count;
+    const int64_t params = rows[BUF_WEIGHTS].count - rows[BUF_GRADS_1D].count + home;
+    t.reduced += others * (grads + vectors);
+    t.gathered += others * ((divided ? w * (double)params : grads) + vectors);
+    return t;
+}
+
+// -------------------------------------------------------------------------------------------------
+// 7. What fits
 // First from options to settings, on the card that is named or at hand; then from settings to the
 // printed plan, and to what would make a run fit. Costs are counted (FLOPs of what is recomputed
 // over FLOPs of a step), never timed.
@@ -1559,6 +1811,13 @@ static const GpuEntry *gpu_find(const Options *o) {
 // says so.
 static const size_t library_reserve_bytes = (size_t)1 << 30;
 
+// What NCCL takes for the exchange between ranks: about 12 MiB a peer and channel, an estimate from
+// the growth that NVIDIA/nccl#1685 reports of eight H100; a run is to allow it this many channels.
+enum { NCCL_CHANNELS = 4 };
+static size_t nccl_estimate_bytes(const Settings *s) {
+    return (size_t)(s->ranks - 1) * NCCL_CHANNELS * ((size_t)12 << 20);
+}
+
 // Rows of a classifier chunk, in multiples of 128. All logits of a batch at once would be the
 // largest buffer of most plans. The CPU gets 64 MiB, 256 rows of GPT-2's vocabulary: each chunk
 // packs the whole of wte again, which 256 rows pay for. A GPU gets 256 MiB, since each chunk also
@@ -1568,7 +1827,34 @@ static int64_t default_logit_rows(const Model *m, size_t element_bytes, int64_t 
     return min_i64(max_i64(bytes / (m->Vp * (int64_t)element_bytes) / 128 * 128, 128), N);
 }
 
-// Number types, master bits and homes of the states. Ends the run at what the card, the program or
+// The stage of ZeRO from which on each state is sharded, 0: never.
+static const int shard_stage[HOMES] = {3, 2, 1, 1, 0};
+
+// Ranks and homes, from --gpus, --zero and --offload. Ends the run where it is not only planned.
+static void settings_homes(Settings *s, const Options *o) {
+    if (!o->plan && (o->gpus > 1 || o->zero)) {
+        die("%s %" PRId64 " can be planned with --plan; this program trains on one GPU so far",
+            o->gpus > 1 ? "--gpus" : "--zero (-z)", o->gpus > 1 ? o->gpus : o->zero);
+    }
+    s->ranks = (int)o->gpus;
+    for (int state = 0; state < HOMES; state++) {
+        const int stage = shard_stage[state], sharded = s->ranks > 1 && stage && o->zero >= stage;
+        const int hosted = o->offload >> state & 1;
+        s->home[state] = (uint8_t)((hosted ? HOME_HOST : 0) | (sharded ? HOME_SHARD : 0));
+    }
+    if (s->ranks > 1 && s->home[HOME_OF_GRADIENTS] & HOME_HOST) {
+        die("--offload gradients: that is for one GPU; of %d, each keeps its part of them with "
+            "--zero (-z) 2", s->ranks);
+    }
+}
+
+static int settings_zero(const Settings *s) {
+    const int moments = s->home[HOME_OF_MOMENTS] & HOME_SHARD;
+    return (moments + (s->home[HOME_OF_GRADIENTS] & HOME_SHARD) +
+            (s->home[HOME_OF_WEIGHTS] & HOME_SHARD)) / HOME_SHARD;
+}
+
+// Number types and master bits of the states. Ends the run at what the card, the program or
 // another setting rules out.
 static void settings_types(Settings *s, const Options *o) {
     const GpuEntry *card = gpu_find(o);
@@ -1583,8 +1869,6 @@ static void settings_types(Settings *s, const Options *o) {
     s->grad_dtype = s->dtype == TYPE_BF16 && o->grad_dtype != GRADS_FP32 ? TYPE_BF16 : fp32;
     s->moment_dtype = o->moments == MOMENTS_BF16 ? TYPE_BF16 : fp32;
     s->split_master = s->dtype == TYPE_BF16 && o->master == MASTER_SPLIT;
-    s->home[HOME_OF_MOMENTS] = o->offload & OFFLOAD_MOMENTS ? HOME_HOST : HOME_DEVICE;
-    s->home[HOME_OF_MASTER] = o->offload & OFFLOAD_MASTER ? HOME_HOST : HOME_DEVICE;
     const int plain = s->dtype == TYPE_REAL && s->moment_dtype == TYPE_REAL;
     if (!s->gpu && (!plain || settings_offloads(s))) {
         die("--dtype, --moments and --offload: this run computes in fp32 on the CPU; with --plan "
@@ -1594,7 +1878,7 @@ static void settings_types(Settings *s, const Options *o) {
         die("--%s bf16 needs --dtype bf16, found %s",
             o->grad_dtype == GRADS_BF16 ? "grad-dtype" : "moments", choice_text(dtypes, dtype).s);
     }
-    if (s->home[HOME_OF_MASTER] == HOME_HOST && !settings_has_master(s)) {
+    if (s->home[HOME_OF_MASTER] & HOME_HOST && !settings_has_master(s)) {
         die("--offload master: there is no master copy with --dtype %s and --master (-w) %s",
             choice_text(dtypes, dtype).s, choice_text(masters, o->master).s);
     }
@@ -1606,7 +1890,6 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
     memset(s, 0, sizeof *s);
     s->model = *m;
     s->gpu = gpu;
-    s->ranks = 1;
     s->B = (int)o->batch;
     s->T = o->seq_len ? (int)o->seq_len : m->maxT;
     s->threads = thread_count();
@@ -1618,6 +1901,7 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
         die("--batch (-b) %d x --seq-len (-t) %d: a micro-batch holds at most 67,108,864 tokens",
             s->B, s->T);
     }
+    settings_homes(s, o);
     settings_types(s, o);
     recompute_parse(s, o->recompute);
     if (o->logit_rows > N) {
@@ -1678,10 +1962,10 @@ static int plan_remedies(const Plan *p, Remedy list[MAX_REMEDIES]) {
         snprintf(cost, sizeof cost, "%.1f %% more arithmetic, same bits", 100 * recompute_cost(&s));
         n = remedy_add(list, n, p, &s, option, cost);
     }
-    if (now->gpu && now->home[HOME_OF_MOMENTS] == HOME_DEVICE) {
+    if (now->gpu && !(now->home[HOME_OF_MOMENTS] & HOME_HOST)) {
         Settings s = *now;
-        s.home[HOME_OF_MOMENTS] = HOME_HOST;
-        s.home[HOME_OF_MASTER] = settings_has_master(&s) ? HOME_HOST : HOME_DEVICE;
+        s.home[HOME_OF_MOMENTS] |= HOME_HOST;
+        s.home[HOME_OF_MASTER] |= settings_has_master(&s) ? HOME_HOST : HOME_DEVICE;
         n = remedy_add(list, n, p, &s,
                        settings_has_master(&s) ? "--offload moments,master" : "--offload moments",
                        "host memory and PCIe time once a step, same bits");
@@ -1860,7 +2144,7 @@ static void plan_print_json(const Plan *p) {
            p->settings.gpu ? "gpu" : "cpu", p->device_bytes, p->host_bytes);
     for (int t = 0; t < p->ticks; t++) {
         char name[32];
-        tick_name(name, &p->settings.model, t);
+        tick_name(name, &p->settings, t);
         printf("%s\"%s\"", t ? "," : "", name);
     }
     printf("],\"buffers\":[");
@@ -1910,6 +2194,32 @@ static void plan_print_line(const char *name, size_t bytes, const char *note) {
            bytes_text((double)bytes).s, note);
 }
 
+// What --plan says of a GPU run alone: libraries, host memory, and what a step moves where not
+// everything is whole on the device.
+static void plan_print_gpu(const Plan *p, size_t total) {
+    const Settings *s = &p->settings;
+    const Traffic t = step_traffic(s, 1);
+    char note[80];
+    plan_print_line("library", library_reserve_bytes, "   reserved, not measured");
+    if (s->ranks > 1) {
+        snprintf(note, sizeof note, "   reserved, not measured: 12 MiB x %d peers x %d channels",
+                 s->ranks - 1, NCCL_CHANNELS);
+        plan_print_line("NCCL", nccl_estimate_bytes(s), note);
+    }
+    plan_print_line("total per GPU", total, "   with the reserve");
+    plan_print_line(s->ranks > 1 ? "host memory per GPU" : "host memory", p->host_bytes, "");
+    if (t.up + t.down > 0) {
+        printf("a step of one micro-step moves %s up to the GPU and %s down\n", bytes_text(t.up).s,
+               bytes_text(t.down).s);
+    }
+    if (s->ranks > 1) {
+        printf("a step of one micro-step sends %s from each GPU: %s of gradients to add, %s to "
+               "gather\n",
+               bytes_text(t.reduced + t.gathered).s, bytes_text(t.reduced).s,
+               bytes_text(t.gathered).s);
+    }
+}
+
 // Prints the plan by group, whether it fits the `available` bytes of `where` (0: nothing to fit
 // into), what each setting would save, and the rule of thumb. Returns 0 when it does not fit.
 static int plan_print(const Plan *p, size_t available, const char *where) {
@@ -1918,7 +2228,8 @@ static int plan_print(const Plan *p, size_t available, const char *where) {
     static const char *const types[] = {"fp32", "bf16", "fp16"};
     int blocks, level = settings_level(s, &blocks);
     size_t device[GROUPS], host[GROUPS], sum = 0;
-    size_t total = p->device_bytes + (s->gpu ? library_reserve_bytes : 0);
+    size_t total = p->device_bytes;
+    total += s->gpu ? library_reserve_bytes + nccl_estimate_bytes(s) : 0;
     printf("memory plan of the %s run\nL%d NH%d C%d, vocabulary %d (%d rows), %s parameters; %s; "
            "B %d, T %d; -r %s",
            s->gpu ? "GPU" : "CPU", m->L, m->NH, m->C, m->V, m->Vp,
@@ -1927,6 +2238,9 @@ static int plan_print(const Plan *p, size_t available, const char *where) {
     if (level) {
         printf(" in %d of %d blocks: %.1f %% more arithmetic", blocks, m->L,
                100 * recompute_cost(s));
+    }
+    if (s->ranks > 1) {
+        printf("; each of %d GPUs, -z %d", s->ranks, settings_zero(s));
     }
     printf("\n\n");
     // The groups at the peak and what the layout loses add up to the allocation.
@@ -1941,9 +2255,7 @@ static int plan_print(const Plan *p, size_t available, const char *where) {
     plan_print_line("fragmentation", p->device_bytes - sum, "");
     plan_print_line(s->gpu ? "device allocation" : "allocation", p->device_bytes, "");
     if (s->gpu) {
-        plan_print_line("library", library_reserve_bytes, "   reserved, not measured");
-        plan_print_line("total per GPU", total, "   with the reserve");
-        plan_print_line("host memory", p->host_bytes, "");
+        plan_print_gpu(p, total);
     }
     if (available) {
         int fits = total <= available;
@@ -1978,7 +2290,7 @@ static size_t gpu_memory_from_options(const Options *o) {
 // Part C. GPT-2 on the CPU
 
 // -------------------------------------------------------------------------------------------------
-// 7. Matmul and fast maths
+// 8. Matmul and fast maths
 // One packed matmul serves the three products of a linear layer; its inner parts serve attention.
 // 1. Every element of a result is one chain of fused multiply-adds along k, cut into blocks of at
 //    most KC at places that depend on K alone; threads never share a sum. So neither the number
@@ -2382,7 +2694,7 @@ static inline real fast_tanh(real x) {
 #endif
 
 // -------------------------------------------------------------------------------------------------
-// 8. Layers
+// 9. Layers
 // The oracle: every layer of GPT-2, forward next to backward, N = B * T rows, row-major. Everything
 // but attention and the matmuls is a readable loop. Backward adds to parameter gradients and
 // overwrites activation gradients. Parallel loops split outputs, never a sum, so bits do not depend
@@ -2742,7 +3054,7 @@ static void gelu_backward(real *dinp, const real *dout, const real *inp, size_t 
 }
 
 // -------------------------------------------------------------------------------------------------
-// 9. The network
+// 10. The network
 // GPT-2 on the CPU, over the plan's buffers, and the walk through a micro-step, which serves
 // Volume II too.
 // 1. A block's stage computes one activation; forward runs all eight, backward repeats those whose
@@ -2757,7 +3069,7 @@ static void gelu_backward(real *dinp, const real *dout, const real *inp, size_t 
 // to happen around the stages of a tick, whatever engine computes them, happens here.
 static void walk(Plan *p, int end, void (*stage)(void *self, int stage, int layer), void *self) {
     for (int tick = 0; tick <= end; tick++) {
-        Tick t = tick_at(&p->settings.model, tick);
+        Tick t = tick_at(&p->settings, tick);
         plan_tick(p, tick);
         if (!t.again || plan_recomputes(&p->settings, t.stage, t.layer)) {
             stage(self, t.stage, t.layer);
@@ -2936,7 +3248,7 @@ static void network_stage(void *self, int stage, int layer) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 10. Optimizer and schedules
+// 11. Optimizer and schedules
 // AdamW with decoupled decay (Loshchilov and Hutter, ICLR 2019) over the flat buffers; vectors are
 // not decayed. The gradient norm is summed in fp64 over fixed chunks, so no bit depends on the
 // number of threads.
@@ -3052,7 +3364,7 @@ static double norm_limit(const NormWindow *w, double zscore) {
 static double network_update(Plan *p, const Options *o, double lr, double limit, int64_t updates,
                              int *skipped) {
     const Model *m = &p->settings.model;
-    plan_tick(p, tick_update(m));
+    plan_tick(p, tick_update(&p->settings));
     double norm = global_norm(buffer(p, BUF_GRADS), tensor_offset(m, TENSORS, 0));
     *skipped = !(isfinite(norm) && norm <= limit);
     if (*skipped) {
@@ -3062,16 +3374,17 @@ static double network_update(Plan *p, const Options *o, double lr, double limit,
     AdamW a = adamw_at(o, lr, updates, scale);
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int l = 0; l < tensor_copies(m, tensor); l++) {
-            adamw_update(weight(p, tensor, l), tensor_in(p, BUF_M, tensor, l),
-                         tensor_in(p, BUF_V, tensor, l), dweight(p, tensor, l), &a,
-                         tensor_is_matrix(tensor) ? a.weight_decay : 0, tensor_size(m, tensor));
+            const TensorRange r = tensor_update_range(&p->settings, tensor, l);
+            adamw_update(weight(p, tensor, l) + r.first, buffer(p, BUF_M) + r.state,
+                         buffer(p, BUF_V) + r.state, dweight(p, tensor, l) + r.first, &a,
+                         tensor_is_matrix(tensor) ? a.weight_decay : 0, r.count);
         }
     }
     return norm;
 }
 
 // -------------------------------------------------------------------------------------------------
-// 11. The engine
+// 12. The engine
 // The few verbs by which everything above the network drives it: micro_step, update, forward_loss,
 // logits, and states in and out. The CPU's engine is here; Volume II brings the GPU's. All that
 // follows knows neither.
@@ -3251,7 +3564,7 @@ static void engine_initialise(Engine *e, const Model *m, uint64_t seed) {
 // Part D. The run
 
 // -------------------------------------------------------------------------------------------------
-// 12. Data
+// 13. Data
 // Training cuts every shard into windows of T inputs (targets are the same tokens one further).
 // 1. A sequence's place in the run is one number, the position: step after step, micro-step after
 //    micro-step, rank after rank, row after row. position / windows is the epoch; within an epoch
@@ -3362,7 +3675,7 @@ static int dataset_batch(Dataset *d, int64_t position, int B, int shuffle, uint6
 }
 
 // -------------------------------------------------------------------------------------------------
-// 13. Model files
+// 14. Model files
 // Weights come and go as Hugging Face's model.safetensors beside its config.json, and come from
 // llm.c's .bin files.
 // 1. These files come from strangers: what a header claims is held against the file's length and
@@ -3875,7 +4188,7 @@ static void model_file_save(Engine *e, const Model *m, int type, Writer *w) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 14. Checkpoints
+// 15. Checkpoints
 // A checkpoint is a folder step-NNNNNNNN of the output folder: model.safetensors and config.json,
 // which transformers loads as they are; state-0-of-1.safetensors with what training needs beside:
 // both moments in the run's type and, for bf16 weights, the low halves of their fp32 masters, all
@@ -4362,7 +4675,7 @@ static void checkpoint_load(Engine *e, const Settings *s, const char *identity, 
 }
 
 // -------------------------------------------------------------------------------------------------
-// 15. Sampling
+// 16. Sampling
 // A sample grows one token at a time from the last position's logits; the random number of a token
 // is a function of (seed, step, place in the sample), so samples repeat.
 
@@ -4425,7 +4738,7 @@ static Token sample_token(const real *logits, int V, const SampleRule *rule, dou
 }
 
 // -------------------------------------------------------------------------------------------------
-// 16. Evaluation
+// 17. Evaluation
 // An evaluation asks which of the completions of a context the model finds likeliest. Its files are
 // the appendix's.
 // 1. A row is a context and one completion; it is scored by the losses of the completion's tokens.
@@ -4592,7 +4905,7 @@ static void run_print_score(const Run *run, const EvalFile *f, const EvalScore *
 }
 
 // -------------------------------------------------------------------------------------------------
-// 17. Training and output
+// 18. Training and output
 // The one loop, for every engine: it owns the order of things, data, step, log, validation,
 // samples, checkpoints, signals. And what it prints: a start-up box, one line a step (rewritten in
 // place on a terminal), and log.jsonl: one object a line, flushed, append only, valid after a
@@ -4967,7 +5280,7 @@ static void run_train(Run *run) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 18. Start-up and main
+// 19. Start-up and main
 // From options to a run, in the seven steps of program_run(). What one step decides the next ones
 // build on. Nothing is written, and no large memory taken, before everything that can be refused
 // has been refused: five steps only read, the sixth compares the plan with the memory there is.
@@ -5072,7 +5385,7 @@ static int plan_command(const Program *program, const Options *o, const Model *m
     Settings s;
     Plan p;
     size_t gpu_bytes = gpu_memory_from_options(o);
-    int gpu = program->gpu || gpu_bytes > 0, fits = 1;
+    int gpu = program->gpu || gpu_bytes > 0 || o->gpus > 1, fits = 1;
     settings_from_options(&s, o, m, gpu);
     plan_build(&p, &s);
     if (o->json) {

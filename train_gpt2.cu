@@ -2989,7 +2989,7 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
                              int64_t updates) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
     const Settings *s = &net->plan->settings;
-    plan_tick(net->plan, tick_update(&s->model));
+    plan_tick(net->plan, tick_update(s));
     GpuState *state = gpu_buffer<GpuState>(net, BUF_STATE);
     gpu_grad_square_sum<G>(&state->update, gpu_buffer<float>(net, BUF_PARTIALS),
                            gpu_buffer<G>(net, BUF_GRADS), gpu_buffer<float>(net, BUF_GRADS_1D),

@@ -508,7 +508,7 @@ static void target_plan(const unsigned char *bytes, size_t size) {
     model_set_vocabulary(&m, GPT2_VOCABULARY);
     settings_from_options(&s, &o, &m, o.gpu[0] || o.gpu_mem);
     plan_build(&p, &s);
-    FACT(p.device_bytes / 2 >= (size_t)model_parameters(&m));
+    FACT((p.device_bytes + p.host_bytes) / 2 * (size_t)s.ranks >= (size_t)model_parameters(&m));
     FACT(p.device_bytes / 4 >= (size_t)(s.B * s.T));
     for (int i = 0; i < p.buffer_count; i++) {
         const Buffer *b = &p.buffers[i];

@@ -79,6 +79,8 @@ printf -- '--schedule\nwsd\n--offload=moments,master\n-w\n1\n-o\nout\n-y\n1\n-n\
     > "$to/options/two"
 cp "$to"/options/* "$to/plan/"
 printf -- '-e\nl2h4c128t64\n-b\n8\n--plan\n--gpu\nh100\n-r\nblock:2\n' > "$to/plan/gpu"
+printf -- '-e\nl6h4c128t64\n--plan\n--gpu\nh100\n--gpus=8\n-z\n3\n--offload=weights,residuals\n' \
+    > "$to/plan/ranks"
 printf 16GiB > "$to/sizes/gib"
 printf 1e9 > "$to/sizes/real"
 printf '\3abcdefg\0\100%s' "$header$header" > "$to/sha256/pieces"

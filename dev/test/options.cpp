@@ -56,6 +56,8 @@ static const Refusal bad_options[] = {
     {"-i train.bin -e l2h2c16t16 --grad-dtype bf16", "--grad-dtype bf16 needs --dtype bf16"},
     {"--plan --gpu t4 -e d12 --dtype bf16", "t4 has no bf16"},
     {"--plan --gpu a100 -e d12 -w 0 --offload master", "--offload master"},
+    {"--plan --gpus 2 -e d12 --offload gradients", "that is for one GPU"},
+    {"-i train.bin -e l2h2c16t16 --gpus 2", "--gpus 2 can be planned with --plan"},
     {"-i train.bin -e l2h2c16t16 -x 3 -s 1 --prompt 12345678901234567", "at most 16 fit"},
     {"-e l2h2c16t16", "no data: 'make data'"},
 };
