@@ -266,7 +266,35 @@ static void test_not_finite() {
     detail = text("%zu numbers", 1 + sizeof table / sizeof table[0]);
 }
 
+// A vocabulary padded to 50304 rows, as nanoGPT's, takes GPT-2's tokens; the rows that no token has
+// are part of the softmax and stay; other paddings are refused.
+static void test_padded_vocabulary() {
+    write_file("train.bin", shard_bytes(Ids(400, 7), GPT2_TOKENS));
+    for (int rows : {50304, 50305}) {
+        const Shape m = {1, 1, 4, 8, rows};
+        Members list = hugging_face(m, {"F32"}, "");
+        for (Member &t : list) {
+            t.data.assign(t.data.size(), 0);
+        }
+        write_model("model", safetensors_bytes(list), config_text(m));
+        const Text run = "-i train.bin -e model -b 2 ";
+        if (rows == 50305) {
+            expect_refused(program(run), "has a vocabulary of 50305; the data", "50305");
+            continue;
+        }
+        Outcome o = program(run + "-x 1 -s 1 -g 40 --temperature 100 -o out");
+        expect_success(o, "50304");
+        expect(o.out.find("pads GPT-2's vocabulary to 50304 rows") != Text::npos &&
+                   o.out.find("loss 10.8258 ") != Text::npos, "%s", o.out.c_str());  // ln 50304
+        const Text config = read_file("out/step-00000001/config.json");
+        expect(config.find("\"vocab_size\": 50304") != Text::npos &&
+                   config.find("\"eos_token_id\": 50256") != Text::npos, "%s", config.c_str());
+        expect_success(program(run + "-o out -y 1 -x 2 --quiet"), "resumed");
+    }
+}
+
 static const Test tests[] = {
+    {"padded_vocabulary", test_padded_vocabulary, 1},
     {"llmc_refused", test_llmc_refused, 1},
     {"not_finite", test_not_finite, 1},
     {"model_refused", test_model_refused, 1},

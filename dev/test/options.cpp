@@ -187,7 +187,7 @@ static void test_plan_command() {
     expect_success(o, "--plan -e d48 --gpu h200");
     expect(has_sanitizers() || o.user_ms < 1000, "%.0f ms of the processor", o.user_ms);
     expect(o.out.find("memory plan of the GPU run") == 0 &&
-           o.out.find("1,557,686,400 parameters") != Text::npos &&
+           o.out.find("1,557,611,200 parameters") != Text::npos &&
            o.out.find("not measured; 1 GiB reserved") != Text::npos &&
            o.out.find("rule of thumb") != Text::npos && o.out.find("-r block") != Text::npos);
     o = program("--plan -e d48 --gpu t4");
