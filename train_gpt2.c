@@ -3345,9 +3345,13 @@ typedef struct {
     const unsigned char *data;  // NULL: nowhere
     int type;                   // FILE_F32, FILE_BF16 or FILE_F16
 } Span;
+enum { MODEL_FILES = 64, MODEL_FILE_NAME = 100 };
 typedef struct {
-    char name[PATH_BYTES];  // of the file that holds the weights
-    Mapping map;
+    char name[PATH_BYTES];  // of the file that holds the weights, or of its parts' index
+    Mapping maps[MODEL_FILES];
+    char parts[MODEL_FILES][MODEL_FILE_NAME];
+    int files, tensors;     // parts, and the tensors in them
+    int64_t bytes;          // of those tensors
     Model model;
     int transposed;         // linear layers as (in, out), wte without padding: Hugging Face's
     Span *spans;            // [layer][FILE_TENSORS]
@@ -3420,12 +3424,13 @@ static void model_require(const Model *m, const char *name) {
     }
 }
 
-// Finds every tensor of model `m` in a safetensors file. spans: (L, FILE_TENSORS), zeroed.
-static void safetensors_model(Span *spans, const Model *m, const unsigned char *bytes, size_t size,
-                              const char *name) {
+// Finds the tensors of model `m` that a safetensors file holds. spans: (L, FILE_TENSORS), zeroed
+// before the first file. Returns their number.
+static int safetensors_spans(Span *spans, const Model *m, const Mapping *map, const char *name) {
     Safetensors f;
     FileTensor t;
-    safetensors_start(&f, bytes, size, name);
+    int count = 0;
+    safetensors_start(&f, map->bytes, map->size, name);
     while (safetensors_next(&f, &t)) {
         int layer, i = file_tensor_find(t.name, m->L, &layer);
         file_require(i >= 0, name, t.name, "GPT-2 of this many layers has none of this name");
@@ -3433,6 +3438,7 @@ static void safetensors_model(Span *spans, const Model *m, const unsigned char *
         file_require(!s->data, name, t.name, "stands in the file twice");
         s->data = t.data;
         s->type = t.type;
+        count++;
         if (i == FILE_MASK || i == FILE_MASKED_BIAS) {
             continue;
         }
@@ -3445,13 +3451,20 @@ static void safetensors_model(Span *spans, const Model *m, const unsigned char *
         }
         file_require(t.type <= FILE_F16, name, t.name, "weights are F32, BF16 or F16");
     }
+    return count;
+}
+
+// No tensor may be missing, and a head that stands in the file must be the embedding.
+static void spans_complete(const Span *spans, const Model *m, const char *name) {
+    char tensor_name[80];
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int l = 0; l < tensor_copies(m, tensor); l++) {
-            file_tensor_name(t.name, "", tensor, l);
-            file_require(file_span(spans, tensor, l)->data != NULL, name, t.name, "is missing");
+            file_tensor_name(tensor_name, "", tensor, l);
+            file_require(spans[l * FILE_TENSORS + tensor].data != NULL, name, tensor_name,
+                         "is missing");
         }
     }
-    const Span *head = file_span(spans, FILE_HEAD, 0), *wte = file_span(spans, WTE, 0);
+    const Span *head = &spans[FILE_HEAD], *wte = &spans[WTE];
     real a[256], b[256];
     int64_t elements = (int64_t)m->V * m->C;
     for (int64_t i = 0; head->data && i < elements; i += 256) {
@@ -3559,8 +3572,6 @@ static void llmc_spans(Span *spans, const Model *m, const unsigned char *bytes, 
 // What may stand in a folder in place of model.safetensors, and what to do then.
 static const char *model_folder_hint(const char *folder) {
     static const char *const hints[][2] = {
-        {"model.safetensors.index.json", "; its weights are in several files, one is read: "
-                                         "save_pretrained(..., max_shard_size=\"100GB\") makes it"},
         {"pytorch_model.bin", "; pytorch_model.bin is not read: save_pretrained(...) of a newer "
                               "transformers makes model.safetensors"},
         {"log.jsonl", "; this is a run's output folder: name one of its step-NNNNNNNN"}};
@@ -3574,24 +3585,110 @@ static const char *model_folder_hint(const char *folder) {
     return "";
 }
 
-// Opens the weights that -e names: a folder with model.safetensors and config.json, that
-// model.safetensors itself, or llm.c's file. Ends the run at any fault.
+// A part that weight_map names: opened at its first mention.
+static void index_open_part(ModelFile *f, const char *folder, const char *part) {
+    char path[PATH_BYTES];
+    int k = 0;
+    while (k < f->files && strcmp(f->parts[k], part) != 0) {
+        k++;
+    }
+    if (k < f->files) {
+        return;
+    }
+    if (part[0] == 0 || strchr(part, '/') || strlen(part) + 1 == MODEL_FILE_NAME ||
+        f->files == MODEL_FILES) {
+        die("%s: '%s': allowed are %d files, of names without a slash below %d bytes", f->name,
+            part, MODEL_FILES, MODEL_FILE_NAME - 1);
+    }
+    path_print(path, "%s/%s", folder, part);
+    if (mapping_open(&f->maps[k], path) != 0) {
+        die("--model (-e): cannot open %s, which %s names: %s", path, f->name, file_error());
+    }
+    snprintf(f->parts[k], MODEL_FILE_NAME, "%s", part);
+    f->files++;
+    f->tensors += safetensors_spans(f->spans, &f->model, &f->maps[k], path);
+    uint64_t header = 0;
+    memcpy(&header, f->maps[k].bytes, 8);
+    f->bytes += (int64_t)f->maps[k].size - 8 - (int64_t)header;
+}
+
+// A tensor must lie in the part that weight_map says.
+static void index_check(const ModelFile *f, const char *tensor, const char *part) {
+    int k = 0, layer, i = file_tensor_find(tensor, f->model.L, &layer);
+    while (strcmp(f->parts[k], part) != 0) {
+        k++;
+    }
+    const unsigned char *data = i < 0 ? NULL : f->spans[layer * FILE_TENSORS + i].data;
+    if (!data || data < f->maps[k].bytes || data > f->maps[k].bytes + f->maps[k].size) {
+        die("%s: tensor %s: is not in %s, where weight_map says it lies", f->name, tensor, part);
+    }
+}
+
+// Hugging Face's model.safetensors.index.json: {"metadata": {"total_size": bytes of all tensors},
+// "weight_map": {tensor: part}}. Two passes: every part is opened, then every tensor looked for.
+static void index_parse(ModelFile *f, const char *folder, const Mapping *index) {
+    char key[80], inner[80], part[MODEL_FILE_NAME];
+    int64_t total = -1;  // some writers leave it out
+    for (int pass = 0; pass < 2; pass++) {
+        Json j = {index->bytes, 0, index->size, NULL};
+        int tensors = 0;
+        for (int n = 0; json_next(&j, &n, '{', key, sizeof key);) {
+            int is_map = strcmp(key, "weight_map") == 0;
+            if (!is_map && strcmp(key, "metadata") != 0) {
+                json_skip(&j);
+                continue;
+            }
+            for (int k = 0; json_next(&j, &k, '{', inner, sizeof inner);) {
+                if (is_map) {
+                    json_string(&j, part, sizeof part);
+                    tensors++;
+                    if (!j.fault) {
+                        pass ? index_check(f, inner, part) : index_open_part(f, folder, part);
+                    }
+                } else if (strcmp(inner, "total_size") == 0) {
+                    total = json_count(&j);
+                } else {
+                    json_skip(&j);
+                }
+            }
+        }
+        json_end(&j, f->name);
+        if (pass && tensors != f->tensors) {
+            die("%s: weight_map names %d tensors; its %d files hold %d", f->name, tensors,
+                f->files, f->tensors);
+        }
+    }
+    if (total >= 0 && total != f->bytes) {
+        die("%s: total_size is %" PRId64 "; its files hold %" PRId64 " bytes of tensors", f->name,
+            total, f->bytes);
+    }
+}
+
+// Opens the weights that -e names: a folder with config.json and model.safetensors or the index of
+// its parts, that model.safetensors itself, or llm.c's file. Ends the run at any fault.
 static void model_file_open(ModelFile *f, const char *path) {
     char config[PATH_BYTES];
     struct stat status;
-    Mapping map;
-    int is_folder = stat(path, &status) == 0 && S_ISDIR(status.st_mode);
+    Mapping map, *weights = &f->maps[0], index;
+    int is_folder = stat(path, &status) == 0 && S_ISDIR(status.st_mode), indexed = 0;
     memset(f, 0, sizeof *f);
     path_print(f->name, is_folder ? "%s/model.safetensors" : "%s", path);
-    if (mapping_open(&f->map, f->name) != 0) {
+    if (is_folder && access(f->name, F_OK) != 0) {
+        path_print(config, "%s.index.json", f->name);
+        indexed = mapping_open(&index, config) == 0;
+        path_print(f->name, indexed ? "%s/model.safetensors.index.json" : "%s/model.safetensors",
+                   path);
+    }
+    if (!indexed && mapping_open(weights, f->name) != 0) {
         const char *why = file_error();  // the hint looks at other files
         die("--model (-e): cannot open %s: %s%s", f->name, why,
             is_folder ? model_folder_hint(path) : "");
     }
-    if (llmc_is(LLMC_MODEL, f->map.bytes, f->map.size)) {
-        int type = llmc_model(&f->model, f->map.bytes, f->map.size, f->name);
+    if (!indexed && llmc_is(LLMC_MODEL, weights->bytes, weights->size)) {
+        int type = llmc_model(&f->model, weights->bytes, weights->size, f->name);
+        f->files = 1;
         f->spans = (Span *)alloc_zero((size_t)f->model.L * FILE_TENSORS, sizeof(Span));
-        llmc_spans(f->spans, &f->model, f->map.bytes, type);
+        llmc_spans(f->spans, &f->model, weights->bytes, type);
         return;
     }
     const char *slash = strrchr(f->name, '/');
@@ -3604,11 +3701,20 @@ static void model_file_open(ModelFile *f, const char *path) {
     mapping_close(&map);
     f->transposed = 1;
     f->spans = (Span *)alloc_zero((size_t)f->model.L * FILE_TENSORS, sizeof(Span));
-    safetensors_model(f->spans, &f->model, f->map.bytes, f->map.size, f->name);
+    if (indexed) {
+        index_parse(f, path, &index);
+        mapping_close(&index);
+    } else {
+        f->files = 1;
+        safetensors_spans(f->spans, &f->model, weights, f->name);
+    }
+    spans_complete(f->spans, &f->model, f->name);
 }
 
 static void model_file_close(ModelFile *f) {
-    mapping_close(&f->map);
+    for (int k = 0; k < f->files; k++) {
+        mapping_close(&f->maps[k]);
+    }
     free(f->spans);
     memset(f, 0, sizeof *f);
 }

@@ -266,6 +266,71 @@ static void test_not_finite() {
     detail = text("%zu numbers", 1 + sizeof table / sizeof table[0]);
 }
 
+// A model in several files with their index: the same weights as in one; what contradicts is
+// refused by tensor and file.
+static void test_parts() {
+    const Shape m = {2, 2, 4, 16, 257};
+    const Members all = hugging_face(m, {"F32", "BF16"}, "transformer.");
+    write_corpus();
+    write_model("whole", safetensors_bytes(all), config_text(m));
+    write_model("parts", "", config_text(m));
+    unlink("parts/model.safetensors");
+    Members part[2];
+    Text map;
+    size_t bytes = 0;
+    const char *const names[] = {"model-00001-of-00002.safetensors",
+                                 "model-00002-of-00002.safetensors"};
+    for (size_t i = 0; i < all.size(); i++) {
+        part[i % 3 == 0].push_back(all[i]);
+        map += Text(i ? ", \"" : "\"") + all[i].name + "\": \"" + names[i % 3 == 0] + "\"";
+        bytes += all[i].data.size();
+    }
+    auto put = [&](const Text &changed_map, size_t total) {
+        write_file("parts/model.safetensors.index.json",
+                   text("{\"metadata\": {\"total_size\": %zu}, ", total) + "\"weight_map\": {" +
+                       changed_map + "}}");
+        for (int k = 0; k < 2; k++) {
+            write_file(Text("parts/") + names[k], safetensors_bytes(part[k]));
+        }
+    };
+    const Text run = "-i train.bin -b 2 -x 1 -l 0 --quiet -v 0 ";
+    put(map, bytes);
+    expect_success(program(run + "-e whole -o one"), "whole");
+    expect_success(program(run + "-e parts -o two"), "parts");
+    expect(tensors_of("one", 1) == tensors_of("two", 1) && !tensors_of("one", 1).empty());
+    auto with = [&](const Text &was, const Text &now) {
+        Text changed = map;
+        return changed.replace(changed.find(was), was.size(), now);
+    };
+    const Text first = "\"" + all[0].name + "\": \"" + names[1] + "\"";
+    const std::pair<Text, const char *> table[] = {
+        {with(first + ", ", ""), "weight_map names 27 tensors; its 2 files hold 28"},
+        {with(first, "\"" + all[0].name + "\": \"" + names[0] + "\""),
+         "tensor transformer.wte.weight: is not in model-00001-of-00002.safetensors, where"},
+        {with(all[0].name, "wte.wait"), "tensor wte.wait: is not in model-00002"},
+        {with(names[1], "../x.safetensors"), "'../x.safetensors': allowed are 64 files"},
+        {with(names[1], "none.safetensors"), "cannot open parts/none.safetensors, which parts/"},
+        {with(names[1], Text(3000, 'a')), "allowed are 64 files"},
+        {"\"a\": 1", "a string should begin"}, {"", "files hold 0 bytes of tensors"}};
+    for (const auto &row : table) {
+        put(row.first, bytes);
+        expect_model_refused("parts", row.second);
+    }
+    put(map, bytes + 1);
+    expect_model_refused("parts", "total_size is ");
+    part[0].push_back(all[0]);
+    put(map, bytes);
+    expect_model_refused("parts", "tensor transformer.wte.weight: stands in the file twice");
+    part[0].pop_back();
+    part[0].pop_back();
+    put(map, bytes);
+    expect_model_refused("parts", Text("tensor " + all.back().name + ": is not in ") +
+                                      names[(all.size() - 1) % 3 == 0]);
+    mkfifo("parts/fifo", 0644);
+    put(with(names[1], "fifo"), bytes);
+    expect_model_refused("parts", "fifo, which parts/model.safetensors.index.json names: it is not");
+}
+
 // A vocabulary padded to 50304 rows, as nanoGPT's, takes GPT-2's tokens; the rows that no token has
 // are part of the softmax and stay; other paddings are refused.
 static void test_padded_vocabulary() {
@@ -294,6 +359,7 @@ static void test_padded_vocabulary() {
 }
 
 static const Test tests[] = {
+    {"parts", test_parts, 1},
     {"padded_vocabulary", test_padded_vocabulary, 1},
     {"llmc_refused", test_llmc_refused, 1},
     {"not_finite", test_not_finite, 1},
