@@ -46,8 +46,7 @@ $(if $(and $(NVCC),$(building)),$(if $(GPU),,$(info ✗ GPU: none seen)))
 $(if $(NVCC),$(info $(if $(NCCL),✓ NCCL,✗ NCCL: one GPU only)))
 endif
 # --- Flags. No contraction outside the matmul, never -Ofast: one source, one set of bits ----------
-# The exception is a processor type without fused multiply-adds, such as MARCH=-march=x86-64: its
-# matmul rounds every product, so losses differ in the last digits from those of all others.
+# (but MARCH=-march=x86-64 knows no fused multiply-add, and its matmul rounds every product).
 # A warning stops the build only with WERROR=-Werror, as in `make test`: no compiler that was never
 # tried, with a warning that is new, shall keep a user from his program.
 OPT := -O3 $(MARCH) -ffp-contract=off -fno-math-errno $(or $(OMP),-Wno-unknown-pragmas)

@@ -5359,7 +5359,8 @@ static void run_print_box(const Run *run, const Program *program) {
         }
     }
     if (run->engine.peak_flops > 0) {
-        printf("\npeak     %.0f GFLOP/s: %s; a token counts 6 x (parameters + padding) + 6 L C T FLOPs\n\n",
+        printf("\npeak     %.0f GFLOP/s: %s; a token counts 6 x (parameters + padding) + 6 L C T "
+               "FLOPs\n\n",
                run->engine.peak_flops * 1e-9, run->engine.peak_source);
     } else {
         printf("\npeak     unknown: %s\n\n", run->engine.peak_source);

@@ -66,7 +66,11 @@ static void test_bad_options() {
         expect_refused(program(row.arguments), row.words, row.arguments);
     }
     detail = text("%zu command lines", sizeof table / sizeof table[0]);
-    // Of a huge argument a message shows both ends, and what is allowed behind them.
+}
+
+// Of a huge argument a message shows both ends, and what is allowed behind them.
+static void test_huge_arguments() {
+    write_corpus();
     const Text huge(100000, 'x');
     for (auto &row : std::vector<std::pair<Text, const char *>>{
              {"-b " + huge, "xxxx' is not a whole number from 1 to 65536"},
@@ -230,6 +234,7 @@ static void test_memory_limits() {
 static const Test tests[] = {
     {"memory_limits", test_memory_limits, 1},
     {"bad_options", test_bad_options, 1},
+    {"huge_arguments", test_huge_arguments, 1},
     {"not_regular", test_not_regular, 1},
     {"bad_data", test_bad_data, 1},
     {"bad_output", test_bad_output, 1},
