@@ -7,8 +7,7 @@ on_path = $(shell command -v $(1) 2>/dev/null)
 try = $(shell mkdir -p build && echo 'int main(void) { return 0; }' | \
         $(1) - -o build/try.$$$$ $(2) 2>/dev/null && echo yes; rm -f build/try.$$$$)
 is_default = $(filter default,$(origin $(1)))
-CC := $(if $(call is_default,CC),$(if $(call on_path,gcc),,$(call on_path,clang)),$(CC))
-CC := $(or $(CC),gcc)
+CC := $(or $(if $(call is_default,CC),$(if $(call on_path,gcc),,$(call on_path,clang)),$(CC)),gcc)
 CXX := $(if $(call is_default,CXX),$(if $(findstring clang,$(CC)),clang++,g++),$(CXX))
 building := $(filter-out help clean deps,$(MAKECMDGOALS))
 ifneq ($(if $(call on_path,$(firstword $(CC))),,$(building)),)
@@ -28,9 +27,8 @@ CUDA_INCLUDE := $(patsubst %,-isystem %,$(filter-out /usr/include,$(CUDA_HOME:%=
 CUDA_LIBRARIES := $(wildcard $(foreach h,$(filter-out /usr,$(CUDA_HOME)),$h/lib64 $h/targets/*/lib))
 # Compute capabilities of the GPUs here, without the dot. 90a is sm_90 with the instructions of that
 # GPU alone; nvcc knows both from 12.0 on. nvidia-smi may take seconds: asked only where one builds.
-GPU := $(if $(and $(NVCC),$(building)),$(sort $(shell \
-         nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | \
-         grep -x '[0-9]*\.[0-9]' | tr -d .)))
+GPU := $(if $(and $(NVCC),$(building)),$(sort $(shell nvidia-smi --query-gpu=compute_cap \
+         --format=csv,noheader 2>/dev/null | grep -x '[0-9]*\.[0-9]' | tr -d .)))
 ARCH ?= $(patsubst 90,90a,$(GPU))
 CUDA_HEADERS = $(call try,$(CXX) $(CUDA_INCLUDE) -include cublasLt.h -include cuda_bf16.h -x c++)
 NCCL := $(and $(NVCC),$(call try,$(CXX) $(CUDA_INCLUDE) -include nccl.h -x c++,-lnccl))
@@ -47,12 +45,12 @@ $(if $(NVCC),$(info $(if $(NCCL),✓ NCCL,✗ NCCL: one GPU only)))
 endif
 # --- Flags. No contraction outside the matmul, never -Ofast: one source, one set of bits ----------
 # (but MARCH=-march=x86-64 knows no fused multiply-add, and its matmul rounds every product).
-# A warning stops the build only with WERROR=-Werror, as in `make test`: no compiler that was never
-# tried, with a warning that is new, shall keep a user from his program.
+# A warning stops the build only with WERROR=-Werror, as in `make test`: what a compiler that was
+# never tried warns of keeps no user from the program.
 OPT := -O3 $(MARCH) -ffp-contract=off -fno-math-errno $(or $(OMP),-Wno-unknown-pragmas)
 OPT += -Wall -Wextra -Wundef $(WERROR)
 C := $(CC) -std=c11 $(OPT) -Wc++-compat
-# No file around Volume I uses all its functions; C++ rejects partial designated initialisers.
+# AROUND: for files around Volume I; none uses all its functions. C++ has no partial initialisers.
 AROUND := -Wno-unused-function
 CPP := $(CXX) -std=c++17 $(OPT) -Wno-missing-field-initializers $(AROUND) -x c++
 ASAN := -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
@@ -60,20 +58,25 @@ NO_HEADERS = $@ needs CUDA's headers: a toolkit, or the wheels dev/cuda_cpu/cuda
 CUDA_ON_CPU = $(if $(CUDA_HEADERS),,$(error $(NO_HEADERS)))$(CPP) -O2 -Idev/cuda_cpu $(CUDA_INCLUDE)
 NV1 := $(NVCC) -std=c++17 -O3 -fmad=false $(if $(filter -Werror,$(WERROR)),-Werror all-warnings)
 # Without a GPU to ask: sm_80, and PTX, which the driver of any newer GPU compiles when it starts.
-PTX := -gencode arch=compute_80,code=compute_80
 NV := $(NV1) -lineinfo $(foreach a,$(or $(ARCH),80),-gencode arch=compute_$(a),code=sm_$(a)) \
-      $(if $(ARCH),,$(PTX)) $(CUDA_LIBRARIES:%=-Xlinker -rpath,%) \
+      $(if $(ARCH),,-gencode arch=compute_80,code=compute_80) \
+      $(CUDA_LIBRARIES:%=-Xlinker -rpath,%) \
       -Xcompiler "$(filter-out -Wundef,$(OPT)) -Wno-missing-field-initializers $(AROUND)"
+# DEPEND: the headers that a program includes are written down, and looked at the next time.
 DEPEND = -MMD -MP -MF build/$(@F).d -MT $@
+# VARIANT: what sets a build apart by its name. What tests build has gaps and poison in its arena.
+VARIANT = $(if $(filter build/test_gpt2%,$@),-DTEST_CUDA=$(if $(findstring cu,$@),1,0)) \
+          $(if $(filter build/test_gpt2% build/train_gpt2%,$@),-DGPT2_POISON=1) \
+          $(if $(findstring double,$@),-DGPT2_DOUBLE=1) $(if $(findstring asan,$@),$(ASAN))
 # --- Targets --------------------------------------------------------------------------------------
-PROGRAMS := test_gpt2 test_gpt2_double test_gpt2_asan train_gpt2_asan bench_cpu test_cuda_cpu \
-            test_gpt2cu_cpu test_gpt2cu_cpu_asan test_gpt2cu
-PROGRAMS += test_cuda_cpu_asan cuda_example
+# The programs of tests that `make test` runs as they are; PROGRAMS have a name without build/ too.
+TESTS := test_gpt2 test_gpt2_double test_gpt2_asan test_cuda_cpu test_gpt2cu_cpu \
+         test_gpt2cu_cpu_asan test_cuda_cpu_asan test/formats test/formats_asan
+PROGRAMS := $(TESTS) test_gpt2cu train_gpt2_asan bench_cpu cuda_example
 .PHONY: help train test one fuzz bench bench_packages check_torch data style deps clean FORCE \
         some_data $(PROGRAMS)
 help: ## this list
-	@sed -n 's/^\([a-z0-9_/]*\):.*## */\1|/p' Makefile | \
-	awk -F'|' '{ printf "  make %-17s %s\n", $$1, $$2 }'
+	@awk -F':.*## ' '/^[a-z0-9_\/]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
 
 # A changed compiler or flag builds again whatever depends on this file; WERROR changes no bit.
 all_flags = $(filter-out -Werror all-warnings $(WERROR),$(C) $(CPP) \
@@ -92,57 +95,42 @@ data/stories: data/stories.c build/flags
 data/tokenize data/stories:
 	$(filter-out $(OMP),$(C)) -Wno-unknown-pragmas $(AROUND) $(DEPEND) -pthread $< -o $@.part -lm
 	@mv $@.part $@
-build/dump: dev/dump.c build/flags
-build/bench_files: dev/bench_files.c build/flags
-build/dump build/bench_files:
-	$(C) $(AROUND) $(DEPEND) -pthread $< -o $@ -lm
-# What tests build has gaps and poison in its arena.
-build/test_gpt2_double build/train_gpt2_double: VARIANT := -DGPT2_DOUBLE=1
-build/test_gpt2_asan build/train_gpt2_asan: VARIANT := $(ASAN)
-build/train_gpt2_asan build/train_gpt2_double: train_gpt2.c build/flags
-	$(C) -DGPT2_POISON=1 $(VARIANT) $(DEPEND) $< -o $@ -lm
-build/test_gpt2 build/test_gpt2_double build/test_gpt2_asan: test_gpt2.cu build/flags
-	$(CPP) -DTEST_CUDA=0 -DGPT2_POISON=1 $(VARIANT) $(DEPEND) $< -o $@ -lm
 # What drives the programs from outside, and formats: it takes no time of its own.
-build/test/%_asan: VARIANT := $(ASAN)
 build_test = mkdir -p $(@D) && $(CPP) -O1 $(VARIANT) $(DEPEND) $< -o $@ -lm
-build/test/%_asan: dev/test/%.cpp build/flags ; $(build_test)
-build/test/%: dev/test/%.cpp build/flags ; $(build_test)
-build/fuzz: dev/fuzz/fuzz.c build/flags
+build/test/%_asan: dev/test/%.cpp build/flags | data/stories ; $(build_test)
+build/test/%: dev/test/%.cpp build/flags | data/stories ; $(build_test)
+build/train_gpt2_asan build/train_gpt2_double: train_gpt2.c build/flags
+build/dump build/bench_files build/bench_cpu: build/%: dev/%.c build/flags
+build/bench_cpu: VARIANT = -DBENCH_DNNL=$(if $(DNNL),1 $(DNNL),0)
+build/bench_cpu: | bench_packages
+bench_packages: ; @dev/deps.sh bench
+build/fuzz_replay: VARIANT = -DFUZZ_REPLAY=1 $(if $(SAN),$(ASAN))
+build/fuzz_replay build/fuzz: dev/fuzz/fuzz.c build/flags
+$(addprefix build/,train_gpt2_asan train_gpt2_double dump bench_files bench_cpu fuzz_replay):
+	$(C) $(AROUND) $(DEPEND) -pthread $< $(VARIANT) -o $@ -lm
+build/fuzz:
 	$(FUZZ_CC) -std=c11 $(filter-out -O3 -fopenmp,$(OPT)) -Wno-unknown-pragmas $(AROUND) \
 	    $(subst -O1,-O2,$(ASAN)) -fsanitize=fuzzer $(DEPEND) $< -o $@ -lm
-build/fuzz_replay: dev/fuzz/fuzz.c build/flags
-	$(C) $(AROUND) $(if $(SAN),$(ASAN)) -DFUZZ_REPLAY=1 $(DEPEND) $< -o $@ -lm
-bench_packages: ; @dev/deps.sh bench
-build/bench_cpu: dev/bench_cpu.c build/flags | bench_packages
-	$(C) $(AROUND) -DBENCH_DNNL=$(if $(DNNL),1,0) $(DEPEND) $< -o $@ $(DNNL) -lm
 $(PROGRAMS): %: build/%
-CUDA_TESTS := build/test_gpt2cu build/test_gpt2cu_cpu build/test_gpt2cu_cpu_asan
-$(CUDA_TESTS): VARIANT = -DTEST_CUDA=1 -DGPT2_POISON=1 $(if $(findstring asan,$@),$(ASAN))
-$(CUDA_TESTS): test_gpt2.cu build/flags
-build/test_cuda_cpu: dev/cuda_cpu/test_cuda_cpu.cpp build/flags
-build/test_gpt2cu: build/gpu
+build/test_gpt2 build/test_gpt2_double build/test_gpt2_asan: test_gpt2.cu build/flags
+	$(CPP) $(VARIANT) $(DEPEND) $< -o $@ -lm
 train_gpt2cu: train_gpt2.cu build/gpu | $(EMPTY_DATA) ## the GPU program (for ARCH="80 90a")
+build/test_gpt2cu: test_gpt2.cu build/flags build/gpu
 build/bench: dev/bench.cu build/gpu
 train_gpt2cu build/test_gpt2cu build/bench:
 	@NVCC='$(NVCC)' dev/deps.sh cuda
-	$(if $(ARCH),,@echo 'No GPU seen: $@ is built for sm_80, and for newer ones as PTX, which the')
-	$(if $(ARCH),,@echo 'driver compiles at the first start; ARCH="89 90a" names those to build for.')
+	$(if $(ARCH),,@echo 'No GPU seen: $@ is built for sm_80 and newer; ARCH="89 90a" names yours.')
 	$(NV) $(VARIANT) $(DEPEND) $< -o $@ -lcublasLt
+# The same and their tools on the CPU. Its benchmark shows only that the benchmark runs.
 train_gpt2cu_cpu: train_gpt2.cu build/flags | $(EMPTY_DATA) ## the same without a GPU
-build/train_gpt2cu_cpu_asan: VARIANT := -DGPT2_POISON=1 $(ASAN)
 build/train_gpt2cu_cpu_asan: train_gpt2.cu build/flags
-train_gpt2cu_cpu build/train_gpt2cu_cpu_asan $(filter-out %cu,$(CUDA_TESTS)) build/test_cuda_cpu:
-	$(CUDA_ON_CPU) $(VARIANT) $(DEPEND) $< -o $@ -lm
-# The CPU layer's own test where a sanitizer sees the planted bugs first, and its example.
-build/test_cuda_cpu_asan: VARIANT := $(ASAN)
-build/test_cuda_cpu_asan: dev/cuda_cpu/test_cuda_cpu.cpp build/flags
+build/test_gpt2cu_cpu build/test_gpt2cu_cpu_asan: test_gpt2.cu build/flags
+build/test_cuda_cpu build/test_cuda_cpu_asan: dev/cuda_cpu/test_cuda_cpu.cpp build/flags
 build/cuda_example: dev/cuda_cpu/example.cu build/flags
-build/test_cuda_cpu_asan build/cuda_example:
-	$(CUDA_ON_CPU) $(VARIANT) $(DEPEND) $< -o $@ -lm
-# Every kernel and product timed against the GPU's limits; on the CPU only to see that it runs.
 build/bench_cuda_cpu: dev/bench.cu build/flags
-	$(CUDA_ON_CPU) $(DEPEND) $< -o $@ -lm
+train_gpt2cu_cpu $(addprefix build/,train_gpt2cu_cpu_asan test_gpt2cu_cpu test_gpt2cu_cpu_asan \
+test_cuda_cpu test_cuda_cpu_asan cuda_example bench_cuda_cpu):
+	$(CUDA_ON_CPU) $(VARIANT) $(DEPEND) $< -o $@ -lm
 # One GPU's kernels alone, and what ptxas says of each: registers, spills.
 build/sm_%.log: train_gpt2.cu train_gpt2.c data/formats.c build/flags
 	$(NV1) -cubin -Xptxas -v -gencode arch=compute_$*,code=sm_$* $< -o $@.cubin 2> $@ || \
@@ -163,27 +151,24 @@ train: $(PROGRAM) data ## build for this machine, prepare data, train a small GP
 	@set -e; text=tinyshakespeare_bytes steps=2000 loss=1.88; \
 	[ -f data/$${text}_train.bin ] || { text=stories_bytes steps=4000 loss=0.25; }; \
 	set -- ./$(PROGRAM) -i data/$${text}_train.bin -j data/$${text}_val.bin -x $$steps $(RECIPE); \
-	printf '\n$$ %s\n' "$$*"; "$$@"; echo; \
-	echo "Expected: a validation loss of $$loss or less."; \
+	printf '\n$$ %s\n' "$$*"; "$$@"; printf '\nExpected: a validation loss of %s or less.\n' $$loss; \
 	echo 'Next: ./$(PROGRAM) --help lists the options; -x 9000 trains longer; -o runs/one keeps it;'; \
 	echo '      -e d12 --plan shows what GPT-2 needs; data/tokenize --help: a text of yours.'
 
+# What was found out here, for the scripts.
+FOUND = CC='$(CC)' CXX='$(CXX)' MARCH='$(MARCH)' OMP='$(OMP)' MAKE='$(MAKE)' SAN='$(SAN)' \
+        NVCC='$(NVCC)' CUDA_INCLUDE='$(CUDA_INCLUDE)' CUDA_HEADERS='$(CUDA_HEADERS)' GPU='$(GPU)'
 test: ## check the style, build and run every test that this machine can run
 	@dev/deps.sh test
-	@WERROR='$(or $(WERROR),-Werror)' \
-	MAKE='$(MAKE)' CC='$(CC)' CXX='$(CXX)' SAN='$(SAN)' NVCC='$(NVCC)' \
-	CUDA_INCLUDE='$(CUDA_INCLUDE)' CUDA_HEADERS='$(CUDA_HEADERS)' GPU='$(GPU)' \
-	dev/test.sh
+	+@WERROR='$(or $(WERROR),-Werror)' TESTS='$(TESTS)' $(FOUND) dev/test.sh
 fuzz: build/fuzz build/fuzz_replay train_gpt2 data/tokenize ## readers, FUZZ_SECONDS=60 each
 	@dev/fuzz/run.sh $(or $(FUZZ_SECONDS),60)
 bench: build/bench_cpu build/bench_files ## matmul and step against oneDNN, files against dd
-	./build/bench_cpu
-	./build/bench_files
+	./build/bench_cpu && ./build/bench_files
 check_torch: build/dump train_gpt2 ## against transformers; the script says what PYTHON needs
 	$(or $(PYTHON),python3) dev/check_torch.py
 style: ## layout, warnings and lint of the sources
-	@CC='$(CC)' CXX='$(CXX)' MARCH='$(MARCH)' OMP='$(OMP)' MAKE='$(MAKE)' \
-	CUDA_INCLUDE='$(CUDA_INCLUDE)' CUDA_HEADERS='$(CUDA_HEADERS)' dev/style.sh
+	+@$(FOUND) dev/style.sh
 deps: ## install, or name, what tests and benchmarks need
 	@dev/deps.sh build test bench
 clean: ## remove what was built; data/*.bin and runs/ stay

@@ -94,12 +94,14 @@
 // The ground: the appendix below, the oracle's type of numbers, how many threads compute, and
 // whether the run is to stop.
 
-// The appendix, whole. Errors, checked memory, hashes, JSON, the tokenizer and the containers of
-// files know bytes and no model, so they are kept apart from it: data/tokenize.c needs them alone,
-// and who wants to know how GPT-2 trains need not turn their pages. All of it is static: the
-// program stays one translation unit, and `cc train_gpt2.c -lm` builds it.
+// Errors, checked memory, hashes, JSON, the tokenizer and the containers of files know bytes and no
+// model, so they are in an appendix of their own: data/tokenize.c needs nothing else, and a reader
+// who wants to know how GPT-2 trains need not turn its pages. All of it is static: the program is
+// one translation unit, and `cc train_gpt2.c -lm` builds it.
 #include "data/formats.c"
 
+// The oracle computes in float; in double only the tests do, where central differences of a loss
+// need the digits.
 #if GPT2_DOUBLE
 typedef double real;
 #else
@@ -124,7 +126,7 @@ static int thread_index(void) {
 #endif
 }
 
-// Has the run been asked to stop? Everything that takes long asks between two pieces of work.
+// Has the run been asked to stop? Everything that takes long asks between two units of its work.
 static int run_stopping(void) { return stop_signal != 0; }
 
 // From here on signals ask the program to stop, but for a SIGHUP that was ignored from the start
@@ -150,9 +152,13 @@ static void stop_on_signals(void) {
 // Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011); the tests hold its
 // published known answers.
 
-// Streams: RNG_INIT and RNG_ROUND stand for sixteen each, one a tensor.
+// A stream is one use of random numbers; two uses never share a stream, so they share no number.
+// From RNG_INIT and RNG_ROUND on there are sixteen streams each, one for each tensor.
 enum { RNG_INIT = 0, RNG_SHUFFLE = 64, RNG_SAMPLE = 65, RNG_ROUND = 128 };
 
+// Four random words of 32 bits, the block `index` of (seed, stream, step). Ten rounds are what the
+// paper recommends, with a margin of three over what passed all its tests; its multipliers and key
+// increments are the constants below. The device computes the same bits.
 HOST_DEVICE static inline void philox4x32(uint32_t out[4], uint64_t seed, uint64_t index,
                                           uint32_t step, uint32_t stream) {
     uint32_t key0 = (uint32_t)seed, key1 = (uint32_t)(seed >> 32);
@@ -201,9 +207,10 @@ static void rng_normal(real *out, int64_t count, double std, uint64_t seed, uint
     }
 }
 
-// A permutation of 0..n-1 without a table: position -> index. A four-round Feistel network over the
-// next power of four, walked until it lands inside (cycle walking), with Philox as its round
-// function; `epoch` picks the permutation. Expected walks: under four.
+// A permutation of 0..n-1 without a table: position -> index. A Feistel network over the next power
+// of four, walked until it lands inside (cycle walking), with Philox as its round function; `epoch`
+// picks the permutation. Four rounds are the fewest that make a strong pseudorandom permutation
+// (Luby and Rackoff, 1988); the power of four is at most 4 n: at most four walks are expected.
 static int64_t permute_index(int64_t position, int64_t n, uint64_t seed, uint32_t epoch) {
     int half = 1;
     while (((int64_t)1 << 2 * half) < n) {
@@ -669,11 +676,15 @@ static void options_parse(Options *o, int argc, char **argv) {
 // -------------------------------------------------------------------------------------------------
 // 4. The model
 // Sizes: L layers, NH heads of HS = C / NH channels, C channels, maxT positions, V tokens, Vp = V
-// rounded up to 128. Sixteen tensors, one table, which also knows Hugging Face's name of each;
-// weights of linear layers are (out, in), in Hugging Face's files (in, out). The flat
-// parameter buffer is block-major: wte, wpe, then the twelve tensors of each block, then the last
-// LayerNorm; wte is also the classifier (tied). Every tensor starts at a multiple of 64 elements.
-// Rows V..Vp-1 of wte are zero, always.
+// rounded up to 128, so that the classifier's product has no odd edge. Sixteen tensors are one
+// table, which also knows Hugging Face's name of each; weights of linear layers are (out, in), in
+// Hugging Face's files (in, out). wte is also the classifier's weight (tied).
+// 1. The flat parameter buffer is block-major: wte, wpe, then the twelve tensors of each block,
+//    then the last LayerNorm. So all that belongs to a block is one range of bytes.
+// 2. Every tensor starts at a multiple of 64 elements, 128 bytes or more: vector loads of any width
+//    are aligned on the CPU and on a GPU. On the CPU the gaps are zero, so the gradients' norm may
+//    walk over them.
+// 3. Rows V..Vp-1 of wte are zero, always.
 
 typedef struct {
     int L, NH, C, maxT, V, Vp;
@@ -684,7 +695,8 @@ enum {
     LNFW, LNFB, TENSORS
 };
 typedef enum { DIM_1, DIM_C, DIM_3C, DIM_4C, DIM_V, DIM_T } Dim;
-// INIT_NORMAL: N(0, 0.02); INIT_RESIDUAL: N(0, 0.02 / sqrt(2 L)).
+// INIT_NORMAL: N(0, 0.02); INIT_RESIDUAL: N(0, 0.02 / sqrt(2 L)), because 2 L of these products
+// are added up on the residual stream, whose variance should not grow with the depth.
 typedef enum { INIT_ZERO, INIT_ONE, INIT_NORMAL, INIT_RESIDUAL } Init;
 typedef struct {
     const char *name, *hf_name;
@@ -714,6 +726,7 @@ static const TensorEntry tensor_table[TENSORS] = {
 };
 enum { TENSOR_ALIGN = 64 };
 
+// The number that a dimension of the table has in model `m`; `sizes` is in the order of Dim.
 static int64_t dim_size(const Model *m, Dim dim) {
     const int64_t C = m->C;
     const int64_t sizes[] = {1, C, 3 * C, 4 * C, m->V, m->maxT};
@@ -742,6 +755,8 @@ static int tensor_copies(const Model *m, int tensor) {
 
 // A flat buffer holds all tensors, or the matrices or the vectors alone (a GPU's gradients).
 enum { ALL_TENSORS, MATRICES, VECTORS };
+
+// Elements that one tensor takes up in such a buffer with the gap behind it; 0: it is not there.
 static int64_t tensor_padded_size(const Model *m, int tensor, int subset) {
     if (subset != ALL_TENSORS && tensor_is_matrix(tensor) != (subset == MATRICES)) {
         return 0;
@@ -749,10 +764,10 @@ static int64_t tensor_padded_size(const Model *m, int tensor, int subset) {
     return round_up_i64(tensor_size(m, tensor), TENSOR_ALIGN);
 }
 
-// Offset in elements of `tensor` of `layer` in the flat buffer of a subset; layer is ignored for
-// wte, wpe, lnfw, lnfb. tensor TENSORS gives the whole buffer's size.
+// Offset in elements of `tensor` of `layer` in the flat buffer of a subset; `layer` is ignored for
+// wte, wpe, lnfw and lnfb. For `tensor` TENSORS it is the size of the buffer.
 static int64_t subset_offset(const Model *m, int tensor, int layer, int subset) {
-    int64_t outside = 0, inside = 0, block = 0;  // elements before the tensor; of a whole block
+    int64_t outside = 0, inside = 0, block = 0;  // elements before the tensor; of a block
     for (int i = 0; i < TENSORS; i++) {
         int64_t size = tensor_padded_size(m, i, subset), before = i < tensor ? size : 0;
         block += tensor_table[i].per_layer ? size : 0;
@@ -769,7 +784,7 @@ static int64_t tensor_offset(const Model *m, int tensor, int layer) {
     return subset_offset(m, tensor, layer, ALL_TENSORS);
 }
 
-// Tensors of all layers together.
+// The number of tensors, those of all layers counted.
 static int model_tensors(const Model *m) {
     int n = 0;
     for (int i = 0; i < TENSORS; i++) {
@@ -793,7 +808,8 @@ static int64_t model_parameters(const Model *m) {
 }
 
 // FLOPs of one training token, forward and backward: 6 for every parameter, padding included, and
-// 6 L C T for causal attention: llm.c's convention, so that utilisations compare.
+// 6 L C T for causal attention: this is llm.c's convention, so utilisations may be compared with
+// its own.
 static double model_flops_per_token(const Model *m, int T) {
     return 6 * (double)model_elements(m) + 6.0 * m->L * m->C * T;
 }
@@ -869,19 +885,24 @@ static void model_set_vocabulary(Model *m, int V) {
 // 3. An activation that is recomputed has two buffers: one that dies in forward, one that lives in
 //    backward.
 
+// Types of a buffer's elements. TYPE_REAL is the oracle's own, TYPE_U16 the low half of an fp32
+// weight whose high half is its bf16 weight, TYPE_U8 memory that one function lays out by itself.
 typedef enum { TYPE_FP32, TYPE_BF16, TYPE_FP16, TYPE_I32, TYPE_U16, TYPE_REAL, TYPE_U8 } Type;
 static size_t type_bytes(Type type) {
     static const size_t bytes[] = {4, 2, 2, 4, 2, sizeof(real), 1};
     return bytes[type];
 }
 
+// The lines that buffers are summed up in when a plan is printed. Kept activations live from
+// forward to backward; the working set lives for a few stages.
 typedef enum {
     GROUP_WEIGHTS, GROUP_GRADIENTS, GROUP_MOMENTS, GROUP_MASTER, GROUP_KEPT, GROUP_WORKING,
     GROUP_LOGITS, GROUP_WORKSPACE, GROUP_BATCH, GROUPS
 } Group;
-static const char *const group_names[GROUPS] = {"weights", "gradients",        "moments",
-                                                "master",  "activations kept", "working set",
-                                                "logits",  "workspaces",       "batch"};
+static const char *const group_names[GROUPS] = {
+    "weights", "gradients", "moments", "master", "activations kept", "working set", "logits",
+    "workspaces", "batch"
+};
 
 // Where a buffer lives, and the states whose home a run's settings choose. A buffer names its state
 // or, behind HOMES, a home that nothing chooses.
@@ -904,8 +925,11 @@ typedef struct {
     int rank, ranks;      // of the processes that share the step's micro-batches
 } Settings;
 
-// Statistics and losses are fp32 on a GPU and the oracle's type on the CPU.
+// The type of statistics and losses: fp32 on a GPU, the oracle's own on the CPU.
 static Type settings_real(const Settings *s) { return s->gpu ? TYPE_FP32 : TYPE_REAL; }
+
+// A master copy holds what 16-bit weights lose: for bf16 the low halves of fp32 weights, where they
+// are asked for; for fp16, which is no half of fp32, always fp32 weights of their own.
 static int settings_has_master(const Settings *s) {
     return s->split_master || s->dtype == TYPE_FP16;
 }
@@ -924,15 +948,17 @@ enum {
 typedef struct {
     const char *name;
     int flops;  // of a token in forward, x C^2; attention's depend on T
-} StageRow;
-static const StageRow stage_rows[STAGES] = {
+} StageEntry;
+static const StageEntry stage_table[STAGES] = {
     {"ln1", 0},       {"qkv", 6},    {"att", 0},      {"attproj", 2}, {"ln2", 0},   {"fc", 8},
     {"gelu", 0},      {"fcproj", 8}, {"d_fcproj", 0}, {"d_gelu", 0},  {"d_fc", 0},  {"d_ln2", 0},
     {"d_attproj", 0}, {"d_att", 0},  {"d_qkv", 0},    {"d_ln1", 0},   {"embed", 0}, {"lnf", 0},
     {"head", 0},      {"d_lnf", 0},  {"d_embed", 0},  {"update", 0},
 };
 
-enum { BACK_TICKS = BLOCK_STAGES - 1 };  // of a block
+// The ticks of stages, and the one place that knows their order: blocks go from 0 to L-1 forward,
+// from L-1 to 0 backward.
+enum { BACK_TICKS = BLOCK_STAGES - 1 };  // of a block in backward
 static int tick_forward(int layer, int stage) { return 1 + layer * F_STAGES + stage; }
 static int tick_lnf(const Model *m) { return 1 + m->L * F_STAGES; }
 static int tick_head(const Model *m) { return tick_lnf(m) + 1; }
@@ -943,12 +969,15 @@ static int tick_backward(const Model *m, int layer, int stage) {
 static int tick_embed_backward(const Model *m) { return tick_backward(m, -1, 0); }
 static int tick_update(const Model *m) { return tick_embed_backward(m) + 1; }
 
-// A tick taken apart: the inverse of the functions above.
+// What a tick stands for.
 typedef struct {
     int stage, layer;  // layer -1: not a block's
     int again;         // 1: forward's stage, in backward
 } Tick;
 
+// The inverse of the functions above: the tick's stage and layer. A block's ticks in backward are
+// the seven stages that may come again (F_FCPROJ's output is the next block's x and is kept), then
+// its eight own.
 static Tick tick_at(const Model *m, int tick) {
     const int forward = tick - 1, head = tick - tick_lnf(m);
     const int backward = tick - tick_backward(m, m->L - 1, 0);
@@ -969,17 +998,21 @@ static Tick tick_at(const Model *m, int tick) {
     return t;
 }
 
+// A tick as --plan --json and dev/report.py call it: `head`, `3.qkv`, `3.re-qkv`.
 static void tick_name(char name[32], const Model *m, int tick) {
     Tick t = tick_at(m, tick);
     if (t.layer < 0) {
-        snprintf(name, 32, "%s", stage_rows[t.stage].name);
+        snprintf(name, 32, "%s", stage_table[t.stage].name);
     } else {
-        snprintf(name, 32, "%d.%s%s", t.layer, t.again ? "re-" : "", stage_rows[t.stage].name);
+        snprintf(name, 32, "%d.%s%s", t.layer, t.again ? "re-" : "", stage_table[t.stage].name);
     }
 }
 
 // Levels of recomputation: the stages of a block's forward that come again in its backward. What
-// they make is dropped in between.
+// they make is dropped in between. Of the 16 C numbers that a block makes per token, `none` keeps
+// all 16 C, `gelu` 12 C, `norm` 10 C, `mlp` 6 C, `qkv` 3 C and `block` C, its input alone. The
+// cheap stages come first: GELU and LayerNorm cost no product. The last product never comes again,
+// since its result is the next block's input.
 enum {
     RECOMPUTE_NONE, RECOMPUTE_GELU, RECOMPUTE_NORM, RECOMPUTE_MLP, RECOMPUTE_QKV, RECOMPUTE_BLOCK,
     RECOMPUTE_LEVELS
@@ -988,9 +1021,9 @@ typedef struct {
     const char *name, *alias;  // as -r takes it; alias NULL: none
     int stages;                // a bit each
     const char *help;
-} LevelRow;
+} LevelEntry;
 enum { ALL_BUT_LAST = (1 << F_FCPROJ) - 1, ATTENTION = 1 << F_ATT | 1 << F_ATTPROJ };
-static const LevelRow level_rows[RECOMPUTE_LEVELS] = {
+static const LevelEntry level_table[RECOMPUTE_LEVELS] = {
     {"none", "0", 0, "nothing"},
     {"gelu", NULL, 1 << F_GELU, "GELU"},
     {"norm", NULL, 1 << F_GELU | 1 << F_LN1 | 1 << F_LN2, "GELU and both LayerNorms"},
@@ -1018,11 +1051,11 @@ static int settings_level(const Settings *s, int *blocks) {
 
 // Whether backward repeats a stage of a block's forward.
 static int plan_recomputes(const Settings *s, int stage, int layer) {
-    return level_rows[s->level[layer]].stages >> stage & 1;
+    return level_table[s->level[layer]].stages >> stage & 1;
 }
 
 // Activations of a block: the stage that makes them, and those that use them last in forward and in
-// backward. Sizes: channels per token (in units of C) or values per head (LSE) or one (statistics).
+// backward. Sizes are per token: in units of C, a number for each head (lse), or one (mean, rstd).
 enum {
     ACT_X, ACT_LN1, ACT_LN1_MEAN, ACT_LN1_RSTD, ACT_QKV, ACT_ATT, ACT_LSE, ACT_RES2, ACT_LN2,
     ACT_LN2_MEAN, ACT_LN2_RSTD, ACT_FCH, ACT_GELU, ACTS
@@ -1033,8 +1066,8 @@ typedef struct {
     int channels;               // x C, or PER_TOKEN, PER_HEAD (fp32 statistics)
     int made, used, used_back;  // stages: forward, forward, backward
     HomeOf home;
-} ActRow;
-static const ActRow act_rows[ACTS] = {
+} ActEntry;
+static const ActEntry act_table[ACTS] = {
     // made by the block before, or by embed: never again
     {"x", 1, F_FCPROJ, F_ATTPROJ, B_LN1, HOME_OF_RESIDUALS},
     {"ln1", 1, F_LN1, F_QKV, B_QKV, ON_DEVICE},
@@ -1051,14 +1084,15 @@ static const ActRow act_rows[ACTS] = {
     {"gelu", 4, F_GELU, F_FCPROJ, B_FCPROJ, ON_DEVICE},
 };
 
-// Gradients of activations inside one block's backward; the residual stream's gradient is a single
-// buffer, in place.
+// Gradients of activations inside one block's backward. d_mlp is the gradient of the GELU's output
+// and, in place, of its input. The gradient of the residual stream is one buffer for all blocks:
+// every block adds to it in place.
 enum { GRAD_MLP, GRAD_LN2, GRAD_ATT, GRAD_QKV, GRAD_LN1, GRADS };
 typedef struct {
     const char *name;
     int channels, first, last;
-} GradRow;
-static const GradRow grad_rows[GRADS] = {
+} GradEntry;
+static const GradEntry grad_table[GRADS] = {
     {"d_mlp", 4, B_FCPROJ, B_FC}, {"d_ln2", 1, B_FC, B_LN2},  {"d_att", 1, B_ATTPROJ, B_ATT},
     {"d_qkv", 3, B_ATT, B_QKV},   {"d_ln1", 1, B_QKV, B_LN1},
 };
@@ -1075,6 +1109,7 @@ typedef struct {
 } Buffer;
 
 // What kernels of a GPU run ask for besides tensors; Volume II checks that they ask for no more.
+// 32 MiB is the workspace that cuBLAS's manual recommends on Hopper; older cards need less.
 enum { GPU_TENSOR_ROW_BYTES = 48, GPU_STATE_BYTES = 256, GPU_PARTIAL_BLOCKS = 256 };
 enum { GPU_MATMUL_BYTES = 32 << 20 };
 
@@ -1098,14 +1133,14 @@ typedef struct {
     int64_t count;
     int first, last;
     HomeOf home;
-} BufferRow;
+} BufferEntry;
 
 // The table for a run with settings `s`; what has no elements is not in its plan.
-static void single_buffers(BufferRow buffers[SINGLES], const Settings *s) {
+static void single_buffers(BufferEntry buffers[SINGLES], const Settings *s) {
     const Model *m = &s->model;
     const int end = tick_update(m), x = tick_forward(m->L - 1, F_FCPROJ), lnf = tick_lnf(m);
     const int head = tick_head(m), back = tick_lnf_backward(m), back_end = tick_embed_backward(m);
-    // A GPU's own buffers have no elements on the CPU: their counts are multiplied by `gpu`.
+    // A GPU's own buffers have no elements on the CPU: their counts are multiplied by gpu, 0 or 1.
     const int64_t gpu = s->gpu, N = (int64_t)s->B * s->T, NC = N * m->C, batch = batch_ints(N);
     // A GPU sums the gradients of vectors in fp32, apart from those of matrices.
     const int64_t all = tensor_offset(m, TENSORS, 0);
@@ -1117,7 +1152,7 @@ static void single_buffers(BufferRow buffers[SINGLES], const Settings *s) {
     const int64_t partials = gpu * max_i64((int64_t)GPU_PARTIAL_BLOCKS * 4 * m->C, 1024);
     const Type E = s->dtype, G = s->grad_dtype, M = s->moment_dtype, R = settings_real(s);
     const Type low = s->split_master ? TYPE_U16 : TYPE_FP32;
-    const BufferRow rows[SINGLES] = {
+    const BufferEntry rows[SINGLES] = {
         {GROUP_WEIGHTS, "weights", E, all, 0, end, HOME_OF_WEIGHTS},
         {GROUP_GRADIENTS, "gradients", G, all - vectors, 0, end, HOME_OF_GRADIENTS},
         {GROUP_GRADIENTS, "gradients of vectors", TYPE_FP32, vectors, 0, end, ON_DEVICE},
@@ -1136,6 +1171,7 @@ static void single_buffers(BufferRow buffers[SINGLES], const Settings *s) {
         {GROUP_WORKING, "lnf", E, NC, lnf, back, ON_DEVICE},
         {GROUP_WORKING, "lnf.mean", R, N, lnf, back, ON_DEVICE},
         {GROUP_WORKING, "lnf.rstd", R, N, lnf, back, ON_DEVICE},
+        // A chunk of logits and their gradients lives within one tick, so it shares its bytes.
         {GROUP_LOGITS, "logits", E, (int64_t)s->logit_rows * m->Vp, head, head, ON_DEVICE},
         {GROUP_WORKING, "d_residual", E, NC, back, back_end, ON_DEVICE},
         {GROUP_WORKING, "attention D", TYPE_FP32, gpu * N * m->NH, back, back_end, ON_DEVICE},
@@ -1146,173 +1182,182 @@ static void single_buffers(BufferRow buffers[SINGLES], const Settings *s) {
 typedef struct {
     Settings settings;
     Buffer *buffers;
-    int buffer_count, buffer_capacity, ticks;
+    int buffer_count, ticks;
     int single[SINGLES];              // index of the buffer, -1: not in this plan
     int *act;                         // [phase 0 forward, 1 backward][ACTS][L]
     int *grad;                        // [GRADS][L]
     size_t device_bytes, host_bytes;  // the allocations
     size_t live_bytes;                // most bytes alive at once: no layout needs less
+    int peak;                         // the first tick with so many
     // at run time
     char *base[2];  // by home
     int now;
     void (*mark)(void *memory, size_t bytes, int alive);  // of memory that comes alive or dies
 } Plan;
 
+// 256 bytes: as cudaMalloc aligns, and four cache lines, so that no two buffers share one.
 enum { PLAN_ALIGN = 256, PLAN_GAP = GPT2_POISON ? 256 : 0 };
 
 // Adds a buffer, of block `layer` or (-1) of none, and returns its index; -1 for one without
-// elements.
-static int plan_add(Plan *p, const BufferRow *row, int layer) {
-    if (row->count == 0) {
+// elements. A name may be cut short: it is for people and for --plan --json.
+static int plan_add(Plan *p, const BufferEntry *entry, int layer) {
+    if (entry->count == 0) {
         return -1;
     }
-    if (p->buffer_count == p->buffer_capacity) {
-        p->buffer_capacity = p->buffer_capacity ? 2 * p->buffer_capacity : 256;
-        p->buffers = (Buffer *)realloc(p->buffers, (size_t)p->buffer_capacity * sizeof(Buffer));
-        check(p->buffers, "no memory for the plan's table");
-    }
-    Buffer *b = &p->buffers[p->buffer_count];
-    memset(b, 0, sizeof *b);  // padding too: equal plans are equal bytes
+    Buffer *b = &p->buffers[p->buffer_count];  // zero, padding too: equal plans are equal bytes
     if (layer < 0) {
-        snprintf(b->name, sizeof b->name, "%s", row->name);
+        snprintf(b->name, sizeof b->name, "%s", entry->name);
     } else {
-        snprintf(b->name, sizeof b->name, "%d.%s", layer, row->name);
+        snprintf(b->name, sizeof b->name, "%d.%s", layer, entry->name);
     }
-    b->group = row->group;
-    b->type = row->type;
-    b->count = row->count;
-    b->first = row->first;
-    b->last = row->last;
-    b->home = row->home < HOMES     ? (Home)p->settings.home[row->home]
-              : row->home == ON_HOST ? HOME_HOST
-                                     : HOME_DEVICE;
-    b->bytes = (size_t)row->count * type_bytes(row->type);
+    b->group = entry->group;
+    b->type = entry->type;
+    b->count = entry->count;
+    b->first = entry->first;
+    b->last = entry->last;
+    const HomeOf home = entry->home;
+    b->home = home < HOMES ? (Home)p->settings.home[home] : (Home)(home == ON_HOST);
+    b->bytes = (size_t)entry->count * type_bytes(entry->type);
     return p->buffer_count++;
 }
 
-// Buffers of one block's activations and of their gradients.
+// Elements of an activation of N tokens.
+static int64_t act_count(const Model *m, int act, int64_t N) {
+    const int channels = act_table[act].channels;
+    return N * (channels == PER_HEAD ? m->NH : channels == PER_TOKEN ? 1 : channels * m->C);
+}
+
+// Buffers of one block's activations and of their gradients. What backward recomputes gets two
+// short-lived buffers instead of one that lives from forward to backward.
 static void plan_add_block(Plan *p, int layer) {
     const Settings *s = &p->settings;
     const Model *m = &s->model;
     const int64_t N = (int64_t)s->B * s->T;
     for (int i = 0; i < ACTS; i++) {
-        const ActRow *a = &act_rows[i];
+        const ActEntry *a = &act_table[i];
         int *forward = &p->act[i * m->L + layer], *backward = &p->act[(ACTS + i) * m->L + layer];
-        const int per_token = a->channels > 0           ? a->channels * m->C
-                              : a->channels == PER_HEAD ? m->NH
-                                                        : 1;
-        BufferRow row = {GROUP_KEPT, a->name, a->channels > 0 ? s->dtype : settings_real(s),
-                         N * per_token, tick_forward(i == ACT_X ? layer - 1 : layer, a->made),
-                         tick_backward(m, layer, a->used_back), a->home};
-        if (plan_recomputes(s, a->made, layer)) {
-            row.group = GROUP_WORKING;
-            row.last = tick_forward(layer, a->used);
-            *forward = plan_add(p, &row, layer);
-            row.first = tick_backward(m, layer, a->made);
-            row.last = tick_backward(m, layer, a->used_back);
-            *backward = plan_add(p, &row, layer);
-        } else {
-            *forward = *backward = plan_add(p, &row, layer);
-        }
-    }
-    for (int i = 0; i < GRADS; i++) {
-        const GradRow *g = &grad_rows[i];
-        BufferRow row = {GROUP_WORKING, g->name, s->dtype, N * g->channels * m->C,
-                         tick_backward(m, layer, g->first), tick_backward(m, layer, g->last),
-                         ON_DEVICE};
-        p->grad[i * m->L + layer] = plan_add(p, &row, layer);
-    }
-}
-
-// Buffers of the whole run first, then kept activations, the long-lived before the short, which
-// makes them a stack; then the rest, by size or by life, whichever needs less. Order of birth
-// decides ties.
-static const Plan *plan_sorted;
-static int plan_by_size;
-static int plan_compare(const void *a, const void *b) {
-    const Buffer *x = &plan_sorted->buffers[*(const int *)a];
-    const Buffer *y = &plan_sorted->buffers[*(const int *)b];
-    int life_x = x->last - x->first, life_y = y->last - y->first, whole = plan_sorted->ticks - 1;
-    int rank_x = life_x == whole ? 0 : x->group == GROUP_KEPT ? 1 : 2;
-    int rank_y = life_y == whole ? 0 : y->group == GROUP_KEPT ? 1 : 2;
-    if (rank_x != rank_y) {
-        return rank_x - rank_y;
-    }
-    for (int key = 0; key < 2; key++) {
-        int by_size = (key == 0) == (plan_by_size && rank_x == 2);
-        if (by_size && x->bytes != y->bytes) {
-            return x->bytes > y->bytes ? -1 : 1;
-        }
-        if (!by_size && life_x != life_y) {
-            return life_x > life_y ? -1 : 1;
-        }
-    }
-    return *(const int *)a - *(const int *)b;
-}
-
-// Gives every buffer the lowest offset at which it overlaps no placed buffer of a common tick
-// (first fit).
-static void plan_place(Plan *p) {
-    int *order = (int *)alloc_zero((size_t)p->buffer_count, sizeof(int));
-    int *placed = (int *)alloc_zero((size_t)p->buffer_count, sizeof(int)), count = 0;  // by offset
-    for (int i = 0; i < p->buffer_count; i++) {
-        order[i] = i;
-    }
-    plan_sorted = p;
-    qsort(order, (size_t)p->buffer_count, sizeof(int), plan_compare);
-    p->device_bytes = p->host_bytes = 0;
-    for (int k = 0; k < p->buffer_count; k++) {
-        Buffer *b = &p->buffers[order[k]];
-        size_t need = (size_t)round_up_i64((int64_t)b->bytes, PLAN_ALIGN) + PLAN_GAP, offset = 0;
-        if (b->home == HOME_HOST) {
-            b->offset = p->host_bytes;
-            p->host_bytes += need;
+        // x is made by the last stage of the block before; one tick before block 0 is embed.
+        const int made = tick_forward(layer - (i == ACT_X), a->made);
+        const int used_back = tick_backward(m, layer, a->used_back);
+        BufferEntry entry = {GROUP_KEPT, a->name, a->channels > 0 ? s->dtype : settings_real(s),
+                             act_count(m, i, N), made, used_back, a->home};
+        if (!plan_recomputes(s, a->made, layer)) {
+            *forward = *backward = plan_add(p, &entry, layer);
             continue;
         }
-        for (int i = 0; i < count; i++) {
-            const Buffer *other = &p->buffers[placed[i]];
-            size_t end =
-                other->offset + (size_t)round_up_i64((int64_t)other->bytes, PLAN_ALIGN) + PLAN_GAP;
-            if (other->first > b->last || other->last < b->first || end <= offset) {
-                continue;
-            }
-            if (other->offset >= offset + need) {
-                break;
-            }
-            offset = end;
+        BufferEntry again = entry;
+        entry.group = again.group = GROUP_WORKING;
+        entry.last = tick_forward(layer, a->used);
+        again.first = tick_backward(m, layer, a->made);
+        *forward = plan_add(p, &entry, layer);
+        *backward = plan_add(p, &again, layer);
+    }
+    for (int i = 0; i < GRADS; i++) {
+        const GradEntry *g = &grad_table[i];
+        BufferEntry entry = {GROUP_WORKING, g->name, s->dtype, N * g->channels * m->C,
+                             tick_backward(m, layer, g->first), tick_backward(m, layer, g->last),
+                             ON_DEVICE};
+        p->grad[i * m->L + layer] = plan_add(p, &entry, layer);
+    }
+}
+
+// Bytes that a buffer takes up in an allocation, up to where the next one may begin.
+static size_t buffer_room(const Buffer *b) {
+    return (size_t)round_up_i64((int64_t)b->bytes, PLAN_ALIGN) + PLAN_GAP;
+}
+
+// When a buffer is placed: the smallest key first, number by number. The last is the buffer's
+// index, so that no two keys are equal and every qsort gives the same order.
+typedef struct {
+    int64_t key[4];
+} PlaceKey;
+
+static int place_compare(const void *a, const void *b) {
+    const int64_t *x = ((const PlaceKey *)a)->key, *y = ((const PlaceKey *)b)->key;
+    int i = 0;
+    while (i < 3 && x[i] == y[i]) {
+        i++;
+    }
+    return x[i] < y[i] ? -1 : x[i] > y[i];
+}
+
+// Buffers of the whole run come first; then kept activations, the long-lived before the short,
+// which makes them a stack; then the rest, by life or, where `by_size`, the largest first.
+static PlaceKey place_key(const Plan *p, int i, int by_size) {
+    const Buffer *b = &p->buffers[i];
+    const int64_t life = b->last - b->first, bytes = (int64_t)b->bytes;
+    const int kind = life == p->ticks - 1 ? 0 : b->group == GROUP_KEPT ? 1 : 2;
+    PlaceKey by_life = {{kind, -life, -bytes, i}}, largest = {{kind, -bytes, -life, i}};
+    return by_size && kind == 2 ? largest : by_life;
+}
+
+// The lowest offset at which `b` overlaps no placed buffer of a common tick (first fit). `placed`
+// holds `count` indices of buffers in the order of their offsets.
+static size_t place_find(const Plan *p, const Buffer *b, const int *placed, int count) {
+    size_t offset = 0;
+    for (int i = 0; i < count; i++) {
+        const Buffer *other = &p->buffers[placed[i]];
+        if (other->first > b->last || other->last < b->first) {
+            continue;
         }
-        b->offset = offset;
-        p->device_bytes = (size_t)max_i64((int64_t)p->device_bytes, (int64_t)(offset + need));
+        if (other->offset >= offset + buffer_room(b)) {
+            break;
+        }
+        size_t end = other->offset + buffer_room(other);
+        offset = end > offset ? end : offset;
+    }
+    return offset;
+}
+
+// Gives every buffer its offset, those of the host one behind another. Returns the bytes of the
+// device allocation.
+static size_t plan_place(Plan *p, int by_size) {
+    const size_t n = (size_t)p->buffer_count;
+    PlaceKey *order = (PlaceKey *)alloc_zero(n, sizeof *order);
+    int *placed = (int *)alloc_zero(n, sizeof(int)), count = 0;
+    for (int i = 0; i < p->buffer_count; i++) {
+        order[i] = place_key(p, i, by_size);
+    }
+    qsort(order, n, sizeof *order, place_compare);
+    p->device_bytes = p->host_bytes = 0;
+    for (size_t k = 0; k < n; k++) {
+        Buffer *b = &p->buffers[order[k].key[3]];
+        if (b->home == HOME_HOST) {
+            b->offset = p->host_bytes;
+            p->host_bytes += buffer_room(b);
+            continue;
+        }
+        b->offset = place_find(p, b, placed, count);
+        size_t end = b->offset + buffer_room(b);
+        p->device_bytes = end > p->device_bytes ? end : p->device_bytes;
         int at = count++;
-        while (at > 0 && p->buffers[placed[at - 1]].offset > offset) {
+        for (; at > 0 && p->buffers[placed[at - 1]].offset > b->offset; at--) {
             placed[at] = placed[at - 1];
-            at--;
         }
-        placed[at] = order[k];
+        placed[at] = (int)order[k].key[3];
     }
     free(order);
     free(placed);
+    return p->device_bytes;
 }
 
-// Bytes alive at each tick, as an array of p->ticks; the caller frees it.
-static size_t *plan_live(const Plan *p) {
+// The most bytes of device buffers that are alive at once, and the first tick with so many.
+static size_t plan_peak(const Plan *p, int *peak) {
     int64_t *change = (int64_t *)alloc_zero((size_t)p->ticks + 1, sizeof(int64_t));
-    size_t *live = (size_t *)alloc_zero((size_t)p->ticks, sizeof(size_t));
+    int64_t live = 0, most = 0;
     for (int i = 0; i < p->buffer_count; i++) {
         const Buffer *b = &p->buffers[i];
-        int64_t bytes = b->home == HOME_DEVICE
-                            ? round_up_i64((int64_t)b->bytes, PLAN_ALIGN) + PLAN_GAP
-                            : 0;
+        int64_t bytes = b->home == HOME_DEVICE ? (int64_t)buffer_room(b) : 0;
         change[b->first] += bytes;
         change[b->last + 1] -= bytes;
     }
-    int64_t sum = 0;
     for (int t = 0; t < p->ticks; t++) {
-        sum += change[t];
-        live[t] = (size_t)sum;
+        live += change[t];
+        *peak = live > most ? t : *peak;
+        most = max_i64(live, most);
     }
     free(change);
-    return live;
+    return (size_t)most;
 }
 
 // The plan of a run with these settings: pure arithmetic, no allocation beyond the table itself.
@@ -1320,9 +1365,11 @@ static void plan_build(Plan *p, const Settings *s) {
     memset(p, 0, sizeof *p);
     p->settings = *s;
     p->ticks = tick_update(&s->model) + 1;
-    p->act = (int *)alloc_zero((size_t)2 * ACTS * (size_t)s->model.L, sizeof(int));
-    p->grad = (int *)alloc_zero((size_t)GRADS * (size_t)s->model.L, sizeof(int));
-    BufferRow singles[SINGLES];
+    const size_t L = (size_t)s->model.L;
+    p->buffers = (Buffer *)alloc_zero(SINGLES + (2 * ACTS + GRADS) * L, sizeof(Buffer));
+    p->act = (int *)alloc_zero(2 * ACTS * L, sizeof(int));
+    p->grad = (int *)alloc_zero(GRADS * L, sizeof(int));
+    BufferEntry singles[SINGLES];
     single_buffers(singles, s);
     for (int i = 0; i < SINGLES; i++) {
         p->single[i] = plan_add(p, &singles[i], -1);
@@ -1330,20 +1377,11 @@ static void plan_build(Plan *p, const Settings *s) {
     for (int l = 0; l < s->model.L; l++) {
         plan_add_block(p, l);
     }
-    plan_by_size = 0;
-    plan_place(p);
-    size_t by_life = p->device_bytes;
-    plan_by_size = 1;
-    plan_place(p);
-    if (by_life < p->device_bytes) {
-        plan_by_size = 0;
-        plan_place(p);
+    size_t by_life = plan_place(p, 0);  // neither order is the better one for all settings
+    if (plan_place(p, 1) > by_life) {
+        plan_place(p, 0);
     }
-    size_t *live = plan_live(p);
-    for (int t = 0; t < p->ticks; t++) {
-        p->live_bytes = (size_t)max_i64((int64_t)p->live_bytes, (int64_t)live[t]);
-    }
-    free(live);
+    p->live_bytes = plan_peak(p, &p->peak);
 }
 
 static void plan_free(Plan *p) {
@@ -1362,20 +1400,21 @@ static size_t plan_bytes(const Settings *s) {
     return bytes;
 }
 
-// Reads -r: a level, or LEVEL:K for the first K blocks alone.
+// Reads -r: a level, or LEVEL:K for the first K blocks alone. Ends the run at an unknown level,
+// which it answers with all there are, and at a K that the model does not have.
 static void recompute_parse(Settings *s, const char *text) {
     const int length = (int)strcspn(text, ":");
     char word[8], names[128] = "", *end = NULL;
     int level = -1;
     snprintf(word, sizeof word, "%.*s", length, text);
     for (int i = 0; i < RECOMPUTE_LEVELS; i++) {
-        const LevelRow *row = &level_rows[i];
+        const LevelEntry *entry = &level_table[i];
         size_t used = strlen(names);
-        if (strcmp(word, row->name) == 0 || (row->alias && strcmp(word, row->alias) == 0)) {
+        if (strcmp(word, entry->name) == 0 || (entry->alias && strcmp(word, entry->alias) == 0)) {
             level = i;
         }
-        snprintf(names + used, sizeof names - used, row->alias ? " %s (%s)" : " %s", row->name,
-                 row->alias);
+        snprintf(names + used, sizeof names - used, entry->alias ? " %s (%s)" : " %s", entry->name,
+                 entry->alias);
     }
     if (level < 0 || length >= (int)sizeof word) {
         die("--recompute (-r): '%s' is not one of%s, nor one of these for the first K blocks, as "
@@ -1385,20 +1424,22 @@ static void recompute_parse(Settings *s, const char *text) {
     long blocks = text[length] ? strtol(number, &end, 10) : s->model.L;
     if (end && (end == number || *end != 0 || blocks < 0 || blocks > s->model.L)) {
         die("--recompute (-r): '%s': K of %s:K is a number from 0 to %d, the model's blocks", text,
-            level_rows[level].name, s->model.L);
+            level_table[level].name, s->model.L);
     }
     settings_recompute(s, level, (int)blocks);
 }
 
+// The levels' lines of --help.
 static void recompute_print_help(void) {
     for (int i = 0; i < RECOMPUTE_LEVELS; i++) {
-        const LevelRow *row = &level_rows[i];
-        printf("%26s%-6s%-2s%s\n", "", row->name, row->alias ? row->alias : "", row->help);
+        const LevelEntry *entry = &level_table[i];
+        printf("%26s%-6s%-2s%s\n", "", entry->name, entry->alias ? entry->alias : "", entry->help);
     }
 }
 
 #if GPT2_POISON
-// Marks host memory that comes alive or dies, in test builds; tests bring a stricter one.
+// Marks host memory that comes alive or dies, in test builds. Programs that look closer, as those
+// under AddressSanitizer do, set plan_mark; a GPU's plan marks its memory by a kernel (Plan.mark).
 static void poison_mark(void *memory, size_t bytes, int alive) {
     (void)alive;
     memset(memory, 0xff, bytes);  // NaN in every floating-point type
@@ -1406,7 +1447,8 @@ static void poison_mark(void *memory, size_t bytes, int alive) {
 static void (*plan_mark)(void *memory, size_t bytes, int alive) = poison_mark;
 #endif
 
-// Moves the clock. Test builds poison the buffers that die and fill those that are born with NaN.
+// Moves the clock. Test builds poison the buffers that die and then fill those that are born with
+// NaN, in this order: the born may lie where the dead were.
 static void plan_tick(Plan *p, int tick) {
     p->now = tick;
 #if GPT2_POISON
@@ -1423,7 +1465,8 @@ static void plan_tick(Plan *p, int tick) {
 #endif
 }
 
-// The memory of buffer `id`, which must be alive at the current tick.
+// The memory of buffer `id`, which must be alive at the current tick. The check is in every build:
+// a step asks a few thousand times, and a buffer used outside its life is another one's bytes.
 static void *buffer_pointer(const Plan *p, int id) {
     check(id >= 0 && id < p->buffer_count, "no such buffer in this plan");
     const Buffer *b = &p->buffers[id];
@@ -1434,8 +1477,8 @@ static void *buffer_pointer(const Plan *p, int id) {
 
 static void *plan_single(const Plan *p, int single) { return buffer_pointer(p, p->single[single]); }
 
-// An activation of a block, from the buffer of the pass the clock is in. x of layer L is the last
-// block's output.
+// An activation of a block, from the buffer of the pass that the clock is in: what is recomputed
+// has one for forward and one for backward. x of layer L is the last block's output.
 static void *plan_act(const Plan *p, int act, int layer) {
     const Model *m = &p->settings.model;
     if (act == ACT_X && layer == m->L) {
@@ -1449,13 +1492,14 @@ static void *plan_grad(const Plan *p, int grad, int layer) {
     return buffer_pointer(p, p->grad[grad * p->settings.model.L + layer]);
 }
 
-// Allocates the plan: one mapping of exactly device_bytes, in huge pages where the system gives
-// them.
+// Allocates the plan: one mapping of exactly device_bytes. It is zero without being written, and
+// asks for huge pages, because packing steps through a matrix page by page. Ends the run when the
+// system refuses.
 static void plan_open(Plan *p) {
     void *memory =
         mmap(NULL, p->device_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) {
-        die("the system gives no %s for the plan: %s", bytes_text((double)p->device_bytes).s,
+        die("cannot allocate %s for the plan: %s", bytes_text((double)p->device_bytes).s,
             strerror(errno));
     }
     madvise(memory, p->device_bytes, MADV_HUGEPAGE);
@@ -1479,8 +1523,8 @@ static void plan_close(Plan *p) {
 // -------------------------------------------------------------------------------------------------
 // 6. What fits
 // First from options to settings, on the card that is named or at hand; then from settings to the
-// printed plan, and to what would make a run fit. Prices are arithmetic (FLOPs of what is
-// recomputed over FLOPs of a step), never timings.
+// printed plan, and to what would make a run fit. Costs are counted (FLOPs of what is recomputed
+// over FLOPs of a step), never timed.
 
 // Memory of common cards in GiB as the driver reports it: the smallest total seen quoted in CUDA
 // out-of-memory messages (public issue trackers, read 2026-11). A driver keeps some of what is on
@@ -1489,22 +1533,22 @@ typedef struct {
     const char *name;
     double gib;
     int has_bf16;  // compute capability 8.0 or newer
-} GpuRow;
-static const GpuRow gpu_rows[] = {
+} GpuEntry;
+static const GpuEntry gpu_table[] = {
     {"t4", 14.56, 0},   {"4060", 7.75, 1},    {"4060ti", 15.6, 1}, {"a4000", 15.61, 1},
     {"3090", 23.6, 1},  {"4090", 23.6, 1},    {"l4", 22.0, 1},     {"a10", 22.0, 1},
     {"l40s", 44.3, 1},  {"a100-40", 39.5, 1}, {"a100", 79.1, 1},   {"h100", 79.1, 1},
     {"h200", 139.8, 1},
 };
 
-// The row of --gpu, or NULL when the option is not given. Ends the run at an unknown name.
-static const GpuRow *gpu_find(const Options *o) {
+// The entry of --gpu, or NULL when the option is not given. Ends the run at an unknown name.
+static const GpuEntry *gpu_find(const Options *o) {
     char names[256] = "";
-    for (size_t i = 0; i < sizeof gpu_rows / sizeof gpu_rows[0]; i++) {
-        if (strcmp(o->gpu, gpu_rows[i].name) == 0) {
-            return &gpu_rows[i];
+    for (size_t i = 0; i < sizeof gpu_table / sizeof gpu_table[0]; i++) {
+        if (strcmp(o->gpu, gpu_table[i].name) == 0) {
+            return &gpu_table[i];
         }
-        snprintf(names + strlen(names), sizeof names - strlen(names), " %s", gpu_rows[i].name);
+        snprintf(names + strlen(names), sizeof names - strlen(names), " %s", gpu_table[i].name);
     }
     if (o->gpu[0]) {
         die("--gpu: '%s' is not one of%s; --gpu-mem SIZE plans for any card", o->gpu, names);
@@ -1516,7 +1560,9 @@ static const GpuRow *gpu_find(const Options *o) {
 // says so.
 static const size_t library_reserve_bytes = (size_t)1 << 30;
 
-// Rows of a classifier chunk: 64 MiB of logits, 128 rows at least; on a GPU 256 MiB, as each chunk
+// Rows of a classifier chunk, in multiples of 128. All logits of a batch at once would be the
+// largest buffer of most plans. The CPU gets 64 MiB, 256 rows of GPT-2's vocabulary: each chunk
+// packs the whole of wte again, which 256 rows pay for. A GPU gets 256 MiB, since each chunk also
 // rounds wte's bf16 gradient once more, and few rows make slow products.
 static int64_t default_logit_rows(const Model *m, size_t element_bytes, int64_t N, int gpu) {
     int64_t bytes = (int64_t)(gpu ? 256 : 64) << 20;
@@ -1526,7 +1572,7 @@ static int64_t default_logit_rows(const Model *m, size_t element_bytes, int64_t 
 // Number types, master bits and homes of the states. Ends the run at what the card, the program or
 // another setting rules out.
 static void settings_types(Settings *s, const Options *o) {
-    const GpuRow *card = gpu_find(o);
+    const GpuEntry *card = gpu_find(o);
     const int has_bf16 = !card || card->has_bf16;
     const int64_t usual = !s->gpu ? DTYPE_FP32 : has_bf16 ? DTYPE_BF16 : DTYPE_FP16;
     const int64_t dtype = o->dtype ? o->dtype : usual;
@@ -1583,76 +1629,74 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
         (int)(o->logit_rows ? o->logit_rows : default_logit_rows(m, type_bytes(s->dtype), N, gpu));
 }
 
-// FLOPs that are recomputed, over FLOPs of a step without recomputation.
-static double recompute_price(const Settings *s) {
+// FLOPs that are recomputed, over FLOPs of a step without recomputation: 24 C^2 of a block's four
+// products in forward and twice that in backward; attention 2 T C under the causal mask, and 5 T C
+// for its five products in backward.
+static double recompute_cost(const Settings *s) {
     const Model *m = &s->model;
     const double C = m->C, step = m->L * (72 * C * C + 7 * s->T * C) + 6.0 * C * m->Vp;
     double sum = 0;
     for (int l = 0; l < m->L; l++) {
         for (int stage = 0; stage < F_STAGES; stage++) {
             double attention = stage == F_ATT ? 2.0 * s->T * C : 0;
-            sum += plan_recomputes(s, stage, l) ? stage_rows[stage].flops * C * C + attention : 0;
+            sum += plan_recomputes(s, stage, l) ? stage_table[stage].flops * C * C + attention : 0;
         }
     }
     return sum / step;
 }
 
-// A change of settings that frees memory, in order of cost.
+// A change of settings that frees memory, as a command line says it, and what it costs.
 typedef struct {
-    char option[48], price[64];
+    char option[48], cost[64];
     Settings settings;
     size_t bytes;  // of the changed plan
 } Remedy;
 enum { MAX_REMEDIES = 16 };
 
-static int remedy_add(Remedy *list, int n, size_t now, const Settings *changed, const char *option,
-                      const char *price) {
-    size_t bytes = plan_bytes(changed);
-    if (bytes >= now || n == MAX_REMEDIES) {
+// Appends a change to `n` remedies of plan `p` unless it frees nothing; returns their new number.
+static int remedy_add(Remedy list[MAX_REMEDIES], int n, const Plan *p, const Settings *changed,
+                      const char *option, const char *cost) {
+    Remedy r = {"", "", *changed, plan_bytes(changed)};
+    if (r.bytes >= p->device_bytes || n == MAX_REMEDIES) {
         return n;
     }
-    Remedy *r = &list[n];
-    r->settings = *changed;
-    r->bytes = bytes;
-    snprintf(r->option, sizeof r->option, "%s", option);
-    snprintf(r->price, sizeof r->price, "%s", price);
+    snprintf(r.option, sizeof r.option, "%s", option);
+    snprintf(r.cost, sizeof r.cost, "%s", cost);
+    list[n] = r;
     return n + 1;
 }
 
-// Everything that would make this plan smaller: recomputation first (no bit changes), then what
-// changes numbers.
+// Everything that would make this plan smaller, in the order in which to try it: what changes no
+// bit (recomputation, then host memory), what changes numbers, smaller batches. Returns how many.
 static int plan_remedies(const Plan *p, Remedy list[MAX_REMEDIES]) {
     const Settings *now = &p->settings;
-    char option[48], price[64];
+    char option[48], cost[64];
     int n = 0;
     for (int level = RECOMPUTE_NONE + 1; level < RECOMPUTE_LEVELS; level++) {
         Settings s = *now;
         settings_recompute(&s, level, s.model.L);
-        snprintf(option, sizeof option, "-r %s", level_rows[level].name);
-        snprintf(price, sizeof price, "%.1f %% more arithmetic, same bits",
-                 100 * recompute_price(&s));
-        n = remedy_add(list, n, p->device_bytes, &s, option, price);
+        snprintf(option, sizeof option, "-r %s", level_table[level].name);
+        snprintf(cost, sizeof cost, "%.1f %% more arithmetic, same bits", 100 * recompute_cost(&s));
+        n = remedy_add(list, n, p, &s, option, cost);
     }
-    if (now->gpu) {
-        if (now->home[HOME_OF_MOMENTS] == HOME_DEVICE) {
-            Settings s = *now;
-            int master = settings_has_master(&s);
-            s.home[HOME_OF_MOMENTS] = HOME_HOST;
-            s.home[HOME_OF_MASTER] = master ? HOME_HOST : HOME_DEVICE;
-            n = remedy_add(list, n, p->device_bytes, &s,
-                           master ? "--offload moments,master" : "--offload moments",
-                           "host memory and PCIe time once a step, same bits");
-        }
+    if (now->gpu && now->home[HOME_OF_MOMENTS] == HOME_DEVICE) {
         Settings s = *now;
-        s.moment_dtype = now->dtype == TYPE_BF16 ? TYPE_BF16 : now->moment_dtype;
-        n = remedy_add(list, n, p->device_bytes, &s, "--moments bf16",
-                       "rounds the moments: numbers change");
-        s.split_master = 0;
-        if (now->dtype == TYPE_BF16) {
-            s.home[HOME_OF_MASTER] = HOME_DEVICE;
-        }
+        s.home[HOME_OF_MOMENTS] = HOME_HOST;
+        s.home[HOME_OF_MASTER] = settings_has_master(&s) ? HOME_HOST : HOME_DEVICE;
+        n = remedy_add(list, n, p, &s,
+                       settings_has_master(&s) ? "--offload moments,master" : "--offload moments",
+                       "host memory and PCIe time once a step, same bits");
+    }
+    // The low halves of weights go only together with the moments' precision: alone they free less
+    // than bf16 moments do, and change numbers all the same.
+    if (now->dtype == TYPE_BF16) {
+        Settings s = *now;
+        s.moment_dtype = TYPE_BF16;
+        n = remedy_add(list, n, p, &s, "--moments bf16", "rounds the moments: numbers change");
         if (now->split_master) {
-            n = remedy_add(list, n, p->device_bytes, &s, "--moments bf16 -w none",
+            s.split_master = 0;
+            s.home[HOME_OF_MASTER] = HOME_DEVICE;
+            n = remedy_add(list, n, p, &s, "--moments bf16 -w none",
                            "stochastic rounding of weights: numbers change");
         }
     }
@@ -1661,8 +1705,7 @@ static int plan_remedies(const Plan *p, Remedy list[MAX_REMEDIES]) {
         s.B = batch;
         s.logit_rows = (int)min_i64(s.logit_rows, (int64_t)s.B * s.T);
         snprintf(option, sizeof option, "-b %d", batch);
-        n = remedy_add(list, n, p->device_bytes, &s, option,
-                       "smaller matmuls; -d keeps the step's tokens");
+        n = remedy_add(list, n, p, &s, option, "smaller matmuls; -d keeps the step's tokens");
     }
     return n;
 }
@@ -1783,13 +1826,14 @@ static size_t host_memory_available(void) {
     return (size_t)h.bytes;
 }
 
-// Ends the run before anything is allocated when `available` bytes cannot hold `need`: names what
-// is short and the cheapest settings that alone would do, or the one that frees most.
+// Ends the run before anything is allocated when `available` bytes cannot hold `need`: says how
+// much is missing, and the first three settings that would do alone or, where none does, the one
+// that frees most.
 static void plan_refuse(const Plan *p, size_t need, size_t available) {
     char line[1024] = "";
     Remedy list[MAX_REMEDIES];
     if (need <= available) {
-        return;
+        return;  // before the remedies, whose plans take a while
     }
     int n = plan_remedies(p, list), length = 0, best = 0, enough = 0;
     for (int i = 0; i < n; i++) {
@@ -1800,18 +1844,18 @@ static void plan_refuse(const Plan *p, size_t need, size_t available) {
         size_t freed = p->device_bytes - list[i].bytes;
         if (enough ? freed >= need - available : i == best) {
             length += snprintf(line + length, sizeof line - (size_t)length, "; %s%s frees %s (%s)",
-                               enough ? "" : "no setting alone is enough: ", list[i].option,
-                               bytes_text((double)freed).s, list[i].price);
+                               enough ? "" : "no single setting is enough, the best is: ",
+                               list[i].option, bytes_text((double)freed).s, list[i].cost);
             shown++;
         }
     }
-    die("the plan needs %s, available are %s%s: short %s%s", bytes_text((double)need).s,
+    die("the plan needs %s, only %s are available%s: %s short%s", bytes_text((double)need).s,
         bytes_text((double)available).s, available_limit,
         bytes_text((double)(need - available)).s, line);
 }
 
-// JSON of the plan for dev/report.py: ticks by name and every buffer with its place in time and
-// memory.
+// Prints the plan as JSON, for dev/report.py: ticks by name, and every buffer with its place in
+// time and memory.
 static void plan_print_json(const Plan *p) {
     printf("{\"target\":\"%s\",\"total_bytes\":%zu,\"host_bytes\":%zu,\"ticks\":[",
            p->settings.gpu ? "gpu" : "cpu", p->device_bytes, p->host_bytes);
@@ -1834,24 +1878,18 @@ static void plan_print_json(const Plan *p) {
 // Bytes of every group at the tick where most bytes are alive, so that they add up to the peak; the
 // rest of the allocation is what first fit could not share. Host buffers are counted apart.
 static void plan_groups(const Plan *p, size_t device[GROUPS], size_t host[GROUPS]) {
-    size_t *live = plan_live(p);
-    int peak = 0;
-    for (int t = 0; t < p->ticks; t++) {
-        peak = live[t] > live[peak] ? t : peak;
-    }
-    free(live);
     memset(device, 0, GROUPS * sizeof(size_t));
     memset(host, 0, GROUPS * sizeof(size_t));
     for (int i = 0; i < p->buffer_count; i++) {
         const Buffer *b = &p->buffers[i];
-        if (b->first <= peak && peak <= b->last) {
-            (b->home == HOME_HOST ? host : device)[b->group] +=
-                (size_t)round_up_i64((int64_t)b->bytes, PLAN_ALIGN) + PLAN_GAP;
+        if (b->first <= p->peak && p->peak <= b->last) {
+            (b->home == HOME_HOST ? host : device)[b->group] += buffer_room(b);
         }
     }
 }
 
-// The rule of thumb that people use instead of a plan, and where it errs.
+// Prints the rule of thumb that people use instead of a plan, and where it errs: 16 bytes of
+// weights, gradients and moments for each parameter, every activation in fp32, 2 GB for libraries.
 static void plan_print_thumb(const Plan *p, size_t total) {
     const Settings *s = &p->settings;
     const Model *m = &s->model;
@@ -1862,10 +1900,9 @@ static void plan_print_thumb(const Plan *p, size_t total) {
            "%s; the plan: %s\n",
            bytes_text(16 * parameters).s, bytes_text(4 * activations).s, bytes_text(thumb).s,
            bytes_text((double)total).s);
-    printf("They differ because the plan keeps %d of %d logit rows, shares the bytes of buffers "
-           "that never live\n"
-           "together, counts each type's own size, and reserves for libraries only what is stated "
-           "above.\n",
+    printf("The plan differs because it keeps %d of %d logit rows, shares the bytes of buffers\n"
+           "that are never in use together, counts each type's own size, and reserves for\n"
+           "libraries only what is stated above.\n",
            s->logit_rows, s->B * s->T);
 }
 
@@ -1874,9 +1911,8 @@ static void plan_print_line(const char *name, size_t bytes, const char *note) {
            bytes_text((double)bytes).s, note);
 }
 
-// Prints the plan by group, what it is measured against, what each setting would save, and the rule
-// of thumb. available 0: nothing to fit against. Returns 1 when the plan fits or nothing was asked,
-// else 0.
+// Prints the plan by group, whether it fits the `available` bytes of `where` (0: nothing to fit
+// into), what each setting would save, and the rule of thumb. Returns 0 when it does not fit.
 static int plan_print(const Plan *p, size_t available, const char *where) {
     const Settings *s = &p->settings;
     const Model *m = &s->model;
@@ -1888,43 +1924,45 @@ static int plan_print(const Plan *p, size_t available, const char *where) {
            "B %d, T %d; -r %s",
            s->gpu ? "GPU" : "CPU", m->L, m->NH, m->C, m->V, m->Vp,
            count_text(model_parameters(m)).s, s->gpu ? types[s->dtype] : "fp32", s->B, s->T,
-           level_rows[level].name);
+           level_table[level].name);
     if (level) {
         printf(" in %d of %d blocks: %.1f %% more arithmetic", blocks, m->L,
-               100 * recompute_price(s));
+               100 * recompute_cost(s));
     }
     printf("\n\n");
+    // The groups at the peak and what the layout loses add up to the allocation.
     plan_groups(p, device, host);
-    printf("%-24s %18s\n", "at the step's peak", "bytes");
+    printf("%-24s %18s\n", "at the peak of a step", "bytes");
     for (int g = 0; g < GROUPS; g++) {
         if (device[g]) {
             plan_print_line(group_names[g], device[g], "");
         }
         sum += device[g];
     }
-    plan_print_line("gaps of the layout", p->device_bytes - sum, "");
+    plan_print_line("fragmentation", p->device_bytes - sum, "");
     plan_print_line(s->gpu ? "device allocation" : "allocation", p->device_bytes, "");
     if (s->gpu) {
-        plan_print_line("library", library_reserve_bytes, "   not measured; 1 GiB reserved");
-        plan_print_line("total per GPU", total, "   library part not measured");
+        plan_print_line("library", library_reserve_bytes, "   reserved, not measured");
+        plan_print_line("total per GPU", total, "   with the reserve");
         plan_print_line("host memory", p->host_bytes, "");
     }
     if (available) {
         int fits = total <= available;
-        printf("%s: %s%s; %s %s\n", where, bytes_text((double)available).s, available_limit,
-               fits ? "fits, free stay" : "DOES NOT FIT, short",
-               bytes_text(fits ? (double)(available - total) : (double)(total - available)).s);
+        printf("%s: %s%s; %s, %s %s\n", where, bytes_text((double)available).s, available_limit,
+               fits ? "fits" : "DOES NOT FIT",
+               bytes_text(fits ? (double)(available - total) : (double)(total - available)).s,
+               fits ? "free" : "short");
     }
     Remedy list[MAX_REMEDIES];
     int remedies = plan_remedies(p, list);
-    printf("\n%-26s %12s %12s   price\n", "this setting", "saves", "total then");
+    printf("\n%-26s %12s %12s   cost\n", "this setting", "saves", "new total");
     for (int i = 0; i < remedies; i++) {
         printf("%-26s %12s %12s   %s\n", list[i].option,
                bytes_text((double)(p->device_bytes - list[i].bytes)).s,
-               bytes_text((double)(list[i].bytes + total - p->device_bytes)).s, list[i].price);
+               bytes_text((double)(list[i].bytes + total - p->device_bytes)).s, list[i].cost);
     }
     if (!remedies) {
-        printf("nothing makes it smaller\n");
+        printf("no setting makes it smaller\n");
     }
     plan_print_thumb(p, total);
     return !available || total <= available;
@@ -1932,7 +1970,7 @@ static int plan_print(const Plan *p, size_t available, const char *where) {
 
 // The --gpu and --gpu-mem options as bytes, the smaller of both; 0: neither was given.
 static size_t gpu_memory_from_options(const Options *o) {
-    const GpuRow *row = gpu_find(o);
+    const GpuEntry *row = gpu_find(o);
     size_t card = row ? (size_t)(row->gib * 0x1p30) : 0, cap = (size_t)o->gpu_mem;
     return card && cap ? (card < cap ? card : cap) : card + cap;
 }
@@ -1943,13 +1981,14 @@ static size_t gpu_memory_from_options(const Options *o) {
 // -------------------------------------------------------------------------------------------------
 // 7. Matmul and fast maths
 // One packed matmul serves the three products of a linear layer; its inner parts serve attention.
-// 1. Every element of a result is one chain of fused multiply-adds along k, cut into runs of at
+// 1. Every element of a result is one chain of fused multiply-adds along k, cut into blocks of at
 //    most KC at places that depend on K alone; threads never share a sum. So neither the number
 //    of threads, nor the other rows of the batch, nor the data's alignment changes a bit.
 // 2. Nothing allocates here. matmul_workspace points at matmul_workspace_bytes(thread_count())
-//    bytes, aligned to 64: a row of the memory plan that depends on no shape.
+//    bytes, aligned to 64: a buffer of the memory plan whose size depends on no shape.
 // 3. fast_exp and fast_tanh have no branch, so loops around them become vector code, and no fused
 //    operation, so they give the same bits on every machine.
+// 4. Wherever a bias and an addend are given, the result is (bias + addend) + product.
 // Layout: Goto and van de Geijn, "Anatomy of high-performance matrix multiplication" (2008).
 
 // A tile of MR x NR sums with its operands fits the vector registers. On AVX-512 (Zen 4) 8 x 32
@@ -1965,10 +2004,15 @@ enum { VECTOR_BYTES = 16, MR = 8 };
 enum { VECTOR_BYTES = 16, MR = 6 };
 #endif
 
+// A panel of b, KC x NR floats, is 48 KiB on AVX-512 and 24 KiB on AVX2; the panels of a task, KC x
+// BLOCK, are 192 KiB: they stay in a second-level cache of 256 KiB or more while every row of a
+// passes by. More k per block would not fit there, less would read and write `out` more often.
+// BLOCK is also the side of attention's tiles: s and dp are 64 KiB each, and a head of T tokens is
+// still cut into enough tiles to share out.
 enum {
     VL = VECTOR_BYTES / (int)sizeof(real),    // numbers in a vector
     NR = 2 * VL,                              // columns of a tile
-    KC = 384,                                 // longest packed run of k
+    KC = 384,                                 // depth of a packed block, at most
     BLOCK = 128,                              // columns of a task; rows of an attention tile
     BLOCK_ROWS = (BLOCK + MR - 1) / MR * MR,  // BLOCK rounded up to whole panels of rows
     SHARED_REALS = 1 << 20,                   // packed a, read by all threads
@@ -2001,20 +2045,21 @@ static real *thread_workspace(void) {
     return matmul_workspace + SHARED_REALS + (size_t)thread_index() * THREAD_REALS;
 }
 
-// One operand of a product as lines (rows of a, columns of b) along k: element (line, k) stands at
-// data[line * line_step + k * k_step]. One of the steps is 1; which one is all of transposition.
+// One operand of a product, seen as rows along k: a as a(M,K), b as its transpose (N,K). Element
+// (row, k) is at data[row * row_step + k * k_step]. One of the steps is 1; which one it is is all
+// that is left of transposition.
 typedef struct {
     const real *data;
-    size_t line_step, k_step;
+    size_t row_step, k_step;
 } Operand;
 
-static Operand operand(const real *data, size_t line_step, size_t k_step) {
-    Operand o = {data, line_step, k_step};
+static Operand operand(const real *data, size_t row_step, size_t k_step) {
+    Operand o = {data, row_step, k_step};
     return o;
 }
 
-static Operand operand_at(Operand o, int line, int k) {
-    o.data += (size_t)line * o.line_step + (size_t)k * o.k_step;
+static Operand operand_at(Operand o, int row, int k) {
+    o.data += (size_t)row * o.row_step + (size_t)k * o.k_step;
     return o;
 }
 
@@ -2034,66 +2079,66 @@ static real *transpose_square(real *from, real *to) {
     return from;
 }
 
-// pack, below, for lines whose k is contiguous, in squares of VL lines by VL steps of k.
-static inline void pack_transposed(real *packed, int width, Operand src, int lines, int K) {
-    // A transposed row goes out in pieces that never straddle two panels.
-    const int piece = width % VL == 0 ? VL : VL % width == 0 ? width : 2;
-    int padded = ceil_div(lines, width) * width;
-    for (int l = 0; l < padded; l += VL) {
+// pack, below, for rows whose k is contiguous, in squares of VL rows by VL steps of k. Squares that
+// reach over an edge are filled up with zeros.
+static inline void pack_transposed(real *packed, int width, Operand src, int rows, int K) {
+    // A transposed row goes out in segments that never straddle two panels.
+    const int segment = width % VL == 0 ? VL : VL % width == 0 ? width : 2;
+    int padded = ceil_div(rows, width) * width;
+    for (int r = 0; r < padded; r += VL) {
         for (int k = 0; k < K; k += VL) {
             real x[VL * VL] __attribute__((aligned(VECTOR_BYTES)));
             real y[VL * VL] __attribute__((aligned(VECTOR_BYTES)));
-            int deep = min_int(VL, K - k);
+            int depth = min_int(VL, K - k);
             for (int i = 0; i < VL; i++) {
-                const real *line = src.data + (size_t)(l + i) * src.line_step + k;
-                if (l + i < lines && deep == VL) {
-                    memcpy(x + i * VL, line, VL * sizeof(real));
+                const real *row = src.data + (size_t)(r + i) * src.row_step + k;
+                if (r + i < rows && depth == VL) {
+                    memcpy(x + i * VL, row, VL * sizeof(real));
                 } else {
                     for (int j = 0; j < VL; j++) {
-                        x[i * VL + j] = l + i < lines && j < deep ? line[j] : 0;
+                        x[i * VL + j] = r + i < rows && j < depth ? row[j] : 0;
                     }
                 }
             }
             const real *t = transpose_square(x, y);
-            for (int i = 0; i < VL && l + i < padded; i += piece) {
-                int lane = (l + i) % width;
-                real *p = packed + (size_t)(l + i - lane) * (size_t)K + (size_t)k * width + lane;
-                for (int j = 0; j < deep; j++) {
-                    memcpy(p + j * width, t + j * VL + i, (size_t)piece * sizeof(real));
+            for (int i = 0; i < VL && r + i < padded; i += segment) {
+                int lane = (r + i) % width;
+                real *p = packed + (size_t)(r + i - lane) * (size_t)K + (size_t)k * width + lane;
+                for (int j = 0; j < depth; j++) {
+                    memcpy(p + j * width, t + j * VL + i, (size_t)segment * sizeof(real));
                 }
             }
         }
     }
 }
 
-// packed = src in panels of `width` lines: panel p is a (K,width) array at packed + p * width * K,
+// packed = src in panels of `width` rows: panel p is a (K,width) array at packed + p * width * K,
 // so that a tile reads both operands straight on. Zeros fill up the last panel.
-static inline void pack(real *packed, int width, Operand src, int lines, int K) {
+static inline void pack(real *packed, int width, Operand src, int rows, int K) {
     if (src.k_step == 1) {
-        pack_transposed(packed, width, src, lines, K);
+        pack_transposed(packed, width, src, rows, K);
         return;
     }
     for (int k = 0; k < K; k++) {
         const real *s = src.data + (size_t)k * src.k_step;
-        // Rows lie pages apart, where no hardware prefetch follows.
-        for (int l = 0; l < lines; l += 64 / (int)sizeof(real)) {
-            __builtin_prefetch(s + 8 * src.k_step + l);
+        // Steps of k lie pages apart, where no hardware prefetch follows.
+        for (int r = 0; r < rows; r += 64 / (int)sizeof(real)) {
+            __builtin_prefetch(s + 8 * src.k_step + r);
         }
         real *p = packed + (size_t)k * width;
-        int l = 0;
-        for (; l + width <= lines; l += width) {
-            memcpy(p + (size_t)l * (size_t)K, s + l, (size_t)width * sizeof(real));
+        int r = 0;
+        for (; r + width <= rows; r += width) {
+            memcpy(p + (size_t)r * (size_t)K, s + r, (size_t)width * sizeof(real));
         }
-        for (int j = 0; l < lines && j < width; j++) {
-            p[(size_t)l * (size_t)K + (size_t)j] = l + j < lines ? s[l + j] : 0;
+        for (int j = 0; r < rows && j < width; j++) {
+            p[(size_t)r * (size_t)K + (size_t)j] = r + j < rows ? s[r + j] : 0;
         }
     }
 }
 
 // Two instances, so that the width is a constant inside.
-static void pack_a(real *packed, Operand a, int lines, int K) { pack(packed, MR, a, lines, K); }
-
-static void pack_b(real *packed, Operand b, int lines, int K) { pack(packed, NR, b, lines, K); }
+static void pack_a(real *packed, Operand a, int rows, int K) { pack(packed, MR, a, rows, K); }
+static void pack_b(real *packed, Operand b, int columns, int K) { pack(packed, NR, b, columns, K); }
 
 // out(MR,NR) = bias(NR) + addend(MR,NR) + a(K,MR)^T b(K,NR), a and b packed panels; bias and addend
 // may be NULL, addend may be out; both step through rows alike. All sums live in registers while k
@@ -2104,8 +2149,7 @@ FUSED static void matmul_tile(real *out, const real *addend, size_t step, const 
     const Vector zero = {0};
     Vector sum[MR][2];
     for (int i = 0; i < MR; i++) {
-        sum[i][0] = zero;
-        sum[i][1] = zero;
+        sum[i][0] = sum[i][1] = zero;
         __builtin_prefetch(out + (size_t)i * step, 1);
         __builtin_prefetch(out + (size_t)i * step + NR - 1, 1);
     }
@@ -2118,24 +2162,18 @@ FUSED static void matmul_tile(real *out, const real *addend, size_t step, const 
             sum[i][1] += a[i] * b1;
         }
     }
-    Vector bias0 = zero, bias1 = zero;
-    if (bias) {
-        memcpy(&bias0, bias, sizeof bias0);
-        memcpy(&bias1, bias + VL, sizeof bias1);
-    }
-    for (int i = 0; i < MR; i++) {
-        Vector o0 = bias0, o1 = bias1;
-        if (addend) {
-            Vector add0, add1;
-            memcpy(&add0, addend + (size_t)i * step, sizeof add0);
-            memcpy(&add1, addend + (size_t)i * step + VL, sizeof add1);
-            o0 += add0;
-            o1 += add1;
+    for (int i = 0; i < 2 * MR; i++) {
+        const size_t at = (size_t)(i / 2) * step + (size_t)(i % 2 * VL);
+        Vector o = zero, add;
+        if (bias) {
+            memcpy(&o, bias + i % 2 * VL, sizeof o);
         }
-        o0 += sum[i][0];
-        o1 += sum[i][1];
-        memcpy(out + (size_t)i * step, &o0, sizeof o0);
-        memcpy(out + (size_t)i * step + VL, &o1, sizeof o1);
+        if (addend) {
+            memcpy(&add, addend + at, sizeof add);
+            o += add;
+        }
+        o += sum[i / 2][i % 2];
+        memcpy(out + at, &o, sizeof o);
     }
 }
 
@@ -2157,7 +2195,7 @@ static void matmul_tile_edge(real *out, const real *addend, size_t step, const r
     }
 }
 
-// out(M,N) = bias(N) + addend(M,N) + a b for one run of k, both operands packed. The panels of b,
+// out(M,N) = bias(N) + addend(M,N) + a b for one block of k, both operands packed. The panels of b,
 // up to BLOCK x KC, stay in the second cache while a's panels pass through the first.
 static void matmul_packed(real *out, const real *addend, size_t step, const real *bias,
                           const real *a, const real *b, int M, int N, int K) {
@@ -2176,75 +2214,86 @@ static void matmul_packed(real *out, const real *addend, size_t step, const real
     }
 }
 
-// Where rule 1 cuts k: into the fewest runs of at most KC, about equal. Depends on K alone.
-static int run_of_k(int K) { return min_int(KC, ceil_div(ceil_div(K, ceil_div(K, KC)), VL) * VL); }
+// Where rule 1 cuts k: into the fewest blocks of at most KC, about equal, whole vectors each.
+static int depth_of_block(int K) {
+    return min_int(KC, ceil_div(ceil_div(K, ceil_div(K, KC)), VL) * VL);
+}
 
 // out(M,N) = addend(M,N) + a(M,K) b(K,N) by the calling thread alone, for attention: M <= BLOCK,
-// rows of out and addend lie `step` apart, addend may be NULL or out.
+// rows of out and addend are `step` apart, addend may be NULL or out.
 static void matmul_small(real *out, const real *addend, size_t step, Operand a, Operand b, int M,
                          int N, int K) {
     real *packed_a = thread_workspace(), *packed_b = packed_a + PACKED_A_REALS;
-    int run = run_of_k(K);
-    for (int k = 0; k < K; k += run) {
-        int deep = min_int(run, K - k);
-        pack_a(packed_a, operand_at(a, 0, k), M, deep);
+    const int kc = depth_of_block(K);
+    for (int k = 0; k < K; k += kc) {
+        int depth = min_int(kc, K - k);
+        pack_a(packed_a, operand_at(a, 0, k), M, depth);
         for (int j = 0; j < N; j += BLOCK) {
             int n = min_int(BLOCK, N - j);
             const real *add = k > 0 ? out + j : addend ? addend + j : NULL;
-            pack_b(packed_b, operand_at(b, j, k), n, deep);
-            matmul_packed(out + j, add, step, NULL, packed_a, packed_b, M, n, deep);
+            pack_b(packed_b, operand_at(b, j, k), n, depth);
+            matmul_packed(out + j, add, step, NULL, packed_a, packed_b, M, n, depth);
         }
     }
 }
 
+// Packs a(rows,K) into the shared part of the workspace, block of k after block. Every thread of a
+// parallel region calls it, and none leaves before all is packed.
+static void pack_shared(Operand a, int rows, int K, int kc) {
+    const int blocks = ceil_div(K, kc);
+    const size_t padded_rows = (size_t)ceil_div(rows, MR) * MR;
+    #pragma omp for schedule(static)
+    for (int t = 0; t < ceil_div(rows, BLOCK_ROWS) * blocks; t++) {
+        int i = t / blocks * BLOCK_ROWS, k = t % blocks * kc, depth = min_int(kc, K - k);
+        real *to = matmul_workspace + (size_t)k * padded_rows + (size_t)i * (size_t)depth;
+        pack_a(to, operand_at(a, i, k), min_int(BLOCK_ROWS, rows - i), depth);
+    }
+}
+
 // out(M,N) = bias(N) + addend(M,N) + a(M,K) b(K,N), rows of out and addend N apart; bias and addend
-// may be NULL, addend may be out. The threads together pack the rows of a that the shared part
-// holds, then share out tasks of at most BLOCK columns: a task packs its columns of b and takes all
-// those rows. Where the columns do not go round, tasks take fewer columns, then fewer rows.
+// may be NULL, addend may be out. The threads together pack as much of a as the shared part holds,
+// all K of up to rows_max rows, or part of K where K is long. Then they share out tasks of at most
+// BLOCK columns: a task packs its columns of b and takes all those rows. If there are too few
+// columns for all threads, tasks take fewer columns, then fewer rows.
 static void matmul(real *out, Operand a, Operand b, const real *bias, const real *addend, int M,
                    int N, int K) {
-    int run = run_of_k(K), threads = thread_count(), columns = BLOCK;
-    int rows_max = min_int(ceil_div(M, MR) * MR, SHARED_REALS / run / BLOCK_ROWS * BLOCK_ROWS);
-    int span = min_int(ceil_div(K, run), SHARED_REALS / rows_max / run) * run;
+    const int kc = depth_of_block(K), threads = thread_count();
+    const int rows_max = min_int(ceil_div(M, MR) * MR, SHARED_REALS / kc / BLOCK_ROWS * BLOCK_ROWS);
+    const int depth_max = min_int(ceil_div(K, kc), SHARED_REALS / rows_max / kc) * kc;
+    int columns = BLOCK;
     while (columns > NR && ceil_div(N, columns) < 4 * threads) {
         columns -= NR;
     }
-    int column_tasks = ceil_div(N, columns);
+    const int column_tasks = ceil_div(N, columns);
     for (int m0 = 0; m0 < M; m0 += rows_max) {
-        int rows = min_int(rows_max, M - m0), row_tasks = 1;
+        const int rows = min_int(rows_max, M - m0);
+        int row_tasks = 1;
         // Every row task packs b again: many rows each, except to give each thread one task.
         while (row_tasks * column_tasks < 3 * threads &&
                rows > (row_tasks * column_tasks < threads ? 4 * MR : 2 * BLOCK) * row_tasks) {
             row_tasks++;
         }
-        int task_rows = ceil_div(ceil_div(rows, row_tasks), MR) * MR;
+        const int task_rows = ceil_div(ceil_div(rows, row_tasks), MR) * MR;
+        const size_t padded_rows = (size_t)ceil_div(rows, MR) * MR;
         row_tasks = ceil_div(rows, task_rows);
-        size_t padded_rows = (size_t)ceil_div(rows, MR) * MR;
-        for (int k0 = 0; k0 < K; k0 += span) {
-            int depth = min_int(span, K - k0), runs = ceil_div(depth, run);
-            #pragma omp parallel if ((double)M * N * K > 1e5)
+        for (int k0 = 0; k0 < K; k0 += depth_max) {
+            const int k_end = min_int(k0 + depth_max, K);
+            #pragma omp parallel if ((double)M * N * K > 1e5)  // below, starting threads costs more
             {
-                #pragma omp for schedule(static)
-                for (int t = 0; t < ceil_div(rows, BLOCK_ROWS) * runs; t++) {
-                    int i = t / runs * BLOCK_ROWS, k = t % runs * run;
-                    int deep = min_int(run, depth - k), lines = min_int(BLOCK_ROWS, rows - i);
-                    size_t to = (size_t)k * padded_rows + (size_t)i * (size_t)deep;
-                    pack_a(matmul_workspace + to, operand_at(a, m0 + i, k0 + k), lines, deep);
-                }
-                // The loop above ends when all of a is packed, the region when out is done.
+                pack_shared(operand_at(a, m0, k0), rows, k_end - k0, kc);
                 #pragma omp for schedule(dynamic) nowait
                 for (int t = 0; t < row_tasks * column_tasks; t++) {
                     int i = t % row_tasks * task_rows, m = min_int(task_rows, rows - i);
                     int j = t / row_tasks * columns, n = min_int(columns, N - j);
                     size_t at = (size_t)(m0 + i) * (size_t)N + (size_t)j;
                     real *packed_b = thread_workspace() + PACKED_A_REALS;
-                    for (int k = 0; k < depth; k += run) {
-                        int deep = min_int(run, depth - k), first = k0 + k == 0;
-                        size_t from = (size_t)k * padded_rows + (size_t)i * (size_t)deep;
-                        const real *add = !first ? out + at : addend ? addend + at : NULL;
-                        pack_b(packed_b, operand_at(b, j, k0 + k), n, deep);
-                        matmul_packed(out + at, add, (size_t)N, first && bias ? bias + j : NULL,
-                                      matmul_workspace + from, packed_b, m, n, deep);
+                    for (int k = k0; k < k_end; k += kc) {
+                        int depth = min_int(kc, k_end - k);
+                        size_t from = (size_t)(k - k0) * padded_rows + (size_t)i * (size_t)depth;
+                        const real *add = k > 0 ? out + at : addend ? addend + at : NULL;
+                        pack_b(packed_b, operand_at(b, j, k), n, depth);
+                        matmul_packed(out + at, add, (size_t)N, k == 0 && bias ? bias + j : NULL,
+                                      matmul_workspace + from, packed_b, m, n, depth);
                     }
                 }
             }
@@ -2278,9 +2327,11 @@ static double matmul_peak_flops(void) {
 
 #if GPT2_DOUBLE
 static real fast_exp(real x) { return exp(x); }
-
 static real fast_tanh(real x) { return tanh(x); }
+static real real_sqrt(real x) { return sqrt(x); }
 #else
+static inline real real_sqrt(real x) { return sqrtf(x); }
+
 // x = n ln 2 + r with |r| <= ln 2 / 2; returns e^r - 1. ln 2 comes in two pieces, the first so
 // short that n times it is exact. Adding 1.5 * 2^23 rounds to an integer, left in the low bits.
 // The polynomial meets (e^r - 1 - r) / r^2 at five Chebyshev points: its error is below 8e-9.
@@ -2333,13 +2384,14 @@ static inline real fast_tanh(real x) {
 
 // -------------------------------------------------------------------------------------------------
 // 8. Layers
-// The oracle: every layer of GPT-2, forward beside backward, N = B * T rows, row-major. Everything
+// The oracle: every layer of GPT-2, forward next to backward, N = B * T rows, row-major. Everything
 // but attention and the matmuls is a readable loop. Backward adds to parameter gradients and
 // overwrites activation gradients. Parallel loops split outputs, never a sum, so bits do not depend
 // on the number of threads.
 
 // Sums run in LANES interleaved partial sums, added in order at the end: a compiler may not reorder
-// a sum by itself, and in this form it need not.
+// a sum by itself, and in this form it need not. 16 floats are one AVX-512 vector, two of AVX2 or
+// four of NEON: whatever the machine's width, the order of additions and so the bits are the same.
 enum { LANES = 16 };
 static real lanes_total(const real lanes[LANES]) {
     real total = 0;
@@ -2349,39 +2401,27 @@ static real lanes_total(const real lanes[LANES]) {
     return total;
 }
 
-// Sum of x (n).
-static real row_sum(const real *x, int n) {
+// Threads split the columns of a matrix into slices where sums run down its rows: 64 floats are
+// four cache lines, so no two threads write to the same one.
+enum { SLICE = 64 };
+
+// Sum of (x - shift)^power over x (n); power is 1 or 2.
+static inline real row_sum(const real *x, real shift, int power, int n) {
     real lanes[LANES] = {0};
-    int i = 0;
-    for (; i + LANES <= n; i += LANES) {
-        for (int j = 0; j < LANES; j++) {
-            lanes[j] += x[i + j];
+    for (int i = 0; i < n; i += LANES) {
+        const int spread = i + LANES <= n;  // what fills no vector goes to the first lane
+        for (int j = 0; j < (spread ? LANES : n - i); j++) {
+            real d = x[i + j] - shift;
+            lanes[spread ? j : 0] += power == 2 ? d * d : d;
         }
-    }
-    for (; i < n; i++) {
-        lanes[0] += x[i];
     }
     return lanes_total(lanes);
 }
 
-// Sum of (x - shift)^2.
-static real row_sum_squares(const real *x, real shift, int n) {
-    real lanes[LANES] = {0};
-    int i = 0;
-    for (; i + LANES <= n; i += LANES) {
-        for (int j = 0; j < LANES; j++) {
-            lanes[j] += (x[i + j] - shift) * (x[i + j] - shift);
-        }
-    }
-    for (; i < n; i++) {
-        lanes[0] += (x[i] - shift) * (x[i] - shift);
-    }
-    return lanes_total(lanes);
-}
-
-// Largest of x (n). A NaN is passed over; whoever exponentiates meets it again.
+// Largest of x (n), n >= 1, in lanes as well. A NaN may be skipped; whoever exponentiates meets it
+// again.
 static real row_largest(const real *x, int n) {
-    real lanes[LANES];
+    real lanes[LANES], largest = x[0];
     int i = 0;
     for (int j = 0; j < LANES; j++) {
         lanes[j] = x[0];
@@ -2391,13 +2431,11 @@ static real row_largest(const real *x, int n) {
             lanes[j] = x[i + j] > lanes[j] ? x[i + j] : lanes[j];
         }
     }
-    for (; i < n; i++) {
-        lanes[0] = x[i] > lanes[0] ? x[i] : lanes[0];
+    for (; i < n + LANES; i++) {  // what fills no vector, then the lanes
+        real value = i < n ? x[i] : lanes[i - n];
+        largest = value > largest ? value : largest;
     }
-    for (int j = 1; j < LANES; j++) {
-        lanes[0] = lanes[j] > lanes[0] ? lanes[j] : lanes[0];
-    }
-    return lanes[0];
+    return largest;
 }
 
 // Replaces x (n) by exp(x - shift) and returns their sum.
@@ -2405,12 +2443,12 @@ static real row_exponentials(real *x, real shift, int n) {
     for (int i = 0; i < n; i++) {
         x[i] = fast_exp(x[i] - shift);
     }
-    return row_sum(x, n);
+    return row_sum(x, 0, 1, n);
 }
 
 // out (B,T,C) = wte[tokens] + wpe[t].
-static void encoder_forward(real *out, const Token *tokens, const real *wte, const real *wpe, int B,
-                            int T, int C) {
+static void embedding_forward(real *out, const Token *tokens, const real *wte, const real *wpe,
+                              int B, int T, int C) {
     #pragma omp parallel for schedule(static)
     for (int i = 0; i < B * T; i++) {
         const real *token = wte + (int64_t)tokens[i] * C, *position = wpe + (int64_t)(i % T) * C;
@@ -2420,10 +2458,10 @@ static void encoder_forward(real *out, const Token *tokens, const real *wte, con
     }
 }
 
-// dwte (Vp,C) and dwpe (maxT,C) += dout (B,T,C). Threads split the channels, rows come in order.
-static void encoder_backward(real *dwte, real *dwpe, const real *dout, const Token *tokens, int B,
-                             int T, int C) {
-    enum { SLICE = 64 };
+// dwte (Vp,C) and dwpe (maxT,C) += dout (B,T,C). Threads split the channels and take the rows in
+// order: a token may come in many rows, and threads that split those would race for its gradient.
+static void embedding_backward(real *dwte, real *dwpe, const real *dout, const Token *tokens, int B,
+                               int T, int C) {
     #pragma omp parallel for schedule(static)
     for (int slice = 0; slice < ceil_div(C, SLICE); slice++) {
         int begin = slice * SLICE, end = (int)min_i64(begin + SLICE, C);
@@ -2444,8 +2482,8 @@ static void layernorm_forward(real *out, real *mean, real *rstd, const real *inp
     #pragma omp parallel for schedule(static)
     for (int i = 0; i < N; i++) {
         const real *x = inp + (int64_t)i * C;
-        real m = row_sum(x, C) / (real)C, variance = row_sum_squares(x, m, C) / (real)C;
-        real r = (real)1 / (real)sqrt((double)(variance + (real)1e-5));
+        real m = row_sum(x, 0, 1, C) / (real)C, variance = row_sum(x, m, 2, C) / (real)C;
+        real r = (real)1 / real_sqrt(variance + (real)1e-5);
         for (int c = 0; c < C; c++) {
             out[(int64_t)i * C + c] = (x[c] - m) * r * weight[c] + bias[c];
         }
@@ -2454,13 +2492,13 @@ static void layernorm_forward(real *out, real *mean, real *rstd, const real *inp
     }
 }
 
-// With n = (inp - mean) * rstd and g = dout * weight:  dinp = addend + rstd * (g - mean(g) - n *
-// mean(g * n)), dweight += sum over rows of dout * n, dbias += sum of dout. addend may be NULL (0)
-// or dinp.
+// With n = (inp - mean) * rstd, recomputed rather than kept, and g = dout * weight:
+//   dinp = addend + rstd * (g - mean(g) - n * mean(g * n)), means over a row's C channels,
+//   dweight += sum over rows of dout * n, dbias += sum over rows of dout.
+// addend may be NULL (0) or dinp. Sums down the columns are split by channel, dinp by row.
 static void layernorm_backward(real *dinp, real *dweight, real *dbias, const real *dout,
                                const real *inp, const real *weight, const real *mean,
                                const real *rstd, const real *addend, int N, int C) {
-    enum { SLICE = 64 };
     #pragma omp parallel for schedule(static)
     for (int slice = 0; slice < ceil_div(C, SLICE); slice++) {
         int begin = slice * SLICE, end = (int)min_i64(begin + SLICE, C);
@@ -2505,7 +2543,6 @@ static void matmul_forward(real *out, const real *inp, const real *weight, const
 // weight(OC,C). dinp may be inp, since dweight comes first. dbias and dinp may be NULL: skipped.
 static void matmul_backward(real *dinp, real *dweight, real *dbias, const real *dout,
                             const real *inp, const real *weight, int N, int C, int OC) {
-    enum { SLICE = 64 };
     #pragma omp parallel for schedule(static)
     for (int slice = 0; slice < (dbias ? ceil_div(OC, SLICE) : 0); slice++) {
         int begin = slice * SLICE, count = min_int(SLICE, OC - begin);
@@ -2528,8 +2565,8 @@ static void matmul_backward(real *dinp, real *dweight, real *dbias, const real *
 }
 
 // Softmax cross-entropy of `rows` rows of logits (rows,Vp): losses[i] = log-sum-exp - logit of the
-// target. The logits are overwritten; with `backward` by their gradients (p - onehot) * dloss,
-// padded columns by 0.
+// target, both less the largest logit, so that no exponential overflows. The logits are
+// overwritten; with `backward` by their gradients (p - onehot) * dloss, padded columns by 0.
 static void classifier_forward_backward(real *losses, real *logits, const Token *targets,
                                         real dloss, int rows, int V, int Vp, int backward) {
     #pragma omp parallel for schedule(static)
@@ -2549,14 +2586,16 @@ static void classifier_forward_backward(real *losses, real *logits, const Token 
         }
     }
 }
+
 // How many of a tile's keys, from first_key on, the causal mask lets `query` see.
 static int visible_keys(int query, int first_key, int keys) {
     return min_int(keys, query - first_key + 1);
 }
 
 // The next key tile of one row: s(keys) holds its products with the first n keys. Turns s into
-// exp(scale s - max) with zeros behind the mask, and brings the row's running maximum, its running
-// sum and the HS numbers of out gathered so far to the new maximum.
+// exp(scale s - max) with zeros behind the mask, so that the product with V may take the whole
+// tile, and brings the row's running maximum, its running sum and the HS numbers of out gathered so
+// far to the new maximum.
 static void softmax_row_online(real *s, real *max, real *sum, real *out, int n, int keys, int HS,
                                real scale) {
     for (int j = 0; j < n; j++) {
@@ -2579,13 +2618,13 @@ static void softmax_row_online(real *s, real *max, real *sum, real *out, int n, 
 static void attention_forward(real *out, real *lse, const real *qkv, int B, int T, int C, int NH) {
     int HS = C / NH, tiles = ceil_div(T, BLOCK);
     real scale = (real)(1.0 / sqrt((double)HS));
-    size_t row = 3 * (size_t)C;
+    size_t stride = 3 * (size_t)C;
     // The last query tile has the most keys: hand out the long tasks first.
     #pragma omp parallel for schedule(dynamic)
     for (int task = 0; task < B * NH * tiles; task++) {
         int b = task % (B * NH) / NH, h = task % NH, q0 = (tiles - 1 - task / (B * NH)) * BLOCK;
         int queries = min_int(BLOCK, T - q0);
-        const real *q = qkv + (size_t)b * T * row + (size_t)h * HS, *k = q + C, *v = k + C;
+        const real *q = qkv + (size_t)b * T * stride + (size_t)h * HS, *k = q + C, *v = k + C;
         real *o = out + ((size_t)b * T + q0) * C + (size_t)h * HS;
         real *s = thread_workspace() + PACKED_A_REALS + PACKED_B_REALS;
         real max[BLOCK], sum[BLOCK];
@@ -2596,14 +2635,14 @@ static void attention_forward(real *out, real *lse, const real *qkv, int B, int 
         }
         for (int k0 = 0; k0 <= q0; k0 += BLOCK) {
             int keys = min_int(BLOCK, T - k0);
-            matmul_small(s, NULL, BLOCK, operand(q + q0 * row, row, 1),
-                         operand(k + k0 * row, row, 1), queries, keys, HS);
+            matmul_small(s, NULL, BLOCK, operand(q + q0 * stride, stride, 1),
+                         operand(k + k0 * stride, stride, 1), queries, keys, HS);
             for (int i = 0; i < queries; i++) {
                 softmax_row_online(s + i * BLOCK, &max[i], &sum[i], o + (size_t)i * C,
                                    visible_keys(q0 + i, k0, keys), keys, HS, scale);
             }
-            matmul_small(o, o, C, operand(s, BLOCK, 1), operand(v + k0 * row, 1, row), queries, HS,
-                         keys);
+            matmul_small(o, o, C, operand(s, BLOCK, 1), operand(v + k0 * stride, 1, stride),
+                         queries, HS, keys);
         }
         for (int i = 0; i < queries; i++) {
             for (int d = 0; d < HS; d++) {
@@ -2615,13 +2654,13 @@ static void attention_forward(real *out, real *lse, const real *qkv, int B, int 
 }
 
 // One row of a tile: from s = q.k and dp = dout.v to p = exp(scale s - lse) in s and
-// ds = scale p (dp - delta) in dp, for the first n keys; zeros behind the mask.
-static void attention_backward_row(real *s, real *dp, real lse, real delta, int n, int keys,
+// ds = scale p (dp - D) in dp, for the first n keys; zeros behind the mask.
+static void attention_backward_row(real *s, real *dp, real lse, real D, int n, int keys,
                                    real scale) {
     for (int j = 0; j < n; j++) {
         real p = fast_exp(s[j] * scale - lse);
         s[j] = p;
-        dp[j] = scale * p * (dp[j] - delta);
+        dp[j] = scale * p * (dp[j] - D);
     }
     for (int j = n; j < keys; j++) {
         s[j] = 0;
@@ -2632,50 +2671,50 @@ static void attention_backward_row(real *s, real *dp, real lse, real delta, int 
 // dqkv(B,T,3,NH,HS) = gradient of attention_forward from dout(B,T,NH,HS), P recomputed from lse:
 //   D = rowsum(dout * out)   dP = dout V^T   dS = P (dP - D) / sqrt(HS)
 //   dV = P^T dout            dQ = dS K       dK = dS^T Q
-// One task is a whole (sequence, head): query tiles in order, key tiles in order inside, so that
+// A task is one head of one sequence: query tiles in order, key tiles in order inside, so that
 // each sum has one order.
 static void attention_backward(real *dqkv, const real *dout, const real *qkv, const real *out,
                                const real *lse, int B, int T, int C, int NH) {
     int HS = C / NH;
     real scale = (real)(1.0 / sqrt((double)HS));
-    size_t row = 3 * (size_t)C;
+    size_t stride = 3 * (size_t)C;
     #pragma omp parallel for schedule(dynamic)
     for (int task = 0; task < B * NH; task++) {
         int b = task / NH, h = task % NH;
-        size_t head = (size_t)b * T * row + (size_t)h * HS;
+        size_t head = (size_t)b * T * stride + (size_t)h * HS;
         size_t head_out = (size_t)b * T * C + (size_t)h * HS;
         real *s = thread_workspace() + PACKED_A_REALS + PACKED_B_REALS, *dp = s + TILE_REALS;
         for (int q0 = 0; q0 < T; q0 += BLOCK) {
             int queries = min_int(BLOCK, T - q0);
-            const real *q = qkv + head + q0 * row, *o = out + head_out + (size_t)q0 * C;
-            const real *d_o = dout + head_out + (size_t)q0 * C;
-            real *dq = dqkv + head + q0 * row, delta[BLOCK];
+            const real *q = qkv + head + q0 * stride, *out_q = out + head_out + (size_t)q0 * C;
+            const real *dout_q = dout + head_out + (size_t)q0 * C;
+            real *dq = dqkv + head + q0 * stride, D[BLOCK];
             for (int i = 0; i < queries; i++) {
-                delta[i] = 0;
+                D[i] = 0;
                 for (int d = 0; d < HS; d++) {
-                    delta[i] += d_o[(size_t)i * C + d] * o[(size_t)i * C + d];
+                    D[i] += dout_q[(size_t)i * C + d] * out_q[(size_t)i * C + d];
                 }
             }
             for (int k0 = 0; k0 <= q0; k0 += BLOCK) {
                 int keys = min_int(BLOCK, T - k0);
-                const real *k = qkv + head + k0 * row + C, *v = k + C;
-                real *dk = dqkv + head + k0 * row + C, *dv = dk + C;
+                const real *k = qkv + head + k0 * stride + C, *v = k + C;
+                real *dk = dqkv + head + k0 * stride + C, *dv = dk + C;
                 // A key tile is first met by its own queries, a query tile first meets key 0.
                 const real *dk_sum = k0 == q0 ? NULL : dk, *dv_sum = k0 == q0 ? NULL : dv;
-                matmul_small(s, NULL, BLOCK, operand(q, row, 1), operand(k, row, 1), queries, keys,
-                             HS);
-                matmul_small(dp, NULL, BLOCK, operand(d_o, C, 1), operand(v, row, 1), queries, keys,
-                             HS);
+                matmul_small(s, NULL, BLOCK, operand(q, stride, 1), operand(k, stride, 1), queries,
+                             keys, HS);
+                matmul_small(dp, NULL, BLOCK, operand(dout_q, C, 1), operand(v, stride, 1), queries,
+                             keys, HS);
                 for (int i = 0; i < queries; i++) {
                     attention_backward_row(s + i * BLOCK, dp + i * BLOCK,
-                                           lse[((size_t)b * NH + h) * T + q0 + i], delta[i],
+                                           lse[((size_t)b * NH + h) * T + q0 + i], D[i],
                                            visible_keys(q0 + i, k0, keys), keys, scale);
                 }
                 Operand p_keys = operand(s, 1, BLOCK), ds_keys = operand(dp, 1, BLOCK);
-                matmul_small(dv, dv_sum, row, p_keys, operand(d_o, 1, C), keys, HS, queries);
-                matmul_small(dk, dk_sum, row, ds_keys, operand(q, 1, row), keys, HS, queries);
-                matmul_small(dq, k0 == 0 ? NULL : dq, row, operand(dp, BLOCK, 1),
-                             operand(k, 1, row), queries, HS, keys);
+                matmul_small(dv, dv_sum, stride, p_keys, operand(dout_q, 1, C), keys, HS, queries);
+                matmul_small(dk, dk_sum, stride, ds_keys, operand(q, 1, stride), keys, HS, queries);
+                matmul_small(dq, k0 == 0 ? NULL : dq, stride, operand(dp, BLOCK, 1),
+                             operand(k, 1, stride), queries, HS, keys);
             }
         }
     }
@@ -2709,7 +2748,10 @@ static void gelu_backward(real *dinp, const real *dout, const real *inp, size_t 
 // Volume II too.
 // 1. A block's stage computes one activation; forward runs all eight, backward repeats those whose
 //    activation was dropped, with the same code on the same inputs, so no bit changes.
-// 2. Gradients add up over micro-steps; `micros` of them make one optimizer step.
+// 2. Gradients add up over micro-steps; `accum_steps` of them make one optimizer step.
+// 3. Backward goes through a block from its end. The gradient of the residual stream (BUF_DRES)
+//    passes both branches unchanged; what comes back through the MLP and through attention is added
+//    to it by the LayerNorm at the head of each branch.
 
 // Walks the ticks of a micro-step through `end`, in order: moves the clock, leaves out what is not
 // recomputed, and has `stage` compute the rest. A pass without backward is a shorter walk. What is
@@ -2748,7 +2790,8 @@ typedef struct {
     double loss;  // the mean, once the head is done
 } Pass;
 
-// One stage of block `l`, forward or recomputing.
+// One stage of block `l`, forward or recomputing: the output is the activation that act_table says
+// the stage makes, so the clock decides into which of its buffers it goes.
 static void block_forward(const Pass *pass, int stage, int l) {
     const Plan *p = pass->plan;
     const int B = pass->B, T = pass->T, N = B * T;
@@ -2832,9 +2875,10 @@ static void block_backward(const Pass *pass, int stage, int l) {
     }
 }
 
-// The classifier, a chunk of logits at a time: losses into BUF_LOSSES; where gradients are wanted
-// also dwte, and the gradient of the last LayerNorm's output in place of that output. Without
-// targets: the logits of the last row, into the first of BUF_LOGITS.
+// The head: the classifier's product and the loss, a chunk of logits at a time. Losses go into
+// BUF_LOSSES; where gradients are wanted, dwte is added to and the gradient of the last LayerNorm's
+// output replaces that output. Without targets: the logits of the last row alone, into the
+// first row of BUF_LOGITS.
 static void network_head(Pass *pass) {
     const Plan *p = pass->plan;
     const Model *m = &p->settings.model;
@@ -2849,26 +2893,27 @@ static void network_head(Pass *pass) {
             classifier_forward_backward(losses + row, logits, pass->targets + row, pass->dloss,
                                         rows, m->V, m->Vp, pass->dloss != 0);
         }
-        if (pass->dloss != 0) {
+        if (pass->dloss != 0) {  // dwte is made first, so lnf may be overwritten by its gradient
             matmul_backward(lnf, dweight(p, WTE, 0), NULL, logits, lnf, wte, rows, m->C, m->Vp);
         }
     }
-    double sum = 0;
+    double sum = 0;  // in one order, whatever the chunks and threads
     for (int i = 0; i < N && pass->targets; i++) {
         sum += (double)losses[i];
     }
     pass->loss = sum / N;
 }
 
-// Computes a stage of a Pass: what walk() calls.
+// Computes a stage of a Pass: what walk() calls. wte gets gradients twice, from the head and from
+// the embedding, since it is the weight of both.
 static void network_stage(void *self, int stage, int layer) {
     Pass *pass = (Pass *)self;
     const Plan *p = pass->plan;
     const int B = pass->B, T = pass->T, C = p->settings.model.C;
     switch (stage) {
     case EMBED:
-        encoder_forward(act(p, ACT_X, 0), pass->inputs, weight(p, WTE, 0), weight(p, WPE, 0), B, T,
-                        C);
+        embedding_forward(act(p, ACT_X, 0), pass->inputs, weight(p, WTE, 0), weight(p, WPE, 0), B,
+                          T, C);
         break;
     case LNF:
         layernorm_forward(buffer(p, BUF_LNF), buffer(p, BUF_LNF_MEAN), buffer(p, BUF_LNF_RSTD),
@@ -2883,8 +2928,8 @@ static void network_stage(void *self, int stage, int layer) {
                            buffer(p, BUF_LNF_MEAN), buffer(p, BUF_LNF_RSTD), NULL, B * T, C);
         break;
     case D_EMBED:
-        encoder_backward(dweight(p, WTE, 0), dweight(p, WPE, 0), buffer(p, BUF_DRES), pass->inputs,
-                         B, T, C);
+        embedding_backward(dweight(p, WTE, 0), dweight(p, WPE, 0), buffer(p, BUF_DRES),
+                           pass->inputs, B, T, C);
         break;
     default:
         (stage < F_STAGES ? block_forward : block_backward)(pass, stage, layer);
@@ -2897,25 +2942,25 @@ static void network_stage(void *self, int stage, int layer) {
 // not decayed. The gradient norm is summed in fp64 over fixed chunks, so no bit depends on the
 // number of threads.
 
-// L2 norm of x (n).
+// L2 norm of x (n), n a multiple of LANES as every flat buffer's size is. Each chunk of 65,536
+// numbers has a sum of its own: short enough that GPT-2's smallest model still gives 1,900 chunks
+// to share out, long enough that adding up the sums, in order and by one thread, costs nothing.
 static double global_norm(const real *x, int64_t n) {
     enum { CHUNK = 1 << 16, CHUNKS = 4096 };
+    static double sums[CHUNKS];  // of up to 2^28 numbers at a time: not on the stack, not allocated
     double total = 0;
+    check(n % LANES == 0, "%" PRId64 " numbers", n);
     for (int64_t begin = 0; begin < n; begin += (int64_t)CHUNK * CHUNKS) {
-        static double sums[CHUNKS];
-        int chunks = (int)min_i64(ceil_div_i64(n - begin, CHUNK), CHUNKS);
+        const int chunks = (int)min_i64(ceil_div_i64(n - begin, CHUNK), CHUNKS);
         #pragma omp parallel for schedule(static)
         for (int k = 0; k < chunks; k++) {
             const real *chunk = x + begin + (int64_t)k * CHUNK;
-            int64_t count = min_i64(CHUNK, n - begin - (int64_t)k * CHUNK), i = 0;
+            const int64_t count = min_i64(CHUNK, x + n - chunk);
             double lanes[LANES] = {0}, sum = 0;
-            for (; i + LANES <= count; i += LANES) {
+            for (int64_t i = 0; i < count; i += LANES) {
                 for (int j = 0; j < LANES; j++) {
                     lanes[j] += (double)chunk[i + j] * (double)chunk[i + j];
                 }
-            }
-            for (; i < count; i++) {
-                lanes[0] += (double)chunk[i] * (double)chunk[i];
             }
             for (int j = 0; j < LANES; j++) {
                 sum += lanes[j];
@@ -2929,7 +2974,7 @@ static double global_norm(const real *x, int64_t n) {
     return sqrt(total);
 }
 
-// Everything AdamW needs beside the tensors. correction = 1 - beta^t for the t-th update.
+// Everything AdamW needs besides the tensors. correction = 1 - beta^t for the t-th update.
 typedef struct {
     real lr, beta1, beta2, correction1, correction2, eps, weight_decay, grad_scale;
 } AdamW;
@@ -2939,6 +2984,7 @@ typedef struct {
 static void adamw_update(real *p, real *m, real *v, const real *grad, const AdamW *a,
                          real weight_decay, int64_t n) {
     const AdamW k = *a;
+    // For LayerNorm's vectors and biases, starting the threads would cost more than the update.
     #pragma omp parallel for schedule(static) if (n > 8192)
     for (int64_t i = 0; i < n; i++) {
         real g = k.grad_scale * grad[i];
@@ -2946,11 +2992,7 @@ static void adamw_update(real *p, real *m, real *v, const real *grad, const Adam
         real vi = k.beta2 * v[i] + ((real)1 - k.beta2) * (g * g);
         m[i] = mi;
         v[i] = vi;
-#if GPT2_DOUBLE
-        real root = sqrt(vi / k.correction2);
-#else
-        real root = sqrtf(vi / k.correction2);
-#endif
+        real root = real_sqrt(vi / k.correction2);
         p[i] -= k.lr * (mi / k.correction1 / (root + k.eps) + weight_decay * p[i]);
     }
 }
@@ -2982,13 +3024,15 @@ static double learning_rate(const Options *o, int64_t step, int64_t steps) {
 }
 
 // The last gradient norms, for --skip-zscore: a norm above mean + z * deviation of a full window is
-// an outlier.
+// an outlier. Of 128 normal numbers the deviation is known to 6 % (1 / sqrt(2 * 127)), and the
+// window is short enough to follow the norm as it falls over a run.
 enum { NORM_WINDOW = 128 };
 typedef struct {
     double values[NORM_WINDOW];
     int64_t count;
 } NormWindow;
 
+// The largest norm that is no outlier; infinite without --skip-zscore and until the window is full.
 static double norm_limit(const NormWindow *w, double zscore) {
     double mean = 0, variance = 0;
     if (zscore <= 0 || w->count < NORM_WINDOW) {
@@ -3029,7 +3073,7 @@ static double network_update(Plan *p, const Options *o, double lr, double limit,
 
 // -------------------------------------------------------------------------------------------------
 // 11. The engine
-// The few verbs by which everything above the network drives it: micro_step, update, evaluate,
+// The few verbs by which everything above the network drives it: micro_step, update, forward_loss,
 // logits, and states in and out. The CPU's engine is here; Volume II brings the GPU's. All that
 // follows knows neither.
 
@@ -3047,16 +3091,18 @@ typedef struct {
 typedef struct Engine Engine;
 struct Engine {
     void *self;
-    char device[128];
-    double peak_flops;        // 0: unknown
-    const char *peak_source;  // what it stands for
-    // Forward and backward of micro-batch `micro` of `micros`; the first one clears the gradients.
-    void (*micro_step)(Engine *e, const Token *inputs, const Token *targets, int micro, int micros);
+    char device[128];         // for people
+    double peak_flops;        // that "% of peak" is of; 0: unknown
+    const char *peak_source;  // where it comes from
+    // Forward and backward of micro-batch `accum_step` of `accum_steps`; the first one clears the
+    // gradients.
+    void (*micro_step)(Engine *e, const Token *inputs, const Token *targets, int accum_step,
+                       int accum_steps);
     // Ends the step: mean loss of its micro-batches, gradient norm, and the update unless it is
     // skipped.
     StepResult (*update)(Engine *e, const Options *o, double lr, double limit, int64_t updates);
     // Mean loss of one batch (B,T), nothing learnt; `losses` (B,T), unless NULL, receives them all.
-    double (*evaluate)(Engine *e, real *losses, const Token *inputs, const Token *targets);
+    double (*forward_loss)(Engine *e, real *losses, const Token *inputs, const Token *targets);
     // Logits (V) after the last of n <= T tokens.
     void (*logits)(Engine *e, real *out, const Token *tokens, int n);
     // `count` elements from `offset` of a flat state buffer (STATE_*), out of the engine and into
@@ -3072,19 +3118,21 @@ typedef struct {
     double loss;
 } CpuEngine;
 
-static void cpu_micro_step(Engine *e, const Token *inputs, const Token *targets, int micro,
-                           int micros) {
+// The loss is averaged over the step: each micro-batch and rank has the same weight, and the
+// gradients of its micro-batches need no scaling when they are all added up.
+static void cpu_micro_step(Engine *e, const Token *inputs, const Token *targets, int accum_step,
+                           int accum_steps) {
     CpuEngine *cpu = (CpuEngine *)e->self;
     Plan *p = cpu->plan;
     const Settings *s = &p->settings;
-    const real dloss = (real)(1.0 / ((double)(s->B * s->T) * micros * s->ranks));
+    const real dloss = (real)(1.0 / ((double)(s->B * s->T) * accum_steps * s->ranks));
     Pass pass = {p, inputs, targets, s->B, s->T, dloss, 0};
-    if (micro == 0) {
+    if (accum_step == 0) {
         cpu->loss = 0;
         memset(buffer(p, BUF_GRADS), 0, p->buffers[p->single[BUF_GRADS]].bytes);
     }
     walk(p, tick_embed_backward(&s->model), network_stage, &pass);
-    cpu->loss += pass.loss / micros;
+    cpu->loss += pass.loss / accum_steps;
 }
 
 static StepResult cpu_update(Engine *e, const Options *o, double lr, double limit,
@@ -3095,7 +3143,8 @@ static StepResult cpu_update(Engine *e, const Options *o, double lr, double limi
     return result;
 }
 
-static double cpu_evaluate(Engine *e, real *losses, const Token *inputs, const Token *targets) {
+// The walk through the head and no further; BUF_LOSSES is in the oracle's order, (B,T).
+static double cpu_forward_loss(Engine *e, real *losses, const Token *inputs, const Token *targets) {
     Plan *p = ((CpuEngine *)e->self)->plan;
     const Settings *s = &p->settings;
     Pass pass = {p, inputs, targets, s->B, s->T, 0, 0};
@@ -3106,6 +3155,7 @@ static double cpu_evaluate(Engine *e, real *losses, const Token *inputs, const T
     return pass.loss;
 }
 
+// One sequence of n tokens in the buffers of B sequences of T; the head computes its last row.
 static void cpu_logits(Engine *e, real *out, const Token *tokens, int n) {
     Plan *p = ((CpuEngine *)e->self)->plan;
     const Model *m = &p->settings.model;
@@ -3143,7 +3193,7 @@ static void cpu_open(Engine *e, Plan *p) {
     e->self = cpu;
     e->micro_step = cpu_micro_step;
     e->update = cpu_update;
-    e->evaluate = cpu_evaluate;
+    e->forward_loss = cpu_forward_loss;
     e->logits = cpu_logits;
     e->read = cpu_read;
     e->write = cpu_write;
@@ -3154,7 +3204,8 @@ static void cpu_open(Engine *e, Plan *p) {
              threads == 1 ? "" : "s");
 }
 
-// Zero weights and moments: padding stays so.
+// Sets weights and moments to zero. The gaps keep it because nothing else writes there, the padding
+// rows of wte because their gradients are zero.
 static void engine_clear(Engine *e, const Model *m) {
     real *zeros = (real *)alloc_zero(PIECE, sizeof(real));
     int64_t all = tensor_offset(m, TENSORS, 0);
@@ -3173,16 +3224,16 @@ static void engine_initialise(Engine *e, const Model *m, uint64_t seed) {
     real *piece = (real *)alloc_zero(PIECE, sizeof(real));
     engine_clear(e, m);
     for (int tensor = 0; tensor < TENSORS; tensor++) {
-        const TensorEntry *row = &tensor_table[tensor];
+        const Init init = tensor_table[tensor].init;
         int64_t size = tensor_rows(m, tensor) * tensor_cols(m, tensor);  // padding stays 0
-        double std = row->init == INIT_RESIDUAL ? 0.02 / sqrt(2.0 * m->L) : 0.02;
-        if (row->init == INIT_ZERO) {
+        double std = init == INIT_RESIDUAL ? 0.02 / sqrt(2.0 * m->L) : 0.02;
+        if (init == INIT_ZERO) {
             continue;
         }
         for (int l = 0; l < tensor_copies(m, tensor); l++) {
             for (int64_t i = 0; i < size; i += PIECE) {
                 int64_t count = min_i64(PIECE, size - i);
-                if (row->init == INIT_ONE) {
+                if (init == INIT_ONE) {
                     for (int64_t k = 0; k < count; k++) {
                         piece[k] = 1;
                     }
@@ -3364,7 +3415,7 @@ static Span *file_span(Span *spans, int tensor, int layer) {
 // Elements `first` to first + count of a span, as numbers.
 static void span_values(real *out, const Span *s, int64_t first, int64_t count) {
     const unsigned char *p = s->data + first * file_types[s->type].bytes;
-    if (s->type == FILE_F32 && !GPT2_DOUBLE) {
+    if (!GPT2_DOUBLE && s->type == FILE_F32) {
         memcpy(out, p, (size_t)count * 4);
         return;
     }
@@ -3477,7 +3528,7 @@ static void spans_complete(const Span *spans, const Model *m, const char *name) 
 }
 
 // The sizes of a Hugging Face config.json. What would make another function of the same weights is
-// refused; what only training or generation looks at there is passed over.
+// refused; what only training or generation looks at there is skipped.
 static void config_parse(Model *m, const unsigned char *bytes, size_t size, const char *name) {
     static const char *const sizes[] = {"n_layer", "n_head", "n_embd", "n_positions", "vocab_size"};
     static const struct {
@@ -3819,7 +3870,7 @@ static void model_file_load(Engine *e, const ModelFile *f, const unsigned char *
 
 // Numbers as a file holds them: FILE_F32, FILE_BF16, or FILE_U16, the low half.
 static void file_values(unsigned char *out, int type, const real *values, int64_t count) {
-    if (type == FILE_F32 && !GPT2_DOUBLE) {
+    if (!GPT2_DOUBLE && type == FILE_F32) {
         memcpy(out, values, (size_t)count * 4);
         return;
     }
@@ -3947,7 +3998,7 @@ static void model_file_save(Engine *e, const Model *m, int type, Writer *w) {
 //    bears the final name was complete then, whenever the machine stopped. A ".tmp" is never read;
 //    the next run that writes there removes it.
 // 2. A resume takes the newest checkpoint whose files are those of its manifest, byte for byte, and
-//    says which it passed over and why.
+//    says which it skipped and why.
 // 3. The engine (chapter The engine) hands states over in pieces, so saving takes memory for one
 //    tensor.
 
@@ -3960,7 +4011,7 @@ static const char *const checkpoint_files[CHECKPOINT_FILES] = {
     "model.safetensors", "config.json", "state-0-of-1.safetensors", "merges.txt", "vocab.json",
     "tokenizer_config.json", "manifest.json"};
 
-// Removes a checkpoint's folder, the manifest first: what a kill leaves is no whole checkpoint.
+// Removes a checkpoint's folder, the manifest first: what a kill leaves is no complete checkpoint.
 static void checkpoint_remove(const char *folder) {
     char path[PATH_BYTES];
     for (int i = FILE_MANIFEST; i >= 0; i--) {
@@ -4211,7 +4262,7 @@ static void checkpoint_save(const Snapshot *snapshot, const char *output, char p
     manifest_save(files, step, w);
     writer_close(w);
     fsync_folder(folder);
-    checkpoint_remove(path);  // a damaged one, which the resume passed over
+    checkpoint_remove(path);  // a damaged one, which the resume skipped
     rename(path, aside);      // where it holds what is not ours
     if (rename(folder, path) != 0) {
         die("cannot rename checkpoint %s to %s: %s", folder, path, strerror(errno));
@@ -4456,7 +4507,7 @@ static void state_parse(StateFile *out, const Model *m, const unsigned char *byt
     }
 }
 
-// Loads a whole checkpoint into the engine and `state`.
+// Loads a verified checkpoint into the engine and `state`.
 static void checkpoint_load(Engine *e, const Settings *s, const char *identity, RunState *state,
                             const char *folder, int quiet) {
     char path[PATH_BYTES];
@@ -4682,7 +4733,7 @@ typedef struct {
     Plan plan;
     Engine engine;
     Dataset train, val;
-    int has_val, micros, live, stdout_error;
+    int has_val, accum_steps, live, stdout_error;
     int64_t skips;                   // skipped steps in a row, up to now
     char failure[PATH_BYTES + 256];  // why the run ends before its last step; "": it need not
     int64_t steps, windows_per_step, saved_step;
@@ -4715,7 +4766,8 @@ static void run_evaluate(Run *run, const EvalFile *f, EvalScore *score) {
             if (filled < B && (k + 1 < x.completions || i + 1 < all)) {
                 continue;
             }
-            if (!isfinite(run->engine.evaluate(&run->engine, losses, run->inputs, run->targets))) {
+            Engine *e = &run->engine;
+            if (!isfinite(e->forward_loss(e, losses, run->inputs, run->targets))) {
                 die("--eval: %s has a loss that is not finite, at example %d of %s", run->o.model,
                     i, f->name);
             }
@@ -4906,7 +4958,7 @@ static int run_validate(Run *run, double *loss) {
             snprintf(run->failure, sizeof run->failure, "%s", run->val.problem);
             return 0;
         }
-        sum += run->engine.evaluate(&run->engine, NULL, run->inputs, run->targets);
+        sum += run->engine.forward_loss(&run->engine, NULL, run->inputs, run->targets);
     }
     *loss = sum / (double)batches;
     return 1;
@@ -5014,8 +5066,8 @@ static void run_report(Run *run, const StepResult *r, double lr, double ms, doub
 
 // Where this rank's micro-batch of a step starts, whose first sequence is at `start`: the ranks of
 // a micro-step stand side by side, so any number of them reads the same sequences in a step.
-static int64_t batch_position(const Settings *s, int64_t start, int micro) {
-    return start + ((int64_t)micro * s->ranks + s->rank) * s->B;
+static int64_t batch_position(const Settings *s, int64_t start, int accum_step) {
+    return start + ((int64_t)accum_step * s->ranks + s->rank) * s->B;
 }
 
 // One optimizer step: micro-batches from the run's position, the update, the report. Returns 0 when
@@ -5027,17 +5079,18 @@ static int run_step(Run *run, double *mean_ms) {
     const Settings *s = &run->s;
     RunState *state = &run->state;
     const double start = now_ms(), lr = learning_rate(o, state->step, run->steps);
-    for (int micro = 0; micro < run->micros; micro++) {
+    for (int accum_step = 0; accum_step < run->accum_steps; accum_step++) {
         if (run_stopping()) {
             return 0;
         }
-        int64_t position = batch_position(s, o->overfit ? 0 : state->position, micro);
+        int64_t position = batch_position(s, o->overfit ? 0 : state->position, accum_step);
         if (!dataset_batch(&run->train, position, s->B, (int)o->shuffle, (uint64_t)o->seed,
                            run->inputs, run->targets, s->model.V)) {
             snprintf(run->failure, sizeof run->failure, "%s", run->train.problem);
             return 0;
         }
-        run->engine.micro_step(&run->engine, run->inputs, run->targets, micro, run->micros);
+        run->engine.micro_step(&run->engine, run->inputs, run->targets, accum_step,
+                               run->accum_steps);
     }
     StepResult r = run->engine.update(&run->engine, o, lr,
                                       norm_limit(&state->norms, o->skip_zscore), state->updates);
@@ -5281,7 +5334,7 @@ static void run_size(Run *run) {
             per_step, s->B, s->T, tokens);
     }
     run->windows_per_step = per_step / s->T;
-    run->micros = (int)(per_step / tokens);
+    run->accum_steps = (int)(per_step / tokens);
     if (run->windows_per_step > run->train.windows) {
         die("--batch (-b), --seq-len (-t), --tokens-per-step (-d): a step takes %" PRId64
             " sequences of %d tokens; %s has "
@@ -5340,7 +5393,7 @@ static void run_print_box(const Run *run, const Program *program) {
     if (!run->o.val_data) {
         printf("         without --val-data (-j) nothing is validated\n");
     }
-    printf("step     %d x %d x %d = %s tokens; %s steps\n", run->micros, s->B, s->T,
+    printf("step     %d x %d x %d = %s tokens; %s steps\n", run->accum_steps, s->B, s->T,
            count_text(run->windows_per_step * s->T).s, count_text(run->steps).s);
     printf("options ");
     for (int i = 0; i < OPTION_ROWS; i++) {
@@ -5387,11 +5440,11 @@ static int64_t run_resume(Run *run) {
             checkpoint_load(&run->engine, &run->s, run->identity, &run->state, path,
                             (int)o->quiet);
         } else {
-            fprintf(stderr, "%s: passed over %s: %s\n", program_name, path, problem);
+            fprintf(stderr, "%s: skipped %s: %s\n", program_name, path, problem);
         }
     }
     if (list.count && step < 0) {
-        die("--resume (-y): no checkpoint in %s is whole; remove them to start anew", o->output);
+        die("--resume (-y): no checkpoint in %s is complete; remove them to start anew", o->output);
     }
     free(list.steps);
     if (o->resume && !o->quiet) {

@@ -50,7 +50,11 @@
 // same names.
 // 1. Every CUDA and cuBLASLt call goes through cuda_check or cublas_check: an error ends the run.
 // 2. E is the element type of weights and activations (bf16, fp16 or fp32), G that of the gradients
-//    of matrices (E or fp32). Arithmetic is in fp32; E is only how a number lies in memory.
+//    of matrices (E or fp32). Arithmetic is in fp32; E is only how a number lies in memory. In
+//    kernels of 16-bit types every multiply-add is written fmaf: nvcc itself fuses nothing, so an
+//    expression has the same bits in every kernel and on the CPU. Approximations, there alone, are
+//    ex2_approx and rcp_approx (chapter Tensor-core toolbox). AdamW, the split master and the sum
+//    of the losses take neither: their bits are those of separate operations.
 // 3. Global memory is read and written 16 bytes at a time: a row of E is a multiple of 16 bytes and
 //    starts at a multiple of 16. Each launcher asserts it of all it passes on (check_rows).
 // 4. A limit of a kernel is a named constant: its launcher asserts it, and gpu_settings_check tells
@@ -60,6 +64,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+#include <float.h>
 #include <initializer_list>
 #include <type_traits>
 
@@ -200,15 +205,126 @@ template <class E> __device__ inline void pack_store(E *address, const Pack<E> &
     *reinterpret_cast<uint4 *>(address) = pack_to_bits(pack);
 }
 
+// pack2: two floats rounded to nearest even into one register, lo in the low half (one
+// cvt.rn.bf16x2.f32 or cvt.rn.f16x2.f32 from sm_80 on).
+template <class E> __device__ __forceinline__ uint32_t pack2(float lo, float hi) {
+    uint32_t bits;
+    if constexpr (std::is_same_v<E, __nv_bfloat16>) {
+        const __nv_bfloat162 pair = __floats2bfloat162_rn(lo, hi);
+        memcpy(&bits, &pair, sizeof bits);
+    } else {
+        const __half2 pair = __floats2half2_rn(lo, hi);
+        memcpy(&bits, &pair, sizeof bits);
+    }
+    return bits;
+}
+
+// unpack2: the two numbers in a register. bf16 by a shift and a mask: element by element the
+// compiler would first move each upper half down.
+template <class E>
+__device__ __forceinline__ void unpack2(float *lo, float *hi, uint32_t bits) {
+    if constexpr (std::is_same_v<E, __nv_bfloat16>) {
+        *lo = __uint_as_float(bits << 16);
+        *hi = __uint_as_float(bits & 0xffff0000u);
+    } else {
+        *lo = __half2float(__ushort_as_half((unsigned short)bits));
+        *hi = __half2float(__ushort_as_half((unsigned short)(bits >> 16)));
+    }
+}
+
+// A pack's numbers as floats, and floats rounded to a pack; of 16-bit types two at a time.
+template <class E>
+__device__ inline void pack_to_floats(float (&x)[Pack<E>::size], const Pack<E> &pack) {
+    if constexpr (sizeof(E) == 2) {
+        const uint4 bits = pack_to_bits(pack);
+        unpack2<E>(&x[0], &x[1], bits.x);
+        unpack2<E>(&x[2], &x[3], bits.y);
+        unpack2<E>(&x[4], &x[5], bits.z);
+        unpack2<E>(&x[6], &x[7], bits.w);
+    } else {
+        UNROLL
+        for (int i = 0; i < Pack<E>::size; i++) {
+            x[i] = pack.x[i];
+        }
+    }
+}
+
+template <class E> __device__ inline Pack<E> pack_round(const float (&x)[Pack<E>::size]) {
+    if constexpr (sizeof(E) == 2) {
+        return pack_from_bits<E>(make_uint4(pack2<E>(x[0], x[1]), pack2<E>(x[2], x[3]),
+                                            pack2<E>(x[4], x[5]), pack2<E>(x[6], x[7])));
+    } else {
+        Pack<E> pack;
+        UNROLL
+        for (int i = 0; i < Pack<E>::size; i++) {
+            pack.x[i] = x[i];
+        }
+        return pack;
+    }
+}
+
+// max2: the larger of each half of two registers, as fmaxf has it (one HMNMX2 from sm_80 on).
+template <class E> __device__ __forceinline__ uint32_t max2(uint32_t a, uint32_t b) {
+#if CUDA_CPU
+    float low_a, high_a, low_b, high_b;
+    unpack2<E>(&low_a, &high_a, a);
+    unpack2<E>(&low_b, &high_b, b);
+    return pack2<E>(fmaxf(low_a, low_b), fmaxf(high_a, high_b));
+#else
+    using Pair = std::conditional_t<std::is_same_v<E, __half>, __half2, __nv_bfloat162>;
+    Pair x, y;
+    memcpy(&x, &a, sizeof x);
+    memcpy(&y, &b, sizeof y);
+    x = __hmax2(x, y);
+    memcpy(&a, &x, sizeof a);
+    return a;
+#endif
+}
+
+// The largest number of a pack.
+template <class E> __device__ inline float pack_max(const Pack<E> &pack) {
+    if constexpr (sizeof(E) == 2) {
+        const uint4 bits = pack_to_bits(pack);
+        float low, high;
+        unpack2<E>(&low, &high, max2<E>(max2<E>(bits.x, bits.y), max2<E>(bits.z, bits.w)));
+        return fmaxf(low, high);
+    } else {
+        return fmaxf(fmaxf(pack.x[0], pack.x[1]), fmaxf(pack.x[2], pack.x[3]));
+    }
+}
+
+// A pack's first n numbers (n may be below 0 or beyond its end) and minus infinity in place of the
+// others.
+template <class E> __device__ inline void pack_keep(Pack<E> &pack, int n) {
+    if constexpr (sizeof(E) == 2) {
+        const uint32_t none = pack2<E>(-INFINITY, -INFINITY);
+        uint4 bits = pack_to_bits(pack);
+        auto keep = [&](uint32_t &word, int from) {
+            const uint32_t low = (word & 0xffffu) | (none & 0xffff0000u);
+            word = n > from + 1 ? word : n > from ? low : none;
+        };
+        keep(bits.x, 0);
+        keep(bits.y, 2);
+        keep(bits.z, 4);
+        keep(bits.w, 6);
+        pack = pack_from_bits<E>(bits);
+    } else {
+        for (int i = 0; i < Pack<E>::size; i++) {
+            pack.x[i] = i < n ? pack.x[i] : -INFINITY;
+        }
+    }
+}
+
 // n numbers at `address` as floats, and back: n / Pack<T>::size accesses of 16 bytes.
 template <class T, int n> __device__ inline void vector_load(float (&x)[n], const T *address) {
     static_assert(n % Pack<T>::size == 0, "less than sixteen bytes");
     UNROLL
     for (int i = 0; i < n; i += Pack<T>::size) {
-        Pack<T> pack = pack_load(address + i);
+        float part[Pack<T>::size];
+        pack_to_floats(part, pack_load(address + i));
         UNROLL
         for (int k = 0; k < Pack<T>::size; k++) {
-            x[i + k] = to_float(pack.x[k]);
+            x[i + k] = part[k];
         }
     }
 }
@@ -217,23 +333,13 @@ template <class T, int n> __device__ inline void vector_store(T *address, const 
     static_assert(n % Pack<T>::size == 0, "less than sixteen bytes");
     UNROLL
     for (int i = 0; i < n; i += Pack<T>::size) {
-        Pack<T> pack;
+        float part[Pack<T>::size];
         UNROLL
         for (int k = 0; k < Pack<T>::size; k++) {
-            pack.x[k] = from_float<T>(x[i + k]);
+            part[k] = x[i + k];
         }
-        pack_store(address + i, pack);
+        pack_store(address + i, pack_round<T>(part));
     }
-}
-
-// e^x and a / b: the accurate functions where E is fp32, the hardware's approximations (relative
-// error about 1e-6 for |x| < 10) where the result will be rounded to sixteen bits anyway.
-template <class E> __device__ inline float fast_exp(float x) {
-    return sizeof(E) == 4 ? expf(x) : __expf(x);
-}
-
-template <class E> __device__ inline float fast_divide(float a, float b) {
-    return sizeof(E) == 4 ? a / b : __fdividef(a, b);
 }
 
 static int compare_doubles(const void *a, const void *b) {
@@ -327,17 +433,25 @@ __device__ inline float warp_max(float x) {
 }
 
 // Combines each of n numbers over the blockDim.x threads (a multiple of WARP) of a row of the
-// block, warp by warp in order; the blockDim.y rows lie side by side. One warp a row needs no
-// barrier, so such rows may go their own ways; otherwise every thread of the block calls it.
-template <int n, class F> __device__ inline void row_combine(float (&x)[n], F combine) {
+// block; the blockDim.y rows lie side by side. nothing: what changes no number it is combined with.
+// One warp a row needs no barrier, so such rows may go their own ways; otherwise every thread of
+// the block calls it. WARPS: blockDim.x / WARP where that is a constant; the warps' numbers are
+// then taken in order, otherwise by a butterfly as within a warp, which is quicker for many warps.
+template <int WARPS, int n, class F>
+__device__ inline void row_combine(float (&x)[n], float nothing, F combine) {
     SHARED(float, values, [n][BLOCK_MAX / WARP]);
-    int warps = blockDim.x / WARP, first = threadIdx.y * warps;
+    const int warps = WARPS ? WARPS : blockDim.x / WARP, first = threadIdx.y * warps;
+    const int lane = threadIdx.x % WARP;
+    auto butterfly = [&](float y) {
+        for (int lanes = WARP / 2; lanes > 0; lanes /= 2) {
+            y = combine(y, __shfl_xor_sync(ALL_LANES, y, lanes));
+        }
+        return y;
+    };
     UNROLL
     for (int i = 0; i < n; i++) {
-        for (int lanes = WARP / 2; lanes > 0; lanes /= 2) {
-            x[i] = combine(x[i], __shfl_xor_sync(ALL_LANES, x[i], lanes));
-        }
-        if (warps > 1 && threadIdx.x % WARP == 0) {
+        x[i] = butterfly(x[i]);
+        if (warps > 1 && lane == 0) {
             values[i][first + threadIdx.x / WARP] = x[i];
         }
     }
@@ -347,16 +461,20 @@ template <int n, class F> __device__ inline void row_combine(float (&x)[n], F co
     __syncthreads();  // all values of warps are written
     UNROLL
     for (int i = 0; i < n; i++) {
-        x[i] = values[i][first];
-        for (int warp = 1; warp < warps; warp++) {
-            x[i] = combine(x[i], values[i][first + warp]);
+        if (WARPS) {
+            x[i] = values[i][first];
+            for (int warp = 1; warp < warps; warp++) {
+                x[i] = combine(x[i], values[i][first + warp]);
+            }
+        } else {
+            x[i] = butterfly(lane < warps ? values[i][first + lane] : nothing);
         }
     }
     __syncthreads();  // all are read: the next call may overwrite them
 }
 
-template <int n> __device__ inline void row_sum(float (&x)[n]) {
-    row_combine(x, [](float a, float b) { return a + b; });
+template <int WARPS = 0, int n> __device__ inline void row_sum(float (&x)[n]) {
+    row_combine<WARPS>(x, 0.0f, [](float a, float b) { return a + b; });
 }
 
 __device__ inline float row_sum(float x) {
@@ -367,8 +485,14 @@ __device__ inline float row_sum(float x) {
 
 __device__ inline float row_max(float x) {
     float maximum[1] = {x};
-    row_combine(maximum, [](float a, float b) { return fmaxf(a, b); });
+    row_combine<0>(maximum, -INFINITY, [](float a, float b) { return fmaxf(a, b); });
     return maximum[0];
+}
+
+// Element i of a pack is added to sums[i % 4]: four sums do not wait for each other's additions.
+// This is their sum.
+__device__ inline float add_four(const float (&sums)[4]) {
+    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
 // Sums each of a thread's `n` numbers over threadIdx.y, in the order of y; the threads with y = 0
@@ -399,6 +523,7 @@ template <int n> __device__ inline void column_sum(float (&x)[n], float *buffer)
 // parts, k = blockIdx.y. Thread y takes the parts y, y + blockDim.y, ..., then the threads' sums
 // are added in order. partials (1 or 2, parts, columns) fp32. Grid (columns / 32, 1 or 2), block
 // (32, 1..32).
+// budget: threads 1024 shared 4096 regs 19 blocks 1 test gpu_layernorm
 static __global__ void partials_add_kernel(float *sums0, float *sums1, const float *partials,
                                            int parts, int columns) {
     DYN_SHARED(float, buffer);
@@ -433,7 +558,10 @@ static void gpu_partials_add(float *sums0, float *sums1, const float *partials, 
 // 3. E is __nv_bfloat16 or __half. Before sm_80 these types are not offered, and the wrappers that
 //    need sm_80 trap there, so that the kernels above them need no condition of their own.
 // 4. On the CPU the twins of the same names in dev/cuda_cpu/emu_ptx.h do the same to the letter of
-//    the ISA, except that cp.async copies as late as it may and ex2 is exact.
+//    the ISA, except that cp.async copies as late as it may and that ex2 and rcp round correctly.
+
+constexpr float LOG2_E = 1.44269504f, LN_2 = 0.693147181f;
+
 #if !CUDA_CPU
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 #define NEEDS_SM80(...) __trap()
@@ -467,13 +595,14 @@ __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[
     }
 }
 
-// ldmatrix_x4: four 8x8 matrices of 16-bit elements from shared memory. Lane l gives the address
-// of row l % 8 of matrix l / 8: 16 bytes, 16-byte aligned. r[j] is row g, columns 2t and 2t + 1 of
-// matrix j; with TRANS it is rows 2t and 2t + 1 of column g.
+// ldmatrix_x4: four 8x8 matrices of 16-bit elements from shared memory. Lane l gives the place of
+// row l % 8 of matrix l / 8, `offset` bytes from `tile`: 16 bytes, 16-byte aligned. r[j] is row g,
+// columns 2t and 2t + 1 of matrix j; with TRANS it is rows 2t and 2t + 1 of column g. A part of
+// `offset` that is a constant costs nothing: it stands in the instruction.
 // source: PTX ISA, "Warp-level matrix load instruction: ldmatrix".
 template <bool TRANS>
-__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void *row) {
-    const uint32_t address = (uint32_t)__cvta_generic_to_shared(row);
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void *tile, uint32_t offset) {
+    const uint32_t address = (uint32_t)__cvta_generic_to_shared(tile) + offset;
     if constexpr (TRANS) {
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                      : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -517,21 +646,26 @@ __device__ __forceinline__ float ex2_approx(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+
+// rcp_approx: 1 / x, relative error at most 2^-23; a denormal x counts as 0, a denormal result is
+// 0, and so is 1 / inf.
+// source: PTX ISA, "Floating Point Instructions: rcp" (rcp.approx.ftz.f32).
+__device__ __forceinline__ float rcp_approx(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 #undef NEEDS_SM80
 #endif
 
-// pack2: two floats rounded to nearest even into one register, lo in the low half (one
-// cvt.rn.bf16x2.f32 or cvt.rn.f16x2.f32 from sm_80 on).
-template <class E> __device__ __forceinline__ uint32_t pack2(float lo, float hi) {
-    uint32_t bits;
-    if constexpr (std::is_same_v<E, __nv_bfloat16>) {
-        const __nv_bfloat162 pair = __floats2bfloat162_rn(lo, hi);
-        memcpy(&bits, &pair, sizeof bits);
-    } else {
-        const __half2 pair = __floats2half2_rn(lo, hi);
-        memcpy(&bits, &pair, sizeof bits);
-    }
-    return bits;
+// e^x and 1 / x: accurate where E is fp32; where the result will be rounded to sixteen bits anyway
+// the hardware's approximations (e^x then has a relative error of about 1e-6 for |x| < 10).
+template <class E> __device__ inline float fast_exp(float x) {
+    return sizeof(E) == 4 ? expf(x) : ex2_approx(LOG2_E * x);
+}
+
+template <class E> __device__ inline float reciprocal(float x) {
+    return sizeof(E) == 4 ? 1.0f / x : rcp_approx(x);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -542,27 +676,27 @@ template <class E> __device__ __forceinline__ uint32_t pack2(float lo, float hi)
 // token's rows are added in the order of the batch. 2. The gradient of wte is read and written once
 // for each token that occurs; wte is also the classifier's weight, whose gradient is already there.
 
-constexpr int ENCODER_THREADS = 256;
-constexpr int ENCODER_ROWS = 8;  // most threads that share the rows of one token, or of one block
-constexpr int POSITIONS_MAX = INT_MAX - 8 * ENCODER_THREADS;  // elements of wpe: indexed by an int
+constexpr int EMBEDDING_THREADS = 256;
+constexpr int EMBEDDING_ROWS = 8;  // most threads that share the rows of one token, or of one block
+constexpr int POSITIONS_MAX = INT_MAX - 8 * EMBEDDING_THREADS;  // elements of wpe: an int's
 
 // The token plan of a batch, in one array of 3 N + 1 ints so that one copy uploads it.
 //   order (N): the rows, grouped by token; start (N + 1): segment s is order[start[s]] ..
 //   order[start[s+1]-1]; token (N): the token of segment s.
-struct EncoderPlan {
+struct EmbeddingPlan {
     int *order, *start, *token;
 };
 
-static int encoder_plan_ints(int N) { return 3 * N + 1; }
+static int embedding_plan_ints(int N) { return 3 * N + 1; }
 
-static EncoderPlan encoder_plan(int *ints, int N) {
-    return EncoderPlan{ints, ints + N, ints + 2 * N + 1};
+static EmbeddingPlan embedding_plan(int *ints, int N) {
+    return EmbeddingPlan{ints, ints + N, ints + 2 * N + 1};
 }
 
 // Fills the token plan of tokens (N), each below V, and returns its number of segments.
 // counts (V): scratch.
-static int encoder_sort(int *ints, int *counts, const Token *tokens, int N, int V) {
-    EncoderPlan plan = encoder_plan(ints, N);
+static int embedding_sort(int *ints, int *counts, const Token *tokens, int N, int V) {
+    EmbeddingPlan plan = embedding_plan(ints, N);
     memset(counts, 0, V * sizeof(int));
     for (int i = 0; i < N; i++) {
         counts[tokens[i]]++;
@@ -586,9 +720,10 @@ static int encoder_sort(int *ints, int *counts, const Token *tokens, int N, int 
 // out[row] = wte[tokens[row]] + wpe[row % T]. out (B,T,C), wte (Vp,C), wpe (T or more,C) of E;
 // tokens (B,T). Block (32 packs of a row, rows), grid (B T / rows, C / (32 packs)). Exact but for
 // the rounding to fp32 and E.
+// budget: <bf16> threads 256 regs 24 blocks 6 test gpu_embedding
 template <class E>
-__global__ void encoder_forward_kernel(E *out, const int *tokens, const E *wte, const E *wpe, int N,
-                                       int T, int C) {
+__global__ void embedding_forward_kernel(E *out, const int *tokens, const E *wte, const E *wpe,
+                                         int N, int T, int C) {
     constexpr int size = Pack<E>::size;
     int c = (blockIdx.y * WARP + threadIdx.x) * size, row = blockIdx.x * blockDim.y + threadIdx.y;
     if (c < C && row < N) {
@@ -602,23 +737,24 @@ __global__ void encoder_forward_kernel(E *out, const int *tokens, const E *wte, 
     }
 }
 
-// Blocks of ENCODER_ROWS positions. Rows of C elements are whole packs.
+// Blocks of EMBEDDING_ROWS positions. Rows of C elements are whole packs.
 template <class E>
-static void gpu_encoder_forward(E *out, const int *tokens, const E *wte, const E *wpe, int B, int T,
-                                int C, cudaStream_t stream) {
+static void gpu_embedding_forward(E *out, const int *tokens, const E *wte, const E *wpe, int B,
+                                  int T, int C, cudaStream_t stream) {
     constexpr int size = Pack<E>::size;
     check_rows(E, C, out, wte, wpe);
-    int N = B * T, rows = N < ENCODER_ROWS ? N : ENCODER_ROWS;
-    launch(encoder_forward_kernel<E>, dim3(ceil_div(N, rows), ceil_div(C, WARP * size)),
+    int N = B * T, rows = N < EMBEDDING_ROWS ? N : EMBEDDING_ROWS;
+    launch(embedding_forward_kernel<E>, dim3(ceil_div(N, rows), ceil_div(C, WARP * size)),
            dim3(WARP, rows), 0, stream, out, tokens, wte, wpe, N, T, C);
 }
 
 // dwpe[t] = (first) or += sum over b of dout[b][t], b ascending; with `first`, rows T .. max_T - 1
 // become zero.
 //   dwpe (max_T,C) of G, dout (B,T,C) of E. A thread for each 16 bytes of dout's rows.
+// budget: <bf16> threads 256 regs 40 blocks 6 test gpu_embedding
 template <class E, class G>
-__global__ void encoder_backward_position_kernel(G *dwpe, const E *dout, int B, int T, int C,
-                                                 int max_T, bool first) {
+__global__ void embedding_backward_position_kernel(G *dwpe, const E *dout, int B, int T, int C,
+                                                   int max_T, bool first) {
     constexpr int size = Pack<E>::size;
     int at = (blockIdx.x * blockDim.x + threadIdx.x) * size;
     if (at >= (first ? max_T : T) * C) {
@@ -641,9 +777,10 @@ __global__ void encoder_backward_position_kernel(G *dwpe, const E *dout, int B, 
 // dwte[token] += sum of dout[row] over the token's rows, for each token of the plan.
 //   dwte (Vp,C) of G, dout (N,C) of E. Grid (segments, C / (32 packs)), block (32, 1..8): thread y
 //   adds the rows y, y + blockDim.y, ... of the segment, then the threads' sums are added in order.
+// budget: <bf16> threads 256 shared 8192 regs 40 blocks 6 test gpu_embedding
 template <class E, class G>
-__global__ void encoder_backward_token_kernel(G *dwte, const E *dout, const int *order,
-                                              const int *start, const int *token, int C) {
+__global__ void embedding_backward_token_kernel(G *dwte, const E *dout, const int *order,
+                                                const int *start, const int *token, int C) {
     DYN_SHARED(float, buffer);
     constexpr int size = Pack<E>::size;
     int c = (blockIdx.y * WARP + threadIdx.x) * size, end = start[blockIdx.x + 1];
@@ -668,21 +805,22 @@ __global__ void encoder_backward_token_kernel(G *dwte, const E *dout, const int 
 }
 
 // dwte (Vp,C) += and dwpe (max_T,C) = (first) or += the gradients of the embedding, both of G; dout
-// (B,T,C) of E. plan: device copy of encoder_sort's ints for the same tokens, and its number of
+// (B,T,C) of E. plan: device copy of embedding_sort's ints for the same tokens, and its number of
 // segments.
 template <class E, class G>
-static void gpu_encoder_backward(G *dwte, G *dwpe, const E *dout, int *plan_ints, int segments,
-                                 int B, int T, int C, int max_T, bool first, cudaStream_t stream) {
+static void gpu_embedding_backward(G *dwte, G *dwpe, const E *dout, int *plan_ints, int segments,
+                                   int B, int T, int C, int max_T, bool first,
+                                   cudaStream_t stream) {
     constexpr int size = Pack<E>::size;
     check_rows(E, C, dwte, dwpe, dout);
     check((int64_t)max_T * C <= POSITIONS_MAX, "%d positions of %d channels", max_T, C);
     int N = B * T, packs = (first ? max_T : T) * (C / size);
-    int threads = packs < ENCODER_THREADS ? ceil_div(packs, WARP) * WARP : ENCODER_THREADS;
-    launch(encoder_backward_position_kernel<E, G>, ceil_div(packs, threads), threads, 0, stream,
+    int threads = packs < EMBEDDING_THREADS ? ceil_div(packs, WARP) * WARP : EMBEDDING_THREADS;
+    launch(embedding_backward_position_kernel<E, G>, ceil_div(packs, threads), threads, 0, stream,
            dwpe, dout, B, T, C, max_T, first);
-    EncoderPlan plan = encoder_plan(plan_ints, N);
-    int rows = ceil_div(N, segments) < ENCODER_ROWS ? ceil_div(N, segments) : ENCODER_ROWS;
-    launch(encoder_backward_token_kernel<E, G>, dim3(segments, ceil_div(C, WARP * size)),
+    EmbeddingPlan plan = embedding_plan(plan_ints, N);
+    int rows = ceil_div(N, segments) < EMBEDDING_ROWS ? ceil_div(N, segments) : EMBEDDING_ROWS;
+    launch(embedding_backward_token_kernel<E, G>, dim3(segments, ceil_div(C, WARP * size)),
            dim3(WARP, rows), WARP * rows * size * sizeof(float), stream, dwte, dout, plan.order,
            plan.start, plan.token, C);
 }
@@ -696,21 +834,49 @@ static void gpu_encoder_backward(G *dwte, G *dwpe, const E *dout, int *plan_ints
 // shape alone, never on the GPU.
 
 constexpr int LAYERNORM_PACKS = 4;      // 16-byte loads that a thread of the forward kernel holds
+constexpr int LAYERNORM_ROWS = 8;       // of one warp each that share a block there
 constexpr int LAYERNORM_PARTS = 256;    // most partial sums of dweight and dbias
-constexpr int LAYERNORM_THREADS = 512;  // of a block of the backward kernel, where a row is shorter
+constexpr int LAYERNORM_THREADS = 384;  // of a block of the backward kernel, where a row is shorter
 constexpr float LAYERNORM_EPS = 1e-5f;
+
+// Calls f(C), where C is a constant at the channels of the presets: kernels of 16-bit types then
+// know the end of every loop. Otherwise it is 0, and they take C at run time.
+template <class E, class F> static void with_channels(int C, F f) {
+    if constexpr (sizeof(E) == 2) {
+        switch (C) {
+        case 768: return f(std::integral_constant<int, 768>());
+        case 1024: return f(std::integral_constant<int, 1024>());
+        case 1280: return f(std::integral_constant<int, 1280>());
+        case 1600: return f(std::integral_constant<int, 1600>());
+        default: break;
+        }
+    }
+    f(std::integral_constant<int, 0>());
+}
 
 // out = (inp - mean) * rstd * weight + bias for each row, rstd = 1 / sqrt(variance + 1e-5).
 //   out, inp (N,C), weight, bias (C) of E; mean, rstd (N) fp32.
-// Block (32 or more threads a row, rows): a row of at most 1024 16-bit elements belongs to one
-// warp, and eight such rows share a block; longer rows have a block each. Bytes: reads and writes
-// every row once. Measured on the CPU layer, C 48..1600, of the tensor's norm: fp32 out 1.1e-7,
-// mean 1.5e-7, rstd 7e-8; bf16 what rounding the output loses.
-template <class E>
-__global__ void __launch_bounds__(BLOCK_MAX)
+// Block (32 or more threads a row, rows). With C a constant, CC, a row belongs to one warp, eight
+// rows to a block; otherwise (CC 0) a thread has up to LAYERNORM_PACKS packs: a row of at most 1024
+// 16-bit elements belongs to one warp, and eight such rows share a block; longer rows have a block
+// each. Bytes: reads and writes every row once. Measured on the CPU layer, C 48..1600, of the
+// tensor's norm: fp32 out 1.1e-7, mean 1.5e-7, rstd 7e-8; bf16 what rounding the output loses.
+// budget: <bf16, 0> threads 256 regs 64 blocks 4 test gpu_layernorm
+// budget: <bf16, 768> threads 256 regs 48 blocks 5 instr/elem 13.2 of 24 test gpu_layernorm
+// budget: <bf16, 1024> threads 256 regs 63 blocks 4 instr/elem 12.2 of 32 test gpu_layernorm
+// budget: <bf16, 1280> threads 256 regs 64 blocks 4 instr/elem 11.3 of 40 test gpu_layernorm
+// budget: <bf16, 1600> threads 256 regs 76 blocks 3 instr/elem 12.4 of 50 test gpu_layernorm
+template <class E, int CC>
+__global__ void __launch_bounds__(CC ? LAYERNORM_ROWS * WARP : BLOCK_MAX)
     layernorm_forward_kernel(E *out, float *mean, float *rstd, const E *inp, const E *weight,
-                             const E *bias, int N, int C) {
+                             const E *bias, int N, int channels) {
     constexpr int size = Pack<E>::size;
+    constexpr int packs = CC ? (CC + size * WARP - 1) / (size * WARP) : LAYERNORM_PACKS;
+    const int C = CC ? CC : channels, row_threads = CC ? WARP : blockDim.x;
+    const float inverse_C = 1.0f / (float)C;
+    auto row_mean_of = [&](float x) { return (CC ? warp_sum(x) : row_sum(x)) * inverse_C; };
+    // Whether this thread has a pack k, which begins at column c: all have but for the last.
+    auto has = [&](int k, int c) { return (k + 1) * WARP * size <= CC || c < C; };
     int row = blockIdx.x * blockDim.y + threadIdx.y;
     if (row >= N) {
         return;  // a whole warp: blocks of several rows have one warp a row, and meet no barrier
@@ -718,46 +884,47 @@ __global__ void __launch_bounds__(BLOCK_MAX)
     inp += (size_t)row * C;
     out += (size_t)row * C;
     // 1. the row to registers
-    float x[LAYERNORM_PACKS][size] = {};
+    float x[packs][size] = {};
     UNROLL
-    for (int k = 0; k < LAYERNORM_PACKS; k++) {
-        int c = (k * blockDim.x + threadIdx.x) * size;
-        if (c < C) {
+    for (int k = 0; k < packs; k++) {
+        int c = (k * row_threads + threadIdx.x) * size;
+        if (has(k, c)) {
             vector_load(x[k], inp + c);
         }
     }
-    // 2. mean, then variance
-    float sum = 0.0f, square_sum = 0.0f;
+    // 2. mean, then variance; x becomes its distance from the mean
+    float sums[4] = {}, squares[4] = {};
     UNROLL
-    for (int k = 0; k < LAYERNORM_PACKS; k++) {
+    for (int k = 0; k < packs; k++) {
         for (int i = 0; i < size; i++) {
-            sum += x[k][i];
+            sums[i % 4] += x[k][i];
         }
     }
-    float row_mean = row_sum(sum) / C;
+    const float row_mean = row_mean_of(add_four(sums));
     UNROLL
-    for (int k = 0; k < LAYERNORM_PACKS; k++) {
-        if ((int)(k * blockDim.x + threadIdx.x) * size < C) {
+    for (int k = 0; k < packs; k++) {
+        if (has(k, (k * row_threads + threadIdx.x) * size)) {
             for (int i = 0; i < size; i++) {
-                square_sum += (x[k][i] - row_mean) * (x[k][i] - row_mean);
+                x[k][i] -= row_mean;
+                squares[i % 4] = fmaf(x[k][i], x[k][i], squares[i % 4]);
             }
         }
     }
-    float row_rstd = 1.0f / sqrtf(row_sum(square_sum) / C + LAYERNORM_EPS);
+    const float row_rstd = 1.0f / sqrtf(row_mean_of(add_four(squares)) + LAYERNORM_EPS);
     if (threadIdx.x == 0) {
         mean[row] = row_mean;
         rstd[row] = row_rstd;
     }
     // 3. normalise
     UNROLL
-    for (int k = 0; k < LAYERNORM_PACKS; k++) {
-        int c = (k * blockDim.x + threadIdx.x) * size;
-        if (c < C) {
+    for (int k = 0; k < packs; k++) {
+        int c = (k * row_threads + threadIdx.x) * size;
+        if (has(k, c)) {
             float w[size], b[size];
             vector_load(w, weight + c);
             vector_load(b, bias + c);
             for (int i = 0; i < size; i++) {
-                x[k][i] = (x[k][i] - row_mean) * row_rstd * w[i] + b[i];
+                x[k][i] = fmaf(x[k][i] * row_rstd, w[i], b[i]);
             }
             vector_store(out + c, x[k]);
         }
@@ -773,9 +940,13 @@ static void gpu_layernorm_forward(E *out, float *mean, float *rstd, const E *inp
     check_rows(E, C, out, inp, weight, bias);
     check(C <= CHANNELS_MAX, "LayerNorm of %d channels", C);
     int warps = ceil_div(C, LAYERNORM_PACKS * size * WARP);
-    int rows = warps > 1 ? 1 : N < 8 ? N : 8;
-    launch(layernorm_forward_kernel<E>, ceil_div(N, rows), dim3(warps * WARP, rows), 0, stream, out,
-           mean, rstd, inp, weight, bias, N, C);
+    int rows = warps > 1 ? 1 : N < LAYERNORM_ROWS ? N : LAYERNORM_ROWS;
+    with_channels<E>(C, [&](auto constant) {
+        constexpr int CC = decltype(constant)::value;
+        const dim3 block = CC ? dim3(WARP, LAYERNORM_ROWS) : dim3(warps * WARP, rows);
+        launch((layernorm_forward_kernel<E, CC>), ceil_div(N, (int)block.y), block, 0, stream, out,
+               mean, rstd, inp, weight, bias, N, C);
+    });
 }
 
 // With norm = (inp - mean) * rstd and dnorm = dout * weight, for each row:
@@ -784,51 +955,80 @@ static void gpu_layernorm_forward(E *out, float *mean, float *rstd, const E *inp
 //   dinp, dout, inp, addend (N,C), weight (C) of E; addend may be null, dinp may be addend or dout;
 //   mean, rstd (N) and partials (2, gridDim.x, C) fp32.
 // Block (a thread for each 16 bytes of a row, rows): a thread keeps its columns while the block
-// walks down the rows, so the sums over rows stay in registers. Bytes: reads dout, inp and addend,
-// writes dinp, once. Measured on the CPU layer, C 48..1600, of the tensor's norm: dweight and dbias
-// 1.5e-7; dinp 1e-7 in fp32, what rounding it loses in bf16.
-template <class E>
-__global__ void __launch_bounds__(BLOCK_MAX)
+// walks down the rows, so the sums over rows stay in registers; with C a constant, CC, it has two
+// rows in flight. Bytes: reads dout, inp and addend, writes dinp, once. Measured on the CPU layer,
+// C 48..1600, of the tensor's norm: dweight and dbias 1.5e-7; dinp 1e-7 in fp32, what rounding it
+// loses in bf16.
+// budget: <bf16, 0> threads 384 shared 12288 regs 64 blocks 2 test gpu_layernorm
+// budget: <bf16, 768> threads 384 shared 12288 regs 80 blocks 2 instr/elem 27 of 16 loop
+//   test gpu_layernorm
+// budget: <bf16, 1024> threads 384 shared 12288 regs 80 blocks 2 instr/elem 27.1 of 16 loop
+//   test gpu_layernorm
+// budget: <bf16, 1280> threads 320 shared 10240 regs 80 blocks 2 instr/elem 27.9 of 16 loop
+//   test gpu_layernorm
+// budget: <bf16, 1600> threads 224 regs 80 blocks 3 instr/elem 29 of 16 loop
+//   test gpu_layernorm
+template <class E, int CC>
+__global__ void __launch_bounds__(CC ? LAYERNORM_THREADS : BLOCK_MAX)
     layernorm_backward_kernel(E *dinp, float *partials, const E *dout, const E *inp,
                               const E *weight, const float *mean, const float *rstd,
-                              const E *addend, int N, int C) {
+                              const E *addend, int N, int channels) {
     DYN_SHARED(float, buffer);
-    constexpr int size = Pack<E>::size;
-    int c = threadIdx.x * size;
+    constexpr int size = Pack<E>::size, ROWS = CC ? 2 : 1;
+    constexpr int WARPS = (CC + size * WARP - 1) / (size * WARP);
+    const int C = CC ? CC : channels, c = threadIdx.x * size;
+    const float inverse_C = 1.0f / (float)C;
     float dweight[size] = {}, dbias[size] = {};
     // Every thread makes every round, as row_sum demands, with or without a row of its own.
-    for (int first = blockIdx.x * blockDim.y; first < N; first += gridDim.x * blockDim.y) {
-        int row = first + threadIdx.y;
-        size_t at = (size_t)row * C + c;
-        bool active = c < C && row < N;
-        float d[size], norm[size], w[size], row_rstd = 0.0f, sums[2] = {};
-        Pack<E> residual;
-        if (active) {
-            vector_load(d, dout + at);
-            vector_load(norm, inp + at);
-            vector_load(w, weight + c);  // from the cache: registers are short here
-            if (addend) {
-                residual = pack_load(addend + at);
-            }
-            float row_mean = mean[row];
-            row_rstd = rstd[row];
-            for (int i = 0; i < size; i++) {
-                norm[i] = (norm[i] - row_mean) * row_rstd;
-                dweight[i] += d[i] * norm[i];
-                dbias[i] += d[i];
-                d[i] *= w[i];
-                sums[0] += d[i];
-                sums[1] += d[i] * norm[i];
+    for (int first = blockIdx.x * ROWS * blockDim.y; first < N;
+         first += gridDim.x * ROWS * blockDim.y) {
+        float d[ROWS][size] = {}, norm[ROWS][size] = {}, row_rstd[ROWS], sums[2 * ROWS] = {};
+        Pack<E> residual[ROWS] = {};
+        bool active[ROWS];
+        UNROLL
+        for (int r = 0; r < ROWS; r++) {
+            const int row = first + r * blockDim.y + threadIdx.y;
+            const size_t at = (size_t)row * C + c;
+            active[r] = c < C && row < N;
+            if (active[r]) {
+                vector_load(d[r], dout + at);
+                vector_load(norm[r], inp + at);
+                if (addend) {
+                    residual[r] = pack_load(addend + at);
+                }
             }
         }
-        row_sum(sums);
-        if (active) {
-            float dnorm_average = sums[0] / C, dnorm_norm_average = sums[1] / C;
-            for (int i = 0; i < size; i++) {
-                d[i] = row_rstd * (d[i] - dnorm_average - norm[i] * dnorm_norm_average);
-                d[i] += addend ? to_float(residual.x[i]) : 0.0f;
+        UNROLL
+        for (int r = 0; r < ROWS; r++) {
+            if (active[r]) {
+                const int row = first + r * blockDim.y + threadIdx.y;
+                const float row_mean = mean[row];
+                float w[size];
+                vector_load(w, weight + c);  // from the cache: registers are short here
+                row_rstd[r] = rstd[row];
+                for (int i = 0; i < size; i++) {
+                    norm[r][i] = (norm[r][i] - row_mean) * row_rstd[r];
+                    dweight[i] = fmaf(d[r][i], norm[r][i], dweight[i]);
+                    dbias[i] += d[r][i];
+                    d[r][i] *= w[i];
+                    sums[2 * r] += d[r][i];
+                    sums[2 * r + 1] = fmaf(d[r][i], norm[r][i], sums[2 * r + 1]);
+                }
             }
-            vector_store(dinp + at, d);
+        }
+        row_sum<WARPS>(sums);
+        UNROLL
+        for (int r = 0; r < ROWS; r++) {
+            if (active[r]) {
+                const float average = sums[2 * r] * inverse_C, slope = sums[2 * r + 1] * inverse_C;
+                float add[size];
+                pack_to_floats(add, residual[r]);
+                for (int i = 0; i < size; i++) {
+                    const float rest = d[r][i] - fmaf(norm[r][i], slope, average);
+                    d[r][i] = fmaf(row_rstd[r], rest, add[i]);
+                }
+                vector_store(dinp + (size_t)(first + r * blockDim.y + threadIdx.y) * C + c, d[r]);
+            }
         }
     }
     column_sum(dweight, buffer);
@@ -855,12 +1055,16 @@ static void gpu_layernorm_backward(E *dinp, float *dweight, float *dbias, const 
     check_rows(E, C, dinp, dout, inp, weight, addend, scratch);
     check(C <= CHANNELS_MAX, "LayerNorm of %d channels", C);
     int row_threads = ceil_div(C, size * WARP) * WARP;
-    int rows = row_threads < LAYERNORM_THREADS ? LAYERNORM_THREADS / row_threads : 1;
+    int rows = row_threads < LAYERNORM_THREADS ? LAYERNORM_THREADS / row_threads : 1, parts = 0;
     rows = rows < N ? rows : N;
-    int parts = ceil_div(N, rows) < LAYERNORM_PARTS ? ceil_div(N, rows) : LAYERNORM_PARTS;
-    launch(layernorm_backward_kernel<E>, parts, dim3(row_threads, rows),
-           rows > 1 ? row_threads * rows * size * sizeof(float) : 0, stream, dinp, scratch, dout,
-           inp, weight, mean, rstd, addend, N, C);
+    with_channels<E>(C, [&](auto constant) {
+        constexpr int CC = decltype(constant)::value;
+        const int rounds = ceil_div(N, rows * (CC ? 2 : 1));
+        parts = rounds < LAYERNORM_PARTS ? rounds : LAYERNORM_PARTS;
+        launch((layernorm_backward_kernel<E, CC>), parts, dim3(row_threads, rows),
+               rows > 1 ? row_threads * rows * size * sizeof(float) : 0, stream, dinp, scratch,
+               dout, inp, weight, mean, rstd, addend, N, C);
+    });
     gpu_partials_add(dweight, dbias, scratch, parts, C, stream);
 }
 
@@ -878,16 +1082,16 @@ constexpr int BIAS_ROWS = 4;      // rows that a thread loads before it adds
 constexpr int BIAS_PARTS = 128;   // most partial sums of a column
 constexpr int BIAS_BLOCKS = 768;  // blocks that keep the largest GPUs busy
 
-// Exactly 1 for large x, where the approximate division must give 1 / 1 = 1, and 0 for very
-// negative x: gelu_slope multiplies 1 - s by x^3. (A GPU that fails test gpu_gelu there needs s
-// clamped, not a looser test.)
-template <class E> __device__ inline float gelu_logistic(float x) {
-    float u = GELU_SCALE * (x + GELU_CUBIC * x * x * x);
-    return fast_divide<E>(1.0f, 1.0f + fast_exp<E>(-2.0f * u));
+// exp(-2u); in 16-bit types as a power of two, the constants folded. s = 1 / (1 + this).
+template <class E> __device__ inline float gelu_power(float x) {
+    constexpr float linear = -2.0f * GELU_SCALE * (sizeof(E) == 4 ? 1.0f : LOG2_E);
+    float exponent = x * fmaf(linear * GELU_CUBIC, x * x, linear);
+    return sizeof(E) == 4 ? expf(exponent) : ex2_approx(exponent);
 }
 
 // out = x s(x), elementwise. out, inp (n) of E. A thread takes two packs, a block's width apart.
 // Measured on the CPU layer: fp32 5e-8 of the output's norm; bf16 what rounding the output loses.
+// budget: <bf16> threads 256 regs 32 blocks 6 instr/elem 11.2 of 16 test gpu_gelu
 template <class E> __global__ void gelu_forward_kernel(E *out, const E *inp, size_t n) {
     constexpr int size = Pack<E>::size;
     Pack<E> x[2];
@@ -903,9 +1107,9 @@ template <class E> __global__ void gelu_forward_kernel(E *out, const E *inp, siz
     for (int k = 0; k < 2; k++) {
         if (at[k] < n) {
             float y[size];
+            pack_to_floats(y, x[k]);
             for (int i = 0; i < size; i++) {
-                float value = to_float(x[k].x[i]);
-                y[i] = value * gelu_logistic<E>(value);
+                y[i] *= reciprocal<E>(1.0f + gelu_power<E>(y[i]));
             }
             vector_store(out + at[k], y);
         }
@@ -922,10 +1126,12 @@ static void gpu_gelu_forward(E *out, const E *inp, size_t n, cudaStream_t stream
            0, stream, out, inp, n);
 }
 
-// d gelu(x) / dx = s + x s (1 - s) 2 du/dx.
+// d gelu(x) / dx = s + x s (1 - s) 2 du/dx. 1 - s is taken as exp(-2u) s: it has all its digits
+// where s is nearly 1, and is exactly 0 where s is 0 or 1 to rounding and is multiplied by x^3.
 template <class E> __device__ inline float gelu_slope(float x) {
-    float s = gelu_logistic<E>(x);
-    return s + x * s * (1.0f - s) * 2.0f * GELU_SCALE * (1.0f + 3.0f * GELU_CUBIC * x * x);
+    constexpr float flat = 2.0f * GELU_SCALE, square = 3.0f * flat * GELU_CUBIC;
+    float power = gelu_power<E>(x), s = reciprocal<E>(1.0f + power);
+    return fmaf(x * s * (fminf(power, FLT_MAX) * s), fmaf(square, x * x, flat), s);
 }
 
 // partials[blockIdx.y][column] = sum over this block's rows of dout, or with GELU of dinp = dout
@@ -935,6 +1141,10 @@ template <class E> __device__ inline float gelu_slope(float x) {
 // Grid (columns / (32 packs), parts), block (32, up to 8 rows). Reads and writes every element
 // once. Measured on the CPU layer, of the norm: column sums 1.4e-7; dinp 3.4e-7 in fp32, what
 // rounding it loses in bf16.
+// budget: <bf16, true> threads 256 shared 8192 regs 72 blocks 3 instr/elem 20.9 of 32 loop
+//   test gpu_gelu
+// budget: <bf16, false> threads 256 shared 8192 regs 48 blocks 5 instr/elem 4.2 of 32 loop
+//   test gpu_gelu
 template <class E, bool GELU>
 __global__ void bias_backward_kernel(E *dinp, float *partials, const E *dout, const E *inp, int N,
                                      int OC) {
@@ -945,14 +1155,15 @@ __global__ void bias_backward_kernel(E *dinp, float *partials, const E *dout, co
     int block_rows = BIAS_ROWS * blockDim.y;
     for (int first = blockIdx.y * block_rows; first < N && c < OC;
          first += gridDim.y * block_rows) {
+        size_t at = (size_t)(first + threadIdx.y) * OC + c, step = (size_t)blockDim.y * OC;
         Pack<E> d[BIAS_ROWS], x[BIAS_ROWS];
         UNROLL
         for (int k = 0; k < BIAS_ROWS; k++) {
             int row = first + k * blockDim.y + threadIdx.y;
             if (row < N) {
-                d[k] = pack_load(dout + (size_t)row * OC + c);
+                d[k] = pack_load(dout + at + k * step);
                 if (GELU) {
-                    x[k] = pack_load(inp + (size_t)row * OC + c);
+                    x[k] = pack_load(inp + at + k * step);
                 }
             }
         }
@@ -960,15 +1171,20 @@ __global__ void bias_backward_kernel(E *dinp, float *partials, const E *dout, co
         for (int k = 0; k < BIAS_ROWS; k++) {
             int row = first + k * blockDim.y + threadIdx.y;
             if (row < N) {
-                for (int i = 0; i < size; i++) {
-                    if (GELU) {
-                        float slope = gelu_slope<E>(to_float(x[k].x[i]));
-                        d[k].x[i] = from_float<E>(to_float(d[k].x[i]) * slope);
-                    }
-                    sums[i] += to_float(d[k].x[i]);
-                }
+                float gradient[size];
+                pack_to_floats(gradient, d[k]);
                 if (GELU) {
-                    pack_store(dinp + (size_t)row * OC + c, d[k]);
+                    float value[size];
+                    pack_to_floats(value, x[k]);
+                    for (int i = 0; i < size; i++) {
+                        gradient[i] *= gelu_slope<E>(value[i]);
+                    }
+                    d[k] = pack_round<E>(gradient);
+                    pack_store(dinp + at + k * step, d[k]);
+                    pack_to_floats(gradient, d[k]);  // as rounded
+                }
+                for (int i = 0; i < size; i++) {
+                    sums[i] += gradient[i];
                 }
             }
         }
@@ -1250,16 +1466,55 @@ template <int HD> struct AttentionTiles {
         OWN_ROWS = 16 * MT * WARPS,    // 128 at HD 64, 64 at HD 128
         FORWARD_ROWS = 64,             // keys per step of the forward pass
         DQ_ROWS = HD == 64 ? 32 : 64,  // keys per step of dQ
-        DKV_ROWS = 32                  // queries per step of dK and dV
+        DKV_ROWS = 32,                 // queries per step of dK and dV
+        // Dynamic shared memory of the three kernels.
+        FORWARD_BYTES = 2 * HD * (OWN_ROWS + 4 * FORWARD_ROWS),
+        DQ_BYTES = 4 * HD * (OWN_ROWS + 2 * DQ_ROWS),
+        DKV_BYTES = 4 * HD * (OWN_ROWS + 2 * DKV_ROWS) + 2 * 4 * WARPS * WARP
     };
 };
-constexpr float LOG2_E = 1.44269504f;
 
-// tile_chunk: address of 16-byte chunk `chunk` of row `row` in a shared tile, rows of HD elements.
-// Chunk c of row r lies at place c ^ (r % 8): eight rows at one chunk, as ldmatrix reads them, and
-// the chunks of one row, as cp.async writes them, both fall into different banks.
+// Blocks of the forward kernel that an SM is to hold at head size 64: three where they fit its
+// shared memory (not sm_86, 89, 120) and its registers without a spill (not sm_90a: 8 bytes).
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 800
+constexpr int ATTENTION_BLOCKS = 3;
+#else
+constexpr int ATTENTION_BLOCKS = 2;
+#endif
+
+// What a block works on. The grid is one row of blocks. It is cut into sections of `section` heads
+// (of all sequences) whose keys and values fit the L2 cache together: within a section the blocks
+// of one tile of rows of every head follow each other, then those of the next tile, so that a
+// head's keys are read from memory once and not once for each tile. Which tile comes first is the
+// kernel's: the longest. The order changes no bit.
+struct AttentionBlock {
+    int head, batch, tile;
+    size_t qkv_at, out_at, stat_at;  // of the head: in qkv, in out, in LSE2 and D
+};
+
+__device__ inline AttentionBlock attention_block(int section, int heads, int T, int NH, int HS) {
+    const int tiles = gridDim.x / heads, in_section = section * tiles;
+    const int first = (int)(blockIdx.x / in_section) * section, rest = blockIdx.x % in_section;
+    const int count = min(section, heads - first), pair = first + rest % count;
+    AttentionBlock block = {pair % NH, pair / NH, rest / count, 0, 0, 0};
+    const size_t C = (size_t)NH * HS, tokens = (size_t)block.batch * T;
+    block.qkv_at = tokens * 3 * C + (size_t)block.head * HS;
+    block.out_at = tokens * C + (size_t)block.head * HS;
+    block.stat_at = (size_t)pair * T;
+    return block;
+}
+
+// tile_offset: where 16-byte chunk `chunk` of row `row` lies in a shared tile, rows of HD 16-bit
+// elements; in bytes. Chunk c of row r lies at place c ^ (r % 8): eight rows at one chunk, as
+// ldmatrix reads them, and the chunks of one row, as cp.async writes them, both fall into different
+// banks. So 8 n rows on is 16 HD n bytes on, and the offset of chunk c ^ d is this one ^ 16 d:
+// loops over rows and chunks add and flip constants.
+template <int HD> __device__ __forceinline__ uint32_t tile_offset(int row, int chunk) {
+    return 2 * (row * HD + 8 * (chunk ^ (row & 7)));
+}
+
 template <int HD, class E> __device__ __forceinline__ E *tile_chunk(E *tile, int row, int chunk) {
-    return tile + row * HD + 8 * (chunk ^ (row & 7));
+    return tile + tile_offset<HD>(row, chunk) / 2;
 }
 
 // tile_load: starts the copies of rows row0 .. row0 + ROWS of one head into a shared tile; rows
@@ -1303,18 +1558,19 @@ __device__ __forceinline__ void mma_n16(float (&acc)[MT][N8][4], int n, const ui
 template <int HD, class E, int MT, int N8>
 __device__ __forceinline__ void warp_mul_abt(float (&acc)[MT][N8][4], E *a, int a_row, E *b) {
     const int lane = threadIdx.x % WARP;
-    a_row += lane % 16;
-    const int b_row = lane % 8 + lane / 16 * 8;
+    const uint32_t at_a = tile_offset<HD>(lane % 16, lane / 16);
+    const uint32_t at_b = tile_offset<HD>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    a += a_row * HD;
     UNROLL
     for (int k = 0; k < HD / 8; k += 2) {
         uint32_t fa[MT][4], fb[4];
         UNROLL
         for (int i = 0; i < MT; i++) {
-            ldmatrix_x4<false>(fa[i], tile_chunk<HD>(a, a_row + 16 * i, k ^ lane / 16));
+            ldmatrix_x4<false>(fa[i], a, (at_a ^ 16 * k) + 32 * HD * i);
         }
         UNROLL
         for (int n = 0; n < N8; n += 2) {
-            ldmatrix_x4<false>(fb, tile_chunk<HD>(b, b_row + 8 * n, k ^ lane / 8 % 2));
+            ldmatrix_x4<false>(fb, b, (at_b ^ 16 * k) + 16 * HD * n);
             mma_n16<E>(acc, n, fa, fb);
         }
     }
@@ -1325,7 +1581,7 @@ __device__ __forceinline__ void warp_mul_abt(float (&acc)[MT][N8][4], E *a, int 
 template <int HD, class E, int MT, int K8>
 __device__ __forceinline__ void warp_mul_add(float (&acc)[MT][HD / 8][4],
                                              const float (&p)[MT][K8][4], E *b) {
-    const int lane = threadIdx.x % WARP;
+    const uint32_t at = tile_offset<HD>(threadIdx.x % 16, threadIdx.x % WARP / 16);
     UNROLL
     for (int k = 0; k < K8; k += 2) {
         uint32_t fa[MT][4], fb[4];
@@ -1335,7 +1591,7 @@ __device__ __forceinline__ void warp_mul_add(float (&acc)[MT][HD / 8][4],
         });
         UNROLL
         for (int n = 0; n < HD / 8; n += 2) {
-            ldmatrix_x4<true>(fb, tile_chunk<HD>(b, 8 * k + lane % 16, n ^ lane / 16));
+            ldmatrix_x4<true>(fb, b, (at ^ 16 * n) + 16 * HD * k);
             mma_n16<E>(acc, n, fa, fb);
         }
     }
@@ -1385,24 +1641,33 @@ __device__ __forceinline__ void warp_store_rows(E *dst, size_t stride, int row0,
 //   l = l 2^(m - m') + sum_j p_j,  o = o 2^(m - m') + sum_j p_j v_j;  in the end
 //   out = o / l,  LSE2 = m + log2(l).
 // out (B,T,NH,HS), lse (B,NH,T), qkv (B,T,3,NH,HS); rows 16-byte aligned; c as in invariant 2.
-// grid (NH, B, ceil(T / BM)), BM = 16 MT WARPS queries per block, last (longest) rows first;
-// block 32 WARPS; dynamic shared memory 2 HD (BM + 4 BN) bytes: Q, and K and V twice.
+// HS is head_size, or HD if WHOLE, which is a constant. grid B NH ceil(T / BM) as AttentionBlock
+// has it, BM = 16 MT WARPS queries per block, last (longest) rows first; block 32 WARPS; dynamic
+// shared memory 2 HD (BM + 4 BN) bytes: Q, and K and V twice.
 // stages: 1 start the copies of Q and of the first K, V   2 wait for a tile, start the next
 //   3 S = Q K^T   4 mask   5 online softmax   6 O += P V   7 write out and LSE2
 // numerics: fp32 but P, rounded to E for stage 6 (l sums p before). bf16: out 2.0e-3, LSE2 6e-8.
 // source: FlashAttention-2, algorithm 1 and section 3.3 (each warp owns rows of Q).
-template <class E, int HD, int WARPS, int MT, int BN>
-__global__ void __launch_bounds__(WARPS *WARP)
-    attention_forward_kernel(E *out, float *lse, const E *qkv, int T, int NH, int HS) {
+// budget: <bf16, 64, true> threads 128 shared 49152 regs 225 blocks 2 instr/elem 12.5 of 64 loop
+//   test gpu_attention
+// budget: <bf16, 64, true> sm 80 threads 128 shared 49152 regs 168 blocks 3 test gpu_attention
+// budget: <bf16, 64, false> threads 128 shared 49152 regs 228 blocks 2 test gpu_attention
+// budget: <bf16, 128> threads 128 shared 81920 regs 186 blocks 1 instr/elem 21.1 of 32 loop
+//   test gpu_attention
+template <class E, int HD, bool WHOLE, int WARPS, int MT, int BN>
+__global__ void __launch_bounds__(WARPS *WARP, WHOLE ? ATTENTION_BLOCKS : 1)
+    attention_forward_kernel(E *out, float *lse, const E *qkv, int B, int T, int NH, int head_size,
+                             int section) {
     DYN_SHARED(E, tile_q);
     constexpr int BM = 16 * MT * WARPS;
     E *tile_k = tile_q + BM * HD, *tile_v = tile_k + 2 * BN * HD;
-    const int head = blockIdx.x, batch = blockIdx.y, lane = threadIdx.x % WARP;
-    const int row0 = (int)(gridDim.z - 1 - blockIdx.z) * BM;
+    const int HS = WHOLE ? HD : head_size, lane = threadIdx.x % WARP;
+    const AttentionBlock block = attention_block(section, B * NH, T, NH, HS);
+    const int row0 = (ceil_div(T, BM) - 1 - block.tile) * BM;
     const int warp_row = (int)threadIdx.x / WARP * 16 * MT, first = row0 + warp_row;
     const float c = LOG2_E / sqrtf((float)HS);
     const size_t C = (size_t)NH * HS, stride = 3 * C;
-    const E *q = qkv + (size_t)batch * T * stride + (size_t)head * HS, *k = q + C, *v = k + C;
+    const E *q = qkv + block.qkv_at, *k = q + C, *v = k + C;
 
     auto load_keys = [&](int j) {
         tile_load<HD, BN, WARPS>(tile_k + j % 2 * BN * HD, k, stride, j * BN, T, HS);
@@ -1481,13 +1746,12 @@ __global__ void __launch_bounds__(WARPS *WARP)
         l[r] += __shfl_xor_sync(ALL_LANES, l[r], 2);
         const int row = first + 8 * r + lane / 4;
         if (lane % 4 == 0 && row < T) {
-            lse[((size_t)batch * NH + head) * T + row] = m[r] + log2f(l[r]);
+            lse[block.stat_at + row] = m[r] + log2f(l[r]);
         }
         l[r] = 1.0f / l[r];
     }
     each_element<MT, HD / 8>([&](int i, int n, int e) { o[i][n][e] *= l[2 * i + e / 2]; });
-    warp_store_rows<HD>(out + (size_t)batch * T * C + (size_t)head * HS, C, first, T, HS, tile_q,
-                        warp_row, 1.0f, o);
+    warp_store_rows<HD>(out + block.out_at, C, first, T, HS, tile_q, warp_row, 1.0f, o);
 }
 
 // The plain fp32 kernels: a warp per row, four rows per block, 32 rows of the other side at a time.
@@ -1507,6 +1771,7 @@ __device__ inline float row_dot(const float *a, const float *b, int n) {
 // grid (NH, B, ceil(T / ROW_WARPS)), block 32 ROW_WARPS; dynamic shared memory
 // ROW_WARPS (HS + 32) floats: o and p of each warp.
 // numerics: fp32 with exp2f; out within 5e-7, LSE2 9e-8.
+// budget: threads 128 shared 1536 regs 56 blocks 9 test gpu_attention
 __global__ void __launch_bounds__(ROW_WARPS *WARP)
     attention_forward_rows_kernel(float *out, float *lse, const float *qkv, int T, int NH, int HS) {
     DYN_SHARED(float, shared);
@@ -1558,6 +1823,38 @@ template <class E> static void check_attention(int B, int T, int C, int NH) {
           "attention of heads of %d channels", HS);
 }
 
+// attention_section: how many heads' keys and values share the L2 cache: half of it holds them, the
+// other half what passes through.
+static int attention_cache_bytes;  // of L2, asked for at the first launch; tests take other values
+
+static int attention_section(size_t head_bytes, int heads) {
+    if (attention_cache_bytes == 0) {
+        int device;
+        cuda_check(cudaGetDevice(&device));
+        cuda_check(cudaDeviceGetAttribute(&attention_cache_bytes, cudaDevAttrL2CacheSize, device));
+    }
+    const size_t section = (size_t)attention_cache_bytes / 2 / head_bytes;
+    return section < 1 ? 1 : section < (size_t)heads ? (int)section : heads;
+}
+
+// launch_attention: starts a kernel of this family, each of which is told here, once, how much
+// shared memory it may have. arguments: its tensors; B, T, NH, HS and the section follow them.
+template <int OWN_ROWS, int BYTES, class Kernel, class... Tensors>
+static void launch_attention(Kernel *kernel, int B, int T, int NH, int HS,
+                             cudaStream_t stream, Tensors... tensors) {
+    static Kernel *told = nullptr;
+    const int64_t blocks = (int64_t)B * NH * ceil_div(T, OWN_ROWS);
+    check(blocks <= INT_MAX, "attention of %d sequences of %d tokens in %d heads", B, T, NH);
+    if (told != kernel) {
+        const auto limit = cudaFuncAttributeMaxDynamicSharedMemorySize;
+        cuda_check(cudaFuncSetAttribute(kernel, limit, BYTES));
+        told = kernel;
+    }
+    const int section = attention_section((size_t)T * HS * 4, B * NH);
+    launch(kernel, dim3((unsigned)blocks), AttentionTiles<64>::WARPS * WARP, BYTES, stream,
+           tensors..., B, T, NH, HS, section);
+}
+
 // gpu_attention_forward: out (B,T,C) and lse (B,NH,T) from qkv (B,T,3,NH,HS); see the kernels.
 // Called without HD; wider heads than 64 go on to the instance of 128.
 template <class E, int HD = 64>
@@ -1573,12 +1870,13 @@ static void gpu_attention_forward(E *out, float *lse, const E *qkv, int B, int T
     } else {
         using A = AttentionTiles<HD>;
         check_rows(E, HS, out, qkv);
-        auto *forward_kernel = attention_forward_kernel<E, HD, A::WARPS, A::MT, A::FORWARD_ROWS>;
-        const int bytes = (int)sizeof(E) * HD * (A::OWN_ROWS + 4 * A::FORWARD_ROWS);
-        const auto limit = cudaFuncAttributeMaxDynamicSharedMemorySize;
-        cuda_check(cudaFuncSetAttribute(forward_kernel, limit, bytes));
-        launch(forward_kernel, dim3(NH, B, ceil_div(T, A::OWN_ROWS)), A::WARPS * WARP, bytes,
-               stream, out, lse, qkv, T, NH, HS);
+        auto start = [&](auto whole) {
+            launch_attention<A::OWN_ROWS, A::FORWARD_BYTES>(
+                attention_forward_kernel<E, HD, decltype(whole)::value, A::WARPS, A::MT,
+                                         A::FORWARD_ROWS>,
+                B, T, NH, HS, stream, out, lse, qkv);
+        };
+        HD == 64 && HS == 64 ? start(std::bool_constant<HD == 64>()) : start(std::false_type());
     }
 }
 
@@ -1596,27 +1894,31 @@ static void gpu_attention_forward(E *out, float *lse, const E *qkv, int B, int T
 // attention_backward_dq_kernel: dQ and D, for 16-bit types.
 // dqkv, qkv (B,T,3,NH,HS), dout, out (B,T,NH,HS), drow, lse (B,NH,T); c as in chapter Flash
 // attention forward.
-// grid (NH, B, ceil(T / BM)), BM = 16 MT WARPS queries, last rows first; block 32 WARPS; dynamic
-// shared memory 4 HD (BM + 2 BN) bytes: Q, dO, and K and V twice.
+// grid B NH ceil(T / BM) as AttentionBlock has it, BM = 16 MT WARPS queries, last rows first; block
+// 32 WARPS; dynamic shared memory 4 HD (BM + 2 BN) bytes: Q, dO, and K and V twice.
 // stages: 1 start the copies of Q, dO and of the first K, V   2 D of the warp's rows
 //   3 wait for a tile, start the next   4 S = Q K^T, dP = dO V^T   5 mask, P, dS
 //   6 dQ += dS K   7 write dQ
 // numerics: fp32 but dS, rounded to E for stage 6. bf16: dQ 3.3e-3, D (of the rounded out) 2.3e-3.
-template <class E, int HD, int WARPS, int MT, int BN>
+// budget: <bf16, 64> threads 128 shared 49152 regs 226 blocks 2 instr/elem 14.4 of 32 loop
+//   test gpu_attention
+// budget: <bf16, 128> threads 128 shared 98304 regs 229 blocks 1 instr/elem 22 of 32 loop
+//   test gpu_attention
+template <class E, int HD, bool WHOLE, int WARPS, int MT, int BN>
 __global__ void __launch_bounds__(WARPS *WARP)
     attention_backward_dq_kernel(E *dqkv, float *drow, const E *dout, const E *qkv, const E *out,
-                                 const float *lse, int T, int NH, int HS) {
+                                 const float *lse, int B, int T, int NH, int head_size,
+                                 int section) {
     DYN_SHARED(E, tile_q);
     constexpr int BM = 16 * MT * WARPS;
     E *tile_do = tile_q + BM * HD, *tile_k = tile_do + BM * HD, *tile_v = tile_k + 2 * BN * HD;
-    const int head = blockIdx.x, batch = blockIdx.y, lane = threadIdx.x % WARP;
-    const int row0 = (int)(gridDim.z - 1 - blockIdx.z) * BM;
+    const int HS = WHOLE ? HD : head_size, lane = threadIdx.x % WARP;
+    const AttentionBlock block = attention_block(section, B * NH, T, NH, HS);
+    const int row0 = (ceil_div(T, BM) - 1 - block.tile) * BM;
     const int warp_row = (int)threadIdx.x / WARP * 16 * MT, first = row0 + warp_row;
     const float c = LOG2_E / sqrtf((float)HS), scale = 1.0f / sqrtf((float)HS);
     const size_t C = (size_t)NH * HS, stride = 3 * C;
-    const size_t q_at = (size_t)batch * T * stride + (size_t)head * HS;
-    const size_t o_at = (size_t)batch * T * C + (size_t)head * HS;
-    const size_t stat_at = ((size_t)batch * NH + head) * T;
+    const size_t q_at = block.qkv_at, o_at = block.out_at, stat_at = block.stat_at;
     const E *k = qkv + q_at + C, *v = k + C;
 
     auto load_keys = [&](int j) {
@@ -1630,19 +1932,36 @@ __global__ void __launch_bounds__(WARPS *WARP)
     tile_load<HD, BM, WARPS>(tile_do, dout + o_at, C, row0, T, HS);
     load_keys(0);
 
-    // 2. The four lanes that will hold a row of scores share its D: pieces t, t + 4, ... each.
+    // 2. The four lanes that will hold a row of scores share its D: packs t, t + 4, ... each. All
+    //    are asked for before the first is used.
     float dq[MT][HD / 8][4] = {}, d[2 * MT] = {}, lse2[2 * MT];
+    Pack<E> a[2 * MT][HD / 32], b[2 * MT][HD / 32];
+    auto each_pack = [&](auto f) {
+        UNROLL
+        for (int x = 0; x < 2 * MT * (HD / 32); x++) {
+            const int r = x / (HD / 32), p = x % (HD / 32), chunk = lane % 4 + 4 * p;
+            const int row = first + 8 * r + lane / 4;
+            if (row < T && 8 * chunk < HS) {
+                f(r, a[r][p], b[r][p], o_at + row * C + 8 * chunk);
+            }
+        }
+    };
+    each_pack([&](int, Pack<E> &in_out, Pack<E> &in_dout, size_t at) {
+        in_out = pack_load(out + at);
+        in_dout = pack_load(dout + at);
+    });
+    each_pack([&](int r, Pack<E> &in_out, Pack<E> &in_dout, size_t) {
+        float x[8], y[8];
+        pack_to_floats(x, in_out);
+        pack_to_floats(y, in_dout);
+        UNROLL
+        for (int i = 0; i < 8; i++) {
+            d[r] = fmaf(x[i], y[i], d[r]);
+        }
+    });
     UNROLL
     for (int r = 0; r < 2 * MT; r++) {
         const int row = first + 8 * r + lane / 4;
-        for (int piece = lane % 4; piece < HS / 8 && row < T; piece += 4) {
-            const size_t at = o_at + row * C + 8 * piece;
-            const Pack<E> a = pack_load(out + at), b = pack_load(dout + at);
-            UNROLL
-            for (int x = 0; x < 8; x++) {
-                d[r] = fmaf(to_float(a.x[x]), to_float(b.x[x]), d[r]);
-            }
-        }
         d[r] += __shfl_xor_sync(ALL_LANES, d[r], 1);
         d[r] += __shfl_xor_sync(ALL_LANES, d[r], 2);
         lse2[r] = row < T ? lse[stat_at + row] : INFINITY;
@@ -1687,28 +2006,34 @@ __global__ void __launch_bounds__(WARPS *WARP)
 }
 
 // attention_backward_dkv_kernel: dK and dV, for 16-bit types; arguments as for the dQ kernel.
-// grid (NH, B, ceil(T / BN)), BN = 16 MT WARPS keys, first (longest) rows first; block 32 WARPS;
+// grid B NH ceil(T / BN), BN = 16 MT WARPS keys, first (longest) rows first; block 32 WARPS;
 // dynamic shared memory 4 HD (BN + 2 BM) + 256 WARPS bytes: K, V, and Q, dO, LSE2 and D twice.
 // stages: 1 start the copies of K, V and of the first Q, dO, LSE2, D   2 wait for a tile, start the
 //   next   3 S^T = K Q^T   4 mask, P^T   5 dP^T = V dO^T, dS^T   6 dV += P^T dO   7 dK += dS^T Q
 //   8 hand over the next LSE2 and D   9 write dK and dV
 // numerics: fp32 but P and dS, rounded to E for stages 6 and 7. bf16: dK 3.1e-3, dV 2.4e-3.
-template <class E, int HD, int WARPS, int MT, int BM>
+// budget: <bf16, 64> threads 128 shared 50176 regs 255 blocks 2 instr/elem 17.8 of 32 loop
+//   test gpu_attention
+// budget: <bf16, 128> threads 128 shared 66560 regs 244 blocks 1 instr/elem 36.3 of 16 loop
+//   test gpu_attention
+template <class E, int HD, bool WHOLE, int WARPS, int MT, int BM>
 __global__ void __launch_bounds__(WARPS *WARP)
     attention_backward_dkv_kernel(E *dqkv, const float *drow, const E *dout, const E *qkv,
-                                  const float *lse, int T, int NH, int HS) {
+                                  const float *lse, int B, int T, int NH, int head_size,
+                                  int section) {
     DYN_SHARED(E, tile_k);
     constexpr int BN = 16 * MT * WARPS;
     static_assert(2 * BM <= WARPS * WARP, "a thread carries one row statistic");
     E *tile_v = tile_k + BN * HD, *tile_q = tile_v + BN * HD, *tile_do = tile_q + 2 * BM * HD;
     float *stats = (float *)(tile_do + 2 * BM * HD);  // (2 stages, threads)
-    const int head = blockIdx.x, batch = blockIdx.y, lane = threadIdx.x % WARP;
-    const int row0 = (int)blockIdx.z * BN;
+    const int HS = WHOLE ? HD : head_size, lane = threadIdx.x % WARP;
+    const AttentionBlock block = attention_block(section, B * NH, T, NH, HS);
+    const int row0 = block.tile * BN;
     const int warp_row = (int)threadIdx.x / WARP * 16 * MT, first = row0 + warp_row;
     const float c = LOG2_E / sqrtf((float)HS), scale = 1.0f / sqrtf((float)HS);
     const size_t C = (size_t)NH * HS, stride = 3 * C;
-    const size_t q_at = (size_t)batch * T * stride + (size_t)head * HS;
-    const E *q = qkv + q_at, *d_o = dout + (size_t)batch * T * C + (size_t)head * HS;
+    const size_t q_at = block.qkv_at;
+    const E *q = qkv + q_at, *d_o = dout + block.out_at;
 
     auto load_queries = [&](int j) {
         tile_load<HD, BM, WARPS>(tile_q + j % 2 * BM * HD, q, stride, j * BM, T, HS);
@@ -1716,7 +2041,7 @@ __global__ void __launch_bounds__(WARPS *WARP)
         cp_async_commit();
     };
     // Threads 0 .. BM - 1 carry LSE2 of a tile's queries, all others D (only BM of them matter).
-    const float *stat = ((int)threadIdx.x < BM ? lse : drow) + ((size_t)batch * NH + head) * T;
+    const float *stat = ((int)threadIdx.x < BM ? lse : drow) + block.stat_at;
     auto load_stat = [&](int j) {
         const int query = j * BM + (int)threadIdx.x % BM;
         return query < T ? stat[query] : (int)threadIdx.x < BM ? INFINITY : 0.0f;
@@ -1784,6 +2109,7 @@ __global__ void __launch_bounds__(WARPS *WARP)
 // grid (NH, B, ceil(T / ROW_WARPS)), block 32 ROW_WARPS; dynamic shared memory
 // ROW_WARPS (2 HS + 64) floats: da, db, p and ds of each warp.
 // numerics: fp32 with exp2f; dQ, dK, dV within 7e-7, more where |LSE2| is large (its ulp, as 2^x).
+// budget: threads 128 shared 3072 regs 78 blocks 6 test gpu_attention
 __global__ void __launch_bounds__(ROW_WARPS *WARP)
     attention_backward_rows_kernel(float *dqkv, float *drow, const float *dout, const float *qkv,
                                    const float *out, const float *lse, int T, int NH, int HS,
@@ -1856,19 +2182,16 @@ static void gpu_attention_backward(E *dqkv, float *drow, const E *dout, const E 
     } else {
         using A = AttentionTiles<HD>;
         check_rows(E, HS, dqkv, dout, qkv, out);
-        auto *dq_kernel = attention_backward_dq_kernel<E, HD, A::WARPS, A::MT, A::DQ_ROWS>;
-        auto *dkv_kernel = attention_backward_dkv_kernel<E, HD, A::WARPS, A::MT, A::DKV_ROWS>;
-        const int dq_bytes = 2 * (int)sizeof(E) * HD * (A::OWN_ROWS + 2 * A::DQ_ROWS);
-        const int dkv_bytes = 2 * (int)sizeof(E) * HD * (A::OWN_ROWS + 2 * A::DKV_ROWS) +
-                              2 * (int)sizeof(float) * A::WARPS * WARP;
-        const auto limit = cudaFuncAttributeMaxDynamicSharedMemorySize;
-        cuda_check(cudaFuncSetAttribute(dq_kernel, limit, dq_bytes));
-        cuda_check(cudaFuncSetAttribute(dkv_kernel, limit, dkv_bytes));
-        const dim3 grid(NH, B, ceil_div(T, A::OWN_ROWS));
-        launch(dq_kernel, grid, A::WARPS * WARP, dq_bytes, stream, dqkv, drow, dout, qkv, out, lse,
-               T, NH, HS);
-        launch(dkv_kernel, grid, A::WARPS * WARP, dkv_bytes, stream, dqkv, drow, dout, qkv, lse, T,
-               NH, HS);
+        auto start = [&](auto whole) {
+            constexpr bool WHOLE = decltype(whole)::value;
+            launch_attention<A::OWN_ROWS, A::DQ_BYTES>(
+                attention_backward_dq_kernel<E, HD, WHOLE, A::WARPS, A::MT, A::DQ_ROWS>, B, T,
+                NH, HS, stream, dqkv, drow, dout, qkv, out, lse);
+            launch_attention<A::OWN_ROWS, A::DKV_BYTES>(
+                attention_backward_dkv_kernel<E, HD, WHOLE, A::WARPS, A::MT, A::DKV_ROWS>, B, T,
+                NH, HS, stream, dqkv, drow, dout, qkv, lse);
+        };
+        HD == 64 && HS == 64 ? start(std::bool_constant<HD == 64>()) : start(std::false_type());
     }
 }
 
@@ -1879,77 +2202,88 @@ static void gpu_attention_backward(E *dqkv, float *drow, const E *dout, const E 
 // one time.
 
 constexpr int CLASSIFIER_VOCABULARY = 65536;  // most columns: tokens are 16 bits on disk
+constexpr int CLASSIFIER_GPT2 = 800;          // threads for the 50304 columns of GPT-2
+template <class E>                            // 16-byte loads of a thread
+constexpr int CLASSIFIER_PACKS = CLASSIFIER_VOCABULARY / (BLOCK_MAX * Pack<E>::size);
 
 // For each row i of logits (rows,Vp) of E, of which the columns from V on are padding of any value:
 //   losses[i] = log(sum over v < V of exp(logits[v])) - logits[targets[i]], fp32; with BACKWARD
 //   logits become (softmax(logits) - onehot(targets[i])) * dloss, and zero in the padding.
 // One block a row, of as few warps as hold the row in registers: 25 for 50304 columns, one up to
-// 2048; the fp32 instance, for checking, spills. Numerics: maximum subtracted, sum in fp32.
-// Measured on the CPU layer, V 5..65536, of the norm: losses 1.2e-7; dlogits 8e-8 in fp32, what
-// rounding them loses in bf16.
-template <class E, bool BACKWARD>
-__global__ void __launch_bounds__(BLOCK_MAX, 1)
+// 2048; the fp32 instance, for checking, spills. THREADS: the block's, if they are a constant and
+// all but the last pack of every thread are known to hold no padding. The target's logit is read
+// beside the loop and its gradient written once more after it, by the thread that holds its pack:
+// so no element of the loop asks whether it is the target. Numerics: maximum subtracted, sum in
+// fp32. Measured on the CPU layer, V 5..65536, of the norm: losses 1.2e-7; dlogits 8e-8 in fp32,
+// what rounding them loses in bf16.
+// budget: <bf16, true, 0> threads 800 regs 64 blocks 1 test gpu_classifier
+// budget: <bf16, false, 0> threads 800 regs 64 blocks 1 test gpu_classifier
+// budget: <bf16, true, 800> threads 800 regs 72 blocks 1 instr/elem 12.4 of 64 test gpu_classifier
+// budget: <bf16, false, 800> threads 800 regs 71 blocks 1 instr/elem 8 of 64 test gpu_classifier
+template <class E, bool BACKWARD, int THREADS>
+__global__ void __launch_bounds__(THREADS ? THREADS : BLOCK_MAX, 1)
     classifier_kernel(float *losses, E *logits, const int *targets, float dloss, int V, int Vp) {
-    constexpr int size = Pack<E>::size, packs = CLASSIFIER_VOCABULARY / (BLOCK_MAX * size);
+    constexpr int size = Pack<E>::size, packs = CLASSIFIER_PACKS<E>;
+    const int threads = THREADS ? THREADS : blockDim.x, thread = threadIdx.x;
     E *row = logits + (size_t)blockIdx.x * Vp;
-    int target = targets[blockIdx.x];
-    // 1. the row to registers
+    const int target = targets[blockIdx.x];
+    const bool is_targets_thread = target / size % threads == thread;
+    const float target_logit = is_targets_thread ? to_float(row[target]) : 0.0f;
+    // f(column, pack) for every pack of this thread; the compiler forgets its numbers after each.
     Pack<E> x[packs];
-    UNROLL
-    for (int k = 0; k < packs; k++) {
-        int c = (k * blockDim.x + threadIdx.x) * size;
-        if (c < Vp) {
-            x[k] = pack_load(row + c);
+    auto each_pack = [&](auto f) {
+        UNROLL
+        for (int k = 0; k < packs; k++) {
+            const int c = (k * threads + thread) * size;
+            const bool whole = THREADS && k < packs - 1;
+            if (whole || c < Vp) {
+                f(c, x[k], whole);
+            }
         }
-    }
+    };
+    // 1. the row to registers
+    each_pack([&](int c, Pack<E> &pack, bool) { pack = pack_load(row + c); });
     // 2. the maximum; padding becomes minus infinity, whose exponential and gradient are zero
-    float maximum = -INFINITY;
-    UNROLL
-    for (int k = 0; k < packs; k++) {
-        int c = (k * blockDim.x + threadIdx.x) * size;
-        if (c < Vp) {
-            for (int i = 0; i < size; i++) {
-                if (c + i >= V) {
-                    x[k].x[i] = from_float<E>(-INFINITY);
-                }
-                maximum = fmaxf(maximum, to_float(x[k].x[i]));
-            }
-            pack_forget(x[k]);
+    float maximum = -INFINITY, sums[4] = {};
+    each_pack([&](int c, Pack<E> &pack, bool whole) {
+        if (!whole) {
+            pack_keep(pack, V - c);
         }
-    }
+        maximum = fmaxf(maximum, pack_max(pack));
+        pack_forget(pack);
+    });
     maximum = row_max(maximum);
-    // 3. the sum of exponentials
-    float sum = 0.0f;
-    UNROLL
-    for (int k = 0; k < packs; k++) {
-        if ((int)(k * blockDim.x + threadIdx.x) * size < Vp) {
-            for (int i = 0; i < size; i++) {
-                sum += fast_exp<E>(to_float(x[k].x[i]) - maximum);
-            }
-            pack_forget(x[k]);
+    // 3. the sum of exponentials; in 16 bits 2^(LOG2_E logit - shift)
+    const float shift = sizeof(E) == 4 ? maximum : maximum * LOG2_E;
+    auto power = [&](float logit) {
+        return sizeof(E) == 4 ? expf(logit - shift) : ex2_approx(fmaf(logit, LOG2_E, -shift));
+    };
+    each_pack([&](int, Pack<E> &pack, bool) {
+        float logit[size];
+        pack_to_floats(logit, pack);
+        for (int i = 0; i < size; i++) {
+            sums[i % 4] += power(logit[i]);
         }
-    }
-    sum = row_sum(sum);
-    // 4. the loss, by the thread that holds the target's logit, and the gradient
-    float scale = dloss / sum, target_logit = 0.0f;
-    UNROLL
-    for (int k = 0; k < packs; k++) {
-        int c = (k * blockDim.x + threadIdx.x) * size;
-        if (c < Vp && (BACKWARD || target / size == c / size)) {
+        pack_forget(pack);
+    });
+    const float sum = row_sum(add_four(sums));
+    // 4. the gradient; the loss, and the target's gradient once more, by the target's thread
+    const float scale = dloss * reciprocal<E>(sum);
+    if (BACKWARD) {
+        each_pack([&](int c, Pack<E> &pack, bool) {
             float gradient[size];
+            pack_to_floats(gradient, pack);
             for (int i = 0; i < size; i++) {
-                float logit = to_float(x[k].x[i]);
-                target_logit = c + i == target ? logit : target_logit;
-                gradient[i] = fast_exp<E>(logit - maximum) * scale;
-                gradient[i] -= c + i == target ? dloss : 0.0f;
+                gradient[i] = power(gradient[i]) * scale;
             }
-            if (BACKWARD) {
-                vector_store(row + c, gradient);
-            }
-        }
+            vector_store(row + c, gradient);
+        });
     }
-    if (target / size % blockDim.x == threadIdx.x) {
-        losses[blockIdx.x] = logf(sum) + maximum - target_logit;
+    if (is_targets_thread) {
+        losses[blockIdx.x] = logf(sum) + (sizeof(E) == 4 ? shift : shift * LN_2) - target_logit;
+        if (BACKWARD) {
+            row[target] = from_float<E>(fmaf(power(target_logit), scale, -dloss));
+        }
     }
 }
 
@@ -1958,11 +2292,17 @@ __global__ void __launch_bounds__(BLOCK_MAX, 1)
 template <class E>
 static void gpu_classifier(float *losses, E *logits, const int *targets, float dloss, int rows,
                            int V, int Vp, bool backward, cudaStream_t stream) {
-    constexpr int size = Pack<E>::size, packs = CLASSIFIER_VOCABULARY / (BLOCK_MAX * size);
+    constexpr int size = Pack<E>::size, packs = CLASSIFIER_PACKS<E>;
     check_rows(E, Vp, logits);
     check(V <= Vp && Vp <= CLASSIFIER_VOCABULARY, "logits of %d tokens in %d columns", V, Vp);
     int threads = ceil_div(Vp, packs * size * WARP) * WARP;
-    auto kernel = backward ? classifier_kernel<E, true> : classifier_kernel<E, false>;
+    auto kernel = backward ? classifier_kernel<E, true, 0> : classifier_kernel<E, false, 0>;
+    if constexpr (sizeof(E) == 2) {
+        if (threads == CLASSIFIER_GPT2 && V >= (packs - 1) * threads * size) {
+            kernel = backward ? classifier_kernel<E, true, CLASSIFIER_GPT2>
+                              : classifier_kernel<E, false, CLASSIFIER_GPT2>;
+        }
+    }
     launch(kernel, rows, threads, 0, stream, losses, logits, targets, dloss, V, Vp);
 }
 
@@ -2042,6 +2382,7 @@ template <class T> __device__ inline float square_sum(const T *grads, size_t beg
 
 // partials[block] = sum of squares of the chunks block, block + gridDim.x, ...
 //   grads_2d of G, grads_1d and partials (gridDim.x) fp32.
+// budget: <bf16> threads 256 regs 29 blocks 6 test gpu_norm
 template <class G>
 __global__ void grad_square_sum_kernel(float *partials, const G *grads_2d, const float *grads_1d,
                                        const ParamRange *ranges, int range_count, int chunks) {
@@ -2060,6 +2401,7 @@ __global__ void grad_square_sum_kernel(float *partials, const G *grads_2d, const
 }
 
 // state->square_sum = the partial sums (parts), added in a fixed order by one block.
+// budget: threads 256 regs 18 blocks 6 test gpu_norm
 static __global__ void grad_square_sum_finish_kernel(UpdateState *state, const float *partials,
                                                      int parts) {
     float sum = 0.0f;
@@ -2073,6 +2415,7 @@ static __global__ void grad_square_sum_finish_kernel(UpdateState *state, const f
 }
 
 // From the sum of squares (of all ranks, by now) to what AdamW does with it.
+// budget: threads 1 regs 20 blocks 24 test gpu_norm
 static __global__ void update_decide_kernel(UpdateState *state, float clip, float skip_above) {
     float norm = sqrtf(state->square_sum);
     bool skip = !(norm <= skip_above) || isinf(norm);  // a NaN is skipped too
@@ -2178,6 +2521,8 @@ __device__ inline void split_store(__nv_bfloat16 *params, uint16_t *low, const f
 //   grads_2d of G and grads_1d fp32, to be multiplied by state->scale.
 // Bits: with SPLIT or fp32 parameters, and fp32 moments, those of adamw_element on the CPU. Bytes:
 // each array is read and written once.
+// budget: <bf16, bf16, float> threads 256 regs 74 blocks 3 instr/elem 98 of 8 loop test gpu_adamw
+// budget: <bf16> threads 256 regs 74 blocks 3 instr/elem 127.5 of 8 loop test gpu_adamw
 template <class E, class G, class M, bool SPLIT>
 __global__ void __launch_bounds__(UPDATE_THREADS)
     adamw_kernel(E *params, uint16_t *low, M *moment1, M *moment2, const G *grads_2d,
@@ -2340,7 +2685,7 @@ static_assert(sizeof(ParamRange) <= GPU_TENSOR_ROW_BYTES, "the plan's buffer hol
 // A batch in one array of batch_ints(N) ints, so that one copy uploads it.
 struct GpuBatch {
     int *inputs, *targets;  // (N)
-    int *sorted;            // the inputs grouped by token, encoder_plan_ints(N)
+    int *sorted;            // the inputs grouped by token, embedding_plan_ints(N)
 };
 static GpuBatch batch_at(int *memory, int N) { return {memory, memory + N, memory + 2 * N}; }
 
@@ -2355,7 +2700,7 @@ template <class E, class G> struct GpuNetwork {
     GpuState *result;         // pinned: the state after a step
     ParamRange *ranges;
     int range_count, chunks;
-    int micros;  // micro-steps of the step being made
+    int accum_steps;  // micro-steps of the step being made
 };
 
 // A buffer that exists once, as numbers of type N. BUF_GRADS holds matrices alone, BUF_GRADS_1D
@@ -2493,6 +2838,7 @@ static void gpu_block_backward(const GpuPass<E, G> *pass, int stage, int l) {
 
 // sum (first) = or += the sum of losses (N), in a fixed order. One block, because the order of
 // several would not be fixed, and N numbers are read in no time beside the classifier.
+// budget: threads 256 regs 18 blocks 6 test gpu_losses
 static __global__ void loss_sum_kernel(float *sum, const float *losses, int N, bool first) {
     float x = 0.0f;
     for (int i = threadIdx.x; i < N; i += blockDim.x) {
@@ -2545,8 +2891,8 @@ template <class E, class G> static void gpu_stage(void *self, int stage, int lay
     cudaStream_t stream = net->stream;
     switch (stage) {
     case EMBED:
-        gpu_encoder_forward<E>(b.act(ACT_X), pass->batch.inputs, b.weight(WTE), b.weight(WPE), B, T,
-                               C, stream);
+        gpu_embedding_forward<E>(b.act(ACT_X), pass->batch.inputs, b.weight(WTE), b.weight(WPE), B,
+                                 T, C, stream);
         break;
     case LNF:
         gpu_layernorm_forward<E>(gpu_buffer<E>(net, BUF_LNF), gpu_buffer<float>(net, BUF_LNF_MEAN),
@@ -2565,9 +2911,9 @@ template <class E, class G> static void gpu_stage(void *self, int stage, int lay
         break;
     case D_EMBED:
         // The tokens come sorted, so that every row of dwte has one writer and no atomic is needed.
-        gpu_encoder_backward<E, G>(b.dmatrix(WTE), b.dmatrix(WPE), gpu_buffer<E>(net, BUF_DRES),
-                                   pass->batch.sorted, pass->segments, B, T, C, m->maxT,
-                                   pass->first, stream);
+        gpu_embedding_backward<E, G>(b.dmatrix(WTE), b.dmatrix(WPE), gpu_buffer<E>(net, BUF_DRES),
+                                     pass->batch.sorted, pass->segments, B, T, C, m->maxT,
+                                     pass->first, stream);
         break;
     default:  // a block's
         (stage < F_STAGES ? gpu_block_forward<E, G> : gpu_block_backward<E, G>)(pass, stage, layer);
@@ -2596,7 +2942,7 @@ static void gpu_upload(GpuPass<E, G> *pass, const Token *inputs, const Token *ta
     memcpy(host.inputs, inputs, N * sizeof(int));
     memcpy(host.targets, targets, N * sizeof(int));
     if (pass->dloss != 0) {  // the host sorts while the GPU computes the micro-step before
-        pass->segments = encoder_sort(host.sorted, net->counts, inputs, N, s->model.V);
+        pass->segments = embedding_sort(host.sorted, net->counts, inputs, N, s->model.V);
         ints = (int)batch_ints(N);
     }
     pass->batch = batch_at(gpu_buffer<int>(net, BUF_BATCH), N);
@@ -2607,14 +2953,14 @@ static void gpu_upload(GpuPass<E, G> *pass, const Token *inputs, const Token *ta
 
 // The engine's micro_step: forward, backward, gradients added up on the device.
 template <class E, class G>
-static void gpu_micro_step(Engine *e, const Token *inputs, const Token *targets, int micro,
-                           int micros) {
+static void gpu_micro_step(Engine *e, const Token *inputs, const Token *targets, int accum_step,
+                           int accum_steps) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
     Plan *p = net->plan;
     const Settings *s = &p->settings;
-    const float dloss = (float)(1.0 / ((double)(s->B * s->T) * micros * s->ranks));
-    GpuPass<E, G> pass = {net, {}, 0, 0, s->B, s->T, dloss, micro == 0};
-    net->micros = micros;
+    const float dloss = (float)(1.0 / ((double)(s->B * s->T) * accum_steps * s->ranks));
+    GpuPass<E, G> pass = {net, {}, 0, 0, s->B, s->T, dloss, accum_step == 0};
+    net->accum_steps = accum_steps;
     gpu_upload(&pass, inputs, targets);
     if (pass.first) {  // kernels only add to these (The network on the GPU, 2)
         cuda_check(cudaMemsetAsync(gpu_buffer<float>(net, BUF_GRADS_1D), 0,
@@ -2667,15 +3013,15 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
         cudaMemcpyAsync(net->result, state, sizeof *state, cudaMemcpyDeviceToHost, net->stream));
     cuda_check(cudaStreamSynchronize(net->stream));
     // loss_sum has one loss a token: the mean over the step's tokens is its loss.
-    const double tokens = (double)s->B * s->T * net->micros;
+    const double tokens = (double)s->B * s->T * net->accum_steps;
     StepResult result = {net->result->loss_sum / tokens, net->result->update.norm,
                          (int)net->result->update.skip};
     return result;
 }
 
-// The engine's evaluate: the walk as far as the head.
+// The engine's forward_loss: the walk as far as the head.
 template <class E, class G>
-static double gpu_evaluate(Engine *e, real *losses, const Token *inputs, const Token *targets) {
+static double gpu_forward_loss(Engine *e, real *losses, const Token *inputs, const Token *targets) {
     static_assert(sizeof(real) == sizeof(float), "losses are copied as they are");
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
     const Settings *s = &net->plan->settings;
@@ -2895,7 +3241,7 @@ static void gpu_warm_up(Engine *e) {
     gpu_micro_step<E, G>(e, zeros, zeros, 0, 2);
     gpu_micro_step<E, G>(e, zeros, zeros, 1, 2);
     gpu_update<E, G>(e, &o, 0, HUGE_VAL, 0);
-    gpu_evaluate<E, G>(e, nullptr, zeros, zeros);
+    gpu_forward_loss<E, G>(e, nullptr, zeros, zeros);
     gpu_logits<E, G>(e, logits, zeros, 1);
     free(zeros);
     free(logits);
@@ -2922,7 +3268,7 @@ template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
     arena_open(net->plan, net->stream);
     gpu_matmul_open(gpu_buffer<char>(net, BUF_MATMUL), GPU_MATMUL_BYTES);
     int *pinned = gpu_buffer<int>(net, BUF_PINNED);
-    check(batch_ints(N) == 2 * N + (int64_t)encoder_plan_ints((int)N), "a batch's length");
+    check(batch_ints(N) == 2 * N + (int64_t)embedding_plan_ints((int)N), "a batch's length");
     for (int i = 0; i < 2; i++) {
         net->pinned[i] = batch_at(pinned + i * batch_ints(N), (int)N);
         cuda_check(cudaEventCreateWithFlags(&net->uploaded[i], cudaEventDisableTiming));
@@ -2934,7 +3280,7 @@ template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
     e->self = net;
     e->micro_step = gpu_micro_step<E, G>;
     e->update = gpu_update<E, G>;
-    e->evaluate = gpu_evaluate<E, G>;
+    e->forward_loss = gpu_forward_loss<E, G>;
     e->logits = gpu_logits<E, G>;
     e->read = gpu_read<E, G>;
     e->write = gpu_write<E, G>;
@@ -3155,12 +3501,12 @@ static int command_compare(Run *run, const Program *program) {
         }
         run->engine.close(&run->engine);
         middle[k] = median(ms + WARM, STEPS);
-        printf("-r %-11s %14s %14s %10.2f %12s\n", level_rows[k ? asked : RECOMPUTE_NONE].name,
+        printf("-r %-11s %14s %14s %10.2f %12s\n", level_table[k ? asked : RECOMPUTE_NONE].name,
                bytes_text((double)bytes[k]).s, bytes_text((double)device_memory.library_bytes).s,
                middle[k], count_text((int64_t)(tokens / middle[k] * 1e3)).s);
     }
     printf("-r %s takes %.1f %% of the memory and %.2f x the time (median of %d steps)\n",
-           level_rows[asked].name, 100.0 * (double)bytes[1] / (double)bytes[0],
+           level_table[asked].name, 100.0 * (double)bytes[1] / (double)bytes[0],
            middle[1] / middle[0], STEPS);
     plan_free(&run->plan);
     return 0;

@@ -87,7 +87,7 @@ __attribute__((noreturn, format(printf, 4, 5))) static void check_failed(const c
     va_list args;
     va_start(args, hint);
     fflush(stdout);
-    fprintf(stderr, "%s: %s:%d: '%s' does not hold: ", program_name, file, line, expression);
+    fprintf(stderr, "%s: %s:%d: check failed: %s: ", program_name, file, line, expression);
     vfprintf(stderr, hint, args);
     fputc('\n', stderr);
     va_end(args);
@@ -680,8 +680,7 @@ static int bpe_add(Bpe *bpe, const char *bytes, size_t n) {
     return 1;
 }
 
-// What both readers begin and end with. The fingerprint decides: a file that gives another table,
-// damaged or of another model, ends the run.
+// What both readers begin with.
 static void bpe_begin(Bpe *bpe) {
     memset(bpe, 0, sizeof *bpe);
     class_runs(bpe->classes, letter_runs, CLASS_LETTER);
@@ -691,7 +690,8 @@ static void bpe_begin(Bpe *bpe) {
     }
 }
 
-static void bpe_end(Bpe *bpe, const char *name) {
+// The fingerprint decides: a table other than GPT-2's, damaged or of another model, ends the run.
+static void bpe_require_gpt2(const Bpe *bpe, const char *name) {
     uint64_t hash = fnv1a(fnv1a_start, (const char *)bpe->start, sizeof bpe->start);
     hash = fnv1a(hash, bpe->text, BPE_TEXT);
     if (bpe->count != GPT2_VOCABULARY || hash != bpe_fingerprint) {
@@ -743,7 +743,6 @@ static void bpe_parse_merges(Bpe *bpe, const unsigned char *bytes, size_t n, con
         }
     }
     bpe_add(bpe, "<|endoftext|>", 13);
-    bpe_end(bpe, name);
 }
 
 // llm.c's gpt2_tokenizer.bin: a header with the number of tokens and the end of text, then every
@@ -767,7 +766,6 @@ static void bpe_parse_tokens(Bpe *bpe, const unsigned char *bytes, size_t n, con
     if (at != n) {
         die("%s: %zu bytes after the last token", name, n - at);
     }
-    bpe_end(bpe, name);
 }
 
 // Reads either file; its first four bytes say which it is.
@@ -779,6 +777,7 @@ static void bpe_open(Bpe *bpe, const char *path) {
     (llmc_is(LLMC_TOKENIZER, file.bytes, file.size) ? bpe_parse_tokens : bpe_parse_merges)(
         bpe, file.bytes, file.size, path);
     mapping_close(&file);
+    bpe_require_gpt2(bpe, path);
 }
 
 // Where the vocabulary is: `asked` (--tokenizer), or what data/ has, here or beside the program.

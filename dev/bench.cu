@@ -204,12 +204,12 @@ template <class E> static std::vector<Case> token_cases(const Settings *s) {
     const int rows = (int)min_i64(s->logit_rows, N), chunks = ceil_div(N, rows);
     static std::vector<int> tokens, plan, targets;
     std::vector<int> counts((size_t)V);
-    tokens.resize((size_t)N), targets.resize((size_t)N), plan.resize(encoder_plan_ints(N));
+    tokens.resize((size_t)N), targets.resize((size_t)N), plan.resize(embedding_plan_ints(N));
     for (int i = 0; i < N; i++) {
         tokens[i] = (int)(rng_uniform(1, 1, 0, (uint64_t)i) * V);
         targets[i] = (int)(rng_uniform(1, 1, 1, (uint64_t)i) * V);
     }
-    const int segments = encoder_sort(plan.data(), counts.data(), tokens.data(), N, V);
+    const int segments = embedding_sort(plan.data(), counts.data(), tokens.data(), N, V);
     const size_t n = (size_t)N * C * sizeof(E), positions = (size_t)T * C * sizeof(E);
     const size_t table = (size_t)Vp * C * sizeof(E), used = (size_t)segments * C * sizeof(E);
     const size_t logits = (size_t)rows * Vp * sizeof(E), losses = N * sizeof(float);
@@ -219,20 +219,20 @@ template <class E> static std::vector<Case> token_cases(const Settings *s) {
     cudaStream_t stream = bench.stream;
     const float dloss = 1.0f / (float)N;
     return {
-        {"encoder_forward", 1, 0,
+        {"embedding_forward", 1, 0,
          {{n, WRITE, NOISE, nullptr}, ints(tokens), {table, READ, NOISE, nullptr, used},
           {positions, READ, NOISE, nullptr}},
          [=](const Buffers &p) {
-             gpu_encoder_forward(as<E>(p[0]), as<int>(p[1]), as<E>(p[2]), as<E>(p[3]), B, T, C,
-                                 stream);
+             gpu_embedding_forward(as<E>(p[0]), as<int>(p[1]), as<E>(p[2]), as<E>(p[3]), B, T, C,
+                                   stream);
          }},
-        {"encoder_backward", 1, 0,
+        {"embedding_backward", 1, 0,
          {{table, READ_WRITE, NOISE, nullptr, used}, {positions, READ_WRITE, NOISE, nullptr},
           {n, READ_WRITE, NOISE, nullptr}, ints(plan)},  // dout: read by both of its kernels
          [=](const Buffers &p) {
-             gpu_encoder_backward(as<E>(p[0]), as<E>(p[1]), as<E>(p[2]), as<int>(p[3]), segments,
-                                  B, T, C, T, false,
-                                  stream);
+             gpu_embedding_backward(as<E>(p[0]), as<E>(p[1]), as<E>(p[2]), as<int>(p[3]), segments,
+                                    B, T, C, T, false,
+                                    stream);
          }},
         {"classifier", chunks, 0, {{losses, WRITE, NOISE, nullptr}, {logits, READ_WRITE, NOISE,
          nullptr}, ints(targets)},

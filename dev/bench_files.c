@@ -50,6 +50,21 @@ static double load(Engine *e, const char *folder) {
     return now_ms() - began;
 }
 
+// A line for each measure that was taken, of a model and a checkpoint of so many megabytes.
+static void print_rates(double megabytes, double all_megabytes) {
+    printf("GPT-2 124M in fp32: model of %.0f MB, checkpoint of %.0f MB; medians of %d runs, "
+           "%d threads\n", megabytes, all_megabytes, REPEATS, thread_count());
+    for (int i = 0; i < MEASURES; i++) {
+        double ms = median(i), size = i < CHECKPOINT ? megabytes : all_megabytes;
+        if (ms > 0) {
+            printf("%-27s %7.0f ms  %5.2f GB/s", measure_names[i], ms, size / ms);
+            int beside = i == SAVE ? (int)DD_WRITE : i == LOAD_COLD ? (int)DD_READ_COLD : -1;
+            printf(beside >= 0 ? "  %.2f of dd's rate\n" : "\n",
+                   beside >= 0 ? median(beside) / ms : 0.0);
+        }
+    }
+}
+
 int main(void) {
     Options o;
     Settings s;
@@ -112,17 +127,7 @@ int main(void) {
         checkpoint_load(&e, &s, "bench", &state, path, 1);
         times[RESUME][r] = now_ms() - began;
     }
-    printf("GPT-2 124M in fp32: model of %.0f MB, checkpoint of %.0f MB; medians of %d runs, "
-           "%d threads\n", megabytes, all_megabytes, REPEATS, thread_count());
-    for (int i = 0; i < MEASURES; i++) {
-        double ms = median(i), size = i < CHECKPOINT ? megabytes : all_megabytes;
-        if (ms > 0) {
-            printf("%-27s %7.0f ms  %5.2f GB/s", measure_names[i], ms, size / ms);
-            int beside = i == SAVE ? (int)DD_WRITE : i == LOAD_COLD ? (int)DD_READ_COLD : -1;
-            printf(beside >= 0 ? "  %.2f of dd's rate\n" : "\n",
-                   beside >= 0 ? median(beside) / ms : 0.0);
-        }
-    }
+    print_rates(megabytes, all_megabytes);
     checkpoint_remove(path);
     path_print(path, "%s/dd", folder);
     unlink(path);

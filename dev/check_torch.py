@@ -326,7 +326,7 @@ def gradient_differences(dump, step, weights, with_torch32=True):
     # Losses and norms are means in double over all elements, whose errors cancel: few roundings.
     found = {
         "loss": difference(dump.loss[step], other[2], reference[2], 4 * U),
-        "loss by evaluate()": difference(dump.evaluated[step], other[1], reference[1], 4 * U),
+        "loss by forward_loss()": difference(dump.evaluated[step], other[1], reference[1], 4 * U),
         "gradient norm": difference(dump.norm[step], other[3], reference[3], 4 * U),
     }
     if step == 0:

@@ -19,7 +19,7 @@
 //   logits.bin    (B,T,V) of the first micro-step before the first update, row by row by the
 //                 engine's logits(), which sampling uses
 //   steps.txt     a line a step: step, loss, gradient norm, learning rate, loss of the first
-//                 micro-step by evaluate(), which validation uses, before the update
+//                 micro-step by forward_loss(), which validation uses, before the update
 //
 // Build: make build/dump
 
@@ -117,12 +117,12 @@ static void dump_logits(const char *folder, Run *run) {
 }
 
 // The run's next micro-batch into run->inputs and run->targets: from `tokens`, or from the data.
-static void dump_batch(Run *run, FILE *tokens, int micro) {
+static void dump_batch(Run *run, FILE *tokens, int accum_step) {
     const Settings *s = &run->s;
     const Options *o = &run->o;
     size_t batch = (size_t)s->B * (size_t)s->T;
     if (!tokens) {
-        if (!dataset_batch(&run->train, run->state.position + (int64_t)micro * s->B, s->B,
+        if (!dataset_batch(&run->train, run->state.position + (int64_t)accum_step * s->B, s->B,
                            (int)o->shuffle, (uint64_t)o->seed, run->inputs, run->targets,
                            s->model.V)) {
             die("%s", run->train.problem);
@@ -148,16 +148,16 @@ static void dump_step(const char *folder, Run *run, FILE *tokens, FILE *steps) {
     double lr = learning_rate(o, run->state.step, run->steps), evaluated = 0;
     snprintf(name, sizeof name, "tokens-%" PRId64 ".bin", run->state.step + 1);
     FILE *used = dump_create(folder, name);
-    for (int micro = 0; micro < run->micros; micro++) {
-        dump_batch(run, tokens, micro);
+    for (int accum_step = 0; accum_step < run->accum_steps; accum_step++) {
+        dump_batch(run, tokens, accum_step);
         fwrite(run->inputs, sizeof(Token), 2 * (size_t)s->B * (size_t)s->T, used);
-        if (run->state.step == 0 && micro == 0) {
+        if (run->state.step == 0 && accum_step == 0) {
             dump_logits(folder, run);
         }
-        if (micro == 0) {
-            evaluated = e->evaluate(e, NULL, run->inputs, run->targets);
+        if (accum_step == 0) {
+            evaluated = e->forward_loss(e, NULL, run->inputs, run->targets);
         }
-        e->micro_step(e, run->inputs, run->targets, micro, run->micros);
+        e->micro_step(e, run->inputs, run->targets, accum_step, run->accum_steps);
     }
     dump_close(used, name);
     StepResult r = e->update(e, o, lr, HUGE_VAL, run->state.updates);
@@ -190,8 +190,8 @@ static void dump_open(const char *folder, Run *run, int vocabulary) {
     }
     settings_from_options(&run->s, o, &m, 0);
     int64_t tokens = (int64_t)run->s.B * run->s.T;
-    run->micros = (int)((o->tokens_per_step ? o->tokens_per_step : tokens) / tokens);
-    run->windows_per_step = (int64_t)run->micros * run->s.B;
+    run->accum_steps = (int)((o->tokens_per_step ? o->tokens_per_step : tokens) / tokens);
+    run->windows_per_step = (int64_t)run->accum_steps * run->s.B;
     run->steps = o->steps;
     run->inputs = (Token *)alloc_zero(2 * (size_t)tokens, sizeof(Token));
     run->targets = run->inputs + tokens;

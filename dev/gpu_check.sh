@@ -448,7 +448,7 @@ process on it, ${idle_mib:-unknown} MiB before; the process took $took ms"
     for micro in 1 4; do
         lines=$(wc -l < "$work/memory")
         if logged 40 "$GPT2CU" -e "$first_model" -b 1 -d $((micro * T)) -x 2 -v 0; then
-            said=$(grep -o 'libraries took [0-9.]* [A-Za-z]*' "$work/last" | head -n 1)
+            said=$(grep -o 'libraries took about [0-9.]* [A-Za-z]*' "$work/last" | head -n 1)
             most=$(most_memory "$lines")
             report "$micro micro-steps a step" ok \
                 "${said:-libraries not told}; at most $most MiB of the GPU in use"

@@ -1,14 +1,13 @@
 // test_cuda_cpu.cpp: is the CPU layer right, and does it catch what it promises to catch?
 //
-// What it is: one line a test, the last line "N passed, N failed, N skipped", exit status 1 if
-// anything failed. Names on the command line pick tests whose name contains one of them.
-// A death test runs a planted bug in a child process and expects exit code 86 and a text.
+// What it is: tests in the harness of dev/test/harness.h, which says what their arguments and lines
+// are. A death test runs a planted bug in a child process and expects exit code 86 and a text.
 // What it refuses: to say anything about a GPU.
 //
 //     g++ -std=c++17 -O1 -Idev/cuda_cpu -isystem <CUDA>/include test_cuda_cpu.cpp
 //
 // Contents
-//   1  Harness
+//   1  Device arrays and planted bugs
 //   2  Threads, barriers, warps
 //   3  Shared memory and seeds
 //   4  Memory, streams, events, devices
@@ -25,29 +24,16 @@
 #include <cuda_fp16.h>
 #include <cublasLt.h>
 #include <nccl.h>
-#include <cmath>
-#include <cstdio>
-#include <cstring>
-#include <string>
-#include <vector>
-#include <sys/wait.h>
+#include <algorithm>
+#include "../test/harness.h"
 
 typedef __nv_bfloat16 bf16;
 
 // -------------------------------------------------------------------------------------------------
-// 1. Harness
-// A test sets `wrong`; what follows a failed expectation still runs.
+// 1. Device arrays and planted bugs
+// What follows a failed expectation still runs.
 
-static int wrong;               // expectations that failed in this test
-static char note[200];          // what the test's line says besides its name
-
-#define EXPECT(cond)                                                                           \
-    do {                                                                                       \
-        if (!(cond) && wrong++ < 5) {                                                          \
-            printf("    %s:%d: expected %s\n", __FILE__, __LINE__, #cond);                     \
-        }                                                                                      \
-    } while (0)
-#define OK(call) EXPECT((call) == 0)  // cudaSuccess, CUBLAS_STATUS_SUCCESS and ncclSuccess are 0
+#define OK(call) expect((call) == 0)  // cudaSuccess, CUBLAS_STATUS_SUCCESS and ncclSuccess are 0
 
 struct Setting {                // a setting for the length of a scope
     long &field, old;
@@ -76,40 +62,11 @@ static float uniform() {  // in [-1, 1), always the same sequence
     return (float)(int32_t)(emu::random_bits(s) >> 32) / 2147483648.0f;
 }
 
-// Runs f in a child process with its stderr in `text`; returns the exit code, -1 for a signal.
-static int in_child(void (*f)(), std::string *text) {
-    int ends[2];
-    if (pipe(ends) != 0) {
-        return -2;
-    }
-    fflush(stdout);
-    pid_t child = fork();
-    if (child == 0) {
-        dup2(ends[1], 2);
-        f();
-        _exit(wrong != 0);
-    }
-    close(ends[1]);
-    char buffer[4096];
-    for (ssize_t n; (n = read(ends[0], buffer, sizeof buffer)) > 0;) {
-        text->append(buffer, (size_t)n);
-    }
-    close(ends[0]);
-    int status;
-    waitpid(child, &status, 0);
-    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-}
-
 // The planted bug f ends with exit code 86, and its report holds both texts.
 static void dies(void (*f)(), const char *what, const char *where) {
-    std::string text;
-    int code = in_child(f, &text);
-    if (code != 86 || text.find(what) == std::string::npos
-        || text.find(where) == std::string::npos) {
-        printf("    exit code %d instead of 86, or no \"%s\" and \"%s\" in:\n%s\n", code, what,
-               where, text.c_str());
-        wrong++;
-    }
+    const Outcome o = outcome(spawn(f));
+    expect(o.status == 86 && o.err.find(what) != Text::npos && o.err.find(where) != Text::npos,
+           "exit status %d; wanted '%s' and '%s' in: %s", o.status, what, where, o.err.c_str());
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -130,7 +87,7 @@ static void test_index() {
         launch(k_index, dim3(2, 3, 4), dim3(5, 7, 3), 0, 0, out);
         std::vector<int> v = host(out, 24 * 105);
         for (int i = 0; i < 24 * 105; i++) {
-            EXPECT(v[i] == i / 105 * 1000 + i % 105);
+            expect(v[i] == i / 105 * 1000 + i % 105);
         }
         OK(cudaFree(out));
     }
@@ -145,8 +102,8 @@ static void test_launch() {  // template arguments with a comma, arguments that 
     long *out = device<long>(3);
     launch(k_convert<30, 12>, 1, 1, 0, nullptr, out, 7, 65);
     std::vector<long> v = host(out, 3);
-    EXPECT(v[0] == 42 && v[1] == 14 && v[2] == 65);
-    EXPECT(emu::name_length("k<a, b>, 1, 2") == 7 && emu::name_length("k, 1") == 1);
+    expect(v[0] == 42 && v[1] == 14 && v[2] == 65);
+    expect(emu::name_length("k<a, b>, 1, 2") == 7 && emu::name_length("k, 1") == 1);
     OK(cudaFree(out));
 }
 
@@ -183,7 +140,7 @@ static void test_reduce() {  // the same bits for every seed
         launch(k_reduce, 4, 256, 0, 0, in, out, 1000);
         std::vector<float> v = host(out, 4);
         first = seed == 0 ? v[0] : first;
-        EXPECT(v[0] == first && v[1] == first && v[3] == first && fabsf(first) < 1000);
+        expect(v[0] == first && v[1] == first && v[3] == first && fabsf(first) < 1000);
     }
     OK(cudaFree(in));
     OK(cudaFree(out));
@@ -230,7 +187,7 @@ static void all_true(void (*kernel)(int *)) {  // under four seeds
         Setting s(emu::set.seed, seed);
         int *ok = device(std::vector<int>(1, 1));
         launch(kernel, 3, 96, 0, 0, ok);
-        EXPECT(host(ok, 1)[0] == 1);
+        expect(host(ok, 1)[0] == 1);
         OK(cudaFree(ok));
     }
 }
@@ -254,8 +211,8 @@ static void test_atomic() {
     unsigned *x = device(std::vector<unsigned>(3, 0));
     int *y = device(std::vector<int>(4, 0));
     launch(k_atomic, 5, 64, 0, 0, x, y);
-    EXPECT(host(x, 3) == (std::vector<unsigned>{320, ~0u, 1}));
-    EXPECT(host(y, 4) == (std::vector<int>{63, -63, 7, 5}));
+    expect(host(x, 3) == (std::vector<unsigned>{320, ~0u, 1}));
+    expect(host(y, 4) == (std::vector<int>{63, -63, 7, 5}));
     OK(cudaFree(x));
     OK(cudaFree(y));
 }
@@ -270,6 +227,8 @@ static __global__ void k_words(const float4 *in, float4 *out, int *ok) {
     good &= __umulhi(0x80000000u, 6u) == 3 && max(3, 2u) == 3 && min(1.5f, 2) == 1.5f;
     good &= rsqrtf(4) == 0.5f && __fmaf_rn(2, 3, 1) == 7 && __fdividef(1, 4) == 0.25f;
     good &= ex2_approx(3) == 8 && ex2_approx(-140) == 0 && ex2_approx(-INFINITY) == 0;
+    good &= rcp_approx(-4) == -0.25f && rcp_approx(INFINITY) == 0 && rcp_approx(2e38f) == 0 &&
+            rcp_approx(1e-40f) == INFINITY;
     if (!good) {
         *ok = 0;
     }
@@ -303,7 +262,7 @@ static void test_words() {
     int *ok = device(std::vector<int>(1, 1));
     launch(k_words, 1, 1, 0, 0, in, out, ok);
     launch(k_half, 1, 1, 0, 0, ok);
-    EXPECT(host(ok, 1)[0] == 1 && host(out, 1)[0].x == 4 && host(out, 1)[0].w == 1);
+    expect(host(ok, 1)[0] == 1 && host(out, 1)[0].x == 4 && host(out, 1)[0].w == 1);
     OK(cudaFree(in));
     OK(cudaFree(out));
     OK(cudaFree(ok));
@@ -337,7 +296,7 @@ static void test_shared() {
     int *ok = device(std::vector<int>(1, 1));
     launch(k_shared<float>, 3, 64, 400, 0, ok);
     launch(k_shared<unsigned char>, 3, 40, 400, 0, ok);
-    EXPECT(host(ok, 1)[0] == 1);
+    expect(host(ok, 1)[0] == 1);
     OK(cudaFree(ok));
 }
 
@@ -408,11 +367,11 @@ static void test_seeds() {
     int early = seeds_that_differ(k_block_sum<false>, 8), reuse, lanes;
     reuse = seeds_that_differ(k_two_phases<false>, 0);
     lanes = seeds_that_differ(k_neighbours<false>, 30);
-    EXPECT(early == 8 && reuse >= 3 && lanes >= 3);
-    EXPECT(seeds_that_differ(k_block_sum<true>, 8) == 0);
-    EXPECT(seeds_that_differ(k_two_phases<true>, 0) == 0);
-    EXPECT(seeds_that_differ(k_neighbours<true>, 30) == 0);
-    snprintf(note, sizeof note, "missing barriers seen by %d, %d and, of a warp, %d of 8 seeds",
+    expect(early == 8 && reuse >= 3 && lanes >= 3);
+    expect(seeds_that_differ(k_block_sum<true>, 8) == 0);
+    expect(seeds_that_differ(k_two_phases<true>, 0) == 0);
+    expect(seeds_that_differ(k_neighbours<true>, 30) == 0);
+    detail = text("missing barriers seen by %d, %d and, of a warp, %d of 8 seeds",
              early, reuse, lanes);
 }
 
@@ -461,13 +420,13 @@ static void test_shuffled() {
     for (long seed = 0; seed < SEEDS; seed++) {
         std::vector<int> order = order_of(seed, 7000);
         for (const std::vector<int> &other : seen) {
-            EXPECT(order != other);
+            expect(order != other);
         }
         for (int p = 0; p < PLACES; p++) {
             std::vector<int> sorted(order.begin() + p * S_ALL, order.begin() + (p + 1) * S_ALL);
             std::sort(sorted.begin(), sorted.end());
             for (int i = 0; i < S_ALL; i++) {
-                EXPECT(sorted[(size_t)i] == i);  // everybody came once
+                expect(sorted[(size_t)i] == i);  // everybody came once
             }
         }
         seen.push_back(order);
@@ -480,13 +439,13 @@ static void test_shuffled() {
             }
             int percent = 100 * turned / (pairs * (SEEDS - 1));
             least = std::min(least, percent);
-            EXPECT(percent >= 25 && percent <= 75);
-            EXPECT(p > 0 || inversions(&seen[0][0], size) == 0);
+            expect(percent >= 25 && percent <= 75);
+            expect(p > 0 || inversions(&seen[0][0], size) == 0);
         }
     }
-    EXPECT(order_of(SEEDS - 1, 7000) == seen[SEEDS - 1]);  // the seed repeats it
-    EXPECT(order_of(SEEDS - 1, 7001) != seen[SEEDS - 1]);  // another launch is another order
-    snprintf(note, sizeof note, "at least %d %% of neighbours turned round, of 50 expected", least);
+    expect(order_of(SEEDS - 1, 7000) == seen[SEEDS - 1]);  // the seed repeats it
+    expect(order_of(SEEDS - 1, 7001) != seen[SEEDS - 1]);  // another launch is another order
+    detail = text("at least %d %% of neighbours turned round, of 50 expected", least);
 }
 
 static void os_threads() {  // blocks over two OS threads: the same bits
@@ -496,10 +455,10 @@ static void os_threads() {  // blocks over two OS threads: the same bits
     test_atomic();
 }
 static void test_os_threads() {
-    std::string text;           // in a child: an OpenMP pool and fork() do not go together
-    EXPECT(in_child(os_threads, &text) == 0);
+    const Outcome o = outcome(spawn(os_threads));  // an OpenMP pool and fork() do not go together
+    expect(o.status == 0, "%s", o.out.c_str());
 #ifndef _OPENMP
-    snprintf(note, sizeof note, "built without OpenMP: one OS thread");
+    detail = text("built without OpenMP: one OS thread");
 #endif
 }
 
@@ -513,34 +472,34 @@ static void test_memory() {
     size_t free_bytes, total;
     float *p = device<float>(200), *q;
     for (float x : host(p, 200)) {
-        EXPECT(x != x);
+        expect(x != x);
     }
-    EXPECT((uintptr_t)p % 256 == 0);
+    expect((uintptr_t)p % 256 == 0);
     OK(cudaMemGetInfo(&free_bytes, &total));
-    EXPECT(free_bytes == 200 && total == (size_t)emu::set.gpu_mem);
+    expect(free_bytes == 200 && total == (size_t)emu::set.gpu_mem);
     {                           // a context, and a library once it is opened, take their part
         Setting context(emu::set.context, 120), library(emu::set.library, 50);
         cublasLtHandle_t handle;
         OK(cudaMemGetInfo(&free_bytes, &total));
-        EXPECT(free_bytes == 80 && total == (size_t)emu::set.gpu_mem);
-        EXPECT(cudaMalloc((void **)&q, 81) == cudaErrorMemoryAllocation);
+        expect(free_bytes == 80 && total == (size_t)emu::set.gpu_mem);
+        expect(cudaMalloc((void **)&q, 81) == cudaErrorMemoryAllocation);
         OK(cublasLtCreate(&handle));
         OK(cudaMemGetInfo(&free_bytes, &total));
-        EXPECT(free_bytes == 30 && cudaMalloc((void **)&q, 31) == cudaErrorMemoryAllocation);
+        expect(free_bytes == 30 && cudaMalloc((void **)&q, 31) == cudaErrorMemoryAllocation);
         OK(cudaMalloc((void **)&q, 30));
         OK(cudaFree(q));
         OK(cublasLtDestroy(handle));
         emu::library_bytes = 0;
     }
-    EXPECT(cudaMalloc((void **)&q, 201) == cudaErrorMemoryAllocation && q == nullptr);
-    EXPECT(cudaPeekAtLastError() == cudaErrorMemoryAllocation);
-    EXPECT(strcmp(cudaGetErrorString(cudaGetLastError()), "out of memory") == 0);
-    EXPECT(cudaGetLastError() == cudaSuccess);
+    expect(cudaMalloc((void **)&q, 201) == cudaErrorMemoryAllocation && q == nullptr);
+    expect(cudaPeekAtLastError() == cudaErrorMemoryAllocation);
+    expect(strcmp(cudaGetErrorString(cudaGetLastError()), "out of memory") == 0);
+    expect(cudaGetLastError() == cudaSuccess);
     OK(cudaMallocHost((void **)&q, 5000));  // pinned memory is not the GPU's
     OK(cudaFree(p));
-    EXPECT(cudaFree(p) == cudaErrorInvalidValue && cudaGetLastError() != cudaSuccess);
-    EXPECT(emu::peak_bytes >= 800 && cudaFree(nullptr) == cudaSuccess);
-    EXPECT(cudaFree(q) == cudaErrorInvalidValue && cudaGetLastError() != cudaSuccess);
+    expect(cudaFree(p) == cudaErrorInvalidValue && cudaGetLastError() != cudaSuccess);
+    expect(emu::peak_bytes >= 800 && cudaFree(nullptr) == cudaSuccess);
+    expect(cudaFree(q) == cudaErrorInvalidValue && cudaGetLastError() != cudaSuccess);
     OK(cudaFreeHost(q));
 }
 
@@ -552,9 +511,9 @@ static void test_copies() {
     OK(cudaMemcpy(b, a, 16, cudaMemcpyDeviceToDevice));
     OK(cudaMemset(a, 0, 8));
     OK(cudaMemcpy(pinned, b, 16, cudaMemcpyDeviceToHost));
-    EXPECT(host(b, 4) == v && host(a, 4)[1] == 0 && host(a, 4)[2] == 3 && pinned[3] == 4);
-    EXPECT(cudaMemcpy(pinned, b, 16, cudaMemcpyHostToDevice) == cudaErrorInvalidMemcpyDirection);
-    EXPECT(cudaMemcpy(b, a, 16, cudaMemcpyHostToDevice) == cudaErrorInvalidMemcpyDirection);
+    expect(host(b, 4) == v && host(a, 4)[1] == 0 && host(a, 4)[2] == 3 && pinned[3] == 4);
+    expect(cudaMemcpy(pinned, b, 16, cudaMemcpyHostToDevice) == cudaErrorInvalidMemcpyDirection);
+    expect(cudaMemcpy(b, a, 16, cudaMemcpyHostToDevice) == cudaErrorInvalidMemcpyDirection);
     cudaGetLastError();
     OK(cudaFree(a));
     OK(cudaFree(b));
@@ -573,26 +532,26 @@ static void test_pinned() {
     std::vector<int> mine(100, 3);
     OK(cudaMallocHost((void **)&a, 400));
     OK(cudaHostAlloc((void **)&b, 200, cudaHostAllocPortable));
-    EXPECT(cudaMallocHost((void **)&seen, 401) == cudaErrorMemoryAllocation && seen == nullptr);
-    EXPECT(cudaHostAlloc((void **)&seen, 401, 0) == cudaErrorMemoryAllocation);
+    expect(cudaMallocHost((void **)&seen, 401) == cudaErrorMemoryAllocation && seen == nullptr);
+    expect(cudaHostAlloc((void **)&seen, 401, 0) == cudaErrorMemoryAllocation);
     OK(cudaHostRegister(mine.data(), 400, cudaHostRegisterDefault));
-    EXPECT(emu::pinned_bytes == before + 1000 && emu::allocated_bytes == on_device);
-    EXPECT(cudaHostRegister(&limit, 1, 0) == cudaErrorMemoryAllocation);
-    EXPECT(cudaHostRegister(&mine[99], 8, 0) == cudaErrorHostMemoryAlreadyRegistered);
-    EXPECT(cudaHostRegister(a, 4, 0) == cudaErrorHostMemoryAlreadyRegistered);
+    expect(emu::pinned_bytes == before + 1000 && emu::allocated_bytes == on_device);
+    expect(cudaHostRegister(&limit, 1, 0) == cudaErrorMemoryAllocation);
+    expect(cudaHostRegister(&mine[99], 8, 0) == cudaErrorHostMemoryAlreadyRegistered);
+    expect(cudaHostRegister(a, 4, 0) == cudaErrorHostMemoryAlreadyRegistered);
     OK(cudaHostGetDevicePointer((void **)&seen, &mine[1], 0));
-    EXPECT(seen == &mine[1] && cudaHostGetDevicePointer((void **)&b, &limit, 0) != cudaSuccess);
+    expect(seen == &mine[1] && cudaHostGetDevicePointer((void **)&b, &limit, 0) != cudaSuccess);
     launch(k_add, 1, 1, 0, 0, seen, 4);
     OK(cudaMemcpy(a, mine.data(), 400, cudaMemcpyHostToHost));
-    EXPECT(mine[0] == 3 && mine[1] == 7 && a[1] == 7);
-    EXPECT(cudaFreeHost(mine.data()) == cudaErrorInvalidValue);
-    EXPECT(cudaHostUnregister(a) == cudaErrorHostMemoryNotRegistered);
+    expect(mine[0] == 3 && mine[1] == 7 && a[1] == 7);
+    expect(cudaFreeHost(mine.data()) == cudaErrorInvalidValue);
+    expect(cudaHostUnregister(a) == cudaErrorHostMemoryNotRegistered);
     OK(cudaHostUnregister(mine.data()));
-    EXPECT(cudaHostUnregister(mine.data()) == cudaErrorHostMemoryNotRegistered);
-    EXPECT(cudaGetLastError() != cudaSuccess && mine[99] == 3);
+    expect(cudaHostUnregister(mine.data()) == cudaErrorHostMemoryNotRegistered);
+    expect(cudaGetLastError() != cudaSuccess && mine[99] == 3);
     OK(cudaFreeHost(a));
     OK(cudaFreeHost(b));
-    EXPECT(emu::pinned_bytes == before);
+    expect(emu::pinned_bytes == before);
 }
 
 static void test_late() {  // streams as late as legal
@@ -611,16 +570,16 @@ static void test_late() {  // streams as late as legal
     launch(k_copy, 1, 1, 0, t, x + 1, x);  // no event: reads before s has run
     OK(cudaStreamSynchronize(t));
     OK(cudaStreamSynchronize(s));
-    EXPECT(host(x, 2) == (std::vector<int>{21, 0}));
+    expect(host(x, 2) == (std::vector<int>{21, 0}));
     launch(k_add, 1, 1, 0, s, x, 1);
     OK(cudaEventRecord(e, s));
     launch(k_add, 1, 1, 0, s, x, 100);  // behind the event
     OK(cudaStreamWaitEvent(t, e, 0));
     launch(k_copy, 1, 1, 0, t, x + 1, x);
     OK(cudaStreamSynchronize(t));
-    EXPECT(host(x, 2) == (std::vector<int>{22, 22}));
+    expect(host(x, 2) == (std::vector<int>{22, 22}));
     OK(cudaDeviceSynchronize());
-    EXPECT(host(x, 1)[0] == 122);
+    expect(host(x, 1)[0] == 122);
     OK(cudaStreamDestroy(s));
     OK(cudaStreamDestroy(t));
     OK(cudaEventDestroy(e));
@@ -680,25 +639,25 @@ static void test_orders() {
     }
     for (long order = emu::EARLY; order <= SEEDS; order++) {
         Setting o(emu::set.order, order);
-        EXPECT(visits(true, true) == right);
+        expect(visits(true, true) == right);
         bool no_arrived = visits(false, true) != right, no_gone = visits(true, false) != right;
         if (order > 0) {
             seen_arrived += no_arrived;
             seen_gone += no_gone;
         } else {
-            EXPECT(no_arrived == (order == emu::LATE));
-            EXPECT(no_gone == (order == emu::EARLY));
+            expect(no_arrived == (order == emu::LATE));
+            expect(no_gone == (order == emu::EARLY));
         }
     }
-    EXPECT(seen_arrived >= SEEDS / 4 && seen_gone >= SEEDS / 4);
-    snprintf(note, sizeof note, "no wait for arrival: late and %d, for departure: early and %d of "
+    expect(seen_arrived >= SEEDS / 4 && seen_gone >= SEEDS / 4);
+    detail = text("no wait for arrival: late and %d, for departure: early and %d of "
              "%d", seen_arrived, seen_gone, SEEDS);
     int least, greatest, priority;
     cudaStream_t s;
     OK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
     OK(cudaStreamCreateWithPriority(&s, cudaStreamNonBlocking, greatest - 1));
     OK(cudaStreamGetPriority(s, &priority));
-    EXPECT(greatest < least && priority == greatest);
+    expect(greatest < least && priority == greatest);
     OK(cudaStreamDestroy(s));
 }
 
@@ -711,7 +670,7 @@ static void test_default_stream() {  // it and the blocking streams wait for eac
     launch(k_add, 1, 1, 0, 0, x, 1);
     launch(k_copy, 1, 1, 0, s, x + 1, x);
     OK(cudaStreamSynchronize(s));
-    EXPECT(host(x, 2) == (std::vector<int>{6, 6}));
+    expect(host(x, 2) == (std::vector<int>{6, 6}));
     OK(cudaStreamDestroy(s));
     OK(cudaFree(x));
 }
@@ -722,15 +681,15 @@ static void test_events() {
     OK(cudaEventCreate(&a));
     OK(cudaEventCreate(&b));
     OK(cudaEventCreateWithFlags(&untimed, cudaEventDisableTiming));
-    EXPECT(cudaEventElapsedTime(&ms, a, b) == cudaErrorInvalidResourceHandle);
+    expect(cudaEventElapsedTime(&ms, a, b) == cudaErrorInvalidResourceHandle);
     OK(cudaEventRecord(a, 0));
     usleep(3000);
     OK(cudaEventRecord(b, 0));
     OK(cudaEventRecord(untimed, 0));
     OK(cudaEventSynchronize(b));
     OK(cudaEventElapsedTime(&ms, a, b));
-    EXPECT(ms >= 2.9f && ms < 1000 && cudaEventQuery(b) == cudaSuccess);
-    EXPECT(cudaEventElapsedTime(&ms, a, untimed) == cudaErrorInvalidResourceHandle);
+    expect(ms >= 2.9f && ms < 1000 && cudaEventQuery(b) == cudaSuccess);
+    expect(cudaEventElapsedTime(&ms, a, untimed) == cudaErrorInvalidResourceHandle);
     cudaGetLastError();
     for (cudaEvent_t e : {a, b, untimed}) {
         OK(cudaEventDestroy(e));
@@ -751,29 +710,29 @@ static void test_device() {
         OK(cudaGetDeviceProperties(&p, 0));
         OK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
         OK(cudaDeviceGetAttribute(&optin, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0));
-        EXPECT(p.major * 10 + p.minor == c.cc && major == p.major);
-        EXPECT(optin == c.smem_optin_kb << 10 && p.sharedMemPerBlockOptin == (size_t)optin);
+        expect(p.major * 10 + p.minor == c.cc && major == p.major);
+        expect(optin == c.smem_optin_kb << 10 && p.sharedMemPerBlockOptin == (size_t)optin);
         cudaFuncAttribute max_dynamic = cudaFuncAttributeMaxDynamicSharedMemorySize;
-        EXPECT(cudaFuncSetAttribute(k_big, max_dynamic, optin + 1) == cudaErrorInvalidValue);
+        expect(cudaFuncSetAttribute(k_big, max_dynamic, optin + 1) == cudaErrorInvalidValue);
         OK(cudaFuncSetAttribute(k_big, max_dynamic, optin));
         OK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, k_big, 128, 0));
-        EXPECT(blocks == std::min(c.threads_per_sm / 128, c.blocks_per_sm));
+        expect(blocks == std::min(c.threads_per_sm / 128, c.blocks_per_sm));
         OK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, k_big, 64, (size_t)optin));
-        EXPECT(blocks == 1);
+        expect(blocks == 1);
         float *out = device<float>(32);
         launch(k_big, 1, 32, (size_t)optin, 0, out);
-        EXPECT(host(out, 1)[0] == 1);
+        expect(host(out, 1)[0] == 1);
         OK(cudaFree(out));
     }
     int n;
     OK(cudaDriverGetVersion(&n));
     OK(cudaSetDevice(3));
     OK(cudaGetDevice(&n));
-    EXPECT(n == 3 && cudaSetDevice(0) == cudaSuccess);
+    expect(n == 3 && cudaSetDevice(0) == cudaSuccess);
     Setting none(emu::set.gpus, 0);
-    EXPECT(cudaGetDeviceCount(&n) == cudaErrorNoDevice && n == 0);
-    EXPECT(cudaSetDevice(0) == cudaErrorInvalidDevice && cudaGetLastError() != cudaSuccess);
-    EXPECT(strcmp(cudaGetErrorName(cudaErrorNoDevice), "cudaErrorNoDevice") == 0);
+    expect(cudaGetDeviceCount(&n) == cudaErrorNoDevice && n == 0);
+    expect(cudaSetDevice(0) == cudaErrorInvalidDevice && cudaGetLastError() != cudaSuccess);
+    expect(strcmp(cudaGetErrorName(cudaErrorNoDevice), "cudaErrorNoDevice") == 0);
 }
 
 static void test_gaps() {  // what does not touch a gap or a dead row is let through
@@ -784,9 +743,9 @@ static void test_gaps() {  // what does not touch a gap or a dead row is let thr
     emu_poison(row, 400);
     emu_unpoison(row, 400);
     std::vector<float> v = host(row, 100);
-    EXPECT(v[0] != v[0] && v[99] != v[99] && host(row + 200, 100)[99] == 0);
+    expect(v[0] != v[0] && v[99] != v[99] && host(row + 200, 100)[99] == 0);
     OK(cudaFree(row));
-    EXPECT(emu::gaps.empty());
+    expect(emu::gaps.empty());
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -846,8 +805,8 @@ template <class E> static double mma_error() {
 }
 static void test_mma() {
     double e16 = mma_error<bf16>(), h16 = mma_error<__half>();
-    EXPECT(e16 < 2e-6 && h16 < 2e-6);
-    snprintf(note, sizeof note, "max err bf16 %.1e, fp16 %.1e", e16, h16);
+    expect(e16 < 2e-6 && h16 < 2e-6);
+    detail = text("max err bf16 %.1e, fp16 %.1e", e16, h16);
 }
 
 static __global__ void k_ldmatrix(int *ok) {
@@ -873,7 +832,7 @@ static __global__ void k_ldmatrix(int *ok) {
 static void test_ldmatrix() {
     int *ok = device(std::vector<int>(1, 1));
     launch(k_ldmatrix, 1, 32, 0, 0, ok);
-    EXPECT(host(ok, 1)[0] == 1);
+    expect(host(ok, 1)[0] == 1);
     OK(cudaFree(ok));
 }
 
@@ -959,10 +918,10 @@ static void test_gemm() {  // and its planted bug: a missing wait gives NaN
     for (long seed = 0; seed < 3; seed++) {
         Setting s(emu::set.seed, seed);
         worst = std::max(worst, gemm_error(k_gemm<1>, 128, 64, 96));
-        EXPECT(std::isnan(gemm_error(k_gemm<2>, 64, 64, 64)));
+        expect(std::isnan(gemm_error(k_gemm<2>, 64, 64, 64)));
     }
-    EXPECT(worst < 1e-5);
-    snprintf(note, sizeof note, "max err %.1e; a wait too weak: NaN", worst);
+    expect(worst < 1e-5);
+    detail = text("max err %.1e; a wait too weak: NaN", worst);
 }
 
 // Groups: a wait leaves the youngest; a copy in no group never arrives; zero fill.
@@ -984,7 +943,7 @@ static void test_copy_async() {
     float4 *in = device(std::vector<float4>(3, make_float4(7, 7, 7, 7))), *out = device<float4>(4);
     launch(k_copy_async, 1, 1, 0, 0, in, out);
     std::vector<float4> v = host(out, 4);
-    EXPECT(v[0].x == 7 && std::isnan(v[1].x) && v[2].x == 0 && v[2].w == 0 && std::isnan(v[3].x));
+    expect(v[0].x == 7 && std::isnan(v[1].x) && v[2].x == 0 && v[2].w == 0 && std::isnan(v[3].x));
     OK(cudaFree(in));
     OK(cudaFree(out));
 }
@@ -1073,7 +1032,7 @@ static double lt_error(const Shape &s, float beta, bool with_bias, bool in_place
     O *c = device(C), *d = in_place ? c : device<O>(nd * s.batch), *dbias = device(bias);
     void *workspace = device<char>(1 << 20);
     Lt x = make_lt(type_of<E>(), type_of<O>(), s, with_bias ? dbias : nullptr);
-    EXPECT(x.status == CUBLAS_STATUS_SUCCESS && x.n_found >= 1);
+    expect(x.status == CUBLAS_STATUS_SUCCESS && x.n_found >= 1);
     float alpha = 0.5f;
     std::vector<O> D, first;
     for (int i = x.n_found - 1; i >= 0; i--) {  // every algorithm, the same bits
@@ -1082,7 +1041,7 @@ static double lt_error(const Shape &s, float beta, bool with_bias, bool in_place
         OK(cublasLtMatmulAlgoCapGetAttribute(&x.found[i].algo,
                                              CUBLASLT_ALGO_CAP_OUT_OF_PLACE_RESULT_SUPPORT, &beside,
                                              sizeof beside, &written));
-        EXPECT(beside == (i >= 1) && written == sizeof beside);
+        expect(beside == (i >= 1) && written == sizeof beside);
         if (!in_place && !beside) {
             continue;
         }
@@ -1092,7 +1051,7 @@ static double lt_error(const Shape &s, float beta, bool with_bias, bool in_place
         OK(cublasLtMatmul(x.handle, x.desc, &alpha, a, x.a, b, x.b, &beta, c, x.c, d, x.d,
                           &x.found[i].algo, workspace, 1 << 20, 0));
         D = host(d, nd * s.batch);
-        EXPECT(s.pad || first.empty() || memcmp(D.data(), first.data(), nd * sizeof(O)) == 0);
+        expect(s.pad || first.empty() || memcmp(D.data(), first.data(), nd * sizeof(O)) == 0);
         first = D;
     }
     double worst = 0, ulp = sizeof(O) == 4 ? 6e-8 : type_of<O>() == CUDA_R_16F ? 5e-4 : 4e-3;
@@ -1136,8 +1095,8 @@ static void test_lt() {
             runs += 5;
         }
     }
-    EXPECT(worst < 1.01);
-    snprintf(note, sizeof note, "%d products, worst %.0f %% of the tolerance", runs, 100 * worst);
+    expect(worst < 1.01);
+    detail = text("%d products, worst %.0f %% of the tolerance", runs, 100 * worst);
 }
 
 // What cuBLASLt would refuse gives a status, not a result.
@@ -1146,11 +1105,11 @@ static void lt_refusals() {
     Lt x = make_lt(CUDA_R_16BF, CUDA_R_16BF, s, nullptr);
     Lt y = make_lt(CUDA_R_16BF, CUDA_R_16BF, other, nullptr);
     Lt z = make_lt(CUDA_R_32F, CUDA_R_16BF, s, nullptr);
-    EXPECT(x.n_found == 3 && z.n_found == 0 && z.status == CUBLAS_STATUS_NOT_SUPPORTED);
+    expect(x.n_found == 3 && z.n_found == 0 && z.status == CUBLAS_STATUS_NOT_SUPPORTED);
     {
         Setting largest(emu::set.lt_max, 63);
         Lt large = make_lt(CUDA_R_16BF, CUDA_R_16BF, s, nullptr);  // m is 64
-        EXPECT(large.n_found == 0 && large.status == CUBLAS_STATUS_NOT_SUPPORTED);
+        expect(large.n_found == 0 && large.status == CUBLAS_STATUS_NOT_SUPPORTED);
     }
     bf16 *a = device<bf16>(4096), *b = device<bf16>(4096), *d = device<bf16>(4096);
     void *workspace = device<char>(1 << 20);
@@ -1167,25 +1126,27 @@ static void lt_refusals() {
     };
     OK(run(a, d, x, nullptr, 0));
     OK(run(a, d, x, &x.found[0].algo, 0));
-    EXPECT(run(a + 1, d, x, nullptr, 0) != 0);                  // misaligned
-    EXPECT(run(a, d, x, &y.found[0].algo, 1 << 20) != 0);       // chosen for another shape
-    EXPECT(run(a, d, x, &x.found[2].algo, 1 << 10) != 0);       // workspace too small
-    EXPECT(run(a, a, x, nullptr, 0) != 0);                      // D on A
-    EXPECT(beside(x, 0) == CUBLAS_STATUS_NOT_SUPPORTED);        // D beside C, in place only
+    expect(run(a + 1, d, x, nullptr, 0) != 0);                  // misaligned
+    expect(run(a, d, x, &y.found[0].algo, 1 << 20) != 0);       // chosen for another shape
+    expect(run(a, d, x, &x.found[2].algo, 1 << 10) != 0);       // workspace too small
+    expect(run(a, a, x, nullptr, 0) != 0);                      // D on A
+    expect(beside(x, 0) == CUBLAS_STATUS_NOT_SUPPORTED);        // D beside C, in place only
     OK(beside(x, 1));
     Setting none(emu::set.lt_in_place, emu::ALGORITHMS);
-    EXPECT(beside(x, 2) == CUBLAS_STATUS_NOT_SUPPORTED);
-    EXPECT(run(a, d, z, nullptr, 0) != 0);                      // types
-    EXPECT(run(a, d, y, nullptr, 0) != 0);                      // shapes
-    EXPECT(strcmp(cublasLtGetStatusName(CUBLAS_STATUS_NOT_SUPPORTED),
+    expect(beside(x, 2) == CUBLAS_STATUS_NOT_SUPPORTED);
+    expect(run(a, d, z, nullptr, 0) != 0);                      // types
+    expect(run(a, d, y, nullptr, 0) != 0);                      // shapes
+    expect(strcmp(cublasLtGetStatusName(CUBLAS_STATUS_NOT_SUPPORTED),
                   "CUBLAS_STATUS_NOT_SUPPORTED") == 0);
 }
 static void test_lt_refusals() {
-    std::string text;           // in a child: refusals are explained on stderr
-    EXPECT(in_child(lt_refusals, &text) == 0 && text.find("refuses: the shapes") != text.npos);
-    if (wrong) {
-        printf("%s", text.c_str());
-    }
+    const Outcome o = outcome(spawn([] {  // refusals are explained on stderr
+        lt_refusals();
+        fflush(NULL);
+        _exit(failures != 0);             // what it allocated goes with the process
+    }));
+    expect(o.status == 0 && o.err.find("refuses: the shapes") != Text::npos, "%s%s",
+           o.out.c_str(), o.err.c_str());
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -1195,7 +1156,7 @@ static void test_lt_refusals() {
 #if EMU_NCCL
 typedef void Rank(ncclComm_t comm, int rank, int ranks);
 static std::vector<int> rank_codes;  // exit codes of the last run_ranks
-static std::string rank_text;        // what they said on stderr
+static Text rank_text;        // what they said on stderr
 static struct { Rank *body; int ranks, claimed; } ranks_job;
 
 // Starts the ranks and reports their exit codes on stderr, where the test reads them.
@@ -1211,7 +1172,7 @@ static void rank_parent() {
             OK(ncclCommInitRank(&comm, n, id, r));
             ranks_job.body(comm, r, n);
             OK(ncclCommDestroy(comm));
-            _exit(wrong != 0);
+            _exit(failures != 0);
         }
     }
     for (pid_t child : children) {
@@ -1223,19 +1184,16 @@ static void rank_parent() {
 // Runs `ranks` processes; the ranks after the first claim to be of `claimed`.
 static void run_ranks(Rank *body, int ranks, int claimed) {
     ranks_job = {body, ranks, claimed};
-    rank_text.clear();
     rank_codes.clear();
-    in_child(rank_parent, &rank_text);
-    for (size_t at = 0; (at = rank_text.find("code ", at)) != std::string::npos; at++) {
+    rank_text = outcome(spawn(rank_parent)).err;
+    for (size_t at = 0; (at = rank_text.find("code ", at)) != Text::npos; at++) {
         rank_codes.push_back(atoi(rank_text.c_str() + at + 5));
     }
-    EXPECT((int)rank_codes.size() == ranks);
+    expect((int)rank_codes.size() == ranks);
 }
 static void expect_codes(int code) {
     for (int c : rank_codes) {
-        if (c != code && wrong++ == 0) {
-            printf("    exit code %d instead of %d:\n%s", c, code, rank_text.c_str());
-        }
+        expect(c == code, "exit code %d instead of %d: %s", c, code, rank_text.c_str());
     }
 }
 
@@ -1263,7 +1221,7 @@ template <class E> static void check_sum(ncclComm_t comm, int rank, int ranks, n
         bad += (float)sum[i] != (float)narrow<E>(s);
         bad += (float)avg[i] != (float)narrow<E>(s / (float)ranks);
     }
-    EXPECT(bad == 0);
+    expect(bad == 0);
     OK(cudaFree(in));
     OK(cudaFree(out));
 }
@@ -1281,10 +1239,10 @@ static void rank_reduce(ncclComm_t comm, int rank, int ranks) {
     check_sum<bf16>(comm, rank, ranks, ncclBfloat16);
     check_sum<__half>(comm, rank, ranks, ncclFloat16);
     long all = (long)ranks * (ranks + 1) / 2;
-    EXPECT(reduced<int>(comm, rank + 1, ncclInt32, ncclSum) == all);
-    EXPECT(reduced<int64_t>(comm, (rank + 1) * (1L << 40), ncclInt64, ncclSum) == all << 40);
-    EXPECT(reduced<double>(comm, rank + 0.125, ncclFloat64, ncclMax) == ranks - 0.875);
-    EXPECT(reduced<float>(comm, (float)rank + 2, ncclFloat32, ncclMin) == 2);
+    expect(reduced<int>(comm, rank + 1, ncclInt32, ncclSum) == all);
+    expect(reduced<int64_t>(comm, (rank + 1) * (1L << 40), ncclInt64, ncclSum) == all << 40);
+    expect(reduced<double>(comm, rank + 0.125, ncclFloat64, ncclMax) == ranks - 0.875);
+    expect(reduced<float>(comm, (float)rank + 2, ncclFloat32, ncclMin) == 2);
 }
 // In place: ReduceScatter's output and AllGather's input are the rank's own part of the buffer.
 static void rank_scatter(ncclComm_t comm, int rank, int ranks) {
@@ -1305,10 +1263,10 @@ static void rank_scatter(ncclComm_t comm, int rank, int ranks) {
         }
         bad += y[i] != s;
     }
-    EXPECT(bad == 0);
+    expect(bad == 0);
     unsigned char *bytes = device(std::vector<unsigned char>(3, (unsigned char)(rank + 5)));
     OK(ncclBroadcast(bytes, bytes, 3, ncclUint8, ranks - 1, comm, 0));
-    EXPECT(host(bytes, 3)[2] == ranks + 4);
+    expect(host(bytes, 3)[2] == ranks + 4);
 }
 // A group on a stream that runs late, and a second communicator from an id that travels through the
 // first.
@@ -1322,11 +1280,11 @@ static void rank_group(ncclComm_t comm, int rank, int ranks) {
     OK(ncclGroupStart());
     OK(ncclAllReduce(x, x, 1, ncclInt32, ncclSum, comm, s));
     OK(ncclBroadcast(x, x + 1, 1, ncclInt32, 0, comm, s));
-    EXPECT(host(x, 1)[0] == 1);
+    expect(host(x, 1)[0] == 1);
     OK(ncclGroupEnd());
     OK(cudaStreamSynchronize(s));
     int all = ranks + ranks * (ranks - 1) / 2;
-    EXPECT(host(x, 2) == (std::vector<int>{all, all}) && ncclGroupEnd() == ncclInvalidUsage);
+    expect(host(x, 2) == (std::vector<int>{all, all}) && ncclGroupEnd() == ncclInvalidUsage);
     if (rank == 0) {
         OK(ncclGetUniqueId(&id));
         OK(cudaMemcpy(ids, &id, sizeof id, cudaMemcpyHostToDevice));
@@ -1337,7 +1295,7 @@ static void rank_group(ncclComm_t comm, int rank, int ranks) {
     OK(ncclCommInitRank(&second, ranks, host(ids, 1)[0], rank));
     OK(ncclAllReduce(x, x, 1, ncclInt32, ncclMax, second, s));
     OK(ncclCommDestroy(second));
-    EXPECT(host(x, 1)[0] == all);
+    expect(host(x, 1)[0] == all);
 }
 static void test_nccl() {
     for (int ranks = 1; ranks <= 4; ranks++) {
@@ -1346,7 +1304,7 @@ static void test_nccl() {
             expect_codes(0);
         }
     }
-    snprintf(note, sizeof note, "1 to 4 ranks");
+    detail = text("1 to 4 ranks");
 }
 
 // Planted: rank 1 calls another collective, a rank another count, a rank ends, the hub ends, a
@@ -1392,10 +1350,8 @@ static void rank_nothing(ncclComm_t, int, int) { }
 static void expect_ranks_die(Rank *body, int claimed, const char *a, const char *b) {
     run_ranks(body, 3, claimed);
     expect_codes(86);
-    if (rank_text.find(a) == std::string::npos || rank_text.find(b) == std::string::npos) {
-        printf("    no \"%s\" and \"%s\" in:\n%s", a, b, rank_text.c_str());
-        wrong++;
-    }
+    expect(rank_text.find(a) != Text::npos && rank_text.find(b) != Text::npos,
+           "no '%s' and '%s' in: %s", a, b, rank_text.c_str());
 }
 static void test_nccl_deaths() {
     expect_ranks_die(rank_mismatch, 3, "rank 0 calls AllReduce #2 (count 100000",
@@ -1588,7 +1544,7 @@ static void bug_never_recorded() {
     OK(cudaEventCreate(&e));
     OK(cudaEventQuery(e));
     OK(cudaEventSynchronize(e));
-    if (wrong == 0) {
+    if (failures == 0) {
         cudaStreamWaitEvent(nullptr, e, 0);
     }
 }
@@ -1650,7 +1606,7 @@ static void test_bugs() {
         dies(b.run, instead ? b.asan : b.what, instead ? "" : b.where);
         n++;
     }
-    snprintf(note, sizeof note, "%d of %d caught with exit code 86", n - wrong, n);
+    detail = text("%d of %d caught with exit code 86", n - failures, n);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -1693,7 +1649,7 @@ static void test_speed() {
     double shuffle = least_ns(256e3, [=] { launch(k_shuffles, 1, 256, 0, 0, out, 1000); });
     double plain = least_ns(65536, [=] { launch(k_plain, 64, 1024, 0, 0, out); });
     double mma = least_ns(4e3, [=] { launch(k_mmas, 1, 128, 0, 0, out, 1000); });
-    snprintf(note, sizeof note, "ns: thread %.1f, __syncthreads %.1f, shuffle %.1f, mma of a warp "
+    detail = text("ns: thread %.1f, __syncthreads %.1f, shuffle %.1f, mma of a warp "
              "%.0f", plain, barrier, shuffle, mma);
     OK(cudaFree(out));
 }
@@ -1702,58 +1658,41 @@ static void test_speed() {
 // 10. The table and main
 // One line a test; adding one touches only the table.
 
-static const struct { const char *name; void (*run)(); } tests[] = {
-    {"launch", test_launch},    // first: a block of one thread as the first launch of all
-    {"index", test_index},
-    {"reduce", test_reduce},
-    {"shuffle", test_shuffle},
-    {"vote", test_vote},
-    {"atomic", test_atomic},
-    {"words", test_words},
-    {"shared", test_shared},
-    {"seeds", test_seeds},
-    {"shuffled", test_shuffled},
-    {"os_threads", test_os_threads},
-    {"memory", test_memory},
-    {"copies", test_copies},
-    {"pinned", test_pinned},
-    {"gaps", test_gaps},
-    {"late", test_late},
-    {"orders", test_orders},
-    {"default_stream", test_default_stream},
-    {"events", test_events},
-    {"device", test_device},
-    {"mma", test_mma},
-    {"ldmatrix", test_ldmatrix},
-    {"gemm", test_gemm},
-    {"copy_async", test_copy_async},
-    {"cublasLt", test_lt},
-    {"cublasLt_refusals", test_lt_refusals},
+static const Test tests[] = {
+    {"launch", test_launch, 1},
+    {"index", test_index, 1},
+    {"reduce", test_reduce, 1},
+    {"shuffle", test_shuffle, 1},
+    {"vote", test_vote, 1},
+    {"atomic", test_atomic, 1},
+    {"words", test_words, 1},
+    {"shared", test_shared, 1},
+    {"seeds", test_seeds, 1},
+    {"shuffled", test_shuffled, 1},
+    {"os_threads", test_os_threads, 1},
+    {"memory", test_memory, 1},
+    {"copies", test_copies, 1},
+    {"pinned", test_pinned, 1},
+    {"gaps", test_gaps, 1},
+    {"late", test_late, 1},
+    {"orders", test_orders, 1},
+    {"default_stream", test_default_stream, 1},
+    {"events", test_events, 1},
+    {"device", test_device, 1},
+    {"mma", test_mma, 1},
+    {"ldmatrix", test_ldmatrix, 1},
+    {"gemm", test_gemm, 1},
+    {"copy_async", test_copy_async, 1},
+    {"cublasLt", test_lt, 1},
+    {"cublasLt_refusals", test_lt_refusals, 1},
 #if EMU_NCCL
-    {"nccl", test_nccl},
-    {"nccl_deaths", test_nccl_deaths},
+    {"nccl", test_nccl, 1},
+    {"nccl_deaths", test_nccl_deaths, 1},
 #endif
-    {"bugs", test_bugs},
-    {"speed", test_speed},
+    {"bugs", test_bugs, 1},
+    {"speed", test_speed, 1},
 };
 
 int main(int argc, char **argv) {
-    int passed = 0, failed = 0, skipped = 0;
-    for (const auto &test : tests) {
-        bool wanted = argc < 2;
-        for (int i = 1; i < argc; i++) {
-            wanted |= strstr(test.name, argv[i]) != nullptr;
-        }
-        if (!wanted) {
-            skipped++;
-            continue;
-        }
-        wrong = 0;
-        note[0] = 0;
-        test.run();
-        printf("cuda_cpu %-20s %-70s %s\n", test.name, note, wrong ? "FAILED" : "ok");
-        (wrong ? failed : passed)++;
-    }
-    printf("%d passed, %d failed, %d skipped\n", passed, failed, skipped);
-    return failed > 0;
+    return harness_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
 }

@@ -35,7 +35,7 @@ static char fuzz_message[8192];
 
 static void fact_failed(const char *fact, int line) {
     fflush(fuzz_errors);
-    dprintf(2, "fuzz.c:%d: '%s' does not hold; last message: %s\n", line, fact, fuzz_message);
+    dprintf(2, "fuzz.c:%d: check failed: %s; last message: %s\n", line, fact, fuzz_message);
     abort();
 }
 #define FACT(condition) ((condition) ? (void)0 : fact_failed(#condition, __LINE__))
@@ -321,11 +321,13 @@ static Bpe fuzz_bpe;
 
 static void target_bpe_merges(const unsigned char *bytes, size_t size) {
     bpe_parse_merges(&fuzz_bpe, bytes, size, "vocab.bpe");
+    bpe_require_gpt2(&fuzz_bpe, "vocab.bpe");
     FACT(fuzz_bpe.count == GPT2_VOCABULARY);
 }
 
 static void target_bpe_tokens(const unsigned char *bytes, size_t size) {
     bpe_parse_tokens(&fuzz_bpe, bytes, size, "gpt2_tokenizer.bin");
+    bpe_require_gpt2(&fuzz_bpe, "gpt2_tokenizer.bin");
     FACT(fuzz_bpe.count == GPT2_VOCABULARY);
 }
 

@@ -1,56 +1,72 @@
 // checkpoints.cpp -- folders of checkpoints as a user, a full disk or a stranger leaves them: what
-// is damaged is passed over by name, what is foreign is refused, nothing whole is lost, and a run
+// is damaged is skipped by name, what is foreign is refused, nothing complete is lost, and a run
 // that goes on ends in the bytes of the undisturbed one.
 //
 // Run:    build/test/checkpoints [--program build/train_gpt2_asan] [NAME...]
 
 #include "files.h"
+#include <sys/ptrace.h>
+#include <sys/syscall.h>
 
-// Went on from an older checkpoint, and says in one line what is wrong with the newest.
-static void passed_over_at(int line, const Outcome &o, const Text &file, const Text &who) {
-    if (o.status != 0 || o.err.find("passed over out/step-00000008: " + file) == Text::npos ||
-        o.err.find('\n') != o.err.size() - 1) {
+// Went on from an older checkpoint, and says of every newer one in a line what is wrong with it:
+// "step-00000008: config.json".
+static void passed_over_at(int line, const Outcome &o, const Words &skipped, const Text &who) {
+    bool all = o.status == 0;
+    for (const Text &what : skipped) {
+        all = all && o.err.find("train_gpt2: skipped out/" + what) != Text::npos;
+    }
+    if (!all || std::count(o.err.begin(), o.err.end(), '\n') != (long)skipped.size()) {
         fail(__FILE__, line, who + text(": status %d, stderr: ", o.status) + o.err.substr(0, 600));
     }
 }
-#define expect_passed_over(outcome, file, who) passed_over_at(__LINE__, outcome, file, who)
+#define expect_passed_over(outcome, who, ...) passed_over_at(__LINE__, outcome, {__VA_ARGS__}, who)
 
-// A damaged checkpoint is passed over by name, and the run that goes on from the one before ends in
-// the same bytes; a foreign one is refused; without a whole one nothing is lost or begun;
-// unfinished ones are removed; --keep keeps the newest; a finished run resumes to the same end.
-static void test_checkpoint_folder() {
+static const char eight_steps[] = TINY "--quiet -x 8 -n 2 -y 1 -o out ";
+static const char every_second[] = "step-00000002 step-00000004 step-00000006 step-00000008";
+
+// A damaged checkpoint is skipped by name, and the run that goes on from the one before ends in
+// the same bytes.
+static void test_checkpoint_damaged() {
     write_corpus();
-    const Text run = TINY "--quiet -x 8 -n 2 -y 1 -o out ";
+    const Text run = eight_steps;
     expect_success(program(run), "first run");
-    expect(names_in("out", "step") == "step-00000002 step-00000004 step-00000006 step-00000008");
-    const Text good = checkpoint_bytes("out", 8), tensors = tensors_of("out", 8);
-    const Text at = "out/step-00000008/";
+    expect(names_in("out", "step") == every_second);
+    const Text good = checkpoint_bytes("out", 8), at = "out/step-00000008/";
     for (int i = 0; i < SAVED_FILES; i++) {
         const Text path = at + saved_files[i], file = read_file(path);
-        const char *named = i == SAVED_MANIFEST ? "" : saved_files[i];  // or what it tells of
+        const Text newest = "step-00000008: ";
+        const Text named = newest + (i == SAVED_MANIFEST ? "" : saved_files[i]);  // or what it says
         const size_t size = file.size();
         for (size_t byte : {(size_t)0, (size_t)9, size / 3, size - 1, size}) {
             Text bad = file;
             byte < size ? (void)(bad[byte] ^= 4) : bad.push_back('x');
             write_file(path, bad);
-            expect_passed_over(program(run), named, text("byte %zu", byte));
+            expect_passed_over(program(run), text("byte %zu", byte), named);
             expect(checkpoint_bytes("out", 8) == good, "%s, byte %zu", path.c_str(), byte);
         }
         for (size_t length : {(size_t)0, (size_t)5, size / 2, size - 2}) {
             write_file(path, file.substr(0, length));
-            expect_passed_over(program(run), named, text("cut to %zu", length));
+            expect_passed_over(program(run), text("cut to %zu", length), named);
         }
         unlink(path.c_str());
-        expect_passed_over(program(run), saved_files[i], "missing");
+        expect_passed_over(program(run), "missing", newest + saved_files[i]);
         expect(checkpoint_bytes("out", 8) == good, "%s missing", path.c_str());
     }
+}
+
+// Without a complete checkpoint nothing is lost or begun; one of another run is refused.
+static void test_checkpoint_foreign() {
+    write_corpus();
+    const Text run = eight_steps;
+    expect_success(program(run), "first run");
+    const Text tensors = tensors_of("out", 8);
     for (int step = 2; step <= 8; step += 2) {
         write_file(text("out/step-%08d/config.json", step), "{}");
     }
     Outcome o = program(run);
-    expect(o.status == 1 && o.err.find("no checkpoint in out is whole") != Text::npos, "%s",
+    expect(o.status == 1 && o.err.find("no checkpoint in out is complete") != Text::npos, "%s",
            o.err.c_str());
-    expect(names_in("out", "step") == "step-00000002 step-00000004 step-00000006 step-00000008");
+    expect(names_in("out", "step") == every_second);
     expect_success(program(TINY "--quiet -x 8 -n 2 -y 1 -o again"), "again");
     remove_folder("out");
     expect(rename("again", "out") == 0 && tensors_of("out", 8) == tensors);
@@ -62,12 +78,64 @@ static void test_checkpoint_folder() {
     write_file("other.bin", other);
     expect_refused(program("-i other.bin -e l2h2c16t16 -b 2 -x 8 -n 2 -y 1 -o out"),
                    "is of another run", "other data");
+}
+
+// A resume shares with its checkpoint all that decides which tokens a step reads.
+static void test_checkpoint_identity() {
+    write_corpus();
+    expect_success(program(TINY "--quiet -x 2 -o out"), "first run");
+    for (const char *other : {"--seed 2", "-t 8", "--shuffle 0", "-i val.bin"}) {
+        const Text data = other[1] == 'i' ? "" : "-i train.bin ";
+        expect_refused(program(data + "-e l2h2c16t16 -b 2 --quiet -x 4 -y 1 -o out " + other),
+                       "checkpoint out/step-00000002 is of another run", other);
+    }
+    expect_success(program(TINY "--quiet -x 4 -l 1e-3 -y 1 -o out"), "another learning rate");
+}
+
+// Folders that only look like checkpoints are left alone; what stands in a damaged one and is not
+// the program's is moved aside, not removed; --keep counts no checkpoint after the run's own.
+static void test_checkpoint_strangers() {
+    write_corpus();
+    const Text run = TINY "--quiet -n 2 -y 1 -o out ";
+    expect_success(program(run + "-x 4"), "first run");
+    const Text good = checkpoint_bytes("out", 4);
+    const char *const strangers[] = {"step-9", "step-000000099", "step-00000009.old", "steps",
+                                     "step-0000000x"};
+    for (const char *name : strangers) {
+        mkdir(("out/" + Text(name)).c_str(), 0755);
+    }
+    expect_success(program(run + "-x 4"), "strangers");
+    for (const char *name : strangers) {
+        expect(exists("out/" + Text(name)), "%s is gone", name);
+    }
+    write_file("out/step-00000004/config.json", "{}");
+    write_file("out/step-00000004/notes", "mine");
+    expect_passed_over(program(run + "-x 2 --keep 1"), "kept", "step-00000004: config.json");
+    expect(exists("out/step-00000002/manifest.json"), "the only whole one is gone");
+    expect_passed_over(program(run + "-x 4"), "notes", "step-00000004: config.json");
+    expect(checkpoint_bytes("out", 4) == good && !exists("out/step-00000004/notes"));
+    expect(read_file("out/step-00000004.damaged/notes") == "mine");
+}
+
+// A finished run resumes to the same end, with the norms that it saw; unfinished checkpoints are
+// removed, and so are those that --keep does not keep; a log is cut back to whole lines.
+static void test_checkpoint_folder() {
+    write_corpus();
+    const Text run = eight_steps;
+    expect_success(program(run), "first run");
+    const Text model = in_checkpoint("out", 8, SAVED_MODEL), tensors = tensors_of("out", 8);
     mkdir("out/step-00000099.tmp", 0755);
-    write_file("out/step-00000099.tmp/model.safetensors", good.substr(0, 999));
+    write_file("out/step-00000099.tmp/model.safetensors", model.substr(0, 999));
     expect_success(program(run), "resumed after its end");
-    expect(names_in("out", "step") == "step-00000002 step-00000004 step-00000006 step-00000008",
-           "%s", names_in("out", "step").c_str());
+    expect(names_in("out", "step") == every_second, "%s", names_in("out", "step").c_str());
     expect(tensors_of("out", 8) == tensors, "resumed after its end");
+    const std::vector<double> norms = values_in(read_file("out/log.jsonl"), "grad_norm");
+    double saved[8];  // the state's first tensor; the log has 9 digits
+    memcpy(saved, header_and_data(in_checkpoint("out", 8, SAVED_STATE)).second.data(),
+           sizeof saved);
+    for (size_t i = 0; i < 8 && norms.size() == 8; i++) {
+        expect_near(saved[i], norms[i], 1e-8 * norms[i], "norm of step %zu", i + 1);
+    }
     mkdir("torn", 0755);  // killed before its first checkpoint, inside a line of the log
     write_file("torn/log.jsonl",
                "{\"event\":\"start\"}\n{\"step\":1,\"loss\":5}\n{\"step\":2,\"lo");
@@ -173,9 +241,38 @@ static void test_state_refused() {
                                           "\"../x\": {}, ", "\"a\": [}, "};
     for (const char *more : doubles) {
         write_manifest("out/step-00000004", more);
-        Outcome o = program(run);
-        expect(o.status == 0 && o.err.find("passed over out/step-00000004: manifest.json: it") !=
-                                    Text::npos, "%s: %s", more, o.err.c_str());
+        expect_passed_over(program(run), more, "step-00000004: manifest.json: it");
+    }
+}
+
+// A manifest with one thing changed makes its checkpoint one to pass over.
+static void test_manifest_refused() {
+    write_corpus();
+    const Text run = TINY "--quiet -x 4 -n 2 -y 1 -o out", path = "out/step-00000004/manifest.json";
+    expect_success(program(run), "first run");
+    const Text good = read_file(path), end = checkpoint_bytes("out", 4);
+    const Text size = text("\"bytes\": %zu", in_checkpoint("out", 4, SAVED_CONFIG).size());
+    static const char another[] = "manifest.json: its version is not 2";
+    const struct {
+        Text was, now;
+        const char *words;
+    } table[] = {{"\"version\": 2", "\"version\": 1", another},
+                 {"\"version\": 2", "\"version\": 3", another},
+                 {"\"version\": 2,", "", another},
+                 {"train_gpt2 checkpoint", "another checkpoint", "manifest.json: it is damaged"},
+                 {"}}", "}", "manifest.json: it is damaged"},
+                 {"}}", "}}}", "manifest.json: it is damaged"},
+                 {"\"config.json\"", "\"other.json\"", "manifest.json: it names"},
+                 {size, size + "0", "config.json has not its manifest's size"},
+                 {size, "\"bytes\": -1", "manifest.json: it is damaged"},
+                 {size + ", \"sha256\": \"", size + ", \"sha257\": \"", "config.json is damaged"}};
+    for (auto &row : table) {
+        Text bad = good;
+        expect(bad.find(row.was) != Text::npos, "no %s", row.was.c_str());
+        bad.replace(bad.find(row.was), row.was.size(), row.now);
+        write_file(path, bad);
+        expect_passed_over(program(run), row.now, Text("step-00000004: ") + row.words);
+        expect(checkpoint_bytes("out", 4) == end, "%s", row.now.c_str());
     }
 }
 
@@ -219,7 +316,7 @@ static void test_model_option() {
 }
 
 // A disk that fills up inside any file of a checkpoint, and what else is in the way, leave the one
-// before as it was; a folder in the first form, or one without a manifest, is passed over.
+// before as it was; a folder in the first form, or one without a manifest, is skipped.
 static void test_checkpoint_writes() {
     write_corpus();
     expect_success(program(TINY "--quiet -x 2 -o out"), "first run");
@@ -251,22 +348,158 @@ static void test_checkpoint_writes() {
     mkdir("out/step-00000003", 0755);
     write_file("out/step-00000003/state.bin", good);
     write_file("out/step-00000009", "no folder");
-    Outcome o = program(run);
-    expect(o.status == 0 &&
-               o.err.find("passed over out/step-00000003: manifest.json") != Text::npos &&
-               o.err.find("passed over out/step-00000009: manifest.json") != Text::npos,
-           "%s", o.err.c_str());
+    expect_passed_over(program(run), "in the way", "step-00000009: manifest.json",
+                       "step-00000003: manifest.json");
     unlink("out/step-00000009");
     remove_folder("out/step-00000003");
-    expect_success(program(run), "the newest checkpoint is whole");
+    expect_success(program(run), "the newest checkpoint is complete");
 }
 
+// -------------------------------------------------------------------------------------------------
+// What a power cut leaves
+// is what was synced before. Nobody cuts the power here: the test looks on, system call by call, as
+// a debugger does, and demands an order under which every moment leaves a complete checkpoint.
+
+#ifdef PTRACE_GET_SYSCALL_INFO
+// The text at an address of another process.
+static Text text_in(pid_t pid, uint64_t address) {
+    Text path(4096, 0);
+    const int fd = open(text("/proc/%d/mem", (int)pid).c_str(), O_RDONLY);
+    const ssize_t n = pread(fd, &path[0], path.size() - 1, (off_t)address);
+    close(fd);
+    return path.substr(0, n > 0 ? strlen(path.c_str()) : 0);
+}
+
+// The file behind a descriptor of another process, as seen from the folder of the test.
+static Text file_of(pid_t pid, uint64_t fd) {
+    char path[4096], here[4096];
+    const Text link = text("/proc/%d/fd/%d", (int)pid, (int)fd);
+    const ssize_t n = readlink(link.c_str(), path, sizeof path);
+    const Text all(path, n > 0 ? (size_t)n : 0), folder = Text(getcwd(here, sizeof here)) + "/";
+    return all + "/" == folder ? "." : all.find(folder) == 0 ? all.substr(folder.size()) : all;
+}
+
+// A call that changes files, as one line; "" for any other.
+static Text disk_call(pid_t pid) {
+    struct __ptrace_syscall_info call = {};
+    if (ptrace(PTRACE_GET_SYSCALL_INFO, pid, sizeof call, &call) <= 0 ||
+        call.op != PTRACE_SYSCALL_INFO_ENTRY) {
+        return "";
+    }
+    const auto &arg = call.entry.args;
+    switch (call.entry.nr) {
+        case SYS_write:
+        case SYS_pwrite64: return "write " + file_of(pid, arg[0]);
+        case SYS_fsync: return "sync " + file_of(pid, arg[0]);
+#ifdef SYS_rename
+        case SYS_rename: return "rename " + text_in(pid, arg[0]) + " " + text_in(pid, arg[1]);
+#endif
+#ifdef SYS_renameat
+        case SYS_renameat:
+#endif
+        case SYS_renameat2: return "rename " + text_in(pid, arg[1]) + " " + text_in(pid, arg[3]);
+        default: return "";
+    }
+}
+
+// The calls of a run of the program and of all its threads, in their order.
+static Words disk_calls(const Text &arguments) {
+    const pid_t pid = start(arguments, [] {
+        setenv("ASAN_OPTIONS", "detect_leaks=0", 1);  // which it cannot do under a debugger
+        if (ptrace(PTRACE_TRACEME, 0, NULL, NULL) != 0) {
+            _exit(SKIPPED);
+        }
+    });
+    Words calls;
+    int status = 0, first = 1;
+    for (pid_t at; (at = waitpid(-1, &status, __WALL)) > 0;) {
+        if (at == pid && WIFEXITED(status)) {
+            if (WEXITSTATUS(status) == SKIPPED) {
+                skip("no process may trace another here");
+            }
+            expect(WEXITSTATUS(status) == 0, "%s", read_file("stderr").c_str());
+        }
+        if (!WIFSTOPPED(status)) {
+            continue;
+        }
+        if (first) {
+            ptrace(PTRACE_SETOPTIONS, pid, NULL, (void *)(PTRACE_O_TRACESYSGOOD |
+                                                          PTRACE_O_TRACECLONE | PTRACE_O_EXITKILL));
+            first = 0;
+        }
+        const Text call = WSTOPSIG(status) == (SIGTRAP | 0x80) ? disk_call(at) : "";
+        if (!call.empty() && (calls.empty() || call != calls.back())) {
+            calls.push_back(call);
+        }
+        ptrace(PTRACE_SYSCALL, at, NULL, NULL);
+    }
+    return calls;
+}
+
+// The place of the last of some calls that come before place `before`; -1: there is none.
+static long last_of(const Words &calls, const Text &call, size_t before = SIZE_MAX) {
+    for (size_t i = std::min(before, calls.size()); i-- > 0;) {
+        if (calls[i] == call) {
+            return (long)i;
+        }
+    }
+    return -1;
+}
+
+// Every file of a checkpoint is synced after its last byte, then their folder, then the folder gets
+// its final name, and that is synced before the log tells of it. A checkpoint that --keep removes
+// loses its name only after the new one has it for good, and first of all the final one.
+static void test_sync_order() {
+    write_corpus();
+    const Words calls = disk_calls(TINY "--quiet -x 2 -n 1 --keep 1 -o runs/out");
+    long before = -1;
+    for (int step = 1; step <= 2; step++) {
+        const Text path = text("runs/out/step-%08d", step), folder = path + ".tmp";
+        const long renamed = last_of(calls, "rename " + folder + " " + path);
+        const long named = last_of(calls, "sync " + folder, (size_t)std::max(renamed, 0L));
+        expect(renamed >= 0 && named >= 0, "%s: renamed %ld, folder synced %ld", path.c_str(),
+               renamed, named);
+        for (const char *name : saved_files) {
+            const Text file = folder + "/" + name;
+            const long wrote = last_of(calls, "write " + file);
+            const long synced = last_of(calls, "sync " + file);
+            expect(before < wrote && wrote < synced && synced < named,
+                   "%s: written %ld, synced %ld, folder synced %ld", file.c_str(), wrote, synced,
+                   named);
+        }
+        const auto from = calls.begin() + std::max(renamed, 0L);
+        const auto stays = std::find(from, calls.end(), "sync runs/out");
+        const auto told = std::find(from, calls.end(), "write runs/out/log.jsonl");
+        expect(stays < told, "%s: the log tells of it before its name is synced", path.c_str());
+        before = renamed;
+        if (step == 2) {
+            const Text old = "runs/out/step-00000001";
+            expect(last_of(calls, "rename " + old + " " + old + ".tmp") > stays - calls.begin(),
+                   "%s goes before the new one stays", old.c_str());
+        }
+    }
+    for (const char *parent : {"sync runs", "sync ."}) {
+        const long at = std::find(calls.begin(), calls.end(), parent) - calls.begin();
+        expect(at < last_of(calls, "write runs/out/log.jsonl"), "%s", parent);
+    }
+    detail = text("%zu calls", calls.size());
+}
+#else
+static void test_sync_order() { skip("this system's headers cannot name a traced call"); }
+#endif
+
 static const Test tests[] = {
+    {"checkpoint_damaged", test_checkpoint_damaged, 1},
+    {"checkpoint_foreign", test_checkpoint_foreign, 1},
     {"checkpoint_folder", test_checkpoint_folder, 1},
+    {"checkpoint_identity", test_checkpoint_identity, 1},
+    {"checkpoint_strangers", test_checkpoint_strangers, 1},
     {"state_refused", test_state_refused, 1},
     {"vocabulary_files", test_vocabulary_files, 1},
+    {"manifest_refused", test_manifest_refused, 1},
     {"model_option", test_model_option, 1},
     {"checkpoint_writes", test_checkpoint_writes, 1},
+    {"sync_order", test_sync_order, 1},
 };
 
 int main(int argc, char **argv) {

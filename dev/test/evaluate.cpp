@@ -6,54 +6,52 @@
 #include "files.h"
 #include <sstream>
 
-// GPT-2's tokens as bytes, from its merges: first the 256 bytes, those that print before those that
-// do not, then each merge's two parts. In the file a byte that prints stands for itself; the others
-// are characters from U+0100 on.
-static Words gpt2_tokens(const Text &merges) {
-    auto prints = [](int c) { return (c > 32 && c < 127) || (c > 160 && c != 173); };
-    Words tokens, characters(0x144);
-    for (int pass = 0, next = 0x100; pass < 2; pass++) {
-        for (int c = 0; c < 256; c++) {
-            if (prints(c) == (pass == 0)) {
-                characters[(size_t)(pass ? next++ : c)] = Text(1, (char)c);
-                tokens.push_back(Text(1, (char)c));
-            }
-        }
+static const char gpt2_run[] = "-i gpt2.bin -e l1h1c8t16 -b 1 -x 1 -s 1 -g 9 ";
+static const char sample_begins[] = "--- sample after step 1 ---\n";
+
+// The tokens of a sample that is printed as numbers.
+static Ids sampled_ids(const Outcome &o) {
+    Ids ids;
+    std::istringstream numbers(o.out.substr(o.out.find(sample_begins) + strlen(sample_begins)));
+    for (size_t id; numbers >> id;) {
+        ids.push_back((uint16_t)id);
     }
-    for (size_t at = merges.find('\n') + 1, end; (end = merges.find('\n', at)) < merges.size();
-         at = end + 1) {
-        Text token;
-        for (size_t i = at; i < end; i++) {
-            const unsigned char c = (unsigned char)merges[i];
-            if (c != ' ') {
-                token += characters[c < 128 ? c : (size_t)((c & 31) << 6 | (merges[++i] & 63))];
-            }
-        }
-        tokens.push_back(token);
-    }
-    tokens.push_back("<|endoftext|>");
-    return tokens;
+    return ids;
 }
 
-// A sample of GPT-2's tokens is text where the vocabulary is at hand, and else numbers.
-static void test_bpe_samples() {
-    const Words tokens = gpt2_tokens(vocab_bpe());
+// Without the vocabulary a sample of GPT-2's tokens is numbers, and a prompt is refused; no other
+// vocabulary will do, however well formed.
+static void test_no_vocabulary() {
     write_file("gpt2.bin", shard_bytes(Ids(400, 995), GPT2_TOKENS));
     write_file("bytes.bin", shard_bytes(Ids(400, 99), BYTE_TOKENS));
+    write_file("made", made_merges());
+    const Text run = gpt2_run;
+    Outcome o = program(run);
+    expect_success(o, "no vocabulary");
+    const Ids ids = sampled_ids(o);
+    expect(ids.size() == 10 && ids[0] == 50256, "%zu tokens", ids.size());
+    expect_refused(program(run + "--prompt=Hello"), "data/prepare.sh puts vocab.bpe", "--prompt");
+    expect_refused(program(run + "--tokenizer absent"), "cannot read vocabulary absent", "absent");
+    expect_refused(program(run + "--tokenizer made"),
+                   "made: not GPT-2's vocabulary: 50257 tokens with fingerprint", "made up");
+    expect_refused(program("-i bytes.bin -e l2h2c16t16 --tokenizer made"),
+                   "--tokenizer: bytes.bin has byte tokens", "bytes");
+}
+
+// A sample of GPT-2's tokens is text where the vocabulary is at hand, and so is a prompt.
+static void test_bpe_samples() {
+    const Words tokens = tokens_of_merges(vocab_bpe());
+    write_file("gpt2.bin", shard_bytes(Ids(400, 995), GPT2_TOKENS));
     write_file("vocab", vocab_bpe());
-    const Text run = "-i gpt2.bin -e l1h1c8t16 -b 1 -x 1 -s 1 -g 9 ";
     // The same sample as numbers and, where the vocabulary is there, as text.
-    const Text before = "--- sample after step 1 ---\n", after = "\n---\n";
+    const Text run = gpt2_run, before = sample_begins, after = "\n---\n";
     Outcome o = program(run), p = program(run + "--tokenizer vocab");
     expect_success(o, "no vocabulary");
     expect_success(p, "--tokenizer vocab");
-    Ids ids;
     Text decoded;
-    std::istringstream numbers(o.out.substr(o.out.find(before) + before.size()));
-    for (size_t id; numbers >> id; ids.push_back((uint16_t)id)) {
+    for (const uint16_t id : sampled_ids(o)) {
         decoded += id < tokens.size() ? tokens[id] : "(no such token)";
     }
-    expect(ids.size() == 10 && ids[0] == 50256, "%zu tokens", ids.size());
     expect(tokens.size() == 50257 && tokens[995] == " world", "%zu tokens", tokens.size());
     expect(p.out.find(before + decoded + after) != Text::npos, "%s", p.out.c_str());
     o = program(run + "--tokenizer vocab --prompt=Hello,\xc3\xa9 -o out");
@@ -61,12 +59,8 @@ static void test_bpe_samples() {
     expect(o.out.find(before + "Hello,\xc3\xa9") != Text::npos, "%s", o.out.c_str());
     expect(read_file("out/log.jsonl").find("\"sample\":\"Hello,\xc3\xa9") != Text::npos);
     expect(log_steps("out/log.jsonl") == one_to(1), "every line of the log is JSON");
-    expect_refused(program(run + "--prompt=Hello"), "data/prepare.sh puts vocab.bpe", "--prompt");
-    expect_refused(program(run + "--tokenizer absent"), "cannot read vocabulary absent", "absent");
     expect_refused(program(run + "--tokenizer vocab --prompt=1,2,3,4,5,6,7,8,9"),
                    "--prompt: 17 tokens, at most 16 fit", "long prompt");
-    expect_refused(program("-i bytes.bin -e l2h2c16t16 --tokenizer vocab"),
-                   "--tokenizer: bytes.bin has byte tokens", "bytes");
 }
 
 // --eval, which needs no data: lines as promised, the same score for any B, JSON, a T that is too
@@ -154,6 +148,7 @@ static void test_eval_checkpoint() {
 }
 
 static const Test tests[] = {
+    {"no_vocabulary", test_no_vocabulary, 1},
     {"bpe_samples", test_bpe_samples, 1},
     {"eval_command", test_eval_command, 1},
     {"eval_checkpoint", test_eval_checkpoint, 1},

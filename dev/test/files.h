@@ -6,6 +6,7 @@
 #include "harness.h"
 #include <glob.h>
 #include <algorithm>
+#include <set>
 #include <utility>
 
 // -------------------------------------------------------------------------------------------------
@@ -43,23 +44,14 @@ inline void write_corpus() {
 // The start of a run on that text.
 #define TINY "-i train.bin -e l2h2c16t16 -b 2 "
 
-// Options that name real text: tinyshakespeare's bytes when they are prepared, else this
-// repository's own sources, *from_sources.
-inline Text training_files(int *from_sources) {
-    const Text prepared = root + "/data/tinyshakespeare_bytes_";
-    int there = exists(prepared + "train.bin") && exists(prepared + "val.bin");
-    if (from_sources) {
-        *from_sources = !there;
+// Options that name the text of data/stories, divided here: the last tenth validates.
+inline Text training_files() {
+    if (system(("'" + root + "/data/stories' > stories.txt").c_str()) != 0) {
+        give_up("cannot run " + root + "/data/stories");
     }
-    if (there) {
-        return "-i " + prepared + "train.bin -j " + prepared + "val.bin";
-    }
-    Text source = read_file(root + "/train_gpt2.c");
-    Ids tokens(source.begin(), source.end());
-    for (uint16_t &token : tokens) {
-        token &= 255;
-    }
-    auto cut = tokens.begin() + (long)(tokens.size() / 10 * 9);
+    const Text stories = read_file("stories.txt");
+    const Ids tokens(stories.begin(), stories.end());
+    const auto cut = tokens.begin() + (long)(tokens.size() / 10 * 9);
     write_file("t.bin", shard_bytes({tokens.begin(), cut}, BYTE_TOKENS));
     write_file("v.bin", shard_bytes({cut, tokens.end()}, BYTE_TOKENS));
     return "-i t.bin -j v.bin";
@@ -74,6 +66,19 @@ inline Text real_data(const Text &name) {
     return text.empty() ? read_file(root + "/data/" + name.substr(name.rfind('/') + 1)) : text;
 }
 
+// `n` bytes, a function of the seed.
+inline Text random_bytes(size_t n, uint64_t seed) {
+    Text out(n, 0);
+    for (size_t i = 0; i < n; i++) {
+        out[i] = (char)(random_unit(seed, i) * 256);
+    }
+    return out;
+}
+
+// -------------------------------------------------------------------------------------------------
+// Vocabularies
+// GPT-2's where it is at hand, and one made up in its form, of its size.
+
 // GPT-2's merges, or the end of the test.
 inline Text vocab_bpe() {
     Text text = real_data("gpt2/vocab.bpe");
@@ -83,13 +88,94 @@ inline Text vocab_bpe() {
     return text;
 }
 
-// `n` bytes, a function of the seed.
-inline Text random_bytes(size_t n, uint64_t seed) {
-    Text out(n, 0);
-    for (size_t i = 0; i < n; i++) {
-        out[i] = (char)(random_unit(seed, i) * 256);
+// Bytes in order of their tokens: those that print, then those that do not.
+inline Ids bytes_in_order() {
+    Ids order, others;
+    for (int c = 0; c < 256; c++) {
+        const bool prints = (c > 32 && c < 127) || (c > 160 && c != 173);
+        (prints ? order : others).push_back((uint16_t)c);
     }
-    return out;
+    order.insert(order.end(), others.begin(), others.end());
+    return order;
+}
+
+// The character that vocab.bpe writes for the i-th of them: itself where it prints, else one from
+// U+0100 on.
+inline int merges_character(int i) {
+    enum { PRINT = 188 };
+    return i < PRINT ? bytes_in_order()[(size_t)i] : 0x100 + i - PRINT;
+}
+
+// A token as vocab.bpe writes it.
+inline Text merges_word(const Text &token) {
+    static Words characters;
+    if (characters.empty()) {
+        characters.resize(256);
+        for (int i = 0; i < 256; i++) {
+            const int c = merges_character(i);
+            characters[bytes_in_order()[(size_t)i]] =
+                c < 128 ? Text(1, (char)c) : Text{(char)(0xc0 | c >> 6), (char)(0x80 | (c & 63))};
+        }
+    }
+    Text word;
+    for (const char c : token) {
+        word += characters[(unsigned char)c];
+    }
+    return word;
+}
+
+// The tokens of a vocab.bpe as bytes: 256 of one byte, each merge's two parts, and end of text.
+inline Words tokens_of_merges(const Text &merges) {
+    Text bytes(0x144, 0);
+    Words tokens;
+    for (int i = 0; i < 256; i++) {
+        bytes[(size_t)merges_character(i)] = (char)bytes_in_order()[(size_t)i];
+        tokens.push_back(Text(1, (char)bytes_in_order()[(size_t)i]));
+    }
+    for (size_t at = merges.find('\n') + 1, end; (end = merges.find('\n', at)) < merges.size();
+         at = end + 1) {
+        Text token;
+        for (size_t i = at; i < end; i++) {
+            const unsigned char c = (unsigned char)merges[i];
+            if (c != ' ') {
+                token += bytes[c < 128 ? c : (size_t)((c & 31) << 6 | (merges[++i] & 63))];
+            }
+        }
+        tokens.push_back(token);
+    }
+    tokens.push_back("<|endoftext|>");
+    return tokens;
+}
+
+// The first merges of the made-up vocabulary; merge i is token 256 + i.
+inline const char *const made_first[][2] = {
+    {"a", "a"}, {"aa", "aa"}, {"a", "b"}, {"b", "c"}, {"ab", "c"}, {" ", "t"}, {"h", "e"},
+    {" t", "he"}, {"\n", "\n"}, {"\xc3", "\xa9"}, {"'", "s"}, {"1", "2"}, {"12", "3"}, {" ", " "}};
+
+// A vocab.bpe of GPT-2's size: merges whose tokens tests can work out by hand, then all pairs of
+// small letters and pairs of such pairs, in an order that is neither theirs nor that of the text.
+inline Text made_merges() {
+    Text all = "#version: 0.2\n";
+    std::set<Text> known;
+    int count = 0;
+    auto merge = [&](const Text &left, const Text &right) {
+        if (count < 50000 && known.insert(left + right).second) {
+            all += merges_word(left) + " " + merges_word(right) + "\n";
+            count++;
+        }
+    };
+    for (auto &row : made_first) {
+        merge(row[0], row[1]);
+    }
+    auto pair = [](int i) { return Text{(char)('a' + i / 26), (char)('a' + i % 26)}; };
+    for (int i = 0; i < 676; i++) {
+        const int k = i * 387 % 676;  // coprime: every pair comes once
+        merge(pair(k).substr(0, 1), pair(k).substr(1));
+    }
+    for (uint64_t i = 0; count < 50000; i += 2) {
+        merge(pair((int)(random_unit(7, i) * 676)), pair((int)(random_unit(7, i + 1) * 676)));
+    }
+    return all;
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -518,6 +604,16 @@ inline Ints one_to(int n) {
         steps.push_back(i);
     }
     return steps;
+}
+
+// All values of `key` in a log.
+inline std::vector<double> values_in(const Text &log, const char *key) {
+    const Text name = Text("\"") + key + "\":";
+    std::vector<double> values;
+    for (size_t at = 0; (at = log.find(name, at)) != Text::npos; at += name.size()) {
+        values.push_back(strtod(&log[at + name.size()], NULL));
+    }
+    return values;
 }
 
 // The last value of `key` in a log.

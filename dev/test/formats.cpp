@@ -5,6 +5,72 @@
 
 #include "../../data/formats.c"
 #include "files.h"
+#include <sys/time.h>
+
+// A pipe that is read slowly, and a timer that interrupts: writes end short, or with EINTR, and all
+// bytes come through all the same.
+static void test_write_all() {
+    const Text data = random_bytes(1 << 20, 3);
+    int ends[2];
+    expect(pipe(ends) == 0);
+    const pid_t reader = fork();
+    if (reader == 0) {
+        close(ends[1]);
+        Text got, piece(30000, 0);
+        for (ssize_t n; (n = read(ends[0], &piece[0], piece.size())) > 0; usleep(1000)) {
+            got.append(piece, 0, (size_t)n);
+        }
+        _exit(got != data);
+    }
+    close(ends[0]);
+    struct sigaction action = {};
+    action.sa_handler = [](int) {};  // without SA_RESTART
+    sigaction(SIGALRM, &action, NULL);
+    struct itimerval often = {{0, 700}, {0, 700}}, never = {};
+    setitimer(ITIMER_REAL, &often, NULL);
+    expect(write_all(ends[1], data.data(), data.size()) == 0, "%s", strerror(errno));
+    setitimer(ITIMER_REAL, &never, NULL);
+    close(ends[1]);
+    int status = 1;
+    waitpid(reader, &status, 0);
+    expect(status == 0, "other bytes came out");
+    const int full = open("/dev/full", O_WRONLY);
+    expect(full < 0 || (write_all(full, "x", 1) == -1 && errno == ENOSPC), "a full disk");
+}
+
+// Messages: one line whatever a name holds, and sizes in words.
+static void test_messages() {
+    expect_death(die("a\x7f\x1b[2J\nb\tc"), "train_gpt2: a??[2J?b?c\n");
+    const std::pair<double, const char *> sizes[] = {
+        {0, "0 B"}, {1023, "1023 B"}, {1024, "1.0 KiB"}, {1048576, "1.0 MiB"},
+        {0x1p30, "1.00 GiB"}, {0x1p50, "1024.00 TiB"}, {-2048, "-2.0 KiB"}};
+    for (auto &row : sizes) {
+        expect(Text(bytes_text(row.first).s) == row.second, "%s", bytes_text(row.first).s);
+    }
+    expect(Text(count_text(-1234567).s) == "-1,234,567" && Text(count_text(999).s) == "999");
+    expect(Text(duration_text(0.4).s) == "0:00" && Text(duration_text(59.5).s) == "1:00" &&
+           Text(duration_text(3599.5).s) == "1:00:00");
+}
+
+// Files as they are, an empty one too; what is no file is refused, a pipe without waiting for it.
+static void test_mapping() {
+    const Text data = random_bytes(3 * 4096 + 5, 4);
+    Mapping m;
+    write_file("some", data);
+    write_file("empty", "");
+    mkfifo("pipe", 0644);
+    expect(mapping_open(&m, "some") == 0 && m.size == data.size() &&
+           memcmp(m.bytes, data.data(), m.size) == 0);
+    mapping_done(m.bytes + 1, m.size - 2);
+    expect(memcmp(m.bytes, data.data(), m.size) == 0, "pages given back");
+    mapping_close(&m);
+    expect(m.bytes == NULL && m.size == 0);
+    expect(mapping_open(&m, "empty") == 0 && m.size == 0, "an empty file");
+    mapping_close(&m);
+    expect(mapping_open(&m, "absent") == -1 && errno == ENOENT);
+    expect(mapping_open(&m, ".") == -1 && errno == EISDIR);
+    expect(mapping_open(&m, "pipe") == -1 && errno == EINVAL);
+}
 
 // The hash of `data`, added in two pieces.
 static Text sha256_of(const Text &data, size_t cut) {
@@ -51,6 +117,20 @@ static void test_sha256() {
         sha256_blocks_plain(b, (const unsigned char *)data.data(), length / 64);
         expect(memcmp(a, b, sizeof a) == 0, "%zu blocks", length / 64);
     }
+    Sha256 s, want;    // 2^29 bytes before the end: their bits need more than 32 of the length
+    char out[SHA256_TEXT];
+    Text block(64, 0), digits;
+    sha256_start(&s);
+    sha256_start(&want);
+    s.bytes = 1u << 29;
+    sha256_end(&s, out);
+    block[0] = '\x80';
+    block[59] = 1;
+    sha256_blocks_plain(want.h, (const unsigned char *)block.data(), 1);
+    for (uint32_t h : want.h) {
+        digits += text("%08x", h);
+    }
+    expect(digits == out, "a length of 33 bits");
     detail = SHA256_X86 ? "x86's instructions and plain C" : "plain C";
 }
 
@@ -66,6 +146,7 @@ static Text json_fault(const Text &json) {
     return j.fault ? j.fault : "";
 }
 
+// Texts that are JSON and texts that are not quite; every byte of one changed, every length.
 static void test_json() {
     const Text open64(64, '['), close64(64, ']'), nul(1, 0);
     static const char value[] = "a value should stand", number[] = "neither a number nor",
@@ -102,6 +183,11 @@ static void test_json() {
             json_fault(other);  // the sanitizers look
         }
     }
+    detail = text("%zu texts", table.size());
+}
+
+// Escapes become UTF-8, and a text that is too long for its place is cut.
+static void test_json_strings() {
     const struct {
         Text json;
         size_t capacity;
@@ -116,6 +202,10 @@ static void test_json() {
         json_string(&j, out.data(), row.capacity);
         expect(!j.fault && out.data() == row.want, "%s", row.json.c_str());
     }
+}
+
+// Whole numbers up to 2^53, and nothing else.
+static void test_json_counts() {
     static const struct {
         const char *json;
         int64_t want;  // -1: a fault
@@ -127,13 +217,36 @@ static void test_json() {
         int64_t got = json_count(&j);
         expect(row.want < 0 ? j.fault != NULL : !j.fault && got == row.want, "%s", row.json);
     }
-    detail = text("%zu texts", table.size());
 }
 
-static Bpe bpe;  // GPT-2's, after open_bpe()
-static void open_bpe() {
-    Text text = vocab_bpe();
-    bpe_parse_merges(&bpe, (const unsigned char *)text.data(), text.size(), "vocab.bpe");
+// Every two bytes, with tails of all kinds, against RFC 3629's table; cut anywhere there is none.
+static void test_utf8() {
+    static const char tails[][3] = {"\x80\x80", "\xbf\xbf", "\x7f\x80", "\xc0\x80", "\x80\x7f"};
+    for (int first = 0x80; first < 256; first++) {
+        for (int second = 0; second < 256; second++) {
+            for (const char *tail : tails) {
+                const Text bytes = Text{(char)first, (char)second} + tail;
+                const int want = utf8_size(bytes.c_str());
+                for (int left = 1; left <= 4; left++) {
+                    const int got = utf8_length((const unsigned char *)bytes.data(), (size_t)left);
+                    expect(got == (want <= left ? want : 0), "%02x %02x %02x %02x, of %d: %d",
+                           first, second, tail[0] & 255, tail[1] & 255, left, got);
+                }
+            }
+        }
+    }
+    uint32_t c;
+    const std::pair<const char *, uint32_t> known[] = {{"a", 'a'}, {"\xc3\xa9", 0xe9},
+        {"\xe2\x82\xac", 0x20ac}, {"\xf4\x8f\xbf\xbf", 0x10ffff}, {"\xff", UINT32_MAX}};
+    for (auto &row : known) {
+        const int n = utf8_decode(&c, (const unsigned char *)row.first, strlen(row.first));
+        expect(c == row.second && n == (int)strlen(row.first), "%x of %d bytes", c, n);
+    }
+}
+
+static Bpe bpe;  // of the merges given to open_bpe()
+static void open_bpe(const Text &merges) {
+    bpe_parse_merges(&bpe, (const unsigned char *)merges.data(), merges.size(), "vocab.bpe");
 }
 
 // llm.c's file of the open vocabulary; token `other` has these bytes instead of its own.
@@ -176,7 +289,7 @@ static Text decode(const Ids &ids) {
 // Encodings that tiktoken 0.14.0 gives (dev/check_tiktoken.py compares far more), and
 // tinyshakespeare's published counts.
 static void test_bpe_known() {
-    open_bpe();
+    open_bpe(vocab_bpe());
     static const struct {
         Text text;
         Ids ids;
@@ -266,10 +379,137 @@ static Ids naive_merge(const Text &piece) {
     return ids;
 }
 
+// A made-up vocabulary is read as it is written. Tokens worked out by hand: the lowest merge goes
+// first wherever it stands, and of the same at several places the leftmost.
+static void test_bpe_ties() {
+    const Text merges = made_merges();
+    open_bpe(merges);
+    const Words tokens = tokens_of_merges(merges);
+    for (size_t i = 0; i < tokens.size(); i++) {
+        expect(decode({(uint16_t)i}) == tokens[i], "token %zu", i);
+    }
+    // a is 64, b 65, c 66 and the space 220; 256 is aa, 257 aaaa, 258 ab, 259 bc, 260 abc,
+    // 261 " t", 262 he, 263 " the", 264 two line ends, 269 two spaces.
+    static const struct {
+        const char *text;
+        Ids ids;
+    } known[] = {{"aaa", {256, 64}}, {"aaaaa", {257, 64}}, {"aaaaaaa", {257, 256, 64}},
+                 {"aab", {256, 65}}, {"aaab", {256, 258}}, {"aaaab", {257, 65}},
+                 {"aabaa", {256, 65, 256}}, {"abc", {260}}, {"abbc", {258, 259}},
+                 {"aaabc", {256, 260}}, {"bcab", {259, 258}},
+                 {" the", {263}}, {"\n\n\n", {264, 188 + 10}}, {"the", {83, 262}},
+                 {"\n   ", {188 + 10, 269, 220}}, {"\xc3\xa9's", {265, 266}},
+                 {"1231", {268, 16}}, {"", {}}};
+    for (auto &row : known) {
+        expect(encode(row.text) == row.ids, "'%s'", row.text);
+    }
+    detail = text("%zu tokens", tokens.size());
+}
+
+// Tokens whose hashes lead to the table's last slot go on at its first.
+static void test_bpe_table() {
+    bpe_begin(&bpe);
+    Words last;
+    for (uint32_t i = 0, tag; last.size() < 3; i++) {
+        const Text token = text("%u", i);
+        if (bpe_slot(&bpe, token.data(), token.size(), &tag) == BPE_SLOTS - 1) {
+            last.push_back(token);
+        }
+    }
+    for (size_t i = 0; i < last.size(); i++) {
+        expect(bpe_id(&bpe, last[i].data(), last[i].size()) == -1);
+        expect(bpe_add(&bpe, last[i].data(), last[i].size()) == 1);
+        expect(bpe_id(&bpe, last[i].data(), last[i].size()) == (int)i, "%s", last[i].c_str());
+    }
+    expect(bpe_add(&bpe, last[1].data(), last[1].size()) == 0, "twice");
+    const Text longest(BPE_LONGEST, 'x');
+    expect(bpe_add(&bpe, longest.data(), 0) == 0 && bpe_id(&bpe, longest.data(), 0) == -1);
+    expect(bpe_add(&bpe, longest.data(), BPE_LONGEST) == 1);
+    Text token = longest;
+    for (int i = 0; i < 10000; i++) {    // the text is full before the table is
+        token.replace(0, 4, text("%04d", i));
+        const int room = bpe.start[bpe.count] + BPE_LONGEST <= BPE_TEXT;
+        expect(bpe_add(&bpe, token.data(), BPE_LONGEST) == room, "token %d", i);
+    }
+}
+
+// Where GPT-2's pattern cuts: between the bars.
+static void test_bpe_pieces() {
+    static const char *const known[] = {
+        "it|'s| I|'ll| THEY|'|RE| we|'d|'ve|'| '|s|'m|'|r|'|l|'|v|'t|e|'",
+        "x|=|1234567890|.|5|e|-|3|;",
+        " | two| | spaces| \n\n\t| end|  ", " ", "a| ", "\n|\n|a", "  |\xc2\xa0|x",
+        "a|\xe3\x80\x80|\xe3\x80\x80|b|\xc2\xa0|c|\xe2\x80\xa8|d",
+        "e|\xcc\x81| \xc2\xbd| \xe2\x85\xa7| \xc2\xb2|a",
+        "\xff\xfe| \xe3\x80|a|\xed\xa0\x80!|1\xd9\xa3|!|\xc3\xa9z",
+        "''|s", "!'|s", " '|s", "\xe4\xb8\xad\xe6\x96\x87|\xe3\x80\x82", "'"};
+    bpe_begin(&bpe);
+    for (const char *row : known) {
+        Text whole = row, cut;
+        whole.erase(std::remove(whole.begin(), whole.end(), '|'), whole.end());
+        const unsigned char *p = (const unsigned char *)whole.data(), *end = p + whole.size();
+        for (const unsigned char *next; p < end; p = next) {
+            next = piece_end(&bpe, p, end);
+            cut += Text(cut.empty() ? "" : "|") + Text((const char *)p, (size_t)(next - p));
+        }
+        expect(cut == row, "'%s', not '%s'", cut.c_str(), row);
+    }
+}
+
+// Unicode's White_Space, and none beside.
+static void test_spaces() {
+    const Ids spaces = {9, 10, 11, 12, 13, ' ', 0x85, 0xa0, 0x1680, 0x2000, 0x2001, 0x2002, 0x2003,
+                        0x2004, 0x2005, 0x2006, 0x2007, 0x2008, 0x2009, 0x200a, 0x2028, 0x2029,
+                        0x202f, 0x205f, 0x3000};
+    bpe_begin(&bpe);
+    for (int c = 0; c < 0x10000; c++) {
+        const bool want = std::find(spaces.begin(), spaces.end(), c) != spaces.end();
+        expect(is_space((uint32_t)c) == want, "U+%04X", c);
+        expect((bpe.classes[c] == CLASS_SPACE) == want, "class of U+%04X", c);
+    }
+}
+
+// Words around the limits of what an encoder keeps, met again and again among each other.
+static void test_bpe_words() {
+    open_bpe(made_merges());
+    Words words;
+    for (size_t length = 29; length <= 34; length++) {
+        for (const char *end : {"a", "A", "b"}) {    // a and A differ in one bit
+            words.push_back(Text(length - 1, 'a') + end);
+        }
+    }
+    for (size_t tokens = 13; tokens <= 18; tokens++) {
+        words.push_back(Text(tokens, '4'));  // no digits merge but 12 and 123
+    }
+    BpeEncoder e;
+    bpe_encoder_open(&e, &bpe);
+    for (int again = 0; again < 3; again++) {
+        for (const Text &word : words) {
+            expect(encode(word, &e) == encode(word), "'%s'", word.c_str());
+        }
+    }
+    bpe_encoder_close(&e);
+}
+
+// Prompts and samples are text where a vocabulary is at hand.
+static void test_prompts() {
+    open_bpe(made_merges());
+    Token tokens[8];
+    char out[BPE_LONGEST];
+    expect(prompt_tokens(tokens, 8, TOKENIZER_GPT2, &bpe, "aaa the") == 3 && tokens[0] == 256 &&
+           tokens[1] == 64 && tokens[2] == 263);
+    expect(prompt_tokens(tokens, 8, TOKENIZER_GPT2, &bpe, "") == 1 && tokens[0] == 50256);
+    expect(prompt_tokens(tokens, 3, TOKENIZER_GPT2, &bpe, "a b") == 3);
+    expect_death(prompt_tokens(tokens, 2, TOKENIZER_GPT2, &bpe, "a b"),
+                 "--prompt: 3 tokens, at most 2");
+    expect(Text(out, (size_t)token_text(out, TOKENIZER_GPT2, &bpe, 263)) == " the");
+    expect(Text(out, (size_t)token_text(out, TOKENIZER_GPT2, &bpe, 50256)) == "<|endoftext|>");
+}
+
 // Merging against its rule; what is encoded decodes to itself, whatever the bytes; a text may be
 // cut where bpe_cut says; long pieces take no longer than they must.
 static void test_bpe_rules() {
-    open_bpe();
+    open_bpe(made_merges());
     int cuts = 0, pieces = 0;
     BpeEncoder e;
     bpe_encoder_open(&e, &bpe);
@@ -295,22 +535,32 @@ static void test_bpe_rules() {
     expect(bpe_cut("a b c", 5) == 3 && bpe_cut("a b c", 3) == 1 && bpe_cut("a  ", 3) == 1);
     expect(bpe_cut("a\xe3\x80\x80 b", 6) == 0 && bpe_cut("\xe3\x80\x82 b", 5) == 3);
     enum { LONG = 1 << 20 };
-    expect(encode(Text(LONG, 'a'), &e) == Ids(LONG / 4, 24794), "a million letters");
-    expect(encode(Text(LONG, ' '), &e) == Ids(LONG, 220), "a million spaces");
+    expect(encode(Text(LONG, 'a'), &e) == Ids(LONG / 4, 257), "a million letters");
+    expect(encode(Text(LONG, ' '), &e) == Ids(LONG / 2, 269), "a million spaces");
     bpe_encoder_close(&e);
     detail = text("%d pieces, %d cuts", pieces, cuts);
 }
 
-// Both files of the vocabulary are read, and no other file is.
-static void test_bpe_files() {
-    open_bpe();
+// Both files of GPT-2's vocabulary are read and give one table.
+static void test_bpe_published() {
     static Bpe other;
-    const Text merges = vocab_bpe(), tokens = gpt2_tokenizer_bin(), first = "#version: 0.2\n";
-    write_file("good.bin", tokens);
+    write_file("good", vocab_bpe());
+    bpe_open(&bpe, "good");
+    write_file("good.bin", gpt2_tokenizer_bin());
     bpe_open(&other, "good.bin");
     expect(memcmp(&other, &bpe, sizeof bpe) == 0, "gpt2_tokenizer.bin gives another table");
-    Text swapped = merges;    // two lines, each as long as the other
-    std::swap(swapped[first.size() + 3], swapped[first.size() + 8]);
+}
+
+// Files of vocabularies that are damaged, or not GPT-2's, each refused by what is wrong with it.
+static void test_bpe_files() {
+    static Bpe other;
+    const Text merges = made_merges(), first = "#version: 0.2\n";
+    open_bpe(merges);
+    const Text tokens = gpt2_tokenizer_bin();
+    bpe_parse_tokens(&other, (const unsigned char *)tokens.data(), tokens.size(), "good.bin");
+    expect(memcmp(&other, &bpe, sizeof bpe) == 0, "gpt2_tokenizer.bin gives another table");
+    Text swapped = merges;    // the last two lines, each of six bytes
+    std::rotate(swapped.end() - 12, swapped.end() - 6, swapped.end());
     const struct {
         Text bytes;
         const char *words;
@@ -331,6 +581,8 @@ static void test_bpe_files() {
         {first + "a " + Text(3000, 'b'), "not two tokens in GPT-2's alphabet for bytes, of 128"},
         {first + "a \xc5\x84\n", ":2: not two tokens"},
         {Text("a b\n") + merges.substr(first.size()), "not a vocab.bpe"},
+        {merges, "not GPT-2's vocabulary: 50257 tokens with fingerprint"},
+        {tokens, "not GPT-2's vocabulary: 50257 tokens with fingerprint"},
         {swapped, "with fingerprint"},
         {merges.substr(0, merges.size() / 2), "not"},
         {merges + "Z Q\n", "not GPT-2's vocabulary: 50257 tokens with fingerprint"},
@@ -354,14 +606,18 @@ static void test_bpe_files() {
     }
     expect_death(bpe_open(&other, "absent"), "cannot read vocabulary absent: No such file");
     expect_death(bpe_open(&other, "."), "cannot read vocabulary .: Is a directory");
+    detail = text("%zu bad files", sizeof table / sizeof table[0]);
+}
+
+// Where the vocabulary is looked for: where --tokenizer says, else in data/, merges first.
+static void test_bpe_find() {
     char path[PATH_BYTES];
     expect(!bpe_find(path, "") && bpe_find(path, "absent") && strcmp(path, "absent") == 0);
     mkdir("data", 0755);
-    write_file("data/gpt2_tokenizer.bin", tokens);
+    write_file("data/gpt2_tokenizer.bin", "");
     expect(bpe_find(path, "") && strcmp(path, "data/gpt2_tokenizer.bin") == 0);
-    write_file("data/vocab.bpe", merges);
+    write_file("data/vocab.bpe", "");
     expect(bpe_find(path, "") && strcmp(path, "data/vocab.bpe") == 0);
-    detail = text("%zu bad files", sizeof table / sizeof table[0]);
 }
 
 // The parser on exactly these bytes, at an odd address: status and stderr.
@@ -374,9 +630,14 @@ static Outcome eval_parsed(const Text &bytes) {
     }));
 }
 
-// Files with any one field wrong, cut anywhere, or with flipped bits: parsed, or refused in a line.
-static void test_eval_hostile() {
-    const Text good = eval_bytes({{3, {11, 12}, {{1}, {2, 3}, {4}, {5}}}, {0, {1}, {{1}, {2}}}});
+// Two questions: one of 34 bytes, one of 22.
+static Text small_eval() {
+    return eval_bytes({{3, {11, 12}, {{1}, {2, 3}, {4}, {5}}}, {0, {1}, {{1}, {2}}}});
+}
+
+// Files with one field wrong are refused by its name.
+static void test_eval_fields() {
+    const Text good = small_eval();
     const size_t body = LLMC_HEADER_BYTES, second = body + 2 * 17;
     auto with_word = [&](size_t at, int word) {
         Text bad = good;
@@ -428,6 +689,13 @@ static void test_eval_hostile() {
     for (auto &row : table) {
         expect_refused(eval_parsed(row.bytes), row.words, row.words);
     }
+    detail = text("%zu wrong fields", sizeof table / sizeof table[0]);
+}
+
+// Files cut anywhere are refused, files with a flipped bit parsed or refused, in a line.
+static void test_eval_hostile() {
+    const Text good = small_eval();
+    const size_t body = LLMC_HEADER_BYTES;
     for (size_t n = 1; n < good.size(); n += n < body - 1 ? 93 : 1) {
         expect_refused(eval_parsed(good.substr(0, n)), "x.bin: ", text("cut to %zu bytes", n));
     }
@@ -439,15 +707,30 @@ static void test_eval_hostile() {
             expect_refused(o, "x.bin: example ", text("bit %zu flipped", bit));
         }
     }
-    detail = text("%zu wrong fields, every length, every bit", sizeof table / sizeof table[0]);
+    detail = "every length, every bit";
 }
 
 static const Test tests[] = {
+    {"write_all", test_write_all, 1},
+    {"messages", test_messages, 1},
+    {"mapping", test_mapping, 1},
     {"sha256", test_sha256, 1},
     {"json", test_json, 1},
+    {"json_strings", test_json_strings, 1},
+    {"json_counts", test_json_counts, 1},
+    {"utf8", test_utf8, 1},
+    {"bpe_table", test_bpe_table, 1},
     {"bpe_known", test_bpe_known, 1},
+    {"bpe_ties", test_bpe_ties, 1},
+    {"bpe_pieces", test_bpe_pieces, 1},
+    {"spaces", test_spaces, 1},
+    {"bpe_words", test_bpe_words, 1},
+    {"prompts", test_prompts, 1},
     {"bpe_rules", test_bpe_rules, 1},
+    {"bpe_published", test_bpe_published, 1},
     {"bpe_files", test_bpe_files, 1},
+    {"bpe_find", test_bpe_find, 1},
+    {"eval_fields", test_eval_fields, 1},
     {"eval_hostile", test_eval_hostile, 1},
 };
 

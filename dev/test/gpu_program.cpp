@@ -48,7 +48,7 @@ static void test_gpu_bad_input() {
                        "fp32 where there is no bf16");
         Outcome small = program("-i train.bin -b 64 -x 2 -e l4h2c64t16 -o small",
                                 with("EMU_GPU_MEM", "42000000"));
-        expect_refused(small, ": short ", "too little memory");
+        expect_refused(small, " short; ", "too little memory");
         expect(small.err.find("-r ") != Text::npos && small.err.find(" frees ") != Text::npos,
                "remedies: %s", small.err.c_str());
     }
@@ -67,10 +67,11 @@ static void test_gpu_start() {
     }
     write_corpus();
     const Text run = "-i train.bin -e l2h2c16t16 -b 2 -x 2 ";
-    Outcome o = program(run + "-o out", with("EMU_CC", "99"));
+    Outcome o = program(run + "-o out", with("EMU_CC", "999"));
     expect_success(o, "a GPU that the table of peaks does not know");
     expect(o.out.find("\npeak     unknown: ") != Text::npos &&
-               o.out.find("of peak") == Text::npos && o.out.find("; cuBLASLt 1") != Text::npos,
+               o.out.find("% of peak") == Text::npos &&
+               o.out.find("; cuBLASLt 1") != Text::npos,
            "%s", o.out.c_str());
     const Text log = read_file("out/log.jsonl");
     expect(log.find("\"peak_pct\":null") != Text::npos &&
@@ -88,7 +89,7 @@ static void test_gpu_start() {
             setenv("EMU_GPU_MEM", text("%ld", plan + (500L << 20) - less).c_str(), 1);
         });
         if (less) {
-            expect_refused(o, ": short 1 B", "a byte less");
+            expect_refused(o, ": 1 B short", "a byte less");
         } else {
             expect_success(o, "plan, context and libraries to the byte");
         }
@@ -197,25 +198,15 @@ static void test_gpu_checkpoints() {
     }
 }
 
-// The losses of a log's steps.
-static std::vector<double> losses_in(const Text &path) {
-    std::vector<double> losses;
-    const Text all = read_file(path);
-    for (size_t at = 0; (at = all.find("\"loss\":", at)) != Text::npos; at += 7) {
-        losses.push_back(strtod(&all[at + 7], NULL));
-    }
-    return losses;
-}
-
-// 200 steps in bf16 on real text stay within 2 % of the oracle's loss, each and every one. (On the
-// emulated device the worst step is 0.3 to 0.8 % off, depending on the text.)
+// 200 steps in bf16 stay within 2 % of the oracle's loss, each and every one.
 static void test_gpu_learns() {
-    const Text run = training_files(nullptr) + " -e l2h2c64t64 -b 2 -x 200 -l 1e-3 -u 20 -v 0 -r 1 "
-                                               "--quiet -o ";
+    const Text run = training_files() +
+                     " -e l2h2c64t64 -b 2 -x 200 -l 1e-3 -u 20 -v 0 -r 1 --quiet -o ";
     Outcome oracle = cpu_program(run + "cpu"), gpu = program(run + "gpu");
     expect_success(oracle, "oracle");
     expect_success(gpu, "bf16");
-    std::vector<double> want = losses_in("cpu/log.jsonl"), got = losses_in("gpu/log.jsonl");
+    std::vector<double> want = values_in(read_file("cpu/log.jsonl"), "loss"),
+                        got = values_in(read_file("gpu/log.jsonl"), "loss");
     expect(want.size() == 200 && got.size() == 200, "%zu and %zu steps", want.size(), got.size());
     for (size_t i = 0; i < want.size() && i < got.size(); i++) {
         expect_near(got[i], want[i], 0.02 * want[i], "loss of step %zu", i + 1);
@@ -224,7 +215,7 @@ static void test_gpu_learns() {
     for (size_t i = 180; i < 200 && i < got.size(); i++) {
         last += got[i] / 20;
     }
-    expect(last < 3.5, "the last 20 losses are %.3f on average; a uniform guess has 5.55", last);
+    expect(last < 2.9, "the last 20 losses are %.3f on average; a uniform guess has 5.55", last);
 }
 
 static const Test tests[] = {

@@ -9,27 +9,7 @@ mkdir -p build
 scratch=$(mktemp -d "$root/build/machines.XXXXXX") || exit 1
 trap 'rm -rf "$scratch"' EXIT
 unset MAKEFLAGS MAKELEVEL REPORTED WERROR ARCH NVCC GPU
-passed=0 failed=0 skipped=0
-
-verdict() {    # verdict NAME STATUS [what was found]
-    if [ "$2" -eq 0 ]; then
-        passed=$((passed + 1))
-        echo "machines  $1  ok"
-    else
-        failed=$((failed + 1))
-        echo "machines  $1  FAILED${3:+: $3}"
-    fi
-}
-
-# says NAME PATTERN TEXT, and its opposite.
-says() {
-    [[ $3 =~ $2 ]]
-    verdict "$1" $? "no '$2' in '$3'"
-}
-says_not() {
-    ! [[ $3 =~ $2 ]]
-    verdict "$1" $? "'$2' in '$3'"
-}
+. dev/test/verdicts.sh machines
 
 # --- The Makefile ---------------------------------------------------------------------------------
 
@@ -144,7 +124,7 @@ case $FINDS in
     ours) report layernorm_forward_kernel; summary 1; exit 1 ;;
     cut) report nvjet; summary 5000; echo "========= ERROR SUMMARY: 4999 errors were not printed" ;;
     split) report splitKreduce_kernel; summary 1; exit 1 ;;
-    refused) echo "train_gpt2cu: the plan needs 3.0 GiB, available are 2"; summary 0; exit 1 ;;
+    refused) echo "train_gpt2cu: the plan needs 3.0 GiB, only 2 are free"; summary 0; exit 1 ;;
 esac
 END
 chmod +x "$scratch/bin/compute-sanitizer"
@@ -183,8 +163,7 @@ if [ -x train_gpt2cu_cpu ]; then
     says_not "gpu_check: a stage done again starts over" "tokens/s; planned" \
         "$(cat "$OUT/summary.md")"
 else
-    skipped=$((skipped + 1))
-    echo "machines  gpu_check on the emulated device  skipped (no train_gpt2cu_cpu)"
+    skip "gpu_check on the emulated device" "no train_gpt2cu_cpu"
 fi
 sanitized nothing ok "no errors in kernels of ours"
 says "gpu_check: our kernels are watched" \

@@ -71,7 +71,7 @@ struct Bound {
     int bare;                // functions over CONTRACT_OVER lines without a contract, at most
 };
 static const Bound bounds[] = {
-    {"train_gpt2.c", true, 4850, 10.4, 15},
+    {"train_gpt2.c", true, 4850, 13.1, 3},
     {"data/formats.c", true, 1700, 10.4, 8},
     {"train_gpt2.cu", true, 5500, 14.0, 9},
     {"test_gpt2.cu", true, 4200, 0, -1},
@@ -106,9 +106,11 @@ struct Exception {
 #define TO_DIVIDE "to be divided"
 static const Exception exceptions[] = {
     {"attention_forward_kernel", 100, 0, ONE_LOOP},
-    {"attention_backward_dq_kernel", 85, 0, ONE_LOOP},
+    {"attention_backward_dq_kernel", 100, 0, ONE_LOOP},
     {"attention_backward_dkv_kernel", 85, 0, ONE_LOOP},
-    {"classifier_kernel", 65, 0, "forward and backward of a row that stays in registers"},
+    {"classifier_kernel", 70, 0, "forward and backward of a row that stays in registers"},
+    {"layernorm_forward_kernel", 65, 0, "one row in registers from first to last"},
+    {"layernorm_backward_kernel", 70, 0, "one loop over rows whose sums stay in registers"},
     {"planted_faults", 90, 0, "a table"},
     {"cublasLtMatmul", 0, 16, NVIDIAS},
     {"cublasLtMatmulAlgoGetHeuristic", 0, 10, NVIDIAS},
@@ -120,13 +122,7 @@ static const Exception exceptions[] = {
     {"dataset_batch", 0, 8, TO_DIVIDE},
     {"file_transposed", 0, 7, TO_DIVIDE},
     {"launch_at", 0, 9, "what <<<>>> takes, and the place in the source"},
-    {"dev/bench_files.c:main", 80, 0, TO_DIVIDE},
-    {"test_bpe_files", 65, 0, TO_DIVIDE},
-    {"test_eval_network", 80, 0, TO_DIVIDE},
-    {"test_eval_hostile", 65, 0, TO_DIVIDE},
-    {"test_checkpoint_folder", 65, 0, TO_DIVIDE},
-    {"test_json", 65, 0, TO_DIVIDE},
-    {"test_model_refused", 80, 0, TO_DIVIDE},
+    {"dev/bench_files.c:main", 75, 0, TO_DIVIDE},
     {"check_adamw", 85, 0, TO_DIVIDE},
     {"run_product", 0, 7, TO_DIVIDE},
     {"launch_kernel", 0, 7, TO_DIVIDE},

@@ -8,22 +8,7 @@ mkdir -p build
 scratch=$(mktemp -d "build/tools test.XXXXXX") || exit 1
 server=
 trap 'cd "$root" && rm -rf "$scratch"; [ -z "$server" ] || kill $server' EXIT
-passed=0 failed=0 skipped=0
-
-verdict() {    # verdict NAME STATUS [what was found]
-    if [ "$2" -eq 0 ]; then
-        passed=$((passed + 1))
-        echo "tools  $1  ok"
-    else
-        failed=$((failed + 1))
-        echo "tools  $1  FAILED${3:+: $3}"
-    fi
-}
-
-skip() {    # skip NAME WHY
-    skipped=$((skipped + 1))
-    echo "tools  $1  skipped ($2)"
-}
+. dev/test/verdicts.sh tools
 
 # equal NAME FOUND EXPECTED
 equal() {
@@ -41,12 +26,6 @@ refuses() {
         ! compgen -G 'bad*' > /dev/null
     verdict "$name" $? "status $status, said '$said'"
     rm -f bad*
-}
-
-# says NAME PATTERN TEXT
-says() {
-    [[ $3 =~ $2 ]]
-    verdict "$1" $? "said '$3'"
 }
 
 # numbers FORMAT SKIP FILE: what stands in a file after SKIP bytes.
@@ -101,6 +80,9 @@ refuses "no tokenizer named" "bytes is missing" ./tokenize -o bad text
 refuses "two tokenizers" "contradict each other" $tokenize --bpe -o bad text
 refuses "no vocabulary" "needs GPT-2's vocab.bpe" ./tokenize --bpe -o bad text
 refuses "bad vocabulary" "text: " ./tokenize --bpe --tokenizer text -o bad text
+printf '#version: 0.2\na b\n' > made
+refuses "another vocabulary" "made: not GPT-2's vocabulary: 258 tokens with fingerprint" \
+    ./tokenize --bpe --tokenizer made -o bad text
 refuses "two splits" "contradict each other" $tokenize -o bad --val-tokens 1 --val-file text text
 refuses "stream among files" "a stream is the only input" $tokenize -o bad text -
 refuses "no threads" "not a whole number from 1 to 1024" $tokenize -o bad --threads 0 text

@@ -1,0 +1,552 @@
+// sass.cpp -- machine code of the kernels against their budgets: what a machine without a GPU can
+// say about speed.
+//
+// What it is: every kernel's contract in train_gpt2.cu ends with a line or more of this form,
+//
+//     // budget: <bf16, 64> threads 128 shared 49152 regs 222 blocks 2 instr/elem 13 of 64 loop
+//     //   test gpu_attention
+//
+// and for each GPU below the compiled instance keeps it: at most so many registers, no byte
+// spilled (`spills N`: at most N bytes), at least so many blocks on an SM when it is launched with
+// that many threads and dynamic shared bytes, and at most so many instructions for each of the
+// elements that a thread has. All of the kernel counts, its slow paths too but for subroutines, or
+// with `loop` its longest loop. An instance is named by its first template arguments, none if the
+// kernel is no template; what no line names is reported and not bound. `sm 80`: a line for that GPU
+// alone.
+//
+// What it refuses to be: a simulator. An instruction is an instruction, however long it takes.
+//
+// Build:  make build/test/sass
+// Run:    build/test/sass           from the top of the repository, after make build/sm_80.log ...;
+//                                   NVDISASM names NVIDIA's disassembler if it is not on the PATH
+//         build/test/sass WORD      all figures of the instances whose name holds WORD
+//
+// The disassembler comes with a toolkit; PyPI's nvidia-cuda-nvdisasm holds it alone.
+
+#include <ctype.h>
+#include <cxxabi.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <algorithm>
+#include <fstream>
+#include <map>
+#include <set>
+#include <sstream>
+#include <string>
+#include <vector>
+
+typedef std::string Text;
+
+// -------------------------------------------------------------------------------------------------
+// Budgets
+// From the comments of the source.
+
+struct Budget {
+    Text kernel, arguments, test, arch;
+    int line, threads, shared, regs, spills, blocks, elements;
+    double instructions;  // per element; 0: not bound
+    bool loop;
+};
+
+struct Source {
+    std::vector<Budget> budgets;
+    std::vector<Text> faults;
+};
+
+static bool starts(const Text &s, const char *with) {
+    return s.compare(0, strlen(with), with) == 0;
+}
+
+// `words` is what stands behind "budget:", its continuation lines joined.
+static bool budget_read(const Text &words, Budget *b) {
+    Text rest = words;
+    if (starts(rest, " <")) {
+        const size_t end = rest.find('>');
+        b->arguments = rest.substr(2, end - 2);
+        rest = end == Text::npos ? "" : rest.substr(end + 1);
+    }
+    std::istringstream in(rest);
+    const std::map<Text, int *> numbers = {
+        {"threads", &b->threads}, {"shared", &b->shared}, {"regs", &b->regs},
+        {"spills", &b->spills},   {"blocks", &b->blocks}, {"of", &b->elements}};
+    Text word;
+    while (in >> word) {
+        if (word == "loop") {
+            b->loop = true;
+        } else if (word == "test") {
+            in >> b->test;
+        } else if (word == "sm") {
+            in >> b->arch;
+        } else if (word == "instr/elem") {
+            in >> b->instructions;
+        } else if (numbers.count(word)) {
+            in >> *numbers.at(word);
+        } else {
+            return false;
+        }
+        if (!in) {
+            return false;
+        }
+    }
+    return b->threads > 0 && b->regs > 0 && b->blocks > 0 && !b->test.empty() &&
+           (b->instructions > 0) == (b->elements > 0);
+}
+
+static void fault(Source *source, int line, const Text &what) {
+    source->faults.push_back("train_gpt2.cu:" + std::to_string(line) + ": " + what);
+}
+
+// The name before "(" where a kernel begins, else empty. `declared`: __global__ has been met.
+static Text kernel_name(const Text &code, bool *declared) {
+    *declared |= !starts(code, "//") && !starts(code, "#") &&
+                 code.find("__global__") != Text::npos;
+    const size_t end = code.find("_kernel(");
+    if (!*declared || end == Text::npos) {
+        return "";
+    }
+    *declared = false;
+    size_t at = end;
+    while (at > 0 && (isalnum((unsigned char)code[at - 1]) || code[at - 1] == '_')) {
+        at--;
+    }
+    return code.substr(at, end - at) + "_kernel";
+}
+
+// A budget and its continuation lines; false, and `line` is the next, where none begins. `tests`:
+// text that names each test.
+static bool budget_lines(std::istream *in, Text *line, int *number, const Text &tests, Source *to) {
+    const char opening[] = "// budget:";
+    if (!starts(*line, opening)) {
+        return false;
+    }
+    Budget b = {};
+    b.line = *number;
+    Text words = line->substr(strlen(opening));
+    while ((++*number, std::getline(*in, *line)) && starts(*line, "//   ")) {
+        words += line->substr(4);
+    }
+    if (!budget_read(words, &b)) {
+        fault(to, b.line, "a budget is threads, regs, blocks, test, and more words of its kind");
+    } else if (tests.find("T(" + b.test + ",") == Text::npos) {
+        fault(to, b.line, "no test has the name " + b.test);
+    } else {
+        to->budgets.push_back(b);
+    }
+    return true;
+}
+
+// The budgets of every kernel, and the kernels that have none.
+static Source source_read(const Text &text, const Text &tests) {
+    Source source;
+    std::istringstream in(text);
+    size_t named = 0;  // budgets whose kernel is known; the others wait for the next kernel
+    bool declared = false;
+    Text line;
+    for (int number = 1; std::getline(in, line); number++) {
+        while (budget_lines(&in, &line, &number, tests, &source)) {
+        }
+        const Text kernel = kernel_name(line, &declared);
+        if (!kernel.empty() && named == source.budgets.size()) {
+            fault(&source, number, kernel + " has no budget");
+        }
+        for (; !kernel.empty() && named < source.budgets.size(); named++) {
+            source.budgets[named].kernel = kernel;
+        }
+    }
+    return source;
+}
+
+// -------------------------------------------------------------------------------------------------
+// Compiled kernels
+// What ptxas says of each, and its instructions.
+
+struct Gpu {
+    const char *arch;
+    int threads, shared_kib, blocks;  // of an SM, at most
+};
+// source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
+static const Gpu gpus[] = {{"80", 2048, 164, 32}, {"89", 1536, 100, 24}, {"90a", 2048, 228, 32}};
+
+struct Compiled {
+    Text kernel, arguments;  // arguments without spaces, bf16 for __nv_bfloat16, fp16 for __half
+    int regs, spills, shared;
+    int whole, loop;  // instructions; 0 where there is no disassembly, or no loop
+};
+
+typedef std::map<Text, Compiled> Kernels;  // by mangled name
+
+static void replace_all(Text *s, const char *what, const char *with) {
+    for (size_t at; (at = s->find(what)) != Text::npos;) {
+        s->replace(at, strlen(what), with);
+    }
+}
+
+// "void gelu_forward_kernel<__nv_bfloat16>(...)" to its name and its arguments.
+static void name_read(const Text &mangled, Compiled *c) {
+    int status;
+    char *plain = abi::__cxa_demangle(mangled.c_str(), nullptr, nullptr, &status);
+    Text name = plain ? plain : mangled;
+    free(plain);
+    if (starts(name, "void ")) {
+        name = name.substr(5);
+    }
+    const size_t end = std::min(name.find('('), name.find('<'));
+    c->kernel = name.substr(0, end);
+    if (end != Text::npos && name[end] == '<') {
+        int depth = 0;
+        size_t close = end;
+        do {
+            depth += name[close] == '<' ? 1 : name[close] == '>' ? -1 : 0;
+        } while (depth > 0 && ++close < name.size());
+        c->arguments = name.substr(end + 1, close - end - 1);
+        replace_all(&c->arguments, " ", "");
+        replace_all(&c->arguments, "__nv_bfloat16", "bf16");
+        replace_all(&c->arguments, "__half", "fp16");
+        replace_all(&c->arguments, "(bool)1", "true");
+        replace_all(&c->arguments, "(bool)0", "false");
+    }
+}
+
+// ptxas -v: three lines a kernel.
+static Kernels log_read(const Text &log) {
+    Kernels kernels;
+    std::istringstream in(log);
+    Text line;
+    Compiled *now = nullptr;
+    while (std::getline(in, line)) {
+        const size_t name = line.find("Compiling entry function '");
+        const size_t used = line.find("Used "), spill = line.find("bytes spill stores, ");
+        if (name != Text::npos) {
+            const size_t from = line.find('\'') + 1;
+            const Text mangled = line.substr(from, line.find('\'', from) - from);
+            now = &kernels[mangled];
+            *now = {};
+            name_read(mangled, now);
+        } else if (now != nullptr && spill != Text::npos) {
+            int stack, stores, loads;
+            if (sscanf(line.c_str(), "%d bytes stack frame, %d bytes spill stores, %d", &stack,
+                       &stores, &loads) == 3) {
+                now->spills = std::max(stores, loads);
+            }
+        } else if (now != nullptr && used != Text::npos) {
+            now->regs = atoi(line.c_str() + used + strlen("Used "));
+            const size_t shared = line.find(" bytes smem");
+            if (shared != Text::npos) {
+                now->shared = atoi(line.c_str() + line.rfind(' ', shared - 1) + 1);
+            }
+            now = nullptr;
+        }
+    }
+    return kernels;
+}
+
+// Counts one kernel's instructions: lines "/*01a0*/  @P0 BRA `(.L_x_1) ;", labels between them.
+// What follows the first subroutine ("$name:") and the padding behind the code are left out.
+struct Counter {
+    std::map<Text, int> labels;
+    int count = 0, last_branch_self = 0, loop = 0;
+    bool over = false;
+
+    void label(const Text &name) {
+        over |= name[0] == '$';
+        labels[name] = count;
+    }
+
+    void instruction(const Text &line) {
+        if (over) {
+            return;
+        }
+        count++;
+        const size_t branch = line.find("BRA"), from = line.find("`(", branch);
+        if (branch == Text::npos || from == Text::npos) {
+            return;
+        }
+        const Text target = line.substr(from + 2, line.find(')', from) - from - 2);
+        if (labels.count(target) && labels[target] < count - 1) {
+            loop = std::max(loop, count - labels[target]);
+        } else if (labels.count(target)) {  // a branch to itself ends the code
+            count--;
+            over = true;
+        }
+    }
+};
+
+static void sass_read(const Text &sass, Kernels *kernels) {
+    std::istringstream in(sass);
+    Text line, name;
+    Counter counter;
+    auto close = [&] {
+        if (kernels->count(name)) {
+            kernels->at(name).whole = counter.count;
+            kernels->at(name).loop = counter.loop;
+        }
+    };
+    while (std::getline(in, line)) {
+        if (starts(line, ".text.") && line.back() == ':') {
+            close();
+            name = line.substr(6, line.size() - 7);
+            counter = Counter();
+        } else if (!line.empty() && line.back() == ':' && !name.empty() && line != name + ":") {
+            counter.label(line.substr(0, line.size() - 1));
+        } else if (line.find("/*") != Text::npos && line.find(" ;") != Text::npos) {
+            counter.instruction(line);
+        }
+    }
+    close();
+}
+
+// Blocks on an SM: threads, blocks, shared memory with 1 KiB of each block the system's, and 65536
+// registers, 256 at a time to a warp, of which a quarter of the SM holds whole ones.
+static int blocks_per_sm(const Gpu &gpu, const Compiled &c, const Budget &b) {
+    const int warps = (b.threads + 31) / 32, warp_regs = (c.regs * 32 + 255) / 256 * 256;
+    const int by_regs = 65536 / 4 / std::max(warp_regs, 1) * 4 / warps;
+    const int shared = (c.shared + b.shared + 1024 + 127) / 128 * 128;
+    return std::min(std::min(gpu.blocks, gpu.threads / (warps * 32)),
+                    std::min(by_regs, gpu.shared_kib * 1024 / shared));
+}
+
+// -------------------------------------------------------------------------------------------------
+// Comparison
+// A budget's words against every instance that it names.
+
+static bool is_named_by(const Compiled &c, const Budget &b) {
+    Text want = b.arguments;
+    replace_all(&want, " ", "");
+    want += want.empty() ? "" : ",";
+    return c.kernel == b.kernel && starts(c.arguments + ",", want.c_str());
+}
+
+static Text figure(const char *name, double is, double bound, bool good) {
+    char text[60];
+    const bool whole = is == floor(is) && bound == floor(bound);
+    snprintf(text, sizeof text, whole ? " %s %.0f%s%.0f%s" : " %s %.1f%s%.1f%s", name, is,
+             good ? " of " : " and not ", bound, good ? "" : "!");
+    return text;
+}
+
+// What one instance needs beside its bounds; `good` says whether it keeps them.
+static Text compare(const Gpu &gpu, const Compiled &c, const Budget &b, bool *good) {
+    const int blocks = blocks_per_sm(gpu, c, b);
+    const bool regs = c.regs <= b.regs, spills = c.spills <= b.spills, enough = blocks >= b.blocks;
+    Text text = figure("regs", c.regs, b.regs, regs);
+    text += figure("spills", c.spills, b.spills, spills);
+    text += figure("blocks", blocks, b.blocks, enough);
+    *good = regs && spills && enough;
+    const int count = b.loop ? c.loop : c.whole;
+    if (b.elements > 0 && c.whole > 0) {
+        const double per_element = (double)count / b.elements;
+        const bool few = count > 0 && per_element <= b.instructions;
+        text += figure("instr/elem", per_element, b.instructions, few);
+        *good &= few;
+    }
+    return text;
+}
+
+static Text instance_name(const Compiled &c) {
+    return c.kernel + (c.arguments.empty() ? "" : "<" + c.arguments + ">");
+}
+
+// -------------------------------------------------------------------------------------------------
+// Planted faults
+// A kernel of six instructions, four of them a loop, whose budget is kept; then every way to miss
+// it, each of which must be seen.
+
+static const char planted_source[] =
+    "// What.\n"
+    "// budget: <bf16> threads 256 regs 32 blocks 8\n"
+    "//   instr/elem 2 of 2 loop test gpu_f\n"
+    "template <class E>\n"
+    "__global__ void f_kernel(E *a) {\n";
+static const char planted_log[] =
+    "ptxas info : Compiling entry function '_Z8f_kernelI13__nv_bfloat16EvPT_' for 'sm_80'\n"
+    "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
+    "ptxas info : Used 32 registers, used 0 barriers, 64 bytes smem\n";
+static const char planted_sass[] =
+    ".text._Z8f_kernelI13__nv_bfloat16EvPT_:\n"
+    " /*0000*/ MOV R1, c[0x0][0x28] ;\n"
+    ".L_x_1:\n"
+    " /*0010*/ FMUL R0, R0, R0 ;\n"
+    " /*0020*/ CALL.REL.NOINC `($__internal_0) ;\n"
+    " /*0030*/ FMUL R0, R0, R0 ;\n"
+    " /*0040*/ @P0 BRA `(.L_x_1) ;\n"
+    " /*0050*/ EXIT ;\n"
+    "$__internal_0:\n"
+    " /*0060*/ FADD R0, R0, R0 ;\n"
+    ".L_x_2:\n"
+    " /*0070*/ BRA `(.L_x_2);\n";
+
+struct Planted {
+    const char *where, *from, *to;  // in source, log or sass
+};
+
+// Whether everything is as its budget has it, after one replacement.
+static bool planted_is_good(const Planted &p) {
+    Text source = planted_source, log = planted_log, sass = planted_sass;
+    Text *text = p.where[1] == 'o' ? (p.where[0] == 's' ? &source : &log) : &sass;
+    const size_t at = text->find(p.from);
+    if (at == Text::npos) {
+        return true;  // then the fault is not planted, and the caller complains
+    }
+    text->replace(at, strlen(p.from), p.to);
+    const Source read = source_read(source, "T(gpu_f, CUDA_ALL),");
+    Kernels kernels = log_read(log);
+    sass_read(sass, &kernels);
+    bool good = read.faults.empty() && read.budgets.size() == 1 && kernels.size() == 1;
+    for (const auto &kernel : kernels) {
+        bool kept = false;
+        good = good && is_named_by(kernel.second, read.budgets[0]);
+        good = good && (compare(gpus[0], kernel.second, read.budgets[0], &kept), kept);
+    }
+    return good;
+}
+
+static const Planted planted_faults[] = {
+    {"log", "0 bytes spill loads", "8 bytes spill loads"},
+    {"log", "Used 32", "Used 33"},
+    {"log", " 64 bytes smem", " 40000 bytes smem"},
+    {"source", "blocks 8", "blocks 9"},
+    {"sass", "FMUL R0, R0, R0 ;\n", "MUFU.RCP R0, R0 ;\n /*0018*/ FMUL R0, R0, R0 ;\n"},
+    {"sass", "@P0 BRA `(.L_x_1)", "FADD"},
+    {"source", "2 of 2 loop", "2 of 2"},
+    {"source", "gpu_f\n", "gpu_g\n"},
+    {"source", "blocks 8", "block 8"},
+    {"source", "// budget", "// Budget"},
+    {"source", "<bf16>", "<fp16>"},
+};
+
+// -------------------------------------------------------------------------------------------------
+// Report and main
+// A line for each GPU and instance.
+
+static int passed, failed, skipped;
+
+static void verdict(bool good, const Text &line) {
+    (good ? passed : failed)++;
+    printf("%s  %s\n", line.c_str(), good ? "ok" : "FAILED");
+}
+
+static Text file_text(const Text &path) {
+    std::ifstream in(path, std::ios::binary);
+    std::stringstream text;
+    text << in.rdbuf();
+    return text.str();
+}
+
+// What a command prints; empty where it cannot be run.
+static Text command_text(const Text &command) {
+    Text text;
+    FILE *pipe = popen(command.c_str(), "r");
+    char buffer[1 << 16];
+    size_t bytes;
+    while (pipe != nullptr && (bytes = fread(buffer, 1, sizeof buffer, pipe)) > 0) {
+        text.append(buffer, bytes);
+    }
+    return pipe != nullptr && pclose(pipe) == 0 ? text : "";
+}
+
+static void report_planted(void) {
+    int seen = 0;
+    for (const Planted &p : planted_faults) {
+        if (planted_is_good({p.where, p.from, p.from}) && !planted_is_good(p)) {
+            seen++;
+        } else {
+            verdict(false, Text("sass  not seen: ") + p.from + " -> " + p.to);
+        }
+    }
+    verdict(seen > 0, "sass  " + std::to_string(seen) + " planted faults seen");
+}
+
+// The kernels of one GPU; false where nothing is compiled for it.
+static bool kernels_read(const Gpu &gpu, const Text &disassembler, Kernels *kernels) {
+    const Text log = Text("build/sm_") + gpu.arch + ".log";
+    *kernels = log_read(file_text(log));
+    if (!kernels->empty() && !disassembler.empty()) {
+        const Text sass = command_text("'" + disassembler + "' -c " + log + ".cubin");
+        sass_read(sass, kernels);
+        if (sass.empty()) {
+            verdict(false, "sass  " + disassembler + " disassembles " + log + ".cubin");
+        }
+    }
+    return !kernels->empty();
+}
+
+static void report_gpu(const Gpu &gpu, const Source &source, const Kernels &kernels) {
+    for (const Budget &b : source.budgets) {
+        if (!b.arch.empty() && b.arch != gpu.arch) {
+            continue;
+        }
+        bool found = false;
+        for (const auto &kernel : kernels) {
+            if (is_named_by(kernel.second, b)) {
+                bool good = false;
+                const Text text = compare(gpu, kernel.second, b, &good);
+                verdict(good, Text("sass  sm_") + gpu.arch + "  " + instance_name(kernel.second) +
+                                  " " + text);
+                found = true;
+            }
+        }
+        if (!found) {
+            verdict(false, "sass  train_gpt2.cu:" + std::to_string(b.line) + ": sm_" + gpu.arch +
+                               " has no " + b.kernel + "<" + b.arguments + ">");
+        }
+    }
+    for (const auto &kernel : kernels) {
+        const Compiled &c = kernel.second;
+        if (std::none_of(source.budgets.begin(), source.budgets.end(),
+                         [&](const Budget &b) { return is_named_by(c, b); })) {
+            printf("sass  sm_%s  %s  regs %d spills %d instr %d, loop %d  not bound\n", gpu.arch,
+                   instance_name(c).c_str(), c.regs, c.spills, c.whole, c.loop);
+        }
+    }
+}
+
+// Every figure of the instances whose name holds `word`: for whoever writes a kernel.
+static void print_figures(const Text &word, const Text &disassembler) {
+    for (const Gpu &gpu : gpus) {
+        Kernels kernels;
+        kernels_read(gpu, disassembler, &kernels);
+        for (const auto &kernel : kernels) {
+            const Compiled &c = kernel.second;
+            if (instance_name(c).find(word) != Text::npos) {
+                printf("sm_%-3s  %s  regs %d spills %d shared %d instr %d loop %d\n", gpu.arch,
+                       instance_name(c).c_str(), c.regs, c.spills, c.shared, c.whole, c.loop);
+            }
+        }
+    }
+}
+
+int main(int argc, char **argv) {
+    const char *named = getenv("NVDISASM");
+    Text disassembler = named ? named : command_text("command -v nvdisasm");
+    disassembler.erase(std::remove(disassembler.begin(), disassembler.end(), '\n'),
+                       disassembler.end());
+    if (argc > 1) {
+        print_figures(argv[1], disassembler);
+        return 0;
+    }
+    report_planted();
+    const Source source = source_read(file_text("train_gpt2.cu"), file_text("test_gpt2.cu"));
+    for (const Text &fault : source.faults) {
+        verdict(false, "sass  " + fault);
+    }
+    verdict(!source.budgets.empty(),
+            "sass  " + std::to_string(source.budgets.size()) + " budgets in train_gpt2.cu");
+    for (const Gpu &gpu : gpus) {
+        Kernels kernels;
+        if (kernels_read(gpu, disassembler, &kernels)) {
+            report_gpu(gpu, source, kernels);
+        } else {
+            printf("sass  sm_%s  skipped (no nvcc has compiled for it)\n", gpu.arch);
+            skipped++;
+        }
+    }
+    if (disassembler.empty()) {
+        printf("sass  instructions  skipped (no nvdisasm: NVDISASM=FILE names one, "
+               "PyPI's nvidia-cuda-nvdisasm has it)\n");
+        skipped++;
+    }
+    printf("%d passed, %d failed, %d skipped\n", passed, failed, skipped);
+    return failed > 0;
+}
