@@ -44,6 +44,7 @@ $(if $(and $(NVCC),$(building)),$(if $(GPU),,$(info ✗ GPU: none seen)))
 $(if $(NVCC),$(info $(if $(NCCL),✓ NCCL,✗ NCCL: one GPU only)))
 endif
 # --- Flags. No contraction outside the matmul, never -Ofast: one source, one set of bits ----------
+# (but MARCH=-march=x86-64 knows no fused multiply-add, and its matmul rounds every product).
 # A warning stops the build only with WERROR=-Werror, as in `make test`: what a compiler that was
 # never tried warns of keeps no user from the program.
 OPT := -O3 $(MARCH) -ffp-contract=off -fno-math-errno $(or $(OMP),-Wno-unknown-pragmas)

@@ -799,8 +799,8 @@ static int model_tensors(const Model *m) {
     return n;
 }
 
-// The number of parameters; padded vocabulary rows count, alignment gaps do not.
-static int64_t model_parameters(const Model *m) {
+// Elements of all tensors, padded vocabulary rows included, alignment gaps not.
+static int64_t model_elements(const Model *m) {
     int64_t n = 0;
     for (int i = 0; i < TENSORS; i++) {
         n += tensor_size(m, i) * tensor_copies(m, i);
@@ -808,10 +808,16 @@ static int64_t model_parameters(const Model *m) {
     return n;
 }
 
-// FLOPs of one training token, forward and backward: 6 for every parameter and 6 L C T for causal
-// attention. This is llm.c's convention, so utilisations may be compared with its own.
+// Parameters as everybody counts them: 124,439,808 for GPT-2's smallest. Padding learns nothing.
+static int64_t model_parameters(const Model *m) {
+    return model_elements(m) - (int64_t)(m->Vp - m->V) * m->C;
+}
+
+// FLOPs of one training token, forward and backward: 6 for every parameter, padding included, and
+// 6 L C T for causal attention: this is llm.c's convention, so utilisations may be compared with
+// its own.
 static double model_flops_per_token(const Model *m, int T) {
-    return 6 * (double)model_parameters(m) + 6.0 * m->L * m->C * T;
+    return 6 * (double)model_elements(m) + 6.0 * m->L * m->C * T;
 }
 
 typedef struct {
@@ -3708,9 +3714,13 @@ typedef struct {
     const unsigned char *data;  // NULL: nowhere
     int type;                   // FILE_F32, FILE_BF16 or FILE_F16
 } Span;
+enum { MODEL_FILES = 64, MODEL_FILE_NAME = 100 };
 typedef struct {
-    char name[PATH_BYTES];  // of the file that holds the weights
-    Mapping map;
+    char name[PATH_BYTES];  // of the file that holds the weights, or of its parts' index
+    Mapping maps[MODEL_FILES];
+    char parts[MODEL_FILES][MODEL_FILE_NAME];
+    int files, tensors;     // parts, and the tensors in them
+    int64_t bytes;          // of those tensors
     Model model;
     int transposed;         // linear layers as (in, out), wte without padding: Hugging Face's
     Span *spans;            // [layer][FILE_TENSORS]
@@ -3783,12 +3793,13 @@ static void model_require(const Model *m, const char *name) {
     }
 }
 
-// Finds every tensor of model `m` in a safetensors file. spans: (L, FILE_TENSORS), zeroed.
-static void safetensors_model(Span *spans, const Model *m, const unsigned char *bytes, size_t size,
-                              const char *name) {
+// Finds the tensors of model `m` that a safetensors file holds. spans: (L, FILE_TENSORS), zeroed
+// before the first file. Returns their number.
+static int safetensors_spans(Span *spans, const Model *m, const Mapping *map, const char *name) {
     Safetensors f;
     FileTensor t;
-    safetensors_start(&f, bytes, size, name);
+    int count = 0;
+    safetensors_start(&f, map->bytes, map->size, name);
     while (safetensors_next(&f, &t)) {
         int layer, i = file_tensor_find(t.name, m->L, &layer);
         file_require(i >= 0, name, t.name, "GPT-2 of this many layers has none of this name");
@@ -3796,6 +3807,7 @@ static void safetensors_model(Span *spans, const Model *m, const unsigned char *
         file_require(!s->data, name, t.name, "stands in the file twice");
         s->data = t.data;
         s->type = t.type;
+        count++;
         if (i == FILE_MASK || i == FILE_MASKED_BIAS) {
             continue;
         }
@@ -3808,13 +3820,20 @@ static void safetensors_model(Span *spans, const Model *m, const unsigned char *
         }
         file_require(t.type <= FILE_F16, name, t.name, "weights are F32, BF16 or F16");
     }
+    return count;
+}
+
+// No tensor may be missing, and a head that stands in the file must be the embedding.
+static void spans_complete(const Span *spans, const Model *m, const char *name) {
+    char tensor_name[80];
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int l = 0; l < tensor_copies(m, tensor); l++) {
-            file_tensor_name(t.name, "", tensor, l);
-            file_require(file_span(spans, tensor, l)->data != NULL, name, t.name, "is missing");
+            file_tensor_name(tensor_name, "", tensor, l);
+            file_require(spans[l * FILE_TENSORS + tensor].data != NULL, name, tensor_name,
+                         "is missing");
         }
     }
-    const Span *head = file_span(spans, FILE_HEAD, 0), *wte = file_span(spans, WTE, 0);
+    const Span *head = &spans[FILE_HEAD], *wte = &spans[WTE];
     real a[256], b[256];
     int64_t elements = (int64_t)m->V * m->C;
     for (int64_t i = 0; head->data && i < elements; i += 256) {
@@ -3899,7 +3918,7 @@ static int llmc_model(Model *m, const unsigned char *bytes, size_t size, const c
     m->C = h.words[6];
     model_require(m, name);
     model_set_vocabulary(m, m->V);
-    int64_t want = LLMC_HEADER_BYTES + model_parameters(m) * file_types[type].bytes;
+    int64_t want = LLMC_HEADER_BYTES + model_elements(m) * file_types[type].bytes;
     if (h.words[7] != m->Vp || (int64_t)size != want) {
         die("%s: %zu bytes with %d padded rows; its shape makes %" PRId64 " bytes with %d", name,
             size, h.words[7], want, m->Vp);
@@ -3922,8 +3941,6 @@ static void llmc_spans(Span *spans, const Model *m, const unsigned char *bytes, 
 // What may stand in a folder in place of model.safetensors, and what to do then.
 static const char *model_folder_hint(const char *folder) {
     static const char *const hints[][2] = {
-        {"model.safetensors.index.json", "; its weights are in several files, one is read: "
-                                         "save_pretrained(..., max_shard_size=\"100GB\") makes it"},
         {"pytorch_model.bin", "; pytorch_model.bin is not read: save_pretrained(...) of a newer "
                               "transformers makes model.safetensors"},
         {"log.jsonl", "; this is a run's output folder: name one of its step-NNNNNNNN"}};
@@ -3937,24 +3954,110 @@ static const char *model_folder_hint(const char *folder) {
     return "";
 }
 
-// Opens the weights that -e names: a folder with model.safetensors and config.json, that
-// model.safetensors itself, or llm.c's file. Ends the run at any fault.
+// A part that weight_map names: opened at its first mention.
+static void index_open_part(ModelFile *f, const char *folder, const char *part) {
+    char path[PATH_BYTES];
+    int k = 0;
+    while (k < f->files && strcmp(f->parts[k], part) != 0) {
+        k++;
+    }
+    if (k < f->files) {
+        return;
+    }
+    if (part[0] == 0 || strchr(part, '/') || strlen(part) + 1 == MODEL_FILE_NAME ||
+        f->files == MODEL_FILES) {
+        die("%s: '%s': allowed are %d files, of names without a slash below %d bytes", f->name,
+            part, MODEL_FILES, MODEL_FILE_NAME - 1);
+    }
+    path_print(path, "%s/%s", folder, part);
+    if (mapping_open(&f->maps[k], path) != 0) {
+        die("--model (-e): cannot open %s, which %s names: %s", path, f->name, file_error());
+    }
+    snprintf(f->parts[k], MODEL_FILE_NAME, "%s", part);
+    f->files++;
+    f->tensors += safetensors_spans(f->spans, &f->model, &f->maps[k], path);
+    uint64_t header = 0;
+    memcpy(&header, f->maps[k].bytes, 8);
+    f->bytes += (int64_t)f->maps[k].size - 8 - (int64_t)header;
+}
+
+// A tensor must lie in the part that weight_map says.
+static void index_check(const ModelFile *f, const char *tensor, const char *part) {
+    int k = 0, layer, i = file_tensor_find(tensor, f->model.L, &layer);
+    while (strcmp(f->parts[k], part) != 0) {
+        k++;
+    }
+    const unsigned char *data = i < 0 ? NULL : f->spans[layer * FILE_TENSORS + i].data;
+    if (!data || data < f->maps[k].bytes || data > f->maps[k].bytes + f->maps[k].size) {
+        die("%s: tensor %s: is not in %s, where weight_map says it lies", f->name, tensor, part);
+    }
+}
+
+// Hugging Face's model.safetensors.index.json: {"metadata": {"total_size": bytes of all tensors},
+// "weight_map": {tensor: part}}. Two passes: every part is opened, then every tensor looked for.
+static void index_parse(ModelFile *f, const char *folder, const Mapping *index) {
+    char key[80], inner[80], part[MODEL_FILE_NAME];
+    int64_t total = -1;  // some writers leave it out
+    for (int pass = 0; pass < 2; pass++) {
+        Json j = {index->bytes, 0, index->size, NULL};
+        int tensors = 0;
+        for (int n = 0; json_next(&j, &n, '{', key, sizeof key);) {
+            int is_map = strcmp(key, "weight_map") == 0;
+            if (!is_map && strcmp(key, "metadata") != 0) {
+                json_skip(&j);
+                continue;
+            }
+            for (int k = 0; json_next(&j, &k, '{', inner, sizeof inner);) {
+                if (is_map) {
+                    json_string(&j, part, sizeof part);
+                    tensors++;
+                    if (!j.fault) {
+                        pass ? index_check(f, inner, part) : index_open_part(f, folder, part);
+                    }
+                } else if (strcmp(inner, "total_size") == 0) {
+                    total = json_count(&j);
+                } else {
+                    json_skip(&j);
+                }
+            }
+        }
+        json_end(&j, f->name);
+        if (pass && tensors != f->tensors) {
+            die("%s: weight_map names %d tensors; its %d files hold %d", f->name, tensors,
+                f->files, f->tensors);
+        }
+    }
+    if (total >= 0 && total != f->bytes) {
+        die("%s: total_size is %" PRId64 "; its files hold %" PRId64 " bytes of tensors", f->name,
+            total, f->bytes);
+    }
+}
+
+// Opens the weights that -e names: a folder with config.json and model.safetensors or the index of
+// its parts, that model.safetensors itself, or llm.c's file. Ends the run at any fault.
 static void model_file_open(ModelFile *f, const char *path) {
     char config[PATH_BYTES];
     struct stat status;
-    Mapping map;
-    int is_folder = stat(path, &status) == 0 && S_ISDIR(status.st_mode);
+    Mapping map, *weights = &f->maps[0], index;
+    int is_folder = stat(path, &status) == 0 && S_ISDIR(status.st_mode), indexed = 0;
     memset(f, 0, sizeof *f);
     path_print(f->name, is_folder ? "%s/model.safetensors" : "%s", path);
-    if (mapping_open(&f->map, f->name) != 0) {
+    if (is_folder && access(f->name, F_OK) != 0) {
+        path_print(config, "%s.index.json", f->name);
+        indexed = mapping_open(&index, config) == 0;
+        path_print(f->name, indexed ? "%s/model.safetensors.index.json" : "%s/model.safetensors",
+                   path);
+    }
+    if (!indexed && mapping_open(weights, f->name) != 0) {
         const char *why = file_error();  // the hint looks at other files
         die("--model (-e): cannot open %s: %s%s", f->name, why,
             is_folder ? model_folder_hint(path) : "");
     }
-    if (llmc_is(LLMC_MODEL, f->map.bytes, f->map.size)) {
-        int type = llmc_model(&f->model, f->map.bytes, f->map.size, f->name);
+    if (!indexed && llmc_is(LLMC_MODEL, weights->bytes, weights->size)) {
+        int type = llmc_model(&f->model, weights->bytes, weights->size, f->name);
+        f->files = 1;
         f->spans = (Span *)alloc_zero((size_t)f->model.L * FILE_TENSORS, sizeof(Span));
-        llmc_spans(f->spans, &f->model, f->map.bytes, type);
+        llmc_spans(f->spans, &f->model, weights->bytes, type);
         return;
     }
     const char *slash = strrchr(f->name, '/');
@@ -3967,11 +4070,20 @@ static void model_file_open(ModelFile *f, const char *path) {
     mapping_close(&map);
     f->transposed = 1;
     f->spans = (Span *)alloc_zero((size_t)f->model.L * FILE_TENSORS, sizeof(Span));
-    safetensors_model(f->spans, &f->model, f->map.bytes, f->map.size, f->name);
+    if (indexed) {
+        index_parse(f, path, &index);
+        mapping_close(&index);
+    } else {
+        f->files = 1;
+        safetensors_spans(f->spans, &f->model, weights, f->name);
+    }
+    spans_complete(f->spans, &f->model, f->name);
 }
 
 static void model_file_close(ModelFile *f) {
-    mapping_close(&f->map);
+    for (int k = 0; k < f->files; k++) {
+        mapping_close(&f->maps[k]);
+    }
     free(f->spans);
     memset(f, 0, sizeof *f);
 }
@@ -4193,7 +4305,8 @@ static void model_file_save(Engine *e, const Model *m, int type, Writer *w) {
 // which transformers loads as they are; state-0-of-1.safetensors with what training needs beside:
 // both moments in the run's type and, for bf16 weights, the low halves of their fp32 masters, all
 // flat as chapter The model lays them out, and counters; and manifest.json with the sizes and
-// SHA-256 of the three.
+// SHA-256 of the others. Of GPT-2's tokens there are also merges.txt, vocab.json and
+// tokenizer_config.json, where the vocabulary is at hand.
 //
 //     step-N.tmp --(files and folders synced)--> step-N --(a resume finds damage, saves step N
 //         ^                                         |      again)--> step-N.damaged
@@ -4208,9 +4321,13 @@ static void model_file_save(Engine *e, const Model *m, int type, Writer *w) {
 //    tensor.
 
 // The files of a checkpoint.
-enum { FILE_MODEL, FILE_CONFIG, FILE_STATE, FILE_MANIFEST, CHECKPOINT_FILES };
+enum {
+    FILE_MODEL, FILE_CONFIG, FILE_STATE, FILE_MERGES, FILE_VOCABULARY, FILE_TOKENIZER,
+    FILE_MANIFEST, CHECKPOINT_FILES
+};
 static const char *const checkpoint_files[CHECKPOINT_FILES] = {
-    "model.safetensors", "config.json", "state-0-of-1.safetensors", "manifest.json"};
+    "model.safetensors", "config.json", "state-0-of-1.safetensors", "merges.txt", "vocab.json",
+    "tokenizer_config.json", "manifest.json"};
 
 // Removes a checkpoint's folder, the manifest first: what a kill leaves is no complete checkpoint.
 static void checkpoint_remove(const char *folder) {
@@ -4280,7 +4397,8 @@ static void run_identity(char identity[IDENTITY_BYTES], const Settings *s, const
 
 static void config_save(const Model *m, Writer *w) {
     char text[1024];
-    int end = m->V == BYTE_VOCABULARY ? (int)BYTE_END_OF_TEXT : m->V - 1;
+    int end = m->V == BYTE_VOCABULARY ? (int)BYTE_END_OF_TEXT
+                                      : min_int(m->V - 1, GPT2_END_OF_TEXT);
     int n = snprintf(text, sizeof text,
                      "{\"architectures\": [\"GPT2LMHeadModel\"], \"model_type\": \"gpt2\",\n"
                      "\"n_layer\": %d, \"n_head\": %d, \"n_embd\": %d, \"n_positions\": %d,\n"
@@ -4292,6 +4410,75 @@ static void config_save(const Model *m, Writer *w) {
     writer_put(w, text, (size_t)n);
 }
 
+// A token in GPT-2's alphabet for bytes (chapter Tokenizer), as UTF-8. Returns its length.
+static size_t token_in_alphabet(char out[2 * BPE_LONGEST], const char *bytes, int n) {
+    size_t length = 0;
+    for (int i = 0; i < n; i++) {
+        const int b = (unsigned char)bytes[i];
+        const int c = b <= 32 ? 256 + b : b < 127 ? b : b <= 160 ? 289 + b - 127
+                    : b == 173 ? 323 : b;
+        if (c >= 128) {
+            out[length++] = (char)(192 | c >> 6);
+        }
+        out[length++] = (char)(c < 128 ? c : 128 | (c & 63));
+    }
+    return length;
+}
+
+// Bytes of the first of the two tokens that merge `id` joins: what the merges before it leave of
+// its bytes.
+static int merge_left(const Bpe *bpe, int id) {
+    const char *bytes;
+    int start[BPE_LONGEST + 1], parts = bpe_bytes(bpe, id, &bytes);
+    for (int i = 0; i <= parts; i++) {
+        start[i] = i;
+    }
+    for (; parts > 2; parts--) {
+        int best = INT_MAX, at = 0;
+        for (int i = 0; i + 2 <= parts; i++) {
+            int merged = bpe_id(bpe, bytes + start[i], (size_t)(start[i + 2] - start[i]));
+            at = merged >= 0 && merged < best ? i : at;
+            best = merged >= 0 ? min_int(best, merged) : best;
+        }
+        memmove(start + at + 1, start + at + 2, (size_t)(parts - at - 1) * sizeof *start);
+    }
+    return start[1];
+}
+
+// GPT-2's merges, vocabulary and special tokens as transformers reads them beside the weights.
+static void tokenizer_save(const Bpe *bpe, const Model *m, int file, Writer *w) {
+    char *text, word[2 * BPE_LONGEST];
+    const char *bytes;
+    size_t size;
+    FILE *f = open_memstream(&text, &size);
+    check(f, "no memory for %s", checkpoint_files[file]);
+    fputs(file == FILE_MERGES ? "#version: 0.2\n" : "{", f);
+    for (int id = file == FILE_MERGES ? 256 : 0; file != FILE_TOKENIZER && id < bpe->count; id++) {
+        int n = bpe_bytes(bpe, id, &bytes);
+        if (file == FILE_VOCABULARY) {
+            fputs(id ? ", \"" : "\"", f);
+            json_text(f, word, token_in_alphabet(word, bytes, n));
+            fprintf(f, "\": %d", id);
+        } else if (id != GPT2_END_OF_TEXT) {
+            int left = merge_left(bpe, id);
+            fwrite(word, 1, token_in_alphabet(word, bytes, left), f);
+            fputc(' ', f);
+            fwrite(word, 1, token_in_alphabet(word, bytes + left, n - left), f);
+            fputc('\n', f);
+        }
+    }
+    if (file == FILE_TOKENIZER) {
+        fprintf(f, "\"tokenizer_class\": \"GPT2Tokenizer\", \"model_max_length\": %d, "
+                   "\"add_prefix_space\": false,\n\"bos_token\": \"<|endoftext|>\", "
+                   "\"eos_token\": \"<|endoftext|>\", \"unk_token\": \"<|endoftext|>\"",
+                m->maxT);
+    }
+    fputs(file == FILE_MERGES ? "" : "}\n", f);
+    check(fclose(f) == 0, "no memory for %s", checkpoint_files[file]);
+    writer_put(w, text, size);
+    free(text);
+}
+
 // What a checkpoint is made of.
 typedef struct {
     Engine *engine;
@@ -4299,6 +4486,7 @@ typedef struct {
     const Options *options;
     const char *identity;  // run_identity
     const RunState *state;
+    const Bpe *bpe;  // of GPT-2's tokens; NULL: none is at hand, or none is needed
 } Snapshot;
 
 // Moments, master and counters; what the run must share with a resume, and its options, go into the
@@ -4340,10 +4528,13 @@ static void state_save(const Snapshot *snapshot, Writer *w) {
 
 // Sizes and SHA-256 of the other files.
 static void manifest_save(const Writer files[FILE_MANIFEST], int64_t step, Writer *w) {
-    char text[1024];
+    char text[2048];
     int n = snprintf(text, sizeof text, "{\"format\": \"train_gpt2 checkpoint\", "
                      "\"version\": 2, \"step\": %" PRId64 ", \"files\": {", step);
     for (int k = 0; k < FILE_MANIFEST; k++) {
+        if (!files[k].hash[0]) {
+            continue;
+        }
         n += snprintf(text + n, sizeof text - (size_t)n,
                       "%s\n\"%s\": {\"bytes\": %" PRId64 ", \"sha256\": \"%s\"}", k ? "," : "",
                       checkpoint_files[k], files[k].bytes, files[k].hash);
@@ -4361,6 +4552,7 @@ static Writer *checkpoint_file(Writer files[CHECKPOINT_FILES], int file, const c
 static void checkpoint_save(const Snapshot *snapshot, const char *output, char path[PATH_BYTES]) {
     static Writer files[CHECKPOINT_FILES];
     const Settings *s = snapshot->settings;
+    memset(files, 0, sizeof files);
     const int64_t step = snapshot->state->step;
     char folder[PATH_BYTES], aside[PATH_BYTES];
     path_print(path, "%s/step-%08" PRId64, output, step);
@@ -4379,6 +4571,11 @@ static void checkpoint_save(const Snapshot *snapshot, const char *output, char p
     w = checkpoint_file(files, FILE_STATE, folder);
     state_save(snapshot, w);
     writer_close(w);
+    for (int k = FILE_MERGES; snapshot->bpe && k <= FILE_TOKENIZER; k++) {
+        w = checkpoint_file(files, k, folder);
+        tokenizer_save(snapshot->bpe, &s->model, k, w);
+        writer_close(w);
+    }
     w = checkpoint_file(files, FILE_MANIFEST, folder);
     manifest_save(files, step, w);
     writer_close(w);
@@ -4564,7 +4761,8 @@ static int checkpoint_is_whole(const char *folder, char problem[PATH_BYTES]) {
     }
     #pragma omp parallel for schedule(dynamic)
     for (int i = 0; i < FILE_MANIFEST; i++) {
-        wrong[i] = file_compare(path[i], &rows[i]);
+        int listed = i <= FILE_STATE || rows[i].sha256[0];  // without a vocabulary three are not
+        wrong[i] = listed ? file_compare(path[i], &rows[i]) : NULL;
     }
     for (int i = 0; i < FILE_MANIFEST; i++) {
         if (wrong[i]) {
@@ -4678,6 +4876,41 @@ static void checkpoint_load(Engine *e, const Settings *s, const char *identity, 
 // 16. Sampling
 // A sample grows one token at a time from the last position's logits; the random number of a token
 // is a function of (seed, step, place in the sample), so samples repeat.
+
+// Tokens of a prompt, at most `capacity`; an empty prompt is one end of text. Returns their number.
+static int prompt_tokens(Token *out, int capacity, int tokenizer, const Bpe *bpe,
+                         const char *text) {
+    size_t n = strlen(text);
+    if (n == 0) {
+        out[0] = end_of_text(tokenizer);
+        return 1;
+    }
+    if (tokenizer != TOKENIZER_BYTES && !bpe) {
+        die("--prompt: this data has GPT-2 tokens, and their vocabulary is missing: "
+            "data/prepare.sh puts vocab.bpe into data/, --tokenizer names one elsewhere");
+    }
+    uint16_t *ids = (uint16_t *)alloc_zero(n, sizeof(uint16_t));
+    int64_t count = 0;
+    if (tokenizer == TOKENIZER_BYTES) {
+        while (count < (int64_t)n) {
+            ids[count] = (unsigned char)text[count];
+            count++;
+        }
+    } else {
+        BpeEncoder encoder;
+        bpe_encoder_open(&encoder, bpe);
+        count = bpe_encode(&encoder, text, n, ids);
+        bpe_encoder_close(&encoder);
+    }
+    if (count > capacity) {
+        die("--prompt: %" PRId64 " tokens, at most %d fit", count, capacity);
+    }
+    for (int64_t i = 0; i < count; i++) {
+        out[i] = ids[i];
+    }
+    free(ids);
+    return (int)count;
+}
 
 typedef struct {
     double weight;  // probability, not yet divided by their sum
@@ -5098,7 +5331,8 @@ static void run_save(Run *run) {
         return;
     }
     run->saved_step = run->state.step;
-    Snapshot snapshot = {&run->engine, &run->s, &run->o, run->identity, &run->state};
+    Snapshot snapshot = {&run->engine, &run->s,     &run->o,
+                         run->identity, &run->state, run->bpe};
     checkpoint_save(&snapshot, run->o.output, path);
     if (run->o.keep) {
         checkpoint_prune(run->o.output, run->o.keep, run->state.step);
@@ -5355,7 +5589,13 @@ static void model_vocabulary(Model *m, ModelKind kind, const Options *o, const D
             model_set_vocabulary(m, data ? data->vocabulary : BYTE_VOCABULARY);
             break;
         case MODEL_FILE:
-            if (data && data->vocabulary != m->V) {
+            if (data && data->vocabulary == GPT2_VOCABULARY && m->V == GPT2_PADDED) {
+                if (!o->quiet) {
+                    printf("%s pads GPT-2's vocabulary to %d rows; those from %d on stay as they "
+                           "are in the file and in the softmax, and no data has their tokens\n",
+                           o->model, m->V, GPT2_VOCABULARY);
+                }
+            } else if (data && data->vocabulary != m->V) {
                 die("--model (-e): %s has a vocabulary of %d; the data, %s, has one of %d",
                     o->model, m->V, o->train_data, data->vocabulary);
             }
@@ -5368,7 +5608,7 @@ static void model_vocabulary(Model *m, ModelKind kind, const Options *o, const D
 static void run_choose_data(Run *run, Model *m, ModelKind kind) {
     Options *o = &run->o;
     if (!o->train_data) {
-        default_data(o, kind == MODEL_PRESET || m->V == GPT2_VOCABULARY);
+        default_data(o, kind == MODEL_PRESET || m->V == GPT2_VOCABULARY || m->V == GPT2_PADDED);
     }
     if (!o->train_data && !o->plan) {
         die("no data: 'make data' prepares tinyshakespeare; --train-data (-i) takes token shards");
@@ -5490,7 +5730,8 @@ static void run_print_box(const Run *run, const Program *program) {
         }
     }
     if (run->engine.peak_flops > 0) {
-        printf("\npeak     %.0f GFLOP/s: %s; a token counts 6 x parameters + 6 L C T FLOPs\n\n",
+        printf("\npeak     %.0f GFLOP/s: %s; a token counts 6 x (parameters + padding) + 6 L C T "
+               "FLOPs\n\n",
                run->engine.peak_flops * 1e-9, run->engine.peak_source);
     } else {
         printf("\npeak     unknown: %s\n\n", run->engine.peak_source);
@@ -5531,7 +5772,7 @@ static int64_t run_resume(Run *run) {
     return step;
 }
 
-// Opens GPT-2's vocabulary where samples need it or --tokenizer names it.
+// Opens GPT-2's vocabulary where samples or checkpoints need it or --tokenizer names it.
 static void run_vocabulary(Run *run) {
     const Options *o = &run->o;
     char path[PATH_BYTES];
@@ -5539,7 +5780,8 @@ static void run_vocabulary(Run *run) {
     if (o->tokenizer[0] && !gpt2) {
         die("--tokenizer: %s has byte tokens, which need no vocabulary", o->train_data);
     }
-    if (gpt2 && (o->sample_every || o->tokenizer[0]) && bpe_find(path, o->tokenizer)) {
+    if (gpt2 && (o->sample_every || o->tokenizer[0] || o->output[0]) &&
+        bpe_find(path, o->tokenizer)) {
         run->bpe = (Bpe *)alloc_zero(1, sizeof(Bpe));
         bpe_open(run->bpe, path);
     }

@@ -523,7 +523,7 @@ static LlmcHeader llmc_header(int kind, const unsigned char *bytes, size_t size,
 
 enum { TOKENIZER_GPT2 = 0, TOKENIZER_BYTES = 1 };
 enum { BYTE_VOCABULARY = 257, BYTE_END_OF_TEXT = 256, GPT2_END_OF_TEXT = 50256 };
-enum { GPT2_VOCABULARY = 50257 };
+enum { GPT2_VOCABULARY = 50257, GPT2_PADDED = 50304 };  // rounded up to 64: nanoGPT's files
 
 static int tokenizer_vocabulary(int tokenizer) {
     return tokenizer == TOKENIZER_BYTES ? (int)BYTE_VOCABULARY : (int)GPT2_VOCABULARY;
@@ -1005,45 +1005,10 @@ static int token_text(char out[BPE_LONGEST], int tokenizer, const Bpe *bpe, Toke
     if (!bpe) {
         return snprintf(out, BPE_LONGEST, "%d ", token);
     }
-    const char *bytes;
-    int n = bpe_bytes(bpe, token, &bytes);
+    const char *bytes = "";
+    int n = token < GPT2_VOCABULARY ? bpe_bytes(bpe, token, &bytes) : 0;  // padding has no text
     memcpy(out, bytes, (size_t)n);
     return n;
-}
-
-// Tokens of a prompt, at most `capacity`; an empty prompt is one end of text. Returns their number.
-static int prompt_tokens(Token *out, int capacity, int tokenizer, const Bpe *bpe,
-                         const char *text) {
-    size_t n = strlen(text);
-    if (n == 0) {
-        out[0] = end_of_text(tokenizer);
-        return 1;
-    }
-    if (tokenizer != TOKENIZER_BYTES && !bpe) {
-        die("--prompt: this data has GPT-2 tokens, and their vocabulary is missing: "
-            "data/prepare.sh puts vocab.bpe into data/, --tokenizer names one elsewhere");
-    }
-    uint16_t *ids = (uint16_t *)alloc_zero(n, sizeof(uint16_t));
-    int64_t count = 0;
-    if (tokenizer == TOKENIZER_BYTES) {
-        while (count < (int64_t)n) {
-            ids[count] = (unsigned char)text[count];
-            count++;
-        }
-    } else {
-        BpeEncoder encoder;
-        bpe_encoder_open(&encoder, bpe);
-        count = bpe_encode(&encoder, text, n, ids);
-        bpe_encoder_close(&encoder);
-    }
-    if (count > capacity) {
-        die("--prompt: %" PRId64 " tokens, at most %d fit", count, capacity);
-    }
-    for (int64_t i = 0; i < count; i++) {
-        out[i] = ids[i];
-    }
-    free(ids);
-    return (int)count;
 }
 
 // -------------------------------------------------------------------------------------------------

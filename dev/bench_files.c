@@ -88,7 +88,7 @@ int main(void) {
     engine_initialise(&e, &m, 42);
     int cold = drop_cache();
     double megabytes = 0, all_megabytes = 0, began;
-    const Snapshot snapshot = {&e, &s, &o, "bench", &state};
+    const Snapshot snapshot = {&e, &s, &o, "bench", &state, NULL};
     for (int r = 0; r < REPEATS; r++) {
         began = now_ms();
         writer_open(&w, folder, checkpoint_files[FILE_MODEL], checkpoint_remove);

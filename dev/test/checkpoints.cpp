@@ -151,6 +151,40 @@ static void test_checkpoint_folder() {
            names_in("kept", "step").c_str());
 }
 
+// GPT-2's vocabulary at hand comes with a checkpoint in the files that transformers reads; they are
+// in the manifest, and a checkpoint of before them goes on as well.
+static void test_vocabulary_files() {
+    const Text merges = vocab_bpe();
+    static const char *const files[] = {"merges.txt", "vocab.json", "tokenizer_config.json"};
+    write_file("vocab.bpe", merges);
+    write_file("train.bin", shard_bytes(Ids(400, 7), GPT2_TOKENS));
+    const Text run = "-i train.bin -e l1h1c8t16 -b 2 --quiet -y 1 -o out ",
+               with_files = run + "--tokenizer vocab.bpe ", at = "out/step-00000001/";
+    expect_success(program(with_files + "-x 1"), "with a vocabulary");
+    expect(read_file(at + "merges.txt") == merges, "merges.txt is not the vocabulary's");
+    const Text vocabulary = read_file(at + "vocab.json");
+    expect(json_valid(vocabulary) && vocabulary.find("{\"!\": 0, \"\\\"\": 1, ") == 0 &&
+           vocabulary.find("\"\xc4\xa0the\": 262, ") != Text::npos &&
+           vocabulary.find(", \"<|endoftext|>\": 50256}") != Text::npos);
+    expect(json_valid(read_file(at + "tokenizer_config.json")));
+    for (const char *file : files) {
+        const Text good = read_file(at + file);
+        expect(read_file(at + "manifest.json").find(file) != Text::npos, "%s", file);
+        write_file(at + file, good + " ");
+        const Outcome o = program(with_files + "-x 2");
+        expect(o.status == 1 && o.err.find(Text(file) + " has not its manifest's size") !=
+                                    Text::npos, "%s: %s", file, o.err.c_str());
+        write_file(at + file, good);
+    }
+    expect_success(program(with_files + "-x 2"), "resumed");
+    for (const char *file : files) {
+        unlink(("out/step-00000002/" + Text(file)).c_str());
+    }
+    write_manifest("out/step-00000002");
+    expect_success(program(run + "-x 3"), "resumed from one without them, and without any");
+    expect(exists("out/step-00000003/manifest.json") && !exists("out/step-00000003/merges.txt"));
+}
+
 // State files that a manifest vouches for are refused all the same; a manifest that is no manifest
 // makes its checkpoint one to pass over.
 static void test_state_refused() {
@@ -461,6 +495,7 @@ static const Test tests[] = {
     {"checkpoint_identity", test_checkpoint_identity, 1},
     {"checkpoint_strangers", test_checkpoint_strangers, 1},
     {"state_refused", test_state_refused, 1},
+    {"vocabulary_files", test_vocabulary_files, 1},
     {"manifest_refused", test_manifest_refused, 1},
     {"model_option", test_model_option, 1},
     {"checkpoint_writes", test_checkpoint_writes, 1},

@@ -564,8 +564,10 @@ inline const char *json_past(const char *p) {
         return p + 1;
     }
     size_t number = strspn(p, "-+.eE0123456789");
-    if (strncmp(p, "null", 4) == 0 || strncmp(p, "true", 4) == 0) {
-        return p + 4;
+    for (const char *word : {"null", "true", "false"}) {
+        if (strncmp(p, word, strlen(word)) == 0) {
+            return p + strlen(word);
+        }
     }
     char *end;
     strtod(p, &end);

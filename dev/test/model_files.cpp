@@ -120,16 +120,9 @@ static void test_model_refused() {
         {header(size - 7) + bytes.substr(8), not_one}, {header(100000001) + bytes, not_one},
         {with_length("{}", ""), "wte.weight: is missing"}, {with_length("{}", "x"), "overlap"},
         {with_length("[]", ""), json}, {with_length("{\"a", ""), json},
-        {with_length("{\"__metadata__\":" + Text(65, '[') + Text(65, ']') + "}", ""),
-         "__metadata__, an object of texts: an object should begin"},
-        {safetensors_bytes(good, "\"__metadata__\":\"pt\","), "__metadata__, an object of texts: "},
-        {safetensors_bytes(good, "\"__metadata__\":null,"), "__metadata__, an object of texts: "},
-        {safetensors_bytes(good, "\"__metadata__\":{\"format\":2},"), "a string should begin"},
         {with_length("{\"a\":" + Text(5 << 20, '['), ""), "an object should begin"},
-        {with_length("{\"__metadata__\":" + Text(5 << 20, '['), ""), "__metadata__, an object"},
         {with_length("{\"wte.weight\":{\"shape\":" + Text(5 << 20, '['), ""), wte},
         {safetensors_bytes(good, "\"__metadata__\":{},\"__metadata__\":{},"), "__metadata__ twice"},
-        {safetensors_bytes(good, "\"__metadata__\":{"), "__metadata__, an object of texts: "},
         {bytes + "x", "leave some of its"},
         {bytes.substr(0, size - 1), "outside the file"}, {bytes.substr(0, 400), not_one},
         {with_header(bytes, "\"dtype\":\"F32\",", ""), wte + "dtype, shape and data_offsets"},
@@ -187,6 +180,24 @@ static void test_tensor_refused() {
     list[1].offsets = "80,128";
     refuse(safetensors_bytes(list), "leave some of its");
     detail = text("%zu changes", sizeof changes / sizeof *changes);
+}
+
+// __metadata__ is an object of texts, as the format says, and nothing else.
+static void test_metadata_refused() {
+    const Shape m = {2, 2, 4, 3, 5};
+    const Members good = hugging_face(m, {"F32"}, "");
+    const Text wrong = "model/model.safetensors: __metadata__, an object of texts: ";
+    for (const char *value : {"\"pt\",", "null,", "[\"format\"],", "{\"format\":2},",
+                              "{\"format\":{}},", "{"}) {
+        write_model("model", safetensors_bytes(good, Text("\"__metadata__\":") + value),
+                    config_text(m));
+        expect_model_refused("model", wrong);
+    }
+    for (size_t deep : {(size_t)65, (size_t)5 << 20}) {
+        write_model("model", with_length("{\"__metadata__\":" + Text(deep, '['), ""),
+                    config_text(m));
+        expect_model_refused("model", wrong + "an object should begin");
+    }
 }
 
 // config.json with one thing changed.
@@ -276,10 +287,102 @@ static void test_not_finite() {
     detail = text("%zu numbers", 1 + sizeof table / sizeof table[0]);
 }
 
+// A model in several files with their index: the same weights as in one; what contradicts is
+// refused by tensor and file.
+static void test_parts() {
+    const Shape m = {2, 2, 4, 16, 257};
+    const Members all = hugging_face(m, {"F32", "BF16"}, "transformer.");
+    write_corpus();
+    write_model("whole", safetensors_bytes(all), config_text(m));
+    write_model("parts", "", config_text(m));
+    unlink("parts/model.safetensors");
+    Members part[2];
+    Text map;
+    size_t bytes = 0;
+    const char *const names[] = {"model-00001-of-00002.safetensors",
+                                 "model-00002-of-00002.safetensors"};
+    for (size_t i = 0; i < all.size(); i++) {
+        part[i % 3 == 0].push_back(all[i]);
+        map += Text(i ? ", \"" : "\"") + all[i].name + "\": \"" + names[i % 3 == 0] + "\"";
+        bytes += all[i].data.size();
+    }
+    auto put = [&](const Text &changed_map, size_t total) {
+        write_file("parts/model.safetensors.index.json",
+                   text("{\"metadata\": {\"total_size\": %zu}, ", total) + "\"weight_map\": {" +
+                       changed_map + "}}");
+        for (int k = 0; k < 2; k++) {
+            write_file(Text("parts/") + names[k], safetensors_bytes(part[k]));
+        }
+    };
+    const Text run = "-i train.bin -b 2 -x 1 -l 0 --quiet -v 0 ";
+    put(map, bytes);
+    expect_success(program(run + "-e whole -o one"), "whole");
+    expect_success(program(run + "-e parts -o two"), "parts");
+    expect(tensors_of("one", 1) == tensors_of("two", 1) && !tensors_of("one", 1).empty());
+    auto with = [&](const Text &was, const Text &now) {
+        Text changed = map;
+        return changed.replace(changed.find(was), was.size(), now);
+    };
+    const Text first = "\"" + all[0].name + "\": \"" + names[1] + "\"";
+    const std::pair<Text, const char *> table[] = {
+        {with(first + ", ", ""), "weight_map names 27 tensors; its 2 files hold 28"},
+        {with(first, "\"" + all[0].name + "\": \"" + names[0] + "\""),
+         "tensor transformer.wte.weight: is not in model-00001-of-00002.safetensors, where"},
+        {with(all[0].name, "wte.wait"), "tensor wte.wait: is not in model-00002"},
+        {with(names[1], "../x.safetensors"), "'../x.safetensors': allowed are 64 files"},
+        {with(names[1], "none.safetensors"), "cannot open parts/none.safetensors, which parts/"},
+        {with(names[1], Text(3000, 'a')), "allowed are 64 files"},
+        {"\"a\": 1", "a string should begin"}, {"", "files hold 0 bytes of tensors"}};
+    for (const auto &row : table) {
+        put(row.first, bytes);
+        expect_model_refused("parts", row.second);
+    }
+    part[0].push_back(all[0]);
+    put(map, bytes);
+    expect_model_refused("parts", "tensor transformer.wte.weight: stands in the file twice");
+    part[0].pop_back();
+    part[0].pop_back();
+    put(map, bytes);
+    expect_model_refused("parts", "tensor transformer.ln_f.weight: is not in model-00001-of-00002");
+    mkfifo("parts/fifo", 0644);
+    put(with(names[1], "fifo"), bytes);
+    expect_model_refused("parts", "fifo, which parts/model.safetensors.index.json names: it is");
+}
+
+// A vocabulary padded to 50304 rows, as nanoGPT's, takes GPT-2's tokens; the rows that no token has
+// are part of the softmax and stay; other paddings are refused.
+static void test_padded_vocabulary() {
+    write_file("train.bin", shard_bytes(Ids(400, 7), GPT2_TOKENS));
+    for (int rows : {50304, 50305}) {
+        const Shape m = {1, 1, 4, 8, rows};
+        Members list = hugging_face(m, {"F32"}, "");
+        for (Member &t : list) {
+            t.data.assign(t.data.size(), 0);
+        }
+        write_model("model", safetensors_bytes(list), config_text(m));
+        const Text run = "-i train.bin -e model -b 2 ";
+        if (rows == 50305) {
+            expect_refused(program(run), "has a vocabulary of 50305; the data", "50305");
+            continue;
+        }
+        Outcome o = program(run + "-x 1 -s 1 -g 40 --temperature 100 -o out");
+        expect_success(o, "50304");
+        expect(o.out.find("pads GPT-2's vocabulary to 50304 rows") != Text::npos &&
+                   o.out.find("loss 10.8258 ") != Text::npos, "%s", o.out.c_str());  // ln 50304
+        const Text config = read_file("out/step-00000001/config.json");
+        expect(config.find("\"vocab_size\": 50304") != Text::npos &&
+                   config.find("\"eos_token_id\": 50256") != Text::npos, "%s", config.c_str());
+        expect_success(program(run + "-o out -y 1 -x 2 --quiet"), "resumed");
+    }
+}
+
 static const Test tests[] = {
+    {"parts", test_parts, 1},
+    {"padded_vocabulary", test_padded_vocabulary, 1},
     {"llmc_refused", test_llmc_refused, 1},
     {"not_finite", test_not_finite, 1},
     {"model_refused", test_model_refused, 1},
+    {"metadata_refused", test_metadata_refused, 1},
     {"tensor_refused", test_tensor_refused, 1},
     {"config_refused", test_config_refused, 1},
 };
