@@ -71,10 +71,10 @@ struct Bound {
     int bare;                // functions over CONTRACT_OVER lines without a contract, at most
 };
 static const Bound bounds[] = {
-    {"train_gpt2.c", true, 4850, 13.1, 3},
-    {"data/formats.c", true, 1700, 10.4, 8},
-    {"train_gpt2.cu", true, 5500, 14.0, 9},
-    {"test_gpt2.cu", true, 4200, 0, -1},
+    {"train_gpt2.c", true, 6000, 13.0, 3},
+    {"data/formats.c", true, 1700, 11.0, 8},
+    {"train_gpt2.cu", true, 5500, 17.0, 5},
+    {"test_gpt2.cu", true, 5000, 0, -1},
     {"Makefile", false, 180, 0, -1},
     {".ci/run", false, 0, 0, -1},
     {"data/*.c", false, 0, 0, -1},
