@@ -1098,6 +1098,23 @@ static void test_loader_coverage() {
     detail = "3 shards, 60 epochs";
 }
 
+// Prompts and samples are text where a vocabulary is at hand.
+static void test_prompts() {
+    static Bpe bpe;
+    const Text merges = made_merges();
+    bpe_parse_merges(&bpe, (const unsigned char *)merges.data(), merges.size(), "vocab.bpe");
+    Token tokens[8];
+    char out[BPE_LONGEST];
+    expect(prompt_tokens(tokens, 8, TOKENIZER_GPT2, &bpe, "aaa the") == 3 && tokens[0] == 256 &&
+           tokens[1] == 64 && tokens[2] == 263);
+    expect(prompt_tokens(tokens, 8, TOKENIZER_GPT2, &bpe, "") == 1 && tokens[0] == 50256);
+    expect(prompt_tokens(tokens, 3, TOKENIZER_GPT2, &bpe, "a b") == 3);
+    expect_death(prompt_tokens(tokens, 2, TOKENIZER_GPT2, &bpe, "a b"),
+                 "--prompt: 3 tokens, at most 2");
+    expect(Text(out, (size_t)token_text(out, TOKENIZER_GPT2, &bpe, 263)) == " the");
+    expect(Text(out, (size_t)token_text(out, TOKENIZER_GPT2, &bpe, 50256)) == "<|endoftext|>");
+}
+
 // A batch that cannot be given says why: a token outside the vocabulary, a file cut under the run.
 static void test_loader_problems() {
     enum { T = 8 };
@@ -4187,6 +4204,7 @@ static const Test tests[] = {
     T(plan_refuse, HOST),
     T(arena, ALL),
     T(rank_positions, HOST),
+    T(prompts, HOST),
     T(loader_problems, HOST),
     T(loader_coverage, HOST),
     T(loader_large, FLOAT),

@@ -127,7 +127,8 @@ static int thread_index(void) {
 #endif
 }
 
-// Has the run been asked to stop? Everything that takes long asks between two units of its work.
+// Has the run been asked to stop? Training, validation, sampling and evaluation ask before each
+// batch or token; loading and saving end first.
 static int run_stopping(void) { return stop_signal != 0; }
 
 // From here on signals ask the program to stop, but for a SIGHUP that was ignored from the start
@@ -883,9 +884,9 @@ static void model_set_vocabulary(Model *m, int V) {
 // share bytes) and offsets into one number; the run makes one allocation of exactly that number
 // and takes every pointer from the plan.
 // 1. Time is a line of ticks, the stages of one micro-step: embed, 8 per block forward, 3 for the
-//    head, 15 per block backward (7 that recompute, 8 that differentiate), embed backward, where
-//    something visits join, and update.
-//    A forward pass alone (validation, sampling) walks the same ticks up to the head.
+//    head, 15 per block backward (7 that recompute, 8 that differentiate), embed backward, then
+//    join, where something visits the device (chapter Buckets and visits), and update. A forward
+//    pass alone (validation, sampling) walks the same ticks up to the head.
 // 2. buffer_pointer() refuses a buffer that is not alive at the current tick, in every build. Test
 //    builds (GPT2_POISON) also fill a buffer with NaN at birth, poison it at death and keep a
 //    poisoned gap behind each buffer.
@@ -1387,7 +1388,8 @@ static size_t plan_peak(const Plan *p, int *peak) {
     return (size_t)most;
 }
 
-// The plan of a run with these settings: pure arithmetic, no allocation beyond the table itself.
+// The plan of a run with these settings: pure arithmetic. It allocates its tables,
+// and nothing of what they describe.
 static void plan_build(Plan *p, const Settings *s) {
     memset(p, 0, sizeof *p);
     p->settings = *s;
@@ -4308,10 +4310,12 @@ static void model_file_save(Engine *e, const Model *m, int type, Writer *w) {
 // SHA-256 of the others. Of GPT-2's tokens there are also merges.txt, vocab.json and
 // tokenizer_config.json, where the vocabulary is at hand.
 //
-//     step-N.tmp --(files and folders synced)--> step-N --(a resume finds damage, saves step N
-//         ^                                         |      again)--> step-N.damaged
-//         +--- pruned: renamed, then removed -------+
+//     step-N.tmp --(files and folders synced, renamed)--> step-N
+//         ^                                                  |
+//         +------ pruned: renamed first, then removed -------+
 //
+// A resume skips a step-N that is damaged. When step N is saved again, the old one is removed, or
+// renamed to step-N.damaged where it holds files that are not ours.
 // 1. It is written under its name with ".tmp", every file and folder synced, and renamed: what
 //    bears the final name was complete then, whenever the machine stopped. A ".tmp" is never read;
 //    the next run that writes there removes it.
@@ -4429,7 +4433,7 @@ static size_t token_in_alphabet(char out[2 * BPE_LONGEST], const char *bytes, in
 // its bytes.
 static int merge_left(const Bpe *bpe, int id) {
     const char *bytes;
-    int start[BPE_LONGEST + 1], parts = bpe_bytes(bpe, id, &bytes);
+    int start[BPE_LONGEST + 1] = {0}, parts = bpe_bytes(bpe, id, &bytes);
     for (int i = 0; i <= parts; i++) {
         start[i] = i;
     }
@@ -4972,8 +4976,8 @@ static Token sample_token(const real *logits, int V, const SampleRule *rule, dou
 
 // -------------------------------------------------------------------------------------------------
 // 17. Evaluation
-// An evaluation asks which of the completions of a context the model finds likeliest. Its files are
-// the appendix's.
+// An evaluation gives the model a context and several completions of it, and asks which one it
+// finds likeliest. Its files are the appendix's.
 // 1. A row is a context and one completion; it is scored by the losses of the completion's tokens.
 //    accuracy takes the lowest sum, acc_norm (llm.c's score) the lowest mean, of equals the first.
 // 2. A row of more than T + 1 tokens loses the start of its context, never all of it.
@@ -5477,8 +5481,8 @@ static void run_end(Run *run, double ms) {
 
 // The loop: from the run's step to its last, to a signal or a failure. After a step it validates,
 // samples and saves, in this order, where each is due; the end of the run saves too when there is
-// an output folder. While steps are skipped nothing is saved: where that never ends, the newest
-// checkpoint is one from before it began.
+// an output folder. After a skipped step no periodic checkpoint is made, and a run that fails on
+// skipped steps saves none at its end: the newest checkpoint is then one from before them.
 static void run_train(Run *run) {
     const Options *o = &run->o;
     const double began = now_ms();

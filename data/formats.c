@@ -49,8 +49,8 @@
 // -------------------------------------------------------------------------------------------------
 // 1. Errors, memory and writes
 // Errors stop the run with one line on stderr and exit status 1: die() for what a user did, check()
-// for what the program believes of itself. Files are written whole or not at all (chapter
-// Checkpoints builds on write_all).
+// for what the program believes of itself. Files are written whole or not at all: the Writer of
+// chapter Safetensors builds on write_all.
 
 typedef int32_t Token;
 

@@ -491,21 +491,6 @@ static void test_bpe_words() {
     bpe_encoder_close(&e);
 }
 
-// Prompts and samples are text where a vocabulary is at hand.
-static void test_prompts() {
-    open_bpe(made_merges());
-    Token tokens[8];
-    char out[BPE_LONGEST];
-    expect(prompt_tokens(tokens, 8, TOKENIZER_GPT2, &bpe, "aaa the") == 3 && tokens[0] == 256 &&
-           tokens[1] == 64 && tokens[2] == 263);
-    expect(prompt_tokens(tokens, 8, TOKENIZER_GPT2, &bpe, "") == 1 && tokens[0] == 50256);
-    expect(prompt_tokens(tokens, 3, TOKENIZER_GPT2, &bpe, "a b") == 3);
-    expect_death(prompt_tokens(tokens, 2, TOKENIZER_GPT2, &bpe, "a b"),
-                 "--prompt: 3 tokens, at most 2");
-    expect(Text(out, (size_t)token_text(out, TOKENIZER_GPT2, &bpe, 263)) == " the");
-    expect(Text(out, (size_t)token_text(out, TOKENIZER_GPT2, &bpe, 50256)) == "<|endoftext|>");
-}
-
 // Merging against its rule; what is encoded decodes to itself, whatever the bytes; a text may be
 // cut where bpe_cut says; long pieces take no longer than they must.
 static void test_bpe_rules() {
@@ -725,7 +710,6 @@ static const Test tests[] = {
     {"bpe_pieces", test_bpe_pieces, 1},
     {"spaces", test_spaces, 1},
     {"bpe_words", test_bpe_words, 1},
-    {"prompts", test_prompts, 1},
     {"bpe_rules", test_bpe_rules, 1},
     {"bpe_published", test_bpe_published, 1},
     {"bpe_files", test_bpe_files, 1},
