@@ -2650,7 +2650,6 @@ static void test_state_file() {
 #if TEST_CUDA
 typedef __nv_bfloat16 bf16;
 typedef std::vector<Reals> Outputs;
-static const double bf16_unit = 0x1p-8;  // of rounding to nearest
 
 template <class E> static real rounded_to(real x) { return to_float(from_float<E>(x)); }
 
@@ -2744,21 +2743,22 @@ template <class Run> static Outputs every_order(Run run, const Text &who) {
     return first;
 }
 
-// Numbers that left the device as E. fp32: within the twin's error, as everywhere. bf16: each
+// Numbers that left the device as E. fp32: within the twin's error, as everywhere. 16 bits: each
 // number, and the norm of all, within twice what rounding the exact result loses.
 template <class E> static void compare_in(int line, const Reals &got, Nums want, const Text &who) {
-    if (sizeof(E) == 2) {
+    const Text name = who + " " + traits<E>.name;
+    if (!is_fp32<E>) {
         double error = 0, loss = 0, e = 0;
         for (size_t i = 0; i < want.size(); i++) {
-            double v = (double)want[i].v, naive = (double)rounded_to<bf16>((real)v) - v;
+            double v = (double)want[i].v, naive = (double)rounded_to<E>((real)v) - v;
             error += ((double)got[i] - v) * ((double)got[i] - v);
             loss += naive * naive;
             e += want[i].e * want[i].e;
-            want[i].e += 2 * bf16_unit * fabs(v);
+            want[i].e += 2 * traits<E>.unit * fabs(v);
         }
-        near_at(line, (wide)sqrt(error), 0, 2 * sqrt(loss) + sqrt(e), who + " bf16, norm");
+        near_at(line, (wide)sqrt(error), 0, 2 * sqrt(loss) + sqrt(e), name + ", norm");
     }
-    compare_at(line, got, want, who + (sizeof(E) == 2 ? " bf16" : " fp32"));
+    compare_at(line, got, want, name);
 }
 #define compare_as(E, got, want, who) compare_in<E>(__LINE__, got, want, who)
 
@@ -2973,10 +2973,10 @@ static void test_gpu_matmul() {
     }
 }
 
-// What a computation in bf16 rounds in attention.
-static Num in_bf16(Num x) { return Num((wide)rounded_to<bf16>((real)x.v)); }
+// What a computation in 16 bits rounds in attention.
+template <class E> static Num num_in(Num x) { return Num((wide)rounded_to<E>((real)x.v)); }
 
-// bf16: norm of the difference to the exact result at most twice that of a naive computation.
+// 16 bits: norm of the difference to the exact result at most twice that of a naive computation.
 static void expect_naive_at(int line, const Reals &got, const Nums &want, const Nums &naive,
                             const Text &who) {
     double error = 0, loss = 0, e = 0;
@@ -2986,7 +2986,7 @@ static void expect_naive_at(int line, const Reals &got, const Nums &want, const 
         loss += (n - v) * (n - v);
         e += want[i].e * want[i].e;
     }
-    near_at(line, (wide)sqrt(error), 0, 2 * sqrt(loss) + sqrt(e), who + " bf16");
+    near_at(line, (wide)sqrt(error), 0, 2 * sqrt(loss) + sqrt(e), who);
 }
 
 template <class E> static void check_attention(int B, int T, int HS, int NH, double sharp) {
@@ -3003,24 +3003,25 @@ template <class E> static void check_attention(int B, int T, int HS, int NH, dou
             return Outputs{out.get(), lse.get(), dqkv.get()};
         },
         who);
-    Nums want[2][3];  // exact, and naive in bf16
+    Nums want[2][3];  // exact, and naive in 16 bits
     for (int k = 0; k < 2; k++) {
         want[k][0] = Nums(n), want[k][1] = Nums(B * NH * T), want[k][2] = Nums(3 * n);
-        for (int head = 0; head < B * NH && (k == 0 || sizeof(E) == 2); head++) {
+        for (int head = 0; head < B * NH && (k == 0 || !is_fp32<E>); head++) {
             twin_attention(&want[k][0], &want[k][1], &want[k][2], qkv, dout, head / NH, head % NH,
-                           T, C, NH, k ? in_bf16 : as_it_is);
+                           T, C, NH, k ? num_in<E> : as_it_is);
         }
     }
     for (Num &lse : want[0][1]) {  // the kernels keep base 2
         lse = lse * Num((wide)1.4426950408889634L);
     }
     compare_as(float, got[1], want[0][1], who + " lse");
-    if (sizeof(E) == 2) {
-        expect_naive_at(__LINE__, got[0], want[0][0], want[1][0], who + " out");
-        expect_naive_at(__LINE__, got[2], want[0][2], want[1][2], who + " dqkv");
-    } else {
+    if (is_fp32<E>) {
         compare_as(E, got[0], want[0][0], who + " out");
         compare_as(E, got[2], want[0][2], who + " dqkv");
+    } else {
+        const Text name = traits<E>.name;
+        expect_naive_at(__LINE__, got[0], want[0][0], want[1][0], who + " out " + name);
+        expect_naive_at(__LINE__, got[2], want[0][2], want[1][2], who + " dqkv " + name);
     }
 }
 
@@ -3075,7 +3076,7 @@ template <class E> static void check_classifier(int rows, int V, double sharp) {
         who);
     Nums want, want_d(logits.size());  // padding: 0, tolerance 0
     twin_classifier(&want, &want_d, logits, targets, dloss, V, Vp,
-                    sizeof(E) == 2 ? num_fast_exp : num_exp);
+                    is_fp32<E> ? num_exp : num_fast_exp);
     compare_as(float, got[0], want, who + " losses");
     compare_as(E, got[1], want_d, who + " dlogits");
 }
@@ -3104,7 +3105,7 @@ static std::vector<ParamRange> three_ranges(int *chunks) {
 // one step.
 template <class E, class G, class M, bool SPLIT> static void check_adamw(const char *who) {
     enum { N = 24384, N2 = 24120, N1 = 72 };
-    const bool exact_p = SPLIT || sizeof(E) == 4, exact_m = sizeof(M) == 4;
+    const bool exact_p = SPLIT || is_fp32<E>, exact_m = is_fp32<M>;
     const int steps = exact_p && exact_m ? 3 : 1;
     int chunks;
     std::vector<ParamRange> ranges = three_ranges(&chunks);
@@ -3169,14 +3170,14 @@ template <class E, class G, class M, bool SPLIT> static void check_adamw(const c
             for (size_t i = r.param; i < r.param + r.count; i++) {
                 if (want[i] != 0) {
                     double error = ((double)got[i] - (double)want[i]) / fabs((double)want[i]);
-                    expect_near((wide)error, 0, 2 * bf16_unit, "%s: %s %zu", who, name, i);
+                    expect_near((wide)error, 0, 2 * traits<bf16>.unit, "%s: %s %zu", who, name, i);
                     bias += error;
                     count++;
                 }
             }
         }
-        expect_near((wide)(bias / count), 0, 4 * bf16_unit / sqrt(count), "%s: %s, bias", who,
-                    name);
+        expect_near((wide)(bias / count), 0, 4 * traits<bf16>.unit / sqrt(count), "%s: %s, bias",
+                    who, name);
     };
     if (!exact_p) {
         unbiased(got_p, p, "p");
@@ -3344,9 +3345,9 @@ template <class E, class G> static void check_misaligned() {
          [&] {  // checked in this order: a, b, then d, bias, c
              matmul_run<E, G>(g[2], p[0], p[1], g[3], g[4], 1, false, false, C, C, C, 0);
          }},
-        {"gpu_attention_forward", sizeof(E) == 2 ? 2 : 0,
+        {"gpu_attention_forward", is_fp32<E> ? 0 : 2,
          [&] { gpu_attention_forward(p[0], f[5], p[1], 1, N, C, 1, 0); }},
-        {"gpu_attention_backward", sizeof(E) == 2 ? 4 : 0,
+        {"gpu_attention_backward", is_fp32<E> ? 0 : 4,
          [&] { gpu_attention_backward(p[0], f[5], p[1], p[2], p[3], f[5], 1, N, C, 1, 0); }},
         {"gpu_classifier", 1, [&] { gpu_classifier(f[5], p[0], ints, 1, N, C, C, true, 0); }},
         {"gpu_grad_square_sum", 2,
@@ -3616,7 +3617,7 @@ static void test_gpu_huge() {
 // An oracle with the weights of another network as the device computes with them.
 struct Oracle : Net {
     Oracle(Net *gpu, int logit_rows) : Net(gpu->s.model, gpu->s.B, gpu->s.T, 0, -1, logit_rows) {
-        engine_copy(&e, &gpu->e, STATE_WEIGHTS, &gpu->s.model, gpu->s.dtype == TYPE_BF16);
+        engine_copy(&e, &gpu->e, STATE_WEIGHTS, &gpu->s.model, gpu->s.dtype);
     }
 };
 
@@ -3762,7 +3763,7 @@ static void test_gpu_steps() {
         Net n(m, Text("-b 2 -t 33 -r block --dtype ") + dtype);
         Oracle oracle(&n, 66);
         const bool fp32 = n.s.dtype == TYPE_FP32;
-        engine_copy(&oracle.e, &n.e, STATE_WEIGHTS, &m, false);
+        engine_copy(&oracle.e, &n.e, STATE_WEIGHTS, &m, TYPE_FP32);
         const Reals start = oracle.state(STATE_WEIGHTS);
         Options o;
         options_default(&o);
@@ -3913,7 +3914,7 @@ static void test_gpu_losses() {
         expect(n.e.forward_loss(&n.e, NULL, &b.inputs[0], &b.targets[0]) == mean, "without them");
         // fp32 as the gradients' 1e-5; bf16 rounds every logit.
         expect_near((wide)relative_error(got.data(), want.data(), (int64_t)N), 0,
-                    n.s.dtype == TYPE_FP32 ? 1e-5 : 2 * bf16_unit, "losses, %s", options);
+                    n.s.dtype == TYPE_FP32 ? 1e-5 : 2 * traits<bf16>.unit, "losses, %s", options);
     }
 }
 
@@ -4109,7 +4110,7 @@ template <class E, class G> static void check_gaps(const char *options) {
     Net n(m, options);
     auto *net = (GpuNetwork<E, G> *)n.e.self;
     const Plan *p = &n.plan;
-    const size_t moment = n.s.moment_dtype == TYPE_BF16 ? 2 : 4;
+    const size_t moment = type_bytes(n.s.moment_dtype);
     const struct {
         int id;
         size_t element_bytes;

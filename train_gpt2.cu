@@ -153,18 +153,39 @@ static void launch_at(const char *file, int line, const char *name, void (*kerne
 #define FORGET(word) (void)(word)
 #endif
 
+// What there is to know of an element type. A type without a row does not compile.
+struct Element {
+    const char *name;
+    Type type;                 // in the plan
+    cudaDataType_t cuda_type;  // in cuBLASLt
+    int capability;            // the least that its kernels need, without the dot
+    double unit;               // the largest relative error of rounding to nearest
+};
+template <class E> constexpr Element traits = E::has_no_row_here;
+template <> constexpr Element traits<float> = {"fp32", TYPE_FP32, CUDA_R_32F, 0, 0x1p-24};
+template <> constexpr Element traits<__half> = {"fp16", TYPE_FP16, CUDA_R_16F, 80, 0x1p-11};
+template <> constexpr Element traits<__nv_bfloat16> = {"bf16", TYPE_BF16, CUDA_R_16BF, 80, 0x1p-8};
+template <class E> constexpr bool is_fp32 = traits<E>.type == TYPE_FP32;  // otherwise 16 bits
+
+// Calls f(E()), E being the element type that `type` names: here alone a run's settings become
+// types. These are the types that it can train in.
+template <class F> static void with_type(Type type, F f) {
+    check(type == TYPE_FP32 || type == TYPE_BF16, "no element type %d", (int)type);
+    type == TYPE_FP32 ? f(float()) : f(__nv_bfloat16());
+}
+
 // The rounding to E is to nearest, ties to even.
 __host__ __device__ inline float to_float(float x) { return x; }
 __host__ __device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 __host__ __device__ inline float to_float(__half x) { return __half2float(x); }
 
 template <class E> __host__ __device__ inline E from_float(float x) {
-    if constexpr (sizeof(E) == 4) {
+    if constexpr (is_fp32<E>) {
         return x;
-    } else if constexpr (std::is_same_v<E, __half>) {
-        return __float2half_rn(x);
-    } else {
+    } else if constexpr (std::is_same_v<E, __nv_bfloat16>) {
         return __float2bfloat16_rn(x);
+    } else {
+        return __float2half_rn(x);
     }
 }
 
@@ -235,31 +256,31 @@ __device__ __forceinline__ void unpack2(float *lo, float *hi, uint32_t bits) {
 // A pack's numbers as floats, and floats rounded to a pack; of 16-bit types two at a time.
 template <class E>
 __device__ inline void pack_to_floats(float (&x)[Pack<E>::size], const Pack<E> &pack) {
-    if constexpr (sizeof(E) == 2) {
+    if constexpr (is_fp32<E>) {
+        UNROLL
+        for (int i = 0; i < Pack<E>::size; i++) {
+            x[i] = pack.x[i];
+        }
+    } else {
         const uint4 bits = pack_to_bits(pack);
         unpack2<E>(&x[0], &x[1], bits.x);
         unpack2<E>(&x[2], &x[3], bits.y);
         unpack2<E>(&x[4], &x[5], bits.z);
         unpack2<E>(&x[6], &x[7], bits.w);
-    } else {
-        UNROLL
-        for (int i = 0; i < Pack<E>::size; i++) {
-            x[i] = pack.x[i];
-        }
     }
 }
 
 template <class E> __device__ inline Pack<E> pack_round(const float (&x)[Pack<E>::size]) {
-    if constexpr (sizeof(E) == 2) {
-        return pack_from_bits<E>(make_uint4(pack2<E>(x[0], x[1]), pack2<E>(x[2], x[3]),
-                                            pack2<E>(x[4], x[5]), pack2<E>(x[6], x[7])));
-    } else {
+    if constexpr (is_fp32<E>) {
         Pack<E> pack;
         UNROLL
         for (int i = 0; i < Pack<E>::size; i++) {
             pack.x[i] = x[i];
         }
         return pack;
+    } else {
+        return pack_from_bits<E>(make_uint4(pack2<E>(x[0], x[1]), pack2<E>(x[2], x[3]),
+                                            pack2<E>(x[4], x[5]), pack2<E>(x[6], x[7])));
     }
 }
 
@@ -271,7 +292,7 @@ template <class E> __device__ __forceinline__ uint32_t max2(uint32_t a, uint32_t
     unpack2<E>(&low_b, &high_b, b);
     return pack2<E>(fmaxf(low_a, low_b), fmaxf(high_a, high_b));
 #else
-    using Pair = std::conditional_t<std::is_same_v<E, __half>, __half2, __nv_bfloat162>;
+    using Pair = std::conditional_t<std::is_same_v<E, __nv_bfloat16>, __nv_bfloat162, __half2>;
     Pair x, y;
     memcpy(&x, &a, sizeof x);
     memcpy(&y, &b, sizeof y);
@@ -283,20 +304,24 @@ template <class E> __device__ __forceinline__ uint32_t max2(uint32_t a, uint32_t
 
 // The largest number of a pack.
 template <class E> __device__ inline float pack_max(const Pack<E> &pack) {
-    if constexpr (sizeof(E) == 2) {
+    if constexpr (is_fp32<E>) {
+        return fmaxf(fmaxf(pack.x[0], pack.x[1]), fmaxf(pack.x[2], pack.x[3]));
+    } else {
         const uint4 bits = pack_to_bits(pack);
         float low, high;
         unpack2<E>(&low, &high, max2<E>(max2<E>(bits.x, bits.y), max2<E>(bits.z, bits.w)));
         return fmaxf(low, high);
-    } else {
-        return fmaxf(fmaxf(pack.x[0], pack.x[1]), fmaxf(pack.x[2], pack.x[3]));
     }
 }
 
 // A pack's first n numbers (n may be below 0 or beyond its end) and minus infinity in place of the
 // others.
 template <class E> __device__ inline void pack_keep(Pack<E> &pack, int n) {
-    if constexpr (sizeof(E) == 2) {
+    if constexpr (is_fp32<E>) {
+        for (int i = 0; i < Pack<E>::size; i++) {
+            pack.x[i] = i < n ? pack.x[i] : -INFINITY;
+        }
+    } else {
         const uint32_t none = pack2<E>(-INFINITY, -INFINITY);
         uint4 bits = pack_to_bits(pack);
         auto keep = [&](uint32_t &word, int from) {
@@ -308,10 +333,6 @@ template <class E> __device__ inline void pack_keep(Pack<E> &pack, int n) {
         keep(bits.z, 4);
         keep(bits.w, 6);
         pack = pack_from_bits<E>(bits);
-    } else {
-        for (int i = 0; i < Pack<E>::size; i++) {
-            pack.x[i] = i < n ? pack.x[i] : -INFINITY;
-        }
     }
 }
 
@@ -461,7 +482,7 @@ __device__ inline void row_combine(float (&x)[n], float nothing, F combine) {
     __syncthreads();  // all values of warps are written
     UNROLL
     for (int i = 0; i < n; i++) {
-        if (WARPS) {
+        if constexpr (WARPS) {
             x[i] = values[i][first];
             for (int warp = 1; warp < warps; warp++) {
                 x[i] = combine(x[i], values[i][first + warp]);
@@ -661,11 +682,11 @@ __device__ __forceinline__ float rcp_approx(float x) {
 // e^x and 1 / x: accurate where E is fp32; where the result will be rounded to sixteen bits anyway
 // the hardware's approximations (e^x then has a relative error of about 1e-6 for |x| < 10).
 template <class E> __device__ inline float fast_exp(float x) {
-    return sizeof(E) == 4 ? expf(x) : ex2_approx(LOG2_E * x);
+    return is_fp32<E> ? expf(x) : ex2_approx(LOG2_E * x);
 }
 
 template <class E> __device__ inline float reciprocal(float x) {
-    return sizeof(E) == 4 ? 1.0f / x : rcp_approx(x);
+    return is_fp32<E> ? 1.0f / x : rcp_approx(x);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -842,7 +863,7 @@ constexpr float LAYERNORM_EPS = 1e-5f;
 // Calls f(C), where C is a constant at the channels of the presets: kernels of 16-bit types then
 // know the end of every loop. Otherwise it is 0, and they take C at run time.
 template <class E, class F> static void with_channels(int C, F f) {
-    if constexpr (sizeof(E) == 2) {
+    if constexpr (!is_fp32<E>) {
         switch (C) {
         case 768: return f(std::integral_constant<int, 768>());
         case 1024: return f(std::integral_constant<int, 1024>());
@@ -1084,9 +1105,9 @@ constexpr int BIAS_BLOCKS = 768;  // blocks that keep the largest GPUs busy
 
 // exp(-2u); in 16-bit types as a power of two, the constants folded. s = 1 / (1 + this).
 template <class E> __device__ inline float gelu_power(float x) {
-    constexpr float linear = -2.0f * GELU_SCALE * (sizeof(E) == 4 ? 1.0f : LOG2_E);
+    constexpr float linear = -2.0f * GELU_SCALE * (is_fp32<E> ? 1.0f : LOG2_E);
     float exponent = x * fmaf(linear * GELU_CUBIC, x * x, linear);
-    return sizeof(E) == 4 ? expf(exponent) : ex2_approx(exponent);
+    return is_fp32<E> ? expf(exponent) : ex2_approx(exponent);
 }
 
 // out = x s(x), elementwise. out, inp (n) of E. A thread takes two packs, a block's width apart.
@@ -1162,7 +1183,7 @@ __global__ void bias_backward_kernel(E *dinp, float *partials, const E *dout, co
             int row = first + k * blockDim.y + threadIdx.y;
             if (row < N) {
                 d[k] = pack_load(dout + at + k * step);
-                if (GELU) {
+                if constexpr (GELU) {
                     x[k] = pack_load(inp + at + k * step);
                 }
             }
@@ -1173,7 +1194,7 @@ __global__ void bias_backward_kernel(E *dinp, float *partials, const E *dout, co
             if (row < N) {
                 float gradient[size];
                 pack_to_floats(gradient, d[k]);
-                if (GELU) {
+                if constexpr (GELU) {
                     float value[size];
                     pack_to_floats(value, x[k]);
                     for (int i = 0; i < size; i++) {
@@ -1262,10 +1283,6 @@ static struct {
     int plans;
     MatmulPlan plan[MATMUL_PLANS];
 } matmul_library;
-
-template <class E> constexpr cudaDataType_t cuda_type = CUDA_R_32F;
-template <> constexpr cudaDataType_t cuda_type<__nv_bfloat16> = CUDA_R_16BF;
-template <> constexpr cudaDataType_t cuda_type<__half> = CUDA_R_16F;
 
 // workspace: device memory of the plan, a multiple of 256 bytes at one; all products share it, so
 // they are all launched on one stream.
@@ -1404,7 +1421,7 @@ static void matmul_run(O *d, const E *a, const E *b, const O *bias, const O *c, 
     check_rows(E, b_rows, b);
     check_rows(O, m, d, bias, c);
     MatmulKey key = {m,       n, k, transpose_a, transpose_b, bias != nullptr, beta != 0 && c != d,
-                     cuda_type<E>, cuda_type<O>};
+                     traits<E>.cuda_type, traits<O>.cuda_type};
     MatmulPlan *plan = matmul_plan_find(key);
     if (bias) {
         matmul_attribute(plan, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
@@ -1819,7 +1836,7 @@ template <class E> static void check_attention(int B, int T, int C, int NH) {
     check(B >= 1 && B <= GRID_YZ_MAX && T >= 1 && T <= LENGTH_MAX && NH >= 1 && C % NH == 0,
           "attention of batch %d, length %d, %d channels in %d heads", B, T, C, NH);
     const int HS = C / NH;
-    check(sizeof(E) == 4 ? HS <= HEAD_MAX_FP32 : HS % HEAD_UNIT == 0 && HS <= HEAD_MAX,
+    check(is_fp32<E> ? HS <= HEAD_MAX_FP32 : HS % HEAD_UNIT == 0 && HS <= HEAD_MAX,
           "attention of heads of %d channels", HS);
 }
 
@@ -1862,7 +1879,7 @@ static void gpu_attention_forward(E *out, float *lse, const E *qkv, int B, int T
                                   cudaStream_t stream) {
     check_attention<E>(B, T, C, NH);
     const int HS = C / NH;
-    if constexpr (std::is_same_v<E, float>) {
+    if constexpr (is_fp32<E>) {
         launch(attention_forward_rows_kernel, dim3(NH, B, ceil_div(T, ROW_WARPS)), ROW_WARPS * WARP,
                ROW_WARPS * (HS + WARP) * sizeof(float), stream, out, lse, qkv, T, NH, HS);
     } else if (HS > HD) {
@@ -2170,7 +2187,7 @@ static void gpu_attention_backward(E *dqkv, float *drow, const E *dout, const E 
                                    cudaStream_t stream) {
     check_attention<E>(B, T, C, NH);
     const int HS = C / NH;
-    if constexpr (std::is_same_v<E, float>) {
+    if constexpr (is_fp32<E>) {
         const size_t bytes = ROW_WARPS * (2 * HS + 2 * WARP) * sizeof(float);
         for (int keys = 0; keys < 2; keys++) {
             launch(attention_backward_rows_kernel, dim3(NH, B, ceil_div(T, ROW_WARPS)),
@@ -2254,9 +2271,9 @@ __global__ void __launch_bounds__(THREADS ? THREADS : BLOCK_MAX, 1)
     });
     maximum = row_max(maximum);
     // 3. the sum of exponentials; in 16 bits 2^(LOG2_E logit - shift)
-    const float shift = sizeof(E) == 4 ? maximum : maximum * LOG2_E;
+    const float shift = is_fp32<E> ? maximum : maximum * LOG2_E;
     auto power = [&](float logit) {
-        return sizeof(E) == 4 ? expf(logit - shift) : ex2_approx(fmaf(logit, LOG2_E, -shift));
+        return is_fp32<E> ? expf(logit - shift) : ex2_approx(fmaf(logit, LOG2_E, -shift));
     };
     each_pack([&](int, Pack<E> &pack, bool) {
         float logit[size];
@@ -2269,7 +2286,7 @@ __global__ void __launch_bounds__(THREADS ? THREADS : BLOCK_MAX, 1)
     const float sum = row_sum(add_four(sums));
     // 4. the gradient; the loss, and the target's gradient once more, by the target's thread
     const float scale = dloss * reciprocal<E>(sum);
-    if (BACKWARD) {
+    if constexpr (BACKWARD) {
         each_pack([&](int c, Pack<E> &pack, bool) {
             float gradient[size];
             pack_to_floats(gradient, pack);
@@ -2280,8 +2297,8 @@ __global__ void __launch_bounds__(THREADS ? THREADS : BLOCK_MAX, 1)
         });
     }
     if (is_targets_thread) {
-        losses[blockIdx.x] = logf(sum) + (sizeof(E) == 4 ? shift : shift * LN_2) - target_logit;
-        if (BACKWARD) {
+        losses[blockIdx.x] = logf(sum) + (is_fp32<E> ? shift : shift * LN_2) - target_logit;
+        if constexpr (BACKWARD) {
             row[target] = from_float<E>(fmaf(power(target_logit), scale, -dloss));
         }
     }
@@ -2297,7 +2314,7 @@ static void gpu_classifier(float *losses, E *logits, const int *targets, float d
     check(V <= Vp && Vp <= CLASSIFIER_VOCABULARY, "logits of %d tokens in %d columns", V, Vp);
     int threads = ceil_div(Vp, packs * size * WARP) * WARP;
     auto kernel = backward ? classifier_kernel<E, true, 0> : classifier_kernel<E, false, 0>;
-    if constexpr (sizeof(E) == 2) {
+    if constexpr (!is_fp32<E>) {
         if (threads == CLASSIFIER_GPT2 && V >= (packs - 1) * threads * size) {
             kernel = backward ? classifier_kernel<E, true, CLASSIFIER_GPT2>
                               : classifier_kernel<E, false, CLASSIFIER_GPT2>;
@@ -2479,7 +2496,7 @@ struct UpdateRandom {
 template <class T, int n>
 __device__ inline void state_store(T *address, const float (&x)[n], UpdateRandom key, size_t index,
                                    uint32_t stream) {
-    if constexpr (sizeof(T) == 4) {
+    if constexpr (is_fp32<T>) {
         vector_store(address, x);
     } else {
         static_assert(n == 8, "one call of Philox gives the sixteen bits of eight elements");
@@ -2999,16 +3016,14 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
     gpu_update_decide(&state->update, (float)o->clip, (float)limit, net->stream);
     // The clip factor is the device's, so the host's scale of gradients is 1.
     AdamW adamw = adamw_at(o, lr, updates, 1);
-    if constexpr (std::is_same_v<E, float>) {
+    if constexpr (is_fp32<E>) {
         gpu_adamw_all<E, G, float, false>(net, adamw, o, updates);
-    } else if (s->split_master) {
-        s->moment_dtype == TYPE_FP32
-            ? gpu_adamw_all<E, G, float, true>(net, adamw, o, updates)
-            : gpu_adamw_all<E, G, __nv_bfloat16, true>(net, adamw, o, updates);
     } else {
-        s->moment_dtype == TYPE_FP32
-            ? gpu_adamw_all<E, G, float, false>(net, adamw, o, updates)
-            : gpu_adamw_all<E, G, __nv_bfloat16, false>(net, adamw, o, updates);
+        with_type(s->moment_dtype, [&](auto moment) {
+            using M = decltype(moment);
+            s->split_master ? gpu_adamw_all<E, G, M, true>(net, adamw, o, updates)
+                            : gpu_adamw_all<E, G, M, false>(net, adamw, o, updates);
+        });
     }
     cuda_check(
         cudaMemcpyAsync(net->result, state, sizeof *state, cudaMemcpyDeviceToHost, net->stream));
@@ -3102,11 +3117,12 @@ static void state_read(real *out, const StateView &v, int64_t count, cudaStream_
     if (low) {
         copy_wait(low, v.low, count * sizeof *low, cudaMemcpyDeviceToHost, stream);
     }
-    for (int64_t i = 0; i < count; i++) {
-        float value = v.type == TYPE_FP32 ? ((const float *)(const void *)host)[i]
-                                          : to_float(((const __nv_bfloat16 *)(void *)host)[i]);
-        out[i] = low ? master_join(value, low[i]) : value;
-    }
+    with_type(v.type, [&](auto element) {
+        const decltype(element) *x = (const decltype(element) *)(const void *)host;
+        for (int64_t i = 0; i < count; i++) {
+            out[i] = low ? master_join(to_float(x[i]), low[i]) : to_float(x[i]);
+        }
+    });
     free(host);
     free(low);
 }
@@ -3116,19 +3132,19 @@ static void state_write(const StateView &v, const real *values, int64_t count,
     const size_t bytes = count * type_bytes(v.type);
     char *host = (char *)alloc_zero(bytes, 1);
     uint16_t *low = v.low ? (uint16_t *)alloc_zero((size_t)count, sizeof(uint16_t)) : nullptr;
-    for (int64_t i = 0; i < count; i++) {
-        const float value = (float)values[i];
-        if (v.type == TYPE_FP32) {
-            ((float *)(void *)host)[i] = value;
-        } else if (low) {  // bit for bit: a resume goes on from the same fp32 weight
-            uint32_t bits;
-            memcpy(&bits, &value, sizeof bits);
-            ((uint16_t *)(void *)host)[i] = master_high(value);
-            low[i] = (uint16_t)bits;
-        } else {
-            ((__nv_bfloat16 *)(void *)host)[i] = from_float<__nv_bfloat16>(value);
+    with_type(v.type, [&](auto element) {
+        for (int64_t i = 0; i < count; i++) {
+            const float value = (float)values[i];
+            if (low) {  // bit for bit: a resume goes on from the same fp32 weight
+                uint32_t bits;
+                memcpy(&bits, &value, sizeof bits);
+                ((uint16_t *)(void *)host)[i] = master_high(value);
+                low[i] = (uint16_t)bits;
+            } else {
+                ((decltype(element) *)(void *)host)[i] = from_float<decltype(element)>(value);
+            }
         }
-    }
+    });
     copy_wait(v.data, host, bytes, cudaMemcpyHostToDevice, stream);
     if (low) {
         copy_wait(v.low, low, count * sizeof *low, cudaMemcpyHostToDevice, stream);
@@ -3313,23 +3329,26 @@ static const PeakRow peak_rows[] = {
 static void device_describe(Engine *e, const Settings *s) {
     int device = 0, clock_khz = 0, peak = 0;
     cudaDeviceProp properties;
+    Element type;
+    with_type(s->dtype, [&](auto element) { type = traits<decltype(element)>; });
     cuda_check(cudaGetDevice(&device));
     cuda_check(cudaGetDeviceProperties(&properties, device));
     cuda_check(cudaDeviceGetAttribute(&clock_khz, cudaDevAttrClockRate, device));
-    if (s->dtype == TYPE_BF16 && properties.major < 8) {
-        die("--dtype bf16: %s (compute capability %d.%d) has no bf16; use --dtype fp32",
-            properties.name, properties.major, properties.minor);
+    const int capability = 10 * properties.major + properties.minor;
+    if (capability < type.capability) {
+        die("--dtype %s: %s (compute capability %d.%d) has no %s; use --dtype fp32", type.name,
+            properties.name, properties.major, properties.minor, type.name);
     }
     for (const PeakRow &row : peak_rows) {
-        if (row.capability == 10 * properties.major + properties.minor) {
-            peak = s->dtype == TYPE_FP32 ? row.fp32_flops : row.bf16_flops;
+        if (row.capability == capability) {
+            peak = type.type == TYPE_FP32 ? row.fp32_flops : row.bf16_flops;
         }
     }
     e->peak_flops = 1e3 * clock_khz * peak * properties.multiProcessorCount;
     e->peak_source = peak ? "this GPU's dense products at its highest clock"
                           : "this program's table of peaks does not know this GPU";
     snprintf(e->device, sizeof e->device, "%.44s (sm_%d%d), %s", properties.name, properties.major,
-             properties.minor, s->dtype == TYPE_FP32 ? "fp32" : "bf16");
+             properties.minor, type.name);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -3337,18 +3356,15 @@ static void device_describe(Engine *e, const Settings *s) {
 // Volume I's program with the GPU's engine, and two commands of its own: --check compares one batch
 // with the oracle, --compare runs the same steps with and without recomputation.
 
-// The one dispatch on types: E of the run, G of its gradients.
+// Opens the engine of the run's E and of its gradients' G.
 static void gpu_engine_open(Engine *e, Plan *p) {
     const Settings *s = &p->settings;
     memset(e, 0, sizeof *e);
     device_describe(e, s);
-    if (s->dtype == TYPE_FP32) {
-        gpu_open<float, float>(e, p);
-    } else if (s->grad_dtype == TYPE_BF16) {
-        gpu_open<__nv_bfloat16, __nv_bfloat16>(e, p);
-    } else {
-        gpu_open<__nv_bfloat16, float>(e, p);
-    }
+    with_type(s->dtype, [&](auto element) {
+        using E = decltype(element);
+        s->grad_dtype == s->dtype ? gpu_open<E, E>(e, p) : gpu_open<E, float>(e, p);
+    });
     size_t length = strlen(e->device);
     snprintf(e->device + length, sizeof e->device - length,
              "; cuBLASLt %zu; libraries took about %s", cublasLtGetVersion(),
@@ -3364,7 +3380,7 @@ static void gpu_settings_check(const Settings *s) {
             "with them; it trains in bf16 and fp32 with all states on the GPU");
     }
     if (m->C % CHANNELS_UNIT != 0 || m->C > CHANNELS_MAX ||
-        (s->dtype == TYPE_BF16 && (HS % HEAD_UNIT != 0 || HS > HEAD_MAX)) || HS > HEAD_MAX_FP32) {
+        (s->dtype != TYPE_FP32 && (HS % HEAD_UNIT != 0 || HS > HEAD_MAX)) || HS > HEAD_MAX_FP32) {
         die("--model (-e): %d channels in %d heads: a GPU takes channels that are a multiple of "
             "%d, at most %d, in heads of at most %d; in bf16 heads of at most %d, a multiple of %d",
             m->C, m->NH, CHANNELS_UNIT, CHANNELS_MAX, HEAD_MAX_FP32, HEAD_MAX, HEAD_UNIT);
@@ -3392,17 +3408,18 @@ static double relative_error(const real *got, const real *want, int64_t n) {
     return norm > 0 ? sqrt(difference / norm) : sqrt(difference);
 }
 
-// Copies state `state` of all tensors from one engine to the other; with `round` as bf16 would hold
-// it.
-static void engine_copy(Engine *to, Engine *from, int state, const Model *m, bool round) {
+// Copies state `state` of all tensors from one engine to the other, as `type` would hold it.
+static void engine_copy(Engine *to, Engine *from, int state, const Model *m, Type type) {
     int64_t all = tensor_offset(m, TENSORS, 0);
     real *piece = (real *)alloc_zero(PIECE, sizeof(real));
     for (int64_t i = 0; i < all; i += PIECE) {
         int64_t count = min_i64(PIECE, all - i);
         from->read(from, state, i, piece, count);
-        for (int64_t k = 0; k < count && round; k++) {
-            piece[k] = to_float(from_float<__nv_bfloat16>((float)piece[k]));
-        }
+        with_type(type, [&](auto element) {
+            for (int64_t k = 0; k < count; k++) {
+                piece[k] = to_float(from_float<decltype(element)>((float)piece[k]));
+            }
+        });
         to->write(to, state, i, piece, count);
     }
     free(piece);
@@ -3441,7 +3458,7 @@ static int command_check(Run *run, const Program *program) {
     program->open(&run->engine, &run->plan);
     cpu_open(&cpu, &oracle_plan);
     engine_initialise(&run->engine, m, (uint64_t)run->o.seed);
-    engine_copy(&cpu, &run->engine, STATE_WEIGHTS, m, run->s.dtype == TYPE_BF16);
+    engine_copy(&cpu, &run->engine, STATE_WEIGHTS, m, run->s.dtype);
     if (!dataset_batch(&run->train, 0, run->s.B, (int)run->o.shuffle, (uint64_t)run->o.seed,
                        run->inputs, run->targets, m->V)) {
         die("%s", run->train.problem);
