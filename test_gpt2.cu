@@ -3318,9 +3318,9 @@ static void test_gpu_rounding_streams() {
 // Nothing is launched, so the addresses need no memory behind them.
 template <class E, class G> static void check_misaligned() {
     enum { N = 64, C = 64, POINTERS = 6 };
-    E *p[POINTERS];
-    G *g[POINTERS];
-    float *f[POINTERS];
+    E *p[POINTERS] = {};
+    G *g[POINTERS] = {};
+    float *f[POINTERS] = {};
     int *ints = (int *)(uintptr_t)0x100000;
     const struct {
         const char *name;
