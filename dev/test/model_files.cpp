@@ -259,6 +259,8 @@ static void test_config_refused() {
 // A number that is not finite is named by its tensor and its place there, as the file counts.
 static void test_not_finite() {
     const Shape m = {2, 2, 4, 3, 257};
+    // A run that is refused frees nothing, and its last pointers may be in registers by then.
+    auto no_leaks = [] { setenv("ASAN_OPTIONS", "detect_leaks=0", 1); };
     write_corpus();
     static const struct {
         const char *dtype, *name;
@@ -277,12 +279,12 @@ static void test_not_finite() {
         const size_t size = row.dtype[0] == 'F' && row.dtype[1] == '3' ? 4 : 2;
         named(&list, row.name).data.replace(row.element * size, size, Text(row.bytes, size));
         write_model("model", safetensors_bytes(list), config_text(m));
-        expect_refused(program("-i train.bin -e model -b 2 -x 1"), row.words, row.words);
+        expect_refused(program("-i train.bin -e model -b 2 -x 1", no_leaks), row.words, row.words);
     }
     std::vector<std::vector<double>> ignored;
     Text bytes = llmc_bytes(m, 3, &ignored);
     write_file("model.bin", bytes.replace(1024 + 4 * 5, 4, Text("\x00\x00\x80\x7f", 4)));
-    expect_refused(program("-i train.bin -e model.bin -b 2 -x 1"),
+    expect_refused(program("-i train.bin -e model.bin -b 2 -x 1", no_leaks),
                    "model.bin: tensor wte.weight: element 5 is inf", "llm.c");
     detail = text("%zu numbers", 1 + sizeof table / sizeof table[0]);
 }
