@@ -42,7 +42,8 @@ git ls-files -co --exclude-standard -z | xargs -0 cp --parents -t "$scratch/clon
 # hide NAME...: makes $scratch/bin and $scratch/headers, and sets PATH, DATA_MIRROR and MAKEFLAGS,
 # for a machine without these.
 hide() {
-    local all=" $* " name folder compiler headers=() refused="-hidden" without="apt-get sudo" arguments=
+    local all=" $* " name folder compiler headers=() refused="-hidden" arguments=
+    local without="apt-get sudo"
     PATH=$programs    # of the machine: the folder of links made before goes now
     rm -rf "${scratch:?}"/{bin,headers,mirror}
     mkdir -p "$scratch"/{bin,headers,mirror}
