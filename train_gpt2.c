@@ -3806,7 +3806,7 @@ static int safetensors_spans(Span *spans, const Model *m, const Mapping *map, co
         int layer, i = file_tensor_find(t.name, m->L, &layer);
         file_require(i >= 0, name, t.name, "GPT-2 of this many layers has none of this name");
         Span *s = file_span(spans, i, layer);
-        file_require(!s->data, name, t.name, "stands in the file twice");
+        file_require(!s->data, name, t.name, "appears in the file twice");
         s->data = t.data;
         s->type = t.type;
         count++;
@@ -4804,7 +4804,7 @@ static void state_parse(StateFile *out, const Model *m, const unsigned char *byt
         const unsigned char **place = is_norms    ? &norms
                                       : is_master ? &out->master
                                                   : &moments->data;
-        file_require(!*place, name, t.name, "stands in the file twice");
+        file_require(!*place, name, t.name, "appears in the file twice");
         *place = t.data;
         if (is_m || is_v) {
             moments->type = t.type;

@@ -1067,7 +1067,7 @@ static int json_escape(Json *j) {
 static void json_string(Json *j, char *out, size_t capacity) {
     size_t n = 0;
     if (!json_take(j, '"')) {
-        json_fail(j, "a string should begin");
+        json_fail(j, "expected a string");
     }
     while (!j->fault) {
         int c = j->at < j->end ? j->bytes[j->at++] : -1, length = 1;
@@ -1102,7 +1102,7 @@ static void json_scalar(Json *j, char out[32]) {
     }
     out[n] = 0;
     if (n == 0 || n == 31) {
-        json_fail(j, "a value should stand");
+        json_fail(j, "expected a value");
     }
 }
 
@@ -1143,19 +1143,19 @@ static int64_t json_count(Json *j) {
 // Returns 0 at the end. *count, 0 at first, counts them.
 static int json_next(Json *j, int *count, char kind, char *key, size_t capacity) {
     if (*count == 0 && !json_take(j, kind)) {
-        return json_fail(j, kind == '{' ? "an object should begin" : "an array should begin");
+        return json_fail(j, kind == '{' ? "expected an object" : "expected an array");
     }
     if (json_take(j, kind == '{' ? '}' : ']')) {
         return 0;
     }
     if (*count > 0 && !json_take(j, ',')) {
-        return json_fail(j, "a comma should stand");
+        return json_fail(j, "expected a comma");
     }
     ++*count;
     if (kind == '{') {
         json_string(j, key, capacity);
         if (!json_take(j, ':')) {
-            json_fail(j, "a colon should stand");
+            json_fail(j, "expected a colon");
         }
     }
     return !j->fault;
@@ -1321,7 +1321,7 @@ static void safetensors_member(Safetensors *f, FileTensor *t) {
         }
     }
     file_require(seen[0] && seen[1] && seen[2] && offsets == 2, f->name, t->name,
-                 "dtype, shape and data_offsets of two numbers must stand in the header");
+                 "dtype, shape and data_offsets of two numbers must be in the header");
     file_require(t->type < FILE_TYPES, f->name, t->name, "an unknown dtype");
     file_require(offset[0] <= offset[1] && offset[1] <= f->size, f->name, t->name,
                  "its data_offsets lie outside the file");

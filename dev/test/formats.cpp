@@ -149,17 +149,18 @@ static Text json_fault(const Text &json) {
 // Texts that are JSON and texts that are not quite; every byte of one changed, every length.
 static void test_json() {
     const Text open64(64, '['), close64(64, ']'), nul(1, 0);
-    static const char value[] = "a value should stand", number[] = "neither a number nor",
+    static const char value[] = "expected a value", number[] = "neither a number nor",
                       ends[] = "a string does not end", escape[] = "an unknown escape",
-                      comma[] = "a comma", deep[] = "values nested deeper", more[] = "more text";
+                      comma[] = "expected a comma", deep[] = "values nested deeper",
+                      more[] = "more text";
     const std::vector<std::pair<Text, Text>> table = {
         {" {\"a\" : [ 1,-2.5e+3,0.5E-7, {} ],\r\n\t\"\":null} ", ""}, {"-0", ""}, {"0e0", ""},
         {"\"\\\"\\\\\\/\\b\\f\\n\\r\\t\\u00e9\x7f\xff\"", ""}, {open64 + close64, ""},
         {open64 + "[" + close64 + "]", deep}, {Text(100000, '['), deep}, {"", value},
-        {Text(100000, '{'), "a string should begin"}, {"[1,]", value}, {"[,1]", value},
+        {Text(100000, '{'), "expected a string"}, {"[1,]", value}, {"[,1]", value},
         {"[1 2]", comma}, {"[1}", comma}, {"{\"a\":1]", comma}, {"[1:2]", comma}, {"[", value},
-        {"{\"a\":1,}", "a string should begin"}, {"{\"a\" 1}", "a colon"}, {"{\"a\":}", value},
-        {"{1:2}", "a string should begin"}, {"[]]", more}, {"1 2", more}, {"{}x", more},
+        {"{\"a\":1,}", "expected a string"}, {"{\"a\" 1}", "expected a colon"}, {"{\"a\":}", value},
+        {"{1:2}", "expected a string"}, {"[]]", more}, {"1 2", more}, {"{}x", more},
         {"{}" + nul, more}, {nul, value}, {"[1" + nul + "]", comma}, {"\"a" + nul + "\"", ends},
         {"\"\n\"", ends}, {"\"\x1f\"", ends}, {"\"", ends}, {"\"\\\"", ends},
         {"\"\\x\"", escape}, {"\"\\u12g4\"", escape}, {"\"\\u0000\"", escape},

@@ -76,7 +76,7 @@ static const struct {
     {"h.1.mlp.c_proj.weight", 's', "4,16", "weight: its shape is not (16, 4)"},
     {"ln_f.bias", 's', "4,1", "ln_f.bias: its shape is not"},
     {"ln_f.bias", 's', "1,4", "ln_f.bias: its shape is not"},
-    {"wpe.weight", 'n', "wte.weight", "wte.weight: stands in the file twice"},
+    {"wpe.weight", 'n', "wte.weight", "wte.weight: appears in the file twice"},
     {"h.0.ln_1.bias", 'n', "h.2.ln_1.bias", "h.2.ln_1.bias: GPT-2 of this many"},
     {"h.0.ln_1.bias", 'n', "h.99.ln_1.bias", "h.99.ln_1.bias: GPT-2 of this many"},
     {"h.0.ln_1.bias", 'n', "h.01.ln_1.bias", "h.01.ln_1.bias: GPT-2 of this many"},
@@ -120,7 +120,7 @@ static void test_model_refused() {
         {header(size - 7) + bytes.substr(8), not_one}, {header(100000001) + bytes, not_one},
         {with_length("{}", ""), "wte.weight: is missing"}, {with_length("{}", "x"), "overlap"},
         {with_length("[]", ""), json}, {with_length("{\"a", ""), json},
-        {with_length("{\"a\":" + Text(5 << 20, '['), ""), "an object should begin"},
+        {with_length("{\"a\":" + Text(5 << 20, '['), ""), "expected an object"},
         {with_length("{\"wte.weight\":{\"shape\":" + Text(5 << 20, '['), ""), wte},
         {safetensors_bytes(good, "\"__metadata__\":{},\"__metadata__\":{},"), "__metadata__ twice"},
         {bytes + "x", "leave some of its"},
@@ -166,7 +166,7 @@ static void test_tensor_refused() {
         list.push_back(t);
         list.push_back(t);
         list.back().name = "transformer." + t.name;
-        refuse(safetensors_bytes(list), "transformer." + t.name + ": stands in the file twice");
+        refuse(safetensors_bytes(list), "transformer." + t.name + ": appears in the file twice");
     }
     Members list = good;
     list.push_back(good[0]);
@@ -196,7 +196,7 @@ static void test_metadata_refused() {
     for (size_t deep : {(size_t)65, (size_t)5 << 20}) {
         write_model("model", with_length("{\"__metadata__\":" + Text(deep, '['), ""),
                     config_text(m));
-        expect_model_refused("model", wrong + "an object should begin");
+        expect_model_refused("model", wrong + "expected an object");
     }
 }
 
@@ -334,14 +334,14 @@ static void test_parts() {
         {with(names[1], "../x.safetensors"), "'../x.safetensors': allowed are 64 files"},
         {with(names[1], "none.safetensors"), "cannot open parts/none.safetensors, which parts/"},
         {with(names[1], Text(3000, 'a')), "allowed are 64 files"},
-        {"\"a\": 1", "a string should begin"}, {"", "files hold 0 bytes of tensors"}};
+        {"\"a\": 1", "expected a string"}, {"", "files hold 0 bytes of tensors"}};
     for (const auto &row : table) {
         put(row.first, bytes);
         expect_model_refused("parts", row.second);
     }
     part[0].push_back(all[0]);
     put(map, bytes);
-    expect_model_refused("parts", "tensor transformer.wte.weight: stands in the file twice");
+    expect_model_refused("parts", "tensor transformer.wte.weight: appears in the file twice");
     part[0].pop_back();
     part[0].pop_back();
     put(map, bytes);
