@@ -131,17 +131,18 @@ build/bench_cuda_cpu: dev/bench.cu build/flags
 train_gpt2cu_cpu $(addprefix build/,train_gpt2cu_cpu_asan test_gpt2cu_cpu test_gpt2cu_cpu_asan \
 test_cuda_cpu test_cuda_cpu_asan cuda_example bench_cuda_cpu):
 	$(CUDA_ON_CPU) $(VARIANT) $(DEPEND) $< -o $@ -lm
+BOOK := train_gpt2.c data/formats.c data/machine.c
 # One GPU's kernels alone, and what ptxas says of each: registers, spills.
-build/sm_%.log: train_gpt2.cu train_gpt2.c data/formats.c build/flags
+build/sm_%.log: train_gpt2.cu $(BOOK) build/flags
 	$(NV1) -cubin -Xptxas -v -gencode arch=compute_$*,code=sm_$* $< -o $@.cubin 2> $@ || \
 	{ cat $@ >&2; false; }
-# Each program as a single file: the line that includes the file before it is replaced by that file.
+# Each program as a single file: a line that includes a file of the project is replaced by it.
 one: build/train_gpt2_one.c build/train_gpt2_one.cu ## each program as one file, to copy
-build/train_gpt2_one.c: train_gpt2.c data/formats.c
-build/train_gpt2_one.cu: train_gpt2.cu build/train_gpt2_one.c
-build/train_gpt2_one.c build/train_gpt2_one.cu:
+build/train_gpt2_one.c build/train_gpt2_one.cu: build/train_gpt2_one.%: train_gpt2.% $(BOOK)
 	@mkdir -p build
-	sed -e '/^#include "/{r $(word 2,$^)' -e 'd}' $< > $@
+	awk 'function paste(file,  line, part) { while ((getline line < file) > 0) \
+	if (line ~ /^#include "/) { split(line, part, "\""); paste(part[2]) } else print line } \
+	BEGIN { paste("$<") }' > $@
 data: data/tokenize data/stories ## tinyshakespeare, or else stories, as tokens
 	@data/prepare.sh
 

@@ -4,8 +4,8 @@
 // What it is: options, model, memory plan, data, the layers of GPT-2 forward and backward in fp32
 // (the oracle that the CUDA kernels are checked against), AdamW, checkpoints, sampling and the one
 // training loop. It is a complete program, train_gpt2; Volume II (train_gpt2.cu) includes this file
-// and adds the same program on GPUs. What files are made of is in the appendix, data/formats.c,
-// which this file includes.
+// and adds the same program on GPUs. This file includes two appendices: data/formats.c, what files
+// are made of, and data/machine.c, what the program asks of the system it runs on.
 //
 // What it refuses to be: a framework. One model family, one loop, no dropout, no Python at run
 // time. No matrix of size T x T exists anywhere, every buffer of a run is in the memory plan
@@ -53,7 +53,6 @@
 #include <inttypes.h>
 #include <limits.h>
 #include <math.h>
-#include <signal.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -61,12 +60,8 @@
 #include <string.h>
 #include <sys/file.h>
 #include <sys/mman.h>
-#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 
 // Build switches: GPT2_DOUBLE=1 builds the oracle in double (for central differences);
 // GPT2_POISON=1 builds the arena with gaps and poison (tests); GPT2_NO_MAIN=1 leaves main out, for
@@ -92,14 +87,17 @@
 
 // -------------------------------------------------------------------------------------------------
 // 1. Prelude
-// The ground: the appendix below, the oracle's type of numbers, how many threads compute, and
-// whether the run is to stop.
+// The ground: the two appendices, and the oracle's type of numbers.
 
 // Errors, checked memory, hashes, JSON, the tokenizer and the containers of files know bytes and no
 // model, so they are in an appendix of their own: data/tokenize.c needs nothing else, and a reader
 // who wants to know how GPT-2 trains need not turn its pages. All of it is static: the program is
 // one translation unit, and `cc train_gpt2.c -lm` builds it.
 #include "data/formats.c"
+
+// What a program asks of the system it runs on, threads, signals, limits of memory, is no part of
+// training either: it has the other appendix.
+#include "data/machine.c"
 
 // The oracle computes in float; in double only the tests do, where central differences of a loss
 // need the digits.
@@ -110,42 +108,6 @@ typedef float real;
 #endif
 
 HOST_DEVICE static inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
-
-static int thread_count(void) {
-#ifdef _OPENMP
-    return omp_get_max_threads();
-#else
-    return 1;
-#endif
-}
-
-static int thread_index(void) {
-#ifdef _OPENMP
-    return omp_get_thread_num();
-#else
-    return 0;
-#endif
-}
-
-// Has the run been asked to stop? Training, validation, sampling and evaluation ask before each
-// batch or token; loading and saving end first.
-static int run_stopping(void) { return stop_signal != 0; }
-
-// From here on signals ask the program to stop, but for a SIGHUP that was ignored from the start
-// (nohup), and writes to a closed pipe or beyond `ulimit -f` fail with an error like any other.
-static void stop_on_signals(void) {
-    struct sigaction action, hangup;
-    memset(&action, 0, sizeof action);
-    action.sa_handler = on_signal;
-    action.sa_flags = SA_RESTART;
-    sigaction(SIGINT, &action, NULL);
-    sigaction(SIGTERM, &action, NULL);
-    if (sigaction(SIGHUP, NULL, &hangup) == 0 && hangup.sa_handler != SIG_IGN) {
-        sigaction(SIGHUP, &action, NULL);
-    }
-    signal(SIGPIPE, SIG_IGN);
-    signal(SIGXFSZ, SIG_IGN);
-}
 
 // -------------------------------------------------------------------------------------------------
 // 2. Random numbers
@@ -1999,122 +1961,6 @@ static int plan_remedies(const Plan *p, Remedy list[MAX_REMEDIES]) {
         n = remedy_add(list, n, p, &s, option, "smaller matmuls; -d keeps the step's tokens");
     }
     return n;
-}
-
-// The number behind `key` at the start of a line of `path`, or `otherwise`.
-static int64_t file_number(const char *path, const char *key, int64_t otherwise) {
-    char line[256];
-    FILE *f = fopen(path, "r");
-    for (int found = 0; f && !found && fgets(line, sizeof line, f);) {
-        char *end = line, *text = line + strlen(key);
-        int64_t number = strncmp(line, key, strlen(key)) == 0 ? strtoll(text, &end, 10) : 0;
-        found = end > line && end != text;
-        otherwise = found ? number : otherwise;
-    }
-    if (f) {
-        fclose(f);
-    }
-    return otherwise;
-}
-
-// Memory that this process may still take, and which of all limits leaves the least.
-typedef struct {
-    int64_t bytes;
-    char limit[160];
-} HostMemory;
-
-__attribute__((format(printf, 3, 4))) static void limit_memory(HostMemory *h, int64_t bytes,
-                                                               const char *format, ...) {
-    va_list args;
-    va_start(args, format);
-    if (bytes < h->bytes) {
-        h->bytes = max_i64(bytes, 0);
-        vsnprintf(h->limit, sizeof h->limit, format, args);
-    }
-    va_end(args);
-}
-
-// Where the two versions of control groups keep the limits of memory, and what is used of them.
-// Files in the cache count as used, but they make room before a process is killed.
-static const struct {
-    int version;
-    const char *mount, *limits[2], *used, *cached;
-} cgroup_rows[] = {
-    {1, "/sys/fs/cgroup/memory", {"memory.limit_in_bytes", "memory.limit_in_bytes"},
-     "memory.usage_in_bytes", "total_inactive_file "},
-    {2, "/sys/fs/cgroup", {"memory.max", "memory.high"}, "memory.current", "inactive_file "},
-    {2, "/sys/fs/cgroup/unified", {"memory.max", "memory.high"}, "memory.current",
-     "inactive_file "}};
-enum { CGROUP_ROWS = sizeof cgroup_rows / sizeof cgroup_rows[0] };
-
-// The limits of `group` and of every group around it, any of which can be the tightest: Slurm and
-// systemd set them on the job, not on its processes. In a container the path is the host's, and
-// only its mount's own folder is there: the last one that is looked at.
-static void limit_by_group(HostMemory *h, const char *root, int row, char *group) {
-    char file[2 * PATH_BYTES];
-    for (char *end = group + strlen(group); end; end = strrchr(group, '/')) {
-        *end = 0;
-        int n = snprintf(file, sizeof file, "%s%s%s/", root, cgroup_rows[row].mount, group);
-        size_t left = sizeof file - (size_t)min_int(n, (int)sizeof file);
-        snprintf(file + n, left, "%s", cgroup_rows[row].used);
-        int64_t used = file_number(file, "", 0);
-        snprintf(file + n, left, "memory.stat");
-        used -= file_number(file, cgroup_rows[row].cached, 0);
-        for (int k = 0; k < 2; k++) {
-            snprintf(file + n, left, "%s", cgroup_rows[row].limits[k]);
-            limit_memory(h, file_number(file, "", INT64_MAX) - used, "%s of control group %.90s",
-                         cgroup_rows[row].limits[k], group[0] ? group : "/");
-        }
-    }
-}
-
-// The memory there is, less what control groups and `ulimit` keep back. `root`: "", or where a test
-// has put another /proc and /sys.
-static HostMemory host_memory(const char *root) {
-    static const struct {
-        const char *key, *name;
-    } limits[] = {{"VmSize:", "ulimit -v"}, {"VmData:", "ulimit -d"}};
-    HostMemory h = {INT64_MAX, ""};
-    char path[PATH_BYTES], line[2 * PATH_BYTES];
-    struct rlimit r;
-    path_print(path, "%s/proc/meminfo", root);
-    limit_memory(&h, file_number(path, "MemAvailable:", INT64_MAX >> 10) << 10,
-                 "what is free on this machine");
-    path_print(path, "%s/proc/self/status", root);
-    for (int i = 0; i < 2; i++) {
-        // No table holds them: their type is an enum in C and an int in C++.
-        int known = i == 0 ? getrlimit(RLIMIT_AS, &r) : getrlimit(RLIMIT_DATA, &r);
-        if (known == 0 && r.rlim_cur != RLIM_INFINITY) {
-            int64_t mapped = file_number(path, limits[i].key, 0) << 10;
-            limit_memory(&h, (int64_t)r.rlim_cur - mapped, "%s", limits[i].name);
-        }
-    }
-    path_print(path, "%s/proc/self/cgroup", root);
-    FILE *f = fopen(path, "r");
-    while (f && fgets(line, sizeof line, f)) {  // number:controllers:group
-        char *controllers = strchr(line, ':'), *group = strrchr(line, ':');
-        const int version = group == controllers + 1 ? 2 : strstr(line, "memory") ? 1 : 0;
-        for (int row = 0; group && row < CGROUP_ROWS; row++) {
-            if (cgroup_rows[row].version == version) {
-                char copy[2 * PATH_BYTES];
-                snprintf(copy, sizeof copy, "%.*s", (int)strcspn(group + 1, "\n"), group + 1);
-                limit_by_group(&h, root, row, copy);
-            }
-        }
-    }
-    if (f) {
-        fclose(f);
-    }
-    return h;
-}
-
-// What limits the bytes that were said to be available, for messages; "" on a GPU.
-static char available_limit[192];
-
-static size_t host_memory_available(void) {
-    const HostMemory h = host_memory("");
-    snprintf(available_limit, sizeof available_limit, " (%s)", h.limit);
-    return (size_t)h.bytes;
 }
 
 // Ends the run before anything is allocated when `available` bytes cannot hold `need`: says how
@@ -5671,29 +5517,6 @@ static void run_size(Run *run) {
     if (run->has_val && run->val.windows < s->B) {
         die("%s: %" PRId64 " sequences of %d tokens are fewer than one batch of %d", o->val_data,
             run->val.windows, s->T, s->B);
-    }
-}
-
-// Creates `path` and the folders above it, to stay: a checkpoint is lost with the name of its
-// folder.
-static void make_folders(const char *path) {
-    char part[PATH_BYTES], above[PATH_BYTES] = ".";
-    path_print(part, "%s", path);
-    for (char *p = part + 1;; p++) {
-        if (*p == '/' || *p == 0) {
-            char end = *p;
-            *p = 0;
-            if (mkdir(part, 0755) == 0) {
-                fsync_folder(above);
-            } else if (errno != EEXIST) {
-                die("--output (-o): cannot create folder %s: %s", part, strerror(errno));
-            }
-            path_print(above, "%s", part);
-            *p = end;
-            if (end == 0) {
-                break;
-            }
-        }
     }
 }
 
