@@ -19,10 +19,12 @@ OMP := $(if $(call try,$(CC) -fopenmp -include omp.h -x c),-fopenmp)
 SAN = $(call try,$(CXX) -fsanitize=address -fsanitize=undefined -x c++)
 DNNL = $(if $(call try,$(CC) -include dnnl.h -x c,-ldnnl),-ldnnl)
 FUZZ_CC = $(firstword $(foreach c,clang clang-14,$(call on_path,$(c))) clang)
-NVCC := $(or $(call on_path,nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
-# Where nvcc is a link, as in /usr/bin, the headers stand beside what it points to. The compiler
-# knows /usr/include itself; named again it would hide the C library's headers from C++'s.
-CUDA_HOME := $(patsubst %/bin/nvcc,%,$(or $(realpath $(NVCC)),$(NVCC)))
+# Where nvcc is a link, as in /usr/bin, its headers and the programs it calls stand beside what it
+# points to (a link of ccache points to another name). The compiler knows /usr/include itself; named
+# again it would hide the C library's headers from C++'s.
+nvcc := $(or $(call on_path,nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
+NVCC := $(or $(filter %/nvcc,$(realpath $(nvcc))),$(nvcc))
+CUDA_HOME := $(patsubst %/bin/nvcc,%,$(NVCC))
 CUDA_INCLUDE := $(patsubst %,-isystem %,$(filter-out /usr/include,$(CUDA_HOME:%=%/include)))
 CUDA_LIBRARIES := $(wildcard $(foreach h,$(filter-out /usr,$(CUDA_HOME)),$h/lib64 $h/targets/*/lib))
 # Compute capabilities of the GPUs here, without the dot. 90a is sm_90 with the instructions of that

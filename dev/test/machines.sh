@@ -98,6 +98,13 @@ touch "$clone/data/some.bin"
 
 make_there -n train_gpt2cu_cpu CUDA_HEADERS=yes
 says "headers beside what nvcc's link points to" "-isystem $toolkit/include" "$said"
+make_there -n build/sm_80.log
+says "nvcc is called where its own programs are" "$toolkit/bin/nvcc -std" "$said"
+mv "$toolkit/bin/nvcc" "$toolkit/bin/cache"
+ln -sf "$toolkit/bin/cache" "$scratch/bin/nvcc"
+make_there -n build/sm_80.log
+says "a link to a cache of compilations is called by its name" "$scratch/bin/nvcc -std" "$said"
+mv "$toolkit/bin/cache" "$toolkit/bin/nvcc" && ln -sf "$toolkit/bin/nvcc" "$scratch/bin/nvcc"
 make_there -n train_gpt2cu_cpu CUDA_HEADERS=yes NVCC=/usr/bin/nvcc
 says_not "/usr/include is not named" "-isystem /usr/include" "$said"
 said=$(cd "$clone" && make -n train_gpt2cu_cpu CUDA_HEADERS=yes NVCC= 2>&1)
