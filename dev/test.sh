@@ -8,29 +8,47 @@ set -u
 cd "$(dirname "$0")/.." || exit 1
 export OMP_WAIT_POLICY=passive    # where other work goes on, spinning threads stand in its way
 MAKE=${MAKE:-make}
+WIDTH=${WIDTH:-2}                 # programs at a time: most use one core
 passed=0 failed=0 skipped=0
+names=() shown=0                  # what was started, and how many of these are printed
 mkdir -p build
-log=$(mktemp build/test.XXXXXX) || exit 1
-trap 'rm -f "$log"' EXIT
+logs=$(mktemp -d build/test.XXXXXX) || exit 1
+trap 'rm -rf "$logs"' EXIT
+# shellcheck disable=SC2046  # numbers
+trap 'kill $(jobs -p) 2> /dev/null; exit 130' INT TERM
 
-# run NAME COMMAND...: adds up the counts of its last line; a program that ends without one, or
-# badly although it counted no failure, is a failure itself.
+# run NAME COMMAND...: starts it once fewer than WIDTH are running, and prints those that have ended.
 run() {
-    local name=$1 status counts
+    local log=$logs/${#names[@]}
+    [ -z "${BUILD_ONLY-}" ] || [[ $2 = cuda_compile || $2 = skipped ]] || return 0
+    while [ "$(jobs -pr | wc -l)" -ge "$WIDTH" ]; do
+        wait -n
+    done
+    names+=("$1")
     shift
-    [ -z "${BUILD_ONLY-}" ] || [ "$name" = cuda_compile ] || return 0
-    printf '\n=== %s\n' "$name"
-    "$@" 2>&1 | tee "$log"
-    status=${PIPESTATUS[0]}
-    counts=$(tail -n 1 "$log" | grep -xE '[0-9]+ passed, [0-9]+ failed, [0-9]+ skipped' |
-        tr -cd '0-9 ')
-    # shellcheck disable=SC2086  # three words
-    set -- ${counts:-0 0 0}
-    passed=$((passed + $1)) failed=$((failed + $2)) skipped=$((skipped + $3))
-    if [ -z "$counts" ] || { [ "$status" -ne 0 ] && [ "$2" -eq 0 ]; }; then
-        echo "$name: FAILED (exit status $status${counts:+, though no test failed})"
-        failed=$((failed + 1))
-    fi
+    { "$@" > "$log" 2>&1; echo $? > "$log.status"; } &
+    show
+}
+
+# Prints what has ended, in the order of starting, and adds up the counts of the last lines; a
+# program that ends without one, or badly although it counted no failure, is a failure itself.
+show() {
+    local name log status counts
+    while [ -s "$logs/$shown.status" ]; do
+        name=${names[shown]} log=$logs/$shown status=$(< "$logs/$shown.status")
+        shown=$((shown + 1))
+        printf '\n=== %s\n' "$name"
+        cat "$log"
+        counts=$(tail -n 1 "$log" | grep -xE '[0-9]+ passed, [0-9]+ failed, [0-9]+ skipped' |
+            tr -cd '0-9 ')
+        # shellcheck disable=SC2086  # three words
+        set -- ${counts:-0 0 0}
+        passed=$((passed + $1)) failed=$((failed + $2)) skipped=$((skipped + $3))
+        if [ -z "$counts" ] || { [ "$status" -ne 0 ] && [ "$2" -eq 0 ]; }; then
+            echo "$name: FAILED (exit status $status${counts:+, though no test failed})"
+            failed=$((failed + 1))
+        fi
+    done
 }
 
 # build TARGET...: status 1, and a failure, when it does not build.
@@ -41,10 +59,8 @@ build() {
     return 1
 }
 
-skip() {
-    printf '\n=== %s\n%s: skipped (%s)\n' "$1" "$1" "$2"
-    skipped=$((skipped + 1))
-}
+skipped() { printf '%s: skipped (%s)\n0 passed, 0 failed, 1 skipped\n' "$1" "$2"; }
+skip() { run "$1" skipped "$1" "$2"; }
 
 # Every GPU's kernels compile without a warning.
 cuda_compile() {
@@ -161,7 +177,8 @@ else
     build build/test/gpu_program train_gpt2 train_gpt2cu &&
         run "gpu_program train_gpt2cu" build/test/gpu_program --program train_gpt2cu
 fi
-
+wait
+show
 echo
 echo "$passed passed, $failed failed, $skipped skipped"
 [ "$failed" -eq 0 ]
