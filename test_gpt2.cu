@@ -1048,6 +1048,8 @@ static void test_loader_coverage() {
     Dataset d;
     write_three_shards();
     dataset_open(&d, "[abc].bin", T);
+    d.shuffle = 1;
+    d.seed = 42;
     expect(d.windows == WINDOWS && d.tokens == TOKENS && d.shard_count == 3);
     std::vector<int> met(TOKENS);
     std::vector<Token> orders[2];
@@ -1055,7 +1057,7 @@ static void test_loader_coverage() {
         std::vector<int> starts(TOKENS);
         for (int i = 0; i < WINDOWS; i++) {  // as ranks with B 1 would ask: position by position
             Token in[T], out[T];
-            dataset_batch(&d, (int64_t)epoch * WINDOWS + i, 1, 1, 42, in, out, GPT2_VOCABULARY);
+            dataset_batch(&d, (int64_t)epoch * WINDOWS + i, 1, in, out);
             for (int t = 0; t < T; t++) {
                 expect(in[t] == in[0] + t && out[t] == in[t] + 1);
                 expect(starts[(size_t)in[t]]++ == 0, "token %d comes twice in epoch %u", in[t],
@@ -1086,13 +1088,15 @@ static void test_loader_coverage() {
     // Any grouping into batches gives the same sequences, also across the end of an epoch.
     Token in[8][T], out[8][T], one[T], next[T];
     for (int shuffle = 0; shuffle < 2; shuffle++) {
-        dataset_batch(&d, WINDOWS - 3, 8, shuffle, 42, in[0], out[0], GPT2_VOCABULARY);
+        d.shuffle = shuffle;
+        dataset_batch(&d, WINDOWS - 3, 8, in[0], out[0]);
         for (int b = 0; b < 8; b++) {
-            dataset_batch(&d, WINDOWS - 3 + b, 1, shuffle, 42, one, next, GPT2_VOCABULARY);
+            dataset_batch(&d, WINDOWS - 3 + b, 1, one, next);
             expect(memcmp(in[b], one, sizeof one) == 0 && memcmp(out[b], next, sizeof next) == 0);
         }
     }
-    dataset_batch(&d, 12, 2, 0, 42, in[0], out[0], GPT2_VOCABULARY);
+    d.shuffle = 0;
+    dataset_batch(&d, 12, 2, in[0], out[0]);
     expect(in[0][0] == 101 && in[1][0] == 109, "without shuffling, file order");
     dataset_close(&d);
     detail = "3 shards, 60 epochs";
@@ -1122,11 +1126,13 @@ static void test_loader_problems() {
     Dataset d;
     write_three_shards();
     dataset_open(&d, "[abc].bin", T);
-    expect(!dataset_batch(&d, 12, 2, 0, 42, in[0], out[0], 105) &&
+    d.vocabulary = 105;
+    expect(!dataset_batch(&d, 12, 2, in[0], out[0]) &&
                Text(d.problem) == "b.bin: token 4 is 105, outside the vocabulary of 105",
            "%s", d.problem);
+    d.vocabulary = GPT2_VOCABULARY;
     expect(truncate("b.bin", LLMC_HEADER_BYTES + 2 * 15) == 0 &&
-               !dataset_batch(&d, 12, 2, 0, 42, in[0], out[0], GPT2_VOCABULARY) &&
+               !dataset_batch(&d, 12, 2, in[0], out[0]) &&
                Text(d.problem) == "b.bin: cannot read tokens 8 to 16: it became shorter while it "
                                   "was in use",
            "%s", d.problem);
@@ -1150,7 +1156,7 @@ static void test_loader_large() {
     Dataset d;
     Token in[1000], out[1000];
     dataset_open(&d, "large.bin", (int)T);
-    dataset_batch(&d, window, 1, 0, 0, in, out, GPT2_VOCABULARY);
+    dataset_batch(&d, window, 1, in, out);
     expect(d.windows == window + 1 && in[0] == 7 && in[999] == 1006 && out[999] == 1007);
     dataset_close(&d);
     unlink("large.bin");

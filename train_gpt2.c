@@ -3430,7 +3430,8 @@ static void engine_initialise(Engine *e, const Model *m, uint64_t seed) {
 // 3. A window that cannot be read, or holds an id outside the vocabulary, is no reason to lose what
 //    a run has learnt: the batch says so, and the run saves before it ends.
 
-// Opens every shard that `pattern` names, in order of name, cut for sequences of T tokens.
+// Opens every shard that `pattern` names, in order of name, cut for sequences of T tokens, which
+// come in file order until the caller sets d->shuffle and d->seed.
 static void dataset_open(Dataset *d, const char *pattern, int T) {
     glob_t found;
     struct rlimit files;
@@ -3471,9 +3472,9 @@ static void dataset_close(Dataset *d) {
 }
 
 // Copies window `window` of `epoch` into T inputs and T targets. Returns 0, and d->problem, where
-// the file cannot be read or holds an id of `vocabulary` or more.
-static int dataset_window(Dataset *d, int64_t window, uint32_t epoch, uint64_t seed,
-                          Token *inputs, Token *targets, int vocabulary) {
+// the file cannot be read or holds an id outside its own vocabulary.
+static int dataset_window(Dataset *d, int64_t window, uint32_t epoch, Token *inputs,
+                          Token *targets) {
     int low = 0, high = d->shard_count - 1;
     while (low < high) {
         int middle = (low + high + 1) / 2;
@@ -3485,7 +3486,7 @@ static int dataset_window(Dataset *d, int64_t window, uint32_t epoch, uint64_t s
     }
     const Shard *shard = &d->shards[low];
     int64_t rest = (shard->count - 1) % d->T;
-    int64_t shift = (int64_t)(rng_uniform(seed, RNG_SHUFFLE, epoch, UINT64_MAX - (uint64_t)low) *
+    int64_t shift = (int64_t)(rng_uniform(d->seed, RNG_SHUFFLE, epoch, UINT64_MAX - (uint64_t)low) *
                               (double)(rest + 1));
     int64_t start = (window - shard->first_window) * d->T + (epoch ? shift : 0);
     const char *fault = shard_read(shard, d->window, start, d->T + 1);
@@ -3496,9 +3497,9 @@ static int dataset_window(Dataset *d, int64_t window, uint32_t epoch, uint64_t s
     }
     for (int i = 0; i <= d->T; i++) {
         Token token = d->window[i];
-        if (token >= vocabulary) {
+        if (token >= d->vocabulary) {
             snprintf(d->problem, sizeof d->problem, "%s: token %" PRId64 " is %d, outside the "
-                     "vocabulary of %d", shard->path, start + i, token, vocabulary);
+                     "vocabulary of %d", shard->path, start + i, token, d->vocabulary);
             return 0;
         }
         if (i < d->T) {
@@ -3513,17 +3514,16 @@ static int dataset_window(Dataset *d, int64_t window, uint32_t epoch, uint64_t s
 
 // B sequences from `position` on: the training batch of one rank and micro-step. Returns 0, and
 // d->problem, where there is none.
-static int dataset_batch(Dataset *d, int64_t position, int B, int shuffle, uint64_t seed,
-                         Token *inputs, Token *targets, int vocabulary) {
+static int dataset_batch(Dataset *d, int64_t position, int B, Token *inputs, Token *targets) {
     int whole = 1;
     for (int b = 0; b < B && whole; b++) {
         int64_t place = position + b, window = place % d->windows;
         uint32_t epoch = (uint32_t)(place / d->windows);
-        if (shuffle) {
-            window = permute_index(window, d->windows, seed, epoch);
+        if (d->shuffle) {
+            window = permute_index(window, d->windows, d->seed, epoch);
         }
-        whole = dataset_window(d, window, epoch, seed, inputs + (int64_t)b * d->T,
-                               targets + (int64_t)b * d->T, vocabulary);
+        whole = dataset_window(d, window, epoch, inputs + (int64_t)b * d->T,
+                               targets + (int64_t)b * d->T);
     }
     return whole;
 }
@@ -4053,10 +4053,9 @@ static void file_values(unsigned char *out, int type, const real *values, int64_
     }
 }
 
-// out (count,rows) in `type`: the transpose of columns `first` to first + count of values
-// (rows,cols).
+// out (count,rows) in `type`: the transpose of the first `count` columns of values (rows,cols).
 static void file_transposed(unsigned char *out, int type, const real *values, int64_t rows,
-                            int64_t cols, int64_t first, int64_t count) {
+                            int64_t cols, int64_t count) {
     #pragma omp taskloop
     for (int64_t r0 = 0; r0 < rows; r0 += TILE) {
         for (int64_t c0 = 0; c0 < count; c0 += TILE) {
@@ -4064,7 +4063,7 @@ static void file_transposed(unsigned char *out, int type, const real *values, in
             real tile[TILE][TILE];
             for (int64_t r = 0; r < height; r++) {
                 for (int64_t c = 0; c < width; c++) {
-                    tile[c][r] = values[(r0 + r) * cols + first + c0 + c];
+                    tile[c][r] = values[(r0 + r) * cols + c0 + c];
                 }
             }
             for (int64_t c = 0; c < width; c++) {
@@ -4110,7 +4109,7 @@ static size_t state_piece(void *self, unsigned char *out) {
         if (p->at == 0) {
             p->e->read(p->e, p->state, offset, p->values, size);
         }
-        file_transposed(out, p->type, p->values, rows, cols, p->at / rows, count / rows);
+        file_transposed(out, p->type, p->values + p->at / rows, rows, cols, count / rows);
     }
     p->at += count;
     if (p->at == size) {
@@ -5121,8 +5120,7 @@ static int run_validate(Run *run, double *loss) {
         if (run_stopping()) {
             return 0;
         }
-        if (!dataset_batch(&run->val, k * s->B, s->B, 0, 0, run->inputs, run->targets,
-                           s->model.V)) {
+        if (!dataset_batch(&run->val, k * s->B, s->B, run->inputs, run->targets)) {
             snprintf(run->failure, sizeof run->failure, "%s", run->val.problem);
             return 0;
         }
@@ -5252,8 +5250,7 @@ static int run_step(Run *run, double *mean_ms) {
             return 0;
         }
         int64_t position = batch_position(s, o->overfit ? 0 : state->position, accum_step);
-        if (!dataset_batch(&run->train, position, s->B, (int)o->shuffle, (uint64_t)o->seed,
-                           run->inputs, run->targets, s->model.V)) {
+        if (!dataset_batch(&run->train, position, s->B, run->inputs, run->targets)) {
             snprintf(run->failure, sizeof run->failure, "%s", run->train.problem);
             return 0;
         }
@@ -5466,6 +5463,8 @@ static void run_choose_data(Run *run, Model *m, ModelKind kind) {
     if (o->train_data && (!o->plan || kind == MODEL_SHAPE)) {
         int64_t T = o->seq_len ? o->seq_len : m->maxT;
         dataset_open(&run->train, o->train_data, (int)min_i64(T, m->maxT));
+        run->train.shuffle = (int)o->shuffle;
+        run->train.seed = (uint64_t)o->seed;
     }
     model_vocabulary(m, kind, o, run->train.shards ? &run->train : NULL);
 }

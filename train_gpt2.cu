@@ -3459,8 +3459,7 @@ static int command_check(Run *run, const Program *program) {
     cpu_open(&cpu, &oracle_plan);
     engine_initialise(&run->engine, m, (uint64_t)run->o.seed);
     engine_copy(&cpu, &run->engine, STATE_WEIGHTS, m, run->s.dtype);
-    if (!dataset_batch(&run->train, 0, run->s.B, (int)run->o.shuffle, (uint64_t)run->o.seed,
-                       run->inputs, run->targets, m->V)) {
+    if (!dataset_batch(&run->train, 0, run->s.B, run->inputs, run->targets)) {
         die("%s", run->train.problem);
     }
     run->engine.micro_step(&run->engine, run->inputs, run->targets, 0, 1);
@@ -3509,8 +3508,7 @@ static int command_compare(Run *run, const Program *program) {
         for (int i = 0; i < WARM + STEPS; i++) {
             double start = now_ms();
             if (!dataset_batch(&run->train, (int64_t)i * run->s.B % run->train.windows, run->s.B,
-                               (int)run->o.shuffle, (uint64_t)run->o.seed, run->inputs,
-                               run->targets, m->V)) {
+                               run->inputs, run->targets)) {
                 die("%s", run->train.problem);
             }
             run->engine.micro_step(&run->engine, run->inputs, run->targets, 0, 1);

@@ -1506,6 +1506,8 @@ typedef struct {
     uint16_t *window;      // room for T + 1 tokens
     int shard_count, T;
     int tokenizer, vocabulary;
+    int shuffle;           // windows in an order of `seed` and the epoch, else in file order
+    uint64_t seed;
     int64_t tokens, windows;
     char problem[PATH_BYTES + 128];  // why no batch could be made
 } Dataset;

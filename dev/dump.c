@@ -119,12 +119,10 @@ static void dump_logits(const char *folder, Run *run) {
 // The run's next micro-batch into run->inputs and run->targets: from `tokens`, or from the data.
 static void dump_batch(Run *run, FILE *tokens, int accum_step) {
     const Settings *s = &run->s;
-    const Options *o = &run->o;
     size_t batch = (size_t)s->B * (size_t)s->T;
     if (!tokens) {
         if (!dataset_batch(&run->train, run->state.position + (int64_t)accum_step * s->B, s->B,
-                           (int)o->shuffle, (uint64_t)o->seed, run->inputs, run->targets,
-                           s->model.V)) {
+                           run->inputs, run->targets)) {
             die("%s", run->train.problem);
         }
         return;
@@ -183,6 +181,8 @@ static void dump_open(const char *folder, Run *run, int vocabulary) {
     int64_t T = o->seq_len ? o->seq_len : m.maxT;
     if (o->train_data) {
         dataset_open(&run->train, o->train_data, (int)min_i64(T, m.maxT));
+        run->train.shuffle = (int)o->shuffle;
+        run->train.seed = (uint64_t)o->seed;
     }
     model_vocabulary(&m, kind, o, run->train.shards ? &run->train : NULL);
     if (vocabulary && kind != MODEL_FILE) {

@@ -17,7 +17,7 @@ trap 'rm -rf "$logs"' EXIT
 # shellcheck disable=SC2046  # numbers
 trap 'kill $(jobs -p) 2> /dev/null; exit 130' INT TERM
 
-# run NAME COMMAND...: starts it once fewer than WIDTH are running, and prints those that have ended.
+# run NAME COMMAND...: starts it once fewer than WIDTH are running, and prints what has ended.
 run() {
     local log=$logs/${#names[@]}
     [ -z "${BUILD_ONLY-}" ] || [[ $2 = cuda_compile || $2 = skipped ]] || return 0

@@ -89,6 +89,7 @@ static void target_shard(const unsigned char *bytes, size_t size) {
     d.shards = &fuzz_shard;
     d.shard_count = 1;
     d.T = 5;
+    d.seed = 42;
     shard_open(&fuzz_shard, &d, path);
     FACT(d.tokenizer == TOKENIZER_GPT2 || d.tokenizer == TOKENIZER_BYTES);
     FACT(d.vocabulary == tokenizer_vocabulary(d.tokenizer));
@@ -97,7 +98,7 @@ static void target_shard(const unsigned char *bytes, size_t size) {
     Token inputs[5], targets[5];
     for (int64_t w = 0; w < d.windows; w++) {
         for (uint32_t epoch = 0; epoch < 2; epoch++) {
-            if (!dataset_window(&d, w, epoch, 42, inputs, targets, d.vocabulary)) {
+            if (!dataset_window(&d, w, epoch, inputs, targets)) {
                 die("%s", d.problem);
             }
             for (int i = 0; i < d.T; i++) {
