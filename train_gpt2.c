@@ -5752,6 +5752,18 @@ static void run_close(Run *run) {
     free(run->bpe);
 }
 
+// A launcher's copies that know nothing of each other would all train the same model, and write
+// into the same folder.
+static void launcher_refuse(const Program *program) {
+    int copies;
+    const char *variable = launcher_find(&copies);
+    if (variable) {
+        die("%s is %d: this program cannot share a run with other copies of itself, and each of "
+            "%d would train the same model; start one, with %s unset%s", variable, copies, copies,
+            variable, program->gpu ? "" : "; train_gpt2cu is the program for GPUs");
+    }
+}
+
 // Start-up in its order, then the command that was asked for, without one the training. Returns the
 // exit status; whatever cannot be done ends the program in one line instead.
 static int program_run(Run *run, const Program *program, int argc, char **argv) {
@@ -5764,6 +5776,9 @@ static int program_run(Run *run, const Program *program, int argc, char **argv) 
     }
     if ((o->check || o->compare) && !program->command) {
         die("--check and --compare are commands of the GPU program, train_gpt2cu");
+    }
+    if (!o->plan) {
+        launcher_refuse(program);
     }
     stop_line = o->quiet ? "" : "stopping; again to quit\n";
     stop_on_signals();

@@ -14,6 +14,7 @@
 //   2  Signals
 //   3  Memory of the host
 //   4  Folders
+//   5  Ranks
 
 #include <signal.h>
 #include <sys/resource.h>
@@ -211,4 +212,27 @@ static void make_folders(const char *path) {
             }
         }
     }
+}
+
+// -------------------------------------------------------------------------------------------------
+// 5. Ranks
+// A run on several GPUs is several processes, the ranks, which somebody starts.
+
+// Variables by which launchers tell a process how many copies of it they started: Open MPI's
+// mpirun; MPICH's, Intel's and Slurm's process managers; srun, and sbatch for its script.
+static const char *const launcher_variables[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE",
+                                                 "SLURM_NTASKS"};
+
+// The first of these that says more than 1, with its number in *copies; NULL: nobody asks for
+// ranks.
+static const char *launcher_find(int *copies) {
+    for (size_t i = 0; i < sizeof launcher_variables / sizeof launcher_variables[0]; i++) {
+        const char *text = getenv(launcher_variables[i]);
+        *copies = text ? atoi(text) : 1;
+        if (*copies > 1) {
+            return launcher_variables[i];
+        }
+    }
+    *copies = 1;
+    return NULL;
 }

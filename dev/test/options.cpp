@@ -234,6 +234,19 @@ static void test_memory_limits() {
     }
 }
 
+// What a launcher starts more than once is refused in one line that names its variable: copies that
+// know nothing of each other would each train the whole model. A plan is none of its business.
+static void test_launcher() {
+    write_corpus();
+    for (const char *variable : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"}) {
+        expect_refused(program(TINY "-x 1 -o out", with(variable, "8")), Text(variable) + " is 8",
+                       variable);
+        expect_success(program(TINY "--plan", with(variable, "8")), "a plan");
+        expect_success(program(TINY "-x 1 --quiet", with(variable, "1")), "one copy");
+    }
+    expect(!exists("out"), "nothing was begun");
+}
+
 static const Test tests[] = {
     {"memory_limits", test_memory_limits, 1},
     {"bad_options", test_bad_options, 1},
@@ -242,6 +255,7 @@ static const Test tests[] = {
     {"bad_data", test_bad_data, 1},
     {"bad_output", test_bad_output, 1},
     {"plan_command", test_plan_command, 1},
+    {"launcher", test_launcher, 1},
 };
 
 int main(int argc, char **argv) {
