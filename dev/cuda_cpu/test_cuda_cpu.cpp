@@ -1172,6 +1172,7 @@ static void rank_parent() {
             OK(ncclCommInitRank(&comm, n, id, r));
             ranks_job.body(comm, r, n);
             OK(ncclCommDestroy(comm));
+            fflush(stdout);
             _exit(failures != 0);
         }
     }
@@ -1185,7 +1186,8 @@ static void rank_parent() {
 static void run_ranks(Rank *body, int ranks, int claimed) {
     ranks_job = {body, ranks, claimed};
     rank_codes.clear();
-    rank_text = outcome(spawn(rank_parent)).err;
+    const Outcome o = outcome(spawn(rank_parent));
+    rank_text = o.err + o.out;
     for (size_t at = 0; (at = rank_text.find("code ", at)) != Text::npos; at++) {
         rank_codes.push_back(atoi(rank_text.c_str() + at + 5));
     }
@@ -1297,9 +1299,67 @@ static void rank_group(ncclComm_t comm, int rank, int ranks) {
     OK(ncclCommDestroy(second));
     expect(host(x, 1)[0] == all);
 }
+// What rank a sends to rank b as its k-th piece: n numbers that no other piece begins with.
+enum { PIECES = 2 };
+static size_t piece_count(int a, int b, int k) { return (size_t)(20000 * k + 10 * a + b + 1); }
+static int piece_value(int a, int b, int k) { return 1000 * a + 100 * b + k; }
+// Everybody sends two pieces to everybody, itself too, in one group; then a ring, call by call. The
+// bytes that leave a rank are counted.
+static void rank_exchange(ncclComm_t comm, int rank, int ranks) {
+    const long before = comm->sent_bytes;
+    long want = 0;
+    std::vector<int *> received;
+    OK(ncclGroupStart());
+    for (int peer = 0; peer < ranks; peer++) {
+        for (int k = 0; k < PIECES; k++) {
+            const size_t out = piece_count(rank, peer, k), in = piece_count(peer, rank, k);
+            received.push_back(device<int>(in));
+            OK(ncclRecv(received.back(), in, ncclInt32, peer, comm, 0));
+            int *x = device(std::vector<int>(out, piece_value(rank, peer, k)));
+            OK(ncclSend(x, out, ncclInt32, peer, comm, 0));
+            want += peer == rank ? 0 : 4 * (long)out;
+        }
+    }
+    OK(ncclGroupEnd());
+    expect(comm->sent_bytes - before == want, "%ld of %ld", comm->sent_bytes - before, want);
+    for (int i = 0; i < ranks * PIECES; i++) {
+        const int peer = i / PIECES, k = i % PIECES;
+        const size_t n = piece_count(peer, rank, k);
+        expect(host(received[(size_t)i], n) == std::vector<int>(n, piece_value(peer, rank, k)));
+    }
+    ncclResult_t error = ncclInternalError;
+    OK(ncclCommGetAsyncError(comm, &error));
+    OK(error);  // nobody ends before this rank's next call
+    int *x = device(std::vector<int>(2, rank));
+    OK(ncclGroupStart());
+    OK(ncclSend(x, 1, ncclInt32, (rank + 1) % ranks, comm, 0));
+    OK(ncclRecv(x + 1, 1, ncclInt32, (rank + ranks - 1) % ranks, comm, 0));
+    OK(ncclGroupEnd());
+    expect(host(x, 2)[1] == (rank + ranks - 1) % ranks);
+    expect(ncclSend(x, 1, ncclInt32, ranks, comm, 0) == ncclInvalidArgument);
+}
+// A communicator from a config; one that does not block is none of the emulator's.
+static void rank_config(ncclComm_t comm, int rank, int ranks) {
+    ncclUniqueId id = {}, *ids = device<ncclUniqueId>(1);
+    if (rank == 0) {
+        OK(ncclGetUniqueId(&id));
+        OK(cudaMemcpy(ids, &id, sizeof id, cudaMemcpyHostToDevice));
+    }
+    OK(ncclBroadcast(ids, ids, sizeof id, ncclInt8, 0, comm, 0));
+    ncclComm_t second;
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.maxCTAs = 4;
+    OK(ncclCommInitRankConfig(&second, ranks, host(ids, 1)[0], rank, &config));
+    float *x = device(std::vector<float>(1, 1));
+    OK(ncclAllReduce(x, x, 1, ncclFloat32, ncclSum, second, 0));
+    expect(host(x, 1)[0] == (float)ranks);
+    OK(ncclCommDestroy(second));
+    config.blocking = 0;
+    expect(ncclCommInitRankConfig(&second, ranks, id, rank, &config) == ncclInvalidArgument);
+}
 static void test_nccl() {
     for (int ranks = 1; ranks <= 4; ranks++) {
-        for (Rank *body : {rank_reduce, rank_scatter, rank_group}) {
+        for (Rank *body : {rank_reduce, rank_scatter, rank_group, rank_exchange, rank_config}) {
             run_ranks(body, ranks, ranks);
             expect_codes(0);
         }
@@ -1345,6 +1405,38 @@ static void rank_hangs(ncclComm_t comm, int rank, int) {
     OK(ncclAllReduce(x, x, 100, ncclFloat32, ncclSum, comm, 0));
 }
 static void rank_nothing(ncclComm_t, int, int) { }
+// Rank 2 sends rank 1 a number more than that one expects.
+static void rank_pieces(ncclComm_t comm, int rank, int) {
+    float *x = device<float>(10);
+    OK(ncclGroupStart());
+    if (rank == 2) {
+        OK(ncclSend(x, 10, ncclFloat32, 1, comm, 0));
+    } else if (rank == 1) {
+        OK(ncclRecv(x, 9, ncclFloat32, 2, comm, 0));
+    } else {
+        OK(ncclSend(x, 1, ncclFloat32, 0, comm, 0));
+        OK(ncclRecv(x, 1, ncclFloat32, 0, comm, 0));
+    }
+    OK(ncclGroupEnd());
+}
+// Rank 1 is gone, which rank 0 can see; then both others wait until somebody ends them.
+static void rank_silence(ncclComm_t comm, int rank, int) {
+    float *x = device<float>(10);
+    ncclResult_t error = ncclSuccess;
+    emu::set.nccl_hang = 1;
+    OK(ncclAllReduce(x, x, 10, ncclFloat32, ncclSum, comm, 0));
+    if (rank == 1) {
+        _exit(0);
+    }
+    for (int wait = 0; rank == 0 && error == ncclSuccess && wait < 5000; wait++) {
+        OK(ncclCommGetAsyncError(comm, &error));
+        usleep(1000);
+    }
+    expect(rank != 0 || error == ncclRemoteError);
+    signal(SIGALRM, [](int) { _exit(55); });
+    alarm(1);
+    OK(ncclAllReduce(x, x, 10, ncclFloat32, ncclSum, comm, 0));
+}
 
 // All three ranks end with code 86, and the reports hold both texts.
 static void expect_ranks_die(Rank *body, int claimed, const char *a, const char *b) {
@@ -1361,6 +1453,10 @@ static void test_nccl_deaths() {
     expect_ranks_die(rank_dies, 3, "rank 1 is gone (its process ended) before AllReduce #2",
                      "on rank 2");
     expect_ranks_die(rank_hub_dies, 3, "rank 0 is gone", "on rank 2");
+    expect_ranks_die(rank_pieces, 3, "rank 2 sends 40 bytes to rank 1, which expects 36",
+                     "on rank 2");
+    run_ranks(rank_silence, 3, 3);
+    expect(rank_codes == (std::vector<int>{55, 0, 55}), "a silent end: %s", rank_text.c_str());
     Setting timeout(emu::set.nccl_timeout_s, 2);
     expect_ranks_die(rank_hangs, 3, "rank 2 did not come to AllReduce #1 within 2 s", "on rank 1");
     expect_ranks_die(rank_nothing, 4, "4 ranks); rank 0 expects 3 ranks", "CommInit");
