@@ -2471,7 +2471,7 @@ static void expect_loads_at(int line, const char *path, const Model &m, const Re
     if (memcmp(&f.model, &m, sizeof m) != 0) {
         fail(__FILE__, line, who + ": another model");
     } else {
-        model_file_load(&n.e, &f, NULL);
+        model_file_load(&n.e, &f);
         const Reals got = n.state(STATE_WEIGHTS), zeros(want.size(), 0);
         size_t at = 0;
         while (at < got.size() && memcmp(&got[at], &want[at], sizeof(real)) == 0) {
@@ -2618,13 +2618,13 @@ static void test_state_file() {
     const Text run = TINY "--quiet -x 4 -n 2 -y 1 -o out", at = "out/step-00000002";
     expect_success(in_process(run), "first run");
     const Text end = tensors_of("out", 4),
-               good = read_file(at + "/" + checkpoint_files[FILE_STATE]);
+               good = in_checkpoint("out", 2, SAVED_STATE);
     // in a child: after threads of this process, those of its children would wait for ever
     expect_success(outcome(spawn([&] {
         Net n(shape("l2h2c16t16", 257), 2, 16);
         ModelFile f;
         model_file_open(&f, at.c_str());
-        model_file_load(&n.e, &f, NULL);
+        model_file_load(&n.e, &f);
         model_file_close(&f);
         const Reals weights = n.state(STATE_WEIGHTS);
         Text low(weights.size() * 2, 0);
@@ -2636,7 +2636,7 @@ static void test_state_file() {
     const size_t all = low.size() / 2;
     auto resume = [&](const Text &state) {
         checkpoint_remove("out/step-00000004");
-        write_file(at + "/" + checkpoint_files[FILE_STATE], state);
+        write_file(at + "/" + saved_files[SAVED_STATE], state);
         write_manifest(at);
         return in_process(run);
     };

@@ -1550,6 +1550,15 @@ static Bucket bucket_at(const Model *m, int ranks, int bucket) {
     return b;
 }
 
+// The bucket that holds a tensor, and in *at its first element there, for any number of ranks.
+static int tensor_bucket(const Model *m, int tensor, int layer, int64_t *at) {
+    const int matrix = tensor_is_matrix(tensor), subset = matrix ? MATRICES : VECTORS;
+    const int block = matrix && tensor_table[tensor].per_layer;
+    *at = subset_offset(m, tensor, layer, subset) -
+          (matrix ? subset_offset(m, block ? QKVW : tensor, layer, subset) : 0);
+    return block ? BUCKET_BLOCKS + layer : matrix ? BUCKET_WTE + tensor - WTE : BUCKET_VECTORS;
+}
+
 // What a rank has of a tensor: its elements first .. first + count - 1.
 typedef struct {
     int64_t first, count;
@@ -1560,15 +1569,10 @@ typedef struct {
 // its sum is the same at every stage; see tensor_update_range for AdamW.
 static TensorRange tensor_range(const Settings *s, int tensor, int layer, int whole) {
     const Model *m = &s->model;
-    const int matrix = tensor_is_matrix(tensor), subset = matrix ? MATRICES : VECTORS;
-    const int block = matrix && tensor_table[tensor].per_layer;
-    const Bucket b = bucket_at(m, s->ranks, block     ? BUCKET_BLOCKS + layer
-                                            : !matrix ? BUCKET_VECTORS
-                                                      : BUCKET_WTE + tensor - WTE);
-    // Of the tensor in its bucket, and of the part in the tensor.
-    const int64_t at = subset_offset(m, tensor, layer, subset) -
-                       (matrix ? subset_offset(m, block ? QKVW : tensor, layer, subset) : 0);
-    const int64_t size = tensor_size(m, tensor), part = s->rank * b.part - at;
+    const int matrix = tensor_is_matrix(tensor);
+    int64_t at;
+    const Bucket b = bucket_at(m, s->ranks, tensor_bucket(m, tensor, layer, &at));
+    const int64_t size = tensor_size(m, tensor), part = s->rank * b.part - at;  // in the tensor
     TensorRange r = {0, size, 0, 0};
     if (!whole) {
         r.first = min_i64(max_i64(part, 0), size);
@@ -3258,6 +3262,7 @@ typedef struct Engine Engine;
 struct Engine {
     void *self;
     char device[128];         // for people
+    const char *matmul;       // how its products were chosen where there is a choice; or NULL
     double peak_flops;        // that "% of peak" is of; 0: unknown
     const char *peak_source;  // where it comes from
     // Forward and backward of micro-batch `accum_step` of `accum_steps`; the first one clears the
@@ -3994,9 +3999,8 @@ static int64_t find_not_finite(const real *values, int64_t count) {
     return finite ? -1 : i;
 }
 
-// Fills the engine's weights from a file; moments become zero. `master`: the low halves of fp32
-// weights whose bf16 halves the file holds, one for each element of the flat buffer, or NULL.
-static void model_file_load(Engine *e, const ModelFile *f, const unsigned char *master) {
+// Fills the engine's weights from a file; moments become zero.
+static void model_file_load(Engine *e, const ModelFile *f) {
     const Model *m = &f->model;
     char name[80];
     real *values = (real *)alloc_zero((size_t)strip_elements(m), sizeof(real));
@@ -4013,11 +4017,6 @@ static void model_file_load(Engine *e, const ModelFile *f, const unsigned char *
                     span_transposed(values, s, rows, cols, i / cols, count / cols);
                 } else {
                     span_values(values, s, i, count);
-                }
-                for (int64_t k = 0; master && k < count; k++) {
-                    uint16_t low;
-                    memcpy(&low, master + 2 * (offset + i + k), 2);
-                    values[k] = (real)master_join((float)values[k], low);
                 }
                 const int64_t bad = find_not_finite(values, count), at = i + bad;
                 if (bad >= 0) {
@@ -4074,16 +4073,16 @@ static void file_transposed(unsigned char *out, int type, const real *values, in
     }
 }
 
-// Where the writing of a state stands: tensor by tensor as Hugging Face's files have them, without
-// padding and transposed where they want it, or as the flat buffer it is.
+// Where the writing of weights stands: tensor by tensor as Hugging Face's files have them, without
+// padding and transposed where they want it.
 typedef struct {
     Engine *e;
     const Model *m;
-    int state, type, flat;
+    int type;
     int tensor, layer;  // under way
     int64_t at;         // elements of it that are written
     real *values;
-} StatePieces;
+} WeightPieces;
 
 // Values that a piece needs at once: a transposed tensor has to be there whole before its first
 // strip is written.
@@ -4091,41 +4090,32 @@ static int64_t pieces_elements(const Model *m) {
     return max_i64(strip_elements(m), 4 * (int64_t)m->C * m->C);
 }
 
-// The PieceSource of a state.
-static size_t state_piece(void *self, unsigned char *out) {
-    StatePieces *p = (StatePieces *)self;
+// The PieceSource of weights.
+static size_t weight_piece(void *self, unsigned char *out) {
+    WeightPieces *p = (WeightPieces *)self;
     if (p->tensor == TENSORS) {
         return 0;
     }
-    int swap = !p->flat && tensor_table[p->tensor].transposed;
-    int64_t rows = p->flat ? 1 : tensor_rows(p->m, p->tensor);
-    int64_t cols = p->flat ? tensor_offset(p->m, TENSORS, 0) : tensor_cols(p->m, p->tensor);
-    int64_t size = rows * cols, offset = p->flat ? 0 : tensor_offset(p->m, p->tensor, p->layer);
+    int swap = tensor_table[p->tensor].transposed;
+    int64_t rows = tensor_rows(p->m, p->tensor), cols = tensor_cols(p->m, p->tensor);
+    int64_t size = rows * cols, offset = tensor_offset(p->m, p->tensor, p->layer);
     int64_t count = min_i64(swap ? STRIP * rows : (int64_t)PIECE, size - p->at);
     if (!swap) {
-        p->e->read(p->e, p->state, offset + p->at, p->values, count);
+        p->e->read(p->e, STATE_WEIGHTS, offset + p->at, p->values, count);
         file_values(out, p->type, p->values, count);
     } else {
         if (p->at == 0) {
-            p->e->read(p->e, p->state, offset, p->values, size);
+            p->e->read(p->e, STATE_WEIGHTS, offset, p->values, size);
         }
         file_transposed(out, p->type, p->values + p->at / rows, rows, cols, count / rows);
     }
     p->at += count;
     if (p->at == size) {
         p->at = 0;
-        p->layer = p->flat ? 0 : (p->layer + 1) % tensor_copies(p->m, p->tensor);
-        p->tensor += p->flat ? (int)TENSORS : p->layer == 0;
+        p->layer = (p->layer + 1) % tensor_copies(p->m, p->tensor);
+        p->tensor += p->layer == 0;
     }
     return (size_t)(count * file_types[p->type].bytes);
-}
-
-// Writes a state in elements of `type`, flat or as Hugging Face's tensors.
-static void state_stream(Engine *e, const Model *m, int state, int type, int flat, Writer *w) {
-    real *values = (real *)alloc_zero((size_t)pieces_elements(m), sizeof(real));
-    StatePieces pieces = {e, m, state, type, flat, 0, 0, 0, values};
-    writer_stream(w, state_piece, &pieces, (size_t)(strip_elements(m) * file_types[type].bytes));
-    free(values);
 }
 
 // Writes model.safetensors in `type`, FILE_F32 or FILE_BF16.
@@ -4143,17 +4133,20 @@ static void model_file_save(Engine *e, const Model *m, int type, Writer *w) {
         }
     }
     header_write(&header, w);
-    state_stream(e, m, STATE_WEIGHTS, type, 0, w);
+    real *values = (real *)alloc_zero((size_t)pieces_elements(m), sizeof(real));
+    WeightPieces pieces = {e, m, type, 0, 0, 0, values};
+    writer_stream(w, weight_piece, &pieces, (size_t)(strip_elements(m) * file_types[type].bytes));
+    free(values);
 }
 
 // -------------------------------------------------------------------------------------------------
 // 15. Checkpoints
 // A checkpoint is a folder step-NNNNNNNN of the output folder: model.safetensors and config.json,
-// which transformers loads as they are; state-0-of-1.safetensors with what training needs beside:
-// both moments in the run's type and, for bf16 weights, the low halves of their fp32 masters, all
-// flat as chapter The model lays them out, and counters; and manifest.json with the sizes and
-// SHA-256 of the others. Of GPT-2's tokens there are also merges.txt, vocab.json and
-// tokenizer_config.json, where the vocabulary is at hand.
+// which transformers loads as they are; state-R-of-N.safetensors with what training needs beside:
+// ranges of both moments in the run's type and, for bf16 weights, of the low halves of their fp32
+// masters; counters and options; and manifest.json with the sizes and SHA-256 of the others. Of
+// GPT-2's tokens there are also merges.txt, vocab.json and tokenizer_config.json, where the
+// vocabulary is at hand.
 //
 //     step-N.tmp --(files and folders synced, renamed)--> step-N
 //         ^                                                  |
@@ -4168,22 +4161,63 @@ static void model_file_save(Engine *e, const Model *m, int type, Writer *w) {
 //    says which it skipped and why.
 // 3. The engine (chapter The engine) hands states over in pieces, so saving takes memory for one
 //    tensor.
+// 4. A range is elements of one bucket of a state as one rank has it (chapter Buckets and visits),
+//    whoever wrote it: a resume takes the states from any ranges that hold each element once.
 
-// The files of a checkpoint.
+// The files of a checkpoint. States have one for each rank that wrote: this program writes that of
+// a single one, and reads all.
 enum {
-    FILE_MODEL, FILE_CONFIG, FILE_STATE, FILE_MERGES, FILE_VOCABULARY, FILE_TOKENIZER,
-    FILE_MANIFEST, CHECKPOINT_FILES
+    FILE_MODEL, FILE_CONFIG, FILE_MERGES, FILE_VOCABULARY, FILE_TOKENIZER, FILE_MANIFEST,
+    FILE_STATE, MAX_RANKS = 1024, CHECKPOINT_FILES = FILE_STATE + MAX_RANKS, FILE_NAME = 48
 };
-static const char *const checkpoint_files[CHECKPOINT_FILES] = {
-    "model.safetensors", "config.json", "state-0-of-1.safetensors", "merges.txt", "vocab.json",
-    "tokenizer_config.json", "manifest.json"};
+
+// The name of a file; FILE_STATE + r is that of rank r.
+static void file_name(char name[FILE_NAME], int file, int ranks) {
+    static const char *const names[FILE_STATE] = {
+        "model.safetensors", "config.json", "merges.txt", "vocab.json", "tokenizer_config.json",
+        "manifest.json"};
+    if (file < FILE_STATE) {
+        snprintf(name, FILE_NAME, "%s", names[file]);
+    } else {
+        snprintf(name, FILE_NAME, "state-%d-of-%d.safetensors", file - FILE_STATE, ranks);
+    }
+}
+
+// The file that has a name, -1: none of a checkpoint; in *ranks of how many a state is, else 0.
+static int file_find(const char *name, int *ranks) {
+    char text[FILE_NAME];
+    int rank = 0, file = 0, last = FILE_STATE;
+    *ranks = 0;
+    if (sscanf(name, "state-%4d-of-%4d", &rank, ranks) == 2) {
+        const int is_rank = rank >= 0 && rank < *ranks && *ranks <= MAX_RANKS;
+        file = FILE_STATE + (is_rank ? rank : 0);
+        last = file + is_rank;
+    }
+    for (; file < last; file++) {
+        file_name(text, file, *ranks);
+        if (strcmp(text, name) == 0) {
+            return file;
+        }
+    }
+    return -1;
+}
 
 // Removes a checkpoint's folder, the manifest first: what a kill leaves is no complete checkpoint.
 static void checkpoint_remove(const char *folder) {
     char path[PATH_BYTES];
-    for (int i = FILE_MANIFEST; i >= 0; i--) {
-        path_print(path, "%s/%s", folder, checkpoint_files[i]);
-        unlink(path);
+    DIR *files = opendir(folder);
+    struct dirent *entry;
+    int ranks;
+    path_print(path, "%s/manifest.json", folder);
+    unlink(path);
+    while (files && (entry = readdir(files)) != NULL) {
+        if (file_find(entry->d_name, &ranks) >= 0) {
+            path_print(path, "%s/%s", folder, entry->d_name);
+            unlink(path);
+        }
+    }
+    if (files) {
+        closedir(files);
     }
     rmdir(folder);
 }
@@ -4192,6 +4226,7 @@ static void checkpoint_remove(const char *folder) {
 typedef struct {
     int64_t step, updates, position, skipped;  // position: sequences consumed (chapter Data)
     int64_t pending_validation;                // 1: a signal cut the one after `step` short
+    int64_t loss_scale_log2, loss_scale_steps;  // of fp16: its scale, and steps since it changed
     NormWindow norms;
 } RunState;
 
@@ -4205,7 +4240,9 @@ static const struct {
                     {"position", offsetof(RunState, position), 0},
                     {"skipped", offsetof(RunState, skipped), 0},
                     {"norm_count", offsetof(RunState, norms.count), 0},
-                    {"pending_validation", offsetof(RunState, pending_validation), 1}};
+                    {"pending_validation", offsetof(RunState, pending_validation), 1},
+                    {"loss_scale_log2", offsetof(RunState, loss_scale_log2), 1},
+                    {"loss_scale_steps", offsetof(RunState, loss_scale_steps), 1}};
 enum { COUNTERS = sizeof counter_rows / sizeof counter_rows[0] };
 
 static int64_t *counter(RunState *state, int i) {
@@ -4300,7 +4337,7 @@ static void tokenizer_save(const Bpe *bpe, const Model *m, int file, Writer *w) 
     const char *bytes;
     size_t size;
     FILE *f = open_memstream(&text, &size);
-    check(f, "no memory for %s", checkpoint_files[file]);
+    check(f, "no memory for a vocabulary");
     fputs(file == FILE_MERGES ? "#version: 0.2\n" : "{", f);
     for (int id = file == FILE_MERGES ? 256 : 0; file != FILE_TOKENIZER && id < bpe->count; id++) {
         int n = bpe_bytes(bpe, id, &bytes);
@@ -4323,7 +4360,7 @@ static void tokenizer_save(const Bpe *bpe, const Model *m, int file, Writer *w) 
                 m->maxT);
     }
     fputs(file == FILE_MERGES ? "" : "}\n", f);
-    check(fclose(f) == 0, "no memory for %s", checkpoint_files[file]);
+    check(fclose(f) == 0, "no memory for a vocabulary");
     writer_put(w, text, size);
     free(text);
 }
@@ -4338,20 +4375,122 @@ typedef struct {
     const Bpe *bpe;  // of GPT-2's tokens; NULL: none is at hand, or none is needed
 } Snapshot;
 
-// Moments, master and counters; what the run must share with a resume, and its options, go into the
-// metadata.
+// Elements first .. first + count - 1 of a bucket of a state, and where a file holds them. Version
+// 2 of the format had one for each state, all of it as chapter The model lays it out.
+typedef struct {
+    int state, bucket;
+    int64_t first, count;
+    Span span;
+} StateRange;
+enum { WHOLE_STATE = -1, RANGE_NAME = 48 };
+// Of the weights these files have what model.safetensors lacks.
+static const char *const range_names[STATES] = {"master", "m", "v"};
+
+// "m.3.0", the name of the file's tensor that is the range; its shape is the count.
+static void range_name(char name[RANGE_NAME], const StateRange *r) {
+    int n = snprintf(name, RANGE_NAME, "%s", range_names[r->state]);
+    if (r->bucket != WHOLE_STATE) {
+        snprintf(name + n, (size_t)(RANGE_NAME - n), ".%d.%" PRId64, r->bucket, r->first);
+    }
+}
+
+// Elements that a range of its bucket has at most; 0: there is no such bucket.
+static int64_t range_limit(const Model *m, const StateRange *r) {
+    return r->bucket == WHOLE_STATE           ? tensor_offset(m, TENSORS, 0)
+           : r->bucket < BUCKET_BLOCKS + m->L ? bucket_at(m, 1, r->bucket).count
+                                              : 0;
+}
+
+// What a range holds of a tensor: elements first .. first + count - 1, nothing where count <= 0;
+// `param` is where they are in a whole state, `state` in the range.
+static TensorRange range_of_tensor(const Model *m, const StateRange *r, int tensor, int layer) {
+    TensorRange t = {0, 0, 0, 0};
+    int64_t at = tensor_offset(m, tensor, layer);
+    const int other_block = r->bucket >= BUCKET_BLOCKS && r->bucket != BUCKET_BLOCKS + layer;
+    if (r->bucket != WHOLE_STATE &&
+        (other_block || tensor_bucket(m, tensor, layer, &at) != r->bucket)) {
+        return t;
+    }
+    t.first = max_i64(r->first - at, 0);
+    t.count = min_i64(r->first + r->count - at, tensor_size(m, tensor)) - t.first;
+    t.param = tensor_offset(m, tensor, layer) + t.first;
+    t.state = at + t.first - r->first;
+    return t;
+}
+
+// The ranges of a single rank, every bucket of the states that are saved; to be freed.
+static StateRange *state_ranges(const Settings *s, int *count) {
+    const int buckets = BUCKET_BLOCKS + s->model.L;
+    const int moments = s->moment_dtype == TYPE_BF16 ? (int)FILE_BF16 : (int)FILE_F32;
+    StateRange *ranges = (StateRange *)alloc_zero(STATES * (size_t)buckets, sizeof *ranges);
+    *count = 0;
+    for (int state = s->split_master ? STATE_WEIGHTS : STATE_M; state < STATES; state++) {
+        for (int b = 0; b < buckets; b++) {
+            StateRange *r = &ranges[(*count)++];
+            r->state = state;
+            r->bucket = b;
+            r->count = range_limit(&s->model, r);
+            r->span.type = state == STATE_WEIGHTS ? (int)FILE_U16 : moments;
+        }
+    }
+    return ranges;
+}
+
+// Where the writing of ranges stands: element `at` of the first of those that are left.
+typedef struct {
+    Engine *e;
+    const Model *m;
+    const StateRange *ranges;
+    int left;
+    int64_t at;
+    real *values;
+} RangePieces;
+
+// The PieceSource of ranges. What lies between tensors is written as 0, and read by nobody.
+static size_t range_piece(void *self, unsigned char *out) {
+    RangePieces *p = (RangePieces *)self;
+    if (p->left == 0) {
+        return 0;
+    }
+    StateRange r = *p->ranges;
+    r.first += p->at;
+    r.count = min_i64(PIECE, r.count - p->at);
+    memset(p->values, 0, (size_t)r.count * sizeof(real));
+    for (int tensor = 0; tensor < TENSORS; tensor++) {
+        for (int l = 0; l < tensor_copies(p->m, tensor); l++) {
+            const TensorRange t = range_of_tensor(p->m, &r, tensor, l);
+            if (t.count > 0) {
+                p->e->read(p->e, r.state, t.param, p->values + t.state, t.count);
+            }
+        }
+    }
+    file_values(out, r.span.type, p->values, r.count);
+    p->at += r.count;
+    if (p->at == p->ranges->count) {
+        p->at = 0;
+        p->ranges++;
+        p->left--;
+    }
+    return (size_t)(r.count * file_types[r.span.type].bytes);
+}
+
+// How an engine chose its products' algorithms, as a checkpoint tells it; "": nothing was chosen.
+static const char *engine_matmul(const Engine *e) { return e->matmul ? e->matmul : ""; }
+
+// States and counters; what the run must share with a resume, its options and the choices that its
+// numbers depend on go into the metadata.
 static void state_save(const Snapshot *snapshot, Writer *w) {
-    const Settings *s = snapshot->settings;
-    const Model *m = &s->model;
-    int64_t all = tensor_offset(m, TENSORS, 0);
-    const int type = s->moment_dtype == TYPE_BF16 ? (int)FILE_BF16 : (int)FILE_F32;
+    const char *matmul = engine_matmul(snapshot->engine);
+    int count;
+    StateRange *ranges = state_ranges(snapshot->settings, &count);
     HeaderText header;
     header_start(&header);
-    fprintf(header.file, ",\"run\":\"%s\",\"options\":\"", snapshot->identity);
+    fprintf(header.file, ",\"run\":\"%s\",\"matmul\":\"", snapshot->identity);
+    json_text(header.file, matmul, strlen(matmul));
     for (int i = 0; i < OPTION_ROWS; i++) {
         char text[64];
         const char *value = option_text(text, snapshot->options, &option_rows[i]);
-        fprintf(header.file, "%s--%s=", i ? " " : "", option_rows[i].name);
+        fprintf(header.file, "\",\"--%s\":\"", option_rows[i].name);
         json_text(header.file, value, strlen(value));
     }
     fputs("\"", header.file);
@@ -4361,73 +4500,89 @@ static void state_save(const Snapshot *snapshot, Writer *w) {
                 *counter(&counters, i));
     }
     header_tensor(&header, "norms", FILE_F64, 0, NORM_WINDOW);
-    header_tensor(&header, "m", type, 0, all);
-    header_tensor(&header, "v", type, 0, all);
-    if (s->split_master) {
-        header_tensor(&header, "master", FILE_U16, 0, all);
+    for (int i = 0; i < count; i++) {
+        char name[RANGE_NAME];
+        range_name(name, &ranges[i]);
+        header_tensor(&header, name, ranges[i].span.type, 0, ranges[i].count);
     }
     header_write(&header, w);
     writer_put(w, counters.norms.values, sizeof counters.norms.values);
-    state_stream(snapshot->engine, m, STATE_M, type, 1, w);
-    state_stream(snapshot->engine, m, STATE_V, type, 1, w);
-    if (s->split_master) {
-        state_stream(snapshot->engine, m, STATE_WEIGHTS, FILE_U16, 1, w);
-    }
+    RangePieces pieces = {snapshot->engine, &snapshot->settings->model, ranges, count, 0,
+                          (real *)alloc_zero(PIECE, sizeof(real))};
+    writer_stream(w, range_piece, &pieces, PIECE * sizeof(float));
+    free(pieces.values);
+    free(ranges);
 }
+
+typedef struct {
+    int64_t bytes;
+    char sha256[SHA256_TEXT];  // "": the file is not there
+} ManifestRow;
+typedef struct {
+    int ranks;  // that wrote states
+    ManifestRow files[CHECKPOINT_FILES];
+} Manifest;
 
 // Sizes and SHA-256 of the other files.
-static void manifest_save(const Writer files[FILE_MANIFEST], int64_t step, Writer *w) {
-    char text[2048];
+static void manifest_save(const Manifest *manifest, int64_t step, Writer *w) {
+    char text[256], name[FILE_NAME];
     int n = snprintf(text, sizeof text, "{\"format\": \"train_gpt2 checkpoint\", "
-                     "\"version\": 2, \"step\": %" PRId64 ", \"files\": {", step);
-    for (int k = 0; k < FILE_MANIFEST; k++) {
-        if (!files[k].hash[0]) {
-            continue;
-        }
-        n += snprintf(text + n, sizeof text - (size_t)n,
-                      "%s\n\"%s\": {\"bytes\": %" PRId64 ", \"sha256\": \"%s\"}", k ? "," : "",
-                      checkpoint_files[k], files[k].bytes, files[k].hash);
-    }
-    n += snprintf(text + n, sizeof text - (size_t)n, "}}\n");
+                     "\"version\": 3, \"step\": %" PRId64 ", \"files\": {", step);
     writer_put(w, text, (size_t)n);
+    for (int k = 0; k < FILE_STATE + manifest->ranks; k++) {
+        const ManifestRow *row = &manifest->files[k];
+        if (row->sha256[0]) {
+            file_name(name, k, manifest->ranks);
+            n = snprintf(text, sizeof text,
+                         "%s\n\"%s\": {\"bytes\": %" PRId64 ", \"sha256\": \"%s\"}",
+                         k ? "," : "", name, row->bytes, row->sha256);
+            writer_put(w, text, (size_t)n);
+        }
+    }
+    writer_put(w, "}}\n", 3);
 }
 
-static Writer *checkpoint_file(Writer files[CHECKPOINT_FILES], int file, const char *folder) {
-    writer_open(&files[file], folder, checkpoint_files[file], checkpoint_remove);
-    return &files[file];
+// Writes one file of a checkpoint, and notes it in the manifest.
+static void checkpoint_file(const Snapshot *snapshot, int file, const char *folder,
+                            Manifest *manifest) {
+    static Writer w;
+    const Settings *s = snapshot->settings;
+    const int type = s->dtype == TYPE_BF16 ? (int)FILE_BF16 : (int)FILE_F32;
+    ManifestRow *row = &manifest->files[file];
+    char name[FILE_NAME];
+    file_name(name, file, manifest->ranks);
+    writer_open(&w, folder, name, checkpoint_remove);
+    switch (file) {
+        case FILE_MODEL: model_file_save(snapshot->engine, &s->model, type, &w); break;
+        case FILE_CONFIG: config_save(&s->model, &w); break;
+        case FILE_STATE: state_save(snapshot, &w); break;
+        case FILE_MANIFEST: manifest_save(manifest, snapshot->state->step, &w); break;
+        default: tokenizer_save(snapshot->bpe, &s->model, file, &w);
+    }
+    writer_close(&w);
+    row->bytes = w.bytes;
+    memcpy(row->sha256, w.hash, SHA256_TEXT);
 }
 
 // Saves a run as `output`/step-NNNNNNNN; path receives the folder's name.
 static void checkpoint_save(const Snapshot *snapshot, const char *output, char path[PATH_BYTES]) {
-    static Writer files[CHECKPOINT_FILES];
-    const Settings *s = snapshot->settings;
-    memset(files, 0, sizeof files);
-    const int64_t step = snapshot->state->step;
+    static Manifest manifest;
+    memset(&manifest, 0, sizeof manifest);
+    manifest.ranks = 1;
     char folder[PATH_BYTES], aside[PATH_BYTES];
-    path_print(path, "%s/step-%08" PRId64, output, step);
+    path_print(path, "%s/step-%08" PRId64, output, snapshot->state->step);
     path_print(folder, "%s.tmp", path);
     path_print(aside, "%s.damaged", path);
     if (mkdir(folder, 0755) != 0 && errno != EEXIST) {
         die("cannot create checkpoint %s: %s", folder, strerror(errno));
     }
-    Writer *w = checkpoint_file(files, FILE_MODEL, folder);
-    model_file_save(snapshot->engine, &s->model,
-                    s->dtype == TYPE_BF16 ? (int)FILE_BF16 : (int)FILE_F32, w);
-    writer_close(w);
-    w = checkpoint_file(files, FILE_CONFIG, folder);
-    config_save(&s->model, w);
-    writer_close(w);
-    w = checkpoint_file(files, FILE_STATE, folder);
-    state_save(snapshot, w);
-    writer_close(w);
+    checkpoint_file(snapshot, FILE_MODEL, folder, &manifest);
+    checkpoint_file(snapshot, FILE_CONFIG, folder, &manifest);
+    checkpoint_file(snapshot, FILE_STATE, folder, &manifest);
     for (int k = FILE_MERGES; snapshot->bpe && k <= FILE_TOKENIZER; k++) {
-        w = checkpoint_file(files, k, folder);
-        tokenizer_save(snapshot->bpe, &s->model, k, w);
-        writer_close(w);
+        checkpoint_file(snapshot, k, folder, &manifest);
     }
-    w = checkpoint_file(files, FILE_MANIFEST, folder);
-    manifest_save(files, step, w);
-    writer_close(w);
+    checkpoint_file(snapshot, FILE_MANIFEST, folder, &manifest);
     fsync_folder(folder);
     checkpoint_remove(path);  // a damaged one, which the resume skipped
     rename(path, aside);      // where it holds what is not ours
@@ -4510,27 +4665,23 @@ static void checkpoint_prune(const char *output, int64_t keep, int64_t newest) {
     free(list.steps);
 }
 
-typedef struct {
-    int64_t bytes;
-    char sha256[SHA256_TEXT];
-} ManifestRow;
-
 // The manifest's object of files. Returns NULL, or what is wrong.
-static const char *manifest_files(ManifestRow rows[FILE_MANIFEST], Json *j) {
-    char key[40];
+static const char *manifest_files(Manifest *manifest, Json *j) {
+    char key[FILE_NAME];
+    int ranks;
     for (int n = 0; json_next(j, &n, '{', key, sizeof key);) {
-        int file = 0;
-        while (file < FILE_MANIFEST && strcmp(key, checkpoint_files[file]) != 0) {
-            file++;
-        }
-        if (file == FILE_MANIFEST || rows[file].sha256[0]) {
+        const int file = file_find(key, &ranks);
+        if (file < 0 || file == FILE_MANIFEST || manifest->files[file].sha256[0] ||
+            (ranks && manifest->ranks && ranks != manifest->ranks)) {
             return "it names a file twice, or one that is not of a checkpoint";
         }
+        ManifestRow *row = &manifest->files[file];
+        manifest->ranks = ranks ? ranks : manifest->ranks;
         for (int i = 0; json_next(j, &i, '{', key, sizeof key);) {
             if (strcmp(key, "bytes") == 0) {
-                rows[file].bytes = json_count(j);
+                row->bytes = json_count(j);
             } else if (strcmp(key, "sha256") == 0) {
-                json_string(j, rows[file].sha256, SHA256_TEXT);
+                json_string(j, row->sha256, SHA256_TEXT);
             } else {
                 json_skip(j);
             }
@@ -4539,29 +4690,31 @@ static const char *manifest_files(ManifestRow rows[FILE_MANIFEST], Json *j) {
     return NULL;
 }
 
-// Reads sizes and hashes of the three files. Returns NULL, or what is wrong.
-static const char *manifest_parse(ManifestRow rows[FILE_MANIFEST], const unsigned char *bytes,
-                                  size_t size) {
+// Reads sizes and hashes of a checkpoint's files. Returns NULL, or what is wrong.
+static const char *manifest_parse(Manifest *manifest, const unsigned char *bytes, size_t size) {
     Json j = {bytes, 0, size, NULL};
     char key[40], format[40] = "";
     int64_t version = 0;
     const char *wrong = NULL;
-    memset(rows, 0, FILE_MANIFEST * sizeof *rows);
+    memset(manifest, 0, sizeof *manifest);
     for (int n = 0; !wrong && json_next(&j, &n, '{', key, sizeof key);) {
         if (strcmp(key, "format") == 0) {
             json_string(&j, format, sizeof format);
         } else if (strcmp(key, "version") == 0) {
             version = json_count(&j);
         } else if (strcmp(key, "files") == 0) {
-            wrong = manifest_files(rows, &j);
+            wrong = manifest_files(manifest, &j);
         } else {
             json_skip(&j);
         }
     }
+    manifest->ranks = manifest->ranks ? manifest->ranks : 1;  // whose file will be missed
     if (!wrong && (json_peek(&j) >= 0 || j.fault || strcmp(format, "train_gpt2 checkpoint") != 0)) {
         return "it is damaged";
     }
-    return wrong ? wrong : version != 2 ? "its version is not 2, the one this program reads" : NULL;
+    return wrong                          ? wrong
+           : version != 2 && version != 3 ? "its version is not 2 or 3, those this program reads"
+                                          : NULL;
 }
 
 // Is a file of `row`'s size and SHA-256? Returns NULL, or what is wrong. The size comes first: it
@@ -4589,77 +4742,101 @@ static const char *file_compare(const char *path, const ManifestRow *row) {
     return wrong || strcmp(text, row->sha256) == 0 ? wrong : "is damaged: its SHA-256 is another";
 }
 
-// Is a checkpoint's every file as its manifest says? Returns 1, or 0 and what is wrong.
+// Is a checkpoint's every file as its manifest says? Returns how many ranks wrote states, or 0 and
+// what is wrong.
 static int checkpoint_is_whole(const char *folder, char problem[PATH_BYTES]) {
-    ManifestRow rows[FILE_MANIFEST];
-    char path[CHECKPOINT_FILES][PATH_BYTES];
-    const char *wrong[FILE_MANIFEST] = {NULL};
+    static Manifest manifest;
+    static const char *wrong[CHECKPOINT_FILES];
+    char path[PATH_BYTES];
     Mapping map;
-    for (int i = 0; i < CHECKPOINT_FILES; i++) {
-        path_print(path[i], "%s/%s", folder, checkpoint_files[i]);
-    }
-    if (mapping_open(&map, path[FILE_MANIFEST]) != 0) {
+    path_print(path, "%s/manifest.json", folder);
+    if (mapping_open(&map, path) != 0) {
         path_print(problem, "manifest.json cannot be read: %s", file_error());
         return 0;
     }
-    const char *fault = manifest_parse(rows, map.bytes, map.size);
+    const char *fault = manifest_parse(&manifest, map.bytes, map.size);
     mapping_close(&map);
     if (fault) {
         path_print(problem, "manifest.json: %s", fault);
         return 0;
     }
+    const int files = FILE_STATE + manifest.ranks;
     #pragma omp parallel for schedule(dynamic)
-    for (int i = 0; i < FILE_MANIFEST; i++) {
-        int listed = i <= FILE_STATE || rows[i].sha256[0];  // without a vocabulary three are not
-        wrong[i] = listed ? file_compare(path[i], &rows[i]) : NULL;
+    for (int i = 0; i < files; i++) {
+        char file[PATH_BYTES], name[FILE_NAME];
+        const ManifestRow *row = &manifest.files[i];
+        const int vocabulary = i >= FILE_MERGES && i <= FILE_TOKENIZER;  // not all have one
+        const int listed = i != FILE_MANIFEST && (!vocabulary || row->sha256[0]);
+        file_name(name, i, manifest.ranks);
+        path_print(file, "%s/%s", folder, name);
+        wrong[i] = listed ? file_compare(file, row) : NULL;
     }
-    for (int i = 0; i < FILE_MANIFEST; i++) {
+    for (int i = 0; i < files; i++) {
         if (wrong[i]) {
-            path_print(problem, "%s %s", checkpoint_files[i], wrong[i]);
+            file_name(path, i, manifest.ranks);
+            path_print(problem, "%s %s", path, wrong[i]);
             return 0;
         }
     }
-    return 1;
+    return manifest.ranks;
 }
 
-// The contents of a state file.
+// What the state files of a checkpoint hold together.
 typedef struct {
-    Span moments[STATES];         // of STATE_M and STATE_V
-    const unsigned char *master;  // NULL: none
+    StateRange *ranges;  // to be freed
+    int count;
     RunState run;
     char identity[IDENTITY_BYTES];
-} StateFile;
+    Safetensors header;  // of the first one, for the rest of its metadata
+} StateFiles;
 
-static void state_parse(StateFile *out, const Model *m, const unsigned char *bytes, size_t size,
+// Adds the range that a tensor of a state file is.
+static void state_add_range(StateFiles *out, const Model *m, const FileTensor *t,
+                            const char *name) {
+    StateRange r = {0, WHOLE_STATE, 0, t->count, {t->data, t->type}};
+    char text[RANGE_NAME];
+    const size_t length = strcspn(t->name, ".");
+    while (r.state < STATES && (strlen(range_names[r.state]) != length ||
+                                memcmp(range_names[r.state], t->name, length) != 0)) {
+        r.state++;
+    }
+    file_require(r.state < STATES, name, t->name, "is unknown");
+    sscanf(t->name + length, ".%6d.%16" SCNd64, &r.bucket, &r.first);
+    range_name(text, &r);
+    file_require(strcmp(text, t->name) == 0, name, t->name, "is unknown");
+    const int64_t limit = r.bucket >= WHOLE_STATE ? range_limit(m, &r) : 0;
+    file_require(r.first >= 0 && r.count > 0 && r.first + r.count <= limit, name, t->name,
+                 "is no part of this model's states");
+    file_require(r.state == STATE_WEIGHTS ? t->type == FILE_U16 : t->type <= FILE_BF16, name,
+                 t->name, "has not the type of this state");
+    if ((out->count & (out->count - 1)) == 0) {  // full at every power of two
+        out->ranges = (StateRange *)realloc(out->ranges, 2 * ((size_t)out->count + 1) * sizeof r);
+        check(out->ranges, "no memory for the ranges of a state");
+    }
+    out->ranges[out->count++] = r;
+}
+
+// Adds a rank's state file to `out`, which the first one begins; all have the same counters.
+static void state_parse(StateFiles *out, const Model *m, const unsigned char *bytes, size_t size,
                         const char *name) {
     Safetensors f;
     FileTensor t;
-    int64_t all = tensor_offset(m, TENSORS, 0);
-    const unsigned char *norms = NULL;
-    memset(out, 0, sizeof *out);
+    RunState run;
+    char identity[IDENTITY_BYTES];
+    int norms = 0;
+    memset(&run, 0, sizeof run);
     safetensors_start(&f, bytes, size, name);
     while (safetensors_next(&f, &t)) {
-        int is_norms = strcmp(t.name, "norms") == 0, is_master = strcmp(t.name, "master") == 0;
-        int is_m = strcmp(t.name, "m") == 0, is_v = strcmp(t.name, "v") == 0;
-        Span *moments = &out->moments[is_m ? STATE_M : STATE_V];
-        file_require(is_norms || is_master || is_m || is_v, name, t.name, "is unknown");
-        file_require(is_norms ? t.type == FILE_F64 && t.count == NORM_WINDOW
-                     : t.count != all ? 0 : is_master ? t.type == FILE_U16 : t.type <= FILE_BF16,
-                     name, t.name, "has not the type and size of this run's");
-        const unsigned char **place = is_norms    ? &norms
-                                      : is_master ? &out->master
-                                                  : &moments->data;
-        file_require(!*place, name, t.name, "appears in the file twice");
-        *place = t.data;
-        if (is_m || is_v) {
-            moments->type = t.type;
+        if (strcmp(t.name, "norms") != 0) {
+            state_add_range(out, m, &t, name);
+            continue;
         }
+        file_require(t.type == FILE_F64 && t.count == NORM_WINDOW && !norms++, name, t.name,
+                     "has another type or size, or appears in the file twice");
+        memcpy(run.norms.values, t.data, sizeof run.norms.values);
     }
-    file_require(norms && out->moments[STATE_M].data && out->moments[STATE_V].data, name,
-                 "norms, m or v", "is missing");
-    check(norms, "required above");  // which clang-tidy does not see
-    memcpy(out->run.norms.values, norms, sizeof out->run.norms.values);
-    safetensors_text(&f, "run", out->identity, sizeof out->identity);
+    file_require(norms, name, "norms", "is missing");
+    safetensors_text(&f, "run", identity, sizeof identity);
     for (int i = 0; i < COUNTERS; i++) {
         char text[24], *end;
         safetensors_text(&f, counter_rows[i].name, text, sizeof text);
@@ -4670,55 +4847,165 @@ static void state_parse(StateFile *out, const Model *m, const unsigned char *byt
         if (end == text || *end != 0 || value < 0 || value > (int64_t)1 << 53) {
             die("%s: '%s' is '%s' in its metadata, not a count", name, counter_rows[i].name, text);
         }
-        *counter(&out->run, i) = value;
+        *counter(&run, i) = value;
+    }
+    if (!out->header.name) {
+        out->header = f;
+        out->run = run;
+        memcpy(out->identity, identity, sizeof identity);
+    } else if (memcmp(&run, &out->run, sizeof run) != 0 || strcmp(identity, out->identity) != 0) {
+        die("%s is of another run or step than %s", name, out->header.name);
     }
 }
 
-// Loads a verified checkpoint into the engine and `state`.
-static void checkpoint_load(Engine *e, const Settings *s, const char *identity, RunState *state,
-                            const char *folder, int quiet) {
-    char path[PATH_BYTES];
-    ModelFile f;
-    Mapping map;
-    StateFile file;
-    path_print(path, "%s/%s", folder, checkpoint_files[FILE_STATE]);
-    model_file_open(&f, folder);
-    if (mapping_open(&map, path) != 0) {
-        die("cannot open %s: %s", path, file_error());
+static int range_compare(const void *a, const void *b) {
+    const StateRange *x = (const StateRange *)a, *y = (const StateRange *)b;
+    return x->state != y->state     ? x->state - y->state
+           : x->bucket != y->bucket ? x->bucket - y->bucket
+                                    : (x->first > y->first) - (x->first < y->first);
+}
+
+// Ends the run unless the ranges hold each element of each state once; of the master all or
+// nothing, because a run that had none saved none.
+static void state_cover(StateFiles *f, const Model *m, const char *folder) {
+    char name[RANGE_NAME];
+    int i = 0;
+    if (f->count) {
+        qsort(f->ranges, (size_t)f->count, sizeof *f->ranges, range_compare);
     }
-    state_parse(&file, &f.model, map.bytes, map.size, path);
-    if (strcmp(file.identity, identity) != 0 || memcmp(&f.model, &s->model, sizeof(Model)) != 0) {
-        die("checkpoint %s is of another run: it has %s; here: %s", folder, file.identity,
-            identity);
-    }
-    *state = file.run;
-    model_file_load(e, &f, file.master);
-    int64_t all = tensor_offset(&s->model, TENSORS, 0);
-    real *values = (real *)alloc_zero(PIECE, sizeof(real));
-    for (int k = STATE_M; k <= STATE_V; k++) {
-        const Span *moments = &file.moments[k];
-        for (int64_t i = 0; i < all; i += PIECE) {
-            int64_t count = min_i64(PIECE, all - i), bytes = file_types[moments->type].bytes;
-            span_values(values, moments, i, count);
-            const int64_t bad = find_not_finite(values, count);
-            if (bad >= 0) {
-                die("%s: tensor %s: element %" PRId64 " is %g: nothing can be trained from it",
-                    path, k == STATE_M ? "m" : "v", i + bad, (double)values[bad]);
+    for (int state = 0; state < STATES; state++) {
+        const int some = i < f->count && f->ranges[i].state == state;
+        const int whole = some && f->ranges[i].bucket == WHOLE_STATE;
+        const int end = whole ? 0 : some || state != STATE_WEIGHTS ? BUCKET_BLOCKS + m->L : 0;
+        // What is wanted next is there, or else before it something twice, or behind it a gap.
+        for (int bucket = whole ? (int)WHOLE_STATE : 0; bucket < end; bucket++) {
+            StateRange want = {state, bucket, 0, 0, {NULL, 0}};
+            const int64_t limit = range_limit(m, &want);
+            for (; want.first < limit; want.first += f->ranges[i++].count) {
+                const int order = i < f->count ? range_compare(&f->ranges[i], &want) : 1;
+                if (order < 0) {
+                    break;
+                }
+                range_name(name, &want);
+                if (order > 0) {
+                    die("checkpoint %s: its state files lack %s", folder, name);
+                }
             }
-            e->write(e, k, i, values, count);
-            mapping_done(moments->data + i * bytes, (size_t)(count * bytes));
+        }
+        if (i < f->count && f->ranges[i].state == state) {
+            range_name(name, &f->ranges[i]);
+            die("checkpoint %s: its state files hold elements of %s twice", folder, name);
         }
     }
+}
+
+// Takes this rank's part of what a range holds into the engine; of the master all, because weights
+// are read from model.safetensors whole. Ends the run at a number that is not finite.
+static void range_load(Engine *e, const Settings *s, const StateRange *r, const char *folder) {
+    real *values = (real *)alloc_zero(PIECE, sizeof(real));
+    char name[80];
+    for (int tensor = 0; tensor < TENSORS; tensor++) {
+        for (int l = 0; l < tensor_copies(&s->model, tensor); l++) {
+            const TensorRange t = range_of_tensor(&s->model, r, tensor, l);
+            const TensorRange own = r->state == STATE_WEIGHTS ? tensor_range(s, tensor, l, 1)
+                                                              : tensor_update_range(s, tensor, l);
+            const int64_t end = min_i64(t.first + t.count, own.first + own.count);
+            for (int64_t i = max_i64(t.first, own.first), count; i < end; i += count) {
+                const int64_t in_state = t.param + i - t.first, in_range = t.state + i - t.first;
+                count = min_i64(PIECE, end - i);
+                if (r->state == STATE_WEIGHTS) {
+                    e->read(e, STATE_WEIGHTS, in_state, values, count);
+                    for (int64_t k = 0; k < count; k++) {
+                        uint16_t low;
+                        memcpy(&low, r->span.data + 2 * (in_range + k), 2);
+                        values[k] = (real)master_join((float)values[k], low);
+                    }
+                } else {
+                    span_values(values, &r->span, in_range, count);
+                }
+                const int64_t bad = find_not_finite(values, count);
+                if (bad >= 0) {
+                    file_tensor_name(name, "", tensor, l);
+                    die("checkpoint %s: %s of %s: element %" PRId64 " is %g: nothing can be "
+                        "trained from it", folder, range_names[r->state], name, i + bad,
+                        (double)values[bad]);
+                }
+                e->write(e, r->state, in_state, values, count);
+            }
+        }
+    }
+    mapping_done(r->span.data, (size_t)(r->count * file_types[r->span.type].bytes));
     free(values);
-    int weights_fp32 = file.master || file_span(f.spans, WTE, 0)->type == FILE_F32;
-    if (!quiet && weights_fp32 && s->dtype == TYPE_BF16 && !s->split_master) {
+}
+
+// What a run goes on without, and what it does with wider numbers than its own.
+static void checkpoint_announce(const Snapshot *run, const StateFiles *f, int weights_fp32,
+                                const char *folder) {
+    const Settings *s = run->settings;
+    char matmul[PATH_BYTES];
+    int moments_fp32 = 0;
+    for (int i = 0; i < f->count; i++) {
+        moments_fp32 |= f->ranges[i].state != STATE_WEIGHTS && f->ranges[i].span.type == FILE_F32;
+        weights_fp32 |= f->ranges[i].state == STATE_WEIGHTS;
+    }
+    if (weights_fp32 && s->dtype == TYPE_BF16 && !s->split_master) {
         printf("weights were fp32 in %s and are bf16 from here on\n", folder);
     }
-    if (!quiet && file.moments[STATE_M].type == FILE_F32 && s->moment_dtype == TYPE_BF16) {
+    if (moments_fp32 && s->moment_dtype == TYPE_BF16) {
         printf("moments were fp32 in %s and are bf16 from here on\n", folder);
     }
-    mapping_close(&map);
-    model_file_close(&f);
+    safetensors_text(&f->header, "matmul", matmul, sizeof matmul);
+    if (matmul[0] && strcmp(matmul, engine_matmul(run->engine)) != 0) {
+        printf("matmul algorithms are not those of %s: losses may differ in rounding\n", folder);
+    }
+    if (f->run.loss_scale_log2 && s->dtype != TYPE_FP16) {
+        printf("the loss scale of %s, 2^%" PRId64 ", is for fp16 and dropped\n", folder,
+               f->run.loss_scale_log2);
+    }
+}
+
+// Loads a verified checkpoint, whose states `ranks` ranks wrote, into the run's engine and `state`.
+static void checkpoint_load(const Snapshot *run, RunState *state, const char *folder, int ranks) {
+    const Settings *s = run->settings;
+    char (*paths)[PATH_BYTES] = (char (*)[PATH_BYTES])alloc_zero((size_t)ranks, PATH_BYTES);
+    Mapping *maps = (Mapping *)alloc_zero((size_t)ranks, sizeof *maps);
+    char name[FILE_NAME];
+    ModelFile model;
+    StateFiles f;
+    memset(&f, 0, sizeof f);
+    model_file_open(&model, folder);
+    for (int r = 0; r < ranks; r++) {
+        file_name(name, FILE_STATE + r, ranks);
+        path_print(paths[r], "%s/%s", folder, name);
+        if (mapping_open(&maps[r], paths[r]) != 0) {
+            die("cannot open %s: %s", paths[r], file_error());
+        }
+        state_parse(&f, &model.model, maps[r].bytes, maps[r].size, paths[r]);
+    }
+    state_cover(&f, &model.model, folder);
+    if (strcmp(f.identity, run->identity) != 0 ||
+        memcmp(&model.model, &s->model, sizeof(Model)) != 0) {
+        die("checkpoint %s is of another run: it has %s; here: %s", folder, f.identity,
+            run->identity);
+    }
+    model_file_load(run->engine, &model);
+    for (int i = 0; i < f.count; i++) {
+        range_load(run->engine, s, &f.ranges[i], folder);
+    }
+    if (!run->options->quiet) {
+        checkpoint_announce(run, &f, file_span(model.spans, WTE, 0)->type == FILE_F32, folder);
+    }
+    *state = f.run;
+    if (s->dtype != TYPE_FP16) {
+        state->loss_scale_log2 = state->loss_scale_steps = 0;
+    }
+    for (int r = 0; r < ranks; r++) {
+        mapping_close(&maps[r]);
+    }
+    free(maps);
+    free(paths);
+    free(f.ranges);
+    model_file_close(&model);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -5579,10 +5866,11 @@ static int64_t run_resume(Run *run) {
     checkpoint_sweep(o->output);
     for (int i = 0; i < list.count && step < 0; i++) {
         path_print(path, "%s/step-%08" PRId64, o->output, list.steps[i]);
-        if (checkpoint_is_whole(path, problem)) {
+        const int ranks = checkpoint_is_whole(path, problem);
+        if (ranks) {
+            const Snapshot resumed = {&run->engine, &run->s, o, run->identity, NULL, NULL};
             step = list.steps[i];
-            checkpoint_load(&run->engine, &run->s, run->identity, &run->state, path,
-                            (int)o->quiet);
+            checkpoint_load(&resumed, &run->state, path, ranks);
         } else {
             fprintf(stderr, "%s: skipped %s: %s\n", program_name, path, problem);
         }
@@ -5654,7 +5942,7 @@ static int64_t run_engine_open(Run *run, const Program *program, const Model *m)
     program->open(&run->engine, &run->plan);
     int64_t step = run->o.output[0] ? run_resume(run) : -1;
     if (step < 0 && run->weights.spans) {
-        model_file_load(&run->engine, &run->weights, NULL);
+        model_file_load(&run->engine, &run->weights);
     } else if (step < 0) {
         engine_initialise(&run->engine, m, (uint64_t)run->o.seed);
     }

@@ -45,7 +45,7 @@ static double load(Engine *e, const char *folder) {
     double began = now_ms();
     ModelFile f;
     model_file_open(&f, folder);
-    model_file_load(e, &f, NULL);
+    model_file_load(e, &f);
     model_file_close(&f);
     return now_ms() - began;
 }
@@ -80,6 +80,7 @@ int main(void) {
     options_default(&o);
     o.batch = 1;
     o.seq_len = 64;
+    o.quiet = 1;
     model_parse(&m, "d12");
     model_set_vocabulary(&m, GPT2_VOCABULARY);
     settings_from_options(&s, &o, &m, 0);
@@ -91,7 +92,7 @@ int main(void) {
     const Snapshot snapshot = {&e, &s, &o, "bench", &state, NULL};
     for (int r = 0; r < REPEATS; r++) {
         began = now_ms();
-        writer_open(&w, folder, checkpoint_files[FILE_MODEL], checkpoint_remove);
+        writer_open(&w, folder, "model.safetensors", checkpoint_remove);
         model_file_save(&e, &m, FILE_F32, &w);
         writer_close(&w);
         times[SAVE][r] = now_ms() - began;
@@ -101,7 +102,7 @@ int main(void) {
         began = now_ms();
         dd(options);
         times[DD_WRITE][r] = now_ms() - began;
-        writer_open(&w, folder, checkpoint_files[FILE_CONFIG], checkpoint_remove);
+        writer_open(&w, folder, "config.json", checkpoint_remove);
         config_save(&m, &w);
         writer_close(&w);
         times[LOAD][r] = load(&e, folder);
@@ -109,7 +110,7 @@ int main(void) {
             drop_cache();
             times[LOAD_COLD][r] = load(&e, folder);
             drop_cache();
-            path_print(options, "if=%s/%s of=/dev/null", folder, checkpoint_files[FILE_MODEL]);
+            path_print(options, "if=%s/%s of=/dev/null", folder, "model.safetensors");
             began = now_ms();
             dd(options);
             times[DD_READ_COLD][r] = now_ms() - began;
@@ -122,9 +123,10 @@ int main(void) {
         times[CHECKPOINT][r] = now_ms() - began;
         all_megabytes = megabytes + 2e-6 * (double)(tensor_offset(&m, TENSORS, 0) * 4);
         began = now_ms();
-        check(checkpoint_is_whole(path, problem), "%s", problem);
+        const int ranks = checkpoint_is_whole(path, problem);
+        check(ranks, "%s", problem);
         times[VERIFY][r] = now_ms() - began;
-        checkpoint_load(&e, &s, "bench", &state, path, 1);
+        checkpoint_load(&snapshot, &state, path, ranks);
         times[RESUME][r] = now_ms() - began;
     }
     print_rates(megabytes, all_megabytes);

@@ -198,7 +198,7 @@ static void dump_open(const char *folder, Run *run, int vocabulary) {
     plan_build(&run->plan, &run->s);
     cpu_open(&run->engine, &run->plan);
     if (kind == MODEL_FILE) {
-        model_file_load(&run->engine, &run->weights, NULL);
+        model_file_load(&run->engine, &run->weights);
         model_file_close(&run->weights);
     } else {
         engine_initialise(&run->engine, &m, (uint64_t)o->seed);

@@ -216,7 +216,7 @@ typedef struct {
     uint64_t begin, end;
 } Range;
 
-static int range_compare(const void *a, const void *b) {
+static int bytes_compare(const void *a, const void *b) {
     const Range *x = (const Range *)a, *y = (const Range *)b;
     return x->begin != y->begin ? (x->begin < y->begin ? -1 : 1)
                                 : (x->end > y->end) - (x->end < y->end);
@@ -249,7 +249,7 @@ static void target_safetensors(const unsigned char *bytes, size_t size) {
         ranges[count].end = ranges[count].begin + length;
         count++;
     }
-    qsort(ranges, count, sizeof(Range), range_compare);
+    qsort(ranges, count, sizeof(Range), bytes_compare);
     uint64_t at = 0;
     for (size_t i = 0; i < count; i++) {
         FACT(ranges[i].begin == at);
@@ -266,26 +266,38 @@ static void target_safetensors(const unsigned char *bytes, size_t size) {
 // The manifest, the counters of a state, and the log that a resumed run cuts.
 
 static void target_manifest(const unsigned char *bytes, size_t size) {
-    ManifestRow rows[FILE_MANIFEST];
-    const char *fault = manifest_parse(rows, bytes, size);
-    for (int i = 0; !fault && i < FILE_MANIFEST; i++) {
-        FACT(rows[i].bytes >= 0 && rows[i].bytes <= (int64_t)1 << 53);
-        FACT(strlen(rows[i].sha256) < SHA256_TEXT);
+    static Manifest manifest;
+    const char *fault = manifest_parse(&manifest, bytes, size);
+    FACT(manifest.ranks >= 1 && manifest.ranks <= MAX_RANKS);
+    for (int i = 0; !fault && i < CHECKPOINT_FILES; i++) {
+        const ManifestRow *row = &manifest.files[i];
+        FACT(row->bytes >= 0 && row->bytes <= (int64_t)1 << 53);
+        FACT(strlen(row->sha256) < SHA256_TEXT);
+        FACT(i < FILE_STATE + manifest.ranks || !row->sha256[0]);
     }
 }
 
 static void target_state(const unsigned char *bytes, size_t size) {
     const Model *m = &fuzz_models[size % 2];
-    StateFile f;
+    static StateFiles f;  // whose ranges outlive an input that is refused
+    free(f.ranges);
+    memset(&f, 0, sizeof f);
     state_parse(&f, m, bytes, size, "state.safetensors");
-    int64_t all = tensor_offset(m, TENSORS, 0);
-    for (int k = STATE_M; k <= STATE_V; k++) {
-        FACT(f.moments[k].type == FILE_F32 || f.moments[k].type == FILE_BF16);
-        touch(f.moments[k].data, (uint64_t)(all * file_types[f.moments[k].type].bytes));
+    int64_t elements = 0, all = 0;
+    for (int i = 0; i < f.count; i++) {
+        const StateRange *r = &f.ranges[i];
+        FACT(r->first >= 0 && r->count > 0 && r->first + r->count <= range_limit(m, r));
+        touch(r->span.data, (uint64_t)(r->count * file_types[r->span.type].bytes));
     }
-    if (f.master) {
-        touch(f.master, (uint64_t)all * 2);
+    state_cover(&f, m, "step");
+    for (int i = 0; i < f.count; i++) {
+        FACT(i == 0 || range_compare(&f.ranges[i - 1], &f.ranges[i]) < 0);
+        elements += f.ranges[i].state == STATE_M ? f.ranges[i].count : 0;
     }
+    for (int b = 0; b < BUCKET_BLOCKS + m->L; b++) {
+        all += bucket_at(m, 1, b).count;
+    }
+    FACT(elements == all);
     FACT(strlen(f.identity) < sizeof f.identity);
     for (int i = 0; i < COUNTERS; i++) {
         FACT(*counter(&f.run, i) >= 0 && *counter(&f.run, i) <= (int64_t)1 << 53);

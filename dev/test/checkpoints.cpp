@@ -185,6 +185,165 @@ static void test_vocabulary_files() {
     expect(exists("out/step-00000003/manifest.json") && !exists("out/step-00000003/merges.txt"));
 }
 
+// A state of a state file as one rank has it in memory: the matrices of each block among its
+// vectors. Of the run's model, l2h2c16t16 with 257 tokens, whose tensors begin at multiples of 64.
+static Text whole_state(const Text &state_file, const Text &state) {
+    enum { C = 16, ROWS = 384 };
+    Text first, whole, bucket[5];  // vectors, wte, wpe, two blocks
+    size_t at[5] = {};
+    Members list = members_of(state_file, &first);
+    for (size_t b = 0; b < 5; b++) {
+        bucket[b] = named(&list, state + text(".%zu.0", b)).data;
+    }
+    auto take = [&](int k, int layer) {
+        const size_t b = k < 2 ? (size_t)(1 + k) : member_rows[k].cols ? (size_t)(3 + layer) : 0;
+        const int units = k == 0 ? ROWS : k == 1 ? C : member_rows[k].rows * C;
+        const int size = units * (member_rows[k].cols ? member_rows[k].cols * C : 1);
+        const size_t bytes = (size_t)(size + 63) / 64 * 64 * 4;
+        whole += bucket[b].substr(at[b], bytes);
+        at[b] += bytes;
+    };
+    take(0, 0);
+    take(1, 0);
+    for (int layer = 0; layer < 2; layer++) {
+        for (int k = 2; k < 14; k++) {
+            take(k, layer);
+        }
+    }
+    take(14, 0);
+    take(15, 0);
+    for (size_t b = 0; b < 5; b++) {
+        expect(at[b] == bucket[b].size(), "bucket %zu: %zu of %zu", b, at[b], bucket[b].size());
+    }
+    return whole;
+}
+
+// Writes state files in place of a checkpoint's own, and its manifest.
+static void write_states(const Text &folder, const std::vector<Members> &files, const Text &first) {
+    for (const Text &name : split(names_in(folder, "state-").c_str())) {
+        unlink((folder + "/" + name).c_str());
+    }
+    for (size_t i = 0; i < files.size(); i++) {
+        write_file(folder + text("/state-%zu-of-%zu.safetensors", i, files.size()),
+                   safetensors_bytes(files[i], first));
+    }
+    write_manifest(folder);
+}
+
+// The tensors of a state file in `n` files: each bucket cut in `n` parts at odd places, part i of
+// tensor k in file i + k, modulo n.
+static std::vector<Members> cut_states(const Members &whole, size_t n) {
+    std::vector<Members> files(n, Members{whole[0]});
+    for (size_t k = 1; k < whole.size(); k++) {
+        const size_t count = whole[k].data.size() / 4;
+        const Text name = whole[k].name.substr(0, whole[k].name.rfind('.'));
+        for (size_t i = 0; i < n; i++) {
+            const size_t from = count * i / n + (i ? 3 : 0);
+            const size_t to = i + 1 < n ? count * (i + 1) / n + 3 : count;
+            files[(i + k) % n].push_back({name + text(".%zu", from), "F32", text("%zu", to - from),
+                                          whole[k].data.substr(4 * from, 4 * (to - from)), "",
+                                          {}});
+        }
+    }
+    return files;
+}
+
+// A checkpoint goes on from its states in any parts of any number of files, to the same bytes; a
+// part that is missing, there twice, of another step or not of this model is refused by name.
+static void test_state_parts() {
+    write_corpus();
+    const Text run = TINY "--quiet -x 4 -n 2 -y 1 -o out", at = "out/step-00000002";
+    expect_success(program(run), "first run");
+    const Text end = checkpoint_bytes("out", 4);
+    Text first;
+    const Members whole = members_of(in_checkpoint("out", 2, SAVED_STATE), &first);
+    expect(whole.size() == 11, "%zu tensors", whole.size());  // norms, 5 buckets of m and of v
+    auto cut = [&](size_t n) { return cut_states(whole, n); };
+    auto resume = [&](const std::vector<Members> &files) {
+        remove_folder("out/step-00000004");
+        write_states(at, files, first);
+        return program(run);
+    };
+    for (size_t n : {1, 2, 7}) {
+        expect_success(resume(cut(n)), text("%zu files", n));
+        expect(checkpoint_bytes("out", 4) == end, "%zu files: another end", n);
+    }
+    std::vector<Members> bad = cut(3);
+    const Text gone = bad[1].back().name;
+    bad[1].pop_back();
+    expect_refused(resume(bad), ("its state files lack " + gone).c_str(), "a part is missing");
+    bad = cut(3);
+    bad[0].push_back(bad[1].back());
+    expect_refused(resume(bad), ("hold elements of " + gone + " twice").c_str(), "a part twice");
+    for (auto &[name, words] : std::vector<std::pair<Text, Text>>{
+             {"v.4.0", "hold elements of v.4.1027 twice"},
+             {"v.4.2051", "v.4.2051: is no part of this model's states"}}) {
+        bad = cut(3);
+        Members &file = name == "v.4.0" ? bad[1] : bad[0];  // bucket 10 of 10, part 0 and 2
+        Member &longer = named(&file, name);
+        longer.data += longer.data.substr(0, 4);
+        longer.shape = text("%zu", longer.data.size() / 4);
+        expect_refused(resume(bad), words.c_str(), "a part too long");
+    }
+    resume(cut(2));
+    remove_folder("out/step-00000004");
+    write_file(at + "/state-1-of-2.safetensors",
+               safetensors_bytes(cut(2)[1], Text(first).replace(first.find("\"step\":\"2\""), 10,
+                                                                "\"step\":\"1\"")));
+    write_manifest(at);
+    expect_refused(program(run), "state-1-of-2.safetensors is of another run or step than", "step");
+    write_states(at, cut(2), first);
+    unlink((at + "/state-0-of-2.safetensors").c_str());
+    const Outcome o = program(run);
+    expect(o.err.find("skipped out/step-00000002: state-0-of-2.safetensors") != Text::npos, "%s",
+           o.err.c_str());
+    // What --keep removes goes with all its states.
+    write_states(at, cut(7), first);
+    expect_success(program(TINY "--quiet -x 4 --keep 1 -y 1 -o out"), "--keep 1");
+    expect(names_in("out", "step") == "step-00000004", "%s", names_in("out", "step").c_str());
+}
+
+// A checkpoint of version 2, which had each state as one tensor and the options as one text, goes
+// on to the same bytes; a choice or scale that this run cannot use is told and left.
+static void test_state_versions() {
+    write_corpus();
+    const Text run = TINY "-x 4 -n 2 -y 1 -o out", at = "out/step-00000002";
+    expect_success(program(run), "first run");
+    const Text good = in_checkpoint("out", 2, SAVED_STATE), end = tensors_of("out", 4);
+    Text first;
+    Members list = members_of(good, &first), old = {list[0]};
+    for (const char *state : {"m", "v"}) {
+        const Text data = whole_state(good, state);
+        old.push_back({state, "F32", text("%zu", data.size() / 4), data, "", {}});
+    }
+    const size_t matmul = first.find(",\"matmul\""), options_end = first.find(",\"step\"");
+    Text old_first = first.substr(0, matmul) + ",\"options\":\"--seed=42\"" +
+                     first.substr(options_end);
+    for (const char *added : {",\"pending_validation\":\"0\"", ",\"loss_scale_log2\":\"0\"",
+                              ",\"loss_scale_steps\":\"0\""}) {
+        old_first.erase(old_first.find(added), strlen(added));
+    }
+    remove_folder("out/step-00000004");
+    write_states(at, {old}, old_first);
+    write_manifest(at, "", 2);
+    expect_success(program(run), "version 2");
+    expect(tensors_of("out", 4) == end, "version 2: another end");
+    const std::pair<Text, Text> told[] = {
+        {with_header(good, "\"matmul\":\"\"", "\"matmul\":\"qkv 7\""),
+         "\nmatmul algorithms are not those of out/step-00000002: losses may differ"},
+        {with_header(good, "\"loss_scale_log2\":\"0\"", "\"loss_scale_log2\":\"16\""),
+         "\nthe loss scale of out/step-00000002, 2^16, is for fp16 and dropped\n"}};
+    for (auto &row : told) {
+        remove_folder("out/step-00000004");
+        write_file(at + "/" + saved_files[SAVED_STATE], row.first);
+        write_manifest(at);
+        const Outcome o = program(run);
+        expect_success(o, row.second);
+        expect(("\n" + o.out).find(row.second) != Text::npos, "%s", o.out.c_str());
+        expect(tensors_of("out", 4) == end, "%s: another end", row.second.c_str());
+    }
+}
+
 // State files that a manifest vouches for are refused all the same; a manifest that is no manifest
 // makes its checkpoint one to pass over.
 static void test_state_refused() {
@@ -192,9 +351,7 @@ static void test_state_refused() {
     const Text run = TINY "--quiet -x 4 -n 2 -y 1 -o out", at = "out/step-00000002";
     expect_success(program(run), "first run");
     const Text good = in_checkpoint("out", 2, SAVED_STATE), end = tensors_of("out", 4);
-    const Text header = header_and_data(good).first, m = "\"m\":{\"dtype\":\"F32\",\"shape\":[";
-    expect(header.find(m) != Text::npos, "no moments in fp32");
-    const size_t all = strtoul(&header[header.find(m) + m.size()], NULL, 10);
+    const size_t all = whole_state(good, "m").size() / 4;
     const Text low(2 * all, 'x');
     auto resume = [&](const Text &state) {
         remove_folder("out/step-00000004");
@@ -203,16 +360,21 @@ static void test_state_refused() {
         return program(run);
     };
     const std::pair<Text, const char *> table[] = {
-        {with_tensor(good, "master", "U16", low + "xx", all + 1), "tensor master: has not"},
-        {with_tensor(good, "master", "F16", low, all), "tensor master: has not"},
-        {with_tensor(good, "m", "BF16", low, all), "tensor m: appears in the file twice"},
+        {with_tensor(good, "master", "U16", low + "xx", all + 1), "tensor master: is no part of"},
+        {with_tensor(good, "master", "F16", low, all), "tensor master: has not the type"},
+        {with_tensor(good, "m", "BF16", low, all), "hold elements of m.0.0 twice"},
         {with_tensor(good, "other", "U16", low, all), "tensor other: is unknown"},
-        {with_header(good, "\"m\"", "\"master\""), "tensor master: has not"},
+        {with_header(good, "\"m.0.0\"", "\"m.00.0\""), "tensor m.00.0: is unknown"},
+        {with_header(good, "\"m.0.0\"", "\"m.0.-1\""), "tensor m.0.-1: is no part of"},
+        {with_header(good, "\"m.0.0\"", "\"m.-1.0\""), "tensor m.-1.0: is unknown"},
+        {with_header(good, "\"m.0.0\"", "\"m.0.1\""), "tensor m.0.1: is no part of"},
+        {with_header(good, "\"m.0.0\"", "\"m.5.0\""), "tensor m.5.0: is no part of"},
+        {with_header(good, "\"m.4.0\"", "\"v.4.0\""), "its state files lack m.4.0"},
+        {with_header(good, "\"m.0.0\"", "\"master.0.0\""), "tensor master.0.0: has not the type"},
         {with_header(good, "\"norms\"", "\"norm\""), "tensor norm: is unknown"},
         {with_header(good, "\"updates\":\"2\"", "\"updates\":\"-2\""), "'updates' is '-2'"},
         {with_header(good, "\"updates\":\"2\"", "\"updates\":\"\""), "'updates' is ''"},
         {with_header(good, "\"updates\":\"2\"", "\"updates\":2"), "expected a string"},
-        {with_header(good, "\"updates\"", "\"update\""), "'updates' is ''"},
         {with_header(good, "\"step\":\"2\"", "\"step\":\"2x\""), "'step' is '2x'"},
         {with_header(good, "\"position\":\"", "\"position\":\"9007199254740993"), "'position' is"},
         {with_header(good, "\"__metadata__\":{\"format", "\"__metadata__\":{\"form"), ""},
@@ -227,7 +389,7 @@ static void test_state_refused() {
     }
     // The last number of all is the second moment's; a size that is wrong is seen before any hash.
     expect_refused(resume(good.substr(0, good.size() - 4) + Text("\x00\x00\x80\x7f", 4)),
-                   text("tensor v: element %zu is inf: ", all - 1), "moments");
+                   "v of h.1.mlp.c_proj.weight: element 1023 is inf: ", "moments");
     expect(truncate((at + "/model.safetensors").c_str(), (off_t)1 << 35) == 0, "no sparse file");
     const Outcome large = program(run);
     expect(large.err.find("model.safetensors has not its manifest's size") != Text::npos &&
@@ -236,10 +398,8 @@ static void test_state_refused() {
     expect_success(program(run), "again");
     expect_success(resume(good), "the state itself");
     expect(tensors_of("out", 4) == end, "the state itself: another end");
-    static const char *const doubles[] = {
-        "\"model.safetensors\": {\"bytes\": 1, \"sha256\": \"0\"}, ",
-                                          "\"../x\": {}, ", "\"a\": [}, "};
-    for (const char *more : doubles) {
+    for (const char *more : {"\"model.safetensors\": {\"bytes\": 1, \"sha256\": \"0\"}, ",
+                             "\"../x\": {}, ", "\"a\": [}, "}) {
         write_manifest("out/step-00000004", more);
         expect_passed_over(program(run), more, "step-00000004: manifest.json: it");
     }
@@ -252,13 +412,17 @@ static void test_manifest_refused() {
     expect_success(program(run), "first run");
     const Text good = read_file(path), end = checkpoint_bytes("out", 4);
     const Text size = text("\"bytes\": %zu", in_checkpoint("out", 4, SAVED_CONFIG).size());
-    static const char another[] = "manifest.json: its version is not 2";
+    static const char another[] = "manifest.json: its version is not 2 or 3";
     const struct {
         Text was, now;
         const char *words;
-    } table[] = {{"\"version\": 2", "\"version\": 1", another},
-                 {"\"version\": 2", "\"version\": 3", another},
-                 {"\"version\": 2,", "", another},
+    } table[] = {{"\"version\": 3", "\"version\": 1", another},
+                 {"\"version\": 3", "\"version\": 4", another},
+                 {"\"version\": 3,", "", another},
+                 {"state-0-of-1", "state-1-of-1", "manifest.json: it names"},
+                 {"state-0-of-1", "state-0-of-1025", "manifest.json: it names"},
+                 {"state-0-of-1", "state-0-of-01", "manifest.json: it names"},
+                 {"state-0-of-1", "state-0-of-2", "state-0-of-2.safetensors cannot be read"},
                  {"train_gpt2 checkpoint", "another checkpoint", "manifest.json: it is damaged"},
                  {"}}", "}", "manifest.json: it is damaged"},
                  {"}}", "}}}", "manifest.json: it is damaged"},
@@ -494,6 +658,8 @@ static const Test tests[] = {
     {"checkpoint_folder", test_checkpoint_folder, 1},
     {"checkpoint_identity", test_checkpoint_identity, 1},
     {"checkpoint_strangers", test_checkpoint_strangers, 1},
+    {"state_parts", test_state_parts, 1},
+    {"state_versions", test_state_versions, 1},
     {"state_refused", test_state_refused, 1},
     {"vocabulary_files", test_vocabulary_files, 1},
     {"manifest_refused", test_manifest_refused, 1},

@@ -290,6 +290,25 @@ inline Text with_header(const Text &bytes, const Text &was, const Text &now) {
     return with_length(header, data);
 }
 
+// The tensors of a state file in the order of its header, and in *first what that has before them.
+inline Members members_of(const Text &bytes, Text *first) {
+    const auto [header, data] = header_and_data(bytes);
+    const size_t begin = header.find("},\"norms\":") + 2;
+    Members list;
+    *first = header.substr(1, begin - 1);
+    const char *end;
+    for (const char *p = header.c_str() + begin; (end = strchr(p, '}')) != NULL; p = end + 2) {
+        char name[48], dtype[8], shape[24];
+        size_t from, to;
+        if (sscanf(p, "\"%47[^\"]\":{\"dtype\":\"%7[^\"]\",\"shape\":[%23[^]]],"
+                      "\"data_offsets\":[%zu,%zu]", name, dtype, shape, &from, &to) != 5) {
+            break;
+        }
+        list.push_back({name, dtype, shape, data.substr(from, to - from), "", {}});
+    }
+    return list;
+}
+
 // Appends a tensor to a file whose header ends in the one that lies last.
 inline Text with_tensor(const Text &bytes, const char *name, const char *dtype, const Text &more,
                         size_t elements) {
@@ -474,16 +493,19 @@ inline Words sha256_of(const Words &paths) {
 }
 
 // A checkpoint's manifest for its files as they are now; `more`: text before them.
-inline void write_manifest(const Text &folder, const Text &more = "") {
+inline void write_manifest(const Text &folder, const Text &more = "", int version = 3) {
+    unlink((folder + "/manifest.json").c_str());
+    const Words names = split(names_in(folder, "").c_str());
     Words paths;
-    for (int i = 0; i < SAVED_MANIFEST; i++) {
-        paths.push_back(folder + "/" + saved_files[i]);
+    for (const Text &name : names) {
+        paths.push_back(folder + "/" + name);
     }
     const Words sums = sha256_of(paths);
-    Text all = "{\"format\": \"train_gpt2 checkpoint\", \"version\": 2, \"files\": {" + more;
+    Text all = text("{\"format\": \"train_gpt2 checkpoint\", \"version\": %d, \"files\": {",
+                    version) + more;
     for (size_t i = 0; i < paths.size(); i++) {
         all += text("%s\"%s\": {\"bytes\": %zu, \"sha256\": \"%s\"}", i ? ", " : "",
-                    saved_files[i], read_file(paths[i]).size(), sums[i].c_str());
+                    names[i].c_str(), read_file(paths[i]).size(), sums[i].c_str());
     }
     write_file(folder + "/manifest.json", all + "}}");
 }
