@@ -212,8 +212,8 @@ typedef struct {
     int64_t offload;                                       // bits 1 << HOME_OF_*
     int64_t seq_len, seed, shuffle, batch, tokens_per_step, steps, overfit, warmup;
     int64_t val_every, val_batches, sample_every, sample_tokens, top_k;
-    int64_t max_skips, save_every, keep, resume, quiet, logit_rows, gpus, zero, gpu_mem;
-    int64_t plan, json, check, compare, help;
+    int64_t max_skips, save_every, keep, log_every, resume, quiet, logit_rows, gpus, zero, gpu_mem;
+    int64_t plan, json, check, compare, version, help;
     double lr, final_lr, weight_decay, beta1, beta2, eps, clip, skip_zscore, temperature, top_p;
 } Options;
 
@@ -237,8 +237,9 @@ typedef enum {
     OPT_TEXT, OPT_CHOICE, OPT_SET, OPT_INT, OPT_REAL, OPT_SWITCH, OPT_FLAG, OPT_BYTES
 } OptionType;
 
-// May a resumed run have another value than its checkpoint?
-typedef enum { ANY, SAME } OptionOnResume;
+// May a resumed run have another value than its checkpoint? Where it may, the resume says so, but
+// for OWN, of the command and not of the run.
+typedef enum { ANY, SAME, OWN } OptionOnResume;
 
 typedef struct {
     const char *name;
@@ -257,7 +258,7 @@ typedef struct {
 // checkpoint's name, and 1 - beta^t above 0.
 #define FIELD(name) offsetof(Options, name)
 static const OptionRow option_rows[] = {
-    {"model", 'e', OPT_TEXT, FIELD(model), NULL, 0, 0, NULL, ANY, "Model",
+    {"model", 'e', OPT_TEXT, FIELD(model), NULL, 0, 0, NULL, OWN, "Model",
      "d12 d24 d36 d48 (gpt2, gpt2-medium, gpt2-large, gpt2-xl), a shape: l4h4c128t64, or "
      "weights: a folder with model.safetensors and config.json, or an llm.c .bin"},
     {"seq-len", 't', OPT_INT, FIELD(seq_len), NULL, 1, 1 << 20, NULL, ANY, "Model",
@@ -318,15 +319,18 @@ static const OptionRow option_rows[] = {
      "sample among the k likeliest tokens; 0: all"},
     {"top-p", 0, OPT_REAL, FIELD(top_p), "1", 1e-6, 1, NULL, ANY, "Samples",
      "sample among the likeliest tokens whose probabilities reach p"},
-    {"output", 'o', OPT_TEXT, FIELD(output), "", 0, 0, NULL, ANY, "Output",
+    {"output", 'o', OPT_TEXT, FIELD(output), "", 0, 0, NULL, OWN, "Output",
      "folder for log.jsonl and checkpoints; default: none"},
     {"save-every", 'n', OPT_INT, FIELD(save_every), "0", 0, 1e9, NULL, ANY, "Output",
      "steps between checkpoints; 0: only the one at the end"},
     {"keep", 0, OPT_INT, FIELD(keep), "0", 0, 1e6, NULL, ANY, "Output",
      "checkpoints to keep, the newest; 0: all"},
-    {"resume", 'y', OPT_SWITCH, FIELD(resume), "0", 0, 1, NULL, ANY, "Output",
+    {"log-every", 0, OPT_INT, FIELD(log_every), "1", 1, 1e9, NULL, ANY, "Output",
+     "steps between the lines of steps, printed and in log.jsonl; a skipped step and the last one "
+     "always have theirs"},
+    {"resume", 'y', OPT_SWITCH, FIELD(resume), "0", 0, 1, NULL, OWN, "Output",
      "go on from the newest complete checkpoint in the output folder, if there is any"},
-    {"quiet", 0, OPT_FLAG, FIELD(quiet), "0", 0, 1, NULL, ANY, "Output",
+    {"quiet", 0, OPT_FLAG, FIELD(quiet), "0", 0, 1, NULL, OWN, "Output",
      "print nothing but errors and the score of --eval; log.jsonl says the rest"},
     {"recompute", 'r', OPT_TEXT, FIELD(recompute), "none", 0, 0, NULL, ANY, "Memory",
      "what backward computes again, a level below; LEVEL:K: in the first K blocks only"},
@@ -348,21 +352,23 @@ static const OptionRow option_rows[] = {
     {"zero", 'z', OPT_INT, FIELD(zero), "0", 0, 3, NULL, ANY, "Memory",
      "with --plan: of what each of these GPUs keeps its part alone; 0: of nothing, 1: moments and "
      "master, 2: gradients too, 3: weights too"},
-    {"plan", 0, OPT_FLAG, FIELD(plan), "0", 0, 1, NULL, ANY, "Plan and checks",
+    {"plan", 0, OPT_FLAG, FIELD(plan), "0", 0, 1, NULL, OWN, "Plan and checks",
      "print the memory plan and what each setting would save, and stop"},
-    {"eval", 0, OPT_TEXT, FIELD(eval), NULL, 0, 0, NULL, ANY, "Plan and checks",
+    {"eval", 0, OPT_TEXT, FIELD(eval), NULL, 0, 0, NULL, OWN, "Plan and checks",
      "score the model on a multiple-choice file of llm.c's (HellaSwag, MMLU), and stop"},
-    {"json", 0, OPT_FLAG, FIELD(json), "0", 0, 1, NULL, ANY, "Plan and checks",
+    {"json", 0, OPT_FLAG, FIELD(json), "0", 0, 1, NULL, OWN, "Plan and checks",
      "with --plan or --eval: as JSON; dev/report.py draws plans"},
-    {"gpu", 0, OPT_TEXT, FIELD(gpu), "", 0, 0, NULL, ANY, "Plan and checks",
+    {"gpu", 0, OPT_TEXT, FIELD(gpu), "", 0, 0, NULL, OWN, "Plan and checks",
      "with --plan: plan the GPU run, for this card (t4 4060ti 4090 a100 h100 h200 ...)"},
-    {"gpu-mem", 0, OPT_BYTES, FIELD(gpu_mem), "0", 0, 9e15, NULL, ANY, "Plan and checks",
+    {"gpu-mem", 0, OPT_BYTES, FIELD(gpu_mem), "0", 0, 9e15, NULL, OWN, "Plan and checks",
      "with --plan: plan the GPU run, for this much device memory (16GiB)"},
-    {"check", 0, OPT_FLAG, FIELD(check), "0", 0, 1, NULL, ANY, "Plan and checks",
+    {"check", 0, OPT_FLAG, FIELD(check), "0", 0, 1, NULL, OWN, "Plan and checks",
      "GPU program: one batch through the GPU and the CPU oracle, the difference of every tensor"},
-    {"compare", 0, OPT_FLAG, FIELD(compare), "0", 0, 1, NULL, ANY, "Plan and checks",
+    {"compare", 0, OPT_FLAG, FIELD(compare), "0", 0, 1, NULL, OWN, "Plan and checks",
      "GPU program: memory and time of a step with and without recomputation"},
-    {"help", 'h', OPT_FLAG, FIELD(help), "0", 0, 1, NULL, ANY, "Plan and checks", "this text"},
+    {"version", 0, OPT_FLAG, FIELD(version), "0", 0, 1, NULL, OWN, "Plan and checks",
+     "version, compiler and what is built in"},
+    {"help", 'h', OPT_FLAG, FIELD(help), "0", 0, 1, NULL, OWN, "Plan and checks", "this text"},
 };
 #undef FIELD
 enum { OPTION_ROWS = sizeof option_rows / sizeof option_rows[0] };
@@ -598,8 +604,8 @@ static void options_default(Options *o) {
 }
 
 // Fills `o` from the defaults and argv, to which its texts point. Ends the run at the first word
-// that is wrong; an option given twice is one, as only one of its values could count. With `--help`
-// o->help is 1 and contradictions are not looked for.
+// that is wrong; an option given twice is one, as only one of its values could count. Where --help
+// or --version is asked for, contradictions are not looked for.
 static void options_parse(Options *o, int argc, char **argv) {
     char given[OPTION_ROWS] = {0};
     options_default(o);
@@ -637,7 +643,7 @@ static void options_parse(Options *o, int argc, char **argv) {
         }
         option_set(o, row, value);
     }
-    if (!o->help) {
+    if (!o->help && !o->version) {
         options_contradict(o);
     }
 }
@@ -4455,6 +4461,7 @@ static void file_name(char name[FILE_NAME], int file, int ranks) {
 // The file that has a name, -1: none of a checkpoint; in *ranks of how many a state is, else 0.
 static int file_find(const char *name, int *ranks) {
     char text[FILE_NAME];
+    // A name that is printed again as it was has no sign, space or zero too many.
     int rank = 0, file = 0, last = FILE_STATE;
     *ranks = 0;
     if (sscanf(name, "state-%4d-of-%4d", &rank, ranks) == 2) {
@@ -4474,7 +4481,7 @@ static int file_find(const char *name, int *ranks) {
 // Removes a checkpoint's folder, the manifest first: what a kill leaves is no complete checkpoint.
 static void checkpoint_remove(const char *folder) {
     char path[PATH_BYTES];
-    DIR *files = opendir(folder);
+    DIR *files = opendir(folder);  // read, as the manifest that counts the ranks may be lost
     struct dirent *entry;
     int ranks;
     path_print(path, "%s/manifest.json", folder);
@@ -5176,6 +5183,7 @@ static void range_load(Engine *e, const Settings *s, const StateRange *r, const 
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int l = 0; l < tensor_copies(&s->model, tensor); l++) {
             const TensorRange t = range_of_tensor(&s->model, r, tensor, l);
+            // With a part of the states on each rank, this one's; with all of them everywhere, all.
             const TensorRange own = r->state == STATE_WEIGHTS ? tensor_range(s, tensor, l, 1)
                                                               : tensor_update_range(s, tensor, l);
             const int64_t end = min_i64(t.first + t.count, own.first + own.count);
@@ -5205,6 +5213,57 @@ static void range_load(Engine *e, const Settings *s, const StateRange *r, const 
     }
     mapping_done(r->span.data, (size_t)(r->count * file_types[r->span.type].bytes));
     free(values);
+}
+
+// One value of an option in a message; 0 without a default is one that was left to the program.
+static void option_print(const OptionRow *row, const char *value) {
+    if (value[0] && (row->value || strcmp(value, "0") != 0)) {
+        shell_print(value);
+    } else {
+        printf("not given");
+    }
+}
+
+// The text of an option in a checkpoint; the default where its program did not have the option.
+static void option_was(char was[PATH_BYTES], const StateFiles *f, const OptionRow *row) {
+    Options defaults;
+    char text[64];
+    options_default(&defaults);
+    snprintf(text, sizeof text, "--%s", row->name);
+    safetensors_text(&f->header, text, was, PATH_BYTES);
+    if (!was[0]) {
+        snprintf(was, PATH_BYTES, "%s", option_text(text, &defaults, row));
+    }
+}
+
+// Compares the options with those of a checkpoint. `saying` 0: ends the run at one that may not be
+// another; 1: says which of the rest are, as they count from here on. Version 2 of the format kept
+// them all in one text, which is not read.
+static void checkpoint_options(const Snapshot *run, const StateFiles *f, const char *folder,
+                               int saying) {
+    char was[PATH_BYTES], text[64];
+    safetensors_text(&f->header, "--seed", was, sizeof was);
+    // The seed has a text wherever the options have one each.
+    const int rows = was[0] ? (int)OPTION_ROWS : 0;
+    for (int i = 0; i < rows; i++) {
+        const OptionRow *row = &option_rows[i];
+        const char *now = option_text(text, run->options, row);
+        option_was(was, f, row);
+        if (row->on_resume == OWN || strncmp(now, was, sizeof was - 1) == 0) {
+            continue;
+        }
+        if (row->on_resume == SAME) {
+            die("checkpoint %s is of another run: it has --%s %s; here: --%s %s", folder,
+                row->name, was, row->name, now);
+        }
+        if (saying) {
+            printf("  --%s is ", row->name);
+            option_print(row, now);
+            printf(", was ");
+            option_print(row, was);
+            printf("\n");
+        }
+    }
 }
 
 // What a run goes on without, and what it does with wider numbers than its own.
@@ -5252,6 +5311,7 @@ static void checkpoint_load(const Snapshot *run, RunState *state, const char *fo
         state_parse(&f, &model.model, maps[r].bytes, maps[r].size, paths[r]);
     }
     state_cover(&f, &model.model, folder);
+    checkpoint_options(run, &f, folder, 0);
     if (strcmp(f.identity, run->identity) != 0 ||
         memcmp(&model.model, &s->model, sizeof(Model)) != 0) {
         die("checkpoint %s is of another run: it has %s; here: %s", folder, f.identity,
@@ -5262,9 +5322,12 @@ static void checkpoint_load(const Snapshot *run, RunState *state, const char *fo
         range_load(run->engine, s, &f.ranges[i], folder);
     }
     if (!run->options->quiet) {
+        printf("resumed from %s\n", folder);
+        checkpoint_options(run, &f, folder, 1);
         checkpoint_announce(run, &f, file_span(model.spans, WTE, 0)->type == FILE_F32, folder);
     }
     *state = f.run;
+    // What is dropped here is written as dropped by the next checkpoint.
     if (s->dtype != TYPE_FP16) {
         state->loss_scale_log2 = state->loss_scale_steps = 0;
     }
@@ -5466,10 +5529,15 @@ typedef struct {
     FILE *log;
     Token *inputs, *targets;  // (B,T) each
     Bpe *bpe;                 // NULL: samples need none, or there is none
+    const char *command;      // as it was called
 } Run;
 
 // What goes before a line of output: on a terminal it replaces the line that is rewritten in place.
 static const char *clear_line(const Run *run) { return run->live ? "\r\033[K" : ""; }
+
+// Columns that such a line may take up: one that wraps could not be cleared. In the last column a
+// cursor may wrap already.
+static int line_room(const Run *run) { return run->live ? terminal_columns() - 1 : INT_MAX; }
 
 // Scores the examples of `f`, B rows at a time, to the last one or to a signal. Says how far it is
 // at every batch on a terminal, else at every tenth of the file.
@@ -5502,10 +5570,11 @@ static void run_evaluate(Run *run, const EvalFile *f, EvalScore *score) {
         const int done = score->examples, tenth = (int)(10.0 * done / all);
         if (!run->o.quiet && !run->o.json && done > before && done < all &&
             (run->live || tenth > (int)(10.0 * before / all))) {
-            printf("%sexample %5d/%d  %s  eta %s%s", clear_line(run), done, all,
-                   eval_text(score).s,
-                   duration_text((now_ms() - began) * 1e-3 * (all - done) / done).s,
-                   run->live ? "" : "\n");
+            char line[160];
+            snprintf(line, sizeof line, "example %5d/%d  %s  eta %s", done, all,
+                     eval_text(score).s,
+                     duration_text((now_ms() - began) * 1e-3 * (all - done) / done).s);
+            printf("%s%.*s%s", clear_line(run), line_room(run), line, run->live ? "" : "\n");
             fflush(stdout);
         }
     }
@@ -5711,7 +5780,7 @@ static void run_sample(Run *run) {
     if (!o->quiet && !run_stopping()) {
         printf("%s--- sample after step %" PRId64 " ---\n", run->live ? "\n" : "",
                run->state.step);
-        fwrite(text, 1, (size_t)bytes, stdout);  // a token may be a 0
+        text_print(text, (size_t)bytes);
         printf("\n---\n");
     }
     if (run->log && !run_stopping()) {
@@ -5751,27 +5820,58 @@ static void run_save(Run *run) {
     }
 }
 
-// The line of a finished step, to the terminal and to the log. On a terminal it is rewritten by the
-// next one, except where it says more than that all goes well.
+// Prints the parts of a line, which tabs separate; on a terminal that is too narrow without the
+// memory, the share of the peak, learning rate, norm, milliseconds, time left and tokens/s, in this
+// order, and at last cut off.
+static void line_print(const Run *run, char *parts) {
+    static const int spare[] = {7, 6, 3, 2, 4, 8, 5};
+    enum { PARTS = 10, SPARE = sizeof spare / sizeof spare[0] };
+    char line[256] = "", *part[PARTS];
+    const int room = line_room(run);
+    int count = 0, columns = -2;
+    // An empty part, as of an unknown peak, takes no room.
+    for (; count < PARTS && parts; count++) {
+        part[count] = strsep(&parts, "\t");
+        columns += part[count][0] ? 2 + (int)strlen(part[count]) : 0;
+    }
+    for (int k = 0; k < SPARE && columns > room; k++) {
+        char *p = part[spare[k]];
+        columns -= p[0] ? 2 + (int)strlen(p) : 0;
+        p[0] = 0;
+    }
+    for (int i = 0; i < count; i++) {
+        const size_t n = strlen(line);
+        snprintf(line + n, sizeof line - n, "%s%s", n && part[i][0] ? "  " : "", part[i]);
+    }
+    printf("%s%.*s", clear_line(run), room, line);
+}
+
+// The line of a finished step where it is due, to the terminal and to the log. On a terminal it is
+// rewritten by the next one, except where it says more than that all goes well.
 static void run_report(Run *run, const StepResult *r, double lr, double ms, double mean_ms) {
     const Settings *s = &run->s;
     const double tokens = (double)run->windows_per_step * s->T, per_second = tokens / ms * 1e3;
     const double flops = model_flops_per_token(&s->model, s->T) * per_second;
     const double peak = run->engine.peak_flops > 0 ? 100 * flops / run->engine.peak_flops : NAN;
     const int64_t left = run->steps - run->state.step;
-    char of_peak[32] = "";
+    char of_peak[32] = "", line[256];
+    // A skipped step is news whenever it comes, and the last one is what a run is judged by.
+    if (run->state.step % run->o.log_every != 0 && left && !r->skipped) {
+        return;
+    }
     if (!isnan(peak)) {
-        snprintf(of_peak, sizeof of_peak, "  %.0f %% of peak", peak);
+        snprintf(of_peak, sizeof of_peak, "%.0f %% of peak", peak);
     }
     if (!run->o.quiet) {
-        printf("%sstep %*" PRId64 "/%" PRId64
-               "  loss %.4f  norm %.3f  lr %.2e  %.1f ms  %s tok/s%s  %s"
-               "  eta %s%s%s",
-               clear_line(run), run->steps > 9999 ? 7 : 4, run->state.step, run->steps, r->loss,
-               r->norm, lr, ms, count_text((int64_t)per_second).s, of_peak,
-               bytes_text((double)run->plan.device_bytes).s,
-               duration_text((double)left * mean_ms * 1e-3).s, r->skipped ? "  SKIPPED" : "",
-               run->live && left && !r->skipped ? "" : "\n");
+        snprintf(line, sizeof line,
+                 "step %*" PRId64 "/%" PRId64 "\tloss %.4f\tnorm %.3f\tlr %.2e\t%.1f ms\t"
+                 "%s tok/s\t%s\t%s\teta %s\t%s",
+                 run->steps > 9999 ? 7 : 4, run->state.step, run->steps, r->loss, r->norm, lr, ms,
+                 count_text((int64_t)per_second).s, of_peak,
+                 bytes_text((double)run->plan.device_bytes).s,
+                 duration_text((double)left * mean_ms * 1e-3).s, r->skipped ? "SKIPPED" : "");
+        line_print(run, line);
+        printf("%s", run->live && left && !r->skipped ? "" : "\n");
     }
     if (run->log) {
         log_begin(run);
@@ -5887,6 +5987,10 @@ static void run_train(Run *run) {
     const double began = now_ms();
     double mean_ms = 0;
     int due = 0;  // a checkpoint
+    if (run->state.step >= run->steps && !run->state.pending_validation && !o->quiet) {
+        printf("nothing to do: the checkpoint is of step %" PRId64 ", --steps (-x) is %" PRId64
+               "\n", run->state.step, run->steps);
+    }
     if (run->state.pending_validation && run->has_val) {
         run_validation(run);
     }
@@ -5922,6 +6026,8 @@ static void run_train(Run *run) {
 // build on. Nothing is written, and no large memory taken, before everything that can be refused
 // has been refused: five steps only read, the sixth compares the plan with the memory there is.
 
+#define PROGRAM_VERSION "0.9"
+
 // What differs between the programs of the two volumes.
 typedef struct Program {
     const char *name, *default_model;
@@ -5931,6 +6037,7 @@ typedef struct Program {
     size_t library_bytes;                                     // of those, what libraries will take
     int (*command)(Run *run, const struct Program *program);  // --check, --compare; NULL: none
     void (*refuse)(const Settings *s);                        // what it cannot do; or NULL
+    const char *built;                                        // what is built in
 } Program;
 
 // Step 2: the model's sizes from -e, and its open file where it names one. Its vocabulary is not
@@ -6076,7 +6183,7 @@ static void run_size(Run *run) {
 }
 
 // Start-up box: what was asked, what will run, what it takes. Of the options only those are shown
-// that differ from their defaults.
+// that differ from their defaults, as a command to be pasted.
 static void run_print_box(const Run *run, const Program *program) {
     const Plan *p = &run->plan;
     const Settings *s = &run->s;
@@ -6095,11 +6202,13 @@ static void run_print_box(const Run *run, const Program *program) {
     }
     printf("step     %d x %d x %d = %s tokens; %s steps\n", run->accum_steps, s->B, s->T,
            count_text(run->windows_per_step * s->T).s, count_text(run->steps).s);
-    printf("options ");
+    printf("command  ");
+    shell_print(run->command);
     for (int i = 0; i < OPTION_ROWS; i++) {
         const char *value = option_text(text, &run->o, &option_rows[i]);
         if (value[0] && strcmp(value, option_text(text2, &defaults, &option_rows[i])) != 0) {
-            printf(" --%s %s", option_rows[i].name, value);
+            printf(" --%s ", option_rows[i].name);
+            shell_print(value);
         }
     }
     printf("\nmemory   %s:", bytes_text((double)p->device_bytes).s);
@@ -6151,9 +6260,14 @@ static int64_t run_resume(Run *run) {
         die("--resume (-y): no checkpoint in %s is complete; remove them to start anew", o->output);
     }
     free(list.steps);
-    if (o->resume && !o->quiet) {
-        printf(step >= 0 ? "resumed from %s\n" : "no checkpoint in %s yet: a new run\n",
-               step >= 0 ? path : o->output);
+    const int from_file = run->weights.spans != NULL;
+    if (o->resume && !o->quiet && (step < 0 || from_file)) {
+        printf(step < 0 ? "no checkpoint in %s yet: a new run%s%s\n"
+                        : "the weights are those of %s%s%s, where the run began\n",
+               step < 0 ? o->output : path,
+               !from_file ? "" : step < 0 ? ", with the weights of --model (-e) "
+                                          : ", not those of --model (-e) ",
+               from_file ? o->model : "");
     }
     return step;
 }
@@ -6326,14 +6440,49 @@ static void launcher_refuse(const Program *program) {
     }
 }
 
+// --version: what a report of a fault should name. The number is the program's own and nothing is
+// asked of git, because a program may be built from an archive or from one file.
+static void print_version(const Program *program) {
+#ifdef __clang__
+    static const char compiler[] = "clang " __clang_version__;
+#else
+    static const char compiler[] = "gcc " __VERSION__;
+#endif
+    static const char *const built[] = {
+#ifdef _OPENMP
+        "OpenMP",
+#else
+        "no OpenMP: one thread",
+#endif
+#ifdef __AVX512F__
+        "AVX-512",
+#endif
+#ifdef __FMA__
+        "FMA",
+#endif
+#ifdef __ARM_NEON
+        "NEON",
+#endif
+#if GPT2_POISON
+        "poisoned memory, for tests",
+#endif
+    };
+    printf("%s " PROGRAM_VERSION "\ncompiler  %s\nbuilt in  ", program->name, compiler);
+    for (size_t i = 0; i < sizeof built / sizeof built[0]; i++) {
+        printf("%s%s", i ? ", " : "", built[i]);
+    }
+    printf("%s%s\n", program->built[0] ? ", " : "", program->built);
+}
+
 // Start-up in its order, then the command that was asked for, without one the training. Returns the
 // exit status; whatever cannot be done ends the program in one line instead.
 static int program_run(Run *run, const Program *program, int argc, char **argv) {
     const Options *o = &run->o;
     Model m;
+    run->command = argv[0];
     options_parse(&run->o, argc, argv);                                // 1 options
-    if (o->help) {
-        options_print_help(program->default_model);
+    if (o->help || o->version) {
+        o->help ? options_print_help(program->default_model) : print_version(program);
         return 0;
     }
     if ((o->check || o->compare) && !program->command) {
@@ -6376,7 +6525,7 @@ static int program_main(const Program *program, int argc, char **argv) {
 int train_gpt2_main(int argc, char **argv);
 int train_gpt2_main(int argc, char **argv) {
     static const Program program = {
-        "train_gpt2", "l4h4c128t64", 0, cpu_open, host_memory_available, 0, NULL, NULL};
+        "train_gpt2", "l4h4c128t64", 0, cpu_open, host_memory_available, 0, NULL, NULL, ""};
     return program_main(&program, argc, argv);
 }
 

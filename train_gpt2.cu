@@ -3535,7 +3535,11 @@ static int gpu_command(Run *run, const Program *program) {
 }
 
 int train_gpt2cu_main(int argc, char **argv);
+// The GPU program. Returns the exit status.
 int train_gpt2cu_main(int argc, char **argv) {
+    static char built[64];
+    snprintf(built, sizeof built, "CUDA %d.%d%s", CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10,
+             CUDA_CPU ? " emulated on the CPU" : "");
     static const Program program = {CUDA_CPU ? "train_gpt2cu_cpu" : "train_gpt2cu",
                                     "d12",
                                     1,
@@ -3543,7 +3547,8 @@ int train_gpt2cu_main(int argc, char **argv) {
                                     device_available,
                                     device_library_bytes(),
                                     gpu_command,
-                                    gpu_settings_check};
+                                    gpu_settings_check,
+                                    built};
     return program_main(&program, argc, argv);
 }
 

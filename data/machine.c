@@ -1,8 +1,9 @@
 // data/machine.c -- the second appendix: what a program asks of the system it runs on.
 //
 // What it is: the threads there are, the signals that end a run well, the memory that the machine
-// and every limit around the process leave, and folders that outlive a power cut. Volume I
-// (train_gpt2.c) includes it behind data/formats.c, whose errors and paths it uses.
+// and every limit around the process leave, folders that outlive a power cut, and what a terminal
+// or a shell would obey. Volume I (train_gpt2.c) includes it behind data/formats.c, whose errors,
+// paths and UTF-8 it uses.
 //
 // What it refuses to be: aware of GPT-2, of options or of plans. It reads what Linux says of itself
 // under /proc and /sys, and where that is silent it assumes no limit.
@@ -15,8 +16,10 @@
 //   3  Memory of the host
 //   4  Folders
 //   5  Ranks
+//   6  Terminals
 
 #include <signal.h>
+#include <sys/ioctl.h>
 #include <sys/resource.h>
 #ifdef _OPENMP
 #include <omp.h>
@@ -235,4 +238,70 @@ static const char *launcher_find(int *copies) {
     }
     *copies = 1;
     return NULL;
+}
+
+// -------------------------------------------------------------------------------------------------
+// 6. Terminals
+// A line that is rewritten in place must fit the terminal, and bytes from data or a command line
+// must not be obeyed: neither by a terminal that shows them nor by a shell they are pasted into.
+
+// Columns of the terminal behind stdout, asked anew because a window may be resized; 80 where the
+// system does not say.
+static int terminal_columns(void) {
+    struct winsize size;
+    return ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col : 80;
+}
+
+// Bytes of the character at `text` if a terminal shows it; 0 for a byte that is no UTF-8 and for
+// the control characters that are obeyed: C0, DEL and C1.
+static int shown_bytes(const char *text, size_t left) {
+    uint32_t c;
+    const int bytes = utf8_decode(&c, (const unsigned char *)text, left);
+    return c < 32 || (c >= 127 && c < 160) || c == UINT32_MAX ? 0 : bytes;
+}
+
+// Prints text of any bytes: into a file as it is, on a terminal with \xNN for what it would not
+// show, but for line ends and tabs.
+static void text_print(const char *text, size_t n) {
+    const int raw = !isatty(STDOUT_FILENO);
+    for (size_t i = 0; i < n;) {
+        const int plain = raw || text[i] == '\n' || text[i] == '\t';
+        const int bytes = plain ? 1 : shown_bytes(text + i, n - i);
+        if (bytes) {
+            fwrite(text + i, 1, (size_t)bytes, stdout);
+        } else {
+            printf("\\x%02x", (unsigned char)text[i]);
+        }
+        i += (size_t)(bytes ? bytes : 1);
+    }
+}
+
+// Prints a word so that a shell reads the same word: in quotes where it needs them, in those of
+// $'...', which bash, zsh and POSIX.1-2024 know, where a terminal would obey it.
+static void shell_print(const char *word) {
+    const size_t n = strlen(word);
+    int plain = n > 0, shown = 1;
+    for (size_t i = 0; i < n; i++) {
+        const int c = (unsigned char)word[i];
+        plain &= (c >= '0' && c <= '9') || ((c | 32) >= 'a' && (c | 32) <= 'z') ||
+                 strchr("_@%+=:,./-", c) != NULL;
+    }
+    for (size_t i = 0, bytes; i < n; i += bytes) {
+        bytes = (size_t)shown_bytes(word + i, n - i);
+        shown &= bytes > 0;
+        bytes += bytes == 0;
+    }
+    fputs(plain ? "" : shown ? "'" : "$'", stdout);
+    for (size_t i = 0, bytes; i < n; i += bytes) {
+        bytes = (size_t)shown_bytes(word + i, n - i);
+        if (word[i] == '\'') {
+            fputs(shown ? "'\\''" : "\\'", stdout);
+        } else if (bytes == 0 || (word[i] == '\\' && !shown)) {
+            printf("\\%03o", (unsigned char)word[i]);
+        } else {
+            fwrite(word + i, 1, bytes, stdout);
+        }
+        bytes += bytes == 0;
+    }
+    fputs(plain ? "" : "'", stdout);
 }
