@@ -4427,6 +4427,14 @@ static void model_file_save(Engine *e, const Model *m, int type, Writer *w) {
 //         ^                                                  |
 //         +------ pruned: renamed first, then removed -------+
 //
+// The header of a state file, for two blocks (buckets 3 and 4) and two ranks:
+//
+//     "__metadata__": {"run": what a resume must share, "matmul": "...", "--lr": "0.001", ...,
+//                      "step": "2000", ...}, "norms": {"dtype": "F64", "shape": [128], ...},
+//     "m.0.0": {"dtype": "F32", "shape": [elements], ...}, ..., "m.4.0": ..., "v.0.0": ...
+//
+// where the second rank's "m.4.24576" goes on in bucket 4 from element 24576.
+//
 // A resume skips a step-N that is damaged. When step N is saved again, the old one is removed, or
 // renamed to step-N.damaged where it holds files that are not ours.
 // 1. It is written under its name with ".tmp", every file and folder synced, and renamed: what
@@ -5820,34 +5828,8 @@ static void run_save(Run *run) {
     }
 }
 
-// Prints the parts of a line, which tabs separate; on a terminal that is too narrow without the
-// memory, the share of the peak, learning rate, norm, milliseconds, time left and tokens/s, in this
-// order, and at last cut off.
-static void line_print(const Run *run, char *parts) {
-    static const int spare[] = {7, 6, 3, 2, 4, 8, 5};
-    enum { PARTS = 10, SPARE = sizeof spare / sizeof spare[0] };
-    char line[256] = "", *part[PARTS];
-    const int room = line_room(run);
-    int count = 0, columns = -2;
-    // An empty part, as of an unknown peak, takes no room.
-    for (; count < PARTS && parts; count++) {
-        part[count] = strsep(&parts, "\t");
-        columns += part[count][0] ? 2 + (int)strlen(part[count]) : 0;
-    }
-    for (int k = 0; k < SPARE && columns > room; k++) {
-        char *p = part[spare[k]];
-        columns -= p[0] ? 2 + (int)strlen(p) : 0;
-        p[0] = 0;
-    }
-    for (int i = 0; i < count; i++) {
-        const size_t n = strlen(line);
-        snprintf(line + n, sizeof line - n, "%s%s", n && part[i][0] ? "  " : "", part[i]);
-    }
-    printf("%s%.*s", clear_line(run), room, line);
-}
-
 // The line of a finished step where it is due, to the terminal and to the log. On a terminal it is
-// rewritten by the next one, except where it says more than that all goes well.
+// rewritten by the next one, except where it says more than that all goes well, and fits its width.
 static void run_report(Run *run, const StepResult *r, double lr, double ms, double mean_ms) {
     const Settings *s = &run->s;
     const double tokens = (double)run->windows_per_step * s->T, per_second = tokens / ms * 1e3;
@@ -5870,8 +5852,12 @@ static void run_report(Run *run, const StepResult *r, double lr, double ms, doub
                  count_text((int64_t)per_second).s, of_peak,
                  bytes_text((double)run->plan.device_bytes).s,
                  duration_text((double)left * mean_ms * 1e-3).s, r->skipped ? "SKIPPED" : "");
-        line_print(run, line);
-        printf("%s", run->live && left && !r->skipped ? "" : "\n");
+        // What a narrow terminal lacks first: memory, share of the peak, learning rate, norm, ms,
+        // time left, tokens/s.
+        static const int spare[] = {7, 6, 3, 2, 4, 8, 5, -1};
+        char fitting[256];
+        line_fit(fitting, line, spare, line_room(run));
+        printf("%s%s%s", clear_line(run), fitting, run->live && left && !r->skipped ? "" : "\n");
     }
     if (run->log) {
         log_begin(run);
@@ -6025,8 +6011,6 @@ static void run_train(Run *run) {
 // From options to a run, in the seven steps of program_run(). What one step decides the next ones
 // build on. Nothing is written, and no large memory taken, before everything that can be refused
 // has been refused: five steps only read, the sixth compares the plan with the memory there is.
-
-#define PROGRAM_VERSION "0.9"
 
 // What differs between the programs of the two volumes.
 typedef struct Program {
@@ -6440,40 +6424,6 @@ static void launcher_refuse(const Program *program) {
     }
 }
 
-// --version: what a report of a fault should name. The number is the program's own and nothing is
-// asked of git, because a program may be built from an archive or from one file.
-static void print_version(const Program *program) {
-#ifdef __clang__
-    static const char compiler[] = "clang " __clang_version__;
-#else
-    static const char compiler[] = "gcc " __VERSION__;
-#endif
-    static const char *const built[] = {
-#ifdef _OPENMP
-        "OpenMP",
-#else
-        "no OpenMP: one thread",
-#endif
-#ifdef __AVX512F__
-        "AVX-512",
-#endif
-#ifdef __FMA__
-        "FMA",
-#endif
-#ifdef __ARM_NEON
-        "NEON",
-#endif
-#if GPT2_POISON
-        "poisoned memory, for tests",
-#endif
-    };
-    printf("%s " PROGRAM_VERSION "\ncompiler  %s\nbuilt in  ", program->name, compiler);
-    for (size_t i = 0; i < sizeof built / sizeof built[0]; i++) {
-        printf("%s%s", i ? ", " : "", built[i]);
-    }
-    printf("%s%s\n", program->built[0] ? ", " : "", program->built);
-}
-
 // Start-up in its order, then the command that was asked for, without one the training. Returns the
 // exit status; whatever cannot be done ends the program in one line instead.
 static int program_run(Run *run, const Program *program, int argc, char **argv) {
@@ -6482,7 +6432,8 @@ static int program_run(Run *run, const Program *program, int argc, char **argv) 
     run->command = argv[0];
     options_parse(&run->o, argc, argv);                                // 1 options
     if (o->help || o->version) {
-        o->help ? options_print_help(program->default_model) : print_version(program);
+        o->help ? options_print_help(program->default_model)
+                : version_print(program->name, program->built);
         return 0;
     }
     if ((o->check || o->compare) && !program->command) {

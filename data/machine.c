@@ -1,9 +1,9 @@
 // data/machine.c -- the second appendix: what a program asks of the system it runs on.
 //
 // What it is: the threads there are, the signals that end a run well, the memory that the machine
-// and every limit around the process leave, folders that outlive a power cut, and what a terminal
-// or a shell would obey. Volume I (train_gpt2.c) includes it behind data/formats.c, whose errors,
-// paths and UTF-8 it uses.
+// and every limit around the process leave, folders that outlive a power cut, what a terminal or a
+// shell would obey, and how it was built. Volume I (train_gpt2.c) includes it behind
+// data/formats.c, whose errors, paths and UTF-8 it uses.
 //
 // What it refuses to be: aware of GPT-2, of options or of plans. It reads what Linux says of itself
 // under /proc and /sys, and where that is silent it assumes no limit.
@@ -17,6 +17,7 @@
 //   4  Folders
 //   5  Ranks
 //   6  Terminals
+//   7  The build
 
 #include <signal.h>
 #include <sys/ioctl.h>
@@ -304,4 +305,63 @@ static void shell_print(const char *word) {
         bytes += bytes == 0;
     }
     fputs(plain ? "" : "'", stdout);
+}
+
+// Puts the parts of a line, which tabs separate, together in `room` columns: as long as they are
+// more, those that `spare` numbers are left out, up to -1, and at last the end is cut off. A part
+// is ASCII; an empty one takes no room.
+static void line_fit(char line[256], char *parts, const int *spare, int room) {
+    enum { PARTS = 16 };
+    char *part[PARTS];
+    int count = 0, columns = -2, n = 0;
+    for (; count < PARTS && parts; count++) {
+        part[count] = strsep(&parts, "\t");
+        columns += part[count][0] ? 2 + (int)strlen(part[count]) : 0;
+    }
+    for (; *spare >= 0 && columns > room; spare++) {
+        columns -= part[*spare][0] ? 2 + (int)strlen(part[*spare]) : 0;
+        part[*spare][0] = 0;
+    }
+    line[0] = 0;
+    for (int i = 0; i < count && n < 255; i++) {
+        n += part[i][0] ? snprintf(line + n, (size_t)(256 - n), "%s%s", n ? "  " : "", part[i]) : 0;
+    }
+    line[min_int(room, 255)] = 0;
+}
+
+// -------------------------------------------------------------------------------------------------
+// 7. The build
+// What a report of a fault should name. The number is the program's own, and git is not asked: a
+// program may be built from an archive, or from one file.
+
+#define PROGRAM_VERSION "0.9"
+
+// --version; `more`: what is built in beside all that is said here.
+static void version_print(const char *name, const char *more) {
+#ifdef __clang__
+    static const char compiler[] = "clang " __clang_version__;
+#else
+    static const char compiler[] = "gcc " __VERSION__;
+#endif
+    static const char *const built[] = {
+#ifdef _OPENMP
+        "OpenMP",
+#else
+        "no OpenMP: one thread",
+#endif
+#ifdef __AVX512F__
+        "AVX-512",
+#endif
+#ifdef __FMA__
+        "FMA",
+#endif
+#ifdef __ARM_NEON
+        "NEON",
+#endif
+    };
+    printf("%s " PROGRAM_VERSION "\ncompiler  %s\nbuilt in  ", name, compiler);
+    for (size_t i = 0; i < sizeof built / sizeof built[0]; i++) {
+        printf("%s%s", i ? ", " : "", built[i]);
+    }
+    printf("%s%s\n", more[0] ? ", " : "", more);
 }
