@@ -2628,6 +2628,7 @@ static void matmul_small(real *out, const real *addend, size_t step, Operand a, 
 // Packs a(rows,K) into the shared part of the workspace, block of k after block.
 static void pack_shared(Operand a, int rows, int K, int kc, int share) {
     const int blocks = ceil_div(K, kc);
+    (void)share;  // read by the pragma alone
     const size_t padded_rows = (size_t)ceil_div(rows, MR) * MR;
     #pragma omp taskloop num_tasks(pieces()) if (share)
     for (int t = 0; t < ceil_div(rows, BLOCK_ROWS) * blocks; t++) {
@@ -6394,5 +6395,8 @@ int train_gpt2_main(int argc, char **argv) {
 }
 
 #if !GPT2_NO_MAIN && !GPT2_VOLUME_II
-int main(int argc, char **argv) { return train_gpt2_main(argc, argv); }
+int main(int argc, char **argv) {
+    threads_start(argv);
+    return train_gpt2_main(argc, argv);
+}
 #endif
