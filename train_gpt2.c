@@ -2370,11 +2370,14 @@ static size_t gpu_memory_from_options(const Options *o) {
 // 1. Every element of a result is one chain of fused multiply-adds along k, cut into blocks of at
 //    most KC at places that depend on K alone; threads never share a sum. So neither the number
 //    of threads, nor the other rows of the batch, nor the data's alignment changes a bit.
-// 2. Nothing allocates here. matmul_workspace points at matmul_workspace_bytes(thread_count())
+// 2. Loops share out pieces (taskloop): the thread that walks through the step takes pieces itself
+//    and waits for no thread that has none, so one that another program keeps from its core delays
+//    a loop by its one piece. Outside a team (chapter The network) a loop has one thread.
+// 3. Nothing allocates here. matmul_workspace points at matmul_workspace_bytes(thread_count())
 //    bytes, aligned to 64: a buffer of the memory plan whose size depends on no shape.
-// 3. fast_exp and fast_tanh have no branch, so loops around them become vector code, and no fused
+// 4. fast_exp and fast_tanh have no branch, so loops around them become vector code, and no fused
 //    operation, so they give the same bits on every machine.
-// 4. Wherever a bias and an addend are given, the result is (bias + addend) + product.
+// 5. Wherever a bias and an addend are given, the result is (bias + addend) + product.
 // Layout: Goto and van de Geijn, "Anatomy of high-performance matrix multiplication" (2008).
 
 // A tile of MR x NR sums with its operands fits the vector registers. On AVX-512 (Zen 4) 8 x 32
@@ -2421,6 +2424,11 @@ typedef real Vector __attribute__((vector_size(VECTOR_BYTES)));
 #endif
 
 static real *matmul_workspace;
+
+// Into how many pieces a loop is cut: some for each thread, so that all end at about the same time
+// beside other programs too; few, since each costs half a microsecond. OpenMP in GCC takes up to 64
+// a thread, and computes a loop of more by one thread.
+static int pieces(void) { return 4 * thread_count(); }
 
 static size_t matmul_workspace_bytes(int threads) {
     return (SHARED_REALS + (size_t)threads * THREAD_REALS) * sizeof(real);
@@ -2623,12 +2631,12 @@ static void matmul_small(real *out, const real *addend, size_t step, Operand a, 
     }
 }
 
-// Packs a(rows,K) into the shared part of the workspace, block of k after block. Every thread of a
-// parallel region calls it, and none leaves before all is packed.
-static void pack_shared(Operand a, int rows, int K, int kc) {
+// Packs a(rows,K) into the shared part of the workspace, block of k after block.
+static void pack_shared(Operand a, int rows, int K, int kc, int share) {
     const int blocks = ceil_div(K, kc);
+    (void)share;  // read by the pragma alone
     const size_t padded_rows = (size_t)ceil_div(rows, MR) * MR;
-    #pragma omp for schedule(static)
+    #pragma omp taskloop num_tasks(pieces()) if (share)
     for (int t = 0; t < ceil_div(rows, BLOCK_ROWS) * blocks; t++) {
         int i = t / blocks * BLOCK_ROWS, k = t % blocks * kc, depth = min_int(kc, K - k);
         real *to = matmul_workspace + (size_t)k * padded_rows + (size_t)i * (size_t)depth;
@@ -2646,6 +2654,7 @@ static void matmul(real *out, Operand a, Operand b, const real *bias, const real
     const int kc = depth_of_block(K), threads = thread_count();
     const int rows_max = min_int(ceil_div(M, MR) * MR, SHARED_REALS / kc / BLOCK_ROWS * BLOCK_ROWS);
     const int depth_max = min_int(ceil_div(K, kc), SHARED_REALS / rows_max / kc) * kc;
+    const int share = (double)M * N * K > 1e5;  // below, waking threads costs more
     int columns = BLOCK;
     while (columns > NR && ceil_div(N, columns) < 4 * threads) {
         columns -= NR;
@@ -2664,23 +2673,20 @@ static void matmul(real *out, Operand a, Operand b, const real *bias, const real
         row_tasks = ceil_div(rows, task_rows);
         for (int k0 = 0; k0 < K; k0 += depth_max) {
             const int k_end = min_int(k0 + depth_max, K);
-            #pragma omp parallel if ((double)M * N * K > 1e5)  // below, starting threads costs more
-            {
-                pack_shared(operand_at(a, m0, k0), rows, k_end - k0, kc);
-                #pragma omp for schedule(dynamic) nowait
-                for (int t = 0; t < row_tasks * column_tasks; t++) {
-                    int i = t % row_tasks * task_rows, m = min_int(task_rows, rows - i);
-                    int j = t / row_tasks * columns, n = min_int(columns, N - j);
-                    size_t at = (size_t)(m0 + i) * (size_t)N + (size_t)j;
-                    real *packed_b = thread_workspace() + PACKED_A_REALS;
-                    for (int k = k0; k < k_end; k += kc) {
-                        int depth = min_int(kc, k_end - k);
-                        size_t from = (size_t)(k - k0) * padded_rows + (size_t)i * (size_t)depth;
-                        const real *add = k > 0 ? out + at : addend ? addend + at : NULL;
-                        pack_b(packed_b, operand_at(b, j, k), n, depth);
-                        matmul_packed(out + at, add, (size_t)N, k == 0 && bias ? bias + j : NULL,
-                                      matmul_workspace + from, packed_b, m, n, depth);
-                    }
+            pack_shared(operand_at(a, m0, k0), rows, k_end - k0, kc, share);
+            #pragma omp taskloop num_tasks(4 * pieces()) if (share)
+            for (int t = 0; t < row_tasks * column_tasks; t++) {
+                int i = t % row_tasks * task_rows, m = min_int(task_rows, rows - i);
+                int j = t / row_tasks * columns, n = min_int(columns, N - j);
+                size_t at = (size_t)(m0 + i) * (size_t)N + (size_t)j;
+                real *packed_b = thread_workspace() + PACKED_A_REALS;
+                for (int k = k0; k < k_end; k += kc) {
+                    int depth = min_int(kc, k_end - k);
+                    size_t from = (size_t)(k - k0) * padded_rows + (size_t)i * (size_t)depth;
+                    const real *add = k > 0 ? out + at : addend ? addend + at : NULL;
+                    pack_b(packed_b, operand_at(b, j, k), n, depth);
+                    matmul_packed(out + at, add, (size_t)N, k == 0 && bias ? bias + j : NULL,
+                                  matmul_workspace + from, packed_b, m, n, depth);
                 }
             }
         }
@@ -2772,7 +2778,7 @@ static inline real fast_tanh(real x) {
 // 9. Layers
 // The oracle: every layer of GPT-2, forward next to backward, N = B * T rows, row-major. Everything
 // but attention and the matmuls is a readable loop. Backward adds to parameter gradients and
-// overwrites activation gradients. Parallel loops split outputs, never a sum, so bits do not depend
+// overwrites activation gradients. Shared loops split outputs, never a sum, so bits do not depend
 // on the number of threads.
 
 // Sums run in LANES interleaved partial sums, added in order at the end: a compiler may not reorder
@@ -2835,7 +2841,7 @@ static real row_exponentials(real *x, real shift, int n) {
 // out (B,T,C) = wte[tokens] + wpe[t].
 static void embedding_forward(real *out, const Token *tokens, const real *wte, const real *wpe,
                               int B, int T, int C) {
-    #pragma omp parallel for schedule(static)
+    #pragma omp taskloop num_tasks(pieces())
     for (int i = 0; i < B * T; i++) {
         const real *token = wte + (int64_t)tokens[i] * C, *position = wpe + (int64_t)(i % T) * C;
         for (int c = 0; c < C; c++) {
@@ -2848,7 +2854,7 @@ static void embedding_forward(real *out, const Token *tokens, const real *wte, c
 // order: a token may come in many rows, and threads that split those would race for its gradient.
 static void embedding_backward(real *dwte, real *dwpe, const real *dout, const Token *tokens, int B,
                                int T, int C) {
-    #pragma omp parallel for schedule(static)
+    #pragma omp taskloop num_tasks(pieces())
     for (int slice = 0; slice < ceil_div(C, SLICE); slice++) {
         int begin = slice * SLICE, end = (int)min_i64(begin + SLICE, C);
         for (int i = 0; i < B * T; i++) {
@@ -2865,7 +2871,7 @@ static void embedding_backward(real *dwte, real *dwpe, const real *dout, const T
 // + 1e-5).
 static void layernorm_forward(real *out, real *mean, real *rstd, const real *inp,
                               const real *weight, const real *bias, int N, int C) {
-    #pragma omp parallel for schedule(static)
+    #pragma omp taskloop num_tasks(pieces())
     for (int i = 0; i < N; i++) {
         const real *x = inp + (int64_t)i * C;
         real m = row_sum(x, 0, 1, C) / (real)C, variance = row_sum(x, m, 2, C) / (real)C;
@@ -2885,7 +2891,7 @@ static void layernorm_forward(real *out, real *mean, real *rstd, const real *inp
 static void layernorm_backward(real *dinp, real *dweight, real *dbias, const real *dout,
                                const real *inp, const real *weight, const real *mean,
                                const real *rstd, const real *addend, int N, int C) {
-    #pragma omp parallel for schedule(static)
+    #pragma omp taskloop num_tasks(pieces())
     for (int slice = 0; slice < ceil_div(C, SLICE); slice++) {
         int begin = slice * SLICE, end = (int)min_i64(begin + SLICE, C);
         for (int i = 0; i < N; i++) {
@@ -2896,7 +2902,7 @@ static void layernorm_backward(real *dinp, real *dweight, real *dbias, const rea
             }
         }
     }
-    #pragma omp parallel for schedule(static)
+    #pragma omp taskloop num_tasks(pieces())
     for (int i = 0; i < N; i++) {
         const real *x = inp + (int64_t)i * C, *d = dout + (int64_t)i * C;
         real g_lanes[LANES] = {0}, gn_lanes[LANES] = {0};
@@ -2929,7 +2935,7 @@ static void matmul_forward(real *out, const real *inp, const real *weight, const
 // weight(OC,C). dinp may be inp, since dweight comes first. dbias and dinp may be NULL: skipped.
 static void matmul_backward(real *dinp, real *dweight, real *dbias, const real *dout,
                             const real *inp, const real *weight, int N, int C, int OC) {
-    #pragma omp parallel for schedule(static)
+    #pragma omp taskloop num_tasks(pieces())
     for (int slice = 0; slice < (dbias ? ceil_div(OC, SLICE) : 0); slice++) {
         int begin = slice * SLICE, count = min_int(SLICE, OC - begin);
         real sums[SLICE] = {0};
@@ -2955,7 +2961,7 @@ static void matmul_backward(real *dinp, real *dweight, real *dbias, const real *
 // overwritten; with `backward` by their gradients (p - onehot) * dloss, padded columns by 0.
 static void classifier_forward_backward(real *losses, real *logits, const Token *targets,
                                         real dloss, int rows, int V, int Vp, int backward) {
-    #pragma omp parallel for schedule(static)
+    #pragma omp taskloop num_tasks(pieces())
     for (int i = 0; i < rows; i++) {
         real *x = logits + (int64_t)i * Vp, largest = row_largest(x, V), target = x[targets[i]];
         real sum = row_exponentials(x, largest, V);
@@ -3006,7 +3012,7 @@ static void attention_forward(real *out, real *lse, const real *qkv, int B, int 
     real scale = (real)(1.0 / sqrt((double)HS));
     size_t stride = 3 * (size_t)C;
     // The last query tile has the most keys: hand out the long tasks first.
-    #pragma omp parallel for schedule(dynamic)
+    #pragma omp taskloop num_tasks(4 * pieces())
     for (int task = 0; task < B * NH * tiles; task++) {
         int b = task % (B * NH) / NH, h = task % NH, q0 = (tiles - 1 - task / (B * NH)) * BLOCK;
         int queries = min_int(BLOCK, T - q0);
@@ -3064,7 +3070,7 @@ static void attention_backward(real *dqkv, const real *dout, const real *qkv, co
     int HS = C / NH;
     real scale = (real)(1.0 / sqrt((double)HS));
     size_t stride = 3 * (size_t)C;
-    #pragma omp parallel for schedule(dynamic)
+    #pragma omp taskloop num_tasks(4 * pieces())
     for (int task = 0; task < B * NH; task++) {
         int b = task / NH, h = task % NH;
         size_t head = (size_t)b * T * stride + (size_t)h * HS;
@@ -3109,7 +3115,7 @@ static void attention_backward(real *dqkv, const real *dout, const real *qkv, co
 // out(n) = x/2 (1 + tanh(u)), u = sqrt(2/pi) (x + 0.044715 x^3), x = inp(n).
 static void gelu_forward(real *out, const real *inp, size_t n) {
     const real s = (real)0.79788456080286535588, c = (real)0.044715, half = (real)0.5;
-    #pragma omp parallel for simd schedule(static)
+    #pragma omp taskloop simd num_tasks(pieces())
     for (size_t i = 0; i < n; i++) {
         real x = inp[i];
         out[i] = half * x * (1 + fast_tanh(s * (x + c * x * x * x)));
@@ -3120,7 +3126,7 @@ static void gelu_forward(real *out, const real *inp, size_t n) {
 // that it has no dependence.
 static void gelu_backward(real *dinp, const real *dout, const real *inp, size_t n) {
     const real s = (real)0.79788456080286535588, c = (real)0.044715, half = (real)0.5;
-    #pragma omp parallel for simd schedule(static)
+    #pragma omp taskloop simd num_tasks(pieces())
     for (size_t i = 0; i < n; i++) {
         real x = inp[i], t = fast_tanh(s * (x + c * x * x * x));
         real slope = s * (1 + 3 * c * x * x);
@@ -3337,6 +3343,14 @@ static void network_stage(void *self, int stage, int layer) {
     }
 }
 
+// The walk by a team: one thread goes from stage to stage, the others take pieces of its loops.
+// The team is made once, because to start one costs as much as a small loop.
+static void network_walk(Pass *pass, int end, int adds) {
+    #pragma omp parallel
+    #pragma omp master
+    walk(pass->plan, end, adds, network_stage, pass);
+}
+
 // -------------------------------------------------------------------------------------------------
 // 11. Optimizer and schedules
 // AdamW with decoupled decay (Loshchilov and Hutter, ICLR 2019) over the flat buffers; vectors are
@@ -3551,7 +3565,7 @@ static void cpu_micro_step(Engine *e, const Token *inputs, const Token *targets,
         cpu->loss = 0;
         memset(buffer(p, BUF_GRADS), 0, p->buffers[p->single[BUF_GRADS]].bytes);
     }
-    walk(p, tick_join(s), accum_step > 0, network_stage, &pass);
+    network_walk(&pass, tick_join(s), accum_step > 0);
     cpu->loss += pass.loss / accum_steps;
 }
 
@@ -3568,7 +3582,7 @@ static double cpu_forward_loss(Engine *e, real *losses, const Token *inputs, con
     Plan *p = ((CpuEngine *)e->self)->plan;
     const Settings *s = &p->settings;
     Pass pass = {p, inputs, targets, s->B, s->T, 0, 0};
-    walk(p, tick_head(&s->model), 0, network_stage, &pass);
+    network_walk(&pass, tick_head(&s->model), 0);
     if (losses) {
         memcpy(losses, buffer(p, BUF_LOSSES), (size_t)(s->B * s->T) * sizeof(real));
     }
@@ -3580,7 +3594,7 @@ static void cpu_logits(Engine *e, real *out, const Token *tokens, int n) {
     Plan *p = ((CpuEngine *)e->self)->plan;
     const Model *m = &p->settings.model;
     Pass pass = {p, tokens, NULL, 1, n, 0, 0};
-    walk(p, tick_head(m), 0, network_stage, &pass);
+    network_walk(&pass, tick_head(m), 0);
     memcpy(out, buffer(p, BUF_LOGITS), (size_t)m->V * sizeof(real));
 }
 
@@ -6481,5 +6495,8 @@ int train_gpt2_main(int argc, char **argv) {
 }
 
 #if !GPT2_NO_MAIN && !GPT2_VOLUME_II
-int main(int argc, char **argv) { return train_gpt2_main(argc, argv); }
+int main(int argc, char **argv) {
+    threads_start(argv);
+    return train_gpt2_main(argc, argv);
+}
 #endif

@@ -3553,5 +3553,8 @@ int train_gpt2cu_main(int argc, char **argv) {
 }
 
 #if !GPT2_NO_MAIN
-int main(int argc, char **argv) { return train_gpt2cu_main(argc, argv); }
+int main(int argc, char **argv) {
+    threads_start(argv);
+    return train_gpt2cu_main(argc, argv);
+}
 #endif

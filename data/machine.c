@@ -14,10 +14,11 @@
 //   1  Threads
 //   2  Signals
 //   3  Memory of the host
-//   4  Folders
-//   5  Ranks
-//   6  Terminals
-//   7  The build
+//   4  Cores of the host
+//   5  Folders
+//   6  Ranks
+//   7  Terminals
+//   8  The build
 
 #include <signal.h>
 #include <sys/ioctl.h>
@@ -108,37 +109,81 @@ __attribute__((format(printf, 3, 4))) static void limit_memory(HostMemory *h, in
     va_end(args);
 }
 
-// Where the two versions of control groups keep the limits of memory, and what is used of them.
-// Files in the cache count as used, but they make room before a process is killed.
-static const struct {
-    int version;
-    const char *mount, *limits[2], *used, *cached;
-} cgroup_rows[] = {
-    {1, "/sys/fs/cgroup/memory", {"memory.limit_in_bytes", "memory.limit_in_bytes"},
-     "memory.usage_in_bytes", "total_inactive_file "},
-    {2, "/sys/fs/cgroup", {"memory.max", "memory.high"}, "memory.current", "inactive_file "},
-    {2, "/sys/fs/cgroup/unified", {"memory.max", "memory.high"}, "memory.current",
-     "inactive_file "}};
-enum { CGROUP_ROWS = sizeof cgroup_rows / sizeof cgroup_rows[0] };
-
-// The limits of `group` and of every group around it, any of which can be the tightest: Slurm and
-// systemd set them on the job, not on its processes. In a container the path is the host's, and
-// only its mount's own folder is there: the last one that is looked at.
-static void limit_by_group(HostMemory *h, const char *root, int row, char *group) {
-    char file[2 * PATH_BYTES];
-    for (char *end = group + strlen(group); end; end = strrchr(group, '/')) {
-        *end = 0;
-        int n = snprintf(file, sizeof file, "%s%s%s/", root, cgroup_rows[row].mount, group);
-        size_t left = sizeof file - (size_t)min_int(n, (int)sizeof file);
-        snprintf(file + n, left, "%s", cgroup_rows[row].used);
-        int64_t used = file_number(file, "", 0);
-        snprintf(file + n, left, "memory.stat");
-        used -= file_number(file, cgroup_rows[row].cached, 0);
-        for (int k = 0; k < 2; k++) {
-            snprintf(file + n, left, "%s", cgroup_rows[row].limits[k]);
-            limit_memory(h, file_number(file, "", INT64_MAX) - used, "%s of control group %.90s",
-                         cgroup_rows[row].limits[k], group[0] ? group : "/");
+// Whether `word` stands in a list such as "cpu,cpuacct".
+static int list_has(const char *list, const char *word) {
+    const size_t n = strlen(word);
+    for (; *list; list += *list == ',') {
+        size_t length = strcspn(list, ",");
+        if (length == n && memcmp(list, word, n) == 0) {
+            return 1;
         }
+        list += length;
+    }
+    return 0;
+}
+
+// Calls look(out, version, folder, group) for the control group of `controller` that this process
+// is in and for every group around it, any of which can be the tightest: Slurm and systemd set
+// limits on the job, not on its processes. In a container the path is the host's, and only its
+// mount's own folder is there: the last one that is looked at. `root`: "", or where a test has put
+// another /proc and /sys.
+static void groups_look(const char *root, const char *controller,
+                        void (*look)(void *out, int version, const char *folder, const char *group),
+                        void *out) {
+    static const struct {
+        int version;
+        const char *mount;
+    } mounts[] = {{1, "/sys/fs/cgroup/"}, {2, "/sys/fs/cgroup"}, {2, "/sys/fs/cgroup/unified"}};
+    char path[PATH_BYTES], line[2 * PATH_BYTES], folder[4 * PATH_BYTES];
+    path_print(path, "%s/proc/self/cgroup", root);
+    FILE *f = fopen(path, "r");
+    while (f && fgets(line, sizeof line, f)) {  // number:controllers:group
+        line[strcspn(line, "\n")] = 0;
+        char *names = strchr(line, ':'), *group = names ? strchr(names + 1, ':') : NULL;
+        if (!group) {
+            continue;
+        }
+        *group++ = 0;
+        const int version = names[1] == 0 ? 2 : list_has(names + 1, controller);
+        for (char *end = group + strlen(group); end; end = strrchr(group, '/')) {
+            *end = 0;
+            for (int i = 0; i < 3; i++) {
+                if (mounts[i].version == version) {
+                    snprintf(folder, sizeof folder, "%s%s%s%s/", root, mounts[i].mount,
+                             version == 1 ? controller : "", group);
+                    look(out, version, folder, group[0] ? group : "/");
+                }
+            }
+        }
+    }
+    if (f) {
+        fclose(f);
+    }
+}
+
+// The number in a file of a folder, or `otherwise`.
+static int64_t folder_number(const char *folder, const char *name, const char *key,
+                             int64_t otherwise) {
+    char path[4 * PATH_BYTES + 32];
+    snprintf(path, sizeof path, "%s%s", folder, name);
+    return file_number(path, key, otherwise);
+}
+
+// What a control group leaves of memory. Files in the cache count as used, but they make room
+// before a process is killed.
+static void memory_of_group(void *out, int version, const char *folder, const char *group) {
+    static const struct {
+        const char *limits[2], *used, *cached;
+    } rows[] = {{{"memory.limit_in_bytes", "memory.limit_in_bytes"}, "memory.usage_in_bytes",
+                 "total_inactive_file "},
+                {{"memory.max", "memory.high"}, "memory.current", "inactive_file "}};
+    const int row = version - 1;
+    const int64_t used = folder_number(folder, rows[row].used, "", 0) -
+                         folder_number(folder, "memory.stat", rows[row].cached, 0);
+    for (int k = 0; k < 2; k++) {
+        int64_t limit = folder_number(folder, rows[row].limits[k], "", INT64_MAX);
+        limit_memory((HostMemory *)out, limit - used, "%s of control group %.90s",
+                     rows[row].limits[k], group);
     }
 }
 
@@ -149,7 +194,7 @@ static HostMemory host_memory(const char *root) {
         const char *key, *name;
     } limits[] = {{"VmSize:", "ulimit -v"}, {"VmData:", "ulimit -d"}};
     HostMemory h = {INT64_MAX, ""};
-    char path[PATH_BYTES], line[2 * PATH_BYTES];
+    char path[PATH_BYTES];
     struct rlimit r;
     path_print(path, "%s/proc/meminfo", root);
     limit_memory(&h, file_number(path, "MemAvailable:", INT64_MAX >> 10) << 10,
@@ -163,22 +208,7 @@ static HostMemory host_memory(const char *root) {
             limit_memory(&h, (int64_t)r.rlim_cur - mapped, "%s", limits[i].name);
         }
     }
-    path_print(path, "%s/proc/self/cgroup", root);
-    FILE *f = fopen(path, "r");
-    while (f && fgets(line, sizeof line, f)) {  // number:controllers:group
-        char *controllers = strchr(line, ':'), *group = strrchr(line, ':');
-        const int version = group == controllers + 1 ? 2 : strstr(line, "memory") ? 1 : 0;
-        for (int row = 0; group && row < CGROUP_ROWS; row++) {
-            if (cgroup_rows[row].version == version) {
-                char copy[2 * PATH_BYTES];
-                snprintf(copy, sizeof copy, "%.*s", (int)strcspn(group + 1, "\n"), group + 1);
-                limit_by_group(&h, root, row, copy);
-            }
-        }
-    }
-    if (f) {
-        fclose(f);
-    }
+    groups_look(root, "memory", memory_of_group, &h);
     return h;
 }
 
@@ -192,7 +222,70 @@ static size_t host_memory_available(void) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 4. Folders
+// 4. Cores of the host
+// How many threads a program starts, and how they wait for work. Both leave other programs their
+// part of the machine.
+
+// Lowers *(int *)out to the cores whose time a control group may spend.
+static void cores_of_group(void *out, int version, const char *folder, const char *group) {
+    double quota = 0, period = 0;
+    (void)group;
+    if (version == 1) {
+        quota = (double)folder_number(folder, "cpu.cfs_quota_us", "", -1);
+        period = (double)folder_number(folder, "cpu.cfs_period_us", "", 0);
+    } else {
+        char path[4 * PATH_BYTES + 32];
+        snprintf(path, sizeof path, "%scpu.max", folder);
+        FILE *f = fopen(path, "r");
+        if (f && fscanf(f, "%lf %lf", &quota, &period) != 2) {  // "max 100000": no limit
+            quota = 0;
+        }
+        if (f) {
+            fclose(f);
+        }
+    }
+    if (quota > 0 && period > 0) {
+        *(int *)out = min_int(*(int *)out, (int)ceil(fmin(quota / period, 1e6)));
+    }
+}
+
+// The cores that control groups leave of `cores`; more threads would only be stopped in turn.
+static int host_cores(const char *root, int cores) {
+    groups_look(root, "cpu", cores_of_group, &cores);
+    return cores;
+}
+
+// Called first thing in main: as many threads as this process has cores (OpenMP itself minds the
+// affinity mask, not quotas), which wait for work as a good neighbour does. GCC's OpenMP by itself
+// spins for milliseconds, and beside other programs a spinning thread keeps the core that the
+// thread it waits for needs: a step beside one compiler took four times as long. 1,000 rounds are
+// about ten microseconds, as long as waking a thread takes. OpenMP reads the variable before main,
+// so the program is started anew, once, in the same process: a debugger follows; valgrind does not,
+// and wants OMP_WAIT_POLICY=passive. Whoever sets one of these variables has chosen; where /proc is
+// missing the program goes on as it is.
+static void threads_start(char **argv) {
+    static const char *const variables[] = {"GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_WAIT_POLICY"};
+    char self[PATH_BYTES];
+#ifdef _OPENMP
+    if (!getenv("OMP_NUM_THREADS")) {
+        omp_set_num_threads(host_cores("", thread_count()));
+    }
+#endif
+    int chosen = thread_count() == 1;
+    for (int i = 0; i < 3; i++) {
+        chosen |= getenv(variables[i]) != NULL;
+    }
+    ssize_t length = chosen ? -1 : readlink("/proc/self/exe", self, sizeof self);
+    if (length > 0 && length < (ssize_t)sizeof self) {
+        self[length] = 0;
+        setenv("GOMP_SPINCOUNT", "1000", 1);  // GCC's
+        setenv("KMP_BLOCKTIME", "1", 1);      // clang's, in milliseconds
+        execv(self, argv);
+    }
+}
+
+// -------------------------------------------------------------------------------------------------
+// 5. Folders
 // A file is as lasting as the names of all folders above it.
 
 // Creates `path` and the folders above it, to stay: a checkpoint is lost with the name of its
@@ -219,7 +312,7 @@ static void make_folders(const char *path) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 5. Ranks
+// 6. Ranks
 // A run on several GPUs is several processes, the ranks, which somebody starts.
 
 // Variables by which launchers tell a process how many copies of it they started: Open MPI's
@@ -242,7 +335,7 @@ static const char *launcher_find(int *copies) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 6. Terminals
+// 7. Terminals
 // A line that is rewritten in place must fit the terminal, and bytes from data or a command line
 // must not be obeyed: neither by a terminal that shows them nor by a shell they are pasted into.
 
@@ -330,7 +423,7 @@ static void line_fit(char line[256], char *parts, const int *spare, int room) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 7. The build
+// 8. The build
 // What a report of a fault should name. The number is the program's own, and git is not asked: a
 // program may be built from an archive, or from one file.
 
