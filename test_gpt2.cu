@@ -799,6 +799,16 @@ struct Net {
         cpu_open(&e, &plan);
         give_weights(m);
     }
+    // One that only generates.
+    explicit Net(const Model &m) {
+        Options o;
+        options_default(&o);
+        settings_from_options(&s, &o, &m, 0);
+        settings_generate(&s);
+        plan_build(&plan, &s);
+        cpu_open(&e, &plan);
+        give_weights(m);
+    }
     // With options as a user writes them; the GPU's where there is one.
     Net(const Model &m, const Text &options, int gpu = TEST_CUDA) {
         Options o;
@@ -1144,12 +1154,12 @@ static void test_prompts() {
     bpe_parse_merges(&bpe, (const unsigned char *)merges.data(), merges.size(), "vocab.bpe");
     Token tokens[8];
     char out[BPE_LONGEST];
-    expect(prompt_tokens(tokens, 8, TOKENIZER_GPT2, &bpe, "aaa the") == 3 && tokens[0] == 256 &&
+    expect(prompt_tokens(tokens, 8, TOKENIZER_GPT2, &bpe, "aaa the", 7) == 3 && tokens[0] == 256 &&
            tokens[1] == 64 && tokens[2] == 263);
-    expect(prompt_tokens(tokens, 8, TOKENIZER_GPT2, &bpe, "") == 1 && tokens[0] == 50256);
-    expect(prompt_tokens(tokens, 3, TOKENIZER_GPT2, &bpe, "a b") == 3);
-    expect_death(prompt_tokens(tokens, 2, TOKENIZER_GPT2, &bpe, "a b"),
-                 "--prompt: 3 tokens, at most 2");
+    expect(prompt_tokens(tokens, 8, TOKENIZER_GPT2, &bpe, "", 0) == 1 && tokens[0] == 50256);
+    expect(prompt_tokens(tokens, 3, TOKENIZER_GPT2, &bpe, "a b", 3) == 3);
+    tokens[2] = -1;
+    expect(prompt_tokens(tokens, 2, TOKENIZER_GPT2, &bpe, "a b", 3) == 3 && tokens[2] == -1);
     expect(Text(out, (size_t)token_text(out, TOKENIZER_GPT2, &bpe, 263)) == " the");
     expect(Text(out, (size_t)token_text(out, TOKENIZER_GPT2, &bpe, 50256)) == "<|endoftext|>");
 }
@@ -1201,17 +1211,18 @@ static void test_loader_large() {
 static void test_tokenizer() {
     Token tokens[8];
     char out[BPE_LONGEST];
-    expect(prompt_tokens(tokens, 8, TOKENIZER_BYTES, NULL, "a\xff") == 2 && tokens[0] == 'a' &&
+    expect(prompt_tokens(tokens, 8, TOKENIZER_BYTES, NULL, "a\xff", 2) == 2 && tokens[0] == 'a' &&
            tokens[1] == 255);
-    expect(prompt_tokens(tokens, 8, TOKENIZER_BYTES, NULL, "") == 1 && tokens[0] == 256);
-    expect(prompt_tokens(tokens, 8, TOKENIZER_GPT2, NULL, "") == 1 && tokens[0] == 50256);
+    expect(prompt_tokens(tokens, 8, TOKENIZER_BYTES, NULL, "", 0) == 1 && tokens[0] == 256);
+    expect(prompt_tokens(tokens, 8, TOKENIZER_GPT2, NULL, "", 0) == 1 && tokens[0] == 50256);
     expect(token_text(out, TOKENIZER_BYTES, NULL, 'x') == 1 && out[0] == 'x');
     expect(token_text(out, TOKENIZER_BYTES, NULL, 256) == 0);
     expect(token_text(out, TOKENIZER_GPT2, NULL, 31) == 3 && memcmp(out, "31 ", 3) == 0);
-    expect_death(prompt_tokens(tokens, 8, TOKENIZER_GPT2, NULL, "a"),
+    expect_death(prompt_tokens(tokens, 8, TOKENIZER_GPT2, NULL, "a", 1),
                  "--prompt: this data has GPT-2 tokens, and their vocabulary is missing");
-    expect_death(prompt_tokens(tokens, 2, TOKENIZER_BYTES, NULL, "abc"),
-                 "--prompt: 3 tokens, at most 2");
+    tokens[2] = -1;
+    expect(prompt_tokens(tokens, 2, TOKENIZER_BYTES, NULL, "a\0c", 3) == 3 && tokens[1] == 0 &&
+           tokens[2] == -1);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -1377,6 +1388,13 @@ static void test_matmul_forward() {
             matmul_forward(same.data(), inp.data(), weight.data(), b, add ? same.data() : NULL, N,
                            C, OC);
             expect(same_bits(out, same), "in place, N %d C %d OC %d", N, C, OC);
+            for (int i = 0; i < N && N > 1; i++) {
+                const size_t at = (size_t)(i * OC);
+                Reals row((size_t)OC, (real)NAN), packed(&out[at], &out[at] + OC);
+                matmul_forward(row.data(), &inp[(size_t)(i * C)], weight.data(), b,
+                               add ? add + at : NULL, 1, C, OC);
+                expect(same_bits(row, packed), "row %d alone, N %d C %d OC %d", i, N, C, OC);
+            }
         }
     }
 }
@@ -1986,7 +2004,7 @@ static void test_thread_bits() {
 #ifdef _OPENMP
     Trace first[4];
     Reals products[3];
-    const int N = 70, C = 1000, OC = 96;
+    const int N = 70, C = 1000, OC = 112;  // of one row too, enough products to be shared out
     Reals inp = noise(N * C, 1, 1), weight = noise(OC * C, 1, 2), dout = noise(N * OC, 1, 3);
     Reals qkv = noise(2 * 70 * 3 * 64, 1, 4), dqkv(qkv.size()), datt = noise(2 * 70 * 64, 1, 5);
     for (int threads = 1; threads <= 3; threads++) {
@@ -2000,10 +2018,11 @@ static void test_thread_bits() {
         }
         give_workspace();
         Reals out(N * OC), dinp(N * C), dweight(OC * C), dbias(OC), att(datt.size()),
-            lse(2 * 4 * 70);
+            lse(2 * 4 * 70), row(OC);
         #pragma omp parallel
         #pragma omp master
         {
+            matmul_forward(row.data(), inp.data(), weight.data(), NULL, NULL, 1, C, OC);
             matmul_forward(out.data(), inp.data(), weight.data(), NULL, NULL, N, C, OC);
             matmul_backward(dinp.data(), dweight.data(), dbias.data(), dout.data(), inp.data(),
                             weight.data(), N, C, OC);
@@ -2012,7 +2031,7 @@ static void test_thread_bits() {
                                64, 4);
         }
         Reals all;
-        for (Reals *part : {&out, &dinp, &dweight, &dbias, &att, &lse, &dqkv}) {
+        for (Reals *part : {&out, &dinp, &dweight, &dbias, &att, &lse, &dqkv, &row}) {
             all.insert(all.end(), part->begin(), part->end());
         }
         products[threads - 1] = all;
@@ -2095,6 +2114,52 @@ static void test_network_facts() {
     Reals w = n.state(STATE_WEIGHTS);
     for (size_t i = (size_t)m.V * (size_t)m.C; i < (size_t)m.Vp * (size_t)m.C; i++) {
         expect(w[i] == 0, "padded row %d", (int)i / m.C);
+    }
+}
+
+// With a KV cache, in pieces of all sizes, the logits are those of the whole window to the bit; and
+// again where other tokens follow the first ones, as in a second sample. In the plan are weights,
+// cache, and of everything else a few rows.
+static void test_kv_cache() {
+    static const struct {
+        const char *e;
+        int V, again;
+        std::vector<int> pieces;
+    } rows[] = {{"l2h3c48t12", 200, 5, {1, 1, 4, 6}},
+                {"l2h2c80t300", 257, 130, {1, 70, 57, 1, 130, 1, 40}},
+                {"l1h3c6t140", 130, 127, {64, 64, 1, 11}},
+                {"l2h1c400t70", 20, 64, {69, 1}}};
+    for (auto &row : rows) {
+        Model m = shape(row.e, row.V);
+        Net whole(m, 1, m.maxT), cached(m);
+        Batch b(m.maxT, m.V, 1);
+        Reals want((size_t)m.V), got((size_t)m.V);
+        auto compare_after = [&](int first, int n) {
+            cached.e.extend(&cached.e, got.data(), &b.inputs[(size_t)first], first, n);
+            whole.e.logits(&whole.e, want.data(), b.inputs.data(), first + n);
+            expect(same_bits(got, want), "%s: %d tokens behind %d", row.e, n, first);
+        };
+        int first = 0;
+        for (const int n : row.pieces) {
+            compare_after(first, n);
+            first += n;
+        }
+        for (int t = row.again; t < m.maxT; t++) {
+            b.inputs[(size_t)t] = (b.inputs[(size_t)t] + 1) % m.V;
+        }
+        compare_after(row.again, 1);
+        compare_after(row.again + 1, m.maxT - row.again - 1);
+        size_t device[GROUPS], host[GROUPS];
+        plan_groups(&cached.plan, device, host);
+        const size_t cache = 2 * (size_t)(m.L * m.maxT * m.C) * sizeof(real);
+        const size_t few = sizeof(real) * GENERATE_ROWS * 20 * (size_t)(m.C + 64) +
+                           matmul_workspace_bytes(cached.s.threads);
+        expect(device[GROUP_CACHE] - cache < PLAN_ALIGN + PLAN_GAP + 1, "%s: %zu bytes", row.e,
+               device[GROUP_CACHE]);
+        expect(cached.plan.device_bytes < (size_t)cached.size() * sizeof(real) + cache + few,
+               "%s: %zu bytes", row.e, cached.plan.device_bytes);
+        expect(device[GROUP_GRADIENTS] + device[GROUP_MOMENTS] + device[GROUP_KEPT] +
+               cached.plan.host_bytes == 0, "%s: states of training", row.e);
     }
 }
 
@@ -3857,7 +3922,7 @@ static void naive_bf16_micro_step(Net *n, const Batch &b) {
     Plan *p = rounded_plan = &n->plan;
     const Model *m = &n->s.model;
     const int B = n->s.B, T = n->s.T;
-    Pass pass = {p, b.inputs.data(), b.targets.data(), B, T, (real)(1.0 / (B * T)), 0};
+    Pass pass = {p, b.inputs.data(), b.targets.data(), B, T, (real)(1.0 / (B * T)), 0, 0};
     p->mark = mark_and_round;
     memset(buffer(p, BUF_GRADS), 0, p->buffers[p->single[BUF_GRADS]].bytes);
     walk(p, tick_embed_backward(m), 0, naive_bf16_stage, &pass);
@@ -4385,6 +4450,7 @@ static const Test tests[] = {
     T(thread_bits, ALL),
     T(accumulation, ALL),
     T(network_facts, ALL),
+    T(kv_cache, ALL),
     T(initialise, ALL),
     T(adamw, ALL),
     T(update, ALL),

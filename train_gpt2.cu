@@ -3297,6 +3297,7 @@ template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
     net->counts = (int *)alloc_zero((size_t)s->model.V, sizeof(int));
     gpu_ranges_open(net);
     e->self = net;
+    e->states = STATES;
     e->micro_step = gpu_micro_step<E, G>;
     e->update = gpu_update<E, G>;
     e->forward_loss = gpu_forward_loss<E, G>;
