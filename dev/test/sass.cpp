@@ -269,7 +269,7 @@ struct Counter {
         }
         const Text target = line.substr(from + 2, line.find(')', from) - from - 2);
         if (labels.count(target) && labels[target] < count - 1) {
-            // What lies behind the end is rare, as divergence in a shuffle; its way back is no loop.
+            // Behind the end lies what is rare, as a shuffle of a diverged warp, and comes back.
             loop = labels[target] < end ? loop : std::max(loop, count - labels[target]);
         } else if (labels.count(target)) {  // a branch to itself ends the code
             count--;
