@@ -3039,12 +3039,24 @@ static void test_gpu_embedding() {
     }
 }
 
+// start (columns) plus the column sums of x (rows,columns), which is as a kernel has rounded it.
+static Nums column_sums_of(const Reals &x, const Reals &start) {
+    const size_t columns = start.size(), rows = x.size() / columns;
+    Nums sums;
+    for (size_t c = 0; c < columns; c++) {
+        sums.push_back(sum_of((int)rows + 1, [&](int i) {
+            return Num((size_t)i == rows ? start[c] : x[(size_t)i * columns + c]);
+        }));
+    }
+    return sums;
+}
+
 template <class E> static void check_layernorm(int N, int C) {
     const Text who = text("N %d C %d", N, C);
     const size_t n = (size_t)N * C;
     Reals x = noise_in<E>(n, 2, 1), w = noise_in<E>(C, 1, 2), b = noise_in<E>(C, 1, 3);
     Reals dout = noise_in<E>(n, 1, 4), addend = noise_in<E>(n, 1, 5);
-    Reals dw = noise(C, 1, 6), db = noise(C, 1, 7);
+    Reals dw = noise(C, 1, 6), db = noise(C, 1, 7), before = noise(C, 1, 8);
     Outputs got = every_order(
         [&] {
             Device<E> d_x(x), d_w(w), d_b(b), out(n), dinp(n), d_dout(dout), d_addend(addend);
@@ -3052,16 +3064,17 @@ template <class E> static void check_layernorm(int N, int C) {
             Outputs all;
             gpu_layernorm_forward(out.p, mean.p, rstd.p, d_x.p, d_w.p, d_b.p, N, C, 0);
             auto backward = [&](Device<E> &to, const E *add) {
-                Device<float> d_dw(dw), d_db(db);
-                gpu_layernorm_backward(to.p, d_dw.p, d_db.p, d_dout.p, d_x.p, d_w.p, mean.p, rstd.p,
-                                       add, scratch.p, N, C, 0);
-                all = {to.get(), d_dw.get(), d_db.get()};
+                Device<float> d_dw(dw), d_db(db), d_before(before);
+                gpu_layernorm_backward(to.p, d_dw.p, d_db.p, add ? nullptr : d_before.p, d_dout.p,
+                                       d_x.p, d_w.p, mean.p, rstd.p, add, scratch.p, N, C, 0);
+                all = {to.get(), d_dw.get(), d_db.get(), d_before.get()};
                 return all[0];
             };
             Reals apart = backward(dinp, d_addend.p);
             expect(same_bits(apart, backward(d_addend, d_addend.p)), "%s: in place", who.c_str());
             backward(d_dout, nullptr);  // over dout
-            return Outputs{out.get(), mean.get(), rstd.get(), apart, all[0], all[1], all[2]};
+            return Outputs{out.get(), mean.get(), rstd.get(), apart,
+                           all[0],    all[1],     all[2],     all[3]};
         },
         who);
     const LayerNormTwin want(x, w, b, dout, dw, db, got[1], got[2]);
@@ -3072,6 +3085,7 @@ template <class E> static void check_layernorm(int N, int C) {
     compare_as(E, got[4], want.dinp, who + " dinp without addend");
     compare_as(float, got[5], want.dweight, who + " dweight");
     compare_as(float, got[6], want.dbias, who + " dbias");
+    compare_as(float, got[7], column_sums_of(got[4], before), who + " bias of inp");
 }
 
 // Rows of one warp and of several; more rows than partial sums.
@@ -3101,31 +3115,27 @@ template <class E> static void check_gelu(int N, int OC) {
             Device<float> of_dinp(dbias), of_dout(dbias),
                 scratch(gpu_bias_backward_bytes(N, OC) / 4);
             gpu_gelu_forward(out.p, d_x.p, n, 0);
-            gpu_bias_backward(of_dout.p, d_dout.p, scratch.p, N, OC, 0);
+            if constexpr (is_fp32<E>) {  // elsewhere other kernels sum them on their way
+                gpu_bias_backward(of_dout.p, d_dout.p, scratch.p, N, OC, 0);
+            }
             gpu_gelu_backward(d_dout.p, of_dinp.p, d_dout.p, d_x.p, scratch.p, N, OC, 0);
             return Outputs{out.get(), d_dout.get(), of_dinp.get(), of_dout.get()};
         },
         who);
     expect(got[0][0] == 0 && got[0][1] == 60 && got[0][4] == x[4] && got[0][5] == 0);
     expect(got[1][0] == 0 && got[1][1] == dout[1] && got[1][4] == dout[4] && got[1][5] == 0);
-    Nums want, want_dinp, want_dbias[2];
+    Nums want, want_dinp;
     for (size_t i = 0; i < n; i++) {
         Num slope, value = twin_gelu(x[i], &slope);
         bool apart = i < 6 && i != 3;  // done above
         want.push_back(apart ? Num(got[0][i]) : value);
         want_dinp.push_back(apart ? Num(got[1][i]) : slope * dout[i]);
     }
-    for (int k = 0; k < 2; k++) {  // column sums of dinp as it was rounded, and of dout
-        const Reals &d = k ? dout : got[1];
-        for (int c = 0; c < OC; c++) {
-            want_dbias[k].push_back(sum_of(
-                N + 1, [&](int i) { return Num(i == N ? dbias[c] : d[(size_t)i * OC + c]); }));
-        }
-    }
     compare_as(E, got[0], want, who + " out");
     compare_as(E, got[1], want_dinp, who + " dinp");
-    compare_as(float, got[2], want_dbias[0], who + " dbias");
-    compare_as(float, got[3], want_dbias[1], who + " dbias alone");
+    compare_as(float, got[2], column_sums_of(got[1], dbias), who + " dbias");
+    compare_as(float, got[3], is_fp32<E> ? column_sums_of(dout, dbias) : nums(dbias),
+               who + " dbias alone");
 }
 
 // Both directions and both column sums; far from zero exactly x, dout or 0.
@@ -3141,7 +3151,7 @@ template <class E, class G> static void check_matmul(int N, int C, int OC) {
     Reals inp = noise_in<E>(N * C, 1, 1), w = noise_in<E>(OC * C, 0.2, 2),
           b = noise_in<E>(OC, 1, 3);
     Reals addend = noise_in<E>(N * OC, 1, 4), dout = noise_in<E>(N * OC, 1, 5);
-    Reals dw = noise_in<G>(OC * C, 1, 6), db = noise(OC, 1, 7);
+    Reals dw = noise_in<G>(OC * C, 1, 6);
     Outputs got = every_order(
         [&] {
             Device<char> workspace(4 << 20);
@@ -3149,24 +3159,21 @@ template <class E, class G> static void check_matmul(int N, int C, int OC) {
             Device<E> d_inp(inp), d_w(w), d_b(b), plain(addend.size()), sum(addend), d_dout(dout);
             Device<E> dinp(inp.size());
             Device<G> d_dw(dw), written(dw.size());
-            Device<float> d_db(db), scratch(gpu_bias_backward_bytes(N, OC) / 4);
             gpu_matmul_forward<E>(plain.p, d_inp.p, d_w.p, nullptr, nullptr, N, C, OC, 0);
             gpu_matmul_forward<E>(sum.p, d_inp.p, d_w.p, d_b.p, sum.p, N, C, OC, 0);
-            gpu_matmul_backward<E, G>(dinp.p, d_dw.p, d_db.p, d_dout.p, d_inp.p, d_w.p, scratch.p,
-                                      N, C, OC, false, 0);
-            gpu_matmul_backward<E, G>(d_inp.p, written.p, nullptr, d_dout.p, d_inp.p, d_w.p,
-                                      nullptr, N, C, OC, true, 0);
-            Outputs all = {plain.get(), sum.get(),  dinp.get(),
-                           d_dw.get(),  d_db.get(), written.get()};
+            gpu_matmul_backward<E, G>(dinp.p, d_dw.p, d_dout.p, d_inp.p, d_w.p, N, C, OC, false, 0);
+            gpu_matmul_backward<E, G>(d_inp.p, written.p, d_dout.p, d_inp.p, d_w.p, N, C, OC, true,
+                                      0);
+            Outputs all = {plain.get(), sum.get(), dinp.get(), d_dw.get(), written.get()};
             expect(same_bits(all[2], d_inp.get()), "%s: in place", who.c_str());
             gpu_matmul_close();
             return all;
         },
         who);
     Nums want = twin_matmul(inp, w, N, C, OC), want_sum = plus(want, addend), want_dinp, none;
-    Nums want_dw = nums(dw), want_db = nums(db), zero(dw.size()), zero_db(db.size());
-    twin_matmul_backward(&want_dinp, &want_dw, &want_db, dout, inp, w, N, C, OC);
-    twin_matmul_backward(&none, &zero, &zero_db, dout, inp, w, N, C, OC);
+    Nums want_dw = nums(dw), zero(dw.size()), no_bias(OC);
+    twin_matmul_backward(&want_dinp, &want_dw, &no_bias, dout, inp, w, N, C, OC);
+    twin_matmul_backward(&none, &zero, &no_bias, dout, inp, w, N, C, OC);
     for (int i = 0; i < N * OC; i++) {  // a library may start from the addend
         want_sum[i] = want_sum[i] + b[i % OC];
         want_sum[i].e += sum_error(C) * (size(b[i % OC]) + size(addend[i]));
@@ -3175,8 +3182,7 @@ template <class E, class G> static void check_matmul(int N, int C, int OC) {
     compare_as(E, got[1], want_sum, who + " with bias, in place");
     compare_as(E, got[2], want_dinp, who + " dinp");
     compare_as(G, got[3], want_dw, who + " dweight");
-    compare_as(float, got[4], want_db, who + " dbias");
-    compare_as(G, got[5], zero, who + " dweight, written");
+    compare_as(G, got[4], zero, who + " dweight, written");
 }
 
 // Widths of C, 3 C and 4 C; few and many rows.
@@ -3210,14 +3216,16 @@ template <class E> static void check_attention(int B, int T, int HS, int NH, dou
     const int C = NH * HS, n = B * T * C;
     const Text who = text("B %d T %d heads %d of %d x %g", B, T, NH, HS, sharp);
     Reals qkv = noise_in<E>(3 * n, sharp, 1), dout = noise_in<E>(n, 1, 2);
+    Reals dbias = noise(3 * C, 1, 3);
     Outputs got = every_order(
         [&] {
             Device<E> d_qkv(qkv), d_dout(dout), out(n), dqkv(3 * n);
-            Device<float> lse(B * NH * T), drow(B * NH * T);
+            Device<float> lse(B * NH * T), drow(B * NH * T), d_dbias(dbias);
+            Device<float> scratch(gpu_attention_backward_bytes(B, T, C, NH) / 4);
             gpu_attention_forward<E>(out.p, lse.p, d_qkv.p, B, T, C, NH, 0);
-            gpu_attention_backward<E>(dqkv.p, drow.p, d_dout.p, d_qkv.p, out.p, lse.p, B, T, C, NH,
-                                      0);
-            return Outputs{out.get(), lse.get(), dqkv.get()};
+            gpu_attention_backward<E>(dqkv.p, d_dbias.p, drow.p, d_dout.p, d_qkv.p, out.p, lse.p,
+                                      scratch.p, B, T, C, NH, 0);
+            return Outputs{out.get(), lse.get(), dqkv.get(), d_dbias.get()};
         },
         who);
     Nums want[2][3];  // exact, and naive in 16 bits
@@ -3232,6 +3240,7 @@ template <class E> static void check_attention(int B, int T, int HS, int NH, dou
         lse = lse * Num((wide)1.4426950408889634L);
     }
     compare_as(float, got[1], want[0][1], who + " lse");
+    compare_as(float, got[3], column_sums_of(got[2], dbias), who + " bias of qkv");
     if (is_fp32<E>) {
         compare_as(E, got[0], want[0][0], who + " out");
         compare_as(E, got[2], want[0][2], who + " dqkv");
@@ -3539,6 +3548,7 @@ template <class E, class G> static void check_misaligned() {
     G *g[POINTERS] = {};
     float *f[POINTERS] = {};
     int *ints = (int *)(uintptr_t)0x100000;
+    float *f0 = (float *)(void *)ints;
     const struct {
         const char *name;
         int pointers;
@@ -3552,9 +3562,8 @@ template <class E, class G> static void check_misaligned() {
          [&] { gpu_layernorm_forward(p[0], f[5], f[5], p[1], p[2], p[3], N, C, 0); }},
         {"gpu_layernorm_backward", 6,
          [&] {
-             float *any = (float *)(void *)ints;
-             gpu_layernorm_backward<E>(p[0], any, any, p[1], p[2], p[3], any, any, p[4], f[5], N,
-                                       C, 0);
+             gpu_layernorm_backward<E>(p[0], f0, f0, f0, p[1], p[2], p[3], f0, f0, p[4], f[5],
+                                       N, C, 0);
          }},
         {"gpu_gelu_forward", 2, [&] { gpu_gelu_forward(p[0], p[1], N * C, 0); }},
         {"column_sums", 4, [&] { gpu_gelu_backward(p[0], f[4], p[1], p[2], f[3], N, C, 0); }},
@@ -3565,7 +3574,7 @@ template <class E, class G> static void check_misaligned() {
         {"gpu_attention_forward", is_fp32<E> ? 0 : 2,
          [&] { gpu_attention_forward(p[0], f[5], p[1], 1, N, C, 1, 0); }},
         {"gpu_attention_backward", is_fp32<E> ? 0 : 4,
-         [&] { gpu_attention_backward(p[0], f[5], p[1], p[2], p[3], f[5], 1, N, C, 1, 0); }},
+         [&] { gpu_attention_backward(p[0], f0, f0, p[1], p[2], p[3], f0, f0, 1, N, C, 1, 0); }},
         {"gpu_classifier", 1, [&] { gpu_classifier(f[5], p[0], ints, 1, N, C, C, true, 0); }},
         {"gpu_grad_square_sum", 2,
          [&] {
@@ -3603,7 +3612,7 @@ static void test_gpu_misaligned() {
     expect_death(gpu_gelu_forward(p, p, 12, 0), "a row of 12 numbers is no multiple of 16 bytes");
     expect_death(gpu_layernorm_forward(p, f, f, p, p, p, 1, CHANNELS_MAX + 8, 0),
                  "LayerNorm of 4104 channels");
-    expect_death(gpu_layernorm_backward(p, f, f, p, p, p, f, f, p, f, 1, CHANNELS_MAX + 8, 0),
+    expect_death(gpu_layernorm_backward(p, f, f, f, p, p, p, f, f, p, f, 1, CHANNELS_MAX + 8, 0),
                  "LayerNorm of 4104 channels");
     expect_death(gpu_attention_forward(p, f, p, 1, 8, HEAD_MAX + 8, 1, 0), "heads of 136 channels");
     expect_death(gpu_attention_forward(f, f, f, 1, 8, HEAD_MAX_FP32 + 8, 1, 0),
@@ -3732,8 +3741,8 @@ static void check_huge_rows() {
              Huge<float> mean(rows), rstd(rows), dw(C), db(C);
              Huge<float> scratch(gpu_layernorm_backward_bytes((int)rows, C) / 4);
              gpu_layernorm_forward(out.p, mean.p, rstd.p, inp.p, weight.p, bias.p, (int)rows, C, 0);
-             gpu_layernorm_backward(dinp.p, dw.p, db.p, dout.p, inp.p, weight.p, mean.p, rstd.p,
-                                    dout.p, scratch.p, (int)rows, C, 0);
+             gpu_layernorm_backward(dinp.p, dw.p, db.p, (float *)nullptr, dout.p, inp.p, weight.p,
+                                    mean.p, rstd.p, dout.p, scratch.p, (int)rows, C, 0);
              return Outputs{out.last(C), mean.last(1), rstd.last(1), dinp.last(C)};
          },
          TAIL, ROWS);
@@ -3747,10 +3756,9 @@ static void check_huge_rows() {
     same("gelu_backward",
          [&](size_t rows) {
              Huge<bf16> dinp(rows * C), dout(rows * C, d), inp(rows * C, x);
-             Huge<float> scratch(gpu_bias_backward_bytes((int)rows, C) / 4), db(C), db2(C);
+             Huge<float> scratch(gpu_bias_backward_bytes((int)rows, C) / 4), db(C);
              gpu_gelu_backward(dinp.p, db.p, dout.p, inp.p, scratch.p, (int)rows, C, 0);
-             gpu_bias_backward(db2.p, dout.p, scratch.p, (int)rows, C, 0);
-             return Outputs{dinp.last(256), db.last(32), db2.last(32)};
+             return Outputs{dinp.last(256), db.last(32)};
          },
          TAIL, ROWS);
 }
@@ -3770,10 +3778,11 @@ static void check_huge_attention() {
              const size_t T = 128, NH = 16, row = 1024;
              Huge<bf16> out(B * T * row), qkv(B * T * 3 * row, noise(T * 3 * row, 1, 5));
              Huge<bf16> dqkv(B * T * 3 * row), dout(B * T * row, noise(T * row, 1, 6));
-             Huge<float> lse(B * NH * T), drow(B * NH * T);
+             Huge<float> lse(B * NH * T), drow(B * NH * T), dbias(3 * row);
+             Huge<float> scratch(gpu_attention_backward_bytes((int)B, T, row, NH) / 4);
              gpu_attention_forward(out.p, lse.p, qkv.p, (int)B, T, row, NH, 0);
-             gpu_attention_backward(dqkv.p, drow.p, dout.p, qkv.p, out.p, lse.p, (int)B, T, row, NH,
-                                    0);
+             gpu_attention_backward(dqkv.p, dbias.p, drow.p, dout.p, qkv.p, out.p, lse.p, scratch.p,
+                                    (int)B, T, row, NH, 0);
              return Outputs{out.last(T * row), lse.last(T), dqkv.last(T * 3 * row)};
          },
          1, 16400);
@@ -3782,10 +3791,11 @@ static void check_huge_attention() {
              const size_t T = 64, NH = 16, row = 1024;
              Huge<float> out(B * T * row), qkv(B * T * 3 * row, noise(T * 3 * row, 1, 5));
              Huge<float> dqkv(B * T * 3 * row), dout(B * T * row, noise(T * row, 1, 6));
-             Huge<float> lse(B * NH * T), drow(B * NH * T);
+             Huge<float> lse(B * NH * T), drow(B * NH * T), dbias(3 * row);
+             Huge<float> scratch(gpu_attention_backward_bytes((int)B, T, row, NH) / 4);
              gpu_attention_forward(out.p, lse.p, qkv.p, (int)B, T, row, NH, 0);
-             gpu_attention_backward(dqkv.p, drow.p, dout.p, qkv.p, out.p, lse.p, (int)B, T, row, NH,
-                                    0);
+             gpu_attention_backward(dqkv.p, dbias.p, drow.p, dout.p, qkv.p, out.p, lse.p, scratch.p,
+                                    (int)B, T, row, NH, 0);
              return Outputs{out.last(4 * row), lse.last(4), dqkv.last(12 * row)};
          },
          1, 32800);

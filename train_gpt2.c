@@ -1215,7 +1215,10 @@ static void single_buffers(BufferEntry buffers[SINGLES], const Settings *s) {
     const int64_t matmul =
         gpu ? (int64_t)GPU_MATMUL_BYTES : (int64_t)matmul_workspace_bytes(s->threads);
     const int64_t table = gpu * model_tensors(m) * GPU_TENSOR_ROW_BYTES;
-    const int64_t partials = gpu * max_i64((int64_t)GPU_PARTIAL_BLOCKS * 4 * m->C, 1024);
+    // Of attention, a part of three rows for each tile of 64 or 128 tokens.
+    const int64_t tiles = (int64_t)s->B * ceil_div_i64(s->T, m->C / m->NH > 64 ? 64 : 128);
+    const int64_t parts = max_i64((int64_t)GPU_PARTIAL_BLOCKS * 4, tiles * 3);
+    const int64_t partials = gpu * max_i64(parts * m->C, 1024);
     const Type E = s->dtype, R = settings_real(s);
     const BufferEntry rows[SINGLES - STATE_BUFFERS] = {
         {GROUP_BATCH, "losses", R, N, 0, end, ON_DEVICE},
