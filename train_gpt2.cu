@@ -2635,6 +2635,13 @@ static void device_mark(void *memory, size_t bytes, int alive) {
 }
 #endif
 
+// Whether a GPU and its driver are here.
+static int device_present(void) {
+    int driver = 0, count = 0;
+    return cudaDriverGetVersion(&driver) == cudaSuccess && driver > 0 &&
+           cudaGetDeviceCount(&count) == cudaSuccess && count > 0;
+}
+
 // Bytes that are free on this GPU. Ends the run where there is none.
 static size_t device_available(void) {
     int driver = 0, count = 0;
@@ -3532,6 +3539,7 @@ static int gpu_command(Run *run, const Program *program) {
     return run->o.check ? command_check(run, program) : command_compare(run, program);
 }
 
+// The GPU program; returns the exit status.
 int train_gpt2cu_main(int argc, char **argv);
 int train_gpt2cu_main(int argc, char **argv) {
     static const Program program = {CUDA_CPU ? "train_gpt2cu_cpu" : "train_gpt2cu",
@@ -3541,7 +3549,8 @@ int train_gpt2cu_main(int argc, char **argv) {
                                     device_available,
                                     device_library_bytes(),
                                     gpu_command,
-                                    gpu_settings_check};
+                                    gpu_settings_check,
+                                    device_present};
     return program_main(&program, argc, argv);
 }
 
