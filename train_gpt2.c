@@ -1361,9 +1361,8 @@ static size_t plan_peak(const Plan *p, int *peak) {
     return (size_t)most;
 }
 
-// The plan of a run with these settings: pure arithmetic. It allocates its tables,
-// and nothing of what they describe.
-static void plan_build(Plan *p, const Settings *s) {
+// The buffers of a run with these settings and the bytes alive at once, without a layout.
+static void plan_list(Plan *p, const Settings *s) {
     memset(p, 0, sizeof *p);
     p->settings = *s;
     p->ticks = tick_update(s) + 1;
@@ -1379,11 +1378,17 @@ static void plan_build(Plan *p, const Settings *s) {
     for (int l = 0; l < s->model.L; l++) {
         plan_add_block(p, l);
     }
+    p->live_bytes = plan_peak(p, &p->peak);
+}
+
+// The plan of a run with these settings: pure arithmetic. It allocates its tables,
+// and nothing of what they describe.
+static void plan_build(Plan *p, const Settings *s) {
+    plan_list(p, s);
     size_t by_life = plan_place(p, 0);  // neither order is the better one for all settings
     if (plan_place(p, 1) > by_life) {
         plan_place(p, 0);
     }
-    p->live_bytes = plan_peak(p, &p->peak);
 }
 
 static void plan_free(Plan *p) {
@@ -1391,6 +1396,15 @@ static void plan_free(Plan *p) {
     free(p->act);
     free(p->grad);
     memset(p, 0, sizeof *p);
+}
+
+// The bytes alive at once, below which no layout can be: what a search rules settings out by.
+static size_t plan_live(const Settings *s) {
+    Plan p;
+    plan_list(&p, s);
+    const size_t bytes = p.live_bytes;
+    plan_free(&p);
+    return bytes;
 }
 
 // The device bytes of a run with other settings: what remedies and tables are made of.
@@ -1436,8 +1450,8 @@ static void recompute_parse(Settings *s, const char *text) {
         const char *number = end + 1;
         const long blocks = *end == ':' ? strtol(number, &end, 10) : left;
         if (end == number || (*end != 0 && *end != ',') || blocks < 0 || blocks > left) {
-            die("--recompute (-r): '%s': K of %s:K is a number from 0 to %d, the model's blocks",
-                text, level_table[level].name, left);
+            die("--recompute (-r): '%s': K of %s:K is a number from 0 to %d, the blocks left", text,
+                level_table[level].name, left);
         }
         memset(s->level + block, level, (size_t)blocks);
         block += (int)blocks;
@@ -2134,33 +2148,30 @@ static void settings_mix(Settings *s, const int *hull, int k) {
     }
 }
 
-// Sets the levels to the cheapest mixture whose plan takes at most `bytes`, found by halving, and
-// then lets the last blocks recompute nothing as long as it still fits: what they keep is used
-// before most of backward's working set exists. Returns the plan's bytes; above `bytes` nothing
-// fits, and the levels are those of the smallest plan.
+// Sets the levels to the cheapest mixture whose plan takes at most `bytes`, and then lets the last
+// blocks recompute nothing as long as it still fits: what they keep is used before most of
+// backward's working set exists. Returns the plan's bytes; above `bytes` nothing fits, and the
+// levels are those of the smallest plan.
 static size_t settings_fit_levels(Settings *s, const Speed *v, size_t bytes) {
-    int hull[RECOMPUTE_LEVELS], low = 0, high = (level_hull(hull, v) - 1) * s->model.L;
-    settings_recompute(s, RECOMPUTE_NONE, 0);
-    size_t best = plan_bytes(s);
-    if (best <= bytes) {
-        return best;
-    }
-    settings_mix(s, hull, high);
-    best = plan_bytes(s);
-    if (best > bytes) {
-        return best;
-    }
-    while (high - low > 1) {
+    int hull[RECOMPUTE_LEVELS], low = -1, high = (level_hull(hull, v) - 1) * s->model.L;
+    const int last = high;
+    while (high - low > 1) {  // halving by the bytes alive, which a layout hardly exceeds
         const int middle = (low + high) / 2;
         settings_mix(s, hull, middle);
-        *(plan_bytes(s) <= bytes ? &high : &low) = middle;
+        *(plan_live(s) <= bytes ? &high : &low) = middle;
     }
     settings_mix(s, hull, high);
-    best = plan_bytes(s);
-    for (int l = s->model.L - 1; l >= 0; l--) {
+    size_t best = plan_bytes(s);
+    while (best > bytes && high < last) {
+        settings_mix(s, hull, ++high);
+        best = plan_bytes(s);
+    }
+    for (int l = s->model.L - 1; l >= 0 && best <= bytes && high > 0; l--) {
         const uint8_t level = s->level[l];
         s->level[l] = RECOMPUTE_NONE;
-        const size_t found = plan_bytes(s);
+        const size_t found = level == RECOMPUTE_NONE       ? best
+                             : plan_live(s) > bytes ? SIZE_MAX
+                                                    : plan_bytes(s);
         if (found > bytes) {
             s->level[l] = level;
             break;
