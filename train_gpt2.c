@@ -2711,6 +2711,22 @@ static void command_print(const Options *chosen, const char *levels, int gpu) {
     printf("\n");
 }
 
+// Prints the command of what settings_auto() has chosen, where that is anything.
+static void choice_print(const Plan *p, const Options *o) {
+    const Settings *s = &p->settings;
+    Options chosen = *o;
+    const int homes = o->offload == OFFLOAD_AUTO && settings_offloads(s);
+    const ShortText levels = recompute_text(s);
+    if (homes || (strcmp(o->recompute, "auto") == 0 && strcmp(levels.s, "none") != 0)) {
+        Settings copy = *s;
+        chosen.offload = homes ? settings_offload(&copy, 0) : o->offload;
+        printf("chosen   ");
+        command_print(&chosen, levels.s, s->gpu);
+        printf("         so that it fits, same bits; %s of host memory\n\n",
+               bytes_text((double)p->host_bytes).s);
+    }
+}
+
 static void fit_print_point(const FitPoint *f) {
     char homes[64], types[64] = "";
     const Settings *s = &f->settings;
@@ -6689,10 +6705,13 @@ static void run_vocabulary(Run *run) {
 // memory. Ends the run where the program cannot do them or memory does not hold the plan.
 static void run_fit(Run *run, const Program *program) {
     size_t batch = (size_t)run->s.B * (size_t)run->s.T;
+    if (program->refuse) {
+        program->refuse(&run->s);
+    }
     const Room room = room_at_hand(program, &run->o, &run->s);
     settings_auto(&run->s, &run->o, &room);
     if (program->refuse) {
-        program->refuse(&run->s);
+        program->refuse(&run->s);  // what was chosen, too
     }
     run->inputs = (Token *)alloc_zero(2 * batch, sizeof(Token));
     run->targets = run->inputs + batch;
@@ -6759,6 +6778,7 @@ static void run_begin(Run *run, const Program *program, const Model *m) {
     }
     if (!o->quiet) {
         run_print_box(run, program);
+        choice_print(&run->plan, o);
         run_flush(run);
         stop_line = o->output[0] ? "\nstopping after this micro-batch and saving; again to quit\n"
                                  : "\nstopping after this micro-batch; without --output (-o) "
