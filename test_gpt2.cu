@@ -1111,7 +1111,7 @@ static void test_remedies() {
                        (r.kind == list[(size_t)i - 1].kind && r.slower >= r.slower),
                    "%s: order", base.c_str());
             plan_free(&q);
-            several += (r.steps[0] > 0) + (r.steps[1] > 0) + (r.steps[2] > 0) + (r.steps[3] > 0) > 1;
+            several += std::count(r.steps, r.steps + AXES, 0) < AXES - 1;
         }
         if (found == 0) {
             Settings least = s;

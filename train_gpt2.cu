@@ -3539,8 +3539,8 @@ static int gpu_command(Run *run, const Program *program) {
     return run->o.check ? command_check(run, program) : command_compare(run, program);
 }
 
-// The GPU program; returns the exit status.
 int train_gpt2cu_main(int argc, char **argv);
+// The GPU program; returns its exit status.
 int train_gpt2cu_main(int argc, char **argv) {
     static const Program program = {CUDA_CPU ? "train_gpt2cu_cpu" : "train_gpt2cu",
                                     "d12",

@@ -113,8 +113,8 @@ static Text losses_in(const Text &folder) {
     return losses;
 }
 
-// On a card with room for the least of all levels -r auto finds the levels that fit, which change no
-// bit; --gpu-mem makes a large card as small, to the byte.
+// On a card with room for the least of all levels -r auto finds the levels that fit, which change
+// no bit; --gpu-mem makes a large card as small, to the byte.
 static void test_gpu_auto() {
     if (!is_emulated()) {
         skip("on the emulated device");
