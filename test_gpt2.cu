@@ -812,17 +812,19 @@ struct Net {
         cpu_open(&e, &plan);
         give_weights(m);
     }
-#if TEST_CUDA
-    // The GPU's, with options as a user writes them.
-    Net(const Model &m, const Text &options) {
+    // With options as a user writes them; the GPU's where there is one.
+    Net(const Model &m, const Text &options, int gpu = TEST_CUDA) {
         Options o;
         parse(&o, options.c_str());
-        settings_from_options(&s, &o, &m, 1);
+        settings_from_options(&s, &o, &m, gpu);
         plan_build(&plan, &s);
-        gpu_engine_open(&e, &plan);
+#if TEST_CUDA
+        (gpu ? gpu_engine_open : cpu_open)(&e, &plan);
+#else
+        cpu_open(&e, &plan);
+#endif
         give_weights(m);
     }
-#endif
     void give_weights(const Model &m) {
         engine_initialise(&e, &m, 3);
         for (int tensor = 0; tensor < TENSORS; tensor++) {
@@ -916,12 +918,12 @@ static long address_pages() {
     return pages;
 }
 
-// The mapping is the plan's number, and nothing is allocated once the first step is done.
+// Both mappings are the plan's numbers, and nothing is allocated once the first step is done.
 static void test_plan_allocation() {
-    static const int levels[] = {RECOMPUTE_NONE, RECOMPUTE_NORM, RECOMPUTE_BLOCK};
-    for (int level : levels) {
-        Model m = shape("l2h3c96t40", 300);
-        Net n(m, 3, 40, level);
+    for (const char *options : {"-r none", "-r norm", "-r block", "--offload moments",
+                                "-r block --offload weights,gradients,moments,residuals"}) {
+        Model m = shape("l3h3c96t40", 300);
+        Net n(m, Text("-b 3 ") + options, 0);
         Batch b(120, 300, 1);
         Options o;
         options_default(&o);
@@ -932,7 +934,9 @@ static void test_plan_allocation() {
         long before = address_pages(), page = sysconf(_SC_PAGESIZE);
         plan_open(&p);
         long mapped = address_pages() - before;
-        expect(mapped == ((long)p.device_bytes + page - 1) / page, "%ld pages", mapped);
+        auto pages = [page](size_t bytes) { return ((long)bytes + page - 1) / page; };
+        expect(mapped == pages(p.device_bytes) + pages(p.host_bytes), "%ld pages", mapped);
+        expect((p.host_bytes > 0) == (strstr(options, "offload") != NULL), "%s", options);
         plan_close(&p);
         plan_free(&p);
         before = address_pages();
@@ -2100,6 +2104,99 @@ static void test_recompute_bits() {
     detail = text("%d runs", runs);
 }
 
+// Numbers of all that a run does between its micro-steps: samples, validation, states read as a
+// checkpoint reads them, a step that is skipped, weights written as a resume writes them.
+static Reals busy_trace(Net *n, int accum_steps) {
+    const int N = n->s.B * n->s.T, V = n->s.model.V;
+    Reals all, logits((size_t)V);
+    Options o;
+    options_default(&o);
+    o.weight_decay = 0.1;
+    auto add = [&](const Reals &x) { all.insert(all.end(), x.begin(), x.end()); };
+    for (int step = 0; step < 4; step++) {
+        Batch b(N * accum_steps, V, (uint64_t)(5 + step));
+        for (int k = 0; k < accum_steps; k++) {
+            const Token *inputs = &b.inputs[(size_t)(k * N)];
+            const Token *targets = &b.targets[(size_t)(k * N)];
+            if ((step + k) % 2) {
+                add({(real)n->e.forward_loss(&n->e, NULL, inputs, targets)});
+                n->e.logits(&n->e, logits.data(), inputs, min_int(3, n->s.T));
+                add(logits);
+            }
+            n->e.micro_step(&n->e, inputs, targets, k, accum_steps);
+        }
+        add(n->gradients());
+        const double limit = step == 1 ? 0 : HUGE_VAL;
+        StepResult r = n->e.update(&n->e, &o, 1e-2, limit, step);
+        expect(r.skipped == (step == 1) && isfinite(r.norm) && r.norm > 0, "step %d", step);
+        add({(real)r.loss, (real)r.norm});
+        for (int state : {STATE_WEIGHTS, STATE_M, STATE_V}) {
+            add(n->state(state));
+        }
+        if (step == 2) {
+            Reals half = n->state(STATE_WEIGHTS);
+            n->e.forward_loss(&n->e, NULL, b.inputs.data(), b.targets.data());
+            for (real &x : half) {
+                x *= (real)0.5;
+            }
+            n->e.write(&n->e, STATE_WEIGHTS, 0, half.data(), n->size());
+        }
+    }
+    return all;
+}
+
+// Every state alone and all together in host memory against none, in networks of one block, of as
+// many as there are slots, of one more, and of more than slots are filled ahead. A build with
+// sanitizers takes a quarter of these runs.
+static void test_offload_bits() {
+    int runs = 0, turn = 0;
+    for (const char *e : {"l1h1c16t8", "l2h2c16t8", "l3h1c24t9", "l6h2c20t7"}) {
+        Model m = shape(e, 257);
+        for (int level : {0, 1}) {
+            for (int accum_steps : {1, 3}) {
+                if (TEST_ASAN && turn++ % 4 != (m.L == 6 ? 3 : m.L)) {
+                    continue;
+                }
+                auto run = [&](const char *offload) {
+                    Net n(m, text("-b 2 -t 7 -r %d --offload ", level) + offload, 0);
+                    runs++;
+                    return busy_trace(&n, accum_steps);
+                };
+                const Reals want = run("none");
+                for (const char *offload : {"weights", "gradients", "moments", "residuals",
+                                            "weights,gradients,moments,residuals"}) {
+                    expect(same_bits(run(offload), want), "%s, -r %d, %d micro-steps, %s", e,
+                           level, accum_steps, offload);
+                }
+            }
+        }
+    }
+    detail = text("%d runs", runs);
+}
+
+// A slot is refused to all but its tenant, and to whoever asks before the tenant is there.
+static void test_slots() {
+#ifdef _OPENMP
+    omp_set_num_threads(1);  // as in test_arena
+#endif
+    Model m = shape("l4h1c16t8", 257);
+    Net n(m, "-b 1 -t 7 --offload weights,gradients,residuals", 0);
+    Plan *p = &n.plan;
+    Batch b(7, m.V, 1);
+    n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
+    weight(p, FCW, 0);  // blocks 0 and 1 are the last to have come
+    weight(p, FCW, 1);
+    weight(p, LN1W, 3);
+    expect_death(weight(p, FCW, 2), "weights of block 2 are not in their slot at tick");
+    expect_death(dweight(p, QKVW, 3), "gradients of block 3 are not in their slot at tick");
+    expect_death(act(p, ACT_X, 2), "residuals of block 2 are not in their slot at tick");
+    n.e.write(&n.e, STATE_WEIGHTS, 0, n.state(STATE_WEIGHTS).data(), n.size());
+    expect_death(weight(p, FCW, 0), "weights of block 0 are not in their slot at tick");
+    plan_tick(p, 0);
+    visits_move(p, 0, MOVE_ARRIVE, 0, 0);
+    expect_death(weight(p, FCW, 0), "weights of block 0 are not in their slot at tick 0");
+}
+
 // Losses, gradients, weights, and products large enough to be shared out, for 1 to 3 threads.
 static void test_thread_bits() {
 #ifdef _OPENMP
@@ -2303,14 +2400,14 @@ static void test_update() {
     }
     static const double bad[] = {NAN, HUGE_VAL, -HUGE_VAL, 6};
     for (double value : bad) {
-        g[n.size() - m.C] = (real)value;
+        g[tensor_offset(&m, LNFB, 0)] = (real)value;
         network_update(&n.plan, &o, 0.1, 5, 0, &skipped);
         expect(skipped == 1 && same_bits(w, n.state(STATE_WEIGHTS)), "norm %g, limit 5", value);
     }
     Reals zero = n.state(STATE_M);
     expect(std::count(zero.begin(), zero.end(), (real)0) == n.size(),
            "moments after skipped steps");
-    g[n.size() - m.C] = 0;
+    g[tensor_offset(&m, LNFB, 0)] = 0;
     g[0] = 3;
     g[1] = -4;  // norm 5, clip 1: m = 0.1 x 3 / 5 and -0.1 x 4 / 5
     expect(network_update(&n.plan, &o, 0.1, HUGE_VAL, 0, &skipped) == 5 && !skipped);
@@ -2329,13 +2426,27 @@ static void test_update() {
     network_update(&n.plan, &o, 0.1, HUGE_VAL, 2, &skipped);
     expect(end > begin && std::count(weights + begin, weights + end, (real)7) == end - begin,
            "AdamW leaves gaps alone");
-    Reals x = noise(200000, 1, 1);
+}
+
+// The norm of a flat state of more than two chunks, of 65,536 numbers each, and a few over.
+static void test_norm() {
+    Model m = shape("l2h1c36t80", 3000);
+    Net n(m, 1, 4);
+    Reals x((size_t)n.size());
     wide squares = 0;
-    for (real value : x) {
-        squares += (wide)value * value;
+    TensorSpan span = {0, 0, 0, 0, 0, 0};
+    while (span_next(&m, 0, n.size(), &span)) {
+        const Reals values = noise((size_t)span.count, 1, (uint64_t)span.next);
+        std::copy(values.begin(), values.end(), x.begin() + span.at);
+        for (real value : values) {
+            squares += (wide)value * value;
+        }
     }
-    expect_near((wide)global_norm(x.data(), 200000), (wide)sqrt((double)squares),
-                sqrt((double)squares) * 4 * sqrt(2e5) * 0x1p-53, "norm of 200,000");
+    expect(n.size() > 2 * 65536 && n.size() % 65536 > 0);
+    memcpy(buffer(&n.plan, BUF_GRADS), x.data(), x.size() * sizeof(real));
+    expect_near((wide)gradient_norm(&n.plan), (wide)sqrt((double)squares),
+                sqrt((double)squares) * 4 * sqrt((double)n.size()) * 0x1p-53, "norm of %d numbers",
+                (int)n.size());
 }
 
 // Learning rates at places where they are round numbers, and the limit of --skip-zscore.
@@ -3961,7 +4072,7 @@ static void naive_bf16_micro_step(Net *n, const Batch &b) {
     Pass pass = {p, b.inputs.data(), b.targets.data(), B, T, (real)(1.0 / (B * T)), 0};
     p->mark = mark_and_round;
     memset(buffer(p, BUF_GRADS), 0, p->buffers[p->single[BUF_GRADS]].bytes);
-    walk(p, tick_embed_backward(m), naive_bf16_stage, &pass);
+    walk(p, tick_embed_backward(m), 0, naive_bf16_stage, &pass);
     p->mark = plan_mark;
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int l = 0; l < tensor_copies(m, tensor) && tensor_is_matrix(tensor); l++) {
@@ -4485,12 +4596,15 @@ static const Test tests[] = {
     T(derivatives_network, DOUBLE),
 #endif
     T(recompute_bits, ALL),
+    T(offload_bits, ALL),
+    T(slots, HOST),
     T(thread_bits, ALL),
     T(accumulation, ALL),
     T(network_facts, ALL),
     T(initialise, ALL),
     T(adamw, ALL),
     T(update, ALL),
+    T(norm, ALL),
     T(schedules, HOST),
     T(sampling, ALL),
     T(log, HOST),

@@ -769,6 +769,42 @@ static int64_t tensor_offset(const Model *m, int tensor, int layer) {
     return subset_offset(m, tensor, layer, ALL_TENSORS);
 }
 
+// The part of one tensor that is in a range of a flat state.
+typedef struct {
+    int next;  // number of the tensor behind it, in the order of their offsets; 0 at first
+    int tensor, layer;
+    int64_t first, count;  // elements of the tensor
+    int64_t at;            // of the range, where they begin
+} TensorSpan;
+enum { PER_BLOCK = LNFW - LN1W };  // tensors of a block
+
+// Moves `span`, {0} at first, on to the next tensor with elements in [offset, offset + count);
+// 0 when there is none left.
+static int span_next(const Model *m, int64_t offset, int64_t count, TensorSpan *span) {
+    const int tensors = TENSORS - PER_BLOCK + m->L * PER_BLOCK;
+    const int64_t blocks = tensor_offset(m, LN1W, 0), block = tensor_offset(m, LN1W, 1) - blocks;
+    if (span->next == 0 && offset >= blocks) {  // in its block, or behind all of them
+        span->next = LN1W + PER_BLOCK * (int)min_i64((offset - blocks) / block, m->L);
+    }
+    while (span->next < tensors) {
+        const int n = span->next++, inside = n - LN1W, behind = inside - m->L * PER_BLOCK;
+        span->layer = inside >= 0 && behind < 0 ? inside / PER_BLOCK : 0;
+        span->tensor = inside < 0 ? n : behind < 0 ? LN1W + inside % PER_BLOCK : LNFW + behind;
+        const int64_t begin = tensor_offset(m, span->tensor, span->layer);
+        const int64_t end = begin + tensor_size(m, span->tensor);
+        if (begin >= offset + count) {
+            break;
+        }
+        if (end > offset) {
+            span->first = max_i64(offset - begin, 0);
+            span->at = begin + span->first - offset;
+            span->count = min_i64(end, offset + count) - begin - span->first;
+            return 1;
+        }
+    }
+    return 0;
+}
+
 // The number of tensors, those of all layers counted.
 static int model_tensors(const Model *m) {
     int n = 0;
@@ -870,6 +906,8 @@ static void model_set_vocabulary(Model *m, int V) {
 //    poisoned gap behind each buffer.
 // 3. An activation that is recomputed has two buffers: one that dies in forward, one that lives in
 //    backward.
+// 4. What lives in host memory has an allocation of its own, on the CPU a second mapping, so that
+//    whatever moves between homes on a GPU moves here too and is tested without one.
 
 // Types of a buffer's elements. TYPE_REAL is the oracle's own, TYPE_U16 the low half of an fp32
 // weight whose high half is its bf16 weight, TYPE_U8 memory that one function lays out by itself.
@@ -1173,7 +1211,21 @@ static void single_buffers(BufferEntry buffers[SINGLES], const Settings *s) {
     memcpy(buffers + STATE_BUFFERS, rows, sizeof rows);
 }
 
+// Who is in a slot, and what is under way there.
 typedef struct {
+    int tenant;              // block + 1; 0: nobody
+    int arriving, leaving;   // until the compute stream has waited for it
+} Slot;
+typedef struct Visit Visit;  // next chapter
+
+// The first slot of each kind, and what comes from and goes to: the home of all blocks.
+static const struct {
+    int slot, home;
+} visit_buffers[HOMES] = {{BUF_WEIGHTS_SLOT, BUF_WEIGHTS_HOME}, {BUF_GRADS_SLOT, BUF_GRADS_HOME},
+                          {-1, -1}, {-1, -1}, {BUF_X_SLOT, BUF_X_HOME}};
+
+typedef struct Plan Plan;
+struct Plan {
     Settings settings;
     Buffer *buffers;
     int buffer_count, ticks;
@@ -1183,11 +1235,17 @@ typedef struct {
     size_t device_bytes, host_bytes;  // the allocations
     size_t live_bytes;                // most bytes alive at once: no layout needs less
     int peak;                         // the first tick with so many
+    Visit *visits;                    // of a micro-step
+    int visit_count;
     // at run time
     char *base[2];  // by home
     int now;
+    Slot slots[HOMES][SLOTS];
+    // Moves what visits; the next chapter says what each move is.
+    void (*move)(Plan *p, int move, const Visit *v, void *slot, void *home, size_t bytes);
+    void *mover;                                          // whoever does
     void (*mark)(void *memory, size_t bytes, int alive);  // of memory that comes alive or dies
-} Plan;
+};
 
 // 256 bytes: as cudaMalloc aligns, and four cache lines, so that no two buffers share one.
 enum { PLAN_ALIGN = 256, PLAN_GAP = GPT2_POISON ? 256 : 0 };
@@ -1237,7 +1295,7 @@ static void plan_add_block(Plan *p, int layer) {
         BufferEntry entry = {GROUP_KEPT, a->name, a->channels > 0 ? s->dtype : settings_real(s),
                              act_count(m, i, N), made, used_back, ON_DEVICE};
         if (i == ACT_X && s->home[HOME_OF_RESIDUALS]) {
-            *forward = *backward = p->single[BUF_X_SLOT + layer % SLOTS];
+            *forward = *backward = -1;  // it has a slot
             continue;
         }
         if (!plan_recomputes(s, a->made, layer)) {
@@ -1361,6 +1419,8 @@ static size_t plan_peak(const Plan *p, int *peak) {
     return (size_t)most;
 }
 
+static void plan_add_visits(Plan *p);  // next chapter
+
 // The buffers of a run with these settings and the bytes alive at once, without a layout.
 static void plan_list(Plan *p, const Settings *s) {
     memset(p, 0, sizeof *p);
@@ -1389,12 +1449,14 @@ static void plan_build(Plan *p, const Settings *s) {
     if (plan_place(p, 1) > by_life) {
         plan_place(p, 0);
     }
+    plan_add_visits(p);
 }
 
 static void plan_free(Plan *p) {
     free(p->buffers);
     free(p->act);
     free(p->grad);
+    free(p->visits);
     memset(p, 0, sizeof *p);
 }
 
@@ -1407,11 +1469,16 @@ static size_t plan_live(const Settings *s) {
     return bytes;
 }
 
-// The device bytes of a run with other settings: what remedies and tables are made of.
+// What a run takes of its device's memory: on the CPU both homes are the same memory.
+static size_t plan_taken(const Plan *p) {
+    return p->device_bytes + (p->settings.gpu ? 0 : p->host_bytes);
+}
+
+// The same of a run with other settings: what remedies and tables are made of.
 static size_t plan_bytes(const Settings *s) {
     Plan p;
     plan_build(&p, s);
-    size_t bytes = p.device_bytes;
+    size_t bytes = plan_taken(&p);
     plan_free(&p);
     return bytes;
 }
@@ -1487,9 +1554,9 @@ static void plan_tick(Plan *p, int tick) {
         for (int i = 0; i < p->buffer_count; i++) {
             Buffer *b = &p->buffers[i];
             int alive = b->first <= tick && tick <= b->last;
-            if (b->home == HOME_DEVICE && alive != b->alive && alive == birth) {
+            if (alive != b->alive && alive == birth) {
                 b->alive = alive;
-                p->mark(p->base[HOME_DEVICE] + b->offset, b->bytes, alive);
+                p->mark(p->base[b->home] + b->offset, b->bytes, alive);
             }
         }
     }
@@ -1508,12 +1575,24 @@ static void *buffer_pointer(const Plan *p, int id) {
 
 static void *plan_single(const Plan *p, int single) { return buffer_pointer(p, p->single[single]); }
 
+// The buffer of the slot that block `layer` has for a state that visits. The block must be its
+// tenant: before it has arrived and after it has left the bytes are another block's.
+static int slot_buffer(const Plan *p, HomeOf state, int layer) {
+    check(p->slots[state][layer % SLOTS].tenant == layer + 1,
+          "%s of block %d are not in their slot at tick %d", choice_text(offloads, state + 2).s,
+          layer, p->now);
+    return visit_buffers[state].slot + layer % SLOTS;
+}
+
 // An activation of a block, from the buffer of the pass that the clock is in: what is recomputed
 // has one for forward and one for backward. x of layer L is the last block's output.
 static void *plan_act(const Plan *p, int act, int layer) {
     const Model *m = &p->settings.model;
     if (act == ACT_X && layer == m->L) {
         return plan_single(p, BUF_XF);
+    }
+    if (act == ACT_X && p->settings.home[HOME_OF_RESIDUALS]) {
+        return plan_single(p, slot_buffer(p, HOME_OF_RESIDUALS, layer));
     }
     int backward = p->now >= tick_backward(m, m->L - 1, 0);
     return buffer_pointer(p, p->act[(backward * ACTS + act) * m->L + layer]);
@@ -1523,32 +1602,46 @@ static void *plan_grad(const Plan *p, int grad, int layer) {
     return buffer_pointer(p, p->grad[grad * p->settings.model.L + layer]);
 }
 
-// Allocates the plan: one mapping of exactly device_bytes. It is zero without being written, and
-// asks for huge pages, because packing steps through a matrix page by page. Ends the run when the
-// system refuses.
-static void plan_open(Plan *p) {
-    void *memory =
-        mmap(NULL, p->device_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (memory == MAP_FAILED) {
-        die("cannot allocate %s for the plan: %s", bytes_text((double)p->device_bytes).s,
-            strerror(errno));
+// A mapping of `bytes`, NULL for none. It is zero without being written, and asks for huge pages,
+// because packing steps through a matrix page by page. Ends the run when the system refuses.
+static char *plan_map(size_t bytes) {
+    if (bytes == 0) {
+        return NULL;
     }
-    madvise(memory, p->device_bytes, MADV_HUGEPAGE);
-    p->base[HOME_DEVICE] = (char *)memory;
+    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) {
+        die("cannot allocate %s for the plan: %s", bytes_text((double)bytes).s, strerror(errno));
+    }
+    madvise(memory, bytes, MADV_HUGEPAGE);
+    return (char *)memory;
+}
+
+// Allocates the plan: a mapping for each home, of exactly device_bytes and host_bytes.
+static void plan_open(Plan *p) {
+    p->base[HOME_DEVICE] = plan_map(p->device_bytes);
+    p->base[HOME_HOST] = plan_map(p->host_bytes);
 #if GPT2_POISON
     p->mark = plan_mark;
-    p->mark(memory, p->device_bytes, 0);
+    p->mark(p->base[HOME_DEVICE], p->device_bytes, 0);
+    if (p->host_bytes) {
+        p->mark(p->base[HOME_HOST], p->host_bytes, 0);
+    }
 #endif
     plan_tick(p, 0);
 }
 
 // Gives the memory back; the plan stays.
 static void plan_close(Plan *p) {
+    const size_t bytes[] = {p->device_bytes, p->host_bytes};
+    for (int home = HOME_DEVICE; home <= HOME_HOST; home++) {
+        if (p->base[home]) {
 #if GPT2_POISON
-    p->mark(p->base[HOME_DEVICE], p->device_bytes, 1);
+            p->mark(p->base[home], bytes[home], 1);
 #endif
-    munmap(p->base[HOME_DEVICE], p->device_bytes);
-    p->base[HOME_DEVICE] = NULL;
+            munmap(p->base[home], bytes[home]);
+        }
+        p->base[home] = NULL;
+    }
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -1629,6 +1722,53 @@ static TensorRange tensor_range(const Settings *s, int tensor, int layer, int wh
     return r;
 }
 
+// Where a tensor of a state is: a buffer that exists once, and its first element there.
+typedef struct {
+    int buffer;
+    int64_t offset;
+} Place;
+
+// Does a tensor of weights or gradients visit the device?
+static int tensor_visits(const Settings *s, HomeOf state, int tensor) {
+    return s->home[state] && tensor_is_matrix(tensor) && tensor_table[tensor].per_layer;
+}
+
+// Where a whole tensor of the weights, gradients or moments (m; v lies alike) is at home.
+static Place tensor_home(const Settings *s, HomeOf state, int tensor, int layer) {
+    static const int flat[HOMES] = {BUF_WEIGHTS, BUF_GRADS, BUF_M, BUF_MASTER, 0};
+    static const int home[] = {BUF_WEIGHTS_HOME, BUF_GRADS_HOME};
+    const Model *m = &s->model;
+    const int parted = s->gpu && state == HOME_OF_GRADIENTS;  // vectors have a buffer of their own
+    const int moves = state == HOME_OF_WEIGHTS || state == HOME_OF_GRADIENTS ? s->home[state] : 0;
+    if (s->ranks == 1 && !parted && !moves) {
+        const Place in_file = {flat[state], tensor_offset(m, tensor, layer)};
+        return in_file;
+    }
+    Place place = {flat[state], 0};
+    const int bucket = tensor_bucket(m, tensor, layer, &place.offset);
+    place.offset += bucket_at(m, s->ranks, bucket).offset;
+    if (moves && tensor_visits(s, state, tensor)) {
+        place.buffer = home[state];
+        place.offset -= bucket_at(m, s->ranks, BUCKET_BLOCKS).offset;
+    } else if (parted && tensor_is_matrix(tensor)) {
+        place.offset -= bucket_at(m, s->ranks, BUCKET_WTE).offset;
+    } else if (parted) {
+        place.buffer = BUF_GRADS_1D;
+    }
+    return place;
+}
+
+// Where a whole tensor of the weights or gradients is on the device: in its block's slot, or at
+// home.
+static Place tensor_place(const Plan *p, HomeOf state, int tensor, int layer) {
+    if (!tensor_visits(&p->settings, state, tensor)) {
+        return tensor_home(&p->settings, state, tensor, layer);
+    }
+    Place place = {slot_buffer(p, state, layer), 0};
+    tensor_bucket(&p->settings.model, tensor, layer, &place.offset);
+    return place;
+}
+
 // What AdamW updates on this rank: vectors are updated alike by all, matrices too unless their
 // moments are sharded.
 static TensorRange tensor_update_range(const Settings *s, int tensor, int layer) {
@@ -1689,12 +1829,12 @@ static void state_buffers(BufferEntry rows[STATE_BUFFERS], const Settings *s) {
 // for that, behind `last` it departs, and `leave` waits for that. `in` and `out` are flags of its
 // home: HOME_HOST uploads and downloads, HOME_SHARD gathers and reduces, both upload a part and
 // then gather; 0: made on the device; nothing departs.
-typedef struct {
+struct Visit {
     HomeOf what;
     int block, slot;
     int arrive, first, last, leave;
     int in, out;
-} Visit;
+};
 enum { BLOCK_VISITS = 5 };  // of one block at most
 
 // The visits of a micro-step in the order of their arrival; returns their number, at most
@@ -1735,6 +1875,79 @@ static int visits_build(Visit *visits, const Settings *s) {
         }
     }
     return n;
+}
+
+static void plan_add_visits(Plan *p) {
+    p->visits = (Visit *)alloc_zero(BLOCK_VISITS * (size_t)p->settings.model.L, sizeof(Visit));
+    p->visit_count = visits_build(p->visits, &p->settings);
+}
+
+// The moves of a visit, at its four ticks in this order: begins to fill the slot (from `home`, or
+// where that is NULL leaves it to be computed), makes the compute stream wait until it is filled,
+// begins to empty it into `home`, makes the compute stream wait for that. Plan.move makes them.
+enum { MOVE_ARRIVE, MOVE_ARRIVED, MOVE_DEPART, MOVE_DEPARTED };
+
+// One move of a visit, where it has such a move, and who is in the slot from then on. `adds`:
+// gradients are added to those at home, so these come to the device first.
+static void visit_move(Plan *p, const Visit *v, int move, int adds) {
+    const int brings = v->in && (adds || v->what != HOME_OF_GRADIENTS);
+    const int id = p->single[visit_buffers[v->what].slot + v->slot];
+    Slot *slot = &p->slots[v->what][v->slot];
+    char *memory = (char *)buffer_pointer(p, id), *home = NULL;
+    const size_t bytes = p->buffers[id].bytes;
+    switch (move) {
+    case MOVE_ARRIVE:
+        if (v->what == HOME_OF_WEIGHTS && slot->tenant == v->block + 1) {
+            return;  // they have stayed
+        }
+#if GPT2_POISON
+        p->mark(memory, bytes, 1);  // what comes too late, or not whole, leaves NaN
+#endif
+        slot->tenant = 0;
+        slot->arriving = brings;
+        break;
+    case MOVE_ARRIVED:
+        slot->tenant = v->block + 1;
+        if (!slot->arriving) {
+            return;
+        }
+        slot->arriving = 0;
+        break;
+    case MOVE_DEPART:
+        if (!v->out) {
+            return;
+        }
+        slot->leaving = 1;
+        break;
+    case MOVE_DEPARTED:
+        if (!slot->leaving) {
+            return;
+        }
+        slot->leaving = 0;
+        break;
+    }
+    if (brings || v->out) {
+        home = (char *)plan_single(p, visit_buffers[v->what].home) + (size_t)v->block * bytes;
+    }
+    p->move(p, move, v, memory, move == MOVE_ARRIVE && !brings ? NULL : home, bytes);
+}
+
+// Makes the moves of one kind at a tick. `from`: the visits before are over.
+static void visits_move(Plan *p, int from, int move, int tick, int adds) {
+    for (int i = from; i < p->visit_count && p->visits[i].arrive <= tick; i++) {
+        const Visit *v = &p->visits[i];
+        const int ticks[] = {v->arrive, v->first, v->last, v->leave};
+        if (ticks[move] == tick) {
+            visit_move(p, v, move, adds);
+        }
+    }
+}
+
+// The weights at home are new: those in slots are not to be taken for them.
+static void visits_forget_weights(Plan *p) {
+    for (int slot = 0; slot < SLOTS; slot++) {
+        p->slots[HOME_OF_WEIGHTS][slot].tenant = 0;
+    }
 }
 
 // Bytes that a rank moves in a step of `micros` micro-steps: between host and device, and to the
@@ -1885,9 +2098,9 @@ static void settings_types(Settings *s, const Options *o) {
     s->moment_dtype = o->moments == MOMENTS_BF16 ? TYPE_BF16 : fp32;
     s->split_master = s->dtype == TYPE_BF16 && o->master == MASTER_SPLIT;
     const int plain = s->dtype == TYPE_REAL && s->moment_dtype == TYPE_REAL;
-    if (!s->gpu && (!plain || settings_offloads(s))) {
-        die("--dtype, --moments and --offload: this run computes in fp32 on the CPU; with --plan "
-            "--gpu NAME they plan a GPU run");
+    if (!s->gpu && !plain) {
+        die("--dtype and --moments: this run computes in fp32 on the CPU; with --plan --gpu NAME "
+            "they plan a GPU run");
     }
     if (s->dtype != TYPE_BF16 && (o->grad_dtype == GRADS_BF16 || s->moment_dtype == TYPE_BF16)) {
         die("--%s bf16 needs --dtype bf16, found %s",
@@ -2709,30 +2922,43 @@ static void gelu_backward(real *dinp, const real *dout, const real *inp, size_t 
 //    passes both branches unchanged; what comes back through the MLP and through attention is added
 //    to it by the LayerNorm at the head of each branch.
 
-// Walks the ticks of a micro-step through `end`, in order: moves the clock, leaves out what is not
-// recomputed, and has `stage` compute the rest. A pass without backward is a shorter walk. What is
-// to happen around the stages of a tick, whatever engine computes them, happens here.
-static void walk(Plan *p, int end, void (*stage)(void *self, int stage, int layer), void *self) {
-    for (int tick = 0; tick <= end; tick++) {
+// Walks the ticks of a micro-step through `end`, in order: moves the clock and what visits, leaves
+// out what is not recomputed, and has `stage` compute the rest. A pass without backward is a
+// shorter walk, from which nothing departs. `adds`: gradients are added to those of the micro-step
+// before. What is to happen around the stages of a tick, whatever engine computes them, happens
+// here: bytes change hands on the stream of the stages alone, so it waits for departures before
+// buffers are born, for arrivals before they are used.
+static void walk(Plan *p, int end, int adds, void (*stage)(void *self, int stage, int layer),
+                 void *self) {
+    const int departs = end > tick_head(&p->settings.model);
+    for (int tick = 0, from = 0; tick <= end; tick++) {
         Tick t = tick_at(&p->settings, tick);
+        for (; from < p->visit_count && p->visits[from].leave < tick; from++) {
+        }
+        visits_move(p, from, MOVE_DEPARTED, tick, adds);
         plan_tick(p, tick);
+        visits_move(p, from, MOVE_ARRIVE, tick, adds);
+        visits_move(p, from, MOVE_ARRIVED, tick, adds);
         if (!t.again || plan_recomputes(&p->settings, t.stage, t.layer)) {
             stage(self, t.stage, t.layer);
+        }
+        if (departs) {
+            visits_move(p, from, MOVE_DEPART, tick, adds);
         }
     }
 }
 
-// The plan's buffers as the oracle's numbers: one that exists once; a tensor of the weights,
-// gradients or moments; an activation; the gradient of one (GRAD_*).
+// The plan's buffers as the oracle's numbers: one that exists once; what is at a place; a tensor of
+// the weights or gradients, where it is on the device; an activation; the gradient of one (GRAD_*).
 static real *buffer(const Plan *p, int id) { return (real *)plan_single(p, id); }
-static real *tensor_in(const Plan *p, int id, int tensor, int layer) {
-    return buffer(p, id) + tensor_offset(&p->settings.model, tensor, layer);
+static real *at_place(const Plan *p, Place place) {
+    return buffer(p, place.buffer) + place.offset;
 }
 static real *weight(const Plan *p, int tensor, int layer) {
-    return tensor_in(p, BUF_WEIGHTS, tensor, layer);
+    return at_place(p, tensor_place(p, HOME_OF_WEIGHTS, tensor, layer));
 }
 static real *dweight(const Plan *p, int tensor, int layer) {
-    return tensor_in(p, BUF_GRADS, tensor, layer);
+    return at_place(p, tensor_place(p, HOME_OF_GRADIENTS, tensor, layer));
 }
 static real *act(const Plan *p, int id, int layer) { return (real *)plan_act(p, id, layer); }
 static real *dact(const Plan *p, int id, int layer) { return (real *)plan_grad(p, id, layer); }
@@ -2887,6 +3113,8 @@ static void network_stage(void *self, int stage, int layer) {
         embedding_backward(dweight(p, WTE, 0), dweight(p, WPE, 0), buffer(p, BUF_DRES),
                            pass->inputs, B, T, C);
         break;
+    case JOIN:  // of streams, which the CPU has not
+        break;
     default:
         (stage < F_STAGES ? block_forward : block_backward)(pass, stage, layer);
     }
@@ -2898,30 +3126,42 @@ static void network_stage(void *self, int stage, int layer) {
 // not decayed. The gradient norm is summed in fp64 over fixed chunks, so no bit depends on the
 // number of threads.
 
-// L2 norm of x (n), n a multiple of LANES as every flat buffer's size is. Each chunk of 65,536
-// numbers has a sum of its own: short enough that GPT-2's smallest model still gives 1,900 chunks
-// to share out, long enough that adding up the sums, in order and by one thread, costs nothing.
-static double global_norm(const real *x, int64_t n) {
+// Sum of squares of the gradients [offset, offset + count) of a flat state, wherever their tensors
+// are at home. These begin at multiples of LANES and have zeros behind them, so the lanes' sums are
+// those of one pass over the flat state.
+static double square_sum(const Plan *p, int64_t offset, int64_t count) {
+    const Settings *s = &p->settings;
+    double lanes[LANES] = {0}, sum = 0;
+    TensorSpan span = {0, 0, 0, 0, 0, 0};
+    while (span_next(&s->model, offset, count, &span)) {
+        const real *x =
+            at_place(p, tensor_home(s, HOME_OF_GRADIENTS, span.tensor, span.layer)) + span.first;
+        for (int64_t i = 0; i < span.count; i += LANES) {
+            for (int j = 0; j < LANES; j++) {
+                lanes[j] += (double)x[i + j] * (double)x[i + j];
+            }
+        }
+    }
+    for (int j = 0; j < LANES; j++) {
+        sum += lanes[j];
+    }
+    return sum;
+}
+
+// L2 norm of all gradients. Each chunk of 65,536 numbers has a sum of its own: short enough that
+// GPT-2's smallest model still gives 1,900 chunks to share out, long enough that adding up the
+// sums, in order and by one thread, costs nothing.
+static double gradient_norm(const Plan *p) {
     enum { CHUNK = 1 << 16, CHUNKS = 4096 };
     static double sums[CHUNKS];  // of up to 2^28 numbers at a time: not on the stack, not allocated
+    const int64_t n = tensor_offset(&p->settings.model, TENSORS, 0);
     double total = 0;
-    check(n % LANES == 0, "%" PRId64 " numbers", n);
     for (int64_t begin = 0; begin < n; begin += (int64_t)CHUNK * CHUNKS) {
         const int chunks = (int)min_i64(ceil_div_i64(n - begin, CHUNK), CHUNKS);
         #pragma omp parallel for schedule(static)
         for (int k = 0; k < chunks; k++) {
-            const real *chunk = x + begin + (int64_t)k * CHUNK;
-            const int64_t count = min_i64(CHUNK, x + n - chunk);
-            double lanes[LANES] = {0}, sum = 0;
-            for (int64_t i = 0; i < count; i += LANES) {
-                for (int j = 0; j < LANES; j++) {
-                    lanes[j] += (double)chunk[i + j] * (double)chunk[i + j];
-                }
-            }
-            for (int j = 0; j < LANES; j++) {
-                sum += lanes[j];
-            }
-            sums[k] = sum;
+            const int64_t at = begin + (int64_t)k * CHUNK;
+            sums[k] = square_sum(p, at, min_i64(CHUNK, n - at));
         }
         for (int k = 0; k < chunks; k++) {
             total += sums[k];
@@ -3008,9 +3248,11 @@ static double norm_limit(const NormWindow *w, double zscore) {
 // before this one.
 static double network_update(Plan *p, const Options *o, double lr, double limit, int64_t updates,
                              int *skipped) {
-    const Model *m = &p->settings.model;
-    plan_tick(p, tick_update(&p->settings));
-    double norm = global_norm(buffer(p, BUF_GRADS), tensor_offset(m, TENSORS, 0));
+    const Settings *s = &p->settings;
+    const Model *m = &s->model;
+    plan_tick(p, tick_update(s));
+    visits_forget_weights(p);
+    double norm = gradient_norm(p);
     *skipped = !(isfinite(norm) && norm <= limit);
     if (*skipped) {
         return norm;
@@ -3019,9 +3261,10 @@ static double network_update(Plan *p, const Options *o, double lr, double limit,
     AdamW a = adamw_at(o, lr, updates, scale);
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int l = 0; l < tensor_copies(m, tensor); l++) {
-            const TensorRange r = tensor_update_range(&p->settings, tensor, l);
-            adamw_update(weight(p, tensor, l) + r.first, buffer(p, BUF_M) + r.state,
-                         buffer(p, BUF_V) + r.state, dweight(p, tensor, l) + r.first, &a,
+            const TensorRange r = tensor_update_range(s, tensor, l);
+            real *weights = at_place(p, tensor_home(s, HOME_OF_WEIGHTS, tensor, l)) + r.first;
+            real *grads = at_place(p, tensor_home(s, HOME_OF_GRADIENTS, tensor, l)) + r.first;
+            adamw_update(weights, buffer(p, BUF_M) + r.state, buffer(p, BUF_V) + r.state, grads, &a,
                          tensor_is_matrix(tensor) ? a.weight_decay : 0, r.count);
         }
     }
@@ -3034,8 +3277,10 @@ static double network_update(Plan *p, const Options *o, double lr, double limit,
 // logits, and states in and out. The CPU's engine is here; Volume II brings the GPU's. All that
 // follows knows neither.
 
-// What a run trains is held in three flat buffers, laid out as chapter The model says.
+// What a run trains are three flat states, laid out as chapter The model says.
 enum { STATE_WEIGHTS, STATE_M, STATE_V, STATES, STATE_GRADS = STATES };  // gradients: read only
+static const HomeOf state_homes[STATES + 1] = {HOME_OF_WEIGHTS, HOME_OF_MOMENTS, HOME_OF_MOMENTS,
+                                               HOME_OF_GRADIENTS};
 // Elements that pass through the host at a time: 1 MiB of fp32, enough for a disk's full rate. Few
 // in test builds, so that small models have several.
 enum { PIECE = GPT2_POISON ? 1 << 10 : 1 << 18 };
@@ -3063,8 +3308,8 @@ struct Engine {
     double (*forward_loss)(Engine *e, real *losses, const Token *inputs, const Token *targets);
     // Logits (V) after the last of n <= T tokens.
     void (*logits)(Engine *e, real *out, const Token *tokens, int n);
-    // `count` elements from `offset` of a flat state buffer (STATE_*), out of the engine and into
-    // it.
+    // `count` elements from `offset` of a flat state (STATE_*), out of the engine and into it,
+    // wherever their home is. What is between tensors reads as zero and is not written.
     void (*read)(Engine *e, int state, int64_t offset, real *out, int64_t count);
     void (*write)(Engine *e, int state, int64_t offset, const real *values, int64_t count);
     void (*close)(Engine *e);
@@ -3089,7 +3334,7 @@ static void cpu_micro_step(Engine *e, const Token *inputs, const Token *targets,
         cpu->loss = 0;
         memset(buffer(p, BUF_GRADS), 0, p->buffers[p->single[BUF_GRADS]].bytes);
     }
-    walk(p, tick_embed_backward(&s->model), network_stage, &pass);
+    walk(p, tick_join(s), accum_step > 0, network_stage, &pass);
     cpu->loss += pass.loss / accum_steps;
 }
 
@@ -3106,7 +3351,7 @@ static double cpu_forward_loss(Engine *e, real *losses, const Token *inputs, con
     Plan *p = ((CpuEngine *)e->self)->plan;
     const Settings *s = &p->settings;
     Pass pass = {p, inputs, targets, s->B, s->T, 0, 0};
-    walk(p, tick_head(&s->model), network_stage, &pass);
+    walk(p, tick_head(&s->model), 0, network_stage, &pass);
     if (losses) {
         memcpy(losses, buffer(p, BUF_LOSSES), (size_t)(s->B * s->T) * sizeof(real));
     }
@@ -3118,21 +3363,46 @@ static void cpu_logits(Engine *e, real *out, const Token *tokens, int n) {
     Plan *p = ((CpuEngine *)e->self)->plan;
     const Model *m = &p->settings.model;
     Pass pass = {p, tokens, NULL, 1, n, 0, 0};
-    walk(p, tick_head(m), network_stage, &pass);
+    walk(p, tick_head(m), 0, network_stage, &pass);
     memcpy(out, buffer(p, BUF_LOGITS), (size_t)m->V * sizeof(real));
 }
 
-static real *cpu_state(Engine *e, int state, int64_t offset) {
-    static const int buffers[] = {BUF_WEIGHTS, BUF_M, BUF_V, BUF_GRADS};
-    return buffer(((CpuEngine *)e->self)->plan, buffers[state]) + offset;
+// A span of a flat state, at home.
+static real *cpu_span(const Plan *p, int state, const TensorSpan *span) {
+    Place place = tensor_home(&p->settings, state_homes[state], span->tensor, span->layer);
+    place.buffer = state == STATE_V ? BUF_V : place.buffer;
+    return at_place(p, place) + span->first;
 }
 
 static void cpu_read(Engine *e, int state, int64_t offset, real *out, int64_t count) {
-    memcpy(out, cpu_state(e, state, offset), (size_t)count * sizeof(real));
+    const Plan *p = ((CpuEngine *)e->self)->plan;
+    TensorSpan span = {0, 0, 0, 0, 0, 0};
+    memset(out, 0, (size_t)count * sizeof(real));
+    while (span_next(&p->settings.model, offset, count, &span)) {
+        memcpy(out + span.at, cpu_span(p, state, &span), (size_t)span.count * sizeof(real));
+    }
 }
 
 static void cpu_write(Engine *e, int state, int64_t offset, const real *values, int64_t count) {
-    memcpy(cpu_state(e, state, offset), values, (size_t)count * sizeof(real));
+    Plan *p = ((CpuEngine *)e->self)->plan;
+    TensorSpan span = {0, 0, 0, 0, 0, 0};
+    visits_forget_weights(p);
+    while (span_next(&p->settings.model, offset, count, &span)) {
+        memcpy(cpu_span(p, state, &span), values + span.at, (size_t)span.count * sizeof(real));
+    }
+}
+
+// A visit's bytes move at once, so that nobody waits for them. Gradients that do not come from
+// home are cleared, since the layers add to them.
+static void cpu_move(Plan *p, int move, const Visit *v, void *slot, void *home, size_t bytes) {
+    (void)p;
+    if (move == MOVE_ARRIVE && home) {
+        memcpy(slot, home, bytes);
+    } else if (move == MOVE_ARRIVE && v->what == HOME_OF_GRADIENTS) {
+        memset(slot, 0, bytes);
+    } else if (move == MOVE_DEPART) {
+        memcpy(home, slot, bytes);
+    }
 }
 
 static void cpu_close(Engine *e) {
@@ -3147,6 +3417,7 @@ static void cpu_open(Engine *e, Plan *p) {
     memset(e, 0, sizeof *e);
     cpu->plan = p;
     plan_open(p);
+    p->move = cpu_move;
     matmul_workspace = buffer(p, BUF_MATMUL);
     e->self = cpu;
     e->micro_step = cpu_micro_step;
@@ -5663,6 +5934,9 @@ static void run_print_box(const Run *run, const Program *program) {
                    g + 1 < GROUPS ? "," : "");
         }
     }
+    if (settings_offloads(s)) {
+        printf("; %s of host memory", bytes_text((double)p->host_bytes).s);
+    }
     if (run->engine.peak_flops > 0) {
         printf("\npeak     %.0f GFLOP/s: %s; a token counts 6 x (parameters + padding) + 6 L C T "
                "FLOPs\n\n",
@@ -5737,7 +6011,7 @@ static void run_fit(Run *run, const Program *program) {
     run->inputs = (Token *)alloc_zero(2 * batch, sizeof(Token));
     run->targets = run->inputs + batch;
     plan_build(&run->plan, &run->s);
-    plan_refuse(&run->plan, run->plan.device_bytes, room.device);
+    plan_refuse(&run->plan, plan_taken(&run->plan), room.device);
 }
 
 // The validation data, which must be in the training data's tokens. Without it, or with -v 0,

@@ -2940,6 +2940,8 @@ template <class E, class G> static void gpu_stage(void *self, int stage, int lay
                                      pass->batch.sorted, pass->segments, B, T, C, m->maxT,
                                      pass->first, stream);
         break;
+    case JOIN:  // the walk has waited for what departs
+        break;
     default:  // a block's
         (stage < F_STAGES ? gpu_block_forward<E, G> : gpu_block_backward<E, G>)(pass, stage, layer);
     }
@@ -2991,7 +2993,7 @@ static void gpu_micro_step(Engine *e, const Token *inputs, const Token *targets,
         cuda_check(cudaMemsetAsync(gpu_buffer<float>(net, BUF_GRADS_1D), 0,
                                    p->buffers[p->single[BUF_GRADS_1D]].bytes, net->stream));
     }
-    walk(p, tick_embed_backward(&s->model), gpu_stage<E, G>, &pass);
+    walk(p, tick_join(s), accum_step > 0, gpu_stage<E, G>, &pass);
 }
 
 // AdamW for the state types of this run; `updates` updates came before.
@@ -3052,7 +3054,7 @@ static double gpu_forward_loss(Engine *e, real *losses, const Token *inputs, con
     // `first`, so that the sum of losses starts anew; a step's own sum has been read by then.
     GpuPass<E, G> pass = {net, {}, 0, 0, s->B, s->T, 0.0f, true};
     gpu_upload(&pass, inputs, targets);
-    walk(net->plan, tick_head(&s->model), gpu_stage<E, G>, &pass);
+    walk(net->plan, tick_head(&s->model), 0, gpu_stage<E, G>, &pass);
     const float *sum = &gpu_buffer<GpuState>(net, BUF_STATE)->loss_sum;
     cuda_check(cudaMemcpyAsync(&net->result->loss_sum, sum, sizeof(float), cudaMemcpyDeviceToHost,
                                net->stream));
@@ -3076,7 +3078,7 @@ static void gpu_logits(Engine *e, real *out, const Token *tokens, int n) {
     memcpy(padded, tokens, (size_t)n * sizeof(Token));
     gpu_upload(&pass, padded, padded + N);
     pass.batch.targets = nullptr;  // uploaded, since a batch goes up whole, but asked for by nobody
-    walk(net->plan, tick_head(&s->model), gpu_stage<E, G>, &pass);
+    walk(net->plan, tick_head(&s->model), 0, gpu_stage<E, G>, &pass);
     free(padded);
     E *host = (E *)alloc_zero((size_t)V, sizeof(E));
     copy_wait(host, gpu_buffer<E>(net, BUF_LOGITS), V * sizeof(E), cudaMemcpyDeviceToHost,

@@ -310,9 +310,9 @@ static void settings_auto(Settings *s, const Options *o, const Room *room) {
             settings_fit_levels(&next, &v, room->device);
         }
         plan_build(&p, &next);
-        if (p.device_bytes < least && (p.host_bytes <= room->host || rung == 0)) {
+        if (plan_taken(&p) < least && (p.host_bytes <= room->host || rung == 0)) {
             best = next;
-            least = p.device_bytes;
+            least = plan_taken(&p);
         }
         plan_free(&p);
         if (least <= room->device) {
@@ -430,7 +430,7 @@ static int remedy_price(Remedy *r, const Plan *p) {
                 sizeof r->option - 1 - strlen(r->option));
     }
     plan_build(&changed, &r->settings);
-    r->bytes = changed.device_bytes;
+    r->bytes = plan_taken(&changed);
     r->host_bytes = changed.host_bytes;
     plan_free(&changed);
     // Both in steps of as many tokens, of one micro-step before and of several after.
@@ -443,7 +443,7 @@ static int remedy_price(Remedy *r, const Plan *p) {
         snprintf(r->cost + n, sizeof r->cost - (size_t)n, ", %s on the host",
                  bytes_text((double)r->host_bytes).s);
     }
-    return r->bytes < p->device_bytes;
+    return r->bytes < plan_taken(p);
 }
 
 // Every single change that makes the plan smaller, axis by axis. Returns how many.
@@ -512,7 +512,7 @@ static void plan_refuse(const Plan *p, size_t need, size_t available) {
     const size_t missing = need - available, host = (size_t)host_memory("").bytes;
     Room room;
     memset(&room, 0, sizeof room);
-    room.device = p->device_bytes - (missing < p->device_bytes ? missing : p->device_bytes);
+    room.device = plan_taken(p) > missing ? plan_taken(p) - missing : 0;
     room.host = host;
     Remedy *list = (Remedy *)alloc_zero(MAX_REMEDIES, sizeof *list);
     int n = plan_cures(p, &room, list), length = 0, lacks_host = 0;
@@ -524,7 +524,7 @@ static void plan_refuse(const Plan *p, size_t need, size_t available) {
     for (int i = 0; i < n && i < (lacks_host ? 1 : SHOWN); i++) {
         length += snprintf(line + length, sizeof line - (size_t)length, "; %s frees %s (%s)",
                            list[i].option,
-                           bytes_text((double)(p->device_bytes - list[i].bytes)).s, list[i].cost);
+                           bytes_text((double)(plan_taken(p) - list[i].bytes)).s, list[i].cost);
     }
     if (n == 0) {
         snprintf(line, sizeof line, "; no settings make it fit");
@@ -650,13 +650,13 @@ static void plan_print_remedies(const Plan *p, const Room *room, size_t beside) 
     printf("\n%-46s %12s %12s   cost\n", "this setting", "saves", "new total");
     for (int i = 0; i < n; i++) {
         printf("%-46s %12s %12s   %s\n", list[i].option,
-               bytes_text((double)(p->device_bytes - list[i].bytes)).s,
+               bytes_text((double)(plan_taken(p) - list[i].bytes)).s,
                bytes_text((double)(list[i].bytes + beside)).s, list[i].cost);
     }
     if (n == 0) {
         printf("no setting makes it smaller\n");
     }
-    if (room->device > 0 && p->device_bytes > room->device) {
+    if (room->device > 0 && plan_taken(p) > room->device) {
         n = plan_cures(p, room, list);
         for (int i = 0; i < n && i < 5; i++) {
             printf("it fits with %s: %s\n", list[i].option, list[i].cost);
@@ -676,8 +676,8 @@ static int plan_print(const Plan *p, const Room *room, const Options *o) {
     static const char *const types[] = {"fp32", "bf16", "fp16"};
     size_t device[GROUPS], host[GROUPS], sum = 0;
     const size_t beside = s->gpu ? room->library + nccl_estimate_bytes(s) : 0;
-    const size_t total = p->device_bytes + beside, all = room->device + beside;
-    const int fits = !room->device || p->device_bytes <= room->device;
+    const size_t total = plan_taken(p) + beside, all = room->device + beside;
+    const int fits = !room->device || plan_taken(p) <= room->device;
     printf("memory plan of the %s run\nL%d NH%d C%d, vocabulary %d (%d rows), %s parameters; %s; "
            "B %d, T %d; -r %s",
            s->gpu ? "GPU" : "CPU", m->L, m->NH, m->C, m->V, m->Vp,
@@ -707,6 +707,9 @@ static int plan_print(const Plan *p, const Room *room, const Options *o) {
     plan_print_line(s->gpu ? "device allocation" : "allocation", p->device_bytes, "");
     if (s->gpu) {
         plan_print_gpu(p, room);
+    } else if (p->host_bytes) {
+        plan_print_line("in the host's place", p->host_bytes, "   as a GPU run keeps apart");
+        plan_print_line("total", total, "");
     }
     if (room->device) {
         printf("%s: %s%s; %s, %s %s\n", room->where, bytes_text((double)all).s, available_limit,
@@ -771,7 +774,7 @@ static int fit_point(FitPoint *f, const Model *m, int level, const Room *room) {
     }
     f->levels = recompute_text(s);
     plan_build(&p, s);
-    f->bytes = p.device_bytes;
+    f->bytes = plan_taken(&p);
     f->host_bytes = p.host_bytes;
     f->tokens_per_s = forecast_tokens_per_s(&room->speed, s, max_i64(step_micros(&f->o, s), 1));
     plan_free(&p);

@@ -58,7 +58,7 @@ static const Refusal bad_options[] = {
     {"-i train.bin -e l2h2c16t16 -x 10 -u 11", "--warmup (-u): 11"},
     {"-i train.bin -e l2h2c16t16 --dtype bf16", "--dtype"},
     {"-i train.bin -e l2h2c16t16 --moments bf16", "--moments"},
-    {"-i train.bin -e l2h2c16t16 --offload moments", "--offload"},
+    {"-i train.bin -e l2h2c16t16 --offload master", "--offload master: there is no master copy"},
     {"-i train.bin -e l2h2c16t16 --grad-dtype bf16", "--grad-dtype bf16 needs --dtype bf16"},
     {"--plan --gpu t4 -e d12 --dtype bf16", "t4 has no bf16"},
     {"--plan --gpu a100 -e d12 -w 0 --offload master", "--offload master"},
