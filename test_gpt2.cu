@@ -993,6 +993,37 @@ static void test_host_memory() {
     found("none", 8192, "what is free on this machine");
 }
 
+// Quotas of control groups, of both versions and at any depth, in a made-up /proc and /sys.
+static void test_host_cores() {
+    auto put = [](const Text &path, const Text &bytes) {
+        for (size_t at = 0; (at = path.find('/', at + 1)) != Text::npos;) {
+            mkdir(path.substr(0, at).c_str(), 0755);
+        }
+        write_file(path, bytes);
+    };
+    auto found = [](const char *root, int cores) {
+        expect(host_cores(root, 16) == cores, "%s: %d cores, not %d", root, host_cores(root, 16),
+               cores);
+    };
+    found("nothing", 16);
+    put("q2/proc/self/cgroup", "0::/slurm/job_7\n");
+    put("q2/sys/fs/cgroup/slurm/job_7/cpu.max", "max 100000\n");
+    found("q2", 16);
+    put("q2/sys/fs/cgroup/slurm/cpu.max", "250000 100000\n");
+    found("q2", 3);
+    put("q2/sys/fs/cgroup/slurm/job_7/cpu.max", "50000 100000\n");
+    found("q2", 1);
+    put("q1/proc/self/cgroup", "7:cpuset:/x\n5:cpu,cpuacct:/a\n4:memory:/b\n0::/\n");
+    put("q1/sys/fs/cgroup/cpu/x/cpu.cfs_quota_us", "100000\n");  // of another controller's group
+    put("q1/sys/fs/cgroup/cpu/x/cpu.cfs_period_us", "100000\n");
+    put("q1/sys/fs/cgroup/cpu/a/cpu.cfs_quota_us", "-1\n");
+    put("q1/sys/fs/cgroup/cpu/a/cpu.cfs_period_us", "100000\n");
+    found("q1", 16);
+    put("q1/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "400000\n");
+    put("q1/sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000\n");
+    found("q1", 4);
+}
+
 // What does not fit is refused before anything is allocated, with what would help.
 static void test_plan_refuse() {
     Settings s = draw_settings();
@@ -2217,12 +2248,16 @@ static void test_thread_bits() {
         give_workspace();
         Reals out(N * OC), dinp(N * C), dweight(OC * C), dbias(OC), att(datt.size()),
             lse(2 * 4 * 70);
-        matmul_forward(out.data(), inp.data(), weight.data(), NULL, NULL, N, C, OC);
-        matmul_backward(dinp.data(), dweight.data(), dbias.data(), dout.data(), inp.data(),
-                        weight.data(), N, C, OC);
-        attention_forward(att.data(), lse.data(), qkv.data(), 2, 70, 64, 4);
-        attention_backward(dqkv.data(), datt.data(), qkv.data(), att.data(), lse.data(), 2, 70, 64,
-                           4);
+        #pragma omp parallel
+        #pragma omp master
+        {
+            matmul_forward(out.data(), inp.data(), weight.data(), NULL, NULL, N, C, OC);
+            matmul_backward(dinp.data(), dweight.data(), dbias.data(), dout.data(), inp.data(),
+                            weight.data(), N, C, OC);
+            attention_forward(att.data(), lse.data(), qkv.data(), 2, 70, 64, 4);
+            attention_backward(dqkv.data(), datt.data(), qkv.data(), att.data(), lse.data(), 2, 70,
+                               64, 4);
+        }
         Reals all;
         for (Reals *part : {&out, &dinp, &dweight, &dbias, &att, &lse, &dqkv}) {
             all.insert(all.end(), part->begin(), part->end());
@@ -4566,6 +4601,7 @@ static const Test tests[] = {
     T(plan_ranks, FLOAT),
     T(plan_allocation, FLOAT | DOUBLE),
     T(host_memory, HOST),
+    T(host_cores, HOST),
     T(plan_refuse, HOST),
     T(levels_fit, FLOAT),
     T(remedies, FLOAT),

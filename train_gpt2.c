@@ -212,8 +212,8 @@ typedef struct {
     int64_t offload;                                       // bits 1 << HOME_OF_*
     int64_t seq_len, seed, shuffle, batch, tokens_per_step, steps, overfit, warmup;
     int64_t val_every, val_batches, sample_every, sample_tokens, top_k;
-    int64_t max_skips, save_every, keep, resume, quiet, logit_rows, gpus, zero, gpu_mem;
-    int64_t plan, fit, minimum, json, check, compare, help;
+    int64_t max_skips, save_every, keep, log_every, resume, quiet, logit_rows, gpus, zero, gpu_mem;
+    int64_t plan, fit, minimum, json, check, compare, version, help;
     double lr, final_lr, weight_decay, beta1, beta2, eps, clip, skip_zscore, temperature, top_p;
 } Options;
 
@@ -240,8 +240,9 @@ typedef enum {
     OPT_TEXT, OPT_CHOICE, OPT_SET, OPT_INT, OPT_REAL, OPT_SWITCH, OPT_FLAG, OPT_BYTES
 } OptionType;
 
-// May a resumed run have another value than its checkpoint?
-typedef enum { ANY, SAME } OptionOnResume;
+// May a resumed run have another value than its checkpoint? Where it may, the resume says so, but
+// for OWN, of the command and not of the run.
+typedef enum { ANY, SAME, OWN } OptionOnResume;
 
 typedef struct {
     const char *name;
@@ -260,7 +261,7 @@ typedef struct {
 // checkpoint's name, and 1 - beta^t above 0.
 #define FIELD(name) offsetof(Options, name)
 static const OptionRow option_rows[] = {
-    {"model", 'e', OPT_TEXT, FIELD(model), NULL, 0, 0, NULL, ANY, "Model",
+    {"model", 'e', OPT_TEXT, FIELD(model), NULL, 0, 0, NULL, OWN, "Model",
      "d12 d24 d36 d48 (gpt2, gpt2-medium, gpt2-large, gpt2-xl), a shape: l4h4c128t64, or "
      "weights: a folder with model.safetensors and config.json, or an llm.c .bin"},
     {"seq-len", 't', OPT_INT, FIELD(seq_len), NULL, 1, 1 << 20, NULL, ANY, "Model",
@@ -321,15 +322,18 @@ static const OptionRow option_rows[] = {
      "sample among the k likeliest tokens; 0: all"},
     {"top-p", 0, OPT_REAL, FIELD(top_p), "1", 1e-6, 1, NULL, ANY, "Samples",
      "sample among the likeliest tokens whose probabilities reach p"},
-    {"output", 'o', OPT_TEXT, FIELD(output), "", 0, 0, NULL, ANY, "Output",
+    {"output", 'o', OPT_TEXT, FIELD(output), "", 0, 0, NULL, OWN, "Output",
      "folder for log.jsonl and checkpoints; default: none"},
     {"save-every", 'n', OPT_INT, FIELD(save_every), "0", 0, 1e9, NULL, ANY, "Output",
      "steps between checkpoints; 0: only the one at the end"},
     {"keep", 0, OPT_INT, FIELD(keep), "0", 0, 1e6, NULL, ANY, "Output",
      "checkpoints to keep, the newest; 0: all"},
-    {"resume", 'y', OPT_SWITCH, FIELD(resume), "0", 0, 1, NULL, ANY, "Output",
+    {"log-every", 0, OPT_INT, FIELD(log_every), "1", 1, 1e9, NULL, ANY, "Output",
+     "steps between the lines of steps, printed and in log.jsonl; a skipped step and the last one "
+     "always have theirs"},
+    {"resume", 'y', OPT_SWITCH, FIELD(resume), "0", 0, 1, NULL, OWN, "Output",
      "go on from the newest complete checkpoint in the output folder, if there is any"},
-    {"quiet", 0, OPT_FLAG, FIELD(quiet), "0", 0, 1, NULL, ANY, "Output",
+    {"quiet", 0, OPT_FLAG, FIELD(quiet), "0", 0, 1, NULL, OWN, "Output",
      "print nothing but errors and the score of --eval; log.jsonl says the rest"},
     {"recompute", 'r', OPT_TEXT, FIELD(recompute), "auto", 0, 0, NULL, ANY, "Memory",
      "what backward computes again, a level below; LEVEL:K: in the first K blocks only, "
@@ -352,27 +356,29 @@ static const OptionRow option_rows[] = {
     {"zero", 'z', OPT_INT, FIELD(zero), "0", 0, 3, NULL, ANY, "Memory",
      "with --plan: of what each of these GPUs keeps its part alone; 0: of nothing, 1: moments and "
      "master, 2: gradients too, 3: weights too"},
-    {"plan", 0, OPT_FLAG, FIELD(plan), "0", 0, 1, NULL, ANY, "Plan and checks",
+    {"plan", 0, OPT_FLAG, FIELD(plan), "0", 0, 1, NULL, OWN, "Plan and checks",
      "print the memory plan and what each setting would save, and stop"},
-    {"eval", 0, OPT_TEXT, FIELD(eval), NULL, 0, 0, NULL, ANY, "Plan and checks",
+    {"eval", 0, OPT_TEXT, FIELD(eval), NULL, 0, 0, NULL, OWN, "Plan and checks",
      "score the model on a multiple-choice file of llm.c's (HellaSwag, MMLU), and stop"},
-    {"json", 0, OPT_FLAG, FIELD(json), "0", 0, 1, NULL, ANY, "Plan and checks",
+    {"json", 0, OPT_FLAG, FIELD(json), "0", 0, 1, NULL, OWN, "Plan and checks",
      "with --plan or --eval: as JSON; dev/report.py draws plans"},
-    {"fit", 0, OPT_CHOICE, FIELD(fit), NULL, 0, 0, fits, ANY, "Plan and checks",
+    {"fit", 0, OPT_CHOICE, FIELD(fit), NULL, 0, 0, fits, OWN, "Plan and checks",
      "print the fastest settings that fit, and stop; bits: batch, levels and homes, any: number "
      "types too, all: whatever nothing else beats in device bytes, host bytes and speed"},
-    {"minimum", 0, OPT_FLAG, FIELD(minimum), "0", 0, 1, NULL, ANY, "Plan and checks",
+    {"minimum", 0, OPT_FLAG, FIELD(minimum), "0", 0, 1, NULL, OWN, "Plan and checks",
      "print the least memory that the model can be trained in, and stop"},
-    {"gpu", 0, OPT_TEXT, FIELD(gpu), "", 0, 0, NULL, ANY, "Plan and checks",
+    {"gpu", 0, OPT_TEXT, FIELD(gpu), "", 0, 0, NULL, OWN, "Plan and checks",
      "with --plan, --fit, --minimum: for this card (t4 4060ti 4090 a100 h100 h200 ...)"},
-    {"gpu-mem", 0, OPT_BYTES, FIELD(gpu_mem), "0", 0, 9e15, NULL, ANY, "Plan and checks",
+    {"gpu-mem", 0, OPT_BYTES, FIELD(gpu_mem), "0", 0, 9e15, NULL, OWN, "Plan and checks",
      "with --plan, --fit: for this much device memory (16GiB); a GPU run takes no more than such "
      "a card has"},
-    {"check", 0, OPT_FLAG, FIELD(check), "0", 0, 1, NULL, ANY, "Plan and checks",
+    {"check", 0, OPT_FLAG, FIELD(check), "0", 0, 1, NULL, OWN, "Plan and checks",
      "GPU program: one batch through the GPU and the CPU oracle, the difference of every tensor"},
-    {"compare", 0, OPT_FLAG, FIELD(compare), "0", 0, 1, NULL, ANY, "Plan and checks",
+    {"compare", 0, OPT_FLAG, FIELD(compare), "0", 0, 1, NULL, OWN, "Plan and checks",
      "GPU program: memory and time of a step with and without recomputation"},
-    {"help", 'h', OPT_FLAG, FIELD(help), "0", 0, 1, NULL, ANY, "Plan and checks", "this text"},
+    {"version", 0, OPT_FLAG, FIELD(version), "0", 0, 1, NULL, OWN, "Plan and checks",
+     "version, compiler and what is built in"},
+    {"help", 'h', OPT_FLAG, FIELD(help), "0", 0, 1, NULL, OWN, "Plan and checks", "this text"},
 };
 #undef FIELD
 enum { OPTION_ROWS = sizeof option_rows / sizeof option_rows[0] };
@@ -613,9 +619,26 @@ static void options_default(Options *o) {
     }
 }
 
+// Prints a command with these options, those that differ from their defaults, to be pasted.
+static void command_print(const char *program, const Options *o) {
+    char text[64], usual[64];
+    Options defaults;
+    options_default(&defaults);
+    shell_print(program);
+    for (int i = 0; i < OPTION_ROWS; i++) {
+        const OptionRow *row = &option_rows[i];
+        const char *value = option_text(text, o, row);
+        if (value[0] && strcmp(value, option_text(usual, &defaults, row)) != 0) {
+            const char letter[2] = {row->letter, 0};
+            printf(" -%s%s ", row->letter ? "" : "-", row->letter ? letter : row->name);
+            shell_print(value);
+        }
+    }
+}
+
 // Fills `o` from the defaults and argv, to which its texts point. Ends the run at the first word
-// that is wrong; an option given twice is one, as only one of its values could count. With `--help`
-// o->help is 1 and contradictions are not looked for.
+// that is wrong; an option given twice is one, as only one of its values could count. Where --help
+// or --version is asked for, contradictions are not looked for.
 static void options_parse(Options *o, int argc, char **argv) {
     char given[OPTION_ROWS] = {0};
     options_default(o);
@@ -653,7 +676,7 @@ static void options_parse(Options *o, int argc, char **argv) {
         }
         option_set(o, row, value);
     }
-    if (!o->help) {
+    if (!o->help && !o->version) {
         options_contradict(o);
     }
 }
@@ -2153,11 +2176,14 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
 // 1. Every element of a result is one chain of fused multiply-adds along k, cut into blocks of at
 //    most KC at places that depend on K alone; threads never share a sum. So neither the number
 //    of threads, nor the other rows of the batch, nor the data's alignment changes a bit.
-// 2. Nothing allocates here. matmul_workspace points at matmul_workspace_bytes(thread_count())
+// 2. Loops share out pieces (taskloop): the thread that walks through the step takes pieces itself
+//    and waits for no thread that has none, so one that another program keeps from its core delays
+//    a loop by its one piece. Outside a team (chapter The network) a loop has one thread.
+// 3. Nothing allocates here. matmul_workspace points at matmul_workspace_bytes(thread_count())
 //    bytes, aligned to 64: a buffer of the memory plan whose size depends on no shape.
-// 3. fast_exp and fast_tanh have no branch, so loops around them become vector code, and no fused
+// 4. fast_exp and fast_tanh have no branch, so loops around them become vector code, and no fused
 //    operation, so they give the same bits on every machine.
-// 4. Wherever a bias and an addend are given, the result is (bias + addend) + product.
+// 5. Wherever a bias and an addend are given, the result is (bias + addend) + product.
 // Layout: Goto and van de Geijn, "Anatomy of high-performance matrix multiplication" (2008).
 
 // A tile of MR x NR sums with its operands fits the vector registers. On AVX-512 (Zen 4) 8 x 32
@@ -2204,6 +2230,11 @@ typedef real Vector __attribute__((vector_size(VECTOR_BYTES)));
 #endif
 
 static real *matmul_workspace;
+
+// Into how many pieces a loop is cut: some for each thread, so that all end at about the same time
+// beside other programs too; few, since each costs half a microsecond. OpenMP in GCC takes up to 64
+// a thread, and computes a loop of more by one thread.
+static int pieces(void) { return 4 * thread_count(); }
 
 static size_t matmul_workspace_bytes(int threads) {
     return (SHARED_REALS + (size_t)threads * THREAD_REALS) * sizeof(real);
@@ -2406,12 +2437,12 @@ static void matmul_small(real *out, const real *addend, size_t step, Operand a, 
     }
 }
 
-// Packs a(rows,K) into the shared part of the workspace, block of k after block. Every thread of a
-// parallel region calls it, and none leaves before all is packed.
-static void pack_shared(Operand a, int rows, int K, int kc) {
+// Packs a(rows,K) into the shared part of the workspace, block of k after block.
+static void pack_shared(Operand a, int rows, int K, int kc, int share) {
     const int blocks = ceil_div(K, kc);
+    (void)share;  // read by the pragma alone
     const size_t padded_rows = (size_t)ceil_div(rows, MR) * MR;
-    #pragma omp for schedule(static)
+    #pragma omp taskloop num_tasks(pieces()) if (share)
     for (int t = 0; t < ceil_div(rows, BLOCK_ROWS) * blocks; t++) {
         int i = t / blocks * BLOCK_ROWS, k = t % blocks * kc, depth = min_int(kc, K - k);
         real *to = matmul_workspace + (size_t)k * padded_rows + (size_t)i * (size_t)depth;
@@ -2429,6 +2460,7 @@ static void matmul(real *out, Operand a, Operand b, const real *bias, const real
     const int kc = depth_of_block(K), threads = thread_count();
     const int rows_max = min_int(ceil_div(M, MR) * MR, SHARED_REALS / kc / BLOCK_ROWS * BLOCK_ROWS);
     const int depth_max = min_int(ceil_div(K, kc), SHARED_REALS / rows_max / kc) * kc;
+    const int share = (double)M * N * K > 1e5;  // below, waking threads costs more
     int columns = BLOCK;
     while (columns > NR && ceil_div(N, columns) < 4 * threads) {
         columns -= NR;
@@ -2447,23 +2479,20 @@ static void matmul(real *out, Operand a, Operand b, const real *bias, const real
         row_tasks = ceil_div(rows, task_rows);
         for (int k0 = 0; k0 < K; k0 += depth_max) {
             const int k_end = min_int(k0 + depth_max, K);
-            #pragma omp parallel if ((double)M * N * K > 1e5)  // below, starting threads costs more
-            {
-                pack_shared(operand_at(a, m0, k0), rows, k_end - k0, kc);
-                #pragma omp for schedule(dynamic) nowait
-                for (int t = 0; t < row_tasks * column_tasks; t++) {
-                    int i = t % row_tasks * task_rows, m = min_int(task_rows, rows - i);
-                    int j = t / row_tasks * columns, n = min_int(columns, N - j);
-                    size_t at = (size_t)(m0 + i) * (size_t)N + (size_t)j;
-                    real *packed_b = thread_workspace() + PACKED_A_REALS;
-                    for (int k = k0; k < k_end; k += kc) {
-                        int depth = min_int(kc, k_end - k);
-                        size_t from = (size_t)(k - k0) * padded_rows + (size_t)i * (size_t)depth;
-                        const real *add = k > 0 ? out + at : addend ? addend + at : NULL;
-                        pack_b(packed_b, operand_at(b, j, k), n, depth);
-                        matmul_packed(out + at, add, (size_t)N, k == 0 && bias ? bias + j : NULL,
-                                      matmul_workspace + from, packed_b, m, n, depth);
-                    }
+            pack_shared(operand_at(a, m0, k0), rows, k_end - k0, kc, share);
+            #pragma omp taskloop num_tasks(4 * pieces()) if (share)
+            for (int t = 0; t < row_tasks * column_tasks; t++) {
+                int i = t % row_tasks * task_rows, m = min_int(task_rows, rows - i);
+                int j = t / row_tasks * columns, n = min_int(columns, N - j);
+                size_t at = (size_t)(m0 + i) * (size_t)N + (size_t)j;
+                real *packed_b = thread_workspace() + PACKED_A_REALS;
+                for (int k = k0; k < k_end; k += kc) {
+                    int depth = min_int(kc, k_end - k);
+                    size_t from = (size_t)(k - k0) * padded_rows + (size_t)i * (size_t)depth;
+                    const real *add = k > 0 ? out + at : addend ? addend + at : NULL;
+                    pack_b(packed_b, operand_at(b, j, k), n, depth);
+                    matmul_packed(out + at, add, (size_t)N, k == 0 && bias ? bias + j : NULL,
+                                  matmul_workspace + from, packed_b, m, n, depth);
                 }
             }
         }
@@ -2555,7 +2584,7 @@ static inline real fast_tanh(real x) {
 // 9. Layers
 // The oracle: every layer of GPT-2, forward next to backward, N = B * T rows, row-major. Everything
 // but attention and the matmuls is a readable loop. Backward adds to parameter gradients and
-// overwrites activation gradients. Parallel loops split outputs, never a sum, so bits do not depend
+// overwrites activation gradients. Shared loops split outputs, never a sum, so bits do not depend
 // on the number of threads.
 
 // Sums run in LANES interleaved partial sums, added in order at the end: a compiler may not reorder
@@ -2618,7 +2647,7 @@ static real row_exponentials(real *x, real shift, int n) {
 // out (B,T,C) = wte[tokens] + wpe[t].
 static void embedding_forward(real *out, const Token *tokens, const real *wte, const real *wpe,
                               int B, int T, int C) {
-    #pragma omp parallel for schedule(static)
+    #pragma omp taskloop num_tasks(pieces())
     for (int i = 0; i < B * T; i++) {
         const real *token = wte + (int64_t)tokens[i] * C, *position = wpe + (int64_t)(i % T) * C;
         for (int c = 0; c < C; c++) {
@@ -2631,7 +2660,7 @@ static void embedding_forward(real *out, const Token *tokens, const real *wte, c
 // order: a token may come in many rows, and threads that split those would race for its gradient.
 static void embedding_backward(real *dwte, real *dwpe, const real *dout, const Token *tokens, int B,
                                int T, int C) {
-    #pragma omp parallel for schedule(static)
+    #pragma omp taskloop num_tasks(pieces())
     for (int slice = 0; slice < ceil_div(C, SLICE); slice++) {
         int begin = slice * SLICE, end = (int)min_i64(begin + SLICE, C);
         for (int i = 0; i < B * T; i++) {
@@ -2648,7 +2677,7 @@ static void embedding_backward(real *dwte, real *dwpe, const real *dout, const T
 // + 1e-5).
 static void layernorm_forward(real *out, real *mean, real *rstd, const real *inp,
                               const real *weight, const real *bias, int N, int C) {
-    #pragma omp parallel for schedule(static)
+    #pragma omp taskloop num_tasks(pieces())
     for (int i = 0; i < N; i++) {
         const real *x = inp + (int64_t)i * C;
         real m = row_sum(x, 0, 1, C) / (real)C, variance = row_sum(x, m, 2, C) / (real)C;
@@ -2668,7 +2697,7 @@ static void layernorm_forward(real *out, real *mean, real *rstd, const real *inp
 static void layernorm_backward(real *dinp, real *dweight, real *dbias, const real *dout,
                                const real *inp, const real *weight, const real *mean,
                                const real *rstd, const real *addend, int N, int C) {
-    #pragma omp parallel for schedule(static)
+    #pragma omp taskloop num_tasks(pieces())
     for (int slice = 0; slice < ceil_div(C, SLICE); slice++) {
         int begin = slice * SLICE, end = (int)min_i64(begin + SLICE, C);
         for (int i = 0; i < N; i++) {
@@ -2679,7 +2708,7 @@ static void layernorm_backward(real *dinp, real *dweight, real *dbias, const rea
             }
         }
     }
-    #pragma omp parallel for schedule(static)
+    #pragma omp taskloop num_tasks(pieces())
     for (int i = 0; i < N; i++) {
         const real *x = inp + (int64_t)i * C, *d = dout + (int64_t)i * C;
         real g_lanes[LANES] = {0}, gn_lanes[LANES] = {0};
@@ -2712,7 +2741,7 @@ static void matmul_forward(real *out, const real *inp, const real *weight, const
 // weight(OC,C). dinp may be inp, since dweight comes first. dbias and dinp may be NULL: skipped.
 static void matmul_backward(real *dinp, real *dweight, real *dbias, const real *dout,
                             const real *inp, const real *weight, int N, int C, int OC) {
-    #pragma omp parallel for schedule(static)
+    #pragma omp taskloop num_tasks(pieces())
     for (int slice = 0; slice < (dbias ? ceil_div(OC, SLICE) : 0); slice++) {
         int begin = slice * SLICE, count = min_int(SLICE, OC - begin);
         real sums[SLICE] = {0};
@@ -2738,7 +2767,7 @@ static void matmul_backward(real *dinp, real *dweight, real *dbias, const real *
 // overwritten; with `backward` by their gradients (p - onehot) * dloss, padded columns by 0.
 static void classifier_forward_backward(real *losses, real *logits, const Token *targets,
                                         real dloss, int rows, int V, int Vp, int backward) {
-    #pragma omp parallel for schedule(static)
+    #pragma omp taskloop num_tasks(pieces())
     for (int i = 0; i < rows; i++) {
         real *x = logits + (int64_t)i * Vp, largest = row_largest(x, V), target = x[targets[i]];
         real sum = row_exponentials(x, largest, V);
@@ -2789,7 +2818,7 @@ static void attention_forward(real *out, real *lse, const real *qkv, int B, int 
     real scale = (real)(1.0 / sqrt((double)HS));
     size_t stride = 3 * (size_t)C;
     // The last query tile has the most keys: hand out the long tasks first.
-    #pragma omp parallel for schedule(dynamic)
+    #pragma omp taskloop num_tasks(4 * pieces())
     for (int task = 0; task < B * NH * tiles; task++) {
         int b = task % (B * NH) / NH, h = task % NH, q0 = (tiles - 1 - task / (B * NH)) * BLOCK;
         int queries = min_int(BLOCK, T - q0);
@@ -2847,7 +2876,7 @@ static void attention_backward(real *dqkv, const real *dout, const real *qkv, co
     int HS = C / NH;
     real scale = (real)(1.0 / sqrt((double)HS));
     size_t stride = 3 * (size_t)C;
-    #pragma omp parallel for schedule(dynamic)
+    #pragma omp taskloop num_tasks(4 * pieces())
     for (int task = 0; task < B * NH; task++) {
         int b = task / NH, h = task % NH;
         size_t head = (size_t)b * T * stride + (size_t)h * HS;
@@ -2892,7 +2921,7 @@ static void attention_backward(real *dqkv, const real *dout, const real *qkv, co
 // out(n) = x/2 (1 + tanh(u)), u = sqrt(2/pi) (x + 0.044715 x^3), x = inp(n).
 static void gelu_forward(real *out, const real *inp, size_t n) {
     const real s = (real)0.79788456080286535588, c = (real)0.044715, half = (real)0.5;
-    #pragma omp parallel for simd schedule(static)
+    #pragma omp taskloop simd num_tasks(pieces())
     for (size_t i = 0; i < n; i++) {
         real x = inp[i];
         out[i] = half * x * (1 + fast_tanh(s * (x + c * x * x * x)));
@@ -2903,7 +2932,7 @@ static void gelu_forward(real *out, const real *inp, size_t n) {
 // that it has no dependence.
 static void gelu_backward(real *dinp, const real *dout, const real *inp, size_t n) {
     const real s = (real)0.79788456080286535588, c = (real)0.044715, half = (real)0.5;
-    #pragma omp parallel for simd schedule(static)
+    #pragma omp taskloop simd num_tasks(pieces())
     for (size_t i = 0; i < n; i++) {
         real x = inp[i], t = fast_tanh(s * (x + c * x * x * x));
         real slope = s * (1 + 3 * c * x * x);
@@ -3120,6 +3149,14 @@ static void network_stage(void *self, int stage, int layer) {
     }
 }
 
+// The walk by a team: one thread goes from stage to stage, the others take pieces of its loops.
+// The team is made once, because to start one costs as much as a small loop.
+static void network_walk(Pass *pass, int end, int adds) {
+    #pragma omp parallel
+    #pragma omp master
+    walk(pass->plan, end, adds, network_stage, pass);
+}
+
 // -------------------------------------------------------------------------------------------------
 // 11. Optimizer and schedules
 // AdamW with decoupled decay (Loshchilov and Hutter, ICLR 2019) over the flat buffers; vectors are
@@ -3334,7 +3371,7 @@ static void cpu_micro_step(Engine *e, const Token *inputs, const Token *targets,
         cpu->loss = 0;
         memset(buffer(p, BUF_GRADS), 0, p->buffers[p->single[BUF_GRADS]].bytes);
     }
-    walk(p, tick_join(s), accum_step > 0, network_stage, &pass);
+    network_walk(&pass, tick_join(s), accum_step > 0);
     cpu->loss += pass.loss / accum_steps;
 }
 
@@ -3351,7 +3388,7 @@ static double cpu_forward_loss(Engine *e, real *losses, const Token *inputs, con
     Plan *p = ((CpuEngine *)e->self)->plan;
     const Settings *s = &p->settings;
     Pass pass = {p, inputs, targets, s->B, s->T, 0, 0};
-    walk(p, tick_head(&s->model), 0, network_stage, &pass);
+    network_walk(&pass, tick_head(&s->model), 0);
     if (losses) {
         memcpy(losses, buffer(p, BUF_LOSSES), (size_t)(s->B * s->T) * sizeof(real));
     }
@@ -3363,7 +3400,7 @@ static void cpu_logits(Engine *e, real *out, const Token *tokens, int n) {
     Plan *p = ((CpuEngine *)e->self)->plan;
     const Model *m = &p->settings.model;
     Pass pass = {p, tokens, NULL, 1, n, 0, 0};
-    walk(p, tick_head(m), 0, network_stage, &pass);
+    network_walk(&pass, tick_head(m), 0);
     memcpy(out, buffer(p, BUF_LOGITS), (size_t)m->V * sizeof(real));
 }
 
@@ -4210,6 +4247,14 @@ static void model_file_save(Engine *e, const Model *m, int type, Writer *w) {
 //         ^                                                  |
 //         +------ pruned: renamed first, then removed -------+
 //
+// The header of a state file, for two blocks (buckets 3 and 4) and two ranks:
+//
+//     "__metadata__": {"run": what a resume must share, "matmul": "...", "--lr": "0.001", ...,
+//                      "step": "2000", ...}, "norms": {"dtype": "F64", "shape": [128], ...},
+//     "m.0.0": {"dtype": "F32", "shape": [elements], ...}, ..., "m.4.0": ..., "v.0.0": ...
+//
+// where the second rank's "m.4.24576" goes on in bucket 4 from element 24576.
+//
 // A resume skips a step-N that is damaged. When step N is saved again, the old one is removed, or
 // renamed to step-N.damaged where it holds files that are not ours.
 // 1. It is written under its name with ".tmp", every file and folder synced, and renamed: what
@@ -4244,6 +4289,7 @@ static void file_name(char name[FILE_NAME], int file, int ranks) {
 // The file that has a name, -1: none of a checkpoint; in *ranks of how many a state is, else 0.
 static int file_find(const char *name, int *ranks) {
     char text[FILE_NAME];
+    // A name that is printed again as it was has no sign, space or zero too many.
     int rank = 0, file = 0, last = FILE_STATE;
     *ranks = 0;
     if (sscanf(name, "state-%4d-of-%4d", &rank, ranks) == 2) {
@@ -4263,7 +4309,7 @@ static int file_find(const char *name, int *ranks) {
 // Removes a checkpoint's folder, the manifest first: what a kill leaves is no complete checkpoint.
 static void checkpoint_remove(const char *folder) {
     char path[PATH_BYTES];
-    DIR *files = opendir(folder);
+    DIR *files = opendir(folder);  // read, as the manifest that counts the ranks may be lost
     struct dirent *entry;
     int ranks;
     path_print(path, "%s/manifest.json", folder);
@@ -4965,6 +5011,7 @@ static void range_load(Engine *e, const Settings *s, const StateRange *r, const 
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int l = 0; l < tensor_copies(&s->model, tensor); l++) {
             const TensorRange t = range_of_tensor(&s->model, r, tensor, l);
+            // With a part of the states on each rank, this one's; with all of them everywhere, all.
             const TensorRange own = r->state == STATE_WEIGHTS ? tensor_range(s, tensor, l, 1)
                                                               : tensor_update_range(s, tensor, l);
             const int64_t end = min_i64(t.first + t.count, own.first + own.count);
@@ -4994,6 +5041,57 @@ static void range_load(Engine *e, const Settings *s, const StateRange *r, const 
     }
     mapping_done(r->span.data, (size_t)(r->count * file_types[r->span.type].bytes));
     free(values);
+}
+
+// One value of an option in a message; 0 without a default is one that was left to the program.
+static void option_print(const OptionRow *row, const char *value) {
+    if (value[0] && (row->value || strcmp(value, "0") != 0)) {
+        shell_print(value);
+    } else {
+        printf("not given");
+    }
+}
+
+// The text of an option in a checkpoint; the default where its program did not have the option.
+static void option_was(char was[PATH_BYTES], const StateFiles *f, const OptionRow *row) {
+    Options defaults;
+    char text[64];
+    options_default(&defaults);
+    snprintf(text, sizeof text, "--%s", row->name);
+    safetensors_text(&f->header, text, was, PATH_BYTES);
+    if (!was[0]) {
+        snprintf(was, PATH_BYTES, "%s", option_text(text, &defaults, row));
+    }
+}
+
+// Compares the options with those of a checkpoint. `saying` 0: ends the run at one that may not be
+// another; 1: says which of the rest are, as they count from here on. Version 2 of the format kept
+// them all in one text, which is not read.
+static void checkpoint_options(const Snapshot *run, const StateFiles *f, const char *folder,
+                               int saying) {
+    char was[PATH_BYTES], text[64];
+    safetensors_text(&f->header, "--seed", was, sizeof was);
+    // The seed has a text wherever the options have one each.
+    const int rows = was[0] ? (int)OPTION_ROWS : 0;
+    for (int i = 0; i < rows; i++) {
+        const OptionRow *row = &option_rows[i];
+        const char *now = option_text(text, run->options, row);
+        option_was(was, f, row);
+        if (row->on_resume == OWN || strncmp(now, was, sizeof was - 1) == 0) {
+            continue;
+        }
+        if (row->on_resume == SAME) {
+            die("checkpoint %s is of another run: it has --%s %s; here: --%s %s", folder,
+                row->name, was, row->name, now);
+        }
+        if (saying) {
+            printf("  --%s is ", row->name);
+            option_print(row, now);
+            printf(", was ");
+            option_print(row, was);
+            printf("\n");
+        }
+    }
 }
 
 // What a run goes on without, and what it does with wider numbers than its own.
@@ -5041,6 +5139,7 @@ static void checkpoint_load(const Snapshot *run, RunState *state, const char *fo
         state_parse(&f, &model.model, maps[r].bytes, maps[r].size, paths[r]);
     }
     state_cover(&f, &model.model, folder);
+    checkpoint_options(run, &f, folder, 0);
     if (strcmp(f.identity, run->identity) != 0 ||
         memcmp(&model.model, &s->model, sizeof(Model)) != 0) {
         die("checkpoint %s is of another run: it has %s; here: %s", folder, f.identity,
@@ -5051,9 +5150,12 @@ static void checkpoint_load(const Snapshot *run, RunState *state, const char *fo
         range_load(run->engine, s, &f.ranges[i], folder);
     }
     if (!run->options->quiet) {
+        printf("resumed from %s\n", folder);
+        checkpoint_options(run, &f, folder, 1);
         checkpoint_announce(run, &f, file_span(model.spans, WTE, 0)->type == FILE_F32, folder);
     }
     *state = f.run;
+    // What is dropped here is written as dropped by the next checkpoint.
     if (s->dtype != TYPE_FP16) {
         state->loss_scale_log2 = state->loss_scale_steps = 0;
     }
@@ -5255,10 +5357,15 @@ typedef struct {
     FILE *log;
     Token *inputs, *targets;  // (B,T) each
     Bpe *bpe;                 // NULL: samples need none, or there is none
+    const char *command;      // as it was called
 } Run;
 
 // What goes before a line of output: on a terminal it replaces the line that is rewritten in place.
 static const char *clear_line(const Run *run) { return run->live ? "\r\033[K" : ""; }
+
+// Columns that such a line may take up: one that wraps could not be cleared. In the last column a
+// cursor may wrap already.
+static int line_room(const Run *run) { return run->live ? terminal_columns() - 1 : INT_MAX; }
 
 // Scores the examples of `f`, B rows at a time, to the last one or to a signal. Says how far it is
 // at every batch on a terminal, else at every tenth of the file.
@@ -5291,10 +5398,11 @@ static void run_evaluate(Run *run, const EvalFile *f, EvalScore *score) {
         const int done = score->examples, tenth = (int)(10.0 * done / all);
         if (!run->o.quiet && !run->o.json && done > before && done < all &&
             (run->live || tenth > (int)(10.0 * before / all))) {
-            printf("%sexample %5d/%d  %s  eta %s%s", clear_line(run), done, all,
-                   eval_text(score).s,
-                   duration_text((now_ms() - began) * 1e-3 * (all - done) / done).s,
-                   run->live ? "" : "\n");
+            char line[160];
+            snprintf(line, sizeof line, "example %5d/%d  %s  eta %s", done, all,
+                     eval_text(score).s,
+                     duration_text((now_ms() - began) * 1e-3 * (all - done) / done).s);
+            printf("%s%.*s%s", clear_line(run), line_room(run), line, run->live ? "" : "\n");
             fflush(stdout);
         }
     }
@@ -5500,7 +5608,7 @@ static void run_sample(Run *run) {
     if (!o->quiet && !run_stopping()) {
         printf("%s--- sample after step %" PRId64 " ---\n", run->live ? "\n" : "",
                run->state.step);
-        fwrite(text, 1, (size_t)bytes, stdout);  // a token may be a 0
+        text_print(text, (size_t)bytes);
         printf("\n---\n");
     }
     if (run->log && !run_stopping()) {
@@ -5540,27 +5648,36 @@ static void run_save(Run *run) {
     }
 }
 
-// The line of a finished step, to the terminal and to the log. On a terminal it is rewritten by the
-// next one, except where it says more than that all goes well.
+// The line of a finished step where it is due, to the terminal and to the log. On a terminal it is
+// rewritten by the next one, except where it says more than that all goes well, and fits its width.
 static void run_report(Run *run, const StepResult *r, double lr, double ms, double mean_ms) {
     const Settings *s = &run->s;
     const double tokens = (double)run->windows_per_step * s->T, per_second = tokens / ms * 1e3;
     const double flops = model_flops_per_token(&s->model, s->T) * per_second;
     const double peak = run->engine.peak_flops > 0 ? 100 * flops / run->engine.peak_flops : NAN;
     const int64_t left = run->steps - run->state.step;
-    char of_peak[32] = "";
+    char of_peak[32] = "", line[256];
+    // A skipped step is news whenever it comes, and the last one is what a run is judged by.
+    if (run->state.step % run->o.log_every != 0 && left && !r->skipped) {
+        return;
+    }
     if (!isnan(peak)) {
-        snprintf(of_peak, sizeof of_peak, "  %.0f %% of peak", peak);
+        snprintf(of_peak, sizeof of_peak, "%.0f %% of peak", peak);
     }
     if (!run->o.quiet) {
-        printf("%sstep %*" PRId64 "/%" PRId64
-               "  loss %.4f  norm %.3f  lr %.2e  %.1f ms  %s tok/s%s  %s"
-               "  eta %s%s%s",
-               clear_line(run), run->steps > 9999 ? 7 : 4, run->state.step, run->steps, r->loss,
-               r->norm, lr, ms, count_text((int64_t)per_second).s, of_peak,
-               bytes_text((double)run->plan.device_bytes).s,
-               duration_text((double)left * mean_ms * 1e-3).s, r->skipped ? "  SKIPPED" : "",
-               run->live && left && !r->skipped ? "" : "\n");
+        snprintf(line, sizeof line,
+                 "step %*" PRId64 "/%" PRId64 "\tloss %.4f\tnorm %.3f\tlr %.2e\t%.1f ms\t"
+                 "%s tok/s\t%s\t%s\teta %s\t%s",
+                 run->steps > 9999 ? 7 : 4, run->state.step, run->steps, r->loss, r->norm, lr, ms,
+                 count_text((int64_t)per_second).s, of_peak,
+                 bytes_text((double)run->plan.device_bytes).s,
+                 duration_text((double)left * mean_ms * 1e-3).s, r->skipped ? "SKIPPED" : "");
+        // What a narrow terminal lacks first: memory, share of the peak, learning rate, norm, ms,
+        // time left, tokens/s.
+        static const int spare[] = {7, 6, 3, 2, 4, 8, 5, -1};
+        char fitting[256];
+        line_fit(fitting, line, spare, line_room(run));
+        printf("%s%s%s", clear_line(run), fitting, run->live && left && !r->skipped ? "" : "\n");
     }
     if (run->log) {
         log_begin(run);
@@ -5676,6 +5793,10 @@ static void run_train(Run *run) {
     const double began = now_ms();
     double mean_ms = 0;
     int due = 0;  // a checkpoint
+    if (run->state.step >= run->steps && !run->state.pending_validation && !o->quiet) {
+        printf("nothing to do: the checkpoint is of step %" PRId64 ", --steps (-x) is %" PRId64
+               "\n", run->state.step, run->steps);
+    }
     if (run->state.pending_validation && run->has_val) {
         run_validation(run);
     }
@@ -5720,6 +5841,7 @@ typedef struct Program {
     size_t library_bytes;                                     // of those, what libraries will take
     int (*command)(Run *run, const struct Program *program);  // --check, --compare; NULL: none
     void (*refuse)(const Settings *s);                        // what it cannot do; or NULL
+    const char *built;                                        // what is built in
     int (*present)(void);                                     // 0: no device; NULL: always here
 } Program;
 
@@ -5898,14 +6020,10 @@ static void run_size(Run *run) {
     }
 }
 
-// Start-up box: what was asked, what will run, what it takes. Of the options only those are shown
-// that differ from their defaults.
+// Start-up box: what was asked, what will run, what it takes.
 static void run_print_box(const Run *run, const Program *program) {
     const Plan *p = &run->plan;
     const Settings *s = &run->s;
-    char text[64], text2[64];
-    Options defaults;
-    options_default(&defaults);
     printf("%s: %s\n", program->name, run->engine.device);
     printf("model    %s: L%d NH%d C%d T%d vocabulary %d (%d rows), %s parameters\n", run->o.model,
            s->model.L, s->model.NH, s->model.C, s->model.maxT, s->model.V, s->model.Vp,
@@ -5918,13 +6036,8 @@ static void run_print_box(const Run *run, const Program *program) {
     }
     printf("step     %d x %d x %d = %s tokens; %s steps\n", run->accum_steps, s->B, s->T,
            count_text(run->windows_per_step * s->T).s, count_text(run->steps).s);
-    printf("options ");
-    for (int i = 0; i < OPTION_ROWS; i++) {
-        const char *value = option_text(text, &run->o, &option_rows[i]);
-        if (value[0] && strcmp(value, option_text(text2, &defaults, &option_rows[i])) != 0) {
-            printf(" --%s %s", option_rows[i].name, value);
-        }
-    }
+    printf("command  ");
+    command_print(run->command, &run->o);
     printf("\nmemory   %s:", bytes_text((double)p->device_bytes).s);
     size_t device[GROUPS], host[GROUPS];
     plan_groups(p, device, host);
@@ -5974,9 +6087,14 @@ static int64_t run_resume(Run *run) {
         die("--resume (-y): no checkpoint in %s is complete; remove them to start anew", o->output);
     }
     free(list.steps);
-    if (o->resume && !o->quiet) {
-        printf(step >= 0 ? "resumed from %s\n" : "no checkpoint in %s yet: a new run\n",
-               step >= 0 ? path : o->output);
+    const int from_file = run->weights.spans != NULL;
+    if (o->resume && !o->quiet && (step < 0 || from_file)) {
+        printf(step < 0 ? "no checkpoint in %s yet: a new run%s%s\n"
+                        : "the weights are those of %s%s%s, where the run began\n",
+               step < 0 ? o->output : path,
+               !from_file ? "" : step < 0 ? ", with the weights of --model (-e) "
+                                          : ", not those of --model (-e) ",
+               from_file ? o->model : "");
     }
     return step;
 }
@@ -6158,9 +6276,11 @@ static void launcher_refuse(const Program *program) {
 static int program_run(Run *run, const Program *program, int argc, char **argv) {
     const Options *o = &run->o;
     Model m;
+    run->command = argv[0];
     options_parse(&run->o, argc, argv);                                // 1 options
-    if (o->help) {
-        options_print_help(program->default_model);
+    if (o->help || o->version) {
+        o->help ? options_print_help(program->default_model)
+                : version_print(program->name, program->built);
         return 0;
     }
     if ((o->check || o->compare) && !program->command) {
@@ -6203,10 +6323,13 @@ static int program_main(const Program *program, int argc, char **argv) {
 int train_gpt2_main(int argc, char **argv);
 int train_gpt2_main(int argc, char **argv) {
     static const Program program = {
-        "train_gpt2", "l4h4c128t64", 0, cpu_open, host_memory_available, 0, NULL, NULL, NULL};
+        "train_gpt2", "l4h4c128t64", 0, cpu_open, host_memory_available, 0, NULL, NULL, "", NULL};
     return program_main(&program, argc, argv);
 }
 
 #if !GPT2_NO_MAIN && !GPT2_VOLUME_II
-int main(int argc, char **argv) { return train_gpt2_main(argc, argv); }
+int main(int argc, char **argv) {
+    threads_start(argv);
+    return train_gpt2_main(argc, argv);
+}
 #endif

@@ -3542,8 +3542,11 @@ static int gpu_command(Run *run, const Program *program) {
 }
 
 int train_gpt2cu_main(int argc, char **argv);
-// The GPU program; returns its exit status.
+// The GPU program. Returns the exit status.
 int train_gpt2cu_main(int argc, char **argv) {
+    static char built[64];
+    snprintf(built, sizeof built, "CUDA %d.%d%s", CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10,
+             CUDA_CPU ? " emulated on the CPU" : "");
     static const Program program = {CUDA_CPU ? "train_gpt2cu_cpu" : "train_gpt2cu",
                                     "d12",
                                     1,
@@ -3552,10 +3555,14 @@ int train_gpt2cu_main(int argc, char **argv) {
                                     device_library_bytes(),
                                     gpu_command,
                                     gpu_settings_check,
+                                    built,
                                     device_present};
     return program_main(&program, argc, argv);
 }
 
 #if !GPT2_NO_MAIN
-int main(int argc, char **argv) { return train_gpt2cu_main(argc, argv); }
+int main(int argc, char **argv) {
+    threads_start(argv);
+    return train_gpt2cu_main(argc, argv);
+}
 #endif

@@ -813,23 +813,16 @@ static int fit_points(FitPoint list[MAX_POINTS], const Options *asked, const Mod
     return n;
 }
 
-// Prints the command that trains with these options, levels and homes: what differs from the
-// defaults, without what only plans.
-static void command_print(const Options *chosen, const char *levels, int gpu) {
-    char text[64], usual[64];
+// Prints the command that trains with these options and levels on the CPU or a GPU.
+static void training_print(const Options *chosen, const char *levels, int gpu) {
     Options defaults, o = *chosen;
-    o.recompute = levels;
     options_default(&defaults);
-    printf("./%s", gpu && strcmp(program_name, "train_gpt2") == 0 ? "train_gpt2cu" : program_name);
-    for (int i = 0; i < OPTION_ROWS; i++) {
-        const OptionRow *row = &option_rows[i];
-        const char *value = option_text(text, &o, row);
-        const int plans = strcmp(row->subject, "Plan and checks") == 0;
-        if (!plans && value[0] && strcmp(value, option_text(usual, &defaults, row)) != 0) {
-            const char letter[2] = {row->letter, 0};
-            printf(" -%s%s %s", row->letter ? "" : "-", row->letter ? letter : row->name, value);
-        }
-    }
+    o.recompute = levels;
+    o.plan = o.fit = o.minimum = o.gpu_mem = 0;
+    o.gpu = defaults.gpu;
+    printf("./");
+    command_print(gpu && strcmp(program_name, "train_gpt2") == 0 ? "train_gpt2cu" : program_name,
+                  &o);
     printf("\n");
 }
 
@@ -843,7 +836,7 @@ static void choice_print(const Plan *p, const Options *o) {
         Settings copy = *s;
         chosen.offload = homes ? settings_offload(&copy, 0) : o->offload;
         printf("chosen   ");
-        command_print(&chosen, levels.s, s->gpu);
+        training_print(&chosen, levels.s, s->gpu);
         printf("         so that it fits, same bits; %s of host memory\n\n",
                bytes_text((double)p->host_bytes).s);
     }
@@ -965,7 +958,7 @@ static int fit_command(const Options *o, const Model *m, const Room *room) {
     if (best) {
         fit_print_points(list, n, o->fit == FIT_ALL);
         printf(o->tokens_per_step ? "fastest: " : "least on the host, then fastest: ");
-        command_print(&best->o, best->levels.s, room->speed.gpu);
+        training_print(&best->o, best->levels.s, room->speed.gpu);
         print_changes(&best->settings, o->tokens_per_step
                                            ? "; -d is held, split into another number of batches"
                                            : "; a step is B x T tokens, -d TOKENS would hold it");
@@ -1003,7 +996,7 @@ static void minimum_command(const Options *asked, const Model *m, int cpu) {
         fit_point(f, m, 0, &all);
         printf("%s: %s%s, %s of host memory\n  ", titles[i], bytes_text((double)f->bytes).s,
                all.speed.gpu ? " and libraries" : "", bytes_text((double)f->host_bytes).s);
-        command_print(&f->o, "block", all.speed.gpu);
+        training_print(&f->o, "block", all.speed.gpu);
         printf("  ");
         print_changes(&f->settings, "; --logit-rows and -b change rounding");
     }

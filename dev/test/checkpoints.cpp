@@ -92,6 +92,84 @@ static void test_checkpoint_identity() {
     expect_success(program(TINY "--quiet -x 4 -l 1e-3 -y 1 -o out"), "another learning rate");
 }
 
+// Lines of `out` that begin with `begin`.
+static Text lines_with(const Text &out, const Text &begin) {
+    Text lines;
+    for (size_t at = 0; (at = out.find("\n" + begin, at)) != Text::npos; at++) {
+        lines += out.substr(at + 1, out.find('\n', at + 1) - at);
+    }
+    return lines;
+}
+
+// A resume says which options are not the checkpoint's and count from here on, and refuses by name
+// those that may not be others; the command's own are none of either.
+static void test_resume_options() {
+    write_corpus();
+    write_file("same.bin", read_file("train.bin"));
+    expect_success(program(TINY "--quiet -x 2 -l 1e-3 --top-k 5 --prompt \x1b[2J -o out"), "first");
+    Outcome o = program("-i same.bin -e l2h2c16t16 -b 1 -d 32 -x 4 -y 1 -o ./out --dtype fp32");
+    expect_success(o, "resumed");
+    const Text told = lines_with("\n" + o.out, "  --");
+    expect(o.out.find("resumed from ./out/step-00000002\n  --") == 0 &&
+               told == "  --train-data is same.bin, was train.bin\n  --batch is 1, was 2\n"
+                       "  --tokens-per-step is 32, was not given\n  --steps is 4, was 2\n"
+                       "  --lr is 0.0003, was 0.001\n  --prompt is not given, was $'\\033[2J'\n"
+                       "  --top-k is 0, was 5\n  --dtype is fp32, was not given\n",
+           "%s", told.c_str());
+    o = program("-i same.bin -e l2h2c16t16 -b 1 -d 32 -x 6 -y 1 -o out --dtype fp32 --quiet");
+    expect(o.status == 0 && o.out.empty() && o.err.empty(), "--quiet: %s", o.out.c_str());
+    // An option that the program of the checkpoint did not know is at its default there.
+    const Text state = in_checkpoint("out", 6, SAVED_STATE);
+    write_file(Text("out/step-00000006/") + saved_files[SAVED_STATE],
+               with_header(state, ",\"--log-every\":\"1\"", ""));
+    write_manifest("out/step-00000006");
+    o = program(TINY "-x 6 -y 1 -o out");
+    expect(o.status == 0 && o.out.find("\n  --batch is 2, was 1\n") != Text::npos &&
+               o.out.find("--log-every") == Text::npos, "%s", o.out.c_str());
+    expect_refused(program(TINY "-x 8 -y 1 -o out --seed 7"),
+                   "step-00000006 is of another run: it has --seed 42; here: --seed 7", "--seed");
+    expect_refused(program(TINY "-x 8 -y 1 -o out --shuffle 0"),
+                   "it has --shuffle 1; here: --shuffle 0", "--shuffle");
+}
+
+// A run that is at its last step, or past it, has nothing to do, says so, and leaves its end alone.
+static void test_resume_nothing() {
+    write_corpus();
+    expect_success(program(TINY "--quiet -x 4 -n 2 -o out"), "first run");
+    const Text end = checkpoint_bytes("out", 4);
+    for (int steps : {4, 2}) {
+        const Outcome o = program(TINY "-y 1 -o out -x " + text("%d", steps));
+        expect_success(o, "nothing to do");
+        expect(o.out.find(text("\nnothing to do: the checkpoint is of step 4, --steps (-x) is %d\n",
+                               steps)) != Text::npos, "%s", o.out.c_str());
+        expect(names_in("out", "step") == "step-00000002 step-00000004" &&
+               checkpoint_bytes("out", 4) == end);
+    }
+    expect(program(TINY "-y 1 -o out -x 5").out.find("nothing to do") == Text::npos);
+}
+
+// Of the weights that -e names and those of a checkpoint a resume takes the checkpoint's, and says
+// so; without a checkpoint it begins from -e's.
+static void test_resume_weights() {
+    write_corpus();
+    expect_success(program(TINY "--quiet -x 2 -o first"), "first run");
+    const Text run = "-i train.bin -e first/step-00000002 -b 2 -y 1 -o out ";
+    Outcome o = program(run + "-x 1 -l 0");
+    expect(o.status == 0 && o.out.find("no checkpoint in out yet: a new run, with the weights of "
+                                       "--model (-e) first/step-00000002\n") == 0,
+           "%s", o.out.c_str());
+    expect(in_checkpoint("out", 1, SAVED_MODEL) == in_checkpoint("first", 2, SAVED_MODEL));
+    expect_success(program(run + "--quiet -x 2 -l 1e-2"), "one step away");
+    o = program(run + "-x 3 -l 0");
+    expect(o.status == 0 && o.out.find("\nthe weights are those of out/step-00000002, not those of "
+                                       "--model (-e) first/step-00000002, ") != Text::npos,
+           "%s", o.out.c_str());
+    expect(in_checkpoint("out", 3, SAVED_MODEL) == in_checkpoint("out", 2, SAVED_MODEL) &&
+           in_checkpoint("out", 3, SAVED_MODEL) != in_checkpoint("first", 2, SAVED_MODEL));
+    o = program(TINY "-x 4 -y 1 -o out");
+    expect(o.status == 0 && o.out.find("\nthe weights are") == Text::npos, "%s", o.out.c_str());
+}
+
 // Folders that only look like checkpoints are left alone; what stands in a damaged one and is not
 // the program's is moved aside, not removed; --keep counts no checkpoint after the run's own.
 static void test_checkpoint_strangers() {
@@ -326,8 +404,10 @@ static void test_state_versions() {
     remove_folder("out/step-00000004");
     write_states(at, {old}, old_first);
     write_manifest(at, "", 2);
-    expect_success(program(run), "version 2");
+    const Outcome o = program(run);
+    expect_success(o, "version 2");
     expect(tensors_of("out", 4) == end, "version 2: another end");
+    expect(o.out.find("\n  --") == Text::npos, "version 2: %s", o.out.c_str());
     const std::pair<Text, Text> told[] = {
         {with_header(good, "\"matmul\":\"\"", "\"matmul\":\"qkv 7\""),
          "\nmatmul algorithms are not those of out/step-00000002: losses may differ"},
@@ -337,9 +417,9 @@ static void test_state_versions() {
         remove_folder("out/step-00000004");
         write_file(at + "/" + saved_files[SAVED_STATE], row.first);
         write_manifest(at);
-        const Outcome o = program(run);
-        expect_success(o, row.second);
-        expect(("\n" + o.out).find(row.second) != Text::npos, "%s", o.out.c_str());
+        const Outcome told_by = program(run);
+        expect_success(told_by, row.second);
+        expect(told_by.out.find(row.second) != Text::npos, "%s", told_by.out.c_str());
         expect(tensors_of("out", 4) == end, "%s: another end", row.second.c_str());
     }
 }
@@ -658,6 +738,9 @@ static const Test tests[] = {
     {"checkpoint_folder", test_checkpoint_folder, 1},
     {"checkpoint_identity", test_checkpoint_identity, 1},
     {"checkpoint_strangers", test_checkpoint_strangers, 1},
+    {"resume_options", test_resume_options, 1},
+    {"resume_nothing", test_resume_nothing, 1},
+    {"resume_weights", test_resume_weights, 1},
     {"state_parts", test_state_parts, 1},
     {"state_versions", test_state_versions, 1},
     {"state_refused", test_state_refused, 1},

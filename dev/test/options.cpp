@@ -5,6 +5,7 @@
 // Run:    build/test/options [--program build/train_gpt2_asan] [NAME...]
 
 #include "files.h"
+#include <sys/ioctl.h>
 
 static const Refusal bad_options[] = {
     {"--nonsense 1", "unknown option '--nonsense'"},
@@ -308,6 +309,143 @@ static void test_launcher() {
     expect(!exists("out"), "nothing was begun");
 }
 
+// --version names program, version and compiler wherever it is called, and whatever else is asked.
+static void test_version() {
+    for (const char *arguments : {"--version", "-x 5 --version -y 1"}) {
+        const Outcome o = program(arguments);
+        expect_success(o, arguments);
+        char name[32], number[32];
+        expect(sscanf(o.out.c_str(), "%31[a-z_2] %31[0-9.]\ncompiler", name, number) == 2 &&
+                   Text(name).find("train_gpt2") == 0 && number[0] &&
+                   o.out.find("\ncompiler  ") != Text::npos &&
+                   o.out.find("\nbuilt in  ") != Text::npos, "%s", o.out.c_str());
+    }
+}
+
+// What a run says of its command can be pasted into a shell: bash reads the same words from it.
+static void test_command() {
+    write_corpus();
+    const Text values[] = {"plain", "two words", "it's \"$HOME\" `x` \\ \\n !1 #?*~", "",
+                           "a\nb\tc'\\\x1b[31m\xff\xc2\x9b \xc3\xa9", "-"};
+    for (const Text &value : values) {
+        const Outcome run = outcome(spawn([&] {
+            execl(tested.c_str(), "./a program", "-i", "train.bin", "-e", "l2h2c16t16", "-b", "2",
+                  "-x", "1", "--prompt", value.c_str(), NULL);
+        }));
+        expect_success(run, value);
+        const size_t at = run.out.find("\ncommand  ") + 10, end = run.out.find("\nmemory ", at);
+        const Text command = run.out.substr(at, end - at);
+        for (const char &c : command) {
+            expect((unsigned char)c >= 32 && c != 127, "%02x in %s", c, command.c_str());
+        }
+        write_file("words", "printf '%s|' " + command);
+        const Outcome words = outcome(spawn([] { execlp("bash", "bash", "words", NULL); }));
+        const Text want = "./a program|-e|l2h2c16t16|-i|train.bin|-b|2|-x|1|" +
+                          (value.empty() ? "" : "--prompt|" + value + "|");
+        expect(words.out == want, "%s: %s", command.c_str(), words.out.c_str());
+    }
+}
+
+// Lines of steps come where --log-every says, and for the last step; a resume goes on with them.
+static void test_log_every() {
+    write_corpus();
+    const Outcome o = program(TINY "-x 10 -n 5 --log-every 4 -y 1 -o out");
+    expect_success(o, "--log-every 4");
+    Text steps;
+    for (size_t at = 0; (at = o.out.find("\nstep ", at)) != Text::npos; at++) {
+        const int step = atoi(&o.out[at + 6]);
+        steps += o.out.find(text("%4d/10  loss ", step), at) == at + 6 ? text("%d ", step) : "";
+    }
+    expect(steps == "4 8 10 ", "%s", steps.c_str());
+    expect(log_steps("out/log.jsonl") == Ints({4, 8, 10}));
+    remove_folder("out/step-00000010");
+    expect_success(program(TINY "--quiet -x 10 -n 5 --log-every 3 -y 1 -o out"), "resumed");
+    expect(log_steps("out/log.jsonl") == Ints({4, 6, 9, 10}), "a log cut back to step 5");
+}
+
+// What a program prints on a terminal of some columns; `each` sees all that came so far and may
+// resize it.
+static Text on_terminal(const Text &arguments, int columns,
+                        const std::function<void(int, const Text &)> &each = nullptr) {
+    const int terminal = posix_openpt(O_RDWR | O_NOCTTY);
+    if (terminal < 0 || grantpt(terminal) != 0 || unlockpt(terminal) != 0) {
+        skip("this system has no pseudo-terminals");
+    }
+    const Text name = ptsname(terminal);
+    struct winsize size = {24, (unsigned short)columns, 0, 0};
+    ioctl(terminal, TIOCSWINSZ, &size);
+    const int held = open(name.c_str(), O_RDWR | O_NOCTTY);  // until the program has it
+    const pid_t pid = start(arguments, [&] { dup2(held, 1); });
+    close(held);
+    Text all;
+    char piece[512];
+    for (ssize_t n; (n = read(terminal, piece, sizeof piece)) > 0;) {
+        all.append(piece, (size_t)n);
+        if (each) {
+            each(terminal, all);
+        }
+    }
+    close(terminal);
+    expect_success(outcome(pid), arguments);
+    return all;
+}
+
+// Lines that are rewritten in place, with a space for each byte of the sequence that clears them.
+static Words live_lines(const Text &all) {
+    Words lines;
+    for (size_t at = 0, end; (at = all.find("\r\033[K", at)) != Text::npos; at = end) {
+        at += 4;
+        end = std::min(all.find('\r', at), all.size());
+        lines.push_back(all.substr(at, end - at));
+    }
+    return lines;
+}
+
+// A line that is rewritten in place fits the terminal at any width, and goes on fitting when it is
+// resized; what is narrow lacks the least useful parts first, and no step is missing.
+static void test_live_line() {
+    write_corpus();
+    for (int columns : {200, 80, 50, 20}) {
+        const Words lines = live_lines(on_terminal(TINY "-x 30", columns));
+        expect(lines.size() >= 30, "%zu lines at %d columns", lines.size(), columns);
+        for (size_t i = 0; i < lines.size() && i < 30; i++) {
+            const Text &line = lines[i];
+            expect((int)line.size() < columns, "%d columns: %s", columns, line.c_str());
+            expect(line.find(text("step %4zu/30", i + 1)) == 0, "%s", line.c_str());
+            expect((line.find("MiB") != Text::npos) == (columns == 200) &&
+                       (line.find("  norm ") != Text::npos) == (columns >= 80) &&
+                       (line.find("  eta ") != Text::npos) == (columns >= 50),
+                   "%d columns: %s", columns, line.c_str());
+        }
+    }
+    int resized = 0;
+    const Words lines = live_lines(on_terminal(TINY "-x 3000", 120, [&](int fd, const Text &all) {
+        struct winsize size = {24, 40, 0, 0};
+        if (!resized && all.find("step   20/3000") != Text::npos) {
+            resized = ioctl(fd, TIOCSWINSZ, &size) == 0;
+        }
+    }));
+    size_t wide = 0;
+    for (size_t i = lines.size() - 1000; i < lines.size() - 1; i++) {
+        wide += lines[i].size() >= 40;
+    }
+    expect(resized && lines[5].size() > 80 && wide == 0, "%zu lines too long after a resize", wide);
+}
+
+// Control bytes and bytes that are no UTF-8 reach a file as they are, and a terminal as text.
+static void test_sample_bytes() {
+    write_corpus();
+    const Text bytes = "\x1b[2m\x01\x7f\xc2\x9b\xff\xc3\xa9k\n.";
+    const Text shown = "\\x1b[2m\\x01\\x7f\\xc2\\x9b\\xff\xc3\xa9k\r\n.";
+    const Text run = TINY "-x 1 -s 1 -g 1 --temperature 0 --prompt " + bytes;
+    const Outcome o = program(run);
+    expect_success(o, "into a file");
+    expect(o.out.find("---\n" + bytes) != Text::npos, "%s", o.out.c_str());
+    const Text all = on_terminal(run, 80);
+    expect(all.find("---\r\n" + shown) != Text::npos && all.find(bytes.substr(0, 4)) == Text::npos,
+           "%s", all.c_str());
+}
+
 static const Test tests[] = {
     {"memory_limits", test_memory_limits, 1},
     {"bad_options", test_bad_options, 1},
@@ -316,6 +454,11 @@ static const Test tests[] = {
     {"bad_data", test_bad_data, 1},
     {"bad_output", test_bad_output, 1},
     {"plan_command", test_plan_command, 1},
+    {"version", test_version, 1},
+    {"command", test_command, 1},
+    {"log_every", test_log_every, 1},
+    {"live_line", test_live_line, 1},
+    {"sample_bytes", test_sample_bytes, 1},
     {"launcher", test_launcher, 1},
     {"fit_command", test_fit_command, 1},
 };

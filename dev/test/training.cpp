@@ -179,6 +179,32 @@ static void test_data_cut() {
     }
 }
 
+// A program starts itself anew, once, with threads that spin for microseconds only; arguments, name
+// and process stay, and whoever has chosen a policy keeps it.
+static void test_waiting() {
+#ifdef _OPENMP
+    write_corpus();
+    const Text name = tested.substr(tested.rfind('/') + 1);
+    for (int chosen = 0; chosen < 2; chosen++) {
+        const pid_t pid = start("-i train.bin -e l1h2c32t16 -b 2 -x 9999999", [&] {
+            setenv("OMP_NUM_THREADS", "2", 1);
+            unsetenv("GOMP_SPINCOUNT");
+            unsetenv("KMP_BLOCKTIME");
+            chosen ? setenv("OMP_WAIT_POLICY", "active", 1) : unsetenv("OMP_WAIT_POLICY");
+        });
+        wait_until([] { return read_file("stdout").find("\npeak ") != Text::npos; });
+        const Text process = text("/proc/%d/", pid), variables = read_file(process + "environ");
+        const Text words = read_file(process + "cmdline"), called = read_file(process + "comm");
+        kill(pid, SIGINT);
+        expect(outcome(pid).status == 0, "it does not stop well");
+        remove("stdout");
+        expect((variables.find("GOMP_SPINCOUNT=") == Text::npos) == chosen, "chosen: %d", chosen);
+        expect(words.find(Text("-x\0009999999", 10)) != Text::npos, "%s", words.c_str());
+        expect(chosen || called == name.substr(0, 15) + "\n", "called %s", called.c_str());
+    }
+#endif
+}
+
 static const Test tests[] = {
     {"max_skips", test_max_skips, 1},
     {"data_cut", test_data_cut, 1},
@@ -187,6 +213,7 @@ static const Test tests[] = {
     {"micro_batches", test_micro_batches, 1},
     {"validation", test_validation, 1},
     {"resident_memory", test_resident_memory, 1},
+    {"waiting", test_waiting, 1},
 };
 
 int main(int argc, char **argv) {
