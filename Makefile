@@ -133,7 +133,7 @@ build/bench_cuda_cpu: dev/bench.cu build/flags
 train_gpt2cu_cpu $(addprefix build/,train_gpt2cu_cpu_asan test_gpt2cu_cpu test_gpt2cu_cpu_asan \
 test_cuda_cpu test_cuda_cpu_asan cuda_example bench_cuda_cpu):
 	$(CUDA_ON_CPU) $(VARIANT) $(DEPEND) $< -o $@ -lm
-BOOK := train_gpt2.c data/formats.c data/machine.c
+BOOK := train_gpt2.c data/formats.c data/machine.c data/fit.c
 # One GPU's kernels alone, and what ptxas says of each: registers, spills.
 build/sm_%.log: train_gpt2.cu $(BOOK) build/flags
 	$(NV1) -cubin -Xptxas -v -gencode arch=compute_$*,code=sm_$* $< -o $@.cubin 2> $@ || \

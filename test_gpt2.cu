@@ -339,6 +339,12 @@ static int draw(int low, int high) {  // low..high
     return low + (int)(r[0] % (uint32_t)(high - low + 1));
 }
 
+// How many random settings a test draws: all of them with FULL=1 (`make test FULL=1`).
+static int random_count(int sample, int all) {
+    const char *full = getenv("FULL");
+    return full && strcmp(full, "1") == 0 ? all : sample;
+}
+
 // Settings of a CPU or GPU run, every field within its range.
 static Settings draw_settings() {
     Settings s;
@@ -401,10 +407,9 @@ static Settings planned(const Text &options) {
 
 // What a failure names.
 static Text settings_text(const Settings &s) {
-    int blocks, level = settings_level(&s, &blocks);
-    return text("L%d NH%d C%d V%d B%d T%d logit rows %d level %d x %d gpu %d dtype %d threads %d",
-                s.model.L, s.model.NH, s.model.C, s.model.V, s.B, s.T, s.logit_rows, level,
-                blocks, s.gpu, (int)s.dtype, s.threads);
+    return text("L%d NH%d C%d V%d B%d T%d logit rows %d -r %s gpu %d dtype %d threads %d",
+                s.model.L, s.model.NH, s.model.C, s.model.V, s.B, s.T, s.logit_rows,
+                recompute_text(&s).s, s.gpu, (int)s.dtype, s.threads);
 }
 
 // Bytes that a buffer keeps from others.
@@ -451,12 +456,25 @@ static void test_plan_layout() {
     detail = "300 random settings";
 }
 
-// Asking for less never needs more: a higher level, more blocks of it, a smaller batch.
+// The highest level of any block, and the number of its blocks.
+static int settings_level(const Settings *s, int *blocks) {
+    int level = 0;
+    *blocks = 0;
+    for (int l = 0; l < s->model.L; l++) {
+        *blocks = s->level[l] > level ? 1 : *blocks + (s->level[l] == level);
+        level = s->level[l] > level ? s->level[l] : level;
+    }
+    return level;
+}
+
+// Asking for less never needs more: a higher level, more blocks of it, a smaller batch, narrower
+// moments, no master; nor does a state that leaves the device.
 static void test_plan_monotone() {
-    for (int n = 0; n < 200; n++) {
+    const int count = random_count(200, 5000);
+    for (int n = 0; n < count; n++) {
         Settings s = draw_settings();
         s.logit_rows = std::min(s.logit_rows, s.T);
-        for (int what = 0; what < 3; what++) {
+        for (int what = 0; what < 3 + 2 + HOST_RUNGS; what++) {
             Settings more = s;
             int blocks, level = settings_level(&s, &blocks);
             if (what == 0 && level + 1 < RECOMPUTE_LEVELS) {
@@ -465,12 +483,17 @@ static void test_plan_monotone() {
                 settings_recompute(&more, level, blocks + 1);
             } else if (what == 2 && s.B > 1) {
                 more.B--;
+            } else if (what >= 3 && what < 3 + axis_steps(&s, BY_TYPE)) {
+                char option[64];
+                axis_apply(&more, BY_TYPE, what - 2, option);
+            } else if (what >= 5 && s.gpu && s.model.L > SLOTS) {  // two blocks are all in slots
+                settings_offload(&more, host_rungs[what - 5]);
             }
             expect(plan_bytes(&more) <= plan_bytes(&s), "%s, change %d: %zu to %zu",
                    settings_text(s).c_str(), what, plan_bytes(&s), plan_bytes(&more));
         }
     }
-    detail = "200 random settings";
+    detail = text("%d random settings", count);
 }
 
 // The parts of all ranks are each bucket once, and each tensor once, wherever a part cuts: inside
@@ -1044,6 +1067,240 @@ static void test_plan_refuse() {
         expect(list[i].bytes < p.device_bytes && list[i].bytes == plan_bytes(&list[i].settings));
     }
     plan_free(&p);
+}
+
+// The mixture of levels that fits is in the room, as a command line says it, `none` where there is
+// room for everything, and more room never makes a slower one; nor is a level for all blocks that
+// fits any faster, but for the one block by which a mixture goes too far.
+static void test_levels_fit() {
+    const int count = random_count(150, 3000);
+    double worst_price = 0;
+    for (int n = 0; n < count; n++) {
+        Settings s = draw_settings(), least = s, parsed = s;
+        const Speed v = speed_usual(&s);
+        const Text who = settings_text(s);
+        settings_recompute(&s, RECOMPUTE_NONE, 0);
+        settings_recompute(&least, RECOMPUTE_BLOCK, s.model.L);
+        const size_t all = plan_bytes(&s), few = plan_bytes(&least);
+        double before = HUGE_VAL;
+        for (int part = 0; part <= 4; part++) {
+            const size_t room = few + (all - few) * (size_t)part / 4;
+            const size_t bytes = settings_fit_levels(&s, &v, room);
+            const double seconds = forecast_step(&v, &s, 1);
+            expect(bytes <= room && bytes == plan_bytes(&s), "%s: %zu of %zu", who.c_str(), bytes,
+                   room);
+            expect(seconds <= before, "%s: slower with more room", who.c_str());
+            before = seconds;
+            recompute_parse(&parsed, recompute_text(&s).s);
+            expect(memcmp(parsed.level, s.level, sizeof s.level) == 0, "%s: %s", who.c_str(),
+                   recompute_text(&s).s);
+            Settings block = s;
+            settings_recompute(&block, RECOMPUTE_BLOCK, 1);
+            Settings none = s;
+            settings_recompute(&none, RECOMPUTE_NONE, 0);
+            const double one = forecast_step(&v, &block, 1) - forecast_step(&v, &none, 1);
+            for (int level = 0; level < RECOMPUTE_LEVELS; level++) {
+                Settings same = s;
+                settings_recompute(&same, level, s.model.L);
+                if (plan_bytes(&same) <= room) {
+                    const double price = (seconds - forecast_step(&v, &same, 1)) / one;
+                    worst_price = std::max(worst_price, price);
+                    expect(price <= 1, "%s: %s is faster than %s by %.2f blocks", who.c_str(),
+                           level_table[level].name, recompute_text(&s).s, price);
+                }
+            }
+        }
+        expect(recompute_text(&s).s == Text("none"), "%s: room for everything", who.c_str());
+        expect(settings_fit_levels(&s, &v, few - 1) >= few, "%s: too little", who.c_str());
+    }
+    detail = text("%d random settings; at worst %.2f blocks too many", count, worst_price);
+}
+
+// `base` with some of its options replaced.
+static Text options_replaced(const Text &base, const Text &options) {
+    Text line = base + " ";
+    for (size_t at = 0, end; at < options.size(); at = end + 1) {
+        end = std::min(options.find(' ', at), options.size());
+        const Text word = options.substr(at, end - at);
+        const size_t old = line.find(word + " ");
+        if (word[0] == '-' && old != Text::npos) {
+            const size_t value = line.find(' ', old), next = line.find(' ', value + 1);
+            line.erase(old, next + 1 - old);
+        }
+        line += word + " ";
+    }
+    line.pop_back();
+    return line;
+}
+
+// Every cure, typed as the program prints it, makes the plan fit, and no part of it is idle; where
+// there is none the smallest settings do not fit either.
+static void test_remedies() {
+    static const char *const types[] = {"--dtype fp32", "--dtype bf16", "--moments bf16",
+                                        "--moments bf16 -w none", "-w none", "--dtype fp16"};
+    const int count = random_count(40, 1500);
+    std::vector<Remedy> list(MAX_REMEDIES);
+    int cures = 0, several = 0, without = 0;
+    for (int n = 0; n < count; n++) {
+        const Text base =
+            text("-e l%dh2c%dt64 -b %d -r %s --offload %s %s", draw(1, 5), 16 * draw(1, 20),
+                 1 << draw(0, 4), level_table[draw(0, 5)].name, draw(0, 3) ? "none" : "moments",
+                 types[draw(0, 5)]);
+        Settings s = planned(base);
+        Plan p;
+        Room room = {};
+        plan_build(&p, &s);
+        room.device = p.device_bytes / 100 * (size_t)draw(2, 99);
+        room.host = draw(0, 3) ? SIZE_MAX : p.device_bytes / 3;
+        const int found = plan_cures(&p, &room, list.data());
+        for (int i = 0; i < found; i++) {
+            const Remedy &r = list[(size_t)i];
+            Settings cured = planned(options_replaced(base, r.option));
+            Plan q;
+            plan_build(&q, &cured);
+            expect(q.device_bytes == r.bytes && q.device_bytes <= room.device &&
+                       q.host_bytes <= room.host,
+                   "%s, then %s: %zu, promised %zu, room %zu", base.c_str(), r.option,
+                   q.device_bytes, r.bytes, room.device);
+            expect(i == 0 || r.kind > list[(size_t)i - 1].kind ||
+                       (r.kind == list[(size_t)i - 1].kind && r.slower >= r.slower),
+                   "%s: order", base.c_str());
+            plan_free(&q);
+            several += std::count(r.steps, r.steps + AXES, 0) < AXES - 1;
+        }
+        if (found == 0) {
+            Settings least = s;
+            char option[64];
+            settings_recompute(&least, RECOMPUTE_BLOCK, s.model.L);
+            settings_batch(&least, 1);
+            for (int rung = 0; rung < HOST_RUNGS; rung++) {
+                for (int type = 0; type <= axis_steps(&s, BY_TYPE); type++) {
+                    Settings t = least;
+                    Plan q;
+                    type ? (void)axis_apply(&t, BY_TYPE, type, option) : (void)0;
+                    settings_offload(&t, host_rungs[rung]);
+                    plan_build(&q, &t);
+                    expect(q.device_bytes > room.device || q.host_bytes > room.host, "%s: %zu fits",
+                           base.c_str(), q.device_bytes);
+                    plan_free(&q);
+                }
+            }
+        }
+        cures += found;
+        without += found == 0;
+        plan_free(&p);
+    }
+    expect(several > 0 && without > 0 && without < count, "%d of several changes", several);
+    detail = text("%d random plans, %d cures, %d of several changes", count, cures, several);
+}
+
+// What -r auto and --offload auto choose for a run as typed, on a GPU with `device` bytes for the
+// plan and `host` bytes to pin.
+static Settings automatic(const Text &options, size_t device, size_t host) {
+    Options o;
+    Room room = {};
+    Settings s = planned(options);
+    parse(&o, ("--plan " + options).c_str());
+    room.device = device;
+    room.host = host;
+    settings_auto(&s, &o, &room);
+    return s;
+}
+
+// auto: nothing where there is room, levels before homes, no more homes than needed, nothing that
+// was asked for is changed, and what lacks host memory stays on the device.
+static void test_auto() {
+    const Text run = "-e l6h2c64t64 -b 4";
+    const size_t all = plan_bytes(new Settings(planned(run + " -r none")));
+    const size_t block = plan_bytes(new Settings(planned(run + " -r block")));
+    auto chosen = [&](const Text &more, size_t device, size_t host) {
+        char homes[64];
+        const Settings s = automatic(run + more, device, host);
+        return Text(recompute_text(&s).s) + " " + offload_text(homes, &s);
+    };
+    expect(chosen("", all, 0) == "none none", "%s", chosen("", all, 0).c_str());
+    expect(chosen("", 0, 0) == "none none", "an unknown card");
+    expect(chosen("", all - 1, 0) != "none none" && chosen("", block, 0).find(" none") > 0);
+    const Text least = chosen("", block, SIZE_MAX);
+    expect(least.find("block") == 0 && least.find(" none") != Text::npos, "%s", least.c_str());
+    const Text away = chosen("", block - 1, SIZE_MAX);
+    expect(away.find(" moments,master") != Text::npos && away.find("residuals") == Text::npos, "%s",
+           away.c_str());
+    expect(chosen("", block - 1, 1000).find("block none") == 0, "no host memory");
+    expect(chosen("", 1, SIZE_MAX) == "block weights,gradients,moments,master,residuals", "%s",
+           chosen("", 1, SIZE_MAX).c_str());
+    expect(chosen(" --offload none", 1, SIZE_MAX) == "block none");
+    expect(chosen(" -r gelu:2 --offload moments", 1, SIZE_MAX) == "gelu:2 moments");
+    expect(chosen(" -r mlp:2,norm", all, 0) == "mlp:2,norm none");
+}
+
+// The forecast against figures counted kernel by kernel from the machine code, tokens/s at 0.5M
+// tokens a step: a card's rates and the work of stages must give them back within 6 %.
+static void test_forecast() {
+    static const struct {
+        const char *card, *options;
+        double tokens_per_s;
+    } counted[] = {
+        {"h200", "-e d12 -b 64", 467e3},  {"h200", "-e d24 -b 32", 178e3},
+        {"h200", "-e d36 -b 16", 88e3},   {"h200", "-e d48 -b 16", 47.4e3},
+        {"h200", "-e d48 -b 16 -r block", 38.9e3},
+        {"h100", "-e d12 -b 64", 440e3},  {"h100", "-e d48 -b 8", 45.3e3},
+        {"a100", "-e d12 -b 64", 220e3},  {"a100", "-e d48 -b 8", 21e3},
+        {"a100", "-e d48 -b 8 -r block", 17.2e3},
+        {"4090", "-e d12 -b 16", 142e3},  {"4090", "-e d48 -b 8", 13.3e3},
+        {"4090", "-e d48 -b 8 -r block", 11e3},
+        {"4060ti", "-e d12 -b 16", 40e3}, {"4060ti", "-e d48 -b 4", 3.7e3},
+        {"t4", "-e d12 -b 16", 30.6e3},   {"t4", "-e d48 -b 4", 3e3},
+    };
+    for (auto &c : counted) {
+        const Text options = Text("--gpu ") + c.card + " -d 524288 " + c.options;
+        Options o;
+        parse(&o, ("--plan " + options).c_str());
+        const Settings s = planned(options + (options.find("-r ") == Text::npos ? " -r none" : ""));
+        const Speed v = speed_predict(rates_named(&o), &s);
+        expect_near(forecast_tokens_per_s(&v, &s, step_micros(&o, &s)), c.tokens_per_s,
+                    0.06 * c.tokens_per_s, "%s %s", c.card, c.options);
+    }
+    // A level costs what it computes again; homes cost time; a larger step hides an update.
+    const Settings s = planned("-e d12 -r none"), mlp = planned("-e d12 -r mlp");
+    const Settings away = planned("-e d12 -r none --offload moments,master");
+    const Speed v = speed_usual(&s);
+    double again = 0;
+    for (int stage : {F_LN1, F_LN2, F_FC, F_GELU}) {
+        again += v.token[stage] * 12 * 4096;
+    }
+    expect_near(forecast_step(&v, &mlp, 1) - forecast_step(&v, &s, 1), again, 1e-9, "-r mlp");
+    expect(forecast_step(&v, &away, 1) > forecast_step(&v, &s, 1));
+    expect(forecast_tokens_per_s(&v, &away, 64) > forecast_tokens_per_s(&v, &away, 1));
+}
+
+// What README and the refusals promise of GPT-2 1558M in 15 GiB and below.
+static void test_fit_sizes() {
+    auto chosen = [](const Text &options) {
+        Options o;
+        Model m;
+        parse(&o, options.c_str());
+        model_parse(&m, o.model);
+        model_set_vocabulary(&m, GPT2_VOCABULARY);
+        std::vector<FitPoint> list(MAX_POINTS);
+        Room room = room_named(&o, new Settings(planned("-e d48")));
+        const int n = fit_points(list.data(), &o, &m, &room);
+        const FitPoint f = *fit_choose(list.data(), n, o.tokens_per_step > 0);
+        for (int i = 0; i < n; i++) {
+            expect(list[(size_t)i].bytes <= room.device, "%s: point %d", options.c_str(), i);
+        }
+        return f;
+    };
+    FitPoint f = chosen("--fit any -e d48 --gpu-mem 15GiB");
+    expect(f.o.batch >= 8 && f.rung == 0 && f.o.moments == MOMENTS_BF16 &&
+               f.o.master == MASTER_NONE, "-b %d, rung %d", (int)f.o.batch, f.rung);
+    f = chosen("--fit bits -e d48 --gpu-mem 15GiB");
+    expect(f.o.batch >= 24 && f.type == 0 && f.o.offload == HOST_MOMENTS, "-b %d, rung %d",
+           (int)f.o.batch, f.rung);
+    f = chosen("--fit bits -e d48 --gpu-mem 15GiB -d 524288");
+    expect(524288 % (f.o.batch * 1024) == 0 && f.type == 0, "-b %d", (int)f.o.batch);
+    f = chosen("--fit bits -e d12 --gpu 4090 -r gelu --offload none");
+    expect(recompute_text(&f.settings).s == Text("gelu") && f.rung == 0);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -4431,6 +4688,11 @@ static const Test tests[] = {
     T(host_memory, HOST),
     T(host_cores, HOST),
     T(plan_refuse, HOST),
+    T(levels_fit, FLOAT),
+    T(remedies, FLOAT),
+    T(auto, HOST),
+    T(forecast, HOST),
+    T(fit_sizes, FLOAT),
     T(arena, ALL),
     T(rank_positions, HOST),
     T(prompts, HOST),

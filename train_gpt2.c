@@ -214,7 +214,7 @@ typedef struct {
     int64_t val_every, val_batches, sample_every, sample_tokens, top_k;
     int64_t generate, samples;
     int64_t max_skips, save_every, keep, log_every, resume, quiet, logit_rows, gpus, zero, gpu_mem;
-    int64_t plan, json, check, compare, version, help;
+    int64_t plan, fit, minimum, json, check, compare, version, help;
     double lr, final_lr, weight_decay, beta1, beta2, eps, clip, skip_zscore, temperature, top_p;
 } Options;
 
@@ -231,7 +231,10 @@ static const char moment_dtypes[] = "fp32|bf16";
 enum { MASTER_SPLIT = 1, MASTER_NONE };
 static const char masters[] = "split=1|none=0";
 // Bits 1 << HOME_OF_*: any of them, separated by commas.
-static const char offloads[] = "none|weights|gradients|moments|master|residuals";
+static const char offloads[] = "none|weights|gradients|moments|master|residuals|auto";
+enum { OFFLOAD_AUTO = 1 << 5 };  // stands alone
+enum { FIT_BITS = 1, FIT_ANY, FIT_ALL };
+static const char fits[] = "bits|any|all";
 
 // OPT_SWITCH takes 0 or 1, OPT_FLAG takes no value, OPT_BYTES a size such as 16GiB.
 typedef enum {
@@ -339,8 +342,9 @@ static const OptionRow option_rows[] = {
      "go on from the newest complete checkpoint in the output folder, if there is any"},
     {"quiet", 0, OPT_FLAG, FIELD(quiet), "0", 0, 1, NULL, OWN, "Output",
      "print nothing but errors and the score of --eval; log.jsonl says the rest"},
-    {"recompute", 'r', OPT_TEXT, FIELD(recompute), "none", 0, 0, NULL, ANY, "Memory",
-     "what backward computes again, a level below; LEVEL:K: in the first K blocks only"},
+    {"recompute", 'r', OPT_TEXT, FIELD(recompute), "auto", 0, 0, NULL, ANY, "Memory",
+     "what backward computes again, a level below; LEVEL:K: in the first K blocks only, "
+     "LEVEL:K,LEVEL: and in the next; auto: the least that fits"},
     {"logit-rows", 0, OPT_INT, FIELD(logit_rows), "0", 0, 1 << 30, NULL, ANY, "Memory",
      "rows of logits that exist at a time (changes rounding); 0: 64 MiB of them, on a GPU 256 "
      "MiB"},
@@ -352,8 +356,8 @@ static const OptionRow option_rows[] = {
      "number type of AdamW's two moments"},
     {"master", 'w', OPT_CHOICE, FIELD(master), "split", 0, 0, masters, ANY, "Memory",
      "bf16 weights: keep the low halves of their fp32 values, or round stochastically"},
-    {"offload", 0, OPT_SET, FIELD(offload), "none", 0, 0, offloads, ANY, "Memory",
-     "states that live in host memory, separated by commas"},
+    {"offload", 0, OPT_SET, FIELD(offload), "auto", 0, 0, offloads, ANY, "Memory",
+     "states that live in host memory, separated by commas; auto: what a GPU has no room for"},
     {"gpus", 0, OPT_INT, FIELD(gpus), "1", 1, 1024, NULL, ANY, "Memory",
      "with --plan: GPUs that train together, each with a part of the batch"},
     {"zero", 'z', OPT_INT, FIELD(zero), "0", 0, 3, NULL, ANY, "Memory",
@@ -365,10 +369,16 @@ static const OptionRow option_rows[] = {
      "score the model on a multiple-choice file of llm.c's (HellaSwag, MMLU), and stop"},
     {"json", 0, OPT_FLAG, FIELD(json), "0", 0, 1, NULL, OWN, "Plan and checks",
      "with --plan or --eval: as JSON; dev/report.py draws plans"},
+    {"fit", 0, OPT_CHOICE, FIELD(fit), NULL, 0, 0, fits, OWN, "Plan and checks",
+     "print the fastest settings that fit, and stop; bits: batch, levels and homes, any: number "
+     "types too, all: whatever nothing else beats in device bytes, host bytes and speed"},
+    {"minimum", 0, OPT_FLAG, FIELD(minimum), "0", 0, 1, NULL, OWN, "Plan and checks",
+     "print the least memory that the model can be trained in, and stop"},
     {"gpu", 0, OPT_TEXT, FIELD(gpu), "", 0, 0, NULL, OWN, "Plan and checks",
-     "with --plan: plan the GPU run, for this card (t4 4060ti 4090 a100 h100 h200 ...)"},
+     "with --plan, --fit, --minimum: for this card (t4 4060ti 4090 a100 h100 h200 ...)"},
     {"gpu-mem", 0, OPT_BYTES, FIELD(gpu_mem), "0", 0, 9e15, NULL, OWN, "Plan and checks",
-     "with --plan: plan the GPU run, for this much device memory (16GiB)"},
+     "with --plan, --fit: for this much device memory (16GiB); a GPU run takes no more than such "
+     "a card has"},
     {"check", 0, OPT_FLAG, FIELD(check), "0", 0, 1, NULL, OWN, "Plan and checks",
      "GPU program: one batch through the GPU and the CPU oracle, the difference of every tensor"},
     {"compare", 0, OPT_FLAG, FIELD(compare), "0", 0, 1, NULL, OWN, "Plan and checks",
@@ -574,6 +584,9 @@ static void options_print_help(const char *default_model) {
     }
 }
 
+// Whether this is a command that only plans, and needs neither data nor the machine of the run.
+static int options_plan(const Options *o) { return o->plan || o->fit || o->minimum; }
+
 // Ends the run at options that contradict each other or need others: an option that would have no
 // effect is a mistake better named than ignored. Everything that needs the model, the data or the
 // machine is checked where it is used.
@@ -581,8 +594,8 @@ static void options_contradict(const Options *o) {
     if (o->json && !o->plan && !o->eval) {
         die("--json needs --plan or --eval");
     }
-    if (o->eval && (o->plan || o->check || o->compare)) {
-        die("--eval is a command of its own: leave --plan, --check and --compare out");
+    if (!!o->eval + o->plan + !!o->fit + o->minimum + o->check + o->compare > 1) {
+        die("--eval, --plan, --fit, --minimum, --check and --compare are commands: give one");
     }
     if (o->eval && o->output[0]) {
         die("--eval writes no files and scores what --model (-e) names: leave --output (-o) out");
@@ -590,8 +603,11 @@ static void options_contradict(const Options *o) {
     if (o->samples > 1 && !o->generate) {
         die("--samples needs --generate");
     }
-    if ((o->gpu[0] || o->gpu_mem) && !o->plan) {
-        die("--gpu and --gpu-mem need --plan: they plan a GPU run without a GPU");
+    if (o->gpu[0] && !options_plan(o)) {
+        die("--gpu needs --plan, --fit or --minimum: it plans for a card without having it");
+    }
+    if (o->offload & OFFLOAD_AUTO && o->offload != OFFLOAD_AUTO) {
+        die("--offload auto stands alone: it chooses the states itself");
     }
     int64_t wants = o->resume ? o->resume : o->save_every ? o->save_every : o->keep;
     if (wants && !o->output[0]) {
@@ -628,6 +644,23 @@ static void options_default(Options *o) {
     for (int i = 0; i < OPTION_ROWS; i++) {
         if (option_rows[i].value) {
             option_set(o, &option_rows[i], option_rows[i].value);
+        }
+    }
+}
+
+// Prints a command with these options, those that differ from their defaults, to be pasted.
+static void command_print(const char *program, const Options *o) {
+    char text[64], usual[64];
+    Options defaults;
+    options_default(&defaults);
+    shell_print(program);
+    for (int i = 0; i < OPTION_ROWS; i++) {
+        const OptionRow *row = &option_rows[i];
+        const char *value = option_text(text, o, row);
+        if (value[0] && strcmp(value, option_text(usual, &defaults, row)) != 0) {
+            const char letter[2] = {row->letter, 0};
+            printf(" -%s%s ", row->letter ? "" : "-", row->letter ? letter : row->name);
+            shell_print(value);
         }
     }
 }
@@ -1004,15 +1037,10 @@ enum {
     B_FCPROJ = F_STAGES, B_GELU, B_FC, B_LN2, B_ATTPROJ, B_ATT, B_QKV, B_LN1, BLOCK_STAGES,
     EMBED = BLOCK_STAGES, LNF, HEAD, D_LNF, D_EMBED, JOIN, UPDATE, STAGES
 };
-typedef struct {
-    const char *name;
-    int flops;  // of a token in forward, x C^2; attention's depend on T
-} StageEntry;
-static const StageEntry stage_table[STAGES] = {
-    {"ln1", 0},       {"qkv", 6},    {"att", 0},      {"attproj", 2}, {"ln2", 0},   {"fc", 8},
-    {"gelu", 0},      {"fcproj", 8}, {"d_fcproj", 0}, {"d_gelu", 0},  {"d_fc", 0},  {"d_ln2", 0},
-    {"d_attproj", 0}, {"d_att", 0},  {"d_qkv", 0},    {"d_ln1", 0},   {"embed", 0}, {"lnf", 0},
-    {"head", 0},      {"d_lnf", 0},  {"d_embed", 0},  {"join", 0},  {"update", 0},
+static const char *const stage_names[STAGES] = {
+    "ln1",   "qkv",   "att",       "attproj", "ln2",   "fc",    "gelu",  "fcproj", "d_fcproj",
+    "d_gelu", "d_fc", "d_ln2",     "d_attproj", "d_att", "d_qkv", "d_ln1", "embed", "lnf",
+    "head",  "d_lnf", "d_embed",   "join",    "update",
 };
 
 // The ticks of stages, and the one place that knows their order: blocks go from 0 to L-1 forward,
@@ -1066,9 +1094,9 @@ static Tick tick_at(const Settings *s, int tick) {
 static void tick_name(char name[32], const Settings *s, int tick) {
     Tick t = tick_at(s, tick);
     if (t.layer < 0) {
-        snprintf(name, 32, "%s", stage_table[t.stage].name);
+        snprintf(name, 32, "%s", stage_names[t.stage]);
     } else {
-        snprintf(name, 32, "%d.%s%s", t.layer, t.again ? "re-" : "", stage_table[t.stage].name);
+        snprintf(name, 32, "%d.%s%s", t.layer, t.again ? "re-" : "", stage_names[t.stage]);
     }
 }
 
@@ -1100,17 +1128,6 @@ static const LevelEntry level_table[RECOMPUTE_LEVELS] = {
 static void settings_recompute(Settings *s, int level, int blocks) {
     memset(s->level, RECOMPUTE_NONE, sizeof s->level);
     memset(s->level, level, (size_t)blocks);
-}
-
-// The highest level of any block, and the number of its blocks.
-static int settings_level(const Settings *s, int *blocks) {
-    int level = 0;
-    *blocks = 0;
-    for (int l = 0; l < s->model.L; l++) {
-        *blocks = s->level[l] > level ? 1 : *blocks + (s->level[l] == level);
-        level = s->level[l] > level ? s->level[l] : level;
-    }
-    return level;
 }
 
 // Whether backward repeats a stage of a block's forward.
@@ -1463,9 +1480,8 @@ static size_t plan_peak(const Plan *p, int *peak) {
 
 static void plan_add_visits(Plan *p);  // next chapter
 
-// The plan of a run with these settings: pure arithmetic. It allocates its tables,
-// and nothing of what they describe.
-static void plan_build(Plan *p, const Settings *s) {
+// The buffers of a run with these settings and the bytes alive at once, without a layout.
+static void plan_list(Plan *p, const Settings *s) {
     memset(p, 0, sizeof *p);
     p->settings = *s;
     p->ticks = (s->cache ? tick_head(&s->model) : tick_update(s)) + 1;
@@ -1481,11 +1497,17 @@ static void plan_build(Plan *p, const Settings *s) {
     for (int l = 0; l < s->model.L; l++) {
         plan_add_block(p, l);
     }
+    p->live_bytes = plan_peak(p, &p->peak);
+}
+
+// The plan of a run with these settings: pure arithmetic. It allocates its tables,
+// and nothing of what they describe.
+static void plan_build(Plan *p, const Settings *s) {
+    plan_list(p, s);
     size_t by_life = plan_place(p, 0);  // neither order is the better one for all settings
     if (plan_place(p, 1) > by_life) {
         plan_place(p, 0);
     }
-    p->live_bytes = plan_peak(p, &p->peak);
     plan_add_visits(p);
 }
 
@@ -1497,42 +1519,71 @@ static void plan_free(Plan *p) {
     memset(p, 0, sizeof *p);
 }
 
-// The device bytes of a run with other settings: what remedies and tables are made of.
-static size_t plan_bytes(const Settings *s) {
+// The bytes alive at once, below which no layout can be: what a search rules settings out by.
+static size_t plan_live(const Settings *s) {
     Plan p;
-    plan_build(&p, s);
-    size_t bytes = p.device_bytes;
+    plan_list(&p, s);
+    const size_t bytes = p.live_bytes;
     plan_free(&p);
     return bytes;
 }
 
-// Reads -r: a level, or LEVEL:K for the first K blocks alone. Ends the run at an unknown level,
-// which it answers with all there are, and at a K that the model does not have.
-static void recompute_parse(Settings *s, const char *text) {
-    const int length = (int)strcspn(text, ":");
-    char word[8], names[128] = "", *end = NULL;
-    int level = -1;
-    snprintf(word, sizeof word, "%.*s", length, text);
-    for (int i = 0; i < RECOMPUTE_LEVELS; i++) {
+// What a run takes of its device's memory: on the CPU both homes are the same memory.
+static size_t plan_taken(const Plan *p) {
+    return p->device_bytes + (p->settings.gpu ? 0 : p->host_bytes);
+}
+
+// The same of a run with other settings: what remedies and tables are made of.
+static size_t plan_bytes(const Settings *s) {
+    Plan p;
+    plan_build(&p, s);
+    size_t bytes = plan_taken(&p);
+    plan_free(&p);
+    return bytes;
+}
+
+// The number of a level's name or alias (n bytes); -1: none. `names` receives all there are.
+static int level_find(const char *word, size_t n, char names[128]) {
+    int found = -1;
+    for (int i = 0, used = 0; i < RECOMPUTE_LEVELS; i++) {
         const LevelEntry *entry = &level_table[i];
-        size_t used = strlen(names);
-        if (strcmp(word, entry->name) == 0 || (entry->alias && strcmp(word, entry->alias) == 0)) {
-            level = i;
+        const char *spellings[] = {entry->name, entry->alias ? entry->alias : entry->name};
+        for (int k = 0; k < 2; k++) {
+            found = strlen(spellings[k]) == n && memcmp(spellings[k], word, n) == 0 ? i : found;
         }
-        snprintf(names + used, sizeof names - used, entry->alias ? " %s (%s)" : " %s", entry->name,
-                 entry->alias);
+        used += snprintf(names + used, 128 - (size_t)used, entry->alias ? " %s (%s)" : " %s",
+                         entry->name, entry->alias);
     }
-    if (level < 0 || length >= (int)sizeof word) {
-        die("--recompute (-r): '%s' is not one of%s, nor one of these for the first K blocks, as "
-            "in block:K", text, names);
+    return found;
+}
+
+// Reads -r: runs LEVEL:K of blocks from the first on, separated by commas, of which one without K
+// takes all that are left; blocks behind the runs recompute nothing. `auto` leaves all levels at
+// none: settings_auto() decides. Ends the run at an unknown level, which it answers with all there
+// are, and at a K that is more than the blocks left.
+static void recompute_parse(Settings *s, const char *text) {
+    char names[128];
+    int block = 0, word_is_last = 0;
+    settings_recompute(s, RECOMPUTE_NONE, 0);
+    for (const char *word = text; strcmp(text, "auto") != 0 && !word_is_last;) {
+        const size_t length = strcspn(word, ":,");
+        const int level = level_find(word, length, names), left = s->model.L - block;
+        char *end = (char *)word + length;
+        if (level < 0) {
+            die("--recompute (-r): '%s' is not one of%s auto, nor one of these for the first K "
+                "blocks, as in block:K", text, names);
+        }
+        const char *number = end + 1;
+        const long blocks = *end == ':' ? strtol(number, &end, 10) : left;
+        if (end == number || (*end != 0 && *end != ',') || blocks < 0 || blocks > left) {
+            die("--recompute (-r): '%s': K of %s:K is a number from 0 to %d, the blocks left", text,
+                level_table[level].name, left);
+        }
+        memset(s->level + block, level, (size_t)blocks);
+        block += (int)blocks;
+        word_is_last = *end == 0;
+        word = end + 1;
     }
-    const char *number = text + length + 1;
-    long blocks = text[length] ? strtol(number, &end, 10) : s->model.L;
-    if (end && (end == number || *end != 0 || blocks < 0 || blocks > s->model.L)) {
-        die("--recompute (-r): '%s': K of %s:K is a number from 0 to %d, the model's blocks", text,
-            level_table[level].name, s->model.L);
-    }
-    settings_recompute(s, level, (int)blocks);
 }
 
 // The levels' lines of --help.
@@ -2008,23 +2059,24 @@ static Traffic step_traffic(const Settings *s, int micros) {
 
 // -------------------------------------------------------------------------------------------------
 // 7. What fits
-// First from options to settings, on the card that is named or at hand; then from settings to the
-// printed plan, and to what would make a run fit. Costs are counted (FLOPs of what is recomputed
-// over FLOPs of a step), never timed.
+// From options to settings, on the card that is named or at hand; then, in the appendix data/fit.c,
+// from settings to the time of a step, to the settings that fit and to the printed plan.
 
 // Memory of common cards in GiB as the driver reports it: the smallest total seen quoted in CUDA
-// out-of-memory messages (public issue trackers, read 2026-11). A driver keeps some of what is on
-// the label.
+// out-of-memory messages (public issue trackers and logs, read 2026-11; "GPU 0 has a total capacity
+// of 31.34 GiB" is a 5090). A driver keeps some of what is on the label.
 typedef struct {
     const char *name;
     double gib;
-    int has_bf16;  // compute capability 8.0 or newer
+    int has_bf16;  // compute capability 8.0 or newer; the others have fp16 and fp32
 } GpuEntry;
 static const GpuEntry gpu_table[] = {
-    {"t4", 14.56, 0},   {"4060", 7.75, 1},    {"4060ti", 15.6, 1}, {"a4000", 15.61, 1},
-    {"3090", 23.6, 1},  {"4090", 23.6, 1},    {"l4", 22.0, 1},     {"a10", 22.0, 1},
-    {"l40s", 44.3, 1},  {"a100-40", 39.5, 1}, {"a100", 79.1, 1},   {"h100", 79.1, 1},
-    {"h200", 139.8, 1},
+    {"t4", 14.56, 0},    {"3060", 11.75, 1}, {"4060", 7.75, 1},    {"4060ti", 15.6, 1},
+    {"4070", 11.73, 1},  {"4080", 15.57, 1}, {"5070ti", 15.48, 1}, {"a4000", 15.61, 1},
+    {"3090", 23.6, 1},   {"4090", 23.6, 1},  {"5090", 31.34, 1},   {"l4", 22.0, 1},
+    {"a10", 22.0, 1},    {"a10g", 22.0, 1},  {"a6000", 47.4, 1},   {"l40s", 44.3, 1},
+    {"a100-40", 39.5, 1}, {"a100", 79.1, 1}, {"h100", 79.1, 1},    {"h200", 139.8, 1},
+    {"b200", 178.35, 1},
 };
 
 // The entry of --gpu, or NULL when the option is not given. Ends the run at an unknown name.
@@ -2067,14 +2119,14 @@ static const int shard_stage[HOMES] = {3, 2, 1, 1, 0};
 
 // Ranks and homes, from --gpus, --zero and --offload. Ends the run where it is not only planned.
 static void settings_homes(Settings *s, const Options *o) {
-    if (!o->plan && (o->gpus > 1 || o->zero)) {
+    if (!options_plan(o) && (o->gpus > 1 || o->zero)) {
         die("%s %" PRId64 " can be planned with --plan; this program trains on one GPU so far",
             o->gpus > 1 ? "--gpus" : "--zero (-z)", o->gpus > 1 ? o->gpus : o->zero);
     }
     s->ranks = (int)o->gpus;
     for (int state = 0; state < HOMES; state++) {
         const int stage = shard_stage[state], sharded = s->ranks > 1 && stage && o->zero >= stage;
-        const int hosted = o->offload >> state & 1;
+        const int hosted = o->offload >> state & 1;  // `auto` is a bit of its own
         s->home[state] = (uint8_t)((hosted ? HOME_HOST : 0) | (sharded ? HOME_SHARD : 0));
     }
     if (s->ranks > 1 && s->home[HOME_OF_GRADIENTS] & HOME_HOST) {
@@ -2147,272 +2199,9 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
         (int)(o->logit_rows ? o->logit_rows : default_logit_rows(m, type_bytes(s->dtype), N, gpu));
 }
 
-// FLOPs that are recomputed, over FLOPs of a step without recomputation: 24 C^2 of a block's four
-// products in forward and twice that in backward; attention 2 T C under the causal mask, and 5 T C
-// for its five products in backward.
-static double recompute_cost(const Settings *s) {
-    const Model *m = &s->model;
-    const double C = m->C, step = m->L * (72 * C * C + 7 * s->T * C) + 6.0 * C * m->Vp;
-    double sum = 0;
-    for (int l = 0; l < m->L; l++) {
-        for (int stage = 0; stage < F_STAGES; stage++) {
-            double attention = stage == F_ATT ? 2.0 * s->T * C : 0;
-            sum += plan_recomputes(s, stage, l) ? stage_table[stage].flops * C * C + attention : 0;
-        }
-    }
-    return sum / step;
-}
-
-// A change of settings that frees memory, as a command line says it, and what it costs.
-typedef struct {
-    char option[48], cost[64];
-    Settings settings;
-    size_t bytes;  // of the changed plan
-} Remedy;
-enum { MAX_REMEDIES = 16 };
-
-// Appends a change to `n` remedies of plan `p` unless it frees nothing; returns their new number.
-static int remedy_add(Remedy list[MAX_REMEDIES], int n, const Plan *p, const Settings *changed,
-                      const char *option, const char *cost) {
-    Remedy r = {"", "", *changed, plan_bytes(changed)};
-    if (r.bytes >= p->device_bytes || n == MAX_REMEDIES) {
-        return n;
-    }
-    snprintf(r.option, sizeof r.option, "%s", option);
-    snprintf(r.cost, sizeof r.cost, "%s", cost);
-    list[n] = r;
-    return n + 1;
-}
-
-// Everything that would make this plan smaller, in the order in which to try it: what changes no
-// bit (recomputation, then host memory), what changes numbers, smaller batches. Returns how many.
-static int plan_remedies(const Plan *p, Remedy list[MAX_REMEDIES]) {
-    const Settings *now = &p->settings;
-    char option[48], cost[64];
-    int n = 0;
-    if (now->cache) {
-        return 0;  // weights, cache and a few rows: no setting of training makes these smaller
-    }
-    for (int level = RECOMPUTE_NONE + 1; level < RECOMPUTE_LEVELS; level++) {
-        Settings s = *now;
-        settings_recompute(&s, level, s.model.L);
-        snprintf(option, sizeof option, "-r %s", level_table[level].name);
-        snprintf(cost, sizeof cost, "%.1f %% more arithmetic, same bits", 100 * recompute_cost(&s));
-        n = remedy_add(list, n, p, &s, option, cost);
-    }
-    if (now->gpu && !(now->home[HOME_OF_MOMENTS] & HOME_HOST)) {
-        Settings s = *now;
-        s.home[HOME_OF_MOMENTS] |= HOME_HOST;
-        s.home[HOME_OF_MASTER] |= settings_has_master(&s) ? HOME_HOST : HOME_DEVICE;
-        n = remedy_add(list, n, p, &s,
-                       settings_has_master(&s) ? "--offload moments,master" : "--offload moments",
-                       "host memory and PCIe time once a step, same bits");
-    }
-    // The low halves of weights go only together with the moments' precision: alone they free less
-    // than bf16 moments do, and change numbers all the same.
-    if (now->dtype == TYPE_BF16) {
-        Settings s = *now;
-        s.moment_dtype = TYPE_BF16;
-        n = remedy_add(list, n, p, &s, "--moments bf16", "rounds the moments: numbers change");
-        if (now->split_master) {
-            s.split_master = 0;
-            s.home[HOME_OF_MASTER] = HOME_DEVICE;
-            n = remedy_add(list, n, p, &s, "--moments bf16 -w none",
-                           "stochastic rounding of weights: numbers change");
-        }
-    }
-    for (int batch = now->B / 2; batch >= 1; batch /= 2) {
-        Settings s = *now;
-        s.B = batch;
-        s.logit_rows = (int)min_i64(s.logit_rows, (int64_t)s.B * s.T);
-        snprintf(option, sizeof option, "-b %d", batch);
-        n = remedy_add(list, n, p, &s, option, "smaller matmuls; -d keeps the step's tokens");
-    }
-    return n;
-}
-
-// Ends the run before anything is allocated when `available` bytes cannot hold `need`: says how
-// much is missing, and the first three settings that would do alone or, where none does, the one
-// that frees most.
-static void plan_refuse(const Plan *p, size_t need, size_t available) {
-    char line[1024] = "";
-    Remedy list[MAX_REMEDIES];
-    if (need <= available) {
-        return;  // before the remedies, whose plans take a while
-    }
-    int n = plan_remedies(p, list), length = 0, best = 0, enough = 0;
-    for (int i = 0; i < n; i++) {
-        best = list[i].bytes < list[best].bytes ? i : best;
-        enough += p->device_bytes - list[i].bytes >= need - available;
-    }
-    for (int i = 0, shown = 0; i < n && shown < 3; i++) {
-        size_t freed = p->device_bytes - list[i].bytes;
-        if (enough ? freed >= need - available : i == best) {
-            length += snprintf(line + length, sizeof line - (size_t)length, "; %s%s frees %s (%s)",
-                               enough ? "" : "no single setting is enough, the best is: ",
-                               list[i].option, bytes_text((double)freed).s, list[i].cost);
-            shown++;
-        }
-    }
-    die("the plan needs %s, only %s are available%s: %s short%s", bytes_text((double)need).s,
-        bytes_text((double)available).s, available_limit,
-        bytes_text((double)(need - available)).s, line);
-}
-
-// Prints the plan as JSON, for dev/report.py: ticks by name, and every buffer with its place in
-// time and memory.
-static void plan_print_json(const Plan *p) {
-    printf("{\"target\":\"%s\",\"total_bytes\":%zu,\"host_bytes\":%zu,\"ticks\":[",
-           p->settings.gpu ? "gpu" : "cpu", p->device_bytes, p->host_bytes);
-    for (int t = 0; t < p->ticks; t++) {
-        char name[32];
-        tick_name(name, &p->settings, t);
-        printf("%s\"%s\"", t ? "," : "", name);
-    }
-    printf("],\"buffers\":[");
-    for (int i = 0; i < p->buffer_count; i++) {
-        const Buffer *b = &p->buffers[i];
-        printf("%s\n{\"name\":\"%s\",\"group\":\"%s\",\"bytes\":%zu,\"offset\":%zu,\"first\":%d,"
-               "\"last\":%d,\"home\":\"%s\"}",
-               i ? "," : "", b->name, group_names[b->group], b->bytes, b->offset, b->first, b->last,
-               b->home == HOME_HOST ? "host" : "device");
-    }
-    printf("]}\n");
-}
-
-// Bytes of every group at the tick where most bytes are alive, so that they add up to the peak; the
-// rest of the allocation is what first fit could not share. Host buffers are counted apart.
-static void plan_groups(const Plan *p, size_t device[GROUPS], size_t host[GROUPS]) {
-    memset(device, 0, GROUPS * sizeof(size_t));
-    memset(host, 0, GROUPS * sizeof(size_t));
-    for (int i = 0; i < p->buffer_count; i++) {
-        const Buffer *b = &p->buffers[i];
-        if (b->first <= p->peak && p->peak <= b->last) {
-            (b->home == HOME_HOST ? host : device)[b->group] += buffer_room(b);
-        }
-    }
-}
-
-// Prints the rule of thumb that people use instead of a plan, and where it errs: 16 bytes of
-// weights, gradients and moments for each parameter, every activation in fp32, 2 GB for libraries.
-static void plan_print_thumb(const Plan *p, size_t total) {
-    const Settings *s = &p->settings;
-    const Model *m = &s->model;
-    if (s->cache) {
-        return;  // the rule is one for training
-    }
-    double N = (double)s->B * s->T, parameters = (double)model_parameters(m);
-    double activations = N * ((16.0 * m->L + 1) * m->C + m->Vp);
-    double thumb = 16 * parameters + 4 * activations + 2e9;
-    printf("\nrule of thumb: 16 B x parameters + 4 B x activations + 2 GB = %s + %s + 1.86 GiB = "
-           "%s; the plan: %s\n",
-           bytes_text(16 * parameters).s, bytes_text(4 * activations).s, bytes_text(thumb).s,
-           bytes_text((double)total).s);
-    printf("The plan differs because it keeps %d of %d logit rows, shares the bytes of buffers\n"
-           "that are never in use together, counts each type's own size, and reserves for\n"
-           "libraries only what is stated above.\n",
-           s->logit_rows, s->B * s->T);
-}
-
-static void plan_print_line(const char *name, size_t bytes, const char *note) {
-    printf("%-24s %18s %12s%s\n", name, count_text((int64_t)bytes).s,
-           bytes_text((double)bytes).s, note);
-}
-
-// What --plan says of a GPU run alone: libraries, host memory, and what a step moves where not
-// everything is whole on the device.
-static void plan_print_gpu(const Plan *p, size_t total) {
-    const Settings *s = &p->settings;
-    const Traffic t = step_traffic(s, 1);
-    char note[80];
-    plan_print_line("library", library_reserve_bytes, "   reserved, not measured");
-    if (s->ranks > 1) {
-        snprintf(note, sizeof note, "   reserved, not measured: 12 MiB x %d peers x %d channels",
-                 s->ranks - 1, NCCL_CHANNELS);
-        plan_print_line("NCCL", nccl_estimate_bytes(s), note);
-    }
-    plan_print_line("total per GPU", total, "   with the reserve");
-    plan_print_line(s->ranks > 1 ? "host memory per GPU" : "host memory", p->host_bytes, "");
-    if (t.up + t.down > 0) {
-        printf("a step of one micro-step moves %s up to the GPU and %s down\n", bytes_text(t.up).s,
-               bytes_text(t.down).s);
-    }
-    if (s->ranks > 1) {
-        printf("a step of one micro-step sends %s from each GPU: %s of gradients to add, %s to "
-               "gather\n",
-               bytes_text(t.reduced + t.gathered).s, bytes_text(t.reduced).s,
-               bytes_text(t.gathered).s);
-    }
-}
-
-// Prints the plan by group, whether it fits the `available` bytes of `where` (0: nothing to fit
-// into), what each setting would save, and the rule of thumb. Returns 0 when it does not fit.
-static int plan_print(const Plan *p, size_t available, const char *where) {
-    const Settings *s = &p->settings;
-    const Model *m = &s->model;
-    static const char *const types[] = {"fp32", "bf16", "fp16"};
-    int blocks, level = settings_level(s, &blocks);
-    size_t device[GROUPS], host[GROUPS], sum = 0;
-    size_t total = p->device_bytes;
-    total += s->gpu ? library_reserve_bytes + nccl_estimate_bytes(s) : p->host_bytes;
-    printf("memory plan of the %s run\nL%d NH%d C%d, vocabulary %d (%d rows), %s parameters; %s; "
-           "B %d, T %d%s; -r %s",
-           s->gpu ? "GPU" : "CPU", m->L, m->NH, m->C, m->V, m->Vp,
-           count_text(model_parameters(m)).s, s->gpu ? types[s->dtype] : "fp32", s->B, s->T,
-           s->cache ? " at a time" : "", level_table[level].name);
-    if (level) {
-        printf(" in %d of %d blocks: %.1f %% more arithmetic", blocks, m->L,
-               100 * recompute_cost(s));
-    }
-    if (s->ranks > 1) {
-        printf("; each of %d GPUs, -z %d", s->ranks, settings_zero(s));
-    }
-    printf("\n\n");
-    // The groups at the peak and what the layout loses add up to the allocation.
-    plan_groups(p, device, host);
-    printf("%-24s %18s\n", "at the peak of a step", "bytes");
-    for (int g = 0; g < GROUPS; g++) {
-        if (device[g]) {
-            plan_print_line(group_names[g], device[g], "");
-        }
-        sum += device[g];
-    }
-    plan_print_line("fragmentation", p->device_bytes - sum, "");
-    plan_print_line(s->gpu ? "device allocation" : "allocation", p->device_bytes, "");
-    if (s->gpu) {
-        plan_print_gpu(p, total);
-    } else if (p->host_bytes) {
-        plan_print_line("in the host's place", p->host_bytes, "   as a GPU run keeps apart");
-        plan_print_line("total", total, "");
-    }
-    if (available) {
-        int fits = total <= available;
-        printf("%s: %s%s; %s, %s %s\n", where, bytes_text((double)available).s, available_limit,
-               fits ? "fits" : "DOES NOT FIT",
-               bytes_text(fits ? (double)(available - total) : (double)(total - available)).s,
-               fits ? "free" : "short");
-    }
-    Remedy list[MAX_REMEDIES];
-    int remedies = plan_remedies(p, list);
-    printf("\n%-26s %12s %12s   cost\n", "this setting", "saves", "new total");
-    for (int i = 0; i < remedies; i++) {
-        printf("%-26s %12s %12s   %s\n", list[i].option,
-               bytes_text((double)(p->device_bytes - list[i].bytes)).s,
-               bytes_text((double)(list[i].bytes + total - p->device_bytes)).s, list[i].cost);
-    }
-    if (!remedies) {
-        printf("no setting makes it smaller\n");
-    }
-    plan_print_thumb(p, total);
-    return !available || total <= available;
-}
-
-// The --gpu and --gpu-mem options as bytes, the smaller of both; 0: neither was given.
-static size_t gpu_memory_from_options(const Options *o) {
-    const GpuEntry *row = gpu_find(o);
-    size_t card = row ? (size_t)(row->gib * 0x1p30) : 0, cap = (size_t)o->gpu_mem;
-    return card && cap ? (card < cap ? card : cap) : card + cap;
-}
+// How fast it is, what fits and what would make it, and the printed plan are an appendix: they read
+// plans, and nothing that trains reads them.
+#include "data/fit.c"
 
 // =================================================================================================
 // Part C. GPT-2 on the CPU
@@ -6364,6 +6153,7 @@ typedef struct Program {
     int (*command)(Run *run, const struct Program *program);  // --check, --compare; NULL: none
     void (*refuse)(const Settings *s);                        // what it cannot do; or NULL
     const char *built;                                        // what is built in
+    int (*present)(void);                                     // 0: no device; NULL: always here
 } Program;
 
 // Step 2: the model's sizes from -e, and its open file where it names one. Its vocabulary is not
@@ -6446,10 +6236,10 @@ static void run_choose_data(Run *run, Model *m, ModelKind kind) {
     if (!o->train_data) {
         default_data(o, kind == MODEL_PRESET || m->V == GPT2_VOCABULARY || m->V == GPT2_PADDED);
     }
-    if (!o->train_data && !o->plan) {
+    if (!o->train_data && !options_plan(o)) {
         die("no data: 'make data' prepares tinyshakespeare; --train-data (-i) takes token shards");
     }
-    if (o->train_data && (!o->plan || kind == MODEL_SHAPE)) {
+    if (o->train_data && (!options_plan(o) || kind == MODEL_SHAPE)) {
         int64_t T = o->seq_len ? o->seq_len : m->maxT;
         dataset_open(&run->train, o->train_data, (int)min_i64(T, m->maxT));
         run->train.shuffle = (int)o->shuffle;
@@ -6458,24 +6248,57 @@ static void run_choose_data(Run *run, Model *m, ModelKind kind) {
     model_vocabulary(m, kind, o, run->train.shards ? &run->train : NULL);
 }
 
-// Prints the plan and returns the program's exit status: 1 when it does not fit what was named.
+// What this machine has for a run. --gpu-mem makes a GPU no larger than such a card, whose context
+// and libraries take their part first.
+static Room room_at_hand(const Program *program, const Options *o, const Settings *s) {
+    Room room;
+    memset(&room, 0, sizeof room);
+    if (o->gpu_mem && !program->gpu) {
+        die("--gpu-mem: this program trains on the CPU; with --plan, --fit or --minimum it plans a "
+            "GPU run");
+    }
+    room.device = size_less(program->available(), program->library_bytes);
+    if (o->gpu_mem) {
+        const size_t cap = size_less((size_t)o->gpu_mem, library_reserve_bytes);
+        room.device = cap < room.device ? cap : room.device;
+    }
+    room.device = (size_t)max_i64((int64_t)room.device, 1);  // 0 would be unknown
+    room.host = program->gpu ? (size_t)host_memory("").bytes : SIZE_MAX;
+    room.library = program->library_bytes;
+    room.where = program->gpu ? "free on this GPU" : "memory this process may take";
+    room.speed = speed_usual(s);
+    return room;
+}
+
+// --plan, --fit and --minimum: of the card that is named, else of the machine at hand. Returns the
+// program's exit status: 1 when it does not fit what was named.
 static int plan_command(const Program *program, const Options *o, const Model *m) {
     Settings s;
     Plan p;
-    size_t gpu_bytes = gpu_memory_from_options(o);
-    int gpu = program->gpu || gpu_bytes > 0 || o->gpus > 1, fits = 1;
+    const int named = gpu_memory_from_options(o) > 0 || o->gpus > 1, gpu = program->gpu || named;
+    int fits = 1;
+    if (o->minimum) {
+        minimum_command(o, m, !program->gpu);
+        return 0;
+    }
     settings_from_options(&s, o, m, gpu);
+    const int known = !named && (!program->present || program->present());
+    const Room room = known ? room_at_hand(program, o, &s) : room_named(o, &s);
+    if (o->fit) {
+        if (!room.device) {
+            die("--fit: no GPU is here; --gpu NAME or --gpu-mem SIZE says what to fit into");
+        }
+        return fit_command(o, m, &room);
+    }
     if (o->generate) {
         settings_generate(&s);
     }
+    settings_auto(&s, o, &room);
     plan_build(&p, &s);
     if (o->json) {
         plan_print_json(&p);
     } else {
-        fits = plan_print(&p, gpu ? gpu_bytes : program->available(),
-                          !gpu        ? "memory this process may take"
-                          : o->gpu[0] ? o->gpu
-                                      : "--gpu-mem");
+        fits = plan_print(&p, &room, o);
     }
     plan_free(&p);
     return fits ? 0 : 1;
@@ -6511,14 +6334,10 @@ static void run_size(Run *run) {
     }
 }
 
-// Start-up box: what was asked, what will run, what it takes. Of the options only those are shown
-// that differ from their defaults, as a command to be pasted.
+// Start-up box: what was asked, what will run, what it takes.
 static void run_print_box(const Run *run, const Program *program) {
     const Plan *p = &run->plan;
     const Settings *s = &run->s;
-    char text[64], text2[64];
-    Options defaults;
-    options_default(&defaults);
     printf("%s: %s\n", program->name, run->engine.device);
     printf("model    %s: L%d NH%d C%d T%d vocabulary %d (%d rows), %s parameters\n", run->o.model,
            s->model.L, s->model.NH, s->model.C, s->model.maxT, s->model.V, s->model.Vp,
@@ -6532,14 +6351,7 @@ static void run_print_box(const Run *run, const Program *program) {
     printf("step     %d x %d x %d = %s tokens; %s steps\n", run->accum_steps, s->B, s->T,
            count_text(run->windows_per_step * s->T).s, count_text(run->steps).s);
     printf("command  ");
-    shell_print(run->command);
-    for (int i = 0; i < OPTION_ROWS; i++) {
-        const char *value = option_text(text, &run->o, &option_rows[i]);
-        if (value[0] && strcmp(value, option_text(text2, &defaults, &option_rows[i])) != 0) {
-            printf(" --%s ", option_rows[i].name);
-            shell_print(value);
-        }
-    }
+    command_print(run->command, &run->o);
     printf("\nmemory   %s:", bytes_text((double)p->device_bytes).s);
     size_t device[GROUPS], host[GROUPS];
     plan_groups(p, device, host);
@@ -6616,19 +6428,22 @@ static void run_vocabulary(Run *run) {
     }
 }
 
-// Step 6: the batch and the one plan of a run whose settings are known. Ends the run where the
-// program cannot do them or memory does not hold the plan.
+// Step 6: the batch and the one plan of a run, whose settings are known but for what is left to
+// memory. Ends the run where the program cannot do them or memory does not hold the plan.
 static void run_fit(Run *run, const Program *program) {
     size_t batch = (size_t)run->s.B * (size_t)run->s.T;
     if (program->refuse) {
         program->refuse(&run->s);
     }
+    const Room room = room_at_hand(program, &run->o, &run->s);
+    settings_auto(&run->s, &run->o, &room);
+    if (program->refuse) {
+        program->refuse(&run->s);  // what was chosen, too
+    }
     run->inputs = (Token *)alloc_zero(2 * batch, sizeof(Token));
     run->targets = run->inputs + batch;
     plan_build(&run->plan, &run->s);
-    // On the CPU both homes are the same memory.
-    plan_refuse(&run->plan, run->plan.device_bytes + program->library_bytes +
-                                (program->gpu ? 0 : run->plan.host_bytes), program->available());
+    plan_refuse(&run->plan, plan_taken(&run->plan), room.device);
 }
 
 // The validation data, which must be in the training data's tokens. Without it, or with -v 0,
@@ -6695,6 +6510,7 @@ static void run_begin(Run *run, const Program *program, const Model *m) {
     }
     if (!o->quiet) {
         run_print_box(run, program);
+        choice_print(&run->plan, o);
         run_flush(run);
         stop_line = o->output[0] ? "\nstopping after this micro-batch and saving; again to quit\n"
                                  : "\nstopping after this micro-batch; without --output (-o) "
@@ -6894,7 +6710,7 @@ static int program_run(Run *run, const Program *program, int argc, char **argv) 
         return o->plan ? plan_command(program, o, &m) : generate_command(run, program, &m);
     }
     run_choose_data(run, &m, kind);                                    // 3 data and vocabulary
-    if (o->plan) {
+    if (options_plan(o)) {
         return plan_command(program, o, &m);
     }
     settings_from_options(&run->s, o, &m, program->gpu);               // 4 settings
@@ -6921,7 +6737,7 @@ static int program_main(const Program *program, int argc, char **argv) {
 int train_gpt2_main(int argc, char **argv);
 int train_gpt2_main(int argc, char **argv) {
     static const Program program = {
-        "train_gpt2", "l4h4c128t64", 0, cpu_open, host_memory_available, 0, NULL, NULL, ""};
+        "train_gpt2", "l4h4c128t64", 0, cpu_open, host_memory_available, 0, NULL, NULL, "", NULL};
     return program_main(&program, argc, argv);
 }
 

@@ -2721,6 +2721,13 @@ static void device_mark(void *memory, size_t bytes, int alive) {
 }
 #endif
 
+// Whether a GPU and its driver are here.
+static int device_present(void) {
+    int driver = 0, count = 0;
+    return cudaDriverGetVersion(&driver) == cudaSuccess && driver > 0 &&
+           cudaGetDeviceCount(&count) == cudaSuccess && count > 0;
+}
+
 // Bytes that are free on this GPU. Ends the run where there is none.
 static size_t device_available(void) {
     int driver = 0, count = 0;
@@ -3576,22 +3583,22 @@ static int command_check(Run *run, const Program *program) {
     return failed || !ok;
 }
 
-// --compare: the same steps with -r none and with -r block (or the level that was asked for):
+// --compare: the same steps with -r none and with -r block (or the levels that were asked for):
 // planned and library memory, and the median time of a step.
 static int command_compare(Run *run, const Program *program) {
     enum { WARM = 2, STEPS = 9 };
     const Model *m = &run->s.model;
-    int blocks, asked = settings_level(&run->s, &blocks);
-    if (asked == RECOMPUTE_NONE) {
-        asked = RECOMPUTE_BLOCK;
-        blocks = m->L;
+    Settings two[2] = {run->s, run->s};
+    settings_recompute(&two[0], RECOMPUTE_NONE, m->L);
+    if (recompute_cost(&two[1]) == 0) {
+        settings_recompute(&two[1], RECOMPUTE_BLOCK, m->L);
     }
     double middle[2], tokens = (double)run->s.B * run->s.T;
     size_t bytes[2];
     printf("%-14s %14s %14s %10s %12s\n", "", "planned", "libraries", "ms/step", "tokens/s");
     for (int k = 0; k < 2; k++) {
         double ms[WARM + STEPS];
-        settings_recompute(&run->s, k ? asked : RECOMPUTE_NONE, blocks);
+        run->s = two[k];
         plan_free(&run->plan);
         plan_build(&run->plan, &run->s);
         bytes[k] = run->plan.device_bytes;
@@ -3609,12 +3616,12 @@ static int command_compare(Run *run, const Program *program) {
         }
         run->engine.close(&run->engine);
         middle[k] = median(ms + WARM, STEPS);
-        printf("-r %-11s %14s %14s %10.2f %12s\n", level_table[k ? asked : RECOMPUTE_NONE].name,
+        printf("-r %-11s %14s %14s %10.2f %12s\n", recompute_text(&run->s).s,
                bytes_text((double)bytes[k]).s, bytes_text((double)device_memory.library_bytes).s,
                middle[k], count_text((int64_t)(tokens / middle[k] * 1e3)).s);
     }
     printf("-r %s takes %.1f %% of the memory and %.2f x the time (median of %d steps)\n",
-           level_table[asked].name, 100.0 * (double)bytes[1] / (double)bytes[0],
+           recompute_text(&run->s).s, 100.0 * (double)bytes[1] / (double)bytes[0],
            middle[1] / middle[0], STEPS);
     plan_free(&run->plan);
     return 0;
@@ -3638,7 +3645,8 @@ int train_gpt2cu_main(int argc, char **argv) {
                                     device_library_bytes(),
                                     gpu_command,
                                     gpu_settings_check,
-                                    built};
+                                    built,
+                                    device_present};
     return program_main(&program, argc, argv);
 }
 

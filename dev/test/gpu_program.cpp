@@ -49,7 +49,8 @@ static void test_gpu_bad_input() {
         expect_refused(old, "has no bf16; use --dtype fp32", "a GPU without bf16");
         expect_success(program(run + "l2h2c16t16 --quiet --dtype fp32", with("EMU_CC", "75")),
                        "fp32 where there is no bf16");
-        Outcome small = program("-i train.bin -b 64 -x 2 -e l4h2c64t16 -o small",
+        Outcome small = program("-i train.bin -b 64 -x 2 -e l4h2c64t16 -o small "
+                                "-r none --offload none",
                                 with("EMU_GPU_MEM", "42000000"));
         expect_refused(small, " short; ", "too little memory");
         expect(small.err.find("-r ") != Text::npos && small.err.find(" frees ") != Text::npos,
@@ -81,12 +82,13 @@ static void test_gpu_start() {
                log.find("\"device\":\"") != Text::npos && log.find("cuBLASLt 1") != Text::npos,
            "%s", log.c_str());
     // The context is in what the driver no longer calls free; libraries come on top.
-    o = program(run + "--plan --json");
+    const Text fixed = run + "-r none --offload none ";
+    o = program(fixed + "--plan --json");
     const char *key = "\"total_bytes\":";
     expect(o.out.find(key) != Text::npos, "%s", o.out.c_str());
     const long plan = atol(o.out.c_str() + o.out.find(key) + strlen(key));
     for (long less : {0, 1}) {
-        o = program(run + "--quiet", [=] {
+        o = program(fixed + "--quiet", [=] {
             setenv("EMU_CONTEXT", "300M", 1);
             setenv("EMU_LIBRARY", "200M", 1);
             setenv("EMU_GPU_MEM", text("%ld", plan + (500L << 20) - less).c_str(), 1);
@@ -99,6 +101,59 @@ static void test_gpu_start() {
     }
     o = program(run, with("EMU_LIBRARY", "200M"));
     expect(o.out.find("; libraries took about 200.0 MiB") != Text::npos, "%s", o.out.c_str());
+}
+
+// The losses of a run's log, as they stand there.
+static Text losses_in(const Text &folder) {
+    const Text log = read_file(folder + "/log.jsonl");
+    Text losses;
+    for (size_t at = 0; (at = log.find("\"loss\":", at)) != Text::npos; at++) {
+        losses += log.substr(at, log.find(',', at) - at) + " ";
+    }
+    return losses;
+}
+
+// On a card with room for the least of all levels -r auto finds the levels that fit, which change
+// no bit; --gpu-mem makes a large card as small, to the byte.
+static void test_gpu_auto() {
+    if (!is_emulated()) {
+        skip("on the emulated device");
+    }
+    write_corpus();
+    const Text run = "-i train.bin -e l3h2c16t16 -b 4 -x 3 --offload none ";
+    auto planned = [&](const Text &options) {
+        const Text out = program(run + options + "--plan --json").out;
+        const char *key = "\"total_bytes\":";
+        return atol(out.c_str() + out.find(key) + strlen(key));
+    };
+    const long none = planned("-r none "), block = planned("-r block ");
+    expect(block < none, "%ld, %ld", block, none);
+    expect_success(program(run + "-r none -o plain"), "all kept");
+    int chosen = 0;
+    for (long part = 0; part <= 4; part++) {
+        const long room = block + (none - block) * part / 4;
+        const Text folder = text("out%ld", part), capped = text("capped%ld", part);
+        const Outcome small =
+            program(run + "-o " + folder, with("EMU_GPU_MEM", text("%ld", room).c_str()));
+        const Outcome cap = program(run + text("-o %s --gpu-mem %ld", capped.c_str(),
+                                               room + (1L << 30)));
+        expect_success(small, folder.c_str());
+        expect_success(cap, capped.c_str());
+        expect(losses_in(folder) == losses_in("plain") && losses_in(capped) == losses_in("plain"),
+               "%ld bytes: losses", room);
+        const size_t at = small.out.find("\nchosen   ./"), other = cap.out.find("\nchosen   ./");
+        expect((at == Text::npos) == (part == 4) && (other == Text::npos) == (part == 4), "%ld: %s",
+               part, small.out.c_str());
+        chosen += at != Text::npos && small.out.find(" -r ", at) != Text::npos &&
+                  cap.out.find("same bits; ", other) != Text::npos;
+    }
+    expect(chosen == 4, "%d", chosen);
+    for (int capped = 0; capped < 2; capped++) {
+        const Text less = text("%ld", block - 1 + (capped ? 1L << 30 : 0));
+        const Outcome o = capped ? program(run + "--gpu-mem " + less)
+                                 : program(run, with("EMU_GPU_MEM", less.c_str()));
+        expect_refused(o, ": 1 B short; ", "a byte less");
+    }
 }
 
 // --check agrees in all 17 numbers, --compare names two levels; --plan needs no GPU.
@@ -224,6 +279,7 @@ static void test_gpu_learns() {
 static const Test tests[] = {
     {"gpu_bad_input", test_gpu_bad_input, 1},
     {"gpu_start", test_gpu_start, 1},
+    {"gpu_auto", test_gpu_auto, 1},
     {"gpu_commands", test_gpu_commands, 1},
     {"gpu_eval", test_gpu_eval, 1},
     {"gpu_checkpoints", test_gpu_checkpoints, 1},

@@ -17,15 +17,18 @@ static const Refusal bad_options[] = {
     {"-b 4 --batch=4", "--batch is given twice"},
     {"--help=1", "--help takes no value"},
     {"--json", "--json needs --plan or --eval"},
-    {"--eval x.bin --plan", "--eval is a command of its own"},
+    {"--eval x.bin --plan", "are commands: give one"},
+    {"--plan --fit bits", "are commands: give one"},
+    {"--fit most", "--fit: 'most' is not one of bits|any|all"},
+    {"--offload auto,moments", "--offload auto stands alone"},
     {"--eval x.bin -o out", "leave --output (-o) out"},
     {"--eval x.bin -y 1", "needs --output (-o)"},
     {"--eval missing.bin", "--eval: cannot open missing.bin: No such file"},
     {"--eval=", "--eval: cannot open : No such file"},
     {"--eval .", "--eval: cannot open .: Is a directory"},
     {"--eval train.bin", "train.bin: not an evaluation file"},
-    {"--gpu t4", "need --plan"},
-    {"--gpu-mem 16GiB", "need --plan"},
+    {"--gpu t4", "--gpu needs --plan, --fit or --minimum"},
+    {"-i train.bin -e l2h2c16t16 --gpu-mem 16GiB", "--gpu-mem: this program trains on the CPU"},
     {"-y 1", "needs --output (-o)"},
     {"-n 5", "--save-every (-n) 5 needs --output"},
     {"-j val.bin", "needs --train-data (-i)"},
@@ -48,6 +51,9 @@ static const Refusal bad_options[] = {
     {"-i train.bin -e l2h2c16t16 -r block:-1", "is a number from 0 to 2"},
     {"-i train.bin -e l2h2c16t16 -r block:", "is a number from 0 to 2"},
     {"-i train.bin -e l2h2c16t16 -r block:1x", "is a number from 0 to 2"},
+    {"-i train.bin -e l2h2c16t16 -r block:1,gelu:2", "K of gelu:K is a number from 0 to 1"},
+    {"-i train.bin -e l2h2c16t16 -r block:1,", "is not one of none (0) gelu norm"},
+    {"-i train.bin -e l2h2c16t16 -r auto:1", "is not one of none (0) gelu norm"},
     {"-i train.bin -e l2h2c16t16 -b 2 --logit-rows 33", "--logit-rows: 33 is more than"},
     {"-i train.bin -e l2h2c16t16 -b 2 -d 33", "(-d): 33 is not a multiple of B x T = 2 x 16"},
     {"-i train.bin -e l2h2c16t16 -x 10 -u 11", "--warmup (-u): 11"},
@@ -198,8 +204,22 @@ static void test_plan_command() {
            o.out.find("1,557,611,200 parameters") != Text::npos &&
            o.out.find("reserved, not measured") != Text::npos &&
            o.out.find("rule of thumb") != Text::npos && o.out.find("-r block") != Text::npos);
-    o = program("--plan -e d48 --gpu t4");
-    expect(o.status == 1 && o.out.find("DOES NOT FIT, ") != Text::npos, "status %d", o.status);
+    o = program("--plan -e d48 --gpu 4080 --offload none");
+    expect(o.status == 1 && o.out.find("DOES NOT FIT, ") != Text::npos &&
+               o.out.find("\nit fits with --offload moments,master: ") != Text::npos,
+           "status %d", o.status);
+    // One card of 16 GB: what is not there any other way goes to the host, and is said.
+    o = program("--plan -e gpt2-xl --gpu 4080");
+    expect_success(o, "gpt2-xl on a 4080");
+    expect(o.out.find("--offload moments,master") != Text::npos &&
+           o.out.find("\nhost memory         ") != Text::npos &&
+           o.out.find("4080: 15.57 GiB; fits, ") != Text::npos);
+    expect(program("--plan -e d12 --gpu 4080").out.find("\nforecast") == Text::npos, "no rates");
+    o = program("--plan -e d12 --gpu 4090 -x 100");
+    expect(o.out.find("\nforecast: ") != Text::npos &&
+               o.out.find(" tokens/s, 409,600 tokens in 0:0") != Text::npos &&
+               o.out.find("; predicted for this card, unmeasured\n") != Text::npos,
+           "%s", o.out.c_str());
     o = program("--plan -e l2h2c16t16 -b 2");
     expect_success(o, "--plan of the CPU run");
     expect(o.out.find("memory plan of the CPU run\n") == 0);
@@ -209,6 +229,47 @@ static void test_plan_command() {
         expect_success(o, arguments);
         expect(json_valid(o.out) && o.out.find("\"buffers\":[") != Text::npos, "%s", arguments);
     }
+}
+
+// The command that --fit or --minimum recommends, behind `words`: it says that it fits.
+static Text recommended(const Text &out, const char *words) {
+    const size_t at = out.find(words), line = out.find("./train_gpt2", at);
+    const size_t from = out.find(' ', line) + 1;
+    return line == Text::npos ? "" : out.substr(from, out.find('\n', from) - from);
+}
+
+// --fit and --minimum: the command that they print plans what they said, and fits.
+static void test_fit_command() {
+    for (const char *fit : {"bits", "all"}) {
+        Outcome o = program(text("--fit %s -e d48 --gpu 4080 -d 524288", fit));
+        expect_success(o, fit);
+        expect(has_sanitizers() || o.user_ms < 2000, "%s: %.0f ms of the processor", fit,
+               o.user_ms);
+        const Text command = recommended(o.out, "\nfastest: ");
+        const Outcome plan = program("--plan --gpu 4080 " + command);
+        expect(plan.status == 0 && plan.out.find("4080: 15.57 GiB; fits, ") != Text::npos, "%s: %s",
+               fit, command.c_str());
+        const size_t r = command.find("-r ");
+        const Text levels = command.substr(r, command.find(' ', r + 3) - r);
+        expect(plan.out.find("; " + levels) != Text::npos, "%s", command.c_str());
+    }
+    Outcome o = program("--minimum -e d48");
+    expect_success(o, "--minimum");
+    for (const char *title :
+         {"GPU, nothing offloaded: ", "GPU, everything on the host: ", "CPU: "}) {
+        const Text command = recommended(o.out, title);
+        const Text gpu = title[0] == 'G' ? "--gpu-mem 200G " : "";
+        const Outcome plan = program("--plan " + gpu + command);
+        const size_t at = o.out.find(title) + strlen(title);
+        const Text said = o.out.substr(at, o.out.find("iB", at) + 2 - at);
+        const size_t line = plan.out.find("allocation ");
+        expect(line != Text::npos && plan.out.substr(line, 60).find(said) != Text::npos,
+               "%s%s: %s", title, command.c_str(), said.c_str());
+    }
+    o = program("--fit bits -e d48 --gpu-mem 1100M");
+    expect(o.status == 1 && o.out.find("nothing fits: --minimum") != Text::npos, "%s",
+           o.out.c_str());
+    expect_success(program("--fit bits -e l2h2c16t16"), "--fit of the CPU's memory");
 }
 
 // Limits of a process that would end it later are seen before: by --plan, and by a run.
@@ -279,8 +340,8 @@ static void test_command() {
         }
         write_file("words", "printf '%s|' " + command);
         const Outcome words = outcome(spawn([] { execlp("bash", "bash", "words", NULL); }));
-        const Text want = "./a program|--model|l2h2c16t16|--train-data|train.bin|--batch|2|--steps|"
-                          "1|" + (value.empty() ? "" : "--prompt|" + value + "|");
+        const Text want = "./a program|-e|l2h2c16t16|-i|train.bin|-b|2|-x|1|" +
+                          (value.empty() ? "" : "--prompt|" + value + "|");
         expect(words.out == want, "%s: %s", command.c_str(), words.out.c_str());
     }
 }
@@ -399,6 +460,7 @@ static const Test tests[] = {
     {"live_line", test_live_line, 1},
     {"sample_bytes", test_sample_bytes, 1},
     {"launcher", test_launcher, 1},
+    {"fit_command", test_fit_command, 1},
 };
 
 int main(int argc, char **argv) {

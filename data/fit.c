@@ -1,0 +1,1038 @@
+// data/fit.c -- the third appendix: how fast a run will be and what fits.
+//
+// What it is: the time of a step, forecast from counts; the levels of recomputation and the homes
+// that -r auto and --offload auto choose; what would make a plan fit, by price; the printed plan;
+// --fit and --minimum. Volume I (train_gpt2.c) includes it at the end of its chapter What fits.
+//
+// What it refuses to be: needed for training. It reads settings and plans, of which it builds as
+// many as it likes, and changes no number of a run. Nothing here is timed.
+//
+// Build:  with Volume I. It is also C++17
+//
+// Contents
+//   1  Forecast
+//   2  Levels and homes
+//   3  Remedies
+//   4  The printed plan
+//   5  Fit and minimum
+
+// -------------------------------------------------------------------------------------------------
+// 1. Forecast
+// The seconds of a step at given rates, from what stages compute and move. 1. Counts are those of
+// the kernels, not of an ideal: what is read twice counts twice. 2. Where no rates are known a
+// usual card's serve to compare settings with each other, and no forecast is printed.
+
+// What a card does in a second: FLOPs of products of many channels, and the channels at which they
+// reach half of that; FLOPs of attention, forward and backward, under the causal mask; bytes of the
+// other kernels; bytes between host and device, each way. Predicted from the kernels' instructions
+// and from published throughputs of such cards: nobody has measured them with this program.
+typedef struct {
+    double products, half, attention, attention_back, memory, link;
+} Rates;
+static const struct {
+    const char *name;
+    Rates rates;
+} rates_table[] = {
+    {"t4", {38e12, 120, 20e12, 14e12, 0.21e12, 12e9}},
+    {"4060ti", {43e12, 40, 38e12, 28e12, 0.25e12, 12e9}},
+    {"4090", {160e12, 45, 115e12, 85e12, 0.84e12, 25e9}},
+    {"a100", {270e12, 85, 110e12, 80e12, 1.52e12, 25e9}},
+    {"h100", {704e12, 262, 195e12, 148e12, 2.4e12, 50e9}},
+    {"h200", {704e12, 262, 205e12, 155e12, 3.2e12, 50e9}},
+};
+// Where no such card is named settings are compared at these: a 4090's, and those of two cores.
+static const Rates usual_gpu = {160e12, 45, 115e12, 85e12, 0.84e12, 25e9};
+static const Rates usual_cpu = {2e11, 30, 8e10, 8e10, 6e9, 6e9};
+
+// What a stage does for a token, counted from its layers: FLOPs of products, x C^2, and of causal
+// attention, x T C; numbers that its other passes read and write, x C. Where a backward product has
+// a bias, its gradient is one more pass. The head's own are in speed_predict().
+typedef struct {
+    double products, attention, numbers;
+} StageWork;
+static const StageWork stage_work[STAGES] = {
+    // ln1, qkv, att, attproj (which adds the residual), ln2, fc, gelu, fcproj
+    {0, 0, 2}, {6, 0, 0}, {0, 2, 0}, {2, 0, 1}, {0, 0, 2}, {8, 0, 0}, {0, 0, 8}, {8, 0, 1},
+    // d_fcproj, d_gelu, d_fc, d_ln2, d_attproj, d_att, d_qkv, d_ln1
+    {16, 0, 1}, {0, 0, 12}, {16, 0, 0}, {0, 0, 4}, {4, 0, 1}, {0, 5, 0}, {12, 0, 3}, {0, 0, 4},
+    // embed, lnf, head, d_lnf, d_embed, join, update
+    {0, 0, 3}, {0, 0, 2}, {0, 0, 0}, {0, 0, 4}, {0, 0, 4}, {0, 0, 0}, {0, 0, 0},
+};
+
+// FLOPs that are recomputed, over FLOPs of a step without recomputation.
+static double recompute_cost(const Settings *s) {
+    const Model *m = &s->model;
+    const double C = m->C, step = m->L * (72 * C * C + 7 * s->T * C) + 6.0 * C * m->Vp;
+    double sum = 0;
+    for (int l = 0; l < m->L; l++) {
+        for (int stage = 0; stage < F_STAGES; stage++) {
+            const StageWork *w = &stage_work[stage];
+            sum += plan_recomputes(s, stage, l) * C * (w->products * C + w->attention * s->T);
+        }
+    }
+    return sum / step;
+}
+
+// Where the time of a step goes, in seconds: of a token in each stage, of what a micro-step and a
+// chunk of logits cost whatever their tokens, of a byte that the update reads or writes on the
+// device, of a byte between host and device.
+typedef struct {
+    double token[STAGES];
+    double block, chunk, step;
+    double byte, link_byte;
+    int gpu;
+} Speed;
+
+// The speed at a card's rates. Launches take 1.2 us each, 30 a block and 4 a chunk, which is what a
+// queue of short kernels costs on H100s; a block's weights pass by four times a micro-step, its
+// gradients read and written among them, a chunk's three times.
+static Speed speed_predict(const Rates *r, const Settings *s) {
+    const Model *m = &s->model;
+    const double C = m->C, bytes = (double)type_bytes(s->dtype), launch = s->gpu ? 1.2e-6 : 5e-6;
+    const double products = r->products * C / (C + r->half);
+    Speed v;
+    memset(&v, 0, sizeof v);
+    for (int i = 0; i < STAGES; i++) {
+        const StageWork *w = &stage_work[i];
+        const double attention = i < F_STAGES ? r->attention : r->attention_back;
+        v.token[i] = w->products * C * C / products + w->attention * s->T * C / attention +
+                     w->numbers * C * bytes / r->memory;
+    }
+    v.token[HEAD] = 6 * C * m->Vp / products + 2 * m->Vp * bytes / r->memory;
+    v.block = 30 * launch + 48 * C * C * bytes / r->memory;
+    v.chunk = 4 * launch + 3 * C * m->Vp * bytes / r->memory;
+    v.step = s->gpu ? 0.4e-3 : 0;
+    v.gpu = s->gpu;
+    v.byte = 1 / r->memory;
+    v.link_byte = 1 / r->link;
+    return v;
+}
+
+// The rates of the card that --gpu names; NULL: there are none.
+static const Rates *rates_named(const Options *o) {
+    for (size_t i = 0; i < sizeof rates_table / sizeof rates_table[0]; i++) {
+        if (strcmp(o->gpu, rates_table[i].name) == 0) {
+            return &rates_table[i].rates;
+        }
+    }
+    return NULL;
+}
+
+// The speed at which settings are compared where no card is named.
+static Speed speed_usual(const Settings *s) {
+    return speed_predict(s->gpu ? &usual_gpu : &usual_cpu, s);
+}
+
+// Bytes that an update reads and writes on the device: gradients twice, for the norm and for AdamW;
+// weights, moments and master once each way.
+static double update_bytes(const Settings *s) {
+    static const int states[] = {BUF_WEIGHTS, BUF_GRADS, BUF_GRADS_1D, BUF_M, BUF_V, BUF_MASTER};
+    BufferEntry rows[SINGLES];
+    double bytes = 0;
+    single_buffers(rows, s);
+    for (size_t i = 0; i < sizeof states / sizeof states[0]; i++) {
+        const BufferEntry *row = &rows[states[i]];
+        const int hosted = row->home < HOMES && s->home[row->home] & HOME_HOST;
+        bytes += hosted ? 0 : 2 * (double)row->count * (double)type_bytes(row->type);
+    }
+    return bytes;
+}
+
+// Seconds of a step of `micros` micro-steps on one device. What visits it travels beside the
+// computation, both ways at once; what the update works on in host memory does not.
+static double forecast_step(const Speed *v, const Settings *s, int64_t micros) {
+    const int L = s->model.L;
+    const double N = (double)s->B * s->T, chunks = ceil(N / s->logit_rows);
+    double token = v->token[EMBED] + v->token[LNF] + v->token[HEAD] + v->token[D_LNF] +
+                   v->token[D_EMBED];
+    for (int l = 0; l < L; l++) {
+        for (int stage = 0; stage < BLOCK_STAGES; stage++) {
+            const int again = stage < F_STAGES && plan_recomputes(s, stage, l);
+            token += (1 + again) * v->token[stage];
+        }
+    }
+    double micro = N * token + L * v->block + chunks * v->chunk, update = update_bytes(s) * v->byte;
+    if (settings_offloads(s)) {
+        const Traffic one = step_traffic(s, 1), two = step_traffic(s, 2);
+        const double up = two.up - one.up, down = two.down - one.down;  // of a micro-step
+        const double visits = (up > down ? up : down) * v->link_byte;
+        const double rest_up = one.up - up, rest_down = one.down - down;
+        update += fmax(rest_up > rest_down ? rest_up : rest_down, 0) * v->link_byte;
+        micro = fmax(micro, visits);
+    }
+    return (double)micros * micro + update + v->step;
+}
+
+// The forecast as people quote it.
+static double forecast_tokens_per_s(const Speed *v, const Settings *s, int64_t micros) {
+    return (double)micros * s->B * s->T / forecast_step(v, s, micros);
+}
+
+// -------------------------------------------------------------------------------------------------
+// 2. Levels and homes
+// What changes no bit may be chosen by the program: the levels of recomputation, block by block,
+// and what lives on the host.
+// 1. Levels come before homes: recomputing takes nothing but time, and less of it than PCIe may.
+// 2. No more is chosen than it takes: with room for everything, nothing.
+
+// States that --offload auto and the remedies send to the host, the cheapest first: each rung adds
+// to the one before. Moments and master cross once a step, residuals once a micro-step each way,
+// weights and gradients more often.
+enum {
+    HOST_MOMENTS = 1 << HOME_OF_MOMENTS | 1 << HOME_OF_MASTER,
+    HOST_RESIDUALS = HOST_MOMENTS | 1 << HOME_OF_RESIDUALS,
+    HOST_GRADIENTS = HOST_RESIDUALS | 1 << HOME_OF_GRADIENTS,
+    HOST_ALL = HOST_GRADIENTS | 1 << HOME_OF_WEIGHTS
+};
+static const int host_rungs[] = {0, HOST_MOMENTS, HOST_RESIDUALS, HOST_GRADIENTS, HOST_ALL};
+enum { HOST_RUNGS = sizeof host_rungs / sizeof host_rungs[0] };
+
+// Adds host homes to the settings: those of `states` that exist here. Returns what has one now, as
+// --offload has it.
+static int64_t settings_offload(Settings *s, int states) {
+    int64_t all = 0;
+    for (int state = 0; state < HOMES; state++) {
+        const int none = (state == HOME_OF_MASTER && !settings_has_master(s)) ||
+                         (state == HOME_OF_GRADIENTS && s->ranks > 1);
+        if (states >> state & 1 && !none) {
+            s->home[state] |= HOME_HOST;
+        }
+        all |= (int64_t)(s->home[state] & HOME_HOST) / HOME_HOST << state;
+    }
+    return all;
+}
+
+// The states at home on the host as --offload takes them.
+static const char *offload_text(char text[64], const Settings *s) {
+    int n = 0;
+    snprintf(text, 64, "none");
+    for (int state = 0; state < HOMES; state++) {
+        if (s->home[state] & HOME_HOST) {
+            n += snprintf(text + n, 64 - (size_t)n, "%s%s", n ? "," : "",
+                          choice_text(offloads, state + 2).s);
+        }
+    }
+    return text;
+}
+
+// The levels worth mixing, from `none` to `block`: each next one frees memory at the lowest price
+// in time, so what lies between two of them is no cheaper than a mixture of both (the lower convex
+// hull of seconds over numbers kept). Returns how many.
+static int level_hull(int hull[RECOMPUTE_LEVELS], const Speed *v) {
+    double seconds[RECOMPUTE_LEVELS] = {0}, kept[RECOMPUTE_LEVELS] = {0};
+    int n = 1;
+    for (int level = 0; level < RECOMPUTE_LEVELS; level++) {
+        for (int stage = 0; stage < F_STAGES; stage++) {
+            seconds[level] += (level_table[level].stages >> stage & 1) * v->token[stage];
+        }
+        for (int i = 0; i < ACTS; i++) {
+            const int again = level_table[level].stages >> act_table[i].made & 1;
+            kept[level] += again ? 0 : max_i64(act_table[i].channels, 0);
+        }
+    }
+    hull[0] = RECOMPUTE_NONE;
+    for (; hull[n - 1] < RECOMPUTE_BLOCK; n++) {
+        const int from = hull[n - 1];
+        double least = INFINITY;
+        for (int level = from + 1; level < RECOMPUTE_LEVELS; level++) {
+            const double price = (seconds[level] - seconds[from]) / (kept[from] - kept[level]);
+            hull[n] = price <= least ? level : hull[n];
+            least = price <= least ? price : least;
+        }
+    }
+    return n;
+}
+
+// Mixture `k` of k = 0 .. (n - 1) L, ever smaller: the first k % L blocks at the hull's next level.
+static void settings_mix(Settings *s, const int *hull, int k) {
+    const int L = s->model.L;
+    for (int l = 0; l < L; l++) {
+        s->level[l] = (uint8_t)hull[k / L + (l < k % L)];
+    }
+}
+
+// Sets the levels to the cheapest mixture whose plan takes at most `bytes`, and then lets the last
+// blocks recompute nothing as long as it still fits: what they keep is used before most of
+// backward's working set exists. Returns the plan's bytes; above `bytes` nothing fits, and the
+// levels are those of the smallest plan.
+static size_t settings_fit_levels(Settings *s, const Speed *v, size_t bytes) {
+    int hull[RECOMPUTE_LEVELS], low = -1, high = (level_hull(hull, v) - 1) * s->model.L;
+    const int last = high;
+    while (high - low > 1) {  // halving by the bytes alive, which a layout hardly exceeds
+        const int middle = (low + high) / 2;
+        settings_mix(s, hull, middle);
+        *(plan_live(s) <= bytes ? &high : &low) = middle;
+    }
+    settings_mix(s, hull, high);
+    size_t best = plan_bytes(s);
+    while (best > bytes && high < last) {
+        settings_mix(s, hull, ++high);
+        best = plan_bytes(s);
+    }
+    for (int l = s->model.L - 1; l >= 0 && best <= bytes && high > 0; l--) {
+        const uint8_t level = s->level[l];
+        s->level[l] = RECOMPUTE_NONE;
+        const size_t found = level == RECOMPUTE_NONE       ? best
+                             : plan_live(s) > bytes ? SIZE_MAX
+                                                    : plan_bytes(s);
+        if (found > bytes) {
+            s->level[l] = level;
+            break;
+        }
+        best = found;
+    }
+    return best;
+}
+
+// What a run may take: bytes of its device, 0: unknown, and of the host's memory. Beside it what
+// libraries take of the device, where it is, and its speed where `from` says how that is known.
+typedef struct {
+    size_t device, host, library;
+    const char *where, *from;
+    Speed speed;
+} Room;
+
+// Decides what -r auto and --offload auto leave to the program, neither of which changes a bit: the
+// cheapest levels that fit, and host memory only where no levels do, for as few states as it takes.
+// Where nothing fits the settings are those that lack least; where the room is unknown nothing is
+// recomputed or offloaded.
+static void settings_auto(Settings *s, const Options *o, const Room *room) {
+    const int trains = !s->cache;  // a run that generates has nothing to recompute or to offload
+    const int levels = trains && strcmp(o->recompute, "auto") == 0;
+    const int homes = trains && s->gpu && o->offload == OFFLOAD_AUTO;
+    const Speed v = speed_usual(s);
+    Settings best = *s;
+    size_t least = SIZE_MAX;
+    for (int rung = 0; rung < (homes ? HOST_RUNGS : 1) && room->device > 0; rung++) {
+        Settings next = *s;
+        Plan p;
+        settings_offload(&next, host_rungs[rung]);
+        if (levels) {
+            settings_fit_levels(&next, &v, room->device);
+        }
+        plan_build(&p, &next);
+        if (plan_taken(&p) < least && (p.host_bytes <= room->host || rung == 0)) {
+            best = next;
+            least = plan_taken(&p);
+        }
+        plan_free(&p);
+        if (least <= room->device) {
+            break;
+        }
+    }
+    *s = best;
+}
+
+// The levels as -r takes them: runs of blocks, such as "block:20,qkv:8", without those at the end
+// that recompute nothing.
+static ShortText recompute_text(const Settings *s) {
+    ShortText text = {"none"};
+    size_t n = 0;
+    int blocks = s->model.L;
+    while (blocks > 0 && s->level[blocks - 1] == RECOMPUTE_NONE) {
+        blocks--;
+    }
+    for (int l = 0, run = 1; l < blocks; l += run) {
+        for (run = 1; l + run < blocks && s->level[l + run] == s->level[l];) {
+            run++;
+        }
+        n += (size_t)snprintf(text.s + n, sizeof text.s - n, "%s%s", n ? "," : "",
+                              level_table[s->level[l]].name);
+        if (l + run < s->model.L) {
+            n += (size_t)snprintf(text.s + n, sizeof text.s - n, ":%d", run);
+        }
+    }
+    return text;
+}
+
+// -------------------------------------------------------------------------------------------------
+// 3. Remedies
+// What makes a plan smaller or fit, as a user would type it, with its price.
+
+// Changes that free memory are steps on four axes; at step 0 things stay as they are.
+enum { BY_LEVEL, BY_TYPE, BY_HOME, BY_BATCH, AXES };
+enum { SAME_BITS, OTHER_SPLIT, OTHER_NUMBERS };  // what a change does to the numbers
+
+// One or several changes as a command line says them, and their price.
+typedef struct {
+    int steps[AXES];
+    char option[128], cost[96];
+    Settings settings;
+    size_t bytes, host_bytes;  // of the changed plan
+    int kind;
+    double slower;  // a token, in steps of B x T tokens
+} Remedy;
+enum { MAX_REMEDIES = 128 };
+
+// The last step of an axis. Batches are halved, down to 1.
+static int axis_steps(const Settings *s, int axis) {
+    int halvings = 0;
+    while (s->B >> (halvings + 1)) {
+        halvings++;
+    }
+    return axis == BY_LEVEL  ? RECOMPUTE_BLOCK
+           : axis == BY_TYPE ? (s->dtype == TYPE_BF16 ? 2 : 0)
+           : axis == BY_HOME ? (s->gpu ? HOST_RUNGS - 1 : 0)
+                             : halvings;
+}
+
+// Another batch; the rows of a classifier chunk stay the default, if they are.
+static void settings_batch(Settings *s, int B) {
+    const size_t element = type_bytes(s->dtype);
+    const int64_t N = (int64_t)s->B * s->T, changed = (int64_t)B * s->T;
+    const int usual = s->logit_rows == default_logit_rows(&s->model, element, N, s->gpu);
+    s->B = B;
+    s->logit_rows = (int)(usual ? default_logit_rows(&s->model, element, changed, s->gpu)
+                                : min_i64(s->logit_rows, changed));
+}
+
+// Takes a step on an axis and prints it into `option`. Returns 0 where it changes nothing. The low
+// halves of weights go only together with the moments' precision: alone they free less than bf16
+// moments do, and change numbers all the same.
+static int axis_apply(Settings *s, int axis, int step, char option[64]) {
+    const Settings before = *s;
+    char homes[64];
+    if (axis == BY_LEVEL) {
+        settings_recompute(s, step, s->model.L);
+        snprintf(option, 64, " -r %s", level_table[step].name);
+    } else if (axis == BY_TYPE) {
+        s->moment_dtype = TYPE_BF16;
+        s->split_master = step == 2 ? 0 : s->split_master;
+        s->home[HOME_OF_MASTER] = s->split_master ? s->home[HOME_OF_MASTER] : 0;
+        snprintf(option, 64, "%s%s", before.moment_dtype == TYPE_BF16 ? "" : " --moments bf16",
+                 s->split_master == before.split_master ? "" : " -w none");
+    } else if (axis == BY_HOME) {
+        settings_offload(s, host_rungs[step]);
+        snprintf(option, 64, " --offload %s", offload_text(homes, s));
+    } else {
+        settings_batch(s, s->B >> step);
+        snprintf(option, 64, " -b %d", s->B);
+    }
+    return memcmp(&before, s, sizeof before) != 0;
+}
+
+// Fills in what the remedy's steps make of plan `p`. Returns 0 where one of them changes nothing or
+// all together free nothing.
+static int remedy_price(Remedy *r, const Plan *p) {
+    static const char *const kinds[] = {"same bits", "-d keeps the step's tokens",
+                                        "numbers change"};
+    const Settings *now = &p->settings;
+    const Speed v = speed_usual(now);
+    Plan changed;
+    r->settings = *now;
+    r->option[0] = 0;
+    r->kind = r->steps[BY_TYPE] ? OTHER_NUMBERS : r->steps[BY_BATCH] ? OTHER_SPLIT : SAME_BITS;
+    for (int axis = 0; axis < AXES; axis++) {
+        char option[64];
+        if (r->steps[axis] && !axis_apply(&r->settings, axis, r->steps[axis], option)) {
+            return 0;
+        }
+        strncat(r->option, r->steps[axis] ? option + !r->option[0] : "",
+                sizeof r->option - 1 - strlen(r->option));
+    }
+    plan_build(&changed, &r->settings);
+    r->bytes = plan_taken(&changed);
+    r->host_bytes = changed.host_bytes;
+    plan_free(&changed);
+    // Both in steps of as many tokens, of one micro-step before and of several after.
+    const int64_t micros = now->B / r->settings.B;
+    r->slower = forecast_tokens_per_s(&v, now, 1) /
+                    forecast_tokens_per_s(&v, &r->settings, micros) - 1;
+    int n = snprintf(r->cost, sizeof r->cost, "%.0f %% slower%s, %s", fmax(100 * r->slower, 0),
+                     r->steps[BY_HOME] ? ", less with -d" : "", kinds[r->kind]);
+    if (r->steps[BY_HOME]) {
+        snprintf(r->cost + n, sizeof r->cost - (size_t)n, ", %s on the host",
+                 bytes_text((double)r->host_bytes).s);
+    }
+    return r->bytes < plan_taken(p);
+}
+
+// Every single change that makes the plan smaller, axis by axis. Returns how many.
+static int plan_remedies(const Plan *p, Remedy list[MAX_REMEDIES]) {
+    int n = 0;
+    if (p->settings.cache) {
+        return 0;  // weights, cache and a few rows: no setting of training makes these smaller
+    }
+    for (int axis = 0; axis < AXES; axis++) {
+        for (int step = 1; step <= axis_steps(&p->settings, axis) && n < MAX_REMEDIES; step++) {
+            memset(list[n].steps, 0, sizeof list[n].steps);
+            list[n].steps[axis] = step;
+            n += remedy_price(&list[n], p);
+        }
+    }
+    return n;
+}
+
+// What changes least comes first, then what costs least time.
+static int remedy_compare(const void *a, const void *b) {
+    const Remedy *x = (const Remedy *)a, *y = (const Remedy *)b;
+    return x->kind != y->kind ? x->kind - y->kind
+                              : (x->slower > y->slower) - (x->slower < y->slower);
+}
+
+// Whether a remedy among `n` takes no step further than `steps` on any axis.
+static int remedy_includes(const Remedy *list, int n, const int *steps) {
+    for (int i = 0; i < n; i++) {
+        int axis = 0;
+        while (axis < AXES && list[i].steps[axis] <= steps[axis]) {
+            axis++;
+        }
+        if (axis == AXES) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+// What makes the plan fit `room`, by price: changes of which none can be left out or taken less
+// far. Smaller steps are met before larger ones. Returns how many, 0: nothing does.
+static int plan_cures(const Plan *p, const Room *room, Remedy list[MAX_REMEDIES]) {
+    const Settings *s = &p->settings;
+    int n = 0, steps[AXES] = {0}, axis;
+    if (s->cache) {
+        return 0;
+    }
+    do {
+        if (n < MAX_REMEDIES && !remedy_includes(list, n, steps)) {
+            memcpy(list[n].steps, steps, sizeof steps);
+            n += remedy_price(&list[n], p) && list[n].bytes <= room->device &&
+                 list[n].host_bytes <= room->host;
+        }
+        for (axis = AXES - 1; axis >= 0 && steps[axis] == axis_steps(s, axis); axis--) {
+            steps[axis] = 0;
+        }
+        steps[max_i64(axis, 0)] += axis >= 0;
+    } while (axis >= 0);
+    qsort(list, (size_t)n, sizeof *list, remedy_compare);
+    return n;
+}
+
+// Ends the run before anything is allocated when `available` bytes cannot hold `need`: says how
+// much is missing, and the cheapest settings that fit; where only host memory would help and there
+// is too little, that.
+static void plan_refuse(const Plan *p, size_t need, size_t available) {
+    enum { SHOWN = 3 };
+    char line[1024] = "";
+    if (need <= available) {
+        return;  // before the remedies, whose plans take a while
+    }
+    const size_t missing = need - available, host = (size_t)host_memory("").bytes;
+    Room room;
+    memset(&room, 0, sizeof room);
+    room.device = plan_taken(p) > missing ? plan_taken(p) - missing : 0;
+    room.host = host;
+    Remedy *list = (Remedy *)alloc_zero(MAX_REMEDIES, sizeof *list);
+    int n = plan_cures(p, &room, list), length = 0, lacks_host = 0;
+    if (n == 0) {
+        room.host = SIZE_MAX;
+        n = plan_cures(p, &room, list);
+        lacks_host = 1;
+    }
+    for (int i = 0; i < n && i < (lacks_host ? 1 : SHOWN); i++) {
+        length += snprintf(line + length, sizeof line - (size_t)length, "; %s frees %s (%s)",
+                           list[i].option,
+                           bytes_text((double)(plan_taken(p) - list[i].bytes)).s, list[i].cost);
+    }
+    if (n == 0) {
+        snprintf(line, sizeof line, "; no settings make it fit");
+    } else if (lacks_host) {
+        snprintf(line + length, sizeof line - (size_t)length, ", where %s are free",
+                 bytes_text((double)host).s);
+    }
+    free(list);
+    die("the plan needs %s, only %s are available%s: %s short%s", bytes_text((double)need).s,
+        bytes_text((double)available).s, available_limit, bytes_text((double)missing).s, line);
+}
+
+// -------------------------------------------------------------------------------------------------
+// 4. The printed plan
+// --plan, for people and as JSON.
+
+// Prints the plan as JSON, for dev/report.py: ticks by name, and every buffer with its place in
+// time and memory.
+static void plan_print_json(const Plan *p) {
+    printf("{\"target\":\"%s\",\"total_bytes\":%zu,\"host_bytes\":%zu,\"ticks\":[",
+           p->settings.gpu ? "gpu" : "cpu", p->device_bytes, p->host_bytes);
+    for (int t = 0; t < p->ticks; t++) {
+        char name[32];
+        tick_name(name, &p->settings, t);
+        printf("%s\"%s\"", t ? "," : "", name);
+    }
+    printf("],\"buffers\":[");
+    for (int i = 0; i < p->buffer_count; i++) {
+        const Buffer *b = &p->buffers[i];
+        printf("%s\n{\"name\":\"%s\",\"group\":\"%s\",\"bytes\":%zu,\"offset\":%zu,\"first\":%d,"
+               "\"last\":%d,\"home\":\"%s\"}",
+               i ? "," : "", b->name, group_names[b->group], b->bytes, b->offset, b->first, b->last,
+               b->home == HOME_HOST ? "host" : "device");
+    }
+    printf("]}\n");
+}
+
+// Bytes of every group at the tick where most bytes are alive, so that they add up to the peak; the
+// rest of the allocation is what first fit could not share. Host buffers are counted apart.
+static void plan_groups(const Plan *p, size_t device[GROUPS], size_t host[GROUPS]) {
+    memset(device, 0, GROUPS * sizeof(size_t));
+    memset(host, 0, GROUPS * sizeof(size_t));
+    for (int i = 0; i < p->buffer_count; i++) {
+        const Buffer *b = &p->buffers[i];
+        if (b->first <= p->peak && p->peak <= b->last) {
+            (b->home == HOME_HOST ? host : device)[b->group] += buffer_room(b);
+        }
+    }
+}
+
+// Prints the rule of thumb that people use instead of a plan, and where it errs: 16 bytes of
+// weights, gradients and moments for each parameter, every activation in fp32, 2 GB for libraries.
+static void plan_print_thumb(const Plan *p, size_t total) {
+    const Settings *s = &p->settings;
+    const Model *m = &s->model;
+    if (s->cache) {
+        return;  // the rule is one for training
+    }
+    double N = (double)s->B * s->T, parameters = (double)model_parameters(m);
+    double activations = N * ((16.0 * m->L + 1) * m->C + m->Vp);
+    double thumb = 16 * parameters + 4 * activations + 2e9;
+    printf("\nrule of thumb: 16 B x parameters + 4 B x activations + 2 GB = %s + %s + 1.86 GiB = "
+           "%s; the plan: %s\n",
+           bytes_text(16 * parameters).s, bytes_text(4 * activations).s, bytes_text(thumb).s,
+           bytes_text((double)total).s);
+    printf("The plan differs because it keeps %d of %d logit rows, shares the bytes of buffers\n"
+           "that are never in use together, counts each type's own size, and reserves for\n"
+           "libraries only what is stated above.\n",
+           s->logit_rows, s->B * s->T);
+}
+
+// A line of the plan's table: exact bytes for machines, rounded ones for people.
+static void plan_print_line(const char *name, size_t bytes, const char *note) {
+    printf("%-24s %18s %12s%s\n", name, count_text((int64_t)bytes).s,
+           bytes_text((double)bytes).s, note);
+}
+
+// What --plan says of a GPU run alone: libraries, host memory, and what a step moves where not
+// everything is whole on the device.
+static void plan_print_gpu(const Plan *p, const Room *room) {
+    const Settings *s = &p->settings;
+    const Traffic t = step_traffic(s, 1);
+    char note[80];
+    plan_print_line("library", room->library, "   reserved, not measured");
+    if (s->ranks > 1) {
+        snprintf(note, sizeof note, "   reserved, not measured: 12 MiB x %d peers x %d channels",
+                 s->ranks - 1, NCCL_CHANNELS);
+        plan_print_line("NCCL", nccl_estimate_bytes(s), note);
+    }
+    plan_print_line("total per GPU", p->device_bytes + room->library + nccl_estimate_bytes(s),
+                    "   with the reserve");
+    plan_print_line(s->ranks > 1 ? "host memory per GPU" : "host memory", p->host_bytes, "");
+    if (t.up + t.down > 0) {
+        printf("a step of one micro-step moves %s up to the GPU and %s down\n", bytes_text(t.up).s,
+               bytes_text(t.down).s);
+    }
+    if (s->ranks > 1) {
+        printf("a step of one micro-step sends %s from each GPU: %s of gradients to add, %s to "
+               "gather\n",
+               bytes_text(t.reduced + t.gathered).s, bytes_text(t.reduced).s,
+               bytes_text(t.gathered).s);
+    }
+}
+
+// Micro-steps of a step, those that hold -d's tokens (0: no whole number of them does) or one.
+static int64_t step_micros(const Options *o, const Settings *s) {
+    const int64_t tokens = (int64_t)s->ranks * s->B * s->T;
+    return !o->tokens_per_step ? 1 : o->tokens_per_step % tokens ? 0 : o->tokens_per_step / tokens;
+}
+
+// Prints how fast a run is said to be, and how long -x steps take, or a billion tokens.
+static void forecast_print(const Settings *s, const Room *room, const Options *o) {
+    const int64_t micros = step_micros(o, s);
+    if (room->from && s->ranks == 1 && micros > 0 && !s->cache) {
+        const double rate = forecast_tokens_per_s(&room->speed, s, micros);
+        const int64_t run = o->steps * micros * s->B * s->T, tokens = run ? run : 1000000000;
+        printf("forecast: %s tokens/s, %s tokens in %s; %s\n", count_text((int64_t)rate).s,
+               count_text(tokens).s, duration_text((double)tokens / rate).s, room->from);
+    }
+}
+
+// The table of single changes and, where the plan does not fit, what would make it.
+static void plan_print_remedies(const Plan *p, const Room *room, size_t beside) {
+    Remedy *list = (Remedy *)alloc_zero(MAX_REMEDIES, sizeof *list);
+    int n = plan_remedies(p, list);
+    printf("\n%-46s %12s %12s   cost\n", "this setting", "saves", "new total");
+    for (int i = 0; i < n; i++) {
+        printf("%-46s %12s %12s   %s\n", list[i].option,
+               bytes_text((double)(plan_taken(p) - list[i].bytes)).s,
+               bytes_text((double)(list[i].bytes + beside)).s, list[i].cost);
+    }
+    if (n == 0) {
+        printf("no setting makes it smaller\n");
+    }
+    if (room->device > 0 && plan_taken(p) > room->device) {
+        n = plan_cures(p, room, list);
+        for (int i = 0; i < n && i < 5; i++) {
+            printf("it fits with %s: %s\n", list[i].option, list[i].cost);
+        }
+        if (n == 0) {
+            printf("no settings make it fit\n");
+        }
+    }
+    free(list);
+}
+
+// Prints the plan by group, whether it fits the room, what each setting would save, and the rule of
+// thumb. Returns 0 when it does not fit.
+static int plan_print(const Plan *p, const Room *room, const Options *o) {
+    const Settings *s = &p->settings;
+    const Model *m = &s->model;
+    static const char *const types[] = {"fp32", "bf16", "fp16"};
+    size_t device[GROUPS], host[GROUPS], sum = 0;
+    const size_t beside = s->gpu ? room->library + nccl_estimate_bytes(s) : 0;
+    const size_t total = plan_taken(p) + beside, all = room->device + beside;
+    const int fits = !room->device || plan_taken(p) <= room->device;
+    printf("memory plan of the %s run\nL%d NH%d C%d, vocabulary %d (%d rows), %s parameters; %s; "
+           "B %d, T %d%s; -r %s",
+           s->gpu ? "GPU" : "CPU", m->L, m->NH, m->C, m->V, m->Vp,
+           count_text(model_parameters(m)).s, s->gpu ? types[s->dtype] : "fp32", s->B, s->T,
+           s->cache ? " at a time" : "", recompute_text(s).s);
+    if (recompute_cost(s) > 0) {
+        printf(": %.1f %% more arithmetic", 100 * recompute_cost(s));
+    }
+    if (settings_offloads(s)) {
+        char homes[64];
+        printf("; --offload %s", offload_text(homes, s));
+    }
+    if (s->ranks > 1) {
+        printf("; each of %d GPUs, -z %d", s->ranks, settings_zero(s));
+    }
+    printf("\n\n");
+    // The groups at the peak and what the layout loses add up to the allocation.
+    plan_groups(p, device, host);
+    printf("%-24s %18s\n", "at the peak of a step", "bytes");
+    for (int g = 0; g < GROUPS; g++) {
+        if (device[g]) {
+            plan_print_line(group_names[g], device[g], "");
+        }
+        sum += device[g];
+    }
+    plan_print_line("fragmentation", p->device_bytes - sum, "");
+    plan_print_line(s->gpu ? "device allocation" : "allocation", p->device_bytes, "");
+    if (s->gpu) {
+        plan_print_gpu(p, room);
+    } else if (p->host_bytes) {
+        plan_print_line("in the host's place", p->host_bytes, "   as a GPU run keeps apart");
+        plan_print_line("total", total, "");
+    }
+    if (room->device) {
+        printf("%s: %s%s; %s, %s %s\n", room->where, bytes_text((double)all).s, available_limit,
+               fits ? "fits" : "DOES NOT FIT",
+               bytes_text(fits ? (double)(all - total) : (double)(total - all)).s,
+               fits ? "free" : "short");
+    }
+    forecast_print(s, room, o);
+    plan_print_remedies(p, room, beside);
+    plan_print_thumb(p, total);
+    return fits;
+}
+
+// -------------------------------------------------------------------------------------------------
+// 5. Fit and minimum
+// --fit tries settings, plans and forecasts each, and recommends one by its command line; --minimum
+// is the smallest of them. Settings are tried as options that are parsed like a user's, so that
+// what is recommended is what a run accepts.
+
+// Settings that fit as options that a user could type, and what they take. `levels` holds the text
+// of -r.
+typedef struct {
+    Options o;
+    ShortText levels;
+    Settings settings;
+    size_t bytes, host_bytes;
+    double tokens_per_s;
+    int type, rung;
+} FitPoint;
+enum { MAX_POINTS = 2048 };
+
+// Number types that --fit any tries, 0: as asked; bf16 moments and no master need bf16 weights.
+static const struct {
+    int64_t dtype, moments, master;
+} fit_types[] = {
+    {0, 0, 0},
+    {DTYPE_BF16, MOMENTS_FP32, MASTER_SPLIT},
+    {DTYPE_BF16, MOMENTS_BF16, MASTER_SPLIT},
+    {DTYPE_BF16, MOMENTS_BF16, MASTER_NONE},
+};
+enum { FIT_TYPES = sizeof fit_types / sizeof fit_types[0] };
+
+// The micro-batches that --fit tries: 1, 2, 3, 4, 6, 8, 12, 16, ...
+static int next_batch(int B) { return B < 2 ? B + 1 : B & (B - 1) ? B / 3 * 4 : B / 2 * 3; }
+
+// Fills in a point from its options: settings, homes and levels where they are left to the program
+// (`level` -1: the cheapest mixture that fits, else this one in all blocks), plan, speed. Returns
+// whether it fits.
+static int fit_point(FitPoint *f, const Model *m, int level, const Room *room) {
+    Plan p;
+    Settings *s = &f->settings;
+    const int levels = strcmp(f->o.recompute, "auto") == 0, homes = f->o.offload == OFFLOAD_AUTO;
+    settings_from_options(s, &f->o, m, room->speed.gpu);
+    if (homes) {
+        f->o.offload = settings_offload(s, host_rungs[f->rung]);
+        f->o.offload += f->o.offload ? 0 : (int64_t)OFFLOAD_AUTO;  // which finds that all fits
+    }
+    if (levels && level >= 0) {
+        settings_recompute(s, level, m->L);
+    } else if (levels) {
+        settings_fit_levels(s, &room->speed, room->device);
+    }
+    f->levels = recompute_text(s);
+    plan_build(&p, s);
+    f->bytes = plan_taken(&p);
+    f->host_bytes = p.host_bytes;
+    f->tokens_per_s = forecast_tokens_per_s(&room->speed, s, max_i64(step_micros(&f->o, s), 1));
+    plan_free(&p);
+    return f->bytes <= room->device && f->host_bytes <= room->host;
+}
+
+// Every point that --fit looks at and that fits: number types, homes and levels where the options
+// leave them open, batches until the smallest plan does not fit. Returns how many.
+static int fit_points(FitPoint list[MAX_POINTS], const Options *asked, const Model *m,
+                      const Room *room) {
+    const GpuEntry *card = gpu_find(asked);
+    const int64_t T = asked->seq_len ? asked->seq_len : m->maxT;
+    const int narrow = asked->fit != FIT_BITS && room->speed.gpu && (!card || card->has_bf16);
+    const int rungs = asked->offload == OFFLOAD_AUTO && room->speed.gpu ? HOST_RUNGS : 1;
+    const int is_auto = strcmp(asked->recompute, "auto") == 0;
+    const int levels = asked->fit == FIT_ALL && is_auto ? RECOMPUTE_LEVELS : 1;
+    int n = 0;
+    for (int i = 0; i < (narrow ? FIT_TYPES : 1) * rungs * levels; i++) {
+        const int type = i / levels / rungs;
+        int fits = type != 1 || asked->dtype > DTYPE_BF16;  // else 1 is 0 again
+        for (int64_t B = 1; fits && B * T <= 1 << 26 && n < MAX_POINTS; B = next_batch((int)B)) {
+            FitPoint *f = &list[n];
+            f->o = *asked;
+            f->o.batch = B;
+            f->type = type;
+            f->rung = i / levels % rungs;
+            if (type > 0) {
+                f->o.dtype = asked->dtype ? fit_types[type].dtype : 0;
+                f->o.moments = fit_types[type].moments;
+                f->o.master = fit_types[type].master;
+            }
+            fits = fit_point(f, m, levels > 1 ? i % levels : -1, room);
+            n += fits && step_micros(asked, &f->settings) > 0;
+        }
+    }
+    return n;
+}
+
+// Prints the command that trains with these options and levels on the CPU or a GPU.
+static void training_print(const Options *chosen, const char *levels, int gpu) {
+    Options defaults, o = *chosen;
+    options_default(&defaults);
+    o.recompute = levels;
+    o.plan = o.fit = o.minimum = o.gpu_mem = 0;
+    o.gpu = defaults.gpu;
+    printf("./");
+    command_print(gpu && strcmp(program_name, "train_gpt2") == 0 ? "train_gpt2cu" : program_name,
+                  &o);
+    printf("\n");
+}
+
+// Prints the command of what settings_auto() has chosen, where that is anything.
+static void choice_print(const Plan *p, const Options *o) {
+    const Settings *s = &p->settings;
+    Options chosen = *o;
+    const int homes = o->offload == OFFLOAD_AUTO && settings_offloads(s);
+    const ShortText levels = recompute_text(s);
+    if (homes || (strcmp(o->recompute, "auto") == 0 && strcmp(levels.s, "none") != 0)) {
+        Settings copy = *s;
+        chosen.offload = homes ? settings_offload(&copy, 0) : o->offload;
+        printf("chosen   ");
+        training_print(&chosen, levels.s, s->gpu);
+        printf("         so that it fits, same bits; %s of host memory\n\n",
+               bytes_text((double)p->host_bytes).s);
+    }
+}
+
+// A row of the table of fit_print_points().
+static void fit_print_point(const FitPoint *f) {
+    char homes[64], types[64] = "";
+    const Settings *s = &f->settings;
+    static const char *const names[] = {"fp32", "bf16", "fp16"};
+    snprintf(types, sizeof types, "%s%s%s", s->gpu ? names[s->dtype] : "fp32",
+             s->gpu && s->moment_dtype == TYPE_BF16 ? ", moments bf16" : "",
+             s->dtype == TYPE_BF16 && !s->split_master ? ", -w none" : "");
+    printf("%5d  %-18s %-26s %10s %10s %10s  %s\n", s->B, f->levels.s, types,
+           bytes_text((double)f->bytes).s, bytes_text((double)f->host_bytes).s,
+           count_text((int64_t)f->tokens_per_s).s, offload_text(homes, s));
+}
+
+// A point that another one beats: no slower, and no more bytes on either side, one of them better
+// (or, of equals, earlier in the list).
+static int fit_is_beaten(const FitPoint *list, int n, int i) {
+    const FitPoint *f = &list[i];
+    for (int k = 0; k < n; k++) {
+        const FitPoint *g = &list[k];
+        const int same = g->bytes == f->bytes && g->host_bytes == f->host_bytes &&
+                         g->tokens_per_s == f->tokens_per_s;
+        if (g->bytes <= f->bytes && g->host_bytes <= f->host_bytes &&
+            g->tokens_per_s >= f->tokens_per_s && (!same || k < i)) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+// Of points that are about as fast, the one that takes less for granted: host memory, then other
+// numbers, then a large batch.
+static int point_is_plainer(const FitPoint *a, const FitPoint *b) {
+    return a->rung != b->rung   ? a->rung < b->rung
+           : a->type != b->type ? a->type < b->type
+                                : a->o.batch < b->o.batch;
+}
+
+// The plainest of the points of a number type and a rung of homes (-1: of any) that are within 1 %
+// of the fastest. NULL: there is none.
+static const FitPoint *fit_fastest(const FitPoint *list, int n, int type, int rung) {
+    const FitPoint *best = NULL;
+    double most = 0;
+    for (int i = 0; i < 2 * n; i++) {
+        const FitPoint *f = &list[i % n];
+        if ((type < 0 || f->type == type) && (rung < 0 || f->rung == rung)) {
+            most = fmax(most, f->tokens_per_s);  // known after the first n
+            if (i >= n && f->tokens_per_s >= 0.99 * most && (!best || point_is_plainer(f, best))) {
+                best = f;
+            }
+        }
+    }
+    return best;
+}
+
+// What --fit recommends: with -d, which holds a step's tokens, the fastest of all. Without it steps
+// differ in size, and speeds compare no two rungs: the lowest one that fits, and there the fastest.
+static const FitPoint *fit_choose(const FitPoint *list, int n, int held) {
+    const FitPoint *best = held ? fit_fastest(list, n, -1, -1) : NULL;
+    for (int rung = 0; rung < HOST_RUNGS && !best; rung++) {
+        best = fit_fastest(list, n, -1, rung);
+    }
+    return best;
+}
+
+// Fewer bytes of the device first, then of the host.
+static int point_compare(const void *a, const void *b) {
+    const FitPoint *x = (const FitPoint *)a, *y = (const FitPoint *)b;
+    return x->bytes != y->bytes ? (x->bytes > y->bytes) - (x->bytes < y->bytes)
+                                : (x->host_bytes > y->host_bytes) - (x->host_bytes < y->host_bytes);
+}
+
+// The rows of --fit: of each number type and rung of homes the fastest point, with `all` every
+// point that no other beats, by device bytes.
+static void fit_print_points(const FitPoint *list, int n, int all) {
+    FitPoint *rows = (FitPoint *)alloc_zero(MAX_POINTS, sizeof *rows);
+    int count = 0;
+    for (int i = 0; i < n && all; i++) {
+        if (!fit_is_beaten(list, n, i)) {
+            rows[count++] = list[i];
+        }
+    }
+    for (int i = 0; i < FIT_TYPES * HOST_RUNGS && !all; i++) {
+        const FitPoint *f = fit_fastest(list, n, i / HOST_RUNGS, i % HOST_RUNGS);
+        if (f) {
+            rows[count++] = *f;
+        }
+    }
+    if (all) {
+        qsort(rows, (size_t)count, sizeof *rows, point_compare);
+    }
+    printf("%5s  %-18s %-26s %10s %10s %10s  %s\n", "B", "-r", "types", "device", "host",
+           "tokens/s", "--offload");
+    for (int i = 0; i < count; i++) {
+        fit_print_point(&rows[i]);
+    }
+    free(rows);
+}
+
+// What of these settings changes numbers, for people.
+static void print_changes(const Settings *s, const char *split) {
+    printf("same bits as any other -r and --offload%s%s%s\n", split,
+           s->moment_dtype == TYPE_BF16 ? "; --moments bf16 changes numbers" : "",
+           s->dtype == TYPE_BF16 && !s->split_master ? "; -w none changes numbers" : "");
+}
+
+// --fit. Returns the program's exit status: 1 when nothing fits.
+static int fit_command(const Options *o, const Model *m, const Room *room) {
+    FitPoint *list = (FitPoint *)alloc_zero(MAX_POINTS, sizeof *list);
+    const int n = fit_points(list, o, m, room);
+    const FitPoint *best = fit_choose(list, n, o->tokens_per_step > 0);
+    printf("%s: what fits %s for the plan; tokens/s %s\n", o->model,
+           bytes_text((double)room->device).s,
+           room->from ? room->from : "of a 4090: this card's are unknown, and these only compare");
+    if (best) {
+        fit_print_points(list, n, o->fit == FIT_ALL);
+        printf(o->tokens_per_step ? "fastest: " : "least on the host, then fastest: ");
+        training_print(&best->o, best->levels.s, room->speed.gpu);
+        print_changes(&best->settings, o->tokens_per_step
+                                           ? "; -d is held, split into another number of batches"
+                                           : "; a step is B x T tokens, -d TOKENS would hold it");
+    } else {
+        printf("nothing fits: --minimum says what is the least\n");
+    }
+    free(list);
+    return best ? 0 : 1;
+}
+
+// --minimum: the least memory that a run can take, at B = 1: on a GPU with nothing offloaded and
+// with everything at home on the host, and, `cpu`, in the CPU program. Number types change only
+// where nothing is offloaded: on the host they take no device memory.
+static void minimum_command(const Options *asked, const Model *m, int cpu) {
+    static const char *const titles[] = {"GPU, nothing offloaded", "GPU, everything on the host",
+                                         "CPU"};
+    const GpuEntry *card = gpu_find(asked);
+    Room all;
+    memset(&all, 0, sizeof all);
+    all.device = all.host = SIZE_MAX;
+    FitPoint *f = (FitPoint *)alloc_zero(1, sizeof *f);
+    for (int i = 0; i < 2 + cpu; i++) {
+        all.speed.gpu = i < 2;
+        f->o = *asked;
+        f->o.recompute = "block";
+        f->o.batch = 1;
+        f->o.logit_rows = min_i64(128, asked->seq_len ? asked->seq_len : m->maxT);
+        f->o.offload = OFFLOAD_AUTO;
+        f->rung = i == 1 ? HOST_RUNGS - 1 : 0;
+        if (!card || card->has_bf16) {
+            f->o.dtype = asked->dtype && all.speed.gpu ? (int64_t)DTYPE_BF16 : 0;
+            f->o.moments = i == 0 ? MOMENTS_BF16 : MOMENTS_FP32;
+            f->o.master = i == 0 ? MASTER_NONE : MASTER_SPLIT;
+        }
+        fit_point(f, m, 0, &all);
+        printf("%s: %s%s, %s of host memory\n  ", titles[i], bytes_text((double)f->bytes).s,
+               all.speed.gpu ? " and libraries" : "", bytes_text((double)f->host_bytes).s);
+        training_print(&f->o, "block", all.speed.gpu);
+        printf("  ");
+        print_changes(&f->settings, "; --logit-rows and -b change rounding");
+    }
+    free(f);
+}
+
+// The --gpu and --gpu-mem options as bytes, the smaller of both; 0: neither was given.
+static size_t gpu_memory_from_options(const Options *o) {
+    const GpuEntry *row = gpu_find(o);
+    size_t card = row ? (size_t)(row->gib * 0x1p30) : 0, cap = (size_t)o->gpu_mem;
+    return card && cap ? (card < cap ? card : cap) : card + cap;
+}
+
+static size_t size_less(size_t bytes, size_t taken) { return bytes > taken ? bytes - taken : 0; }
+
+// The room on a card that is only named; nothing is known of its host's memory.
+static Room room_named(const Options *o, const Settings *s) {
+    const Rates *rates = rates_named(o);
+    const size_t bytes = gpu_memory_from_options(o);
+    Room room;
+    memset(&room, 0, sizeof room);
+    room.library = library_reserve_bytes;
+    room.device = bytes ? max_i64(size_less(bytes, room.library + nccl_estimate_bytes(s)), 1) : 0;
+    room.host = SIZE_MAX;
+    room.where = o->gpu[0] ? o->gpu : "--gpu-mem";
+    room.speed = rates ? speed_predict(rates, s) : speed_usual(s);
+    room.from = rates ? "predicted for this card, unmeasured" : NULL;
+    return room;
+}
