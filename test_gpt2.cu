@@ -812,6 +812,16 @@ struct Net {
         cpu_open(&e, &plan);
         give_weights(m);
     }
+    // One that only generates.
+    explicit Net(const Model &m) {
+        Options o;
+        options_default(&o);
+        settings_from_options(&s, &o, &m, 0);
+        settings_generate(&s);
+        plan_build(&plan, &s);
+        cpu_open(&e, &plan);
+        give_weights(m);
+    }
     // With options as a user writes them; the GPU's where there is one.
     Net(const Model &m, const Text &options, int gpu = TEST_CUDA) {
         Options o;
@@ -1391,12 +1401,12 @@ static void test_prompts() {
     bpe_parse_merges(&bpe, (const unsigned char *)merges.data(), merges.size(), "vocab.bpe");
     Token tokens[8];
     char out[BPE_LONGEST];
-    expect(prompt_tokens(tokens, 8, TOKENIZER_GPT2, &bpe, "aaa the") == 3 && tokens[0] == 256 &&
+    expect(prompt_tokens(tokens, 8, TOKENIZER_GPT2, &bpe, "aaa the", 7) == 3 && tokens[0] == 256 &&
            tokens[1] == 64 && tokens[2] == 263);
-    expect(prompt_tokens(tokens, 8, TOKENIZER_GPT2, &bpe, "") == 1 && tokens[0] == 50256);
-    expect(prompt_tokens(tokens, 3, TOKENIZER_GPT2, &bpe, "a b") == 3);
-    expect_death(prompt_tokens(tokens, 2, TOKENIZER_GPT2, &bpe, "a b"),
-                 "--prompt: 3 tokens, at most 2");
+    expect(prompt_tokens(tokens, 8, TOKENIZER_GPT2, &bpe, "", 0) == 1 && tokens[0] == 50256);
+    expect(prompt_tokens(tokens, 3, TOKENIZER_GPT2, &bpe, "a b", 3) == 3);
+    tokens[2] = -1;
+    expect(prompt_tokens(tokens, 2, TOKENIZER_GPT2, &bpe, "a b", 3) == 3 && tokens[2] == -1);
     expect(Text(out, (size_t)token_text(out, TOKENIZER_GPT2, &bpe, 263)) == " the");
     expect(Text(out, (size_t)token_text(out, TOKENIZER_GPT2, &bpe, 50256)) == "<|endoftext|>");
 }
@@ -1448,17 +1458,18 @@ static void test_loader_large() {
 static void test_tokenizer() {
     Token tokens[8];
     char out[BPE_LONGEST];
-    expect(prompt_tokens(tokens, 8, TOKENIZER_BYTES, NULL, "a\xff") == 2 && tokens[0] == 'a' &&
+    expect(prompt_tokens(tokens, 8, TOKENIZER_BYTES, NULL, "a\xff", 2) == 2 && tokens[0] == 'a' &&
            tokens[1] == 255);
-    expect(prompt_tokens(tokens, 8, TOKENIZER_BYTES, NULL, "") == 1 && tokens[0] == 256);
-    expect(prompt_tokens(tokens, 8, TOKENIZER_GPT2, NULL, "") == 1 && tokens[0] == 50256);
+    expect(prompt_tokens(tokens, 8, TOKENIZER_BYTES, NULL, "", 0) == 1 && tokens[0] == 256);
+    expect(prompt_tokens(tokens, 8, TOKENIZER_GPT2, NULL, "", 0) == 1 && tokens[0] == 50256);
     expect(token_text(out, TOKENIZER_BYTES, NULL, 'x') == 1 && out[0] == 'x');
     expect(token_text(out, TOKENIZER_BYTES, NULL, 256) == 0);
     expect(token_text(out, TOKENIZER_GPT2, NULL, 31) == 3 && memcmp(out, "31 ", 3) == 0);
-    expect_death(prompt_tokens(tokens, 8, TOKENIZER_GPT2, NULL, "a"),
+    expect_death(prompt_tokens(tokens, 8, TOKENIZER_GPT2, NULL, "a", 1),
                  "--prompt: this data has GPT-2 tokens, and their vocabulary is missing");
-    expect_death(prompt_tokens(tokens, 2, TOKENIZER_BYTES, NULL, "abc"),
-                 "--prompt: 3 tokens, at most 2");
+    tokens[2] = -1;
+    expect(prompt_tokens(tokens, 2, TOKENIZER_BYTES, NULL, "a\0c", 3) == 3 && tokens[1] == 0 &&
+           tokens[2] == -1);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -1624,6 +1635,13 @@ static void test_matmul_forward() {
             matmul_forward(same.data(), inp.data(), weight.data(), b, add ? same.data() : NULL, N,
                            C, OC);
             expect(same_bits(out, same), "in place, N %d C %d OC %d", N, C, OC);
+            for (int i = 0; i < N && N > 1; i++) {
+                const size_t at = (size_t)(i * OC);
+                Reals row((size_t)OC, (real)NAN), packed(&out[at], &out[at] + OC);
+                matmul_forward(row.data(), &inp[(size_t)(i * C)], weight.data(), b,
+                               add ? add + at : NULL, 1, C, OC);
+                expect(same_bits(row, packed), "row %d alone, N %d C %d OC %d", i, N, C, OC);
+            }
         }
     }
 }
@@ -2233,7 +2251,7 @@ static void test_thread_bits() {
 #ifdef _OPENMP
     Trace first[4];
     Reals products[3];
-    const int N = 70, C = 1000, OC = 96;
+    const int N = 70, C = 1000, OC = 112;  // of one row too, enough products to be shared out
     Reals inp = noise(N * C, 1, 1), weight = noise(OC * C, 1, 2), dout = noise(N * OC, 1, 3);
     Reals qkv = noise(2 * 70 * 3 * 64, 1, 4), dqkv(qkv.size()), datt = noise(2 * 70 * 64, 1, 5);
     for (int threads = 1; threads <= 3; threads++) {
@@ -2247,10 +2265,11 @@ static void test_thread_bits() {
         }
         give_workspace();
         Reals out(N * OC), dinp(N * C), dweight(OC * C), dbias(OC), att(datt.size()),
-            lse(2 * 4 * 70);
+            lse(2 * 4 * 70), row(OC);
         #pragma omp parallel
         #pragma omp master
         {
+            matmul_forward(row.data(), inp.data(), weight.data(), NULL, NULL, 1, C, OC);
             matmul_forward(out.data(), inp.data(), weight.data(), NULL, NULL, N, C, OC);
             matmul_backward(dinp.data(), dweight.data(), dbias.data(), dout.data(), inp.data(),
                             weight.data(), N, C, OC);
@@ -2259,7 +2278,7 @@ static void test_thread_bits() {
                                64, 4);
         }
         Reals all;
-        for (Reals *part : {&out, &dinp, &dweight, &dbias, &att, &lse, &dqkv}) {
+        for (Reals *part : {&out, &dinp, &dweight, &dbias, &att, &lse, &dqkv, &row}) {
             all.insert(all.end(), part->begin(), part->end());
         }
         products[threads - 1] = all;
@@ -2342,6 +2361,52 @@ static void test_network_facts() {
     Reals w = n.state(STATE_WEIGHTS);
     for (size_t i = (size_t)m.V * (size_t)m.C; i < (size_t)m.Vp * (size_t)m.C; i++) {
         expect(w[i] == 0, "padded row %d", (int)i / m.C);
+    }
+}
+
+// With a KV cache, in pieces of all sizes, the logits are those of the whole window to the bit; and
+// again where other tokens follow the first ones, as in a second sample. In the plan are weights,
+// cache, and of everything else a few rows.
+static void test_kv_cache() {
+    static const struct {
+        const char *e;
+        int V, again;
+        std::vector<int> pieces;
+    } rows[] = {{"l2h3c48t12", 200, 5, {1, 1, 4, 6}},
+                {"l2h2c80t300", 257, 130, {1, 70, 57, 1, 130, 1, 40}},
+                {"l1h3c6t140", 130, 127, {64, 64, 1, 11}},
+                {"l2h1c400t70", 20, 64, {69, 1}}};
+    for (auto &row : rows) {
+        Model m = shape(row.e, row.V);
+        Net whole(m, 1, m.maxT), cached(m);
+        Batch b(m.maxT, m.V, 1);
+        Reals want((size_t)m.V), got((size_t)m.V);
+        auto compare_after = [&](int first, int n) {
+            cached.e.extend(&cached.e, got.data(), &b.inputs[(size_t)first], first, n);
+            whole.e.logits(&whole.e, want.data(), b.inputs.data(), first + n);
+            expect(same_bits(got, want), "%s: %d tokens behind %d", row.e, n, first);
+        };
+        int first = 0;
+        for (const int n : row.pieces) {
+            compare_after(first, n);
+            first += n;
+        }
+        for (int t = row.again; t < m.maxT; t++) {
+            b.inputs[(size_t)t] = (b.inputs[(size_t)t] + 1) % m.V;
+        }
+        compare_after(row.again, 1);
+        compare_after(row.again + 1, m.maxT - row.again - 1);
+        size_t device[GROUPS], host[GROUPS];
+        plan_groups(&cached.plan, device, host);
+        const size_t cache = 2 * (size_t)(m.L * m.maxT * m.C) * sizeof(real);
+        const size_t few = sizeof(real) * GENERATE_ROWS * 20 * (size_t)(m.C + 64) +
+                           matmul_workspace_bytes(cached.s.threads);
+        expect(device[GROUP_CACHE] - cache < PLAN_ALIGN + PLAN_GAP + 1, "%s: %zu bytes", row.e,
+               device[GROUP_CACHE]);
+        expect(cached.plan.device_bytes < (size_t)cached.size() * sizeof(real) + cache + few,
+               "%s: %zu bytes", row.e, cached.plan.device_bytes);
+        expect(device[GROUP_GRADIENTS] + device[GROUP_MOMENTS] + device[GROUP_KEPT] +
+               cached.plan.host_bytes == 0, "%s: states of training", row.e);
     }
 }
 
@@ -3221,12 +3286,24 @@ static void test_gpu_embedding() {
     }
 }
 
+// start (columns) plus the column sums of x (rows,columns), which is as a kernel has rounded it.
+static Nums column_sums_of(const Reals &x, const Reals &start) {
+    const size_t columns = start.size(), rows = x.size() / columns;
+    Nums sums;
+    for (size_t c = 0; c < columns; c++) {
+        sums.push_back(sum_of((int)rows + 1, [&](int i) {
+            return Num((size_t)i == rows ? start[c] : x[(size_t)i * columns + c]);
+        }));
+    }
+    return sums;
+}
+
 template <class E> static void check_layernorm(int N, int C) {
     const Text who = text("N %d C %d", N, C);
     const size_t n = (size_t)N * C;
     Reals x = noise_in<E>(n, 2, 1), w = noise_in<E>(C, 1, 2), b = noise_in<E>(C, 1, 3);
     Reals dout = noise_in<E>(n, 1, 4), addend = noise_in<E>(n, 1, 5);
-    Reals dw = noise(C, 1, 6), db = noise(C, 1, 7);
+    Reals dw = noise(C, 1, 6), db = noise(C, 1, 7), before = noise(C, 1, 8);
     Outputs got = every_order(
         [&] {
             Device<E> d_x(x), d_w(w), d_b(b), out(n), dinp(n), d_dout(dout), d_addend(addend);
@@ -3234,16 +3311,17 @@ template <class E> static void check_layernorm(int N, int C) {
             Outputs all;
             gpu_layernorm_forward(out.p, mean.p, rstd.p, d_x.p, d_w.p, d_b.p, N, C, 0);
             auto backward = [&](Device<E> &to, const E *add) {
-                Device<float> d_dw(dw), d_db(db);
-                gpu_layernorm_backward(to.p, d_dw.p, d_db.p, d_dout.p, d_x.p, d_w.p, mean.p, rstd.p,
-                                       add, scratch.p, N, C, 0);
-                all = {to.get(), d_dw.get(), d_db.get()};
+                Device<float> d_dw(dw), d_db(db), d_before(before);
+                gpu_layernorm_backward(to.p, d_dw.p, d_db.p, add ? nullptr : d_before.p, d_dout.p,
+                                       d_x.p, d_w.p, mean.p, rstd.p, add, scratch.p, N, C, 0);
+                all = {to.get(), d_dw.get(), d_db.get(), d_before.get()};
                 return all[0];
             };
             Reals apart = backward(dinp, d_addend.p);
             expect(same_bits(apart, backward(d_addend, d_addend.p)), "%s: in place", who.c_str());
             backward(d_dout, nullptr);  // over dout
-            return Outputs{out.get(), mean.get(), rstd.get(), apart, all[0], all[1], all[2]};
+            return Outputs{out.get(), mean.get(), rstd.get(), apart,
+                           all[0],    all[1],     all[2],     all[3]};
         },
         who);
     const LayerNormTwin want(x, w, b, dout, dw, db, got[1], got[2]);
@@ -3254,6 +3332,7 @@ template <class E> static void check_layernorm(int N, int C) {
     compare_as(E, got[4], want.dinp, who + " dinp without addend");
     compare_as(float, got[5], want.dweight, who + " dweight");
     compare_as(float, got[6], want.dbias, who + " dbias");
+    compare_as(float, got[7], column_sums_of(got[4], before), who + " bias of inp");
 }
 
 // Rows of one warp and of several; more rows than partial sums.
@@ -3283,31 +3362,27 @@ template <class E> static void check_gelu(int N, int OC) {
             Device<float> of_dinp(dbias), of_dout(dbias),
                 scratch(gpu_bias_backward_bytes(N, OC) / 4);
             gpu_gelu_forward(out.p, d_x.p, n, 0);
-            gpu_bias_backward(of_dout.p, d_dout.p, scratch.p, N, OC, 0);
+            if constexpr (is_fp32<E>) {  // elsewhere other kernels sum them on their way
+                gpu_bias_backward(of_dout.p, d_dout.p, scratch.p, N, OC, 0);
+            }
             gpu_gelu_backward(d_dout.p, of_dinp.p, d_dout.p, d_x.p, scratch.p, N, OC, 0);
             return Outputs{out.get(), d_dout.get(), of_dinp.get(), of_dout.get()};
         },
         who);
     expect(got[0][0] == 0 && got[0][1] == 60 && got[0][4] == x[4] && got[0][5] == 0);
     expect(got[1][0] == 0 && got[1][1] == dout[1] && got[1][4] == dout[4] && got[1][5] == 0);
-    Nums want, want_dinp, want_dbias[2];
+    Nums want, want_dinp;
     for (size_t i = 0; i < n; i++) {
         Num slope, value = twin_gelu(x[i], &slope);
         bool apart = i < 6 && i != 3;  // done above
         want.push_back(apart ? Num(got[0][i]) : value);
         want_dinp.push_back(apart ? Num(got[1][i]) : slope * dout[i]);
     }
-    for (int k = 0; k < 2; k++) {  // column sums of dinp as it was rounded, and of dout
-        const Reals &d = k ? dout : got[1];
-        for (int c = 0; c < OC; c++) {
-            want_dbias[k].push_back(sum_of(
-                N + 1, [&](int i) { return Num(i == N ? dbias[c] : d[(size_t)i * OC + c]); }));
-        }
-    }
     compare_as(E, got[0], want, who + " out");
     compare_as(E, got[1], want_dinp, who + " dinp");
-    compare_as(float, got[2], want_dbias[0], who + " dbias");
-    compare_as(float, got[3], want_dbias[1], who + " dbias alone");
+    compare_as(float, got[2], column_sums_of(got[1], dbias), who + " dbias");
+    compare_as(float, got[3], is_fp32<E> ? column_sums_of(dout, dbias) : nums(dbias),
+               who + " dbias alone");
 }
 
 // Both directions and both column sums; far from zero exactly x, dout or 0.
@@ -3323,7 +3398,7 @@ template <class E, class G> static void check_matmul(int N, int C, int OC) {
     Reals inp = noise_in<E>(N * C, 1, 1), w = noise_in<E>(OC * C, 0.2, 2),
           b = noise_in<E>(OC, 1, 3);
     Reals addend = noise_in<E>(N * OC, 1, 4), dout = noise_in<E>(N * OC, 1, 5);
-    Reals dw = noise_in<G>(OC * C, 1, 6), db = noise(OC, 1, 7);
+    Reals dw = noise_in<G>(OC * C, 1, 6);
     Outputs got = every_order(
         [&] {
             Device<char> workspace(4 << 20);
@@ -3331,24 +3406,21 @@ template <class E, class G> static void check_matmul(int N, int C, int OC) {
             Device<E> d_inp(inp), d_w(w), d_b(b), plain(addend.size()), sum(addend), d_dout(dout);
             Device<E> dinp(inp.size());
             Device<G> d_dw(dw), written(dw.size());
-            Device<float> d_db(db), scratch(gpu_bias_backward_bytes(N, OC) / 4);
             gpu_matmul_forward<E>(plain.p, d_inp.p, d_w.p, nullptr, nullptr, N, C, OC, 0);
             gpu_matmul_forward<E>(sum.p, d_inp.p, d_w.p, d_b.p, sum.p, N, C, OC, 0);
-            gpu_matmul_backward<E, G>(dinp.p, d_dw.p, d_db.p, d_dout.p, d_inp.p, d_w.p, scratch.p,
-                                      N, C, OC, false, 0);
-            gpu_matmul_backward<E, G>(d_inp.p, written.p, nullptr, d_dout.p, d_inp.p, d_w.p,
-                                      nullptr, N, C, OC, true, 0);
-            Outputs all = {plain.get(), sum.get(),  dinp.get(),
-                           d_dw.get(),  d_db.get(), written.get()};
+            gpu_matmul_backward<E, G>(dinp.p, d_dw.p, d_dout.p, d_inp.p, d_w.p, N, C, OC, false, 0);
+            gpu_matmul_backward<E, G>(d_inp.p, written.p, d_dout.p, d_inp.p, d_w.p, N, C, OC, true,
+                                      0);
+            Outputs all = {plain.get(), sum.get(), dinp.get(), d_dw.get(), written.get()};
             expect(same_bits(all[2], d_inp.get()), "%s: in place", who.c_str());
             gpu_matmul_close();
             return all;
         },
         who);
     Nums want = twin_matmul(inp, w, N, C, OC), want_sum = plus(want, addend), want_dinp, none;
-    Nums want_dw = nums(dw), want_db = nums(db), zero(dw.size()), zero_db(db.size());
-    twin_matmul_backward(&want_dinp, &want_dw, &want_db, dout, inp, w, N, C, OC);
-    twin_matmul_backward(&none, &zero, &zero_db, dout, inp, w, N, C, OC);
+    Nums want_dw = nums(dw), zero(dw.size()), no_bias(OC);
+    twin_matmul_backward(&want_dinp, &want_dw, &no_bias, dout, inp, w, N, C, OC);
+    twin_matmul_backward(&none, &zero, &no_bias, dout, inp, w, N, C, OC);
     for (int i = 0; i < N * OC; i++) {  // a library may start from the addend
         want_sum[i] = want_sum[i] + b[i % OC];
         want_sum[i].e += sum_error(C) * (size(b[i % OC]) + size(addend[i]));
@@ -3357,8 +3429,7 @@ template <class E, class G> static void check_matmul(int N, int C, int OC) {
     compare_as(E, got[1], want_sum, who + " with bias, in place");
     compare_as(E, got[2], want_dinp, who + " dinp");
     compare_as(G, got[3], want_dw, who + " dweight");
-    compare_as(float, got[4], want_db, who + " dbias");
-    compare_as(G, got[5], zero, who + " dweight, written");
+    compare_as(G, got[4], zero, who + " dweight, written");
 }
 
 // Widths of C, 3 C and 4 C; few and many rows.
@@ -3392,14 +3463,16 @@ template <class E> static void check_attention(int B, int T, int HS, int NH, dou
     const int C = NH * HS, n = B * T * C;
     const Text who = text("B %d T %d heads %d of %d x %g", B, T, NH, HS, sharp);
     Reals qkv = noise_in<E>(3 * n, sharp, 1), dout = noise_in<E>(n, 1, 2);
+    Reals dbias = noise(3 * C, 1, 3);
     Outputs got = every_order(
         [&] {
             Device<E> d_qkv(qkv), d_dout(dout), out(n), dqkv(3 * n);
-            Device<float> lse(B * NH * T), drow(B * NH * T);
+            Device<float> lse(B * NH * T), drow(B * NH * T), d_dbias(dbias);
+            Device<float> scratch(gpu_attention_backward_bytes(B, T, C, NH) / 4);
             gpu_attention_forward<E>(out.p, lse.p, d_qkv.p, B, T, C, NH, 0);
-            gpu_attention_backward<E>(dqkv.p, drow.p, d_dout.p, d_qkv.p, out.p, lse.p, B, T, C, NH,
-                                      0);
-            return Outputs{out.get(), lse.get(), dqkv.get()};
+            gpu_attention_backward<E>(dqkv.p, d_dbias.p, drow.p, d_dout.p, d_qkv.p, out.p, lse.p,
+                                      scratch.p, B, T, C, NH, 0);
+            return Outputs{out.get(), lse.get(), dqkv.get(), d_dbias.get()};
         },
         who);
     Nums want[2][3];  // exact, and naive in 16 bits
@@ -3414,6 +3487,7 @@ template <class E> static void check_attention(int B, int T, int HS, int NH, dou
         lse = lse * Num((wide)1.4426950408889634L);
     }
     compare_as(float, got[1], want[0][1], who + " lse");
+    compare_as(float, got[3], column_sums_of(got[2], dbias), who + " bias of qkv");
     if (is_fp32<E>) {
         compare_as(E, got[0], want[0][0], who + " out");
         compare_as(E, got[2], want[0][2], who + " dqkv");
@@ -3721,6 +3795,7 @@ template <class E, class G> static void check_misaligned() {
     G *g[POINTERS] = {};
     float *f[POINTERS] = {};
     int *ints = (int *)(uintptr_t)0x100000;
+    float *f0 = (float *)(void *)ints;
     const struct {
         const char *name;
         int pointers;
@@ -3734,9 +3809,8 @@ template <class E, class G> static void check_misaligned() {
          [&] { gpu_layernorm_forward(p[0], f[5], f[5], p[1], p[2], p[3], N, C, 0); }},
         {"gpu_layernorm_backward", 6,
          [&] {
-             float *any = (float *)(void *)ints;
-             gpu_layernorm_backward<E>(p[0], any, any, p[1], p[2], p[3], any, any, p[4], f[5], N,
-                                       C, 0);
+             gpu_layernorm_backward<E>(p[0], f0, f0, f0, p[1], p[2], p[3], f0, f0, p[4], f[5],
+                                       N, C, 0);
          }},
         {"gpu_gelu_forward", 2, [&] { gpu_gelu_forward(p[0], p[1], N * C, 0); }},
         {"column_sums", 4, [&] { gpu_gelu_backward(p[0], f[4], p[1], p[2], f[3], N, C, 0); }},
@@ -3747,7 +3821,7 @@ template <class E, class G> static void check_misaligned() {
         {"gpu_attention_forward", is_fp32<E> ? 0 : 2,
          [&] { gpu_attention_forward(p[0], f[5], p[1], 1, N, C, 1, 0); }},
         {"gpu_attention_backward", is_fp32<E> ? 0 : 4,
-         [&] { gpu_attention_backward(p[0], f[5], p[1], p[2], p[3], f[5], 1, N, C, 1, 0); }},
+         [&] { gpu_attention_backward(p[0], f0, f0, p[1], p[2], p[3], f0, f0, 1, N, C, 1, 0); }},
         {"gpu_classifier", 1, [&] { gpu_classifier(f[5], p[0], ints, 1, N, C, C, true, 0); }},
         {"gpu_grad_square_sum", 2,
          [&] {
@@ -3785,7 +3859,7 @@ static void test_gpu_misaligned() {
     expect_death(gpu_gelu_forward(p, p, 12, 0), "a row of 12 numbers is no multiple of 16 bytes");
     expect_death(gpu_layernorm_forward(p, f, f, p, p, p, 1, CHANNELS_MAX + 8, 0),
                  "LayerNorm of 4104 channels");
-    expect_death(gpu_layernorm_backward(p, f, f, p, p, p, f, f, p, f, 1, CHANNELS_MAX + 8, 0),
+    expect_death(gpu_layernorm_backward(p, f, f, f, p, p, p, f, f, p, f, 1, CHANNELS_MAX + 8, 0),
                  "LayerNorm of 4104 channels");
     expect_death(gpu_attention_forward(p, f, p, 1, 8, HEAD_MAX + 8, 1, 0), "heads of 136 channels");
     expect_death(gpu_attention_forward(f, f, f, 1, 8, HEAD_MAX_FP32 + 8, 1, 0),
@@ -3914,8 +3988,8 @@ static void check_huge_rows() {
              Huge<float> mean(rows), rstd(rows), dw(C), db(C);
              Huge<float> scratch(gpu_layernorm_backward_bytes((int)rows, C) / 4);
              gpu_layernorm_forward(out.p, mean.p, rstd.p, inp.p, weight.p, bias.p, (int)rows, C, 0);
-             gpu_layernorm_backward(dinp.p, dw.p, db.p, dout.p, inp.p, weight.p, mean.p, rstd.p,
-                                    dout.p, scratch.p, (int)rows, C, 0);
+             gpu_layernorm_backward(dinp.p, dw.p, db.p, (float *)nullptr, dout.p, inp.p, weight.p,
+                                    mean.p, rstd.p, dout.p, scratch.p, (int)rows, C, 0);
              return Outputs{out.last(C), mean.last(1), rstd.last(1), dinp.last(C)};
          },
          TAIL, ROWS);
@@ -3929,10 +4003,9 @@ static void check_huge_rows() {
     same("gelu_backward",
          [&](size_t rows) {
              Huge<bf16> dinp(rows * C), dout(rows * C, d), inp(rows * C, x);
-             Huge<float> scratch(gpu_bias_backward_bytes((int)rows, C) / 4), db(C), db2(C);
+             Huge<float> scratch(gpu_bias_backward_bytes((int)rows, C) / 4), db(C);
              gpu_gelu_backward(dinp.p, db.p, dout.p, inp.p, scratch.p, (int)rows, C, 0);
-             gpu_bias_backward(db2.p, dout.p, scratch.p, (int)rows, C, 0);
-             return Outputs{dinp.last(256), db.last(32), db2.last(32)};
+             return Outputs{dinp.last(256), db.last(32)};
          },
          TAIL, ROWS);
 }
@@ -3952,10 +4025,11 @@ static void check_huge_attention() {
              const size_t T = 128, NH = 16, row = 1024;
              Huge<bf16> out(B * T * row), qkv(B * T * 3 * row, noise(T * 3 * row, 1, 5));
              Huge<bf16> dqkv(B * T * 3 * row), dout(B * T * row, noise(T * row, 1, 6));
-             Huge<float> lse(B * NH * T), drow(B * NH * T);
+             Huge<float> lse(B * NH * T), drow(B * NH * T), dbias(3 * row);
+             Huge<float> scratch(gpu_attention_backward_bytes((int)B, T, row, NH) / 4);
              gpu_attention_forward(out.p, lse.p, qkv.p, (int)B, T, row, NH, 0);
-             gpu_attention_backward(dqkv.p, drow.p, dout.p, qkv.p, out.p, lse.p, (int)B, T, row, NH,
-                                    0);
+             gpu_attention_backward(dqkv.p, dbias.p, drow.p, dout.p, qkv.p, out.p, lse.p, scratch.p,
+                                    (int)B, T, row, NH, 0);
              return Outputs{out.last(T * row), lse.last(T), dqkv.last(T * 3 * row)};
          },
          1, 16400);
@@ -3964,10 +4038,11 @@ static void check_huge_attention() {
              const size_t T = 64, NH = 16, row = 1024;
              Huge<float> out(B * T * row), qkv(B * T * 3 * row, noise(T * 3 * row, 1, 5));
              Huge<float> dqkv(B * T * 3 * row), dout(B * T * row, noise(T * row, 1, 6));
-             Huge<float> lse(B * NH * T), drow(B * NH * T);
+             Huge<float> lse(B * NH * T), drow(B * NH * T), dbias(3 * row);
+             Huge<float> scratch(gpu_attention_backward_bytes((int)B, T, row, NH) / 4);
              gpu_attention_forward(out.p, lse.p, qkv.p, (int)B, T, row, NH, 0);
-             gpu_attention_backward(dqkv.p, drow.p, dout.p, qkv.p, out.p, lse.p, (int)B, T, row, NH,
-                                    0);
+             gpu_attention_backward(dqkv.p, dbias.p, drow.p, dout.p, qkv.p, out.p, lse.p, scratch.p,
+                                    (int)B, T, row, NH, 0);
              return Outputs{out.last(4 * row), lse.last(4), dqkv.last(12 * row)};
          },
          1, 32800);
@@ -4104,7 +4179,7 @@ static void naive_bf16_micro_step(Net *n, const Batch &b) {
     Plan *p = rounded_plan = &n->plan;
     const Model *m = &n->s.model;
     const int B = n->s.B, T = n->s.T;
-    Pass pass = {p, b.inputs.data(), b.targets.data(), B, T, (real)(1.0 / (B * T)), 0};
+    Pass pass = {p, b.inputs.data(), b.targets.data(), B, T, (real)(1.0 / (B * T)), 0, 0};
     p->mark = mark_and_round;
     memset(buffer(p, BUF_GRADS), 0, p->buffers[p->single[BUF_GRADS]].bytes);
     walk(p, tick_embed_backward(m), 0, naive_bf16_stage, &pass);
@@ -4637,6 +4712,7 @@ static const Test tests[] = {
     T(thread_bits, ALL),
     T(accumulation, ALL),
     T(network_facts, ALL),
+    T(kv_cache, ALL),
     T(initialise, ALL),
     T(adamw, ALL),
     T(update, ALL),

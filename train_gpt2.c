@@ -38,7 +38,7 @@
 //  13  Data
 //  14  Model files
 //  15  Checkpoints
-//  16  Sampling
+//  16  Sampling and generation
 //  17  Evaluation
 //  18  Training and output
 //  19  Start-up and main
@@ -212,6 +212,7 @@ typedef struct {
     int64_t offload;                                       // bits 1 << HOME_OF_*
     int64_t seq_len, seed, shuffle, batch, tokens_per_step, steps, overfit, warmup;
     int64_t val_every, val_batches, sample_every, sample_tokens, top_k;
+    int64_t generate, samples;
     int64_t max_skips, save_every, keep, log_every, resume, quiet, logit_rows, gpus, zero, gpu_mem;
     int64_t plan, fit, minimum, json, check, compare, version, help;
     double lr, final_lr, weight_decay, beta1, beta2, eps, clip, skip_zscore, temperature, top_p;
@@ -315,13 +316,19 @@ static const OptionRow option_rows[] = {
     {"sample-tokens", 'g', OPT_INT, FIELD(sample_tokens), "256", 1, 1e6, NULL, ANY, "Samples",
      "tokens in a sample"},
     {"prompt", 0, OPT_TEXT, FIELD(prompt), "", 0, 0, NULL, ANY, "Samples",
-     "text that samples continue; empty: end of text"},
+     "text that samples continue; empty: end of text; with --generate -: each line of stdin"},
     {"temperature", 0, OPT_REAL, FIELD(temperature), "1", 0, 100, NULL, ANY, "Samples",
      "softmax temperature of samples; 0: always the likeliest token"},
     {"top-k", 0, OPT_INT, FIELD(top_k), "0", 0, 1e6, NULL, ANY, "Samples",
      "sample among the k likeliest tokens; 0: all"},
     {"top-p", 0, OPT_REAL, FIELD(top_p), "1", 1e-6, 1, NULL, ANY, "Samples",
      "sample among the likeliest tokens whose probabilities reach p"},
+    {"generate", 0, OPT_FLAG, FIELD(generate), "0", 0, 1, NULL, ANY, "Samples",
+     "print the prompt and what the model makes of it, at most -g tokens or to its end of text, "
+     "and stop; in memory are weights and a KV cache. Past T positions the window slides, as in "
+     "samples of a training run, and each token costs a whole one"},
+    {"samples", 0, OPT_INT, FIELD(samples), "1", 1, 1e6, NULL, ANY, "Samples",
+     "with --generate: samples of each prompt, a line --- between two"},
     {"output", 'o', OPT_TEXT, FIELD(output), "", 0, 0, NULL, OWN, "Output",
      "folder for log.jsonl and checkpoints; default: none"},
     {"save-every", 'n', OPT_INT, FIELD(save_every), "0", 0, 1e9, NULL, ANY, "Output",
@@ -593,6 +600,12 @@ static void options_contradict(const Options *o) {
     if (o->eval && o->output[0]) {
         die("--eval writes no files and scores what --model (-e) names: leave --output (-o) out");
     }
+    if (o->samples > 1 && !o->generate) {
+        die("--samples needs --generate");
+    }
+    if (o->generate && (o->fit || o->minimum)) {
+        die("--generate: --plan says what memory it takes; --fit and --minimum are of training");
+    }
     if (o->gpu[0] && !options_plan(o)) {
         die("--gpu needs --plan, --fit or --minimum: it plans for a card without having it");
     }
@@ -606,6 +619,25 @@ static void options_contradict(const Options *o) {
     }
     if (o->val_data && !o->train_data) {
         die("--val-data (-j) needs --train-data (-i): the default data brings its own");
+    }
+}
+
+// What --generate heeds: an option of training that is given beside it is a mistake. Listed are
+// those that it does heed, so that a new option of training is refused without a word here.
+static const char *const generate_options[] = {
+    "model", "seq-len", "seed", "tokenizer", "sample-tokens", "prompt", "temperature", "top-k",
+    "top-p", "generate", "samples", "quiet", "dtype", "plan", "json", "gpu", "gpu-mem", "help"};
+
+// Ends the run at the first option of those `given` that --generate would ignore.
+static void options_only_generate(const char given[OPTION_ROWS]) {
+    for (int i = 0; i < OPTION_ROWS; i++) {
+        int heeded = !given[i];
+        for (size_t k = 0; k < sizeof generate_options / sizeof generate_options[0]; k++) {
+            heeded |= strcmp(option_rows[i].name, generate_options[k]) == 0;
+        }
+        if (!heeded) {
+            die("--generate neither trains nor writes files: leave --%s out", option_rows[i].name);
+        }
     }
 }
 
@@ -677,6 +709,9 @@ static void options_parse(Options *o, int argc, char **argv) {
         option_set(o, row, value);
     }
     if (!o->help && !o->version) {
+        if (o->generate) {
+            options_only_generate(given);
+        }
         options_contradict(o);
     }
 }
@@ -944,11 +979,11 @@ static size_t type_bytes(Type type) {
 // forward to backward; the working set lives for a few stages.
 typedef enum {
     GROUP_WEIGHTS, GROUP_GRADIENTS, GROUP_MOMENTS, GROUP_MASTER, GROUP_KEPT, GROUP_WORKING,
-    GROUP_LOGITS, GROUP_WORKSPACE, GROUP_BATCH, GROUPS
+    GROUP_LOGITS, GROUP_WORKSPACE, GROUP_BATCH, GROUP_CACHE, GROUPS
 } Group;
 static const char *const group_names[GROUPS] = {
     "weights", "gradients", "moments", "master", "activations kept", "working set", "logits",
-    "workspaces", "batch"
+    "workspaces", "batch", "KV cache"
 };
 
 // Where a buffer lives, and the states whose home a run's settings choose. A buffer names its state
@@ -965,6 +1000,7 @@ typedef struct {
     Model model;
     int B, T, threads;
     int logit_rows;             // rows of a classifier chunk
+    int cache;                  // positions of the KV cache of a run that only generates; 0: none
     uint8_t level[MAX_LAYERS];  // of recomputation, RECOMPUTE_*, of each block
     int gpu;  // 0: the CPU program (fp32 or the build's real), 1: the GPU program
     Type dtype, grad_dtype, moment_dtype;
@@ -1186,7 +1222,7 @@ enum {
     BUF_X_SLOT = BUF_GRADS_SLOT + SLOTS, BUF_EXCHANGE = BUF_X_SLOT + SLOTS, STATE_BUFFERS,
     BUF_LOSSES = STATE_BUFFERS, BUF_MATMUL, BUF_BATCH, BUF_TENSORS, BUF_STATE, BUF_PARTIALS,
     BUF_PINNED, BUF_XF, BUF_LNF, BUF_LNF_MEAN, BUF_LNF_RSTD, BUF_LOGITS, BUF_DRES, BUF_ATT_D,
-    SINGLES
+    BUF_CACHE, SINGLES
 };
 typedef struct {
     Group group;
@@ -1210,7 +1246,10 @@ static void single_buffers(BufferEntry buffers[SINGLES], const Settings *s) {
     const int64_t matmul =
         gpu ? (int64_t)GPU_MATMUL_BYTES : (int64_t)matmul_workspace_bytes(s->threads);
     const int64_t table = gpu * model_tensors(m) * GPU_TENSOR_ROW_BYTES;
-    const int64_t partials = gpu * max_i64((int64_t)GPU_PARTIAL_BLOCKS * 4 * m->C, 1024);
+    // Of attention, a part of three rows for each tile of 64 or 128 tokens.
+    const int64_t tiles = (int64_t)s->B * ceil_div_i64(s->T, m->C / m->NH > 64 ? 64 : 128);
+    const int64_t parts = max_i64((int64_t)GPU_PARTIAL_BLOCKS * 4, tiles * 3);
+    const int64_t partials = gpu * max_i64(parts * m->C, 1024);
     const Type E = s->dtype, R = settings_real(s);
     const BufferEntry rows[SINGLES - STATE_BUFFERS] = {
         {GROUP_BATCH, "losses", R, N, 0, end, ON_DEVICE},
@@ -1229,6 +1268,8 @@ static void single_buffers(BufferEntry buffers[SINGLES], const Settings *s) {
         {GROUP_LOGITS, "logits", E, (int64_t)s->logit_rows * m->Vp, head, head, ON_DEVICE},
         {GROUP_WORKING, "d_residual", E, NC, back, back_end, ON_DEVICE},
         {GROUP_WORKING, "attention D", TYPE_FP32, gpu * N * m->NH, back, back_end, ON_DEVICE},
+        // A layer after the other, of each position a row of keys and a row of values.
+        {GROUP_CACHE, "KV cache", E, 2LL * m->C * m->L * s->cache, 0, end, ON_DEVICE},
     };
     state_buffers(buffers, s);
     memcpy(buffers + STATE_BUFFERS, rows, sizeof rows);
@@ -1273,10 +1314,17 @@ struct Plan {
 // 256 bytes: as cudaMalloc aligns, and four cache lines, so that no two buffers share one.
 enum { PLAN_ALIGN = 256, PLAN_GAP = GPT2_POISON ? 256 : 0 };
 
-// Adds a buffer, of block `layer` or (-1) of none, and returns its index; -1 for one without
-// elements. A name may be cut short: it is for people and for --plan --json.
+// Whether a run has a buffer. One that only generates learns nothing and ends at the head.
+static int plan_needs(const Settings *s, const BufferEntry *entry) {
+    const int learns = entry->group >= GROUP_GRADIENTS && entry->group <= GROUP_MASTER;
+    return entry->count && !(s->cache && (learns || entry->first > tick_head(&s->model)));
+}
+
+// Adds a buffer, of block `layer` or (-1) of none, and returns its index; -1 for one that is not
+// needed. A name may be cut short: it is for people and for --plan --json.
 static int plan_add(Plan *p, const BufferEntry *entry, int layer) {
-    if (entry->count == 0) {
+    const Settings *s = &p->settings;
+    if (!plan_needs(s, entry)) {
         return -1;
     }
     Buffer *b = &p->buffers[p->buffer_count];  // zero, padding too: equal plans are equal bytes
@@ -1289,9 +1337,9 @@ static int plan_add(Plan *p, const BufferEntry *entry, int layer) {
     b->type = entry->type;
     b->count = entry->count;
     b->first = entry->first;
-    b->last = entry->last;
+    b->last = s->cache ? min_int(entry->last, tick_head(&s->model)) : entry->last;
     const HomeOf home = entry->home;
-    const int hosted = home < HOMES ? p->settings.home[home] & HOME_HOST : home == ON_HOST;
+    const int hosted = home < HOMES ? s->home[home] & HOME_HOST : home == ON_HOST;
     b->home = hosted ? HOME_HOST : HOME_DEVICE;
     b->bytes = (size_t)entry->count * type_bytes(entry->type);
     return p->buffer_count++;
@@ -1314,8 +1362,10 @@ static void plan_add_block(Plan *p, int layer) {
         int *forward = &p->act[i * m->L + layer], *backward = &p->act[(ACTS + i) * m->L + layer];
         // x is made by the last stage of the block before; one tick before block 0 is embed.
         const int made = tick_forward(layer - (i == ACT_X), a->made);
-        const int used_back = tick_backward(m, layer, a->used_back);
-        BufferEntry entry = {GROUP_KEPT, a->name, a->channels > 0 ? s->dtype : settings_real(s),
+        const int used_back =  // where nothing comes back, forward's last use is the last
+            s->cache ? tick_forward(layer, a->used) : tick_backward(m, layer, a->used_back);
+        const Type type = a->channels > 0 ? s->dtype : settings_real(s);
+        BufferEntry entry = {s->cache ? GROUP_WORKING : GROUP_KEPT, a->name, type,
                              act_count(m, i, N), made, used_back, ON_DEVICE};
         if (i == ACT_X && s->home[HOME_OF_RESIDUALS]) {
             *forward = *backward = -1;  // it has a slot
@@ -1448,7 +1498,7 @@ static void plan_add_visits(Plan *p);  // next chapter
 static void plan_list(Plan *p, const Settings *s) {
     memset(p, 0, sizeof *p);
     p->settings = *s;
-    p->ticks = tick_update(s) + 1;
+    p->ticks = (s->cache ? tick_head(&s->model) : tick_update(s)) + 1;
     const size_t L = (size_t)s->model.L;
     p->buffers = (Buffer *)alloc_zero(SINGLES + (2 * ACTS + GRADS) * L, sizeof(Buffer));
     p->act = (int *)alloc_zero(2 * ACTS * L, sizeof(int));
@@ -2218,6 +2268,11 @@ enum {
 };
 
 typedef real Vector __attribute__((vector_size(VECTOR_BYTES)));
+#if GPT2_DOUBLE
+typedef int64_t Lanes __attribute__((vector_size(VECTOR_BYTES)));  // indices of a shuffle
+#else
+typedef int32_t Lanes __attribute__((vector_size(VECTOR_BYTES)));
+#endif
 
 // Multiply-adds fuse in the functions marked FUSED and nowhere else: GCC takes the attribute (and
 // then inlines nothing that lacks it), clang the pragma at the head of the body.
@@ -2263,9 +2318,10 @@ static Operand operand_at(Operand o, int row, int k) {
     return o;
 }
 
+#if defined(__clang__)
 // Transposes from(VL,VL) by way of to(VL,VL); returns whichever holds the result. Interleaving the
 // first half of the flat array with the second rotates the bits of an element's index by one, and
-// log2(VL) rotations swap row and column. Compilers turn the loop into register shuffles.
+// log2(VL) rotations swap row and column. clang turns the loop into register shuffles.
 static real *transpose_square(real *from, real *to) {
     for (int step = 1; step < VL; step *= 2) {
         for (int i = 0; i < VL * VL / 2; i++) {
@@ -2277,6 +2333,46 @@ static real *transpose_square(real *from, real *to) {
         to = swap;
     }
     return from;
+}
+#else
+// The same. GCC leaves that loop in memory, at half the speed: here are its shuffles.
+static real *transpose_square(real *from, real *to) {
+    Vector v[VL], next[VL];
+    Lanes low, high;
+    for (int j = 0; j < VL; j++) {
+        low[j] = j / 2 + j % 2 * VL;
+        high[j] = low[j] + VL / 2;
+    }
+    memcpy(v, from, sizeof v);
+    #pragma GCC unroll 4
+    for (int step = 1; step < VL; step *= 2) {
+        #pragma GCC unroll 16
+        for (int i = 0; i < VL; i += 2) {
+            next[i] = __builtin_shuffle(v[i / 2], v[i / 2 + VL / 2], low);
+            next[i + 1] = __builtin_shuffle(v[i / 2], v[i / 2 + VL / 2], high);
+        }
+        #pragma GCC unroll 16
+        for (int i = 0; i < VL; i++) {
+            v[i] = next[i];
+        }
+    }
+    memcpy(to, v, sizeof v);
+    return to;
+}
+#endif
+
+// x(VL,VL) = the square of `rows` rows by `depth` steps of k at `row`, whose k is contiguous; zeros
+// fill it up.
+static inline void load_square(real *x, const real *row, size_t row_step, int rows, int depth) {
+    for (int i = 0; i < VL; i++, row += row_step) {
+        if (i < rows && depth == VL) {
+            memcpy(x + i * VL, row, VL * sizeof(real));
+        } else {
+            for (int j = 0; j < VL; j++) {
+                x[i * VL + j] = i < rows && j < depth ? row[j] : 0;
+            }
+        }
+    }
 }
 
 // pack, below, for rows whose k is contiguous, in squares of VL rows by VL steps of k. Squares that
@@ -2290,16 +2386,7 @@ static inline void pack_transposed(real *packed, int width, Operand src, int row
             real x[VL * VL] __attribute__((aligned(VECTOR_BYTES)));
             real y[VL * VL] __attribute__((aligned(VECTOR_BYTES)));
             int depth = min_int(VL, K - k);
-            for (int i = 0; i < VL; i++) {
-                const real *row = src.data + (size_t)(r + i) * src.row_step + k;
-                if (r + i < rows && depth == VL) {
-                    memcpy(x + i * VL, row, VL * sizeof(real));
-                } else {
-                    for (int j = 0; j < VL; j++) {
-                        x[i * VL + j] = r + i < rows && j < depth ? row[j] : 0;
-                    }
-                }
-            }
+            load_square(x, operand_at(src, r, k).data, src.row_step, rows - r, depth);
             const real *t = transpose_square(x, y);
             for (int i = 0; i < VL && r + i < padded; i += segment) {
                 int lane = (r + i) % width;
@@ -2450,13 +2537,70 @@ static void pack_shared(Operand a, int rows, int K, int kc, int share) {
     }
 }
 
+// out(n) = bias(n) + addend(n) + a(K) b(K,n), n <= VL columns of b whose k is contiguous: squares
+// of b are transposed in registers, so that each step of k adds to n sums at once. The order of
+// sums is rule 1's and matmul_tile's.
+FUSED static void matvec_columns(real *out, const real *a, Operand b, const real *bias,
+                                 const real *addend, int n, int K) {
+    FUSED_BODY
+    const Vector zero = {0};
+    const int kc = depth_of_block(K);
+    const size_t bytes = (size_t)n * sizeof(real);
+    real x[VL * VL] __attribute__((aligned(VECTOR_BYTES)));
+    real y[VL * VL] __attribute__((aligned(VECTOR_BYTES)));
+    Vector total = zero, add = zero, sum = zero;
+    if (bias) {
+        memcpy(&total, bias, bytes);
+    }
+    if (addend) {
+        memcpy(&add, addend, bytes);
+        total += add;
+    }
+    for (int k = 0; k < K; k += VL) {  // kc is whole vectors
+        const int depth = min_int(VL, K - k);
+        const real *square = operand_at(b, 0, k).data;
+        // No hardware prefetch follows VL rows side by side: ask for those after the next.
+        for (int i = 0; i < VL; i++) {
+            __builtin_prefetch(square + (size_t)(2 * VL + i) * b.row_step);
+        }
+        load_square(x, square, b.row_step, n, depth);
+        const real *t = transpose_square(x, y);
+        for (int j = 0; j < depth; j++) {
+            Vector column;
+            memcpy(&column, t + j * VL, sizeof column);
+            sum += a[k + j] * column;
+        }
+        if ((k + VL) % kc == 0 || k + VL >= K) {
+            total += sum;
+            sum = zero;
+        }
+    }
+    memcpy(out, &total, bytes);
+}
+
+// matmul() for one row of a: each number of b is used once, so nothing is packed and b, if it is
+// large, passes by at the speed of memory. The same bits as matmul_tile's.
+static void matvec(real *out, const real *a, Operand b, const real *bias, const real *addend,
+                   int N, int K) {
+    #pragma omp taskloop num_tasks(pieces()) if ((double)N * K > 1e5)  // as in matmul()
+    for (int j = 0; j < N; j += VL) {
+        matvec_columns(out + j, a, operand_at(b, j, 0), bias ? bias + j : NULL,
+                       addend ? addend + j : NULL, min_int(VL, N - j), K);
+    }
+}
+
 // out(M,N) = bias(N) + addend(M,N) + a(M,K) b(K,N), rows of out and addend N apart; bias and addend
 // may be NULL, addend may be out. The threads together pack as much of a as the shared part holds,
 // all K of up to rows_max rows, or part of K where K is long. Then they share out tasks of at most
 // BLOCK columns: a task packs its columns of b and takes all those rows. If there are too few
-// columns for all threads, tasks take fewer columns, then fewer rows.
+// columns for all threads, tasks take fewer columns, then fewer rows. One row takes another way to
+// the same bits.
 static void matmul(real *out, Operand a, Operand b, const real *bias, const real *addend, int M,
                    int N, int K) {
+    if (M == 1 && a.k_step == 1 && b.k_step == 1) {
+        matvec(out, a.data, b, bias, addend, N, K);
+        return;
+    }
     const int kc = depth_of_block(K), threads = thread_count();
     const int rows_max = min_int(ceil_div(M, MR) * MR, SHARED_REALS / kc / BLOCK_ROWS * BLOCK_ROWS);
     const int depth_max = min_int(ceil_div(K, kc), SHARED_REALS / rows_max / kc) * kc;
@@ -2585,7 +2729,8 @@ static inline real fast_tanh(real x) {
 // The oracle: every layer of GPT-2, forward next to backward, N = B * T rows, row-major. Everything
 // but attention and the matmuls is a readable loop. Backward adds to parameter gradients and
 // overwrites activation gradients. Shared loops split outputs, never a sum, so bits do not depend
-// on the number of threads.
+// on the number of threads. Of one row, as generation has it, threads share the products alone:
+// handing pieces out costs more than the rest takes.
 
 // Sums run in LANES interleaved partial sums, added in order at the end: a compiler may not reorder
 // a sum by itself, and in this form it need not. 16 floats are one AVX-512 vector, two of AVX2 or
@@ -2647,7 +2792,7 @@ static real row_exponentials(real *x, real shift, int n) {
 // out (B,T,C) = wte[tokens] + wpe[t].
 static void embedding_forward(real *out, const Token *tokens, const real *wte, const real *wpe,
                               int B, int T, int C) {
-    #pragma omp taskloop num_tasks(pieces())
+    #pragma omp taskloop num_tasks(pieces()) if (B * T > 1)
     for (int i = 0; i < B * T; i++) {
         const real *token = wte + (int64_t)tokens[i] * C, *position = wpe + (int64_t)(i % T) * C;
         for (int c = 0; c < C; c++) {
@@ -2677,7 +2822,7 @@ static void embedding_backward(real *dwte, real *dwpe, const real *dout, const T
 // + 1e-5).
 static void layernorm_forward(real *out, real *mean, real *rstd, const real *inp,
                               const real *weight, const real *bias, int N, int C) {
-    #pragma omp taskloop num_tasks(pieces())
+    #pragma omp taskloop num_tasks(pieces()) if (N > 1)
     for (int i = 0; i < N; i++) {
         const real *x = inp + (int64_t)i * C;
         real m = row_sum(x, 0, 1, C) / (real)C, variance = row_sum(x, m, 2, C) / (real)C;
@@ -2809,45 +2954,76 @@ static void softmax_row_online(real *s, real *max, real *sum, real *out, int n, 
     }
 }
 
-// Causal self-attention: out(B,T,NH,HS) = softmax(Q K^T / sqrt(HS)) V with qkv(B,T,3,NH,HS), and
-// lse(B,NH,T), the natural log of each row's sum of exponentials, all that backward needs.
-// Keys come in tiles of BLOCK with a running maximum; no T x T matrix exists.
+// Causal self-attention of one head's queries q0 .. q0 + queries - 1, which lie in one tile of
+// BLOCK, over keys 0 .. q0 + queries - 1: out(queries,HS), rows `out_step` apart, lse(queries), the
+// natural log of each row's sum of exponentials, from q(queries,HS) and k, v (T,HS), rows `q_step`
+// and `step` apart. Keys come in tiles of BLOCK with a running maximum; no T x T matrix exists.
 // Source: Dao et al., "FlashAttention" (2022), algorithm 1, with the query tile outermost.
+static void attention_tile(real *out, size_t out_step, real *lse, const real *q, size_t q_step,
+                           const real *k, const real *v, size_t step, int q0, int queries, int HS) {
+    const real scale = (real)(1.0 / sqrt((double)HS));
+    real *s = thread_workspace() + PACKED_A_REALS + PACKED_B_REALS;
+    real max[BLOCK], sum[BLOCK];
+    for (int i = 0; i < queries; i++) {
+        max[i] = -INFINITY;
+        sum[i] = 0;
+        memset(out + (size_t)i * out_step, 0, (size_t)HS * sizeof(real));
+    }
+    for (int k0 = 0; k0 <= q0; k0 += BLOCK) {
+        int keys = min_int(BLOCK, q0 + queries - k0);
+        matmul_small(s, NULL, BLOCK, operand(q, q_step, 1), operand(k + k0 * step, step, 1),
+                     queries, keys, HS);
+        for (int i = 0; i < queries; i++) {
+            softmax_row_online(s + i * BLOCK, &max[i], &sum[i], out + (size_t)i * out_step,
+                               visible_keys(q0 + i, k0, keys), keys, HS, scale);
+        }
+        matmul_small(out, out, out_step, operand(s, BLOCK, 1), operand(v + k0 * step, 1, step),
+                     queries, HS, keys);
+    }
+    for (int i = 0; i < queries; i++) {
+        for (int d = 0; d < HS; d++) {
+            out[(size_t)i * out_step + d] /= sum[i];
+        }
+        lse[i] = max[i] + (real)log((double)sum[i]);
+    }
+}
+
+// Causal self-attention: out(B,T,NH,HS) = softmax(Q K^T / sqrt(HS)) V with qkv(B,T,3,NH,HS), and
+// lse(B,NH,T), all that backward needs.
 static void attention_forward(real *out, real *lse, const real *qkv, int B, int T, int C, int NH) {
     int HS = C / NH, tiles = ceil_div(T, BLOCK);
-    real scale = (real)(1.0 / sqrt((double)HS));
     size_t stride = 3 * (size_t)C;
     // The last query tile has the most keys: hand out the long tasks first.
     #pragma omp taskloop num_tasks(4 * pieces())
     for (int task = 0; task < B * NH * tiles; task++) {
         int b = task % (B * NH) / NH, h = task % NH, q0 = (tiles - 1 - task / (B * NH)) * BLOCK;
-        int queries = min_int(BLOCK, T - q0);
-        const real *q = qkv + (size_t)b * T * stride + (size_t)h * HS, *k = q + C, *v = k + C;
-        real *o = out + ((size_t)b * T + q0) * C + (size_t)h * HS;
-        real *s = thread_workspace() + PACKED_A_REALS + PACKED_B_REALS;
-        real max[BLOCK], sum[BLOCK];
-        for (int i = 0; i < queries; i++) {
-            max[i] = -INFINITY;
-            sum[i] = 0;
-            memset(o + (size_t)i * C, 0, (size_t)HS * sizeof(real));
-        }
-        for (int k0 = 0; k0 <= q0; k0 += BLOCK) {
-            int keys = min_int(BLOCK, T - k0);
-            matmul_small(s, NULL, BLOCK, operand(q + q0 * stride, stride, 1),
-                         operand(k + k0 * stride, stride, 1), queries, keys, HS);
-            for (int i = 0; i < queries; i++) {
-                softmax_row_online(s + i * BLOCK, &max[i], &sum[i], o + (size_t)i * C,
-                                   visible_keys(q0 + i, k0, keys), keys, HS, scale);
-            }
-            matmul_small(o, o, C, operand(s, BLOCK, 1), operand(v + k0 * stride, 1, stride),
-                         queries, HS, keys);
-        }
-        for (int i = 0; i < queries; i++) {
-            for (int d = 0; d < HS; d++) {
-                o[(size_t)i * C + d] /= sum[i];
-            }
-            lse[((size_t)b * NH + h) * T + q0 + i] = max[i] + (real)log((double)sum[i]);
-        }
+        const real *q = qkv + (size_t)b * T * stride + (size_t)h * HS;
+        attention_tile(out + ((size_t)b * T + q0) * C + (size_t)h * HS, (size_t)C,
+                       lse + ((size_t)b * NH + h) * T + q0, q + q0 * stride, stride, q + C,
+                       q + 2 * C, stride, q0, min_int(BLOCK, T - q0), HS);
+    }
+}
+
+// The same for `rows` tokens at positions first, first + 1, ... of one sequence, whose keys and
+// values join those of the positions before in cache(positions,2,NH,HS): out(rows,NH,HS) and
+// lse(NH,rows) from qkv(rows,3,NH,HS). The bits are attention_forward's: its tiles begin at the
+// same positions, and a row's sums know nothing of the other rows.
+static void attention_cached(real *out, real *lse, real *cache, const real *qkv, int first,
+                             int rows, int C, int NH) {
+    const int HS = C / NH, tile0 = first / BLOCK, tiles = ceil_div(first + rows, BLOCK) - tile0;
+    const size_t stride = 2 * (size_t)C;
+    for (int i = 0; i < rows; i++) {
+        memcpy(cache + (size_t)(first + i) * stride, qkv + (size_t)i * 3 * (size_t)C + C,
+               stride * sizeof(real));
+    }
+    #pragma omp taskloop num_tasks(4 * pieces()) if ((double)rows * (first + rows) * C > 1e5)
+    for (int task = 0; task < NH * tiles; task++) {
+        const int h = task % NH, tile = (tile0 + task / NH) * BLOCK;
+        const int q0 = tile < first ? first : tile;
+        const size_t row = (size_t)(q0 - first), head = (size_t)h * (size_t)HS;
+        attention_tile(out + row * C + head, (size_t)C, lse + (size_t)h * rows + row,
+                       qkv + row * 3 * C + head, 3 * (size_t)C, cache + head, cache + C + head,
+                       stride, q0, min_int(tile + BLOCK, first + rows) - q0, HS);
     }
 }
 
@@ -2921,7 +3097,7 @@ static void attention_backward(real *dqkv, const real *dout, const real *qkv, co
 // out(n) = x/2 (1 + tanh(u)), u = sqrt(2/pi) (x + 0.044715 x^3), x = inp(n).
 static void gelu_forward(real *out, const real *inp, size_t n) {
     const real s = (real)0.79788456080286535588, c = (real)0.044715, half = (real)0.5;
-    #pragma omp taskloop simd num_tasks(pieces())
+    #pragma omp taskloop simd num_tasks(pieces()) if (n > 1 << 14)
     for (size_t i = 0; i < n; i++) {
         real x = inp[i];
         out[i] = half * x * (1 + fast_tanh(s * (x + c * x * x * x)));
@@ -2999,6 +3175,7 @@ typedef struct {
     int B, T;
     real dloss;   // weight of a token's loss in the gradients; 0: no gradients
     double loss;  // the mean, once the head is done
+    int first;    // the first token's position; other than 0 only where there is a KV cache
 } Pass;
 
 // One stage of block `l`, forward or recomputing: the output is the activation that act_table says
@@ -3017,6 +3194,12 @@ static void block_forward(const Pass *pass, int stage, int l) {
                        weight(p, QKVB, l), NULL, N, C, 3 * C);
         break;
     case F_ATT:
+        if (p->settings.cache) {
+            real *cache = buffer(p, BUF_CACHE) + (int64_t)l * p->settings.cache * 2 * C;
+            attention_cached(act(p, ACT_ATT, l), act(p, ACT_LSE, l), cache, act(p, ACT_QKV, l),
+                             pass->first, N, C, NH);
+            break;
+        }
         attention_forward(act(p, ACT_ATT, l), act(p, ACT_LSE, l), act(p, ACT_QKV, l), B, T, C, NH);
         break;
     case F_ATTPROJ:
@@ -3123,8 +3306,8 @@ static void network_stage(void *self, int stage, int layer) {
     const int B = pass->B, T = pass->T, C = p->settings.model.C;
     switch (stage) {
     case EMBED:
-        embedding_forward(act(p, ACT_X, 0), pass->inputs, weight(p, WTE, 0), weight(p, WPE, 0), B,
-                          T, C);
+        embedding_forward(act(p, ACT_X, 0), pass->inputs, weight(p, WTE, 0),
+                          weight(p, WPE, 0) + (int64_t)pass->first * C, B, T, C);
         break;
     case LNF:
         layernorm_forward(buffer(p, BUF_LNF), buffer(p, BUF_LNF_MEAN), buffer(p, BUF_LNF_RSTD),
@@ -3332,6 +3515,7 @@ struct Engine {
     void *self;
     char device[128];         // for people
     const char *matmul;       // how its products were chosen where there is a choice; or NULL
+    int states;               // that it holds: STATES, or the weights alone
     double peak_flops;        // that "% of peak" is of; 0: unknown
     const char *peak_source;  // where it comes from
     // Forward and backward of micro-batch `accum_step` of `accum_steps`; the first one clears the
@@ -3345,6 +3529,10 @@ struct Engine {
     double (*forward_loss)(Engine *e, real *losses, const Token *inputs, const Token *targets);
     // Logits (V) after the last of n <= T tokens.
     void (*logits)(Engine *e, real *out, const Token *tokens, int n);
+    // The same for n more tokens, from position `first` on, of a sequence whose positions before
+    // are in the KV cache, and into it. Only where the plan has one. What the cache holds from
+    // `first` on is written over: a sequence may go on anew from any of its positions.
+    void (*extend)(Engine *e, real *out, const Token *tokens, int first, int n);
     // `count` elements from `offset` of a flat state (STATE_*), out of the engine and into it,
     // wherever their home is. What is between tensors reads as zero and is not written.
     void (*read)(Engine *e, int state, int64_t offset, real *out, int64_t count);
@@ -3366,7 +3554,7 @@ static void cpu_micro_step(Engine *e, const Token *inputs, const Token *targets,
     Plan *p = cpu->plan;
     const Settings *s = &p->settings;
     const real dloss = (real)(1.0 / ((double)(s->B * s->T) * accum_steps * s->ranks));
-    Pass pass = {p, inputs, targets, s->B, s->T, dloss, 0};
+    Pass pass = {p, inputs, targets, s->B, s->T, dloss, 0, 0};
     if (accum_step == 0) {
         cpu->loss = 0;
         memset(buffer(p, BUF_GRADS), 0, p->buffers[p->single[BUF_GRADS]].bytes);
@@ -3387,7 +3575,7 @@ static StepResult cpu_update(Engine *e, const Options *o, double lr, double limi
 static double cpu_forward_loss(Engine *e, real *losses, const Token *inputs, const Token *targets) {
     Plan *p = ((CpuEngine *)e->self)->plan;
     const Settings *s = &p->settings;
-    Pass pass = {p, inputs, targets, s->B, s->T, 0, 0};
+    Pass pass = {p, inputs, targets, s->B, s->T, 0, 0, 0};
     network_walk(&pass, tick_head(&s->model), 0);
     if (losses) {
         memcpy(losses, buffer(p, BUF_LOSSES), (size_t)(s->B * s->T) * sizeof(real));
@@ -3399,8 +3587,20 @@ static double cpu_forward_loss(Engine *e, real *losses, const Token *inputs, con
 static void cpu_logits(Engine *e, real *out, const Token *tokens, int n) {
     Plan *p = ((CpuEngine *)e->self)->plan;
     const Model *m = &p->settings.model;
-    Pass pass = {p, tokens, NULL, 1, n, 0, 0};
+    Pass pass = {p, tokens, NULL, 1, n, 0, 0, 0};
     network_walk(&pass, tick_head(m), 0);
+    memcpy(out, buffer(p, BUF_LOGITS), (size_t)m->V * sizeof(real));
+}
+
+// As many tokens at a time as the plan has rows; the head computes the last row of all.
+static void cpu_extend(Engine *e, real *out, const Token *tokens, int first, int n) {
+    Plan *p = ((CpuEngine *)e->self)->plan;
+    const Model *m = &p->settings.model;
+    for (int i = 0; i < n; i += p->settings.T) {
+        const int rows = min_int(p->settings.T, n - i), last = i + rows == n;
+        Pass pass = {p, tokens + i, NULL, 1, rows, 0, 0, first + i};
+        network_walk(&pass, last ? tick_head(m) : tick_lnf(m) - 1, 0);
+    }
     memcpy(out, buffer(p, BUF_LOGITS), (size_t)m->V * sizeof(real));
 }
 
@@ -3457,10 +3657,12 @@ static void cpu_open(Engine *e, Plan *p) {
     p->move = cpu_move;
     matmul_workspace = buffer(p, BUF_MATMUL);
     e->self = cpu;
+    e->states = p->settings.cache ? STATE_WEIGHTS + 1 : STATES;
     e->micro_step = cpu_micro_step;
     e->update = cpu_update;
     e->forward_loss = cpu_forward_loss;
     e->logits = cpu_logits;
+    e->extend = cpu_extend;
     e->read = cpu_read;
     e->write = cpu_write;
     e->close = cpu_close;
@@ -3476,7 +3678,7 @@ static void engine_clear(Engine *e, const Model *m) {
     real *zeros = (real *)alloc_zero(PIECE, sizeof(real));
     int64_t all = tensor_offset(m, TENSORS, 0);
     for (int64_t i = 0; i < all; i += PIECE) {
-        for (int state = 0; state < STATES; state++) {
+        for (int state = 0; state < e->states; state++) {
             e->write(e, state, i, zeros, min_i64(PIECE, all - i));
         }
     }
@@ -5169,14 +5371,17 @@ static void checkpoint_load(const Snapshot *run, RunState *state, const char *fo
 }
 
 // -------------------------------------------------------------------------------------------------
-// 16. Sampling
+// 16. Sampling and generation
 // A sample grows one token at a time from the last position's logits; the random number of a token
-// is a function of (seed, step, place in the sample), so samples repeat.
+// is a function of (seed, step, sample, place in the sample), so samples repeat. A training run
+// computes the whole window for each token, in the memory of its training; --generate has a plan of
+// its own, with a KV cache, in which a token costs one row. Both give the same tokens: on the CPU
+// the logits of either way are equal to the bit.
 
-// Tokens of a prompt, at most `capacity`; an empty prompt is one end of text. Returns their number.
-static int prompt_tokens(Token *out, int capacity, int tokenizer, const Bpe *bpe,
-                         const char *text) {
-    size_t n = strlen(text);
+// Tokens of a prompt of n bytes: returns their number and writes the first `capacity` of them. An
+// empty prompt is one end of text.
+static int64_t prompt_tokens(Token *out, int capacity, int tokenizer, const Bpe *bpe,
+                             const char *text, size_t n) {
     if (n == 0) {
         out[0] = end_of_text(tokenizer);
         return 1;
@@ -5198,14 +5403,11 @@ static int prompt_tokens(Token *out, int capacity, int tokenizer, const Bpe *bpe
         count = bpe_encode(&encoder, text, n, ids);
         bpe_encoder_close(&encoder);
     }
-    if (count > capacity) {
-        die("--prompt: %" PRId64 " tokens, at most %d fit", count, capacity);
-    }
-    for (int64_t i = 0; i < count; i++) {
+    for (int64_t i = 0; i < min_i64(count, capacity); i++) {
         out[i] = ids[i];
     }
     free(ids);
-    return (int)count;
+    return count;
 }
 
 typedef struct {
@@ -5264,6 +5466,128 @@ static Token sample_token(const real *logits, int V, const SampleRule *rule, dou
         }
     }
     return scratch[kept - 1].token;
+}
+
+// Rows that a pass of a run that only generates computes at a time: a prompt goes through the
+// weights in blocks of so many, which packed products are efficient with, and a token alone.
+enum { GENERATE_ROWS = 64 };
+
+// From a training run's settings to those of one that only generates: T positions are cached, and
+// the plan drops what learning needs. The head computes one row, since only the last token of a
+// prompt is asked what follows it.
+static void settings_generate(Settings *s) {
+    s->cache = s->T;
+    s->T = min_int(s->T, GENERATE_ROWS);
+    s->B = s->logit_rows = 1;
+}
+
+// What --generate needs beside the engine, and what it counts. Prompts are counted with the time to
+// their first sampled token, the other tokens with the time of their own rows, because a row of a
+// prompt costs less than a token: its products share the weights' way through memory.
+typedef struct {
+    Engine *engine;
+    const Options *o;
+    const Bpe *bpe;  // NULL: GPT-2's tokens are printed as numbers
+    int tokenizer, V, T;
+    uint32_t step;     // of the checkpoint, so that its run's sample comes again; else 0
+    Token *tokens;     // prompt and sample, T + --sample-tokens
+    real *logits;      // (V)
+    Candidate *scratch;
+    int write_error;   // errno of stdout; 0: it takes what is written
+    int64_t texts, lines, prompt_count, count, slid;  // texts and lines begun; tokens
+    double prompt_ms, ms;
+} Generator;
+
+// Writes a piece of text at once, so that whoever watches sees it grow. What cannot be written ends
+// the generation, with an error or, where a pipe was closed, without one.
+static void generator_write(Generator *g, const char *text, size_t n) {
+    if (g->write_error == 0 && (fwrite(text, 1, n, stdout) != n || fflush(stdout) != 0)) {
+        g->write_error = errno;
+    }
+}
+
+// The window of a training run's sample holds the last T tokens, and so does this one. While they
+// are fewer, each keeps its position, and what the cache holds of it stays true.
+// Prints sample number `sample` of the text whose `n` tokens are in g->tokens, the first `cached`
+// of them in the KV cache too. Returns how many are there afterwards that the next sample may use.
+static int generate_sample(Generator *g, int64_t sample, int n, int cached) {
+    const Options *o = g->o;
+    const SampleRule rule = {o->temperature, o->top_p, o->top_k};
+    const int prompt = n;
+    char text[BPE_LONGEST];
+    for (int64_t i = 0; i < o->sample_tokens && !run_stopping() && !g->write_error; i++, n++) {
+        const int start = n > g->T ? n - g->T : 0;
+        const double began = now_ms();
+        // Every token of a window that has slid is at a new position: nothing cached is of use.
+        cached = start ? 0 : cached;
+        g->engine->extend(g->engine, g->logits, g->tokens + start + cached, cached,
+                          n - start - cached);
+        cached = n - start;
+        *(i ? &g->ms : &g->prompt_ms) += now_ms() - began;
+        const uint64_t place = (uint64_t)sample << 32 | (uint64_t)i;
+        const double u = rng_uniform((uint64_t)o->seed, RNG_SAMPLE, g->step, place);
+        g->tokens[n] = sample_token(g->logits, g->V, &rule, u, g->scratch);
+        g->count += i > 0;
+        g->slid += start > 0;
+        if (g->tokens[n] == end_of_text(g->tokenizer)) {
+            break;
+        }
+        generator_write(g, text, (size_t)token_text(text, g->tokenizer, g->bpe, g->tokens[n]));
+    }
+    return n > g->T ? 0 : prompt - 1;  // the prompt's last token again, for its logits
+}
+
+// Whether prompts are the lines of stdin.
+static int generator_reads(const Generator *g) { return strcmp(g->o->prompt, "-") == 0; }
+
+// Puts the tokens of a prompt of n bytes into g->tokens and returns their number. Ends the run when
+// they are more than there are positions.
+static int generator_prompt(Generator *g, const char *prompt, size_t n) {
+    char line[48] = "";
+    const int64_t count = prompt_tokens(g->tokens, g->T, g->tokenizer, g->bpe, prompt, n);
+    if (count > g->T) {
+        if (generator_reads(g)) {
+            snprintf(line, sizeof line, "line %" PRId64 " of stdin has ", g->lines);
+        }
+        die("--prompt: %s%" PRId64 " tokens, at most %d fit", line, count, g->T);
+    }
+    return (int)count;
+}
+
+// All samples of a prompt of n bytes.
+static void generate_prompt(Generator *g, const char *prompt, size_t n) {
+    const int count = generator_prompt(g, prompt, n);
+    int cached = 0;
+    for (int64_t k = 0; k < g->o->samples && !run_stopping() && !g->write_error; k++) {
+        if (g->texts++) {
+            generator_write(g, "---\n", 4);
+        }
+        generator_write(g, prompt, n);
+        g->prompt_count += count - cached;
+        cached = generate_sample(g, k, count, cached);
+        generator_write(g, "\n", 1);
+    }
+}
+
+// Samples of --prompt or, where that is "-", of every line of stdin, to its end or to a signal.
+// Each line is alone: its samples do not depend on the lines before.
+static void generate_all(Generator *g) {
+    char *line = NULL;
+    size_t room = 0;
+    ssize_t n;
+    if (!generator_reads(g)) {
+        generate_prompt(g, g->o->prompt, strlen(g->o->prompt));
+        return;
+    }
+    stop_interrupts_reads();
+    while (!run_stopping() && !g->write_error && (n = getline(&line, &room, stdin)) >= 0) {
+        g->lines++;
+        generate_prompt(g, line, (size_t)(n - (n > 0 && line[n - 1] == '\n')));
+    }
+    if (ferror(stdin) && !run_stopping()) {
+        die("--prompt -: cannot read stdin: %s", strerror(errno));
+    }
+    free(line);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -5594,7 +5918,8 @@ static void run_sample(Run *run) {
     real *logits = (real *)alloc_zero((size_t)V, sizeof(real));
     Candidate *scratch = (Candidate *)alloc_zero((size_t)V, sizeof(Candidate));
     char *text = (char *)alloc_zero((size_t)(s->T + length), BPE_LONGEST);
-    int n = prompt_tokens(tokens, s->T, tokenizer, run->bpe, o->prompt), bytes = 0;
+    int n = (int)prompt_tokens(tokens, s->T, tokenizer, run->bpe, o->prompt, strlen(o->prompt));
+    int bytes = 0;
     for (int64_t i = 0; i < length && !run_stopping(); i++, n++) {
         int context = (int)min_i64(n, s->T);
         run->engine.logits(&run->engine, logits, tokens + n - context, context);
@@ -5979,6 +6304,9 @@ static int plan_command(const Program *program, const Options *o, const Model *m
         }
         return fit_command(o, m, &room);
     }
+    if (o->generate) {
+        settings_generate(&s);
+    }
     settings_auto(&s, o, &room);
     plan_build(&p, &s);
     if (o->json) {
@@ -6107,7 +6435,7 @@ static void run_vocabulary(Run *run) {
     if (o->tokenizer[0] && !gpt2) {
         die("--tokenizer: %s has byte tokens, which need no vocabulary", o->train_data);
     }
-    if (gpt2 && (o->sample_every || o->tokenizer[0] || o->output[0]) &&
+    if (gpt2 && (o->sample_every || o->generate || o->tokenizer[0] || o->output[0]) &&
         bpe_find(path, o->tokenizer)) {
         run->bpe = (Bpe *)alloc_zero(1, sizeof(Bpe));
         bpe_open(run->bpe, path);
@@ -6150,7 +6478,12 @@ static void run_open_validation(Run *run) {
 static void run_prepare_samples(Run *run) {
     run_vocabulary(run);
     if (run->o.sample_every) {
-        prompt_tokens(run->inputs, run->s.T, run->train.tokenizer, run->bpe, run->o.prompt);
+        const char *prompt = run->o.prompt;
+        const int64_t count = prompt_tokens(run->inputs, run->s.T, run->train.tokenizer, run->bpe,
+                                            prompt, strlen(prompt));
+        if (count > run->s.T) {
+            die("--prompt: %" PRId64 " tokens, at most %d fit", count, run->s.T);
+        }
     }
 }
 
@@ -6247,6 +6580,97 @@ static int eval_command(Run *run, const Program *program, Model *m) {
     return 0;
 }
 
+// The tokenizer of a model whose data is not at hand, from the size of its vocabulary, and of
+// GPT-2's the vocabulary: beside the weights, as in checkpoints, or else where training looks. A
+// model of another size may have been trained on anything: its text is not guessed.
+static void generate_vocabulary(Run *run, const Model *m) {
+    static char merges[PATH_BYTES];  // the option points to it
+    Options *o = &run->o;
+    const int gpt2 = m->V == GPT2_VOCABULARY || m->V == GPT2_PADDED;
+    if (!gpt2 && m->V != BYTE_VOCABULARY) {
+        die("--generate: %s has a vocabulary of %d; text can be made of %d tokens (bytes) and of "
+            "%d (GPT-2's)", o->model, m->V, BYTE_VOCABULARY, GPT2_VOCABULARY);
+    }
+    run->train.tokenizer = gpt2 ? TOKENIZER_GPT2 : TOKENIZER_BYTES;
+    o->train_data = o->model;  // for messages: whose tokens they are
+    path_print(merges, "%s/merges.txt", o->model);
+    if (gpt2 && !o->tokenizer[0] && access(merges, F_OK) == 0) {
+        o->tokenizer = merges;
+    }
+    run_vocabulary(run);
+}
+
+static int64_t tokens_per_second(int64_t tokens, double ms) {
+    return ms > 0 ? (int64_t)(1e3 * (double)tokens / ms) : 0;
+}
+
+// Opens what --generate needs, the engine last. Ends the run at whatever it cannot do, and before
+// the weights are read where that is known without them.
+static void generator_open(Generator *g, Run *run, const Program *program, const Model *m) {
+    const Options *o = &run->o;
+    if (program->gpu) {
+        die("--generate runs in train_gpt2, on the CPU; here it can be planned (--plan)");
+    }
+    memset(g, 0, sizeof *g);
+    generate_vocabulary(run, m);
+    settings_from_options(&run->s, o, m, program->gpu);
+    g->T = run->s.T;
+    settings_generate(&run->s);
+    g->engine = &run->engine;
+    g->o = o;
+    g->bpe = run->bpe;
+    g->tokenizer = run->train.tokenizer;
+    g->V = m->V;
+    g->tokens = (Token *)alloc_zero((size_t)(g->T + o->sample_tokens), sizeof(Token));
+    g->logits = (real *)alloc_zero((size_t)m->V, sizeof(real));
+    g->scratch = (Candidate *)alloc_zero((size_t)m->V, sizeof(Candidate));
+    if (!generator_reads(g)) {  // a prompt that is too long is said before anything is loaded
+        generator_prompt(g, o->prompt, strlen(o->prompt));
+    }
+    run_fit(run, program);
+    run_engine_open(run, program, m);
+}
+
+// --generate: text from the model, without data, gradients or moments. Text goes to stdout, all
+// else to stderr. A signal ends it with what was made by then, which is no failure.
+static int generate_command(Run *run, const Program *program, Model *m) {
+    const Options *o = &run->o;
+    const char *dash = strrchr(o->model, '-');
+    Generator g;
+    int step = 0;
+    char weights[80] = "";
+    if (!run->weights.spans) {
+        snprintf(weights, sizeof weights, ", never trained: initial weights of --seed %" PRId64,
+                 o->seed);
+    } else if (dash) {
+        sscanf(dash, "-%8d", &step);  // step-00000240
+    }
+    generator_open(&g, run, program, m);
+    g.step = (uint32_t)step;
+    if (!o->quiet) {
+        fprintf(stderr, "%s: %s; %s: %s parameters%s; %s\n", program->name, run->engine.device,
+                o->model, count_text(model_parameters(m)).s, weights,
+                bytes_text((double)run->plan.device_bytes).s);
+    }
+    generate_all(&g);
+    run->stdout_error = g.write_error;
+    if (!o->quiet) {
+        fprintf(stderr, "%s prompt tokens, %s tokens/s; %s tokens, %s tokens/s%s\n",
+                count_text(g.prompt_count).s,
+                count_text(tokens_per_second(g.prompt_count, g.prompt_ms)).s,
+                count_text(g.count).s, count_text(tokens_per_second(g.count, g.ms)).s,
+                g.slid ? ", a whole window each where it slides" : "");
+    }
+    run->engine.close(&run->engine);
+    plan_free(&run->plan);
+    free(run->inputs);
+    free(run->bpe);
+    free(g.tokens);
+    free(g.logits);
+    free(g.scratch);
+    return 0;
+}
+
 // Frees what a finished run holds.
 static void run_close(Run *run) {
     run->engine.close(&run->engine);
@@ -6294,6 +6718,10 @@ static int program_run(Run *run, const Program *program, int argc, char **argv) 
     const ModelKind kind = run_choose_model(run, program, &m);         // 2 the model's sizes
     if (o->eval) {
         return eval_command(run, program, &m);
+    }
+    if (o->generate) {
+        model_vocabulary(&m, kind, o, NULL);
+        return o->plan ? plan_command(program, o, &m) : generate_command(run, program, &m);
     }
     run_choose_data(run, &m, kind);                                    // 3 data and vocabulary
     if (options_plan(o)) {

@@ -540,35 +540,58 @@ template <int n> __device__ inline void column_sum(float (&x)[n], float *buffer)
     __syncthreads();  // all numbers are read: the buffer may be used again
 }
 
-// Second stage of a sum over rows: sums[k][column] += partials[k][part][column] summed over the
-// parts, k = blockIdx.y. Thread y takes the parts y, y + blockDim.y, ..., then the threads' sums
-// are added in order. partials (1 or 2, parts, columns) fp32. Grid (columns / 32, 1 or 2), block
-// (32, 1..32).
-// budget: threads 1024 shared 4096 regs 19 blocks 1 test gpu_layernorm
-static __global__ void partials_add_kernel(float *sums0, float *sums1, const float *partials,
-                                           int parts, int columns) {
+// f(i) for i = first, first + step, ... below `end`, added up in that order. Four calls' loads are
+// in flight together: a kernel of few threads waits for memory a quarter as often.
+template <class F>
+__device__ inline float sum_strided(int first, int step, int end, F f) {
+    constexpr int AHEAD = 4;
+    float sum = 0.0f;
+    for (int i = first; i < end; i += AHEAD * step) {
+        float x[AHEAD];
+        UNROLL
+        for (int k = 0; k < AHEAD; k++) {
+            x[k] = i + k * step < end ? f(i + k * step) : 0.0f;  // sum + 0 is sum: it is no -0
+        }
+        UNROLL
+        for (int k = 0; k < AHEAD; k++) {
+            sum += x[k];
+        }
+    }
+    return sum;
+}
+
+// Second stage of sums over rows, of up to three tables: sums.x[k][column] += partials[k][part]
+// [column] summed over the parts, k = blockIdx.y. Thread y takes the parts y, y + blockDim.y, ...,
+// then the threads' sums are added in order. partials (tables, parts, columns) fp32. Grid
+// (columns / 32, tables), block (32, 1..32).
+struct ColumnSums {
+    float *x[3];  // (columns) each; the first null is the end
+};
+
+// budget: threads 1024 shared 4096 regs 38 blocks 1 test gpu_layernorm
+static __global__ void partials_add_kernel(ColumnSums sums, const float *partials, int parts,
+                                           int columns) {
     DYN_SHARED(float, buffer);
     int column = blockIdx.x * WARP + threadIdx.x;
-    float *sums = blockIdx.y == 0 ? sums0 : sums1;
-    partials += (size_t)blockIdx.y * parts * columns;
+    partials += (size_t)blockIdx.y * parts * columns + column;
     float sum[1] = {0.0f};
     if (column < columns) {
-        for (int part = threadIdx.y; part < parts; part += blockDim.y) {
-            sum[0] += partials[(size_t)part * columns + column];
-        }
+        sum[0] = sum_strided(threadIdx.y, blockDim.y, parts,
+                             [&](int part) { return partials[(size_t)part * columns]; });
     }
     column_sum(sum, buffer);
     if (threadIdx.y == 0 && column < columns) {
-        sums[column] += sum[0];
+        sums.x[blockIdx.y][column] += sum[0];
     }
 }
 
-// sums1 may be null: then partials holds one table.
-static void gpu_partials_add(float *sums0, float *sums1, const float *partials, int parts,
-                             int columns, cudaStream_t stream) {
+// The tables that `sums` names += the sums over the parts of partials (tables, parts, columns).
+static void gpu_partials_add(ColumnSums sums, const float *partials, int parts, int columns,
+                             cudaStream_t stream) {
     int slices = ceil_div(parts, 8) < WARP ? ceil_div(parts, 8) : WARP;
-    launch(partials_add_kernel, dim3(ceil_div(columns, WARP), sums1 ? 2 : 1), dim3(WARP, slices),
-           WARP * slices * sizeof(float), stream, sums0, sums1, partials, parts, columns);
+    int tables = sums.x[2] ? 3 : sums.x[1] ? 2 : 1;
+    launch(partials_add_kernel, dim3(ceil_div(columns, WARP), tables), dim3(WARP, slices),
+           WARP * slices * sizeof(float), stream, sums, partials, parts, columns);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -972,25 +995,26 @@ static void gpu_layernorm_forward(E *out, float *mean, float *rstd, const E *inp
 
 // With norm = (inp - mean) * rstd and dnorm = dout * weight, for each row:
 //   dinp = addend + rstd * (dnorm - average(dnorm) - norm * average(dnorm * norm));
-//   partials = this block's sums over its rows of dout * norm, for dweight, and of dout, for dbias.
+//   partials = this block's sums over its rows of dout * norm, for dweight, of dout, for dbias, and
+//   of dinp as rounded to E: the gradient of the bias of the matmul whose output inp is.
 //   dinp, dout, inp, addend (N,C), weight (C) of E; addend may be null, dinp may be addend or dout;
-//   mean, rstd (N) and partials (2, gridDim.x, C) fp32.
+//   mean, rstd (N) and partials (3, gridDim.x, C) fp32.
 // Block (a thread for each 16 bytes of a row, rows): a thread keeps its columns while the block
 // walks down the rows, so the sums over rows stay in registers; with C a constant, CC, it has two
 // rows in flight. Bytes: reads dout, inp and addend, writes dinp, once. Measured on the CPU layer,
-// C 48..1600, of the tensor's norm: dweight and dbias 1.5e-7; dinp 1e-7 in fp32, what rounding it
-// loses in bf16.
+// C 48..1600, of the tensor's norm: column sums 1.5e-7; dinp 1e-7 in fp32, what rounding it loses
+// in bf16.
 // budget: <bf16, 0> threads 384 shared 12288 regs 64 blocks 2 test gpu_layernorm
-// budget: <bf16, 768> threads 384 shared 12288 regs 80 blocks 2 instr/elem 27 of 16 loop
+// budget: <bf16, 768> threads 384 shared 12288 regs 80 blocks 2 instr/elem 30.3 of 16 loop
 //   test gpu_layernorm
-// budget: <bf16, 1024> threads 384 shared 12288 regs 80 blocks 2 instr/elem 27.1 of 16 loop
+// budget: <bf16, 1024> threads 384 shared 12288 regs 80 blocks 2 instr/elem 30.7 of 16 loop
 //   test gpu_layernorm
-// budget: <bf16, 1280> threads 320 shared 10240 regs 80 blocks 2 instr/elem 27.9 of 16 loop
+// budget: <bf16, 1280> threads 320 shared 10240 regs 80 blocks 2 instr/elem 31.3 of 16 loop
 //   test gpu_layernorm
-// budget: <bf16, 1600> threads 224 regs 80 blocks 3 instr/elem 29 of 16 loop
+// budget: <bf16, 1600> threads 224 regs 80 blocks 3 instr/elem 32.3 of 16 loop
 //   test gpu_layernorm
 template <class E, int CC>
-__global__ void __launch_bounds__(CC ? LAYERNORM_THREADS : BLOCK_MAX)
+__global__ void __launch_bounds__(CC ? LAYERNORM_THREADS : BLOCK_MAX, CC ? 2 : 1)
     layernorm_backward_kernel(E *dinp, float *partials, const E *dout, const E *inp,
                               const E *weight, const float *mean, const float *rstd,
                               const E *addend, int N, int channels) {
@@ -999,11 +1023,11 @@ __global__ void __launch_bounds__(CC ? LAYERNORM_THREADS : BLOCK_MAX)
     constexpr int WARPS = (CC + size * WARP - 1) / (size * WARP);
     const int C = CC ? CC : channels, c = threadIdx.x * size;
     const float inverse_C = 1.0f / (float)C;
-    float dweight[size] = {}, dbias[size] = {};
+    float dweight[size] = {}, dbias[size] = {}, before[size] = {};
     // Every thread makes every round, as row_sum demands, with or without a row of its own.
     for (int first = blockIdx.x * ROWS * blockDim.y; first < N;
          first += gridDim.x * ROWS * blockDim.y) {
-        float d[ROWS][size] = {}, norm[ROWS][size] = {}, row_rstd[ROWS], sums[2 * ROWS] = {};
+        float d[ROWS][size] = {}, norm[ROWS][size] = {}, sums[2 * ROWS] = {};
         Pack<E> residual[ROWS] = {};
         bool active[ROWS];
         UNROLL
@@ -1023,12 +1047,11 @@ __global__ void __launch_bounds__(CC ? LAYERNORM_THREADS : BLOCK_MAX)
         for (int r = 0; r < ROWS; r++) {
             if (active[r]) {
                 const int row = first + r * blockDim.y + threadIdx.y;
-                const float row_mean = mean[row];
+                const float row_mean = mean[row], row_rstd = rstd[row];
                 float w[size];
                 vector_load(w, weight + c);  // from the cache: registers are short here
-                row_rstd[r] = rstd[row];
                 for (int i = 0; i < size; i++) {
-                    norm[r][i] = (norm[r][i] - row_mean) * row_rstd[r];
+                    norm[r][i] = (norm[r][i] - row_mean) * row_rstd;
                     dweight[i] = fmaf(d[r][i], norm[r][i], dweight[i]);
                     dbias[i] += d[r][i];
                     d[r][i] *= w[i];
@@ -1038,37 +1061,49 @@ __global__ void __launch_bounds__(CC ? LAYERNORM_THREADS : BLOCK_MAX)
             }
         }
         row_sum<WARPS>(sums);
+        int again = first;  // or the places of the rows would stay in registers across the sums
+        FORGET(again);
         UNROLL
         for (int r = 0; r < ROWS; r++) {
             if (active[r]) {
                 const float average = sums[2 * r] * inverse_C, slope = sums[2 * r + 1] * inverse_C;
                 float add[size];
+                const int row = again + r * blockDim.y + threadIdx.y;
+                const float row_rstd = rstd[row];  // from the cache, as the weights
                 pack_to_floats(add, residual[r]);
                 for (int i = 0; i < size; i++) {
                     const float rest = d[r][i] - fmaf(norm[r][i], slope, average);
-                    d[r][i] = fmaf(row_rstd[r], rest, add[i]);
+                    d[r][i] = fmaf(row_rstd, rest, add[i]);
                 }
-                vector_store(dinp + (size_t)(first + r * blockDim.y + threadIdx.y) * C + c, d[r]);
+                const Pack<E> rounded = pack_round<E>(d[r]);
+                pack_store(dinp + (size_t)row * C + c, rounded);
+                pack_to_floats(add, rounded);
+                for (int i = 0; i < size; i++) {
+                    before[i] += add[i];
+                }
             }
         }
     }
     column_sum(dweight, buffer);
     column_sum(dbias, buffer);
+    column_sum(before, buffer);
     if (threadIdx.y == 0 && c < C) {
         vector_store(partials + (size_t)blockIdx.x * C + c, dweight);
         vector_store(partials + (size_t)(gridDim.x + blockIdx.x) * C + c, dbias);
+        vector_store(partials + (size_t)(2 * gridDim.x + blockIdx.x) * C + c, before);
     }
 }
 
 // Scratch of gpu_layernorm_backward.
 static size_t gpu_layernorm_backward_bytes(int N, int C) {
-    return (size_t)(N < LAYERNORM_PARTS ? N : LAYERNORM_PARTS) * 2 * C * sizeof(float);
+    return (size_t)(N < LAYERNORM_PARTS ? N : LAYERNORM_PARTS) * 3 * C * sizeof(float);
 }
 
-// dinp = addend (null: 0) + gradient; dweight, dbias (C) fp32 +=. dinp may be addend or dout.
+// dinp = addend (null: 0) + gradient; dweight, dbias and dbefore (null: skip), all (C) fp32, +=;
+// dbefore is the gradient of the bias that is part of inp. dinp may be addend or dout.
 template <class E>
-static void gpu_layernorm_backward(E *dinp, float *dweight, float *dbias, const E *dout,
-                                   const E *inp, const E *weight, const float *mean,
+static void gpu_layernorm_backward(E *dinp, float *dweight, float *dbias, float *dbefore,
+                                   const E *dout, const E *inp, const E *weight, const float *mean,
                                    const float *rstd, const E *addend, float *scratch, int N, int C,
                                    cudaStream_t stream) {
     constexpr int size = Pack<E>::size;
@@ -1086,7 +1121,7 @@ static void gpu_layernorm_backward(E *dinp, float *dweight, float *dbias, const 
                rows > 1 ? row_threads * rows * size * sizeof(float) : 0, stream, dinp, scratch,
                dout, inp, weight, mean, rstd, addend, N, C);
     });
-    gpu_partials_add(dweight, dbias, scratch, parts, C, stream);
+    gpu_partials_add({{dweight, dbias, dbefore}}, scratch, parts, C, stream);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -1164,8 +1199,6 @@ template <class E> __device__ inline float gelu_slope(float x) {
 // rounding it loses in bf16.
 // budget: <bf16, true> threads 256 shared 8192 regs 72 blocks 3 instr/elem 20.9 of 32 loop
 //   test gpu_gelu
-// budget: <bf16, false> threads 256 shared 8192 regs 48 blocks 5 instr/elem 4.2 of 32 loop
-//   test gpu_gelu
 template <class E, bool GELU>
 __global__ void bias_backward_kernel(E *dinp, float *partials, const E *dout, const E *inp, int N,
                                      int OC) {
@@ -1233,14 +1266,14 @@ static void column_sums(E *dinp, float *dbias, const E *dout, const E *inp, floa
     parts = parts < BIAS_PARTS ? parts : BIAS_PARTS;
     launch(bias_backward_kernel<E, GELU>, dim3(columns, parts), dim3(WARP, rows),
            rows * WARP * size * sizeof(float), stream, dinp, scratch, dout, inp, N, OC);
-    gpu_partials_add(dbias, nullptr, scratch, parts, OC, stream);
+    gpu_partials_add({{dbias}}, scratch, parts, OC, stream);
 }
 
-// dbias (OC) fp32 += column sums of dout (N,OC).
-template <class E>
-static void gpu_bias_backward(float *dbias, const E *dout, float *scratch, int N, int OC,
+// dbias (OC) fp32 += column sums of dout (N,OC) in fp32: in 16 bits whichever kernel makes a dout
+// sums its columns on the way.
+static void gpu_bias_backward(float *dbias, const float *dout, float *scratch, int N, int OC,
                               cudaStream_t stream) {
-    column_sums<E, false>(nullptr, dbias, dout, nullptr, scratch, N, OC, stream);
+    column_sums<float, false>(nullptr, dbias, dout, nullptr, scratch, N, OC, stream);
 }
 
 // dinp = dout gelu'(inp), all (N,OC); dinp may be dout. dbias (OC) fp32 += column sums of dinp: inp
@@ -1442,22 +1475,15 @@ static void gpu_matmul_forward(E *out, const E *inp, const E *weight, const E *b
                      false, OC, N, C, stream);
 }
 
-// Gradients, in this order: dbias (OC) fp32 += column sums of dout (null: skip); dweight (OC,C) of
-// G = (first) or += dout^T inp; dinp (N,C) of E = dout weight (null: skip). dinp may be inp. dout
-// (N,OC), inp (N,C), weight (OC,C) of E; scratch: gpu_bias_backward_bytes(N, OC). With `first` the
-// old dweight is not read: no memset.
+// Gradients, in this order: dweight (OC,C) of G = (first) or += dout^T inp; dinp (N,C) of E = dout
+// weight. dinp may be inp. dout (N,OC), inp (N,C), weight (OC,C) of E. With `first` the old dweight
+// is not read: no memset. The bias's gradient is summed by whichever kernel makes dout.
 template <class E, class G>
-static void gpu_matmul_backward(E *dinp, G *dweight, float *dbias, const E *dout, const E *inp,
-                                const E *weight, float *scratch, int N, int C, int OC, bool first,
-                                cudaStream_t stream) {
-    if (dbias) {
-        gpu_bias_backward(dbias, dout, scratch, N, OC, stream);
-    }
+static void gpu_matmul_backward(E *dinp, G *dweight, const E *dout, const E *inp, const E *weight,
+                                int N, int C, int OC, bool first, cudaStream_t stream) {
     matmul_run<E, G>(dweight, inp, dout, nullptr, dweight, first ? 0.0f : 1.0f, false, true, C, OC,
                      N, stream);
-    if (dinp) {
-        matmul_run<E, E>(dinp, weight, dout, nullptr, dinp, 0.0f, false, false, C, N, OC, stream);
-    }
+    matmul_run<E, E>(dinp, weight, dout, nullptr, dinp, 0.0f, false, false, C, N, OC, stream);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -1491,9 +1517,9 @@ template <int HD> struct AttentionTiles {
     };
 };
 
-// Blocks of the forward kernel that an SM is to hold at head size 64: three where they fit its
-// shared memory (not sm_86, 89, 120) and its registers without a spill (not sm_90a: 8 bytes).
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 800
+// Blocks of the forward kernel that an SM is to hold at head size 64: three where its shared memory
+// has room for them (not on sm_86, 89, 120). They then have 168 registers, just enough.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900)
 constexpr int ATTENTION_BLOCKS = 3;
 #else
 constexpr int ATTENTION_BLOCKS = 2;
@@ -1535,16 +1561,17 @@ template <int HD, class E> __device__ __forceinline__ E *tile_chunk(E *tile, int
 }
 
 // tile_load: starts the copies of rows row0 .. row0 + ROWS of one head into a shared tile; rows
-// from T on and columns from HS on become zeros. src: row 0 of the head, rows `stride` apart.
+// from T on and columns from HS on become zeros. src: row 0 of the head, rows `stride` apart. The
+// place in src is a 32-bit offset, because two registers more would spill (check_attention).
 template <int HD, int ROWS, int WARPS, class E>
-__device__ __forceinline__ void tile_load(E *tile, const E *src, size_t stride, int row0, int T,
+__device__ __forceinline__ void tile_load(E *tile, const E *src, uint32_t stride, int row0, int T,
                                           int HS) {
     constexpr int CHUNKS = HD / 8, STEP = WARPS * WARP / CHUNKS;
     static_assert(ROWS % STEP == 0, "whole passes of the block over the tile");
     const int chunk = (int)threadIdx.x % CHUNKS, first = (int)threadIdx.x / CHUNKS;
-    const E *from = src + (size_t)(row0 + first) * stride + 8 * chunk;
+    const E *from = src + ((uint32_t)(row0 + first) * stride + 8 * (uint32_t)chunk);
     UNROLL
-    for (int row = first; row < first + ROWS; row += STEP, from += STEP * stride) {
+    for (int row = first; row < first + ROWS; row += STEP, from += (size_t)STEP * stride) {
         const bool valid = row0 + row < T && 8 * chunk < HS;
         cp_async_16_zfill(tile_chunk<HD>(tile, row, chunk), from, valid);
     }
@@ -1631,12 +1658,16 @@ __device__ __forceinline__ void mask_future(float (&s)[MT][N8][4], int query0, i
 
 // warp_store_rows: rows row0 .. row0 + 16 MT of one head = scale * acc, rounded to E; rows from T
 // on and columns from HS on are left out. They pass through rows tile_row .. of a shared tile that
-// only this warp still uses, so that 16-byte pieces of whole rows leave for memory.
-template <int HD, class E, int MT>
+// only this warp still uses, so that 16-byte pieces of whole rows leave for memory. With SUM those
+// rows of the tile hold in the end, as 256 / HD rows of HD floats, the columns' sums over the rows
+// that lanes of the same chunk have stored.
+template <int HD, bool SUM, class E, int MT>
 __device__ __forceinline__ void warp_store_rows(E *dst, size_t stride, int row0, int T, int HS,
                                                 E *tile, int tile_row, float scale,
                                                 const float (&acc)[MT][HD / 8][4]) {
-    const int lane = threadIdx.x % WARP, chunk = lane % (HD / 8);
+    int thread = threadIdx.x;
+    FORGET(thread);  // what follows is worked out here, and not before a loop that has no registers
+    const int lane = thread % WARP, chunk = lane % (HD / 8);
     __syncwarp();  // every lane has read its last fragments of these rows
     each_element<MT, HD / 8>([&](int i, int n, int e) {
         if (e % 2 == 0) {
@@ -1645,11 +1676,47 @@ __device__ __forceinline__ void warp_store_rows(E *dst, size_t stride, int row0,
         }
     });
     __syncwarp();  // the rows are whole before other lanes send them off
+    float sums[8] = {};  // of this lane's rows and chunk
     for (int row = lane / (HD / 8); row < 16 * MT; row += WARP / (HD / 8)) {
         if (row0 + row < T && 8 * chunk < HS) {
-            pack_store(dst + (size_t)(row0 + row) * stride + 8 * chunk,
-                       pack_load(tile_chunk<HD>(tile, tile_row + row, chunk)));
+            const Pack<E> pack = pack_load(tile_chunk<HD>(tile, tile_row + row, chunk));
+            pack_store(dst + (size_t)(row0 + row) * stride + 8 * chunk, pack);
+            if constexpr (SUM) {
+                float x[8];
+                pack_to_floats(x, pack);
+                for (int i = 0; i < 8; i++) {
+                    sums[i] += x[i];
+                }
+            }
         }
+    }
+    if constexpr (SUM) {
+        __syncwarp();  // the rows have left
+        vector_store((float *)(tile + tile_row * HD) + 8 * lane, sums);
+    }
+}
+
+// sums_place: where a block's column sums begin in sums (parts, 3C), a part for each tile of ROWS
+// rows of each sequence. A row there is as long as one of qkv, so qkv_at moves from token batch T
+// to part batch tiles + tile, and the loop before has no other place to keep in registers.
+template <int ROWS>
+__device__ __forceinline__ size_t sums_place(const AttentionBlock &block, int T, size_t C) {
+    const int64_t rows = (int64_t)block.batch * (ceil_div(T, ROWS) - T) + block.tile;
+    return block.qkv_at + (size_t)rows * 3 * C;
+}
+
+// head_column_sums: to[c] = the sum of what the block's warps left in their rows of a tile, c < HS,
+// in their order. A barrier stands between warp_store_rows and this.
+template <int HD, int WARPS, class E>
+__device__ __forceinline__ void head_column_sums(float *to, const E *tile, int warp_rows, int HS) {
+    for (int c = threadIdx.x; c < HS; c += WARPS * WARP) {
+        float sum = 0.0f;
+        UNROLL
+        for (int i = 0; i < WARPS * 256 / HD; i++) {
+            const int warp = i / (256 / HD), row = i % (256 / HD);
+            sum += ((const float *)(tile + warp * warp_rows * HD))[row * HD + c];
+        }
+        to[c] = sum;
     }
 }
 
@@ -1665,11 +1732,12 @@ __device__ __forceinline__ void warp_store_rows(E *dst, size_t stride, int row0,
 //   3 S = Q K^T   4 mask   5 online softmax   6 O += P V   7 write out and LSE2
 // numerics: fp32 but P, rounded to E for stage 6 (l sums p before). bf16: out 2.0e-3, LSE2 6e-8.
 // source: FlashAttention-2, algorithm 1 and section 3.3 (each warp owns rows of Q).
-// budget: <bf16, 64, true> threads 128 shared 49152 regs 225 blocks 2 instr/elem 12.5 of 64 loop
+// budget: <bf16, 64, true> threads 128 shared 49152 regs 219 blocks 2 instr/elem 12.8 of 64 loop
 //   test gpu_attention
 // budget: <bf16, 64, true> sm 80 threads 128 shared 49152 regs 168 blocks 3 test gpu_attention
-// budget: <bf16, 64, false> threads 128 shared 49152 regs 228 blocks 2 test gpu_attention
-// budget: <bf16, 128> threads 128 shared 81920 regs 186 blocks 1 instr/elem 21.1 of 32 loop
+// budget: <bf16, 64, true> sm 90a threads 128 shared 49152 regs 168 blocks 3 test gpu_attention
+// budget: <bf16, 64, false> threads 128 shared 49152 regs 224 blocks 2 test gpu_attention
+// budget: <bf16, 128> threads 128 shared 81920 regs 184 blocks 1 instr/elem 21.1 of 32 loop
 //   test gpu_attention
 template <class E, int HD, bool WHOLE, int WARPS, int MT, int BN>
 __global__ void __launch_bounds__(WARPS *WARP, WHOLE ? ATTENTION_BLOCKS : 1)
@@ -1683,7 +1751,7 @@ __global__ void __launch_bounds__(WARPS *WARP, WHOLE ? ATTENTION_BLOCKS : 1)
     const int row0 = (ceil_div(T, BM) - 1 - block.tile) * BM;
     const int warp_row = (int)threadIdx.x / WARP * 16 * MT, first = row0 + warp_row;
     const float c = LOG2_E / sqrtf((float)HS);
-    const size_t C = (size_t)NH * HS, stride = 3 * C;
+    const uint32_t C = NH * HS, stride = 3 * C;
     const E *q = qkv + block.qkv_at, *k = q + C, *v = k + C;
 
     auto load_keys = [&](int j) {
@@ -1768,7 +1836,7 @@ __global__ void __launch_bounds__(WARPS *WARP, WHOLE ? ATTENTION_BLOCKS : 1)
         l[r] = 1.0f / l[r];
     }
     each_element<MT, HD / 8>([&](int i, int n, int e) { o[i][n][e] *= l[2 * i + e / 2]; });
-    warp_store_rows<HD>(out + block.out_at, C, first, T, HS, tile_q, warp_row, 1.0f, o);
+    warp_store_rows<HD, false>(out + block.out_at, C, first, T, HS, tile_q, warp_row, 1.0f, o);
 }
 
 // The plain fp32 kernels: a warp per row, four rows per block, 32 rows of the other side at a time.
@@ -1833,6 +1901,7 @@ constexpr int HEAD_MAX_FP32 = 512;            // a warp keeps a row of it in sha
 // check_attention: the limits of the attention kernels, for both passes.
 template <class E> static void check_attention(int B, int T, int C, int NH) {
     static_assert(LENGTH_MAX <= GRID_YZ_MAX * ROW_WARPS, "a block for every four rows");
+    static_assert((uint64_t)LENGTH_MAX * 3 * CHANNELS_MAX < UINT32_MAX, "tile_load's offsets");
     check(B >= 1 && B <= GRID_YZ_MAX && T >= 1 && T <= LENGTH_MAX && NH >= 1 && C % NH == 0,
           "attention of batch %d, length %d, %d channels in %d heads", B, T, C, NH);
     const int HS = C / NH;
@@ -1903,7 +1972,8 @@ static void gpu_attention_forward(E *out, float *lse, const E *qkv, int B, int T
 // from LSE2, which costs 7 products of tiles instead of 5 and buys equal bits in every run.
 //   P = 2^(c Q K^T - LSE2) (0 for future keys)      D = rowsum(dO * O)      dS = P * (dO V^T - D)
 //   dQ = dS K / sqrt(HS)      dK = dS^T Q / sqrt(HS)      dV = P^T dO
-// 1. dqkv (B,T,3,NH,HS) is overwritten, every element by one thread.
+// 1. dqkv (B,T,3,NH,HS) is overwritten, every element by one thread; sums (parts, 3C) fp32, of its
+//    columns as rounded, has a part for each tile of each sequence: dqkv is not read for them.
 // 2. drow (B,NH,T) passes D from the first kernel to the second: they run in this order.
 // 3. P and dS go from accumulators to fragments in registers, rounded to E, never through memory.
 // 4. The tail needs no mask: queries from T on have Q = dO = 0, D = 0 and LSE2 = inf, so P = 0.
@@ -1917,15 +1987,15 @@ static void gpu_attention_forward(E *out, float *lse, const E *qkv, int B, int T
 //   3 wait for a tile, start the next   4 S = Q K^T, dP = dO V^T   5 mask, P, dS
 //   6 dQ += dS K   7 write dQ
 // numerics: fp32 but dS, rounded to E for stage 6. bf16: dQ 3.3e-3, D (of the rounded out) 2.3e-3.
-// budget: <bf16, 64> threads 128 shared 49152 regs 226 blocks 2 instr/elem 14.4 of 32 loop
+// budget: <bf16, 64> threads 128 shared 49152 regs 230 blocks 2 instr/elem 13.8 of 32 loop
 //   test gpu_attention
-// budget: <bf16, 128> threads 128 shared 98304 regs 229 blocks 1 instr/elem 22 of 32 loop
+// budget: <bf16, 128> threads 128 shared 98304 regs 230 blocks 1 instr/elem 21.1 of 32 loop
 //   test gpu_attention
 template <class E, int HD, bool WHOLE, int WARPS, int MT, int BN>
-__global__ void __launch_bounds__(WARPS *WARP)
-    attention_backward_dq_kernel(E *dqkv, float *drow, const E *dout, const E *qkv, const E *out,
-                                 const float *lse, int B, int T, int NH, int head_size,
-                                 int section) {
+__global__ void __launch_bounds__(WARPS *WARP, 2)
+    attention_backward_dq_kernel(E *dqkv, float *sums, float *drow, const E *dout, const E *qkv,
+                                 const E *out, const float *lse, int B, int T, int NH,
+                                 int head_size, int section) {
     DYN_SHARED(E, tile_q);
     constexpr int BM = 16 * MT * WARPS;
     E *tile_do = tile_q + BM * HD, *tile_k = tile_do + BM * HD, *tile_v = tile_k + 2 * BN * HD;
@@ -1934,7 +2004,7 @@ __global__ void __launch_bounds__(WARPS *WARP)
     const int row0 = (ceil_div(T, BM) - 1 - block.tile) * BM;
     const int warp_row = (int)threadIdx.x / WARP * 16 * MT, first = row0 + warp_row;
     const float c = LOG2_E / sqrtf((float)HS), scale = 1.0f / sqrtf((float)HS);
-    const size_t C = (size_t)NH * HS, stride = 3 * C;
+    const uint32_t C = NH * HS, stride = 3 * C;
     const size_t q_at = block.qkv_at, o_at = block.out_at, stat_at = block.stat_at;
     const E *k = qkv + q_at + C, *v = k + C;
 
@@ -2019,7 +2089,9 @@ __global__ void __launch_bounds__(WARPS *WARP)
     }
 
     // 7. Rows of Q in shared memory are this warp's alone: they serve for the way out.
-    warp_store_rows<HD>(dqkv + q_at, stride, first, T, HS, tile_q, warp_row, scale, dq);
+    warp_store_rows<HD, true>(dqkv + q_at, stride, first, T, HS, tile_q, warp_row, scale, dq);
+    __syncthreads();  // every warp has left its sums
+    head_column_sums<HD, WARPS>(sums + sums_place<BM>(block, T, C), tile_q, 16 * MT, HS);
 }
 
 // attention_backward_dkv_kernel: dK and dV, for 16-bit types; arguments as for the dQ kernel.
@@ -2029,15 +2101,15 @@ __global__ void __launch_bounds__(WARPS *WARP)
 //   next   3 S^T = K Q^T   4 mask, P^T   5 dP^T = V dO^T, dS^T   6 dV += P^T dO   7 dK += dS^T Q
 //   8 hand over the next LSE2 and D   9 write dK and dV
 // numerics: fp32 but P and dS, rounded to E for stages 6 and 7. bf16: dK 3.1e-3, dV 2.4e-3.
-// budget: <bf16, 64> threads 128 shared 50176 regs 255 blocks 2 instr/elem 17.8 of 32 loop
+// budget: <bf16, 64> threads 128 shared 50176 regs 247 blocks 2 instr/elem 16.7 of 32 loop
 //   test gpu_attention
-// budget: <bf16, 128> threads 128 shared 66560 regs 244 blocks 1 instr/elem 36.3 of 16 loop
+// budget: <bf16, 128> threads 128 shared 66560 regs 247 blocks 1 instr/elem 30.7 of 16 loop
 //   test gpu_attention
 template <class E, int HD, bool WHOLE, int WARPS, int MT, int BM>
 __global__ void __launch_bounds__(WARPS *WARP)
-    attention_backward_dkv_kernel(E *dqkv, const float *drow, const E *dout, const E *qkv,
-                                  const float *lse, int B, int T, int NH, int head_size,
-                                  int section) {
+    attention_backward_dkv_kernel(E *dqkv, float *sums, const float *drow, const E *dout,
+                                  const E *qkv, const float *lse, int B, int T, int NH,
+                                  int head_size, int section) {
     DYN_SHARED(E, tile_k);
     constexpr int BN = 16 * MT * WARPS;
     static_assert(2 * BM <= WARPS * WARP, "a thread carries one row statistic");
@@ -2115,8 +2187,12 @@ __global__ void __launch_bounds__(WARPS *WARP)
 
     // 9. Rows of K and V in shared memory are this warp's alone: they serve for the way out.
     dqkv += q_at + C;
-    warp_store_rows<HD>(dqkv, stride, first, T, HS, tile_k, warp_row, scale, dk);
-    warp_store_rows<HD>(dqkv + C, stride, first, T, HS, tile_v, warp_row, 1.0f, dv);
+    warp_store_rows<HD, true>(dqkv, stride, first, T, HS, tile_k, warp_row, scale, dk);
+    warp_store_rows<HD, true>(dqkv + C, stride, first, T, HS, tile_v, warp_row, 1.0f, dv);
+    __syncthreads();  // every warp has left its sums
+    sums += sums_place<BN>(block, T, C) + C;
+    head_column_sums<HD, WARPS>(sums, tile_k, 16 * MT, HS);
+    head_column_sums<HD, WARPS>(sums + C, tile_v, 16 * MT, HS);
 }
 
 // attention_backward_rows_kernel: the same in fp32, any HS; first launched for dQ and D, a warp per
@@ -2179,12 +2255,22 @@ __global__ void __launch_bounds__(ROW_WARPS *WARP)
     }
 }
 
+// Scratch of gpu_attention_backward.
+static size_t gpu_attention_backward_bytes(int B, int T, int C, int NH) {
+    const int wide = AttentionTiles<128>::OWN_ROWS, narrow = AttentionTiles<64>::OWN_ROWS;
+    const size_t parts = (size_t)B * ceil_div(T, C / NH > 64 ? wide : narrow);
+    const size_t bytes = parts * 3 * C * sizeof(float);
+    const size_t fp32 = gpu_bias_backward_bytes(B * T, 3 * C);
+    return bytes > fp32 ? bytes : fp32;
+}
+
 // gpu_attention_backward: dqkv (B,T,3,NH,HS), overwritten, from dout (B,T,C) and what the forward
-// pass read and left: qkv, out (B,T,C) and lse (B,NH,T). drow (B,NH,T) is scratch. HD as there.
+// pass read and left: qkv, out (B,T,C) and lse (B,NH,T). dbias (3C) fp32 += column sums of dqkv:
+// the gradient of the bias of the matmul that made qkv. drow (B,NH,T) is scratch. HD as there.
 template <class E, int HD = 64>
-static void gpu_attention_backward(E *dqkv, float *drow, const E *dout, const E *qkv, const E *out,
-                                   const float *lse, int B, int T, int C, int NH,
-                                   cudaStream_t stream) {
+static void gpu_attention_backward(E *dqkv, float *dbias, float *drow, const E *dout, const E *qkv,
+                                   const E *out, const float *lse, float *scratch, int B, int T,
+                                   int C, int NH, cudaStream_t stream) {
     check_attention<E>(B, T, C, NH);
     const int HS = C / NH;
     if constexpr (is_fp32<E>) {
@@ -2194,8 +2280,10 @@ static void gpu_attention_backward(E *dqkv, float *drow, const E *dout, const E 
                    ROW_WARPS * WARP, bytes, stream, dqkv, drow, dout, qkv, out, lse, T, NH, HS,
                    keys == 1);
         }
+        gpu_bias_backward(dbias, dqkv, scratch, B * T, 3 * C, stream);
     } else if (HS > HD) {
-        gpu_attention_backward<E, 128>(dqkv, drow, dout, qkv, out, lse, B, T, C, NH, stream);
+        gpu_attention_backward<E, 128>(dqkv, dbias, drow, dout, qkv, out, lse, scratch, B, T, C, NH,
+                                       stream);
     } else {
         using A = AttentionTiles<HD>;
         check_rows(E, HS, dqkv, dout, qkv, out);
@@ -2203,12 +2291,13 @@ static void gpu_attention_backward(E *dqkv, float *drow, const E *dout, const E 
             constexpr bool WHOLE = decltype(whole)::value;
             launch_attention<A::OWN_ROWS, A::DQ_BYTES>(
                 attention_backward_dq_kernel<E, HD, WHOLE, A::WARPS, A::MT, A::DQ_ROWS>, B, T,
-                NH, HS, stream, dqkv, drow, dout, qkv, out, lse);
+                NH, HS, stream, dqkv, scratch, drow, dout, qkv, out, lse);
             launch_attention<A::OWN_ROWS, A::DKV_BYTES>(
                 attention_backward_dkv_kernel<E, HD, WHOLE, A::WARPS, A::MT, A::DKV_ROWS>, B, T,
-                NH, HS, stream, dqkv, drow, dout, qkv, lse);
+                NH, HS, stream, dqkv, scratch, drow, dout, qkv, lse);
         };
         HD == 64 && HS == 64 ? start(std::bool_constant<HD == 64>()) : start(std::false_type());
+        gpu_partials_add({{dbias}}, scratch, B * ceil_div(T, (int)A::OWN_ROWS), 3 * C, stream);
     }
 }
 
@@ -2419,14 +2508,11 @@ __global__ void grad_square_sum_kernel(float *partials, const G *grads_2d, const
 }
 
 // state->square_sum = the partial sums (parts), added in a fixed order by one block.
-// budget: threads 256 regs 18 blocks 6 test gpu_norm
+// budget: threads 256 regs 33 blocks 6 test gpu_norm
 static __global__ void grad_square_sum_finish_kernel(UpdateState *state, const float *partials,
                                                      int parts) {
-    float sum = 0.0f;
-    for (int part = threadIdx.x; part < parts; part += blockDim.x) {
-        sum += partials[part];
-    }
-    sum = row_sum(sum);
+    const float sum = row_sum(sum_strided(threadIdx.x, blockDim.x, parts,
+                                          [&](int part) { return partials[part]; }));
     if (threadIdx.x == 0) {
         state->square_sum = sum;
     }
@@ -2749,6 +2835,10 @@ template <class E, class G> struct GpuBlock {
     float *dvector(int tensor) const {
         return gpu_buffer<float>(net, BUF_GRADS_1D) + at(tensor, VECTORS);
     }
+    // The gradient of the bias that is part of the block's input; the embedding has none.
+    float *bias_of_input() const {
+        return layer > 0 ? GpuBlock{net, layer - 1}.dvector(FCPROJB) : nullptr;
+    }
     int64_t at(int tensor, int subset) const {
         return subset_offset(&net->plan->settings.model, tensor, layer, subset);
     }
@@ -2807,8 +2897,9 @@ static void gpu_block_forward(const GpuPass<E, G> *pass, int stage, int l) {
     }
 }
 
-// One stage of block `l` backward; as block_backward of chapter The network. The gradient of fc's
-// bias is summed by GELU's backward, which has the same numbers in registers.
+// One stage of block `l` backward; as block_backward of chapter The network. The gradients of
+// biases are summed where the numbers are in registers anyway: fc's by GELU's backward, qkv's by
+// attention's, attproj's by LN2's, and fcproj's by the LayerNorm after the block.
 template <class E, class G>
 static void gpu_block_backward(const GpuPass<E, G> *pass, int stage, int l) {
     const GpuBlock<E, G> b = {pass->net, l};
@@ -2820,56 +2911,52 @@ static void gpu_block_backward(const GpuPass<E, G> *pass, int stage, int l) {
     float *scratch = gpu_buffer<float>(b.net, BUF_PARTIALS);
     switch (stage) {
     case B_FCPROJ:
-        gpu_matmul_backward<E, G>(b.dact(GRAD_MLP), b.dmatrix(FCPROJW), b.dvector(FCPROJB), dres,
-                                  b.act(ACT_GELU), b.weight(FCPROJW), scratch, N, 4 * C, C, first,
-                                  stream);
+        gpu_matmul_backward<E, G>(b.dact(GRAD_MLP), b.dmatrix(FCPROJW), dres, b.act(ACT_GELU),
+                                  b.weight(FCPROJW), N, 4 * C, C, first, stream);
         break;
     case B_GELU:
         gpu_gelu_backward<E>(b.dact(GRAD_MLP), b.dvector(FCB), b.dact(GRAD_MLP), b.act(ACT_FCH),
                              scratch, N, 4 * C, stream);
         break;
     case B_FC:
-        gpu_matmul_backward<E, G>(b.dact(GRAD_LN2), b.dmatrix(FCW), nullptr, b.dact(GRAD_MLP),
-                                  b.act(ACT_LN2), b.weight(FCW), scratch, N, C, 4 * C, first,
-                                  stream);
+        gpu_matmul_backward<E, G>(b.dact(GRAD_LN2), b.dmatrix(FCW), b.dact(GRAD_MLP),
+                                  b.act(ACT_LN2), b.weight(FCW), N, C, 4 * C, first, stream);
         break;
     case B_LN2:
-        gpu_layernorm_backward<E>(dres, b.dvector(LN2W), b.dvector(LN2B), b.dact(GRAD_LN2),
-                                  b.act(ACT_RES2), b.weight(LN2W), b.stat(ACT_LN2_MEAN),
-                                  b.stat(ACT_LN2_RSTD), dres, scratch, N, C, stream);
-        break;
-    case B_ATTPROJ:
-        gpu_matmul_backward<E, G>(b.dact(GRAD_ATT), b.dmatrix(ATTPROJW), b.dvector(ATTPROJB), dres,
-                                  b.act(ACT_ATT), b.weight(ATTPROJW), scratch, N, C, C, first,
+        gpu_layernorm_backward<E>(dres, b.dvector(LN2W), b.dvector(LN2B), b.dvector(ATTPROJB),
+                                  b.dact(GRAD_LN2), b.act(ACT_RES2), b.weight(LN2W),
+                                  b.stat(ACT_LN2_MEAN), b.stat(ACT_LN2_RSTD), dres, scratch, N, C,
                                   stream);
         break;
+    case B_ATTPROJ:
+        gpu_matmul_backward<E, G>(b.dact(GRAD_ATT), b.dmatrix(ATTPROJW), dres, b.act(ACT_ATT),
+                                  b.weight(ATTPROJW), N, C, C, first, stream);
+        break;
     case B_ATT:
-        gpu_attention_backward<E>(b.dact(GRAD_QKV), gpu_buffer<float>(b.net, BUF_ATT_D),
-                                  b.dact(GRAD_ATT), b.act(ACT_QKV), b.act(ACT_ATT),
-                                  b.stat(ACT_LSE), B, T, C, NH, stream);
+        gpu_attention_backward<E>(b.dact(GRAD_QKV), b.dvector(QKVB),
+                                  gpu_buffer<float>(b.net, BUF_ATT_D), b.dact(GRAD_ATT),
+                                  b.act(ACT_QKV), b.act(ACT_ATT), b.stat(ACT_LSE), scratch, B, T, C,
+                                  NH, stream);
         break;
     case B_QKV:
-        gpu_matmul_backward<E, G>(b.dact(GRAD_LN1), b.dmatrix(QKVW), b.dvector(QKVB),
-                                  b.dact(GRAD_QKV), b.act(ACT_LN1), b.weight(QKVW), scratch, N, C,
-                                  3 * C, first, stream);
+        gpu_matmul_backward<E, G>(b.dact(GRAD_LN1), b.dmatrix(QKVW), b.dact(GRAD_QKV),
+                                  b.act(ACT_LN1), b.weight(QKVW), N, C, 3 * C, first, stream);
         break;
     case B_LN1:
-        gpu_layernorm_backward<E>(dres, b.dvector(LN1W), b.dvector(LN1B), b.dact(GRAD_LN1),
-                                  b.act(ACT_X), b.weight(LN1W), b.stat(ACT_LN1_MEAN),
-                                  b.stat(ACT_LN1_RSTD), dres, scratch, N, C, stream);
+        gpu_layernorm_backward<E>(dres, b.dvector(LN1W), b.dvector(LN1B), b.bias_of_input(),
+                                  b.dact(GRAD_LN1), b.act(ACT_X), b.weight(LN1W),
+                                  b.stat(ACT_LN1_MEAN), b.stat(ACT_LN1_RSTD), dres, scratch, N, C,
+                                  stream);
         break;
     }
 }
 
 // sum (first) = or += the sum of losses (N), in a fixed order. One block, because the order of
 // several would not be fixed, and N numbers are read in no time beside the classifier.
-// budget: threads 256 regs 18 blocks 6 test gpu_losses
+// budget: threads 256 regs 33 blocks 6 test gpu_losses
 static __global__ void loss_sum_kernel(float *sum, const float *losses, int N, bool first) {
-    float x = 0.0f;
-    for (int i = threadIdx.x; i < N; i += blockDim.x) {
-        x += losses[i];
-    }
-    x = row_sum(x);
+    const float x = row_sum(
+        sum_strided(threadIdx.x, blockDim.x, N, [&](int i) { return losses[i]; }));
     if (threadIdx.x == 0) {
         *sum = first ? x : *sum + x;
     }
@@ -2896,8 +2983,8 @@ template <class E, class G> static void gpu_head(const GpuPass<E, G> *pass) {
                               pass->dloss != 0, stream);
         }
         if (pass->dloss != 0) {  // the first chunk of a step writes dwte, the others add
-            gpu_matmul_backward<E, G>(lnf, b.dmatrix(WTE), nullptr, logits, lnf, b.weight(WTE),
-                                      nullptr, rows, C, Vp, pass->first && row == 0, stream);
+            gpu_matmul_backward<E, G>(lnf, b.dmatrix(WTE), logits, lnf, b.weight(WTE), rows, C, Vp,
+                                      pass->first && row == 0, stream);
         }
     }
     if (targets) {
@@ -2930,7 +3017,8 @@ template <class E, class G> static void gpu_stage(void *self, int stage, int lay
     case D_LNF:
         gpu_layernorm_backward<E>(
             gpu_buffer<E>(net, BUF_DRES), b.dvector(LNFW), b.dvector(LNFB),
-            gpu_buffer<E>(net, BUF_LNF), gpu_buffer<E>(net, BUF_XF), b.weight(LNFW),
+            GpuBlock<E, G>{net, m->L}.bias_of_input(), gpu_buffer<E>(net, BUF_LNF),
+            gpu_buffer<E>(net, BUF_XF), b.weight(LNFW),
             gpu_buffer<float>(net, BUF_LNF_MEAN), gpu_buffer<float>(net, BUF_LNF_RSTD), nullptr,
             gpu_buffer<float>(net, BUF_PARTIALS), B * T, C, stream);
         break;
@@ -3286,6 +3374,7 @@ template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
     size_t partials = net->plan->buffers[net->plan->single[BUF_PARTIALS]].bytes;
     check(gpu_layernorm_backward_bytes((int)N, (int)C) <= partials &&
               gpu_bias_backward_bytes((int)N, (int)(4 * C)) <= partials &&
+              gpu_attention_backward_bytes(s->B, s->T, (int)C, s->model.NH) <= partials &&
               gpu_grad_square_sum_bytes() <= partials,
           "the plan's partial sums are too few for the kernels");
     plan_refuse(net->plan, net->plan->device_bytes, device_available());
@@ -3304,6 +3393,7 @@ template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
     net->counts = (int *)alloc_zero((size_t)s->model.V, sizeof(int));
     gpu_ranges_open(net);
     e->self = net;
+    e->states = STATES;
     e->micro_step = gpu_micro_step<E, G>;
     e->update = gpu_update<E, G>;
     e->forward_loss = gpu_forward_loss<E, G>;

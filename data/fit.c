@@ -297,8 +297,9 @@ typedef struct {
 // Where nothing fits the settings are those that lack least; where the room is unknown nothing is
 // recomputed or offloaded.
 static void settings_auto(Settings *s, const Options *o, const Room *room) {
-    const int levels = strcmp(o->recompute, "auto") == 0;
-    const int homes = s->gpu && o->offload == OFFLOAD_AUTO;
+    const int trains = s->cache == 0;  // --generate has nothing to recompute
+    const int levels = trains && strcmp(o->recompute, "auto") == 0;
+    const int homes = trains && s->gpu && o->offload == OFFLOAD_AUTO;
     const Speed v = speed_usual(s);
     Settings best = *s;
     size_t least = SIZE_MAX;
@@ -366,6 +367,9 @@ enum { MAX_REMEDIES = 128 };
 // The last step of an axis. Batches are halved, down to 1.
 static int axis_steps(const Settings *s, int axis) {
     int halvings = 0;
+    if (s->cache) {
+        return 0;  // weights, cache and a few rows: no setting of training makes these smaller
+    }
     while (s->B >> (halvings + 1)) {
         halvings++;
     }
@@ -635,7 +639,7 @@ static int64_t step_micros(const Options *o, const Settings *s) {
 // Prints how fast a run is said to be, and how long -x steps take, or a billion tokens.
 static void forecast_print(const Settings *s, const Room *room, const Options *o) {
     const int64_t micros = step_micros(o, s);
-    if (room->from && s->ranks == 1 && micros > 0) {
+    if (room->from && s->ranks == 1 && micros > 0 && !s->cache) {
         const double rate = forecast_tokens_per_s(&room->speed, s, micros);
         const int64_t run = o->steps * micros * s->B * s->T, tokens = run ? run : 1000000000;
         printf("forecast: %s tokens/s, %s tokens in %s; %s\n", count_text((int64_t)rate).s,
@@ -679,10 +683,10 @@ static int plan_print(const Plan *p, const Room *room, const Options *o) {
     const size_t total = plan_taken(p) + beside, all = room->device + beside;
     const int fits = !room->device || plan_taken(p) <= room->device;
     printf("memory plan of the %s run\nL%d NH%d C%d, vocabulary %d (%d rows), %s parameters; %s; "
-           "B %d, T %d; -r %s",
+           "B %d, T %d%s; -r %s",
            s->gpu ? "GPU" : "CPU", m->L, m->NH, m->C, m->V, m->Vp,
            count_text(model_parameters(m)).s, s->gpu ? types[s->dtype] : "fp32", s->B, s->T,
-           recompute_text(s).s);
+           s->cache ? " at a time" : "", recompute_text(s).s);
     if (recompute_cost(s) > 0) {
         printf(": %.1f %% more arithmetic", 100 * recompute_cost(s));
     }

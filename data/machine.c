@@ -71,6 +71,18 @@ static void stop_on_signals(void) {
     signal(SIGXFSZ, SIG_IGN);
 }
 
+// From here on a signal that asks to stop also ends a read that waits, as one from a terminal may
+// for ever.
+static void stop_interrupts_reads(void) {
+    static const int signals[] = {SIGINT, SIGTERM, SIGHUP};
+    for (int i = 0; i < 3; i++) {
+        struct sigaction action;
+        sigaction(signals[i], NULL, &action);
+        action.sa_flags &= ~SA_RESTART;
+        sigaction(signals[i], &action, NULL);
+    }
+}
+
 // -------------------------------------------------------------------------------------------------
 // 3. Memory of the host
 // What the process may still take: the least of what is free, of the control groups around it, and

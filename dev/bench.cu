@@ -254,7 +254,6 @@ template <class E> static std::vector<Case> layer_cases(const Settings *s) {
     const size_t n = (size_t)N * C * sizeof(E), stat = N * sizeof(float);
     const size_t partials = gpu_bias_backward_bytes(N, 4 * C) + gpu_layernorm_backward_bytes(N, C);
     const Array in = {n, READ, NOISE, nullptr}, out = {n, WRITE, NOISE, nullptr};
-    const Array in3 = {3 * n, READ, NOISE, nullptr};
     const Array in4 = {4 * n, READ, NOISE, nullptr}, out4 = {4 * n, WRITE, NOISE, nullptr};
     const Array weight = {C * sizeof(E), READ, NOISE, nullptr};
     const Array sums = {4 * C * sizeof(float), READ_WRITE, NOISE, nullptr};
@@ -269,11 +268,11 @@ template <class E> static std::vector<Case> layer_cases(const Settings *s) {
                                    stream);
          }},
         {"layernorm_backward", 2 * L + 1, 0,
-         {out, sums, sums, in, in, weight, stat_in, stat_in, in, scratch},
+         {out, sums, sums, sums, in, in, weight, stat_in, stat_in, in, scratch},
          [=](const Buffers &p) {
-             gpu_layernorm_backward(as<E>(p[0]), as<float>(p[1]), as<float>(p[2]), as<E>(p[3]),
-                                    as<E>(p[4]), as<E>(p[5]), as<float>(p[6]),
-                                    as<float>(p[7]), as<E>(p[8]), as<float>(p[9]), N, C, stream);
+             gpu_layernorm_backward(as<E>(p[0]), as<float>(p[1]), as<float>(p[2]), as<float>(p[3]),
+                                    as<E>(p[4]), as<E>(p[5]), as<E>(p[6]), as<float>(p[7]),
+                                    as<float>(p[8]), as<E>(p[9]), as<float>(p[10]), N, C, stream);
          }},
         {"gelu_forward", L, 0, {out4, in4},
          [=](const Buffers &p) {
@@ -283,14 +282,6 @@ template <class E> static std::vector<Case> layer_cases(const Settings *s) {
          [=](const Buffers &p) {
              gpu_gelu_backward(as<E>(p[0]), as<float>(p[1]), as<E>(p[2]), as<E>(p[3]),
                                as<float>(p[4]), N, 4 * C, stream);
-         }},
-        {"bias_backward C", 2 * L, 0, {sums, in, scratch},
-         [=](const Buffers &p) {
-             gpu_bias_backward(as<float>(p[0]), as<E>(p[1]), as<float>(p[2]), N, C, stream);
-         }},
-        {"bias_backward 3C", L, 0, {sums, in3, scratch},
-         [=](const Buffers &p) {
-             gpu_bias_backward(as<float>(p[0]), as<E>(p[1]), as<float>(p[2]), N, 3 * C, stream);
          }},
     };
 }
@@ -309,11 +300,13 @@ template <class E> static std::vector<Case> attention_cases(const Settings *s) {
              gpu_attention_forward(as<E>(p[0]), as<float>(p[1]), as<E>(p[2]), B, T, C, NH, stream);
          }},
         {"attention_backward", L, 2.5 * attention,
-         {out3, {lse, READ_WRITE, NOISE, nullptr}, in, in3, in, {lse, READ, POSITIVE, nullptr}},
+         {out3, {3 * C * sizeof(float), READ_WRITE, NOISE, nullptr},
+          {lse, READ_WRITE, NOISE, nullptr}, in, in3, in, {lse, READ, POSITIVE, nullptr},
+          {gpu_attention_backward_bytes(B, T, C, NH), READ_WRITE, NOISE, nullptr}},
          [=](const Buffers &p) {
-             gpu_attention_backward(as<E>(p[0]), as<float>(p[1]), as<E>(p[2]), as<E>(p[3]),
-                                    as<E>(p[4]), as<float>(p[5]), B, T, C,
-                                    NH, stream);
+             gpu_attention_backward(as<E>(p[0]), as<float>(p[1]), as<float>(p[2]), as<E>(p[3]),
+                                    as<E>(p[4]), as<E>(p[5]), as<float>(p[6]), as<float>(p[7]),
+                                    B, T, C, NH, stream);
          }},
     };
 }

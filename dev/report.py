@@ -31,7 +31,8 @@ PLAN_OPTIONS = ("model", "seq-len", "train-data", "batch", "recompute", "logit-r
 # kind of colour vision and stand out on white and on black. A group not named here is grey.
 GROUPS = {"weights": "#4477aa", "gradients": "#66ccee", "moments": "#228833", "master": "#9fbf4f",
           "activations kept": "#ccbb44", "working set": "#ee6677", "logits": "#aa3377",
-          "workspaces": "#9a8c7c", "batch": "#ee8866", "library": "#b8b8b8"}
+          "workspaces": "#9a8c7c", "batch": "#ee8866", "KV cache": "#ddaa33",
+          "library": "#b8b8b8"}
 PIECES = 150               # of a long curve: three pixels each, drawn as their range and their mean
 SAMPLES_SHOWN = 20         # the newest
 CHART = 460, 250           # pixels of a chart

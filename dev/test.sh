@@ -103,12 +103,14 @@ drives="options       train_gpt2
         checkpoints   train_gpt2
         interrupts    train_gpt2
         evaluate      train_gpt2
+        generate      train_gpt2
         model_files   train_gpt2
         training      train_gpt2
         options       build/train_gpt2_asan
         checkpoints   build/train_gpt2_asan
         interrupts    build/train_gpt2_asan
         evaluate      build/train_gpt2_asan
+        generate      build/train_gpt2_asan
         model_files   build/train_gpt2_asan
         training      build/train_gpt2_asan        overfit
         training      build/train_gpt2_double      overfit

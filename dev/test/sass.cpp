@@ -246,7 +246,7 @@ static Kernels log_read(const Text &log) {
 // What follows the first subroutine ("$name:") and the padding behind the code are left out.
 struct Counter {
     std::map<Text, int> labels;
-    int count = 0, last_branch_self = 0, loop = 0;
+    int count = 0, end = 0, loop = 0;  // end: where the last unconditional EXIT stands
     bool over = false;
 
     void label(const Text &name) {
@@ -259,13 +259,18 @@ struct Counter {
             return;
         }
         count++;
+        const size_t exit = line.find("EXIT");
+        if (exit != Text::npos && line.find('@') == Text::npos) {
+            end = count;
+        }
         const size_t branch = line.find("BRA"), from = line.find("`(", branch);
         if (branch == Text::npos || from == Text::npos) {
             return;
         }
         const Text target = line.substr(from + 2, line.find(')', from) - from - 2);
         if (labels.count(target) && labels[target] < count - 1) {
-            loop = std::max(loop, count - labels[target]);
+            // Behind the end lies what is rare, as a shuffle of a diverged warp, and comes back.
+            loop = labels[target] < end ? loop : std::max(loop, count - labels[target]);
         } else if (labels.count(target)) {  // a branch to itself ends the code
             count--;
             over = true;
@@ -350,8 +355,8 @@ static Text instance_name(const Compiled &c) {
 
 // -------------------------------------------------------------------------------------------------
 // Planted faults
-// A kernel of six instructions, four of them a loop, whose budget is kept; then every way to miss
-// it, each of which must be seen.
+// A kernel of seven instructions, four of them a loop and one behind the end, whose budget is kept;
+// then every way to miss it, each of which must be seen.
 
 static const char planted_source[] =
     "// What.\n"
@@ -371,7 +376,10 @@ static const char planted_sass[] =
     " /*0020*/ CALL.REL.NOINC `($__internal_0) ;\n"
     " /*0030*/ FMUL R0, R0, R0 ;\n"
     " /*0040*/ @P0 BRA `(.L_x_1) ;\n"
+    ".L_x_3:\n"
     " /*0050*/ EXIT ;\n"
+    ".L_x_4:\n"
+    " /*0058*/ BRA `(.L_x_1) ;\n"
     "$__internal_0:\n"
     " /*0060*/ FADD R0, R0, R0 ;\n"
     ".L_x_2:\n"

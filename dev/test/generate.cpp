@@ -1,0 +1,207 @@
+// generate.cpp -- --generate: the text of a training run's sample again, prompts from stdin, where
+// a text ends, and what is refused.
+//
+// Run:    build/test/generate [--program build/train_gpt2_asan] [NAME...]
+
+#include "files.h"
+
+#define SAMPLING "-g 60 --seed 3 --top-k 40 --temperature 0.9 "
+
+// A model that has seen a little of the corpus, in out/step-00000040, and the sample of 60 tokens
+// that its run printed: more than its 16 positions.
+static Text train(const Text &prompt) {
+    write_corpus();
+    const Text begins = "--- sample after step 40 ---\n";
+    Outcome o = program(TINY "-x 40 -l 3e-3 -s 40 -o out " SAMPLING "--prompt=" + prompt);
+    expect_success(o, "training");
+    const size_t at = o.out.find(begins) + begins.size();
+    return o.out.substr(at, o.out.find("\n---\n", at) - at);
+}
+#define TRAINED "--generate -e out/step-00000040 " SAMPLING
+
+// For program(): what comes in on stdin.
+static std::function<void()> with_stdin(const Text &bytes) {
+    write_file("stdin", bytes);
+    return [] {
+        const int fd = open("stdin", O_RDONLY);
+        dup2(fd, 0);
+        close(fd);
+    };
+}
+
+static void expect_made(const Outcome &o, const char *what) {  // with a line or two on stderr
+    expect(o.status == 0 && o.err.find(" tokens/s") != Text::npos, "%s: status %d: %s", what,
+           o.status, o.err.c_str());
+}
+
+static Text memory_of(const Text &line) {  // "...; 8.8 MiB\n"
+    const size_t from = line.rfind("; ", line.find('\n')) + 2;
+    return line.substr(from, line.find('\n') - from);
+}
+
+// The run's own sample up to its end of text, which ends what is generated: from a checkpoint, from
+// a copy of the two files that Hugging Face needs, with any number of threads. A first sample is
+// the same beside others, and those are others; --quiet leaves the text alone.
+static void test_generate_sample() {
+    const Text sample = train("abc");
+    Outcome o = program(TRAINED "--prompt abc");
+    expect_made(o, "--generate");
+    const Text made = o.out.substr(0, o.out.size() - 1);
+    // Behind its end of text, which has no letters, the run's sample goes on.
+    expect(made.size() > 30 && sample.compare(0, made.size(), made) == 0, "%s, sample %s",
+           made.c_str(), sample.c_str());
+    expect(o.err.find(" prompt tokens, ") != Text::npos && o.err.find(" tokens/s") != Text::npos &&
+           o.err.find("never trained") == Text::npos, "%s", o.err.c_str());
+    const Text plan = program(TRAINED "--plan").out;
+    expect(plan.find(memory_of(o.err) + "\n") != Text::npos &&
+           plan.find("KV cache") != Text::npos && plan.find("gradients") == Text::npos &&
+           plan.find("moments") == Text::npos, "%s: %s", memory_of(o.err).c_str(), plan.c_str());
+    for (const char *threads : {"1", "2", "3"}) {
+        o = program(TRAINED "--prompt abc --quiet", with("OMP_NUM_THREADS", threads));
+        expect(o.status == 0 && o.out == made + "\n" && o.err.empty(), "%s threads: %s", threads,
+               (o.out + o.err).c_str());
+    }
+    write_model("hf-40", in_checkpoint("out", 40, SAVED_MODEL),
+                in_checkpoint("out", 40, SAVED_CONFIG));
+    o = program("--generate -e hf-40 " SAMPLING "--prompt abc --samples 3");
+    expect_made(o, "three samples of a folder");
+    const size_t second = made.size() + 5, third = o.out.find("\n---\n", second) + 5;
+    expect(o.out.compare(0, second, made + "\n---\n") == 0 && third > second + 3 &&
+           o.out.substr(second, third - 5 - second) != made &&
+           o.out.substr(third, o.out.size() - 1 - third) !=
+               o.out.substr(second, third - 5 - second), "%s", o.out.c_str());
+}
+
+// Each line of stdin is a prompt of its own, an empty one too, and the last one without its end.
+static void test_generate_stdin() {
+    train("abc");
+    Text want;
+    for (const char *prompt : {"abc", "", "caf\xc3\xa9\xff"}) {
+        Outcome o = program(Text(TRAINED "--quiet --prompt=") + prompt);
+        expect_success(o, prompt);
+        expect(o.out.compare(0, strlen(prompt), prompt) == 0, "%s", o.out.c_str());
+        want += (want.empty() ? "" : "---\n") + o.out;
+    }
+    Outcome o = program(TRAINED "--quiet --prompt -", with_stdin("abc\n\ncaf\xc3\xa9\xff"));
+    expect_success(o, "stdin");
+    expect(o.out == want, "%s, want %s", o.out.c_str(), want.c_str());
+    o = program(TRAINED "--prompt -", with_stdin(""));
+    expect(o.status == 0 && o.out.empty(), "no line: %s", (o.out + o.err).c_str());
+    o = program(TRAINED "--quiet --prompt -", with_stdin("abc\n12345678901234567\nd\n"));
+    expect(o.status == 1 && want.find(o.out) == 0, "%s", o.out.c_str());
+    expect(o.err.find("--prompt: line 2 of stdin has 17 tokens, at most 16 fit") != Text::npos,
+           "%s", o.err.c_str());
+    const Text zeros = Text("a\0b", 3);
+    o = program(TRAINED "--quiet --prompt -", with_stdin(zeros));
+    expect(o.status == 0 && o.out.compare(0, 3, zeros) == 0, "a zero in a line: %s",
+           (o.out + o.err).c_str());
+}
+
+// A model that knows one line by heart prints it and no more: its end of text ends it, and the most
+// tokens do. What was never trained says so.
+static void test_generate_end() {
+    Ids tokens;
+    for (int i = 0; i < 400; i++) {
+        tokens.push_back((uint16_t)(i % 8 == 7 ? 256 : 'a' + i % 8));
+    }
+    write_file("line.bin", shard_bytes(tokens, BYTE_TOKENS));
+    expect_success(program("-i line.bin -e l1h2c32t16 -b 4 -x 150 -l 1e-2 --quiet -o out"),
+                   "training");
+    Outcome o = program("--generate -e out/step-00000150 --temperature 0 --prompt abc");
+    expect_made(o, "--prompt abc");
+    expect(o.out == "abcdefg\n" && o.err.find("3 prompt tokens, ") != Text::npos &&
+           o.err.find("\n3 prompt") != Text::npos, "%s", (o.out + o.err).c_str());
+    o = program("--generate -e out/step-00000150 --temperature 0 -g 2 --quiet");
+    expect(o.status == 0 && o.out == "ab\n", "%s", o.out.c_str());
+    o = program("--generate -e l1h1c8t16 -g 3");
+    expect(o.status == 0 && o.err.find("never trained: initial weights of --seed 42") != Text::npos,
+           "%s", o.err.c_str());
+    write_model("odd", safetensors_bytes(hugging_face(Shape{1, 1, 8, 16, 300}, {"F32"}, "")),
+                config_text(Shape{1, 1, 8, 16, 300}));
+    expect_refused(program("--generate -e odd"), "--generate: odd has a vocabulary of 300", "V");
+}
+
+// GPT-2's tokens: numbers without a vocabulary, text with the one beside the weights.
+static void test_generate_gpt2() {
+    Ids tokens;
+    for (int i = 0; i < 400; i++) {
+        tokens.push_back((uint16_t)(i % 4 ? 995 : 50256));
+    }
+    write_file("gpt2.bin", shard_bytes(tokens, GPT2_TOKENS));
+    expect_success(program("-i gpt2.bin -e l1h2c16t16 -b 2 -x 40 -l 2e-2 --quiet -o out"), "train");
+    const Text run = "--generate -e out/step-00000040 --temperature 0 --quiet -g 3 ";
+    Outcome o = program(run);
+    expect(o.status == 0 && o.out == "995 995 995 \n", "%s", (o.out + o.err).c_str());
+    expect_refused(program(run + "--prompt=Hello"), "data/prepare.sh puts vocab.bpe", "no text");
+    write_file("out/step-00000040/merges.txt", vocab_bpe());
+    o = program(run);
+    expect(o.status == 0 && o.out == " world world world\n", "%s", (o.out + o.err).c_str());
+    o = program(run + "--prompt=Hello,\xc3\xa9");
+    expect(o.status == 0 && o.out.find("Hello,\xc3\xa9") == 0, "%s", (o.out + o.err).c_str());
+}
+
+// What has no effect on what is generated is refused by name, and so is a prompt beyond T.
+static void test_generate_refused() {
+    static const Refusal refusals[] = {
+        {"-y 1 -o out", "--generate neither trains nor writes files: leave --output out"},
+        {"-x 3", "leave --steps out"},
+        {"-i train.bin", "leave --train-data out"},
+        {"-b 2", "leave --batch out"},
+        {"-s 0", "leave --sample-every out"},
+        {"--eval e.bin", "leave --eval out"},
+        {"--offload weights", "leave --offload out"},
+        {"-t 17", "--seq-len (-t): 17 is more than the model's 16"},
+        {"--prompt=12345678901234567", "--prompt: 17 tokens, at most 16 fit"},
+        {"-t 4 --prompt=12345", "--prompt: 5 tokens, at most 4 fit"},
+        {"--tokenizer v", "--tokenizer: l1h1c8t16 has byte tokens"},
+    };
+    for (auto &row : refusals) {
+        expect_refused(program(Text("--generate -e l1h1c8t16 ") + row.arguments), row.words,
+                       row.arguments);
+    }
+    expect_refused(program("--samples 2"), "--samples needs --generate", "--samples");
+}
+
+// A signal ends it with what there is, from stdin that never ends too; so does a closed pipe.
+static void test_generate_signal() {
+    pid_t pid = start("--generate -e l2h2c64t64 -g 1000000 --temperature 2");
+    wait_until([] { return read_file("stdout").size() > 200; });
+    kill(pid, SIGINT);
+    Outcome o = outcome(pid);
+    expect(o.status == 0 && o.err.find("stopping; again to quit") != Text::npos, "status %d: %s",
+           o.status, o.err.c_str());
+    int ends[2];
+    expect(pipe(ends) == 0);
+    pid = start("--generate -e l1h1c8t16 -g 3 --prompt -", [ends] { dup2(ends[0], 0); });
+    wait_until([] { return read_file("stderr").find("never trained") != Text::npos; });
+    usleep(200000);
+    kill(pid, SIGTERM);
+    o = outcome(pid);
+    expect(o.status == 0 && o.out.empty(), "status %d: %s", o.status, o.err.c_str());
+    o = program("--generate -e l1h1c8t16 -g 100000", [] {
+        int gone[2];
+        if (pipe(gone) == 0) {
+            close(gone[0]);
+            dup2(gone[1], 1);
+        }
+    });
+    expect(o.status == 0, "a closed pipe: status %d: %s", o.status, o.err.c_str());
+    o = program("--generate -e l1h1c8t16 -g 100000", [] {
+        dup2(open("/dev/full", O_WRONLY), 1);
+    });
+    expect(o.status == 1 && o.err.find("cannot write to stdout: No space left") != Text::npos,
+           "a full disk: status %d: %s", o.status, o.err.c_str());
+}
+
+static const Test tests[] = {
+    {"generate_sample", test_generate_sample, 1},
+    {"generate_stdin", test_generate_stdin, 1},
+    {"generate_end", test_generate_end, 1},
+    {"generate_gpt2", test_generate_gpt2, 1},
+    {"generate_refused", test_generate_refused, 1},
+    {"generate_signal", test_generate_signal, 1},
+};
+
+int main(int argc, char **argv) {
+    return harness_main(argc, argv, tests, sizeof tests / sizeof tests[0], "./train_gpt2");
+}
