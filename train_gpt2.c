@@ -603,6 +603,9 @@ static void options_contradict(const Options *o) {
     if (o->samples > 1 && !o->generate) {
         die("--samples needs --generate");
     }
+    if (o->generate && (o->fit || o->minimum)) {
+        die("--generate: --plan says what memory it takes; --fit and --minimum are of training");
+    }
     if (o->gpu[0] && !options_plan(o)) {
         die("--gpu needs --plan, --fit or --minimum: it plans for a card without having it");
     }

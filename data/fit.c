@@ -367,6 +367,9 @@ enum { MAX_REMEDIES = 128 };
 // The last step of an axis. Batches are halved, down to 1.
 static int axis_steps(const Settings *s, int axis) {
     int halvings = 0;
+    if (s->cache) {
+        return 0;  // weights, cache and a few rows: no setting of training makes these smaller
+    }
     while (s->B >> (halvings + 1)) {
         halvings++;
     }
