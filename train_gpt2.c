@@ -1257,7 +1257,7 @@ static void single_buffers(BufferEntry buffers[SINGLES], const Settings *s) {
         {GROUP_LOGITS, "logits", E, (int64_t)s->logit_rows * m->Vp, head, head, ON_DEVICE},
         {GROUP_WORKING, "d_residual", E, NC, back, back_end, ON_DEVICE},
         {GROUP_WORKING, "attention D", TYPE_FP32, gpu * N * m->NH, back, back_end, ON_DEVICE},
-        // A layer after the other, of each position a row of keys and a row of values.
+        // (L,2,NH,cache,HS): a layer's keys, then its values, head by head.
         {GROUP_CACHE, "KV cache", E, 2LL * m->C * m->L * s->cache, 0, end, ON_DEVICE},
     };
     state_buffers(buffers, s);
@@ -2495,13 +2495,65 @@ static int depth_of_block(int K) {
     return min_int(KC, ceil_div(ceil_div(K, ceil_div(K, KC)), VL) * VL);
 }
 
+// out(n) = bias(n) + addend(n) + a(K) b(K,n), n <= VL: each step of k adds to n sums at once. Where
+// the k of b is contiguous, squares of it are transposed in registers. The order of sums is rule
+// 1's and matmul_tile's.
+FUSED static void matvec_columns(real *out, const real *a, Operand b, const real *bias,
+                                 const real *addend, int n, int K) {
+    FUSED_BODY
+    const Vector zero = {0};
+    const int kc = depth_of_block(K), along_k = b.k_step == 1;
+    const size_t bytes = (size_t)n * sizeof(real), next = along_k ? b.row_step : b.k_step;
+    real x[VL * VL] __attribute__((aligned(VECTOR_BYTES)));
+    real y[VL * VL] __attribute__((aligned(VECTOR_BYTES)));
+    Vector total = zero, add = zero, sum = zero;
+    if (bias) {
+        memcpy(&total, bias, bytes);
+    }
+    if (addend) {
+        memcpy(&add, addend, bytes);
+        total += add;
+    }
+    for (int k = 0; k < K; k += VL) {  // kc is whole vectors
+        const int depth = min_int(VL, K - k);
+        const real *square = operand_at(b, 0, k).data, *t = square;
+        // No hardware prefetch follows VL rows side by side: ask for those after the next.
+        for (int i = 0; i < VL; i++) {
+            __builtin_prefetch(square + (size_t)(2 * VL + i) * next);
+        }
+        if (along_k) {
+            load_square(x, square, next, n, depth);
+            t = transpose_square(x, y);
+        } else if (n < VL) {
+            load_square(x, square, next, depth, n);
+            t = x;
+        }
+        const size_t step = t == square ? next : (size_t)VL;
+        for (int j = 0; j < depth; j++) {
+            Vector column;
+            memcpy(&column, t + (size_t)j * step, sizeof column);
+            sum += a[k + j] * column;
+        }
+        if ((k + VL) % kc == 0 || k + VL >= K) {
+            total += sum;
+            sum = zero;
+        }
+    }
+    memcpy(out, &total, bytes);
+}
+
 // out(M,N) = addend(M,N) + a(M,K) b(K,N) by the calling thread alone, for attention: M <= BLOCK,
 // rows of out and addend are `step` apart, addend may be NULL or out.
 static void matmul_small(real *out, const real *addend, size_t step, Operand a, Operand b, int M,
                          int N, int K) {
     real *packed_a = thread_workspace(), *packed_b = packed_a + PACKED_A_REALS;
     const int kc = depth_of_block(K);
-    for (int k = 0; k < K; k += kc) {
+    const int one_row = M == 1 && a.k_step == 1;  // packing pays for itself from the second row on
+    for (int j = 0; j < N && one_row; j += VL) {
+        matvec_columns(out + j, a.data, operand_at(b, j, 0), NULL, addend ? addend + j : NULL,
+                       min_int(VL, N - j), K);
+    }
+    for (int k = 0; k < K && !one_row; k += kc) {
         int depth = min_int(kc, K - k);
         pack_a(packed_a, operand_at(a, 0, k), M, depth);
         for (int j = 0; j < N; j += BLOCK) {
@@ -2524,47 +2576,6 @@ static void pack_shared(Operand a, int rows, int K, int kc, int share) {
         real *to = matmul_workspace + (size_t)k * padded_rows + (size_t)i * (size_t)depth;
         pack_a(to, operand_at(a, i, k), min_int(BLOCK_ROWS, rows - i), depth);
     }
-}
-
-// out(n) = bias(n) + addend(n) + a(K) b(K,n), n <= VL columns of b whose k is contiguous: squares
-// of b are transposed in registers, so that each step of k adds to n sums at once. The order of
-// sums is rule 1's and matmul_tile's.
-FUSED static void matvec_columns(real *out, const real *a, Operand b, const real *bias,
-                                 const real *addend, int n, int K) {
-    FUSED_BODY
-    const Vector zero = {0};
-    const int kc = depth_of_block(K);
-    const size_t bytes = (size_t)n * sizeof(real);
-    real x[VL * VL] __attribute__((aligned(VECTOR_BYTES)));
-    real y[VL * VL] __attribute__((aligned(VECTOR_BYTES)));
-    Vector total = zero, add = zero, sum = zero;
-    if (bias) {
-        memcpy(&total, bias, bytes);
-    }
-    if (addend) {
-        memcpy(&add, addend, bytes);
-        total += add;
-    }
-    for (int k = 0; k < K; k += VL) {  // kc is whole vectors
-        const int depth = min_int(VL, K - k);
-        const real *square = operand_at(b, 0, k).data;
-        // No hardware prefetch follows VL rows side by side: ask for those after the next.
-        for (int i = 0; i < VL; i++) {
-            __builtin_prefetch(square + (size_t)(2 * VL + i) * b.row_step);
-        }
-        load_square(x, square, b.row_step, n, depth);
-        const real *t = transpose_square(x, y);
-        for (int j = 0; j < depth; j++) {
-            Vector column;
-            memcpy(&column, t + j * VL, sizeof column);
-            sum += a[k + j] * column;
-        }
-        if ((k + VL) % kc == 0 || k + VL >= K) {
-            total += sum;
-            sum = zero;
-        }
-    }
-    memcpy(out, &total, bytes);
 }
 
 // matmul() for one row of a: each number of b is used once, so nothing is packed and b, if it is
@@ -2994,25 +3005,28 @@ static void attention_forward(real *out, real *lse, const real *qkv, int B, int 
 }
 
 // The same for `rows` tokens at positions first, first + 1, ... of one sequence, whose keys and
-// values join those of the positions before in cache(positions,2,NH,HS): out(rows,NH,HS) and
-// lse(NH,rows) from qkv(rows,3,NH,HS). The bits are attention_forward's: its tiles begin at the
-// same positions, and a row's sums know nothing of the other rows.
-static void attention_cached(real *out, real *lse, real *cache, const real *qkv, int first,
-                             int rows, int C, int NH) {
+// values join those of the positions before in cache(2,NH,positions,HS): out(rows,NH,HS) and
+// lse(NH,rows) from qkv(rows,3,NH,HS). A head's keys lie side by side, since memory is slow to
+// bring what is strewn. The bits are attention_forward's: its tiles begin at the same positions,
+// and a row's sums know nothing of the other rows.
+static void attention_cached(real *out, real *lse, real *cache, const real *qkv, int positions,
+                             int first, int rows, int C, int NH) {
     const int HS = C / NH, tile0 = first / BLOCK, tiles = ceil_div(first + rows, BLOCK) - tile0;
-    const size_t stride = 2 * (size_t)C;
-    for (int i = 0; i < rows; i++) {
-        memcpy(cache + (size_t)(first + i) * stride, qkv + (size_t)i * 3 * (size_t)C + C,
-               stride * sizeof(real));
+    const size_t head_size = (size_t)positions * (size_t)HS, stride = 3 * (size_t)C;
+    for (int i = 0; i < rows * 2 * NH; i++) {  // of each row the keys of all heads, then the values
+        const int row = i / (2 * NH), head = i % (2 * NH);
+        memcpy(cache + head * head_size + (size_t)(first + row) * HS,
+               qkv + row * stride + C + (size_t)head * HS, (size_t)HS * sizeof(real));
     }
     #pragma omp taskloop num_tasks(4 * pieces()) if ((double)rows * (first + rows) * C > 1e5)
     for (int task = 0; task < NH * tiles; task++) {
         const int h = task % NH, tile = (tile0 + task / NH) * BLOCK;
         const int q0 = tile < first ? first : tile;
-        const size_t row = (size_t)(q0 - first), head = (size_t)h * (size_t)HS;
-        attention_tile(out + row * C + head, (size_t)C, lse + (size_t)h * rows + row,
-                       qkv + row * 3 * C + head, 3 * (size_t)C, cache + head, cache + C + head,
-                       stride, q0, min_int(tile + BLOCK, first + rows) - q0, HS);
+        const size_t row = (size_t)(q0 - first);
+        attention_tile(out + row * C + (size_t)h * HS, (size_t)C, lse + (size_t)h * rows + row,
+                       qkv + row * stride + (size_t)h * HS, stride, cache + h * head_size,
+                       cache + (NH + h) * head_size, (size_t)HS, q0,
+                       min_int(tile + BLOCK, first + rows) - q0, HS);
     }
 }
 
@@ -3184,9 +3198,10 @@ static void block_forward(const Pass *pass, int stage, int l) {
         break;
     case F_ATT:
         if (p->settings.cache) {
-            real *cache = buffer(p, BUF_CACHE) + (int64_t)l * p->settings.cache * 2 * C;
-            attention_cached(act(p, ACT_ATT, l), act(p, ACT_LSE, l), cache, act(p, ACT_QKV, l),
-                             pass->first, N, C, NH);
+            const int positions = p->settings.cache;
+            attention_cached(act(p, ACT_ATT, l), act(p, ACT_LSE, l),
+                             buffer(p, BUF_CACHE) + (int64_t)l * 2 * positions * C,
+                             act(p, ACT_QKV, l), positions, pass->first, N, C, NH);
             break;
         }
         attention_forward(act(p, ACT_ATT, l), act(p, ACT_LSE, l), act(p, ACT_QKV, l), B, T, C, NH);
@@ -6642,7 +6657,10 @@ static int generate_command(Run *run, const Program *program, Model *m) {
                 bytes_text((double)run->plan.device_bytes).s);
     }
     generate_all(&g);
-    run->stdout_error = g.write_error;
+    if (g.write_error) {  // is said at the end, once
+        clearerr(stdout);
+        run->stdout_error = g.write_error;
+    }
     if (!o->quiet) {
         fprintf(stderr, "%s prompt tokens, %s tokens/s; %s tokens, %s tokens/s%s\n",
                 count_text(g.prompt_count).s,
