@@ -1198,7 +1198,7 @@ typedef struct {
 
 // What kernels of a GPU run ask for besides tensors; Volume II checks that they ask for no more.
 // 32 MiB is the workspace that cuBLAS's manual recommends on Hopper; older cards need less.
-enum { GPU_TENSOR_ROW_BYTES = 48, GPU_STATE_BYTES = 256, GPU_PARTIAL_BLOCKS = 256 };
+enum { GPU_TENSOR_ROW_BYTES = 56, GPU_STATE_BYTES = 256, GPU_PARTIAL_BLOCKS = 256 };
 enum { GPU_MATMUL_BYTES = 32 << 20 };
 
 // A batch on its way to a GPU, in ints: inputs (N), targets (N), and the tokens sorted for the
@@ -6601,6 +6601,10 @@ static void run_fit(Run *run, const Program *program) {
     run->targets = run->inputs + batch;
     plan_build(&run->plan, &run->s);
     plan_refuse(&run->plan, plan_taken(&run->plan), room.device);
+    if (program->gpu) {
+        const HostMemory host = host_memory("");
+        plan_refuse_host(&run->plan, run->s.ranks, &host);
+    }
 }
 
 // The validation data, which must be in the training data's tokens. Without it, or with -v 0,

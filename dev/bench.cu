@@ -63,8 +63,7 @@ template <class E> static void bench_patterns() {
             host[i] = from_float<E>((float)(positive ? 0.25 + 0.75 * x : 2 * x - 1));
         }
         cuda_check(cudaMalloc((void **)&bench.noise[positive], PATTERN));
-        copy_wait(bench.noise[positive], host.data(), PATTERN, cudaMemcpyHostToDevice,
-                  bench.stream);
+        copy_wait(bench.noise[positive], host.data(), PATTERN, bench.stream);
     }
 }
 
@@ -73,7 +72,7 @@ static size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
 // Fills one array; NOISE and POSITIVE repeat their pattern.
 static void array_fill(char *to, const Array &array) {
     if (array.fill == INTS) {
-        copy_wait(to, array.ints, array.bytes, cudaMemcpyHostToDevice, bench.stream);
+        copy_wait(to, array.ints, array.bytes, bench.stream);
         return;
     }
     for (size_t at = 0; at < array.bytes; at += PATTERN) {
@@ -316,7 +315,7 @@ template <class E> static std::vector<Case> update_cases(const Settings *s) {
     constexpr bool SPLIT = sizeof(E) == 2;
     const size_t count = (size_t)tensor_offset(&s->model, TENSORS, 0);
     static ParamRange range[1];
-    range[0] = {0, 0, 0, count, RNG_ROUND, 1, 0};
+    range[0] = {0, 0, 0, 0, count, RNG_ROUND, 1, 0, 0};
     const int chunks = param_ranges_chunk(range, 1);
     static const UpdateState state = {1, 1, 1, 0, 0};
     const Array table = {sizeof range, READ, INTS, (const int *)(const void *)range};
