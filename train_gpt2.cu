@@ -2545,7 +2545,8 @@ template <class G>
 static void gpu_grad_square_sum(UpdateState *state, float *scratch, const G *grads_2d,
                                 const float *grads_1d, const ParamRange *ranges, int range_count,
                                 int chunks, cudaStream_t stream, const G *grads_home = nullptr) {
-    check_rows(G, 0, grads_2d, grads_1d, grads_home);  // param_ranges_chunk has checked where ranges start
+    // Where ranges start param_ranges_chunk has checked.
+    check_rows(G, 0, grads_2d, grads_1d, grads_home);
     int parts = chunks < NORM_BLOCKS ? chunks : NORM_BLOCKS;
     launch(grad_square_sum_kernel<G>, parts, UPDATE_THREADS, 0, stream, scratch, grads_2d, grads_1d,
            ranges, range_count, chunks, grads_home);
@@ -2695,8 +2696,9 @@ static void gpu_adamw(E *params, uint16_t *low, M *moment1, M *moment2, const G 
 // -------------------------------------------------------------------------------------------------
 // 31. The device arena
 // The plan's device buffers are one cudaMalloc of exactly the planned bytes; its host buffers one
-// mapping, pinned, that kernels reach at the same address. What libraries and modules take is not planned but measured after a warm-up,
-// and shown apart; the CUDA context exists before and is not in that figure.
+// mapping, pinned, that kernels reach at the same address. What libraries and modules take is not
+// planned but measured after a warm-up, and shown apart; the CUDA context exists before and is not
+// in that figure.
 // 1. Whether the plan fits is decided by the driver's free bytes before anything is allocated. The
 //    context has been taken from them by then: asking creates it.
 // 2. Test builds mark buffers that die and come alive in stream order, so that lateness shows.

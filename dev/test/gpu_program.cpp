@@ -47,7 +47,8 @@ static void test_gpu_bad_input() {
         expect_refused(old, "has no bf16; use --dtype fp32", "a GPU without bf16");
         expect_success(program(run + "l2h2c16t16 --quiet --dtype fp32", with("EMU_CC", "75")),
                        "fp32 where there is no bf16");
-        Outcome pinned = program(run + "l2h2c16t16 --offload moments", with("EMU_HOST_MEM", "4096"));
+        Outcome pinned =
+            program(run + "l2h2c16t16 --offload moments", with("EMU_HOST_MEM", "4096"));
         expect_refused(pinned, " of host memory: out of memory", "memory that cannot be pinned");
         Outcome small = program("-i train.bin -b 64 -x 2 -e l4h2c64t16 -o small "
                                 "-r none --offload none",
@@ -159,7 +160,8 @@ static void test_gpu_auto() {
 // --check agrees in all 17 numbers, --compare names two levels; --plan needs no GPU.
 static void test_gpu_commands() {
     write_corpus();
-    for (const char *arguments : {"--dtype fp32 -r norm", "--dtype bf16 -r block", "-w none"}) {
+    for (const char *arguments : {"--dtype fp32 -r norm", "--dtype bf16 -r block", "-w none",
+                                  "--offload weights,gradients,moments,master,residuals"}) {
         Outcome o = program(Text("-i train.bin -e l2h2c32t16 -b 2 --check ") + arguments);
         expect_success(o, arguments);
         int ok = 0;
@@ -168,7 +170,7 @@ static void test_gpu_commands() {
         }
         expect(ok == 17, "%s: %d of 17 numbers agree", arguments, ok);
     }
-    Outcome o = program("-i train.bin -e l2h2c16t16 -b 2 --compare");
+    Outcome o = program("-i train.bin -e l2h2c16t16 -b 2 --compare --offload weights,moments");
     expect_success(o, "--compare");
     expect(o.out.find("\n-r none ") != Text::npos && o.out.find("\n-r block ") != Text::npos &&
            o.out.find("median of 9 steps") != Text::npos);
