@@ -5644,8 +5644,9 @@ typedef struct {
 // Writes a piece of text at once, so that whoever watches sees it grow. What cannot be written ends
 // the generation, with an error or, where a pipe was closed, without one.
 static void generator_write(Generator *g, const char *text, size_t n) {
-    if (g->write_error == 0 && (fwrite(text, 1, n, stdout) != n || fflush(stdout) != 0)) {
-        g->write_error = errno;
+    if (g->write_error == 0) {
+        text_print(text, n);
+        g->write_error = fflush(stdout) != 0 || ferror(stdout) ? errno : 0;
     }
 }
 
@@ -6077,7 +6078,7 @@ static void run_sample(Run *run) {
         printf("%s--- sample after step %" PRId64 " ---\n", run->live ? "\n" : "",
                run->state.step);
         text_print(text, (size_t)bytes);
-        printf("\n---\n");
+        text_print("\n---\n", 5);
     }
     if (run->log && !run_stopping()) {
         log_begin(run);
