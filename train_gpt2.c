@@ -325,11 +325,11 @@ static const OptionRow option_rows[] = {
      "sample among the k likeliest tokens; 0: all"},
     {"top-p", 0, OPT_REAL, FIELD(top_p), "1", 1e-6, 1, NULL, ANY, "Samples",
      "sample among the likeliest tokens whose probabilities reach p"},
-    {"generate", 0, OPT_FLAG, FIELD(generate), "0", 0, 1, NULL, ANY, "Samples",
+    {"generate", 0, OPT_FLAG, FIELD(generate), "0", 0, 1, NULL, OWN, "Samples",
      "print the prompt and what the model makes of it, at most -g tokens or to its end of text, "
      "and stop; in memory are weights and a KV cache. Past T positions the window slides, as in "
      "samples of a training run, and each token costs a whole one"},
-    {"samples", 0, OPT_INT, FIELD(samples), "1", 1, 1e6, NULL, ANY, "Samples",
+    {"samples", 0, OPT_INT, FIELD(samples), "1", 1, 1e6, NULL, OWN, "Samples",
      "with --generate: samples of each prompt, a line --- between two"},
     {"output", 'o', OPT_TEXT, FIELD(output), "", 0, 0, NULL, OWN, "Output",
      "folder for log.jsonl and checkpoints; default: none"},
