@@ -2322,8 +2322,8 @@ static const char *bf16_missing(void) {
 
 // Into how many pieces a loop is cut: some for each thread, so that all end at about the same time
 // beside other programs too; few, since each costs half a microsecond. OpenMP in GCC takes up to 64
-// a thread, and computes a loop of more by one thread.
-static int pieces(void) { return 4 * thread_count(); }
+// a thread, and computes a loop of more by one thread. Unused where a build has no OpenMP.
+__attribute__((unused)) static int pieces(void) { return 4 * thread_count(); }
 
 static size_t matmul_workspace_bytes(int threads) {
     return (SHARED_REALS + (size_t)threads * THREAD_REALS) * sizeof(real);
