@@ -47,6 +47,7 @@ static struct {
     std::vector<const char *> what;
     double peak_flops, bytes_per_ms, ms_sum;
     size_t cache_bytes, arena_bytes;
+    int64_t workspace;       // bytes of a run's
     char *arena, *noise[2];  // in the arena: its arrays; patterns to fill them with
     cudaStream_t stream;
 } bench;
@@ -180,7 +181,7 @@ static void bench_case(const Case &c, bool matmul) {
         return;
     }
     // First as a run does it: the chosen algorithm in the plan's workspace.
-    matmul_library.workspace_bytes = (size_t)min_i64((int64_t)GPU_MATMUL_BYTES, (int64_t)all);
+    matmul_library.workspace_bytes = (size_t)min_i64(bench.workspace, (int64_t)all);
     const int plans = matmul_library.plans;
     print_line(c, case_ms(c, buffers));
     matmul_library.workspace_bytes = all;
@@ -488,6 +489,7 @@ static void bench_run(const char *dtype) {
     model_set_vocabulary(&m, kind == MODEL_PRESET ? (int)GPT2_VOCABULARY : (int)BYTE_VOCABULARY);
     settings_from_options(&s, &o, &m, 1);
     gpu_settings_check(&s);
+    bench.workspace = s.workspace;
     bench_open(&s);
     bench_host(CUDA_CPU ? 1 << 20 : bench.arena_bytes < 1u << 30 ? bench.arena_bytes : 1u << 30);
     printf(bench.tsv ? "# %s, -b %d -t %d, %s\n" : "%s, -b %d -t %d, %s\n", bench.model, s.B, s.T,
