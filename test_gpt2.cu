@@ -3724,14 +3724,13 @@ template <class E, class G, class M, bool SPLIT> static void check_adamw(const c
         Device<G> d_g2(g2);
         Device<float> d_g1(g1);
         float clip = step == 2 ? 0.0f : 1e-3f;
-        gpu_grad_square_sum(state.p, scratch.p, d_g2.p, d_g1.p, d_g2.p, d_ranges.p, 3,
-                            chunks, 0);
+        G *g = d_g2.p;
+        gpu_grad_square_sum(state.p, scratch.p, g, d_g1.p, g, d_ranges.p, 3, chunks, 0);
         gpu_update_decide(state.p, clip, step == 3 ? 1e-9f : INFINITY, 0);
         AdamW a = {1e-2f, 0.9f, 0.95f, 1 - powf(0.9f, (float)step), 1 - powf(0.95f, (float)step),
                    1e-8f, 0.1f, 1.0f};
-        gpu_adamw<E, G, M, SPLIT>(d_p.p, SPLIT ? d_low.p : nullptr, d_m.p, d_v.p, d_g2.p, d_g1.p,
-                                  nullptr, nullptr, d_ranges.p, 3, chunks, a,
-                                  UpdateRandom{1234, step}, state.p, 0);
+        gpu_adamw<E, G, M, SPLIT>(d_p.p, SPLIT ? d_low.p : nullptr, d_m.p, d_v.p, g, d_g1.p, d_p.p,
+                                  g, d_ranges.p, 3, chunks, a, {1234, step}, state.p, 0);
         UpdateState now = state.raw()[0];
         expect_near(now.norm, (wide)sqrt(squares), sum_error(N) * sqrt(squares), "%s: norm", who);
         expect(now.scale == (clip > 0 && now.norm > clip ? clip / now.norm : 1), "%s: clip", who);
@@ -3946,8 +3945,7 @@ template <class E, class G> static void check_misaligned() {
          [&] {
              gpu_adamw<E, G, float, false>(p[0], (uint16_t *)(void *)f[1], f[2], f[3], g[4], f[5],
                                            nullptr, nullptr, (ParamRange *)(void *)ints, 1, 1,
-                                           AdamW(),
-                                           UpdateRandom(), (UpdateState *)(void *)ints, 0);
+                                           AdamW(), UpdateRandom(), (UpdateState *)(void *)ints, 0);
          }},
     };
     for (auto &row : table) {
