@@ -3725,12 +3725,13 @@ template <class E, class G, class M, bool SPLIT> static void check_adamw(const c
         Device<G> d_g2(g2);
         Device<float> d_g1(g1);
         float clip = step == 2 ? 0.0f : 1e-3f;
-        gpu_grad_square_sum(state.p, scratch.p, d_g2.p, d_g1.p, d_ranges.p, 3, chunks, 0);
+        G *g = d_g2.p;
+        gpu_grad_square_sum(state.p, scratch.p, g, d_g1.p, g, d_ranges.p, 3, chunks, 0);
         gpu_update_decide(state.p, clip, step == 3 ? 1e-9f : INFINITY, 0);
         AdamW a = {1e-2f, 0.9f, 0.95f, 1 - powf(0.9f, (float)step), 1 - powf(0.95f, (float)step),
                    1e-8f, 0.1f, 1.0f};
-        gpu_adamw<E, G, M, SPLIT>(d_p.p, SPLIT ? d_low.p : nullptr, d_m.p, d_v.p, d_g2.p, d_g1.p,
-                                  d_ranges.p, 3, chunks, a, UpdateRandom{1234, step}, state.p, 0);
+        gpu_adamw<E, G, M, SPLIT>(d_p.p, SPLIT ? d_low.p : nullptr, d_m.p, d_v.p, g, d_g1.p, d_p.p,
+                                  g, d_ranges.p, 3, chunks, a, {1234, step}, state.p, 0);
         UpdateState now = state.raw()[0];
         expect_near(now.norm, (wide)sqrt(squares), sum_error(N) * sqrt(squares), "%s: norm", who);
         expect(now.scale == (clip > 0 && now.norm > clip ? clip / now.norm : 1), "%s: clip", who);
@@ -3801,8 +3802,8 @@ static void test_gpu_rounding() {
                 Device<UpdateState> state(std::vector<UpdateState>{{0, 1, 1, 0, 0}});
                 AdamW a = {1e-3f, 0.9f, 0.95f, 0.1f, 0.05f, 1e-8f, 0.1f, 1.0f};
                 gpu_adamw<bf16, bf16, bf16, false>(d_p.p, nullptr, m.p, v.p, d_g.p,
-                                                   (float *)nullptr, d_ranges.p, parts, chunks, a,
-                                                   UpdateRandom{7, 1}, state.p, 0);
+                                                   nullptr, nullptr, nullptr, d_ranges.p, parts,
+                                                   chunks, a, UpdateRandom{7, 1}, state.p, 0);
                 return Outputs{d_p.get(), m.get(), v.get()};
             },
             "rounding");
@@ -3823,7 +3824,7 @@ static void test_gpu_norm() {
         Device<float> d_g(g), scratch(gpu_grad_square_sum_bytes() / 4);
         Device<ParamRange> d_ranges(ranges);
         Device<UpdateState> state(std::vector<UpdateState>(1));
-        gpu_grad_square_sum(state.p, scratch.p, d_g.p, d_g.p, d_ranges.p, 1, chunks, 0);
+        gpu_grad_square_sum(state.p, scratch.p, d_g.p, d_g.p, d_g.p, d_ranges.p, 1, chunks, 0);
         gpu_update_decide(state.p, 1.0f, INFINITY, 0);
         UpdateState now = state.raw()[0];
         expect(now.skip == 1 && now.skipped == 1, "%g", (double)bad);
@@ -3868,9 +3869,9 @@ static void test_gpu_rounding_streams() {
         Device<ParamRange> d_ranges(ranges);
         Device<UpdateState> state(std::vector<UpdateState>{{0, 1, 1, 0, 0}});
         AdamW a = {0x1p-8f, 0, 0, 1, 1, 1e-8f, 0, 1};
-        gpu_adamw<bf16, float, bf16, false>(p.p, nullptr, m.p, v.p, d_g.p, (float *)nullptr,
-                                            d_ranges.p, RANGES, chunks, a, UpdateRandom{7, step},
-                                            state.p, 0);
+        gpu_adamw<bf16, float, bf16, false>(p.p, nullptr, m.p, v.p, d_g.p, nullptr, nullptr,
+                                            nullptr, d_ranges.p, RANGES, chunks, a,
+                                            UpdateRandom{7, step}, state.p, 0);
         const Outputs got = {p.get(), m.get(), v.get()};
         for (size_t k = 0; k < 3; k++) {
             const real low = *std::min_element(got[k].begin(), got[k].end());
@@ -3938,14 +3939,14 @@ template <class E, class G> static void check_misaligned() {
         {"gpu_classifier", 1, [&] { gpu_classifier(f[5], p[0], ints, 1, N, C, C, true, 0); }},
         {"gpu_grad_square_sum", 2,
          [&] {
-             gpu_grad_square_sum((UpdateState *)(void *)ints, f[5], g[0], f[1],
+             gpu_grad_square_sum((UpdateState *)(void *)ints, f[5], g[0], f[1], g[0],
                                  (ParamRange *)(void *)ints, 1, 1, 0);
          }},
         {"gpu_adamw", 6,
          [&] {
              gpu_adamw<E, G, float, false>(p[0], (uint16_t *)(void *)f[1], f[2], f[3], g[4], f[5],
-                                           (ParamRange *)(void *)ints, 1, 1, AdamW(),
-                                           UpdateRandom(), (UpdateState *)(void *)ints, 0);
+                                           nullptr, nullptr, (ParamRange *)(void *)ints, 1, 1,
+                                           AdamW(), UpdateRandom(), (UpdateState *)(void *)ints, 0);
          }},
     };
     for (auto &row : table) {
@@ -4173,13 +4174,14 @@ static void check_huge_update() {
              Huge<UpdateState> state(1);
              *range.p = {0, 0, 0, 0, count, RNG_ROUND, 1, 0, 0};
              expect((size_t)param_ranges_chunk(range.p, 1) == chunks, "chunks");
-             gpu_grad_square_sum(state.p, scratch.p, g.p, (float *)nullptr, range.p, 1, (int)chunks,
-                                 0);
+             gpu_grad_square_sum(state.p, scratch.p, g.p, (float *)nullptr, g.p, range.p, 1,
+                                 (int)chunks, 0);
              gpu_update_decide(state.p, 1, INFINITY, 0);
              AdamW a = {1e-3f, 0.9f, 0.95f, 0.1f, 0.05f, 1e-8f, 0.1f, 1.0f};
              float *none = nullptr;
-             gpu_adamw<bf16, bf16, float, true>(p.p, low.p, m.p, v.p, g.p, none, range.p,
-                                                1, (int)chunks, a, UpdateRandom{1, 1}, state.p, 0);
+             gpu_adamw<bf16, bf16, float, true>(p.p, low.p, m.p, v.p, g.p, none, nullptr,
+                                                nullptr, range.p, 1, (int)chunks, a,
+                                                UpdateRandom{1, 1}, state.p, 0);
              return Outputs{p.last(UPDATE_CHUNK), m.last(UPDATE_CHUNK), {state.p->norm}};
          },
          1024, (1 << 18) + 1024);

@@ -2832,8 +2832,8 @@ template <class T> __device__ inline float square_sum(const T *grads, size_t beg
 // budget: <bf16> threads 256 regs 29 blocks 6 test gpu_norm
 template <class G>
 __global__ void grad_square_sum_kernel(float *partials, const G *grads_2d, const float *grads_1d,
-                                       const ParamRange *ranges, int range_count, int chunks,
-                                       const G *grads_home) {
+                                       const G *grads_home, const ParamRange *ranges,
+                                       int range_count, int chunks) {
     float sum = 0.0f;
     for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
         ParamRange range = param_range_find(ranges, range_count, chunk);
@@ -2878,13 +2878,14 @@ static size_t gpu_grad_square_sum_bytes(void) { return NORM_BLOCKS * sizeof(floa
 // param_ranges_chunk). Measured on the CPU layer, 1e5 elements: the norm's relative error is 9e-8.
 template <class G>
 static void gpu_grad_square_sum(UpdateState *state, float *scratch, const G *grads_2d,
-                                const float *grads_1d, const ParamRange *ranges, int range_count,
-                                int chunks, cudaStream_t stream, const G *grads_home = nullptr) {
+                                const float *grads_1d, const G *grads_home,
+                                const ParamRange *ranges, int range_count, int chunks,
+                                cudaStream_t stream) {
     // Where ranges start param_ranges_chunk has checked.
     check_rows(G, 0, grads_2d, grads_1d, grads_home);
     int parts = chunks < NORM_BLOCKS ? chunks : NORM_BLOCKS;
     launch(grad_square_sum_kernel<G>, parts, UPDATE_THREADS, 0, stream, scratch, grads_2d, grads_1d,
-           ranges, range_count, chunks, grads_home);
+           grads_home, ranges, range_count, chunks);
     launch(grad_square_sum_finish_kernel, 1, parts < 256 ? ceil_div(parts, WARP) * WARP : 256, 0,
            stream, state, scratch, parts);
 }
@@ -2974,8 +2975,9 @@ __device__ inline void split_store(__nv_bfloat16 *params, uint16_t *low, const f
 template <class E, class G, class M, bool SPLIT>
 __global__ void __launch_bounds__(UPDATE_THREADS)
     adamw_kernel(E *params, uint16_t *low, M *moment1, M *moment2, const G *grads_2d,
-                 const float *grads_1d, const ParamRange *ranges, int range_count, AdamW adamw,
-                 UpdateRandom key, const UpdateState *state, E *params_home, const G *grads_home) {
+                 const float *grads_1d, E *params_home, const G *grads_home,
+                 const ParamRange *ranges, int range_count, AdamW adamw, UpdateRandom key,
+                 const UpdateState *state) {
     constexpr int size = Pack<E>::size;
     if (state->skip) {
         return;
@@ -3018,14 +3020,13 @@ __global__ void __launch_bounds__(UPDATE_THREADS)
 // One AdamW step over the table (ranges: device); low is null without SPLIT.
 template <class E, class G, class M, bool SPLIT>
 static void gpu_adamw(E *params, uint16_t *low, M *moment1, M *moment2, const G *grads_2d,
-                      const float *grads_1d, const ParamRange *ranges, int range_count, int chunks,
-                      AdamW adamw, UpdateRandom key, const UpdateState *state,
-                      cudaStream_t stream, E *params_home = nullptr,
-                      const G *grads_home = nullptr) {
+                      const float *grads_1d, E *params_home, const G *grads_home,
+                      const ParamRange *ranges, int range_count, int chunks, AdamW adamw,
+                      UpdateRandom key, const UpdateState *state, cudaStream_t stream) {
     check_rows(E, 0, params, low, moment1, moment2, grads_2d, grads_1d, params_home, grads_home);
     launch(adamw_kernel<E, G, M, SPLIT>, chunks, UPDATE_THREADS, 0, stream, params, low, moment1,
-           moment2, grads_2d, grads_1d, ranges, range_count, adamw, key, state, params_home,
-           grads_home);
+           moment2, grads_2d, grads_1d, params_home, grads_home, ranges, range_count, adamw, key,
+           state);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -3541,9 +3542,10 @@ static void gpu_adamw_all(GpuNetwork<E, G> *net, const AdamW &adamw, const Optio
     gpu_adamw<E, G, M, SPLIT>(
         gpu_buffer<E>(net, BUF_WEIGHTS), SPLIT ? gpu_buffer<uint16_t>(net, BUF_MASTER) : nullptr,
         gpu_buffer<M>(net, BUF_M), gpu_buffer<M>(net, BUF_V), gpu_buffer<G>(net, BUF_GRADS),
-        gpu_buffer<float>(net, BUF_GRADS_1D), gpu_buffer<ParamRange>(net, BUF_TENSORS),
+        gpu_buffer<float>(net, BUF_GRADS_1D), gpu_buffer<E>(net, BUF_WEIGHTS_HOME),
+        gpu_buffer<G>(net, BUF_GRADS_HOME), gpu_buffer<ParamRange>(net, BUF_TENSORS),
         net->range_count, net->chunks, adamw, key, &gpu_buffer<GpuState>(net, BUF_STATE)->update,
-        net->stream, gpu_buffer<E>(net, BUF_WEIGHTS_HOME), gpu_buffer<G>(net, BUF_GRADS_HOME));
+        net->stream);
 }
 
 // The engine's update. Norm, clip factor and the decision to skip are made on the device, where
@@ -3558,8 +3560,9 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
     GpuState *state = gpu_buffer<GpuState>(net, BUF_STATE);
     gpu_grad_square_sum<G>(&state->update, gpu_buffer<float>(net, BUF_PARTIALS),
                            gpu_buffer<G>(net, BUF_GRADS), gpu_buffer<float>(net, BUF_GRADS_1D),
+                           gpu_buffer<G>(net, BUF_GRADS_HOME),
                            gpu_buffer<ParamRange>(net, BUF_TENSORS), net->range_count, net->chunks,
-                           net->stream, gpu_buffer<G>(net, BUF_GRADS_HOME));
+                           net->stream);
     gpu_update_decide(&state->update, (float)o->clip, (float)limit, net->stream);
     // The clip factor is the device's, so the host's scale of gradients is 1.
     AdamW adamw = adamw_at(o, lr, updates, 1);

@@ -389,15 +389,17 @@ template <class E> static std::vector<Case> update_cases(const Settings *s) {
         {"grad_norm", 0, 0, {decided, partials, grads, table},
          [=](const Buffers &p) {
              gpu_grad_square_sum((UpdateState *)of(p[0]), (float *)of(p[1]), (E *)of(p[2]),
-                                 (float *)nullptr, (ParamRange *)of(p[3]), 1, chunks, stream);
+                                 (float *)nullptr, (E *)nullptr, (ParamRange *)of(p[3]), 1, chunks,
+                                 stream);
          }},
         {"adamw", 0, 0, {weights, low, moment, moment, grads, table, decided},
          [=](const Buffers &p) {
              const AdamW a = {1e-4f, 0.9f, 0.95f, 0.1f, 0.05f, 1e-8f, 0.1f, 1.0f};
              gpu_adamw<E, E, float, SPLIT>((E *)of(p[0]), SPLIT ? (uint16_t *)of(p[1]) : nullptr,
                                            (float *)of(p[2]), (float *)of(p[3]), (E *)of(p[4]),
-                                           (float *)nullptr, (ParamRange *)of(p[5]), 1, chunks, a,
-                                           UpdateRandom{1, 1}, (UpdateState *)of(p[6]), stream);
+                                           nullptr, nullptr, nullptr, (ParamRange *)of(p[5]), 1,
+                                           chunks, a, UpdateRandom{1, 1}, (UpdateState *)of(p[6]),
+                                           stream);
          }},
     };
 }
