@@ -5659,6 +5659,7 @@ static void settings_generate(Settings *s) {
     s->cache = s->T;
     s->T = min_int(s->T, GENERATE_ROWS);
     s->B = s->logit_rows = 1;
+    s->split_master = 0;
 }
 
 // What --generate needs beside the engine, and what it counts. Prompts are counted with the time to
@@ -6793,9 +6794,6 @@ static int64_t tokens_per_second(int64_t tokens, double ms) {
 // the weights are read where that is known without them.
 static void generator_open(Generator *g, Run *run, const Program *program, const Model *m) {
     const Options *o = &run->o;
-    if (program->gpu) {
-        die("--generate runs in train_gpt2, on the CPU; here it can be planned (--plan)");
-    }
     memset(g, 0, sizeof *g);
     generate_vocabulary(run, m);
     settings_from_options(&run->s, o, m, program->gpu);
