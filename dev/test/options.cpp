@@ -405,7 +405,7 @@ static Words live_lines(const Text &all) {
 // resized; what is narrow lacks the least useful parts first, and no step is missing.
 static void test_live_line() {
     write_corpus();
-    for (int columns : {200, 80, 50, 20}) {
+    for (int columns : {200, 80, 56, 20}) {
         const Words lines = live_lines(on_terminal(TINY "-x 30", columns));
         expect(lines.size() >= 30, "%zu lines at %d columns", lines.size(), columns);
         for (size_t i = 0; i < lines.size() && i < 30; i++) {
@@ -414,7 +414,7 @@ static void test_live_line() {
             expect(line.find(text("step %4zu/30", i + 1)) == 0, "%s", line.c_str());
             expect((line.find("MiB") != Text::npos) == (columns == 200) &&
                        (line.find("  norm ") != Text::npos) == (columns >= 80) &&
-                       (line.find("  eta ") != Text::npos) == (columns >= 50),
+                       (line.find("  eta ") != Text::npos) == (columns >= 56),
                    "%d columns: %s", columns, line.c_str());
         }
     }
