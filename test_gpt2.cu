@@ -4325,6 +4325,44 @@ static void test_gpu_allocation() {
     }
 }
 
+// Random options: device and pinned memory to the byte as planned, through two steps; a device with
+// one byte less refuses.
+static void test_gpu_allocation_random() {
+    const int count = random_count(24, 2000);
+    for (int n = 0; n < count; n++) {
+        const int NH = draw(1, 3), T = draw(1, 12);
+        const Model m = shape(text("l%dh%dc%dt%d", draw(1, 4), NH, NH * 8 * draw(1, 3),
+                                   T + draw(0, 3)).c_str(), draw(2, 300));
+        static const char *const types[] = {"--dtype fp32", "--dtype bf16", "--moments bf16",
+                                            "--moments bf16 -w none", "--grad-dtype fp32"};
+        const int B = draw(1, 3), level = draw(0, RECOMPUTE_BLOCK), blocks = draw(0, m.L);
+        const Text options = text("-b %d -t %d -r %s:%d,%s %s --logit-rows %d", B, T,
+                                  level_table[level].name, blocks,
+                                  level_table[draw(0, RECOMPUTE_BLOCK)].name, types[draw(0, 4)],
+                                  draw(0, B * T));
+        const size_t others = emu::allocs.size();
+        emu::peak_bytes = 0;
+        Net net(m, options);
+        size_t device = 0, pinned = 0;
+        for (size_t i = others; i < emu::allocs.size(); i++) {
+            (emu::allocs[i].host ? pinned : device) += emu::allocs[i].n;
+        }
+        trace(&net, 2);
+        expect(device == net.plan.device_bytes && pinned == net.plan.host_bytes &&
+                   emu::peak_bytes == device,
+               "%s: %zu of %zu, %zu of %zu on the host, peak %zu", options.c_str(), device,
+               net.plan.device_bytes, pinned, net.plan.host_bytes, emu::peak_bytes);
+        Plan p;
+        plan_build(&p, &net.s);
+        plan_refuse(&p, plan_taken(&p), device);
+        if (n % 8 == 0) {  // each in a process of its own
+            expect_death(plan_refuse(&p, plan_taken(&p), device - 1), ": 1 B short");
+        }
+        plan_free(&p);
+    }
+    detail = text("%d random settings", count);
+}
+
 // A row outside its life: refused by name; a kernel that keeps its address is stopped under ASan,
 // and otherwise reads NaN. The gap behind a row is nobody's.
 static void test_gpu_lifetimes() {
@@ -4758,6 +4796,7 @@ static const Test tests[] = {
     T(gpu_gaps, CUDA_ALL),
 #if CUDA_CPU
     T(gpu_allocation, CUDA_ALL),
+    T(gpu_allocation_random, CUDA),
     T(gpu_lifetimes, CUDA_ALL),
 #endif
 #endif

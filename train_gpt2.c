@@ -109,6 +109,17 @@ typedef float real;
 
 HOST_DEVICE static inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+static int compare_doubles(const void *a, const void *b) {
+    double x = *(const double *)a, y = *(const double *)b;
+    return x < y ? -1 : x > y;
+}
+
+// The middle one of n numbers, which it sorts.
+static double median(double *values, int n) {
+    qsort(values, (size_t)n, sizeof(double), compare_doubles);
+    return values[n / 2];
+}
+
 // -------------------------------------------------------------------------------------------------
 // 2. Random numbers
 // Counter-based: a number is a pure function of (seed, stream, step, index), so nothing depends on
@@ -5664,6 +5675,9 @@ static ScoreText eval_text(const EvalScore *score) {
     return text;
 }
 
+// Steps after which a forecast is compared with what was measured.
+enum { FORECAST_STEPS = 20 };
+
 // One run: everything the loop needs.
 typedef struct {
     Options o;
@@ -5682,6 +5696,9 @@ typedef struct {
     Token *inputs, *targets;  // (B,T) each
     Bpe *bpe;                 // NULL: samples need none, or there is none
     const char *command;      // as it was called
+    double forecast_ms;       // of a step; 0: none
+    double first_ms[FORECAST_STEPS];
+    int first_count;  // of the steps whose time is compared with the forecast
 } Run;
 
 // What goes before a line of output: on a terminal it replaces the line that is rewritten in place.
@@ -6023,6 +6040,25 @@ static int64_t batch_position(const Settings *s, int64_t start, int accum_step) 
     return start + ((int64_t)accum_step * s->ranks + s->rank) * s->B;
 }
 
+// How fast the run is said to be, and when it will be done.
+static void run_print_forecast(const Run *run) {
+    if (run->forecast_ms > 0) {
+        const double tokens = (double)run->windows_per_step * run->s.T;
+        printf("forecast %s tokens/s, %s steps in %s; step %d says how true that was\n\n",
+               count_text((int64_t)(1e3 * tokens / run->forecast_ms)).s, count_text(run->steps).s,
+               duration_text(1e-3 * run->forecast_ms * (double)run->steps).s, FORECAST_STEPS);
+    }
+}
+
+// The forecast beside the median of the first steps, which it sorts.
+static void run_compare_forecast(Run *run) {
+    const double tokens = (double)run->windows_per_step * run->s.T;
+    const double ms = median(run->first_ms, FORECAST_STEPS);
+    printf("%sforecast %s tokens/s, measured %s: %+.0f %%\n", clear_line(run),
+           count_text((int64_t)(1e3 * tokens / run->forecast_ms)).s,
+           count_text((int64_t)(1e3 * tokens / ms)).s, 100 * (run->forecast_ms / ms - 1));
+}
+
 // One optimizer step: micro-batches from the run's position, the update, the report. Returns 0 when
 // a signal came before its last micro-batch was begun: the run is then as after the step before,
 // because only the update changes what it learns and where it is in its data, and the gradients
@@ -6063,6 +6099,12 @@ static int run_step(Run *run, double *mean_ms) {
     // The time left follows the machine's load over some 20 steps, and not each step's accident.
     *mean_ms = *mean_ms > 0 ? 0.95 * *mean_ms + 0.05 * ms : ms;
     run_report(run, &r, lr, ms, *mean_ms);
+    if (run->forecast_ms > 0 && run->first_count < FORECAST_STEPS) {
+        run->first_ms[run->first_count++] = ms;
+        if (run->first_count == FORECAST_STEPS) {
+            run_compare_forecast(run);
+        }
+    }
     return 1;
 }
 
@@ -6167,7 +6209,7 @@ typedef struct Program {
     int (*command)(Run *run, const struct Program *program);  // --check, --compare; NULL: none
     void (*refuse)(const Settings *s);                        // what it cannot do; or NULL
     const char *built;                                        // what is built in
-    int (*present)(void);                                     // 0: no device; NULL: always here
+    int (*device)(char name[96]);  // 0: no device is here; NULL: none is needed
 } Program;
 
 // Step 2: the model's sizes from -e, and its open file where it names one. Its vocabulary is not
@@ -6284,6 +6326,199 @@ static Room room_at_hand(const Program *program, const Options *o, const Setting
     return room;
 }
 
+// Seconds of a micro-step, and of an update, of a model of random weights at `s`: the middle one of
+// three after a first that is not counted.
+static double engine_seconds(const Program *program, const Settings *s, double *update) {
+    enum { TIMES = 3 };
+    double micro_ms[TIMES], update_ms[TIMES];
+    const int N = s->B * s->T;
+    const int64_t all = tensor_offset(&s->model, TENSORS, 0);
+    real *piece = (real *)alloc_zero(PIECE, sizeof(real));
+    Token *tokens = (Token *)alloc_zero((size_t)N, sizeof(Token));
+    Options o;
+    Plan p;
+    Engine e;
+    options_default(&o);
+    plan_build(&p, s);
+    program->open(&e, &p);
+    for (int i = 0; i < PIECE; i++) {  // zeros would be faster than numbers are
+        piece[i] = (real)(0.004 * (i * 7 % 11 - 5));
+    }
+    for (int64_t i = 0; i < all; i += PIECE) {
+        e.write(&e, STATE_WEIGHTS, i, piece, min_i64(PIECE, all - i));
+    }
+    for (int i = 0; i < N; i++) {
+        tokens[i] = (Token)((int64_t)i * 7919 % s->model.V);
+    }
+    for (int k = -1; k < TIMES; k++) {
+        const double start = now_ms();
+        e.micro_step(&e, tokens, tokens, 0, 1);
+        e.read(&e, STATE_WEIGHTS, 0, piece, 1);  // which waits for what is queued
+        const double middle = now_ms();
+        e.update(&e, &o, 0, HUGE_VAL, 0);
+        micro_ms[max_i64(k, 0)] = middle - start;
+        update_ms[max_i64(k, 0)] = now_ms() - middle;
+    }
+    e.close(&e);
+    plan_free(&p);
+    free(piece);
+    free(tokens);
+    *update = 1e-3 * median(update_ms, TIMES);
+    return 1e-3 * median(micro_ms, TIMES);
+}
+
+// The settings of a calibration: the run's width on few blocks, and of its batch what takes at most
+// `flops`: four micro-steps each of two blocks, of two blocks computed again, and of one block with
+// the vocabulary. A whole batch is better: the activations of a small one stay in caches.
+static Settings calibration_settings(const Settings *run, double flops) {
+    Settings s = *run;
+    memset(s.home, 0, sizeof s.home);
+    s.model.L = 2;
+    settings_recompute(&s, RECOMPUTE_NONE, 0);
+    const double C = s.model.C, token = 800 * C * C + 24 * C * s.model.Vp;
+    while (s.B > 1 && token * s.B * s.T > flops) {
+        settings_batch(&s, s.B / 2);
+    }
+    while (s.T > 64 && token * s.B * s.T > flops) {
+        s.T /= 2;
+        s.logit_rows = (int)min_i64(s.logit_rows, (int64_t)s.B * s.T);
+    }
+    return s;
+}
+
+// How fast this machine is at a run's settings: the usual rates, corrected by what three small
+// models take, of one and of two of the run's blocks. Two blocks and hardly any vocabulary give the
+// blocks' time, the same with -r block what is computed again, one block with the run's vocabulary
+// the rest. A smaller batch is taken to be as fast, a token. Returns 0 where `bytes` do not hold the
+// small models.
+static int speed_measure(Speed *speed, const Program *program, const Settings *run, size_t bytes) {
+    enum { TWO, AGAIN, ONE, MODELS };
+    Settings s = calibration_settings(run, program->gpu ? 2e14 : 4e11);
+    double seconds[MODELS], predicted[MODELS], rest[MODELS], update = 0;
+    for (int i = 0; i < MODELS; i++) {
+        s.model.L = i == ONE ? 1 : 2;
+        model_set_vocabulary(&s.model, i == ONE ? run->model.V : min_int(run->model.V, 128));
+        settings_recompute(&s, i == AGAIN ? RECOMPUTE_BLOCK : RECOMPUTE_NONE, s.model.L);
+        if (plan_bytes(&s) > bytes) {
+            return 0;
+        }
+        const Speed v = speed_usual(&s);
+        predicted[i] = forecast_micro(&v, &s, 1);
+        rest[i] = forecast_micro(&v, &s, 0);
+        seconds[i] = engine_seconds(program, &s, &update);
+    }
+    // Blocks have two factors: of the stages that may come again, and of the others.
+    const double repeat = predicted[AGAIN] - predicted[TWO];
+    const double others = predicted[TWO] - rest[TWO] - repeat;
+    const double again = fmax((seconds[AGAIN] - seconds[TWO]) / repeat, 0.01);
+    const double blocks = seconds[TWO] * (1 - rest[TWO] / predicted[TWO]);
+    const double other = fmax((blocks - again * repeat) / others, 0.01);
+    const double outside = fmax((seconds[ONE] - blocks / 2) / rest[ONE], 0.01);
+    Speed v = speed_usual(run);
+    for (int stage = 0; stage < STAGES; stage++) {
+        v.token[stage] *= stage <= F_GELU ? again : stage < BLOCK_STAGES ? other : outside;
+    }
+    v.block *= other;
+    v.chunk *= outside;
+    v.byte = update / update_bytes(&s);
+    v.step = 0;
+    *speed = v;
+    return 1;
+}
+
+// The file in which measured speeds are kept, a line each: a key, then the numbers of a Speed. It
+// need not be there, nor be writable. Returns 0 where there is no place for it.
+static int speed_file(char path[PATH_BYTES]) {
+    const char *cache = getenv("XDG_CACHE_HOME"), *home = getenv("HOME");
+    if (cache && cache[0]) {
+        path_print(path, "%s", cache);
+    } else if (home && home[0]) {
+        path_print(path, "%s/.cache", home);
+    } else {
+        return 0;
+    }
+    mkdir(path, 0700);
+    const size_t n = strlen(path);
+    snprintf(path + n, PATH_BYTES - n, "/train_gpt2");
+    mkdir(path, 0700);
+    snprintf(path + n, PATH_BYTES - n, "/train_gpt2/speed");
+    return 1;
+}
+
+// What a GPU's speed depends on: its name, the width, the batch and the types.
+static void speed_key(char key[192], const char *device, const Settings *s) {
+    const Model *m = &s->model;
+    snprintf(key, 192, "%.80s: C %d NH %d V %d B %d T %d rows %d types %d %d %d %d", device, m->C,
+             m->NH, m->V, s->B, s->T, s->logit_rows, (int)s->dtype, (int)s->grad_dtype,
+             (int)s->moment_dtype, s->split_master);
+}
+
+// Reads the last speed that was kept for `key`; 0: there is none.
+static int speed_load(Speed *speed, const char *key) {
+    char path[PATH_BYTES], line[1024];
+    int found = 0;
+    FILE *f = speed_file(path) ? fopen(path, "r") : NULL;
+    while (f && fgets(line, sizeof line, f)) {
+        const size_t n = strlen(key);
+        Speed v = *speed;
+        double *const numbers[] = {&v.block, &v.chunk, &v.byte};
+        char *text = line + n, *end = text;
+        if (strncmp(line, key, n) != 0 || line[n] != '\t') {
+            continue;
+        }
+        for (int i = 0; i < STAGES + 3 && end; i++, text = end) {
+            double *number = i < STAGES ? &v.token[i] : numbers[i - STAGES];
+            *number = strtod(text, &end);
+            end = end != text && *number >= 0 && isfinite(*number) ? end : NULL;
+        }
+        if (end && *end == '\n') {
+            v.step = 0;
+            *speed = v;
+            found = 1;
+        }
+    }
+    if (f) {
+        fclose(f);
+    }
+    return found;
+}
+
+// Appends a speed in one write, so that runs that start at once do not mix their lines.
+static void speed_save(const Speed *v, const char *key) {
+    char path[PATH_BYTES], line[1024];
+    int n = snprintf(line, sizeof line, "%s\t", key);
+    for (int i = 0; i < STAGES; i++) {
+        n += snprintf(line + n, sizeof line - (size_t)n, "%.6g ", v->token[i]);
+    }
+    n += snprintf(line + n, sizeof line - (size_t)n, "%.6g %.6g %.6g\n", v->block, v->chunk,
+                  v->byte);
+    FILE *f = speed_file(path) ? fopen(path, "a") : NULL;
+    if (f) {
+        fwrite(line, 1, (size_t)n, f);
+        fclose(f);
+    }
+}
+
+// Fills in how fast the machine at hand is, where that can be known: the CPU's is measured each
+// time, a GPU's once, by a run (`measures`), and kept.
+static void room_measure(Room *room, const Program *program, const Settings *s, int measures) {
+    char key[192], device[96] = "";
+    if (s->ranks > 1 || s->cache) {
+        return;
+    }
+    if (program->device && program->device(device)) {
+        speed_key(key, device, s);
+        if (speed_load(&room->speed, key)) {
+            room->from = "measured on this GPU";
+        } else if (measures && speed_measure(&room->speed, program, s, room->device)) {
+            room->from = "measured on this GPU just now";
+            speed_save(&room->speed, key);
+        }
+    } else if (!program->device && speed_measure(&room->speed, program, s, room->device)) {
+        room->from = "measured on this machine just now";
+    }
+}
+
 // --plan, --fit and --minimum: of the card that is named, else of the machine at hand. Returns the
 // program's exit status: 1 when it does not fit what was named.
 static int plan_command(const Program *program, const Options *o, const Model *m) {
@@ -6296,8 +6531,12 @@ static int plan_command(const Program *program, const Options *o, const Model *m
         return 0;
     }
     settings_from_options(&s, o, m, gpu);
-    const int known = !named && (!program->present || program->present());
-    const Room room = known ? room_at_hand(program, o, &s) : room_named(o, &s);
+    char device[96];
+    const int known = !named && (!program->device || program->device(device));
+    Room room = known ? room_at_hand(program, o, &s) : room_named(o, &s);
+    if (known && !o->json) {
+        room_measure(&room, program, &s, 0);
+    }
     if (o->fit) {
         if (!room.device) {
             die("--fit: no GPU is here; --gpu NAME or --gpu-mem SIZE says what to fit into");
@@ -6515,6 +6754,12 @@ static void run_begin(Run *run, const Program *program, const Model *m) {
             die("--output (-o): %s: another run writes there (%s)", o->output, strerror(errno));
         }
     }
+    if (!o->quiet && run->steps > FORECAST_STEPS) {
+        Room room = room_at_hand(program, o, &run->s);
+        room_measure(&room, program, &run->s, 1);
+        run->forecast_ms = room.from ? 1e3 * forecast_step(&room.speed, &run->s, run->accum_steps)
+                                     : 0;
+    }
     int64_t resume_step = run->saved_step = run_engine_open(run, program, m);
     if (o->keep && resume_step >= 0) {  // a kill may have come before it was done
         checkpoint_prune(o->output, o->keep, resume_step);
@@ -6525,6 +6770,7 @@ static void run_begin(Run *run, const Program *program, const Model *m) {
     if (!o->quiet) {
         run_print_box(run, program);
         choice_print(&run->plan, o);
+        run_print_forecast(run);
         run_flush(run);
         stop_line = o->output[0] ? "\nstopping after this micro-batch and saving; again to quit\n"
                                  : "\nstopping after this micro-batch; without --output (-o) "

@@ -138,10 +138,9 @@ static double update_bytes(const Settings *s) {
     return bytes;
 }
 
-// Seconds of a step of `micros` micro-steps on one device. What visits it travels beside the
-// computation, both ways at once; what the update works on in host memory does not.
-static double forecast_step(const Speed *v, const Settings *s, int64_t micros) {
-    const int L = s->model.L;
+// Seconds of what a micro-step computes, with or without its blocks.
+static double forecast_micro(const Speed *v, const Settings *s, int blocks) {
+    const int L = blocks ? s->model.L : 0;
     const double N = (double)s->B * s->T, chunks = ceil(N / s->logit_rows);
     double token = v->token[EMBED] + v->token[LNF] + v->token[HEAD] + v->token[D_LNF] +
                    v->token[D_EMBED];
@@ -151,7 +150,13 @@ static double forecast_step(const Speed *v, const Settings *s, int64_t micros) {
             token += (1 + again) * v->token[stage];
         }
     }
-    double micro = N * token + L * v->block + chunks * v->chunk, update = update_bytes(s) * v->byte;
+    return N * token + L * v->block + chunks * v->chunk;
+}
+
+// Seconds of a step of `micros` micro-steps on one device. What visits it travels beside the
+// computation, both ways at once; what the update works on in host memory does not.
+static double forecast_step(const Speed *v, const Settings *s, int64_t micros) {
+    double micro = forecast_micro(v, s, 1), update = update_bytes(s) * v->byte;
     if (settings_offloads(s)) {
         const Traffic one = step_traffic(s, 1), two = step_traffic(s, 2);
         const double up = two.up - one.up, down = two.down - one.down;  // of a micro-step
