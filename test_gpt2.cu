@@ -407,10 +407,9 @@ static Settings planned(const Text &options) {
 
 // What a failure names.
 static Text settings_text(const Settings &s) {
-    int blocks, level = settings_level(&s, &blocks);
-    return text("L%d NH%d C%d V%d B%d T%d logit rows %d level %d x %d gpu %d dtype %d threads %d",
-                s.model.L, s.model.NH, s.model.C, s.model.V, s.B, s.T, s.logit_rows, level,
-                blocks, s.gpu, (int)s.dtype, s.threads);
+    return text("L%d NH%d C%d V%d B%d T%d logit rows %d -r %s gpu %d dtype %d threads %d",
+                s.model.L, s.model.NH, s.model.C, s.model.V, s.B, s.T, s.logit_rows,
+                recompute_text(&s).s, s.gpu, (int)s.dtype, s.threads);
 }
 
 // Bytes that a buffer keeps from others.
@@ -455,6 +454,17 @@ static void test_plan_layout() {
         plan_free(&q);
     }
     detail = "300 random settings";
+}
+
+// The highest level of any block, and the number of its blocks.
+static int settings_level(const Settings *s, int *blocks) {
+    int level = 0;
+    *blocks = 0;
+    for (int l = 0; l < s->model.L; l++) {
+        *blocks = s->level[l] > level ? 1 : *blocks + (s->level[l] == level);
+        level = s->level[l] > level ? s->level[l] : level;
+    }
+    return level;
 }
 
 // Asking for less never needs more: a higher level, more blocks of it, a smaller batch, narrower
@@ -1670,6 +1680,62 @@ static void test_matmul_backward() {
     }
 }
 
+// A number and what is left of it in bf16, to nearest even; the two differ by 2^-9 of it at most.
+static Reals rounded_to_bf16(Reals numbers) {
+    for (real &x : numbers) {
+        float f = (float)x;
+        uint32_t bits;
+        memcpy(&bits, &f, sizeof bits);
+        bits = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u;
+        memcpy(&f, &bits, sizeof f);
+        x = f;
+    }
+    return numbers;
+}
+
+// --matmul bf16: the products of operands that were rounded beforehand, to the bit, near the exact
+// products of these; and of a NaN a NaN, whatever its bits.
+static void test_matmul_bf16() {
+    const char *missing = bf16_missing();
+    if (missing) {
+        skip(missing);
+    }
+#if BF16_DOTS
+    give_workspace();
+    matmul_bf16 = 1;
+    for (auto &shape : matmul_shapes) {
+        const int N = shape[0], C = shape[1], OC = shape[2];
+        Reals inp = noise(N * C, 1, 1), weight = noise(OC * C, 0.2, 2), dout = noise(N * OC, 1, 3);
+        const Reals x = rounded_to_bf16(inp), w = rounded_to_bf16(weight);
+        const Reals d = rounded_to_bf16(dout), sums = noise(OC * C, 1, 4);
+        Nums want = twin_matmul(x, w, N, C, OC), want_dinp, want_dweight = nums(sums);
+        Nums want_dbias = nums(Reals((size_t)OC));
+        twin_matmul_backward(&want_dinp, &want_dweight, &want_dbias, d, x, w, N, C, OC);
+        Reals out((size_t)(N * OC), (real)NAN), out2 = out, dinp = inp, dinp2 = inp;
+        Reals dweight = sums, dweight2 = sums;
+        const real *i1 = inp.data(), *w1 = weight.data(), *d1 = dout.data();
+        matmul_forward(out.data(), i1, w1, NULL, NULL, N, C, OC);
+        matmul_forward(out2.data(), x.data(), w.data(), NULL, NULL, N, C, OC);
+        matmul_backward(dinp.data(), dweight.data(), NULL, d1, i1, w1, N, C, OC);
+        matmul_backward(dinp2.data(), dweight2.data(), NULL, d.data(), x.data(), w.data(), N, C,
+                        OC);
+        expect(same_bits(out, out2) && same_bits(dinp, dinp2) && same_bits(dweight, dweight2),
+               "rounded beforehand, N %d C %d OC %d", N, C, OC);
+        compare(out, want, "N %d C %d OC %d", N, C, OC);
+        compare(dinp, want_dinp, "dinp N %d C %d OC %d", N, C, OC);
+        compare(dweight, want_dweight, "dweight N %d C %d OC %d", N, C, OC);
+    }
+    const uint32_t quiet = 0x7fffffff;  // rounded as a number it would be -0
+    Reals inp(64, 1), weight(64 * 64, 1), out(64);
+    memcpy(&inp[40], &quiet, sizeof quiet);
+    matmul_forward(out.data(), inp.data(), weight.data(), NULL, NULL, 1, 64, 64);
+    for (real number : out) {
+        expect(isnan(number), "%g of a NaN", number);
+    }
+    matmul_bf16 = 0;
+#endif
+}
+
 // GELU and its derivative.
 static Num twin_gelu(Num v, Num *slope) {
     Num s = Num(0.79788456080286535588L, unit), c = Num(0.044715L, unit * 0.05);
@@ -2244,6 +2310,45 @@ static void test_slots() {
     plan_tick(p, 0);
     visits_move(p, 0, MOVE_ARRIVE, 0, 0);
     expect_death(weight(p, FCW, 0), "weights of block 0 are not in their slot at tick 0");
+}
+
+// Whole steps with products of bf16: the same bits whatever the threads and the recomputation, and
+// gradients near those of fp32, within four units of bf16: an operand that is rounded has an error
+// of half a unit at most, and errors of a sum's terms cancel, but each stage of a block adds
+// its own.
+static void test_bf16_steps() {
+    const char *missing = bf16_missing();
+    if (missing) {
+        skip(missing);
+    }
+    double worst = 0;
+    for (const char *e : {"l2h3c48t70", "l3h5c80t33"}) {
+        const Model m = shape(e, 257);
+        Net exact(m, "-b 3", 0);
+        const Trace want = trace(&exact, 2);
+        Trace first;
+        for (const char *options : {"-b 3 --matmul bf16", "-b 3 --matmul bf16 -r block"}) {
+            for (int threads = 1; threads <= 3; threads++) {
+#ifdef _OPENMP
+                omp_set_num_threads(threads);
+#endif
+                Net n(m, options, 0);
+                const Trace got = trace(&n, 2);
+                first = first.losses.empty() ? got : first;
+                expect(got == first, "%s %s, %d threads", e, options, threads);
+            }
+        }
+        double difference = 0, size = 0;
+        for (size_t i = 0; i < want.gradients.size(); i++) {
+            difference += pow((double)first.gradients[i] - (double)want.gradients[i], 2);
+            size += pow((double)want.gradients[i], 2);
+        }
+        worst = fmax(worst, sqrt(difference / size));
+        expect(difference > 0, "%s: nothing was rounded", e);
+        expect_near((wide)sqrt(difference / size), 0, 0x1p-6, "gradients of %s", e);
+        expect_near((wide)first.losses[0], (wide)want.losses[0], 0x1p-8, "loss of %s", e);
+    }
+    detail = text("gradients within %.1e of fp32's, bound 1.6e-02", worst);
 }
 
 // Losses, gradients, weights, and products large enough to be shared out, for 1 to 3 threads.
@@ -4731,6 +4836,7 @@ static const Test tests[] = {
     T(fast_maths, ALL),
     T(matmul_forward, ALL),
     T(matmul_backward, ALL),
+    T(matmul_bf16, HOST),
     T(gelu, ALL),
     T(embedding, ALL),
     T(layernorm, ALL),
@@ -4748,6 +4854,7 @@ static const Test tests[] = {
     T(offload_bits, ALL),
     T(slots, HOST),
     T(thread_bits, ALL),
+    T(bf16_steps, HOST),
     T(accumulation, ALL),
     T(network_facts, ALL),
     T(kv_cache, ALL),

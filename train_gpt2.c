@@ -219,7 +219,7 @@ static int64_t permute_index(int64_t position, int64_t n, uint64_t seed, uint32_
 typedef struct {
     const char *model, *train_data, *val_data, *tokenizer, *output, *prompt, *recompute, *eval;
     const char *gpu;
-    int64_t schedule, dtype, moments, master, grad_dtype;  // a choice's number
+    int64_t schedule, dtype, moments, master, grad_dtype, matmul;  // a choice's number
     int64_t offload;                                       // bits 1 << HOME_OF_*
     int64_t seq_len, seed, shuffle, batch, tokens_per_step, steps, overfit, warmup;
     int64_t val_every, val_batches, sample_every, sample_tokens, top_k;
@@ -237,6 +237,8 @@ enum { DTYPE_BF16 = 1, DTYPE_FP16, DTYPE_FP32 };
 static const char dtypes[] = "bf16|fp16|fp32";
 enum { GRADS_BF16 = 1, GRADS_FP32 };
 static const char grad_dtypes[] = "bf16|fp32";
+enum { MATMUL_FP32 = 1, MATMUL_BF16 };
+static const char matmul_types[] = "fp32|bf16";
 enum { MOMENTS_FP32 = 1, MOMENTS_BF16 };
 static const char moment_dtypes[] = "fp32|bf16";
 enum { MASTER_SPLIT = 1, MASTER_NONE };
@@ -359,6 +361,8 @@ static const OptionRow option_rows[] = {
     {"logit-rows", 0, OPT_INT, FIELD(logit_rows), "0", 0, 1 << 30, NULL, ANY, "Memory",
      "rows of logits that exist at a time (changes rounding); 0: 64 MiB of them, on a GPU 256 "
      "MiB"},
+    {"matmul", 0, OPT_CHOICE, FIELD(matmul), "fp32", 0, 0, matmul_types, ANY, "Memory",
+     "CPU: number type of matmul operands; sums and all else stay fp32"},
     {"dtype", 0, OPT_CHOICE, FIELD(dtype), NULL, 0, 0, dtypes, ANY, "Memory",
      "number type of weights and activations; default: fp32 on the CPU, bf16 on a GPU"},
     {"grad-dtype", 0, OPT_CHOICE, FIELD(grad_dtype), NULL, 0, 0, grad_dtypes, ANY, "Memory",
@@ -1018,6 +1022,7 @@ typedef struct {
     int split_master;
     uint8_t home[HOMES];  // of each state: 0, HOME_HOST, HOME_SHARD or both
     int rank, ranks;      // of the processes that share the step's micro-batches
+    int matmul_bf16;      // of the CPU program: operands of products are rounded as they are packed
 } Settings;
 
 // The type of statistics and losses: fp32 on a GPU, the oracle's own on the CPU.
@@ -1144,17 +1149,6 @@ static void settings_recompute(Settings *s, int level, int blocks) {
     memset(s->level, level, (size_t)blocks);
 }
 
-// The highest level of any block, and the number of its blocks.
-static int settings_level(const Settings *s, int *blocks) {
-    int level = 0;
-    *blocks = 0;
-    for (int l = 0; l < s->model.L; l++) {
-        *blocks = s->level[l] > level ? 1 : *blocks + (s->level[l] == level);
-        level = s->level[l] > level ? s->level[l] : level;
-    }
-    return level;
-}
-
 // Whether backward repeats a stage of a block's forward.
 static int plan_recomputes(const Settings *s, int stage, int layer) {
     return level_table[s->level[layer]].stages >> stage & 1;
@@ -1279,7 +1273,7 @@ static void single_buffers(BufferEntry buffers[SINGLES], const Settings *s) {
         {GROUP_LOGITS, "logits", E, (int64_t)s->logit_rows * m->Vp, head, head, ON_DEVICE},
         {GROUP_WORKING, "d_residual", E, NC, back, back_end, ON_DEVICE},
         {GROUP_WORKING, "attention D", TYPE_FP32, gpu * N * m->NH, back, back_end, ON_DEVICE},
-        // A layer after the other, of each position a row of keys and a row of values.
+        // (L,2,NH,cache,HS): a layer's keys, then its values, head by head.
         {GROUP_CACHE, "KV cache", E, 2LL * m->C * m->L * s->cache, 0, end, ON_DEVICE},
     };
     state_buffers(buffers, s);
@@ -2166,6 +2160,8 @@ static int settings_zero(const Settings *s) {
             (s->home[HOME_OF_WEIGHTS] & HOME_SHARD)) / HOME_SHARD;
 }
 
+static const char *bf16_missing(void);  // chapter Matmul and fast maths
+
 // Number types and master bits of the states. Ends the run at what the card, the program or
 // another setting rules out.
 static void settings_types(Settings *s, const Options *o) {
@@ -2181,6 +2177,11 @@ static void settings_types(Settings *s, const Options *o) {
     s->grad_dtype = s->dtype == TYPE_BF16 && o->grad_dtype != GRADS_FP32 ? TYPE_BF16 : fp32;
     s->moment_dtype = o->moments == MOMENTS_BF16 ? TYPE_BF16 : fp32;
     s->split_master = s->dtype == TYPE_BF16 && o->master == MASTER_SPLIT;
+    s->matmul_bf16 = o->matmul == MATMUL_BF16;
+    const char *problem = s->gpu ? "a GPU multiplies in --dtype" : bf16_missing();
+    if (s->matmul_bf16 && problem) {
+        die("--matmul bf16: %s", problem);
+    }
     const int plain = s->dtype == TYPE_REAL && s->moment_dtype == TYPE_REAL;
     if (!s->gpu && !plain) {
         die("--dtype and --moments: this run computes in fp32 on the CPU; with --plan --gpu NAME "
@@ -2245,6 +2246,9 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
 // 4. fast_exp and fast_tanh have no branch, so loops around them become vector code, and no fused
 //    operation, so they give the same bits on every machine.
 // 5. Wherever a bias and an addend are given, the result is (bias + addend) + product.
+// 6. With matmul_bf16 operands are rounded to bf16 as they are packed, two to a number's place, and
+//    a dot product of pairs takes the place of a multiply-add: two steps of k at a time, sums in
+//    fp32. Nothing outside packed memory is bf16.
 // Layout: Goto and van de Geijn, "Anatomy of high-performance matrix multiplication" (2008).
 
 // A tile of MR x NR sums with its operands fits the vector registers. On AVX-512 (Zen 4) 8 x 32
@@ -2288,6 +2292,8 @@ typedef int32_t Lanes __attribute__((vector_size(VECTOR_BYTES)));
 // Multiply-adds fuse in the functions marked FUSED and nowhere else: GCC takes the attribute (and
 // then inlines nothing that lacks it), clang the pragma at the head of the body.
 #if defined(__clang__)
+// What clang makes of a taskloop compares an int with an unsigned long. GCC goes on checking signs.
+#pragma clang diagnostic ignored "-Wsign-compare"
 #define FUSED
 #define FUSED_BODY _Pragma("clang fp contract(fast)")
 #else
@@ -2296,6 +2302,34 @@ typedef int32_t Lanes __attribute__((vector_size(VECTOR_BYTES)));
 #endif
 
 static real *matmul_workspace;
+
+// Dot products of bf16 pairs: AVX512-BF16, "Intel 64 and IA-32 Architectures Software Developer's
+// Manual", volume 2. Assembler, because compilers' names for them and their types differ, and
+// nvcc's front end knows none. bf16_round: VL numbers from `low`, then VL from `high`, rounded to
+// nearest even. bf16_interleave: pairs of numbers i and VL + i of these. bf16_dot: sum += a pair of
+// each lane of a with that of b; products are exact, denormals count as 0.
+#if defined(__AVX512F__) && defined(__AVX512BW__) && !GPT2_DOUBLE
+#define BF16_DOTS 1
+static int matmul_bf16;
+typedef int32_t Pairs __attribute__((vector_size(VECTOR_BYTES)));
+#define bf16_round(out, low, high) \
+    __asm__("vcvtne2ps2bf16 %1, %2, %0" : "=v"(out) : "v"(low), "v"(high))
+#define bf16_interleave(out, order) __asm__("vpermw %0, %1, %0" : "+v"(out) : "v"(order))
+#define bf16_dot(sum, a, b) __asm__("vdpbf16ps %1, %2, %0" : "+v"(sum) : "v"(a), "v"(b))
+#else
+#define BF16_DOTS 0
+enum { matmul_bf16 = 0 };
+#endif
+
+// Why matmul_bf16 cannot be set here; NULL: it can.
+static const char *bf16_missing(void) {
+#if BF16_DOTS
+    return __builtin_cpu_supports("avx512bf16") ? NULL
+                                                : "this processor has no bf16 dot products";
+#else
+    return "this program was built for processors without bf16 dot products (AVX512-BF16)";
+#endif
+}
 
 // Into how many pieces a loop is cut: some for each thread, so that all end at about the same time
 // beside other programs too; few, since each costs half a microsecond. OpenMP in GCC takes up to 64
@@ -2372,37 +2406,59 @@ static real *transpose_square(real *from, real *to) {
 }
 #endif
 
-// x(VL,VL) = the square of `rows` rows by `depth` steps of k at `row`, whose k is contiguous; zeros
-// fill it up.
-static inline void load_square(real *x, const real *row, size_t row_step, int rows, int depth) {
-    for (int i = 0; i < VL; i++, row += row_step) {
-        if (i < rows && depth == VL) {
-            memcpy(x + i * VL, row, VL * sizeof(real));
-        } else {
-            for (int j = 0; j < VL; j++) {
-                x[i * VL + j] = i < rows && j < depth ? row[j] : 0;
-            }
+// Numbers' places that K steps of a packed row take up.
+static int packed_depth(int K) { return matmul_bf16 ? (K + 1) / 2 : K; }
+
+// x(VL) = the first `left` numbers of a row of contiguous k, as they are packed; zeros behind them.
+static inline void pack_load(real *x, const real *row, int left) {
+    const int full = matmul_bf16 ? 2 * VL : (int)VL;
+    real edge[2 * VL] = {0};
+    if (left < full) {
+        for (int j = 0; j < left; j++) {
+            edge[j] = row[j];
         }
+        row = edge;
+    }
+#if BF16_DOTS
+    if (matmul_bf16) {
+        Vector low, high;
+        memcpy(&low, row, sizeof low);
+        memcpy(&high, row + VL, sizeof high);
+        bf16_round(low, low, high);
+        memcpy(x, &low, sizeof low);
+        return;
+    }
+#endif
+    memcpy(x, row, VL * sizeof(real));
+}
+
+// x(VL,VL) = the square of `rows` rows at `row`, of which `left` numbers of contiguous k are left;
+// zeros fill it up.
+static inline void load_square(real *x, const real *row, size_t row_step, int rows, int left) {
+    for (int i = 0; i < VL; i++, row += row_step) {
+        pack_load(x + i * VL, row, i < rows ? left : 0);
     }
 }
 
-// pack, below, for rows whose k is contiguous, in squares of VL rows by VL steps of k. Squares that
-// reach over an edge are filled up with zeros.
+// pack, below, for rows whose k is contiguous, in squares of VL rows by VL packed steps of k.
+// Squares that reach over an edge are filled up with zeros.
 static inline void pack_transposed(real *packed, int width, Operand src, int rows, int K) {
     // A transposed row goes out in segments that never straddle two panels.
     const int segment = width % VL == 0 ? VL : VL % width == 0 ? width : 2;
-    int padded = ceil_div(rows, width) * width;
+    const int padded = ceil_div(rows, width) * width, steps = matmul_bf16 ? 2 : 1;
+    const int depth = packed_depth(K);
     for (int r = 0; r < padded; r += VL) {
-        for (int k = 0; k < K; k += VL) {
+        for (int k = 0; k < depth; k += VL) {
             real x[VL * VL] __attribute__((aligned(VECTOR_BYTES)));
             real y[VL * VL] __attribute__((aligned(VECTOR_BYTES)));
-            int depth = min_int(VL, K - k);
-            load_square(x, operand_at(src, r, k).data, src.row_step, rows - r, depth);
+            load_square(x, operand_at(src, r, steps * k).data, src.row_step, rows - r,
+                        K - steps * k);
             const real *t = transpose_square(x, y);
             for (int i = 0; i < VL && r + i < padded; i += segment) {
                 int lane = (r + i) % width;
-                real *p = packed + (size_t)(r + i - lane) * (size_t)K + (size_t)k * width + lane;
-                for (int j = 0; j < depth; j++) {
+                real *p =
+                    packed + (size_t)(r + i - lane) * (size_t)depth + (size_t)k * width + lane;
+                for (int j = 0; j < min_int(VL, depth - k); j++) {
                     memcpy(p + j * width, t + j * VL + i, (size_t)segment * sizeof(real));
                 }
             }
@@ -2410,13 +2466,58 @@ static inline void pack_transposed(real *packed, int width, Operand src, int row
     }
 }
 
+#if BF16_DOTS
+// pack, below, for rows that are contiguous at each k, in bf16: VL rows and two steps of k at once.
+static inline void pack_pairs(real *packed, int width, Operand src, int rows, int K) {
+    const int segment = width % VL == 0 ? VL : VL % width == 0 ? width : 2;
+    const int padded = ceil_div(rows, width) * width, depth = packed_depth(K);
+    uint16_t order[2 * VL];
+    for (int i = 0; i < 2 * VL; i++) {
+        order[i] = (uint16_t)(i % 2 * VL + i / 2);
+    }
+    Vector interleaved, low, high;
+    memcpy(&interleaved, order, sizeof interleaved);
+    for (int k = 0; k < depth; k++) {
+        const real *s = src.data + (size_t)(2 * k) * src.k_step;
+        const int last = 2 * k + 1 == K;  // an odd K ends in half a pair
+        for (int r = 0; r < padded; r += VL) {
+            real edge[2][VL] = {{0}};
+            const int left = rows - r;
+            // Steps of k lie pages apart, where no hardware prefetch follows.
+            __builtin_prefetch(s + 8 * src.k_step + r);
+            __builtin_prefetch(s + 9 * src.k_step + r);
+            for (int j = 0; j < left && left < VL; j++) {
+                edge[0][j] = s[r + j];
+                edge[1][j] = last ? 0 : s[src.k_step + (size_t)(r + j)];
+            }
+            memcpy(&low, left < VL ? edge[0] : s + r, sizeof low);
+            memcpy(&high, left < VL || last ? edge[1] : s + src.k_step + r, sizeof high);
+            bf16_round(low, low, high);
+            bf16_interleave(low, interleaved);
+            for (int i = 0; i < VL && r + i < padded; i += segment) {
+                int lane = (r + i) % width;
+                real *p = packed + (size_t)(r + i - lane) * (size_t)depth + (size_t)k * width;
+                memcpy(p + lane, (const real *)&low + i, (size_t)segment * sizeof(real));
+            }
+        }
+    }
+}
+#endif
+
 // packed = src in panels of `width` rows: panel p is a (K,width) array at packed + p * width * K,
-// so that a tile reads both operands straight on. Zeros fill up the last panel.
+// so that a tile reads both operands straight on. Zeros fill up the last panel. In bf16 a panel has
+// half as many rows, of pairs.
 static inline void pack(real *packed, int width, Operand src, int rows, int K) {
     if (src.k_step == 1) {
         pack_transposed(packed, width, src, rows, K);
         return;
     }
+#if BF16_DOTS
+    if (matmul_bf16) {
+        pack_pairs(packed, width, src, rows, K);
+        return;
+    }
+#endif
     for (int k = 0; k < K; k++) {
         const real *s = src.data + (size_t)k * src.k_step;
         // Steps of k lie pages apart, where no hardware prefetch follows.
@@ -2451,7 +2552,24 @@ FUSED static void matmul_tile(real *out, const real *addend, size_t step, const 
         __builtin_prefetch(out + (size_t)i * step, 1);
         __builtin_prefetch(out + (size_t)i * step + NR - 1, 1);
     }
-    for (int k = 0; k < K; k++, a += MR, b += NR) {
+#if BF16_DOTS
+    for (int k = 0; k < (matmul_bf16 ? packed_depth(K) : 0); k++, a += MR, b += NR) {
+        Vector b0, b1;
+        memcpy(&b0, b, sizeof b0);
+        memcpy(&b1, b + VL, sizeof b1);
+        for (int i = 0; i < MR; i++) {
+            int32_t pair;
+            memcpy(&pair, a + i, sizeof pair);
+            const Pairs pairs = (Pairs){0} + pair;
+            Vector sum0 = sum[i][0], sum1 = sum[i][1];  // an array's element would stay in memory
+            bf16_dot(sum0, pairs, b0);
+            bf16_dot(sum1, pairs, b1);
+            sum[i][0] = sum0;
+            sum[i][1] = sum1;
+        }
+    }
+#endif
+    for (int k = 0; k < (matmul_bf16 ? 0 : K); k++, a += MR, b += NR) {
         Vector b0, b1;
         memcpy(&b0, b, sizeof b0);
         memcpy(&b1, b + VL, sizeof b1);
@@ -2497,12 +2615,13 @@ static void matmul_tile_edge(real *out, const real *addend, size_t step, const r
 // up to BLOCK x KC, stay in the second cache while a's panels pass through the first.
 static void matmul_packed(real *out, const real *addend, size_t step, const real *bias,
                           const real *a, const real *b, int M, int N, int K) {
-    for (int i = 0; i < M; i += MR, a += (size_t)MR * (size_t)K) {
+    const size_t depth = (size_t)packed_depth(K);
+    for (int i = 0; i < M; i += MR, a += MR * depth) {
         for (int j = 0; j < N; j += NR) {
             int m = min_int(MR, M - i), n = min_int(NR, N - j);
             size_t at = (size_t)i * step + (size_t)j;
             const real *add = addend ? addend + at : NULL, *bias_j = bias ? bias + j : NULL;
-            const real *panel = b + (size_t)j * (size_t)K;
+            const real *panel = b + (size_t)j * depth;
             if (m == MR && n == NR) {
                 matmul_tile(out + at, add, step, bias_j, a, panel, K);
             } else {
@@ -2512,9 +2631,58 @@ static void matmul_packed(real *out, const real *addend, size_t step, const real
     }
 }
 
-// Where rule 1 cuts k: into the fewest blocks of at most KC, about equal, whole vectors each.
+// Where rule 1 cuts k: into the fewest blocks of at most KC, about equal, whole vectors each. In
+// bf16 twice as many steps take up the same room.
 static int depth_of_block(int K) {
-    return min_int(KC, ceil_div(ceil_div(K, ceil_div(K, KC)), VL) * VL);
+    const int most = matmul_bf16 ? 2 * KC : KC;
+    return min_int(most, ceil_div(ceil_div(K, ceil_div(K, most)), VL) * VL);
+}
+
+// out(n) = bias(n) + addend(n) + a(K) b(K,n), n <= VL: each step of k adds to n sums at once. Where
+// the k of b is contiguous, squares of it are transposed in registers. The order of sums is rule
+// 1's and matmul_tile's.
+FUSED static void matvec_columns(real *out, const real *a, Operand b, const real *bias,
+                                 const real *addend, int n, int K) {
+    FUSED_BODY
+    const Vector zero = {0};
+    const int kc = depth_of_block(K), along_k = b.k_step == 1;
+    const size_t bytes = (size_t)n * sizeof(real), next = along_k ? b.row_step : b.k_step;
+    real x[VL * VL] __attribute__((aligned(VECTOR_BYTES)));
+    real y[VL * VL] __attribute__((aligned(VECTOR_BYTES)));
+    Vector total = zero, add = zero, sum = zero;
+    if (bias) {
+        memcpy(&total, bias, bytes);
+    }
+    if (addend) {
+        memcpy(&add, addend, bytes);
+        total += add;
+    }
+    for (int k = 0; k < K; k += VL) {  // kc is whole vectors
+        const int depth = min_int(VL, K - k);
+        const real *square = operand_at(b, 0, k).data, *t = square;
+        // No hardware prefetch follows VL rows side by side: ask for those after the next.
+        for (int i = 0; i < VL; i++) {
+            __builtin_prefetch(square + (size_t)(2 * VL + i) * next);
+        }
+        if (along_k) {
+            load_square(x, square, next, n, depth);
+            t = transpose_square(x, y);
+        } else if (n < VL) {
+            load_square(x, square, next, depth, n);
+            t = x;
+        }
+        const size_t step = t == square ? next : (size_t)VL;
+        for (int j = 0; j < depth; j++) {
+            Vector column;
+            memcpy(&column, t + (size_t)j * step, sizeof column);
+            sum += a[k + j] * column;
+        }
+        if ((k + VL) % kc == 0 || k + VL >= K) {
+            total += sum;
+            sum = zero;
+        }
+    }
+    memcpy(out, &total, bytes);
 }
 
 // out(M,N) = addend(M,N) + a(M,K) b(K,N) by the calling thread alone, for attention: M <= BLOCK,
@@ -2523,7 +2691,12 @@ static void matmul_small(real *out, const real *addend, size_t step, Operand a, 
                          int N, int K) {
     real *packed_a = thread_workspace(), *packed_b = packed_a + PACKED_A_REALS;
     const int kc = depth_of_block(K);
-    for (int k = 0; k < K; k += kc) {
+    const int one_row = M == 1 && a.k_step == 1;  // packing pays for itself from the second row on
+    for (int j = 0; j < N && one_row; j += VL) {
+        matvec_columns(out + j, a.data, operand_at(b, j, 0), NULL, addend ? addend + j : NULL,
+                       min_int(VL, N - j), K);
+    }
+    for (int k = 0; k < K && !one_row; k += kc) {
         int depth = min_int(kc, K - k);
         pack_a(packed_a, operand_at(a, 0, k), M, depth);
         for (int j = 0; j < N; j += BLOCK) {
@@ -2537,56 +2710,16 @@ static void matmul_small(real *out, const real *addend, size_t step, Operand a, 
 
 // Packs a(rows,K) into the shared part of the workspace, block of k after block.
 static void pack_shared(Operand a, int rows, int K, int kc, int share) {
-    const int blocks = ceil_div(K, kc);
+    const int blocks = ceil_div(K, kc), tasks = ceil_div(rows, BLOCK_ROWS) * blocks;
     (void)share;  // read by the pragma alone
     const size_t padded_rows = (size_t)ceil_div(rows, MR) * MR;
     #pragma omp taskloop num_tasks(pieces()) if (share)
-    for (int t = 0; t < ceil_div(rows, BLOCK_ROWS) * blocks; t++) {
+    for (int t = 0; t < tasks; t++) {
         int i = t / blocks * BLOCK_ROWS, k = t % blocks * kc, depth = min_int(kc, K - k);
-        real *to = matmul_workspace + (size_t)k * padded_rows + (size_t)i * (size_t)depth;
+        real *to = matmul_workspace + (size_t)packed_depth(k) * padded_rows +
+                   (size_t)i * (size_t)packed_depth(depth);
         pack_a(to, operand_at(a, i, k), min_int(BLOCK_ROWS, rows - i), depth);
     }
-}
-
-// out(n) = bias(n) + addend(n) + a(K) b(K,n), n <= VL columns of b whose k is contiguous: squares
-// of b are transposed in registers, so that each step of k adds to n sums at once. The order of
-// sums is rule 1's and matmul_tile's.
-FUSED static void matvec_columns(real *out, const real *a, Operand b, const real *bias,
-                                 const real *addend, int n, int K) {
-    FUSED_BODY
-    const Vector zero = {0};
-    const int kc = depth_of_block(K);
-    const size_t bytes = (size_t)n * sizeof(real);
-    real x[VL * VL] __attribute__((aligned(VECTOR_BYTES)));
-    real y[VL * VL] __attribute__((aligned(VECTOR_BYTES)));
-    Vector total = zero, add = zero, sum = zero;
-    if (bias) {
-        memcpy(&total, bias, bytes);
-    }
-    if (addend) {
-        memcpy(&add, addend, bytes);
-        total += add;
-    }
-    for (int k = 0; k < K; k += VL) {  // kc is whole vectors
-        const int depth = min_int(VL, K - k);
-        const real *square = operand_at(b, 0, k).data;
-        // No hardware prefetch follows VL rows side by side: ask for those after the next.
-        for (int i = 0; i < VL; i++) {
-            __builtin_prefetch(square + (size_t)(2 * VL + i) * b.row_step);
-        }
-        load_square(x, square, b.row_step, n, depth);
-        const real *t = transpose_square(x, y);
-        for (int j = 0; j < depth; j++) {
-            Vector column;
-            memcpy(&column, t + j * VL, sizeof column);
-            sum += a[k + j] * column;
-        }
-        if ((k + VL) % kc == 0 || k + VL >= K) {
-            total += sum;
-            sum = zero;
-        }
-    }
-    memcpy(out, &total, bytes);
 }
 
 // matmul() for one row of a: each number of b is used once, so nothing is packed and b, if it is
@@ -2608,13 +2741,14 @@ static void matvec(real *out, const real *a, Operand b, const real *bias, const 
 // the same bits.
 static void matmul(real *out, Operand a, Operand b, const real *bias, const real *addend, int M,
                    int N, int K) {
-    if (M == 1 && a.k_step == 1 && b.k_step == 1) {
+    if (M == 1 && !matmul_bf16 && a.k_step == 1 && b.k_step == 1) {
         matvec(out, a.data, b, bias, addend, N, K);
         return;
     }
-    const int kc = depth_of_block(K), threads = thread_count();
-    const int rows_max = min_int(ceil_div(M, MR) * MR, SHARED_REALS / kc / BLOCK_ROWS * BLOCK_ROWS);
-    const int depth_max = min_int(ceil_div(K, kc), SHARED_REALS / rows_max / kc) * kc;
+    const int kc = depth_of_block(K), stored = packed_depth(kc), threads = thread_count();
+    const int rows_max =
+        min_int(ceil_div(M, MR) * MR, SHARED_REALS / stored / BLOCK_ROWS * BLOCK_ROWS);
+    const int depth_max = min_int(ceil_div(K, kc), SHARED_REALS / rows_max / stored) * kc;
     const int share = (double)M * N * K > 1e5;  // below, waking threads costs more
     int columns = BLOCK;
     while (columns > NR && ceil_div(N, columns) < 4 * threads) {
@@ -2632,18 +2766,20 @@ static void matmul(real *out, Operand a, Operand b, const real *bias, const real
         const int task_rows = ceil_div(ceil_div(rows, row_tasks), MR) * MR;
         const size_t padded_rows = (size_t)ceil_div(rows, MR) * MR;
         row_tasks = ceil_div(rows, task_rows);
+        const int tasks = row_tasks * column_tasks;
         for (int k0 = 0; k0 < K; k0 += depth_max) {
             const int k_end = min_int(k0 + depth_max, K);
             pack_shared(operand_at(a, m0, k0), rows, k_end - k0, kc, share);
             #pragma omp taskloop num_tasks(4 * pieces()) if (share)
-            for (int t = 0; t < row_tasks * column_tasks; t++) {
+            for (int t = 0; t < tasks; t++) {
                 int i = t % row_tasks * task_rows, m = min_int(task_rows, rows - i);
                 int j = t / row_tasks * columns, n = min_int(columns, N - j);
                 size_t at = (size_t)(m0 + i) * (size_t)N + (size_t)j;
                 real *packed_b = thread_workspace() + PACKED_A_REALS;
                 for (int k = k0; k < k_end; k += kc) {
                     int depth = min_int(kc, k_end - k);
-                    size_t from = (size_t)(k - k0) * padded_rows + (size_t)i * (size_t)depth;
+                    size_t from = (size_t)packed_depth(k - k0) * padded_rows +
+                                  (size_t)i * (size_t)packed_depth(depth);
                     const real *add = k > 0 ? out + at : addend ? addend + at : NULL;
                     pack_b(packed_b, operand_at(b, j, k), n, depth);
                     matmul_packed(out + at, add, (size_t)N, k == 0 && bias ? bias + j : NULL,
@@ -3016,25 +3152,28 @@ static void attention_forward(real *out, real *lse, const real *qkv, int B, int 
 }
 
 // The same for `rows` tokens at positions first, first + 1, ... of one sequence, whose keys and
-// values join those of the positions before in cache(positions,2,NH,HS): out(rows,NH,HS) and
-// lse(NH,rows) from qkv(rows,3,NH,HS). The bits are attention_forward's: its tiles begin at the
-// same positions, and a row's sums know nothing of the other rows.
-static void attention_cached(real *out, real *lse, real *cache, const real *qkv, int first,
-                             int rows, int C, int NH) {
+// values join those of the positions before in cache(2,NH,positions,HS): out(rows,NH,HS) and
+// lse(NH,rows) from qkv(rows,3,NH,HS). A head's keys lie side by side, since memory is slow to
+// bring what is strewn. The bits are attention_forward's: its tiles begin at the same positions,
+// and a row's sums know nothing of the other rows.
+static void attention_cached(real *out, real *lse, real *cache, const real *qkv, int positions,
+                             int first, int rows, int C, int NH) {
     const int HS = C / NH, tile0 = first / BLOCK, tiles = ceil_div(first + rows, BLOCK) - tile0;
-    const size_t stride = 2 * (size_t)C;
-    for (int i = 0; i < rows; i++) {
-        memcpy(cache + (size_t)(first + i) * stride, qkv + (size_t)i * 3 * (size_t)C + C,
-               stride * sizeof(real));
+    const size_t head_size = (size_t)positions * (size_t)HS, stride = 3 * (size_t)C;
+    for (int i = 0; i < rows * 2 * NH; i++) {  // of each row the keys of all heads, then the values
+        const int row = i / (2 * NH), head = i % (2 * NH);
+        memcpy(cache + head * head_size + (size_t)(first + row) * HS,
+               qkv + row * stride + C + (size_t)head * HS, (size_t)HS * sizeof(real));
     }
     #pragma omp taskloop num_tasks(4 * pieces()) if ((double)rows * (first + rows) * C > 1e5)
     for (int task = 0; task < NH * tiles; task++) {
         const int h = task % NH, tile = (tile0 + task / NH) * BLOCK;
         const int q0 = tile < first ? first : tile;
-        const size_t row = (size_t)(q0 - first), head = (size_t)h * (size_t)HS;
-        attention_tile(out + row * C + head, (size_t)C, lse + (size_t)h * rows + row,
-                       qkv + row * 3 * C + head, 3 * (size_t)C, cache + head, cache + C + head,
-                       stride, q0, min_int(tile + BLOCK, first + rows) - q0, HS);
+        const size_t row = (size_t)(q0 - first);
+        attention_tile(out + row * C + (size_t)h * HS, (size_t)C, lse + (size_t)h * rows + row,
+                       qkv + row * stride + (size_t)h * HS, stride, cache + h * head_size,
+                       cache + (NH + h) * head_size, (size_t)HS, q0,
+                       min_int(tile + BLOCK, first + rows) - q0, HS);
     }
 }
 
@@ -3206,9 +3345,10 @@ static void block_forward(const Pass *pass, int stage, int l) {
         break;
     case F_ATT:
         if (p->settings.cache) {
-            real *cache = buffer(p, BUF_CACHE) + (int64_t)l * p->settings.cache * 2 * C;
-            attention_cached(act(p, ACT_ATT, l), act(p, ACT_LSE, l), cache, act(p, ACT_QKV, l),
-                             pass->first, N, C, NH);
+            const int positions = p->settings.cache;
+            attention_cached(act(p, ACT_ATT, l), act(p, ACT_LSE, l),
+                             buffer(p, BUF_CACHE) + (int64_t)l * 2 * positions * C,
+                             act(p, ACT_QKV, l), positions, pass->first, N, C, NH);
             break;
         }
         attention_forward(act(p, ACT_ATT, l), act(p, ACT_LSE, l), act(p, ACT_QKV, l), B, T, C, NH);
@@ -3667,6 +3807,9 @@ static void cpu_open(Engine *e, Plan *p) {
     plan_open(p);
     p->move = cpu_move;
     matmul_workspace = buffer(p, BUF_MATMUL);
+#if BF16_DOTS
+    matmul_bf16 = p->settings.matmul_bf16;
+#endif
     e->self = cpu;
     e->states = p->settings.cache ? STATE_WEIGHTS + 1 : STATES;
     e->micro_step = cpu_micro_step;
@@ -3679,8 +3822,8 @@ static void cpu_open(Engine *e, Plan *p) {
     e->close = cpu_close;
     e->peak_flops = matmul_peak_flops();
     e->peak_source = "the matmul's inner kernel, measured just now";
-    snprintf(e->device, sizeof e->device, "CPU, %d thread%s, fp32", threads,
-             threads == 1 ? "" : "s");
+    snprintf(e->device, sizeof e->device, "CPU, %d thread%s, fp32%s", threads,
+             threads == 1 ? "" : "s", matmul_bf16 ? ", products of bf16" : "");
 }
 
 // Sets weights and moments to zero. The gaps keep it because nothing else writes there, the padding
@@ -6899,7 +7042,10 @@ static int generate_command(Run *run, const Program *program, Model *m) {
                 bytes_text((double)run->plan.device_bytes).s);
     }
     generate_all(&g);
-    run->stdout_error = g.write_error;
+    if (g.write_error) {  // is said at the end, once
+        clearerr(stdout);
+        run->stdout_error = g.write_error;
+    }
     if (!o->quiet) {
         fprintf(stderr, "%s prompt tokens, %s tokens/s; %s tokens, %s tokens/s%s\n",
                 count_text(g.prompt_count).s,

@@ -3579,22 +3579,22 @@ static int command_check(Run *run, const Program *program) {
     return failed || !ok;
 }
 
-// --compare: the same steps with -r none and with -r block (or the level that was asked for):
+// --compare: the same steps with -r none and with -r block (or the levels that were asked for):
 // planned and library memory, and the median time of a step.
 static int command_compare(Run *run, const Program *program) {
     enum { WARM = 2, STEPS = 9 };
     const Model *m = &run->s.model;
-    int blocks, asked = settings_level(&run->s, &blocks);
-    if (asked == RECOMPUTE_NONE) {
-        asked = RECOMPUTE_BLOCK;
-        blocks = m->L;
+    Settings two[2] = {run->s, run->s};
+    settings_recompute(&two[0], RECOMPUTE_NONE, m->L);
+    if (recompute_cost(&two[1]) == 0) {
+        settings_recompute(&two[1], RECOMPUTE_BLOCK, m->L);
     }
     double middle[2], tokens = (double)run->s.B * run->s.T;
     size_t bytes[2];
     printf("%-14s %14s %14s %10s %12s\n", "", "planned", "libraries", "ms/step", "tokens/s");
     for (int k = 0; k < 2; k++) {
         double ms[WARM + STEPS];
-        settings_recompute(&run->s, k ? asked : RECOMPUTE_NONE, blocks);
+        run->s = two[k];
         plan_free(&run->plan);
         plan_build(&run->plan, &run->s);
         bytes[k] = run->plan.device_bytes;
@@ -3612,12 +3612,12 @@ static int command_compare(Run *run, const Program *program) {
         }
         run->engine.close(&run->engine);
         middle[k] = median(ms + WARM, STEPS);
-        printf("-r %-11s %14s %14s %10.2f %12s\n", level_table[k ? asked : RECOMPUTE_NONE].name,
+        printf("-r %-11s %14s %14s %10.2f %12s\n", recompute_text(&run->s).s,
                bytes_text((double)bytes[k]).s, bytes_text((double)device_memory.library_bytes).s,
                middle[k], count_text((int64_t)(tokens / middle[k] * 1e3)).s);
     }
     printf("-r %s takes %.1f %% of the memory and %.2f x the time (median of %d steps)\n",
-           level_table[asked].name, 100.0 * (double)bytes[1] / (double)bytes[0],
+           recompute_text(&run->s).s, 100.0 * (double)bytes[1] / (double)bytes[0],
            middle[1] / middle[0], STEPS);
     plan_free(&run->plan);
     return 0;

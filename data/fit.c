@@ -302,7 +302,7 @@ typedef struct {
 // Where nothing fits the settings are those that lack least; where the room is unknown nothing is
 // recomputed or offloaded.
 static void settings_auto(Settings *s, const Options *o, const Room *room) {
-    const int trains = s->cache == 0;  // --generate has nothing to recompute
+    const int trains = !s->cache;  // a run that generates has nothing to recompute or to offload
     const int levels = trains && strcmp(o->recompute, "auto") == 0;
     const int homes = trains && s->gpu && o->offload == OFFLOAD_AUTO;
     const Speed v = speed_usual(s);
@@ -458,6 +458,9 @@ static int remedy_price(Remedy *r, const Plan *p) {
 // Every single change that makes the plan smaller, axis by axis. Returns how many.
 static int plan_remedies(const Plan *p, Remedy list[MAX_REMEDIES]) {
     int n = 0;
+    if (p->settings.cache) {
+        return 0;  // weights, cache and a few rows: no setting of training makes these smaller
+    }
     for (int axis = 0; axis < AXES; axis++) {
         for (int step = 1; step <= axis_steps(&p->settings, axis) && n < MAX_REMEDIES; step++) {
             memset(list[n].steps, 0, sizeof list[n].steps);
@@ -494,6 +497,9 @@ static int remedy_includes(const Remedy *list, int n, const int *steps) {
 static int plan_cures(const Plan *p, const Room *room, Remedy list[MAX_REMEDIES]) {
     const Settings *s = &p->settings;
     int n = 0, steps[AXES] = {0}, axis;
+    if (s->cache) {
+        return 0;
+    }
     do {
         if (n < MAX_REMEDIES && !remedy_includes(list, n, steps)) {
             memcpy(list[n].steps, steps, sizeof steps);
@@ -589,6 +595,9 @@ static void plan_groups(const Plan *p, size_t device[GROUPS], size_t host[GROUPS
 static void plan_print_thumb(const Plan *p, size_t total) {
     const Settings *s = &p->settings;
     const Model *m = &s->model;
+    if (s->cache) {
+        return;  // the rule is one for training
+    }
     double N = (double)s->B * s->T, parameters = (double)model_parameters(m);
     double activations = N * ((16.0 * m->L + 1) * m->C + m->Vp);
     double thumb = 16 * parameters + 4 * activations + 2e9;

@@ -2,8 +2,9 @@
 //
 // Prints, from one run: the matmuls of a training step of GPT-2 124M at 256 and at 1024 rows and
 // those of a small character model, ours and oneDNN's, repetitions interleaved, medians; exp, tanh
-// and GELU; attention; then the whole step. Quote ratios; absolute times mean something only with
-// the machine beside them, and neither means anything while other programs use its cores.
+// and GELU; attention; the whole step; then generation beside a loop that only reads. Quote ratios;
+// absolute times mean something only with the machine beside them, and neither means anything while
+// other programs use its cores.
 //
 // Build: make bench. By hand, without oneDNN (with it: -DBENCH_DNNL=1, and -ldnnl at the end):
 //   gcc -std=c11 -O3 -march=native -ffp-contract=off -fno-math-errno -fopenmp dev/bench_cpu.c
@@ -221,9 +222,8 @@ static void bench_step(const char *name, int B, int T, double dnnl_ms) {
         e.update(&e, &o, 1e-4, HUGE_VAL, k + WARM);
         double end = now_ms();
         AdamW a = adamw_at(&o, 1e-4, k + WARM, 1);
-        adamw_update(buffer(&p, BUF_WEIGHTS), buffer(&p, BUF_M),
-                     buffer(&p, BUF_V), buffer(&p, BUF_GRADS), &a, 0,
-                     tensor_offset(&m, TENSORS, 0));
+        adamw_update(buffer(&p, BUF_WEIGHTS), buffer(&p, BUF_M), buffer(&p, BUF_V),
+                     buffer(&p, BUF_GRADS), &a, 0, tensor_offset(&m, TENSORS, 0));
         if (k >= 0) {
             step[k] = end - start;
             update[k] = end - middle;
@@ -281,6 +281,73 @@ static void bench_forecast(void) {
     printf("worst forecast: %.1f %% off\n", 100 * worst);
 }
 
+// All threads read n numbers and do no more than the adding that keeps the reads from being left
+// out; returns the sum.
+static double bench_read(const real *data, int64_t n) {
+    double total = 0;
+    #pragma omp parallel for schedule(static) reduction(+ : total)
+    for (int64_t block = 0; block < n / (64 * VL); block++) {
+        const Vector zero = {0};
+        Vector sums[4] = {zero, zero, zero, zero};
+        for (int i = 0; i < 64; i++) {
+            Vector v;
+            __builtin_prefetch(data + (block * 64 + i + 128) * VL);
+            memcpy(&v, data + (block * 64 + i) * VL, sizeof v);
+            sums[i % 4] += v;
+        }
+        total += (double)(sums[0] + sums[1] + sums[2] + sums[3])[0];
+    }
+    return total;
+}
+
+// One token at a time behind `position` others in the KV cache, in turn with a loop that only reads
+// the same weights. A token needs all of them but wpe's rows, and the cache: what memory allows is
+// the time to read as many bytes at the loop's rate.
+static void bench_generate(const char *name, int position) {
+    enum { TOKENS = 21 };
+    double token[TOKENS], read[TOKENS], kept = 0;
+    Options o;
+    Model m;
+    Settings s;
+    Plan p;
+    Engine e;
+    options_default(&o);
+    model_parse(&m, name);
+    model_set_vocabulary(&m, GPT2_VOCABULARY);
+    settings_from_options(&s, &o, &m, 0);
+    settings_generate(&s);
+    plan_build(&p, &s);
+    cpu_open(&e, &p);
+    engine_initialise(&e, &m, 1);
+    const int64_t numbers = tensor_offset(&m, TENSORS, 0);
+    const int64_t needed = numbers - tensor_size(&m, WPE) + 2LL * m.L * m.C * position;
+    real *logits = (real *)alloc_zero((size_t)m.V, sizeof(real));
+    Token *tokens = (Token *)alloc_zero((size_t)m.maxT, sizeof(Token));
+    const double start = now_ms();
+    e.extend(&e, logits, tokens, 0, position);
+    const double prompt = now_ms() - start;
+    for (int k = 0; k < TOKENS; k++) {
+        const double began = now_ms();
+        e.extend(&e, logits, tokens, position, 1);
+        const double middle = now_ms();
+        kept += bench_read(weight(&p, WTE, 0), numbers);
+        token[k] = middle - began;
+        read[k] = now_ms() - middle;
+    }
+    const double ms = median(token, TOKENS), read_ms = median(read, TOKENS);
+    printf("%s, token %d: %.2f ms, %.1f tokens/s; memory read at %.1f GB/s allows %.2f ms: %.2f of "
+           "that; prompt %.0f tokens/s%s\n", name, position + 1, ms, 1e3 / ms,
+           1e-6 * (double)numbers * sizeof(real) / read_ms,
+           read_ms * (double)needed / (double)numbers,
+           read_ms * (double)needed / (double)numbers / ms, 1e3 * position / prompt,
+           isnan(kept) ? " (NaN)" : "");
+    fflush(stdout);
+    free(logits);
+    free(tokens);
+    e.close(&e);
+    plan_free(&p);
+}
+
 int main(int argc, char **argv) {
     threads_start(argv);
     if (argc > 1 && strcmp(argv[1], "forecast") == 0) {
@@ -314,6 +381,9 @@ int main(int argc, char **argv) {
     bench_step("d12", 4, 64, dnnl_256);
     bench_step("d12", 1, 1024, dnnl_1024);
     bench_step("l4h4c128t64", 12, 64, dnnl_768);
+    printf("\n");
+    bench_generate("d12", 16);
+    bench_generate("d12", 1000);
     printf("\n");
     bench_forecast();
     return 0;

@@ -139,6 +139,29 @@ def measure(args, way, recompute, B, device):
           f"tokens/s {B * T / ms * 1e3:.0f} MiB {device_mib(device)}", flush=True)
 
 
+def generate(args, device):
+    """transformers' generate: fp32, one sequence, KV cache, the likeliest token each time. Prints
+    tokens/s over args.generate tokens behind a prompt of args.prompt, the prompt's time left out.
+    """
+    from transformers import GPT2Config, GPT2LMHeadModel
+    L, NH, C, T, _ = shape(args.model)
+    model = GPT2LMHeadModel(GPT2Config(n_layer=L, n_head=NH, n_embd=C, n_positions=T)).to(device)
+    model.eval()
+    prompt = torch.randint(0, 50257, (1, args.prompt), device=device)
+
+    def seconds(tokens):
+        began = time.perf_counter()
+        model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False,
+                       min_new_tokens=tokens, max_new_tokens=tokens, pad_token_id=50256)
+        return time.perf_counter() - began
+
+    seconds(2)
+    first = statistics.median(seconds(1) for _ in range(3))
+    rate = args.generate / (seconds(args.generate + 1) - first)
+    print(f"transformers generate {args.model} prompt {args.prompt} tokens {args.generate} "
+          f"tokens/s {rate:.1f}", flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser(description="GPT-2's training step in PyTorch, timed.")
     parser.add_argument("--model", default="d12", help="d12 d24 d36 d48 or a shape: l2h2c64t64")
@@ -146,9 +169,14 @@ def main():
     parser.add_argument("--batch-recompute", type=int, help="sequences with -r 1; default: --batch")
     parser.add_argument("--seq-len", type=int, help="tokens in a sequence; default: the model's")
     parser.add_argument("--steps", type=int, default=10, help="timed steps after the warm-up")
+    parser.add_argument("--generate", type=int, help="time transformers' generate instead: tokens")
+    parser.add_argument("--prompt", type=int, default=16, help="with --generate: tokens before")
     args = parser.parse_args()
     shape(args.model)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if args.generate:
+        generate(args, device)
+        return 0
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     print(f"# PyTorch {torch.__version__} on {name}: fp32 weights, bf16 autocast", flush=True)
     failed = 0

@@ -5,14 +5,14 @@
 
 #include "files.h"
 
-#define SAMPLING "-g 60 --seed 3 --top-k 40 --temperature 0.9 "
+#define SAMPLING "--seed 3 --top-k 40 --temperature 0.9 "
 
 // A model that has seen a little of the corpus, in out/step-00000040, and the sample of 60 tokens
 // that its run printed: more than its 16 positions.
 static Text train(const Text &prompt) {
     write_corpus();
     const Text begins = "--- sample after step 40 ---\n";
-    Outcome o = program(TINY "-x 40 -l 3e-3 -s 40 -o out " SAMPLING "--prompt=" + prompt);
+    Outcome o = program(TINY "-x 40 -l 3e-3 -s 40 -o out -g 60 " SAMPLING "--prompt=" + prompt);
     expect_success(o, "training");
     const size_t at = o.out.find(begins) + begins.size();
     return o.out.substr(at, o.out.find("\n---\n", at) - at);
@@ -44,7 +44,7 @@ static Text memory_of(const Text &line) {  // "...; 8.8 MiB\n"
 // the same beside others, and those are others; --quiet leaves the text alone.
 static void test_generate_sample() {
     const Text sample = train("abc");
-    Outcome o = program(TRAINED "--prompt abc");
+    Outcome o = program(TRAINED "-g 60 --prompt abc");
     expect_made(o, "--generate");
     const Text made = o.out.substr(0, o.out.size() - 1);
     // Behind its end of text, which has no letters, the run's sample goes on.
@@ -52,24 +52,29 @@ static void test_generate_sample() {
            made.c_str(), sample.c_str());
     expect(o.err.find(" prompt tokens, ") != Text::npos && o.err.find(" tokens/s") != Text::npos &&
            o.err.find("never trained") == Text::npos, "%s", o.err.c_str());
-    const Text plan = program(TRAINED "--plan").out;
+    const Text plan = program(TRAINED "-g 60 --plan").out;
     expect(plan.find(memory_of(o.err) + "\n") != Text::npos &&
            plan.find("KV cache") != Text::npos && plan.find("gradients") == Text::npos &&
            plan.find("moments") == Text::npos, "%s: %s", memory_of(o.err).c_str(), plan.c_str());
     for (const char *threads : {"1", "2", "3"}) {
-        o = program(TRAINED "--prompt abc --quiet", with("OMP_NUM_THREADS", threads));
+        o = program(TRAINED "-g 60 --prompt abc --quiet", with("OMP_NUM_THREADS", threads));
         expect(o.status == 0 && o.out == made + "\n" && o.err.empty(), "%s threads: %s", threads,
                (o.out + o.err).c_str());
     }
     write_model("hf-40", in_checkpoint("out", 40, SAVED_MODEL),
                 in_checkpoint("out", 40, SAVED_CONFIG));
-    o = program("--generate -e hf-40 " SAMPLING "--prompt abc --samples 3");
+    o = program("--generate -e hf-40 -g 60 " SAMPLING "--prompt abc --samples 3");
     expect_made(o, "three samples of a folder");
     const size_t second = made.size() + 5, third = o.out.find("\n---\n", second) + 5;
     expect(o.out.compare(0, second, made + "\n---\n") == 0 && third > second + 3 &&
            o.out.substr(second, third - 5 - second) != made &&
            o.out.substr(third, o.out.size() - 1 - third) !=
                o.out.substr(second, third - 5 - second), "%s", o.out.c_str());
+    // The same three cut short, whether or not the samples before them have slid.
+    const Outcome cut = program(TRAINED "--prompt abc --samples 3 --quiet -g 6");
+    expect(cut.status == 0 && cut.out == made.substr(0, 9) + "\n---\n" + o.out.substr(second, 9) +
+                                             "\n---\n" + o.out.substr(third, 9) + "\n",
+           "%s", (cut.out + cut.err).c_str());
 }
 
 // Each line of stdin is a prompt of its own, an empty one too, and the last one without its end.

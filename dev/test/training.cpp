@@ -205,6 +205,31 @@ static void test_waiting() {
 #endif
 }
 
+// 200 steps with products of bf16 stay within 2 % of those in fp32, each and every one; a resume
+// without them says so.
+static void test_bf16_products() {
+    const Text run = training_files() + " -e l2h2c64t64 -b 2 -l 1e-3 -u 20 -v 0 -o ";
+    const Outcome exact = program(run + "exact -x 200"),
+                  rounded = program(run + "bf16 -x 200 --matmul bf16");
+    if (rounded.err.find("bf16 dot products") != Text::npos) {
+        skip("no bf16 dot products here");
+    }
+    expect_success(exact, "fp32");
+    expect_success(rounded, "bf16");
+    std::vector<double> want = values_in(read_file("exact/log.jsonl"), "loss"),
+                        got = values_in(read_file("bf16/log.jsonl"), "loss");
+    expect(want.size() == 200 && got.size() == 200, "%zu and %zu steps", want.size(), got.size());
+    double worst = 0;
+    for (size_t i = 0; i < want.size() && i < got.size(); i++) {
+        worst = fmax(worst, fabs(got[i] / want[i] - 1));
+    }
+    expect(worst > 0 && worst < 0.02, "losses differ by %.2e", worst);
+    const Outcome again = program(run + "bf16 -y 1 -x 201");
+    expect_success(again, "in fp32 from step 200 on");
+    expect(again.out.find("  --matmul is fp32, was bf16\n") != Text::npos, "nothing is said");
+    detail = text("losses within %.2e, bound 2e-2", worst);
+}
+
 static const Test tests[] = {
     {"max_skips", test_max_skips, 1},
     {"data_cut", test_data_cut, 1},
@@ -214,6 +239,7 @@ static const Test tests[] = {
     {"validation", test_validation, 1},
     {"resident_memory", test_resident_memory, 1},
     {"waiting", test_waiting, 1},
+    {"bf16_products", test_bf16_products, 1},
 };
 
 int main(int argc, char **argv) {
