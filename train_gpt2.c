@@ -6433,7 +6433,7 @@ static void model_vocabulary(Model *m, ModelKind kind, const Options *o, const D
 // of a shape, and takes the bytes' where there is none.
 static void run_choose_data(Run *run, Model *m, ModelKind kind) {
     Options *o = &run->o;
-    if (!o->train_data) {
+    if (!o->train_data && (!options_plan(o) || kind == MODEL_SHAPE)) {
         default_data(o, kind == MODEL_PRESET || m->V == GPT2_VOCABULARY || m->V == GPT2_PADDED);
     }
     if (!o->train_data && !options_plan(o)) {
