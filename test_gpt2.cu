@@ -1067,6 +1067,13 @@ static void test_plan_refuse() {
         expect(list[i].bytes < p.device_bytes && list[i].bytes == plan_bytes(&list[i].settings));
     }
     plan_free(&p);
+    s.home[HOME_OF_MOMENTS] = HOME_HOST;
+    plan_build(&p, &s);
+    HostMemory host = {(int64_t)p.host_bytes * 3, "a test"};
+    plan_refuse_host(&p, 3, &host);
+    host.bytes--;
+    expect_death(plan_refuse_host(&p, 3, &host), "(a test): 1 B short; fewer states in --offload");
+    plan_free(&p);
 }
 
 // The mixture of levels that fits is in the room, as a command line says it, `none` where there is
@@ -3670,9 +3677,9 @@ static void test_gpu_classifier() {
 
 // Two matrices and a vector of odd sizes with gaps between them, as a table of ranges.
 static std::vector<ParamRange> three_ranges(int *chunks) {
-    std::vector<ParamRange> ranges = {{64, 0, 0, 24008, 130, 1, 0},
-                                      {24136, 0, 0, 72, 131, 0, 0},
-                                      {24272, 24072, 800, 48, 132, 1, 0}};
+    std::vector<ParamRange> ranges = {{64, 64, 0, 0, 24008, 130, 1, 0, 0},
+                                      {24136, 24136, 0, 0, 72, 131, 0, 0, 0},
+                                      {24272, 24272, 24072, 800, 48, 132, 1, 0, 0}};
     *chunks = param_ranges_chunk(ranges.data(), 3);
     return ranges;
 }
@@ -3783,9 +3790,9 @@ static void test_gpu_rounding() {
         return every_order(
             [&] {
                 size_t first = parts == 1 ? N : CUT;
-                std::vector<ParamRange> ranges = {{0, 0, 0, first, 130, 1, 0}};
+                std::vector<ParamRange> ranges = {{0, 0, 0, 0, first, 130, 1, 0, 0}};
                 if (parts == 2) {
-                    ranges.push_back({CUT, CUT, CUT, N - CUT, 130, 1, 0});
+                    ranges.push_back({CUT, CUT, CUT, CUT, N - CUT, 130, 1, 0, 0});
                 }
                 int chunks = param_ranges_chunk(ranges.data(), parts);
                 Device<bf16> d_p(p), m(zero), v(zero), d_g(g);
@@ -3808,7 +3815,7 @@ static void test_gpu_rounding() {
 // A gradient that is not a number, infinite or too large for its square skips the step.
 static void test_gpu_norm() {
     for (real bad : {(real)NAN, (real)HUGE_VAL, (real)-HUGE_VAL, (real)1e30}) {
-        std::vector<ParamRange> ranges = {{0, 0, 0, 20000, 0, 1, 0}};
+        std::vector<ParamRange> ranges = {{0, 0, 0, 0, 20000, 0, 1, 0, 0}};
         int chunks = param_ranges_chunk(ranges.data(), 1);
         Reals g(20000, 1);
         g[17001] = bad;
@@ -3846,9 +3853,9 @@ typedef std::vector<bool> Ups;
 // four standard deviations.
 static void test_gpu_rounding_streams() {
     enum { N = 16384, RANGES = 3 };
-    std::vector<ParamRange> ranges = {{0, 0, 0, N, RNG_ROUND, 1, 0},
-                                      {N, N, N, N, RNG_ROUND, 1, 0},
-                                      {2 * N, 2 * N, 0, N, RNG_ROUND + 1, 1, 0}};
+    std::vector<ParamRange> ranges = {{0, 0, 0, 0, N, RNG_ROUND, 1, 0, 0},
+                                      {N, N, N, N, N, RNG_ROUND, 1, 0, 0},
+                                      {2 * N, 2 * N, 2 * N, 0, N, RNG_ROUND + 1, 1, 0, 0}};
     int chunks = param_ranges_chunk(ranges.data(), RANGES);
     // m = g = 1 + a quarter of bf16's spacing, v = g^2 nearly a half, p = 1.5 less nearly a half.
     const Reals ones(RANGES * N, (real)1.5), zero(RANGES * N), g(RANGES * N, (real)(1 + 0x1p-9));
@@ -4163,7 +4170,7 @@ static void check_huge_update() {
              Huge<float> m(count), v(count), scratch(gpu_grad_square_sum_bytes() / 4);
              Huge<ParamRange> range(1);
              Huge<UpdateState> state(1);
-             *range.p = {0, 0, 0, count, RNG_ROUND, 1, 0};
+             *range.p = {0, 0, 0, 0, count, RNG_ROUND, 1, 0, 0};
              expect((size_t)param_ranges_chunk(range.p, 1) == chunks, "chunks");
              gpu_grad_square_sum(state.p, scratch.p, g.p, (float *)nullptr, range.p, 1, (int)chunks,
                                  0);
@@ -4399,8 +4406,9 @@ static void test_gpu_bits() {
 static void test_gpu_allocation() {
     for (const char *options :
          {"-b 2 -t 33", "--dtype fp32 -r block", "-r block:1 --moments bf16 -w none",
-          "--grad-dtype fp32 -r qkv --logit-rows 7"}) {
-        Model m = shape("l2h2c48t40", 300);
+          "--grad-dtype fp32 -r qkv --logit-rows 7", "--offload moments,master",
+          "-r block --offload weights,gradients,moments,master,residuals"}) {
+        Model m = shape("l3h2c48t40", 300);
         emu::peak_bytes = 0;
         Net n(m, options);
         auto on_device = [] {
@@ -4426,7 +4434,9 @@ static void test_gpu_allocation() {
         expect(matmul_library.plans == plans, "%s: %d products at first", options, plans);
         expect(on_device() == one && emu::peak_bytes == one[0] && emu::allocs.size() == pinned + 1,
                "%s: peak %zu of %zu", options, emu::peak_bytes, one[0]);
-        expect(pinned == 1, "%zu pinned allocations", pinned);
+        expect(pinned == 1 && emu::pinned_bytes == n.plan.host_bytes,
+               "%s: %zu pinned allocations, %zu bytes of %zu", options, pinned, emu::pinned_bytes,
+               n.plan.host_bytes);
     }
 }
 
@@ -4441,31 +4451,94 @@ static void test_gpu_allocation_random() {
         static const char *const types[] = {"--dtype fp32", "--dtype bf16", "--moments bf16",
                                             "--moments bf16 -w none", "--grad-dtype fp32"};
         const int B = draw(1, 3), level = draw(0, RECOMPUTE_BLOCK), blocks = draw(0, m.L);
-        const Text options = text("-b %d -t %d -r %s:%d,%s %s --logit-rows %d", B, T,
+        static const char *const homes[] = {"none", "moments", "residuals,moments",
+                                            "weights,gradients", "weights,residuals,gradients"};
+        const Text options = text("-b %d -t %d -r %s:%d,%s %s --logit-rows %d --offload %s", B, T,
                                   level_table[level].name, blocks,
                                   level_table[draw(0, RECOMPUTE_BLOCK)].name, types[draw(0, 4)],
-                                  draw(0, B * T));
-        const size_t others = emu::allocs.size();
+                                  draw(0, B * T), homes[draw(0, 4)]);
         emu::peak_bytes = 0;
         Net net(m, options);
-        size_t device = 0, pinned = 0;
-        for (size_t i = others; i < emu::allocs.size(); i++) {
-            (emu::allocs[i].host ? pinned : device) += emu::allocs[i].n;
-        }
         trace(&net, 2);
-        expect(device == net.plan.device_bytes && pinned == net.plan.host_bytes &&
-                   emu::peak_bytes == device,
-               "%s: %zu of %zu, %zu of %zu on the host, peak %zu", options.c_str(), device,
-               net.plan.device_bytes, pinned, net.plan.host_bytes, emu::peak_bytes);
-        Plan p;
-        plan_build(&p, &net.s);
-        plan_refuse(&p, plan_taken(&p), device);
+        expect(emu::peak_bytes == net.plan.device_bytes &&
+                   emu::pinned_bytes == net.plan.host_bytes,
+               "%s: %zu of %zu, %zu of %zu on the host", options.c_str(), emu::peak_bytes,
+               net.plan.device_bytes, emu::pinned_bytes, net.plan.host_bytes);
+        plan_refuse(&net.plan, plan_taken(&net.plan), emu::peak_bytes);
         if (n % 8 == 0) {  // each in a process of its own
-            expect_death(plan_refuse(&p, plan_taken(&p), device - 1), ": 1 B short");
+            expect_death(plan_refuse(&net.plan, plan_taken(&net.plan), emu::peak_bytes - 1),
+                         ": 1 B short");
         }
-        plan_free(&p);
     }
     detail = text("%d random settings", count);
+}
+
+// The orders of streams that offloaded runs are tried in: copies as late and as early as they may
+// come, and three that chance draws.
+static const long stream_orders[] = {emu::LATE, emu::EARLY, 1, 2, 3};
+
+// busy_trace with states in host memory in one of these orders; 0 is none of them.
+static Reals offloaded(const Model &m, const Text &options, int accum_steps, long order) {
+    emu::set.order = order;
+    Net n(m, options);
+    return busy_trace(&n, accum_steps);
+}
+
+// Every state alone and all together in host memory, at every order, against none: the same bits.
+// With FULL=1 each level with one micro-step and with three.
+static void test_gpu_offload() {
+    int runs = 0;
+    const bool all = getenv("FULL") != NULL;
+    for (int level : {0, 1}) {
+        for (int accum_steps : {1, 3}) {
+            // Of two blocks both stay from pass to pass, of four none that the next begins with.
+            Model m = shape(accum_steps == 1 ? "l2h1c16t8" : "l4h1c16t8", 257);
+            const bool left_out = TEST_ASAN ? level + accum_steps < 4 : level == (accum_steps == 1);
+            if (left_out && !all) {
+                continue;
+            }
+            const Text options = text("-b 2 -t 7 -r %d", level);
+            const Reals want = offloaded(m, options, accum_steps, 0);
+            for (long order : stream_orders) {
+                for (const char *homes : {"weights", "gradients", "moments", "master", "residuals",
+                                          "weights,gradients,moments,master,residuals"}) {
+                    runs++;
+                    const Reals got =
+                        offloaded(m, options + " --offload " + homes, accum_steps, order);
+                    expect(same_bits(got, want), "%s, %d micro-steps, %s%s", options.c_str(),
+                           accum_steps, order_switches().c_str(), homes);
+                }
+            }
+        }
+    }
+    emu::set.order = 0;
+    detail = text("%d runs", runs);
+}
+
+// Settings drawn at random, of every type that states have: 12 of them, or 60 with FULL=1.
+static void test_gpu_offload_mixed() {
+    static const char *const names[] = {"weights", "gradients", "moments", "residuals", "master"};
+    const int all = getenv("FULL") ? 60 : TEST_ASAN ? 4 : 12;
+    for (int n = 0; n < all; n++) {
+        const int bf16s = draw(0, 3) > 0, split = bf16s && draw(0, 1), accum_steps = draw(1, 3);
+        Model m = shape(text("l%dh1c%dt9", draw(1, 6), 8 * draw(1, 4)).c_str(), 257);
+        Text homes, options = text("-b %d -t %d -r %s:%d", draw(1, 2), draw(1, 9),
+                                   level_table[draw(0, RECOMPUTE_LEVELS - 1)].name, draw(0, m.L));
+        options += bf16s ? split ? "" : " -w none" : " --dtype fp32";
+        options += bf16s && draw(0, 1) ? " --moments bf16" : "";
+        options += bf16s && draw(0, 1) ? " --grad-dtype fp32" : "";
+        const int bits = draw(1, split ? 31 : 15);
+        for (int k = 0; k < 5; k++) {
+            homes += bits >> k & 1 ? (homes.empty() ? "" : ",") + Text(names[k]) : "";
+        }
+        const long order = stream_orders[draw(0, 4)];
+        const Reals want = offloaded(m, options, accum_steps, 0);
+        const Reals got = offloaded(m, options + " --offload " + homes, accum_steps, order);
+        expect(same_bits(got, want), "L%d C%d %s, %d micro-steps, %s%s", m.L, m.C,
+               options.c_str(), accum_steps, order_switches().c_str(), homes.c_str());
+    }
+    emu::set.order = 0;
+    detail = text("%d settings", all);
 }
 
 // A row outside its life: refused by name; a kernel that keeps its address is stopped under ASan,
@@ -4743,14 +4816,14 @@ template <class E, class G> static void check_gaps(const char *options) {
             char *device = gpu_buffer<char>(net, state.id);
             const std::vector<bool> gap = gaps_of(p, state.id, state.element_bytes);
             bytes.resize(gap.size());
-            copy_wait(bytes.data(), device, gap.size(), cudaMemcpyDeviceToHost, net->stream);
+            copy_wait(bytes.data(), device, gap.size(), net->stream);
             for (size_t i = 0; i < gap.size(); i++) {
                 if (gap[i]) {
                     visit(&bytes[i], state.id);
                 }
             }
             if (write) {
-                copy_wait(device, bytes.data(), gap.size(), cudaMemcpyHostToDevice, net->stream);
+                copy_wait(device, bytes.data(), gap.size(), net->stream);
             }
         }
     };
@@ -4904,6 +4977,8 @@ static const Test tests[] = {
 #if CUDA_CPU
     T(gpu_allocation, CUDA_ALL),
     T(gpu_allocation_random, CUDA),
+    T(gpu_offload, CUDA_ALL),
+    T(gpu_offload_mixed, CUDA_ALL),
     T(gpu_lifetimes, CUDA_ALL),
 #endif
 #endif

@@ -336,11 +336,11 @@ static const OptionRow option_rows[] = {
      "sample among the k likeliest tokens; 0: all"},
     {"top-p", 0, OPT_REAL, FIELD(top_p), "1", 1e-6, 1, NULL, ANY, "Samples",
      "sample among the likeliest tokens whose probabilities reach p"},
-    {"generate", 0, OPT_FLAG, FIELD(generate), "0", 0, 1, NULL, ANY, "Samples",
+    {"generate", 0, OPT_FLAG, FIELD(generate), "0", 0, 1, NULL, OWN, "Samples",
      "print the prompt and what the model makes of it, at most -g tokens or to its end of text, "
      "and stop; in memory are weights and a KV cache. Past T positions the window slides, as in "
      "samples of a training run, and each token costs a whole one"},
-    {"samples", 0, OPT_INT, FIELD(samples), "1", 1, 1e6, NULL, ANY, "Samples",
+    {"samples", 0, OPT_INT, FIELD(samples), "1", 1, 1e6, NULL, OWN, "Samples",
      "with --generate: samples of each prompt, a line --- between two"},
     {"output", 'o', OPT_TEXT, FIELD(output), "", 0, 0, NULL, OWN, "Output",
      "folder for log.jsonl and checkpoints; default: none"},
@@ -1209,7 +1209,7 @@ typedef struct {
 
 // What kernels of a GPU run ask for besides tensors; Volume II checks that they ask for no more.
 // 32 MiB is the workspace that cuBLAS's manual recommends on Hopper; older cards need less.
-enum { GPU_TENSOR_ROW_BYTES = 48, GPU_STATE_BYTES = 256, GPU_PARTIAL_BLOCKS = 256 };
+enum { GPU_TENSOR_ROW_BYTES = 56, GPU_STATE_BYTES = 256, GPU_PARTIAL_BLOCKS = 256 };
 enum { GPU_MATMUL_BYTES = 32 << 20 };
 
 // A batch on its way to a GPU, in ints: inputs (N), targets (N), and the tokens sorted for the
@@ -5652,8 +5652,9 @@ typedef struct {
 // Writes a piece of text at once, so that whoever watches sees it grow. What cannot be written ends
 // the generation, with an error or, where a pipe was closed, without one.
 static void generator_write(Generator *g, const char *text, size_t n) {
-    if (g->write_error == 0 && (fwrite(text, 1, n, stdout) != n || fflush(stdout) != 0)) {
-        g->write_error = errno;
+    if (g->write_error == 0) {
+        text_print(text, n);
+        g->write_error = fflush(stdout) != 0 || ferror(stdout) ? errno : 0;
     }
 }
 
@@ -6091,7 +6092,7 @@ static void run_sample(Run *run) {
         printf("%s--- sample after step %" PRId64 " ---\n", run->live ? "\n" : "",
                run->state.step);
         text_print(text, (size_t)bytes);
-        printf("\n---\n");
+        text_print("\n---\n", 5);
     }
     if (run->log && !run_stopping()) {
         log_begin(run);
@@ -6641,13 +6642,14 @@ static void run_fit(Run *run, const Program *program) {
     }
     const Room room = room_at_hand(program, &run->o, &run->s);
     settings_auto(&run->s, &run->o, &room);
-    if (program->refuse) {
-        program->refuse(&run->s);  // what was chosen, too
-    }
     run->inputs = (Token *)alloc_zero(2 * batch, sizeof(Token));
     run->targets = run->inputs + batch;
     plan_build(&run->plan, &run->s);
     plan_refuse(&run->plan, plan_taken(&run->plan), room.device);
+    if (program->gpu) {
+        const HostMemory host = host_memory("");
+        plan_refuse_host(&run->plan, run->s.ranks, &host);
+    }
 }
 
 // The validation data, which must be in the training data's tokens. Without it, or with -v 0,

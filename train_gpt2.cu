@@ -26,11 +26,12 @@
 //  29  Classifier
 //  30  AdamW and gradient norm
 //  31  The device arena
-//  32  The network on the GPU
-//  33  Steps and update
-//  34  States, open and close
-//  35  Meters
-//  36  main
+//  32  Visits: copies and streams
+//  33  The network on the GPU
+//  34  Steps and update
+//  35  States, open and close
+//  36  Meters
+//  37  main
 
 #include <cuda_runtime.h>
 
@@ -2418,14 +2419,17 @@ static_assert(TENSORS <= ROUND_MOMENT1, "a stream of random numbers for each ten
 
 // A tensor, or this rank's part of it. Offsets and count in elements, all multiples of 8.
 struct ParamRange {
-    size_t param;  // in the parameters, the master's low halves and the moments
+    size_t param;  // in the parameters
+    size_t state;  // in the master's low halves and the moments
     size_t grad;   // in the two-dimensional gradients, or in the fp32 one-dimensional ones
     size_t index;  // of its first element within the whole tensor: the random numbers' counter
     size_t count;
     uint32_t stream;      // random stream of the tensor's weights
     int two_dimensional;  // decayed, and its gradient is of type G
     int first_chunk;      // chunks before it, filled by param_ranges_chunk
+    int at_home;          // flags below: which of these are in the home of what visits the device
 };
+enum { PARAM_AT_HOME = 1, GRAD_AT_HOME = 2 };
 
 // Device memory that outlives the step.
 struct UpdateState {
@@ -2440,7 +2444,8 @@ struct UpdateState {
 static int param_ranges_chunk(ParamRange *ranges, int count) {
     int chunks = 0;
     for (int i = 0; i < count; i++) {
-        check((ranges[i].param | ranges[i].grad | ranges[i].index | ranges[i].count) % 8 == 0,
+        const ParamRange *r = &ranges[i];
+        check((r->param | r->state | r->grad | r->index | r->count) % 8 == 0,
               "a range starts and ends at a multiple of eight elements");
         ranges[i].first_chunk = chunks;
         chunks += (int)((ranges[i].count + UPDATE_CHUNK - 1) / UPDATE_CHUNK);
@@ -2477,17 +2482,19 @@ template <class T> __device__ inline float square_sum(const T *grads, size_t beg
 }
 
 // partials[block] = sum of squares of the chunks block, block + gridDim.x, ...
-//   grads_2d of G, grads_1d and partials (gridDim.x) fp32.
+//   grads_2d and grads_home of G, grads_1d and partials (gridDim.x) fp32.
 // budget: <bf16> threads 256 regs 29 blocks 6 test gpu_norm
 template <class G>
 __global__ void grad_square_sum_kernel(float *partials, const G *grads_2d, const float *grads_1d,
-                                       const ParamRange *ranges, int range_count, int chunks) {
+                                       const ParamRange *ranges, int range_count, int chunks,
+                                       const G *grads_home) {
     float sum = 0.0f;
     for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
         ParamRange range = param_range_find(ranges, range_count, chunk);
         size_t begin = (size_t)(chunk - range.first_chunk) * UPDATE_CHUNK;
         size_t end = begin + UPDATE_CHUNK < range.count ? begin + UPDATE_CHUNK : range.count;
-        sum += range.two_dimensional ? square_sum(grads_2d + range.grad, begin, end)
+        const G *grads = range.at_home & GRAD_AT_HOME ? grads_home : grads_2d;
+        sum += range.two_dimensional ? square_sum(grads + range.grad, begin, end)
                                      : square_sum(grads_1d + range.grad, begin, end);
     }
     sum = row_sum(sum);
@@ -2526,11 +2533,12 @@ static size_t gpu_grad_square_sum_bytes(void) { return NORM_BLOCKS * sizeof(floa
 template <class G>
 static void gpu_grad_square_sum(UpdateState *state, float *scratch, const G *grads_2d,
                                 const float *grads_1d, const ParamRange *ranges, int range_count,
-                                int chunks, cudaStream_t stream) {
-    check_rows(G, 0, grads_2d, grads_1d);  // param_ranges_chunk has checked where ranges start
+                                int chunks, cudaStream_t stream, const G *grads_home = nullptr) {
+    // Where ranges start param_ranges_chunk has checked.
+    check_rows(G, 0, grads_2d, grads_1d, grads_home);
     int parts = chunks < NORM_BLOCKS ? chunks : NORM_BLOCKS;
     launch(grad_square_sum_kernel<G>, parts, UPDATE_THREADS, 0, stream, scratch, grads_2d, grads_1d,
-           ranges, range_count, chunks);
+           ranges, range_count, chunks, grads_home);
     launch(grad_square_sum_finish_kernel, 1, parts < 256 ? ceil_div(parts, WARP) * WARP : 256, 0,
            stream, state, scratch, parts);
 }
@@ -2611,7 +2619,8 @@ __device__ inline void split_store(__nv_bfloat16 *params, uint16_t *low, const f
 
 // AdamW on every range, a block for each chunk; nothing happens when state->skip is set.
 //   params of E; low 16 bits each, with SPLIT; moment1, moment2 of M, fp32, or bf16 if E is too;
-//   grads_2d of G and grads_1d fp32, to be multiplied by state->scale.
+//   grads_2d of G and grads_1d fp32, to be multiplied by state->scale; params_home and grads_home
+//   for the ranges that are there. Any of these may be pinned host memory: each byte passes once.
 // Bits: with SPLIT or fp32 parameters, and fp32 moments, those of adamw_element on the CPU. Bytes:
 // each array is read and written once.
 // budget: <bf16, bf16, float> threads 256 regs 74 blocks 3 instr/elem 98 of 8 loop test gpu_adamw
@@ -2620,7 +2629,7 @@ template <class E, class G, class M, bool SPLIT>
 __global__ void __launch_bounds__(UPDATE_THREADS)
     adamw_kernel(E *params, uint16_t *low, M *moment1, M *moment2, const G *grads_2d,
                  const float *grads_1d, const ParamRange *ranges, int range_count, AdamW adamw,
-                 UpdateRandom key, const UpdateState *state) {
+                 UpdateRandom key, const UpdateState *state, E *params_home, const G *grads_home) {
     constexpr int size = Pack<E>::size;
     if (state->skip) {
         return;
@@ -2628,20 +2637,22 @@ __global__ void __launch_bounds__(UPDATE_THREADS)
     float scale = state->scale;
     ParamRange range = param_range_find(ranges, range_count, blockIdx.x);
     float weight_decay = range.two_dimensional ? adamw.weight_decay : 0.0f;
+    E *param = (range.at_home & PARAM_AT_HOME ? params_home : params) + range.param;
+    const G *matrix = (range.at_home & GRAD_AT_HOME ? grads_home : grads_2d) + range.grad;
     size_t begin = (size_t)(blockIdx.x - range.first_chunk) * UPDATE_CHUNK;
     size_t end = begin + UPDATE_CHUNK < range.count ? begin + UPDATE_CHUNK : range.count;
     for (size_t i = begin + threadIdx.x * size; i < end; i += UPDATE_THREADS * size) {
-        size_t at = range.param + i, index = range.index + i;
+        size_t own = range.state + i, index = range.index + i;
         float p[size], m[size], v[size], g[size];
         if constexpr (SPLIT) {
-            split_load(p, params + at, low + at);
+            split_load(p, param + i, low + own);
         } else {
-            vector_load(p, params + at);
+            vector_load(p, param + i);
         }
-        vector_load(m, moment1 + at);
-        vector_load(v, moment2 + at);
+        vector_load(m, moment1 + own);
+        vector_load(v, moment2 + own);
         if (range.two_dimensional) {
-            vector_load(g, grads_2d + range.grad + i);
+            vector_load(g, matrix + i);
         } else {
             vector_load(g, grads_1d + range.grad + i);
         }
@@ -2649,12 +2660,12 @@ __global__ void __launch_bounds__(UPDATE_THREADS)
             adamw_element(&p[k], &m[k], &v[k], scale * g[k], weight_decay, adamw);
         }
         if constexpr (SPLIT) {
-            split_store(params + at, low + at, p);
+            split_store(param + i, low + own, p);
         } else {
-            state_store(params + at, p, key, index, range.stream);
+            state_store(param + i, p, key, index, range.stream);
         }
-        state_store(moment1 + at, m, key, index, range.stream + ROUND_MOMENT1);
-        state_store(moment2 + at, v, key, index, range.stream + ROUND_MOMENT2);
+        state_store(moment1 + own, m, key, index, range.stream + ROUND_MOMENT1);
+        state_store(moment2 + own, v, key, index, range.stream + ROUND_MOMENT2);
     }
 }
 
@@ -2663,17 +2674,20 @@ template <class E, class G, class M, bool SPLIT>
 static void gpu_adamw(E *params, uint16_t *low, M *moment1, M *moment2, const G *grads_2d,
                       const float *grads_1d, const ParamRange *ranges, int range_count, int chunks,
                       AdamW adamw, UpdateRandom key, const UpdateState *state,
-                      cudaStream_t stream) {
-    check_rows(E, 0, params, low, moment1, moment2, grads_2d, grads_1d);
+                      cudaStream_t stream, E *params_home = nullptr,
+                      const G *grads_home = nullptr) {
+    check_rows(E, 0, params, low, moment1, moment2, grads_2d, grads_1d, params_home, grads_home);
     launch(adamw_kernel<E, G, M, SPLIT>, chunks, UPDATE_THREADS, 0, stream, params, low, moment1,
-           moment2, grads_2d, grads_1d, ranges, range_count, adamw, key, state);
+           moment2, grads_2d, grads_1d, ranges, range_count, adamw, key, state, params_home,
+           grads_home);
 }
 
 // -------------------------------------------------------------------------------------------------
 // 31. The device arena
 // The plan's device buffers are one cudaMalloc of exactly the planned bytes; its host buffers one
-// pinned allocation. What libraries and modules take is not planned but measured after a warm-up,
-// and shown apart; the CUDA context exists before and is not in that figure.
+// mapping, pinned, that kernels reach at the same address. What libraries and modules take is not
+// planned but measured after a warm-up, and shown apart; the CUDA context exists before and is not
+// in that figure.
 // 1. Whether the plan fits is decided by the driver's free bytes before anything is allocated. The
 //    context has been taken from them by then: asking creates it.
 // 2. Test builds mark buffers that die and come alive in stream order, so that lateness shows.
@@ -2738,24 +2752,46 @@ static size_t device_available(void) {
     return device_memory.free_bytes;
 }
 
-// Allocates both homes of the plan. The host's is pinned, or copies would not overlap with kernels.
+// `bytes` of host memory, zero and pinned, or copies would not overlap with kernels, nor could
+// kernels reach it. Mapped, touched by all threads and then registered: the same from
+// cudaMallocHost, whose one thread clears every page, takes five times as long (0.49 s a GiB, from
+// rapidsai/cudf#23457). Ends the run where so much cannot be pinned.
+static char *pinned_open(size_t bytes) {
+    constexpr int64_t PART = 2 << 20;  // a huge page
+    char *memory = plan_map(bytes);
+    void *on_device = nullptr;
+    #pragma omp parallel for schedule(static)
+    for (int64_t part = 0; part < ceil_div_i64((int64_t)bytes, PART); part++) {
+        memset(memory + part * PART, 0, (size_t)min_i64(PART, (int64_t)bytes - part * PART));
+    }
+    const cudaError_t error = cudaHostRegister(memory, bytes, cudaHostRegisterMapped);
+    if (error != cudaSuccess) {
+        die("cannot pin %s of host memory: %s", bytes_text((double)bytes).s,
+            cudaGetErrorString(error));
+    }
+    cuda_check(cudaHostGetDevicePointer(&on_device, memory, 0));
+    check(on_device == memory, "this GPU has another address for pinned memory");
+    return memory;
+}
+
+// Allocates both homes of the plan.
 static void arena_open(Plan *p, cudaStream_t stream) {
     cuda_check(cudaMalloc((void **)&p->base[HOME_DEVICE], p->device_bytes));
-    cuda_check(cudaMallocHost((void **)&p->base[HOME_HOST], p->host_bytes));
+    p->base[HOME_HOST] = pinned_open(p->host_bytes);
 #if GPT2_POISON
     arena_stream = stream;
     p->mark = device_mark;
     p->mark(p->base[HOME_DEVICE], p->device_bytes, 0);
+    p->mark(p->base[HOME_HOST], p->host_bytes, 0);
 #endif
     plan_tick(p, 0);
     cuda_check(cudaStreamSynchronize(stream));
 }
 
-// A copy between host and device in the order of `stream`, finished when the call returns.
-// (cudaMemcpy runs on the default stream, which our stream does not wait for.)
-static void copy_wait(void *to, const void *from, size_t bytes, cudaMemcpyKind kind,
-                      cudaStream_t stream) {
-    cuda_check(cudaMemcpyAsync(to, from, bytes, kind, stream));
+// A copy between either home and the host's own memory in the order of `stream`, finished when the
+// call returns. (cudaMemcpy runs on the default stream, which our stream does not wait for.)
+static void copy_wait(void *to, const void *from, size_t bytes, cudaStream_t stream) {
+    cuda_check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream));
     cuda_check(cudaStreamSynchronize(stream));
 }
 
@@ -2764,16 +2800,87 @@ static void copy_wait(void *to, const void *from, size_t bytes, cudaMemcpyKind k
 static void arena_close(Plan *p) {
 #if GPT2_POISON
     p->mark(p->base[HOME_DEVICE], p->device_bytes, 1);
+    p->mark(p->base[HOME_HOST], p->host_bytes, 1);
     cuda_check(cudaStreamSynchronize(arena_stream));
 #endif
     cuda_check(cudaFree(p->base[HOME_DEVICE]));
-    cuda_check(cudaFreeHost(p->base[HOME_HOST]));
+    cuda_check(cudaHostUnregister(p->base[HOME_HOST]));
+    munmap(p->base[HOME_HOST], p->host_bytes);
     p->base[HOME_DEVICE] = p->base[HOME_HOST] = nullptr;
 }
 
 // -------------------------------------------------------------------------------------------------
-// 32. The network on the GPU
-// Volume I's network with kernels for layers: the same plan, walk and stages, all on one stream.
+// 32. Visits: copies and streams
+// How bytes move between the homes of what visits the device (chapter Buckets and visits), while
+// kernels compute. One stream copies up and one down, as a GPU has an engine for each direction.
+// 1. Bytes change hands on the compute stream alone: a copy waits for an event of compute behind
+//    the last use of what it overwrites or takes away, and compute for the event behind the copy.
+// 2. Moments and master do not visit: AdamW reads and writes them in pinned memory, and there the
+//    weights and gradients of blocks that live there.
+
+struct VisitStreams {
+    cudaStream_t compute, up, down;
+    cudaEvent_t now;                                         // compute's place, for a copy
+    cudaEvent_t ready[HOMES][SLOTS], gone[HOMES][SLOTS];  // behind what fills and what empties
+};
+
+// Whatever comes next on `later` waits for all that is on `earlier` by now.
+static void stream_after(cudaStream_t later, cudaStream_t earlier, cudaEvent_t event) {
+    cuda_check(cudaEventRecord(event, earlier));
+    cuda_check(cudaStreamWaitEvent(later, event, 0));
+}
+
+// Queues one move of a visit: what Plan.move is on a GPU.
+static void gpu_move(Plan *p, int move, const Visit *v, void *slot, void *home, size_t bytes) {
+    const VisitStreams *s = (const VisitStreams *)p->mover;
+    cudaEvent_t ready = s->ready[v->what][v->slot], gone = s->gone[v->what][v->slot];
+    if (move == MOVE_ARRIVE && home) {
+        stream_after(s->up, s->compute, s->now);
+        cuda_check(cudaMemcpyAsync(slot, home, bytes, cudaMemcpyHostToDevice, s->up));
+        cuda_check(cudaEventRecord(ready, s->up));
+    } else if (move == MOVE_ARRIVED) {
+        cuda_check(cudaStreamWaitEvent(s->compute, ready, 0));
+    } else if (move == MOVE_DEPART) {
+        stream_after(s->down, s->compute, s->now);
+        cuda_check(cudaMemcpyAsync(home, slot, bytes, cudaMemcpyDeviceToHost, s->down));
+        cuda_check(cudaEventRecord(gone, s->down));
+    } else if (move == MOVE_DEPARTED) {
+        cuda_check(cudaStreamWaitEvent(s->compute, gone, 0));
+    }
+}
+
+// Calls `what` for every event.
+template <class What> static void visits_each_event(VisitStreams *s, What what) {
+    what(&s->now);
+    for (int i = 0; i < HOMES * SLOTS; i++) {
+        what(&s->ready[i / SLOTS][i % SLOTS]);
+        what(&s->gone[i / SLOTS][i % SLOTS]);
+    }
+}
+
+// Opens what moves the visits of plan `p` beside `compute`; it is the caller's.
+static void visits_open(VisitStreams *s, Plan *p, cudaStream_t compute) {
+    p->mover = s;
+    p->move = gpu_move;
+    s->compute = compute;
+    cuda_check(cudaStreamCreateWithFlags(&s->up, cudaStreamNonBlocking));
+    cuda_check(cudaStreamCreateWithFlags(&s->down, cudaStreamNonBlocking));
+    visits_each_event(s, [](cudaEvent_t *event) {
+        cuda_check(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
+    });
+}
+
+// Compute has waited for all copies by the end of a micro-step, and is done.
+static void visits_close(VisitStreams *s) {
+    visits_each_event(s, [](cudaEvent_t *event) { cuda_check(cudaEventDestroy(*event)); });
+    cuda_check(cudaStreamDestroy(s->up));
+    cuda_check(cudaStreamDestroy(s->down));
+}
+
+// -------------------------------------------------------------------------------------------------
+// 33. The network on the GPU
+// Volume I's network with kernels for layers: the same plan, walk and stages, all on one stream but
+// for the copies of what visits.
 // The stages stand as they do there, so that the two can be read side by side.
 // 1. E is the element type of weights and activations, G of the gradients of matrices; statistics,
 //    losses and the gradients of vectors are fp32, because they are few and many numbers add up
@@ -2805,15 +2912,16 @@ template <class E, class G> struct GpuNetwork {
     int slot;                 // the one filled last
     int *counts;              // scratch of the token sort, V ints
     GpuState *result;         // pinned: the state after a step
+    VisitStreams visits;
     ParamRange *ranges;
     int range_count, chunks;
     int accum_steps;  // micro-steps of the step being made
 };
 
-// A buffer that exists once, as numbers of type N. BUF_GRADS holds matrices alone, BUF_GRADS_1D
-// vectors alone.
+// A buffer that exists once, as numbers of type N; null for one that is not in this run's plan.
+// BUF_GRADS holds matrices alone, BUF_GRADS_1D vectors alone.
 template <class N, class E, class G> static N *gpu_buffer(const GpuNetwork<E, G> *net, int id) {
-    return (N *)plan_single(net->plan, id);
+    return net->plan->single[id] < 0 ? nullptr : (N *)plan_single(net->plan, id);
 }
 
 // Volume I's accessors for one block, or for tensors of no block. What has one type there has three
@@ -2824,19 +2932,16 @@ template <class E, class G> struct GpuBlock {
     E *act(int id) const { return (E *)plan_act(net->plan, id, layer); }
     float *stat(int id) const { return (float *)plan_act(net->plan, id, layer); }
     E *dact(int id) const { return (E *)plan_grad(net->plan, id, layer); }
-    E *weight(int tensor) const {
-        return gpu_buffer<E>(net, BUF_WEIGHTS) + at(tensor, ALL_TENSORS);
-    }
-    G *dmatrix(int tensor) const { return gpu_buffer<G>(net, BUF_GRADS) + at(tensor, MATRICES); }
-    float *dvector(int tensor) const {
-        return gpu_buffer<float>(net, BUF_GRADS_1D) + at(tensor, VECTORS);
-    }
+    E *weight(int tensor) const { return tensor_as<E>(HOME_OF_WEIGHTS, tensor); }
+    G *dmatrix(int tensor) const { return tensor_as<G>(HOME_OF_GRADIENTS, tensor); }
+    float *dvector(int tensor) const { return tensor_as<float>(HOME_OF_GRADIENTS, tensor); }
     // The gradient of the bias that is part of the block's input; the embedding has none.
     float *bias_of_input() const {
         return layer > 0 ? GpuBlock{net, layer - 1}.dvector(FCPROJB) : nullptr;
     }
-    int64_t at(int tensor, int subset) const {
-        return subset_offset(&net->plan->settings.model, tensor, layer, subset);
+    template <class N> N *tensor_as(HomeOf state, int tensor) const {
+        const Place place = tensor_place(net->plan, state, tensor, layer);
+        return gpu_buffer<N>(net, place.buffer) + place.offset;
     }
 };
 
@@ -3032,7 +3137,7 @@ template <class E, class G> static void gpu_stage(void *self, int stage, int lay
 }
 
 // -------------------------------------------------------------------------------------------------
-// 33. Steps and update
+// 34. Steps and update
 // The engine's verbs that compute.
 // 1. A micro-step only queues work: the batch goes up through two pinned slots, and the host waits
 //    for nothing but a slot it filled two micro-steps ago.
@@ -3090,7 +3195,7 @@ static void gpu_adamw_all(GpuNetwork<E, G> *net, const AdamW &adamw, const Optio
         gpu_buffer<M>(net, BUF_M), gpu_buffer<M>(net, BUF_V), gpu_buffer<G>(net, BUF_GRADS),
         gpu_buffer<float>(net, BUF_GRADS_1D), gpu_buffer<ParamRange>(net, BUF_TENSORS),
         net->range_count, net->chunks, adamw, key, &gpu_buffer<GpuState>(net, BUF_STATE)->update,
-        net->stream);
+        net->stream, gpu_buffer<E>(net, BUF_WEIGHTS_HOME), gpu_buffer<G>(net, BUF_GRADS_HOME));
 }
 
 // The engine's update. Norm, clip factor and the decision to skip are made on the device, where
@@ -3101,11 +3206,12 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
     const Settings *s = &net->plan->settings;
     plan_tick(net->plan, tick_update(s));
+    visits_forget_weights(net->plan);
     GpuState *state = gpu_buffer<GpuState>(net, BUF_STATE);
     gpu_grad_square_sum<G>(&state->update, gpu_buffer<float>(net, BUF_PARTIALS),
                            gpu_buffer<G>(net, BUF_GRADS), gpu_buffer<float>(net, BUF_GRADS_1D),
                            gpu_buffer<ParamRange>(net, BUF_TENSORS), net->range_count, net->chunks,
-                           net->stream);
+                           net->stream, gpu_buffer<G>(net, BUF_GRADS_HOME));
     gpu_update_decide(&state->update, (float)o->clip, (float)limit, net->stream);
     // The clip factor is the device's, so the host's scale of gradients is 1.
     AdamW adamw = adamw_at(o, lr, updates, 1);
@@ -3165,8 +3271,7 @@ static void gpu_logits(Engine *e, real *out, const Token *tokens, int n) {
     walk(net->plan, tick_head(&s->model), 0, gpu_stage<E, G>, &pass);
     free(padded);
     E *host = (E *)alloc_zero((size_t)V, sizeof(E));
-    copy_wait(host, gpu_buffer<E>(net, BUF_LOGITS), V * sizeof(E), cudaMemcpyDeviceToHost,
-              net->stream);
+    copy_wait(host, gpu_buffer<E>(net, BUF_LOGITS), V * sizeof(E), net->stream);
     for (int v = 0; v < V; v++) {
         out[v] = to_float(host[v]);
     }
@@ -3174,7 +3279,7 @@ static void gpu_logits(Engine *e, real *out, const Token *tokens, int n) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 34. States, open and close
+// 35. States, open and close
 // States go in and out as fp32 whatever the device keeps, so a checkpoint knows no type of a run.
 // How a state lies in memory is a value, StateView, and reading and writing are written once.
 
@@ -3186,17 +3291,19 @@ struct StateView {
     uint16_t *low;
 };
 
-// State `state` (STATE_WEIGHTS, STATE_M, STATE_V) of this run from element `offset` on.
+// A span of state `state` (STATE_*), at home.
 template <class E, class G>
-static StateView gpu_state(const GpuNetwork<E, G> *net, int state, int64_t offset) {
-    static const int buffers[STATES] = {BUF_WEIGHTS, BUF_M, BUF_V};
-    const Settings *s = &net->plan->settings;
-    const bool weights = state == STATE_WEIGHTS;
-    StateView v = {weights ? s->dtype : s->moment_dtype, gpu_buffer<char>(net, buffers[state]),
+static StateView gpu_state(const GpuNetwork<E, G> *net, int state, const TensorSpan *span) {
+    const Plan *p = net->plan;
+    const Settings *s = &p->settings;
+    Place place = tensor_home(s, state_homes[state], span->tensor, span->layer);
+    place.buffer = state == STATE_V ? BUF_V : place.buffer;
+    StateView v = {p->buffers[p->single[place.buffer]].type, gpu_buffer<char>(net, place.buffer),
                    nullptr};
-    v.data += offset * (int64_t)type_bytes(v.type);
-    if (weights && s->split_master) {
-        v.low = gpu_buffer<uint16_t>(net, BUF_MASTER) + offset;
+    v.data += (place.offset + span->first) * (int64_t)type_bytes(v.type);
+    if (state == STATE_WEIGHTS && s->split_master) {
+        const Place low = tensor_home(s, HOME_OF_MASTER, span->tensor, span->layer);
+        v.low = gpu_buffer<uint16_t>(net, low.buffer) + low.offset + span->first;
     }
     return v;
 }
@@ -3206,9 +3313,9 @@ static void state_read(real *out, const StateView &v, int64_t count, cudaStream_
     const size_t bytes = count * type_bytes(v.type);
     char *host = (char *)alloc_zero(bytes, 1);
     uint16_t *low = v.low ? (uint16_t *)alloc_zero((size_t)count, sizeof(uint16_t)) : nullptr;
-    copy_wait(host, v.data, bytes, cudaMemcpyDeviceToHost, stream);
+    copy_wait(host, v.data, bytes, stream);
     if (low) {
-        copy_wait(low, v.low, count * sizeof *low, cudaMemcpyDeviceToHost, stream);
+        copy_wait(low, v.low, count * sizeof *low, stream);
     }
     with_type(v.type, [&](auto element) {
         const decltype(element) *x = (const decltype(element) *)(const void *)host;
@@ -3238,53 +3345,33 @@ static void state_write(const StateView &v, const real *values, int64_t count,
             }
         }
     });
-    copy_wait(v.data, host, bytes, cudaMemcpyHostToDevice, stream);
+    copy_wait(v.data, host, bytes, stream);
     if (low) {
-        copy_wait(v.low, low, count * sizeof *low, cudaMemcpyHostToDevice, stream);
+        copy_wait(v.low, low, count * sizeof *low, stream);
     }
     free(host);
     free(low);
-}
-
-// Gradients [offset, offset + count) of the layout of all tensors, from their two buffers.
-template <class E, class G>
-static void gpu_read_gradients(GpuNetwork<E, G> *net, int64_t offset, real *out, int64_t count) {
-    const Settings *s = &net->plan->settings;
-    const Model *m = &s->model;
-    memset(out, 0, (size_t)count * sizeof(real));  // the gaps between tensors are zero
-    for (int tensor = 0; tensor < TENSORS; tensor++) {
-        for (int l = 0; l < tensor_copies(m, tensor); l++) {
-            const GpuBlock<E, G> b = {net, l};
-            int64_t begin = tensor_offset(m, tensor, l);
-            int64_t low = max_i64(begin, offset);
-            int64_t high = min_i64(begin + tensor_size(m, tensor), offset + count);
-            // Matrices and vectors lie in buffers of their own, in types of their own.
-            StateView v = tensor_is_matrix(tensor)
-                              ? StateView{s->grad_dtype, (char *)b.dmatrix(tensor), nullptr}
-                              : StateView{TYPE_FP32, (char *)b.dvector(tensor), nullptr};
-            if (low < high) {
-                v.data += (low - begin) * (int64_t)type_bytes(v.type);
-                state_read(out + low - offset, v, high - low, net->stream);
-            }
-        }
-    }
 }
 
 // The engine's read and write. Gradients can only be read.
 template <class E, class G>
 static void gpu_read(Engine *e, int state, int64_t offset, real *out, int64_t count) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
-    if (state == STATE_GRADS) {
-        gpu_read_gradients(net, offset, out, count);
-    } else {
-        state_read(out, gpu_state(net, state, offset), count, net->stream);
+    TensorSpan span = {};
+    memset(out, 0, (size_t)count * sizeof(real));
+    while (span_next(&net->plan->settings.model, offset, count, &span)) {
+        state_read(out + span.at, gpu_state(net, state, &span), span.count, net->stream);
     }
 }
 
 template <class E, class G>
 static void gpu_write(Engine *e, int state, int64_t offset, const real *values, int64_t count) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
-    state_write(gpu_state(net, state, offset), values, count, net->stream);
+    TensorSpan span = {};
+    visits_forget_weights(net->plan);
+    while (span_next(&net->plan->settings.model, offset, count, &span)) {
+        state_write(gpu_state(net, state, &span), values + span.at, span.count, net->stream);
+    }
 }
 
 // Gives back everything but the plan. What is queued must be done first: it uses the memory.
@@ -3295,6 +3382,7 @@ template <class E, class G> static void gpu_close(Engine *e) {
     for (int i = 0; i < 2; i++) {
         cuda_check(cudaEventDestroy(net->uploaded[i]));
     }
+    visits_close(&net->visits);
     arena_close(net->plan);
     cuda_check(cudaStreamDestroy(net->stream));
     free(net->counts);
@@ -3305,25 +3393,31 @@ template <class E, class G> static void gpu_close(Engine *e) {
 
 // The table of tensors that norm and AdamW walk, on the host and in BUF_TENSORS.
 template <class E, class G> static void gpu_ranges_open(GpuNetwork<E, G> *net) {
-    const Model *m = &net->plan->settings.model;
+    const Settings *s = &net->plan->settings;
+    const Model *m = &s->model;
     int count = 0;
     net->ranges = (ParamRange *)alloc_zero(TENSORS * (size_t)m->L, sizeof(ParamRange));
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int l = 0; l < tensor_copies(m, tensor); l++) {
-            bool matrix = tensor_is_matrix(tensor);
+            const Place param = tensor_home(s, HOME_OF_WEIGHTS, tensor, l);
+            const Place grad = tensor_home(s, HOME_OF_GRADIENTS, tensor, l);
+            const TensorRange r = tensor_update_range(s, tensor, l);
             ParamRange *range = &net->ranges[count++];
-            range->param = (size_t)tensor_offset(m, tensor, l);
-            range->grad = (size_t)subset_offset(m, tensor, l, matrix ? MATRICES : VECTORS);
-            range->index = (size_t)(l * tensor_size(m, tensor));
-            range->count = (size_t)tensor_size(m, tensor);
+            range->param = (size_t)(param.offset + r.first);
+            range->state = (size_t)r.state;
+            range->grad = (size_t)(grad.offset + r.first);
+            range->index = (size_t)(l * tensor_size(m, tensor) + r.first);
+            range->count = (size_t)r.count;
             range->stream = (uint32_t)(RNG_ROUND + tensor);
-            range->two_dimensional = matrix;
+            range->two_dimensional = tensor_is_matrix(tensor);
+            range->at_home = (param.buffer == BUF_WEIGHTS_HOME ? PARAM_AT_HOME : 0) |
+                             (grad.buffer == BUF_GRADS_HOME ? GRAD_AT_HOME : 0);
         }
     }
     net->range_count = count;
     net->chunks = param_ranges_chunk(net->ranges, count);
     copy_wait(gpu_buffer<ParamRange>(net, BUF_TENSORS), net->ranges, count * sizeof(ParamRange),
-              cudaMemcpyHostToDevice, net->stream);
+              net->stream);
 }
 
 // A step of two micro-steps, an evaluation and a sample on zeros: every kernel is loaded and every
@@ -3341,11 +3435,13 @@ static void gpu_warm_up(Engine *e) {
     Options o;
     options_default(&o);
     before = before ? before : device_memory.free_bytes;
-    // The run initialises its states later; until then they hold a former owner's bytes.
+    // The run initialises its states later; until then those on the device hold a former owner's
+    // bytes. Pinned memory is fresh.
     for (int id : {BUF_WEIGHTS, BUF_MASTER, BUF_M, BUF_V, BUF_STATE}) {
-        if (net->plan->single[id] >= 0) {
-            size_t bytes = net->plan->buffers[net->plan->single[id]].bytes;
-            cuda_check(cudaMemsetAsync(gpu_buffer<char>(net, id), 0, bytes, net->stream));
+        const int at = net->plan->single[id];
+        if (at >= 0 && net->plan->buffers[at].home == HOME_DEVICE) {
+            cuda_check(cudaMemsetAsync(gpu_buffer<char>(net, id), 0, net->plan->buffers[at].bytes,
+                                       net->stream));
         }
     }
     gpu_micro_step<E, G>(e, zeros, zeros, 0, 2);
@@ -3377,6 +3473,7 @@ template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
     // Not the default stream, nor synchronised with it: nothing of a library's slips between.
     cuda_check(cudaStreamCreateWithFlags(&net->stream, cudaStreamNonBlocking));
     arena_open(net->plan, net->stream);
+    visits_open(&net->visits, net->plan, net->stream);
     gpu_matmul_open(gpu_buffer<char>(net, BUF_MATMUL), GPU_MATMUL_BYTES);
     int *pinned = gpu_buffer<int>(net, BUF_PINNED);
     check(batch_ints(N) == 2 * N + (int64_t)embedding_plan_ints((int)N), "a batch's length");
@@ -3402,7 +3499,7 @@ template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 35. Meters
+// 36. Meters
 // What this GPU could do at most, for "% of peak": dense products of the run's type per clock and
 // SM (NVIDIA's architecture white papers; for sm_86, 89 and 120 the GeForce cards' rate, half of
 // the workstation cards'; 110, Thor, and 121, GB10, a quarter of the data sheets' dense fp4), times
@@ -3447,7 +3544,7 @@ static void device_describe(Engine *e, const Settings *s) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 36. main
+// 37. main
 // Volume I's program with the GPU's engine, and two commands of its own: --check compares one batch
 // with the oracle, --compare runs the same steps with and without recomputation.
 
@@ -3470,9 +3567,9 @@ static void gpu_engine_open(Engine *e, Plan *p) {
 static void gpu_settings_check(const Settings *s) {
     const Model *m = &s->model;
     const int HS = m->C / m->NH;
-    if (s->dtype == TYPE_FP16 || settings_offloads(s)) {
-        die("--dtype fp16 and --offload can be planned (--plan), but this program does not train "
-            "with them; it trains in bf16 and fp32 with all states on the GPU");
+    if (s->dtype == TYPE_FP16) {
+        die("--dtype fp16 can be planned (--plan), but this program does not train with it; it "
+            "trains in bf16 and fp32");
     }
     if (m->C % CHANNELS_UNIT != 0 || m->C > CHANNELS_MAX ||
         (s->dtype != TYPE_FP32 && (HS % HEAD_UNIT != 0 || HS > HEAD_MAX)) || HS > HEAD_MAX_FP32) {
@@ -3547,6 +3644,7 @@ static int command_check(Run *run, const Program *program) {
     Engine cpu;
     int failed = 0;
     oracle.gpu = oracle.split_master = 0;
+    memset(oracle.home, 0, sizeof oracle.home);
     settings_recompute(&oracle, RECOMPUTE_NONE, m->L);
     oracle.dtype = oracle.grad_dtype = oracle.moment_dtype = TYPE_REAL;
     plan_build(&oracle_plan, &oracle);

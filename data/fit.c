@@ -554,6 +554,16 @@ static void plan_refuse(const Plan *p, size_t need, size_t available) {
         bytes_text((double)available).s, available_limit, bytes_text((double)missing).s, line);
 }
 
+// The same for what `copies` runs of the plan pin in the memory of this machine beside their GPUs.
+static void plan_refuse_host(const Plan *p, int copies, const HostMemory *h) {
+    const double need = (double)p->host_bytes * copies, available = (double)h->bytes;
+    if (need > available) {
+        die("the plan keeps %s in host memory, only %s are available (%s): %s short; fewer states "
+            "in --offload need less of it", bytes_text(need).s, bytes_text(available).s, h->limit,
+            bytes_text(need - available).s);
+    }
+}
+
 // -------------------------------------------------------------------------------------------------
 // 4. The printed plan
 // --plan, for people and as JSON.

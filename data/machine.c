@@ -367,18 +367,32 @@ static int shown_bytes(const char *text, size_t left) {
 }
 
 // Prints text of any bytes: into a file as it is, on a terminal with \xNN for what it would not
-// show, but for line ends and tabs.
+// show, but for line ends and tabs. A text may come in pieces: of a character that is cut the start
+// waits for the rest, at the latest for the line end that a text ends with.
 static void text_print(const char *text, size_t n) {
-    const int raw = !isatty(STDOUT_FILENO);
-    for (size_t i = 0; i < n;) {
-        const int plain = raw || text[i] == '\n' || text[i] == '\t';
-        const int bytes = plain ? 1 : shown_bytes(text + i, n - i);
-        if (bytes) {
-            fwrite(text + i, 1, (size_t)bytes, stdout);
-        } else {
-            printf("\\x%02x", (unsigned char)text[i]);
+    static char held[4];
+    static size_t count;
+    if (!isatty(STDOUT_FILENO)) {
+        fwrite(text, 1, n, stdout);
+        return;
+    }
+    for (size_t i = 0; i < n; i++) {
+        held[count++] = text[i];
+        while (count) {
+            const int lead = (unsigned char)held[0], plain = lead == '\n' || lead == '\t';
+            const size_t whole = lead >= 0xF0 ? 4 : lead >= 0xE0 ? 3 : lead >= 0xC0 ? 2 : 1;
+            const size_t bytes = plain ? 1 : (size_t)shown_bytes(held, count);
+            if (!bytes && count < whole && (count == 1 || (held[count - 1] & 0xC0) == 0x80)) {
+                break;
+            }
+            if (bytes) {
+                fwrite(held, 1, bytes, stdout);
+            } else {
+                printf("\\x%02x", lead);
+            }
+            const size_t used = bytes ? bytes : 1;
+            memmove(held, held + used, count -= used);
         }
-        i += (size_t)(bytes ? bytes : 1);
     }
 }
 

@@ -63,8 +63,7 @@ template <class E> static void bench_patterns() {
             host[i] = from_float<E>((float)(positive ? 0.25 + 0.75 * x : 2 * x - 1));
         }
         cuda_check(cudaMalloc((void **)&bench.noise[positive], PATTERN));
-        copy_wait(bench.noise[positive], host.data(), PATTERN, cudaMemcpyHostToDevice,
-                  bench.stream);
+        copy_wait(bench.noise[positive], host.data(), PATTERN, bench.stream);
     }
 }
 
@@ -73,7 +72,7 @@ static size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
 // Fills one array; NOISE and POSITIVE repeat their pattern.
 static void array_fill(char *to, const Array &array) {
     if (array.fill == INTS) {
-        copy_wait(to, array.ints, array.bytes, cudaMemcpyHostToDevice, bench.stream);
+        copy_wait(to, array.ints, array.bytes, bench.stream);
         return;
     }
     for (size_t at = 0; at < array.bytes; at += PATTERN) {
@@ -316,7 +315,7 @@ template <class E> static std::vector<Case> update_cases(const Settings *s) {
     constexpr bool SPLIT = sizeof(E) == 2;
     const size_t count = (size_t)tensor_offset(&s->model, TENSORS, 0);
     static ParamRange range[1];
-    range[0] = {0, 0, 0, count, RNG_ROUND, 1, 0};
+    range[0] = {0, 0, 0, 0, count, RNG_ROUND, 1, 0, 0};
     const int chunks = param_ranges_chunk(range, 1);
     static const UpdateState state = {1, 1, 1, 0, 0};
     const Array table = {sizeof range, READ, INTS, (const int *)(const void *)range};
@@ -454,6 +453,24 @@ static void bench_open(const Settings *s) {
            e.device, bench.bytes_per_ms * 1e-9, bench.peak_flops * 1e-12, cublasLtGetVersion());
 }
 
+// How fast host memory is pinned, and how fast `bytes` of it go up to the arena and come down.
+static void bench_host(size_t bytes) {
+    const double start = now_ms();
+    char *host = pinned_open(bytes);
+    const double pin_ms = now_ms() - start, size = (double)bytes;
+    auto copy_ms = [&](bool up) {
+        return gpu_time_ms(bench.rounds, bench.stream, [&](int) {
+            cuda_check(cudaMemcpyAsync(up ? bench.arena : host, up ? host : bench.arena, bytes,
+                                       cudaMemcpyDefault, bench.stream));
+        });
+    };
+    printf("%shost memory: pinned at %.2f s a GiB; copies up %.1f GB/s, down %.1f GB/s\n",
+           bench.tsv ? "# " : "", pin_ms * 1e-3 * 0x1p30 / size, size / copy_ms(true) * 1e-6,
+           size / copy_ms(false) * 1e-6);
+    cuda_check(cudaHostUnregister(host));
+    munmap(host, bytes);
+}
+
 static void bench_run(const char *dtype) {
     Options o;
     Model m;
@@ -472,6 +489,7 @@ static void bench_run(const char *dtype) {
     settings_from_options(&s, &o, &m, 1);
     gpu_settings_check(&s);
     bench_open(&s);
+    bench_host(CUDA_CPU ? 1 << 20 : bench.arena_bytes < 1u << 30 ? bench.arena_bytes : 1u << 30);
     printf(bench.tsv ? "# %s, -b %d -t %d, %s\n" : "%s, -b %d -t %d, %s\n", bench.model, s.B, s.T,
            dtype);
     if (s.dtype == TYPE_FP32) {

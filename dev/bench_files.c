@@ -116,7 +116,7 @@ int main(void) {
             times[DD_READ_COLD][r] = now_ms() - began;
         }
         began = now_ms();
-        sha256_add(&w.sha, cpu_state(&e, STATE_WEIGHTS, 0), (size_t)(megabytes * 1e6));
+        sha256_add(&w.sha, buffer(&p, BUF_WEIGHTS), (size_t)(megabytes * 1e6));
         times[HASH][r] = now_ms() - began;
         began = now_ms();
         checkpoint_save(&snapshot, folder, path);

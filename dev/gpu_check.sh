@@ -7,7 +7,7 @@
 # Needs no network. Where a machine is to be had for minutes at a time only, each call does a few
 # stages: what earlier calls left in OUT stays, and the summary tells of all.
 #
-#   STAGES="build test sanitizer check bits speed torch bench"    those to do, in this order
+#   STAGES="build test sanitizer check bits offload speed torch bench"    to do, in this order
 #   OUT=build/gpu_check        where a log a stage, their verdicts and summary.md go
 #   GPT2CU=./train_gpt2cu      the program; one named here is taken as it is and not built
 #   TEST=build/test_gpt2cu     its tests, likewise
@@ -28,16 +28,16 @@
 set -u
 export LC_ALL=C
 cd "$(dirname "$0")/.." || exit 1
-STAGES=${STAGES-build test sanitizer check bits speed torch bench}
+STAGES=${STAGES-build test sanitizer check bits offload speed torch bench}
 OUT=${OUT:-build/gpu_check} PYTHON=${PYTHON:-python3} MODELS=${MODELS:-d12 d48}
 STEPS=${STEPS:-20} LARGEST_BATCH=${LARGEST_BATCH:-16} SECONDS_IN_ALL=${SECONDS_IN_ALL:-560}
 given_program=${GPT2CU:-} given_test=${TEST:-} given_bench=${BENCH:-} CARRIED=${CARRIED:-carried}
 GPT2CU=${GPT2CU:-./train_gpt2cu} TEST=${TEST:-build/test_gpt2cu} BENCH=${BENCH:-build/bench}
 first_model=${MODELS%% *}
 for stage in $STAGES; do
-    if [[ " build test sanitizer check bits speed torch bench " != *" $stage "* ]]; then
-        echo "gpu_check.sh: STAGES has no stage '$stage': build test sanitizer check bits speed" \
-             "torch bench" >&2
+    if [[ " build test sanitizer check bits offload speed torch bench " != *" $stage "* ]]; then
+        echo "gpu_check.sh: STAGES has no stage '$stage': build test sanitizer check bits offload" \
+             "speed torch bench" >&2
         exit 1
     fi
 done
@@ -78,7 +78,7 @@ report() {
 # found verdicts|rows|compare: what all calls found, stage by stage.
 found() {
     local each
-    for each in machine build test sanitizer check bits speed torch bench; do
+    for each in machine build test sanitizer check bits offload speed torch bench; do
         if [ -f "$OUT/$each.$1" ]; then cat "$OUT/$each.$1"; fi
     done
 }
@@ -560,6 +560,30 @@ timed_run() {
         >> "$OUT/speed.log" 2>&1
     rm -rf "$dir"/step-*
     return $status
+}
+
+# The time of a step with each state in host memory beside none, and the same bits. How fast copies
+# are, and pinning, the stage bench says.
+stage_offload() {
+    local homes dir ms none='' seconds=60 status
+    for homes in none moments moments,master weights gradients residuals \
+        weights,gradients,moments,master,residuals; do
+        dir=$work/offload.${homes//,/+}
+        timed_run "$dir" $seconds -e "$first_model" -b 4 -r 1 --offload "$homes"
+        status=$?
+        ms=$(steps_of "$dir" ms | tail -n +$((STEPS / 4 + 1)) | median)
+        if [ $status -ne 0 ]; then
+            report "offload $homes" FAILED "$(why $status $seconds)"
+        elif [ "$homes" = none ]; then
+            none=$ms
+            report "offload $homes" ok "$ms ms"
+        elif same_steps "$work/offload.none" "$dir"; then
+            report "offload $homes" ok "$(awk -v ms="$ms" -v none="$none" \
+                'BEGIN { printf "%s ms, %.2f of none; the same bits", ms, ms / none }')"
+        else
+            report "offload $homes" FAILED "other losses or norms than with all on the GPU"
+        fi
+    done
 }
 
 # speed MODEL LEVEL BATCH: one timed run, and its row of the table.

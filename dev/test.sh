@@ -112,9 +112,9 @@ drives="options       train_gpt2
         evaluate      build/train_gpt2_asan
         generate      build/train_gpt2_asan
         model_files   build/train_gpt2_asan
-        training      build/train_gpt2_asan        overfit
+        training      build/train_gpt2_asan        overfit homes
         training      build/train_gpt2_double      overfit
-        training      train_gpt2cu_cpu             micro_batches validation
+        training      train_gpt2cu_cpu             micro_batches validation homes
         gpu_program   train_gpt2cu_cpu
         gpu_program   build/train_gpt2cu_cpu_asan  gpu_bad gpu_start gpu_comm gpu_eval gpu_check"
 archs="75 80 89 90a 100 120"

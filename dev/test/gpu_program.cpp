@@ -16,10 +16,8 @@ static int is_emulated() { return tested.find("cu_cpu") != Text::npos; }
 // One line, exit status 1, no checkpoint; what is at fault is named.
 static void test_gpu_bad_input() {
     static const Refusal table[] = {
-        {"--dtype fp16", "--dtype fp16 and --offload can be planned"},
-        {"--offload moments,master", "--dtype fp16 and --offload can be planned"},
+        {"--dtype fp16", "--dtype fp16 can be planned"},
         {"--dtype bf16 -w 0 --offload master", "--offload master: there is no master copy"},
-        {"--offload weights", "--dtype fp16 and --offload can be planned"},
         {"--offload moments,weight", "--offload: 'moments,weight' is not a list"},
         {"-z 1", "--zero (-z) 1 can be planned with --plan"},
         {"--dtype fp32 --moments bf16", "--moments bf16 needs --dtype bf16"},
@@ -49,6 +47,9 @@ static void test_gpu_bad_input() {
         expect_refused(old, "has no bf16; use --dtype fp32", "a GPU without bf16");
         expect_success(program(run + "l2h2c16t16 --quiet --dtype fp32", with("EMU_CC", "75")),
                        "fp32 where there is no bf16");
+        Outcome pinned =
+            program(run + "l2h2c16t16 --offload moments", with("EMU_HOST_MEM", "4096"));
+        expect_refused(pinned, " of host memory: out of memory", "memory that cannot be pinned");
         Outcome small = program("-i train.bin -b 64 -x 2 -e l4h2c64t16 -o small "
                                 "-r none --offload none",
                                 with("EMU_GPU_MEM", "42000000"));
@@ -154,6 +155,11 @@ static void test_gpu_auto() {
                                  : program(run, with("EMU_GPU_MEM", less.c_str()));
         expect_refused(o, ": 1 B short; ", "a byte less");
     }
+    const Outcome away = program("-i train.bin -e l3h2c16t16 -b 4 -x 3 -o away",
+                                 with("EMU_GPU_MEM", text("%ld", block - 1).c_str()));
+    expect_success(away, "what fits no other way goes to the host");
+    expect(away.out.find(" --offload moments,master\n", away.out.find("\nchosen ")) != Text::npos &&
+               losses_in("away") == losses_in("plain"), "%s", away.out.c_str());
 }
 
 // A run measures how fast the GPU is once, keeps it in the user's cache and compares it with its
@@ -184,7 +190,8 @@ static void test_gpu_speed() {
 // --check agrees in all 17 numbers, --compare names two levels; --plan needs no GPU.
 static void test_gpu_commands() {
     write_corpus();
-    for (const char *arguments : {"--dtype fp32 -r norm", "--dtype bf16 -r block", "-w none"}) {
+    for (const char *arguments : {"--dtype fp32 -r norm", "--dtype bf16 -r block", "-w none",
+                                  "--offload weights,gradients,moments,master,residuals"}) {
         Outcome o = program(Text("-i train.bin -e l2h2c32t16 -b 2 --check ") + arguments);
         expect_success(o, arguments);
         int ok = 0;
@@ -193,7 +200,7 @@ static void test_gpu_commands() {
         }
         expect(ok == 17, "%s: %d of 17 numbers agree", arguments, ok);
     }
-    Outcome o = program("-i train.bin -e l2h2c16t16 -b 2 --compare");
+    Outcome o = program("-i train.bin -e l2h2c16t16 -b 2 --compare --offload weights,moments");
     expect_success(o, "--compare");
     expect(o.out.find("\n-r none ") != Text::npos && o.out.find("\n-r block ") != Text::npos &&
            o.out.find("median of 9 steps") != Text::npos);

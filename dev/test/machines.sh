@@ -155,13 +155,15 @@ STAGES="speed tests" check
 says "gpu_check: unknown stage" "STAGES has no stage 'tests': build test sanitizer" "$said"
 if [ -x train_gpt2cu_cpu ]; then
     SECONDS=0
-    STAGES="build test check bits speed torch bench" GPT2CU=./train_gpt2cu_cpu TEST=true \
+    STAGES="build test check bits offload speed torch bench" GPT2CU=./train_gpt2cu_cpu TEST=true \
         BENCH=true MODELS=l1h1c8t32 STEPS=4 LARGEST_BATCH=1 MEMORY_MIB=16384 check
     verdict "gpu_check on the emulated device ($SECONDS s)" $status "$said"
     says "gpu_check: context" "context +ok +450 MiB .*, 400 MiB before; the process took [0-9]+" \
         "$said"
     says "gpu_check: libraries" "4 micro-steps a step +ok +libraries took .*; at most 500 M" "$said"
     says "gpu_check: equal bits" "two runs +ok .*-r 0, -r 1 +ok" "$said"
+    says "gpu_check: offload" \
+        "weights,.*,residuals ok +[0-9.]+ ms, [0-9.]+ of none; the same bits" "$said"
     says "gpu_check: measured memory" "tokens/s; planned [0-9]+ MiB, measured 100 MiB" "$said"
     STAGES=speed GPT2CU=./train_gpt2cu_cpu MODELS=l1h1c8t32 check
     says "gpu_check: no room is no failure" "-r 1 +skipped +no plan fits 1024 MiB" "$said"

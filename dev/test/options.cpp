@@ -441,9 +441,25 @@ static void test_sample_bytes() {
     const Outcome o = program(run);
     expect_success(o, "into a file");
     expect(o.out.find("---\n" + bytes) != Text::npos, "%s", o.out.c_str());
-    const Text all = on_terminal(run, 80);
-    expect(all.find("---\r\n" + shown) != Text::npos && all.find(bytes.substr(0, 4)) == Text::npos,
-           "%s", all.c_str());
+    expect_success(program(TINY "-x 1 --quiet -o out"), "a model");
+    for (const Text &arguments : {run, "-e out/step-00000001 --generate --quiet -g 1 --prompt " +
+                                           bytes}) {
+        const Text all = on_terminal(arguments, 80);
+        expect(all.find((arguments == run ? "---\r\n" : "") + shown) != Text::npos &&
+                   all.find(bytes.substr(0, 4)) == Text::npos, "%s", all.c_str());
+    }
+    // A character that comes in pieces is shown whole: each byte of it is a token.
+    Ids accents;
+    for (int i = 0; i < 400; i++) {
+        accents.push_back(i % 2 ? 0xa9 : 0xc3);
+    }
+    write_file("accents.bin", shard_bytes(accents, BYTE_TOKENS));
+    const Text train = "-i accents.bin -e l2h2c32t16 -b 8 -x 200 -l 1e-2 --quiet -o accents";
+    expect_success(program(train), train);
+    const Text all = on_terminal("-e accents/step-00000200 --generate --quiet -g 9 --temperature 0 "
+                                 "--prompt \xc3\xa9", 80);
+    expect(all.find("\xc3\xa9\xc3\xa9\xc3\xa9\xc3\xa9\xc3\xa9\\xc3\r\n") == 0, "%s",
+           all.c_str());
 }
 
 static const Test tests[] = {

@@ -498,6 +498,8 @@ if command -v python3 > /dev/null; then
     refuses "report: no plan" "digits is not what --plan --json prints" report --plan digits -o bad
     refuses "report: no tensorboardX" "needs Python's package tensorboardX" \
         python3 -S "$root/dev/report.py" run --tensorboard bad
+    refuses "report: no wandb" "needs Python's package wandb" \
+        python3 -S "$root/dev/report.py" run --wandb bad
     python3 "$root/dev/report.py" run --watch --port 0 > url &
     watcher=$!
     for _ in {1..100}; do [ -s url ] || sleep 0.05; done

@@ -230,6 +230,44 @@ static void test_bf16_products() {
     detail = text("losses within %.2e, bound 2e-2", worst);
 }
 
+// Wherever states live, a run has the same losses, validations, samples and checkpoints; what one
+// leaves another goes on from, at home elsewhere; --eval scores alike.
+static void test_homes() {
+    write_corpus();
+    write_file("e.bin", eval_bytes(random_questions(3, 50257, 2)));
+    const Text all = Text("weights,gradients,moments,residuals") +
+                     (tested.find("cu") != Text::npos ? ",master" : "");
+    const Text run = "-i train.bin -j val.bin -e l3h1c16t16 -b 2 -d 64 -k constant -v 2 -m 2 -s 2 "
+                     "-g 4 -r none --offload ";
+    auto sample = [](const Outcome &o) { return o.out.substr(o.out.find("--- sample")); };
+    auto losses = [](const Text &folder) {
+        std::vector<double> both = values_in(read_file(folder + "/log.jsonl"), "loss");
+        for (double x : values_in(read_file(folder + "/log.jsonl"), "val_loss")) {
+            both.push_back(x);
+        }
+        return both;
+    };
+    Outcome o = program(run + "none -x 4 -o none");
+    expect_success(o, "none");
+    const Text samples = sample(o).substr(0, 24), end = tensors_of("none", 4);
+    expect(losses("none").size() >= 6 && !end.empty());
+    for (const Text &homes : {Text("weights"), Text("gradients"), Text("moments"),
+                              Text("residuals"), all}) {
+        o = program(run + homes + " -x 4 -o " + homes);
+        expect_success(o, homes);
+        expect(losses(homes) == losses("none") && tensors_of(homes, 4) == end, "%s", homes.c_str());
+        expect(sample(o).substr(0, 24) == samples, "%s: samples", homes.c_str());
+    }
+    for (int turn = 0; turn < 2; turn++) {
+        const Text folder = text("turn%d", turn), none = "none";
+        expect_success(program(run + (turn ? all : none) + " -x 2 -o " + folder), folder);
+        expect_success(program(run + (turn ? none : all) + " -x 4 -y 1 -o " + folder), folder);
+        expect(tensors_of(folder, 4) == end, "a resume at another home, %d", turn);
+    }
+    const Text eval = "-e l3h1c16t16 --eval e.bin --json -b 3 --offload ";
+    expect(program(eval + all).out == program(eval + "none").out, "--eval");
+}
+
 static const Test tests[] = {
     {"max_skips", test_max_skips, 1},
     {"data_cut", test_data_cut, 1},
@@ -237,6 +275,7 @@ static const Test tests[] = {
     {"training", test_training, 1},
     {"micro_batches", test_micro_batches, 1},
     {"validation", test_validation, 1},
+    {"homes", test_homes, 1},
     {"resident_memory", test_resident_memory, 1},
     {"waiting", test_waiting, 1},
     {"bf16_products", test_bf16_products, 1},
