@@ -166,8 +166,9 @@ test: ## check the style, build and run every test that this machine can run
 	+@WERROR='$(or $(WERROR),-Werror)' TESTS='$(TESTS)' $(FOUND) dev/test.sh
 fuzz: build/fuzz build/fuzz_replay train_gpt2 data/tokenize ## readers, FUZZ_SECONDS=60 each
 	@dev/fuzz/run.sh $(or $(FUZZ_SECONDS),60)
-bench: build/bench_cpu build/bench_files ## matmul and step against oneDNN, files against dd
-	./build/bench_cpu && ./build/bench_files
+bench: build/bench_cpu build/bench_files ## beside oneDNN, files beside dd, PYTHON=...: PyTorch
+	./build/bench_cpu | tee build/$@.txt
+	$(if $(PYTHON),$(PYTHON) dev/bench_torch.py --beside build/$@.txt &&) ./build/bench_files
 check_torch: build/dump train_gpt2 ## against transformers; the script says what PYTHON needs
 	$(or $(PYTHON),python3) dev/check_torch.py
 style: ## layout, warnings and lint of the sources

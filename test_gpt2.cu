@@ -366,6 +366,7 @@ static Settings draw_settings() {
         s.grad_dtype = s.dtype == TYPE_BF16 && draw(0, 1) ? TYPE_BF16 : TYPE_FP32;
         s.moment_dtype = draw(0, 1) ? TYPE_BF16 : TYPE_FP32;
         s.split_master = s.dtype == TYPE_BF16 && draw(0, 1);
+        s.workspace = default_workspace(&s.model);
         s.home[HOME_OF_MOMENTS] = (Home)draw(0, 1);
         s.home[HOME_OF_MASTER] = settings_has_master(&s) ? (Home)draw(0, 1) : HOME_DEVICE;
     }
@@ -3724,12 +3725,13 @@ template <class E, class G, class M, bool SPLIT> static void check_adamw(const c
         Device<G> d_g2(g2);
         Device<float> d_g1(g1);
         float clip = step == 2 ? 0.0f : 1e-3f;
-        gpu_grad_square_sum(state.p, scratch.p, d_g2.p, d_g1.p, d_ranges.p, 3, chunks, 0);
+        G *g = d_g2.p;
+        gpu_grad_square_sum(state.p, scratch.p, g, d_g1.p, g, d_ranges.p, 3, chunks, 0);
         gpu_update_decide(state.p, clip, step == 3 ? 1e-9f : INFINITY, 0);
         AdamW a = {1e-2f, 0.9f, 0.95f, 1 - powf(0.9f, (float)step), 1 - powf(0.95f, (float)step),
                    1e-8f, 0.1f, 1.0f};
-        gpu_adamw<E, G, M, SPLIT>(d_p.p, SPLIT ? d_low.p : nullptr, d_m.p, d_v.p, d_g2.p, d_g1.p,
-                                  d_ranges.p, 3, chunks, a, UpdateRandom{1234, step}, state.p, 0);
+        gpu_adamw<E, G, M, SPLIT>(d_p.p, SPLIT ? d_low.p : nullptr, d_m.p, d_v.p, g, d_g1.p, d_p.p,
+                                  g, d_ranges.p, 3, chunks, a, {1234, step}, state.p, 0);
         UpdateState now = state.raw()[0];
         expect_near(now.norm, (wide)sqrt(squares), sum_error(N) * sqrt(squares), "%s: norm", who);
         expect(now.scale == (clip > 0 && now.norm > clip ? clip / now.norm : 1), "%s: clip", who);
@@ -3800,8 +3802,8 @@ static void test_gpu_rounding() {
                 Device<UpdateState> state(std::vector<UpdateState>{{0, 1, 1, 0, 0}});
                 AdamW a = {1e-3f, 0.9f, 0.95f, 0.1f, 0.05f, 1e-8f, 0.1f, 1.0f};
                 gpu_adamw<bf16, bf16, bf16, false>(d_p.p, nullptr, m.p, v.p, d_g.p,
-                                                   (float *)nullptr, d_ranges.p, parts, chunks, a,
-                                                   UpdateRandom{7, 1}, state.p, 0);
+                                                   nullptr, nullptr, nullptr, d_ranges.p, parts,
+                                                   chunks, a, UpdateRandom{7, 1}, state.p, 0);
                 return Outputs{d_p.get(), m.get(), v.get()};
             },
             "rounding");
@@ -3822,7 +3824,7 @@ static void test_gpu_norm() {
         Device<float> d_g(g), scratch(gpu_grad_square_sum_bytes() / 4);
         Device<ParamRange> d_ranges(ranges);
         Device<UpdateState> state(std::vector<UpdateState>(1));
-        gpu_grad_square_sum(state.p, scratch.p, d_g.p, d_g.p, d_ranges.p, 1, chunks, 0);
+        gpu_grad_square_sum(state.p, scratch.p, d_g.p, d_g.p, d_g.p, d_ranges.p, 1, chunks, 0);
         gpu_update_decide(state.p, 1.0f, INFINITY, 0);
         UpdateState now = state.raw()[0];
         expect(now.skip == 1 && now.skipped == 1, "%g", (double)bad);
@@ -3867,9 +3869,9 @@ static void test_gpu_rounding_streams() {
         Device<ParamRange> d_ranges(ranges);
         Device<UpdateState> state(std::vector<UpdateState>{{0, 1, 1, 0, 0}});
         AdamW a = {0x1p-8f, 0, 0, 1, 1, 1e-8f, 0, 1};
-        gpu_adamw<bf16, float, bf16, false>(p.p, nullptr, m.p, v.p, d_g.p, (float *)nullptr,
-                                            d_ranges.p, RANGES, chunks, a, UpdateRandom{7, step},
-                                            state.p, 0);
+        gpu_adamw<bf16, float, bf16, false>(p.p, nullptr, m.p, v.p, d_g.p, nullptr, nullptr,
+                                            nullptr, d_ranges.p, RANGES, chunks, a,
+                                            UpdateRandom{7, step}, state.p, 0);
         const Outputs got = {p.get(), m.get(), v.get()};
         for (size_t k = 0; k < 3; k++) {
             const real low = *std::min_element(got[k].begin(), got[k].end());
@@ -3937,14 +3939,14 @@ template <class E, class G> static void check_misaligned() {
         {"gpu_classifier", 1, [&] { gpu_classifier(f[5], p[0], ints, 1, N, C, C, true, 0); }},
         {"gpu_grad_square_sum", 2,
          [&] {
-             gpu_grad_square_sum((UpdateState *)(void *)ints, f[5], g[0], f[1],
+             gpu_grad_square_sum((UpdateState *)(void *)ints, f[5], g[0], f[1], g[0],
                                  (ParamRange *)(void *)ints, 1, 1, 0);
          }},
         {"gpu_adamw", 6,
          [&] {
              gpu_adamw<E, G, float, false>(p[0], (uint16_t *)(void *)f[1], f[2], f[3], g[4], f[5],
-                                           (ParamRange *)(void *)ints, 1, 1, AdamW(),
-                                           UpdateRandom(), (UpdateState *)(void *)ints, 0);
+                                           nullptr, nullptr, (ParamRange *)(void *)ints, 1, 1,
+                                           AdamW(), UpdateRandom(), (UpdateState *)(void *)ints, 0);
          }},
     };
     for (auto &row : table) {
@@ -4003,7 +4005,7 @@ static void test_gpu_algorithms() {
             expect(matmul_library.plans == 2 && chosen(1) == in_place, "beside: %d of %d",
                    chosen(1), in_place);
         } else {
-            MatmulKey key = {OC, N, C, 1, 0, 0, 1, CUDA_R_32F, CUDA_R_32F};
+            MatmulKey key = {OC, N, C, 1, 0, 0, 1, 1, CUDA_R_32F, CUDA_R_32F};
             matmul_plan_find(key);
             expect(chosen(1) == 0, "none can: %d", chosen(1));
         }
@@ -4172,13 +4174,14 @@ static void check_huge_update() {
              Huge<UpdateState> state(1);
              *range.p = {0, 0, 0, 0, count, RNG_ROUND, 1, 0, 0};
              expect((size_t)param_ranges_chunk(range.p, 1) == chunks, "chunks");
-             gpu_grad_square_sum(state.p, scratch.p, g.p, (float *)nullptr, range.p, 1, (int)chunks,
-                                 0);
+             gpu_grad_square_sum(state.p, scratch.p, g.p, (float *)nullptr, g.p, range.p, 1,
+                                 (int)chunks, 0);
              gpu_update_decide(state.p, 1, INFINITY, 0);
              AdamW a = {1e-3f, 0.9f, 0.95f, 0.1f, 0.05f, 1e-8f, 0.1f, 1.0f};
              float *none = nullptr;
-             gpu_adamw<bf16, bf16, float, true>(p.p, low.p, m.p, v.p, g.p, none, range.p,
-                                                1, (int)chunks, a, UpdateRandom{1, 1}, state.p, 0);
+             gpu_adamw<bf16, bf16, float, true>(p.p, low.p, m.p, v.p, g.p, none, nullptr,
+                                                nullptr, range.p, 1, (int)chunks, a,
+                                                UpdateRandom{1, 1}, state.p, 0);
              return Outputs{p.last(UPDATE_CHUNK), m.last(UPDATE_CHUNK), {state.p->norm}};
          },
          1024, (1 << 18) + 1024);
@@ -4401,6 +4404,31 @@ static void test_gpu_bits() {
     detail = text("%d runs", runs);
 }
 
+// wte's gradient in bf16 is rounded once for each chunk of logits and once by the embedding: its
+// distance to the same sums in fp32, for one chunk and for eight, the most up to 65,536 tokens.
+static void test_gpu_wte_rounding() {
+    Model m = shape("l1h1c32t64", 257);
+    Batch b(256, m.V, 1);
+    for (int rows : {256, 32}) {
+        Reals dwte[2];
+        for (int fp32 = 0; fp32 < 2; fp32++) {
+            Net n(m, text("-b 4 -t 64 --logit-rows %d --grad-dtype %s", rows,
+                          fp32 ? "fp32" : "bf16"));
+            n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
+            dwte[fp32] = Reals((size_t)tensor_size(&m, WTE));
+            n.e.read(&n.e, STATE_GRADS, tensor_offset(&m, WTE, 0), dwte[fp32].data(),
+                     tensor_size(&m, WTE));
+        }
+        const double error =
+            relative_error(dwte[0].data(), dwte[1].data(), (int64_t)dwte[0].size());
+        const int roundings = 256 / rows + 1;
+        expect_near((wide)error, 0, sqrt(roundings) * traits<bf16>.unit / 2, "%d roundings",
+                    roundings);
+        expect(error > 0, "bf16 rounds");
+        detail += text("%s%d roundings %.1e", rows == 256 ? "" : ", ", roundings, error);
+    }
+}
+
 #if CUDA_CPU
 // One cudaMalloc of exactly the planned bytes, and nothing after it.
 static void test_gpu_allocation() {
@@ -4539,6 +4567,64 @@ static void test_gpu_offload_mixed() {
     }
     emu::set.order = 0;
     detail = text("%d settings", all);
+}
+
+// Which algorithm each product has after opening a run with the emulated library's three at `times`
+// ms, as digits; -1 where products differ. *timed: how many were timed. The first algorithm cannot
+// write D beside C, so where that is asked the second is the default.
+static void expect_tuned(const char *options, int times, int chosen, int beside, bool is_timed) {
+    emu::set.lt_times = times;
+    Net n(shape("l1h1c16t8", 257), Text("-b 1 -t 8 ") + options);
+    for (int i = 0; i < matmul_library.plans; i++) {
+        const MatmulPlan &p = matmul_library.plan[i];
+        expect(p.chosen == (p.key.beside ? beside : chosen), "%s, times %d, %s: %d", options, times,
+               matmul_key_text(&p.key).s, p.chosen);
+    }
+    const int plans = matmul_library.plans, timed = matmul_library.timed;
+    expect(plans > 10 && timed == (is_timed ? plans : 0), "%s, times %d: %d of %d timed", options,
+           times, timed, plans);
+    Text choices = n.e.matmul;
+    expect(n.e.take_matmul(&n.e, choices.c_str()) && choices == n.e.matmul, "its own choices");
+    choices[0] ^= 1;
+    expect(!n.e.take_matmul(&n.e, choices.c_str()), "another GPU's choices");
+}
+
+// The fastest of the table, if it agrees; the file's choice, when there is one; a checkpoint's.
+static void test_gpu_tuning() {
+    char here[PATH_BYTES];
+    const Text cache = Text(getcwd(here, sizeof here)) + "/cache";
+    setenv("XDG_CACHE_HOME", "/proc/none", 1);
+    expect_tuned("", 539, 1, 1, true);
+    expect_tuned("", 553, 2, 2, true);
+    expect_tuned("", 555, 0, 1, true);  // nothing is faster
+    expect_tuned("--tune 0", 539, 0, 1, false);
+    for (long emu::Settings::*fault : {&emu::Settings::lt_wrong, &emu::Settings::lt_unstable}) {
+        emu::set.*fault = 2;
+        expect_tuned("", 513, 2, 1, true);
+        emu::set.*fault = 0;
+    }
+    setenv("XDG_CACHE_HOME", cache.c_str(), 1);
+    expect_tuned("", 539, 1, 1, true);
+    expect_tuned("", 593, 1, 1, false);                   // from the file
+    expect_tuned("--workspace 1MiB", 593, 2, 2, true);    // another key
+    expect_tuned("-r block", 593, 1, 1, false);
+    setenv("XDG_CACHE_HOME", "/proc/none", 1);
+    Model m = shape("l4h1c16t8", 257);
+    Text kept;
+    for (const char *homes : {"none", "weights,gradients,moments,master,residuals"}) {
+        Trace traces[2];
+        for (int tune : {1, 0}) {
+            Net n(m, text("-b 1 -t 8 --tune %d --offload %s", tune, homes));
+            traces[tune] = trace(&n, 1);
+            expect((kept == n.e.matmul) == (tune && !kept.empty()), "--tune %d", tune);
+            kept = tune ? n.e.matmul : kept.c_str();
+            expect(n.e.take_matmul(&n.e, kept.c_str()) && kept == n.e.matmul, "a checkpoint's");
+        }
+        expect(traces[0].losses == traces[1].losses && traces[0].weights == traces[1].weights,
+               "timing leaves nothing behind, --offload %s", homes);
+    }
+    Net wider(m, "-b 2 -t 8 --tune 0");
+    expect(!wider.e.take_matmul(&wider.e, kept.c_str()), "choices for another batch");
 }
 
 // A row outside its life: refused by name; a kernel that keeps its address is stopped under ASan,
@@ -4974,11 +5060,13 @@ static const Test tests[] = {
     T(gpu_micro_steps, CUDA_ALL),
     T(gpu_batches, CUDA_ALL),
     T(gpu_gaps, CUDA_ALL),
+    T(gpu_wte_rounding, CUDA_ALL),
 #if CUDA_CPU
     T(gpu_allocation, CUDA_ALL),
     T(gpu_allocation_random, CUDA),
     T(gpu_offload, CUDA_ALL),
     T(gpu_offload_mixed, CUDA_ALL),
+    T(gpu_tuning, CUDA_ALL),
     T(gpu_lifetimes, CUDA_ALL),
 #endif
 #endif

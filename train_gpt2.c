@@ -224,7 +224,8 @@ typedef struct {
     int64_t seq_len, seed, shuffle, batch, tokens_per_step, steps, overfit, warmup;
     int64_t val_every, val_batches, sample_every, sample_tokens, top_k;
     int64_t generate, samples;
-    int64_t max_skips, save_every, keep, log_every, resume, quiet, logit_rows, gpus, zero, gpu_mem;
+    int64_t max_skips, save_every, keep, log_every, resume, quiet, logit_rows, workspace, tune;
+    int64_t gpus, zero, gpu_mem;
     int64_t plan, fit, minimum, json, check, compare, version, help;
     double lr, final_lr, weight_decay, beta1, beta2, eps, clip, skip_zscore, temperature, top_p;
 } Options;
@@ -359,10 +360,13 @@ static const OptionRow option_rows[] = {
      "what backward computes again, a level below; LEVEL:K: in the first K blocks only, "
      "LEVEL:K,LEVEL: and in the next; auto: the least that fits"},
     {"logit-rows", 0, OPT_INT, FIELD(logit_rows), "0", 0, 1 << 30, NULL, ANY, "Memory",
-     "rows of logits that exist at a time (changes rounding); 0: 64 MiB of them, on a GPU 256 "
-     "MiB"},
+     "rows of logits that exist at a time (changes rounding); 0: 64 MiB of them, on a GPU an "
+     "eighth of the micro-batch's, at least 2560 and at most 8192"},
     {"matmul", 0, OPT_CHOICE, FIELD(matmul), "fp32", 0, 0, matmul_types, ANY, "Memory",
      "CPU: number type of matmul operands; sums and all else stay fp32"},
+    {"workspace", 0, OPT_BYTES, FIELD(workspace), "0", 0, 0, NULL, ANY, "Memory",
+     "device memory in which cuBLASLt may add up parts of a product (changes rounding); 0: 128MiB, "
+     "32MiB for small models"},
     {"dtype", 0, OPT_CHOICE, FIELD(dtype), NULL, 0, 0, dtypes, ANY, "Memory",
      "number type of weights and activations; default: fp32 on the CPU, bf16 on a GPU"},
     {"grad-dtype", 0, OPT_CHOICE, FIELD(grad_dtype), NULL, 0, 0, grad_dtypes, ANY, "Memory",
@@ -398,6 +402,9 @@ static const OptionRow option_rows[] = {
      "GPU program: one batch through the GPU and the CPU oracle, the difference of every tensor"},
     {"compare", 0, OPT_FLAG, FIELD(compare), "0", 0, 1, NULL, OWN, "Plan and checks",
      "GPU program: memory and time of a step with and without recomputation"},
+    {"tune", 0, OPT_SWITCH, FIELD(tune), "1", 0, 1, NULL, OWN, "Plan and checks",
+     "GPU program: time cuBLASLt's algorithms at the start and keep the choice for this GPU in "
+     "~/.cache/train_gpt2; 0: take its first ones"},
     {"version", 0, OPT_FLAG, FIELD(version), "0", 0, 1, NULL, OWN, "Plan and checks",
      "version, compiler and what is built in"},
     {"help", 'h', OPT_FLAG, FIELD(help), "0", 0, 1, NULL, OWN, "Plan and checks", "this text"},
@@ -1016,6 +1023,8 @@ typedef struct {
     int B, T, threads;
     int logit_rows;             // rows of a classifier chunk
     int cache;                  // positions of the KV cache of a run that only generates; 0: none
+    int64_t workspace;          // bytes for the products of a GPU
+    int tune;                   // 1: products are timed at the start; the one thing no plan knows
     uint8_t level[MAX_LAYERS];  // of recomputation, RECOMPUTE_*, of each block
     int gpu;  // 0: the CPU program (fp32 or the build's real), 1: the GPU program
     Type dtype, grad_dtype, moment_dtype;
@@ -1208,9 +1217,7 @@ typedef struct {
 } Buffer;
 
 // What kernels of a GPU run ask for besides tensors; Volume II checks that they ask for no more.
-// 32 MiB is the workspace that cuBLAS's manual recommends on Hopper; older cards need less.
 enum { GPU_TENSOR_ROW_BYTES = 56, GPU_STATE_BYTES = 256, GPU_PARTIAL_BLOCKS = 256 };
-enum { GPU_MATMUL_BYTES = 32 << 20 };
 
 // A batch on its way to a GPU, in ints: inputs (N), targets (N), and the tokens sorted for the
 // embedding's backward (3 N + 1).
@@ -1248,8 +1255,7 @@ static void single_buffers(BufferEntry buffers[SINGLES], const Settings *s) {
     const int head = tick_head(m), back = tick_lnf_backward(m), back_end = tick_embed_backward(m);
     // A GPU's own buffers have no elements on the CPU: their counts are multiplied by gpu, 0 or 1.
     const int64_t gpu = s->gpu, N = (int64_t)s->B * s->T, NC = N * m->C, batch = batch_ints(N);
-    const int64_t matmul =
-        gpu ? (int64_t)GPU_MATMUL_BYTES : (int64_t)matmul_workspace_bytes(s->threads);
+    const int64_t matmul = gpu ? s->workspace : (int64_t)matmul_workspace_bytes(s->threads);
     const int64_t table = gpu * model_tensors(m) * GPU_TENSOR_ROW_BYTES;
     // Of attention, a part of three rows for each tile of 64 or 128 tokens.
     const int64_t tiles = (int64_t)s->B * ceil_div_i64(s->T, m->C / m->NH > 64 ? 64 : 128);
@@ -2127,11 +2133,23 @@ static size_t nccl_estimate_bytes(const Settings *s) {
 
 // Rows of a classifier chunk, in multiples of 128. All logits of a batch at once would be the
 // largest buffer of most plans. The CPU gets 64 MiB, 256 rows of GPT-2's vocabulary: each chunk
-// packs the whole of wte again, which 256 rows pay for. A GPU gets 256 MiB, since each chunk also
-// rounds wte's bf16 gradient once more, and few rows make slow products.
+// packs the whole of wte again, which 256 rows pay for. On a GPU few rows make slow products, and
+// each chunk rounds wte's bf16 gradient once more: up to 65,536 tokens that is eight times.
 static int64_t default_logit_rows(const Model *m, size_t element_bytes, int64_t N, int gpu) {
-    int64_t bytes = (int64_t)(gpu ? 256 : 64) << 20;
-    return min_i64(max_i64(bytes / (m->Vp * (int64_t)element_bytes) / 128 * 128, 128), N);
+    if (gpu) {
+        return min_i64(min_i64(max_i64((N + 1023) / 1024 * 128, 2560), 8192), N);
+    }
+    const int64_t rows = ((int64_t)64 << 20) / (m->Vp * (int64_t)element_bytes);
+    return min_i64(max_i64(rows / 128 * 128, 128), N);
+}
+
+// Bytes in which cuBLASLt may keep parts of a product before it adds them up. The gradients of
+// weights need them: few tiles, so a GPU is filled by parts of the sum over tokens. Sixteen parts
+// of a block's largest matrix in fp32, within the 32 MiB that cuBLAS's manual recommends on Hopper
+// and 128 MiB, so that a small model's plan is not all workspace.
+static int64_t default_workspace(const Model *m) {
+    const int64_t parts = (int64_t)16 * 4 * m->C * m->C * (int64_t)sizeof(float);
+    return min_i64(max_i64(parts, 32 << 20), 128 << 20);
 }
 
 // The stage of ZeRO from which on each state is sharded, 0: never.
@@ -2224,6 +2242,12 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
     }
     s->logit_rows =
         (int)(o->logit_rows ? o->logit_rows : default_logit_rows(m, type_bytes(s->dtype), N, gpu));
+    // The CPU's products have a workspace too, but its size is a matter of their code.
+    if (o->workspace && !gpu) {
+        die("--workspace is for a GPU's products; with --plan --gpu NAME this program plans them");
+    }
+    s->workspace = o->workspace ? o->workspace : default_workspace(m);
+    s->tune = (int)o->tune;
 }
 
 // =================================================================================================
@@ -2330,8 +2354,8 @@ static const char *bf16_missing(void) {
 
 // Into how many pieces a loop is cut: some for each thread, so that all end at about the same time
 // beside other programs too; few, since each costs half a microsecond. OpenMP in GCC takes up to 64
-// a thread, and computes a loop of more by one thread.
-static int pieces(void) { return 4 * thread_count(); }
+// a thread, and computes a loop of more by one thread. Unused where a build has no OpenMP.
+__attribute__((unused)) static int pieces(void) { return 4 * thread_count(); }
 
 static size_t matmul_workspace_bytes(int threads) {
     return (SHARED_REALS + (size_t)threads * THREAD_REALS) * sizeof(real);
@@ -3658,12 +3682,16 @@ typedef struct {
     int skipped;
 } StepResult;
 
+enum { MATMUL_TEXT = 4096 };  // bytes of the choices' text
+
 typedef struct Engine Engine;
 struct Engine {
     void *self;
     char device[128];         // for people
     const char *matmul;       // how its products were chosen where there is a choice; or NULL
     int states;               // that it holds: STATES, or the weights alone
+    // Takes the choices of a checkpoint, before a step; 0: it cannot. NULL: it has no choice.
+    int (*take_matmul)(Engine *e, const char *choices);
     double peak_flops;        // that "% of peak" is of; 0: unknown
     const char *peak_source;  // where it comes from
     // Forward and backward of micro-batch `accum_step` of `accum_steps`; the first one clears the
@@ -5451,7 +5479,7 @@ static void checkpoint_options(const Snapshot *run, const StateFiles *f, const c
 static void checkpoint_announce(const Snapshot *run, const StateFiles *f, int weights_fp32,
                                 const char *folder) {
     const Settings *s = run->settings;
-    char matmul[PATH_BYTES];
+    char matmul[MATMUL_TEXT];
     int moments_fp32 = 0;
     for (int i = 0; i < f->count; i++) {
         moments_fp32 |= f->ranges[i].state != STATE_WEIGHTS && f->ranges[i].span.type == FILE_F32;
@@ -5464,7 +5492,9 @@ static void checkpoint_announce(const Snapshot *run, const StateFiles *f, int we
         printf("moments were fp32 in %s and are bf16 from here on\n", folder);
     }
     safetensors_text(&f->header, "matmul", matmul, sizeof matmul);
-    if (matmul[0] && strcmp(matmul, engine_matmul(run->engine)) != 0) {
+    Engine *e = run->engine;
+    if (matmul[0] && strcmp(matmul, engine_matmul(e)) != 0 &&
+        !(e->take_matmul && e->take_matmul(e, matmul))) {
         printf("matmul algorithms are not those of %s: losses may differ in rounding\n", folder);
     }
     if (f->run.loss_scale_log2 && s->dtype != TYPE_FP16) {

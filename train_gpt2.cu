@@ -364,6 +364,13 @@ template <class T, int n> __device__ inline void vector_store(T *address, const 
     }
 }
 
+// A copy between either home and the host's own memory in the order of `stream`, finished when the
+// call returns. (cudaMemcpy runs on the default stream, which our stream does not wait for.)
+static void copy_wait(void *to, const void *from, size_t bytes, cudaStream_t stream) {
+    cuda_check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream));
+    cuda_check(cudaStreamSynchronize(stream));
+}
+
 // Milliseconds that work(i) takes on the stream, i = 0, 1, ...: the median of `rounds` (at most 99)
 // measurements, each the mean of so many calls that half a millisecond passes, or of 32. Warmed up:
 // the first call is not in them, nor is the second, which says how many calls that makes.
@@ -1282,29 +1289,35 @@ static void gpu_gelu_backward(E *dinp, float *dbias, const E *dout, const E *inp
 // and kept for the run: after the warm-up nothing is created or searched for. 2. The library
 // gets one fixed workspace. 3. Products are summed in fp32 (fp32 inputs too: no TF32), and pieces
 // of a split sum are added in fp32, in the workspace. 4. Epilogue: a bias at most; residuals and
-// the accumulation of gradients are beta = 1.
+// the accumulation of gradients are beta = 1. 5. Another algorithm may give other bits, so it is
+// chosen once for a GPU, library, workspace and product, kept in a file, and told to checkpoints.
 
+// adds: beta is 1; beside: and D is not C.
 struct MatmulKey {
-    int m, n, k, transpose_a, transpose_b, has_bias, beside, input_type, output_type;
-};  // beside: D is not C
+    int m, n, k, transpose_a, transpose_b, has_bias, adds, beside, input_type, output_type;
+};
 
 struct MatmulPlan {
     MatmulKey key;
     cublasLtMatmulDesc_t product;
     cublasLtMatrixLayout_t a, b, d;
+    int chosen;  // the algorithm's place in the heuristic's list
     cublasLtMatmulAlgo_t algorithm;
 };
 
-// A model has some twenty products: four of a block and the classifier's, three passes each.
+// A model has some thirty products: four of a block and the classifier's, in three passes, the
+// gradients of weights written and added to.
 constexpr int MATMUL_PLANS = 64;
-constexpr int MATMUL_ALGORITHMS = 8;  // of the heuristic's list, best first, that are looked at
+constexpr int MATMUL_ALGORITHMS = 16;  // of the heuristic's list, best first, that are looked at
 
 static struct {
     cublasLtHandle_t handle;
     void *workspace;
     size_t workspace_bytes;
-    int plans;
+    int plans, timed;  // timed: plans whose algorithms this run has timed itself
     MatmulPlan plan[MATMUL_PLANS];
+    char where[160];            // what a choice holds for beside the product: matmul_where
+    char choices[MATMUL_TEXT];  // of all plans: matmul_choices_tell
 } matmul_library;
 
 // workspace: device memory of the plan, a multiple of 256 bytes at one; all products share it, so
@@ -1314,6 +1327,14 @@ static void gpu_matmul_open(void *workspace, size_t workspace_bytes) {
     cublas_check(cublasLtCreate(&matmul_library.handle));
     matmul_library.workspace = workspace;
     matmul_library.workspace_bytes = workspace_bytes;
+    // Other SMs make other waves, and another workspace other splits: so both are named.
+    int device;
+    cudaDeviceProp gpu;
+    cuda_check(cudaGetDevice(&device));
+    cuda_check(cudaGetDeviceProperties(&gpu, device));
+    snprintf(matmul_library.where, sizeof matmul_library.where,
+             "%.64s, %d SMs, cuBLASLt %zu, workspace %zu", gpu.name, gpu.multiProcessorCount,
+             cublasLtGetVersion(), workspace_bytes);
 }
 
 static void gpu_matmul_close(void) {
@@ -1378,9 +1399,35 @@ static bool matmul_writes_beside(const cublasLtMatmulAlgo_t *algorithm) {
            beside;
 }
 
-// Fills a new plan. The algorithm is the heuristic's first; for a product that writes D beside C,
-// the first that says it can. If none says so the first is tried: nothing but its own answer
-// speaks against it, and the product refuses in the warm-up what it cannot do.
+// Gives the plan algorithm `chosen` of the heuristic's list. -1: its first one, for a product that
+// writes D beside C the first that says it can; if none says so the first is tried: nothing but its
+// own answer speaks against it, and the product refuses in the warm-up what it cannot do. False,
+// and nothing is changed: the list has no such place, or its algorithm cannot write beside C.
+static bool matmul_plan_choose(MatmulPlan *plan, int chosen) {
+    cublasLtMatmulHeuristicResult_t results[MATMUL_ALGORITHMS];
+    cublasStatus_t status;
+    const int found = matmul_algorithms(results, &status, plan, matmul_library.workspace_bytes);
+    // The capability is asked of each: an algorithm that cannot may still be another product's.
+    auto can = [&](int i) { return !plan->key.beside || matmul_writes_beside(&results[i].algo); };
+    if (found == 0) {
+        die("cuBLASLt has no product of (%d x %d) and (%d x %d) here, %s in and %s out: %s",
+            plan->key.m, plan->key.k, plan->key.k, plan->key.n,
+            plan->key.input_type == CUDA_R_32F ? "fp32" : "16 bits",
+            plan->key.output_type == CUDA_R_32F ? "fp32" : "16 bits",
+            cublasLtGetStatusName(status));
+    }
+    if (chosen >= found || (chosen >= 0 && !can(chosen))) {
+        return false;
+    }
+    for (int i = 0; chosen < 0 && i < found; i++) {
+        chosen = can(i) ? i : chosen;
+    }
+    plan->chosen = chosen < 0 ? 0 : chosen;
+    plan->algorithm = results[plan->chosen].algo;
+    return true;
+}
+
+// Fills a new plan.
 static void matmul_plan_create(MatmulPlan *plan, MatmulKey key) {
     cudaDataType_t input_type = (cudaDataType_t)key.input_type;
     cudaDataType_t output_type = (cudaDataType_t)key.output_type;
@@ -1402,20 +1449,7 @@ static void matmul_plan_create(MatmulPlan *plan, MatmulKey key) {
     cublas_check(cublasLtMatrixLayoutCreate(&plan->a, input_type, a_rows, a_columns, a_rows));
     cublas_check(cublasLtMatrixLayoutCreate(&plan->b, input_type, b_rows, b_columns, b_rows));
     cublas_check(cublasLtMatrixLayoutCreate(&plan->d, output_type, m, n, m));
-
-    cublasLtMatmulHeuristicResult_t results[MATMUL_ALGORITHMS];
-    cublasStatus_t status;
-    int found = matmul_algorithms(results, &status, plan, matmul_library.workspace_bytes);
-    if (found == 0) {
-        die("cuBLASLt has no product of (%d x %d) and (%d x %d) here, %s in and %s out: %s", m, k,
-            k, n, input_type == CUDA_R_32F ? "fp32" : "16 bits",
-            output_type == CUDA_R_32F ? "fp32" : "16 bits", cublasLtGetStatusName(status));
-    }
-    int chosen = 0;
-    while (key.beside && chosen < found && !matmul_writes_beside(&results[chosen].algo)) {
-        chosen++;
-    }
-    plan->algorithm = results[chosen < found ? chosen : 0].algo;
+    matmul_plan_choose(plan, -1);
 }
 
 static MatmulPlan *matmul_plan_find(MatmulKey key) {
@@ -1428,6 +1462,24 @@ static MatmulPlan *matmul_plan_find(MatmulKey key) {
     MatmulPlan *plan = &matmul_library.plan[matmul_library.plans++];
     matmul_plan_create(plan, key);
     return plan;
+}
+
+// Starts a plan's product, or says why not. The bias is null where the plan has none, c any address
+// where it adds nothing. The plan's key says whether beta is 0 or 1: a product with another factor
+// would be another plan, and nothing here needs one.
+struct MatmulOperands {
+    void *d;
+    const void *a, *b, *bias, *c;
+};
+static cublasStatus_t matmul_launch(MatmulPlan *plan, const MatmulOperands &x,
+                                    cudaStream_t stream) {
+    const float alpha = 1.0f, beta = plan->key.adds ? 1.0f : 0.0f;
+    if (x.bias) {
+        matmul_attribute(plan, CUBLASLT_MATMUL_DESC_BIAS_POINTER, x.bias);
+    }
+    return cublasLtMatmul(matmul_library.handle, plan->product, &alpha, x.a, plan->a, x.b, plan->b,
+                          &beta, x.c, plan->d, x.d, plan->d, &plan->algorithm,
+                          matmul_library.workspace, matmul_library.workspace_bytes, stream);
 }
 
 // D = op(A) op(B) + bias (null: none) + beta C in column-major terms, D and C (m,n), op(A) (m,k),
@@ -1443,16 +1495,11 @@ static void matmul_run(O *d, const E *a, const E *b, const O *bias, const O *c, 
     check_rows(E, a_rows, a);
     check_rows(E, b_rows, b);
     check_rows(O, m, d, bias, c);
-    MatmulKey key = {m,       n, k, transpose_a, transpose_b, bias != nullptr, beta != 0 && c != d,
-                     traits<E>.cuda_type, traits<O>.cuda_type};
+    check(beta == 0 || beta == 1, "a product adds to C as it is or not at all");
+    MatmulKey key = {m,         n,                    k, transpose_a, transpose_b, bias != nullptr,
+                     beta != 0, beta != 0 && c != d,  traits<E>.cuda_type, traits<O>.cuda_type};
     MatmulPlan *plan = matmul_plan_find(key);
-    if (bias) {
-        matmul_attribute(plan, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
-    }
-    float alpha = 1.0f;
-    cublas_check(cublasLtMatmul(matmul_library.handle, plan->product, &alpha, a, plan->a, b,
-                                plan->b, &beta, c, plan->d, d, plan->d, &plan->algorithm,
-                                matmul_library.workspace, matmul_library.workspace_bytes, stream));
+    cublas_check(matmul_launch(plan, {d, a, b, bias, c}, stream));
 }
 
 // out = addend (null: 0) + bias (null: 0) + inp weight^T. out, addend (N,OC), inp (N,C), weight
@@ -1474,6 +1521,294 @@ static void gpu_matmul_backward(E *dinp, G *dweight, const E *dout, const E *inp
     matmul_run<E, G>(dweight, inp, dout, nullptr, dweight, first ? 0.0f : 1.0f, false, true, C, OC,
                      N, stream);
     matmul_run<E, E>(dinp, weight, dout, nullptr, dinp, 0.0f, false, false, C, N, OC, stream);
+}
+
+// From here to the end of the chapter: timed algorithms. The heuristic's first is not always the
+// fastest, so at the start each product's algorithms are timed, with random operands (zeros draw
+// less power and run 13 % faster) and, as far as memory goes, with more of them than the L2 cache
+// holds. One replaces the first if it is over 2 % faster, gives the same bits twice, and agrees.
+// Chosen by time, so by chance where two are alike: therefore the choice is kept in a file, and a
+// run without one may have other bits than the last.
+
+constexpr int TUNE_ROUNDS = 7;            // measurements of an algorithm: their median counts
+constexpr double TUNE_GAIN = 0.98;        // what is not clearly faster would be chosen by noise
+constexpr size_t TUNE_NOISE = 16 * 8191;  // bytes of random numbers: 8191 is prime, as no row is
+constexpr size_t TUNE_SAMPLE = 1 << 15;   // elements at either end of D that are compared
+
+// A product as a cache and a checkpoint name it.
+struct MatmulName {
+    char s[72];
+};
+static MatmulName matmul_key_text(const MatmulKey *k) {
+    MatmulName text;
+    snprintf(text.s, sizeof text.s, "%dx%dx%d:%d%d%d%d%d:%d>%d", k->m, k->n, k->k, k->transpose_a,
+             k->transpose_b, k->has_bias, k->adds, k->beside, k->input_type, k->output_type);
+    return text;
+}
+
+// The choice for a product in `choices`, a line "where| key=place key=place ...", where `where` is
+// this run's; -1: there is none.
+static int matmul_choice_find(const char *choices, const MatmulKey *key) {
+    char word[96];
+    const size_t length = strlen(matmul_library.where);
+    if (strncmp(choices, matmul_library.where, length) != 0 || choices[length] != '|') {
+        return -1;
+    }
+    snprintf(word, sizeof word, " %s=", matmul_key_text(key).s);
+    const char *at = strstr(choices + length, word);
+    return at ? atoi(at + strlen(word)) : -1;
+}
+
+// Writes the choices of all plans into matmul_library.choices.
+static void matmul_choices_tell(void) {
+    char *text = matmul_library.choices;
+    size_t at = (size_t)snprintf(text, MATMUL_TEXT, "%s|", matmul_library.where);
+    for (int i = 0; i < matmul_library.plans && at < MATMUL_TEXT; i++) {
+        const MatmulPlan *plan = &matmul_library.plan[i];
+        at += (size_t)snprintf(text + at, MATMUL_TEXT - at, " %s=%d",
+                               matmul_key_text(&plan->key).s, plan->chosen);
+    }
+    check(at < MATMUL_TEXT, "more choices than their text has room for");
+}
+
+// Takes another run's choices. False: they are for another GPU, library or workspace, or leave out
+// a product of this run.
+static bool matmul_choices_take(const char *choices) {
+    bool taken = true;
+    // First whether all are there: a run that takes a part would have nobody's bits.
+    for (int i = 0; i < matmul_library.plans; i++) {
+        taken = taken && matmul_choice_find(choices, &matmul_library.plan[i].key) >= 0;
+    }
+    for (int i = 0; i < matmul_library.plans && taken; i++) {
+        MatmulPlan *plan = &matmul_library.plan[i];
+        taken = matmul_plan_choose(plan, matmul_choice_find(choices, &plan->key));
+    }
+    matmul_choices_tell();
+    return taken;
+}
+
+// Opens the file of choices: "a" to add to it, "r" to read. Null where there is none or none can
+// be: a cache is no reason to end a run. It has a line for each product,
+//   NVIDIA H200, 132 SMs, cuBLASLt 130100, workspace 134217728| 768x65536x3072:10111:14>14=3
+// the name of a place to choose for, then the product (matmul_key_text) and its choice.
+static FILE *matmul_cache_open(const char *mode) {
+    const char *cache = getenv("XDG_CACHE_HOME"), *home = getenv("HOME");
+    const bool given = cache && cache[0] == '/';  // the XDG specification ignores other paths
+    char path[PATH_BYTES];
+    static const char *const parts[] = {"", "/train_gpt2", "/matmul"};
+    int length = snprintf(path, sizeof path, "%s%s", given ? cache : home ? home : "",
+                          given ? "" : "/.cache");
+    for (const char *part : parts) {
+        if (length + strlen(part) >= sizeof path || (!given && !home)) {
+            return nullptr;
+        }
+        strcpy(path + length, part);
+        length += (int)strlen(part);
+        if (part != parts[2] && mode[0] == 'a') {
+            mkdir(path, 0755);  // if this fails, so does fopen
+        }
+    }
+    return fopen(path, mode);
+}
+
+// The file's choice for a product, -1: none. The first line counts: what another run added later,
+// while this one was timing, is not used by anybody.
+static int matmul_cache_find(const MatmulKey *key) {
+    FILE *file = matmul_cache_open("r");
+    char line[512];
+    int chosen = -1;
+    while (file && chosen < 0 && fgets(line, sizeof line, file)) {
+        chosen = strchr(line, '\n') ? matmul_choice_find(line, key) : -1;
+    }
+    if (file) {
+        fclose(file);
+    }
+    return chosen;
+}
+
+// Adds a plan's choice to the file; one write, so that lines of two runs do not mix.
+static void matmul_cache_add(const MatmulPlan *plan) {
+    FILE *file = matmul_cache_open("a");
+    if (file) {
+        fprintf(file, "%s| %s=%d\n", matmul_library.where, matmul_key_text(&plan->key).s,
+                plan->chosen);
+        fclose(file);
+    }
+}
+
+// Memory to time products in, and what fills it: bf16 numbers between -1 and 1. Two of them read as
+// one fp32 number are one as well, with the sign and nearly the size of the upper half. So one fill
+// serves operands of every type, wherever they come to lie.
+struct MatmulBench {
+    char *memory;
+    size_t bytes, cache_bytes;
+    __nv_bfloat16 noise[TUNE_NOISE / 2];
+    cudaStream_t stream;
+};
+
+// Operands of the plan in the bench's memory from `at` on, and in *bytes how many bytes they take.
+// They lie as in a run: each at a multiple of 256 bytes, C in D's place unless the plan keeps them
+// apart, and with a bias only where the product has one.
+static MatmulOperands matmul_operands(const MatmulBench *bench, const MatmulPlan *plan, size_t at,
+                                      size_t *bytes) {
+    const MatmulKey *k = &plan->key;
+    const size_t m = (size_t)k->m, n = (size_t)k->n, inner = (size_t)k->k;
+    const size_t in = k->input_type == CUDA_R_32F ? 4 : 2;
+    const size_t out = k->output_type == CUDA_R_32F ? 4 : 2;
+    const size_t sizes[5] = {m * n * out, m * inner * in, inner * n * in, m * out, m * n * out};
+    char *places[5];
+    *bytes = 0;
+    for (int i = 0; i < 5; i++) {
+        places[i] = bench->memory + at + *bytes;
+        *bytes += i == 4 && !k->beside ? 0 : (sizes[i] + 255) / 256 * 256;
+    }
+    return {places[0], places[1], places[2], k->has_bias ? places[3] : nullptr,
+            k->beside ? places[4] : places[0]};
+}
+
+// Runs the plan's product once and returns both ends of D, at most TUNE_SAMPLE elements each. Where
+// it adds to D, they begin as noise again. Null: cuBLASLt refuses the algorithm.
+static char *matmul_sample(const MatmulBench *bench, MatmulPlan *plan, const MatmulOperands &x,
+                           size_t *bytes) {
+    const size_t element = plan->key.output_type == CUDA_R_32F ? 4 : 2;
+    const size_t all = (size_t)plan->key.m * plan->key.n * element;
+    const size_t end = min_i64((int64_t)all, (int64_t)(TUNE_SAMPLE * element));
+    char *sample = (char *)alloc_zero(2, end), *d = (char *)x.d;
+    // Noise is what an algorithm that writes nothing would leave, too: it agrees with no product.
+    for (char *at : {d, d + all - end}) {
+        copy_wait(at, bench->noise, end, bench->stream);
+    }
+    if (matmul_launch(plan, x, bench->stream) != CUBLAS_STATUS_SUCCESS) {
+        free(sample);
+        return nullptr;
+    }
+    copy_wait(sample, d, end, bench->stream);
+    copy_wait(sample + end, d + all - end, end, bench->stream);
+    *bytes = 2 * end;
+    return sample;
+}
+
+// Norm of the difference of two samples of cuBLASLt's `type` over the norm of `want`; NaN anywhere
+// gives NaN, which no bound admits.
+static double sample_error(const char *got, const char *want, size_t bytes, int type) {
+    double difference = 0, norm = 0;
+    auto sum = [&](auto element) {
+        using E = decltype(element);
+        for (size_t i = 0; i < bytes / sizeof(E); i++) {
+            E a, b;
+            memcpy(&a, got + i * sizeof(E), sizeof(E));
+            memcpy(&b, want + i * sizeof(E), sizeof(E));
+            difference += pow((double)to_float(a) - (double)to_float(b), 2);
+            norm += pow((double)to_float(b), 2);
+        }
+    };
+    type == CUDA_R_32F ? sum(float()) : type == CUDA_R_16F ? sum(__half()) : sum(__nv_bfloat16());
+    return sqrt(difference / norm);
+}
+
+// Does the plan's algorithm give `want` but for rounding, and the same bits twice? 16-bit results
+// may differ by twice the type's rounding; fp32 ones by what the order of a long sum makes: some
+// sqrt(65,536) roundings of 6e-8 each, with a margin of six.
+static bool matmul_agrees(const MatmulBench *bench, MatmulPlan *plan, const MatmulOperands &x,
+                          const char *want) {
+    size_t bytes = 0;
+    const int type = plan->key.output_type;
+    const double most = type == CUDA_R_32F   ? 1e-4
+                        : type == CUDA_R_16F ? 2 * traits<__half>.unit
+                                             : 2 * traits<__nv_bfloat16>.unit;
+    char *first = matmul_sample(bench, plan, x, &bytes);
+    char *second = first ? matmul_sample(bench, plan, x, &bytes) : nullptr;
+    const bool agrees = second && memcmp(first, second, bytes) == 0 &&
+                        sample_error(first, want, bytes, type) <= most;
+    free(first);
+    free(second);
+    return agrees;
+}
+
+// Times the algorithms of a plan's product and gives it the best: the first, unless another takes
+// less than TUNE_GAIN of its time. A product whose operands find no room keeps the first, and so
+// does one whose first algorithm itself fails.
+static void matmul_plan_time(const MatmulBench *bench, MatmulPlan *plan) {
+    size_t each, bytes;
+    matmul_operands(bench, plan, 0, &each);
+    const size_t room = bench->bytes / each, wanted = 2 * bench->cache_bytes / each + 1;
+    const int copies = (int)(room < wanted ? room : wanted), first = plan->chosen;
+    if (copies == 0) {
+        return;
+    }
+    // Copy after copy in turn, so that a launch finds nothing of its operands in the cache.
+    auto operands = [&](int i) {
+        return matmul_operands(bench, plan, (size_t)(i % copies) * each, &bytes);
+    };
+    auto time_ms = [&] {
+        return gpu_time_ms(TUNE_ROUNDS, bench->stream, [&](int call) {
+            cublas_check(matmul_launch(plan, operands(call), bench->stream));
+        });
+    };
+    char *want = matmul_sample(bench, plan, operands(0), &bytes);
+    double best_ms = TUNE_GAIN * time_ms();
+    int best = first;
+    // Before an algorithm is timed it is run twice for its results: a fast wrong one is no choice.
+    for (int i = 0; i < MATMUL_ALGORITHMS && want; i++) {
+        if (i != first && matmul_plan_choose(plan, i) &&
+            matmul_agrees(bench, plan, operands(0), want)) {
+            const double ms = time_ms();
+            best = ms < best_ms ? i : best;
+            best_ms = ms < best_ms ? ms : best_ms;
+        }
+    }
+    free(want);
+    matmul_plan_choose(plan, best);
+    matmul_cache_add(plan);
+    matmul_library.timed++;
+}
+
+// Takes the file's choices; returns how many plans it knows nothing of. A choice that the library
+// does not offer any more counts as none.
+static int matmul_choices_load(void) {
+    int unknown = 0;
+    for (int i = 0; i < matmul_library.plans; i++) {
+        MatmulPlan *plan = &matmul_library.plan[i];
+        const int chosen = matmul_cache_find(&plan->key);
+        unknown += chosen < 0 || !matmul_plan_choose(plan, chosen);
+    }
+    return unknown;
+}
+
+// The emulated device has no clock of its own, but for tests a table of times.
+#if CUDA_CPU
+static bool matmul_can_time(void) { return emu::set.lt_times != 0; }
+#else
+static bool matmul_can_time(void) { return true; }
+#endif
+
+// Times the plans that the file knows nothing of. memory: device memory at a multiple of 256 bytes
+// that nothing lies in; noise is left there.
+static void matmul_tune(char *memory, size_t bytes, cudaStream_t stream) {
+    MatmulBench *bench = (MatmulBench *)alloc_zero(1, sizeof *bench);
+    int device, cache;
+    cuda_check(cudaGetDevice(&device));
+    cuda_check(cudaDeviceGetAttribute(&cache, cudaDevAttrL2CacheSize, device));
+    bench->memory = memory;
+    bench->bytes = bytes;
+    bench->cache_bytes = (size_t)cache;
+    bench->stream = stream;
+    for (size_t i = 0; i < TUNE_NOISE / 2; i++) {
+        bench->noise[i] = from_float<__nv_bfloat16>((float)(2 * rng_uniform(1, 0, 0, i) - 1));
+    }
+    copy_wait(memory, bench->noise, bytes < TUNE_NOISE ? bytes : TUNE_NOISE, stream);
+    for (size_t done = TUNE_NOISE; done < bytes; done *= 2) {  // what is there, once more behind it
+        cuda_check(cudaMemcpyAsync(memory + done, memory, done < bytes - done ? done : bytes - done,
+                                   cudaMemcpyDeviceToDevice, stream));
+    }
+    for (int i = 0; i < matmul_library.plans; i++) {
+        MatmulPlan *plan = &matmul_library.plan[i];
+        if (matmul_cache_find(&plan->key) < 0) {
+            matmul_plan_time(bench, plan);
+        }
+    }
+    cuda_check(cudaStreamSynchronize(stream));
+    free(bench);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -2486,8 +2821,8 @@ template <class T> __device__ inline float square_sum(const T *grads, size_t beg
 // budget: <bf16> threads 256 regs 29 blocks 6 test gpu_norm
 template <class G>
 __global__ void grad_square_sum_kernel(float *partials, const G *grads_2d, const float *grads_1d,
-                                       const ParamRange *ranges, int range_count, int chunks,
-                                       const G *grads_home) {
+                                       const G *grads_home, const ParamRange *ranges,
+                                       int range_count, int chunks) {
     float sum = 0.0f;
     for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
         ParamRange range = param_range_find(ranges, range_count, chunk);
@@ -2532,13 +2867,14 @@ static size_t gpu_grad_square_sum_bytes(void) { return NORM_BLOCKS * sizeof(floa
 // param_ranges_chunk). Measured on the CPU layer, 1e5 elements: the norm's relative error is 9e-8.
 template <class G>
 static void gpu_grad_square_sum(UpdateState *state, float *scratch, const G *grads_2d,
-                                const float *grads_1d, const ParamRange *ranges, int range_count,
-                                int chunks, cudaStream_t stream, const G *grads_home = nullptr) {
+                                const float *grads_1d, const G *grads_home,
+                                const ParamRange *ranges, int range_count, int chunks,
+                                cudaStream_t stream) {
     // Where ranges start param_ranges_chunk has checked.
     check_rows(G, 0, grads_2d, grads_1d, grads_home);
     int parts = chunks < NORM_BLOCKS ? chunks : NORM_BLOCKS;
     launch(grad_square_sum_kernel<G>, parts, UPDATE_THREADS, 0, stream, scratch, grads_2d, grads_1d,
-           ranges, range_count, chunks, grads_home);
+           grads_home, ranges, range_count, chunks);
     launch(grad_square_sum_finish_kernel, 1, parts < 256 ? ceil_div(parts, WARP) * WARP : 256, 0,
            stream, state, scratch, parts);
 }
@@ -2628,8 +2964,9 @@ __device__ inline void split_store(__nv_bfloat16 *params, uint16_t *low, const f
 template <class E, class G, class M, bool SPLIT>
 __global__ void __launch_bounds__(UPDATE_THREADS)
     adamw_kernel(E *params, uint16_t *low, M *moment1, M *moment2, const G *grads_2d,
-                 const float *grads_1d, const ParamRange *ranges, int range_count, AdamW adamw,
-                 UpdateRandom key, const UpdateState *state, E *params_home, const G *grads_home) {
+                 const float *grads_1d, E *params_home, const G *grads_home,
+                 const ParamRange *ranges, int range_count, AdamW adamw, UpdateRandom key,
+                 const UpdateState *state) {
     constexpr int size = Pack<E>::size;
     if (state->skip) {
         return;
@@ -2672,14 +3009,13 @@ __global__ void __launch_bounds__(UPDATE_THREADS)
 // One AdamW step over the table (ranges: device); low is null without SPLIT.
 template <class E, class G, class M, bool SPLIT>
 static void gpu_adamw(E *params, uint16_t *low, M *moment1, M *moment2, const G *grads_2d,
-                      const float *grads_1d, const ParamRange *ranges, int range_count, int chunks,
-                      AdamW adamw, UpdateRandom key, const UpdateState *state,
-                      cudaStream_t stream, E *params_home = nullptr,
-                      const G *grads_home = nullptr) {
+                      const float *grads_1d, E *params_home, const G *grads_home,
+                      const ParamRange *ranges, int range_count, int chunks, AdamW adamw,
+                      UpdateRandom key, const UpdateState *state, cudaStream_t stream) {
     check_rows(E, 0, params, low, moment1, moment2, grads_2d, grads_1d, params_home, grads_home);
     launch(adamw_kernel<E, G, M, SPLIT>, chunks, UPDATE_THREADS, 0, stream, params, low, moment1,
-           moment2, grads_2d, grads_1d, ranges, range_count, adamw, key, state, params_home,
-           grads_home);
+           moment2, grads_2d, grads_1d, params_home, grads_home, ranges, range_count, adamw, key,
+           state);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -2788,11 +3124,20 @@ static void arena_open(Plan *p, cudaStream_t stream) {
     cuda_check(cudaStreamSynchronize(stream));
 }
 
-// A copy between either home and the host's own memory in the order of `stream`, finished when the
-// call returns. (cudaMemcpy runs on the default stream, which our stream does not wait for.)
-static void copy_wait(void *to, const void *from, size_t bytes, cudaStream_t stream) {
-    cuda_check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream));
-    cuda_check(cudaStreamSynchronize(stream));
+// Between lend and return the device's home is nobody's, and what the plan had there is lost. Test
+// builds know of both: what is used in between may not be a buffer, and buffers come back as NaN.
+static void arena_lend(Plan *p) {
+    plan_tick(p, -1);
+#if GPT2_POISON
+    p->mark(p->base[HOME_DEVICE], p->device_bytes, 1);
+#endif
+}
+
+static void arena_return(Plan *p) {
+#if GPT2_POISON
+    p->mark(p->base[HOME_DEVICE], p->device_bytes, 0);
+#endif
+    plan_tick(p, 0);
 }
 
 // Gives both homes back; the plan stays, as after plan_close. Test builds take the poison off
@@ -3193,9 +3538,10 @@ static void gpu_adamw_all(GpuNetwork<E, G> *net, const AdamW &adamw, const Optio
     gpu_adamw<E, G, M, SPLIT>(
         gpu_buffer<E>(net, BUF_WEIGHTS), SPLIT ? gpu_buffer<uint16_t>(net, BUF_MASTER) : nullptr,
         gpu_buffer<M>(net, BUF_M), gpu_buffer<M>(net, BUF_V), gpu_buffer<G>(net, BUF_GRADS),
-        gpu_buffer<float>(net, BUF_GRADS_1D), gpu_buffer<ParamRange>(net, BUF_TENSORS),
+        gpu_buffer<float>(net, BUF_GRADS_1D), gpu_buffer<E>(net, BUF_WEIGHTS_HOME),
+        gpu_buffer<G>(net, BUF_GRADS_HOME), gpu_buffer<ParamRange>(net, BUF_TENSORS),
         net->range_count, net->chunks, adamw, key, &gpu_buffer<GpuState>(net, BUF_STATE)->update,
-        net->stream, gpu_buffer<E>(net, BUF_WEIGHTS_HOME), gpu_buffer<G>(net, BUF_GRADS_HOME));
+        net->stream);
 }
 
 // The engine's update. Norm, clip factor and the decision to skip are made on the device, where
@@ -3210,8 +3556,9 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
     GpuState *state = gpu_buffer<GpuState>(net, BUF_STATE);
     gpu_grad_square_sum<G>(&state->update, gpu_buffer<float>(net, BUF_PARTIALS),
                            gpu_buffer<G>(net, BUF_GRADS), gpu_buffer<float>(net, BUF_GRADS_1D),
+                           gpu_buffer<G>(net, BUF_GRADS_HOME),
                            gpu_buffer<ParamRange>(net, BUF_TENSORS), net->range_count, net->chunks,
-                           net->stream, gpu_buffer<G>(net, BUF_GRADS_HOME));
+                           net->stream);
     gpu_update_decide(&state->update, (float)o->clip, (float)limit, net->stream);
     // The clip factor is the device's, so the host's scale of gradients is 1.
     AdamW adamw = adamw_at(o, lr, updates, 1);
@@ -3416,8 +3763,44 @@ template <class E, class G> static void gpu_ranges_open(GpuNetwork<E, G> *net) {
     }
     net->range_count = count;
     net->chunks = param_ranges_chunk(net->ranges, count);
-    copy_wait(gpu_buffer<ParamRange>(net, BUF_TENSORS), net->ranges, count * sizeof(ParamRange),
-              net->stream);
+}
+
+// What must lie on the device before the first step: the table of tensors, and zero states. The run
+// initialises these later; until then those on the device would hold a former owner's bytes, while
+// pinned memory is fresh.
+template <class E, class G> static void gpu_begin(GpuNetwork<E, G> *net) {
+    copy_wait(gpu_buffer<ParamRange>(net, BUF_TENSORS), net->ranges,
+              net->range_count * sizeof(ParamRange), net->stream);
+    for (int id : {BUF_WEIGHTS, BUF_MASTER, BUF_M, BUF_V, BUF_STATE}) {
+        const int at = net->plan->single[id];
+        if (at >= 0 && net->plan->buffers[at].home == HOME_DEVICE) {
+            cuda_check(cudaMemsetAsync(gpu_buffer<char>(net, id), 0, net->plan->buffers[at].bytes,
+                                       net->stream));
+        }
+    }
+}
+
+// Chooses the products' algorithms (chapter Matmul, 5), once the warm-up has met them all: in the
+// larger part of the arena beside the workspace, in which nothing lies yet that gpu_begin would not
+// bring back. So timing needs no memory of its own, and has as much as the run's own operands.
+template <class E, class G> static void gpu_tune(Engine *e) {
+    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
+    Plan *p = net->plan;
+    if (p->settings.tune && matmul_can_time() && matmul_choices_load() > 0) {
+        const Buffer *workspace = &p->buffers[p->single[BUF_MATMUL]];
+        const size_t end = (workspace->offset + workspace->bytes + 255) / 256 * 256;
+        const size_t behind = p->device_bytes > end ? p->device_bytes - end : 0;
+        char *base = p->base[HOME_DEVICE];
+        cuda_check(cudaDeviceSynchronize());  // what visited in the warm-up may still be on its way
+        arena_lend(p);
+        workspace->offset > behind ? matmul_tune(base, workspace->offset, net->stream)
+                                   : matmul_tune(base + end, behind, net->stream);
+        arena_return(p);
+        visits_forget_weights(p);
+        gpu_begin(net);
+    }
+    matmul_choices_tell();
+    e->matmul = matmul_library.choices;
 }
 
 // A step of two micro-steps, an evaluation and a sample on zeros: every kernel is loaded and every
@@ -3435,15 +3818,7 @@ static void gpu_warm_up(Engine *e) {
     Options o;
     options_default(&o);
     before = before ? before : device_memory.free_bytes;
-    // The run initialises its states later; until then those on the device hold a former owner's
-    // bytes. Pinned memory is fresh.
-    for (int id : {BUF_WEIGHTS, BUF_MASTER, BUF_M, BUF_V, BUF_STATE}) {
-        const int at = net->plan->single[id];
-        if (at >= 0 && net->plan->buffers[at].home == HOME_DEVICE) {
-            cuda_check(cudaMemsetAsync(gpu_buffer<char>(net, id), 0, net->plan->buffers[at].bytes,
-                                       net->stream));
-        }
-    }
+    gpu_begin(net);
     gpu_micro_step<E, G>(e, zeros, zeros, 0, 2);
     gpu_micro_step<E, G>(e, zeros, zeros, 1, 2);
     gpu_update<E, G>(e, &o, 0, HUGE_VAL, 0);
@@ -3451,6 +3826,7 @@ static void gpu_warm_up(Engine *e) {
     gpu_logits<E, G>(e, logits, zeros, 1);
     free(zeros);
     free(logits);
+    gpu_tune<E, G>(e);  // here, because an algorithm that is tried is loaded too
     cuda_check(cudaMemGetInfo(&free_bytes, &total_bytes));
     size_t used = before > free_bytes ? before - free_bytes : 0, arena = net->plan->device_bytes;
     device_memory.library_bytes = used > arena ? used - arena : 0;
@@ -3474,7 +3850,7 @@ template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
     cuda_check(cudaStreamCreateWithFlags(&net->stream, cudaStreamNonBlocking));
     arena_open(net->plan, net->stream);
     visits_open(&net->visits, net->plan, net->stream);
-    gpu_matmul_open(gpu_buffer<char>(net, BUF_MATMUL), GPU_MATMUL_BYTES);
+    gpu_matmul_open(gpu_buffer<char>(net, BUF_MATMUL), (size_t)s->workspace);
     int *pinned = gpu_buffer<int>(net, BUF_PINNED);
     check(batch_ints(N) == 2 * N + (int64_t)embedding_plan_ints((int)N), "a batch's length");
     for (int i = 0; i < 2; i++) {
@@ -3494,6 +3870,7 @@ template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
     e->read = gpu_read<E, G>;
     e->write = gpu_write<E, G>;
     e->close = gpu_close<E, G>;
+    e->take_matmul = [](Engine *, const char *text) { return (int)matmul_choices_take(text); };
     // Last, when all verbs are there: what fails fails here, before the run has begun.
     gpu_warm_up<E, G>(e);
 }

@@ -910,7 +910,7 @@ static int point_is_plainer(const FitPoint *a, const FitPoint *b) {
                                 : a->o.batch < b->o.batch;
 }
 
-// The plainest of the points of a number type and a rung of homes (-1: of any) that are within 1 %
+// The plainest of the points of a number type and a rung of homes (-1: of any) within half a percent
 // of the fastest. NULL: there is none.
 static const FitPoint *fit_fastest(const FitPoint *list, int n, int type, int rung) {
     const FitPoint *best = NULL;
@@ -919,7 +919,7 @@ static const FitPoint *fit_fastest(const FitPoint *list, int n, int type, int ru
         const FitPoint *f = &list[i % n];
         if ((type < 0 || f->type == type) && (rung < 0 || f->rung == rung)) {
             most = fmax(most, f->tokens_per_s);  // known after the first n
-            if (i >= n && f->tokens_per_s >= 0.99 * most && (!best || point_is_plainer(f, best))) {
+            if (i >= n && f->tokens_per_s >= 0.995 * most && (!best || point_is_plainer(f, best))) {
                 best = f;
             }
         }

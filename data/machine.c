@@ -261,8 +261,9 @@ static void cores_of_group(void *out, int version, const char *folder, const cha
     }
 }
 
-// The cores that control groups leave of `cores`; more threads would only be stopped in turn.
-static int host_cores(const char *root, int cores) {
+// The cores that control groups leave of `cores`; more threads would only be stopped in turn. A
+// build without OpenMP has one thread and does not ask.
+__attribute__((unused)) static int host_cores(const char *root, int cores) {
     groups_look(root, "cpu", cores_of_group, &cores);
     return cores;
 }

@@ -12,6 +12,8 @@
 //         make build/bench_cuda_cpu    the same on the CPU, to see that it runs
 // Run:    build/bench                  124M at -b 64 and 1558M at -b 16, a table each
 //         build/bench -e d24 -b 8 attention matmul    what begins with these words
+// With EMU_PROFILE=1 and a build for it (dev/cuda_cpu/emu_profile.h) it takes no times: it compares
+// the bytes that each kernel asks for with those it needs.
 
 #define GPT2_NO_MAIN 1
 #include "../train_gpt2.cu"
@@ -19,8 +21,9 @@
 #include <string>
 #include <vector>
 
-// How a kernel uses an array. Every byte counts once for each time it must cross the memory bus.
-enum Use { READ = 1, WRITE = 1, READ_WRITE = 2 };
+// How a kernel uses an array. Every byte counts once for each time it must cross the memory bus;
+// what a launcher leaves for its second kernel counts nothing, as few parts or many would do.
+enum Use { SCRATCH = 0, READ = 1, WRITE = 1, READ_WRITE = 2 };
 // What an array holds.
 enum Fill { NOISE, POSITIVE, INTS };
 
@@ -43,10 +46,11 @@ struct Case {
 
 static struct {
     const char *model;
-    int batch, length, rounds, tsv;
+    int batch, length, rounds, tsv, greedy;  // greedy: kernels that asked for too many bytes
     std::vector<const char *> what;
     double peak_flops, bytes_per_ms, ms_sum;
     size_t cache_bytes, arena_bytes;
+    int64_t workspace;       // bytes of a run's
     char *arena, *noise[2];  // in the arena: its arrays; patterns to fill them with
     cudaStream_t stream;
 } bench;
@@ -112,12 +116,58 @@ static double case_ms(const Case &c, const std::vector<Buffers> &buffers) {
                        [&](int i) { c.run(buffers[(size_t)i % buffers.size()]); });
 }
 
-// One line; "-" where a limit is not known.
-static void print_line(const Case &c, double ms) {
+// Bytes that a case must read and write at least.
+static double case_bytes(const Case &c) {
     double bytes = 0;
     for (const Array &array : c.arrays) {
         bytes += (double)(array.touched ? array.touched : array.bytes) * array.use;
     }
+    return bytes;
+}
+
+#if CUDA_CPU && EMU_PROFILING
+// Kernels that ask for over 1.2 times the bytes they must, how many times at most at 12 heads of
+// 64 channels and two sequences of 128 tokens, and why: what they ask for again is in a cache, or
+// is one address for a whole warp.
+static const struct {
+    const char *name;
+    double most;
+    const char *why;
+} asks_more[] = {
+    {"embedding_forward", 1.6, "each pack asks for its token, each sequence for the positions"},
+    {"embedding_backward", 1.3, "each pack asks for the rows of its token"},
+    {"layernorm_forward", 2.0, "each row asks for weight and bias"},
+    {"layernorm_backward", 1.8, "each row asks for the weight; few rows leave as many parts"},
+    {"attention_backward", 1.7, "two kernels read Q, K, V and dO"},
+    {"grad_norm", 1.4, "each thread looks up its block's tensor"},
+};
+
+// Runs a case once and prints, in thousands of bytes, what its kernels asked for beside what they
+// need; a kernel that asks for too much makes the program fail.
+static void profile_case(const Case &c, const Buffers &buffers) {
+    double asked = 0, most = 1.2;
+    const char *why = "";
+    emu::profile_clear();
+    c.run(buffers);
+    cuda_check(cudaStreamSynchronize(bench.stream));
+    for (const emu::Profile &p : emu::profiles) {
+        asked += (double)(p.read + p.written);
+    }
+    for (const auto &row : asks_more) {
+        most = c.name == row.name ? row.most : most;
+        why = c.name == row.name ? row.why : why;
+    }
+    const double needed = case_bytes(c), times = asked / needed;
+    bench.greedy += !(times <= most);
+    printf("profile  %-20s asked %9.1f KB  needed %9.1f KB  %.2f x of at most %.2f %s  %s\n",
+           c.name.c_str(), asked / 1e3, needed / 1e3, times, most, times <= most ? " ok" : "FAILED",
+           why);
+}
+#endif
+
+// One line; "-" where a limit is not known.
+static void print_line(const Case &c, double ms) {
+    const double bytes = case_bytes(c);
     double limit_ms = fmax(bytes / bench.bytes_per_ms,
                            bench.peak_flops > 0 ? c.flops / bench.peak_flops * 1e3 : 0);
     bool known = c.flops == 0 || bench.peak_flops > 0;
@@ -174,13 +224,21 @@ static void bench_case(const Case &c, bool matmul) {
     if (buffers.empty()) {
         return;
     }
+#if CUDA_CPU && EMU_PROFILING
+    if (emu::set.profile) {
+        if (!matmul) {  // products are a library's
+            profile_case(c, buffers[0]);
+        }
+        return;
+    }
+#endif
     const size_t all = matmul_library.workspace_bytes;
     if (!matmul) {
         print_line(c, case_ms(c, buffers));
         return;
     }
     // First as a run does it: the chosen algorithm in the plan's workspace.
-    matmul_library.workspace_bytes = (size_t)min_i64((int64_t)GPU_MATMUL_BYTES, (int64_t)all);
+    matmul_library.workspace_bytes = (size_t)min_i64(bench.workspace, (int64_t)all);
     const int plans = matmul_library.plans;
     print_line(c, case_ms(c, buffers));
     matmul_library.workspace_bytes = all;
@@ -257,7 +315,7 @@ template <class E> static std::vector<Case> layer_cases(const Settings *s) {
     const Array weight = {C * sizeof(E), READ, NOISE, nullptr};
     const Array sums = {4 * C * sizeof(float), READ_WRITE, NOISE, nullptr};
     const Array stat_in = {stat, READ, POSITIVE, nullptr}, stat_out = {stat, WRITE, NOISE, nullptr};
-    const Array scratch = {partials, READ_WRITE, NOISE, nullptr};
+    const Array scratch = {partials, SCRATCH, NOISE, nullptr};
     cudaStream_t stream = bench.stream;
     return {
         {"layernorm_forward", 2 * L + 1, 0, {out, stat_out, stat_out, in, weight, weight},
@@ -300,8 +358,8 @@ template <class E> static std::vector<Case> attention_cases(const Settings *s) {
          }},
         {"attention_backward", L, 2.5 * attention,
          {out3, {3 * C * sizeof(float), READ_WRITE, NOISE, nullptr},
-          {lse, READ_WRITE, NOISE, nullptr}, in, in3, in, {lse, READ, POSITIVE, nullptr},
-          {gpu_attention_backward_bytes(B, T, C, NH), READ_WRITE, NOISE, nullptr}},
+          {lse, SCRATCH, NOISE, nullptr}, in, in3, in, {lse, READ, POSITIVE, nullptr},
+          {gpu_attention_backward_bytes(B, T, C, NH), SCRATCH, NOISE, nullptr}},
          [=](const Buffers &p) {
              gpu_attention_backward(as<E>(p[0]), as<float>(p[1]), as<float>(p[2]), as<E>(p[3]),
                                     as<E>(p[4]), as<E>(p[5]), as<float>(p[6]), as<float>(p[7]),
@@ -321,7 +379,7 @@ template <class E> static std::vector<Case> update_cases(const Settings *s) {
     const Array table = {sizeof range, READ, INTS, (const int *)(const void *)range};
     const Array decided = {sizeof state, READ, INTS, (const int *)(const void *)&state};
     const Array grads = {count * sizeof(E), READ, NOISE, nullptr};
-    const Array partials = {gpu_grad_square_sum_bytes(), READ_WRITE, NOISE, nullptr};
+    const Array partials = {gpu_grad_square_sum_bytes(), SCRATCH, NOISE, nullptr};
     const Array weights = {count * sizeof(E), READ_WRITE, NOISE, nullptr};
     const Array low = {SPLIT ? count * 2 : 256, READ_WRITE, NOISE, nullptr};
     const Array moment = {count * sizeof(float), READ_WRITE, POSITIVE, nullptr};
@@ -331,15 +389,17 @@ template <class E> static std::vector<Case> update_cases(const Settings *s) {
         {"grad_norm", 0, 0, {decided, partials, grads, table},
          [=](const Buffers &p) {
              gpu_grad_square_sum((UpdateState *)of(p[0]), (float *)of(p[1]), (E *)of(p[2]),
-                                 (float *)nullptr, (ParamRange *)of(p[3]), 1, chunks, stream);
+                                 (float *)nullptr, (E *)nullptr, (ParamRange *)of(p[3]), 1, chunks,
+                                 stream);
          }},
         {"adamw", 0, 0, {weights, low, moment, moment, grads, table, decided},
          [=](const Buffers &p) {
              const AdamW a = {1e-4f, 0.9f, 0.95f, 0.1f, 0.05f, 1e-8f, 0.1f, 1.0f};
              gpu_adamw<E, E, float, SPLIT>((E *)of(p[0]), SPLIT ? (uint16_t *)of(p[1]) : nullptr,
                                            (float *)of(p[2]), (float *)of(p[3]), (E *)of(p[4]),
-                                           (float *)nullptr, (ParamRange *)of(p[5]), 1, chunks, a,
-                                           UpdateRandom{1, 1}, (UpdateState *)of(p[6]), stream);
+                                           nullptr, nullptr, nullptr, (ParamRange *)of(p[5]), 1,
+                                           chunks, a, UpdateRandom{1, 1}, (UpdateState *)of(p[6]),
+                                           stream);
          }},
     };
 }
@@ -488,6 +548,7 @@ static void bench_run(const char *dtype) {
     model_set_vocabulary(&m, kind == MODEL_PRESET ? (int)GPT2_VOCABULARY : (int)BYTE_VOCABULARY);
     settings_from_options(&s, &o, &m, 1);
     gpu_settings_check(&s);
+    bench.workspace = s.workspace;
     bench_open(&s);
     bench_host(CUDA_CPU ? 1 << 20 : bench.arena_bytes < 1u << 30 ? bench.arena_bytes : 1u << 30);
     printf(bench.tsv ? "# %s, -b %d -t %d, %s\n" : "%s, -b %d -t %d, %s\n", bench.model, s.B, s.T,
@@ -544,7 +605,7 @@ int main(int argc, char **argv) {
     if (bench.model) {
         bench.batch = bench.batch ? bench.batch : 16;
         bench_run(dtype);
-        return 0;
+        return bench.greedy > 0;
     }
     const int batch = bench.batch;
     for (const char *model : {"d12", "d48"}) {

@@ -1,10 +1,10 @@
 // bench_cpu.c: how fast the CPU program's parts are, beside oneDNN.
 //
 // Prints, from one run: the matmuls of a training step of GPT-2 124M at 256 and at 1024 rows and
-// those of a small character model, ours and oneDNN's, repetitions interleaved, medians; exp, tanh
-// and GELU; attention; the whole step; then generation beside a loop that only reads. Quote ratios;
-// absolute times mean something only with the machine beside them, and neither means anything while
-// other programs use its cores.
+// those of a small character model, ours and oneDNN's, in fp32 and in bf16, repetitions
+// interleaved, medians; exp, tanh and GELU; attention; the whole step, in fp32 and with products of
+// bf16; then generation beside a loop that only reads. Quote ratios; absolute times mean something
+// only with the machine beside them, and neither means anything while other programs use its cores.
 //
 // Build: make bench. By hand, without oneDNN (with it: -DBENCH_DNNL=1, and -ldnnl at the end):
 //   gcc -std=c11 -O3 -march=native -ffp-contract=off -fno-math-errno -fopenmp dev/bench_cpu.c
@@ -57,83 +57,192 @@ static real *bench_array(size_t n) {
     return p;
 }
 
-// One product by our matmul: forward writes y, dinp writes y from x, dweight adds to w.
-static void product_ours(int product, int rows, int C, int OC) {
+// One product of a linear layer: forward writes y, dinp writes y from x, dweight adds to w.
+typedef struct {
+    Operand a, b;  // rows along k, of the benchmark's arrays
+    real *out;
+    const real *addend;
+    int M, N, K;
+} Product;
+
+static Product product_of(int product, int rows, int C, int OC) {
     real *x = bench_x, *y = bench_y, *w = bench_w;
-    size_t c = (size_t)C, oc = (size_t)OC;
-    if (product == FORWARD) {
-        matmul(y, operand(x, c, 1), operand(w, c, 1), NULL, NULL, rows, OC, C);
-    } else if (product == DINP) {
-        matmul(y, operand(x, oc, 1), operand(w, 1, c), NULL, NULL, rows, C, OC);
-    } else {
-        matmul(w, operand(x, 1, oc), operand(y, 1, c), NULL, w, OC, C, rows);
+    const size_t c = (size_t)C, oc = (size_t)OC;
+    const Product products[PRODUCTS] = {
+        {operand(x, c, 1), operand(w, c, 1), y, NULL, rows, OC, C},
+        {operand(x, oc, 1), operand(w, 1, c), y, NULL, rows, C, OC},
+        {operand(x, 1, oc), operand(y, 1, c), w, w, OC, C, rows},
+    };
+    return products[product];
+}
+
+// Ours, in a team whose threads stand and are awake, as in a step. Returns ms.
+static double time_ours(const Product *p, int bf16) {
+    double ms = 0;
+#if BF16_DOTS
+    matmul_bf16 = bf16;
+#endif
+    (void)bf16;
+    #pragma omp parallel
+    #pragma omp master
+    {
+        for (double began = now_ms(), start = began; ms == 0 || start < began + 0.2;) {
+            start = now_ms();
+            matmul(p->out, p->a, p->b, NULL, p->addend, p->M, p->N, p->K);
+            ms = now_ms() - start;
+        }
     }
+#if BF16_DOTS
+    matmul_bf16 = 0;
+#endif
+    return ms;
 }
 
 #if BENCH_DNNL
-static void product_dnnl(int product, int rows, int C, int OC) {
-    real *x = bench_x, *y = bench_y, *w = bench_w;
-    if (product == FORWARD) {
-        dnnl_sgemm('N', 'T', rows, OC, C, 1, x, C, w, C, 0, y, OC);
-    } else if (product == DINP) {
-        dnnl_sgemm('N', 'N', rows, C, OC, 1, x, OC, w, C, 0, y, C);
-    } else {
-        dnnl_sgemm('T', 'N', OC, C, rows, 1, x, OC, y, C, 1, w, C);
-    }
+static double time_sgemm(const Product *p) {
+    const int a_plain = p->a.k_step == 1, b_plain = p->b.k_step != 1;
+    const double start = now_ms();
+    dnnl_sgemm(a_plain ? 'N' : 'T', b_plain ? 'N' : 'T', p->M, p->N, p->K, 1, p->a.data,
+               (dnnl_dim_t)(a_plain ? p->a.row_step : p->a.k_step), p->b.data,
+               (dnnl_dim_t)(b_plain ? p->b.k_step : p->b.row_step), p->addend ? 1 : 0, p->out,
+               p->N);
+    return now_ms() - start;
+}
+#else
+static double time_sgemm(const Product *p) {
+    (void)p;
+    return 0;
 }
 #endif
 
-// Times one product, ours and oneDNN's in turn; medians in ms. Without oneDNN *dnnl is 0.
-static void time_product(double *ours, double *dnnl, int product, int rows, int C, int OC) {
-    double t_ours[MAX_REPEATS], t_dnnl[MAX_REPEATS], flops = 2.0 * rows * C * OC;
-    int repeats = flops > 5e10 ? 3 : flops > 5e9 ? 7 : MAX_REPEATS;
-    // Growing sums would end in infinities and denormals, which are slow for other reasons.
+// oneDNN's product of operands that are bf16 already, its sums in fp32: what no rounding on the way
+// could beat. The interface is that of versions 1 and 2; with another one the figures are 0.
+#if BENCH_DNNL && DNNL_VERSION_MAJOR < 3
+static dnnl_engine_t bench_engine;
+static dnnl_stream_t bench_stream;
+
+static dnnl_memory_desc_t dnnl_matrix(int rows, int cols, size_t row_step, size_t col_step,
+                                      dnnl_data_type_t type) {
+    dnnl_memory_desc_t d;
+    const dnnl_dims_t dims = {rows, cols};
+    const dnnl_dims_t steps = {(dnnl_dim_t)row_step, (dnnl_dim_t)col_step};
+    dnnl_memory_desc_init_by_strides(&d, 2, dims, type, steps);
+    return d;
+}
+
+// Its primitive, made once for all repetitions. Returns ms of one execution.
+static double time_bf16(const Product *p, dnnl_primitive_t *made, dnnl_exec_arg_t args[3]) {
+    if (!*made) {
+        const dnnl_memory_desc_t d[3] = {
+            dnnl_matrix(p->M, p->K, p->a.row_step, p->a.k_step, dnnl_bf16),
+            dnnl_matrix(p->K, p->N, p->b.k_step, p->b.row_step, dnnl_bf16),
+            dnnl_matrix(p->M, p->N, (size_t)p->N, 1, dnnl_f32)};
+        const int names[3] = {DNNL_ARG_SRC, DNNL_ARG_WEIGHTS, DNNL_ARG_DST};
+        void *data[3] = {(void *)p->a.data, (void *)p->b.data, p->out};
+        dnnl_matmul_desc_t m;
+        dnnl_primitive_desc_t pd;
+        if (!bench_engine) {
+            dnnl_engine_create(&bench_engine, dnnl_cpu, 0);
+            dnnl_stream_create(&bench_stream, bench_engine, dnnl_stream_default_flags);
+        }
+        if (dnnl_matmul_desc_init(&m, &d[0], &d[1], NULL, &d[2]) != dnnl_success ||
+            dnnl_primitive_desc_create(&pd, &m, NULL, bench_engine, NULL) != dnnl_success ||
+            dnnl_primitive_create(made, pd) != dnnl_success) {
+            return 0;  // this processor has none
+        }
+        dnnl_primitive_desc_destroy(pd);
+        for (int i = 0; i < 3; i++) {
+            args[i].arg = names[i];
+            dnnl_memory_create(&args[i].memory, &d[i], bench_engine, data[i]);
+        }
+    }
+    const double start = now_ms();
+    dnnl_primitive_execute(*made, bench_stream, 3, args);
+    dnnl_stream_wait(bench_stream);
+    return now_ms() - start;
+}
+
+static void bf16_done(dnnl_primitive_t made, dnnl_exec_arg_t args[3]) {
+    for (int i = 0; made && i < 3; i++) {
+        dnnl_memory_destroy(args[i].memory);
+    }
+    if (made) {
+        dnnl_primitive_destroy(made);
+    }
+}
+#else
+typedef void *dnnl_primitive_t;
+typedef struct {
+    int arg;
+} dnnl_exec_arg_t;
+static double time_bf16(const Product *p, dnnl_primitive_t *made, dnnl_exec_arg_t args[3]) {
+    (void)p, (void)made, (void)args;
+    return 0;
+}
+static void bf16_done(dnnl_primitive_t made, dnnl_exec_arg_t args[3]) { (void)made, (void)args; }
+#endif
+
+// What is timed of a product, in turn: a column of the table each.
+enum { OURS, DNNL, OURS_BF16, DNNL_BF16, TIMES };
+
+// Times one product; medians in ms, 0 for what is not here.
+static void time_product(double ms[TIMES], int product, int rows, int C, int OC) {
+    double t[TIMES][MAX_REPEATS], flops = 2.0 * rows * C * OC;
+    const int repeats = flops > 5e10 ? 3 : flops > 5e9 ? 7 : MAX_REPEATS, bf16 = !bf16_missing();
+    const Product p = product_of(product, rows, C, OC);
+    dnnl_primitive_t made = NULL;
+    dnnl_exec_arg_t args[3];
+    // Growing sums would end in infinities and denormals, which are slow for other reasons. As two
+    // halves 0.0499878 is twice the same bf16 number, so that oneDNN's are ordinary ones too.
     size_t used = (size_t)rows * (size_t)(C > OC ? C : OC);
+    const uint32_t twice = 0x3d4c3d4cu;
     for (size_t i = 0; i < used; i++) {
-        bench_x[i] = bench_y[i] = (real)0.01 * (real)(int)(i % 11) - (real)0.05;
+        memcpy(&bench_x[i], &twice, sizeof twice);
+        memcpy(&bench_y[i], &twice, sizeof twice);
     }
     for (int r = 0; r < repeats; r++) {
-        #pragma omp parallel
-        #pragma omp master
-        {  // in a team that stands already, as in a step
-            double began = now_ms();
-            product_ours(product, rows, C, OC);
-            t_ours[r] = now_ms() - began;
-        }
-        double start = now_ms();
-#if BENCH_DNNL
-        product_dnnl(product, rows, C, OC);
-#endif
-        t_dnnl[r] = now_ms() - start;
+        t[OURS][r] = time_ours(&p, 0);
+        t[DNNL][r] = time_sgemm(&p);
+        t[OURS_BF16][r] = bf16 ? time_ours(&p, 1) : 0;
+        t[DNNL_BF16][r] = bf16 ? time_bf16(&p, &made, args) : 0;
     }
-    *ours = median(t_ours, repeats);
-    *dnnl = BENCH_DNNL ? median(t_dnnl, repeats) : 0;
+    for (int k = 0; k < TIMES; k++) {
+        ms[k] = median(t[k], repeats);
+    }
+    bf16_done(made, args);
 }
 
-// The table of one model's matmuls at one row count, the sum over a step, the worst ratio. Returns
-// oneDNN's ms for the step.
-static double bench_matmuls(const char *title, const LayerShape *layers, int n, int rows) {
-    double sum_ours = 0, sum_dnnl = 0, sum_flops = 0, worst = 0;
-    printf("\n%s, %d rows\n", title, rows);
-    printf("%-11s %-8s %9s %9s %6s %8s\n", "layer", "product", "ours ms", "oneDNN ms", "ratio",
-           "GFLOP/s");
+// 0 where there is nothing to compare with.
+static double quotient(double a, double b) { return b > 0 ? a / b : 0; }
+
+// The table of one model's matmuls at one row count, the sum over a step, the worst ratio to
+// oneDNN's. `sum`: ms of the step.
+static void bench_matmuls(double sum[TIMES], const char *title, const LayerShape *layers, int n,
+                          int rows) {
+    double flops = 0, worst = 0;
+    memset(sum, 0, TIMES * sizeof *sum);
+    printf("\n%s, %d rows: ms\n", title, rows);
+    printf("%-11s %-8s %9s %9s %6s %8s   %9s %9s %6s\n", "layer", "product", "ours", "oneDNN",
+           "ratio", "GFLOP/s", "ours bf16", "oneDNN", "ratio");
     for (int l = 0; l < n; l++) {
         for (int p = 0; p < PRODUCTS; p++) {
-            double ours, dnnl, flops = 2.0 * rows * layers[l].C * layers[l].OC;
-            time_product(&ours, &dnnl, p, rows, layers[l].C, layers[l].OC);
-            double ratio = dnnl > 0 ? ours / dnnl : 0;
-            printf("%-11s %-8s %9.3f %9.3f %6.2f %8.0f\n", layers[l].name, product_names[p], ours,
-                   dnnl, ratio, 1e-6 * flops / ours);
+            double ms[TIMES], work = 2.0 * rows * layers[l].C * layers[l].OC;
+            time_product(ms, p, rows, layers[l].C, layers[l].OC);
+            printf("%-11s %-8s %9.3f %9.3f %6.2f %8.0f   %9.3f %9.3f %6.2f\n", layers[l].name,
+                   product_names[p], ms[OURS], ms[DNNL], quotient(ms[OURS], ms[DNNL]),
+                   1e-6 * work / ms[OURS], ms[OURS_BF16], ms[DNNL_BF16],
+                   quotient(ms[OURS_BF16], ms[DNNL_BF16]));
             fflush(stdout);
-            sum_ours += ours * layers[l].per_step;
-            sum_dnnl += dnnl * layers[l].per_step;
-            sum_flops += flops * layers[l].per_step;
-            worst = ratio > worst ? ratio : worst;
+            for (int k = 0; k < TIMES; k++) {
+                sum[k] += ms[k] * layers[l].per_step;
+            }
+            flops += work * layers[l].per_step;
+            worst = fmax(worst, quotient(ms[OURS], ms[DNNL]));
         }
     }
-    printf("%-20s %9.1f %9.1f %6.2f %8.0f   worst %.2f\n", "step", sum_ours, sum_dnnl,
-           sum_dnnl > 0 ? sum_ours / sum_dnnl : 0, 1e-6 * sum_flops / sum_ours, worst);
-    return sum_dnnl;
+    printf("%-20s %9.1f %9.1f %6.2f %8.0f   %9.1f %9.1f %6.2f   worst fp32 %.2f\n", "step",
+           sum[OURS], sum[DNNL], quotient(sum[OURS], sum[DNNL]), 1e-6 * flops / sum[OURS],
+           sum[OURS_BF16], sum[DNNL_BF16], quotient(sum[OURS_BF16], sum[DNNL_BF16]), worst);
 }
 
 // exp, tanh and GELU over arrays that stay in the cache, all threads.
@@ -192,8 +301,8 @@ static void bench_attention(int B, int T, int NH, int HS) {
 
 // Whole training steps of a model at B x T on its own plan: tokens/s, what the update takes, and
 // the ratio to the floor, which is dnnl_ms (all matmuls in oneDNN) plus AdamW's one pass over the
-// states.
-static void bench_step(const char *name, int B, int T, double dnnl_ms) {
+// states. Returns ms of a step.
+static double bench_step(const char *name, int B, int T, int bf16, double dnnl_ms) {
     enum { WARM = 1, STEPS = 5 };
     double step[STEPS], update[STEPS], adamw[STEPS];
     Options o;
@@ -204,6 +313,7 @@ static void bench_step(const char *name, int B, int T, double dnnl_ms) {
     options_default(&o);
     o.batch = B;
     o.seq_len = T;
+    o.matmul = bf16 ? MATMUL_BF16 : MATMUL_FP32;
     model_set_vocabulary(
         &m, tokenizer_vocabulary(model_parse(&m, name) == MODEL_PRESET ? TOKENIZER_GPT2
                                                                : TOKENIZER_BYTES));
@@ -231,8 +341,9 @@ static void bench_step(const char *name, int B, int T, double dnnl_ms) {
         }
     }
     double ms = median(step, STEPS), floor_ms = dnnl_ms + median(adamw, STEPS);
-    printf("%s B%d T%d: step %.1f ms, %.0f tokens/s; update %.1f ms, AdamW alone %.1f ms", name, B,
-           T, ms, 1e3 * B * T / ms, median(update, STEPS), median(adamw, STEPS));
+    printf("%s B %d T %d %s: step %.1f ms, %.0f tokens/s; update %.1f ms, AdamW alone %.1f ms",
+           name, B, T, bf16 ? "bf16" : "fp32", ms, 1e3 * B * T / ms, median(update, STEPS),
+           median(adamw, STEPS));
     if (dnnl_ms > 0) {
         printf("; floor %.1f ms: %.0f %% of it", floor_ms, 100 * floor_ms / ms);
     }
@@ -241,6 +352,7 @@ static void bench_step(const char *name, int B, int T, double dnnl_ms) {
     free(tokens);
     e.close(&e);
     plan_free(&p);
+    return ms;
 }
 
 // The forecast of ten runs beside the median of their steps, a model's width, batch, length and
@@ -365,9 +477,10 @@ int main(int argc, char **argv) {
     if (!BENCH_DNNL) {
         printf("built without oneDNN: its columns and the ratios are 0\n");
     }
-    double dnnl_256 = bench_matmuls("GPT-2 124M", layers_124m, COUNT_124M, 256);
-    double dnnl_1024 = bench_matmuls("GPT-2 124M", layers_124m, COUNT_124M, MOST_ROWS);
-    double dnnl_768 = bench_matmuls("characters L4 C128", layers_characters, COUNT_CHARACTERS, 768);
+    double sums[3][TIMES];
+    bench_matmuls(sums[0], "GPT-2 124M", layers_124m, COUNT_124M, 256);
+    bench_matmuls(sums[1], "GPT-2 124M", layers_124m, COUNT_124M, MOST_ROWS);
+    bench_matmuls(sums[2], "characters L4 C128", layers_characters, COUNT_CHARACTERS, 768);
     #pragma omp parallel
     #pragma omp master
     {
@@ -378,9 +491,19 @@ int main(int argc, char **argv) {
         bench_attention(12, 64, 4, 32);
         printf("\n");
     }
-    bench_step("d12", 4, 64, dnnl_256);
-    bench_step("d12", 1, 1024, dnnl_1024);
-    bench_step("l4h4c128t64", 12, 64, dnnl_768);
+    static const struct {
+        const char *model;
+        int B, T;
+    } steps[3] = {{"d12", 4, 64}, {"d12", 1, 1024}, {"l4h4c128t64", 12, 64}};
+    for (int i = 0; i < 3; i++) {
+        const double fp32 = bench_step(steps[i].model, steps[i].B, steps[i].T, 0, sums[i][DNNL]);
+        if (!bf16_missing()) {
+            const double bf16 =
+                bench_step(steps[i].model, steps[i].B, steps[i].T, 1, sums[i][DNNL_BF16]);
+            printf("%s B %d T %d: bf16 products %.2f x as fast as fp32\n", steps[i].model,
+                   steps[i].B, steps[i].T, fp32 / bf16);
+        }
+    }
     printf("\n");
     bench_generate("d12", 16);
     bench_generate("d12", 1000);

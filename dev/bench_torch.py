@@ -121,10 +121,10 @@ def measure(args, way, recompute, B, device):
     if device.type == "cuda":
         tokens = tokens.pin_memory()
     times = []
-    for step in range(WARM_UP + args.steps):
+    for step in range(args.warm_up + args.steps):
         began = time.perf_counter()
         batch = tokens[step % BATCHES].to(device, non_blocking=True)
-        with torch.autocast(device.type, dtype=torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
             loss = model(batch[:, :-1], batch[:, 1:])
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -134,9 +134,31 @@ def measure(args, way, recompute, B, device):
         times.append((time.perf_counter() - began) * 1e3)
     if not value < 1e3:
         raise RuntimeError(f"the loss is {value}")
-    ms = statistics.median(times[WARM_UP:])
+    ms = statistics.median(times[args.warm_up:])
     print(f"torch {way} {args.model} -r {recompute:d} B {B} T {T} ms {ms:.3f} "
           f"tokens/s {B * T / ms * 1e3:.0f} MiB {device_mib(device)}", flush=True)
+    return ms
+
+
+def beside(args, device):
+    """Every step that dev/bench_cpu timed, in PyTorch, and how much faster ours is."""
+    with open(args.beside, encoding="utf-8") as f:
+        step = r"^(\S+) B (\d+) T (\d+) (fp32|bf16): step ([0-9.]+) ms"
+        ours = re.findall(step, f.read(), re.M)
+    args.warm_up = 2
+    for args.model, B, T, args.precision, ms in ours:
+        B, args.seq_len, best = int(B), int(T), None
+        args.steps = 30 if B * args.seq_len * shape(args.model)[2] < 1e5 else 3
+        for way in ("eager", "compiled"):
+            try:
+                took = measure(args, way, False, B, device)
+                best = min(took, best or took)
+            except Exception as error:  # a compiler that does not work here
+                print(f"torch {way} {args.model} FAILED: {type(error).__name__}", flush=True)
+            torch.compiler.reset()
+        if best:
+            print(f"{args.model} B {B} T {T} {args.precision}: {best / float(ms):.2f} x as fast as "
+                  "PyTorch's best", flush=True)
 
 
 def generate(args, device):
@@ -169,16 +191,26 @@ def main():
     parser.add_argument("--batch-recompute", type=int, help="sequences with -r 1; default: --batch")
     parser.add_argument("--seq-len", type=int, help="tokens in a sequence; default: the model's")
     parser.add_argument("--steps", type=int, default=10, help="timed steps after the warm-up")
+    parser.add_argument("--warm-up", type=int, default=WARM_UP, help="steps that are not timed")
+    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16",
+                        help="bf16: autocast")
+    parser.add_argument("--beside", metavar="FILE",
+                        help="time the steps in this output of dev/bench_cpu, on the CPU")
     parser.add_argument("--generate", type=int, help="time transformers' generate instead: tokens")
     parser.add_argument("--prompt", type=int, default=16, help="with --generate: tokens before")
     args = parser.parse_args()
     shape(args.model)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    cuda = torch.cuda.is_available() and not args.beside
+    device = torch.device("cuda" if cuda else "cpu")
     if args.generate:
         generate(args, device)
         return 0
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    print(f"# PyTorch {torch.__version__} on {name}: fp32 weights, bf16 autocast", flush=True)
+    print(f"# PyTorch {torch.__version__} on {name}, {torch.get_num_threads()} threads: "
+          "fp32 weights; bf16: autocast", flush=True)
+    if args.beside:
+        beside(args, device)
+        return 0
     failed = 0
     for recompute, way in WAYS:
         B = args.batch_recompute if recompute and args.batch_recompute else args.batch
