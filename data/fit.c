@@ -910,8 +910,8 @@ static int point_is_plainer(const FitPoint *a, const FitPoint *b) {
                                 : a->o.batch < b->o.batch;
 }
 
-// The plainest of the points of a number type and a rung of homes (-1: of any) within half a percent
-// of the fastest. NULL: there is none.
+// The plainest of the points of a number type and a rung of homes (-1: of any) that are within half
+// a percent of the fastest. NULL: there is none.
 static const FitPoint *fit_fastest(const FitPoint *list, int n, int type, int rung) {
     const FitPoint *best = NULL;
     double most = 0;
