@@ -823,21 +823,14 @@ struct Net {
         cpu_open(&e, &plan);
         give_weights(m);
     }
-    // One that only generates.
-    explicit Net(const Model &m) {
-        Options o;
-        options_default(&o);
-        settings_from_options(&s, &o, &m, 0);
-        settings_generate(&s);
-        plan_build(&plan, &s);
-        cpu_open(&e, &plan);
-        give_weights(m);
-    }
     // With options as a user writes them; the GPU's where there is one.
     Net(const Model &m, const Text &options, int gpu = TEST_CUDA) {
         Options o;
         parse(&o, options.c_str());
         settings_from_options(&s, &o, &m, gpu);
+        if (o.generate) {
+            settings_generate(&s);
+        }
         plan_build(&plan, &s);
 #if TEST_CUDA
         (gpu ? gpu_engine_open : cpu_open)(&e, &plan);
@@ -2491,7 +2484,7 @@ static void test_kv_cache() {
                 {"l2h1c400t70", 20, 64, {69, 1}}};
     for (auto &row : rows) {
         Model m = shape(row.e, row.V);
-        Net whole(m, 1, m.maxT), cached(m);
+        Net whole(m, 1, m.maxT), cached(m, "--generate", 0);
         Batch b(m.maxT, m.V, 1);
         Reals want((size_t)m.V), got((size_t)m.V);
         auto compare_after = [&](int first, int n) {
@@ -2521,6 +2514,57 @@ static void test_kv_cache() {
         expect(device[GROUP_GRADIENTS] + device[GROUP_MOMENTS] + device[GROUP_KEPT] +
                cached.plan.host_bytes == 0, "%s: states of training", row.e);
     }
+}
+
+// The tokens of samples, one behind another from the same cache, are those picked from the logits
+// of the whole window: within the window, past it, and behind a sample of either kind.
+static void test_generated_tokens() {
+    Model m = shape("l2h3c48t12", 257);
+    Net whole(m, 1, m.maxT), cached(m, "--generate", 0);
+    const int PROMPT = 4, MOST = 20;
+    Batch b(PROMPT, m.V, 1);
+    std::vector<Token> tokens(PROMPT + MOST);
+    std::vector<Candidate> candidates((size_t)m.V);
+    Reals logits((size_t)m.V);
+    Options o;
+    options_default(&o);
+    const SampleRule rule = {o.temperature, o.top_p, o.top_k};
+    Generator g;
+    memset((void *)&g, 0, sizeof g);
+    g.engine = &cached.e;
+    g.o = &o;
+    g.tokenizer = TOKENIZER_BYTES;
+    g.V = m.V;
+    g.T = m.maxT;
+    g.tokens = tokens.data();
+    g.logits = logits.data();
+    g.scratch = candidates.data();
+    int kept = 0, sample = 0;
+    fflush(stdout);
+    const int terminal = dup(1), nowhere = open("/dev/null", O_WRONLY);
+    for (const int length : {5, 8, MOST, 6, MOST}) {
+        std::vector<Token> want(b.inputs);
+        o.sample_tokens = length;
+        memcpy(g.tokens, want.data(), PROMPT * sizeof(Token));
+        dup2(nowhere, 1);
+        kept = generate_sample(&g, sample, PROMPT, kept);
+        dup2(terminal, 1);
+        for (uint64_t i = 0; i < (uint64_t)length; i++) {
+            const int n = (int)want.size(), start = std::max(0, n - m.maxT);
+            whole.e.logits(&whole.e, logits.data(), &want[(size_t)start], n - start);
+            const double u =
+                rng_uniform((uint64_t)o.seed, RNG_SAMPLE, 0, (uint64_t)sample << 32 | i);
+            want.push_back(sample_token(logits.data(), m.V, &rule, u, candidates.data()));
+            if (want.back() == BYTE_END_OF_TEXT) {
+                break;
+            }
+        }
+        expect(memcmp(want.data(), g.tokens, want.size() * sizeof(Token)) == 0, "sample %d",
+               sample);
+        sample++;
+    }
+    close(nowhere);
+    close(terminal);
 }
 
 // Deviations of the initial weights within four standard errors; what is not random is exact.
@@ -3609,6 +3653,47 @@ template <class E> static void check_attention(int B, int T, int HS, int NH, dou
         expect_naive_at(__LINE__, got[0], want[0][0], want[1][0], who + " out " + name);
         expect_naive_at(__LINE__, got[2], want[0][2], want[1][2], who + " dqkv " + name);
     }
+}
+
+// Queries over the cache: all of a sequence in two pieces, whatever stood in the cache before.
+template <class E> static void check_cached(int positions, int first, int rows, int HS, int NH) {
+    const int C = NH * HS, T = first + rows;
+    const Text who = text("%d behind %d of %d heads %d of %d", rows, first, positions, NH, HS);
+    Reals qkv = noise_in<E>(3 * T * C, 1, 1), dout(T * C);
+    Outputs got = every_order(
+        [&] {
+            Device<E> d_qkv(qkv), cache(2 * positions * C), out(T * C);
+            if (first) {
+                gpu_attention_cached<E>(out.p, cache.p, d_qkv.p, positions, 0, first, C, NH, 0);
+            }
+            gpu_attention_cached<E>(out.p + first * C, cache.p, d_qkv.p + 3 * first * C, positions,
+                                    first, rows, C, NH, 0);
+            return Outputs{out.get()};
+        },
+        who);
+    Nums want[2], lse(NH * T), dqkv(3 * T * C);
+    for (int k = 0; k < 2; k++) {
+        want[k] = Nums(T * C);
+        for (int head = 0; head < NH && (k == 0 || !is_fp32<E>); head++) {
+            twin_attention(&want[k], &lse, &dqkv, qkv, dout, 0, head, T, C, NH,
+                           k ? num_in<E> : as_it_is);
+        }
+    }
+    if (is_fp32<E>) {
+        compare_as(E, got[0], want[0], who + " out");
+    } else {
+        expect_naive_at(__LINE__, got[0], want[0], want[1], who + " out " + traits<E>.name);
+    }
+}
+
+static void test_gpu_cached() {
+    static const int shapes[][5] = {{1, 0, 1, 16, 2},   {70, 0, 66, 64, 1}, {200, 191, 1, 40, 3},
+                                    {66, 1, 65, 128, 1}, {90, 31, 5, 8, 5},  {300, 255, 3, 80, 1}};
+    for (auto &s : shapes) {
+        in_both_types(check_cached, s[0], s[1], s[2], s[3], s[4]);
+    }
+    check_cached<float>(70, 66, 4, 200, 1);
+    check_cached<float>(70, 60, 2, 5, 8);
 }
 
 // Lengths around the tiles' edges, heads of 8 to 128 channels, flat and sharp scores.
@@ -4710,6 +4795,30 @@ static void test_gpu_sampling() {
     }
 }
 
+// Logits from a KV cache, beside the oracle's of the whole window: as near as the GPU's own of the
+// whole window are, or in fp32 within 1e-5.
+static void test_gpu_kv_cache() {
+    for (const char *dtype : {"fp32", "bf16"}) {
+        Model m = shape("l2h2c32t90", 257);
+        Net cached(m, Text("--generate --dtype ") + dtype);
+        Net whole(m, Text("-b 1 --dtype ") + dtype), oracle(m, 1, m.maxT);
+        Batch b(m.maxT, m.V, 1);
+        Reals got((size_t)m.V), want((size_t)m.V), other((size_t)m.V);
+        int first = 0;
+        for (const int n : {70, 1, 1, 3, 65, 24}) {
+            first = n == 65 ? 1 : first;  // a second sample, behind one token of the first
+            cached.e.extend(&cached.e, got.data(), &b.inputs[(size_t)first], first, n);
+            first += n;
+            whole.e.logits(&whole.e, other.data(), b.inputs.data(), first);
+            oracle.e.logits(&oracle.e, want.data(), b.inputs.data(), first);
+            const double error = relative_error(other.data(), want.data(), m.V);
+            expect_near((wide)relative_error(got.data(), want.data(), m.V), 0,
+                        cached.s.dtype == TYPE_FP32 ? 1e-5 : 2 * error, "%s, %d tokens", dtype,
+                        first);
+        }
+    }
+}
+
 // --skip-zscore: a norm above the limit changes nothing, on the device neither, and the next step
 // is the one that a network without the outlier makes.
 static void test_gpu_skip() {
@@ -5017,6 +5126,7 @@ static const Test tests[] = {
     T(accumulation, ALL),
     T(network_facts, ALL),
     T(kv_cache, ALL),
+    T(generated_tokens, ALL),
     T(initialise, ALL),
     T(adamw, ALL),
     T(update, ALL),
@@ -5038,6 +5148,7 @@ static const Test tests[] = {
     T(gpu_gelu, CUDA_ALL),
     T(gpu_matmul, CUDA_ALL),
     T(gpu_attention, CUDA_ALL),
+    T(gpu_cached, CUDA_ALL),
     T(gpu_classifier, CUDA_ALL),
     T(gpu_adamw, CUDA_ALL),
     T(gpu_rounding, CUDA_ALL),
@@ -5055,6 +5166,7 @@ static const Test tests[] = {
     T(gpu_bits, CUDA_ALL),
     T(gpu_losses, CUDA_ALL),
     T(gpu_sampling, CUDA_ALL),
+    T(gpu_kv_cache, CUDA_ALL),
     T(gpu_skip, CUDA_ALL),
     T(gpu_rounding_updates, CUDA_ALL),
     T(gpu_micro_steps, CUDA_ALL),

@@ -139,7 +139,7 @@ static const struct {
     {"layernorm_forward", 2.0, "each row asks for weight and bias"},
     {"layernorm_backward", 1.8, "each row asks for the weight; few rows leave as many parts"},
     {"attention_backward", 1.7, "two kernels read Q, K, V and dO"},
-    {"grad_norm", 1.4, "each thread looks up its block's tensor"},
+    {"grad_norm", 1.5, "each thread looks up its block's tensor"},
 };
 
 // Runs a case once and prints, in thousands of bytes, what its kernels asked for beside what they

@@ -512,6 +512,11 @@ static void test_copies() {
     OK(cudaMemset(a, 0, 8));
     OK(cudaMemcpy(pinned, b, 16, cudaMemcpyDeviceToHost));
     expect(host(b, 4) == v && host(a, 4)[1] == 0 && host(a, 4)[2] == 3 && pinned[3] == 4);
+    // By default the addresses say which way.
+    OK(cudaMemcpy(pinned, a, 16, cudaMemcpyDefault));
+    expect(pinned[1] == 0 && pinned[2] == 3);
+    OK(cudaMemcpy(b, pinned, 16, cudaMemcpyDefault));
+    expect(host(b, 4) == host(a, 4));
     expect(cudaMemcpy(pinned, b, 16, cudaMemcpyHostToDevice) == cudaErrorInvalidMemcpyDirection);
     expect(cudaMemcpy(b, a, 16, cudaMemcpyHostToDevice) == cudaErrorInvalidMemcpyDirection);
     cudaGetLastError();

@@ -288,6 +288,29 @@ static void test_gpu_checkpoints() {
     }
 }
 
+// Text from a checkpoint: in fp32 what the CPU program makes of it, past the 16 positions too; in
+// bf16 what the run itself printed. The plan has no states of training.
+static void test_gpu_generate() {
+    write_corpus();
+    const Text rule = " -g 40 --seed 5 --temperature 0.8 --prompt=abc ";
+    const Text begins = "--- sample after step 40 ---\n";
+    Outcome o = program("-i train.bin -e l2h2c16t16 -b 2 -x 40 -l 3e-3 -s 40 -o out" + rule);
+    expect_success(o, "training");
+    const size_t at = o.out.find(begins) + begins.size();
+    const Text run = "--generate -e out/step-00000040 --quiet" + rule;
+    const Outcome half = program(run), full = program(run + "--dtype fp32");
+    const Outcome cpu = cpu_program(run);
+    expect(half.out.size() > 8 && half.err.empty() &&
+               o.out.compare(at, half.out.size() - 1, half.out, 0, half.out.size() - 1) == 0,
+           "%s, sample %s", (half.out + half.err).c_str(), o.out.substr(at).c_str());
+    expect(full.out.size() > 20 && full.out == cpu.out, "%s, on the CPU %s",
+           (full.out + full.err).c_str(), cpu.out.c_str());
+    o = program(run + "--plan");
+    expect(o.out.find("KV cache") != Text::npos && o.out.find("gradients") == Text::npos &&
+           o.out.find("moments") == Text::npos && o.out.find("master") == Text::npos, "%s",
+           o.out.c_str());
+}
+
 // 200 steps in bf16 stay within 2 % of the oracle's loss, each and every one.
 static void test_gpu_learns() {
     const Text run = training_files() +
@@ -316,6 +339,7 @@ static const Test tests[] = {
     {"gpu_commands", test_gpu_commands, 1},
     {"gpu_eval", test_gpu_eval, 1},
     {"gpu_checkpoints", test_gpu_checkpoints, 1},
+    {"gpu_generate", test_gpu_generate, 1},
     {"gpu_learns", test_gpu_learns, 1},
 };
 
