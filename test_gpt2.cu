@@ -4553,6 +4553,39 @@ static void test_gpu_allocation() {
     }
 }
 
+// Random options: device and pinned memory to the byte as planned, through two steps; a device with
+// one byte less refuses.
+static void test_gpu_allocation_random() {
+    const int count = random_count(24, 2000);
+    for (int n = 0; n < count; n++) {
+        const int NH = draw(1, 3), T = draw(1, 12);
+        const Model m = shape(text("l%dh%dc%dt%d", draw(1, 4), NH, NH * 8 * draw(1, 3),
+                                   T + draw(0, 3)).c_str(), draw(2, 300));
+        static const char *const types[] = {"--dtype fp32", "--dtype bf16", "--moments bf16",
+                                            "--moments bf16 -w none", "--grad-dtype fp32"};
+        const int B = draw(1, 3), level = draw(0, RECOMPUTE_BLOCK), blocks = draw(0, m.L);
+        static const char *const homes[] = {"none", "moments", "residuals,moments",
+                                            "weights,gradients", "weights,residuals,gradients"};
+        const Text options = text("-b %d -t %d -r %s:%d,%s %s --logit-rows %d --offload %s", B, T,
+                                  level_table[level].name, blocks,
+                                  level_table[draw(0, RECOMPUTE_BLOCK)].name, types[draw(0, 4)],
+                                  draw(0, B * T), homes[draw(0, 4)]);
+        emu::peak_bytes = 0;
+        Net net(m, options);
+        trace(&net, 2);
+        expect(emu::peak_bytes == net.plan.device_bytes &&
+                   emu::pinned_bytes == net.plan.host_bytes,
+               "%s: %zu of %zu, %zu of %zu on the host", options.c_str(), emu::peak_bytes,
+               net.plan.device_bytes, emu::pinned_bytes, net.plan.host_bytes);
+        plan_refuse(&net.plan, plan_taken(&net.plan), emu::peak_bytes);
+        if (n % 8 == 0) {  // each in a process of its own
+            expect_death(plan_refuse(&net.plan, plan_taken(&net.plan), emu::peak_bytes - 1),
+                         ": 1 B short");
+        }
+    }
+    detail = text("%d random settings", count);
+}
+
 // The orders of streams that offloaded runs are tried in: copies as late and as early as they may
 // come, and three that chance draws.
 static const long stream_orders[] = {emu::LATE, emu::EARLY, 1, 2, 3};
@@ -5142,6 +5175,7 @@ static const Test tests[] = {
     T(gpu_wte_rounding, CUDA_ALL),
 #if CUDA_CPU
     T(gpu_allocation, CUDA_ALL),
+    T(gpu_allocation_random, CUDA),
     T(gpu_offload, CUDA_ALL),
     T(gpu_offload_mixed, CUDA_ALL),
     T(gpu_tuning, CUDA_ALL),

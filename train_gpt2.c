@@ -109,6 +109,17 @@ typedef float real;
 
 HOST_DEVICE static inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+static int compare_doubles(const void *a, const void *b) {
+    double x = *(const double *)a, y = *(const double *)b;
+    return x < y ? -1 : x > y;
+}
+
+// The middle one of n numbers, which it sorts.
+static double median(double *values, int n) {
+    qsort(values, (size_t)n, sizeof(double), compare_doubles);
+    return values[n / 2];
+}
+
 // -------------------------------------------------------------------------------------------------
 // 2. Random numbers
 // Counter-based: a number is a pure function of (seed, stream, step, index), so nothing depends on
@@ -2073,8 +2084,9 @@ static Traffic step_traffic(const Settings *s, int micros) {
 
 // -------------------------------------------------------------------------------------------------
 // 7. What fits
-// From options to settings, on the card that is named or at hand; then, in the appendix data/fit.c,
-// from settings to the time of a step, to the settings that fit and to the printed plan.
+// From options to settings, on the card that is named or at hand. From settings to the time of a
+// step, to what fits and to the printed plan the appendix data/fit.c goes on (chapter Start-up and
+// main includes it).
 
 // Memory of common cards in GiB as the driver reports it: the smallest total seen quoted in CUDA
 // out-of-memory messages (public issue trackers and logs, read 2026-11; "GPU 0 has a total capacity
@@ -2237,10 +2249,6 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
     s->workspace = o->workspace ? o->workspace : default_workspace(m);
     s->tune = (int)o->tune;
 }
-
-// How fast it is, what fits and what would make it, and the printed plan are an appendix: they read
-// plans, and nothing that trains reads them.
-#include "data/fit.c"
 
 // =================================================================================================
 // Part C. GPT-2 on the CPU
@@ -5846,6 +5854,9 @@ static ScoreText eval_text(const EvalScore *score) {
     return text;
 }
 
+// Steps after which a forecast is compared with what was measured.
+enum { FORECAST_STEPS = 20 };
+
 // One run: everything the loop needs.
 typedef struct {
     Options o;
@@ -5864,6 +5875,9 @@ typedef struct {
     Token *inputs, *targets;  // (B,T) each
     Bpe *bpe;                 // NULL: samples need none, or there is none
     const char *command;      // as it was called
+    double forecast_ms;       // of a step; 0: none
+    double first_ms[FORECAST_STEPS];
+    int first_count;  // of the steps whose time is compared with the forecast
 } Run;
 
 // What goes before a line of output: on a terminal it replaces the line that is rewritten in place.
@@ -6205,6 +6219,25 @@ static int64_t batch_position(const Settings *s, int64_t start, int accum_step) 
     return start + ((int64_t)accum_step * s->ranks + s->rank) * s->B;
 }
 
+// How fast the run is said to be, and when it will be done.
+static void run_print_forecast(const Run *run) {
+    if (run->forecast_ms > 0) {
+        const double tokens = (double)run->windows_per_step * run->s.T;
+        printf("forecast %s tokens/s, %s steps in %s; step %d says how true that was\n\n",
+               count_text((int64_t)(1e3 * tokens / run->forecast_ms)).s, count_text(run->steps).s,
+               duration_text(1e-3 * run->forecast_ms * (double)run->steps).s, FORECAST_STEPS);
+    }
+}
+
+// The forecast beside the median of the first steps, which it sorts.
+static void run_compare_forecast(Run *run) {
+    const double tokens = (double)run->windows_per_step * run->s.T;
+    const double ms = median(run->first_ms, FORECAST_STEPS);
+    printf("%sforecast %s tokens/s, measured %s: %+.0f %%\n", clear_line(run),
+           count_text((int64_t)(1e3 * tokens / run->forecast_ms)).s,
+           count_text((int64_t)(1e3 * tokens / ms)).s, 100 * (run->forecast_ms / ms - 1));
+}
+
 // One optimizer step: micro-batches from the run's position, the update, the report. Returns 0 when
 // a signal came before its last micro-batch was begun: the run is then as after the step before,
 // because only the update changes what it learns and where it is in its data, and the gradients
@@ -6245,6 +6278,12 @@ static int run_step(Run *run, double *mean_ms) {
     // The time left follows the machine's load over some 20 steps, and not each step's accident.
     *mean_ms = *mean_ms > 0 ? 0.95 * *mean_ms + 0.05 * ms : ms;
     run_report(run, &r, lr, ms, *mean_ms);
+    if (run->forecast_ms > 0 && run->first_count < FORECAST_STEPS) {
+        run->first_ms[run->first_count++] = ms;
+        if (run->first_count == FORECAST_STEPS) {
+            run_compare_forecast(run);
+        }
+    }
     return 1;
 }
 
@@ -6349,8 +6388,12 @@ typedef struct Program {
     int (*command)(Run *run, const struct Program *program);  // --check, --compare; NULL: none
     void (*refuse)(const Settings *s);                        // what it cannot do; or NULL
     const char *built;                                        // what is built in
-    int (*present)(void);                                     // 0: no device; NULL: always here
+    int (*device)(char name[96]);  // 0: no device is here; NULL: none is needed
 } Program;
+
+// How fast a run is, what fits and what would make it, and the printed plan are an appendix: they
+// read plans, and nothing that trains reads them.
+#include "data/fit.c"
 
 // Step 2: the model's sizes from -e, and its open file where it names one. Its vocabulary is not
 // yet known, except from a file.
@@ -6429,7 +6472,7 @@ static void model_vocabulary(Model *m, ModelKind kind, const Options *o, const D
 // of a shape, and takes the bytes' where there is none.
 static void run_choose_data(Run *run, Model *m, ModelKind kind) {
     Options *o = &run->o;
-    if (!o->train_data) {
+    if (!o->train_data && (!options_plan(o) || kind == MODEL_SHAPE)) {
         default_data(o, kind == MODEL_PRESET || m->V == GPT2_VOCABULARY || m->V == GPT2_PADDED);
     }
     if (!o->train_data && !options_plan(o)) {
@@ -6478,8 +6521,12 @@ static int plan_command(const Program *program, const Options *o, const Model *m
         return 0;
     }
     settings_from_options(&s, o, m, gpu);
-    const int known = !named && (!program->present || program->present());
-    const Room room = known ? room_at_hand(program, o, &s) : room_named(o, &s);
+    char device[96];
+    const int known = !named && (!program->device || program->device(device));
+    Room room = known ? room_at_hand(program, o, &s) : room_named(o, &s);
+    if (known && !o->json) {
+        room_measure(&room, program, &s, 0);
+    }
     if (o->fit) {
         if (!room.device) {
             die("--fit: no GPU is here; --gpu NAME or --gpu-mem SIZE says what to fit into");
@@ -6633,9 +6680,6 @@ static void run_fit(Run *run, const Program *program) {
     }
     const Room room = room_at_hand(program, &run->o, &run->s);
     settings_auto(&run->s, &run->o, &room);
-    if (program->refuse) {
-        program->refuse(&run->s);  // what was chosen, too
-    }
     run->inputs = (Token *)alloc_zero(2 * batch, sizeof(Token));
     run->targets = run->inputs + batch;
     plan_build(&run->plan, &run->s);
@@ -6701,6 +6745,12 @@ static void run_begin(Run *run, const Program *program, const Model *m) {
             die("--output (-o): %s: another run writes there (%s)", o->output, strerror(errno));
         }
     }
+    if (!o->quiet && run->steps > FORECAST_STEPS) {
+        Room room = room_at_hand(program, o, &run->s);
+        room_measure(&room, program, &run->s, 1);
+        run->forecast_ms = room.from ? 1e3 * forecast_step(&room.speed, &run->s, run->accum_steps)
+                                     : 0;
+    }
     int64_t resume_step = run->saved_step = run_engine_open(run, program, m);
     if (o->keep && resume_step >= 0) {  // a kill may have come before it was done
         checkpoint_prune(o->output, o->keep, resume_step);
@@ -6711,6 +6761,7 @@ static void run_begin(Run *run, const Program *program, const Model *m) {
     if (!o->quiet) {
         run_print_box(run, program);
         choice_print(&run->plan, o);
+        run_print_forecast(run);
         run_flush(run);
         stop_line = o->output[0] ? "\nstopping after this micro-batch and saving; again to quit\n"
                                  : "\nstopping after this micro-batch; without --output (-o) "

@@ -364,17 +364,6 @@ template <class T, int n> __device__ inline void vector_store(T *address, const 
     }
 }
 
-static int compare_doubles(const void *a, const void *b) {
-    double x = *(const double *)a, y = *(const double *)b;
-    return x < y ? -1 : x > y;
-}
-
-// The middle one of n numbers, which it sorts.
-static double median(double *values, int n) {
-    qsort(values, (size_t)n, sizeof(double), compare_doubles);
-    return values[n / 2];
-}
-
 // A copy between either home and the host's own memory in the order of `stream`, finished when the
 // call returns. (cudaMemcpy runs on the default stream, which our stream does not wait for.)
 static void copy_wait(void *to, const void *from, size_t bytes, cudaStream_t stream) {
@@ -3227,11 +3216,18 @@ static void device_mark(void *memory, size_t bytes, int alive) {
 }
 #endif
 
-// Whether a GPU and its driver are here.
-static int device_present(void) {
-    int driver = 0, count = 0;
-    return cudaDriverGetVersion(&driver) == cudaSuccess && driver > 0 &&
-           cudaGetDeviceCount(&count) == cudaSuccess && count > 0;
+// The name of the current GPU; 0: no GPU or no driver is here.
+static int device_name(char name[96]) {
+    int driver = 0, count = 0, device = 0;
+    cudaDeviceProp properties;
+    if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0 ||
+        cudaGetDeviceCount(&count) != cudaSuccess || count == 0) {
+        return 0;
+    }
+    cuda_check(cudaGetDevice(&device));
+    cuda_check(cudaGetDeviceProperties(&properties, device));
+    snprintf(name, 96, "%.90s", properties.name);
+    return 1;
 }
 
 // Bytes that are free on this GPU. Ends the run where there is none.
@@ -4317,7 +4313,7 @@ int train_gpt2cu_main(int argc, char **argv) {
                                     gpu_command,
                                     gpu_settings_check,
                                     built,
-                                    device_present};
+                                    device_name};
     return program_main(&program, argc, argv);
 }
 

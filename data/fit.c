@@ -2,10 +2,11 @@
 //
 // What it is: the time of a step, forecast from counts; the levels of recomputation and the homes
 // that -r auto and --offload auto choose; what would make a plan fit, by price; the printed plan;
-// --fit and --minimum. Volume I (train_gpt2.c) includes it at the end of its chapter What fits.
+// --fit and --minimum; and the speed of the machine at hand, measured. Volume I (train_gpt2.c)
+// includes it in its chapter Start-up and main.
 //
 // What it refuses to be: needed for training. It reads settings and plans, of which it builds as
-// many as it likes, and changes no number of a run. Nothing here is timed.
+// many as it likes, and changes no number of a run.
 //
 // Build:  with Volume I. It is also C++17
 //
@@ -15,6 +16,7 @@
 //   3  Remedies
 //   4  The printed plan
 //   5  Fit and minimum
+//   6  Measured speed
 
 // -------------------------------------------------------------------------------------------------
 // 1. Forecast
@@ -138,10 +140,9 @@ static double update_bytes(const Settings *s) {
     return bytes;
 }
 
-// Seconds of a step of `micros` micro-steps on one device. What visits it travels beside the
-// computation, both ways at once; what the update works on in host memory does not.
-static double forecast_step(const Speed *v, const Settings *s, int64_t micros) {
-    const int L = s->model.L;
+// Seconds of what a micro-step computes, with or without its blocks.
+static double forecast_micro(const Speed *v, const Settings *s, int blocks) {
+    const int L = blocks ? s->model.L : 0;
     const double N = (double)s->B * s->T, chunks = ceil(N / s->logit_rows);
     double token = v->token[EMBED] + v->token[LNF] + v->token[HEAD] + v->token[D_LNF] +
                    v->token[D_EMBED];
@@ -151,7 +152,13 @@ static double forecast_step(const Speed *v, const Settings *s, int64_t micros) {
             token += (1 + again) * v->token[stage];
         }
     }
-    double micro = N * token + L * v->block + chunks * v->chunk, update = update_bytes(s) * v->byte;
+    return N * token + L * v->block + chunks * v->chunk;
+}
+
+// Seconds of a step of `micros` micro-steps on one device. What visits it travels beside the
+// computation, both ways at once; what the update works on in host memory does not.
+static double forecast_step(const Speed *v, const Settings *s, int64_t micros) {
+    double micro = forecast_micro(v, s, 1), update = update_bytes(s) * v->byte;
     if (settings_offloads(s)) {
         const Traffic one = step_traffic(s, 1), two = step_traffic(s, 2);
         const double up = two.up - one.up, down = two.down - one.down;  // of a micro-step
@@ -666,7 +673,8 @@ static void forecast_print(const Settings *s, const Room *room, const Options *o
     }
 }
 
-// The table of single changes and, where the plan does not fit, what would make it.
+// The table of single changes and, where the plan does not fit, what would make it: the five
+// cheapest, since there may be dozens.
 static void plan_print_remedies(const Plan *p, const Room *room, size_t beside) {
     Remedy *list = (Remedy *)alloc_zero(MAX_REMEDIES, sizeof *list);
     int n = plan_remedies(p, list);
@@ -753,7 +761,7 @@ static int plan_print(const Plan *p, const Room *room, const Options *o) {
 // what is recommended is what a run accepts.
 
 // Settings that fit as options that a user could type, and what they take. `levels` holds the text
-// of -r.
+// of -r, `type` is a row of fit_types, `rung` one of host_rungs.
 typedef struct {
     Options o;
     ShortText levels;
@@ -902,8 +910,8 @@ static int point_is_plainer(const FitPoint *a, const FitPoint *b) {
                                 : a->o.batch < b->o.batch;
 }
 
-// The plainest of the points of a number type and a rung of homes (-1: of any) that are within 1 %
-// of the fastest. NULL: there is none.
+// The plainest of the points of a number type and a rung of homes (-1: of any) that are within half
+// a percent of the fastest. NULL: there is none.
 static const FitPoint *fit_fastest(const FitPoint *list, int n, int type, int rung) {
     const FitPoint *best = NULL;
     double most = 0;
@@ -911,7 +919,7 @@ static const FitPoint *fit_fastest(const FitPoint *list, int n, int type, int ru
         const FitPoint *f = &list[i % n];
         if ((type < 0 || f->type == type) && (rung < 0 || f->rung == rung)) {
             most = fmax(most, f->tokens_per_s);  // known after the first n
-            if (i >= n && f->tokens_per_s >= 0.99 * most && (!best || point_is_plainer(f, best))) {
+            if (i >= n && f->tokens_per_s >= 0.995 * most && (!best || point_is_plainer(f, best))) {
                 best = f;
             }
         }
@@ -1048,4 +1056,202 @@ static Room room_named(const Options *o, const Settings *s) {
     room.speed = rates ? speed_predict(rates, s) : speed_usual(s);
     room.from = rates ? "predicted for this card, unmeasured" : NULL;
     return room;
+}
+
+// -------------------------------------------------------------------------------------------------
+// 6. Measured speed
+// The forecast's figures from small models that run on the machine at hand through the engine that
+// will train. On a GPU they are kept, since they take seconds there.
+
+// Seconds of a micro-step, and of an update, of a model of random weights at `s`: the middle one of
+// three after a first that is not counted.
+static double engine_seconds(const Program *program, const Settings *s, double *update) {
+    enum { TIMES = 3 };
+    double micro_ms[TIMES], update_ms[TIMES];
+    const int N = s->B * s->T;
+    const int64_t all = tensor_offset(&s->model, TENSORS, 0);
+    real *piece = (real *)alloc_zero(PIECE, sizeof(real));
+    Token *tokens = (Token *)alloc_zero((size_t)N, sizeof(Token));
+    Options o;
+    Plan p;
+    Engine e;
+    options_default(&o);
+    plan_build(&p, s);
+    program->open(&e, &p);
+    for (int i = 0; i < PIECE; i++) {  // zeros would be faster than numbers are
+        piece[i] = (real)(0.004 * (i * 7 % 11 - 5));
+    }
+    for (int64_t i = 0; i < all; i += PIECE) {
+        e.write(&e, STATE_WEIGHTS, i, piece, min_i64(PIECE, all - i));
+    }
+    for (int i = 0; i < N; i++) {
+        tokens[i] = (Token)((int64_t)i * 7919 % s->model.V);
+    }
+    for (int k = -1; k < TIMES; k++) {
+        const double start = now_ms();
+        e.micro_step(&e, tokens, tokens, 0, 1);
+        e.read(&e, STATE_WEIGHTS, 0, piece, 1);  // which waits for what is queued
+        const double middle = now_ms();
+        e.update(&e, &o, 0, HUGE_VAL, 0);
+        micro_ms[max_i64(k, 0)] = middle - start;
+        update_ms[max_i64(k, 0)] = now_ms() - middle;
+    }
+    e.close(&e);
+    plan_free(&p);
+    free(piece);
+    free(tokens);
+    *update = 1e-3 * median(update_ms, TIMES);
+    return 1e-3 * median(micro_ms, TIMES);
+}
+
+// The settings of a calibration: the run's width on few blocks, and of its batch what takes at most
+// `flops`: four micro-steps each of two blocks, of two blocks computed again, and of one block with
+// the vocabulary. A whole batch is better: the activations of a small one stay in caches.
+static Settings calibration_settings(const Settings *run, double flops) {
+    Settings s = *run;
+    memset(s.home, 0, sizeof s.home);
+    s.model.L = 2;
+    settings_recompute(&s, RECOMPUTE_NONE, 0);
+    const double C = s.model.C, token = 800 * C * C + 24 * C * s.model.Vp;
+    while (s.B > 1 && token * s.B * s.T > flops) {
+        settings_batch(&s, s.B / 2);
+    }
+    while (s.T > 64 && token * s.B * s.T > flops) {
+        s.T /= 2;
+        s.logit_rows = (int)min_i64(s.logit_rows, (int64_t)s.B * s.T);
+    }
+    return s;
+}
+
+// How fast this machine is at a run's settings: the usual rates, corrected by what three small
+// models take, of one and of two of the run's blocks. Two blocks and hardly any vocabulary give the
+// blocks' time, the same with -r block what is computed again, one block with the run's vocabulary
+// the rest. A smaller batch is taken to be as fast, a token. `dev/bench_cpu.c forecast` holds it
+// against the steps of ten settings. Returns 0 where `bytes` do not hold the small models.
+static int speed_measure(Speed *speed, const Program *program, const Settings *run, size_t bytes) {
+    enum { TWO, AGAIN, ONE, MODELS };
+    Settings s = calibration_settings(run, program->gpu ? 2e14 : 4e11);
+    double seconds[MODELS], predicted[MODELS], rest[MODELS], update = 0;
+    for (int i = 0; i < MODELS; i++) {
+        s.model.L = i == ONE ? 1 : 2;
+        model_set_vocabulary(&s.model, i == ONE ? run->model.V : min_int(run->model.V, 128));
+        settings_recompute(&s, i == AGAIN ? RECOMPUTE_BLOCK : RECOMPUTE_NONE, s.model.L);
+        if (plan_bytes(&s) > bytes) {
+            return 0;
+        }
+        const Speed v = speed_usual(&s);
+        predicted[i] = forecast_micro(&v, &s, 1);
+        rest[i] = forecast_micro(&v, &s, 0);
+        seconds[i] = engine_seconds(program, &s, &update);
+    }
+    // Blocks have two factors: of the stages that may come again, and of the others.
+    const double repeat = predicted[AGAIN] - predicted[TWO];
+    const double others = predicted[TWO] - rest[TWO] - repeat;
+    const double again = fmax((seconds[AGAIN] - seconds[TWO]) / repeat, 0.01);
+    const double blocks = seconds[TWO] * (1 - rest[TWO] / predicted[TWO]);
+    const double other = fmax((blocks - again * repeat) / others, 0.01);
+    const double outside = fmax((seconds[ONE] - blocks / 2) / rest[ONE], 0.01);
+    Speed v = speed_usual(run);
+    for (int stage = 0; stage < STAGES; stage++) {
+        v.token[stage] *= stage <= F_GELU ? again : stage < BLOCK_STAGES ? other : outside;
+    }
+    v.block *= other;
+    v.chunk *= outside;
+    v.byte = update / update_bytes(&s);
+    v.step = 0;
+    *speed = v;
+    return 1;
+}
+
+// The file in which measured speeds are kept, a line each: a key, then the numbers of a Speed. It
+// need not be there, nor be writable. Returns 0 where there is no place for it.
+static int speed_file(char path[PATH_BYTES]) {
+    const char *cache = getenv("XDG_CACHE_HOME"), *home = getenv("HOME");
+    if (cache && cache[0]) {
+        path_print(path, "%s", cache);
+    } else if (home && home[0]) {
+        path_print(path, "%s/.cache", home);
+    } else {
+        return 0;
+    }
+    mkdir(path, 0700);
+    const size_t n = strlen(path);
+    snprintf(path + n, PATH_BYTES - n, "/train_gpt2");
+    mkdir(path, 0700);
+    snprintf(path + n, PATH_BYTES - n, "/train_gpt2/speed");
+    return 1;
+}
+
+// What a GPU's speed depends on: its name, the width, the batch and the types.
+static void speed_key(char key[192], const char *device, const Settings *s) {
+    const Model *m = &s->model;
+    snprintf(key, 192, "%.80s: C %d NH %d V %d B %d T %d rows %d types %d %d %d %d", device, m->C,
+             m->NH, m->V, s->B, s->T, s->logit_rows, (int)s->dtype, (int)s->grad_dtype,
+             (int)s->moment_dtype, s->split_master);
+}
+
+// Reads the last speed that was kept for `key`; 0: there is none.
+static int speed_load(Speed *speed, const char *key) {
+    char path[PATH_BYTES], line[1024];
+    int found = 0;
+    FILE *f = speed_file(path) ? fopen(path, "r") : NULL;
+    while (f && fgets(line, sizeof line, f)) {
+        const size_t n = strlen(key);
+        Speed v = *speed;
+        double *const numbers[] = {&v.block, &v.chunk, &v.byte};
+        char *text = line + n, *end = text;
+        if (strncmp(line, key, n) != 0 || line[n] != '\t') {
+            continue;
+        }
+        for (int i = 0; i < STAGES + 3 && end; i++, text = end) {
+            double *number = i < STAGES ? &v.token[i] : numbers[i - STAGES];
+            *number = strtod(text, &end);
+            end = end != text && *number >= 0 && isfinite(*number) ? end : NULL;
+        }
+        if (end && *end == '\n') {
+            v.step = 0;
+            *speed = v;
+            found = 1;
+        }
+    }
+    if (f) {
+        fclose(f);
+    }
+    return found;
+}
+
+// Appends a speed in one write, so that runs that start at once do not mix their lines.
+static void speed_save(const Speed *v, const char *key) {
+    char path[PATH_BYTES], line[1024];
+    int n = snprintf(line, sizeof line, "%s\t", key);
+    for (int i = 0; i < STAGES; i++) {
+        n += snprintf(line + n, sizeof line - (size_t)n, "%.6g ", v->token[i]);
+    }
+    n += snprintf(line + n, sizeof line - (size_t)n, "%.6g %.6g %.6g\n", v->block, v->chunk,
+                  v->byte);
+    FILE *f = speed_file(path) ? fopen(path, "a") : NULL;
+    if (f) {
+        fwrite(line, 1, (size_t)n, f);
+        fclose(f);
+    }
+}
+
+// Fills in how fast the machine at hand is, where that can be known: the CPU's is measured each
+// time, a GPU's once, by a run (`measures`), and kept.
+static void room_measure(Room *room, const Program *program, const Settings *s, int measures) {
+    char key[192], device[96] = "";
+    if (s->ranks > 1 || s->cache) {
+        return;
+    }
+    if (program->device && program->device(device)) {
+        speed_key(key, device, s);
+        if (speed_load(&room->speed, key)) {
+            room->from = "measured on this GPU";
+        } else if (measures && speed_measure(&room->speed, program, s, room->device)) {
+            room->from = "measured on this GPU just now";
+            speed_save(&room->speed, key);
+        }
+    } else if (!program->device && speed_measure(&room->speed, program, s, room->device)) {
+        room->from = "measured on this machine just now";
+    }
 }

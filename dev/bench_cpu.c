@@ -45,16 +45,6 @@ static const char *const product_names[PRODUCTS] = {"forward", "dinp", "dweight"
 // The arrays every benchmark takes its data from: activations, their gradients, weights.
 static real *bench_x, *bench_y, *bench_w;
 
-static int compare_doubles(const void *a, const void *b) {
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
-static double median(double *values, int n) {
-    qsort(values, (size_t)n, sizeof(double), compare_doubles);
-    return values[n / 2];
-}
-
 static real *bench_array(size_t n) {
     real *p = (real *)aligned_alloc(64, (n * sizeof(real) + 63) / 64 * 64);
     if (!p) {
@@ -365,6 +355,44 @@ static double bench_step(const char *name, int B, int T, int bf16, double dnnl_m
     return ms;
 }
 
+// The forecast of ten runs beside the median of their steps, a model's width, batch, length and
+// level of recomputation each; the worst of them last.
+static void bench_forecast(void) {
+    static const char *const runs[][4] = {  // -e, -b, -t, -r
+        {"l4h4c128t64", "4", "64", "none"},    {"l4h4c128t64", "12", "64", "block"},
+        {"l6h6c384t256", "4", "256", "none"},  {"l6h6c384t256", "2", "256", "mlp"},
+        {"l8h8c512t128", "8", "128", "norm"},  {"l12h4c256t512", "1", "512", "none"},
+        {"l2h16c1024t64", "2", "64", "qkv"},   {"d12", "4", "64", "none"},
+        {"d12", "2", "128", "block"},          {"l3h5c320t1024", "1", "1024", "gelu"}};
+    enum { RUNS = sizeof runs / sizeof runs[0] };
+    static const Program program = {
+        "train_gpt2", "", 0, cpu_open, host_memory_available, 0, NULL, NULL, "", NULL};
+    double worst = 0;
+    printf("%-14s %4s %5s %-6s %12s %12s\n", "model", "B", "T", "-r", "forecast ms", "measured ms");
+    for (int i = 0; i < RUNS; i++) {
+        double update;
+        Options o;
+        Model m;
+        Settings s;
+        Speed v;
+        options_default(&o);
+        o.batch = atoi(runs[i][1]);
+        o.seq_len = atoi(runs[i][2]);
+        o.recompute = runs[i][3];
+        const int bpe = model_parse(&m, runs[i][0]) == MODEL_PRESET;
+        model_set_vocabulary(&m, tokenizer_vocabulary(bpe ? TOKENIZER_GPT2 : TOKENIZER_BYTES));
+        settings_from_options(&s, &o, &m, 0);
+        speed_measure(&v, &program, &s, SIZE_MAX);
+        const double forecast = 1e3 * forecast_step(&v, &s, 1);
+        const double measured = 1e3 * (engine_seconds(&program, &s, &update) + update);
+        printf("%-14s %4d %5d %-6s %12.2f %12.2f  %+.1f %%\n", runs[i][0], s.B, s.T, runs[i][3],
+               forecast, measured, 100 * (forecast / measured - 1));
+        fflush(stdout);
+        worst = fmax(worst, fabs(forecast / measured - 1));
+    }
+    printf("worst forecast: %.1f %% off\n", 100 * worst);
+}
+
 // All threads read n numbers and do no more than the adding that keeps the reads from being left
 // out; returns the sum.
 static double bench_read(const real *data, int64_t n) {
@@ -433,8 +461,11 @@ static void bench_generate(const char *name, int position) {
 }
 
 int main(int argc, char **argv) {
-    (void)argc;
     threads_start(argv);
+    if (argc > 1 && strcmp(argv[1], "forecast") == 0) {
+        bench_forecast();
+        return 0;
+    }
     enum { COUNT_124M = sizeof layers_124m / sizeof layers_124m[0] };
     enum { COUNT_CHARACTERS = sizeof layers_characters / sizeof layers_characters[0] };
     matmul_workspace = bench_array(matmul_workspace_bytes(thread_count()) / sizeof(real));
@@ -476,5 +507,7 @@ int main(int argc, char **argv) {
     printf("\n");
     bench_generate("d12", 16);
     bench_generate("d12", 1000);
+    printf("\n");
+    bench_forecast();
     return 0;
 }

@@ -155,6 +155,36 @@ static void test_gpu_auto() {
                                  : program(run, with("EMU_GPU_MEM", less.c_str()));
         expect_refused(o, ": 1 B short; ", "a byte less");
     }
+    const Outcome away = program("-i train.bin -e l3h2c16t16 -b 4 -x 3 -o away",
+                                 with("EMU_GPU_MEM", text("%ld", block - 1).c_str()));
+    expect_success(away, "what fits no other way goes to the host");
+    expect(away.out.find(" --offload moments,master\n", away.out.find("\nchosen ")) != Text::npos &&
+               losses_in("away") == losses_in("plain"), "%s", away.out.c_str());
+}
+
+// A run measures how fast the GPU is once, keeps it in the user's cache and compares it with its
+// own steps; later plans know it. Where nothing can be kept the run goes on all the same.
+static void test_gpu_speed() {
+    write_corpus();
+    mkdir("cache", 0755);
+    const Text run = "-i train.bin -e l2h2c16t16 -b 2 -x 21 ";
+    auto cache = [](const char *folder) { return with("XDG_CACHE_HOME", folder); };
+    expect(program(run + "--plan", cache("cache")).out.find("\nforecast") == Text::npos, "unknown");
+    for (int k = 0; k < 2; k++) {
+        const Outcome o = program(run, cache("cache"));
+        expect_success(o, "a run of 21 steps");
+        expect(o.out.find("\nforecast ") != Text::npos &&
+                   o.out.find(" tokens/s, measured ") != Text::npos, "%s", o.out.c_str());
+        const Text kept = read_file("cache/train_gpt2/speed");
+        expect(std::count(kept.begin(), kept.end(), '\n') == 1, "%s", kept.c_str());
+    }
+    const Outcome plan = program(run + "--plan", cache("cache"));
+    expect(plan.out.find("\nforecast: ") != Text::npos &&
+               plan.out.find("; measured on this GPU\n") != Text::npos, "%s", plan.out.c_str());
+    write_file("cache/train_gpt2/speed", "what is this\n");
+    expect_success(program(run, cache("cache")), "a file that is none");
+    expect_success(program(run, cache("/proc/none")), "no place for it");
+    expect(program(run + "--quiet", cache("cache")).out.empty(), "--quiet");
 }
 
 // --check agrees in all 17 numbers, --compare names two levels; --plan needs no GPU.
@@ -305,6 +335,7 @@ static const Test tests[] = {
     {"gpu_bad_input", test_gpu_bad_input, 1},
     {"gpu_start", test_gpu_start, 1},
     {"gpu_auto", test_gpu_auto, 1},
+    {"gpu_speed", test_gpu_speed, 1},
     {"gpu_commands", test_gpu_commands, 1},
     {"gpu_eval", test_gpu_eval, 1},
     {"gpu_checkpoints", test_gpu_checkpoints, 1},
