@@ -34,6 +34,8 @@ GPU := $(if $(and $(NVCC),$(building)),$(sort $(shell nvidia-smi --query-gpu=com
 ARCH ?= $(patsubst 90,90a,$(GPU))
 CUDA_HEADERS = $(call try,$(CXX) $(CUDA_INCLUDE) -include cublasLt.h -include cuda_bf16.h -x c++)
 NCCL := $(and $(NVCC),$(call try,$(CXX) $(CUDA_INCLUDE) -include nccl.h -x c++,-lnccl))
+mpi := $(filter -I% -L% -l%,$(if $(call on_path,mpicc),$(shell mpicc -show)))
+MPI := -DGPT2_MPI=$(if $(mpi),1,0) $(patsubst -I%,-isystem %,$(mpi))
 PROGRAM := $(if $(and $(NVCC),$(GPU),$(wildcard train_gpt2.cu)),train_gpt2cu,train_gpt2)
 ifndef REPORTED
 export REPORTED := yes
@@ -43,7 +45,7 @@ $(if $(OMP),,$(info ✗ OpenMP: one core only))
 nvcc_version = $(shell $(NVCC) --version | sed -n 's/.*release \([0-9.]*\).*/\1/p')
 $(info $(if $(NVCC),✓ nvcc $(strip $(nvcc_version) $(ARCH:%=sm_%)),✗ nvcc: CPU only))
 $(if $(and $(NVCC),$(building)),$(if $(GPU),,$(info ✗ GPU: none seen)))
-$(if $(NVCC),$(info $(if $(NCCL),✓ NCCL,✗ NCCL: one GPU only)))
+$(if $(NVCC),$(info $(if $(NCCL),✓ NCCL$(if $(mpi), · MPI),✗ NCCL: one GPU only)))
 endif
 # --- Flags. No contraction outside the matmul, never -Ofast: one source, one set of bits ----------
 # (but MARCH=-march=x86-64 knows no fused multiply-add, and its matmul rounds every product).
@@ -122,7 +124,7 @@ build/bench: dev/bench.cu build/gpu
 train_gpt2cu build/test_gpt2cu build/bench:
 	@NVCC='$(NVCC)' dev/deps.sh cuda
 	$(if $(ARCH),,@echo 'No GPU seen: $@ is built for sm_80 and newer; ARCH="89 90a" names yours.')
-	$(NV) $(VARIANT) $(DEPEND) $< -o $@ -lcublasLt
+	$(NV) $(VARIANT) $(DEPEND) $< -o $@ -lcublasLt $(if $(NCCL),-DGPT2_NCCL=1 -lnccl $(MPI))
 # The same and their tools on the CPU. Its benchmark shows only that the benchmark runs.
 train_gpt2cu_cpu: train_gpt2.cu build/flags | $(EMPTY_DATA) ## the same without a GPU
 build/train_gpt2cu_cpu_asan: train_gpt2.cu build/flags
@@ -132,7 +134,7 @@ build/cuda_example: dev/cuda_cpu/example.cu build/flags
 build/bench_cuda_cpu: dev/bench.cu build/flags
 train_gpt2cu_cpu $(addprefix build/,train_gpt2cu_cpu_asan test_gpt2cu_cpu test_gpt2cu_cpu_asan \
 test_cuda_cpu test_cuda_cpu_asan cuda_example bench_cuda_cpu):
-	$(CUDA_ON_CPU) $(VARIANT) $(DEPEND) $< -o $@ -lm
+	$(CUDA_ON_CPU) $(VARIANT) $(DEPEND) $< -o $@ -lm $(if $(findstring train,$@),$(MPI))
 BOOK := train_gpt2.c data/formats.c data/machine.c data/fit.c
 # One GPU's kernels alone, and what ptxas says of each: registers, spills.
 build/sm_%.log: train_gpt2.cu $(BOOK) build/flags
@@ -158,7 +160,6 @@ train: $(PROGRAM) data ## build for this machine, prepare data, train a small GP
 	echo 'Next: ./$(PROGRAM) --help lists the options; -x 9000 trains longer; -o runs/one keeps it;'; \
 	echo '      -e d12 --plan shows what GPT-2 needs; data/tokenize --help: a text of yours.'
 
-# What was found out here, for the scripts.
 FOUND = CC='$(CC)' CXX='$(CXX)' MARCH='$(MARCH)' OMP='$(OMP)' MAKE='$(MAKE)' SAN='$(SAN)' \
         NVCC='$(NVCC)' CUDA_INCLUDE='$(CUDA_INCLUDE)' CUDA_HEADERS='$(CUDA_HEADERS)' GPU='$(GPU)'
 test: ## check the style, build and run every test that this machine can run

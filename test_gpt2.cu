@@ -3761,13 +3761,24 @@ static void test_gpu_classifier() {
     }
 }
 
-// Two matrices and a vector of odd sizes with gaps between them, as a table of ranges.
+// Two matrices and a vector of odd sizes with gaps between them, as a table of ranges; what a rank
+// keeps of their states lies elsewhere than the weights.
 static std::vector<ParamRange> three_ranges(int *chunks) {
-    std::vector<ParamRange> ranges = {{64, 64, 0, 0, 24008, 130, 1, 0, 0},
-                                      {24136, 24136, 0, 0, 72, 131, 0, 0, 0},
-                                      {24272, 24272, 24072, 800, 48, 132, 1, 0, 0}};
+    std::vector<ParamRange> ranges = {{64, 128, 0, 0, 24008, 130, 1, 0, 0},
+                                      {24136, 24200, 0, 0, 72, 131, 0, 0, 0},
+                                      {24272, 24328, 24072, 800, 48, 132, 1, 0, 0}};
     *chunks = param_ranges_chunk(ranges.data(), 3);
     return ranges;
+}
+
+// `to` with the numbers of all ranges, from where their field `a` says in `from` to where `b` says.
+typedef std::vector<uint16_t> Halves;
+static Halves moved(const Halves &from, Halves to, const std::vector<ParamRange> &ranges,
+                    size_t ParamRange::*a, size_t ParamRange::*b) {
+    for (const ParamRange &r : ranges) {
+        std::copy_n(&from[r.*a], r.count, &to[r.*b]);
+    }
+    return to;
 }
 
 // Three steps (clipped, not clipped, skipped) beside the AdamW of chapter Optimizer and schedules.
@@ -3777,11 +3788,10 @@ static std::vector<ParamRange> three_ranges(int *chunks) {
 template <class E, class G, class M, bool SPLIT> static void check_adamw(const char *who) {
     enum { N = 24384, N2 = 24120, N1 = 72 };
     const bool exact_p = SPLIT || is_fp32<E>, exact_m = is_fp32<M>;
-    const int steps = exact_p && exact_m ? 3 : 1;
-    int chunks;
+    int chunks, steps = exact_p && exact_m ? 3 : 1;
     std::vector<ParamRange> ranges = three_ranges(&chunks);
     Reals p = noise(N, 0.02, 1), m(N), v(N);
-    std::vector<uint16_t> low(N), high(N);
+    Halves low(N), high(N);
     for (int i = 0; i < N; i++) {
         p[i] = i % 97 ? exact_p ? p[i] : rounded_to<E>(p[i]) : 0;
         uint32_t bits;
@@ -3793,7 +3803,7 @@ template <class E, class G, class M, bool SPLIT> static void check_adamw(const c
     if (SPLIT) {
         cuda_check(cudaMemcpy(d_p.p, high.data(), N * 2, cudaMemcpyHostToDevice));
     }
-    Device<uint16_t> d_low(low);
+    Device<uint16_t> d_low(moved(low, Halves(N), ranges, &ParamRange::param, &ParamRange::state));
     Device<M> d_m(m), d_v(v);
     Device<ParamRange> d_ranges(ranges);
     Device<float> scratch(gpu_grad_square_sum_bytes() / 4);
@@ -3824,7 +3834,7 @@ template <class E, class G, class M, bool SPLIT> static void check_adamw(const c
         for (const ParamRange &r : ranges) {
             a.grad_scale = now.scale;
             if (!now.skip) {
-                adamw_update(&p[r.param], &m[r.param], &v[r.param],
+                adamw_update(&p[r.param], &m[r.state], &v[r.state],
                              r.two_dimensional ? &g2[r.grad] : g1.data(), &a,
                              r.two_dimensional ? a.weight_decay : 0, (int64_t)r.count);
             }
@@ -3832,14 +3842,16 @@ template <class E, class G, class M, bool SPLIT> static void check_adamw(const c
     }
     Reals got_p = d_p.get(), got_m = d_m.get(), got_v = d_v.get();
     if (SPLIT) {
-        state_read(got_p.data(), {TYPE_BF16, (char *)d_p.p, d_low.p}, N, 0);
+        Device<uint16_t> back(
+            moved(d_low.raw(), low, ranges, &ParamRange::state, &ParamRange::param));
+        state_read(got_p.data(), {TYPE_BF16, (char *)d_p.p, back.p, true}, N, 0);
     }
     expect(!exact_p || same_bits(got_p, p), "%s: weights, and what lies between them", who);
     expect(!exact_m || (same_bits(got_m, m) && same_bits(got_v, v)), "%s: moments", who);
-    auto unbiased = [&](const Reals &got, const Reals &want, const char *name) {
+    auto unbiased = [&](const Reals &got, const Reals &want, const char *name, auto place) {
         double bias = 0, count = 0;
         for (const ParamRange &r : ranges) {
-            for (size_t i = r.param; i < r.param + r.count; i++) {
+            for (size_t i = r.*place; i < r.*place + r.count; i++) {
                 if (want[i] != 0) {
                     double error = ((double)got[i] - (double)want[i]) / fabs((double)want[i]);
                     expect_near((wide)error, 0, 2 * traits<bf16>.unit, "%s: %s %zu", who, name, i);
@@ -3852,11 +3864,11 @@ template <class E, class G, class M, bool SPLIT> static void check_adamw(const c
                     who, name);
     };
     if (!exact_p) {
-        unbiased(got_p, p, "p");
+        unbiased(got_p, p, "p", &ParamRange::param);
     }
     if (!exact_m) {
-        unbiased(got_m, m, "m");
-        unbiased(got_v, v, "v");
+        unbiased(got_m, m, "m", &ParamRange::state);
+        unbiased(got_v, v, "v", &ParamRange::state);
     }
 }
 
@@ -3914,6 +3926,87 @@ static void test_gpu_norm() {
         UpdateState now = state.raw()[0];
         expect(now.skip == 1 && now.skipped == 1, "%g", (double)bad);
     }
+}
+
+// The sum of `ranks` ranks' parts of a bucket as rank `rank` makes it: to the bit the parts added
+// in the order of ranks in fp32 and rounded once, whichever rank it is, and in pieces of any size.
+// Every other number is 1e8, 1, -1e8, 1: another order loses a 1.
+template <class G> static void check_rank_sum(int ranks, int rank, size_t room) {
+    enum { PART = 4160 };  // more than a block's
+    static const real pattern[] = {(real)1e8, 1, (real)-1e8, 1};
+    std::vector<Reals> parts;
+    for (int q = 0; q < ranks; q++) {
+        parts.push_back(noise_in<G>(PART, 1, 5 + (uint64_t)q));
+        for (int i = 0; i < PART; i += 2) {
+            parts.back()[(size_t)i] = rounded_to<G>(pattern[q % 4]);
+        }
+    }
+    // What the others send, piece by piece, is in the staging buffer at once: on a GPU it comes.
+    const size_t piece = room / (size_t)(ranks - 1) / 8 * 8;
+    Reals bucket((size_t)ranks * PART, 7), want(PART), got(PART);
+    std::copy(parts[(size_t)rank].begin(), parts[(size_t)rank].end(), &bucket[(size_t)rank * PART]);
+    for (int i = 0; i < PART; i++) {
+        float sum = (float)parts[0][(size_t)i];
+        for (int q = 1; q < ranks; q++) {
+            sum += (float)parts[(size_t)q][(size_t)i];
+        }
+        want[(size_t)i] = rounded_to<G>(sum);
+    }
+    Device<G> d_bucket(bucket);
+    for (size_t from = 0; from < PART; from += piece) {
+        const size_t n = std::min(piece, PART - from);
+        Reals staging;
+        for (int q = 0; q < ranks; q++) {
+            if (q != rank) {
+                staging.insert(staging.end(), &parts[(size_t)q][from], &parts[(size_t)q][from] + n);
+            }
+        }
+        Device<G> d_staging(staging);
+        launch(rank_sum_kernel<G>, ceil_div((int)n, 256 * Pack<G>::size), 256, 0, 0,
+               d_bucket.p + (size_t)rank * PART + from, d_staging.p, rank, ranks, n);
+    }
+    const Reals all = d_bucket.get();
+    std::copy_n(&all[(size_t)rank * PART], PART, got.begin());
+    expect(same_bits(got, want), "%s, rank %d of %d", traits<G>.name, rank, ranks);
+    const size_t other = rank == 0 ? PART : 0;
+    expect(all[other] == 7 && all[other + PART - 1] == 7, "another rank's part was written");
+}
+
+// The words of four ranks: sums in the order of ranks, a stop of one is a stop of all, the first of
+// two faults is named, and with a fault nobody's norm is a number.
+static void check_step_words() {
+    enum { RANKS = 4 };
+    const float losses[RANKS] = {1e8f, 1, -1e8f, 1};
+    std::vector<char> words(RANKS * RANK_WORD_BYTES);
+    for (int fault : {0, 1}) {
+        Device<char> d_words(words);
+        Device<UpdateState> update(std::vector<UpdateState>(1));
+        Device<StepWord> total(std::vector<StepWord>(1));
+        for (int r = 0; r < RANKS; r++) {
+            Device<float> loss(Reals{losses[r]});
+            Device<UpdateState> mine(std::vector<UpdateState>{{(float)(r + 1), 0, 0, 0, 0}});
+            launch(step_word_kernel, 1, 1, 0, 0,
+                   (StepWord *)(void *)(d_words.p + r * RANK_WORD_BYTES), mine.p, loss.p, r == 2,
+                   fault && r % 2 ? r + 1 : 0);
+        }
+        launch(step_words_kernel, 1, 1, 0, 0, total.p, update.p, d_words.p, (int)RANKS);
+        const StepWord all = total.raw()[0];
+        const float norm = update.raw()[0].square_sum;
+        expect(all.loss_sum == 1 && all.square_sum == 10 && all.stop == 1, "%g, %g, %d",
+               (double)all.loss_sum, (double)all.square_sum, all.stop);
+        expect(all.fault == 2 * fault && (fault ? norm != norm : norm == 10), "fault %d, norm %g",
+               all.fault, (double)norm);
+    }
+}
+
+static void test_gpu_exchange() {
+    for (int ranks : {2, 3, 4, 7}) {
+        for (int rank = 0; rank < ranks; rank++) {
+            check_rank_sum<float>(ranks, rank, 1 << 20);
+            check_rank_sum<bf16>(ranks, rank, 8192);
+        }
+    }
+    check_step_words();
 }
 
 // The factor on the gradients: clip / norm above the limit, and 1 below it or without one.
@@ -5154,6 +5247,7 @@ static const Test tests[] = {
     T(gpu_rounding, CUDA_ALL),
     T(gpu_norm, CUDA_ALL),
     T(gpu_clip, CUDA_ALL),
+    T(gpu_exchange, CUDA_ALL),
     T(gpu_rounding_streams, CUDA_ALL),
     T(gpu_misaligned, CUDA),
 #if CUDA_CPU

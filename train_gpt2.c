@@ -377,11 +377,12 @@ static const OptionRow option_rows[] = {
      "bf16 weights: keep the low halves of their fp32 values, or round stochastically"},
     {"offload", 0, OPT_SET, FIELD(offload), "auto", 0, 0, offloads, ANY, "Memory",
      "states that live in host memory, separated by commas; auto: what a GPU has no room for"},
-    {"gpus", 0, OPT_INT, FIELD(gpus), "1", 1, 1024, NULL, ANY, "Memory",
-     "with --plan: GPUs that train together, each with a part of the batch"},
-    {"zero", 'z', OPT_INT, FIELD(zero), "0", 0, 3, NULL, ANY, "Memory",
-     "with --plan: of what each of these GPUs keeps its part alone; 0: of nothing, 1: moments and "
-     "master, 2: gradients too, 3: weights too"},
+    {"gpus", 0, OPT_INT, FIELD(gpus), "1", 1, 1024, NULL, ANY, "Many GPUs",
+     "GPUs of this machine that train together, each with a part of the batch; mpirun and srun "
+     "start them on many machines; with --plan any number"},
+    {"zero", 'z', OPT_INT, FIELD(zero), "0", 0, 3, NULL, ANY, "Many GPUs",
+     "of what each GPU keeps its part alone; 0: of nothing, 1: moments and master; with --plan "
+     "alone 2: gradients too, 3: weights too"},
     {"plan", 0, OPT_FLAG, FIELD(plan), "0", 0, 1, NULL, OWN, "Plan and checks",
      "print the memory plan and what each setting would save, and stop"},
     {"eval", 0, OPT_TEXT, FIELD(eval), NULL, 0, 0, NULL, OWN, "Plan and checks",
@@ -1218,6 +1219,8 @@ typedef struct {
 
 // What kernels of a GPU run ask for besides tensors; Volume II checks that they ask for no more.
 enum { GPU_TENSOR_ROW_BYTES = 56, GPU_STATE_BYTES = 256, GPU_PARTIAL_BLOCKS = 256 };
+// What a rank tells the others at a time (chapter Many GPUs of Volume II).
+enum { RANK_WORD_BYTES = 64 };
 
 // A batch on its way to a GPU, in ints: inputs (N), targets (N), and the tokens sorted for the
 // embedding's backward (3 N + 1).
@@ -1232,9 +1235,9 @@ enum {
     BUF_WEIGHTS, BUF_GRADS, BUF_GRADS_1D, BUF_M, BUF_V, BUF_MASTER, BUF_WEIGHTS_HOME,
     BUF_GRADS_HOME, BUF_X_HOME, BUF_WEIGHTS_SLOT, BUF_GRADS_SLOT = BUF_WEIGHTS_SLOT + SLOTS,
     BUF_X_SLOT = BUF_GRADS_SLOT + SLOTS, BUF_EXCHANGE = BUF_X_SLOT + SLOTS, STATE_BUFFERS,
-    BUF_LOSSES = STATE_BUFFERS, BUF_MATMUL, BUF_BATCH, BUF_TENSORS, BUF_STATE, BUF_PARTIALS,
-    BUF_PINNED, BUF_XF, BUF_LNF, BUF_LNF_MEAN, BUF_LNF_RSTD, BUF_LOGITS, BUF_DRES, BUF_ATT_D,
-    BUF_CACHE, SINGLES
+    BUF_LOSSES = STATE_BUFFERS, BUF_MATMUL, BUF_BATCH, BUF_TENSORS, BUF_STATE, BUF_WORDS,
+    BUF_PARTIALS, BUF_PINNED, BUF_XF, BUF_LNF, BUF_LNF_MEAN, BUF_LNF_RSTD, BUF_LOGITS, BUF_DRES,
+    BUF_ATT_D, BUF_CACHE, SINGLES
 };
 typedef struct {
     Group group;
@@ -1256,7 +1259,10 @@ static void single_buffers(BufferEntry buffers[SINGLES], const Settings *s) {
     // A GPU's own buffers have no elements on the CPU: their counts are multiplied by gpu, 0 or 1.
     const int64_t gpu = s->gpu, N = (int64_t)s->B * s->T, NC = N * m->C, batch = batch_ints(N);
     const int64_t matmul = gpu ? s->workspace : (int64_t)matmul_workspace_bytes(s->threads);
-    const int64_t table = gpu * model_tensors(m) * GPU_TENSOR_ROW_BYTES;
+    // One table for the norm and one for AdamW: of many GPUs each sums its own parts.
+    const int64_t others = s->ranks > 1;
+    const int64_t table = gpu * (1 + others) * model_tensors(m) * GPU_TENSOR_ROW_BYTES;
+    const int64_t words = gpu * others * s->ranks * RANK_WORD_BYTES;
     // Of attention, a part of three rows for each tile of 64 or 128 tokens.
     const int64_t tiles = (int64_t)s->B * ceil_div_i64(s->T, m->C / m->NH > 64 ? 64 : 128);
     const int64_t parts = max_i64((int64_t)GPU_PARTIAL_BLOCKS * 4, tiles * 3);
@@ -1268,6 +1274,7 @@ static void single_buffers(BufferEntry buffers[SINGLES], const Settings *s) {
         {GROUP_BATCH, "batch", TYPE_I32, gpu * batch, 0, end, ON_DEVICE},
         {GROUP_WORKSPACE, "table of tensors", TYPE_U8, table, 0, end, ON_DEVICE},
         {GROUP_WORKSPACE, "norm and counters", TYPE_U8, gpu * GPU_STATE_BYTES, 0, end, ON_DEVICE},
+        {GROUP_WORKSPACE, "words of ranks", TYPE_U8, words, 0, end, ON_DEVICE},
         {GROUP_WORKSPACE, "partial sums", TYPE_FP32, partials, 0, end, ON_DEVICE},
         // Two batches, so that one is filled while the other goes up; then the state comes down.
         {GROUP_BATCH, "pinned batches", TYPE_I32, gpu * (2 * batch + 64), 0, end, ON_HOST},
@@ -2124,11 +2131,14 @@ static const GpuEntry *gpu_find(const Options *o) {
 // says so.
 static const size_t library_reserve_bytes = (size_t)1 << 30;
 
-// What NCCL takes for the exchange between ranks: about 12 MiB a peer and channel, an estimate from
-// the growth that NVIDIA/nccl#1685 reports of eight H100; a run is to allow it this many channels.
-enum { NCCL_CHANNELS = 4 };
+// What NCCL takes for the exchange between ranks: of eight H100 each pair and channel got 12 MiB of
+// buffers (NVIDIA/nccl#1685). Peers on other machines share one pool (NVIDIA/nccl#1450), counted
+// here as one peer more, with the ring of the gathers. A run allows NCCL so many channels; a
+// machine is taken to have eight GPUs.
+enum { NCCL_CHANNELS = 4, NCCL_PEERS = 7 };
+static int nccl_peers(const Settings *s) { return min_int(s->ranks - 1, NCCL_PEERS); }
 static size_t nccl_estimate_bytes(const Settings *s) {
-    return (size_t)(s->ranks - 1) * NCCL_CHANNELS * ((size_t)12 << 20);
+    return s->ranks > 1 ? (size_t)(nccl_peers(s) + 1) * NCCL_CHANNELS * ((size_t)12 << 20) : 0;
 }
 
 // Rows of a classifier chunk, in multiples of 128. All logits of a batch at once would be the
@@ -2155,13 +2165,18 @@ static int64_t default_workspace(const Model *m) {
 // The stage of ZeRO from which on each state is sharded, 0: never.
 static const int shard_stage[HOMES] = {3, 2, 1, 1, 0};
 
-// Ranks and homes, from --gpus, --zero and --offload. Ends the run where it is not only planned.
+// Ranks and homes, from --gpus, which is by now what a launcher started, --zero and --offload. Ends
+// the run at what can only be planned.
 static void settings_homes(Settings *s, const Options *o) {
-    if (!options_plan(o) && (o->gpus > 1 || o->zero)) {
-        die("%s %" PRId64 " can be planned with --plan; this program trains on one GPU so far",
-            o->gpus > 1 ? "--gpus" : "--zero (-z)", o->gpus > 1 ? o->gpus : o->zero);
+    if (!options_plan(o) && o->zero > 1) {
+        die("--zero (-z) %" PRId64 " can be planned with --plan; this program trains with 0 and 1 "
+            "so far", o->zero);
+    }
+    if (!options_plan(o) && o->zero && o->gpus == 1) {
+        die("--zero (-z) 1 divides states among GPUs: --gpus N or mpirun asks for some");
     }
     s->ranks = (int)o->gpus;
+    s->rank = this_rank.rank;
     for (int state = 0; state < HOMES; state++) {
         const int stage = shard_stage[state], sharded = s->ranks > 1 && stage && o->zero >= stage;
         const int hosted = o->offload >> state & 1;  // `auto` is a bit of its own
@@ -3720,8 +3735,37 @@ struct Engine {
     // wherever their home is. What is between tensors reads as zero and is not written.
     void (*read)(Engine *e, int state, int64_t offset, real *out, int64_t count);
     void (*write)(Engine *e, int state, int64_t offset, const real *values, int64_t count);
+    // all (ranks, bytes) = `mine` of every rank. All ranks call it, and read, at the same places of
+    // the run; NULL in an engine that knows no others.
+    void (*gather)(Engine *e, void *all, const void *mine, size_t bytes);
     void (*close)(Engine *e);
 };
+
+// engine->gather, or for a single rank what it comes to.
+static void engine_gather(Engine *e, void *all, const void *mine, size_t bytes) {
+    if (this_rank.ranks == 1) {
+        memcpy(all, mine, bytes);
+    } else {
+        e->gather(e, all, mine, bytes);
+    }
+}
+
+// words (ranks) = every rank's `value`; from here on all ranks know of a signal that one of them
+// got, and of a fault.
+static void engine_exchange(Engine *e, RankWord *words, double value) {
+    const RankWord mine = {value, stop_signal != 0, this_rank.failed};
+    engine_gather(e, words, &mine, sizeof mine);
+    ranks_agree(words);
+}
+
+// The same without a value.
+static void engine_agree(Engine *e) {
+    if (this_rank.ranks > 1) {
+        RankWord *words = (RankWord *)alloc_zero((size_t)this_rank.ranks, sizeof(RankWord));
+        engine_exchange(e, words, 0);
+        free(words);
+    }
+}
 
 // The CPU's engine: the plan and the loss of the step so far.
 typedef struct {
@@ -5034,18 +5078,24 @@ static void manifest_save(const Manifest *manifest, int64_t step, Writer *w) {
     writer_put(w, "}}\n", 3);
 }
 
+// The type of model.safetensors' numbers.
+static int weights_file_type(const Settings *s) {
+    return s->dtype == TYPE_BF16 ? (int)FILE_BF16 : (int)FILE_F32;
+}
+
 // Writes one file of a checkpoint, and notes it in the manifest.
 static void checkpoint_file(const Snapshot *snapshot, int file, const char *folder,
                             Manifest *manifest) {
     static Writer w;
     const Settings *s = snapshot->settings;
-    const int type = s->dtype == TYPE_BF16 ? (int)FILE_BF16 : (int)FILE_F32;
     ManifestRow *row = &manifest->files[file];
     char name[FILE_NAME];
     file_name(name, file, manifest->ranks);
     writer_open(&w, folder, name, checkpoint_remove);
     switch (file) {
-        case FILE_MODEL: model_file_save(snapshot->engine, &s->model, type, &w); break;
+        case FILE_MODEL:
+            model_file_save(snapshot->engine, &s->model, weights_file_type(s), &w);
+            break;
         case FILE_CONFIG: config_save(&s->model, &w); break;
         case FILE_STATE: state_save(snapshot, &w); break;
         case FILE_MANIFEST: manifest_save(manifest, snapshot->state->step, &w); break;
@@ -5061,6 +5111,14 @@ static void checkpoint_save(const Snapshot *snapshot, const char *output, char p
     static Manifest manifest;
     memset(&manifest, 0, sizeof manifest);
     manifest.ranks = 1;
+    if (this_rank.rank > 0) {  // rank 0 writes what all ranks read together
+        static Writer nowhere;
+        nowhere.fd = -1;
+        model_file_save(snapshot->engine, &snapshot->settings->model,
+                        weights_file_type(snapshot->settings), &nowhere);
+        state_save(snapshot, &nowhere);
+        return;
+    }
     char folder[PATH_BYTES], aside[PATH_BYTES];
     path_print(path, "%s/step-%08" PRId64, output, snapshot->state->step);
     path_print(folder, "%s.tmp", path);
@@ -5887,22 +5945,36 @@ static const char *clear_line(const Run *run) { return run->live ? "\r\033[K" : 
 // cursor may wrap already.
 static int line_room(const Run *run) { return run->live ? terminal_columns() - 1 : INT_MAX; }
 
-// Scores the examples of `f`, B rows at a time, to the last one or to a signal. Says how far it is
-// at every batch on a terminal, else at every tenth of the file.
+// Adds up what each rank has scored: counts alone, so their order means nothing.
+static void eval_total(Run *run, EvalScore *score) {
+    EvalScore *scores = (EvalScore *)alloc_zero((size_t)run->s.ranks, sizeof *scores);
+    engine_gather(&run->engine, scores, score, sizeof *score);
+    memset(score, 0, sizeof *score);
+    for (int r = 0; r < run->s.ranks; r++) {
+        score->examples += scores[r].examples;
+        score->correct += scores[r].correct;
+        score->correct_norm += scores[r].correct_norm;
+        score->cut_rows += scores[r].cut_rows;
+    }
+    free(scores);
+}
+
+// Scores the examples of `f`, B rows at a time, to the last one or to a signal; of several ranks
+// each takes its turn. Says how far it is at every batch on a terminal, else at every tenth.
 static void run_evaluate(Run *run, const EvalFile *f, EvalScore *score) {
-    const int B = run->s.B, T = run->s.T, all = f->examples;
+    const int B = run->s.B, T = run->s.T, all = f->examples, ranks = run->s.ranks;
     EvalRow *rows = (EvalRow *)alloc_zero((size_t)B, sizeof(EvalRow));
     real *losses = (real *)alloc_zero((size_t)B * (size_t)T, sizeof(real));
     const double began = now_ms();
     size_t at = LLMC_HEADER_BYTES;
-    for (int i = 0, filled = 0; i < all && !run_stopping(); i++) {
+    for (int i = 0, filled = 0; i < all && !stop_signal; i++) {
         EvalExample x;
-        const int before = score->examples;
+        const int before = min_int(score->examples * ranks, all);
         at += eval_example(&x, f, at, i);
-        for (int k = 0; k < x.completions; k++) {
+        for (int k = 0; k < x.completions && i % ranks == run->s.rank; k++) {
             const int64_t row = (int64_t)filled * T;
             rows[filled++] = eval_row(run->inputs + row, run->targets + row, &x, k, T);
-            if (filled < B && (k + 1 < x.completions || i + 1 < all)) {
+            if (filled < B && (k + 1 < x.completions || i + ranks < all)) {
                 continue;
             }
             Engine *e = &run->engine;
@@ -5915,7 +5987,7 @@ static void run_evaluate(Run *run, const EvalFile *f, EvalScore *score) {
             }
             filled = 0;
         }
-        const int done = score->examples, tenth = (int)(10.0 * done / all);
+        const int done = min_int(score->examples * ranks, all), tenth = (int)(10.0 * done / all);
         if (!run->o.quiet && !run->o.json && done > before && done < all &&
             (run->live || tenth > (int)(10.0 * before / all))) {
             char line[160];
@@ -5928,11 +6000,15 @@ static void run_evaluate(Run *run, const EvalFile *f, EvalScore *score) {
     }
     free(rows);
     free(losses);
+    eval_total(run, score);
 }
 
 // The score: a line, or JSON and nothing else.
 static void run_print_score(const Run *run, const EvalFile *f, const EvalScore *score) {
     const int n = score->examples;
+    if (this_rank.rank > 0) {
+        return;
+    }
     if (n == 0) {
         die("--eval: interrupted before one example of %s was scored", f->name);
     }
@@ -6081,26 +6157,45 @@ static int output_status(Run *run, int status) {
     return 1;
 }
 
-// Mean loss over the first --val-batches batches of the validation data (0: all of it), in file
-// order, so that every validation of a run measures the same tokens. Returns 0 when a signal or
-// unreadable data cut it short, else 1.
+// When a rank cannot go on: it says why, and the others wait so long that they are ended by then.
+static void run_note_fault(Run *run) {
+    die_after_ms = !this_rank.fault ? die_after_ms : this_rank.failed ? 0 : 4000;
+    if (this_rank.fault && !run->failure[0]) {
+        snprintf(run->failure, sizeof run->failure, "rank %d cannot go on, and says why",
+                 this_rank.fault - 1);
+    }
+}
+
+// The mean loss over the first --val-batches batches of the validation data (0: all of it), in file
+// order, so that every validation of a run measures the same tokens. Batch k is that of rank k
+// modulo the ranks, and all add the losses in the order of batches: the bits are those of one rank.
+// Returns 0 when a signal or unreadable data cut it short, else 1.
 static int run_validate(Run *run, double *loss) {
     const Settings *s = &run->s;
     const int64_t all = run->val.windows / s->B;
     const int64_t batches = run->o.val_batches ? min_i64(run->o.val_batches, all) : all;
+    RankWord *words = (RankWord *)alloc_zero((size_t)s->ranks, sizeof(RankWord));
     double sum = 0;
-    for (int64_t k = 0; k < batches; k++) {
-        if (run_stopping()) {
-            return 0;
-        }
-        if (!dataset_batch(&run->val, k * s->B, s->B, run->inputs, run->targets)) {
+    int64_t k = 0;
+    for (; k < batches && !run_stopping() && !run->failure[0]; k += s->ranks) {
+        const int64_t own = k + s->rank;
+        double mine = 0;
+        if (own < batches && !dataset_batch(&run->val, own * s->B, s->B, run->inputs,
+                                            run->targets)) {
             snprintf(run->failure, sizeof run->failure, "%s", run->val.problem);
-            return 0;
+            this_rank.failed = 1;
+        } else if (own < batches) {
+            mine = run->engine.forward_loss(&run->engine, NULL, run->inputs, run->targets);
         }
-        sum += run->engine.forward_loss(&run->engine, NULL, run->inputs, run->targets);
+        engine_exchange(&run->engine, words, mine);
+        run_note_fault(run);
+        for (int r = 0; r < min_i64(s->ranks, batches - k); r++) {
+            sum += words[r].value;
+        }
     }
+    free(words);
     *loss = sum / (double)batches;
-    return 1;
+    return k >= batches && !run->failure[0];
 }
 
 // Prints a sample of --sample-tokens tokens and logs it.
@@ -6117,6 +6212,7 @@ static void run_sample(Run *run) {
     int n = (int)prompt_tokens(tokens, s->T, tokenizer, run->bpe, o->prompt, strlen(o->prompt));
     int bytes = 0;
     for (int64_t i = 0; i < length && !run_stopping(); i++, n++) {
+        engine_agree(&run->engine);
         int context = (int)min_i64(n, s->T);
         run->engine.logits(&run->engine, logits, tokens + n - context, context);
         double u =
@@ -6156,17 +6252,20 @@ static void run_save(Run *run) {
     Snapshot snapshot = {&run->engine, &run->s,     &run->o,
                          run->identity, &run->state, run->bpe};
     checkpoint_save(&snapshot, run->o.output, path);
-    if (run->o.keep) {
+    if (run->o.keep && this_rank.rank == 0) {
         checkpoint_prune(run->o.output, run->o.keep, run->state.step);
     }
-    log_begin(run);
-    fputs(",\"checkpoint\":\"", run->log);
-    json_text(run->log, path, strlen(path));
-    fputs("\"", run->log);
-    log_end(run->log);
+    if (run->log) {
+        log_begin(run);
+        fputs(",\"checkpoint\":\"", run->log);
+        json_text(run->log, path, strlen(path));
+        fputs("\"", run->log);
+        log_end(run->log);
+    }
     if (!run->o.quiet) {
         printf("%ssaved %s\n", clear_line(run), path);
     }
+    engine_agree(&run->engine);  // no rank goes on, or ends, before it is written
 }
 
 // The line of a finished step where it is due, to the terminal and to the log. On a terminal it is
@@ -6239,7 +6338,8 @@ static void run_compare_forecast(Run *run) {
 }
 
 // One optimizer step: micro-batches from the run's position, the update, the report. Returns 0 when
-// a signal came before its last micro-batch was begun: the run is then as after the step before,
+// a rank cannot go on, or (of a single rank; several agree once a step) when a signal came before
+// its last micro-batch was begun: the run is then as after the step before,
 // because only the update changes what it learns and where it is in its data, and the gradients
 // summed so far are cleared by the first micro-batch of the next step.
 static int run_step(Run *run, double *mean_ms) {
@@ -6254,13 +6354,23 @@ static int run_step(Run *run, double *mean_ms) {
         int64_t position = batch_position(s, o->overfit ? 0 : state->position, accum_step);
         if (!dataset_batch(&run->train, position, s->B, run->inputs, run->targets)) {
             snprintf(run->failure, sizeof run->failure, "%s", run->train.problem);
-            return 0;
+            if (s->ranks == 1) {
+                return 0;
+            }
+            // The others wait for this rank's part of the sums: it takes part, and no update is
+            // made of them.
+            this_rank.failed = 1;
+            memset(run->inputs, 0, 2 * (size_t)s->B * (size_t)s->T * sizeof(Token));
         }
         run->engine.micro_step(&run->engine, run->inputs, run->targets, accum_step,
                                run->accum_steps);
     }
     StepResult r = run->engine.update(&run->engine, o, lr,
                                       norm_limit(&state->norms, o->skip_zscore), state->updates);
+    run_note_fault(run);
+    if (this_rank.fault) {
+        return 0;
+    }
     state->position += run->windows_per_step;
     state->step++;
     state->updates += !r.skipped;
@@ -6389,11 +6499,63 @@ typedef struct Program {
     void (*refuse)(const Settings *s);                        // what it cannot do; or NULL
     const char *built;                                        // what is built in
     int (*device)(char name[96]);  // 0: no device is here; NULL: none is needed
+    // This rank's GPU, by a name that no other has, and of rank 0 a new id by which the ranks'
+    // engines will find each other. NULL: it trains alone, for the reason in `alone`.
+    void (*introduce)(char gpu[RANK_TEXT], char id[RANK_ID]);
+    const char *alone;
 } Program;
 
 // How fast a run is, what fits and what would make it, and the printed plan are an appendix: they
 // read plans, and nothing that trains reads them.
 #include "data/fit.c"
+
+// Step 1 for many GPUs: finds the ranks that a launcher started, or starts those of --gpus, of
+// which this process may become one; then --gpus is their number. Ends the run where this program
+// cannot share it.
+static void run_find_ranks(Run *run, const Program *program) {
+    Options *o = &run->o;
+    char text[64], asks[64];
+    int copies;
+    const char *variable = launcher_find(&copies);
+    if (!variable && o->gpus == 1) {
+        return;
+    }
+    if (variable && o->gpus > 1) {
+        die("--gpus %" PRId64 ", and %s is %d: a launcher has started ranks already, so leave "
+            "--gpus out, or start one process with %s unset", o->gpus, variable, copies, variable);
+    }
+    snprintf(asks, sizeof asks, variable ? "%s is %d" : "%s %d", variable ? variable : "--gpus",
+             variable ? copies : (int)o->gpus);
+    if (!program->introduce) {
+        die("%s, but this program trains alone: %s", asks, program->alone);
+    }
+    if (o->check || o->compare || o->generate) {
+        die("%s: --check, --compare and --generate are for one process", asks);
+    }
+    for (int i = 0; i < OPTION_ROWS; i++) {
+        const char *value = option_text(text, o, &option_rows[i]);
+        rank_card.options = fingerprint(rank_card.options, value, strlen(value) + 1);
+    }
+    if (variable) {
+        ranks_mpi(variable, copies);
+    } else {
+        ranks_fork((int)o->gpus);
+    }
+    o->gpus = this_rank.ranks;
+    o->quiet |= this_rank.rank > 0;
+}
+
+// The ranks show each other who they are, before any of them trains. Ends the run where they cannot
+// train together.
+static void run_meet(const Run *run, const Program *program) {
+    if (this_rank.ranks > 1) {
+        Settings same = run->s;
+        same.rank = same.threads = 0;  // they may differ
+        rank_card.settings = fingerprint(run->plan.device_bytes, &same, sizeof same);
+        program->introduce(rank_card.gpu, rank_card.id);
+        ranks_introduce();
+    }
+}
 
 // Step 2: the model's sizes from -e, and its open file where it names one. Its vocabulary is not
 // yet known, except from a file.
@@ -6496,13 +6658,15 @@ static Room room_at_hand(const Program *program, const Options *o, const Setting
         die("--gpu-mem: this program trains on the CPU; with --plan, --fit or --minimum it plans a "
             "GPU run");
     }
-    room.device = size_less(program->available(), program->library_bytes);
+    const size_t nccl = nccl_estimate_bytes(s);  // it takes that later than the other libraries
+    room.device = size_less(program->available(), program->library_bytes + nccl);
     if (o->gpu_mem) {
-        const size_t cap = size_less((size_t)o->gpu_mem, library_reserve_bytes);
+        const size_t cap = size_less((size_t)o->gpu_mem, library_reserve_bytes + nccl);
         room.device = cap < room.device ? cap : room.device;
     }
     room.device = (size_t)max_i64((int64_t)room.device, 1);  // 0 would be unknown
-    room.host = program->gpu ? (size_t)host_memory("").bytes : SIZE_MAX;
+    // The ranks of a machine share its memory.
+    room.host = program->gpu ? (size_t)(host_memory("").bytes / this_rank.local_ranks) : SIZE_MAX;
     room.library = program->library_bytes;
     room.where = program->gpu ? "free on this GPU" : "memory this process may take";
     room.speed = speed_usual(s);
@@ -6555,8 +6719,13 @@ static void run_size(Run *run) {
     int64_t tokens = (int64_t)s->ranks * s->B * s->T,
             per_step = o->tokens_per_step ? o->tokens_per_step : tokens;
     if (per_step % tokens != 0) {
-        die("--tokens-per-step (-d): %" PRId64 " is not a multiple of B x T = %d x %d = %" PRId64,
-            per_step, s->B, s->T, tokens);
+        char gpus[32] = "", times[32] = "";
+        if (s->ranks > 1) {
+            snprintf(gpus, sizeof gpus, " x GPUs");
+            snprintf(times, sizeof times, " x %d", s->ranks);
+        }
+        die("--tokens-per-step (-d): %" PRId64 " is not a multiple of B x T%s = %d x %d%s = %"
+            PRId64, per_step, gpus, s->B, s->T, times, tokens);
     }
     run->windows_per_step = per_step / s->T;
     run->accum_steps = (int)(per_step / tokens);
@@ -6591,8 +6760,12 @@ static void run_print_box(const Run *run, const Program *program) {
     if (!run->o.val_data) {
         printf("         without --val-data (-j) nothing is validated\n");
     }
-    printf("step     %d x %d x %d = %s tokens; %s steps\n", run->accum_steps, s->B, s->T,
-           count_text(run->windows_per_step * s->T).s, count_text(run->steps).s);
+    printf("step     %d x %d x %d", run->accum_steps, s->B, s->T);
+    if (s->ranks > 1) {
+        printf(" x %d GPUs", s->ranks);
+    }
+    printf(" = %s tokens; %s steps\n", count_text(run->windows_per_step * s->T).s,
+           count_text(run->steps).s);
     printf("command  ");
     command_print(run->command, &run->o);
     printf("\nmemory   %s:", bytes_text((double)p->device_bytes).s);
@@ -6616,12 +6789,16 @@ static void run_print_box(const Run *run, const Program *program) {
     }
 }
 
-// Resumes from the newest checkpoint of the output folder whose files are those of its manifest.
-// Returns its step, or -1 where there is no checkpoint at all.
-static int64_t run_resume(Run *run) {
+// The newest checkpoint of the output folder whose files are those of its manifest.
+typedef struct {
+    int64_t step;   // -1: there is none at all
+    int64_t files;  // of states
+} ResumeChoice;
+
+static ResumeChoice run_choose_checkpoint(const Run *run) {
     char path[PATH_BYTES], problem[PATH_BYTES];
     const Options *o = &run->o;
-    int64_t step = -1;
+    ResumeChoice choice = {-1, 0};
     CheckpointList list = checkpoint_list(o->output, "");
     if (list.count && !o->resume) {
         die("--output (-o): %s already holds checkpoints; --resume (-y) 1 goes on, another folder "
@@ -6629,31 +6806,51 @@ static int64_t run_resume(Run *run) {
             o->output);
     }
     checkpoint_sweep(o->output);
-    for (int i = 0; i < list.count && step < 0; i++) {
+    for (int i = 0; i < list.count && choice.step < 0; i++) {
         path_print(path, "%s/step-%08" PRId64, o->output, list.steps[i]);
-        const int ranks = checkpoint_is_whole(path, problem);
-        if (ranks) {
-            const Snapshot resumed = {&run->engine, &run->s, o, run->identity, NULL, NULL};
-            step = list.steps[i];
-            checkpoint_load(&resumed, &run->state, path, ranks);
+        choice.files = checkpoint_is_whole(path, problem);
+        if (choice.files) {
+            choice.step = list.steps[i];
         } else {
             fprintf(stderr, "%s: skipped %s: %s\n", program_name, path, problem);
         }
     }
-    if (list.count && step < 0) {
+    if (list.count && choice.step < 0) {
         die("--resume (-y): no checkpoint in %s is complete; remove them to start anew", o->output);
     }
     free(list.steps);
+    return choice;
+}
+
+// Resumes from it. Rank 0 chooses, since it alone may sweep and its disk may have more than the
+// others can see; then all load the same one. Returns its step, or -1.
+static int64_t run_resume(Run *run) {
+    char path[PATH_BYTES] = "";
+    const Options *o = &run->o;
+    ResumeChoice mine = {-1, 0};
+    ResumeChoice *choices =
+        (ResumeChoice *)alloc_zero((size_t)this_rank.ranks, sizeof(ResumeChoice));
+    if (this_rank.rank == 0) {
+        mine = run_choose_checkpoint(run);
+    }
+    engine_gather(&run->engine, choices, &mine, sizeof mine);
+    const ResumeChoice choice = choices[0];
+    free(choices);
+    if (choice.step >= 0) {
+        const Snapshot resumed = {&run->engine, &run->s, o, run->identity, NULL, NULL};
+        path_print(path, "%s/step-%08" PRId64, o->output, choice.step);
+        checkpoint_load(&resumed, &run->state, path, (int)choice.files);
+    }
     const int from_file = run->weights.spans != NULL;
-    if (o->resume && !o->quiet && (step < 0 || from_file)) {
-        printf(step < 0 ? "no checkpoint in %s yet: a new run%s%s\n"
-                        : "the weights are those of %s%s%s, where the run began\n",
-               step < 0 ? o->output : path,
-               !from_file ? "" : step < 0 ? ", with the weights of --model (-e) "
-                                          : ", not those of --model (-e) ",
+    if (o->resume && !o->quiet && (choice.step < 0 || from_file)) {
+        printf(choice.step < 0 ? "no checkpoint in %s yet: a new run%s%s\n"
+                               : "the weights are those of %s%s%s, where the run began\n",
+               choice.step < 0 ? o->output : path,
+               !from_file ? "" : choice.step < 0 ? ", with the weights of --model (-e) "
+                                                 : ", not those of --model (-e) ",
                from_file ? o->model : "");
     }
-    return step;
+    return choice.step;
 }
 
 // Opens GPT-2's vocabulary where samples or checkpoints need it or --tokenizer names it.
@@ -6736,9 +6933,11 @@ static int64_t run_engine_open(Run *run, const Program *program, const Model *m)
 // weights, because a resume cuts it back to its checkpoint's step.
 static void run_begin(Run *run, const Program *program, const Model *m) {
     const Options *o = &run->o;
-    run->live = isatty(1);
+    run->live = isatty(1) && this_rank.rank == 0;
     run_identity(run->identity, &run->s, o, &run->train);
-    if (o->output[0]) {
+    rank_card.data = fingerprint(run->val.windows, run->identity, strlen(run->identity));
+    run_meet(run, program);
+    if (o->output[0] && this_rank.rank == 0) {
         make_folders(o->output);
         int lock = open(o->output, O_RDONLY | O_DIRECTORY);  // held until the process ends
         if (lock < 0 || flock(lock, LOCK_EX | LOCK_NB) != 0) {
@@ -6752,6 +6951,9 @@ static void run_begin(Run *run, const Program *program, const Model *m) {
                                      : 0;
     }
     int64_t resume_step = run->saved_step = run_engine_open(run, program, m);
+    if (this_rank.rank > 0) {
+        return;
+    }
     if (o->keep && resume_step >= 0) {  // a kill may have come before it was done
         checkpoint_prune(o->output, o->keep, resume_step);
     }
@@ -6796,6 +6998,8 @@ static int eval_command(Run *run, const Program *program, Model *m) {
             f.name, f.longest_at, f.longest_completion, run->s.T);
     }
     run_fit(run, program);
+    rank_card.data = fingerprint(f.examples, o->eval, strlen(o->eval));
+    run_meet(run, program);
     run->live = isatty(1) && !o->quiet && !o->json;
     if (!run->weights.spans) {
         snprintf(weights, sizeof weights, "initial weights of --seed %" PRId64, o->seed);
@@ -6920,18 +7124,6 @@ static void run_close(Run *run) {
     free(run->bpe);
 }
 
-// A launcher's copies that know nothing of each other would all train the same model, and write
-// into the same folder.
-static void launcher_refuse(const Program *program) {
-    int copies;
-    const char *variable = launcher_find(&copies);
-    if (variable) {
-        die("%s is %d: this program cannot share a run with other copies of itself, and each of "
-            "%d would train the same model; start one, with %s unset%s", variable, copies, copies,
-            variable, program->gpu ? "" : "; train_gpt2cu is the program for GPUs");
-    }
-}
-
 // Start-up in its order, then the command that was asked for, without one the training. Returns the
 // exit status; whatever cannot be done ends the program in one line instead.
 static int program_run(Run *run, const Program *program, int argc, char **argv) {
@@ -6947,11 +7139,11 @@ static int program_run(Run *run, const Program *program, int argc, char **argv) 
     if ((o->check || o->compare) && !program->command) {
         die("--check and --compare are commands of the GPU program, train_gpt2cu");
     }
+    stop_on_signals();
     if (!o->plan) {
-        launcher_refuse(program);
+        run_find_ranks(run, program);
     }
     stop_line = o->quiet ? "" : "stopping; again to quit\n";
-    stop_on_signals();
     const ModelKind kind = run_choose_model(run, program, &m);         // 2 the model's sizes
     if (o->eval) {
         return eval_command(run, program, &m);
@@ -6988,7 +7180,9 @@ static int program_main(const Program *program, int argc, char **argv) {
 int train_gpt2_main(int argc, char **argv);
 int train_gpt2_main(int argc, char **argv) {
     static const Program program = {
-        "train_gpt2", "l4h4c128t64", 0, cpu_open, host_memory_available, 0, NULL, NULL, "", NULL};
+        "train_gpt2", "l4h4c128t64", 0, cpu_open, host_memory_available, 0, NULL, NULL, "", NULL,
+        NULL,
+        "it computes on the CPU; train_gpt2cu shares a run among GPUs"};
     return program_main(&program, argc, argv);
 }
 

@@ -27,11 +27,12 @@
 //  30  AdamW and gradient norm
 //  31  The device arena
 //  32  Visits: copies and streams
-//  33  The network on the GPU
-//  34  Steps and update
-//  35  States, open and close
-//  36  Meters
-//  37  main
+//  33  Many GPUs
+//  34  The network on the GPU
+//  35  Steps and update
+//  36  States, open and close
+//  37  Meters
+//  38  main
 
 #include <cuda_runtime.h>
 
@@ -119,6 +120,28 @@ static void cublas_check_at(cublasStatus_t status, const char *call, const char 
             file, line, call, cublasLtGetStatusName(status));
     }
 }
+
+// NCCL is there where the build found it, GPT2_NCCL=1; without it a program trains on one GPU, so
+// that no call of it is reached, or compiled.
+#if CUDA_CPU
+#include <nccl.h>
+#define GPT2_NCCL EMU_NCCL
+#elif !defined(GPT2_NCCL)
+#define GPT2_NCCL 0
+#endif
+#if GPT2_NCCL
+#include <nccl.h>
+static void nccl_check_at(ncclResult_t result, const char *call, const char *file, int line) {
+    if (result != ncclSuccess) {
+        die("%s:%d: %s: %s; %s (NCCL_DEBUG=INFO says more)", file, line, call,
+            ncclGetErrorString(result), ncclGetLastError(NULL));
+    }
+}
+#define nccl_check(...) nccl_check_at((__VA_ARGS__), #__VA_ARGS__, __FILE__, __LINE__)
+#else
+typedef struct ncclComm *ncclComm_t;
+#define nccl_check(...) die("this program was built without NCCL")
+#endif
 
 #define cuda_check(...) cuda_check_at((__VA_ARGS__), #__VA_ARGS__, __FILE__, __LINE__)
 #define cublas_check(...) cublas_check_at((__VA_ARGS__), #__VA_ARGS__, __FILE__, __LINE__)
@@ -3230,7 +3253,8 @@ static int device_name(char name[96]) {
     return 1;
 }
 
-// Bytes that are free on this GPU. Ends the run where there is none.
+// Bytes that are free on this rank's GPU, which is the current one from here on. Ends the run where
+// there is none.
 static size_t device_available(void) {
     int driver = 0, count = 0;
     if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) {
@@ -3239,6 +3263,7 @@ static size_t device_available(void) {
             "a GPU");
     }
     cuda_check(cudaGetDeviceCount(&count));
+    cuda_check(cudaSetDevice(this_rank.local_rank % count));
     size_t total_bytes;
     cuda_check(cudaMemGetInfo(&device_memory.free_bytes, &total_bytes));
     return device_memory.free_bytes;
@@ -3379,7 +3404,188 @@ static void visits_close(VisitStreams *s) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 33. The network on the GPU
+// 33. Many GPUs
+// Ranks hand each other parts of gradients and weights (chapter Buckets and visits of Volume I).
+// 1. NCCL only moves bytes; a kernel of ours adds them, in the order of ranks, in fp32, and rounds
+//    once. So a sum depends on the number of ranks alone, not on NCCL's version, its algorithm or
+//    the wires, and the run on the CPU has the bits of the run on GPUs.
+// 2. One communicator and one stream for it: the order of its calls is a function of the settings
+//    and of the verbs called, the same on all ranks. Compute and exchange wait for each other by
+//    events; the host waits for neither.
+// 3. No kernel runs for the first time while NCCL's are waiting for other ranks: loading it may
+//    wait for them, and they for it. The warm-up runs all kernels with `on` 0, and then NCCL.
+
+// How this rank reaches the others.
+struct RankComm {
+    ncclComm_t comm;
+    cudaStream_t stream;  // of high priority: the exchange is to begin as soon as it can
+    cudaEvent_t event;    // recorded and waited for at once, so one serves every place
+    int rank, ranks;
+    int on;  // 0: kernels alone, see 3
+};
+
+// What a rank adds to a step. All ranks add up all words in the order of ranks, so that norm, clip
+// factor, skip and stop are the same everywhere.
+struct StepWord {
+    float square_sum;  // of this rank's parts of the gradients
+    float loss_sum;
+    int stop, fault;   // a signal came; 1 + the rank that cannot go on, 0: all can
+};
+static_assert(sizeof(StepWord) <= RANK_WORD_BYTES, "the plan's buffer holds the words");
+
+// own (count) = round(own and the other ranks' parts added in the order of ranks).
+//   own of G; others of G, (ranks - 1, count), that of rank q in row q, or q - 1 behind this rank.
+// Numerics: sums in fp32, rounded once. Bytes: each part is read once. grid: count / 2048 blocks.
+// budget: <bf16> threads 256 regs 32 blocks 8 test gpu_exchange
+template <class G>
+static __global__ void __launch_bounds__(256)
+    rank_sum_kernel(G *own, const G *others, int rank, int ranks, size_t count) {
+    constexpr int size = Pack<G>::size;
+    const size_t i = ((size_t)blockIdx.x * 256 + threadIdx.x) * size;
+    if (i >= count) {
+        return;
+    }
+    float sum[size], x[size];
+    vector_load(sum, rank == 0 ? own + i : others + i);
+    for (int q = 1; q < ranks; q++) {
+        vector_load(x, q == rank ? own + i : others + (size_t)(q - (q > rank)) * count + i);
+        for (int k = 0; k < size; k++) {
+            sum[k] += x[k];
+        }
+    }
+    vector_store(own + i, sum);
+}
+
+// This rank's word: its sums are on the device already, the rest the host knows.
+// budget: threads 1 regs 16 blocks 24 test gpu_exchange
+static __global__ void step_word_kernel(StepWord *word, const UpdateState *update,
+                                        const float *loss_sum, int stop, int fault) {
+    *word = {update->square_sum, *loss_sum, stop, fault};
+}
+
+// total = the words (ranks, RANK_WORD_BYTES) added in the order of ranks. The sum of squares in
+// update becomes the total's, or NaN where a rank cannot go on, so that nobody's weights change.
+// budget: threads 1 regs 24 blocks 24 test gpu_exchange
+static __global__ void step_words_kernel(StepWord *total, UpdateState *update, const char *words,
+                                         int ranks) {
+    StepWord sum = {0.0f, 0.0f, 0, 0};
+    for (int r = 0; r < ranks; r++) {
+        const StepWord *word = (const StepWord *)(const void *)(words + r * RANK_WORD_BYTES);
+        sum.square_sum += word->square_sum;
+        sum.loss_sum += word->loss_sum;
+        sum.stop |= word->stop;
+        sum.fault = sum.fault ? sum.fault : word->fault;
+    }
+    update->square_sum = sum.fault ? nanf("") : sum.square_sum;
+    *total = sum;
+}
+
+// Every rank's part of `buffer` (ranks, bytes), of which this one has its own, comes to all ranks.
+static void rank_gather(const RankComm *c, void *buffer, size_t bytes) {
+    if (c->on) {  // in place: the part it sends lies where it is to be
+        nccl_check(ncclAllGather((char *)buffer + (size_t)c->rank * bytes, buffer, bytes, ncclUint8,
+                                 c->comm, c->stream));
+    }
+}
+
+// This rank's part of a bucket of gradients (ranks, part) becomes the sum of all ranks' parts.
+//   staging: `room` elements for what the others send, in as many pieces as that takes.
+template <class G>
+static void rank_reduce(const RankComm *c, G *grads, size_t part, G *staging, size_t room) {
+    const size_t others = (size_t)c->ranks - 1, most = room / others / 8 * 8;
+    G *own = grads + (size_t)c->rank * part;
+    check(most > 0, "no room for a piece of %zu ranks", others);
+    for (size_t from = 0; from < part; from += most) {
+        const size_t count = part - from < most ? part - from : most;
+        // In one group, so that no two ranks wait for each other's receive.
+        if (c->on) {
+            nccl_check(ncclGroupStart());
+            for (int q = 0; q < c->ranks; q++) {
+                if (q == c->rank) {
+                    continue;
+                }
+                nccl_check(ncclSend(grads + (size_t)q * part + from, count * sizeof(G), ncclUint8,
+                                    q, c->comm, c->stream));
+                nccl_check(ncclRecv(staging + (size_t)(q - (q > c->rank)) * count,
+                                    count * sizeof(G), ncclUint8, q, c->comm, c->stream));
+            }
+            nccl_check(ncclGroupEnd());
+        }
+        check_rows(G, 0, own, staging);
+        launch(rank_sum_kernel<G>, (unsigned)((count + 256 * Pack<G>::size - 1) /
+                                              (256 * Pack<G>::size)),
+               256, 0, c->stream, own + from, staging, c->rank, c->ranks, count);
+    }
+}
+
+// All ranks come to one sum of squares and of losses, and to one opinion whether to stop: each puts
+// its word in its place, all words come to all ranks and are added up, in the order of streams.
+static void rank_words(const RankComm *c, StepWord *total, UpdateState *update, char *words,
+                       const float *loss_sum, cudaStream_t compute) {
+    launch(step_word_kernel, 1, 1, 0, compute,
+           (StepWord *)(void *)(words + c->rank * RANK_WORD_BYTES), update, loss_sum,
+           (int)(stop_signal != 0), this_rank.failed ? c->rank + 1 : 0);
+    stream_after(c->stream, compute, c->event);
+    rank_gather(c, words, RANK_WORD_BYTES);
+    stream_after(compute, c->stream, c->event);
+    launch(step_words_kernel, 1, 1, 0, compute, total, update, words, c->ranks);
+}
+
+// The name of this rank's GPU, which no other on any machine has, and for rank 0 NCCL's id of the
+// run, which must come from its own process: there NCCL waits for the others.
+static void rank_introduce(char gpu[RANK_TEXT], char id[RANK_ID]) {
+    char bus[32], machine[48] = "";
+    int device = 0;
+    cuda_check(cudaGetDevice(&device));
+    cuda_check(cudaDeviceGetPCIBusId(bus, sizeof bus, device));
+    gethostname(machine, sizeof machine - 1);
+    snprintf(gpu, RANK_TEXT, "%s of %s", bus, machine);
+#if GPT2_NCCL
+    if (this_rank.rank == 0) {
+        ncclUniqueId unique;
+        static_assert(sizeof unique == RANK_ID, "an id fits into a card");
+        nccl_check(ncclGetUniqueId(&unique));
+        memcpy(id, &unique, RANK_ID);
+    }
+#else
+    (void)id;
+#endif
+}
+
+// Opens stream and event; NCCL only with rank_connect, when all kernels have run.
+static void rank_open(RankComm *c, const Settings *s) {
+    int least, most;
+    *c = {nullptr, nullptr, nullptr, s->rank, s->ranks, 0};
+    cuda_check(cudaDeviceGetStreamPriorityRange(&least, &most));
+    cuda_check(cudaStreamCreateWithPriority(&c->stream, cudaStreamNonBlocking, most));
+    cuda_check(cudaEventCreateWithFlags(&c->event, cudaEventDisableTiming));
+}
+
+// Finds the other ranks, and waits until all are there. NCCL's buffers grow with its blocks, which
+// are therefore few: see nccl_estimate_bytes.
+static void rank_connect(RankComm *c) {
+#if GPT2_NCCL
+    ncclUniqueId id;
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.maxCTAs = NCCL_CHANNELS;
+    memcpy(&id, rank_card.id, sizeof id);
+    nccl_check(ncclCommInitRankConfig(&c->comm, c->ranks, id, c->rank, &config));
+#endif
+    c->on = 1;
+}
+
+// Waits for what is under way: others count on it.
+static void rank_close(RankComm *c) {
+    if (c->on) {
+        cuda_check(cudaStreamSynchronize(c->stream));
+        nccl_check(ncclCommDestroy(c->comm));
+    }
+    cuda_check(cudaStreamDestroy(c->stream));
+    cuda_check(cudaEventDestroy(c->event));
+}
+
+// -------------------------------------------------------------------------------------------------
+// 34. The network on the GPU
 // Volume I's network with kernels for layers: the same plan, walk and stages, all on one stream but
 // for the copies of what visits.
 // The stages stand as they do there, so that the two can be read side by side.
@@ -3393,6 +3599,7 @@ static void visits_close(VisitStreams *s) {
 struct GpuState {
     UpdateState update;
     float loss_sum;  // of the step's micro-batches
+    StepWord all;    // what all ranks' words come to
 };
 static_assert(sizeof(GpuState) <= GPU_STATE_BYTES, "the plan's buffer holds the state");
 static_assert(sizeof(ParamRange) <= GPU_TENSOR_ROW_BYTES, "the plan's buffer holds the table");
@@ -3416,7 +3623,9 @@ template <class E, class G> struct GpuNetwork {
     VisitStreams visits;
     ParamRange *ranges;
     int range_count, chunks;
-    int accum_steps;  // micro-steps of the step being made
+    int norm_count, norm_chunks;  // of many GPUs: the table of own parts, behind the other
+    int accum_steps;              // micro-steps of the step being made
+    RankComm ranks;
 };
 
 // A buffer that exists once, as numbers of type N; null for one that is not in this run's plan.
@@ -3455,6 +3664,7 @@ template <class E, class G> struct GpuPass {
     float dloss;  // 0: no gradients
     bool first;   // gradients and the sum of losses are written, not added to
     int position;  // of the first token; other than 0 only where there is a KV cache
+    bool last;    // of a step: behind a block's backward its gradients go to the other ranks
 };
 
 // One stage of block `l`, forward or recomputing; as block_forward of chapter The network.
@@ -3602,6 +3812,59 @@ template <class E, class G> static void gpu_head(const GpuPass<E, G> *pass) {
     }
 }
 
+// Bucket `bucket` of the gradients is complete on the compute stream: its sum over all ranks goes
+// where AdamW will read it, on the ranks' stream, while compute goes on. Without ZeRO every rank
+// updates everything, and so needs all of the sum.
+template <class E, class G> static void gpu_reduce(const GpuNetwork<E, G> *net, int bucket) {
+    const Settings *s = &net->plan->settings;
+    const RankComm *c = &net->ranks;
+    const Bucket b = bucket_at(&s->model, s->ranks, bucket);
+    const size_t part = (size_t)b.part, room = net->plan->buffers[net->plan->single[BUF_EXCHANGE]]
+                                                   .bytes;
+    void *staging = gpu_buffer<char>(net, BUF_EXCHANGE);
+    // Only the ranks' stream waits: compute goes on with the next block's backward, whose gradients
+    // lie elsewhere, and the staging buffer is used on this stream alone, bucket after bucket.
+    stream_after(c->stream, net->stream, c->event);
+    // Vectors are updated alike by all ranks, so all of their sum goes to all.
+    if (bucket == BUCKET_VECTORS) {
+        float *grads = gpu_buffer<float>(net, BUF_GRADS_1D);
+        rank_reduce<float>(c, grads, part, (float *)staging, room / sizeof(float));
+        rank_gather(c, grads, part * sizeof(float));
+        return;
+    }
+    G *grads =
+        gpu_buffer<G>(net, BUF_GRADS) + (b.offset - bucket_at(&s->model, s->ranks, BUCKET_WTE)
+                                                        .offset);
+    rank_reduce<G>(c, grads, part, (G *)staging, room / sizeof(G));
+    if (!(s->home[HOME_OF_MOMENTS] & HOME_SHARD)) {
+        rank_gather(c, grads, part * sizeof(G));
+    }
+}
+
+// The end of a step's last micro-step: what all blocks share is complete now. wte's gradient is
+// written by the classifier and by the embedding, the vectors' by every layer. Compute goes on when
+// every sum is there.
+template <class E, class G> static void gpu_join(const GpuNetwork<E, G> *net) {
+    for (int bucket : {BUCKET_WTE, BUCKET_WPE, BUCKET_VECTORS}) {
+        gpu_reduce(net, bucket);
+    }
+    stream_after(net->stream, net->ranks.stream, net->ranks.event);
+}
+
+// After the update each rank has new weights of its own parts; the others' come to it. Vectors,
+// which all have updated alike, need no gathering: the same operations on the same numbers give the
+// same bits.
+template <class E, class G> static void gpu_gather_weights(const GpuNetwork<E, G> *net) {
+    const Settings *s = &net->plan->settings;
+    stream_after(net->ranks.stream, net->stream, net->ranks.event);
+    for (int bucket = BUCKET_WTE; bucket < BUCKET_BLOCKS + s->model.L; bucket++) {
+        const Bucket b = bucket_at(&s->model, s->ranks, bucket);
+        rank_gather(&net->ranks, gpu_buffer<E>(net, BUF_WEIGHTS) + b.offset,
+                    (size_t)b.part * sizeof(E));
+    }
+    stream_after(net->stream, net->ranks.stream, net->ranks.event);
+}
+
 // Computes a stage of a GpuPass: what walk() calls.
 template <class E, class G> static void gpu_stage(void *self, int stage, int layer) {
     const GpuPass<E, G> *pass = (const GpuPass<E, G> *)self;
@@ -3638,14 +3901,20 @@ template <class E, class G> static void gpu_stage(void *self, int stage, int lay
                                      pass->first, stream);
         break;
     case JOIN:  // the walk has waited for what departs
+        if (pass->last && net->plan->settings.ranks > 1) {
+            gpu_join(net);
+        }
         break;
     default:  // a block's
         (stage < F_STAGES ? gpu_block_forward<E, G> : gpu_block_backward<E, G>)(pass, stage, layer);
+        if (stage == B_QKV && pass->last && net->plan->settings.ranks > 1) {
+            gpu_reduce(net, BUCKET_BLOCKS + layer);  // its matrices are complete
+        }
     }
 }
 
 // -------------------------------------------------------------------------------------------------
-// 34. Steps and update
+// 35. Steps and update
 // The engine's verbs that compute.
 // 1. A micro-step only queues work: the batch goes up through two pinned slots, and the host waits
 //    for nothing but a slot it filled two micro-steps ago.
@@ -3683,7 +3952,8 @@ static void gpu_micro_step(Engine *e, const Token *inputs, const Token *targets,
     Plan *p = net->plan;
     const Settings *s = &p->settings;
     const float dloss = (float)(1.0 / ((double)(s->B * s->T) * accum_steps * s->ranks));
-    GpuPass<E, G> pass = {net, {}, 0, 0, s->B, s->T, dloss, accum_step == 0, 0};
+    const bool last = accum_step + 1 == accum_steps;
+    GpuPass<E, G> pass = {net, {}, 0, 0, s->B, s->T, dloss, accum_step == 0, 0, last};
     net->accum_steps = accum_steps;
     gpu_upload(&pass, inputs, targets);
     if (pass.first) {  // kernels only add to these (The network on the GPU, 2)
@@ -3717,11 +3987,17 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
     plan_tick(net->plan, tick_update(s));
     visits_forget_weights(net->plan);
     GpuState *state = gpu_buffer<GpuState>(net, BUF_STATE);
+    const ParamRange *ranges = gpu_buffer<ParamRange>(net, BUF_TENSORS);
+    // Of many ranks each sums its own parts, at every stage of ZeRO, so that all stages have the
+    // same norm to the bit.
     gpu_grad_square_sum<G>(&state->update, gpu_buffer<float>(net, BUF_PARTIALS),
                            gpu_buffer<G>(net, BUF_GRADS), gpu_buffer<float>(net, BUF_GRADS_1D),
-                           gpu_buffer<G>(net, BUF_GRADS_HOME),
-                           gpu_buffer<ParamRange>(net, BUF_TENSORS), net->range_count, net->chunks,
-                           net->stream);
+                           s->ranks > 1 ? ranges + net->range_count : ranges, net->norm_count,
+                           net->norm_chunks, net->stream, gpu_buffer<G>(net, BUF_GRADS_HOME));
+    if (s->ranks > 1) {
+        rank_words(&net->ranks, &state->all, &state->update, gpu_buffer<char>(net, BUF_WORDS),
+                   &state->loss_sum, net->stream);
+    }
     gpu_update_decide(&state->update, (float)o->clip, (float)limit, net->stream);
     // The clip factor is the device's, so the host's scale of gradients is 1.
     AdamW adamw = adamw_at(o, lr, updates, 1);
@@ -3734,12 +4010,22 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
                             : gpu_adamw_all<E, G, M, false>(net, adamw, o, updates);
         });
     }
+    // Behind AdamW and before the next forward, which compute waits for.
+    if (s->home[HOME_OF_MOMENTS] & HOME_SHARD) {
+        gpu_gather_weights(net);
+    }
     cuda_check(
         cudaMemcpyAsync(net->result, state, sizeof *state, cudaMemcpyDeviceToHost, net->stream));
     cuda_check(cudaStreamSynchronize(net->stream));
-    // loss_sum has one loss a token: the mean over the step's tokens is its loss.
-    const double tokens = (double)s->B * s->T * net->accum_steps;
-    StepResult result = {net->result->loss_sum / tokens, net->result->update.norm,
+    float loss_sum = net->result->loss_sum;
+    if (s->ranks > 1) {
+        loss_sum = net->result->all.loss_sum;
+        this_rank.stop = net->result->all.stop;
+        this_rank.fault = net->result->all.fault;
+    }
+    // It has one loss a token: the mean over the step's tokens is its loss.
+    const double tokens = (double)s->B * s->T * net->accum_steps * s->ranks;
+    StepResult result = {loss_sum / tokens, net->result->update.norm,
                          (int)net->result->update.skip};
     return result;
 }
@@ -3752,7 +4038,7 @@ static double gpu_forward_loss(Engine *e, real *losses, const Token *inputs, con
     const Settings *s = &net->plan->settings;
     const int N = s->B * s->T;
     // `first`, so that the sum of losses starts anew; a step's own sum has been read by then.
-    GpuPass<E, G> pass = {net, {}, 0, 0, s->B, s->T, 0.0f, true, 0};
+    GpuPass<E, G> pass = {net, {}, 0, 0, s->B, s->T, 0.0f, true, 0, false};
     gpu_upload(&pass, inputs, targets);
     walk(net->plan, tick_head(&s->model), 0, gpu_stage<E, G>, &pass);
     const float *sum = &gpu_buffer<GpuState>(net, BUF_STATE)->loss_sum;
@@ -3788,7 +4074,7 @@ static void gpu_extend(Engine *e, real *out, const Token *tokens, int first, int
     for (int i = 0, rows; i < n; i += rows) {
         rows = n - i >= s->T ? s->T : 1;
         const int end = i + rows == n ? tick_head(&s->model) : tick_lnf(&s->model) - 1;
-        GpuPass<E, G> pass = {net, {}, 0, rows - 1, 1, rows, 0.0f, true, first + i};
+        GpuPass<E, G> pass = {net, {}, 0, rows - 1, 1, rows, 0.0f, true, first + i, false};
         memcpy(padded, tokens + i, (size_t)rows * sizeof(Token));
         gpu_upload(&pass, padded, padded + s->T);
         pass.batch.targets = nullptr;  // as in gpu_logits
@@ -3805,7 +4091,7 @@ static void gpu_logits(Engine *e, real *out, const Token *tokens, int n) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
     const Settings *s = &net->plan->settings;
     const int N = s->B * s->T;
-    GpuPass<E, G> pass = {net, {}, 0, n - 1, 1, s->T, 0.0f, true, 0};
+    GpuPass<E, G> pass = {net, {}, 0, n - 1, 1, s->T, 0.0f, true, 0, false};
     Token *padded = (Token *)alloc_zero(2 * (size_t)N, sizeof(Token));
     memcpy(padded, tokens, (size_t)n * sizeof(Token));
     gpu_upload(&pass, padded, padded + N);
@@ -3816,16 +4102,17 @@ static void gpu_logits(Engine *e, real *out, const Token *tokens, int n) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 35. States, open and close
+// 36. States, open and close
 // States go in and out as fp32 whatever the device keeps, so a checkpoint knows no type of a run.
 // How a state lies in memory is a value, StateView, and reading and writing are written once.
 
-// Numbers of `type` on the device. Where `low` is not null they are bf16, the high halves of fp32
-// numbers whose low halves are there.
+// Numbers of `type` on the device. With `split` they are bf16, the high halves of fp32 numbers; the
+// low ones are at `low` or, where that is null, on another rank.
 struct StateView {
     Type type;
     char *data;
     uint16_t *low;
+    bool split;
 };
 
 // A span of state `state` (STATE_*), at home.
@@ -3836,13 +4123,24 @@ static StateView gpu_state(const GpuNetwork<E, G> *net, int state, const TensorS
     Place place = tensor_home(s, state_homes[state], span->tensor, span->layer);
     place.buffer = state == STATE_V ? BUF_V : place.buffer;
     StateView v = {p->buffers[p->single[place.buffer]].type, gpu_buffer<char>(net, place.buffer),
-                   nullptr};
+                   nullptr, state == STATE_WEIGHTS && s->split_master};
     v.data += (place.offset + span->first) * (int64_t)type_bytes(v.type);
-    if (state == STATE_WEIGHTS && s->split_master) {
+    if (v.split) {
         const Place low = tensor_home(s, HOME_OF_MASTER, span->tensor, span->layer);
         v.low = gpu_buffer<uint16_t>(net, low.buffer) + low.offset + span->first;
     }
     return v;
+}
+
+// out (count) = numbers of `type`, with their low halves where there are any, as real.
+static void state_values(real *out, Type type, const char *numbers, const uint16_t *low,
+                         int64_t count) {
+    with_type(type, [&](auto element) {
+        const decltype(element) *x = (const decltype(element) *)(const void *)numbers;
+        for (int64_t i = 0; i < count; i++) {
+            out[i] = low ? master_join(to_float(x[i]), low[i]) : to_float(x[i]);
+        }
+    });
 }
 
 // `count` numbers of the view as real; the other way, rounded to its type.
@@ -3854,16 +4152,13 @@ static void state_read(real *out, const StateView &v, int64_t count, cudaStream_
     if (low) {
         copy_wait(low, v.low, count * sizeof *low, stream);
     }
-    with_type(v.type, [&](auto element) {
-        const decltype(element) *x = (const decltype(element) *)(const void *)host;
-        for (int64_t i = 0; i < count; i++) {
-            out[i] = low ? master_join(to_float(x[i]), low[i]) : to_float(x[i]);
-        }
-    });
+    state_values(out, v.type, host, low, count);
     free(host);
     free(low);
 }
 
+// The view's numbers become `values`, rounded to its type. A split master is kept bit for bit, so
+// that a resume goes on from the same fp32 weights.
 static void state_write(const StateView &v, const real *values, int64_t count,
                         cudaStream_t stream) {
     const size_t bytes = count * type_bytes(v.type);
@@ -3872,11 +4167,13 @@ static void state_write(const StateView &v, const real *values, int64_t count,
     with_type(v.type, [&](auto element) {
         for (int64_t i = 0; i < count; i++) {
             const float value = (float)values[i];
-            if (low) {  // bit for bit: a resume goes on from the same fp32 weight
+            if (v.split) {
                 uint32_t bits;
                 memcpy(&bits, &value, sizeof bits);
                 ((uint16_t *)(void *)host)[i] = master_high(value);
-                low[i] = (uint16_t)bits;
+                if (low) {
+                    low[i] = (uint16_t)bits;
+                }
             } else {
                 ((decltype(element) *)(void *)host)[i] = from_float<decltype(element)>(value);
             }
@@ -3890,6 +4187,103 @@ static void state_write(const StateView &v, const real *values, int64_t count,
     free(low);
 }
 
+// A buffer that follows the layout of weights or of moments, among ranks. Vectors are whole on every
+// rank in all of them.
+struct RankState {
+    int buffer;
+    size_t bytes;  // of an element
+    bool sharded;  // a rank has its own parts of the matrices alone
+};
+
+// Where element `first` of a tensor is in it.
+static char *rank_state_at(const Plan *p, const RankState &b, const TensorRange &r, int64_t first) {
+    const int64_t at = (b.buffer == BUF_WEIGHTS ? r.param : r.state) + first - r.first;
+    return (char *)plan_single(p, b.buffer) + at * (int64_t)b.bytes;
+}
+
+// host = the elements of a span, from whichever ranks have them: each sends what it has to all, one
+// rank after another, so all must call it alike.
+template <class E, class G>
+static void rank_fetch(GpuNetwork<E, G> *net, const RankState &b, const TensorSpan &span,
+                       char *host) {
+    Settings s = net->plan->settings;
+    const RankComm *c = &net->ranks;
+    if (!b.sharded || !tensor_is_matrix(span.tensor)) {
+        const TensorRange all = tensor_range(&s, span.tensor, span.layer, 1);
+        copy_wait(host, rank_state_at(net->plan, b, all, span.first),
+                  (size_t)span.count * b.bytes, net->stream);
+        return;
+    }
+    plan_tick(net->plan, 0);  // where the buffer for others' parts is alive
+    char *staging = gpu_buffer<char>(net, BUF_EXCHANGE);
+    const size_t room = net->plan->buffers[net->plan->single[BUF_EXCHANGE]].bytes;
+    stream_after(c->stream, net->stream, c->event);
+    // A part may cut the span anywhere, and the span may be longer than the staging buffer: all
+    // ranks go through the same cuts, and each sends where its own part is.
+    for (int q = 0; q < c->ranks; q++) {
+        s.rank = q;
+        const TensorRange r = tensor_update_range(&s, span.tensor, span.layer);
+        const int64_t end = min_i64(span.first + span.count, r.first + r.count);
+        for (int64_t at = max_i64(span.first, r.first), n; at < end; at += n) {
+            n = min_i64(end - at, (int64_t)(room / b.bytes));
+            const char *own = q == c->rank ? rank_state_at(net->plan, b, r, at) : staging;
+            if (c->on) {
+                nccl_check(ncclBroadcast(own, staging, (size_t)n * b.bytes, ncclUint8, q, c->comm,
+                                         c->stream));
+            }
+            copy_wait(host + (at - span.first) * (int64_t)b.bytes, staging, (size_t)n * b.bytes,
+                      c->stream);
+        }
+    }
+}
+
+// A span of weights or moments as state_read gives it, where many ranks have it: buffers follow
+// buckets, and the parts of others are fetched.
+template <class E, class G>
+static void rank_read(GpuNetwork<E, G> *net, int state, const TensorSpan &span, real *out) {
+    const Settings *s = &net->plan->settings;
+    const StateView v = gpu_state(net, state, &span);
+    const bool sharded = (s->home[HOME_OF_MOMENTS] & HOME_SHARD) != 0;
+    const RankState high = {state == STATE_WEIGHTS ? BUF_WEIGHTS : state == STATE_M ? BUF_M : BUF_V,
+                            type_bytes(v.type), sharded && state != STATE_WEIGHTS};
+    const RankState low = {BUF_MASTER, sizeof(uint16_t), sharded};
+    char *host = (char *)alloc_zero((size_t)span.count, high.bytes);
+    uint16_t *rest = v.split ? (uint16_t *)alloc_zero((size_t)span.count, sizeof *rest) : nullptr;
+    rank_fetch(net, high, span, host);
+    if (rest) {
+        rank_fetch(net, low, span, (char *)rest);
+    }
+    state_values(out, v.type, host, rest, span.count);
+    free(host);
+    free(rest);
+}
+
+// Writes what this rank has of a span, from values that every rank is given: initial weights, files
+// and checkpoints are read by all ranks, so nothing need be sent.
+template <class E, class G>
+static void rank_write(GpuNetwork<E, G> *net, int state, const TensorSpan &span,
+                       const real *values) {
+    const Plan *p = net->plan;
+    const TensorRange own = tensor_update_range(&p->settings, span.tensor, span.layer);
+    const TensorRange all = tensor_range(&p->settings, span.tensor, span.layer, 1);
+    // Weights are whole, their low halves like moments this rank's own: what is not its own is
+    // written without them, but rounded as if they were there.
+    const TensorRange *r = state == STATE_WEIGHTS ? &all : &own;
+    const int64_t end = min_i64(r->first + r->count, span.first + span.count);
+    for (int64_t at = max_i64(r->first, span.first), n; at < end; at += n) {
+        const bool has = at >= own.first && at < own.first + own.count;
+        n = min_i64(end, has ? own.first + own.count : at < own.first ? own.first : end) - at;
+        StateView v = gpu_state(net, state, &span);
+        const RankState high = {state == STATE_WEIGHTS ? BUF_WEIGHTS
+                                : state == STATE_M     ? BUF_M
+                                                       : BUF_V, type_bytes(v.type), false};
+        const RankState low = {BUF_MASTER, sizeof(uint16_t), false};
+        v.data = rank_state_at(p, high, *r, at);
+        v.low = v.split && has ? (uint16_t *)(void *)rank_state_at(p, low, own, at) : nullptr;
+        state_write(v, values + at - span.first, n, net->stream);
+    }
+}
+
 // The engine's read and write. Gradients can only be read.
 template <class E, class G>
 static void gpu_read(Engine *e, int state, int64_t offset, real *out, int64_t count) {
@@ -3897,7 +4291,11 @@ static void gpu_read(Engine *e, int state, int64_t offset, real *out, int64_t co
     TensorSpan span = {};
     memset(out, 0, (size_t)count * sizeof(real));
     while (span_next(&net->plan->settings.model, offset, count, &span)) {
-        state_read(out + span.at, gpu_state(net, state, &span), span.count, net->stream);
+        if (net->ranks.ranks > 1 && state != STATE_GRADS) {
+            rank_read(net, state, span, out + span.at);
+        } else {
+            state_read(out + span.at, gpu_state(net, state, &span), span.count, net->stream);
+        }
     }
 }
 
@@ -3907,8 +4305,32 @@ static void gpu_write(Engine *e, int state, int64_t offset, const real *values, 
     TensorSpan span = {};
     visits_forget_weights(net->plan);
     while (span_next(&net->plan->settings.model, offset, count, &span)) {
-        state_write(gpu_state(net, state, &span), values + span.at, span.count, net->stream);
+        if (net->ranks.ranks > 1) {
+            rank_write(net, state, span, values + span.at);
+        } else {
+            state_write(gpu_state(net, state, &span), values + span.at, span.count, net->stream);
+        }
     }
+}
+
+// The engine's gather: the words of ranks, one after another, on the ranks' stream. It is for what
+// the ranks agree on between steps, a few numbers, so the host may wait for it.
+template <class E, class G>
+static void gpu_gather(Engine *e, void *all, const void *mine, size_t bytes) {
+    const GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
+    const RankComm *c = &net->ranks;
+    char *words = gpu_buffer<char>(net, BUF_WORDS);
+    char *host = (char *)alloc_zero((size_t)c->ranks, RANK_WORD_BYTES);
+    for (size_t at = 0, n; at < bytes; at += n) {
+        n = bytes - at < RANK_WORD_BYTES ? bytes - at : (size_t)RANK_WORD_BYTES;
+        copy_wait(words + c->rank * RANK_WORD_BYTES, (const char *)mine + at, n, c->stream);
+        rank_gather(c, words, RANK_WORD_BYTES);
+        copy_wait(host, words, (size_t)c->ranks * RANK_WORD_BYTES, c->stream);
+        for (int r = 0; r < c->ranks; r++) {
+            memcpy((char *)all + (size_t)r * bytes + at, host + r * RANK_WORD_BYTES, n);
+        }
+    }
+    free(host);
 }
 
 // Gives back everything but the plan. What is queued must be done first: it uses the memory.
@@ -3916,6 +4338,9 @@ template <class E, class G> static void gpu_close(Engine *e) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
     cuda_check(cudaStreamSynchronize(net->stream));
     gpu_matmul_close();
+    if (net->ranks.ranks > 1) {
+        rank_close(&net->ranks);
+    }
     for (int i = 0; i < 2; i++) {
         cuda_check(cudaEventDestroy(net->uploaded[i]));
     }
@@ -3928,18 +4353,18 @@ template <class E, class G> static void gpu_close(Engine *e) {
     e->self = nullptr;
 }
 
-// The table of tensors that norm and AdamW walk, on the host and in BUF_TENSORS.
-template <class E, class G> static void gpu_ranges_open(GpuNetwork<E, G> *net) {
-    const Settings *s = &net->plan->settings;
+// Adds the ranges of all tensors to a table: what AdamW updates here or, with `parts`, this rank's
+// own part of everything. Returns their number.
+static int ranges_fill(ParamRange *ranges, const Settings *s, bool parts) {
     const Model *m = &s->model;
     int count = 0;
-    net->ranges = (ParamRange *)alloc_zero(TENSORS * (size_t)m->L, sizeof(ParamRange));
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int l = 0; l < tensor_copies(m, tensor); l++) {
             const Place param = tensor_home(s, HOME_OF_WEIGHTS, tensor, l);
             const Place grad = tensor_home(s, HOME_OF_GRADIENTS, tensor, l);
-            const TensorRange r = tensor_update_range(s, tensor, l);
-            ParamRange *range = &net->ranges[count++];
+            const TensorRange r =
+                parts ? tensor_range(s, tensor, l, 0) : tensor_update_range(s, tensor, l);
+            ParamRange *range = &ranges[count];
             range->param = (size_t)(param.offset + r.first);
             range->state = (size_t)r.state;
             range->grad = (size_t)(grad.offset + r.first);
@@ -3949,10 +4374,23 @@ template <class E, class G> static void gpu_ranges_open(GpuNetwork<E, G> *net) {
             range->two_dimensional = tensor_is_matrix(tensor);
             range->at_home = (param.buffer == BUF_WEIGHTS_HOME ? PARAM_AT_HOME : 0) |
                              (grad.buffer == BUF_GRADS_HOME ? GRAD_AT_HOME : 0);
+            count += r.count > 0;
         }
     }
-    net->range_count = count;
-    net->chunks = param_ranges_chunk(net->ranges, count);
+    return count;
+}
+
+// The tables that AdamW and norm walk, on the host and in BUF_TENSORS; of one rank they are one.
+template <class E, class G> static void gpu_ranges_open(GpuNetwork<E, G> *net) {
+    const Settings *s = &net->plan->settings;
+    net->ranges = (ParamRange *)alloc_zero(2 * (size_t)model_tensors(&s->model) + 1,
+                                           sizeof(ParamRange));
+    int count = net->range_count = net->norm_count = ranges_fill(net->ranges, s, false);
+    net->chunks = net->norm_chunks = param_ranges_chunk(net->ranges, count);
+    if (s->ranks > 1) {
+        net->norm_count = ranges_fill(net->ranges + count, s, true);
+        net->norm_chunks = param_ranges_chunk(net->ranges + count, net->norm_count);
+    }
 }
 
 // What must lie on the device before the first step: the table of tensors, and zero states. The run
@@ -3960,8 +4398,9 @@ template <class E, class G> static void gpu_ranges_open(GpuNetwork<E, G> *net) {
 // pinned memory is fresh.
 template <class E, class G> static void gpu_begin(GpuNetwork<E, G> *net) {
     copy_wait(gpu_buffer<ParamRange>(net, BUF_TENSORS), net->ranges,
-              net->range_count * sizeof(ParamRange), net->stream);
-    for (int id : {BUF_WEIGHTS, BUF_MASTER, BUF_M, BUF_V, BUF_STATE}) {
+              (net->range_count + (net->plan->settings.ranks > 1 ? net->norm_count : 0)) * sizeof(ParamRange),
+              net->stream);
+    for (int id : {BUF_WEIGHTS, BUF_MASTER, BUF_M, BUF_V, BUF_STATE, BUF_WORDS, BUF_EXCHANGE}) {
         const int at = net->plan->single[id];
         if (at >= 0 && net->plan->buffers[at].home == HOME_DEVICE) {
             cuda_check(cudaMemsetAsync(gpu_buffer<char>(net, id), 0, net->plan->buffers[at].bytes,
@@ -3993,22 +4432,15 @@ template <class E, class G> static void gpu_tune(Engine *e) {
     e->matmul = matmul_library.choices;
 }
 
-// A step of two micro-steps, an evaluation and a sample on zeros: every kernel is loaded and every
-// product planned, so that what the libraries take can be measured, and a failure comes before the
-// run. Two, because a product that adds to its output may be another kernel of cuBLASLt's than one
-// that writes it, and a kernel is loaded at its first launch.
-template <class E, class G>
-static void gpu_warm_up(Engine *e) {
+// A step of two micro-steps, an evaluation and a sample on zeros. Two, because a product that adds
+// to its output may be another kernel of cuBLASLt's than one that writes it.
+template <class E, class G> static void gpu_warm_up_step(Engine *e) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
     const Settings *s = &net->plan->settings;
-    static size_t before;  // free bytes before the first engine: libraries stay when an engine goes
-    size_t free_bytes, total_bytes;
     Token *zeros = (Token *)alloc_zero(2 * (size_t)s->B * s->T, sizeof(Token));
     real *logits = (real *)alloc_zero((size_t)s->model.V, sizeof(real));
     Options o;
     options_default(&o);
-    before = before ? before : device_memory.free_bytes;
-    gpu_begin(net);
     if (s->cache) {  // a block of a prompt, and a token behind it
         gpu_extend<E, G>(e, logits, zeros, 0, s->T);
         gpu_extend<E, G>(e, logits, zeros, s->T - 1, 1);
@@ -4021,7 +4453,26 @@ static void gpu_warm_up(Engine *e) {
     }
     free(zeros);
     free(logits);
+}
+
+// Every kernel is loaded, at its first launch, and every product planned, so that what libraries
+// take can be measured, and a failure comes before the run. A rank among many does it once by
+// itself, so that no kernel is loaded while a collective waits for other ranks, and once with the
+// others, so that NCCL has taken what it takes.
+template <class E, class G>
+static void gpu_warm_up(Engine *e) {
+    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
+    const Settings *s = &net->plan->settings;
+    static size_t before;  // free bytes before the first engine: libraries stay when an engine goes
+    size_t free_bytes, total_bytes;
+    before = before ? before : device_memory.free_bytes;
+    gpu_begin(net);
+    gpu_warm_up_step<E, G>(e);
     gpu_tune<E, G>(e);  // here, because an algorithm that is tried is loaded too
+    if (s->ranks > 1) {
+        rank_connect(&net->ranks);
+        gpu_warm_up_step<E, G>(e);
+    }
     cuda_check(cudaMemGetInfo(&free_bytes, &total_bytes));
     size_t used = before > free_bytes ? before - free_bytes : 0, arena = net->plan->device_bytes;
     device_memory.library_bytes = used > arena ? used - arena : 0;
@@ -4056,6 +4507,11 @@ template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
     // Kept for the run: nothing is allocated between steps.
     net->counts = (int *)alloc_zero((size_t)s->model.V, sizeof(int));
     gpu_ranges_open(net);
+    net->ranks.ranks = s->ranks;
+    if (s->ranks > 1) {
+        rank_open(&net->ranks, s);
+        e->gather = gpu_gather<E, G>;
+    }
     e->self = net;
     e->states = s->cache ? STATE_WEIGHTS + 1 : STATES;
     e->micro_step = gpu_micro_step<E, G>;
@@ -4072,7 +4528,7 @@ template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 36. Meters
+// 37. Meters
 // What this GPU could do at most, for "% of peak": dense products of the run's type per clock and
 // SM (NVIDIA's architecture white papers; for sm_86, 89 and 120 the GeForce cards' rate, half of
 // the workstation cards'; 110, Thor, and 121, GB10, a quarter of the data sheets' dense fp4), times
@@ -4109,7 +4565,7 @@ static void device_describe(Engine *e, const Settings *s) {
             peak = type.type == TYPE_FP32 ? row.fp32_flops : row.bf16_flops;
         }
     }
-    e->peak_flops = 1e3 * clock_khz * peak * properties.multiProcessorCount;
+    e->peak_flops = 1e3 * clock_khz * peak * properties.multiProcessorCount * s->ranks;
     e->peak_source = peak ? "this GPU's dense products at its highest clock"
                           : "this program's table of peaks does not know this GPU";
     snprintf(e->device, sizeof e->device, "%.44s (sm_%d%d), %s", properties.name, properties.major,
@@ -4117,7 +4573,7 @@ static void device_describe(Engine *e, const Settings *s) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 37. main
+// 38. main
 // Volume I's program with the GPU's engine, and two commands of its own: --check compares one batch
 // with the oracle, --compare runs the same steps with and without recomputation.
 
@@ -4143,6 +4599,10 @@ static void gpu_settings_check(const Settings *s) {
     if (s->dtype == TYPE_FP16) {
         die("--dtype fp16 can be planned (--plan), but this program does not train with it; it "
             "trains in bf16 and fp32");
+    }
+    if (s->ranks > 1 && settings_offloads(s)) {
+        die("--gpus %d and --offload: this program does not yet do both; --zero (-z) 1 and "
+            "--recompute (-r) block save memory on each GPU", s->ranks);
     }
     if (m->C % CHANNELS_UNIT != 0 || m->C > CHANNELS_MAX ||
         (s->dtype != TYPE_FP32 && (HS % HEAD_UNIT != 0 || HS > HEAD_MAX)) || HS > HEAD_MAX_FP32) {
@@ -4302,8 +4762,9 @@ int train_gpt2cu_main(int argc, char **argv);
 // The GPU program. Returns the exit status.
 int train_gpt2cu_main(int argc, char **argv) {
     static char built[64];
-    snprintf(built, sizeof built, "CUDA %d.%d%s", CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10,
-             CUDA_CPU ? " emulated on the CPU" : "");
+    snprintf(built, sizeof built, "CUDA %d.%d%s%s%s", CUDART_VERSION / 1000,
+             CUDART_VERSION % 1000 / 10, CUDA_CPU ? " emulated on the CPU" : "",
+             GPT2_NCCL ? ", NCCL" : "", GPT2_MPI ? ", MPI" : "");
     static const Program program = {CUDA_CPU ? "train_gpt2cu_cpu" : "train_gpt2cu",
                                     "d12",
                                     1,
@@ -4313,7 +4774,9 @@ int train_gpt2cu_main(int argc, char **argv) {
                                     gpu_command,
                                     gpu_settings_check,
                                     built,
-                                    device_name};
+                                    device_name,
+                                    GPT2_NCCL ? rank_introduce : nullptr,
+                                    "it was built without NCCL"};
     return program_main(&program, argc, argv);
 }
 

@@ -637,8 +637,8 @@ static void plan_print_gpu(const Plan *p, const Room *room) {
     char note[80];
     plan_print_line("library", room->library, "   reserved, not measured");
     if (s->ranks > 1) {
-        snprintf(note, sizeof note, "   reserved, not measured: 12 MiB x %d peers x %d channels",
-                 s->ranks - 1, NCCL_CHANNELS);
+        snprintf(note, sizeof note, "   reserved, not measured: 12 MiB x %d channels x (%d peers + "
+                 "1)", NCCL_CHANNELS, nccl_peers(s));
         plan_print_line("NCCL", nccl_estimate_bytes(s), note);
     }
     plan_print_line("total per GPU", p->device_bytes + room->library + nccl_estimate_bytes(s),

@@ -57,6 +57,13 @@ typedef int32_t Token;
 enum { PATH_BYTES = 1024 };
 static const char *program_name = "train_gpt2";
 
+// Of several processes that meet one error, one says it: the others wait this long, and are ended.
+static int die_after_ms;
+static void die_late(void) {
+    signal(SIGTERM, SIG_DFL);
+    usleep((useconds_t)die_after_ms * 1000);
+}
+
 // One line: names from files may hold line ends, and escapes that a terminal would obey. Of a line
 // that a huge argument made long, both ends stay: the first names the option, the last says what is
 // allowed.
@@ -77,6 +84,7 @@ __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *form
         *c = (unsigned char)*c < 32 || *c == 127 ? '?' : *c;
     }
     fflush(stdout);
+    die_late();
     fprintf(stderr, "%s: %s\n", program_name, text);
     exit(1);
 }
@@ -87,6 +95,7 @@ __attribute__((noreturn, format(printf, 4, 5))) static void check_failed(const c
     va_list args;
     va_start(args, hint);
     fflush(stdout);
+    die_late();
     fprintf(stderr, "%s: %s:%d: check failed: %s: ", program_name, file, line, expression);
     vfprintf(stderr, hint, args);
     fputc('\n', stderr);
@@ -224,11 +233,12 @@ static volatile sig_atomic_t stop_signal;
 static const char *volatile stop_line = "";
 
 // The first signal asks the program to stop, and says so at once because the next good place may be
-// seconds away; the second one ends it as a kill would. A terminal that closes may send SIGHUP
-// twice, so that one only asks. Calls nothing but what POSIX allows in a handler.
+// seconds away; the second one ends it as a kill would. SIGHUP comes twice from a terminal that
+// closes, and SIGUSR1 may come beside another one (chapter Ranks of machine.c): these only ask.
+// Calls nothing but what POSIX allows in a handler.
 static void on_signal(int number) {
     const int error = errno;
-    if (stop_signal && number != SIGHUP) {
+    if (stop_signal && number != SIGHUP && number != SIGUSR1) {
         _exit(128 + number);
     }
     if (!stop_signal && write(STDERR_FILENO, stop_line, strlen(stop_line)) < 0) {
@@ -1403,8 +1413,9 @@ static void writer_open(Writer *w, const char *folder, const char *name,
     }
 }
 
+// With fd -1 a writer drops what it is given: another process writes what this one helps to make.
 static void writer_put(Writer *w, const void *data, size_t bytes) {
-    if (write_all(w->fd, data, bytes) != 0) {
+    if (w->fd >= 0 && write_all(w->fd, data, bytes) != 0) {
         writer_fail(w);
     }
     sha256_add(&w->sha, data, bytes);
@@ -1421,6 +1432,9 @@ static void writer_stream(Writer *w, PieceSource next, void *self, size_t most) 
     piece[1] = piece[0] + most;
     size_t bytes[2] = {next(self, piece[0]), 0};
     int error = 0;
+    while (w->fd < 0 && bytes[0]) {
+        bytes[0] = next(self, piece[0]);
+    }
     for (int k = 0; bytes[k] && !error; k = !k) {
         #pragma omp parallel num_threads(2)
         #pragma omp master

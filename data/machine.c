@@ -20,11 +20,24 @@
 //   7  Terminals
 //   8  The build
 
+#include <poll.h>
 #include <signal.h>
 #include <sys/ioctl.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
 #ifdef _OPENMP
 #include <omp.h>
+#endif
+// GPT2_MPI=1 builds in what mpirun and srun need; the program for GPUs alone has a use for it.
+#ifndef GPT2_MPI
+#define GPT2_MPI 0
+#endif
+#if GPT2_MPI
+#define OMPI_SKIP_MPICXX 1   // MPI's old C++ interface, which would ask for a library of its own
+#define MPICH_SKIP_MPICXX 1
+#include <mpi.h>
 #endif
 
 // -------------------------------------------------------------------------------------------------
@@ -51,10 +64,6 @@ static int thread_index(void) {
 // 2. Signals
 // A handler only notes what was asked; the run acts on it at the next good place.
 
-// Has the run been asked to stop? Training, validation, sampling and evaluation ask before each
-// batch or token; loading and saving end first.
-static int run_stopping(void) { return stop_signal != 0; }
-
 // From here on signals ask the program to stop, but for a SIGHUP that was ignored from the start
 // (nohup), and writes to a closed pipe or beyond `ulimit -f` fail with an error like any other.
 static void stop_on_signals(void) {
@@ -67,6 +76,9 @@ static void stop_on_signals(void) {
     if (sigaction(SIGHUP, NULL, &hangup) == 0 && hangup.sa_handler != SIG_IGN) {
         sigaction(SIGHUP, &action, NULL);
     }
+    // What launchers and batch systems send for "save and stop", and a parent to its ranks, where a
+    // terminal's signal reaches both: it only asks, however often it comes.
+    sigaction(SIGUSR1, &action, NULL);
     signal(SIGPIPE, SIG_IGN);
     signal(SIGXFSZ, SIG_IGN);
 }
@@ -326,7 +338,30 @@ static void make_folders(const char *path) {
 
 // -------------------------------------------------------------------------------------------------
 // 6. Ranks
-// A run on several GPUs is several processes, the ranks, which somebody starts.
+// A run on several GPUs is several processes, the ranks, one for each GPU. A launcher starts them
+// (mpirun, srun), and they find each other by MPI; or the program itself does (--gpus N): it forks
+// them, stays as their parent and carries what they say to each other. Either way they meet once,
+// when the run starts; what they exchange while they train is no business of this file.
+// 1. The parent touches neither CUDA nor OpenMP, before or after the fork, which neither survives.
+// 2. A rank that dies ends the run: the parent ends the others and says in one line who died and
+//    how, unless the rank has said it. Under a launcher that is the launcher's part.
+// 3. What a signal asked of one rank all act on at the same place of the run (Ranks.stop), or some
+//    would wait for ever for those who left.
+
+// This process among the ranks of its run; without ranks it is rank 0 of 1. `stop` and `fault` are
+// what all ranks agreed on when they last exchanged words: somebody was asked to stop; 1 + the
+// first rank that cannot go on, 0: all can. `failed`: this one cannot.
+typedef struct {
+    int rank, ranks;
+    int local_rank, local_ranks;  // on this machine
+    int parent;                   // the socket of --gpus; 0: none
+    int stop, fault, failed;
+} Ranks;
+static Ranks this_rank = {0, 1, 0, 1, 0, 0, 0, 0};
+
+// Has the run been asked to stop? Training, validation, sampling and evaluation ask before each
+// batch or token; loading and saving end first.
+static int run_stopping(void) { return this_rank.ranks > 1 ? this_rank.stop : stop_signal != 0; }
 
 // Variables by which launchers tell a process how many copies of it they started: Open MPI's
 // mpirun; MPICH's, Intel's and Slurm's process managers; srun, and sbatch for its script.
@@ -345,6 +380,283 @@ static const char *launcher_find(int *copies) {
     }
     *copies = 1;
     return NULL;
+}
+
+// This process is a rank from here on. What is wrong on all ranks is said once: the others wait
+// until rank 0 has said it and somebody ends them. Each rank computes on its share of the cores.
+static void ranks_begin(Ranks r) {
+    static char name[64];
+    this_rank = r;
+    if (r.rank > 0) {
+        snprintf(name, sizeof name, "%s: rank %d", program_name, r.rank);
+        program_name = name;
+        die_after_ms = 4000;
+    }
+#ifdef _OPENMP
+    if (!getenv("OMP_NUM_THREADS")) {
+        const int cores = (int)sysconf(_SC_NPROCESSORS_ONLN);
+        omp_set_num_threads((int)max_i64(1, min_int(omp_get_max_threads(), cores / r.local_ranks)));
+    }
+#endif
+}
+
+// Moves exactly `bytes`, or returns 0 when the other end is gone.
+static int socket_move(int fd, void *data, size_t bytes, int sending) {
+    for (size_t at = 0; at < bytes;) {
+        char *p = (char *)data + at;
+        const ssize_t n = sending ? send(fd, p, bytes - at, MSG_NOSIGNAL)
+                                  : recv(fd, p, bytes - at, MSG_WAITALL);
+        if (n == 0 || (n < 0 && errno != EINTR)) {
+            return 0;
+        }
+        at += n > 0 ? (size_t)n : 0;
+    }
+    return 1;
+}
+
+// The parent's record of a rank.
+typedef struct {
+    pid_t pid;
+    int socket;
+} Child;
+
+// To all ranks that are left.
+static void children_signal(const Child *children, int ranks, int number) {
+    for (int r = 0; r < ranks; r++) {
+        if (children[r].pid > 0) {
+            kill(children[r].pid, number);
+        }
+    }
+}
+
+// Rank r's socket is closed: how did it end? A status of 1 comes with a line of the rank's own, so
+// there is no second one. Returns the exit status for the whole run.
+static int child_reap(Child *child, int r, int quiet) {
+    int status = 0;
+    waitpid(child->pid, &status, 0);
+    child->pid = 0;
+    const int number = WIFSIGNALED(status) ? WTERMSIG(status) : 0, code = WEXITSTATUS(status);
+    if (number && !quiet) {
+        fprintf(stderr, "%s: rank %d was ended by signal %d (%s): the run ends\n", program_name, r,
+                number, strsignal(number));
+    } else if (code > 1 && !quiet) {
+        fprintf(stderr, "%s: rank %d ended with status %d: the run ends\n", program_name, r, code);
+    }
+    return number ? 1 : code;
+}
+
+// The parent's: takes a message of rank r, bytes with their number before them, and once all ranks
+// have sent one gives all of them to everybody, in the order of ranks. Returns 0 when r is gone.
+static int children_gather(const Child *children, int ranks, int r) {
+    static char *all;
+    static int arrived;
+    uint64_t bytes;
+    if (!socket_move(children[r].socket, &bytes, sizeof bytes, 0)) {
+        return 0;
+    }
+    all = all ? all : (char *)alloc_zero((size_t)ranks, bytes);
+    if (!socket_move(children[r].socket, all + (size_t)r * bytes, bytes, 0)) {
+        return 0;
+    }
+    if (++arrived == ranks) {
+        for (int to = 0; to < ranks; to++) {  // who cannot take it is gone: the next poll says so
+            (void)socket_move(children[to].socket, all, (size_t)ranks * bytes, 1);
+        }
+        free(all);
+        all = NULL;
+        arrived = 0;
+    }
+    return 1;
+}
+
+// The parent's life: carries messages, passes a signal on, ends the others when a rank fails.
+// Returns the exit status of the run. A second signal ends all of it, as it would one process.
+static int children_attend(Child *children, int ranks) {
+    struct pollfd *fds = (struct pollfd *)alloc_zero((size_t)ranks, sizeof *fds);
+    int left = ranks, passed_on = 0, result = 0;
+    for (int r = 0; r < ranks; r++) {
+        fds[r].fd = children[r].socket;
+        fds[r].events = POLLIN;
+    }
+    while (left > 0) {
+        const int ready = poll(fds, (nfds_t)ranks, 1000);
+        if (stop_signal && !passed_on) {
+            children_signal(children, ranks, SIGUSR1);
+            passed_on = 1;
+        }
+        for (int r = 0; ready > 0 && r < ranks; r++) {
+            if (fds[r].revents == 0 || children_gather(children, ranks, r)) {
+                continue;
+            }
+            fds[r].fd = -1;
+            left--;
+            const int status = child_reap(&children[r], r, result != 0);
+            if (status && !result) {
+                result = status;
+                children_signal(children, ranks, SIGKILL);
+            }
+        }
+    }
+    free(fds);
+    return result;
+}
+
+// Forks the ranks of --gpus. They return and go on; their parent attends to them and exits. It dies
+// hard, they with it: the system ends a rank whose parent is gone.
+static void ranks_fork(int ranks) {
+    Child *children = (Child *)alloc_zero((size_t)ranks, sizeof(Child));
+    const pid_t parent = getpid();
+    fflush(NULL);
+    for (int r = 0; r < ranks; r++) {
+        int ends[2];
+        if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0 ||
+            (children[r].pid = fork()) < 0) {
+            children[r].pid = 0;
+            children_signal(children, ranks, SIGKILL);
+            die("--gpus: cannot start rank %d of %d: %s", r, ranks, strerror(errno));
+        }
+        if (children[r].pid == 0) {
+            prctl(PR_SET_PDEATHSIG, SIGKILL);
+            if (getppid() != parent) {
+                _exit(1);
+            }
+            for (int other = 0; other < r; other++) {
+                close(children[other].socket);
+            }
+            close(ends[0]);
+            free(children);
+            const Ranks mine = {r, ranks, r, ranks, ends[1], 0, 0, 0};
+            ranks_begin(mine);
+            return;
+        }
+        close(ends[1]);
+        children[r].socket = ends[0];
+    }
+    exit(children_attend(children, ranks));
+}
+
+// Finds the ranks that a launcher started. `copies` is what its variable says: where MPI knows of
+// fewer, the launcher has not told it, and each process would train alone.
+static void ranks_mpi(const char *variable, int copies) {
+#if GPT2_MPI
+    Ranks r = {0, 1, 0, 1, 0, 0, 0, 0};
+    MPI_Comm machine;
+    MPI_Init(NULL, NULL);
+    MPI_Comm_rank(MPI_COMM_WORLD, &r.rank);
+    MPI_Comm_size(MPI_COMM_WORLD, &r.ranks);
+    MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &machine);
+    MPI_Comm_rank(machine, &r.local_rank);
+    MPI_Comm_size(machine, &r.local_ranks);
+    if (r.ranks != copies) {
+        die("%s is %d, but MPI finds %d: srun needs --mpi=pmix, or the pmi2 of this MPI", variable,
+            copies, r.ranks);
+    }
+    ranks_begin(r);
+#else
+    die("%s is %d: this program was built without MPI, so its copies cannot find each other; make "
+        "builds it in where mpicc is; on one machine --gpus %d needs none", variable, copies,
+        copies);
+#endif
+}
+
+// all (ranks, bytes) = `mine` of every rank. Once in a run, and called by all of its ranks; MPI is
+// done with afterwards.
+static void ranks_meet(void *all, void *mine, size_t bytes) {
+    uint64_t n = bytes;
+    if (this_rank.ranks == 1) {
+        memcpy(all, mine, bytes);
+    } else if (this_rank.parent) {
+        if (!socket_move(this_rank.parent, &n, sizeof n, 1) ||
+            !socket_move(this_rank.parent, mine, bytes, 1) ||
+            !socket_move(this_rank.parent, all, (size_t)this_rank.ranks * bytes, 0)) {
+            die("the parent of the ranks is gone");
+        }
+    }
+#if GPT2_MPI
+    if (this_rank.ranks > 1 && !this_rank.parent) {
+        MPI_Allgather(mine, (int)bytes, MPI_BYTE, all, (int)bytes, MPI_BYTE, MPI_COMM_WORLD);
+        MPI_Finalize();
+    }
+#endif
+}
+
+// What a rank tells the others between steps: a number, and whether it must stop or cannot go on.
+typedef struct {
+    double value;
+    int32_t stop, failed;
+} RankWord;
+
+// From the words of all ranks, what all of them do next.
+static void ranks_agree(const RankWord *words) {
+    this_rank.stop = this_rank.fault = 0;
+    for (int r = this_rank.ranks - 1; r >= 0; r--) {
+        this_rank.stop |= words[r].stop;
+        this_rank.fault = words[r].failed ? r + 1 : this_rank.fault;
+    }
+}
+
+// The longest name of a GPU, and the bytes of an id (NCCL's).
+enum { RANK_TEXT = 96, RANK_ID = 128 };
+
+// What a rank shows the others when they meet, before any of them trains. But for GPU and id all
+// must be alike: other options or data would train another model and wait for ever for parts of
+// other sizes.
+typedef struct {
+    uint64_t program, options, data, settings;  // fingerprints
+    char gpu[RANK_TEXT], id[RANK_ID];
+} RankCard;
+static RankCard rank_card;  // this rank's; the id is rank 0's once they have met
+
+// A fingerprint of `bytes`, begun with that of other bytes.
+static uint64_t fingerprint(uint64_t before, const void *data, size_t bytes) {
+    const unsigned char *p = (const unsigned char *)data;
+    for (size_t i = 0; i < bytes; i++) {
+        before = (before ^ p[i]) * 0x100000001B3u;  // FNV-1a: these are no secrets
+    }
+    return before;
+}
+
+// The program's own file: ranks of two builds need not compute alike.
+static uint64_t fingerprint_program(void) {
+    uint64_t print = 0;
+    Mapping map;
+    if (mapping_open(&map, "/proc/self/exe") == 0) {
+        print = fingerprint(map.size, map.bytes, map.size);
+        mapping_close(&map);
+    }
+    return print;
+}
+
+// The ranks show each other their cards. Ends the run, with the line of rank 0, where they cannot
+// train together.
+static void ranks_introduce(void) {
+    const size_t n = (size_t)this_rank.ranks;
+    static const struct {
+        size_t offset;
+        const char *what;
+    } alike[] = {{offsetof(RankCard, program), "is another build of this program"},
+                 {offsetof(RankCard, options), "was given other options"},
+                 {offsetof(RankCard, data), "has other data"},
+                 {offsetof(RankCard, settings), "has another memory plan"}};
+    RankCard *cards = (RankCard *)alloc_zero(n, sizeof(RankCard));
+    rank_card.program = fingerprint_program();
+    ranks_meet(cards, &rank_card, sizeof rank_card);
+    for (size_t r = 1; r < n; r++) {
+        for (size_t i = 0; i < sizeof alike / sizeof alike[0]; i++) {
+            if (memcmp((char *)&cards[0] + alike[i].offset, (char *)&cards[r] + alike[i].offset,
+                       sizeof(uint64_t)) != 0) {
+                die("rank %zu %s than rank 0: all ranks must be alike", r, alike[i].what);
+            }
+        }
+        for (size_t other = 0; other < r; other++) {
+            if (strcmp(cards[other].gpu, cards[r].gpu) == 0) {
+                die("ranks %zu and %zu would share one GPU, %s; start as many ranks on a machine "
+                    "as it has GPUs", other, r, cards[r].gpu);
+            }
+        }
+    }
+    memcpy(rank_card.id, cards[0].id, RANK_ID);
+    free(cards);
 }
 
 // -------------------------------------------------------------------------------------------------

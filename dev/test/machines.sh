@@ -43,10 +43,11 @@ chmod +x "$toolkit/bin/nvcc" "$scratch/bin/nvidia-smi"
 ln -s "$toolkit/bin/nvcc" "$scratch/bin/nvcc"
 export CALLS=$scratch/calls GPU=
 
-# make_there ARGUMENTS...: in the clone. What it says goes to $said, how tools are called to $calls.
+# make_there ARGUMENTS...: in the clone, without what this machine has of NCCL and MPI. What it says
+# goes to $said, how tools are called to $calls.
 make_there() {
     : > "$CALLS"
-    said=$(cd "$clone" && PATH=$scratch/bin:$PATH make "$@" 2>&1)
+    said=$(cd "$clone" && PATH=$scratch/bin:$PATH make NCCL= mpi= "$@" 2>&1)
     status=$?
     calls=$(cat "$CALLS")
 }
@@ -59,7 +60,7 @@ says "no GPU: it says so" "No GPU seen: train_gpt2cu is built for sm_80" "$said"
 says_not "a warning is none of the user's errors" "-Werror" "$calls"
 says "lines for the sanitizers" " -lineinfo " "$calls"
 says "where the libraries are" "-rpath,$toolkit/lib64" "$calls"
-says "cuBLASLt alone is linked" "-lcublasLt$" "$calls"
+says "cuBLASLt alone is linked" "-lcublasLt *$" "$calls"
 says_not "no library that nothing calls" "-lcublas |-lnccl" "$calls"
 rm -f "$clone/train_gpt2cu"
 GPU=8.9 make_there train_gpt2cu
@@ -72,6 +73,11 @@ make_there train_gpt2cu WERROR=-Werror ARCH="80 90a"
 says "GPUs by name" "sm_80 .*sm_90a" "$calls"
 make_there train_gpt2cu ARCH="80 90a"
 says_not "WERROR builds nothing again" "-gencode" "$calls"
+
+rm -f "$clone/train_gpt2cu"
+make_there train_gpt2cu NCCL=yes "mpi=-I$scratch/mpi -L$scratch -lmpi"
+says "NCCL and MPI where they are" "-lcublasLt -DGPT2_NCCL=1 -lnccl -DGPT2_MPI=1 -isystem \
+$scratch/mpi -L$scratch -lmpi *$" "$calls"
 
 for target in "" help clean; do
     # shellcheck disable=SC2086  # no word is no target
@@ -107,7 +113,7 @@ says "a link to a cache of compilations is called by its name" "$scratch/bin/nvc
 mv "$toolkit/bin/cache" "$toolkit/bin/nvcc" && ln -sf "$toolkit/bin/nvcc" "$scratch/bin/nvcc"
 make_there -n train_gpt2cu_cpu CUDA_HEADERS=yes NVCC=/usr/bin/nvcc
 says_not "/usr/include is not named" "-isystem /usr/include" "$said"
-said=$(cd "$clone" && make -n train_gpt2cu_cpu CUDA_HEADERS=yes NVCC= 2>&1)
+said=$(cd "$clone" && make -n train_gpt2cu_cpu mpi= CUDA_HEADERS=yes NVCC= 2>&1)
 says_not "no nvcc, no folder" "-isystem" "$said"
 make_there -s train_gpt2cu NVCC="$scratch/absent/nvcc"
 [ $status -ne 0 ]
