@@ -26,6 +26,8 @@ look() {
         case "$target" in
         build) ;;
         test)
+            have mpicc && have mpirun ||
+                want "the runs that mpirun starts" openmpi-bin libopenmpi-dev
             have clang || want "the check that clang builds it too" clang
             have clang-tidy || want "the clang-tidy check" clang-tidy
             have cppcheck || want "the cppcheck check" cppcheck

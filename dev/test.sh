@@ -130,6 +130,8 @@ drives="options       train_gpt2
         training      build/train_gpt2_double      overfit
         training      train_gpt2cu_cpu             micro_batches validation homes
         gpu_program   train_gpt2cu_cpu
+        ranks         train_gpt2cu_cpu
+        ranks         build/train_gpt2cu_cpu_asan  ranks_ref ranks_fault
         gpu_program   build/train_gpt2cu_cpu_asan  gpu_bad gpu_start gpu_comm gpu_eval gpu_check"
 archs="75 80 89 90a 100 120"
 

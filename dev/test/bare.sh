@@ -4,7 +4,7 @@
 #   dev/test/bare.sh               all of HIDE at once: make test; then one at a time: all is built
 #   dev/test/bare.sh COMMAND...    that command alone with all of HIDE hidden, say: make style
 #
-#   HIDE="onednn clang clang-tidy cppcheck shellcheck python3 downloads vocab mirror nvcc
+#   HIDE="onednn clang clang-tidy cppcheck shellcheck python3 downloads vocab mirror mpi nvcc
 #         cuda-headers openmp"     what to hide; the last three change the flags of everything
 #
 # Works in a copy of the tree in a scratch folder; needs neither root nor name spaces: programs are
@@ -15,7 +15,7 @@
 # last line is `N passed, N failed, N skipped`: the sums of all calls of make.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
-everything="onednn clang clang-tidy cppcheck shellcheck python3 downloads vocab mirror nvcc
+everything="onednn clang clang-tidy cppcheck shellcheck python3 downloads vocab mirror mpi nvcc
             cuda-headers openmp"
 HIDE=${HIDE-$everything}
 for name in $HIDE; do
@@ -66,6 +66,7 @@ hide() {
                 without+=" nvcc" ;;
             python3) without+=" python python3*" ;;
             downloads) without+=" curl wget" ;;
+            mpi) without+=" mpirun mpiexec mpicc" ;;
             vocab) rm -f "$scratch/mirror/gpt2" ;;
             openmp) headers+=(omp.h) refused+="|-fopenmp" ;;
             mirror) ;;

@@ -1,0 +1,434 @@
+// ranks.cpp -- a run shared by several ranks, as processes on the emulated device: the same numbers
+// as one rank's, the same bits at every stage of ZeRO and in every order of streams, checkpoints
+// that any number of ranks goes on from, and ends that nobody has to clean up after.
+//
+// Run:    build/test/ranks [--program ./train_gpt2cu_cpu] [NAME...]
+
+#include "files.h"
+
+// A small model that parts cut at odd places: C = 96 with 3 ranks, sequences below the model's 16.
+#define ODD "-i train.bin -j val.bin -e l3h3c96t16 -t 12 -b 2 "
+
+// As a user's shell would run it: `line` with PROGRAM for the built program.
+static Outcome shell(const Text &line) {
+    return outcome(spawn([&] {
+        setenv("PROGRAM", tested.c_str(), 1);
+        setenv("OMPI_ALLOW_RUN_AS_ROOT", "1", 1);
+        setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1", 1);
+        execl("/bin/sh", "sh", "-c", line.c_str(), (char *)NULL);
+    }));
+}
+
+// Ends the test where mpirun is not there, or the program knows nothing of it.
+static void need_mpi() {
+    if (shell("command -v mpirun > /dev/null").status != 0) {
+        skip("no mpirun");
+    }
+    if (program("--version").out.find("MPI") == Text::npos) {
+        skip("the program was built without MPI");
+    }
+}
+
+// The losses, norms and validations of a run, as the log has them; empty when it failed.
+static Text numbers(const Text &log) {
+    Text all;
+    for (const char *key : {"loss", "grad_norm", "val_loss"}) {
+        for (const double value : values_in(log, key)) {
+            all += text("%.9g ", value);
+        }
+    }
+    return all;
+}
+
+static Text numbers_of(const Text &folder) { return numbers(read_file(folder + "/log.jsonl")); }
+
+// Runs with an output folder; it must end well.
+static void run(const Text &arguments, const Text &folder,
+                const std::function<void()> &before = nullptr) {
+    expect_success(program("--quiet -o " + folder + " " + arguments, before), arguments.c_str());
+}
+
+// Two runs of `steps` steps with the same bits: numbers, weights and states.
+static void expect_same(const Text &a, const Text &b, int steps) {
+    const Text want = numbers_of(a), got = numbers_of(b);
+    expect(!want.empty() && got == want, "%s and %s: %s, %s", a.c_str(), b.c_str(), want.c_str(),
+           got.c_str());
+    const Text states = tensors_of(a, steps);
+    expect(!states.empty() && tensors_of(b, steps) == states, "states of %s and %s", a.c_str(),
+           b.c_str());
+}
+
+// The same sequences in a step, divided among 1 to 4 ranks: in fp32 the same losses and norms
+// within rounding, and, where nothing is learnt, the very bits of the validation.
+static void test_ranks_numbers() {
+    write_corpus();
+    for (int n = 1; n <= 4; n++) {
+        const Text ranks = ODD "-d 288 --dtype fp32 -v 1 -m 7 " + text("--gpus %d ", n);
+        run(ranks + "-x 3 -l 3e-3", text("learns%d", n));
+        run(ranks + "-x 1 -l 0", text("stays%d", n));
+        const Text log = read_file(text("learns%d/log.jsonl", n));
+        const Text one = read_file("learns1/log.jsonl");
+        for (const char *key : {"loss", "grad_norm", "val_loss"}) {
+            const auto got = values_in(log, key), want = values_in(one, key);
+            expect(got.size() == 3 && want.size() == 3, "%d ranks: %zu of %s", n, got.size(), key);
+            for (size_t i = 0; i < got.size(); i++) {
+                expect_near(got[i], want[i], 5e-6 * want[i], "%d ranks, %s %zu", n, key, i);
+            }
+        }
+        const auto got = values_in(read_file(text("stays%d/log.jsonl", n)), "val_loss");
+        expect(got.size() == 1 && got == values_in(read_file("stays1/log.jsonl"), "val_loss"),
+               "%d ranks: another validation", n);
+    }
+}
+
+// Stages 0 and 1 have the same bits, with and without accumulation, clipped, in every type of the
+// states, whatever the order of streams.
+static void test_ranks_stages() {
+    write_corpus();
+    static const struct {
+        int ranks;
+        const char *options;
+    } table[] = {{3, "-d 72 "}, {2, "-d 144 --moments bf16 -w 0 "}, {2, "-d 48 --grad-dtype fp32 "},
+                 {3, "-d 216 --dtype fp32 -r block "}};
+    for (const auto &row : table) {
+        const Text ranks = ODD + text("-x 3 --clip 0.5 -v 3 -m 2 --gpus %d ", row.ranks) +
+                           row.options;
+        remove_folder("z0");
+        run(ranks + "-z 0", "z0");
+        for (const char *order : {"", "late", "early", "3", "8"}) {
+            if (&row == &table[0] || !order[0]) {
+                remove_folder("z1");
+                run(ranks + "-z 1", "z1", with("EMU_ORDER", order));
+                expect_same("z0", "z1", 3);
+            }
+        }
+    }
+}
+
+// What mpirun starts has the bits of what --gpus starts.
+static void test_ranks_mpirun() {
+    need_mpi();
+    write_corpus();
+    for (int n = 2; n <= 4; n++) {
+        const Text ranks = ODD + text("-d %d -x 2 --clip 0.5 -z 1 ", 24 * n);
+        run(ranks + text("--gpus %d", n), text("gpus%d", n));
+        const Outcome o = shell(text("mpirun --oversubscribe -np %d $PROGRAM ", n) + ranks +
+                                text("--quiet -o mpi%d < /dev/null", n));
+        expect_success(o, "mpirun");
+        expect_same(text("gpus%d", n), text("mpi%d", n), 2);
+    }
+}
+
+// A checkpoint of three ranks is that of one: any other number of them goes on from it, and so does
+// the CPU program; as many go on to the same bits.
+static void test_ranks_resume() {
+    write_corpus();
+    const Text part = ODD "-d 144 -z 1 -s 2 -g 4 ", whole = part + "-x 4 --keep 9 --gpus 3";
+    run(whole + " -n 2", "undisturbed");
+    for (int n : {1, 2, 3}) {
+        const Text folder = text("from%d", n);
+        shell("mkdir " + folder + "; cp -r undisturbed/step-00000002 " + folder);
+        run((n == 1 ? ODD "-d 144 -s 2 -g 4 " : part) + text("-x 4 -y 1 --gpus %d", n), folder);
+        const auto got = values_in(read_file(folder + "/log.jsonl"), "loss");
+        const auto want = values_in(read_file("undisturbed/log.jsonl"), "loss");
+        expect(got.size() == 2 && want.size() == 4, "%d ranks: %zu losses", n, got.size());
+        for (size_t i = 0; i < got.size() && want.size() == 4; i++) {
+            expect_near(got[i], want[2 + i], 2e-3, "%d ranks, step %zu", n, i + 3);
+        }
+    }
+    expect(!tensors_of("undisturbed", 4).empty() &&
+               tensors_of("from3", 4) == tensors_of("undisturbed", 4),
+           "three ranks go on to other bits");
+    shell("mkdir cpu; cp -r undisturbed/step-00000002 cpu");
+    expect_success(outcome(start_program("train_gpt2", ODD "-d 144 -x 3 -y 1 --quiet -o cpu")),
+                   "the CPU program");
+    run(part + "-x 4 -y 1 --gpus 2", "cpu");
+}
+
+// What ranks cannot do is one line, whoever finds out.
+static void test_ranks_refused() {
+    write_corpus();
+    static const Refusal table[] = {
+        {"--gpus 3 -d 100", "is not a multiple of B x T x GPUs = 2 x 12 x 3 = 72"},
+        {"--gpus 3 -i nothing.bin", "no token file matches nothing.bin"},
+        {"--gpus 2 -z 2", "--zero (-z) 2 can be planned"},
+        {"--gpus 2 --check", "--check, --compare and --generate are for one process"},
+        {"--gpus 2 -l 2e9", "--lr (-l): '2e9'"},
+    };
+    const Text shape = "-e l3h3c96t16 -t 12 -b 2 ";
+    for (const Refusal &row : table) {
+        const Text data = strstr(row.arguments, "-i ") ? "" : "-i train.bin ";
+        expect_refused(program(data + shape + row.arguments), row.words, row.arguments);
+    }
+    expect_refused(program(ODD "--gpus 3", with("EMU_GPUS", "2")),
+                   "ranks 0 and 2 would share one GPU, 0000:00:00.0 of ", "too few GPUs");
+    expect_refused(program(ODD "--gpus 2", with("PMI_SIZE", "2")),
+                   "a launcher has started ranks already", "two who start ranks");
+    expect_refused(program(ODD "--gpus 2 --offload none", with("EMU_GPU_MEM", "1000000")), " short", "memory");
+    expect_refused(outcome(start_program("train_gpt2", ODD "--gpus 2")),
+                   "--gpus 2, but this program trains alone: it computes on the CPU", "CPU");
+}
+
+// Of ranks that differ in options, data or program rank 0 names the first, and none trains.
+static void test_ranks_mixed() {
+    need_mpi();
+    write_corpus();
+    write_file("other.bin", read_file("val.bin"));
+    shell("mkdir there; cp train.bin val.bin there; cp val.bin there/train.bin");
+    write_file("program", read_file(tested) + "x");
+    shell("chmod 755 program");
+    static const Refusal table[] = {
+        {"$PROGRAM OPTIONS --seed 7", "rank 1 was given other options than rank 0"},
+        {"$PROGRAM OPTIONS -l 1e-5", "rank 1 was given other options than rank 0"},
+        {"sh -c 'cd there && $PROGRAM OPTIONS'", "rank 1 has other data than rank 0"},
+        {"./program OPTIONS", "rank 1 is another build of this program than rank 0"},
+    };
+    for (const Refusal &row : table) {
+        Text second = row.arguments;
+        second.replace(second.find("OPTIONS"), 7, ODD "-x 1");
+        const Outcome o = shell("mpirun --oversubscribe -np 1 $PROGRAM " ODD "-x 1 : -np 1 " +
+                                second + " < /dev/null");
+        size_t lines = 0;
+        for (size_t at = 0; (at = o.err.find("all ranks must be alike", at)) != Text::npos; at++) {
+            lines++;
+        }
+        expect(o.status != 0 && lines == 1 && o.err.find(row.words) != Text::npos, "%s: %d, %zu",
+               row.arguments, o.status, lines);
+        expect(o.out.find("step    1/1") == Text::npos, "%s: it trained", row.arguments);
+    }
+}
+
+// The ranks that a parent has, in their order.
+static Ints children_of(pid_t parent) {
+    Ints pids;
+    const Text list = read_file(text("/proc/%d/task/%d/children", (int)parent, (int)parent));
+    for (const Text &word : split(list.c_str())) {
+        if (!word.empty()) {
+            pids.push_back(atoi(word.c_str()));
+        }
+    }
+    return pids;
+}
+
+// Starts three ranks that would go on for long, and waits until they train.
+static Ints start_ranks(pid_t *parent, const char *more) {
+    *parent = start(ODD "-d 72 --gpus 3 -z 1 -k constant -x 100000 --quiet -o out " + Text(more),
+                    with("EMU_NCCL_HANG", "1"));
+    wait_until([] { return read_file("out/log.jsonl").find("{\"step\":2,") != Text::npos; });
+    const Ints ranks = children_of(*parent);
+    expect(ranks.size() == 3, "%zu ranks", ranks.size());
+    return ranks;
+}
+
+static void expect_none_left(const Ints &ranks, const char *who) {
+    for (const int pid : ranks) {
+        wait_until([&] { return kill(pid, 0) != 0; });
+        expect(kill(pid, 0) != 0, "%s: a rank is left", who);
+    }
+}
+
+// A rank that is killed ends the run in one line that names it, though on GPUs the others would
+// wait for it for ever; a parent that is killed takes its ranks along.
+static void test_ranks_die() {
+    write_corpus();
+    for (size_t victim : {2, 0}) {
+        pid_t parent;
+        remove_folder("out");
+        const Ints ranks = start_ranks(&parent, "");
+        if (ranks.size() == 3) {
+            kill(ranks[victim], SIGKILL);
+            const Outcome o = outcome(parent);
+            expect_refused(o, text("rank %zu was ended by signal 9 (Killed): the run ends", victim),
+                           "a killed rank");
+            expect_none_left(ranks, "a killed rank");
+        }
+    }
+    pid_t parent;
+    remove_folder("out");
+    const Ints ranks = start_ranks(&parent, "");
+    kill(parent, SIGKILL);
+    outcome(parent);
+    expect_none_left(ranks, "a killed parent");
+}
+
+// Whoever gets a signal, the parent or one rank, all save the same step and exit 0, and the run
+// goes on from there to the bytes of one that nothing disturbed.
+static void test_ranks_signals() {
+    write_corpus();
+    const Text part = TINY "-j val.bin --gpus 3 -z 1 -v 5 -m 3 -x 12 -n 4 -s 6 -g 5";
+    run(part, "undisturbed");
+    static const struct {
+        int rank, signal;  // rank -1: the parent
+    } table[] = {{-1, SIGTERM}, {1, SIGINT}, {2, SIGUSR1}, {-1, SIGINT}};
+    int interrupted = 0;
+    for (const auto &row : table) {
+        remove_folder("out");
+        pid_t pid = start(part + " --quiet -o out");
+        wait_until([] { return read_file("out/log.jsonl").find("{\"step\":1,") != Text::npos; });
+        usleep((useconds_t)(100000 * random_unit((uint64_t)pid, 1)));
+        const Ints ranks = children_of(pid);
+        kill(row.rank < 0 || ranks.size() != 3 ? pid : ranks[(size_t)row.rank], row.signal);
+        expect_success(outcome(pid), "asked to stop");
+        interrupted += read_file("out/log.jsonl").find("\"interrupted\"") != Text::npos;
+        run(part + " -y 1", "out");
+        expect(tensors_of("out", 12) == tensors_of("undisturbed", 12), "another end");
+        expect(log_steps("out/log.jsonl") == one_to(12), "steps of the log");
+    }
+    detail = text("%d of 4 interrupted", interrupted);
+}
+
+// Data that one rank cannot read ends the run in a line of that rank's, and all that was learnt is
+// saved: the others get no update of it.
+static void test_ranks_fault() {
+    write_corpus();
+    pid_t pid = start("-i train.bin -e l2h2c16t16 -b 2 --gpus 3 -z 1 --shuffle 0 -x 30 --quiet "
+                      "-o out");
+    wait_until([] { return read_file("out/log.jsonl").find("{\"step\":1,") != Text::npos; });
+    // Step 21 begins at sequence 120; rank 2 has 124 and 125.
+    expect(truncate("train.bin", SHARD_BYTES + 2 * (124 * 16 + 8)) == 0, "truncate");
+    const Outcome o = outcome(pid);
+    expect_refused(o, "rank 2: ", "data that ends");
+    expect(o.err.find("the run ended after step 20, which is saved") != Text::npos, "%s",
+           o.err.c_str());
+    expect(names_in("out", "step") == "step-00000020", "%s", names_in("out", "").c_str());
+}
+
+// An evaluation's score is that of one rank, to the last digit.
+static void test_ranks_eval() {
+    write_file("e.bin", eval_bytes(random_questions(7, 50257, 2)));
+    const Text ask = "-e l1h1c16t16 --eval e.bin --json -b 3 --gpus ";
+    const Outcome one = program(ask + "1");
+    expect_success(one, "one rank");
+    for (const char *n : {"2", "3"}) {
+        const Outcome o = program(ask + n);
+        expect_success(o, n);
+        expect(o.out == one.out, "%s ranks: %s", n, o.out.c_str());
+    }
+}
+
+// What one rank of a run submitted, line by line, from the emulator's log.
+static Words log_of_rank(const Text &log) {
+    const Text own = log.substr(0, log.find(']') + 1);
+    Words lines;
+    for (size_t at = 0, end; (end = log.find('\n', at)) != Text::npos; at = end + 1) {
+        if (log.compare(at, own.size(), own) == 0) {
+            lines.push_back(log.substr(at + own.size() + 1, end - at - own.size() - 1));
+        }
+    }
+    return lines;
+}
+
+static Text logged(const Text &arguments) {
+    return program(arguments, with("EMU_LOG", "1")).err;
+}
+
+static int starts(const Text &line, const char *with) { return line.rfind(with, 0) == 0; }
+
+// The number of the stream in a line.
+static int stream_in(const Text &line, const char *behind) {
+    const size_t at = line.find(behind);
+    return at == Text::npos ? -1 : atoi(&line[at + strlen(behind)]);
+}
+
+// A block's exchange waits for the kernels before it and for nothing else; behind it come the
+// kernels of the next block's backward, on a stream that does not wait for the exchange until all
+// blocks are through. No kernel is met for the first time once collectives have begun.
+static void test_ranks_overlap() {
+    enum { BLOCKS = 3 };
+    write_corpus();
+    const Words lines = log_of_rank(logged(ODD "-d 144 --gpus 3 -z 1 -x 1 -s 1 -g 2"));
+    std::set<Text> kernels;
+    int collectives = 0, compute = -1, exchange = -1, waited = 0, between = 0, block = 0, late = 0;
+    for (const Text &line : lines) {
+        const int on = stream_in(line, " on stream ");
+        const bool moves = starts(line, "Send/Recv") || starts(line, "AllGather") ||
+                           starts(line, "Broadcast");
+        if (on >= 0 && !moves) {
+            const Text name = line.substr(0, line.find(" on stream "));
+            late += kernels.insert(name).second && collectives > 0;
+            if (name.find("rank_sum") == Text::npos) {
+                compute = on;
+                between++;
+            }
+        }
+        collectives += moves;
+        if (starts(line, "Send/Recv")) {
+            exchange = on;
+            // The first of a bucket's pieces: the stream has waited for compute just before.
+            if (waited) {
+                expect(block == 0 || block > BLOCKS - 1 || between > 5,
+                       "block %d's exchange has %d kernels behind it", BLOCKS - block, between);
+                block++;
+                between = 0;
+            }
+            waited = 0;
+        }
+        if (starts(line, "stream ")) {
+            const int later = stream_in(line, "stream "), earlier = stream_in(line, "waits for "
+                                                                                    "stream ");
+            waited = later != compute && earlier == compute;
+            if (later == compute && earlier == exchange && block > 0) {
+                expect(block == BLOCKS + 3 || block == 0, "compute waits after %d exchanges",
+                       block);
+                block = 0;
+            }
+        }
+    }
+    expect(collectives > 0 && late == 0, "%d collectives, %d kernels met too late", collectives,
+           late);
+    expect(kernels.size() > 15, "%zu kernels", kernels.size());
+}
+
+// Bytes that a rank of a logged run sends, words of ranks (64 bytes of each) left out.
+static long sent_bytes(const Text &arguments, int ranks) {
+    long sum = 0;
+    for (const Text &line : log_of_rank(logged(arguments))) {
+        const size_t at = line.rfind(", ");
+        const long bytes = at != Text::npos && line.find(" bytes sent") != Text::npos
+                               ? atol(&line[at + 2]) : 0;
+        sum += bytes == 64 * (ranks - 1) ? 0 : bytes;
+    }
+    return sum;
+}
+
+// A step sends, to the byte, the parts of every bucket once to be added and once to be gathered,
+// gradients at stage 0 and weights at stage 1, vectors in fp32; accumulation adds nothing. The plan
+// says the same.
+static void test_ranks_traffic() {
+    enum { C = 96, L = 3, MAX_T = 16, VP = 384 };
+    write_corpus();
+    for (int n : {2, 3}) {
+        for (int z : {0, 1}) {
+            const int k = n == 2 && z == 1 ? 3 : 1;
+            auto padded = [&](long count, long to) { return (count + to - 1) / to * to; };
+            const long to = 64 * n, wte = padded(VP * C, to), wpe = padded(MAX_T * C, to);
+            const long blocks = L * padded(12 * C * C, to);
+            // Twelve vectors' worth of C in a block and two behind, each to a multiple of 64.
+            const long vector = padded(C, 64);
+            const long vectors = padded(L * (6 * vector + padded(3 * C, 64) + padded(4 * C, 64)) +
+                                            2 * vector, to);
+            const long want = 2 * (2 * (wte + wpe + blocks) + 4 * vectors) / n * (n - 1);
+            const Text ranks = ODD + text("-d %d --gpus %d -z %d -k constant --quiet ", 24 * n * k,
+                                          n, z);
+            const long got = sent_bytes(ranks + "-x 2", n) - sent_bytes(ranks + "-x 1", n);
+            expect(got == want, "%d ranks, -z %d: %ld bytes a step, %ld wanted", n, z, got, want);
+            const Outcome plan = program(ranks + "--plan");
+            expect(plan.out.find(text("sends %.1f KiB from each GPU", (double)want / 1024)) !=
+                       Text::npos, "%.1f KiB: %s", (double)want / 1024,
+                   plan.out.substr(plan.out.find("a step of")).c_str());
+        }
+    }
+}
+
+static const Test tests[] = {
+    {"ranks_numbers", test_ranks_numbers, 1},   {"ranks_stages", test_ranks_stages, 1},
+    {"ranks_mpirun", test_ranks_mpirun, 1},     {"ranks_resume", test_ranks_resume, 1},
+    {"ranks_refused", test_ranks_refused, 1},   {"ranks_mixed", test_ranks_mixed, 1},
+    {"ranks_die", test_ranks_die, 1},           {"ranks_signals", test_ranks_signals, 1},
+    {"ranks_fault", test_ranks_fault, 1},       {"ranks_eval", test_ranks_eval, 1},
+    {"ranks_overlap", test_ranks_overlap, 1},   {"ranks_traffic", test_ranks_traffic, 1},
+};
+
+int main(int argc, char **argv) {
+    return harness_main(argc, argv, tests, sizeof tests / sizeof tests[0], "./train_gpt2cu_cpu");
+}
