@@ -4187,8 +4187,8 @@ static void state_write(const StateView &v, const real *values, int64_t count,
     free(low);
 }
 
-// A buffer that follows the layout of weights or of moments, among ranks. Vectors are whole on every
-// rank in all of them.
+// A buffer that follows the layout of weights or of moments, among ranks. Vectors are whole on
+// every rank in all of them.
 struct RankState {
     int buffer;
     size_t bytes;  // of an element
@@ -4201,8 +4201,8 @@ static char *rank_state_at(const Plan *p, const RankState &b, const TensorRange 
     return (char *)plan_single(p, b.buffer) + at * (int64_t)b.bytes;
 }
 
-// host = the elements of a span, from whichever ranks have them: each sends what it has to all, one
-// rank after another, so all must call it alike.
+// host = the elements of a span, from whichever ranks have them: each sends what it has to all,
+// one rank after another, so all must call it alike.
 template <class E, class G>
 static void rank_fetch(GpuNetwork<E, G> *net, const RankState &b, const TensorSpan &span,
                        char *host) {
@@ -4258,8 +4258,8 @@ static void rank_read(GpuNetwork<E, G> *net, int state, const TensorSpan &span, 
     free(rest);
 }
 
-// Writes what this rank has of a span, from values that every rank is given: initial weights, files
-// and checkpoints are read by all ranks, so nothing need be sent.
+// Writes what this rank has of a span, from values that every rank is given: initial weights,
+// files and checkpoints are read by all ranks, so nothing need be sent.
 template <class E, class G>
 static void rank_write(GpuNetwork<E, G> *net, int state, const TensorSpan &span,
                        const real *values) {
