@@ -3842,8 +3842,8 @@ template <class E, class G, class M, bool SPLIT> static void check_adamw(const c
     }
     Reals got_p = d_p.get(), got_m = d_m.get(), got_v = d_v.get();
     if (SPLIT) {
-        Device<uint16_t> back(
-            moved(d_low.raw(), low, ranges, &ParamRange::state, &ParamRange::param));
+        Device<uint16_t> back(moved(d_low.raw(), low, ranges, &ParamRange::state,
+                                    &ParamRange::param));
         state_read(got_p.data(), {TYPE_BF16, (char *)d_p.p, back.p, true}, N, 0);
     }
     expect(!exact_p || same_bits(got_p, p), "%s: weights, and what lies between them", who);

@@ -3992,8 +3992,9 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
     // same norm to the bit.
     gpu_grad_square_sum<G>(&state->update, gpu_buffer<float>(net, BUF_PARTIALS),
                            gpu_buffer<G>(net, BUF_GRADS), gpu_buffer<float>(net, BUF_GRADS_1D),
+                           gpu_buffer<G>(net, BUF_GRADS_HOME),
                            s->ranks > 1 ? ranges + net->range_count : ranges, net->norm_count,
-                           net->norm_chunks, net->stream, gpu_buffer<G>(net, BUF_GRADS_HOME));
+                           net->norm_chunks, net->stream);
     if (s->ranks > 1) {
         rank_words(&net->ranks, &state->all, &state->update, gpu_buffer<char>(net, BUF_WORDS),
                    &state->loss_sum, net->stream);
@@ -4397,9 +4398,10 @@ template <class E, class G> static void gpu_ranges_open(GpuNetwork<E, G> *net) {
 // initialises these later; until then those on the device would hold a former owner's bytes, while
 // pinned memory is fresh.
 template <class E, class G> static void gpu_begin(GpuNetwork<E, G> *net) {
+    // Of several ranks the norm has a table of its own, behind AdamW's.
+    const int behind = net->plan->settings.ranks > 1 ? net->norm_count : 0;
     copy_wait(gpu_buffer<ParamRange>(net, BUF_TENSORS), net->ranges,
-              (net->range_count + (net->plan->settings.ranks > 1 ? net->norm_count : 0)) * sizeof(ParamRange),
-              net->stream);
+              (net->range_count + behind) * sizeof(ParamRange), net->stream);
     for (int id : {BUF_WEIGHTS, BUF_MASTER, BUF_M, BUF_V, BUF_STATE, BUF_WORDS, BUF_EXCHANGE}) {
         const int at = net->plan->single[id];
         if (at >= 0 && net->plan->buffers[at].home == HOME_DEVICE) {
