@@ -3426,6 +3426,7 @@ struct RankComm {
 
 // What a rank adds to a step. All ranks add up all words in the order of ranks, so that norm, clip
 // factor, skip and stop are the same everywhere.
+// It is as many bytes at every stage of ZeRO.
 struct StepWord {
     float square_sum;  // of this rank's parts of the gradients
     float loss_sum;
@@ -3574,7 +3575,8 @@ static void rank_connect(RankComm *c) {
     c->on = 1;
 }
 
-// Waits for what is under way: others count on it.
+// Waits for what is under way, which others count on, and gives back what NCCL took; the ranks part
+// here, each in its own time.
 static void rank_close(RankComm *c) {
     if (c->on) {
         cuda_check(cudaStreamSynchronize(c->stream));
