@@ -972,7 +972,7 @@ static void test_host_memory() {
     };
     auto found = [](const char *root, int64_t mib, const char *limit) {
         const HostMemory h = host_memory(root);
-        expect(h.bytes == mib << 20 && Text(h.limit).find(limit) == 0, "%s: %" PRId64 " MiB, %s",
+        expect(h.bytes >> 20 == mib && Text(h.limit).find(limit) == 0, "%s: %" PRId64 " MiB, %s",
                root, h.bytes >> 20, h.limit);
     };
     for (const char *root : {"v1", "v2", "none", "container"}) {
@@ -1005,6 +1005,7 @@ static void test_host_memory() {
     put("container/sys/fs/cgroup/memory/memory.limit_in_bytes", "1073741824\n");
     found("container", 1024, "memory.limit_in_bytes of control group /");
     found("none", 8192, "what is free on this machine");
+    found("absent", INT64_MAX >> 20, "");  // nothing says: no limit
 }
 
 // Quotas of control groups, of both versions and at any depth, in a made-up /proc and /sys.

@@ -4,8 +4,9 @@
 // What it is: options, model, memory plan, data, the layers of GPT-2 forward and backward in fp32
 // (the oracle that the CUDA kernels are checked against), AdamW, checkpoints, sampling and the one
 // training loop. It is a complete program, train_gpt2; Volume II (train_gpt2.cu) includes this file
-// and adds the same program on GPUs. This file includes two appendices: data/formats.c, what files
-// are made of, and data/machine.c, what the program asks of the system it runs on.
+// and adds the same program on GPUs. This file includes three appendices: data/formats.c, what
+// files are made of, data/machine.c, what the program asks of the system it runs on, and, behind
+// chapter What fits, data/fit.c, how fast a run will be and what fits.
 //
 // What it refuses to be: a framework. One model family, one loop, no dropout, no Python at run
 // time. No matrix of size T x T exists anywhere, every buffer of a run is in the memory plan
@@ -87,7 +88,7 @@
 
 // -------------------------------------------------------------------------------------------------
 // 1. Prelude
-// The ground: the two appendices, and the oracle's type of numbers.
+// The ground: two of the three appendices, and the oracle's type of numbers.
 
 // Errors, checked memory, hashes, JSON, the tokenizer and the containers of files know bytes and no
 // model, so they are in an appendix of their own: data/tokenize.c needs nothing else, and a reader
@@ -330,7 +331,8 @@ static const OptionRow option_rows[] = {
     {"sample-tokens", 'g', OPT_INT, FIELD(sample_tokens), "256", 1, 1e6, NULL, ANY, "Samples",
      "tokens in a sample"},
     {"prompt", 0, OPT_TEXT, FIELD(prompt), "", 0, 0, NULL, ANY, "Samples",
-     "text that samples continue; empty: end of text; with --generate -: each line of stdin"},
+     "text that samples continue; empty: end of text; with --generate -: each line of stdin, up to "
+     "one that is too long, which ends the program"},
     {"temperature", 0, OPT_REAL, FIELD(temperature), "1", 0, 100, NULL, ANY, "Samples",
      "softmax temperature of samples; 0: always the likeliest token"},
     {"top-k", 0, OPT_INT, FIELD(top_k), "0", 0, 1e6, NULL, ANY, "Samples",
@@ -1592,7 +1594,7 @@ static int level_find(const char *word, size_t n, char names[128]) {
 // Reads -r: runs LEVEL:K of blocks from the first on, separated by commas, of which one without K
 // takes all that are left; blocks behind the runs recompute nothing. `auto` leaves all levels at
 // none: settings_auto() decides. Ends the run at an unknown level, which it answers with all there
-// are, and at a K that is more than the blocks left.
+// are, at a K that is more than the blocks left, and at a level with no block left for it.
 static void recompute_parse(Settings *s, const char *text) {
     char names[128];
     int block = 0, word_is_last = 0;
@@ -1604,6 +1606,9 @@ static void recompute_parse(Settings *s, const char *text) {
         if (level < 0) {
             die("--recompute (-r): '%s' is not one of%s auto, nor one of these for the first K "
                 "blocks, as in block:K", text, names);
+        }
+        if (left == 0) {
+            die("--recompute (-r): '%s': no block is left for %s", text, level_table[level].name);
         }
         const char *number = end + 1;
         const long blocks = *end == ':' ? strtol(number, &end, 10) : left;
@@ -4512,18 +4517,19 @@ static float master_join(float high, uint16_t low) {
     return high;
 }
 
-// Index of the first number that is not finite, which the first step would spread to every weight;
-// -1: there is none.
-static int64_t find_not_finite(const real *values, int64_t count) {
-    int finite = 1;
+// Index of the first number that is not finite, which the first step would spread to every weight,
+// or is below `least`; -1: there is none.
+static int64_t find_bad(const real *values, int64_t count, double least) {
+    int good = 1;
     int64_t i = 0;
     for (int64_t k = 0; k < count; k++) {
-        finite &= values[k] - values[k] == 0;  // without a branch, so that it becomes vector code
+        // Without a branch, so that it becomes vector code.
+        good &= (values[k] - values[k] == 0) & (values[k] >= (real)least);
     }
-    while (!finite && isfinite(values[i])) {
+    while (!good && isfinite(values[i]) && values[i] >= (real)least) {
         i++;
     }
-    return finite ? -1 : i;
+    return good ? -1 : i;
 }
 
 // Fills the engine's weights from a file; moments become zero.
@@ -4545,7 +4551,7 @@ static void model_file_load(Engine *e, const ModelFile *f) {
                 } else {
                     span_values(values, s, i, count);
                 }
-                const int64_t bad = find_not_finite(values, count), at = i + bad;
+                const int64_t bad = find_bad(values, count, -INFINITY), at = i + bad;
                 if (bad >= 0) {
                     file_tensor_name(name, "", tensor, l);
                     die("%s: tensor %s: element %" PRId64 " is %g: nothing can be trained from it",
@@ -4766,19 +4772,21 @@ typedef struct {
     NormWindow norms;
 } RunState;
 
-// The counters, as texts of the state file's metadata.
+// The counters, as texts of the state file's metadata, and the most that a run can have counted.
+enum { AS_STEP = -1, AS_UPDATES = -2 };
 static const struct {
     const char *name;
     size_t offset;
     int optional;  // older checkpoints lack it: 0
-} counter_rows[] = {{"step", offsetof(RunState, step), 0},
-                    {"updates", offsetof(RunState, updates), 0},
-                    {"position", offsetof(RunState, position), 0},
-                    {"skipped", offsetof(RunState, skipped), 0},
-                    {"norm_count", offsetof(RunState, norms.count), 0},
-                    {"pending_validation", offsetof(RunState, pending_validation), 1},
-                    {"loss_scale_log2", offsetof(RunState, loss_scale_log2), 1},
-                    {"loss_scale_steps", offsetof(RunState, loss_scale_steps), 1}};
+    int64_t most;  // AS_STEP: the steps done; AS_UPDATES: those not skipped, no more and no less
+} counter_rows[] = {{"step", offsetof(RunState, step), 0, 99999999},
+                    {"skipped", offsetof(RunState, skipped), 0, AS_STEP},
+                    {"updates", offsetof(RunState, updates), 0, AS_UPDATES},  // once both are known
+                    {"position", offsetof(RunState, position), 0, (int64_t)1 << 53},
+                    {"norm_count", offsetof(RunState, norms.count), 0, AS_STEP},
+                    {"pending_validation", offsetof(RunState, pending_validation), 1, 1},
+                    {"loss_scale_log2", offsetof(RunState, loss_scale_log2), 1, 127},
+                    {"loss_scale_steps", offsetof(RunState, loss_scale_steps), 1, AS_STEP}};
 enum { COUNTERS = sizeof counter_rows / sizeof counter_rows[0] };
 
 static int64_t *counter(RunState *state, int i) {
@@ -5056,6 +5064,7 @@ typedef struct {
 } ManifestRow;
 typedef struct {
     int ranks;  // that wrote states
+    int64_t step;
     ManifestRow files[CHECKPOINT_FILES];
 } Manifest;
 
@@ -5252,6 +5261,8 @@ static const char *manifest_parse(Manifest *manifest, const unsigned char *bytes
             json_string(&j, format, sizeof format);
         } else if (strcmp(key, "version") == 0) {
             version = json_count(&j);
+        } else if (strcmp(key, "step") == 0) {
+            manifest->step = json_count(&j);
         } else if (strcmp(key, "files") == 0) {
             wrong = manifest_files(manifest, &j);
         } else {
@@ -5265,6 +5276,27 @@ static const char *manifest_parse(Manifest *manifest, const unsigned char *bytes
     return wrong                          ? wrong
            : version != 2 && version != 3 ? "its version is not 2 or 3, those this program reads"
                                           : NULL;
+}
+
+// The same of a file, which may also not be there.
+static const char *manifest_open(Manifest *manifest, const char *path) {
+    Mapping map;
+    if (mapping_open(&map, path) != 0) {
+        return file_error();
+    }
+    const char *fault = manifest_parse(manifest, map.bytes, map.size);
+    mapping_close(&map);
+    return fault;
+}
+
+// The step of the checkpoint whose weights these are, so that samples repeat those of its run
+// whatever its folder is called; 0 where no manifest beside them tells it.
+static int64_t weights_step(const ModelFile *f) {
+    static Manifest manifest;
+    char path[PATH_BYTES];
+    const char *slash = strrchr(f->name, '/');
+    path_print(path, "%.*smanifest.json", slash ? (int)(slash + 1 - f->name) : 0, f->name);
+    return manifest_open(&manifest, path) ? 0 : manifest.step;
 }
 
 // Is a file of `row`'s size and SHA-256? Returns NULL, or what is wrong. The size comes first: it
@@ -5298,14 +5330,8 @@ static int checkpoint_is_whole(const char *folder, char problem[PATH_BYTES]) {
     static Manifest manifest;
     static const char *wrong[CHECKPOINT_FILES];
     char path[PATH_BYTES];
-    Mapping map;
     path_print(path, "%s/manifest.json", folder);
-    if (mapping_open(&map, path) != 0) {
-        path_print(problem, "manifest.json cannot be read: %s", file_error());
-        return 0;
-    }
-    const char *fault = manifest_parse(&manifest, map.bytes, map.size);
-    mapping_close(&map);
+    const char *fault = manifest_open(&manifest, path);
     if (fault) {
         path_print(problem, "manifest.json: %s", fault);
         return 0;
@@ -5384,6 +5410,11 @@ static void state_parse(StateFiles *out, const Model *m, const unsigned char *by
         file_require(t.type == FILE_F64 && t.count == NORM_WINDOW && !norms++, name, t.name,
                      "has another type or size, or appears in the file twice");
         memcpy(run.norms.values, t.data, sizeof run.norms.values);
+        for (int i = 0; i < NORM_WINDOW; i++) {
+            if (!isfinite(run.norms.values[i]) || run.norms.values[i] < 0) {
+                die("%s: norms: element %d is %g: no norm", name, i, run.norms.values[i]);
+            }
+        }
     }
     file_require(norms, name, "norms", "is missing");
     safetensors_text(&f, "run", identity, sizeof identity);
@@ -5393,9 +5424,12 @@ static void state_parse(StateFiles *out, const Model *m, const unsigned char *by
         if (text[0] == 0 && counter_rows[i].optional) {
             continue;
         }
-        int64_t value = strtoll(text, &end, 10);
-        if (end == text || *end != 0 || value < 0 || value > (int64_t)1 << 53) {
-            die("%s: '%s' is '%s' in its metadata, not a count", name, counter_rows[i].name, text);
+        const int64_t row = counter_rows[i].most, updates = run.step - run.skipped;
+        const int64_t least = row == AS_UPDATES ? updates : 0, value = strtoll(text, &end, 10);
+        const int64_t most = row == AS_UPDATES ? updates : row == AS_STEP ? run.step : row;
+        if (end == text || *end != 0 || value < least || value > most) {
+            die("%s: '%s' is '%s' in its metadata, allowed is %" PRId64 " to %" PRId64, name,
+                counter_rows[i].name, text, least, most);
         }
         *counter(&run, i) = value;
     }
@@ -5450,7 +5484,8 @@ static void state_cover(StateFiles *f, const Model *m, const char *folder) {
 }
 
 // Takes this rank's part of what a range holds into the engine; of the master all, because weights
-// are read from model.safetensors whole. Ends the run at a number that is not finite.
+// are read from model.safetensors whole. Ends the run at a number that is not finite, and at a
+// second moment below 0.
 static void range_load(Engine *e, const Settings *s, const StateRange *r, const char *folder) {
     real *values = (real *)alloc_zero(PIECE, sizeof(real));
     char name[80];
@@ -5474,7 +5509,7 @@ static void range_load(Engine *e, const Settings *s, const StateRange *r, const 
                 } else {
                     span_values(values, &r->span, in_range, count);
                 }
-                const int64_t bad = find_not_finite(values, count);
+                const int64_t bad = find_bad(values, count, r->state == STATE_V ? 0 : -INFINITY);
                 if (bad >= 0) {
                     file_tensor_name(name, "", tensor, l);
                     die("checkpoint %s: %s of %s: element %" PRId64 " is %g: nothing can be "
@@ -5925,7 +5960,9 @@ typedef struct {
     int has_val, accum_steps, live, stdout_error;
     int64_t skips;                   // skipped steps in a row, up to now
     char failure[PATH_BYTES + 256];  // why the run ends before its last step; "": it need not
-    int64_t steps, windows_per_step, saved_step;
+    int64_t steps, windows_per_step, saved_step, reported_step;
+    StepResult last;         // of the last step, whose line may be due only at the run's end
+    double lr, ms, mean_ms;  // its learning rate and time; the mean time of some 20 steps
     char identity[IDENTITY_BYTES];
     ModelFile weights;  // of -e; where it names none, weights.spans is NULL
     RunState state;
@@ -6126,7 +6163,7 @@ static void log_open(Run *run, int64_t resume_step) {
     fprintf(f,
             "},\"model\":{\"layers\":%d,\"heads\":%d,\"channels\":%d,\"positions\":%d,"
             "\"vocabulary\":%d,\"parameters\":%" PRId64 "},\"plan_bytes\":%zu,\"device\":\"",
-            m->L, m->NH, m->C, m->maxT, m->V, model_parameters(m), run->plan.device_bytes);
+            m->L, m->NH, m->C, m->maxT, m->V, model_parameters(m), plan_taken(&run->plan));
     json_text(f, run->engine.device, strlen(run->engine.device));
     fputs("\"", f);
     log_end(f);
@@ -6268,19 +6305,22 @@ static void run_save(Run *run) {
     engine_agree(&run->engine);  // no rank goes on, or ends, before it is written
 }
 
-// The line of a finished step where it is due, to the terminal and to the log. On a terminal it is
-// rewritten by the next one, except where it says more than that all goes well, and fits its width.
-static void run_report(Run *run, const StepResult *r, double lr, double ms, double mean_ms) {
+// The line of the last step where it is due, or missing as the run `ends`, to terminal and log. On
+// a terminal it fits the width and is rewritten by the next one, unless it says more than "well".
+static void run_report(Run *run, int ends) {
     const Settings *s = &run->s;
-    const double tokens = (double)run->windows_per_step * s->T, per_second = tokens / ms * 1e3;
+    const StepResult *r = &run->last;
+    const double tokens = (double)run->windows_per_step * s->T, per_second = tokens / run->ms * 1e3;
     const double flops = model_flops_per_token(&s->model, s->T) * per_second;
     const double peak = run->engine.peak_flops > 0 ? 100 * flops / run->engine.peak_flops : NAN;
     const int64_t left = run->steps - run->state.step;
     char of_peak[32] = "", line[256];
     // A skipped step is news whenever it comes, and the last one is what a run is judged by.
-    if (run->state.step % run->o.log_every != 0 && left && !r->skipped) {
+    if (ends ? run->reported_step == run->state.step
+             : run->state.step % run->o.log_every != 0 && left && !r->skipped) {
         return;
     }
+    run->reported_step = run->state.step;
     if (!isnan(peak)) {
         snprintf(of_peak, sizeof of_peak, "%.0f %% of peak", peak);
     }
@@ -6288,23 +6328,24 @@ static void run_report(Run *run, const StepResult *r, double lr, double ms, doub
         snprintf(line, sizeof line,
                  "step %*" PRId64 "/%" PRId64 "\tloss %.4f\tnorm %.3f\tlr %.2e\t%.1f ms\t"
                  "%s tok/s\t%s\t%s\teta %s\t%s",
-                 run->steps > 9999 ? 7 : 4, run->state.step, run->steps, r->loss, r->norm, lr, ms,
-                 count_text((int64_t)per_second).s, of_peak,
-                 bytes_text((double)run->plan.device_bytes).s,
-                 duration_text((double)left * mean_ms * 1e-3).s, r->skipped ? "SKIPPED" : "");
+                 run->steps > 9999 ? 7 : 4, run->state.step, run->steps, r->loss, r->norm,
+                 run->lr, run->ms, count_text((int64_t)per_second).s, of_peak,
+                 bytes_text((double)plan_taken(&run->plan)).s,
+                 duration_text((double)left * run->mean_ms * 1e-3).s, r->skipped ? "SKIPPED" : "");
         // What a narrow terminal lacks first: memory, share of the peak, learning rate, norm, ms,
         // time left, tokens/s.
         static const int spare[] = {7, 6, 3, 2, 4, 8, 5, -1};
         char fitting[256];
         line_fit(fitting, line, spare, line_room(run));
-        printf("%s%s%s", clear_line(run), fitting, run->live && left && !r->skipped ? "" : "\n");
+        printf("%s%s%s", clear_line(run), fitting,
+               run->live && left && !r->skipped && !ends ? "" : "\n");
     }
     if (run->log) {
         log_begin(run);
         json_number(run->log, "loss", r->loss);
         json_number(run->log, "grad_norm", r->norm);
-        json_number(run->log, "lr", lr);
-        json_number(run->log, "ms", ms);
+        json_number(run->log, "lr", run->lr);
+        json_number(run->log, "ms", run->ms);
         json_number(run->log, "tokens_per_s", per_second);
         json_number(run->log, "peak_pct", peak);
         fprintf(run->log, ",\"skipped\":%d", r->skipped);
@@ -6342,7 +6383,7 @@ static void run_compare_forecast(Run *run) {
 // its last micro-batch was begun: the run is then as after the step before,
 // because only the update changes what it learns and where it is in its data, and the gradients
 // summed so far are cleared by the first micro-batch of the next step.
-static int run_step(Run *run, double *mean_ms) {
+static int run_step(Run *run) {
     const Options *o = &run->o;
     const Settings *s = &run->s;
     RunState *state = &run->state;
@@ -6365,8 +6406,8 @@ static int run_step(Run *run, double *mean_ms) {
         run->engine.micro_step(&run->engine, run->inputs, run->targets, accum_step,
                                run->accum_steps);
     }
-    StepResult r = run->engine.update(&run->engine, o, lr,
-                                      norm_limit(&state->norms, o->skip_zscore), state->updates);
+    const StepResult r = run->engine.update(
+        &run->engine, o, lr, norm_limit(&state->norms, o->skip_zscore), state->updates);
     run_note_fault(run);
     if (this_rank.fault) {
         return 0;
@@ -6384,12 +6425,14 @@ static int run_step(Run *run, double *mean_ms) {
     if (isfinite(r.norm)) {
         state->norms.values[state->norms.count++ % NORM_WINDOW] = r.norm;
     }
-    const double ms = now_ms() - start;
+    run->last = r;
+    run->lr = lr;
+    run->ms = now_ms() - start;
     // The time left follows the machine's load over some 20 steps, and not each step's accident.
-    *mean_ms = *mean_ms > 0 ? 0.95 * *mean_ms + 0.05 * ms : ms;
-    run_report(run, &r, lr, ms, *mean_ms);
+    run->mean_ms = run->mean_ms > 0 ? 0.95 * run->mean_ms + 0.05 * run->ms : run->ms;
+    run_report(run, 0);
     if (run->forecast_ms > 0 && run->first_count < FORECAST_STEPS) {
-        run->first_ms[run->first_count++] = ms;
+        run->first_ms[run->first_count++] = run->ms;
         if (run->first_count == FORECAST_STEPS) {
             run_compare_forecast(run);
         }
@@ -6447,8 +6490,8 @@ static void run_end(Run *run, double ms) {
 static void run_train(Run *run) {
     const Options *o = &run->o;
     const double began = now_ms();
-    double mean_ms = 0;
     int due = 0;  // a checkpoint
+    run->reported_step = run->state.step;
     if (run->state.step >= run->steps && !run->state.pending_validation && !o->quiet) {
         printf("nothing to do: the checkpoint is of step %" PRId64 ", --steps (-x) is %" PRId64
                "\n", run->state.step, run->steps);
@@ -6457,7 +6500,7 @@ static void run_train(Run *run) {
         run_validation(run);
     }
     while (run->state.step < run->steps && !run_stopping() && !run->failure[0] &&
-           run_step(run, &mean_ms) && !run->failure[0]) {
+           run_step(run) && !run->failure[0]) {
         const int64_t step = run->state.step;
         const int last = step == run->steps;
         if (run->has_val && (step % o->val_every == 0 || last)) {
@@ -6473,6 +6516,7 @@ static void run_train(Run *run) {
         }
         run_flush(run);
     }
+    run_report(run, 1);
     if (!run->failure[0] || (run->skips == 0 && run->state.step > 0)) {
         run_save(run);
     }
@@ -6705,7 +6749,10 @@ static int plan_command(const Program *program, const Options *o, const Model *m
     if (o->json) {
         plan_print_json(&p);
     } else {
+        const int unlimited = room.device == (size_t)INT64_MAX;
+        room.device = unlimited ? 0 : room.device;
         fits = plan_print(&p, &room, o);
+        printf("%s%s", unlimited ? room.where : "", unlimited ? ": unknown\n" : "");
     }
     plan_free(&p);
     return fits ? 0 : 1;
@@ -6731,9 +6778,8 @@ static void run_size(Run *run) {
     run->accum_steps = (int)(per_step / tokens);
     if (run->windows_per_step > run->train.windows) {
         die("--batch (-b), --seq-len (-t), --tokens-per-step (-d): a step takes %" PRId64
-            " sequences of %d tokens; %s has "
-            "%" PRId64,
-            run->windows_per_step, s->T, o->train_data, run->train.windows);
+            " sequences of %d tokens; %s has %" PRId64, run->windows_per_step, s->T,
+            o->train_data, run->train.windows);
     }
     run->steps = o->steps ? o->steps : run->train.windows / run->windows_per_step;
     if (o->warmup > run->steps) {
@@ -6768,17 +6814,19 @@ static void run_print_box(const Run *run, const Program *program) {
            count_text(run->steps).s);
     printf("command  ");
     command_print(run->command, &run->o);
-    printf("\nmemory   %s:", bytes_text((double)p->device_bytes).s);
+    printf("\nmemory   %s", bytes_text((double)plan_taken(p)).s);
     size_t device[GROUPS], host[GROUPS];
+    const char *separator = ":";
     plan_groups(p, device, host);
     for (int g = 0; g < GROUPS; g++) {
         if (device[g]) {
-            printf(" %s %s%s", group_names[g], bytes_text((double)device[g]).s,
-                   g + 1 < GROUPS ? "," : "");
+            printf("%s %s %s", separator, group_names[g], bytes_text((double)device[g]).s);
+            separator = ",";
         }
     }
     if (settings_offloads(s)) {
-        printf("; %s of host memory", bytes_text((double)p->host_bytes).s);
+        printf("; %s %s", bytes_text((double)p->host_bytes).s,
+               s->gpu ? "of host memory" : "in the host's place");
     }
     if (run->engine.peak_flops > 0) {
         printf("\npeak     %.0f GFLOP/s: %s; a token counts 6 x (parameters + padding) + 6 L C T "
@@ -6802,8 +6850,7 @@ static ResumeChoice run_choose_checkpoint(const Run *run) {
     CheckpointList list = checkpoint_list(o->output, "");
     if (list.count && !o->resume) {
         die("--output (-o): %s already holds checkpoints; --resume (-y) 1 goes on, another folder "
-            "starts anew",
-            o->output);
+            "starts anew", o->output);
     }
     checkpoint_sweep(o->output);
     for (int i = 0; i < list.count && choice.step < 0; i++) {
@@ -6840,6 +6887,12 @@ static int64_t run_resume(Run *run) {
         const Snapshot resumed = {&run->engine, &run->s, o, run->identity, NULL, NULL};
         path_print(path, "%s/step-%08" PRId64, o->output, choice.step);
         checkpoint_load(&resumed, &run->state, path, (int)choice.files);
+        const int64_t most = choice.step * run->train.windows;  // no step reads more than all data
+        if (run->state.step != choice.step || run->state.position > most) {
+            die("checkpoint %s: its state has step %" PRId64 ", position %" PRId64 "; allowed is "
+                "step %" PRId64 ", position 0 to %" PRId64, path, run->state.step,
+                run->state.position, choice.step, most);
+        }
     }
     const int from_file = run->weights.spans != NULL;
     if (o->resume && !o->quiet && (choice.step < 0 || from_file)) {
@@ -7073,15 +7126,12 @@ static void generator_open(Generator *g, Run *run, const Program *program, const
 // else to stderr. A signal ends it with what was made by then, which is no failure.
 static int generate_command(Run *run, const Program *program, Model *m) {
     const Options *o = &run->o;
-    const char *dash = strrchr(o->model, '-');
+    const int64_t step = run->weights.spans ? weights_step(&run->weights) : 0;
     Generator g;
-    int step = 0;
     char weights[80] = "";
     if (!run->weights.spans) {
         snprintf(weights, sizeof weights, ", never trained: initial weights of --seed %" PRId64,
                  o->seed);
-    } else if (dash) {
-        sscanf(dash, "-%8d", &step);  // step-00000240
     }
     generator_open(&g, run, program, m);
     g.step = (uint32_t)step;
@@ -7139,11 +7189,12 @@ static int program_run(Run *run, const Program *program, int argc, char **argv) 
     if ((o->check || o->compare) && !program->command) {
         die("--check and --compare are commands of the GPU program, train_gpt2cu");
     }
-    stop_on_signals();
-    if (!o->plan) {
+    writes_return_errors();
+    if (!options_plan(o)) {  // a plan has no ranks and nothing to finish: a signal just ends it
+        stop_on_signals();
         run_find_ranks(run, program);
+        stop_line = o->quiet ? "" : "stopping; again to quit\n";
     }
-    stop_line = o->quiet ? "" : "stopping; again to quit\n";
     const ModelKind kind = run_choose_model(run, program, &m);         // 2 the model's sizes
     if (o->eval) {
         return eval_command(run, program, &m);

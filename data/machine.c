@@ -22,6 +22,7 @@
 
 #include <poll.h>
 #include <signal.h>
+#include <sys/auxv.h>
 #include <sys/ioctl.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
@@ -64,8 +65,14 @@ static int thread_index(void) {
 // 2. Signals
 // A handler only notes what was asked; the run acts on it at the next good place.
 
+// From here on writes to a closed pipe or beyond `ulimit -f` fail with an error like any other.
+static void writes_return_errors(void) {
+    signal(SIGPIPE, SIG_IGN);
+    signal(SIGXFSZ, SIG_IGN);
+}
+
 // From here on signals ask the program to stop, but for a SIGHUP that was ignored from the start
-// (nohup), and writes to a closed pipe or beyond `ulimit -f` fail with an error like any other.
+// (nohup).
 static void stop_on_signals(void) {
     struct sigaction action, hangup;
     memset(&action, 0, sizeof action);
@@ -79,8 +86,6 @@ static void stop_on_signals(void) {
     // What launchers and batch systems send for "save and stop", and a parent to its ranks, where a
     // terminal's signal reaches both: it only asks, however often it comes.
     sigaction(SIGUSR1, &action, NULL);
-    signal(SIGPIPE, SIG_IGN);
-    signal(SIGXFSZ, SIG_IGN);
 }
 
 // From here on a signal that asks to stop also ends a read that waits, as one from a terminal may
@@ -116,7 +121,8 @@ static int64_t file_number(const char *path, const char *key, int64_t otherwise)
     return otherwise;
 }
 
-// Memory that this process may still take, and which of all limits leaves the least.
+// Memory that this process may still take, and which of all limits leaves the least; INT64_MAX and
+// "" where nothing says.
 typedef struct {
     int64_t bytes;
     char limit[160];
@@ -126,7 +132,8 @@ __attribute__((format(printf, 3, 4))) static void limit_memory(HostMemory *h, in
                                                                const char *format, ...) {
     va_list args;
     va_start(args, format);
-    if (bytes < h->bytes) {
+    // Control groups without a limit have one of about 2^63.
+    if (bytes < h->bytes && bytes < (int64_t)1 << 60) {
         h->bytes = max_i64(bytes, 0);
         vsnprintf(h->limit, sizeof h->limit, format, args);
     }
@@ -221,8 +228,8 @@ static HostMemory host_memory(const char *root) {
     char path[PATH_BYTES];
     struct rlimit r;
     path_print(path, "%s/proc/meminfo", root);
-    limit_memory(&h, file_number(path, "MemAvailable:", INT64_MAX >> 10) << 10,
-                 "what is free on this machine");
+    const int64_t kib = file_number(path, "MemAvailable:", -1);
+    limit_memory(&h, kib < 0 ? INT64_MAX : kib << 10, "what is free on this machine");
     path_print(path, "%s/proc/self/status", root);
     for (int i = 0; i < 2; i++) {
         // No table holds them: their type is an enum in C and an int in C++.
@@ -236,12 +243,15 @@ static HostMemory host_memory(const char *root) {
     return h;
 }
 
-// What limits the bytes that were said to be available, for messages; "" on a GPU.
+// What limits the bytes that were said to be available, for messages; "" on a GPU, and where
+// nothing is known to.
 static char available_limit[192];
 
 static size_t host_memory_available(void) {
     const HostMemory h = host_memory("");
-    snprintf(available_limit, sizeof available_limit, " (%s)", h.limit);
+    if (h.limit[0]) {
+        snprintf(available_limit, sizeof available_limit, " (%s)", h.limit);
+    }
     return (size_t)h.bytes;
 }
 
@@ -287,7 +297,8 @@ __attribute__((unused)) static int host_cores(const char *root, int cores) {
 // about ten microseconds, as long as waking a thread takes. OpenMP reads the variable before main,
 // so the program is started anew, once, in the same process: a debugger follows; valgrind does not,
 // and wants OMP_WAIT_POLICY=passive. Whoever sets one of these variables has chosen; where /proc is
-// missing the program goes on as it is.
+// missing the program goes on as it is, and so it does where a dynamic loader was told to run it
+// (ld.so PROGRAM): then the process is the loader's, which would take the arguments for its own.
 static void threads_start(char **argv) {
     static const char *const variables[] = {"GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_WAIT_POLICY"};
     char self[PATH_BYTES];
@@ -296,9 +307,14 @@ static void threads_start(char **argv) {
         omp_set_num_threads(host_cores("", thread_count()));
     }
 #endif
+    struct stat exe, named;
+    const char *name = (const char *)getauxval(AT_EXECFN);
     int chosen = thread_count() == 1;
     for (int i = 0; i < 3; i++) {
         chosen |= getenv(variables[i]) != NULL;
+    }
+    if (name && stat(name, &named) == 0 && stat("/proc/self/exe", &exe) == 0) {
+        chosen |= named.st_dev != exe.st_dev || named.st_ino != exe.st_ino;
     }
     ssize_t length = chosen ? -1 : readlink("/proc/self/exe", self, sizeof self);
     if (length > 0 && length < (ssize_t)sizeof self) {

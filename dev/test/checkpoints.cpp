@@ -223,8 +223,7 @@ static void test_checkpoint_folder() {
     expect(names_in("kept", "step") == "step-00000008 step-00000009", "%s",
            names_in("kept", "step").c_str());
     write_file("kept/step-00000009/config.json", "{}");  // and what is damaged counts for nothing
-    Outcome kept = program(TINY "--quiet -x 9 -n 2 --keep 1 -y 1 -o kept",
-                           [] { rename("kept/step-00000008", "kept/step-00000005"); });
+    Outcome kept = program(TINY "--quiet -x 9 -n 2 --keep 1 -y 1 -o kept");
     expect(kept.status == 0 && names_in("kept", "step") == "step-00000009", "%s",
            names_in("kept", "step").c_str());
 }
@@ -365,9 +364,11 @@ static void test_state_parts() {
     }
     resume(cut(2));
     remove_folder("out/step-00000004");
-    write_file(at + "/state-1-of-2.safetensors",
-               safetensors_bytes(cut(2)[1], Text(first).replace(first.find("\"step\":\"2\""), 10,
-                                                                "\"step\":\"1\"")));
+    Text earlier = first;
+    for (const char *key : {"\"step\":\"", "\"updates\":\"", "\"norm_count\":\""}) {
+        earlier[earlier.find(key) + strlen(key)] = '1';
+    }
+    write_file(at + "/state-1-of-2.safetensors", safetensors_bytes(cut(2)[1], earlier));
     write_manifest(at);
     expect_refused(program(run), "state-1-of-2.safetensors is of another run or step than", "step");
     write_states(at, cut(2), first);
@@ -483,6 +484,52 @@ static void test_state_refused() {
         write_manifest("out/step-00000004", more);
         expect_passed_over(program(run), more, "step-00000004: manifest.json: it");
     }
+}
+
+// Counters, norms and moments that no run can have are refused by name though all hashes are right,
+// and so is a folder that is called after another step.
+static void test_state_values() {
+    write_corpus();
+    const Text run = TINY "--quiet -x 4 -n 2 -y 1 -o out", at = "out/step-00000002";
+    expect_success(program(run), "first run");
+    const Text good = in_checkpoint("out", 2, SAVED_STATE);
+    auto resume = [&](const Text &state) {
+        remove_folder("out/step-00000004");
+        write_file(at + "/" + saved_files[SAVED_STATE], state);
+        write_manifest(at);
+        return program(run);
+    };
+    const std::pair<Text, Text> values[] = {
+        {"\"step\":\"900000000", "'step' is '900000000' in its metadata, allowed is 0 to 99999999"},
+        {"\"updates\":\"0", "'updates' is '0' in its metadata, allowed is 2 to 2"},
+        {"\"skipped\":\"3", "'skipped' is '3' in its metadata, allowed is 0 to 2"},
+        {"\"norm_count\":\"3", "'norm_count' is '3' in its metadata, allowed is 0 to 2"},
+        {"\"pending_validation\":\"7", "is '7' in its metadata, allowed is 0 to 1"},
+        {"\"loss_scale_log2\":\"4000", "is '4000' in its metadata, allowed is 0 to 127"},
+        {"\"loss_scale_steps\":\"3", "is '3' in its metadata, allowed is 0 to 2"},
+        {"\"position\":\"900000000", "its state has step 2, position 900000000; allowed is step "
+                                      "2, position 0 to 374"}};
+    for (auto &row : values) {
+        const Text key = row.first.substr(0, row.first.find(':') + 2);
+        const size_t at_key = good.find(key) + key.size();
+        const Text was = good.substr(at_key, good.find('"', at_key) - at_key);
+        expect_refused(resume(with_header(good, key + was + "\"", row.first + "\"")), row.second,
+                       row.first);
+    }
+    const auto [header, data] = header_and_data(good);
+    for (double norm : {(double)NAN, HUGE_VAL, -1.0}) {
+        Text bad = data;
+        memcpy(&bad[8], &norm, 8);
+        expect_refused(resume(with_length(header, bad)), "norms: element 1 is ", "norms");
+    }
+    expect_refused(resume(good.substr(0, good.size() - 4) + Text("\x00\x00\x80\xbf", 4)),
+                   "v of h.1.mlp.c_proj.weight: element 1023 is -1: ", "a negative square");
+    expect_success(resume(good), "as it was");
+    rename(at.c_str(), "out/step-00000003");
+    remove_folder("out/step-00000004");
+    expect_refused(program(run), "out/step-00000003: its state has step 2, position 4; allowed is "
+                                 "step 3", "another folder");
+    rename("out/step-00000003", at.c_str());
 }
 
 // A manifest with one thing changed makes its checkpoint one to pass over.
@@ -744,6 +791,7 @@ static const Test tests[] = {
     {"state_parts", test_state_parts, 1},
     {"state_versions", test_state_versions, 1},
     {"state_refused", test_state_refused, 1},
+    {"state_values", test_state_values, 1},
     {"vocabulary_files", test_vocabulary_files, 1},
     {"manifest_refused", test_manifest_refused, 1},
     {"model_option", test_model_option, 1},

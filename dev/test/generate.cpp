@@ -39,9 +39,9 @@ static Text memory_of(const Text &line) {  // "...; 8.8 MiB\n"
     return line.substr(from, line.find('\n') - from);
 }
 
-// The run's own sample up to its end of text, which ends what is generated: from a checkpoint, from
-// a copy of the two files that Hugging Face needs, with any number of threads. A first sample is
-// the same beside others, and those are others; --quiet leaves the text alone.
+// The run's own sample up to its end of text, which ends what is generated: from a checkpoint by
+// any name, from a copy of weights, sizes and manifest, with any number of threads. A first sample
+// is the same beside others, and those are others; --quiet leaves the text alone.
 static void test_generate_sample() {
     const Text sample = train("abc");
     Outcome o = program(TRAINED "-g 60 --prompt abc");
@@ -61,9 +61,16 @@ static void test_generate_sample() {
         expect(o.status == 0 && o.out == made + "\n" && o.err.empty(), "%s threads: %s", threads,
                (o.out + o.err).c_str());
     }
-    write_model("hf-300", in_checkpoint("out", 300, SAVED_MODEL),
+    // The step, on which samples depend, is the manifest's, whatever the folder is called.
+    expect(symlink("out/step-00000300", "latest") == 0 && symlink("latest", "other-7") == 0);
+    for (const char *e : {"latest", "other-7/", "latest/model.safetensors"}) {
+        o = program(Text("--generate -g 60 --prompt abc --quiet " SAMPLING "-e ") + e);
+        expect(o.status == 0 && o.out == made + "\n", "%s: %s", e, (o.out + o.err).c_str());
+    }
+    write_model("hf", in_checkpoint("out", 300, SAVED_MODEL),
                 in_checkpoint("out", 300, SAVED_CONFIG));
-    o = program("--generate -e hf-300 -g 60 " SAMPLING "--prompt abc --samples 3");
+    write_file("hf/manifest.json", in_checkpoint("out", 300, SAVED_MANIFEST));
+    o = program("--generate -e hf -g 60 " SAMPLING "--prompt abc --samples 3");
     expect_made(o, "three samples of a folder");
     const size_t second = made.size() + 5, third = o.out.find("\n---\n", second) + 5;
     expect(o.out.compare(0, second, made + "\n---\n") == 0 && third > second + 3 &&

@@ -53,6 +53,8 @@ static const Refusal bad_options[] = {
     {"-i train.bin -e l2h2c16t16 -r block:1x", "is a number from 0 to 2"},
     {"-i train.bin -e l2h2c16t16 -r block:1,gelu:2", "K of gelu:K is a number from 0 to 1"},
     {"-i train.bin -e l2h2c16t16 -r block:1,", "is not one of none (0) gelu norm"},
+    {"-i train.bin -e l2h2c16t16 -r gelu,block", "(-r): 'gelu,block': no block is left for block"},
+    {"-i train.bin -e l2h2c16t16 -r block:1,gelu,none:0", "no block is left for none"},
     {"-i train.bin -e l2h2c16t16 -r auto:1", "is not one of none (0) gelu norm"},
     {"-i train.bin -e l2h2c16t16 -b 2 --logit-rows 33", "--logit-rows: 33 is more than"},
     {"-i train.bin -e l2h2c16t16 -b 2 -d 33", "(-d): 33 is not a multiple of B x T = 2 x 16"},
@@ -303,10 +305,63 @@ static void test_launcher() {
     for (const char *variable : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"}) {
         expect_refused(program(TINY "-x 1 -o out", with(variable, "8")), Text(variable) + " is 8",
                        variable);
-        expect_success(program(TINY "--plan", with(variable, "8")), "a plan");
+        for (const char *plan : {"--plan", "--fit bits", "--minimum"}) {
+            expect_success(program(Text(plan) + " -e l2h2c16t16", with(variable, "8")), plan);
+        }
         expect_success(program(TINY "-x 1 --quiet", with(variable, "1")), "one copy");
     }
     expect(!exists("out"), "nothing was begun");
+}
+
+// A signal ends a plan as it ends any program that has nothing to save.
+static void test_plan_signal() {
+    int ends[2];
+    expect(pipe2(ends, O_NONBLOCK) == 0);
+    while (write(ends[1], "x", 1) == 1) {  // full: the plan waits for a reader that never reads
+    }
+    fcntl(ends[1], F_SETFL, 0);
+    for (const char *plan : {"--plan -e l2h2c16t16", "--fit bits -e l2h2c16t16"}) {
+        const pid_t pid = start(plan, [&] {
+            dup2(ends[1], 1);
+            alarm(10);
+        });
+        usleep(300000);
+        kill(pid, SIGINT);
+        const Outcome o = outcome(pid);
+        expect(o.status == 256 + SIGINT && o.err.empty(), "%s: status %d: %s", plan, o.status,
+               o.err.c_str());
+    }
+}
+
+// The start-up box and the log say all that a run takes, where the host's part is the same memory,
+// and no list ends in a comma.
+static void test_memory_shown() {
+    write_corpus();
+    if (tested.find("cu") != Text::npos) {
+        skip("of the CPU program");
+    }
+    const Text run = "-e l3h2c64t16 -b 2 -r none --offload weights,gradients,moments ";
+    const Outcome plan = program("--plan " + run), o = program("-i train.bin -x 1 -o out " + run);
+    expect_success(o, run);
+    char total[2][40] = {"", ""};
+    const size_t planned = plan.out.find("\ntotal "), box = o.out.find("\nmemory ");
+    expect(planned != Text::npos && box != Text::npos, "%s%s", plan.out.c_str(), o.out.c_str());
+    const int64_t bytes = (int64_t)last_value(read_file("out/log.jsonl"), "plan_bytes");
+    sscanf(plan.out.c_str() + planned, "\ntotal %39[0-9,]", total[0]);
+    sscanf(o.out.c_str() + box, "\nmemory %39[^:]", total[1]);
+    Text digits = total[0];
+    digits.erase(std::remove(digits.begin(), digits.end(), ','), digits.end());
+    expect(digits == text("%lld", (long long)bytes), "planned %s, logged %lld", digits.c_str(),
+           (long long)bytes);
+    expect(fabs(atof(total[1]) * (1 << (strstr(total[1], "MiB") ? 20 : 10)) / (double)bytes - 1) <
+               0.01, "box: %s", total[1]);
+    expect(o.out.find(text("\t%s", total[1])) != Text::npos ||
+               o.out.find(text("  %s", total[1])) != Text::npos, "no step says %s", total[1]);
+    const Text line = o.out.substr(box + 1, o.out.find('\n', box + 1) - box - 1);
+    expect(line.find(",;") == Text::npos && line.back() != ',' &&
+           line.find(" in the host's place") != Text::npos, "%s", line.c_str());
+    const Outcome plain = program(TINY "-x 1");
+    expect(plain.out.find(",\npeak") == Text::npos, "%s", plain.out.c_str());
 }
 
 // --version names program, version and compiler wherever it is called, and whatever else is asked.
@@ -361,6 +416,16 @@ static void test_log_every() {
     remove_folder("out/step-00000010");
     expect_success(program(TINY "--quiet -x 10 -n 5 --log-every 3 -y 1 -o out"), "resumed");
     expect(log_steps("out/log.jsonl") == Ints({4, 6, 9, 10}), "a log cut back to step 5");
+    // A run that is stopped has its last step's line too, which nobody knew to be the last.
+    const pid_t pid = start(TINY "-x 99999999 -k constant --log-every 50000000 -n 20 -o cut");
+    wait_until([] { return exists("cut/step-00000020/manifest.json"); });
+    kill(pid, SIGINT);
+    const Outcome cut = outcome(pid);
+    const Ints last = log_steps("cut/log.jsonl");
+    expect(cut.status == 0 && last.size() == 1 && last[0] >= 20 &&
+               cut.out.find(text("\nstep %7d/99999999  loss ", last.back())) != Text::npos &&
+               cut.out.find(text("interrupted after step %d,", last.back())) != Text::npos,
+           "%zu lines: %s", last.size(), cut.out.c_str());
 }
 
 // What a program prints on a terminal of some columns; `each` sees all that came so far and may
@@ -470,6 +535,8 @@ static const Test tests[] = {
     {"bad_data", test_bad_data, 1},
     {"bad_output", test_bad_output, 1},
     {"plan_command", test_plan_command, 1},
+    {"plan_signal", test_plan_signal, 1},
+    {"memory_shown", test_memory_shown, 1},
     {"version", test_version, 1},
     {"command", test_command, 1},
     {"log_every", test_log_every, 1},

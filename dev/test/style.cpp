@@ -71,7 +71,7 @@ struct Bound {
     int bare;                // functions over CONTRACT_OVER lines without a contract, at most
 };
 static const Bound bounds[] = {
-    {"train_gpt2.c", true, 7200, 13.0, 3},
+    {"train_gpt2.c", true, 7300, 13.0, 3},
     {"data/formats.c", true, 1700, 11.0, 8},
     {"data/machine.c", true, 900, 14.0, 3},
     {"data/fit.c", true, 1300, 14.0, 3},

@@ -205,6 +205,26 @@ static void test_waiting() {
 #endif
 }
 
+// A program that a dynamic loader was told to run goes on in that process: anew, the loader would
+// take its arguments for its own.
+static void test_loader() {
+    static const char loader[] = "/lib64/ld-linux-x86-64.so.2";
+    if (access(loader, X_OK) != 0 || has_sanitizers()) {
+        skip("no loader of this name, or a sanitizer that wants none");
+    }
+    write_corpus();
+    const Outcome o = outcome(spawn([] {
+        setenv("OMP_NUM_THREADS", "2", 1);
+        for (const char *name : {"GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_WAIT_POLICY"}) {
+            unsetenv(name);
+        }
+        execl(loader, loader, tested.c_str(), "-i", "train.bin", "-e", "l2h2c16t16", "-b", "2",
+              "-x", "1", NULL);
+    }));
+    expect_success(o, "through the loader");
+    expect(o.out.find("\nfinished after step 1,") != Text::npos, "%s", o.out.c_str());
+}
+
 // 200 steps with products of bf16 stay within 2 % of those in fp32, each and every one; a resume
 // without them says so.
 static void test_bf16_products() {
@@ -278,6 +298,7 @@ static const Test tests[] = {
     {"homes", test_homes, 1},
     {"resident_memory", test_resident_memory, 1},
     {"waiting", test_waiting, 1},
+    {"loader", test_loader, 1},
     {"bf16_products", test_bf16_products, 1},
 };
 
