@@ -21,16 +21,6 @@ static const char *const measure_names[MEASURES] = {
     "checkpoint saved",     "... verified",              "... verified and loaded"};
 static double times[MEASURES][REPEATS];
 
-static int compare_doubles(const void *a, const void *b) {
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
-static double median(int measure) {
-    qsort(times[measure], REPEATS, sizeof(double), compare_doubles);
-    return times[measure][REPEATS / 2];
-}
-
 static void dd(const char *options) {
     char command[2 * PATH_BYTES];
     snprintf(command, sizeof command, "dd bs=1M %s 2> /dev/null", options);
@@ -55,12 +45,12 @@ static void print_rates(double megabytes, double all_megabytes) {
     printf("GPT-2 124M in fp32: model of %.0f MB, checkpoint of %.0f MB; medians of %d runs, "
            "%d threads\n", megabytes, all_megabytes, REPEATS, thread_count());
     for (int i = 0; i < MEASURES; i++) {
-        double ms = median(i), size = i < CHECKPOINT ? megabytes : all_megabytes;
+        double ms = median(times[i], REPEATS), size = i < CHECKPOINT ? megabytes : all_megabytes;
         if (ms > 0) {
             printf("%-27s %7.0f ms  %5.2f GB/s", measure_names[i], ms, size / ms);
             int beside = i == SAVE ? (int)DD_WRITE : i == LOAD_COLD ? (int)DD_READ_COLD : -1;
             printf(beside >= 0 ? "  %.2f of dd's rate\n" : "\n",
-                   beside >= 0 ? median(beside) / ms : 0.0);
+                   beside >= 0 ? median(times[beside], REPEATS) / ms : 0.0);
         }
     }
 }

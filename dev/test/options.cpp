@@ -66,7 +66,7 @@ static const Refusal bad_options[] = {
     {"--plan --gpu t4 -e d12 --dtype bf16", "t4 has no bf16"},
     {"--plan --gpu a100 -e d12 -w 0 --offload master", "--offload master"},
     {"--plan --gpus 2 -e d12 --offload gradients", "that is for one GPU"},
-    {"-i train.bin -e l2h2c16t16 --gpus 2", "--gpus 2 can be planned with --plan"},
+    {"-i train.bin -e l2h2c16t16 --gpus 2", "--gpus 2, but this program trains alone"},
     {"-i train.bin -e l2h2c16t16 -x 3 -s 1 --prompt 12345678901234567", "at most 16 fit"},
     {"-e l2h2c16t16", "no data: 'make data'"},
 };
@@ -471,12 +471,12 @@ static Words live_lines(const Text &all) {
 static void test_live_line() {
     write_corpus();
     for (int columns : {200, 80, 56, 20}) {
-        const Words lines = live_lines(on_terminal(TINY "-x 30", columns));
-        expect(lines.size() >= 30, "%zu lines at %d columns", lines.size(), columns);
-        for (size_t i = 0; i < lines.size() && i < 30; i++) {
+        const Words lines = live_lines(on_terminal(TINY "-x 20", columns));
+        expect(lines.size() >= 20, "%zu lines at %d columns", lines.size(), columns);
+        for (size_t i = 0; i < lines.size() && i < 20; i++) {
             const Text &line = lines[i];
             expect((int)line.size() < columns, "%d columns: %s", columns, line.c_str());
-            expect(line.find(text("step %4zu/30", i + 1)) == 0, "%s", line.c_str());
+            expect(line.find(text("step %4zu/20", i + 1)) == 0, "%s", line.c_str());
             expect((line.find("MiB") != Text::npos) == (columns == 200) &&
                        (line.find("  norm ") != Text::npos) == (columns >= 80) &&
                        (line.find("  eta ") != Text::npos) == (columns >= 56),
