@@ -135,7 +135,7 @@ build/bench_cuda_cpu: dev/bench.cu build/flags
 train_gpt2cu_cpu $(addprefix build/,train_gpt2cu_cpu_asan test_gpt2cu_cpu test_gpt2cu_cpu_asan \
 test_cuda_cpu test_cuda_cpu_asan cuda_example bench_cuda_cpu):
 	$(CUDA_ON_CPU) $(VARIANT) $(DEPEND) $< -o $@ -lm $(if $(findstring train,$@),$(MPI))
-BOOK := train_gpt2.c data/formats.c data/machine.c data/fit.c
+BOOK := train_gpt2.c $(addprefix data/,formats.c machine.c model_files.c fit.c)
 build/sm_%.log: train_gpt2.cu $(BOOK) build/flags
 	$(NV1) -cubin -Xptxas -v -gencode arch=compute_$*,code=sm_$* $< -o $@.cubin 2> $@ || \
 	{ cat $@ >&2; false; }

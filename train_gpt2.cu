@@ -14,25 +14,25 @@
 // Run:    ./train_gpt2cu -r 1
 //
 // Contents
-//  20  CUDA prelude
-//  21  Warp and block toolbox
-//  22  Tensor-core toolbox
-//  23  Embedding
-//  24  LayerNorm and residual
-//  25  GELU and bias
-//  26  Matmul
-//  27  Flash attention forward
-//  28  Flash attention backward
-//  29  Classifier
-//  30  AdamW and gradient norm
-//  31  The device arena
-//  32  Visits: copies and streams
-//  33  Many GPUs
-//  34  The network on the GPU
-//  35  Steps and update
-//  36  States, open and close
-//  37  Meters
-//  38  main
+//  18  CUDA prelude
+//  19  Warp and block toolbox
+//  20  Tensor-core toolbox
+//  21  Embedding
+//  22  LayerNorm and residual
+//  23  GELU and bias
+//  24  Matmul
+//  25  Flash attention forward
+//  26  Flash attention backward
+//  27  Classifier
+//  28  AdamW and gradient norm
+//  29  The device arena
+//  30  Visits: copies and streams
+//  31  Many GPUs
+//  32  The network on the GPU
+//  33  Steps and update
+//  34  States, open and close
+//  35  Meters
+//  36  main
 
 #include <cuda_runtime.h>
 
@@ -45,7 +45,7 @@
 #include "train_gpt2.c"
 
 // -------------------------------------------------------------------------------------------------
-// 20. CUDA prelude
+// 18. CUDA prelude
 // Errors, launches, shared memory, and the element types. The same lines serve nvcc and a host
 // compiler that reads dev/cuda_cpu as its CUDA headers (CUDA_CPU is 1 there): what differs stands
 // in this chapter and in chapter Tensor-core toolbox, and the CPU twins in dev/cuda_cpu have the
@@ -448,7 +448,7 @@ constexpr int GRID_YZ_MAX = 65535;  // blocks in y and z (CUDA C++ Programming G
 constexpr int LENGTH_MAX = 4 * GRID_YZ_MAX;  // tokens: fp32 attention takes four rows a block
 
 // -------------------------------------------------------------------------------------------------
-// 21. Warp and block toolbox
+// 19. Warp and block toolbox
 // Sums and maxima over a warp and over a block. 1. The order of every sum is fixed by the shape
 // alone, so the same input gives the same bits on every run; no float atomics exist in this file.
 // 2. All threads of a warp or block take part, and all of them get the result. 3. Random numbers on
@@ -615,7 +615,7 @@ static void gpu_partials_add(ColumnSums sums, const float *partials, int parts, 
 }
 
 // -------------------------------------------------------------------------------------------------
-// 22. Tensor-core toolbox
+// 20. Tensor-core toolbox
 // Each PTX instruction that this program uses is wrapped here once, and nothing else contains asm.
 // 1. Lane l of a warp is named by g = l / 4 and t = l % 4, as in the PTX ISA's fragment pictures.
 // 2. A 32-bit register holds two 16-bit elements; the low half is the lower row, column or k.
@@ -733,7 +733,7 @@ template <class E> __device__ inline float reciprocal(float x) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 23. Embedding
+// 21. Embedding
 // Forward, a gather. Backward, sums in a fixed order without atomics: a position's rows are added
 // over the batch; a token's rows are brought together by a counting sort of the batch's tokens,
 // done on the host where the batch is made and uploaded with it. 1. The sort is stable, so a
@@ -890,7 +890,7 @@ static void gpu_embedding_backward(G *dwte, G *dwpe, const E *dout, int *plan_in
 }
 
 // -------------------------------------------------------------------------------------------------
-// 24. LayerNorm and residual
+// 22. LayerNorm and residual
 // The residual stream is added where the bytes already pass: forward, the matmul before it writes
 // inp weight^T + bias + residual (chapter Matmul), so LayerNorm itself reads one tensor and writes
 // one; backward, LayerNorm adds its gradient to the residual's. 1. A row is normalised in fp32, its
@@ -1145,7 +1145,7 @@ static void gpu_layernorm_backward(E *dinp, float *dweight, float *dbias, float 
 }
 
 // -------------------------------------------------------------------------------------------------
-// 25. GELU and bias
+// 23. GELU and bias
 // GELU in its tanh form, written with the logistic function: 0.5 (1 + tanh(u)) = s = 1 / (1 +
 // exp(-2u)), u = sqrt(2 / pi) (x + 0.044715 x^3). So no digits cancel where x < 0, and one
 // exponential and one division do. 1. GELU is never fused into a matmul: recomputed, it has the
@@ -1305,7 +1305,7 @@ static void gpu_gelu_backward(E *dinp, float *dbias, const E *dout, const E *inp
 }
 
 // -------------------------------------------------------------------------------------------------
-// 26. Matmul
+// 24. Matmul
 // Every matrix product goes through cuBLASLt. It thinks in column-major matrices: our row-major X
 // (rows, columns) is its X^T with leading dimension `columns`, so out^T = weight inp^T is asked
 // for, and so on. 1. A plan (descriptor, layouts, algorithm) is made when a product is first met
@@ -1835,7 +1835,7 @@ static void matmul_tune(char *memory, size_t bytes, cudaStream_t stream) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 27. Flash attention forward
+// 25. Flash attention forward
 // Causal attention over packed qkv (B,T,3,NH,HS), read where it lies; HS = C / NH.
 // 1. No T x T matrix exists: a block keeps a tile of scores in registers and moves on.
 // 2. The row statistic is LSE2 = log2 of the sum of 2^(c s), s = q.k, c = log2(e) / sqrt(HS): fp32,
@@ -2471,7 +2471,7 @@ static void gpu_attention_cached(E *out, E *cache, const E *qkv, int positions, 
 }
 
 // -------------------------------------------------------------------------------------------------
-// 28. Flash attention backward
+// 26. Flash attention backward
 // Two kernels and no atomics: one owns rows of dQ, one owns rows of dK and dV; each recomputes P
 // from LSE2, which costs 7 products of tiles instead of 5 and buys equal bits in every run.
 //   P = 2^(c Q K^T - LSE2) (0 for future keys)      D = rowsum(dO * O)      dS = P * (dO V^T - D)
@@ -2806,7 +2806,7 @@ static void gpu_attention_backward(E *dqkv, float *dbias, float *drow, const E *
 }
 
 // -------------------------------------------------------------------------------------------------
-// 29. Classifier
+// 27. Classifier
 // Softmax, cross-entropy and their gradient for a chunk of rows of logits, in place: a row is read
 // from memory once, held in registers and written once. The logits of a whole batch never exist at
 // one time.
@@ -2917,7 +2917,7 @@ static void gpu_classifier(float *losses, E *logits, const int *targets, float d
 }
 
 // -------------------------------------------------------------------------------------------------
-// 30. AdamW and gradient norm
+// 28. AdamW and gradient norm
 // One table of ranges says where each tensor's parameters and gradients lie; a launch handles the
 // whole table. 1. Norm, clip factor and the decision to skip stay in device memory: no step waits
 // for the host. 2. AdamW is fp32 arithmetic without fused multiply-adds, so the split master gives
@@ -3198,7 +3198,7 @@ static void gpu_adamw(E *params, uint16_t *low, M *moment1, M *moment2, const G 
 }
 
 // -------------------------------------------------------------------------------------------------
-// 31. The device arena
+// 29. The device arena
 // The plan's device buffers are one cudaMalloc of exactly the planned bytes; its host buffers one
 // mapping, pinned, that kernels reach at the same address. What libraries and modules take is not
 // planned but measured after a warm-up, and shown apart; the CUDA context exists before and is not
@@ -3336,7 +3336,7 @@ static void arena_close(Plan *p) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 32. Visits: copies and streams
+// 30. Visits: copies and streams
 // How bytes move between the homes of what visits the device (chapter Buckets and visits), while
 // kernels compute. One stream copies up and one down, as a GPU has an engine for each direction.
 // 1. Bytes change hands on the compute stream alone: a copy waits for an event of compute behind
@@ -3404,7 +3404,7 @@ static void visits_close(VisitStreams *s) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 33. Many GPUs
+// 31. Many GPUs
 // Ranks hand each other parts of gradients and weights (chapter Buckets and visits of Volume I).
 // 1. NCCL only moves bytes; a kernel of ours adds them, in the order of ranks, in fp32, and rounds
 //    once. So a sum depends on the number of ranks alone, not on NCCL's version, its algorithm or
@@ -3587,7 +3587,7 @@ static void rank_close(RankComm *c) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 34. The network on the GPU
+// 32. The network on the GPU
 // Volume I's network with kernels for layers: the same plan, walk and stages, all on one stream but
 // for the copies of what visits.
 // The stages stand as they do there, so that the two can be read side by side.
@@ -3916,7 +3916,7 @@ template <class E, class G> static void gpu_stage(void *self, int stage, int lay
 }
 
 // -------------------------------------------------------------------------------------------------
-// 35. Steps and update
+// 33. Steps and update
 // The engine's verbs that compute.
 // 1. A micro-step only queues work: the batch goes up through two pinned slots, and the host waits
 //    for nothing but a slot it filled two micro-steps ago.
@@ -4105,7 +4105,7 @@ static void gpu_logits(Engine *e, real *out, const Token *tokens, int n) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 36. States, open and close
+// 34. States, open and close
 // States go in and out as fp32 whatever the device keeps, so a checkpoint knows no type of a run.
 // How a state lies in memory is a value, StateView, and reading and writing are written once.
 
@@ -4532,7 +4532,7 @@ template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 37. Meters
+// 35. Meters
 // What this GPU could do at most, for "% of peak": dense products of the run's type per clock and
 // SM (NVIDIA's architecture white papers; for sm_86, 89 and 120 the GeForce cards' rate, half of
 // the workstation cards'; 110, Thor, and 121, GB10, a quarter of the data sheets' dense fp4), times
@@ -4577,7 +4577,7 @@ static void device_describe(Engine *e, const Settings *s) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 38. main
+// 36. main
 // Volume I's program with the GPU's engine, and two commands of its own: --check compares one batch
 // with the oracle, --compare runs the same steps with and without recomputation.
 

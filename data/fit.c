@@ -1,4 +1,4 @@
-// data/fit.c -- the third appendix: how fast a run will be and what fits.
+// data/fit.c -- the fourth appendix: how fast a run will be and what fits.
 //
 // What it is: the time of a step, forecast from counts; the levels of recomputation and the homes
 // that -r auto and --offload auto choose; what would make a plan fit, by price; the printed plan;

@@ -1,4 +1,4 @@
-// data/formats.c -- the appendix: the ground, and the formats of files. Bytes, not the model.
+// data/formats.c -- the first appendix: the ground, and the formats of files. Bytes, not the model.
 //
 // What it is: what a program needs before it knows of any network (errors, checked memory and
 // writes), and the bytes of every file that is read or written here: SHA-256, JSON, the safetensors

@@ -8,7 +8,7 @@
 // What it refuses to be: aware of GPT-2, of options or of plans. It reads what Linux says of itself
 // under /proc and /sys, and where that is silent it assumes no limit.
 //
-// Build:  with Volume I; alone: cc -include data/formats.c -c data/machine.c. It is also C++17
+// Build:  with Volume I. It is also C++17 and is read by nvcc, as Volume I is
 //
 // Contents
 //   1  Threads

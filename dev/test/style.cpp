@@ -71,9 +71,10 @@ struct Bound {
     int bare;                // functions over CONTRACT_OVER lines without a contract, at most
 };
 static const Bound bounds[] = {
-    {"train_gpt2.c", true, 7300, 13.0, 3},
+    {"train_gpt2.c", true, 6000, 14.0, 3},
     {"data/formats.c", true, 1700, 11.0, 8},
     {"data/machine.c", true, 900, 14.0, 3},
+    {"data/model_files.c", true, 1700, 10.0, 3},
     {"data/fit.c", true, 1300, 14.0, 3},
     {"train_gpt2.cu", true, 5500, 17.0, 5},
     {"test_gpt2.cu", true, 5300, 0, -1},
