@@ -2428,7 +2428,7 @@ static real *transpose_square(real *from, real *to) {
 #endif
 static real *transpose_square(real *from, real *to) {
     Vector v[VL], next[VL];
-    Lanes low, high;
+    Lanes low = {0}, high = {0};
     for (int j = 0; j < VL; j++) {
         low[j] = j / 2 + j % 2 * VL;
         high[j] = low[j] + VL / 2;
@@ -5007,7 +5007,7 @@ static void run_find_ranks(Run *run, const Program *program) {
 // The ranks show each other who they are, before any of them trains. Ends the run where they cannot
 // train together.
 static void run_meet(const Run *run, const Program *program) {
-    if (this_rank.ranks > 1) {
+    if (this_rank.ranks > 1 && program->introduce) {
         Settings same = run->s;
         same.rank = same.threads = 0;  // they may differ
         rank_card.settings = fingerprint(run->plan.device_bytes, &same, sizeof same);

@@ -1385,7 +1385,8 @@ static void state_parse(StateFiles *out, const Model *m, const unsigned char *by
         out->header = f;
         out->run = run;
         memcpy(out->identity, identity, sizeof identity);
-    } else if (memcmp(&run, &out->run, sizeof run) != 0 || strcmp(identity, out->identity) != 0) {
+    } else if (memcmp((const void *)&run, (const void *)&out->run, sizeof run) != 0 ||
+               strcmp(identity, out->identity) != 0) {  // both cleared before they were filled
         die("%s is of another run or step than %s", name, out->header.name);
     }
 }
