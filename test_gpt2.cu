@@ -2846,6 +2846,7 @@ static EvalScore eval_score(Engine *e, const Text &bytes, int V, int B, int T) {
     run.o.quiet = 1;
     run.s.B = B;
     run.s.T = T;
+    run.s.ranks = 1;
     run.engine = *e;
     run.inputs = batch.data();
     run.targets = batch.data() + B * T;
@@ -3045,7 +3046,7 @@ static void test_skipped_step() {
            line.find("\"skipped\":1") != Text::npos);
     expect(log.find("\"skipped\":1") == log.rfind("\"skipped\":1"), "one step only");
     expect(in_checkpoint("out", 6, FILE_STATE)
-               .find("\"step\":\"6\",\"updates\":\"5\",\"position\":\"12\",\"skipped\":\"1\","
+               .find("\"step\":\"6\",\"skipped\":\"1\",\"updates\":\"5\",\"position\":\"12\","
                      "\"norm_count\":\"5\",\"pending_validation\":\"0\"") != Text::npos);
     o = in_process(TINY "-x 6 -o none", &small);
     expect_refused(o, "only 976.6 KiB are available: ", "a plan that does not fit");
