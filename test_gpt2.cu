@@ -1213,8 +1213,8 @@ static Settings automatic(const Text &options, size_t device, size_t host) {
 // was asked for is changed, and what lacks host memory stays on the device.
 static void test_auto() {
     const Text run = "-e l6h2c64t64 -b 4";
-    const size_t all = plan_bytes(new Settings(planned(run + " -r none")));
-    const size_t block = plan_bytes(new Settings(planned(run + " -r block")));
+    const Settings whole = planned(run + " -r none"), least_kept = planned(run + " -r block");
+    const size_t all = plan_bytes(&whole), block = plan_bytes(&least_kept);
     auto chosen = [&](const Text &more, size_t device, size_t host) {
         char homes[64];
         const Settings s = automatic(run + more, device, host);
@@ -1256,9 +1256,9 @@ static void test_forecast() {
     };
     for (auto &c : counted) {
         const Text options = Text("--gpu ") + c.card + " -d 524288 " + c.options;
+        const Settings s = planned(options + (options.find("-r ") == Text::npos ? " -r none" : ""));
         Options o;
         parse(&o, ("--plan " + options).c_str());
-        const Settings s = planned(options + (options.find("-r ") == Text::npos ? " -r none" : ""));
         const Speed v = speed_predict(rates_named(&o), &s);
         expect_near(forecast_tokens_per_s(&v, &s, step_micros(&o, &s)), c.tokens_per_s,
                     0.06 * c.tokens_per_s, "%s %s", c.card, c.options);
@@ -3045,7 +3045,7 @@ static void test_skipped_step() {
     expect(line.find("\"grad_norm\":null") != Text::npos &&
            line.find("\"skipped\":1") != Text::npos);
     expect(log.find("\"skipped\":1") == log.rfind("\"skipped\":1"), "one step only");
-    expect(in_checkpoint("out", 6, FILE_STATE)
+    expect(in_checkpoint("out", 6, SAVED_STATE)
                .find("\"step\":\"6\",\"skipped\":\"1\",\"updates\":\"5\",\"position\":\"12\","
                      "\"norm_count\":\"5\",\"pending_validation\":\"0\"") != Text::npos);
     o = in_process(TINY "-x 6 -o none", &small);

@@ -4401,7 +4401,7 @@ static int line_room(const Run *run) { return run->live ? terminal_columns() - 1
 static void eval_total(Run *run, EvalScore *score) {
     EvalScore *scores = (EvalScore *)alloc_zero((size_t)run->s.ranks, sizeof *scores);
     engine_gather(&run->engine, scores, score, sizeof *score);
-    memset(score, 0, sizeof *score);
+    score->examples = score->correct = score->correct_norm = score->cut_rows = 0;
     for (int r = 0; r < run->s.ranks; r++) {
         score->examples += scores[r].examples;
         score->correct += scores[r].correct;
