@@ -5182,9 +5182,9 @@ static int plan_command(const Program *program, Options *o, const Model *m) {
 static void run_size(Run *run) {
     const Options *o = &run->o;
     const Settings *s = &run->s;
-    step_refuse(o, s);
-    run->accum_steps = (int)step_micros(o, s);
-    run->windows_per_step = step_micros(o, s) * s->ranks * s->B;
+    const int64_t micros = step_whole_micros(o, s);
+    run->accum_steps = (int)micros;
+    run->windows_per_step = micros * s->ranks * s->B;
     if (run->windows_per_step > run->train.windows) {
         die("--batch (-b), --seq-len (-t), --tokens-per-step (-d): a step takes %" PRId64
             " sequences of %d tokens; %s has %" PRId64, run->windows_per_step, s->T,

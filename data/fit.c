@@ -672,18 +672,20 @@ static int64_t step_micros(const Options *o, const Settings *s) {
     return !o->tokens_per_step ? 1 : o->tokens_per_step % tokens ? 0 : o->tokens_per_step / tokens;
 }
 
-// Ends the run where no whole number of micro-steps holds -d's tokens.
-static void step_refuse(const Options *o, const Settings *s) {
+// The same of a run, which ends where no whole number of micro-steps holds -d's tokens.
+static int64_t step_whole_micros(const Options *o, const Settings *s) {
+    const int64_t micros = step_micros(o, s);
     char gpus[32] = "", times[32] = "";
     if (s->ranks > 1) {
         snprintf(gpus, sizeof gpus, " x GPUs");
         snprintf(times, sizeof times, " x %d", s->ranks);
     }
-    if (step_micros(o, s) == 0) {
+    if (micros == 0) {
         die("--tokens-per-step (-d): %" PRId64 " is not a multiple of B x T%s = %d x %d%s = %"
             PRId64, o->tokens_per_step, gpus, s->B, s->T, times,
             (int64_t)s->ranks * s->B * s->T);
     }
+    return micros;
 }
 
 // Prints how fast a run is said to be, and how long -x steps take, or a billion tokens.
@@ -835,7 +837,7 @@ static void fit_options(Options *o, const Model *m) {
     least.ranks = 1;
     least.B = o->fit && option_given(o, "batch") ? (int)o->batch : 1;
     least.T = o->seq_len ? (int)o->seq_len : m->maxT;
-    step_refuse(o, &least);
+    step_whole_micros(o, &least);
     if (card && !card->has_bf16 && !o->dtype) {
         o->dtype = DTYPE_FP32;
         printf("%s has no bf16, and no program trains in fp16 yet: these are --dtype fp32, which "
