@@ -227,6 +227,7 @@ typedef struct {
     int64_t gpus, zero, gpu_mem;
     int64_t plan, fit, minimum, json, check, compare, version, help;
     double lr, final_lr, weight_decay, beta1, beta2, eps, clip, skip_zscore, temperature, top_p;
+    char given[80];  // of each row of the table: is it there?
 } Options;
 
 // What a user may choose, in the order of the enum above each list. Choices count from 1: 0 is one
@@ -390,10 +391,11 @@ static const OptionRow option_rows[] = {
     {"json", 0, OPT_FLAG, FIELD(json), "0", 0, 1, NULL, OWN, "Plan and checks",
      "with --plan or --eval: as JSON; dev/report.py draws plans"},
     {"fit", 0, OPT_CHOICE, FIELD(fit), NULL, 0, 0, fits, OWN, "Plan and checks",
-     "print the fastest settings that fit, and stop; bits: batch, levels and homes, any: number "
-     "types too, all: whatever nothing else beats in device bytes, host bytes and speed"},
+     "print the fastest settings that fit, of those that are not given, and stop; bits: batch, "
+     "levels and homes, any: number types too, all: whatever nothing else beats in device bytes, "
+     "host bytes and speed"},
     {"minimum", 0, OPT_FLAG, FIELD(minimum), "0", 0, 1, NULL, OWN, "Plan and checks",
-     "print the least memory that the model can be trained in, and stop"},
+     "print the least memory that the model can be trained in, at settings of its own, and stop"},
     {"gpu", 0, OPT_TEXT, FIELD(gpu), "", 0, 0, NULL, OWN, "Plan and checks",
      "with --plan, --fit, --minimum: for this card (t4 4060ti 4090 a100 h100 h200 ...)"},
     {"gpu-mem", 0, OPT_BYTES, FIELD(gpu_mem), "0", 0, 9e15, NULL, OWN, "Plan and checks",
@@ -651,10 +653,10 @@ static const char *const generate_options[] = {
     "model", "seq-len", "seed", "tokenizer", "sample-tokens", "prompt", "temperature", "top-k",
     "top-p", "generate", "samples", "quiet", "dtype", "plan", "json", "gpu", "gpu-mem", "help"};
 
-// Ends the run at the first option of those `given` that --generate would ignore.
-static void options_only_generate(const char given[OPTION_ROWS]) {
+// Ends the run at the first option given that --generate would ignore.
+static void options_only_generate(const Options *o) {
     for (int i = 0; i < OPTION_ROWS; i++) {
-        int heeded = !given[i];
+        int heeded = !o->given[i];
         for (size_t k = 0; k < sizeof generate_options / sizeof generate_options[0]; k++) {
             heeded |= strcmp(option_rows[i].name, generate_options[k]) == 0;
         }
@@ -685,8 +687,11 @@ static void command_print(const char *program, const Options *o) {
         const char *value = option_text(text, o, row);
         if (value[0] && strcmp(value, option_text(usual, &defaults, row)) != 0) {
             const char letter[2] = {row->letter, 0};
-            printf(" -%s%s ", row->letter ? "" : "-", row->letter ? letter : row->name);
-            shell_print(value);
+            printf(" -%s%s", row->letter ? "" : "-", row->letter ? letter : row->name);
+            if (row->type != OPT_FLAG) {
+                printf(" ");
+                shell_print(value);
+            }
         }
     }
 }
@@ -695,7 +700,6 @@ static void command_print(const char *program, const Options *o) {
 // that is wrong; an option given twice is one, as only one of its values could count. Where --help
 // or --version is asked for, contradictions are not looked for.
 static void options_parse(Options *o, int argc, char **argv) {
-    char given[OPTION_ROWS] = {0};
     options_default(o);
     for (int a = 1; a < argc; a++) {
         const char *word = argv[a], *value = NULL;
@@ -712,7 +716,7 @@ static void options_parse(Options *o, int argc, char **argv) {
         if (!row) {
             die("unknown option '%s'; --help lists all of them", word);
         }
-        if (given[row - option_rows]++) {
+        if (o->given[row - option_rows]++) {
             die("--%s is given twice", row->name);
         }
         if (is_long && word[2 + length] == '=') {
@@ -733,7 +737,7 @@ static void options_parse(Options *o, int argc, char **argv) {
     }
     if (!o->help && !o->version) {
         if (o->generate) {
-            options_only_generate(given);
+            options_only_generate(o);
         }
         options_contradict(o);
     }
@@ -4384,7 +4388,6 @@ typedef struct {
     FILE *log;
     Token *inputs, *targets;  // (B,T) each
     Bpe *bpe;                 // NULL: samples need none, or there is none
-    const char *command;      // as it was called
     double forecast_ms;       // of a step; 0: none
     double first_ms[FORECAST_STEPS];
     int first_count;  // of the steps whose time is compared with the forecast
@@ -5134,11 +5137,12 @@ static Room room_at_hand(const Program *program, const Options *o, const Setting
 
 // --plan, --fit and --minimum: of the card that is named, else of the machine at hand. Returns the
 // program's exit status: 1 when it does not fit what was named.
-static int plan_command(const Program *program, const Options *o, const Model *m) {
+static int plan_command(const Program *program, Options *o, const Model *m) {
     Settings s;
     Plan p;
     const int named = gpu_memory_from_options(o) > 0 || o->gpus > 1, gpu = program->gpu || named;
     int fits = 1;
+    fit_options(o, m);
     if (o->minimum) {
         minimum_command(o, m, !program->gpu);
         return 0;
@@ -5178,19 +5182,9 @@ static int plan_command(const Program *program, const Options *o, const Model *m
 static void run_size(Run *run) {
     const Options *o = &run->o;
     const Settings *s = &run->s;
-    int64_t tokens = (int64_t)s->ranks * s->B * s->T,
-            per_step = o->tokens_per_step ? o->tokens_per_step : tokens;
-    if (per_step % tokens != 0) {
-        char gpus[32] = "", times[32] = "";
-        if (s->ranks > 1) {
-            snprintf(gpus, sizeof gpus, " x GPUs");
-            snprintf(times, sizeof times, " x %d", s->ranks);
-        }
-        die("--tokens-per-step (-d): %" PRId64 " is not a multiple of B x T%s = %d x %d%s = %"
-            PRId64, per_step, gpus, s->B, s->T, times, tokens);
-    }
-    run->windows_per_step = per_step / s->T;
-    run->accum_steps = (int)(per_step / tokens);
+    const int64_t micros = step_whole_micros(o, s);
+    run->accum_steps = (int)micros;
+    run->windows_per_step = micros * s->ranks * s->B;
     if (run->windows_per_step > run->train.windows) {
         die("--batch (-b), --seq-len (-t), --tokens-per-step (-d): a step takes %" PRId64
             " sequences of %d tokens; %s has %" PRId64, run->windows_per_step, s->T,
@@ -5228,7 +5222,7 @@ static void run_print_box(const Run *run, const Program *program) {
     printf(" = %s tokens; %s steps\n", count_text(run->windows_per_step * s->T).s,
            count_text(run->steps).s);
     printf("command  ");
-    command_print(run->command, &run->o);
+    command_print(program_command, &run->o);
     printf("\nmemory   %s", bytes_text((double)plan_taken(p)).s);
     size_t device[GROUPS], host[GROUPS];
     const char *separator = ":";
@@ -5594,7 +5588,7 @@ static void run_close(Run *run) {
 static int program_run(Run *run, const Program *program, int argc, char **argv) {
     const Options *o = &run->o;
     Model m;
-    run->command = argv[0];
+    program_command = argv[0];
     options_parse(&run->o, argc, argv);                                // 1 options
     if (o->help || o->version) {
         o->help ? options_print_help(program->default_model)
@@ -5616,11 +5610,11 @@ static int program_run(Run *run, const Program *program, int argc, char **argv) 
     }
     if (o->generate) {
         model_vocabulary(&m, kind, o, NULL);
-        return o->plan ? plan_command(program, o, &m) : generate_command(run, program, &m);
+        return o->plan ? plan_command(program, &run->o, &m) : generate_command(run, program, &m);
     }
     run_choose_data(run, &m, kind);                                    // 3 data and vocabulary
     if (options_plan(o)) {
-        return plan_command(program, o, &m);
+        return plan_command(program, &run->o, &m);
     }
     settings_from_options(&run->s, o, &m, program->gpu);               // 4 settings
     run_open_validation(run);

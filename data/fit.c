@@ -331,9 +331,12 @@ static void settings_auto(Settings *s, const Options *o, const Room *room) {
 }
 
 // The levels as -r takes them: runs of blocks, such as "block:20,qkv:8", without those at the end
-// that recompute nothing.
-static ShortText recompute_text(const Settings *s) {
-    ShortText text = {"none"};
+// that recompute nothing. A run is "block:1," at the longest for its blocks.
+typedef struct {
+    char s[8 * MAX_LAYERS + 1];
+} LevelsText;
+static LevelsText recompute_text(const Settings *s) {
+    LevelsText text = {"none"};
     size_t n = 0;
     int blocks = s->model.L;
     while (blocks > 0 && s->level[blocks - 1] == RECOMPUTE_NONE) {
@@ -348,6 +351,7 @@ static ShortText recompute_text(const Settings *s) {
         if (l + run < s->model.L) {
             n += (size_t)snprintf(text.s + n, sizeof text.s - n, ":%d", run);
         }
+        check(n < sizeof text.s, "%d blocks", blocks);
     }
     return text;
 }
@@ -517,6 +521,12 @@ static int plan_cures(const Plan *p, const Room *room, Remedy list[MAX_REMEDIES]
     return n;
 }
 
+// What is said where nothing cures a plan: of training, and of --generate, which has no settings of
+// training.
+static const char no_cure[] = "no settings make it fit";
+static const char generate_cure[] =
+    "--generate takes weights and a KV cache; a smaller --seq-len (-t) makes the cache smaller";
+
 // Ends the run before anything is allocated when `available` bytes cannot hold `need`: says how
 // much is missing, and the cheapest settings that fit; where only host memory would help and there
 // is too little, that.
@@ -544,7 +554,7 @@ static void plan_refuse(const Plan *p, size_t need, size_t available) {
                            bytes_text((double)(plan_taken(p) - list[i].bytes)).s, list[i].cost);
     }
     if (n == 0) {
-        snprintf(line, sizeof line, "; no settings make it fit");
+        snprintf(line, sizeof line, "; %s", p->settings.cache ? generate_cure : no_cure);
     } else if (lacks_host) {
         snprintf(line + length, sizeof line - (size_t)length, ", where %s are free",
                  bytes_text((double)host).s);
@@ -662,6 +672,22 @@ static int64_t step_micros(const Options *o, const Settings *s) {
     return !o->tokens_per_step ? 1 : o->tokens_per_step % tokens ? 0 : o->tokens_per_step / tokens;
 }
 
+// The same of a run, which ends where no whole number of micro-steps holds -d's tokens.
+static int64_t step_whole_micros(const Options *o, const Settings *s) {
+    const int64_t micros = step_micros(o, s);
+    char gpus[32] = "", times[32] = "";
+    if (s->ranks > 1) {
+        snprintf(gpus, sizeof gpus, " x GPUs");
+        snprintf(times, sizeof times, " x %d", s->ranks);
+    }
+    if (micros == 0) {
+        die("--tokens-per-step (-d): %" PRId64 " is not a multiple of B x T%s = %d x %d%s = %"
+            PRId64, o->tokens_per_step, gpus, s->B, s->T, times,
+            (int64_t)s->ranks * s->B * s->T);
+    }
+    return micros;
+}
+
 // Prints how fast a run is said to be, and how long -x steps take, or a billion tokens.
 static void forecast_print(const Settings *s, const Room *room, const Options *o) {
     const int64_t micros = step_micros(o, s);
@@ -676,6 +702,10 @@ static void forecast_print(const Settings *s, const Room *room, const Options *o
 // The table of single changes and, where the plan does not fit, what would make it: the five
 // cheapest, since there may be dozens.
 static void plan_print_remedies(const Plan *p, const Room *room, size_t beside) {
+    if (p->settings.cache) {
+        printf("\n%s\n", generate_cure);
+        return;
+    }
     Remedy *list = (Remedy *)alloc_zero(MAX_REMEDIES, sizeof *list);
     int n = plan_remedies(p, list);
     printf("\n%-46s %12s %12s   cost\n", "this setting", "saves", "new total");
@@ -693,7 +723,7 @@ static void plan_print_remedies(const Plan *p, const Room *room, size_t beside) 
             printf("it fits with %s: %s\n", list[i].option, list[i].cost);
         }
         if (n == 0) {
-            printf("no settings make it fit\n");
+            printf("%s\n", no_cure);
         }
     }
     free(list);
@@ -760,11 +790,65 @@ static int plan_print(const Plan *p, const Room *room, const Options *o) {
 // is the smallest of them. Settings are tried as options that are parsed like a user's, so that
 // what is recommended is what a run accepts.
 
-// Settings that fit as options that a user could type, and what they take. `levels` holds the text
-// of -r, `type` is a row of fit_types, `rung` one of host_rungs.
+// The row of a name, which is in the table.
+static const OptionRow *option_find(const char *name) {
+    const OptionRow *row = option_rows;
+    while (strcmp(row->name, name) != 0) {
+        row++;
+    }
+    return row;
+}
+
+// Whether the user has typed the option, be it with its default.
+static int option_given(const Options *o, const char *name) {
+    return o->given[option_find(name) - option_rows];
+}
+
+// What --minimum decides itself, or does not depend on.
+static const char *const minimum_decides[] = {"batch",   "recompute", "logit-rows", "moments",
+                                              "master", "offload",   "gpu-mem"};
+
+// Prepares the options of --fit and --minimum, before settings are made of them. Ends the run at
+// what they would ignore, at what no program trains with, and where no batch divides -d's tokens;
+// for a card without bf16 they become those of fp32, and that is said.
+static void fit_options(Options *o, const Model *m) {
+    Settings least;
+    const GpuEntry *card = gpu_find(o);
+    const char *command = o->fit ? "--fit" : "--minimum";
+    if (!o->fit && !o->minimum) {
+        return;
+    }
+    const size_t count = o->minimum ? sizeof minimum_decides / sizeof minimum_decides[0] : 0;
+    for (size_t i = 0; i < count; i++) {
+        if (option_given(o, minimum_decides[i])) {
+            die("--minimum finds what is least, whatever memory there is: leave --%s out",
+                minimum_decides[i]);
+        }
+    }
+    // Forecasts do not know how long GPUs exchange, nor does a run with several of them offload.
+    if (o->gpus > 1 || o->zero) {
+        die("%s is of one GPU: leave --gpus and --zero (-z) out; --plan plans several", command);
+    }
+    if (o->dtype == DTYPE_FP16) {
+        die("%s: no program trains with --dtype fp16 yet; --plan plans it", command);
+    }
+    // The smallest batch that is tried divides whatever a larger one does.
+    memset(&least, 0, sizeof least);
+    least.ranks = 1;
+    least.B = o->fit && option_given(o, "batch") ? (int)o->batch : 1;
+    least.T = o->seq_len ? (int)o->seq_len : m->maxT;
+    step_whole_micros(o, &least);
+    if (card && !card->has_bf16 && !o->dtype) {
+        o->dtype = DTYPE_FP32;
+        printf("%s has no bf16, and no program trains in fp16 yet: these are --dtype fp32, which "
+               "only -b, -r and --offload make smaller\n", card->name);
+    }
+}
+
+// Settings that fit as options that a user could type, and what they take. `type` is a row of
+// fit_types, `rung` one of host_rungs.
 typedef struct {
     Options o;
-    ShortText levels;
     Settings settings;
     size_t bytes, host_bytes;
     double tokens_per_s;
@@ -772,15 +856,10 @@ typedef struct {
 } FitPoint;
 enum { MAX_POINTS = 2048 };
 
-// Number types that --fit any tries, 0: as asked; bf16 moments and no master need bf16 weights.
+// Number types that --fit any tries with bf16 weights, 0: as asked.
 static const struct {
-    int64_t dtype, moments, master;
-} fit_types[] = {
-    {0, 0, 0},
-    {DTYPE_BF16, MOMENTS_FP32, MASTER_SPLIT},
-    {DTYPE_BF16, MOMENTS_BF16, MASTER_SPLIT},
-    {DTYPE_BF16, MOMENTS_BF16, MASTER_NONE},
-};
+    int64_t moments, master;
+} fit_types[] = {{0, 0}, {MOMENTS_BF16, MASTER_SPLIT}, {MOMENTS_BF16, MASTER_NONE}};
 enum { FIT_TYPES = sizeof fit_types / sizeof fit_types[0] };
 
 // The micro-batches that --fit tries: 1, 2, 3, 4, 6, 8, 12, 16, ...
@@ -803,7 +882,6 @@ static int fit_point(FitPoint *f, const Model *m, int level, const Room *room) {
     } else if (levels) {
         settings_fit_levels(s, &room->speed, room->device);
     }
-    f->levels = recompute_text(s);
     plan_build(&p, s);
     f->bytes = plan_taken(&p);
     f->host_bytes = p.host_bytes;
@@ -812,28 +890,40 @@ static int fit_point(FitPoint *f, const Model *m, int level, const Room *room) {
     return f->bytes <= room->device && f->host_bytes <= room->host;
 }
 
-// Every point that --fit looks at and that fits: number types, homes and levels where the options
-// leave them open, batches until the smallest plan does not fit. Returns how many.
+// Whether --fit tries a row of fit_types: what the user has asked for stays, and is row 0.
+static int fit_tries_type(const Options *asked, int type) {
+    const int64_t moments = fit_types[type].moments, master = fit_types[type].master;
+    return type == 0 || ((moments == asked->moments || !option_given(asked, "moments")) &&
+                         (master == asked->master || !option_given(asked, "master")) &&
+                         (moments != asked->moments || master != asked->master));
+}
+
+// Every point that --fit looks at and that fits: number types, batches until the smallest plan does
+// not fit, homes and levels, each where the options leave it open. Returns how many.
 static int fit_points(FitPoint list[MAX_POINTS], const Options *asked, const Model *m,
                       const Room *room) {
-    const GpuEntry *card = gpu_find(asked);
     const int64_t T = asked->seq_len ? asked->seq_len : m->maxT;
-    const int narrow = asked->fit != FIT_BITS && room->speed.gpu && (!card || card->has_bf16);
+    const int narrow = asked->fit != FIT_BITS && room->speed.gpu && asked->dtype <= DTYPE_BF16;
+    const int one = option_given(asked, "batch");
     const int rungs = asked->offload == OFFLOAD_AUTO && room->speed.gpu ? HOST_RUNGS : 1;
     const int is_auto = strcmp(asked->recompute, "auto") == 0;
     const int levels = asked->fit == FIT_ALL && is_auto ? RECOMPUTE_LEVELS : 1;
     int n = 0;
     for (int i = 0; i < (narrow ? FIT_TYPES : 1) * rungs * levels; i++) {
         const int type = i / levels / rungs;
-        int fits = type != 1 || asked->dtype > DTYPE_BF16;  // else 1 is 0 again
-        for (int64_t B = 1; fits && B * T <= 1 << 26 && n < MAX_POINTS; B = next_batch((int)B)) {
+        int fits = fit_tries_type(asked, type);
+        for (int64_t B = one ? asked->batch : 1;
+             fits && B * T <= 1 << 26 && B <= option_find("batch")->high && n < MAX_POINTS;
+             B = one ? INT64_MAX / T : next_batch((int)B)) {
             FitPoint *f = &list[n];
             f->o = *asked;
             f->o.batch = B;
             f->type = type;
             f->rung = i / levels % rungs;
+            if (asked->logit_rows > B * T) {
+                continue;  // fewer tokens than that option takes
+            }
             if (type > 0) {
-                f->o.dtype = asked->dtype ? fit_types[type].dtype : 0;
                 f->o.moments = fit_types[type].moments;
                 f->o.master = fit_types[type].master;
             }
@@ -844,16 +934,22 @@ static int fit_points(FitPoint list[MAX_POINTS], const Options *asked, const Mod
     return n;
 }
 
-// Prints the command that trains with these options and levels on the CPU or a GPU.
+// What was typed to start this program, so that a printed command starts it again from there.
+static const char *program_command = "./train_gpt2";
+
+// Prints the command that trains with these options and levels on the CPU or a GPU: this program as
+// it was called, or the GPU's that stands beside it.
 static void training_print(const Options *chosen, const char *levels, int gpu) {
+    const char *slash = strrchr(program_command, '/');
+    const int folder = slash ? (int)(slash + 1 - program_command) : 0;
+    char beside[PATH_BYTES];
     Options defaults, o = *chosen;
     options_default(&defaults);
     o.recompute = levels;
     o.plan = o.fit = o.minimum = o.gpu_mem = 0;
     o.gpu = defaults.gpu;
-    printf("./");
-    command_print(gpu && strcmp(program_name, "train_gpt2") == 0 ? "train_gpt2cu" : program_name,
-                  &o);
+    snprintf(beside, sizeof beside, "%.*strain_gpt2cu", folder, program_command);
+    command_print(gpu && strcmp(program_name, "train_gpt2") == 0 ? beside : program_command, &o);
     printf("\n");
 }
 
@@ -862,7 +958,7 @@ static void choice_print(const Plan *p, const Options *o) {
     const Settings *s = &p->settings;
     Options chosen = *o;
     const int homes = o->offload == OFFLOAD_AUTO && settings_offloads(s);
-    const ShortText levels = recompute_text(s);
+    const LevelsText levels = recompute_text(s);
     if (homes || (strcmp(o->recompute, "auto") == 0 && strcmp(levels.s, "none") != 0)) {
         Settings copy = *s;
         chosen.offload = homes ? settings_offload(&copy, 0) : o->offload;
@@ -881,7 +977,7 @@ static void fit_print_point(const FitPoint *f) {
     snprintf(types, sizeof types, "%s%s%s", s->gpu ? names[s->dtype] : "fp32",
              s->gpu && s->moment_dtype == TYPE_BF16 ? ", moments bf16" : "",
              s->dtype == TYPE_BF16 && !s->split_master ? ", -w none" : "");
-    printf("%5d  %-18s %-26s %10s %10s %10s  %s\n", s->B, f->levels.s, types,
+    printf("%5d  %-18s %-26s %10s %10s %10s  %s\n", s->B, recompute_text(s).s, types,
            bytes_text((double)f->bytes).s, bytes_text((double)f->host_bytes).s,
            count_text((int64_t)f->tokens_per_s).s, offload_text(homes, s));
 }
@@ -981,15 +1077,21 @@ static void print_changes(const Settings *s, const char *split) {
 // --fit. Returns the program's exit status: 1 when nothing fits.
 static int fit_command(const Options *o, const Model *m, const Room *room) {
     FitPoint *list = (FitPoint *)alloc_zero(MAX_POINTS, sizeof *list);
+    if (room->device <= 1 && room->library) {
+        die("--fit: %s: nothing is left beside %s, which are reserved for libraries", room->where,
+            bytes_text((double)room->library).s);
+    }
     const int n = fit_points(list, o, m, room);
     const FitPoint *best = fit_choose(list, n, o->tokens_per_step > 0);
     printf("%s: what fits %s for the plan; tokens/s %s\n", o->model,
            bytes_text((double)room->device).s,
-           room->from ? room->from : "of a 4090: this card's are unknown, and these only compare");
+           room->from         ? room->from
+           : room->speed.gpu ? "of a 4090 in bf16: this run's are unknown, and these only compare"
+                             : "of two cores: this run's are unknown, and these only compare");
     if (best) {
         fit_print_points(list, n, o->fit == FIT_ALL);
         printf(o->tokens_per_step ? "fastest: " : "least on the host, then fastest: ");
-        training_print(&best->o, best->levels.s, room->speed.gpu);
+        training_print(&best->o, recompute_text(&best->settings).s, room->speed.gpu);
         print_changes(&best->settings, o->tokens_per_step
                                            ? "; -d is held, split into another number of batches"
                                            : "; a step is B x T tokens, -d TOKENS would hold it");
@@ -1001,17 +1103,19 @@ static int fit_command(const Options *o, const Model *m, const Room *room) {
 }
 
 // --minimum: the least memory that a run can take, at B = 1: on a GPU with nothing offloaded and
-// with everything at home on the host, and, `cpu`, in the CPU program. Number types change only
-// where nothing is offloaded: on the host they take no device memory.
+// with everything at home on the host, and, `cpu`, in the CPU program, unless it lacks an option
+// that is given. Number types change only where nothing is offloaded: on the host they take no
+// device memory.
 static void minimum_command(const Options *asked, const Model *m, int cpu) {
     static const char *const titles[] = {"GPU, nothing offloaded", "GPU, everything on the host",
                                          "CPU"};
-    const GpuEntry *card = gpu_find(asked);
+    const int wide = asked->dtype > DTYPE_BF16;  // fp32: narrow moments and masters need bf16
     Room all;
     memset(&all, 0, sizeof all);
     all.device = all.host = SIZE_MAX;
     FitPoint *f = (FitPoint *)alloc_zero(1, sizeof *f);
-    for (int i = 0; i < 2 + cpu; i++) {
+    const int narrow = asked->dtype == DTYPE_BF16 || asked->grad_dtype || asked->workspace;
+    for (int i = 0; i < 2 + (cpu && !narrow); i++) {
         all.speed.gpu = i < 2;
         f->o = *asked;
         f->o.recompute = "block";
@@ -1019,14 +1123,15 @@ static void minimum_command(const Options *asked, const Model *m, int cpu) {
         f->o.logit_rows = min_i64(128, asked->seq_len ? asked->seq_len : m->maxT);
         f->o.offload = OFFLOAD_AUTO;
         f->rung = i == 1 ? HOST_RUNGS - 1 : 0;
-        if (!card || card->has_bf16) {
-            f->o.dtype = asked->dtype && all.speed.gpu ? (int64_t)DTYPE_BF16 : 0;
-            f->o.moments = i == 0 ? MOMENTS_BF16 : MOMENTS_FP32;
-            f->o.master = i == 0 ? MASTER_NONE : MASTER_SPLIT;
-        }
+        f->o.moments = i == 0 && !wide ? MOMENTS_BF16 : MOMENTS_FP32;
+        f->o.master = i == 0 && !wide ? MASTER_NONE : MASTER_SPLIT;
         fit_point(f, m, 0, &all);
-        printf("%s: %s%s, %s of host memory\n  ", titles[i], bytes_text((double)f->bytes).s,
-               all.speed.gpu ? " and libraries" : "", bytes_text((double)f->host_bytes).s);
+        printf("%s: %s", titles[i], bytes_text((double)f->bytes).s);
+        if (all.speed.gpu) {
+            printf(" and %s for libraries (reserved, not measured)",
+                   bytes_text((double)library_reserve_bytes).s);
+        }
+        printf(", %s of host memory\n  ", bytes_text((double)f->host_bytes).s);
         training_print(&f->o, "block", all.speed.gpu);
         printf("  ");
         print_changes(&f->settings, "; --logit-rows and -b change rounding");
@@ -1043,9 +1148,10 @@ static size_t gpu_memory_from_options(const Options *o) {
 
 static size_t size_less(size_t bytes, size_t taken) { return bytes > taken ? bytes - taken : 0; }
 
-// The room on a card that is only named; nothing is known of its host's memory.
+// The room on a card that is only named; nothing is known of its host's memory. Rates are those of
+// products of 16-bit numbers.
 static Room room_named(const Options *o, const Settings *s) {
-    const Rates *rates = rates_named(o);
+    const Rates *rates = s->dtype == TYPE_FP32 ? NULL : rates_named(o);
     const size_t bytes = gpu_memory_from_options(o);
     Room room;
     memset(&room, 0, sizeof room);

@@ -19,6 +19,7 @@ for model in gpt2 gpt2-large gpt2-xl; do
                   gsub(/  +/, " ", chosen)
                   printf "| %s | %s |%s | %.1f, %.1f | %s |\n", model, card,
                          chosen == " " ? " the defaults " : " `" substr(chosen, 2) "`",
-                         device / 2 ^ 30, host / 2 ^ 30, forecast }'
+                         device / 2 ^ 30, host / 2 ^ 30,
+                         forecast == "" ? "unknown" : forecast }'
     done
 done

@@ -66,6 +66,22 @@ static const Refusal bad_options[] = {
     {"--plan --gpu t4 -e d12 --dtype bf16", "t4 has no bf16"},
     {"--plan --gpu a100 -e d12 -w 0 --offload master", "--offload master"},
     {"--plan --gpus 2 -e d12 --offload gradients", "that is for one GPU"},
+    {"--fit bits -e d12 --gpu 4090 --gpus 4", "--fit is of one GPU: leave --gpus"},
+    {"--minimum -e d12 -z 1", "--minimum is of one GPU: leave --gpus"},
+    {"--fit any -e d12 --gpu 4090 --dtype fp16", "--fit: no program trains with --dtype fp16"},
+    {"--minimum -e d12 --dtype fp16", "--minimum: no program trains with --dtype fp16"},
+    {"--minimum -e d12 -b 2", "--minimum finds what is least, whatever memory there is: leave "
+                              "--batch out"},
+    {"--minimum -e d12 -r gelu", "leave --recompute out"},
+    {"--minimum -e d12 --offload none", "leave --offload out"},
+    {"--minimum -e d12 --logit-rows 64", "leave --logit-rows out"},
+    {"--minimum -e d12 --moments fp32", "leave --moments out"},
+    {"--minimum -e d12 -w split", "leave --master out"},
+    {"--minimum -e d12 --gpu-mem 8G", "leave --gpu-mem out"},
+    {"--fit bits -e d12 --gpu-mem 1G", "--gpu-mem: nothing is left beside 1.00 GiB, which are"},
+    {"--fit bits -e d12 --gpu 4090 -d 100", "(-d): 100 is not a multiple of B x T = 1 x 1024"},
+    {"--fit bits -e d12 --gpu 4090 -b 3 -d 4096", "(-d): 4096 is not a multiple of B x T = 3 x"},
+    {"--minimum -e l2h2c16t16 -d 100", "(-d): 100 is not a multiple of B x T = 1 x 16"},
     {"-i train.bin -e l2h2c16t16 --gpus 2", "--gpus 2, but this program trains alone"},
     {"-i train.bin -e l2h2c16t16 -x 3 -s 1 --prompt 12345678901234567", "at most 16 fit"},
     {"-e l2h2c16t16", "no data: 'make data'"},
@@ -235,7 +251,7 @@ static void test_plan_command() {
 
 // The command that --fit or --minimum recommends, behind `words`: it says that it fits.
 static Text recommended(const Text &out, const char *words) {
-    const size_t at = out.find(words), line = out.find("./train_gpt2", at);
+    const size_t at = out.find(words), line = out.find("train_gpt2", at);
     const size_t from = out.find(' ', line) + 1;
     return line == Text::npos ? "" : out.substr(from, out.find('\n', from) - from);
 }
@@ -274,6 +290,49 @@ static void test_fit_command() {
     expect_success(program("--fit bits -e l2h2c16t16"), "--fit of the CPU's memory");
 }
 
+// What the user has given stands in the command that --fit recommends, which can be pasted, and
+// beside it nothing that no program runs.
+static void test_fit_given() {
+    static const struct {
+        const char *options, *in, *not_in;
+    } table[] = {
+        {"any -d 524288 -b 8", " -b 8 ", NULL},
+        {"any --logit-rows 3000", " --logit-rows 3000", NULL},
+        {"any --dtype fp32", " --dtype fp32", "bf16,"},
+        {"any --moments bf16", " --moments bf16", "  bf16  "},
+        {"any -w none", " -w none", "  bf16  "},
+        {"bits -r gelu --offload moments", " -r gelu --offload moments", NULL},
+        {"bits --quiet", " --quiet ", "--quiet 1"},
+        {"bits -r block:1,gelu:1,block:1,gelu:1,block:1,gelu:1,block:1,gelu:1",
+         " -r block:1,gelu:1,block:1,gelu:1,block:1,gelu:1,block:1,gelu:1\n", NULL},
+    };
+    for (const auto &row : table) {
+        const Text line = Text("--fit ") + row.options + " -e d12 --gpu 4090";
+        const Outcome o = program(line);
+        expect_success(o, line);
+        const Text command = recommended(o.out, row.options[4] == '-' ? "st: " : "fastest: ");
+        expect((command + "\n").find(row.in) != Text::npos, "%s: %s", line.c_str(),
+               command.c_str());
+        expect(!row.not_in || o.out.find(row.not_in) == Text::npos ||
+                   o.out.find(row.not_in) > o.out.find("\nsame bits"),
+               "%s: %s", line.c_str(), o.out.c_str());
+        expect_success(program("--plan --gpu 4090 " + command), command);
+    }
+    for (const char *command : {"--fit any", "--minimum"}) {
+        const Outcome o = program(Text(command) + " -e d12 --gpu t4");
+        expect(o.status == 0 && o.out.find("t4 has no bf16, and no program trains in fp16") == 0 &&
+                   o.out.find("--dtype fp32\n") != Text::npos &&
+                   o.out.find("predicted") == Text::npos, "%s: %s", command, o.out.c_str());
+    }
+    const Outcome moved = outcome(spawn([] {
+        execl(tested.c_str(), "../my tools/train_gpt2", "--minimum", "-e", "d12", NULL);
+    }));
+    expect(moved.out.find("'../my tools/train_gpt2cu' -e d12 ") != Text::npos &&
+               moved.out.find("'../my tools/train_gpt2' -e d12 ") != Text::npos &&
+               moved.out.find(" GiB and 1.00 GiB for libraries (reserved") != Text::npos,
+           "%s", moved.out.c_str());
+}
+
 // Limits of a process that would end it later are seen before: by --plan, and by a run.
 static void test_memory_limits() {
     if (has_sanitizers()) {
@@ -295,6 +354,11 @@ static void test_memory_limits() {
         expect_refused(program("-i train.bin -e l12h12c384t64 -x 1", low),
                        text("are available (%s): ", limit.name), limit.name);
         expect_success(program("-i train.bin -e l2h2c16t16 -x 1 --quiet", low), limit.name);
+        expect_refused(program("--generate -e l12h12c1536t64", low),
+                       "short; --generate takes weights and a KV cache", limit.name);
+        o = program("--fit bits -e l12h12c1536t64", low);
+        expect(o.status == 1 && o.out.find("tokens/s of two cores: ") != Text::npos, "%s",
+               o.out.c_str());
     }
 }
 
@@ -544,6 +608,7 @@ static const Test tests[] = {
     {"sample_bytes", test_sample_bytes, 1},
     {"launcher", test_launcher, 1},
     {"fit_command", test_fit_command, 1},
+    {"fit_given", test_fit_given, 1},
 };
 
 int main(int argc, char **argv) {
