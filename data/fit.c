@@ -422,7 +422,7 @@ static int axis_apply(Settings *s, int axis, int step, char option[64]) {
         settings_batch(s, s->B >> step);
         snprintf(option, 64, " -b %d", s->B);
     }
-    return memcmp(&before, s, sizeof before) != 0;
+    return memcmp((const void *)&before, (const void *)s, sizeof before) != 0;
 }
 
 // Fills in what the remedy's steps make of plan `p`. Returns 0 where one of them changes nothing or
