@@ -306,7 +306,7 @@ typedef struct {
 static void settings_auto(Settings *s, const Options *o, const Room *room) {
     const int trains = !s->cache;  // a run that generates has nothing to recompute or to offload
     const int levels = trains && strcmp(o->recompute, "auto") == 0;
-    const int homes = trains && s->gpu && o->offload == OFFLOAD_AUTO;
+    const int homes = trains && s->gpu && s->ranks == 1 && o->offload == OFFLOAD_AUTO;
     const Speed v = speed_usual(s);
     Settings best = *s;
     size_t least = SIZE_MAX;
