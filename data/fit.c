@@ -302,7 +302,7 @@ typedef struct {
 // Decides what -r auto and --offload auto leave to the program, neither of which changes a bit: the
 // cheapest levels that fit, and host memory only where no levels do, for as few states as it takes.
 // Where nothing fits the settings are those that lack least; where the room is unknown nothing is
-// recomputed or offloaded.
+// recomputed or offloaded. Several ranks refuse to offload, so for them only levels are chosen.
 static void settings_auto(Settings *s, const Options *o, const Room *room) {
     const int trains = !s->cache;  // a run that generates has nothing to recompute or to offload
     const int levels = trains && strcmp(o->recompute, "auto") == 0;
@@ -412,7 +412,7 @@ static int axis_apply(Settings *s, int axis, int step, char option[64]) {
         snprintf(option, 64, "%s%s", before.moment_dtype == TYPE_BF16 ? "" : " --moments bf16",
                  s->split_master == before.split_master ? "" : " -w none");
     } else if (axis == BY_HOME) {
-        settings_offload(s, host_rungs[step]);
+        settings_offload(s, s->ranks > 1 ? 0 : host_rungs[step]);  // several ranks refuse it
         snprintf(option, 64, " --offload %s", offload_text(homes, s));
     } else {
         settings_batch(s, s->B >> step);
@@ -819,7 +819,9 @@ static int fit_points(FitPoint list[MAX_POINTS], const Options *asked, const Mod
     const GpuEntry *card = gpu_find(asked);
     const int64_t T = asked->seq_len ? asked->seq_len : m->maxT;
     const int narrow = asked->fit != FIT_BITS && room->speed.gpu && (!card || card->has_bf16);
-    const int rungs = asked->offload == OFFLOAD_AUTO && room->speed.gpu ? HOST_RUNGS : 1;
+    // A run that several ranks share refuses to offload, so no point of it does.
+    const int homes = asked->offload == OFFLOAD_AUTO && asked->gpus == 1 && room->speed.gpu;
+    const int rungs = homes ? HOST_RUNGS : 1;
     const int is_auto = strcmp(asked->recompute, "auto") == 0;
     const int levels = asked->fit == FIT_ALL && is_auto ? RECOMPUTE_LEVELS : 1;
     int n = 0;
