@@ -4459,6 +4459,28 @@ template <class E, class G> static void gpu_warm_up_step(Engine *e) {
     free(logits);
 }
 
+// All ranks take what rank 0 has chosen for its products: a checkpoint knows one rank's choices,
+// and a run that goes on from it is to have the bits of one that was not interrupted. Times differ
+// a little from GPU to GPU, so ranks that choose for themselves may well choose differently.
+template <class E, class G> static void rank_choices_share(Engine *e) {
+    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
+    char *all = (char *)alloc_zero((size_t)net->ranks.ranks, MATMUL_TEXT);
+    gpu_gather<E, G>(e, all, matmul_library.choices, MATMUL_TEXT);
+    if (strcmp(all, matmul_library.choices) != 0) {
+        if (!matmul_choices_take(all)) {
+            fprintf(stderr, "%s: rank 0's matmul algorithms are for another GPU or cuBLASLt: this "
+                    "rank keeps its own, and a resumed run may differ in rounding\n",
+                    program_name);
+        }
+        // What this rank now meets for the first time it runs by itself: see 3 of chapter Many
+        // GPUs. No other rank is kept waiting but by the time it takes.
+        net->ranks.on = 0;
+        gpu_warm_up_step<E, G>(e);
+        net->ranks.on = 1;
+    }
+    free(all);
+}
+
 // Every kernel is loaded, at its first launch, and every product planned, so that what libraries
 // take can be measured, and a failure comes before the run. A rank among many does it once by
 // itself, so that no kernel is loaded while a collective waits for other ranks, and once with the
@@ -4475,6 +4497,7 @@ static void gpu_warm_up(Engine *e) {
     gpu_tune<E, G>(e);  // here, because an algorithm that is tried is loaded too
     if (s->ranks > 1) {
         rank_connect(&net->ranks);
+        rank_choices_share<E, G>(e);
         gpu_warm_up_step<E, G>(e);
     }
     cuda_check(cudaMemGetInfo(&free_bytes, &total_bytes));

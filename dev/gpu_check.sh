@@ -7,7 +7,7 @@
 # Needs no network. Where a machine is to be had for minutes at a time only, each call does a few
 # stages: what earlier calls left in OUT stays, and the summary tells of all.
 #
-#   STAGES="build test sanitizer check bits offload speed torch bench"    to do, in this order
+#   STAGES="build test sanitizer check bits offload gpus speed torch bench"    to do, in this order
 #   OUT=build/gpu_check        where a log a stage, their verdicts and summary.md go
 #   GPT2CU=./train_gpt2cu      the program; one named here is taken as it is and not built
 #   TEST=build/test_gpt2cu     its tests, likewise
@@ -17,6 +17,7 @@
 #                                mkdir carried; cp train_gpt2cu build/test_gpt2cu carried
 #   MODELS="d12 d48"           what is timed; the first is also checked
 #   STEPS=20 LARGEST_BATCH=16  of a timed run
+#   GPUS=                      how many there are; default: as many as nvidia-smi lists
 #   MEMORY_MIB=                memory to plan for; default: what nvidia-smi says is free, less a
 #                              CUDA context
 #   SECONDS_IN_ALL=560         when it is over, what is left is skipped
@@ -28,16 +29,16 @@
 set -u
 export LC_ALL=C
 cd "$(dirname "$0")/.." || exit 1
-STAGES=${STAGES-build test sanitizer check bits offload speed torch bench}
+all_stages="build test sanitizer check bits offload gpus speed torch bench"
+STAGES=${STAGES-$all_stages}
 OUT=${OUT:-build/gpu_check} PYTHON=${PYTHON:-python3} MODELS=${MODELS:-d12 d48}
 STEPS=${STEPS:-20} LARGEST_BATCH=${LARGEST_BATCH:-16} SECONDS_IN_ALL=${SECONDS_IN_ALL:-560}
 given_program=${GPT2CU:-} given_test=${TEST:-} given_bench=${BENCH:-} CARRIED=${CARRIED:-carried}
 GPT2CU=${GPT2CU:-./train_gpt2cu} TEST=${TEST:-build/test_gpt2cu} BENCH=${BENCH:-build/bench}
 first_model=${MODELS%% *}
 for stage in $STAGES; do
-    if [[ " build test sanitizer check bits offload speed torch bench " != *" $stage "* ]]; then
-        echo "gpu_check.sh: STAGES has no stage '$stage': build test sanitizer check bits offload" \
-             "speed torch bench" >&2
+    if [[ " $all_stages " != *" $stage "* ]]; then
+        echo "gpu_check.sh: STAGES has no stage '$stage': $all_stages" >&2
         exit 1
     fi
 done
@@ -78,7 +79,7 @@ report() {
 # found verdicts|rows|compare: what all calls found, stage by stage.
 found() {
     local each
-    for each in machine build test sanitizer check bits offload speed torch bench; do
+    for each in machine $all_stages; do
         if [ -f "$OUT/$each.$1" ]; then cat "$OUT/$each.$1"; fi
     done
 }
@@ -582,6 +583,60 @@ stage_offload() {
                 'BEGIN { printf "%s ms, %.2f of none; the same bits", ms, ms / none }')"
         else
             report "offload $homes" FAILED "other losses or norms than with all on the GPU"
+        fi
+    done
+}
+
+# near_steps DIR DIR: the largest relative differences of losses and of norms of gradients, step by
+# step. Status 0 if both are small: orders of sums differ, and bf16 has eight bits. What loses or
+# doubles a GPU's part is seen by the norm.
+near_steps() {
+    paste -d ' ' <(steps_of "$1" "loss grad_norm") <(steps_of "$2" "loss grad_norm") | awk '
+        function apart(a, b) { return a > b ? (a - b) / a : (b - a) / b }
+        NF == 4 && $1 > 0 && $3 > 0 {
+            rows++
+            if (apart($1, $3) > loss) { loss = apart($1, $3) }
+            if (apart($2, $4) > norm) { norm = apart($2, $4) }
+        }
+        END {
+            printf "losses within %.1e, norms within %.1e", loss, norm
+            exit !(rows > 0 && rows == NR && loss <= 2e-3 && norm <= 2e-2)
+        }'
+}
+
+# The same tokens a step on one GPU and on two: time, numbers, and bytes as planned.
+stage_gpus() {
+    local run dir ms one='' seconds=60 status T planned given count apart
+    count=${GPUS:-$(nvidia-smi --query-gpu=name --format=csv,noheader 2> /dev/null | wc -l)}
+    if [ "$count" -lt 2 ]; then
+        report "two GPUs" skipped "GPUs here: $count"
+        return
+    fi
+    T=$(positions "$first_model")
+    for run in "1 -z 0" "2 -z 0" "2 -z 1"; do
+        dir=$work/gpus.${run// /}
+        # shellcheck disable=SC2086  # words
+        set -- -e "$first_model" -b 4 -d $((8 * T)) -r 1 --offload none --gpus $run
+        planned=$(bounded 20 "$GPT2CU" --plan "$@" 2>&1 |
+            sed -n 's/^device allocation *\([0-9,]*\) .*/\1/p' | tr -d ,)
+        timed_run "$dir" $seconds "$@"
+        status=$?
+        ms=$(steps_of "$dir" ms | tail -n +$((STEPS / 4 + 1)) | median)
+        given=$(sed -n 's/.*"plan_bytes":\([0-9]*\).*/\1/p' "$dir/log.jsonl" 2> /dev/null)
+        if [ $status -ne 0 ]; then
+            report "--gpus $run" FAILED "$(why $status $seconds)"
+        elif [ -z "$given" ] || [ "$given" != "$planned" ]; then
+            report "--gpus $run" FAILED "planned ${planned:-no} bytes, allocated ${given:-no}"
+        elif [ "$run" = "1 -z 0" ]; then
+            one=$ms
+            report "--gpus $run" ok "$ms ms; $given bytes"
+        elif apart=$(near_steps "$work/gpus.1-z0" "$dir"); then
+            report "--gpus $run" ok "$(awk -v ms="$ms" -v one="$one" \
+                'BEGIN { printf "%s ms, %.2f of one'"'"'s", ms, one ? ms / one : 0 }'); $apart; \
+$given bytes a GPU as planned, measured ${measured:-not} MiB; $(grep -m 1 -o \
+                'libraries took about [0-9.]* [A-Za-z]*' "$work/last")"
+        else
+            report "--gpus $run" FAILED "other numbers than one GPU: $apart"
         fi
     done
 }

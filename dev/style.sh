@@ -165,7 +165,7 @@ for file in dev/test/*.cpp; do
         -fsyntax-only "$file"
 done
 if command -v shellcheck > /dev/null; then
-    shellcheck -S warning data/*.sh dev/*.sh dev/cuda_cpu/*.sh dev/fuzz/*.sh dev/test/*.sh .ci/run |
+    shellcheck -S warning data/*.sh dev/*.sh dev/*/*.sh .ci/run |
         verdict "shellcheck"
 else
     skip "shellcheck" "no shellcheck"

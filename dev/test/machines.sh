@@ -161,8 +161,8 @@ STAGES="speed tests" check
 says "gpu_check: unknown stage" "STAGES has no stage 'tests': build test sanitizer" "$said"
 if [ -x train_gpt2cu_cpu ]; then
     SECONDS=0
-    STAGES="build test check bits offload speed torch bench" GPT2CU=./train_gpt2cu_cpu TEST=true \
-        BENCH=true MODELS=l1h1c8t32 STEPS=4 LARGEST_BATCH=1 MEMORY_MIB=16384 check
+    STAGES="build test check bits offload gpus speed torch bench" GPT2CU=./train_gpt2cu_cpu \
+        TEST=true BENCH=true MODELS=l1h1c8t32 STEPS=4 LARGEST_BATCH=1 MEMORY_MIB=16384 GPUS=2 check
     verdict "gpu_check on the emulated device ($SECONDS s)" $status "$said"
     says "gpu_check: context" "context +ok +450 MiB .*, 400 MiB before; the process took [0-9]+" \
         "$said"
@@ -170,6 +170,8 @@ if [ -x train_gpt2cu_cpu ]; then
     says "gpu_check: equal bits" "two runs +ok .*-r 0, -r 1 +ok" "$said"
     says "gpu_check: offload" \
         "weights,.*,residuals ok +[0-9.]+ ms, [0-9.]+ of none; the same bits" "$said"
+    says "gpu_check: several GPUs" \
+        "2 -z 1 +ok +[0-9.]+ ms, [0-9.]+ of one's; losses within .* bytes a GPU as planned" "$said"
     says "gpu_check: measured memory" "tokens/s; planned [0-9]+ MiB, measured 100 MiB" "$said"
     STAGES=speed GPT2CU=./train_gpt2cu_cpu MODELS=l1h1c8t32 check
     says "gpu_check: no room is no failure" "-r 1 +skipped +no plan fits 1024 MiB" "$said"
@@ -177,6 +179,8 @@ if [ -x train_gpt2cu_cpu ]; then
         "$(cat "$OUT/summary.md")"
     says_not "gpu_check: a stage done again starts over" "tokens/s; planned" \
         "$(cat "$OUT/summary.md")"
+    STAGES=gpus GPT2CU=./train_gpt2cu_cpu check
+    says "gpu_check: one GPU is not two" "gpus +two GPUs +skipped +GPUs here: 1" "$said"
 else
     skip "gpu_check on the emulated device" "no train_gpt2cu_cpu"
 fi

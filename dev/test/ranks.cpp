@@ -119,6 +119,25 @@ static void test_ranks_mpirun() {
     }
 }
 
+// All ranks compute with the algorithms that rank 0 has found the fastest. Here that is the third,
+// which is wrong on rank 1: it would choose the first, and shows by other numbers that it does not.
+static void test_ranks_choices() {
+    need_mpi();
+    write_corpus();
+    for (const char *second : {"951", "159", "951 EMU_LT_WRONG=3", "159 EMU_LT_WRONG=3"}) {
+        const Text program = " $PROGRAM " ODD "-d 48 -x 2 --quiet -o ";
+        const Text folder = text("with%zu", strlen(second)) + second[0];
+        // Without a file of choices, which would make them one rank's.
+        const Text env = " -np 1 env -u HOME -u XDG_CACHE_HOME EMU_LT_TIMES=";
+        expect_success(shell("mpirun --oversubscribe" + env + "951" + program + folder + " :" +
+                             env + second + program + folder + " < /dev/null"), second);
+    }
+    const Text right = numbers_of("with39"), wrong = numbers_of("with189");
+    expect(!right.empty() && numbers_of("with31") == right, "other bits of one algorithm");
+    expect(!wrong.empty() && wrong != right && numbers_of("with181") == wrong,
+           "rank 1 keeps its own choice: %s, %s", right.c_str(), numbers_of("with181").c_str());
+}
+
 // A checkpoint of three ranks is that of one: any other number of them goes on from it, and so does
 // the CPU program; as many go on to the same bits.
 static void test_ranks_resume() {
@@ -164,7 +183,7 @@ static void test_ranks_refused() {
                    "ranks 0 and 2 would share one GPU, 0000:00:00.0 of ", "too few GPUs");
     expect_refused(program(ODD "--gpus 2", with("PMI_SIZE", "2")),
                    "a launcher has started ranks already", "two who start ranks");
-    expect_refused(program(ODD "--gpus 2 --offload none", with("EMU_GPU_MEM", "1000000")), " short",
+    expect_refused(program(ODD "--gpus 2", with("EMU_GPU_MEM", "136440000")), " short",
                    "memory");
     expect_refused(program(ODD "--gpus 2 --offload moments"), "does not yet do both", "offload");
     expect_refused(outcome(start_program("train_gpt2", ODD "--gpus 2")),
@@ -424,11 +443,12 @@ static void test_ranks_traffic() {
 
 static const Test tests[] = {
     {"ranks_numbers", test_ranks_numbers, 1},   {"ranks_stages", test_ranks_stages, 1},
-    {"ranks_mpirun", test_ranks_mpirun, 1},     {"ranks_resume", test_ranks_resume, 1},
-    {"ranks_refused", test_ranks_refused, 1},   {"ranks_mixed", test_ranks_mixed, 1},
-    {"ranks_die", test_ranks_die, 1},           {"ranks_signals", test_ranks_signals, 1},
-    {"ranks_fault", test_ranks_fault, 1},       {"ranks_eval", test_ranks_eval, 1},
-    {"ranks_overlap", test_ranks_overlap, 1},   {"ranks_traffic", test_ranks_traffic, 1},
+    {"ranks_mpirun", test_ranks_mpirun, 1},     {"ranks_choices", test_ranks_choices, 1},
+    {"ranks_resume", test_ranks_resume, 1},     {"ranks_refused", test_ranks_refused, 1},
+    {"ranks_mixed", test_ranks_mixed, 1},       {"ranks_die", test_ranks_die, 1},
+    {"ranks_signals", test_ranks_signals, 1},   {"ranks_fault", test_ranks_fault, 1},
+    {"ranks_eval", test_ranks_eval, 1},         {"ranks_overlap", test_ranks_overlap, 1},
+    {"ranks_traffic", test_ranks_traffic, 1},
 };
 
 int main(int argc, char **argv) {

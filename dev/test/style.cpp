@@ -89,6 +89,7 @@ static const Bound bounds[] = {
     {"dev/cuda_cpu/*.cu", false, 0, 0, -1},
     {"dev/cuda_cpu/*.sh", false, 0, 0, -1},
     {"dev/fuzz/*.*", false, 0, 0, -1},
+    {"dev/slurm/*.sh", false, 0, 0, -1},
     {"dev/test/*.*", false, 0, 0, -1},
     {"dev/*.*", false, 0, 0, -1},
     {"*.md", false, 0, 0, -1},
