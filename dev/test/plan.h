@@ -1,0 +1,1022 @@
+// plan.h -- tests of the model's sizes, the plan, visits and what fits: arithmetic over many random
+// settings, no tensor among them. A part of test_gpt2.cu, which includes it in chapter Model and
+// plan.
+
+// The model that -e names, with V tokens.
+static Model shape(const char *e, int V) {
+    Model m;
+    model_parse(&m, e);
+    model_set_vocabulary(&m, V);
+    return m;
+}
+
+// Parameters of the presets, and the layout of all three flat buffers: no hole, no overlap.
+static void test_model_sizes() {
+    // GPT-2's published parameter counts; a buffer holds also the vocabulary's padding, 47 rows.
+    static const struct {
+        const char *name;
+        int64_t parameters;
+    } known[] = {{"d12", 124439808},
+                 {"gpt2", 124439808},
+                 {"d24", 354823168},
+                 {"d36", 774030080},
+                 {"d48", 1557611200}};
+    for (auto &k : known) {
+        Model m = shape(k.name, GPT2_VOCABULARY);
+        expect(model_parameters(&m) == k.parameters, "%s: %" PRId64, k.name, model_parameters(&m));
+        expect(model_elements(&m) == k.parameters + 47 * m.C, "%s", k.name);
+        expect(m.maxT == 1024 && m.Vp == 50304, "%s", k.name);
+    }
+    Model m = shape("l3h5c35t9", 257);
+    for (int subset = ALL_TENSORS; subset <= VECTORS; subset++) {
+        int64_t end = 0;  // of the tensor before, in the order of the buffer: each starts there
+        for (int pass = 0; pass < 2 + m.L; pass++) {
+            for (int i = 0; i < TENSORS; i++) {
+                int layer = pass > 0 && pass <= m.L ? pass - 1 : 0;
+                int turn = i < LN1W ? 0 : i > FCPROJB ? m.L + 1 : layer + 1;
+                if (turn == pass && tensor_padded_size(&m, i, subset)) {
+                    int64_t at = subset_offset(&m, i, layer, subset);
+                    expect(at == end && at % TENSOR_ALIGN == 0, "tensor %d layer %d", i, layer);
+                    end = at + round_up_i64(tensor_size(&m, i), TENSOR_ALIGN);
+                }
+            }
+        }
+        expect(subset_offset(&m, TENSORS, 0, subset) == end);
+    }
+    // 6 x (parameters + padding) + 6 L C T, d12 at T 1024: 746,855,424 + 56,623,104.
+    m = shape("d12", GPT2_VOCABULARY);
+    expect(model_flops_per_token(&m, 1024) == 803478528.0);
+}
+
+static uint64_t draw_state = 1;
+static int draw(int low, int high) {  // low..high
+    uint32_t r[4];
+    philox4x32(r, 5, draw_state++, 0, 0);
+    return low + (int)(r[0] % (uint32_t)(high - low + 1));
+}
+
+// How many random settings a test draws: all of them with FULL=1 (`make test FULL=1`).
+static int random_count(int sample, int all) {
+    const char *full = getenv("FULL");
+    return full && strcmp(full, "1") == 0 ? all : sample;
+}
+
+// Settings of a CPU or GPU run, every field within its range.
+static Settings draw_settings() {
+    Settings s;
+    memset(&s, 0, sizeof s);
+    int NH = draw(1, 5), T = draw(1, 70);
+    s.model = shape(text("l%dh%dc%dt%d", draw(1, 9), NH, NH * draw(1, 40), T + draw(0, 9)).c_str(),
+                    draw(2, 3000));
+    s.ranks = 1;
+    s.B = draw(1, 9);
+    s.T = T;
+    s.threads = draw(1, 8);
+    s.logit_rows = draw(1, s.B * s.T);
+    int level = draw(0, RECOMPUTE_LEVELS - 1);
+    settings_recompute(&s, level, draw(0, 1) ? s.model.L : draw(0, s.model.L));
+    s.gpu = draw(0, 1);
+    s.dtype = s.grad_dtype = s.moment_dtype = s.gpu ? TYPE_FP32 : TYPE_REAL;
+    if (s.gpu) {
+        s.dtype = draw(0, 1) ? TYPE_BF16 : draw(0, 1) ? TYPE_FP16 : TYPE_FP32;
+        s.grad_dtype = s.dtype == TYPE_BF16 && draw(0, 1) ? TYPE_BF16 : TYPE_FP32;
+        s.moment_dtype = draw(0, 1) ? TYPE_BF16 : TYPE_FP32;
+        s.split_master = s.dtype == TYPE_BF16 && draw(0, 1);
+        s.workspace = default_workspace(&s.model);
+        s.home[HOME_OF_MOMENTS] = (Home)draw(0, 1);
+        s.home[HOME_OF_MASTER] = settings_has_master(&s) ? (Home)draw(0, 1) : HOME_DEVICE;
+    }
+    return s;
+}
+
+// The same on a GPU, where any state may be at home elsewhere and up to 1,024 ranks share a step.
+static Settings draw_homes() {
+    static const int ranks[] = {1, 2, 3, 4, 7, 8, 1024};
+    Settings s = draw_settings();
+    s.gpu = 1;
+    s.dtype = draw(0, 1) ? TYPE_BF16 : TYPE_FP32;
+    s.grad_dtype = s.dtype;
+    s.moment_dtype = draw(0, 1) ? TYPE_BF16 : TYPE_FP32;
+    s.split_master = s.dtype == TYPE_BF16 && draw(0, 1);
+    s.ranks = ranks[draw(0, 6)];
+    s.rank = draw(0, s.ranks - 1);
+    const int stage = draw(0, 3);
+    for (int state = 0; state < HOMES; state++) {
+        const int from = shard_stage[state];
+        const int sharded = s.ranks > 1 && from && from <= stage;
+        const int hosted = draw(0, 1) && !(state == HOME_OF_GRADIENTS && s.ranks > 1);
+        s.home[state] = (uint8_t)((sharded ? HOME_SHARD : 0) | (hosted ? HOME_HOST : 0));
+    }
+    return s;
+}
+
+// Settings as a user writes them.
+static Settings planned(const Text &options) {
+    Options o;
+    Settings s;
+    Model m;
+    parse(&o, ("--plan " + options).c_str());
+    model_parse(&m, o.model);
+    model_set_vocabulary(&m, GPT2_VOCABULARY);
+    settings_from_options(&s, &o, &m, 1);
+    return s;
+}
+
+// What a failure names.
+static Text settings_text(const Settings &s) {
+    return text("L%d NH%d C%d V%d B%d T%d logit rows %d -r %s gpu %d dtype %d threads %d",
+                s.model.L, s.model.NH, s.model.C, s.model.V, s.B, s.T, s.logit_rows,
+                recompute_text(&s).s, s.gpu, (int)s.dtype, s.threads);
+}
+
+// Bytes that a buffer keeps from others.
+static size_t padded(const Buffer &b) {
+    return (b.bytes + PLAN_ALIGN - 1) / PLAN_ALIGN * PLAN_ALIGN + PLAN_GAP;
+}
+
+// No two buffers share a byte at a tick, the total is where the last one ends, no layout could be
+// below live_bytes, and the same settings give the same plan.
+static void test_plan_layout() {
+    for (int n = 0; n < 300; n++) {
+        Settings s = n % 2 ? draw_settings() : draw_homes();
+        Plan p, q;
+        plan_build(&p, &s);
+        plan_build(&q, &s);
+        Text who = settings_text(s);
+        expect(p.buffer_count == q.buffer_count && p.device_bytes == q.device_bytes &&
+                   memcmp(p.buffers, q.buffers, sizeof(Buffer) * (size_t)p.buffer_count) == 0,
+               "%s", who.c_str());
+        size_t end[2] = {0, 0};
+        std::vector<size_t> live((size_t)p.ticks);
+        for (int i = 0; i < p.buffer_count; i++) {
+            const Buffer &a = p.buffers[i];
+            end[a.home] = std::max(end[a.home], a.offset + padded(a));
+            expect(a.offset % PLAN_ALIGN == 0 && a.first >= 0 && a.first <= a.last &&
+                       a.last < p.ticks && a.count > 0,
+                   "%s: %s", who.c_str(), a.name);
+            for (int t = a.first; t <= a.last && !a.home; t++) {
+                live[(size_t)t] += padded(a);
+            }
+            for (int j = 0; j < i; j++) {
+                const Buffer &b = p.buffers[j];
+                int apart = a.home != b.home || a.last < b.first || b.last < a.first ||
+                            a.offset + padded(a) <= b.offset || b.offset + padded(b) <= a.offset;
+                expect(apart, "%s: %s and %s", who.c_str(), a.name, b.name);
+            }
+        }
+        size_t most = *std::max_element(live.begin(), live.end());
+        expect(end[0] == p.device_bytes && end[1] == p.host_bytes, "%s", who.c_str());
+        expect(p.live_bytes == most && p.device_bytes >= most, "%s", who.c_str());
+        plan_free(&p);
+        plan_free(&q);
+    }
+    detail = "300 random settings";
+}
+
+// The highest level of any block, and the number of its blocks.
+static int settings_level(const Settings *s, int *blocks) {
+    int level = 0;
+    *blocks = 0;
+    for (int l = 0; l < s->model.L; l++) {
+        *blocks = s->level[l] > level ? 1 : *blocks + (s->level[l] == level);
+        level = s->level[l] > level ? s->level[l] : level;
+    }
+    return level;
+}
+
+// Asking for less never needs more: a higher level, more blocks of it, a smaller batch, narrower
+// moments, no master; nor does a state that leaves the device.
+static void test_plan_monotone() {
+    const int count = random_count(200, 5000);
+    for (int n = 0; n < count; n++) {
+        Settings s = draw_settings();
+        s.logit_rows = std::min(s.logit_rows, s.T);
+        for (int what = 0; what < 3 + 2 + HOST_RUNGS; what++) {
+            Settings more = s;
+            int blocks, level = settings_level(&s, &blocks);
+            if (what == 0 && level + 1 < RECOMPUTE_LEVELS) {
+                settings_recompute(&more, level + 1, blocks);
+            } else if (what == 1 && level > 0 && blocks < s.model.L) {
+                settings_recompute(&more, level, blocks + 1);
+            } else if (what == 2 && s.B > 1) {
+                more.B--;
+            } else if (what >= 3 && what < 3 + axis_steps(&s, BY_TYPE)) {
+                char option[64];
+                axis_apply(&more, BY_TYPE, what - 2, option);
+            } else if (what >= 5 && s.gpu && s.model.L > SLOTS) {  // two blocks are all in slots
+                settings_offload(&more, host_rungs[what - 5]);
+            }
+            expect(plan_bytes(&more) <= plan_bytes(&s), "%s, change %d: %zu to %zu",
+                   settings_text(s).c_str(), what, plan_bytes(&s), plan_bytes(&more));
+        }
+    }
+    detail = text("%d random settings", count);
+}
+
+// The parts of all ranks are each bucket once, and each tensor once, wherever a part cuts: inside
+// a row, or behind the last tensor. AdamW's ranges are those of the moments that a rank has.
+static void check_parts(Settings s, int *cut_rows) {
+    const Model &m = s.model;
+    const Text who = settings_text(s) + text(" ranks %d", s.ranks);
+    const int64_t vectors = bucket_at(&m, s.ranks, BUCKET_VECTORS).count;
+    BufferEntry rows[SINGLES];
+    single_buffers(rows, &s);
+    for (int tensor = 0; tensor < TENSORS; tensor++) {
+        for (int l = 0; l < tensor_copies(&m, tensor); l++) {
+            const int matrix = tensor_is_matrix(tensor), size = (int)tensor_size(&m, tensor);
+            const int bucket = !matrix ? 0 : tensor_table[tensor].per_layer ? 3 + l : 1 + tensor;
+            const Bucket b = bucket_at(&m, s.ranks, bucket);
+            int64_t next = 0;
+            for (s.rank = 0; s.rank < s.ranks; s.rank++) {
+                const TensorRange r = tensor_range(&s, tensor, l, 0);
+                const TensorRange u = tensor_update_range(&s, tensor, l);
+                if (r.count) {
+                    const int64_t from = b.offset + s.rank * b.part;
+                    expect(r.first == next, "%s: %s", who.c_str(), tensor_table[tensor].name);
+                    expect(s.ranks == 1 ||
+                               (r.param >= from && r.param + r.count <= from + b.part),
+                           "%s: %s", who.c_str(), tensor_table[tensor].name);
+                    expect(r.first % 8 == 0 && (m.C % 8 || r.count % 8 == 0), "%s", who.c_str());
+                    *cut_rows += tensor == QKVW && r.first % m.C;
+                }
+                next += r.count;
+                const int whole = !matrix || !(s.home[HOME_OF_MOMENTS] & HOME_SHARD);
+                expect(whole ? u.count == size : u.first == r.first && u.count == r.count, "%s",
+                       who.c_str());
+                expect(!u.count || (u.state >= 0 && u.state + u.count <= rows[BUF_M].count),
+                       "%s: %s", who.c_str(), tensor_table[tensor].name);
+                expect(matrix || u.state + u.count <= vectors || s.ranks == 1);
+            }
+            expect(next == size, "%s: %s", who.c_str(), tensor_table[tensor].name);
+        }
+    }
+}
+
+static void test_parts() {
+    int cut_rows = 0;
+    for (int n = 0; n < 60; n++) {
+        Settings s = draw_homes();
+        check_parts(s, &cut_rows);
+    }
+    // wpe of 9 rows: T below maxT, maxT C no multiple of 64; 1,024 ranks: parts of padding alone.
+    for (int ranks : {3, 7, 1024}) {
+        Settings s = planned(text("-e l2h3c96t9 -t 8 -b 1 --gpus %d -z %d", ranks, ranks % 4));
+        check_parts(s, &cut_rows);
+    }
+    expect(cut_rows > 0);
+    // One rank: nothing is padded, and everything stands where files have it.
+    Settings s = planned("-e l3h5c40t9 -z 3");
+    for (int tensor = 0; tensor < TENSORS; tensor++) {
+        for (int l = 0; l < tensor_copies(&s.model, tensor); l++) {
+            const TensorRange r = tensor_update_range(&s, tensor, l);
+            const int64_t at = tensor_offset(&s.model, tensor, l);
+            expect(r.first == 0 && r.param == at && r.state == at);
+        }
+    }
+    expect(bucket_at(&s.model, 1, BUCKET_BLOCKS + s.model.L).offset ==
+           tensor_offset(&s.model, TENSORS, 0));
+    detail = text("%d rows cut", cut_rows);
+}
+
+// The ticks at which block l's tenants of a kind are used: its weights in products, its gradients
+// where they are made, its residual where it is made and read.
+static std::vector<int> visit_uses(const Settings *s, HomeOf what, int l) {
+    const Model *m = &s->model;
+    std::vector<int> uses;
+    for (int stage : {F_LN1, F_QKV, F_ATTPROJ, F_FC, F_FCPROJ}) {
+        const int matrix = stage != F_LN1, x = stage == F_LN1 || stage == F_ATTPROJ;
+        if (what == HOME_OF_WEIGHTS ? matrix : what == HOME_OF_RESIDUALS && x) {
+            uses.push_back(tick_forward(l, stage));
+            if (plan_recomputes(s, stage, l)) {
+                uses.push_back(tick_backward(m, l, stage));
+            }
+        }
+    }
+    for (int stage : {B_FCPROJ, B_FC, B_ATTPROJ, B_QKV}) {
+        if (what != HOME_OF_RESIDUALS) {
+            uses.push_back(tick_backward(m, l, stage));
+        }
+    }
+    if (what == HOME_OF_RESIDUALS) {
+        uses.push_back(tick_forward(l - 1, F_FCPROJ));
+        uses.push_back(tick_backward(m, l, B_LN1));
+    }
+    return uses;
+}
+
+// What is wrong with a table of visits; empty: nothing. Tenants of a slot do not overlap from
+// arrival to departure, an arrival comes after the last use of the tenant before, every use is
+// covered by one visit, what was made on the device and is used again has stayed or departed, and
+// the slot's buffer lives all the while.
+static Text visits_fault(const Settings *s, const std::vector<Visit> &visits) {
+    static const int slots[HOMES] = {BUF_WEIGHTS_SLOT, BUF_GRADS_SLOT, 0, 0, BUF_X_SLOT};
+    BufferEntry rows[SINGLES];
+    single_buffers(rows, s);
+    const Visit *tenant[HOMES][SLOTS] = {};
+    for (size_t i = 0; i < visits.size(); i++) {
+        const Visit &v = visits[i];
+        const Text who = text("state %d block %d at tick %d: ", v.what, v.block, v.arrive);
+        const Visit *before = tenant[v.what][v.slot];
+        const BufferEntry &slot = rows[slots[v.what] + v.slot];
+        const int in = v.in != 0, out = v.out != 0, sorted = !i || (&v)[-1].arrive <= v.arrive;
+        if (!sorted || v.arrive + in > v.first || v.first > v.last || v.last + out > v.leave) {
+            return who + "not in order";
+        }
+        if (before && (v.arrive < before->leave || v.arrive <= before->last)) {
+            return who + text("block %d is there until tick %d", before->block, before->leave);
+        }
+        if (!slot.count || v.arrive < slot.first || v.leave > slot.last) {
+            return who + "outside the slot's life";
+        }
+        tenant[v.what][v.slot] = &v;
+    }
+    for (HomeOf what : {HOME_OF_WEIGHTS, HOME_OF_GRADIENTS, HOME_OF_RESIDUALS}) {
+        for (int l = 0; s->home[what] && l < s->model.L; l++) {
+            for (int tick : visit_uses(s, what, l)) {
+                auto covers = [&](const Visit &v) {
+                    return v.what == what && v.block == l && v.first <= tick && tick <= v.last;
+                };
+                if (std::count_if(visits.begin(), visits.end(), covers) != 1) {
+                    return text("state %d block %d: not there at tick %d", what, l, tick);
+                }
+            }
+        }
+    }
+    return "";
+}
+
+static std::vector<Visit> visits_of(const Settings *s) {
+    std::vector<Visit> visits(BLOCK_VISITS * (size_t)s->model.L);
+    visits.resize((size_t)visits_build(visits.data(), s));
+    return visits;
+}
+
+// 5,000 random settings; the table is the same for every rank, and a copy of it with a classic
+// mistake is found out.
+static void test_visits() {
+    int found[5] = {0, 0, 0, 0, 0};
+    for (int n = 0; n < 5000; n++) {
+        Settings s = draw_homes(), other = s;
+        std::vector<Visit> visits = visits_of(&s);
+        const Text fault = visits_fault(&s, visits);
+        expect(fault.empty(), "%s: %s", settings_text(s).c_str(), fault.c_str());
+        other.rank = draw(0, s.ranks - 1);
+        const std::vector<Visit> theirs = visits_of(&other);
+        const size_t bytes = visits.size() * sizeof(Visit);
+        expect(visits.size() == theirs.size() &&
+               (!bytes || !memcmp(visits.data(), theirs.data(), bytes)));
+        if (visits.empty() || s.model.L < 5) {
+            continue;
+        }
+        const int mistake = n % 5;
+        size_t i = visits.size() / 2;  // a visit to a slot that had a tenant before
+        while (visits[i].block < SLOTS || visits[i].block >= s.model.L - SLOTS) {
+            i = (size_t)draw(0, (int)visits.size() - 1);
+        }
+        Visit &v = visits[i];
+        const int early = v.arrive - BACK_TICKS;
+        // Slot off by one, a block early, departure or life cut short, used for too short.
+        v.slot = mistake == 0 ? (v.slot + 1) % SLOTS : v.slot;
+        v.arrive = mistake == 1 ? early : v.arrive;
+        v.leave = mistake == 2 ? v.last - 1 : mistake == 3 ? tick_update(&s) : v.leave;
+        v.last = mistake == 4 ? v.last - 1 : v.last;
+        expect(!visits_fault(&s, visits).empty(), "%s: %d", settings_text(s).c_str(), mistake);
+        found[mistake]++;
+    }
+    expect(*std::min_element(found, found + 5) > 0);
+    detail = "5,000 random settings, five mistakes";
+}
+
+// Plays the walk of `micros` micro-steps over a table of visits, and counts what moves.
+static void play(const Settings *s, int micros, double up[HOMES], double down[HOMES]) {
+    const std::vector<Visit> visits = visits_of(s);
+    int tenant[HOMES][SLOTS];
+    memset(tenant, -1, sizeof tenant);
+    for (int micro = 0; micro < micros; micro++) {
+        for (int tick = 0; tick <= tick_join(s); tick++) {
+            for (const Visit &v : visits) {
+                int *here = &tenant[v.what][v.slot];
+                const int there = *here == v.block && v.what == HOME_OF_WEIGHTS;
+                const int anew = v.what == HOME_OF_GRADIENTS && micro == 0;
+                up[v.what] += v.arrive == tick && v.in && !there && !anew;
+                *here = v.arrive == tick ? v.block : *here;
+                down[v.what] += v.last == tick && v.out;
+            }
+        }
+    }
+}
+
+// Bytes of a step as the tables of the design have them: P elements in the matrices of blocks, E
+// in wte and wpe, V in vectors, w and g bytes of a weight and a gradient.
+static void test_traffic() {
+    for (int n = 0; n < 500; n++) {
+        Settings s = draw_homes();
+        const int L = s.model.L, k = draw(1, 4), N = s.ranks, z = settings_zero(&s);
+        const Text who = settings_text(s) + text(" ranks %d z %d micros %d", N, z, k);
+        const double V = (double)bucket_at(&s.model, N, BUCKET_VECTORS).count;
+        const double E = (double)bucket_at(&s.model, N, BUCKET_BLOCKS).offset - V;
+        const double P = (double)(L * bucket_at(&s.model, N, BUCKET_BLOCKS).count), f = 1 - 1.0 / N;
+        const double w = (double)type_bytes(s.dtype), g = (double)type_bytes(s.grad_dtype);
+        double in[HOMES] = {}, out[HOMES] = {};
+        play(&s, k, in, out);
+        if (L >= 2 && s.home[HOME_OF_WEIGHTS]) {
+            expect(in[HOME_OF_WEIGHTS] == 2 * k * L - 4 * k + 2, "%s", who.c_str());
+        }
+        const double visits_w = in[HOME_OF_WEIGHTS] / L;
+        const double reduced = f * g * ((z >= 2 ? k : 1) * P + E) + 4 * f * V;
+        const double gathered =
+            f * ((z == 0 ? g : w) * (P + E) + (z == 3 ? w * (visits_w - 1) * P : 0) + 4 * V);
+        auto hosted = [&](int state) { return s.home[state] & HOME_HOST ? 1.0 : 0.0; };
+        const double share = z >= 1 ? 1.0 / N : 1, own = V + (E + P) * share;
+        const double moments = hosted(HOME_OF_MOMENTS) * 2 * (double)type_bytes(s.moment_dtype);
+        const double master = hosted(HOME_OF_MASTER) * (s.split_master ? 2 : 0);
+        const double NC = (double)s.B * s.T * s.model.C;
+        const double x = hosted(HOME_OF_RESIDUALS) * w * NC * k * std::max(L - 2, 0);
+        const double weights = hosted(HOME_OF_WEIGHTS) * w * P / (z == 3 ? N : 1);
+        const double grads = hosted(HOME_OF_GRADIENTS) * g * P;
+        const Traffic t = step_traffic(&s, k);
+        auto same = [&](double got, double want) { return fabs(got - want) <= 1e-9 * want; };
+        expect(same(t.reduced, reduced), "%s: %.17g, not %.17g", who.c_str(), t.reduced, reduced);
+        expect(same(t.gathered, gathered), "%s: %.17g, not %.17g", who.c_str(), t.gathered,
+               gathered);
+        const double down = (moments + master) * own + x + weights + grads * k;
+        expect(same(t.up, down + weights * visits_w + grads), "%s", who.c_str());
+        expect(same(t.down, down), "%s", who.c_str());
+    }
+    detail = "500 random settings";
+}
+
+// Every rank plans the same bytes; from two ranks on they never rise with the stage of ZeRO nor,
+// but for padding, with the ranks; what first fit cannot share stays below 2 %.
+static void test_plan_ranks() {
+    static const int ranks[] = {2, 3, 4, 7, 8, 1024};
+    double worst_layout = 1;
+    for (int n = 0; n < 40; n++) {
+        const Text shape = text("-e l%dh2c%dt64 -b %d -r %d", draw(5, 12), 16 * draw(1, 30),
+                                draw(1, 4), draw(0, 1));
+        size_t before[4] = {0, 0, 0, 0};
+        for (int N : ranks) {
+            for (int z = 0; z < 4; z++) {
+                Settings s = planned(shape + text(" --gpus %d -z %d", N, z));
+                Plan p, q;
+                plan_build(&p, &s);
+                s.rank = N - 1;
+                plan_build(&q, &s);
+                worst_layout =
+                    std::max(worst_layout, (double)p.device_bytes / (double)p.live_bytes);
+                expect(p.buffer_count == q.buffer_count && p.device_bytes == q.device_bytes &&
+                           memcmp(p.buffers, q.buffers,
+                                  sizeof(Buffer) * (size_t)p.buffer_count) == 0);
+                // At most 20 bytes an element of padding, in the buckets, slots and the exchange.
+                size_t padding = 20 * 64 * (size_t)N * (size_t)(s.model.L + 8) + 65536;
+                expect(N == 2 || p.device_bytes <= before[z] + padding, "%s, %d ranks, -z %d",
+                       shape.c_str(), N, z);
+                before[z] = p.device_bytes;
+                expect(z == 0 || before[z] <= before[z - 1], "%s, %d ranks, -z %d: %zu after %zu",
+                       shape.c_str(), N, z, before[z], before[z - 1]);
+                plan_free(&p);
+                plan_free(&q);
+            }
+        }
+    }
+    // GPT-2 1558M: what the README and the refusals promise of small cards.
+    static const struct {
+        const char *options;
+        double gib;
+    } limits[] = {{"-b 24 --offload moments,master", 15},
+                  {"-b 1 --offload moments,master,residuals", 6.5},
+                  {"-b 1 --offload weights,gradients,moments,master,residuals", 1.2},
+                  {"-b 1 --gpus 8 -z 3 --offload weights,moments,master,residuals", 1.2}};
+    for (auto &limit : limits) {
+        Settings s = planned(Text("-e d48 -t 1024 -r 1 ") + limit.options);
+        expect((double)plan_bytes(&s) <= limit.gib * 0x1p30, "%s", limit.options);
+    }
+    expect(worst_layout <= 1.02, "%.4f", worst_layout);
+    detail = text("layout %.2f %% above the live bytes", 100 * (worst_layout - 1));
+}
+
+// Every tick has a name of its own and stands in order; every level keeps what it says.
+static void test_stages() {
+    Settings s = planned("-e l3h1c8t4 --gpus 2");
+    std::vector<Text> names;
+    for (int t = 0; t <= tick_update(&s); t++) {
+        char name[32];
+        tick_name(name, &s, t);
+        expect(std::find(names.begin(), names.end(), name) == names.end(), "%s comes twice", name);
+        names.push_back(name);
+    }
+    // Channels kept per token and block at each level: what the levels are there for.
+    static const int kept[RECOMPUTE_LEVELS] = {16, 12, 10, 6, 3, 1};
+    for (int level = 0; level < RECOMPUTE_LEVELS; level++) {
+        int channels = 0;
+        for (const ActEntry &act : act_table) {
+            channels += level_table[level].stages >> act.made & 1 ? 0 : std::max(act.channels, 0);
+        }
+        expect(channels == kept[level], "%s keeps %d", level_table[level].name, channels);
+    }
+    // embed; 3 x 8; lnf, head, d_lnf; 3 x 15; d_embed, join, update.
+    expect(names.size() == 1 + 24 + 3 + 45 + 3);
+    expect(names[1] == "0.ln1" && names[24] == "2.fcproj" && names[28] == "2.re-ln1" &&
+           names[72] == "0.d_ln1" && names[74] == "join" && names[75] == "update");
+    s.ranks = 1;  // nothing to join
+    expect(tick_update(&s) == 74);
+}
+
+// A network of random weights (biases and LayerNorms too), with an engine of its own.
+struct Net {
+    Engine e;
+    Settings s;
+    Plan plan;
+    Net(const Model &m, int B, int T, int level = 0, int blocks = -1, int logit_rows = 0) {
+        Options o;
+        options_default(&o);
+        o.batch = B;
+        o.seq_len = T;
+        o.logit_rows = logit_rows;
+        settings_from_options(&s, &o, &m, 0);
+        settings_recompute(&s, level, blocks < 0 ? m.L : blocks);
+        plan_build(&plan, &s);
+        cpu_open(&e, &plan);
+        give_weights(m);
+    }
+    // With options as a user writes them; the GPU's where there is one.
+    Net(const Model &m, const Text &options, int gpu = TEST_CUDA) {
+        Options o;
+        parse(&o, options.c_str());
+        settings_from_options(&s, &o, &m, gpu);
+        if (o.generate) {
+            settings_generate(&s);
+        }
+        plan_build(&plan, &s);
+#if TEST_CUDA
+        (gpu ? gpu_engine_open : cpu_open)(&e, &plan);
+#else
+        cpu_open(&e, &plan);
+#endif
+        give_weights(m);
+    }
+    void give_weights(const Model &m) {
+        engine_initialise(&e, &m, 3);
+        for (int tensor = 0; tensor < TENSORS; tensor++) {
+            for (int l = 0; l < tensor_copies(&m, tensor); l++) {
+                size_t size =
+                    (size_t)(tensor_rows(&m, tensor) * tensor_cols(&m, tensor));
+                Reals w = noise(size, 0.15, (uint64_t)(tensor * 100 + l));
+                for (real &x : w) {
+                    x += (real)(tensor_table[tensor].init == INIT_ONE);
+                }
+                e.write(&e, STATE_WEIGHTS, tensor_offset(&m, tensor, l), w.data(), (int64_t)size);
+            }
+        }
+    }
+    Net(const Net &) = delete;
+    ~Net() {
+        e.close(&e);
+        plan_free(&plan);
+    }
+    int64_t size() { return tensor_offset(&s.model, TENSORS, 0); }
+    Reals state(int which) {
+        Reals all((size_t)size());
+        e.read(&e, which, 0, all.data(), size());
+        return all;
+    }
+    Reals gradients() { return state(STATE_GRADS); }
+};
+
+// B x T tokens below V and the T that follow each.
+struct Batch {
+    std::vector<Token> inputs, targets;
+    Batch(int n, int V, uint64_t seed) {
+        for (int i = 0; i < n; i++) {
+            inputs.push_back((Token)(rng_uniform(seed, 9, 0, (uint64_t)i) * V));
+            targets.push_back((Token)(rng_uniform(seed, 9, 1, (uint64_t)i) * V));
+        }
+    }
+};
+
+#if TEST_ASAN
+// What plan_tick does to memory in this build: dead rows, and the gaps behind rows, are out of
+// bounds, and the sanitizer ends the test that touches them.
+static void mark_for_asan(void *memory, size_t bytes, int alive) {
+    ASAN_UNPOISON_MEMORY_REGION(memory, bytes);
+    memset(memory, 0xff, bytes);
+    if (!alive) {
+        ASAN_POISON_MEMORY_REGION(memory, bytes);
+    }
+}
+#endif
+
+// A row that is not alive is refused, a fresh one holds NaN; see also mark_for_asan.
+static void test_arena() {
+#ifdef _OPENMP
+    omp_set_num_threads(1);  // the leak sanitizer of a forked child minds threads left behind
+#endif
+    Model m = shape("l2h2c26t8", 257);
+    Net n(m, 1, 7, RECOMPUTE_BLOCK);
+    Plan *p = &n.plan;
+    plan_tick(p, tick_update(&p->settings));
+    expect_death(buffer(&n.plan, BUF_LOGITS),
+                 "buffer logits lives from tick 18 to 18, used at");
+    expect_death(dact(&n.plan, GRAD_QKV, 1), "buffer 1.d_qkv lives from");
+    expect_death(buffer_pointer(p, -1), "no such buffer");
+    expect_death(buffer_pointer(p, p->buffer_count), "no such buffer");
+    plan_tick(p, tick_head(&m));
+    const Buffer &row = p->buffers[p->single[BUF_LNF]];
+    char *lnf = (char *)buffer(&n.plan, BUF_LNF);
+    const real *values = (const real *)lnf;
+    expect(isnan((double)values[0]) && isnan((double)values[row.count - 1]), "fresh rows are NaN");
+    for (const Buffer *r = p->buffers; r < p->buffers + p->buffer_count; r++) {
+        expect(r->alive == (r->first <= p->now && p->now <= r->last), "%s", r->name);
+    }
+#if TEST_ASAN
+    auto touch = [&](size_t byte) { *(volatile char *)(lnf + byte) = 0; };
+    expect(outcome(spawn([&] { touch(row.bytes - 1); })).status == 0, "the last byte");
+    for (size_t byte : {row.bytes, row.bytes + PLAN_GAP - 1}) {
+        Outcome past = outcome(spawn([&] { touch(byte); }));
+        expect(past.err.find("use-after-poison") != Text::npos, "behind the row");
+    }
+    plan_tick(p, tick_update(&p->settings));
+    Outcome dead = outcome(spawn([&] { touch(0); }));
+    expect(dead.err.find("use-after-poison") != Text::npos, "a dead row");
+#endif
+}
+
+// Pages of this process's address space (field 0 of /proc/self/statm).
+static long address_pages() {
+    long pages = 0;
+    sscanf(read_file("/proc/self/statm").c_str(), "%ld", &pages);
+    return pages;
+}
+
+// Both mappings are the plan's numbers, and nothing is allocated once the first step is done.
+static void test_plan_allocation() {
+    for (const char *options : {"-r none", "-r norm", "-r block", "--offload moments",
+                                "-r block --offload weights,gradients,moments,residuals"}) {
+        Model m = shape("l3h3c96t40", 300);
+        Net n(m, Text("-b 3 ") + options, 0);
+        Batch b(120, 300, 1);
+        Options o;
+        options_default(&o);
+        n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
+        n.e.update(&n.e, &o, 1e-3, HUGE_VAL, 0);
+        Plan p;
+        plan_build(&p, &n.s);
+        long before = address_pages(), page = sysconf(_SC_PAGESIZE);
+        plan_open(&p);
+        long mapped = address_pages() - before;
+        auto pages = [page](size_t bytes) { return ((long)bytes + page - 1) / page; };
+        expect(mapped == pages(p.device_bytes) + pages(p.host_bytes), "%ld pages", mapped);
+        expect((p.host_bytes > 0) == (strstr(options, "offload") != NULL), "%s", options);
+        plan_close(&p);
+        plan_free(&p);
+        before = address_pages();
+        for (int i = 0; i < 3; i++) {
+            n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
+            n.e.update(&n.e, &o, 1e-3, HUGE_VAL, 0);
+        }
+        expect(address_pages() == before, "grew by %ld pages", address_pages() - before);
+    }
+}
+
+// Limits of control groups, of both versions and at any depth, in a made-up /proc and /sys.
+static void test_host_memory() {
+    auto put = [](const Text &path, const Text &bytes) {
+        for (size_t at = 0; (at = path.find('/', at + 1)) != Text::npos;) {
+            mkdir(path.substr(0, at).c_str(), 0755);
+        }
+        write_file(path, bytes);
+    };
+    auto found = [](const char *root, int64_t mib, const char *limit) {
+        const HostMemory h = host_memory(root);
+        expect(h.bytes >> 20 == mib && Text(h.limit).find(limit) == 0, "%s: %" PRId64 " MiB, %s",
+               root, h.bytes >> 20, h.limit);
+    };
+    for (const char *root : {"v1", "v2", "none", "container"}) {
+        put(Text(root) + "/proc/meminfo", "MemTotal: 99999999 kB\nMemAvailable: 8388608 kB\n");
+    }
+    put("v2/proc/self/cgroup", "0::/slurm/job_7/step_0\n");
+    const Text job = "v2/sys/fs/cgroup/slurm/job_7/";
+    put(job + "memory.max", "1073741824\n");
+    put(job + "memory.current", "524288000\n");
+    put(job + "memory.stat", "anon 5\ninactive_file 209715200\nfile 7\n");
+    put(job + "step_0/memory.max", "max\n");
+    put(job + "step_0/memory.current", "104857600\n");
+    found("v2", 1024 - 300, "memory.max of control group /slurm/job_7");
+    put(job + "step_0/memory.high", "734003200\n");
+    found("v2", 600, "memory.high of control group /slurm/job_7/step_0");
+    put("v2/sys/fs/cgroup/memory.max", "104857600\n");
+    found("v2", 100, "memory.max of control group /");
+    put("v1/proc/self/cgroup", "5:cpu,cpuacct:/a\n4:hugetlb,memory:/slurm/job_7\n0::/x\n");
+    const Text v1 = "v1/sys/fs/cgroup/memory/slurm/";
+    put(v1 + "job_7/memory.limit_in_bytes", "9223372036854771712\n");
+    put(v1 + "job_7/memory.usage_in_bytes", "104857600\n");
+    found("v1", 8192, "what is free on this machine");
+    put(v1 + "memory.limit_in_bytes", "1073741824\n");
+    put(v1 + "memory.usage_in_bytes", "524288000\n");
+    put(v1 + "memory.stat", "inactive_file 1\ntotal_inactive_file 209715200\n");
+    found("v1", 1024 - 300, "memory.limit_in_bytes of control group /slurm");
+    put(v1 + "memory.usage_in_bytes", "9073741824\n");
+    found("v1", 0, "memory.limit_in_bytes of control group /slurm");
+    put("container/proc/self/cgroup", "4:memory:/docker/0123\n");
+    put("container/sys/fs/cgroup/memory/memory.limit_in_bytes", "1073741824\n");
+    found("container", 1024, "memory.limit_in_bytes of control group /");
+    found("none", 8192, "what is free on this machine");
+    found("absent", INT64_MAX >> 20, "");  // nothing says: no limit
+}
+
+// Quotas of control groups, of both versions and at any depth, in a made-up /proc and /sys.
+static void test_host_cores() {
+    auto put = [](const Text &path, const Text &bytes) {
+        for (size_t at = 0; (at = path.find('/', at + 1)) != Text::npos;) {
+            mkdir(path.substr(0, at).c_str(), 0755);
+        }
+        write_file(path, bytes);
+    };
+    auto found = [](const char *root, int cores) {
+        expect(host_cores(root, 16) == cores, "%s: %d cores, not %d", root, host_cores(root, 16),
+               cores);
+    };
+    found("nothing", 16);
+    put("q2/proc/self/cgroup", "0::/slurm/job_7\n");
+    put("q2/sys/fs/cgroup/slurm/job_7/cpu.max", "max 100000\n");
+    found("q2", 16);
+    put("q2/sys/fs/cgroup/slurm/cpu.max", "250000 100000\n");
+    found("q2", 3);
+    put("q2/sys/fs/cgroup/slurm/job_7/cpu.max", "50000 100000\n");
+    found("q2", 1);
+    put("q1/proc/self/cgroup", "7:cpuset:/x\n5:cpu,cpuacct:/a\n4:memory:/b\n0::/\n");
+    put("q1/sys/fs/cgroup/cpu/x/cpu.cfs_quota_us", "100000\n");  // of another controller's group
+    put("q1/sys/fs/cgroup/cpu/x/cpu.cfs_period_us", "100000\n");
+    put("q1/sys/fs/cgroup/cpu/a/cpu.cfs_quota_us", "-1\n");
+    put("q1/sys/fs/cgroup/cpu/a/cpu.cfs_period_us", "100000\n");
+    found("q1", 16);
+    put("q1/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "400000\n");
+    put("q1/sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000\n");
+    found("q1", 4);
+}
+
+// What does not fit is refused before anything is allocated, with what would help.
+static void test_plan_refuse() {
+    Settings s = draw_settings();
+    s.model = shape("l4h4c128t64", 257);
+    s.B = 8;
+    s.T = s.logit_rows = 64;
+    s.gpu = 0;
+    settings_recompute(&s, RECOMPUTE_NONE, s.model.L);
+    s.dtype = s.grad_dtype = s.moment_dtype = TYPE_REAL;
+    s.split_master = 0;
+    memset(s.home, 0, sizeof s.home);
+    Plan p;
+    plan_build(&p, &s);
+    plan_refuse(&p, p.device_bytes, p.device_bytes);
+    expect_death(plan_refuse(&p, p.device_bytes, p.device_bytes - 1000), ": 1000 B short; -r gelu");
+    expect_death(plan_refuse(&p, p.device_bytes, 0), "only 0 B are available");
+    Remedy list[MAX_REMEDIES];
+    int n = plan_remedies(&p, list);
+    expect(n == 8, "%d remedies: five levels, batches of 4, 2 and 1", n);
+    for (int i = 0; i < n; i++) {
+        expect(list[i].bytes < p.device_bytes && list[i].bytes == plan_bytes(&list[i].settings));
+    }
+    plan_free(&p);
+    s.home[HOME_OF_MOMENTS] = HOME_HOST;
+    plan_build(&p, &s);
+    HostMemory host = {(int64_t)p.host_bytes * 3, "a test"};
+    plan_refuse_host(&p, 3, &host);
+    host.bytes--;
+    expect_death(plan_refuse_host(&p, 3, &host), "(a test): 1 B short; fewer states in --offload");
+    plan_free(&p);
+}
+
+// The mixture of levels that fits is in the room, as a command line says it, `none` where there is
+// room for everything, and more room never makes a slower one; nor is a level for all blocks that
+// fits any faster, but for the one block by which a mixture goes too far.
+static void test_levels_fit() {
+    const int count = random_count(150, 3000);
+    double worst_price = 0;
+    for (int n = 0; n < count; n++) {
+        Settings s = draw_settings(), least = s, parsed = s;
+        const Speed v = speed_usual(&s);
+        const Text who = settings_text(s);
+        settings_recompute(&s, RECOMPUTE_NONE, 0);
+        settings_recompute(&least, RECOMPUTE_BLOCK, s.model.L);
+        const size_t all = plan_bytes(&s), few = plan_bytes(&least);
+        double before = HUGE_VAL;
+        for (int part = 0; part <= 4; part++) {
+            const size_t room = few + (all - few) * (size_t)part / 4;
+            const size_t bytes = settings_fit_levels(&s, &v, room);
+            const double seconds = forecast_step(&v, &s, 1);
+            expect(bytes <= room && bytes == plan_bytes(&s), "%s: %zu of %zu", who.c_str(), bytes,
+                   room);
+            expect(seconds <= before, "%s: slower with more room", who.c_str());
+            before = seconds;
+            recompute_parse(&parsed, recompute_text(&s).s);
+            expect(memcmp(parsed.level, s.level, sizeof s.level) == 0, "%s: %s", who.c_str(),
+                   recompute_text(&s).s);
+            Settings block = s;
+            settings_recompute(&block, RECOMPUTE_BLOCK, 1);
+            Settings none = s;
+            settings_recompute(&none, RECOMPUTE_NONE, 0);
+            const double one = forecast_step(&v, &block, 1) - forecast_step(&v, &none, 1);
+            for (int level = 0; level < RECOMPUTE_LEVELS; level++) {
+                Settings same = s;
+                settings_recompute(&same, level, s.model.L);
+                if (plan_bytes(&same) <= room) {
+                    const double price = (seconds - forecast_step(&v, &same, 1)) / one;
+                    worst_price = std::max(worst_price, price);
+                    expect(price <= 1, "%s: %s is faster than %s by %.2f blocks", who.c_str(),
+                           level_table[level].name, recompute_text(&s).s, price);
+                }
+            }
+        }
+        expect(recompute_text(&s).s == Text("none"), "%s: room for everything", who.c_str());
+        expect(settings_fit_levels(&s, &v, few - 1) >= few, "%s: too little", who.c_str());
+    }
+    detail = text("%d random settings; at worst %.2f blocks too many", count, worst_price);
+}
+
+// `base` with some of its options replaced.
+static Text options_replaced(const Text &base, const Text &options) {
+    Text line = base + " ";
+    for (size_t at = 0, end; at < options.size(); at = end + 1) {
+        end = std::min(options.find(' ', at), options.size());
+        const Text word = options.substr(at, end - at);
+        const size_t old = line.find(word + " ");
+        if (word[0] == '-' && old != Text::npos) {
+            const size_t value = line.find(' ', old), next = line.find(' ', value + 1);
+            line.erase(old, next + 1 - old);
+        }
+        line += word + " ";
+    }
+    line.pop_back();
+    return line;
+}
+
+// Every cure, typed as the program prints it, makes the plan fit, and no part of it is idle; where
+// there is none the smallest settings do not fit either.
+static void test_remedies() {
+    static const char *const types[] = {"--dtype fp32", "--dtype bf16", "--moments bf16",
+                                        "--moments bf16 -w none", "-w none", "--dtype fp16"};
+    const int count = random_count(40, 1500);
+    std::vector<Remedy> list(MAX_REMEDIES);
+    int cures = 0, several = 0, without = 0;
+    for (int n = 0; n < count; n++) {
+        const Text base =
+            text("-e l%dh2c%dt64 -b %d -r %s --offload %s %s", draw(1, 5), 16 * draw(1, 20),
+                 1 << draw(0, 4), level_table[draw(0, 5)].name, draw(0, 3) ? "none" : "moments",
+                 types[draw(0, 5)]);
+        Settings s = planned(base);
+        Plan p;
+        Room room = {};
+        plan_build(&p, &s);
+        room.device = p.device_bytes / 100 * (size_t)draw(2, 99);
+        room.host = draw(0, 3) ? SIZE_MAX : p.device_bytes / 3;
+        const int found = plan_cures(&p, &room, list.data());
+        for (int i = 0; i < found; i++) {
+            const Remedy &r = list[(size_t)i];
+            Settings cured = planned(options_replaced(base, r.option));
+            Plan q;
+            plan_build(&q, &cured);
+            expect(q.device_bytes == r.bytes && q.device_bytes <= room.device &&
+                       q.host_bytes <= room.host,
+                   "%s, then %s: %zu, promised %zu, room %zu", base.c_str(), r.option,
+                   q.device_bytes, r.bytes, room.device);
+            expect(i == 0 || r.kind > list[(size_t)i - 1].kind ||
+                       (r.kind == list[(size_t)i - 1].kind && r.slower >= r.slower),
+                   "%s: order", base.c_str());
+            plan_free(&q);
+            several += std::count(r.steps, r.steps + AXES, 0) < AXES - 1;
+        }
+        if (found == 0) {
+            Settings least = s;
+            char option[64];
+            settings_recompute(&least, RECOMPUTE_BLOCK, s.model.L);
+            settings_batch(&least, 1);
+            for (int rung = 0; rung < HOST_RUNGS; rung++) {
+                for (int type = 0; type <= axis_steps(&s, BY_TYPE); type++) {
+                    Settings t = least;
+                    Plan q;
+                    type ? (void)axis_apply(&t, BY_TYPE, type, option) : (void)0;
+                    settings_offload(&t, host_rungs[rung]);
+                    plan_build(&q, &t);
+                    expect(q.device_bytes > room.device || q.host_bytes > room.host, "%s: %zu fits",
+                           base.c_str(), q.device_bytes);
+                    plan_free(&q);
+                }
+            }
+        }
+        cures += found;
+        without += found == 0;
+        plan_free(&p);
+    }
+    expect(several > 0 && without > 0 && without < count, "%d of several changes", several);
+    detail = text("%d random plans, %d cures, %d of several changes", count, cures, several);
+}
+
+// What -r auto and --offload auto choose for a run as typed, on a GPU with `device` bytes for the
+// plan and `host` bytes to pin.
+static Settings automatic(const Text &options, size_t device, size_t host) {
+    Options o;
+    Room room = {};
+    Settings s = planned(options);
+    parse(&o, ("--plan " + options).c_str());
+    room.device = device;
+    room.host = host;
+    settings_auto(&s, &o, &room);
+    return s;
+}
+
+// auto: nothing where there is room, levels before homes, no more homes than needed, nothing that
+// was asked for is changed, and what lacks host memory stays on the device.
+static void test_auto() {
+    const Text run = "-e l6h2c64t64 -b 4";
+    const Settings whole = planned(run + " -r none"), least_kept = planned(run + " -r block");
+    const size_t all = plan_bytes(&whole), block = plan_bytes(&least_kept);
+    auto chosen = [&](const Text &more, size_t device, size_t host) {
+        char homes[64];
+        const Settings s = automatic(run + more, device, host);
+        return Text(recompute_text(&s).s) + " " + offload_text(homes, &s);
+    };
+    expect(chosen("", all, 0) == "none none", "%s", chosen("", all, 0).c_str());
+    expect(chosen("", 0, 0) == "none none", "an unknown card");
+    expect(chosen("", all - 1, 0) != "none none" && chosen("", block, 0).find(" none") > 0);
+    const Text least = chosen("", block, SIZE_MAX);
+    expect(least.find("block") == 0 && least.find(" none") != Text::npos, "%s", least.c_str());
+    const Text away = chosen("", block - 1, SIZE_MAX);
+    expect(away.find(" moments,master") != Text::npos && away.find("residuals") == Text::npos, "%s",
+           away.c_str());
+    expect(chosen("", block - 1, 1000).find("block none") == 0, "no host memory");
+    expect(chosen("", 1, SIZE_MAX) == "block weights,gradients,moments,master,residuals", "%s",
+           chosen("", 1, SIZE_MAX).c_str());
+    expect(chosen(" --offload none", 1, SIZE_MAX) == "block none");
+    expect(chosen(" -r gelu:2 --offload moments", 1, SIZE_MAX) == "gelu:2 moments");
+    expect(chosen(" -r mlp:2,norm", all, 0) == "mlp:2,norm none");
+}
+
+// The forecast against figures counted kernel by kernel from the machine code, tokens/s at 0.5M
+// tokens a step: a card's rates and the work of stages must give them back within 6 %.
+static void test_forecast() {
+    static const struct {
+        const char *card, *options;
+        double tokens_per_s;
+    } counted[] = {
+        {"h200", "-e d12 -b 64", 467e3},  {"h200", "-e d24 -b 32", 178e3},
+        {"h200", "-e d36 -b 16", 88e3},   {"h200", "-e d48 -b 16", 47.4e3},
+        {"h200", "-e d48 -b 16 -r block", 38.9e3},
+        {"h100", "-e d12 -b 64", 440e3},  {"h100", "-e d48 -b 8", 45.3e3},
+        {"a100", "-e d12 -b 64", 220e3},  {"a100", "-e d48 -b 8", 21e3},
+        {"a100", "-e d48 -b 8 -r block", 17.2e3},
+        {"4090", "-e d12 -b 16", 142e3},  {"4090", "-e d48 -b 8", 13.3e3},
+        {"4090", "-e d48 -b 8 -r block", 11e3},
+        {"4060ti", "-e d12 -b 16", 40e3}, {"4060ti", "-e d48 -b 4", 3.7e3},
+        {"t4", "-e d12 -b 16", 30.6e3},   {"t4", "-e d48 -b 4", 3e3},
+    };
+    for (auto &c : counted) {
+        const Text options = Text("--gpu ") + c.card + " -d 524288 " + c.options;
+        const Settings s = planned(options + (options.find("-r ") == Text::npos ? " -r none" : ""));
+        Options o;
+        parse(&o, ("--plan " + options).c_str());
+        const Speed v = speed_predict(rates_named(&o), &s);
+        expect_near(forecast_tokens_per_s(&v, &s, step_micros(&o, &s)), c.tokens_per_s,
+                    0.06 * c.tokens_per_s, "%s %s", c.card, c.options);
+    }
+    // A level costs what it computes again; homes cost time; a larger step hides an update.
+    const Settings s = planned("-e d12 -r none"), mlp = planned("-e d12 -r mlp");
+    const Settings away = planned("-e d12 -r none --offload moments,master");
+    const Speed v = speed_usual(&s);
+    double again = 0;
+    for (int stage : {F_LN1, F_LN2, F_FC, F_GELU}) {
+        again += v.token[stage] * 12 * 4096;
+    }
+    expect_near(forecast_step(&v, &mlp, 1) - forecast_step(&v, &s, 1), again, 1e-9, "-r mlp");
+    expect(forecast_step(&v, &away, 1) > forecast_step(&v, &s, 1));
+    expect(forecast_tokens_per_s(&v, &away, 64) > forecast_tokens_per_s(&v, &away, 1));
+}
+
+// What README and the refusals promise of GPT-2 1558M in 15 GiB and below.
+static void test_fit_sizes() {
+    auto chosen = [](const Text &options) {
+        Options o;
+        Model m;
+        parse(&o, options.c_str());
+        model_parse(&m, o.model);
+        model_set_vocabulary(&m, GPT2_VOCABULARY);
+        std::vector<FitPoint> list(MAX_POINTS);
+        Room room = room_named(&o, new Settings(planned("-e d48")));
+        const int n = fit_points(list.data(), &o, &m, &room);
+        const FitPoint f = *fit_choose(list.data(), n, o.tokens_per_step > 0);
+        for (int i = 0; i < n; i++) {
+            expect(list[(size_t)i].bytes <= room.device, "%s: point %d", options.c_str(), i);
+        }
+        return f;
+    };
+    FitPoint f = chosen("--fit any -e d48 --gpu-mem 15GiB");
+    expect(f.o.batch >= 8 && f.rung == 0 && f.o.moments == MOMENTS_BF16 &&
+               f.o.master == MASTER_NONE, "-b %d, rung %d", (int)f.o.batch, f.rung);
+    f = chosen("--fit bits -e d48 --gpu-mem 15GiB");
+    expect(f.o.batch >= 24 && f.type == 0 && f.o.offload == HOST_MOMENTS, "-b %d, rung %d",
+           (int)f.o.batch, f.rung);
+    f = chosen("--fit bits -e d48 --gpu-mem 15GiB -d 524288");
+    expect(524288 % (f.o.batch * 1024) == 0 && f.type == 0, "-b %d", (int)f.o.batch);
+    f = chosen("--fit bits -e d12 --gpu 4090 -r gelu --offload none");
+    expect(recompute_text(&f.settings).s == Text("gelu") && f.rung == 0);
+}
