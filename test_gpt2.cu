@@ -41,6 +41,7 @@
 #include "train_gpt2.c"
 #endif
 #include <array>
+#include <malloc.h>
 #include "dev/test/files.h"
 #if TEST_ASAN
 #include <sanitizer/asan_interface.h>
@@ -3642,12 +3643,13 @@ static void test_gpu_allocation_random() {
                                    T + draw(0, 3)).c_str(), draw(2, 300));
         static const char *const types[] = {"--dtype fp32", "--dtype bf16", "--moments bf16",
                                             "--moments bf16 -w none", "--grad-dtype fp32"};
-        const int B = draw(1, 3), level = draw(0, RECOMPUTE_BLOCK), blocks = draw(0, m.L);
+        const int B = draw(1, 3), level = draw(0, RECOMPUTE_BLOCK), blocks = draw(1, m.L);
         static const char *const homes[] = {"none", "moments", "residuals,moments",
                                             "weights,gradients", "weights,residuals,gradients"};
-        const Text options = text("-b %d -t %d -r %s:%d,%s %s --logit-rows %d --offload %s", B, T,
+        const Text rest = Text(",") + level_table[draw(0, RECOMPUTE_BLOCK)].name;
+        const Text options = text("-b %d -t %d -r %s:%d%s %s --logit-rows %d --offload %s", B, T,
                                   level_table[level].name, blocks,
-                                  level_table[draw(0, RECOMPUTE_BLOCK)].name, types[draw(0, 4)],
+                                  blocks < m.L ? rest.c_str() : "", types[draw(0, 4)],
                                   draw(0, B * T), homes[draw(0, 4)]);
         emu::peak_bytes = 0;
         Net net(m, options);
