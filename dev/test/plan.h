@@ -648,9 +648,9 @@ static long address_pages() {
     return pages;
 }
 
-// Both mappings are the plan's numbers, and nothing is allocated once the first step is done. Threads
-// share one heap here, with room at its end: how many tasks of OpenMP are open at once is chance, and
-// a heap of a thread's own takes 64 MiB of addresses.
+// Both mappings are the plan's numbers, and nothing is allocated once the first step is done.
+// Threads share one heap here, with room at its end: how many tasks of OpenMP are open at once is
+// chance, and a heap of a thread's own takes 64 MiB of addresses.
 static void test_plan_allocation() {
     mallopt(M_ARENA_MAX, 1);
     mallopt(M_TOP_PAD, 1 << 22);
