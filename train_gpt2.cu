@@ -2317,7 +2317,7 @@ static void gpu_attention_forward(E *out, float *lse, const E *qkv, int B, int T
 // cache_append_kernel: keys and values of `rows` tokens from qkv (rows,3,NH,HS) to positions first,
 // first + 1, ... of cache (2,NH,positions,HS), all of E. Grid ceil(2 rows C / 256), block 256, a
 // thread a number: a token has few of them, so nothing is gained by more at a time. Exact.
-// budget: <bf16> threads 256 regs 16 blocks 8 test gpu_cached
+// budget: <bf16> threads 256 regs 16 blocks 6 test gpu_cached
 template <class E>
 __global__ void cache_append_kernel(E *cache, const E *qkv, int positions, int first, int rows,
                                     int NH, int HS) {
@@ -2401,7 +2401,7 @@ __device__ inline void cached_round(CachedSums<D> &sums, const float (&q)[D], co
 // rounding loses. Source: Dao et al., "Flash-Decoding for long-context inference" (2023), in one
 // block.
 // budget: <bf16, 2> threads 256 shared 2112 regs 96 blocks 2 test gpu_cached
-// budget: <bf16, 4> threads 256 shared 4160 regs 96 blocks 2 test gpu_cached
+// budget: <bf16, 4> threads 256 shared 4160 regs 128 blocks 2 test gpu_cached
 template <class E, int D>
 __global__ void attention_cached_kernel(E *out, const E *qkv, const E *cache, int positions,
                                         int first, int NH, int HS) {
@@ -2997,7 +2997,7 @@ template <class T> __device__ inline float square_sum(const T *grads, size_t beg
 
 // partials[block] = sum of squares of the chunks block, block + gridDim.x, ...
 //   grads_2d and grads_home of G, grads_1d and partials (gridDim.x) fp32.
-// budget: <bf16> threads 256 regs 29 blocks 6 test gpu_norm
+// budget: <bf16> threads 256 regs 31 blocks 6 test gpu_norm
 template <class G>
 __global__ void grad_square_sum_kernel(float *partials, const G *grads_2d, const float *grads_1d,
                                        const G *grads_home, const ParamRange *ranges,
@@ -3437,7 +3437,7 @@ static_assert(sizeof(StepWord) <= RANK_WORD_BYTES, "the plan's buffer holds the 
 // own (count) = round(own and the other ranks' parts added in the order of ranks).
 //   own of G; others of G, (ranks - 1, count), that of rank q in row q, or q - 1 behind this rank.
 // Numerics: sums in fp32, rounded once. Bytes: each part is read once. grid: count / 2048 blocks.
-// budget: <bf16> threads 256 regs 32 blocks 8 test gpu_exchange
+// budget: <bf16> threads 256 regs 38 blocks 6 test gpu_exchange
 template <class G>
 static __global__ void __launch_bounds__(256)
     rank_sum_kernel(G *own, const G *others, int rank, int ranks, size_t count) {

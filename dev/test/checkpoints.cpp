@@ -438,7 +438,7 @@ static void test_state_refused() {
         remove_folder("out/step-00000004");
         write_file(at + "/" + saved_files[SAVED_STATE], state);
         write_manifest(at);
-        return program(run);
+        return program(run, no_leaks);
     };
     const std::pair<Text, const char *> table[] = {
         {with_tensor(good, "master", "U16", low + "xx", all + 1), "tensor master: is no part of"},
@@ -497,7 +497,7 @@ static void test_state_values() {
         remove_folder("out/step-00000004");
         write_file(at + "/" + saved_files[SAVED_STATE], state);
         write_manifest(at);
-        return program(run);
+        return program(run, no_leaks);
     };
     const std::pair<Text, Text> values[] = {
         {"\"step\":\"900000000", "'step' is '900000000' in its metadata, allowed is 0 to 99999999"},
