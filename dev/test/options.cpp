@@ -258,12 +258,9 @@ static Text recommended(const Text &out, const char *words) {
 
 // --fit and --minimum: the command that they print plans what they said, and fits.
 static void test_fit_command() {
-    // With sanitizers the thousands of plans of a large model take minutes.
+    // With sanitizers a large model's plans take long.
     const char *model = has_sanitizers() ? "d12" : "d48";
     for (const char *fit : {"bits", "all"}) {
-        if (has_sanitizers() && fit[0] == 'a') {
-            continue;
-        }
         Outcome o = program(text("--fit %s -e %s --gpu 4080 -d 524288", fit, model));
         expect_success(o, fit);
         const Text command = recommended(o.out, "\nfastest: ");
@@ -278,6 +275,9 @@ static void test_fit_command() {
     expect_success(o, "--minimum");
     for (const char *title :
          {"GPU, nothing offloaded: ", "GPU, everything on the host: ", "CPU: "}) {
+        if (has_sanitizers() && title[0] == 'C') {
+            continue;  // its plan measures this machine's speed first
+        }
         const Text command = recommended(o.out, title);
         const Text gpu = title[0] == 'G' ? "--gpu-mem 200G " : "";
         const Outcome plan = program("--plan " + gpu + command);
