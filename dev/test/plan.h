@@ -725,7 +725,9 @@ static void test_host_memory() {
     put("container/sys/fs/cgroup/memory/memory.limit_in_bytes", "1073741824\n");
     found("container", 1024, "memory.limit_in_bytes of control group /");
     found("none", 8192, "what is free on this machine");
-    found("absent", INT64_MAX >> 20, "");  // nothing says: no limit
+    const HostMemory unknown = host_memory("absent");  // nothing says: no limit, to the byte
+    expect(unknown.bytes == INT64_MAX && !unknown.limit[0], "%" PRId64 " bytes, %s", unknown.bytes,
+           unknown.limit);
 }
 
 // Quotas of control groups, of both versions and at any depth, in a made-up /proc and /sys.
