@@ -1268,7 +1268,8 @@ static void single_buffers(BufferEntry buffers[SINGLES], const Settings *s) {
     const int64_t table = gpu * (1 + others) * model_tensors(m) * GPU_TENSOR_ROW_BYTES;
     const int64_t words = gpu * others * s->ranks * RANK_WORD_BYTES;
     // Of attention, a part of three rows for each tile of 64 or 128 tokens.
-    const int64_t tiles = (int64_t)s->B * ceil_div_i64(s->T, m->C / m->NH > 64 ? 64 : 128);
+    const int small = m->C / m->NH > 64 || s->dtype == TYPE_FP16;
+    const int64_t tiles = (int64_t)s->B * ceil_div_i64(s->T, small ? 64 : 128);
     const int64_t parts = max_i64((int64_t)GPU_PARTIAL_BLOCKS * 4, tiles * 3);
     const int64_t partials = gpu * max_i64(parts * m->C, 1024);
     const Type E = s->dtype, R = settings_real(s);

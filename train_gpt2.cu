@@ -187,7 +187,7 @@ struct Element {
 };
 template <class E> constexpr Element traits = E::has_no_row_here;
 template <> constexpr Element traits<float> = {"fp32", TYPE_FP32, CUDA_R_32F, 0, 0x1p-24};
-template <> constexpr Element traits<__half> = {"fp16", TYPE_FP16, CUDA_R_16F, 80, 0x1p-11};
+template <> constexpr Element traits<__half> = {"fp16", TYPE_FP16, CUDA_R_16F, 75, 0x1p-11};
 template <> constexpr Element traits<__nv_bfloat16> = {"bf16", TYPE_BF16, CUDA_R_16BF, 80, 0x1p-8};
 template <class E> constexpr bool is_fp32 = traits<E>.type == TYPE_FP32;  // otherwise 16 bits
 
@@ -619,8 +619,9 @@ static void gpu_partials_add(ColumnSums sums, const float *partials, int parts, 
 // Each PTX instruction that this program uses is wrapped here once, and nothing else contains asm.
 // 1. Lane l of a warp is named by g = l / 4 and t = l % 4, as in the PTX ISA's fragment pictures.
 // 2. A 32-bit register holds two 16-bit elements; the low half is the lower row, column or k.
-// 3. E is __nv_bfloat16 or __half. Before sm_80 these types are not offered, and the wrappers that
-//    need sm_80 trap there, so that the kernels above them need no condition of their own.
+// 3. E is __nv_bfloat16 or __half; sm_75 has __half alone. What sm_80 brought, a product over 16 k
+//    and copies behind the registers' back, traps before it; mma_k16 and copy_16 with copy_commit
+//    and copy_wait take there what sm_75 has, so that kernels, which call these, have one text.
 // 4. On the CPU the twins of the same names in dev/cuda_cpu/emu_ptx.h do the same to the letter of
 //    the ISA, except that cp.async copies as late as it may and that ex2 and rcp round correctly.
 
@@ -628,8 +629,10 @@ constexpr float LOG2_E = 1.44269504f, LN_2 = 0.693147181f;
 
 #if !CUDA_CPU
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#define BEFORE_SM80 true
 #define NEEDS_SM80(...) __trap()
 #else
+#define BEFORE_SM80 false
 #define NEEDS_SM80(...) asm volatile(__VA_ARGS__)
 #endif
 
@@ -657,6 +660,18 @@ __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(c[0]),
                      "f"(c[1]), "f"(c[2]), "f"(c[3]));
     }
+}
+
+// mma_m16n8k8: the same for fp16 where a is 16x8 and b 8x8: a[j] row g + 8j, columns 2t and the
+//   next;  b k = 2t and the next, column g. So it is half of mma_m16n8k16: a[0], a[1] and b[0], or
+//   the others. From sm_75 on.
+// source: PTX ISA, "Matrix Fragments for mma.m16n8k8".
+__device__ __forceinline__ void mma_m16n8k8(float (&d)[4], const uint32_t (&a)[2], uint32_t b,
+                                            const float (&c)[4]) {
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 "
+                 "{%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%8,%9,%10};"
+                 : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(b), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
 
 // ldmatrix_x4: four 8x8 matrices of 16-bit elements from shared memory. Lane l gives the place of
@@ -720,7 +735,46 @@ __device__ __forceinline__ float rcp_approx(float x) {
     return y;
 }
 #undef NEEDS_SM80
+#else
+#define BEFORE_SM80 (emu::set.cc < 80)  // the capability of the emulated GPU is a setting
 #endif
+
+// mma_k16: mma_m16n8k16, and before sm_80 its two halves, one after the other.
+// numerics: there a sum of sixteen products is rounded once more in the middle, so its last bits
+// may be others than sm_80's; on the CPU, which adds product by product, they are the same.
+template <class E>
+__device__ __forceinline__ void mma_k16(float (&d)[4], const uint32_t (&a)[4],
+                                        const uint32_t (&b)[2], const float (&c)[4]) {
+    if (std::is_same_v<E, __half> && BEFORE_SM80) {
+        mma_m16n8k8(d, {a[0], a[1]}, b[0], c);
+        mma_m16n8k8(d, {a[2], a[3]}, b[1], d);
+    } else {
+        mma_m16n8k16<E>(d, a, b, c);
+    }
+}
+
+// copy_16, copy_commit, copy_wait: the contracts of cp_async_16_zfill, cp_async_commit and
+// cp_async_wait. Before sm_80 the bytes pass through registers and are there at once, but for what
+// a barrier publishes: the load is waited for, while another block of the SM computes.
+__device__ __forceinline__ void copy_16(void *dst, const void *src, bool valid) {
+    if (BEFORE_SM80) {
+        *(uint4 *)dst = valid ? *(const uint4 *)src : make_uint4(0, 0, 0, 0);
+    } else {
+        cp_async_16_zfill(dst, src, valid);
+    }
+}
+
+__device__ __forceinline__ void copy_commit() {
+    if (!BEFORE_SM80) {
+        cp_async_commit();
+    }
+}
+
+template <int N> __device__ __forceinline__ void copy_wait() {
+    if (!BEFORE_SM80) {
+        cp_async_wait<N>();
+    }
+}
 
 // e^x and 1 / x: accurate where E is fp32; where the result will be rounded to sixteen bits anyway
 // the hardware's approximations (e^x then has a relative error of about 1e-6 for |x| < 10).
@@ -1846,18 +1900,22 @@ static void matmul_tune(char *memory, size_t bytes, cudaStream_t stream) {
 // Errors are norms of the difference to a reference in double over that one's norm, T 63 to 600, HS
 // 16 to 128, |q|, |k|, |v| < 2.5, on the CPU layer; in bf16 they equal those of a naive bf16 code.
 // source: Dao et al. 2022, "FlashAttention", algorithm 1; Dao 2023, "FlashAttention-2", section 3.
-// What a block works on, by head size (64 or 128). A warp owns 16 MT rows of queries (keys, for dK
-// and dV) and the block walks over tiles of the other side. With MT = 2 each fragment read from
-// shared memory feeds two products, which A100 and H100 need to keep their tensor cores fed; at
-// HD = 128 there are no registers for that. None of these sizes spills (dev/notes).
-template <int HD> struct AttentionTiles {
+// What a block works on, by type and head size (64 or 128). A warp owns 16 MT rows of queries
+// (keys, for dK and dV) and the block walks over tiles of the other side. With MT = 2 each fragment
+// read from shared memory feeds two products, which A100 and H100 need to keep their tensor cores
+// fed; at HD = 128 there are no registers for that. fp16 is for sm_75, whose SM has 64 KiB of
+// shared memory and whose tensor cores one product a fragment feeds: its tiles fit twice into an SM
+// at HD 64, so that one block's loads pass behind the other's products. GPUs that have bf16 run
+// fp16 with these tiles too, slower than bf16. None of these sizes spills (dev/notes).
+template <class E, int HD> struct AttentionTiles {
     enum {
+        SMALL = std::is_same_v<E, __half>,
         WARPS = 4,
-        MT = HD == 64 ? 2 : 1,
-        OWN_ROWS = 16 * MT * WARPS,    // 128 at HD 64, 64 at HD 128
-        FORWARD_ROWS = 64,             // keys per step of the forward pass
-        DQ_ROWS = HD == 64 ? 32 : 64,  // keys per step of dQ
-        DKV_ROWS = 32,                 // queries per step of dK and dV
+        MT = HD == 64 && !SMALL ? 2 : 1,
+        OWN_ROWS = 16 * MT * WARPS,              // 128 with MT = 2, else 64
+        FORWARD_ROWS = SMALL ? 2048 / HD : 64,   // keys per step of the forward pass
+        DQ_ROWS = HD == 64 || SMALL ? 32 : 64,   // keys per step of dQ
+        DKV_ROWS = SMALL ? 16 : 32,              // queries per step of dK and dV
         // Dynamic shared memory of the three kernels.
         FORWARD_BYTES = 2 * HD * (OWN_ROWS + 4 * FORWARD_ROWS),
         DQ_BYTES = 4 * HD * (OWN_ROWS + 2 * DQ_ROWS),
@@ -1897,7 +1955,7 @@ __device__ inline AttentionBlock attention_block(int section, int heads, int T, 
 
 // tile_offset: where 16-byte chunk `chunk` of row `row` lies in a shared tile, rows of HD 16-bit
 // elements; in bytes. Chunk c of row r lies at place c ^ (r % 8): eight rows at one chunk, as
-// ldmatrix reads them, and the chunks of one row, as cp.async writes them, both fall into different
+// ldmatrix reads them, and the chunks of one row, as copies write them, both fall into different
 // banks. So 8 n rows on is 16 HD n bytes on, and the offset of chunk c ^ d is this one ^ 16 d:
 // loops over rows and chunks add and flip constants.
 template <int HD> __device__ __forceinline__ uint32_t tile_offset(int row, int chunk) {
@@ -1921,7 +1979,7 @@ __device__ __forceinline__ void tile_load(E *tile, const E *src, uint32_t stride
     UNROLL
     for (int row = first; row < first + ROWS; row += STEP, from += (size_t)STEP * stride) {
         const bool valid = row0 + row < T && 8 * chunk < HS;
-        cp_async_16_zfill(tile_chunk<HD>(tile, row, chunk), from, valid);
+        copy_16(tile_chunk<HD>(tile, row, chunk), from, valid);
     }
 }
 
@@ -1940,8 +1998,8 @@ __device__ __forceinline__ void mma_n16(float (&acc)[MT][N8][4], int n, const ui
                                         const uint32_t (&fb)[4]) {
     UNROLL
     for (int i = 0; i < MT; i++) {
-        mma_m16n8k16<E>(acc[i][n], fa[i], {fb[0], fb[1]}, acc[i][n]);
-        mma_m16n8k16<E>(acc[i][n + 1], fa[i], {fb[2], fb[3]}, acc[i][n + 1]);
+        mma_k16<E>(acc[i][n], fa[i], {fb[0], fb[1]}, acc[i][n]);
+        mma_k16<E>(acc[i][n + 1], fa[i], {fb[2], fb[3]}, acc[i][n + 1]);
     }
 }
 
@@ -2105,7 +2163,7 @@ __global__ void __launch_bounds__(WARPS *WARP, WHOLE ? ATTENTION_BLOCKS : 1)
     auto load_keys = [&](int j) {
         tile_load<HD, BN, WARPS>(tile_k + j % 2 * BN * HD, k, stride, j * BN, T, HS);
         tile_load<HD, BN, WARPS>(tile_v + j % 2 * BN * HD, v, stride, j * BN, T, HS);
-        cp_async_commit();
+        copy_commit();
     };
 
     // 1. Q and the first keys and values set out.
@@ -2121,7 +2179,7 @@ __global__ void __launch_bounds__(WARPS *WARP, WHOLE ? ATTENTION_BLOCKS : 1)
     for (int j = 0; j < tiles; j++) {
         // 2. The barrier publishes every thread's copies of tile j (and of Q), and says that all
         //    warps are done with tile j - 1, whose place tile j + 1 takes.
-        cp_async_wait<0>();
+        copy_wait<0>();
         __syncthreads();
         if (j + 1 < tiles) {
             load_keys(j + 1);
@@ -2285,7 +2343,7 @@ static void launch_attention(Kernel *kernel, int B, int T, int NH, int HS,
         told = kernel;
     }
     const int section = attention_section((size_t)T * HS * 4, B * NH);
-    launch(kernel, dim3((unsigned)blocks), AttentionTiles<64>::WARPS * WARP, BYTES, stream,
+    launch(kernel, dim3((unsigned)blocks), AttentionTiles<__half, 64>::WARPS * WARP, BYTES, stream,
            tensors..., B, T, NH, HS, section);
 }
 
@@ -2302,7 +2360,7 @@ static void gpu_attention_forward(E *out, float *lse, const E *qkv, int B, int T
     } else if (HS > HD) {
         gpu_attention_forward<E, 128>(out, lse, qkv, B, T, C, NH, stream);
     } else {
-        using A = AttentionTiles<HD>;
+        using A = AttentionTiles<E, HD>;
         check_rows(E, HS, out, qkv);
         auto start = [&](auto whole) {
             launch_attention<A::OWN_ROWS, A::FORWARD_BYTES>(
@@ -2515,7 +2573,7 @@ __global__ void __launch_bounds__(WARPS *WARP, 2)
     auto load_keys = [&](int j) {
         tile_load<HD, BN, WARPS>(tile_k + j % 2 * BN * HD, k, stride, j * BN, T, HS);
         tile_load<HD, BN, WARPS>(tile_v + j % 2 * BN * HD, v, stride, j * BN, T, HS);
-        cp_async_commit();
+        copy_commit();
     };
 
     // 1. Q, dO and the first keys and values set out.
@@ -2565,7 +2623,7 @@ __global__ void __launch_bounds__(WARPS *WARP, 2)
     for (int j = 0; j < tiles; j++) {
         // 3. The barrier publishes every thread's copies of tile j (and of Q, dO), and says that
         //    all warps are done with tile j - 1, whose place tile j + 1 takes.
-        cp_async_wait<0>();
+        copy_wait<0>();
         __syncthreads();
         if (j + 1 < tiles) {
             load_keys(j + 1);
@@ -2631,7 +2689,7 @@ __global__ void __launch_bounds__(WARPS *WARP)
     auto load_queries = [&](int j) {
         tile_load<HD, BM, WARPS>(tile_q + j % 2 * BM * HD, q, stride, j * BM, T, HS);
         tile_load<HD, BM, WARPS>(tile_do + j % 2 * BM * HD, d_o, C, j * BM, T, HS);
-        cp_async_commit();
+        copy_commit();
     };
     // Threads 0 .. BM - 1 carry LSE2 of a tile's queries, all others D (only BM of them matter).
     const float *stat = ((int)threadIdx.x < BM ? lse : drow) + block.stat_at;
@@ -2651,7 +2709,7 @@ __global__ void __launch_bounds__(WARPS *WARP)
     for (int j = start; j < end; j++) {
         // 2. The barrier publishes every thread's copies and statistics of tile j (and K, V), and
         //    says that all warps are done with tile j - 1, whose place tile j + 1 takes.
-        cp_async_wait<0>();
+        copy_wait<0>();
         __syncthreads();
         if (j + 1 < end) {
             load_queries(j + 1);
@@ -2760,8 +2818,8 @@ __global__ void __launch_bounds__(ROW_WARPS *WARP)
 }
 
 // Scratch of gpu_attention_backward.
-static size_t gpu_attention_backward_bytes(int B, int T, int C, int NH) {
-    const int wide = AttentionTiles<128>::OWN_ROWS, narrow = AttentionTiles<64>::OWN_ROWS;
+template <class E> static size_t gpu_attention_backward_bytes(int B, int T, int C, int NH) {
+    const int wide = AttentionTiles<E, 128>::OWN_ROWS, narrow = AttentionTiles<E, 64>::OWN_ROWS;
     const size_t parts = (size_t)B * ceil_div(T, C / NH > 64 ? wide : narrow);
     const size_t bytes = parts * 3 * C * sizeof(float);
     const size_t fp32 = gpu_bias_backward_bytes(B * T, 3 * C);
@@ -2789,7 +2847,7 @@ static void gpu_attention_backward(E *dqkv, float *dbias, float *drow, const E *
         gpu_attention_backward<E, 128>(dqkv, dbias, drow, dout, qkv, out, lse, scratch, B, T, C, NH,
                                        stream);
     } else {
-        using A = AttentionTiles<HD>;
+        using A = AttentionTiles<E, HD>;
         check_rows(E, HS, dqkv, dout, qkv, out);
         auto start = [&](auto whole) {
             constexpr bool WHOLE = decltype(whole)::value;
@@ -4515,7 +4573,7 @@ template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
     size_t partials = net->plan->buffers[net->plan->single[BUF_PARTIALS]].bytes;
     check(gpu_layernorm_backward_bytes((int)N, (int)C) <= partials &&
               gpu_bias_backward_bytes((int)N, (int)(4 * C)) <= partials &&
-              gpu_attention_backward_bytes(s->B, s->T, (int)C, s->model.NH) <= partials &&
+              gpu_attention_backward_bytes<E>(s->B, s->T, (int)C, s->model.NH) <= partials &&
               gpu_grad_square_sum_bytes() <= partials,
           "the plan's partial sums are too few for the kernels");
     plan_refuse(net->plan, net->plan->device_bytes, device_available());
@@ -4567,7 +4625,7 @@ struct PeakRow {
     int bf16_flops, fp32_flops;  // per SM and clock; a fused multiply-add is two
 };
 static const PeakRow peak_rows[] = {
-    {75, 0, 128},    {80, 2048, 128},  {86, 512, 256},   {87, 1024, 256}, {89, 512, 256},
+    {75, 1024, 128},   {80, 2048, 128},  {86, 512, 256},   {87, 1024, 256}, {89, 512, 256},
     {90, 4096, 256}, {100, 8192, 256}, {103, 8192, 256}, {110, 8192, 256}, {120, 512, 256},
     {121, 1024, 256},
 };

@@ -359,7 +359,7 @@ template <class E> static std::vector<Case> attention_cases(const Settings *s) {
         {"attention_backward", L, 2.5 * attention,
          {out3, {3 * C * sizeof(float), READ_WRITE, NOISE, nullptr},
           {lse, SCRATCH, NOISE, nullptr}, in, in3, in, {lse, READ, POSITIVE, nullptr},
-          {gpu_attention_backward_bytes(B, T, C, NH), SCRATCH, NOISE, nullptr}},
+          {gpu_attention_backward_bytes<E>(B, T, C, NH), SCRATCH, NOISE, nullptr}},
          [=](const Buffers &p) {
              gpu_attention_backward(as<E>(p[0]), as<float>(p[1]), as<float>(p[2]), as<E>(p[3]),
                                     as<E>(p[4]), as<E>(p[5]), as<float>(p[6]), as<float>(p[7]),

@@ -781,8 +781,28 @@ static __global__ void k_mma(const E *A, const E *B, const float *C, float *D) {
         D[(g + 8 * (i / 2)) * 8 + t + i % 2] = c[i];
     }
 }
-// Largest error of one mma against a sum in double.
-template <class E> static double mma_error() {
+// The same as two products over eight k, from sm_75 on.
+static __global__ void k_mma8(const __half *A, const __half *B, const float *C, float *D) {
+    int g = (int)threadIdx.x / 4, t = 2 * ((int)threadIdx.x % 4);
+    float c[4];
+    for (int i = 0; i < 4; i++) {
+        c[i] = C[(g + 8 * (i / 2)) * 8 + t + i % 2];
+    }
+    for (int k = 0; k < 16; k += 8) {
+        uint32_t a[2], b;
+        memcpy(&a[0], &A[g * 16 + k + t], 4);
+        memcpy(&a[1], &A[(g + 8) * 16 + k + t], 4);
+        __half pair[2] = {B[(k + t) * 8 + g], B[(k + t + 1) * 8 + g]};
+        memcpy(&b, pair, 4);
+        mma_m16n8k8(c, a, b, c);
+    }
+    for (int i = 0; i < 4; i++) {
+        D[(g + 8 * (i / 2)) * 8 + t + i % 2] = c[i];
+    }
+}
+// Largest error of a kernel's product against a sum in double.
+template <class E>
+static double mma_error(void (*kernel)(const E *, const E *, const float *, float *)) {
     std::vector<E> A(256), B(128);
     std::vector<float> C(128);
     for (E &x : A) { x = narrow<E>(uniform()); }
@@ -790,7 +810,7 @@ template <class E> static double mma_error() {
     for (float &x : C) { x = uniform(); }
     E *a = device(A), *b = device(B);
     float *c = device(C), *d = device<float>(128);
-    launch(k_mma<E>, 1, 32, 0, 0, a, b, c, d);
+    launch(kernel, 1, 32, 0, 0, a, b, c, d);
     std::vector<float> D = host(d, 128);
     double worst = 0;
     for (int m = 0; m < 16; m++) {
@@ -809,9 +829,12 @@ template <class E> static double mma_error() {
     return worst;
 }
 static void test_mma() {
-    double e16 = mma_error<bf16>(), h16 = mma_error<__half>();
-    expect(e16 < 2e-6 && h16 < 2e-6);
-    detail = text("max err bf16 %.1e, fp16 %.1e", e16, h16);
+    double e16 = mma_error(k_mma<bf16>), h16 = mma_error(k_mma<__half>);
+    emu::set.cc = 75;
+    double h8 = mma_error(k_mma8);
+    emu::set.cc = 90;
+    expect(e16 < 2e-6 && h16 < 2e-6 && h8 < 2e-6);
+    detail = text("max err bf16 %.1e, fp16 %.1e, over k8 %.1e", e16, h16, h8);
 }
 
 static __global__ void k_ldmatrix(int *ok) {
@@ -1639,6 +1662,21 @@ static void bug_circle() {  // two streams that wait for each other
     OK(cudaStreamSynchronize(s));
 }
 
+// Planted: instructions, and shared memory, that a device of capability 7.5 does not have.
+static void bug_old_mma() {
+    emu::set.cc = 75;
+    mma_error(k_mma<__half>);
+}
+static void bug_old_copy() {
+    emu::set.cc = 75;
+    launch(k_copy_async, 1, 1, 0, 0, device<float4>(3), device<float4>(3));
+}
+static void bug_old_shared() {  // granted to another device, as a test may set them one by one
+    OK(cudaFuncSetAttribute(k_copy_async, cudaFuncAttributeMaxDynamicSharedMemorySize, 80 << 10));
+    emu::set.cc = 75;
+    launch(k_copy_async, 1, 1, 80 << 10, 0, device<float4>(3), device<float4>(3));
+}
+
 // CUDA lets these two waits differ: the host's returns at once, the stream's is a bug.
 static void bug_never_recorded() {
     cudaEvent_t e;
@@ -1696,6 +1734,9 @@ static const Bug bugs[] = {
     {bug_nccl_range, "run 12 bytes past the end", "ncclAllReduce", nullptr},
 #endif
     {bug_ldmatrix, "is not in shared memory", "k_ldmatrix_off", nullptr},
+    {bug_old_mma, "mma.m16n8k16: needs compute capability 8.0", "EMU_CC=75", nullptr},
+    {bug_old_copy, "cp.async: needs compute capability 8.0", "k_copy_async", nullptr},
+    {bug_old_shared, "more dynamic shared memory", "k_copy_async", nullptr},
     {bug_unregistered, "is not device or pinned memory", "cudaMemcpy source", nullptr},
     {bug_never_recorded, "the event was never recorded", "cudaStreamWaitEvent", nullptr},
     {bug_circle, "wait for each other in a circle", "", nullptr},
