@@ -3728,6 +3728,9 @@ struct Engine {
     // gradients.
     void (*micro_step)(Engine *e, const Token *inputs, const Token *targets, int accum_step,
                        int accum_steps);
+    // Brings the batch of the next micro-step, which is given it again, to the device ahead, while
+    // that still computes. NULL: nothing would be gained.
+    void (*prepare)(Engine *e, const Token *inputs, const Token *targets);
     // Ends the step: mean loss of its micro-batches, gradient norm, and the update unless it is
     // skipped.
     StepResult (*update)(Engine *e, const Options *o, double lr, double limit, int64_t updates);
@@ -4388,6 +4391,7 @@ typedef struct {
     RunState state;
     FILE *log;
     Token *inputs, *targets;  // (B,T) each
+    int prepared;             // they are the next step's first micro-batch
     Bpe *bpe;                 // NULL: samples need none, or there is none
     double forecast_ms;       // of a step; 0: none
     double first_ms[FORECAST_STEPS];
@@ -4633,6 +4637,7 @@ static int run_validate(Run *run, double *loss) {
     RankWord *words = (RankWord *)alloc_zero((size_t)s->ranks, sizeof(RankWord));
     double sum = 0;
     int64_t k = 0;
+    run->prepared = 0;  // its place is taken
     for (; k < batches && !run_stopping() && !run->failure[0]; k += s->ranks) {
         const int64_t own = k + s->rank;
         double mine = 0;
@@ -4797,6 +4802,21 @@ static void run_compare_forecast(Run *run) {
            count_text((int64_t)(1e3 * tokens / ms)).s, 100 * (run->forecast_ms / ms - 1));
 }
 
+// Reads the next step's first micro-batch, and has it sorted and sent, before the host waits for
+// this step's loss: where a step is short, a device would idle as long. Nothing is read for the
+// last step, and nothing is reported: what cannot be read is met again where it is needed.
+static void run_prepare(Run *run) {
+    const int64_t next = run->state.position + run->windows_per_step;
+    if (run->engine.prepare && run->state.step + 1 < run->steps) {
+        const int64_t position = batch_position(&run->s, run->o.overfit ? 0 : next, 0);
+        run->prepared =
+            dataset_batch(&run->train, position, run->s.B, run->inputs, run->targets);
+        if (run->prepared) {
+            run->engine.prepare(&run->engine, run->inputs, run->targets);
+        }
+    }
+}
+
 // One optimizer step: micro-batches from the run's position, the update, the report. Returns 0 when
 // a rank cannot go on, or (of a single rank; several agree once a step) when a signal came before
 // its last micro-batch was begun: the run is then as after the step before,
@@ -4812,7 +4832,8 @@ static int run_step(Run *run) {
             return 0;
         }
         int64_t position = batch_position(s, o->overfit ? 0 : state->position, accum_step);
-        if (!dataset_batch(&run->train, position, s->B, run->inputs, run->targets)) {
+        if (!run->prepared &&
+            !dataset_batch(&run->train, position, s->B, run->inputs, run->targets)) {
             snprintf(run->failure, sizeof run->failure, "%s", run->train.problem);
             if (s->ranks == 1) {
                 return 0;
@@ -4822,9 +4843,11 @@ static int run_step(Run *run) {
             this_rank.failed = 1;
             memset(run->inputs, 0, 2 * (size_t)s->B * (size_t)s->T * sizeof(Token));
         }
+        run->prepared = 0;
         run->engine.micro_step(&run->engine, run->inputs, run->targets, accum_step,
                                run->accum_steps);
     }
+    run_prepare(run);
     const StepResult r = run->engine.update(
         &run->engine, o, lr, norm_limit(&state->norms, o->skip_zscore), state->updates);
     run_note_fault(run);

@@ -3694,6 +3694,7 @@ template <class E, class G> struct GpuNetwork {
     GpuBatch pinned[2];       // one is filled while the other goes up
     cudaEvent_t uploaded[2];  // that one may be filled again
     int slot;                 // the one filled last
+    int prepared;             // segments of the next micro-step's batch, if it is here; or 0
     int *counts;              // scratch of the token sort, V ints
     GpuState *result;         // pinned: the state after a step
     VisitStreams visits;
@@ -3993,7 +3994,8 @@ template <class E, class G> static void gpu_stage(void *self, int stage, int lay
 // 33. Steps and update
 // The engine's verbs that compute.
 // 1. A micro-step only queues work: the batch goes up through two pinned slots, and the host waits
-//    for nothing but a slot it filled two micro-steps ago.
+//    for nothing but a slot it filled two micro-steps ago. The first batch of a step goes up, where
+//    it can, before the host waits for the loss of the step before.
 // 2. The update reads norm, clip factor and skip from device memory; its one wait is for the loss.
 
 // Queues the upload of a batch (and, where gradients are wanted, of its tokens sorted for the
@@ -4006,6 +4008,7 @@ static void gpu_upload(GpuPass<E, G> *pass, const Token *inputs, const Token *ta
     GpuBatch host = net->pinned[slot];
     int ints = 2 * N;  // inputs and targets, which lie in front, so that one copy takes either
     net->slot = slot;
+    net->prepared = 0;  // its place on the device is taken
     // The copy of two micro-steps ago may still read the slot; normally it is long done.
     cuda_check(cudaEventSynchronize(net->uploaded[slot]));
     memcpy(host.inputs, inputs, N * sizeof(int));
@@ -4020,6 +4023,15 @@ static void gpu_upload(GpuPass<E, G> *pass, const Token *inputs, const Token *ta
     cuda_check(cudaEventRecord(net->uploaded[slot], net->stream));
 }
 
+// The engine's prepare. The copy queues behind the micro-step that still reads the batch before.
+template <class E, class G>
+static void gpu_prepare(Engine *e, const Token *inputs, const Token *targets) {
+    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
+    GpuPass<E, G> pass = {net, {}, 0, 0, 0, 0, 1.0f, false, 0, false};
+    gpu_upload(&pass, inputs, targets);
+    net->prepared = pass.segments;
+}
+
 // The engine's micro_step: forward, backward, gradients added up on the device.
 template <class E, class G>
 static void gpu_micro_step(Engine *e, const Token *inputs, const Token *targets, int accum_step,
@@ -4031,7 +4043,13 @@ static void gpu_micro_step(Engine *e, const Token *inputs, const Token *targets,
     const bool last = accum_step + 1 == accum_steps;
     GpuPass<E, G> pass = {net, {}, 0, 0, s->B, s->T, dloss, accum_step == 0, 0, last};
     net->accum_steps = accum_steps;
-    gpu_upload(&pass, inputs, targets);
+    if (net->prepared) {
+        pass.batch = batch_at(gpu_buffer<int>(net, BUF_BATCH), s->B * s->T);
+        pass.segments = net->prepared;
+        net->prepared = 0;
+    } else {
+        gpu_upload(&pass, inputs, targets);
+    }
     if (pass.first) {  // kernels only add to these (The network on the GPU, 2)
         cuda_check(cudaMemsetAsync(gpu_buffer<float>(net, BUF_GRADS_1D), 0,
                                    p->buffers[p->single[BUF_GRADS_1D]].bytes, net->stream));
@@ -4616,6 +4634,7 @@ template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
     e->self = net;
     e->states = s->cache ? STATE_WEIGHTS + 1 : STATES;
     e->micro_step = gpu_micro_step<E, G>;
+    e->prepare = gpu_prepare<E, G>;
     e->update = gpu_update<E, G>;
     e->forward_loss = gpu_forward_loss<E, G>;
     e->logits = gpu_logits<E, G>;

@@ -289,6 +289,51 @@ static void test_gpu_checkpoints() {
     }
 }
 
+// In what order a run uploads whole batches (U), updates (A), and waits first after that (W), from
+// the emulated device's log.
+static Text order_of(const Text &arguments, int batch_bytes) {
+    const Text log = program(arguments, with("EMU_LOG", "1")).err;
+    const Text upload = text("copy up of %d bytes", batch_bytes);
+    Text order;
+    for (size_t at = 0, end; (end = log.find('\n', at)) != Text::npos; at = end + 1) {
+        const Text line = log.substr(at, end - at);
+        const bool waits = line.find("the host waits") != Text::npos;
+        order += line.find(upload) != Text::npos                    ? "U"
+                 : line.find(" adamw_kernel") != Text::npos         ? "A"
+                 : waits && !order.empty() && order.back() == 'A' ? "W"
+                                                                    : "";
+    }
+    return order;
+}
+
+// The next step's first batch is on its way before the host waits for this step's loss, none after
+// the last step. Where a validation takes its place it is read anew, and what cannot be read ends
+// the run no sooner than it is needed. No bit changes.
+static void test_gpu_prepared() {
+    write_corpus();
+    const Text run = "-i train.bin -e l1h1c16t16 -b 2 -x 3 --shuffle 0 --tune 0 ";
+    const Text warm_up = "UUAW";
+    if (is_emulated()) {
+        const int bytes = (5 * 32 + 1) * 4;  // inputs, targets, and the tokens sorted
+        const Text once = order_of(run, bytes), twice = order_of(run + "-d 64", bytes);
+        expect(once == warm_up + "UUAWUAWAW", "%s", once.c_str());
+        expect(twice == warm_up + "UUUAWUUAWUAW", "two micro-steps: %s", twice.c_str());
+    }
+    expect_success(program(run + "-o plain"), "a run");
+    expect_success(program(run + "-j val.bin -v 1 -m 2 -s 1 -g 3 -n 1 -o looks"), "one that looks");
+    expect(losses_in("plain") == losses_in("looks") && losses_in("plain").size() > 30, "%s",
+           losses_in("looks").c_str());
+    Text bytes = read_file("train.bin");
+    const uint16_t outside = 300;
+    memcpy(&bytes[1024 + 2 * 70], &outside, 2);  // in the fifth sequence: of step 3
+    write_file("odd.bin", bytes);
+    const Outcome o = program("-i odd.bin -e l1h1c16t16 -b 2 -x 4 --shuffle 0 -o odd --quiet");
+    expect_refused(o, "token 70 is 300, outside the vocabulary of 257; the run ended after step 2, "
+                      "which is saved", "odd.bin");
+    expect(losses_in("odd") == losses_in("plain").substr(0, losses_in("odd").size()) &&
+           names_in("odd", "step") == "step-00000002", "%s", losses_in("odd").c_str());
+}
+
 // Text from a checkpoint: in fp32 what the CPU program makes of it, past the 16 positions too; in
 // bf16 what the run itself printed. The plan has no states of training.
 static void test_gpu_generate() {
@@ -340,6 +385,7 @@ static const Test tests[] = {
     {"gpu_commands", test_gpu_commands, 1},
     {"gpu_eval", test_gpu_eval, 1},
     {"gpu_checkpoints", test_gpu_checkpoints, 1},
+    {"gpu_prepared", test_gpu_prepared, 1},
     {"gpu_generate", test_gpu_generate, 1},
     {"gpu_learns", test_gpu_learns, 1},
 };
