@@ -3298,7 +3298,7 @@ static void attention_backward(real *dqkv, const real *dout, const real *qkv, co
 // out(n) = x/2 (1 + tanh(u)), u = sqrt(2/pi) (x + 0.044715 x^3), x = inp(n).
 static void gelu_forward(real *out, const real *inp, size_t n) {
     const real s = (real)0.79788456080286535588, c = (real)0.044715, half = (real)0.5;
-    #pragma omp taskloop simd num_tasks(pieces()) if (n > 1 << 14)
+    #pragma omp taskloop simd num_tasks(pieces()) if (taskloop : n > 1 << 14)
     for (size_t i = 0; i < n; i++) {
         real x = inp[i];
         out[i] = half * x * (1 + fast_tanh(s * (x + c * x * x * x)));
