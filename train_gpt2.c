@@ -2423,6 +2423,19 @@ static real *transpose_square(real *from, real *to) {
     }
     return from;
 }
+
+// to(VL,VL) = the transpose of from(VL,VL), rows to_step and from_step apart.
+static void transpose(real *to, size_t to_step, const real *from, size_t from_step) {
+    real x[VL * VL] __attribute__((aligned(VECTOR_BYTES)));
+    real y[VL * VL] __attribute__((aligned(VECTOR_BYTES)));
+    for (int i = 0; i < VL; i++) {
+        memcpy(x + i * VL, from + (size_t)i * from_step, VL * sizeof(real));
+    }
+    const real *t = transpose_square(x, y);
+    for (int i = 0; i < VL; i++) {
+        memcpy(to + (size_t)i * to_step, t + i * VL, VL * sizeof(real));
+    }
+}
 #else
 // The same. GCC leaves that loop in memory, at half the speed: here are its shuffles. nvcc's front
 // end does not know the pragma, without which the oracle beside a GPU only packs a little slower.
@@ -2431,14 +2444,17 @@ static real *transpose_square(real *from, real *to) {
 #else
 #define UNROLL _Pragma("GCC unroll 16")
 #endif
-static real *transpose_square(real *from, real *to) {
+static inline void transpose(real *to, size_t to_step, const real *from, size_t from_step) {
     Vector v[VL], next[VL];
     Lanes low = {0}, high = {0};
     for (int j = 0; j < VL; j++) {
         low[j] = j / 2 + j % 2 * VL;
         high[j] = low[j] + VL / 2;
     }
-    memcpy(v, from, sizeof v);
+    UNROLL
+    for (int i = 0; i < VL; i++) {  // one by one: as a whole it would be copied through memory
+        memcpy(&v[i], from + (size_t)i * from_step, sizeof v[i]);
+    }
     UNROLL
     for (int step = 1; step < VL; step *= 2) {
         UNROLL
@@ -2451,10 +2467,16 @@ static real *transpose_square(real *from, real *to) {
             v[i] = next[i];
         }
     }
-    memcpy(to, v, sizeof v);
-    return to;
+    UNROLL
+    for (int i = 0; i < VL; i++) {
+        memcpy(to + (size_t)i * to_step, &v[i], sizeof v[i]);
+    }
 }
 #undef UNROLL
+static real *transpose_square(real *from, real *to) {
+    transpose(to, VL, from, VL);
+    return to;
+}
 #endif
 
 // Numbers' places that K steps of a packed row take up.
@@ -2502,15 +2524,26 @@ static inline void pack_transposed(real *packed, int width, Operand src, int row
         for (int k = 0; k < depth; k += VL) {
             real x[VL * VL] __attribute__((aligned(VECTOR_BYTES)));
             real y[VL * VL] __attribute__((aligned(VECTOR_BYTES)));
-            load_square(x, operand_at(src, r, steps * k).data, src.row_step, rows - r,
-                        K - steps * k);
-            const real *t = transpose_square(x, y);
+            const real *from = operand_at(src, r, steps * k).data;
+            size_t step = src.row_step;
+            if (matmul_bf16 || r + VL > rows || k + VL > K) {
+                load_square(x, from, src.row_step, rows - r, K - steps * k);
+                from = x;
+                step = VL;
+            }
+            if (segment == VL && k + VL <= depth) {
+                const size_t lane = (size_t)(r % width);
+                transpose(packed + (r - lane) * (size_t)depth + (size_t)k * width + lane,
+                          (size_t)width, from, step);
+                continue;
+            }
+            transpose(y, VL, from, step);
             for (int i = 0; i < VL && r + i < padded; i += segment) {
                 int lane = (r + i) % width;
                 real *p =
                     packed + (size_t)(r + i - lane) * (size_t)depth + (size_t)k * width + lane;
                 for (int j = 0; j < min_int(VL, depth - k); j++) {
-                    memcpy(p + j * width, t + j * VL + i, (size_t)segment * sizeof(real));
+                    memcpy(p + j * width, y + j * VL + i, (size_t)segment * sizeof(real));
                 }
             }
         }
