@@ -2423,6 +2423,19 @@ static real *transpose_square(real *from, real *to) {
     }
     return from;
 }
+
+// to(VL,VL) = the transpose of from(VL,VL), rows to_step and from_step apart.
+static void transpose(real *to, size_t to_step, const real *from, size_t from_step) {
+    real x[VL * VL] __attribute__((aligned(VECTOR_BYTES)));
+    real y[VL * VL] __attribute__((aligned(VECTOR_BYTES)));
+    for (int i = 0; i < VL; i++) {
+        memcpy(x + i * VL, from + (size_t)i * from_step, VL * sizeof(real));
+    }
+    const real *t = transpose_square(x, y);
+    for (int i = 0; i < VL; i++) {
+        memcpy(to + (size_t)i * to_step, t + i * VL, VL * sizeof(real));
+    }
+}
 #else
 // The same. GCC leaves that loop in memory, at half the speed: here are its shuffles. nvcc's front
 // end does not know the pragma, without which the oracle beside a GPU only packs a little slower.
@@ -2431,14 +2444,17 @@ static real *transpose_square(real *from, real *to) {
 #else
 #define UNROLL _Pragma("GCC unroll 16")
 #endif
-static real *transpose_square(real *from, real *to) {
+static inline void transpose(real *to, size_t to_step, const real *from, size_t from_step) {
     Vector v[VL], next[VL];
     Lanes low = {0}, high = {0};
     for (int j = 0; j < VL; j++) {
         low[j] = j / 2 + j % 2 * VL;
         high[j] = low[j] + VL / 2;
     }
-    memcpy(v, from, sizeof v);
+    UNROLL
+    for (int i = 0; i < VL; i++) {  // one by one: as a whole it would be copied through memory
+        memcpy(&v[i], from + (size_t)i * from_step, sizeof v[i]);
+    }
     UNROLL
     for (int step = 1; step < VL; step *= 2) {
         UNROLL
@@ -2451,10 +2467,16 @@ static real *transpose_square(real *from, real *to) {
             v[i] = next[i];
         }
     }
-    memcpy(to, v, sizeof v);
-    return to;
+    UNROLL
+    for (int i = 0; i < VL; i++) {
+        memcpy(to + (size_t)i * to_step, &v[i], sizeof v[i]);
+    }
 }
 #undef UNROLL
+static real *transpose_square(real *from, real *to) {
+    transpose(to, VL, from, VL);
+    return to;
+}
 #endif
 
 // Numbers' places that K steps of a packed row take up.
@@ -2502,15 +2524,26 @@ static inline void pack_transposed(real *packed, int width, Operand src, int row
         for (int k = 0; k < depth; k += VL) {
             real x[VL * VL] __attribute__((aligned(VECTOR_BYTES)));
             real y[VL * VL] __attribute__((aligned(VECTOR_BYTES)));
-            load_square(x, operand_at(src, r, steps * k).data, src.row_step, rows - r,
-                        K - steps * k);
-            const real *t = transpose_square(x, y);
+            const real *from = operand_at(src, r, steps * k).data;
+            size_t step = src.row_step;
+            if (matmul_bf16 || r + VL > rows || k + VL > K) {
+                load_square(x, from, src.row_step, rows - r, K - steps * k);
+                from = x;
+                step = VL;
+            }
+            if (segment == VL && k + VL <= depth) {
+                const size_t lane = (size_t)(r % width);
+                transpose(packed + (r - lane) * (size_t)depth + (size_t)k * width + lane,
+                          (size_t)width, from, step);
+                continue;
+            }
+            transpose(y, VL, from, step);
             for (int i = 0; i < VL && r + i < padded; i += segment) {
                 int lane = (r + i) % width;
                 real *p =
                     packed + (size_t)(r + i - lane) * (size_t)depth + (size_t)k * width + lane;
                 for (int j = 0; j < min_int(VL, depth - k); j++) {
-                    memcpy(p + j * width, t + j * VL + i, (size_t)segment * sizeof(real));
+                    memcpy(p + j * width, y + j * VL + i, (size_t)segment * sizeof(real));
                 }
             }
         }
@@ -2590,13 +2623,15 @@ static inline void pack(real *packed, int width, Operand src, int rows, int K) {
 static void pack_a(real *packed, Operand a, int rows, int K) { pack(packed, MR, a, rows, K); }
 static void pack_b(real *packed, Operand b, int columns, int K) { pack(packed, NR, b, columns, K); }
 
-// out(MR,NR) = bias(NR) + addend(MR,NR) + a(K,MR)^T b(K,NR), a and b packed panels; bias and addend
-// may be NULL, addend may be out; both step through rows alike. All sums live in registers while k
-// runs: each k loads two vectors of b, broadcasts MR numbers of a, issues 2 MR multiply-adds.
+// out(MR,NR) = bias(NR) + addend(MR,NR) + a(MR,K) b(K,NR), b a packed panel; bias and addend may be
+// NULL, addend may be out; both step through rows alike. All sums live in registers while k runs:
+// each k loads two vectors of b, broadcasts MR numbers of a, issues 2 MR multiply-adds.
 FUSED static void matmul_tile(real *out, const real *addend, size_t step, const real *bias,
-                              const real *a, const real *b, int K) {
+                              Operand from, const real *b, int K) {
     FUSED_BODY
     const Vector zero = {0};
+    const size_t row_step = from.row_step, k_step = from.k_step;
+    const real *a = from.data;
     Vector sum[MR][2];
     for (int i = 0; i < MR; i++) {
         sum[i][0] = sum[i][1] = zero;
@@ -2604,7 +2639,7 @@ FUSED static void matmul_tile(real *out, const real *addend, size_t step, const 
         __builtin_prefetch(out + (size_t)i * step + NR - 1, 1);
     }
 #if BF16_DOTS
-    for (int k = 0; k < (matmul_bf16 ? packed_depth(K) : 0); k++, a += MR, b += NR) {
+    for (int k = 0; k < (matmul_bf16 ? packed_depth(K) : 0); k++, a += k_step, b += NR) {
         Vector b0, b1;
         memcpy(&b0, b, sizeof b0);
         memcpy(&b1, b + VL, sizeof b1);
@@ -2620,13 +2655,14 @@ FUSED static void matmul_tile(real *out, const real *addend, size_t step, const 
         }
     }
 #endif
-    for (int k = 0; k < (matmul_bf16 ? 0 : K); k++, a += MR, b += NR) {
+    for (int k = 0; k < (matmul_bf16 ? 0 : K); k++, a += k_step, b += NR) {
         Vector b0, b1;
         memcpy(&b0, b, sizeof b0);
         memcpy(&b1, b + VL, sizeof b1);
         for (int i = 0; i < MR; i++) {
-            sum[i][0] += a[i] * b0;
-            sum[i][1] += a[i] * b1;
+            const real a_i = a[(size_t)i * row_step];
+            sum[i][0] += a_i * b0;
+            sum[i][1] += a_i * b1;
         }
     }
     for (int i = 0; i < 2 * MR; i++) {
@@ -2647,7 +2683,7 @@ FUSED static void matmul_tile(real *out, const real *addend, size_t step, const 
 // The same for the m <= MR rows and n <= NR columns that exist, through a full tile on the stack:
 // the arithmetic, and so the bits, are those of an inner tile.
 static void matmul_tile_edge(real *out, const real *addend, size_t step, const real *bias,
-                             const real *a, const real *b, int K, int m, int n) {
+                             Operand a, const real *b, int K, int m, int n) {
     real full[MR * NR] = {0}, full_bias[NR] = {0};
     size_t row_bytes = (size_t)n * sizeof(real);
     if (bias) {
@@ -2662,21 +2698,39 @@ static void matmul_tile_edge(real *out, const real *addend, size_t step, const r
     }
 }
 
-// out(M,N) = bias(N) + addend(M,N) + a b for one block of k, both operands packed. The panels of b,
-// up to BLOCK x KC, stay in the second cache while a's panels pass through the first.
-static void matmul_packed(real *out, const real *addend, size_t step, const real *bias,
-                          const real *a, const real *b, int M, int N, int K) {
-    const size_t depth = (size_t)packed_depth(K);
-    for (int i = 0; i < M; i += MR, a += MR * depth) {
-        for (int j = 0; j < N; j += NR) {
-            int m = min_int(MR, M - i), n = min_int(NR, N - j);
-            size_t at = (size_t)i * step + (size_t)j;
+// What of a product causal attention can do without. MASK_OUT: out(i,j) for j > i + offset, which
+// nobody reads; MASK_AFTER, MASK_BEFORE: a(i,k) for k > i + offset, for k < i - offset, which is 0.
+enum { MASK_NONE, MASK_OUT, MASK_AFTER, MASK_BEFORE };
+typedef struct {
+    int kind, offset;
+} Mask;
+
+// out(M,N) = bias(N) + addend(M,N) + a b for one block of k, b packed; a is in panels, `panel`
+// numbers each, or as it lies in memory: then `panel` is 0. The panels of b, up to BLOCK x KC, stay
+// in the second cache while MR rows of a at a time pass through the first.
+static void matmul_packed(real *out, const real *addend, size_t step, const real *bias, Operand a,
+                          size_t panel, const real *b, int M, int N, int K, Mask mask) {
+    const size_t depth = (size_t)packed_depth(K), next = panel ? panel : MR * a.row_step;
+    for (int i = 0; i < M; i += MR, a.data += next) {
+        const int m = min_int(MR, M - i), seen = i + MR + mask.offset;
+        const int columns = mask.kind == MASK_OUT ? min_int(N, seen) : N;
+        const int skipped = mask.kind == MASK_BEFORE && i > mask.offset ? i - mask.offset : 0;
+        const int first = packed_depth(skipped);  // MR and offsets are even
+        const int left = (mask.kind == MASK_AFTER ? min_int(K, seen) : K) - skipped;
+        Operand rows = operand_at(a, 0, first);
+        if (m < MR && !panel) {  // a tile reads MR rows
+            pack_a(thread_workspace(), rows, m, left);
+            rows = operand(thread_workspace(), 1, MR);
+        }
+        for (int j = 0; j < columns; j += NR) {
+            const int n = min_int(NR, N - j);
+            const size_t at = (size_t)i * step + (size_t)j;
             const real *add = addend ? addend + at : NULL, *bias_j = bias ? bias + j : NULL;
-            const real *panel = b + (size_t)j * depth;
+            const real *b_j = b + (size_t)j * depth + (size_t)first * NR;
             if (m == MR && n == NR) {
-                matmul_tile(out + at, add, step, bias_j, a, panel, K);
+                matmul_tile(out + at, add, step, bias_j, rows, b_j, left);
             } else {
-                matmul_tile_edge(out + at, add, step, bias_j, a, panel, K, m, n);
+                matmul_tile_edge(out + at, add, step, bias_j, rows, b_j, left, m, n);
             }
         }
     }
@@ -2737,9 +2791,10 @@ FUSED static void matvec_columns(real *out, const real *a, Operand b, const real
 }
 
 // out(M,N) = addend(M,N) + a(M,K) b(K,N) by the calling thread alone, for attention: M <= BLOCK,
-// rows of out and addend are `step` apart, addend may be NULL or out.
+// rows of out and addend are `step` apart, addend may be NULL or out. Where `mask` bounds k, K is
+// at most BLOCK.
 static void matmul_small(real *out, const real *addend, size_t step, Operand a, Operand b, int M,
-                         int N, int K) {
+                         int N, int K, Mask mask) {
     real *packed_a = thread_workspace(), *packed_b = packed_a + PACKED_A_REALS;
     const int kc = depth_of_block(K);
     const int one_row = M == 1 && a.k_step == 1;  // packing pays for itself from the second row on
@@ -2749,12 +2804,17 @@ static void matmul_small(real *out, const real *addend, size_t step, Operand a, 
     }
     for (int k = 0; k < K && !one_row; k += kc) {
         int depth = min_int(kc, K - k);
-        pack_a(packed_a, operand_at(a, 0, k), M, depth);
+        Operand rows = operand_at(a, 0, k);
+        if (matmul_bf16) {
+            pack_a(packed_a, rows, M, depth);
+            rows = operand(packed_a, 1, MR);
+        }
+        const size_t panel = matmul_bf16 ? (size_t)(MR * packed_depth(depth)) : 0;
         for (int j = 0; j < N; j += BLOCK) {
             int n = min_int(BLOCK, N - j);
             const real *add = k > 0 ? out + j : addend ? addend + j : NULL;
             pack_b(packed_b, operand_at(b, j, k), n, depth);
-            matmul_packed(out + j, add, step, NULL, packed_a, packed_b, M, n, depth);
+            matmul_packed(out + j, add, step, NULL, rows, panel, packed_b, M, n, depth, mask);
         }
     }
 }
@@ -2785,21 +2845,26 @@ static void matvec(real *out, const real *a, Operand b, const real *bias, const 
 }
 
 // out(M,N) = bias(N) + addend(M,N) + a(M,K) b(K,N), rows of out and addend N apart; bias and addend
-// may be NULL, addend may be out. The threads together pack as much of a as the shared part holds,
-// all K of up to rows_max rows, or part of K where K is long. Then they share out tasks of at most
-// BLOCK columns: a task packs its columns of b and takes all those rows. If there are too few
-// columns for all threads, tasks take fewer columns, then fewer rows. One row takes another way to
-// the same bits.
+// may be NULL, addend may be out, a and b may not. Threads share out tasks of at most BLOCK
+// columns: a task packs its columns of b and takes all rows of a. If there are too few columns for
+// all threads, tasks take fewer columns, then fewer rows. Tiles read a as it lies, except where all
+// steps of k would meet in one set of the first cache, or a is to be bf16: then the threads
+// together pack it first, as much as the shared part holds, all K of up to rows_max rows, or part
+// of K where K is long. One row takes another way to the same bits.
 static void matmul(real *out, Operand a, Operand b, const real *bias, const real *addend, int M,
                    int N, int K) {
     if (M == 1 && !matmul_bf16 && a.k_step == 1 && b.k_step == 1) {
         matvec(out, a.data, b, bias, addend, N, K);
         return;
     }
+    const Mask none = {MASK_NONE, 0};
     const int kc = depth_of_block(K), stored = packed_depth(kc), threads = thread_count();
-    const int rows_max =
-        min_int(ceil_div(M, MR) * MR, SHARED_REALS / stored / BLOCK_ROWS * BLOCK_ROWS);
-    const int depth_max = min_int(ceil_div(K, kc), SHARED_REALS / rows_max / stored) * kc;
+    const int one_set = a.k_step * sizeof(real) % 4096 == 0;  // 64 sets of lines of 64 bytes
+    const int packs = matmul_bf16 || one_set, fits = SHARED_REALS / stored / BLOCK_ROWS;
+    const int all_rows = ceil_div(M, MR) * MR, blocks = ceil_div(K, kc);
+    const int rows_max = packs ? min_int(all_rows, fits * BLOCK_ROWS) : all_rows;
+    const int blocks_max = packs ? min_int(blocks, SHARED_REALS / rows_max / stored) : blocks;
+    const int depth_max = blocks_max * kc;
     const int share = (double)M * N * K > 1e5;  // below, waking threads costs more
     int columns = BLOCK;
     while (columns > NR && ceil_div(N, columns) < 4 * threads) {
@@ -2820,7 +2885,9 @@ static void matmul(real *out, Operand a, Operand b, const real *bias, const real
         const int tasks = row_tasks * column_tasks;
         for (int k0 = 0; k0 < K; k0 += depth_max) {
             const int k_end = min_int(k0 + depth_max, K);
-            pack_shared(operand_at(a, m0, k0), rows, k_end - k0, kc, share);
+            if (packs) {
+                pack_shared(operand_at(a, m0, k0), rows, k_end - k0, kc, share);
+            }
             #pragma omp taskloop num_tasks(4 * pieces()) if (share)
             for (int t = 0; t < tasks; t++) {
                 int i = t % row_tasks * task_rows, m = min_int(task_rows, rows - i);
@@ -2829,12 +2896,14 @@ static void matmul(real *out, Operand a, Operand b, const real *bias, const real
                 real *packed_b = thread_workspace() + PACKED_A_REALS;
                 for (int k = k0; k < k_end; k += kc) {
                     int depth = min_int(kc, k_end - k);
-                    size_t from = (size_t)packed_depth(k - k0) * padded_rows +
-                                  (size_t)i * (size_t)packed_depth(depth);
+                    const size_t column = (size_t)packed_depth(depth);
+                    const real *packed = matmul_workspace + (size_t)i * column +
+                                         (size_t)packed_depth(k - k0) * padded_rows;
                     const real *add = k > 0 ? out + at : addend ? addend + at : NULL;
                     pack_b(packed_b, operand_at(b, j, k), n, depth);
                     matmul_packed(out + at, add, (size_t)N, k == 0 && bias ? bias + j : NULL,
-                                  matmul_workspace + from, packed_b, m, n, depth);
+                                  packs ? operand(packed, 1, MR) : operand_at(a, m0 + i, k),
+                                  packs ? MR * column : 0, packed_b, m, n, depth, none);
                 }
             }
         }
@@ -2855,7 +2924,7 @@ static double matmul_peak_flops(void) {
         for (int trial = 0; trial < TRIALS; trial++) {
             double start_ms = now_ms();
             for (int r = 0; r < REPEATS; r++) {
-                matmul_tile(out, NULL, NR, NULL, a, b, DEPTH);
+                matmul_tile(out, NULL, NR, NULL, operand(a, 1, MR), b, DEPTH);
             }
             double ms = now_ms() - start_ms;
             best_ms = ms < best_ms ? ms : best_ms;
@@ -3169,14 +3238,15 @@ static void attention_tile(real *out, size_t out_step, real *lse, const real *q,
     }
     for (int k0 = 0; k0 <= q0; k0 += BLOCK) {
         int keys = min_int(BLOCK, q0 + queries - k0);
+        const Mask scores = {MASK_OUT, q0 - k0}, weights = {MASK_AFTER, q0 - k0};
         matmul_small(s, NULL, BLOCK, operand(q, q_step, 1), operand(k + k0 * step, step, 1),
-                     queries, keys, HS);
+                     queries, keys, HS, scores);
         for (int i = 0; i < queries; i++) {
             softmax_row_online(s + i * BLOCK, &max[i], &sum[i], out + (size_t)i * out_step,
                                visible_keys(q0 + i, k0, keys), keys, HS, scale);
         }
         matmul_small(out, out, out_step, operand(s, BLOCK, 1), operand(v + k0 * step, 1, step),
-                     queries, HS, keys);
+                     queries, HS, keys, weights);
     }
     for (int i = 0; i < queries; i++) {
         for (int d = 0; d < HS; d++) {
@@ -3276,20 +3346,24 @@ static void attention_backward(real *dqkv, const real *dout, const real *qkv, co
                 real *dk = dqkv + head + k0 * stride + C, *dv = dk + C;
                 // A key tile is first met by its own queries, a query tile first meets key 0.
                 const real *dk_sum = k0 == q0 ? NULL : dk, *dv_sum = k0 == q0 ? NULL : dv;
+                const Mask scores = {MASK_OUT, q0 - k0}, rows = {MASK_AFTER, q0 - k0};
+                const Mask columns = {MASK_BEFORE, q0 - k0};
                 matmul_small(s, NULL, BLOCK, operand(q, stride, 1), operand(k, stride, 1), queries,
-                             keys, HS);
+                             keys, HS, scores);
                 matmul_small(dp, NULL, BLOCK, operand(dout_q, C, 1), operand(v, stride, 1), queries,
-                             keys, HS);
+                             keys, HS, scores);
                 for (int i = 0; i < queries; i++) {
                     attention_backward_row(s + i * BLOCK, dp + i * BLOCK,
                                            lse[((size_t)b * NH + h) * T + q0 + i], D[i],
                                            visible_keys(q0 + i, k0, keys), keys, scale);
                 }
                 Operand p_keys = operand(s, 1, BLOCK), ds_keys = operand(dp, 1, BLOCK);
-                matmul_small(dv, dv_sum, stride, p_keys, operand(dout_q, 1, C), keys, HS, queries);
-                matmul_small(dk, dk_sum, stride, ds_keys, operand(q, 1, stride), keys, HS, queries);
+                matmul_small(dv, dv_sum, stride, p_keys, operand(dout_q, 1, C), keys, HS, queries,
+                             columns);
+                matmul_small(dk, dk_sum, stride, ds_keys, operand(q, 1, stride), keys, HS, queries,
+                             columns);
                 matmul_small(dq, k0 == 0 ? NULL : dq, stride, operand(dp, BLOCK, 1),
-                             operand(k, 1, stride), queries, HS, keys);
+                             operand(k, 1, stride), queries, HS, keys, rows);
             }
         }
     }
@@ -3298,7 +3372,7 @@ static void attention_backward(real *dqkv, const real *dout, const real *qkv, co
 // out(n) = x/2 (1 + tanh(u)), u = sqrt(2/pi) (x + 0.044715 x^3), x = inp(n).
 static void gelu_forward(real *out, const real *inp, size_t n) {
     const real s = (real)0.79788456080286535588, c = (real)0.044715, half = (real)0.5;
-    #pragma omp taskloop simd num_tasks(pieces()) if (n > 1 << 14)
+    #pragma omp taskloop simd num_tasks(pieces()) if (taskloop : n > 1 << 14)
     for (size_t i = 0; i < n; i++) {
         real x = inp[i];
         out[i] = half * x * (1 + fast_tanh(s * (x + c * x * x * x)));
