@@ -2163,10 +2163,10 @@ static void test_llmc_model() {
 static void save_model(Net *n, int type, const char *folder) {
     static Writer model, config;
     mkdir(folder, 0755);
-    writer_open(&model, folder, "model.safetensors", checkpoint_remove);
+    writer_open(&model, folder, "model.safetensors");
     model_file_save(&n->e, &n->s.model, type, &model);
     writer_close(&model);
-    writer_open(&config, folder, "config.json", checkpoint_remove);
+    writer_open(&config, folder, "config.json");
     config_save(&n->s.model, &config);
     writer_close(&config);
     const Text path = Text(folder) + "/model.safetensors";

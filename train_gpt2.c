@@ -3819,6 +3819,8 @@ struct Engine {
     // `count` elements from `offset` of a flat state (STATE_*), out of the engine and into it,
     // wherever their home is. What is between tensors reads as zero and is not written.
     void (*read)(Engine *e, int state, int64_t offset, real *out, int64_t count);
+    // The same of elements that this rank has itself; it asks no other.
+    void (*read_own)(Engine *e, int state, int64_t offset, real *out, int64_t count);
     void (*write)(Engine *e, int state, int64_t offset, const real *values, int64_t count);
     // all (ranks, bytes) = `mine` of every rank. All ranks call it, and read, at the same places of
     // the run; NULL in an engine that knows no others.
@@ -3978,7 +3980,7 @@ static void cpu_open(Engine *e, Plan *p) {
     e->forward_loss = cpu_forward_loss;
     e->logits = cpu_logits;
     e->extend = cpu_extend;
-    e->read = cpu_read;
+    e->read = e->read_own = cpu_read;
     e->write = cpu_write;
     e->close = cpu_close;
     e->peak_flops = matmul_peak_flops();
@@ -4800,7 +4802,6 @@ static void run_save(Run *run) {
     if (!run->o.quiet) {
         printf("%ssaved %s\n", clear_line(run), path);
     }
-    engine_agree(&run->engine);  // no rank goes on, or ends, before it is written
 }
 
 // The line of the last step where it is due, or missing as the run `ends`, to terminal and log. On

@@ -4297,15 +4297,16 @@ static char *rank_state_at(const Plan *p, const RankState &b, const TensorRange 
 }
 
 // host = the elements of a span, from whichever ranks have them: each sends what it has to all,
-// one rank after another, so all must call it alike.
+// one rank after another, so all must call it alike; with `own` from this one, which has them.
 template <class E, class G>
-static void rank_fetch(GpuNetwork<E, G> *net, const RankState &b, const TensorSpan &span,
+static void rank_fetch(GpuNetwork<E, G> *net, const RankState &b, const TensorSpan &span, bool own,
                        char *host) {
     Settings s = net->plan->settings;
     const RankComm *c = &net->ranks;
-    if (!b.sharded || !tensor_is_matrix(span.tensor)) {
-        const TensorRange all = tensor_range(&s, span.tensor, span.layer, 1);
-        copy_wait(host, rank_state_at(net->plan, b, all, span.first),
+    if (own || !b.sharded || !tensor_is_matrix(span.tensor)) {
+        const TensorRange r = own ? tensor_update_range(&s, span.tensor, span.layer)
+                                  : tensor_range(&s, span.tensor, span.layer, 1);
+        copy_wait(host, rank_state_at(net->plan, b, r, span.first),
                   (size_t)span.count * b.bytes, net->stream);
         return;
     }
@@ -4321,9 +4322,9 @@ static void rank_fetch(GpuNetwork<E, G> *net, const RankState &b, const TensorSp
         const int64_t end = min_i64(span.first + span.count, r.first + r.count);
         for (int64_t at = max_i64(span.first, r.first), n; at < end; at += n) {
             n = min_i64(end - at, (int64_t)(room / b.bytes));
-            const char *own = q == c->rank ? rank_state_at(net->plan, b, r, at) : staging;
+            const char *from = q == c->rank ? rank_state_at(net->plan, b, r, at) : staging;
             if (c->on) {
-                nccl_check(ncclBroadcast(own, staging, (size_t)n * b.bytes, ncclUint8, q, c->comm,
+                nccl_check(ncclBroadcast(from, staging, (size_t)n * b.bytes, ncclUint8, q, c->comm,
                                          c->stream));
             }
             copy_wait(host + (at - span.first) * (int64_t)b.bytes, staging, (size_t)n * b.bytes,
@@ -4333,9 +4334,10 @@ static void rank_fetch(GpuNetwork<E, G> *net, const RankState &b, const TensorSp
 }
 
 // A span of weights or moments as state_read gives it, where many ranks have it: buffers follow
-// buckets, and the parts of others are fetched.
+// buckets, and the parts of others are fetched unless all of it is this one's `own`.
 template <class E, class G>
-static void rank_read(GpuNetwork<E, G> *net, int state, const TensorSpan &span, real *out) {
+static void rank_read(GpuNetwork<E, G> *net, int state, const TensorSpan &span, bool own,
+                      real *out) {
     const Settings *s = &net->plan->settings;
     const StateView v = gpu_state(net, state, &span);
     const bool sharded = (s->home[HOME_OF_MOMENTS] & HOME_SHARD) != 0;
@@ -4344,9 +4346,9 @@ static void rank_read(GpuNetwork<E, G> *net, int state, const TensorSpan &span, 
     const RankState low = {BUF_MASTER, sizeof(uint16_t), sharded};
     char *host = (char *)alloc_zero((size_t)span.count, high.bytes);
     uint16_t *rest = v.split ? (uint16_t *)alloc_zero((size_t)span.count, sizeof *rest) : nullptr;
-    rank_fetch(net, high, span, host);
+    rank_fetch(net, high, span, own, host);
     if (rest) {
-        rank_fetch(net, low, span, (char *)rest);
+        rank_fetch(net, low, span, own, (char *)rest);
     }
     state_values(out, v.type, host, rest, span.count);
     free(host);
@@ -4379,15 +4381,15 @@ static void rank_write(GpuNetwork<E, G> *net, int state, const TensorSpan &span,
     }
 }
 
-// The engine's read and write. Gradients can only be read.
-template <class E, class G>
+// The engine's read and read_own, and its write. Gradients can only be read.
+template <class E, class G, bool OWN>
 static void gpu_read(Engine *e, int state, int64_t offset, real *out, int64_t count) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
     TensorSpan span = {};
     memset(out, 0, (size_t)count * sizeof(real));
     while (span_next(&net->plan->settings.model, offset, count, &span)) {
         if (net->ranks.ranks > 1 && state != STATE_GRADS) {
-            rank_read(net, state, span, out + span.at);
+            rank_read(net, state, span, OWN, out + span.at);
         } else {
             state_read(out + span.at, gpu_state(net, state, &span), span.count, net->stream);
         }
@@ -4639,7 +4641,8 @@ template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
     e->forward_loss = gpu_forward_loss<E, G>;
     e->logits = gpu_logits<E, G>;
     e->extend = gpu_extend<E, G>;
-    e->read = gpu_read<E, G>;
+    e->read = gpu_read<E, G, false>;
+    e->read_own = gpu_read<E, G, true>;
     e->write = gpu_write<E, G>;
     e->close = gpu_close<E, G>;
     e->take_matmul = [](Engine *, const char *text) { return (int)matmul_choices_take(text); };

@@ -1383,37 +1383,31 @@ static void safetensors_text(const Safetensors *f, const char *key, char *out, s
     }
 }
 
-// A file that is written beside its final place, hashed on the way. A failure removes the folder's
-// files, as far as they are ours, and ends the run: `undo` knows which those are.
+// A file that is written beside its final place, hashed on the way. Its first failure is kept in
+// `error`, and what comes then is dropped: whoever makes it may owe other processes a part of that.
 typedef struct {
-    int fd;
-    void (*undo)(const char *folder);
+    int fd;     // -1: none, because it failed, is closed, or another process writes
+    int error;  // errno; 0: all was written so far
     int64_t bytes;
-    char folder[PATH_BYTES], file[PATH_BYTES];
+    char file[PATH_BYTES];
     Sha256 sha;
     char hash[SHA256_TEXT];
 } Writer;
 
-__attribute__((noreturn)) static void writer_fail(const Writer *w) {
-    int error = errno;
-    w->undo(w->folder);
-    die("cannot write %s: %s; what was there before stands", w->file, strerror(error));
+static void writer_fail(Writer *w) {
+    w->error = errno;
+    close(w->fd);
+    w->fd = -1;
 }
 
-static void writer_open(Writer *w, const char *folder, const char *name,
-                        void (*undo)(const char *folder)) {
-    w->undo = undo;
-    path_print(w->folder, "%s", folder);
+static void writer_open(Writer *w, const char *folder, const char *name) {
     path_print(w->file, "%s/%s", folder, name);
     w->bytes = 0;
     sha256_start(&w->sha);
     w->fd = open(w->file, O_WRONLY | O_CREAT | O_TRUNC, 0644);
-    if (w->fd < 0) {
-        writer_fail(w);
-    }
+    w->error = w->fd < 0 ? errno : 0;
 }
 
-// With fd -1 a writer drops what it is given: another process writes what this one helps to make.
 static void writer_put(Writer *w, const void *data, size_t bytes) {
     if (w->fd >= 0 && write_all(w->fd, data, bytes) != 0) {
         writer_fail(w);
@@ -1431,35 +1425,35 @@ static void writer_stream(Writer *w, PieceSource next, void *self, size_t most) 
     unsigned char *piece[2] = {(unsigned char *)alloc_zero(2, most), NULL};
     piece[1] = piece[0] + most;
     size_t bytes[2] = {next(self, piece[0]), 0};
-    int error = 0;
-    while (w->fd < 0 && bytes[0]) {
-        bytes[0] = next(self, piece[0]);
-    }
-    for (int k = 0; bytes[k] && !error; k = !k) {
+    int k = 0;
+    for (; bytes[k] && w->fd >= 0; k = !k) {
         #pragma omp parallel num_threads(2)
         #pragma omp master
         {
             #pragma omp task
             sha256_add(&w->sha, piece[k], bytes[k]);
-            error = write_all(w->fd, piece[k], bytes[k]) != 0 ? errno : 0;
+            if (write_all(w->fd, piece[k], bytes[k]) != 0) {
+                writer_fail(w);
+            }
 #ifdef SYNC_FILE_RANGE_WRITE  // Linux: the disk begins now, and fsync has less to wait for
             sync_file_range(w->fd, 0, 0, SYNC_FILE_RANGE_WRITE);
 #endif
-            bytes[!k] = error ? 0 : next(self, piece[!k]);
+            bytes[!k] = next(self, piece[!k]);
         }
         w->bytes += (int64_t)bytes[k];
     }
-    free(piece[0]);
-    if (error) {
-        errno = error;
-        writer_fail(w);
+    while (bytes[k]) {  // dropped
+        bytes[k] = next(self, piece[k]);
     }
+    free(piece[0]);
 }
 
 static void writer_close(Writer *w) {
-    if (fsync(w->fd) != 0 || close(w->fd) != 0) {
+    if (w->fd >= 0 && fsync(w->fd) != 0) {
         writer_fail(w);
     }
+    w->error = w->fd >= 0 && close(w->fd) != 0 ? errno : w->error;
+    w->fd = -1;
     sha256_end(&w->sha, w->hash);
 }
 

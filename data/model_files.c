@@ -649,12 +649,14 @@ static void model_file_save(Engine *e, const Model *m, int type, Writer *w) {
 // 2. A resume takes the newest checkpoint whose files are those of its manifest, byte for byte, and
 //    says which it skipped and why.
 // 3. The engine (chapter The engine) hands states over in pieces, so saving takes memory for one
-//    tensor.
+//    tensor, on every rank.
 // 4. A range is elements of one bucket of a state as one rank has it (chapter Buckets and visits),
 //    whoever wrote it: a resume takes the states from any ranges that hold each element once.
+// 5. Each rank writes its Nth of every bucket, all at the same time; rank 0 alone makes the folder,
+//    writes the other files, renames and removes. Every phase ends with a word of all ranks: where
+//    one has failed, all end, and what was there before stands.
 
-// The files of a checkpoint. States have one for each rank that wrote: this program writes that of
-// a single one, and reads all.
+// The files of a checkpoint. States have one for each rank that wrote.
 enum {
     FILE_MODEL, FILE_CONFIG, FILE_MERGES, FILE_VOCABULARY, FILE_TOKENIZER, FILE_MANIFEST,
     FILE_STATE, MAX_RANKS = 1024, CHECKPOINT_FILES = FILE_STATE + MAX_RANKS, FILE_NAME = 48
@@ -873,6 +875,7 @@ typedef struct {
     int state, bucket;
     int64_t first, count;
     Span span;
+    const char *file;  // that it was read from
 } StateRange;
 enum { WHOLE_STATE = -1, RANGE_NAME = 48 };
 // Of the weights these files have what model.safetensors lacks.
@@ -910,7 +913,8 @@ static TensorRange range_of_tensor(const Model *m, const StateRange *r, int tens
     return t;
 }
 
-// The ranges of a single rank, every bucket of the states that are saved; to be freed.
+// The ranges that this rank writes: its part of every bucket of the states that are saved, of those
+// that it shares with others too; to be freed.
 static StateRange *state_ranges(const Settings *s, int *count) {
     const int buckets = BUCKET_BLOCKS + s->model.L;
     const int moments = s->moment_dtype == TYPE_BF16 ? (int)FILE_BF16 : (int)FILE_F32;
@@ -918,10 +922,14 @@ static StateRange *state_ranges(const Settings *s, int *count) {
     *count = 0;
     for (int state = s->split_master ? STATE_WEIGHTS : STATE_M; state < STATES; state++) {
         for (int b = 0; b < buckets; b++) {
-            StateRange *r = &ranges[(*count)++];
+            StateRange *r = &ranges[*count];
             r->state = state;
             r->bucket = b;
-            r->count = range_limit(&s->model, r);
+            const int64_t part = bucket_at(&s->model, s->ranks, b).part;
+            const int64_t end = range_limit(&s->model, r);  // nobody writes the padding of N parts
+            r->first = min_i64(s->rank * part, end);
+            r->count = min_i64(part, end - r->first);
+            *count += r->count > 0;
             r->span.type = state == STATE_WEIGHTS ? (int)FILE_U16 : moments;
         }
     }
@@ -952,7 +960,7 @@ static size_t range_piece(void *self, unsigned char *out) {
         for (int l = 0; l < tensor_copies(p->m, tensor); l++) {
             const TensorRange t = range_of_tensor(p->m, &r, tensor, l);
             if (t.count > 0) {
-                p->e->read(p->e, r.state, t.param, p->values + t.state, t.count);
+                p->e->read_own(p->e, r.state, t.param, p->values + t.state, t.count);
             }
         }
     }
@@ -1040,63 +1048,122 @@ static int weights_file_type(const Settings *s) {
     return s->dtype == TYPE_BF16 ? (int)FILE_BF16 : (int)FILE_F32;
 }
 
-// Writes one file of a checkpoint, and notes it in the manifest.
-static void checkpoint_file(const Snapshot *snapshot, int file, const char *folder,
-                            Manifest *manifest) {
+// A checkpoint that is being saved.
+typedef struct {
+    const Snapshot *snapshot;
+    char folder[PATH_BYTES];  // with ".tmp"
+    char problem[PATH_BYTES + 128];  // of this rank; "": none
+    Manifest manifest;
+} Saving;
+
+__attribute__((format(printf, 2, 3)))
+static void save_problem(Saving *save, const char *what, ...) {
+    va_list args;
+    va_start(args, what);
+    vsnprintf(save->problem, sizeof save->problem, what, args);
+    va_end(args);
+}
+
+// Writes one file of a checkpoint, and notes it in the manifest; nothing behind a failure. All
+// ranks make the model, as each may have weights that the others lack, and rank 0 writes it.
+static void save_file(Saving *save, int file) {
     static Writer w;
+    const Snapshot *snapshot = save->snapshot;
     const Settings *s = snapshot->settings;
-    ManifestRow *row = &manifest->files[file];
+    ManifestRow *row = &save->manifest.files[file];
     char name[FILE_NAME];
-    file_name(name, file, manifest->ranks);
-    writer_open(&w, folder, name, checkpoint_remove);
+    if (save->problem[0]) {
+        return;
+    }
+    file_name(name, file, save->manifest.ranks);
+    w.fd = -1;
+    if (this_rank.rank == 0 || file >= FILE_STATE) {
+        writer_open(&w, save->folder, name);
+    }
     switch (file) {
         case FILE_MODEL:
             model_file_save(snapshot->engine, &s->model, weights_file_type(s), &w);
             break;
         case FILE_CONFIG: config_save(&s->model, &w); break;
-        case FILE_STATE: state_save(snapshot, &w); break;
-        case FILE_MANIFEST: manifest_save(manifest, snapshot->state->step, &w); break;
-        default: tokenizer_save(snapshot->bpe, &s->model, file, &w);
+        case FILE_MERGES: case FILE_VOCABULARY: case FILE_TOKENIZER:
+            tokenizer_save(snapshot->bpe, &s->model, file, &w);
+            break;
+        case FILE_MANIFEST: manifest_save(&save->manifest, snapshot->state->step, &w); break;
+        default: state_save(snapshot, &w);
     }
     writer_close(&w);
     row->bytes = w.bytes;
     memcpy(row->sha256, w.hash, SHA256_TEXT);
+    if (w.error) {
+        save_problem(save, "cannot write %s: %s; what was there before stands", w.file,
+                     strerror(w.error));
+    }
 }
 
-// Saves a run as `output`/step-NNNNNNNN; path receives the folder's name.
-static void checkpoint_save(const Snapshot *snapshot, const char *output, char path[PATH_BYTES]) {
-    static Manifest manifest;
-    memset(&manifest, 0, sizeof manifest);
-    manifest.ranks = 1;
-    if (this_rank.rank > 0) {  // rank 0 writes what all ranks read together
-        static Writer nowhere;
-        nowhere.fd = -1;
-        model_file_save(snapshot->engine, &snapshot->settings->model,
-                        weights_file_type(snapshot->settings), &nowhere);
-        state_save(snapshot, &nowhere);
+// Ends a phase of saving. Where a rank has failed, rank 0 removes what was written, and then the
+// run ends with the line of the first that did; the others wait until they are ended.
+static void save_agree(Saving *save) {
+    const int failed = this_rank.failed = save->problem[0] != 0;
+    engine_agree(save->snapshot->engine);
+    const int fault = this_rank.ranks > 1 ? this_rank.fault : failed;
+    if (!fault) {
         return;
     }
-    char folder[PATH_BYTES], aside[PATH_BYTES];
-    path_print(path, "%s/step-%08" PRId64, output, snapshot->state->step);
-    path_print(folder, "%s.tmp", path);
+    if (this_rank.rank == 0) {
+        checkpoint_remove(save->folder);
+    }
+    engine_agree(save->snapshot->engine);  // or rank 0 might be ended before that
+    die_after_ms = fault == this_rank.rank + 1 ? 0 : 4000;
+    if (!failed) {
+        die("rank %d cannot save, and says why", fault - 1);
+    }
+    die("%s", save->problem);
+}
+
+// Rank 0's last phase: the manifest, and the folder gets its final name.
+static void save_finish(Saving *save, const char *output, const char *path) {
+    char aside[PATH_BYTES];
     path_print(aside, "%s.damaged", path);
-    if (mkdir(folder, 0755) != 0 && errno != EEXIST) {
-        die("cannot create checkpoint %s: %s", folder, strerror(errno));
+    save_file(save, FILE_MANIFEST);
+    if (save->problem[0]) {
+        return;
     }
-    checkpoint_file(snapshot, FILE_MODEL, folder, &manifest);
-    checkpoint_file(snapshot, FILE_CONFIG, folder, &manifest);
-    checkpoint_file(snapshot, FILE_STATE, folder, &manifest);
-    for (int k = FILE_MERGES; snapshot->bpe && k <= FILE_TOKENIZER; k++) {
-        checkpoint_file(snapshot, k, folder, &manifest);
-    }
-    checkpoint_file(snapshot, FILE_MANIFEST, folder, &manifest);
-    fsync_folder(folder);
+    fsync_folder(save->folder);
     checkpoint_remove(path);  // a damaged one, which the resume skipped
     rename(path, aside);      // where it holds what is not ours
-    if (rename(folder, path) != 0) {
-        die("cannot rename checkpoint %s to %s: %s", folder, path, strerror(errno));
+    if (rename(save->folder, path) != 0) {
+        save_problem(save, "cannot rename checkpoint %s to %s: %s", save->folder, path,
+                     strerror(errno));
+        return;
     }
     fsync_folder(output);
+}
+
+// Saves a run as `output`/step-NNNNNNNN, which all ranks call; path receives the folder's name.
+static void checkpoint_save(const Snapshot *snapshot, const char *output, char path[PATH_BYTES]) {
+    static Saving save;
+    memset(&save, 0, sizeof save);
+    save.snapshot = snapshot;
+    save.manifest.ranks = snapshot->settings->ranks;
+    path_print(path, "%s/step-%08" PRId64, output, snapshot->state->step);
+    path_print(save.folder, "%s.tmp", path);
+    if (this_rank.rank == 0 && mkdir(save.folder, 0755) != 0 && errno != EEXIST) {
+        save_problem(&save, "cannot create checkpoint %s: %s", save.folder, strerror(errno));
+    }
+    save_agree(&save);
+    save_file(&save, FILE_MODEL);
+    save_file(&save, FILE_STATE + this_rank.rank);
+    ManifestRow *states = &save.manifest.files[FILE_STATE], mine = states[this_rank.rank];
+    engine_gather(snapshot->engine, states, &mine, sizeof mine);
+    save_agree(&save);
+    if (this_rank.rank == 0) {
+        save_file(&save, FILE_CONFIG);
+        for (int k = FILE_MERGES; snapshot->bpe && k <= FILE_TOKENIZER; k++) {
+            save_file(&save, k);
+        }
+        save_finish(&save, output, path);
+    }
+    save_agree(&save);
 }
 
 // Steps of checkpoints, the newest first; `steps` is to be freed.
@@ -1317,7 +1384,7 @@ typedef struct {
 // Adds the range that a tensor of a state file is.
 static void state_add_range(StateFiles *out, const Model *m, const FileTensor *t,
                             const char *name) {
-    StateRange r = {0, WHOLE_STATE, 0, t->count, {t->data, t->type}};
+    StateRange r = {0, WHOLE_STATE, 0, t->count, {t->data, t->type}, name};
     char text[RANGE_NAME];
     const size_t length = strcspn(t->name, ".");
     while (r.state < STATES && (strlen(range_names[r.state]) != length ||
@@ -1398,10 +1465,10 @@ static int range_compare(const void *a, const void *b) {
                                     : (x->first > y->first) - (x->first < y->first);
 }
 
-// Ends the run unless the ranges hold each element of each state once; of the master all or
-// nothing, because a run that had none saved none.
-static void state_cover(StateFiles *f, const Model *m, const char *folder) {
-    char name[RANGE_NAME];
+// Ends the run unless the ranges of `ranks` files hold each element of each state once; of the
+// master all or nothing, because a run that had none saved none.
+static void state_cover(StateFiles *f, const Model *m, const char *folder, int ranks) {
+    char name[RANGE_NAME], file[FILE_NAME];
     int i = 0;
     if (f->count) {
         qsort(f->ranges, (size_t)f->count, sizeof *f->ranges, range_compare);
@@ -1412,7 +1479,7 @@ static void state_cover(StateFiles *f, const Model *m, const char *folder) {
         const int end = whole ? 0 : some || state != STATE_WEIGHTS ? BUCKET_BLOCKS + m->L : 0;
         // What is wanted next is there, or else before it something twice, or behind it a gap.
         for (int bucket = whole ? (int)WHOLE_STATE : 0; bucket < end; bucket++) {
-            StateRange want = {state, bucket, 0, 0, {NULL, 0}};
+            StateRange want = {state, bucket, 0, 0, {NULL, 0}, NULL};
             const int64_t limit = range_limit(m, &want);
             for (; want.first < limit; want.first += f->ranges[i++].count) {
                 const int order = i < f->count ? range_compare(&f->ranges[i], &want) : 1;
@@ -1421,35 +1488,40 @@ static void state_cover(StateFiles *f, const Model *m, const char *folder) {
                 }
                 range_name(name, &want);
                 if (order > 0) {
-                    die("checkpoint %s: its state files lack %s", folder, name);
+                    const int64_t part = whole ? limit : bucket_at(m, ranks, bucket).part;
+                    file_name(file, FILE_STATE + (int)(want.first / part), ranks);
+                    die("checkpoint %s: its state files lack %s, which should be in %s", folder,
+                        name, file);
                 }
             }
         }
         if (i < f->count && f->ranges[i].state == state) {
             range_name(name, &f->ranges[i]);
-            die("checkpoint %s: its state files hold elements of %s twice", folder, name);
+            die("checkpoint %s: its state files hold elements of %s twice, in %s and %s", folder,
+                name, f->ranges[i - 1].file, f->ranges[i].file);
         }
     }
 }
 
-// Takes this rank's part of what a range holds into the engine; of the master all, because weights
-// are read from model.safetensors whole. Ends the run at a number that is not finite, and at a
-// second moment below 0.
+// Takes what this rank keeps of a range into the engine, of the master all where weights are whole
+// and have the low halves in themselves; asks no other rank. Ends the run at a number that is not
+// finite, and at a second moment below 0.
 static void range_load(Engine *e, const Settings *s, const StateRange *r, const char *folder) {
+    const int in_weights = r->state == STATE_WEIGHTS && !s->split_master;
+    const int whole = in_weights && !(s->home[HOME_OF_WEIGHTS] & HOME_SHARD);
     real *values = (real *)alloc_zero(PIECE, sizeof(real));
     char name[80];
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int l = 0; l < tensor_copies(&s->model, tensor); l++) {
             const TensorRange t = range_of_tensor(&s->model, r, tensor, l);
-            // With a part of the states on each rank, this one's; with all of them everywhere, all.
-            const TensorRange own = r->state == STATE_WEIGHTS ? tensor_range(s, tensor, l, 1)
-                                                              : tensor_update_range(s, tensor, l);
+            const TensorRange own = whole ? tensor_range(s, tensor, l, 1)
+                                          : tensor_update_range(s, tensor, l);
             const int64_t end = min_i64(t.first + t.count, own.first + own.count);
             for (int64_t i = max_i64(t.first, own.first), count; i < end; i += count) {
                 const int64_t in_state = t.param + i - t.first, in_range = t.state + i - t.first;
                 count = min_i64(PIECE, end - i);
                 if (r->state == STATE_WEIGHTS) {
-                    e->read(e, STATE_WEIGHTS, in_state, values, count);
+                    e->read_own(e, STATE_WEIGHTS, in_state, values, count);
                     for (int64_t k = 0; k < count; k++) {
                         uint16_t low;
                         memcpy(&low, r->span.data + 2 * (in_range + k), 2);
@@ -1570,7 +1642,7 @@ static void checkpoint_load(const Snapshot *run, RunState *state, const char *fo
         }
         state_parse(&f, &model.model, maps[r].bytes, maps[r].size, paths[r]);
     }
-    state_cover(&f, &model.model, folder);
+    state_cover(&f, &model.model, folder, ranks);
     checkpoint_options(run, &f, folder, 0);
     if (strcmp(f.identity, run->identity) != 0 ||
         memcmp(&model.model, &s->model, sizeof(Model)) != 0) {

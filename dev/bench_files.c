@@ -82,7 +82,7 @@ int main(void) {
     const Snapshot snapshot = {&e, &s, &o, "bench", &state, NULL};
     for (int r = 0; r < REPEATS; r++) {
         began = now_ms();
-        writer_open(&w, folder, "model.safetensors", checkpoint_remove);
+        writer_open(&w, folder, "model.safetensors");
         model_file_save(&e, &m, FILE_F32, &w);
         writer_close(&w);
         times[SAVE][r] = now_ms() - began;
@@ -92,7 +92,7 @@ int main(void) {
         began = now_ms();
         dd(options);
         times[DD_WRITE][r] = now_ms() - began;
-        writer_open(&w, folder, "config.json", checkpoint_remove);
+        writer_open(&w, folder, "config.json");
         config_save(&m, &w);
         writer_close(&w);
         times[LOAD][r] = load(&e, folder);

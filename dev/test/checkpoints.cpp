@@ -348,10 +348,15 @@ static void test_state_parts() {
     std::vector<Members> bad = cut(3);
     const Text gone = bad[1].back().name;
     bad[1].pop_back();
-    expect_refused(resume(bad), ("its state files lack " + gone).c_str(), "a part is missing");
+    expect_refused(resume(bad), ("its state files lack " + gone + ", which should be in state-0-of-"
+                                 "3.safetensors").c_str(), "a part is missing");
     bad = cut(3);
     bad[0].push_back(bad[1].back());
-    expect_refused(resume(bad), ("hold elements of " + gone + " twice").c_str(), "a part twice");
+    const Outcome twice = resume(bad);
+    expect_refused(twice, ("hold elements of " + gone + " twice, in ").c_str(), "a part twice");
+    for (const char *file : {"/state-0-of-3.safetensors", "/state-1-of-3.safetensors"}) {
+        expect(twice.err.find(at + file) != Text::npos, "%s: %s", file, twice.err.c_str());
+    }
     for (auto &[name, words] : std::vector<std::pair<Text, Text>>{
              {"v.4.0", "hold elements of v.4.1027 twice"},
              {"v.4.2051", "v.4.2051: is no part of this model's states"}}) {

@@ -6,7 +6,9 @@
 #include "harness.h"
 #include <glob.h>
 #include <algorithm>
+#include <map>
 #include <set>
+#include <tuple>
 #include <utility>
 
 // -------------------------------------------------------------------------------------------------
@@ -455,24 +457,53 @@ inline Text in_checkpoint(const Text &folder, int step, int file) {
     return read_file(folder + text("/step-%08d/", step) + saved_files[file]);
 }
 
-// The bytes of a checkpoint, all its files.
-inline Text checkpoint_bytes(const Text &folder, int step) {
+// The bytes of a checkpoint, all its files, of which some number holds states.
+inline Text checkpoint_bytes(const Text &folder, int step, int ranks = 1) {
     Text all;
     for (int i = 0; i < SAVED_FILES; i++) {
-        all += in_checkpoint(folder, step, i);
+        all += i == SAVED_STATE ? "" : in_checkpoint(folder, step, i);
+    }
+    for (int r = 0; r < ranks; r++) {
+        all += read_file(folder + text("/step-%08d/state-%d-of-%d.safetensors", step, r, ranks));
     }
     return all;
 }
 
-// Weights, moments and counters of a checkpoint, without the options in its header.
-inline Text tensors_of(const Text &folder, int step) {
-    const auto state = header_and_data(in_checkpoint(folder, step, SAVED_STATE));
-    const size_t counters = state.first.find("\"step\":");
-    if (counters == Text::npos) {
-        return "";
+// Weights, moments and master of a checkpoint: the same text for the same numbers, however many
+// files hold the states. In *first the counters and norms, which all of these must have alike.
+inline Text states_of(const Text &folder, int step, Text *first) {
+    const Text at = folder + text("/step-%08d/", step);
+    std::map<std::tuple<Text, int, long>, Member> ranges;
+    first->clear();
+    for (const Text &name : split(names_in(at, "state-").c_str())) {
+        Text header;
+        for (const Member &part : members_of(read_file(at + name), &header)) {
+            char state[48] = "";
+            int bucket = 0;
+            long from = 0;
+            sscanf(part.name.c_str(), "%47[^.].%d.%ld", state, &bucket, &from);
+            ranges[{state, bucket, from}] = part;  // norms once
+        }
+        const size_t counters = header.find("\"step\":");
+        const Text these = header.substr(counters, header.find('}') - counters) +
+                           ranges[{"norms", 0, 0}].data;
+        expect(first->empty() || *first == these, "%s: other counters", name.c_str());
+        *first = these;
     }
-    return in_checkpoint(folder, step, SAVED_MODEL) +
-           state.first.substr(counters, state.first.find('}', counters) - counters) + state.second;
+    Text all = in_checkpoint(folder, step, SAVED_MODEL);
+    for (const auto &[key, part] : ranges) {
+        const auto &[state, bucket, from] = key;
+        const Text name = from ? "" : state + text(" %d ", bucket) + part.dtype + " ";
+        all += state == "norms" ? "" : name + part.data;
+    }
+    return all;
+}
+
+// All of a checkpoint but the options in its headers.
+inline Text tensors_of(const Text &folder, int step) {
+    Text first;
+    const Text states = states_of(folder, step, &first);
+    return first.empty() ? "" : states + first;
 }
 
 // SHA-256 of files, by the system's own sha256sum.

@@ -164,6 +164,69 @@ static void test_ranks_resume() {
     run(part + "-x 4 -y 1 --gpus 2", "cpu");
 }
 
+// Makes a checkpoint one of step `step`, whose norms were all so small that --skip-zscore finds any
+// other an outlier: whoever goes on from it saves the states that it has read.
+static void forge_idle(const Text &folder, int was, int step) {
+    const Text at = folder + text("/step-%08d", step);
+    rename((folder + text("/step-%08d", was)).c_str(), at.c_str());
+    for (const Text &name : split(names_in(at, "state-").c_str())) {
+        auto [header, data] = header_and_data(read_file(at + "/" + name));
+        const double tiny = 1e-9;
+        for (const char *key : {"step", "updates", "norm_count"}) {
+            const Text quoted = text("\"%s\":\"", key);
+            const size_t value = header.find(quoted) + quoted.size();
+            header.replace(value, header.find('"', value) - value, text("%d", step));
+        }
+        for (size_t i = 0; i < 128; i++) {
+            memcpy(&data[8 * i], &tiny, 8);
+        }
+        write_file(at + "/" + name, with_length(header, data));
+    }
+    write_manifest(at);
+}
+
+// States go from one number of ranks, stage and home to another, to the CPU program and back, and
+// stay what they are, element by element; each rank writes a file.
+static void test_ranks_states() {
+    write_corpus();
+    static const struct {
+        int ranks;
+        const char *options;
+    } hops[] = {{2, "-z 0"}, {1, "--offload moments,weights"}, {4, "-z 1"}, {1, ""},
+                {0, ""}, {3, "-z 1"}};  // the last two are for the types that the CPU program has
+    for (const char *types : {"", "--moments bf16 ", "-w 0 "}) {
+        const Text shape = "-i train.bin -e l3h3c96t16 -t 12 -b 1 ";
+        remove_folder("out");
+        run(shape + types + "-d 36 -x 2 --gpus 3 -z 1", "out");
+        forge_idle("out", 2, 130);
+        int step = 130;
+        Text counters;
+        const Text want = states_of("out", step, &counters);
+        for (const auto &hop : hops) {
+            const int n = hop.ranks ? hop.ranks : 1;
+            if (!hop.ranks && types[0]) {
+                break;
+            }
+            const Text line = shape + text("-x %d -y 1 --keep 1 --skip-zscore 1 -d %d ", ++step,
+                                           12 * n);
+            if (hop.ranks) {
+                run(line + types + text("--gpus %d ", n) + hop.options, "out");
+            } else {
+                expect_success(outcome(start_program("train_gpt2", line + "--quiet -o out")),
+                               "the CPU program");
+            }
+            const Text got = states_of("out", step, &counters), who = text("%s%d ranks %s", types,
+                                                                          n, hop.options);
+            expect(!hop.ranks || (got == want && got.size() > 500000), "%s: other states",
+                   who.c_str());
+            expect(values_in(read_file("out/log.jsonl"), "skipped").back() == 1, "%s: it learnt",
+                   who.c_str());
+            const Text files = names_in(text("out/step-%08d", step), "state-");
+            expect(split(files.c_str()).size() == (size_t)n, "%s: %s", who.c_str(), files.c_str());
+        }
+    }
+}
+
 // What ranks cannot do is one line, whoever finds out.
 static void test_ranks_refused() {
     write_corpus();
@@ -296,6 +359,95 @@ static void test_ranks_signals() {
         expect(log_steps("out/log.jsonl") == one_to(12), "steps of the log");
     }
     detail = text("%d of 4 interrupted", interrupted);
+}
+
+// A line of one rank has ended the run; the checkpoint before stands, and there is no other.
+static void expect_stands(const Outcome &o, const Text &words, const Text &good) {
+    expect_refused(o, words, words);
+    expect(names_in("out", "step") == "step-00000002" && checkpoint_bytes("out", 2, 3) == good,
+           "%s: %s", words.c_str(), names_in("out", "").c_str());
+}
+
+// Where one rank cannot write, be it the disk or what is in the way, rank 0 removes what all have
+// written, and the next run goes on from before.
+static void test_ranks_full() {
+    write_corpus();
+    const Text part = TINY "--gpus 3 -z 1 ", tmp = "out/step-00000004.tmp/";
+    run(part + "-x 2", "out");
+    const Text good = checkpoint_bytes("out", 2, 3);
+    const std::pair<const char *, const char *> table[] = {
+        {"state-0-of-3.safetensors", ": cannot write "},
+        {"state-2-of-3.safetensors", ": rank 2: cannot write "},
+        {"model.safetensors", ": cannot write "},
+        {"manifest.json", ": cannot write "}};
+    for (const auto &[file, who] : table) {
+        mkdir(tmp.c_str(), 0755);
+        mkdir((tmp + file).c_str(), 0755);
+        const Outcome o = program(part + "-x 4 -y 1 --quiet -o out");
+        expect(names_in(tmp, "") == file, "%s: %s", file, names_in(tmp, "").c_str());
+        remove_folder("out/step-00000004.tmp");
+        expect_stands(o, who + tmp + file + ": Is a directory", good);
+    }
+    run(part + "-x 2 -y 1", "out");  // cuts the log back
+    // The limit of one rank's files comes while it trains.
+    const pid_t parent = start(part + "-k constant -x 20 -y 1 --quiet -o out");
+    wait_until([] { return read_file("out/log.jsonl").find("{\"step\":4,") != Text::npos; });
+    const Ints ranks = children_of(parent);
+    const struct rlimit small = {5000, 5000};
+    expect(ranks.size() == 3 && prlimit(ranks[1], RLIMIT_FSIZE, &small, NULL) == 0, "prlimit");
+    const Outcome o = outcome(parent);
+    expect_stands(o, ": rank 1: cannot write out/step-00000020.tmp/state-1-of-3.safetensors: File "
+                     "too large", good);
+    expect(names_in("out", "") == "log.jsonl step-00000002", "%s", names_in("out", "").c_str());
+}
+
+// A rank that is killed in any phase of saving leaves the checkpoint before; what is unfinished the
+// next run removes, and ends in the bytes of a run that nothing disturbed. A file that waits for a
+// reader holds its rank in the phase.
+static void test_ranks_save_killed() {
+    write_corpus();
+    enum { END = 20 };
+    const Text part = TINY "--gpus 3 -z 1 -k constant ", whole = part + text("-x %d -y 1 ", END);
+    const Text tmp = text("out/step-%08d.tmp/", END);
+    run(part + "-x 2", "begun");
+    shell("cp -r begun undisturbed");
+    const Text good = checkpoint_bytes("begun", 2, 3);
+    run(whole, "undisturbed");
+    const std::pair<const char *, const char *> table[] = {  // who waits, when others are done
+        {"model.safetensors", ""},
+        {"state-1-of-3.safetensors", "state-0-of-3.safetensors"},
+        {"manifest.json", "config.json"}};
+    for (size_t i = 0; i < 3; i++) {
+        for (size_t victim = 0; victim < 3; victim++) {
+            if (victim != i && !getenv("FULL")) {
+                continue;
+            }
+            remove_folder("out");
+            shell("cp -r begun out");
+            const pid_t parent = start(whole + "--quiet -o out", with("EMU_NCCL_HANG", "1"));
+            auto logged = [](int step) {
+                return read_file("out/log.jsonl").find(text("{\"step\":%d,", step)) != Text::npos;
+            };
+            wait_until([&] { return logged(3); });  // by then it has swept
+            mkdir(tmp.c_str(), 0755);
+            expect(mkfifo((tmp + table[i].first).c_str(), 0644) == 0, "mkfifo");
+            wait_until([&] { return logged(END) && exists(tmp + table[i].second); });
+            const Ints ranks = children_of(parent);
+            if (ranks.size() == 3) {
+                kill(ranks[victim], SIGKILL);
+            }
+            const Outcome o = outcome(parent);
+            expect(exists(tmp + table[i].first), "%s: removed", table[i].first);
+            expect_none_left(ranks, table[i].first);
+            shell("mv " + tmp + " unfinished");
+            expect_stands(o, text("rank %zu was ended by signal 9 (Killed)", victim), good);
+            shell("mv unfinished " + tmp);
+            run(whole, "out");
+            expect(names_in("out", "step") == text("step-00000002 step-%08d", END) &&
+                   tensors_of("out", END) == tensors_of("undisturbed", END), "%s: another end",
+                   table[i].first);
+        }
+    }
 }
 
 // Data that one rank cannot read ends the run in a line of that rank's, and all that was learnt is
@@ -444,6 +596,8 @@ static void test_ranks_traffic() {
 static const Test tests[] = {
     {"ranks_numbers", test_ranks_numbers, 1},   {"ranks_stages", test_ranks_stages, 1},
     {"ranks_mpirun", test_ranks_mpirun, 1},     {"ranks_choices", test_ranks_choices, 1},
+    {"ranks_states", test_ranks_states, 1},     {"ranks_full", test_ranks_full, 1},
+    {"ranks_save_killed", test_ranks_save_killed, 1},
     {"ranks_resume", test_ranks_resume, 1},     {"ranks_refused", test_ranks_refused, 1},
     {"ranks_mixed", test_ranks_mixed, 1},       {"ranks_die", test_ranks_die, 1},
     {"ranks_signals", test_ranks_signals, 1},   {"ranks_fault", test_ranks_fault, 1},
