@@ -224,7 +224,7 @@ typedef struct {
     int64_t val_every, val_batches, sample_every, sample_tokens, top_k;
     int64_t generate, samples;
     int64_t max_skips, save_every, keep, log_every, resume, quiet, logit_rows, workspace, tune;
-    int64_t gpus, zero, gpu_mem;
+    int64_t gpus, zero, timeout, gpu_mem;
     int64_t plan, fit, minimum, json, check, compare, version, help;
     double lr, final_lr, weight_decay, beta1, beta2, eps, clip, skip_zscore, temperature, top_p;
     char given[80];  // of each row of the table: is it there?
@@ -384,6 +384,9 @@ static const OptionRow option_rows[] = {
     {"zero", 'z', OPT_INT, FIELD(zero), "0", 0, 3, NULL, ANY, "Many GPUs",
      "of what each GPU keeps its part alone; 0: of nothing, 1: moments and master; with --plan "
      "alone 2: gradients too, 3: weights too"},
+    {"timeout", 0, OPT_INT, FIELD(timeout), "60", 1, 1e6, NULL, OWN, "Many GPUs",
+     "seconds without progress on any GPU after which the run ends and says which one hangs, is "
+     "stopped or waits; more than two micro-batches take"},
     {"plan", 0, OPT_FLAG, FIELD(plan), "0", 0, 1, NULL, OWN, "Plan and checks",
      "print the memory plan and what each setting would save, and stop"},
     {"eval", 0, OPT_TEXT, FIELD(eval), NULL, 0, 0, NULL, OWN, "Plan and checks",
@@ -3413,6 +3416,7 @@ static void walk(Plan *p, int end, int adds, void (*stage)(void *self, int stage
     const int departs = end > tick_head(&p->settings.model);
     for (int tick = 0, from = 0; tick <= end; tick++) {
         Tick t = tick_at(&p->settings, tick);
+        progress();
         for (; from < p->visit_count && p->visits[from].leave < tick; from++) {
         }
         visits_move(p, from, MOVE_DEPARTED, tick, adds);
@@ -4503,6 +4507,7 @@ static void run_evaluate(Run *run, const EvalFile *f, EvalScore *score) {
     real *losses = (real *)alloc_zero((size_t)B * (size_t)T, sizeof(real));
     const double began = now_ms();
     size_t at = LLMC_HEADER_BYTES;
+    rank_phase("scoring", 0);
     for (int i = 0, filled = 0; i < all && !stop_signal; i++) {
         EvalExample x;
         const int before = min_int(score->examples * ranks, all);
@@ -4695,7 +4700,9 @@ static int output_status(Run *run, int status) {
 
 // When a rank cannot go on: it says why, and the others wait so long that they are ended by then.
 static void run_note_fault(Run *run) {
-    die_after_ms = !this_rank.fault ? die_after_ms : this_rank.failed ? 0 : 4000;
+    die_after_ms = !this_rank.fault   ? die_after_ms
+                   : this_rank.failed ? 0
+                                      : rank_patience_ms();
     if (this_rank.fault && !run->failure[0]) {
         snprintf(run->failure, sizeof run->failure, "rank %d cannot go on, and says why",
                  this_rank.fault - 1);
@@ -4714,6 +4721,7 @@ static int run_validate(Run *run, double *loss) {
     double sum = 0;
     int64_t k = 0;
     run->prepared = 0;  // its place is taken
+    rank_phase("validating", 0);
     for (; k < batches && !run_stopping() && !run->failure[0]; k += s->ranks) {
         const int64_t own = k + s->rank;
         double mine = 0;
@@ -4748,6 +4756,7 @@ static void run_sample(Run *run) {
     char *text = (char *)alloc_zero((size_t)(s->T + length), BPE_LONGEST);
     int n = (int)prompt_tokens(tokens, s->T, tokenizer, run->bpe, o->prompt, strlen(o->prompt));
     int bytes = 0;
+    rank_phase("sampling", 0);
     for (int64_t i = 0; i < length && !run_stopping(); i++, n++) {
         engine_agree(&run->engine);
         int context = (int)min_i64(n, s->T);
@@ -4786,6 +4795,7 @@ static void run_save(Run *run) {
         return;
     }
     run->saved_step = run->state.step;
+    rank_phase("saving", 0);
     Snapshot snapshot = {&run->engine, &run->s,     &run->o,
                          run->identity, &run->state, run->bpe};
     checkpoint_save(&snapshot, run->o.output, path);
@@ -4902,6 +4912,7 @@ static int run_step(Run *run) {
     const Settings *s = &run->s;
     RunState *state = &run->state;
     const double start = now_ms(), lr = learning_rate(o, state->step, run->steps);
+    rank_phase("training", 0);
     for (int accum_step = 0; accum_step < run->accum_steps; accum_step++) {
         if (run_stopping()) {
             return 0;
@@ -5078,7 +5089,12 @@ static void run_find_ranks(Run *run, const Program *program) {
     char text[64], asks[64];
     int copies;
     const char *variable = launcher_find(&copies);
+    rank_timeout_ms = 1e3 * (double)o->timeout;
     if (!variable && o->gpus == 1) {
+        if (option_given(o, "timeout")) {
+            die("--timeout watches the ranks of a run, and this one is alone: --gpus N or mpirun "
+                "starts some");
+        }
         return;
     }
     if (variable && o->gpus > 1) {
@@ -5672,6 +5688,7 @@ static int generate_command(Run *run, const Program *program, Model *m) {
 
 // Frees what a finished run holds.
 static void run_close(Run *run) {
+    rank_phase("ending", 0);
     run->engine.close(&run->engine);
     plan_free(&run->plan);
     dataset_close(&run->train);

@@ -1894,6 +1894,7 @@ static void matmul_tune(char *memory, size_t bytes, cudaStream_t stream) {
     }
     for (int i = 0; i < matmul_library.plans; i++) {
         MatmulPlan *plan = &matmul_library.plan[i];
+        progress();
         if (matmul_cache_find(&plan->key) < 0) {
             matmul_plan_time(bench, plan);
         }
@@ -3489,6 +3490,10 @@ static void visits_close(VisitStreams *s) {
 // 3. No kernel runs for the first time while NCCL's are waiting for other ranks: loading it may
 //    wait for them, and they for it. The warm-up runs all kernels with `on` 0, and then NCCL.
 
+// 4. Before and behind every collective its stream writes down, where whoever watches this process
+//    can read it, how far it has come: the host cannot tell a rank that waits for others from one
+//    whose own kernels hang.
+
 // How this rank reaches the others.
 struct RankComm {
     ncclComm_t comm;
@@ -3496,6 +3501,7 @@ struct RankComm {
     cudaEvent_t event;    // recorded and waited for at once, so one serves every place
     int rank, ranks;
     int on;  // 0: kernels alone, see 3
+    RankNote *note;       // rank_row's, for kernels
 };
 
 // What a rank adds to a step. All ranks add up all words in the order of ranks, so that norm, clip
@@ -3555,12 +3561,28 @@ static __global__ void step_words_kernel(StepWord *total, UpdateState *update, c
     *total = sum;
 }
 
+// The stream of collectives has come so far.
+// budget: threads 1 regs 16 blocks 24 test gpu_exchange
+static __global__ void rank_note_kernel(RankNote *to, RankNote note) { *to = note; }
+
+// Queues a collective, one of machine.c's rank_calls, with its notes (see 4), unless kernels run
+// alone.
+template <class Call> static void rank_call(const RankComm *c, int name, Call call) {
+    if (c->on) {
+        RankNote note = rank_note_next(name);
+        launch(rank_note_kernel, 1, 1, 0, c->stream, c->note, note);
+        call();
+        note.done = note.begun;
+        launch(rank_note_kernel, 1, 1, 0, c->stream, c->note, note);
+    }
+}
+
 // Every rank's part of `buffer` (ranks, bytes), of which this one has its own, comes to all ranks.
 static void rank_gather(const RankComm *c, void *buffer, size_t bytes) {
-    if (c->on) {  // in place: the part it sends lies where it is to be
+    rank_call(c, RANK_GATHER, [&] {  // in place: the part it sends lies where it is to be
         nccl_check(ncclAllGather((char *)buffer + (size_t)c->rank * bytes, buffer, bytes, ncclUint8,
                                  c->comm, c->stream));
-    }
+    });
 }
 
 // This rank's part of a bucket of gradients (ranks, part) becomes the sum of all ranks' parts.
@@ -3573,7 +3595,7 @@ static void rank_reduce(const RankComm *c, G *grads, size_t part, G *staging, si
     for (size_t from = 0; from < part; from += most) {
         const size_t count = part - from < most ? part - from : most;
         // In one group, so that no two ranks wait for each other's receive.
-        if (c->on) {
+        rank_call(c, RANK_EXCHANGE, [&] {
             nccl_check(ncclGroupStart());
             for (int q = 0; q < c->ranks; q++) {
                 if (q == c->rank) {
@@ -3585,7 +3607,7 @@ static void rank_reduce(const RankComm *c, G *grads, size_t part, G *staging, si
                                     count * sizeof(G), ncclUint8, q, c->comm, c->stream));
             }
             nccl_check(ncclGroupEnd());
-        }
+        });
         check_rows(G, 0, own, staging);
         launch(rank_sum_kernel<G>, (unsigned)((count + 256 * Pack<G>::size - 1) /
                                               (256 * Pack<G>::size)),
@@ -3627,13 +3649,17 @@ static void rank_introduce(char gpu[RANK_TEXT], char id[RANK_ID]) {
 #endif
 }
 
-// Opens stream and event; NCCL only with rank_connect, when all kernels have run.
+// Opens stream, event and the way to this rank's row; NCCL only with rank_connect, when all kernels
+// have run. (The row is a page beside the plan's pinned memory, for the parent sees it too.)
 static void rank_open(RankComm *c, const Settings *s) {
     int least, most;
-    *c = {nullptr, nullptr, nullptr, s->rank, s->ranks, 0};
+    *c = {nullptr, nullptr, nullptr, s->rank, s->ranks, 0, nullptr};
     cuda_check(cudaDeviceGetStreamPriorityRange(&least, &most));
     cuda_check(cudaStreamCreateWithPriority(&c->stream, cudaStreamNonBlocking, most));
     cuda_check(cudaEventCreateWithFlags(&c->event, cudaEventDisableTiming));
+    cuda_check(cudaHostRegister(rank_row, sizeof *rank_row, cudaHostRegisterMapped));
+    cuda_check(cudaHostGetDevicePointer((void **)&c->note, &rank_row->note, 0));
+    launch(rank_note_kernel, 1, 1, 0, c->stream, c->note, rank_row->note);  // see 3
 }
 
 // Finds the other ranks, and waits until all are there. NCCL's buffers grow with its blocks, which
@@ -3644,7 +3670,9 @@ static void rank_connect(RankComm *c) {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.maxCTAs = NCCL_CHANNELS;
     memcpy(&id, rank_card.id, sizeof id);
+    rank_wait_begin(RANK_CONNECTION);
     nccl_check(ncclCommInitRankConfig(&c->comm, c->ranks, id, c->rank, &config));
+    rank_wait_end();
 #endif
     c->on = 1;
 }
@@ -3652,10 +3680,11 @@ static void rank_connect(RankComm *c) {
 // Waits for what is under way, which others count on, and gives back what NCCL took; the ranks part
 // here, each in its own time.
 static void rank_close(RankComm *c) {
+    cuda_check(cudaStreamSynchronize(c->stream));
     if (c->on) {
-        cuda_check(cudaStreamSynchronize(c->stream));
         nccl_check(ncclCommDestroy(c->comm));
     }
+    cuda_check(cudaHostUnregister(rank_row));
     cuda_check(cudaStreamDestroy(c->stream));
     cuda_check(cudaEventDestroy(c->event));
 }
@@ -4323,10 +4352,10 @@ static void rank_fetch(GpuNetwork<E, G> *net, const RankState &b, const TensorSp
         for (int64_t at = max_i64(span.first, r.first), n; at < end; at += n) {
             n = min_i64(end - at, (int64_t)(room / b.bytes));
             const char *from = q == c->rank ? rank_state_at(net->plan, b, r, at) : staging;
-            if (c->on) {
+            rank_call(c, RANK_BROADCAST, [&] {
                 nccl_check(ncclBroadcast(from, staging, (size_t)n * b.bytes, ncclUint8, q, c->comm,
                                          c->stream));
-            }
+            });
             copy_wait(host + (at - span.first) * (int64_t)b.bytes, staging, (size_t)n * b.bytes,
                       c->stream);
         }
@@ -4386,6 +4415,7 @@ template <class E, class G, bool OWN>
 static void gpu_read(Engine *e, int state, int64_t offset, real *out, int64_t count) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
     TensorSpan span = {};
+    progress();
     memset(out, 0, (size_t)count * sizeof(real));
     while (span_next(&net->plan->settings.model, offset, count, &span)) {
         if (net->ranks.ranks > 1 && state != STATE_GRADS) {
@@ -4400,6 +4430,7 @@ template <class E, class G>
 static void gpu_write(Engine *e, int state, int64_t offset, const real *values, int64_t count) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
     TensorSpan span = {};
+    progress();
     visits_forget_weights(net->plan);
     while (span_next(&net->plan->settings.model, offset, count, &span)) {
         if (net->ranks.ranks > 1) {

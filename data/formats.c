@@ -57,9 +57,15 @@ typedef int32_t Token;
 enum { PATH_BYTES = 1024 };
 static const char *program_name = "train_gpt2";
 
+// Moves with every piece of work, so that whoever watches this process (chapter Ranks of machine.c)
+// can tell a long phase from one that hangs. Several threads may move it.
+static uint64_t progress_own, *progress_count = &progress_own;
+static void progress(void) { __atomic_fetch_add(progress_count, 1, __ATOMIC_RELAXED); }
+
 // Of several processes that meet one error, one says it: the others wait this long, and are ended.
 static int die_after_ms;
 static void die_late(void) {
+    progress();
     signal(SIGTERM, SIG_DFL);
     usleep((useconds_t)die_after_ms * 1000);
 }
@@ -163,6 +169,7 @@ static int write_all(int fd, const void *data, size_t bytes) {
         }
         p += n;
         bytes -= (size_t)n;
+        progress();
     }
     return 0;
 }
@@ -368,6 +375,7 @@ static void sha256_start(Sha256 *s) {
 static void sha256_add(Sha256 *s, const void *data, size_t bytes) {
     const unsigned char *p = (const unsigned char *)data;
     size_t held = s->bytes % 64;
+    progress();
     s->bytes += bytes;
     if (held > 0) {
         size_t taken = bytes < 64 - held ? bytes : 64 - held;
@@ -1435,9 +1443,8 @@ static void writer_stream(Writer *w, PieceSource next, void *self, size_t most) 
             if (write_all(w->fd, piece[k], bytes[k]) != 0) {
                 writer_fail(w);
             }
-#ifdef SYNC_FILE_RANGE_WRITE  // Linux: the disk begins now, and fsync has less to wait for
+            // The disk begins now, and fsync has less to wait for.
             sync_file_range(w->fd, 0, 0, SYNC_FILE_RANGE_WRITE);
-#endif
             bytes[!k] = next(self, piece[!k]);
         }
         w->bytes += (int64_t)bytes[k];
@@ -1448,7 +1455,16 @@ static void writer_stream(Writer *w, PieceSource next, void *self, size_t most) 
     free(piece[0]);
 }
 
+// Waits for the disk piece by piece: one fsync of many GiB may take minutes without progress.
 static void writer_close(Writer *w) {
+    enum { STRIP = 64 << 20, HOW = SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER };
+    for (int64_t at = 0; at < w->bytes && w->fd >= 0; at += STRIP) {
+        // fsync does not report again what this does, and does all where there is no such call.
+        if (sync_file_range(w->fd, at, STRIP, HOW) != 0 && (errno == EIO || errno == ENOSPC)) {
+            writer_fail(w);
+        }
+        progress();
+    }
     if (w->fd >= 0 && fsync(w->fd) != 0) {
         writer_fail(w);
     }

@@ -39,6 +39,7 @@
 #define OMPI_SKIP_MPICXX 1   // MPI's old C++ interface, which would ask for a library of its own
 #define MPICH_SKIP_MPICXX 1
 #include <mpi.h>
+#include <pthread.h>
 #endif
 
 // -------------------------------------------------------------------------------------------------
@@ -363,6 +364,9 @@ static void make_folders(const char *path) {
 //    how, unless the rank has said it. Under a launcher that is the launcher's part.
 // 3. What a signal asked of one rank all act on at the same place of the run (Ranks.stop), or some
 //    would wait for ever for those who left.
+// 4. A rank that hangs or is stopped makes all others wait inside CUDA. So ranks write down where
+//    they stand (RankRow), and whoever watches ends a run in which nothing has moved for --timeout:
+//    the parent sees all ranks, a launcher's rank has a thread that sees it alone.
 
 // This process among the ranks of its run; without ranks it is rank 0 of 1. `stop` and `fault` are
 // what all ranks agreed on when they last exchanged words: somebody was asked to stop; 1 + the
@@ -374,6 +378,66 @@ typedef struct {
     int stop, fault, failed;
 } Ranks;
 static Ranks this_rank = {0, 1, 0, 1, 0, 0, 0, 0};
+
+// What ranks wait for each other in, and its names.
+enum { RANK_MEETING, RANK_CONNECTION, RANK_EXCHANGE, RANK_GATHER, RANK_BROADCAST };
+static const char *const rank_calls[] = {"the first meeting", "NCCL's start", "Send/Recv",
+                                         "AllGather", "Broadcast"};
+
+// The collective that a rank has come to: its number in the run, and whether the rank is through
+// it. The GPU writes it in the order of its stream, since the host is ahead of that.
+typedef struct {
+    uint64_t begun, done;  // alike: the rank waits for nobody
+    int call;
+} RankNote;
+
+// The longest name of a GPU, and the bytes of an id (NCCL's).
+enum { RANK_TEXT = 96, RANK_ID = 128 };
+
+// What a rank shows the others when they meet, before any of them trains. But for GPU and id all
+// must be alike: other options or data would train another model and wait for ever for parts of
+// other sizes.
+typedef struct {
+    uint64_t program, options, data, settings;  // fingerprints
+    char gpu[RANK_TEXT], id[RANK_ID];
+} RankCard;
+static RankCard rank_card;  // this rank's; the id is rank 0's once they have met
+
+// Where a rank stands, in pages of its own (a GPU maps whole ones) that the parent sees too.
+typedef struct {
+    uint64_t count;     // *progress_count
+    const char *doing;  // a literal: ranks and parent are forks of one process
+    int starting;       // it does not train yet: a driver that compiles shows by its use of the
+                        // processor alone that it lives
+    uint64_t calls;     // collectives that the host has asked for
+    RankNote note;
+    RankCard card;
+} RankRow;
+enum { RANK_PAGES = 1 << 16 };
+static RankRow rank_row_alone, *rank_row = &rank_row_alone;  // this rank's
+static char *rank_pages;                                     // of all ranks that can be seen
+static double rank_timeout_ms = 60e3;
+
+static RankRow *rank_row_at(int r) {
+    return (RankRow *)(void *)(rank_pages + (size_t)r * RANK_PAGES);
+}
+
+// This process begins another part of the run.
+static void rank_phase(const char *doing, int starting) {
+    rank_row->doing = doing;
+    rank_row->starting = starting;
+    progress();
+}
+
+// The note of the next collective. Host calls that wait for other ranks put it into the row
+// themselves.
+static RankNote rank_note_next(int call) {
+    const uint64_t done = rank_row->calls++;
+    const RankNote note = {done + 1, done, call};
+    return note;
+}
+static void rank_wait_begin(int call) { rank_row->note = rank_note_next(call); }
+static void rank_wait_end(void) { rank_row->note.done = rank_row->note.begun; }
 
 // Has the run been asked to stop? Training, validation, sampling and evaluation ask before each
 // batch or token; loading and saving end first.
@@ -398,36 +462,49 @@ static const char *launcher_find(int *copies) {
     return NULL;
 }
 
-// This process is a rank from here on. What is wrong on all ranks is said once: the others wait
-// until rank 0 has said it and somebody ends them. Each rank computes on its share of the cores.
-static void ranks_begin(Ranks r) {
+// How long a rank that cannot go on lets another one speak. Whoever watches waits longer.
+static int rank_patience_ms(void) { return (int)fmin(4000, rank_timeout_ms / 2); }
+
+// Makes the pages for rows that so many processes can see.
+static void ranks_share(int rows) {
+    rank_pages = (char *)mmap(NULL, (size_t)rows * RANK_PAGES, PROT_READ | PROT_WRITE,
+                              MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (rank_pages == MAP_FAILED) {
+        die("no memory for %d ranks: %s", rows, strerror(errno));
+    }
+}
+
+// This process is a rank from here on, and `row` where it stands. What is wrong on all ranks is
+// said once: the others wait until rank 0 has said it and somebody ends them. Each rank computes on
+// its share of the cores.
+static void ranks_begin(Ranks r, RankRow *row) {
     static char name[64];
     this_rank = r;
+    rank_row = row;
+    progress_count = &row->count;
+    rank_phase("starting", 1);
     if (r.rank > 0) {
         snprintf(name, sizeof name, "%s: rank %d", program_name, r.rank);
         program_name = name;
-        die_after_ms = 4000;
+        die_after_ms = rank_patience_ms();
     }
 #ifdef _OPENMP
     if (!getenv("OMP_NUM_THREADS")) {
-        const int cores = (int)sysconf(_SC_NPROCESSORS_ONLN);
-        omp_set_num_threads((int)max_i64(1, min_int(omp_get_max_threads(), cores / r.local_ranks)));
+        // What a parent may use its ranks share; a launcher may have given each rank its own.
+        const int all = r.parent ? omp_get_max_threads() : (int)sysconf(_SC_NPROCESSORS_ONLN);
+        omp_set_num_threads((int)max_i64(1, min_int(omp_get_max_threads(), all / r.local_ranks)));
     }
 #endif
 }
 
-// Moves exactly `bytes`, or returns 0 when the other end is gone.
-static int socket_move(int fd, void *data, size_t bytes, int sending) {
-    for (size_t at = 0; at < bytes;) {
-        char *p = (char *)data + at;
-        const ssize_t n = sending ? send(fd, p, bytes - at, MSG_NOSIGNAL)
-                                  : recv(fd, p, bytes - at, MSG_WAITALL);
-        if (n == 0 || (n < 0 && errno != EINTR)) {
-            return 0;
-        }
-        at += n > 0 ? (size_t)n : 0;
-    }
-    return 1;
+// Moves one byte, whole or not at all: nobody stops in the midst of it. 0: the other end is gone.
+static int socket_byte(int fd, int sending) {
+    char byte = 1;
+    ssize_t n;
+    do {
+        n = sending ? send(fd, &byte, 1, MSG_NOSIGNAL) : recv(fd, &byte, 1, 0);
+    } while (n < 0 && errno == EINTR);
+    return n == 1;
 }
 
 // The parent's record of a rank.
@@ -461,56 +538,133 @@ static int child_reap(Child *child, int r, int quiet) {
     return number ? 1 : code;
 }
 
-// The parent's: takes a message of rank r, bytes with their number before them, and once all ranks
-// have sent one gives all of them to everybody, in the order of ranks. Returns 0 when r is gone.
-static int children_gather(const Child *children, int ranks, int r) {
-    static char *all;
-    static int arrived;
-    uint64_t bytes;
-    if (!socket_move(children[r].socket, &bytes, sizeof bytes, 0)) {
-        return 0;
-    }
-    all = all ? all : (char *)alloc_zero((size_t)ranks, bytes);
-    if (!socket_move(children[r].socket, all + (size_t)r * bytes, bytes, 0)) {
-        return 0;
-    }
-    if (++arrived == ranks) {
-        for (int to = 0; to < ranks; to++) {  // who cannot take it is gone: the next poll says so
-            (void)socket_move(children[to].socket, all, (size_t)ranks * bytes, 1);
+// What somebody who watches ranks last saw of them all.
+typedef struct {
+    uint64_t moves;
+    double processor_ms, last_ms, still_ms;
+} Watch;
+
+// Milliseconds that nothing has moved on any of the ranks that are left. A look counts for a second
+// at most: who watches may have been stopped itself, with all ranks, as by Ctrl-Z in a shell, and
+// all go on together.
+static double watch_look(Watch *w, const Child *children, int ranks) {
+    const double now = now_ms(), passed = fmin(now - w->last_ms, 1000);
+    double processor_ms = 0;
+    uint64_t moves = 0;
+    for (int r = 0; r < ranks; r++) {
+        const volatile RankRow *row = rank_row_at(r);
+        clockid_t clock;
+        struct timespec t;
+        moves += children[r].pid ? row->count + row->note.begun + row->note.done : 0;
+        if (children[r].pid && row->starting && row->note.begun == row->note.done &&
+            clock_getcpuclockid(children[r].pid, &clock) == 0 && clock_gettime(clock, &t) == 0) {
+            processor_ms += (double)t.tv_sec * 1e3 + (double)t.tv_nsec * 1e-6;
         }
-        free(all);
-        all = NULL;
-        arrived = 0;
+    }
+    // A driver's threads that only look around use less than a tenth, a compiler more.
+    const int moved = moves != w->moves || processor_ms - w->processor_ms > 0.1 * passed;
+    const Watch seen = {moves, processor_ms, now, moved ? 0 : w->still_ms + passed};
+    *w = seen;
+    return w->still_ms;
+}
+
+// Why a rank does not move, what is worse first.
+enum { RANK_STOPPED, RANK_HANGS, RANK_WAITS, RANK_REASONS };
+
+// Prints what rank r is doing, behind `named` others, if it does not move for this reason; returns
+// whether it did.
+static int watch_explain_rank(FILE *f, int reason, const Child *child, int r, int named) {
+    const RankRow *row = rank_row_at(r);
+    const RankNote *note = &row->note;
+    siginfo_t info;
+    memset(&info, 0, sizeof info);
+    (void)waitid(P_PID, (id_t)child->pid, &info, WSTOPPED | WNOHANG | WNOWAIT);
+    if (child->pid == 0 || reason != (info.si_pid                  ? RANK_STOPPED
+                                      : note->begun == note->done ? RANK_HANGS
+                                                                  : RANK_WAITS)) {
+        return 0;
+    }
+    // A launcher's rank sees itself alone.
+    fprintf(f, "%s rank %d ", named ? "," : ":", this_rank.ranks > 1 ? this_rank.rank : r);
+    if (reason == RANK_STOPPED) {
+        fprintf(f, "is stopped by signal %d (%s)", info.si_status, strsignal(info.si_status));
+        return 1;
+    }
+    fprintf(f, reason == RANK_HANGS ? "hangs while %s" : "waits for others while %s", row->doing);
+    if (note->begun) {
+        fprintf(f, ", %s %s #%" PRIu64, reason == RANK_HANGS ? "after" : "in",
+                rank_calls[note->call], note->begun);
     }
     return 1;
 }
 
-// The parent's life: carries messages, passes a signal on, ends the others when a rank fails.
-// Returns the exit status of the run. A second signal ends all of it, as it would one process.
+// Prints why nothing moves: the ranks that are stopped, else those that hang, else, where all wait
+// for others, what each waits in.
+static void watch_explain(const Watch *w, const Child *children, int ranks) {
+    char *text;
+    size_t bytes;
+    FILE *f = open_memstream(&text, &bytes);  // one write, for others may speak at the same time
+    check(f, "no memory for a message");
+    fprintf(f, "%s: no progress for %.0f s (--timeout)", program_name, w->still_ms * 1e-3);
+    for (int reason = RANK_STOPPED, named = 0; reason < RANK_REASONS && !named; reason++) {
+        for (int r = 0; r < ranks; r++) {
+            named += watch_explain_rank(f, reason, &children[r], r, named);
+        }
+    }
+    fputs(": the run ends\n", f);
+    fclose(f);
+    fputs(text, stderr);
+    free(text);
+}
+
+// The parent's: rank r has come to the meeting; when all have, they may read each other's cards.
+// Returns 0 when r is gone.
+static int children_meet(const Child *children, int ranks, int r) {
+    static int arrived;
+    if (!socket_byte(children[r].socket, 0)) {
+        return 0;
+    }
+    for (int to = ++arrived < ranks ? ranks : 0; to < ranks; to++) {
+        (void)socket_byte(children[to].socket, 1);  // who is gone: the next poll says so
+    }
+    return 1;
+}
+
+// The parent's life: lets ranks meet, passes a signal on, ends the others when a rank fails and all
+// when nothing moves. Returns the exit status of the run. A second signal ends all of it, as it
+// would one process.
 static int children_attend(Child *children, int ranks) {
+    enum { LOOK_MS = 250, END_MS = 4000 };  // no longer for SIGKILL, which may find a disk asleep
     struct pollfd *fds = (struct pollfd *)alloc_zero((size_t)ranks, sizeof *fds);
     int left = ranks, passed_on = 0, result = 0;
+    Watch watch = {0, 0, now_ms(), 0};
+    double ended_ms = HUGE_VAL;
     for (int r = 0; r < ranks; r++) {
         fds[r].fd = children[r].socket;
         fds[r].events = POLLIN;
     }
-    while (left > 0) {
-        const int ready = poll(fds, (nfds_t)ranks, 1000);
+    while (left > 0 && now_ms() < ended_ms + END_MS) {
+        const int ready = poll(fds, (nfds_t)ranks, LOOK_MS), before = result;
         if (stop_signal && !passed_on) {
             children_signal(children, ranks, SIGUSR1);
             passed_on = 1;
         }
         for (int r = 0; ready > 0 && r < ranks; r++) {
-            if (fds[r].revents == 0 || children_gather(children, ranks, r)) {
+            if (fds[r].revents == 0 || children_meet(children, ranks, r)) {
                 continue;
             }
             fds[r].fd = -1;
             left--;
             const int status = child_reap(&children[r], r, result != 0);
-            if (status && !result) {
-                result = status;
-                children_signal(children, ranks, SIGKILL);
-            }
+            result = result ? result : status;
+        }
+        if (!result && left > 0 && watch_look(&watch, children, ranks) > rank_timeout_ms) {
+            watch_explain(&watch, children, ranks);
+            result = 1;
+        }
+        if (result && !before) {
+            children_signal(children, ranks, SIGKILL);
+            ended_ms = now_ms();
         }
     }
     free(fds);
@@ -522,6 +676,7 @@ static int children_attend(Child *children, int ranks) {
 static void ranks_fork(int ranks) {
     Child *children = (Child *)alloc_zero((size_t)ranks, sizeof(Child));
     const pid_t parent = getpid();
+    ranks_share(ranks);
     fflush(NULL);
     for (int r = 0; r < ranks; r++) {
         int ends[2];
@@ -542,7 +697,7 @@ static void ranks_fork(int ranks) {
             close(ends[0]);
             free(children);
             const Ranks mine = {r, ranks, r, ranks, ends[1], 0, 0, 0};
-            ranks_begin(mine);
+            ranks_begin(mine, rank_row_at(r));
             return;
         }
         close(ends[1]);
@@ -550,6 +705,37 @@ static void ranks_fork(int ranks) {
     }
     exit(children_attend(children, ranks));
 }
+
+#if GPT2_MPI
+// The thread that watches a rank of a launcher's. It sees nothing of the others, who may have more
+// to do than this one while the run starts; later, who only waits lets those speak who do not.
+static void *rank_watch(void *nothing) {
+    const Child own = {getpid(), 0};
+    Watch watch = {0, 0, now_ms(), 0};
+    double most;
+    do {
+        usleep(250000);
+        most = rank_timeout_ms * (rank_row->starting ? 10 : 1);
+        most = rank_row->note.begun == rank_row->note.done ? rank_timeout_ms : most + 2000;
+    } while (watch_look(&watch, &own, 1) <= most);
+    watch_explain(&watch, &own, 1);
+    _exit(1);
+    return nothing;
+}
+
+// Starts it; signals stay the main thread's, whose calls they are to interrupt.
+static void rank_watch_start(void) {
+    pthread_t thread;
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    const int error = pthread_create(&thread, NULL, rank_watch, NULL);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (error) {
+        die("cannot start the thread that watches this rank: %s", strerror(error));
+    }
+}
+#endif
 
 // Finds the ranks that a launcher started. `copies` is what its variable says: where MPI knows of
 // fewer, the launcher has not told it, and each process would train alone.
@@ -567,7 +753,9 @@ static void ranks_mpi(const char *variable, int copies) {
         die("%s is %d, but MPI finds %d: srun needs --mpi=pmix, or the pmi2 of this MPI", variable,
             copies, r.ranks);
     }
-    ranks_begin(r);
+    ranks_share(1);
+    ranks_begin(r, rank_row_at(0));
+    rank_watch_start();
 #else
     die("%s is %d: this program was built without MPI, so its copies cannot find each other; make "
         "builds it in where mpicc is; on one machine --gpus %d needs none", variable, copies,
@@ -575,25 +763,27 @@ static void ranks_mpi(const char *variable, int copies) {
 #endif
 }
 
-// all (ranks, bytes) = `mine` of every rank. Once in a run, and called by all of its ranks; MPI is
-// done with afterwards.
-static void ranks_meet(void *all, void *mine, size_t bytes) {
-    uint64_t n = bytes;
-    if (this_rank.ranks == 1) {
-        memcpy(all, mine, bytes);
-    } else if (this_rank.parent) {
-        if (!socket_move(this_rank.parent, &n, sizeof n, 1) ||
-            !socket_move(this_rank.parent, mine, bytes, 1) ||
-            !socket_move(this_rank.parent, all, (size_t)this_rank.ranks * bytes, 0)) {
+// cards (ranks) = every rank's. Once in a run, and called by all of its ranks; MPI is done with
+// afterwards.
+static void ranks_meet(RankCard *cards) {
+    rank_wait_begin(RANK_MEETING);
+    if (this_rank.parent) {
+        rank_row->card = rank_card;
+        if (!socket_byte(this_rank.parent, 1) || !socket_byte(this_rank.parent, 0)) {
             die("the parent of the ranks is gone");
+        }
+        for (int r = 0; r < this_rank.ranks; r++) {
+            cards[r] = rank_row_at(r)->card;
         }
     }
 #if GPT2_MPI
-    if (this_rank.ranks > 1 && !this_rank.parent) {
-        MPI_Allgather(mine, (int)bytes, MPI_BYTE, all, (int)bytes, MPI_BYTE, MPI_COMM_WORLD);
+    if (!this_rank.parent) {
+        MPI_Allgather(&rank_card, (int)sizeof rank_card, MPI_BYTE, cards, (int)sizeof rank_card,
+                      MPI_BYTE, MPI_COMM_WORLD);
         MPI_Finalize();
     }
 #endif
+    rank_wait_end();
 }
 
 // What a rank tells the others between steps: a number, and whether it must stop or cannot go on.
@@ -610,18 +800,6 @@ static void ranks_agree(const RankWord *words) {
         this_rank.fault = words[r].failed ? r + 1 : this_rank.fault;
     }
 }
-
-// The longest name of a GPU, and the bytes of an id (NCCL's).
-enum { RANK_TEXT = 96, RANK_ID = 128 };
-
-// What a rank shows the others when they meet, before any of them trains. But for GPU and id all
-// must be alike: other options or data would train another model and wait for ever for parts of
-// other sizes.
-typedef struct {
-    uint64_t program, options, data, settings;  // fingerprints
-    char gpu[RANK_TEXT], id[RANK_ID];
-} RankCard;
-static RankCard rank_card;  // this rank's; the id is rank 0's once they have met
 
 // A fingerprint of `bytes`, begun with that of other bytes.
 static uint64_t fingerprint(uint64_t before, const void *data, size_t bytes) {
@@ -656,7 +834,7 @@ static void ranks_introduce(void) {
                  {offsetof(RankCard, settings), "has another memory plan"}};
     RankCard *cards = (RankCard *)alloc_zero(n, sizeof(RankCard));
     rank_card.program = fingerprint_program();
-    ranks_meet(cards, &rank_card, sizeof rank_card);
+    ranks_meet(cards);
     for (size_t r = 1; r < n; r++) {
         for (size_t i = 0; i < sizeof alike / sizeof alike[0]; i++) {
             if (memcmp((char *)&cards[0] + alike[i].offset, (char *)&cards[r] + alike[i].offset,

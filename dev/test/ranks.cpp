@@ -294,10 +294,20 @@ static Ints children_of(pid_t parent) {
     return pids;
 }
 
+// For program(): variables of the environment, and a rank that is gone is silence.
+static std::function<void()> with_faults(const Text &variables) {
+    return [=] {
+        for (const Text &word : split((variables + " EMU_NCCL_HANG=1").c_str())) {
+            const size_t at = word.find('=');
+            setenv(word.substr(0, at).c_str(), word.substr(at + 1).c_str(), 1);
+        }
+    };
+}
+
 // Starts three ranks that would go on for long, and waits until they train.
 static Ints start_ranks(pid_t *parent, const char *more) {
     *parent = start(ODD "-d 72 --gpus 3 -z 1 -k constant -x 100000 --quiet -o out " + Text(more),
-                    with("EMU_NCCL_HANG", "1"));
+                    with_faults("EMU_FAULT_RANK=0"));
     wait_until([] { return read_file("out/log.jsonl").find("{\"step\":2,") != Text::npos; });
     const Ints ranks = children_of(*parent);
     expect(ranks.size() == 3, "%zu ranks", ranks.size());
@@ -333,6 +343,87 @@ static void test_ranks_die() {
     kill(parent, SIGKILL);
     outcome(parent);
     expect_none_left(ranks, "a killed parent");
+}
+
+// A rank that is stopped or hangs ends the run in one line that names it, and one that has left out
+// a collective in a line with what each waits in. All of it within --timeout and 5 seconds on a
+// machine with nothing else to do: here 30 are allowed.
+static void test_ranks_hang() {
+    enum { WITHIN_MS = 30000 };
+    write_corpus();
+    pid_t parent;
+    const Ints ranks = start_ranks(&parent, "--timeout 2");
+    double began = wall_ms();
+    kill(ranks.size() == 3 ? ranks[1] : parent, SIGSTOP);
+    expect_refused(outcome(parent), "no progress for 2 s (--timeout): rank 1 is stopped by signal "
+                   "19", "a stopped rank");
+    expect(wall_ms() - began < WITHIN_MS, "%.0f ms", wall_ms() - began);
+    expect_none_left(ranks, "a stopped rank");
+    static const struct {
+        const char *faults, *words;
+    } table[] = {
+        {"EMU_FAULT_RANK=2 EMU_FAULT_LAUNCH=400", ": rank 2 hangs while training, after "},
+        {"EMU_FAULT_RANK=0 EMU_FAULT_LAUNCH=160", ": rank 0 hangs while starting, after "},
+        {"EMU_FAULT_RANK=1 EMU_FAULT_SKIP=200", ", rank 1 waits for others while training, in "},
+    };
+    for (const auto &row : table) {
+        began = wall_ms();
+        const Outcome o = program(ODD "-d 72 --gpus 3 -z 1 -x 100 --quiet --timeout 2",
+                                  with_faults(row.faults));
+        expect_refused(o, row.words, row.faults);
+        expect(wall_ms() - began < WITHIN_MS, "%s: %.0f ms", row.faults, wall_ms() - began);
+    }
+    expect_refused(program(TINY "--timeout 9"), "--timeout watches the ranks of a run", "one rank");
+}
+
+// Under a launcher each rank watches itself, and a rank that others hold up says so.
+static void test_ranks_hang_mpirun() {
+    need_mpi();
+    write_corpus();
+    const Outcome o = shell("EMU_NCCL_HANG=1 EMU_FAULT_RANK=1 EMU_FAULT_LAUNCH=400 mpirun "
+                            "--oversubscribe -np 2 $PROGRAM " ODD "-d 48 -x 100 --quiet "
+                            "--timeout 2 < /dev/null");
+    expect(o.status != 0 && o.err.find("rank 1 hangs while training, after ") != Text::npos,
+           "%d: %s", o.status, o.err.c_str());
+}
+
+// A run that was stopped as a whole, as by Ctrl-Z in a shell, goes on however long that was, though
+// the ranks may do nothing in the looks of their parent around it, as in a long kernel.
+static void test_ranks_stopped() {
+    write_corpus();
+    const pid_t parent = start(ODD "-d 72 --gpus 3 -x 10000 --quiet -o out --timeout 3",
+                               [] { setpgid(0, 0); });
+    wait_until([] { return read_file("out/log.jsonl").find("{\"step\":2,") != Text::npos; });
+    for (const int rank : children_of(parent)) {
+        kill(rank, SIGSTOP);
+    }
+    usleep(600000);
+    kill(parent, SIGSTOP);
+    usleep(5000000);
+    kill(parent, SIGCONT);
+    usleep(300000);
+    kill(-parent, SIGCONT);
+    const size_t before = read_file("out/log.jsonl").size();
+    wait_until([&] { return read_file("out/log.jsonl").size() > before + 1000; });
+    kill(parent, SIGTERM);
+    expect_success(outcome(parent), "stopped and continued");
+}
+
+// A disk that is full for one rank ends the run in its line; the checkpoint before stands, and the
+// run goes on from it.
+static void test_ranks_full_disk() {
+    write_corpus();
+    const Text part = ODD "-d 72 --gpus 3 -z 1 -x 9 -v 1 -n 3 ";
+    run(part, "undisturbed");
+    const pid_t parent = start(part + "--quiet -o out", with_faults("EMU_FAULT_RANK=0"));
+    wait_until([] { return exists("out/step-00000003"); });
+    const Ints ranks = children_of(parent);
+    const struct rlimit full = {10000, 10000};
+    expect(ranks.size() == 3 && prlimit(ranks[0], RLIMIT_FSIZE, &full, NULL) == 0, "prlimit");
+    expect_refused(outcome(parent), "what was there before stands", "a full disk");
+    expect_none_left(ranks, "a full disk");
+    run(part + "-y 1", "out");
+    expect(tensors_of("out", 9) == tensors_of("undisturbed", 9), "another end");
 }
 
 // Whoever gets a signal, the parent or one rank, all save the same step and exit 0, and the run
@@ -519,7 +610,7 @@ static void test_ranks_overlap() {
         if (on >= 0 && !moves) {
             const Text name = line.substr(0, line.find(" on stream "));
             late += kernels.insert(name).second && collectives > 0;
-            if (name.find("rank_sum") == Text::npos) {
+            if (name.find("rank_sum") == Text::npos && name.find("rank_note") == Text::npos) {
                 compute = on;
                 between++;
             }
@@ -602,7 +693,9 @@ static const Test tests[] = {
     {"ranks_mixed", test_ranks_mixed, 1},       {"ranks_die", test_ranks_die, 1},
     {"ranks_signals", test_ranks_signals, 1},   {"ranks_fault", test_ranks_fault, 1},
     {"ranks_eval", test_ranks_eval, 1},         {"ranks_overlap", test_ranks_overlap, 1},
-    {"ranks_traffic", test_ranks_traffic, 1},
+    {"ranks_traffic", test_ranks_traffic, 1},   {"ranks_hang", test_ranks_hang, 1},
+    {"ranks_hang_mpirun", test_ranks_hang_mpirun, 1},
+    {"ranks_stopped", test_ranks_stopped, 1},   {"ranks_full_disk", test_ranks_full_disk, 1},
 };
 
 int main(int argc, char **argv) {
