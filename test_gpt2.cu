@@ -1297,7 +1297,7 @@ static void test_slots() {
     n.e.write(&n.e, STATE_WEIGHTS, 0, n.state(STATE_WEIGHTS).data(), n.size());
     expect_death(weight(p, FCW, 0), "weights of block 0 are not in their slot at tick");
     plan_tick(p, 0);
-    visits_move(p, 0, MOVE_ARRIVE, 0, 0);
+    visits_move(p, 0, MOVE_ARRIVE, 0);
     expect_death(weight(p, FCW, 0), "weights of block 0 are not in their slot at tick 0");
 }
 
@@ -2955,7 +2955,7 @@ template <class G> static void check_rank_sum(int ranks, int rank, size_t room) 
     }
     // What the others send, piece by piece, is in the staging buffer at once: on a GPU it comes.
     const size_t piece = room / (size_t)(ranks - 1) / 8 * 8;
-    Reals bucket((size_t)ranks * PART, 7), want(PART), got(PART);
+    Reals bucket((size_t)ranks * PART, 7), want(PART), got(PART), twice(PART);
     std::copy(parts[(size_t)rank].begin(), parts[(size_t)rank].end(), &bucket[(size_t)rank * PART]);
     for (int i = 0; i < PART; i++) {
         float sum = (float)parts[0][(size_t)i];
@@ -2963,8 +2963,11 @@ template <class G> static void check_rank_sum(int ranks, int rank, size_t room) 
             sum += (float)parts[(size_t)q][(size_t)i];
         }
         want[(size_t)i] = rounded_to<G>(sum);
+        twice[(size_t)i] = rounded_to<G>((float)want[(size_t)i] + sum);
     }
-    Device<G> d_bucket(bucket);
+    // In place, and twice into a part of its own, to which the second adds.
+    Device<G> d_bucket(bucket), d_home(Reals(PART, NAN));
+    int adds = 0;
     for (size_t from = 0; from < PART; from += piece) {
         const size_t n = std::min(piece, PART - from);
         Reals staging;
@@ -2974,9 +2977,13 @@ template <class G> static void check_rank_sum(int ranks, int rank, size_t room) 
             }
         }
         Device<G> d_staging(staging);
-        launch(rank_sum_kernel<G>, ceil_div((int)n, 256 * Pack<G>::size), 256, 0, 0,
-               d_bucket.p + (size_t)rank * PART + from, d_staging.p, rank, ranks, n);
+        G *own = d_bucket.p + (size_t)rank * PART + from;
+        for (G *sum : {d_home.p + from, d_home.p + from, own}) {
+            launch(rank_sum_kernel<G>, ceil_div((int)n, 256 * Pack<G>::size), 256, 0, 0, sum, own,
+                   d_staging.p, rank, ranks, n, adds++ % 3 == 1);
+        }
     }
+    expect(same_bits(d_home.get(), twice), "%s, rank %d of %d, added", traits<G>.name, rank, ranks);
     const Reals all = d_bucket.get();
     std::copy_n(&all[(size_t)rank * PART], PART, got.begin());
     expect(same_bits(got, want), "%s, rank %d of %d", traits<G>.name, rank, ranks);

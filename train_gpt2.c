@@ -382,8 +382,8 @@ static const OptionRow option_rows[] = {
      "GPUs of this machine that train together, each with a part of the batch; mpirun and srun "
      "start them on many machines; with --plan any number"},
     {"zero", 'z', OPT_INT, FIELD(zero), "0", 0, 3, NULL, ANY, "Many GPUs",
-     "of what each GPU keeps its part alone; 0: of nothing, 1: moments and master; with --plan "
-     "alone 2: gradients too, 3: weights too"},
+     "of what each GPU keeps its part alone; 0: of nothing, 1: moments and master, 2: gradients "
+     "too; with --plan alone 3: weights too"},
     {"timeout", 0, OPT_INT, FIELD(timeout), "60", 1, 1e6, NULL, OWN, "Many GPUs",
      "seconds without progress on any GPU after which the run ends and says which one hangs, is "
      "stopped or waits; more than two micro-batches take"},
@@ -1330,6 +1330,7 @@ struct Plan {
     // at run time
     char *base[2];  // by home
     int now;
+    int adds;  // the micro-step's gradients are added to those of the micro-step before
     Slot slots[HOMES][SLOTS];
     // Moves what visits; the next chapter says what each move is.
     void (*move)(Plan *p, int move, const Visit *v, void *slot, void *home, size_t bytes);
@@ -1860,6 +1861,19 @@ static Place tensor_home(const Settings *s, HomeOf state, int tensor, int layer)
     return place;
 }
 
+// Where the first element of `r`, a tensor's elements that this rank has of the weights or
+// gradients, is at home. Of what is in parts a rank has its own part of every block there.
+static Place range_home(const Settings *s, HomeOf state, int tensor, int layer,
+                        const TensorRange *r) {
+    Place place = tensor_home(s, state, tensor, layer);
+    place.offset += r->first;
+    if (tensor_visits(s, state, tensor) && s->home[state] & HOME_SHARD) {
+        const Bucket b = bucket_at(&s->model, s->ranks, BUCKET_BLOCKS);
+        place.offset -= layer * (b.count - b.part) + s->rank * b.part;
+    }
+    return place;
+}
+
 // Where a whole tensor of the weights or gradients is on the device: in its block's slot, or at
 // home.
 static Place tensor_place(const Plan *p, HomeOf state, int tensor, int layer) {
@@ -1989,10 +2003,10 @@ static void plan_add_visits(Plan *p) {
 // begins to empty it into `home`, makes the compute stream wait for that. Plan.move makes them.
 enum { MOVE_ARRIVE, MOVE_ARRIVED, MOVE_DEPART, MOVE_DEPARTED };
 
-// One move of a visit, where it has such a move, and who is in the slot from then on. `adds`:
-// gradients are added to those at home, so these come to the device first.
-static void visit_move(Plan *p, const Visit *v, int move, int adds) {
-    const int brings = v->in && (adds || v->what != HOME_OF_GRADIENTS);
+// One move of a visit, where it has such a move, and who is in the slot from then on. Gradients on
+// the host come to the device before something is added to them there.
+static void visit_move(Plan *p, const Visit *v, int move) {
+    const int brings = v->in && (p->adds || v->what != HOME_OF_GRADIENTS);
     const int id = p->single[visit_buffers[v->what].slot + v->slot];
     Slot *slot = &p->slots[v->what][v->slot];
     char *memory = (char *)buffer_pointer(p, id), *home = NULL;
@@ -2029,18 +2043,19 @@ static void visit_move(Plan *p, const Visit *v, int move, int adds) {
         break;
     }
     if (brings || v->out) {
-        home = (char *)plan_single(p, visit_buffers[v->what].home) + (size_t)v->block * bytes;
+        const int64_t own = own_count(&p->settings, v->what, (int64_t)bytes);
+        home = (char *)plan_single(p, visit_buffers[v->what].home) + v->block * own;
     }
     p->move(p, move, v, memory, move == MOVE_ARRIVE && !brings ? NULL : home, bytes);
 }
 
 // Makes the moves of one kind at a tick. `from`: the visits before are over.
-static void visits_move(Plan *p, int from, int move, int tick, int adds) {
+static void visits_move(Plan *p, int from, int move, int tick) {
     for (int i = from; i < p->visit_count && p->visits[i].arrive <= tick; i++) {
         const Visit *v = &p->visits[i];
         const int ticks[] = {v->arrive, v->first, v->last, v->leave};
         if (ticks[move] == tick) {
-            visit_move(p, v, move, adds);
+            visit_move(p, v, move);
         }
     }
 }
@@ -2179,12 +2194,13 @@ static const int shard_stage[HOMES] = {3, 2, 1, 1, 0};
 // Ranks and homes, from --gpus, which is by now what a launcher started, --zero and --offload. Ends
 // the run at what can only be planned.
 static void settings_homes(Settings *s, const Options *o) {
-    if (!options_plan(o) && o->zero > 1) {
-        die("--zero (-z) %" PRId64 " can be planned with --plan; this program trains with 0 and 1 "
+    if (!options_plan(o) && o->zero > 2) {
+        die("--zero (-z) %" PRId64 " can be planned with --plan; this program trains with 0 to 2 "
             "so far", o->zero);
     }
     if (!options_plan(o) && o->zero && o->gpus == 1) {
-        die("--zero (-z) 1 divides states among GPUs: --gpus N or mpirun asks for some");
+        die("--zero (-z) %" PRId64 " divides states among GPUs: --gpus N or mpirun asks for some",
+            o->zero);
     }
     s->ranks = (int)o->gpus;
     s->rank = this_rank.rank;
@@ -3414,20 +3430,21 @@ static void gelu_backward(real *dinp, const real *dout, const real *inp, size_t 
 static void walk(Plan *p, int end, int adds, void (*stage)(void *self, int stage, int layer),
                  void *self) {
     const int departs = end > tick_head(&p->settings.model);
+    p->adds = adds;
     for (int tick = 0, from = 0; tick <= end; tick++) {
         Tick t = tick_at(&p->settings, tick);
         progress();
         for (; from < p->visit_count && p->visits[from].leave < tick; from++) {
         }
-        visits_move(p, from, MOVE_DEPARTED, tick, adds);
+        visits_move(p, from, MOVE_DEPARTED, tick);
         plan_tick(p, tick);
-        visits_move(p, from, MOVE_ARRIVE, tick, adds);
-        visits_move(p, from, MOVE_ARRIVED, tick, adds);
+        visits_move(p, from, MOVE_ARRIVE, tick);
+        visits_move(p, from, MOVE_ARRIVED, tick);
         if (!t.again || plan_recomputes(&p->settings, t.stage, t.layer)) {
             stage(self, t.stage, t.layer);
         }
         if (departs) {
-            visits_move(p, from, MOVE_DEPART, tick, adds);
+            visits_move(p, from, MOVE_DEPART, tick);
         }
     }
 }

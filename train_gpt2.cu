@@ -3419,8 +3419,10 @@ static void arena_close(Plan *p) {
 // 2. Moments and master do not visit: AdamW reads and writes them in pinned memory, and there the
 //    weights and gradients of blocks that live there.
 
+struct RankComm;  // next chapter
 struct VisitStreams {
     cudaStream_t compute, up, down;
+    const RankComm *ranks;
     cudaEvent_t now;                                         // compute's place, for a copy
     cudaEvent_t ready[HOMES][SLOTS], gone[HOMES][SLOTS];  // behind what fills and what empties
 };
@@ -3460,10 +3462,11 @@ template <class What> static void visits_each_event(VisitStreams *s, What what) 
 }
 
 // Opens what moves the visits of plan `p` beside `compute`; it is the caller's.
-static void visits_open(VisitStreams *s, Plan *p, cudaStream_t compute) {
+static void visits_open(VisitStreams *s, Plan *p, cudaStream_t compute, const RankComm *ranks) {
     p->mover = s;
     p->move = gpu_move;
     s->compute = compute;
+    s->ranks = ranks;
     cuda_check(cudaStreamCreateWithFlags(&s->up, cudaStreamNonBlocking));
     cuda_check(cudaStreamCreateWithFlags(&s->down, cudaStreamNonBlocking));
     visits_each_event(s, [](cudaEvent_t *event) {
@@ -3501,7 +3504,9 @@ struct RankComm {
     cudaEvent_t event;    // recorded and waited for at once, so one serves every place
     int rank, ranks;
     int on;  // 0: kernels alone, see 3
-    RankNote *note;       // rank_row's, for kernels
+    RankNote *note;  // rank_row's, for kernels
+    char *staging;   // for what other ranks send of a bucket that is added up
+    size_t room;     // its bytes
 };
 
 // What a rank adds to a step. All ranks add up all words in the order of ranks, so that norm, clip
@@ -3514,27 +3519,36 @@ struct StepWord {
 };
 static_assert(sizeof(StepWord) <= RANK_WORD_BYTES, "the plan's buffer holds the words");
 
-// own (count) = round(own and the other ranks' parts added in the order of ranks).
-//   own of G; others of G, (ranks - 1, count), that of rank q in row q, or q - 1 behind this rank.
+// sum (count) = round(own and the other ranks' parts added in the order of ranks), with `adds`
+// round(sum + all that), for a part of a bucket.
+//   sum and own, which may be the same, of G; others of G, (ranks - 1, count), that of rank q in
+//   row q, or q - 1 behind this rank.
 // Numerics: sums in fp32, rounded once. Bytes: each part is read once. grid: count / 2048 blocks.
 // budget: <bf16> threads 256 regs 38 blocks 6 test gpu_exchange
 template <class G>
 static __global__ void __launch_bounds__(256)
-    rank_sum_kernel(G *own, const G *others, int rank, int ranks, size_t count) {
+    rank_sum_kernel(G *sum, const G *own, const G *others, int rank, int ranks, size_t count,
+                    bool adds) {
     constexpr int size = Pack<G>::size;
     const size_t i = ((size_t)blockIdx.x * 256 + threadIdx.x) * size;
     if (i >= count) {
         return;
     }
-    float sum[size], x[size];
-    vector_load(sum, rank == 0 ? own + i : others + i);
+    float all[size], x[size];
+    vector_load(all, rank == 0 ? own + i : others + i);
     for (int q = 1; q < ranks; q++) {
         vector_load(x, q == rank ? own + i : others + (size_t)(q - (q > rank)) * count + i);
         for (int k = 0; k < size; k++) {
-            sum[k] += x[k];
+            all[k] += x[k];
         }
     }
-    vector_store(own + i, sum);
+    if (adds) {
+        vector_load(x, sum + i);
+        for (int k = 0; k < size; k++) {
+            all[k] = x[k] + all[k];
+        }
+    }
+    vector_store(sum + i, all);
 }
 
 // This rank's word: its sums are on the device already, the rest the host knows.
@@ -3585,14 +3599,16 @@ static void rank_gather(const RankComm *c, void *buffer, size_t bytes) {
     });
 }
 
-// This rank's part of a bucket of gradients (ranks, part) becomes the sum of all ranks' parts.
-//   staging: `room` elements for what the others send, in as many pieces as that takes.
+// sum (part) = this rank's part of a bucket of gradients (ranks, part), added up over all ranks
+// and, with `adds`, to what `sum` was. It may be the part itself.
 template <class G>
-static void rank_reduce(const RankComm *c, G *grads, size_t part, G *staging, size_t room) {
-    const size_t others = (size_t)c->ranks - 1, most = room / others / 8 * 8;
-    G *own = grads + (size_t)c->rank * part;
+static void rank_reduce(const RankComm *c, G *sum, const G *grads, size_t part, bool adds) {
+    G *staging = (G *)(void *)c->staging;
+    const size_t others = (size_t)c->ranks - 1, most = c->room / sizeof(G) / others / 8 * 8;
+    const G *own = grads + (size_t)c->rank * part;
     check(most > 0, "no room for a piece of %zu ranks", others);
-    for (size_t from = 0; from < part; from += most) {
+    check_rows(G, 0, sum, own, staging);
+    for (size_t from = 0; from < part; from += most) {  // in as many pieces as the room takes
         const size_t count = part - from < most ? part - from : most;
         // In one group, so that no two ranks wait for each other's receive.
         rank_call(c, RANK_EXCHANGE, [&] {
@@ -3608,10 +3624,25 @@ static void rank_reduce(const RankComm *c, G *grads, size_t part, G *staging, si
             }
             nccl_check(ncclGroupEnd());
         });
-        check_rows(G, 0, own, staging);
-        launch(rank_sum_kernel<G>, (unsigned)((count + 256 * Pack<G>::size - 1) /
-                                              (256 * Pack<G>::size)),
-               256, 0, c->stream, own + from, staging, c->rank, c->ranks, count);
+        constexpr size_t BLOCK = 256 * Pack<G>::size;  // elements
+        launch(rank_sum_kernel<G>, (unsigned)((count + BLOCK - 1) / BLOCK), 256, 0, c->stream,
+               sum + from, own + from, staging, c->rank, c->ranks, count, adds);
+    }
+}
+
+// gpu_move where ranks have a part each of what visits: gradients leave their slot for the parts
+// at home. What goes on is the ranks' stream, behind the kernels of the compute stream.
+template <class G>
+static void rank_move(Plan *p, int move, const Visit *v, void *slot, void *home, size_t bytes) {
+    const VisitStreams *s = (const VisitStreams *)p->mover;
+    const RankComm *c = s->ranks;
+    if (move == MOVE_DEPART && v->out & HOME_SHARD) {
+        stream_after(c->stream, s->compute, s->now);
+        rank_reduce<G>(c, (G *)home, (const G *)slot, bytes / sizeof(G) / (size_t)c->ranks,
+                       p->adds != 0);
+        cuda_check(cudaEventRecord(s->gone[v->what][v->slot], c->stream));
+    } else {
+        gpu_move(p, move, v, slot, home, bytes);
     }
 }
 
@@ -3653,7 +3684,7 @@ static void rank_introduce(char gpu[RANK_TEXT], char id[RANK_ID]) {
 // have run. (The row is a page beside the plan's pinned memory, for the parent sees it too.)
 static void rank_open(RankComm *c, const Settings *s) {
     int least, most;
-    *c = {nullptr, nullptr, nullptr, s->rank, s->ranks, 0, nullptr};
+    *c = {nullptr, nullptr, nullptr, s->rank, s->ranks, 0, nullptr, nullptr, 0};
     cuda_check(cudaDeviceGetStreamPriorityRange(&least, &most));
     cuda_check(cudaStreamCreateWithPriority(&c->stream, cudaStreamNonBlocking, most));
     cuda_check(cudaEventCreateWithFlags(&c->event, cudaEventDisableTiming));
@@ -3830,7 +3861,9 @@ static void gpu_block_backward(const GpuPass<E, G> *pass, int stage, int l) {
     const GpuBlock<E, G> b = {pass->net, l};
     const Model *m = &pass->net->plan->settings.model;
     const int B = pass->B, T = pass->T, N = B * T, C = m->C, NH = m->NH;
-    const bool first = pass->first;
+    // Where each micro-step's gradients go to the other ranks, none is left here to be added to.
+    const bool first =
+        pass->first || b.net->plan->settings.home[HOME_OF_GRADIENTS] & HOME_SHARD;
     cudaStream_t stream = pass->net->stream;
     E *dres = gpu_buffer<E>(b.net, BUF_DRES);
     float *scratch = gpu_buffer<float>(b.net, BUF_PARTIALS);
@@ -3925,23 +3958,21 @@ template <class E, class G> static void gpu_reduce(const GpuNetwork<E, G> *net, 
     const Settings *s = &net->plan->settings;
     const RankComm *c = &net->ranks;
     const Bucket b = bucket_at(&s->model, s->ranks, bucket);
-    const size_t part = (size_t)b.part, room = net->plan->buffers[net->plan->single[BUF_EXCHANGE]]
-                                                   .bytes;
-    void *staging = gpu_buffer<char>(net, BUF_EXCHANGE);
+    const size_t part = (size_t)b.part, own = (size_t)s->rank * part;
     // Only the ranks' stream waits: compute goes on with the next block's backward, whose gradients
     // lie elsewhere, and the staging buffer is used on this stream alone, bucket after bucket.
     stream_after(c->stream, net->stream, c->event);
     // Vectors are updated alike by all ranks, so all of their sum goes to all.
     if (bucket == BUCKET_VECTORS) {
         float *grads = gpu_buffer<float>(net, BUF_GRADS_1D);
-        rank_reduce<float>(c, grads, part, (float *)staging, room / sizeof(float));
+        rank_reduce<float>(c, grads + own, grads, part, false);
         rank_gather(c, grads, part * sizeof(float));
         return;
     }
     G *grads =
         gpu_buffer<G>(net, BUF_GRADS) + (b.offset - bucket_at(&s->model, s->ranks, BUCKET_WTE)
                                                         .offset);
-    rank_reduce<G>(c, grads, part, (G *)staging, room / sizeof(G));
+    rank_reduce<G>(c, grads + own, grads, part, false);
     if (!(s->home[HOME_OF_MOMENTS] & HOME_SHARD)) {
         rank_gather(c, grads, part * sizeof(G));
     }
@@ -4013,7 +4044,8 @@ template <class E, class G> static void gpu_stage(void *self, int stage, int lay
         break;
     default:  // a block's
         (stage < F_STAGES ? gpu_block_forward<E, G> : gpu_block_backward<E, G>)(pass, stage, layer);
-        if (stage == B_QKV && pass->last && net->plan->settings.ranks > 1) {
+        if (stage == B_QKV && pass->last && net->plan->settings.ranks > 1 &&
+            !net->plan->settings.home[HOME_OF_GRADIENTS]) {
             gpu_reduce(net, BUCKET_BLOCKS + layer);  // its matrices are complete
         }
     }
@@ -4488,14 +4520,14 @@ static int ranges_fill(ParamRange *ranges, const Settings *s, bool parts) {
     int count = 0;
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int l = 0; l < tensor_copies(m, tensor); l++) {
-            const Place param = tensor_home(s, HOME_OF_WEIGHTS, tensor, l);
-            const Place grad = tensor_home(s, HOME_OF_GRADIENTS, tensor, l);
             const TensorRange r =
                 parts ? tensor_range(s, tensor, l, 0) : tensor_update_range(s, tensor, l);
+            const Place param = range_home(s, HOME_OF_WEIGHTS, tensor, l, &r);
+            const Place grad = range_home(s, HOME_OF_GRADIENTS, tensor, l, &r);
             ParamRange *range = &ranges[count];
-            range->param = (size_t)(param.offset + r.first);
+            range->param = (size_t)param.offset;
             range->state = (size_t)r.state;
-            range->grad = (size_t)(grad.offset + r.first);
+            range->grad = (size_t)grad.offset;
             range->index = (size_t)(l * tensor_size(m, tensor) + r.first);
             range->count = (size_t)r.count;
             range->stream = (uint32_t)(RNG_ROUND + tensor);
@@ -4647,7 +4679,7 @@ template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
     // Not the default stream, nor synchronised with it: nothing of a library's slips between.
     cuda_check(cudaStreamCreateWithFlags(&net->stream, cudaStreamNonBlocking));
     arena_open(net->plan, net->stream);
-    visits_open(&net->visits, net->plan, net->stream);
+    visits_open(&net->visits, net->plan, net->stream, &net->ranks);
     gpu_matmul_open(gpu_buffer<char>(net, BUF_MATMUL), (size_t)s->workspace);
     int *pinned = gpu_buffer<int>(net, BUF_PINNED);
     check(batch_ints(N) == 2 * N + (int64_t)embedding_plan_ints((int)N), "a batch's length");
@@ -4662,6 +4694,9 @@ template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
     net->ranks.ranks = s->ranks;
     if (s->ranks > 1) {
         rank_open(&net->ranks, s);
+        net->ranks.staging = gpu_buffer<char>(net, BUF_EXCHANGE);
+        net->ranks.room = p->buffers[p->single[BUF_EXCHANGE]].bytes;
+        p->move = rank_move<G>;
         e->gather = gpu_gather<E, G>;
     }
     e->self = net;

@@ -639,12 +639,19 @@ static void plan_print_line(const char *name, size_t bytes, const char *note) {
            bytes_text((double)bytes).s, note);
 }
 
+// Micro-steps of a step, those that hold -d's tokens (0: no whole number of them does) or one.
+static int64_t step_micros(const Options *o, const Settings *s) {
+    const int64_t tokens = (int64_t)s->ranks * s->B * s->T;
+    return !o->tokens_per_step ? 1 : o->tokens_per_step % tokens ? 0 : o->tokens_per_step / tokens;
+}
+
 // What --plan says of a GPU run alone: libraries, host memory, and what a step moves where not
 // everything is whole on the device.
-static void plan_print_gpu(const Plan *p, const Room *room) {
+static void plan_print_gpu(const Plan *p, const Room *room, const Options *o) {
     const Settings *s = &p->settings;
-    const Traffic t = step_traffic(s, 1);
-    char note[80];
+    const int micros = (int)max_i64(step_micros(o, s), 1);
+    const Traffic t = step_traffic(s, micros);
+    char note[80], step[48] = "one micro-step";
     plan_print_line("library", room->library, "   reserved, not measured");
     if (s->ranks > 1) {
         snprintf(note, sizeof note, "   reserved, not measured: 12 MiB x %d channels x (%d peers + "
@@ -654,25 +661,21 @@ static void plan_print_gpu(const Plan *p, const Room *room) {
     plan_print_line("total per GPU", p->device_bytes + room->library + nccl_estimate_bytes(s),
                     "   with the reserve");
     plan_print_line(s->ranks > 1 ? "host memory per GPU" : "host memory", p->host_bytes, "");
+    if (micros > 1) {
+        snprintf(step, sizeof step, "%d micro-steps", micros);
+    }
     if (t.up + t.down > 0) {
-        printf("a step of one micro-step moves %s up to the GPU and %s down\n", bytes_text(t.up).s,
+        printf("a step of %s moves %s up to the GPU and %s down\n", step, bytes_text(t.up).s,
                bytes_text(t.down).s);
     }
     if (s->ranks > 1) {
-        printf("a step of one micro-step sends %s from each GPU: %s of gradients to add, %s to "
-               "gather\n",
+        printf("a step of %s sends %s from each GPU: %s of gradients to add, %s to gather\n", step,
                bytes_text(t.reduced + t.gathered).s, bytes_text(t.reduced).s,
                bytes_text(t.gathered).s);
     }
 }
 
-// Micro-steps of a step, those that hold -d's tokens (0: no whole number of them does) or one.
-static int64_t step_micros(const Options *o, const Settings *s) {
-    const int64_t tokens = (int64_t)s->ranks * s->B * s->T;
-    return !o->tokens_per_step ? 1 : o->tokens_per_step % tokens ? 0 : o->tokens_per_step / tokens;
-}
-
-// The same of a run, which ends where no whole number of micro-steps holds -d's tokens.
+// step_micros of a run, which ends where no whole number of micro-steps holds -d's tokens.
 static int64_t step_whole_micros(const Options *o, const Settings *s) {
     const int64_t micros = step_micros(o, s);
     char gpus[32] = "", times[32] = "";
@@ -767,7 +770,7 @@ static int plan_print(const Plan *p, const Room *room, const Options *o) {
     plan_print_line("fragmentation", p->device_bytes - sum, "");
     plan_print_line(s->gpu ? "device allocation" : "allocation", p->device_bytes, "");
     if (s->gpu) {
-        plan_print_gpu(p, room);
+        plan_print_gpu(p, room, o);
     } else if (p->host_bytes) {
         plan_print_line("in the host's place", p->host_bytes, "   as a GPU run keeps apart");
         plan_print_line("total", total, "");

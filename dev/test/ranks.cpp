@@ -81,27 +81,44 @@ static void test_ranks_numbers() {
     }
 }
 
-// Stages 0 and 1 have the same bits, with and without accumulation, clipped, in every type of the
+// All stages have the same bits with one micro-step; with more, 0 and 1 have, since from stage 2 on
+// gradients are rounded once in every micro-step. Clipped, with skipped steps, in every type of the
 // states, whatever the order of streams.
 static void test_ranks_stages() {
+    enum { LAST = 2 };
     write_corpus();
     static const struct {
-        int ranks;
+        int ranks, micros;
         const char *options;
-    } table[] = {{3, "-d 72 "}, {2, "-d 144 --moments bf16 -w 0 "}, {2, "-d 48 --grad-dtype fp32 "},
-                 {3, "-d 216 --dtype fp32 -r block "}};
+    } table[] = {{3, 1, ""}, {2, 3, "--moments bf16 -w 0 "},
+                 {2, 1, "--grad-dtype fp32 -l 100 -c 1 "},
+                 {3, 3, "--dtype fp32 -r block "}};
     for (const auto &row : table) {
-        const Text ranks = ODD + text("-x 3 --clip 0.5 -v 3 -m 2 --gpus %d ", row.ranks) +
-                           row.options;
-        remove_folder("z0");
-        run(ranks + "-z 0", "z0");
-        for (const char *order : {"", "late", "early", "3", "8"}) {
-            if (&row == &table[0] || !order[0]) {
-                remove_folder("z1");
-                run(ranks + "-z 1", "z1", with("EMU_ORDER", order));
-                expect_same("z0", "z1", 3);
+        const Text ranks = ODD + text("-x 3 --clip 0.5 -v 3 -m 2 --gpus %d -d %d ", row.ranks,
+                                      24 * row.ranks * row.micros) + row.options;
+        for (int z = 0; z <= LAST; z++) {
+            const Text like = row.micros > 1 && z >= 2 ? "z2" : "z0";
+            for (const char *order : {"", "late", "early", "3", "8"}) {
+                const Text folder = text("z%d%s", z, order);
+                if (order[0] && (&row > table || z < LAST)) {
+                    continue;  // every order of streams at the last stage, which has most of them
+                }
+                remove_folder(folder);
+                run(ranks + text("-z %d", z), folder, with("EMU_ORDER", order));
+                if (folder != like) {
+                    expect_same(like, folder, 3);
+                }
+            }
+            const Text want = read_file("z0/log.jsonl"), got = read_file(text("z%d/log.jsonl", z));
+            for (const char *key : {"loss", "grad_norm"}) {
+                const auto a = values_in(want, key), b = values_in(got, key);
+                for (size_t i = 0; i < a.size() && a.size() == b.size(); i++) {
+                    expect_near(b[i], a[i], 5e-3 * a[i], "-z %d, %s %zu", z, key, i);
+                }
             }
         }
+        const bool skips = read_file("z0/log.jsonl").find("\"skipped\":1") != Text::npos;
+        expect(skips == (strstr(row.options, "-l 100") != NULL), "%s", row.options);
     }
 }
 
@@ -233,7 +250,7 @@ static void test_ranks_refused() {
     static const Refusal table[] = {
         {"--gpus 3 -d 100", "is not a multiple of B x T x GPUs = 2 x 12 x 3 = 72"},
         {"--gpus 3 -i nothing.bin", "no token file matches nothing.bin"},
-        {"--gpus 2 -z 2", "--zero (-z) 2 can be planned"},
+        {"--gpus 2 -z 3", "--zero (-z) 3 can be planned"},
         {"--gpus 2 --check", "--check, --compare and --generate are for one process"},
         {"--gpus 2 -l 2e9", "--lr (-l): '2e9'"},
     };
@@ -656,30 +673,33 @@ static long sent_bytes(const Text &arguments, int ranks) {
 }
 
 // A step sends, to the byte, the parts of every bucket once to be added and once to be gathered,
-// gradients at stage 0 and weights at stage 1, vectors in fp32; accumulation adds nothing. The plan
-// says the same.
+// gradients at stage 0 and weights from stage 1 on, vectors in fp32. Of k micro-steps all add up
+// blocks' gradients from stage 2 on, else the last alone. The plan says the same.
 static void test_ranks_traffic() {
-    enum { C = 96, L = 3, MAX_T = 16, VP = 384 };
+    enum { C = 96, L = 3, MAX_T = 16, VP = 384, LAST = 2 };
     write_corpus();
     for (int n : {2, 3}) {
-        for (int z : {0, 1}) {
-            const int k = n == 2 && z == 1 ? 3 : 1;
+        for (int z = 0; z <= LAST; z++) {
+            const int k = n == 2 && z > 0 ? 3 : 1;
             auto padded = [&](long count, long to) { return (count + to - 1) / to * to; };
-            const long to = 64 * n, wte = padded(VP * C, to), wpe = padded(MAX_T * C, to);
+            const long to = 64 * n, stay = padded(VP * C, to) + padded(MAX_T * C, to);
             const long blocks = L * padded(12 * C * C, to);
             // Twelve vectors' worth of C in a block and two behind, each to a multiple of 64.
             const long vector = padded(C, 64);
             const long vectors = padded(L * (6 * vector + padded(3 * C, 64) + padded(4 * C, 64)) +
                                             2 * vector, to);
-            const long want = 2 * (2 * (wte + wpe + blocks) + 4 * vectors) / n * (n - 1);
+            const long reduced = 2 * (stay + (z >= 2 ? k : 1) * blocks) + 4 * vectors;
+            const long gathered = 2 * (stay + blocks) + 4 * vectors;
+            const long want = (reduced + gathered) / n * (n - 1);
             const Text ranks = ODD + text("-d %d --gpus %d -z %d -k constant --quiet ", 24 * n * k,
                                           n, z);
             const long got = sent_bytes(ranks + "-x 2", n) - sent_bytes(ranks + "-x 1", n);
             expect(got == want, "%d ranks, -z %d: %ld bytes a step, %ld wanted", n, z, got, want);
             const Outcome plan = program(ranks + "--plan");
-            expect(plan.out.find(text("sends %.1f KiB from each GPU", (double)want / 1024)) !=
-                       Text::npos, "%.1f KiB: %s", (double)want / 1024,
-                   plan.out.substr(plan.out.find("a step of")).c_str());
+            const double shown = (double)want / (want < 1 << 20 ? 0x1p10 : 0x1p20);
+            expect(plan.out.find(text("sends %.1f %s from each GPU", shown,
+                                      want < 1 << 20 ? "KiB" : "MiB")) != Text::npos,
+                   "%.1f: %s", shown, plan.out.substr(plan.out.find("a step of")).c_str());
         }
     }
 }
