@@ -1861,19 +1861,6 @@ static Place tensor_home(const Settings *s, HomeOf state, int tensor, int layer)
     return place;
 }
 
-// Where the first element of `r`, a tensor's elements that this rank has of the weights or
-// gradients, is at home. Of what is in parts a rank has its own part of every block there.
-static Place range_home(const Settings *s, HomeOf state, int tensor, int layer,
-                        const TensorRange *r) {
-    Place place = tensor_home(s, state, tensor, layer);
-    place.offset += r->first;
-    if (tensor_visits(s, state, tensor) && s->home[state] & HOME_SHARD) {
-        const Bucket b = bucket_at(&s->model, s->ranks, BUCKET_BLOCKS);
-        place.offset -= layer * (b.count - b.part) + s->rank * b.part;
-    }
-    return place;
-}
-
 // Where a whole tensor of the weights or gradients is on the device: in its block's slot, or at
 // home.
 static Place tensor_place(const Plan *p, HomeOf state, int tensor, int layer) {

@@ -4513,6 +4513,19 @@ template <class E, class G> static void gpu_close(Engine *e) {
     e->self = nullptr;
 }
 
+// Where the first element of `r`, a tensor's elements that this rank has of the weights or
+// gradients, is at home. Of what is in parts a rank has its own part of every block there.
+static Place range_home(const Settings *s, HomeOf state, int tensor, int layer,
+                        const TensorRange *r) {
+    Place place = tensor_home(s, state, tensor, layer);
+    place.offset += r->first;
+    if (tensor_visits(s, state, tensor) && s->home[state] & HOME_SHARD) {
+        const Bucket b = bucket_at(&s->model, s->ranks, BUCKET_BLOCKS);
+        place.offset -= layer * (b.count - b.part) + s->rank * b.part;
+    }
+    return place;
+}
+
 // Adds the ranges of all tensors to a table: what AdamW updates here or, with `parts`, this rank's
 // own part of everything. Returns their number.
 static int ranges_fill(ParamRange *ranges, const Settings *s, bool parts) {
