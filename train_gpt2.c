@@ -1030,7 +1030,8 @@ typedef struct {
     Model model;
     int B, T, threads;
     int logit_rows;             // rows of a classifier chunk
-    int cache;                  // positions of the KV cache of a run that only generates; 0: none
+    int forward;                // 1: a run that learns nothing, and so ends at the head
+    int cache;                  // positions of the KV cache of a run that generates; 0: none
     int64_t workspace;          // bytes for the products of a GPU
     int tune;                   // 1: products are timed at the start; the one thing no plan knows
     uint8_t level[MAX_LAYERS];  // of recomputation, RECOMPUTE_*, of each block
@@ -1341,10 +1342,10 @@ struct Plan {
 // 256 bytes: as cudaMalloc aligns, and four cache lines, so that no two buffers share one.
 enum { PLAN_ALIGN = 256, PLAN_GAP = GPT2_POISON ? 256 : 0 };
 
-// Whether a run has a buffer. One that only generates learns nothing and ends at the head.
+// Whether a run has a buffer. One that learns nothing ends at the head.
 static int plan_needs(const Settings *s, const BufferEntry *entry) {
     const int learns = entry->group >= GROUP_GRADIENTS && entry->group <= GROUP_MASTER;
-    return entry->count && !(s->cache && (learns || entry->first > tick_head(&s->model)));
+    return entry->count && !(s->forward && (learns || entry->first > tick_head(&s->model)));
 }
 
 // Adds a buffer, of block `layer` or (-1) of none, and returns its index; -1 for one that is not
@@ -1364,7 +1365,7 @@ static int plan_add(Plan *p, const BufferEntry *entry, int layer) {
     b->type = entry->type;
     b->count = entry->count;
     b->first = entry->first;
-    b->last = s->cache ? min_int(entry->last, tick_head(&s->model)) : entry->last;
+    b->last = s->forward ? min_int(entry->last, tick_head(&s->model)) : entry->last;
     const HomeOf home = entry->home;
     const int hosted = home < HOMES ? s->home[home] & HOME_HOST : home == ON_HOST;
     b->home = hosted ? HOME_HOST : HOME_DEVICE;
@@ -1390,9 +1391,9 @@ static void plan_add_block(Plan *p, int layer) {
         // x is made by the last stage of the block before; one tick before block 0 is embed.
         const int made = tick_forward(layer - (i == ACT_X), a->made);
         const int used_back =  // where nothing comes back, forward's last use is the last
-            s->cache ? tick_forward(layer, a->used) : tick_backward(m, layer, a->used_back);
+            s->forward ? tick_forward(layer, a->used) : tick_backward(m, layer, a->used_back);
         const Type type = a->channels > 0 ? s->dtype : settings_real(s);
-        BufferEntry entry = {s->cache ? GROUP_WORKING : GROUP_KEPT, a->name, type,
+        BufferEntry entry = {s->forward ? GROUP_WORKING : GROUP_KEPT, a->name, type,
                              act_count(m, i, N), made, used_back, ON_DEVICE};
         if (i == ACT_X && s->home[HOME_OF_RESIDUALS]) {
             *forward = *backward = -1;  // it has a slot
@@ -1525,7 +1526,7 @@ static void plan_add_visits(Plan *p);  // next chapter
 static void plan_list(Plan *p, const Settings *s) {
     memset(p, 0, sizeof *p);
     p->settings = *s;
-    p->ticks = (s->cache ? tick_head(&s->model) : tick_update(s)) + 1;
+    p->ticks = (s->forward ? tick_head(&s->model) : tick_update(s)) + 1;
     const size_t L = (size_t)s->model.L;
     p->buffers = (Buffer *)alloc_zero(SINGLES + (2 * ACTS + GRADS) * L, sizeof(Buffer));
     p->act = (int *)alloc_zero(2 * ACTS * L, sizeof(int));
@@ -2290,6 +2291,14 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
     }
     s->workspace = o->workspace ? o->workspace : default_workspace(m);
     s->tune = (int)o->tune;
+}
+
+// From a training run's settings to those of one that learns nothing: the plan keeps weights and
+// what one pass forward needs of the rest. No block's input waits for a backward pass.
+static void settings_forward(Settings *s) {
+    s->forward = 1;
+    s->split_master = 0;
+    s->home[HOME_OF_RESIDUALS] = 0;
 }
 
 // =================================================================================================
@@ -4008,7 +4017,7 @@ static void cpu_open(Engine *e, Plan *p) {
     matmul_bf16 = p->settings.matmul_bf16;
 #endif
     e->self = cpu;
-    e->states = p->settings.cache ? STATE_WEIGHTS + 1 : STATES;
+    e->states = p->settings.forward ? STATE_WEIGHTS + 1 : STATES;
     e->micro_step = cpu_micro_step;
     e->update = cpu_update;
     e->forward_loss = cpu_forward_loss;
@@ -4286,14 +4295,13 @@ static Token sample_token(const real *logits, int V, const SampleRule *rule, dou
 // weights in blocks of so many, which packed products are efficient with, and a token alone.
 enum { GENERATE_ROWS = 64 };
 
-// From a training run's settings to those of one that only generates: T positions are cached, and
-// the plan drops what learning needs. The head computes one row, since only the last token of a
-// prompt is asked what follows it.
+// From a training run's settings to those of one that only generates: T positions are cached. The
+// head computes one row, since only the last token of a prompt is asked what follows it.
 static void settings_generate(Settings *s) {
     s->cache = s->T;
     s->T = min_int(s->T, GENERATE_ROWS);
     s->B = s->logit_rows = 1;
-    s->split_master = 0;
+    settings_forward(s);
 }
 
 // What --generate needs beside the engine, and what it counts. Prompts are counted with the time to
@@ -5604,6 +5612,7 @@ static int eval_command(Run *run, const Program *program, Model *m) {
         die("%s: example %d: a completion has %d tokens; --seq-len (-t) %d holds as many at most",
             f.name, f.longest_at, f.longest_completion, run->s.T);
     }
+    settings_forward(&run->s);
     run_fit(run, program);
     rank_card.data = fingerprint(f.examples, o->eval, strlen(o->eval));
     run_meet(run, program);
@@ -5613,8 +5622,8 @@ static int eval_command(Run *run, const Program *program, Model *m) {
     }
     run_engine_open(run, program, m);
     if (!o->quiet && !o->json) {
-        printf("%s: %s\nmodel    %s: vocabulary %d, %s\n", program->name, run->engine.device,
-               o->model, m->V, weights);
+        printf("%s: %s\nmodel    %s: vocabulary %d, %s; %s\n", program->name, run->engine.device,
+               o->model, m->V, weights, bytes_text((double)run->plan.device_bytes).s);
         printf("file     %s: %s examples of at most %d tokens; B %d, T %d\n", f.name,
                count_text(f.examples).s, f.longest_row, run->s.B, run->s.T);
         fflush(stdout);
