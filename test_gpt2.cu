@@ -721,6 +721,12 @@ static void test_matmul_bf16() {
     for (real number : out) {
         expect(isnan(number), "%g of a NaN", number);
     }
+    const Reals qkv = noise((BLOCK + 2) * 3 * 32, 1, 5);
+    Reals one((BLOCK + 1) * 32), two((BLOCK + 2) * 32), lse(BLOCK + 2);
+    attention_forward(one.data(), lse.data(), qkv.data(), 1, BLOCK + 1, 32, 1);
+    attention_forward(two.data(), lse.data(), qkv.data(), 1, BLOCK + 2, 32, 1);
+    two.resize(one.size());
+    expect(same_bits(one, two), "attention: a tile of one row");
     matmul_bf16 = 0;
 #endif
 }
