@@ -464,6 +464,7 @@ static int remedy_price(Remedy *r, const Plan *p) {
 // Every single change that makes the plan smaller, axis by axis. Returns how many.
 static int plan_remedies(const Plan *p, Remedy list[MAX_REMEDIES]) {
     int n = 0;
+    // Levels, types of states and their homes are settings of training; a batch is cut by the user.
     if (p->settings.forward) {
         return 0;
     }
@@ -527,6 +528,7 @@ static const char generate_cure[] =
     "--generate takes weights and a KV cache; a smaller --seq-len (-t) makes the cache smaller";
 static const char eval_cure[] =
     "--eval takes weights and a batch on its way forward; a smaller --batch (-b) takes less";
+// Which of these is true of a run.
 static const char *plan_no_cure(const Settings *s) {
     return s->cache ? generate_cure : s->forward ? eval_cure : no_cure;
 }
