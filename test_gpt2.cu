@@ -721,6 +721,12 @@ static void test_matmul_bf16() {
     for (real number : out) {
         expect(isnan(number), "%g of a NaN", number);
     }
+    const Reals qkv = noise((BLOCK + 2) * 3 * 32, 1, 5);
+    Reals one((BLOCK + 1) * 32), two((BLOCK + 2) * 32), lse(BLOCK + 2);
+    attention_forward(one.data(), lse.data(), qkv.data(), 1, BLOCK + 1, 32, 1);
+    attention_forward(two.data(), lse.data(), qkv.data(), 1, BLOCK + 2, 32, 1);
+    two.resize(one.size());
+    expect(same_bits(one, two), "attention: a tile of one row");
     matmul_bf16 = 0;
 #endif
 }
@@ -1956,6 +1962,51 @@ static void test_eval_network() {
         Net n(m, B, T);
         EvalScore s = eval_score(&n.e, bytes, V, B, T);
         expect(memcmp(&s, &first, sizeof s) == 0, "B %d: another score", B);
+    }
+}
+
+// --eval plans weights and one pass forward, and takes no more: no gradients, moments or masters,
+// and nothing that grows with the blocks but their weights. Losses are those of a training run's
+// engine, to the bit.
+static void test_eval_plan() {
+    for (const char *options : {"-b 3", "-b 2 -t 9 --logit-rows 7", "-b 3 -r block:1,mlp"}) {
+        for (const char *dtype : {"--dtype fp32", "--dtype bf16 -w none"}) {
+            const Model m = shape("l2h3c48t14", 257), deep = shape("l5h3c48t14", 257);
+            const Text rest = Text(options) + " " + (TEST_CUDA ? dtype : "");
+            const Batch b(3 * m.maxT, m.V, 1);
+            auto losses = [&](const Net &n) {
+                Reals all((size_t)(n.s.B * n.s.T));
+                Engine e = n.e;
+                e.forward_loss(&e, all.data(), b.inputs.data(), b.targets.data());
+                return all;
+            };
+            const Reals want = losses(Net(m, rest));  // gone again: one engine at a time
+#if CUDA_CPU
+            emu::peak_bytes = 0;
+#endif
+            Net scores(m, "--eval x " + rest);
+            expect(same_bits(losses(scores), want), "%s: losses", rest.c_str());
+            expect(scores.e.states == STATE_WEIGHTS + 1, "%s: states", rest.c_str());
+#if CUDA_CPU
+            expect(emu::peak_bytes == scores.plan.device_bytes, "%s: peak %zu of %zu", rest.c_str(),
+                   emu::peak_bytes, scores.plan.device_bytes);
+#endif
+            Settings more = scores.s;
+            more.model = deep;
+            Plan p;
+            plan_build(&p, &more);
+            size_t device[2][GROUPS], host[2][GROUPS];
+            plan_groups(&scores.plan, device[0], host[0]);
+            plan_groups(&p, device[1], host[1]);
+            for (int g = 0; g < GROUPS; g++) {
+                const bool learns = g >= GROUP_GRADIENTS && g <= GROUP_MASTER;
+                expect(!learns || device[1][g] + host[1][g] == 0, "%s: %s", rest.c_str(),
+                       group_names[g]);
+                expect(g == GROUP_WEIGHTS || g == GROUP_WORKSPACE || device[1][g] == device[0][g],
+                       "%s: %s of five blocks", rest.c_str(), group_names[g]);
+            }
+            plan_free(&p);
+        }
     }
 }
 
@@ -4264,6 +4315,7 @@ static const Test tests[] = {
     T(eval_scores, ALL),
     T(eval_network, ALL),
     T(eval_learnt, ALL),
+    T(eval_plan, ALL | CUDA_ALL),
     T(skipped_step, HOST),
     T(model_accepted, HOST),
     T(llmc_model, HOST),

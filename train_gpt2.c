@@ -1030,7 +1030,8 @@ typedef struct {
     Model model;
     int B, T, threads;
     int logit_rows;             // rows of a classifier chunk
-    int cache;                  // positions of the KV cache of a run that only generates; 0: none
+    int forward;                // 1: a run that learns nothing, and so ends at the head
+    int cache;                  // positions of the KV cache of a run that generates; 0: none
     int64_t workspace;          // bytes for the products of a GPU
     int tune;                   // 1: products are timed at the start; the one thing no plan knows
     uint8_t level[MAX_LAYERS];  // of recomputation, RECOMPUTE_*, of each block
@@ -1341,10 +1342,10 @@ struct Plan {
 // 256 bytes: as cudaMalloc aligns, and four cache lines, so that no two buffers share one.
 enum { PLAN_ALIGN = 256, PLAN_GAP = GPT2_POISON ? 256 : 0 };
 
-// Whether a run has a buffer. One that only generates learns nothing and ends at the head.
+// Whether a run has a buffer. One that learns nothing ends at the head.
 static int plan_needs(const Settings *s, const BufferEntry *entry) {
     const int learns = entry->group >= GROUP_GRADIENTS && entry->group <= GROUP_MASTER;
-    return entry->count && !(s->cache && (learns || entry->first > tick_head(&s->model)));
+    return entry->count && !(s->forward && (learns || entry->first > tick_head(&s->model)));
 }
 
 // Adds a buffer, of block `layer` or (-1) of none, and returns its index; -1 for one that is not
@@ -1364,7 +1365,7 @@ static int plan_add(Plan *p, const BufferEntry *entry, int layer) {
     b->type = entry->type;
     b->count = entry->count;
     b->first = entry->first;
-    b->last = s->cache ? min_int(entry->last, tick_head(&s->model)) : entry->last;
+    b->last = s->forward ? min_int(entry->last, tick_head(&s->model)) : entry->last;
     const HomeOf home = entry->home;
     const int hosted = home < HOMES ? s->home[home] & HOME_HOST : home == ON_HOST;
     b->home = hosted ? HOME_HOST : HOME_DEVICE;
@@ -1390,9 +1391,9 @@ static void plan_add_block(Plan *p, int layer) {
         // x is made by the last stage of the block before; one tick before block 0 is embed.
         const int made = tick_forward(layer - (i == ACT_X), a->made);
         const int used_back =  // where nothing comes back, forward's last use is the last
-            s->cache ? tick_forward(layer, a->used) : tick_backward(m, layer, a->used_back);
+            s->forward ? tick_forward(layer, a->used) : tick_backward(m, layer, a->used_back);
         const Type type = a->channels > 0 ? s->dtype : settings_real(s);
-        BufferEntry entry = {s->cache ? GROUP_WORKING : GROUP_KEPT, a->name, type,
+        BufferEntry entry = {s->forward ? GROUP_WORKING : GROUP_KEPT, a->name, type,
                              act_count(m, i, N), made, used_back, ON_DEVICE};
         if (i == ACT_X && s->home[HOME_OF_RESIDUALS]) {
             *forward = *backward = -1;  // it has a slot
@@ -1525,7 +1526,7 @@ static void plan_add_visits(Plan *p);  // next chapter
 static void plan_list(Plan *p, const Settings *s) {
     memset(p, 0, sizeof *p);
     p->settings = *s;
-    p->ticks = (s->cache ? tick_head(&s->model) : tick_update(s)) + 1;
+    p->ticks = (s->forward ? tick_head(&s->model) : tick_update(s)) + 1;
     const size_t L = (size_t)s->model.L;
     p->buffers = (Buffer *)alloc_zero(SINGLES + (2 * ACTS + GRADS) * L, sizeof(Buffer));
     p->act = (int *)alloc_zero(2 * ACTS * L, sizeof(int));
@@ -2279,6 +2280,14 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
     s->tune = (int)o->tune;
 }
 
+// From a training run's settings to those of one that learns nothing: the plan keeps weights and
+// what one pass forward needs of the rest. No block's input waits for a backward pass.
+static void settings_forward(Settings *s) {
+    s->forward = 1;
+    s->split_master = 0;
+    s->home[HOME_OF_RESIDUALS] = 0;
+}
+
 // =================================================================================================
 // Part C. GPT-2 on the CPU
 
@@ -2479,10 +2488,6 @@ static inline void transpose(real *to, size_t to_step, const real *from, size_t 
     }
 }
 #undef UNROLL
-static real *transpose_square(real *from, real *to) {
-    transpose(to, VL, from, VL);
-    return to;
-}
 #endif
 
 // Numbers' places that K steps of a packed row take up.
@@ -2749,9 +2754,12 @@ static int depth_of_block(int K) {
     return min_int(most, ceil_div(ceil_div(K, ceil_div(K, most)), VL) * VL);
 }
 
-// out(n) = bias(n) + addend(n) + a(K) b(K,n), n <= VL: each step of k adds to n sums at once. Where
-// the k of b is contiguous, squares of it are transposed in registers. The order of sums is rule
-// 1's and matmul_tile's.
+// out(n) = bias(n) + addend(n) + a(K) b(K,n), n <= NR: each step of k adds to n sums at once, as
+// two vectors, so that one chain of multiply-adds runs while the other waits. Where the k of b is
+// contiguous, squares of it are transposed in registers. The order of sums is rule 1's and
+// matmul_tile's. No hardware prefetch follows NR rows side by side: the next NR rows are asked for
+// in the order they lie in memory, a few lines at each step, because a burst of requests is
+// dropped. Not for matmul_bf16.
 FUSED static void matvec_columns(real *out, const real *a, Operand b, const real *bias,
                                  const real *addend, int n, int K) {
     FUSED_BODY
@@ -2759,41 +2767,54 @@ FUSED static void matvec_columns(real *out, const real *a, Operand b, const real
     const int kc = depth_of_block(K), along_k = b.k_step == 1;
     const size_t bytes = (size_t)n * sizeof(real), next = along_k ? b.row_step : b.k_step;
     real x[VL * VL] __attribute__((aligned(VECTOR_BYTES)));
-    real y[VL * VL] __attribute__((aligned(VECTOR_BYTES)));
-    Vector total = zero, add = zero, sum = zero;
+    real square[2][VL * VL] __attribute__((aligned(VECTOR_BYTES)));
+    Vector total[2] = {zero, zero}, add[2] = {zero, zero}, sum[2] = {zero, zero};
     if (bias) {
-        memcpy(&total, bias, bytes);
+        memcpy(total, bias, bytes);
     }
     if (addend) {
-        memcpy(&add, addend, bytes);
-        total += add;
+        memcpy(add, addend, bytes);
+        total[0] += add[0];
+        total[1] += add[1];
     }
     for (int k = 0; k < K; k += VL) {  // kc is whole vectors
         const int depth = min_int(VL, K - k);
-        const real *square = operand_at(b, 0, k).data, *t = square;
-        // No hardware prefetch follows VL rows side by side: ask for those after the next.
-        for (int i = 0; i < VL; i++) {
-            __builtin_prefetch(square + (size_t)(2 * VL + i) * next);
+        const real *t[2];
+        size_t step = VL;
+        for (int h = 0; h < 2; h++) {
+            const int left = n - h * VL;
+            const real *from = left > 0 ? operand_at(b, h * VL, k).data : x;
+            t[h] = square[h];
+            if (!along_k && n == NR) {
+                t[h] = from;
+                step = next;
+            } else if (!along_k) {
+                load_square(square[h], from, next, depth, left);
+            } else if (left >= VL && depth == VL) {
+                transpose(square[h], VL, from, next);
+            } else {
+                load_square(x, from, next, left, depth);
+                transpose(square[h], VL, x, VL);
+            }
         }
-        if (along_k) {
-            load_square(x, square, next, n, depth);
-            t = transpose_square(x, y);
-        } else if (n < VL) {
-            load_square(x, square, next, depth, n);
-            t = x;
-        }
-        const size_t step = t == square ? next : (size_t)VL;
         for (int j = 0; j < depth; j++) {
-            Vector column;
-            memcpy(&column, t + (size_t)j * step, sizeof column);
-            sum += a[k + j] * column;
+            Vector columns[2];
+            const real *ahead = b.data + (along_k ? NR * next + (size_t)(2 * (k + j)) * VL
+                                                  : (size_t)(k + j + 2 * VL) * next);
+            __builtin_prefetch(ahead);
+            __builtin_prefetch(ahead + VL);
+            memcpy(&columns[0], t[0] + (size_t)j * step, sizeof columns[0]);
+            memcpy(&columns[1], t[1] + (size_t)j * step, sizeof columns[1]);
+            sum[0] += a[k + j] * columns[0];
+            sum[1] += a[k + j] * columns[1];
         }
         if ((k + VL) % kc == 0 || k + VL >= K) {
-            total += sum;
-            sum = zero;
+            total[0] += sum[0];
+            total[1] += sum[1];
+            sum[0] = sum[1] = zero;
         }
     }
-    memcpy(out, &total, bytes);
+    memcpy(out, total, bytes);
 }
 
 // out(M,N) = addend(M,N) + a(M,K) b(K,N) by the calling thread alone, for attention: M <= BLOCK,
@@ -2803,10 +2824,11 @@ static void matmul_small(real *out, const real *addend, size_t step, Operand a, 
                          int N, int K, Mask mask) {
     real *packed_a = thread_workspace(), *packed_b = packed_a + PACKED_A_REALS;
     const int kc = depth_of_block(K);
-    const int one_row = M == 1 && a.k_step == 1;  // packing pays for itself from the second row on
-    for (int j = 0; j < N && one_row; j += VL) {
+    // Packing pays for itself from the second row on; in bf16 it is what rounds the operands.
+    const int one_row = M == 1 && a.k_step == 1 && !matmul_bf16;
+    for (int j = 0; j < N && one_row; j += NR) {
         matvec_columns(out + j, a.data, operand_at(b, j, 0), NULL, addend ? addend + j : NULL,
-                       min_int(VL, N - j), K);
+                       min_int(NR, N - j), K);
     }
     for (int k = 0; k < K && !one_row; k += kc) {
         int depth = min_int(kc, K - k);
@@ -2844,9 +2866,9 @@ static void pack_shared(Operand a, int rows, int K, int kc, int share) {
 static void matvec(real *out, const real *a, Operand b, const real *bias, const real *addend,
                    int N, int K) {
     #pragma omp taskloop num_tasks(pieces()) if ((double)N * K > 1e5)  // as in matmul()
-    for (int j = 0; j < N; j += VL) {
+    for (int j = 0; j < N; j += NR) {
         matvec_columns(out + j, a, operand_at(b, j, 0), bias ? bias + j : NULL,
-                       addend ? addend + j : NULL, min_int(VL, N - j), K);
+                       addend ? addend + j : NULL, min_int(NR, N - j), K);
     }
 }
 
@@ -3982,7 +4004,7 @@ static void cpu_open(Engine *e, Plan *p) {
     matmul_bf16 = p->settings.matmul_bf16;
 #endif
     e->self = cpu;
-    e->states = p->settings.cache ? STATE_WEIGHTS + 1 : STATES;
+    e->states = p->settings.forward ? STATE_WEIGHTS + 1 : STATES;
     e->micro_step = cpu_micro_step;
     e->update = cpu_update;
     e->forward_loss = cpu_forward_loss;
@@ -4260,14 +4282,13 @@ static Token sample_token(const real *logits, int V, const SampleRule *rule, dou
 // weights in blocks of so many, which packed products are efficient with, and a token alone.
 enum { GENERATE_ROWS = 64 };
 
-// From a training run's settings to those of one that only generates: T positions are cached, and
-// the plan drops what learning needs. The head computes one row, since only the last token of a
-// prompt is asked what follows it.
+// From a training run's settings to those of one that only generates: T positions are cached. The
+// head computes one row, since only the last token of a prompt is asked what follows it.
 static void settings_generate(Settings *s) {
     s->cache = s->T;
     s->T = min_int(s->T, GENERATE_ROWS);
     s->B = s->logit_rows = 1;
-    s->split_master = 0;
+    settings_forward(s);
 }
 
 // What --generate needs beside the engine, and what it counts. Prompts are counted with the time to
@@ -5578,6 +5599,7 @@ static int eval_command(Run *run, const Program *program, Model *m) {
         die("%s: example %d: a completion has %d tokens; --seq-len (-t) %d holds as many at most",
             f.name, f.longest_at, f.longest_completion, run->s.T);
     }
+    settings_forward(&run->s);
     run_fit(run, program);
     rank_card.data = fingerprint(f.examples, o->eval, strlen(o->eval));
     run_meet(run, program);
@@ -5587,8 +5609,8 @@ static int eval_command(Run *run, const Program *program, Model *m) {
     }
     run_engine_open(run, program, m);
     if (!o->quiet && !o->json) {
-        printf("%s: %s\nmodel    %s: vocabulary %d, %s\n", program->name, run->engine.device,
-               o->model, m->V, weights);
+        printf("%s: %s\nmodel    %s: vocabulary %d, %s; %s\n", program->name, run->engine.device,
+               o->model, m->V, weights, bytes_text((double)run->plan.device_bytes).s);
         printf("file     %s: %s examples of at most %d tokens; B %d, T %d\n", f.name,
                count_text(f.examples).s, f.longest_row, run->s.B, run->s.T);
         fflush(stdout);

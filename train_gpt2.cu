@@ -4619,9 +4619,11 @@ template <class E, class G> static void gpu_warm_up_step(Engine *e) {
         gpu_extend<E, G>(e, logits, zeros, 0, s->T);
         gpu_extend<E, G>(e, logits, zeros, s->T - 1, 1);
     } else {
-        gpu_micro_step<E, G>(e, zeros, zeros, 0, 2);
-        gpu_micro_step<E, G>(e, zeros, zeros, 1, 2);
-        gpu_update<E, G>(e, &o, 0, HUGE_VAL, 0);
+        if (!s->forward) {
+            gpu_micro_step<E, G>(e, zeros, zeros, 0, 2);
+            gpu_micro_step<E, G>(e, zeros, zeros, 1, 2);
+            gpu_update<E, G>(e, &o, 0, HUGE_VAL, 0);
+        }
         gpu_forward_loss<E, G>(e, nullptr, zeros, zeros);
         gpu_logits<E, G>(e, logits, zeros, 1);
     }
@@ -4713,7 +4715,7 @@ template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
         e->gather = gpu_gather<E, G>;
     }
     e->self = net;
-    e->states = s->cache ? STATE_WEIGHTS + 1 : STATES;
+    e->states = s->forward ? STATE_WEIGHTS + 1 : STATES;
     e->micro_step = gpu_micro_step<E, G>;
     e->prepare = gpu_prepare<E, G>;
     e->update = gpu_update<E, G>;

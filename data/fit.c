@@ -304,7 +304,7 @@ typedef struct {
 // Where nothing fits the settings are those that lack least; where the room is unknown nothing is
 // recomputed or offloaded. Several ranks refuse to offload, so for them only levels are chosen.
 static void settings_auto(Settings *s, const Options *o, const Room *room) {
-    const int trains = !s->cache;  // a run that generates has nothing to recompute or to offload
+    const int trains = !s->forward;  // without it there is nothing to recompute or to offload
     const int levels = trains && strcmp(o->recompute, "auto") == 0;
     const int homes = trains && s->gpu && s->ranks == 1 && o->offload == OFFLOAD_AUTO;
     const Speed v = speed_usual(s);
@@ -378,8 +378,8 @@ enum { MAX_REMEDIES = 128 };
 // The last step of an axis. Batches are halved, down to 1.
 static int axis_steps(const Settings *s, int axis) {
     int halvings = 0;
-    if (s->cache) {
-        return 0;  // weights, cache and a few rows: no setting of training makes these smaller
+    if (s->forward) {
+        return 0;  // weights and a pass forward: no setting of training makes these smaller
     }
     while (s->B >> (halvings + 1)) {
         halvings++;
@@ -464,8 +464,9 @@ static int remedy_price(Remedy *r, const Plan *p) {
 // Every single change that makes the plan smaller, axis by axis. Returns how many.
 static int plan_remedies(const Plan *p, Remedy list[MAX_REMEDIES]) {
     int n = 0;
-    if (p->settings.cache) {
-        return 0;  // weights, cache and a few rows: no setting of training makes these smaller
+    // Levels, types of states and their homes are settings of training; a batch is cut by the user.
+    if (p->settings.forward) {
+        return 0;
     }
     for (int axis = 0; axis < AXES; axis++) {
         for (int step = 1; step <= axis_steps(&p->settings, axis) && n < MAX_REMEDIES; step++) {
@@ -503,7 +504,7 @@ static int remedy_includes(const Remedy *list, int n, const int *steps) {
 static int plan_cures(const Plan *p, const Room *room, Remedy list[MAX_REMEDIES]) {
     const Settings *s = &p->settings;
     int n = 0, steps[AXES] = {0}, axis;
-    if (s->cache) {
+    if (s->forward) {
         return 0;
     }
     do {
@@ -521,11 +522,16 @@ static int plan_cures(const Plan *p, const Room *room, Remedy list[MAX_REMEDIES]
     return n;
 }
 
-// What is said where nothing cures a plan: of training, and of --generate, which has no settings of
-// training.
+// What is said where nothing cures a plan: of training, and of what has no settings of training.
 static const char no_cure[] = "no settings make it fit";
 static const char generate_cure[] =
     "--generate takes weights and a KV cache; a smaller --seq-len (-t) makes the cache smaller";
+static const char eval_cure[] =
+    "--eval takes weights and a batch on its way forward; a smaller --batch (-b) takes less";
+// Which of these is true of a run.
+static const char *plan_no_cure(const Settings *s) {
+    return s->cache ? generate_cure : s->forward ? eval_cure : no_cure;
+}
 
 // Ends the run before anything is allocated when `available` bytes cannot hold `need`: says how
 // much is missing, and the cheapest settings that fit; where only host memory would help and there
@@ -554,7 +560,7 @@ static void plan_refuse(const Plan *p, size_t need, size_t available) {
                            bytes_text((double)(plan_taken(p) - list[i].bytes)).s, list[i].cost);
     }
     if (n == 0) {
-        snprintf(line, sizeof line, "; %s", p->settings.cache ? generate_cure : no_cure);
+        snprintf(line, sizeof line, "; %s", plan_no_cure(&p->settings));
     } else if (lacks_host) {
         snprintf(line + length, sizeof line - (size_t)length, ", where %s are free",
                  bytes_text((double)host).s);
@@ -617,7 +623,7 @@ static void plan_groups(const Plan *p, size_t device[GROUPS], size_t host[GROUPS
 static void plan_print_thumb(const Plan *p, size_t total) {
     const Settings *s = &p->settings;
     const Model *m = &s->model;
-    if (s->cache) {
+    if (s->forward) {
         return;  // the rule is one for training
     }
     double N = (double)s->B * s->T, parameters = (double)model_parameters(m);
@@ -694,7 +700,7 @@ static int64_t step_whole_micros(const Options *o, const Settings *s) {
 // Prints how fast a run is said to be, and how long -x steps take, or a billion tokens.
 static void forecast_print(const Settings *s, const Room *room, const Options *o) {
     const int64_t micros = step_micros(o, s);
-    if (room->from && s->ranks == 1 && micros > 0 && !s->cache) {
+    if (room->from && s->ranks == 1 && micros > 0 && !s->forward) {
         const double rate = forecast_tokens_per_s(&room->speed, s, micros);
         const int64_t run = o->steps * micros * s->B * s->T, tokens = run ? run : 1000000000;
         printf("forecast: %s tokens/s, %s tokens in %s; %s\n", count_text((int64_t)rate).s,
@@ -705,8 +711,8 @@ static void forecast_print(const Settings *s, const Room *room, const Options *o
 // The table of single changes and, where the plan does not fit, what would make it: the five
 // cheapest, since there may be dozens.
 static void plan_print_remedies(const Plan *p, const Room *room, size_t beside) {
-    if (p->settings.cache) {
-        printf("\n%s\n", generate_cure);
+    if (p->settings.forward) {
+        printf("\n%s\n", plan_no_cure(&p->settings));
         return;
     }
     Remedy *list = (Remedy *)alloc_zero(MAX_REMEDIES, sizeof *list);
@@ -1349,7 +1355,7 @@ static void speed_save(const Speed *v, const char *key) {
 // time, a GPU's once, by a run (`measures`), and kept.
 static void room_measure(Room *room, const Program *program, const Settings *s, int measures) {
     char key[192], device[96] = "";
-    if (s->ranks > 1 || s->cache) {
+    if (s->ranks > 1 || s->forward) {
         return;
     }
     if (program->device && program->device(device)) {

@@ -467,6 +467,11 @@ int main(int argc, char **argv) {
         bench_forecast();
         return 0;
     }
+    if (argc > 1 && strcmp(argv[1], "generate") == 0) {
+        bench_generate("d12", 16);
+        bench_generate("d12", 1000);
+        return 0;
+    }
     enum { COUNT_124M = sizeof layers_124m / sizeof layers_124m[0] };
     enum { COUNT_CHARACTERS = sizeof layers_characters / sizeof layers_characters[0] };
     matmul_workspace = bench_array(matmul_workspace_bytes(thread_count()) / sizeof(real));

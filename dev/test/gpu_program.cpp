@@ -222,6 +222,18 @@ static void test_gpu_eval() {
     expect_success(half, "GPU, bf16");
     expect(gpu.out == cpu.out, "%s", gpu.out.c_str());
     expect(json_valid(half.out) && half.out.find("\"examples\":3,\"of\":3") != Text::npos);
+    if (is_emulated()) {  // room for weights and a pass forward, not for the least of any training
+        write_file("gpt2.bin", shard_bytes(Ids(400, 995), GPT2_TOKENS));
+        const Text least = program("--plan --json -i gpt2.bin -e l1h1c16t16 -b 1 -r block "
+                                   "--moments bf16 -w none --logit-rows 1 --offload none").out;
+        const char *key = "\"total_bytes\":";
+        const Text bytes = text("%ld", atol(&least[least.find(key) + strlen(key)]) - 1);
+        const Outcome small = program(run, with("EMU_GPU_MEM", bytes.c_str()));
+        expect_success(small, "less than training takes");
+        expect(small.out == half.out, "%s", small.out.c_str());
+        expect_refused(program(run, with("EMU_GPU_MEM", "2000000")),
+                       "--eval takes weights and a batch on its way forward", "too little");
+    }
 }
 
 // Weights of a checkpoint as numbers, without the low halves of their masters.

@@ -546,6 +546,8 @@ struct Net {
         settings_from_options(&s, &o, &m, gpu);
         if (o.generate) {
             settings_generate(&s);
+        } else if (o.eval) {
+            settings_forward(&s);
         }
         plan_build(&plan, &s);
 #if TEST_CUDA
