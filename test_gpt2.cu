@@ -3857,7 +3857,28 @@ static void test_gpu_tuning() {
     expect_tuned("", 593, 1, 1, false);                   // from the file
     expect_tuned("--workspace 1MiB", 593, 2, 2, true);    // another key
     expect_tuned("-r block", 593, 1, 1, false);
+    // What the file names and the library does not offer is timed again.
+    const Text kept_in = cache + "/train_gpt2/matmul";
+    Text lines = read_file(kept_in);
+    for (size_t at = 0; (at = lines.find("=1\n", at)) != Text::npos; at++) {
+        lines[at + 1] = '9';
+    }
+    write_file(kept_in, lines);
+    expect_tuned("", 593, 2, 2, true);
     setenv("XDG_CACHE_HOME", "/proc/none", 1);
+    // Products of more elements than the noise has, timed one after the other without growing to
+    // infinity; choices of which the last cannot be had.
+    emu::set.lt_times = 539;
+    {
+        Net large(shape("l1h1c96t8", 257), "-b 1 -t 8 --dtype fp32");
+        const Text own = large.e.matmul;
+        Text foreign = own;
+        foreign[foreign.find_first_of('=') + 1] = '2';
+        foreign[foreign.size() - 1] = '9';
+        expect(own.find("=0") == Text::npos && own.find("=2") == Text::npos, "%s", own.c_str());
+        expect(!large.e.take_matmul(&large.e, foreign.c_str()) && own == large.e.matmul,
+               "a part of foreign choices: %s", large.e.matmul);
+    }
     Model m = shape("l4h1c16t8", 257);
     Text kept;
     for (const char *homes : {"none", "weights,gradients,moments,master,residuals"}) {

@@ -3824,7 +3824,8 @@ struct Engine {
     char device[128];         // for people
     const char *matmul;       // how its products were chosen where there is a choice; or NULL
     int states;               // that it holds: STATES, or the weights alone
-    // Takes the choices of a checkpoint, before a step; 0: it cannot. NULL: it has no choice.
+    // Takes the choices of a checkpoint, before any state is written; 0: it cannot, and keeps its
+    // own. NULL: it has no choice.
     int (*take_matmul)(Engine *e, const char *choices);
     double peak_flops;        // that "% of peak" is of; 0: unknown
     const char *peak_source;  // where it comes from

@@ -1624,7 +1624,7 @@ static void gpu_matmul_backward(E *dinp, G *dweight, const E *dout, const E *inp
 constexpr int TUNE_ROUNDS = 7;            // measurements of an algorithm: their median counts
 constexpr double TUNE_GAIN = 0.98;        // what is not clearly faster would be chosen by noise
 constexpr size_t TUNE_NOISE = 16 * 8191;  // bytes of random numbers: 8191 is prime, as no row is
-constexpr size_t TUNE_SAMPLE = 1 << 15;   // elements at either end of D that are compared
+constexpr size_t TUNE_SAMPLE = TUNE_NOISE / 4;  // elements at either end of D that are compared
 
 // A product as a cache and a checkpoint name it.
 struct MatmulName {
@@ -1662,17 +1662,20 @@ static void matmul_choices_tell(void) {
     check(at < MATMUL_TEXT, "more choices than their text has room for");
 }
 
-// Takes another run's choices. False: they are for another GPU, library or workspace, or leave out
-// a product of this run.
+// Takes another run's choices. False: they are for another GPU, library or workspace, leave out a
+// product of this run or name what the library does not offer; then all stays as it was, because a
+// run that takes a part would have nobody's bits.
 static bool matmul_choices_take(const char *choices) {
+    int was[MATMUL_PLANS];
     bool taken = true;
-    // First whether all are there: a run that takes a part would have nobody's bits.
     for (int i = 0; i < matmul_library.plans; i++) {
-        taken = taken && matmul_choice_find(choices, &matmul_library.plan[i].key) >= 0;
-    }
-    for (int i = 0; i < matmul_library.plans && taken; i++) {
         MatmulPlan *plan = &matmul_library.plan[i];
-        taken = matmul_plan_choose(plan, matmul_choice_find(choices, &plan->key));
+        const int chosen = matmul_choice_find(choices, &plan->key);
+        was[i] = plan->chosen;
+        taken = taken && chosen >= 0 && matmul_plan_choose(plan, chosen);
+    }
+    for (int i = 0; i < matmul_library.plans && !taken; i++) {
+        matmul_plan_choose(&matmul_library.plan[i], was[i]);
     }
     matmul_choices_tell();
     return taken;
@@ -1736,6 +1739,16 @@ struct MatmulBench {
     __nv_bfloat16 noise[TUNE_NOISE / 2];
     cudaStream_t stream;
 };
+
+// Fills the first `bytes` of the bench's memory with noise.
+static void matmul_noise(const MatmulBench *bench, size_t bytes) {
+    copy_wait(bench->memory, bench->noise, bytes < TUNE_NOISE ? bytes : TUNE_NOISE, bench->stream);
+    for (size_t done = TUNE_NOISE; done < bytes; done *= 2) {  // what is there, once more behind it
+        cuda_check(cudaMemcpyAsync(bench->memory + done, bench->memory,
+                                   done < bytes - done ? done : bytes - done,
+                                   cudaMemcpyDeviceToDevice, bench->stream));
+    }
+}
 
 // Operands of the plan in the bench's memory from `at` on, and in *bytes how many bytes they take.
 // They lie as in a run: each at a multiple of 256 bytes, C in D's place unless the plan keeps them
@@ -1827,6 +1840,9 @@ static void matmul_plan_time(const MatmulBench *bench, MatmulPlan *plan) {
     if (copies == 0) {
         return;
     }
+    // The products before have left their results where this one's operands lie: numbers that grow
+    // from plan to plan, to infinity.
+    matmul_noise(bench, (size_t)copies * each);
     // Copy after copy in turn, so that a launch finds nothing of its operands in the cache.
     auto operands = [&](int i) {
         return matmul_operands(bench, plan, (size_t)(i % copies) * each, &bytes);
@@ -1837,7 +1853,7 @@ static void matmul_plan_time(const MatmulBench *bench, MatmulPlan *plan) {
         });
     };
     char *want = matmul_sample(bench, plan, operands(0), &bytes);
-    double best_ms = TUNE_GAIN * time_ms();
+    double best_ms = want ? TUNE_GAIN * time_ms() : 0;
     int best = first;
     // Before an algorithm is timed it is run twice for its results: a fast wrong one is no choice.
     for (int i = 0; i < MATMUL_ALGORITHMS && want; i++) {
@@ -1854,14 +1870,18 @@ static void matmul_plan_time(const MatmulBench *bench, MatmulPlan *plan) {
     matmul_library.timed++;
 }
 
-// Takes the file's choices; returns how many plans it knows nothing of. A choice that the library
-// does not offer any more counts as none.
+// Takes the file's choice. False: it knows nothing of the plan, or names what the library does not
+// offer, which counts as nothing.
+static bool matmul_plan_load(MatmulPlan *plan) {
+    const int chosen = matmul_cache_find(&plan->key);
+    return chosen >= 0 && matmul_plan_choose(plan, chosen);
+}
+
+// Takes the file's choices; returns how many plans it knows nothing of.
 static int matmul_choices_load(void) {
     int unknown = 0;
     for (int i = 0; i < matmul_library.plans; i++) {
-        MatmulPlan *plan = &matmul_library.plan[i];
-        const int chosen = matmul_cache_find(&plan->key);
-        unknown += chosen < 0 || !matmul_plan_choose(plan, chosen);
+        unknown += !matmul_plan_load(&matmul_library.plan[i]);
     }
     return unknown;
 }
@@ -1887,16 +1907,10 @@ static void matmul_tune(char *memory, size_t bytes, cudaStream_t stream) {
     for (size_t i = 0; i < TUNE_NOISE / 2; i++) {
         bench->noise[i] = from_float<__nv_bfloat16>((float)(2 * rng_uniform(1, 0, 0, i) - 1));
     }
-    copy_wait(memory, bench->noise, bytes < TUNE_NOISE ? bytes : TUNE_NOISE, stream);
-    for (size_t done = TUNE_NOISE; done < bytes; done *= 2) {  // what is there, once more behind it
-        cuda_check(cudaMemcpyAsync(memory + done, memory, done < bytes - done ? done : bytes - done,
-                                   cudaMemcpyDeviceToDevice, stream));
-    }
     for (int i = 0; i < matmul_library.plans; i++) {
-        MatmulPlan *plan = &matmul_library.plan[i];
         progress();
-        if (matmul_cache_find(&plan->key) < 0) {
-            matmul_plan_time(bench, plan);
+        if (!matmul_plan_load(&matmul_library.plan[i])) {
+            matmul_plan_time(bench, &matmul_library.plan[i]);
         }
     }
     cuda_check(cudaStreamSynchronize(stream));
@@ -4631,6 +4645,20 @@ template <class E, class G> static void gpu_warm_up_step(Engine *e) {
     free(logits);
 }
 
+// The engine's take_matmul. Of many ranks each runs what it now meets for the first time by itself:
+// see 3 of chapter Many GPUs. No other rank is kept waiting but by the time it takes.
+template <class E, class G> static int gpu_take_matmul(Engine *e, const char *choices) {
+    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
+    const bool taken = matmul_choices_take(choices);
+    if (net->ranks.ranks > 1) {
+        gpu_begin(net);  // or the words that others sent last would be taken for those of a step
+        net->ranks.on = 0;
+        gpu_warm_up_step<E, G>(e);
+        net->ranks.on = 1;
+    }
+    return taken;
+}
+
 // All ranks take what rank 0 has chosen for its products: a checkpoint knows one rank's choices,
 // and a run that goes on from it is to have the bits of one that was not interrupted. Times differ
 // a little from GPU to GPU, so ranks that choose for themselves may well choose differently.
@@ -4638,17 +4666,9 @@ template <class E, class G> static void rank_choices_share(Engine *e) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
     char *all = (char *)alloc_zero((size_t)net->ranks.ranks, MATMUL_TEXT);
     gpu_gather<E, G>(e, all, matmul_library.choices, MATMUL_TEXT);
-    if (strcmp(all, matmul_library.choices) != 0) {
-        if (!matmul_choices_take(all)) {
-            fprintf(stderr, "%s: rank 0's matmul algorithms are for another GPU or cuBLASLt: this "
-                    "rank keeps its own, and a resumed run may differ in rounding\n",
-                    program_name);
-        }
-        // What this rank now meets for the first time it runs by itself: see 3 of chapter Many
-        // GPUs. No other rank is kept waiting but by the time it takes.
-        net->ranks.on = 0;
-        gpu_warm_up_step<E, G>(e);
-        net->ranks.on = 1;
+    if (strcmp(all, matmul_library.choices) != 0 && !gpu_take_matmul<E, G>(e, all)) {
+        fprintf(stderr, "%s: rank 0's matmul algorithms are for another GPU or cuBLASLt: this rank "
+                "keeps its own, and a resumed run may differ in rounding\n", program_name);
     }
     free(all);
 }
@@ -4726,7 +4746,7 @@ template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
     e->read_own = gpu_read<E, G, true>;
     e->write = gpu_write<E, G>;
     e->close = gpu_close<E, G>;
-    e->take_matmul = [](Engine *, const char *text) { return (int)matmul_choices_take(text); };
+    e->take_matmul = gpu_take_matmul<E, G>;
     // Last, when all verbs are there: what fails fails here, before the run has begun.
     gpu_warm_up<E, G>(e);
 }

@@ -1596,11 +1596,19 @@ static void checkpoint_options(const Snapshot *run, const StateFiles *f, const c
     }
 }
 
+// Has the engine take the algorithms of the checkpoint's products, on every rank and however quiet
+// the run is: its bits hang on them. 0: it cannot.
+static int checkpoint_matmul(Engine *e, const StateFiles *f) {
+    char matmul[MATMUL_TEXT];
+    safetensors_text(&f->header, "matmul", matmul, sizeof matmul);
+    return !matmul[0] || strcmp(matmul, engine_matmul(e)) == 0 ||
+           (e->take_matmul && e->take_matmul(e, matmul));
+}
+
 // What a run goes on without, and what it does with wider numbers than its own.
 static void checkpoint_announce(const Snapshot *run, const StateFiles *f, int weights_fp32,
-                                const char *folder) {
+                                int other_matmul, const char *folder) {
     const Settings *s = run->settings;
-    char matmul[MATMUL_TEXT];
     int moments_fp32 = 0;
     for (int i = 0; i < f->count; i++) {
         moments_fp32 |= f->ranges[i].state != STATE_WEIGHTS && f->ranges[i].span.type == FILE_F32;
@@ -1612,10 +1620,7 @@ static void checkpoint_announce(const Snapshot *run, const StateFiles *f, int we
     if (moments_fp32 && s->moment_dtype == TYPE_BF16) {
         printf("moments were fp32 in %s and are bf16 from here on\n", folder);
     }
-    safetensors_text(&f->header, "matmul", matmul, sizeof matmul);
-    Engine *e = run->engine;
-    if (matmul[0] && strcmp(matmul, engine_matmul(e)) != 0 &&
-        !(e->take_matmul && e->take_matmul(e, matmul))) {
+    if (other_matmul) {
         printf("matmul algorithms are not those of %s: losses may differ in rounding\n", folder);
     }
     if (f->run.loss_scale_log2 && s->dtype != TYPE_FP16) {
@@ -1649,6 +1654,7 @@ static void checkpoint_load(const Snapshot *run, RunState *state, const char *fo
         die("checkpoint %s is of another run: it has %s; here: %s", folder, f.identity,
             run->identity);
     }
+    const int other_matmul = !checkpoint_matmul(run->engine, &f);
     model_file_load(run->engine, &model);
     for (int i = 0; i < f.count; i++) {
         range_load(run->engine, s, &f.ranges[i], folder);
@@ -1656,7 +1662,8 @@ static void checkpoint_load(const Snapshot *run, RunState *state, const char *fo
     if (!run->options->quiet) {
         printf("resumed from %s\n", folder);
         checkpoint_options(run, &f, folder, 1);
-        checkpoint_announce(run, &f, file_span(model.spans, WTE, 0)->type == FILE_F32, folder);
+        checkpoint_announce(run, &f, file_span(model.spans, WTE, 0)->type == FILE_F32,
+                            other_matmul, folder);
     }
     *state = f.run;
     // What is dropped here is written as dropped by the next checkpoint.

@@ -301,6 +301,65 @@ static void test_gpu_checkpoints() {
     }
 }
 
+// The choices of products that a checkpoint tells of.
+static Text choices_in(const Text &folder, int step) {
+    const Text state = in_checkpoint(folder, step, SAVED_STATE);
+    const size_t at = state.find("\"matmul\":\"");
+    return at == Text::npos ? "" : state.substr(at, state.find('"', at + 10) - at);
+}
+
+// A run goes on with the algorithms of its checkpoint, whatever it would choose itself and however
+// quiet it is: to the same bytes, which it has not where a wrong result is planted in the one that
+// the checkpoint names. What its file of choices holds stays. On another GPU it says that it keeps
+// its own.
+static void test_gpu_choices() {
+    if (!is_emulated()) {
+        skip("on the emulated device");
+    }
+    write_corpus();
+    auto in = [](const char *times, const char *wrong, const char *more, const char *cache) {
+        return [=] {
+            setenv("EMU_LT_TIMES", times, 1);
+            setenv("EMU_LT_WRONG", wrong, 1);
+            setenv("XDG_CACHE_HOME", cache, 1);
+            setenv("EMU_SMS", more, 1);
+        };
+    };
+    const Text run = "-i train.bin -e l1h1c16t16 -b 2 -x 4 -n 2 -y 1 -g 4 -s 4 -o out ";
+    const Text other = "\nmatmul algorithms are not those of out/step-00000002: losses may differ";
+    expect_success(program(run, in("951", "0", "2", "/proc/none")), "a run");
+    const Text end = tensors_of("out", 4), own = choices_in("out", 2);
+    expect(own.find("=2") != Text::npos && own.find("=0") == Text::npos &&
+               choices_in("out", 4) == own && !end.empty(), "%s", own.c_str());
+    auto again = [&](const Text &options, const std::function<void()> &where, const char *who) {
+        remove_folder("out/step-00000004");
+        const Outcome o = program(run + options, where);
+        expect_success(o, who);
+        return o.out;
+    };
+    const Text here = Text(getcwd(NULL, 0)) + "/cache";
+    for (const char *options : {"", "--quiet"}) {
+        for (const char *cache : {"/proc/none", here.c_str(), here.c_str()}) {
+            const Text kept = read_file("cache/train_gpt2/matmul");
+            const Text out = again(options, in("159", "0", "2", cache), "other times");
+            expect(tensors_of("out", 4) == end && choices_in("out", 4) == own, "'%s': %s", options,
+                   choices_in("out", 4).c_str());
+            expect(out.find(other) == Text::npos, "%s", out.c_str());
+            expect(kept.empty() || kept == read_file("cache/train_gpt2/matmul"), "timed again");
+        }
+        again(options, in("159", "3", "2", here.c_str()), "a wrong result planted");
+        expect(tensors_of("out", 4) != end, "'%s': it ran another algorithm", options);
+    }
+    for (const char *options : {"", "--workspace 1MiB "}) {
+        const Text out = again(options, in("159", "3", options[0] ? "2" : "4", "/proc/none"),
+                               "another GPU");
+        const Text choices = choices_in("out", 4);
+        expect(out.find(other) != Text::npos, "%s", out.c_str());
+        expect(choices != own && choices.find("=2") == Text::npos, "%s", choices.c_str());
+        expect(tensors_of("out", 4) == end, "its own are right");
+    }
+}
+
 // In what order a run uploads whole batches (U), updates (A), and waits first after that (W), from
 // the emulated device's log.
 static Text order_of(const Text &arguments, int batch_bytes) {
@@ -397,6 +456,7 @@ static const Test tests[] = {
     {"gpu_commands", test_gpu_commands, 1},
     {"gpu_eval", test_gpu_eval, 1},
     {"gpu_checkpoints", test_gpu_checkpoints, 1},
+    {"gpu_choices", test_gpu_choices, 1},
     {"gpu_prepared", test_gpu_prepared, 1},
     {"gpu_generate", test_gpu_generate, 1},
     {"gpu_learns", test_gpu_learns, 1},

@@ -138,6 +138,7 @@ static void test_ranks_mpirun() {
 
 // All ranks compute with the algorithms that rank 0 has found the fastest. Here that is the third,
 // which is wrong on rank 1: it would choose the first, and shows by other numbers that it does not.
+// So do all that go on from a checkpoint, where both would choose the first.
 static void test_ranks_choices() {
     need_mpi();
     write_corpus();
@@ -153,6 +154,16 @@ static void test_ranks_choices() {
     expect(!right.empty() && numbers_of("with31") == right, "other bits of one algorithm");
     expect(!wrong.empty() && wrong != right && numbers_of("with181") == wrong,
            "rank 1 keeps its own choice: %s, %s", right.c_str(), numbers_of("with181").c_str());
+    for (const char *second : {"159", "159 EMU_LT_WRONG=3"}) {
+        const Text folder = text("on%zu", strlen(second));
+        shell("mkdir " + folder + "; cp -r with39/step-00000002 " + folder);
+        const Text program = " $PROGRAM " ODD "-d 48 -x 3 -y 1 --quiet -o " + folder;
+        const Text env = " -np 1 env -u HOME -u XDG_CACHE_HOME EMU_LT_TIMES=";
+        expect_success(shell("mpirun --oversubscribe" + env + "159" + program + " :" + env +
+                             second + program + " < /dev/null"), second);
+    }
+    expect(!numbers_of("on3").empty() && numbers_of("on18") != numbers_of("on3"),
+           "rank 1 does not take the checkpoint's: %s", numbers_of("on3").c_str());
 }
 
 // A checkpoint of three ranks is that of one: any other number of them goes on from it, and so does
