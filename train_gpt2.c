@@ -3812,7 +3812,7 @@ enum { MATMUL_TEXT = 4096 };  // bytes of the choices' text
 typedef struct Engine Engine;
 struct Engine {
     void *self;
-    char device[128];         // for people
+    char device[192];         // for people
     const char *matmul;       // how its products were chosen where there is a choice; or NULL
     int states;               // that it holds: STATES, or the weights alone
     // Takes the choices of a checkpoint, before a step; 0: it cannot. NULL: it has no choice.
