@@ -5477,7 +5477,7 @@ static void run_fit(Run *run, const Program *program) {
     plan_refuse(&run->plan, plan_taken(&run->plan), room.device);
     if (program->gpu) {
         const HostMemory host = host_memory("");
-        plan_refuse_host(&run->plan, run->s.ranks, &host);
+        plan_refuse_host(&run->plan, this_rank.local_ranks, &host);
     }
 }
 
