@@ -3821,7 +3821,7 @@ enum { MATMUL_TEXT = 4096 };  // bytes of the choices' text
 typedef struct Engine Engine;
 struct Engine {
     void *self;
-    char device[128];         // for people
+    char device[192];         // for people
     const char *matmul;       // how its products were chosen where there is a choice; or NULL
     int states;               // that it holds: STATES, or the weights alone
     // Takes the choices of a checkpoint, before any state is written; 0: it cannot, and keeps its
@@ -5486,7 +5486,7 @@ static void run_fit(Run *run, const Program *program) {
     plan_refuse(&run->plan, plan_taken(&run->plan), room.device);
     if (program->gpu) {
         const HostMemory host = host_memory("");
-        plan_refuse_host(&run->plan, run->s.ranks, &host);
+        plan_refuse_host(&run->plan, this_rank.local_ranks, &host);
     }
 }
 

@@ -3299,6 +3299,7 @@ static void gpu_adamw(E *params, uint16_t *low, M *moment1, M *moment2, const G 
 struct DeviceMemory {
     size_t free_bytes;     // as the driver reports them before the arena exists
     size_t library_bytes;  // taken by libraries since, without the CUDA context
+    size_t nccl_bytes;     // then by NCCL, whose part the plan reserves (nccl_estimate_bytes)
 };
 
 static DeviceMemory device_memory;
@@ -4682,19 +4683,20 @@ static void gpu_warm_up(Engine *e) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
     const Settings *s = &net->plan->settings;
     static size_t before;  // free bytes before the first engine: libraries stay when an engine goes
-    size_t free_bytes, total_bytes;
+    size_t free_bytes, with_nccl, total_bytes;
     before = before ? before : device_memory.free_bytes;
     gpu_begin(net);
     gpu_warm_up_step<E, G>(e);
     gpu_tune<E, G>(e);  // here, because an algorithm that is tried is loaded too
+    cuda_check(cudaMemGetInfo(&free_bytes, &total_bytes));
     if (s->ranks > 1) {
         rank_connect(&net->ranks);
         rank_choices_share<E, G>(e);
         gpu_warm_up_step<E, G>(e);
     }
-    cuda_check(cudaMemGetInfo(&free_bytes, &total_bytes));
-    size_t used = before > free_bytes ? before - free_bytes : 0, arena = net->plan->device_bytes;
-    device_memory.library_bytes = used > arena ? used - arena : 0;
+    cuda_check(cudaMemGetInfo(&with_nccl, &total_bytes));
+    device_memory.library_bytes = size_less(before, free_bytes + net->plan->device_bytes);
+    device_memory.nccl_bytes = size_less(free_bytes, with_nccl);
 }
 
 // Allocates the plan on the current GPU; it is the caller's and outlives the engine.
@@ -4814,6 +4816,12 @@ static void gpu_engine_open(Engine *e, Plan *p) {
     snprintf(e->device + length, sizeof e->device - length,
              "; cuBLASLt %zu; libraries took about %s", cublasLtGetVersion(),
              bytes_text((double)device_memory.library_bytes).s);
+    length = strlen(e->device);
+    if (s->ranks > 1) {
+        snprintf(e->device + length, sizeof e->device - length, ", NCCL %s of %s reserved",
+                 bytes_text((double)device_memory.nccl_bytes).s,
+                 bytes_text((double)nccl_estimate_bytes(s)).s);
+    }
 }
 
 // What the kernels cannot do is refused by name before anything is opened or measured.

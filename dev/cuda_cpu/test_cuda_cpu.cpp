@@ -491,6 +491,19 @@ static void test_memory() {
         OK(cublasLtDestroy(handle));
         emu::library_bytes = 0;
     }
+    {                           // so does a communicator, as long as it is there
+        Setting nccl(emu::set.nccl, 150);
+        ncclUniqueId id;
+        ncclComm_t comm, second;
+        OK(ncclGetUniqueId(&id));
+        OK(ncclCommInitRank(&comm, 1, id, 0));
+        OK(cudaMemGetInfo(&free_bytes, &total));
+        expect(free_bytes == 50);
+        expect(ncclCommInitRank(&second, 1, id, 0) == ncclUnhandledCudaError);
+        OK(ncclCommDestroy(comm));
+        OK(cudaMemGetInfo(&free_bytes, &total));
+        expect(free_bytes == 200);
+    }
     expect(cudaMalloc((void **)&q, 201) == cudaErrorMemoryAllocation && q == nullptr);
     expect(cudaPeekAtLastError() == cudaErrorMemoryAllocation);
     expect(strcmp(cudaGetErrorString(cudaGetLastError()), "out of memory") == 0);

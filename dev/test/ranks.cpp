@@ -220,8 +220,9 @@ static void test_ranks_states() {
     static const struct {
         int ranks;
         const char *options;
-    } hops[] = {{2, "-z 0"}, {1, "--offload moments,weights"}, {4, "-z 1"}, {1, ""},
-                {0, ""}, {3, "-z 1"}};  // the last two are for the types that the CPU program has
+        // The last two are for the types that the CPU program has.
+    } hops[] = {{2, "-z 0"}, {1, "--offload moments,weights"}, {4, "-z 1"}, {2, "-z 2"},
+                {1, ""}, {0, ""}, {3, "-z 1"}};
     for (const char *types : {"", "--moments bf16 ", "-w 0 "}) {
         const Text shape = "-i train.bin -e l3h3c96t16 -t 12 -b 1 ";
         remove_folder("out");
@@ -251,6 +252,43 @@ static void test_ranks_states() {
                    who.c_str());
             const Text files = names_in(text("out/step-%08d", step), "state-");
             expect(split(files.c_str()).size() == (size_t)n, "%s: %s", who.c_str(), files.c_str());
+        }
+    }
+}
+
+// A rank runs in exactly the bytes that its plan, the reserve for NCCL, context and libraries take,
+// and is refused with one less; what NCCL takes of its reserve is told.
+static void test_ranks_memory() {
+    write_corpus();
+    static const struct {
+        int ranks;
+        const char *options;
+    } table[] = {{2, "-z 0"}, {3, "-z 0"}, {2, "-z 1"}, {3, "-z 1"}, {2, "-z 2"}, {3, "-z 2"}};
+    for (const auto &row : table) {
+        const Text line = ODD "-x 1 -r none " + text("-d %d --gpus %d %s", 24 * row.ranks,
+                                                     row.ranks, row.options);
+        const Text plan = program(line + " --plan --json").out;
+        const char *key = "\"total_bytes\":";
+        const long bytes = atol(&plan[plan.find(key) + strlen(key)]);
+        const long nccl = (long)row.ranks * 4 * 12 << 20;  // of peers and the ring: channels, MiB
+        expect(bytes > 1 << 20, "%s: %ld bytes", line.c_str(), bytes);
+        for (long less : {0, 1}) {
+            const Outcome o = program(line, [=] {
+                setenv("EMU_CONTEXT", "300M", 1);
+                setenv("EMU_LIBRARY", "200M", 1);
+                setenv("EMU_NCCL", text("%ld", nccl).c_str(), 1);
+                const long all = bytes + nccl + (500L << 20) - less;
+                setenv("EMU_GPU_MEM", text("%ld", all).c_str(), 1);
+            });
+            if (less) {
+                expect_refused(o, ": 1 B short", line);
+            } else {
+                expect_success(o, line);
+                const Text mib = text("%.1f MiB", (double)(nccl >> 20));
+                const Text told = "libraries took about 200.0 MiB, NCCL " + mib + " of " + mib +
+                                  " reserved\n";
+                expect(o.out.find(told) != Text::npos, "%s", o.out.c_str());
+            }
         }
     }
 }
@@ -719,7 +757,7 @@ static const Test tests[] = {
     {"ranks_numbers", test_ranks_numbers, 1},   {"ranks_stages", test_ranks_stages, 1},
     {"ranks_mpirun", test_ranks_mpirun, 1},     {"ranks_choices", test_ranks_choices, 1},
     {"ranks_states", test_ranks_states, 1},     {"ranks_full", test_ranks_full, 1},
-    {"ranks_save_killed", test_ranks_save_killed, 1},
+    {"ranks_save_killed", test_ranks_save_killed, 1}, {"ranks_memory", test_ranks_memory, 1},
     {"ranks_resume", test_ranks_resume, 1},     {"ranks_refused", test_ranks_refused, 1},
     {"ranks_mixed", test_ranks_mixed, 1},       {"ranks_die", test_ranks_die, 1},
     {"ranks_signals", test_ranks_signals, 1},   {"ranks_fault", test_ranks_fault, 1},
