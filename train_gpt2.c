@@ -1839,6 +1839,11 @@ static int tensor_visits(const Settings *s, HomeOf state, int tensor) {
     return s->home[state] && tensor_is_matrix(tensor) && tensor_table[tensor].per_layer;
 }
 
+// Has each rank its part alone of a tensor of weights or gradients? Of wte and wpe it has all.
+static int tensor_divided(const Settings *s, HomeOf state, int tensor) {
+    return tensor_visits(s, state, tensor) && s->home[state] & HOME_SHARD;
+}
+
 // Where a whole tensor of the weights, gradients or moments (m; v lies alike) is at home.
 static Place tensor_home(const Settings *s, HomeOf state, int tensor, int layer) {
     static const int flat[HOMES] = {BUF_WEIGHTS, BUF_GRADS, BUF_M, BUF_MASTER, 0};
@@ -1870,7 +1875,7 @@ static Place range_home(const Settings *s, HomeOf state, int tensor, int layer,
                         const TensorRange *r) {
     Place place = tensor_home(s, state, tensor, layer);
     place.offset += r->first;
-    if (tensor_visits(s, state, tensor) && s->home[state] & HOME_SHARD) {
+    if (tensor_divided(s, state, tensor)) {
         const Bucket b = bucket_at(&s->model, s->ranks, BUCKET_BLOCKS);
         place.offset -= layer * (b.count - b.part) + s->rank * b.part;
     }

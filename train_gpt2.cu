@@ -4371,10 +4371,6 @@ static char *rank_state_at(const Plan *p, const RankState &b, const TensorSpan &
            (place.offset + first - r.first) * (int64_t)b.bytes;
 }
 
-// Whether a rank has its part alone of the weights of a span.
-static bool rank_divides(const Settings *s, const TensorSpan &span) {
-    return tensor_visits(s, HOME_OF_WEIGHTS, span.tensor) && s->home[HOME_OF_WEIGHTS] & HOME_SHARD;
-}
 
 // host = the elements of a span, from whichever ranks have them: each sends what it has to all,
 // one rank after another, so all must call it alike; with `own` from this one, which has them.
@@ -4421,9 +4417,10 @@ static void rank_read(GpuNetwork<E, G> *net, int state, const TensorSpan &span, 
     const Settings *s = &net->plan->settings;
     const StateView v = gpu_state(net, state, &span);
     const bool sharded = (s->home[HOME_OF_MOMENTS] & HOME_SHARD) != 0;
+    const bool divided = tensor_divided(s, HOME_OF_WEIGHTS, span.tensor) != 0;
     const RankState high = {state == STATE_WEIGHTS ? BUF_WEIGHTS : state == STATE_M ? BUF_M : BUF_V,
                             type_bytes(v.type),
-                            state == STATE_WEIGHTS ? rank_divides(s, span) : sharded};
+                            state == STATE_WEIGHTS ? divided : sharded};
     const RankState low = {BUF_MASTER, sizeof(uint16_t), sharded};
     char *host = (char *)alloc_zero((size_t)span.count, high.bytes);
     uint16_t *rest = v.split ? (uint16_t *)alloc_zero((size_t)span.count, sizeof *rest) : nullptr;
@@ -4446,8 +4443,8 @@ static void rank_write(GpuNetwork<E, G> *net, int state, const TensorSpan &span,
     const TensorRange all = tensor_range(&p->settings, span.tensor, span.layer, 1);
     // Weights are whole unless their parts visit, their low halves like moments this rank's own:
     // what is not its own is written without them, but rounded as if they were there.
-    const bool whole = state == STATE_WEIGHTS && !rank_divides(&p->settings, span);
-    const TensorRange *r = whole ? &all : &own;
+    const bool divided = tensor_divided(&p->settings, HOME_OF_WEIGHTS, span.tensor);
+    const TensorRange *r = state == STATE_WEIGHTS && !divided ? &all : &own;
     const int64_t end = min_i64(r->first + r->count, span.first + span.count);
     for (int64_t at = max_i64(r->first, span.first), n; at < end; at += n) {
         const bool has = at >= own.first && at < own.first + own.count;

@@ -182,6 +182,13 @@ static void test_ranks_resume() {
     expect_success(outcome(start_program("train_gpt2", ODD "-d 144 -x 3 -y 1 --quiet -o cpu")),
                    "the CPU program");
     run(part + "-x 4 -y 1 --gpus 2 -z 3", "cpu");
+    // In a wider type than before, which the low halves of all weights are for, at any stage.
+    for (int z : {2, 3}) {
+        const Text folder = text("wide%d", z);
+        shell("mkdir " + folder + "; cp -r undisturbed/step-00000002 " + folder);
+        run(part + text("-x 3 -y 1 --dtype fp32 --gpus 2 -z %d", z), folder);
+    }
+    expect_same("wide2", "wide3", 3);
 }
 
 // Makes a checkpoint one of step `step`, whose norms were all so small that --skip-zscore finds any
@@ -212,8 +219,8 @@ static void test_ranks_states() {
     static const struct {
         int ranks;
         const char *options;
-    } hops[] = {{2, "-z 0"}, {1, "--offload moments,weights"}, {4, "-z 1"}, {1, ""},
-                {0, ""}, {3, "-z 1"}};  // the last two are for the types that the CPU program has
+    } hops[] = {{2, "-z 0"}, {1, "--offload moments,weights"}, {4, "-z 3"}, {1, ""},
+                {0, ""}, {3, "-z 2"}};  // the last two are for the types that the CPU program has
     for (const char *types : {"", "--moments bf16 ", "-w 0 "}) {
         const Text shape = "-i train.bin -e l3h3c96t16 -t 12 -b 1 ";
         remove_folder("out");
