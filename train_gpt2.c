@@ -383,7 +383,7 @@ static const OptionRow option_rows[] = {
      "start them on many machines; with --plan any number"},
     {"zero", 'z', OPT_INT, FIELD(zero), "0", 0, 3, NULL, ANY, "Many GPUs",
      "of what each GPU keeps its part alone; 0: of nothing, 1: moments and master, 2: gradients "
-     "too; with --plan alone 3: weights too"},
+     "too, 3: weights too"},
     {"timeout", 0, OPT_INT, FIELD(timeout), "60", 1, 1e6, NULL, OWN, "Many GPUs",
      "seconds without progress on any GPU after which the run ends and says which one hangs, is "
      "stopped or waits; more than two micro-batches take"},
@@ -627,6 +627,9 @@ static void options_contradict(const Options *o) {
     }
     if (o->eval && o->output[0]) {
         die("--eval writes no files and scores what --model (-e) names: leave --output (-o) out");
+    }
+    if (o->eval && o->zero == 3) {  // and so need not be at the same batch as the others
+        die("--eval: each GPU scores examples by itself: --zero (-z) 3 is for training");
     }
     if (o->samples > 1 && !o->generate) {
         die("--samples needs --generate");
@@ -1837,6 +1840,11 @@ static int tensor_visits(const Settings *s, HomeOf state, int tensor) {
     return s->home[state] && tensor_is_matrix(tensor) && tensor_table[tensor].per_layer;
 }
 
+// Has each rank its part alone of a tensor of weights or gradients? Of wte and wpe it has all.
+static int tensor_divided(const Settings *s, HomeOf state, int tensor) {
+    return tensor_visits(s, state, tensor) && s->home[state] & HOME_SHARD;
+}
+
 // Where a whole tensor of the weights, gradients or moments (m; v lies alike) is at home.
 static Place tensor_home(const Settings *s, HomeOf state, int tensor, int layer) {
     static const int flat[HOMES] = {BUF_WEIGHTS, BUF_GRADS, BUF_M, BUF_MASTER, 0};
@@ -2180,12 +2188,8 @@ static int64_t default_workspace(const Model *m) {
 static const int shard_stage[HOMES] = {3, 2, 1, 1, 0};
 
 // Ranks and homes, from --gpus, which is by now what a launcher started, --zero and --offload. Ends
-// the run at what can only be planned.
+// the run where these do not go together.
 static void settings_homes(Settings *s, const Options *o) {
-    if (!options_plan(o) && o->zero > 2) {
-        die("--zero (-z) %" PRId64 " can be planned with --plan; this program trains with 0 to 2 "
-            "so far", o->zero);
-    }
     if (!options_plan(o) && o->zero && o->gpus == 1) {
         die("--zero (-z) %" PRId64 " divides states among GPUs: --gpus N or mpirun asks for some",
             o->zero);
@@ -4750,14 +4754,14 @@ static int run_validate(Run *run, double *loss) {
     rank_phase("validating", 0);
     for (; k < batches && !run_stopping() && !run->failure[0]; k += s->ranks) {
         const int64_t own = k + s->rank;
-        double mine = 0;
         if (own < batches && !dataset_batch(&run->val, own * s->B, s->B, run->inputs,
                                             run->targets)) {
             snprintf(run->failure, sizeof run->failure, "%s", run->val.problem);
             this_rank.failed = 1;
-        } else if (own < batches) {
-            mine = run->engine.forward_loss(&run->engine, NULL, run->inputs, run->targets);
         }
+        // A rank without a batch computes too: others may need its part of the weights.
+        const double mine =
+            run->engine.forward_loss(&run->engine, NULL, run->inputs, run->targets);
         engine_exchange(&run->engine, words, mine);
         run_note_fault(run);
         for (int r = 0; r < min_i64(s->ranks, batches - k); r++) {

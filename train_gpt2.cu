@@ -3606,12 +3606,16 @@ template <class Call> static void rank_call(const RankComm *c, int name, Call ca
     }
 }
 
-// Every rank's part of `buffer` (ranks, bytes), of which this one has its own, comes to all ranks.
-static void rank_gather(const RankComm *c, void *buffer, size_t bytes) {
-    rank_call(c, RANK_GATHER, [&] {  // in place: the part it sends lies where it is to be
-        nccl_check(ncclAllGather((char *)buffer + (size_t)c->rank * bytes, buffer, bytes, ncclUint8,
-                                 c->comm, c->stream));
+// all (ranks, bytes) = `own` of every rank, which may be this rank's part of `all` itself.
+static void rank_gather_from(const RankComm *c, void *all, const void *own, size_t bytes) {
+    rank_call(c, RANK_GATHER, [&] {
+        nccl_check(ncclAllGather(own, all, bytes, ncclUint8, c->comm, c->stream));
     });
+}
+
+// Every rank's part of `all` (ranks, bytes), of which this one has its own, comes to all ranks.
+static void rank_gather(const RankComm *c, void *all, size_t bytes) {
+    rank_gather_from(c, all, (char *)all + (size_t)c->rank * bytes, bytes);
 }
 
 // sum (part) = this rank's part of a bucket of gradients (ranks, part), added up over all ranks
@@ -3645,16 +3649,20 @@ static void rank_reduce(const RankComm *c, G *sum, const G *grads, size_t part, 
     }
 }
 
-// gpu_move where ranks have a part each of what visits: gradients leave their slot for the parts
-// at home. What goes on is the ranks' stream, behind the kernels of the compute stream.
+// gpu_move where ranks have a part each of what visits: weights come to their slot from all ranks,
+// gradients leave theirs for the parts at home. It goes on on the ranks' stream.
 template <class G>
 static void rank_move(Plan *p, int move, const Visit *v, void *slot, void *home, size_t bytes) {
     const VisitStreams *s = (const VisitStreams *)p->mover;
     const RankComm *c = s->ranks;
-    if (move == MOVE_DEPART && v->out & HOME_SHARD) {
+    const size_t part = bytes / (size_t)c->ranks;
+    if (move == MOVE_ARRIVE && home && v->in & HOME_SHARD) {
         stream_after(c->stream, s->compute, s->now);
-        rank_reduce<G>(c, (G *)home, (const G *)slot, bytes / sizeof(G) / (size_t)c->ranks,
-                       p->adds != 0);
+        rank_gather_from(c, slot, home, part);
+        cuda_check(cudaEventRecord(s->ready[v->what][v->slot], c->stream));
+    } else if (move == MOVE_DEPART && v->out & HOME_SHARD) {
+        stream_after(c->stream, s->compute, s->now);
+        rank_reduce<G>(c, (G *)home, (const G *)slot, part / sizeof(G), p->adds != 0);
         cuda_check(cudaEventRecord(s->gone[v->what][v->slot], c->stream));
     } else {
         gpu_move(p, move, v, slot, home, bytes);
@@ -4003,13 +4011,14 @@ template <class E, class G> static void gpu_join(const GpuNetwork<E, G> *net) {
     stream_after(net->stream, net->ranks.stream, net->ranks.event);
 }
 
-// After the update each rank has new weights of its own parts; the others' come to it. Vectors,
-// which all have updated alike, need no gathering: the same operations on the same numbers give the
-// same bits.
+// After the update each rank has new weights of its own parts; the others' come to it, but for
+// those that it gathers when they visit. Vectors, which all have updated alike, need no gathering:
+// the same operations on the same numbers give the same bits.
 template <class E, class G> static void gpu_gather_weights(const GpuNetwork<E, G> *net) {
     const Settings *s = &net->plan->settings;
+    const int blocks = s->home[HOME_OF_WEIGHTS] & HOME_SHARD ? 0 : s->model.L;
     stream_after(net->ranks.stream, net->stream, net->ranks.event);
-    for (int bucket = BUCKET_WTE; bucket < BUCKET_BLOCKS + s->model.L; bucket++) {
+    for (int bucket = BUCKET_WTE; bucket < BUCKET_BLOCKS + blocks; bucket++) {
         const Bucket b = bucket_at(&s->model, s->ranks, bucket);
         rank_gather(&net->ranks, gpu_buffer<E>(net, BUF_WEIGHTS) + b.offset,
                     (size_t)b.part * sizeof(E));
@@ -4366,11 +4375,30 @@ struct RankState {
     bool sharded;  // a rank has its own parts of the matrices alone
 };
 
-// Where element `first` of a tensor is in it.
-static char *rank_state_at(const Plan *p, const RankState &b, const TensorRange &r, int64_t first) {
-    const int64_t at = (b.buffer == BUF_WEIGHTS ? r.param : r.state) + first - r.first;
-    return (char *)plan_single(p, b.buffer) + at * (int64_t)b.bytes;
+// Where the first element of `r`, a tensor's elements that this rank has of the weights or
+// gradients, is at home. Of what is in parts a rank has its own part of every block there.
+static Place range_home(const Settings *s, HomeOf state, int tensor, int layer,
+                        const TensorRange *r) {
+    Place place = tensor_home(s, state, tensor, layer);
+    place.offset += r->first;
+    if (tensor_divided(s, state, tensor)) {
+        const Bucket b = bucket_at(&s->model, s->ranks, BUCKET_BLOCKS);
+        place.offset -= layer * (b.count - b.part) + s->rank * b.part;
+    }
+    return place;
 }
+
+// Where element `first` of the span's tensor is in it. Weights of blocks may be at home elsewhere.
+static char *rank_state_at(const Plan *p, const RankState &b, const TensorSpan &span,
+                           const TensorRange &r, int64_t first) {
+    Place place = {b.buffer, r.state};
+    if (b.buffer == BUF_WEIGHTS) {
+        place = range_home(&p->settings, HOME_OF_WEIGHTS, span.tensor, span.layer, &r);
+    }
+    return (char *)plan_single(p, place.buffer) +
+           (place.offset + first - r.first) * (int64_t)b.bytes;
+}
+
 
 // host = the elements of a span, from whichever ranks have them: each sends what it has to all,
 // one rank after another, so all must call it alike; with `own` from this one, which has them.
@@ -4382,7 +4410,7 @@ static void rank_fetch(GpuNetwork<E, G> *net, const RankState &b, const TensorSp
     if (own || !b.sharded || !tensor_is_matrix(span.tensor)) {
         const TensorRange r = own ? tensor_update_range(&s, span.tensor, span.layer)
                                   : tensor_range(&s, span.tensor, span.layer, 1);
-        copy_wait(host, rank_state_at(net->plan, b, r, span.first),
+        copy_wait(host, rank_state_at(net->plan, b, span, r, span.first),
                   (size_t)span.count * b.bytes, net->stream);
         return;
     }
@@ -4398,7 +4426,7 @@ static void rank_fetch(GpuNetwork<E, G> *net, const RankState &b, const TensorSp
         const int64_t end = min_i64(span.first + span.count, r.first + r.count);
         for (int64_t at = max_i64(span.first, r.first), n; at < end; at += n) {
             n = min_i64(end - at, (int64_t)(room / b.bytes));
-            const char *from = q == c->rank ? rank_state_at(net->plan, b, r, at) : staging;
+            const char *from = q == c->rank ? rank_state_at(net->plan, b, span, r, at) : staging;
             rank_call(c, RANK_BROADCAST, [&] {
                 nccl_check(ncclBroadcast(from, staging, (size_t)n * b.bytes, ncclUint8, q, c->comm,
                                          c->stream));
@@ -4417,8 +4445,10 @@ static void rank_read(GpuNetwork<E, G> *net, int state, const TensorSpan &span, 
     const Settings *s = &net->plan->settings;
     const StateView v = gpu_state(net, state, &span);
     const bool sharded = (s->home[HOME_OF_MOMENTS] & HOME_SHARD) != 0;
+    const bool divided = tensor_divided(s, HOME_OF_WEIGHTS, span.tensor) != 0;
     const RankState high = {state == STATE_WEIGHTS ? BUF_WEIGHTS : state == STATE_M ? BUF_M : BUF_V,
-                            type_bytes(v.type), sharded && state != STATE_WEIGHTS};
+                            type_bytes(v.type),
+                            state == STATE_WEIGHTS ? divided : sharded};
     const RankState low = {BUF_MASTER, sizeof(uint16_t), sharded};
     char *host = (char *)alloc_zero((size_t)span.count, high.bytes);
     uint16_t *rest = v.split ? (uint16_t *)alloc_zero((size_t)span.count, sizeof *rest) : nullptr;
@@ -4439,9 +4469,10 @@ static void rank_write(GpuNetwork<E, G> *net, int state, const TensorSpan &span,
     const Plan *p = net->plan;
     const TensorRange own = tensor_update_range(&p->settings, span.tensor, span.layer);
     const TensorRange all = tensor_range(&p->settings, span.tensor, span.layer, 1);
-    // Weights are whole, their low halves like moments this rank's own: what is not its own is
-    // written without them, but rounded as if they were there.
-    const TensorRange *r = state == STATE_WEIGHTS ? &all : &own;
+    // Weights are whole unless their parts visit, their low halves like moments this rank's own:
+    // what is not its own is written without them, but rounded as if they were there.
+    const bool divided = tensor_divided(&p->settings, HOME_OF_WEIGHTS, span.tensor);
+    const TensorRange *r = state == STATE_WEIGHTS && !divided ? &all : &own;
     const int64_t end = min_i64(r->first + r->count, span.first + span.count);
     for (int64_t at = max_i64(r->first, span.first), n; at < end; at += n) {
         const bool has = at >= own.first && at < own.first + own.count;
@@ -4451,8 +4482,8 @@ static void rank_write(GpuNetwork<E, G> *net, int state, const TensorSpan &span,
                                 : state == STATE_M     ? BUF_M
                                                        : BUF_V, type_bytes(v.type), false};
         const RankState low = {BUF_MASTER, sizeof(uint16_t), false};
-        v.data = rank_state_at(p, high, *r, at);
-        v.low = v.split && has ? (uint16_t *)(void *)rank_state_at(p, low, own, at) : nullptr;
+        v.data = rank_state_at(p, high, span, *r, at);
+        v.low = v.split && has ? (uint16_t *)(void *)rank_state_at(p, low, span, own, at) : nullptr;
         state_write(v, values + at - span.first, n, net->stream);
     }
 }
@@ -4528,19 +4559,6 @@ template <class E, class G> static void gpu_close(Engine *e) {
     e->self = nullptr;
 }
 
-// Where the first element of `r`, a tensor's elements that this rank has of the weights or
-// gradients, is at home. Of what is in parts a rank has its own part of every block there.
-static Place range_home(const Settings *s, HomeOf state, int tensor, int layer,
-                        const TensorRange *r) {
-    Place place = tensor_home(s, state, tensor, layer);
-    place.offset += r->first;
-    if (tensor_visits(s, state, tensor) && s->home[state] & HOME_SHARD) {
-        const Bucket b = bucket_at(&s->model, s->ranks, BUCKET_BLOCKS);
-        place.offset -= layer * (b.count - b.part) + s->rank * b.part;
-    }
-    return place;
-}
-
 // Adds the ranges of all tensors to a table: what AdamW updates here or, with `parts`, this rank's
 // own part of everything. Returns their number.
 static int ranges_fill(ParamRange *ranges, const Settings *s, bool parts) {
@@ -4589,7 +4607,8 @@ template <class E, class G> static void gpu_begin(GpuNetwork<E, G> *net) {
     const int behind = net->plan->settings.ranks > 1 ? net->norm_count : 0;
     copy_wait(gpu_buffer<ParamRange>(net, BUF_TENSORS), net->ranges,
               (net->range_count + behind) * sizeof(ParamRange), net->stream);
-    for (int id : {BUF_WEIGHTS, BUF_MASTER, BUF_M, BUF_V, BUF_STATE, BUF_WORDS, BUF_EXCHANGE}) {
+    for (int id : {BUF_WEIGHTS, BUF_WEIGHTS_HOME, BUF_MASTER, BUF_M, BUF_V, BUF_STATE, BUF_WORDS,
+                   BUF_EXCHANGE}) {
         const int at = net->plan->single[id];
         if (at >= 0 && net->plan->buffers[at].home == HOME_DEVICE) {
             cuda_check(cudaMemsetAsync(gpu_buffer<char>(net, id), 0, net->plan->buffers[at].bytes,

@@ -1508,10 +1508,10 @@ static void state_cover(StateFiles *f, const Model *m, const char *folder, int r
 // finite, and at a second moment below 0.
 static void range_load(Engine *e, const Settings *s, const StateRange *r, const char *folder) {
     const int in_weights = r->state == STATE_WEIGHTS && !s->split_master;
-    const int whole = in_weights && !(s->home[HOME_OF_WEIGHTS] & HOME_SHARD);
     real *values = (real *)alloc_zero(PIECE, sizeof(real));
     char name[80];
     for (int tensor = 0; tensor < TENSORS; tensor++) {
+        const int whole = in_weights && !tensor_divided(s, HOME_OF_WEIGHTS, tensor);
         for (int l = 0; l < tensor_copies(&s->model, tensor); l++) {
             const TensorRange t = range_of_tensor(&s->model, r, tensor, l);
             const TensorRange own = whole ? tensor_range(s, tensor, l, 1)

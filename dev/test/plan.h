@@ -308,6 +308,8 @@ static std::vector<int> visit_uses(const Settings *s, HomeOf what, int l) {
 // arrival to departure, an arrival comes after the last use of the tenant before, every use is
 // covered by one visit, what was made on the device and is used again has stayed or departed, and
 // the slot's buffer lives all the while.
+// What travels has as long as a block computes, but for the first two at the start of a walk and
+// the last at its end.
 static Text visits_fault(const Settings *s, const std::vector<Visit> &visits) {
     static const int slots[HOMES] = {BUF_WEIGHTS_SLOT, BUF_GRADS_SLOT, 0, 0, BUF_X_SLOT};
     BufferEntry rows[SINGLES];
@@ -327,6 +329,12 @@ static Text visits_fault(const Settings *s, const std::vector<Visit> &visits) {
         }
         if (!slot.count || v.arrive < slot.first || v.leave > slot.last) {
             return who + "outside the slot's life";
+        }
+        const int block = v.arrive <= tick_lnf(&s->model) ? (int)F_STAGES : (int)BACK_TICKS;
+        const int brings = in && v.arrive && v.what != HOME_OF_GRADIENTS;
+        const int takes = out && v.leave < tick_join(s);
+        if ((brings && v.first < v.arrive + block) || (takes && v.leave < v.last + F_STAGES)) {
+            return who + "no time to travel";
         }
         tenant[v.what][v.slot] = &v;
     }

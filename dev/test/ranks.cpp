@@ -81,11 +81,11 @@ static void test_ranks_numbers() {
     }
 }
 
-// All stages have the same bits with one micro-step; with more, 0 and 1 have, since from stage 2 on
+// All stages have the same bits with one micro-step; with more, 0 and 1 have, and 2 and 3, where
 // gradients are rounded once in every micro-step. Clipped, with skipped steps, in every type of the
 // states, whatever the order of streams.
 static void test_ranks_stages() {
-    enum { LAST = 2 };
+    enum { LAST = 3 };
     write_corpus();
     static const struct {
         int ranks, micros;
@@ -166,16 +166,19 @@ static void test_ranks_choices() {
            "rank 1 does not take the checkpoint's: %s", numbers_of("on3").c_str());
 }
 
-// A checkpoint of three ranks is that of one: any other number of them goes on from it, and so does
-// the CPU program; as many go on to the same bits.
+// A checkpoint of three ranks is that of one: any other number of them goes on from it at any stage
+// of ZeRO, and so does the CPU program; as many go on to the same bits. These are also the bits of
+// a run that validates, samples and saves nothing on its way.
 static void test_ranks_resume() {
     write_corpus();
-    const Text part = ODD "-d 144 -z 1 -s 2 -g 4 ", whole = part + "-x 4 --keep 9 --gpus 3";
-    run(whole + " -n 2", "undisturbed");
+    const Text part = ODD "-d 144 -s 2 -g 4 ", whole = "-d 144 -x 4 -z 3 --gpus 3 ";
+    run(ODD + whole + "--keep 9 -v 1 -m 2 -s 2 -g 4 -n 2", "undisturbed");
+    run(ODD + whole + "-v 0", "plain");
+    expect(tensors_of("plain", 4) == tensors_of("undisturbed", 4), "what looks on changes bits");
     for (int n : {1, 2, 3}) {
         const Text folder = text("from%d", n);
         shell("mkdir " + folder + "; cp -r undisturbed/step-00000002 " + folder);
-        run((n == 1 ? ODD "-d 144 -s 2 -g 4 " : part) + text("-x 4 -y 1 --gpus %d", n), folder);
+        run(part + text("-x 4 -y 1 --gpus %d", n) + (n > 1 ? text(" -z %d", n) : Text()), folder);
         const auto got = values_in(read_file(folder + "/log.jsonl"), "loss");
         const auto want = values_in(read_file("undisturbed/log.jsonl"), "loss");
         expect(got.size() == 2 && want.size() == 4, "%d ranks: %zu losses", n, got.size());
@@ -189,7 +192,14 @@ static void test_ranks_resume() {
     shell("mkdir cpu; cp -r undisturbed/step-00000002 cpu");
     expect_success(outcome(start_program("train_gpt2", ODD "-d 144 -x 3 -y 1 --quiet -o cpu")),
                    "the CPU program");
-    run(part + "-x 4 -y 1 --gpus 2", "cpu");
+    run(part + "-x 4 -y 1 --gpus 2 -z 3", "cpu");
+    // In a wider type than before, which the low halves of all weights are for, at any stage.
+    for (int z : {2, 3}) {
+        const Text folder = text("wide%d", z);
+        shell("mkdir " + folder + "; cp -r undisturbed/step-00000002 " + folder);
+        run(part + text("-x 3 -y 1 --dtype fp32 --gpus 2 -z %d", z), folder);
+    }
+    expect_same("wide2", "wide3", 3);
 }
 
 // Makes a checkpoint one of step `step`, whose norms were all so small that --skip-zscore finds any
@@ -221,7 +231,7 @@ static void test_ranks_states() {
         int ranks;
         const char *options;
         // The last two are for the types that the CPU program has.
-    } hops[] = {{2, "-z 0"}, {1, "--offload moments,weights"}, {4, "-z 1"}, {2, "-z 2"},
+    } hops[] = {{2, "-z 0"}, {1, "--offload moments,weights"}, {4, "-z 3"}, {2, "-z 2"},
                 {1, ""}, {0, ""}, {3, "-z 1"}};
     for (const char *types : {"", "--moments bf16 ", "-w 0 "}) {
         const Text shape = "-i train.bin -e l3h3c96t16 -t 12 -b 1 ";
@@ -299,7 +309,8 @@ static void test_ranks_refused() {
     static const Refusal table[] = {
         {"--gpus 3 -d 100", "is not a multiple of B x T x GPUs = 2 x 12 x 3 = 72"},
         {"--gpus 3 -i nothing.bin", "no token file matches nothing.bin"},
-        {"--gpus 2 -z 3", "--zero (-z) 3 can be planned"},
+        {"--gpus 2 -z 4", "--zero (-z): '4'"},
+        {"--gpus 2 -z 3 --eval nothing", "--zero (-z) 3 is for training"},
         {"--gpus 2 --check", "--check, --compare and --generate are for one process"},
         {"--gpus 2 -l 2e9", "--lr (-l): '2e9'"},
     };
@@ -662,11 +673,12 @@ static int stream_in(const Text &line, const char *behind) {
 
 // A block's exchange waits for the kernels before it and for nothing else; behind it come the
 // kernels of the next block's backward, on a stream that does not wait for the exchange until all
-// blocks are through. No kernel is met for the first time once collectives have begun.
-static void test_ranks_overlap() {
+// blocks are through. (What visits has its own order of ticks: see test_visits.) No kernel is met
+// for the first time once collectives have begun.
+static void check_overlap(int z) {
     enum { BLOCKS = 3 };
-    write_corpus();
-    const Words lines = log_of_rank(logged(ODD "-d 144 --gpus 3 -z 1 -x 1 -s 1 -g 2"));
+    const Words lines =
+        log_of_rank(logged(ODD "-d 144 --gpus 3 -x 1 -s 1 -g 2 -z " + text("%d", z)));
     std::set<Text> kernels;
     int collectives = 0, compute = -1, exchange = -1, waited = 0, between = 0, block = 0, late = 0;
     for (const Text &line : lines) {
@@ -685,7 +697,7 @@ static void test_ranks_overlap() {
         if (starts(line, "Send/Recv")) {
             exchange = on;
             // The first of a bucket's pieces: the stream has waited for compute just before.
-            if (waited) {
+            if (waited && z < 2) {
                 expect(block == 0 || block > BLOCKS - 1 || between > 5,
                        "block %d's exchange has %d kernels behind it", BLOCKS - block, between);
                 block++;
@@ -709,6 +721,12 @@ static void test_ranks_overlap() {
     expect(kernels.size() > 15, "%zu kernels", kernels.size());
 }
 
+static void test_ranks_overlap() {
+    write_corpus();
+    check_overlap(1);
+    check_overlap(3);
+}
+
 // Bytes that a rank of a logged run sends, words of ranks (64 bytes of each) left out.
 static long sent_bytes(const Text &arguments, int ranks) {
     long sum = 0;
@@ -725,7 +743,7 @@ static long sent_bytes(const Text &arguments, int ranks) {
 // gradients at stage 0 and weights from stage 1 on, vectors in fp32. Of k micro-steps all add up
 // blocks' gradients from stage 2 on, else the last alone. The plan says the same.
 static void test_ranks_traffic() {
-    enum { C = 96, L = 3, MAX_T = 16, VP = 384, LAST = 2 };
+    enum { C = 96, L = 3, MAX_T = 16, VP = 384, LAST = 3 };
     write_corpus();
     for (int n : {2, 3}) {
         for (int z = 0; z <= LAST; z++) {
@@ -738,7 +756,10 @@ static void test_ranks_traffic() {
             const long vectors = padded(L * (6 * vector + padded(3 * C, 64) + padded(4 * C, 64)) +
                                             2 * vector, to);
             const long reduced = 2 * (stay + (z >= 2 ? k : 1) * blocks) + 4 * vectors;
-            const long gathered = 2 * (stay + blocks) + 4 * vectors;
+            // Weights at stage 3: in every micro-step forward and backward, but for the last two
+            // blocks, which stay for backward, and the first two, which are still there from it.
+            const long visits = z == 3 ? 2 * k * L - 4 * k + 2 : L;
+            const long gathered = 2 * (stay + blocks / L * visits) + 4 * vectors;
             const long want = (reduced + gathered) / n * (n - 1);
             const Text ranks = ODD + text("-d %d --gpus %d -z %d -k constant --quiet ", 24 * n * k,
                                           n, z);
