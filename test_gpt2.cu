@@ -1981,13 +1981,13 @@ static void test_eval_plan() {
                 return all;
             };
             const Reals want = losses(Net(m, rest));  // gone again: one engine at a time
-#if CUDA_CPU
+#if TEST_CUDA && CUDA_CPU
             emu::peak_bytes = 0;
 #endif
             Net scores(m, "--eval x " + rest);
             expect(same_bits(losses(scores), want), "%s: losses", rest.c_str());
             expect(scores.e.states == STATE_WEIGHTS + 1, "%s: states", rest.c_str());
-#if CUDA_CPU
+#if TEST_CUDA && CUDA_CPU
             expect(emu::peak_bytes == scores.plan.device_bytes, "%s: peak %zu of %zu", rest.c_str(),
                    emu::peak_bytes, scores.plan.device_bytes);
 #endif
