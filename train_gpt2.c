@@ -3721,11 +3721,11 @@ typedef struct {
 
 // One update of n elements: g = grad_scale * grad; m, v the moments;
 // p -= lr * (m / correction1 / (sqrt(v / correction2) + eps) + weight_decay * p).
+// The threads of the team that calls this share it out; none waits at the end.
 static void adamw_update(real *p, real *m, real *v, const real *grad, const AdamW *a,
                          real weight_decay, int64_t n) {
     const AdamW k = *a;
-    // For LayerNorm's vectors and biases, starting the threads would cost more than the update.
-    #pragma omp parallel for schedule(static) if (n > 8192)
+    #pragma omp for schedule(static) nowait
     for (int64_t i = 0; i < n; i++) {
         real g = k.grad_scale * grad[i];
         real mi = k.beta1 * m[i] + ((real)1 - k.beta1) * g;
@@ -3802,7 +3802,8 @@ static double network_update(Plan *p, const Options *o, double lr, double limit,
         return norm;
     }
     double scale = o->clip > 0 && norm > o->clip ? o->clip / norm : 1;
-    AdamW a = adamw_at(o, lr, updates, scale);
+    const AdamW a = adamw_at(o, lr, updates, scale);
+    #pragma omp parallel  // one team for all tensors: to start one costs as much as a small tensor
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int l = 0; l < tensor_copies(m, tensor); l++) {
             const TensorRange r = tensor_update_range(s, tensor, l);

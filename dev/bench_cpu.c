@@ -333,6 +333,7 @@ static double bench_step(const char *name, int B, int T, int bf16, double dnnl_m
         e.update(&e, &o, 1e-4, HUGE_VAL, k + WARM);
         double end = now_ms();
         AdamW a = adamw_at(&o, 1e-4, k + WARM, 1);
+        #pragma omp parallel
         adamw_update(buffer(&p, BUF_WEIGHTS), buffer(&p, BUF_M), buffer(&p, BUF_V),
                      buffer(&p, BUF_GRADS), &a, 0, tensor_offset(&m, TENSORS, 0));
         if (k >= 0) {
