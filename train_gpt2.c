@@ -2303,7 +2303,8 @@ static void settings_forward(Settings *s) {
 //    of threads, nor the other rows of the batch, nor the data's alignment changes a bit.
 // 2. Loops share out pieces (taskloop): the thread that walks through the step takes pieces itself
 //    and waits for no thread that has none, so one that another program keeps from its core delays
-//    a loop by its one piece. Outside a team (chapter The network) a loop has one thread.
+//    a loop by its one piece. Outside a team (chapter The network) a loop has one thread. Nobody
+//    waits between loops that do not need each other's results: these are marked nogroup.
 // 3. Nothing allocates here. matmul_workspace points at matmul_workspace_bytes(thread_count())
 //    bytes, aligned to 64: a buffer of the memory plan whose size depends on no shape.
 // 4. fast_exp and fast_tanh have no branch, so loops around them become vector code, and no fused
@@ -2398,6 +2399,11 @@ static const char *bf16_missing(void) {
 // beside other programs too; few, since each costs half a microsecond. OpenMP in GCC takes up to 64
 // a thread, and computes a loop of more by one thread. Unused where a build has no OpenMP.
 __attribute__((unused)) static int pieces(void) { return 4 * thread_count(); }
+
+// Waits for the pieces of the loops marked nogroup.
+static void tasks_wait(void) {
+    #pragma omp taskwait
+}
 
 static size_t matmul_workspace_bytes(int threads) {
     return (SHARED_REALS + (size_t)threads * THREAD_REALS) * sizeof(real);
@@ -2882,7 +2888,8 @@ static void matvec(real *out, const real *a, Operand b, const real *bias, const 
 // all threads, tasks take fewer columns, then fewer rows. Tiles read a as it lies, except where all
 // steps of k would meet in one set of the first cache, or a is to be bf16: then the threads
 // together pack it first, as much as the shared part holds, all K of up to rows_max rows, or part
-// of K where K is long. One row takes another way to the same bits.
+// of K where K is long. One row takes another way to the same bits. Tasks may be at work when this
+// returns: whoever then reads out, or writes to a or b, calls tasks_wait() first.
 static void matmul(real *out, Operand a, Operand b, const real *bias, const real *addend, int M,
                    int N, int K) {
     if (M == 1 && !matmul_bf16 && a.k_step == 1 && b.k_step == 1) {
@@ -2918,9 +2925,10 @@ static void matmul(real *out, Operand a, Operand b, const real *bias, const real
         for (int k0 = 0; k0 < K; k0 += depth_max) {
             const int k_end = min_int(k0 + depth_max, K);
             if (packs) {
+                tasks_wait();  // for those that read what is packed, or add to the same sums
                 pack_shared(operand_at(a, m0, k0), rows, k_end - k0, kc, share);
             }
-            #pragma omp taskloop num_tasks(4 * pieces()) if (share)
+            #pragma omp taskloop nogroup num_tasks(4 * pieces()) if (share)
             for (int t = 0; t < tasks; t++) {
                 int i = t % row_tasks * task_rows, m = min_int(task_rows, rows - i);
                 int j = t / row_tasks * columns, n = min_int(columns, N - j);
@@ -3141,7 +3149,7 @@ static void layernorm_forward(real *out, real *mean, real *rstd, const real *inp
 static void layernorm_backward(real *dinp, real *dweight, real *dbias, const real *dout,
                                const real *inp, const real *weight, const real *mean,
                                const real *rstd, const real *addend, int N, int C) {
-    #pragma omp taskloop num_tasks(pieces())
+    #pragma omp taskloop nogroup num_tasks(pieces())
     for (int slice = 0; slice < ceil_div(C, SLICE); slice++) {
         int begin = slice * SLICE, end = (int)min_i64(begin + SLICE, C);
         for (int i = 0; i < N; i++) {
@@ -3152,7 +3160,7 @@ static void layernorm_backward(real *dinp, real *dweight, real *dbias, const rea
             }
         }
     }
-    #pragma omp taskloop num_tasks(pieces())
+    #pragma omp taskloop nogroup num_tasks(pieces())
     for (int i = 0; i < N; i++) {
         const real *x = inp + (int64_t)i * C, *d = dout + (int64_t)i * C;
         real g_lanes[LANES] = {0}, gn_lanes[LANES] = {0};
@@ -3171,6 +3179,7 @@ static void layernorm_backward(real *dinp, real *dweight, real *dbias, const rea
                 (addend ? addend[k] : (real)0) + rstd[i] * (d[c] * weight[c] - sum_g - n * sum_gn);
         }
     }
+    tasks_wait();
 }
 
 // Linear layer: out(N,OC) = addend(N,OC) + bias(OC) + inp(N,C) weight(OC,C)^T; addend and bias may
@@ -3179,13 +3188,14 @@ static void layernorm_backward(real *dinp, real *dweight, real *dbias, const rea
 static void matmul_forward(real *out, const real *inp, const real *weight, const real *bias,
                            const real *addend, int N, int C, int OC) {
     matmul(out, operand(inp, (size_t)C, 1), operand(weight, (size_t)C, 1), bias, addend, N, OC, C);
+    tasks_wait();
 }
 
 // dbias(OC) += column sums of dout(N,OC); dweight(OC,C) += dout^T inp(N,C); then dinp(N,C) = dout
 // weight(OC,C). dinp may be inp, since dweight comes first. dbias and dinp may be NULL: skipped.
 static void matmul_backward(real *dinp, real *dweight, real *dbias, const real *dout,
                             const real *inp, const real *weight, int N, int C, int OC) {
-    #pragma omp taskloop num_tasks(pieces())
+    #pragma omp taskloop nogroup num_tasks(pieces())
     for (int slice = 0; slice < (dbias ? ceil_div(OC, SLICE) : 0); slice++) {
         int begin = slice * SLICE, count = min_int(SLICE, OC - begin);
         real sums[SLICE] = {0};
@@ -3200,10 +3210,14 @@ static void matmul_backward(real *dinp, real *dweight, real *dbias, const real *
     }
     matmul(dweight, operand(dout, 1, (size_t)OC), operand(inp, 1, (size_t)C), NULL, dweight, OC, C,
            N);
+    if (dinp == inp) {
+        tasks_wait();
+    }
     if (dinp) {
         matmul(dinp, operand(dout, (size_t)OC, 1), operand(weight, 1, (size_t)C), NULL, NULL, N, C,
                OC);
     }
+    tasks_wait();
 }
 
 // Softmax cross-entropy of `rows` rows of logits (rows,Vp): losses[i] = log-sum-exp - logit of the
@@ -3707,11 +3721,11 @@ typedef struct {
 
 // One update of n elements: g = grad_scale * grad; m, v the moments;
 // p -= lr * (m / correction1 / (sqrt(v / correction2) + eps) + weight_decay * p).
+// The threads of the team that calls this share it out; none waits at the end.
 static void adamw_update(real *p, real *m, real *v, const real *grad, const AdamW *a,
                          real weight_decay, int64_t n) {
     const AdamW k = *a;
-    // For LayerNorm's vectors and biases, starting the threads would cost more than the update.
-    #pragma omp parallel for schedule(static) if (n > 8192)
+    #pragma omp for schedule(static) nowait
     for (int64_t i = 0; i < n; i++) {
         real g = k.grad_scale * grad[i];
         real mi = k.beta1 * m[i] + ((real)1 - k.beta1) * g;
@@ -3788,7 +3802,8 @@ static double network_update(Plan *p, const Options *o, double lr, double limit,
         return norm;
     }
     double scale = o->clip > 0 && norm > o->clip ? o->clip / norm : 1;
-    AdamW a = adamw_at(o, lr, updates, scale);
+    const AdamW a = adamw_at(o, lr, updates, scale);
+    #pragma omp parallel  // one team for all tensors: to start one costs as much as a small tensor
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int l = 0; l < tensor_copies(m, tensor); l++) {
             const TensorRange r = tensor_update_range(s, tensor, l);

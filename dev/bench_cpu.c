@@ -89,6 +89,7 @@ static double time_ours(const Product *p, int bf16) {
         for (double began = now_ms(), start = began; ms == 0 || start < began + 0.2;) {
             start = now_ms();
             matmul(p->out, p->a, p->b, NULL, p->addend, p->M, p->N, p->K);
+            tasks_wait();
             ms = now_ms() - start;
         }
     }
@@ -299,6 +300,20 @@ static void bench_attention(int B, int T, int NH, int HS) {
            B, T, NH, HS, f, 1e-6 * flops / f, b, 2.5e-6 * flops / b);
 }
 
+// The model `name` and, from it and `o`, the settings of a run.
+static void bench_settings(Settings *s, Model *m, const Options *o, const char *name) {
+    const int bpe = model_parse(m, name) == MODEL_PRESET;
+    model_set_vocabulary(m, tokenizer_vocabulary(bpe ? TOKENIZER_GPT2 : TOKENIZER_BYTES));
+    settings_from_options(s, o, m, 0);
+}
+
+// An engine for these settings on a plan of its own, with initial weights.
+static void bench_open(Engine *e, Plan *p, const Settings *s) {
+    plan_build(p, s);
+    cpu_open(e, p);
+    engine_initialise(e, &s->model, 1);
+}
+
 // Whole training steps of a model at B x T on its own plan: tokens/s, what the update takes, and
 // the ratio to the floor, which is dnnl_ms (all matmuls in oneDNN) plus AdamW's one pass over the
 // states. Returns ms of a step.
@@ -314,13 +329,8 @@ static double bench_step(const char *name, int B, int T, int bf16, double dnnl_m
     o.batch = B;
     o.seq_len = T;
     o.matmul = bf16 ? MATMUL_BF16 : MATMUL_FP32;
-    model_set_vocabulary(
-        &m, tokenizer_vocabulary(model_parse(&m, name) == MODEL_PRESET ? TOKENIZER_GPT2
-                                                               : TOKENIZER_BYTES));
-    settings_from_options(&s, &o, &m, 0);
-    plan_build(&p, &s);
-    cpu_open(&e, &p);
-    engine_initialise(&e, &m, 1);
+    bench_settings(&s, &m, &o, name);
+    bench_open(&e, &p, &s);
     Token *tokens = (Token *)alloc_zero((size_t)B * (size_t)T, sizeof(Token));
     for (int i = 0; i < B * T; i++) {
         tokens[i] = (Token)((unsigned)i * 7919u % (unsigned)m.V);
@@ -332,6 +342,7 @@ static double bench_step(const char *name, int B, int T, int bf16, double dnnl_m
         e.update(&e, &o, 1e-4, HUGE_VAL, k + WARM);
         double end = now_ms();
         AdamW a = adamw_at(&o, 1e-4, k + WARM, 1);
+        #pragma omp parallel
         adamw_update(buffer(&p, BUF_WEIGHTS), buffer(&p, BUF_M), buffer(&p, BUF_V),
                      buffer(&p, BUF_GRADS), &a, 0, tensor_offset(&m, TENSORS, 0));
         if (k >= 0) {
@@ -380,9 +391,7 @@ static void bench_forecast(void) {
         o.batch = atoi(runs[i][1]);
         o.seq_len = atoi(runs[i][2]);
         o.recompute = runs[i][3];
-        const int bpe = model_parse(&m, runs[i][0]) == MODEL_PRESET;
-        model_set_vocabulary(&m, tokenizer_vocabulary(bpe ? TOKENIZER_GPT2 : TOKENIZER_BYTES));
-        settings_from_options(&s, &o, &m, 0);
+        bench_settings(&s, &m, &o, runs[i][0]);
         speed_measure(&v, &program, &s, SIZE_MAX);
         const double forecast = 1e3 * forecast_step(&v, &s, 1);
         const double measured = 1e3 * (engine_seconds(&program, &s, &update) + update);
@@ -425,13 +434,9 @@ static void bench_generate(const char *name, int position) {
     Plan p;
     Engine e;
     options_default(&o);
-    model_parse(&m, name);
-    model_set_vocabulary(&m, GPT2_VOCABULARY);
-    settings_from_options(&s, &o, &m, 0);
+    bench_settings(&s, &m, &o, name);
     settings_generate(&s);
-    plan_build(&p, &s);
-    cpu_open(&e, &p);
-    engine_initialise(&e, &m, 1);
+    bench_open(&e, &p, &s);
     const int64_t numbers = tensor_offset(&m, TENSORS, 0);
     const int64_t needed = numbers - tensor_size(&m, WPE) + 2LL * m.L * m.C * position;
     real *logits = (real *)alloc_zero((size_t)m.V, sizeof(real));
