@@ -753,6 +753,83 @@ static void test_ranks_traffic() {
     }
 }
 
+// The number of the last exchange of a run with an output folder: that of the vectors' gradients in
+// its last step, which the gather of their sums follows.
+static int last_exchange(const Text &arguments) {
+    int serial = 0, last = 0;
+    remove_folder("counted");
+    for (const Text &line : log_of_rank(logged(arguments + " -o counted"))) {
+        const int exchange = starts(line, "Send/Recv");
+        serial += exchange || starts(line, "AllGather") || starts(line, "Broadcast");
+        last = exchange ? serial : last;
+    }
+    return last;
+}
+
+// One wrong bit in a vector's gradient on one rank ends the run before anything of it is saved, and
+// the run goes on from the checkpoint before as if it had not been.
+static void test_ranks_replicas() {
+    write_corpus();
+    for (const char *zero : {"1", "0"}) {
+        const Text part = TINY "--gpus 3 -k constant -n 2 -x 6 -z " + Text(zero);
+        const Text faults = text("EMU_FAULT_RANK=1 EMU_FAULT_FLIP=%d",
+                                 last_exchange(TINY "--gpus 3 -x 3 -n 2 -z " + Text(zero)) + 1);
+        remove_folder("undisturbed");
+        remove_folder("out");
+        run(part, "undisturbed");
+        expect_refused(program(part + " --quiet -o out", with_faults(faults)),
+                       "rank 1 differs in weights or moments that must be alike on all ranks: a "
+                       "GPU, or what connects it, has made a mistake; the run ended after step 4, "
+                       "which is not saved", zero);
+        expect(names_in("out", "step") == "step-00000002", "%s", names_in("out", "").c_str());
+        run(part + " -y 1", "out");
+        expect(tensors_of("out", 6) == tensors_of("undisturbed", 6), "another end at -z %s", zero);
+    }
+    const Text two = TINY "--gpus 2 -z 1 --quiet ";
+    const Text faults = text("EMU_FAULT_RANK=1 EMU_FAULT_FLIP=%d", last_exchange(two + "-x 1") + 1);
+    expect_refused(program(two + "-x 101 -o two", with_faults(faults)), "ranks 0, 1 differ in "
+                   "weights or moments that must be alike on all ranks", "two ranks");
+    expect(log_steps("two/log.jsonl") == one_to(100), "steps of the log");
+}
+
+// A NaN that one rank sends one other makes all of them skip the step, and a norm just above --clip
+// makes all clip alike: their copies agree when they save, the counters are those of the log, and
+// all stages have the same bits.
+static void test_ranks_skip_and_clip() {
+    write_corpus();
+    const Text part = ODD "-d 72 --gpus 3 -x 4 --skip-zscore 0 ";
+    run(part + "-z 0", "plain");
+    const auto norms = values_in(read_file("plain/log.jsonl"), "grad_norm");
+    if (norms.size() != 4) {
+        expect(norms.size() == 4, "%zu norms", norms.size());
+        return;
+    }
+    const Text clip = part + text("--clip %.9g ", norms[1] * (1 - 1e-6));
+    for (const char *zero : {"0", "1"}) {
+        run(clip + "-z " + zero, Text("clip") + zero);
+        const int step_2 = last_exchange(ODD "-d 72 --gpus 3 -x 2 -z " + Text(zero));
+        run(part + "-z " + zero, Text("nan") + zero,
+            with_faults(text("EMU_FAULT_RANK=2 EMU_FAULT_NAN=%d", step_2)));
+        const Text log = read_file(Text("nan") + zero + "/log.jsonl");
+        const auto skipped = values_in(log, "skipped");
+        expect(skipped == std::vector<double>({0, 1, 0, 0}), "-z %s: %s", zero, log.c_str());
+    }
+    expect_same("clip0", "clip1", 4);
+    expect_same("nan0", "nan1", 4);
+}
+
+// Ranks that come late to collectives, by chance, come to the same bits.
+static void test_ranks_late() {
+    write_corpus();
+    const Text part = ODD "-d 72 --gpus 3 -z 1 -x 3 -v 1 -m 4 -s 3 -g 4 --clip 0.5";
+    run(part, "undisturbed");
+    for (const char *seed : {"1", "2"}) {
+        remove_folder("late");
+        run(part, "late", with("EMU_NCCL_SLEEP", seed));
+        expect_same("undisturbed", "late", 3);
+    }
+}
+
 static const Test tests[] = {
     {"ranks_numbers", test_ranks_numbers, 1},   {"ranks_stages", test_ranks_stages, 1},
     {"ranks_mpirun", test_ranks_mpirun, 1},     {"ranks_choices", test_ranks_choices, 1},
@@ -765,6 +842,8 @@ static const Test tests[] = {
     {"ranks_traffic", test_ranks_traffic, 1},   {"ranks_hang", test_ranks_hang, 1},
     {"ranks_hang_mpirun", test_ranks_hang_mpirun, 1},
     {"ranks_stopped", test_ranks_stopped, 1},   {"ranks_full_disk", test_ranks_full_disk, 1},
+    {"ranks_replicas", test_ranks_replicas, 1}, {"ranks_late", test_ranks_late, 1},
+    {"ranks_skip_and_clip", test_ranks_skip_and_clip, 1},
 };
 
 int main(int argc, char **argv) {
