@@ -475,38 +475,27 @@ static void test_ranks_stopped() {
     expect_success(outcome(parent), "stopped and continued");
 }
 
-// A disk that is full for one rank ends the run in its line; the checkpoint before stands, and the
-// run goes on from it.
-static void test_ranks_full_disk() {
-    write_corpus();
-    const Text part = ODD "-d 72 --gpus 3 -z 1 -x 9 -v 1 -n 3 ";
-    run(part, "undisturbed");
-    const pid_t parent = start(part + "--quiet -o out", with_faults("EMU_FAULT_RANK=0"));
-    wait_until([] { return exists("out/step-00000003"); });
-    const Ints ranks = children_of(parent);
-    const struct rlimit full = {10000, 10000};
-    expect(ranks.size() == 3 && prlimit(ranks[0], RLIMIT_FSIZE, &full, NULL) == 0, "prlimit");
-    expect_refused(outcome(parent), "what was there before stands", "a full disk");
-    expect_none_left(ranks, "a full disk");
-    run(part + "-y 1", "out");
-    expect(tensors_of("out", 9) == tensors_of("undisturbed", 9), "another end");
-}
+// How often a test of random moments is repeated.
+static int rounds(int few, int full) { return getenv("FULL") ? full : few; }
 
-// Whoever gets a signal, the parent or one rank, all save the same step and exit 0, and the run
-// goes on from there to the bytes of one that nothing disturbed.
+// Whoever gets a signal, the parent or one rank, in steps, validations, samples and saves, all save
+// the same step and exit 0, and the run goes on from there to the bytes of one that nothing
+// disturbed.
 static void test_ranks_signals() {
     write_corpus();
-    const Text part = TINY "-j val.bin --gpus 3 -z 1 -v 5 -m 3 -x 12 -n 4 -s 6 -g 5";
+    const Text part = TINY "-j val.bin --gpus 3 -z 1 -v 2 -m 3 -x 12 -n 3 -s 2 -g 5";
     run(part, "undisturbed");
     static const struct {
         int rank, signal;  // rank -1: the parent
-    } table[] = {{-1, SIGTERM}, {1, SIGINT}, {2, SIGUSR1}, {-1, SIGINT}};
+    } table[] = {{1, SIGINT}, {-1, SIGTERM}, {2, SIGUSR1}, {0, SIGINT}};
+    const int times = rounds(3, 20);
     int interrupted = 0;
-    for (const auto &row : table) {
+    for (int i = 0; i < times; i++) {
+        const auto &row = table[i % 4];
         remove_folder("out");
         pid_t pid = start(part + " --quiet -o out");
         wait_until([] { return read_file("out/log.jsonl").find("{\"step\":1,") != Text::npos; });
-        usleep((useconds_t)(100000 * random_unit((uint64_t)pid, 1)));
+        usleep((useconds_t)(300000 * random_unit((uint64_t)pid, 1)));
         const Ints ranks = children_of(pid);
         kill(row.rank < 0 || ranks.size() != 3 ? pid : ranks[(size_t)row.rank], row.signal);
         expect_success(outcome(pid), "asked to stop");
@@ -515,7 +504,40 @@ static void test_ranks_signals() {
         expect(tensors_of("out", 12) == tensors_of("undisturbed", 12), "another end");
         expect(log_steps("out/log.jsonl") == one_to(12), "steps of the log");
     }
-    detail = text("%d of 4 interrupted", interrupted);
+    detail = text("%d of %d interrupted", interrupted, times);
+}
+
+// A random rank is killed at a random moment, from its first instruction on: one line names it, no
+// process is left, and the run that goes on ends in the bytes of one that nothing disturbed.
+static void test_ranks_killed() {
+    write_corpus();
+    const Text part = TINY "-j val.bin --gpus 3 -z 1 -v 3 -m 3 -x 16 -n 2 -s 4 -g 5 --timeout 20";
+    double began = wall_ms();
+    run(part, "undisturbed");
+    const double whole_ms = wall_ms() - began;
+    const int times = rounds(3, 20);
+    int ended = 0, saved = 0;
+    for (int i = 0; i < times; i++) {
+        remove_folder("out");
+        pid_t parent = start(part + " --quiet -o out", with_faults("EMU_FAULT_RANK=0"));
+        wait_until([&] { return children_of(parent).size() == 3; });
+        const Ints ranks = children_of(parent);
+        const size_t victim = (size_t)(3 * random_unit((uint64_t)parent, 1));
+        usleep((useconds_t)(700 * whole_ms * random_unit((uint64_t)parent, 2)));
+        const int hit = ranks.size() == 3 && kill(ranks[victim], SIGKILL) == 0;
+        const Outcome o = outcome(parent);
+        if (hit && o.status != 0) {  // else all was done by then
+            expect_refused(o, text("rank %zu was ended by signal 9 (Killed): the run ends", victim),
+                           "a killed rank");
+            ended++;
+        }
+        saved += !names_in("out", "step").empty();
+        expect_none_left(ranks, "a killed rank");
+        run(part + " -y 1", "out");
+        expect(tensors_of("out", 16) == tensors_of("undisturbed", 16), "another end");
+        expect(log_steps("out/log.jsonl") == one_to(16), "steps of the log");
+    }
+    detail = text("%d of %d ended, %d had saved", ended, times, saved);
 }
 
 // A line of one rank has ended the run; the checkpoint before stands, and there is no other.
@@ -841,9 +863,10 @@ static const Test tests[] = {
     {"ranks_eval", test_ranks_eval, 1},         {"ranks_overlap", test_ranks_overlap, 1},
     {"ranks_traffic", test_ranks_traffic, 1},   {"ranks_hang", test_ranks_hang, 1},
     {"ranks_hang_mpirun", test_ranks_hang_mpirun, 1},
-    {"ranks_stopped", test_ranks_stopped, 1},   {"ranks_full_disk", test_ranks_full_disk, 1},
+    {"ranks_stopped", test_ranks_stopped, 1},
     {"ranks_replicas", test_ranks_replicas, 1}, {"ranks_late", test_ranks_late, 1},
     {"ranks_skip_and_clip", test_ranks_skip_and_clip, 1},
+    {"ranks_killed", test_ranks_killed, 1},
 };
 
 int main(int argc, char **argv) {
