@@ -3069,6 +3069,27 @@ static void check_step_words() {
     }
 }
 
+// A hash of states is another when one bit is, when two words change places, and with nothing else.
+static void check_replica_hash() {
+    std::vector<uint64_t> words(10000);
+    for (size_t i = 0; i < words.size(); i++) {
+        words[i] = hash_u64(i);
+    }
+    auto hash = [&](unsigned blocks) {
+        Device<uint64_t> d_words(words);
+        Device<unsigned long long> sum(std::vector<unsigned long long>(1));
+        launch(replica_hash_kernel, blocks, 256, 0, 0, sum.p, d_words.p, words.size());
+        return sum.raw()[0];
+    };
+    const unsigned long long before = hash(7);
+    expect(hash(1) == before && hash(64) == before, "another hash from other blocks");
+    words[9999] ^= 1;
+    expect(hash(7) != before, "a bit that does not count");
+    words[9999] ^= 1;
+    std::swap(words[5], words[600]);
+    expect(hash(7) != before, "places that do not count");
+}
+
 static void test_gpu_exchange() {
     for (int ranks : {2, 3, 4, 7}) {
         for (int rank = 0; rank < ranks; rank++) {
@@ -3077,6 +3098,7 @@ static void test_gpu_exchange() {
         }
     }
     check_step_words();
+    check_replica_hash();
 }
 
 // The factor on the gradients: clip / norm above the limit, and 1 below it or without one.

@@ -3875,6 +3875,8 @@ struct Engine {
     // all (ranks, bytes) = `mine` of every rank. All ranks call it, and read, at the same places of
     // the run; NULL in an engine that knows no others.
     void (*gather)(Engine *e, void *all, const void *mine, size_t bytes);
+    // A hash of the states of which each rank has a copy, alike on all unless one computes wrongly.
+    uint64_t (*replica)(Engine *e);
     void (*close)(Engine *e);
 };
 
@@ -4507,6 +4509,7 @@ typedef struct {
     Dataset train, val;
     int has_val, accum_steps, live, stdout_error;
     int64_t skips;                   // skipped steps in a row, up to now
+    int diverged;                    // ranks have other copies of what must be alike
     char failure[PATH_BYTES + 256];  // why the run ends before its last step; "": it need not
     int64_t steps, windows_per_step, saved_step, reported_step;
     StepResult last;         // of the last step, whose line may be due only at the run's end
@@ -4832,11 +4835,62 @@ static void run_sample(Run *run) {
     free(text);
 }
 
+// Every so many steps, and before a checkpoint, the ranks compare what each has a copy of: a GPU
+// that computes wrongly, or a wire, would in time spoil all of them with its gradients.
+enum { REPLICA_STEPS = 100 };
+
+// How many ranks have rank r's value.
+static int words_alike(const RankWord *words, int ranks, int r) {
+    int alike = 0;
+    for (int q = 0; q < ranks; q++) {
+        alike += words[q].value == words[r].value;
+    }
+    return alike;
+}
+
+// Compares the ranks' copies; where they differ the run fails, and names those who are not of the
+// majority, or where there is none all.
+static void run_compare_replicas(Run *run) {
+    const int ranks = run->s.ranks;
+    char *names;
+    size_t bytes;
+    if (ranks == 1) {
+        return;
+    }
+    RankWord *words = (RankWord *)alloc_zero((size_t)ranks, sizeof(RankWord));
+    FILE *f = open_memstream(&names, &bytes);
+    check(f, "no memory for a message");
+    // The upper 53 bits, which a double holds.
+    engine_exchange(&run->engine, words, (double)(run->engine.replica(&run->engine) >> 11));
+    run->diverged = words_alike(words, ranks, 0) < ranks;
+    int most = 0, named = 0;
+    for (int r = 0; r < ranks && run->diverged; r++) {
+        most = (int)max_i64(most, words_alike(words, ranks, r));
+    }
+    for (int r = 0; r < ranks && run->diverged; r++) {
+        if (2 * most <= ranks || words_alike(words, ranks, r) < most) {
+            fprintf(f, "%s%d", named++ ? ", " : "", r);
+        }
+    }
+    fclose(f);
+    if (run->diverged) {
+        snprintf(run->failure, sizeof run->failure, "rank%s %.300s differ%s in weights or moments "
+                 "that must be alike on all ranks: a GPU, or what connects it, has made a mistake",
+                 named > 1 ? "s" : "", names, named > 1 ? "" : "s");
+    }
+    free(names);
+    free(words);
+}
+
 // Saves the run as it is and removes what --keep leaves no room for. Does nothing without an output
 // folder, or when this step's checkpoint is there already.
 static void run_save(Run *run) {
     char path[PATH_BYTES];
     if (!run->o.output[0] || run->saved_step == run->state.step) {
+        return;
+    }
+    run_compare_replicas(run);
+    if (run->diverged) {  // nobody knows whose are right
         return;
     }
     run->saved_step = run->state.step;
@@ -4923,8 +4977,16 @@ static void run_print_forecast(const Run *run) {
     }
 }
 
-// The forecast beside the median of the first steps, which it sorts.
+// The last step's time is one of the first few; when there are enough, the forecast is said beside
+// their median.
 static void run_compare_forecast(Run *run) {
+    if (run->forecast_ms <= 0 || run->first_count == FORECAST_STEPS) {
+        return;
+    }
+    run->first_ms[run->first_count++] = run->ms;
+    if (run->first_count < FORECAST_STEPS) {
+        return;
+    }
     const double tokens = (double)run->windows_per_step * run->s.T;
     const double ms = median(run->first_ms, FORECAST_STEPS);
     printf("%sforecast %s tokens/s, measured %s: %+.0f %%\n", clear_line(run),
@@ -5004,11 +5066,9 @@ static int run_step(Run *run) {
     // The time left follows the machine's load over some 20 steps, and not each step's accident.
     run->mean_ms = run->mean_ms > 0 ? 0.95 * run->mean_ms + 0.05 * run->ms : run->ms;
     run_report(run, 0);
-    if (run->forecast_ms > 0 && run->first_count < FORECAST_STEPS) {
-        run->first_ms[run->first_count++] = run->ms;
-        if (run->first_count == FORECAST_STEPS) {
-            run_compare_forecast(run);
-        }
+    run_compare_forecast(run);
+    if (state->step % REPLICA_STEPS == 0) {
+        run_compare_replicas(run);
     }
     return 1;
 }
@@ -5039,6 +5099,8 @@ static void run_fail(const Run *run) {
         !run->o.output[0] || step == 0 ? ""
         : run->saved_step == step
             ? ", which is saved"
+        : run->diverged
+            ? ", which is not saved"
             : ", which is not saved: the newest checkpoint is from before the first of them");
 }
 

@@ -3682,6 +3682,20 @@ static void rank_words(const RankComm *c, StepWord *total, UpdateState *update, 
     launch(step_words_kernel, 1, 1, 0, compute, total, update, words, c->ranks);
 }
 
+// *sum += a hash of 64-bit words (count): of integers, so that the order of adding means nothing.
+// grid: any number of blocks of 256.
+// budget: threads 256 regs 22 blocks 8 test gpu_exchange
+static __global__ void replica_hash_kernel(unsigned long long *sum, const uint64_t *words,
+                                           size_t count) {
+    unsigned long long own = 0;
+    for (size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; i < count; i += gridDim.x * 256) {
+        uint64_t x = words[i] ^ (i + 1) * 0x9E3779B97F4A7C15u;  // then as splitmix64 spreads it
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
+        own += x ^ x >> 31;
+    }
+    atomicAdd(sum, own);
+}
+
 // The name of this rank's GPU, which no other on any machine has, and for rank 0 NCCL's id of the
 // run, which must come from its own process: there NCCL waits for the others.
 static void rank_introduce(char gpu[RANK_TEXT], char id[RANK_ID]) {
@@ -3759,6 +3773,7 @@ struct GpuState {
     UpdateState update;
     float loss_sum;  // of the step's micro-batches
     StepWord all;    // what all ranks' words come to
+    unsigned long long replica;  // gpu_replica's
 };
 static_assert(sizeof(GpuState) <= GPU_STATE_BYTES, "the plan's buffer holds the state");
 static_assert(sizeof(ParamRange) <= GPU_TENSOR_ROW_BYTES, "the plan's buffer holds the table");
@@ -4208,6 +4223,34 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
     StepResult result = {loss_sum / tokens, net->result->update.norm,
                          (int)net->result->update.skip};
     return result;
+}
+
+// The engine's replica: weights, their low halves and moments, as far as every rank has them whole.
+// Buffers are in the order of buckets: vectors come first, and the blocks' matrices last.
+template <class E, class G> static uint64_t gpu_replica(Engine *e) {
+    const GpuNetwork<E, G> *net = (const GpuNetwork<E, G> *)e->self;
+    const Settings *s = &net->plan->settings;
+    const int64_t vectors = bucket_at(&s->model, s->ranks, BUCKET_VECTORS).count;
+    const int64_t singles = bucket_at(&s->model, s->ranks, BUCKET_BLOCKS).offset;
+    const struct {
+        int buffer;
+        HomeOf state;
+        int64_t whole;  // elements that are whole although the state is divided
+    } rows[] = {{BUF_WEIGHTS, HOME_OF_WEIGHTS, singles}, {BUF_MASTER, HOME_OF_MASTER, vectors},
+                {BUF_M, HOME_OF_MOMENTS, vectors}, {BUF_V, HOME_OF_MOMENTS, vectors}};
+    unsigned long long *sum = &gpu_buffer<GpuState>(net, BUF_STATE)->replica;
+    cuda_check(cudaMemsetAsync(sum, 0, sizeof *sum, net->stream));
+    for (const auto &row : rows) {
+        if (net->plan->single[row.buffer] >= 0) {
+            const Buffer *b = &net->plan->buffers[net->plan->single[row.buffer]];
+            const size_t whole = (size_t)row.whole * type_bytes(b->type);
+            const size_t words = (s->home[row.state] & HOME_SHARD ? whole : b->bytes) / 8;
+            launch(replica_hash_kernel, words < 1 << 18 ? (unsigned)(words / 256 + 1) : 1024, 256,
+                   0, net->stream, sum, gpu_buffer<uint64_t>(net, row.buffer), words);
+        }
+    }
+    copy_wait(&net->result->replica, sum, sizeof *sum, net->stream);
+    return net->result->replica;
 }
 
 // The engine's forward_loss: the walk as far as the head.
@@ -4660,6 +4703,7 @@ template <class E, class G> static void gpu_warm_up_step(Engine *e) {
         }
         gpu_forward_loss<E, G>(e, nullptr, zeros, zeros);
         gpu_logits<E, G>(e, logits, zeros, 1);
+        gpu_replica<E, G>(e);
     }
     free(zeros);
     free(logits);
@@ -4754,6 +4798,7 @@ template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
         net->ranks.room = p->buffers[p->single[BUF_EXCHANGE]].bytes;
         p->move = rank_move<G>;
         e->gather = gpu_gather<E, G>;
+        e->replica = gpu_replica<E, G>;
     }
     e->self = net;
     e->states = s->forward ? STATE_WEIGHTS + 1 : STATES;

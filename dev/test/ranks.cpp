@@ -486,38 +486,27 @@ static void test_ranks_stopped() {
     expect_success(outcome(parent), "stopped and continued");
 }
 
-// A disk that is full for one rank ends the run in its line; the checkpoint before stands, and the
-// run goes on from it.
-static void test_ranks_full_disk() {
-    write_corpus();
-    const Text part = ODD "-d 72 --gpus 3 -z 1 -x 9 -v 1 -n 3 ";
-    run(part, "undisturbed");
-    const pid_t parent = start(part + "--quiet -o out", with_faults("EMU_FAULT_RANK=0"));
-    wait_until([] { return exists("out/step-00000003"); });
-    const Ints ranks = children_of(parent);
-    const struct rlimit full = {10000, 10000};
-    expect(ranks.size() == 3 && prlimit(ranks[0], RLIMIT_FSIZE, &full, NULL) == 0, "prlimit");
-    expect_refused(outcome(parent), "what was there before stands", "a full disk");
-    expect_none_left(ranks, "a full disk");
-    run(part + "-y 1", "out");
-    expect(tensors_of("out", 9) == tensors_of("undisturbed", 9), "another end");
-}
+// How often a test of random moments is repeated.
+static int rounds(int few, int full) { return getenv("FULL") ? full : few; }
 
-// Whoever gets a signal, the parent or one rank, all save the same step and exit 0, and the run
-// goes on from there to the bytes of one that nothing disturbed.
+// Whoever gets a signal, the parent or one rank, in steps, validations, samples and saves, all save
+// the same step and exit 0, and the run goes on from there to the bytes of one that nothing
+// disturbed.
 static void test_ranks_signals() {
     write_corpus();
-    const Text part = TINY "-j val.bin --gpus 3 -z 1 -v 5 -m 3 -x 12 -n 4 -s 6 -g 5";
+    const Text part = TINY "-j val.bin --gpus 3 -z 1 -v 2 -m 3 -x 12 -n 3 -s 2 -g 5";
     run(part, "undisturbed");
     static const struct {
         int rank, signal;  // rank -1: the parent
-    } table[] = {{-1, SIGTERM}, {1, SIGINT}, {2, SIGUSR1}, {-1, SIGINT}};
+    } table[] = {{1, SIGINT}, {-1, SIGTERM}, {2, SIGUSR1}, {0, SIGINT}};
+    const int times = rounds(3, 20);
     int interrupted = 0;
-    for (const auto &row : table) {
+    for (int i = 0; i < times; i++) {
+        const auto &row = table[i % 4];
         remove_folder("out");
         pid_t pid = start(part + " --quiet -o out");
         wait_until([] { return read_file("out/log.jsonl").find("{\"step\":1,") != Text::npos; });
-        usleep((useconds_t)(100000 * random_unit((uint64_t)pid, 1)));
+        usleep((useconds_t)(300000 * random_unit((uint64_t)pid, 1)));
         const Ints ranks = children_of(pid);
         kill(row.rank < 0 || ranks.size() != 3 ? pid : ranks[(size_t)row.rank], row.signal);
         expect_success(outcome(pid), "asked to stop");
@@ -526,7 +515,40 @@ static void test_ranks_signals() {
         expect(tensors_of("out", 12) == tensors_of("undisturbed", 12), "another end");
         expect(log_steps("out/log.jsonl") == one_to(12), "steps of the log");
     }
-    detail = text("%d of 4 interrupted", interrupted);
+    detail = text("%d of %d interrupted", interrupted, times);
+}
+
+// A random rank is killed at a random moment, from its first instruction on: one line names it, no
+// process is left, and the run that goes on ends in the bytes of one that nothing disturbed.
+static void test_ranks_killed() {
+    write_corpus();
+    const Text part = TINY "-j val.bin --gpus 3 -z 1 -v 3 -m 3 -x 16 -n 2 -s 4 -g 5 --timeout 20";
+    double began = wall_ms();
+    run(part, "undisturbed");
+    const double whole_ms = wall_ms() - began;
+    const int times = rounds(3, 20);
+    int ended = 0, saved = 0;
+    for (int i = 0; i < times; i++) {
+        remove_folder("out");
+        pid_t parent = start(part + " --quiet -o out", with_faults("EMU_FAULT_RANK=0"));
+        wait_until([&] { return children_of(parent).size() == 3; });
+        const Ints ranks = children_of(parent);
+        const size_t victim = (size_t)(3 * random_unit((uint64_t)parent, 1));
+        usleep((useconds_t)(700 * whole_ms * random_unit((uint64_t)parent, 2)));
+        const int hit = ranks.size() == 3 && kill(ranks[victim], SIGKILL) == 0;
+        const Outcome o = outcome(parent);
+        if (hit && o.status != 0) {  // else all was done by then
+            expect_refused(o, text("rank %zu was ended by signal 9 (Killed): the run ends", victim),
+                           "a killed rank");
+            ended++;
+        }
+        saved += !names_in("out", "step").empty();
+        expect_none_left(ranks, "a killed rank");
+        run(part + " -y 1", "out");
+        expect(tensors_of("out", 16) == tensors_of("undisturbed", 16), "another end");
+        expect(log_steps("out/log.jsonl") == one_to(16), "steps of the log");
+    }
+    detail = text("%d of %d ended, %d had saved", ended, times, saved);
 }
 
 // A line of one rank has ended the run; the checkpoint before stands, and there is no other.
@@ -774,6 +796,83 @@ static void test_ranks_traffic() {
     }
 }
 
+// The number of the last exchange of a run with an output folder: that of the vectors' gradients in
+// its last step, which the gather of their sums follows.
+static int last_exchange(const Text &arguments) {
+    int serial = 0, last = 0;
+    remove_folder("counted");
+    for (const Text &line : log_of_rank(logged(arguments + " -o counted"))) {
+        const int exchange = starts(line, "Send/Recv");
+        serial += exchange || starts(line, "AllGather") || starts(line, "Broadcast");
+        last = exchange ? serial : last;
+    }
+    return last;
+}
+
+// One wrong bit in a vector's gradient on one rank ends the run before anything of it is saved, and
+// the run goes on from the checkpoint before as if it had not been.
+static void test_ranks_replicas() {
+    write_corpus();
+    for (const char *zero : {"1", "0"}) {
+        const Text part = TINY "--gpus 3 -k constant -n 2 -x 6 -z " + Text(zero);
+        const Text faults = text("EMU_FAULT_RANK=1 EMU_FAULT_FLIP=%d",
+                                 last_exchange(TINY "--gpus 3 -x 3 -n 2 -z " + Text(zero)) + 1);
+        remove_folder("undisturbed");
+        remove_folder("out");
+        run(part, "undisturbed");
+        expect_refused(program(part + " --quiet -o out", with_faults(faults)),
+                       "rank 1 differs in weights or moments that must be alike on all ranks: a "
+                       "GPU, or what connects it, has made a mistake; the run ended after step 4, "
+                       "which is not saved", zero);
+        expect(names_in("out", "step") == "step-00000002", "%s", names_in("out", "").c_str());
+        run(part + " -y 1", "out");
+        expect(tensors_of("out", 6) == tensors_of("undisturbed", 6), "another end at -z %s", zero);
+    }
+    const Text two = TINY "--gpus 2 -z 1 --quiet ";
+    const Text faults = text("EMU_FAULT_RANK=1 EMU_FAULT_FLIP=%d", last_exchange(two + "-x 1") + 1);
+    expect_refused(program(two + "-x 101 -o two", with_faults(faults)), "ranks 0, 1 differ in "
+                   "weights or moments that must be alike on all ranks", "two ranks");
+    expect(log_steps("two/log.jsonl") == one_to(100), "steps of the log");
+}
+
+// A NaN that one rank sends one other makes all of them skip the step, and a norm just above --clip
+// makes all clip alike: their copies agree when they save, the counters are those of the log, and
+// all stages have the same bits.
+static void test_ranks_skip_and_clip() {
+    write_corpus();
+    const Text part = ODD "-d 72 --gpus 3 -x 4 --skip-zscore 0 ";
+    run(part + "-z 0", "plain");
+    const auto norms = values_in(read_file("plain/log.jsonl"), "grad_norm");
+    if (norms.size() != 4) {
+        expect(norms.size() == 4, "%zu norms", norms.size());
+        return;
+    }
+    const Text clip = part + text("--clip %.9g ", norms[1] * (1 - 1e-6));
+    for (const char *zero : {"0", "1"}) {
+        run(clip + "-z " + zero, Text("clip") + zero);
+        const int step_2 = last_exchange(ODD "-d 72 --gpus 3 -x 2 -z " + Text(zero));
+        run(part + "-z " + zero, Text("nan") + zero,
+            with_faults(text("EMU_FAULT_RANK=2 EMU_FAULT_NAN=%d", step_2)));
+        const Text log = read_file(Text("nan") + zero + "/log.jsonl");
+        const auto skipped = values_in(log, "skipped");
+        expect(skipped == std::vector<double>({0, 1, 0, 0}), "-z %s: %s", zero, log.c_str());
+    }
+    expect_same("clip0", "clip1", 4);
+    expect_same("nan0", "nan1", 4);
+}
+
+// Ranks that come late to collectives, by chance, come to the same bits.
+static void test_ranks_late() {
+    write_corpus();
+    const Text part = ODD "-d 72 --gpus 3 -z 1 -x 3 -v 1 -m 4 -s 3 -g 4 --clip 0.5";
+    run(part, "undisturbed");
+    for (const char *seed : {"1", "2"}) {
+        remove_folder("late");
+        run(part, "late", with("EMU_NCCL_SLEEP", seed));
+        expect_same("undisturbed", "late", 3);
+    }
+}
+
 static const Test tests[] = {
     {"ranks_numbers", test_ranks_numbers, 1},   {"ranks_stages", test_ranks_stages, 1},
     {"ranks_mpirun", test_ranks_mpirun, 1},     {"ranks_choices", test_ranks_choices, 1},
@@ -785,7 +884,10 @@ static const Test tests[] = {
     {"ranks_eval", test_ranks_eval, 1},         {"ranks_overlap", test_ranks_overlap, 1},
     {"ranks_traffic", test_ranks_traffic, 1},   {"ranks_hang", test_ranks_hang, 1},
     {"ranks_hang_mpirun", test_ranks_hang_mpirun, 1},
-    {"ranks_stopped", test_ranks_stopped, 1},   {"ranks_full_disk", test_ranks_full_disk, 1},
+    {"ranks_stopped", test_ranks_stopped, 1},
+    {"ranks_replicas", test_ranks_replicas, 1}, {"ranks_late", test_ranks_late, 1},
+    {"ranks_skip_and_clip", test_ranks_skip_and_clip, 1},
+    {"ranks_killed", test_ranks_killed, 1},
 };
 
 int main(int argc, char **argv) {
