@@ -4555,7 +4555,7 @@ static void run_evaluate(Run *run, const EvalFile *f, EvalScore *score) {
     real *losses = (real *)alloc_zero((size_t)B * (size_t)T, sizeof(real));
     const double began = now_ms();
     size_t at = LLMC_HEADER_BYTES;
-    rank_phase("scoring", 0);
+    rank_phase("scoring", RANK_UNEVEN);
     for (int i = 0, filled = 0; i < all && !stop_signal; i++) {
         EvalExample x;
         const int before = min_int(score->examples * ranks, all);
@@ -4769,7 +4769,7 @@ static int run_validate(Run *run, double *loss) {
     double sum = 0;
     int64_t k = 0;
     run->prepared = 0;  // its place is taken
-    rank_phase("validating", 0);
+    rank_phase("validating", RANK_EVEN);
     for (; k < batches && !run_stopping() && !run->failure[0]; k += s->ranks) {
         const int64_t own = k + s->rank;
         if (own < batches && !dataset_batch(&run->val, own * s->B, s->B, run->inputs,
@@ -4804,7 +4804,7 @@ static void run_sample(Run *run) {
     char *text = (char *)alloc_zero((size_t)(s->T + length), BPE_LONGEST);
     int n = (int)prompt_tokens(tokens, s->T, tokenizer, run->bpe, o->prompt, strlen(o->prompt));
     int bytes = 0;
-    rank_phase("sampling", 0);
+    rank_phase("sampling", RANK_EVEN);
     for (int64_t i = 0; i < length && !run_stopping(); i++, n++) {
         engine_agree(&run->engine);
         int context = (int)min_i64(n, s->T);
@@ -4894,7 +4894,7 @@ static void run_save(Run *run) {
         return;
     }
     run->saved_step = run->state.step;
-    rank_phase("saving", 0);
+    rank_phase("saving", RANK_UNEVEN);
     Snapshot snapshot = {&run->engine, &run->s,     &run->o,
                          run->identity, &run->state, run->bpe};
     checkpoint_save(&snapshot, run->o.output, path);
@@ -5019,7 +5019,7 @@ static int run_step(Run *run) {
     const Settings *s = &run->s;
     RunState *state = &run->state;
     const double start = now_ms(), lr = learning_rate(o, state->step, run->steps);
-    rank_phase("training", 0);
+    rank_phase("training", RANK_EVEN);
     for (int accum_step = 0; accum_step < run->accum_steps; accum_step++) {
         if (run_stopping()) {
             return 0;
@@ -5796,7 +5796,7 @@ static int generate_command(Run *run, const Program *program, Model *m) {
 
 // Frees what a finished run holds.
 static void run_close(Run *run) {
-    rank_phase("ending", 0);
+    rank_phase("ending", RANK_UNEVEN);
     run->engine.close(&run->engine);
     plan_free(&run->plan);
     dataset_close(&run->train);

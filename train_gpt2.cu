@@ -3738,6 +3738,8 @@ static void rank_connect(RankComm *c) {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.maxCTAs = NCCL_CHANNELS;
     memcpy(&id, rank_card.id, sizeof id);
+    // Other ranks may come minutes later, with more kernels to compile: whoever watches this one is
+    // to see that it waits.
     rank_wait_begin(RANK_CONNECTION);
     nccl_check(ncclCommInitRankConfig(&c->comm, c->ranks, id, c->rank, &config));
     rank_wait_end();
@@ -4239,9 +4241,10 @@ template <class E, class G> static uint64_t gpu_replica(Engine *e) {
     } rows[] = {{BUF_WEIGHTS, HOME_OF_WEIGHTS, singles}, {BUF_MASTER, HOME_OF_MASTER, vectors},
                 {BUF_M, HOME_OF_MOMENTS, vectors}, {BUF_V, HOME_OF_MOMENTS, vectors}};
     unsigned long long *sum = &gpu_buffer<GpuState>(net, BUF_STATE)->replica;
+    // Gaps between tensors are hashed too: they are zero from the start, and nobody writes them.
     cuda_check(cudaMemsetAsync(sum, 0, sizeof *sum, net->stream));
     for (const auto &row : rows) {
-        if (net->plan->single[row.buffer] >= 0) {
+        if (net->plan->single[row.buffer] >= 0) {  // without a master there are no low halves
             const Buffer *b = &net->plan->buffers[net->plan->single[row.buffer]];
             const size_t whole = (size_t)row.whole * type_bytes(b->type);
             const size_t words = (s->home[row.state] & HOME_SHARD ? whole : b->bytes) / 8;
@@ -4703,6 +4706,8 @@ template <class E, class G> static void gpu_warm_up_step(Engine *e) {
         }
         gpu_forward_loss<E, G>(e, nullptr, zeros, zeros);
         gpu_logits<E, G>(e, logits, zeros, 1);
+    }
+    if (s->ranks > 1) {
         gpu_replica<E, G>(e);
     }
     free(zeros);

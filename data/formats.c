@@ -375,7 +375,6 @@ static void sha256_start(Sha256 *s) {
 static void sha256_add(Sha256 *s, const void *data, size_t bytes) {
     const unsigned char *p = (const unsigned char *)data;
     size_t held = s->bytes % 64;
-    progress();
     s->bytes += bytes;
     if (held > 0) {
         size_t taken = bytes < 64 - held ? bytes : 64 - held;
@@ -444,6 +443,7 @@ static const char *file_read(int fd, void *out, int64_t bytes, int64_t at) {
         to += n;
         at += n;
         bytes -= n;
+        progress();
     }
     return NULL;
 }

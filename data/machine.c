@@ -403,12 +403,15 @@ typedef struct {
 } RankCard;
 static RankCard rank_card;  // this rank's; the id is rank 0's once they have met
 
+// Of a part of the run: all ranks have the same to do; some may have more; or, before they train, a
+// driver may be compiling, and show by its use of the processor alone that it lives.
+enum { RANK_EVEN, RANK_UNEVEN, RANK_STARTS };
+
 // Where a rank stands, in pages of its own (a GPU maps whole ones) that the parent sees too.
 typedef struct {
     uint64_t count;     // *progress_count
     const char *doing;  // a literal: ranks and parent are forks of one process
-    int starting;       // it does not train yet: a driver that compiles shows by its use of the
-                        // processor alone that it lives
+    int work;           // RANK_*
     uint64_t calls;     // collectives that the host has asked for
     RankNote note;
     RankCard card;
@@ -423,9 +426,9 @@ static RankRow *rank_row_at(int r) {
 }
 
 // This process begins another part of the run.
-static void rank_phase(const char *doing, int starting) {
+static void rank_phase(const char *doing, int work) {
     rank_row->doing = doing;
-    rank_row->starting = starting;
+    rank_row->work = work;
     progress();
 }
 
@@ -482,7 +485,7 @@ static void ranks_begin(Ranks r, RankRow *row) {
     this_rank = r;
     rank_row = row;
     progress_count = &row->count;
-    rank_phase("starting", 1);
+    rank_phase("starting", RANK_STARTS);
     if (r.rank > 0) {
         snprintf(name, sizeof name, "%s: rank %d", program_name, r.rank);
         program_name = name;
@@ -556,7 +559,7 @@ static double watch_look(Watch *w, const Child *children, int ranks) {
         clockid_t clock;
         struct timespec t;
         moves += children[r].pid ? row->count + row->note.begun + row->note.done : 0;
-        if (children[r].pid && row->starting && row->note.begun == row->note.done &&
+        if (children[r].pid && row->work == RANK_STARTS && row->note.begun == row->note.done &&
             clock_getcpuclockid(children[r].pid, &clock) == 0 && clock_gettime(clock, &t) == 0) {
             processor_ms += (double)t.tv_sec * 1e3 + (double)t.tv_nsec * 1e-6;
         }
@@ -707,15 +710,15 @@ static void ranks_fork(int ranks) {
 }
 
 #if GPT2_MPI
-// The thread that watches a rank of a launcher's. It sees nothing of the others, who may have more
-// to do than this one while the run starts; later, who only waits lets those speak who do not.
+// The thread that watches a rank of a launcher's. It sees nothing of the others: where they may
+// have more to do it is patient, and elsewhere lets those speak who do not wait.
 static void *rank_watch(void *nothing) {
     const Child own = {getpid(), 0};
     Watch watch = {0, 0, now_ms(), 0};
     double most;
     do {
         usleep(250000);
-        most = rank_timeout_ms * (rank_row->starting ? 10 : 1);
+        most = rank_timeout_ms * (rank_row->work == RANK_EVEN ? 1 : 10);
         most = rank_row->note.begun == rank_row->note.done ? rank_timeout_ms : most + 2000;
     } while (watch_look(&watch, &own, 1) <= most);
     watch_explain(&watch, &own, 1);

@@ -430,11 +430,11 @@ static void test_ranks_hang() {
     write_corpus();
     pid_t parent;
     const Ints ranks = start_ranks(&parent, "--timeout 2");
-    double began = wall_ms();
+    double began = wall_ms(), longest = 0;
     kill(ranks.size() == 3 ? ranks[1] : parent, SIGSTOP);
     expect_refused(outcome(parent), "no progress for 2 s (--timeout): rank 1 is stopped by signal "
                    "19", "a stopped rank");
-    expect(wall_ms() - began < WITHIN_MS, "%.0f ms", wall_ms() - began);
+    longest = wall_ms() - began;
     expect_none_left(ranks, "a stopped rank");
     static const struct {
         const char *faults, *words;
@@ -448,8 +448,10 @@ static void test_ranks_hang() {
         const Outcome o = program(ODD "-d 72 --gpus 3 -z 1 -x 100 --quiet --timeout 2",
                                   with_faults(row.faults));
         expect_refused(o, row.words, row.faults);
-        expect(wall_ms() - began < WITHIN_MS, "%s: %.0f ms", row.faults, wall_ms() - began);
+        longest = std::max(longest, wall_ms() - began);
     }
+    expect(longest < WITHIN_MS, "%.0f ms", longest);
+    detail = text("at most %.1f s, some with the time before the fault", longest * 1e-3);
     expect_refused(program(TINY "--timeout 9"), "--timeout watches the ranks of a run", "one rank");
 }
 
