@@ -3590,13 +3590,15 @@ static __global__ void step_words_kernel(StepWord *total, UpdateState *update, c
     *total = sum;
 }
 
-// The stream of collectives has come so far.
+// The stream of collectives has come so far. A kernel, and no event: while the host is inside CUDA
+// no other thread should have to ask CUDA for anything, and the parent never may.
 // budget: threads 1 regs 16 blocks 24 test gpu_exchange
 static __global__ void rank_note_kernel(RankNote *to, RankNote note) { *to = note; }
 
 // Queues a collective, one of machine.c's rank_calls, with its notes (see 4), unless kernels run
 // alone.
 template <class Call> static void rank_call(const RankComm *c, int name, Call call) {
+    // Numbers count what is asked for on all ranks alike, so ranks alone count nothing.
     if (c->on) {
         RankNote note = rank_note_next(name);
         launch(rank_note_kernel, 1, 1, 0, c->stream, c->note, note);
@@ -4242,6 +4244,7 @@ template <class E, class G> static uint64_t gpu_replica(Engine *e) {
                 {BUF_M, HOME_OF_MOMENTS, vectors}, {BUF_V, HOME_OF_MOMENTS, vectors}};
     unsigned long long *sum = &gpu_buffer<GpuState>(net, BUF_STATE)->replica;
     // Gaps between tensors are hashed too: they are zero from the start, and nobody writes them.
+    // What is at home on the host is read over the bus, which 100 steps do not feel.
     cuda_check(cudaMemsetAsync(sum, 0, sizeof *sum, net->stream));
     for (const auto &row : rows) {
         if (net->plan->single[row.buffer] >= 0) {  // without a master there are no low halves
