@@ -4829,16 +4829,17 @@ template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
 // 35. Meters
 // What this GPU could do at most, for "% of peak": dense products of the run's type per clock and
 // SM (NVIDIA's architecture white papers; for sm_86, 89 and 120 the GeForce cards' rate, half of
-// the workstation cards'; 110, Thor, and 121, GB10, a quarter of the data sheets' dense fp4), times
-// SMs, times the highest clock the driver names. A data sheet may count with a lower clock: an H100
-// names 1,980 MHz, which makes 1,070 TFLOP/s in bf16, where its data sheet has 989.
+// the workstation cards', but for sm_75 the T4's, twice its GeForce cards'; 110, Thor, and 121,
+// GB10, a quarter of the data sheets' dense fp4), times SMs, times the highest clock the driver
+// names. A data sheet may count with a lower clock: an H100 names 1,980 MHz, which makes 1,070
+// TFLOP/s in bf16, where its data sheet has 989.
 
 struct PeakRow {
     int capability;              // 10 * major + minor
-    int bf16_flops, fp32_flops;  // per SM and clock; a fused multiply-add is two
+    int bf16_flops, fp32_flops;  // per SM and clock, a fused multiply-add is two; sm_75's are fp16
 };
 static const PeakRow peak_rows[] = {
-    {75, 1024, 128},   {80, 2048, 128},  {86, 512, 256},   {87, 1024, 256}, {89, 512, 256},
+    {75, 1024, 128}, {80, 2048, 128},  {86, 512, 256},   {87, 1024, 256}, {89, 512, 256},
     {90, 4096, 256}, {100, 8192, 256}, {103, 8192, 256}, {110, 8192, 256}, {120, 512, 256},
     {121, 1024, 256},
 };
