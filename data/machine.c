@@ -551,6 +551,8 @@ typedef struct {
 // at most: who watches may have been stopped itself, with all ranks, as by Ctrl-Z in a shell, and
 // all go on together.
 static double watch_look(Watch *w, const Child *children, int ranks) {
+    // Who reads what is printed may hold it up, as Ctrl-S does: that is no fault of a rank's.
+    struct pollfd out = {STDOUT_FILENO, POLLOUT, 0};
     const double now = now_ms(), passed = fmin(now - w->last_ms, 1000);
     double processor_ms = 0;
     uint64_t moves = 0;
@@ -565,7 +567,8 @@ static double watch_look(Watch *w, const Child *children, int ranks) {
         }
     }
     // A driver's threads that only look around use less than a tenth, a compiler more.
-    const int moved = moves != w->moves || processor_ms - w->processor_ms > 0.1 * passed;
+    const int moved = moves != w->moves || processor_ms - w->processor_ms > 0.1 * passed ||
+                      poll(&out, 1, 0) == 0;
     const Watch seen = {moves, processor_ms, now, moved ? 0 : w->still_ms + passed};
     *w = seen;
     return w->still_ms;

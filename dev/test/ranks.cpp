@@ -491,6 +491,29 @@ static void test_ranks_stopped() {
 // How often a test of random moments is repeated.
 static int rounds(int few, int full) { return getenv("FULL") ? full : few; }
 
+// A run whose output nobody reads for a while, as behind Ctrl-S or `less`, waits and goes on.
+static void test_ranks_unread() {
+    write_corpus();
+    int ends[2];
+    char piece[4096];
+    if (pipe(ends) != 0 || fcntl(ends[1], F_SETPIPE_SZ, 4096) < 0) {
+        skip("no small pipe");
+    }
+    const pid_t parent = start(TINY "--gpus 2 -x 100 -o out --timeout 1", [&] {
+        dup2(ends[1], STDOUT_FILENO);
+        close(ends[0]);
+        close(ends[1]);
+    });
+    close(ends[1]);
+    wait_until([] { return exists("out/log.jsonl"); });
+    usleep(4000000);
+    expect(log_steps("out/log.jsonl").size() < 100, "all was printed into the pipe");
+    while (read(ends[0], piece, sizeof piece) > 0) {
+    }
+    expect_success(outcome(parent), "an output that is not read");
+    expect(log_steps("out/log.jsonl") == one_to(100), "steps of the log");
+}
+
 // Whoever gets a signal, the parent or one rank, in steps, validations, samples and saves, all save
 // the same step and exit 0, and the run goes on from there to the bytes of one that nothing
 // disturbed.
@@ -889,7 +912,7 @@ static const Test tests[] = {
     {"ranks_stopped", test_ranks_stopped, 1},
     {"ranks_replicas", test_ranks_replicas, 1}, {"ranks_late", test_ranks_late, 1},
     {"ranks_skip_and_clip", test_ranks_skip_and_clip, 1},
-    {"ranks_killed", test_ranks_killed, 1},
+    {"ranks_killed", test_ranks_killed, 1},     {"ranks_unread", test_ranks_unread, 1},
 };
 
 int main(int argc, char **argv) {
