@@ -5835,7 +5835,8 @@ static int program_run(Run *run, const Program *program, int argc, char **argv) 
     }
     if (o->generate) {
         model_vocabulary(&m, kind, o, NULL);
-        return o->plan ? plan_command(run, program, &run->o, &m) : generate_command(run, program, &m);
+        return o->plan ? plan_command(run, program, &run->o, &m)
+                       : generate_command(run, program, &m);
     }
     run_choose_data(run, &m, kind);                                    // 3 data and vocabulary
     if (options_plan(o)) {
