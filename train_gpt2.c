@@ -5324,7 +5324,7 @@ static void run_choose_data(Run *run, Model *m, ModelKind kind) {
     if (!o->train_data && !options_plan(o)) {
         die("no data: 'make data' prepares tinyshakespeare; --train-data (-i) takes token shards");
     }
-    if (o->train_data && (!options_plan(o) || kind == MODEL_SHAPE)) {
+    if (o->train_data && (!options_plan(o) || kind == MODEL_SHAPE || o->fit)) {
         int64_t T = o->seq_len ? o->seq_len : m->maxT;
         dataset_open(&run->train, o->train_data, (int)min_i64(T, m->maxT));
         run->train.shuffle = (int)o->shuffle;
@@ -5359,7 +5359,7 @@ static Room room_at_hand(const Program *program, const Options *o, const Setting
 
 // --plan, --fit and --minimum: of the card that is named, else of the machine at hand. Returns the
 // program's exit status: 1 when it does not fit what was named.
-static int plan_command(const Program *program, Options *o, const Model *m) {
+static int plan_command(const Run *run, const Program *program, Options *o, const Model *m) {
     Settings s;
     Plan p;
     const int named = gpu_memory_from_options(o) > 0 || o->gpus > 1, gpu = program->gpu || named;
@@ -5380,6 +5380,7 @@ static int plan_command(const Program *program, Options *o, const Model *m) {
         if (!room.device) {
             die("--fit: no GPU is here; --gpu NAME or --gpu-mem SIZE says what to fit into");
         }
+        room.windows = run->train.windows;
         return fit_command(o, m, &room);
     }
     if (o->generate) {
@@ -5834,11 +5835,12 @@ static int program_run(Run *run, const Program *program, int argc, char **argv) 
     }
     if (o->generate) {
         model_vocabulary(&m, kind, o, NULL);
-        return o->plan ? plan_command(program, &run->o, &m) : generate_command(run, program, &m);
+        return o->plan ? plan_command(run, program, &run->o, &m)
+                       : generate_command(run, program, &m);
     }
     run_choose_data(run, &m, kind);                                    // 3 data and vocabulary
     if (options_plan(o)) {
-        return plan_command(program, &run->o, &m);
+        return plan_command(run, program, &run->o, &m);
     }
     settings_from_options(&run->s, o, &m, program->gpu);               // 4 settings
     run_open_validation(run);

@@ -292,9 +292,11 @@ static size_t settings_fit_levels(Settings *s, const Speed *v, size_t bytes) {
 }
 
 // What a run may take: bytes of its device, 0: unknown, and of the host's memory. Beside it what
-// libraries take of the device, where it is, and its speed where `from` says how that is known.
+// libraries take of the device, where it is, and its speed where `from` says how that is known; and
+// what a step may take of the data.
 typedef struct {
     size_t device, host, library;
+    int64_t windows;  // sequences that the data gives, 0: unknown
     const char *where, *from;
     Speed speed;
 } Room;
@@ -937,7 +939,10 @@ static int fit_points(FitPoint list[MAX_POINTS], const Options *asked, const Mod
                 f->o.master = fit_types[type].master;
             }
             fits = fit_point(f, m, levels > 1 ? i % levels : -1, room);
-            n += fits && step_micros(asked, &f->settings) > 0;
+            const int64_t micros = step_micros(asked, &f->settings);
+            // A run refuses a step that the data does not fill once.
+            n += fits && micros > 0 &&
+                 (!room->windows || micros * f->settings.ranks * B <= room->windows);
         }
     }
     return n;
@@ -1104,6 +1109,10 @@ static int fit_command(const Options *o, const Model *m, const Room *room) {
         print_changes(&best->settings, o->tokens_per_step
                                            ? "; -d is held, split into another number of batches"
                                            : "; a step is B x T tokens, -d TOKENS would hold it");
+    } else if (room->windows && room->windows * (o->seq_len ? o->seq_len : m->maxT) <
+                                    max_i64(o->tokens_per_step, 1)) {
+        printf("nothing fits: %s has %s sequences, and --tokens-per-step (-d) takes more\n",
+               o->train_data, count_text(room->windows).s);
     } else {
         printf("nothing fits: --minimum says what is the least\n");
     }

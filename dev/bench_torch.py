@@ -8,6 +8,8 @@ all activations kept (-r 0) and with every block checkpointed (-r 1). Models of 
 are compiled block by block, which PyTorch recommends for them: the whole graph of 48 layers would
 take minutes. On a machine without CUDA it runs on the CPU, which shows only that it works.
 
+With --generate it times text instead: transformers beside ./train_gpt2.
+
 One line a way, as soon as it is measured: the median of steps after warm-up, and the most device
 memory that was reserved, CUDA context included:
 torch eager d12 -r 0 B 16 T 1024 ms 101.2 tokens/s 161897 MiB 20112
@@ -15,7 +17,9 @@ torch eager d12 -r 0 B 16 T 1024 ms 101.2 tokens/s 161897 MiB 20112
 import argparse
 import re
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 
 import torch
@@ -27,6 +31,7 @@ PRESETS = {"d12": (12, 12, 768), "d24": (24, 16, 1024), "d36": (36, 20, 1280),
            "d48": (48, 25, 1600)}  # L, NH, C
 WAYS = ((False, "eager"), (True, "eager"), (False, "compiled"), (True, "compiled"))  # quick first
 WARM_UP, BATCHES, WHOLE_GRAPH_LAYERS = 3, 4, 12
+END_OF_TEXT = 50256
 
 
 def shape(name):
@@ -161,27 +166,46 @@ def beside(args, device):
                   "PyTorch's best", flush=True)
 
 
-def generate(args, device):
-    """transformers' generate: fp32, one sequence, KV cache, the likeliest token each time. Prints
-    tokens/s over args.generate tokens behind a prompt of args.prompt, the prompt's time left out.
+def generate(args):
+    """transformers' generate and ours on the CPU, turn by turn: the same weights in the same file,
+    fp32, one sequence behind an end of text, KV cache, the likeliest token each time. Prints the
+    medians of tokens/s, the first token's time left out of both, and how many tokens agree.
     """
     from transformers import GPT2Config, GPT2LMHeadModel
     L, NH, C, T, _ = shape(args.model)
-    model = GPT2LMHeadModel(GPT2Config(n_layer=L, n_head=NH, n_embd=C, n_positions=T)).to(device)
-    model.eval()
-    prompt = torch.randint(0, 50257, (1, args.prompt), device=device)
+    torch.manual_seed(42)
+    model = GPT2LMHeadModel(GPT2Config(n_layer=L, n_head=NH, n_embd=C, n_positions=T)).eval()
+    with torch.no_grad():
+        model.transformer.wte.weight[END_OF_TEXT] = 0  # its logit: never the largest
+    prompt = torch.full((1, 1), END_OF_TEXT)
 
-    def seconds(tokens):
+    def torch_tokens(count):
         began = time.perf_counter()
-        model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False,
-                       min_new_tokens=tokens, max_new_tokens=tokens, pad_token_id=50256)
-        return time.perf_counter() - began
+        out = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False,
+                             min_new_tokens=count, max_new_tokens=count, pad_token_id=END_OF_TEXT)
+        return time.perf_counter() - began, out[0, 1:].tolist()
 
-    seconds(2)
-    first = statistics.median(seconds(1) for _ in range(3))
-    rate = args.generate / (seconds(args.generate + 1) - first)
-    print(f"transformers generate {args.model} prompt {args.prompt} tokens {args.generate} "
-          f"tokens/s {rate:.1f}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        command = [args.program, "-e", folder, "--generate", "--temperature", "0", "-g",
+                   str(args.generate)]
+        rates, torch_rates = [], []
+        torch_tokens(2)
+        for _ in range(args.rounds):
+            run = subprocess.run(command, capture_output=True, text=True, check=True)
+            rates.append(float(re.search(r"; [0-9,]+ tokens, ([0-9,]+) tokens/s", run.stderr)
+                               .group(1).replace(",", "")))
+            first, whole = torch_tokens(1)[0], torch_tokens(args.generate)
+            torch_rates.append((args.generate - 1) / (whole[0] - first))
+    rate, torch_rate = statistics.median(rates), statistics.median(torch_rates)
+    print(f"generate {args.model}, {args.generate} tokens, medians of {args.rounds}: train_gpt2 "
+          f"{rate:.1f} tokens/s, transformers {torch_rate:.1f}: {rate / torch_rate:.2f} x")
+    words = run.stdout.split()
+    if all(word.isdigit() for word in words):  # with GPT-2's vocabulary at hand it is text
+        same = 0
+        while same < min(len(words), len(whole[1])) and int(words[same]) == whole[1][same]:
+            same += 1
+        print(f"the same tokens: the first {same} of {args.generate}", flush=True)
 
 
 def main():
@@ -196,14 +220,16 @@ def main():
                         help="bf16: autocast")
     parser.add_argument("--beside", metavar="FILE",
                         help="time the steps in this output of dev/bench_cpu, on the CPU")
-    parser.add_argument("--generate", type=int, help="time transformers' generate instead: tokens")
-    parser.add_argument("--prompt", type=int, default=16, help="with --generate: tokens before")
+    parser.add_argument("--generate", type=int, metavar="TOKENS",
+                        help="time transformers' generate beside ours instead, on the CPU")
+    parser.add_argument("--rounds", type=int, default=5, help="with --generate: turns of each")
+    parser.add_argument("--program", default="./train_gpt2", help="with --generate: ours")
     args = parser.parse_args()
     shape(args.model)
     cuda = torch.cuda.is_available() and not args.beside
     device = torch.device("cuda" if cuda else "cpu")
     if args.generate:
-        generate(args, device)
+        generate(args)
         return 0
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     print(f"# PyTorch {torch.__version__} on {name}, {torch.get_num_threads()} threads: "

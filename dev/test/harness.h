@@ -66,6 +66,12 @@ inline struct {
     Text where;
 } worst = {0, 0, -1, ""};
 
+// Seconds after which a test is ended: what FULL=1 draws takes longer. 0: never.
+inline unsigned limit_s() {
+    const char *full = getenv("FULL");
+    return stays_here ? 0 : full && strcmp(full, "1") == 0 ? 3600 : LIMIT_S;
+}
+
 __attribute__((format(printf, 1, 2))) inline Text text(const char *format, ...) {
     char out[1024];
     va_list args;
@@ -192,7 +198,7 @@ inline pid_t spawn(const std::function<void()> &action) {
         if (!freopen("stdout", "w", stdout) || !freopen("stderr", "w", stderr)) {
             _exit(99);
         }
-        alarm(stays_here ? 0 : LIMIT_S);
+        alarm(limit_s());
         action();
         exit(failures ? 1 : 0);
     }
@@ -321,7 +327,7 @@ inline int run_apart(const Test *t, const Text &again) {
     fflush(NULL);
     pid_t pid = fork();
     if (pid == 0) {
-        alarm(stays_here ? 0 : LIMIT_S);
+        alarm(limit_s());
         run_here(t);
         exit(failures ? FAILED : 0);
     }

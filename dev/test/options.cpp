@@ -291,6 +291,16 @@ static void test_fit_command() {
     expect(o.status == 1 && o.out.find("nothing fits: --minimum") != Text::npos, "%s",
            o.out.c_str());
     expect_success(program("--fit bits -e l2h2c16t16"), "--fit of the CPU's memory");
+    // The batches offered are those that a run of this data takes: it has 24 sequences.
+    write_file("few.bin", shard_bytes(Ids(400, 99), BYTE_TOKENS));
+    const Text few = "-i few.bin -e l2h2c16t16 --gpu 4090 --fit ";
+    o = program(few + "all");
+    const Text command = recommended(o.out, "then fastest: ");
+    expect(o.out.find("\n   24  ") != Text::npos && o.out.find("\n   32  ") == Text::npos &&
+           atoi(&command[command.find("-b ") + 3]) <= 24, "%s", o.out.c_str());
+    o = program(few + "bits -d 512");
+    expect(o.status == 1 && o.out.find("nothing fits: few.bin has 24 sequences") != Text::npos,
+           "%s", o.out.c_str());
 }
 
 // What the user has given stands in the command that --fit recommends, which can be pasted, and
