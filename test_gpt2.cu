@@ -2750,9 +2750,9 @@ template <class E> static void check_classifier(int rows, int V, double sharp) {
             Device<E> d_logits(logits);
             Device<float> losses(rows), again(rows);
             Device<int> d_targets(targets);
-            gpu_classifier(losses.p, d_logits.p, d_targets.p, dloss, rows, V, Vp, false, 0);
+            gpu_classifier(losses.p, d_logits.p, d_targets.p, dloss, d_scale.p, rows, V, Vp, false, 0);
             expect(same_bits(d_logits.get(), logits), "%s: evaluation keeps them", who.c_str());
-            gpu_classifier(again.p, d_logits.p, d_targets.p, dloss, rows, V, Vp, true, 0);
+            gpu_classifier(again.p, d_logits.p, d_targets.p, dloss, d_scale.p, rows, V, Vp, true, 0);
             expect(same_bits(losses.get(), again.get()), "%s: losses", who.c_str());
             return Outputs{losses.get(), d_logits.get()};
         },
@@ -3133,7 +3133,7 @@ template <class E, class G> static void check_misaligned() {
          [&] { gpu_attention_forward(p[0], f[5], p[1], 1, N, C, 1, 0); }},
         {"gpu_attention_backward", is_fp32<E> ? 0 : 4,
          [&] { gpu_attention_backward(p[0], f0, f0, p[1], p[2], p[3], f0, f0, 1, N, C, 1, 0); }},
-        {"gpu_classifier", 1, [&] { gpu_classifier(f[5], p[0], ints, 1, N, C, C, true, 0); }},
+        {"gpu_classifier", 1, [&] { gpu_classifier(f[5], p[0], ints, 1, f[1], N, C, C, true, 0); }},
         {"gpu_grad_square_sum", 2,
          [&] {
              gpu_grad_square_sum((UpdateState *)(void *)ints, f[5], g[0], f[1], g[0],
@@ -3327,7 +3327,7 @@ static void check_huge_attention() {
              Huge<bf16> logits(rows * 50304, noise(50304, 1, 1));
              Huge<float> losses(rows);
              Huge<int> targets(rows);
-             gpu_classifier(losses.p, logits.p, targets.p, 1, (int)rows, 50257, 50304, true, 0);
+             gpu_classifier(losses.p, logits.p, targets.p, 1, nullptr, (int)rows, 50257, 50304, true, 0);
              return Outputs{logits.last(50304), losses.last(1)};
          },
          4, 42700);

@@ -1046,9 +1046,9 @@ typedef struct {
 static Type settings_real(const Settings *s) { return s->gpu ? TYPE_FP32 : TYPE_REAL; }
 
 // A master copy holds what 16-bit weights lose: for bf16 the low halves of fp32 weights, where they
-// are asked for; for fp16, which is no half of fp32, always fp32 weights of their own.
+// are asked for; for fp16, which is no half of fp32, fp32 weights of its own wherever it trains.
 static int settings_has_master(const Settings *s) {
-    return s->split_master || s->dtype == TYPE_FP16;
+    return s->split_master || (s->dtype == TYPE_FP16 && !s->cache);
 }
 
 static int settings_offloads(const Settings *s) {
@@ -2251,6 +2251,9 @@ static void settings_types(Settings *s, const Options *o) {
     if (s->dtype != TYPE_BF16 && (o->grad_dtype == GRADS_BF16 || s->moment_dtype == TYPE_BF16)) {
         die("--%s bf16 needs --dtype bf16, found %s",
             o->grad_dtype == GRADS_BF16 ? "grad-dtype" : "moments", choice_text(dtypes, dtype).s);
+    }
+    if (s->dtype == TYPE_FP16 && o->master == MASTER_NONE) {
+        die("--master (-w) none: with --dtype fp16 the fp32 weights cannot be left out");
     }
     if (s->home[HOME_OF_MASTER] & HOME_HOST && !settings_has_master(s)) {
         die("--offload master: there is no master copy with --dtype %s and --master (-w) %s",
@@ -3805,7 +3808,14 @@ enum { PIECE = GPT2_POISON ? 1 << 10 : 1 << 18 };
 typedef struct {
     double loss, norm;
     int skipped;
+    int scale_log2, scale_steps;  // of fp16's loss scale, as RunState has them; else 0
+    int scale_moved;              // by this step: 1 up; -1 down, for which it was skipped
 } StepResult;
+
+// fp16 has numbers up to 65504 and below 6e-5 fewer digits, so the loss, and with it every gradient,
+// is multiplied by a power of two that the engine moves. The first one, and the steps without an
+// overflow after which it doubles: the defaults of PyTorch's torch.amp.GradScaler.
+enum { LOSS_SCALE_LOG2 = 16, LOSS_SCALE_GROWS = 2000, FP16_MOST = 65504 };
 
 enum { MATMUL_TEXT = 4096 };  // bytes of the choices' text
 
@@ -3829,6 +3839,9 @@ struct Engine {
     // Ends the step: mean loss of its micro-batches, gradient norm, and the update unless it is
     // skipped.
     StepResult (*update)(Engine *e, const Options *o, double lr, double limit, int64_t updates);
+    // Goes on with a checkpoint's loss scale. NULL: the loss is not scaled.
+    void (*scale_loss)(Engine *e, int log2, int64_t good_steps);
+    double weight_most;  // the largest weight that its type holds; 0: any
     // Mean loss of one batch (B,T), nothing learnt; `losses` (B,T), unless NULL, receives them all.
     double (*forward_loss)(Engine *e, real *losses, const Token *inputs, const Token *targets);
     // Logits (V) after the last of n <= T tokens.
@@ -3901,7 +3914,7 @@ static void cpu_micro_step(Engine *e, const Token *inputs, const Token *targets,
 static StepResult cpu_update(Engine *e, const Options *o, double lr, double limit,
                              int64_t updates) {
     CpuEngine *cpu = (CpuEngine *)e->self;
-    StepResult result = {cpu->loss, 0, 0};
+    StepResult result = {cpu->loss, 0, 0, 0, 0, 0};
     result.norm = network_update(cpu->plan, o, lr, limit, updates, &result.skipped);
     return result;
 }
@@ -4840,31 +4853,37 @@ static void run_report(Run *run, int ends) {
     const double flops = model_flops_per_token(&s->model, s->T) * per_second;
     const double peak = run->engine.peak_flops > 0 ? 100 * flops / run->engine.peak_flops : NAN;
     const int64_t left = run->steps - run->state.step;
-    char of_peak[32] = "", line[256];
-    // A skipped step is news whenever it comes, and the last one is what a run is judged by.
+    const int news = r->skipped || r->scale_moved;
+    char of_peak[32] = "", line[256], scale[24] = "";
+    // A skipped step is news whenever it comes, as is a loss scale that has moved, and the last one
+    // is what a run is judged by.
     if (ends ? run->reported_step == run->state.step
-             : run->state.step % run->o.log_every != 0 && left && !r->skipped) {
+             : run->state.step % run->o.log_every != 0 && left && !news) {
         return;
     }
     run->reported_step = run->state.step;
     if (!isnan(peak)) {
         snprintf(of_peak, sizeof of_peak, "%.0f %% of peak", peak);
     }
+    if (r->scale_moved) {
+        snprintf(scale, sizeof scale, "loss scale 2^%d", r->scale_log2);
+    }
     if (!run->o.quiet) {
         snprintf(line, sizeof line,
                  "step %*" PRId64 "/%" PRId64 "\tloss %.4f\tnorm %.3f\tlr %.2e\t%.1f ms\t"
-                 "%s tok/s\t%s\t%s\teta %s\t%s",
+                 "%s tok/s\t%s\t%s\teta %s\t%s%s%s",
                  run->steps > 9999 ? 7 : 4, run->state.step, run->steps, r->loss, r->norm,
                  run->lr, run->ms, count_text((int64_t)per_second).s, of_peak,
                  bytes_text((double)plan_taken(&run->plan)).s,
-                 duration_text((double)left * run->mean_ms * 1e-3).s, r->skipped ? "SKIPPED" : "");
+                 duration_text((double)left * run->mean_ms * 1e-3).s, r->skipped ? "SKIPPED" : "",
+                 r->skipped && r->scale_moved ? ", " : "", scale);
         // What a narrow terminal lacks first: memory, share of the peak, learning rate, norm, ms,
         // time left, tokens/s.
         static const int spare[] = {7, 6, 3, 2, 4, 8, 5, -1};
         char fitting[256];
         line_fit(fitting, line, spare, line_room(run));
         printf("%s%s%s", clear_line(run), fitting,
-               run->live && left && !r->skipped && !ends ? "" : "\n");
+               run->live && left && !news && !ends ? "" : "\n");
     }
     if (run->log) {
         log_begin(run);
@@ -4875,6 +4894,9 @@ static void run_report(Run *run, int ends) {
         json_number(run->log, "tokens_per_s", per_second);
         json_number(run->log, "peak_pct", peak);
         fprintf(run->log, ",\"skipped\":%d", r->skipped);
+        if (r->scale_log2) {
+            fprintf(run->log, ",\"loss_scale_log2\":%d", r->scale_log2);
+        }
         log_end(run->log);
     }
 }
@@ -4962,7 +4984,10 @@ static int run_step(Run *run) {
     state->updates += !r.skipped;
     state->skipped += r.skipped;
     state->pending_validation = 0;
-    run->skips = r.skipped ? run->skips + 1 : 0;
+    state->loss_scale_log2 = r.scale_log2;
+    state->loss_scale_steps = r.scale_steps;
+    // A loss scale that had to fall is no sign of trouble until it can fall no further.
+    run->skips = r.skipped ? run->skips + (r.scale_moved >= 0) : 0;
     if (o->max_skips && run->skips >= o->max_skips) {
         snprintf(run->failure, sizeof run->failure, "--max-skips: %" PRId64 " steps in a row were "
                  "skipped, and what made their gradients useless stays", run->skips);
@@ -5055,7 +5080,7 @@ static void run_train(Run *run) {
             run_sample(run);
         }
         due |= o->save_every && step % o->save_every == 0;
-        if (due && !last && run->skips == 0 && !run_stopping()) {
+        if (due && !last && !run->last.skipped && !run_stopping()) {
             run_save(run);
             due = 0;
         }
