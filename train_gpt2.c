@@ -2223,15 +2223,21 @@ static int settings_zero(const Settings *s) {
 
 static const char *bf16_missing(void);  // chapter Matmul and fast maths
 
+// The type of a GPU run: what is asked for, else bf16 where the card that is planned for has it. Of
+// the GPU at hand run_choose_dtype() has asked.
+static int64_t gpu_dtype(const Options *o) {
+    const GpuEntry *card = gpu_find(o);
+    const int usual = card && !card->has_bf16 ? DTYPE_FP16 : DTYPE_BF16;
+    return o->dtype ? o->dtype : usual;
+}
+
 // Number types and master bits of the states. Ends the run at what the card, the program or
 // another setting rules out.
 static void settings_types(Settings *s, const Options *o) {
     const GpuEntry *card = gpu_find(o);
-    const int has_bf16 = !card || card->has_bf16;
-    const int64_t usual = !s->gpu ? DTYPE_FP32 : has_bf16 ? DTYPE_BF16 : DTYPE_FP16;
-    const int64_t dtype = o->dtype ? o->dtype : usual;
+    const int64_t dtype = s->gpu || o->dtype ? gpu_dtype(o) : (int64_t)DTYPE_FP32;
     const Type fp32 = s->gpu ? TYPE_FP32 : TYPE_REAL;
-    if (dtype == DTYPE_BF16 && !has_bf16) {
+    if (dtype == DTYPE_BF16 && card && !card->has_bf16) {
         die("--dtype bf16: %s has no bf16; it has fp16 and fp32", o->gpu);
     }
     s->dtype = dtype == DTYPE_BF16 ? TYPE_BF16 : dtype == DTYPE_FP16 ? TYPE_FP16 : fp32;
@@ -5113,6 +5119,7 @@ typedef struct Program {
     void (*refuse)(const Settings *s);                        // what it cannot do; or NULL
     const char *built;                                        // what is built in
     int (*device)(char name[96]);  // 0: no device is here; NULL: none is needed
+    int (*lacks_bf16)(void);       // whether the device at hand does; NULL: none is needed
     // This rank's GPU, by a name that no other has, and of rank 0 a new id by which the ranks'
     // engines will find each other. NULL: it trains alone, for the reason in `alone`.
     void (*introduce)(char gpu[RANK_TEXT], char id[RANK_ID]);
@@ -5741,6 +5748,15 @@ static void run_close(Run *run) {
     free(run->bpe);
 }
 
+// The GPU at hand may have no bf16: a run or plan for it, to which no type is given, is in fp16, as
+// if that had been asked for. A plan for a card that is named does not look at this one.
+static void run_choose_dtype(const Program *program, Options *o) {
+    const int named = options_plan(o) && (gpu_memory_from_options(o) > 0 || o->gpus > 1);
+    if (!o->dtype && program->lacks_bf16 && !named && program->lacks_bf16()) {
+        o->dtype = DTYPE_FP16;
+    }
+}
+
 // Start-up in its order, then the command that was asked for, without one the training. Returns the
 // exit status; whatever cannot be done ends the program in one line instead.
 static int program_run(Run *run, const Program *program, int argc, char **argv) {
@@ -5762,6 +5778,7 @@ static int program_run(Run *run, const Program *program, int argc, char **argv) 
         run_find_ranks(run, program);
         stop_line = o->quiet ? "" : "stopping; again to quit\n";
     }
+    run_choose_dtype(program, &run->o);
     const ModelKind kind = run_choose_model(run, program, &m);         // 2 the model's sizes
     if (o->eval) {
         return eval_command(run, program, &m);
@@ -5799,7 +5816,7 @@ int train_gpt2_main(int argc, char **argv);
 int train_gpt2_main(int argc, char **argv) {
     static const Program program = {
         "train_gpt2", "l4h4c128t64", 0, cpu_open, host_memory_available, 0, NULL, NULL, "", NULL,
-        NULL,
+        NULL, NULL,
         "it computes on the CPU; train_gpt2cu shares a run among GPUs"};
     return program_main(&program, argc, argv);
 }

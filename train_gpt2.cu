@@ -3375,6 +3375,18 @@ static int device_name(char name[96]) {
     return 1;
 }
 
+// bf16 came with compute capability 8.0.
+static int device_lacks_bf16(void) {
+    char name[96];
+    int device = 0, major = 0;
+    if (!device_name(name)) {
+        return 0;
+    }
+    cuda_check(cudaGetDevice(&device));
+    cuda_check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+    return major < 8;
+}
+
 // Bytes that are free on this rank's GPU, which is the current one from here on. Ends the run where
 // there is none.
 static size_t device_available(void) {
@@ -5061,6 +5073,7 @@ int train_gpt2cu_main(int argc, char **argv) {
                                     gpu_settings_check,
                                     built,
                                     device_name,
+                                    device_lacks_bf16,
                                     GPT2_NCCL ? rank_introduce : nullptr,
                                     "it was built without NCCL"};
     return program_main(&program, argc, argv);

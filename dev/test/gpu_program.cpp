@@ -16,7 +16,7 @@ static int is_emulated() { return tested.find("cu_cpu") != Text::npos; }
 // One line, exit status 1, no checkpoint; what is at fault is named.
 static void test_gpu_bad_input() {
     static const Refusal table[] = {
-        {"--dtype fp16", "--dtype fp16 can be planned"},
+        {"--dtype fp16 -w none", "--master (-w) none: with --dtype fp16 the fp32 weights"},
         {"--dtype bf16 -w 0 --offload master", "--offload master: there is no master copy"},
         {"--offload moments,weight", "--offload: 'moments,weight' is not a list"},
         {"-z 1", "--zero (-z) 1 divides states among GPUs"},
