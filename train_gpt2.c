@@ -3818,8 +3818,8 @@ typedef struct {
     int scale_moved;              // by this step: 1 up; -1 down, for which it was skipped
 } StepResult;
 
-// fp16 has numbers up to 65504 and below 6e-5 fewer digits, so the loss, and with it every gradient,
-// is multiplied by a power of two that the engine moves. The first one, and the steps without an
+// fp16 has numbers up to 65504 and fewer digits below 6e-5, so the loss, and so every gradient, is
+// multiplied by a power of two that the engine moves. The first one, and the steps without an
 // overflow after which it doubles: the defaults of PyTorch's torch.amp.GradScaler.
 enum { LOSS_SCALE_LOG2 = 16, LOSS_SCALE_GROWS = 2000, FP16_MOST = 65504 };
 

@@ -3006,8 +3006,8 @@ static void gpu_classifier(float *losses, E *logits, const int *targets, float d
 // for the host. 2. AdamW is fp32 arithmetic without fused multiply-adds, so the split master gives
 // the very bits of an fp32 AdamW on the CPU. 3. Where a state is kept in 16 bits alone it is
 // rounded stochastically, with random numbers keyed by (seed, step, tensor, index in the tensor),
-// whatever part of the tensor this rank owns. 4. With fp16 all gradients are those of the loss times
-// the loss scale, a power of two: the classifier multiplies, the norm and AdamW divide, exactly.
+// whatever part of the tensor this rank owns. 4. With fp16 all gradients are those of the loss
+// times the loss scale, a power of two: the classifier multiplies, norm and AdamW divide, exactly.
 
 constexpr int UPDATE_THREADS = 256;
 constexpr int UPDATE_CHUNK = 8192;  // elements of a range that one block handles
@@ -3119,8 +3119,8 @@ static __global__ void grad_square_sum_finish_kernel(UpdateState *state, const f
 // The loss scale after a step: halved where gradients overflowed, doubled after scale_grows steps
 // without that. It stays finite, and at least 2: a checkpoint's exponent 0 says that there is none,
 // and gradients that overflow so are no matter of the scale.
-// source: torch.amp.GradScaler, whose defaults these are (and the first scale, LOSS_SCALE_LOG2), but
-//   for the least scale, which it does not have.
+// source: torch.amp.GradScaler, whose defaults these are (and the first scale, LOSS_SCALE_LOG2),
+//   but for the least scale, which it does not have.
 __device__ inline void loss_scale_update(UpdateState *state, bool finite) {
     const bool grows = finite && ++state->good_steps >= state->scale_grows;
     const float next = state->loss_scale * (grows ? 2.0f : finite ? 1.0f : 0.5f);

@@ -811,8 +811,8 @@ static int option_given(const Options *o, const char *name) {
 static const char *const minimum_decides[] = {"batch",   "recompute", "logit-rows", "moments",
                                               "master", "offload",   "gpu-mem"};
 
-// Looks at the options of --fit and --minimum before settings are made of them. Ends the run at what
-// they would ignore, and where no batch divides -d's tokens.
+// Looks at the options of --fit and --minimum before settings are made of them. Ends the run at
+// what they would ignore, and where no batch divides -d's tokens.
 static void fit_options(const Options *o, const Model *m) {
     Settings least;
     const char *command = o->fit ? "--fit" : "--minimum";

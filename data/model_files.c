@@ -482,7 +482,9 @@ static int64_t find_bad(const real *values, int64_t count, double least, double 
 }
 
 // The largest weight that an engine takes, and why another one, or any other number, is refused.
-static double weight_most(const Engine *e) { return e->weight_most > 0 ? e->weight_most : INFINITY; }
+static double weight_most(const Engine *e) {
+    return e->weight_most > 0 ? e->weight_most : INFINITY;
+}
 static const char *bad_reason(double value, double most) {
     return isfinite(value) && fabs(value) > most
                ? "fp16 ends at 65504, and --dtype bf16 or fp32 holds it"
@@ -1670,8 +1672,8 @@ static void checkpoint_load(const Snapshot *run, RunState *state, const char *fo
         checkpoint_announce(run, &f, file_span(model.spans, WTE, 0)->type == FILE_F32, folder);
     }
     *state = f.run;
-    // What is dropped here is written as dropped by the next checkpoint. Without a scale, as after a
-    // run of another type, the engine's first one holds.
+    // What is dropped here is written as dropped by the next checkpoint. Where there is none, as
+    // after a run of another type, the engine's first one holds.
     if (!run->engine->scale_loss) {
         state->loss_scale_log2 = state->loss_scale_steps = 0;
     } else if (state->loss_scale_log2) {
