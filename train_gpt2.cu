@@ -4965,11 +4965,12 @@ static double gradient_error(Engine *got, Engine *want, const Model *m, int tens
 
 // --check: one batch of the run's data through the GPU and through the oracle, from the same
 // weights. Prints the relative difference of the loss and of every gradient; 1 when one is beyond
-// the type's tolerance: fp32 1e-5, bf16 5e-2, the size of an error in the mathematics, not of
-// rounding. (The tests hold bf16 to twice the error of a naive bf16 computation.)
+// the type's tolerance: fp32 1e-5, fp16 1e-2, bf16 5e-2, the size of an error in the mathematics,
+// not of rounding. (The tests hold both to twice the error of a naive computation in 16 bits.)
 static int command_check(Run *run, const Program *program) {
     const Model *m = &run->s.model;
-    const double tolerance = run->s.dtype == TYPE_FP32 ? 1e-5 : 5e-2;
+    const Type type = run->s.dtype;
+    const double tolerance = type == TYPE_FP32 ? 1e-5 : type == TYPE_FP16 ? 1e-2 : 5e-2;
     Settings oracle = run->s;
     Plan oracle_plan;
     Engine cpu;
