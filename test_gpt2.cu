@@ -2800,6 +2800,25 @@ static std::vector<T> moved(const std::vector<T> &from, std::vector<T> to,
     return to;
 }
 
+// The fp32 weights that the master makes of the weights on the device; those of fp16 are whole, and
+// the weights, `rounded`, their roundings.
+template <class E>
+static Reals master_weights(const Reals &rounded, const Device<E> &params,
+                            const std::vector<Master<E>> &master,
+                            const std::vector<ParamRange> &ranges) {
+    Device<Master<E>> low(master);
+    Reals weights(master.size());
+    const StateView whole = {TYPE_FP32, (char *)low.p, nullptr, false};
+    const StateView halves = {TYPE_BF16, (char *)params.p, (uint16_t *)(void *)low.p, true};
+    state_read(weights.data(), traits<E>.narrow ? whole : halves, (int64_t)weights.size(), 0);
+    for (const ParamRange &r : ranges) {
+        for (size_t i = r.param; traits<E>.narrow && i < r.param + r.count; i++) {
+            expect(rounded[i] == rounded_to<E>(weights[i]), "weight %zu", i);
+        }
+    }
+    return weights;
+}
+
 // Three steps (clipped, not clipped, skipped) beside the AdamW of chapter Optimizer and schedules.
 // States kept exactly must have its bits. A state in 16 bits alone is rounded stochastically: to
 // one of its two neighbours, and without bias, its mean within four deviations; its run ends after
@@ -2809,9 +2828,8 @@ template <class E, class G, class M, bool SPLIT> static void check_adamw(const c
     const bool exact_p = SPLIT || is_fp32<E>, exact_m = is_fp32<M>;
     int chunks, steps = exact_p && exact_m ? 3 : 1;
     std::vector<ParamRange> ranges = three_ranges(&chunks);
-    typedef std::vector<Master<E>> Numbers;
     Reals p = noise(N, 0.02, 1), m(N), v(N);
-    Numbers low(N);
+    std::vector<Master<E>> low(N), none(N);
     std::vector<uint16_t> high(N);
     for (int i = 0; i < N; i++) {
         p[i] = i % 97 ? exact_p ? p[i] : rounded_to<E>(p[i]) : 0;
@@ -2824,7 +2842,7 @@ template <class E, class G, class M, bool SPLIT> static void check_adamw(const c
     if (SPLIT && !traits<E>.narrow) {
         cuda_check(cudaMemcpy(d_p.p, high.data(), N * 2, cudaMemcpyHostToDevice));
     }
-    Device<Master<E>> d_low(moved(low, Numbers(N), ranges, &ParamRange::param, &ParamRange::state));
+    Device<Master<E>> d_low(moved(low, none, ranges, &ParamRange::param, &ParamRange::state));
     Device<M> d_m(m), d_v(v);
     Device<ParamRange> d_ranges(ranges);
     Device<float> scratch(gpu_grad_square_sum_bytes() / 4);
@@ -2863,18 +2881,8 @@ template <class E, class G, class M, bool SPLIT> static void check_adamw(const c
     }
     Reals got_p = d_p.get(), got_m = d_m.get(), got_v = d_v.get();
     if (SPLIT) {
-        Device<Master<E>> back(moved(d_low.raw(), low, ranges, &ParamRange::state,
-                                     &ParamRange::param));
-        Reals weights(N);
-        const StateView whole = {TYPE_FP32, (char *)back.p, nullptr, false};
-        const StateView halves = {TYPE_BF16, (char *)d_p.p, (uint16_t *)(void *)back.p, true};
-        state_read(weights.data(), traits<E>.narrow ? whole : halves, N, 0);
-        for (const ParamRange &r : ranges) {
-            for (size_t i = r.param; traits<E>.narrow && i < r.param + r.count; i++) {
-                expect(got_p[i] == rounded_to<E>(weights[i]), "%s: weight %zu", who, i);
-            }
-        }
-        got_p = weights;
+        got_p = master_weights(got_p, d_p, moved(d_low.raw(), low, ranges, &ParamRange::state,
+                                                 &ParamRange::param), ranges);
     }
     expect(!exact_p || same_bits(got_p, p), "%s: weights, and what lies between them", who);
     expect(!exact_m || (same_bits(got_m, m) && same_bits(got_v, v)), "%s: moments", who);
@@ -3510,8 +3518,8 @@ static void round_all(real *x, int64_t n) {
     }
 }
 
-// While the oracle computes as 16 bits would, its plan: whenever a row comes alive or dies, which is
-// at every tick, the activations and gradients alive by then are rounded. Statistics stay fp32.
+// While the oracle computes as 16 bits would, its plan: whenever a row comes alive or dies, which
+// is at every tick, the activations and gradients alive by then are rounded. Statistics stay fp32.
 static Plan *rounded_plan;
 static void mark_and_round(void *memory, size_t bytes, int alive) {
     plan_mark(memory, bytes, alive);

@@ -2957,9 +2957,7 @@ __global__ void __launch_bounds__(THREADS ? THREADS : BLOCK_MAX, 1)
     });
     const float sum = row_sum(add_four(sums));
     // 4. the gradient; the loss, and the target's gradient once more, by the target's thread
-    if constexpr (BACKWARD && traits<E>.narrow) {
-        dloss *= *loss_scale;
-    }
+    dloss = BACKWARD && traits<E>.narrow ? dloss * *loss_scale : dloss;
     const float scale = dloss * reciprocal<E>(sum);
     if constexpr (BACKWARD) {
         each_pack([&](int c, Pack<E> &pack, bool) {

@@ -192,7 +192,8 @@ static void test_gpu_speed() {
 // --check agrees in all 17 numbers, --compare names two levels; --plan needs no GPU.
 static void test_gpu_commands() {
     write_corpus();
-    for (const char *arguments : {"--dtype fp32 -r norm", "--dtype bf16 -r block", "-w none", "--dtype fp16",
+    for (const char *arguments : {"--dtype fp32 -r norm", "--dtype bf16 -r block", "-w none",
+                                  "--dtype fp16",
                                   "--offload weights,gradients,moments,master,residuals"}) {
         Outcome o = program(Text("-i train.bin -e l2h2c32t16 -b 2 --check ") + arguments);
         expect_success(o, arguments);
@@ -358,10 +359,10 @@ static void test_gpu_generate() {
            o.out.c_str());
 }
 
-// fp16 by itself on a GPU without bf16. A step of one token is too little for the first loss
-// scale: it falls, and so that step is skipped and said to be. A resume, at another -r and into other GPUs'
-// memory, ends in the same bytes with the same scales; another type drops the scale and says so,
-// and what comes back to fp16 begins anew.
+// fp16 by itself on a GPU without bf16. A step of one token is too little for the first loss scale:
+// it falls, and so that step is skipped and said to be. A resume, at another -r and with states in
+// host memory, ends in the same bytes with the same scales; another type drops the scale and says
+// so, and what comes back to fp16 begins anew.
 static void test_gpu_fp16() {
     write_corpus();
     const auto old = with("EMU_CC", is_emulated() ? "75" : "0");
