@@ -4947,6 +4947,28 @@ static void run_prepare(Run *run) {
     }
 }
 
+// What a step that is done changes in what a checkpoint keeps of the run, and in whether it goes on.
+static void run_count_step(Run *run, const StepResult r) {
+    RunState *state = &run->state;
+    state->position += run->windows_per_step;
+    state->step++;
+    state->updates += !r.skipped;
+    state->skipped += r.skipped;
+    state->pending_validation = 0;
+    state->loss_scale_log2 = r.scale_log2;
+    state->loss_scale_steps = r.scale_steps;
+    // A loss scale that had to fall is no sign of trouble until it can fall no further.
+    run->skips = r.skipped ? run->skips + (r.scale_moved >= 0) : 0;
+    if (run->o.max_skips && run->skips >= run->o.max_skips) {
+        snprintf(run->failure, sizeof run->failure, "--max-skips: %" PRId64 " steps in a row were "
+                 "skipped, and what made their gradients useless stays", run->skips);
+    }
+    if (isfinite(r.norm)) {
+        state->norms.values[state->norms.count++ % NORM_WINDOW] = r.norm;
+    }
+    run->last = r;
+}
+
 // One optimizer step: micro-batches from the run's position, the update, the report. Returns 0 when
 // a rank cannot go on, or (of a single rank; several agree once a step) when a signal came before
 // its last micro-batch was begun: the run is then as after the step before,
@@ -4985,23 +5007,7 @@ static int run_step(Run *run) {
     if (this_rank.fault) {
         return 0;
     }
-    state->position += run->windows_per_step;
-    state->step++;
-    state->updates += !r.skipped;
-    state->skipped += r.skipped;
-    state->pending_validation = 0;
-    state->loss_scale_log2 = r.scale_log2;
-    state->loss_scale_steps = r.scale_steps;
-    // A loss scale that had to fall is no sign of trouble until it can fall no further.
-    run->skips = r.skipped ? run->skips + (r.scale_moved >= 0) : 0;
-    if (o->max_skips && run->skips >= o->max_skips) {
-        snprintf(run->failure, sizeof run->failure, "--max-skips: %" PRId64 " steps in a row were "
-                 "skipped, and what made their gradients useless stays", run->skips);
-    }
-    if (isfinite(r.norm)) {
-        state->norms.values[state->norms.count++ % NORM_WINDOW] = r.norm;
-    }
-    run->last = r;
+    run_count_step(run, r);
     run->lr = lr;
     run->ms = now_ms() - start;
     // The time left follows the machine's load over some 20 steps, and not each step's accident.
