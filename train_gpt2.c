@@ -1050,9 +1050,9 @@ typedef struct {
 static Type settings_real(const Settings *s) { return s->gpu ? TYPE_FP32 : TYPE_REAL; }
 
 // A master copy holds what 16-bit weights lose: for bf16 the low halves of fp32 weights, where they
-// are asked for; for fp16, which is no half of fp32, always fp32 weights of their own.
+// are asked for; for fp16, which is no half of fp32, fp32 weights of its own wherever it trains.
 static int settings_has_master(const Settings *s) {
-    return s->split_master || s->dtype == TYPE_FP16;
+    return s->split_master || (s->dtype == TYPE_FP16 && !s->cache);
 }
 
 static int settings_offloads(const Settings *s) {
@@ -2215,15 +2215,21 @@ static int settings_zero(const Settings *s) {
 
 static const char *bf16_missing(void);  // chapter Matmul and fast maths
 
+// The type of a GPU run: what is asked for, else bf16 where the card that is planned for has it. Of
+// the GPU at hand run_choose_dtype() has asked.
+static int64_t gpu_dtype(const Options *o) {
+    const GpuEntry *card = gpu_find(o);
+    const int usual = card && !card->has_bf16 ? DTYPE_FP16 : DTYPE_BF16;
+    return o->dtype ? o->dtype : usual;
+}
+
 // Number types and master bits of the states. Ends the run at what the card, the program or
 // another setting rules out.
 static void settings_types(Settings *s, const Options *o) {
     const GpuEntry *card = gpu_find(o);
-    const int has_bf16 = !card || card->has_bf16;
-    const int64_t usual = !s->gpu ? DTYPE_FP32 : has_bf16 ? DTYPE_BF16 : DTYPE_FP16;
-    const int64_t dtype = o->dtype ? o->dtype : usual;
+    const int64_t dtype = s->gpu || o->dtype ? gpu_dtype(o) : (int64_t)DTYPE_FP32;
     const Type fp32 = s->gpu ? TYPE_FP32 : TYPE_REAL;
-    if (dtype == DTYPE_BF16 && !has_bf16) {
+    if (dtype == DTYPE_BF16 && card && !card->has_bf16) {
         die("--dtype bf16: %s has no bf16; it has fp16 and fp32", o->gpu);
     }
     s->dtype = dtype == DTYPE_BF16 ? TYPE_BF16 : dtype == DTYPE_FP16 ? TYPE_FP16 : fp32;
@@ -2243,6 +2249,9 @@ static void settings_types(Settings *s, const Options *o) {
     if (s->dtype != TYPE_BF16 && (o->grad_dtype == GRADS_BF16 || s->moment_dtype == TYPE_BF16)) {
         die("--%s bf16 needs --dtype bf16, found %s",
             o->grad_dtype == GRADS_BF16 ? "grad-dtype" : "moments", choice_text(dtypes, dtype).s);
+    }
+    if (s->dtype == TYPE_FP16 && o->master == MASTER_NONE) {
+        die("--master (-w) none: with --dtype fp16 the fp32 weights cannot be left out");
     }
     if (s->home[HOME_OF_MASTER] & HOME_HOST && !settings_has_master(s)) {
         die("--offload master: there is no master copy with --dtype %s and --master (-w) %s",
@@ -3833,7 +3842,14 @@ enum { PIECE = GPT2_POISON ? 1 << 10 : 1 << 18 };
 typedef struct {
     double loss, norm;
     int skipped;
+    int scale_log2, scale_steps;  // of fp16's loss scale, as RunState has them; else 0
+    int scale_moved;              // by this step: 1 up; -1 down, for which it was skipped
 } StepResult;
+
+// fp16 has numbers up to 65504 and fewer digits below 6e-5, so the loss, and so every gradient, is
+// multiplied by a power of two that the engine moves. The first one, and the steps without an
+// overflow after which it doubles: the defaults of PyTorch's torch.amp.GradScaler.
+enum { LOSS_SCALE_LOG2 = 16, LOSS_SCALE_GROWS = 2000, FP16_MOST = 65504 };
 
 enum { MATMUL_TEXT = 4096 };  // bytes of the choices' text
 
@@ -3858,6 +3874,9 @@ struct Engine {
     // Ends the step: mean loss of its micro-batches, gradient norm, and the update unless it is
     // skipped.
     StepResult (*update)(Engine *e, const Options *o, double lr, double limit, int64_t updates);
+    // Goes on with a checkpoint's loss scale. NULL: the loss is not scaled.
+    void (*scale_loss)(Engine *e, int log2, int64_t good_steps);
+    double weight_most;  // the largest weight that its type holds; 0: any
     // Mean loss of one batch (B,T), nothing learnt; `losses` (B,T), unless NULL, receives them all.
     double (*forward_loss)(Engine *e, real *losses, const Token *inputs, const Token *targets);
     // Logits (V) after the last of n <= T tokens.
@@ -3932,7 +3951,7 @@ static void cpu_micro_step(Engine *e, const Token *inputs, const Token *targets,
 static StepResult cpu_update(Engine *e, const Options *o, double lr, double limit,
                              int64_t updates) {
     CpuEngine *cpu = (CpuEngine *)e->self;
-    StepResult result = {cpu->loss, 0, 0};
+    StepResult result = {cpu->loss, 0, 0, 0, 0, 0};
     result.norm = network_update(cpu->plan, o, lr, limit, updates, &result.skipped);
     return result;
 }
@@ -4922,31 +4941,37 @@ static void run_report(Run *run, int ends) {
     const double flops = model_flops_per_token(&s->model, s->T) * per_second;
     const double peak = run->engine.peak_flops > 0 ? 100 * flops / run->engine.peak_flops : NAN;
     const int64_t left = run->steps - run->state.step;
-    char of_peak[32] = "", line[256];
-    // A skipped step is news whenever it comes, and the last one is what a run is judged by.
+    const int news = r->skipped || r->scale_moved;
+    char of_peak[32] = "", line[256], scale[24] = "";
+    // A skipped step is news whenever it comes, as is a loss scale that has moved, and the last one
+    // is what a run is judged by.
     if (ends ? run->reported_step == run->state.step
-             : run->state.step % run->o.log_every != 0 && left && !r->skipped) {
+             : run->state.step % run->o.log_every != 0 && left && !news) {
         return;
     }
     run->reported_step = run->state.step;
     if (!isnan(peak)) {
         snprintf(of_peak, sizeof of_peak, "%.0f %% of peak", peak);
     }
+    if (r->scale_moved) {
+        snprintf(scale, sizeof scale, "loss scale 2^%d", r->scale_log2);
+    }
     if (!run->o.quiet) {
         snprintf(line, sizeof line,
                  "step %*" PRId64 "/%" PRId64 "\tloss %.4f\tnorm %.3f\tlr %.2e\t%.1f ms\t"
-                 "%s tok/s\t%s\t%s\teta %s\t%s",
+                 "%s tok/s\t%s\t%s\teta %s\t%s%s%s",
                  run->steps > 9999 ? 7 : 4, run->state.step, run->steps, r->loss, r->norm,
                  run->lr, run->ms, count_text((int64_t)per_second).s, of_peak,
                  bytes_text((double)plan_taken(&run->plan)).s,
-                 duration_text((double)left * run->mean_ms * 1e-3).s, r->skipped ? "SKIPPED" : "");
+                 duration_text((double)left * run->mean_ms * 1e-3).s, r->skipped ? "SKIPPED" : "",
+                 r->skipped && r->scale_moved ? ", " : "", scale);
         // What a narrow terminal lacks first: memory, share of the peak, learning rate, norm, ms,
         // time left, tokens/s.
         static const int spare[] = {7, 6, 3, 2, 4, 8, 5, -1};
         char fitting[256];
         line_fit(fitting, line, spare, line_room(run));
         printf("%s%s%s", clear_line(run), fitting,
-               run->live && left && !r->skipped && !ends ? "" : "\n");
+               run->live && left && !news && !ends ? "" : "\n");
     }
     if (run->log) {
         log_begin(run);
@@ -4957,6 +4982,9 @@ static void run_report(Run *run, int ends) {
         json_number(run->log, "tokens_per_s", per_second);
         json_number(run->log, "peak_pct", peak);
         fprintf(run->log, ",\"skipped\":%d", r->skipped);
+        if (r->scale_log2) {
+            fprintf(run->log, ",\"loss_scale_log2\":%d", r->scale_log2);
+        }
         log_end(run->log);
     }
 }
@@ -5009,6 +5037,28 @@ static void run_prepare(Run *run) {
     }
 }
 
+// What a step that is done changes in what a checkpoint keeps, and in whether the run goes on.
+static void run_count_step(Run *run, const StepResult r) {
+    RunState *state = &run->state;
+    state->position += run->windows_per_step;
+    state->step++;
+    state->updates += !r.skipped;
+    state->skipped += r.skipped;
+    state->pending_validation = 0;
+    state->loss_scale_log2 = r.scale_log2;
+    state->loss_scale_steps = r.scale_steps;
+    // A loss scale that had to fall is no sign of trouble until it can fall no further.
+    run->skips = r.skipped ? run->skips + (r.scale_moved >= 0) : 0;
+    if (run->o.max_skips && run->skips >= run->o.max_skips) {
+        snprintf(run->failure, sizeof run->failure, "--max-skips: %" PRId64 " steps in a row were "
+                 "skipped, and what made their gradients useless stays", run->skips);
+    }
+    if (isfinite(r.norm)) {
+        state->norms.values[state->norms.count++ % NORM_WINDOW] = r.norm;
+    }
+    run->last = r;
+}
+
 // One optimizer step: micro-batches from the run's position, the update, the report. Returns 0 when
 // a rank cannot go on, or (of a single rank; several agree once a step) when a signal came before
 // its last micro-batch was begun: the run is then as after the step before,
@@ -5047,20 +5097,7 @@ static int run_step(Run *run) {
     if (this_rank.fault) {
         return 0;
     }
-    state->position += run->windows_per_step;
-    state->step++;
-    state->updates += !r.skipped;
-    state->skipped += r.skipped;
-    state->pending_validation = 0;
-    run->skips = r.skipped ? run->skips + 1 : 0;
-    if (o->max_skips && run->skips >= o->max_skips) {
-        snprintf(run->failure, sizeof run->failure, "--max-skips: %" PRId64 " steps in a row were "
-                 "skipped, and what made their gradients useless stays", run->skips);
-    }
-    if (isfinite(r.norm)) {
-        state->norms.values[state->norms.count++ % NORM_WINDOW] = r.norm;
-    }
-    run->last = r;
+    run_count_step(run, r);
     run->lr = lr;
     run->ms = now_ms() - start;
     // The time left follows the machine's load over some 20 steps, and not each step's accident.
@@ -5145,7 +5182,7 @@ static void run_train(Run *run) {
             run_sample(run);
         }
         due |= o->save_every && step % o->save_every == 0;
-        if (due && !last && run->skips == 0 && !run_stopping()) {
+        if (due && !last && !run->last.skipped && !run_stopping()) {
             run_save(run);
             due = 0;
         }
@@ -5178,6 +5215,7 @@ typedef struct Program {
     void (*refuse)(const Settings *s);                        // what it cannot do; or NULL
     const char *built;                                        // what is built in
     int (*device)(char name[96]);  // 0: no device is here; NULL: none is needed
+    int (*lacks_bf16)(void);       // whether the device at hand does; NULL: none is needed
     // This rank's GPU, by a name that no other has, and of rank 0 a new id by which the ranks'
     // engines will find each other. NULL: it trains alone, for the reason in `alone`.
     void (*introduce)(char gpu[RANK_TEXT], char id[RANK_ID]);
@@ -5808,6 +5846,15 @@ static void run_close(Run *run) {
     free(run->bpe);
 }
 
+// The GPU at hand may have no bf16: a run or plan for it, to which no type is given, is in fp16, as
+// if that had been asked for. A plan for a card that is named does not look at this one.
+static void run_choose_dtype(const Program *program, Options *o) {
+    const int named = options_plan(o) && (gpu_memory_from_options(o) > 0 || o->gpus > 1);
+    if (!o->dtype && program->lacks_bf16 && !named && program->lacks_bf16()) {
+        o->dtype = DTYPE_FP16;
+    }
+}
+
 // Start-up in its order, then the command that was asked for, without one the training. Returns the
 // exit status; whatever cannot be done ends the program in one line instead.
 static int program_run(Run *run, const Program *program, int argc, char **argv) {
@@ -5829,6 +5876,7 @@ static int program_run(Run *run, const Program *program, int argc, char **argv) 
         run_find_ranks(run, program);
         stop_line = o->quiet ? "" : "stopping; again to quit\n";
     }
+    run_choose_dtype(program, &run->o);
     const ModelKind kind = run_choose_model(run, program, &m);         // 2 the model's sizes
     if (o->eval) {
         return eval_command(run, program, &m);
@@ -5867,7 +5915,7 @@ int train_gpt2_main(int argc, char **argv);
 int train_gpt2_main(int argc, char **argv) {
     static const Program program = {
         "train_gpt2", "l4h4c128t64", 0, cpu_open, host_memory_available, 0, NULL, NULL, "", NULL,
-        NULL,
+        NULL, NULL,
         "it computes on the CPU; train_gpt2cu shares a run among GPUs"};
     return program_main(&program, argc, argv);
 }

@@ -1,7 +1,7 @@
 // train_gpt2.cu -- Volume II: the same program on NVIDIA GPUs.
 //
 // What it is: every layer of GPT-2 forward and backward as CUDA kernels and cuBLASLt products in
-// bf16 or fp32, AdamW with a split master, recomputation of whole blocks, and the engine that
+// bf16, fp16 or fp32, AdamW with a split master, recomputation of whole blocks, and the engine that
 // Volume I's loop drives. Options, plan, data, checkpoints and the oracle that checks every kernel
 // are Volume I's.
 //
@@ -184,18 +184,20 @@ struct Element {
     cudaDataType_t cuda_type;  // in cuBLASLt
     int capability;            // the least that its kernels need, without the dot
     double unit;               // the largest relative error of rounding to nearest
+    bool narrow;  // few exponents: the loss is scaled, gradients and a master are fp32
 };
 template <class E> constexpr Element traits = E::has_no_row_here;
-template <> constexpr Element traits<float> = {"fp32", TYPE_FP32, CUDA_R_32F, 0, 0x1p-24};
-template <> constexpr Element traits<__half> = {"fp16", TYPE_FP16, CUDA_R_16F, 75, 0x1p-11};
-template <> constexpr Element traits<__nv_bfloat16> = {"bf16", TYPE_BF16, CUDA_R_16BF, 80, 0x1p-8};
+template <> constexpr Element traits<float> = {"fp32", TYPE_FP32, CUDA_R_32F, 0, 0x1p-24, false};
+template <> constexpr Element traits<__half> = {"fp16", TYPE_FP16, CUDA_R_16F, 75, 0x1p-11, true};
+template <>
+constexpr Element traits<__nv_bfloat16> = {"bf16", TYPE_BF16, CUDA_R_16BF, 80, 0x1p-8, false};
 template <class E> constexpr bool is_fp32 = traits<E>.type == TYPE_FP32;  // otherwise 16 bits
 
 // Calls f(E()), E being the element type that `type` names: here alone a run's settings become
 // types. These are the types that it can train in.
 template <class F> static void with_type(Type type, F f) {
-    check(type == TYPE_FP32 || type == TYPE_BF16, "no element type %d", (int)type);
-    type == TYPE_FP32 ? f(float()) : f(__nv_bfloat16());
+    check(type <= TYPE_FP16, "no element type %d", (int)type);
+    type == TYPE_FP32 ? f(float()) : type == TYPE_BF16 ? f(__nv_bfloat16()) : f(__half());
 }
 
 // The rounding to E is to nearest, ties to even.
@@ -2905,7 +2907,8 @@ constexpr int CLASSIFIER_PACKS = CLASSIFIER_VOCABULARY / (BLOCK_MAX * Pack<E>::s
 
 // For each row i of logits (rows,Vp) of E, of which the columns from V on are padding of any value:
 //   losses[i] = log(sum over v < V of exp(logits[v])) - logits[targets[i]], fp32; with BACKWARD
-//   logits become (softmax(logits) - onehot(targets[i])) * dloss, and zero in the padding.
+//   logits become (softmax(logits) - onehot(targets[i])) * dloss, and zero in the padding; where E
+//   is narrow dloss is multiplied by *loss_scale, which is not read otherwise.
 // One block a row, of as few warps as hold the row in registers: 25 for 50304 columns, one up to
 // 2048; the fp32 instance, for checking, spills. THREADS: the block's, if they are a constant and
 // all but the last pack of every thread are known to hold no padding. The target's logit is read
@@ -2919,7 +2922,8 @@ constexpr int CLASSIFIER_PACKS = CLASSIFIER_VOCABULARY / (BLOCK_MAX * Pack<E>::s
 // budget: <bf16, false, 800> threads 800 regs 72 blocks 1 instr/elem 7.5 of 64 test gpu_classifier
 template <class E, bool BACKWARD, int THREADS>
 __global__ void __launch_bounds__(THREADS ? THREADS : BLOCK_MAX, 1)
-    classifier_kernel(float *losses, E *logits, const int *targets, float dloss, int V, int Vp) {
+    classifier_kernel(float *losses, E *logits, const int *targets, float dloss,
+                      const float *loss_scale, int V, int Vp) {
     constexpr int size = Pack<E>::size, packs = CLASSIFIER_PACKS<E>;
     const int threads = THREADS ? THREADS : blockDim.x, thread = threadIdx.x;
     E *row = logits + (size_t)blockIdx.x * Vp;
@@ -2967,6 +2971,7 @@ __global__ void __launch_bounds__(THREADS ? THREADS : BLOCK_MAX, 1)
     });
     const float sum = row_sum(add_four(sums));
     // 4. the gradient; the loss, and the target's gradient once more, by the target's thread
+    dloss = BACKWARD && traits<E>.narrow ? dloss * *loss_scale : dloss;
     const float scale = dloss * reciprocal<E>(sum);
     if constexpr (BACKWARD) {
         each_pack([&](int c, Pack<E> &pack, bool) {
@@ -2989,8 +2994,9 @@ __global__ void __launch_bounds__(THREADS ? THREADS : BLOCK_MAX, 1)
 // losses (rows) fp32; logits (rows,Vp) of E, with `backward` replaced by their gradient;
 // targets (rows) in 0 .. V-1.
 template <class E>
-static void gpu_classifier(float *losses, E *logits, const int *targets, float dloss, int rows,
-                           int V, int Vp, bool backward, cudaStream_t stream) {
+static void gpu_classifier(float *losses, E *logits, const int *targets, float dloss,
+                           const float *loss_scale, int rows, int V, int Vp, bool backward,
+                           cudaStream_t stream) {
     constexpr int size = Pack<E>::size, packs = CLASSIFIER_PACKS<E>;
     check_rows(E, Vp, logits);
     check(V <= Vp && Vp <= CLASSIFIER_VOCABULARY, "logits of %d tokens in %d columns", V, Vp);
@@ -3002,7 +3008,7 @@ static void gpu_classifier(float *losses, E *logits, const int *targets, float d
                               : classifier_kernel<E, false, CLASSIFIER_GPT2>;
         }
     }
-    launch(kernel, rows, threads, 0, stream, losses, logits, targets, dloss, V, Vp);
+    launch(kernel, rows, threads, 0, stream, losses, logits, targets, dloss, loss_scale, V, Vp);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -3012,7 +3018,8 @@ static void gpu_classifier(float *losses, E *logits, const int *targets, float d
 // for the host. 2. AdamW is fp32 arithmetic without fused multiply-adds, so the split master gives
 // the very bits of an fp32 AdamW on the CPU. 3. Where a state is kept in 16 bits alone it is
 // rounded stochastically, with random numbers keyed by (seed, step, tensor, index in the tensor),
-// whatever part of the tensor this rank owns.
+// whatever part of the tensor this rank owns. 4. With fp16 all gradients are those of the loss
+// times the loss scale, a power of two: the classifier multiplies, norm and AdamW divide, exactly.
 
 constexpr int UPDATE_THREADS = 256;
 constexpr int UPDATE_CHUNK = 8192;  // elements of a range that one block handles
@@ -3038,9 +3045,13 @@ enum { PARAM_AT_HOME = 1, GRAD_AT_HOME = 2 };
 struct UpdateState {
     float square_sum;  // of all gradients
     float norm;
-    float scale;       // factor on the gradients: clip / norm, at most 1
+    float scale;       // factor on the gradients: clip / norm, at most 1, over the loss scale
     uint32_t skip;     // 1: this step's update does not happen
     uint32_t skipped;  // updates skipped so far
+    float loss_scale;  // of the step to come; the following fields are of narrow types alone
+    int good_steps;    // with finite gradients since it changed
+    int scale_grows;   // after so many; 0: the loss is not scaled
+    int scale_moved;   // in the last update: 1 up, -1 down
 };
 
 // Numbers the chunks and returns how many there are.
@@ -3117,15 +3128,36 @@ static __global__ void grad_square_sum_finish_kernel(UpdateState *state, const f
     }
 }
 
-// From the sum of squares (of all ranks, by now) to what AdamW does with it.
+// The loss scale after a step: halved where gradients overflowed, doubled after scale_grows steps
+// without that. It stays finite, and at least 2: a checkpoint's exponent 0 says that there is none,
+// and gradients that overflow so are no matter of the scale.
+// source: torch.amp.GradScaler, whose defaults these are (and the first scale, LOSS_SCALE_LOG2),
+//   but for the least scale, which it does not have.
+__device__ inline void loss_scale_update(UpdateState *state, bool finite) {
+    const bool grows = finite && ++state->good_steps >= state->scale_grows;
+    const float next = state->loss_scale * (grows ? 2.0f : finite ? 1.0f : 0.5f);
+    const bool takes = next >= 2.0f && next <= FLT_MAX;
+    state->scale_moved = takes && !finite ? -1 : takes && grows;
+    state->good_steps = grows || !finite ? 0 : state->good_steps;
+    state->loss_scale = takes ? next : state->loss_scale;
+}
+
+// From the sum of squares (of all ranks, by now) to what AdamW does with it. The squares are those
+// of scaled gradients: a sum of 2^26 products of fp16 numbers is below 2^58, so that its square is
+// far from fp32's end; a sum of squares that is beyond it nevertheless lowers the scale as well.
 // budget: threads 1 regs 20 blocks 24 test gpu_norm
 static __global__ void update_decide_kernel(UpdateState *state, float clip, float skip_above) {
-    float norm = sqrtf(state->square_sum);
+    const bool scaled = state->scale_grows > 0;
+    const float unscale = scaled ? 1.0f / state->loss_scale : 1.0f;
+    float norm = sqrtf(state->square_sum) * unscale;
     bool skip = !(norm <= skip_above) || isinf(norm);  // a NaN is skipped too
     state->norm = norm;
-    state->scale = clip > 0.0f && norm > clip ? clip / norm : 1.0f;
+    state->scale = (clip > 0.0f && norm > clip ? clip / norm : 1.0f) * unscale;
     state->skip = skip;
     state->skipped += skip;
+    if (scaled) {
+        loss_scale_update(state, norm <= FLT_MAX);
+    }
 }
 
 // Scratch of gpu_grad_square_sum.
@@ -3221,8 +3253,21 @@ __device__ inline void split_store(__nv_bfloat16 *params, uint16_t *low, const f
     pack_store(low, rest);
 }
 
+// fp16 is no half of fp32, so its master is the whole number, of which the weight is the rounding.
+template <class E> using Master = std::conditional_t<traits<E>.narrow, float, uint16_t>;
+template <int n>
+__device__ inline void split_load(float (&p)[n], const __half *, const float *master) {
+    vector_load(p, master);
+}
+
+template <int n>
+__device__ inline void split_store(__half *params, float *master, const float (&p)[n]) {
+    vector_store(params, p);
+    vector_store(master, p);
+}
+
 // AdamW on every range, a block for each chunk; nothing happens when state->skip is set.
-//   params of E; low 16 bits each, with SPLIT; moment1, moment2 of M, fp32, or bf16 if E is too;
+//   params of E; low, with SPLIT, their master; moment1, moment2 of M, fp32, or bf16 if E is too;
 //   grads_2d of G and grads_1d fp32, to be multiplied by state->scale; params_home and grads_home
 //   for the ranges that are there. Any of these may be pinned host memory: each byte passes once.
 // Bits: with SPLIT or fp32 parameters, and fp32 moments, those of adamw_element on the CPU. Bytes:
@@ -3231,7 +3276,7 @@ __device__ inline void split_store(__nv_bfloat16 *params, uint16_t *low, const f
 // budget: <bf16> threads 256 regs 74 blocks 3 instr/elem 127.5 of 8 loop test gpu_adamw
 template <class E, class G, class M, bool SPLIT>
 __global__ void __launch_bounds__(UPDATE_THREADS)
-    adamw_kernel(E *params, uint16_t *low, M *moment1, M *moment2, const G *grads_2d,
+    adamw_kernel(E *params, Master<E> *low, M *moment1, M *moment2, const G *grads_2d,
                  const float *grads_1d, E *params_home, const G *grads_home,
                  const ParamRange *ranges, int range_count, AdamW adamw, UpdateRandom key,
                  const UpdateState *state) {
@@ -3276,7 +3321,7 @@ __global__ void __launch_bounds__(UPDATE_THREADS)
 
 // One AdamW step over the table (ranges: device); low is null without SPLIT.
 template <class E, class G, class M, bool SPLIT>
-static void gpu_adamw(E *params, uint16_t *low, M *moment1, M *moment2, const G *grads_2d,
+static void gpu_adamw(E *params, Master<E> *low, M *moment1, M *moment2, const G *grads_2d,
                       const float *grads_1d, E *params_home, const G *grads_home,
                       const ParamRange *ranges, int range_count, int chunks, AdamW adamw,
                       UpdateRandom key, const UpdateState *state, cudaStream_t stream) {
@@ -3341,6 +3386,18 @@ static int device_name(char name[96]) {
     cuda_check(cudaGetDeviceProperties(&properties, device));
     snprintf(name, 96, "%.90s", properties.name);
     return 1;
+}
+
+// bf16 came with compute capability 8.0.
+static int device_lacks_bf16(void) {
+    char name[96];
+    int device = 0, major = 0;
+    if (!device_name(name)) {
+        return 0;
+    }
+    cuda_check(cudaGetDevice(&device));
+    cuda_check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+    return major < 8;
 }
 
 // Bytes that are free on this rank's GPU, which is the current one from here on. Ends the run where
@@ -3979,8 +4036,9 @@ template <class E, class G> static void gpu_head(const GpuPass<E, G> *pass) {
         E *lnf = gpu_buffer<E>(net, BUF_LNF) + (size_t)row * C;
         gpu_matmul_forward<E>(logits, lnf, b.weight(WTE), nullptr, nullptr, rows, C, Vp, stream);
         if (targets) {
-            gpu_classifier<E>(losses + row, logits, targets + row, pass->dloss, rows, V, Vp,
-                              pass->dloss != 0, stream);
+            gpu_classifier<E>(losses + row, logits, targets + row, pass->dloss,
+                              &gpu_buffer<GpuState>(net, BUF_STATE)->update.loss_scale, rows, V,
+                              Vp, pass->dloss != 0, stream);
         }
         if (pass->dloss != 0) {  // the first chunk of a step writes dwte, the others add
             gpu_matmul_backward<E, G>(lnf, b.dmatrix(WTE), logits, lnf, b.weight(WTE), rows, C, Vp,
@@ -4167,7 +4225,7 @@ static void gpu_adamw_all(GpuNetwork<E, G> *net, const AdamW &adamw, const Optio
                           int64_t updates) {
     UpdateRandom key = {(uint64_t)o->seed, (uint32_t)updates};
     gpu_adamw<E, G, M, SPLIT>(
-        gpu_buffer<E>(net, BUF_WEIGHTS), SPLIT ? gpu_buffer<uint16_t>(net, BUF_MASTER) : nullptr,
+        gpu_buffer<E>(net, BUF_WEIGHTS), SPLIT ? gpu_buffer<Master<E>>(net, BUF_MASTER) : nullptr,
         gpu_buffer<M>(net, BUF_M), gpu_buffer<M>(net, BUF_V), gpu_buffer<G>(net, BUF_GRADS),
         gpu_buffer<float>(net, BUF_GRADS_1D), gpu_buffer<E>(net, BUF_WEIGHTS_HOME),
         gpu_buffer<G>(net, BUF_GRADS_HOME), gpu_buffer<ParamRange>(net, BUF_TENSORS),
@@ -4200,14 +4258,15 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
     gpu_update_decide(&state->update, (float)o->clip, (float)limit, net->stream);
     // The clip factor is the device's, so the host's scale of gradients is 1.
     AdamW adamw = adamw_at(o, lr, updates, 1);
-    if constexpr (is_fp32<E>) {
-        gpu_adamw_all<E, G, float, false>(net, adamw, o, updates);
+    if constexpr (is_fp32<E> || traits<E>.narrow) {
+        gpu_adamw_all<E, G, float, traits<E>.narrow>(net, adamw, o, updates);
     } else {
-        with_type(s->moment_dtype, [&](auto moment) {
+        auto update = [&](auto moment) {
             using M = decltype(moment);
             s->split_master ? gpu_adamw_all<E, G, M, true>(net, adamw, o, updates)
                             : gpu_adamw_all<E, G, M, false>(net, adamw, o, updates);
-        });
+        };
+        s->moment_dtype == TYPE_FP32 ? update(float()) : update(E());
     }
     // Behind AdamW and before the next forward, which compute waits for.
     if (s->home[HOME_OF_MOMENTS] & HOME_SHARD) {
@@ -4224,8 +4283,10 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
     }
     // It has one loss a token: the mean over the step's tokens is its loss.
     const double tokens = (double)s->B * s->T * net->accum_steps * s->ranks;
-    StepResult result = {loss_sum / tokens, net->result->update.norm,
-                         (int)net->result->update.skip};
+    const UpdateState *u = &net->result->update;
+    StepResult result = {loss_sum / tokens, u->norm, (int)u->skip, 0, u->good_steps,
+                         u->scale_moved};
+    result.scale_log2 = u->scale_grows ? ilogbf(u->loss_scale) : 0;
     return result;
 }
 
@@ -4344,12 +4405,26 @@ struct StateView {
     bool split;
 };
 
+// A state that only this chapter knows: the fp32 weights beside those of a narrow type. Weights are
+// read from there, and written there and rounded.
+enum { STATE_MASTER = STATE_GRADS + 1 };
+static bool has_whole_master(const Settings *s) {
+    return settings_has_master(s) && !s->split_master;
+}
+
+// The buffer of weights or moments, and which of a tensor's bytes lie where.
+static int state_buffer(int state) {
+    static const int buffers[] = {BUF_WEIGHTS, BUF_M, BUF_V, BUF_GRADS, BUF_MASTER};
+    return buffers[state];
+}
+
 // A span of state `state` (STATE_*), at home.
 template <class E, class G>
 static StateView gpu_state(const GpuNetwork<E, G> *net, int state, const TensorSpan *span) {
     const Plan *p = net->plan;
     const Settings *s = &p->settings;
-    Place place = tensor_home(s, state_homes[state], span->tensor, span->layer);
+    const HomeOf home = state == STATE_MASTER ? HOME_OF_MASTER : state_homes[state];
+    Place place = tensor_home(s, home, span->tensor, span->layer);
     place.buffer = state == STATE_V ? BUF_V : place.buffer;
     StateView v = {p->buffers[p->single[place.buffer]].type, gpu_buffer<char>(net, place.buffer),
                    nullptr, state == STATE_WEIGHTS && s->split_master};
@@ -4448,7 +4523,6 @@ static char *rank_state_at(const Plan *p, const RankState &b, const TensorSpan &
            (place.offset + first - r.first) * (int64_t)b.bytes;
 }
 
-
 // host = the elements of a span, from whichever ranks have them: each sends what it has to all,
 // one rank after another, so all must call it alike; with `own` from this one, which has them.
 template <class E, class G>
@@ -4495,8 +4569,7 @@ static void rank_read(GpuNetwork<E, G> *net, int state, const TensorSpan &span, 
     const StateView v = gpu_state(net, state, &span);
     const bool sharded = (s->home[HOME_OF_MOMENTS] & HOME_SHARD) != 0;
     const bool divided = tensor_divided(s, HOME_OF_WEIGHTS, span.tensor) != 0;
-    const RankState high = {state == STATE_WEIGHTS ? BUF_WEIGHTS : state == STATE_M ? BUF_M : BUF_V,
-                            type_bytes(v.type),
+    const RankState high = {state_buffer(state), type_bytes(v.type),
                             state == STATE_WEIGHTS ? divided : sharded};
     const RankState low = {BUF_MASTER, sizeof(uint16_t), sharded};
     char *host = (char *)alloc_zero((size_t)span.count, high.bytes);
@@ -4527,14 +4600,32 @@ static void rank_write(GpuNetwork<E, G> *net, int state, const TensorSpan &span,
         const bool has = at >= own.first && at < own.first + own.count;
         n = min_i64(end, has ? own.first + own.count : at < own.first ? own.first : end) - at;
         StateView v = gpu_state(net, state, &span);
-        const RankState high = {state == STATE_WEIGHTS ? BUF_WEIGHTS
-                                : state == STATE_M     ? BUF_M
-                                                       : BUF_V, type_bytes(v.type), false};
+        const RankState high = {state_buffer(state), type_bytes(v.type), false};
         const RankState low = {BUF_MASTER, sizeof(uint16_t), false};
         v.data = rank_state_at(p, high, span, *r, at);
         v.low = v.split && has ? (uint16_t *)(void *)rank_state_at(p, low, span, own, at) : nullptr;
         state_write(v, values + at - span.first, n, net->stream);
     }
+}
+
+// What gradients are to be divided by: the scale of the loss whose they are. 1 without one, and not
+// to be asked between an update and the next step, as the update may have changed it.
+template <class E, class G> static float gpu_loss_scale(const GpuNetwork<E, G> *net) {
+    float scale = 1;
+    if constexpr (traits<E>.narrow) {
+        copy_wait(&scale, &gpu_buffer<GpuState>(net, BUF_STATE)->update.loss_scale, sizeof scale,
+                  net->stream);
+    }
+    return scale;
+}
+
+// The engine's scale_loss. The counters of updates start anew.
+template <class E, class G>
+static void gpu_scale_loss(Engine *e, int log2, int64_t good_steps) {
+    GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
+    const UpdateState state = {0, 0, 0, 0, 0, ldexpf(1, log2), (int)good_steps,
+                               traits<E>.narrow ? LOSS_SCALE_GROWS : 0, 0};
+    copy_wait(&gpu_buffer<GpuState>(net, BUF_STATE)->update, &state, sizeof state, net->stream);
 }
 
 // The engine's read and read_own, and its write. Gradients can only be read.
@@ -4543,6 +4634,9 @@ static void gpu_read(Engine *e, int state, int64_t offset, real *out, int64_t co
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
     TensorSpan span = {};
     progress();
+    const real scale = state == STATE_GRADS ? gpu_loss_scale(net) : 1;
+    const bool whole = state == STATE_WEIGHTS && has_whole_master(&net->plan->settings);
+    state = whole ? (int)STATE_MASTER : state;
     memset(out, 0, (size_t)count * sizeof(real));
     while (span_next(&net->plan->settings.model, offset, count, &span)) {
         if (net->ranks.ranks > 1 && state != STATE_GRADS) {
@@ -4550,6 +4644,9 @@ static void gpu_read(Engine *e, int state, int64_t offset, real *out, int64_t co
         } else {
             state_read(out + span.at, gpu_state(net, state, &span), span.count, net->stream);
         }
+    }
+    for (int64_t i = 0; i < count && scale != 1; i++) {
+        out[i] /= scale;
     }
 }
 
@@ -4559,6 +4656,9 @@ static void gpu_write(Engine *e, int state, int64_t offset, const real *values, 
     TensorSpan span = {};
     progress();
     visits_forget_weights(net->plan);
+    if (state == STATE_WEIGHTS && has_whole_master(&net->plan->settings)) {
+        gpu_write<E, G>(e, STATE_MASTER, offset, values, count);
+    }
     while (span_next(&net->plan->settings.model, offset, count, &span)) {
         if (net->ranks.ranks > 1) {
             rank_write(net, state, span, values + span.at);
@@ -4757,6 +4857,7 @@ static void gpu_warm_up(Engine *e) {
     size_t free_bytes, with_nccl, total_bytes;
     before = before ? before : device_memory.free_bytes;
     gpu_begin(net);
+    gpu_scale_loss<E, G>(e, LOSS_SCALE_LOG2, 0);
     gpu_warm_up_step<E, G>(e);
     gpu_tune<E, G>(e);  // here, because an algorithm that is tried is loaded too
     cuda_check(cudaMemGetInfo(&free_bytes, &total_bytes));
@@ -4765,6 +4866,7 @@ static void gpu_warm_up(Engine *e) {
         rank_choices_share<E, G>(e);
         gpu_warm_up_step<E, G>(e);
     }
+    gpu_scale_loss<E, G>(e, LOSS_SCALE_LOG2, 0);  // the warm-up has counted its steps
     cuda_check(cudaMemGetInfo(&with_nccl, &total_bytes));
     device_memory.library_bytes = size_less(before, free_bytes + net->plan->device_bytes);
     device_memory.nccl_bytes = size_less(free_bytes, with_nccl);
@@ -4816,6 +4918,10 @@ template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
     e->forward_loss = gpu_forward_loss<E, G>;
     e->logits = gpu_logits<E, G>;
     e->extend = gpu_extend<E, G>;
+    if constexpr (traits<E>.narrow) {
+        e->scale_loss = gpu_scale_loss<E, G>;
+        e->weight_most = FP16_MOST;
+    }
     e->read = gpu_read<E, G, false>;
     e->read_own = gpu_read<E, G, true>;
     e->write = gpu_write<E, G>;
@@ -4828,15 +4934,15 @@ template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
 // -------------------------------------------------------------------------------------------------
 // 35. Meters
 // What this GPU could do at most, for "% of peak": dense products of the run's type per clock and
-// SM (NVIDIA's architecture white papers; for sm_86, 89 and 120 the GeForce cards' rate, half of
-// the workstation cards', but for sm_75 the T4's, twice its GeForce cards'; 110, Thor, and 121,
-// GB10, a quarter of the data sheets' dense fp4), times SMs, times the highest clock the driver
-// names. A data sheet may count with a lower clock: an H100 names 1,980 MHz, which makes 1,070
-// TFLOP/s in bf16, where its data sheet has 989.
+// SM, 16-bit types summed in fp32 (NVIDIA's architecture white papers; for sm_86, 89 and 120 the
+// GeForce cards' rate, half of the workstation cards'; for sm_75 a T4's, twice its GeForce cards';
+// 110, Thor, and 121, GB10, a quarter of the data sheets' dense fp4), times SMs, times the highest
+// clock the driver names. A data sheet may count with a lower clock: an H100 names 1,980 MHz, which
+// makes 1,070 TFLOP/s in bf16, where its data sheet has 989.
 
 struct PeakRow {
     int capability;              // 10 * major + minor
-    int bf16_flops, fp32_flops;  // per SM and clock, a fused multiply-add is two; sm_75's are fp16
+    int half_flops, fp32_flops;  // per SM and clock; a fused multiply-add is two
 };
 static const PeakRow peak_rows[] = {
     {75, 1024, 128}, {80, 2048, 128},  {86, 512, 256},   {87, 1024, 256}, {89, 512, 256},
@@ -4856,12 +4962,13 @@ static void device_describe(Engine *e, const Settings *s) {
     cuda_check(cudaDeviceGetAttribute(&clock_khz, cudaDevAttrClockRate, device));
     const int capability = 10 * properties.major + properties.minor;
     if (capability < type.capability) {
-        die("--dtype %s: %s (compute capability %d.%d) has no %s; use --dtype fp32", type.name,
-            properties.name, properties.major, properties.minor, type.name);
+        die("--dtype %s: %s (compute capability %d.%d) has no %s; use --dtype %s", type.name,
+            properties.name, properties.major, properties.minor, type.name,
+            capability < traits<__half>.capability ? "fp32" : "fp16");
     }
     for (const PeakRow &row : peak_rows) {
         if (row.capability == capability) {
-            peak = type.type == TYPE_FP32 ? row.fp32_flops : row.bf16_flops;
+            peak = type.type == TYPE_FP32 ? row.fp32_flops : row.half_flops;
         }
     }
     e->peak_flops = 1e3 * clock_khz * peak * properties.multiProcessorCount * s->ranks;
@@ -4883,7 +4990,8 @@ static void gpu_engine_open(Engine *e, Plan *p) {
     device_describe(e, s);
     with_type(s->dtype, [&](auto element) {
         using E = decltype(element);
-        s->grad_dtype == s->dtype ? gpu_open<E, E>(e, p) : gpu_open<E, float>(e, p);
+        using G = std::conditional_t<traits<E>.narrow, float, E>;
+        s->grad_dtype == s->dtype ? gpu_open<E, G>(e, p) : gpu_open<E, float>(e, p);
     });
     size_t length = strlen(e->device);
     snprintf(e->device + length, sizeof e->device - length,
@@ -4901,10 +5009,6 @@ static void gpu_engine_open(Engine *e, Plan *p) {
 static void gpu_settings_check(const Settings *s) {
     const Model *m = &s->model;
     const int HS = m->C / m->NH;
-    if (s->dtype == TYPE_FP16) {
-        die("--dtype fp16 can be planned (--plan), but this program does not train with it; it "
-            "trains in bf16 and fp32");
-    }
     if (s->ranks > 1 && settings_offloads(s)) {
         die("--gpus %d and --offload: this program does not yet do both; --zero (-z) 1 and "
             "--recompute (-r) block save memory on each GPU", s->ranks);
@@ -4912,7 +5016,7 @@ static void gpu_settings_check(const Settings *s) {
     if (m->C % CHANNELS_UNIT != 0 || m->C > CHANNELS_MAX ||
         (s->dtype != TYPE_FP32 && (HS % HEAD_UNIT != 0 || HS > HEAD_MAX)) || HS > HEAD_MAX_FP32) {
         die("--model (-e): %d channels in %d heads: a GPU takes channels that are a multiple of "
-            "%d, at most %d, in heads of at most %d; in bf16 heads of at most %d, a multiple of %d",
+            "%d, at most %d, in heads of at most %d; in 16 bits of at most %d, a multiple of %d",
             m->C, m->NH, CHANNELS_UNIT, CHANNELS_MAX, HEAD_MAX_FP32, HEAD_MAX, HEAD_UNIT);
     }
     if ((int64_t)m->maxT * m->C > POSITIONS_MAX) {
@@ -4972,11 +5076,12 @@ static double gradient_error(Engine *got, Engine *want, const Model *m, int tens
 
 // --check: one batch of the run's data through the GPU and through the oracle, from the same
 // weights. Prints the relative difference of the loss and of every gradient; 1 when one is beyond
-// the type's tolerance: fp32 1e-5, bf16 5e-2, the size of an error in the mathematics, not of
-// rounding. (The tests hold bf16 to twice the error of a naive bf16 computation.)
+// the type's tolerance: fp32 1e-5, fp16 1e-2, bf16 5e-2, the size of an error in the mathematics,
+// not of rounding. (The tests hold both to twice the error of a naive computation in 16 bits.)
 static int command_check(Run *run, const Program *program) {
     const Model *m = &run->s.model;
-    const double tolerance = run->s.dtype == TYPE_FP32 ? 1e-5 : 5e-2;
+    const Type type = run->s.dtype;
+    const double tolerance = type == TYPE_FP32 ? 1e-5 : type == TYPE_FP16 ? 1e-2 : 5e-2;
     Settings oracle = run->s;
     Plan oracle_plan;
     Engine cpu;
@@ -5080,6 +5185,7 @@ int train_gpt2cu_main(int argc, char **argv) {
                                     gpu_settings_check,
                                     built,
                                     device_name,
+                                    device_lacks_bf16,
                                     GPT2_NCCL ? rank_introduce : nullptr,
                                     "it was built without NCCL"};
     return program_main(&program, argc, argv);

@@ -819,12 +819,10 @@ static int option_given(const Options *o, const char *name) {
 static const char *const minimum_decides[] = {"batch",   "recompute", "logit-rows", "moments",
                                               "master", "offload",   "gpu-mem"};
 
-// Prepares the options of --fit and --minimum, before settings are made of them. Ends the run at
-// what they would ignore, at what no program trains with, and where no batch divides -d's tokens;
-// for a card without bf16 they become those of fp32, and that is said.
-static void fit_options(Options *o, const Model *m) {
+// Looks at the options of --fit and --minimum before settings are made of them. Ends the run at
+// what they would ignore, and where no batch divides -d's tokens.
+static void fit_options(const Options *o, const Model *m) {
     Settings least;
-    const GpuEntry *card = gpu_find(o);
     const char *command = o->fit ? "--fit" : "--minimum";
     if (!o->fit && !o->minimum) {
         return;
@@ -840,20 +838,12 @@ static void fit_options(Options *o, const Model *m) {
     if (o->gpus > 1 || o->zero) {
         die("%s is of one GPU: leave --gpus and --zero (-z) out; --plan plans several", command);
     }
-    if (o->dtype == DTYPE_FP16) {
-        die("%s: no program trains with --dtype fp16 yet; --plan plans it", command);
-    }
     // The smallest batch that is tried divides whatever a larger one does.
     memset(&least, 0, sizeof least);
     least.ranks = 1;
     least.B = o->fit && option_given(o, "batch") ? (int)o->batch : 1;
     least.T = o->seq_len ? (int)o->seq_len : m->maxT;
     step_whole_micros(o, &least);
-    if (card && !card->has_bf16 && !o->dtype) {
-        o->dtype = DTYPE_FP32;
-        printf("%s has no bf16, and no program trains in fp16 yet: these are --dtype fp32, which "
-               "only -b, -r and --offload make smaller\n", card->name);
-    }
 }
 
 // Settings that fit as options that a user could type, and what they take. `type` is a row of
@@ -914,7 +904,8 @@ static int fit_tries_type(const Options *asked, int type) {
 static int fit_points(FitPoint list[MAX_POINTS], const Options *asked, const Model *m,
                       const Room *room) {
     const int64_t T = asked->seq_len ? asked->seq_len : m->maxT;
-    const int narrow = asked->fit != FIT_BITS && room->speed.gpu && asked->dtype <= DTYPE_BF16;
+    const int narrow =
+        asked->fit != FIT_BITS && room->speed.gpu && gpu_dtype(asked) == DTYPE_BF16;
     const int one = option_given(asked, "batch");
     const int rungs = asked->offload == OFFLOAD_AUTO && room->speed.gpu ? HOST_RUNGS : 1;
     const int is_auto = strcmp(asked->recompute, "auto") == 0;
@@ -1127,12 +1118,13 @@ static int fit_command(const Options *o, const Model *m, const Room *room) {
 static void minimum_command(const Options *asked, const Model *m, int cpu) {
     static const char *const titles[] = {"GPU, nothing offloaded", "GPU, everything on the host",
                                          "CPU"};
-    const int wide = asked->dtype > DTYPE_BF16;  // fp32: narrow moments and masters need bf16
+    const int wide = gpu_dtype(asked) != DTYPE_BF16;  // narrow moments and masters need bf16
     Room all;
     memset(&all, 0, sizeof all);
     all.device = all.host = SIZE_MAX;
     FitPoint *f = (FitPoint *)alloc_zero(1, sizeof *f);
-    const int narrow = asked->dtype == DTYPE_BF16 || asked->grad_dtype || asked->workspace;
+    const int narrow = (asked->dtype && asked->dtype != DTYPE_FP32) || asked->grad_dtype ||
+                       asked->workspace;
     for (int i = 0; i < 2 + (cpu && !narrow); i++) {
         all.speed.gpu = i < 2;
         f->o = *asked;

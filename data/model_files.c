@@ -466,18 +466,29 @@ static float master_join(float high, uint16_t low) {
 }
 
 // Index of the first number that is not finite, which the first step would spread to every weight,
-// or is below `least`; -1: there is none.
-static int64_t find_bad(const real *values, int64_t count, double least) {
+// or is not in least .. most; -1: there is none.
+static int64_t find_bad(const real *values, int64_t count, double least, double most) {
     int good = 1;
     int64_t i = 0;
     for (int64_t k = 0; k < count; k++) {
         // Without a branch, so that it becomes vector code.
-        good &= (values[k] - values[k] == 0) & (values[k] >= (real)least);
+        good &= (values[k] - values[k] == 0) & (values[k] >= (real)least) &
+                (values[k] <= (real)most);
     }
-    while (!good && isfinite(values[i]) && values[i] >= (real)least) {
+    while (!good && isfinite(values[i]) && values[i] >= (real)least && values[i] <= (real)most) {
         i++;
     }
     return good ? -1 : i;
+}
+
+// The largest weight that an engine takes, and why another one, or any other number, is refused.
+static double weight_most(const Engine *e) {
+    return e->weight_most > 0 ? e->weight_most : INFINITY;
+}
+static const char *bad_reason(double value, double most) {
+    return isfinite(value) && fabs(value) > most
+               ? "fp16 ends at 65504, and --dtype bf16 or fp32 holds it"
+               : "nothing can be trained from it";
 }
 
 // Fills the engine's weights from a file; moments become zero.
@@ -499,12 +510,13 @@ static void model_file_load(Engine *e, const ModelFile *f) {
                 } else {
                     span_values(values, s, i, count);
                 }
-                const int64_t bad = find_bad(values, count, -INFINITY), at = i + bad;
+                const double most = weight_most(e);
+                const int64_t bad = find_bad(values, count, -most, most), at = i + bad;
                 if (bad >= 0) {
                     file_tensor_name(name, "", tensor, l);
-                    die("%s: tensor %s: element %" PRId64 " is %g: nothing can be trained from it",
-                        f->name, name, swap ? at % cols * rows + at / cols : at,
-                        (double)values[bad]);
+                    die("%s: tensor %s: element %" PRId64 " is %g: %s", f->name, name,
+                        swap ? at % cols * rows + at / cols : at, (double)values[bad],
+                        bad_reason(values[bad], most));
                 }
                 e->write(e, STATE_WEIGHTS, offset + i, values, count);
             }
@@ -1530,12 +1542,13 @@ static void range_load(Engine *e, const Settings *s, const StateRange *r, const 
                 } else {
                     span_values(values, &r->span, in_range, count);
                 }
-                const int64_t bad = find_bad(values, count, r->state == STATE_V ? 0 : -INFINITY);
+                const double most = r->state == STATE_WEIGHTS ? weight_most(e) : INFINITY;
+                const int64_t bad = find_bad(values, count, r->state == STATE_V ? 0 : -most, most);
                 if (bad >= 0) {
                     file_tensor_name(name, "", tensor, l);
-                    die("checkpoint %s: %s of %s: element %" PRId64 " is %g: nothing can be "
-                        "trained from it", folder, range_names[r->state], name, i + bad,
-                        (double)values[bad]);
+                    die("checkpoint %s: %s of %s: element %" PRId64 " is %g: %s", folder,
+                        range_names[r->state], name, i + bad, (double)values[bad],
+                        bad_reason(values[bad], most));
                 }
                 e->write(e, r->state, in_state, values, count);
             }
@@ -1666,9 +1679,12 @@ static void checkpoint_load(const Snapshot *run, RunState *state, const char *fo
                             other_matmul, folder);
     }
     *state = f.run;
-    // What is dropped here is written as dropped by the next checkpoint.
-    if (s->dtype != TYPE_FP16) {
+    // What is dropped here is written as dropped by the next checkpoint. Where there is none, as
+    // after a run of another type, the engine's first one holds.
+    if (!run->engine->scale_loss) {
         state->loss_scale_log2 = state->loss_scale_steps = 0;
+    } else if (state->loss_scale_log2) {
+        run->engine->scale_loss(run->engine, (int)state->loss_scale_log2, state->loss_scale_steps);
     }
     for (int r = 0; r < ranks; r++) {
         mapping_close(&maps[r]);

@@ -294,8 +294,8 @@ template <class E> static std::vector<Case> token_cases(const Settings *s) {
         {"classifier", chunks, 0, {{losses, WRITE, NOISE, nullptr}, {logits, READ_WRITE, NOISE,
          nullptr}, ints(targets)},
          [=](const Buffers &p) {
-             gpu_classifier(as<float>(p[0]), as<E>(p[1]), as<int>(p[2]), dloss, rows, V, Vp, true,
-                            stream);
+             gpu_classifier(as<float>(p[0]), as<E>(p[1]), as<int>(p[2]), dloss, nullptr, rows, V,
+                            Vp, true, stream);
          }},
         {"loss_sum", 1, 0, {{sizeof(GpuState), WRITE, NOISE, nullptr}, {losses, READ, NOISE,
          nullptr}},
