@@ -1000,6 +1000,7 @@ template <class E, class F> static void with_channels(int C, F f) {
 // budget: <bf16, 1024> threads 256 regs 63 blocks 4 instr/elem 12.2 of 32 test gpu_layernorm
 // budget: <bf16, 1280> threads 256 regs 64 blocks 4 instr/elem 11.3 of 40 test gpu_layernorm
 // budget: <bf16, 1600> threads 256 regs 76 blocks 3 instr/elem 12.4 of 50 test gpu_layernorm
+// budget: <fp16, 768> sm 75 threads 256 regs 64 blocks 4 instr/elem 13.9 of 24 test gpu_layernorm
 template <class E, int CC>
 __global__ void __launch_bounds__(CC ? LAYERNORM_ROWS * WARP : BLOCK_MAX)
     layernorm_forward_kernel(E *out, float *mean, float *rstd, const E *inp, const E *weight,
@@ -1102,6 +1103,8 @@ static void gpu_layernorm_forward(E *out, float *mean, float *rstd, const E *inp
 // budget: <bf16, 1280> threads 320 shared 10240 regs 80 blocks 2 instr/elem 31.3 of 16 loop
 //   test gpu_layernorm
 // budget: <bf16, 1600> threads 224 regs 80 blocks 3 instr/elem 32.3 of 16 loop
+//   test gpu_layernorm
+// budget: <fp16, 768> sm 75 threads 384 shared 12288 regs 80 blocks 2 instr/elem 30.2 of 16 loop
 //   test gpu_layernorm
 template <class E, int CC>
 __global__ void __launch_bounds__(CC ? LAYERNORM_THREADS : BLOCK_MAX, CC ? 2 : 1)
@@ -1238,6 +1241,7 @@ template <class E> __device__ inline float gelu_power(float x) {
 // out = x s(x), elementwise. out, inp (n) of E. A thread takes two packs, a block's width apart.
 // Measured on the CPU layer: fp32 5e-8 of the output's norm; bf16 what rounding the output loses.
 // budget: <bf16> threads 256 regs 32 blocks 6 instr/elem 11.2 of 16 test gpu_gelu
+// budget: <fp16> sm 75 threads 256 regs 32 blocks 4 instr/elem 11.8 of 16 test gpu_gelu
 template <class E> __global__ void gelu_forward_kernel(E *out, const E *inp, size_t n) {
     constexpr int size = Pack<E>::size;
     Pack<E> x[2];
@@ -1288,6 +1292,8 @@ template <class E> __device__ inline float gelu_slope(float x) {
 // once. Measured on the CPU layer, of the norm: column sums 1.4e-7; dinp 3.4e-7 in fp32, what
 // rounding it loses in bf16.
 // budget: <bf16, true> threads 256 shared 8192 regs 72 blocks 3 instr/elem 20.9 of 32 loop
+//   test gpu_gelu
+// budget: <fp16, true> sm 75 threads 256 shared 8192 regs 72 blocks 3 instr/elem 21.5 of 32 loop
 //   test gpu_gelu
 template <class E, bool GELU>
 __global__ void bias_backward_kernel(E *dinp, float *partials, const E *dout, const E *inp, int N,
@@ -2176,6 +2182,10 @@ __device__ __forceinline__ void head_column_sums(float *to, const E *tile, int w
 // budget: <bf16, 64, false> threads 128 shared 49152 regs 224 blocks 2 test gpu_attention
 // budget: <bf16, 128> threads 128 shared 81920 regs 184 blocks 1 instr/elem 21.1 of 32 loop
 //   test gpu_attention
+// budget: <fp16, 64> sm 75 threads 128 shared 24576 regs 116 blocks 2 instr/elem 23.2 of 16 loop
+//   test gpu_attention
+// budget: <fp16, 128> sm 75 threads 128 shared 32768 regs 146 blocks 2 instr/elem 45.4 of 8 loop
+//   test gpu_attention
 template <class E, int HD, bool WHOLE, int WARPS, int MT, int BN>
 __global__ void __launch_bounds__(WARPS *WARP, WHOLE ? ATTENTION_BLOCKS : 1)
     attention_forward_kernel(E *out, float *lse, const E *qkv, int B, int T, int NH, int head_size,
@@ -2584,6 +2594,10 @@ static void gpu_attention_cached(E *out, E *cache, const E *qkv, int positions, 
 //   test gpu_attention
 // budget: <bf16, 128> threads 128 shared 98304 regs 230 blocks 1 instr/elem 21.1 of 32 loop
 //   test gpu_attention
+// budget: <fp16, 64> sm 75 threads 128 shared 32768 regs 148 blocks 2 instr/elem 22.4 of 16 loop
+//   test gpu_attention
+// budget: <fp16, 128> sm 75 threads 128 shared 65536 regs 188 blocks 1 instr/elem 33 of 16 loop
+//   test gpu_attention
 template <class E, int HD, bool WHOLE, int WARPS, int MT, int BN>
 __global__ void __launch_bounds__(WARPS *WARP, 2)
     attention_backward_dq_kernel(E *dqkv, float *sums, float *drow, const E *dout, const E *qkv,
@@ -2697,6 +2711,10 @@ __global__ void __launch_bounds__(WARPS *WARP, 2)
 // budget: <bf16, 64> threads 128 shared 50176 regs 247 blocks 2 instr/elem 16.7 of 32 loop
 //   test gpu_attention
 // budget: <bf16, 128> threads 128 shared 66560 regs 247 blocks 1 instr/elem 30.7 of 16 loop
+//   test gpu_attention
+// budget: <fp16, 64> sm 75 threads 128 shared 25600 regs 127 blocks 2 instr/elem 35.5 of 8 loop
+//   test gpu_attention
+// budget: <fp16, 128> sm 75 threads 128 shared 50176 regs 232 blocks 1 instr/elem 50.9 of 8 loop
 //   test gpu_attention
 template <class E, int HD, bool WHOLE, int WARPS, int MT, int BM>
 __global__ void __launch_bounds__(WARPS *WARP)
@@ -2920,6 +2938,10 @@ constexpr int CLASSIFIER_PACKS = CLASSIFIER_VOCABULARY / (BLOCK_MAX * Pack<E>::s
 // budget: <bf16, false, 0> threads 800 regs 64 blocks 1 test gpu_classifier
 // budget: <bf16, true, 800> threads 800 regs 72 blocks 1 instr/elem 12 of 64 test gpu_classifier
 // budget: <bf16, false, 800> threads 800 regs 72 blocks 1 instr/elem 7.5 of 64 test gpu_classifier
+// budget: <fp16, true, 800> sm 75 threads 800 regs 72 blocks 1 instr/elem 16.3 of 64
+//   test gpu_classifier
+// budget: <fp16, false, 800> sm 75 threads 800 regs 72 blocks 1 instr/elem 10.8 of 64
+//   test gpu_classifier
 template <class E, bool BACKWARD, int THREADS>
 __global__ void __launch_bounds__(THREADS ? THREADS : BLOCK_MAX, 1)
     classifier_kernel(float *losses, E *logits, const int *targets, float dloss,

@@ -12,7 +12,7 @@
 // elements that a thread has. All of the kernel counts, its slow paths too but for subroutines, or
 // with `loop` its longest loop. An instance is named by its first template arguments, none if the
 // kernel is no template; what no line names is reported and not bound. `sm 80`: a line for that GPU
-// alone.
+// alone; sm_75, which has no bf16, has no other lines.
 //
 // What it refuses to be: a simulator. An instruction is an instruction, however long it takes.
 //
@@ -165,9 +165,14 @@ static Source source_read(const Text &text, const Text &tests) {
 struct Gpu {
     const char *arch;
     int threads, shared_kib, blocks;  // of an SM, at most
+    int system;                       // bytes of shared memory in a block that are the system's
+    bool has_bf16;                    // otherwise only lines that name it are for it
 };
 // source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
-static const Gpu gpus[] = {{"80", 2048, 164, 32}, {"89", 1536, 100, 24}, {"90a", 2048, 228, 32}};
+static const Gpu gpus[] = {{"80", 2048, 164, 32, 1024, true},
+                           {"89", 1536, 100, 24, 1024, true},
+                           {"90a", 2048, 228, 32, 1024, true},
+                           {"75", 1024, 64, 16, 0, false}};
 
 struct Compiled {
     Text kernel, arguments;  // arguments without spaces, bf16 for __nv_bfloat16, fp16 for __half
@@ -302,14 +307,14 @@ static void sass_read(const Text &sass, Kernels *kernels) {
     close();
 }
 
-// Blocks on an SM: threads, blocks, shared memory with 1 KiB of each block the system's, and 65536
+// Blocks on an SM: threads, blocks, shared memory with the system's part of each block, and 65536
 // registers, 256 at a time to a warp, of which a quarter of the SM holds whole ones.
 static int blocks_per_sm(const Gpu &gpu, const Compiled &c, const Budget &b) {
     const int warps = (b.threads + 31) / 32, warp_regs = (c.regs * 32 + 255) / 256 * 256;
     const int by_regs = 65536 / 4 / std::max(warp_regs, 1) * 4 / warps;
-    const int shared = (c.shared + b.shared + 1024 + 127) / 128 * 128;
+    const int shared = (c.shared + b.shared + gpu.system + 127) / 128 * 128;
     return std::min(std::min(gpu.blocks, gpu.threads / (warps * 32)),
-                    std::min(by_regs, gpu.shared_kib * 1024 / shared));
+                    std::min(by_regs, gpu.shared_kib * 1024 / std::max(shared, 1)));
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -321,6 +326,10 @@ static bool is_named_by(const Compiled &c, const Budget &b) {
     replace_all(&want, " ", "");
     want += want.empty() ? "" : ",";
     return c.kernel == b.kernel && starts(c.arguments + ",", want.c_str());
+}
+
+static bool is_for(const Budget &b, const Gpu &gpu) {
+    return b.arch.empty() ? gpu.has_bf16 : b.arch == gpu.arch;
 }
 
 static Text figure(const char *name, double is, double bound, bool good) {
@@ -482,7 +491,7 @@ static bool kernels_read(const Gpu &gpu, const Text &disassembler, Kernels *kern
 
 static void report_gpu(const Gpu &gpu, const Source &source, const Kernels &kernels) {
     for (const Budget &b : source.budgets) {
-        if (!b.arch.empty() && b.arch != gpu.arch) {
+        if (!is_for(b, gpu)) {
             continue;
         }
         bool found = false;
@@ -502,8 +511,11 @@ static void report_gpu(const Gpu &gpu, const Source &source, const Kernels &kern
     }
     for (const auto &kernel : kernels) {
         const Compiled &c = kernel.second;
+        if (!gpu.has_bf16 && c.arguments.find("fp16") == Text::npos) {
+            continue;  // what runs there runs elsewhere too, or not there
+        }
         if (std::none_of(source.budgets.begin(), source.budgets.end(),
-                         [&](const Budget &b) { return is_named_by(c, b); })) {
+                         [&](const Budget &b) { return is_for(b, gpu) && is_named_by(c, b); })) {
             printf("sass  sm_%s  %s  regs %d spills %d instr %d, loop %d  not bound\n", gpu.arch,
                    instance_name(c).c_str(), c.regs, c.spills, c.whole, c.loop);
         }
