@@ -289,7 +289,7 @@ static void target_state(const unsigned char *bytes, size_t size) {
         FACT(r->first >= 0 && r->count > 0 && r->first + r->count <= range_limit(m, r));
         touch(r->span.data, (uint64_t)(r->count * file_types[r->span.type].bytes));
     }
-    state_cover(&f, m, "step");
+    state_cover(&f, m, "step", 1);
     for (int i = 0; i < f.count; i++) {
         FACT(i == 0 || range_compare(&f.ranges[i - 1], &f.ranges[i]) < 0);
         elements += f.ranges[i].state == STATE_M ? f.ranges[i].count : 0;
