@@ -273,7 +273,8 @@ static void test_ranks_memory() {
     static const struct {
         int ranks;
         const char *options;
-    } table[] = {{2, "-z 0"}, {3, "-z 0"}, {2, "-z 1"}, {3, "-z 1"}, {2, "-z 2"}, {3, "-z 2"}};
+    } table[] = {{2, "-z 0"}, {3, "-z 0"}, {2, "-z 1"}, {3, "-z 1"}, {2, "-z 2"}, {3, "-z 2"},
+                 {2, "-z 3"}, {3, "-z 3"}};
     for (const auto &row : table) {
         const Text line = ODD "-x 1 -r none " + text("-d %d --gpus %d %s", 24 * row.ranks,
                                                      row.ranks, row.options);
