@@ -3167,7 +3167,7 @@ __device__ inline void loss_scale_update(UpdateState *state, bool finite) {
 // From the sum of squares (of all ranks, by now) to what AdamW does with it. The squares are those
 // of scaled gradients: a sum of 2^26 products of fp16 numbers is below 2^58, so that its square is
 // far from fp32's end; a sum of squares that is beyond it nevertheless lowers the scale as well.
-// budget: threads 1 regs 20 blocks 24 test gpu_norm
+// budget: threads 1 regs 24 blocks 24 test gpu_norm
 static __global__ void update_decide_kernel(UpdateState *state, float clip, float skip_above) {
     const bool scaled = state->scale_grows > 0;
     const float unscale = scaled ? 1.0f / state->loss_scale : 1.0f;
@@ -3765,7 +3765,7 @@ static void rank_words(const RankComm *c, StepWord *total, UpdateState *update, 
 
 // *sum += a hash of 64-bit words (count): of integers, so that the order of adding means nothing.
 // grid: any number of blocks of 256.
-// budget: threads 256 regs 22 blocks 8 test gpu_exchange
+// budget: threads 256 regs 22 blocks 6 test gpu_exchange
 static __global__ void replica_hash_kernel(unsigned long long *sum, const uint64_t *words,
                                            size_t count) {
     unsigned long long own = 0;
