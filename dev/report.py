@@ -64,6 +64,8 @@ class Run:
 
     def __init__(self, path):
         self.path = os.path.join(path, "log.jsonl") if os.path.isdir(path) else path
+        if os.path.exists(self.path) and not os.path.isfile(self.path):  # a FIFO keeps one waiting
+            raise Refusal(f"cannot read {self.path}: not a regular file")
         self.name = os.path.basename(os.path.dirname(os.path.abspath(self.path)))
         self.steps, self.checks, self.samples, self.checkpoints = {}, {}, {}, {}
         self.start, self.resumes, self.end = None, [], ""

@@ -482,6 +482,9 @@ if command -v python3 > /dev/null; then
     "$root/train_gpt2" $plan > plan.json
     report --plan - --svg plan.svg < plan.json > /dev/null
     equal "report: a plan" "$(python3 read.py buffers plan.svg plan.json)" "every buffer"
+    mkfifo pipe
+    refuses "report: a FIFO" "cannot read pipe: not a regular file" \
+        timeout 20 python3 "$root/dev/report.py" pipe
     # What a log may hold: no number, markup, control bytes, a last line cut short.
     printf '%s\n%s\n%s' '{"step":6,"loss":null,"grad_norm":null,"lr":1e400,"skipped":1}' \
         '{"step":6,"sample":"</pre></script><script>alert(1)</script>\u0000\u001b[1m&amp;\ud800"}' \

@@ -24,7 +24,7 @@ static void test_overfit() {
 }
 
 // The words of a text, in small letters, and how many of its sentences end as they should: before a
-// capital letter, a quotation mark or the end.
+// capital letter, the text's end or, where a quotation ends, anything.
 static Words words_of(const Text &all, int *sentences, int *ended) {
     Words words(1);
     *sentences = *ended = 0;
@@ -37,7 +37,8 @@ static Words words_of(const Text &all, int *sentences, int *ended) {
         if (strchr(".!?", all[i])) {
             const size_t next = all.find_first_not_of(" \n\"", i + 1);
             ++*sentences;
-            *ended += next == Text::npos || isupper((unsigned char)all[next]);
+            *ended += next == Text::npos || isupper((unsigned char)all[next]) ||
+                      all[next] == '<' || all[i + 1] == '"';
         }
     }
     words.pop_back();  // the last one is empty, or cut
@@ -46,8 +47,7 @@ static Words words_of(const Text &all, int *sentences, int *ended) {
 
 // `make train` without a network: its recipe on the stories reaches the loss that is stated here,
 // and with all of its steps (FULL=1) the one that the Makefile states; the sample reads as
-// sentences. A uniform guess has loss 5.55, letter frequencies alone 3.10. Of 1,000 tokens sampled
-// by the whole recipe all words were the stories', by 1,000 steps 83 %.
+// sentences. A uniform guess has loss 5.55, letter frequencies alone 3.10.
 static void test_make_train() {
     const Text makefile = read_file(root + "/Makefile"), files = training_files();
     auto behind = [&](const char *key) {
@@ -61,7 +61,7 @@ static void test_make_train() {
     double bound = 0;
     expect(sscanf(stated.c_str(), "%d loss=%lf", &steps, &bound) == 2, "%s", stated.c_str());
     steps = full ? steps : 1000;
-    const double reached = full ? 0.2300 : 0.5329;
+    const double reached = full ? 0.2251 : 0.5329;
     const Outcome o = program(files + text(" -x %d ", steps) + recipe +
                               " -g 1000 -o out --save-every 0");
     expect_success(o, "the recipe");
