@@ -5032,7 +5032,7 @@ static void gpu_settings_check(const Settings *s) {
     const Model *m = &s->model;
     const int HS = m->C / m->NH;
     if (s->ranks > 1 && settings_offloads(s)) {
-        die("--gpus %d and --offload: this program does not yet do both; --zero (-z) 1 and "
+        die("--gpus %d and --offload: this program does not yet do both; --zero (-z) 3 and "
             "--recompute (-r) block save memory on each GPU", s->ranks);
     }
     if (m->C % CHANNELS_UNIT != 0 || m->C > CHANNELS_MAX ||
