@@ -1239,26 +1239,37 @@ static Settings calibration_settings(const Settings *run, double flops) {
     return s;
 }
 
-// How fast this machine is at a run's settings: the usual rates, corrected by what three small
-// models take, of one and of two of the run's blocks. Two blocks and hardly any vocabulary give the
+// How fast this machine is at a run's settings: the usual rates, corrected by what small models
+// take, of one and of two of the run's blocks. Two blocks and hardly any vocabulary give the
 // blocks' time, the same with -r block what is computed again, one block with the run's vocabulary
-// the rest. A smaller batch is taken to be as fast, a token. `dev/bench_cpu.c forecast` holds it
-// against the steps of ten settings. Returns 0 where `bytes` do not hold the small models.
+// the rest. On a GPU two blocks' moments are at home on the host once: what their update takes
+// longer went up and down the link. A smaller batch is taken to be as fast, a token.
+// `dev/bench_cpu.c forecast` holds it against the steps of ten settings. Returns 0 where `bytes` do
+// not hold the small models.
 static int speed_measure(Speed *speed, const Program *program, const Settings *run, size_t bytes) {
-    enum { TWO, AGAIN, ONE, MODELS };
+    enum { TWO, AGAIN, ONE, HOSTED, MODELS };
+    const int models = program->gpu ? MODELS : HOSTED;
     Settings s = calibration_settings(run, program->gpu ? 2e14 : 4e11);
-    double seconds[MODELS], predicted[MODELS], rest[MODELS], update = 0;
-    for (int i = 0; i < MODELS; i++) {
+    double seconds[MODELS], predicted[MODELS], rest[MODELS], update[MODELS];
+    Speed v = speed_usual(run);
+    for (int i = 0; i < models; i++) {
         s.model.L = i == ONE ? 1 : 2;
         model_set_vocabulary(&s.model, i == ONE ? run->model.V : min_int(run->model.V, 128));
         settings_recompute(&s, i == AGAIN ? RECOMPUTE_BLOCK : RECOMPUTE_NONE, s.model.L);
+        s.home[HOME_OF_MOMENTS] = i == HOSTED ? HOME_HOST : HOME_DEVICE;
         if (plan_bytes(&s) > bytes) {
             return 0;
         }
-        const Speed v = speed_usual(&s);
-        predicted[i] = forecast_micro(&v, &s, 1);
-        rest[i] = forecast_micro(&v, &s, 0);
-        seconds[i] = engine_seconds(program, &s, &update);
+        const Speed usual = speed_usual(&s);
+        predicted[i] = forecast_micro(&usual, &s, 1);
+        rest[i] = forecast_micro(&usual, &s, 0);
+        seconds[i] = engine_seconds(program, &s, &update[i]);
+        if (i == ONE) {
+            v.byte = update[i] / update_bytes(&s);
+        } else if (i == HOSTED) {
+            const Traffic t = step_traffic(&s, 1);
+            v.link_byte = fmax(update[i] - update_bytes(&s) * v.byte, 0) / fmax(t.up, t.down);
+        }
     }
     // Blocks have two factors: of the stages that may come again, and of the others.
     const double repeat = predicted[AGAIN] - predicted[TWO];
@@ -1267,13 +1278,11 @@ static int speed_measure(Speed *speed, const Program *program, const Settings *r
     const double blocks = seconds[TWO] * (1 - rest[TWO] / predicted[TWO]);
     const double other = fmax((blocks - again * repeat) / others, 0.01);
     const double outside = fmax((seconds[ONE] - blocks / 2) / rest[ONE], 0.01);
-    Speed v = speed_usual(run);
     for (int stage = 0; stage < STAGES; stage++) {
         v.token[stage] *= stage <= F_GELU ? again : stage < BLOCK_STAGES ? other : outside;
     }
     v.block *= other;
     v.chunk *= outside;
-    v.byte = update / update_bytes(&s);
     v.step = 0;
     *speed = v;
     return 1;
@@ -1314,12 +1323,12 @@ static int speed_load(Speed *speed, const char *key) {
     while (f && fgets(line, sizeof line, f)) {
         const size_t n = strlen(key);
         Speed v = *speed;
-        double *const numbers[] = {&v.block, &v.chunk, &v.byte};
+        double *const numbers[] = {&v.block, &v.chunk, &v.byte, &v.link_byte};
         char *text = line + n, *end = text;
         if (strncmp(line, key, n) != 0 || line[n] != '\t') {
             continue;
         }
-        for (int i = 0; i < STAGES + 3 && end; i++, text = end) {
+        for (int i = 0; i < STAGES + 4 && end; i++, text = end) {
             double *number = i < STAGES ? &v.token[i] : numbers[i - STAGES];
             *number = strtod(text, &end);
             end = end != text && *number >= 0 && isfinite(*number) ? end : NULL;
@@ -1343,8 +1352,8 @@ static void speed_save(const Speed *v, const char *key) {
     for (int i = 0; i < STAGES; i++) {
         n += snprintf(line + n, sizeof line - (size_t)n, "%.6g ", v->token[i]);
     }
-    n += snprintf(line + n, sizeof line - (size_t)n, "%.6g %.6g %.6g\n", v->block, v->chunk,
-                  v->byte);
+    n += snprintf(line + n, sizeof line - (size_t)n, "%.6g %.6g %.6g %.6g\n", v->block, v->chunk,
+                  v->byte, v->link_byte);
     FILE *f = speed_file(path) ? fopen(path, "a") : NULL;
     if (f) {
         fwrite(line, 1, (size_t)n, f);

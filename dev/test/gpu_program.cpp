@@ -183,6 +183,19 @@ static void test_gpu_speed() {
     const Outcome plan = program(run + "--plan", cache("cache"));
     expect(plan.out.find("\nforecast: ") != Text::npos &&
                plan.out.find("; measured on this GPU\n") != Text::npos, "%s", plan.out.c_str());
+    // The line's last number is the link's: what is at home on the host takes it, nothing else.
+    Text kept = read_file("cache/train_gpt2/speed");
+    const size_t last = kept.rfind(' ') + 1;
+    expect(kept.substr(last) != "4e-11\n", "not measured: %s", kept.c_str());
+    auto forecast = [&](const char *link, const Text &options) {
+        write_file("cache/train_gpt2/speed", kept.substr(0, last) + link + "\n");
+        const Text out = program(run + "--plan " + options, cache("cache")).out;
+        const size_t at = out.find("\nforecast: ");
+        return out.substr(at, out.find(" tokens/s", at) - at);
+    };
+    expect(forecast("1e-12", "-r none") == forecast("1e-3", "-r none"), "nothing moves");
+    expect(forecast("1e-12", "--offload moments") != forecast("1e-3", "--offload moments"),
+           "what moves costs nothing");
     write_file("cache/train_gpt2/speed", "what is this\n");
     expect_success(program(run, cache("cache")), "a file that is none");
     expect_success(program(run, cache("/proc/none")), "no place for it");
