@@ -21,7 +21,7 @@ static void test_gpu_bad_input() {
         {"--dtype bf16 -w 0 --offload master", "--offload master: there is no master copy"},
         {"--offload moments,weight", "--offload: 'moments,weight' is not a list"},
         {"-z 1", "--zero (-z) 1 divides states among GPUs"},
-        {"-z 2", "--zero (-z) 2 can be planned with --plan"},
+        {"-z 4", "--zero (-z): '4' is not a whole number from 0 to 3"},
         {"--dtype fp32 --moments bf16", "--moments bf16 needs --dtype bf16"},
         {"--dtype fp32 --grad-dtype bf16", "--grad-dtype bf16 needs --dtype bf16"},
         {"--dtype fp64", "--dtype: 'fp64'"},
