@@ -200,6 +200,13 @@ static void test_ranks_resume() {
         run(part + text("-x 3 -y 1 --dtype fp32 --gpus 2 -z %d", z), folder);
     }
     expect_same("wide2", "wide3", 3);
+    // Choices for products of another type are no use, and asking costs fp16 no loss scale.
+    const Text types = ODD "-d 48 --tune 1 --gpus 2 ";
+    run(types + "-x 2 --dtype bf16", "types");
+    run(types + "-x 3 -y 1 --dtype fp16", "types");
+    const auto norms = values_in(read_file("types/log.jsonl"), "grad_norm");
+    expect(norms.size() == 3 && norms.back() > 0.5 * norms[1], "%zu norms, the last %g",
+           norms.size(), norms.back());
 }
 
 // Makes a checkpoint one of step `step`, whose norms were all so small that --skip-zscore finds any
