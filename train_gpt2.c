@@ -1052,7 +1052,7 @@ static Type settings_real(const Settings *s) { return s->gpu ? TYPE_FP32 : TYPE_
 // A master copy holds what 16-bit weights lose: for bf16 the low halves of fp32 weights, where they
 // are asked for; for fp16, which is no half of fp32, fp32 weights of its own wherever it trains.
 static int settings_has_master(const Settings *s) {
-    return s->split_master || (s->dtype == TYPE_FP16 && !s->cache);
+    return s->split_master || (s->dtype == TYPE_FP16 && !s->forward);
 }
 
 static int settings_offloads(const Settings *s) {

@@ -4849,6 +4849,7 @@ template <class E, class G> static int gpu_take_matmul(Engine *e, const char *ch
         net->ranks.on = 0;
         gpu_warm_up_step<E, G>(e);
         net->ranks.on = 1;
+        gpu_scale_loss<E, G>(e, LOSS_SCALE_LOG2, 0);  // the warm-up ran without one
     }
     return taken;
 }

@@ -1087,6 +1087,8 @@ static int fit_command(const Options *o, const Model *m, const Room *room) {
             bytes_text((double)room->library).s);
     }
     const int n = fit_points(list, o, m, room);
+    const int64_t T = o->seq_len ? o->seq_len : m->maxT;
+    const int64_t step = max_i64(o->tokens_per_step, option_given(o, "batch") ? o->batch * T : T);
     const FitPoint *best = fit_choose(list, n, o->tokens_per_step > 0);
     printf("%s: what fits %s for the plan; tokens/s %s\n", o->model,
            bytes_text((double)room->device).s,
@@ -1100,10 +1102,9 @@ static int fit_command(const Options *o, const Model *m, const Room *room) {
         print_changes(&best->settings, o->tokens_per_step
                                            ? "; -d is held, split into another number of batches"
                                            : "; a step is B x T tokens, -d TOKENS would hold it");
-    } else if (room->windows && room->windows * (o->seq_len ? o->seq_len : m->maxT) <
-                                    max_i64(o->tokens_per_step, 1)) {
-        printf("nothing fits: %s has %s sequences, and --tokens-per-step (-d) takes more\n",
-               o->train_data, count_text(room->windows).s);
+    } else if (room->windows && room->windows * T < step) {
+        printf("nothing fits: %s has %s sequences, and a step takes %s\n", o->train_data,
+               count_text(room->windows).s, count_text(step / T).s);
     } else {
         printf("nothing fits: --minimum says what is the least\n");
     }

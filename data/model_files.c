@@ -1516,8 +1516,9 @@ static void state_cover(StateFiles *f, const Model *m, const char *folder, int r
 }
 
 // Takes what this rank keeps of a range into the engine, of the master all where weights are whole
-// and have the low halves in themselves; asks no other rank. Ends the run at a number that is not
-// finite, and at a second moment below 0.
+// and have the low halves in themselves: for these all ranks call alike, since fp16's master, which
+// they are joined to, is in parts. Otherwise it asks no other rank. Ends the run at a number that is
+// not finite, and at a second moment below 0.
 static void range_load(Engine *e, const Settings *s, const StateRange *r, const char *folder) {
     const int in_weights = r->state == STATE_WEIGHTS && !s->split_master;
     real *values = (real *)alloc_zero(PIECE, sizeof(real));
@@ -1533,7 +1534,7 @@ static void range_load(Engine *e, const Settings *s, const StateRange *r, const 
                 const int64_t in_state = t.param + i - t.first, in_range = t.state + i - t.first;
                 count = min_i64(PIECE, end - i);
                 if (r->state == STATE_WEIGHTS) {
-                    e->read_own(e, STATE_WEIGHTS, in_state, values, count);
+                    (whole ? e->read : e->read_own)(e, STATE_WEIGHTS, in_state, values, count);
                     for (int64_t k = 0; k < count; k++) {
                         uint16_t low;
                         memcpy(&low, r->span.data + 2 * (in_range + k), 2);

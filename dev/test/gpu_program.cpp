@@ -235,6 +235,7 @@ static void test_gpu_eval() {
     expect_success(cpu, "CPU");
     expect_success(gpu, "GPU, fp32");
     expect_success(half, "GPU, bf16");
+    expect_success(program(run + "--dtype fp16"), "GPU, fp16");  // without its master
     expect(gpu.out == cpu.out, "%s", gpu.out.c_str());
     expect(json_valid(half.out) && half.out.find("\"examples\":3,\"of\":3") != Text::npos);
     if (is_emulated()) {  // room for weights and a pass forward, not for the least of any training

@@ -296,9 +296,11 @@ static void test_fit_command() {
     const Text command = recommended(o.out, "then fastest: ");
     expect(o.out.find("\n   24  ") != Text::npos && o.out.find("\n   32  ") == Text::npos &&
            atoi(&command[command.find("-b ") + 3]) <= 24, "%s", o.out.c_str());
-    o = program(few + "bits -d 512");
-    expect(o.status == 1 && o.out.find("nothing fits: few.bin has 24 sequences") != Text::npos,
-           "%s", o.out.c_str());
+    for (const char *step : {"bits -d 512", "bits -b 32"}) {
+        o = program(few + step);
+        expect(o.status == 1 && o.out.find("nothing fits: few.bin has 24 sequences, and a step "
+                                           "takes 32\n") != Text::npos, "%s", o.out.c_str());
+    }
 }
 
 // What the user has given stands in the command that --fit recommends, which can be pasted, and

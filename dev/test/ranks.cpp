@@ -193,13 +193,22 @@ static void test_ranks_resume() {
     expect_success(outcome(start_program("train_gpt2", ODD "-d 144 -x 3 -y 1 --quiet -o cpu")),
                    "the CPU program");
     run(part + "-x 4 -y 1 --gpus 2 -z 3", "cpu");
-    // In a wider type than before, which the low halves of all weights are for, at any stage.
-    for (int z : {2, 3}) {
-        const Text folder = text("wide%d", z);
-        shell("mkdir " + folder + "; cp -r undisturbed/step-00000002 " + folder);
-        run(part + text("-x 3 -y 1 --dtype fp32 --gpus 2 -z %d", z), folder);
+    // In a type that the low halves of all weights are for, at any stage.
+    for (const char *type : {"fp32", "fp16"}) {
+        for (int z : {2, 3}) {
+            const Text folder = type + text("z%d", z);
+            shell("mkdir " + folder + "; cp -r undisturbed/step-00000002 " + folder);
+            run(part + text("-x 3 -y 1 --dtype %s --gpus 2 -z %d", type, z), folder);
+        }
+        expect_same(type + Text("z2"), type + Text("z3"), 3);
     }
-    expect_same("wide2", "wide3", 3);
+    // Choices for products of another type are no use, and asking costs fp16 no loss scale.
+    const Text types = ODD "-d 48 --tune 1 --gpus 2 ";
+    run(types + "-x 2 --dtype bf16", "types");
+    run(types + "-x 3 -y 1 --dtype fp16", "types");
+    const auto norms = values_in(read_file("types/log.jsonl"), "grad_norm");
+    expect(norms.size() == 3 && norms.back() > 0.5 * norms[1], "%zu norms, the last %g",
+           norms.size(), norms.back());
 }
 
 // Makes a checkpoint one of step `step`, whose norms were all so small that --skip-zscore finds any
