@@ -1517,8 +1517,8 @@ static void state_cover(StateFiles *f, const Model *m, const char *folder, int r
 
 // Takes what this rank keeps of a range into the engine, of the master all where weights are whole
 // and have the low halves in themselves: for these all ranks call alike, since fp16's master, which
-// they are joined to, is in parts. Otherwise it asks no other rank. Ends the run at a number that is
-// not finite, and at a second moment below 0.
+// they are joined to, is in parts. Otherwise it asks no other rank. Ends the run at a number that
+// is not finite, and at a second moment below 0.
 static void range_load(Engine *e, const Settings *s, const StateRange *r, const char *folder) {
     const int in_weights = r->state == STATE_WEIGHTS && !s->split_master;
     real *values = (real *)alloc_zero(PIECE, sizeof(real));
