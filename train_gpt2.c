@@ -320,7 +320,8 @@ static const OptionRow option_rows[] = {
      "skip a step whose gradient norm lies this many standard deviations above the last 128; 0: "
      "never"},
     {"max-skips", 0, OPT_INT, FIELD(max_skips), "20", 0, 1e9, NULL, ANY, "Optimizer",
-     "skipped steps in a row that end the run as failed; 0: none do"},
+     "skipped steps in a row that end the run as failed; 0: none do; those at which fp16's loss "
+     "scale fell do not count"},
     {"val-every", 'v', OPT_INT, FIELD(val_every), "250", 0, 1e9, NULL, ANY, "Validation",
      "steps between validations; 0: never"},
     {"val-batches", 'm', OPT_INT, FIELD(val_batches), "20", 0, 1e9, NULL, ANY, "Validation",
@@ -369,7 +370,8 @@ static const OptionRow option_rows[] = {
      "device memory in which cuBLASLt may add up parts of a product (changes rounding); 0: 128MiB, "
      "32MiB for small models"},
     {"dtype", 0, OPT_CHOICE, FIELD(dtype), NULL, 0, 0, dtypes, ANY, "Memory",
-     "number type of weights and activations; default: fp32 on the CPU, bf16 on a GPU"},
+     "number type of weights and activations; default: fp32 on the CPU, bf16 on a GPU that has it, "
+     "else fp16"},
     {"grad-dtype", 0, OPT_CHOICE, FIELD(grad_dtype), NULL, 0, 0, grad_dtypes, ANY, "Memory",
      "number type of two-dimensional gradients; default: the dtype's (bf16: bf16, others: fp32)"},
     {"moments", 0, OPT_CHOICE, FIELD(moments), "fp32", 0, 0, moment_dtypes, ANY, "Memory",
