@@ -5269,16 +5269,20 @@ static void run_find_ranks(Run *run, const Program *program) {
     o->quiet |= this_rank.rank > 0;
 }
 
-// The ranks show each other who they are, before any of them trains. Ends the run where they cannot
-// train together.
-static void run_meet(const Run *run, const Program *program) {
-    if (this_rank.ranks > 1 && program->introduce) {
-        Settings same = run->s;
-        same.rank = same.threads = 0;  // they may differ
-        rank_card.settings = fingerprint(run->plan.device_bytes, &same, sizeof same);
-        program->introduce(rank_card.gpu, rank_card.id);
-        ranks_introduce();
+// The ranks show each other who they are, before any of them plans: what is left to memory they
+// choose alike, for the GPU of them that has the least. Ends the run where they cannot train
+// together. Returns the bytes that every rank's GPU has, of which this one's has `room`.
+static size_t run_meet(const Run *run, const Program *program, size_t room) {
+    if (this_rank.ranks == 1 || !program->introduce) {
+        return room;
     }
+    Settings same = run->s;
+    same.rank = same.threads = 0;  // they may differ
+    rank_card.settings = fingerprint(0, &same, sizeof same);
+    rank_card.room = room;
+    program->introduce(rank_card.gpu, rank_card.id);
+    ranks_introduce();
+    return (size_t)rank_card.room;
 }
 
 // Step 2: the model's sizes from -e, and its open file where it names one. Its vocabulary is not
@@ -5601,7 +5605,9 @@ static void run_fit(Run *run, const Program *program) {
         program->refuse(&run->s);
     }
     const Room room = room_at_hand(program, &run->o, &run->s);
-    settings_auto(&run->s, &run->o, &room);
+    Room least = room;
+    least.device = run_meet(run, program, room.device);
+    settings_auto(&run->s, &run->o, &least);
     run->inputs = (Token *)alloc_zero(2 * batch, sizeof(Token));
     run->targets = run->inputs + batch;
     plan_build(&run->plan, &run->s);
@@ -5659,9 +5665,6 @@ static int64_t run_engine_open(Run *run, const Program *program, const Model *m)
 static void run_begin(Run *run, const Program *program, const Model *m) {
     const Options *o = &run->o;
     run->live = isatty(1) && this_rank.rank == 0;
-    run_identity(run->identity, &run->s, o, &run->train);
-    rank_card.data = fingerprint(run->val.windows, run->identity, strlen(run->identity));
-    run_meet(run, program);
     if (o->output[0] && this_rank.rank == 0) {
         make_folders(o->output);
         int lock = open(o->output, O_RDONLY | O_DIRECTORY);  // held until the process ends
@@ -5723,9 +5726,8 @@ static int eval_command(Run *run, const Program *program, Model *m) {
             f.name, f.longest_at, f.longest_completion, run->s.T);
     }
     settings_forward(&run->s);
-    run_fit(run, program);
     rank_card.data = fingerprint(f.examples, o->eval, strlen(o->eval));
-    run_meet(run, program);
+    run_fit(run, program);
     run->live = isatty(1) && !o->quiet && !o->json;
     if (!run->weights.spans) {
         snprintf(weights, sizeof weights, "initial weights of --seed %" PRId64, o->seed);
@@ -5895,6 +5897,8 @@ static int program_run(Run *run, const Program *program, int argc, char **argv) 
     settings_from_options(&run->s, o, &m, program->gpu);               // 4 settings
     run_open_validation(run);
     run_size(run);                                                     // 5 steps, micro-batches
+    run_identity(run->identity, &run->s, o, &run->train);
+    rank_card.data = fingerprint(run->val.windows, run->identity, strlen(run->identity));
     run_fit(run, program);                                             // 6 memory
     run_prepare_samples(run);
     if (program->command && (o->check || o->compare)) {

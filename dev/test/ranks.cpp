@@ -367,6 +367,16 @@ static void test_ranks_mixed() {
                row.arguments, o.status, lines);
         expect(o.out.find("step    1/1") == Text::npos, "%s: it trained", row.arguments);
     }
+    // GPUs of which not the same is free: what is left to memory is chosen for the least, by all.
+    const Text plan = program(ODD "-d 48 --gpus 2 -r block --plan --json").out;
+    const char *key = "\"total_bytes\":";
+    const long bytes = atol(&plan[plan.find(key) + strlen(key)]) + (2L * 4 * 12 << 20);
+    const Text line = " $PROGRAM " ODD "-d 48 -x 1 ";
+    const Text small = text(": -np 1 env EMU_GPU_MEM=%ld", bytes);
+    const Outcome o = shell("mpirun --oversubscribe -np 1" + line + small + line + " < /dev/null");
+    expect_success(o, "GPUs of two sizes");
+    expect(o.out.find("chosen ") != Text::npos && o.out.find("-r block") != Text::npos, "%s",
+           o.out.c_str());
 }
 
 // The ranks that a parent has, in their order.
