@@ -513,8 +513,8 @@ static int socket_byte(int fd, int sending) {
 
 // The parent's record of a rank.
 typedef struct {
-    pid_t pid;
-    int socket;
+    pid_t pid;   // 0: it has ended
+    int socket;  // -1: it is ending
 } Child;
 
 // To all ranks that are left.
@@ -527,10 +527,13 @@ static void children_signal(const Child *children, int ranks, int number) {
 }
 
 // Rank r's socket is closed: how did it end? A status of 1 comes with a line of the rank's own, so
-// there is no second one. Returns the exit status for the whole run.
+// there is no second one. Returns the exit status for the whole run; -1: it has not ended yet, for
+// a system takes its time to free a GPU, and may never be done with one that hangs.
 static int child_reap(Child *child, int r, int quiet) {
     int status = 0;
-    waitpid(child->pid, &status, 0);
+    if (waitpid(child->pid, &status, WNOHANG) == 0) {
+        return -1;
+    }
     child->pid = 0;
     const int number = WIFSIGNALED(status) ? WTERMSIG(status) : 0, code = WEXITSTATUS(status);
     if (number && !quiet) {
@@ -586,13 +589,18 @@ static int watch_explain_rank(FILE *f, int reason, const Child *child, int r, in
     siginfo_t info;
     memset(&info, 0, sizeof info);
     (void)waitid(P_PID, (id_t)child->pid, &info, WSTOPPED | WNOHANG | WNOWAIT);
-    if (child->pid == 0 || reason != (info.si_pid                  ? RANK_STOPPED
+    const int ending = child->socket < 0;
+    if (child->pid == 0 || reason != (info.si_pid || ending        ? RANK_STOPPED
                                       : note->begun == note->done ? RANK_HANGS
                                                                   : RANK_WAITS)) {
         return 0;
     }
     // A launcher's rank sees itself alone.
     fprintf(f, "%s rank %d ", named ? "," : ":", this_rank.ranks > 1 ? this_rank.rank : r);
+    if (ending) {
+        fprintf(f, "has left, but the system does not end it");
+        return 1;
+    }
     if (reason == RANK_STOPPED) {
         fprintf(f, "is stopped by signal %d (%s)", info.si_status, strsignal(info.si_status));
         return 1;
@@ -643,7 +651,7 @@ static int children_meet(const Child *children, int ranks, int r) {
 static int children_attend(Child *children, int ranks) {
     enum { LOOK_MS = 250, END_MS = 4000 };  // no longer for SIGKILL, which may find a disk asleep
     struct pollfd *fds = (struct pollfd *)alloc_zero((size_t)ranks, sizeof *fds);
-    int left = ranks, passed_on = 0, result = 0;
+    int left = ranks, passed_on = 0, result = 0, ending = 0;
     Watch watch = {0, 0, now_ms(), 0};
     double ended_ms = HUGE_VAL;
     for (int r = 0; r < ranks; r++) {
@@ -651,19 +659,21 @@ static int children_attend(Child *children, int ranks) {
         fds[r].events = POLLIN;
     }
     while (left > 0 && now_ms() < ended_ms + END_MS) {
-        const int ready = poll(fds, (nfds_t)ranks, LOOK_MS), before = result;
+        const int ready = poll(fds, (nfds_t)ranks, ending ? 1 : LOOK_MS), before = result;
         if (stop_signal && !passed_on) {
             children_signal(children, ranks, SIGUSR1);
             passed_on = 1;
         }
-        for (int r = 0; ready > 0 && r < ranks; r++) {
-            if (fds[r].revents == 0 || children_meet(children, ranks, r)) {
-                continue;
+        ending = 0;
+        for (int r = 0; r < ranks; r++) {
+            if (ready > 0 && fds[r].revents != 0 && !children_meet(children, ranks, r)) {
+                fds[r].fd = children[r].socket = -1;
             }
-            fds[r].fd = -1;
-            left--;
-            const int status = child_reap(&children[r], r, result != 0);
-            result = result ? result : status;
+            const int gone = fds[r].fd < 0 && children[r].pid;
+            const int status = gone ? child_reap(&children[r], r, result != 0) : -1;
+            ending |= gone && status < 0;
+            left -= status >= 0;
+            result = result || status < 0 ? result : status;
         }
         if (!result && left > 0 && watch_look(&watch, children, ranks) > rank_timeout_ms) {
             watch_explain(&watch, children, ranks);
@@ -683,6 +693,7 @@ static int children_attend(Child *children, int ranks) {
 static void ranks_fork(int ranks) {
     Child *children = (Child *)alloc_zero((size_t)ranks, sizeof(Child));
     const pid_t parent = getpid();
+    signal(SIGCHLD, SIG_DFL);  // ignored, as a shell can have it, it hides how ranks end
     ranks_share(ranks);
     fflush(NULL);
     for (int r = 0; r < ranks; r++) {
