@@ -5605,15 +5605,15 @@ static void run_fit(Run *run, const Program *program) {
         program->refuse(&run->s);
     }
     const Room room = room_at_hand(program, &run->o, &run->s);
+    const HostMemory host = host_memory("");
     Room least = room;
-    least.device = run_meet(run, program, room.device);
+    least.device = run_meet(run, program, room.device);  // before it, nobody has taken any
     settings_auto(&run->s, &run->o, &least);
     run->inputs = (Token *)alloc_zero(2 * batch, sizeof(Token));
     run->targets = run->inputs + batch;
     plan_build(&run->plan, &run->s);
     plan_refuse(&run->plan, plan_taken(&run->plan), room.device);
     if (program->gpu) {
-        const HostMemory host = host_memory("");
         plan_refuse_host(&run->plan, this_rank.local_ranks, &host);
     }
 }
