@@ -3780,7 +3780,8 @@ static __global__ void replica_hash_kernel(unsigned long long *sum, const uint64
 // The name of this rank's GPU, which no other on any machine has, and for rank 0 NCCL's id of the
 // run, which must come from its own process: there NCCL waits for the others.
 static void rank_introduce(char gpu[RANK_TEXT], char id[RANK_ID]) {
-    char bus[32], machine[48] = "";
+    // The whole name: jobs number their machines at its end.
+    char bus[24], machine[HOST_NAME_MAX + 1] = "";
     int device = 0;
     cuda_check(cudaGetDevice(&device));
     cuda_check(cudaDeviceGetPCIBusId(bus, sizeof bus, device));

@@ -23,5 +23,6 @@ set -eu
 [ -x ./train_gpt2cu ] || { echo "$0: no ./train_gpt2cu in $PWD: make train_gpt2cu" >&2; exit 1; }
 
 # All processes of a machine see all of its GPUs, and each takes the one of its own place there.
+# A process that ends ends the others too, which srun leaves to a cluster's settings otherwise.
 # A later option overrules an earlier one.
-exec srun --mpi=pmix ./train_gpt2cu -e d12 -z 1 -o runs/slurm -y 1 -n 500 "$@"
+exec srun --kill-on-bad-exit=1 --mpi=pmix ./train_gpt2cu -e d12 -z 1 -o runs/slurm -y 1 -n 500 "$@"

@@ -378,6 +378,13 @@ static void test_ranks_mixed() {
     expect_success(o, "GPUs of two sizes");
     expect(o.out.find("chosen ") != Text::npos && o.out.find("-r block") != Text::npos, "%s",
            o.out.c_str());
+    // One GPU each of two machines whose names differ at their ends, where a test may name them.
+    const Text name = "unshare -u sh -c 'hostname " + Text(62, 'm');
+    if (shell(name + "'").status == 0) {
+        const Text rest = " && EMU_GPUS=1 exec $PROGRAM " ODD "-d 48 -x 1 --quiet'";
+        expect_success(shell("mpirun --oversubscribe -np 1 " + name + "1" + rest + " : -np 1 " +
+                             name + "2" + rest + " < /dev/null"), "two machines");
+    }
 }
 
 // The ranks that a parent has, in their order.
