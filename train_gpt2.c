@@ -2203,7 +2203,7 @@ static void settings_homes(Settings *s, const Options *o) {
     }
     if (s->ranks > 1 && s->home[HOME_OF_GRADIENTS] & HOME_HOST) {
         die("--offload gradients: that is for one GPU; of %d, each keeps its part of them with "
-            "--zero (-z) 2", s->ranks);
+            "--zero (-z) 2, and the other states may be offloaded", s->ranks);
     }
 }
 
@@ -5591,6 +5591,21 @@ static void run_vocabulary(Run *run) {
     }
 }
 
+// The room becomes what the least of all ranks has, so that all choose and refuse alike. None pins
+// memory before they meet again, so what the others take is in nobody's measurement.
+static void room_share(Room *room) {
+    const size_t n = (size_t)this_rank.ranks;
+    RankCard *cards = (RankCard *)alloc_zero(n, sizeof(RankCard));
+    rank_card.device = room->device;
+    rank_card.host = room->host;
+    ranks_meet(cards, 0);
+    for (size_t r = 0; r < n; r++) {
+        room->device = cards[r].device < room->device ? cards[r].device : room->device;
+        room->host = cards[r].host < room->host ? cards[r].host : room->host;
+    }
+    free(cards);
+}
+
 // Step 6: the batch and the one plan of a run, whose settings are known but for what is left to
 // memory. Ends the run where the program cannot do them or memory does not hold the plan.
 static void run_fit(Run *run, const Program *program) {
@@ -5598,7 +5613,10 @@ static void run_fit(Run *run, const Program *program) {
     if (program->refuse) {
         program->refuse(&run->s);
     }
-    const Room room = room_at_hand(program, &run->o, &run->s);
+    Room room = room_at_hand(program, &run->o, &run->s);
+    if (this_rank.ranks > 1 && program->introduce) {
+        room_share(&room);
+    }
     settings_auto(&run->s, &run->o, &room);
     run->inputs = (Token *)alloc_zero(2 * batch, sizeof(Token));
     run->targets = run->inputs + batch;

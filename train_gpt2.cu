@@ -3739,6 +3739,11 @@ static void rank_move(Plan *p, int move, const Visit *v, void *slot, void *home,
     const size_t part = bytes / (size_t)c->ranks;
     if (move == MOVE_ARRIVE && home && v->in & HOME_SHARD) {
         stream_after(c->stream, s->compute, s->now);
+        if (v->in & HOME_HOST) {  // NCCL is given no pinned memory: the part goes up to its place
+            char *own = (char *)slot + (size_t)c->rank * part;
+            cuda_check(cudaMemcpyAsync(own, home, part, cudaMemcpyHostToDevice, c->stream));
+            home = own;
+        }
         rank_gather_from(c, slot, home, part);
         cuda_check(cudaEventRecord(s->ready[v->what][v->slot], c->stream));
     } else if (move == MOVE_DEPART && v->out & HOME_SHARD) {
@@ -4571,10 +4576,13 @@ static void rank_fetch(GpuNetwork<E, G> *net, const RankState &b, const TensorSp
         const int64_t end = min_i64(span.first + span.count, r.first + r.count);
         for (int64_t at = max_i64(span.first, r.first), n; at < end; at += n) {
             n = min_i64(end - at, (int64_t)(room / b.bytes));
-            const char *from = q == c->rank ? rank_state_at(net->plan, b, span, r, at) : staging;
+            if (q == c->rank) {  // copied first, as NCCL is given no pinned memory
+                cuda_check(cudaMemcpyAsync(staging, rank_state_at(net->plan, b, span, r, at),
+                                           (size_t)n * b.bytes, cudaMemcpyDefault, c->stream));
+            }
             rank_call(c, RANK_BROADCAST, [&] {
-                nccl_check(ncclBroadcast(from, staging, (size_t)n * b.bytes, ncclUint8, q, c->comm,
-                                         c->stream));
+                nccl_check(ncclBroadcast(staging, staging, (size_t)n * b.bytes, ncclUint8, q,
+                                         c->comm, c->stream));
             });
             copy_wait(host + (at - span.first) * (int64_t)b.bytes, staging, (size_t)n * b.bytes,
                       c->stream);
@@ -5031,9 +5039,9 @@ static void gpu_engine_open(Engine *e, Plan *p) {
 static void gpu_settings_check(const Settings *s) {
     const Model *m = &s->model;
     const int HS = m->C / m->NH;
-    if (s->ranks > 1 && settings_offloads(s)) {
-        die("--gpus %d and --offload: this program does not yet do both; --zero (-z) 3 and "
-            "--recompute (-r) block save memory on each GPU", s->ranks);
+    if (s->ranks > 1 && s->home[HOME_OF_WEIGHTS] & HOME_HOST) {
+        die("--offload weights: that is for one GPU; of %d, each keeps its part of them with "
+            "--zero (-z) 3, and moments, master and residuals may be offloaded", s->ranks);
     }
     if (m->C % CHANNELS_UNIT != 0 || m->C > CHANNELS_MAX ||
         (s->dtype != TYPE_FP32 && (HS % HEAD_UNIT != 0 || HS > HEAD_MAX)) || HS > HEAD_MAX_FP32) {

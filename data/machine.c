@@ -394,11 +394,12 @@ typedef struct {
 // The longest name of a GPU, and the bytes of an id (NCCL's).
 enum { RANK_TEXT = 96, RANK_ID = 128 };
 
-// What a rank shows the others when they meet, before any of them trains. But for GPU and id all
-// must be alike: other options or data would train another model and wait for ever for parts of
-// other sizes.
+// What a rank shows the others when they meet, before any of them trains. The fingerprints must be
+// alike: other options or data would train another model and wait for ever for parts of other
+// sizes.
 typedef struct {
     uint64_t program, options, data, settings;  // fingerprints
+    size_t device, host;                        // bytes that there are for this rank
     char gpu[RANK_TEXT], id[RANK_ID];
 } RankCard;
 static RankCard rank_card;  // this rank's; the id is rank 0's once they have met
@@ -623,14 +624,14 @@ static void watch_explain(const Watch *w, const Child *children, int ranks) {
     free(text);
 }
 
-// The parent's: rank r has come to the meeting; when all have, they may read each other's cards.
+// The parent's: rank r has come to a meeting; when all have, they may read each other's cards.
 // Returns 0 when r is gone.
 static int children_meet(const Child *children, int ranks, int r) {
     static int arrived;
     if (!socket_byte(children[r].socket, 0)) {
         return 0;
     }
-    for (int to = ++arrived < ranks ? ranks : 0; to < ranks; to++) {
+    for (int to = ++arrived % ranks ? ranks : 0; to < ranks; to++) {
         (void)socket_byte(children[to].socket, 1);  // who is gone: the next poll says so
     }
     return 1;
@@ -769,9 +770,8 @@ static void ranks_mpi(const char *variable, int copies) {
 #endif
 }
 
-// cards (ranks) = every rank's. Once in a run, and called by all of its ranks; MPI is done with
-// afterwards.
-static void ranks_meet(RankCard *cards) {
+// cards (ranks) = every rank's. Called by all ranks of the run; MPI is done with after the `last`.
+static void ranks_meet(RankCard *cards, int last) {
     rank_wait_begin(RANK_MEETING);
     if (this_rank.parent) {
         rank_row->card = rank_card;
@@ -786,8 +786,12 @@ static void ranks_meet(RankCard *cards) {
     if (!this_rank.parent) {
         MPI_Allgather(&rank_card, (int)sizeof rank_card, MPI_BYTE, cards, (int)sizeof rank_card,
                       MPI_BYTE, MPI_COMM_WORLD);
-        MPI_Finalize();
+        if (last) {
+            MPI_Finalize();
+        }
     }
+#else
+    (void)last;
 #endif
     rank_wait_end();
 }
@@ -840,7 +844,7 @@ static void ranks_introduce(void) {
                  {offsetof(RankCard, settings), "has another memory plan"}};
     RankCard *cards = (RankCard *)alloc_zero(n, sizeof(RankCard));
     rank_card.program = fingerprint_program();
-    ranks_meet(cards);
+    ranks_meet(cards, 1);
     for (size_t r = 1; r < n; r++) {
         for (size_t i = 0; i < sizeof alike / sizeof alike[0]; i++) {
             if (memcmp((char *)&cards[0] + alike[i].offset, (char *)&cards[r] + alike[i].offset,
