@@ -1932,7 +1932,9 @@ static void state_buffers(BufferEntry rows[STATE_BUFFERS], const Settings *s) {
         {GROUP_KEPT, "residuals, slot 0", E, X * NC, 0, join, ON_DEVICE},
         {GROUP_KEPT, "residuals, slot 1", E, X * NC * has_second, 0, join, ON_DEVICE},
         // Other ranks' parts of a bucket, before one kernel adds them; larger buckets in pieces.
-        {GROUP_WORKSPACE, "exchange", D, (s->ranks > 1) * block, 0, join, ON_DEVICE},
+        // Behind the update weights that are whole in host memory are gathered here.
+        {GROUP_WORKSPACE, "exchange", D, (s->ranks > 1) * block, 0,
+         s->home[HOME_OF_WEIGHTS] == HOME_HOST ? end : join, ON_DEVICE},
     };
     memcpy(rows, states, sizeof states);
 }
@@ -2091,14 +2093,17 @@ static Traffic step_traffic(const Settings *s, int micros) {
         t.reduced += v->out & HOME_SHARD ? micros * others * bytes : 0;
     }
     free(visits);
-    // The update works in place; the norm reads gradients once more.
+    // The update works in place; the norm reads gradients once more. Of whole weights that ranks
+    // update in parts, the own part goes up once more to be gathered, and then all come down.
     static const int in_place[][3] = {{BUF_WEIGHTS_HOME, 1, 1}, {BUF_GRADS_HOME, 2, 0},
                                       {BUF_M, 1, 1}, {BUF_V, 1, 1}, {BUF_MASTER, 1, 1}};
+    const int gathers = divided && s->home[HOME_OF_WEIGHTS] == HOME_HOST;
     for (size_t i = 0; i < sizeof in_place / sizeof in_place[0]; i++) {
         const BufferEntry *row = &rows[in_place[i][0]];
         const double bytes = (double)row->count * (double)type_bytes(row->type);
-        t.up += s->home[row->home] & HOME_HOST ? in_place[i][1] * bytes : 0;
-        t.down += s->home[row->home] & HOME_HOST ? in_place[i][2] * bytes : 0;
+        const double parts = i == 0 && gathers ? s->ranks : 1, whole = parts > 1 ? bytes : 0;
+        t.up += s->home[row->home] & HOME_HOST ? (in_place[i][1] * bytes + whole) / parts : 0;
+        t.down += s->home[row->home] & HOME_HOST ? in_place[i][2] * bytes / parts + whole : 0;
     }
     // Whole gradients are reduced once; then the parts are gathered of what AdamW has divided, or
     // else of the sums.

@@ -200,7 +200,7 @@ static int64_t settings_offload(Settings *s, int states) {
     int64_t all = 0;
     for (int state = 0; state < HOMES; state++) {
         const int none = (state == HOME_OF_MASTER && !settings_has_master(s)) ||
-                         ((HOST_ALL - HOST_RESIDUALS) >> state & 1 && s->ranks > 1);
+                         (state == HOME_OF_GRADIENTS && s->ranks > 1);
         if (states >> state & 1 && !none) {
             s->home[state] |= HOME_HOST;
         }

@@ -129,8 +129,8 @@ static void test_ranks_offload() {
     static const struct {
         int ranks, micros;
         const char *options, *states;
-    } table[] = {{3, 1, "-r block", "moments,master,residuals"},
-                 {2, 3, "--moments bf16 -w 0", "moments,residuals"}};
+    } table[] = {{3, 1, "-r block", "weights,moments,master,residuals"},
+                 {2, 3, "--moments bf16 -w 0", "weights,residuals"}};
     for (const auto &row : table) {
         const Text ranks = ODD + text("-x 3 --clip 0.5 -v 3 -m 2 --gpus %d -d %d %s -z ", row.ranks,
                                       24 * row.ranks * row.micros, row.options);
@@ -281,8 +281,8 @@ static void test_ranks_states() {
         int ranks;
         const char *options;
         // The last two are for the types that the CPU program has.
-    } hops[] = {{2, "-z 0"}, {1, "--offload moments,weights"}, {4, "-z 3 --offload moments"},
-                {2, "-z 2"}, {1, ""}, {0, ""}, {3, "-z 1 --offload moments,residuals"}};
+    } hops[] = {{2, "-z 0"}, {1, "--offload moments,weights"}, {4, "-z 3 --offload moments,weights"},
+                {2, "-z 2 --offload weights"}, {1, ""}, {0, ""}, {3, "-z 1 --offload moments,residuals"}};
     for (const char *types : {"", "--moments bf16 ", "-w 0 "}) {
         const Text shape = "-i train.bin -e l3h3c96t16 -t 12 -b 1 ";
         remove_folder("out");
@@ -324,7 +324,8 @@ static void test_ranks_memory() {
         int ranks;
         const char *options;
     } table[] = {{2, "-z 0"}, {3, "-z 0"}, {2, "-z 1"}, {3, "-z 1"}, {2, "-z 2"}, {3, "-z 2"},
-                 {2, "-z 3"}, {3, "-z 3"}, {3, "-z 1 --offload moments,master,residuals"}};
+                 {2, "-z 3"}, {3, "-z 3"}, {3, "-z 1 --offload moments,master,residuals"},
+                 {2, "-z 2 --offload weights"}, {3, "-z 3 --offload weights,moments"}};
     for (const auto &row : table) {
         const Text line = ODD "-x 1 -r none " + text("-d %d --gpus %d %s", 24 * row.ranks,
                                                      row.ranks, row.options) +
@@ -383,7 +384,7 @@ static void test_ranks_refused() {
                    "a launcher has started ranks already", "two who start ranks");
     expect_refused(program(ODD "--gpus 2", with("EMU_GPU_MEM", "136440000")), " short",
                    "memory");
-    expect_refused(program(ODD "--gpus 2 --offload weights"), "that is for one GPU", "offload");
+    expect_refused(program(ODD "--gpus 2 --offload gradients"), "that is for one GPU", "offload");
     expect_refused(outcome(start_program("train_gpt2", ODD "--gpus 2")),
                    "--gpus 2, but this program trains alone: it computes on the CPU", "CPU");
 }
