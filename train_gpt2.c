@@ -1934,7 +1934,9 @@ static void state_buffers(BufferEntry rows[STATE_BUFFERS], const Settings *s) {
         {GROUP_KEPT, "residuals, slot 0", E, X * NC, 0, join, ON_DEVICE},
         {GROUP_KEPT, "residuals, slot 1", E, X * NC * has_second, 0, join, ON_DEVICE},
         // Other ranks' parts of a bucket, before one kernel adds them; larger buckets in pieces.
-        {GROUP_WORKSPACE, "exchange", D, (s->ranks > 1) * block, 0, join, ON_DEVICE},
+        // Behind the update weights that are whole in host memory are gathered here.
+        {GROUP_WORKSPACE, "exchange", D, (s->ranks > 1) * block, 0,
+         s->home[HOME_OF_WEIGHTS] == HOME_HOST ? end : join, ON_DEVICE},
     };
     memcpy(rows, states, sizeof states);
 }
@@ -2093,14 +2095,17 @@ static Traffic step_traffic(const Settings *s, int micros) {
         t.reduced += v->out & HOME_SHARD ? micros * others * bytes : 0;
     }
     free(visits);
-    // The update works in place; the norm reads gradients once more.
+    // The update works in place; the norm reads gradients once more. Of whole weights that ranks
+    // update in parts, the own part goes up once more to be gathered, and then all come down.
     static const int in_place[][3] = {{BUF_WEIGHTS_HOME, 1, 1}, {BUF_GRADS_HOME, 2, 0},
                                       {BUF_M, 1, 1}, {BUF_V, 1, 1}, {BUF_MASTER, 1, 1}};
+    const int gathers = divided && s->home[HOME_OF_WEIGHTS] == HOME_HOST;
     for (size_t i = 0; i < sizeof in_place / sizeof in_place[0]; i++) {
         const BufferEntry *row = &rows[in_place[i][0]];
         const double bytes = (double)row->count * (double)type_bytes(row->type);
-        t.up += s->home[row->home] & HOME_HOST ? in_place[i][1] * bytes : 0;
-        t.down += s->home[row->home] & HOME_HOST ? in_place[i][2] * bytes : 0;
+        const double parts = i == 0 && gathers ? s->ranks : 1, whole = parts > 1 ? bytes : 0;
+        t.up += s->home[row->home] & HOME_HOST ? (in_place[i][1] * bytes + whole) / parts : 0;
+        t.down += s->home[row->home] & HOME_HOST ? in_place[i][2] * bytes / parts + whole : 0;
     }
     // Whole gradients are reduced once; then the parts are gathered of what AdamW has divided, or
     // else of the sums.
@@ -2205,7 +2210,7 @@ static void settings_homes(Settings *s, const Options *o) {
     }
     if (s->ranks > 1 && s->home[HOME_OF_GRADIENTS] & HOME_HOST) {
         die("--offload gradients: that is for one GPU; of %d, each keeps its part of them with "
-            "--zero (-z) 2", s->ranks);
+            "--zero (-z) 2, and the other states may be offloaded", s->ranks);
     }
 }
 
@@ -5270,19 +5275,22 @@ static void run_find_ranks(Run *run, const Program *program) {
 }
 
 // The ranks show each other who they are, before any of them plans: what is left to memory they
-// choose alike, for the GPU of them that has the least. Ends the run where they cannot train
-// together. Returns the bytes that every rank's GPU has, of which this one's has `room`.
-static size_t run_meet(const Run *run, const Program *program, size_t room) {
-    if (this_rank.ranks == 1 || !program->introduce) {
-        return room;
+// choose alike, for the one of them that has the least. Ends the run where they cannot train
+// together. Returns the room that every rank has, of which this one has `room`.
+static Room run_meet(const Run *run, const Program *program, const Room *room) {
+    Room least = *room;
+    if (this_rank.ranks > 1 && program->introduce) {
+        Settings same = run->s;
+        same.rank = same.threads = 0;  // they may differ
+        rank_card.settings = fingerprint(0, &same, sizeof same);
+        rank_card.device = room->device;
+        rank_card.host = room->host;
+        program->introduce(rank_card.gpu, rank_card.id);
+        ranks_introduce();
+        least.device = (size_t)rank_card.device;
+        least.host = (size_t)rank_card.host;
     }
-    Settings same = run->s;
-    same.rank = same.threads = 0;  // they may differ
-    rank_card.settings = fingerprint(0, &same, sizeof same);
-    rank_card.room = room;
-    program->introduce(rank_card.gpu, rank_card.id);
-    ranks_introduce();
-    return (size_t)rank_card.room;
+    return least;
 }
 
 // Step 2: the model's sizes from -e, and its open file where it names one. Its vocabulary is not
@@ -5606,8 +5614,7 @@ static void run_fit(Run *run, const Program *program) {
     }
     const Room room = room_at_hand(program, &run->o, &run->s);
     const HostMemory host = host_memory("");
-    Room least = room;
-    least.device = run_meet(run, program, room.device);  // before it, nobody has taken any
+    const Room least = run_meet(run, program, &room);  // before it, nobody has taken any
     settings_auto(&run->s, &run->o, &least);
     run->inputs = (Token *)alloc_zero(2 * batch, sizeof(Token));
     run->targets = run->inputs + batch;

@@ -3739,6 +3739,11 @@ static void rank_move(Plan *p, int move, const Visit *v, void *slot, void *home,
     const size_t part = bytes / (size_t)c->ranks;
     if (move == MOVE_ARRIVE && home && v->in & HOME_SHARD) {
         stream_after(c->stream, s->compute, s->now);
+        if (v->in & HOME_HOST) {  // NCCL is given no pinned memory: the part goes up to its place
+            char *own = (char *)slot + (size_t)c->rank * part;
+            cuda_check(cudaMemcpyAsync(own, home, part, cudaMemcpyHostToDevice, c->stream));
+            home = own;
+        }
         rank_gather_from(c, slot, home, part);
         cuda_check(cudaEventRecord(s->ready[v->what][v->slot], c->stream));
     } else if (move == MOVE_DEPART && v->out & HOME_SHARD) {
@@ -4112,18 +4117,31 @@ template <class E, class G> static void gpu_join(const GpuNetwork<E, G> *net) {
 }
 
 // After the update each rank has new weights of its own parts; the others' come to it, but for
-// those that it gathers when they visit. Vectors, which all have updated alike, need no gathering:
-// the same operations on the same numbers give the same bits.
+// those that it gathers when they visit. Whole blocks in host memory are gathered in the staging
+// buffer, as NCCL is given no pinned memory. Vectors, which all have updated alike, need no
+// gathering: the same operations on the same numbers give the same bits.
 template <class E, class G> static void gpu_gather_weights(const GpuNetwork<E, G> *net) {
     const Settings *s = &net->plan->settings;
-    const int blocks = s->home[HOME_OF_WEIGHTS] & HOME_SHARD ? 0 : s->model.L;
-    stream_after(net->ranks.stream, net->stream, net->ranks.event);
-    for (int bucket = BUCKET_WTE; bucket < BUCKET_BLOCKS + blocks; bucket++) {
+    const RankComm *c = &net->ranks;
+    const int home = s->home[HOME_OF_WEIGHTS], stay = home ? 0 : s->model.L;
+    stream_after(c->stream, net->stream, c->event);
+    for (int bucket = BUCKET_WTE; bucket < BUCKET_BLOCKS + stay; bucket++) {
         const Bucket b = bucket_at(&s->model, s->ranks, bucket);
-        rank_gather(&net->ranks, gpu_buffer<E>(net, BUF_WEIGHTS) + b.offset,
-                    (size_t)b.part * sizeof(E));
+        rank_gather(c, gpu_buffer<E>(net, BUF_WEIGHTS) + b.offset, (size_t)b.part * sizeof(E));
     }
-    stream_after(net->stream, net->ranks.stream, net->ranks.event);
+    // Not where kernels run alone: the others' parts, padding among them, would be what was there.
+    for (int l = 0; home == HOME_HOST && c->on && l < s->model.L; l++) {
+        const Bucket b = bucket_at(&s->model, s->ranks, BUCKET_BLOCKS);
+        E *whole = gpu_buffer<E>(net, BUF_WEIGHTS_HOME) + l * b.count;
+        E *staging = (E *)(void *)c->staging;
+        const size_t own = (size_t)c->rank * b.part, part = (size_t)b.part * sizeof(E);
+        cuda_check(cudaMemcpyAsync(staging + own, whole + own, part, cudaMemcpyHostToDevice,
+                                   c->stream));
+        rank_gather(c, staging, part);
+        cuda_check(cudaMemcpyAsync(whole, staging, s->ranks * part, cudaMemcpyDeviceToHost,
+                                   c->stream));
+    }
+    stream_after(net->stream, c->stream, c->event);
 }
 
 // Computes a stage of a GpuPass: what walk() calls.
@@ -4324,8 +4342,9 @@ template <class E, class G> static uint64_t gpu_replica(Engine *e) {
         int buffer;
         HomeOf state;
         int64_t whole;  // elements that are whole although the state is divided
-    } rows[] = {{BUF_WEIGHTS, HOME_OF_WEIGHTS, singles}, {BUF_MASTER, HOME_OF_MASTER, vectors},
-                {BUF_M, HOME_OF_MOMENTS, vectors}, {BUF_V, HOME_OF_MOMENTS, vectors}};
+    } rows[] = {{BUF_WEIGHTS, HOME_OF_WEIGHTS, singles}, {BUF_WEIGHTS_HOME, HOME_OF_WEIGHTS, 0},
+                {BUF_MASTER, HOME_OF_MASTER, vectors}, {BUF_M, HOME_OF_MOMENTS, vectors},
+                {BUF_V, HOME_OF_MOMENTS, vectors}};
     unsigned long long *sum = &gpu_buffer<GpuState>(net, BUF_STATE)->replica;
     // Gaps between tensors are hashed too: they are zero from the start, and nobody writes them.
     // What is at home on the host is read over the bus, which 100 steps do not feel.
@@ -4572,10 +4591,13 @@ static void rank_fetch(GpuNetwork<E, G> *net, const RankState &b, const TensorSp
         const int64_t end = min_i64(span.first + span.count, r.first + r.count);
         for (int64_t at = max_i64(span.first, r.first), n; at < end; at += n) {
             n = min_i64(end - at, (int64_t)(room / b.bytes));
-            const char *from = q == c->rank ? rank_state_at(net->plan, b, span, r, at) : staging;
+            if (q == c->rank) {  // copied first, as NCCL is given no pinned memory
+                cuda_check(cudaMemcpyAsync(staging, rank_state_at(net->plan, b, span, r, at),
+                                           (size_t)n * b.bytes, cudaMemcpyDefault, c->stream));
+            }
             rank_call(c, RANK_BROADCAST, [&] {
-                nccl_check(ncclBroadcast(from, staging, (size_t)n * b.bytes, ncclUint8, q, c->comm,
-                                         c->stream));
+                nccl_check(ncclBroadcast(staging, staging, (size_t)n * b.bytes, ncclUint8, q,
+                                         c->comm, c->stream));
             });
             copy_wait(host + (at - span.first) * (int64_t)b.bytes, staging, (size_t)n * b.bytes,
                       c->stream);
@@ -5033,10 +5055,6 @@ static void gpu_engine_open(Engine *e, Plan *p) {
 static void gpu_settings_check(const Settings *s) {
     const Model *m = &s->model;
     const int HS = m->C / m->NH;
-    if (s->ranks > 1 && settings_offloads(s)) {
-        die("--gpus %d and --offload: this program does not yet do both; --zero (-z) 3 and "
-            "--recompute (-r) block save memory on each GPU", s->ranks);
-    }
     if (m->C % CHANNELS_UNIT != 0 || m->C > CHANNELS_MAX ||
         (s->dtype != TYPE_FP32 && (HS % HEAD_UNIT != 0 || HS > HEAD_MAX)) || HS > HEAD_MAX_FP32) {
         die("--model (-e): %d channels in %d heads: a GPU takes channels that are a multiple of "

@@ -304,11 +304,11 @@ typedef struct {
 // Decides what -r auto and --offload auto leave to the program, neither of which changes a bit: the
 // cheapest levels that fit, and host memory only where no levels do, for as few states as it takes.
 // Where nothing fits the settings are those that lack least; where the room is unknown nothing is
-// recomputed or offloaded. Several ranks refuse to offload, so for them only levels are chosen.
+// recomputed or offloaded.
 static void settings_auto(Settings *s, const Options *o, const Room *room) {
     const int trains = !s->forward;  // without it there is nothing to recompute or to offload
     const int levels = trains && strcmp(o->recompute, "auto") == 0;
-    const int homes = trains && s->gpu && s->ranks == 1 && o->offload == OFFLOAD_AUTO;
+    const int homes = trains && s->gpu && o->offload == OFFLOAD_AUTO;
     const Speed v = speed_usual(s);
     Settings best = *s;
     size_t least = SIZE_MAX;
@@ -418,7 +418,7 @@ static int axis_apply(Settings *s, int axis, int step, char option[64]) {
         snprintf(option, 64, "%s%s", before.moment_dtype == TYPE_BF16 ? "" : " --moments bf16",
                  s->split_master == before.split_master ? "" : " -w none");
     } else if (axis == BY_HOME) {
-        settings_offload(s, s->ranks > 1 ? 0 : host_rungs[step]);  // several ranks refuse it
+        settings_offload(s, host_rungs[step]);
         snprintf(option, 64, " --offload %s", offload_text(homes, s));
     } else {
         settings_batch(s, s->B >> step);
@@ -834,7 +834,7 @@ static void fit_options(const Options *o, const Model *m) {
                 minimum_decides[i]);
         }
     }
-    // Forecasts do not know how long GPUs exchange, nor does a run with several of them offload.
+    // Forecasts do not know how long GPUs exchange.
     if (o->gpus > 1 || o->zero) {
         die("%s is of one GPU: leave --gpus and --zero (-z) out; --plan plans several", command);
     }

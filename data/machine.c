@@ -394,15 +394,15 @@ typedef struct {
 // The longest name of a GPU, and the bytes of an id (NCCL's).
 enum { RANK_TEXT = 96, RANK_ID = 128 };
 
-// What a rank shows the others when they meet, before any of them plans. But for room, GPU and id
+// What a rank shows the others when they meet, before any of them plans. But for memory, GPU and id
 // all must be alike: other options or data would train another model and wait for ever for parts of
 // other sizes.
 typedef struct {
     uint64_t program, options, data, settings;  // fingerprints
-    uint64_t room;                              // bytes that its GPU has for a plan
+    uint64_t device, host;                      // bytes that there are for a plan
     char gpu[RANK_TEXT], id[RANK_ID];
 } RankCard;
-static RankCard rank_card;  // this rank's; behind the meeting the id of rank 0 and the least room
+static RankCard rank_card;  // this rank's; behind the meeting the id of rank 0 and the least memory
 
 // Of a part of the run: all ranks have the same to do; some may have more; or, before they train, a
 // driver may be compiling, and show by its use of the processor alone that it lives.
@@ -854,7 +854,8 @@ static void ranks_introduce(void) {
     rank_card.program = fingerprint_program();
     ranks_meet(cards);
     for (size_t r = 1; r < n; r++) {
-        cards[0].room = cards[r].room < cards[0].room ? cards[r].room : cards[0].room;
+        cards[0].device = cards[r].device < cards[0].device ? cards[r].device : cards[0].device;
+        cards[0].host = cards[r].host < cards[0].host ? cards[r].host : cards[0].host;
         for (size_t i = 0; i < sizeof alike / sizeof alike[0]; i++) {
             if (memcmp((char *)&cards[0] + alike[i].offset, (char *)&cards[r] + alike[i].offset,
                        sizeof(uint64_t)) != 0) {
@@ -869,7 +870,8 @@ static void ranks_introduce(void) {
         }
     }
     memcpy(rank_card.id, cards[0].id, RANK_ID);
-    rank_card.room = cards[0].room;
+    rank_card.device = cards[0].device;
+    rank_card.host = cards[0].host;
     free(cards);
 }
 

@@ -441,15 +441,17 @@ static void test_traffic() {
         const double NC = (double)s.B * s.T * s.model.C;
         const double x = hosted(HOME_OF_RESIDUALS) * w * NC * k * std::max(L - 2, 0);
         const double weights = hosted(HOME_OF_WEIGHTS) * w * P / (z == 3 ? N : 1);
+        const double updated = hosted(HOME_OF_WEIGHTS) * w * P * share;
+        const double gather = z == 1 || z == 2 ? hosted(HOME_OF_WEIGHTS) * w * P : 0;
         const double grads = hosted(HOME_OF_GRADIENTS) * g * P;
         const Traffic t = step_traffic(&s, k);
         auto same = [&](double got, double want) { return fabs(got - want) <= 1e-9 * want; };
         expect(same(t.reduced, reduced), "%s: %.17g, not %.17g", who.c_str(), t.reduced, reduced);
         expect(same(t.gathered, gathered), "%s: %.17g, not %.17g", who.c_str(), t.gathered,
                gathered);
-        const double down = (moments + master) * own + x + weights + grads * k;
-        expect(same(t.up, down + weights * visits_w + grads), "%s", who.c_str());
-        expect(same(t.down, down), "%s", who.c_str());
+        const double down = (moments + master) * own + x + updated + grads * k;
+        expect(same(t.up, down + weights * visits_w + gather / N + grads), "%s", who.c_str());
+        expect(same(t.down, down + gather), "%s", who.c_str());
     }
     detail = "500 random settings";
 }

@@ -123,6 +123,56 @@ static void test_ranks_stages() {
     }
 }
 
+// States of ranks that live in host memory change no bit, at any stage of ZeRO.
+static void test_ranks_offload() {
+    enum { STAGES = 4 };
+    write_corpus();
+    static const struct {
+        int ranks, micros;
+        const char *options, *states;
+    } table[] = {{3, 1, "-r block", "weights,moments,master,residuals"},
+                 {2, 3, "--moments bf16 -w 0", "weights,residuals"}};
+    for (const auto &row : table) {
+        const Text ranks = ODD + text("-x 3 --clip 0.5 -v 3 -m 2 --gpus %d -d %d %s -z ", row.ranks,
+                                      24 * row.ranks * row.micros, row.options);
+        for (int z = 0; z < STAGES; z++) {
+            const Text stage = ranks + text("%d ", z);
+            remove_folder("device");
+            run(stage, "device");
+            remove_folder("host");
+            run(stage + "--offload " + row.states, "host",
+                with("EMU_ORDER", (z + row.micros / 2) % 2 ? "early" : "late"));
+            expect_same("device", "host", 3);
+        }
+    }
+}
+
+// Ranks whose GPUs have different room choose for the least of them, and train.
+static void test_ranks_room() {
+    need_mpi();
+    write_corpus();
+    const Text line = ODD "-x 2 -z 1 -d 48 ", nccl = text("%d", 2 * 4 * 12 << 20);
+    const Text plan = program(line + "--gpus 2 -r block --offload none --plan --json").out;
+    const char *key = "\"total_bytes\":";
+    const long bytes = atol(&plan[plan.find(key) + strlen(key)]) + (2L * 4 * 12 << 20);
+    for (const char *small : {"0", "1"}) {
+        Text command = "mpirun --oversubscribe";
+        for (const char *rank : {"0", "1"}) {
+            const long all = bytes + (rank[0] == small[0] ? -1 : 1 << 30) + (500L << 20);
+            command += (rank[0] == '0' ? " -np 1 env" : " : -np 1 env") +
+                       text(" EMU_CONTEXT=300M EMU_LIBRARY=200M EMU_NCCL=%s EMU_GPU_MEM=%ld ",
+                            nccl.c_str(), all) + "$PROGRAM " + line + "-o room" + small;
+        }
+        const Outcome o = shell(command + " < /dev/null");
+        expect_success(o, command);
+        expect(o.out.find(" --offload moments,master ", o.out.find("\nchosen ")) != Text::npos,
+               "%s", o.out.c_str());
+    }
+    run(line + "--gpus 2 -r none --offload none", "device");
+    expect_same("device", "room0", 2);
+    expect_same("device", "room1", 2);
+}
+
 // What mpirun starts has the bits of what --gpus starts.
 static void test_ranks_mpirun() {
     need_mpi();
@@ -241,8 +291,9 @@ static void test_ranks_states() {
         int ranks;
         const char *options;
         // The last two are for the types that the CPU program has.
-    } hops[] = {{2, "-z 0"}, {1, "--offload moments,weights"}, {4, "-z 3"}, {2, "-z 2"},
-                {1, ""}, {0, ""}, {3, "-z 1"}};
+    } hops[] = {{2, "-z 0"}, {1, "--offload moments,weights"},
+                {4, "-z 3 --offload moments,weights"}, {2, "-z 2 --offload weights"}, {1, ""},
+                {0, ""}, {3, "-z 1 --offload moments,residuals"}};
     for (const char *types : {"", "--moments bf16 ", "-w 0 "}) {
         const Text shape = "-i train.bin -e l3h3c96t16 -t 12 -b 1 ";
         remove_folder("out");
@@ -284,17 +335,25 @@ static void test_ranks_memory() {
         int ranks;
         const char *options;
     } table[] = {{2, "-z 0"}, {3, "-z 0"}, {2, "-z 1"}, {3, "-z 1"}, {2, "-z 2"}, {3, "-z 2"},
-                 {2, "-z 3"}, {3, "-z 3"}};
+                 {2, "-z 3"}, {3, "-z 3"}, {3, "-z 1 --offload moments,master,residuals"},
+                 {2, "-z 2 --offload weights"}, {3, "-z 3 --offload weights,moments"}};
     for (const auto &row : table) {
         const Text line = ODD "-x 1 -r none " + text("-d %d --gpus %d %s", 24 * row.ranks,
-                                                     row.ranks, row.options);
+                                                     row.ranks, row.options) +
+                          (strstr(row.options, "--offload") ? "" : " --offload none");
         const Text plan = program(line + " --plan --json").out;
         const char *key = "\"total_bytes\":";
         const long bytes = atol(&plan[plan.find(key) + strlen(key)]);
         const long nccl = (long)row.ranks * 4 * 12 << 20;  // of peers and the ring: channels, MiB
         expect(bytes > 1 << 20, "%s: %ld bytes", line.c_str(), bytes);
+        const char *pinned = "\"host_bytes\":";
+        const long host = atol(&plan[plan.find(pinned) + strlen(pinned)]);
+        expect_refused(program(line, with("EMU_HOST_MEM", text("%ld", host - 1).c_str())),
+                       "cannot pin", line);
         for (long less : {0, 1}) {
             const Outcome o = program(line, [=] {
+                const long row = 4096;  // what the parent sees of a rank is pinned too
+                setenv("EMU_HOST_MEM", text("%ld", host + row).c_str(), 1);
                 setenv("EMU_CONTEXT", "300M", 1);
                 setenv("EMU_LIBRARY", "200M", 1);
                 setenv("EMU_NCCL", text("%ld", nccl).c_str(), 1);
@@ -336,7 +395,7 @@ static void test_ranks_refused() {
                    "a launcher has started ranks already", "two who start ranks");
     expect_refused(program(ODD "--gpus 2", with("EMU_GPU_MEM", "136440000")), " short",
                    "memory");
-    expect_refused(program(ODD "--gpus 2 --offload moments"), "does not yet do both", "offload");
+    expect_refused(program(ODD "--gpus 2 --offload gradients"), "that is for one GPU", "offload");
     expect_refused(outcome(start_program("train_gpt2", ODD "--gpus 2")),
                    "--gpus 2, but this program trains alone: it computes on the CPU", "CPU");
 }
@@ -941,6 +1000,7 @@ static void test_ranks_late() {
 
 static const Test tests[] = {
     {"ranks_numbers", test_ranks_numbers, 1},   {"ranks_stages", test_ranks_stages, 1},
+    {"ranks_offload", test_ranks_offload, 1},   {"ranks_room", test_ranks_room, 1},
     {"ranks_mpirun", test_ranks_mpirun, 1},     {"ranks_choices", test_ranks_choices, 1},
     {"ranks_states", test_ranks_states, 1},     {"ranks_full", test_ranks_full, 1},
     {"ranks_save_killed", test_ranks_save_killed, 1}, {"ranks_memory", test_ranks_memory, 1},
