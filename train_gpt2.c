@@ -5861,9 +5861,11 @@ static void run_close(Run *run) {
 // if that had been asked for. A plan for a card that is named does not look at this one.
 static void run_choose_dtype(const Program *program, Options *o) {
     const int named = options_plan(o) && (gpu_memory_from_options(o) > 0 || o->gpus > 1);
-    if (!o->dtype && program->lacks_bf16 && !named && program->lacks_bf16()) {
-        o->dtype = DTYPE_FP16;
+    const int lacks = !named && program->lacks_bf16 && program->lacks_bf16();
+    if (lacks && options_plan(o) && o->dtype == DTYPE_BF16) {  // a run's engine refuses it
+        die("--dtype bf16: the GPU at hand has no bf16; it has fp16 and fp32");
     }
+    o->dtype = lacks && !o->dtype ? (int64_t)DTYPE_FP16 : o->dtype;
 }
 
 // Start-up in its order, then the command that was asked for, without one the training. Returns the

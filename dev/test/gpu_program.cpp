@@ -47,6 +47,8 @@ static void test_gpu_bad_input() {
         expect_refused(none, "no NVIDIA GPU is visible", "no GPU");
         Outcome old = program(run + "l2h2c16t16 --dtype bf16", with("EMU_CC", "75"));
         expect_refused(old, "has no bf16; use --dtype fp16", "a GPU without bf16");
+        old = program("--plan -e l2h2c16t16 --dtype bf16", with("EMU_CC", "75"));
+        expect_refused(old, "the GPU at hand has no bf16; it has fp16", "a plan for it");
         expect_success(program(run + "l2h2c16t16 --quiet --dtype fp32", with("EMU_CC", "75")),
                        "fp32 where there is no bf16");
         Outcome pinned =
