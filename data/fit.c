@@ -1251,7 +1251,7 @@ static int speed_measure(Speed *speed, const Program *program, const Settings *r
     enum { TWO, AGAIN, ONE, HOSTED, MODELS };
     const int models = program->gpu ? MODELS : HOSTED;
     Settings s = calibration_settings(run, program->gpu ? 2e14 : 4e11);
-    double seconds[MODELS], predicted[MODELS], rest[MODELS], update[MODELS];
+    double seconds[MODELS] = {0}, predicted[MODELS] = {0}, rest[MODELS] = {0}, update[MODELS];
     Speed v = speed_usual(run);
     for (int i = 0; i < models; i++) {
         s.model.L = i == ONE ? 1 : 2;
