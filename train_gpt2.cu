@@ -4858,6 +4858,9 @@ template <class E, class G> static void gpu_warm_up_step(Engine *e) {
     if (s->ranks > 1) {
         gpu_replica<E, G>(e);
     }
+    if (s->ranks > 1 && !s->forward) {  // what saves call: NCCL connects, and takes memory, for it
+        gpu_read<E, G, false>(e, STATE_M, tensor_offset(&s->model, WTE, 0), logits, 1);
+    }
     free(zeros);
     free(logits);
 }

@@ -919,6 +919,9 @@ static void test_ranks_traffic() {
                    "%.1f: %s", shown, plan.out.substr(plan.out.find("a step of")).c_str());
         }
     }
+    // A first save is no place for NCCL to take memory: each collective has been called before.
+    const Outcome o = program(ODD "-d 48 --gpus 2 -z 1 -x 1 --quiet", with("EMU_LOG", "1"));
+    expect(o.err.find("] Broadcast on stream") != Text::npos, "no broadcast in the warm-up");
 }
 
 // The number of the last exchange of a run with an output folder: that of the vectors' gradients in
