@@ -393,7 +393,7 @@ static void test_ranks_refused() {
                    "ranks 0 and 2 would share one GPU, 0000:00:00.0 of ", "too few GPUs");
     expect_refused(program(ODD "--gpus 2", with("PMI_SIZE", "2")),
                    "a launcher has started ranks already", "two who start ranks");
-    expect_refused(program(ODD "--gpus 2", with("EMU_GPU_MEM", "136440000")), " short",
+    expect_refused(program(ODD "--gpus 2", with("EMU_GPU_MEM", "134000000")), " short",
                    "memory");
     expect_refused(program(ODD "--gpus 2 --offload gradients"), "that is for one GPU", "offload");
     expect_refused(outcome(start_program("train_gpt2", ODD "--gpus 2")),
