@@ -2197,7 +2197,7 @@ static const int shard_stage[HOMES] = {3, 2, 1, 1, 0};
 // Ranks and homes, from --gpus, which is by now what a launcher started, --zero and --offload. Ends
 // the run where these do not go together.
 static void settings_homes(Settings *s, const Options *o) {
-    if (!options_plan(o) && o->zero && o->gpus == 1) {
+    if (!o->plan && o->zero && o->gpus == 1) {
         die("--zero (-z) %" PRId64 " divides states among GPUs: --gpus N or mpirun asks for some",
             o->zero);
     }
@@ -5430,7 +5430,8 @@ static int plan_command(const Run *run, const Program *program, Options *o, cons
     }
     if (o->fit) {
         if (!room.device) {
-            die("--fit: no GPU is here; --gpu NAME or --gpu-mem SIZE says what to fit into");
+            const char *why = o->gpus > 1 ? "several GPUs are not asked here" : "no GPU is here";
+            die("--fit: %s; --gpu NAME or --gpu-mem SIZE says what to fit into", why);
         }
         room.windows = run->train.windows;
         return fit_command(o, m, &room);

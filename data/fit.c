@@ -26,25 +26,26 @@
 
 // What a card does in a second: FLOPs of products of many channels, and the channels at which they
 // reach half of that; FLOPs of attention, forward and backward, under the causal mask; bytes of the
-// other kernels; bytes between host and device, each way. Predicted from the kernels' instructions
-// and from published throughputs of such cards: nobody has measured them with this program.
+// other kernels; bytes between host and device, and to other GPUs of its machine, each way.
+// Predicted from the kernels' instructions and from published throughputs of such cards (the last
+// column: NVLink's where a card has it, else PCIe's): nobody has measured them with this program.
 typedef struct {
-    double products, half, attention, attention_back, memory, link;
+    double products, half, attention, attention_back, memory, link, peers;
 } Rates;
 static const struct {
     const char *name;
     Rates rates;
 } rates_table[] = {
-    {"t4", {38e12, 120, 20e12, 14e12, 0.21e12, 12e9}},
-    {"4060ti", {43e12, 40, 38e12, 28e12, 0.25e12, 12e9}},
-    {"4090", {160e12, 45, 115e12, 85e12, 0.84e12, 25e9}},
-    {"a100", {270e12, 85, 110e12, 80e12, 1.52e12, 25e9}},
-    {"h100", {704e12, 262, 195e12, 148e12, 2.4e12, 50e9}},
-    {"h200", {704e12, 262, 205e12, 155e12, 3.2e12, 50e9}},
+    {"t4", {38e12, 120, 20e12, 14e12, 0.21e12, 12e9, 12e9}},
+    {"4060ti", {43e12, 40, 38e12, 28e12, 0.25e12, 12e9, 12e9}},
+    {"4090", {160e12, 45, 115e12, 85e12, 0.84e12, 25e9, 25e9}},
+    {"a100", {270e12, 85, 110e12, 80e12, 1.52e12, 25e9, 300e9}},
+    {"h100", {704e12, 262, 195e12, 148e12, 2.4e12, 50e9, 450e9}},
+    {"h200", {704e12, 262, 205e12, 155e12, 3.2e12, 50e9, 450e9}},
 };
 // Where no such card is named settings are compared at these: a 4090's, and those of two cores.
-static const Rates usual_gpu = {160e12, 45, 115e12, 85e12, 0.84e12, 25e9};
-static const Rates usual_cpu = {2e11, 30, 8e10, 8e10, 6e9, 6e9};
+static const Rates usual_gpu = {160e12, 45, 115e12, 85e12, 0.84e12, 25e9, 25e9};
+static const Rates usual_cpu = {2e11, 30, 8e10, 8e10, 6e9, 6e9, 6e9};
 
 // What a stage does for a token, counted from its layers: FLOPs of products, x C^2, and of causal
 // attention, x T C; numbers that its other passes read and write, x C. Where a backward product has
@@ -77,11 +78,11 @@ static double recompute_cost(const Settings *s) {
 
 // Where the time of a step goes, in seconds: of a token in each stage, of what a micro-step and a
 // chunk of logits cost whatever their tokens, of a byte that the update reads or writes on the
-// device, of a byte between host and device.
+// device, of a byte between host and device, of a byte to another GPU.
 typedef struct {
     double token[STAGES];
     double block, chunk, step;
-    double byte, link_byte;
+    double byte, link_byte, peer_byte;
     int gpu;
 } Speed;
 
@@ -107,6 +108,7 @@ static Speed speed_predict(const Rates *r, const Settings *s) {
     v.gpu = s->gpu;
     v.byte = 1 / r->memory;
     v.link_byte = 1 / r->link;
+    v.peer_byte = 1 / r->peers;
     return v;
 }
 
@@ -155,24 +157,32 @@ static double forecast_micro(const Speed *v, const Settings *s, int blocks) {
     return N * token + L * v->block + chunks * v->chunk;
 }
 
-// Seconds of a step of `micros` micro-steps on one device. What visits it travels beside the
-// computation, both ways at once; what the update works on in host memory does not.
+// Seconds of a step of `micros` micro-steps on each rank. What visits a device travels beside the
+// computation, both ways at once, and so do gradients and their sums between GPUs, those that stay
+// on the device in the last micro-step alone. What the update works on in host memory does not, nor
+// do new weights, which ZeRO gathers behind the update. The exchange is counted as if it could
+// begin with the micro-step, and as if it shared the link to the host, which it does on PCIe.
 static double forecast_step(const Speed *v, const Settings *s, int64_t micros) {
-    double micro = forecast_micro(v, s, 1), update = update_bytes(s) * v->byte;
-    if (settings_offloads(s)) {
+    double micro = forecast_micro(v, s, 1), last = micro, update = update_bytes(s) * v->byte;
+    if (settings_offloads(s) || s->ranks > 1) {
         const Traffic one = step_traffic(s, 1), two = step_traffic(s, 2);
         const double up = two.up - one.up, down = two.down - one.down;  // of a micro-step
-        const double visits = (up > down ? up : down) * v->link_byte;
-        const double rest_up = one.up - up, rest_down = one.down - down;
-        update += fmax(rest_up > rest_down ? rest_up : rest_down, 0) * v->link_byte;
+        const double reduced = two.reduced - one.reduced, gathered = two.gathered - one.gathered;
+        const double visits = fmax(up, down) * v->link_byte + (reduced + gathered) * v->peer_byte;
+        const double sums = (one.reduced - reduced) * v->peer_byte;
+        const double results = (one.gathered - gathered) * v->peer_byte;
+        const int divided = s->home[HOME_OF_MOMENTS] & HOME_SHARD;  // so weights are gathered
+        last = fmax(micro, visits + sums + (divided ? 0 : results));
         micro = fmax(micro, visits);
+        update += fmax(fmax(one.up - up, one.down - down), 0) * v->link_byte;
+        update += divided ? results : 0;
     }
-    return (double)micros * micro + update + v->step;
+    return (double)(micros - 1) * micro + last + update + v->step;
 }
 
-// The forecast as people quote it.
+// The forecast as people quote it: the tokens of all ranks.
 static double forecast_tokens_per_s(const Speed *v, const Settings *s, int64_t micros) {
-    return (double)micros * s->B * s->T / forecast_step(v, s, micros);
+    return (double)micros * s->ranks * s->B * s->T / forecast_step(v, s, micros);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -702,9 +712,10 @@ static int64_t step_whole_micros(const Options *o, const Settings *s) {
 // Prints how fast a run is said to be, and how long -x steps take, or a billion tokens.
 static void forecast_print(const Settings *s, const Room *room, const Options *o) {
     const int64_t micros = step_micros(o, s);
-    if (room->from && s->ranks == 1 && micros > 0 && !s->forward) {
+    if (room->from && micros > 0 && !s->forward) {
         const double rate = forecast_tokens_per_s(&room->speed, s, micros);
-        const int64_t run = o->steps * micros * s->B * s->T, tokens = run ? run : 1000000000;
+        const int64_t run = o->steps * micros * s->ranks * s->B * s->T;
+        const int64_t tokens = run ? run : 1000000000;
         printf("forecast: %s tokens/s, %s tokens in %s; %s\n", count_text((int64_t)rate).s,
                count_text(tokens).s, duration_text((double)tokens / rate).s, room->from);
     }
@@ -823,7 +834,6 @@ static const char *const minimum_decides[] = {"batch",   "recompute", "logit-row
 // what they would ignore, and where no batch divides -d's tokens.
 static void fit_options(const Options *o, const Model *m) {
     Settings least;
-    const char *command = o->fit ? "--fit" : "--minimum";
     if (!o->fit && !o->minimum) {
         return;
     }
@@ -834,13 +844,9 @@ static void fit_options(const Options *o, const Model *m) {
                 minimum_decides[i]);
         }
     }
-    // Forecasts do not know how long GPUs exchange.
-    if (o->gpus > 1 || o->zero) {
-        die("%s is of one GPU: leave --gpus and --zero (-z) out; --plan plans several", command);
-    }
     // The smallest batch that is tried divides whatever a larger one does.
     memset(&least, 0, sizeof least);
-    least.ranks = 1;
+    least.ranks = (int)o->gpus;
     least.B = o->fit && option_given(o, "batch") ? (int)o->batch : 1;
     least.T = o->seq_len ? (int)o->seq_len : m->maxT;
     step_whole_micros(o, &least);
@@ -922,6 +928,9 @@ static int fit_points(FitPoint list[MAX_POINTS], const Options *asked, const Mod
             f->o.batch = B;
             f->type = type;
             f->rung = i / levels % rungs;
+            if (asked->gpus > 1 && host_rungs[f->rung] == HOST_GRADIENTS) {
+                break;  // gradients of several GPUs stay there: it is the rung before
+            }
             if (asked->logit_rows > B * T) {
                 continue;  // fewer tokens than that option takes
             }
@@ -1079,19 +1088,40 @@ static void print_changes(const Settings *s, const char *split) {
            s->dtype == TYPE_BF16 && !s->split_master ? "; -w none changes numbers" : "");
 }
 
+// Whose the bytes before it are; nothing where there is one GPU.
+typedef struct {
+    char s[32];
+} EachText;
+static EachText each_text(const Options *o) {
+    EachText text = {""};
+    if (o->gpus > 1) {
+        snprintf(text.s, sizeof text.s, ", each of %d GPUs", (int)o->gpus);
+    }
+    return text;
+}
+
+// What libraries take of the device of a rank, NCCL's buffers among them.
+static double reserved_bytes(const Options *o, size_t library) {
+    Settings s;
+    memset(&s, 0, sizeof s);
+    s.ranks = (int)o->gpus;
+    return (double)(library + nccl_estimate_bytes(&s));
+}
+
 // --fit. Returns the program's exit status: 1 when nothing fits.
 static int fit_command(const Options *o, const Model *m, const Room *room) {
     FitPoint *list = (FitPoint *)alloc_zero(MAX_POINTS, sizeof *list);
     if (room->device <= 1 && room->library) {
         die("--fit: %s: nothing is left beside %s, which are reserved for libraries", room->where,
-            bytes_text((double)room->library).s);
+            bytes_text(reserved_bytes(o, room->library)).s);
     }
     const int n = fit_points(list, o, m, room);
     const int64_t T = o->seq_len ? o->seq_len : m->maxT;
-    const int64_t step = max_i64(o->tokens_per_step, option_given(o, "batch") ? o->batch * T : T);
+    const int64_t B = option_given(o, "batch") ? o->batch : 1;
+    const int64_t step = max_i64(o->tokens_per_step, o->gpus * B * T);
     const FitPoint *best = fit_choose(list, n, o->tokens_per_step > 0);
-    printf("%s: what fits %s for the plan; tokens/s %s\n", o->model,
-           bytes_text((double)room->device).s,
+    printf("%s: what fits %s for the plan%s; tokens/s %s%s\n", o->model,
+           bytes_text((double)room->device).s, each_text(o).s, o->gpus > 1 ? "of all " : "",
            room->from         ? room->from
            : room->speed.gpu ? "of a 4090 in bf16: this run's are unknown, and these only compare"
                              : "of two cores: this run's are unknown, and these only compare");
@@ -1113,12 +1143,12 @@ static int fit_command(const Options *o, const Model *m, const Room *room) {
 }
 
 // --minimum: the least memory that a run can take, at B = 1: on a GPU with nothing offloaded and
-// with everything at home on the host, and, `cpu`, in the CPU program, unless it lacks an option
-// that is given. Number types change only where nothing is offloaded: on the host they take no
-// device memory.
+// with everything at home on the host (of several GPUs all but the gradients, which stay there),
+// and, `cpu`, in the CPU program, unless it lacks an option that is given. Number types change only
+// where nothing is offloaded: on the host they take no device memory.
 static void minimum_command(const Options *asked, const Model *m, int cpu) {
     static const char *const titles[] = {"GPU, nothing offloaded", "GPU, everything on the host",
-                                         "CPU"};
+                                         "CPU", "GPU, all but gradients on the host"};
     const int wide = gpu_dtype(asked) != DTYPE_BF16;  // narrow moments and masters need bf16
     Room all;
     memset(&all, 0, sizeof all);
@@ -1126,7 +1156,7 @@ static void minimum_command(const Options *asked, const Model *m, int cpu) {
     FitPoint *f = (FitPoint *)alloc_zero(1, sizeof *f);
     const int narrow = (asked->dtype && asked->dtype != DTYPE_FP32) || asked->grad_dtype ||
                        asked->workspace;
-    for (int i = 0; i < 2 + (cpu && !narrow); i++) {
+    for (int i = 0; i < 2 + (cpu && !narrow && asked->gpus == 1); i++) {
         all.speed.gpu = i < 2;
         f->o = *asked;
         f->o.recompute = "block";
@@ -1137,12 +1167,14 @@ static void minimum_command(const Options *asked, const Model *m, int cpu) {
         f->o.moments = i == 0 && !wide ? MOMENTS_BF16 : MOMENTS_FP32;
         f->o.master = i == 0 && !wide ? MASTER_NONE : MASTER_SPLIT;
         fit_point(f, m, 0, &all);
-        printf("%s: %s", titles[i], bytes_text((double)f->bytes).s);
+        printf("%s: %s", titles[i == 1 && asked->gpus > 1 ? 3 : i],
+               bytes_text((double)f->bytes).s);
         if (all.speed.gpu) {
             printf(" and %s for libraries (reserved, not measured)",
-                   bytes_text((double)library_reserve_bytes).s);
+                   bytes_text(reserved_bytes(asked, library_reserve_bytes)).s);
         }
-        printf(", %s of host memory\n  ", bytes_text((double)f->host_bytes).s);
+        printf(", %s of host memory%s\n  ", bytes_text((double)f->host_bytes).s,
+               each_text(asked).s);
         training_print(&f->o, "block", all.speed.gpu);
         printf("  ");
         print_changes(&f->settings, "; --logit-rows and -b change rounding");
@@ -1171,7 +1203,10 @@ static Room room_named(const Options *o, const Settings *s) {
     room.host = SIZE_MAX;
     room.where = o->gpu[0] ? o->gpu : "--gpu-mem";
     room.speed = rates ? speed_predict(rates, s) : speed_usual(s);
-    room.from = rates ? "predicted for this card, unmeasured" : NULL;
+    // Between machines, of eight GPUs at most, the exchange is slower than these rates have it.
+    room.from = !rates                      ? NULL
+                : s->ranks > NCCL_PEERS + 1 ? "predicted for these cards in one machine, unmeasured"
+                                            : "predicted for this card, unmeasured";
     return room;
 }
 

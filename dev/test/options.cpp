@@ -66,8 +66,9 @@ static const Refusal bad_options[] = {
     {"--plan --gpu t4 -e d12 --dtype bf16", "t4 has no bf16"},
     {"--plan --gpu a100 -e d12 -w 0 --offload master", "--offload master"},
     {"--plan --gpus 2 -e d12 --offload gradients", "that is for one GPU"},
-    {"--fit bits -e d12 --gpu 4090 --gpus 4", "--fit is of one GPU: leave --gpus"},
-    {"--minimum -e d12 -z 1", "--minimum is of one GPU: leave --gpus"},
+    {"--fit bits -e d12 --gpus 4", "--fit: several GPUs are not asked here; --gpu NAME"},
+    {"--fit bits -e d12 --gpu 4090 --gpus 4 -d 2048", "x GPUs = 1 x 1024 x 4"},
+    {"--minimum -e d12 -z 1", "--zero (-z) 1 divides states among GPUs: --gpus N"},
     {"--minimum -e d12 -b 2", "--minimum finds what is least, whatever memory there is: leave "
                               "--batch out"},
     {"--minimum -e d12 -r gelu", "leave --recompute out"},
@@ -301,6 +302,41 @@ static void test_fit_command() {
         expect(o.status == 1 && o.out.find("nothing fits: few.bin has 24 sequences, and a step "
                                            "takes 32\n") != Text::npos, "%s", o.out.c_str());
     }
+}
+
+// --minimum and --fit of several GPUs: each needs less, the more there are; their number stands in
+// the command, which fits, and of which --plan has a forecast.
+static void test_fit_gpus() {
+    const char *model = has_sanitizers() ? "d12" : "d48";
+    for (const char *title : {"GPU, nothing offloaded: ", "GPU, all but gradients on the host: "}) {
+        double last = INFINITY;
+        for (int gpus : {2, 4, 8}) {
+            const Outcome o = program(text("--minimum -e %s -z 3 --gpus %d", model, gpus));
+            const size_t at = o.out.find(title);
+            const Text command = recommended(o.out, title) + " ";
+            char unit = 0;
+            double size = 0;
+            expect(at != Text::npos &&
+                       sscanf(&o.out[at + strlen(title)], "%lf %c", &size, &unit) == 2 &&
+                       o.out.find(text(", each of %d GPUs\n", gpus)) != Text::npos &&
+                       command.find(text(" --gpus %d -z 3 ", gpus)) != Text::npos,
+                   "%s", o.out.c_str());
+            size *= unit == 'G' ? 1024 : 1;
+            expect(size < last, "%s%d GPUs: %g after %g", title, gpus, size, last);
+            last = size;
+        }
+    }
+    const Outcome o = program(text("--fit bits -e %s --gpu 4090 --gpus 4 -z 2 -d 524288", model));
+    const Text many = recommended(o.out, "\nfastest: ");
+    expect_success(o, "--fit of several GPUs");
+    expect((many + " ").find(" --gpus 4 -z 2 ") != Text::npos &&
+               o.out.find(", each of 4 GPUs; tokens/s of all predicted ") != Text::npos,
+           "%s", o.out.c_str());
+    const Text planned = program("--plan --gpu 4090 " + many).out;
+    expect(planned.find("4090: 23.60 GiB; fits, ") != Text::npos &&
+               planned.find("\nforecast: ") != Text::npos, "%s", many.c_str());
+    expect(program("--plan -e d12 --gpu h100 --gpus 16").out.find("; predicted for these cards in ")
+               != Text::npos, "16 GPUs are two machines");
 }
 
 // What the user has given stands in the command that --fit recommends, which can be pasted, and
@@ -623,6 +659,7 @@ static const Test tests[] = {
     {"sample_bytes", test_sample_bytes, 1},
     {"launcher", test_launcher, 1},
     {"fit_command", test_fit_command, 1},
+    {"fit_gpus", test_fit_gpus, 1},
     {"fit_given", test_fit_given, 1},
 };
 

@@ -1038,3 +1038,79 @@ static void test_fit_sizes() {
     f = chosen("--fit bits -e d12 --gpu 4090 -r gelu --offload none");
     expect(recompute_text(&f.settings).s == Text("gelu") && f.rung == 0);
 }
+
+// Several GPUs: the largest batch that --fit finds takes each of them what its plan says, beside
+// NCCL; the next one does not fit, and gradients are never sent to the host.
+static void test_fit_ranks() {
+    static const struct {
+        int ranks, zero;
+        int64_t nccl;
+    } table[] = {{2, 0, 96}, {4, 1, 192}, {8, 2, 384}, {8, 3, 384}, {64, 3, 384}};
+    for (const auto &row : table) {
+        const Text options = text("-e d24 --gpu-mem 14GiB -r block --gpus %d -z %d -b ", row.ranks,
+                                  row.zero);
+        Options o;
+        Model m;
+        parse(&o, ("--fit bits " + options.substr(0, options.size() - 4)).c_str());
+        model_parse(&m, o.model);
+        model_set_vocabulary(&m, GPT2_VOCABULARY);
+        std::vector<FitPoint> list(MAX_POINTS);
+        const Settings one = planned(options + "1");
+        const Room room = room_named(&o, &one);
+        expect((int64_t)room.device == ((13 << 10) - row.nccl) << 20, "%s", options.c_str());
+        const int n = fit_points(list.data(), &o, &m, &room);
+        int B = 0;
+        for (int i = 0; i < n; i++) {
+            const FitPoint *f = &list[(size_t)i];
+            expect(host_rungs[f->rung] != HOST_GRADIENTS, "%s", options.c_str());
+            B = f->rung == 0 ? std::max(B, f->settings.B) : B;
+            if (f->rung == 0 && f->settings.B == B) {
+                Settings s = planned(options + text("%d --offload none", B));
+                expect(f->bytes == plan_bytes(&s), "%s%d", options.c_str(), B);
+            }
+        }
+        Settings next = planned(options + text("%d --offload none", next_batch(B)));
+        expect(B > 0 && plan_bytes(&next) > room.device, "%s%d", options.c_str(), B);
+    }
+}
+
+// Of N ranks: between the tokens of one and N times as many. What they exchange once a step hides
+// behind the last micro-step's computation alone, what visits behind every one's; where nothing
+// hides it costs its bytes over the link.
+static void test_forecast_ranks() {
+    for (const char *card : {"4090", "t4", "h100"}) {
+        const Text options = text("--gpu %s -e d12 -b 1 -r none --gpus ", card);
+        Options o;
+        parse(&o, ("--plan " + options + "1").c_str());
+        const Settings one = planned(options + "1");
+        const Speed v = speed_predict(rates_named(&o), &one);
+        for (int ranks : {1, 2, 4, 8}) {
+            const Settings s = planned(options + text("%d", ranks));
+            for (int micros : {1, 64}) {
+                const double alone = forecast_tokens_per_s(&v, &one, micros);
+                const double all = forecast_tokens_per_s(&v, &s, micros);
+                expect(all >= alone && all <= ranks * alone * (1 + 1e-12), "%s x %d, %d: %g, %g",
+                       card, ranks, micros, all, alone);
+                expect(all < 0.99 * ranks * alone || ranks < 8 || micros > 1 || card[0] == 'h',
+                       "%s: PCIe is slower than so small a batch", card);
+            }
+            expect_near(forecast_step(&v, &s, 64) - forecast_step(&v, &one, 64),
+                        forecast_step(&v, &s, 1) - forecast_step(&v, &one, 1), 1e-9, "%s x %d",
+                        card, ranks);
+        }
+        for (int zero : {1, 2, 3}) {
+            const Settings s = planned(options + text("8 -z %d", zero));
+            const Traffic t = step_traffic(&s, 1), two = step_traffic(&s, 2);
+            Speed slow = v, free = v;
+            slow.peer_byte = 1;
+            free.peer_byte = 0;
+            // Sums and visits take longer than the computation here, and stand in its place.
+            const double micro = forecast_micro(&v, &s, 1);
+            expect_near(forecast_step(&slow, &s, 1) - forecast_step(&free, &s, 1),
+                        t.reduced + t.gathered - micro, 1, "%s -z %d", card, zero);
+            const double visits = two.reduced + two.gathered - t.reduced - t.gathered;
+            expect_near(forecast_step(&slow, &s, 2) - forecast_step(&slow, &s, 1),
+                        fmax(visits, micro), 1, "%s -z %d", card, zero);
+        }
+    }
+}
