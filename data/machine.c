@@ -966,7 +966,7 @@ static void line_fit(char line[256], char *parts, const int *spare, int room) {
         part[count] = strsep(&parts, "\t");
         columns += part[count][0] ? 2 + (int)strlen(part[count]) : 0;
     }
-    for (; *spare >= 0 && columns > room; spare++) {
+    for (; *spare >= 0 && *spare < count && columns > room; spare++) {
         columns -= part[*spare][0] ? 2 + (int)strlen(part[*spare]) : 0;
         part[*spare][0] = 0;
     }
