@@ -65,15 +65,20 @@ static void test_ranks_numbers() {
     write_corpus();
     for (int n = 1; n <= 4; n++) {
         const Text ranks = ODD "-d 288 --dtype fp32 -v 1 -m 7 " + text("--gpus %d ", n);
-        run(ranks + "-x 3 -l 3e-3", text("learns%d", n));
         run(ranks + "-x 1 -l 0", text("stays%d", n));
-        const Text log = read_file(text("learns%d/log.jsonl", n));
-        const Text one = read_file("learns1/log.jsonl");
-        for (const char *key : {"loss", "grad_norm", "val_loss"}) {
-            const auto got = values_in(log, key), want = values_in(one, key);
-            expect(got.size() == 3 && want.size() == 3, "%d ranks: %zu of %s", n, got.size(), key);
-            for (size_t i = 0; i < got.size(); i++) {
-                expect_near(got[i], want[i], 5e-6 * want[i], "%d ranks, %s %zu", n, key, i);
+        for (const char *how : {"learns", "overfit"}) {
+            const Text steps = how[0] == 'o' ? "-x 3 -l 3e-3 --overfit 1" : "-x 3 -l 3e-3";
+            run(ranks + steps, how + text("%d", n));
+            const Text log = read_file(how + text("%d/log.jsonl", n));
+            const Text one = read_file(how + Text("1/log.jsonl"));
+            for (const char *key : {"loss", "grad_norm", "val_loss"}) {
+                const auto got = values_in(log, key), want = values_in(one, key);
+                expect(got.size() == 3 && want.size() == 3, "%d ranks: %zu of %s", n, got.size(),
+                       key);
+                for (size_t i = 0; i < got.size() && i < want.size(); i++) {
+                    expect_near(got[i], want[i], 5e-6 * want[i], "%s, %d ranks, %s %zu", how, n,
+                                key, i);
+                }
             }
         }
         const auto got = values_in(read_file(text("stays%d/log.jsonl", n)), "val_loss");
@@ -93,7 +98,7 @@ static void test_ranks_stages() {
         const char *options;
     } table[] = {{3, 1, ""}, {2, 3, "--moments bf16 -w 0 "},
                  {2, 1, "--grad-dtype fp32 -l 100 -c 1 "},
-                 {3, 3, "--dtype fp32 -r block "}};
+                 {3, 3, "--dtype fp32 -r block "}, {3, 1, "--dtype fp16 "}};
     for (const auto &row : table) {
         const Text ranks = ODD + text("-x 3 --clip 0.5 -v 3 -m 2 --gpus %d -d %d ", row.ranks,
                                       24 * row.ranks * row.micros) + row.options;
@@ -290,22 +295,34 @@ static void test_ranks_states() {
     static const struct {
         int ranks;
         const char *options;
-        // The last two are for the types that the CPU program has.
+        // No ranks: the CPU program, for the types that it has.
     } hops[] = {{2, "-z 0"}, {1, "--offload moments,weights"},
                 {4, "-z 3 --offload moments,weights"}, {2, "-z 2 --offload weights"}, {1, ""},
                 {0, ""}, {3, "-z 1 --offload moments,residuals"}};
-    for (const char *types : {"", "--moments bf16 ", "-w 0 "}) {
+    for (const char *types : {"", "--moments bf16 ", "-w 0 ", "--dtype fp16 "}) {
         const Text shape = "-i train.bin -e l3h3c96t16 -t 12 -b 1 ";
         remove_folder("out");
         run(shape + types + "-d 36 -x 2 --gpus 3 -z 1", "out");
         forge_idle("out", 2, 130);
         int step = 130;
         Text counters;
-        const Text want = states_of("out", step, &counters);
+        // The fp32 weights of fp16 are in the model's file, not among the states.
+        auto model_of = [](int of) {
+            const Text at = text("out/step-%08d/model.safetensors", of);
+            return header_and_data(read_file(at)).second;
+        };
+        const Text want = states_of("out", step, &counters), model = model_of(step);
+        // Numbers of fp16 would end in zeros: every save here might lose the same bits.
+        size_t fine = 0;
+        for (size_t i = 0; i + 4 <= model.size(); i += 4) {
+            fine += (model[i] | (model[i + 1] & 0x1f)) != 0;
+        }
+        expect(!strstr(types, "fp16") || fine > model.size() / 8, "%zu of %zu bytes in fp32", fine,
+               model.size());
         for (const auto &hop : hops) {
             const int n = hop.ranks ? hop.ranks : 1;
             if (!hop.ranks && types[0]) {
-                break;
+                continue;
             }
             const Text line = shape + text("-x %d -y 1 --keep 1 --skip-zscore 1 -d %d ", ++step,
                                            12 * n);
@@ -319,6 +336,8 @@ static void test_ranks_states() {
                                                                           n, hop.options);
             expect(!hop.ranks || (got == want && got.size() > 500000), "%s: other states",
                    who.c_str());
+            expect(!hop.ranks || (model_of(step) == model && model.size() > 500000),
+                   "%s: other weights", who.c_str());
             expect(values_in(read_file("out/log.jsonl"), "skipped").back() == 1, "%s: it learnt",
                    who.c_str());
             const Text files = names_in(text("out/step-%08d", step), "state-");
@@ -965,28 +984,41 @@ static void test_ranks_replicas() {
 
 // A NaN that one rank sends one other makes all of them skip the step, and a norm just above --clip
 // makes all clip alike: their copies agree when they save, the counters are those of the log, and
-// all stages have the same bits.
+// all stages have the same bits. In fp16 all halve the loss scale for the step, which is each
+// rank's own number: where one did not, its part of the next step's gradients would be as wrong.
 static void test_ranks_skip_and_clip() {
     write_corpus();
-    const Text part = ODD "-d 72 --gpus 3 -x 4 --skip-zscore 0 ";
-    run(part + "-z 0", "plain");
-    const auto norms = values_in(read_file("plain/log.jsonl"), "grad_norm");
-    if (norms.size() != 4) {
-        expect(norms.size() == 4, "%zu norms", norms.size());
-        return;
+    static const struct {
+        const char *options;
+        int last;  // stage
+    } table[] = {{"", 1}, {"--dtype fp16 ", 3}};
+    for (const auto &row : table) {
+        const Text part = ODD "-d 72 --gpus 3 --skip-zscore 0 " + Text(row.options);
+        run(part + "-x 4 -z 0", "plain");
+        const auto norms = values_in(read_file("plain/log.jsonl"), "grad_norm");
+        if (norms.size() != 4) {
+            expect(norms.size() == 4, "%zu norms", norms.size());
+            return;
+        }
+        const Text clip = part + text("-x 4 --clip %.9g -z ", norms[1] * (1 - 1e-6));
+        for (int z = 0; z <= row.last; z++) {
+            run(clip + text("%d", z), text("clip%d", z));
+            const int step_2 = last_exchange(part + text("-x 2 -z %d", z));
+            run(part + text("-x 4 -z %d", z), text("nan%d", z),
+                with_faults(text("EMU_FAULT_RANK=2 EMU_FAULT_NAN=%d", step_2)));
+            const Text log = read_file(text("nan%d/log.jsonl", z));
+            const auto skipped = values_in(log, "skipped");
+            expect(skipped == std::vector<double>({0, 1, 0, 0}), "-z %d: %s", z, log.c_str());
+            const auto scales = values_in(log, "loss_scale_log2");
+            expect(!row.options[0] || scales == std::vector<double>({16, 15, 15, 15}), "-z %d: %s",
+                   z, log.c_str());
+            if (z > 0) {
+                expect_same("clip0", text("clip%d", z), 4);
+                expect_same("nan0", text("nan%d", z), 4);
+            }
+        }
+        shell("rm -r plain clip* nan*");
     }
-    const Text clip = part + text("--clip %.9g ", norms[1] * (1 - 1e-6));
-    for (const char *zero : {"0", "1"}) {
-        run(clip + "-z " + zero, Text("clip") + zero);
-        const int step_2 = last_exchange(ODD "-d 72 --gpus 3 -x 2 -z " + Text(zero));
-        run(part + "-z " + zero, Text("nan") + zero,
-            with_faults(text("EMU_FAULT_RANK=2 EMU_FAULT_NAN=%d", step_2)));
-        const Text log = read_file(Text("nan") + zero + "/log.jsonl");
-        const auto skipped = values_in(log, "skipped");
-        expect(skipped == std::vector<double>({0, 1, 0, 0}), "-z %s: %s", zero, log.c_str());
-    }
-    expect_same("clip0", "clip1", 4);
-    expect_same("nan0", "nan1", 4);
 }
 
 // Ranks that come late to collectives, by chance, come to the same bits.
