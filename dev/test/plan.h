@@ -1080,9 +1080,9 @@ static void test_fit_ranks() {
 static void test_forecast_ranks() {
     for (const char *card : {"4090", "t4", "h100"}) {
         const Text options = text("--gpu %s -e d12 -b 1 -r none --gpus ", card);
-        Options o;
-        parse(&o, ("--plan " + options + "1").c_str());
         const Settings one = planned(options + "1");
+        Options o;  // whose text lives until the next are parsed
+        parse(&o, ("--plan " + options + "1").c_str());
         const Speed v = speed_predict(rates_named(&o), &one);
         for (int ranks : {1, 2, 4, 8}) {
             const Settings s = planned(options + text("%d", ranks));
