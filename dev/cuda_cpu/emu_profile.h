@@ -141,9 +141,20 @@ EMU_API EMU_UNCOUNTED void __tsan_func_entry(void *) { }
 EMU_API EMU_UNCOUNTED void __tsan_func_exit() { }
 EMU_API EMU_UNCOUNTED void __tsan_vptr_read(void **) { }
 EMU_API EMU_UNCOUNTED void __tsan_vptr_update(void **, void *) { }
-// Atomic loads, of flags of the emulator and of the C++ library's static variables.
+// Atomic loads, of flags of the emulator and of the C++ library's static variables; then what
+// atomics of kernels, and counters of the host, are made of.
 EMU_API EMU_UNCOUNTED uint8_t __tsan_atomic8_load(const volatile uint8_t *p, int) { return *p; }
 EMU_API EMU_UNCOUNTED uint64_t __tsan_atomic64_load(const volatile uint64_t *p, int) { return *p; }
+EMU_API EMU_UNCOUNTED uint64_t __tsan_atomic64_fetch_add(volatile uint64_t *p, uint64_t n, int) {
+    return __atomic_fetch_add(p, n, __ATOMIC_SEQ_CST);
+}
+EMU_API EMU_UNCOUNTED bool __tsan_atomic64_compare_exchange_strong(volatile uint64_t *p,
+                                                                   uint64_t *was, uint64_t value,
+                                                                   int, int) {
+    emu::profile_count((void *)p, 8, false);
+    emu::profile_count((void *)p, 8, true);
+    return __atomic_compare_exchange_n(p, was, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+}
 #undef EMU_HOOK
 #undef EMU_HOOKS
 #endif
