@@ -2780,12 +2780,11 @@ static int depth_of_block(int K) {
     return min_int(most, ceil_div(ceil_div(K, ceil_div(K, most)), VL) * VL);
 }
 
-// out(n) = bias(n) + addend(n) + a(K) b(K,n), n <= NR: each step of k adds to n sums at once, as
-// two vectors, so that one chain of multiply-adds runs while the other waits. Where the k of b is
-// contiguous, squares of it are transposed in registers. The order of sums is rule 1's and
-// matmul_tile's. No hardware prefetch follows NR rows side by side: the next NR rows are asked for
-// in the order they lie in memory, a few lines at each step, because a burst of requests is
-// dropped. Not for matmul_bf16.
+// out(n) = bias(n) + addend(n) + a(K) b(K,n), n <= VL: each step of k adds to n sums at once. Where
+// the k of b is contiguous, squares of it are transposed in registers. The order of sums is rule
+// 1's and matmul_tile's. No hardware prefetch follows VL rows side by side: what comes four squares
+// later in these rows, or in the rows after the next, is asked for. (Two vectors of columns at a
+// time, with the next rows asked for in the order of memory, took 8 % longer.) Not for matmul_bf16.
 FUSED static void matvec_columns(real *out, const real *a, Operand b, const real *bias,
                                  const real *addend, int n, int K) {
     FUSED_BODY
@@ -2793,54 +2792,45 @@ FUSED static void matvec_columns(real *out, const real *a, Operand b, const real
     const int kc = depth_of_block(K), along_k = b.k_step == 1;
     const size_t bytes = (size_t)n * sizeof(real), next = along_k ? b.row_step : b.k_step;
     real x[VL * VL] __attribute__((aligned(VECTOR_BYTES)));
-    real square[2][VL * VL] __attribute__((aligned(VECTOR_BYTES)));
-    Vector total[2] = {zero, zero}, add[2] = {zero, zero}, sum[2] = {zero, zero};
+    real y[VL * VL] __attribute__((aligned(VECTOR_BYTES)));
+    Vector total = zero, add = zero, sum = zero;
     if (bias) {
-        memcpy(total, bias, bytes);
+        memcpy(&total, bias, bytes);
     }
     if (addend) {
-        memcpy(add, addend, bytes);
-        total[0] += add[0];
-        total[1] += add[1];
+        memcpy(&add, addend, bytes);
+        total += add;
     }
     for (int k = 0; k < K; k += VL) {  // kc is whole vectors
         const int depth = min_int(VL, K - k);
-        const real *t[2];
-        size_t step = VL;
-        for (int h = 0; h < 2; h++) {
-            const int left = n - h * VL;
-            const real *from = left > 0 ? operand_at(b, h * VL, k).data : x;
-            t[h] = square[h];
-            if (!along_k && n == NR) {
-                t[h] = from;
-                step = next;
-            } else if (!along_k) {
-                load_square(square[h], from, next, depth, left);
-            } else if (left >= VL && depth == VL) {
-                transpose(square[h], VL, from, next);
-            } else {
-                load_square(x, from, next, left, depth);
-                transpose(square[h], VL, x, VL);
-            }
+        const real *square = operand_at(b, 0, k).data, *t = square;
+        for (int i = 0; i < VL; i++) {
+            __builtin_prefetch(along_k ? square + (size_t)i * next + 4 * VL
+                                       : square + (size_t)(2 * VL + i) * next);
         }
+        if (along_k && n == VL && depth == VL) {
+            transpose(y, VL, square, next);
+            t = y;
+        } else if (along_k) {
+            load_square(x, square, next, n, depth);
+            transpose(y, VL, x, VL);
+            t = y;
+        } else if (n < VL) {
+            load_square(x, square, next, depth, n);
+            t = x;
+        }
+        const size_t step = t == square ? next : (size_t)VL;
         for (int j = 0; j < depth; j++) {
-            Vector columns[2];
-            const real *ahead = b.data + (along_k ? NR * next + (size_t)(2 * (k + j)) * VL
-                                                  : (size_t)(k + j + 2 * VL) * next);
-            __builtin_prefetch(ahead);
-            __builtin_prefetch(ahead + VL);
-            memcpy(&columns[0], t[0] + (size_t)j * step, sizeof columns[0]);
-            memcpy(&columns[1], t[1] + (size_t)j * step, sizeof columns[1]);
-            sum[0] += a[k + j] * columns[0];
-            sum[1] += a[k + j] * columns[1];
+            Vector column;
+            memcpy(&column, t + (size_t)j * step, sizeof column);
+            sum += a[k + j] * column;
         }
         if ((k + VL) % kc == 0 || k + VL >= K) {
-            total[0] += sum[0];
-            total[1] += sum[1];
-            sum[0] = sum[1] = zero;
+            total += sum;
+            sum = zero;
         }
     }
-    memcpy(out, total, bytes);
+    memcpy(out, &total, bytes);
 }
 
 // out(M,N) = addend(M,N) + a(M,K) b(K,N) by the calling thread alone, for attention: M <= BLOCK,
@@ -2852,9 +2842,9 @@ static void matmul_small(real *out, const real *addend, size_t step, Operand a, 
     const int kc = depth_of_block(K);
     // Packing pays for itself from the second row on; in bf16 it is what rounds the operands.
     const int one_row = M == 1 && a.k_step == 1 && !matmul_bf16;
-    for (int j = 0; j < N && one_row; j += NR) {
+    for (int j = 0; j < N && one_row; j += VL) {
         matvec_columns(out + j, a.data, operand_at(b, j, 0), NULL, addend ? addend + j : NULL,
-                       min_int(NR, N - j), K);
+                       min_int(VL, N - j), K);
     }
     for (int k = 0; k < K && !one_row; k += kc) {
         int depth = min_int(kc, K - k);
@@ -2892,9 +2882,9 @@ static void pack_shared(Operand a, int rows, int K, int kc, int share) {
 static void matvec(real *out, const real *a, Operand b, const real *bias, const real *addend,
                    int N, int K) {
     #pragma omp taskloop num_tasks(pieces()) if ((double)N * K > 1e5)  // as in matmul()
-    for (int j = 0; j < N; j += NR) {
+    for (int j = 0; j < N; j += VL) {
         matvec_columns(out + j, a, operand_at(b, j, 0), bias ? bias + j : NULL,
-                       addend ? addend + j : NULL, min_int(NR, N - j), K);
+                       addend ? addend + j : NULL, min_int(VL, N - j), K);
     }
 }
 
