@@ -2808,12 +2808,12 @@ FUSED static void matvec_columns(real *out, const real *a, Operand b, const real
             __builtin_prefetch(along_k ? square + (size_t)i * next + 4 * VL
                                        : square + (size_t)(2 * VL + i) * next);
         }
-        if (along_k && n == VL && depth == VL) {
-            transpose(y, VL, square, next);
-            t = y;
-        } else if (along_k) {
-            load_square(x, square, next, n, depth);
-            transpose(y, VL, x, VL);
+        if (along_k) {
+            const int whole = n == VL && depth == VL;
+            if (!whole) {
+                load_square(x, square, next, n, depth);
+            }
+            transpose(y, VL, whole ? square : x, whole ? next : (size_t)VL);
             t = y;
         } else if (n < VL) {
             load_square(x, square, next, depth, n);

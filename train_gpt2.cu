@@ -1937,6 +1937,9 @@ static void matmul_tune(char *memory, size_t bytes, cudaStream_t stream) {
 // Errors are norms of the difference to a reference in double over that one's norm, T 63 to 600, HS
 // 16 to 128, |q|, |k|, |v| < 2.5, on the CPU layer; in bf16 they equal those of a naive bf16 code.
 // source: Dao et al. 2022, "FlashAttention", algorithm 1; Dao 2023, "FlashAttention-2", section 3.
+
+constexpr int ATTENTION_WARPS = 4;  // of a block of every kernel here but the cached one
+
 // What a block works on, by type and head size (64 or 128). A warp owns 16 MT rows of queries
 // (keys, for dK and dV) and the block walks over tiles of the other side. With MT = 2 each fragment
 // read from shared memory feeds two products, which A100 and H100 need to keep their tensor cores
@@ -1947,7 +1950,7 @@ static void matmul_tune(char *memory, size_t bytes, cudaStream_t stream) {
 template <class E, int HD> struct AttentionTiles {
     enum {
         SMALL = std::is_same_v<E, __half>,
-        WARPS = 4,
+        WARPS = ATTENTION_WARPS,
         MT = HD == 64 && !SMALL ? 2 : 1,
         OWN_ROWS = 16 * MT * WARPS,              // 128 with MT = 2, else 64
         FORWARD_ROWS = SMALL ? 2048 / HD : 64,   // keys per step of the forward pass
@@ -2384,8 +2387,8 @@ static void launch_attention(Kernel *kernel, int B, int T, int NH, int HS,
         told = kernel;
     }
     const int section = attention_section((size_t)T * HS * 4, B * NH);
-    launch(kernel, dim3((unsigned)blocks), AttentionTiles<__half, 64>::WARPS * WARP, BYTES, stream,
-           tensors..., B, T, NH, HS, section);
+    launch(kernel, dim3((unsigned)blocks), ATTENTION_WARPS * WARP, BYTES, stream, tensors..., B, T,
+           NH, HS, section);
 }
 
 // gpu_attention_forward: out (B,T,C) and lse (B,NH,T) from qkv (B,T,3,NH,HS); see the kernels.
@@ -3586,7 +3589,6 @@ static void visits_close(VisitStreams *s) {
 //    events; the host waits for neither.
 // 3. No kernel runs for the first time while NCCL's are waiting for other ranks: loading it may
 //    wait for them, and they for it. The warm-up runs all kernels with `on` 0, and then NCCL.
-
 // 4. Before and behind every collective its stream writes down, where whoever watches this process
 //    can read it, how far it has come: the host cannot tell a rank that waits for others from one
 //    whose own kernels hang.
@@ -3677,7 +3679,7 @@ static __global__ void rank_note_kernel(RankNote *to, RankNote note) { *to = not
 // Queues a collective, one of machine.c's rank_calls, with its notes (see 4), unless kernels run
 // alone.
 template <class Call> static void rank_call(const RankComm *c, int name, Call call) {
-    // Numbers count what is asked for on all ranks alike, so ranks alone count nothing.
+    // While kernels run alone nothing is counted: the numbers must be alike on all ranks.
     if (c->on) {
         RankNote note = rank_note_next(name);
         launch(rank_note_kernel, 1, 1, 0, c->stream, c->note, note);
@@ -4454,7 +4456,7 @@ static bool has_whole_master(const Settings *s) {
     return settings_has_master(s) && !s->split_master;
 }
 
-// The buffer of weights or moments, and which of a tensor's bytes lie where.
+// The buffer of a state that is on the device, STATE_* or STATE_MASTER.
 static int state_buffer(int state) {
     static const int buffers[] = {BUF_WEIGHTS, BUF_M, BUF_V, BUF_GRADS, BUF_MASTER};
     return buffers[state];

@@ -694,14 +694,16 @@ static void test_plan_allocation() {
     }
 }
 
+// A file of a made-up /proc and /sys, whose folders need not be there yet.
+static void put(const Text &path, const Text &bytes) {
+    for (size_t at = 0; (at = path.find('/', at + 1)) != Text::npos;) {
+        mkdir(path.substr(0, at).c_str(), 0755);
+    }
+    write_file(path, bytes);
+}
+
 // Limits of control groups, of both versions and at any depth, in a made-up /proc and /sys.
 static void test_host_memory() {
-    auto put = [](const Text &path, const Text &bytes) {
-        for (size_t at = 0; (at = path.find('/', at + 1)) != Text::npos;) {
-            mkdir(path.substr(0, at).c_str(), 0755);
-        }
-        write_file(path, bytes);
-    };
     auto found = [](const char *root, int64_t mib, const char *limit) {
         const HostMemory h = host_memory(root);
         expect(h.bytes >> 20 == mib && Text(h.limit).find(limit) == 0, "%s: %" PRId64 " MiB, %s",
@@ -744,12 +746,6 @@ static void test_host_memory() {
 
 // Quotas of control groups, of both versions and at any depth, in a made-up /proc and /sys.
 static void test_host_cores() {
-    auto put = [](const Text &path, const Text &bytes) {
-        for (size_t at = 0; (at = path.find('/', at + 1)) != Text::npos;) {
-            mkdir(path.substr(0, at).c_str(), 0755);
-        }
-        write_file(path, bytes);
-    };
     auto found = [](const char *root, int cores) {
         expect(host_cores(root, 16) == cores, "%s: %d cores, not %d", root, host_cores(root, 16),
                cores);
