@@ -345,15 +345,20 @@ static void test_state_parts() {
         expect_success(resume(cut(n)), text("%zu files", n));
         expect(checkpoint_bytes("out", 4) == end, "%zu files: another end", n);
     }
-    std::vector<Members> bad = cut(3);
-    const Text gone = bad[1].back().name;
-    bad[1].pop_back();
-    expect_refused(resume(bad), ("its state files lack " + gone + ", which should be in state-0-of-"
-                                 "3.safetensors").c_str(), "a part is missing");
+    std::vector<Members> bad;
+    for (int part = 0; part < 3; part++) {  // of the last tensor, whose parts begin in file 1
+        bad = cut(3);
+        Members &file = bad[(part + 1) % 3];
+        const Text words = "its state files lack " + file.back().name +
+                           text(", which should be in state-%d-of-3.safetensors", part);
+        file.pop_back();
+        expect_refused(resume(bad), words.c_str(), "a part is missing");
+    }
     bad = cut(3);
+    const Text doubled = bad[1].back().name;
     bad[0].push_back(bad[1].back());
     const Outcome twice = resume(bad);
-    expect_refused(twice, ("hold elements of " + gone + " twice, in ").c_str(), "a part twice");
+    expect_refused(twice, ("hold elements of " + doubled + " twice, in ").c_str(), "a part twice");
     for (const char *file : {"/state-0-of-3.safetensors", "/state-1-of-3.safetensors"}) {
         expect(twice.err.find(at + file) != Text::npos, "%s: %s", file, twice.err.c_str());
     }
