@@ -31,12 +31,13 @@ run() {
 }
 
 # Prints what has ended, in the order of starting, and adds up the counts of the last lines; a
-# program that ends without one, or badly although it counted no failure, is a failure itself.
+# program that ends without one, or badly although it counted no failure, is a failure itself. What
+# failed is kept for the end, where a log that was cut short still has it.
 show() {
-    local name log status counts
+    local name log status counts before
     while [ -s "$logs/$shown.status" ]; do
         name=${names[shown]} log=$logs/$shown status=$(< "$logs/$shown.status")
-        shown=$((shown + 1))
+        shown=$((shown + 1)) before=$failed
         printf '\n=== %s\n' "$name"
         cat "$log"
         counts=$(tail -n 1 "$log" | grep -xE '[0-9]+ passed, [0-9]+ failed, [0-9]+ skipped' |
@@ -47,6 +48,10 @@ show() {
         if [ -z "$counts" ] || { [ "$status" -ne 0 ] && [ "$2" -eq 0 ]; }; then
             echo "$name: FAILED (exit status $status${counts:+, though no test failed})"
             failed=$((failed + 1))
+        fi
+        if [ "$failed" -gt "$before" ]; then
+            { echo "--- $name" && grep -B 5 -A 2 FAILED "$log" || tail -n 8 "$log"; } \
+                >> "$logs/failed"
         fi
     done
 }
@@ -198,6 +203,7 @@ else
 fi
 wait
 show
+[ ! -s "$logs/failed" ] || { printf '\n=== what failed\n' && cat "$logs/failed"; }
 echo
 echo "$passed passed, $failed failed, $skipped skipped"
 [ "$failed" -eq 0 ]

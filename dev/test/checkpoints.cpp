@@ -325,6 +325,30 @@ static std::vector<Members> cut_states(const Members &whole, size_t n) {
     return files;
 }
 
+// State files of the checkpoint at step 2, of another step or missing, are told by name, and go
+// with their checkpoint: the second half of the test below.
+static void state_files_apart(const Text &run, const Members &whole, const Text &first) {
+    const Text at = "out/step-00000002";
+    remove_folder("out/step-00000004");
+    Text earlier = first;
+    for (const char *key : {"\"step\":\"", "\"updates\":\"", "\"norm_count\":\""}) {
+        earlier[earlier.find(key) + strlen(key)] = '1';
+    }
+    write_file(at + "/state-1-of-2.safetensors",
+               safetensors_bytes(cut_states(whole, 2)[1], earlier));
+    write_manifest(at);
+    expect_refused(program(run), "state-1-of-2.safetensors is of another run or step than", "step");
+    write_states(at, cut_states(whole, 2), first);
+    unlink((at + "/state-0-of-2.safetensors").c_str());
+    const Outcome o = program(run);
+    expect(o.err.find("skipped out/step-00000002: state-0-of-2.safetensors") != Text::npos, "%s",
+           o.err.c_str());
+    // What --keep removes goes with all its states.
+    write_states(at, cut_states(whole, 7), first);
+    expect_success(program(TINY "--quiet -x 4 --keep 1 -y 1 -o out"), "--keep 1");
+    expect(names_in("out", "step") == "step-00000004", "%s", names_in("out", "step").c_str());
+}
+
 // A checkpoint goes on from its states in any parts of any number of files, to the same bytes; a
 // part that is missing, there twice, of another step or not of this model is refused by name.
 static void test_state_parts() {
@@ -373,23 +397,7 @@ static void test_state_parts() {
         expect_refused(resume(bad), words.c_str(), "a part too long");
     }
     resume(cut(2));
-    remove_folder("out/step-00000004");
-    Text earlier = first;
-    for (const char *key : {"\"step\":\"", "\"updates\":\"", "\"norm_count\":\""}) {
-        earlier[earlier.find(key) + strlen(key)] = '1';
-    }
-    write_file(at + "/state-1-of-2.safetensors", safetensors_bytes(cut(2)[1], earlier));
-    write_manifest(at);
-    expect_refused(program(run), "state-1-of-2.safetensors is of another run or step than", "step");
-    write_states(at, cut(2), first);
-    unlink((at + "/state-0-of-2.safetensors").c_str());
-    const Outcome o = program(run);
-    expect(o.err.find("skipped out/step-00000002: state-0-of-2.safetensors") != Text::npos, "%s",
-           o.err.c_str());
-    // What --keep removes goes with all its states.
-    write_states(at, cut(7), first);
-    expect_success(program(TINY "--quiet -x 4 --keep 1 -y 1 -o out"), "--keep 1");
-    expect(names_in("out", "step") == "step-00000004", "%s", names_in("out", "step").c_str());
+    state_files_apart(run, whole, first);
 }
 
 // A checkpoint of version 2, which had each state as one tensor and the options as one text, goes
