@@ -2780,59 +2780,6 @@ static int depth_of_block(int K) {
     return min_int(most, ceil_div(ceil_div(K, ceil_div(K, most)), VL) * VL);
 }
 
-// out(n) = bias(n) + addend(n) + a(K) b(K,n), n <= VL: each step of k adds to n sums at once. Where
-// the k of b is contiguous, squares of it are transposed in registers. The order of sums is rule
-// 1's and matmul_tile's. No hardware prefetch follows VL rows side by side: what comes four squares
-// later in these rows, or in the rows after the next, is asked for. (Two vectors of columns at a
-// time, with the next rows asked for in the order of memory, took 8 % longer.) Not for matmul_bf16.
-FUSED static void matvec_columns(real *out, const real *a, Operand b, const real *bias,
-                                 const real *addend, int n, int K) {
-    FUSED_BODY
-    const Vector zero = {0};
-    const int kc = depth_of_block(K), along_k = b.k_step == 1;
-    const size_t bytes = (size_t)n * sizeof(real), next = along_k ? b.row_step : b.k_step;
-    real x[VL * VL] __attribute__((aligned(VECTOR_BYTES)));
-    real y[VL * VL] __attribute__((aligned(VECTOR_BYTES)));
-    Vector total = zero, add = zero, sum = zero;
-    if (bias) {
-        memcpy(&total, bias, bytes);
-    }
-    if (addend) {
-        memcpy(&add, addend, bytes);
-        total += add;
-    }
-    for (int k = 0; k < K; k += VL) {  // kc is whole vectors
-        const int depth = min_int(VL, K - k);
-        const real *square = operand_at(b, 0, k).data, *t = square;
-        for (int i = 0; i < VL; i++) {
-            __builtin_prefetch(along_k ? square + (size_t)i * next + 4 * VL
-                                       : square + (size_t)(2 * VL + i) * next);
-        }
-        if (along_k) {
-            const int whole = n == VL && depth == VL;
-            if (!whole) {
-                load_square(x, square, next, n, depth);
-            }
-            transpose(y, VL, whole ? square : x, whole ? next : (size_t)VL);
-            t = y;
-        } else if (n < VL) {
-            load_square(x, square, next, depth, n);
-            t = x;
-        }
-        const size_t step = t == square ? next : (size_t)VL;
-        for (int j = 0; j < depth; j++) {
-            Vector column;
-            memcpy(&column, t + (size_t)j * step, sizeof column);
-            sum += a[k + j] * column;
-        }
-        if ((k + VL) % kc == 0 || k + VL >= K) {
-            total += sum;
-            sum = zero;
-        }
-    }
-    memcpy(out, &total, bytes);
-}
-
 // out(M,N) = addend(M,N) + a(M,K) b(K,N) by the calling thread alone, for attention: M <= BLOCK,
 // rows of out and addend are `step` apart, addend may be NULL or out. Where `mask` bounds k, K is
 // at most BLOCK.
@@ -2840,13 +2787,7 @@ static void matmul_small(real *out, const real *addend, size_t step, Operand a, 
                          int N, int K, Mask mask) {
     real *packed_a = thread_workspace(), *packed_b = packed_a + PACKED_A_REALS;
     const int kc = depth_of_block(K);
-    // Packing pays for itself from the second row on; in bf16 it is what rounds the operands.
-    const int one_row = M == 1 && a.k_step == 1 && !matmul_bf16;
-    for (int j = 0; j < N && one_row; j += VL) {
-        matvec_columns(out + j, a.data, operand_at(b, j, 0), NULL, addend ? addend + j : NULL,
-                       min_int(VL, N - j), K);
-    }
-    for (int k = 0; k < K && !one_row; k += kc) {
+    for (int k = 0; k < K; k += kc) {
         int depth = min_int(kc, K - k);
         Operand rows = operand_at(a, 0, k);
         if (matmul_bf16) {
@@ -2877,31 +2818,16 @@ static void pack_shared(Operand a, int rows, int K, int kc, int share) {
     }
 }
 
-// matmul() for one row of a: each number of b is used once, so nothing is packed and b, if it is
-// large, passes by at the speed of memory. The same bits as matmul_tile's.
-static void matvec(real *out, const real *a, Operand b, const real *bias, const real *addend,
-                   int N, int K) {
-    #pragma omp taskloop num_tasks(pieces()) if ((double)N * K > 1e5)  // as in matmul()
-    for (int j = 0; j < N; j += VL) {
-        matvec_columns(out + j, a, operand_at(b, j, 0), bias ? bias + j : NULL,
-                       addend ? addend + j : NULL, min_int(VL, N - j), K);
-    }
-}
-
 // out(M,N) = bias(N) + addend(M,N) + a(M,K) b(K,N), rows of out and addend N apart; bias and addend
 // may be NULL, addend may be out, a and b may not. Threads share out tasks of at most BLOCK
 // columns: a task packs its columns of b and takes all rows of a. If there are too few columns for
 // all threads, tasks take fewer columns, then fewer rows. Tiles read a as it lies, except where all
 // steps of k would meet in one set of the first cache, or a is to be bf16: then the threads
 // together pack it first, as much as the shared part holds, all K of up to rows_max rows, or part
-// of K where K is long. One row takes another way to the same bits. Tasks may be at work when this
-// returns: whoever then reads out, or writes to a or b, calls tasks_wait() first.
+// of K where K is long. Tasks may be at work when this returns: whoever then reads out, or writes
+// to a or b, calls tasks_wait() first.
 static void matmul(real *out, Operand a, Operand b, const real *bias, const real *addend, int M,
                    int N, int K) {
-    if (M == 1 && !matmul_bf16 && a.k_step == 1 && b.k_step == 1) {
-        matvec(out, a.data, b, bias, addend, N, K);
-        return;
-    }
     const Mask none = {MASK_NONE, 0};
     const int kc = depth_of_block(K), stored = packed_depth(kc), threads = thread_count();
     const int one_set = a.k_step * sizeof(real) % 4096 == 0;  // 64 sets of lines of 64 bytes
@@ -3197,6 +3123,52 @@ static void matmul_forward(real *out, const real *inp, const real *weight, const
     tasks_wait();
 }
 
+// out(n) = a(K) b(n,K)^T, rows of b `step` apart, in 64 interleaved partial sums, added up in one
+// order. Rows of b pass by one after the other, each number once: as fast as memory can bring them.
+FUSED static void dots(real *out, const real *a, const real *b, size_t step, int n, int K) {
+    FUSED_BODY
+    typedef real Partial __attribute__((vector_size(LANES * sizeof(real))));
+    enum { SUMS = 4 };
+    for (int row = 0; row < n; row++, b += step) {
+        Partial sum[SUMS] = {{0}}, x, y;
+        int k = 0;
+        for (; k + SUMS * LANES <= K; k += SUMS * LANES) {
+            for (int i = 0; i < SUMS; i++) {
+                memcpy(&x, a + k + i * LANES, sizeof x);
+                memcpy(&y, b + k + i * LANES, sizeof y);
+                sum[i] += x * y;
+            }
+        }
+        for (; k < K; k += LANES) {
+            real edge[2][LANES] = {{0}};
+            for (int i = 0; i < min_int(LANES, K - k); i++) {
+                edge[0][i] = a[k + i];
+                edge[1][i] = b[k + i];
+            }
+            memcpy(&x, edge[0], sizeof x);
+            memcpy(&y, edge[1], sizeof y);
+            sum[0] += x * y;
+        }
+        sum[0] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+        out[row] = lanes_total((const real *)sum);
+    }
+}
+
+// matmul_forward() of one row, for generation: nothing is packed, since no weight is used twice,
+// and nothing rounded to bf16. The order of sums is another than that of rows in a batch.
+static void matvec_forward(real *out, const real *inp, const real *weight, const real *bias,
+                           const real *addend, int N, int C, int OC) {
+    (void)N;
+    #pragma omp taskloop num_tasks(pieces()) if ((double)C * OC > 1e5)  // as in matmul()
+    for (int j = 0; j < OC; j += SLICE) {
+        real product[SLICE];
+        dots(product, inp, weight + (size_t)j * C, (size_t)C, min_int(SLICE, OC - j), C);
+        for (int i = j; i < OC && i < j + SLICE; i++) {
+            out[i] = (bias ? bias[i] : 0) + (addend ? addend[i] : 0) + product[i - j];
+        }
+    }
+}
+
 // dbias(OC) += column sums of dout(N,OC); dweight(OC,C) += dout^T inp(N,C); then dinp(N,C) = dout
 // weight(OC,C). dinp may be inp, since dweight comes first. dbias and dinp may be NULL: skipped.
 static void matmul_backward(real *dinp, real *dweight, real *dbias, const real *dout,
@@ -3324,11 +3296,34 @@ static void attention_forward(real *out, real *lse, const real *qkv, int B, int 
     }
 }
 
-// The same for `rows` tokens at positions first, first + 1, ... of one sequence, whose keys and
-// values join those of the positions before in cache(2,NH,positions,HS): out(rows,NH,HS) and
-// lse(NH,rows) from qkv(rows,3,NH,HS). A head's keys lie side by side, since memory is slow to
-// bring what is strewn. The bits are attention_forward's: its tiles begin at the same positions,
-// and a row's sums know nothing of the other rows.
+// attention_tile() for the query at position n - 1 alone, q(HS), with the order of sums of dots().
+static void attention_token(real *out, real *lse, const real *q, const real *k, const real *v,
+                            int n, int HS) {
+    const real scale = (real)(1.0 / sqrt((double)HS));
+    real s[BLOCK], max = -INFINITY, sum = 0;
+    memset(out, 0, (size_t)HS * sizeof(real));
+    for (int k0 = 0; k0 < n; k0 += BLOCK) {
+        const int keys = min_int(BLOCK, n - k0);
+        dots(s, q, k + (size_t)k0 * HS, (size_t)HS, keys, HS);
+        softmax_row_online(s, &max, &sum, out, keys, keys, HS, scale);
+        for (int j = 0; j < keys; j++) {
+            const real *value = v + (size_t)(k0 + j) * HS;
+            for (int d = 0; d < HS; d++) {
+                out[d] += s[j] * value[d];
+            }
+        }
+    }
+    for (int d = 0; d < HS; d++) {
+        out[d] /= sum;
+    }
+    *lse = max + (real)log((double)sum);
+}
+
+// attention_forward() for `rows` tokens at positions first, first + 1, ... of one sequence, whose
+// keys and values join those of the positions before in cache(2,NH,positions,HS): out(rows,NH,HS)
+// and lse(NH,rows) from qkv(rows,3,NH,HS). A head's keys lie side by side, since memory is slow to
+// bring what is strewn. Of several rows the bits are attention_forward's: its tiles begin at the
+// same positions, and a row's sums know nothing of the other rows.
 static void attention_cached(real *out, real *lse, real *cache, const real *qkv, int positions,
                              int first, int rows, int C, int NH) {
     const int HS = C / NH, tile0 = first / BLOCK, tiles = ceil_div(first + rows, BLOCK) - tile0;
@@ -3343,10 +3338,15 @@ static void attention_cached(real *out, real *lse, real *cache, const real *qkv,
         const int h = task % NH, tile = (tile0 + task / NH) * BLOCK;
         const int q0 = tile < first ? first : tile;
         const size_t row = (size_t)(q0 - first);
-        attention_tile(out + row * C + (size_t)h * HS, (size_t)C, lse + (size_t)h * rows + row,
-                       qkv + row * stride + (size_t)h * HS, stride, cache + h * head_size,
-                       cache + (NH + h) * head_size, (size_t)HS, q0,
-                       min_int(tile + BLOCK, first + rows) - q0, HS);
+        const real *q = qkv + row * stride + (size_t)h * HS;
+        const real *k = cache + h * head_size, *v = cache + (NH + h) * head_size;
+        real *out_q = out + row * C + (size_t)h * HS, *lse_q = lse + (size_t)h * rows + row;
+        if (rows == 1) {
+            attention_token(out_q, lse_q, q, k, v, first + 1, HS);
+        } else {
+            attention_tile(out_q, (size_t)C, lse_q, q, stride, k, v, (size_t)HS, q0,
+                           min_int(tile + BLOCK, first + rows) - q0, HS);
+        }
     }
 }
 
@@ -3507,19 +3507,28 @@ typedef struct {
     int first;    // the first token's position; other than 0 only where there is a KV cache
 } Pass;
 
+// The linear layer of `rows` rows: a row by itself, with the cache that only generation has, takes
+// the way without packing. In training the order of a row's sums knows nothing of the other rows.
+typedef void (*LinearForward)(real *out, const real *inp, const real *weight, const real *bias,
+                              const real *addend, int N, int C, int OC);
+static LinearForward linear_forward(const Plan *p, int rows) {
+    return rows == 1 && p->settings.cache ? matvec_forward : matmul_forward;
+}
+
 // One stage of block `l`, forward or recomputing: the output is the activation that act_table says
 // the stage makes, so the clock decides into which of its buffers it goes.
 static void block_forward(const Pass *pass, int stage, int l) {
     const Plan *p = pass->plan;
     const int B = pass->B, T = pass->T, N = B * T;
     const int C = p->settings.model.C, NH = p->settings.model.NH;
+    const LinearForward linear = linear_forward(p, N);
     switch (stage) {
     case F_LN1:
         layernorm_forward(act(p, ACT_LN1, l), act(p, ACT_LN1_MEAN, l), act(p, ACT_LN1_RSTD, l),
                           act(p, ACT_X, l), weight(p, LN1W, l), weight(p, LN1B, l), N, C);
         break;
     case F_QKV:
-        matmul_forward(act(p, ACT_QKV, l), act(p, ACT_LN1, l), weight(p, QKVW, l),
+        linear(act(p, ACT_QKV, l), act(p, ACT_LN1, l), weight(p, QKVW, l),
                        weight(p, QKVB, l), NULL, N, C, 3 * C);
         break;
     case F_ATT:
@@ -3533,7 +3542,7 @@ static void block_forward(const Pass *pass, int stage, int l) {
         attention_forward(act(p, ACT_ATT, l), act(p, ACT_LSE, l), act(p, ACT_QKV, l), B, T, C, NH);
         break;
     case F_ATTPROJ:
-        matmul_forward(act(p, ACT_RES2, l), act(p, ACT_ATT, l), weight(p, ATTPROJW, l),
+        linear(act(p, ACT_RES2, l), act(p, ACT_ATT, l), weight(p, ATTPROJW, l),
                        weight(p, ATTPROJB, l), act(p, ACT_X, l), N, C, C);
         break;
     case F_LN2:
@@ -3541,14 +3550,14 @@ static void block_forward(const Pass *pass, int stage, int l) {
                           act(p, ACT_RES2, l), weight(p, LN2W, l), weight(p, LN2B, l), N, C);
         break;
     case F_FC:
-        matmul_forward(act(p, ACT_FCH, l), act(p, ACT_LN2, l), weight(p, FCW, l),
+        linear(act(p, ACT_FCH, l), act(p, ACT_LN2, l), weight(p, FCW, l),
                        weight(p, FCB, l), NULL, N, C, 4 * C);
         break;
     case F_GELU:
         gelu_forward(act(p, ACT_GELU, l), act(p, ACT_FCH, l), (size_t)N * 4 * (size_t)C);
         break;
     case F_FCPROJ:
-        matmul_forward(act(p, ACT_X, l + 1), act(p, ACT_GELU, l), weight(p, FCPROJW, l),
+        linear(act(p, ACT_X, l + 1), act(p, ACT_GELU, l), weight(p, FCPROJW, l),
                        weight(p, FCPROJB, l), act(p, ACT_RES2, l), N, 4 * C, C);
         break;
     }
@@ -3612,7 +3621,7 @@ static void network_head(Pass *pass) {
     for (int row = pass->targets ? 0 : N - 1; row < N; row += chunk) {
         int rows = (int)min_i64(chunk, N - row);
         real *lnf = buffer(p, BUF_LNF) + (int64_t)row * m->C;
-        matmul_forward(logits, lnf, wte, NULL, NULL, rows, m->C, m->Vp);
+        linear_forward(p, rows)(logits, lnf, wte, NULL, NULL, rows, m->C, m->Vp);
         if (pass->targets) {
             classifier_forward_backward(losses + row, logits, pass->targets + row, pass->dloss,
                                         rows, m->V, m->Vp, pass->dloss != 0);
