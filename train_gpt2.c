@@ -2975,6 +2975,7 @@ static inline real fast_tanh(real x) {
 // a sum by itself, and in this form it need not. 16 floats are one AVX-512 vector, two of AVX2 or
 // four of NEON: whatever the machine's width, the order of additions and so the bits are the same.
 enum { LANES = 16 };
+typedef real Lanes16 __attribute__((vector_size(LANES * sizeof(real))));
 static real lanes_total(const real lanes[LANES]) {
     real total = 0;
     for (int j = 0; j < LANES; j++) {
@@ -2989,33 +2990,39 @@ enum { SLICE = 64 };
 
 // Sum of (x - shift)^power over x (n); power is 1 or 2.
 static inline real row_sum(const real *x, real shift, int power, int n) {
-    real lanes[LANES] = {0};
-    for (int i = 0; i < n; i += LANES) {
-        const int spread = i + LANES <= n;  // what fills no vector goes to the first lane
-        for (int j = 0; j < (spread ? LANES : n - i); j++) {
-            real d = x[i + j] - shift;
-            lanes[spread ? j : 0] += power == 2 ? d * d : d;
-        }
+    Lanes16 sum = {0}, d;
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        memcpy(&d, x + i, sizeof d);
+        d -= shift;
+        sum += power == 2 ? d * d : d;
     }
-    return lanes_total(lanes);
+    for (; i < n; i++) {  // what fills no vector goes to the first lane
+        real rest = x[i] - shift;
+        sum[0] += power == 2 ? rest * rest : rest;
+    }
+    return lanes_total((const real *)&sum);
 }
 
-// Largest of x (n), n >= 1, in lanes as well. A NaN may be skipped; whoever exponentiates meets it
-// again.
+// Largest of x (n), n >= 1. A NaN may be skipped; whoever exponentiates meets it again.
 static real row_largest(const real *x, int n) {
-    real lanes[LANES], largest = x[0];
+    real lanes[VL], largest = x[0];
+    Vector most, next;
     int i = 0;
-    for (int j = 0; j < LANES; j++) {
-        lanes[j] = x[0];
-    }
-    for (; i + LANES <= n; i += LANES) {
-        for (int j = 0; j < LANES; j++) {
-            lanes[j] = x[i + j] > lanes[j] ? x[i + j] : lanes[j];
+    if (n >= VL) {
+        memcpy(&most, x, sizeof most);
+        for (i = VL; i + VL <= n; i += VL) {
+            memcpy(&next, x + i, sizeof next);
+            const Lanes more = next > most;
+            most = (Vector)((more & (Lanes)next) | (~more & (Lanes)most));
+        }
+        memcpy(lanes, &most, sizeof lanes);
+        for (int j = 0; j < VL; j++) {
+            largest = lanes[j] > largest ? lanes[j] : largest;
         }
     }
-    for (; i < n + LANES; i++) {  // what fills no vector, then the lanes
-        real value = i < n ? x[i] : lanes[i - n];
-        largest = value > largest ? value : largest;
+    for (; i < n; i++) {
+        largest = x[i] > largest ? x[i] : largest;
     }
     return largest;
 }
@@ -3127,10 +3134,9 @@ static void matmul_forward(real *out, const real *inp, const real *weight, const
 // order. Rows of b pass by one after the other, each number once: as fast as memory can bring them.
 FUSED static void dots(real *out, const real *a, const real *b, size_t step, int n, int K) {
     FUSED_BODY
-    typedef real Partial __attribute__((vector_size(LANES * sizeof(real))));
     enum { SUMS = 4 };
     for (int row = 0; row < n; row++, b += step) {
-        Partial sum[SUMS] = {{0}}, x, y;
+        Lanes16 sum[SUMS] = {{0}}, x, y;
         int k = 0;
         for (; k + SUMS * LANES <= K; k += SUMS * LANES) {
             for (int i = 0; i < SUMS; i++) {
@@ -3226,22 +3232,36 @@ static int visible_keys(int query, int first_key, int keys) {
     return min_int(keys, query - first_key + 1);
 }
 
-// The next key tile of one row: s(keys) holds its products with the first n keys. Turns s into
-// exp(scale s - max) with zeros behind the mask, so that the product with V may take the whole
-// tile, and brings the row's running maximum, its running sum and the HS numbers of out gathered so
-// far to the new maximum.
-static void softmax_row_online(real *s, real *max, real *sum, real *out, int n, int keys, int HS,
-                               real scale) {
-    for (int j = 0; j < n; j++) {
-        s[j] *= scale;
+// The next key tile of some rows: s(rows,BLOCK) holds their products with its keys, of which row i
+// sees the first visible_keys(query + i, key, keys). Turns s into exp(scale s - max) with zeros
+// behind the mask, so that the product with V may take the whole tile, and brings the rows' running
+// maxima, running sums and the HS numbers of out gathered so far to the new maxima. Each step goes
+// through all rows, because one row's steps wait for each other.
+static void softmax_online(real *s, real *max, real *sum, real *out, size_t out_step, int query,
+                           int key, int rows, int keys, int HS, real scale) {
+    real correction[BLOCK];
+    for (int i = 0; i < rows; i++) {
+        const int n = visible_keys(query + i, key, keys);
+        real *row = s + i * BLOCK;
+        for (int j = 0; j < n; j++) {
+            row[j] *= scale;
+        }
+        const real largest = row_largest(row, n);
+        correction[i] = max[i];
+        max[i] = largest > max[i] ? largest : max[i];
     }
-    real tile_max = row_largest(s, n), biggest = tile_max > *max ? tile_max : *max;
-    real correction = fast_exp(*max - biggest);
-    *sum = *sum * correction + row_exponentials(s, biggest, n);
-    *max = biggest;
-    memset(s + n, 0, (size_t)(keys - n) * sizeof(real));
-    for (int i = 0; i < HS; i++) {
-        out[i] *= correction;
+    for (int i = 0; i < rows; i++) {
+        correction[i] = fast_exp(correction[i] - max[i]);
+        sum[i] *= correction[i];
+    }
+    for (int i = 0; i < rows; i++) {
+        const int n = visible_keys(query + i, key, keys);
+        real *row = s + i * BLOCK;
+        sum[i] += row_exponentials(row, max[i], n);
+        memset(row + n, 0, (size_t)(keys - n) * sizeof(real));
+        for (int d = 0; d < HS; d++) {
+            out[(size_t)i * out_step + d] *= correction[i];
+        }
     }
 }
 
@@ -3265,10 +3285,7 @@ static void attention_tile(real *out, size_t out_step, real *lse, const real *q,
         const Mask scores = {MASK_OUT, q0 - k0}, weights = {MASK_AFTER, q0 - k0};
         matmul_small(s, NULL, BLOCK, operand(q, q_step, 1), operand(k + k0 * step, step, 1),
                      queries, keys, HS, scores);
-        for (int i = 0; i < queries; i++) {
-            softmax_row_online(s + i * BLOCK, &max[i], &sum[i], out + (size_t)i * out_step,
-                               visible_keys(q0 + i, k0, keys), keys, HS, scale);
-        }
+        softmax_online(s, max, sum, out, out_step, q0, k0, queries, keys, HS, scale);
         matmul_small(out, out, out_step, operand(s, BLOCK, 1), operand(v + k0 * step, 1, step),
                      queries, HS, keys, weights);
     }
@@ -3305,7 +3322,7 @@ static void attention_token(real *out, real *lse, const real *q, const real *k, 
     for (int k0 = 0; k0 < n; k0 += BLOCK) {
         const int keys = min_int(BLOCK, n - k0);
         dots(s, q, k + (size_t)k0 * HS, (size_t)HS, keys, HS);
-        softmax_row_online(s, &max, &sum, out, keys, keys, HS, scale);
+        softmax_online(s, &max, &sum, out, 0, n - 1, k0, 1, keys, HS, scale);
         for (int j = 0; j < keys; j++) {
             const real *value = v + (size_t)(k0 + j) * HS;
             for (int d = 0; d < HS; d++) {
