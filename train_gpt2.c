@@ -2656,9 +2656,33 @@ static inline void pack(real *packed, int width, Operand src, int rows, int K) {
     }
 }
 
-// Two instances, so that the width is a constant inside.
-static void pack_a(real *packed, Operand a, int rows, int K) { pack(packed, MR, a, rows, K); }
+// Two instances, so that the width is a constant inside. A tile can read rows of `a` that are
+// contiguous in k as they lie: in bf16 these are only rounded, up to whole panels.
 static void pack_b(real *packed, Operand b, int columns, int K) { pack(packed, NR, b, columns, K); }
+static void pack_a(real *packed, Operand a, int rows, int K) {
+    const int depth = packed_depth(K), padded = ceil_div(rows, MR) * MR;
+    if (!matmul_bf16 || a.k_step != 1) {
+        pack(packed, MR, a, rows, K);
+        return;
+    }
+    for (int i = 0; i < padded; i++, packed += depth) {
+        const real *row = operand_at(a, min_int(i, rows - 1), 0).data;
+        for (int k = 0; k < depth; k += VL) {
+            real edge[VL];
+            const int whole = k + VL <= depth;
+            pack_load(whole ? packed + k : edge, row + 2 * k, i < rows ? K - 2 * k : 0);
+            if (!whole) {
+                memcpy(packed + k, edge, (size_t)(depth - k) * sizeof(real));
+            }
+        }
+    }
+}
+
+// What pack_a made of `a`, as tiles read it. A panel of MR rows takes up MR * packed_depth(K).
+static Operand packed_rows(const real *packed, Operand a, int K) {
+    const int rounded = matmul_bf16 && a.k_step == 1;
+    return rounded ? operand(packed, (size_t)packed_depth(K), 1) : operand(packed, 1, MR);
+}
 
 // out(MR,NR) = bias(NR) + addend(MR,NR) + a(MR,K) b(K,NR), b a packed panel; bias and addend may be
 // NULL, addend may be out; both step through rows alike. All sums live in registers while k runs:
@@ -2682,7 +2706,7 @@ FUSED static void matmul_tile(real *out, const real *addend, size_t step, const 
         memcpy(&b1, b + VL, sizeof b1);
         for (int i = 0; i < MR; i++) {
             int32_t pair;
-            memcpy(&pair, a + i, sizeof pair);
+            memcpy(&pair, a + (size_t)i * row_step, sizeof pair);
             const Pairs pairs = (Pairs){0} + pair;
             Vector sum0 = sum[i][0], sum1 = sum[i][1];  // an array's element would stay in memory
             bf16_dot(sum0, pairs, b0);
@@ -2792,7 +2816,7 @@ static void matmul_small(real *out, const real *addend, size_t step, Operand a, 
         Operand rows = operand_at(a, 0, k);
         if (matmul_bf16) {
             pack_a(packed_a, rows, M, depth);
-            rows = operand(packed_a, 1, MR);
+            rows = packed_rows(packed_a, rows, depth);
         }
         const size_t panel = matmul_bf16 ? (size_t)(MR * packed_depth(depth)) : 0;
         for (int j = 0; j < N; j += BLOCK) {
@@ -2874,7 +2898,8 @@ static void matmul(real *out, Operand a, Operand b, const real *bias, const real
                     const real *add = k > 0 ? out + at : addend ? addend + at : NULL;
                     pack_b(packed_b, operand_at(b, j, k), n, depth);
                     matmul_packed(out + at, add, (size_t)N, k == 0 && bias ? bias + j : NULL,
-                                  packs ? operand(packed, 1, MR) : operand_at(a, m0 + i, k),
+                                  packs ? packed_rows(packed, a, depth)
+                                        : operand_at(a, m0 + i, k),
                                   packs ? MR * column : 0, packed_b, m, n, depth, none);
                 }
             }
