@@ -4884,12 +4884,15 @@ template <class E, class G> static int gpu_take_matmul(Engine *e, const char *ch
 
 // All ranks take what rank 0 has chosen for its products: a checkpoint knows one rank's choices,
 // and a run that goes on from it is to have the bits of one that was not interrupted. Times differ
-// a little from GPU to GPU, so ranks that choose for themselves may well choose differently.
+// a little from GPU to GPU, so ranks that choose for themselves may well choose differently. Where
+// nobody does, a file's choices are still to be run for the first time by each rank by itself.
 template <class E, class G> static void rank_choices_share(Engine *e) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
     char *all = (char *)alloc_zero((size_t)net->ranks.ranks, MATMUL_TEXT);
     gpu_gather<E, G>(e, all, matmul_library.choices, MATMUL_TEXT);
-    if (strcmp(all, matmul_library.choices) != 0 && !gpu_take_matmul<E, G>(e, all)) {
+    const bool met = !net->plan->settings.tune || !matmul_can_time();
+    if ((!met || strcmp(all, matmul_library.choices) != 0) &&
+        !gpu_take_matmul<E, G>(e, all)) {
         fprintf(stderr, "%s: rank 0's matmul algorithms are for another GPU or cuBLASLt: this rank "
                 "keeps its own, and a resumed run may differ in rounding\n", program_name);
     }

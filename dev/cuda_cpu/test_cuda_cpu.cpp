@@ -1479,6 +1479,18 @@ static void rank_silence(ncclComm_t comm, int rank, int) {
     OK(ncclAllReduce(x, x, 10, ncclFloat32, ncclSum, comm, 0));
 }
 
+// k_copy is loaded behind a collective that the host has waited for; k_use beside one that may wait
+// for other ranks, while they wait for this one's to be loaded.
+static void rank_meets(ncclComm_t comm, int, int) {
+    int *x = device<int>(3);
+    OK(ncclAllReduce(x, x, 1, ncclInt32, ncclSum, comm, 0));
+    OK(cudaStreamSynchronize(0));
+    launch(k_copy, 1, 1, 0, 0, x, x + 1);
+    OK(ncclAllReduce(x, x, 1, ncclInt32, ncclSum, comm, 0));
+    launch(k_copy, 1, 1, 0, 0, x, x + 1);
+    launch(k_use, 1, 1, 0, 0, x, x + 1, 1);
+}
+
 // All three ranks end with code 86, and the reports hold both texts.
 static void expect_ranks_die(Rank *body, int claimed, const char *a, const char *b) {
     run_ranks(body, 3, claimed);
@@ -1496,6 +1508,7 @@ static void test_nccl_deaths() {
     expect_ranks_die(rank_hub_dies, 3, "rank 0 is gone", "on rank 2");
     expect_ranks_die(rank_pieces, 3, "rank 2 sends 40 bytes to rank 1, which expects 36",
                      "on rank 2");
+    expect_ranks_die(rank_meets, 3, "k_use is called for the first time", "collective is pending");
     run_ranks(rank_silence, 3, 3);
     expect(rank_codes == (std::vector<int>{55, 0, 55}), "a silent end: %s", rank_text.c_str());
     Setting timeout(emu::set.nccl_timeout_s, 2);

@@ -847,29 +847,25 @@ static int stream_in(const Text &line, const char *behind) {
 
 // A block's exchange waits for the kernels before it and for nothing else; behind it come the
 // kernels of the next block's backward, on a stream that does not wait for the exchange until all
-// blocks are through. (What visits has its own order of ticks: see test_visits.) No kernel is met
-// for the first time once collectives have begun.
+// blocks are through. (What visits has its own order of ticks: see test_visits.)
 static void check_overlap(int z) {
     enum { BLOCKS = 3 };
     const Words lines =
         log_of_rank(logged(ODD "-d 144 --gpus 3 -x 1 -s 1 -g 2 -z " + text("%d", z)));
-    std::set<Text> kernels;
-    int collectives = 0, compute = -1, exchange = -1, waited = 0, between = 0, block = 0, late = 0;
+    int compute = -1, exchange = -1, waited = 0, between = 0, block = 0, exchanges = 0;
     for (const Text &line : lines) {
         const int on = stream_in(line, " on stream ");
         const bool moves = starts(line, "Send/Recv") || starts(line, "AllGather") ||
                            starts(line, "Broadcast");
         if (on >= 0 && !moves) {
-            const Text name = line.substr(0, line.find(" on stream "));
-            late += kernels.insert(name).second && collectives > 0;
-            if (name.find("rank_sum") == Text::npos && name.find("rank_note") == Text::npos) {
+            if (line.find("rank_sum") == Text::npos && line.find("rank_note") == Text::npos) {
                 compute = on;
                 between++;
             }
         }
-        collectives += moves;
         if (starts(line, "Send/Recv")) {
             exchange = on;
+            exchanges++;
             // The first of a bucket's pieces: the stream has waited for compute just before.
             if (waited && z < 2) {
                 expect(block == 0 || block > BLOCKS - 1 || between > 5,
@@ -890,15 +886,41 @@ static void check_overlap(int z) {
             }
         }
     }
-    expect(collectives > 0 && late == 0, "%d collectives, %d kernels met too late", collectives,
-           late);
-    expect(kernels.size() > 15, "%zu kernels", kernels.size());
+    expect(exchanges > 0, "no exchange");
 }
 
 static void test_ranks_overlap() {
     write_corpus();
     check_overlap(1);
     check_overlap(3);
+}
+
+// No kernel and no product is called for the first time while a collective may wait for another
+// rank: in steps of one micro-step or of three, in validation, samples and saves, with algorithms
+// that were timed, that a file names, or a checkpoint whose ranks would choose others; in an
+// evaluation. The emulated device ends whoever does.
+static void test_ranks_first() {
+    write_corpus();
+    write_file("e.bin", eval_bytes(random_questions(5, 50257, 2)));
+    for (const int z : {0, 3}) {
+        const Text part = ODD + text("-d %d --gpus 2 -z %d -v 1 -m 3 -s 1 -g 2 --logit-rows 9 -x ",
+                                     z ? 144 : 48, z);
+        auto home = [](const char *path, const char *times) {
+            return [=] {
+                unsetenv("XDG_CACHE_HOME");
+                setenv("HOME", path, 1);
+                setenv("EMU_LT_TIMES", times, 1);
+            };
+        };
+        remove_folder("first");
+        remove_folder("home");
+        mkdir("home", 0755);
+        run(part + "1", "first", home("home", "951"));
+        expect(exists("home/.cache/train_gpt2/matmul"), "no file of choices");
+        run(part + "2 -y 1", "first", home("home", "951"));
+        run(part + "3 -y 1", "first", home("none", "159"));
+    }
+    expect_success(program("-e l1h1c16t16 --eval e.bin --json -b 3 --gpus 2"), "--eval");
 }
 
 // Bytes that a rank of a logged run sends, words of ranks (64 bytes of each) left out.
@@ -1051,6 +1073,7 @@ static const Test tests[] = {
     {"ranks_mixed", test_ranks_mixed, 1},       {"ranks_die", test_ranks_die, 1},
     {"ranks_signals", test_ranks_signals, 1},   {"ranks_fault", test_ranks_fault, 1},
     {"ranks_eval", test_ranks_eval, 1},         {"ranks_overlap", test_ranks_overlap, 1},
+    {"ranks_first", test_ranks_first, 1},
     {"ranks_traffic", test_ranks_traffic, 1},   {"ranks_hang", test_ranks_hang, 1},
     {"ranks_hang_mpirun", test_ranks_hang_mpirun, 1},
     {"ranks_stopped", test_ranks_stopped, 1},
