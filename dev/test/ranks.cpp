@@ -750,7 +750,7 @@ static void test_ranks_save_killed() {
     write_corpus();
     enum { END = 20 };
     const Text part = TINY "--gpus 3 -z 1 -k constant ", whole = part + text("-x %d -y 1 ", END);
-    const Text tmp = text("out/step-%08d.tmp/", END);
+    const Text done = text("out/step-%08d", END), tmp = done + ".tmp/";
     run(part + "-x 2", "begun");
     shell("cp -r begun undisturbed");
     const Text good = checkpoint_bytes("begun", 2, 3);
@@ -773,7 +773,10 @@ static void test_ranks_save_killed() {
             wait_until([&] { return logged(3); });  // by then it has swept
             mkdir(tmp.c_str(), 0755);
             expect(mkfifo((tmp + table[i].first).c_str(), 0644) == 0, "mkfifo");
-            wait_until([&] { return logged(END) && exists(tmp + table[i].second); });
+            wait_until([&] {
+                return exists(done) || (logged(END) && exists(tmp + table[i].second));
+            });
+            expect(!exists(done), "renamed before %s is there", table[i].first);
             const Ints ranks = children_of(parent);
             if (ranks.size() == 3) {
                 kill(ranks[victim], SIGKILL);
