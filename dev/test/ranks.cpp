@@ -577,6 +577,12 @@ static void test_ranks_hang() {
         expect_refused(o, row.words, row.faults);
         longest = std::max(longest, wall_ms() - began);
     }
+    // What NCCL knows of a failure ends the run long before its --timeout of a minute.
+    began = wall_ms();
+    expect_refused(program(ODD "-d 72 --gpus 3 -z 3 -x 100 --quiet",
+                           with_faults("EMU_FAULT_RANK=2 EMU_FAULT_ASYNC=300")),
+                   "rank 2: NCCL: a remote process has exited; ", "a failure of NCCL's");
+    longest = std::max(longest, wall_ms() - began);
     expect(longest < WITHIN_MS, "%.0f ms", longest);
     detail = text("at most %.1f s, some with the time before the fault", longest * 1e-3);
     expect_refused(program(TINY "--timeout 9"), "--timeout watches the ranks of a run", "one rank");
@@ -586,11 +592,17 @@ static void test_ranks_hang() {
 static void test_ranks_hang_mpirun() {
     need_mpi();
     write_corpus();
-    const Outcome o = shell("EMU_NCCL_HANG=1 EMU_FAULT_RANK=1 EMU_FAULT_LAUNCH=400 mpirun "
-                            "--oversubscribe -np 2 $PROGRAM " ODD "-d 48 -x 100 --quiet "
-                            "--timeout 2 < /dev/null");
-    expect(o.status != 0 && o.err.find("rank 1 hangs while training, after ") != Text::npos,
-           "%d: %s", o.status, o.err.c_str());
+    static const Refusal table[] = {
+        {"RANK=1 EMU_FAULT_LAUNCH=400", ": rank 1 hangs while training, after "},
+        {"RANK=0 EMU_FAULT_ASYNC=200", ": rank 0: NCCL: a remote process has exited; "}};
+    for (const Refusal &row : table) {
+        const Outcome o = shell(text("EMU_NCCL_HANG=1 EMU_FAULT_%s mpirun --oversubscribe -np 2 ",
+                                     row.arguments) + "$PROGRAM " ODD "-d 48 -x 100 --quiet "
+                                "--timeout " + (row.arguments[5] == '1' ? "2" : "60") +
+                                " < /dev/null");
+        expect(o.status != 0 && o.err.find(row.words) != Text::npos, "%d: %s", o.status,
+               o.err.c_str());
+    }
 }
 
 // A run that was stopped as a whole, as by Ctrl-Z in a shell, goes on however long that was, though
