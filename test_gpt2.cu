@@ -3790,6 +3790,151 @@ static void test_gpu_wte_rounding() {
 }
 
 #if CUDA_CPU
+#if GPT2_NCCL
+// What a rank has of wte's gradient behind its first micro-step goes to grad-RANK: all of it at
+// stage 0, else its own part; wte behind the last update to wte-RANK.
+static void wte_micro_step(Engine *e, const Token *in, const Token *out, int accum_step,
+                           int accum_steps) {
+    const Settings *s = &((GpuNetwork<float, float> *)e->self)->plan->settings;
+    const TensorRange own = tensor_update_range(s, WTE, 0);
+    Reals grad((size_t)own.count);
+    healthy_micro_step(e, in, out, accum_step, accum_steps);
+    if (exists(text("grad-%d", s->rank))) {
+        return;
+    }
+    e->read(e, STATE_GRADS, tensor_offset(&s->model, WTE, 0) + own.first, grad.data(), own.count);
+    write_file(text("grad-%d", s->rank), Text((char *)grad.data(), grad.size() * sizeof(real)));
+}
+
+static StepResult (*healthy_update)(Engine *e, const Options *o, double lr, double limit,
+                                    int64_t updates);
+static StepResult wte_update(Engine *e, const Options *o, double lr, double limit,
+                             int64_t updates) {
+    const StepResult result = healthy_update(e, o, lr, limit, updates);
+    const Settings *s = &((GpuNetwork<float, float> *)e->self)->plan->settings;
+    Reals wte((size_t)tensor_size(&s->model, WTE));
+    e->read(e, STATE_WEIGHTS, tensor_offset(&s->model, WTE, 0), wte.data(), (int64_t)wte.size());
+    write_file(text("wte-%d", s->rank), Text((char *)wte.data(), wte.size() * sizeof(real)));
+    return result;
+}
+
+static void wte_open(Engine *e, Plan *p) {
+    gpu_engine_open(e, p);
+    healthy_micro_step = e->micro_step;
+    healthy_update = e->update;
+    e->micro_step = wte_micro_step;
+    e->update = wte_update;
+}
+
+// wte belongs to the first layer and to the last, and to every rank: a token that rank 1 alone has,
+// whose row is rank 0's part, has the gradient of one rank with all sequences, though each rank
+// adds it up over two chunks of logits. Rows V .. Vp-1 get none, and are zero behind two updates;
+// of the others all ranks have the bits of stage 0.
+static void test_gpu_rank_wte() {
+    enum { C = 16, T = 64, B = 4, RARE = 5, V = 257, VP = 384 };
+    static const Program program = {"train_gpt2cu_cpu", "d12", 1, wte_open, device_available, 0,
+                                    NULL, gpu_settings_check, "", device_name, NULL,
+                                    rank_introduce, ""};
+    Ids tokens(3 * B * T * 2 + 1);
+    for (size_t i = 0; i < tokens.size(); i++) {
+        const bool rank_1 = i / (B * T) == 1 && i % (B * T) > 0;  // of two ranks and of three
+        tokens[i] = rank_1 && i % 7 == 0 ? (uint16_t)RARE : (uint16_t)(8 + i * i / 3 % 240);
+    }
+    write_file("train.bin", shard_bytes(tokens, BYTE_TOKENS));
+    auto read = [](const Text &path) {
+        const Text bytes = read_file(path);
+        const float *x = (const float *)(const void *)bytes.data();
+        return Reals(x, x + bytes.size() / sizeof(float));
+    };
+    Reals stage_0;
+    auto run = [&](int ranks, int b, int z) {
+        const Text line = text("-i train.bin -e l1h1c%dt%d -b %d -d %d -z %d --gpus %d --quiet "
+                               "--dtype fp32 --logit-rows 128 --shuffle 0 -k constant -x 2", C, T,
+                               b, b * T * ranks, z, ranks);
+        for (int q = 0; q < ranks; q++) {
+            remove(text("grad-%d", q).c_str());
+        }
+        expect_success(in_process(line, &program), line);
+        for (int q = 0; q < ranks; q++) {
+            const Reals wte = read(text("wte-%d", q));
+            stage_0 = z == 0 && q == 0 ? wte : stage_0;
+            expect(wte == stage_0, "rank %d of %d, -z %d: other weights", q, ranks, z);
+            expect(wte.size() == VP * C && !std::any_of(&wte[V * C], &wte[0] + VP * C, [](real x) {
+                return x != 0;
+            }), "rank %d of %d, -z %d: padding", q, ranks, z);
+        }
+    };
+    for (int ranks : {2, 3}) {
+        run(1, B * ranks, 0);
+        const Reals want = read("grad-0");
+        expect(want.size() == VP * C && want[RARE * C] != 0, "%zu numbers", want.size());
+        for (int z = 0; z < 4; z++) {
+            Reals got;
+            run(ranks, B, z);
+            for (int q = 0; q < ranks; q++) {
+                const Reals part = read(text("grad-%d", q));
+                got.insert(got.end(), part.begin(), part.end());
+                if (z == 0 || q == ranks - 1) {
+                    const Text who = text("%d ranks, -z %d, rank %d", ranks, z, q);
+                    got.resize(want.size());
+                    expect_near((wide)relative_error(&got[RARE * C], &want[RARE * C], C), 0, 1e-6,
+                                "%s: the rare row", who.c_str());
+                    expect_near((wide)relative_error(got.data(), want.data(), VP * C), 0, 1e-6,
+                                "%s: all", who.c_str());
+                    expect(std::count(&got[V * C], &got[0] + VP * C, 0) == (VP - V) * C, "%s: "
+                           "padding", who.c_str());
+                    got.clear();
+                }
+            }
+        }
+    }
+}
+
+static int64_t host_room;  // what `ulimit -d` is to leave a rank
+static size_t room_available() {
+    const size_t device = device_available();
+    (void)host_memory("");  // its own memory is taken now
+    const int64_t mapped = file_number("/proc/self/status", "VmData:", 0) << 10;
+    struct rlimit r;
+    getrlimit(RLIMIT_DATA, &r);
+    r.rlim_cur = (rlim_t)(mapped + host_room);
+    setrlimit(RLIMIT_DATA, &r);
+    return device;
+}
+
+static void room_open(Engine *e, Plan *p) {
+    (void)e;
+    write_file("opened", text("%zu", p->host_bytes));
+    exit(0);
+}
+
+// What the ranks of a machine pin together is held against its memory: one byte too few ends the
+// run before anything of the plan is allocated.
+static void test_gpu_rank_host() {
+    static const Program program = {"train_gpt2cu_cpu", "d12", 1, room_open, room_available, 0,
+                                    NULL, gpu_settings_check, "", device_name, NULL,
+                                    rank_introduce, ""};
+    const Text line = TINY "-r none --gpus 3 -z 1 --offload moments,master --quiet";
+    write_corpus();
+    host_room = 1 << 30;
+    expect_success(in_process(line, &program), line);
+    const int64_t each = atol(read_file("opened").c_str());
+    for (int less : {0, 1}) {
+        remove("opened");
+        host_room = 3 * each - less;
+        const Outcome o = in_process(line, &program);
+        if (less) {
+            expect_refused(o, "only " + Text(bytes_text((double)host_room).s) + " are available "
+                           "(ulimit -d): 1 B short; fewer states in --offload", line);
+        } else {
+            expect_success(o, line);
+        }
+        expect(each > 10000 && exists("opened") == !less, "%lld bytes each, %d less",
+               (long long)each, less);
+    }
+}
+#endif
+
 // One cudaMalloc of exactly the planned bytes, and nothing after it.
 static void test_gpu_allocation() {
     for (const char *options :
@@ -4553,6 +4698,10 @@ static const Test tests[] = {
     T(gpu_gaps, CUDA_ALL),
     T(gpu_wte_rounding, CUDA_ALL),
 #if CUDA_CPU
+#if GPT2_NCCL
+    T(gpu_rank_wte, CUDA),
+    T(gpu_rank_host, CUDA),
+#endif
     T(gpu_allocation, CUDA_ALL),
     T(gpu_allocation_random, CUDA),
     T(gpu_offload, CUDA_ALL),

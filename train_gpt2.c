@@ -2257,7 +2257,7 @@ static void settings_types(Settings *s, const Options *o) {
         die("--%s bf16 needs --dtype bf16, found %s",
             o->grad_dtype == GRADS_BF16 ? "grad-dtype" : "moments", choice_text(dtypes, dtype).s);
     }
-    if (s->dtype == TYPE_FP16 && o->master == MASTER_NONE) {
+    if (s->dtype == TYPE_FP16 && o->master == MASTER_NONE && !o->eval) {  // which has no master
         die("--master (-w) none: with --dtype fp16 the fp32 weights cannot be left out");
     }
     if (s->home[HOME_OF_MASTER] & HOME_HOST && !settings_has_master(s)) {
@@ -5900,9 +5900,9 @@ static void run_close(Run *run) {
 }
 
 // The GPU at hand may have no bf16: a run or plan for it, to which no type is given, is in fp16, as
-// if that had been asked for. A plan for a card that is named does not look at this one.
+// if that had been asked for. A plan for a card or a size that is named does not look at this one.
 static void run_choose_dtype(const Program *program, Options *o) {
-    const int named = options_plan(o) && (gpu_memory_from_options(o) > 0 || o->gpus > 1);
+    const int named = options_plan(o) && gpu_memory_from_options(o) > 0;
     const int lacks = !named && program->lacks_bf16 && program->lacks_bf16();
     if (lacks && options_plan(o) && o->dtype == DTYPE_BF16) {  // a run's engine refuses it
         die("--dtype bf16: the GPU at hand has no bf16; it has fp16 and fp32");

@@ -68,6 +68,7 @@
 #include <cuda_runtime.h>
 #include <float.h>
 #include <initializer_list>
+#include <sched.h>
 #include <type_traits>
 
 #ifndef CUDA_CPU
@@ -138,9 +139,22 @@ static void nccl_check_at(ncclResult_t result, const char *call, const char *fil
     }
 }
 #define nccl_check(...) nccl_check_at((__VA_ARGS__), #__VA_ARGS__, __FILE__, __LINE__)
+
+// Ends the run where NCCL has failed since: its own threads learn of a network's errors, while its
+// kernels wait on. Often another rank has ended, and whoever saw that is to speak first.
+static void nccl_ask(ncclComm_t comm) {
+    ncclResult_t result;
+    nccl_check(ncclCommGetAsyncError(comm, &result));
+    if (result != ncclSuccess && result != ncclInProgress) {
+        die_after_ms = rank_patience_ms();
+        die("%sNCCL: %s; %s (NCCL_DEBUG=INFO says more)", this_rank.rank ? "" : "rank 0: ",
+            ncclGetErrorString(result), ncclGetLastError(comm));
+    }
+}
 #else
 typedef struct ncclComm *ncclComm_t;
 #define nccl_check(...) die("this program was built without NCCL")
+#define nccl_ask(comm) nccl_check(comm)
 #endif
 
 #define cuda_check(...) cuda_check_at((__VA_ARGS__), #__VA_ARGS__, __FILE__, __LINE__)
@@ -403,11 +417,33 @@ template <class T, int n> __device__ inline void vector_store(T *address, const 
     }
 }
 
+// Where NCCL has failed a rank must not wait for ever inside CUDA: until query(), of a stream or an
+// event, says that it is done, NCCL is asked ten times a second. By the thread that calls it for
+// all else, as a communicator is for one thread at a time (NCCL user guide, "Thread Safety").
+static ncclComm_t nccl_open;  // null: this process has none
+template <class Query> static void nccl_look(Query query) {
+    double asked_ms = now_ms();
+    while (nccl_open && query() == cudaErrorNotReady) {
+        (void)cudaGetLastError();  // that is no error, but is kept as one
+        if (now_ms() - asked_ms > 100) {
+            nccl_ask(nccl_open);
+            asked_ms = now_ms();
+        }
+        sched_yield();
+    }
+}
+
+// Waits for all that is on the stream.
+static void stream_wait(cudaStream_t stream) {
+    nccl_look([=] { return cudaStreamQuery(stream); });
+    cuda_check(cudaStreamSynchronize(stream));
+}
+
 // A copy between either home and the host's own memory in the order of `stream`, finished when the
 // call returns. (cudaMemcpy runs on the default stream, which our stream does not wait for.)
 static void copy_wait(void *to, const void *from, size_t bytes, cudaStream_t stream) {
     cuda_check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream));
-    cuda_check(cudaStreamSynchronize(stream));
+    stream_wait(stream);
 }
 
 // Milliseconds that work(i) takes on the stream, i = 0, 1, ...: the median of `rounds` (at most 99)
@@ -3833,14 +3869,16 @@ static void rank_connect(RankComm *c) {
     nccl_check(ncclCommInitRankConfig(&c->comm, c->ranks, id, c->rank, &config));
     rank_wait_end();
 #endif
+    nccl_open = c->comm;
     c->on = 1;
 }
 
 // Waits for what is under way, which others count on, and gives back what NCCL took; the ranks part
 // here, each in its own time.
 static void rank_close(RankComm *c) {
-    cuda_check(cudaStreamSynchronize(c->stream));
+    stream_wait(c->stream);
     if (c->on) {
+        nccl_open = nullptr;
         nccl_check(ncclCommDestroy(c->comm));
     }
     cuda_check(cudaHostUnregister(rank_row));
@@ -4215,6 +4253,7 @@ static void gpu_upload(GpuPass<E, G> *pass, const Token *inputs, const Token *ta
     net->slot = slot;
     net->prepared = 0;  // its place on the device is taken
     // The copy of two micro-steps ago may still read the slot; normally it is long done.
+    nccl_look([=] { return cudaEventQuery(net->uploaded[slot]); });
     cuda_check(cudaEventSynchronize(net->uploaded[slot]));
     memcpy(host.inputs, inputs, N * sizeof(int));
     memcpy(host.targets, targets, N * sizeof(int));
@@ -4317,7 +4356,7 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
     }
     cuda_check(
         cudaMemcpyAsync(net->result, state, sizeof *state, cudaMemcpyDeviceToHost, net->stream));
-    cuda_check(cudaStreamSynchronize(net->stream));
+    stream_wait(net->stream);
     float loss_sum = net->result->loss_sum;
     if (s->ranks > 1) {
         loss_sum = net->result->all.loss_sum;
@@ -4382,7 +4421,7 @@ static double gpu_forward_loss(Engine *e, real *losses, const Token *inputs, con
         cuda_check(cudaMemcpyAsync(losses, gpu_buffer<float>(net, BUF_LOSSES), N * sizeof(float),
                                    cudaMemcpyDeviceToHost, net->stream));
     }
-    cuda_check(cudaStreamSynchronize(net->stream));
+    stream_wait(net->stream);
     return net->result->loss_sum / (double)N;
 }
 
@@ -4884,12 +4923,15 @@ template <class E, class G> static int gpu_take_matmul(Engine *e, const char *ch
 
 // All ranks take what rank 0 has chosen for its products: a checkpoint knows one rank's choices,
 // and a run that goes on from it is to have the bits of one that was not interrupted. Times differ
-// a little from GPU to GPU, so ranks that choose for themselves may well choose differently.
+// a little from GPU to GPU, so ranks that choose for themselves may well choose differently. Where
+// nobody does, a file's choices are still to be run for the first time by each rank by itself.
 template <class E, class G> static void rank_choices_share(Engine *e) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
     char *all = (char *)alloc_zero((size_t)net->ranks.ranks, MATMUL_TEXT);
     gpu_gather<E, G>(e, all, matmul_library.choices, MATMUL_TEXT);
-    if (strcmp(all, matmul_library.choices) != 0 && !gpu_take_matmul<E, G>(e, all)) {
+    const bool met = !net->plan->settings.tune || !matmul_can_time();
+    if ((!met || strcmp(all, matmul_library.choices) != 0) &&
+        !gpu_take_matmul<E, G>(e, all)) {
         fprintf(stderr, "%s: rank 0's matmul algorithms are for another GPU or cuBLASLt: this rank "
                 "keeps its own, and a resumed run may differ in rounding\n", program_name);
     }

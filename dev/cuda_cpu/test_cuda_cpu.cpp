@@ -637,6 +637,7 @@ static int visits(bool wait_arrived, bool wait_gone) {
     while (cudaEventQuery(gone) == cudaErrorNotReady) {
         cudaGetLastError();
     }
+    OK(cudaStreamQuery(compute));  // the event was the last of it
     int result = host(sum, 1)[0];
     for (cudaStream_t s : {compute, copies}) {
         OK(cudaStreamDestroy(s));
@@ -1479,6 +1480,38 @@ static void rank_silence(ncclComm_t comm, int rank, int) {
     OK(ncclAllReduce(x, x, 10, ncclFloat32, ncclSum, comm, 0));
 }
 
+// Rank 1's second collective fails: what it waits for never comes, and NCCL says why.
+static void rank_fails(ncclComm_t comm, int rank, int) {
+    int *x = device<int>(1);
+    ncclResult_t error = ncclInternalError;
+    emu::set.nccl_hang = emu::set.fault_rank = 1;
+    emu::set.fault_async = 2;
+    OK(ncclAllReduce(x, x, 1, ncclInt32, ncclSum, comm, 0));
+    OK(cudaStreamQuery(0));
+    if (rank == 1) {
+        OK(ncclAllReduce(x, x, 1, ncclInt32, ncclSum, comm, 0));
+        OK(cudaMemsetAsync(x, 0, sizeof *x, 0));
+        expect(cudaStreamQuery(0) == cudaErrorNotReady);
+        OK(ncclCommGetAsyncError(comm, &error));
+        expect(error == ncclRemoteError && comm->failed);
+        signal(SIGALRM, [](int) { _exit(failures ? 1 : 55); });
+        alarm(1);
+        OK(cudaStreamSynchronize(0));
+    }
+}
+
+// k_copy is loaded behind a collective that the host has waited for; k_use beside one that may wait
+// for other ranks, while they wait for this one's to be loaded.
+static void rank_meets(ncclComm_t comm, int, int) {
+    int *x = device<int>(3);
+    OK(ncclAllReduce(x, x, 1, ncclInt32, ncclSum, comm, 0));
+    OK(cudaStreamSynchronize(0));
+    launch(k_copy, 1, 1, 0, 0, x, x + 1);
+    OK(ncclAllReduce(x, x, 1, ncclInt32, ncclSum, comm, 0));
+    launch(k_copy, 1, 1, 0, 0, x, x + 1);
+    launch(k_use, 1, 1, 0, 0, x, x + 1, 1);
+}
+
 // All three ranks end with code 86, and the reports hold both texts.
 static void expect_ranks_die(Rank *body, int claimed, const char *a, const char *b) {
     run_ranks(body, 3, claimed);
@@ -1496,6 +1529,9 @@ static void test_nccl_deaths() {
     expect_ranks_die(rank_hub_dies, 3, "rank 0 is gone", "on rank 2");
     expect_ranks_die(rank_pieces, 3, "rank 2 sends 40 bytes to rank 1, which expects 36",
                      "on rank 2");
+    expect_ranks_die(rank_meets, 3, "k_use is called for the first time", "collective is pending");
+    run_ranks(rank_fails, 3, 3);
+    expect(rank_codes == (std::vector<int>{0, 55, 0}), "a failure: %s", rank_text.c_str());
     run_ranks(rank_silence, 3, 3);
     expect(rank_codes == (std::vector<int>{55, 0, 55}), "a silent end: %s", rank_text.c_str());
     Setting timeout(emu::set.nccl_timeout_s, 2);

@@ -237,7 +237,9 @@ static void test_gpu_eval() {
     expect_success(cpu, "CPU");
     expect_success(gpu, "GPU, fp32");
     expect_success(half, "GPU, bf16");
-    expect_success(program(run + "--dtype fp16"), "GPU, fp16");  // without its master
+    const Outcome fp16 = program(run + "--dtype fp16");  // without its master
+    expect_success(fp16, "GPU, fp16");
+    expect(program(run + "--dtype fp16 -w none").out == fp16.out, "no master either way");
     expect(gpu.out == cpu.out, "%s", gpu.out.c_str());
     expect(json_valid(half.out) && half.out.find("\"examples\":3,\"of\":3") != Text::npos);
     if (is_emulated()) {  // room for weights and a pass forward, not for the least of any training
@@ -484,6 +486,8 @@ static void test_gpu_fp16() {
     expect(o.status == 0 && o.out.find("; fp16;") != Text::npos &&
                o.out.find("master") == Text::npos, "%s", o.out.c_str());
     expect_success(program("--generate -e out/step-00000008 --dtype fp16 -g 4 --quiet"), "text");
+    o = program("--plan -i train.bin -e l2h2c16t16 --gpus 2 -x " + type, old);
+    expect(o.status == 0 && o.out.find("; fp16;") != Text::npos, "%s", o.out.c_str());
 }
 
 // Falling loss scales are no skipped steps in a row. Where no scale helps the run ends, and its

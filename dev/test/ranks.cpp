@@ -577,6 +577,12 @@ static void test_ranks_hang() {
         expect_refused(o, row.words, row.faults);
         longest = std::max(longest, wall_ms() - began);
     }
+    // What NCCL knows of a failure ends the run long before its --timeout of a minute.
+    began = wall_ms();
+    expect_refused(program(ODD "-d 72 --gpus 3 -z 3 -x 100 --quiet",
+                           with_faults("EMU_FAULT_RANK=2 EMU_FAULT_ASYNC=300")),
+                   "rank 2: NCCL: a remote process has exited; ", "a failure of NCCL's");
+    longest = std::max(longest, wall_ms() - began);
     expect(longest < WITHIN_MS, "%.0f ms", longest);
     detail = text("at most %.1f s, some with the time before the fault", longest * 1e-3);
     expect_refused(program(TINY "--timeout 9"), "--timeout watches the ranks of a run", "one rank");
@@ -586,11 +592,17 @@ static void test_ranks_hang() {
 static void test_ranks_hang_mpirun() {
     need_mpi();
     write_corpus();
-    const Outcome o = shell("EMU_NCCL_HANG=1 EMU_FAULT_RANK=1 EMU_FAULT_LAUNCH=400 mpirun "
-                            "--oversubscribe -np 2 $PROGRAM " ODD "-d 48 -x 100 --quiet "
-                            "--timeout 2 < /dev/null");
-    expect(o.status != 0 && o.err.find("rank 1 hangs while training, after ") != Text::npos,
-           "%d: %s", o.status, o.err.c_str());
+    static const Refusal table[] = {
+        {"RANK=1 EMU_FAULT_LAUNCH=400", ": rank 1 hangs while training, after "},
+        {"RANK=0 EMU_FAULT_ASYNC=200", ": rank 0: NCCL: a remote process has exited; "}};
+    for (const Refusal &row : table) {
+        const Outcome o = shell(text("EMU_NCCL_HANG=1 EMU_FAULT_%s mpirun --oversubscribe -np 2 ",
+                                     row.arguments) + "$PROGRAM " ODD "-d 48 -x 100 --quiet "
+                                "--timeout " + (row.arguments[5] == '1' ? "2" : "60") +
+                                " < /dev/null");
+        expect(o.status != 0 && o.err.find(row.words) != Text::npos, "%d: %s", o.status,
+               o.err.c_str());
+    }
 }
 
 // A run that was stopped as a whole, as by Ctrl-Z in a shell, goes on however long that was, though
@@ -750,7 +762,7 @@ static void test_ranks_save_killed() {
     write_corpus();
     enum { END = 20 };
     const Text part = TINY "--gpus 3 -z 1 -k constant ", whole = part + text("-x %d -y 1 ", END);
-    const Text tmp = text("out/step-%08d.tmp/", END);
+    const Text done = text("out/step-%08d", END), tmp = done + ".tmp/";
     run(part + "-x 2", "begun");
     shell("cp -r begun undisturbed");
     const Text good = checkpoint_bytes("begun", 2, 3);
@@ -773,7 +785,10 @@ static void test_ranks_save_killed() {
             wait_until([&] { return logged(3); });  // by then it has swept
             mkdir(tmp.c_str(), 0755);
             expect(mkfifo((tmp + table[i].first).c_str(), 0644) == 0, "mkfifo");
-            wait_until([&] { return logged(END) && exists(tmp + table[i].second); });
+            wait_until([&] {
+                return exists(done) || (logged(END) && exists(tmp + table[i].second));
+            });
+            expect(!exists(done), "renamed before %s is there", table[i].first);
             const Ints ranks = children_of(parent);
             if (ranks.size() == 3) {
                 kill(ranks[victim], SIGKILL);
@@ -847,29 +862,25 @@ static int stream_in(const Text &line, const char *behind) {
 
 // A block's exchange waits for the kernels before it and for nothing else; behind it come the
 // kernels of the next block's backward, on a stream that does not wait for the exchange until all
-// blocks are through. (What visits has its own order of ticks: see test_visits.) No kernel is met
-// for the first time once collectives have begun.
+// blocks are through. (What visits has its own order of ticks: see test_visits.)
 static void check_overlap(int z) {
     enum { BLOCKS = 3 };
     const Words lines =
         log_of_rank(logged(ODD "-d 144 --gpus 3 -x 1 -s 1 -g 2 -z " + text("%d", z)));
-    std::set<Text> kernels;
-    int collectives = 0, compute = -1, exchange = -1, waited = 0, between = 0, block = 0, late = 0;
+    int compute = -1, exchange = -1, waited = 0, between = 0, block = 0, exchanges = 0;
     for (const Text &line : lines) {
         const int on = stream_in(line, " on stream ");
         const bool moves = starts(line, "Send/Recv") || starts(line, "AllGather") ||
                            starts(line, "Broadcast");
         if (on >= 0 && !moves) {
-            const Text name = line.substr(0, line.find(" on stream "));
-            late += kernels.insert(name).second && collectives > 0;
-            if (name.find("rank_sum") == Text::npos && name.find("rank_note") == Text::npos) {
+            if (line.find("rank_sum") == Text::npos && line.find("rank_note") == Text::npos) {
                 compute = on;
                 between++;
             }
         }
-        collectives += moves;
         if (starts(line, "Send/Recv")) {
             exchange = on;
+            exchanges++;
             // The first of a bucket's pieces: the stream has waited for compute just before.
             if (waited && z < 2) {
                 expect(block == 0 || block > BLOCKS - 1 || between > 5,
@@ -890,15 +901,41 @@ static void check_overlap(int z) {
             }
         }
     }
-    expect(collectives > 0 && late == 0, "%d collectives, %d kernels met too late", collectives,
-           late);
-    expect(kernels.size() > 15, "%zu kernels", kernels.size());
+    expect(exchanges > 0, "no exchange");
 }
 
 static void test_ranks_overlap() {
     write_corpus();
     check_overlap(1);
     check_overlap(3);
+}
+
+// No kernel and no product is called for the first time while a collective may wait for another
+// rank: in steps of one micro-step or of three, in validation, samples and saves, with algorithms
+// that were timed, that a file names, or a checkpoint whose ranks would choose others; in an
+// evaluation. The emulated device ends whoever does.
+static void test_ranks_first() {
+    write_corpus();
+    write_file("e.bin", eval_bytes(random_questions(5, 50257, 2)));
+    for (const int z : {0, 3}) {
+        const Text part = ODD + text("-d %d --gpus 2 -z %d -v 1 -m 3 -s 1 -g 2 --logit-rows 9 -x ",
+                                     z ? 144 : 48, z);
+        auto home = [](const char *path, const char *times) {
+            return [=] {
+                unsetenv("XDG_CACHE_HOME");
+                setenv("HOME", path, 1);
+                setenv("EMU_LT_TIMES", times, 1);
+            };
+        };
+        remove_folder("first");
+        remove_folder("home");
+        mkdir("home", 0755);
+        run(part + "1", "first", home("home", "951"));
+        expect(exists("home/.cache/train_gpt2/matmul"), "no file of choices");
+        run(part + "2 -y 1", "first", home("home", "951"));
+        run(part + "3 -y 1", "first", home("none", "159"));
+    }
+    expect_success(program("-e l1h1c16t16 --eval e.bin --json -b 3 --gpus 2"), "--eval");
 }
 
 // Bytes that a rank of a logged run sends, words of ranks (64 bytes of each) left out.
@@ -1051,6 +1088,7 @@ static const Test tests[] = {
     {"ranks_mixed", test_ranks_mixed, 1},       {"ranks_die", test_ranks_die, 1},
     {"ranks_signals", test_ranks_signals, 1},   {"ranks_fault", test_ranks_fault, 1},
     {"ranks_eval", test_ranks_eval, 1},         {"ranks_overlap", test_ranks_overlap, 1},
+    {"ranks_first", test_ranks_first, 1},
     {"ranks_traffic", test_ranks_traffic, 1},   {"ranks_hang", test_ranks_hang, 1},
     {"ranks_hang_mpirun", test_ranks_hang_mpirun, 1},
     {"ranks_stopped", test_ranks_stopped, 1},
