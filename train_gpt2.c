@@ -5940,6 +5940,7 @@ static int program_run(Run *run, const Program *program, int argc, char **argv) 
 static int program_main(const Program *program, int argc, char **argv) {
     static Run run;
     program_name = program->name;
+    streams_hold();
     return output_status(&run, program_run(&run, program, argc, argv));
 }
 

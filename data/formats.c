@@ -255,6 +255,17 @@ static void on_signal(int number) {
     errno = error;
 }
 
+// Called before any file is opened: takes the numbers of streams that the shell closed (>&-), or
+// the next file would get one, and what is printed would go into that file. Their use fails, as on
+// a closed stream.
+static void streams_hold(void) {
+    for (int fd = 0; fd <= STDERR_FILENO; fd++) {
+        if (fcntl(fd, F_GETFD) < 0) {
+            (void)open("/dev/null", fd == STDIN_FILENO ? O_WRONLY : O_RDONLY);
+        }
+    }
+}
+
 // -------------------------------------------------------------------------------------------------
 // 2. SHA-256
 // FIPS 180-4, with the instructions of x86 where the compiler may use them. Checkpoints name their
