@@ -1289,6 +1289,9 @@ static void safetensors_start(Safetensors *f, const unsigned char *bytes, size_t
     if (size >= 8) {
         memcpy(&length, bytes, 8);
     }
+    if (size > 15 && memcmp(bytes, "version https://", 16) == 0) {
+        die("%s: a pointer of Git LFS, not the file itself: git lfs pull gets it", name);
+    }
     if (length < 2 || length > 100000000 || length > size - 8) {
         die("%s: not a safetensors file: a header of %" PRIu64 " bytes in a file of %zu", name,
             length, size);
