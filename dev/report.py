@@ -238,7 +238,7 @@ def scale_of(values, kind):
         each = [m * 10.0 ** p for p in powers for m in ((1, 2, 5) if len(powers) < 5 else (1,))]
         return low, high, [(value, f"{value:g}") for value in each if low <= value <= high]
     pad = 0.06 * (high - low) or abs(high) * 0.1 or 1
-    low, high = (0, 1.1 * high or 1) if kind == "zero" else (low - pad, high + pad)
+    low, high = (0, 1.1 * max(high, 0) or 1) if kind == "zero" else (low - pad, high + pad)
     return low, high, round_ticks(low, high, 5)
 
 
