@@ -692,8 +692,13 @@ static int file_find(const char *name, int *ranks) {
 }
 
 // Removes a checkpoint's folder, the manifest first: what a kill leaves is no complete checkpoint.
+// Of a link only itself: what it leads to was put elsewhere to stay.
 static void checkpoint_remove(const char *folder) {
     char path[PATH_BYTES];
+    if (readlink(folder, path, sizeof path) >= 0) {
+        unlink(folder);
+        return;
+    }
     DIR *files = opendir(folder);  // read, as the manifest that counts the ranks may be lost
     struct dirent *entry;
     int ranks;

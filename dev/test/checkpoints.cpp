@@ -226,6 +226,12 @@ static void test_checkpoint_folder() {
     Outcome kept = program(TINY "--quiet -x 9 -n 2 --keep 1 -y 1 -o kept");
     expect(kept.status == 0 && names_in("kept", "step") == "step-00000009", "%s",
            names_in("kept", "step").c_str());
+    // A checkpoint that lies elsewhere, and a link here, loses the link alone.
+    expect(rename("kept/step-00000009", "aside") == 0 &&
+           symlink("../aside", "kept/step-00000009") == 0);
+    expect_success(program(TINY "--quiet -x 11 -n 2 --keep 1 -y 1 -o kept"), "a link");
+    expect(names_in("kept", "step") == "step-00000011" && exists("aside/manifest.json"), "%s",
+           names_in("kept", "step").c_str());
 }
 
 // GPT-2's vocabulary at hand comes with a checkpoint in the files that transformers reads; they are
