@@ -1655,8 +1655,13 @@ static void checkpoint_load(const Snapshot *run, RunState *state, const char *fo
     checkpoint_options(run, &f, folder, 0);
     if (strcmp(f.identity, run->identity) != 0 ||
         memcmp(&model.model, &s->model, sizeof(Model)) != 0) {
-        die("checkpoint %s is of another run: it has %s; here: %s", folder, f.identity,
-            run->identity);
+        size_t at = 0;  // of the first fact, a name and its value, that differs
+        for (size_t i = 0, spaces = 0; f.identity[i] && f.identity[i] == run->identity[i]; i++) {
+            spaces += f.identity[i] == ' ';
+            at = f.identity[i] == ' ' && spaces % 2 == 0 ? i + 1 : at;
+        }
+        die("checkpoint %s is of another run: it has %s; here: %s", folder, f.identity + at,
+            run->identity + at);
     }
     const int other_matmul = !checkpoint_matmul(run->engine, &f);
     model_file_load(run->engine, &model);
