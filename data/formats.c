@@ -87,7 +87,10 @@ __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *form
     }
     free(n >= 0 ? whole : NULL);
     for (char *c = text; *c; c++) {
-        *c = (unsigned char)*c < 32 || *c == 127 ? '?' : *c;
+        const int control = (unsigned char)*c < 32 || *c == 127;
+        const int two_bytes = *c == '\xC2' && ((unsigned char)c[1] & 0xE0) == 0x80;
+        c[two_bytes] = two_bytes ? '?' : c[0];
+        *c = control || two_bytes ? '?' : *c;
     }
     fflush(stdout);
     die_late();
