@@ -2145,7 +2145,7 @@ static const GpuEntry gpu_table[] = {
 static const GpuEntry *gpu_find(const Options *o) {
     char names[256] = "";
     for (size_t i = 0; i < sizeof gpu_table / sizeof gpu_table[0]; i++) {
-        if (strcmp(o->gpu, gpu_table[i].name) == 0) {
+        if (strcasecmp(o->gpu, gpu_table[i].name) == 0) {
             return &gpu_table[i];
         }
         snprintf(names + strlen(names), sizeof names - strlen(names), " %s", gpu_table[i].name);
@@ -5480,6 +5480,7 @@ static int plan_command(const Run *run, const Program *program, Options *o, cons
     if (o->generate) {
         settings_generate(&s);
     }
+    step_whole_micros(o, &s);  // what no run takes has no plan
     settings_auto(&s, o, &room);
     plan_build(&p, &s);
     if (o->json) {
@@ -5965,6 +5966,7 @@ static int program_run(Run *run, const Program *program, int argc, char **argv) 
 static int program_main(const Program *program, int argc, char **argv) {
     static Run run;
     program_name = program->name;
+    streams_hold();
     return output_status(&run, program_run(&run, program, argc, argv));
 }
 

@@ -87,7 +87,10 @@ __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *form
     }
     free(n >= 0 ? whole : NULL);
     for (char *c = text; *c; c++) {
-        *c = (unsigned char)*c < 32 || *c == 127 ? '?' : *c;
+        const int control = (unsigned char)*c < 32 || *c == 127;
+        const int two_bytes = *c == '\xC2' && ((unsigned char)c[1] & 0xE0) == 0x80;
+        c[two_bytes] = two_bytes ? '?' : c[0];
+        *c = control || two_bytes ? '?' : *c;
     }
     fflush(stdout);
     die_late();
@@ -253,6 +256,17 @@ static void on_signal(int number) {
     }
     stop_signal = number;
     errno = error;
+}
+
+// Called before any file is opened: takes the numbers of streams that the shell closed (>&-), or
+// the next file would get one, and what is printed would go into that file. Their use fails, as on
+// a closed stream.
+static void streams_hold(void) {
+    for (int fd = 0; fd <= STDERR_FILENO; fd++) {
+        if (fcntl(fd, F_GETFD) < 0) {
+            (void)open("/dev/null", fd == STDIN_FILENO ? O_WRONLY : O_RDONLY);
+        }
+    }
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -1277,6 +1291,9 @@ static void safetensors_start(Safetensors *f, const unsigned char *bytes, size_t
     f->name = name;
     if (size >= 8) {
         memcpy(&length, bytes, 8);
+    }
+    if (size > 15 && memcmp(bytes, "version https://", 16) == 0) {
+        die("%s: a pointer of Git LFS, not the file itself: git lfs pull gets it", name);
     }
     if (length < 2 || length > 100000000 || length > size - 8) {
         die("%s: not a safetensors file: a header of %" PRIu64 " bytes in a file of %zu", name,

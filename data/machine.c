@@ -219,6 +219,14 @@ static void memory_of_group(void *out, int version, const char *folder, const ch
     }
 }
 
+// Bytes of the stacks of the threads that OpenMP has yet to start beside `running` ones: each takes
+// as much address space as `ulimit -s` says.
+static int64_t stacks_to_come(int64_t running) {
+    struct rlimit r;
+    const int known = getrlimit(RLIMIT_STACK, &r) == 0 && r.rlim_cur != RLIM_INFINITY;
+    return max_i64(thread_count() - running, 0) * (known ? (int64_t)r.rlim_cur : 2 << 20);
+}
+
 // The memory there is, less what control groups and `ulimit` keep back. `root`: "", or where a test
 // has put another /proc and /sys.
 static HostMemory host_memory(const char *root) {
@@ -232,12 +240,14 @@ static HostMemory host_memory(const char *root) {
     const int64_t kib = file_number(path, "MemAvailable:", -1);
     limit_memory(&h, kib < 0 ? INT64_MAX : kib << 10, "what is free on this machine");
     path_print(path, "%s/proc/self/status", root);
+    const int64_t stacks = stacks_to_come(file_number(path, "Threads:", 1));
     for (int i = 0; i < 2; i++) {
         // No table holds them: their type is an enum in C and an int in C++.
         int known = i == 0 ? getrlimit(RLIMIT_AS, &r) : getrlimit(RLIMIT_DATA, &r);
         if (known == 0 && r.rlim_cur != RLIM_INFINITY) {
             int64_t mapped = file_number(path, limits[i].key, 0) << 10;
-            limit_memory(&h, (int64_t)r.rlim_cur - mapped, "%s", limits[i].name);
+            limit_memory(&h, (int64_t)r.rlim_cur - mapped - stacks, "%s%s", limits[i].name,
+                         stacks ? " less its threads' stacks" : "");
         }
     }
     groups_look(root, "memory", memory_of_group, &h);

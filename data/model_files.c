@@ -53,7 +53,6 @@ typedef struct {
     Mapping maps[MODEL_FILES];
     char parts[MODEL_FILES][MODEL_FILE_NAME];
     int files, tensors;     // parts, and the tensors in them
-    int64_t bytes;          // of those tensors
     Model model;
     int transposed;         // linear layers as (in, out), wte without padding: Hugging Face's
     Span *spans;            // [layer][FILE_TENSORS]
@@ -137,7 +136,7 @@ static int safetensors_spans(Span *spans, const Model *m, const Mapping *map, co
         int layer, i = file_tensor_find(t.name, m->L, &layer);
         file_require(i >= 0, name, t.name, "GPT-2 of this many layers has none of this name");
         Span *s = file_span(spans, i, layer);
-        file_require(!s->data, name, t.name, "appears in the file twice");
+        file_require(!s->data, name, t.name, "appears twice");
         s->data = t.data;
         s->type = t.type;
         count++;
@@ -309,9 +308,6 @@ static void index_open_part(ModelFile *f, const char *folder, const char *part) 
     snprintf(f->parts[k], MODEL_FILE_NAME, "%s", part);
     f->files++;
     f->tensors += safetensors_spans(f->spans, &f->model, &f->maps[k], path);
-    uint64_t header = 0;
-    memcpy(&header, f->maps[k].bytes, 8);
-    f->bytes += (int64_t)f->maps[k].size - 8 - (int64_t)header;
 }
 
 // A tensor must lie in the part that weight_map says.
@@ -326,31 +322,24 @@ static void index_check(const ModelFile *f, const char *tensor, const char *part
     }
 }
 
-// Hugging Face's model.safetensors.index.json: {"metadata": {"total_size": bytes of all tensors},
-// "weight_map": {tensor: part}}. Two passes: every part is opened, then every tensor looked for.
+// Hugging Face's model.safetensors.index.json: {"metadata": {...}, "weight_map": {tensor: part}}.
+// Two passes: every part is opened, then every tensor looked for. Writers differ in what they count
+// as metadata's total_size (headers too, or a mask's bits, in fractions of a byte): it is not read.
 static void index_parse(ModelFile *f, const char *folder, const Mapping *index) {
     char key[80], inner[80], part[MODEL_FILE_NAME];
-    int64_t total = -1;  // some writers leave it out
     for (int pass = 0; pass < 2; pass++) {
         Json j = {index->bytes, 0, index->size, NULL};
         int tensors = 0;
         for (int n = 0; json_next(&j, &n, '{', key, sizeof key);) {
-            int is_map = strcmp(key, "weight_map") == 0;
-            if (!is_map && strcmp(key, "metadata") != 0) {
+            if (strcmp(key, "weight_map") != 0) {
                 json_skip(&j);
                 continue;
             }
             for (int k = 0; json_next(&j, &k, '{', inner, sizeof inner);) {
-                if (is_map) {
-                    json_string(&j, part, sizeof part);
-                    tensors++;
-                    if (!j.fault) {
-                        pass ? index_check(f, inner, part) : index_open_part(f, folder, part);
-                    }
-                } else if (strcmp(inner, "total_size") == 0) {
-                    total = json_count(&j);
-                } else {
-                    json_skip(&j);
+                json_string(&j, part, sizeof part);
+                tensors++;
+                if (!j.fault) {
+                    pass ? index_check(f, inner, part) : index_open_part(f, folder, part);
                 }
             }
         }
@@ -359,10 +348,6 @@ static void index_parse(ModelFile *f, const char *folder, const Mapping *index) 
             die("%s: weight_map names %d tensors; its %d files hold %d", f->name, tensors,
                 f->files, f->tensors);
         }
-    }
-    if (total >= 0 && total != f->bytes) {
-        die("%s: total_size is %" PRId64 "; its files hold %" PRId64 " bytes of tensors", f->name,
-            total, f->bytes);
     }
 }
 
@@ -377,11 +362,11 @@ static void model_file_open(ModelFile *f, const char *path) {
     path_print(f->name, is_folder ? "%s/model.safetensors" : "%s", path);
     if (is_folder && access(f->name, F_OK) != 0) {
         path_print(config, "%s.index.json", f->name);
-        indexed = mapping_open(&index, config) == 0;
+        indexed = access(config, F_OK) == 0;
         path_print(f->name, indexed ? "%s/model.safetensors.index.json" : "%s/model.safetensors",
                    path);
     }
-    if (!indexed && mapping_open(weights, f->name) != 0) {
+    if (mapping_open(indexed ? &index : weights, f->name) != 0) {
         const char *why = file_error();  // the hint looks at other files
         die("--model (-e): cannot open %s: %s%s", f->name, why,
             is_folder ? model_folder_hint(path) : "");
@@ -707,8 +692,13 @@ static int file_find(const char *name, int *ranks) {
 }
 
 // Removes a checkpoint's folder, the manifest first: what a kill leaves is no complete checkpoint.
+// Of a link only itself: what it leads to was put elsewhere to stay.
 static void checkpoint_remove(const char *folder) {
     char path[PATH_BYTES];
+    if (readlink(folder, path, sizeof path) >= 0) {
+        unlink(folder);
+        return;
+    }
     DIR *files = opendir(folder);  // read, as the manifest that counts the ranks may be lost
     struct dirent *entry;
     int ranks;
@@ -1665,8 +1655,13 @@ static void checkpoint_load(const Snapshot *run, RunState *state, const char *fo
     checkpoint_options(run, &f, folder, 0);
     if (strcmp(f.identity, run->identity) != 0 ||
         memcmp(&model.model, &s->model, sizeof(Model)) != 0) {
-        die("checkpoint %s is of another run: it has %s; here: %s", folder, f.identity,
-            run->identity);
+        size_t at = 0;  // of the first fact, a name and its value, that differs
+        for (size_t i = 0, spaces = 0; f.identity[i] && f.identity[i] == run->identity[i]; i++) {
+            spaces += f.identity[i] == ' ';
+            at = f.identity[i] == ' ' && spaces % 2 == 0 ? i + 1 : at;
+        }
+        die("checkpoint %s is of another run: it has %s; here: %s", folder, f.identity + at,
+            run->identity + at);
     }
     const int other_matmul = !checkpoint_matmul(run->engine, &f);
     model_file_load(run->engine, &model);

@@ -141,8 +141,8 @@ static Arguments parse_arguments(int argc, char **argv) {
             a.bpe + a.bytes == 0 ? "--bpe or --bytes"
                                  : !a.prefix ? "-o PREFIX" : "the input, FILE or -,");
     }
-    const char *slash = strrchr(a.prefix, '/');
-    if ((slash ? slash + 1 : a.prefix)[0] == 0) {
+    const char *slash = strrchr(a.prefix, '/'), *name = slash ? slash + 1 : a.prefix;
+    if (name[0] == 0 || strcmp(name, ".") == 0 || strcmp(name, "..") == 0) {
         die("-o '%s': a PREFIX ends in the start of a file's name, as in data/mine", a.prefix);
     }
     if (a.bpe && a.bytes) {
@@ -1117,6 +1117,7 @@ static void tokenize_close(Job *job) {
 int main(int argc, char **argv) {
     static Job job;
     program_name = "tokenize";
+    streams_hold();
     job.a = parse_arguments(argc, argv);
     atexit(sinks_drop);
     struct sigaction action;

@@ -46,7 +46,9 @@ class Refusal(Exception):
 # -- Reading ---------------------------------------------------------------------------------------
 def number(value):
     """A number that can be drawn, or None: the log writes null for what is not finite."""
-    return float(value) if isinstance(value, (int, float)) and abs(value) < 1e30 else None
+    if not isinstance(value, (int, float)) or not abs(value) < 1e30:
+        return None
+    return float(value) if abs(value) > 1e-30 else 0.0
 
 
 def read_text(path):
@@ -97,7 +99,7 @@ class Run:
         elif event.get("event") == "end":
             self.end = str(event.get("reason"))
         for key, table in tables.items():
-            if key in event and number(step):
+            if key in event and isinstance(step, int) and 0 < step < 1 << 50:
                 table[step] = event if key == "loss" else event[key]
 
     def of_start(self, key, kind):
@@ -120,8 +122,9 @@ def plan_parse(text, path):
         for row in plan["buffers"]:
             for key in ("name", "group", "home"):
                 row[key] = str(row[key])
-            if not (row["bytes"] > 0 <= row["offset"] and
-                    0 <= row["first"] <= row["last"] < len(plan["ticks"])):
+            numbers = [row[key] for key in ("bytes", "offset", "first", "last")]
+            if not (all(isinstance(value, int) and 0 <= value < 1 << 60 for value in numbers) and
+                    row["first"] <= row["last"] < len(plan["ticks"])):
                 raise ValueError(row["name"])
         if not (plan["buffers"] and plan["total_bytes"] > 0):
             raise ValueError("no buffers")
@@ -238,7 +241,7 @@ def scale_of(values, kind):
         each = [m * 10.0 ** p for p in powers for m in ((1, 2, 5) if len(powers) < 5 else (1,))]
         return low, high, [(value, f"{value:g}") for value in each if low <= value <= high]
     pad = 0.06 * (high - low) or abs(high) * 0.1 or 1
-    low, high = (0, 1.1 * high or 1) if kind == "zero" else (low - pad, high + pad)
+    low, high = (0, 1.1 * max(high, 0) or 1) if kind == "zero" else (low - pad, high + pad)
     return low, high, round_ticks(low, high, 5)
 
 

@@ -77,7 +77,7 @@ static void test_checkpoint_foreign() {
     other.replace(SHARD_BYTES, 2000, other.substr(SHARD_BYTES + 1000, 2000));
     write_file("other.bin", other);
     expect_refused(program("-i other.bin -e l2h2c16t16 -b 2 -x 8 -n 2 -y 1 -o out"),
-                   "is of another run", "other data");
+                   "is of another run: it has data ", "other data");
 }
 
 // A resume shares with its checkpoint all that decides which tokens a step reads.
@@ -87,7 +87,9 @@ static void test_checkpoint_identity() {
     for (const char *other : {"--seed 2", "-t 8", "--shuffle 0", "-i val.bin"}) {
         const Text data = other[1] == 'i' ? "" : "-i train.bin ";
         expect_refused(program(data + "-e l2h2c16t16 -b 2 --quiet -x 4 -y 1 -o out " + other),
-                       "checkpoint out/step-00000002 is of another run", other);
+                       Text("checkpoint out/step-00000002 is of another run: it has ") +
+                           (other[1] == '-' ? "--" : other[1] == 't' ? "sequence 16 " : "windows "),
+                       other);
     }
     expect_success(program(TINY "--quiet -x 4 -l 1e-3 -y 1 -o out"), "another learning rate");
 }
@@ -225,6 +227,12 @@ static void test_checkpoint_folder() {
     write_file("kept/step-00000009/config.json", "{}");  // and what is damaged counts for nothing
     Outcome kept = program(TINY "--quiet -x 9 -n 2 --keep 1 -y 1 -o kept");
     expect(kept.status == 0 && names_in("kept", "step") == "step-00000009", "%s",
+           names_in("kept", "step").c_str());
+    // A checkpoint that lies elsewhere, and a link here, loses the link alone.
+    expect(rename("kept/step-00000009", "aside") == 0 &&
+           symlink("../aside", "kept/step-00000009") == 0);
+    expect_success(program(TINY "--quiet -x 11 -n 2 --keep 1 -y 1 -o kept"), "a link");
+    expect(names_in("kept", "step") == "step-00000011" && exists("aside/manifest.json"), "%s",
            names_in("kept", "step").c_str());
 }
 

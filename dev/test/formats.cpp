@@ -41,6 +41,9 @@ static void test_write_all() {
 // Messages: one line whatever a name holds, and sizes in words.
 static void test_messages() {
     expect_death(die("a\x7f\x1b[2J\nb\tc"), "train_gpt2: a??[2J?b?c\n");
+    // C1 controls are two bytes of UTF-8, and obeyed too; what is beside them is text.
+    expect_death(die("a\xc2\x9b" "2J\xc2\x80\xc2\xa9\xc5\x9b\xc2"),
+                 "train_gpt2: a??2J??\xc2\xa9\xc5\x9b\xc2\n");
     const std::pair<double, const char *> sizes[] = {
         {0, "0 B"}, {1023, "1023 B"}, {1024, "1.0 KiB"}, {1048576, "1.0 MiB"},
         {0x1p30, "1.00 GiB"}, {0x1p50, "1024.00 TiB"}, {-2048, "-2.0 KiB"}};

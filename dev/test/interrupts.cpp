@@ -199,6 +199,17 @@ static void test_lost_output() {
         expect_refused(o, "cannot write to stdout: No space left on device", arguments);
     }
     expect(log_steps("full/log.jsonl") == one_to(30) && names_in("full", "s") == "step-00000030");
+    // A stream that the shell closed (>&-) leaves its number free: no file of the run may take it.
+    for (int fd = 0; fd < 3; fd++) {
+        const Text folder = text("closed%d", fd);
+        o = program(TINY "-x 30 -o " + folder, [fd] { close(fd); });
+        if (fd == 1) {
+            expect_refused(o, "cannot write to stdout: Bad file descriptor", folder);
+        } else {
+            expect_success(o, folder);
+        }
+        expect(log_steps(folder + "/log.jsonl") == one_to(30), "%s", folder.c_str());
+    }
 }
 
 // Files that may grow no further end the run in a line that says so.

@@ -32,6 +32,7 @@ static const Refusal bad_options[] = {
     {"-y 1", "needs --output (-o)"},
     {"-n 5", "--save-every (-n) 5 needs --output"},
     {"-j val.bin", "needs --train-data (-i)"},
+    {"--fit bits -e d12 --gpu T4 -d 100", "(-d): 100 is not a multiple of B x T = 1 x 1024"},
     {"--plan --gpu t5", "--gpu: 't5' is not one of t4"},
     {"--plan --gpu-mem 5XB", "--gpu-mem: '5XB' is not a size"},
     {"-i train.bin -e d13", "--model (-e): 'd13'"},
@@ -58,6 +59,7 @@ static const Refusal bad_options[] = {
     {"-i train.bin -e l2h2c16t16 -r auto:1", "is not one of none (0) gelu norm"},
     {"-i train.bin -e l2h2c16t16 -b 2 --logit-rows 33", "--logit-rows: 33 is more than"},
     {"-i train.bin -e l2h2c16t16 -b 2 -d 33", "(-d): 33 is not a multiple of B x T = 2 x 16"},
+    {"--plan -i train.bin -e l2h2c16t16 -b 2 -d 33", "(-d): 33 is not a multiple of B x T = 2 x"},
     {"-i train.bin -e l2h2c16t16 -x 10 -u 11", "--warmup (-u): 11"},
     {"-i train.bin -e l2h2c16t16 --dtype bf16", "--dtype"},
     {"-i train.bin -e l2h2c16t16 --moments bf16", "--moments"},
@@ -399,13 +401,28 @@ static void test_memory_limits() {
             setrlimit((decltype(RLIMIT_AS))limit.resource, &r);
         };
         Outcome o = program("--plan -e l12h12c384t64", low);
-        expect(o.status == 1 && o.out.find(text(" (%s); DOES NOT FIT", limit.name)) != Text::npos,
+        expect(o.status == 1 && o.out.find(text(" (%s", limit.name)) != Text::npos &&
+                   o.out.find("); DOES NOT FIT") != Text::npos,
                "%s: status %d, %s", limit.name, o.status, o.out.substr(0, 1200).c_str());
         expect_refused(program("-i train.bin -e l12h12c384t64 -x 1", low),
-                       text("are available (%s): ", limit.name), limit.name);
+                       text("are available (%s", limit.name), limit.name);
         expect_success(program("-i train.bin -e l2h2c16t16 -x 1 --quiet", low), limit.name);
         expect_refused(program("--generate -e l12h12c1536t64", low),
                        "short; --generate takes weights and a KV cache", limit.name);
+        // Threads start behind the plan, and their stacks count against the limit.
+        for (const char *threads : {"7", "9"}) {
+            o = program("-i train.bin -e l2h2c16t16 -x 1 --quiet", [&] {
+                struct rlimit stack = {32 << 20, 32 << 20};
+                setrlimit(RLIMIT_STACK, &stack);
+                setenv("OMP_NUM_THREADS", threads, 1);
+                low();
+            });
+            if (threads[0] == '7') {
+                expect_success(o, limit.name);
+            } else {
+                expect_refused(o, Text(limit.name) + " less its threads' stacks): ", threads);
+            }
+        }
         o = program("--fit bits -e l12h12c1536t64", low);
         expect(o.status == 1 && o.out.find("tokens/s of two cores: ") != Text::npos, "%s",
                o.out.c_str());

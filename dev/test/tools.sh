@@ -57,6 +57,9 @@ equal "stream comes back whole" "$bytes" "$expected"
 refuses "missing input" "cannot open absent: No such file" $tokenize -o bad absent
 refuses "empty input" "nothing is empty" $tokenize -o bad nothing
 refuses "folder as input" "cannot read \.: Is a directory" $tokenize -o bad .
+for prefix in . .. ./. ./..; do
+    refuses "prefix $prefix" "-o '$prefix': a PREFIX ends in the start of" $tokenize -o $prefix text
+done
 mkfifo fifo
 refuses "pipe as a file" "cannot read fifo: it is not a regular file" \
     timeout 20 $tokenize -o bad fifo
@@ -485,6 +488,12 @@ if command -v python3 > /dev/null; then
     mkfifo pipe
     refuses "report: a FIFO" "cannot read pipe: not a regular file" \
         timeout 20 python3 "$root/dev/report.py" pipe
+    printf '%s\n' '{"event":"start"}' '{"step":1,"loss":1,"tokens_per_s":-1,"lr":1e-320}' \
+        '{"step":1e17,"loss":1}' > damaged.jsonl
+    says "report: a number out of range" "^x.html$" "$(report damaged.jsonl -o x.html 2>&1)"
+    sed 's/"first":[0-9]*/"first":0.5/' plan.json > damaged.json
+    refuses "report: a damaged plan" "damaged.json is not what --plan --json prints" \
+        python3 "$root/dev/report.py" --plan damaged.json
     # What a log may hold: no number, markup, control bytes, a last line cut short.
     printf '%s\n%s\n%s' '{"step":6,"loss":null,"grad_norm":null,"lr":1e400,"skipped":1}' \
         '{"step":6,"sample":"</pre></script><script>alert(1)</script>\u0000\u001b[1m&amp;\ud800"}' \
