@@ -56,7 +56,7 @@ make_there train_gpt2cu
 verdict "no GPU: make train_gpt2cu" $status "$said"
 says "no GPU: sm_80 and PTX" \
     "arch=compute_80,code=sm_80 .*arch=compute_80,code=compute_80" "$calls"
-says "no GPU: it says so" "No GPU seen: train_gpt2cu is built for sm_80" "$said"
+says "no GPU: it says so" "No GPU to build for: train_gpt2cu is for sm_80" "$said"
 says_not "a warning is none of the user's errors" "-Werror" "$calls"
 says "lines for the sanitizers" " -lineinfo " "$calls"
 says "where the libraries are" "-rpath,$toolkit/lib64" "$calls"
@@ -65,7 +65,14 @@ says_not "no library that nothing calls" "-lcublas |-lnccl" "$calls"
 rm -f "$clone/train_gpt2cu"
 GPU=8.9 make_there train_gpt2cu
 says "one GPU: its own code" "arch=compute_89,code=sm_89" "$calls"
-says_not "one GPU: that alone" "compute_80|No GPU seen" "$calls $said"
+says_not "one GPU: that alone" "compute_80|No GPU" "$calls $said"
+rm -f "$clone/train_gpt2cu"
+GPU=$'6.1\n8.9' make_there train_gpt2cu
+says "a card too old beside another: not built for" "arch=compute_89,code=sm_89" "$calls"
+says_not "... nvcc would refuse it" "_61" "$calls"
+GPU=6.1 make_there -n train
+says "a card too old alone: the CPU program is built" "-o train_gpt2 " "$said"
+says_not "... and no other" "train_gpt2cu" "$said"
 rm -f "$clone/train_gpt2cu"
 GPU=9.0 make_there train_gpt2cu WERROR=-Werror
 says "warnings are errors when asked" "-Werror all-warnings .*-Xcompiler .*-Werror" "$calls"
