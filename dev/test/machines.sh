@@ -179,6 +179,7 @@ if [ -x train_gpt2cu_cpu ]; then
         "weights,.*,residuals ok +[0-9.]+ ms, [0-9.]+ of none; the same bits" "$said"
     says "gpu_check: several GPUs" \
         "2 -z 1 +ok +[0-9.]+ ms, [0-9.]+ of one's; losses within .* bytes a GPU as planned" "$said"
+    says "gpu_check: every state divided" "2 -z 2 +ok .*2 -z 3 +ok" "$said"
     says "gpu_check: measured memory" "tokens/s; planned [0-9]+ MiB, measured 100 MiB" "$said"
     STAGES=speed GPT2CU=./train_gpt2cu_cpu MODELS=l1h1c8t32 check
     says "gpu_check: no room is no failure" "-r 1 +skipped +no plan fits 1024 MiB" "$said"
