@@ -27,10 +27,10 @@ NVCC := $(or $(filter %/nvcc,$(realpath $(nvcc))),$(nvcc))
 CUDA_HOME := $(patsubst %/bin/nvcc,%,$(NVCC))
 CUDA_INCLUDE := $(patsubst %,-isystem %,$(filter-out /usr/include,$(CUDA_HOME:%=%/include)))
 CUDA_LIBRARIES := $(wildcard $(foreach h,$(filter-out /usr,$(CUDA_HOME)),$h/lib64 $h/targets/*/lib))
-# Compute capabilities of the GPUs here, without the dot. 90a is sm_90 with the instructions of that
-# GPU alone; nvcc knows both from 12.0 on. nvidia-smi may take seconds: asked only where one builds.
+# Compute capabilities of the GPUs here from 75 on, where nvcc 13 begins. 90a is sm_90 with its own
+# GPU's instructions; nvcc knows both from 12.0 on. nvidia-smi takes seconds: asked only to build.
 GPU := $(if $(and $(NVCC),$(building)),$(sort $(shell nvidia-smi --query-gpu=compute_cap \
-         --format=csv,noheader 2>/dev/null | grep -x '[0-9]*\.[0-9]' | tr -d .)))
+         --format=csv,noheader 2>/dev/null | grep -x '[0-9]*\.[0-9]' | tr -d . | awk '$$1>74')))
 ARCH ?= $(patsubst 90,90a,$(GPU))
 CUDA_HEADERS = $(call try,$(CXX) $(CUDA_INCLUDE) -include cublasLt.h -include cuda_bf16.h -x c++)
 NCCL := $(and $(NVCC),$(call try,$(CXX) $(CUDA_INCLUDE) -include nccl.h -x c++,-lnccl))
@@ -44,7 +44,7 @@ $(info $(if $(version),✓ $(CC) $(version) $(MARCH)$(OMP:-fopenmp= · OpenMP),�
 $(if $(OMP),,$(info ✗ OpenMP: one core only))
 nvcc_version = $(shell $(NVCC) --version | sed -n 's/.*release \([0-9.]*\).*/\1/p')
 $(info $(if $(NVCC),✓ nvcc $(strip $(nvcc_version) $(ARCH:%=sm_%)),✗ nvcc: CPU only))
-$(if $(and $(NVCC),$(building)),$(if $(GPU),,$(info ✗ GPU: none seen)))
+$(if $(and $(NVCC),$(building)),$(if $(GPU),,$(info ✗ GPU: none seen from sm_75 on)))
 $(if $(NVCC),$(info $(if $(NCCL),✓ NCCL$(if $(mpi), · MPI),✗ NCCL: one GPU only)))
 endif
 # --- Flags. No contraction outside the matmul, never -Ofast: one source, one set of bits ----------
@@ -123,7 +123,7 @@ build/test_gpt2cu: test_gpt2.cu build/flags build/gpu
 build/bench: dev/bench.cu build/gpu
 train_gpt2cu build/test_gpt2cu build/bench:
 	@NVCC='$(NVCC)' dev/deps.sh cuda
-	$(if $(ARCH),,@echo 'No GPU seen: $@ is built for sm_80 and newer; ARCH="89 90a" names yours.')
+	$(if $(ARCH),,@echo 'No GPU to build for: $@ is for sm_80 and newer; ARCH="89 90a" names yours.')
 	$(NV) $(VARIANT) $(DEPEND) $< -o $@ -lcublasLt $(if $(NCCL),-DGPT2_NCCL=1 -lnccl $(MPI))
 # The same and their tools on the CPU. Its benchmark shows only that the benchmark runs.
 train_gpt2cu_cpu: train_gpt2.cu build/flags | $(EMPTY_DATA) ## the same without a GPU

@@ -79,9 +79,9 @@
 static const char *cuda_hint(cudaError_t error, const char *call) {
     switch (error) {
     case cudaErrorMemoryAllocation:
-        return strstr(call, "cudaMallocHost")
+        return strstr(call, "Host")
                    ? "this machine has no memory left that can be pinned: see free -m and, in a "
-                     "container or batch job, its memory limit"
+                     "container, a batch job or WSL, its memory limit"
                    : "the GPU is out of memory: see --plan; -r block and a smaller -b need less";
     case cudaErrorNoDevice:
         return "no NVIDIA GPU is visible (nvidia-smi, CUDA_VISIBLE_DEVICES); train_gpt2 needs none";
@@ -3477,26 +3477,45 @@ static size_t device_available(void) {
     return device_memory.free_bytes;
 }
 
+// Has memory that the program registers one address on the host and on the GPU? Not under WSL
+// (from sgl-project/sglang#40232); what CUDA itself allocates has it everywhere.
+static bool pinned_in_place(void) {
+    int device, same;
+    cuda_check(cudaGetDevice(&device));
+    cuda_check(cudaDeviceGetAttribute(&same, cudaDevAttrCanUseHostPointerForRegisteredMem, device));
+    return same != 0;
+}
+
 // `bytes` of host memory, zero and pinned, or copies would not overlap with kernels, nor could
-// kernels reach it. Mapped, touched by all threads and then registered: the same from
-// cudaMallocHost, whose one thread clears every page, takes five times as long (0.49 s a GiB, from
-// rapidsai/cudf#23457). Ends the run where so much cannot be pinned.
+// kernels reach it. Mapped, touched by all threads and then registered, where that can be: the same
+// from cudaMallocHost, whose one thread clears every page, takes five times as long (0.49 s a GiB,
+// from rapidsai/cudf#23457). Ends the run where so much cannot be pinned.
 static char *pinned_open(size_t bytes) {
     constexpr int64_t PART = 2 << 20;  // a huge page
-    char *memory = plan_map(bytes);
-    void *on_device = nullptr;
-    #pragma omp parallel for schedule(static)
-    for (int64_t part = 0; part < ceil_div_i64((int64_t)bytes, PART); part++) {
-        memset(memory + part * PART, 0, (size_t)min_i64(PART, (int64_t)bytes - part * PART));
+    const bool in_place = pinned_in_place();
+    char *memory = in_place ? plan_map(bytes) : nullptr;
+    cudaError_t error = in_place ? cudaSuccess : cudaMallocHost((void **)&memory, bytes);
+    if (error == cudaSuccess) {
+        #pragma omp parallel for schedule(static)
+        for (int64_t part = 0; part < ceil_div_i64((int64_t)bytes, PART); part++) {
+            memset(memory + part * PART, 0, (size_t)min_i64(PART, (int64_t)bytes - part * PART));
+        }
+        error = in_place ? cudaHostRegister(memory, bytes, cudaHostRegisterMapped) : error;
     }
-    const cudaError_t error = cudaHostRegister(memory, bytes, cudaHostRegisterMapped);
-    if (error != cudaSuccess) {
-        die("cannot pin %s of host memory: %s", bytes_text((double)bytes).s,
-            cudaGetErrorString(error));
+    if (error != cudaSuccess) {  // its name varies; what it comes from is a limit
+        die("cannot pin %s of host memory: %s; %s", bytes_text((double)bytes).s,
+            cudaGetErrorString(error), cuda_hint(cudaErrorMemoryAllocation, "cudaMallocHost"));
     }
-    cuda_check(cudaHostGetDevicePointer(&on_device, memory, 0));
-    check(on_device == memory, "this GPU has another address for pinned memory");
     return memory;
+}
+
+static void pinned_close(char *memory, size_t bytes) {
+    if (pinned_in_place()) {
+        cuda_check(cudaHostUnregister(memory));
+        munmap(memory, bytes);
+    } else {
+        cuda_check(cudaFreeHost(memory));
+    }
 }
 
 // Allocates both homes of the plan.
@@ -3538,8 +3557,7 @@ static void arena_close(Plan *p) {
     cuda_check(cudaStreamSynchronize(arena_stream));
 #endif
     cuda_check(cudaFree(p->base[HOME_DEVICE]));
-    cuda_check(cudaHostUnregister(p->base[HOME_HOST]));
-    munmap(p->base[HOME_HOST], p->host_bytes);
+    pinned_close(p->base[HOME_HOST], p->host_bytes);
     p->base[HOME_DEVICE] = p->base[HOME_HOST] = nullptr;
 }
 

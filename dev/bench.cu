@@ -527,8 +527,7 @@ static void bench_host(size_t bytes) {
     printf("%shost memory: pinned at %.2f s a GiB; copies up %.1f GB/s, down %.1f GB/s\n",
            bench.tsv ? "# " : "", pin_ms * 1e-3 * 0x1p30 / size, size / copy_ms(true) * 1e-6,
            size / copy_ms(false) * 1e-6);
-    cuda_check(cudaHostUnregister(host));
-    munmap(host, bytes);
+    pinned_close(host, bytes);
 }
 
 static void bench_run(const char *dtype) {

@@ -613,7 +613,7 @@ stage_gpus() {
         return
     fi
     T=$(positions "$first_model")
-    for run in "1 -z 0" "2 -z 0" "2 -z 1"; do
+    for run in "1 -z 0" "2 -z 0" "2 -z 1" "2 -z 2" "2 -z 3"; do
         dir=$work/gpus.${run// /}
         # shellcheck disable=SC2086  # words
         set -- -e "$first_model" -b 4 -d $((8 * T)) -r 1 --offload none --gpus $run

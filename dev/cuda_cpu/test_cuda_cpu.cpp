@@ -562,6 +562,15 @@ static void test_pinned() {
     launch(k_add, 1, 1, 0, 0, seen, 4);
     OK(cudaMemcpy(a, mine.data(), 400, cudaMemcpyHostToHost));
     expect(mine[0] == 3 && mine[1] == 7 && a[1] == 7);
+    {
+        Setting alias(emu::set.alias, 1);
+        int same = 1;
+        OK(cudaDeviceGetAttribute(&same, cudaDevAttrCanUseHostPointerForRegisteredMem, 0));
+        OK(cudaHostGetDevicePointer((void **)&seen, mine.data(), 0));
+        expect(!same && seen != mine.data());
+        launch(k_add, 1, 1, 0, 0, a, 4);  // what CUDA allocated is reached as ever
+        expect(a[0] == 7);
+    }
     expect(cudaFreeHost(mine.data()) == cudaErrorInvalidValue);
     expect(cudaHostUnregister(a) == cudaErrorHostMemoryNotRegistered);
     OK(cudaHostUnregister(mine.data()));
@@ -1750,6 +1759,14 @@ static void bug_unregistered() {
     OK(cudaStreamSynchronize(s));
 }
 
+// Planted: the host's address of registered memory, where the GPU has another one.
+static void bug_alias() {
+    emu::set.alias = 1;
+    static int mine[100];
+    OK(cudaHostRegister(mine, sizeof mine, cudaHostRegisterMapped));
+    launch(k_add, 1, 1, 0, 0, mine, 4);
+}
+
 struct Bug { void (*run)(); const char *what, *where, *asan; };  // asan: what it says instead
 static const Bug bugs[] = {
     {bug_past_end, "wrote at offset 404 of an allocation of 400 bytes", "k_write", "poison"},
@@ -1771,6 +1788,7 @@ static const Bug bugs[] = {
     {bug_null, "Segmentation fault", "k_null", "k_null"},
     {bug_stack, "EMU_STACK", "k_deep", "stack-overflow"},
     {bug_pageable, "argument 0 of k_add", "is not device or pinned memory", nullptr},
+    {bug_alias, "argument 0 of k_add", "is not device or pinned memory", nullptr},
     {bug_switches, "(in host code)", "; again with EMU_SEED=5 EMU_ORDER=early EMU_CC=80\n",
      nullptr},
     {bug_threads, "launch of k_two_barriers refused: block size", "", nullptr},

@@ -53,7 +53,8 @@ static void test_gpu_bad_input() {
                        "fp32 where there is no bf16");
         Outcome pinned =
             program(run + "l2h2c16t16 --offload moments", with("EMU_HOST_MEM", "4096"));
-        expect_refused(pinned, " of host memory: out of memory", "memory that cannot be pinned");
+        expect_refused(pinned, " of host memory: out of memory; this machine has no memory left",
+                       "memory that cannot be pinned");
         Outcome small = program("-i train.bin -b 64 -x 2 -e l4h2c64t16 -o small "
                                 "-r none --offload none",
                                 with("EMU_GPU_MEM", "42000000"));
@@ -116,6 +117,29 @@ static Text losses_in(const Text &folder) {
         losses += log.substr(at, log.find(',', at) - at) + " ";
     }
     return losses;
+}
+
+// Under WSL memory that a program registers has another address on the GPU: what is pinned comes
+// from CUDA itself there, to the same bits, whatever lives in it.
+static void test_gpu_alias() {
+    if (!is_emulated()) {
+        skip("on the emulated device");
+    }
+    write_corpus();
+    for (const char *homes : {"none", "weights,gradients,moments,master,residuals"}) {
+        const Text run = Text("-i train.bin -e l2h2c16t16 -b 2 -x 3 --offload ") + homes;
+        expect_success(program(run + " -o plain"), homes);
+        expect_success(program(run + " -o alias", with("EMU_ALIAS", "1")), homes);
+        expect(losses_in("alias") == losses_in("plain") && losses_in("alias").size() > 30,
+               "--offload %s: %s, %s", homes, losses_in("alias").c_str(),
+               losses_in("plain").c_str());
+        remove_folder("plain");
+        remove_folder("alias");
+    }
+    expect_refused(program("-i train.bin -e l2h2c16t16 -b 2 -x 2 --offload moments", [] {
+        setenv("EMU_ALIAS", "1", 1);
+        setenv("EMU_HOST_MEM", "4096", 1);
+    }), "out of memory; this machine has no memory left that can be pinned", "too little to pin");
 }
 
 // On a card with room for the least of all levels -r auto finds the levels that fit, which change
@@ -552,6 +576,7 @@ static void test_gpu_learns() {
 static const Test tests[] = {
     {"gpu_bad_input", test_gpu_bad_input, 1},
     {"gpu_start", test_gpu_start, 1},
+    {"gpu_alias", test_gpu_alias, 1},
     {"gpu_auto", test_gpu_auto, 1},
     {"gpu_speed", test_gpu_speed, 1},
     {"gpu_commands", test_gpu_commands, 1},

@@ -56,7 +56,7 @@ make_there train_gpt2cu
 verdict "no GPU: make train_gpt2cu" $status "$said"
 says "no GPU: sm_80 and PTX" \
     "arch=compute_80,code=sm_80 .*arch=compute_80,code=compute_80" "$calls"
-says "no GPU: it says so" "No GPU seen: train_gpt2cu is built for sm_80" "$said"
+says "no GPU: it says so" "No GPU to build for: train_gpt2cu is for sm_80" "$said"
 says_not "a warning is none of the user's errors" "-Werror" "$calls"
 says "lines for the sanitizers" " -lineinfo " "$calls"
 says "where the libraries are" "-rpath,$toolkit/lib64" "$calls"
@@ -65,7 +65,14 @@ says_not "no library that nothing calls" "-lcublas |-lnccl" "$calls"
 rm -f "$clone/train_gpt2cu"
 GPU=8.9 make_there train_gpt2cu
 says "one GPU: its own code" "arch=compute_89,code=sm_89" "$calls"
-says_not "one GPU: that alone" "compute_80|No GPU seen" "$calls $said"
+says_not "one GPU: that alone" "compute_80|No GPU" "$calls $said"
+rm -f "$clone/train_gpt2cu"
+GPU=$'6.1\n8.9' make_there train_gpt2cu
+says "a card too old beside another: not built for" "arch=compute_89,code=sm_89" "$calls"
+says_not "... nvcc would refuse it" "_61" "$calls"
+GPU=6.1 make_there -n train
+says "a card too old alone: the CPU program is built" "-o train_gpt2 " "$said"
+says_not "... and no other" "train_gpt2cu" "$said"
 rm -f "$clone/train_gpt2cu"
 GPU=9.0 make_there train_gpt2cu WERROR=-Werror
 says "warnings are errors when asked" "-Werror all-warnings .*-Xcompiler .*-Werror" "$calls"
@@ -172,6 +179,7 @@ if [ -x train_gpt2cu_cpu ]; then
         "weights,.*,residuals ok +[0-9.]+ ms, [0-9.]+ of none; the same bits" "$said"
     says "gpu_check: several GPUs" \
         "2 -z 1 +ok +[0-9.]+ ms, [0-9.]+ of one's; losses within .* bytes a GPU as planned" "$said"
+    says "gpu_check: every state divided" "2 -z 2 +ok .*2 -z 3 +ok" "$said"
     says "gpu_check: measured memory" "tokens/s; planned [0-9]+ MiB, measured 100 MiB" "$said"
     STAGES=speed GPT2CU=./train_gpt2cu_cpu MODELS=l1h1c8t32 check
     says "gpu_check: no room is no failure" "-r 1 +skipped +no plan fits 1024 MiB" "$said"
