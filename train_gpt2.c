@@ -3026,7 +3026,9 @@ static inline real row_sum(const real *x, real shift, int power, int n) {
         real rest = x[i] - shift;
         sum[0] += power == 2 ? rest * rest : rest;
     }
-    return lanes_total((const real *)&sum);
+    real lanes[LANES];
+    memcpy(lanes, &sum, sizeof lanes);
+    return lanes_total(lanes);
 }
 
 // Largest of x (n), n >= 1. A NaN may be skipped; whoever exponentiates meets it again.
