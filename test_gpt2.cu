@@ -3914,7 +3914,8 @@ static void test_gpu_rank_host() {
     static const Program program = {"train_gpt2cu_cpu", "d12", 1, room_open, room_available, 0,
                                     NULL, gpu_settings_check, "", device_name, NULL,
                                     rank_introduce, ""};
-    const Text line = TINY "-r none --gpus 3 -z 1 --offload moments,master --quiet";
+    const Text line = "-i train.bin -e l2h2c64t16 -b 2 -r none --gpus 3 -z 1 "
+                      "--offload moments,master --quiet";
     write_corpus();
     host_room = 1 << 30;
     expect_success(in_process(line, &program), line);
