@@ -4276,8 +4276,8 @@ static int dataset_batch(Dataset *d, int64_t position, int B, Token *inputs, Tok
 // A sample grows one token at a time from the last position's logits; the random number of a token
 // is a function of (seed, step, sample, place in the sample), so samples repeat. A training run
 // computes the whole window for each token, in the memory of its training; --generate has a plan of
-// its own, with a KV cache, in which a token costs one row. Both give the same tokens: on the CPU
-// the logits of either way are equal to the bit.
+// its own, with a KV cache, in which a token costs one row. The logits of either way differ by
+// rounding alone, since a row by itself has sums of another order; so tokens hardly ever do.
 
 // Tokens of a prompt of n bytes: returns their number and writes the first `capacity` of them. An
 // empty prompt is one end of text.
