@@ -2670,6 +2670,8 @@ static void pack_a(real *packed, Operand a, int rows, int K) {
         for (int k = 0; k < depth; k += VL) {
             real edge[VL];
             const int whole = k + VL <= depth;
+            __builtin_prefetch(row + 2 * a.row_step + 2 * k);  // rows may lie pages apart
+            __builtin_prefetch(row + 2 * a.row_step + 2 * k + VL);
             pack_load(whole ? packed + k : edge, row + 2 * k, i < rows ? K - 2 * k : 0);
             if (!whole) {
                 memcpy(packed + k, edge, (size_t)(depth - k) * sizeof(real));
