@@ -265,7 +265,7 @@ typedef struct {
     OptionType type;
     size_t offset;        // of the field in Options
     const char *value;    // default, as a user would type it; NULL: the program or model decides
-    double low, high;     // allowed range of a number
+    double low, high;     // allowed range of a number; low 1: a text that may not be empty
     const char *choices;  // of OPT_CHOICE and OPT_SET
     OptionOnResume on_resume;
     const char *subject, *help;
@@ -276,16 +276,16 @@ typedef struct {
 // checkpoint's name, and 1 - beta^t above 0.
 #define FIELD(name) offsetof(Options, name)
 static const OptionRow option_rows[] = {
-    {"model", 'e', OPT_TEXT, FIELD(model), NULL, 0, 0, NULL, OWN, "Model",
+    {"model", 'e', OPT_TEXT, FIELD(model), NULL, 1, 0, NULL, OWN, "Model",
      "d12 d24 d36 d48 (gpt2, gpt2-medium, gpt2-large, gpt2-xl), a shape: l4h4c128t64, or "
      "weights: a folder with model.safetensors and config.json, or an llm.c .bin"},
     {"seq-len", 't', OPT_INT, FIELD(seq_len), NULL, 1, 1 << 20, NULL, ANY, "Model",
      "tokens in a sequence, T; default: the model's"},
     {"seed", 0, OPT_INT, FIELD(seed), "42", 0, 9e15, NULL, SAME, "Model",
      "of the random numbers in initialisation, shuffling and sampling"},
-    {"train-data", 'i', OPT_TEXT, FIELD(train_data), NULL, 0, 0, NULL, ANY, "Data",
+    {"train-data", 'i', OPT_TEXT, FIELD(train_data), NULL, 1, 0, NULL, ANY, "Data",
      "token shards to train on, a glob pattern; default: tinyshakespeare in data/"},
-    {"val-data", 'j', OPT_TEXT, FIELD(val_data), NULL, 0, 0, NULL, ANY, "Data",
+    {"val-data", 'j', OPT_TEXT, FIELD(val_data), NULL, 1, 0, NULL, ANY, "Data",
      "token shards to validate on"},
     {"tokenizer", 0, OPT_TEXT, FIELD(tokenizer), "", 0, 0, NULL, ANY, "Data",
      "GPT-2's vocab.bpe, or llm.c's gpt2_tokenizer.bin; default: those in data/"},
@@ -345,7 +345,7 @@ static const OptionRow option_rows[] = {
      "samples of a training run, and each token costs a whole one"},
     {"samples", 0, OPT_INT, FIELD(samples), "1", 1, 1e6, NULL, OWN, "Samples",
      "with --generate: samples of each prompt, a line --- between two"},
-    {"output", 'o', OPT_TEXT, FIELD(output), "", 0, 0, NULL, OWN, "Output",
+    {"output", 'o', OPT_TEXT, FIELD(output), "", 1, 0, NULL, OWN, "Output",
      "folder for log.jsonl and checkpoints; default: none"},
     {"save-every", 'n', OPT_INT, FIELD(save_every), "0", 0, 1e9, NULL, ANY, "Output",
      "steps between checkpoints; 0: only the one at the end"},
@@ -391,7 +391,7 @@ static const OptionRow option_rows[] = {
      "stopped or waits; more than two micro-batches take"},
     {"plan", 0, OPT_FLAG, FIELD(plan), "0", 0, 1, NULL, OWN, "Plan and checks",
      "print the memory plan and what each setting would save, and stop"},
-    {"eval", 0, OPT_TEXT, FIELD(eval), NULL, 0, 0, NULL, OWN, "Plan and checks",
+    {"eval", 0, OPT_TEXT, FIELD(eval), NULL, 1, 0, NULL, OWN, "Plan and checks",
      "score the model on a multiple-choice file of llm.c's (HellaSwag, MMLU), and stop"},
     {"json", 0, OPT_FLAG, FIELD(json), "0", 0, 1, NULL, OWN, "Plan and checks",
      "with --plan or --eval: as JSON; dev/report.py draws plans"},
@@ -740,6 +740,9 @@ static void options_parse(Options *o, int argc, char **argv) {
                 die("--%s needs a value; --help says which", row->name);
             }
             value = argv[++a];
+        }
+        if (row->type == OPT_TEXT && row->low > 0 && !value[0]) {
+            die("--%s: '' names nothing", row->name);
         }
         option_set(o, row, value);
     }
@@ -5723,7 +5726,9 @@ static void run_begin(Run *run, const Program *program, const Model *m) {
         make_folders(o->output);
         int lock = open(o->output, O_RDONLY | O_DIRECTORY);  // held until the process ends
         if (lock < 0 || flock(lock, LOCK_EX | LOCK_NB) != 0) {
-            die("--output (-o): %s: another run writes there (%s)", o->output, strerror(errno));
+            die("--output (-o): %s: %s: %s", o->output,
+                errno == EWOULDBLOCK ? "another run writes there" : "cannot be locked",
+                strerror(errno));
         }
     }
     if (!o->quiet && run->steps > FORECAST_STEPS) {

@@ -24,7 +24,9 @@ static const Refusal bad_options[] = {
     {"--eval x.bin -o out", "leave --output (-o) out"},
     {"--eval x.bin -y 1", "needs --output (-o)"},
     {"--eval missing.bin", "--eval: cannot open missing.bin: No such file"},
-    {"--eval=", "--eval: cannot open : No such file"},
+    {"--eval=", "--eval: '' names nothing"},
+    {"-i train.bin -e l2h2c16t16 -x 1 --output=", "--output: '' names nothing"},
+    {"-e l2h2c16t16 -x 1 --train-data=", "--train-data: '' names nothing"},
     {"--eval .", "--eval: cannot open .: Is a directory"},
     {"--eval train.bin", "train.bin: not an evaluation file"},
     {"--gpu t4", "--gpu needs --plan, --fit or --minimum"},
@@ -201,7 +203,8 @@ static void test_bad_output() {
     expect(names_in("out", "step") == "step-00000002", "%s", names_in("out", "step").c_str());
     expect_refused(program(TINY "--quiet -x 2 -o log", full_disk(600)), "log.jsonl", "full log");
     expect_refused(program(TINY "-x 2 -o train.bin/out"), "cannot create folder", "below a file");
-    expect_refused(program(TINY "-x 2 -o train.bin"), "train.bin", "a file");
+    expect_refused(program(TINY "-x 2 -o train.bin"),
+                   "train.bin: cannot be locked: Not a directory", "a file");
     expect_refused(program(TINY "-x 2 -o /proc/none"), "cannot create folder", "/proc");
     expect_refused(program(TINY "-x 2 -o out"), "already holds checkpoints", "without -y");
     mkdir("closed", 0555);
