@@ -508,7 +508,7 @@ static void option_set(Options *o, const OptionRow *row, const char *text) {
         case OPT_REAL:
             value = strtod(text, &end);
             right = end != text && *end == 0 && value >= row->low && value <= row->high;
-            snprintf(allowed, sizeof allowed, "a number from %g to %g", row->low, row->high);
+            snprintf(allowed, sizeof allowed, "a number from %.9g to %.9g", row->low, row->high);
             break;
         default:
             number = strtoll(text, &end, 10);
