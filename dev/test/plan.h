@@ -553,6 +553,13 @@ struct Net {
     Net(const Model &m, const Text &options, int gpu = TEST_CUDA) {
         Options o;
         parse(&o, options.c_str());
+#if TEST_CUDA
+        // 16 bits are the type that this GPU has, and without bf16 nothing else may be narrow.
+        if (gpu && device_lacks_bf16() && o.dtype != DTYPE_FP32) {
+            o.dtype = DTYPE_FP16;
+            o.moments = o.grad_dtype = o.master = 0;
+        }
+#endif
         settings_from_options(&s, &o, &m, gpu);
         if (o.generate) {
             settings_generate(&s);
