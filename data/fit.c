@@ -29,9 +29,9 @@
 // other kernels; bytes between host and device, and to other GPUs of its machine, each way.
 // Predicted from the kernels' instructions and from published throughputs of such cards: nobody has
 // measured them with this program. The last column is PCIe's, or what the four blocks that a run
-// allows NCCL (NCCL_CHANNELS) bring through NVLink: two blocks fill a link (NVIDIA/nccl#1703), whose
-// 25 GB/s carry 20 of data (NVIDIA/nccl#1054). With blocks for all 12 or 18 links NCCL would take
-// six or nine times the memory, and as many SMs from the products that hide the exchange.
+// allows NCCL (NCCL_CHANNELS) bring through NVLink: two fill a link (NVIDIA/nccl#1703), of whose
+// 25 GB/s 20 are data (NVIDIA/nccl#1054). With blocks for all 12 or 18 links NCCL would take six or
+// nine times the memory, and as many SMs from the products that hide the exchange.
 typedef struct {
     double products, half, attention, attention_back, memory, link, peers;
 } Rates;

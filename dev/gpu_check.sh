@@ -794,8 +794,8 @@ summary() {
     table
     cat << TEXT
 
-Medians; a step is B sequences of the model's T, $DTYPE. Measured: what nvidia-smi saw the GPU's used
-memory grow by, CUDA context and libraries included; planned: the program's one allocation.
+Medians; a step is B sequences of the model's T, $DTYPE. Measured: what nvidia-smi saw the GPU's
+used memory grow by, CUDA context and libraries included; planned: the program's one allocation.
 PyTorch: fp32 weights under bf16 autocast, SDPA (flash), fused AdamW, the same clipping; -r 1: every
 block checkpointed; measured: reserved at most, and the context. Larger ratios are better for us.
 
