@@ -27,8 +27,11 @@
 // What a card does in a second: FLOPs of products of many channels, and the channels at which they
 // reach half of that; FLOPs of attention, forward and backward, under the causal mask; bytes of the
 // other kernels; bytes between host and device, and to other GPUs of its machine, each way.
-// Predicted from the kernels' instructions and from published throughputs of such cards (the last
-// column: NVLink's where a card has it, else PCIe's): nobody has measured them with this program.
+// Predicted from the kernels' instructions and from published throughputs of such cards: nobody has
+// measured them with this program. The last column is PCIe's, or what the four blocks that a run
+// allows NCCL (NCCL_CHANNELS) bring through NVLink: two fill a link (NVIDIA/nccl#1703), of whose
+// 25 GB/s 20 are data (NVIDIA/nccl#1054). With blocks for all 12 or 18 links NCCL would take six or
+// nine times the memory, and as many SMs from the products that hide the exchange.
 typedef struct {
     double products, half, attention, attention_back, memory, link, peers;
 } Rates;
@@ -39,9 +42,9 @@ static const struct {
     {"t4", {38e12, 120, 20e12, 14e12, 0.21e12, 12e9, 12e9}},
     {"4060ti", {43e12, 40, 38e12, 28e12, 0.25e12, 12e9, 12e9}},
     {"4090", {160e12, 45, 115e12, 85e12, 0.84e12, 25e9, 25e9}},
-    {"a100", {270e12, 85, 110e12, 80e12, 1.52e12, 25e9, 300e9}},
-    {"h100", {704e12, 262, 195e12, 148e12, 2.4e12, 50e9, 450e9}},
-    {"h200", {704e12, 262, 205e12, 155e12, 3.2e12, 50e9, 450e9}},
+    {"a100", {270e12, 85, 110e12, 80e12, 1.52e12, 25e9, 40e9}},
+    {"h100", {704e12, 262, 195e12, 148e12, 2.4e12, 50e9, 40e9}},
+    {"h200", {704e12, 262, 205e12, 155e12, 3.2e12, 50e9, 40e9}},
 };
 // Where no such card is named settings are compared at these: a 4090's, and those of two cores.
 static const Rates usual_gpu = {160e12, 45, 115e12, 85e12, 0.84e12, 25e9, 25e9};

@@ -58,7 +58,7 @@ static struct {
 enum { PATTERN = CUDA_CPU ? 1 << 16 : 1 << 24 };  // bytes of a pattern
 
 // Numbers between -1 and 1, or 1/4 and 1, as E. A pair of 16-bit numbers read as one fp32 is one as
-// well, with the sign and nearly the size of its upper half.
+// well, with the sign of its upper half, and with nearly its size where that is bf16.
 template <class E> static void bench_patterns() {
     std::vector<E> host(PATTERN / sizeof(E));
     for (int positive = 0; positive < 2; positive++) {
@@ -253,8 +253,11 @@ static void bench_case(const Case &c, bool matmul) {
 
 template <class E> static E *as(char *p) { return (E *)(void *)p; }
 
-// The kernels of a micro-step, E bf16 or fp32: what each reads and writes, and how often it runs.
-// First those that know tokens.
+// Gradients of matrices, as a run in E has them by itself.
+template <class E> using Grad = std::conditional_t<traits<E>.narrow, float, E>;
+
+// The kernels of a micro-step: what each reads and writes, and how often it runs. First those that
+// know tokens.
 template <class E> static std::vector<Case> token_cases(const Settings *s) {
     const Model *m = &s->model;
     const int B = s->B, T = s->T, N = B * T, C = m->C, V = m->V, Vp = m->Vp;
@@ -269,6 +272,7 @@ template <class E> static std::vector<Case> token_cases(const Settings *s) {
     const int segments = embedding_sort(plan.data(), counts.data(), tokens.data(), N, V);
     const size_t n = (size_t)N * C * sizeof(E), positions = (size_t)T * C * sizeof(E);
     const size_t table = (size_t)Vp * C * sizeof(E), used = (size_t)segments * C * sizeof(E);
+    const size_t wider = sizeof(Grad<E>) / sizeof(E);
     const size_t logits = (size_t)rows * Vp * sizeof(E), losses = N * sizeof(float);
     auto ints = [](const std::vector<int> &x) {
         return Array{x.size() * sizeof(int), READ, INTS, x.data()};
@@ -284,18 +288,18 @@ template <class E> static std::vector<Case> token_cases(const Settings *s) {
                                    stream);
          }},
         {"embedding_backward", 1, 0,
-         {{table, READ_WRITE, NOISE, nullptr, used}, {positions, READ_WRITE, NOISE, nullptr},
+         {{wider * table, READ_WRITE, NOISE, nullptr, wider * used},
+          {wider * positions, READ_WRITE, NOISE, nullptr},
           {n, READ_WRITE, NOISE, nullptr}, ints(plan)},  // dout: read by both of its kernels
          [=](const Buffers &p) {
-             gpu_embedding_backward(as<E>(p[0]), as<E>(p[1]), as<E>(p[2]), as<int>(p[3]), segments,
-                                    B, T, C, T, false,
-                                    stream);
+             gpu_embedding_backward(as<Grad<E>>(p[0]), as<Grad<E>>(p[1]), as<E>(p[2]),
+                                    as<int>(p[3]), segments, B, T, C, T, false, stream);
          }},
         {"classifier", chunks, 0, {{losses, WRITE, NOISE, nullptr}, {logits, READ_WRITE, NOISE,
-         nullptr}, ints(targets)},
+         nullptr}, ints(targets), {sizeof(float), SCRATCH, POSITIVE, nullptr}},  // fp16's scale
          [=](const Buffers &p) {
-             gpu_classifier(as<float>(p[0]), as<E>(p[1]), as<int>(p[2]), dloss, nullptr, rows, V,
-                            Vp, true, stream);
+             gpu_classifier(as<float>(p[0]), as<E>(p[1]), as<int>(p[2]), dloss, as<float>(p[3]),
+                            rows, V, Vp, true, stream);
          }},
         {"loss_sum", 1, 0, {{sizeof(GpuState), WRITE, NOISE, nullptr}, {losses, READ, NOISE,
          nullptr}},
@@ -368,8 +372,9 @@ template <class E> static std::vector<Case> attention_cases(const Settings *s) {
     };
 }
 
-// Norm and AdamW over all parameters, as one matrix; bf16 with split master and fp32 moments.
+// Norm and AdamW over all parameters, as one matrix; 16 bits with a master and fp32 moments.
 template <class E> static std::vector<Case> update_cases(const Settings *s) {
+    using G = Grad<E>;
     constexpr bool SPLIT = sizeof(E) == 2;
     const size_t count = (size_t)tensor_offset(&s->model, TENSORS, 0);
     static ParamRange range[1];
@@ -378,25 +383,25 @@ template <class E> static std::vector<Case> update_cases(const Settings *s) {
     static const UpdateState state = {1, 1, 1, 0, 0};
     const Array table = {sizeof range, READ, INTS, (const int *)(const void *)range};
     const Array decided = {sizeof state, READ, INTS, (const int *)(const void *)&state};
-    const Array grads = {count * sizeof(E), READ, NOISE, nullptr};
+    const Array grads = {count * sizeof(G), READ, NOISE, nullptr};
     const Array partials = {gpu_grad_square_sum_bytes(), SCRATCH, NOISE, nullptr};
     const Array weights = {count * sizeof(E), READ_WRITE, NOISE, nullptr};
-    const Array low = {SPLIT ? count * 2 : 256, READ_WRITE, NOISE, nullptr};
+    const Array low = {SPLIT ? count * sizeof(Master<E>) : 256, READ_WRITE, NOISE, nullptr};
     const Array moment = {count * sizeof(float), READ_WRITE, POSITIVE, nullptr};
     cudaStream_t stream = bench.stream;
     auto of = [](char *p) { return (void *)p; };
     return {
         {"grad_norm", 0, 0, {decided, partials, grads, table},
          [=](const Buffers &p) {
-             gpu_grad_square_sum((UpdateState *)of(p[0]), (float *)of(p[1]), (E *)of(p[2]),
-                                 (float *)nullptr, (E *)nullptr, (ParamRange *)of(p[3]), 1, chunks,
+             gpu_grad_square_sum((UpdateState *)of(p[0]), (float *)of(p[1]), (G *)of(p[2]),
+                                 (float *)nullptr, (G *)nullptr, (ParamRange *)of(p[3]), 1, chunks,
                                  stream);
          }},
         {"adamw", 0, 0, {weights, low, moment, moment, grads, table, decided},
          [=](const Buffers &p) {
              const AdamW a = {1e-4f, 0.9f, 0.95f, 0.1f, 0.05f, 1e-8f, 0.1f, 1.0f};
-             gpu_adamw<E, E, float, SPLIT>((E *)of(p[0]), SPLIT ? (uint16_t *)of(p[1]) : nullptr,
-                                           (float *)of(p[2]), (float *)of(p[3]), (E *)of(p[4]),
+             gpu_adamw<E, G, float, SPLIT>((E *)of(p[0]), SPLIT ? (Master<E> *)of(p[1]) : nullptr,
+                                           (float *)of(p[2]), (float *)of(p[3]), (G *)of(p[4]),
                                            nullptr, nullptr, nullptr, (ParamRange *)of(p[5]), 1,
                                            chunks, a, UpdateRandom{1, 1}, (UpdateState *)of(p[6]),
                                            stream);
@@ -441,11 +446,14 @@ template <class E> static std::vector<Case> matmul_cases(const LayerShape &l) {
     };
     for (int adds = 0; adds < 2; adds++) {  // a step's first micro-step writes, the others add
         Array dweight = weight;
+        dweight.bytes *= sizeof(Grad<E>) / sizeof(E);
         dweight.use = adds ? READ_WRITE : WRITE;
         cases.push_back({name + (adds ? "dweight +=" : "dweight ="), adds ? l.launches : 0, flops,
                          {dweight, inp, out}, [=](const Buffers &p) {
-                             matmul_run<E, E>(e(p[0]), e(p[1]), e(p[2]), nullptr, e(p[0]),
-                                              adds ? 1.0f : 0.0f, false, true, c, oc, rows, stream);
+                             Grad<E> *sum = as<Grad<E>>(p[0]);
+                             matmul_run<E, Grad<E>>(sum, e(p[1]), e(p[2]), nullptr, sum,
+                                                    adds ? 1.0f : 0.0f, false, true, c, oc, rows,
+                                                    stream);
                          }});
     }
     return cases;
@@ -552,11 +560,7 @@ static void bench_run(const char *dtype) {
     bench_host(CUDA_CPU ? 1 << 20 : bench.arena_bytes < 1u << 30 ? bench.arena_bytes : 1u << 30);
     printf(bench.tsv ? "# %s, -b %d -t %d, %s\n" : "%s, -b %d -t %d, %s\n", bench.model, s.B, s.T,
            dtype);
-    if (s.dtype == TYPE_FP32) {
-        bench_model<float>(&s);
-    } else {
-        bench_model<__nv_bfloat16>(&s);
-    }
+    with_type(s.dtype, [&](auto element) { bench_model<decltype(element)>(&s); });
     cuda_check(cudaStreamSynchronize(bench.stream));
     cuda_check(cudaFree(bench.arena));
     void *workspace = matmul_library.workspace;
@@ -575,7 +579,7 @@ static int whole_number(const char *option, const char *text, int most) {
 }
 
 int main(int argc, char **argv) {
-    const char *dtype = "bf16";
+    const char *dtype = device_lacks_bf16() ? "fp16" : "bf16";
     program_name = "bench";
     bench.rounds = 9;
     for (int i = 1; i < argc; i++) {
@@ -585,8 +589,7 @@ int main(int argc, char **argv) {
             bench.tsv = 1;
         } else if (word == "-e" && next) {
             bench.model = argv[++i];
-        } else if (word == "--dtype" && next &&
-                   (!strcmp(next, "bf16") || !strcmp(next, "fp32"))) {
+        } else if (word == "--dtype" && next && choice_find(dtypes, next, strlen(next)) > 0) {
             dtype = argv[++i];
         } else if (word == "-b") {
             bench.batch = whole_number("-b", next, GRID_YZ_MAX), i++;
@@ -595,8 +598,8 @@ int main(int argc, char **argv) {
         } else if (word == "-n") {
             bench.rounds = whole_number("-n", next, 99), i++;
         } else if (word[0] == '-') {
-            die("bench [-e MODEL] [-b BATCH] [-t LENGTH] [-n MEASUREMENTS] [--dtype bf16|fp32] "
-                "[--tsv] [KERNEL...]: '%s' is none of these", argv[i]);
+            die("bench [-e MODEL] [-b BATCH] [-t LENGTH] [-n MEASUREMENTS] "
+                "[--dtype bf16|fp16|fp32] [--tsv] [KERNEL...]: '%s' is none of these", argv[i]);
         } else {
             bench.what.push_back(argv[i]);
         }

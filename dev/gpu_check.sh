@@ -20,6 +20,7 @@
 #   GPUS=                      how many there are; default: as many as nvidia-smi lists
 #   MEMORY_MIB=                memory to plan for; default: what nvidia-smi says is free, less a
 #                              CUDA context
+#   DTYPE=                     the 16-bit type; default: bf16, before compute capability 8.0 fp16
 #   SECONDS_IN_ALL=560         when it is over, what is left is skipped
 #   PYTHON=python3             the one that has torch
 #   COMMIT=                    what to print where there is no git
@@ -160,13 +161,15 @@ find_tool() {
 }
 
 stage_machine() {
-    local commit driver name
+    local commit driver name capability
     commit=$(git rev-parse --short=12 HEAD 2> /dev/null) &&
         { [ -z "$(git status --porcelain 2> /dev/null)" ] || commit="$commit and changes"; }
     commit=${commit:-${COMMIT:-unknown}}
     begin machine
     name=$(gpu name) driver=$(gpu driver_version) idle_mib=$(gpu memory.used)
-    nvcc=$(find_tool nvcc)
+    capability=$(gpu compute_cap) nvcc=$(find_tool nvcc)
+    [ "${capability%.*}" != 7 ] || DTYPE=${DTYPE:-fp16}
+    DTYPE=${DTYPE:-bf16}
     machine="${name:-no GPU seen}, driver ${driver:-none}, nvcc $(
         "${nvcc:-false}" --version 2> /dev/null | sed -n 's/.*release \([0-9.]*\).*/\1/p' |
             grep . || echo none), commit $commit, $(date -u +%F)"
@@ -346,7 +349,7 @@ stage_sanitizer() {
     done
     for tool in memcheck racecheck synccheck; do
         if [ $tool = memcheck ] || finds_planted $tool; then
-            works+=("$tool bf16" "$tool fp32")
+            works+=("$tool $DTYPE" "$tool fp32")
         fi
         { echo "=== $tool planted"; cat "$work/$tool.planted"; echo; } >> "$OUT/sanitizer.log"
     done
@@ -360,11 +363,11 @@ stage_sanitizer() {
     done
     wait "${pids[@]}"
     for tool in memcheck racecheck synccheck; do
-        if [[ " ${works[*]} " != *" $tool bf16 "* ]]; then
+        if [[ " ${works[*]} " != *" $tool $DTYPE "* ]]; then
             report $tool skipped "it does not find a planted error on this machine"
             continue
         fi
-        for dtype in bf16 fp32; do
+        for dtype in "$DTYPE" fp32; do
             { echo "=== $tool $dtype"; cat "$work/$tool.$dtype"; echo; } >> "$OUT/sanitizer.log"
             sanitizer_verdict $tool $dtype
         done
@@ -387,7 +390,7 @@ stage_check() {
     local dtype status T worst
     T=$(positions "$first_model")
     [ "$T" -le 256 ] || T=256
-    for dtype in bf16 fp32; do
+    for dtype in "$DTYPE" fp32; do
         logged 60 "$GPT2CU" --check -e "$first_model" -b 1 -t "$T" --dtype $dtype
         status=$?
         worst=$(sed -n 's/^check *\(d[^ ]*\) *relative difference \([0-9.e+-]*\).*/\2 \1/p' \
@@ -516,6 +519,7 @@ largest_batch() {
     local batch
     for ((batch = LARGEST_BATCH; batch >= 1; batch /= 2)); do
         if bounded 20 "$GPT2CU" --plan -e "$1" -r "$2" -b $batch --gpu-mem "${memory_mib}MiB" \
+            --dtype "$DTYPE" \
             > "$work/last" 2>&1; then
             cat "$work/last" >> "$OUT/speed.log"
             echo $batch
@@ -616,7 +620,8 @@ stage_gpus() {
     for run in "1 -z 0" "2 -z 0" "2 -z 1" "2 -z 2" "2 -z 3"; do
         dir=$work/gpus.${run// /}
         # shellcheck disable=SC2086  # words
-        set -- -e "$first_model" -b 4 -d $((8 * T)) -r 1 --offload none --gpus $run
+        set -- -e "$first_model" -b 4 -d $((8 * T)) -r 1 --offload none --gpus $run \
+            --dtype "$DTYPE"
         planned=$(bounded 20 "$GPT2CU" --plan "$@" 2>&1 |
             sed -n 's/^device allocation *\([0-9,]*\) .*/\1/p' | tr -d ,)
         timed_run "$dir" $seconds "$@"
@@ -789,8 +794,8 @@ summary() {
     table
     cat << TEXT
 
-Medians; a step is B sequences of the model's T, bf16. Measured: what nvidia-smi saw the GPU's used
-memory grow by, CUDA context and libraries included; planned: the program's one allocation.
+Medians; a step is B sequences of the model's T, $DTYPE. Measured: what nvidia-smi saw the GPU's
+used memory grow by, CUDA context and libraries included; planned: the program's one allocation.
 PyTorch: fp32 weights under bf16 autocast, SDPA (flash), fused AdamW, the same clipping; -r 1: every
 block checkpointed; measured: reserved at most, and the context. Larger ratios are better for us.
 

@@ -2,14 +2,15 @@
 """Bytes and time of a step from 1 to 1,024 GPUs, as tables for dev/notes/scale.md.
 
 Bytes are those that `train_gpt2 --plan --gpus N -z S` prints; the time of computing is its forecast
-for one H200, and the time of the exchange is bytes over the nominal rates below. Nothing here is
+for one H200, and the time of the exchange is bytes over the rates below: NVLink's is what the four
+blocks of NCCL bring that a run allows (data/fit.c), the others are nominal. Nothing here is
 measured. Run:    make train_gpt2 && dev/scale.py
 """
 import re
 import subprocess
 
 MODELS = (("d12", 12, 64), ("d48", 48, 16))  # name, layers, sequences of 1,024 tokens on each GPU
-NVLINK, PCIE, NODE = 450e9, 31.5e9, 50e9     # bytes/s: a GPU each way, the same, a machine of eight
+NVLINK, PCIE, NODE = 40e9, 31.5e9, 50e9      # bytes/s: a GPU each way, the same, a machine of eight
 MACHINE = 8                                  # GPUs in it
 MESSAGE = 1e-6                               # s: assumed for one send to one rank
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -60,8 +61,9 @@ def main():
                     # Sums hide behind backward, two thirds of a step; at -z 3 all hides.
                     hidden = max(compute, add + gather) if stage == 3 else 0
                     step = hidden or max(compute, compute / 3 + add) + gather
+                    late = add if stage == 3 else add - compute * 2 / 3  # what does not hide
                     binds = binds or ("computing" if step < 1.1 * compute else
-                                      "adding" if add > gather else "gathering")
+                                      "adding" if late > gather else "gathering")
                     times.append(f"{1e3 * (add + gather):.1f}")
                     steps.append(f"{1e3 * step:.0f}")
                 print(f"| {gpus:,} | {stage} | {total:.2f} | {added / 2**30:.2f} + "

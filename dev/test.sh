@@ -88,15 +88,15 @@ cuda_compile() {
 }
 
 # The GPU's benchmark on a tiny model: a line for each kernel and product, none that is not finite.
-bench_cuda() {
+bench_cuda() {    # bench_cuda CAPABILITY: before 80 in fp16
     local lines
-    lines=$(build/bench_cuda_cpu --tsv -n 1 -e l1h1c16t16 -b 2 | grep -v '^#' |
+    lines=$(EMU_CC=$1 build/bench_cuda_cpu --tsv -n 1 -e l1h1c16t16 -b 2 | grep -v '^#' |
         awk -F'\t' 'NF == 6 && $3 + 0 > 0 && $3 + 0 < 1e9' | wc -l)
     if [ "$lines" -eq 32 ]; then
-        echo "bench_cuda  $lines kernels and products  ok"
+        echo "bench_cuda  sm_$1, $lines kernels and products  ok"
         echo "1 passed, 0 failed, 0 skipped"
     else
-        echo "bench_cuda  $lines kernels and products, 32 wanted  FAILED"
+        echo "bench_cuda  sm_$1, $lines kernels and products, 32 wanted  FAILED"
         echo "0 passed, 1 failed, 0 skipped"
     fi
 }
@@ -182,8 +182,16 @@ if [ -z "${CUDA_HEADERS-}" ]; then
     skip "bench_cuda, profile_cuda" "no headers of CUDA"
 else
     build build/cuda_example && run cuda_example dev/cuda_cpu/example.sh build/cuda_example
-    build build/bench_cuda_cpu && run bench_cuda bench_cuda
+    build build/bench_cuda_cpu && run bench_cuda bench_cuda 90 &&
+        run "bench_cuda sm_75" bench_cuda 75
     run profile_cuda profile_cuda
+    # A GPU without bf16: whatever names a type asks first. With FULL=1 all tests.
+    tests="gpu_gradients_16 gpu_steps gpu_offload_mixed gpu_gaps"
+    # shellcheck disable=SC2086  # words
+    build build/test_gpt2cu_cpu && run "test_gpt2cu_cpu sm_75" env EMU_CC=75 \
+        build/test_gpt2cu_cpu $([ -n "${FULL-}" ] || echo $tests)
+    build build/test/gpu_program train_gpt2cu_cpu && run "gpu_program sm_75" env EMU_CC=75 \
+        build/test/gpu_program gpu_commands gpu_eval gpu_checkpoints
 fi
 if [ -z "${NVCC-}" ]; then
     skip cuda_compile "no nvcc"

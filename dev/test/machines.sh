@@ -187,6 +187,10 @@ if [ -x train_gpt2cu_cpu ]; then
         "$(cat "$OUT/summary.md")"
     says_not "gpu_check: a stage done again starts over" "tokens/s; planned" \
         "$(cat "$OUT/summary.md")"
+    GPU=7.5 EMU_CC=75 STAGES="check gpus speed" GPT2CU=./train_gpt2cu_cpu MODELS=l1h1c8t32 \
+        STEPS=4 LARGEST_BATCH=1 MEMORY_MIB=16384 GPUS=2 OUT=$scratch/old check
+    verdict "gpu_check on a GPU without bf16" $status "$said"
+    says "... its 16 bits" "check +l1h1c8t32 fp16 T 32 +ok .*2 -z 3 +ok .*-r 1 B 1 +ok" "$said"
     STAGES=gpus GPT2CU=./train_gpt2cu_cpu check
     says "gpu_check: one GPU is not two" "gpus +two GPUs +skipped +GPUs here: 1" "$said"
 else

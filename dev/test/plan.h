@@ -553,6 +553,13 @@ struct Net {
     Net(const Model &m, const Text &options, int gpu = TEST_CUDA) {
         Options o;
         parse(&o, options.c_str());
+#if TEST_CUDA
+        // 16 bits are the type that this GPU has, and without bf16 nothing else may be narrow.
+        if (gpu && device_lacks_bf16() && o.dtype != DTYPE_FP32) {
+            o.dtype = DTYPE_FP16;
+            o.moments = o.grad_dtype = o.master = 0;
+        }
+#endif
         settings_from_options(&s, &o, &m, gpu);
         if (o.generate) {
             settings_generate(&s);
@@ -1087,8 +1094,8 @@ static void test_forecast_ranks() {
                 const double all = forecast_tokens_per_s(&v, &s, micros);
                 expect(all >= alone && all <= ranks * alone * (1 + 1e-12), "%s x %d, %d: %g, %g",
                        card, ranks, micros, all, alone);
-                expect(all < 0.99 * ranks * alone || ranks < 8 || micros > 1 || card[0] == 'h',
-                       "%s: PCIe is slower than so small a batch", card);
+                expect(all < 0.99 * ranks * alone || ranks < 8 || micros > 1,
+                       "%s: PCIe, and NCCL's few blocks, are slower than so small a batch", card);
             }
             expect_near(forecast_step(&v, &s, 64) - forecast_step(&v, &one, 64),
                         forecast_step(&v, &s, 1) - forecast_step(&v, &one, 1), 1e-9, "%s x %d",
