@@ -3038,23 +3038,19 @@ static inline real row_sum(const real *x, real shift, int power, int n) {
 
 // Largest of x (n), n >= 1. A NaN may be skipped; whoever exponentiates meets it again.
 static real row_largest(const real *x, int n) {
+    const Vector zero = {0};
+    Vector most = zero + x[0], next;
     real lanes[VL], largest = x[0];
-    Vector most, next;
     int i = 0;
-    if (n >= VL) {
-        memcpy(&most, x, sizeof most);
-        for (i = VL; i + VL <= n; i += VL) {
-            memcpy(&next, x + i, sizeof next);
-            const Lanes more = next > most;
-            most = (Vector)((more & (Lanes)next) | (~more & (Lanes)most));
-        }
-        memcpy(lanes, &most, sizeof lanes);
-        for (int j = 0; j < VL; j++) {
-            largest = lanes[j] > largest ? lanes[j] : largest;
-        }
+    for (; i + VL <= n; i += VL) {
+        memcpy(&next, x + i, sizeof next);
+        const Lanes more = next > most;
+        most = (Vector)((more & (Lanes)next) | (~more & (Lanes)most));
     }
-    for (; i < n; i++) {
-        largest = x[i] > largest ? x[i] : largest;
+    memcpy(lanes, &most, sizeof lanes);
+    for (; i < n + VL; i++) {  // what fills no vector, then the lanes
+        real value = i < n ? x[i] : lanes[i - n];
+        largest = value > largest ? value : largest;
     }
     return largest;
 }
