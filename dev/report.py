@@ -605,10 +605,16 @@ def to_wandb(run, project):
 
 
 def write(path, text):
+    """The text into a file of this name, whole or not at all; into a pipe or device as it comes."""
+    other = path if os.path.exists(path) and not os.path.isfile(path) else path + ".tmp"
     try:
-        with open(path, "w", encoding="utf-8") as file:
+        with open(other, "w", encoding="utf-8") as file:
             file.write(text)
+        if other != path:
+            os.replace(other, path)
     except OSError as error:
+        if other != path and os.path.exists(other):
+            os.remove(other)
         raise Refusal(f"cannot write {path}: {error.strerror}") from None
     print(path)
 

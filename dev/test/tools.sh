@@ -505,6 +505,11 @@ if command -v python3 > /dev/null; then
         "$(python3 read.py figures run/report.html)"
     equal "report: hostile log as SVG" "$(python3 read.py checks run.svg | wc -l)" 1
     echo > broken.jsonl && cat run/log.jsonl >> broken.jsonl
+    cp run/report.html before.html
+    refuses "report: no room for it" "cannot write run/report.html: File too large" \
+        bash -c 'ulimit -f 4; python3 "$1/dev/report.py" run' - "$root"
+    equal "report: ... the old one stands" \
+        "$(ls run/*.html*; cmp before.html run/report.html 2>&1)" run/report.html
     refuses "report: no run" "cannot read absent: No such file" report absent -o bad
     refuses "report: a broken line" "broken.jsonl:1: not an object" report broken.jsonl -o bad
     refuses "report: no plan" "digits is not what --plan --json prints" report --plan digits -o bad
