@@ -4071,6 +4071,24 @@ static void test_gpu_offload() {
     detail = text("%d runs", runs);
 }
 
+// What lives in host memory is read behind the work that is queued, though a copy from host to host
+// need not wait for it: here no other tensor is read before.
+static void test_gpu_host_read() {
+    const Model m = shape("l2h1c16t8", 257);
+    const Batch b(14, m.V, 1);
+    const int64_t count = tensor_size(&m, QKVW);
+    Reals grads[2];
+    for (int late = 0; late < 2; late++) {
+        emu::set.order = late ? (long)emu::LATE : 0;
+        Net n(m, "-b 2 -t 7 --offload gradients");
+        n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
+        grads[late].resize((size_t)count);
+        n.e.read(&n.e, STATE_GRADS, tensor_offset(&m, QKVW, 0), grads[late].data(), count);
+    }
+    emu::set.order = 0;
+    expect(same_bits(grads[0], grads[1]) && grads[0][0] != 0, "read too early");
+}
+
 // Settings drawn at random, of every type that states have: 12 of them, or 60 with FULL=1.
 static void test_gpu_offload_mixed() {
     static const char *const names[] = {"weights", "gradients", "moments", "residuals", "master"};
@@ -4729,6 +4747,7 @@ static const Test tests[] = {
     T(gpu_allocation, CUDA_ALL),
     T(gpu_allocation_random, CUDA),
     T(gpu_offload, CUDA_ALL),
+    T(gpu_host_read, CUDA_ALL),
     T(gpu_offload_mixed, CUDA_ALL),
     T(gpu_tuning, CUDA_ALL),
     T(gpu_lifetimes, CUDA_ALL),

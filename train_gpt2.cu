@@ -440,8 +440,10 @@ static void stream_wait(cudaStream_t stream) {
 }
 
 // A copy between either home and the host's own memory in the order of `stream`, finished when the
-// call returns. (cudaMemcpy runs on the default stream, which our stream does not wait for.)
+// call returns. (cudaMemcpy runs on the default stream, which our stream does not wait for; and from
+// host to host a copy need not wait for its own.)
 static void copy_wait(void *to, const void *from, size_t bytes, cudaStream_t stream) {
+    cuda_check(cudaStreamSynchronize(stream));
     cuda_check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream));
     stream_wait(stream);
 }

@@ -607,6 +607,10 @@ static void test_late() {  // streams as late as legal
     expect(host(x, 2) == (std::vector<int>{22, 22}));
     OK(cudaDeviceSynchronize());
     expect(host(x, 1)[0] == 122);
+    launch(k_add, 1, 1, 0, s, pinned, 1);
+    OK(cudaMemcpyAsync(pinned + 1, pinned, 4, cudaMemcpyDefault, s));  // from host to host: at once
+    OK(cudaStreamSynchronize(s));
+    expect(pinned[0] == 21 && pinned[1] == 20);
     OK(cudaStreamDestroy(s));
     OK(cudaStreamDestroy(t));
     OK(cudaEventDestroy(e));
