@@ -3956,6 +3956,20 @@ static void test_gpu_rank_host() {
 }
 #endif
 
+// GPUs of machines with one name and one place on the bus are two; one is one.
+static void test_gpu_rank_names() {
+    std::vector<Text> names;
+    this_rank.rank = 1;  // no id of a run
+    for (long machine : {0, 0, 0x9a}) {
+        char gpu[RANK_TEXT], id[RANK_ID];
+        emu::set.machine = machine;
+        rank_introduce(gpu, id);
+        names.push_back(gpu);
+    }
+    expect(names[0] == names[1] && names[0] != names[2] &&
+               names[2].find(", GPU-9a000000") != Text::npos, "%s", names[2].c_str());
+}
+
 // One cudaMalloc of exactly the planned bytes, and nothing after it.
 static void test_gpu_allocation() {
     for (const char *options :
@@ -4748,6 +4762,7 @@ static const Test tests[] = {
     T(gpu_allocation_random, CUDA),
     T(gpu_offload, CUDA_ALL),
     T(gpu_host_read, CUDA_ALL),
+    T(gpu_rank_names, CUDA_ALL),
     T(gpu_offload_mixed, CUDA_ALL),
     T(gpu_tuning, CUDA_ALL),
     T(gpu_lifetimes, CUDA_ALL),

@@ -3841,15 +3841,20 @@ static __global__ void replica_hash_kernel(unsigned long long *sum, const uint64
 }
 
 // The name of this rank's GPU, which no other on any machine has, and for rank 0 NCCL's id of the
-// run, which must come from its own process: there NCCL waits for the others.
+// run, which must come from its own process: there NCCL waits for the others. Machines may have one
+// name and their GPUs one place on the bus, so the name ends with the UUID as nvidia-smi -L begins.
 static void rank_introduce(char gpu[RANK_TEXT], char id[RANK_ID]) {
     // The whole name: jobs number their machines at its end.
     char bus[24], machine[HOST_NAME_MAX + 1] = "";
     int device = 0;
+    cudaDeviceProp properties;
     cuda_check(cudaGetDevice(&device));
+    cuda_check(cudaGetDeviceProperties(&properties, device));
     cuda_check(cudaDeviceGetPCIBusId(bus, sizeof bus, device));
     gethostname(machine, sizeof machine - 1);
-    snprintf(gpu, RANK_TEXT, "%s of %s", bus, machine);
+    const unsigned char *uuid = (const unsigned char *)properties.uuid.bytes;
+    snprintf(gpu, RANK_TEXT, "%s of %s, GPU-%02x%02x%02x%02x", bus, machine, uuid[0], uuid[1],
+             uuid[2], uuid[3]);
 #if GPT2_NCCL
     if (this_rank.rank == 0) {
         ncclUniqueId unique;
