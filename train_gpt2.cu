@@ -132,6 +132,9 @@ static void cublas_check_at(cublasStatus_t status, const char *call, const char 
 #endif
 #if GPT2_NCCL
 #include <nccl.h>
+#if NCCL_VERSION_CODE < 21700
+#error "NCCL before 2.17 cannot be told how many blocks to run: `make NCCL=` builds for one GPU"
+#endif
 static void nccl_check_at(ncclResult_t result, const char *call, const char *file, int line) {
     if (result != ncclSuccess) {
         die("%s:%d: %s: %s; %s (NCCL_DEBUG=INFO says more)", file, line, call,
@@ -440,8 +443,8 @@ static void stream_wait(cudaStream_t stream) {
 }
 
 // A copy between either home and the host's own memory in the order of `stream`, finished when the
-// call returns. (cudaMemcpy runs on the default stream, which our stream does not wait for; and from
-// host to host a copy need not wait for its own.)
+// call returns. (cudaMemcpy runs on the default stream, which our stream does not wait for; and a
+// copy from host to host need not wait for its own.)
 static void copy_wait(void *to, const void *from, size_t bytes, cudaStream_t stream) {
     cuda_check(cudaStreamSynchronize(stream));
     cuda_check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream));
@@ -3730,7 +3733,10 @@ static __global__ void step_words_kernel(StepWord *total, UpdateState *update, c
 // The stream of collectives has come so far. A kernel, and no event: while the host is inside CUDA
 // no other thread should have to ask CUDA for anything, and the parent never may.
 // budget: threads 1 regs 16 blocks 24 test gpu_exchange
-static __global__ void rank_note_kernel(RankNote *to, RankNote note) { *to = note; }
+static __global__ void rank_note_kernel(RankNote *to, RankNote note) {
+    *to = note;
+    __threadfence_system();  // the parent reads while the stream goes on
+}
 
 // Queues a collective, one of machine.c's rank_calls, with its notes (see 4), unless kernels run
 // alone.

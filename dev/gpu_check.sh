@@ -28,7 +28,7 @@
 # Without a GPU every line of this script but nvcc's can still be run, as dev/test/machines.sh does:
 #   make train_gpt2cu_cpu && GPT2CU=./train_gpt2cu_cpu TEST=true MODELS=l2h2c64t64 $0
 set -u
-export LC_ALL=C
+export LC_ALL=C CUDA_DEVICE_ORDER=PCI_BUS_ID    # the first GPU is nvidia-smi's first
 cd "$(dirname "$0")/.." || exit 1
 all_stages="build test sanitizer check bits offload gpus speed torch bench"
 STAGES=${STAGES-$all_stages}
@@ -276,12 +276,14 @@ filters=("--kernel-name kns=_kernel --report-api-errors explicit"
          "--kernel-regex kns=_kernel --report-api-errors explicit"
          "")
 
-# sanitize TOOL LOG COMMAND...: runs the command under the tool, watching what $filter says.
+# sanitize TOOL LOG COMMAND...: runs the command under the tool, watching what $filter says. Where
+# threads would spin, the program starts itself anew to have them sleep: the tool might lose it.
 sanitize() {
     local tool=$1 log=$2
     shift 2
     # shellcheck disable=SC2086  # words
-    bounded 75 "$sanitizer" --tool "$tool" $filter --print-limit 1000 "$@" > "$log" 2>&1
+    OMP_WAIT_POLICY=passive bounded 75 "$sanitizer" --tool "$tool" $filter --print-limit 1000 \
+        "$@" > "$log" 2>&1
     echo "[exit status $?]" >> "$log"
 }
 

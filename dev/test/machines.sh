@@ -133,7 +133,7 @@ says "no nvcc: what to do" "deps.sh: no nvcc; the CUDA toolkit: https" "$said"
 # OLD it knows the first versions' options alone.
 cat > "$scratch/bin/compute-sanitizer" << 'END'
 #!/bin/sh
-echo "$*" >> "$CALLS"
+echo "$OMP_WAIT_POLICY $CUDA_DEVICE_ORDER $*" >> "$CALLS"
 report() { printf '========= Invalid __global__ write\n=========     at %s(int *) in x.cu:3\n' $1; }
 summary() { echo "========= ERROR SUMMARY: $1 errors"; }
 case "${OLD-} $*" in yes*--kernel-name*) echo "unrecognised option '--kernel-name'"; exit 1 ;; esac
@@ -160,7 +160,7 @@ check() {
 
 # sanitized FINDS OUTCOME PATTERN: what is made of a sanitizer's findings in memcheck's bf16 run.
 sanitized() {
-    FINDS=$1 STAGES=sanitizer GPT2CU=$(type -P true) check
+    FINDS=$1 OMP_WAIT_POLICY=active STAGES=sanitizer GPT2CU=$(type -P true) check
     says "gpu_check: a sanitizer finds $1" "memcheck bf16 +$2 +$3" "$said"
 }
 
@@ -198,7 +198,8 @@ else
 fi
 sanitized nothing ok "no errors in kernels of ours"
 says "gpu_check: our kernels are watched" \
-    "--tool synccheck --kernel-name kns=_kernel --report-api-errors explicit --print-limit 1000" \
+    "passive PCI_BUS_ID --tool synccheck --kernel-name kns=_kernel --report-api-errors explicit \
+--print-limit 1000" \
     "$calls"
 sanitized ours FAILED "1 reports in layernorm_forward_kernel"
 sanitized cut FAILED "cut off: 1 of 5000"
