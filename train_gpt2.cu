@@ -446,7 +446,7 @@ static void stream_wait(cudaStream_t stream) {
 // call returns. (cudaMemcpy runs on the default stream, which our stream does not wait for; and a
 // copy from host to host need not wait for its own.)
 static void copy_wait(void *to, const void *from, size_t bytes, cudaStream_t stream) {
-    cuda_check(cudaStreamSynchronize(stream));
+    stream_wait(stream);
     cuda_check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream));
     stream_wait(stream);
 }
