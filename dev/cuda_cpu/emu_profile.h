@@ -141,6 +141,7 @@ EMU_API EMU_UNCOUNTED void __tsan_func_entry(void *) { }
 EMU_API EMU_UNCOUNTED void __tsan_func_exit() { }
 EMU_API EMU_UNCOUNTED void __tsan_vptr_read(void **) { }
 EMU_API EMU_UNCOUNTED void __tsan_vptr_update(void **, void *) { }
+EMU_API EMU_UNCOUNTED void __tsan_atomic_thread_fence(int) { }
 // Atomic loads, of flags of the emulator and of the C++ library's static variables; then what
 // atomics of kernels, and counters of the host, are made of.
 EMU_API EMU_UNCOUNTED uint8_t __tsan_atomic8_load(const volatile uint8_t *p, int) { return *p; }
