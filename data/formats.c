@@ -244,17 +244,17 @@ static const char *volatile stop_line = "";
 
 // The first signal asks the program to stop, and says so at once because the next good place may be
 // seconds away; the second one ends it as a kill would. SIGHUP comes twice from a terminal that
-// closes, and SIGUSR1 may come beside another one (chapter Ranks of machine.c): these only ask.
-// Calls nothing but what POSIX allows in a handler.
+// closes, and SIGUSR1 beside another one, before or after it (chapter Ranks of machine.c): these
+// only ask. Calls nothing but what POSIX allows in a handler.
 static void on_signal(int number) {
-    const int error = errno;
-    if (stop_signal && number != SIGHUP && number != SIGUSR1) {
+    const int error = errno, joins = number == SIGUSR1 && stop_signal;
+    if (stop_signal && stop_signal != SIGUSR1 && number != SIGHUP && number != SIGUSR1) {
         _exit(128 + number);
     }
     if (!stop_signal && write(STDERR_FILENO, stop_line, strlen(stop_line)) < 0) {
         stop_line = "";  // nobody reads it: the program stops all the same
     }
-    stop_signal = number;
+    stop_signal = joins ? stop_signal : number;
     errno = error;
 }
 

@@ -662,18 +662,19 @@ static void test_ranks_signals() {
     const Text part = TINY "-j val.bin --gpus 3 -z 1 -v 2 -m 3 -x 12 -n 3 -s 2 -g 5";
     run(part, "undisturbed");
     static const struct {
-        int rank, signal;  // rank -1: the parent
-    } table[] = {{1, SIGINT}, {-1, SIGTERM}, {2, SIGUSR1}, {0, SIGINT}};
+        int rank, signal;  // rank -1: the parent; -2: all together, as Ctrl-C does
+    } table[] = {{-2, SIGINT}, {-1, SIGTERM}, {2, SIGUSR1}, {1, SIGINT}, {0, SIGINT}};
     const int times = rounds(3, 20);
     int interrupted = 0;
     for (int i = 0; i < times; i++) {
-        const auto &row = table[i % 4];
+        const auto &row = table[i % 5];
         remove_folder("out");
-        pid_t pid = start(part + " --quiet -o out");
+        pid_t pid = start(part + " --quiet -o out", [] { setpgid(0, 0); });
         wait_until([] { return read_file("out/log.jsonl").find("{\"step\":1,") != Text::npos; });
         usleep((useconds_t)(300000 * random_unit((uint64_t)pid, 1)));
         const Ints ranks = children_of(pid);
-        kill(row.rank < 0 || ranks.size() != 3 ? pid : ranks[(size_t)row.rank], row.signal);
+        const bool one = row.rank >= 0 && ranks.size() == 3;
+        kill(row.rank == -2 ? -pid : one ? ranks[(size_t)row.rank] : pid, row.signal);
         expect_success(outcome(pid), "asked to stop");
         interrupted += read_file("out/log.jsonl").find("\"interrupted\"") != Text::npos;
         run(part + " -y 1", "out");
