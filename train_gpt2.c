@@ -2659,15 +2659,11 @@ static inline void pack(real *packed, int width, Operand src, int rows, int K) {
     }
 }
 
-// Two instances, so that the width is a constant inside. A tile can read rows of `a` that are
-// contiguous in k as they lie: in bf16 these are only rounded, up to whole panels.
-static void pack_b(real *packed, Operand b, int columns, int K) { pack(packed, NR, b, columns, K); }
-static void pack_a(real *packed, Operand a, int rows, int K) {
+#if BF16_DOTS
+// Rows of `a` that are contiguous in k, which a tile can read as they lie, are only rounded, up to
+// whole panels.
+static void round_rows(real *packed, Operand a, int rows, int K) {
     const int depth = packed_depth(K), padded = ceil_div(rows, MR) * MR;
-    if (!matmul_bf16 || a.k_step != 1) {
-        pack(packed, MR, a, rows, K);
-        return;
-    }
     for (int i = 0; i < padded; i++, packed += depth) {
         const real *row = operand_at(a, min_int(i, rows - 1), 0).data;
         for (int k = 0; k < depth; k += VL) {
@@ -2681,6 +2677,19 @@ static void pack_a(real *packed, Operand a, int rows, int K) {
             }
         }
     }
+}
+#endif
+
+// Two instances, so that the width is a constant inside.
+static void pack_b(real *packed, Operand b, int columns, int K) { pack(packed, NR, b, columns, K); }
+static void pack_a(real *packed, Operand a, int rows, int K) {
+#if BF16_DOTS
+    if (matmul_bf16 && a.k_step == 1) {
+        round_rows(packed, a, rows, K);
+        return;
+    }
+#endif
+    pack(packed, MR, a, rows, K);
 }
 
 // What pack_a made of `a`, as tiles read it. A panel of MR rows takes up MR * packed_depth(K).
@@ -3192,8 +3201,7 @@ FUSED static void dots(real *out, const real *a, const real *b, size_t step, int
 // and nothing rounded to bf16. The order of sums is another than that of rows in a batch.
 static void matvec_forward(real *out, const real *inp, const real *weight, const real *bias,
                            const real *addend, int N, int C, int OC) {
-    (void)N;
-    #pragma omp taskloop num_tasks(pieces()) if ((double)C * OC > 1e5)  // as in matmul()
+    #pragma omp taskloop num_tasks(pieces()) if ((double)N * C * OC > 1e5)  // as in matmul()
     for (int j = 0; j < OC; j += SLICE) {
         real product[SLICE];
         dots(product, inp, weight + (size_t)j * C, (size_t)C, min_int(SLICE, OC - j), C);
