@@ -284,7 +284,7 @@ static const OptionRow option_rows[] = {
     {"seed", 0, OPT_INT, FIELD(seed), "42", 0, 9e15, NULL, SAME, "Model",
      "of the random numbers in initialisation, shuffling and sampling"},
     {"train-data", 'i', OPT_TEXT, FIELD(train_data), NULL, 1, 0, NULL, ANY, "Data",
-     "token shards to train on, a glob pattern; default: tinyshakespeare in data/"},
+     "token shards to train on, a glob pattern; default: data/'s tinyshakespeare, or else stories"},
     {"val-data", 'j', OPT_TEXT, FIELD(val_data), NULL, 1, 0, NULL, ANY, "Data",
      "token shards to validate on"},
     {"tokenizer", 0, OPT_TEXT, FIELD(tokenizer), "", 0, 0, NULL, ANY, "Data",
