@@ -3182,15 +3182,8 @@ FUSED static void dots(real *out, const real *a, const real *b, size_t step, int
                 sum[i] += x * y;
             }
         }
-        for (; k < K; k += LANES) {
-            real edge[2][LANES] = {{0}};
-            for (int i = 0; i < min_int(LANES, K - k); i++) {
-                edge[0][i] = a[k + i];
-                edge[1][i] = b[k + i];
-            }
-            memcpy(&x, edge[0], sizeof x);
-            memcpy(&y, edge[1], sizeof y);
-            sum[0] += x * y;
+        for (; k < K; k++) {
+            sum[0][k % LANES] += a[k] * b[k];
         }
         sum[0] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
         out[row] = lanes_total((const real *)sum);
@@ -3201,7 +3194,8 @@ FUSED static void dots(real *out, const real *a, const real *b, size_t step, int
 // and nothing rounded to bf16. The order of sums is another than that of rows in a batch.
 static void matvec_forward(real *out, const real *inp, const real *weight, const real *bias,
                            const real *addend, int N, int C, int OC) {
-    #pragma omp taskloop num_tasks(pieces()) if ((double)N * C * OC > 1e5)  // as in matmul()
+    (void)N;
+    #pragma omp taskloop num_tasks(pieces()) if ((double)C * OC > 1e5)  // as in matmul()
     for (int j = 0; j < OC; j += SLICE) {
         real product[SLICE];
         dots(product, inp, weight + (size_t)j * C, (size_t)C, min_int(SLICE, OC - j), C);
@@ -3582,7 +3576,7 @@ static void block_forward(const Pass *pass, int stage, int l) {
         break;
     case F_QKV:
         linear(act(p, ACT_QKV, l), act(p, ACT_LN1, l), weight(p, QKVW, l),
-                       weight(p, QKVB, l), NULL, N, C, 3 * C);
+               weight(p, QKVB, l), NULL, N, C, 3 * C);
         break;
     case F_ATT:
         if (p->settings.cache) {
@@ -3596,7 +3590,7 @@ static void block_forward(const Pass *pass, int stage, int l) {
         break;
     case F_ATTPROJ:
         linear(act(p, ACT_RES2, l), act(p, ACT_ATT, l), weight(p, ATTPROJW, l),
-                       weight(p, ATTPROJB, l), act(p, ACT_X, l), N, C, C);
+               weight(p, ATTPROJB, l), act(p, ACT_X, l), N, C, C);
         break;
     case F_LN2:
         layernorm_forward(act(p, ACT_LN2, l), act(p, ACT_LN2_MEAN, l), act(p, ACT_LN2_RSTD, l),
@@ -3604,14 +3598,14 @@ static void block_forward(const Pass *pass, int stage, int l) {
         break;
     case F_FC:
         linear(act(p, ACT_FCH, l), act(p, ACT_LN2, l), weight(p, FCW, l),
-                       weight(p, FCB, l), NULL, N, C, 4 * C);
+               weight(p, FCB, l), NULL, N, C, 4 * C);
         break;
     case F_GELU:
         gelu_forward(act(p, ACT_GELU, l), act(p, ACT_FCH, l), (size_t)N * 4 * (size_t)C);
         break;
     case F_FCPROJ:
         linear(act(p, ACT_X, l + 1), act(p, ACT_GELU, l), weight(p, FCPROJW, l),
-                       weight(p, FCPROJB, l), act(p, ACT_RES2, l), N, 4 * C, C);
+               weight(p, FCPROJB, l), act(p, ACT_RES2, l), N, 4 * C, C);
         break;
     }
 }

@@ -79,7 +79,7 @@
 static const char *cuda_hint(cudaError_t error, const char *call) {
     switch (error) {
     case cudaErrorMemoryAllocation:
-        return strstr(call, "Host")
+        return strstr(call, "cudaHost") || strstr(call, "cudaMallocHost")
                    ? "this machine has no memory left that can be pinned: see free -m and, in a "
                      "container, a batch job or WSL, its memory limit"
                    : "the GPU is out of memory: see --plan; -r block and a smaller -b need less";
@@ -422,7 +422,8 @@ template <class T, int n> __device__ inline void vector_store(T *address, const 
 
 // Where NCCL has failed a rank must not wait for ever inside CUDA: until query(), of a stream or an
 // event, says that it is done, NCCL is asked ten times a second. By the thread that calls it for
-// all else, as a communicator is for one thread at a time (NCCL user guide, "Thread Safety").
+// all else, as a communicator is for one thread at a time (NCCL user guide, "Thread Safety"). A
+// launch into a queue that is full waits without that: there --timeout ends the run.
 static ncclComm_t nccl_open;  // null: this process has none
 template <class Query> static void nccl_look(Query query) {
     double asked_ms = now_ms();
@@ -4808,7 +4809,7 @@ static void gpu_gather(Engine *e, void *all, const void *mine, size_t bytes) {
 // Gives back everything but the plan. What is queued must be done first: it uses the memory.
 template <class E, class G> static void gpu_close(Engine *e) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
-    cuda_check(cudaStreamSynchronize(net->stream));
+    stream_wait(net->stream);
     gpu_matmul_close();
     if (net->ranks.ranks > 1) {
         rank_close(&net->ranks);

@@ -118,7 +118,7 @@ static Speed speed_predict(const Rates *r, const Settings *s) {
 // The rates of the card that --gpu names; NULL: there are none.
 static const Rates *rates_named(const Options *o) {
     for (size_t i = 0; i < sizeof rates_table / sizeof rates_table[0]; i++) {
-        if (strcmp(o->gpu, rates_table[i].name) == 0) {
+        if (strcasecmp(o->gpu, rates_table[i].name) == 0) {
             return &rates_table[i].rates;
         }
     }

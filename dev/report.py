@@ -605,8 +605,9 @@ def to_wandb(run, project):
 
 
 def write(path, text):
-    """The text into a file of this name, whole or not at all; into a pipe or device as it comes."""
-    other = path if os.path.exists(path) and not os.path.isfile(path) else path + ".tmp"
+    """The text into a file of this name, whole or not at all; into whatever else as it comes."""
+    aside = not os.path.islink(path) and (os.path.isfile(path) or not os.path.exists(path))
+    other = path + ".tmp" if aside else path
     try:
         with open(other, "w", encoding="utf-8") as file:
             file.write(text)

@@ -375,6 +375,8 @@ static void test_fit_given() {
     }
     for (const char *command : {"--fit any", "--minimum"}) {
         const Outcome o = program(Text(command) + " -e d12 --gpu t4");
+        const Outcome same = program(Text(command) + " -e d12 --gpu T4");
+        expect(same.out == o.out, "%s: --gpu T4 is another card than t4", command);
         const Text plan = program("--plan -e d12 --gpu t4").out;
         expect(o.status == 0 && o.out.find("moments bf16") == Text::npos &&
                    o.out.find("-w none") == Text::npos && plan.find("; fp16; B 4") != Text::npos,
@@ -402,6 +404,7 @@ static void test_memory_limits() {
     for (const auto &limit : limits) {
         auto low = [&] {
             struct rlimit r = {256 << 20, 256 << 20};
+            setenv("OMP_NUM_THREADS", "2", 0);  // stacks of more would take all of it
             setrlimit((decltype(RLIMIT_AS))limit.resource, &r);
         };
         Outcome o = program("--plan -e l12h12c384t64", low);
