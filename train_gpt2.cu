@@ -3852,7 +3852,7 @@ static __global__ void replica_hash_kernel(unsigned long long *sum, const uint64
 // name and their GPUs one place on the bus, so the name ends with the UUID as nvidia-smi -L begins.
 static void rank_introduce(char gpu[RANK_TEXT], char id[RANK_ID]) {
     // The whole name: jobs number their machines at its end.
-    char bus[24], machine[HOST_NAME_MAX + 1] = "";
+    char bus[14], machine[HOST_NAME_MAX + 1] = "";
     int device = 0;
     cudaDeviceProp properties;
     cuda_check(cudaGetDevice(&device));
