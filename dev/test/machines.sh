@@ -33,7 +33,7 @@ cat > "$scratch/bin/nvidia-smi" << 'END'
 echo nvidia-smi >> "$CALLS"
 case "$*" in
     *compute_cap*) [ -z "$GPU" ] || echo "$GPU" ;;
-    *-lms*) while sleep 0.1; do echo 500; done ;;
+    *-lms*) while echo 500; do sleep 0.1; done ;;
     *memory.used*) echo 400 ;;
     *memory.free*) echo 1792 ;;
     *) echo Planted ;;
