@@ -33,7 +33,7 @@ cat > "$scratch/bin/nvidia-smi" << 'END'
 echo nvidia-smi >> "$CALLS"
 case "$*" in
     *compute_cap*) [ -z "$GPU" ] || echo "$GPU" ;;
-    *-lms*) while echo 500; do sleep 0.1; done ;;
+    *-lms*) while sleep 0.02; do [ ! -e "$WANTED" ] || { echo 500; rm -f "$WANTED"; }; done ;;
     *memory.used*) echo 400 ;;
     *memory.free*) echo 1792 ;;
     *) echo Planted ;;
@@ -41,7 +41,18 @@ esac
 END
 chmod +x "$toolkit/bin/nvcc" "$scratch/bin/nvidia-smi"
 ln -s "$toolkit/bin/nvcc" "$scratch/bin/nvcc"
-export CALLS=$scratch/calls GPU=
+# The emulated program, which ends only when the nvidia-smi above has told its memory once: a run of
+# a few milliseconds would otherwise end between two looks.
+cat > "$scratch/bin/program" << 'END'
+#!/bin/sh
+./train_gpt2cu_cpu "$@"
+status=$?
+touch "$WANTED"
+for look in $(seq 500); do [ ! -e "$WANTED" ] || sleep 0.02; done
+exit $status
+END
+chmod +x "$scratch/bin/program"
+export CALLS=$scratch/calls WANTED=$scratch/wanted GPU=
 
 # make_there ARGUMENTS...: in the clone, without what this machine has of NCCL and MPI. What it says
 # goes to $said, how tools are called to $calls.
@@ -168,7 +179,7 @@ STAGES="speed tests" check
 says "gpu_check: unknown stage" "STAGES has no stage 'tests': build test sanitizer" "$said"
 if [ -x train_gpt2cu_cpu ]; then
     SECONDS=0
-    STAGES="build test check bits offload gpus speed torch bench" GPT2CU=./train_gpt2cu_cpu \
+    STAGES="build test check bits offload gpus speed torch bench" GPT2CU=$scratch/bin/program \
         TEST=true BENCH=true MODELS=l1h1c8t32 STEPS=4 LARGEST_BATCH=1 MEMORY_MIB=16384 GPUS=2 check
     verdict "gpu_check on the emulated device ($SECONDS s)" $status "$said"
     says "gpu_check: context" "context +ok +450 MiB .*, 400 MiB before; the process took [0-9]+" \
@@ -181,17 +192,17 @@ if [ -x train_gpt2cu_cpu ]; then
         "2 -z 1 +ok +[0-9.]+ ms, [0-9.]+ of one's; losses within .* bytes a GPU as planned" "$said"
     says "gpu_check: every state divided" "2 -z 2 +ok .*2 -z 3 +ok" "$said"
     says "gpu_check: measured memory" "tokens/s; planned [0-9]+ MiB, measured 100 MiB" "$said"
-    STAGES=speed GPT2CU=./train_gpt2cu_cpu MODELS=l1h1c8t32 check
+    STAGES=speed GPT2CU=$scratch/bin/program MODELS=l1h1c8t32 check
     says "gpu_check: no room is no failure" "-r 1 +skipped +no plan fits 1024 MiB" "$said"
     says "gpu_check: earlier stages stay in the summary" "bits +two runs +ok" \
         "$(cat "$OUT/summary.md")"
     says_not "gpu_check: a stage done again starts over" "tokens/s; planned" \
         "$(cat "$OUT/summary.md")"
-    GPU=7.5 EMU_CC=75 STAGES="check gpus speed" GPT2CU=./train_gpt2cu_cpu MODELS=l1h1c8t32 \
+    GPU=7.5 EMU_CC=75 STAGES="check gpus speed" GPT2CU=$scratch/bin/program MODELS=l1h1c8t32 \
         STEPS=4 LARGEST_BATCH=1 MEMORY_MIB=16384 GPUS=2 OUT=$scratch/old check
     verdict "gpu_check on a GPU without bf16" $status "$said"
     says "... its 16 bits" "check +l1h1c8t32 fp16 T 32 +ok .*2 -z 3 +ok .*-r 1 B 1 +ok" "$said"
-    STAGES=gpus GPT2CU=./train_gpt2cu_cpu check
+    STAGES=gpus GPT2CU=$scratch/bin/program check
     says "gpu_check: one GPU is not two" "gpus +two GPUs +skipped +GPUs here: 1" "$said"
 else
     skip "gpu_check on the emulated device" "no train_gpt2cu_cpu"
