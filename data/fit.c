@@ -117,8 +117,9 @@ static Speed speed_predict(const Rates *r, const Settings *s) {
 
 // The rates of the card that --gpu names; NULL: there are none.
 static const Rates *rates_named(const Options *o) {
-    for (size_t i = 0; i < sizeof rates_table / sizeof rates_table[0]; i++) {
-        if (strcasecmp(o->gpu, rates_table[i].name) == 0) {
+    const GpuEntry *card = gpu_find(o);
+    for (size_t i = 0; card && i < sizeof rates_table / sizeof rates_table[0]; i++) {
+        if (strcmp(card->name, rates_table[i].name) == 0) {
             return &rates_table[i].rates;
         }
     }
@@ -1092,11 +1093,8 @@ static void print_changes(const Settings *s, const char *split) {
 }
 
 // Whose the bytes before it are; nothing where there is one GPU.
-typedef struct {
-    char s[32];
-} EachText;
-static EachText each_text(const Options *o) {
-    EachText text = {""};
+static ShortText each_text(const Options *o) {
+    ShortText text = {""};
     if (o->gpus > 1) {
         snprintf(text.s, sizeof text.s, ", each of %d GPUs", (int)o->gpus);
     }

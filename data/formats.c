@@ -86,11 +86,13 @@ __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *form
         memcpy(text, whole, (size_t)n + 1);
     }
     free(n >= 0 ? whole : NULL);
-    for (char *c = text; *c; c++) {
-        const int control = (unsigned char)*c < 32 || *c == 127;
-        const int two_bytes = *c == '\xC2' && ((unsigned char)c[1] & 0xE0) == 0x80;
-        c[two_bytes] = two_bytes ? '?' : c[0];
-        *c = control || two_bytes ? '?' : *c;
+    for (unsigned char *c = (unsigned char *)text; *c; c++) {
+        if (*c < 32 || *c == 127) {
+            *c = '?';
+        } else if (*c == 0xC2 && (c[1] & 0xE0) == 0x80) {  // a control, U+0080 to U+009F
+            *c++ = '?';
+            *c = '?';
+        }
     }
     fflush(stdout);
     die_late();
@@ -101,15 +103,12 @@ __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *form
 __attribute__((noreturn, format(printf, 4, 5))) static void check_failed(const char *file, int line,
                                                                          const char *expression,
                                                                          const char *hint, ...) {
+    char *text = NULL;
     va_list args;
     va_start(args, hint);
-    fflush(stdout);
-    die_late();
-    fprintf(stderr, "%s: %s:%d: check failed: %s: ", program_name, file, line, expression);
-    vfprintf(stderr, hint, args);
-    fputc('\n', stderr);
+    const int n = vasprintf(&text, hint, args);
     va_end(args);
-    exit(1);
+    die("%s:%d: check failed: %s: %s", file, line, expression, n < 0 ? "" : text);
 }
 #define check(condition, ...)                                                                      \
     ((condition) ? (void)0 : check_failed(__FILE__, __LINE__, #condition, __VA_ARGS__))
@@ -210,12 +209,9 @@ static ShortText bytes_text(double bytes) {
 static ShortText count_text(int64_t n) {
     ShortText text;
     char digits[24];
-    int length = snprintf(digits, sizeof digits, "%" PRId64, n < 0 ? -n : n), out = 0;
-    if (n < 0) {
-        text.s[out++] = '-';
-    }
+    int length = snprintf(digits, sizeof digits, "%" PRId64, n), out = 0;
     for (int i = 0; i < length; i++) {
-        if (i > 0 && (length - i) % 3 == 0) {
+        if (i > (n < 0) && (length - i) % 3 == 0) {
             text.s[out++] = ',';
         }
         text.s[out++] = digits[i];
@@ -247,14 +243,14 @@ static const char *volatile stop_line = "";
 // closes, and SIGUSR1 beside another one, before or after it (chapter Ranks of machine.c): these
 // only ask. Calls nothing but what POSIX allows in a handler.
 static void on_signal(int number) {
-    const int error = errno, joins = number == SIGUSR1 && stop_signal;
+    const int error = errno;
     if (stop_signal && stop_signal != SIGUSR1 && number != SIGHUP && number != SIGUSR1) {
         _exit(128 + number);
     }
     if (!stop_signal && write(STDERR_FILENO, stop_line, strlen(stop_line)) < 0) {
         stop_line = "";  // nobody reads it: the program stops all the same
     }
-    stop_signal = joins ? stop_signal : number;
+    stop_signal = number == SIGUSR1 && stop_signal ? stop_signal : number;
     errno = error;
 }
 
@@ -1011,9 +1007,8 @@ static int64_t bpe_encode(BpeEncoder *e, const char *text, size_t n, uint16_t *o
                      key[2] * 0x165667B19E3779F9u + key[3] * 0x27D4EB2F165667C5u) >> 49;
         }
         if (key[3] && memcmp(word->key, key, sizeof key) == 0) {
-            for (int i = 0; i < word->count; i++) {
-                *to++ = word->tokens[i];
-            }
+            memcpy(to, word->tokens, word->count * sizeof(uint16_t));
+            to += word->count;
             continue;
         }
         int64_t count = bpe_merge(e, (const char *)p, length, to);
@@ -1166,7 +1161,6 @@ static int64_t json_count(Json *j) {
     int64_t value = strtoll(text, &end, 10);
     if (*end != 0 || !json_is_scalar(text) || value < 0 || value > (int64_t)1 << 53) {
         json_fail(j, "not a whole number from 0 to 2^53");
-        return 0;
     }
     return j->fault ? 0 : value;
 }
@@ -1289,9 +1283,7 @@ static void safetensors_start(Safetensors *f, const unsigned char *bytes, size_t
     uint64_t length = 0;
     memset(f, 0, sizeof *f);
     f->name = name;
-    if (size >= 8) {
-        memcpy(&length, bytes, 8);
-    }
+    memcpy(&length, bytes, size < 8 ? 0 : 8);
     if (size > 15 && memcmp(bytes, "version https://", 16) == 0) {
         die("%s: a pointer of Git LFS, not the file itself: git lfs pull gets it", name);
     }
@@ -1350,10 +1342,9 @@ static void safetensors_member(Safetensors *f, FileTensor *t) {
     if (j->fault) {
         die("%s: tensor %s: %s at byte %zu", f->name, t->name, j->fault, j->at);
     }
-    for (t->type = 0; t->type < FILE_TYPES; t->type++) {
-        if (strcmp(type, file_types[t->type].name) == 0) {
-            break;
-        }
+    t->type = 0;
+    while (t->type < FILE_TYPES && strcmp(type, file_types[t->type].name) != 0) {
+        t->type++;
     }
     file_require(seen[0] && seen[1] && seen[2] && offsets == 2, f->name, t->name,
                  "dtype, shape and data_offsets of two numbers must be in the header");
@@ -1562,13 +1553,11 @@ static const char *shard_read(const Shard *shard, uint16_t *out, int64_t first, 
 // it).
 static void shard_open(Shard *shard, Dataset *d, const char *path) {
     unsigned char header[LLMC_HEADER_BYTES] = {0};
-    int64_t size;
+    int64_t size = 0;
     path_print(shard->path, "%s", path);
     shard->fd = file_open(path, &size);
-    if (shard->fd < 0) {
-        die("cannot open token file %s: %s", path, file_error());
-    }
-    const char *fault = file_read(shard->fd, header, min_i64(size, LLMC_HEADER_BYTES), 0);
+    const int64_t first = min_i64(size, LLMC_HEADER_BYTES);
+    const char *fault = shard->fd < 0 ? file_error() : file_read(shard->fd, header, first, 0);
     if (fault) {
         die("cannot read token file %s: %s", path, fault);
     }
@@ -1691,13 +1680,10 @@ static void eval_parse(EvalFile *f, const unsigned char *bytes, size_t size, con
         die("%s: the header counts %d examples of at most %d bytes; allowed are 1 to 65535 of both",
             name, examples, longest_bytes);
     }
-    memset(f, 0, sizeof *f);
-    f->name = name;
-    f->bytes = bytes;
-    f->size = size;
-    f->longest_bytes = (size_t)longest_bytes;
-    f->examples = examples;
-    f->vocabulary = vocabulary;
+    const EvalFile file = {.name = name, .bytes = bytes, .size = size,
+                           .longest_bytes = (size_t)longest_bytes, .examples = examples,
+                           .vocabulary = vocabulary};
+    *f = file;
     size_t at = LLMC_HEADER_BYTES;
     for (int i = 0; i < f->examples; i++) {
         EvalExample x;

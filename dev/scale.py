@@ -2,24 +2,28 @@
 """Bytes and time of a step from 1 to 1,024 GPUs, as tables for dev/notes/scale.md.
 
 Bytes are those that `train_gpt2 --plan --gpus N -z S` prints; the time of computing is its forecast
-for one H200, and the time of the exchange is bytes over the rates below: NVLink's is what the four
-blocks of NCCL bring that a run allows (data/fit.c), the others are nominal. Nothing here is
-measured. Run:    make train_gpt2 && dev/scale.py
+for one H200, and the time of the exchange is bytes over rates: NVLink's is that of its forecast
+(the last of the card's row in data/fit.c), the others are nominal. Nothing here is measured.
+Run:    make train_gpt2 && dev/scale.py
 """
 import re
 import subprocess
+from pathlib import Path
 
 MODELS = (("d12", 12, 64), ("d48", 48, 16))  # name, layers, sequences of 1,024 tokens on each GPU
-NVLINK, PCIE, NODE = 40e9, 31.5e9, 50e9      # bytes/s: a GPU each way, the same, a machine of eight
+CARD = "h200"
+PCIE, NODE = 31.5e9, 50e9                    # bytes/s: a GPU each way, a machine of eight
 MACHINE = 8                                  # GPUs in it
 MESSAGE = 1e-6                               # s: assumed for one send to one rank
+FORECAST = Path(__file__).resolve().parents[1] / "data" / "fit.c"
+NVLINK = float(re.search(rf'{{"{CARD}", {{.* (\S+)}}}}', FORECAST.read_text())[1])
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def plan(model, batch, gpus, stage):
     """The printed plan of one setting."""
     command = ["./train_gpt2", "-e", model, "-b", str(batch), "-r", "none", "--plan"]
-    card = ["--gpu", "h200"]
+    card = ["--gpu", CARD]
     ranks = ["--gpus", str(gpus), "-z", str(stage)] if gpus > 1 else []
     return subprocess.run(command + card + ranks, capture_output=True, text=True).stdout
 

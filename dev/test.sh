@@ -59,7 +59,7 @@ show() {
 # build TARGET...: status 1, and a failure, when it does not build.
 build() {
     $MAKE -s "$@" && return
-    echo "$*: FAILED (does not build)"
+    echo "$*: FAILED (does not build)" | tee -a "$logs/failed"
     failed=$((failed + 1))
     return 1
 }

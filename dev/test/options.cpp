@@ -125,9 +125,9 @@ static void test_not_regular() {
     mkfifo("out/log.jsonl", 0644);
     write_file("gpt2.bin", shard_bytes(Ids(400, 7), GPT2_TOKENS));
     static const Refusal table[] = {
-        {"-i fifo", "cannot open token file fifo: it is not a regular file"},
-        {"-i /dev/zero", "cannot open token file /dev/zero: it is not a regular file"},
-        {"-i train.bin -j fifo", "cannot open token file fifo: it is not a regular file"},
+        {"-i fifo", "cannot read token file fifo: it is not a regular file"},
+        {"-i /dev/zero", "cannot read token file /dev/zero: it is not a regular file"},
+        {"-i train.bin -j fifo", "cannot read token file fifo: it is not a regular file"},
         {"-i train.bin -e fifo", "cannot open fifo: it is not a regular file"},
         {"-i train.bin -e /dev/zero", "cannot open /dev/zero: it is not a regular file"},
         {"-i train.bin -e model", "cannot open model/model.safetensors: it is not a regular file"},
