@@ -460,6 +460,9 @@ static int remedy_price(Remedy *r, const Plan *p) {
         strncat(r->option, r->steps[axis] ? option + !r->option[0] : "",
                 sizeof r->option - 1 - strlen(r->option));
     }
+    if (now->B % r->settings.B) {
+        return 0;  // no number of these holds the step's tokens
+    }
     plan_build(&changed, &r->settings);
     r->bytes = plan_taken(&changed);
     r->host_bytes = changed.host_bytes;

@@ -243,6 +243,13 @@ static void test_plan_command() {
                o.out.find(" tokens/s, 409,600 tokens in 0:0") != Text::npos &&
                o.out.find("; predicted for this card, unmeasured\n") != Text::npos,
            "%s", o.out.c_str());
+    // A smaller batch is offered where a number of them holds as many tokens.
+    for (const char *B : {"5", "6"}) {
+        o = program(text("--plan -e d12 --gpu 4090 -b %s", B));
+        expect(o.out.find("\n-b 1 ") != Text::npos && o.out.find("\n-b 2 ") == Text::npos &&
+                   (o.out.find("\n-b 3 ") != Text::npos) == (B[0] == '6'),
+               "-b %s: %s", B, o.out.c_str());
+    }
     o = program("--plan -e l2h2c16t16 -b 2");
     expect_success(o, "--plan of the CPU run");
     expect(o.out.find("memory plan of the CPU run\n") == 0);
