@@ -758,8 +758,8 @@ static void plan_print_remedies(const Plan *p, const Room *room, size_t beside) 
     free(list);
 }
 
-// Prints the plan by group, whether it fits the room, what each setting would save, and the rule of
-// thumb. Returns 0 when it does not fit.
+// Prints the plan by group, whether it fits the room, on the device and on the host, what each
+// setting would save, and the rule of thumb. Returns 0 when it does not fit.
 static int plan_print(const Plan *p, const Room *room, const Options *o) {
     const Settings *s = &p->settings;
     const Model *m = &s->model;
@@ -807,10 +807,17 @@ static int plan_print(const Plan *p, const Room *room, const Options *o) {
                bytes_text(fits ? (double)(all - total) : (double)(total - all)).s,
                fits ? "free" : "short");
     }
+    const int host_fits = p->host_bytes <= room->host;
+    if (!host_fits) {  // what plan_refuse_host() says of a run
+        const HostMemory h = host_memory("");
+        printf("host memory of this machine: %s (%s); DOES NOT FIT, %s short; fewer states in "
+               "--offload need less of it\n", bytes_text((double)room->host).s, h.limit,
+               bytes_text((double)(p->host_bytes - room->host)).s);
+    }
     forecast_print(s, room, o);
     plan_print_remedies(p, room, beside);
     plan_print_thumb(p, total);
-    return fits;
+    return fits && host_fits;
 }
 
 // -------------------------------------------------------------------------------------------------

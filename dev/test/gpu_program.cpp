@@ -201,6 +201,26 @@ static void test_gpu_auto() {
                losses_in("away") == losses_in("plain"), "%s", away.out.c_str());
 }
 
+// What a run would pin is held against this machine's memory by --plan as it is by the run.
+static void test_gpu_plan_host() {
+    if (!is_emulated() || has_sanitizers()) {
+        skip("a limit of the process's own memory leaves room for the emulated device alone");
+    }
+    write_corpus();
+    const Text run = "-i train.bin -e l12h12c768t64 -b 1 -x 1 -r none --offload moments,master ";
+    auto low = [] {
+        struct rlimit r = {512 << 20, 512 << 20};
+        setrlimit(RLIMIT_DATA, &r);
+    };
+    const Outcome plan = program(run + "--plan", low);
+    expect(plan.status == 1 && plan.out.find("; fits, ") != Text::npos &&
+               plan.out.find("\nhost memory of this machine: ") != Text::npos &&
+               plan.out.find(" (ulimit -d); DOES NOT FIT, ") != Text::npos,
+           "status %d, %s", plan.status, plan.out.c_str());
+    expect_refused(program(run, low), "fewer states in --offload need less", "the run");
+    expect_success(program(run + "--plan"), "without a limit");
+}
+
 // A run measures how fast the GPU is once, keeps it in the user's cache and compares it with its
 // own steps; later plans know it. Where nothing can be kept the run goes on all the same.
 static void test_gpu_speed() {
@@ -599,6 +619,7 @@ static const Test tests[] = {
     {"gpu_start", test_gpu_start, 1},
     {"gpu_alias", test_gpu_alias, 1},
     {"gpu_auto", test_gpu_auto, 1},
+    {"gpu_plan_host", test_gpu_plan_host, 1},
     {"gpu_speed", test_gpu_speed, 1},
     {"gpu_commands", test_gpu_commands, 1},
     {"gpu_eval", test_gpu_eval, 1},
