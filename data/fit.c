@@ -1174,6 +1174,8 @@ static void minimum_command(const Options *asked, const Model *m, int cpu) {
         f->o.batch = 1;
         f->o.logit_rows = min_i64(128, asked->seq_len ? asked->seq_len : m->maxT);
         f->o.offload = OFFLOAD_AUTO;
+        // All that cuBLASLt asks of a workspace is that it begins at a multiple of 256 bytes.
+        f->o.workspace = asked->workspace || !all.speed.gpu ? asked->workspace : 256;
         f->rung = i == 1 ? HOST_RUNGS - 1 : 0;
         f->o.moments = i == 0 && !wide ? MOMENTS_BF16 : MOMENTS_FP32;
         f->o.master = i == 0 && !wide ? MASTER_NONE : MASTER_SPLIT;
@@ -1188,7 +1190,9 @@ static void minimum_command(const Options *asked, const Model *m, int cpu) {
                each_text(asked).s);
         training_print(&f->o, "block", all.speed.gpu);
         printf("  ");
-        print_changes(&f->settings, "; --logit-rows and -b change rounding");
+        print_changes(&f->settings, all.speed.gpu
+                                        ? "; --logit-rows, --workspace and -b change rounding"
+                                        : "; --logit-rows and -b change rounding");
     }
     free(f);
 }

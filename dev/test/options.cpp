@@ -299,6 +299,9 @@ static void test_fit_command() {
         expect(line != Text::npos && plan.out.substr(line, 60).find(said) != Text::npos,
                "%s%s: %s", title, command.c_str(), said.c_str());
     }
+    const Outcome less = program(text("--minimum -e %s --workspace 1", model));
+    expect(less.out.substr(0, less.out.find('\n')) == o.out.substr(0, o.out.find('\n')),
+           "a smaller workspace takes less: %s", less.out.c_str());
     o = program(text("--fit bits -e %s --gpu-mem 1100M", model));
     expect(o.status == 1 && o.out.find("nothing fits: --minimum") != Text::npos, "%s",
            o.out.c_str());
