@@ -136,10 +136,11 @@ def plan_parse(text, path):
 def plan_of(run):
     """The plan of a run from a program built here; None when none plans the log's bytes."""
     words = [f"--{name}={run.options[name]}" for name in PLAN_OPTIONS if run.options.get(name)]
-    for program in PROGRAMS:
+    # The log's paths are those of the folder where the run was started, mostly this one or that.
+    for program, folder in ((name, at) for name in PROGRAMS for at in (None, REPOSITORY)):
         try:
             said = subprocess.run([os.path.join(REPOSITORY, program), "--plan", "--json"] + words,
-                                  capture_output=True, timeout=20, check=False)
+                                  capture_output=True, timeout=20, check=False, cwd=folder)
             plan = plan_parse(said.stdout, program)
         except (OSError, ValueError, subprocess.TimeoutExpired, Refusal):
             continue
@@ -508,7 +509,9 @@ def run_html(run, plan):
     body = "<dl>" + "".join(f"<div><dt>{name}</dt><dd>{safe(value)}</dd></div>\n"
                             for name, value in figures.items() if value) + "</dl>\n"
     body += '<div class="charts">' + "".join(svg(*CHART, drawn, "chart") for drawn in charts(run))
-    body += "</div>\n" + ("<h2>Memory</h2>\n" + plan_html(plan) if plan else "")
+    body += "</div>\n<h2>Memory</h2>\n" + (
+        plan_html(plan) if plan else "<p>No program built here plans the bytes of this run; what "
+        "--plan --json prints with its options is its picture: --plan FILE.</p>\n")
     if plan and plan["total_bytes"] != run.plan_bytes:
         body += (f"<p>This plan allocates {plan['total_bytes']:,} bytes, the run "
                  f"{run.plan_bytes:,}: it is the plan of another run.</p>\n")
