@@ -1214,9 +1214,14 @@ static Room room_named(const Options *o, const Settings *s) {
     Room room;
     memset(&room, 0, sizeof room);
     room.library = library_reserve_bytes;
-    room.device = bytes ? max_i64(size_less(bytes, room.library + nccl_estimate_bytes(s)), 1) : 0;
+    room.device = size_less(bytes, room.library + nccl_estimate_bytes(s));
     room.host = SIZE_MAX;
     room.where = o->gpu[0] ? o->gpu : "--gpu-mem";
+    if (bytes && !room.device) {  // 16 for 16GiB, for one
+        die("%s: nothing is left beside %s, which are reserved for libraries, of %s", room.where,
+            bytes_text((double)(room.library + nccl_estimate_bytes(s))).s,
+            bytes_text((double)bytes).s);
+    }
     room.speed = rates ? speed_predict(rates, s) : speed_usual(s);
     // Between machines, of eight GPUs at most, the exchange is slower than these rates have it.
     room.from = !rates                      ? NULL

@@ -83,6 +83,7 @@ static const Refusal bad_options[] = {
     {"--minimum -e d12 -w split", "leave --master out"},
     {"--minimum -e d12 --gpu-mem 8G", "leave --gpu-mem out"},
     {"--fit bits -e d12 --gpu-mem 1G", "--gpu-mem: nothing is left beside 1.00 GiB, which are"},
+    {"--plan -e d12 --gpu-mem 16", "1.00 GiB, which are reserved for libraries, of 16 B"},
     {"--fit bits -e d12 --gpu 4090 -d 100", "(-d): 100 is not a multiple of B x T = 1 x 1024"},
     {"--fit bits -e d12 --gpu 4090 -b 3 -d 4096", "(-d): 4096 is not a multiple of B x T = 3 x"},
     {"--minimum -e l2h2c16t16 -d 100", "(-d): 100 is not a multiple of B x T = 1 x 16"},
