@@ -398,7 +398,7 @@ static void test_fit_given() {
     }));
     expect(moved.out.find("'../my tools/train_gpt2cu' -e d12 ") != Text::npos &&
                moved.out.find("'../my tools/train_gpt2' -e d12 ") != Text::npos &&
-               moved.out.find(" GiB and 1.00 GiB for libraries (reserved") != Text::npos,
+               moved.out.find("iB and 1.00 GiB for libraries (reserved") != Text::npos,
            "%s", moved.out.c_str());
 }
 
