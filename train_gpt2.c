@@ -4716,29 +4716,24 @@ static void json_number(FILE *f, const char *key, double value) {
 // Cuts `path` back to its lines of step <= `step`, and to complete lines: what came later is done
 // again. Returns 1 when the validation of `step` is among what stays.
 static int log_cut(const char *path, int64_t step) {
-    char line[256];
-    int64_t size;
-    int fd = file_open(path, &size);
+    char *line = NULL;
+    size_t room = 0;
+    ssize_t bytes;
+    int64_t size, keep = 0;
+    int fd = file_open(path, &size), validated = 0;
     FILE *f = fd >= 0 ? fdopen(fd, "r") : NULL;
-    long keep = 0;
-    int validated = 0;
     if (!f && errno != ENOENT) {
         die("cannot read log %s: %s", path, file_error());
     }
-    while (f && fgets(line, sizeof line, f)) {
+    while (f && (bytes = getline(&line, &room, f)) > 0 && line[bytes - 1] == '\n') {
         int64_t found = 0;
-        int complete = strchr(line, '\n') != NULL;
-        int later = sscanf(line, "{\"step\":%" SCNd64, &found) == 1 && found > step;
-        int validates = found == step && strstr(line, ",\"val_loss\":") != NULL;
-        while (!complete && fgets(line, sizeof line, f)) {
-            complete = strchr(line, '\n') != NULL;
-        }
-        if (!complete || later) {
+        if (sscanf(line, "{\"step\":%" SCNd64, &found) == 1 && found > step) {
             break;
         }
-        keep = ftell(f);
-        validated |= validates;
+        keep += bytes;
+        validated |= found == step && strstr(line, ",\"val_loss\":") != NULL;
     }
+    free(line);
     if (f) {
         fclose(f);
         if (truncate(path, keep) != 0) {
