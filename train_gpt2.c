@@ -3961,20 +3961,23 @@ static void engine_gather(Engine *e, void *all, const void *mine, size_t bytes) 
     }
 }
 
-// words (ranks) = every rank's `value`; from here on all ranks know of a signal that one of them
-// got, and of a fault.
-static void engine_exchange(Engine *e, RankWord *words, double value) {
+// Returns the words (ranks) of all ranks, with the `value` of each, until the next exchange; from
+// here on all ranks know of a signal that one of them got, and of a fault.
+static const RankWord *engine_exchange(Engine *e, double value) {
+    static RankWord *words;
     const RankWord mine = {value, stop_signal != 0, this_rank.failed};
+    if (!words) {
+        words = (RankWord *)alloc_zero((size_t)this_rank.ranks, sizeof *words);
+    }
     engine_gather(e, words, &mine, sizeof mine);
     ranks_agree(words);
+    return words;
 }
 
 // The same without a value.
 static void engine_agree(Engine *e) {
     if (this_rank.ranks > 1) {
-        RankWord *words = (RankWord *)alloc_zero((size_t)this_rank.ranks, sizeof(RankWord));
-        engine_exchange(e, words, 0);
-        free(words);
+        engine_exchange(e, 0);
     }
 }
 
@@ -4832,7 +4835,6 @@ static int run_validate(Run *run, double *loss) {
     const Settings *s = &run->s;
     const int64_t all = run->val.windows / s->B;
     const int64_t batches = run->o.val_batches ? min_i64(run->o.val_batches, all) : all;
-    RankWord *words = (RankWord *)alloc_zero((size_t)s->ranks, sizeof(RankWord));
     double sum = 0;
     int64_t k = 0;
     run->prepared = 0;  // its place is taken
@@ -4845,15 +4847,14 @@ static int run_validate(Run *run, double *loss) {
             this_rank.failed = 1;
         }
         // A rank without a batch computes too: others may need its part of the weights.
-        const double mine =
-            run->engine.forward_loss(&run->engine, NULL, run->inputs, run->targets);
-        engine_exchange(&run->engine, words, mine);
+        const RankWord *words = engine_exchange(
+            &run->engine,
+            run->engine.forward_loss(&run->engine, NULL, run->inputs, run->targets));
         run_note_fault(run);
         for (int r = 0; r < min_i64(s->ranks, batches - k); r++) {
             sum += words[r].value;
         }
     }
-    free(words);
     *loss = sum / (double)batches;
     return k >= batches && !run->failure[0];
 }
@@ -4919,34 +4920,28 @@ static int words_alike(const RankWord *words, int ranks, int r) {
 // majority, or where there is none all.
 static void run_compare_replicas(Run *run) {
     const int ranks = run->s.ranks;
-    char *names;
-    size_t bytes;
+    char names[300] = "";
+    int most = 0, named = 0, n = 0;
     if (ranks == 1) {
         return;
     }
-    RankWord *words = (RankWord *)alloc_zero((size_t)ranks, sizeof(RankWord));
-    FILE *f = open_memstream(&names, &bytes);
-    check(f, "no memory for a message");
     // The upper 53 bits, which a double holds.
-    engine_exchange(&run->engine, words, (double)(run->engine.replica(&run->engine) >> 11));
-    run->diverged = words_alike(words, ranks, 0) < ranks;
-    int most = 0, named = 0;
-    for (int r = 0; r < ranks && run->diverged; r++) {
+    const RankWord *words =
+        engine_exchange(&run->engine, (double)(run->engine.replica(&run->engine) >> 11));
+    for (int r = 0; r < ranks; r++) {
         most = (int)max_i64(most, words_alike(words, ranks, r));
     }
-    for (int r = 0; r < ranks && run->diverged; r++) {
+    run->diverged = most < ranks;
+    for (int r = 0; r < ranks && n < (int)sizeof names; r++) {
         if (2 * most <= ranks || words_alike(words, ranks, r) < most) {
-            fprintf(f, "%s%d", named++ ? ", " : "", r);
+            n += snprintf(names + n, sizeof names - (size_t)n, "%s%d", named++ ? ", " : "", r);
         }
     }
-    fclose(f);
     if (run->diverged) {
-        snprintf(run->failure, sizeof run->failure, "rank%s %.300s differ%s in weights or moments "
+        snprintf(run->failure, sizeof run->failure, "rank%s %s differ%s in weights or moments "
                  "that must be alike on all ranks: a GPU, or what connects it, has made a mistake",
                  named > 1 ? "s" : "", names, named > 1 ? "" : "s");
     }
-    free(names);
-    free(words);
 }
 
 // Saves the run as it is and removes what --keep leaves no room for. Does nothing without an output
