@@ -430,15 +430,13 @@ static int64_t parse_bytes(const char *text) {
         return -1;
     }
     static const char units[] = "KMGT";
-    if (*end != 0) {
-        const char *unit = strchr(units, *end >= 'a' && *end <= 'z' ? *end - 32 : *end);
-        if (unit && *unit) {
-            value *= (double)((int64_t)1 << 10 * (unit - units + 1));
-            end++;
-            end += *end == 'i';
-        }
-        end += *end == 'B' || *end == 'b';
+    const char *unit = strchr(units, *end >= 'a' && *end <= 'z' ? *end - 32 : *end);
+    if (unit && *unit) {
+        value *= (double)((int64_t)1 << 10 * (unit - units + 1));
+        end++;
+        end += *end == 'i';
     }
+    end += *end == 'B' || *end == 'b';
     return *end == 0 && value < 9e15 ? (int64_t)value : -1;
 }
 
@@ -657,19 +655,16 @@ static void options_contradict(const Options *o) {
 
 // What --generate heeds: an option of training that is given beside it is a mistake. Listed are
 // those that it does heed, so that a new option of training is refused without a word here.
-static const char *const generate_options[] = {
-    "model", "seq-len", "seed", "tokenizer", "sample-tokens", "prompt", "temperature", "top-k",
-    "top-p", "generate", "samples", "quiet", "dtype", "plan", "json", "gpu", "gpu-mem", "help"};
+static const char generate_options[] =
+    "model|seq-len|seed|tokenizer|sample-tokens|prompt|temperature|top-k|top-p|generate|samples|"
+    "quiet|dtype|plan|json|gpu|gpu-mem|help";
 
 // Ends the run at the first option given that --generate would ignore.
 static void options_only_generate(const Options *o) {
     for (int i = 0; i < OPTION_ROWS; i++) {
-        int heeded = !o->given[i];
-        for (size_t k = 0; k < sizeof generate_options / sizeof generate_options[0]; k++) {
-            heeded |= strcmp(option_rows[i].name, generate_options[k]) == 0;
-        }
-        if (!heeded) {
-            die("--generate neither trains nor writes files: leave --%s out", option_rows[i].name);
+        const char *name = option_rows[i].name;
+        if (o->given[i] && !choice_find(generate_options, name, strlen(name))) {
+            die("--generate neither trains nor writes files: leave --%s out", name);
         }
     }
 }
@@ -4221,18 +4216,13 @@ static void dataset_close(Dataset *d) {
 // the file cannot be read or holds an id outside its own vocabulary.
 static int dataset_window(Dataset *d, int64_t window, uint32_t epoch, Token *inputs,
                           Token *targets) {
-    int low = 0, high = d->shard_count - 1;
-    while (low < high) {
-        int middle = (low + high + 1) / 2;
-        if (d->shards[middle].first_window <= window) {
-            low = middle;
-        } else {
-            high = middle - 1;
-        }
+    int i = d->shard_count - 1;
+    while (d->shards[i].first_window > window) {
+        i--;
     }
-    const Shard *shard = &d->shards[low];
+    const Shard *shard = &d->shards[i];
     int64_t rest = (shard->count - 1) % d->T;
-    int64_t shift = (int64_t)(rng_uniform(d->seed, RNG_SHUFFLE, epoch, UINT64_MAX - (uint64_t)low) *
+    int64_t shift = (int64_t)(rng_uniform(d->seed, RNG_SHUFFLE, epoch, UINT64_MAX - (uint64_t)i) *
                               (double)(rest + 1));
     int64_t start = (window - shard->first_window) * d->T + (epoch ? shift : 0);
     const char *fault = shard_read(shard, d->window, start, d->T + 1);
@@ -4241,18 +4231,18 @@ static int dataset_window(Dataset *d, int64_t window, uint32_t epoch, Token *inp
                  ": %s", shard->path, start, start + d->T, fault);
         return 0;
     }
-    for (int i = 0; i <= d->T; i++) {
-        Token token = d->window[i];
+    for (int t = 0; t <= d->T; t++) {
+        Token token = d->window[t];
         if (token >= d->vocabulary) {
             snprintf(d->problem, sizeof d->problem, "%s: token %" PRId64 " is %d, outside the "
-                     "vocabulary of %d", shard->path, start + i, token, d->vocabulary);
+                     "vocabulary of %d", shard->path, start + t, token, d->vocabulary);
             return 0;
         }
-        if (i < d->T) {
-            inputs[i] = token;
+        if (t < d->T) {
+            inputs[t] = token;
         }
-        if (i > 0) {
-            targets[i - 1] = token;
+        if (t > 0) {
+            targets[t - 1] = token;
         }
     }
     return 1;
@@ -4300,9 +4290,8 @@ static int64_t prompt_tokens(Token *out, int capacity, int tokenizer, const Bpe 
     uint16_t *ids = (uint16_t *)alloc_zero(n, sizeof(uint16_t));
     int64_t count = 0;
     if (tokenizer == TOKENIZER_BYTES) {
-        while (count < (int64_t)n) {
+        for (; count < (int64_t)n; count++) {
             ids[count] = (unsigned char)text[count];
-            count++;
         }
     } else {
         BpeEncoder encoder;
