@@ -1345,17 +1345,13 @@ struct Plan {
 // 256 bytes: as cudaMalloc aligns, and four cache lines, so that no two buffers share one.
 enum { PLAN_ALIGN = 256, PLAN_GAP = GPT2_POISON ? 256 : 0 };
 
-// Whether a run has a buffer. One that learns nothing ends at the head.
-static int plan_needs(const Settings *s, const BufferEntry *entry) {
-    const int learns = entry->group >= GROUP_GRADIENTS && entry->group <= GROUP_MASTER;
-    return entry->count && !(s->forward && (learns || entry->first > tick_head(&s->model)));
-}
-
 // Adds a buffer, of block `layer` or (-1) of none, and returns its index; -1 for one that is not
-// needed. A name may be cut short: it is for people and for --plan --json.
+// needed: a run that learns nothing ends at the head. A name may be cut short: it is for people and
+// for --plan --json.
 static int plan_add(Plan *p, const BufferEntry *entry, int layer) {
     const Settings *s = &p->settings;
-    if (!plan_needs(s, entry)) {
+    const int learns = entry->group >= GROUP_GRADIENTS && entry->group <= GROUP_MASTER;
+    if (!entry->count || (s->forward && (learns || entry->first > tick_head(&s->model)))) {
         return -1;
     }
     Buffer *b = &p->buffers[p->buffer_count];  // zero, padding too: equal plans are equal bytes
@@ -2009,6 +2005,7 @@ static void visit_move(Plan *p, const Visit *v, int move) {
     Slot *slot = &p->slots[v->what][v->slot];
     char *memory = (char *)buffer_pointer(p, id), *home = NULL;
     const size_t bytes = p->buffers[id].bytes;
+    int makes = 1;
     switch (move) {
     case MOVE_ARRIVE:
         if (v->what == HOME_OF_WEIGHTS && slot->tenant == v->block + 1) {
@@ -2022,23 +2019,17 @@ static void visit_move(Plan *p, const Visit *v, int move) {
         break;
     case MOVE_ARRIVED:
         slot->tenant = v->block + 1;
-        if (!slot->arriving) {
-            return;
-        }
+        makes = slot->arriving;
         slot->arriving = 0;
         break;
-    case MOVE_DEPART:
-        if (!v->out) {
-            return;
-        }
-        slot->leaving = 1;
-        break;
+    case MOVE_DEPART: makes = slot->leaving = v->out != 0; break;
     case MOVE_DEPARTED:
-        if (!slot->leaving) {
-            return;
-        }
+        makes = slot->leaving;
         slot->leaving = 0;
         break;
+    }
+    if (!makes) {
+        return;
     }
     if (brings || v->out) {
         const int64_t own = own_count(&p->settings, v->what, (int64_t)bytes);
@@ -5736,6 +5727,17 @@ static void run_begin(Run *run, const Program *program, const Model *m) {
     }
 }
 
+// Frees what a finished run holds; data that was never opened has nothing to free.
+static void run_close(Run *run) {
+    rank_phase("ending", RANK_UNEVEN);
+    run->engine.close(&run->engine);
+    plan_free(&run->plan);
+    dataset_close(&run->train);
+    dataset_close(&run->val);
+    free(run->inputs);
+    free(run->bpe);
+}
+
 // --eval: scores the model, without data and without writing anything. A signal ends it with what
 // was scored by then, which is no failure. Without -t, T is what the longest row of the file needs,
 // and a model that is not from a file has GPT-2's vocabulary, as those files do.
@@ -5778,10 +5780,8 @@ static int eval_command(Run *run, const Program *program, Model *m) {
     }
     run_evaluate(run, &f, &score);
     run_print_score(run, &f, &score);
-    run->engine.close(&run->engine);
-    plan_free(&run->plan);
+    run_close(run);
     mapping_close(&map);
-    free(run->inputs);
     return 0;
 }
 
@@ -5863,27 +5863,11 @@ static int generate_command(Run *run, const Program *program, Model *m) {
                 count_text(g.count).s, count_text(tokens_per_second(g.count, g.ms)).s,
                 g.slid ? ", a whole window each where it slides" : "");
     }
-    run->engine.close(&run->engine);
-    plan_free(&run->plan);
-    free(run->inputs);
-    free(run->bpe);
+    run_close(run);
     free(g.tokens);
     free(g.logits);
     free(g.scratch);
     return 0;
-}
-
-// Frees what a finished run holds.
-static void run_close(Run *run) {
-    rank_phase("ending", RANK_UNEVEN);
-    run->engine.close(&run->engine);
-    plan_free(&run->plan);
-    dataset_close(&run->train);
-    if (run->has_val) {
-        dataset_close(&run->val);
-    }
-    free(run->inputs);
-    free(run->bpe);
 }
 
 // The GPU at hand may have no bf16: a run or plan for it, to which no type is given, is in fp16, as
