@@ -1372,12 +1372,6 @@ static int plan_add(Plan *p, const BufferEntry *entry, int layer) {
     return p->buffer_count++;
 }
 
-// Elements of an activation of N tokens.
-static int64_t act_count(const Model *m, int act, int64_t N) {
-    const int channels = act_table[act].channels;
-    return N * (channels == PER_HEAD ? m->NH : channels == PER_TOKEN ? 1 : channels * m->C);
-}
-
 // Buffers of one block's activations and of their gradients. What backward recomputes gets two
 // short-lived buffers instead of one that lives from forward to backward.
 static void plan_add_block(Plan *p, int layer) {
@@ -1392,8 +1386,11 @@ static void plan_add_block(Plan *p, int layer) {
         const int used_back =  // where nothing comes back, forward's last use is the last
             s->forward ? tick_forward(layer, a->used) : tick_backward(m, layer, a->used_back);
         const Type type = a->channels > 0 ? s->dtype : settings_real(s);
+        const int per_token = a->channels == PER_HEAD    ? m->NH
+                              : a->channels == PER_TOKEN ? 1
+                                                         : a->channels * m->C;
         BufferEntry entry = {s->forward ? GROUP_WORKING : GROUP_KEPT, a->name, type,
-                             act_count(m, i, N), made, used_back, ON_DEVICE};
+                             N * per_token, made, used_back, ON_DEVICE};
         if (i == ACT_X && s->home[HOME_OF_RESIDUALS]) {
             *forward = *backward = -1;  // it has a slot
             continue;
