@@ -46,21 +46,13 @@
 // 1. Threads
 // OpenMP's, or the one of a build without it.
 
-static int thread_count(void) {
 #ifdef _OPENMP
-    return omp_get_max_threads();
+static int thread_count(void) { return omp_get_max_threads(); }
+static int thread_index(void) { return omp_get_thread_num(); }
 #else
-    return 1;
+static int thread_count(void) { return 1; }
+static int thread_index(void) { return 0; }
 #endif
-}
-
-static int thread_index(void) {
-#ifdef _OPENMP
-    return omp_get_thread_num();
-#else
-    return 0;
-#endif
-}
 
 // -------------------------------------------------------------------------------------------------
 // 2. Signals
