@@ -212,6 +212,45 @@ static void test_lost_output() {
     }
 }
 
+// A reader that stops reading, as a pager that is paused, holds a run up; a signal ends the wait:
+// the run saves and ends within seconds, whether stderr goes to the same reader or not.
+static void test_paused_reader() {
+    write_corpus();
+    for (int number : {SIGINT, SIGTERM}) {
+        const int both = number == SIGTERM;
+        const Text folder = both ? "both" : "out";
+        const pid_t pid = start(TINY "-x 100000 -k constant -o " + folder, [both] {
+            int ends[2];  // of one page; nobody reads, and the end to read from stays open
+            expect(pipe(ends) == 0 && fcntl(ends[1], F_SETPIPE_SZ, 4096) == 4096);
+            dup2(ends[1], 1);
+            dup2(both ? ends[1] : 2, 2);
+        });
+        Text log;
+        wait_until([&] {
+            const Text before = log;
+            usleep(300000);
+            log = read_file(folder + "/log.jsonl");
+            return !log_steps(folder + "/log.jsonl").empty() && log == before;
+        });
+        const double began = wall_ms();
+        kill(pid, number);
+        wait_until([&] {
+            siginfo_t ended = {};
+            waitid(P_PID, (id_t)pid, &ended, WEXITED | WNOHANG | WNOWAIT);
+            return ended.si_pid != 0;
+        });
+        const double waited = wall_ms() - began;
+        kill(pid, SIGKILL);
+        expect(outcome(pid).status == 0 && waited < 10e3, "not ended %.0f s after signal %d",
+               waited * 1e-3, number);
+        log = read_file(folder + "/log.jsonl");
+        const size_t steps = log_steps(folder + "/log.jsonl").size();
+        expect(log.find("\"reason\":\"interrupted\"") != Text::npos && steps < 100 &&
+                   names_in(folder, "step") == text("step-%08zu", steps),
+               "%zu steps, saved: %s", steps, names_in(folder, "step").c_str());
+    }
+}
+
 // Files that may grow no further end the run in a line that says so.
 static void test_file_limit() {
     write_corpus();
@@ -231,6 +270,7 @@ static const Test tests[] = {
     {"nohup", test_nohup, 1},
     {"cut_validation", test_cut_validation, 1},
     {"lost_output", test_lost_output, 1},
+    {"paused_reader", test_paused_reader, 1},
     {"file_limit", test_file_limit, 1},
 };
 
