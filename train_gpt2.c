@@ -4559,7 +4559,8 @@ typedef struct {
     Plan plan;
     Engine engine;
     Dataset train, val;
-    int has_val, accum_steps, live, stdout_error;
+    int has_val, accum_steps, live;
+    int stdout_error, log_error;     // errno of what could not be written; 0: all could
     int64_t skips;                   // skipped steps in a row, up to now
     int diverged;                    // ranks have other copies of what must be alike
     char failure[PATH_BYTES + 256];  // why the run ends before its last step; "": it need not
@@ -4723,11 +4724,19 @@ static int log_cut(const char *path, int64_t step) {
     return validated;
 }
 
-// Ends an object and line of the log, or the run: a full disk must not pass unseen.
-static void log_end(FILE *f) {
-    fputs("}\n", f);
-    if (fflush(f) != 0 || ferror(f)) {
-        die("cannot write log.jsonl: %s", strerror(errno));
+// Ends an object and line of the log. A full disk must not pass unseen, nor is it a reason to lose
+// what a run has learnt: the log keeps its whole lines and is closed, the run is asked to stop as by
+// a signal, so that all ranks save the same step, and ends as failed.
+static void log_end(Run *run) {
+    char path[PATH_BYTES];
+    fputs("}\n", run->log);
+    if (fflush(run->log) != 0 || ferror(run->log)) {
+        run->log_error = errno;
+        fclose(run->log);
+        run->log = NULL;
+        path_print(path, "%s/log.jsonl", run->o.output);
+        log_cut(path, INT64_MAX);
+        stop_signal = stop_signal ? stop_signal : SIGUSR1;
     }
 }
 
@@ -4765,7 +4774,10 @@ static void log_open(Run *run, int64_t resume_step) {
             m->L, m->NH, m->C, m->maxT, m->V, model_parameters(m), plan_taken(&run->plan));
     json_text(f, run->engine.device, strlen(run->engine.device));
     fputs("\"", f);
-    log_end(f);
+    log_end(run);
+    if (run->log_error) {
+        die("cannot write log %s: %s", path, strerror(run->log_error));
+    }
 }
 
 // Hands what was printed to the system. Where stdout takes no more, printing ends and the run goes
@@ -4872,7 +4884,7 @@ static void run_sample(Run *run) {
         fputs(",\"sample\":\"", run->log);
         json_text(run->log, text, (size_t)bytes);
         fputs("\"", run->log);
-        log_end(run->log);
+        log_end(run);
     }
     free(tokens);
     free(logits);
@@ -4945,7 +4957,7 @@ static void run_save(Run *run) {
         fputs(",\"checkpoint\":\"", run->log);
         json_text(run->log, path, strlen(path));
         fputs("\"", run->log);
-        log_end(run->log);
+        log_end(run);
     }
     if (!run->o.quiet) {
         printf("%ssaved %s\n", clear_line(run), path);
@@ -5005,7 +5017,7 @@ static void run_report(Run *run, int ends) {
         if (r->scale_log2) {
             fprintf(run->log, ",\"loss_scale_log2\":%d", r->scale_log2);
         }
-        log_end(run->log);
+        log_end(run);
     }
 }
 
@@ -5145,7 +5157,7 @@ static void run_validation(Run *run) {
     if (run->log) {
         log_begin(run);
         json_number(run->log, "val_loss", loss);
-        log_end(run->log);
+        log_end(run);
     }
 }
 
@@ -5163,10 +5175,14 @@ static void run_fail(const Run *run) {
 
 // The last lines of a run, on the terminal and in the log, which is closed.
 static void run_end(Run *run, double ms) {
-    const char *reason = run->failure[0] ? "failed" : run_stopping() ? "interrupted" : "finished";
+    const char *reason = run->failure[0] || run->log_error ? "failed"
+                         : run_stopping()                  ? "interrupted"
+                                                           : "finished";
     if (run->log) {
         fprintf(run->log, "{\"event\":\"end\",\"reason\":\"%s\"", reason);
-        log_end(run->log);
+        log_end(run);
+    }
+    if (run->log) {
         fclose(run->log);
     }
     if (!run->o.quiet) {
@@ -5213,6 +5229,10 @@ static void run_train(Run *run) {
         run_save(run);
     }
     run_end(run, now_ms() - began);
+    if (run->log_error && !run->failure[0]) {
+        snprintf(run->failure, sizeof run->failure, "cannot write %s/log.jsonl: %s", o->output,
+                 strerror(run->log_error));
+    }
     if (run->failure[0]) {
         run_fail(run);
     }

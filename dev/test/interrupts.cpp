@@ -262,6 +262,38 @@ static void test_file_limit() {
     expect(names_in("out", "step").empty(), "%s", names_in("out", "step").c_str());
 }
 
+// A log that may grow no further stops the run, which is saved with a log of whole lines, says so
+// once and fails; what goes on from there ends as the run that nothing disturbed.
+static void test_full_log() {
+    enum { LIMIT = 400000 };  // of bytes, and so more than any file of the checkpoint has
+    const Text part = TINY "-j val.bin -v 7 -x 30 -k constant --quiet -y 1 -o ";
+    write_corpus();
+    expect_success(program(part + "whole"), "undisturbed");
+    const Text want = tensors_of("whole", 30), log = read_file("whole/log.jsonl");
+    const size_t starts = log.find('\n') + 1, end = log.rfind("{\"event\":\"end\"");
+    // Room for the first line and some of those that follow, or for all but the last one.
+    for (const size_t room : {starts + 500, (starts + end) / 2, end + 10}) {
+        remove_folder("full");
+        mkdir("full", 0755);
+        const Text line = "{\"step\":0,\"text\":\"" + Text(LIMIT - room - 24, 'x') + "\"}\n";
+        write_file("full/log.jsonl", line);
+        const Outcome o = program(part + "full", [] {
+            const struct rlimit limit = {LIMIT, LIMIT};
+            setrlimit(RLIMIT_FSIZE, &limit);
+        });
+        const size_t steps = log_steps("full/log.jsonl").size();
+        const Text now = read_file("full/log.jsonl"), saved = names_in("full", "step");
+        const int step = saved.empty() ? -1 : atoi(saved.c_str() + 5);
+        expect_refused(o, text("cannot write full/log.jsonl: File too large; the run ended after "
+                               "step %d, which is saved", step), text("room %zu", room));
+        // The line that did not fit may be of a step, which is in the checkpoint all the same.
+        expect(now.size() <= LIMIT && steps + 1 >= (size_t)step && step > 1,
+               "%zu steps in the log, saved: %s", steps, saved.c_str());
+        expect_success(program(part + "full"), "resumed");
+        expect(tensors_of("full", 30) == want, "room %zu: another end", room);
+    }
+}
+
 static const Test tests[] = {
     {"kill", test_kill, 1},
     {"signals", test_signals, 1},
@@ -272,6 +304,7 @@ static const Test tests[] = {
     {"lost_output", test_lost_output, 1},
     {"paused_reader", test_paused_reader, 1},
     {"file_limit", test_file_limit, 1},
+    {"full_log", test_full_log, 1},
 };
 
 int main(int argc, char **argv) {
