@@ -5556,6 +5556,26 @@ static void run_print_box(const Run *run, const Program *program) {
     }
 }
 
+// Ends a resume at a checkpoint in the output folder that bears another name than its step's, or at
+// one that is that folder (its entry "."): a new run in their place would clear the log.
+static void refuse_renamed(const char *output) {
+    static Manifest manifest;
+    char path[PATH_BYTES];
+    struct dirent *entry;
+    DIR *folder = opendir(output);
+    while (folder && (entry = readdir(folder)) != NULL) {
+        path_print(path, "%s/%s/manifest.json", output, entry->d_name);
+        if (strcmp(entry->d_name, "..") != 0 && !manifest_open(&manifest, path)) {
+            die("--resume (-y): %s/%s is a checkpoint of step %" PRId64 "; a run goes on from "
+                "step-%08" PRId64 " in its --output (-o): name it so, or for a new run move it",
+                output, entry->d_name, manifest.step, manifest.step);
+        }
+    }
+    if (folder) {
+        closedir(folder);
+    }
+}
+
 // The newest checkpoint of the output folder whose files are those of its manifest.
 typedef struct {
     int64_t step;   // -1: there is none at all
@@ -5580,6 +5600,9 @@ static ResumeChoice run_choose_checkpoint(const Run *run) {
         } else {
             fprintf(stderr, "%s: skipped %s: %s\n", program_name, path, problem);
         }
+    }
+    if (o->resume && !list.count) {
+        refuse_renamed(o->output);
     }
     if (list.count && choice.step < 0) {
         die("--resume (-y): no checkpoint in %s is complete; remove them to start anew", o->output);
