@@ -2183,7 +2183,7 @@ static const int shard_stage[HOMES] = {3, 2, 1, 1, 0};
 // Ranks and homes, from --gpus, which is by now what a launcher started, --zero and --offload. Ends
 // the run where these do not go together.
 static void settings_homes(Settings *s, const Options *o) {
-    if (!o->plan && o->zero && o->gpus == 1) {
+    if (o->zero && o->gpus == 1) {
         die("--zero (-z) %" PRId64 " divides states among GPUs: --gpus N or mpirun asks for some",
             o->zero);
     }
