@@ -31,6 +31,7 @@ END
 cat > "$scratch/bin/nvidia-smi" << 'END'
 #!/bin/sh
 echo nvidia-smi >> "$CALLS"
+[ -z "${NONE-}" ] || { echo "No devices were found"; exit 6; }
 case "$*" in
     *compute_cap*) [ -z "$GPU" ] || echo "$GPU" ;;
     *-lms*) while sleep 0.02; do [ ! -e "$WANTED" ] || { echo 500; rm -f "$WANTED"; }; done ;;
@@ -177,6 +178,12 @@ sanitized() {
 
 STAGES="speed tests" check
 says "gpu_check: unknown stage" "STAGES has no stage 'tests': build test sanitizer" "$said"
+NONE=yes STAGES=build OUT=$scratch/none check
+says "gpu_check: no GPU ends it at once" "^gpu_check.sh: nvidia-smi shows no GPU; .*_cpu$" "$said"
+[ $status -eq 1 ] && ! compgen -G "$scratch/none/*" > /dev/null
+verdict "... before anything is built" $? "$said"
+NONE=yes STAGES=bench GPT2CU=true BENCH=true OUT=$scratch/none check
+says "gpu_check: a program that is named needs none" "gpu +skipped .*bench +true +ok" "$said"
 if [ -x train_gpt2cu_cpu ]; then
     SECONDS=0
     STAGES="build test check bits offload gpus speed torch bench" GPT2CU=$scratch/bin/program \
