@@ -42,15 +42,14 @@ esac
 END
 chmod +x "$toolkit/bin/nvcc" "$scratch/bin/nvidia-smi"
 ln -s "$toolkit/bin/nvcc" "$scratch/bin/nvcc"
-# The emulated program, which ends only when the nvidia-smi above has told its memory once: a run of
-# a few milliseconds would otherwise end between two looks.
+# The emulated program, which begins only when the nvidia-smi above has told its memory once: a run
+# of a few milliseconds would otherwise end between two looks, and who waits for the last step would
+# not wait for a look behind it.
 cat > "$scratch/bin/program" << 'END'
 #!/bin/sh
-./train_gpt2cu_cpu "$@"
-status=$?
 touch "$WANTED"
 for look in $(seq 500); do [ ! -e "$WANTED" ] || sleep 0.02; done
-exit $status
+exec ./train_gpt2cu_cpu "$@"
 END
 chmod +x "$scratch/bin/program"
 export CALLS=$scratch/calls WANTED=$scratch/wanted GPU=
