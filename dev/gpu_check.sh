@@ -25,8 +25,8 @@
 #   PYTHON=python3             the one that has torch
 #   COMMIT=                    what to print where there is no git
 #
-# Where nvidia-smi shows no GPU it ends at once, unless GPT2CU is given: so every line of this script
-# but nvcc's can still be run, as dev/test/machines.sh does:
+# Where nvidia-smi shows no GPU it ends at once, unless GPT2CU is given: then every line of it but
+# nvcc's can still be run, as dev/test/machines.sh does:
 #   make train_gpt2cu_cpu && GPT2CU=./train_gpt2cu_cpu TEST=true MODELS=l2h2c64t64 $0
 set -u
 export LC_ALL=C CUDA_DEVICE_ORDER=PCI_BUS_ID    # the first GPU is nvidia-smi's first

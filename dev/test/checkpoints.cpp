@@ -150,9 +150,9 @@ static void test_resume_nothing() {
     expect(program(TINY "-y 1 -o out -x 5").out.find("nothing to do") == Text::npos);
 }
 
-// Where the only checkpoint bears a name of the user's, or is the output folder itself, a resume says
-// so and leaves all as it was: a new run would clear the log of its steps. It is skipped beside one
-// to go on from, and -e takes its weights.
+// Where the only checkpoint bears a name of the user's, or is the output folder itself, a resume
+// says so and leaves all as it was: a new run would clear the log of its steps. It is skipped
+// beside one to go on from, and -e takes its weights.
 static void test_resume_renamed() {
     write_corpus();
     const Text run = TINY "--quiet -n 2 -y 1 -x 4 ";
