@@ -4308,7 +4308,8 @@ typedef struct {
     int tokenizer, V, T;
     uint32_t step;     // of the checkpoint, so that its run's sample comes again; else 0
     Token *tokens;     // prompt and sample, T + --sample-tokens
-    real *logits;      // (V)
+    real *logits;      // (V) of the token before
+    real *prompt_logits;  // (V) behind the prompt, for the first token of each of its samples
     Candidate *scratch;
     int write_error;   // errno of stdout; 0: it takes what is written
     int64_t texts, lines, prompt_count, count, slid;  // texts and lines begun; tokens
@@ -4326,8 +4327,9 @@ static void generator_write(Generator *g, const char *text, size_t n) {
 
 // The window of a training run's sample holds the last T tokens, and so does this one. While they
 // are fewer, each keeps its position, and what the cache holds of it stays true.
-// Prints sample number `sample` of the text whose `n` tokens are in g->tokens, the first `cached`
-// of them in the KV cache too. Returns how many are there afterwards that the next sample may use.
+// Prints sample number `sample` of the text whose `n` tokens are in g->tokens. `cached` is n where
+// they are in the KV cache and their logits with the generator, as a sample before leaves them, or
+// else 0. Returns that for the next sample, whose first token is so picked from the same bits.
 static int generate_sample(Generator *g, int64_t sample, int n, int cached) {
     const Options *o = g->o;
     const SampleRule rule = {o->temperature, o->top_p, o->top_k};
@@ -4336,15 +4338,18 @@ static int generate_sample(Generator *g, int64_t sample, int n, int cached) {
     for (int64_t i = 0; i < o->sample_tokens && !run_stopping() && !g->write_error; i++, n++) {
         const int start = n > g->T ? n - g->T : 0;
         const double began = now_ms();
+        real *logits = i ? g->logits : g->prompt_logits;
         // Every token of a window that has slid is at a new position: nothing cached is of use.
         cached = start ? 0 : cached;
-        g->engine->extend(g->engine, g->logits, g->tokens + start + cached, cached,
-                          n - start - cached);
+        if (cached < n) {
+            g->engine->extend(g->engine, logits, g->tokens + start + cached, cached,
+                              n - start - cached);
+        }
         cached = n - start;
         *(i ? &g->ms : &g->prompt_ms) += now_ms() - began;
         const uint64_t place = (uint64_t)sample << 32 | (uint64_t)i;
         const double u = rng_uniform((uint64_t)o->seed, RNG_SAMPLE, g->step, place);
-        g->tokens[n] = sample_token(g->logits, g->V, &rule, u, g->scratch);
+        g->tokens[n] = sample_token(logits, g->V, &rule, u, g->scratch);
         g->count += i > 0;
         g->slid += start > 0;
         if (g->tokens[n] == end_of_text(g->tokenizer)) {
@@ -4352,7 +4357,7 @@ static int generate_sample(Generator *g, int64_t sample, int n, int cached) {
         }
         generator_write(g, text, (size_t)token_text(text, g->tokenizer, g->bpe, g->tokens[n]));
     }
-    return n > g->T ? 0 : prompt - 1;  // the prompt's last token again, for its logits
+    return n > g->T ? 0 : prompt;
 }
 
 // Whether prompts are the lines of stdin.
@@ -4658,8 +4663,8 @@ static int log_cut(const char *path, int64_t step) {
 }
 
 // Ends an object and line of the log. A full disk must not pass unseen, nor is it a reason to lose
-// what a run has learnt: the log keeps its whole lines and is closed, the run is asked to stop as by
-// a signal, so that all ranks save the same step, and ends as failed.
+// what a run has learnt: the log keeps its whole lines and is closed, the run is asked to stop as
+// by a signal, so that all ranks save the same step, and ends as failed.
 static void log_end(Run *run) {
     char path[PATH_BYTES];
     fputs("}\n", run->log);
@@ -5797,7 +5802,8 @@ static void generator_open(Generator *g, Run *run, const Program *program, const
     g->tokenizer = run->train.tokenizer;
     g->V = m->V;
     g->tokens = (Token *)alloc_zero((size_t)(g->T + o->sample_tokens), sizeof(Token));
-    g->logits = (real *)alloc_zero((size_t)m->V, sizeof(real));
+    g->logits = (real *)alloc_zero(2 * (size_t)m->V, sizeof(real));
+    g->prompt_logits = g->logits + m->V;
     g->scratch = (Candidate *)alloc_zero((size_t)m->V, sizeof(Candidate));
     if (!generator_reads(g)) {  // a prompt that is too long is said before anything is loaded
         generator_prompt(g, o->prompt, strlen(o->prompt));
