@@ -95,6 +95,7 @@ static void on_look(int number) {
 static void on_stop(int number) {
     stop_line = write_waits(STDERR_FILENO) ? "" : stop_line;
     on_signal(number);
+    signal(SIGALRM, on_look);  // not before: whoever started the program may have set an alarm
     alarm(1);
 }
 
@@ -103,10 +104,8 @@ static void on_stop(int number) {
 static void stop_on_signals(void) {
     struct sigaction action, hangup;
     memset(&action, 0, sizeof action);
-    action.sa_flags = SA_RESTART;
-    action.sa_handler = on_look;
-    sigaction(SIGALRM, &action, NULL);
     action.sa_handler = on_stop;
+    action.sa_flags = SA_RESTART;
     sigaction(SIGINT, &action, NULL);
     sigaction(SIGTERM, &action, NULL);
     if (sigaction(SIGHUP, NULL, &hangup) == 0 && hangup.sa_handler != SIG_IGN) {
