@@ -1992,7 +1992,7 @@ static void visit_move(Plan *p, const Visit *v, int move) {
     Slot *slot = &p->slots[v->what][v->slot];
     char *memory = (char *)buffer_pointer(p, id), *home = NULL;
     const size_t bytes = p->buffers[id].bytes;
-    int makes = 1;
+    int happens = 1;
     switch (move) {
     case MOVE_ARRIVE:
         if (v->what == HOME_OF_WEIGHTS && slot->tenant == v->block + 1) {
@@ -2006,16 +2006,16 @@ static void visit_move(Plan *p, const Visit *v, int move) {
         break;
     case MOVE_ARRIVED:
         slot->tenant = v->block + 1;
-        makes = slot->arriving;
+        happens = slot->arriving;
         slot->arriving = 0;
         break;
-    case MOVE_DEPART: makes = slot->leaving = v->out != 0; break;
+    case MOVE_DEPART: happens = slot->leaving = v->out != 0; break;
     case MOVE_DEPARTED:
-        makes = slot->leaving;
+        happens = slot->leaving;
         slot->leaving = 0;
         break;
     }
-    if (!makes) {
+    if (!happens) {
         return;
     }
     if (brings || v->out) {
