@@ -1528,7 +1528,8 @@ static void test_kv_cache() {
 }
 
 // The tokens of samples, one behind another from the same cache, are those picked from the logits
-// of the whole window: within the window, past it, and behind a sample of either kind.
+// of the whole window: within the window, past it, and behind a sample of either kind. The first
+// one of each sample is picked from the same bits.
 static void test_generated_tokens() {
     Model m = shape("l2h3c48t12", 257);
     Net whole(m, 1, m.maxT), cached(m, "--generate", 0);
@@ -1536,7 +1537,7 @@ static void test_generated_tokens() {
     Batch b(PROMPT, m.V, 1);
     std::vector<Token> tokens(PROMPT + MOST);
     std::vector<Candidate> candidates((size_t)m.V);
-    Reals logits((size_t)m.V);
+    Reals logits((size_t)m.V), prompt_logits((size_t)m.V), first;
     Options o;
     options_default(&o);
     const SampleRule rule = {o.temperature, o.top_p, o.top_k};
@@ -1549,6 +1550,7 @@ static void test_generated_tokens() {
     g.T = m.maxT;
     g.tokens = tokens.data();
     g.logits = logits.data();
+    g.prompt_logits = prompt_logits.data();
     g.scratch = candidates.data();
     int kept = 0, sample = 0;
     fflush(stdout);
@@ -1572,6 +1574,8 @@ static void test_generated_tokens() {
         }
         expect(memcmp(want.data(), g.tokens, want.size() * sizeof(Token)) == 0, "sample %d",
                sample);
+        first = sample ? first : prompt_logits;
+        expect(same_bits(prompt_logits, first), "the first token of sample %d", sample);
         sample++;
     }
     close(nowhere);

@@ -430,15 +430,13 @@ static int64_t parse_bytes(const char *text) {
         return -1;
     }
     static const char units[] = "KMGT";
-    if (*end != 0) {
-        const char *unit = strchr(units, *end >= 'a' && *end <= 'z' ? *end - 32 : *end);
-        if (unit && *unit) {
-            value *= (double)((int64_t)1 << 10 * (unit - units + 1));
-            end++;
-            end += *end == 'i';
-        }
-        end += *end == 'B' || *end == 'b';
+    const char *unit = strchr(units, *end >= 'a' && *end <= 'z' ? *end - 32 : *end);
+    if (unit && *unit) {
+        value *= (double)((int64_t)1 << 10 * (unit - units + 1));
+        end++;
+        end += *end == 'i';
     }
+    end += *end == 'B' || *end == 'b';
     return *end == 0 && value < 9e15 ? (int64_t)value : -1;
 }
 
@@ -657,19 +655,16 @@ static void options_contradict(const Options *o) {
 
 // What --generate heeds: an option of training that is given beside it is a mistake. Listed are
 // those that it does heed, so that a new option of training is refused without a word here.
-static const char *const generate_options[] = {
-    "model", "seq-len", "seed", "tokenizer", "sample-tokens", "prompt", "temperature", "top-k",
-    "top-p", "generate", "samples", "quiet", "dtype", "plan", "json", "gpu", "gpu-mem", "help"};
+static const char generate_options[] =
+    "model|seq-len|seed|tokenizer|sample-tokens|prompt|temperature|top-k|top-p|generate|samples|"
+    "quiet|dtype|plan|json|gpu|gpu-mem|help";
 
 // Ends the run at the first option given that --generate would ignore.
 static void options_only_generate(const Options *o) {
     for (int i = 0; i < OPTION_ROWS; i++) {
-        int heeded = !o->given[i];
-        for (size_t k = 0; k < sizeof generate_options / sizeof generate_options[0]; k++) {
-            heeded |= strcmp(option_rows[i].name, generate_options[k]) == 0;
-        }
-        if (!heeded) {
-            die("--generate neither trains nor writes files: leave --%s out", option_rows[i].name);
+        const char *name = option_rows[i].name;
+        if (o->given[i] && !choice_find(generate_options, name, strlen(name))) {
+            die("--generate neither trains nor writes files: leave --%s out", name);
         }
     }
 }
@@ -1135,16 +1130,6 @@ static Tick tick_at(const Settings *s, int tick) {
     return t;
 }
 
-// A tick as --plan --json and dev/report.py call it: `head`, `3.qkv`, `3.re-qkv`.
-static void tick_name(char name[32], const Settings *s, int tick) {
-    Tick t = tick_at(s, tick);
-    if (t.layer < 0) {
-        snprintf(name, 32, "%s", stage_names[t.stage]);
-    } else {
-        snprintf(name, 32, "%d.%s%s", t.layer, t.again ? "re-" : "", stage_names[t.stage]);
-    }
-}
-
 // Levels of recomputation: the stages of a block's forward that come again in its backward. What
 // they make is dropped in between. Of the 16 C numbers that a block makes per token, `none` keeps
 // all 16 C, `gelu` 12 C, `norm` 10 C, `mlp` 6 C, `qkv` 3 C and `block` C, its input alone. The
@@ -1350,17 +1335,13 @@ struct Plan {
 // 256 bytes: as cudaMalloc aligns, and four cache lines, so that no two buffers share one.
 enum { PLAN_ALIGN = 256, PLAN_GAP = GPT2_POISON ? 256 : 0 };
 
-// Whether a run has a buffer. One that learns nothing ends at the head.
-static int plan_needs(const Settings *s, const BufferEntry *entry) {
-    const int learns = entry->group >= GROUP_GRADIENTS && entry->group <= GROUP_MASTER;
-    return entry->count && !(s->forward && (learns || entry->first > tick_head(&s->model)));
-}
-
 // Adds a buffer, of block `layer` or (-1) of none, and returns its index; -1 for one that is not
-// needed. A name may be cut short: it is for people and for --plan --json.
+// needed: a run that learns nothing ends at the head. A name may be cut short: it is for people and
+// for --plan --json.
 static int plan_add(Plan *p, const BufferEntry *entry, int layer) {
     const Settings *s = &p->settings;
-    if (!plan_needs(s, entry)) {
+    const int learns = entry->group >= GROUP_GRADIENTS && entry->group <= GROUP_MASTER;
+    if (!entry->count || (s->forward && (learns || entry->first > tick_head(&s->model)))) {
         return -1;
     }
     Buffer *b = &p->buffers[p->buffer_count];  // zero, padding too: equal plans are equal bytes
@@ -1381,12 +1362,6 @@ static int plan_add(Plan *p, const BufferEntry *entry, int layer) {
     return p->buffer_count++;
 }
 
-// Elements of an activation of N tokens.
-static int64_t act_count(const Model *m, int act, int64_t N) {
-    const int channels = act_table[act].channels;
-    return N * (channels == PER_HEAD ? m->NH : channels == PER_TOKEN ? 1 : channels * m->C);
-}
-
 // Buffers of one block's activations and of their gradients. What backward recomputes gets two
 // short-lived buffers instead of one that lives from forward to backward.
 static void plan_add_block(Plan *p, int layer) {
@@ -1401,8 +1376,11 @@ static void plan_add_block(Plan *p, int layer) {
         const int used_back =  // where nothing comes back, forward's last use is the last
             s->forward ? tick_forward(layer, a->used) : tick_backward(m, layer, a->used_back);
         const Type type = a->channels > 0 ? s->dtype : settings_real(s);
+        const int per_token = a->channels == PER_HEAD    ? m->NH
+                              : a->channels == PER_TOKEN ? 1
+                                                         : a->channels * m->C;
         BufferEntry entry = {s->forward ? GROUP_WORKING : GROUP_KEPT, a->name, type,
-                             act_count(m, i, N), made, used_back, ON_DEVICE};
+                             N * per_token, made, used_back, ON_DEVICE};
         if (i == ACT_X && s->home[HOME_OF_RESIDUALS]) {
             *forward = *backward = -1;  // it has a slot
             continue;
@@ -2014,6 +1992,7 @@ static void visit_move(Plan *p, const Visit *v, int move) {
     Slot *slot = &p->slots[v->what][v->slot];
     char *memory = (char *)buffer_pointer(p, id), *home = NULL;
     const size_t bytes = p->buffers[id].bytes;
+    int happens = 1;
     switch (move) {
     case MOVE_ARRIVE:
         if (v->what == HOME_OF_WEIGHTS && slot->tenant == v->block + 1) {
@@ -2027,23 +2006,17 @@ static void visit_move(Plan *p, const Visit *v, int move) {
         break;
     case MOVE_ARRIVED:
         slot->tenant = v->block + 1;
-        if (!slot->arriving) {
-            return;
-        }
+        happens = slot->arriving;
         slot->arriving = 0;
         break;
-    case MOVE_DEPART:
-        if (!v->out) {
-            return;
-        }
-        slot->leaving = 1;
-        break;
+    case MOVE_DEPART: happens = slot->leaving = v->out != 0; break;
     case MOVE_DEPARTED:
-        if (!slot->leaving) {
-            return;
-        }
+        happens = slot->leaving;
         slot->leaving = 0;
         break;
+    }
+    if (!happens) {
+        return;
     }
     if (brings || v->out) {
         const int64_t own = own_count(&p->settings, v->what, (int64_t)bytes);
@@ -2068,57 +2041,6 @@ static void visits_forget_weights(Plan *p) {
     for (int slot = 0; slot < SLOTS; slot++) {
         p->slots[HOME_OF_WEIGHTS][slot].tenant = 0;
     }
-}
-
-// Bytes that a rank moves in a step of `micros` micro-steps: between host and device, and to the
-// other ranks, of what it gathers and reduces.
-typedef struct {
-    double up, down, gathered, reduced;
-} Traffic;
-
-// Counts them from the visits and the plan's buffers; nothing of it is timed.
-static Traffic step_traffic(const Settings *s, int micros) {
-    const double others = 1 - 1.0 / s->ranks;
-    const int divided = s->home[HOME_OF_MOMENTS] & HOME_SHARD;
-    BufferEntry rows[SINGLES];
-    Visit *visits = (Visit *)alloc_zero(BLOCK_VISITS * (size_t)s->model.L, sizeof(Visit));
-    const int n = visits_build(visits, s);
-    Traffic t = {0, 0, 0, 0};
-    single_buffers(rows, s);
-    for (int i = 0; i < n; i++) {
-        const Visit *v = &visits[i];
-        const int weights = v->what == HOME_OF_WEIGHTS, grads = v->what == HOME_OF_GRADIENTS;
-        const int id = weights ? BUF_WEIGHTS_SLOT : grads ? BUF_GRADS_SLOT : BUF_X_SLOT;
-        const double bytes = (double)rows[id].count * (double)type_bytes(rows[id].type);
-        const double own = s->home[v->what] & HOME_SHARD ? bytes / s->ranks : bytes;
-        const int times = weights && v->arrive == 0 ? 1 : micros - grads;
-        t.up += v->in & HOME_HOST ? times * own : 0;
-        t.gathered += v->in & HOME_SHARD ? times * others * bytes : 0;
-        t.down += v->out & HOME_HOST ? micros * own : 0;
-        t.reduced += v->out & HOME_SHARD ? micros * others * bytes : 0;
-    }
-    free(visits);
-    // The update works in place; the norm reads gradients once more. Of whole weights that ranks
-    // update in parts, the own part goes up once more to be gathered, and then all come down.
-    static const int in_place[][3] = {{BUF_WEIGHTS_HOME, 1, 1}, {BUF_GRADS_HOME, 2, 0},
-                                      {BUF_M, 1, 1}, {BUF_V, 1, 1}, {BUF_MASTER, 1, 1}};
-    const int gathers = divided && s->home[HOME_OF_WEIGHTS] == HOME_HOST;
-    for (size_t i = 0; i < sizeof in_place / sizeof in_place[0]; i++) {
-        const BufferEntry *row = &rows[in_place[i][0]];
-        const double bytes = (double)row->count * (double)type_bytes(row->type);
-        const double parts = i == 0 && gathers ? s->ranks : 1, whole = parts > 1 ? bytes : 0;
-        t.up += s->home[row->home] & HOME_HOST ? (in_place[i][1] * bytes + whole) / parts : 0;
-        t.down += s->home[row->home] & HOME_HOST ? in_place[i][2] * bytes / parts + whole : 0;
-    }
-    // Whole gradients are reduced once; then the parts are gathered of what AdamW has divided, or
-    // else of the sums.
-    const double vectors = 4 * (double)rows[BUF_GRADS_1D].count, w = (double)type_bytes(s->dtype);
-    const double grads = (double)type_bytes(s->grad_dtype) * (double)rows[BUF_GRADS].count;
-    const int64_t home = s->home[HOME_OF_WEIGHTS] & HOME_SHARD ? 0 : rows[BUF_WEIGHTS_HOME].count;
-    const int64_t params = rows[BUF_WEIGHTS].count - rows[BUF_GRADS_1D].count + home;
-    t.reduced += others * (grads + vectors);
-    t.gathered += others * ((divided ? w * (double)params : grads) + vectors);
-    return t;
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -2200,7 +2122,7 @@ static const int shard_stage[HOMES] = {3, 2, 1, 1, 0};
 // Ranks and homes, from --gpus, which is by now what a launcher started, --zero and --offload. Ends
 // the run where these do not go together.
 static void settings_homes(Settings *s, const Options *o) {
-    if (!o->plan && o->zero && o->gpus == 1) {
+    if (o->zero && o->gpus == 1) {
         die("--zero (-z) %" PRId64 " divides states among GPUs: --gpus N or mpirun asks for some",
             o->zero);
     }
@@ -2215,12 +2137,6 @@ static void settings_homes(Settings *s, const Options *o) {
         die("--offload gradients: that is for one GPU; of %d, each keeps its part of them with "
             "--zero (-z) 2, and the other states may be offloaded", s->ranks);
     }
-}
-
-static int settings_zero(const Settings *s) {
-    const int moments = s->home[HOME_OF_MOMENTS] & HOME_SHARD;
-    return (moments + (s->home[HOME_OF_GRADIENTS] & HOME_SHARD) +
-            (s->home[HOME_OF_WEIGHTS] & HOME_SHARD)) / HOME_SHARD;
 }
 
 static const char *bf16_missing(void);  // chapter Matmul and fast maths
@@ -3961,20 +3877,23 @@ static void engine_gather(Engine *e, void *all, const void *mine, size_t bytes) 
     }
 }
 
-// words (ranks) = every rank's `value`; from here on all ranks know of a signal that one of them
-// got, and of a fault.
-static void engine_exchange(Engine *e, RankWord *words, double value) {
+// Returns the words (ranks) of all ranks, with the `value` of each, until the next exchange; from
+// here on all ranks know of a signal that one of them got, and of a fault.
+static const RankWord *engine_exchange(Engine *e, double value) {
+    static RankWord *words;
     const RankWord mine = {value, stop_signal != 0, this_rank.failed};
+    if (!words) {
+        words = (RankWord *)alloc_zero((size_t)this_rank.ranks, sizeof *words);
+    }
     engine_gather(e, words, &mine, sizeof mine);
     ranks_agree(words);
+    return words;
 }
 
 // The same without a value.
 static void engine_agree(Engine *e) {
     if (this_rank.ranks > 1) {
-        RankWord *words = (RankWord *)alloc_zero((size_t)this_rank.ranks, sizeof(RankWord));
-        engine_exchange(e, words, 0);
-        free(words);
+        engine_exchange(e, 0);
     }
 }
 
@@ -4218,18 +4137,13 @@ static void dataset_close(Dataset *d) {
 // the file cannot be read or holds an id outside its own vocabulary.
 static int dataset_window(Dataset *d, int64_t window, uint32_t epoch, Token *inputs,
                           Token *targets) {
-    int low = 0, high = d->shard_count - 1;
-    while (low < high) {
-        int middle = (low + high + 1) / 2;
-        if (d->shards[middle].first_window <= window) {
-            low = middle;
-        } else {
-            high = middle - 1;
-        }
+    int i = d->shard_count - 1;
+    while (d->shards[i].first_window > window) {
+        i--;
     }
-    const Shard *shard = &d->shards[low];
+    const Shard *shard = &d->shards[i];
     int64_t rest = (shard->count - 1) % d->T;
-    int64_t shift = (int64_t)(rng_uniform(d->seed, RNG_SHUFFLE, epoch, UINT64_MAX - (uint64_t)low) *
+    int64_t shift = (int64_t)(rng_uniform(d->seed, RNG_SHUFFLE, epoch, UINT64_MAX - (uint64_t)i) *
                               (double)(rest + 1));
     int64_t start = (window - shard->first_window) * d->T + (epoch ? shift : 0);
     const char *fault = shard_read(shard, d->window, start, d->T + 1);
@@ -4238,18 +4152,18 @@ static int dataset_window(Dataset *d, int64_t window, uint32_t epoch, Token *inp
                  ": %s", shard->path, start, start + d->T, fault);
         return 0;
     }
-    for (int i = 0; i <= d->T; i++) {
-        Token token = d->window[i];
+    for (int t = 0; t <= d->T; t++) {
+        Token token = d->window[t];
         if (token >= d->vocabulary) {
             snprintf(d->problem, sizeof d->problem, "%s: token %" PRId64 " is %d, outside the "
-                     "vocabulary of %d", shard->path, start + i, token, d->vocabulary);
+                     "vocabulary of %d", shard->path, start + t, token, d->vocabulary);
             return 0;
         }
-        if (i < d->T) {
-            inputs[i] = token;
+        if (t < d->T) {
+            inputs[t] = token;
         }
-        if (i > 0) {
-            targets[i - 1] = token;
+        if (t > 0) {
+            targets[t - 1] = token;
         }
     }
     return 1;
@@ -4297,9 +4211,8 @@ static int64_t prompt_tokens(Token *out, int capacity, int tokenizer, const Bpe 
     uint16_t *ids = (uint16_t *)alloc_zero(n, sizeof(uint16_t));
     int64_t count = 0;
     if (tokenizer == TOKENIZER_BYTES) {
-        while (count < (int64_t)n) {
+        for (; count < (int64_t)n; count++) {
             ids[count] = (unsigned char)text[count];
-            count++;
         }
     } else {
         BpeEncoder encoder;
@@ -4395,7 +4308,8 @@ typedef struct {
     int tokenizer, V, T;
     uint32_t step;     // of the checkpoint, so that its run's sample comes again; else 0
     Token *tokens;     // prompt and sample, T + --sample-tokens
-    real *logits;      // (V)
+    real *logits;      // (V) of the token before
+    real *prompt_logits;  // (V) behind the prompt, for the first token of each of its samples
     Candidate *scratch;
     int write_error;   // errno of stdout; 0: it takes what is written
     int64_t texts, lines, prompt_count, count, slid;  // texts and lines begun; tokens
@@ -4413,8 +4327,9 @@ static void generator_write(Generator *g, const char *text, size_t n) {
 
 // The window of a training run's sample holds the last T tokens, and so does this one. While they
 // are fewer, each keeps its position, and what the cache holds of it stays true.
-// Prints sample number `sample` of the text whose `n` tokens are in g->tokens, the first `cached`
-// of them in the KV cache too. Returns how many are there afterwards that the next sample may use.
+// Prints sample number `sample` of the text whose `n` tokens are in g->tokens. `cached` is n where
+// they are in the KV cache and their logits with the generator, as a sample before leaves them, or
+// else 0. Returns that for the next sample, whose first token is so picked from the same bits.
 static int generate_sample(Generator *g, int64_t sample, int n, int cached) {
     const Options *o = g->o;
     const SampleRule rule = {o->temperature, o->top_p, o->top_k};
@@ -4423,15 +4338,18 @@ static int generate_sample(Generator *g, int64_t sample, int n, int cached) {
     for (int64_t i = 0; i < o->sample_tokens && !run_stopping() && !g->write_error; i++, n++) {
         const int start = n > g->T ? n - g->T : 0;
         const double began = now_ms();
+        real *logits = i ? g->logits : g->prompt_logits;
         // Every token of a window that has slid is at a new position: nothing cached is of use.
         cached = start ? 0 : cached;
-        g->engine->extend(g->engine, g->logits, g->tokens + start + cached, cached,
-                          n - start - cached);
+        if (cached < n) {
+            g->engine->extend(g->engine, logits, g->tokens + start + cached, cached,
+                              n - start - cached);
+        }
         cached = n - start;
         *(i ? &g->ms : &g->prompt_ms) += now_ms() - began;
         const uint64_t place = (uint64_t)sample << 32 | (uint64_t)i;
         const double u = rng_uniform((uint64_t)o->seed, RNG_SAMPLE, g->step, place);
-        g->tokens[n] = sample_token(g->logits, g->V, &rule, u, g->scratch);
+        g->tokens[n] = sample_token(logits, g->V, &rule, u, g->scratch);
         g->count += i > 0;
         g->slid += start > 0;
         if (g->tokens[n] == end_of_text(g->tokenizer)) {
@@ -4439,7 +4357,7 @@ static int generate_sample(Generator *g, int64_t sample, int n, int cached) {
         }
         generator_write(g, text, (size_t)token_text(text, g->tokenizer, g->bpe, g->tokens[n]));
     }
-    return n > g->T ? 0 : prompt - 1;  // the prompt's last token again, for its logits
+    return n > g->T ? 0 : prompt;
 }
 
 // Whether prompts are the lines of stdin.
@@ -4579,7 +4497,8 @@ typedef struct {
     Plan plan;
     Engine engine;
     Dataset train, val;
-    int has_val, accum_steps, live, stdout_error;
+    int has_val, accum_steps, live;
+    int stdout_error, log_error;     // errno of what could not be written; 0: all could
     int64_t skips;                   // skipped steps in a row, up to now
     int diverged;                    // ranks have other copies of what must be alike
     char failure[PATH_BYTES + 256];  // why the run ends before its last step; "": it need not
@@ -4716,29 +4635,24 @@ static void json_number(FILE *f, const char *key, double value) {
 // Cuts `path` back to its lines of step <= `step`, and to complete lines: what came later is done
 // again. Returns 1 when the validation of `step` is among what stays.
 static int log_cut(const char *path, int64_t step) {
-    char line[256];
-    int64_t size;
-    int fd = file_open(path, &size);
+    char *line = NULL;
+    size_t room = 0;
+    ssize_t bytes;
+    int64_t size, keep = 0;
+    int fd = file_open(path, &size), validated = 0;
     FILE *f = fd >= 0 ? fdopen(fd, "r") : NULL;
-    long keep = 0;
-    int validated = 0;
     if (!f && errno != ENOENT) {
         die("cannot read log %s: %s", path, file_error());
     }
-    while (f && fgets(line, sizeof line, f)) {
+    while (f && (bytes = getline(&line, &room, f)) > 0 && line[bytes - 1] == '\n') {
         int64_t found = 0;
-        int complete = strchr(line, '\n') != NULL;
-        int later = sscanf(line, "{\"step\":%" SCNd64, &found) == 1 && found > step;
-        int validates = found == step && strstr(line, ",\"val_loss\":") != NULL;
-        while (!complete && fgets(line, sizeof line, f)) {
-            complete = strchr(line, '\n') != NULL;
-        }
-        if (!complete || later) {
+        if (sscanf(line, "{\"step\":%" SCNd64, &found) == 1 && found > step) {
             break;
         }
-        keep = ftell(f);
-        validated |= validates;
+        keep += bytes;
+        validated |= found == step && strstr(line, ",\"val_loss\":") != NULL;
     }
+    free(line);
     if (f) {
         fclose(f);
         if (truncate(path, keep) != 0) {
@@ -4748,11 +4662,19 @@ static int log_cut(const char *path, int64_t step) {
     return validated;
 }
 
-// Ends an object and line of the log, or the run: a full disk must not pass unseen.
-static void log_end(FILE *f) {
-    fputs("}\n", f);
-    if (fflush(f) != 0 || ferror(f)) {
-        die("cannot write log.jsonl: %s", strerror(errno));
+// Ends an object and line of the log. A full disk must not pass unseen, nor is it a reason to lose
+// what a run has learnt: the log keeps its whole lines and is closed, the run is asked to stop as
+// by a signal, so that all ranks save the same step, and ends as failed.
+static void log_end(Run *run) {
+    char path[PATH_BYTES];
+    fputs("}\n", run->log);
+    if (fflush(run->log) != 0 || ferror(run->log)) {
+        run->log_error = errno;
+        fclose(run->log);
+        run->log = NULL;
+        path_print(path, "%s/log.jsonl", run->o.output);
+        log_cut(path, INT64_MAX);
+        stop_signal = stop_signal ? stop_signal : SIGUSR1;
     }
 }
 
@@ -4790,7 +4712,10 @@ static void log_open(Run *run, int64_t resume_step) {
             m->L, m->NH, m->C, m->maxT, m->V, model_parameters(m), plan_taken(&run->plan));
     json_text(f, run->engine.device, strlen(run->engine.device));
     fputs("\"", f);
-    log_end(f);
+    log_end(run);
+    if (run->log_error) {
+        die("cannot write log %s: %s", path, strerror(run->log_error));
+    }
 }
 
 // Hands what was printed to the system. Where stdout takes no more, printing ends and the run goes
@@ -4837,7 +4762,6 @@ static int run_validate(Run *run, double *loss) {
     const Settings *s = &run->s;
     const int64_t all = run->val.windows / s->B;
     const int64_t batches = run->o.val_batches ? min_i64(run->o.val_batches, all) : all;
-    RankWord *words = (RankWord *)alloc_zero((size_t)s->ranks, sizeof(RankWord));
     double sum = 0;
     int64_t k = 0;
     run->prepared = 0;  // its place is taken
@@ -4850,15 +4774,14 @@ static int run_validate(Run *run, double *loss) {
             this_rank.failed = 1;
         }
         // A rank without a batch computes too: others may need its part of the weights.
-        const double mine =
-            run->engine.forward_loss(&run->engine, NULL, run->inputs, run->targets);
-        engine_exchange(&run->engine, words, mine);
+        const RankWord *words = engine_exchange(
+            &run->engine,
+            run->engine.forward_loss(&run->engine, NULL, run->inputs, run->targets));
         run_note_fault(run);
         for (int r = 0; r < min_i64(s->ranks, batches - k); r++) {
             sum += words[r].value;
         }
     }
-    free(words);
     *loss = sum / (double)batches;
     return k >= batches && !run->failure[0];
 }
@@ -4899,7 +4822,7 @@ static void run_sample(Run *run) {
         fputs(",\"sample\":\"", run->log);
         json_text(run->log, text, (size_t)bytes);
         fputs("\"", run->log);
-        log_end(run->log);
+        log_end(run);
     }
     free(tokens);
     free(logits);
@@ -4924,34 +4847,28 @@ static int words_alike(const RankWord *words, int ranks, int r) {
 // majority, or where there is none all.
 static void run_compare_replicas(Run *run) {
     const int ranks = run->s.ranks;
-    char *names;
-    size_t bytes;
+    char names[300] = "";
+    int most = 0, named = 0, n = 0;
     if (ranks == 1) {
         return;
     }
-    RankWord *words = (RankWord *)alloc_zero((size_t)ranks, sizeof(RankWord));
-    FILE *f = open_memstream(&names, &bytes);
-    check(f, "no memory for a message");
     // The upper 53 bits, which a double holds.
-    engine_exchange(&run->engine, words, (double)(run->engine.replica(&run->engine) >> 11));
-    run->diverged = words_alike(words, ranks, 0) < ranks;
-    int most = 0, named = 0;
-    for (int r = 0; r < ranks && run->diverged; r++) {
+    const RankWord *words =
+        engine_exchange(&run->engine, (double)(run->engine.replica(&run->engine) >> 11));
+    for (int r = 0; r < ranks; r++) {
         most = (int)max_i64(most, words_alike(words, ranks, r));
     }
-    for (int r = 0; r < ranks && run->diverged; r++) {
+    run->diverged = most < ranks;
+    for (int r = 0; r < ranks && n < (int)sizeof names; r++) {
         if (2 * most <= ranks || words_alike(words, ranks, r) < most) {
-            fprintf(f, "%s%d", named++ ? ", " : "", r);
+            n += snprintf(names + n, sizeof names - (size_t)n, "%s%d", named++ ? ", " : "", r);
         }
     }
-    fclose(f);
     if (run->diverged) {
-        snprintf(run->failure, sizeof run->failure, "rank%s %.300s differ%s in weights or moments "
+        snprintf(run->failure, sizeof run->failure, "rank%s %s differ%s in weights or moments "
                  "that must be alike on all ranks: a GPU, or what connects it, has made a mistake",
                  named > 1 ? "s" : "", names, named > 1 ? "" : "s");
     }
-    free(names);
-    free(words);
 }
 
 // Saves the run as it is and removes what --keep leaves no room for. Does nothing without an output
@@ -4978,7 +4895,7 @@ static void run_save(Run *run) {
         fputs(",\"checkpoint\":\"", run->log);
         json_text(run->log, path, strlen(path));
         fputs("\"", run->log);
-        log_end(run->log);
+        log_end(run);
     }
     if (!run->o.quiet) {
         printf("%ssaved %s\n", clear_line(run), path);
@@ -5038,7 +4955,7 @@ static void run_report(Run *run, int ends) {
         if (r->scale_log2) {
             fprintf(run->log, ",\"loss_scale_log2\":%d", r->scale_log2);
         }
-        log_end(run->log);
+        log_end(run);
     }
 }
 
@@ -5178,7 +5095,7 @@ static void run_validation(Run *run) {
     if (run->log) {
         log_begin(run);
         json_number(run->log, "val_loss", loss);
-        log_end(run->log);
+        log_end(run);
     }
 }
 
@@ -5196,10 +5113,14 @@ static void run_fail(const Run *run) {
 
 // The last lines of a run, on the terminal and in the log, which is closed.
 static void run_end(Run *run, double ms) {
-    const char *reason = run->failure[0] ? "failed" : run_stopping() ? "interrupted" : "finished";
+    const char *reason = run->failure[0] || run->log_error ? "failed"
+                         : run_stopping()                  ? "interrupted"
+                                                           : "finished";
     if (run->log) {
         fprintf(run->log, "{\"event\":\"end\",\"reason\":\"%s\"", reason);
-        log_end(run->log);
+        log_end(run);
+    }
+    if (run->log) {
         fclose(run->log);
     }
     if (!run->o.quiet) {
@@ -5246,6 +5167,10 @@ static void run_train(Run *run) {
         run_save(run);
     }
     run_end(run, now_ms() - began);
+    if (run->log_error && !run->failure[0]) {
+        snprintf(run->failure, sizeof run->failure, "cannot write %s/log.jsonl: %s", o->output,
+                 strerror(run->log_error));
+    }
     if (run->failure[0]) {
         run_fail(run);
     }
@@ -5569,6 +5494,26 @@ static void run_print_box(const Run *run, const Program *program) {
     }
 }
 
+// Ends a resume at a checkpoint in the output folder that bears another name than its step's, or at
+// one that is that folder (its entry "."): a new run in their place would clear the log.
+static void refuse_renamed(const char *output) {
+    static Manifest manifest;
+    char path[PATH_BYTES];
+    struct dirent *entry;
+    DIR *folder = opendir(output);
+    while (folder && (entry = readdir(folder)) != NULL) {
+        path_print(path, "%s/%s/manifest.json", output, entry->d_name);
+        if (strcmp(entry->d_name, "..") != 0 && !manifest_open(&manifest, path)) {
+            die("--resume (-y): %s/%s is a checkpoint of step %" PRId64 "; a run goes on from "
+                "step-%08" PRId64 " in its --output (-o): name it so, or for a new run move it",
+                output, entry->d_name, manifest.step, manifest.step);
+        }
+    }
+    if (folder) {
+        closedir(folder);
+    }
+}
+
 // The newest checkpoint of the output folder whose files are those of its manifest.
 typedef struct {
     int64_t step;   // -1: there is none at all
@@ -5593,6 +5538,9 @@ static ResumeChoice run_choose_checkpoint(const Run *run) {
         } else {
             fprintf(stderr, "%s: skipped %s: %s\n", program_name, path, problem);
         }
+    }
+    if (o->resume && !list.count) {
+        refuse_renamed(o->output);
     }
     if (list.count && choice.step < 0) {
         die("--resume (-y): no checkpoint in %s is complete; remove them to start anew", o->output);
@@ -5757,6 +5705,17 @@ static void run_begin(Run *run, const Program *program, const Model *m) {
     }
 }
 
+// Frees what a finished run holds; data that was never opened has nothing to free.
+static void run_close(Run *run) {
+    rank_phase("ending", RANK_UNEVEN);
+    run->engine.close(&run->engine);
+    plan_free(&run->plan);
+    dataset_close(&run->train);
+    dataset_close(&run->val);
+    free(run->inputs);
+    free(run->bpe);
+}
+
 // --eval: scores the model, without data and without writing anything. A signal ends it with what
 // was scored by then, which is no failure. Without -t, T is what the longest row of the file needs,
 // and a model that is not from a file has GPT-2's vocabulary, as those files do.
@@ -5799,10 +5758,8 @@ static int eval_command(Run *run, const Program *program, Model *m) {
     }
     run_evaluate(run, &f, &score);
     run_print_score(run, &f, &score);
-    run->engine.close(&run->engine);
-    plan_free(&run->plan);
+    run_close(run);
     mapping_close(&map);
-    free(run->inputs);
     return 0;
 }
 
@@ -5845,7 +5802,8 @@ static void generator_open(Generator *g, Run *run, const Program *program, const
     g->tokenizer = run->train.tokenizer;
     g->V = m->V;
     g->tokens = (Token *)alloc_zero((size_t)(g->T + o->sample_tokens), sizeof(Token));
-    g->logits = (real *)alloc_zero((size_t)m->V, sizeof(real));
+    g->logits = (real *)alloc_zero(2 * (size_t)m->V, sizeof(real));
+    g->prompt_logits = g->logits + m->V;
     g->scratch = (Candidate *)alloc_zero((size_t)m->V, sizeof(Candidate));
     if (!generator_reads(g)) {  // a prompt that is too long is said before anything is loaded
         generator_prompt(g, o->prompt, strlen(o->prompt));
@@ -5884,27 +5842,11 @@ static int generate_command(Run *run, const Program *program, Model *m) {
                 count_text(g.count).s, count_text(tokens_per_second(g.count, g.ms)).s,
                 g.slid ? ", a whole window each where it slides" : "");
     }
-    run->engine.close(&run->engine);
-    plan_free(&run->plan);
-    free(run->inputs);
-    free(run->bpe);
+    run_close(run);
     free(g.tokens);
     free(g.logits);
     free(g.scratch);
     return 0;
-}
-
-// Frees what a finished run holds.
-static void run_close(Run *run) {
-    rank_phase("ending", RANK_UNEVEN);
-    run->engine.close(&run->engine);
-    plan_free(&run->plan);
-    dataset_close(&run->train);
-    if (run->has_val) {
-        dataset_close(&run->val);
-    }
-    free(run->inputs);
-    free(run->bpe);
 }
 
 // The GPU at hand may have no bf16: a run or plan for it, to which no type is given, is in fp16, as

@@ -146,6 +146,57 @@ static double update_bytes(const Settings *s) {
     return bytes;
 }
 
+// Bytes that a rank moves in a step of `micros` micro-steps: between host and device, and to the
+// other ranks, of what it gathers and reduces.
+typedef struct {
+    double up, down, gathered, reduced;
+} Traffic;
+
+// Counts them from the visits and the plan's buffers; nothing of it is timed.
+static Traffic step_traffic(const Settings *s, int micros) {
+    const double others = 1 - 1.0 / s->ranks;
+    const int divided = s->home[HOME_OF_MOMENTS] & HOME_SHARD;
+    BufferEntry rows[SINGLES];
+    Visit *visits = (Visit *)alloc_zero(BLOCK_VISITS * (size_t)s->model.L, sizeof(Visit));
+    const int n = visits_build(visits, s);
+    Traffic t = {0, 0, 0, 0};
+    single_buffers(rows, s);
+    for (int i = 0; i < n; i++) {
+        const Visit *v = &visits[i];
+        const int weights = v->what == HOME_OF_WEIGHTS, grads = v->what == HOME_OF_GRADIENTS;
+        const int id = weights ? BUF_WEIGHTS_SLOT : grads ? BUF_GRADS_SLOT : BUF_X_SLOT;
+        const double bytes = (double)rows[id].count * (double)type_bytes(rows[id].type);
+        const double own = s->home[v->what] & HOME_SHARD ? bytes / s->ranks : bytes;
+        const int times = weights && v->arrive == 0 ? 1 : micros - grads;
+        t.up += v->in & HOME_HOST ? times * own : 0;
+        t.gathered += v->in & HOME_SHARD ? times * others * bytes : 0;
+        t.down += v->out & HOME_HOST ? micros * own : 0;
+        t.reduced += v->out & HOME_SHARD ? micros * others * bytes : 0;
+    }
+    free(visits);
+    // The update works in place; the norm reads gradients once more. Of whole weights that ranks
+    // update in parts, the own part goes up once more to be gathered, and then all come down.
+    static const int in_place[][3] = {{BUF_WEIGHTS_HOME, 1, 1}, {BUF_GRADS_HOME, 2, 0},
+                                      {BUF_M, 1, 1}, {BUF_V, 1, 1}, {BUF_MASTER, 1, 1}};
+    const int gathers = divided && s->home[HOME_OF_WEIGHTS] == HOME_HOST;
+    for (size_t i = 0; i < sizeof in_place / sizeof in_place[0]; i++) {
+        const BufferEntry *row = &rows[in_place[i][0]];
+        const double bytes = (double)row->count * (double)type_bytes(row->type);
+        const double parts = i == 0 && gathers ? s->ranks : 1, whole = parts > 1 ? bytes : 0;
+        t.up += s->home[row->home] & HOME_HOST ? (in_place[i][1] * bytes + whole) / parts : 0;
+        t.down += s->home[row->home] & HOME_HOST ? in_place[i][2] * bytes / parts + whole : 0;
+    }
+    // Whole gradients are reduced once; then the parts are gathered of what AdamW has divided, or
+    // else of the sums.
+    const double vectors = 4 * (double)rows[BUF_GRADS_1D].count, w = (double)type_bytes(s->dtype);
+    const double grads = (double)type_bytes(s->grad_dtype) * (double)rows[BUF_GRADS].count;
+    const int64_t home = s->home[HOME_OF_WEIGHTS] & HOME_SHARD ? 0 : rows[BUF_WEIGHTS_HOME].count;
+    const int64_t params = rows[BUF_WEIGHTS].count - rows[BUF_GRADS_1D].count + home;
+    t.reduced += others * (grads + vectors);
+    t.gathered += others * ((divided ? w * (double)params : grads) + vectors);
+    return t;
+}
+
 // Seconds of what a micro-step computes, with or without its blocks.
 static double forecast_micro(const Speed *v, const Settings *s, int blocks) {
     const int L = blocks ? s->model.L : 0;
@@ -603,6 +654,16 @@ static void plan_refuse_host(const Plan *p, int copies, const HostMemory *h) {
 // 4. The printed plan
 // --plan, for people and as JSON.
 
+// A tick as --plan --json and dev/report.py call it: `head`, `3.qkv`, `3.re-qkv`.
+static void tick_name(char name[32], const Settings *s, int tick) {
+    Tick t = tick_at(s, tick);
+    if (t.layer < 0) {
+        snprintf(name, 32, "%s", stage_names[t.stage]);
+    } else {
+        snprintf(name, 32, "%d.%s%s", t.layer, t.again ? "re-" : "", stage_names[t.stage]);
+    }
+}
+
 // Prints the plan as JSON, for dev/report.py: ticks by name, and every buffer with its place in
 // time and memory.
 static void plan_print_json(const Plan *p) {
@@ -756,6 +817,13 @@ static void plan_print_remedies(const Plan *p, const Room *room, size_t beside) 
         }
     }
     free(list);
+}
+
+// The stage of ZeRO that divides the states so.
+static int settings_zero(const Settings *s) {
+    const int moments = s->home[HOME_OF_MOMENTS] & HOME_SHARD;
+    return (moments + (s->home[HOME_OF_GRADIENTS] & HOME_SHARD) +
+            (s->home[HOME_OF_WEIGHTS] & HOME_SHARD)) / HOME_SHARD;
 }
 
 // Prints the plan by group, whether it fits the room, on the device and on the host, what each

@@ -46,25 +46,18 @@
 // 1. Threads
 // OpenMP's, or the one of a build without it.
 
-static int thread_count(void) {
 #ifdef _OPENMP
-    return omp_get_max_threads();
+static int thread_count(void) { return omp_get_max_threads(); }
+static int thread_index(void) { return omp_get_thread_num(); }
 #else
-    return 1;
+static int thread_count(void) { return 1; }
+static int thread_index(void) { return 0; }
 #endif
-}
-
-static int thread_index(void) {
-#ifdef _OPENMP
-    return omp_get_thread_num();
-#else
-    return 0;
-#endif
-}
 
 // -------------------------------------------------------------------------------------------------
 // 2. Signals
-// A handler only notes what was asked; the run acts on it at the next good place.
+// A handler only notes what was asked; the run acts on it at the next good place. That it gets
+// there is the handlers' part too: a pager that is paused, or Ctrl-S, makes a write wait for ever.
 
 // From here on writes to a closed pipe or beyond `ulimit -f` fail with an error like any other.
 static void writes_return_errors(void) {
@@ -72,12 +65,46 @@ static void writes_return_errors(void) {
     signal(SIGXFSZ, SIG_IGN);
 }
 
+// Whether a write to `fd` would wait now.
+static int write_waits(int fd) {
+    struct pollfd out = {fd, POLLOUT, 0};
+    return poll(&out, 1, 0) == 0;
+}
+
+// Looks, every second from the first signal on, whether somebody takes the output. If nobody has
+// for LOOKS of them, /dev/null is what takes it from then on, also the rest of the write that waits
+// (SA_RESTART). Calls nothing but what POSIX allows in a handler.
+static void on_look(int number) {
+    enum { LOOKS = 3 };
+    static int waited[STDERR_FILENO + 1];
+    const int error = errno;
+    for (int fd = STDOUT_FILENO; fd <= STDERR_FILENO; fd++) {
+        waited[fd] = write_waits(fd) ? waited[fd] + 1 : 0;
+        const int nowhere = waited[fd] < LOOKS ? -1 : open("/dev/null", O_WRONLY | O_CLOEXEC);
+        if (nowhere >= 0) {
+            dup2(nowhere, fd);
+            close(nowhere);
+        }
+    }
+    alarm(1);
+    errno = error;
+    (void)number;
+}
+
+// A line that stderr does not take would keep the next signal from being heard.
+static void on_stop(int number) {
+    stop_line = write_waits(STDERR_FILENO) ? "" : stop_line;
+    on_signal(number);
+    signal(SIGALRM, on_look);  // not before: whoever started the program may have set an alarm
+    alarm(1);
+}
+
 // From here on signals ask the program to stop, but for a SIGHUP that was ignored from the start
 // (nohup).
 static void stop_on_signals(void) {
     struct sigaction action, hangup;
     memset(&action, 0, sizeof action);
-    action.sa_handler = on_signal;
+    action.sa_handler = on_stop;
     action.sa_flags = SA_RESTART;
     sigaction(SIGINT, &action, NULL);
     sigaction(SIGTERM, &action, NULL);
@@ -566,7 +593,6 @@ typedef struct {
 // all go on together.
 static double watch_look(Watch *w, const Child *children, int ranks) {
     // Who reads what is printed may hold it up, as Ctrl-S does: that is no fault of a rank's.
-    struct pollfd out = {STDOUT_FILENO, POLLOUT, 0};
     const double now = now_ms(), passed = fmin(now - w->last_ms, 1000);
     double processor_ms = 0;
     uint64_t moves = 0;
@@ -582,7 +608,7 @@ static double watch_look(Watch *w, const Child *children, int ranks) {
     }
     // A driver's threads that only look around use less than a tenth, a compiler more.
     const int moved = moves != w->moves || processor_ms - w->processor_ms > 0.1 * passed ||
-                      poll(&out, 1, 0) == 0;
+                      write_waits(STDOUT_FILENO);
     const Watch seen = {moves, processor_ms, now, moved ? 0 : w->still_ms + passed};
     *w = seen;
     return w->still_ms;

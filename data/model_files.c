@@ -562,12 +562,6 @@ typedef struct {
     real *values;
 } WeightPieces;
 
-// Values that a piece needs at once: a transposed tensor has to be there whole before its first
-// strip is written.
-static int64_t pieces_elements(const Model *m) {
-    return max_i64(strip_elements(m), 4 * (int64_t)m->C * m->C);
-}
-
 // The PieceSource of weights.
 static size_t weight_piece(void *self, unsigned char *out) {
     WeightPieces *p = (WeightPieces *)self;
@@ -611,7 +605,9 @@ static void model_file_save(Engine *e, const Model *m, int type, Writer *w) {
         }
     }
     header_write(&header, w);
-    real *values = (real *)alloc_zero((size_t)pieces_elements(m), sizeof(real));
+    // A transposed tensor has to be there whole before its first strip is written.
+    const int64_t most = max_i64(strip_elements(m), 4 * (int64_t)m->C * m->C);
+    real *values = (real *)alloc_zero((size_t)most, sizeof(real));
     WeightPieces pieces = {e, m, type, 0, 0, 0, values};
     writer_stream(w, weight_piece, &pieces, (size_t)(strip_elements(m) * file_types[type].bytes));
     free(values);
@@ -1045,11 +1041,6 @@ static void manifest_save(const Manifest *manifest, int64_t step, Writer *w) {
     writer_put(w, "}}\n", 3);
 }
 
-// The type of model.safetensors' numbers.
-static int weights_file_type(const Settings *s) {
-    return s->dtype == TYPE_BF16 ? (int)FILE_BF16 : (int)FILE_F32;
-}
-
 // A checkpoint that is being saved.
 typedef struct {
     const Snapshot *snapshot;
@@ -1084,7 +1075,8 @@ static void save_file(Saving *save, int file) {
     }
     switch (file) {
         case FILE_MODEL:
-            model_file_save(snapshot->engine, &s->model, weights_file_type(s), &w);
+            model_file_save(snapshot->engine, &s->model,
+                            s->dtype == TYPE_BF16 ? (int)FILE_BF16 : (int)FILE_F32, &w);
             break;
         case FILE_CONFIG: config_save(&s->model, &w); break;
         case FILE_MERGES: case FILE_VOCABULARY: case FILE_TOKENIZER:
@@ -1182,7 +1174,6 @@ static int compare_newest_first(const void *a, const void *b) {
 // The folders step-NNNNNNNN`suffix` of `output`: "" lists checkpoints, ".tmp" unfinished ones.
 static CheckpointList checkpoint_list(const char *output, const char *suffix) {
     CheckpointList list = {NULL, 0};
-    int capacity = 0;
     DIR *folder = opendir(output);
     struct dirent *entry;
     errno = folder ? 0 : errno;
@@ -1191,9 +1182,9 @@ static CheckpointList checkpoint_list(const char *output, const char *suffix) {
         int end = 0;
         if (sscanf(entry->d_name, "step-%8" SCNd64 "%n", &step, &end) == 1 && end == 13 &&
             strcmp(entry->d_name + end, suffix) == 0) {
-            if (list.count == capacity) {
-                capacity = 2 * capacity + 16;
-                list.steps = (int64_t *)realloc(list.steps, (size_t)capacity * sizeof(int64_t));
+            if ((list.count & (list.count - 1)) == 0) {  // full at every power of two
+                const size_t room = 2 * ((size_t)list.count + 1);
+                list.steps = (int64_t *)realloc(list.steps, room * sizeof(int64_t));
                 check(list.steps, "no memory for a list of checkpoints");
             }
             list.steps[list.count++] = step;

@@ -25,7 +25,8 @@
 #   PYTHON=python3             the one that has torch
 #   COMMIT=                    what to print where there is no git
 #
-# Without a GPU every line of this script but nvcc's can still be run, as dev/test/machines.sh does:
+# Where nvidia-smi shows no GPU it ends at once, unless GPT2CU is given: then every line of it but
+# nvcc's can still be run, as dev/test/machines.sh does:
 #   make train_gpt2cu_cpu && GPT2CU=./train_gpt2cu_cpu TEST=true MODELS=l2h2c64t64 $0
 set -u
 export LC_ALL=C CUDA_DEVICE_ORDER=PCI_BUS_ID    # the first GPU is nvidia-smi's first
@@ -144,10 +145,12 @@ most_memory() {
         tail -n 1 | grep . || echo 0
 }
 
-# gpu FIELD: one number or name that nvidia-smi knows of the first GPU; nothing without nvidia-smi.
+# gpu FIELD: one number or name that nvidia-smi knows of the first GPU; nothing where it fails, as
+# it does, in words on its stdout, where there is none.
 gpu() {
-    nvidia-smi --query-gpu="$1" --format=csv,noheader,nounits -i 0 2> /dev/null | head -n 1 |
-        grep -v 'N/A'
+    local said
+    said=$(nvidia-smi --query-gpu="$1" --format=csv,noheader,nounits -i 0 2> /dev/null) &&
+        head -n 1 <<< "$said" | grep -v 'N/A'
 }
 
 # --- 0. The machine -------------------------------------------------------------------------------
@@ -165,8 +168,14 @@ stage_machine() {
     commit=$(git rev-parse --short=12 HEAD 2> /dev/null) &&
         { [ -z "$(git status --porcelain 2> /dev/null)" ] || commit="$commit and changes"; }
     commit=${commit:-${COMMIT:-unknown}}
+    name=$(gpu name)
+    if [ -z "$name$given_program" ]; then    # else it would build for minutes first
+        echo "gpu_check.sh: nvidia-smi shows no GPU; a program that is named goes on without one:" \
+            "GPT2CU=./train_gpt2cu_cpu" >&2
+        exit 1
+    fi
     begin machine
-    name=$(gpu name) driver=$(gpu driver_version) idle_mib=$(gpu memory.used)
+    driver=$(gpu driver_version) idle_mib=$(gpu memory.used)
     capability=$(gpu compute_cap) nvcc=$(find_tool nvcc)
     [ "${capability%.*}" != 7 ] || DTYPE=${DTYPE:-fp16}
     DTYPE=${DTYPE:-bf16}

@@ -150,6 +150,33 @@ static void test_resume_nothing() {
     expect(program(TINY "-y 1 -o out -x 5").out.find("nothing to do") == Text::npos);
 }
 
+// Where the only checkpoint bears a name of the user's, or is the output folder itself, a resume
+// says so and leaves all as it was: a new run would clear the log of its steps. It is skipped
+// beside one to go on from, and -e takes its weights.
+static void test_resume_renamed() {
+    write_corpus();
+    const Text run = TINY "--quiet -n 2 -y 1 -x 4 ";
+    expect_success(program(run + "-o out"), "first run");
+    const Text log = read_file("out/log.jsonl");
+    rename("out/step-00000004", "out/best");
+    expect_success(program(run + "-o out"), "the one before");
+    expect(read_file("out/log.jsonl").find("\"step\":3,") != Text::npos);
+    remove_folder("out/step-00000002");
+    remove_folder("out/step-00000004");
+    write_file("out/log.jsonl", log);
+    const std::pair<Text, Text> table[] = {{"out", "out/best"}, {"out/best", "out/best/."}};
+    for (const auto &[output, found] : table) {
+        expect_refused(program(run + "-o " + output, no_leaks),
+                       "--resume (-y): " + found + " is a checkpoint of step 4; a run goes on from "
+                       "step-00000004", output);
+    }
+    expect(names_in("out", "") == "best log.jsonl" && read_file("out/log.jsonl") == log);
+    expect_success(program("-i train.bin -b 2 -x 1 --quiet -e out/best"), "its weights");
+    rename("out/best", "out/step-00000004");
+    expect_success(program(run + "-o out"), "named so");
+    expect(log_steps("out/log.jsonl") == one_to(4) && names_in("out", "step") == "step-00000004");
+}
+
 // Of the weights that -e names and those of a checkpoint a resume takes the checkpoint's, and says
 // so; without a checkpoint it begins from -e's.
 static void test_resume_weights() {
@@ -813,6 +840,7 @@ static const Test tests[] = {
     {"checkpoint_strangers", test_checkpoint_strangers, 1},
     {"resume_options", test_resume_options, 1},
     {"resume_nothing", test_resume_nothing, 1},
+    {"resume_renamed", test_resume_renamed, 1},
     {"resume_weights", test_resume_weights, 1},
     {"state_parts", test_state_parts, 1},
     {"state_versions", test_state_versions, 1},

@@ -212,6 +212,45 @@ static void test_lost_output() {
     }
 }
 
+// A reader that stops reading, as a pager that is paused, holds a run up; a signal ends the wait:
+// the run saves and ends within seconds, whether stderr goes to the same reader or not.
+static void test_paused_reader() {
+    write_corpus();
+    for (int number : {SIGINT, SIGTERM}) {
+        const int both = number == SIGTERM;
+        const Text folder = both ? "both" : "out";
+        const pid_t pid = start(TINY "-x 100000 -k constant -o " + folder, [both] {
+            int ends[2];  // of one page; nobody reads, and the end to read from stays open
+            expect(pipe(ends) == 0 && fcntl(ends[1], F_SETPIPE_SZ, 4096) == 4096);
+            dup2(ends[1], 1);
+            dup2(both ? ends[1] : 2, 2);
+        });
+        Text log;
+        wait_until([&] {
+            const Text before = log;
+            usleep(300000);
+            log = read_file(folder + "/log.jsonl");
+            return log == before && log.find("\"loss\":") != Text::npos;
+        });
+        const double began = wall_ms();
+        kill(pid, number);
+        wait_until([&] {
+            siginfo_t ended = {};
+            waitid(P_PID, (id_t)pid, &ended, WEXITED | WNOHANG | WNOWAIT);
+            return ended.si_pid != 0;
+        });
+        const double waited = wall_ms() - began;
+        kill(pid, SIGKILL);
+        expect(outcome(pid).status == 0 && waited < 10e3, "not ended %.0f s after signal %d",
+               waited * 1e-3, number);
+        log = read_file(folder + "/log.jsonl");
+        const size_t steps = log_steps(folder + "/log.jsonl").size();
+        expect(log.find("\"reason\":\"interrupted\"") != Text::npos && steps < 100 &&
+                   names_in(folder, "step") == text("step-%08zu", steps),
+               "%zu steps, saved: %s", steps, names_in(folder, "step").c_str());
+    }
+}
+
 // Files that may grow no further end the run in a line that says so.
 static void test_file_limit() {
     write_corpus();
@@ -223,6 +262,38 @@ static void test_file_limit() {
     expect(names_in("out", "step").empty(), "%s", names_in("out", "step").c_str());
 }
 
+// A log that may grow no further stops the run, which is saved with a log of whole lines, says so
+// once and fails; what goes on from there ends as the run that nothing disturbed.
+static void test_full_log() {
+    enum { LIMIT = 400000 };  // of bytes, and so more than any file of the checkpoint has
+    const Text part = TINY "-j val.bin -v 7 -x 30 -k constant --quiet -y 1 -o ";
+    write_corpus();
+    expect_success(program(part + "whole"), "undisturbed");
+    const Text want = tensors_of("whole", 30), log = read_file("whole/log.jsonl");
+    const size_t starts = log.find('\n') + 1, end = log.rfind("{\"event\":\"end\"");
+    // Room for the first line and some of those that follow, or for all but the last one.
+    for (const size_t room : {starts + 500, (starts + end) / 2, end + 10}) {
+        remove_folder("full");
+        mkdir("full", 0755);
+        const Text line = "{\"step\":0,\"text\":\"" + Text(LIMIT - room - 24, 'x') + "\"}\n";
+        write_file("full/log.jsonl", line);
+        const Outcome o = program(part + "full", [] {
+            const struct rlimit limit = {LIMIT, LIMIT};
+            setrlimit(RLIMIT_FSIZE, &limit);
+        });
+        const size_t steps = log_steps("full/log.jsonl").size();
+        const Text now = read_file("full/log.jsonl"), saved = names_in("full", "step");
+        const int step = saved.empty() ? -1 : atoi(saved.c_str() + 5);
+        expect_refused(o, text("cannot write full/log.jsonl: File too large; the run ended after "
+                               "step %d, which is saved", step), text("room %zu", room));
+        // The line that did not fit may be of a step, which is in the checkpoint all the same.
+        expect(now.size() <= LIMIT && steps + 1 >= (size_t)step && step > 1,
+               "%zu steps in the log, saved: %s", steps, saved.c_str());
+        expect_success(program(part + "full"), "resumed");
+        expect(tensors_of("full", 30) == want, "room %zu: another end", room);
+    }
+}
+
 static const Test tests[] = {
     {"kill", test_kill, 1},
     {"signals", test_signals, 1},
@@ -231,7 +302,9 @@ static const Test tests[] = {
     {"nohup", test_nohup, 1},
     {"cut_validation", test_cut_validation, 1},
     {"lost_output", test_lost_output, 1},
+    {"paused_reader", test_paused_reader, 1},
     {"file_limit", test_file_limit, 1},
+    {"full_log", test_full_log, 1},
 };
 
 int main(int argc, char **argv) {

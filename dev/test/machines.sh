@@ -31,6 +31,7 @@ END
 cat > "$scratch/bin/nvidia-smi" << 'END'
 #!/bin/sh
 echo nvidia-smi >> "$CALLS"
+[ -z "${NONE-}" ] || { echo "No devices were found"; exit 6; }
 case "$*" in
     *compute_cap*) [ -z "$GPU" ] || echo "$GPU" ;;
     *-lms*) while sleep 0.02; do [ ! -e "$WANTED" ] || { echo 500; rm -f "$WANTED"; }; done ;;
@@ -41,15 +42,14 @@ esac
 END
 chmod +x "$toolkit/bin/nvcc" "$scratch/bin/nvidia-smi"
 ln -s "$toolkit/bin/nvcc" "$scratch/bin/nvcc"
-# The emulated program, which ends only when the nvidia-smi above has told its memory once: a run of
-# a few milliseconds would otherwise end between two looks.
+# The emulated program, which begins only when the nvidia-smi above has told its memory once: a run
+# of a few milliseconds would otherwise end between two looks, and who waits for the last step would
+# not wait for a look behind it.
 cat > "$scratch/bin/program" << 'END'
 #!/bin/sh
-./train_gpt2cu_cpu "$@"
-status=$?
 touch "$WANTED"
 for look in $(seq 500); do [ ! -e "$WANTED" ] || sleep 0.02; done
-exit $status
+exec ./train_gpt2cu_cpu "$@"
 END
 chmod +x "$scratch/bin/program"
 export CALLS=$scratch/calls WANTED=$scratch/wanted GPU=
@@ -177,6 +177,12 @@ sanitized() {
 
 STAGES="speed tests" check
 says "gpu_check: unknown stage" "STAGES has no stage 'tests': build test sanitizer" "$said"
+NONE=yes STAGES=build OUT=$scratch/none check
+says "gpu_check: no GPU ends it at once" "^gpu_check.sh: nvidia-smi shows no GPU; .*_cpu$" "$said"
+[ $status -eq 1 ] && ! compgen -G "$scratch/none/*" > /dev/null
+verdict "... before anything is built" $? "$said"
+NONE=yes STAGES=bench GPT2CU=true BENCH=true OUT=$scratch/none check
+says "gpu_check: a program that is named needs none" "gpu +skipped .*bench +true +ok" "$said"
 if [ -x train_gpt2cu_cpu ]; then
     SECONDS=0
     STAGES="build test check bits offload gpus speed torch bench" GPT2CU=$scratch/bin/program \

@@ -74,6 +74,7 @@ static const Refusal bad_options[] = {
     {"--fit bits -e d12 --gpus 4", "--fit: several GPUs are not asked here; --gpu NAME"},
     {"--fit bits -e d12 --gpu 4090 --gpus 4 -d 2048", "x GPUs = 1 x 1024 x 4"},
     {"--minimum -e d12 -z 1", "--zero (-z) 1 divides states among GPUs: --gpus N"},
+    {"--plan -e d12 -z 1 --gpu t4", "--zero (-z) 1 divides states among GPUs: --gpus N"},
     {"--minimum -e d12 -b 2", "--minimum finds what is least, whatever memory there is: leave "
                               "--batch out"},
     {"--minimum -e d12 -r gelu", "leave --recompute out"},
@@ -415,7 +416,7 @@ static void test_memory_limits() {
     for (const auto &limit : limits) {
         auto low = [&] {
             struct rlimit r = {256 << 20, 256 << 20};
-            setenv("OMP_NUM_THREADS", "2", 0);  // stacks of more would take all of it
+            setenv("OMP_NUM_THREADS", "2", 1);  // stacks of more would take all of it
             setrlimit((decltype(RLIMIT_AS))limit.resource, &r);
         };
         Outcome o = program("--plan -e l12h12c384t64", low);
@@ -431,9 +432,9 @@ static void test_memory_limits() {
         for (const char *threads : {"7", "9"}) {
             o = program("-i train.bin -e l2h2c16t16 -x 1 --quiet", [&] {
                 struct rlimit stack = {32 << 20, 32 << 20};
+                low();
                 setrlimit(RLIMIT_STACK, &stack);
                 setenv("OMP_NUM_THREADS", threads, 1);
-                low();
             });
             if (threads[0] == '7') {
                 expect_success(o, limit.name);

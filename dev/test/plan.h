@@ -265,7 +265,7 @@ static void test_parts() {
     }
     expect(cut_rows > 0);
     // One rank: nothing is padded, and everything stands where files have it.
-    Settings s = planned("-e l3h5c40t9 -z 3");
+    Settings s = planned("-e l3h5c40t9");
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int l = 0; l < tensor_copies(&s.model, tensor); l++) {
             const TensorRange r = tensor_update_range(&s, tensor, l);
