@@ -2862,24 +2862,26 @@ static double matmul_peak_flops(void) {
 }
 
 #if GPT2_DOUBLE
-static real fast_exp(real x) { return exp(x); }
+static real exp_begin(real x, uint32_t *n) { return (void)(*n = 0), x; }
+static real exp_end(real x, uint32_t n) { return (void)n, exp(x); }
 static real fast_tanh(real x) { return tanh(x); }
 static real real_sqrt(real x) { return sqrt(x); }
 #else
 static inline real real_sqrt(real x) { return sqrtf(x); }
 
-// x = n ln 2 + r with |r| <= ln 2 / 2; returns e^r - 1. ln 2 comes in two pieces, the first so
-// short that n times it is exact. Adding 1.5 * 2^23 rounds to an integer, left in the low bits.
-// The polynomial meets (e^r - 1 - r) / r^2 at five Chebyshev points: its error is below 8e-9.
-static inline float exp_minus_1_reduced(float x, uint32_t *n) {
+// x = n ln 2 + r with |r| <= ln 2 / 2; returns r. ln 2 comes in two pieces, the first so short that
+// n times it is exact. Adding 1.5 * 2^23 rounds to an integer, left in the low bits.
+static inline float exp_reduced(float x, uint32_t *n) {
     const float round = 12582912.0f;
-    float shifted = x * 1.44269504f + round;
-    uint32_t bits, round_bits;
-    memcpy(&bits, &shifted, sizeof bits);
-    memcpy(&round_bits, &round, sizeof round_bits);
-    *n = bits - round_bits;
-    float k = shifted - round;
-    float r = (x - k * 0.693145752f) - k * 1.42860682e-6f;
+    float shifted = x * 1.44269504f + round, k = shifted - round;
+    memcpy(n, &shifted, sizeof *n);
+    *n -= 0x4b400000;  // `round` in bits
+    return (x - k * 0.693145752f) - k * 1.42860682e-6f;
+}
+
+// e^r - 1 for |r| <= ln 2 / 2. The polynomial meets (e^r - 1 - r) / r^2 at five Chebyshev points:
+// its error is below 8e-9.
+static inline float exp_minus_1(float r) {
     float q = 0.00139262135f;
     q = q * r + 0.00836320297f;
     q = q * r + 0.0416665544f;
@@ -2895,28 +2897,49 @@ static inline float power_of_two(uint32_t n) {
     return power;
 }
 
-// e^x, off by at most 1.05 ulp over all floats; inf, NaN, overflow, gradual underflow as in libm.
-// The power of two comes in halves because 2^n alone would overflow or vanish at both ends.
-static inline real fast_exp(real x) {
-    uint32_t n;
-    x = x < -104.0f ? -104.0f : x;
-    x = x > 89.0f ? 89.0f : x;
-    float e = 1.0f + exp_minus_1_reduced(x, &n);
+// The halves of fast_exp. Beyond 104 e^x is 0 or inf, and the power of two comes in halves, because
+// 2^n alone would overflow or vanish there. One limit to |x|: of two to x GCC makes branches.
+static inline float exp_begin(float x, uint32_t *n) {
+    float a = fabsf(x);
+    return exp_reduced(copysignf(a > 104.0f ? 104.0f : a, x), n);
+}
+static inline float exp_end(float r, uint32_t n) {
     uint32_t half = ((n + 256) >> 1) - 128;
-    return e * power_of_two(half) * power_of_two(n - half);
+    return (1.0f + exp_minus_1(r)) * power_of_two(half) * power_of_two(n - half);
 }
 
 // tanh x, off by at most 2.53 ulp over all floats; odd to the bit. It is t / (t + 2) with
 // t = e^(2|x|) - 1 formed without cancellation; from |x| = 9.1 on it is 1.
 static inline real fast_tanh(real x) {
     uint32_t n;
-    float a = fabsf(x);
-    a = a > 10.0f ? 10.0f : a;
-    float e = exp_minus_1_reduced(2.0f * a, &n), power = power_of_two(n);
-    float t = power * e + (power - 1.0f);
+    float a = fabsf(x), r = exp_reduced(2.0f * (a > 10.0f ? 10.0f : a), &n);
+    float power = power_of_two(n), t = power * exp_minus_1(r) + (power - 1.0f);
     return copysignf(t / (t + 2.0f), x);
 }
 #endif
+
+// e^x, off by at most 1.05 ulp over all floats; inf, NaN, overflow, gradual underflow as in libm.
+static inline real fast_exp(real x) {
+    uint32_t n;
+    real r = exp_begin(x, &n);
+    return exp_end(r, n);
+}
+
+// x (n) = fast_exp(x scale - shift), and what it likes up to the next whole vector behind. In two
+// loops: an exponential's steps wait for each other, and a short loop has more of them under way.
+static void exponentials(real *x, real scale, real shift, int n) {
+    real r[BLOCK];
+    uint32_t powers[BLOCK];
+    for (; n > 0; n -= BLOCK, x += BLOCK) {
+        const int count = min_int(BLOCK, ceil_div(n, VL) * VL);
+        for (int j = 0; j < count; j++) {
+            r[j] = exp_begin(x[j] * scale - shift, &powers[j]);
+        }
+        for (int j = 0; j < count; j++) {
+            x[j] = exp_end(r[j], powers[j]);
+        }
+    }
+}
 
 // -------------------------------------------------------------------------------------------------
 // 9. Layers
@@ -2978,14 +3001,6 @@ static real row_largest(const real *x, int n) {
         largest = value > largest ? value : largest;
     }
     return largest;
-}
-
-// Replaces x (n) by exp(x - shift) and returns their sum.
-static real row_exponentials(real *x, real shift, int n) {
-    for (int i = 0; i < n; i++) {
-        x[i] = fast_exp(x[i] - shift);
-    }
-    return row_sum(x, 0, 1, n);
 }
 
 // out (B,T,C) = wte[tokens] + wpe[t].
@@ -3158,7 +3173,8 @@ static void classifier_forward_backward(real *losses, real *logits, const Token 
     #pragma omp taskloop num_tasks(pieces())
     for (int i = 0; i < rows; i++) {
         real *x = logits + (int64_t)i * Vp, largest = row_largest(x, V), target = x[targets[i]];
-        real sum = row_exponentials(x, largest, V);
+        exponentials(x, 1, largest, V);
+        real sum = row_sum(x, 0, 1, V);
         losses[i] = (real)log((double)sum) + largest - target;
         if (backward) {
             real scale = dloss / sum;
@@ -3187,12 +3203,7 @@ static void softmax_online(real *s, real *max, real *sum, real *out, size_t out_
                            int key, int rows, int keys, int HS, real scale) {
     real correction[BLOCK];
     for (int i = 0; i < rows; i++) {
-        const int n = visible_keys(query + i, key, keys);
-        real *row = s + i * BLOCK;
-        for (int j = 0; j < n; j++) {
-            row[j] *= scale;
-        }
-        const real largest = row_largest(row, n);
+        const real largest = scale * row_largest(s + i * BLOCK, visible_keys(query + i, key, keys));
         correction[i] = max[i];
         max[i] = largest > max[i] ? largest : max[i];
     }
@@ -3202,9 +3213,11 @@ static void softmax_online(real *s, real *max, real *sum, real *out, size_t out_
     }
     for (int i = 0; i < rows; i++) {
         const int n = visible_keys(query + i, key, keys);
-        real *row = s + i * BLOCK;
-        sum[i] += row_exponentials(row, max[i], n);
-        memset(row + n, 0, (size_t)(keys - n) * sizeof(real));
+        exponentials(s + i * BLOCK, scale, max[i], n);
+        memset(s + i * BLOCK + n, 0, (size_t)(keys - n) * sizeof(real));
+    }
+    for (int i = 0; i < rows; i++) {
+        sum[i] += row_sum(s + i * BLOCK, 0, 1, visible_keys(query + i, key, keys));
         for (int d = 0; d < HS; d++) {
             out[(size_t)i * out_step + d] *= correction[i];
         }
@@ -3313,21 +3326,6 @@ static void attention_cached(real *out, real *lse, real *cache, const real *qkv,
     }
 }
 
-// One row of a tile: from s = q.k and dp = dout.v to p = exp(scale s - lse) in s and
-// ds = scale p (dp - D) in dp, for the first n keys; zeros behind the mask.
-static void attention_backward_row(real *s, real *dp, real lse, real D, int n, int keys,
-                                   real scale) {
-    for (int j = 0; j < n; j++) {
-        real p = fast_exp(s[j] * scale - lse);
-        s[j] = p;
-        dp[j] = scale * p * (dp[j] - D);
-    }
-    for (int j = n; j < keys; j++) {
-        s[j] = 0;
-        dp[j] = 0;
-    }
-}
-
 // dqkv(B,T,3,NH,HS) = gradient of attention_forward from dout(B,T,NH,HS), P recomputed from lse:
 //   D = rowsum(dout * out)   dP = dout V^T   dS = P (dP - D) / sqrt(HS)
 //   dV = P^T dout            dQ = dS K       dK = dS^T Q
@@ -3367,10 +3365,16 @@ static void attention_backward(real *dqkv, const real *dout, const real *qkv, co
                              keys, HS, scores);
                 matmul_small(dp, NULL, BLOCK, operand(dout_q, C, 1), operand(v, stride, 1), queries,
                              keys, HS, scores);
-                for (int i = 0; i < queries; i++) {
-                    attention_backward_row(s + i * BLOCK, dp + i * BLOCK,
-                                           lse[((size_t)b * NH + h) * T + q0 + i], D[i],
-                                           visible_keys(q0 + i, k0, keys), keys, scale);
+                for (int i = 0; i < queries; i++) {  // s becomes P, dp dS; 0 behind the mask
+                    const int n = visible_keys(q0 + i, k0, keys);
+                    const real D_i = D[i];
+                    real *p = s + i * BLOCK, *ds = dp + i * BLOCK;
+                    exponentials(p, scale, lse[((size_t)b * NH + h) * T + q0 + i], n);
+                    for (int j = 0; j < n; j++) {
+                        ds[j] = scale * p[j] * (ds[j] - D_i);
+                    }
+                    memset(p + n, 0, (size_t)(keys - n) * sizeof(real));
+                    memset(ds + n, 0, (size_t)(keys - n) * sizeof(real));
                 }
                 Operand p_keys = operand(s, 1, BLOCK), ds_keys = operand(dp, 1, BLOCK);
                 matmul_small(dv, dv_sum, stride, p_keys, operand(dout_q, 1, C), keys, HS, queries,
