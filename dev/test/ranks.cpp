@@ -757,6 +757,27 @@ static void test_ranks_full() {
     expect(names_in("out", "") == "log.jsonl step-00000002", "%s", names_in("out", "").c_str());
 }
 
+// A log that may grow no further, which is rank 0's alone, stops all ranks at the same step, which
+// they save; one line says what failed.
+static void test_ranks_full_log() {
+    enum { LIMIT = 400000 };  // of bytes, and so more than any file of the checkpoint has
+    write_corpus();
+    mkdir("out", 0755);
+    write_file("out/log.jsonl", "{\"step\":0,\"text\":\"" + Text(LIMIT - 5000, 'x') + "\"}\n");
+    const Outcome o = program(TINY "--gpus 3 -z 1 -k constant -x 1000 --quiet -o out", [] {
+        const struct rlimit limit = {LIMIT, LIMIT};
+        setrlimit(RLIMIT_FSIZE, &limit);
+    });
+    const Text saved = names_in("out", "step");
+    const int step = saved.empty() ? -1 : atoi(saved.c_str() + 5);
+    expect_refused(o, text(": cannot write out/log.jsonl: File too large; the run ended after step "
+                           "%d, which is saved\n", step), "a full log");
+    expect(step > 1 && step < 100 && log_steps("out/log.jsonl").size() + 2 >= (size_t)step,
+           "saved: %s", saved.c_str());
+    expect_success(program(text(TINY "--gpus 3 -z 1 -k constant -x %d -y 1 --quiet -o out",
+                                step + 1)), "resumed");
+}
+
 // A rank that is killed in any phase of saving leaves the checkpoint before; what is unfinished the
 // next run removes, and ends in the bytes of a run that nothing disturbed. A file that waits for a
 // reader holds its rank in the phase.
@@ -1097,6 +1118,7 @@ static const Test tests[] = {
     {"ranks_replicas", test_ranks_replicas, 1}, {"ranks_late", test_ranks_late, 1},
     {"ranks_skip_and_clip", test_ranks_skip_and_clip, 1},
     {"ranks_killed", test_ranks_killed, 1},     {"ranks_unread", test_ranks_unread, 1},
+    {"ranks_full_log", test_ranks_full_log, 1},
 };
 
 int main(int argc, char **argv) {
