@@ -5582,14 +5582,13 @@ static int64_t run_resume(Run *run) {
                 run->state.position, choice.step, most);
         }
     }
-    const int from_file = run->weights.spans != NULL;
-    if (o->resume && !o->quiet && (choice.step < 0 || from_file)) {
-        printf(choice.step < 0 ? "no checkpoint in %s yet: a new run%s%s\n"
-                               : "the weights are those of %s%s%s, where the run began\n",
-               choice.step < 0 ? o->output : path,
-               !from_file ? "" : choice.step < 0 ? ", with the weights of --model (-e) "
-                                                 : ", not those of --model (-e) ",
-               from_file ? o->model : "");
+    const char *file = run->weights.spans ? o->model : NULL;
+    if (o->resume && !o->quiet && choice.step < 0) {
+        printf("no checkpoint in %s yet: a new run%s%s\n", o->output,
+               file ? ", with the weights of --model (-e) " : "", file ? file : "");
+    } else if (o->resume && !o->quiet && file) {
+        printf("the weights are those of %s, not those of --model (-e) %s, where the run began\n",
+               path, file);
     }
     return choice.step;
 }
