@@ -2956,8 +2956,8 @@ static void exponentials(real *x, real scale, real shift, int n) {
 // Sums run in LANES interleaved partial sums, added in order at the end: a compiler may not reorder
 // a sum by itself, and in this form it need not. 16 floats are one AVX-512 vector, two of AVX2 or
 // four of NEON: whatever the machine's width, the order of additions and so the bits are the same.
-enum { LANES = 16 };
-typedef real Lanes16 __attribute__((vector_size(LANES * sizeof(real))));
+// The machine's own vectors, PARTS of them: sums in a longer type GCC would leave in memory.
+enum { LANES = 16, PARTS = LANES / VL };
 static real lanes_total(const real lanes[LANES]) {
     real total = 0;
     for (int j = 0; j < LANES; j++) {
@@ -2972,20 +2972,20 @@ enum { SLICE = 64 };
 
 // Sum of (x - shift)^power over x (n); power is 1 or 2.
 static inline real row_sum(const real *x, real shift, int power, int n) {
-    Lanes16 sum = {0}, d;
+    Vector sum[PARTS] = {{0}}, d;
     int i = 0;
     for (; i + LANES <= n; i += LANES) {
-        memcpy(&d, x + i, sizeof d);
-        d -= shift;
-        sum += power == 2 ? d * d : d;
+        for (int part = 0; part < PARTS; part++) {
+            memcpy(&d, x + i + part * VL, sizeof d);
+            d -= shift;
+            sum[part] += power == 2 ? d * d : d;
+        }
     }
-    for (; i < n; i++) {  // what fills no vector goes to the first lane
+    for (; i < n; i++) {  // what fills no LANES goes to the first lane
         real rest = x[i] - shift;
-        sum[0] += power == 2 ? rest * rest : rest;
+        sum[0][0] += power == 2 ? rest * rest : rest;
     }
-    real lanes[LANES];
-    memcpy(lanes, &sum, sizeof lanes);
-    return lanes_total(lanes);
+    return lanes_total((const real *)sum);
 }
 
 // Largest of x (n), n >= 1. A NaN may be skipped; whoever exponentiates meets it again.
@@ -3108,19 +3108,21 @@ FUSED static void dots(real *out, const real *a, const real *b, size_t step, int
     FUSED_BODY
     enum { SUMS = 4 };
     for (int row = 0; row < n; row++, b += step) {
-        Lanes16 sum[SUMS] = {{0}}, x, y;
+        Vector sum[SUMS * PARTS] = {{0}}, x, y;
         int k = 0;
         for (; k + SUMS * LANES <= K; k += SUMS * LANES) {
-            for (int i = 0; i < SUMS; i++) {
-                memcpy(&x, a + k + i * LANES, sizeof x);
-                memcpy(&y, b + k + i * LANES, sizeof y);
+            for (int i = 0; i < SUMS * PARTS; i++) {
+                memcpy(&x, a + k + i * VL, sizeof x);
+                memcpy(&y, b + k + i * VL, sizeof y);
                 sum[i] += x * y;
             }
         }
         for (; k < K; k++) {
-            sum[0][k % LANES] += a[k] * b[k];
+            sum[k % LANES / VL][k % VL] += a[k] * b[k];
         }
-        sum[0] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+        for (int i = 0; i < PARTS; i++) {
+            sum[i] = (sum[i] + sum[i + PARTS]) + (sum[i + 2 * PARTS] + sum[i + 3 * PARTS]);
+        }
         out[row] = lanes_total((const real *)sum);
     }
 }
