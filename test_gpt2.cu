@@ -555,6 +555,12 @@ static void give_workspace() {
     matmul_workspace = (real *)memory;
 }
 
+static real fast_tanh(real x) {
+    uint32_t n;
+    real r = tanh_begin(x, &n);
+    return tanh_end(r, n, x);
+}
+
 // exp and tanh over their whole range, and where a polynomial or a shift could go wrong.
 static void test_fast_maths() {
     const double low = GPT2_DOUBLE ? -800 : -120, range = GPT2_DOUBLE ? 1500 : 208;

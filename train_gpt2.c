@@ -2242,8 +2242,8 @@ static void settings_forward(Settings *s) {
 //    waits between loops that do not need each other's results: these are marked nogroup.
 // 3. Nothing allocates here. matmul_workspace points at matmul_workspace_bytes(thread_count())
 //    bytes, aligned to 64: a buffer of the memory plan whose size depends on no shape.
-// 4. fast_exp and fast_tanh have no branch, so loops around them become vector code, and no fused
-//    operation, so they give the same bits on every machine.
+// 4. fast_exp and tanh's halves have no branch, so loops around them become vector code, and no
+//    fused operation, so they give the same bits on every machine.
 // 5. Wherever a bias and an addend are given, the result is (bias + addend) + product.
 // 6. With matmul_bf16 operands are rounded to bf16 as they are packed, two to a number's place, and
 //    a dot product of pairs takes the place of a multiply-add: two steps of k at a time, sums in
@@ -2868,7 +2868,8 @@ static double matmul_peak_flops(void) {
 #if GPT2_DOUBLE
 static real exp_begin(real x, uint32_t *n) { return (void)(*n = 0), x; }
 static real exp_end(real x, uint32_t n) { return (void)n, exp(x); }
-static real fast_tanh(real x) { return tanh(x); }
+static real tanh_begin(real x, uint32_t *n) { return exp_begin(x, n); }
+static real tanh_end(real u, uint32_t n, real x) { return (void)x, (void)n, tanh(u); }
 static real real_sqrt(real x) { return sqrt(x); }
 #else
 static inline real real_sqrt(real x) { return sqrtf(x); }
@@ -2901,22 +2902,34 @@ static inline float power_of_two(uint32_t n) {
     return power;
 }
 
-// The halves of fast_exp. Beyond 104 e^x is 0 or inf, and the power of two comes in halves, because
-// 2^n alone would overflow or vanish there. One limit to |x|: of two to x GCC makes branches.
+// x, or `limit` if x is above; NaN stays. By masks: of ?: GCC makes a branch with all that follows
+// in it, which is half as fast as vector code on AVX-512 and no vector code at all on AVX2.
+static inline float at_most(float limit, float x) {
+    uint32_t bits, limit_bits, above = 0u - (uint32_t)(x > limit);
+    memcpy(&bits, &x, sizeof bits);
+    memcpy(&limit_bits, &limit, sizeof limit_bits);
+    bits = (bits & ~above) | (limit_bits & above);
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+// The halves of fast_exp: |x| goes no further than where e^x is 0 or inf for certain; the power of
+// two comes in halves because 2^n alone would overflow or vanish there.
 static inline float exp_begin(float x, uint32_t *n) {
-    float a = fabsf(x);
-    return exp_reduced(copysignf(a > 104.0f ? 104.0f : a, x), n);
+    return exp_reduced(copysignf(at_most(104.0f, fabsf(x)), x), n);
 }
 static inline float exp_end(float r, uint32_t n) {
     uint32_t half = ((n + 256) >> 1) - 128;
     return (1.0f + exp_minus_1(r)) * power_of_two(half) * power_of_two(n - half);
 }
 
-// tanh x, off by at most 2.53 ulp over all floats; odd to the bit. It is t / (t + 2) with
-// t = e^(2|x|) - 1 formed without cancellation; from |x| = 9.1 on it is 1.
-static inline real fast_tanh(real x) {
-    uint32_t n;
-    float a = fabsf(x), r = exp_reduced(2.0f * (a > 10.0f ? 10.0f : a), &n);
+// The halves of tanh x, off by at most 2.53 ulp over all floats; odd to the bit. It is t / (t + 2)
+// with t = e^(2|x|) - 1 formed without cancellation; from |x| = 9.1 on it is 1. The second half
+// takes the sign from x.
+static inline float tanh_begin(float x, uint32_t *n) {
+    return exp_reduced(2.0f * at_most(10.0f, fabsf(x)), n);
+}
+static inline float tanh_end(float r, uint32_t n, float x) {
     float power = power_of_two(n), t = power * exp_minus_1(r) + (power - 1.0f);
     return copysignf(t / (t + 2.0f), x);
 }
@@ -2956,8 +2969,8 @@ static void exponentials(real *x, real scale, real shift, int n) {
 // Sums run in LANES interleaved partial sums, added in order at the end: a compiler may not reorder
 // a sum by itself, and in this form it need not. 16 floats are one AVX-512 vector, two of AVX2 or
 // four of NEON: whatever the machine's width, the order of additions and so the bits are the same.
-enum { LANES = 16 };
-typedef real Lanes16 __attribute__((vector_size(LANES * sizeof(real))));
+// The machine's own vectors, PARTS of them: sums in a longer type GCC would leave in memory.
+enum { LANES = 16, PARTS = LANES / VL };
 static real lanes_total(const real lanes[LANES]) {
     real total = 0;
     for (int j = 0; j < LANES; j++) {
@@ -2972,20 +2985,20 @@ enum { SLICE = 64 };
 
 // Sum of (x - shift)^power over x (n); power is 1 or 2.
 static inline real row_sum(const real *x, real shift, int power, int n) {
-    Lanes16 sum = {0}, d;
+    Vector sum[PARTS] = {{0}}, d;
     int i = 0;
     for (; i + LANES <= n; i += LANES) {
-        memcpy(&d, x + i, sizeof d);
-        d -= shift;
-        sum += power == 2 ? d * d : d;
+        for (int part = 0; part < PARTS; part++) {
+            memcpy(&d, x + i + part * VL, sizeof d);
+            d -= shift;
+            sum[part] += power == 2 ? d * d : d;
+        }
     }
-    for (; i < n; i++) {  // what fills no vector goes to the first lane
+    for (; i < n; i++) {  // what fills no LANES goes to the first lane
         real rest = x[i] - shift;
-        sum[0] += power == 2 ? rest * rest : rest;
+        sum[0][0] += power == 2 ? rest * rest : rest;
     }
-    real lanes[LANES];
-    memcpy(lanes, &sum, sizeof lanes);
-    return lanes_total(lanes);
+    return lanes_total((const real *)sum);
 }
 
 // Largest of x (n), n >= 1. A NaN may be skipped; whoever exponentiates meets it again.
@@ -3108,19 +3121,21 @@ FUSED static void dots(real *out, const real *a, const real *b, size_t step, int
     FUSED_BODY
     enum { SUMS = 4 };
     for (int row = 0; row < n; row++, b += step) {
-        Lanes16 sum[SUMS] = {{0}}, x, y;
+        Vector sum[SUMS * PARTS] = {{0}}, x, y;
         int k = 0;
         for (; k + SUMS * LANES <= K; k += SUMS * LANES) {
-            for (int i = 0; i < SUMS; i++) {
-                memcpy(&x, a + k + i * LANES, sizeof x);
-                memcpy(&y, b + k + i * LANES, sizeof y);
+            for (int i = 0; i < SUMS * PARTS; i++) {
+                memcpy(&x, a + k + i * VL, sizeof x);
+                memcpy(&y, b + k + i * VL, sizeof y);
                 sum[i] += x * y;
             }
         }
         for (; k < K; k++) {
-            sum[0][k % LANES] += a[k] * b[k];
+            sum[k % LANES / VL][k % VL] += a[k] * b[k];
         }
-        sum[0] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+        for (int i = 0; i < PARTS; i++) {
+            sum[i] = (sum[i] + sum[i + PARTS]) + (sum[i + 2 * PARTS] + sum[i + 3 * PARTS]);
+        }
         out[row] = lanes_total((const real *)sum);
     }
 }
@@ -3392,25 +3407,45 @@ static void attention_backward(real *dqkv, const real *dout, const real *qkv, co
     }
 }
 
-// out(n) = x/2 (1 + tanh(u)), u = sqrt(2/pi) (x + 0.044715 x^3), x = inp(n).
-static void gelu_forward(real *out, const real *inp, size_t n) {
-    const real s = (real)0.79788456080286535588, c = (real)0.044715, half = (real)0.5;
-    #pragma omp taskloop simd num_tasks(pieces()) if (taskloop : n > 1 << 14)
-    for (size_t i = 0; i < n; i++) {
+// t(n) = tanh(u), u = sqrt(2/pi) (x + 0.044715 x^3), x = inp(n); n <= BLOCK. In two loops, as in
+// exponentials(); u has the sign of x.
+static const real gelu_s = (real)0.79788456080286535588, gelu_c = (real)0.044715;
+static void gelu_tanh(real *t, const real *inp, int n) {
+    uint32_t powers[BLOCK];
+    for (int i = 0; i < n; i++) {
         real x = inp[i];
-        out[i] = half * x * (1 + fast_tanh(s * (x + c * x * x * x)));
+        t[i] = tanh_begin(gelu_s * (x + gelu_c * x * x * x), &powers[i]);
+    }
+    for (int i = 0; i < n; i++) {
+        t[i] = tanh_end(t[i], powers[i], inp[i]);
     }
 }
 
-// dinp(n) = dout(n) * d/dx GELU at inp(n); dinp may be dout, which is why the loop must be told
-// that it has no dependence.
+// out(n) = x/2 (1 + tanh(u)), x = inp(n).
+static void gelu_forward(real *out, const real *inp, size_t n) {
+    #pragma omp taskloop num_tasks(pieces()) if (n > 1 << 14)
+    for (size_t i = 0; i < n; i += BLOCK) {
+        const int count = (int)min_i64(BLOCK, (int64_t)(n - i));
+        real t[BLOCK];
+        gelu_tanh(t, inp + i, count);
+        for (int j = 0; j < count; j++) {
+            out[i + j] = inp[i + j] / 2 * (1 + t[j]);
+        }
+    }
+}
+
+// dinp(n) = dout(n) * d/dx GELU at inp(n); dinp may be dout.
 static void gelu_backward(real *dinp, const real *dout, const real *inp, size_t n) {
-    const real s = (real)0.79788456080286535588, c = (real)0.044715, half = (real)0.5;
-    #pragma omp taskloop simd num_tasks(pieces())
-    for (size_t i = 0; i < n; i++) {
-        real x = inp[i], t = fast_tanh(s * (x + c * x * x * x));
-        real slope = s * (1 + 3 * c * x * x);
-        dinp[i] = dout[i] * half * (1 + t + x * (1 - t * t) * slope);
+    #pragma omp taskloop num_tasks(pieces())
+    for (size_t i = 0; i < n; i += BLOCK) {
+        const int count = (int)min_i64(BLOCK, (int64_t)(n - i));
+        real t[BLOCK];
+        gelu_tanh(t, inp + i, count);
+        for (int j = 0; j < count; j++) {
+            real x = inp[i + j], slope = gelu_s * (1 + 3 * gelu_c * x * x);
+            t[j] = dout[i + j] / 2 * (1 + t[j] + x * (1 - t[j] * t[j]) * slope);
+        }
+        memcpy(dinp + i, t, (size_t)count * sizeof(real));
     }
 }
 
