@@ -2617,7 +2617,8 @@ static Operand packed_rows(const real *packed, Operand a, int K) {
 // out(MR,NR) = bias(NR) + addend(MR,NR) + a(MR,K) b(K,NR), b a packed panel; bias and addend may be
 // NULL, addend may be out; both step through rows alike. All sums live in registers while k runs:
 // each k loads two vectors of b, broadcasts MR numbers of a, issues 2 MR multiply-adds. And it asks
-// for a line of the next MR rows of a, since what another core wrote last takes long to arrive.
+// for a line of the next MR rows of a, since what another core wrote last takes long to arrive:
+// into the second cache, because lines of all rows may share a set of the first.
 FUSED static void matmul_tile(real *out, const real *addend, size_t step, const real *bias,
                               Operand from, const real *b, int K) {
     FUSED_BODY
@@ -2636,7 +2637,7 @@ FUSED static void matmul_tile(real *out, const real *addend, size_t step, const 
         Vector b0, b1;
         memcpy(&b0, b, sizeof b0);
         memcpy(&b1, b + VL, sizeof b1);
-        __builtin_prefetch(a + ahead + (size_t)(k % MR) * turn);
+        __builtin_prefetch(a + ahead + (size_t)(k % MR) * turn, 0, 2);
         for (int i = 0; i < MR; i++) {
             int32_t pair;
             memcpy(&pair, a + (size_t)i * row_step, sizeof pair);
@@ -2653,7 +2654,7 @@ FUSED static void matmul_tile(real *out, const real *addend, size_t step, const 
         Vector b0, b1;
         memcpy(&b0, b, sizeof b0);
         memcpy(&b1, b + VL, sizeof b1);
-        __builtin_prefetch(a + ahead + (size_t)(k % MR) * turn);
+        __builtin_prefetch(a + ahead + (size_t)(k % MR) * turn, 0, 2);
         for (int i = 0; i < MR; i++) {
             const real a_i = a[(size_t)i * row_step];
             sum[i][0] += a_i * b0;
