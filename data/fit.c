@@ -943,7 +943,7 @@ typedef struct {
     double tokens_per_s;
     int type, rung;
 } FitPoint;
-enum { MAX_POINTS = 2048 };
+enum { MAX_POINTS = 4096 };
 
 // Number types that --fit any tries with bf16 weights, 0: as asked.
 static const struct {
@@ -1020,7 +1020,8 @@ static int fit_points(FitPoint list[MAX_POINTS], const Options *asked, const Mod
                 f->o.moments = fit_types[type].moments;
                 f->o.master = fit_types[type].master;
             }
-            fits = fit_point(f, m, levels > 1 ? i % levels : -1, room);
+            // In place of nothing recomputed stands what fits with the least of it.
+            fits = fit_point(f, m, i % levels ? i % levels : -1, room);
             const int64_t micros = step_micros(asked, &f->settings);
             // A run refuses a step that the data does not fill once.
             n += fits && micros > 0 &&
@@ -1282,13 +1283,13 @@ static Room room_named(const Options *o, const Settings *s) {
     Room room;
     memset(&room, 0, sizeof room);
     room.library = library_reserve_bytes;
-    room.device = size_less(bytes, room.library + nccl_estimate_bytes(s));
+    const size_t reserved = room.library + nccl_estimate_bytes(s);
+    room.device = size_less(bytes, reserved);
     room.host = SIZE_MAX;
     room.where = o->gpu[0] ? o->gpu : "--gpu-mem";
     if (bytes && !room.device) {  // 16 for 16GiB, for one
         die("%s: nothing is left beside %s, which are reserved for libraries, of %s", room.where,
-            bytes_text((double)(room.library + nccl_estimate_bytes(s))).s,
-            bytes_text((double)bytes).s);
+            bytes_text((double)reserved).s, bytes_text((double)bytes).s);
     }
     room.speed = rates ? speed_predict(rates, s) : speed_usual(s);
     // Between machines, of eight GPUs at most, the exchange is slower than these rates have it.

@@ -1030,6 +1030,11 @@ static void test_fit_sizes() {
         }
         return f;
     };
+    // Mixed levels are among the points of --fit all too, which finds no less than any.
+    const FitPoint any = chosen("--fit any -e d12 --gpu-mem 3GiB"),
+                   all = chosen("--fit all -e d12 --gpu-mem 3GiB");
+    expect(all.tokens_per_s >= any.tokens_per_s && all.rung <= any.rung, "%.0f tokens/s, any %.0f",
+           all.tokens_per_s, any.tokens_per_s);
     FitPoint f = chosen("--fit any -e d48 --gpu-mem 15GiB");
     expect(f.o.batch >= 8 && f.rung == 0 && f.o.moments == MOMENTS_BF16 &&
                f.o.master == MASTER_NONE, "-b %d, rung %d", (int)f.o.batch, f.rung);
