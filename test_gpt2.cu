@@ -3936,9 +3936,9 @@ static size_t room_available() {
     const int64_t mapped = file_number("/proc/self/status", "VmData:", 0) << 10;
     struct rlimit r;
     getrlimit(RLIMIT_DATA, &r);
-    r.rlim_cur = (rlim_t)(mapped + host_room);
+    omp_set_num_threads(1);  // few stacks of threads to come, which count too
+    r.rlim_cur = (rlim_t)(mapped + host_room + stacks_to_come(1));
     setrlimit(RLIMIT_DATA, &r);
-    omp_set_num_threads(1);  // stacks of threads to come would count too
     return device;
 }
 
@@ -3948,8 +3948,8 @@ static void room_open(Engine *e, Plan *p) {
     exit(0);
 }
 
-// What the ranks of a machine pin together is held against its memory: one byte too few ends the
-// run before anything of the plan is allocated.
+// What the ranks of a machine pin together, and take beside their plans, is held against its
+// memory: one byte too few ends the run before anything of the plan is allocated.
 static void test_gpu_rank_host() {
     static const Program program = {"train_gpt2cu_cpu", "d12", 1, room_open, room_available, 0,
                                     NULL, gpu_settings_check, "", device_name, NULL,
@@ -3962,11 +3962,13 @@ static void test_gpu_rank_host() {
     const int64_t each = atol(read_file("opened").c_str());
     for (int less : {0, 1}) {
         remove("opened");
-        host_room = 3 * each - less;
+        const Model m = shape("l2h2c64t16", 257);
+        host_room = 3 * (each + (int64_t)beside_plan_bytes(&m)) - less;
         const Outcome o = in_process(line, &program);
         if (less) {
-            expect_refused(o, "only " + Text(bytes_text((double)host_room).s) + " are available "
-                           "(ulimit -d): 1 B short; fewer states in --offload", line);
+            expect_refused(o, "only " + Text(bytes_text((double)each).s) + " are available "
+                           "(ulimit -d less its threads' stacks): 1 B short; fewer states in",
+                           line);
         } else {
             expect_success(o, line);
         }

@@ -1532,9 +1532,9 @@ static void plan_list(Plan *p, const Settings *s) {
 // and nothing of what they describe.
 static void plan_build(Plan *p, const Settings *s) {
     plan_list(p, s);
-    size_t by_life = plan_place(p, 0);  // neither order is the better one for all settings
-    if (plan_place(p, 1) > by_life) {
-        plan_place(p, 0);
+    const size_t by_size = plan_place(p, 1);  // neither order is the better one for all settings
+    if (by_size > p->live_bytes && plan_place(p, 0) >= by_size) {
+        plan_place(p, 1);
     }
     plan_add_visits(p);
 }
@@ -5400,6 +5400,13 @@ static void run_choose_data(Run *run, Model *m, ModelKind kind) {
     model_vocabulary(m, kind, o, run->train.shards ? &run->train : NULL);
 }
 
+// Host memory that a process takes beside its plan: a matrix that its checkpoint transposes, pieces
+// of files, vocabularies, the program itself. Were it all filled, as -r and --offload auto may, a
+// limited job would end at its first checkpoint.
+static size_t beside_plan_bytes(const Model *m) {
+    return (16 << 20) + 20 * (size_t)m->C * (size_t)m->C;
+}
+
 // What this machine has for a run. --gpu-mem makes a GPU no larger than such a card, whose context
 // and libraries take their part first.
 static Room room_at_hand(const Program *program, const Options *o, const Settings *s) {
@@ -5410,14 +5417,16 @@ static Room room_at_hand(const Program *program, const Options *o, const Setting
             "GPU run");
     }
     const size_t nccl = nccl_estimate_bytes(s);  // it takes that later than the other libraries
-    room.device = size_less(program->available(), program->library_bytes + nccl);
+    const size_t beside = program->gpu ? 0 : beside_plan_bytes(&s->model);
+    room.device = size_less(program->available(), program->library_bytes + nccl + beside);
     if (o->gpu_mem) {
         const size_t cap = size_less((size_t)o->gpu_mem, library_reserve_bytes + nccl);
         room.device = cap < room.device ? cap : room.device;
     }
     room.device = (size_t)max_i64((int64_t)room.device, 1);  // 0 would be unknown
     // The ranks of a machine share its memory.
-    room.host = program->gpu ? (size_t)(host_memory("").bytes / this_rank.local_ranks) : SIZE_MAX;
+    const size_t host = (size_t)(host_memory("").bytes / this_rank.local_ranks);
+    room.host = program->gpu ? size_less(host, beside_plan_bytes(&s->model)) : SIZE_MAX;
     room.library = program->library_bytes;
     room.where = program->gpu ? "free on this GPU" : "memory this process may take";
     room.speed = speed_usual(s);
@@ -5660,7 +5669,7 @@ static void run_fit(Run *run, const Program *program) {
     plan_build(&run->plan, &run->s);
     plan_refuse(&run->plan, plan_taken(&run->plan), room.device);
     if (program->gpu) {
-        plan_refuse_host(&run->plan, this_rank.local_ranks, &host);
+        plan_refuse_host(&run->plan, room.host, host.limit);
     }
 }
 

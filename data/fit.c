@@ -640,13 +640,13 @@ static void plan_refuse(const Plan *p, size_t need, size_t available) {
         bytes_text((double)available).s, available_limit, bytes_text((double)missing).s, line);
 }
 
-// The same for what `copies` runs of the plan pin in the memory of this machine beside their GPUs.
-static void plan_refuse_host(const Plan *p, int copies, const HostMemory *h) {
-    const double need = (double)p->host_bytes * copies, available = (double)h->bytes;
-    if (need > available) {
-        die("the plan keeps %s in host memory, only %s are available (%s): %s short; fewer states "
-            "in --offload need less of it", bytes_text(need).s, bytes_text(available).s, h->limit,
-            bytes_text(need - available).s);
+// The same for what a rank pins in the memory of its machine, of which it has `available` bytes.
+static void plan_refuse_host(const Plan *p, size_t available, const char *limit) {
+    if (p->host_bytes > available) {
+        die("the plan keeps %s in host memory%s, only %s are available (%s): %s short; fewer "
+            "states in --offload need less of it", bytes_text((double)p->host_bytes).s,
+            p->settings.ranks > 1 ? " for each GPU" : "", bytes_text((double)available).s, limit,
+            bytes_text((double)(p->host_bytes - available)).s);
     }
 }
 

@@ -246,12 +246,13 @@ static void memory_of_group(void *out, int version, const char *folder, const ch
     }
 }
 
-// Bytes of the stacks of the threads that OpenMP has yet to start beside `running` ones: each takes
-// as much address space as `ulimit -s` says.
+// Bytes of the stacks of the threads that OpenMP has yet to start beside `running` ones, two at
+// least, as a checkpoint's writer has: each takes as much address space as `ulimit -s` says.
 static int64_t stacks_to_come(int64_t running) {
     struct rlimit r;
     const int known = getrlimit(RLIMIT_STACK, &r) == 0 && r.rlim_cur != RLIM_INFINITY;
-    return max_i64(thread_count() - running, 0) * (known ? (int64_t)r.rlim_cur : 2 << 20);
+    const int64_t to_come = max_i64(max_i64(thread_count(), 2) - running, 0);
+    return to_come * (known ? (int64_t)r.rlim_cur : 2 << 20);
 }
 
 // The memory there is, less what control groups and `ulimit` keep back. `root`: "", or where a test

@@ -426,6 +426,20 @@ static void test_memory_limits() {
         expect_refused(program("-i train.bin -e l12h12c384t64 -x 1", low),
                        text("are available (%s", limit.name), limit.name);
         expect_success(program("-i train.bin -e l2h2c16t16 -x 1 --quiet", low), limit.name);
+        // What -r auto fills leaves a checkpoint, which has a second thread, its memory.
+        for (int mib = 80; mib <= 120; mib += 10) {
+            remove_folder("full");
+            o = program("-i train.bin -e l4h4c128t16 -b 160 -x 1 --quiet -o full", [&] {
+                struct rlimit r = {(rlim_t)mib << 20, (rlim_t)mib << 20};
+                setenv("OMP_NUM_THREADS", "1", 1);
+                setrlimit((decltype(RLIMIT_AS))limit.resource, &r);
+            });
+            if (mib < 100 && o.status) {
+                expect_refused(o, text("are available (%s", limit.name), limit.name);
+            } else {
+                expect_success(o, text("%s %d MiB", limit.name, mib));
+            }
+        }
         expect_refused(program("--generate -e l12h12c1536t64", low),
                        "short; --generate takes weights and a KV cache", limit.name);
         // Threads start behind the plan, and their stacks count against the limit.

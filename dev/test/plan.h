@@ -801,10 +801,9 @@ static void test_plan_refuse() {
     plan_free(&p);
     s.home[HOME_OF_MOMENTS] = HOME_HOST;
     plan_build(&p, &s);
-    HostMemory host = {(int64_t)p.host_bytes * 3, "a test"};
-    plan_refuse_host(&p, 3, &host);
-    host.bytes--;
-    expect_death(plan_refuse_host(&p, 3, &host), "(a test): 1 B short; fewer states in --offload");
+    plan_refuse_host(&p, p.host_bytes, "a test");
+    expect_death(plan_refuse_host(&p, p.host_bytes - 1, "a test"),
+                 "(a test): 1 B short; fewer states in --offload");
     plan_free(&p);
 }
 
