@@ -834,8 +834,9 @@ static void test_ranks_save_killed() {
 // saved: the others get no update of it.
 static void test_ranks_fault() {
     write_corpus();
-    pid_t pid = start("-i train.bin -e l2h2c16t16 -b 2 --gpus 3 -z 1 --shuffle 0 -x 30 --quiet "
-                      "-o out");
+    const Text part = "-i train.bin -e l2h2c16t16 -b 2 --gpus 3 -z 1 --shuffle 0 -x 30 ";
+    run(part + "-n 20", "undisturbed");
+    pid_t pid = start(part + "--quiet -o out");
     wait_until([] { return read_file("out/log.jsonl").find("{\"step\":1,") != Text::npos; });
     // Step 21 begins at sequence 120; rank 2 has 124 and 125.
     expect(truncate("train.bin", SHARD_BYTES + 2 * (124 * 16 + 8)) == 0, "truncate");
@@ -843,7 +844,9 @@ static void test_ranks_fault() {
     expect_refused(o, "rank 2: ", "data that ends");
     expect(o.err.find("the run ended after step 20, which is saved") != Text::npos, "%s",
            o.err.c_str());
-    expect(names_in("out", "step") == "step-00000020", "%s", names_in("out", "").c_str());
+    expect(names_in("out", "step") == "step-00000020" &&
+               tensors_of("out", 20) == tensors_of("undisturbed", 20),
+           "%s", names_in("out", "").c_str());
 }
 
 // An evaluation's score is that of one rank, to the last digit.
@@ -1043,11 +1046,16 @@ static void test_ranks_replicas() {
         run(part + " -y 1", "out");
         expect(tensors_of("out", 6) == tensors_of("undisturbed", 6), "another end at -z %s", zero);
     }
-    const Text two = TINY "--gpus 2 -z 1 --quiet ";
-    const Text faults = text("EMU_FAULT_RANK=1 EMU_FAULT_FLIP=%d", last_exchange(two + "-x 1") + 1);
-    expect_refused(program(two + "-x 101 -o two", with_faults(faults)), "ranks 0, 1 differ in "
-                   "weights or moments that must be alike on all ranks", "two ranks");
-    expect(log_steps("two/log.jsonl") == one_to(100), "steps of the log");
+    // The same where nothing is learnt, so that moments alone differ.
+    for (const char *rate : {"", "-l 0 "}) {
+        const Text two = TINY "--gpus 2 -z 1 --quiet " + Text(rate);
+        const Text faults = text("EMU_FAULT_RANK=1 EMU_FAULT_FLIP=%d",
+                                 last_exchange(two + "-x 1") + 1);
+        remove_folder("two");
+        expect_refused(program(two + "-x 101 -o two", with_faults(faults)), "ranks 0, 1 differ in "
+                       "weights or moments that must be alike on all ranks", "two ranks");
+        expect(log_steps("two/log.jsonl") == one_to(100), "steps of the log");
+    }
 }
 
 // A NaN that one rank sends one other makes all of them skip the step, and a norm just above --clip
