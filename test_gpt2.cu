@@ -3417,6 +3417,7 @@ static void test_gpu_algorithms() {
         gpu_matmul_close();
     }
     Outcome o = outcome(spawn([&] {
+        emu::cuda_user = 0;  // a GPU would not take it
         emu::set.lt_max = 20;
         gpu_matmul_open(workspace.p, workspace.n * sizeof(float));
         gpu_matmul_forward<float>(out.p, inp.p, weight.p, nullptr, nullptr, N, C, OC, 0);
@@ -4307,6 +4308,7 @@ static void test_gpu_lifetimes() {
     expect(isnan((double)fresh[0]) && isnan((double)fresh[7]), "fresh rows are NaN");
     auto launch_on = [&](float *x) {
         return outcome(spawn([&] {
+            emu::cuda_user = 0;  // a GPU would not take it
             gpu_gelu_forward<float>(x, x, 8, net->stream);
             cuda_check(cudaStreamSynchronize(net->stream));
         }));
