@@ -3057,6 +3057,9 @@ static void test_gpu_norm() {
         gpu_update_decide(state.p, 1.0f, INFINITY, 0);
         UpdateState now = state.raw()[0];
         expect(now.skip == 1 && now.skipped == 1, "%g", (double)bad);
+        // A rank without any part of a small model's gradients.
+        gpu_grad_square_sum(state.p, scratch.p, d_g.p, d_g.p, d_g.p, d_ranges.p, 0, 0, 0);
+        expect(state.raw()[0].square_sum == 0, "no gradients");
     }
 }
 
@@ -3863,7 +3866,7 @@ static void test_gpu_wte_rounding() {
 #if CUDA_CPU
 #if GPT2_NCCL
 // What a rank has of wte's gradient behind its first micro-step goes to grad-RANK: all of it at
-// stage 0, else its own part; wte behind the last update to wte-RANK.
+// stage 0, else its own part; wte and its first moments behind the last update to wte-RANK.
 static void wte_micro_step(Engine *e, const Token *in, const Token *out, int accum_step,
                            int accum_steps) {
     const Settings *s = &((GpuNetwork<float, float> *)e->self)->plan->settings;
@@ -3883,8 +3886,11 @@ static StepResult wte_update(Engine *e, const Options *o, double lr, double limi
                              int64_t updates) {
     const StepResult result = healthy_update(e, o, lr, limit, updates);
     const Settings *s = &((GpuNetwork<float, float> *)e->self)->plan->settings;
-    Reals wte((size_t)tensor_size(&s->model, WTE));
-    e->read(e, STATE_WEIGHTS, tensor_offset(&s->model, WTE, 0), wte.data(), (int64_t)wte.size());
+    const size_t size = (size_t)tensor_size(&s->model, WTE);
+    Reals wte(2 * size);
+    for (int state : {STATE_WEIGHTS, STATE_M}) {
+        e->read(e, state, tensor_offset(&s->model, WTE, 0), &wte[state ? size : 0], (int64_t)size);
+    }
     write_file(text("wte-%d", s->rank), Text((char *)wte.data(), wte.size() * sizeof(real)));
     return result;
 }
@@ -3900,9 +3906,10 @@ static void wte_open(Engine *e, Plan *p) {
 // wte belongs to the first layer and to the last, and to every rank: a token that rank 1 alone has,
 // whose row is rank 0's part, has the gradient of one rank with all sequences, though each rank
 // adds it up over two chunks of logits. Rows V .. Vp-1 get none, and are zero behind two updates;
-// of the others all ranks have the bits of stage 0.
+// of the others all ranks have the bits of stage 0, and of their moments, of which the ranks send
+// each other parts that are larger than the buffer for them.
 static void test_gpu_rank_wte() {
-    enum { C = 16, T = 64, B = 4, RARE = 5, V = 257, VP = 384 };
+    enum { C = 8, T = 64, B = 4, RARE = 5, V = 257, VP = 384 };
     static const Program program = {"train_gpt2cu_cpu", "d12", 1, wte_open, device_available, 0,
                                     NULL, gpu_settings_check, "", device_name, NULL,
                                     rank_introduce, ""};
@@ -3930,7 +3937,7 @@ static void test_gpu_rank_wte() {
             const Reals wte = read(text("wte-%d", q));
             stage_0 = z == 0 && q == 0 ? wte : stage_0;
             expect(wte == stage_0, "rank %d of %d, -z %d: other weights", q, ranks, z);
-            expect(wte.size() == VP * C && !std::any_of(&wte[V * C], &wte[0] + VP * C, [](real x) {
+            expect(wte.size() == 2 * VP * C && !std::any_of(&wte[V * C], &wte[0] + VP * C, [](real x) {
                 return x != 0;
             }), "rank %d of %d, -z %d: padding", q, ranks, z);
         }

@@ -3237,9 +3237,10 @@ static void gpu_grad_square_sum(UpdateState *state, float *scratch, const G *gra
                                 const float *grads_1d, const G *grads_home,
                                 const ParamRange *ranges, int range_count, int chunks,
                                 cudaStream_t stream) {
-    // Where ranges start param_ranges_chunk has checked.
+    // Where ranges start param_ranges_chunk has checked. One of very many ranks may have no part of
+    // a small model: a block without a chunk, since no grid may be empty.
     check_rows(G, 0, grads_2d, grads_1d, grads_home);
-    int parts = chunks < NORM_BLOCKS ? chunks : NORM_BLOCKS;
+    int parts = chunks < 1 ? 1 : chunks < NORM_BLOCKS ? chunks : NORM_BLOCKS;
     launch(grad_square_sum_kernel<G>, parts, UPDATE_THREADS, 0, stream, scratch, grads_2d, grads_1d,
            grads_home, ranges, range_count, chunks);
     launch(grad_square_sum_finish_kernel, 1, parts < 256 ? ceil_div(parts, WARP) * WARP : 256, 0,
