@@ -1184,6 +1184,7 @@ static void lt_refusals() {
     OK(run(a, d, x, nullptr, 0));
     OK(run(a, d, x, &x.found[0].algo, 0));
     expect(run(a + 1, d, x, nullptr, 0) != 0);                  // misaligned
+    expect(run(a + 8, d, x, &x.found[0].algo, 0) != 0);         // 16 bytes, where 256 are assumed
     expect(run(a, d, x, &y.found[0].algo, 1 << 20) != 0);       // chosen for another shape
     expect(run(a, d, x, &x.found[2].algo, 1 << 10) != 0);       // workspace too small
     expect(run(a, a, x, nullptr, 0) != 0);                      // D on A

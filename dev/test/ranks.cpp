@@ -85,7 +85,8 @@ static void test_ranks_numbers() {
         run(ODD "-d 288 -x 2 -l 0 --dtype fp16 " + text("--gpus %d", n), text("fp16-%d", n));
         const auto norms = values_in(read_file(text("fp16-%d/log.jsonl", n)), "grad_norm");
         const auto alone = values_in(read_file("fp16-1/log.jsonl"), "grad_norm");
-        expect(norms.size() == 2 && alone.size() == 2, "fp16, %d ranks: %zu norms", n, norms.size());
+        expect(norms.size() == 2 && alone.size() == 2, "fp16, %d ranks: %zu norms", n,
+               norms.size());
         for (size_t i = 0; i < norms.size() && i < alone.size(); i++) {
             expect_near(norms[i], alone[i], 2e-3 * alone[i], "fp16, %d ranks, norm %zu", n, i);
         }
@@ -695,8 +696,8 @@ static void test_ranks_signals() {
         expect(tensors_of("out", 12) == tensors_of("undisturbed", 12), "another end");
         expect(log_steps("out/log.jsonl") == one_to(12), "steps of the log");
     }
-    // Nothing but a step's own word passes it on where nothing is validated, sampled, saved or, every
-    // hundred steps, compared.
+    // Nothing but a step's own word passes it on where nothing is validated, sampled or saved, nor,
+    // every hundred steps, compared.
     const pid_t pid = start(ODD "-d 48 --gpus 2 -v 0 -x 90 --quiet -o steps");
     wait_until([] { return read_file("steps/log.jsonl").find("{\"step\":1,") != Text::npos; });
     const Ints ranks = children_of(pid);
