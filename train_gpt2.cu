@@ -1491,7 +1491,8 @@ static void gpu_matmul_close(void) {
 }
 
 template <class T>
-static void matmul_attribute(MatmulPlan *plan, cublasLtMatmulDescAttributes_t attribute, T value) {
+static void matmul_attribute(const MatmulPlan *plan, cublasLtMatmulDescAttributes_t attribute,
+                             T value) {
     cublas_check(cublasLtMatmulDescSetAttribute(plan->product, attribute, &value, sizeof(value)));
 }
 
@@ -1508,6 +1509,12 @@ static int matmul_algorithms(cublasLtMatmulHeuristicResult_t *results, cublasSta
                              const MatmulPlan *plan, size_t workspace_bytes) {
     int found = 0;
     cublasLtMatmulPreference_t preference;
+    if (plan->key.has_bias) {
+        // The heuristic reads an alignment off this address: it is promised sixteen bytes, and not
+        // what the bias of the product's last call had, or each call might give another list.
+        matmul_attribute(plan, CUBLASLT_MATMUL_DESC_BIAS_POINTER,
+                         (const void *)((const char *)matmul_library.workspace + 16));
+    }
     cublas_check(cublasLtMatmulPreferenceCreate(&preference));
     matmul_preference(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, workspace_bytes);
     matmul_preference(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
@@ -1581,9 +1588,6 @@ static void matmul_plan_create(MatmulPlan *plan, MatmulKey key) {
     matmul_attribute(plan, CUBLASLT_MATMUL_DESC_TRANSB, operation_b);
     if (key.has_bias) {
         matmul_attribute(plan, CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
-        // The heuristic reads an alignment off this address: it is promised sixteen bytes.
-        matmul_attribute(plan, CUBLASLT_MATMUL_DESC_BIAS_POINTER,
-                         (const void *)((const char *)matmul_library.workspace + 16));
     }
     int a_rows = key.transpose_a ? k : m, a_columns = key.transpose_a ? m : k;
     int b_rows = key.transpose_b ? n : k, b_columns = key.transpose_b ? k : n;
@@ -3237,9 +3241,10 @@ static void gpu_grad_square_sum(UpdateState *state, float *scratch, const G *gra
                                 const float *grads_1d, const G *grads_home,
                                 const ParamRange *ranges, int range_count, int chunks,
                                 cudaStream_t stream) {
-    // Where ranges start param_ranges_chunk has checked.
+    // Where ranges start param_ranges_chunk has checked. One of very many ranks may have no part of
+    // a small model: a block without a chunk, since no grid may be empty.
     check_rows(G, 0, grads_2d, grads_1d, grads_home);
-    int parts = chunks < NORM_BLOCKS ? chunks : NORM_BLOCKS;
+    int parts = chunks < 1 ? 1 : chunks < NORM_BLOCKS ? chunks : NORM_BLOCKS;
     launch(grad_square_sum_kernel<G>, parts, UPDATE_THREADS, 0, stream, scratch, grads_2d, grads_1d,
            grads_home, ranges, range_count, chunks);
     launch(grad_square_sum_finish_kernel, 1, parts < 256 ? ceil_div(parts, WARP) * WARP : 256, 0,

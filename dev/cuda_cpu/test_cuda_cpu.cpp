@@ -491,14 +491,16 @@ static void test_memory() {
         OK(cublasLtDestroy(handle));
         emu::library_bytes = 0;
     }
-    {                           // so does a communicator, as long as it is there
-        Setting nccl(emu::set.nccl, 150);
+    {                           // so does a communicator, as long as it is there, and more of it
+        Setting nccl(emu::set.nccl, 25);  // where the program leaves its blocks to NCCL
         ncclUniqueId id;
         ncclComm_t comm, second;
+        ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
         OK(ncclGetUniqueId(&id));
-        OK(ncclCommInitRank(&comm, 1, id, 0));
+        config.maxCTAs = 4;
+        OK(ncclCommInitRankConfig(&comm, 1, id, 0, &config));
         OK(cudaMemGetInfo(&free_bytes, &total));
-        expect(free_bytes == 50);
+        expect(free_bytes == 175);
         expect(ncclCommInitRank(&second, 1, id, 0) == ncclUnhandledCudaError);
         OK(ncclCommDestroy(comm));
         OK(cudaMemGetInfo(&free_bytes, &total));
@@ -1182,6 +1184,7 @@ static void lt_refusals() {
     OK(run(a, d, x, nullptr, 0));
     OK(run(a, d, x, &x.found[0].algo, 0));
     expect(run(a + 1, d, x, nullptr, 0) != 0);                  // misaligned
+    expect(run(a + 8, d, x, &x.found[0].algo, 0) != 0);         // 16 bytes, where 256 are assumed
     expect(run(a, d, x, &y.found[0].algo, 1 << 20) != 0);       // chosen for another shape
     expect(run(a, d, x, &x.found[2].algo, 1 << 10) != 0);       // workspace too small
     expect(run(a, a, x, nullptr, 0) != 0);                      // D on A
@@ -1708,7 +1711,34 @@ static void bug_nccl_range() {  // llm.c's sizeof(float) elements on a 4-byte bu
     float *x = device<float>(1);
     OK(ncclAllReduce(x, x, sizeof(float), ncclFloat32, ncclSum, comm, 0));
 }
+// Planted: pinned memory for NCCL.
+static void bug_nccl_host() {
+    ncclUniqueId id;
+    ncclComm_t comm;
+    float *x;
+    OK(ncclGetUniqueId(&id));
+    OK(ncclCommInitRank(&comm, 1, id, 0));
+    OK(cudaMallocHost((void **)&x, sizeof *x));
+    OK(ncclGroupStart());
+    OK(ncclSend(x, 1, ncclFloat32, 0, comm, 0));
+    OK(ncclRecv(device<float>(1), 1, ncclFloat32, 0, comm, 0));
+    OK(ncclGroupEnd());
+}
 #endif
+// Planted: a fork behind the first question for devices.
+static void bug_fork() {
+    int n;
+    OK(cudaGetDeviceCount(&n));
+    const pid_t child = fork();
+    if (child == 0) {
+        OK(cudaSetDevice(0));
+        device<int>(1);
+        _exit(0);
+    }
+    int status;
+    waitpid(child, &status, 0);
+    _exit(WEXITSTATUS(status));
+}
 static __global__ void k_ldmatrix_off(char *out) {
     uint32_t r[4];
     ldmatrix_x4<false>(r, out);
@@ -1803,7 +1833,9 @@ static const Bug bugs[] = {
     {bug_lt_range, "run 4 bytes past the end", "cublasLtMatmul B", nullptr},
 #if EMU_NCCL
     {bug_nccl_range, "run 12 bytes past the end", "ncclAllReduce", nullptr},
+    {bug_nccl_host, "is host memory", "ncclSend", nullptr},
 #endif
+    {bug_fork, "CUDA is used in a process that was forked from one", "in host code", nullptr},
     {bug_ldmatrix, "is not in shared memory", "k_ldmatrix_off", nullptr},
     {bug_old_mma, "mma.m16n8k16: needs compute capability 8.0", "EMU_CC=75", nullptr},
     {bug_old_copy, "cp.async: needs compute capability 8.0", "k_copy_async", nullptr},

@@ -81,6 +81,15 @@ static void test_ranks_numbers() {
                 }
             }
         }
+        // Of fp16 the scale of the loss goes in on every rank, and out of what all of them add up.
+        run(ODD "-d 288 -x 2 -l 0 --dtype fp16 " + text("--gpus %d", n), text("fp16-%d", n));
+        const auto norms = values_in(read_file(text("fp16-%d/log.jsonl", n)), "grad_norm");
+        const auto alone = values_in(read_file("fp16-1/log.jsonl"), "grad_norm");
+        expect(norms.size() == 2 && alone.size() == 2, "fp16, %d ranks: %zu norms", n,
+               norms.size());
+        for (size_t i = 0; i < norms.size() && i < alone.size(); i++) {
+            expect_near(norms[i], alone[i], 2e-3 * alone[i], "fp16, %d ranks, norm %zu", n, i);
+        }
         const auto got = values_in(read_file(text("stays%d/log.jsonl", n)), "val_loss");
         expect(got.size() == 1 && got == values_in(read_file("stays1/log.jsonl"), "val_loss"),
                "%d ranks: another validation", n);
@@ -266,6 +275,12 @@ static void test_ranks_resume() {
         }
         expect_same(type + Text("z2"), type + Text("z3"), 3);
     }
+    // The last of thirteen ranks has no part of so small a model.
+    const Text small = "-i train.bin -e l1h1c16t16 -b 1 --gpus 13 -z 1 -k constant ";
+    run(small + "-x 2", "whole", with("EMU_GPUS", "13"));
+    run(small + "-x 1", "small", with("EMU_GPUS", "13"));
+    run(small + "-x 2 -y 1", "small", with("EMU_GPUS", "13"));
+    expect_same("whole", "small", 2);
     // Choices for products of another type are no use, and asking costs fp16 no loss scale.
     const Text types = ODD "-d 48 --tune 1 --gpus 2 ";
     run(types + "-x 2 --dtype bf16", "types");
@@ -681,6 +696,14 @@ static void test_ranks_signals() {
         expect(tensors_of("out", 12) == tensors_of("undisturbed", 12), "another end");
         expect(log_steps("out/log.jsonl") == one_to(12), "steps of the log");
     }
+    // Nothing but a step's own word passes it on where nothing is validated, sampled or saved, nor,
+    // every hundred steps, compared.
+    const pid_t pid = start(ODD "-d 48 --gpus 2 -v 0 -x 90 --quiet -o steps");
+    wait_until([] { return read_file("steps/log.jsonl").find("{\"step\":1,") != Text::npos; });
+    const Ints ranks = children_of(pid);
+    kill(ranks.size() == 2 ? ranks[1] : pid, SIGINT);
+    expect_success(outcome(pid), "asked to stop between steps");
+    expect(log_steps("steps/log.jsonl").size() < 90, "it went on to the end");
     detail = text("%d of %d interrupted", interrupted, times);
 }
 
@@ -834,8 +857,9 @@ static void test_ranks_save_killed() {
 // saved: the others get no update of it.
 static void test_ranks_fault() {
     write_corpus();
-    pid_t pid = start("-i train.bin -e l2h2c16t16 -b 2 --gpus 3 -z 1 --shuffle 0 -x 30 --quiet "
-                      "-o out");
+    const Text part = "-i train.bin -e l2h2c16t16 -b 2 --gpus 3 -z 1 --shuffle 0 -x 30 ";
+    run(part + "-n 20", "undisturbed");
+    pid_t pid = start(part + "--quiet -o out");
     wait_until([] { return read_file("out/log.jsonl").find("{\"step\":1,") != Text::npos; });
     // Step 21 begins at sequence 120; rank 2 has 124 and 125.
     expect(truncate("train.bin", SHARD_BYTES + 2 * (124 * 16 + 8)) == 0, "truncate");
@@ -843,7 +867,9 @@ static void test_ranks_fault() {
     expect_refused(o, "rank 2: ", "data that ends");
     expect(o.err.find("the run ended after step 20, which is saved") != Text::npos, "%s",
            o.err.c_str());
-    expect(names_in("out", "step") == "step-00000020", "%s", names_in("out", "").c_str());
+    expect(names_in("out", "step") == "step-00000020" &&
+               tensors_of("out", 20) == tensors_of("undisturbed", 20),
+           "%s", names_in("out", "").c_str());
 }
 
 // An evaluation's score is that of one rank, to the last digit.
@@ -1043,11 +1069,16 @@ static void test_ranks_replicas() {
         run(part + " -y 1", "out");
         expect(tensors_of("out", 6) == tensors_of("undisturbed", 6), "another end at -z %s", zero);
     }
-    const Text two = TINY "--gpus 2 -z 1 --quiet ";
-    const Text faults = text("EMU_FAULT_RANK=1 EMU_FAULT_FLIP=%d", last_exchange(two + "-x 1") + 1);
-    expect_refused(program(two + "-x 101 -o two", with_faults(faults)), "ranks 0, 1 differ in "
-                   "weights or moments that must be alike on all ranks", "two ranks");
-    expect(log_steps("two/log.jsonl") == one_to(100), "steps of the log");
+    // The same where nothing is learnt, so that moments alone differ.
+    for (const char *rate : {"", "-l 0 "}) {
+        const Text two = TINY "--gpus 2 -z 1 --quiet " + Text(rate);
+        const Text faults = text("EMU_FAULT_RANK=1 EMU_FAULT_FLIP=%d",
+                                 last_exchange(two + "-x 1") + 1);
+        remove_folder("two");
+        expect_refused(program(two + "-x 101 -o two", with_faults(faults)), "ranks 0, 1 differ in "
+                       "weights or moments that must be alike on all ranks", "two ranks");
+        expect(log_steps("two/log.jsonl") == one_to(100), "steps of the log");
+    }
 }
 
 // A NaN that one rank sends one other makes all of them skip the step, and a norm just above --clip

@@ -137,6 +137,19 @@ static bool budget_lines(std::istream *in, Text *line, int *number, const Text &
     return true;
 }
 
+// Does the line use an approximation other than ex2_approx and rcp_approx? Of these the error is
+// stated and the run on the CPU has twins; others are as quick and give a GPU bits of its own.
+static bool approximates(const Text &line) {
+    static const char *const names[] = {"__expf(", "__exp10f(", "__logf(", "__log2f(", "__powf(",
+                                        "__fdividef(", "__tanhf(", "rsqrtf(", "__frsqrt_rn("};
+    const size_t at = line.find(".approx.");
+    return (at != Text::npos && line.find("(\"ex2.approx.ftz.f32 ") == Text::npos &&
+            line.find("(\"rcp.approx.ftz.f32 ") == Text::npos) ||
+           std::any_of(std::begin(names), std::end(names), [&](const char *name) {
+               return line.find(name) != Text::npos;
+           });
+}
+
 // The budgets of every kernel, and the kernels that have none.
 static Source source_read(const Text &text, const Text &tests) {
     Source source;
@@ -146,6 +159,9 @@ static Source source_read(const Text &text, const Text &tests) {
     Text line;
     for (int number = 1; std::getline(in, line); number++) {
         while (budget_lines(&in, &line, &number, tests, &source)) {
+        }
+        if (!starts(line, "//") && approximates(line)) {
+            fault(&source, number, "an approximation that is neither ex2_approx nor rcp_approx");
         }
         const Text kernel = kernel_name(line, &declared);
         if (!kernel.empty() && named == source.budgets.size()) {
@@ -372,7 +388,8 @@ static const char planted_source[] =
     "// budget: <bf16> threads 256 regs 32 blocks 8\n"
     "//   instr/elem 2 of 2 loop test gpu_f\n"
     "template <class E>\n"
-    "__global__ void f_kernel(E *a) {\n";
+    "__global__ void f_kernel(E *a) {\n"
+    "    asm(\"ex2.approx.ftz.f32 %0, %1;\" : \"=f\"(y) : \"f\"(x));\n";
 static const char planted_log[] =
     "ptxas info : Compiling entry function '_Z8f_kernelI13__nv_bfloat16EvPT_' for 'sm_80'\n"
     "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
@@ -431,6 +448,8 @@ static const Planted planted_faults[] = {
     {"source", "blocks 8", "block 8"},
     {"source", "// budget", "// Budget"},
     {"source", "<bf16>", "<fp16>"},
+    {"source", "ex2.approx", "tanh.approx"},
+    {"source", "asm(\"ex2", "*a = __expf(*a); // asm(\"ex2"},
 };
 
 // -------------------------------------------------------------------------------------------------
