@@ -89,14 +89,16 @@ __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *form
             *c = '?';
         }
     }
-    fflush(stdout);
+    fflush(NULL);
     progress();
     signal(SIGTERM, SIG_DFL);
     struct timespec wait = {die_after_ms / 1000, die_after_ms % 1000 * 1000000L};
     while (nanosleep(&wait, &wait) != 0) {  // signals, as looks at the output, do not shorten it
     }
     fprintf(stderr, "%s: %s\n", program_name, text);
-    exit(1);
+    // Of a rank, whose progress is counted elsewhere, exit() would let CUDA take back what NCCL's
+    // threads still use (NVIDIA/nccl#1013).
+    progress_count == &progress_own ? exit(1) : _exit(1);
 }
 
 __attribute__((noreturn, format(printf, 4, 5))) static void check_failed(const char *file, int line,
@@ -638,8 +640,7 @@ static int utf8_decode(uint32_t *c, const unsigned char *text, size_t left) {
 
 // GPT-2's vocabulary: id -> bytes, bytes -> id, and the class of every character. 1.2 MiB: static
 // or allocated, not on a stack.
-enum { BPE_SLOTS = 1 << 17 };
-enum { BPE_TEXT = 320827, BPE_LONGEST = 128 };  // bytes of all tokens, of the longest
+enum { BPE_SLOTS = 1 << 17, BPE_TEXT = 320827, BPE_LONGEST = 128 };  // bytes: of all, of one token
 typedef struct {
     int count;                             // tokens yet
     uint32_t start[GPT2_VOCABULARY + 1];   // of a token's bytes in `text`
