@@ -2943,8 +2943,9 @@ static inline real fast_exp(real x) {
     return exp_end(r, n);
 }
 
-// x (n) = fast_exp(x scale - shift), and what it likes up to the next whole vector behind. In two
-// loops: an exponential's steps wait for each other, and a short loop has more of them under way.
+// x (n) = fast_exp(x scale - shift). What lies behind x is overwritten up to the next whole vector.
+// In two loops: an exponential's steps wait for each other, and a short loop has more of them under
+// way.
 static void exponentials(real *x, real scale, real shift, int n) {
     real r[BLOCK];
     uint32_t powers[BLOCK];
