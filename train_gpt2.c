@@ -4447,8 +4447,13 @@ static void generate_all(Generator *g) {
         generate_prompt(g, g->o->prompt, strlen(g->o->prompt));
         return;
     }
-    stop_interrupts_reads();
-    while (!run_stopping() && !g->write_error && (n = getline(&line, &room, stdin)) >= 0) {
+    while (!run_stopping() && !g->write_error) {
+        stop_interrupts(1);
+        n = getline(&line, &room, stdin);
+        stop_interrupts(0);
+        if (n < 0) {
+            break;
+        }
         g->lines++;
         generate_prompt(g, line, (size_t)(n - (n > 0 && line[n - 1] == '\n')));
     }

@@ -116,14 +116,14 @@ static void stop_on_signals(void) {
     sigaction(SIGUSR1, &action, NULL);
 }
 
-// From here on a signal that asks to stop also ends a read that waits, as one from a terminal may
-// for ever.
-static void stop_interrupts_reads(void) {
+// Whether a signal that asks to stop also ends a call that waits, as a read from a terminal may for
+// ever. A write that it ended would have lost its text.
+static void stop_interrupts(int yes) {
     static const int signals[] = {SIGINT, SIGTERM, SIGHUP};
     for (int i = 0; i < 3; i++) {
         struct sigaction action;
         sigaction(signals[i], NULL, &action);
-        action.sa_flags &= ~SA_RESTART;
+        action.sa_flags = yes ? action.sa_flags & ~SA_RESTART : action.sa_flags | SA_RESTART;
         sigaction(signals[i], &action, NULL);
     }
 }

@@ -185,6 +185,19 @@ static void test_generate_signal() {
     kill(pid, SIGTERM);
     o = outcome(pid);
     expect(o.status == 0 && o.out.empty(), "status %d: %s", o.status, o.err.c_str());
+    // A write that waits for a reader who has stopped is not cut short: its text would be lost.
+    expect(pipe(ends) == 0 && write(ends[1], "a\n", 2) == 2);
+    pid = start("--generate -e l1h1c8t16 --samples 100000 --prompt -", [ends] {
+        int paused[2];  // of one page; nobody reads, and the end to read from stays open
+        expect(pipe(paused) == 0 && fcntl(paused[1], F_SETPIPE_SZ, 4096) == 4096);
+        dup2(ends[0], 0);
+        dup2(paused[1], 1);
+    });
+    wait_until([] { return read_file("stderr").find("never trained") != Text::npos; });
+    usleep(1000000);
+    kill(pid, SIGTERM);
+    o = outcome(pid);
+    expect(o.status == 0, "a paused reader: status %d: %s", o.status, o.err.c_str());
     o = program("--generate -e l1h1c8t16 -g 100000", [] {
         int gone[2];
         if (pipe(gone) == 0) {
