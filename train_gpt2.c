@@ -4936,10 +4936,12 @@ static void run_save(Run *run) {
     rank_phase("saving", RANK_UNEVEN);
     Snapshot snapshot = {&run->engine, &run->s,     &run->o,
                          run->identity, &run->state, run->bpe};
+    looks_interrupt(0);
     checkpoint_save(&snapshot, run->o.output, path);
     if (run->o.keep && this_rank.rank == 0) {
         checkpoint_prune(run->o.output, run->o.keep, run->state.step);
     }
+    looks_interrupt(1);
     if (run->log) {
         log_begin(run);
         fputs(",\"checkpoint\":\"", run->log);

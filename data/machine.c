@@ -91,6 +91,14 @@ static void on_look(int number) {
     (void)number;
 }
 
+// Whether looks interrupt this thread. While it saves they do not: some file systems, as those of
+// cloud storage, answer a call that a signal interrupts with EINTR, which would lose the save.
+static void looks_interrupt(int yes) {
+    sigset_t look;
+    (void)(sigemptyset(&look), sigaddset(&look, SIGALRM));
+    sigprocmask(yes ? SIG_UNBLOCK : SIG_BLOCK, &look, NULL);
+}
+
 // A line that stderr does not take would keep the next signal from being heard.
 static void on_stop(int number) {
     stop_line = write_waits(STDERR_FILENO) ? "" : stop_line;

@@ -251,6 +251,28 @@ static void test_paused_reader() {
     }
 }
 
+// The looks at the output that begin with a signal do not interrupt what saves, for on some file
+// systems it would fail; signals still come through. A file that waits for a reader holds it up.
+static void test_save_undisturbed() {
+    write_corpus();
+    const pid_t pid = start(TINY "-x 100000 -n 1000 -k constant --quiet -o out");
+    wait_until([] { return read_file("out/log.jsonl").find("\"loss\":") != Text::npos; });
+    mkdir("out/step-00001000.tmp", 0755);
+    expect(mkfifo("out/step-00001000.tmp/model.safetensors", 0644) == 0, "mkfifo");
+    wait_until([] {
+        return read_file("out/log.jsonl").find("{\"step\":1000,") != Text::npos;
+    });
+    usleep(200000);
+    kill(pid, SIGTERM);
+    usleep(1500000);
+    const Text status = read_file(text("/proc/%d/status", (int)pid));
+    const size_t at = status.find("SigBlk:");
+    const long long blocked = strtoll(status.c_str() + (at == Text::npos ? 0 : at + 7), NULL, 16);
+    kill(pid, SIGTERM);
+    expect(outcome(pid).status == 128 + SIGTERM, "the second signal was not heard");
+    expect(blocked == 1LL << (SIGALRM - 1), "blocked: %llx", blocked);
+}
+
 // Files that may grow no further end the run in a line that says so.
 static void test_file_limit() {
     write_corpus();
@@ -303,6 +325,7 @@ static const Test tests[] = {
     {"cut_validation", test_cut_validation, 1},
     {"lost_output", test_lost_output, 1},
     {"paused_reader", test_paused_reader, 1},
+    {"save_undisturbed", test_save_undisturbed, 1},
     {"file_limit", test_file_limit, 1},
     {"full_log", test_full_log, 1},
 };
