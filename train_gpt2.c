@@ -5477,7 +5477,7 @@ static int plan_command(const Run *run, const Program *program, Options *o, cons
     if (o->json) {
         plan_print_json(&p);
     } else {
-        const int unlimited = room.device == (size_t)INT64_MAX;
+        const int unlimited = room.device >> 60 != 0;  // no limit is so high: nothing says
         room.device = unlimited ? 0 : room.device;
         fits = plan_print(&p, &room, o);
         printf("%s%s", unlimited ? room.where : "", unlimited ? ": unknown\n" : "");

@@ -403,6 +403,26 @@ static void test_fit_given() {
            "%s", moved.out.c_str());
 }
 
+// Where nothing says what memory there is, a plan says so, and no figure. Skipped where a test may
+// not hide the files that say it.
+static void test_memory_unknown() {
+    auto hidden = [](const Text &then) {
+        return outcome(spawn([&] {
+            const Text line = "mount --bind none /proc/meminfo && mount -t tmpfs none "
+                              "/sys/fs/cgroup && exec " + then;
+            write_file("none", "");
+            execlp("unshare", "unshare", "-rm", "sh", "-c", line.c_str(), (char *)NULL);
+        }));
+    };
+    if (hidden("true").status != 0) {
+        skip("this user may not hide files of the system");
+    }
+    const Outcome o = hidden("'" + tested + "' -e l2h2c16t16 --plan");
+    expect_success(o, "a plan");
+    expect(o.out.find("\nmemory this process may take: unknown\n") != Text::npos, "%s",
+           o.out.c_str());
+}
+
 // Limits of a process that would end it later are seen before: by --plan, and by a run.
 static void test_memory_limits() {
     if (has_sanitizers()) {
@@ -694,6 +714,7 @@ static void test_sample_bytes() {
 
 static const Test tests[] = {
     {"memory_limits", test_memory_limits, 1},
+    {"memory_unknown", test_memory_unknown, 1},
     {"bad_options", test_bad_options, 1},
     {"huge_arguments", test_huge_arguments, 1},
     {"not_regular", test_not_regular, 1},
