@@ -271,6 +271,24 @@ static void test_save_undisturbed() {
     kill(pid, SIGTERM);
     expect(outcome(pid).status == 128 + SIGTERM, "the second signal was not heard");
     expect(blocked == 1LL << (SIGALRM - 1), "blocked: %llx", blocked);
+    // The line of a save that fails does not wait for ever for a reader who has stopped.
+    const pid_t full = start(TINY "-x 100000 -k constant --quiet -o full", [] {
+        const struct rlimit limit = {20000, 20000};
+        int ends[2];
+        expect(pipe(ends) == 0 && fcntl(ends[1], F_SETPIPE_SZ, 4096) == 4096);
+        expect(write(ends[1], Text(4096, 'x').c_str(), 4096) == 4096);
+        dup2(ends[1], 2);
+        setrlimit(RLIMIT_FSIZE, &limit);
+    });
+    wait_until([] { return read_file("full/log.jsonl").find("\"loss\":") != Text::npos; });
+    kill(full, SIGTERM);
+    siginfo_t ended = {};
+    for (int look = 0; look < 60 && !ended.si_pid; look++) {
+        usleep(100000);
+        waitid(P_PID, (id_t)full, &ended, WEXITED | WNOHANG | WNOWAIT);
+    }
+    kill(full, SIGKILL);
+    expect(outcome(full).status == 1, "a save that fails does not end");
 }
 
 // Files that may grow no further end the run in a line that says so.
