@@ -2093,7 +2093,10 @@ static void faulty_open(Engine *e, Plan *p) {
     e->micro_step = faulty_micro_step;
 }
 
-static size_t little_memory() { return 1000000; }
+static size_t little_memory() {
+    const Model m = shape("l1h1c16t16", 257);
+    return 1000000 + beside_plan_bytes(&m);
+}
 static size_t much_memory() { return (size_t)1 << 60; }
 
 // A step whose gradient is not finite is skipped, counted, logged as null; training goes on.

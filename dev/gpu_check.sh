@@ -706,7 +706,7 @@ stage_speed() {
                 speed "$model" $level "$batch" && timed=$((timed + 1))
             elif [ "$(limit 20)" -eq 0 ]; then
                 report "$model -r $level" skipped "no time left"
-            elif grep -q 'DOES NOT FIT' "$work/last"; then
+            elif grep -qE 'DOES NOT FIT|nothing is left' "$work/last"; then
                 report "$model -r $level" skipped "no plan fits $memory_mib MiB"
             else
                 report "$model -r $level" FAILED "no plan: $(tail -n 1 "$work/last")"
