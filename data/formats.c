@@ -89,7 +89,7 @@ __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *form
             *c = '?';
         }
     }
-    fflush(NULL);
+    fflush(stdout);
     progress();
     signal(SIGTERM, SIG_DFL);
     struct timespec wait = {die_after_ms / 1000, die_after_ms % 1000 * 1000000L};
@@ -98,7 +98,7 @@ __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *form
     fprintf(stderr, "%s: %s\n", program_name, text);
     // Of a rank, whose progress is counted elsewhere, exit() would let CUDA take back what NCCL's
     // threads still use (NVIDIA/nccl#1013).
-    progress_count == &progress_own ? exit(1) : _exit(1);
+    progress_count == &progress_own ? exit(1) : (fflush(NULL), _exit(1));
 }
 
 __attribute__((noreturn, format(printf, 4, 5))) static void check_failed(const char *file, int line,
