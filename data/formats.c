@@ -82,11 +82,10 @@ __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *form
     }
     free(n >= 0 ? whole : NULL);
     for (unsigned char *c = (unsigned char *)text; *c; c++) {
-        if (*c < 32 || *c == 127) {
+        const int two_bytes = *c == 0xC2 && (c[1] & 0xE0) == 0x80;  // U+0080 to U+009F
+        if (*c < 32 || *c == 127 || two_bytes) {
             *c = '?';
-        } else if (*c == 0xC2 && (c[1] & 0xE0) == 0x80) {  // a control, U+0080 to U+009F
-            *c++ = '?';
-            *c = '?';
+            c[two_bytes] = '?';
         }
     }
     fflush(stdout);
@@ -96,9 +95,12 @@ __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *form
     while (nanosleep(&wait, &wait) != 0) {  // signals, as looks at the output, do not shorten it
     }
     fprintf(stderr, "%s: %s\n", program_name, text);
-    // Of a rank, whose progress is counted elsewhere, exit() would let CUDA take back what NCCL's
-    // threads still use (NVIDIA/nccl#1013).
-    progress_count == &progress_own ? exit(1) : (fflush(NULL), _exit(1));
+    if (progress_count != &progress_own) {  // a rank's is counted elsewhere
+        // At its exit() CUDA would take back what NCCL's threads still use (NVIDIA/nccl#1013).
+        fflush(NULL);
+        _exit(1);
+    }
+    exit(1);
 }
 
 __attribute__((noreturn, format(printf, 4, 5))) static void check_failed(const char *file, int line,
@@ -496,8 +498,7 @@ static void mapping_done(const void *bytes, size_t size) {
 }
 
 // llm.c's files begin alike: 256 int32, of which the first two are a magic number and a version.
-enum { LLMC_TOKENS, LLMC_MODEL, LLMC_TOKENIZER, LLMC_EVALUATION };
-enum { LLMC_HEADER_BYTES = 1024 };
+enum { LLMC_TOKENS, LLMC_MODEL, LLMC_TOKENIZER, LLMC_EVALUATION, LLMC_HEADER_BYTES = 1024 };
 static const struct {
     const char *name;
     int32_t magic, versions[2];
@@ -656,8 +657,7 @@ static uint64_t fnv1a(uint64_t hash, const char *bytes, size_t n) {
     }
     return hash;
 }
-static const uint64_t fnv1a_start = 0xCBF29CE484222325u;
-static const uint64_t bpe_fingerprint = 0x57BAEAFF4B591D52u;
+static const uint64_t fnv1a_start = 0xCBF29CE484222325u, bpe_fingerprint = 0x57BAEAFF4B591D52u;
 
 // Bytes of a token, not ended by 0. Returns their number.
 static int bpe_bytes(const Bpe *bpe, int token, const char **bytes) {
