@@ -5408,9 +5408,9 @@ static void run_choose_data(Run *run, Model *m, ModelKind kind) {
     model_vocabulary(m, kind, o, run->train.shards ? &run->train : NULL);
 }
 
-// Host memory that a process takes beside its plan: a matrix that its checkpoint transposes, pieces
-// of files, vocabularies, the program itself. Were it all filled, as -r and --offload auto may, a
-// limited job would end at its first checkpoint.
+// Host memory that a process takes beside its plan: the matrix that its checkpoint transposes, of
+// 16 C^2 bytes, with a quarter to spare; 16 MiB for pieces of files, vocabularies, the program. If
+// plans filled it, as -r and --offload auto may, a limited job would end at its first checkpoint.
 static size_t beside_plan_bytes(const Model *m) {
     return (16 << 20) + 20 * (size_t)m->C * (size_t)m->C;
 }

@@ -3856,7 +3856,7 @@ static __global__ void replica_hash_kernel(unsigned long long *sum, const uint64
 // run, which must come from its own process: there NCCL waits for the others. Machines may have one
 // name and their GPUs one place on the bus, so the name ends with the UUID as nvidia-smi -L begins.
 static void rank_introduce(char gpu[RANK_TEXT], char id[RANK_ID]) {
-    // The whole name: jobs number their machines at its end.
+    // A place takes 13 bytes; the machine has its whole name: jobs number machines at its end.
     char bus[14], machine[HOST_NAME_MAX + 1] = "";
     int device = 0;
     cudaDeviceProp properties;

@@ -1287,7 +1287,7 @@ static Room room_named(const Options *o, const Settings *s) {
     room.device = size_less(bytes, reserved);
     room.host = SIZE_MAX;
     room.where = o->gpu[0] ? o->gpu : "--gpu-mem";
-    if (bytes && !room.device) {  // 16 for 16GiB, for one
+    if (bytes && !room.device) {  // as when 16 is typed for 16GiB
         die("%s: nothing is left beside %s, which are reserved for libraries, of %s", room.where,
             bytes_text((double)reserved).s, bytes_text((double)bytes).s);
     }
