@@ -499,7 +499,7 @@ static void test_gpu_prepared() {
 static void test_gpu_generate() {
     write_corpus();
     const Text rule = " -g 40 --seed 5 --temperature 0.8 --prompt=abc ";
-    const Text type = is_emulated() ? "" : " --dtype fp32";
+    const Text type = is_emulated() ? "" : "--dtype fp32";
     const Text begins = "--- sample after step 40 ---\n";
     Outcome o = program("-i train.bin -e l2h2c16t16 -b 2 -x 40 -l 3e-3 -s 40 -o out" + rule + type);
     expect_success(o, "training");
