@@ -41,6 +41,7 @@
 #   make train_gpt2cu_cpu && GPT2CU=./train_gpt2cu_cpu TEST=true MODELS=l2h2c64t64 $0
 set -u
 export LC_ALL=C CUDA_DEVICE_ORDER=PCI_BUS_ID    # the first GPU is nvidia-smi's first
+unset CDPATH    # else cd may go elsewhere and print where
 cd "$(dirname "$0")/.." || exit 1
 # Per stage: the seconds after which one of its commands is stopped, and those that the whole stage
 # is expected to take on an H200 with 16 cores. Expected, never measured: steps at the rates of

@@ -74,12 +74,14 @@ export GPT2CU=$scratch/bin/program TEST=true BENCH=true EMULATED=$scratch/bin/em
 export PYTHON=$scratch/absent PATH=$scratch/bin:$PATH STEPS=4
 unset ARCHIVE NCCL_HOME CPATH LIBRARY_PATH
 
-# check VARIABLE=VALUE...: runs dev/gpu_check.sh, without HOME and a terminal and from another
-# folder. What it says goes to $said, how programs are called to $calls.
+# check VARIABLE=VALUE...: runs dev/gpu_check.sh without HOME and a terminal, from another folder
+# and with a CDPATH that has a dev/ as well. What it says goes to $said, how programs are called to
+# $calls.
+mkdir -p "$scratch/elsewhere/${PWD##*/}/dev"
 check() {
-    local root=$PWD
+    local script=${PWD##*/}/dev/gpu_check.sh
     : > "$CALLS"
-    said=$(cd / && env -u HOME "$@" "$root/dev/gpu_check.sh" 2>&1 < /dev/null)
+    said=$(cd .. && env -u HOME "$@" CDPATH="$scratch/elsewhere" "$script" 2>&1 < /dev/null)
     status=$?
     calls=$(cat "$CALLS")
 }
