@@ -28,7 +28,8 @@
 #                              an unpacked nvidia-nccl-cu13 wheel
 #   MODELS="d12 d48"           models that are timed; the first is also checked
 #   STEPS=20 LARGEST_BATCH=16  of a timed run
-#   GPUS=                      how many there are; default: as many as nvidia-smi lists
+#   GPUS=                      how many there are; default: as many as CUDA_VISIBLE_DEVICES or
+#                              nvidia-smi lists
 #   MEMORY_MIB=                memory to plan for; default: what nvidia-smi says is free, less a
 #                              CUDA context
 #   DTYPE=                     the 16-bit type; default: bf16, before compute capability 8.0 fp16
@@ -72,6 +73,9 @@ given_program=${GPT2CU:-} given_test=${TEST:-} given_bench=${BENCH:-} CARRIED=${
 given_emulated=${EMULATED:-} EMULATED=${EMULATED:-./train_gpt2cu_cpu}
 GPT2CU=${GPT2CU:-./train_gpt2cu} TEST=${TEST:-build/test_gpt2cu} BENCH=${BENCH:-build/bench}
 first_model=${MODELS%% *}
+# The first GPU that programs see, as nvidia-smi names it; a part of one (MIG) it does not take.
+first_gpu=${CUDA_VISIBLE_DEVICES:-0} first_gpu=${first_gpu%%,*}
+[[ $first_gpu =~ ^([0-9]+|GPU-.*)$ ]] || first_gpu=0
 for stage in $STAGES; do
     if [[ " $all_stages " != *" $stage "* ]]; then
         echo "gpu_check.sh: STAGES has no stage '$stage': $all_stages" >&2
@@ -168,7 +172,8 @@ logged() {
     local status
     bounded "$@" > "$work/last" 2>&1
     status=$?
-    { echo "\$ ${*:2}"; cat "$work/last"; echo "[exit status $status]"; echo; } >> "$LOGS/$stage.log"
+    { echo "\$ ${*:2}"; cat "$work/last"; echo "[exit status $status]"; echo; } \
+        >> "$LOGS/$stage.log"
     return $status
 }
 
@@ -187,8 +192,8 @@ why() {
 # driver it also keeps the GPU initialised, which otherwise takes seconds at every program's start.
 watch_memory() {
     command -v nvidia-smi > /dev/null || return
-    stdbuf -oL nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits -i 0 -lms 200 \
-        > "$work/memory" 2> /dev/null &
+    stdbuf -oL nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits -i "$first_gpu" \
+        -lms 200 > "$work/memory" 2> /dev/null &
     watcher=$!
     disown    # so that its end is not told
 }
@@ -203,7 +208,8 @@ most_memory() {
 # it does, in words on its stdout, where there is none.
 gpu() {
     local said
-    said=$(nvidia-smi --query-gpu="$1" --format=csv,noheader,nounits -i 0 2> /dev/null) &&
+    said=$(timeout 20 nvidia-smi --query-gpu="$1" --format=csv,noheader,nounits -i "$first_gpu" \
+        2> /dev/null) &&
         head -n 1 <<< "$said" | grep -v 'N/A'
 }
 
@@ -236,7 +242,15 @@ stage_machine() {
     machine="${name:-no GPU seen}, driver ${driver:-none}, nvcc $(
         "${nvcc:-false}" --version 2> /dev/null | sed -n 's/.*release \([0-9.]*\).*/\1/p' |
             grep . || echo none), commit $commit, $(date -u +%F)"
-    { echo "$machine"; uname -srm; nproc; free -m; df -m .; nvidia-smi; nvidia-smi topo -m; } > "$LOGS/machine.log" 2>&1
+    {
+        echo "$machine"
+        uname -srm
+        nproc
+        free -m
+        df -m .
+        timeout 20 nvidia-smi
+        timeout 20 nvidia-smi topo -m
+    } > "$LOGS/machine.log" 2>&1
     if [ -n "$name" ]; then
         report gpu ok "$machine"
     else
@@ -324,8 +338,8 @@ stage_build() {
     for target in "$GPT2CU" "$TEST" "$BENCH"; do
         [[ $target != "$CARRIED"/* ]] || report "$target" ok "taken, for it could not be built here"
     done
-    # The program must start without this script's LD_LIBRARY_PATH: by the RUNPATH of the toolkit
-    # and of MPI, which only a machine that has both of them, outside the system's folders, can show.
+    # The program must start without this script's LD_LIBRARY_PATH, by the RUNPATH of the toolkit
+    # and of MPI. Only a machine that has these outside the system's folders can show it.
     missing=$(LD_LIBRARY_PATH=$own_library_path ldd "$GPT2CU" 2> /dev/null |
         sed -n 's/^[[:space:]]*\([^ ]*\) => not found.*/\1/p' | tr '\n' ' ')
     if [ -z "$missing" ]; then
@@ -394,8 +408,8 @@ sanitize() {
     local tool=$1 log=$2
     shift 2
     # shellcheck disable=SC2086  # words
-    OMP_WAIT_POLICY=passive bounded "${limit_s[$stage]}" "$sanitizer" --tool "$tool" $filter --print-limit 1000 \
-        "$@" > "$log" 2>&1
+    OMP_WAIT_POLICY=passive bounded "${limit_s[$stage]}" "$sanitizer" --tool "$tool" $filter \
+        --print-limit 1000 "$@" > "$log" 2>&1
     echo "[exit status $?]" >> "$log"
 }
 
@@ -509,8 +523,8 @@ stage_check() {
     [ "$T" -le 256 ] || T=256
     for batch in "1 $T" "42 26"; do
         for dtype in "$DTYPE" fp32; do
-            logged "$seconds" "$GPT2CU" --check -e "$first_model" -b "${batch% *}" -t "${batch#* }" \
-                --dtype "$dtype"
+            logged "$seconds" "$GPT2CU" --check -e "$first_model" -b "${batch% *}" \
+                -t "${batch#* }" --dtype "$dtype"
             status=$?
             worst=$(sed -n 's/^check *\(d[^ ]*\) *relative difference \([0-9.e+-]*\).*/\2 \1/p' \
                 "$work/last" | sort -g | tail -n 1)
@@ -693,7 +707,8 @@ stage_offload() {
 # they are at most LOSS and NORM: orders of sums differ, and bf16 has eight bits. A GPU's part that
 # is lost or counted twice shows in the norm.
 near_steps() {    # near_steps DIR DIR LOSS NORM
-    paste -d ' ' <(steps_of "$1" "loss grad_norm") <(steps_of "$2" "loss grad_norm") | awk -v most_loss="$3" -v most_norm="$4" '
+    paste -d ' ' <(steps_of "$1" "loss grad_norm") <(steps_of "$2" "loss grad_norm") |
+        awk -v most_loss="$3" -v most_norm="$4" '
         function apart(a, b) { return a > b ? (a - b) / a : (b - a) / b }
         NF == 4 && $1 > 0 && $3 > 0 {
             rows++
@@ -712,7 +727,7 @@ near_steps() {    # near_steps DIR DIR LOSS NORM
 # the emulated device's. All -z must agree to the bit. 96 channels: parts of 2 and 4 ranks end
 # inside matrices, and the last is padded.
 shared_gpu() {
-    local ranks zero dir status apart seconds=${limit_s[$stage]}
+    local ranks zero dir status apart refused seconds=${limit_s[$stage]}
     local shared=(env NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0 NCCL_DEBUG=WARN)
     if [ ! -x "$EMULATED" ]; then
         report "NCCL on one GPU" skipped "no $EMULATED to compare with"
@@ -729,10 +744,9 @@ shared_gpu() {
             logged "$seconds" "${shared[@]}" "$GPT2CU" "$@" -z $zero -o "$dir"
             status=$?
             if [ $status -ne 0 ] && [ "$ranks $zero" = "2 0" ]; then
-                if grep -qE 'without NCCL|Multiple Ranks|Duplicate GPU' "$work/last"; then
-                    report "NCCL on one GPU" skipped "it takes NCCL 2.30.7 (NCCL_HOME): $(grep -m 1 \
-                        -oE '(built )?without NCCL.*|Multiple Ranks.*|Duplicate GPU.*' "$work/last" |
-                        cut -c 1-80)"
+                refused=$(grep -m 1 -oE '(without NCCL|Multiple Ranks|Duplicate GPU).*' "$work/last")
+                if [ -n "$refused" ]; then
+                    report "NCCL on one GPU" skipped "needs NCCL 2.30.7 (NCCL_HOME): ${refused:0:80}"
                     return
                 fi
                 shared+=(NCCL_P2P_DISABLE=1)    # through host memory
@@ -758,7 +772,11 @@ same bits as -z 0${shared[4]:+; ${shared[4]}}"
 # Several GPUs: the same tokens a step on one and on two. Time, numbers, and bytes as planned.
 stage_gpus() {
     local run dir ms one='' seconds=${limit_s[$stage]} status T planned given count apart
-    count=${GPUS:-$(nvidia-smi --query-gpu=name --format=csv,noheader 2> /dev/null | wc -l)}
+    count=$(timeout 20 nvidia-smi --query-gpu=name --format=csv,noheader 2> /dev/null | wc -l)
+    if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
+        count=$(tr ',' '\n' <<< "$CUDA_VISIBLE_DEVICES" | wc -l)
+    fi
+    count=${GPUS:-$count}
     if [ "$count" -lt 2 ]; then
         shared_gpu
         return

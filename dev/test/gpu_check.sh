@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Tests of dev/gpu_check.sh without a GPU, beside those in machines.sh: its order, limits and archive
-# in an unusual environment, and what it makes of ranks that share a GPU. Small scripts take the
-# place of nvidia-smi, nvcc, timeout and of the programs; they write down how they were called. One
-# line per test, last line `N passed, N failed, N skipped`.
+# Tests of dev/gpu_check.sh without a GPU, in addition to those in machines.sh: its order, limits and
+# archive in an unusual environment, and how it judges ranks that share a GPU. Small scripts take the
+# place of nvidia-smi, nvcc, timeout and the programs; they record how they were called. One line per
+# test, last line `N passed, N failed, N skipped`.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 mkdir -p build
@@ -12,6 +12,7 @@ trap 'rm -rf "$scratch"' EXIT
 mkdir "$scratch"/{bin,OUT,nccl,nccl/include,nccl/lib}
 cat > "$scratch/bin/nvidia-smi" << 'END'
 #!/bin/sh
+echo "nvidia-smi $*" >> "$CALLS"
 case "$*" in
     *compute_cap*) echo 9.0 ;;
     *-lms*) exec sleep 20 ;;
@@ -31,7 +32,7 @@ cat > "$scratch/bin/timeout" << 'END'
 echo "timeout $2 $(shift 2; echo "${*##*/}")" >> "$CALLS"
 exec /usr/bin/timeout "$@"
 END
-# A program whose runs have the losses 5, 4, ..., as the emulated one's, except for what FAULT plants.
+# A program whose runs have the same losses as the emulated one's, except for what FAULT injects.
 cat > "$scratch/bin/program" << 'END'
 #!/bin/bash
 echo "program XDG_CACHE_HOME=$XDG_CACHE_HOME P2P=${NCCL_P2P_DISABLE-} $*" >> "$CALLS"
@@ -72,7 +73,7 @@ chmod +x "$scratch"/bin/*
 export CALLS=$scratch/calls PID=$scratch/pid LOGS="$scratch/lo gs" OUT=$scratch/OUT GPUS=1
 export GPT2CU=$scratch/bin/program TEST=true BENCH=true EMULATED=$scratch/bin/emulated
 export PYTHON=$scratch/absent PATH=$scratch/bin:$PATH STEPS=4
-unset ARCHIVE NCCL_HOME CPATH LIBRARY_PATH
+unset CUDA_VISIBLE_DEVICES ARCHIVE NCCL_HOME CPATH LIBRARY_PATH
 
 # check VARIABLE=VALUE...: runs dev/gpu_check.sh without HOME and a terminal, from another folder
 # and with a CDPATH that has a dev/ as well. What it says goes to $said, how programs are called to
@@ -98,8 +99,8 @@ says "a large model has 120 s, and first a step that is not timed" \
     "timeout 120 program -e d48 -r 1 -b 16 -x 1 -v 0 .* -e d48 -r 1 -b 16 -x 4 -v 0 -o [^ ]*d48" \
     "$(tr '\n' ' ' <<< "$calls")"
 says "... and 120 s to compare" "timeout 120 program --compare -e d48" "$calls"
-tail=$(sed -n 's/^program .*--check .*-b \([0-9]*\) -t \([0-9]*\) --dtype fp32$/\1 * \2 % 64/p' <<< "$calls" |
-    while read -r product; do echo $((product)); done | tr '\n' ' ')
+tail=$(sed -n 's/^program .*--check .*-b \(.*\) -t \(.*\) --dtype fp32$/\1 * \2 % 64/p' \
+    <<< "$calls" | while read -r product; do echo $((product)); done | tr '\n' ' ')
 says "a check in fp32 whose tokens end a little past a multiple of 64" "^0 [1-8] $" "$tail"
 says "ranks that share a GPU: the emulated device's losses" \
     "4 ranks on it, -z 3 +ok +losses within 0.* the same bits as -z 0  .*bench" "$said"
@@ -130,6 +131,9 @@ check STAGES= PROBE='echo CUDA driver version is insufficient; exit 1'
 says "a context that cannot be made" "context +FAILED +exit status 1: CUDA driver .*insuff" "$said"
 [ $status -eq 1 ]
 verdict "... is a failure" $?
+check -u GPUS STAGES=gpus MODELS=l1h1c8t32 CUDA_VISIBLE_DEVICES=3,5
+says "GPUs that CUDA_VISIBLE_DEVICES names: the first is asked" "nounits -i 3 -lms" "$calls"
+says "... and they are counted" "gpus +--gpus 2 -z 3 " "$said"
 check STAGES= "NCCL_HOME=$scratch/absent"
 [ $status -eq 1 ]
 verdict "no folder at NCCL_HOME" $? "$said"
@@ -149,7 +153,7 @@ says "ranks that share a GPU: other losses" \
 says "... other bits than -z 0" "4 ranks on it, -z 2 +FAILED +other losses or norms than" "$said"
 says "... a run that ends" "4 ranks on it, -z 3 +FAILED +exit status 1: rank 1 is gone" "$said"
 check STAGES=gpus FAULT=old
-says "... an older NCCL" "skipped +it takes NCCL 2.30.7 .NCCL_HOME.: Multiple Ranks are" "$said"
+says "... an older NCCL" "skipped +needs NCCL 2.30.7 .NCCL_HOME.: Multiple Ranks are" "$said"
 check STAGES=gpus FAULT=p2p
 says "... without peer access" "4 ranks on it, -z 3 +ok .*; NCCL_P2P_DISABLE=1" "$said"
 
