@@ -38,7 +38,7 @@
 #   COMMIT=                    what to print if there is no git
 #
 # If nvidia-smi shows no GPU it ends at once, unless GPT2CU is given. Then everything but nvcc's
-# part can still be run, as dev/test/gpu_check.sh does:
+# part can still be run, as dev/test/machines.sh does:
 #   make train_gpt2cu_cpu && GPT2CU=./train_gpt2cu_cpu TEST=true MODELS=l2h2c64t64 $0
 set -u
 export LC_ALL=C CUDA_DEVICE_ORDER=PCI_BUS_ID    # the first GPU is nvidia-smi's first
@@ -723,9 +723,10 @@ near_steps() {    # near_steps DIR DIR LOSS NORM
 
 # One GPU: NCCL from 2.30.7 on lets ranks share it if asked to, so its calls, groups and streams are
 # the real ones even here. Ranks take turns on the GPU unless MPS runs, and NVLink is not used, so
-# neither times nor memory mean anything. fp32 and 6 steps, so that only orders of sums differ from
-# the emulated device's. All -z must agree to the bit. 96 channels: parts of 2 and 4 ranks end
-# inside matrices, and the last is padded.
+# neither times nor memory mean anything: with MPS, or with a GPU per rank, only silicon can tell.
+# fp32 and 6 steps, so that only orders of sums differ from the emulated device's; the CPU program,
+# with yet another order, is within 1e-7 of it. All -z must agree to the bit. With 96 channels,
+# parts of 2 and 4 ranks end inside matrices, and the last is padded.
 shared_gpu() {
     local ranks zero dir status apart refused seconds=${limit_s[$stage]}
     local shared=(env NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0 NCCL_DEBUG=WARN)
@@ -744,9 +745,10 @@ shared_gpu() {
             logged "$seconds" "${shared[@]}" "$GPT2CU" "$@" -z $zero -o "$dir"
             status=$?
             if [ $status -ne 0 ] && [ "$ranks $zero" = "2 0" ]; then
-                refused=$(grep -m 1 -oE '(without NCCL|Multiple Ranks|Duplicate GPU).*' "$work/last")
+                refused=$(grep -oE '(without NCCL|Multiple Ranks|Duplicate GPU).*' "$work/last" |
+                    head -n 1 | cut -c 1-80)
                 if [ -n "$refused" ]; then
-                    report "NCCL on one GPU" skipped "needs NCCL 2.30.7 (NCCL_HOME): ${refused:0:80}"
+                    report "NCCL on one GPU" skipped "needs NCCL 2.30.7 (NCCL_HOME): $refused"
                     return
                 fi
                 shared+=(NCCL_P2P_DISABLE=1)    # through host memory

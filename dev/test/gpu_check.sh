@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Tests of dev/gpu_check.sh without a GPU, in addition to those in machines.sh: its order, limits and
-# archive in an unusual environment, and how it judges ranks that share a GPU. Small scripts take the
-# place of nvidia-smi, nvcc, timeout and the programs; they record how they were called. One line per
-# test, last line `N passed, N failed, N skipped`.
+# Tests of dev/gpu_check.sh without a GPU, in addition to those in machines.sh: its order, limits
+# and archive in an unusual environment, and how it judges ranks that share a GPU. Small scripts
+# take the place of nvidia-smi, nvcc, timeout and the programs; they record how they were called.
+# One line per test, last line `N passed, N failed, N skipped`.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 mkdir -p build

@@ -494,8 +494,8 @@ static void test_gpu_prepared() {
 
 // Text from a checkpoint: in fp32 what the CPU program makes of it, also past the 16 positions; and
 // what the run itself printed, which computed it without a KV cache, in other products. These round
-// alike on the emulated device; on a GPU only fp32 is fine enough for the same text. The plan has no
-// states of training.
+// alike on the emulated device; on a GPU only fp32 is fine enough for the same text. The plan has
+// no states of training.
 static void test_gpu_generate() {
     write_corpus();
     const Text rule = " -g 40 --seed 5 --temperature 0.8 --prompt=abc ";
