@@ -15,6 +15,7 @@
 # dev/test/tools.sh runs all this against a server of its own. tinystories and fineweb-edu were
 # never run against the real servers.
 set -u
+unset CDPATH    # else cd may go elsewhere and print where
 cd "$(dirname "$0")/.." || exit 1
 
 text_sha256=86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed

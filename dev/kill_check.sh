@@ -8,6 +8,7 @@
 # strace, which injects the signals and errors; OPTIONS are added to the run's (the GPU program's
 # types, say). Last line: `N kills and M failed calls, K bad`; exit status 1 when K is not 0.
 set -u
+unset CDPATH    # else cd may go elsewhere and print where
 cd "$(dirname "$0")/.." || exit 1
 program=$(realpath "${1:-train_gpt2}") || exit 1
 shift

@@ -484,28 +484,33 @@ static void test_gpu_prepared() {
     const uint16_t outside = 300;
     memcpy(&bytes[1024 + 2 * 70], &outside, 2);  // in the fifth sequence: of step 3
     write_file("odd.bin", bytes);
-    const Outcome o = program("-i odd.bin -e l1h1c16t16 -b 2 -x 4 --shuffle 0 -o odd --quiet");
+    const Outcome o = program("-i odd.bin -e l1h1c16t16 -b 2 -x 4 --shuffle 0 --tune 0 -o odd "
+                              "--quiet");
     expect_refused(o, "token 70 is 300, outside the vocabulary of 257; the run ended after step 2, "
                       "which is saved", "odd.bin");
     expect(losses_in("odd") == losses_in("plain").substr(0, losses_in("odd").size()) &&
            names_in("odd", "step") == "step-00000002", "%s", losses_in("odd").c_str());
 }
 
-// Text from a checkpoint: in fp32 what the CPU program makes of it, past the 16 positions too; in
-// bf16 what the run itself printed. The plan has no states of training.
+// Text from a checkpoint: in fp32 what the CPU program makes of it, also past the 16 positions; and
+// what the run itself printed, which computed it without a KV cache, in other products. These round
+// alike on the emulated device; on a GPU only fp32 is fine enough for the same text. The plan has
+// no states of training.
 static void test_gpu_generate() {
     write_corpus();
     const Text rule = " -g 40 --seed 5 --temperature 0.8 --prompt=abc ";
+    const Text type = is_emulated() ? "" : "--dtype fp32";
     const Text begins = "--- sample after step 40 ---\n";
-    Outcome o = program("-i train.bin -e l2h2c16t16 -b 2 -x 40 -l 3e-3 -s 40 -o out" + rule);
+    Outcome o = program("-i train.bin -e l2h2c16t16 -b 2 -x 40 -l 3e-3 -s 40 -o out" + rule + type);
     expect_success(o, "training");
     const size_t at = o.out.find(begins) + begins.size();
     const Text run = "--generate -e out/step-00000040 --quiet" + rule;
-    const Outcome half = program(run), full = program(run + "--dtype fp32");
+    const Outcome cached = program(run + type), full = program(run + "--dtype fp32");
     const Outcome cpu = cpu_program(run);
-    expect(half.out.size() > 8 && half.err.empty() &&
-               o.out.compare(at, half.out.size() - 1, half.out, 0, half.out.size() - 1) == 0,
-           "%s, sample %s", (half.out + half.err).c_str(), o.out.substr(at).c_str());
+    expect(cached.out.size() > 8 && cached.err.empty() &&
+               o.out.compare(at, cached.out.size() - 1, cached.out, 0,
+                             cached.out.size() - 1) == 0,
+           "%s, sample %s", (cached.out + cached.err).c_str(), o.out.substr(at).c_str());
     expect(full.out.size() > 20 && full.out == cpu.out, "%s, on the CPU %s",
            (full.out + full.err).c_str(), cpu.out.c_str());
     o = program(run + "--plan");

@@ -159,7 +159,7 @@ case $FINDS in
 esac
 END
 chmod +x "$scratch/bin/compute-sanitizer"
-export OUT=$scratch/out PYTHON=$scratch/absent
+export LOGS=$scratch/out PYTHON=$scratch/absent EMULATED=$scratch/absent
 
 # check COMMAND...: runs dev/gpu_check.sh, or the command; what it says goes to $said.
 check() {
@@ -176,12 +176,12 @@ sanitized() {
 }
 
 STAGES="speed tests" check
-says "gpu_check: unknown stage" "STAGES has no stage 'tests': build test sanitizer" "$said"
-NONE=yes STAGES=build OUT=$scratch/none check
+says "gpu_check: unknown stage" "STAGES has no stage 'tests': build check bits speed" "$said"
+NONE=yes STAGES=build LOGS=$scratch/none check
 says "gpu_check: no GPU ends it at once" "^gpu_check.sh: nvidia-smi shows no GPU; .*_cpu$" "$said"
 [ $status -eq 1 ] && ! compgen -G "$scratch/none/*" > /dev/null
 verdict "... before anything is built" $? "$said"
-NONE=yes STAGES=bench GPT2CU=true BENCH=true OUT=$scratch/none check
+NONE=yes STAGES=bench GPT2CU=true BENCH=true LOGS=$scratch/none check
 says "gpu_check: a program that is named needs none" "gpu +skipped .*bench +true +ok" "$said"
 if [ -x train_gpt2cu_cpu ]; then
     SECONDS=0
@@ -201,15 +201,15 @@ if [ -x train_gpt2cu_cpu ]; then
     STAGES=speed GPT2CU=$scratch/bin/program MODELS=l1h1c8t32 check
     says "gpu_check: no room is no failure" "-r 1 +skipped +no plan fits 1024 MiB" "$said"
     says "gpu_check: earlier stages stay in the summary" "bits +two runs +ok" \
-        "$(cat "$OUT/summary.md")"
+        "$(cat "$LOGS/summary.md")"
     says_not "gpu_check: a stage done again starts over" "tokens/s; planned" \
-        "$(cat "$OUT/summary.md")"
+        "$(cat "$LOGS/summary.md")"
     GPU=7.5 EMU_CC=75 STAGES="check gpus speed" GPT2CU=$scratch/bin/program MODELS=l1h1c8t32 \
-        STEPS=4 LARGEST_BATCH=1 MEMORY_MIB=16384 GPUS=2 OUT=$scratch/old check
+        STEPS=4 LARGEST_BATCH=1 MEMORY_MIB=16384 GPUS=2 LOGS=$scratch/old check
     verdict "gpu_check on a GPU without bf16" $status "$said"
-    says "... its 16 bits" "check +l1h1c8t32 fp16 T 32 +ok .*2 -z 3 +ok .*-r 1 B 1 +ok" "$said"
+    says "... its 16 bits" "check +l1h1c8t32 fp16 B 1 T 32 +ok .*2 -z 3 +ok .*-r 1 B 1 +ok" "$said"
     STAGES=gpus GPT2CU=$scratch/bin/program check
-    says "gpu_check: one GPU is not two" "gpus +two GPUs +skipped +GPUs here: 1" "$said"
+    says "gpu_check: one GPU is not two" "gpus +NCCL on one GPU +skipped +no .*/absent to" "$said"
 else
     skip "gpu_check on the emulated device" "no train_gpt2cu_cpu"
 fi
@@ -228,12 +228,12 @@ mkdir "$clone/carried"
 printf '#!/bin/sh\necho 3 passed\n' | tee "$clone"/carried/{train_gpt2cu,test_gpt2cu} > /dev/null
 chmod +x "$clone"/carried/*
 rm -f "$clone/train_gpt2cu"
-NVCC_FAILS=1 STAGES="build test" OUT=$scratch/out2 check "$clone/dev/gpu_check.sh"
+NVCC_FAILS=1 STAGES="build test" LOGS=$scratch/out2 check "$clone/dev/gpu_check.sh"
 says "gpu_check: a build that fails" "train_gpt2cu +FAILED +.*error: planted" "$said"
 says "gpu_check: carried programs" \
     "carried/train_gpt2cu +ok .*carried/test_gpt2cu +ok .*test +carried/test_gpt2cu +ok +3 passed" \
     "$said"
-STAGES="build test" OUT=$scratch/out2 check "$clone/dev/gpu_check.sh"
+STAGES="build test" LOGS=$scratch/out2 check "$clone/dev/gpu_check.sh"
 says "gpu_check: what is built goes first" "test +build/test_gpt2cu +ok +450" "$said"
 
 echo "$passed passed, $failed failed, $skipped skipped"
