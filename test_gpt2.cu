@@ -332,6 +332,56 @@ static void test_rank_positions() {
     }
 }
 
+// What ranks agree on: a stop of any of them, the first one that cannot go on, and, when they meet,
+// the least memory that one of them has. Ranks share the threads of their machine.
+static void test_rank_agreement() {
+    enum { RANKS = 4, THREADS = 8 };
+    this_rank = {1, RANKS, 1, RANKS, 0, 0, 0, 0};
+    for (int who = 0; who < RANKS; who++) {
+        RankWord words[RANKS] = {};
+        words[who].stop = 1;
+        ranks_agree(words);
+        expect(this_rank.stop == 1 && this_rank.fault == 0, "rank %d stops", who);
+        words[who].failed = words[RANKS - 1].failed = 1;
+        ranks_agree(words);
+        expect(this_rank.fault == who + 1, "rank %d fails, not %d", who, this_rank.fault - 1);
+    }
+    ranks_share(RANKS);
+    rank_row = rank_row_at(this_rank.rank);
+    const uint64_t program = fingerprint_program();
+    for (int least = 0; least < RANKS; least++) {
+        int ends[2];  // of the socket to the parent, which lets the ranks go on
+        if (socketpair(AF_UNIX, SOCK_STREAM, 0, ends) != 0 || !socket_byte(ends[1], 1)) {
+            give_up("no socket");
+        }
+        for (int r = 0; r < RANKS; r++) {
+            RankCard card = {};
+            card.program = program;
+            card.device = 1000 + (r != least);
+            card.host = 2000 + ((r + 1) % RANKS != least);
+            snprintf(card.gpu, sizeof card.gpu, "GPU %d", r);
+            rank_row_at(r)->card = card;
+        }
+        rank_card = rank_row->card;
+        this_rank.parent = ends[0];
+        ranks_introduce();
+        expect(rank_card.device == 1000 && rank_card.host == 2000, "rank %d has least: %d, %d",
+               least, (int)rank_card.device, (int)rank_card.host);
+        close(ends[0]);
+        close(ends[1]);
+    }
+#ifdef _OPENMP
+    unsetenv("OMP_NUM_THREADS");
+    for (const int parent : {1, 0}) {  // a launcher does not tell its ranks to share
+        const int cores = parent ? (int)THREADS : (int)sysconf(_SC_NPROCESSORS_ONLN);
+        omp_set_num_threads(parent ? (int)THREADS : RANKS * cores);
+        ranks_begin({0, RANKS, 0, RANKS, parent, 0, 0, 0}, rank_row_at(0));
+        expect(omp_get_max_threads() == std::max(1, cores / RANKS), "%d threads of %d",
+               omp_get_max_threads(), cores);
+    }
+#endif
+}
+
 // Every window once an epoch, whatever the number of ranks; targets follow inputs; the tokens that
 // fill no window get their turn in other epochs.
 static void test_loader_coverage() {
@@ -1807,6 +1857,9 @@ static void test_sampling() {
     real equal[V] = {1, 2, 2, 0, 2, 1};
     const SampleRule likeliest = {0, 1, 0};
     expect(sample_token(equal, V, &likeliest, 0.9, candidates) == 1, "the first of equals");
+    real four[4] = {1, 1, 1, 1};
+    const SampleRule half = {1, 0.5, 0};  // two of them have it exactly
+    expect(sample_token(four, 4, &half, 0.99, candidates) == 1, "one more than top-p needs");
 }
 
 // The checker itself, text of every byte, numbers that are none, and cutting back.
@@ -3225,6 +3278,9 @@ static void test_gpu_loss_scale() {
                "norm %g, scale %g after %d: %g after %d, moved %d", (double)row.norm,
                (double)row.scale, row.good_steps, (double)now.loss_scale, now.good_steps,
                now.scale_moved);
+        // The step's gradients were made with the scale before it.
+        expect(!isfinite(row.norm) || now.scale == 1 / row.scale, "norm %g, scale %g: factor %g",
+               (double)row.norm, (double)row.scale, (double)now.scale);
     }
 }
 
@@ -4034,6 +4090,33 @@ static void test_gpu_rank_names() {
                names[2].find(", GPU-9a000000") != Text::npos, "%s", names[2].c_str());
 }
 
+// N ranks have N times the peak that "% of peak" is of.
+static void test_gpu_peak() {
+    Settings s = planned("-e l2h2c16t16");
+    Engine one, three;
+    device_describe(&one, &s);
+    s.ranks = 3;
+    device_describe(&three, &s);
+    expect(one.peak_flops > 0 && three.peak_flops == 3 * one.peak_flops, "%g and %g FLOP/s",
+           one.peak_flops, three.peak_flops);
+}
+
+// Pinned memory is zero to its last byte, mapped by the program or allocated by CUDA.
+static void test_gpu_pinned() {
+    const long asked = emu::set.alias;
+    for (const long alias : {0, 1}) {
+        for (const size_t bytes : {(size_t)1, (size_t)(2 << 20) + 5, (size_t)5 << 20}) {
+            emu::set.alias = alias;
+            char *memory = pinned_open(bytes);
+            expect(pinned_in_place() == !alias, "another way to pin");
+            expect(std::count(memory, memory + bytes, 0) == (long)bytes, "%zu bytes, alias %ld",
+                   bytes, alias);
+            pinned_close(memory, bytes);
+        }
+    }
+    emu::set.alias = asked;
+}
+
 // One cudaMalloc of exactly the planned bytes, and nothing after it.
 static void test_gpu_allocation() {
     for (const char *options :
@@ -4407,10 +4490,13 @@ static void test_gpu_kv_cache() {
         };
         {  // an engine at a time: products belong to the one that is open
             Net cached(m, Text("--generate --dtype ") + dtype);
+            const int plans = matmul_library.plans;
             walk([&](int first, int n) {
                 got.push_back(Reals((size_t)m.V));
                 cached.e.extend(&cached.e, got.back().data(), &b.inputs[(size_t)first], first, n);
             });
+            expect(matmul_library.plans == plans, "%s: %d products that the warm-up has not met",
+                   dtype, matmul_library.plans - plans);
         }
         Net whole(m, Text("-b 1 --dtype ") + dtype);
         Reals want((size_t)m.V), other((size_t)m.V);
@@ -4769,6 +4855,7 @@ static const Test tests[] = {
     T(fit_ranks, FLOAT),
     T(arena, ALL),
     T(rank_positions, HOST),
+    T(rank_agreement, HOST),
     T(prompts, HOST),
     T(loader_problems, HOST),
     T(loader_coverage, HOST),
@@ -4856,6 +4943,8 @@ static const Test tests[] = {
     T(gpu_rank_wte, CUDA),
     T(gpu_rank_host, CUDA),
 #endif
+    T(gpu_peak, CUDA_ALL),
+    T(gpu_pinned, CUDA_ALL),
     T(gpu_allocation, CUDA_ALL),
     T(gpu_allocation_random, CUDA),
     T(gpu_offload, CUDA_ALL),
