@@ -293,6 +293,9 @@ static void test_fit_command() {
             continue;  // its plan measures this machine's speed first
         }
         const Text command = recommended(o.out, title);
+        expect((title[5] == 'e') ==
+                   (command.find("--offload weights,gradients,moments,master,residuals") !=
+                    Text::npos), "%s%s", title, command.c_str());
         const Text gpu = title[0] == 'G' ? "--gpu-mem 200G " : "";
         const Outcome plan = program("--plan " + gpu + command);
         const size_t at = o.out.find(title) + strlen(title);

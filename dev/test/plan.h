@@ -477,6 +477,15 @@ static void test_plan_ranks() {
                 expect(p.buffer_count == q.buffer_count && p.device_bytes == q.device_bytes &&
                            memcmp(p.buffers, q.buffers,
                                   sizeof(Buffer) * (size_t)p.buffer_count) == 0);
+                // The update gathers weights through the exchange buffer where they are whole in
+                // host memory; it keeps a pointer to it, so no check of lifetimes would notice.
+                settings_offload(&s, 1 << HOME_OF_WEIGHTS);
+                Plan host;
+                plan_build(&host, &s);
+                expect(host.buffers[host.single[BUF_EXCHANGE]].last >=
+                           (s.home[HOME_OF_WEIGHTS] == HOME_HOST ? tick_update(&s) : tick_join(&s)),
+                       "%s, %d ranks, -z %d: the exchange's life", shape.c_str(), N, z);
+                plan_free(&host);
                 // At most 20 bytes an element of padding, in the buckets, slots and the exchange.
                 size_t padding = 20 * 64 * (size_t)N * (size_t)(s.model.L + 8) + 65536;
                 expect(N == 2 || p.device_bytes <= before[z] + padding, "%s, %d ranks, -z %d",
@@ -850,6 +859,13 @@ static void test_levels_fit() {
         }
         expect(recompute_text(&s).s == Text("none"), "%s: room for everything", who.c_str());
         expect(settings_fit_levels(&s, &v, few - 1) >= few, "%s: too little", who.c_str());
+        // In exactly the bytes of a mixture there is nothing slower than that mixture.
+        int hull[RECOMPUTE_LEVELS];
+        Settings mixed = s;
+        settings_mix(&mixed, hull, draw(0, (level_hull(hull, &v) - 1) * s.model.L));
+        settings_fit_levels(&s, &v, plan_bytes(&mixed));
+        expect(forecast_step(&v, &s, 1) <= forecast_step(&v, &mixed, 1), "%s: %s fits, not %s",
+               who.c_str(), recompute_text(&mixed).s, recompute_text(&s).s);
     }
     detail = text("%d random settings; at worst %.2f blocks too many", count, worst_price);
 }
@@ -900,9 +916,16 @@ static void test_remedies() {
                        q.host_bytes <= room.host,
                    "%s, then %s: %zu, promised %zu, room %zu", base.c_str(), r.option,
                    q.device_bytes, r.bytes, room.device);
-            expect(i == 0 || r.kind > list[(size_t)i - 1].kind ||
-                       (r.kind == list[(size_t)i - 1].kind && r.slower >= r.slower),
+            const Remedy &before = list[(size_t)(i ? i - 1 : 0)];
+            expect(i == 0 || r.kind > before.kind ||
+                       (r.kind == before.kind && r.slower >= before.slower),
                    "%s: order", base.c_str());
+            // Both forecasts are of a step with as many tokens.
+            const Speed v = speed_usual(&s);
+            const double slower = forecast_tokens_per_s(&v, &s, 1) /
+                                      forecast_tokens_per_s(&v, &cured, s.B / cured.B) - 1;
+            expect_near(r.slower, slower, 1e-9 * (1 + slower), "%s, then %s", base.c_str(),
+                        r.option);
             plan_free(&q);
             several += std::count(r.steps, r.steps + AXES, 0) < AXES - 1;
         }
@@ -999,6 +1022,16 @@ static void test_forecast() {
         expect_near(forecast_tokens_per_s(&v, &s, step_micros(&o, &s)), c.tokens_per_s,
                     0.06 * c.tokens_per_s, "%s %s", c.card, c.options);
     }
+    // A chunk of logits costs the same whether it is full or not.
+    Settings chunks = planned("-e d12 -b 4 -t 1024 -r none");
+    const Speed of_chunks = speed_usual(&chunks);
+    auto with_rows = [&](int rows) {
+        chunks.logit_rows = rows;
+        return forecast_micro(&of_chunks, &chunks, 1);
+    };
+    expect(of_chunks.chunk > 0 && with_rows(3072) == with_rows(2048));
+    expect_near(with_rows(2048) - with_rows(4096), of_chunks.chunk, 1e-6 * of_chunks.chunk,
+                "a chunk more");
     // A level costs what it computes again; homes cost time; a larger step hides an update.
     const Settings s = planned("-e d12 -r none"), mlp = planned("-e d12 -r mlp");
     const Settings away = planned("-e d12 -r none --offload moments,master");
@@ -1014,6 +1047,15 @@ static void test_forecast() {
 
 // What README and the refusals promise of GPT-2 1558M in 15 GiB and below.
 static void test_fit_sizes() {
+    // Of batches that are equally fast the smaller one is recommended, wherever it is listed.
+    std::vector<FitPoint> equal(2);
+    for (const int larger : {0, 1}) {
+        for (int i = 0; i < 2; i++) {
+            equal[(size_t)i].tokens_per_s = 1000;
+            equal[(size_t)i].o.batch = i == larger ? 8 : 4;
+        }
+        expect(fit_fastest(equal.data(), 2, -1, -1)->o.batch == 4, "the larger batch");
+    }
     auto chosen = [](const Text &options) {
         Options o;
         Model m;

@@ -698,12 +698,15 @@ static void test_ranks_signals() {
     }
     // Nothing but a step's own word passes it on where nothing is validated, sampled or saved, nor,
     // every hundred steps, compared.
-    const pid_t pid = start(ODD "-d 48 --gpus 2 -v 0 -x 90 --quiet -o steps");
-    wait_until([] { return read_file("steps/log.jsonl").find("{\"step\":1,") != Text::npos; });
-    const Ints ranks = children_of(pid);
-    kill(ranks.size() == 2 ? ranks[1] : pid, SIGINT);
-    expect_success(outcome(pid), "asked to stop between steps");
-    expect(log_steps("steps/log.jsonl").size() < 90, "it went on to the end");
+    for (const size_t rank : {0, 1}) {
+        remove_folder("steps");
+        const pid_t pid = start(ODD "-d 48 --gpus 2 -v 0 -x 90 --quiet -o steps");
+        wait_until([] { return read_file("steps/log.jsonl").find("{\"step\":1,") != Text::npos; });
+        const Ints ranks = children_of(pid);
+        kill(ranks.size() == 2 ? ranks[rank] : pid, SIGINT);
+        expect_success(outcome(pid), "asked to stop between steps");
+        expect(log_steps("steps/log.jsonl").size() < 90, "rank %zu is asked: on to the end", rank);
+    }
     detail = text("%d of %d interrupted", interrupted, times);
 }
 
@@ -854,11 +857,20 @@ static void test_ranks_save_killed() {
 }
 
 // Data that one rank cannot read ends the run in a line of that rank's, and all that was learnt is
-// saved: the others get no update of it.
+// saved: the others get no update of it. Rank 0 is the one whose number is 0.
 static void test_ranks_fault() {
     write_corpus();
     const Text part = "-i train.bin -e l2h2c16t16 -b 2 --gpus 3 -z 1 --shuffle 0 -x 30 ";
     run(part + "-n 20", "undisturbed");
+    // Step 3 begins at sequence 12, which is rank 0's.
+    Text wrong = read_file("train.bin");
+    wrong.replace(SHARD_BYTES + 2 * (12 * 16 + 8), 2, "\xff\xff");
+    write_file("wrong.bin", wrong);
+    const Outcome first = program("-i wrong.bin -e l2h2c16t16 -b 2 --gpus 3 -z 1 --shuffle 0 -x 30 "
+                                  "--quiet -o first");
+    expect_refused(first, ": wrong.bin: token 200 is 65535, outside the vocabulary", "rank 0");
+    expect(first.err.find("the run ended after step 2, which is saved") != Text::npos &&
+               names_in("first", "step") == "step-00000002", "%s", first.err.c_str());
     pid_t pid = start(part + "--quiet -o out");
     wait_until([] { return read_file("out/log.jsonl").find("{\"step\":1,") != Text::npos; });
     // Step 21 begins at sequence 120; rank 2 has 124 and 125.
@@ -1038,16 +1050,19 @@ static void test_ranks_traffic() {
 }
 
 // The number of the last exchange of a run with an output folder: that of the vectors' gradients in
-// its last step, which the gather of their sums follows.
-static int last_exchange(const Text &arguments) {
-    int serial = 0, last = 0;
+// its last step, which the gather of their sums follows; or of one of those before it.
+static int last_exchange(const Text &arguments, size_t before = 0) {
+    int serial = 0;
+    Ints numbers;
     remove_folder("counted");
     for (const Text &line : log_of_rank(logged(arguments + " -o counted"))) {
         const int exchange = starts(line, "Send/Recv");
         serial += exchange || starts(line, "AllGather") || starts(line, "Broadcast");
-        last = exchange ? serial : last;
+        if (exchange) {
+            numbers.push_back(serial);
+        }
     }
-    return last;
+    return numbers.size() > before ? numbers[numbers.size() - 1 - before] : -1;
 }
 
 // One wrong bit in a vector's gradient on one rank ends the run before anything of it is saved, and
@@ -1079,6 +1094,13 @@ static void test_ranks_replicas() {
                        "weights or moments that must be alike on all ranks", "two ranks");
         expect(log_steps("two/log.jsonl") == one_to(100), "steps of the log");
     }
+    // Without ZeRO the blocks' weights are alike too. Exchanges end with those of block 0, the two
+    // pieces of wte's, wpe's and the vectors'.
+    const Text whole = TINY "--gpus 2 -z 0 --quiet ";
+    expect_refused(program(whole + "-x 2 -n 2 -o whole",
+                           with_faults(text("EMU_FAULT_RANK=1 EMU_FAULT_FLIP=%d",
+                                            last_exchange(whole + "-x 1", 4) + 1))),
+                   "ranks 0, 1 differ in weights or moments", "a block's gradient");
 }
 
 // A NaN that one rank sends one other makes all of them skip the step, and a norm just above --clip
