@@ -197,7 +197,6 @@ static void parse(Options *o, const char *arguments) {
 static void test_options_table() {
     Options o;
     char value[64];
-    expect(OPTION_ROWS <= sizeof o.given, "%d rows", OPTION_ROWS);
     for (const OptionRow &row : option_rows) {
         for (const OptionRow *other = option_rows; other < &row; other++) {
             expect(Text(row.name) != other->name && row.offset != other->offset, "%s", row.name);

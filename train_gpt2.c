@@ -45,6 +45,7 @@
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE 1
 #endif
+#include <assert.h>
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -128,7 +129,7 @@ static double median(double *values, int n) {
 
 // A stream is one use of random numbers; two uses never share a stream, so they share no number.
 // From RNG_INIT and RNG_ROUND on there are sixteen streams each, one for each tensor.
-enum { RNG_INIT = 0, RNG_SHUFFLE = 64, RNG_SAMPLE = 65, RNG_ROUND = 128 };
+enum { RNG_INIT = 0, RNG_SHUFFLE = 64, RNG_SAMPLE = 65, RNG_WINDOW = 66, RNG_ROUND = 128 };
 
 // Four random words of 32 bits, the block `index` of (seed, stream, step). Ten rounds are what the
 // paper recommends, with a margin of three over what passed all its tests; its multipliers and key
@@ -246,7 +247,7 @@ enum { MASTER_SPLIT = 1, MASTER_NONE };
 static const char masters[] = "split=1|none=0";
 // Bits 1 << HOME_OF_*: any of them, separated by commas.
 static const char offloads[] = "none|weights|gradients|moments|master|residuals|auto";
-enum { OFFLOAD_AUTO = 1 << 5 };  // stands alone
+enum { OFFLOAD_AUTO = 1 << 5 };  // stands alone: the bit after the last state's
 enum { FIT_BITS = 1, FIT_ANY, FIT_ALL };
 static const char fits[] = "bits|any|all";
 
@@ -419,6 +420,7 @@ static const OptionRow option_rows[] = {
 };
 #undef FIELD
 enum { OPTION_ROWS = sizeof option_rows / sizeof option_rows[0] };
+static_assert(OPTION_ROWS <= sizeof ((Options *)NULL)->given, "each row has its place in `given`");
 
 // "16GiB", "512M", "1e9", "38000000": bytes; -1: not a size. Units are powers of 1024 whatever
 // their spelling, because that is how cards are sold and how drivers count.
@@ -1027,6 +1029,7 @@ typedef enum {
     HOME_OF_WEIGHTS, HOME_OF_GRADIENTS, HOME_OF_MOMENTS, HOME_OF_MASTER, HOME_OF_RESIDUALS, HOMES,
     ON_DEVICE = HOMES, ON_HOST
 } HomeOf;
+static_assert((int)OFFLOAD_AUTO == 1 << (int)HOMES, "the bit after the last state's");
 
 // What the plan depends on; nothing else does.
 typedef struct {
@@ -2357,11 +2360,21 @@ typedef struct {
     size_t row_step, k_step;
 } Operand;
 
+// Asks for the cache line of base[index] before it is needed. The element need not exist: C defines
+// no pointers beyond an array, so the address is computed as an integer. prefetch_far, of an
+// address, fetches into the second-level cache only.
+#define address_of(base, index)                                                                    \
+    ((const void *)((uintptr_t)(base) + (uintptr_t)(index) * sizeof *(base)))
+#define prefetch(base, index) __builtin_prefetch(address_of(base, index))
+#define prefetch_write(base, index) __builtin_prefetch(address_of(base, index), 1)
+#define prefetch_far(address) __builtin_prefetch((const void *)(address), 0, 2)
+
 static Operand operand(const real *data, size_t row_step, size_t k_step) {
     Operand o = {data, row_step, k_step};
     return o;
 }
 
+// The operand from an element on; the element must exist.
 static Operand operand_at(Operand o, int row, int k) {
     o.data += (size_t)row * o.row_step + (size_t)k * o.k_step;
     return o;
@@ -2464,8 +2477,8 @@ static inline void pack_load(real *x, const real *row, int left) {
 // x(VL,VL) = the square of `rows` rows at `row`, of which `left` numbers of contiguous k are left;
 // zeros fill it up.
 static inline void load_square(real *x, const real *row, size_t row_step, int rows, int left) {
-    for (int i = 0; i < VL; i++, row += row_step) {
-        pack_load(x + i * VL, row, i < rows ? left : 0);
+    for (int i = 0; i < VL; i++) {
+        pack_load(x + i * VL, i < rows ? row + (size_t)i * row_step : row, i < rows ? left : 0);
     }
 }
 
@@ -2480,10 +2493,11 @@ static inline void pack_transposed(real *packed, int width, Operand src, int row
         for (int k = 0; k < depth; k += VL) {
             real x[VL * VL] __attribute__((aligned(VECTOR_BYTES)));
             real y[VL * VL] __attribute__((aligned(VECTOR_BYTES)));
-            const real *from = operand_at(src, r, steps * k).data;
+            const int exists = r < rows && steps * k < K;
+            const real *from = exists ? operand_at(src, r, steps * k).data : NULL;
             size_t step = src.row_step;
             if (matmul_bf16 || r + VL > rows || k + VL > K) {
-                load_square(x, from, src.row_step, rows - r, K - steps * k);
+                load_square(x, from, src.row_step, exists ? rows - r : 0, K - steps * k);
                 from = x;
                 step = VL;
             }
@@ -2524,8 +2538,8 @@ static inline void pack_pairs(real *packed, int width, Operand src, int rows, in
             real edge[2][VL] = {{0}};
             const int left = rows - r;
             // Steps of k lie pages apart, where no hardware prefetch follows.
-            __builtin_prefetch(s + 8 * src.k_step + r);
-            __builtin_prefetch(s + 9 * src.k_step + r);
+            prefetch(s, 8 * src.k_step + (size_t)r);
+            prefetch(s, 9 * src.k_step + (size_t)r);
             for (int j = 0; j < left && left < VL; j++) {
                 edge[0][j] = s[r + j];
                 edge[1][j] = last ? 0 : s[src.k_step + (size_t)(r + j)];
@@ -2562,7 +2576,7 @@ static inline void pack(real *packed, int width, Operand src, int rows, int K) {
         const real *s = src.data + (size_t)k * src.k_step;
         // Steps of k lie pages apart, where no hardware prefetch follows.
         for (int r = 0; r < rows; r += 64 / (int)sizeof(real)) {
-            __builtin_prefetch(s + 8 * src.k_step + r);
+            prefetch(s, 8 * src.k_step + (size_t)r);
         }
         real *p = packed + (size_t)k * width;
         int r = 0;
@@ -2585,9 +2599,10 @@ static void round_rows(real *packed, Operand a, int rows, int K) {
         for (int k = 0; k < depth; k += VL) {
             real edge[VL];
             const int whole = k + VL <= depth;
-            __builtin_prefetch(row + 2 * a.row_step + 2 * k);  // rows may lie pages apart
-            __builtin_prefetch(row + 2 * a.row_step + 2 * k + VL);
-            pack_load(whole ? packed + k : edge, row + 2 * k, i < rows ? K - 2 * k : 0);
+            const int left = i < rows ? K - 2 * k : 0;
+            prefetch(row, 2 * a.row_step + (size_t)(2 * k));  // rows may be pages apart
+            prefetch(row, 2 * a.row_step + (size_t)(2 * k) + VL);
+            pack_load(whole ? packed + k : edge, left > 0 ? row + 2 * k : NULL, left);
             if (!whole) {
                 memcpy(packed + k, edge, (size_t)(depth - k) * sizeof(real));
             }
@@ -2625,19 +2640,21 @@ FUSED static void matmul_tile(real *out, const real *addend, size_t step, const 
     const Vector zero = {0};
     const size_t row_step = from.row_step, k_step = from.k_step;
     const real *a = from.data;
-    const size_t ahead = MR * row_step, turn = k_step == 1 ? row_step - 1 : 0;
+    // In bytes: where the next MR rows begin, and from one of them to the next.
+    const size_t ahead = MR * row_step * sizeof(real);
+    const size_t turn = k_step == 1 ? (row_step - 1) * sizeof(real) : 0;
     Vector sum[MR][2];
     for (int i = 0; i < MR; i++) {
         sum[i][0] = sum[i][1] = zero;
-        __builtin_prefetch(out + (size_t)i * step, 1);
-        __builtin_prefetch(out + (size_t)i * step + NR - 1, 1);
+        prefetch_write(out, (size_t)i * step);
+        prefetch_write(out, (size_t)i * step + NR - 1);
     }
 #if BF16_DOTS
     for (int k = 0; k < (matmul_bf16 ? packed_depth(K) : 0); k++, a += k_step, b += NR) {
         Vector b0, b1;
         memcpy(&b0, b, sizeof b0);
         memcpy(&b1, b + VL, sizeof b1);
-        __builtin_prefetch(a + ahead + (size_t)(k % MR) * turn, 0, 2);
+        prefetch_far((uintptr_t)a + ahead + (size_t)(k % MR) * turn);
         for (int i = 0; i < MR; i++) {
             int32_t pair;
             memcpy(&pair, a + (size_t)i * row_step, sizeof pair);
@@ -2654,7 +2671,7 @@ FUSED static void matmul_tile(real *out, const real *addend, size_t step, const 
         Vector b0, b1;
         memcpy(&b0, b, sizeof b0);
         memcpy(&b1, b + VL, sizeof b1);
-        __builtin_prefetch(a + ahead + (size_t)(k % MR) * turn, 0, 2);
+        prefetch_far((uintptr_t)a + ahead + (size_t)(k % MR) * turn);
         for (int i = 0; i < MR; i++) {
             const real a_i = a[(size_t)i * row_step];
             sum[i][0] += a_i * b0;
@@ -2707,13 +2724,14 @@ typedef struct {
 static void matmul_packed(real *out, const real *addend, size_t step, const real *bias, Operand a,
                           size_t panel, const real *b, int M, int N, int K, Mask mask) {
     const size_t depth = (size_t)packed_depth(K), next = panel ? panel : MR * a.row_step;
-    for (int i = 0; i < M; i += MR, a.data += next) {
+    for (int i = 0; i < M; i += MR) {
         const int m = min_int(MR, M - i), seen = i + MR + mask.offset;
         const int columns = mask.kind == MASK_OUT ? min_int(N, seen) : N;
         const int skipped = mask.kind == MASK_BEFORE && i > mask.offset ? i - mask.offset : 0;
         const int first = packed_depth(skipped);  // MR and offsets are even
         const int left = (mask.kind == MASK_AFTER ? min_int(K, seen) : K) - skipped;
-        Operand rows = operand_at(a, 0, first);
+        Operand rows = operand(a.data + (size_t)(i / MR) * next, a.row_step, a.k_step);
+        rows.data += left > 0 ? (size_t)first * a.k_step : 0;
         if (m < MR && !panel) {  // a tile reads MR rows
             pack_a(thread_workspace(), rows, m, left);
             rows = operand(thread_workspace(), 1, MR);
@@ -4188,7 +4206,7 @@ static int dataset_window(Dataset *d, int64_t window, uint32_t epoch, Token *inp
     }
     const Shard *shard = &d->shards[i];
     int64_t rest = (shard->count - 1) % d->T;
-    int64_t shift = (int64_t)(rng_uniform(d->seed, RNG_SHUFFLE, epoch, UINT64_MAX - (uint64_t)i) *
+    int64_t shift = (int64_t)(rng_uniform(d->seed, RNG_WINDOW, epoch, (uint64_t)i) *
                               (double)(rest + 1));
     int64_t start = (window - shard->first_window) * d->T + (epoch ? shift : 0);
     const char *fault = shard_read(shard, d->window, start, d->T + 1);
@@ -5106,7 +5124,8 @@ static int run_step(Run *run) {
             // The others wait for this rank's part of the sums: it takes part, and no update is
             // made of them.
             this_rank.failed = 1;
-            memset(run->inputs, 0, 2 * (size_t)s->B * (size_t)s->T * sizeof(Token));
+            memset(run->inputs, 0, (size_t)s->B * (size_t)s->T * sizeof(Token));
+            memset(run->targets, 0, (size_t)s->B * (size_t)s->T * sizeof(Token));
         }
         run->prepared = 0;
         run->engine.micro_step(&run->engine, run->inputs, run->targets, accum_step,

@@ -301,6 +301,8 @@ static int level_hull(int hull[RECOMPUTE_LEVELS], const Speed *v) {
             const int again = level_table[level].stages >> act_table[i].made & 1;
             kept[level] += again ? 0 : max_i64(act_table[i].channels, 0);
         }
+        check(level == 0 || kept[level] < kept[level - 1],
+              "recompute level %s keeps no less than the one before it", level_table[level].name);
     }
     hull[0] = RECOMPUTE_NONE;
     for (; hull[n - 1] < RECOMPUTE_BLOCK; n++) {
@@ -896,11 +898,12 @@ static int plan_print(const Plan *p, const Room *room, const Options *o) {
 
 // The row of a name, which is in the table.
 static const OptionRow *option_find(const char *name) {
-    const OptionRow *row = option_rows;
-    while (strcmp(row->name, name) != 0) {
+    int row = 0;
+    while (row < OPTION_ROWS && strcmp(option_rows[row].name, name) != 0) {
         row++;
     }
-    return row;
+    check(row < OPTION_ROWS, "no option is called %s", name);
+    return &option_rows[row];
 }
 
 // Whether the user has typed the option, be it with its default.
