@@ -1926,6 +1926,91 @@ static void test_log() {
         log_cut("log", cut.step);
         expect(read_file("log") == (cut.keeps_long ? head + long_line : head), "%s", cut.tail);
     }
+    // Reading that fails half way, here for want of memory for a line, cuts nothing.
+    enum { LONG = 64 << 20 };
+    write_file("log", head);
+    expect(truncate("log", LONG) == 0);
+    const int status = outcome(spawn([] {
+        struct rlimit limit = {LONG / 2, LONG / 2};
+        limit.rlim_cur += (rlim_t)file_number("/proc/self/status", "VmSize:", 0) << 10;
+        limit.rlim_max = limit.rlim_cur;
+        expect(TEST_ASAN || setrlimit(RLIMIT_AS, &limit) == 0);  // which needs terabytes itself
+        expect(TEST_ASAN || (log_cut("log", 9) < 0 && errno == ENOMEM));
+    })).status;
+    expect(status == 0 && read_file("log").size() == LONG, "status %d", status);
+}
+
+// A signal ends a wait for input even if it comes between the last look at stop_signal and the
+// wait; input and errors come through.
+static void test_read_or_stop() {
+    int ends[2];
+    char byte = 0;
+    expect(pipe(ends) == 0 && write(ends[1], "x", 1) == 1);
+    expect(read_or_stop(ends[0], &byte, 1) == 1 && byte == 'x');
+    expect(read_or_stop(999, &byte, 1) == -1 && errno == EBADF);  // closed, as stdin may be
+    const pid_t late = fork();  // ends a wait that nothing else ends
+    if (late == 0) {
+        usleep(1000000);
+        _exit(write(ends[1], "y", 1) != 1);
+    }
+    stop_on_signals();
+    raise(SIGINT);
+    stop_signal = 0;  // as somebody saw it who looked just before
+    expect(read_or_stop(ends[0], &byte, 1) == 0, "the signal was missed");
+    kill(late, SIGKILL);
+    waitpid(late, NULL, 0);
+    close(ends[1]);
+    alarm(0);
+}
+
+// SIGTERM ends a program that makes no progress for 30 s, or that is still starting by then; not
+// one that computes or saves, and no other signal does.
+static void test_stop_overdue() {
+    static const struct {
+        int signal, grace, moves, status;
+    } rows[] = {{SIGTERM, GRACE_SHORT, 1, 128 + SIGTERM},
+                {SIGTERM, GRACE_PROGRESS, 0, 128 + SIGTERM}, {SIGTERM, GRACE_PROGRESS, 1, 0},
+                {SIGTERM, GRACE_UNLIMITED, 0, 0}, {SIGINT, GRACE_PROGRESS, 0, 0},
+                {SIGUSR1, GRACE_SHORT, 0, 0}};
+    for (const auto &row : rows) {
+        const Outcome o = outcome(spawn([&] {
+            stop_signal = row.signal;
+            stop_grace = row.grace;
+            for (int second = 0; second < 4 * GRACE_S; second++) {
+                row.moves ? progress() : (void)0;
+                on_look(SIGALRM);
+            }
+        }));
+        expect(o.status == row.status && o.err.empty() == (row.status == 0),
+               "signal %d, grace %d, moves %d: status %d, %s", row.signal, row.grace, row.moves,
+               o.status, o.err.c_str());
+    }
+}
+
+// The lock stays when another descriptor of its file is closed, and keeps a process away that this
+// one forks.
+static void test_folder_lock() {
+    mkdir("folder", 0755);
+    folder_lock("folder");
+    close(open("folder/lock", O_RDWR));
+    expect_death(folder_lock("folder"), "folder: another run writes there: process ");
+}
+
+// The cache of the user is where XDG_CACHE_HOME says, unless that is a relative path.
+static void test_cache_open() {
+    static const char *const rows[][2] = {{"here", "home/.cache"}, {"", "home/.cache"},
+                                          {"/xdg", "xdg"}};
+    const Text here = Text(getcwd(NULL, 0)) + "/";
+    mkdir("home", 0755);
+    setenv("HOME", (here + "home").c_str(), 1);
+    for (const auto &row : rows) {
+        setenv("XDG_CACHE_HOME", row[0][0] == '/' ? (here + (row[0] + 1)).c_str() : row[0], 1);
+        FILE *f = cache_open("kept", "a");
+        expect(f != NULL && exists(here + row[1] + "/train_gpt2/kept"), "'%s'", row[0]);
+        fclose(f);
+        remove_folder(row[1]);
+    }
+    expect(!exists("here"), "a relative path was taken");
 }
 
 // The file through an engine with room for B rows of T tokens.
@@ -4948,6 +5033,10 @@ static const Test tests[] = {
     T(schedules, HOST),
     T(sampling, ALL),
     T(log, HOST),
+    T(read_or_stop, HOST),
+    T(stop_overdue, HOST),
+    T(folder_lock, HOST),
+    T(cache_open, HOST),
     T(eval_scores, ALL),
     T(eval_network, ALL),
     T(eval_learnt, ALL),

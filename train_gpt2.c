@@ -58,7 +58,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -2843,6 +2842,7 @@ static void matmul(real *out, Operand a, Operand b, const real *bias, const real
                 int j = t / row_tasks * columns, n = min_int(columns, N - j);
                 size_t at = (size_t)(m0 + i) * (size_t)N + (size_t)j;
                 real *packed_b = thread_workspace() + PACKED_A_REALS;
+                progress();  // a stage of a large model may take half a minute
                 for (int k = k0; k < k_end; k += kc) {
                     int depth = min_int(kc, k_end - k);
                     const size_t column = (size_t)packed_depth(depth);
@@ -4455,30 +4455,66 @@ static void generate_prompt(Generator *g, const char *prompt, size_t n) {
     }
 }
 
+// stdin, line by line.
+typedef struct {
+    char *bytes;
+    size_t room, begin, scanned, filled;  // of bytes: where the line begins, what has no line end
+    int ended;                            // nothing more comes
+} LineInput;
+
+// The next line, without its end; NULL at the end of the input, or when a signal asks to stop. Ends
+// the run if stdin cannot be read.
+static const char *line_next(LineInput *in, size_t *n) {
+    for (;;) {
+        char *from = in->bytes + in->begin;
+        char *end = (char *)memchr(in->bytes + in->scanned, '\n', in->filled - in->scanned);
+        if (end || (in->ended && in->filled > in->begin)) {
+            *n = (size_t)((end ? end : in->bytes + in->filled) - from);
+            in->begin = in->scanned = end ? in->begin + *n + 1 : in->filled;
+            return from;
+        }
+        if (in->ended) {
+            return NULL;
+        }
+        if (in->begin > 0) {
+            memmove(in->bytes, from, in->filled -= in->begin);
+            in->begin = 0;
+        }
+        in->scanned = in->filled;
+        if (in->filled == in->room) {
+            in->room *= 2;
+            in->bytes = (char *)realloc(in->bytes, in->room);
+            check(in->bytes, "no memory for a line of stdin");
+        }
+        const ssize_t got = read_or_stop(STDIN_FILENO, in->bytes + in->filled,
+                                         in->room - in->filled);
+        if (got < 0) {
+            die("--prompt -: cannot read stdin: %s", strerror(errno));
+        }
+        if (stop_signal) {
+            return NULL;
+        }
+        in->filled += (size_t)got;
+        in->ended = got == 0;
+    }
+}
+
 // Samples of --prompt or, where that is "-", of every line of stdin, to its end or to a signal.
 // Each line is alone: its samples do not depend on the lines before.
 static void generate_all(Generator *g) {
-    char *line = NULL;
-    size_t room = 0;
-    ssize_t n;
+    LineInput in = {(char *)alloc_zero(1 << 16, 1), 1 << 16, 0, 0, 0, 0};
+    const char *line;
+    size_t n;
+    stop_grace = GRACE_PROGRESS;
     if (!generator_reads(g)) {
         generate_prompt(g, g->o->prompt, strlen(g->o->prompt));
-        return;
     }
-    while (!run_stopping() && !g->write_error) {
-        stop_interrupts(1);
-        n = getline(&line, &room, stdin);
-        stop_interrupts(0);
-        if (n < 0) {
-            break;
-        }
+    while (generator_reads(g) && !run_stopping() && !g->write_error &&
+           (line = line_next(&in, &n)) != NULL) {
         g->lines++;
-        generate_prompt(g, line, (size_t)(n - (n > 0 && line[n - 1] == '\n')));
+        generate_prompt(g, line, n);
     }
-    if (ferror(stdin) && !run_stopping()) {
-        die("--prompt -: cannot read stdin: %s", strerror(errno));
-    }
-    free(line);
+    free(in.bytes);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -4588,6 +4624,21 @@ typedef struct {
 // What goes before a line of output: on a terminal it replaces the line that is rewritten in place.
 static const char *clear_line(const Run *run) { return run->live ? "\r\033[K" : ""; }
 
+// Says, at once, what the program begins to do, because it may take longer than a second: loading,
+// verifying and measuring. Beside text that is generated and beside JSON stdout has nothing else.
+__attribute__((format(printf, 2, 3))) static void run_say(const Run *run, const char *format, ...) {
+    FILE *f = run->o.generate ? stderr : stdout;
+    va_list args;
+    if (run->o.quiet || run->o.json) {
+        return;
+    }
+    va_start(args, format);
+    vfprintf(f, format, args);
+    va_end(args);
+    fputc('\n', f);
+    fflush(f);
+}
+
 // Columns that such a line may take up: one that wraps could not be cleared. In the last column a
 // cursor may wrap already.
 static int line_room(const Run *run) { return run->live ? terminal_columns() - 1 : INT_MAX; }
@@ -4614,6 +4665,7 @@ static void run_evaluate(Run *run, const EvalFile *f, EvalScore *score) {
     real *losses = (real *)alloc_zero((size_t)B * (size_t)T, sizeof(real));
     const double began = now_ms();
     size_t at = LLMC_HEADER_BYTES;
+    stop_grace = GRACE_PROGRESS;
     rank_phase("scoring", RANK_UNEVEN);
     for (int i = 0, filled = 0; i < all && !stop_signal; i++) {
         EvalExample x;
@@ -4701,7 +4753,8 @@ static void json_number(FILE *f, const char *key, double value) {
 }
 
 // Cuts `path` back to its lines of step <= `step`, and to complete lines: what came later is done
-// again. Returns 1 when the validation of `step` is among what stays.
+// again. Returns 1 when the validation of `step` is among what stays, -1 (errno) if the log cannot
+// be read or cut; a log that cannot be read to its end is left as it is.
 static int log_cut(const char *path, int64_t step) {
     char *line = NULL;
     size_t room = 0;
@@ -4709,10 +4762,10 @@ static int log_cut(const char *path, int64_t step) {
     int64_t size, keep = 0;
     int fd = file_open(path, &size), validated = 0;
     FILE *f = fd >= 0 ? fdopen(fd, "r") : NULL;
-    if (!f && errno != ENOENT) {
-        die("cannot read log %s: %s", path, file_error());
+    if (!f) {
+        return errno == ENOENT ? 0 : -1;
     }
-    while (f && (bytes = getline(&line, &room, f)) > 0 && line[bytes - 1] == '\n') {
+    while ((bytes = getline(&line, &room, f)) > 0 && line[bytes - 1] == '\n') {
         int64_t found = 0;
         if (sscanf(line, "{\"step\":%" SCNd64, &found) == 1 && found > step) {
             break;
@@ -4720,14 +4773,14 @@ static int log_cut(const char *path, int64_t step) {
         keep += bytes;
         validated |= found == step && strstr(line, ",\"val_loss\":") != NULL;
     }
+    int error = bytes < 0 && !feof(f) ? errno : 0;  // getline returns -1 for both
     free(line);
-    if (f) {
-        fclose(f);
-        if (truncate(path, keep) != 0) {
-            die("cannot cut back %s: %s", path, strerror(errno));
-        }
+    fclose(f);
+    if (!error && truncate(path, keep) != 0) {
+        error = errno;
     }
-    return validated;
+    errno = error;
+    return error ? -1 : validated;
 }
 
 // Ends an object and line of the log. A full disk must not pass unseen, nor is it a reason to lose
@@ -4758,7 +4811,11 @@ static void log_open(Run *run, int64_t resume_step) {
     const Model *m = &run->s.model;
     char path[PATH_BYTES], text[64];
     path_print(path, "%s/log.jsonl", o->output);
-    if (log_cut(path, o->resume ? max_i64(resume_step, 0) : INT64_MAX)) {
+    const int validated = log_cut(path, o->resume ? max_i64(resume_step, 0) : INT64_MAX);
+    if (validated < 0) {
+        die("cannot read or cut back log %s: %s", path, file_error());
+    }
+    if (validated) {
         run->state.pending_validation = 0;  // made up by a run that ended before its next step
     }
     FILE *f = run->log = fopen(path, "a");
@@ -5039,9 +5096,11 @@ static int64_t batch_position(const Settings *s, int64_t start, int accum_step) 
 static void run_print_forecast(const Run *run) {
     if (run->forecast_ms > 0) {
         const double tokens = (double)run->windows_per_step * run->s.T;
-        printf("forecast %s tokens/s, %s steps in %s; step %d says how true that was\n\n",
-               count_text((int64_t)(1e3 * tokens / run->forecast_ms)).s, count_text(run->steps).s,
-               duration_text(1e-3 * run->forecast_ms * (double)run->steps).s, FORECAST_STEPS);
+        const int64_t left = run->steps - run->state.step;
+        printf("forecast %s tokens/s, %s steps in %s; step %" PRId64 " says how true that was\n\n",
+               count_text((int64_t)(1e3 * tokens / run->forecast_ms)).s, count_text(left).s,
+               duration_text(1e-3 * run->forecast_ms * (double)left).s,
+               run->state.step + FORECAST_STEPS);
     }
 }
 
@@ -5208,6 +5267,7 @@ static void run_train(Run *run) {
     const Options *o = &run->o;
     const double began = now_ms();
     int due = 0;  // a checkpoint
+    stop_grace = GRACE_PROGRESS;
     run->reported_step = run->state.step;
     if (run->state.step >= run->steps && !run->state.pending_validation && !o->quiet) {
         printf("nothing to do: the checkpoint is of step %" PRId64 ", --steps (-x) is %" PRId64
@@ -5269,6 +5329,7 @@ typedef struct Program {
     // engines will find each other. NULL: it trains alone, for the reason in `alone`.
     void (*introduce)(char gpu[RANK_TEXT], char id[RANK_ID]);
     const char *alone;
+    const char *starts;  // what a run says at its very start; or NULL
 } Program;
 
 // How fast a run is, what fits and what would make it, and the printed plan are an appendix: they
@@ -5448,7 +5509,10 @@ static Room room_at_hand(const Program *program, const Options *o, const Setting
     room.device = size_less(program->available(), program->library_bytes + nccl + beside);
     if (o->gpu_mem) {
         const size_t cap = size_less((size_t)o->gpu_mem, library_reserve_bytes + nccl);
-        room.device = cap < room.device ? cap : room.device;
+        if (cap < room.device) {
+            room.device = cap;
+            snprintf(available_limit, sizeof available_limit, " (--gpu-mem)");
+        }
     }
     room.device = (size_t)max_i64((int64_t)room.device, 1);  // 0 would be unknown
     // The ranks of a machine share its memory.
@@ -5476,21 +5540,21 @@ static int plan_command(const Run *run, const Program *program, Options *o, cons
     char device[96];
     const int known = !named && (!program->device || program->device(device));
     Room room = known ? room_at_hand(program, o, &s) : room_named(o, &s);
-    if (known && !o->json) {
-        room_measure(&room, program, &s, 0);
-    }
-    if (o->fit) {
-        if (!room.device) {
-            const char *why = o->gpus > 1 ? "several GPUs are not asked here" : "no GPU is here";
-            die("--fit: %s; --gpu NAME or --gpu-mem SIZE says what to fit into", why);
-        }
-        room.windows = run->train.windows;
-        return fit_command(o, m, &room);
+    if (o->fit && !room.device) {
+        const char *why = o->gpus > 1 ? "several GPUs are not asked here" : "no GPU is here";
+        die("--fit: %s; --gpu NAME or --gpu-mem SIZE says what to fit into", why);
     }
     if (o->generate) {
         settings_generate(&s);
     }
-    step_whole_micros(o, &s);  // what no run takes has no plan
+    const int64_t micros = o->fit ? 1 : step_whole_micros(o, &s);  // what no run takes has no plan
+    if (known && !o->json) {
+        room_measure(&room, program, &s, micros, o->steps);
+    }
+    if (o->fit) {
+        room.windows = run->train.windows;
+        return fit_command(o, m, &room);
+    }
     settings_auto(&s, o, &room);
     plan_build(&p, &s);
     if (o->json) {
@@ -5529,11 +5593,11 @@ static void run_size(Run *run) {
     }
 }
 
-// Start-up box: what was asked, what will run, what it takes.
-static void run_print_box(const Run *run, const Program *program) {
+// Start-up box: what was asked, what will run, what it takes. It is printed before anything is
+// opened that takes its time; what the engine tells of itself follows once that is open.
+static void run_print_box(const Run *run) {
     const Plan *p = &run->plan;
     const Settings *s = &run->s;
-    printf("%s: %s\n", program->name, run->engine.device);
     printf("model    %s: L%d NH%d C%d T%d vocabulary %d (%d rows), %s parameters\n", run->o.model,
            s->model.L, s->model.NH, s->model.C, s->model.maxT, s->model.V, s->model.Vp,
            count_text(model_parameters(&s->model)).s);
@@ -5565,12 +5629,18 @@ static void run_print_box(const Run *run, const Program *program) {
         printf("; %s %s", bytes_text((double)p->host_bytes).s,
                s->gpu ? "of host memory" : "in the host's place");
     }
-    if (run->engine.peak_flops > 0) {
-        printf("\npeak     %.0f GFLOP/s: %s; a token counts 6 x (parameters + padding) + 6 L C T "
-               "FLOPs\n\n",
-               run->engine.peak_flops * 1e-9, run->engine.peak_source);
+    printf("\n");
+    fflush(stdout);
+}
+
+static void run_print_engine(const Run *run) {
+    const Engine *e = &run->engine;
+    printf("device   %s\n", e->device);
+    if (e->peak_flops > 0) {
+        printf("peak     %.0f GFLOP/s: %s; a token counts 6 x (parameters + padding) + 6 L C T "
+               "FLOPs\n\n", e->peak_flops * 1e-9, e->peak_source);
     } else {
-        printf("\npeak     unknown: %s\n\n", run->engine.peak_source);
+        printf("peak     unknown: %s\n\n", e->peak_source);
     }
 }
 
@@ -5612,6 +5682,7 @@ static ResumeChoice run_choose_checkpoint(const Run *run) {
     checkpoint_sweep(o->output);
     for (int i = 0; i < list.count && choice.step < 0; i++) {
         path_print(path, "%s/step-%08" PRId64, o->output, list.steps[i]);
+        run_say(run, "verifying %s", path);
         choice.files = checkpoint_is_whole(path, problem);
         if (choice.files) {
             choice.step = list.steps[i];
@@ -5646,6 +5717,7 @@ static int64_t run_resume(Run *run) {
     if (choice.step >= 0) {
         const Snapshot resumed = {&run->engine, &run->s, o, run->identity, NULL, NULL};
         path_print(path, "%s/step-%08" PRId64, o->output, choice.step);
+        run_say(run, "loading %s", path);
         checkpoint_load(&resumed, &run->state, path, (int)choice.files);
         const int64_t most = choice.step * run->train.windows;  // no step reads more than all data
         if (run->state.step != choice.step || run->state.position > most) {
@@ -5730,15 +5802,60 @@ static void run_prepare_samples(Run *run) {
 // Opens the engine with the weights of the newest checkpoint, or else of -e's file, or else with
 // fresh ones. Returns the checkpoint's step, or -1.
 static int64_t run_engine_open(Run *run, const Program *program, const Model *m) {
+    const Plan *p = &run->plan;
+    if (program->gpu) {
+        run_say(run, "opening the GPU%s%s%s", p->host_bytes >> 30 ? "; pinning " : "",
+                p->host_bytes >> 30 ? bytes_text((double)p->host_bytes).s : "",
+                p->host_bytes >> 30 ? " of host memory" : "");
+    }
     program->open(&run->engine, &run->plan);
     int64_t step = run->o.output[0] ? run_resume(run) : -1;
     if (step < 0 && run->weights.spans) {
+        run_say(run, "loading %s", run->o.model);
         model_file_load(&run->engine, &run->weights);
     } else if (step < 0) {
+        run_say(run, "initialising %s parameters", count_text(model_parameters(m)).s);
         engine_initialise(&run->engine, m, (uint64_t)run->o.seed);
     }
     model_file_close(&run->weights);
     return step;
+}
+
+// The forecast: times micro-batches of the run itself, once nothing is left that can be refused.
+// Nothing is learnt from them, because the first micro-batch of a step clears the gradients. On the
+// CPU it takes two, of the 21 steps or more that are ahead; the first one is not counted, because
+// there its memory is touched for the first time. A GPU has been warmed up: it takes one, of 50 or
+// more, and only if that should last less than half a second. A shorter run has no forecast, nor
+// does one on several GPUs. The update is not timed, as it would change the weights: its time is
+// that of the usual rates.
+static void run_forecast(Run *run, const Program *program) {
+    const Settings *s = &run->s;
+    const int64_t left = run->steps - run->state.step, micros = left * run->accum_steps;
+    const int times = program->gpu ? 1 : 2;
+    const double seconds = micro_guess(s, run->engine.peak_flops);
+    double ms = 0;
+    if (run->o.quiet || s->ranks > 1 || left <= FORECAST_STEPS ||
+        (program->gpu && (micros < 50 || seconds > 0.5))) {
+        return;
+    }
+    run_say(run, "timing %s of the first step for a forecast", times > 1 ? "two micro-batches"
+                                                                        : "a micro-batch");
+    for (int k = 0; k < times; k++) {
+        real one;
+        const double start = now_ms();
+        const int64_t position = batch_position(s, run->o.overfit ? 0 : run->state.position, 0);
+        if (run_stopping() ||
+            !dataset_batch(&run->train, position, s->B, run->inputs, run->targets)) {
+            return;  // what cannot be read is met again by the first step
+        }
+        run->engine.micro_step(&run->engine, run->inputs, run->targets, 0, run->accum_steps);
+        run->engine.read(&run->engine, STATE_WEIGHTS, 0, &one, 1);  // waits for what is queued
+        ms = now_ms() - start;
+    }
+    run->forecast_ms = (double)run->accum_steps * ms + 1e3 * update_guess(s);
+    if (program->device) {
+        speed_keep(program, s, 1e-3 * ms);
+    }
 }
 
 // Step 7: everything that leaves a trace: output folder, engine, checkpoint or fresh weights, log,
@@ -5749,18 +5866,10 @@ static void run_begin(Run *run, const Program *program, const Model *m) {
     run->live = isatty(1) && this_rank.rank == 0;
     if (o->output[0] && this_rank.rank == 0) {
         make_folders(o->output);
-        int lock = open(o->output, O_RDONLY | O_DIRECTORY);  // held until the process ends
-        if (lock < 0 || flock(lock, LOCK_EX | LOCK_NB) != 0) {
-            die("--output (-o): %s: %s: %s", o->output,
-                errno == EWOULDBLOCK ? "another run writes there" : "cannot be locked",
-                strerror(errno));
-        }
+        folder_lock(o->output);
     }
-    if (!o->quiet && run->steps > FORECAST_STEPS) {
-        Room room = room_at_hand(program, o, &run->s);
-        room_measure(&room, program, &run->s, 1);
-        run->forecast_ms = room.from ? 1e3 * forecast_step(&room.speed, &run->s, run->accum_steps)
-                                     : 0;
+    if (!o->quiet) {
+        run_print_box(run);
     }
     int64_t resume_step = run->saved_step = run_engine_open(run, program, m);
     if (this_rank.rank > 0) {
@@ -5773,15 +5882,17 @@ static void run_begin(Run *run, const Program *program, const Model *m) {
         log_open(run, resume_step);
     }
     if (!o->quiet) {
-        run_print_box(run, program);
+        run_print_engine(run);
         choice_print(&run->plan, o);
-        run_print_forecast(run);
         run_flush(run);
         stop_line = o->output[0] ? "\nstopping after this micro-batch and saving; again to quit\n"
                                  : "\nstopping after this micro-batch; without --output (-o) "
                                    "nothing is saved; again to quit\n";
         stop_line += !run->live;  // on a terminal the line being rewritten is left as it is
     }
+    run_forecast(run, program);
+    run_print_forecast(run);
+    run_flush(run);
 }
 
 // Frees what a finished run holds; data that was never opened has nothing to free.
@@ -5959,6 +6070,10 @@ static int program_run(Run *run, const Program *program, int argc, char **argv) 
         stop_on_signals();
         run_find_ranks(run, program);
         stop_line = o->quiet ? "" : "stopping; again to quit\n";
+        if (!o->generate) {  // which is for text, and has nothing slow before its refusals
+            run_say(run, "%s " PROGRAM_VERSION "%s%s", program->name, program->starts ? ": " : "",
+                    program->starts ? program->starts : "");
+        }
     }
     run_choose_dtype(program, &run->o);
     const ModelKind kind = run_choose_model(run, program, &m);         // 2 the model's sizes
@@ -6003,7 +6118,7 @@ int train_gpt2_main(int argc, char **argv) {
     static const Program program = {
         "train_gpt2", "l4h4c128t64", 0, cpu_open, host_memory_available, 0, NULL, NULL, "", NULL,
         NULL, NULL,
-        "it computes on the CPU; train_gpt2cu shares a run among GPUs"};
+        "it computes on the CPU; train_gpt2cu shares a run among GPUs", NULL};
     return program_main(&program, argc, argv);
 }
 

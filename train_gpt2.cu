@@ -109,8 +109,9 @@ static const char *cuda_hint(cudaError_t error, const char *call) {
 
 static void cuda_check_at(cudaError_t error, const char *call, const char *file, int line) {
     if (error != cudaSuccess) {
-        die("%s:%d: %s: %s (%s); %s", file, line, call, cudaGetErrorString(error),
-            cudaGetErrorName(error), cuda_hint(error, call));
+        die("%s:%d: %s: %s (%s); %s%s", file, line, call, cudaGetErrorString(error),
+            cudaGetErrorName(error), cuda_hint(error, call),
+            error == cudaErrorMemoryAllocation ? available_limit : "");
     }
 }
 
@@ -1735,34 +1736,13 @@ static bool matmul_choices_take(const char *choices) {
     return taken;
 }
 
-// Opens the file of choices: "a" to add to it, "r" to read. Null where there is none or none can
-// be: a cache is no reason to end a run. It has a line for each product,
+// The file of choices in the user's cache has a line for each product,
 //   NVIDIA H200, 132 SMs, cuBLASLt 130100, workspace 134217728| 768x65536x3072:10111:14>14=3
 // the name of a place to choose for, then the product (matmul_key_text) and its choice.
-static FILE *matmul_cache_open(const char *mode) {
-    const char *cache = getenv("XDG_CACHE_HOME"), *home = getenv("HOME");
-    const bool given = cache && cache[0] == '/';  // the XDG specification ignores other paths
-    char path[PATH_BYTES];
-    static const char *const parts[] = {"", "/train_gpt2", "/matmul"};
-    int length = snprintf(path, sizeof path, "%s%s", given ? cache : home ? home : "",
-                          given ? "" : "/.cache");
-    for (const char *part : parts) {
-        if (length + strlen(part) >= sizeof path || (!given && !home)) {
-            return nullptr;
-        }
-        strcpy(path + length, part);
-        length += (int)strlen(part);
-        if (part != parts[2] && mode[0] == 'a') {
-            mkdir(path, 0755);  // if this fails, so does fopen
-        }
-    }
-    return fopen(path, mode);
-}
-
 // The file's choice for a product, -1: none. The first line counts: what another run added later,
 // while this one was timing, is not used by anybody.
 static int matmul_cache_find(const MatmulKey *key) {
-    FILE *file = matmul_cache_open("r");
+    FILE *file = cache_open("matmul", "r");
     char line[512];
     int chosen = -1;
     while (file && chosen < 0 && fgets(line, sizeof line, file)) {
@@ -1776,7 +1756,7 @@ static int matmul_cache_find(const MatmulKey *key) {
 
 // Adds a plan's choice to the file; one write, so that lines of two runs do not mix.
 static void matmul_cache_add(const MatmulPlan *plan) {
-    FILE *file = matmul_cache_open("a");
+    FILE *file = cache_open("matmul", "a");
     if (file) {
         fprintf(file, "%s| %s=%d\n", matmul_library.where, matmul_key_text(&plan->key).s,
                 plan->chosen);
@@ -3485,6 +3465,13 @@ static size_t device_available(void) {
     cuda_check(cudaSetDevice(this_rank.local_rank % count));
     size_t total_bytes;
     cuda_check(cudaMemGetInfo(&device_memory.free_bytes, &total_bytes));
+    if (!available_limit[0]) {  // later calls would count this run's own memory
+        snprintf(available_limit, sizeof available_limit,
+                 " (at the start %s of this GPU's %s were in use, by this program's CUDA context "
+                 "and by other processes, which nvidia-smi lists)",
+                 bytes_text((double)(total_bytes - device_memory.free_bytes)).s,
+                 bytes_text((double)total_bytes).s);
+    }
     return device_memory.free_bytes;
 }
 
@@ -5313,7 +5300,8 @@ int train_gpt2cu_main(int argc, char **argv) {
                                     device_name,
                                     device_lacks_bf16,
                                     GPT2_NCCL ? rank_introduce : nullptr,
-                                    "it was built without NCCL"};
+                                    "it was built without NCCL",
+                                    CUDA_CPU ? "emulated: try -e l2h2c64t64" : "starting CUDA"};
     return program_main(&program, argc, argv);
 }
 

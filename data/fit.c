@@ -1304,8 +1304,8 @@ static Room room_named(const Options *o, const Settings *s) {
 
 // -------------------------------------------------------------------------------------------------
 // 6. Measured speed
-// The forecast's figures from small models that run on the machine at hand through the engine that
-// will train. On a GPU they are kept, since they take seconds there.
+// The source of a plan's forecast for the machine at hand: on the CPU, small models that are timed
+// each time; on a GPU, what runs have measured and kept.
 
 // Seconds of a micro-step, and of an update, of a model of random weights at `s`: the middle one of
 // three after a first that is not counted.
@@ -1348,19 +1348,24 @@ static double engine_seconds(const Program *program, const Settings *s, double *
     return 1e-3 * median(micro_ms, TIMES);
 }
 
+// FLOPs of a calibration: four micro-steps each of two blocks, of two blocks computed again, and of
+// one block with the vocabulary.
+static double calibration_flops(const Settings *s) {
+    const double C = s->model.C;
+    return (800 * C * C + 24 * C * s->model.Vp) * s->B * s->T;
+}
+
 // The settings of a calibration: the run's width on few blocks, and of its batch what takes at most
-// `flops`: four micro-steps each of two blocks, of two blocks computed again, and of one block with
-// the vocabulary. A whole batch is better: the activations of a small one stay in caches.
+// `flops`. A whole batch is better: the activations of a small one stay in caches.
 static Settings calibration_settings(const Settings *run, double flops) {
     Settings s = *run;
     memset(s.home, 0, sizeof s.home);
     s.model.L = 2;
     settings_recompute(&s, RECOMPUTE_NONE, 0);
-    const double C = s.model.C, token = 800 * C * C + 24 * C * s.model.Vp;
-    while (s.B > 1 && token * s.B * s.T > flops) {
+    while (s.B > 1 && calibration_flops(&s) > flops) {
         settings_batch(&s, s.B / 2);
     }
-    while (s.T > 64 && token * s.B * s.T > flops) {
+    while (s.T > 64 && calibration_flops(&s) > flops) {
         s.T /= 2;
         s.logit_rows = (int)min_i64(s.logit_rows, (int64_t)s.B * s.T);
     }
@@ -1370,21 +1375,22 @@ static Settings calibration_settings(const Settings *run, double flops) {
 // How fast this machine is at a run's settings: the usual rates, corrected by what small models
 // take, of one and of two of the run's blocks. Two blocks and hardly any vocabulary give the
 // blocks' time, the same with -r block what is computed again, one block with the run's vocabulary
-// the rest. On a GPU two blocks' moments are at home on the host once: what their update takes
-// longer went up and down the link. A smaller batch is taken to be as fast, a token.
-// `dev/bench_cpu.c forecast` holds it against the steps of ten settings. Returns 0 where `bytes` do
-// not hold the small models.
-static int speed_measure(Speed *speed, const Program *program, const Settings *run, size_t bytes) {
-    enum { TWO, AGAIN, ONE, HOSTED, MODELS };
-    const int models = program->gpu ? MODELS : HOSTED;
-    Settings s = calibration_settings(run, program->gpu ? 2e14 : 4e11);
+// the rest. A smaller batch is taken to be as fast, a token. `dev/bench_cpu.c forecast` holds it
+// against the steps of ten settings. Returns 0 if the small models take more than `bytes`, or more
+// than `flops` to time.
+static int speed_measure(Speed *speed, const Program *program, const Settings *run, size_t bytes,
+                         double flops) {
+    enum { TWO, AGAIN, ONE, MODELS };
+    Settings s = calibration_settings(run, flops);
+    if (calibration_flops(&s) > flops) {
+        return 0;
+    }
     double seconds[MODELS] = {0}, predicted[MODELS] = {0}, rest[MODELS] = {0}, update[MODELS];
     Speed v = speed_usual(run);
-    for (int i = 0; i < models; i++) {
+    for (int i = 0; i < MODELS; i++) {
         s.model.L = i == ONE ? 1 : 2;
         model_set_vocabulary(&s.model, i == ONE ? run->model.V : min_int(run->model.V, 128));
         settings_recompute(&s, i == AGAIN ? RECOMPUTE_BLOCK : RECOMPUTE_NONE, s.model.L);
-        s.home[HOME_OF_MOMENTS] = i == HOSTED ? HOME_HOST : HOME_DEVICE;
         if (plan_bytes(&s) > bytes) {
             return 0;
         }
@@ -1392,12 +1398,7 @@ static int speed_measure(Speed *speed, const Program *program, const Settings *r
         predicted[i] = forecast_micro(&usual, &s, 1);
         rest[i] = forecast_micro(&usual, &s, 0);
         seconds[i] = engine_seconds(program, &s, &update[i]);
-        if (i == ONE) {
-            v.byte = update[i] / update_bytes(&s);
-        } else if (i == HOSTED) {
-            const Traffic t = step_traffic(&s, 1);
-            v.link_byte = fmax(update[i] - update_bytes(&s) * v.byte, 0) / fmax(t.up, t.down);
-        }
+        v.byte = i == ONE ? update[i] / update_bytes(&s) : v.byte;
     }
     // Blocks have two factors: of the stages that may come again, and of the others.
     const double repeat = predicted[AGAIN] - predicted[TWO];
@@ -1416,25 +1417,6 @@ static int speed_measure(Speed *speed, const Program *program, const Settings *r
     return 1;
 }
 
-// The file in which measured speeds are kept, a line each: a key, then the numbers of a Speed. It
-// need not be there, nor be writable. Returns 0 where there is no place for it.
-static int speed_file(char path[PATH_BYTES]) {
-    const char *cache = getenv("XDG_CACHE_HOME"), *home = getenv("HOME");
-    if (cache && cache[0]) {
-        path_print(path, "%s", cache);
-    } else if (home && home[0]) {
-        path_print(path, "%s/.cache", home);
-    } else {
-        return 0;
-    }
-    mkdir(path, 0700);
-    const size_t n = strlen(path);
-    snprintf(path + n, PATH_BYTES - n, "/train_gpt2");
-    mkdir(path, 0700);
-    snprintf(path + n, PATH_BYTES - n, "/train_gpt2/speed");
-    return 1;
-}
-
 // What a GPU's speed depends on: its name, the width, the batch and the types.
 static void speed_key(char key[192], const char *device, const Settings *s) {
     const Model *m = &s->model;
@@ -1443,11 +1425,12 @@ static void speed_key(char key[192], const char *device, const Settings *s) {
              (int)s->moment_dtype, s->split_master);
 }
 
-// Reads the last speed that was kept for `key`; 0: there is none.
+// Reads the last speed that was kept for `key`, in a file with a line for each: the key, then the
+// numbers of a Speed. 0: there is none.
 static int speed_load(Speed *speed, const char *key) {
-    char path[PATH_BYTES], line[1024];
+    char line[1024];
     int found = 0;
-    FILE *f = speed_file(path) ? fopen(path, "r") : NULL;
+    FILE *f = cache_open("speed", "r");
     while (f && fgets(line, sizeof line, f)) {
         const size_t n = strlen(key);
         Speed v = *speed;
@@ -1475,36 +1458,83 @@ static int speed_load(Speed *speed, const char *key) {
 
 // Appends a speed in one write, so that runs that start at once do not mix their lines.
 static void speed_save(const Speed *v, const char *key) {
-    char path[PATH_BYTES], line[1024];
+    char line[1024];
     int n = snprintf(line, sizeof line, "%s\t", key);
     for (int i = 0; i < STAGES; i++) {
         n += snprintf(line + n, sizeof line - (size_t)n, "%.6g ", v->token[i]);
     }
     n += snprintf(line + n, sizeof line - (size_t)n, "%.6g %.6g %.6g %.6g\n", v->block, v->chunk,
                   v->byte, v->link_byte);
-    FILE *f = speed_file(path) ? fopen(path, "a") : NULL;
+    FILE *f = cache_open("speed", "a");
     if (f) {
         fwrite(line, 1, (size_t)n, f);
         fclose(f);
     }
 }
 
-// Fills in how fast the machine at hand is, where that can be known: the CPU's is measured each
-// time, a GPU's once, by a run (`measures`), and kept.
-static void room_measure(Room *room, const Program *program, const Settings *s, int measures) {
+// Fills in how fast the machine at hand is, if that can be known, for a plan: the CPU's speed is
+// measured, which takes no longer than three of its steps or 15 % of a run of so many (0: unknown),
+// half of that for the FLOPs that are counted; a GPU's is what runs have kept.
+static void room_measure(Room *room, const Program *program, const Settings *s, int64_t micros,
+                         int64_t steps) {
+    const double step = model_flops_per_token(&s->model, s->T) * s->B * s->T * (double)micros;
+    const double most = step / 2 * fmin(3, steps ? 0.15 * (double)steps : 3);
     char key[192], device[96] = "";
     if (s->ranks > 1 || s->forward) {
         return;
     }
-    if (program->device && program->device(device)) {
-        speed_key(key, device, s);
-        if (speed_load(&room->speed, key)) {
-            room->from = "measured on this GPU";
-        } else if (measures && speed_measure(&room->speed, program, s, room->device)) {
-            room->from = "measured on this GPU just now";
-            speed_save(&room->speed, key);
+    if (program->device) {
+        if (program->device(device)) {
+            speed_key(key, device, s);
+            room->from = speed_load(&room->speed, key) ? "measured on this GPU" : NULL;
         }
-    } else if (!program->device && speed_measure(&room->speed, program, s, room->device)) {
+        return;
+    }
+    const double flops = fmin(4e11, most);
+    const Settings small = calibration_settings(s, flops);
+    if (calibration_flops(&small) > 2e10) {  // less takes two cores no half second
+        printf("measuring this machine's speed for the forecast\n");
+        fflush(stdout);
+    }
+    if (speed_measure(&room->speed, program, s, room->device, flops)) {
         room->from = "measured on this machine just now";
+    }
+}
+
+// Seconds that a micro-step takes at the usual rates; on a GPU of which the peak is known, at that
+// GPU's share of the usual one's.
+static double micro_guess(const Settings *s, double peak_flops) {
+    const Speed usual = speed_usual(s);
+    const double computes = forecast_micro(&usual, s, 1);
+    const double micro = forecast_step(&usual, s, 2) - forecast_step(&usual, s, 1);
+    const double share = s->gpu && peak_flops > 0 ? peak_flops / usual_gpu.products : 1;
+    return micro > computes ? micro : computes / share;
+}
+
+// Seconds of a step at the usual rates that no micro-step takes.
+static double update_guess(const Settings *s) {
+    const Speed usual = speed_usual(s);
+    return fmax(2 * forecast_step(&usual, s, 1) - forecast_step(&usual, s, 2), 0);
+}
+
+// Keeps for later plans how fast this GPU is, from the seconds of a micro-step: the usual rates,
+// all those of the device scaled alike. Nothing is kept if the speed of these settings is known, or
+// if the run moves states to the host, because then the link may be what it waits for.
+static void speed_keep(const Program *program, const Settings *s, double seconds) {
+    char key[192], device[96];
+    Speed v = speed_usual(s);
+    const double share = seconds / forecast_micro(&v, s, 1);
+    if (settings_offloads(s) || !program->device(device)) {
+        return;
+    }
+    speed_key(key, device, s);
+    if (!speed_load(&v, key)) {
+        for (int stage = 0; stage < STAGES; stage++) {
+            v.token[stage] *= share;
+        }
+        v.block *= share;
+        v.chunk *= share;
+        v.byte *= share;
+        speed_save(&v, key);
     }
 }

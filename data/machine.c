@@ -71,6 +71,30 @@ static int write_waits(int fd) {
     return poll(&out, 1, 0) == 0;
 }
 
+// How long the program may take to stop after SIGTERM: while it starts, 30 s in all, since nothing
+// would be lost; while it computes, until it has made no progress for 30 s, as on a device that
+// hangs; while it saves, as long as the file system takes.
+enum { GRACE_SHORT, GRACE_PROGRESS, GRACE_UNLIMITED, GRACE_S = 30 };
+static volatile sig_atomic_t stop_grace = GRACE_SHORT;
+
+// Called every second from the first signal on; ends a program that SIGTERM does not stop in time.
+// It counts calls, not time: a program stopped by Ctrl-Z makes no progress, but is not at fault.
+static void stop_overdue(void) {
+    static const char line[] = "no progress for 30 s after SIGTERM: ended without saving\n";
+    static uint64_t count;
+    static int seconds;
+    const uint64_t now = __atomic_load_n(progress_count, __ATOMIC_RELAXED);
+    const int moves = stop_grace == GRACE_PROGRESS && now != count;
+    seconds = stop_signal != SIGTERM || stop_grace == GRACE_UNLIMITED || moves ? 0 : seconds + 1;
+    count = now;
+    if (seconds > GRACE_S) {
+        if (!write_waits(STDERR_FILENO) && write(STDERR_FILENO, line, sizeof line - 1) < 0) {
+            stop_line = "";  // nobody reads it: the program ends all the same
+        }
+        _exit(128 + SIGTERM);
+    }
+}
+
 // Looks, every second from the first signal on, whether somebody takes the output. If nobody has
 // for LOOKS of them, /dev/null is what takes it from then on, also the rest of the write that waits
 // (SA_RESTART). Calls nothing but what POSIX allows in a handler.
@@ -86,6 +110,7 @@ static void on_look(int number) {
             close(nowhere);
         }
     }
+    stop_overdue();
     alarm(1);
     errno = error;
     (void)number;
@@ -95,14 +120,21 @@ static void on_look(int number) {
 // cloud storage, answer a call that a signal interrupts with EINTR, which would lose the save.
 static void looks_interrupt(int yes) {
     sigset_t look;
+    stop_grace = yes ? GRACE_PROGRESS : GRACE_UNLIMITED;
     (void)(sigemptyset(&look), sigaddset(&look, SIGALRM));
     sigprocmask(yes ? SIG_UNBLOCK : SIG_BLOCK, &look, NULL);
 }
+
+// What on_stop() writes a byte to; -1: nothing waits for input.
+static int stop_pipe[2] = {-1, -1};
 
 // A line that stderr does not take would keep the next signal from being heard.
 static void on_stop(int number) {
     stop_line = write_waits(STDERR_FILENO) ? "" : stop_line;
     on_signal(number);
+    if (stop_pipe[1] >= 0 && write(stop_pipe[1], "", 1) < 0) {
+        errno = 0;  // the pipe is full, which says as much
+    }
     signal(SIGALRM, on_look);  // not before: whoever started the program may have set an alarm
     alarm(1);
 }
@@ -124,16 +156,26 @@ static void stop_on_signals(void) {
     sigaction(SIGUSR1, &action, NULL);
 }
 
-// Whether a signal that asks to stop also ends a call that waits, as a read from a terminal may for
-// ever. A write that it ended would have lost its text.
-static void stop_interrupts(int yes) {
-    static const int signals[] = {SIGINT, SIGTERM, SIGHUP};
-    for (int i = 0; i < 3; i++) {
-        struct sigaction action;
-        sigaction(signals[i], NULL, &action);
-        action.sa_flags = yes ? action.sa_flags & ~SA_RESTART : action.sa_flags | SA_RESTART;
-        sigaction(signals[i], &action, NULL);
+// Reads at most `room` bytes from a stream that may block, as a terminal does. Returns how many, 0
+// at the end of the input or if a signal asks to stop, and -1 (errno) for an error. poll() also
+// waits for the pipe that the handler writes to, so it does not matter whether the signal comes
+// before or during the wait, or which thread receives it.
+static ssize_t read_or_stop(int fd, char *out, size_t room) {
+    if (stop_pipe[0] < 0 && pipe2(stop_pipe, O_CLOEXEC | O_NONBLOCK) != 0) {
+        return -1;
     }
+    struct pollfd ready[2] = {{fd, POLLIN, 0}, {stop_pipe[0], POLLIN, 0}};
+    while (!stop_signal) {
+        ssize_t n = poll(ready, 2, -1);
+        if (n > 0 && ready[1].revents) {
+            break;
+        }
+        n = n > 0 ? read(fd, out, room) : n;
+        if (n >= 0 || (errno != EINTR && errno != EAGAIN)) {
+            return n;
+        }
+    }
+    return 0;
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -374,7 +416,7 @@ static void threads_start(char **argv) {
 
 // -------------------------------------------------------------------------------------------------
 // 5. Folders
-// A file is as lasting as the names of all folders above it.
+// A file is as lasting as the names of all folders above it. Output folders are locked.
 
 // Creates `path` and the folders above it, to stay: a checkpoint is lost with the name of its
 // folder.
@@ -397,6 +439,68 @@ static void make_folders(const char *path) {
             }
         }
     }
+}
+
+// Takes the lock of an output folder, which this process holds until it ends. Ends the run if
+// another process has it, and names that process.
+// 1. The lock is on a regular file: on NFS, flock() on a folder is local to each machine, while
+//    byte ranges are locked on the server (flock(2), NFS details; fcntl(2), Lost locks).
+// 2. It belongs to the open file (F_OFD_SETLK): other locks of fcntl() are lost as soon as any
+//    descriptor of the file is closed (fcntl(2), Open file description locks). To the file system
+//    it is an ordinary byte-range lock with another owner (Linux, fs/locks.c, fcntl_setlk()).
+// 3. The file stays. If it were removed, a process could lock the removed file and another one a
+//    new file of the same name.
+// 4. Some file systems have no locks, such as Lustre mounted without -o flock or NFS without a lock
+//    service. A run goes on there, and says what it cannot prevent.
+static void folder_lock(const char *folder) {
+    char path[PATH_BYTES], host[256] = "", holder[320] = "";
+    struct flock all;
+    memset(&all, 0, sizeof all);
+    all.l_type = F_WRLCK;
+    path_print(path, "%s/lock", folder);
+    const int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0644);
+    if (fd < 0) {
+        die("--output (-o): cannot open %s: %s", path, strerror(errno));
+    }
+    if (fcntl(fd, F_OFD_SETLK, &all) == 0) {
+        gethostname(host, sizeof host - 1);
+        const int n = snprintf(holder, sizeof holder, "process %d on %s\n", (int)getpid(), host);
+        // fsync, so that another machine can read it. Failure is no reason to end the run.
+        if (ftruncate(fd, 0) == 0 && write_all(fd, holder, (size_t)n) == 0) {
+            (void)fsync(fd);
+        }
+    } else if (errno == EAGAIN || errno == EACCES) {
+        const ssize_t n = pread(fd, holder, sizeof holder - 1, 0);
+        holder[n > 0 ? strcspn(holder, "\n") : 0] = 0;
+        die("--output (-o): %s: another run writes there%s%s (%s is locked)", folder,
+            holder[0] ? ": " : "", holder, path);
+    } else {
+        fprintf(stderr, "%s: warning: %s cannot be locked: %s; a second run in the same folder "
+                "would damage this one's checkpoints\n", program_name, path, strerror(errno));
+    }
+}
+
+// Opens a file of the user's cache, "a" to add to it and "r" to read; NULL if there is none, which
+// is no reason to end a run. A relative XDG_CACHE_HOME is ignored, as the XDG Base Directory
+// Specification asks.
+static FILE *cache_open(const char *name, const char *mode) {
+    const char *cache = getenv("XDG_CACHE_HOME"), *home = getenv("HOME");
+    const int given = cache && cache[0] == '/';
+    char path[PATH_BYTES];
+    const char *const parts[] = {"", "/train_gpt2/", name};
+    int n = snprintf(path, sizeof path, "%s%s", given ? cache : home ? home : "",
+                     given ? "" : "/.cache");
+    for (int i = 0; i < 3; i++) {
+        if ((!given && !home) || n + strlen(parts[i]) >= sizeof path) {
+            return NULL;
+        }
+        strcpy(path + n, parts[i]);
+        n += (int)strlen(parts[i]);
+        if (i < 2 && mode[0] == 'a') {
+            mkdir(path, 0700);  // if this fails, so does fopen
+        }
+    }
+    return fopen(path, mode);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -766,6 +870,7 @@ static void ranks_fork(int ranks) {
         close(ends[1]);
         children[r].socket = ends[0];
     }
+    stop_grace = GRACE_UNLIMITED;  // its ranks have their own, and it watches them
     exit(children_attend(children, ranks));
 }
 

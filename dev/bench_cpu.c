@@ -379,7 +379,7 @@ static void bench_forecast(void) {
     enum { RUNS = sizeof runs / sizeof runs[0] };
     static const Program program = {
         "train_gpt2", "", 0, cpu_open, host_memory_available, 0, NULL, NULL, "", NULL, NULL, NULL,
-        ""};
+        "", NULL};
     double worst = 0;
     printf("%-14s %4s %5s %-6s %12s %12s\n", "model", "B", "T", "-r", "forecast ms", "measured ms");
     for (int i = 0; i < RUNS; i++) {
@@ -393,7 +393,7 @@ static void bench_forecast(void) {
         o.seq_len = atoi(runs[i][2]);
         o.recompute = runs[i][3];
         bench_settings(&s, &m, &o, runs[i][0]);
-        speed_measure(&v, &program, &s, SIZE_MAX);
+        speed_measure(&v, &program, &s, SIZE_MAX, 4e11);
         const double forecast = 1e3 * forecast_step(&v, &s, 1);
         const double measured = 1e3 * (engine_seconds(&program, &s, &update) + update);
         printf("%-14s %4d %5d %-6s %12.2f %12.2f  %+.1f %%\n", runs[i][0], s.B, s.T, runs[i][3],

@@ -5,6 +5,10 @@
 // Run:    build/test/checkpoints [--program build/train_gpt2_asan] [NAME...]
 
 #include "files.h"
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <stddef.h>
+#include <sys/prctl.h>
 #include <sys/ptrace.h>
 #include <sys/syscall.h>
 
@@ -112,7 +116,7 @@ static void test_resume_options() {
     Outcome o = program("-i same.bin -e l2h2c16t16 -b 1 -d 32 -x 4 -y 1 -o ./out --dtype fp32");
     expect_success(o, "resumed");
     const Text told = lines_with("\n" + o.out, "  --");
-    expect(o.out.find("resumed from ./out/step-00000002\n  --") == 0 &&
+    expect(o.out.find("\nresumed from ./out/step-00000002\n  --") != Text::npos &&
                told == "  --train-data is same.bin, was train.bin\n  --batch is 1, was 2\n"
                        "  --tokens-per-step is 32, was not given\n  --steps is 4, was 2\n"
                        "  --lr is 0.0003, was 0.001\n  --prompt is not given, was $'\\033[2J'\n"
@@ -170,7 +174,7 @@ static void test_resume_renamed() {
                        "--resume (-y): " + found + " is a checkpoint of step 4; a run goes on from "
                        "step-00000004", output);
     }
-    expect(names_in("out", "") == "best log.jsonl" && read_file("out/log.jsonl") == log);
+    expect(names_in("out", "") == "best lock log.jsonl" && read_file("out/log.jsonl") == log);
     expect_success(program("-i train.bin -b 2 -x 1 --quiet -e out/best"), "its weights");
     rename("out/best", "out/step-00000004");
     expect_success(program(run + "-o out"), "named so");
@@ -184,8 +188,8 @@ static void test_resume_weights() {
     expect_success(program(TINY "--quiet -x 2 -o first"), "first run");
     const Text run = "-i train.bin -e first/step-00000002 -b 2 -y 1 -o out ";
     Outcome o = program(run + "-x 1 -l 0");
-    expect(o.status == 0 && o.out.find("no checkpoint in out yet: a new run, with the weights of "
-                                       "--model (-e) first/step-00000002\n") == 0,
+    expect(o.status == 0 && o.out.find("\nno checkpoint in out yet: a new run, with the weights of "
+                                       "--model (-e) first/step-00000002\n") != Text::npos,
            "%s", o.out.c_str());
     expect(in_checkpoint("out", 1, SAVED_MODEL) == in_checkpoint("first", 2, SAVED_MODEL));
     expect_success(program(run + "--quiet -x 2 -l 1e-2"), "one step away");
@@ -197,6 +201,62 @@ static void test_resume_weights() {
            in_checkpoint("out", 3, SAVED_MODEL) != in_checkpoint("first", 2, SAVED_MODEL));
     o = program(TINY "-x 4 -y 1 -o out");
     expect(o.status == 0 && o.out.find("\nthe weights are") == Text::npos, "%s", o.out.c_str());
+}
+
+// Returns `error` from every fcntl(F_OFD_SETLK), as a file system without locks does.
+static void without_locks(int error) {
+    struct sock_filter rules[] = {
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_fcntl, 0, 3),
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, args[1])),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, F_OFD_SETLK, 0, 1),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | (unsigned)error),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW)};
+    const struct sock_fprog filter = {sizeof rules / sizeof rules[0], rules};
+    if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0 ||
+        prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter) != 0) {
+        _exit(98);
+    }
+}
+
+// A second run in the same output folder is refused in a line that names the first, and removes
+// nothing of what that one writes. However a run ends, the next one goes on; where a file system
+// has no locks a run says so and goes on too.
+static void test_output_lock() {
+    write_corpus();
+    const pid_t pid = start(TINY "-x 100000 -k constant --quiet -o out");
+    wait_until([] { return read_file("out/log.jsonl").find("\"loss\":") != Text::npos; });
+    mkdir("out/step-00000009.tmp", 0755);
+    char host[256] = "";
+    gethostname(host, sizeof host - 1);
+    mkdir("other", 0755);  // where the first run's stdout and stderr stay as they are
+    enter("other");
+    expect_refused(program("-i ../train.bin -e l2h2c16t16 -b 2 -x 1 -y 1 -o ../out"),
+                   text("--output (-o): ../out: another run writes there: process %d on %s "
+                        "(../out/lock is locked)", (int)pid, host), "a second run");
+    enter("..");
+    expect(exists("out/step-00000009.tmp"), "the first run's unfinished checkpoint is gone");
+    kill(pid, SIGKILL);
+    (void)outcome(pid);
+    expect_success(program(TINY "-x 2 -y 1 -o out"), "after a kill");
+    expect(names_in("out", "step") == "step-00000002", "%s", names_in("out", "step").c_str());
+    const Outcome o = program(TINY "-x 1 -o without --quiet", [] { without_locks(ENOLCK); });
+    if (o.status == 98) {
+        skip("no seccomp here");
+    }
+    expect(o.status == 0 && o.err.find("warning: without/lock cannot be locked: No locks available")
+               != Text::npos, "status %d: %s", o.status, o.err.c_str());
+}
+
+// A log that cannot be read is not taken for one that ends there.
+static void test_unreadable_log() {
+    write_corpus();
+    expect_success(program(TINY "-x 2 --quiet -o out"), "first run");
+    unlink("out/log.jsonl");
+    // A regular file in whose first bytes nothing is mapped: every read fails.
+    expect(symlink("/proc/self/mem", "out/log.jsonl") == 0);
+    expect_refused(program(TINY "-x 3 --quiet -y 1 -o out", no_leaks),
+                   "cannot read or cut back log out/log.jsonl: Input/output error", "a resume");
 }
 
 // Folders that only look like checkpoints are left alone; what stands in a damaged one and is not
@@ -840,6 +900,8 @@ static const Test tests[] = {
     {"checkpoint_strangers", test_checkpoint_strangers, 1},
     {"resume_options", test_resume_options, 1},
     {"resume_nothing", test_resume_nothing, 1},
+    {"output_lock", test_output_lock, 1},
+    {"unreadable_log", test_unreadable_log, 1},
     {"resume_renamed", test_resume_renamed, 1},
     {"resume_weights", test_resume_weights, 1},
     {"state_parts", test_state_parts, 1},

@@ -34,7 +34,8 @@ static void expect_made(const Outcome &o, const char *what) {  // with a line or
            o.status, o.err.c_str());
 }
 
-static Text memory_of(const Text &line) {  // "...; 8.8 MiB\n"
+static Text memory_of(const Text &err) {  // "train_gpt2: ...; 8.8 MiB\n"
+    const Text line = err.substr(err.find("train_gpt2"));
     const size_t from = line.rfind("; ", line.find('\n')) + 2;
     return line.substr(from, line.find('\n') - from);
 }

@@ -145,6 +145,66 @@ static void test_second_signal() {
     }
 }
 
+// A forecast is measured after everything that can be refused, says what it does, stops at the
+// first signal and changes no bit; a run of 20 steps has none.
+static void test_forecast() {
+    static const char timing[] = "\ntiming two micro-batches of the first step for a forecast\n";
+    const Text run = TINY "-d 64 -o ";
+    write_corpus();
+    const Outcome loud = program(run + "loud -x 21");
+    expect_success(loud, "a run of 21 steps");
+    const size_t at = loud.out.find(timing), forecast = loud.out.find("\nforecast ");
+    const size_t step = loud.out.find("\nstep    1/21");
+    expect(loud.out.find("\npeak ") < at && at < forecast && forecast < step, "%s",
+           loud.out.c_str());
+    expect_success(program(run + "quiet -x 21 --quiet"), "a quiet run");
+    expect(tensors_of("loud", 21) == tensors_of("quiet", 21), "the forecast changes the run");
+    const Outcome refused = program(run + "loud -x 50 -y 1 --seed 7");
+    expect_refused(refused, "it has --seed 42; here: --seed 7", "a checkpoint of another run");
+    expect(refused.out.find("timing") == Text::npos, "%s", refused.out.c_str());
+    const Text some = program(run + "some -x 20").out, more = program(run + "loud -x 41 -y 1").out;
+    expect(some.find("forecast") == Text::npos && more.find("forecast") == Text::npos &&
+               more.find("finished after step 41") != Text::npos, "%s%s", some.c_str(),
+           more.c_str());
+    const pid_t pid = start(slow("-b 10 -x 21 -o cut"));
+    wait_until([] { return read_file("stdout").find(timing) != Text::npos; });
+    kill(pid, SIGINT);
+    const Outcome o = outcome(pid);
+    expect(o.status == 0 && o.out.find("\nforecast ") == Text::npos &&
+               o.out.find("\ninterrupted after step 0,") != Text::npos &&
+               names_in("cut", "step") == "step-00000000", "status %d: %s", o.status,
+           o.out.c_str());
+}
+
+// Before anything that takes its time a run says what it does: the box is first, then what is
+// verified and loaded, then what the engine is.
+static void test_start_lines() {
+    write_corpus();
+    const Text run = TINY "-y 1 -o out -x ";
+    const auto in_order = [](const Text &out, const Words &lines) {
+        size_t at = 0;
+        for (const Text &line : lines) {
+            const size_t next = ("\n" + out).find("\n" + line, at);
+            expect(next != Text::npos, "no '%s' after the lines before: %s", line.c_str(),
+                   out.c_str());
+            at = next == Text::npos ? at : next;
+        }
+    };
+    in_order(program(run + "1").out,
+             {"train_gpt2 0.9\n", "model ", "data ", "step ", "command ", "memory ",
+              "no checkpoint in out yet", "initialising 10,960 parameters\n", "device ", "peak "});
+    in_order(program(run + "2").out,
+             {"memory ", "verifying out/step-00000001\n", "loading out/step-00000001\n",
+              "resumed from out/step-00000001\n", "device ", "peak "});
+    in_order(program("-i train.bin -b 2 -x 1 -e out/step-00000002").out,
+             {"memory ", "loading out/step-00000002\n", "device "});
+    const Outcome made = program("--generate -e out/step-00000002 -g 3");
+    in_order(made.err, {"loading out/step-00000002\n", "train_gpt2: CPU"});
+    expect(made.out.find("loading") == Text::npos, "%s", made.out.c_str());
+    in_order(program("--plan -e l12h4c256t64 -b 6").out,
+             {"measuring this machine's speed for the forecast\n", "memory plan of the CPU run"});
+}
+
 // Under nohup, SIGHUP is nothing to the run.
 static void test_nohup() {
     write_corpus();
@@ -339,6 +399,8 @@ static const Test tests[] = {
     {"signals", test_signals, 1},
     {"mid_step", test_mid_step, 1},
     {"second_signal", test_second_signal, 1},
+    {"forecast", test_forecast, 1},
+    {"start_lines", test_start_lines, 1},
     {"nohup", test_nohup, 1},
     {"cut_validation", test_cut_validation, 1},
     {"lost_output", test_lost_output, 1},

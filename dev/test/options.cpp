@@ -207,7 +207,7 @@ static void test_bad_output() {
     expect_refused(program(TINY "--quiet -x 2 -o log", full_disk(600)), "log.jsonl", "full log");
     expect_refused(program(TINY "-x 2 -o train.bin/out"), "cannot create folder", "below a file");
     expect_refused(program(TINY "-x 2 -o train.bin"),
-                   "train.bin: cannot be locked: Not a directory", "a file");
+                   "cannot open train.bin/lock: Not a directory", "a file");
     expect_refused(program(TINY "-x 2 -o /proc/none"), "cannot create folder", "/proc");
     expect_refused(program(TINY "-x 2 -o out"), "already holds checkpoints", "without -y");
     mkdir("closed", 0555);

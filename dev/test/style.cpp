@@ -71,11 +71,11 @@ struct Bound {
     int bare;                // functions over CONTRACT_OVER lines without a contract, at most
 };
 static const Bound bounds[] = {
-    {"train_gpt2.c", true, 6000, 14.0, 3},
+    {"train_gpt2.c", true, 7000, 14.0, 3},
     {"data/formats.c", true, 1700, 11.0, 8},
-    {"data/machine.c", true, 1080, 14.0, 3},
+    {"data/machine.c", true, 2400, 14.0, 3},
     {"data/model_files.c", true, 1700, 10.0, 3},
-    {"data/fit.c", true, 1510, 14.0, 3},
+    {"data/fit.c", true, 2000, 14.0, 3},
     {"train_gpt2.cu", true, 5500, 17.0, 5},
     {"test_gpt2.cu", true, 5000, 0, -1},
     {"Makefile", false, 180, 0, -1},
