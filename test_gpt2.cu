@@ -4076,7 +4076,7 @@ static void test_gpu_allocation() {
 // Random options: device and pinned memory to the byte as planned, through two steps; a device with
 // one byte less refuses.
 static void test_gpu_allocation_random() {
-    const int count = random_count(24, 2000);
+    const int count = full_or(24, 2000);
     for (int n = 0; n < count; n++) {
         const int NH = draw(1, 3), T = draw(1, 12);
         const Model m = shape(text("l%dh%dc%dt%d", draw(1, 4), NH, NH * 8 * draw(1, 3),
@@ -4122,7 +4122,7 @@ static Reals offloaded(const Model &m, const Text &options, int accum_steps, lon
 // With FULL=1 each level with one micro-step and with three.
 static void test_gpu_offload() {
     int runs = 0;
-    const bool all = getenv("FULL") != NULL;
+    const bool all = is_full();
     for (int level : {0, 1}) {
         for (int accum_steps : {1, 3}) {
             // Of two blocks both stay from pass to pass, of four none that the next begins with.
@@ -4170,7 +4170,7 @@ static void test_gpu_host_read() {
 // Settings drawn at random, of every type that states have: 12 of them, or 60 with FULL=1.
 static void test_gpu_offload_mixed() {
     static const char *const names[] = {"weights", "gradients", "moments", "residuals", "master"};
-    const int all = getenv("FULL") ? 60 : TEST_ASAN ? 4 : 12;
+    const int all = full_or(TEST_ASAN ? 4 : 12, 60);
     for (int n = 0; n < all; n++) {
         const int bf16s = draw(0, 3) > 0, split = bf16s && draw(0, 1), accum_steps = draw(1, 3);
         Model m = shape(text("l%dh1c%dt9", draw(1, 6), 8 * draw(1, 4)).c_str(), 257);

@@ -101,7 +101,7 @@ static void test_ranks_numbers() {
 // states, whatever the order of streams.
 static void test_ranks_stages() {
     enum { LAST = 3 };
-    const bool full = getenv("FULL") != NULL;  // every order, and level, at every stage
+    const bool full = is_full();  // every order, and level, at every stage
     write_corpus();
     static const struct {
         int ranks, micros;
@@ -643,9 +643,6 @@ static void test_ranks_stopped() {
     expect_success(outcome(parent), "stopped and continued");
 }
 
-// How often a test of random moments is repeated.
-static int rounds(int few, int full) { return getenv("FULL") ? full : few; }
-
 // A run whose output nobody reads for a while, as behind Ctrl-S or `less`, waits and goes on.
 static void test_ranks_unread() {
     write_corpus();
@@ -679,7 +676,7 @@ static void test_ranks_signals() {
     static const struct {
         int rank, signal;  // rank -1: the parent; -2: all together, as Ctrl-C does
     } table[] = {{-2, SIGINT}, {-1, SIGTERM}, {2, SIGUSR1}, {1, SIGINT}, {0, SIGINT}};
-    const int times = rounds(3, 20);
+    const int times = full_or(3, 20);
     int interrupted = 0;
     for (int i = 0; i < times; i++) {
         const auto &row = table[i % 5];
@@ -715,7 +712,7 @@ static void test_ranks_killed() {
     double began = wall_ms();
     run(part, "undisturbed");
     const double whole_ms = wall_ms() - began;
-    const int times = rounds(3, 20);
+    const int times = full_or(3, 20);
     int ended = 0, saved = 0;
     for (int i = 0; i < times; i++) {
         remove_folder("out");
@@ -819,7 +816,7 @@ static void test_ranks_save_killed() {
         {"manifest.json", "config.json"}};
     for (size_t i = 0; i < 3; i++) {
         for (size_t victim = 0; victim < 3; victim++) {
-            if (victim != i && !getenv("FULL")) {
+            if (victim != i && !is_full()) {
                 continue;
             }
             remove_folder("out");

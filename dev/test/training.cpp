@@ -55,8 +55,7 @@ static void test_make_train() {
         return makefile.substr(at, makefile.find_first_of("\n;", at) - at);
     };
     const Text recipe = behind("\nRECIPE := "), stated = behind("text=stories_bytes steps=");
-    const char *all = getenv("FULL");
-    const bool full = all && strcmp(all, "1") == 0;
+    const bool full = is_full();
     int steps = 0, sentences, ended;
     double bound = 0;
     expect(sscanf(stated.c_str(), "%d loss=%lf", &steps, &bound) == 2, "%s", stated.c_str());
