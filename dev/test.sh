@@ -60,7 +60,8 @@ row main fuzz "build/fuzz_replay train_gpt2 data/tokenize" dev/fuzz/run.sh repla
 row main style build/test/style dev/style.sh main
 row main test_cuda_cpu build/test_cuda_cpu build/test_cuda_cpu
 row main cuda_example build/cuda_example dev/cuda_cpu/example.sh build/cuda_example
-row main bench_cuda build/bench_cuda_cpu bench_cuda 90
+row rest bench_cuda build/bench_cuda_cpu bench_cuda 90
+row main harness build/test/harness build/test/harness
 row main formats build/test/formats build/test/formats
 row main "kernels of sm_80" "build/test/sass build/sm_80.log" kernels 80
 # What the emulated runs check, on the GPU itself.
