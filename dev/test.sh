@@ -33,7 +33,7 @@ case ${ALL-} in main | rest) parts=$ALL ;; esac
 
 # --- What there is to run -------------------------------------------------------------------------
 
-rows=()    # part | name | what make builds for it | what this machine must have | command
+rows=()    # part | name | what make builds for it, or +cuda: headers, +nvcc | command
 
 # row PART NAME "TARGETS" COMMAND...
 row() { rows+=("$1|$2|$3|${*:4}"); }
@@ -55,7 +55,7 @@ for driver in training options checkpoints interrupts model_files evaluate gener
 done
 driver main training train_gpt2cu_cpu micro_batches validation homes
 row main tools "train_gpt2 data/tokenize data/stories" dev/test/tools.sh
-row main machines train_gpt2cu_cpu dev/test/machines.sh
+row main machines "${CUDA_HEADERS:+train_gpt2cu_cpu}" dev/test/machines.sh
 row main fuzz "build/fuzz_replay train_gpt2 data/tokenize" dev/fuzz/run.sh replay
 row main style build/test/style dev/style.sh main
 row main test_cuda_cpu build/test_cuda_cpu build/test_cuda_cpu
@@ -63,7 +63,7 @@ row main cuda_example build/cuda_example dev/cuda_cpu/example.sh build/cuda_exam
 row rest bench_cuda build/bench_cuda_cpu bench_cuda 90
 row main harness build/test/harness build/test/harness
 row main formats build/test/formats build/test/formats
-row main "kernels of sm_80" "build/test/sass build/sm_80.log" kernels 80
+row main "kernels of sm_80" "build/test/sass ${NVCC:+build/sm_80.log}" kernels 80
 # What the emulated runs check, on the GPU itself.
 row main test_gpt2cu build/test_gpt2cu build/test_gpt2cu
 driver main gpu_program train_gpt2cu
@@ -80,7 +80,7 @@ driver rest training build/train_gpt2_double overfit
 row rest formats_asan build/test/formats_asan build/test/formats_asan
 row rest test_cuda_cpu_asan build/test_cuda_cpu_asan build/test_cuda_cpu_asan
 row rest "style, other compilers" "" dev/style.sh rest
-row rest profile_cuda "" profile_cuda
+row rest profile_cuda +cuda profile_cuda
 # A GPU without bf16: whatever names a type asks first.
 tests="gpu_gradients_16 gpu_steps gpu_offload_mixed gpu_gaps"
 ! is_set "${FULL-}" || tests=
@@ -91,7 +91,7 @@ row rest "bench_cuda sm_75" build/bench_cuda_cpu bench_cuda 75
 for arch in 75 89 90a 100 120; do
     row rest "kernels of sm_$arch" "build/test/sass build/sm_$arch.log" kernels $arch
 done
-[ -n "${GPU-}" ] || row rest "nvcc, build/test_gpt2cu" "build/flags nvcc" nvcc_links
+[ -n "${GPU-}" ] || row rest "nvcc, build/test_gpt2cu" +nvcc nvcc_links
 
 # The GPU's benchmark on a tiny model: a line for each kernel and product, none that is not finite.
 bench_cuda() {    # bench_cuda CAPABILITY: before 80 in fp16
@@ -140,7 +140,7 @@ lacks() {
     case $1 in
         *asan) [ -n "${SAN-yes}" ] || echo "${CXX:-the compiler} has no sanitizers" ;;
         *cu_cpu | *cuda*) [ -n "${CUDA_HEADERS-}" ] || echo "no headers of CUDA" ;;
-        nvcc) [ -n "${NVCC-}" ] || echo "no nvcc" ;;
+        +nvcc) [ -n "${NVCC-}" ] || echo "no nvcc" ;;
         build/sm_*)
             local arch=${1//[!0-9]/}
             if [ -z "${NVCC-}" ]; then
@@ -165,7 +165,7 @@ build() {
     [ "${PIPESTATUS[0]}" -ne 0 ] || return 0
     broken=$(sed -n "s/.*\*\*\* \[[^ ]* \(.*\)\] Error.*/\1/p; s/.*Target '\(.*\)' not rem.*/\1/p
         s/.*No rule to make target '\([^']*\)'.*/\1/p" "$logs/errors")
-    [ -n "$broken" ] || broken="$*"
+    [ -n "$broken" ] || broken=$(printf '%s\n' "$@")
 }
 
 # --- Running --------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ perform() {
         else
             rest+=("$row")
             # shellcheck disable=SC2206  # words
-            all+=(${targets/nvcc/})
+            all+=(${targets/+*/})
         fi
     done
     mapfile -t all < <(printf '%s\n' "${all[@]}" | awk '!seen[$0]++')
