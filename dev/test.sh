@@ -38,10 +38,15 @@ rows=()    # part | name | what make builds for it, or +cuda: headers, +nvcc | c
 # row PART NAME "TARGETS" COMMAND...
 row() { rows+=("$1|$2|$3|${*:4}"); }
 
-# driver PART DRIVER PROGRAM [TEST...]: what drives a built program from outside; no names: all.
+# driver PART DRIVER PROGRAM [TEST...]: what drives a built program from outside; no names: all,
+# those that are marked REST in the second part.
 driver() {
     row "$1" "$2 ${3#build/}${4+ $4 ...}" "build/test/$2 train_gpt2 $3" \
         "build/test/$2 --program ${*:3}"
+    if [ "$1 $#" = "main 3" ] && grep -q '| REST}' "dev/test/$2.cpp"; then
+        row rest "$2 ${3#build/}, REST" "build/test/$2 train_gpt2 $3" \
+            "env ALL=rest build/test/$2 --program $3"
+    fi
 }
 
 # The slow ones first, so that no core waits for them at the end.
@@ -264,7 +269,7 @@ perform() {
 }
 
 for part in $parts; do
-    ALL=$part perform $part
+    ALL=${part/rest/1} perform $part
 done
 [ ! -s "$logs/failed" ] || { printf '\n=== what failed\n' && cat "$logs/failed"; }
 if [ -s "$logs/slow" ]; then

@@ -25,7 +25,7 @@ static void test_waiting_fails() {
 static void test_main_part() {}
 static void test_rest_part() {}
 
-// ALL says which tests run and FULL runs all of them, whatever "set" is: this program, called again.
+// ALL says which tests run, and FULL runs all of them: this program, called again.
 static void test_parts() {
     if (getenv("INSIDE")) {
         return;
@@ -35,8 +35,9 @@ static void test_parts() {
     static const struct {
         const char *all, *full;
         int passed;
-    } table[] = {{"", "", 4},  {"0", "0", 4},    {"1", "", 5},   {"yes", "0", 5}, {"", "1", 5},
-                 {"", "2", 5}, {"main", "1", 4}, {"main", "", 4}, {"rest", "", 1}, {"rest", "1", 1}};
+    } table[] = {{"", "", 4},      {"0", "0", 4},   {"1", "", 5},    {"yes", "0", 5},
+                 {"", "1", 5},     {"", "2", 5},    {"main", "1", 4}, {"main", "", 4},
+                 {"rest", "", 1},  {"rest", "1", 1}};
     for (const auto &row : table) {
         const Outcome o = outcome(start_program(self, "", [&] {
             setenv("INSIDE", "yes", 1);
