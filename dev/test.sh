@@ -33,7 +33,7 @@ case ${ALL-} in main | rest) parts=$ALL ;; esac
 
 # --- What there is to run -------------------------------------------------------------------------
 
-rows=()    # part | name | what make builds for it, or +cuda: headers, +nvcc | command
+rows=()    # part | name | what make builds for it; +nvcc: what it needs besides | command
 
 # row PART NAME "TARGETS" COMMAND...
 row() { rows+=("$1|$2|$3|${*:4}"); }
@@ -65,7 +65,6 @@ row main fuzz "build/fuzz_replay train_gpt2 data/tokenize" dev/fuzz/run.sh repla
 row main style build/test/style dev/style.sh main
 row main test_cuda_cpu build/test_cuda_cpu build/test_cuda_cpu
 row main cuda_example build/cuda_example dev/cuda_cpu/example.sh build/cuda_example
-row rest bench_cuda build/bench_cuda_cpu bench_cuda 90
 row main harness build/test/harness build/test/harness
 row main formats build/test/formats build/test/formats
 row main "kernels of sm_80" "build/test/sass ${NVCC:+build/sm_80.log}" kernels 80
@@ -85,14 +84,15 @@ driver rest training build/train_gpt2_double overfit
 row rest formats_asan build/test/formats_asan build/test/formats_asan
 row rest test_cuda_cpu_asan build/test_cuda_cpu_asan build/test_cuda_cpu_asan
 row rest "style, other compilers" "" dev/style.sh rest
-row rest profile_cuda +cuda profile_cuda
+row rest bench_cuda build/bench_profile bench_cuda 90
+row rest "bench_cuda sm_75" build/bench_profile bench_cuda 75
+row rest profile_cuda build/bench_profile profile_cuda
 # A GPU without bf16: whatever names a type asks first.
 tests="gpu_gradients_16 gpu_steps gpu_offload_mixed gpu_gaps"
 ! is_set "${FULL-}" || tests=
 row rest "test_gpt2cu_cpu sm_75" build/test_gpt2cu_cpu env EMU_CC=75 build/test_gpt2cu_cpu $tests
 row rest "gpu_program sm_75" "build/test/gpu_program train_gpt2cu_cpu" \
     env EMU_CC=75 build/test/gpu_program gpu_commands gpu_eval gpu_checkpoints
-row rest "bench_cuda sm_75" build/bench_cuda_cpu bench_cuda 75
 for arch in 75 89 90a 100 120; do
     row rest "kernels of sm_$arch" "build/test/sass build/sm_$arch.log" kernels $arch
 done
@@ -101,7 +101,7 @@ done
 # The GPU's benchmark on a tiny model: a line for each kernel and product, none that is not finite.
 bench_cuda() {    # bench_cuda CAPABILITY: before 80 in fp16
     local lines
-    lines=$(EMU_CC=$1 build/bench_cuda_cpu --tsv -n 1 -e l1h1c16t16 -b 2 | grep -v '^#' |
+    lines=$(EMU_CC=$1 build/bench_profile --tsv -n 1 -e l1h1c16t16 -b 2 | grep -v '^#' |
         awk -F'\t' 'NF == 6 && $3 + 0 > 0 && $3 + 0 < 1e9' | wc -l)
     if [ "$lines" -eq 32 ]; then
         echo "bench_cuda  sm_$1, $lines kernels and products  ok"
@@ -115,10 +115,6 @@ bench_cuda() {    # bench_cuda CAPABILITY: before 80 in fp16
 # Bytes that each kernel asks for in device memory beside those that it needs.
 profile_cuda() {
     local lines
-    # shellcheck disable=SC2086  # words
-    $CXX -std=c++17 -O1 -fsanitize=thread -w -ffp-contract=off -Idev/cuda_cpu ${CUDA_INCLUDE-} \
-        -x c++ -c dev/bench.cu -o build/bench_profile.o &&
-        $CXX build/bench_profile.o -o build/bench_profile -lm || return 1
     EMU_PROFILE=1 build/bench_profile -e l1h12c768t128 -b 2 2> build/profile.log |
         grep '^profile' > build/profile.txt
     cat build/profile.txt build/profile.log
@@ -143,8 +139,9 @@ nvcc_links() {
 # lacks TARGET: what this machine does not have for it, if anything.
 lacks() {
     case $1 in
-        *asan) [ -n "${SAN-yes}" ] || echo "${CXX:-the compiler} has no sanitizers" ;;
-        *cu_cpu | *cuda*) [ -n "${CUDA_HEADERS-}" ] || echo "no headers of CUDA" ;;
+        *asan) [ -n "${SAN-yes}" ] || echo "${CXX:-the compiler} has no sanitizers" ;;&
+        *cu_cpu* | *cuda* | build/bench_profile)
+            [ -n "${CUDA_HEADERS-}" ] || echo "no headers of CUDA" ;;
         +nvcc) [ -n "${NVCC-}" ] || echo "no nvcc" ;;
         build/sm_*)
             local arch=${1//[!0-9]/}

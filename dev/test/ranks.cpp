@@ -1149,7 +1149,7 @@ static const Test tests[] = {
     {"ranks_hang_mpirun", test_ranks_hang_mpirun, 1},
     {"ranks_stopped", test_ranks_stopped, 1},
     {"ranks_replicas", test_ranks_replicas, 1}, {"ranks_late", test_ranks_late, 1},
-    {"ranks_skip_and_clip", test_ranks_skip_and_clip, 1},
+    {"ranks_skip_and_clip", test_ranks_skip_and_clip, 1 | REST},
     {"ranks_killed", test_ranks_killed, 1},     {"ranks_unread", test_ranks_unread, 1},
     {"ranks_full_log", test_ranks_full_log, 1},
 };
