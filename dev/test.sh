@@ -14,7 +14,7 @@
 set -u
 cd "$(dirname "$0")/.." || exit 1
 export OMP_WAIT_POLICY=passive    # where other work goes on, spinning threads stand in its way
-TIMEFORMAT='%R %U %S'
+TIMEFORMAT='%1R %1U %1S'
 MAKE=${MAKE:-make}
 WIDTH=${WIDTH:-$(nproc)}          # programs at a time
 passed=0 failed=0 skipped=0
@@ -256,6 +256,10 @@ perform() {
             # shellcheck disable=SC2086  # words
             run "$name" $command
         fi
+    done
+    while [ -n "$(jobs -pr)" ]; do
+        wait -n
+        show
     done
     wait
     show
