@@ -2810,7 +2810,7 @@ static void test_gpu_cached() {
     static const int shapes[][5] = {{1, 0, 1, 16, 2},   {70, 0, 66, 64, 1}, {200, 191, 1, 40, 3},
                                     {66, 1, 65, 128, 1}, {90, 31, 5, 8, 5},  {300, 255, 3, 80, 1}};
     for (auto &s : shapes) {
-        if (!sampled(s[3] % 64 != 0 && s[1] > 30)) {
+        if (!sampled(s[0] == 90)) {
             continue;
         }
         in_both_types(check_cached, s[0], s[1], s[2], s[3], s[4]);
@@ -4444,6 +4444,9 @@ static void test_gpu_sampling() {
 static void test_gpu_kv_cache() {
     const int pieces[] = {70, 1, 1, 3, 65, 24};
     for (const char *dtype : {"fp32", "bf16", "fp16"}) {
+        if (!sampled(strcmp(dtype, "bf16") == 0)) {
+            continue;
+        }
         Model m = shape("l2h2c32t90", 257);
         Net oracle(m, 1, m.maxT);
         Batch b(m.maxT, m.V, 1);
