@@ -60,7 +60,7 @@ for driver in training options checkpoints interrupts model_files evaluate gener
 done
 driver main training train_gpt2cu_cpu micro_batches validation homes
 row main tools "train_gpt2 data/tokenize data/stories" dev/test/tools.sh
-row main machines "${CUDA_HEADERS:+train_gpt2cu_cpu}" dev/test/machines.sh
+row main machines "" dev/test/machines.sh main
 row main fuzz "build/fuzz_replay train_gpt2 data/tokenize" dev/fuzz/run.sh replay
 row main style build/test/style dev/style.sh main
 row main test_cuda_cpu build/test_cuda_cpu build/test_cuda_cpu
@@ -84,6 +84,7 @@ driver rest training build/train_gpt2_double overfit
 row rest formats_asan build/test/formats_asan build/test/formats_asan
 row rest test_cuda_cpu_asan build/test_cuda_cpu_asan build/test_cuda_cpu_asan
 row rest "style, other compilers" "" dev/style.sh rest
+row rest "machines, gpu_check.sh" "${CUDA_HEADERS:+train_gpt2cu_cpu}" dev/test/machines.sh rest
 row rest bench_cuda build/bench_profile bench_cuda 90
 row rest "bench_cuda sm_75" build/bench_profile bench_cuda 75
 row rest profile_cuda build/bench_profile profile_cuda

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Tests of the Makefile and of dev/gpu_check.sh on machines that are not this one: small scripts
 # stand in for nvcc, nvidia-smi and compute-sanitizer and write down how they were called. One line
-# a test, last line `N passed, N failed, N skipped`.
+# a test, last line `N passed, N failed, N skipped`. With the argument `main` the Makefile's tests
+# alone, with `rest` dev/gpu_check.sh's.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 root=$PWD
@@ -64,6 +65,7 @@ make_there() {
     calls=$(cat "$CALLS")
 }
 
+check_makefile() {
 make_there train_gpt2cu
 verdict "no GPU: make train_gpt2cu" $status "$said"
 says "no GPU: sm_80 and PTX" \
@@ -184,6 +186,13 @@ make_there -s train_gpt2cu NVCC="$scratch/absent/nvcc"
 [ $status -ne 0 ]
 verdict "no nvcc is an error" $? "$said"
 says "no nvcc: what to do" "deps.sh: no nvcc; the CUDA toolkit: https" "$said"
+}
+
+[ "${1-}" = rest ] || check_makefile
+if [ "${1-}" = main ]; then
+    echo "$passed passed, $failed failed, $skipped skipped"
+    exit $((failed > 0))
+fi
 
 # --- dev/gpu_check.sh -----------------------------------------------------------------------------
 
