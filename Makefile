@@ -20,10 +20,13 @@ SAN = $(call try,$(CXX) -fsanitize=address -fsanitize=undefined -x c++)
 DNNL = $(if $(call try,$(CC) -include dnnl.h -x c,-ldnnl),-ldnnl)
 FUZZ_CC = $(firstword $(foreach c,clang clang-14,$(call on_path,$(c))) clang)
 # Where nvcc is a link, as in /usr/bin, its headers and the programs it calls stand beside what it
-# points to (a link of ccache points to another name). The compiler knows /usr/include itself; named
-# again it would hide the C library's headers from C++'s.
-nvcc := $(or $(call on_path,nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
-NVCC := $(or $(filter %/nvcc,$(realpath $(nvcc))),$(nvcc))
+# points to (a link of ccache points to another name). A path with a space would be two words of
+# make's, so a toolkit there is reached through a link. The compiler knows /usr/include itself;
+# named again it would hide the C library's headers from C++'s.
+NVCC := $(shell nvcc=$$(command -v nvcc || echo /usr/local/cuda/bin/nvcc); \
+          real=$$(readlink -f "$$nvcc"); case $$real in (*/nvcc) nvcc=$$real ;; esac; \
+          case $$nvcc in (*' '*) mkdir -p build && ln -sfn "$${nvcc%/bin/nvcc}" build/cuda && \
+          nvcc='$(CURDIR)/build/cuda/bin/nvcc' ;; esac; [ ! -x "$$nvcc" ] || echo "$$nvcc")
 CUDA_HOME := $(patsubst %/bin/nvcc,%,$(NVCC))
 CUDA_INCLUDE := $(patsubst %,-isystem %,$(filter-out /usr/include,$(CUDA_HOME:%=%/include)))
 CUDA_LIBRARIES := $(wildcard $(foreach h,$(filter-out /usr,$(CUDA_HOME)),$h/lib64 $h/targets/*/lib))
@@ -57,7 +60,9 @@ C := $(CC) -std=c11 $(OPT) -Wc++-compat
 # AROUND: for files around Volume I; none uses all its functions. C++ has no partial initialisers.
 AROUND := -Wno-unused-function
 CPP := $(CXX) -std=c++17 $(OPT) -Wno-missing-field-initializers $(AROUND) -x c++
-ASAN := -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
+# Lines alone and not what ASan reports in other words: compiling takes half the time.
+ASAN := -O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all \
+        -fno-sanitize=null,object-size,vptr
 NO_HEADERS = $@ needs CUDA's headers: a toolkit, or the wheels dev/cuda_cpu/cuda_runtime.h names
 CUDA_ON_CPU = $(if $(CUDA_HEADERS),,$(error $(NO_HEADERS)))$(CPP) -O2 -Idev/cuda_cpu $(CUDA_INCLUDE)
 NV1 := $(NVCC) -std=c++17 -O3 -fmad=false $(if $(filter -Werror,$(WERROR)),-Werror all-warnings)
@@ -73,10 +78,10 @@ VARIANT = $(if $(filter build/test_gpt2%,$@),-DTEST_CUDA=$(if $(findstring cu,$@
           $(if $(filter build/test_gpt2% build/train_gpt2%,$@),-DGPT2_POISON=1) \
           $(if $(findstring double,$@),-DGPT2_DOUBLE=1) $(if $(findstring asan,$@),$(ASAN))
 # --- Targets --------------------------------------------------------------------------------------
-# The programs of tests that `make test` runs as they are; PROGRAMS have a name without build/ too.
-TESTS := test_gpt2 test_gpt2_double test_gpt2_asan test_cuda_cpu test_gpt2cu_cpu \
-         test_gpt2cu_cpu_asan test_cuda_cpu_asan test/formats test/formats_asan
-PROGRAMS := $(TESTS) test_gpt2cu train_gpt2_asan bench_cpu cuda_example
+# These have a name without build/ too.
+PROGRAMS := test_gpt2 test_gpt2_double test_gpt2_asan test_cuda_cpu test_gpt2cu_cpu \
+            test_gpt2cu_cpu_asan test_cuda_cpu_asan test/formats test/formats_asan test_gpt2cu \
+            train_gpt2_asan bench_cpu cuda_example
 .PHONY: help train test one fuzz bench bench_packages check_torch data style deps clean FORCE \
         some_data $(PROGRAMS)
 help: ## this list
@@ -97,8 +102,8 @@ train_gpt2: train_gpt2.c build/flags | $(EMPTY_DATA) ## the CPU program
 data/tokenize: data/tokenize.c build/flags ## text to token shards
 data/stories: data/stories.c build/flags
 data/tokenize data/stories:
-	$(filter-out $(OMP),$(C)) -Wno-unknown-pragmas $(AROUND) $(DEPEND) -pthread $< -o $@.part -lm
-	@mv $@.part $@
+	part=$@.$$$$.part; $(filter-out $(OMP),$(C)) -Wno-unknown-pragmas $(AROUND) $(DEPEND) -pthread \
+	$< -o $$part -lm && mv $$part $@
 # What drives the programs from outside, and formats: it takes no time of its own.
 build_test = mkdir -p $(@D) && $(CPP) -O1 $(VARIANT) $(DEPEND) $< -o $@ -lm
 build/test/%_asan: dev/test/%.cpp build/flags | data/stories ; $(build_test)
@@ -135,9 +140,15 @@ build/bench_cuda_cpu: dev/bench.cu build/flags
 train_gpt2cu_cpu $(addprefix build/,train_gpt2cu_cpu_asan test_gpt2cu_cpu test_gpt2cu_cpu_asan \
 test_cuda_cpu test_cuda_cpu_asan cuda_example bench_cuda_cpu):
 	$(CUDA_ON_CPU) $(VARIANT) $(DEPEND) $< -o $@ -lm $(if $(findstring train,$@),$(MPI))
+# The same with a count of each kernel's bytes: dev/cuda_cpu/emu_profile.h.
+build/bench_profile: dev/bench.cu build/flags
+	$(if $(CUDA_HEADERS),,$(error $(NO_HEADERS)))$(CXX) -std=c++17 -O1 -fsanitize=thread -w \
+	-ffp-contract=off -Idev/cuda_cpu $(CUDA_INCLUDE) -x c++ $(DEPEND) -c $< -o $@.o
+	$(CXX) $@.o -o $@ -lm
 BOOK := train_gpt2.c $(addprefix data/,formats.c machine.c model_files.c fit.c)
 build/sm_%.log: train_gpt2.cu $(BOOK) build/flags
-	$(NV1) -cubin -Xptxas -v -gencode arch=compute_$*,code=sm_$* $< -o $@.cubin 2> $@ || \
+	@$(NVCC) --version | tail -n 2 > $@
+	$(NV1) -cubin -Xptxas -v -gencode arch=compute_$*,code=sm_$* $< -o $@.cubin 2>> $@ || \
 	{ cat $@ >&2; false; }
 # Each program as a single file: a line that includes a file of the project is replaced by it.
 one: build/train_gpt2_one.c build/train_gpt2_one.cu ## each program as one file, to copy
@@ -161,20 +172,22 @@ train: $(PROGRAM) data ## build for this machine, prepare data, train a small GP
 
 FOUND = CC='$(CC)' CXX='$(CXX)' MARCH='$(MARCH)' OMP='$(OMP)' MAKE='$(MAKE)' SAN='$(SAN)' \
         NVCC='$(NVCC)' CUDA_INCLUDE='$(CUDA_INCLUDE)' CUDA_HEADERS='$(CUDA_HEADERS)' GPU='$(GPU)'
-test: ## check the style, build and run every test that this machine can run
-	@dev/deps.sh test
-	+@WERROR='$(or $(WERROR),-Werror)' TESTS='$(TESTS)' $(FOUND) dev/test.sh
+# A script that calls make in turn shares this one's jobs, but with make -n it is only printed.
+SHARED := $(if $(findstring n,$(filter-out -%,$(firstword $(MAKEFLAGS)))),,+)
+test: ## build and run the tests; ALL=1 adds sanitizers, other GPUs and compilers
+	@dev/deps.sh test $(if $(filter-out 0 main,$(ALL)$(FULL)),lint)
+	$(SHARED)@WERROR='$(or $(WERROR),-Werror)' $(FOUND) dev/test.sh
 fuzz: build/fuzz build/fuzz_replay train_gpt2 data/tokenize ## readers, FUZZ_SECONDS=60 each
 	@dev/fuzz/run.sh $(or $(FUZZ_SECONDS),60)
 bench: build/bench_cpu build/bench_files ## beside oneDNN, files beside dd, PYTHON=...: PyTorch
-	./build/bench_cpu | tee build/$@.txt
+	bash -o pipefail -c './build/bench_cpu | tee build/$@.txt'
 	$(if $(PYTHON),$(PYTHON) dev/bench_torch.py --beside build/$@.txt &&) ./build/bench_files
 check_torch: build/dump train_gpt2 ## against transformers; the script says what PYTHON needs
 	$(or $(PYTHON),python3) dev/check_torch.py
 style: ## layout, warnings and lint of the sources
-	+@$(FOUND) dev/style.sh
+	$(SHARED)@$(FOUND) dev/style.sh
 deps: ## install, or name, what tests and benchmarks need
-	@dev/deps.sh build test bench
+	@dev/deps.sh build test lint bench
 clean: ## remove what was built; data/*.bin and runs/ stay
 	rm -rf build train_gpt2 train_gpt2cu train_gpt2cu_cpu data/tokenize data/stories
 -include $(wildcard build/*.d)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Installs what targets need (Debian or Ubuntu, as root or with a sudo that asks nothing), or
-# names it.
-#   dev/deps.sh build|test|bench|cuda...      CC and NVCC name other compilers than cc and nvcc
+# Says what targets need and this machine lacks; as root on Debian or Ubuntu it installs that, and
+# says so first.
+#   dev/deps.sh build|test|lint|bench|cuda...  CC and NVCC name other compilers than cc and nvcc
 # Prints nothing when everything is there. Exit status 1 only when something is missing that a
 # target cannot do without.
 set -u
@@ -28,13 +28,16 @@ look() {
         test)
             have mpicc && have mpirun ||
                 want "the runs that mpirun starts" openmpi-bin libopenmpi-dev
+            have shellcheck || want "the check of shell scripts" shellcheck ;;
+        lint)
             have clang || want "the check that clang builds it too" clang
             have clang-tidy || want "the clang-tidy check" clang-tidy
-            have cppcheck || want "the cppcheck check" cppcheck
-            have shellcheck || want "the check of shell scripts" shellcheck ;;
+            have cppcheck || want "the cppcheck check" cppcheck ;;
         bench) has_header dnnl.h || want "oneDNN to compare the matmul with" libdnnl-dev ;;
         cuda) have "${NVCC:-nvcc}" || no_nvcc=1 ;;
-        *) echo "deps.sh: unknown target '$target'; known: build test bench cuda" >&2 && exit 1 ;;
+        *)
+            echo "deps.sh: unknown target '$target'; known: build test lint bench cuda" >&2
+            exit 1 ;;
         esac
     done
 }
@@ -42,9 +45,9 @@ look() {
 # Lists first: a bare container has none. One package that cannot be had does not keep the others
 # away.
 install() {
-    local apt=("${as_root[@]}" env DEBIAN_FRONTEND=noninteractive timeout 600 apt-get -qq
+    local apt=(env DEBIAN_FRONTEND=noninteractive timeout 600 apt-get -qq
                -o Acquire::Retries=1 -o Acquire::http::Timeout=15 -o Dpkg::Use-Pty=0)
-    echo "deps.sh: installing $*"
+    echo "deps.sh: apt-get now installs $*${lost[*]:+, for $(printf '%s; ' "${lost[@]}")}"
     "${apt[@]}" update > /dev/null 2>&1
     "${apt[@]}" install -y --no-install-recommends "$@" > /dev/null 2>&1 && return
     for package in "$@"; do
@@ -53,13 +56,11 @@ install() {
     done
 }
 
-[ $# -gt 0 ] || { echo "usage: dev/deps.sh build|test|bench|cuda..." >&2; exit 1; }
+[ $# -gt 0 ] || { echo "usage: dev/deps.sh build|test|lint|bench|cuda..." >&2; exit 1; }
 no_nvcc=0
 look "$@"
 if [ ${#needed[@]} -gt 0 ] || [ ${#wanted[@]} -gt 0 ]; then
-    as_root=()
-    [ "$(id -u)" -eq 0 ] || as_root=(sudo -n)
-    if have apt-get && "${as_root[@]}" true 2> /dev/null; then
+    if [ "$(id -u)" -eq 0 ] && have apt-get; then
         install "${needed[@]}" "${wanted[@]}"
         look "$@"
     fi

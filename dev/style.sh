@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Checks the layout and the hygiene of the sources: `make style`, which `make test` runs first.
-# Layout and proportions are the business of dev/test/style.cpp; compilers and lint are asked here.
+# Checks the layout and the hygiene of the sources: `make style`. With the argument `main`, as in
+# `make test`, the layout (dev/test/style.cpp) and the shell scripts; with `rest`, as ALL=1 adds,
+# compilers and lint; without one, both.
 # One line a check, `style  NAME  ok|FAILED|skipped (why)`, what was wrong below it, and last the
 # line `N passed, N failed, N skipped`. Exit status 1 on any failure. CC, CXX, MARCH, OMP, MAKE,
 # CUDA_INCLUDE and CUDA_HEADERS (empty: not there) come from make.
@@ -10,6 +11,7 @@ shopt -s lastpipe    # so that `verdict` at the end of a pipe counts in this she
 cd "$(dirname "$0")/.." || exit 1
 mkdir -p build
 CC=${CC:-gcc} CXX=${CXX:-g++} MARCH=${MARCH--march=native} OMP=${OMP--fopenmp}
+part=${1:-main rest}
 passed=0 failed=0 skipped=0
 scratch=$(mktemp -d build/style.XXXXXX) || exit 1
 trap 'rm -rf "$scratch"' EXIT
@@ -44,16 +46,6 @@ builds() {
 
 # --- Layout ---------------------------------------------------------------------------------------
 
-if ${MAKE:-make} -s build/test/style > /dev/null; then
-    build/test/style | tee "$scratch/layout" | sed '$d'
-    counts=$(tail -n 1 "$scratch/layout" |
-        grep -xE '[0-9]+ passed, [0-9]+ failed, [0-9]+ skipped' | tr -cd '0-9 ')
-    set -- $counts
-    passed=$((passed + ${1:-0})) failed=$((failed + ${2:-1}))
-else
-    fail "dev/test/style.cpp does not build"
-fi
-
 # What the top level may hold; what git ignores or does not know is the user's own.
 top_level() {
     local known='train_gpt2\.cu?|test_gpt2\.cu|Makefile|README\.md|LICENSE|data|dev'
@@ -64,12 +56,38 @@ top_level() {
     fi
 }
 
-top_level | verdict "top level"
-# What lies beside a clone is the machine's, and the checks' own script alone may know of it.
-if git rev-parse --is-inside-work-tree > /dev/null 2>&1; then
-    git grep -nF '../shared' -- . ':!.ci/run' ':!dev/style.sh' |
-        verdict "no folder outside the clone"
-fi
+layout() {
+    if ${MAKE:-make} -s build/test/style > /dev/null; then
+        build/test/style | tee "$scratch/layout" | sed '$d'
+        counts=$(tail -n 1 "$scratch/layout" |
+            grep -xE '[0-9]+ passed, [0-9]+ failed, [0-9]+ skipped' | tr -cd '0-9 ')
+        set -- $counts
+        passed=$((passed + ${1:-0})) failed=$((failed + ${2:-1}))
+    else
+        fail "dev/test/style.cpp does not build"
+    fi
+    top_level | verdict "top level"
+    # What lies beside a clone is the machine's, and the checks' own script alone may know of it.
+    if git rev-parse --is-inside-work-tree > /dev/null 2>&1; then
+        git grep -nF '../shared' -- . ':!.ci/run' ':!dev/style.sh' |
+            verdict "no folder outside the clone"
+    fi
+    if command -v shellcheck > /dev/null; then
+        shellcheck -S warning data/*.sh dev/*.sh dev/*/*.sh .ci/run |
+            verdict "shellcheck"
+    else
+        skip "shellcheck" "no shellcheck"
+    fi
+}
+
+finish() {
+    echo "$passed passed, $failed failed, $skipped skipped"
+    [ "$failed" -eq 0 ]
+    exit
+}
+
+[[ $part != *main* ]] || layout
+[[ $part = *rest* ]] || finish
 
 # --- Compilers and lint ---------------------------------------------------------------------------
 
@@ -160,16 +178,6 @@ if [ -f train_gpt2.c ]; then
             -Wno-unused-function -fsyntax-only "$file"
     done
 fi
-for file in dev/test/*.cpp; do
-    builds "$file" "$CXX" $as_cpp $MARCH $OMP $warnings -Wno-unknown-pragmas -Wno-unused-function \
-        -fsyntax-only "$file"
-done
-if command -v shellcheck > /dev/null; then
-    shellcheck -S warning data/*.sh dev/*.sh dev/*/*.sh .ci/run |
-        verdict "shellcheck"
-else
-    skip "shellcheck" "no shellcheck"
-fi
 wait
 for tool in clang-tidy cppcheck; do
     if ! command -v $tool > /dev/null; then
@@ -179,5 +187,4 @@ for tool in clang-tidy cppcheck; do
     fi
 done
 
-echo "$passed passed, $failed failed, $skipped skipped"
-[ "$failed" -eq 0 ]
+finish

@@ -1,45 +1,212 @@
 #!/usr/bin/env bash
-# Every test this machine can run: `make test`. Style first, then the programs; each prints as its
-# last line `N passed, N failed, N skipped`, and the last line here is their sum. Exit status 1 on
-# any failure. MAKE, CC, CXX, SAN (empty: no sanitizers), NVCC, CUDA_HEADERS and GPU (empty: none)
-# and TESTS, the programs that run by themselves, come from make; with BUILD_ONLY=yes nothing is
-# run.
+# Builds and runs the tests: `make test`. Two parts, the second with ALL=1 only:
+#   main   the layout of the sources, every chapter's unit tests, every kernel on the emulated
+#          device, the main cases of what drives the built programs
+#   rest   the same under sanitizers, GPUs without bf16, kernels compiled for other GPUs, other
+#          compilers and lint, and the tests that are marked REST
+# ALL=main or ALL=rest runs one part alone, so that ALL=1 is both. FULL=1 is ALL=1 with every case
+# of the products that tests otherwise sample (dev/test/harness.h).
+#
+# As many programs at a time as there are cores. Each prints `N passed, N failed, N skipped` as its
+# last line, and the last line here is their sum; the ten slowest tests stand above it. Exit status
+# 1 on any failure. MAKE, CC, CXX, SAN (empty: no sanitizers), NVCC, CUDA_HEADERS and GPU (empty:
+# none) come from make; with BUILD_ONLY=yes nothing is run.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 export OMP_WAIT_POLICY=passive    # where other work goes on, spinning threads stand in its way
+TIMEFORMAT='%1R %1U %1S'
 MAKE=${MAKE:-make}
-WIDTH=${WIDTH:-2}                 # programs at a time: most use one core
+WIDTH=${WIDTH:-$(nproc)}          # programs at a time
 passed=0 failed=0 skipped=0
-names=() shown=0                  # what was started, and how many of these are printed
 mkdir -p build
 logs=$(mktemp -d build/test.XXXXXX) || exit 1
 trap 'rm -rf "$logs"' EXIT
 # shellcheck disable=SC2046  # numbers
 trap 'kill $(jobs -p) 2> /dev/null; exit 130' INT TERM
+: > "$logs/failed"
+: > "$logs/slow"
+
+is_set() { [ -n "$1" ] && [ "$1" != 0 ]; }
+parts=main
+! is_set "${ALL-}${FULL-}" || parts="main rest"
+case ${ALL-} in main | rest) parts=$ALL ;; esac
+
+# --- What there is to run -------------------------------------------------------------------------
+
+rows=()    # part | name | what make builds for it; +nvcc: what it needs besides | command
+
+# row PART NAME "TARGETS" COMMAND...
+row() { rows+=("$1|$2|$3|${*:4}"); }
+
+# driver PART DRIVER PROGRAM [TEST...]: what drives a built program from outside; no names: all,
+# those that are marked REST in the second part.
+driver() {
+    row "$1" "$2 ${3#build/}${4+ $4 ...}" "build/test/$2 train_gpt2 $3" \
+        "build/test/$2 --program ${*:3}"
+    if [ "$1 $#" = "main 3" ] && grep -q '| REST}' "dev/test/$2.cpp"; then
+        row rest "$2 ${3#build/}, REST" "build/test/$2 train_gpt2 $3" \
+            "env ALL=rest build/test/$2 --program $3"
+    fi
+}
+
+# The slow ones first, so that no core waits for them at the end.
+row main test_gpt2cu_cpu build/test_gpt2cu_cpu build/test_gpt2cu_cpu
+driver main ranks train_gpt2cu_cpu
+driver main gpu_program train_gpt2cu_cpu
+row main test_gpt2 build/test_gpt2 build/test_gpt2
+row main test_gpt2_double build/test_gpt2_double build/test_gpt2_double
+for driver in training options checkpoints interrupts model_files evaluate generate; do
+    driver main $driver train_gpt2
+done
+driver main training train_gpt2cu_cpu micro_batches validation homes
+row main tools "train_gpt2 data/tokenize data/stories" dev/test/tools.sh
+row main machines "" dev/test/machines.sh main
+row main fuzz "build/fuzz_replay train_gpt2 data/tokenize" dev/fuzz/run.sh replay
+row main style build/test/style dev/style.sh main
+row main test_cuda_cpu build/test_cuda_cpu build/test_cuda_cpu
+row main cuda_example build/cuda_example dev/cuda_cpu/example.sh build/cuda_example
+row main harness build/test/harness build/test/harness
+row main formats build/test/formats build/test/formats
+row main "kernels of sm_80" "build/test/sass ${NVCC:+build/sm_80.log}" kernels 80
+# What the emulated runs check, on the GPU itself.
+row main test_gpt2cu build/test_gpt2cu build/test_gpt2cu
+driver main gpu_program train_gpt2cu
+
+row rest test_gpt2cu_cpu_asan build/test_gpt2cu_cpu_asan build/test_gpt2cu_cpu_asan
+driver rest gpu_program build/train_gpt2cu_cpu_asan gpu_bad gpu_start gpu_comm gpu_eval gpu_check
+driver rest ranks build/train_gpt2cu_cpu_asan ranks_ref ranks_fault
+row rest test_gpt2_asan build/test_gpt2_asan build/test_gpt2_asan
+for driver in options checkpoints interrupts evaluate generate model_files; do
+    driver rest $driver build/train_gpt2_asan
+done
+driver rest training build/train_gpt2_asan overfit homes
+driver rest training build/train_gpt2_double overfit
+row rest formats_asan build/test/formats_asan build/test/formats_asan
+row rest test_cuda_cpu_asan build/test_cuda_cpu_asan build/test_cuda_cpu_asan
+row rest "style, other compilers" "" dev/style.sh rest
+row rest "machines, gpu_check.sh" "${CUDA_HEADERS:+train_gpt2cu_cpu}" dev/test/machines.sh rest
+row rest gpu_check "${CUDA_HEADERS:+train_gpt2cu_cpu}" dev/test/gpu_check.sh
+row rest bench_cuda build/bench_profile bench_cuda 90
+row rest "bench_cuda sm_75" build/bench_profile bench_cuda 75
+row rest profile_cuda build/bench_profile profile_cuda
+# A GPU without bf16: whatever names a type asks first.
+tests="gpu_gradients_16 gpu_steps gpu_offload_mixed gpu_gaps"
+! is_set "${FULL-}" || tests=
+row rest "test_gpt2cu_cpu sm_75" build/test_gpt2cu_cpu env EMU_CC=75 build/test_gpt2cu_cpu $tests
+row rest "gpu_program sm_75" "build/test/gpu_program train_gpt2cu_cpu" \
+    env EMU_CC=75 build/test/gpu_program gpu_commands gpu_eval gpu_checkpoints
+for arch in 75 89 90a 100 120; do
+    row rest "kernels of sm_$arch" "build/test/sass build/sm_$arch.log" kernels $arch
+done
+[ -n "${GPU-}" ] || row rest "nvcc, build/test_gpt2cu" +nvcc nvcc_links
+
+# The GPU's benchmark on a tiny model: a line for each kernel and product, none that is not finite.
+bench_cuda() {    # bench_cuda CAPABILITY: before 80 in fp16
+    local lines
+    lines=$(EMU_CC=$1 build/bench_profile --tsv -n 1 -e l1h1c16t16 -b 2 | grep -v '^#' |
+        awk -F'\t' 'NF == 6 && $3 + 0 > 0 && $3 + 0 < 1e9' | wc -l)
+    if [ "$lines" -eq 32 ]; then
+        echo "bench_cuda  sm_$1, $lines kernels and products  ok"
+        echo "1 passed, 0 failed, 0 skipped"
+    else
+        echo "bench_cuda  sm_$1, $lines kernels and products, 32 wanted  FAILED"
+        echo "0 passed, 1 failed, 0 skipped"
+    fi
+}
+
+# Bytes that each kernel asks for in device memory beside those that it needs.
+profile_cuda() {
+    local lines
+    EMU_PROFILE=1 build/bench_profile -e l1h12c768t128 -b 2 2> build/profile.log |
+        grep '^profile' > build/profile.txt
+    cat build/profile.txt build/profile.log
+    lines=$(grep -c ' ok ' build/profile.txt)
+    echo "$lines passed, $((12 - lines)) failed, 0 skipped"
+}
+
+# The machine code of one GPU's kernels, compiled without a warning, against its budgets; without
+# nvcc only that every kernel has a budget.
+kernels() {
+    NVDISASM=${NVDISASM-$(PATH=$PATH:$(dirname "${NVCC:-.}") command -v nvdisasm)} \
+        build/test/sass --gpu "$1"
+}
+
+# The tests for a GPU that is not here: nvcc takes them and finds its libraries.
+nvcc_links() {
+    $MAKE -s build/test_gpt2cu ARCH=90a && echo "1 passed, 0 failed, 0 skipped"
+}
+
+# --- Building -------------------------------------------------------------------------------------
+
+# lacks TARGET: what this machine does not have for it, if anything.
+lacks() {
+    case $1 in
+        *asan) [ -n "${SAN-yes}" ] || echo "${CXX:-the compiler} has no sanitizers" ;;&
+        *cu_cpu* | *cuda* | build/bench_profile)
+            [ -n "${CUDA_HEADERS-}" ] || echo "no headers of CUDA" ;;
+        +nvcc) [ -n "${NVCC-}" ] || echo "no nvcc" ;;
+        build/sm_*)
+            local arch=${1//[!0-9]/}
+            if [ -z "${NVCC-}" ]; then
+                echo "no nvcc"
+            elif ! "$NVCC" --list-gpu-code | grep -q "^sm_$arch"; then
+                echo "this nvcc does not know sm_$arch"
+            fi ;;
+        *gpt2cu) [ -n "${NVCC-}" ] || echo "no nvcc"; [ -n "${GPU-}" ] || echo "no GPU" ;;
+    esac
+}
+
+# build TARGET...: all at once on all cores. A line when one is begun; what compilers say; and
+# $broken names what could not be built.
+build() {
+    local jobs=-j$WIDTH
+    [[ ${MAKEFLAGS:-} =~ (^| )-j ]] && jobs=    # make's own caller has said how many
+    (
+        LC_ALL=C $MAKE -s -k --trace $jobs "$@" 2>&1 >&3 3>&- | tee "$logs/errors" >&2
+        exit "${PIPESTATUS[0]}"
+    ) 3>&1 | sed -un "s/^Makefile:[0-9]*: [a-z ]*target '\([^']*\)'.*/build  \1/
+        /^build  \(build\/flags\|build\/gpu\|.*data\)$/d; /^build  /p; /^data/p"
+    [ "${PIPESTATUS[0]}" -ne 0 ] || return 0
+    broken=$(sed -n "s/.*\*\*\* \[[^ ]* \(.*\)\] Error.*/\1/p; s/.*Target '\(.*\)' not rem.*/\1/p
+        s/.*No rule to make target '\([^']*\)'.*/\1/p" "$logs/errors")
+    [ -n "$broken" ] || broken=$(printf '%s\n' "$@")
+}
+
+# --- Running --------------------------------------------------------------------------------------
+
+names=() shown=()    # what was started, and whether it is printed
 
 # run NAME COMMAND...: starts it once fewer than WIDTH are running, and prints what has ended.
 run() {
     local log=$logs/${#names[@]}
-    [ -z "${BUILD_ONLY-}" ] || [[ $2 = cuda_compile || $2 = skipped ]] || return 0
     while [ "$(jobs -pr | wc -l)" -ge "$WIDTH" ]; do
         wait -n
     done
-    names+=("$1")
-    shift
-    { "$@" > "$log" 2>&1; echo $? > "$log.status"; } &
     show
+    echo "run    $1"
+    names+=("$1") shown+=("")
+    shift
+    { { time "$@" > "$log" 2>&1; } 2> "$log.time"; echo $? > "$log.status"; } &
 }
 
-# Prints what has ended, in the order of starting, and adds up the counts of the last lines; a
-# program that ends without one, or badly although it counted no failure, is a failure itself. What
-# failed is kept for the end, where a log that was cut short still has it.
+# Prints what has ended and adds up the counts of the last lines; a program that ends without one,
+# or badly although it counted no failure, is a failure itself. What failed is kept for the end,
+# where a log that was cut short still has it. A test's line ends in its time if that is a second
+# or more; a program without such lines is a test itself.
 show() {
-    local name log status counts before
-    while [ -s "$logs/$shown.status" ]; do
-        name=${names[shown]} log=$logs/$shown status=$(< "$logs/$shown.status")
-        shown=$((shown + 1)) before=$failed
-        printf '\n=== %s\n' "$name"
+    local i name log status counts before wall user system
+    for i in "${!names[@]}"; do
+        log=$logs/$i name=${names[i]}
+        [ -z "${shown[i]}" ] && [ -s "$log.status" ] || continue
+        status=$(< "$log.status") shown[i]=yes before=$failed
+        read -r wall user system < <(tail -n 1 "$log.time")
+        printf '\n=== %s  (%s s, processor %s s)\n' "$name" "$wall" \
+            "$(awk "BEGIN { printf \"%.1f\", $user + $system }")"
         cat "$log"
+        grep -E ' \([0-9.]+ s, processor [0-9.]+ s\)$' "$log" |
+            sed -E "s|^([^ ]+) .*\(([0-9.]+) s, (.*)\)$|\2 s  \1  (\3)  $name|" > "$log.slow"
+        [ -s "$log.slow" ] || echo "$wall s  $name" > "$log.slow"
+        cat "$log.slow" >> "$logs/slow"
         counts=$(tail -n 1 "$log" | grep -xE '[0-9]+ passed, [0-9]+ failed, [0-9]+ skipped' |
             tr -cd '0-9 ')
         # shellcheck disable=SC2086  # three words
@@ -56,163 +223,62 @@ show() {
     done
 }
 
-# build TARGET...: status 1, and a failure, when it does not build.
-build() {
-    $MAKE -s "$@" && return
-    echo "$*: FAILED (does not build)" | tee -a "$logs/failed"
-    failed=$((failed + 1))
-    return 1
-}
-
-skipped() { printf '%s: skipped (%s)\n0 passed, 0 failed, 1 skipped\n' "$1" "$2"; }
-skip() { run "$1" skipped "$1" "$2"; }
-
-# Every GPU's kernels compile without a warning.
-cuda_compile() {
-    local ok=0 bad=0 arch
-    for arch in $archs; do
-        if $MAKE -s build/sm_$arch.log; then
-            ok=$((ok + 1)) && echo "nvcc  sm_$arch  ok"
+# perform PART: builds what its rows need, then runs them.
+perform() {
+    local row part name targets command why target began=$SECONDS rest=() all=()
+    broken=
+    for row in "${rows[@]}"; do
+        IFS='|' read -r part name targets command <<< "$row"
+        [ "$part" = "$1" ] || continue
+        why=
+        for target in $targets; do
+            why=${why:-$(lacks "$target" | head -n 1)}
+        done
+        if [ -n "$why" ]; then
+            printf 'skip   %s: skipped (%s)\n' "$name" "$why"
+            skipped=$((skipped + 1))
         else
-            bad=$((bad + 1)) && echo "nvcc  sm_$arch  FAILED"
+            rest+=("$row")
+            # shellcheck disable=SC2206  # words
+            all+=(${targets/+*/})
         fi
     done
-    if [ -z "${GPU-}" ]; then    # with a GPU it is built for that one, and run
-        if $MAKE -s build/test_gpt2cu ARCH=90a; then
-            ok=$((ok + 1)) && echo "nvcc  build/test_gpt2cu  ok"
-        else
-            bad=$((bad + 1)) && echo "nvcc  build/test_gpt2cu  FAILED"
+    mapfile -t all < <(printf '%s\n' "${all[@]}" | awk '!seen[$0]++')
+    build "${all[@]}"
+    for row in "${rest[@]}"; do
+        IFS='|' read -r part name targets command <<< "$row"
+        why=
+        for target in $targets; do
+            [[ $'\n'"$broken"$'\n' != *$'\n'"$target"$'\n'* ]] || why=$target
+        done
+        if [ -n "$why" ]; then
+            echo "$name: FAILED ($why does not build)" | tee -a "$logs/failed"
+            failed=$((failed + 1))
+        elif [ -z "${BUILD_ONLY-}" ]; then
+            # shellcheck disable=SC2086  # words
+            run "$name" $command
         fi
-    fi
-    echo "$ok passed, $bad failed, 0 skipped"
+    done
+    while [ -n "$(jobs -pr)" ]; do
+        wait -n
+        show
+    done
+    wait
+    show
+    times > "$logs/times"    # of the shell, and of all that it has waited for
+    printf '\n=== %s: %s s on %s cores; of processors since the start %s s\n' "$1" \
+        $((SECONDS - began)) "$(nproc)" \
+        "$(tr 'ms' '  ' < "$logs/times" | awk '{ s += 60 * ($1 + $3) + $2 + $4 } END { print s }')"
 }
 
-# The GPU's benchmark on a tiny model: a line for each kernel and product, none that is not finite.
-bench_cuda() {    # bench_cuda CAPABILITY: before 80 in fp16
-    local lines
-    lines=$(EMU_CC=$1 build/bench_cuda_cpu --tsv -n 1 -e l1h1c16t16 -b 2 | grep -v '^#' |
-        awk -F'\t' 'NF == 6 && $3 + 0 > 0 && $3 + 0 < 1e9' | wc -l)
-    if [ "$lines" -eq 32 ]; then
-        echo "bench_cuda  sm_$1, $lines kernels and products  ok"
-        echo "1 passed, 0 failed, 0 skipped"
-    else
-        echo "bench_cuda  sm_$1, $lines kernels and products, 32 wanted  FAILED"
-        echo "0 passed, 1 failed, 0 skipped"
-    fi
-}
-
-# Bytes that each kernel asks for in device memory beside those that it needs.
-profile_cuda() {
-    local lines
-    # shellcheck disable=SC2086  # words
-    $CXX -std=c++17 -O1 -fsanitize=thread -w -ffp-contract=off -Idev/cuda_cpu ${CUDA_INCLUDE-} \
-        -x c++ -c dev/bench.cu -o build/bench_profile.o &&
-        $CXX build/bench_profile.o -o build/bench_profile -lm || return 1
-    EMU_PROFILE=1 build/bench_profile -e l1h12c768t128 -b 2 2> build/profile.log |
-        grep '^profile' > build/profile.txt
-    cat build/profile.txt build/profile.log
-    lines=$(grep -c ' ok ' build/profile.txt)
-    echo "$lines passed, $((12 - lines)) failed, 0 skipped"
-}
-
-run style dev/style.sh
-# What drives a built program from outside: the driver, the program, the tests (none: all).
-# Programs with sanitizers run what is about memory and files, not what takes long to learn.
-drives="options       train_gpt2
-        checkpoints   train_gpt2
-        interrupts    train_gpt2
-        evaluate      train_gpt2
-        generate      train_gpt2
-        model_files   train_gpt2
-        training      train_gpt2
-        options       build/train_gpt2_asan
-        checkpoints   build/train_gpt2_asan
-        interrupts    build/train_gpt2_asan
-        evaluate      build/train_gpt2_asan
-        generate      build/train_gpt2_asan
-        model_files   build/train_gpt2_asan
-        training      build/train_gpt2_asan        overfit homes
-        training      build/train_gpt2_double      overfit
-        training      train_gpt2cu_cpu             micro_batches validation homes
-        gpu_program   train_gpt2cu_cpu
-        ranks         train_gpt2cu_cpu
-        ranks         build/train_gpt2cu_cpu_asan  ranks_ref ranks_fault
-        gpu_program   build/train_gpt2cu_cpu_asan  gpu_bad gpu_start gpu_comm gpu_eval gpu_check"
-archs="75 80 89 90a 100 120"
-
-# Everything at once on all cores, in silence; what fails is built again below, aloud. Without the
-# headers of CUDA, what needs them would end the whole of it.
-jobs=-j$(nproc)
-[[ ${MAKEFLAGS:-} =~ (^| )-j ]] && jobs=
-# shellcheck disable=SC2086  # words
-targets=$(printf '%s\n' train_gpt2 data/tokenize data/stories build/fuzz_replay
-    printf 'build/%s\n' $TESTS
-    awk '{ print "build/test/" $1 "\n" $2 }' <<< "$drives" | sort -u
-    echo build/test/sass)
-[ -n "${CUDA_HEADERS-}" ] || targets=$(grep -v cu <<< "$targets")
-# shellcheck disable=SC2086  # words
-$MAKE -s -k $jobs $targets ${NVCC:+$(printf 'build/sm_%s.log ' $archs)} > /dev/null 2>&1
-
-# can_build PROGRAM: status 1, and a skip, when this machine lacks what it needs.
-can_build() {
-    if [[ $1 == *asan ]] && [ -z "${SAN-yes}" ]; then
-        skip "$1" "${CXX:-the compiler} has no sanitizers"
-    elif [[ $1 == *cu* ]] && [ -z "${CUDA_HEADERS-}" ]; then
-        skip "$1" "no headers of CUDA"
-    else
-        return 0
-    fi
-    return 1
-}
-
-[ -z "${CUDA_HEADERS-}" ] || build train_gpt2cu_cpu
-run machines dev/test/machines.sh
-build train_gpt2 data/tokenize data/stories && run tools dev/test/tools.sh
-build build/fuzz_replay train_gpt2 data/tokenize && run fuzz dev/fuzz/run.sh replay
-for program in $TESTS; do
-    can_build $program && build build/$program && run $program build/$program
+for part in $parts; do
+    ALL=${part/rest/1} perform $part
 done
-while read -r driver program names <&3; do
-    # shellcheck disable=SC2086  # words
-    can_build $program && build build/test/$driver train_gpt2 $program &&
-        run "$driver ${program#build/}" build/test/$driver --program $program $names
-done 3<<< "$drives"
-if [ -z "${CUDA_HEADERS-}" ]; then
-    skip cuda_example "no headers of CUDA"
-    skip "bench_cuda, profile_cuda" "no headers of CUDA"
-else
-    build build/cuda_example && run cuda_example dev/cuda_cpu/example.sh build/cuda_example
-    build build/bench_cuda_cpu && run bench_cuda bench_cuda 90 &&
-        run "bench_cuda sm_75" bench_cuda 75
-    run profile_cuda profile_cuda
-    # A GPU without bf16: whatever names a type asks first. With FULL=1 all tests.
-    tests="gpu_gradients_16 gpu_steps gpu_offload_mixed gpu_gaps"
-    [ -z "${FULL-}" ] || tests=
-    # shellcheck disable=SC2086  # words
-    build build/test_gpt2cu_cpu && run "test_gpt2cu_cpu sm_75" env EMU_CC=75 \
-        build/test_gpt2cu_cpu $tests
-    build build/test/gpu_program train_gpt2cu_cpu && run "gpu_program sm_75" env EMU_CC=75 \
-        build/test/gpu_program gpu_commands gpu_eval gpu_checkpoints
-fi
-if [ -z "${NVCC-}" ]; then
-    skip cuda_compile "no nvcc"
-else
-    run cuda_compile cuda_compile
-fi
-# The machine code that they became; without nvcc only that every kernel has a budget.
-export NVDISASM=${NVDISASM-$(PATH=$PATH:$(dirname "${NVCC:-.}") command -v nvdisasm)}
-build build/test/sass && run sass build/test/sass
-# What the emulated runs above checked, on the GPU itself.
-if [ -z "${NVCC-}" ] || [ -z "${GPU-}" ]; then
-    skip "test_gpt2cu, gpu_program" "no $([ -n "${NVCC-}" ] && echo GPU || echo nvcc)"
-else
-    build build/test_gpt2cu && run test_gpt2cu build/test_gpt2cu
-    build build/test/gpu_program train_gpt2 train_gpt2cu &&
-        run "gpu_program train_gpt2cu" build/test/gpu_program --program train_gpt2cu
-fi
-wait
-show
 [ ! -s "$logs/failed" ] || { printf '\n=== what failed\n' && cat "$logs/failed"; }
+if [ -s "$logs/slow" ]; then
+    printf '\n=== the slowest\n'
+    sort -rn "$logs/slow" | head -n 10
+fi
 echo
 echo "$passed passed, $failed failed, $skipped skipped"
 [ "$failed" -eq 0 ]

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The project on a bare machine: what it can do without is hidden, and everything is built and run.
 #
-#   dev/test/bare.sh               all of HIDE at once: make test; then one at a time: all is built
+#   dev/test/bare.sh               all of HIDE at once: make test ALL=1; then each: all is built
 #   dev/test/bare.sh COMMAND...    that command alone with all of HIDE hidden, say: make style
 #
 #   HIDE="onednn clang clang-tidy cppcheck shellcheck python3 downloads vocab mirror mpi nvcc
@@ -119,12 +119,12 @@ hide $HIDE
 if [ $# -gt 0 ]; then
     call "$*" "$@"
 else
-    call "all hidden: make test" make test
+    call "all hidden: make test ALL=1" make test ALL=1
     # What a hidden thing changes no flag of is not built again, but for what is quick to build.
     for name in $HIDE; do
         hide "$name"
         (cd "$scratch/clone" && rm -f train_gpt2 data/tokenize build/{bench_cpu,bench_files,dump})
-        call "$name hidden: all is built" make test BUILD_ONLY=yes
+        call "$name hidden: all is built" make test ALL=1 BUILD_ONLY=yes
         call "$name hidden: benchmarks are built" make -s build/{bench_cpu,bench_files,dump}
     done
 fi

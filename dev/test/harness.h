@@ -14,6 +14,11 @@
 //     --program PATH   the built program to drive, where the tests drive one
 // Its last line is `N passed, N failed, N skipped`; exit status 0 only when nothing failed.
 //
+// ALL and FULL, each set if neither empty nor 0, say how much is run: ALL the tests marked REST as
+// well, and with the values `main` and `rest` one part alone; FULL all cases of a product that a
+// test otherwise samples, and the tests marked REST. A name on the command line picks its test from
+// either part.
+//
 // What it refuses to be: lenient. NaN fails everywhere, a test that dies or hangs has failed, and
 // one that cannot run here says why.
 
@@ -49,6 +54,9 @@ typedef std::string Text;
 typedef std::vector<Text> Words;
 enum { LIMIT_S = 300, SHOWN = 5, FAILED = 76, SKIPPED = 77 };
 
+// REST, beside any other bit: runs only in the part that ALL=1 adds.
+enum { REST = 1 << 16 };
+
 struct Test {
     const char *name;
     void (*function)();
@@ -66,17 +74,28 @@ inline struct {
     Text where;
 } worst = {0, 0, -1, ""};
 
-// Seconds after which a test is ended: what FULL=1 draws takes longer. 0: never.
-inline unsigned limit_s() {
-    const char *full = getenv("FULL");
-    return stays_here ? 0 : full && strcmp(full, "1") == 0 ? 3600 : LIMIT_S;
+// Is a variable such as FULL set?
+inline bool is_set(const char *name) {
+    const char *value = getenv(name);
+    return value && *value && strcmp(value, "0") != 0;
 }
 
+inline bool is_full() { return is_set("FULL"); }
+
+// How many cases a test takes: `sample`, or `all` of them with FULL=1.
+inline int full_or(int sample, int all) { return is_full() ? all : sample; }
+
+// Seconds after which a test is ended: what FULL=1 draws takes longer. 0: never.
+inline unsigned limit_s() { return stays_here ? 0 : (unsigned)full_or(LIMIT_S, 3600); }
+
 __attribute__((format(printf, 1, 2))) inline Text text(const char *format, ...) {
-    char out[1024];
-    va_list args;
+    va_list args, again;
     va_start(args, format);
-    vsnprintf(out, sizeof out, format, args);
+    va_copy(again, args);
+    const int size = vsnprintf(NULL, 0, format, args);
+    Text out(size < 0 ? 0 : (size_t)size, '\0');
+    vsnprintf(&out[0], out.size() + 1, format, again);
+    va_end(again);
     va_end(args);
     return out;
 }
@@ -267,12 +286,16 @@ inline Outcome program(const Text &arguments, const std::function<void()> &befor
 // Is it built with sanitizers? Then memory it may take, and its speed, are no measure of it.
 inline int has_sanitizers() { return tested.find("asan") != Text::npos; }
 
-// Waits until `done`, at most 20 seconds.
-inline void wait_until(const std::function<bool()> &done) {
-    for (int wait = 0; wait < 20000 && !done(); wait++) {
-        usleep(1000);
+// Waits until `done`; after `limit` seconds the test has failed, and goes on.
+inline void wait_until_at(const char *file, int line, const char *what,
+                          const std::function<bool()> &done, double limit = 60) {
+    for (const double began = wall_ms(); !done(); usleep(1000)) {
+        if (wall_ms() - began > limit * 1e3) {
+            return fail(file, line, text("not within %g s: %s", limit, what));
+        }
     }
 }
+#define wait_until(...) wait_until_at(__FILE__, __LINE__, #__VA_ARGS__, __VA_ARGS__)
 
 // Ended in one line on stderr that holds `words`, status 1, and no sanitizer's report.
 inline void refused_at(const char *file, int line, const Outcome &o, const Text &words,
@@ -320,10 +343,18 @@ inline void print_again(const Text &command, const Test *t) {
            t->name);
 }
 
+// Seconds of processors that the tests so far took, with all that they started.
+inline double processor_s() {
+    struct rusage used = {};
+    getrusage(RUSAGE_CHILDREN, &used);
+    return (double)(used.ru_utime.tv_sec + used.ru_stime.tv_sec) +
+           (double)(used.ru_utime.tv_usec + used.ru_stime.tv_usec) * 1e-6;
+}
+
 // One test in a process of its own; its exit status: 0, FAILED or SKIPPED from a test that came to
 // its end, anything else is a failure too.
 inline int run_apart(const Test *t, const Text &again) {
-    double began = wall_ms();
+    const double began = wall_ms(), busy_before = processor_s();
     fflush(NULL);
     pid_t pid = fork();
     if (pid == 0) {
@@ -341,8 +372,8 @@ inline int run_apart(const Test *t, const Text &again) {
     } else if (code != 0 && code != FAILED) {
         printf("%-22s exit status %d  FAILED", t->name, code);
     }
-    double seconds = (wall_ms() - began) * 1e-3;
-    printf("%s\n", seconds >= 1 ? text("  (%.1f s)", seconds).c_str() : "");
+    const double seconds = (wall_ms() - began) * 1e-3, busy = processor_s() - busy_before;
+    printf("%s\n", seconds >= 1 ? text("  (%.1f s, processor %.1f s)", seconds, busy).c_str() : "");
     if (code != 0 && code != SKIPPED) {
         print_again(again, t);
     }
@@ -401,7 +432,11 @@ inline Asked harness_options(int argc, char **argv) {
 }
 
 inline int is_asked_for(const Test *t, const Asked *asked) {
-    int wanted = asked->names.empty();
+    const char *all = getenv("ALL");
+    const Text part = all ? all : "";
+    const bool both = part != "main" && (is_set("ALL") || is_full());
+    int wanted = asked->names.empty() &&
+                 (t->runs & REST ? part == "rest" || both : part != "rest");
     for (const Text &name : asked->names) {
         wanted |= strncmp(t->name, name.c_str(), name.size()) == 0;
     }
@@ -448,7 +483,7 @@ inline int harness_main(int argc, char **argv, const Test *tests, size_t count,
         return 0;
     }
     remove_folder(scratch);
-    if (passed + failed + skipped == 0) {
+    if (passed + failed + skipped == 0 && !asked.names.empty()) {
         fprintf(stderr, "%s: no test is named so; --list names them\n", argv[0]);
         return 1;
     }

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Tests of the Makefile and of dev/gpu_check.sh on machines that are not this one: small scripts
 # stand in for nvcc, nvidia-smi and compute-sanitizer and write down how they were called. One line
-# a test, last line `N passed, N failed, N skipped`.
+# a test, last line `N passed, N failed, N skipped`. With the argument `main` the Makefile's tests
+# alone, with `rest` dev/gpu_check.sh's.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 root=$PWD
@@ -23,6 +24,7 @@ cat > "$toolkit/bin/nvcc" << 'END'
 #!/bin/sh
 echo "$*" >> "$CALLS"
 [ -z "${NVCC_FAILS-}" ] || { echo "error: planted"; exit 1; }
+case "$*" in *tokenize.c*) [ -z "${SLOW-}" ] || sleep "$SLOW" ;; esac
 while [ $# -gt 0 ]; do
     if [ "$1" = -o ]; then printf '#!/bin/sh\necho 450\n' > "$2" && chmod +x "$2"; fi
     shift
@@ -63,6 +65,7 @@ make_there() {
     calls=$(cat "$CALLS")
 }
 
+check_makefile() {
 make_there train_gpt2cu
 verdict "no GPU: make train_gpt2cu" $status "$said"
 says "no GPU: sm_80 and PTX" \
@@ -133,10 +136,63 @@ make_there -n train_gpt2cu_cpu CUDA_HEADERS=yes NVCC=/usr/bin/nvcc
 says_not "/usr/include is not named" "-isystem /usr/include" "$said"
 said=$(cd "$clone" && make -n train_gpt2cu_cpu mpi= CUDA_HEADERS=yes NVCC= 2>&1)
 says_not "no nvcc, no folder" "-isystem" "$said"
+mkdir "$scratch/a b" && cp -r "$toolkit" "$scratch/a b/"
+PATH="$scratch/a b/toolkit/bin:$PATH"
+said=$(cd "$clone" && make -n build/sm_80.log NCCL= mpi= 2>&1)
+says "nvcc in a path with a space is reached through a link" \
+    "$clone/build/cuda/bin/nvcc -std=.* -gencode" "$said"
+equal=$(readlink "$clone/build/cuda")
+[ "$equal" = "$scratch/a b/toolkit" ]
+verdict "... to its toolkit" $? "$equal"
+PATH=${PATH#*:}
+# What make -n prints it does not do.
+said=$(cd "$clone" && timeout 20 make -n test style 2>&1)
+says "make -n test" "dev/deps.sh test.*dev/test.sh" "$(tr '\n' ' ' <<< "$said")"
+says_not "make -n test starts no test" "passed|build  " "$said"
+# Two makes build data/tokenize where there is no data: each under a name of its own.
+rm -f "$clone"/data/{some.bin,tokenize,stories} "$clone/train_gpt2"
+SLOW=3 DATA_MIRROR=$scratch/absent make_there -s -j2 train_gpt2 data/tokenize CC="$toolkit/bin/nvcc"
+parts=$(grep -o 'data/tokenize[^ ]*part' <<< "$calls")
+[ "$(sort -u <<< "$parts" | wc -l)" -eq "$(wc -l <<< "$parts")" ] && [ -n "$parts" ]
+verdict "make -j without data: one name for each data/tokenize" $? "$parts"
+touch "$clone/data/some.bin"
+mkdir -p "$clone/build"
+printf '#!/bin/sh\necho 1 2 3; kill -SEGV $$\n' > "$clone/build/bench_cpu"
+ln -s "$(type -P true)" "$clone/build/bench_files"
+chmod +x "$clone/build/bench_cpu"
+make_there -o build/bench_cpu -o build/bench_files bench
+[ $status -ne 0 ] && [[ $said = *"1 2 3"* ]]
+verdict "make bench: a crash is an error" $? "status $status, $said"
+# dev/deps.sh on a machine without a tool, as a user and as root; apt-get only writes that down.
+mkdir "$scratch/apt" && ln -s "$(type -P env)" "$(type -P bash)" "$(type -P timeout)" "$scratch/apt"
+for tool in gcc g++ make curl mpicc mpirun apt-get sudo; do
+    printf '#!/bin/sh\necho "%s $*" >> "$CALLS"\n' $tool > "$scratch/apt/$tool"
+done
+printf '#!/bin/sh\necho $ID\n' > "$scratch/apt/id" && chmod +x "$scratch"/apt/*
+for id in 1000 0; do
+    : > "$CALLS"
+    said=$(ID=$id PATH=$scratch/apt bash dev/deps.sh test 2>&1)
+    if [ $id = 0 ]; then
+        says "deps.sh: root is told what is installed" \
+            $'^deps.sh: apt-get now installs shellcheck, for the check of shell scripts; \n' "$said"
+        says "... and it is" "apt-get .*install -y .*shellcheck" "$(cat "$CALLS")"
+    else
+        says "deps.sh: a user is told what is missing" \
+            "to get it: sudo apt-get install shellcheck" "$said"
+        says "... and nothing is called" "^$" "$(cat "$CALLS")"
+    fi
+done
 make_there -s train_gpt2cu NVCC="$scratch/absent/nvcc"
 [ $status -ne 0 ]
 verdict "no nvcc is an error" $? "$said"
 says "no nvcc: what to do" "deps.sh: no nvcc; the CUDA toolkit: https" "$said"
+}
+
+[ "${1-}" = rest ] || check_makefile
+if [ "${1-}" = main ]; then
+    echo "$passed passed, $failed failed, $skipped skipped"
+    exit $((failed > 0))
+fi
 
 # --- dev/gpu_check.sh -----------------------------------------------------------------------------
 

@@ -55,12 +55,6 @@ static int draw(int low, int high) {  // low..high
     return low + (int)(r[0] % (uint32_t)(high - low + 1));
 }
 
-// How many random settings a test draws: all of them with FULL=1 (`make test FULL=1`).
-static int random_count(int sample, int all) {
-    const char *full = getenv("FULL");
-    return full && strcmp(full, "1") == 0 ? all : sample;
-}
-
 // Settings of a CPU or GPU run, every field within its range.
 static Settings draw_settings() {
     Settings s;
@@ -187,7 +181,7 @@ static int settings_level(const Settings *s, int *blocks) {
 // Asking for less never needs more: a higher level, more blocks of it, a smaller batch, narrower
 // moments, no master; nor does a state that leaves the device.
 static void test_plan_monotone() {
-    const int count = random_count(200, 5000);
+    const int count = full_or(200, 5000);
     for (int n = 0; n < count; n++) {
         Settings s = draw_settings();
         s.logit_rows = std::min(s.logit_rows, s.T);
@@ -820,7 +814,7 @@ static void test_plan_refuse() {
 // room for everything, and more room never makes a slower one; nor is a level for all blocks that
 // fits any faster, but for the one block by which a mixture goes too far.
 static void test_levels_fit() {
-    const int count = random_count(150, 3000);
+    const int count = full_or(150, 3000);
     double worst_price = 0;
     for (int n = 0; n < count; n++) {
         Settings s = draw_settings(), least = s, parsed = s;
@@ -892,7 +886,7 @@ static Text options_replaced(const Text &base, const Text &options) {
 static void test_remedies() {
     static const char *const types[] = {"--dtype fp32", "--dtype bf16", "--moments bf16",
                                         "--moments bf16 -w none", "-w none", "--dtype fp16"};
-    const int count = random_count(40, 1500);
+    const int count = full_or(40, 1500);
     std::vector<Remedy> list(MAX_REMEDIES);
     int cures = 0, several = 0, without = 0;
     for (int n = 0; n < count; n++) {

@@ -101,7 +101,7 @@ static void test_ranks_numbers() {
 // states, whatever the order of streams.
 static void test_ranks_stages() {
     enum { LAST = 3 };
-    const bool full = getenv("FULL") != NULL;  // every order, and level, at every stage
+    const bool full = is_full();  // every order, and level, at every stage
     write_corpus();
     static const struct {
         int ranks, micros;
@@ -643,9 +643,6 @@ static void test_ranks_stopped() {
     expect_success(outcome(parent), "stopped and continued");
 }
 
-// How often a test of random moments is repeated.
-static int rounds(int few, int full) { return getenv("FULL") ? full : few; }
-
 // A run whose output nobody reads for a while, as behind Ctrl-S or `less`, waits and goes on.
 static void test_ranks_unread() {
     write_corpus();
@@ -679,7 +676,7 @@ static void test_ranks_signals() {
     static const struct {
         int rank, signal;  // rank -1: the parent; -2: all together, as Ctrl-C does
     } table[] = {{-2, SIGINT}, {-1, SIGTERM}, {2, SIGUSR1}, {1, SIGINT}, {0, SIGINT}};
-    const int times = rounds(3, 20);
+    const int times = full_or(3, 20);
     int interrupted = 0;
     for (int i = 0; i < times; i++) {
         const auto &row = table[i % 5];
@@ -718,7 +715,7 @@ static void test_ranks_killed() {
     double began = wall_ms();
     run(part, "undisturbed");
     const double whole_ms = wall_ms() - began;
-    const int times = rounds(3, 20);
+    const int times = full_or(3, 20);
     int ended = 0, saved = 0;
     for (int i = 0; i < times; i++) {
         remove_folder("out");
@@ -822,7 +819,7 @@ static void test_ranks_save_killed() {
         {"manifest.json", "config.json"}};
     for (size_t i = 0; i < 3; i++) {
         for (size_t victim = 0; victim < 3; victim++) {
-            if (victim != i && !getenv("FULL")) {
+            if (victim != i && !is_full()) {
                 continue;
             }
             remove_folder("out");
@@ -1156,20 +1153,25 @@ static void test_ranks_late() {
 
 static const Test tests[] = {
     {"ranks_numbers", test_ranks_numbers, 1},   {"ranks_stages", test_ranks_stages, 1},
-    {"ranks_offload", test_ranks_offload, 1},   {"ranks_room", test_ranks_room, 1},
-    {"ranks_mpirun", test_ranks_mpirun, 1},     {"ranks_choices", test_ranks_choices, 1},
-    {"ranks_states", test_ranks_states, 1},     {"ranks_full", test_ranks_full, 1},
-    {"ranks_save_killed", test_ranks_save_killed, 1}, {"ranks_memory", test_ranks_memory, 1},
+    {"ranks_offload", test_ranks_offload, 1 | REST},
+    {"ranks_room", test_ranks_room, 1},
+    {"ranks_mpirun", test_ranks_mpirun, 1 | REST},
+    {"ranks_choices", test_ranks_choices, 1 | REST},
+    {"ranks_states", test_ranks_states, 1 | REST},
+    {"ranks_full", test_ranks_full, 1},
+    {"ranks_save_killed", test_ranks_save_killed, 1 | REST},
+    {"ranks_memory", test_ranks_memory, 1},
     {"ranks_resume", test_ranks_resume, 1},     {"ranks_refused", test_ranks_refused, 1},
     {"ranks_mixed", test_ranks_mixed, 1},       {"ranks_die", test_ranks_die, 1},
     {"ranks_signals", test_ranks_signals, 1},   {"ranks_fault", test_ranks_fault, 1},
     {"ranks_eval", test_ranks_eval, 1},         {"ranks_overlap", test_ranks_overlap, 1},
     {"ranks_first", test_ranks_first, 1},
-    {"ranks_traffic", test_ranks_traffic, 1},   {"ranks_hang", test_ranks_hang, 1},
+    {"ranks_traffic", test_ranks_traffic, 1 | REST},
+    {"ranks_hang", test_ranks_hang, 1},
     {"ranks_hang_mpirun", test_ranks_hang_mpirun, 1},
     {"ranks_stopped", test_ranks_stopped, 1},
     {"ranks_replicas", test_ranks_replicas, 1}, {"ranks_late", test_ranks_late, 1},
-    {"ranks_skip_and_clip", test_ranks_skip_and_clip, 1},
+    {"ranks_skip_and_clip", test_ranks_skip_and_clip, 1 | REST},
     {"ranks_killed", test_ranks_killed, 1},     {"ranks_unread", test_ranks_unread, 1},
     {"ranks_full_log", test_ranks_full_log, 1},
 };

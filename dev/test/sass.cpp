@@ -14,11 +14,16 @@
 // kernel is no template; what no line names is reported and not bound. `sm 80`: a line for that GPU
 // alone; sm_75, which has no bf16, has no other lines.
 //
+// Budgets were recorded with one release of nvcc, whose name the log of a compilation opens with.
+// The code of another release keeps wider ones: it shows a kernel that spills or fills its SM no
+// more, not a few registers.
+//
 // What it refuses to be: a simulator. An instruction is an instruction, however long it takes.
 //
 // Build:  make build/test/sass
 // Run:    build/test/sass           from the top of the repository, after make build/sm_80.log ...;
 //                                   NVDISASM names NVIDIA's disassembler if it is not on the PATH
+//         build/test/sass --gpu 80  that GPU alone
 //         build/test/sass WORD      all figures of the instances whose name holds WORD
 //
 // The disassembler comes with a toolkit; PyPI's nvidia-cuda-nvdisasm holds it alone.
@@ -344,6 +349,23 @@ static bool is_named_by(const Compiled &c, const Budget &b) {
     return c.kernel == b.kernel && starts(c.arguments + ",", want.c_str());
 }
 
+static const char recorded_with[] = "release 13.0,";
+
+static bool is_recorded(const Text &log) {
+    return log.find(" release ") == Text::npos || log.find(recorded_with) != Text::npos;
+}
+
+// What another release of nvcc has to keep: a quarter more of each, a quarter fewer blocks. Of the
+// 182 lines that ptxas 12.0's code was compared with, the furthest beyond its budget had 10 % more
+// registers, 3 % more instructions, 8 bytes spilled, and no block fewer.
+static Budget widened(Budget b) {
+    b.regs = std::min(255, b.regs + b.regs / 4);
+    b.spills += 64;
+    b.blocks = std::max(1, b.blocks * 3 / 4);
+    b.instructions *= 1.25;
+    return b;
+}
+
 static bool is_for(const Budget &b, const Gpu &gpu) {
     return b.arch.empty() ? gpu.has_bf16 : b.arch == gpu.arch;
 }
@@ -415,9 +437,10 @@ struct Planted {
     const char *where, *from, *to;  // in source, log or sass
 };
 
-// Whether everything is as its budget has it, after one replacement.
-static bool planted_is_good(const Planted &p) {
-    Text source = planted_source, log = planted_log, sass = planted_sass;
+// Whether everything is as its budget has it, after one replacement; `release`: of nvcc.
+static bool planted_is_good(const Planted &p, const char *release = "13.0") {
+    Text source = planted_source, sass = planted_sass;
+    Text log = Text("Cuda compilation tools, release ") + release + ", V1\n" + planted_log;
     Text *text = p.where[1] == 'o' ? (p.where[0] == 's' ? &source : &log) : &sass;
     const size_t at = text->find(p.from);
     if (at == Text::npos) {
@@ -430,8 +453,11 @@ static bool planted_is_good(const Planted &p) {
     bool good = read.faults.empty() && read.budgets.size() == 1 && kernels.size() == 1;
     for (const auto &kernel : kernels) {
         bool kept = false;
-        good = good && is_named_by(kernel.second, read.budgets[0]);
-        good = good && (compare(gpus[0], kernel.second, read.budgets[0], &kept), kept);
+        if (good) {
+            const Budget b = is_recorded(log) ? read.budgets[0] : widened(read.budgets[0]);
+            compare(gpus[0], kernel.second, b, &kept);
+            good = kept && is_named_by(kernel.second, b);
+        }
     }
     return good;
 }
@@ -492,12 +518,20 @@ static void report_planted(void) {
         }
     }
     verdict(seen > 0, "sass  " + std::to_string(seen) + " planted faults seen");
+    const bool wide = planted_is_good({"log", "Used 32", "Used 40"}, "12.0") &&
+                      planted_is_good({"sass", "CALL", "FADD R1 ;\n /*0024*/ CALL"}, "12.0") &&
+                      !planted_is_good({"log", "Used 32", "Used 41"}, "12.0") &&
+                      !planted_is_good({"log", "0 bytes spill loads", "72 bytes spill loads"},
+                                       "12.0");
+    verdict(wide, "sass  wider bounds for another release of nvcc");
 }
 
 // The kernels of one GPU; false where nothing is compiled for it.
-static bool kernels_read(const Gpu &gpu, const Text &disassembler, Kernels *kernels) {
+static bool kernels_read(const Gpu &gpu, const Text &disassembler, Kernels *kernels,
+                         bool *recorded) {
     const Text log = Text("build/sm_") + gpu.arch + ".log";
     *kernels = log_read(file_text(log));
+    *recorded = is_recorded(file_text(log));
     if (!kernels->empty() && !disassembler.empty()) {
         const Text sass = command_text("'" + disassembler + "' -c " + log + ".cubin");
         sass_read(sass, kernels);
@@ -508,8 +542,14 @@ static bool kernels_read(const Gpu &gpu, const Text &disassembler, Kernels *kern
     return !kernels->empty();
 }
 
-static void report_gpu(const Gpu &gpu, const Source &source, const Kernels &kernels) {
-    for (const Budget &b : source.budgets) {
+static void report_gpu(const Gpu &gpu, const Source &source, const Kernels &kernels,
+                       bool recorded) {
+    if (!recorded) {
+        printf("sass  sm_%s  not the nvcc of the budgets, %s wider bounds\n", gpu.arch,
+               recorded_with);
+    }
+    for (const Budget &exact : source.budgets) {
+        const Budget b = recorded ? exact : widened(exact);
         if (!is_for(b, gpu)) {
             continue;
         }
@@ -545,7 +585,8 @@ static void report_gpu(const Gpu &gpu, const Source &source, const Kernels &kern
 static void print_figures(const Text &word, const Text &disassembler) {
     for (const Gpu &gpu : gpus) {
         Kernels kernels;
-        kernels_read(gpu, disassembler, &kernels);
+        bool recorded;
+        kernels_read(gpu, disassembler, &kernels, &recorded);
         for (const auto &kernel : kernels) {
             const Compiled &c = kernel.second;
             if (instance_name(c).find(word) != Text::npos) {
@@ -561,7 +602,8 @@ int main(int argc, char **argv) {
     Text disassembler = named ? named : command_text("command -v nvdisasm");
     disassembler.erase(std::remove(disassembler.begin(), disassembler.end(), '\n'),
                        disassembler.end());
-    if (argc > 1) {
+    const bool one = argc == 3 && strcmp(argv[1], "--gpu") == 0;
+    if (argc > 1 && !one) {
         print_figures(argv[1], disassembler);
         return 0;
     }
@@ -572,16 +614,25 @@ int main(int argc, char **argv) {
     }
     verdict(!source.budgets.empty(),
             "sass  " + std::to_string(source.budgets.size()) + " budgets in train_gpt2.cu");
+    bool bound = false;  // has the one GPU asked for budgets?
     for (const Gpu &gpu : gpus) {
         Kernels kernels;
-        if (kernels_read(gpu, disassembler, &kernels)) {
-            report_gpu(gpu, source, kernels);
+        bool recorded;
+        if (one && strcmp(gpu.arch, argv[2]) != 0) {
+            continue;
+        }
+        bound = true;
+        if (kernels_read(gpu, disassembler, &kernels, &recorded)) {
+            report_gpu(gpu, source, kernels, recorded);
         } else {
             printf("sass  sm_%s  skipped (no nvcc has compiled for it)\n", gpu.arch);
             skipped++;
         }
     }
-    if (disassembler.empty()) {
+    if (!bound) {
+        const Text log = file_text(Text("build/sm_") + argv[2] + ".log");
+        verdict(!log_read(log).empty(), Text("sass  sm_") + argv[2] + " compiles, no budgets");
+    } else if (disassembler.empty()) {
         printf("sass  instructions  skipped (no nvdisasm: NVDISASM=FILE names one, "
                "PyPI's nvidia-cuda-nvdisasm has it)\n");
         skipped++;

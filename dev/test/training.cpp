@@ -45,9 +45,10 @@ static Words words_of(const Text &all, int *sentences, int *ended) {
     return words;
 }
 
-// `make train` without a network: its recipe on the stories reaches the loss that is stated here,
-// and with all of its steps (FULL=1) the one that the Makefile states; the sample reads as
-// sentences. A uniform guess has loss 5.55, letter frequencies alone 3.10.
+// `make train` without a network: 300 steps of its recipe on the stories reach the loss that is
+// stated here, a third of the sample's words are words and its sentences end; all of its steps
+// (FULL=1) reach the loss that the Makefile states. A uniform guess has loss 5.55, letter
+// frequencies alone 3.10.
 static void test_make_train() {
     const Text makefile = read_file(root + "/Makefile"), files = training_files();
     auto behind = [&](const char *key) {
@@ -55,13 +56,12 @@ static void test_make_train() {
         return makefile.substr(at, makefile.find_first_of("\n;", at) - at);
     };
     const Text recipe = behind("\nRECIPE := "), stated = behind("text=stories_bytes steps=");
-    const char *all = getenv("FULL");
-    const bool full = all && strcmp(all, "1") == 0;
+    const bool full = is_full();
     int steps = 0, sentences, ended;
     double bound = 0;
     expect(sscanf(stated.c_str(), "%d loss=%lf", &steps, &bound) == 2, "%s", stated.c_str());
-    steps = full ? steps : 1000;
-    const double reached = full ? 0.2251 : 0.5329;
+    steps = full ? steps : 300;
+    const double reached = full ? 0.2251 : 1.5987;
     const Outcome o = program(files + text(" -x %d ", steps) + recipe +
                               " -g 1000 -o out --save-every 0");
     expect_success(o, "the recipe");
@@ -79,7 +79,7 @@ static void test_make_train() {
         found += known.count(word) > 0;
     }
     const int most = (int)words.size();
-    expect(most > 150 && found >= (full ? 0.97 : 0.7) * most, "%d of %d words: %s", found, most,
+    expect(most > 150 && found >= (full ? 0.97 : 0.35) * most, "%d of %d words: %s", found, most,
            sample.c_str());
     expect(sentences >= most / 20 && ended >= (full ? 0.9 : 0.6) * sentences,
            "%d of %d sentences end: %s", ended, sentences, sample.c_str());
