@@ -2362,10 +2362,10 @@ typedef struct {
 // Asks for the cache line of base[index] before it is needed. The element need not exist: C defines
 // no pointers beyond an array, so the address is computed as an integer. prefetch_far, of an
 // address, fetches into the second-level cache only.
-#define address_of(base, index)                                                                    \
+#define element_address(base, index)                                                               \
     ((const void *)((uintptr_t)(base) + (uintptr_t)(index) * sizeof *(base)))
-#define prefetch(base, index) __builtin_prefetch(address_of(base, index))
-#define prefetch_write(base, index) __builtin_prefetch(address_of(base, index), 1)
+#define prefetch(base, index) __builtin_prefetch(element_address(base, index))
+#define prefetch_write(base, index) __builtin_prefetch(element_address(base, index), 1)
 #define prefetch_far(address) __builtin_prefetch((const void *)(address), 0, 2)
 
 static Operand operand(const real *data, size_t row_step, size_t k_step) {
