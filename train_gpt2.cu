@@ -269,6 +269,20 @@ template <class E> __device__ inline void pack_store(E *address, const Pack<E> &
     *reinterpret_cast<uint4 *>(address) = pack_to_bits(pack);
 }
 
+// A bf16 number's bits, and back. By memcpy: CUDA 12.0 and 12.1 have __bfloat16_as_ushort and
+// __ushort_as_bfloat16 from sm_80 on alone, and code that traps on an sm_75 must still compile.
+__device__ __forceinline__ uint16_t bf16_bits(__nv_bfloat16 x) {
+    uint16_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+__device__ __forceinline__ __nv_bfloat16 bf16_from_bits(uint16_t bits) {
+    __nv_bfloat16 x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
 // pack2: two floats rounded to nearest even into one register, lo in the low half (one
 // cvt.rn.bf16x2.f32 or cvt.rn.f16x2.f32 from sm_80 on).
 template <class E> __device__ __forceinline__ uint32_t pack2(float lo, float hi) {
@@ -327,14 +341,10 @@ template <class E> __device__ inline Pack<E> pack_round(const float (&x)[Pack<E>
     }
 }
 
-// max2: the larger of each half of two registers, as fmaxf has it (one HMNMX2 from sm_80 on).
+// max2: the larger of each half of two registers, as fmaxf has it. One HMNMX2 from sm_80 on; before
+// it CUDA 12.0 and 12.1 have no __hmax2 of bf16, and that of fp16 is these conversions as well.
 template <class E> __device__ __forceinline__ uint32_t max2(uint32_t a, uint32_t b) {
-#if CUDA_CPU
-    float low_a, high_a, low_b, high_b;
-    unpack2<E>(&low_a, &high_a, a);
-    unpack2<E>(&low_b, &high_b, b);
-    return pack2<E>(fmaxf(low_a, low_b), fmaxf(high_a, high_b));
-#else
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     using Pair = std::conditional_t<std::is_same_v<E, __nv_bfloat16>, __nv_bfloat162, __half2>;
     Pair x, y;
     memcpy(&x, &a, sizeof x);
@@ -342,6 +352,11 @@ template <class E> __device__ __forceinline__ uint32_t max2(uint32_t a, uint32_t
     x = __hmax2(x, y);
     memcpy(&a, &x, sizeof a);
     return a;
+#else
+    float low_a, high_a, low_b, high_b;
+    unpack2<E>(&low_a, &high_a, a);
+    unpack2<E>(&low_b, &high_b, b);
+    return pack2<E>(fmaxf(low_a, low_b), fmaxf(high_a, high_b));
 #endif
 }
 
@@ -3273,7 +3288,7 @@ __device__ inline __nv_bfloat16 bf16_round_stochastic(float x, uint32_t random) 
     if ((bits & 0x7f800000u) == 0x7f800000u) {
         return from_float<__nv_bfloat16>(x);  // infinities and NaN have no neighbours to round to
     }
-    return __ushort_as_bfloat16((unsigned short)((bits + random) >> 16));
+    return bf16_from_bits((uint16_t)((bits + random) >> 16));
 }
 
 // What keys the random numbers of a step.
@@ -3307,7 +3322,7 @@ __device__ inline void split_load(float (&p)[n], const __nv_bfloat16 *params, co
     Pack<__nv_bfloat16> weight = pack_load(params);
     Pack<uint16_t> rest = pack_load(low);
     for (int i = 0; i < n; i++) {
-        uint32_t high = (uint32_t)__bfloat16_as_ushort(weight.x[i]) - (rest.x[i] >> 15);
+        uint32_t high = (uint32_t)bf16_bits(weight.x[i]) - (rest.x[i] >> 15);
         p[i] = __uint_as_float(high << 16 | rest.x[i]);
     }
 }
@@ -3318,7 +3333,7 @@ __device__ inline void split_store(__nv_bfloat16 *params, uint16_t *low, const f
     Pack<uint16_t> rest;
     for (int i = 0; i < n; i++) {
         uint32_t bits = __float_as_uint(p[i]);
-        weight.x[i] = __ushort_as_bfloat16((unsigned short)((bits + 0x8000u) >> 16));
+        weight.x[i] = bf16_from_bits((uint16_t)((bits + 0x8000u) >> 16));
         rest.x[i] = (uint16_t)bits;
     }
     pack_store(params, weight);
@@ -3732,7 +3747,7 @@ static __global__ void step_words_kernel(StepWord *total, UpdateState *update, c
         sum.stop |= word->stop;
         sum.fault = sum.fault ? sum.fault : word->fault;
     }
-    update->square_sum = sum.fault ? nanf("") : sum.square_sum;
+    update->square_sum = sum.fault ? NAN : sum.square_sum;
     *total = sum;
 }
 
