@@ -71,14 +71,14 @@ struct Bound {
     int bare;                // functions over CONTRACT_OVER lines without a contract, at most
 };
 static const Bound bounds[] = {
-    {"train_gpt2.c", true, 6000, 14.0, 3},
+    {"train_gpt2.c", true, 6100, 14.0, 3},
     {"data/formats.c", true, 1700, 11.0, 8},
     {"data/machine.c", true, 1060, 14.0, 3},
     {"data/model_files.c", true, 1700, 10.0, 3},
     {"data/fit.c", true, 1510, 14.0, 3},
-    {"train_gpt2.cu", true, 5500, 17.0, 5},
-    {"test_gpt2.cu", true, 5000, 0, -1},
-    {"Makefile", false, 180, 0, -1},
+    {"train_gpt2.cu", true, 5700, 17.0, 5},
+    {"test_gpt2.cu", true, 5300, 0, -1},
+    {"Makefile", false, 185, 0, -1},
     {".ci/run", false, 0, 0, -1},
     {"data/*.c", false, 0, 0, -1},
     {"data/*.sh", false, 0, 0, -1},
