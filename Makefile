@@ -128,7 +128,8 @@ build/test_gpt2cu: test_gpt2.cu build/flags build/gpu
 build/bench: dev/bench.cu build/gpu
 train_gpt2cu build/test_gpt2cu build/bench:
 	@NVCC='$(NVCC)' dev/deps.sh cuda
-	$(if $(ARCH),,@echo 'No GPU to build for: $@ is for sm_80 and newer; ARCH="89 90a" names yours.')
+	$(if $(ARCH),,@echo 'No GPU to build for: $@ is for sm_80 and newer;' \
+	    'ARCH="89 90a" names yours, ARCH=75 a T4 or RTX 20.')
 	$(NV) $(VARIANT) $(DEPEND) $< -o $@ -lcublasLt $(if $(NCCL),-DGPT2_NCCL=1 -lnccl $(MPI))
 # The same and their tools on the CPU. Its benchmark shows only that the benchmark runs.
 train_gpt2cu_cpu: train_gpt2.cu build/flags | $(EMPTY_DATA) ## the same without a GPU

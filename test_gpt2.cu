@@ -2451,7 +2451,9 @@ static void test_model_saved() {
         memcpy(&value, &high, 4);
         value = master_join(value, (uint16_t)u);
         memcpy(&back, &value, 4);
-        expect(back == u, "%08x became %08x", u, back);
+        const bool is_nan = (u & 0x7fffffff) > 0x7f800000;
+        expect(is_nan ? (high & 0x7fffffff) > 0x7f800000 && value != value : back == u,
+               "%08x became %08x, in bf16 %08x", u, back, high);
     }
 }
 
@@ -3198,6 +3200,103 @@ static void test_gpu_adamw() {
     check_adamw<bf16, float, float, false>("no master, fp32 gradients");
 }
 
+// A weight that is not a number stays one, in what forward reads and in what is saved, whether it
+// comes from the host or out of AdamW, and its neighbours stay what they are.
+template <class E, class G, class M, bool SPLIT> static void check_adamw_nan(const char *who) {
+    enum { N = 4096 };
+    static const uint32_t nan_bits[] = {0x7fffffff, 0xffffffff, 0x7f800001, 0xff807fff,
+                                        0x7f808000, 0x7fc00000, 0xffc00000, 0x7fff8000};
+    std::vector<ParamRange> ranges = {{0, 0, 0, 0, N, 130, 1, 0, 0}};
+    const int chunks = param_ranges_chunk(ranges.data(), 1);
+    Reals p = noise_in<E>(N, 0.02, 1), zero(N), want = p;
+    for (int i = 0; i < N; i += 8) {
+        memcpy(&p[i], &nan_bits[i / 8 % 8], 4);
+    }
+    Device<E> d_p(N);
+    Device<Master<E>> low(std::vector<Master<E>>((size_t)N));
+    Device<M> m(zero), v(zero);
+    Device<G> g(zero);
+    Device<ParamRange> d_ranges(ranges);
+    Device<UpdateState> state(std::vector<UpdateState>{{0, 1, 1, 0, 0}});
+    StateView view = {traits<E>.type, (char *)d_p.p, nullptr, SPLIT && !traits<E>.narrow};
+    view.low = view.split ? (uint16_t *)(void *)low.p : nullptr;
+    const StateView whole = {TYPE_FP32, (char *)low.p, nullptr, false};
+    state_write(view, p.data(), N, 0);
+    if (traits<E>.narrow) {
+        state_write(whole, p.data(), N, 0);
+    }
+    const AdamW a = {0.0f, 0.9f, 0.95f, 0.1f, 0.05f, 1e-8f, 0.1f, 1.0f};  // a rate of 0: p stays
+    for (int turn = 0; turn < 2; turn++) {
+        Reals saved(N);
+        const Reals got = d_p.get();
+        state_read(saved.data(), traits<E>.narrow ? whole : view, N, 0);
+        for (int i = 0; i < N; i++) {
+            const real is = got[(size_t)i], kept = saved[(size_t)i];
+            expect(i % 8 == 0 ? isnan(is) && isnan(kept) : is == want[i] && kept == want[i],
+                   "%s: weight %d is %g, saved %g, turn %d", who, i, (double)is, (double)kept,
+                   turn);
+        }
+        gpu_adamw<E, G, M, SPLIT>(d_p.p, SPLIT ? low.p : nullptr, m.p, v.p, g.p, nullptr, nullptr,
+                                  nullptr, d_ranges.p, 1, chunks, a, UpdateRandom{7, 1}, state.p,
+                                  0);
+    }
+}
+
+static void test_gpu_adamw_nan() {
+    check_adamw_nan<float, float, float, false>("fp32");
+    check_adamw_nan<__half, float, float, true>("fp16");
+    check_adamw_nan<bf16, bf16, float, true>("split master");
+    check_adamw_nan<bf16, bf16, bf16, false>("no master");
+}
+
+// Initial states go to a fresh GPU without zeros, wherever they live; one that has trained is
+// cleared. Either way nothing is left of what was there.
+static int64_t moments_written;
+static void (*real_write)(Engine *e, int state, int64_t offset, const real *values, int64_t count);
+static void counted_write(Engine *e, int state, int64_t offset, const real *values,
+                          int64_t count) {
+    moments_written += state == STATE_WEIGHTS ? 0 : count;
+    real_write(e, state, offset, values, count);
+}
+static void test_gpu_zero_states() {
+    const Model m = shape("l2h1c16t8", 257);
+    for (const char *options : {"-b 1 -t 8", "-b 1 -t 8 --offload weights,moments,master",
+                                "-b 1 -t 8 --dtype fp16"}) {
+        Options o;
+        Settings s;
+        Plan plan;
+        Engine e;
+        parse(&o, options);
+        o.tune = 0;
+        o.dtype = device_lacks_bf16() ? (int64_t)DTYPE_FP16 : o.dtype;
+        settings_from_options(&s, &o, &m, 1);
+        plan_build(&plan, &s);
+        gpu_engine_open(&e, &plan);
+        real_write = e.write;
+        e.write = counted_write;
+        const int64_t all = tensor_offset(&m, TENSORS, 0);
+        Reals first[STATES], again((size_t)all);
+        for (int turn = 0; turn < 2; turn++) {
+            moments_written = 0;
+            engine_initialise(&e, &m, 42);
+            expect(moments_written == (turn ? 2 * all : 0), "%s, turn %d: %g of %g moments written",
+                   options, turn, (double)moments_written, (double)all);
+            for (int state = 0; state < STATES; state++) {
+                e.read(&e, state, 0, again.data(), all);
+                expect(state == STATE_WEIGHTS ||
+                           std::count(again.begin(), again.end(), (real)0) == all,
+                       "%s, turn %d: moments", options, turn);
+                expect(turn == 0 || same_bits(first[state], again), "%s: another start", options);
+                first[state] = again;
+                std::fill(again.begin(), again.end(), (real)0.5);
+                e.write(&e, state, 0, again.data(), turn ? 0 : all);
+            }
+        }
+        e.close(&e);
+        plan_free(&plan);
+    }
+}
+
 // A tensor in two parts, as two ranks have it, is rounded as in one; whatever the order of blocks.
 static void test_gpu_rounding() {
     enum { N = 20000, CUT = 8816 };
@@ -3582,17 +3681,20 @@ static void test_gpu_misaligned() {
 }
 
 #if CUDA_CPU
+// Which of the emulated library's algorithms a plan has.
+static int algorithm_of(const MatmulPlan &plan) {
+    emu::Algo algo;
+    memcpy(&algo, &plan.algorithm, sizeof algo);
+    return algo.id;
+}
+
 // The heuristic's first algorithm, and where D lies beside C the first that says it can do that; if
 // none does, the first. A product that the library has not at all is named by its sizes.
 static void test_gpu_algorithms() {
     const int N = 8, C = 16, OC = 24;
     Device<float> inp(noise(N * C, 1, 1)), weight(noise(OC * C, 1, 2)), addend(noise(N * OC, 1, 3));
     Device<float> out(N * OC), workspace(1 << 18);
-    auto chosen = [&](int plan) {
-        emu::Algo algo;
-        memcpy(&algo, &matmul_library.plan[plan].algorithm, sizeof algo);
-        return algo.id;
-    };
+    auto chosen = [&](int plan) { return algorithm_of(matmul_library.plan[plan]); };
     for (int in_place : {0, 1, 2, 3}) {  // of three algorithms, so many cannot write beside
         emu::set.lt_in_place = in_place;
         gpu_matmul_open(workspace.p, workspace.n * sizeof(float));
@@ -3619,6 +3721,52 @@ static void test_gpu_algorithms() {
     const char *line = "no product of (24 x 16) and (16 x 8) here, fp32 in and fp32 out: "
                        "CUBLAS_STATUS_NOT_SUPPORTED\n";
     expect(o.status == 1 && o.err.find(line) != Text::npos, "%s", o.err.c_str());
+    // One that refuses its product is replaced by the next until the warm-up is over, each with a
+    // line; where the list ends, or after the warm-up, the run ends.
+    const struct {
+        int refuse, settled, status, lines;
+    } rows[] = {{0, 0, 0, 0}, {1, 0, 0, 1}, {2, 0, 0, 2}, {3, 0, 1, 3}, {1, 1, 1, 1}};
+    for (auto &row : rows) {
+        o = outcome(spawn([&] {
+            emu::cuda_user = 0;
+            emu::set.lt_in_place = 0;
+            emu::set.lt_refuse = row.refuse;
+            gpu_matmul_open(workspace.p, workspace.n * sizeof(float));
+            matmul_library.settled = row.settled;
+            gpu_matmul_forward<float>(out.p, inp.p, weight.p, nullptr, addend.p, N, C, OC, 0);
+            exit(chosen(0) == row.refuse && matmul_library.plans == 1 ? 0 : 9);
+        }));
+        const char *says = row.status ? "cublasLtMatmul: CUBLAS_STATUS_NOT_SUPPORTED; "
+                           : row.refuse ? "refuses its algorithm for the product 24x8x16:10011:"
+                                        : "";
+        expect(o.status == row.status && o.err.find(says) != Text::npos &&
+                   std::count(o.err.begin(), o.err.end(), '\n') == row.lines,
+               "the first %d refuse, %s: status %d, %s", row.refuse,
+               row.settled ? "after the warm-up" : "during it", o.status, o.err.c_str());
+    }
+}
+
+// A run whose first algorithms are refused trains with the next ones; a later refusal ends it.
+static void test_gpu_refused_algorithm() {
+    for (bool later : {false, true}) {
+        const Outcome o = outcome(spawn([&] {
+            emu::set.lt_refuse = 1;
+            Net n(shape("l1h1c16t8", 257), "-b 1 -t 8");
+            for (int i = 0; i < matmul_library.plans; i++) {
+                if (algorithm_of(matmul_library.plan[i]) != 1) {
+                    _exit(9);
+                }
+            }
+            emu::set.lt_refuse = later ? 2 : 1;
+            trace(&n, 1);
+            fprintf(stderr, "trained\n");
+            fflush(NULL);
+            _exit(0);
+        }));
+        const bool trained = o.err.find("\ntrained\n") != Text::npos;
+        expect(o.status == later && trained != later, "later %d: %d, ... %s", later, o.status,
+               o.err.substr(o.err.size() - std::min<size_t>(o.err.size(), 400)).c_str());
+    }
 }
 #endif
 
@@ -4477,8 +4625,8 @@ static void expect_tuned(const char *options, int times, int chosen, int beside,
     Net n(shape("l1h1c96t8", 257), Text("-b 1 -t 8 ") + options);
     for (int i = 0; i < matmul_library.plans; i++) {
         const MatmulPlan &p = matmul_library.plan[i];
-        expect(p.chosen == (p.key.beside ? beside : chosen), "%s, times %d, %s: %d", options, times,
-               matmul_key_text(&p.key).s, p.chosen);
+        expect(algorithm_of(p) == (p.key.beside ? beside : chosen), "%s, times %d, %s: %d", options,
+               times, matmul_key_text(&p.key).s, algorithm_of(p));
     }
     const int plans = matmul_library.plans, timed = matmul_library.timed;
     expect(plans > 10 && timed == (is_timed ? plans : 0), "%s, times %d: %d of %d timed", options,
@@ -4494,33 +4642,41 @@ static void test_gpu_tuning() {
     char here[PATH_BYTES];
     const Text cache = Text(getcwd(here, sizeof here)) + "/cache";
     setenv("XDG_CACHE_HOME", "/proc/none", 1);
-    expect_tuned("", 539, 1, 1, true);
-    expect_tuned("", 553, 2, 2, true);
-    expect_tuned("", 555, 0, 1, true);  // nothing is faster
-    expect_tuned("--tune 0", 539, 0, 1, false);
-    for (long emu::Settings::*fault : {&emu::Settings::lt_wrong, &emu::Settings::lt_unstable}) {
+    expect_tuned("--tune 1", 539, 1, 1, true);
+    expect_tuned("--tune 1", 553, 2, 2, true);
+    expect_tuned("--tune 1", 555, 0, 1, true);  // nothing is faster
+    expect_tuned("", 539, 0, 1, false);
+    for (long emu::Settings::*fault :
+         {&emu::Settings::lt_wrong, &emu::Settings::lt_unstable, &emu::Settings::lt_tail}) {
         emu::set.*fault = 2;
-        expect_tuned("", 513, 2, 1, true);
+        expect_tuned("--tune 1", 513, 2, 1 + (fault != &emu::Settings::lt_unstable), true);
         emu::set.*fault = 0;
     }
     setenv("XDG_CACHE_HOME", cache.c_str(), 1);
-    expect_tuned("", 539, 1, 1, true);
-    expect_tuned("", 593, 1, 1, false);                   // from the file
-    expect_tuned("--workspace 1MiB", 593, 2, 2, true);    // another key
-    expect_tuned("-r block", 593, 1, 1, false);
+    expect_tuned("--tune 1", 539, 1, 1, true);
+    expect_tuned("--tune 1", 593, 1, 1, false);                    // from the file
+    expect_tuned("--tune 1 --workspace 1MiB", 593, 2, 2, true);    // another key
+    expect_tuned("--tune 1 -r block", 593, 1, 1, false);
     setenv("XDG_CACHE_HOME", "/proc/none", 1);
     // Products of more elements than the noise has, timed one after the other without growing to
-    // infinity; choices of which the last cannot be had.
+    // infinity; choices of which the last cannot be had, and choices by their place in a list, as
+    // older checkpoints have them.
     emu::set.lt_times = 539;
     {
-        Net large(shape("l1h1c96t8", 257), "-b 1 -t 8 --dtype fp32");
+        Net large(shape("l1h1c96t8", 257), "-b 1 -t 8 --dtype fp32 --tune 1");
         const Text own = large.e.matmul;
-        Text foreign = own;
-        foreign[foreign.find_first_of('=') + 1] = '2';
-        foreign[foreign.size() - 1] = '9';
-        expect(own.find("=0") == Text::npos && own.find("=2") == Text::npos, "%s", own.c_str());
-        expect(!large.e.take_matmul(&large.e, foreign.c_str()) && own == large.e.matmul,
-               "a part of foreign choices: %s", large.e.matmul);
+        Text foreign = own, older = own;
+        foreign.back() = foreign.back() == '0' ? '1' : '0';
+        for (size_t at = 0; (at = older.find("=h", at)) != Text::npos; at++) {
+            older.replace(at, 18, "=1");
+        }
+        for (int i = 0; i < matmul_library.plans; i++) {
+            expect(algorithm_of(matmul_library.plan[i]) == 1, "%s", own.c_str());
+        }
+        for (const Text &other : {foreign, older}) {
+            expect(!large.e.take_matmul(&large.e, other.c_str()) && own == large.e.matmul,
+                   "%s: %s", other.c_str(), large.e.matmul);
+        }
     }
     Model m = shape("l4h1c16t8", 257);
     Text kept;
@@ -4536,43 +4692,117 @@ static void test_gpu_tuning() {
         expect(traces[0].losses == traces[1].losses && traces[0].weights == traces[1].weights,
                "timing leaves nothing behind, --offload %s", homes);
     }
-    Net wider(m, "-b 2 -t 8 --tune 0");
+    Net wider(m, "-b 2 -t 8");
     expect(!wider.e.take_matmul(&wider.e, kept.c_str()), "choices for another batch");
 }
 
+// One product, timed: the gradient of a weight, whose sum over 20,000 rows hides in bf16 that a
+// step of it is missing, so that every algorithm agrees with every other.
+static void test_gpu_tuning_proof() {
+    enum { MEMORY = 8 << 20 };
+    setenv("XDG_CACHE_HOME", "/proc/none", 1);
+    Device<char> workspace(1 << 20), memory(MEMORY);
+    const int bf = device_lacks_bf16() ? CUDA_R_16F : CUDA_R_16BF;
+    const MatmulKey dweight = {8, 16, 20000, 0, 1, 0, 0, 0, bf, bf};
+    // None is right: one line, and nothing is chosen or kept. First, because after threads of
+    // this process those of its children would wait for ever.
+    const Outcome o = outcome(spawn([&] {
+        emu::cuda_user = 0;
+        emu::set.lt_times = 539;
+        gpu_matmul_open(workspace.p, workspace.n);
+        MatmulPlan *plan = matmul_plan_find(dweight);
+        emu::set.lt_wrong = 9;
+        matmul_tune(memory.p, memory.n, 0);
+        exit(algorithm_of(*plan) != 0 || matmul_library.timed != 0);
+    }));
+    expect(o.status == 0 && o.err.find("the product 8x16x20000:01000:") != Text::npos &&
+               std::count(o.err.begin(), o.err.end(), '\n') == 1, "%d: %s", o.status,
+           o.err.c_str());
+    const struct {
+        int wrong, tail, times, chosen;
+    } rows[] = {
+        {0, 0, 539, 1},  // all are right: the fastest
+        {0, 2, 539, 0},  // the fastest has lost a step, the others are no faster than the first
+        {0, 2, 534, 2},  // the second best, although it is more than 1.3 times as slow
+        {1, 2, 534, 2},  // the first is wrong: it is no reference
+        {0, 1, 555, 1},  // nor is it with a step lost, though all agree with it
+        {0, 1, 159, 1},  // however fast it is
+    };
+    int adds = 0;
+    for (auto &row : rows) {
+        emu::set.lt_wrong = row.wrong;
+        emu::set.lt_tail = row.tail;
+        emu::set.lt_times = row.times;
+        gpu_matmul_open(workspace.p, workspace.n);
+        MatmulKey key = dweight;
+        key.adds = adds = !adds;
+        MatmulPlan *plan = matmul_plan_find(key);
+        matmul_tune(memory.p, memory.n, 0);
+        expect(algorithm_of(*plan) == row.chosen && matmul_library.timed == 1,
+               "wrong %d, tail %d, times %d, adds %d: %d", row.wrong, row.tail, row.times, adds,
+               algorithm_of(*plan));
+        gpu_matmul_close();
+    }
+    emu::set.lt_wrong = emu::set.lt_tail = 0;
+    // What takes more than 1.3 times as long as the first runs twice, to be compared, and is not
+    // timed. The first takes 12 launches: two for its proof, one as the sample, nine to be timed.
+    for (int second : {6, 7}) {
+        emu::set.lt_times = 509 + 10 * second;
+        gpu_matmul_open(workspace.p, workspace.n);
+        matmul_plan_find(dweight);
+        const double before = emu::table_ms;
+        matmul_tune(memory.p, memory.n, 0);
+        const double want = 12 * 5 + (second == 6 ? 11 : 2) * second + 2 * 9;
+        expect(emu::table_ms - before == want, "second %d ms: %g ms in all, not %g", second,
+               emu::table_ms - before, want);
+        gpu_matmul_close();
+    }
+}
+
 // Of the file of choices a run takes what was found with its own GPU and library, the first of two,
-// and what the library offers for the product; the rest is timed again.
+// and what the library offers for the product; the rest is timed again, as is what an older program
+// wrote there: places in the library's list.
 static void test_gpu_tuning_file() {
     char here[PATH_BYTES];
     const Text cache = Text(getcwd(here, sizeof here)) + "/cache";
     const Text path = cache + "/train_gpt2/matmul";
     setenv("XDG_CACHE_HOME", cache.c_str(), 1);
-    expect_tuned("", 539, 1, 1, true);
+    expect_tuned("--tune 1", 539, 1, 1, true);
     const Text lines = read_file(path);
-    auto with = [&](const Text &was, const Text &is) {
+    // The file with `was` made `is` and everything behind it, to the line's end, left out.
+    auto with = [&](const Text &was, const Text &is, bool cut) {
         Text changed = lines;
         for (size_t at = 0; (at = changed.find(was, at)) != Text::npos; at += is.size()) {
-            changed.replace(at, was.size(), is);
+            const size_t end = cut ? changed.find('\n', at) : at + was.size();
+            changed.replace(at, end - at, is);
         }
         expect(changed != lines, "no %s in %s", was.c_str(), lines.c_str());
         return changed;
     };
     const Text library = text(" cuBLASLt %zu, ", cublasLtGetVersion());
     const Text gpu = text(" %ld SMs, ", emu::set.sms);
-    for (const auto &[was, is] : std::map<Text, Text>{
-             {"=1\n", "=9\n"}, {library, " cuBLASLt 1, "}, {gpu, " 99 SMs, "}}) {
-        write_file(path, with(was, is));
-        expect_tuned("", 593, 2, 2, true);
+    for (const Text &other : {with("=h", "=1", true), with("=h", "=h0123456789abcdef", true),
+                              with("=h", "=h01234567", true), with(library, " cuBLASLt 1, ", false),
+                              with(gpu, " 99 SMs, ", false)}) {
+        write_file(path, other);
+        expect_tuned("--tune 1", 593, 2, 2, true);
     }
-    write_file(path, lines + with("=1\n", "=2\n"));
-    expect_tuned("", 593, 1, 1, false);
+    unlink(path.c_str());
+    expect_tuned("--tune 1", 553, 2, 2, true);
+    write_file(path, lines + read_file(path));
+    expect_tuned("--tune 1", 593, 1, 1, false);
     // The library's first algorithm cannot write D beside C, for those products alone.
-    write_file(path, with("=1\n", "=0\n"));
+    unlink(path.c_str());
+    const long in_place = emu::set.lt_in_place;
+    emu::set.lt_in_place = 0;
+    expect_tuned("--tune 1", 555, 0, 0, true);
+    emu::set.lt_in_place = in_place;
     emu::set.lt_times = 593;
-    Net n(shape("l1h1c96t8", 257), "-b 1 -t 8");
+    Net n(shape("l1h1c96t8", 257), "-b 1 -t 8 --tune 1");
     for (int i = 0; i < matmul_library.plans; i++) {
         const MatmulPlan &p = matmul_library.plan[i];
-        expect(p.chosen == (p.key.beside ? 2 : 0), "%s: %d", matmul_key_text(&p.key).s, p.chosen);
+        expect(algorithm_of(p) == (p.key.beside ? 2 : 0), "%s: %d", matmul_key_text(&p.key).s,
+               algorithm_of(p));
     }
 }
 
@@ -5111,6 +5341,7 @@ static const Test tests[] = {
     T(gpu_cached, CUDA_ALL),
     T(gpu_classifier, CUDA_ALL),
     T(gpu_adamw, CUDA_ALL),
+    T(gpu_adamw_nan, CUDA_ALL),
     T(gpu_rounding, CUDA_ALL),
     T(gpu_norm, CUDA_ALL),
     T(gpu_clip, CUDA_ALL),
@@ -5121,6 +5352,7 @@ static const Test tests[] = {
     T(gpu_misaligned, CUDA),
 #if CUDA_CPU
     T(gpu_algorithms, CUDA_ALL),
+    T(gpu_refused_algorithm, CUDA_ALL),
     T(gpu_huge, CUDA),
 #endif
     T(gpu_gradients_fp32, CUDA_ALL),
@@ -5150,7 +5382,9 @@ static const Test tests[] = {
     T(gpu_host_read, CUDA_ALL),
     T(gpu_rank_names, CUDA_ALL),
     T(gpu_offload_mixed, CUDA_ALL),
+    T(gpu_zero_states, CUDA_ALL),
     T(gpu_tuning, CUDA_ALL),
+    T(gpu_tuning_proof, CUDA_ALL),
     T(gpu_tuning_file, CUDA_ALL),
     T(gpu_lifetimes, CUDA_ALL),
 #endif

@@ -658,7 +658,7 @@ static void options_contradict(const Options *o) {
 // those that it does heed, so that a new option of training is refused without a word here.
 static const char generate_options[] =
     "model|seq-len|seed|tokenizer|sample-tokens|prompt|temperature|top-k|top-p|generate|samples|"
-    "quiet|dtype|plan|json|gpu|gpu-mem|help";
+    "quiet|dtype|plan|json|gpu|gpu-mem|tune|help";
 
 // Ends the run at the first option given that --generate would ignore.
 static void options_only_generate(const Options *o) {
@@ -1038,7 +1038,7 @@ typedef struct {
     int forward;                // 1: a run that learns nothing, and so ends at the head
     int cache;                  // positions of the KV cache of a run that generates; 0: none
     int64_t workspace;          // bytes for the products of a GPU
-    int tune;                   // 1: products are timed at the start; the one thing no plan knows
+    int tune, quiet;  // products are timed at the start; nothing is said of it: no plan knows these
     uint8_t level[MAX_LAYERS];  // of recomputation, RECOMPUTE_*, of each block
     int gpu;  // 0: the CPU program (fp32 or the build's real), 1: the GPU program
     Type dtype, grad_dtype, moment_dtype;
@@ -2219,6 +2219,7 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
     }
     s->workspace = o->workspace ? o->workspace : default_workspace(m);
     s->tune = (int)o->tune;
+    s->quiet = o->quiet || o->json;
 }
 
 // From a training run's settings to those of one that learns nothing: the plan keeps weights and
@@ -3891,6 +3892,7 @@ struct Engine {
     char device[192];         // for people
     const char *matmul;       // how its products were chosen where there is a choice; or NULL
     int states;               // that it holds: STATES, or the weights alone
+    int zero;                 // opened with states of zero, and none written since
     // Takes the choices of a checkpoint, before any state is written; 0: it cannot, and keeps its
     // own. NULL: it has no choice.
     int (*take_matmul)(Engine *e, const char *choices);
@@ -4096,8 +4098,13 @@ static void cpu_open(Engine *e, Plan *p) {
 }
 
 // Sets weights and moments to zero. The gaps keep it because nothing else writes there, the padding
-// rows of wte because their gradients are zero.
+// rows of wte because their gradients are zero. An engine that has just zeroed them itself, where
+// they are, is spared the transfer.
 static void engine_clear(Engine *e, const Model *m) {
+    if (e->zero) {
+        e->zero = 0;
+        return;
+    }
     real *zeros = (real *)alloc_zero(PIECE, sizeof(real));
     int64_t all = tensor_offset(m, TENSORS, 0);
     for (int64_t i = 0; i < all; i += PIECE) {
@@ -5323,7 +5330,8 @@ typedef struct Program {
     int (*command)(Run *run, const struct Program *program);  // --check, --compare; NULL: none
     void (*refuse)(const Settings *s);                        // what it cannot do; or NULL
     const char *built;                                        // what is built in
-    int (*device)(char name[96]);  // 0: no device is here; NULL: none is needed
+    // 0: no device is here, and `name` says what keeps it from use, or ""; NULL: none is needed
+    int (*device)(char name[96]);
     int (*lacks_bf16)(void);       // whether the device at hand does; NULL: none is needed
     // This rank's GPU, by a name that no other has, and of rank 0 a new id by which the ranks'
     // engines will find each other. NULL: it trains alone, for the reason in `alone`.
@@ -5539,6 +5547,9 @@ static int plan_command(const Run *run, const Program *program, Options *o, cons
     settings_from_options(&s, o, m, gpu);
     char device[96];
     const int known = !named && (!program->device || program->device(device));
+    if (!known && !named && device[0]) {
+        fprintf(stderr, "%s: %s\n", program_name, device);
+    }
     Room room = known ? room_at_hand(program, o, &s) : room_named(o, &s);
     if (o->fit && !room.device) {
         const char *why = o->gpus > 1 ? "several GPUs are not asked here" : "no GPU is here";

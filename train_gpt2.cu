@@ -66,6 +66,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+#include <algorithm>
 #include <float.h>
 #include <initializer_list>
 #include <sched.h>
@@ -270,6 +271,20 @@ template <class E> __device__ inline void pack_store(E *address, const Pack<E> &
     *reinterpret_cast<uint4 *>(address) = pack_to_bits(pack);
 }
 
+// A bf16 number's bits, and back. By memcpy: CUDA 12.0 and 12.1 have __bfloat16_as_ushort and
+// __ushort_as_bfloat16 from sm_80 on alone, and code that traps on an sm_75 must still compile.
+__device__ __forceinline__ uint16_t bf16_bits(__nv_bfloat16 x) {
+    uint16_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+__device__ __forceinline__ __nv_bfloat16 bf16_from_bits(uint16_t bits) {
+    __nv_bfloat16 x;
+    memcpy((void *)&x, &bits, sizeof x);
+    return x;
+}
+
 // pack2: two floats rounded to nearest even into one register, lo in the low half (one
 // cvt.rn.bf16x2.f32 or cvt.rn.f16x2.f32 from sm_80 on).
 template <class E> __device__ __forceinline__ uint32_t pack2(float lo, float hi) {
@@ -328,22 +343,30 @@ template <class E> __device__ inline Pack<E> pack_round(const float (&x)[Pack<E>
     }
 }
 
-// max2: the larger of each half of two registers, as fmaxf has it (one HMNMX2 from sm_80 on).
+// max2: the larger of each half of two registers, as fmaxf has it. One HMNMX2 from sm_80 on; before
+// it CUDA 12.0 and 12.1 have __hmax2 of fp16 alone.
 template <class E> __device__ __forceinline__ uint32_t max2(uint32_t a, uint32_t b) {
+    constexpr bool is_bf16 = std::is_same_v<E, __nv_bfloat16>;
 #if CUDA_CPU
-    float low_a, high_a, low_b, high_b;
-    unpack2<E>(&low_a, &high_a, a);
-    unpack2<E>(&low_b, &high_b, b);
-    return pack2<E>(fmaxf(low_a, low_b), fmaxf(high_a, high_b));
+    constexpr bool has_hmax2 = false;
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    constexpr bool has_hmax2 = true;
 #else
-    using Pair = std::conditional_t<std::is_same_v<E, __nv_bfloat16>, __nv_bfloat162, __half2>;
-    Pair x, y;
-    memcpy(&x, &a, sizeof x);
-    memcpy(&y, &b, sizeof y);
-    x = __hmax2(x, y);
-    memcpy(&a, &x, sizeof a);
-    return a;
+    constexpr bool has_hmax2 = !is_bf16;
 #endif
+    if constexpr (has_hmax2) {
+        std::conditional_t<is_bf16, __nv_bfloat162, __half2> x, y;
+        memcpy(&x, &a, sizeof x);
+        memcpy(&y, &b, sizeof y);
+        x = __hmax2(x, y);
+        memcpy(&a, &x, sizeof a);
+        return a;
+    } else {
+        float low_a, high_a, low_b, high_b;
+        unpack2<E>(&low_a, &high_a, a);
+        unpack2<E>(&low_b, &high_b, b);
+        return pack2<E>(fmaxf(low_a, low_b), fmaxf(high_a, high_b));
+    }
 }
 
 // Each number of `top` becomes the larger of itself and the pack's.
@@ -1433,6 +1456,9 @@ static void gpu_gelu_backward(E *dinp, float *dbias, const E *dout, const E *inp
 // of a split sum are added in fp32, in the workspace. 4. Epilogue: a bias at most; residuals and
 // the accumulation of gradients are beta = 1. 5. Another algorithm may give other bits, so it is
 // chosen once for a GPU, library, workspace and product, kept in a file, and told to checkpoints.
+// 6. An algorithm is known by a hash of its 64 bytes, and not by its place in the heuristic's list,
+// which nothing promises to be the same twice. An algorithm that refuses its product during the
+// warm-up is replaced by the next one; after the warm-up it ends the run.
 
 // adds: beta is 1; beside: and D is not C.
 struct MatmulKey {
@@ -1443,7 +1469,6 @@ struct MatmulPlan {
     MatmulKey key;
     cublasLtMatmulDesc_t product;
     cublasLtMatrixLayout_t a, b, d;
-    int chosen;  // the algorithm's place in the heuristic's list
     cublasLtMatmulAlgo_t algorithm;
 };
 
@@ -1457,6 +1482,7 @@ static struct {
     void *workspace;
     size_t workspace_bytes;
     int plans, timed;  // timed: plans whose algorithms this run has timed itself
+    bool settled;      // the warm-up is over: no algorithm is replaced any more
     MatmulPlan plan[MATMUL_PLANS];
     char where[160];            // what a choice holds for beside the product: matmul_where
     char choices[MATMUL_TEXT];  // of all plans: matmul_choices_tell
@@ -1504,12 +1530,25 @@ static void matmul_preference(cublasLtMatmulPreference_t preference,
         cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof(value)));
 }
 
+// Does this algorithm say that it can write D beside C? An answer that is missing counts as no.
+static bool matmul_writes_beside(const cublasLtMatmulAlgo_t *algorithm) {
+    int32_t beside = 0;
+    size_t written = 0;
+    return cublasLtMatmulAlgoCapGetAttribute(
+               algorithm, CUBLASLT_ALGO_CAP_OUT_OF_PLACE_RESULT_SUPPORT, &beside, sizeof beside,
+               &written) == CUBLAS_STATUS_SUCCESS &&
+           beside;
+}
+
 // The heuristic's algorithms for a product in at most workspace_bytes, best first; returns how many
-// (0 to MATMUL_ALGORITHMS). None is no list but CUBLAS_STATUS_NOT_SUPPORTED.
+// (0 to MATMUL_ALGORITHMS). None is no list but CUBLAS_STATUS_NOT_SUPPORTED. For a product that
+// writes D beside C they are those that say they can; if none says so all of them, since then
+// nothing but the product's own status speaks against one.
 static int matmul_algorithms(cublasLtMatmulHeuristicResult_t *results, cublasStatus_t *status,
                              const MatmulPlan *plan, size_t workspace_bytes) {
     int found = 0;
     cublasLtMatmulPreference_t preference;
+    memset((void *)results, 0, MATMUL_ALGORITHMS * sizeof *results);  // bytes left alone are hashed
     if (plan->key.has_bias) {
         // The heuristic reads an alignment off this address: it is promised sixteen bytes, and not
         // what the bias of the product's last call had, or each call might give another list.
@@ -1529,51 +1568,56 @@ static int matmul_algorithms(cublasLtMatmulHeuristicResult_t *results, cublasSta
                                              plan->d, plan->d, preference, MATMUL_ALGORITHMS,
                                              results, &found);
     cublas_check(cublasLtMatmulPreferenceDestroy(preference));
+    found = *status == CUBLAS_STATUS_SUCCESS ? found : 0;
+    auto writes_beside = [](const cublasLtMatmulHeuristicResult_t &result) {
+        return result.state == CUBLAS_STATUS_SUCCESS && matmul_writes_beside(&result.algo);
+    };
+    const bool select =
+        plan->key.beside && std::any_of(results, results + found, writes_beside);
     int usable = 0;
-    for (int i = 0; i < found && *status == CUBLAS_STATUS_SUCCESS; i++) {
-        if (results[i].state == CUBLAS_STATUS_SUCCESS) {
+    for (int i = 0; i < found; i++) {
+        if (select ? writes_beside(results[i]) : results[i].state == CUBLAS_STATUS_SUCCESS) {
             results[usable++] = results[i];
         }
     }
     return usable;
 }
 
-// Does this algorithm say that it can write D beside C? An answer that is missing counts as no.
-static bool matmul_writes_beside(const cublasLtMatmulAlgo_t *algorithm) {
-    int32_t beside = 0;
-    size_t written = 0;
-    return cublasLtMatmulAlgoCapGetAttribute(
-               algorithm, CUBLASLT_ALGO_CAP_OUT_OF_PLACE_RESULT_SUPPORT, &beside, sizeof beside,
-               &written) == CUBLAS_STATUS_SUCCESS &&
-           beside;
+// What a cache and a checkpoint know an algorithm by. NVIDIA's header says that its 64 bytes may be
+// stored and used again with the same version of the library (cublasLt.h, cublasLtMatmulAlgo_t).
+static uint64_t matmul_algorithm_hash(const cublasLtMatmulAlgo_t *algorithm) {
+    return fnv1a(fnv1a_start, (const char *)algorithm, sizeof *algorithm);
 }
 
-// Gives the plan algorithm `chosen` of the heuristic's list. -1: its first one, for a product that
-// writes D beside C the first that says it can; if none says so the first is tried: nothing but its
-// own answer speaks against it, and the product refuses in the warm-up what it cannot do. False,
-// and nothing is changed: the list has no such place, or its algorithm cannot write beside C.
-static bool matmul_plan_choose(MatmulPlan *plan, int chosen) {
+// Gives the plan the algorithm of this hash. False, and nothing is changed: the heuristic does not
+// offer it.
+static bool matmul_plan_take(MatmulPlan *plan, uint64_t hash) {
     cublasLtMatmulHeuristicResult_t results[MATMUL_ALGORITHMS];
     cublasStatus_t status;
     const int found = matmul_algorithms(results, &status, plan, matmul_library.workspace_bytes);
-    // The capability is asked of each: an algorithm that cannot may still be another product's.
-    auto can = [&](int i) { return !plan->key.beside || matmul_writes_beside(&results[i].algo); };
-    if (found == 0) {
-        die("cuBLASLt has no product of (%d x %d) and (%d x %d) here, %s in and %s out: %s",
-            plan->key.m, plan->key.k, plan->key.k, plan->key.n,
-            plan->key.input_type == CUDA_R_32F ? "fp32" : "16 bits",
-            plan->key.output_type == CUDA_R_32F ? "fp32" : "16 bits",
-            cublasLtGetStatusName(status));
+    for (int i = 0; i < found; i++) {
+        if (matmul_algorithm_hash(&results[i].algo) == hash) {
+            plan->algorithm = results[i].algo;
+            return true;
+        }
     }
-    if (chosen >= found || (chosen >= 0 && !can(chosen))) {
-        return false;
+    return false;
+}
+
+// Gives the plan the algorithm after its own in the heuristic's list. False: there is none.
+static bool matmul_plan_next(MatmulPlan *plan) {
+    cublasLtMatmulHeuristicResult_t results[MATMUL_ALGORITHMS];
+    cublasStatus_t status;
+    const uint64_t own = matmul_algorithm_hash(&plan->algorithm);
+    const int found = matmul_algorithms(results, &status, plan, matmul_library.workspace_bytes);
+    int next = found;
+    for (int i = 0; i < found; i++) {  // the last one like it: a list that repeats one ends too
+        next = matmul_algorithm_hash(&results[i].algo) == own ? i + 1 : next;
     }
-    for (int i = 0; chosen < 0 && i < found; i++) {
-        chosen = can(i) ? i : chosen;
+    if (next < found) {
+        plan->algorithm = results[next].algo;
     }
-    plan->chosen = chosen < 0 ? 0 : chosen;
-    plan->algorithm = results[plan->chosen].algo;
-    return true;
+    return next < found;
 }
 
 // Fills a new plan.
@@ -1595,7 +1639,14 @@ static void matmul_plan_create(MatmulPlan *plan, MatmulKey key) {
     cublas_check(cublasLtMatrixLayoutCreate(&plan->a, input_type, a_rows, a_columns, a_rows));
     cublas_check(cublasLtMatrixLayoutCreate(&plan->b, input_type, b_rows, b_columns, b_rows));
     cublas_check(cublasLtMatrixLayoutCreate(&plan->d, output_type, m, n, m));
-    matmul_plan_choose(plan, -1);
+    cublasLtMatmulHeuristicResult_t results[MATMUL_ALGORITHMS];
+    cublasStatus_t status;
+    if (matmul_algorithms(results, &status, plan, matmul_library.workspace_bytes) == 0) {
+        die("cuBLASLt has no product of (%d x %d) and (%d x %d) here, %s in and %s out: %s", m, k,
+            k, n, input_type == CUDA_R_32F ? "fp32" : "16 bits",
+            output_type == CUDA_R_32F ? "fp32" : "16 bits", cublasLtGetStatusName(status));
+    }
+    plan->algorithm = results[0].algo;
 }
 
 static MatmulPlan *matmul_plan_find(MatmulKey key) {
@@ -1628,6 +1679,17 @@ static cublasStatus_t matmul_launch(MatmulPlan *plan, const MatmulOperands &x,
                           matmul_library.workspace, matmul_library.workspace_bytes, stream);
 }
 
+// A product as a cache, a checkpoint and messages name it.
+struct MatmulName {
+    char s[72];
+};
+static MatmulName matmul_key_text(const MatmulKey *k) {
+    MatmulName text;
+    snprintf(text.s, sizeof text.s, "%dx%dx%d:%d%d%d%d%d:%d>%d", k->m, k->n, k->k, k->transpose_a,
+             k->transpose_b, k->has_bias, k->adds, k->beside, k->input_type, k->output_type);
+    return text;
+}
+
 // D = op(A) op(B) + bias (null: none) + beta C in column-major terms, D and C (m,n), op(A) (m,k),
 // op(B) (k,n), every matrix dense; C may be D; bias (m) of D's type is added to every column.
 //   A, B of E; C, D of O: E or fp32.
@@ -1645,7 +1707,16 @@ static void matmul_run(O *d, const E *a, const E *b, const O *bias, const O *c, 
     MatmulKey key = {m,         n,                    k, transpose_a, transpose_b, bias != nullptr,
                      beta != 0, beta != 0 && c != d,  traits<E>.cuda_type, traits<O>.cuda_type};
     MatmulPlan *plan = matmul_plan_find(key);
-    cublas_check(matmul_launch(plan, {d, a, b, bias, c}, stream));
+    const MatmulOperands operands = {d, a, b, bias, c};
+    cublasStatus_t status = matmul_launch(plan, operands, stream);
+    while (status != CUBLAS_STATUS_SUCCESS && !matmul_library.settled && matmul_plan_next(plan)) {
+        (void)cudaGetLastError();  // the refused launch's, or a later check would report it
+        fprintf(stderr, "%s: cuBLASLt refuses its algorithm for the product %s: %s; trying its "
+                "next one\n", program_name, matmul_key_text(&key).s,
+                cublasLtGetStatusName(status));
+        status = matmul_launch(plan, operands, stream);
+    }
+    cublas_check_at(status, "cublasLtMatmul", __FILE__, __LINE__);
 }
 
 // out = addend (null: 0) + bias (null: 0) + inp weight^T. out, addend (N,OC), inp (N,C), weight
@@ -1672,37 +1743,34 @@ static void gpu_matmul_backward(E *dinp, G *dweight, const E *dout, const E *inp
 // From here to the end of the chapter: timed algorithms. The heuristic's first is not always the
 // fastest, so at the start each product's algorithms are timed, with random operands (zeros draw
 // less power and run 13 % faster) and, as far as memory goes, with more of them than the L2 cache
-// holds. One replaces the first if it is over 2 % faster, gives the same bits twice, and agrees.
-// Chosen by time, so by chance where two are alike: therefore the choice is kept in a file, and a
-// run without one may have other bits than the last.
+// holds. The first algorithm whose results are right, compared with sums in double, is the
+// reference. Another one replaces it if it is over 2 % faster, gives the same bits twice, agrees
+// with the reference and is itself right. The choice is made by time, so by chance where two are
+// alike: therefore it is kept in a file, and a run without one may have other bits than the last.
 
 constexpr int TUNE_ROUNDS = 7;            // measurements of an algorithm: their median counts
 constexpr double TUNE_GAIN = 0.98;        // what is not clearly faster would be chosen by noise
+// An algorithm whose checking launch takes longer than this many times the fastest so far, and a
+// launch's own overhead, is not timed.
+constexpr double TUNE_SLOW = 1.3, TUNE_LAUNCH_MS = 0.02;
 constexpr size_t TUNE_NOISE = 16 * 8191;  // bytes of random numbers: 8191 is prime, as no row is
 constexpr size_t TUNE_SAMPLE = TUNE_NOISE / 4;  // elements at either end of D that are compared
+constexpr int PROOF_ELEMENTS = 64;  // of D, that are compared with sums in double
+constexpr int PROOF_TAIL = 64;      // last steps of k, that are also summed alone: see MatmulProof
 
-// A product as a cache and a checkpoint name it.
-struct MatmulName {
-    char s[72];
-};
-static MatmulName matmul_key_text(const MatmulKey *k) {
-    MatmulName text;
-    snprintf(text.s, sizeof text.s, "%dx%dx%d:%d%d%d%d%d:%d>%d", k->m, k->n, k->k, k->transpose_a,
-             k->transpose_b, k->has_bias, k->adds, k->beside, k->input_type, k->output_type);
-    return text;
-}
-
-// The choice for a product in `choices`, a line "where| key=place key=place ...", where `where` is
-// this run's; -1: there is none.
-static int matmul_choice_find(const char *choices, const MatmulKey *key) {
+// The choice for a product in `choices`, a line "where| key=hHASH key=hHASH ...", where `where` is
+// this run's and HASH sixteen hexadecimal digits, of matmul_algorithm_hash. False: there is none.
+static bool matmul_choice_find(uint64_t *hash, const char *choices, const MatmulKey *key) {
     char word[96];
     const size_t length = strlen(matmul_library.where);
     if (strncmp(choices, matmul_library.where, length) != 0 || choices[length] != '|') {
-        return -1;
+        return false;
     }
-    snprintf(word, sizeof word, " %s=", matmul_key_text(key).s);
+    snprintf(word, sizeof word, " %s=h", matmul_key_text(key).s);
     const char *at = strstr(choices + length, word);
-    return at ? atoi(at + strlen(word)) : -1;
+    char *end = nullptr;
+    *hash = at ? strtoull(at + strlen(word), &end, 16) : 0;
+    return at && end == at + strlen(word) + 16;
 }
 
 // Writes the choices of all plans into matmul_library.choices.
@@ -1711,8 +1779,9 @@ static void matmul_choices_tell(void) {
     size_t at = (size_t)snprintf(text, MATMUL_TEXT, "%s|", matmul_library.where);
     for (int i = 0; i < matmul_library.plans && at < MATMUL_TEXT; i++) {
         const MatmulPlan *plan = &matmul_library.plan[i];
-        at += (size_t)snprintf(text + at, MATMUL_TEXT - at, " %s=%d",
-                               matmul_key_text(&plan->key).s, plan->chosen);
+        at += (size_t)snprintf(text + at, MATMUL_TEXT - at, " %s=h%016" PRIx64,
+                               matmul_key_text(&plan->key).s,
+                               matmul_algorithm_hash(&plan->algorithm));
     }
     check(at < MATMUL_TEXT, "more choices than their text has room for");
 }
@@ -1721,45 +1790,48 @@ static void matmul_choices_tell(void) {
 // product of this run or name what the library does not offer; then all stays as it was, because a
 // run that takes a part would have nobody's bits.
 static bool matmul_choices_take(const char *choices) {
-    int was[MATMUL_PLANS];
+    cublasLtMatmulAlgo_t was[MATMUL_PLANS];
     bool taken = true;
     for (int i = 0; i < matmul_library.plans; i++) {
         MatmulPlan *plan = &matmul_library.plan[i];
-        const int chosen = matmul_choice_find(choices, &plan->key);
-        was[i] = plan->chosen;
-        taken = taken && chosen >= 0 && matmul_plan_choose(plan, chosen);
+        uint64_t hash;
+        was[i] = plan->algorithm;
+        taken = taken && matmul_choice_find(&hash, choices, &plan->key) &&
+                matmul_plan_take(plan, hash);
     }
     for (int i = 0; i < matmul_library.plans && !taken; i++) {
-        matmul_plan_choose(&matmul_library.plan[i], was[i]);
+        matmul_library.plan[i].algorithm = was[i];
     }
     matmul_choices_tell();
     return taken;
 }
 
 // The file of choices in the user's cache has a line for each product,
-//   NVIDIA H200, 132 SMs, cuBLASLt 130100, workspace 134217728| 768x65536x3072:10111:14>14=3
-// the name of a place to choose for, then the product (matmul_key_text) and its choice.
-// The file's choice for a product, -1: none. The first line counts: what another run added later,
-// while this one was timing, is not used by anybody.
-static int matmul_cache_find(const MatmulKey *key) {
+//   NVIDIA H200, 132 SMs, cuBLASLt 130100, workspace 134217728| 768x65536x3072:10111:14>14=hHASH
+// the name of a place to choose for, then the product (matmul_key_text) and its choice. A line that
+// cannot be read that way counts as none.
+
+// The file's choice for a product; false: none. The first line counts: what another run added
+// later, while this one was timing, is not used by anybody.
+static bool matmul_cache_find(uint64_t *hash, const MatmulKey *key) {
     FILE *file = cache_open("matmul", "r");
     char line[512];
-    int chosen = -1;
-    while (file && chosen < 0 && fgets(line, sizeof line, file)) {
-        chosen = strchr(line, '\n') ? matmul_choice_find(line, key) : -1;
+    bool known = false;
+    while (file && !known && fgets(line, sizeof line, file)) {
+        known = strchr(line, '\n') && matmul_choice_find(hash, line, key);
     }
     if (file) {
         fclose(file);
     }
-    return chosen;
+    return known;
 }
 
 // Adds a plan's choice to the file; one write, so that lines of two runs do not mix.
 static void matmul_cache_add(const MatmulPlan *plan) {
     FILE *file = cache_open("matmul", "a");
     if (file) {
-        fprintf(file, "%s| %s=%d\n", matmul_library.where, matmul_key_text(&plan->key).s,
-                plan->chosen);
+        fprintf(file, "%s| %s=h%016" PRIx64 "\n", matmul_library.where,
+                matmul_key_text(&plan->key).s, matmul_algorithm_hash(&plan->algorithm));
         fclose(file);
     }
 }
@@ -1772,6 +1844,7 @@ struct MatmulBench {
     size_t bytes, cache_bytes;
     __nv_bfloat16 noise[TUNE_NOISE / 2];
     cudaStream_t stream;
+    cudaEvent_t begin, end;  // of a sample's product
 };
 
 // Fills the first `bytes` of the bench's memory with noise.
@@ -1804,10 +1877,11 @@ static MatmulOperands matmul_operands(const MatmulBench *bench, const MatmulPlan
             k->beside ? places[4] : places[0]};
 }
 
-// Runs the plan's product once and returns both ends of D, at most TUNE_SAMPLE elements each. Where
-// it adds to D, they begin as noise again. Null: cuBLASLt refuses the algorithm.
+// Runs the plan's product once and returns both ends of D, at most TUNE_SAMPLE elements each, and
+// in *ms how long it took. Where it adds to D, they begin as noise again. Null: cuBLASLt refuses
+// the algorithm.
 static char *matmul_sample(const MatmulBench *bench, MatmulPlan *plan, const MatmulOperands &x,
-                           size_t *bytes) {
+                           size_t *bytes, float *ms) {
     const size_t element = plan->key.output_type == CUDA_R_32F ? 4 : 2;
     const size_t all = (size_t)plan->key.m * plan->key.n * element;
     const size_t end = min_i64((int64_t)all, (int64_t)(TUNE_SAMPLE * element));
@@ -1816,67 +1890,200 @@ static char *matmul_sample(const MatmulBench *bench, MatmulPlan *plan, const Mat
     for (char *at : {d, d + all - end}) {
         copy_wait(at, bench->noise, end, bench->stream);
     }
+    cuda_check(cudaEventRecord(bench->begin, bench->stream));
     if (matmul_launch(plan, x, bench->stream) != CUBLAS_STATUS_SUCCESS) {
+        (void)cudaGetLastError();
         free(sample);
         return nullptr;
     }
+    cuda_check(cudaEventRecord(bench->end, bench->stream));
     copy_wait(sample, d, end, bench->stream);
     copy_wait(sample + end, d + all - end, end, bench->stream);
+    cuda_check(cudaEventElapsedTime(ms, bench->begin, bench->end));
     *bytes = 2 * end;
     return sample;
+}
+
+// Number i of an array of cuBLASLt's `type`.
+static double matmul_number(const void *numbers, int type, size_t i) {
+    auto number = [&](auto element) {
+        memcpy((void *)&element, (const char *)numbers + i * sizeof element, sizeof element);
+        return (double)to_float(element);
+    };
+    return type == CUDA_R_32F   ? number(float())
+           : type == CUDA_R_16F ? number(__half())
+                                : number(__nv_bfloat16());
+}
+
+// The largest error of a product of `type` beside another order of the sum, over the norm. 16-bit
+// results may differ by twice the type's rounding; fp32 ones by what the order of a long sum makes:
+// some sqrt(65,536) roundings of 6e-8 each, with a margin of six.
+static double matmul_error_most(int type) {
+    return type == CUDA_R_32F   ? 1e-4
+           : type == CUDA_R_16F ? 2 * traits<__half>.unit
+                                : 2 * traits<__nv_bfloat16>.unit;
 }
 
 // Norm of the difference of two samples of cuBLASLt's `type` over the norm of `want`; NaN anywhere
 // gives NaN, which no bound admits.
 static double sample_error(const char *got, const char *want, size_t bytes, int type) {
     double difference = 0, norm = 0;
-    auto sum = [&](auto element) {
-        using E = decltype(element);
-        for (size_t i = 0; i < bytes / sizeof(E); i++) {
-            E a, b;
-            memcpy(&a, got + i * sizeof(E), sizeof(E));
-            memcpy(&b, want + i * sizeof(E), sizeof(E));
-            difference += pow((double)to_float(a) - (double)to_float(b), 2);
-            norm += pow((double)to_float(b), 2);
-        }
-    };
-    type == CUDA_R_32F ? sum(float()) : type == CUDA_R_16F ? sum(__half()) : sum(__nv_bfloat16());
+    for (size_t i = 0; i < bytes / (type == CUDA_R_32F ? 4 : 2); i++) {
+        const double wanted = matmul_number(want, type, i);
+        const double d = matmul_number(got, type, i) - wanted;
+        difference += d * d;
+        norm += wanted * wanted;
+    }
     return sqrt(difference / norm);
 }
 
-// Does the plan's algorithm give `want` but for rounding, and the same bits twice? 16-bit results
-// may differ by twice the type's rounding; fp32 ones by what the order of a long sum makes: some
-// sqrt(65,536) roundings of 6e-8 each, with a margin of six.
+// Does the plan's algorithm give `want` but for rounding, and the same bits twice, and is it not
+// slower than slowest_ms? The second launch is timed: the first may load the kernel.
 static bool matmul_agrees(const MatmulBench *bench, MatmulPlan *plan, const MatmulOperands &x,
-                          const char *want) {
+                          const char *want, double slowest_ms) {
     size_t bytes = 0;
+    float ms = 0;
     const int type = plan->key.output_type;
-    const double most = type == CUDA_R_32F   ? 1e-4
-                        : type == CUDA_R_16F ? 2 * traits<__half>.unit
-                                             : 2 * traits<__nv_bfloat16>.unit;
-    char *first = matmul_sample(bench, plan, x, &bytes);
-    char *second = first ? matmul_sample(bench, plan, x, &bytes) : nullptr;
-    const bool agrees = second && memcmp(first, second, bytes) == 0 &&
-                        sample_error(first, want, bytes, type) <= most;
+    char *first = matmul_sample(bench, plan, x, &bytes, &ms);
+    char *second = first ? matmul_sample(bench, plan, x, &bytes, &ms) : nullptr;
+    const bool agrees = second && memcmp(first, second, bytes) == 0 && ms <= slowest_ms &&
+                        sample_error(first, want, bytes, type) <= matmul_error_most(type);
     free(first);
     free(second);
     return agrees;
 }
 
-// Times the algorithms of a plan's product and gives it the best: the first, unless another takes
-// less than TUNE_GAIN of its time. A product whose operands find no room keeps the first, and so
-// does one whose first algorithm itself fails.
+// Elements of a plan's D and what they are in exact arithmetic, from the noise that its operands
+// are: the corners, others of the last row and the last column, where tiles are cut, and some
+// anywhere. `tail` is the same with all of A zero but the last PROOF_TAIL steps of k. cuBLASLt's
+// split sums have left out the last k % 64 steps (triton-lang's fork facebookexperimental/triton,
+// pull request 2767): of a sum of 65,536 products one is a 256th of its norm, less than bf16 is
+// rounded by; of 64 it is an eighth.
+struct MatmulProof {
+    size_t at[PROOF_ELEMENTS];
+    double whole[PROOF_ELEMENTS], tail[PROOF_ELEMENTS];
+};
+
+// Only the gradients of weights are summed over more steps than a few thousand, so that cuBLASLt
+// splits their sums. In these k is the slow index of both operands.
+static bool matmul_proves_tail(const MatmulKey *k) {
+    return !k->transpose_a && k->transpose_b && k->k > PROOF_TAIL;
+}
+
+// The sum of products for element `at` of D from step `first` of k on, C and bias included.
+static double matmul_exact(const MatmulBench *bench, const MatmulKey *key,
+                           const MatmulOperands &x, size_t at, size_t first) {
+    const size_t m = (size_t)key->m, n = (size_t)key->n, k = (size_t)key->k;
+    const size_t row = at % m, column = at / m;
+    auto noise = [&](const void *operand, int type, size_t i) {
+        const size_t place = (size_t)((const char *)operand - bench->memory);
+        const size_t byte = (place + i * (type == CUDA_R_32F ? 4 : 2)) % TUNE_NOISE;
+        return matmul_number((const char *)bench->noise + byte, type, 0);
+    };
+    double sum = (x.bias ? noise(x.bias, key->output_type, row) : 0) +
+                 (key->adds ? noise(x.c, key->output_type, at) : 0);
+    for (size_t i = first; i < k; i++) {
+        sum += noise(x.a, key->input_type, key->transpose_a ? row * k + i : i * m + row) *
+               noise(x.b, key->input_type, key->transpose_b ? i * n + column : column * k + i);
+    }
+    return sum;
+}
+
+// Chooses the elements and sums them; what takes longest is 64 sums over the steps of k.
+static void matmul_proof_make(MatmulProof *proof, const MatmulBench *bench,
+                              const MatmulPlan *plan) {
+    const MatmulKey *key = &plan->key;
+    const size_t m = (size_t)key->m, n = (size_t)key->n;
+    const int tail = matmul_proves_tail(key);
+    size_t bytes;
+    const MatmulOperands x = matmul_operands(bench, plan, 0, &bytes);
+    #pragma omp parallel for schedule(static)
+    for (int i = 0; i < PROOF_ELEMENTS; i++) {
+        const size_t row = (size_t)(rng_uniform(1, 0, 1, (uint64_t)i) * (double)m);
+        const size_t column = (size_t)(rng_uniform(1, 0, 2, (uint64_t)i) * (double)n);
+        proof->at[i] = i < 4    ? (i % 2) * (m - 1) + (i / 2) * (n - 1) * m
+                       : i < 24 ? m - 1 + column * m
+                       : i < 44 ? row + (n - 1) * m
+                                : row + column * m;
+        proof->whole[i] = matmul_exact(bench, key, x, proof->at[i], 0);
+        proof->tail[i] =
+            tail ? matmul_exact(bench, key, x, proof->at[i], (size_t)(key->k - PROOF_TAIL)) : 0;
+    }
+}
+
+// Are the elements of the proof right, whole and, where it is proved, of the tail alone? Fills the
+// first operands with noise, and leaves them as the product does.
+static bool matmul_right(const MatmulBench *bench, MatmulPlan *plan, const MatmulProof *proof) {
+    const MatmulKey *key = &plan->key;
+    const size_t element = key->output_type == CUDA_R_32F ? 4 : 2;
+    size_t bytes;
+    const MatmulOperands x = matmul_operands(bench, plan, 0, &bytes);
+    for (int tail = matmul_proves_tail(key); tail >= 0; tail--) {
+        const double *want = tail ? proof->tail : proof->whole;
+        double difference = 0, norm = 0;
+        matmul_noise(bench, bytes);
+        if (tail) {
+            const size_t zero = (size_t)(key->k - PROOF_TAIL) * (size_t)key->m;
+            cuda_check(cudaMemsetAsync((void *)x.a, 0,
+                                       zero * (key->input_type == CUDA_R_32F ? 4 : 2),
+                                       bench->stream));
+        }
+        if (matmul_launch(plan, x, bench->stream) != CUBLAS_STATUS_SUCCESS) {
+            (void)cudaGetLastError();
+            return false;
+        }
+        for (int i = 0; i < PROOF_ELEMENTS; i++) {
+            float got;  // room for an element of any type
+            copy_wait(&got, (const char *)x.d + proof->at[i] * element, element, bench->stream);
+            const double d = matmul_number(&got, key->output_type, 0) - want[i];
+            difference += d * d;
+            norm += want[i] * want[i];
+        }
+        if (!(sqrt(difference / norm) <= matmul_error_most(key->output_type))) {
+            return false;
+        }
+    }
+    return true;
+}
+
+// Says that no algorithm of a plan's product is right.
+static void matmul_report(const MatmulPlan *plan) {
+    fprintf(stderr, "%s: %s: no algorithm of cuBLASLt gives this program's own result for the "
+            "product %s; the run goes on with its first one. Please report this line\n",
+            program_name, matmul_library.where, matmul_key_text(&plan->key).s);
+}
+
+// Times the algorithms of a plan's product and gives it the best: the first one that is right,
+// unless another takes less than TUNE_GAIN of its time. A product whose operands find no room keeps
+// what it has, and so does one of which no algorithm is right, which is reported at every start.
 static void matmul_plan_time(const MatmulBench *bench, MatmulPlan *plan) {
     size_t each, bytes;
     matmul_operands(bench, plan, 0, &each);
     const size_t room = bench->bytes / each, wanted = 2 * bench->cache_bytes / each + 1;
-    const int copies = (int)(room < wanted ? room : wanted), first = plan->chosen;
+    const int copies = (int)(room < wanted ? room : wanted);
     if (copies == 0) {
         return;
     }
-    // The products before have left their results where this one's operands lie: numbers that grow
-    // from plan to plan, to infinity.
-    matmul_noise(bench, (size_t)copies * each);
+    cublasLtMatmulHeuristicResult_t results[MATMUL_ALGORITHMS];
+    cublasStatus_t status;
+    const int found = matmul_algorithms(results, &status, plan, matmul_library.workspace_bytes);
+    const cublasLtMatmulAlgo_t was = plan->algorithm;
+    MatmulProof proof;
+    matmul_proof_make(&proof, bench, plan);
+    auto is_right = [&](int i) {
+        plan->algorithm = results[i].algo;
+        return matmul_right(bench, plan, &proof);
+    };
+    int reference = 0;
+    while (reference < found && !is_right(reference)) {
+        reference++;
+    }
+    if (reference == found) {
+        plan->algorithm = was;
+        matmul_report(plan);
+        return;
+    }
+    matmul_noise(bench, (size_t)copies * each);  // where products before have left their results
     // Copy after copy in turn, so that a launch finds nothing of its operands in the cache.
     auto operands = [&](int i) {
         return matmul_operands(bench, plan, (size_t)(i % copies) * each, &bytes);
@@ -1886,20 +2093,26 @@ static void matmul_plan_time(const MatmulBench *bench, MatmulPlan *plan) {
             cublas_check(matmul_launch(plan, operands(call), bench->stream));
         });
     };
-    char *want = matmul_sample(bench, plan, operands(0), &bytes);
-    double best_ms = want ? TUNE_GAIN * time_ms() : 0;
-    int best = first;
+    float once_ms;
+    char *want = matmul_sample(bench, plan, operands(0), &bytes, &once_ms);
+    double fastest_ms = time_ms(), best_ms = TUNE_GAIN * fastest_ms;
+    int best = reference;
     // Before an algorithm is timed it is run twice for its results: a fast wrong one is no choice.
-    for (int i = 0; i < MATMUL_ALGORITHMS && want; i++) {
-        if (i != first && matmul_plan_choose(plan, i) &&
-            matmul_agrees(bench, plan, operands(0), want)) {
-            const double ms = time_ms();
-            best = ms < best_ms ? i : best;
-            best_ms = ms < best_ms ? ms : best_ms;
+    for (int i = 0; i < found; i++) {
+        plan->algorithm = results[i].algo;
+        if (i == reference || !matmul_agrees(bench, plan, operands(0), want,
+                                             TUNE_SLOW * fastest_ms + TUNE_LAUNCH_MS)) {
+            continue;
         }
+        const double ms = time_ms();
+        if (ms < best_ms && is_right(i)) {
+            best = i;
+            best_ms = fastest_ms = ms;
+        }
+        matmul_noise(bench, each);  // is_right may have left A zero but for its tail
     }
     free(want);
-    matmul_plan_choose(plan, best);
+    plan->algorithm = results[best].algo;
     matmul_cache_add(plan);
     matmul_library.timed++;
 }
@@ -1907,8 +2120,8 @@ static void matmul_plan_time(const MatmulBench *bench, MatmulPlan *plan) {
 // Takes the file's choice. False: it knows nothing of the plan, or names what the library does not
 // offer, which counts as nothing.
 static bool matmul_plan_load(MatmulPlan *plan) {
-    const int chosen = matmul_cache_find(&plan->key);
-    return chosen >= 0 && matmul_plan_choose(plan, chosen);
+    uint64_t hash;
+    return matmul_cache_find(&hash, &plan->key) && matmul_plan_take(plan, hash);
 }
 
 // Takes the file's choices; returns how many plans it knows nothing of.
@@ -1938,6 +2151,8 @@ static void matmul_tune(char *memory, size_t bytes, cudaStream_t stream) {
     bench->bytes = bytes;
     bench->cache_bytes = (size_t)cache;
     bench->stream = stream;
+    cuda_check(cudaEventCreate(&bench->begin));
+    cuda_check(cudaEventCreate(&bench->end));
     for (size_t i = 0; i < TUNE_NOISE / 2; i++) {
         bench->noise[i] = from_float<__nv_bfloat16>((float)(2 * rng_uniform(1, 0, 0, i) - 1));
     }
@@ -1948,6 +2163,8 @@ static void matmul_tune(char *memory, size_t bytes, cudaStream_t stream) {
         }
     }
     cuda_check(cudaStreamSynchronize(stream));
+    cuda_check(cudaEventDestroy(bench->begin));
+    cuda_check(cudaEventDestroy(bench->end));
     free(bench);
 }
 
@@ -3253,7 +3470,7 @@ __device__ inline __nv_bfloat16 bf16_round_stochastic(float x, uint32_t random) 
     if ((bits & 0x7f800000u) == 0x7f800000u) {
         return from_float<__nv_bfloat16>(x);  // infinities and NaN have no neighbours to round to
     }
-    return __ushort_as_bfloat16((unsigned short)((bits + random) >> 16));
+    return bf16_from_bits((uint16_t)((bits + random) >> 16));
 }
 
 // What keys the random numbers of a step.
@@ -3282,12 +3499,14 @@ __device__ inline void state_store(T *address, const float (&x)[n], UpdateRandom
 }
 
 // The split master: weight = (u + 0x8000) >> 16 and low = u & 0xffff give back u, an fp32's bits.
+// Of a NaN the weight is one too, and so is what is given back: the sum would carry into the sign,
+// and 0x7fffffff, which is what the GPU computes, would become -0 and look healthy in forward.
 template <int n>
 __device__ inline void split_load(float (&p)[n], const __nv_bfloat16 *params, const uint16_t *low) {
     Pack<__nv_bfloat16> weight = pack_load(params);
     Pack<uint16_t> rest = pack_load(low);
     for (int i = 0; i < n; i++) {
-        uint32_t high = (uint32_t)__bfloat16_as_ushort(weight.x[i]) - (rest.x[i] >> 15);
+        uint32_t high = (uint32_t)bf16_bits(weight.x[i]) - (rest.x[i] >> 15);
         p[i] = __uint_as_float(high << 16 | rest.x[i]);
     }
 }
@@ -3298,7 +3517,8 @@ __device__ inline void split_store(__nv_bfloat16 *params, uint16_t *low, const f
     Pack<uint16_t> rest;
     for (int i = 0; i < n; i++) {
         uint32_t bits = __float_as_uint(p[i]);
-        weight.x[i] = __ushort_as_bfloat16((unsigned short)((bits + 0x8000u) >> 16));
+        const uint32_t high = isnan(p[i]) ? (uint32_t)MASTER_NAN : (bits + 0x8000u) >> 16;
+        weight.x[i] = bf16_from_bits((uint16_t)high);
         rest.x[i] = (uint16_t)bits;
     }
     pack_store(params, weight);
@@ -3426,12 +3646,22 @@ static void device_mark(void *memory, size_t bytes, int alive) {
 }
 #endif
 
-// The name of the current GPU; 0: no GPU or no driver is here.
+// The name of the current GPU; 0: no GPU or no driver is here, or none that can be used, and `name`
+// says why.
 static int device_name(char name[96]) {
     int driver = 0, count = 0, device = 0;
     cudaDeviceProp properties;
-    if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0 ||
-        cudaGetDeviceCount(&count) != cudaSuccess || count == 0) {
+    name[0] = 0;
+    if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) {
+        return 0;
+    }
+    const cudaError_t error = cudaGetDeviceCount(&count);
+    if (error == cudaErrorInsufficientDriver) {
+        snprintf(name, 96, "the driver is for CUDA %d.%d, too old for this program's CUDA %d.%d",
+                 driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000,
+                 CUDART_VERSION % 1000 / 10);
+    }
+    if (error != cudaSuccess || count == 0) {
         return 0;
     }
     cuda_check(cudaGetDevice(&device));
@@ -3719,7 +3949,7 @@ static __global__ void step_words_kernel(StepWord *total, UpdateState *update, c
         sum.stop |= word->stop;
         sum.fault = sum.fault ? sum.fault : word->fault;
     }
-    update->square_sum = sum.fault ? nanf("") : sum.square_sum;
+    update->square_sum = sum.fault ? NAN : sum.square_sum;
     *total = sum;
 }
 
@@ -4766,6 +4996,7 @@ static void gpu_write(Engine *e, int state, int64_t offset, const real *values, 
     TensorSpan span = {};
     progress();
     visits_forget_weights(net->plan);
+    e->zero = 0;
     if (state == STATE_WEIGHTS && has_whole_master(&net->plan->settings)) {
         gpu_write<E, G>(e, STATE_MASTER, offset, values, count);
     }
@@ -4858,9 +5089,9 @@ template <class E, class G> static void gpu_ranges_open(GpuNetwork<E, G> *net) {
     }
 }
 
-// What must lie on the device before the first step: the table of tensors, and zero states. The run
-// initialises these later; until then those on the device would hold a former owner's bytes, while
-// pinned memory is fresh.
+// What must lie on the device before the first step: the table of tensors, and zero states, which
+// the warm-up leaves zero: its weights are zero, so every gradient is. Pinned memory is fresh, but
+// for the marks of test builds.
 template <class E, class G> static void gpu_begin(GpuNetwork<E, G> *net) {
     // Of several ranks the norm has a table of its own, behind AdamW's.
     const int behind = net->plan->settings.ranks > 1 ? net->norm_count : 0;
@@ -4869,7 +5100,7 @@ template <class E, class G> static void gpu_begin(GpuNetwork<E, G> *net) {
     for (int id : {BUF_WEIGHTS, BUF_WEIGHTS_HOME, BUF_MASTER, BUF_M, BUF_V, BUF_STATE, BUF_WORDS,
                    BUF_EXCHANGE}) {
         const int at = net->plan->single[id];
-        if (at >= 0 && net->plan->buffers[at].home == HOME_DEVICE) {
+        if (at >= 0 && (net->plan->buffers[at].home == HOME_DEVICE || GPT2_POISON)) {
             cuda_check(cudaMemsetAsync(gpu_buffer<char>(net, id), 0, net->plan->buffers[at].bytes,
                                        net->stream));
         }
@@ -4887,6 +5118,11 @@ template <class E, class G> static void gpu_tune(Engine *e) {
         const size_t end = (workspace->offset + workspace->bytes + 255) / 256 * 256;
         const size_t behind = p->device_bytes > end ? p->device_bytes - end : 0;
         char *base = p->base[HOME_DEVICE];
+        if (!p->settings.quiet) {  // what a run prints is not mixed with text that is asked for
+            FILE *to = p->settings.forward ? stderr : stdout;
+            fprintf(to, "timing matrix products for this GPU, once\n");
+            fflush(to);
+        }
         cuda_check(cudaDeviceSynchronize());  // what visited in the warm-up may still be on its way
         arena_lend(p);
         workspace->offset > behind ? matmul_tune(base, workspace->offset, net->stream)
@@ -4987,6 +5223,7 @@ static void gpu_warm_up(Engine *e) {
     cuda_check(cudaMemGetInfo(&with_nccl, &total_bytes));
     device_memory.library_bytes = size_less(before, free_bytes + net->plan->device_bytes);
     device_memory.nccl_bytes = size_less(free_bytes, with_nccl);
+    matmul_library.settled = true;
 }
 
 // Allocates the plan on the current GPU; it is the caller's and outlives the engine.
@@ -5029,6 +5266,7 @@ template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
     }
     e->self = net;
     e->states = s->forward ? STATE_WEIGHTS + 1 : STATES;
+    e->zero = 1;  // gpu_begin
     e->micro_step = gpu_micro_step<E, G>;
     e->prepare = gpu_prepare<E, G>;
     e->update = gpu_update<E, G>;
@@ -5307,6 +5545,11 @@ int train_gpt2cu_main(int argc, char **argv) {
 
 #if !GPT2_NO_MAIN
 int main(int argc, char **argv) {
+    // A kernel is loaded at its first launch, all of which the warm-up makes, and the many others
+    // never: that is quicker and takes less device memory. CUDA reads this when its first function
+    // is called; drivers before 12.2 load everything at once by themselves (CUDA C++ Programming
+    // Guide, "Lazy Loading").
+    setenv("CUDA_MODULE_LOADING", "LAZY", 0);
     threads_start(argv);
     return train_gpt2cu_main(argc, argv);
 }

@@ -435,11 +435,13 @@ static void span_transposed(real *out, const Span *s, int64_t rows, int64_t cols
 }
 
 // The split master: an fp32 weight's bits u are kept as the bf16 weight (u + 0x8000) >> 16, u
-// rounded half up, and the low half u & 0xffff. Nothing is lost.
+// rounded half up, and the low half u & 0xffff. Nothing is lost of a number; a NaN stays one,
+// whatever its low half.
+enum { MASTER_NAN = 0x7fc0 };
 static uint16_t master_high(float value) {
     uint32_t u;
     memcpy(&u, &value, 4);
-    return (uint16_t)((u + 0x8000) >> 16);
+    return value != value ? (uint16_t)MASTER_NAN : (uint16_t)((u + 0x8000) >> 16);
 }
 
 static float master_join(float high, uint16_t low) {

@@ -190,8 +190,8 @@ static bool is_asked_for(const std::string &name) {
     return bench.what.empty();
 }
 
-// The heuristic's algorithms in the order of its list, ms each, for each size of workspace; "-"
-// where an algorithm cannot write D beside C and must. The plan is as it was afterwards.
+// The heuristic's algorithms in the order of its list, ms each, for each size of workspace. The
+// plan is as it was afterwards.
 static void print_algorithms(const Case &c, const std::vector<Buffers> &buffers, MatmulPlan *plan) {
     const size_t largest = matmul_library.workspace_bytes;
     const cublasLtMatmulAlgo_t chosen = plan->algorithm;
@@ -202,10 +202,6 @@ static void print_algorithms(const Case &c, const std::vector<Buffers> &buffers,
         int found = matmul_algorithms(results, &status, plan, matmul_library.workspace_bytes);
         printf(bench.tsv ? "%s, %zu MiB" : "  %-25s %4zu MiB", c.name.c_str(), mib);
         for (int i = 0; i < found; i++) {
-            if (plan->key.beside && !matmul_writes_beside(&results[i].algo)) {
-                printf(bench.tsv ? "\t-" : " %8s", "-");
-                continue;
-            }
             plan->algorithm = results[i].algo;
             printf(bench.tsv ? "\t%.5f" : " %8.4f", case_ms(c, buffers));
         }

@@ -274,9 +274,13 @@ inline pid_t start_program(const Text &path, const Text &arguments,
     });
 }
 
+// Arguments that every run of the program that --program names gets behind its own.
+inline Text more_arguments;
+
 // The program that --program names.
 inline pid_t start(const Text &arguments, const std::function<void()> &before = nullptr) {
-    return start_program(tested, arguments, before);
+    const bool apart = more_arguments.empty() || arguments.empty() || arguments.back() == ' ';
+    return start_program(tested, arguments + (apart ? "" : " ") + more_arguments, before);
 }
 
 inline Outcome program(const Text &arguments, const std::function<void()> &before = nullptr) {

@@ -556,6 +556,9 @@ struct Net {
     Net(const Model &m, const Text &options, int gpu = TEST_CUDA) {
         Options o;
         parse(&o, options.c_str());
+        // A GPU would time the algorithms of some fifty products for each network.
+        o.tune = options.find("--tune 1") != Text::npos;
+        o.quiet = 1;
 #if TEST_CUDA
         // 16 bits are the type that this GPU has, and without bf16 nothing else may be narrow.
         if (gpu && device_lacks_bf16() && o.dtype != DTYPE_FP32) {
