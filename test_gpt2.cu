@@ -4034,6 +4034,40 @@ static void test_gpu_rank_names() {
                names[2].find(", GPU-9a000000") != Text::npos, "%s", names[2].c_str());
 }
 
+// The policy of the memory at `at`, and the first 64 nodes it names; -1 where nobody is told.
+static std::pair<int, unsigned long> memory_policy(void *at) {
+    enum { OF_ADDRESS = 2, NODES = 1024 };  // get_mempolicy(2)
+    unsigned long nodes[NODES / 64 + 1] = {};
+    int mode = -1;
+    const bool told = syscall(SYS_get_mempolicy, &mode, nodes, (unsigned long)NODES, at,
+                              OF_ADDRESS) == 0;
+    return {told ? mode : -1, nodes[0]};
+}
+
+// Pinned memory prefers the node of its GPU, in a made-up /sys; with none it is as it would be.
+static void test_gpu_pinned_node() {
+    const int gpus = (int)emu::set.gpus;
+    emu::set.gpus = 16;
+    put("sys/bus/pci/devices/0000:0a:00.0/numa_node", "0\n");
+    put("sys/bus/pci/devices/0000:0b:00.0/numa_node", "-1\n");
+    cuda_check(cudaSetDevice(10));
+    expect(device_node(".") == 0 && device_node("absent") == -1, "node %d", device_node("."));
+    char *near = pinned_open(3 << 20, device_node("."));
+    const auto policy = memory_policy(near + (2 << 20));
+    cuda_check(cudaSetDevice(11));
+    expect(device_node(".") == -1, "node %d", device_node("."));
+    char *any = pinned_open(3 << 20, device_node("."));
+    expect(memory_policy(any).first <= 0, "policy %d", memory_policy(any).first);
+    pinned_close(near, 3 << 20);
+    pinned_close(any, 3 << 20);
+    emu::set.gpus = gpus;
+    if (policy.first < 0) {
+        skip("memory policies are not told here");
+    }
+    expect(policy.first == 1 && policy.second == 1, "policy %d, nodes %lx", policy.first,
+           policy.second);
+}
+
 // One cudaMalloc of exactly the planned bytes, and nothing after it.
 static void test_gpu_allocation() {
     for (const char *options :
@@ -4861,6 +4895,7 @@ static const Test tests[] = {
     T(gpu_offload, CUDA_ALL),
     T(gpu_host_read, CUDA_ALL),
     T(gpu_rank_names, CUDA_ALL),
+    T(gpu_pinned_node, CUDA_ALL),
     T(gpu_offload_mixed, CUDA_ALL),
     T(gpu_tuning, CUDA_ALL),
     T(gpu_tuning_file, CUDA_ALL),

@@ -768,8 +768,8 @@ static double watch_limit_ms(const Child *children, int ranks) {
     return rank_timeout_ms * (slow ? 10 : 1);
 }
 
-// Is a rank in the first collectives, when engines are open and nothing is loaded yet? There no rank
-// has more to do than another.
+// Is a rank in the first collectives, with its engine open and nothing loaded yet? There no rank has
+// more to do than another.
 static int row_in_warm_up(const RankRow *row) {
     return row->work == RANK_STARTS && row->note.call > RANK_CONNECTION;
 }
@@ -949,7 +949,8 @@ static void *rank_watch(void *nothing) {
         usleep(250000);
         const double still = watch_look(&watch, &own, 1);
         const int waits = rank_row->note.begun != rank_row->note.done;
-        over = still - (waits && !row_in_warm_up(rank_row) ? 10 * rank_timeout_ms : watch_limit_ms(&own, 1));
+        const int patient = waits && !row_in_warm_up(rank_row);
+        over = still - (patient ? 10 * rank_timeout_ms : watch_limit_ms(&own, 1));
         over -= waits ? 2000 : 0;
     } while (over <= 0);
     watch_explain(&watch, &own, 1);
@@ -1105,7 +1106,7 @@ static void meeting_join(const Launcher *l, RankHello *hello, double end_ms) {
         }
         usleep(rank_links[0] < 0 ? PAUSE_US : 0);
     }
-    socket_limit(rank_links[0], rank_timeout_ms + 5000);  // rank 0 waits for the last rank, and says
+    socket_limit(rank_links[0], rank_timeout_ms + 5000);  // until rank 0 has waited for the others
     if (!socket_move(rank_links[0], hello, sizeof *hello, 1)) {
         die("rank 0 at %s, port %s, is gone", l->address, l->port);
     }

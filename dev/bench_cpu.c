@@ -379,7 +379,7 @@ static void bench_forecast(void) {
     enum { RUNS = sizeof runs / sizeof runs[0] };
     static const Program program = {
         "train_gpt2", "", 0, cpu_open, host_memory_available, 0, NULL, NULL, "", NULL, NULL, NULL,
-        ""};
+        "", NULL};
     double worst = 0;
     printf("%-14s %4s %5s %-6s %12s %12s\n", "model", "B", "T", "-r", "forecast ms", "measured ms");
     for (int i = 0; i < RUNS; i++) {

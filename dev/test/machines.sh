@@ -98,8 +98,10 @@ $scratch/mpi -L$scratch -lmpi *$" "$calls"
 
 # What mpicc says goes through nvcc to the linker, and a program is built again when it changes, as
 # when NCCL or MPI is installed.
-printf '#!/bin/sh\necho gcc -I/mpi/include -pthread -L/mpi/lib -Wl,-rpath -Wl,/mpi/lib -Wl,-z,now -lmpi\n' \
-    > "$scratch/bin/mpicc"
+cat > "$scratch/bin/mpicc" << 'END'
+#!/bin/sh
+echo gcc -I/mpi/include -pthread -L/mpi/lib -Wl,-rpath -Wl,/mpi/lib -Wl,-z,now -lmpi
+END
 chmod +x "$scratch/bin/mpicc"
 : > "$CALLS"
 said=$(cd "$clone" && PATH=$scratch/bin:$PATH make train_gpt2cu NCCL=yes 2>&1)

@@ -248,8 +248,8 @@ static std::vector<Outcome> start_by_tcp(const Words &variables, const Text &lin
     Text script;
     for (size_t i = 0; i < variables.size(); i++) {
         const Text to = text("tcp-%zu.", i);
-        script += "(env " + variables[i] + " $PROGRAM " + line + " < /dev/null > " + to + "out 2> " +
-                  to + "err; echo $? > " + to + "status) & ";
+        script += "(env " + variables[i] + " $PROGRAM " + line + " < /dev/null > " + to +
+                  "out 2> " + to + "err; echo $? > " + to + "status) & ";
     }
     std::vector<Outcome> all;
     shell(script + "wait");
@@ -327,8 +327,8 @@ static void test_ranks_tcp_refused() {
         expect_refused(o, words, variables);
     };
     // The port is somebody else's: of rank 0 it cannot become, and who answers is no rank 0.
-    one(both(taken, "2") + "0", text("rank 0 cannot listen on port %d (MASTER_PORT): Address already "
-                                     "in use", taken));
+    one(both(taken, "2") + "0", text("rank 0 cannot listen on port %d (MASTER_PORT): Address "
+                                     "already in use", taken));
     const pid_t other = fork();
     if (other == 0) {
         const Text words(4096, 'x');
@@ -367,18 +367,22 @@ static void test_ranks_tcp_refused() {
             expect(all[r].status == 1, "%s: rank %zu: %d", row.words, r, all[r].status);
         }
     }
-    // Variables that do not fit together.
+}
+
+// Variables of launchers that do not fit together.
+static void test_ranks_variables() {
+    write_corpus();
     static const Refusal words[] = {
         {"WORLD_SIZE=2 MASTER_ADDR=localhost RANK=0", "but MASTER_PORT is not set: "},
         {"WORLD_SIZE=2 MASTER_ADDR=localhost RANK=0 MASTER_PORT=65535 "
          "TORCHELASTIC_USE_AGENT_STORE=True", "but MASTER_PORT is too high: "},
-        {"WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=9", "WORLD_SIZE is 2, but RANK is not set"},
+        {"WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=9", "is 2, but RANK is not set: "},
         {"WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=9 RANK=2", "has a higher rank: "},
         {"WORLD_SIZE=two", "WORLD_SIZE is 'two', which is not a number from 0 to "},
         {"WORLD_SIZE=2 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=3",
          "WORLD_SIZE is 2, but SLURM_STEP_NUM_TASKS is 3: both count the processes of this run"}};
     for (const Refusal &row : words) {
-        one(row.arguments, row.words);
+        expect_refused(start_by_tcp({row.arguments}, TINY "-x 1")[0], row.words, row.arguments);
     }
 }
 
@@ -839,7 +843,7 @@ static void test_ranks_slow() {
                                           late + with_end("--gpus 2")}, part)) {
         expect_success(o, "NCCL starts slowly");
     }
-    // A run that trains finds a pipe in the place of rank 1's states. After 2.5 s somebody reads it:
+    // A run that trains finds a pipe in the place of rank 1's states. After 2.5 s it is read, and
     // that it is no file is an error like any other.
     const Text saves = TINY "-k constant -x 30 --timeout 1 --quiet ", tmp = "/step-00000030.tmp/";
     auto hold = [&](const Text &out, int read_after_us) {
@@ -881,13 +885,15 @@ static void test_ranks_hints() {
     const Text part = TINY "-x 1 --quiet --timeout 2 ";
     const Text shm = "unshare -m sh -c 'mount -t tmpfs -o size=64m none /dev/shm";
     if (shell(shm + "'").status == 0) {
-        expect_refused(shell(shm + " && EMU_NCCL_HANG=1" + faults + "exec $PROGRAM " + part + "--gpus 2'"),
-                       "unhandled system error;  (/dev/shm has less than 256 MiB: a container needs "
-                       "--shm-size=1g or --ipc=host)", "shared memory");
+        expect_refused(shell(shm + " && EMU_NCCL_HANG=1" + faults + "exec $PROGRAM " + part +
+                             "--gpus 2'"),
+                       "unhandled system error;  (/dev/shm has less than 256 MiB: a container "
+                       "needs --shm-size=1g or --ipc=host)", "shared memory");
     } else {
         detail = "no mount: shared memory not tried";
     }
-    const Text tcp = master(free_port()) + "WORLD_SIZE=2 EMU_GPUS=1 EMU_NCCL_TIMEOUT_S=1" + faults, one = tcp + "RANK=";
+    const Text one = master(free_port()) + "WORLD_SIZE=2 EMU_GPUS=1 EMU_NCCL_TIMEOUT_S=1" + faults +
+                     "RANK=";
     const auto all = start_by_tcp({one + "0 EMU_MACHINE=1", one + "1 EMU_MACHINE=2"}, part);
     expect(all[1].err.find("(this rank sees one GPU alone, ") != Text::npos ||
                all[1].err.find("(/dev/shm has less") != Text::npos, "%s", all[1].err.c_str());
@@ -896,8 +902,8 @@ static void test_ranks_hints() {
                             "--gpus-per-node with --gpu-bind=none", "one GPU");
     expect_refused(program(part + "--gpus 2",
                            with_faults("EMU_FAULT_RANK=1 EMU_FAULT_SKIP=1")),
-                   ": the first collective never completes, as where GPUs cannot reach each other's "
-                   "memory: NCCL_P2P_DISABLE=1 does without that; the run ends", "peer to peer");
+                   ": the first collective never completes, as where GPUs cannot reach each "
+                   "other's memory: NCCL_P2P_DISABLE=1 does without that; the run ends", "P2P");
 }
 
 // Under a launcher each rank watches itself, and a rank that others hold up says so.
@@ -1433,7 +1439,7 @@ static const Test tests[] = {
     {"ranks_offload", test_ranks_offload, 1},   {"ranks_room", test_ranks_room, 1},
     {"ranks_mpirun", test_ranks_mpirun, 1},     {"ranks_choices", test_ranks_choices, 1},
     {"ranks_tcp", test_ranks_tcp, 1},           {"ranks_tcp_refused", test_ranks_tcp_refused, 1},
-    {"ranks_mpi_starts", test_ranks_mpi_starts, 1},
+    {"ranks_variables", test_ranks_variables, 1}, {"ranks_mpi_starts", test_ranks_mpi_starts, 1},
     {"ranks_whole_lines", test_ranks_whole_lines, 1}, {"ranks_slow", test_ranks_slow, 1},
     {"ranks_hints", test_ranks_hints, 1},
     {"ranks_states", test_ranks_states, 1},     {"ranks_full", test_ranks_full, 1},

@@ -58,7 +58,7 @@ enum {
     FUNCTION_LINES = 60,   // about a screen
     PARAMETERS = 6,
     CONTRACT_OVER = 11,    // lines; a shorter function may explain itself
-    README_WORDS = 750,    // outside code blocks and tables
+    README_WORDS = 770,    // outside code blocks and tables
     SHOWN = 12             // places that a failed rule prints
 };
 
@@ -71,14 +71,14 @@ struct Bound {
     int bare;                // functions over CONTRACT_OVER lines without a contract, at most
 };
 static const Bound bounds[] = {
-    {"train_gpt2.c", true, 6000, 14.0, 3},
-    {"data/formats.c", true, 1700, 11.0, 8},
-    {"data/machine.c", true, 1060, 14.0, 3},
+    {"train_gpt2.c", true, 6100, 14.0, 3},
+    {"data/formats.c", true, 1750, 11.0, 8},
+    {"data/machine.c", true, 1450, 14.0, 3},
     {"data/model_files.c", true, 1700, 10.0, 3},
     {"data/fit.c", true, 1510, 14.0, 3},
     {"train_gpt2.cu", true, 5500, 17.0, 5},
     {"test_gpt2.cu", true, 5000, 0, -1},
-    {"Makefile", false, 180, 0, -1},
+    {"Makefile", false, 190, 0, -1},
     {".ci/run", false, 0, 0, -1},
     {"data/*.c", false, 0, 0, -1},
     {"data/*.sh", false, 0, 0, -1},
