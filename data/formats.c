@@ -62,8 +62,8 @@ static const char *program_name = "train_gpt2";
 static uint64_t progress_own, *progress_count = &progress_own;
 static void progress(void) { __atomic_fetch_add(progress_count, 1, __ATOMIC_RELAXED); }
 
-// Around calls that may wait for a disk, a file server or NCCL's start: whoever watches has ten times
-// as much patience with a process that is inside one. Several threads may be.
+// Around calls that may wait for a disk, a file server or NCCL's start: whoever watches has ten
+// times as much patience with a process that is inside one. Several threads may be.
 static int slow_own, *slow_count = &slow_own;
 static void slow_begin(void) { __atomic_fetch_add(slow_count, 1, __ATOMIC_SEQ_CST); }
 static void slow_end(void) {

@@ -768,8 +768,8 @@ static double watch_limit_ms(const Child *children, int ranks) {
     return rank_timeout_ms * (slow ? 10 : 1);
 }
 
-// Is a rank in the first collectives, with its engine open and nothing loaded yet? There no rank has
-// more to do than another.
+// Is a rank in the first collectives, with its engine open and nothing loaded yet? There no rank
+// has more to do than another.
 static int row_in_warm_up(const RankRow *row) {
     return row->work == RANK_STARTS && row->note.call > RANK_CONNECTION;
 }
