@@ -6,6 +6,7 @@
 on_path = $(shell command -v $(1) 2>/dev/null)
 try = $(shell mkdir -p build && echo 'int main(void) { return 0; }' | \
         $(1) - -o build/try.$$$$ $(2) 2>/dev/null && echo yes; rm -f build/try.$$$$)
+, := ,
 is_default = $(filter default,$(origin $(1)))
 CC := $(or $(if $(call is_default,CC),$(if $(call on_path,gcc),,$(call on_path,clang)),$(CC)),gcc)
 CXX := $(if $(call is_default,CXX),$(if $(findstring clang,$(CC)),clang++,g++),$(CXX))
@@ -37,8 +38,10 @@ GPU := $(if $(and $(NVCC),$(building)),$(sort $(shell nvidia-smi --query-gpu=com
 ARCH ?= $(patsubst 90,90a,$(GPU))
 CUDA_HEADERS = $(call try,$(CXX) $(CUDA_INCLUDE) -include cublasLt.h -include cuda_bf16.h -x c++)
 NCCL := $(and $(NVCC),$(call try,$(CXX) $(CUDA_INCLUDE) -include nccl.h -x c++,-lnccl))
-mpi := $(filter -I% -L% -l%,$(if $(call on_path,mpicc),$(shell mpicc -show)))
+mpi := $(filter -I% -L% -l% -Wl$(,)%,$(if $(call on_path,mpicc),$(shell mpicc -show)))
 MPI := -DGPT2_MPI=$(if $(mpi),1,0) $(patsubst -I%,-isystem %,$(mpi))
+# nvcc does not know -Wl, by which mpicc says where its libraries are found when a program starts.
+NV_MPI := $(patsubst -Wl$(,)%,-Xlinker %,$(MPI))
 PROGRAM := $(if $(and $(NVCC),$(GPU),$(wildcard train_gpt2.cu)),train_gpt2cu,train_gpt2)
 ifndef REPORTED
 export REPORTED := yes
@@ -55,7 +58,7 @@ endif
 # A warning stops the build only with WERROR=-Werror, as in `make test`: what a compiler that was
 # never tried warns of keeps no user from the program.
 OPT := -O3 $(MARCH) -ffp-contract=off -fno-math-errno $(or $(OMP),-Wno-unknown-pragmas)
-OPT += -Wall -Wextra -Wundef $(WERROR)
+OPT += -pthread -Wall -Wextra -Wundef $(WERROR)
 C := $(CC) -std=c11 $(OPT) -Wc++-compat
 # AROUND: for files around Volume I; none uses all its functions. C++ has no partial initialisers.
 AROUND := -Wno-unused-function
@@ -71,6 +74,7 @@ NV := $(NV1) -lineinfo $(foreach a,$(or $(ARCH),80),-gencode arch=compute_$(a),c
       $(if $(ARCH),,-gencode arch=compute_80,code=compute_80) \
       $(CUDA_LIBRARIES:%=-Xlinker -rpath,%) \
       -Xcompiler "$(filter-out -Wundef,$(OPT)) -Wno-missing-field-initializers $(AROUND)"
+WITH_NCCL = $(if $(NCCL),-DGPT2_NCCL=1 -lnccl $(NV_MPI))
 # DEPEND: the headers that a program includes are written down, and looked at the next time.
 DEPEND = -MMD -MP -MF build/$(@F).d -MT $@
 # VARIANT: what sets a build apart by its name. What tests build has gaps and poison in its arena.
@@ -89,7 +93,7 @@ help: ## this list
 
 # A changed compiler or flag builds again whatever depends on this file; WERROR changes no bit.
 all_flags = $(filter-out -Werror all-warnings $(WERROR),$(C) $(CPP) \
-              $(if $(filter %/gpu,$@),$(NV),$(NV1)))
+              $(if $(filter %/gpu,$@),$(NV) $(WITH_NCCL),$(NV1) $(MPI)))
 build/flags build/gpu: FORCE
 	@mkdir -p build; echo '$(all_flags)' | cmp -s - $@ || echo '$(all_flags)' > $@
 # A program comes with data where there is none; failing at that is one line and stops nothing.
@@ -130,7 +134,7 @@ train_gpt2cu build/test_gpt2cu build/bench:
 	@NVCC='$(NVCC)' dev/deps.sh cuda
 	$(if $(ARCH),,@echo 'No GPU to build for: $@ is for sm_80 and newer;' \
 	    'ARCH="89 90a" names yours, ARCH=75 a T4 or RTX 20.')
-	$(NV) $(VARIANT) $(DEPEND) $< -o $@ -lcublasLt $(if $(NCCL),-DGPT2_NCCL=1 -lnccl $(MPI))
+	$(NV) $(VARIANT) $(DEPEND) $< -o $@ -lcublasLt $(WITH_NCCL)
 # The same and their tools on the CPU. Its benchmark shows only that the benchmark runs.
 train_gpt2cu_cpu: train_gpt2.cu build/flags | $(EMPTY_DATA) ## the same without a GPU
 build/train_gpt2cu_cpu_asan: train_gpt2.cu build/flags

@@ -335,7 +335,7 @@ static void test_rank_positions() {
 // the least memory that one of them has. Ranks share the threads of their machine.
 static void test_rank_agreement() {
     enum { RANKS = 4, THREADS = 8 };
-    this_rank = {1, RANKS, 1, RANKS, 0, 0, 0, 0};
+    this_rank = {0, RANKS, 0, RANKS, 0, 0, 0, 0};
     for (int who = 0; who < RANKS; who++) {
         RankWord words[RANKS] = {};
         words[who].stop = 1;
@@ -346,35 +346,40 @@ static void test_rank_agreement() {
         expect(this_rank.fault == who + 1, "rank %d fails, not %d", who, this_rank.fault - 1);
     }
     ranks_share(RANKS);
-    rank_row = rank_row_at(this_rank.rank);
-    const uint64_t program = fingerprint_program();
+    rank_row = rank_row_at(0);
     for (int least = 0; least < RANKS; least++) {
-        int ends[2];  // of the socket to the parent, which lets the ranks go on
-        if (socketpair(AF_UNIX, SOCK_STREAM, 0, ends) != 0 || !socket_byte(ends[1], 1)) {
-            give_up("no socket");
-        }
+        rank_links = (int *)alloc_zero(RANKS, sizeof(int));
+        int others[RANKS];  // the other ends of rank 0's links
         for (int r = 0; r < RANKS; r++) {
             RankCard card = {};
-            card.program = program;
+            card.program = fingerprint_program();
             card.device = 1000 + (r != least);
             card.host = 2000 + ((r + 1) % RANKS != least);
             snprintf(card.gpu, sizeof card.gpu, "GPU %d", r);
-            rank_row_at(r)->card = card;
+            int ends[2] = {-1, -1};
+            if (r == 0) {
+                rank_card = card;
+            } else if (socketpair(AF_UNIX, SOCK_STREAM, 0, ends) != 0 ||
+                       !socket_move(ends[1], &card, sizeof card, 1)) {
+                give_up("no socket");
+            }
+            rank_links[r] = ends[0];
+            others[r] = ends[1];
         }
-        rank_card = rank_row->card;
-        this_rank.parent = ends[0];
         ranks_introduce();
         expect(rank_card.device == 1000 && rank_card.host == 2000, "rank %d has least: %d, %d",
                least, (int)rank_card.device, (int)rank_card.host);
-        close(ends[0]);
-        close(ends[1]);
+        for (int r = 1; r < RANKS; r++) {
+            close(others[r]);
+        }
     }
 #ifdef _OPENMP
     unsetenv("OMP_NUM_THREADS");
-    for (const int parent : {1, 0}) {  // a launcher does not tell its ranks to share
-        const int cores = parent ? (int)THREADS : (int)sysconf(_SC_NPROCESSORS_ONLN);
-        omp_set_num_threads(parent ? (int)THREADS : RANKS * cores);
-        ranks_begin({0, RANKS, 0, RANKS, parent, 0, 0, 0}, rank_row_at(0));
+    for (const int launched : {0, 1}) {  // a launcher does not tell its ranks to share
+        const int cores = launched ? (int)sysconf(_SC_NPROCESSORS_ONLN) : (int)THREADS;
+        omp_set_num_threads(launched ? RANKS * cores : (int)THREADS);
+        ranks_begin({0, RANKS, 0, RANKS, launched, 0, 0, 0}, rank_row_at(0));
+        ranks_share_cores();
         expect(omp_get_max_threads() == std::max(1, cores / RANKS), "%d threads of %d",
                omp_get_max_threads(), cores);
     }
@@ -2259,8 +2264,12 @@ static size_t much_memory() { return (size_t)1 << 60; }
 
 // A step whose gradient is not finite is skipped, counted, logged as null; training goes on.
 static void test_skipped_step() {
-    static const Program faulty = {"train_gpt2", "l2h2c16t16", 0, faulty_open, much_memory};
-    static const Program small = {"train_gpt2", "l2h2c16t16", 0, cpu_open, little_memory};
+    static const Program faulty = {
+        .name = "train_gpt2", .default_model = "l2h2c16t16", .open = faulty_open,
+        .available = much_memory};
+    static const Program small = {
+        .name = "train_gpt2", .default_model = "l2h2c16t16", .open = cpu_open,
+        .available = little_memory};
     write_corpus();
     Outcome o = in_process(TINY "-x 6 -o out", &faulty);
     expect_success(o, "a gradient that is not a number");
@@ -4304,9 +4313,10 @@ static void wte_open(Engine *e, Plan *p) {
 // each other parts that are larger than the buffer for them.
 static void test_gpu_rank_wte() {
     enum { C = 8, T = 64, B = 4, RARE = 5, V = 257, VP = 384 };
-    static const Program program = {"train_gpt2cu_cpu", "d12", 1, wte_open, device_available, 0,
-                                    NULL, gpu_settings_check, "", device_name, NULL,
-                                    rank_introduce, ""};
+    static const Program program = {
+        .name = "train_gpt2cu_cpu", .default_model = "d12", .gpu = 1, .open = wte_open,
+        .available = device_available, .refuse = gpu_settings_check, .built = "", .device = device_name,
+        .introduce = rank_introduce, .alone = "", .select = device_select};
     Ids tokens(3 * B * T * 2 + 1);
     for (size_t i = 0; i < tokens.size(); i++) {
         const bool rank_1 = i / (B * T) == 1 && i % (B * T) > 0;  // of two ranks and of three
@@ -4384,9 +4394,10 @@ static void room_open(Engine *e, Plan *p) {
 // What the ranks of a machine pin together, and take beside their plans, is held against its
 // memory: one byte too few ends the run before anything of the plan is allocated.
 static void test_gpu_rank_host() {
-    static const Program program = {"train_gpt2cu_cpu", "d12", 1, room_open, room_available, 0,
-                                    NULL, gpu_settings_check, "", device_name, NULL,
-                                    rank_introduce, ""};
+    static const Program program = {
+        .name = "train_gpt2cu_cpu", .default_model = "d12", .gpu = 1, .open = room_open,
+        .available = room_available, .refuse = gpu_settings_check, .built = "", .device = device_name,
+        .introduce = rank_introduce, .alone = "", .select = device_select};
     const Text line = "-i train.bin -e l2h2c64t16 -b 2 -r none --gpus 3 -z 1 "
                       "--offload moments,master --quiet";
     write_corpus();
@@ -4442,7 +4453,7 @@ static void test_gpu_pinned() {
     for (const long alias : {0, 1}) {
         for (const size_t bytes : {(size_t)1, (size_t)(2 << 20) + 5, (size_t)5 << 20}) {
             emu::set.alias = alias;
-            char *memory = pinned_open(bytes);
+            char *memory = pinned_open(bytes, -1);
             expect(pinned_in_place() == !alias, "another way to pin");
             expect(std::count(memory, memory + bytes, 0) == (long)bytes, "%zu bytes, alias %ld",
                    bytes, alias);
@@ -4450,6 +4461,40 @@ static void test_gpu_pinned() {
         }
     }
     emu::set.alias = asked;
+}
+
+// The policy of the memory at `at`, and the first 64 nodes it names; -1 where nobody is told.
+static std::pair<int, unsigned long> memory_policy(void *at) {
+    enum { OF_ADDRESS = 2, NODES = 1024 };  // get_mempolicy(2)
+    unsigned long nodes[NODES / 64 + 1] = {};
+    int mode = -1;
+    const bool told = syscall(SYS_get_mempolicy, &mode, nodes, (unsigned long)NODES, at,
+                              OF_ADDRESS) == 0;
+    return {told ? mode : -1, nodes[0]};
+}
+
+// Pinned memory prefers the node of its GPU, in a made-up /sys; with none it is as it would be.
+static void test_gpu_pinned_node() {
+    const int gpus = (int)emu::set.gpus;
+    emu::set.gpus = 16;
+    put("sys/bus/pci/devices/0000:0a:00.0/numa_node", "0\n");
+    put("sys/bus/pci/devices/0000:0b:00.0/numa_node", "-1\n");
+    cuda_check(cudaSetDevice(10));
+    expect(device_node(".") == 0 && device_node("absent") == -1, "node %d", device_node("."));
+    char *near = pinned_open(3 << 20, device_node("."));
+    const auto policy = memory_policy(near + (2 << 20));
+    cuda_check(cudaSetDevice(11));
+    expect(device_node(".") == -1, "node %d", device_node("."));
+    char *any = pinned_open(3 << 20, device_node("."));
+    expect(memory_policy(any).first <= 0, "policy %d", memory_policy(any).first);
+    pinned_close(near, 3 << 20);
+    pinned_close(any, 3 << 20);
+    emu::set.gpus = gpus;
+    if (policy.first < 0) {
+        skip("memory policies are not told here");
+    }
+    expect(policy.first == 1 && policy.second == 1, "policy %d, nodes %lx", policy.first,
+           policy.second);
 }
 
 // One cudaMalloc of exactly the planned bytes, and nothing after it.
@@ -5381,6 +5426,7 @@ static const Test tests[] = {
     T(gpu_offload, CUDA_ALL),
     T(gpu_host_read, CUDA_ALL),
     T(gpu_rank_names, CUDA_ALL),
+    T(gpu_pinned_node, CUDA_ALL),
     T(gpu_offload_mixed, CUDA_ALL),
     T(gpu_zero_states, CUDA_ALL),
     T(gpu_tuning, CUDA_ALL),

@@ -381,8 +381,8 @@ static const OptionRow option_rows[] = {
     {"offload", 0, OPT_SET, FIELD(offload), "auto", 0, 0, offloads, ANY, "Memory",
      "states that live in host memory, separated by commas; auto: what a GPU has no room for"},
     {"gpus", 0, OPT_INT, FIELD(gpus), "1", 1, 1024, NULL, ANY, "Many GPUs",
-     "GPUs of this machine that train together, each with a part of the batch; mpirun and srun "
-     "start them on many machines; with --plan any number"},
+     "GPUs of this machine that train together, each with a part of the batch; torchrun, srun and "
+     "mpirun start them on many machines; with --plan any number"},
     {"zero", 'z', OPT_INT, FIELD(zero), "0", 0, 3, NULL, ANY, "Many GPUs",
      "of what each GPU keeps its part alone; 0: of nothing, 1: moments and master, 2: gradients "
      "too, 3: weights too"},
@@ -4673,7 +4673,7 @@ static void run_evaluate(Run *run, const EvalFile *f, EvalScore *score) {
     const double began = now_ms();
     size_t at = LLMC_HEADER_BYTES;
     stop_grace = GRACE_PROGRESS;
-    rank_phase("scoring", RANK_UNEVEN);
+    rank_phase("scoring", RANK_RUNS);
     for (int i = 0, filled = 0; i < all && !stop_signal; i++) {
         EvalExample x;
         const int before = min_int(score->examples * ranks, all);
@@ -4796,7 +4796,10 @@ static int log_cut(const char *path, int64_t step) {
 static void log_end(Run *run) {
     char path[PATH_BYTES];
     fputs("}\n", run->log);
-    if (fflush(run->log) != 0 || ferror(run->log)) {
+    slow_begin();
+    const int failed = fflush(run->log) != 0 || ferror(run->log);
+    slow_end();
+    if (failed) {
         run->log_error = errno;
         fclose(run->log);
         run->log = NULL;
@@ -4818,6 +4821,7 @@ static void log_open(Run *run, int64_t resume_step) {
     const Model *m = &run->s.model;
     char path[PATH_BYTES], text[64];
     path_print(path, "%s/log.jsonl", o->output);
+    slow_begin();
     const int validated = log_cut(path, o->resume ? max_i64(resume_step, 0) : INT64_MAX);
     if (validated < 0) {
         die("cannot read or cut back log %s: %s", path, file_error());
@@ -4826,6 +4830,7 @@ static void log_open(Run *run, int64_t resume_step) {
         run->state.pending_validation = 0;  // made up by a run that ended before its next step
     }
     FILE *f = run->log = fopen(path, "a");
+    slow_end();
     if (!f) {
         die("cannot open log %s: %s", path, strerror(errno));
     }
@@ -4897,7 +4902,7 @@ static int run_validate(Run *run, double *loss) {
     double sum = 0;
     int64_t k = 0;
     run->prepared = 0;  // its place is taken
-    rank_phase("validating", RANK_EVEN);
+    rank_phase("validating", RANK_RUNS);
     for (; k < batches && !run_stopping() && !run->failure[0]; k += s->ranks) {
         const int64_t own = k + s->rank;
         if (own < batches && !dataset_batch(&run->val, own * s->B, s->B, run->inputs,
@@ -4931,7 +4936,7 @@ static void run_sample(Run *run) {
     char *text = (char *)alloc_zero((size_t)(s->T + length), BPE_LONGEST);
     int n = (int)prompt_tokens(tokens, s->T, tokenizer, run->bpe, o->prompt, strlen(o->prompt));
     int bytes = 0;
-    rank_phase("sampling", RANK_EVEN);
+    rank_phase("sampling", RANK_RUNS);
     for (int64_t i = 0; i < length && !run_stopping(); i++, n++) {
         engine_agree(&run->engine);
         int context = (int)min_i64(n, s->T);
@@ -5015,7 +5020,7 @@ static void run_save(Run *run) {
         return;
     }
     run->saved_step = run->state.step;
-    rank_phase("saving", RANK_UNEVEN);
+    rank_phase("saving", RANK_RUNS);
     Snapshot snapshot = {&run->engine, &run->s,     &run->o,
                          run->identity, &run->state, run->bpe};
     looks_interrupt(0);
@@ -5175,7 +5180,7 @@ static int run_step(Run *run) {
     const Settings *s = &run->s;
     RunState *state = &run->state;
     const double start = now_ms(), lr = learning_rate(o, state->step, run->steps);
-    rank_phase("training", RANK_EVEN);
+    rank_phase("training", RANK_RUNS);
     for (int accum_step = 0; accum_step < run->accum_steps; accum_step++) {
         if (run_stopping()) {
             return 0;
@@ -5337,6 +5342,7 @@ typedef struct Program {
     // engines will find each other. NULL: it trains alone, for the reason in `alone`.
     void (*introduce)(char gpu[RANK_TEXT], char id[RANK_ID]);
     const char *alone;
+    void (*select)(int local_rank);  // makes this rank's GPU the current one
     const char *starts;  // what a run says at its very start; or NULL
 } Program;
 
@@ -5350,22 +5356,23 @@ typedef struct Program {
 static void run_find_ranks(Run *run, const Program *program) {
     Options *o = &run->o;
     char text[64], asks[64];
-    int copies;
-    const char *variable = launcher_find(&copies);
+    const Launcher l = launcher_find();
+    const int launched = l.copies > 1;
     rank_timeout_ms = 1e3 * (double)o->timeout;
-    if (!variable && o->gpus == 1) {
+    if (!launched && o->gpus == 1) {
         if (option_given(o, "timeout")) {
-            die("--timeout watches the ranks of a run, and this one is alone: --gpus N or mpirun "
-                "starts some");
+            die("--timeout watches the ranks of a run, and this one is alone: --gpus N or a "
+                "launcher starts some");
         }
         return;
     }
-    if (variable && o->gpus > 1) {
+    if (launched && o->gpus > 1) {
         die("--gpus %" PRId64 ", and %s is %d: a launcher has started ranks already, so leave "
-            "--gpus out, or start one process with %s unset", o->gpus, variable, copies, variable);
+            "--gpus out, or start one process with %s unset", o->gpus, l.variable, l.copies,
+            l.variable);
     }
-    snprintf(asks, sizeof asks, variable ? "%s is %d" : "%s %d", variable ? variable : "--gpus",
-             variable ? copies : (int)o->gpus);
+    snprintf(asks, sizeof asks, launched ? "%s is %d" : "%s %d", launched ? l.variable : "--gpus",
+             launched ? l.copies : (int)o->gpus);
     if (!program->introduce) {
         die("%s, but this program trains alone: %s", asks, program->alone);
     }
@@ -5376,8 +5383,8 @@ static void run_find_ranks(Run *run, const Program *program) {
         const char *value = option_text(text, o, &option_rows[i]);
         rank_card.options = fingerprint(rank_card.options, value, strlen(value) + 1);
     }
-    if (variable) {
-        ranks_mpi(variable, copies);
+    if (launched) {
+        ranks_join(&l, program->select);
     } else {
         ranks_fork((int)o->gpus);
     }
@@ -5820,6 +5827,7 @@ static int64_t run_engine_open(Run *run, const Program *program, const Model *m)
                 p->host_bytes >> 30 ? " of host memory" : "");
     }
     program->open(&run->engine, &run->plan);
+    rank_phase("loading", RANK_LOADS);
     int64_t step = run->o.output[0] ? run_resume(run) : -1;
     if (step < 0 && run->weights.spans) {
         run_say(run, "loading %s", run->o.model);
@@ -5874,10 +5882,12 @@ static void run_forecast(Run *run, const Program *program) {
 // weights, because a resume cuts it back to its checkpoint's step.
 static void run_begin(Run *run, const Program *program, const Model *m) {
     const Options *o = &run->o;
-    run->live = isatty(1) && this_rank.rank == 0;
+    run->live = terminal_rewrites() && this_rank.rank == 0;
     if (o->output[0] && this_rank.rank == 0) {
+        slow_begin();
         make_folders(o->output);
         folder_lock(o->output);
+        slow_end();
     }
     if (!o->quiet) {
         run_print_box(run);
@@ -5908,7 +5918,7 @@ static void run_begin(Run *run, const Program *program, const Model *m) {
 
 // Frees what a finished run holds; data that was never opened has nothing to free.
 static void run_close(Run *run) {
-    rank_phase("ending", RANK_UNEVEN);
+    rank_phase("ending", RANK_RUNS);
     run->engine.close(&run->engine);
     plan_free(&run->plan);
     dataset_close(&run->train);
@@ -5945,7 +5955,7 @@ static int eval_command(Run *run, const Program *program, Model *m) {
     settings_forward(&run->s);
     rank_card.data = fingerprint(f.examples, o->eval, strlen(o->eval));
     run_fit(run, program);
-    run->live = isatty(1) && !o->quiet && !o->json;
+    run->live = terminal_rewrites() && !o->quiet && !o->json;
     if (!run->weights.spans) {
         snprintf(weights, sizeof weights, "initial weights of --seed %" PRId64, o->seed);
     }
@@ -6127,9 +6137,13 @@ static int program_main(const Program *program, int argc, char **argv) {
 int train_gpt2_main(int argc, char **argv);
 int train_gpt2_main(int argc, char **argv) {
     static const Program program = {
-        "train_gpt2", "l4h4c128t64", 0, cpu_open, host_memory_available, 0, NULL, NULL, "", NULL,
-        NULL, NULL,
-        "it computes on the CPU; train_gpt2cu shares a run among GPUs", NULL};
+        .name = "train_gpt2",
+        .default_model = "l4h4c128t64",
+        .open = cpu_open,
+        .available = host_memory_available,
+        .built = "",
+        .alone = "it computes on the CPU; train_gpt2cu shares a run among GPUs",
+    };
     return program_main(&program, argc, argv);
 }
 

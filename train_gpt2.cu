@@ -70,6 +70,7 @@
 #include <float.h>
 #include <initializer_list>
 #include <sched.h>
+#include <sys/statvfs.h>
 #include <type_traits>
 
 #ifndef CUDA_CPU
@@ -137,10 +138,26 @@ static void cublas_check_at(cublasStatus_t status, const char *call, const char 
 #if NCCL_VERSION_CODE < 21700
 #error "NCCL before 2.17 cannot be told how many blocks to run: `make NCCL=` builds for one GPU"
 #endif
+// What a user can do about an error of NCCL's, whose own text rarely names the cause (NCCL user
+// guide, Troubleshooting: Docker gives a container 64 MB of shared memory; NVIDIA/nccl#1066).
+static const char *nccl_hint(void) {
+    struct statvfs shm;
+    int count = 0;
+    if (this_rank.local_ranks > 1 && statvfs("/dev/shm", &shm) == 0 &&
+        shm.f_bavail * shm.f_frsize < 256u << 20) {
+        return "/dev/shm has less than 256 MiB: a container needs --shm-size=1g or --ipc=host";
+    }
+    if (this_rank.local_ranks > 1 && cudaGetDeviceCount(&count) == cudaSuccess && count == 1) {
+        return "this rank sees one GPU alone, which some versions of NCCL cannot connect to "
+               "others: under srun --gpus-per-node with --gpu-bind=none shows all";
+    }
+    return "NCCL_DEBUG=INFO says more";
+}
+
 static void nccl_check_at(ncclResult_t result, const char *call, const char *file, int line) {
     if (result != ncclSuccess) {
-        die("%s:%d: %s: %s; %s (NCCL_DEBUG=INFO says more)", file, line, call,
-            ncclGetErrorString(result), ncclGetLastError(NULL));
+        die("%s:%d: %s: %s; %s (%s)", file, line, call, ncclGetErrorString(result),
+            ncclGetLastError(NULL), nccl_hint());
     }
 }
 #define nccl_check(...) nccl_check_at((__VA_ARGS__), #__VA_ARGS__, __FILE__, __LINE__)
@@ -3682,9 +3699,9 @@ static int device_lacks_bf16(void) {
     return major < 8;
 }
 
-// Bytes that are free on this rank's GPU, which is the current one from here on. Ends the run where
-// there is none.
-static size_t device_available(void) {
+// Makes the GPU of the rank's place on this machine the current one. Ends the run where there is
+// none.
+static void device_select(int local_rank) {
     int driver = 0, count = 0;
     if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) {
         die("this machine has no NVIDIA driver: nothing here can run CUDA; train_gpt2 is the "
@@ -3692,8 +3709,13 @@ static size_t device_available(void) {
             "a GPU");
     }
     cuda_check(cudaGetDeviceCount(&count));
-    cuda_check(cudaSetDevice(this_rank.local_rank % count));
+    cuda_check(cudaSetDevice(local_rank % count));
+}
+
+// Bytes that are free on this rank's GPU, which is the current one from here on.
+static size_t device_available(void) {
     size_t total_bytes;
+    device_select(this_rank.local_rank);
     cuda_check(cudaMemGetInfo(&device_memory.free_bytes, &total_bytes));
     if (!available_limit[0]) {  // later calls would count this run's own memory
         snprintf(available_limit, sizeof available_limit,
@@ -3714,14 +3736,25 @@ static bool pinned_in_place(void) {
     return same != 0;
 }
 
+// The NUMA node of the current GPU; -1: there is none.
+static int device_node(const char *root) {
+    char bus[32];
+    int device;
+    cuda_check(cudaGetDevice(&device));
+    cuda_check(cudaDeviceGetPCIBusId(bus, sizeof bus, device));
+    return pci_node(root, bus);
+}
+
 // `bytes` of host memory, zero and pinned, or copies would not overlap with kernels, nor could
 // kernels reach it. Mapped, touched by all threads and then registered, where that can be: the same
 // from cudaMallocHost, whose one thread clears every page, takes five times as long (0.49 s a GiB,
 // from rapidsai/cudf#23457). Ends the run where so much cannot be pinned.
-static char *pinned_open(size_t bytes) {
+// Of two processors' memory the GPU reaches its own processor's, `node`, faster.
+static char *pinned_open(size_t bytes, int node) {
     constexpr int64_t PART = 2 << 20;  // a huge page
     const bool in_place = pinned_in_place();
     char *memory = in_place ? plan_map(bytes) : nullptr;
+    memory_near(memory, in_place ? bytes : 0, node);
     cudaError_t error = in_place ? cudaSuccess : cudaMallocHost((void **)&memory, bytes);
     if (error == cudaSuccess) {
         #pragma omp parallel for schedule(static)
@@ -3749,7 +3782,7 @@ static void pinned_close(char *memory, size_t bytes) {
 // Allocates both homes of the plan.
 static void arena_open(Plan *p, cudaStream_t stream) {
     cuda_check(cudaMalloc((void **)&p->base[HOME_DEVICE], p->device_bytes));
-    p->base[HOME_HOST] = pinned_open(p->host_bytes);
+    p->base[HOME_HOST] = pinned_open(p->host_bytes, device_node(""));
 #if GPT2_POISON
     arena_stream = stream;
     p->mark = device_mark;
@@ -4120,7 +4153,9 @@ static void rank_connect(RankComm *c) {
     // Other ranks may come minutes later, with more kernels to compile: whoever watches this one is
     // to see that it waits.
     rank_wait_begin(RANK_CONNECTION);
+    slow_begin();
     nccl_check(ncclCommInitRankConfig(&c->comm, c->ranks, id, c->rank, &config));
+    slow_end();
     rank_wait_end();
 #endif
     nccl_open = c->comm;
@@ -5526,20 +5561,23 @@ int train_gpt2cu_main(int argc, char **argv) {
     snprintf(built, sizeof built, "CUDA %d.%d%s%s%s", CUDART_VERSION / 1000,
              CUDART_VERSION % 1000 / 10, CUDA_CPU ? " emulated on the CPU" : "",
              GPT2_NCCL ? ", NCCL" : "", GPT2_MPI ? ", MPI" : "");
-    static const Program program = {CUDA_CPU ? "train_gpt2cu_cpu" : "train_gpt2cu",
-                                    "d12",
-                                    1,
-                                    gpu_engine_open,
-                                    device_available,
-                                    device_library_bytes(),
-                                    gpu_command,
-                                    gpu_settings_check,
-                                    built,
-                                    device_name,
-                                    device_lacks_bf16,
-                                    GPT2_NCCL ? rank_introduce : nullptr,
-                                    "it was built without NCCL",
-                                    CUDA_CPU ? "emulated: try -e l2h2c64t64" : "starting CUDA"};
+    static const Program program = {
+        .name = CUDA_CPU ? "train_gpt2cu_cpu" : "train_gpt2cu",
+        .default_model = "d12",
+        .gpu = 1,
+        .open = gpu_engine_open,
+        .available = device_available,
+        .library_bytes = device_library_bytes(),
+        .command = gpu_command,
+        .refuse = gpu_settings_check,
+        .built = built,
+        .device = device_name,
+        .lacks_bf16 = device_lacks_bf16,
+        .introduce = GPT2_NCCL ? rank_introduce : nullptr,
+        .alone = "it was built without NCCL",
+        .select = device_select,
+        .starts = CUDA_CPU ? "emulated: try -e l2h2c64t64" : "starting CUDA",
+    };
     return program_main(&program, argc, argv);
 }
 

@@ -62,6 +62,15 @@ static const char *program_name = "train_gpt2";
 static uint64_t progress_own, *progress_count = &progress_own;
 static void progress(void) { __atomic_fetch_add(progress_count, 1, __ATOMIC_RELAXED); }
 
+// Around calls that may wait for a disk, a file server or NCCL's start: whoever watches has ten
+// times as much patience with a process that is inside one. Several threads may be.
+static int slow_own, *slow_count = &slow_own;
+static void slow_begin(void) { __atomic_fetch_add(slow_count, 1, __ATOMIC_SEQ_CST); }
+static void slow_end(void) {
+    progress();  // before the patience ends
+    __atomic_fetch_sub(slow_count, 1, __ATOMIC_SEQ_CST);
+}
+
 // Of several processes that meet one error, one says it: the others wait this long, and are ended.
 static int die_after_ms;
 
@@ -164,7 +173,9 @@ static const char *program_folder(void) {
 static int write_all(int fd, const void *data, size_t bytes) {
     const char *p = (const char *)data;
     while (bytes > 0) {
+        slow_begin();
         ssize_t n = write(fd, p, bytes);
+        slow_end();
         if (n < 0 && errno == EINTR) {
             continue;
         }
@@ -174,18 +185,19 @@ static int write_all(int fd, const void *data, size_t bytes) {
         }
         p += n;
         bytes -= (size_t)n;
-        progress();
     }
     return 0;
 }
 
 // Makes a rename or a new name in `folder` survive a power cut.
 static void fsync_folder(const char *folder) {
+    slow_begin();
     int fd = open(folder, O_RDONLY | O_DIRECTORY);
     if (fd < 0 || fsync(fd) != 0) {
         die("cannot sync folder %s: %s", folder, strerror(errno));
     }
     close(fd);
+    slow_end();
 }
 
 // A few words for a message, by value, so that callers declare no buffer: printf("%s",
@@ -426,11 +438,14 @@ static void sha256_end(Sha256 *s, char text[SHA256_TEXT]) {
 // Opens a regular file and finds its size. Returns -1 where it cannot; file_error() says why.
 static int file_open(const char *path, int64_t *size) {
     struct stat status;
+    slow_begin();
     int fd = open(path, O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
+    const int found = fd >= 0 && fstat(fd, &status) == 0;
+    slow_end();
     if (fd < 0) {
         return -1;
     }
-    if (fstat(fd, &status) != 0 || !S_ISREG(status.st_mode)) {
+    if (!found || !S_ISREG(status.st_mode)) {
         close(fd);
         errno = S_ISDIR(status.st_mode) ? EISDIR : EINVAL;
         return -1;
@@ -446,7 +461,9 @@ static const char *file_error(void) {
 // Reads bytes `at` to at + bytes. Returns NULL, or what is wrong.
 static const char *file_read(int fd, void *out, int64_t bytes, int64_t at) {
     for (char *to = (char *)out; bytes > 0;) {
+        slow_begin();
         ssize_t n = pread(fd, to, (size_t)bytes, (off_t)at);
+        slow_end();
         if (n < 0 && errno == EINTR) {
             continue;
         }
@@ -456,7 +473,6 @@ static const char *file_read(int fd, void *out, int64_t bytes, int64_t at) {
         to += n;
         at += n;
         bytes -= n;
-        progress();
     }
     return NULL;
 }
@@ -1420,7 +1436,9 @@ static void writer_open(Writer *w, const char *folder, const char *name) {
     path_print(w->file, "%s/%s", folder, name);
     w->bytes = 0;
     sha256_start(&w->sha);
+    slow_begin();
     w->fd = open(w->file, O_WRONLY | O_CREAT | O_TRUNC, 0644);
+    slow_end();
     w->error = w->fd < 0 ? errno : 0;
 }
 
@@ -1452,7 +1470,9 @@ static void writer_stream(Writer *w, PieceSource next, void *self, size_t most) 
                 writer_fail(w);
             }
             // The disk begins now, and fsync has less to wait for.
+            slow_begin();
             sync_file_range(w->fd, 0, 0, SYNC_FILE_RANGE_WRITE);
+            slow_end();
             bytes[!k] = next(self, piece[!k]);
         }
         w->bytes += (int64_t)bytes[k];
@@ -1466,6 +1486,7 @@ static void writer_stream(Writer *w, PieceSource next, void *self, size_t most) 
 // Waits for the disk piece by piece: one fsync of many GiB may take minutes without progress.
 static void writer_close(Writer *w) {
     enum { STRIP = 64 << 20, HOW = SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER };
+    slow_begin();
     for (int64_t at = 0; at < w->bytes && w->fd >= 0; at += STRIP) {
         // fsync does not report again what this does, and does all where there is no such call.
         if (sync_file_range(w->fd, at, STRIP, HOW) != 0 && (errno == EIO || errno == ENOSPC)) {
@@ -1478,6 +1499,7 @@ static void writer_close(Writer *w) {
     }
     w->error = w->fd >= 0 && close(w->fd) != 0 ? errno : w->error;
     w->fd = -1;
+    slow_end();
     sha256_end(&w->sha, w->hash);
 }
 

@@ -20,18 +20,23 @@
 //   7  Terminals
 //   8  The build
 
+#include <netdb.h>
+#include <netinet/in.h>
 #include <poll.h>
+#include <pthread.h>
 #include <signal.h>
 #include <sys/auxv.h>
 #include <sys/ioctl.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #ifdef _OPENMP
 #include <omp.h>
 #endif
-// GPT2_MPI=1 builds in what mpirun and srun need; the program for GPUs alone has a use for it.
+// GPT2_MPI=1 builds in MPI, by which the ranks of mpirun find each other; only the GPU program uses
+// it.
 #ifndef GPT2_MPI
 #define GPT2_MPI 0
 #endif
@@ -39,7 +44,6 @@
 #define OMPI_SKIP_MPICXX 1   // MPI's old C++ interface, which would ask for a library of its own
 #define MPICH_SKIP_MPICXX 1
 #include <mpi.h>
-#include <pthread.h>
 #endif
 
 // -------------------------------------------------------------------------------------------------
@@ -332,6 +336,28 @@ static HostMemory host_memory(const char *root) {
     return h;
 }
 
+// The NUMA node next to a device of the PCI bus, whose place CUDA writes in capitals and sysfs does
+// not; -1: the machine has no such nodes, or nothing says. `root`: as above.
+__attribute__((unused)) static int pci_node(const char *root, const char *bus) {
+    char path[PATH_BYTES], place[32] = "";
+    for (size_t i = 0; bus[i] && i + 1 < sizeof place; i++) {
+        place[i] = (char)(bus[i] | 32);  // changes letters alone
+    }
+    path_print(path, "%s/sys/bus/pci/devices/%s/numa_node", root, place);
+    return (int)file_number(path, "", -1);
+}
+
+// Pages of a mapping that nobody has touched come from `node`, as long as it has room. That is no
+// more than faster: where the system refuses, as a container's may, they come from anywhere.
+__attribute__((unused)) static void memory_near(void *memory, size_t bytes, int node) {
+    enum { NODES = 1024, PREFERRED = 1, BITS = 8 * sizeof(unsigned long) };  // mbind(2)
+    unsigned long nodes[NODES / BITS + 1] = {0};
+    if (bytes > 0 && node >= 0 && node < NODES) {
+        nodes[node / BITS] = 1ul << node % BITS;
+        (void)syscall(SYS_mbind, memory, bytes, PREFERRED, nodes, (unsigned long)NODES, 0);
+    }
+}
+
 // What limits the bytes that were said to be available, for messages; "" on a GPU, and where
 // nothing is known to.
 static char available_limit[192];
@@ -505,10 +531,11 @@ static FILE *cache_open(const char *name, const char *mode) {
 
 // -------------------------------------------------------------------------------------------------
 // 6. Ranks
-// A run on several GPUs is several processes, the ranks, one for each GPU. A launcher starts them
-// (mpirun, srun), and they find each other by MPI; or the program itself does (--gpus N): it forks
-// them, stays as their parent and carries what they say to each other. Either way they meet once,
-// when the run starts; what they exchange while they train is no business of this file.
+// A run on several GPUs is several processes, the ranks, one for each GPU. The program forks them
+// itself (--gpus N) and stays as their parent, or a launcher starts them: torchrun and srun, whose
+// ranks find each other by TCP (MASTER_ADDR), or mpirun, by MPI. Either way each shows the others
+// its card once, when the run starts; what they exchange while they train is no business of this
+// file.
 // 1. The parent touches neither CUDA nor OpenMP, before or after the fork, which neither survives.
 // 2. A rank that dies ends the run: the parent ends the others and says in one line who died and
 //    how, unless the rank has said it. Under a launcher that is the launcher's part.
@@ -524,7 +551,7 @@ static FILE *cache_open(const char *name, const char *mode) {
 typedef struct {
     int rank, ranks;
     int local_rank, local_ranks;  // on this machine
-    int parent;                   // the socket of --gpus; 0: none
+    int launched;                 // by a launcher, not by --gpus
     int stop, fault, failed;
 } Ranks;
 static Ranks this_rank = {0, 1, 0, 1, 0, 0, 0, 0};
@@ -554,18 +581,18 @@ typedef struct {
 } RankCard;
 static RankCard rank_card;  // this rank's; behind the meeting the id of rank 0 and the least memory
 
-// Of a part of the run: all ranks have the same to do; some may have more; or, before they train, a
-// driver may be compiling, and show by its use of the processor alone that it lives.
-enum { RANK_EVEN, RANK_UNEVEN, RANK_STARTS };
+// Of a part of the run: engines open, and a driver may be compiling kernels for minutes and show by
+// its use of the processor alone that it lives; weights and states are loaded, likewise; all else.
+enum { RANK_STARTS, RANK_LOADS, RANK_RUNS };
 
 // Where a rank stands, in pages of its own (a GPU maps whole ones) that the parent sees too.
 typedef struct {
     uint64_t count;     // *progress_count
     const char *doing;  // a literal: ranks and parent are forks of one process
     int work;           // RANK_*
+    int slow;           // *slow_count
     uint64_t calls;     // collectives that the host has asked for
     RankNote note;
-    RankCard card;
 } RankRow;
 enum { RANK_PAGES = 1 << 16 };
 static RankRow rank_row_alone, *rank_row = &rank_row_alone;  // this rank's
@@ -597,23 +624,87 @@ static void rank_wait_end(void) { rank_row->note.done = rank_row->note.begun; }
 // batch or token; loading and saving end first.
 static int run_stopping(void) { return this_rank.ranks > 1 ? this_rank.stop : stop_signal != 0; }
 
-// Variables by which launchers tell a process how many copies of it they started: Open MPI's
-// mpirun; MPICH's, Intel's and Slurm's process managers; srun, and sbatch for its script.
-static const char *const launcher_variables[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE",
-                                                 "SLURM_NTASKS"};
+// The variables by which launchers tell a process how many copies of it there are, which of them it
+// is, and which of those on its machine: torchrun's (PyTorch documentation, "torchrun", Environment
+// Variables), mpirun's of Open MPI ("Environment variables set for MPI applications"), of MPICH and
+// Intel MPI (Hydra), and srun's (srun(1), "Output environment variables"). SLURM_NTASKS would not
+// do: sbatch and salloc set it in shells too, where a program is started once.
+enum { LAUNCH_COPIES, LAUNCH_RANK, LAUNCH_LOCAL_RANK, LAUNCH_COLUMNS };
+static const char *const launchers[][LAUNCH_COLUMNS] = {
+    {"WORLD_SIZE", "RANK", "LOCAL_RANK"},
+    {"OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"},
+    {"PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"},
+    {"SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"}};
 
-// The first of these that says more than 1, with its number in *copies; NULL: nobody asks for
-// ranks.
-static const char *launcher_find(int *copies) {
-    for (size_t i = 0; i < sizeof launcher_variables / sizeof launcher_variables[0]; i++) {
-        const char *text = getenv(launcher_variables[i]);
-        *copies = text ? atoi(text) : 1;
-        if (*copies > 1) {
-            return launcher_variables[i];
+// What launchers say of this process. Numbers that nobody says are -1.
+typedef struct {
+    const char *variable;  // says how many copies there are; NULL: nobody does
+    int copies, rank, local_rank;
+    const char *address, *port;  // MASTER_ADDR's, where rank 0 listens; NULL: ranks use MPI
+} Launcher;
+
+// A variable's number, or -1 where it is not set. Ends the run where it is something else.
+static int launcher_number(const char *variable) {
+    const char *text = getenv(variable);
+    char *end = NULL;
+    const long number = text && text[0] ? strtol(text, &end, 10) : -1;
+    if (end && (*end || number < 0 || number > 1 << 20)) {
+        die("%s is '%s', which is not a number from 0 to %d", variable, text, 1 << 20);
+    }
+    return (int)number;
+}
+
+// The number in *number of the first variable of a column that is set; returns its row, or -1.
+static int launcher_first(int column, int *number) {
+    const int rows = (int)(sizeof launchers / sizeof launchers[0]);
+    for (int row = 0; row < rows; row++) {
+        if ((*number = launcher_number(launchers[row][column])) >= 0) {
+            return row;
         }
     }
-    *copies = 1;
-    return NULL;
+    return -1;
+}
+
+// Who this process is among those that a launcher started. A launcher within another one, as
+// torchrun in a task of srun, sets both numbers of its own row. Where the count comes from one row
+// and the rank from another, as with WORLD_SIZE set in a script for srun, both must have one count.
+static Launcher launcher_find(void) {
+    static char port[8];
+    Launcher l;
+    memset(&l, 0, sizeof l);
+    const int row = launcher_first(LAUNCH_COPIES, &l.copies);
+    const int ranks_row = launcher_first(LAUNCH_RANK, &l.rank);
+    launcher_first(LAUNCH_LOCAL_RANK, &l.local_rank);
+    l.variable = row < 0 ? NULL : launchers[row][LAUNCH_COPIES];
+    l.copies = l.copies > 1 ? l.copies : 1;
+    if (row >= 0 && ranks_row > row) {
+        const char *other = launchers[ranks_row][LAUNCH_COPIES];
+        const int others = launcher_number(other);
+        if (others >= 0 && others != l.copies) {
+            die("%s is %d, but %s is %d: both count the processes of this run", l.variable,
+                l.copies, other, others);
+        }
+    }
+    l.address = getenv("MASTER_ADDR");
+    if (l.copies == 1 || !l.address || !l.address[0]) {
+        l.address = NULL;
+        return l;
+    }
+    if (l.rank < 0 || l.rank >= l.copies) {
+        die("%s is %d, but %s: it is to be a number below that", l.variable, l.copies,
+            l.rank < 0 ? "RANK is not set" : "this process has a higher rank");
+    }
+    // torchrun's own store listens on MASTER_PORT, and it says so: torch/distributed/rendezvous.py
+    // then has rank 0 listen nowhere.
+    const char *store = getenv("TORCHELASTIC_USE_AGENT_STORE");
+    const int number = launcher_number("MASTER_PORT") + (store && strcmp(store, "True") == 0);
+    if (number < 1 || number > 65535) {
+        die("MASTER_ADDR is %s, but MASTER_PORT is %s: rank 0 listens there, on a port from 1 to "
+            "65535", l.address, number < 1 ? "not set" : "too high");
+    }
+    snprintf(port, sizeof port, "%d", number);
+    l.port = port;
+    return l;
 }
 
 // How long a rank that cannot go on lets another one speak. Whoever watches waits longer.
@@ -629,42 +720,87 @@ static void ranks_share(int rows) {
 }
 
 // This process is a rank from here on, and `row` where it stands. What is wrong on all ranks is
-// said once: the others wait until rank 0 has said it and somebody ends them. Each rank computes on
-// its share of the cores.
+// said once: the others wait until rank 0 has said it and somebody ends them.
 static void ranks_begin(Ranks r, RankRow *row) {
     static char name[64];
     this_rank = r;
     rank_row = row;
     progress_count = &row->count;
+    slow_count = &row->slow;
     rank_phase("starting", RANK_STARTS);
     if (r.rank > 0) {
         snprintf(name, sizeof name, "%s: rank %d", program_name, r.rank);
         program_name = name;
         die_after_ms = rank_patience_ms();
     }
+}
+
+// Each rank computes on its share of the cores: of those that a parent may use, or of the machine's
+// where a launcher may have given each rank its own.
+static void ranks_share_cores(void) {
 #ifdef _OPENMP
     if (!getenv("OMP_NUM_THREADS")) {
-        // What a parent may use its ranks share; a launcher may have given each rank its own.
-        const int all = r.parent ? omp_get_max_threads() : (int)sysconf(_SC_NPROCESSORS_ONLN);
-        omp_set_num_threads((int)max_i64(1, min_int(omp_get_max_threads(), all / r.local_ranks)));
+        const int mine = omp_get_max_threads();
+        const int all = this_rank.launched ? (int)sysconf(_SC_NPROCESSORS_ONLN) : mine;
+        omp_set_num_threads((int)max_i64(1, min_int(mine, all / this_rank.local_ranks)));
     }
 #endif
 }
 
-// Moves one byte, whole or not at all: nobody stops in the midst of it. 0: the other end is gone.
-static int socket_byte(int fd, int sending) {
-    char byte = 1;
-    ssize_t n;
-    do {
-        n = sending ? send(fd, &byte, 1, MSG_NOSIGNAL) : recv(fd, &byte, 1, 0);
-    } while (n < 0 && errno == EINTR);
-    return n == 1;
+// Moves `bytes` through a socket. 0: the other end is gone, or silent for as long as the socket
+// waits.
+static int socket_move(int fd, void *data, size_t bytes, int sending) {
+    char *at = (char *)data;
+    while (bytes > 0) {
+        const ssize_t n = sending ? send(fd, at, bytes, MSG_NOSIGNAL) : recv(fd, at, bytes, 0);
+        if (n == 0 || (n < 0 && errno != EINTR)) {
+            return 0;
+        }
+        at += n > 0 ? n : 0;
+        bytes -= n > 0 ? (size_t)n : 0;
+    }
+    return 1;
+}
+
+// The sockets by which ranks meet without MPI: of rank 0 one to each other rank, of the others one,
+// rank_links[0], to rank 0.
+static int *rank_links;
+
+static void *link_move(int r, void *data, size_t bytes, int sending) {
+    if (!socket_move(rank_links[r], data, bytes, sending)) {
+        die_after_ms = rank_patience_ms();  // it, or who saw it end, is to speak first
+        die("rank %d is gone before all ranks have met", r);
+    }
+    return data;
+}
+
+// all (ranks, bytes) = `own` of every rank, by way of rank 0. All ranks call it.
+static void ranks_gather(void *all, void *own, size_t bytes) {
+    const int ranks = this_rank.ranks;
+#if GPT2_MPI
+    if (!rank_links) {
+        MPI_Allgather(own, (int)bytes, MPI_BYTE, all, (int)bytes, MPI_BYTE, MPI_COMM_WORLD);
+        return;
+    }
+#endif
+    if (this_rank.rank > 0) {
+        link_move(0, own, bytes, 1);
+        link_move(0, all, (size_t)ranks * bytes, 0);
+        return;
+    }
+    memcpy(all, own, bytes);
+    for (int sending = 0; sending < 2; sending++) {
+        for (int r = 1; r < ranks; r++) {
+            char *at = (char *)all + (sending ? 0 : (size_t)r * bytes);
+            link_move(r, at, sending ? (size_t)ranks * bytes : bytes, sending);
+        }
+    }
 }
 
 // The parent's record of a rank.
 typedef struct {
-    pid_t pid;   // 0: it has ended
-    int socket;  // -1: it is ending
+    pid_t pid;  // 0: it has ended
+    int alive;  // a pipe that closes when it ends; -1: it is ending
 } Child;
 
 // To all ranks that are left.
@@ -676,7 +812,7 @@ static void children_signal(const Child *children, int ranks, int number) {
     }
 }
 
-// Rank r's socket is closed: how did it end? A status of 1 comes with a line of the rank's own, so
+// Rank r's pipe is closed: how did it end? A status of 1 comes with a line of the rank's own, so
 // there is no second one. Returns the exit status for the whole run; -1: it has not ended yet, for
 // a system takes its time to free a GPU, and may never be done with one that hangs.
 static int child_reap(Child *child, int r, int quiet) {
@@ -714,7 +850,7 @@ static double watch_look(Watch *w, const Child *children, int ranks) {
         clockid_t clock;
         struct timespec t;
         moves += children[r].pid ? row->count + row->note.begun + row->note.done : 0;
-        if (children[r].pid && row->work == RANK_STARTS && row->note.begun == row->note.done &&
+        if (children[r].pid && row->work != RANK_RUNS && row->note.begun == row->note.done &&
             clock_getcpuclockid(children[r].pid, &clock) == 0 && clock_gettime(clock, &t) == 0) {
             processor_ms += (double)t.tv_sec * 1e3 + (double)t.tv_nsec * 1e-6;
         }
@@ -725,6 +861,21 @@ static double watch_look(Watch *w, const Child *children, int ranks) {
     const Watch seen = {moves, processor_ms, now, moved ? 0 : w->still_ms + passed};
     *w = seen;
     return w->still_ms;
+}
+
+// How long nothing may move: a file server that fails over, or NCCL while it starts, is no hang.
+static double watch_limit_ms(const Child *children, int ranks) {
+    int slow = 0;
+    for (int r = 0; r < ranks; r++) {
+        slow |= children[r].pid && __atomic_load_n(&rank_row_at(r)->slow, __ATOMIC_SEQ_CST) > 0;
+    }
+    return rank_timeout_ms * (slow ? 10 : 1);
+}
+
+// Is a rank in the first collectives, with its engine open and nothing loaded yet? There no rank
+// has more to do than another.
+static int row_in_warm_up(const RankRow *row) {
+    return row->work == RANK_STARTS && row->note.call > RANK_CONNECTION;
 }
 
 // Why a rank does not move, what is worse first.
@@ -738,7 +889,7 @@ static int watch_explain_rank(FILE *f, int reason, const Child *child, int r, in
     siginfo_t info;
     memset(&info, 0, sizeof info);
     (void)waitid(P_PID, (id_t)child->pid, &info, WSTOPPED | WNOHANG | WNOWAIT);
-    const int ending = child->socket < 0;
+    const int ending = child->alive < 0;
     if (child->pid == 0 || reason != (info.si_pid || ending        ? RANK_STOPPED
                                       : note->begun == note->done ? RANK_HANGS
                                                                   : RANK_WAITS)) {
@@ -770,32 +921,24 @@ static void watch_explain(const Watch *w, const Child *children, int ranks) {
     FILE *f = open_memstream(&text, &bytes);  // one write, for others may speak at the same time
     check(f, "no memory for a message");
     fprintf(f, "%s: no progress for %.0f s (--timeout)", program_name, w->still_ms * 1e-3);
+    int first = 0;
     for (int reason = RANK_STOPPED, named = 0; reason < RANK_REASONS && !named; reason++) {
         for (int r = 0; r < ranks; r++) {
-            named += watch_explain_rank(f, reason, &children[r], r, named);
+            const int waits = watch_explain_rank(f, reason, &children[r], r, named);
+            named += waits;
+            first |= waits && reason == RANK_WAITS && row_in_warm_up(rank_row_at(r));
         }
     }
-    fputs(": the run ends\n", f);
+    fputs(first ? ": the first collective never completes, as where GPUs cannot reach each other's "
+                  "memory: NCCL_P2P_DISABLE=1 does without that; the run ends\n"
+                : ": the run ends\n", f);
     fclose(f);
     fputs(text, stderr);
     free(text);
 }
 
-// The parent's: rank r has come to the meeting; when all have, they may read each other's cards.
-// Returns 0 when r is gone.
-static int children_meet(const Child *children, int ranks, int r) {
-    static int arrived;
-    if (!socket_byte(children[r].socket, 0)) {
-        return 0;
-    }
-    for (int to = ++arrived < ranks ? ranks : 0; to < ranks; to++) {
-        (void)socket_byte(children[to].socket, 1);  // who is gone: the next poll says so
-    }
-    return 1;
-}
-
-// The parent's life: lets ranks meet, passes a signal on, ends the others when a rank fails and all
-// when nothing moves. Returns the exit status of the run. A second signal ends all of it, as it
+// The parent's life: passes a signal on, ends the others when a rank fails and all when nothing
+// moves. Returns the exit status of the run. A second signal ends all of it, as it
 // would one process.
 static int children_attend(Child *children, int ranks) {
     enum { LOOK_MS = 250, END_MS = 4000 };  // no longer for SIGKILL, which may find a disk asleep
@@ -804,8 +947,7 @@ static int children_attend(Child *children, int ranks) {
     Watch watch = {0, 0, now_ms(), 0};
     double ended_ms = HUGE_VAL;
     for (int r = 0; r < ranks; r++) {
-        fds[r].fd = children[r].socket;
-        fds[r].events = POLLIN;
+        fds[r].fd = children[r].alive;
     }
     while (left > 0 && now_ms() < ended_ms + END_MS) {
         const int ready = poll(fds, (nfds_t)ranks, ending ? 1 : LOOK_MS), before = result;
@@ -815,8 +957,8 @@ static int children_attend(Child *children, int ranks) {
         }
         ending = 0;
         for (int r = 0; r < ranks; r++) {
-            if (ready > 0 && fds[r].revents != 0 && !children_meet(children, ranks, r)) {
-                fds[r].fd = children[r].socket = -1;
+            if (ready > 0 && fds[r].revents != 0) {
+                fds[r].fd = children[r].alive = -1;
             }
             const int gone = fds[r].fd < 0 && children[r].pid;
             const int status = gone ? child_reap(&children[r], r, result != 0) : -1;
@@ -824,7 +966,8 @@ static int children_attend(Child *children, int ranks) {
             left -= status >= 0;
             result = result || status < 0 ? result : status;
         }
-        if (!result && left > 0 && watch_look(&watch, children, ranks) > rank_timeout_ms) {
+        if (!result && left > 0 && watch_look(&watch, children, ranks) >
+                                          watch_limit_ms(children, ranks)) {
             watch_explain(&watch, children, ranks);
             result = 1;
         }
@@ -837,18 +980,38 @@ static int children_attend(Child *children, int ranks) {
     return result;
 }
 
+// Takes this rank's ends of the links between rank 0 and each rank q, {rank 0's, rank q's}, and
+// closes the others.
+static void links_take(int (*links)[2], int rank, int ranks) {
+    rank_links = (int *)alloc_zero((size_t)ranks, sizeof(int));
+    for (int q = 1; q < ranks; q++) {
+        for (int end = 0; end < 2; end++) {
+            if (end == (rank > 0) && (rank == 0 || rank == q)) {
+                rank_links[rank ? 0 : q] = links[q][end];
+            } else {
+                close(links[q][end]);
+            }
+        }
+    }
+    free(links);
+}
+
 // Forks the ranks of --gpus. They return and go on; their parent attends to them and exits. It dies
 // hard, they with it: the system ends a rank whose parent is gone.
 static void ranks_fork(int ranks) {
     Child *children = (Child *)alloc_zero((size_t)ranks, sizeof(Child));
+    int (*links)[2] = (int (*)[2])alloc_zero((size_t)ranks, sizeof *links);
     const pid_t parent = getpid();
+    int failed = 0;
     signal(SIGCHLD, SIG_DFL);  // ignored, as a shell can have it, it hides how ranks end
     ranks_share(ranks);
     fflush(NULL);
+    for (int q = 1; q < ranks; q++) {
+        failed |= socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, links[q]);
+    }
     for (int r = 0; r < ranks; r++) {
         int ends[2];
-        if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0 ||
-            (children[r].pid = fork()) < 0) {
+        if (failed || pipe2(ends, O_CLOEXEC) != 0 || (children[r].pid = fork()) < 0) {
             children[r].pid = 0;
             children_signal(children, ranks, SIGKILL);
             die("--gpus: cannot start rank %d of %d: %s", r, ranks, strerror(errno));
@@ -859,33 +1022,42 @@ static void ranks_fork(int ranks) {
                 _exit(1);
             }
             for (int other = 0; other < r; other++) {
-                close(children[other].socket);
+                close(children[other].alive);
             }
             close(ends[0]);
             free(children);
-            const Ranks mine = {r, ranks, r, ranks, ends[1], 0, 0, 0};
+            links_take(links, r, ranks);
+            const Ranks mine = {r, ranks, r, ranks, 0, 0, 0, 0};
             ranks_begin(mine, rank_row_at(r));
+            ranks_share_cores();
             return;
         }
         close(ends[1]);
-        children[r].socket = ends[0];
+        children[r].alive = ends[0];
+    }
+    for (int q = 1; q < ranks; q++) {
+        close(links[q][0]);
+        close(links[q][1]);
     }
     stop_grace = GRACE_UNLIMITED;  // its ranks have their own, and it watches them
     exit(children_attend(children, ranks));
 }
 
-#if GPT2_MPI
-// The thread that watches a rank of a launcher's. It sees nothing of the others: where they may
-// have more to do it is patient, and elsewhere lets those speak who do not wait.
+// The thread that watches a rank of a launcher's. It sees nothing of the others, which may be in a
+// slow call: while its rank waits for them it is patient, and lets those speak first who do not
+// wait.
 static void *rank_watch(void *nothing) {
     const Child own = {getpid(), 0};
     Watch watch = {0, 0, now_ms(), 0};
-    double most;
+    double over;
     do {
         usleep(250000);
-        most = rank_timeout_ms * (rank_row->work == RANK_EVEN ? 1 : 10);
-        most = rank_row->note.begun == rank_row->note.done ? rank_timeout_ms : most + 2000;
-    } while (watch_look(&watch, &own, 1) <= most);
+        const double still = watch_look(&watch, &own, 1);
+        const int waits = rank_row->note.begun != rank_row->note.done;
+        const int patient = waits && !row_in_warm_up(rank_row);
+        over = still - (patient ? 10 * rank_timeout_ms : watch_limit_ms(&own, 1));
+        over -= waits ? 2000 : 0;
+    } while (over <= 0);
     watch_explain(&watch, &own, 1);
     _exit(1);
     return nothing;
@@ -903,54 +1075,241 @@ static void rank_watch_start(void) {
         die("cannot start the thread that watches this rank: %s", strerror(error));
     }
 }
-#endif
 
-// Finds the ranks that a launcher started. `copies` is what its variable says: where MPI knows of
-// fewer, the launcher has not told it, and each process would train alone.
-static void ranks_mpi(const char *variable, int copies) {
-#if GPT2_MPI
-    Ranks r = {0, 1, 0, 1, 0, 0, 0, 0};
-    MPI_Comm machine;
-    MPI_Init(NULL, NULL);
-    MPI_Comm_rank(MPI_COMM_WORLD, &r.rank);
-    MPI_Comm_size(MPI_COMM_WORLD, &r.ranks);
-    MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &machine);
-    MPI_Comm_rank(machine, &r.local_rank);
-    MPI_Comm_size(machine, &r.local_ranks);
-    if (r.ranks != copies) {
-        die("%s is %d, but MPI finds %d: srun needs --mpi=pmix, or the pmi2 of this MPI", variable,
-            copies, r.ranks);
+// What a rank says first, so that nothing else that comes to the port, or answers there, is taken
+// for a rank.
+typedef struct {
+    char magic[16];
+    int32_t rank, ranks;
+    char machine[RANK_TEXT];
+} RankHello;
+static const char rank_magic[16] = "train_gpt2 rank";
+
+// How long a socket waits in one call.
+static void socket_limit(int fd, double ms) {
+    const int64_t us = (int64_t)(1e3 * ms);
+    const struct timeval limit = {(time_t)(us / 1000000), (suseconds_t)(us % 1000000)};
+    setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
+    setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);  // for connect() too: socket(7)
+}
+
+// Milliseconds until `end_ms`, at most `most`; 0: it is over. Ends the run where a signal asks to.
+static double meeting_left(double end_ms, double most) {
+    if (stop_signal) {
+        die("stopped by a signal before all ranks had come");
     }
+    return fmin(fmax(end_ms - now_ms(), 0), most);
+}
+
+// Rank 0's socket, on every address of this machine: which of them MASTER_ADDR's name has for the
+// others it need not have here (Debian's own name is 127.0.1.1).
+static int meeting_listen(const Launcher *l) {
+    const int yes = 1, no = 0;
+    struct addrinfo hints, *any = NULL;
+    int fd = -1;
+    errno = 0;
+    for (int ipv6 = 1; ipv6 >= 0 && fd < 0 && errno != EADDRINUSE; ipv6--) {
+        memset(&hints, 0, sizeof hints);
+        hints.ai_family = ipv6 ? AF_INET6 : AF_INET;  // the former takes IPv4 too
+        hints.ai_socktype = SOCK_STREAM;
+        hints.ai_flags = AI_PASSIVE | AI_NUMERICSERV;
+        if (getaddrinfo(NULL, l->port, &hints, &any) != 0) {
+            continue;
+        }
+        fd = socket(hints.ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+        if (fd >= 0) {
+            setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &no, sizeof no);
+            // A run that has just ended on this port leaves it in TIME_WAIT.
+            setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
+            if (bind(fd, any->ai_addr, any->ai_addrlen) != 0 || listen(fd, SOMAXCONN) != 0) {
+                const int error = errno;
+                close(fd);
+                errno = error;
+                fd = -1;
+            }
+        }
+        freeaddrinfo(any);
+    }
+    if (fd < 0) {
+        die("rank 0 cannot listen on port %s (MASTER_PORT): %s", l->port, strerror(errno));
+    }
+    return fd;
+}
+
+// Rank 0: waits for the others, and for nobody else, at the latest until `end_ms`.
+static void meeting_open(const Launcher *l, double end_ms) {
+    enum { HELLO_MS = 5000 };
+    const int listener = meeting_listen(l);
+    for (int there = 1; there < l->copies;) {
+        RankHello hello;
+        struct pollfd ready = {listener, POLLIN, 0};
+        const double left = meeting_left(end_ms, 1000);
+        if (left <= 0) {
+            int absent = 1;
+            while (rank_links[absent] >= 0) {
+                absent++;
+            }
+            die("%d of %d ranks have come to port %s within %.0f s (--timeout); rank %d has not",
+                there, l->copies, l->port, rank_timeout_ms * 1e-3, absent);
+        }
+        if (poll(&ready, 1, (int)left + 1) <= 0) {
+            continue;
+        }
+        const int fd = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
+        if (fd < 0) {
+            continue;
+        }
+        socket_limit(fd, HELLO_MS);
+        if (!socket_move(fd, &hello, sizeof hello, 0) ||
+            memcmp(hello.magic, rank_magic, sizeof rank_magic) != 0) {
+            close(fd);  // as of who looks for open ports
+            continue;
+        }
+        if (hello.ranks != l->copies) {
+            die("rank %d is one of %d, and rank 0 one of %d (%s)", hello.rank, hello.ranks,
+                l->copies, l->variable);
+        }
+        if (hello.rank < 1 || hello.rank >= l->copies || rank_links[hello.rank] >= 0) {
+            die("two processes say that they are rank %d of %d", hello.rank, l->copies);
+        }
+        rank_links[hello.rank] = fd;
+        there++;
+    }
+    close(listener);
+}
+
+// The other ranks: connect to rank 0 as soon as it listens, at the latest at `end_ms`.
+static void meeting_join(const Launcher *l, RankHello *hello, double end_ms) {
+    enum { TRY_MS = 2000, PAUSE_US = 20000 };
+    char why[128] = "";
+    for (double left; rank_links[0] < 0;) {
+        struct addrinfo hints, *found = NULL;
+        memset(&hints, 0, sizeof hints);
+        hints.ai_socktype = SOCK_STREAM;
+        const int unknown = getaddrinfo(l->address, l->port, &hints, &found);
+        if (unknown) {
+            snprintf(why, sizeof why, "%s", gai_strerror(unknown));
+        }
+        for (struct addrinfo *a = found; a && rank_links[0] < 0; a = a->ai_next) {
+            const int fd = socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+            socket_limit(fd, meeting_left(end_ms, TRY_MS) + 1);
+            if (connect(fd, a->ai_addr, a->ai_addrlen) == 0) {
+                rank_links[0] = fd;
+                break;
+            }
+            snprintf(why, sizeof why, "%s",
+                     errno == EINPROGRESS ? "no answer, as behind a firewall" : strerror(errno));
+            close(fd);
+        }
+        if (found) {
+            freeaddrinfo(found);
+        }
+        left = meeting_left(end_ms, TRY_MS);
+        if (left <= 0 && rank_links[0] < 0) {
+            die("rank 0 cannot be reached at %s, port %s (MASTER_ADDR, MASTER_PORT), for %.0f s "
+                "(--timeout): %s", l->address, l->port, rank_timeout_ms * 1e-3, why);
+        }
+        usleep(rank_links[0] < 0 ? PAUSE_US : 0);
+    }
+    socket_limit(rank_links[0], rank_timeout_ms + 5000);  // until rank 0 has waited for the others
+    if (!socket_move(rank_links[0], hello, sizeof *hello, 1)) {
+        die("rank 0 at %s, port %s, is gone", l->address, l->port);
+    }
+}
+
+// Opens the links to the other ranks by TCP.
+static void meeting_find(const Launcher *l, RankHello *hello) {
+    const double end_ms = now_ms() + rank_timeout_ms;
+    rank_links = (int *)alloc_zero((size_t)l->copies, sizeof(int));
+    for (int r = 0; r < l->copies; r++) {
+        rank_links[r] = -1;
+    }
+    if (l->rank == 0) {
+        meeting_open(l, end_ms);
+    } else {
+        meeting_join(l, hello, end_ms);
+    }
+}
+
+// The ranks that a launcher started find each other, and count those on one machine, which share
+// its memory and cores.
+static void ranks_join(const Launcher *l, void (*select)(int local_rank)) {
+    Ranks r = {l->rank, l->copies, 0, 1, 1, 0, 0, 0};
+    RankHello hello, *all;
+    die_after_ms = l->rank > 0 ? rank_patience_ms() : 0;
+#if GPT2_MPI
+    if (!l->address) {
+        int level;
+        if (l->local_rank >= 0) {
+            select(l->local_rank);  // before MPI starts: one that knows CUDA takes what is current
+        }
+        // The thread that watches this rank calls nothing of MPI's.
+        MPI_Init_thread(NULL, NULL, MPI_THREAD_FUNNELED, &level);
+        MPI_Comm_rank(MPI_COMM_WORLD, &r.rank);
+        MPI_Comm_size(MPI_COMM_WORLD, &r.ranks);
+        if (r.ranks != l->copies) {
+            die("%s is %d, but MPI finds %d: set MASTER_ADDR and MASTER_PORT, as "
+                "dev/slurm/train.sh does; or srun needs --mpi=pmix, or the pmi2 of this MPI",
+                l->variable, l->copies, r.ranks);
+        }
+    }
+#else
+    (void)select;
+    if (!l->address) {
+        die("%s is %d, but MASTER_ADDR is not set: without it, and built without MPI, the "
+            "processes cannot find each other; on one machine --gpus %d starts them", l->variable,
+            l->copies, l->copies);
+    }
+#endif
     ranks_share(1);
     ranks_begin(r, rank_row_at(0));
     rank_watch_start();
-#else
-    die("%s is %d: this program was built without MPI, so its copies cannot find each other; make "
-        "builds it in where mpicc is; on one machine --gpus %d needs none", variable, copies,
-        copies);
-#endif
+    rank_wait_begin(RANK_MEETING);
+    memset(&hello, 0, sizeof hello);
+    memcpy(hello.magic, rank_magic, sizeof rank_magic);
+    hello.rank = r.rank;
+    hello.ranks = r.ranks;
+    gethostname(hello.machine, sizeof hello.machine - 1);
+    if (l->address) {
+        meeting_find(l, &hello);
+    }
+    all = (RankHello *)alloc_zero((size_t)r.ranks, sizeof *all);
+    ranks_gather(all, &hello, sizeof hello);
+    if (memcmp(all[0].magic, rank_magic, sizeof rank_magic) != 0) {
+        die("what answers at %s, port %s, is no rank 0 of this program: is MASTER_PORT another "
+            "program's?", l->address, l->port);
+    }
+    this_rank.local_ranks = 0;
+    for (int q = 0; q < r.ranks; q++) {
+        const int here = strcmp(all[q].machine, hello.machine) == 0;
+        this_rank.local_rank += here && q < r.rank;
+        this_rank.local_ranks += here;
+    }
+    this_rank.local_rank = l->local_rank < 0 ? this_rank.local_rank : l->local_rank;
+    for (int q = 0; rank_links && q < (r.rank ? 1 : r.ranks); q++) {
+        socket_limit(rank_links[q], 0);  // from here on whoever watches says what takes too long
+    }
+    free(all);
+    rank_wait_end();
+    ranks_share_cores();
 }
 
-// cards (ranks) = every rank's. Once in a run, and called by all of its ranks; MPI is done with
-// afterwards.
+// cards (ranks) = every rank's. Once in a run, and called by all of its ranks; MPI and links are
+// done with afterwards.
 static void ranks_meet(RankCard *cards) {
     rank_wait_begin(RANK_MEETING);
-    if (this_rank.parent) {
-        rank_row->card = rank_card;
-        if (!socket_byte(this_rank.parent, 1) || !socket_byte(this_rank.parent, 0)) {
-            die("the parent of the ranks is gone");
-        }
-        for (int r = 0; r < this_rank.ranks; r++) {
-            cards[r] = rank_row_at(r)->card;
-        }
+    ranks_gather(cards, &rank_card, sizeof rank_card);
+    for (int q = this_rank.rank == 0; rank_links && q < (this_rank.rank ? 1 : this_rank.ranks);
+         q++) {
+        close(rank_links[q]);
     }
 #if GPT2_MPI
-    if (!this_rank.parent) {
-        MPI_Allgather(&rank_card, (int)sizeof rank_card, MPI_BYTE, cards, (int)sizeof rank_card,
-                      MPI_BYTE, MPI_COMM_WORLD);
+    if (!rank_links) {
         MPI_Finalize();
     }
 #endif
+    free(rank_links);
+    rank_links = NULL;
     rank_wait_end();
 }
 
@@ -1019,7 +1378,9 @@ static void ranks_introduce(void) {
         for (size_t other = 0; other < r; other++) {
             if (!shared && strcmp(cards[other].gpu, cards[r].gpu) == 0) {
                 die("ranks %zu and %zu would share one GPU, %s; start as many ranks on a machine "
-                    "as it has GPUs", other, r, cards[r].gpu);
+                    "as it has GPUs%s", other, r, cards[r].gpu, !this_rank.launched ? "" :
+                    ", and have srun show all of them to each: --gpus-per-node with "
+                    "--gpu-bind=none");
             }
         }
     }
@@ -1033,6 +1394,13 @@ static void ranks_introduce(void) {
 // 7. Terminals
 // A line that is rewritten in place must fit the terminal, and bytes from data or a command line
 // must not be obeyed: neither by a terminal that shows them nor by a shell they are pasted into.
+
+// Whether a line can be rewritten in place. Open MPI's mpirun gives every process a pseudo-terminal
+// and sends what comes out of it where its own output goes, as to a file; other launchers mix the
+// lines of several processes.
+static int terminal_rewrites(void) {
+    return isatty(STDOUT_FILENO) && !this_rank.launched && !getenv("OMPI_COMM_WORLD_SIZE");
+}
 
 // Columns of the terminal behind stdout, asked anew because a window may be resized; 80 where the
 // system does not say.

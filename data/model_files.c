@@ -65,11 +65,12 @@ static Span *file_span(Span *spans, int tensor, int layer) {
 // Elements `first` to first + count of a span, as numbers.
 static void span_values(real *out, const Span *s, int64_t first, int64_t count) {
     const unsigned char *p = s->data + first * file_types[s->type].bytes;
-    if (!GPT2_DOUBLE && s->type == FILE_F32) {
+    const int plain = !GPT2_DOUBLE && s->type == FILE_F32;
+    slow_begin();  // the file is mapped
+    if (plain) {
         memcpy(out, p, (size_t)count * 4);
-        return;
     }
-    for (int64_t i = 0; i < count; i++) {
+    for (int64_t i = 0; i < count && !plain; i++) {
         uint32_t bits;
         uint16_t half;
         float value, scale = 1;
@@ -88,6 +89,7 @@ static void span_values(real *out, const Span *s, int64_t first, int64_t count) 
         memcpy(&value, &bits, 4);
         out[i] = value * scale;
     }
+    slow_end();
 }
 
 // The tensor that a name of Hugging Face's means, TENSORS and above for extra_table; *layer is its
@@ -697,6 +699,7 @@ static void checkpoint_remove(const char *folder) {
         unlink(folder);
         return;
     }
+    slow_begin();
     DIR *files = opendir(folder);  // read, as the manifest that counts the ranks may be lost
     struct dirent *entry;
     int ranks;
@@ -712,6 +715,7 @@ static void checkpoint_remove(const char *folder) {
         closedir(files);
     }
     rmdir(folder);
+    slow_end();
 }
 
 // What a run knows beside its tensors. Random numbers are functions of the seed and these counters.
@@ -1110,7 +1114,7 @@ static void save_agree(Saving *save) {
     }
     engine_agree(save->snapshot->engine);  // or rank 0 might be ended before that
     looks_interrupt(1);                    // or its line might wait for a reader for ever
-    die_after_ms = fault == this_rank.rank + 1 ? 0 : 4000;
+    die_after_ms = fault == this_rank.rank + 1 ? 0 : rank_patience_ms();
     if (!failed) {
         die("rank %d cannot save, and says why", fault - 1);
     }
@@ -1127,8 +1131,11 @@ static void save_finish(Saving *save, const char *output, const char *path) {
     }
     fsync_folder(save->folder);
     checkpoint_remove(path);  // a damaged one, which the resume skipped
-    rename(path, aside);      // where it holds what is not ours
-    if (rename(save->folder, path) != 0) {
+    slow_begin();
+    rename(path, aside);  // where it holds what is not ours
+    const int renamed = rename(save->folder, path) == 0;
+    slow_end();
+    if (!renamed) {
         save_problem(save, "cannot rename checkpoint %s to %s: %s", save->folder, path,
                      strerror(errno));
         return;
@@ -1144,9 +1151,11 @@ static void checkpoint_save(const Snapshot *snapshot, const char *output, char p
     save.manifest.ranks = snapshot->settings->ranks;
     path_print(path, "%s/step-%08" PRId64, output, snapshot->state->step);
     path_print(save.folder, "%s.tmp", path);
+    slow_begin();
     if (this_rank.rank == 0 && mkdir(save.folder, 0755) != 0 && errno != EEXIST) {
         save_problem(&save, "cannot create checkpoint %s: %s", save.folder, strerror(errno));
     }
+    slow_end();
     save_agree(&save);
     save_file(&save, FILE_MODEL);
     save_file(&save, FILE_STATE + this_rank.rank);
@@ -1228,9 +1237,11 @@ static void checkpoint_prune(const char *output, int64_t keep, int64_t newest) {
         }
         path_print(path, "%s/step-%08" PRId64, output, list.steps[i]);
         path_print(gone, "%s.tmp", path);
+        slow_begin();
         if (rename(path, gone) == 0) {
             checkpoint_remove(gone);
         }
+        slow_end();
     }
     free(list.steps);
 }
@@ -1519,11 +1530,13 @@ static void range_load(Engine *e, const Settings *s, const StateRange *r, const 
                 count = min_i64(PIECE, end - i);
                 if (r->state == STATE_WEIGHTS) {
                     (whole ? e->read : e->read_own)(e, STATE_WEIGHTS, in_state, values, count);
+                    slow_begin();
                     for (int64_t k = 0; k < count; k++) {
                         uint16_t low;
                         memcpy(&low, r->span.data + 2 * (in_range + k), 2);
                         values[k] = (real)master_join((float)values[k], low);
                     }
+                    slow_end();
                 } else {
                     span_values(values, &r->span, in_range, count);
                 }

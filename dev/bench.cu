@@ -520,7 +520,7 @@ static void bench_open(const Settings *s) {
 // How fast host memory is pinned, and how fast `bytes` of it go up to the arena and come down.
 static void bench_host(size_t bytes) {
     const double start = now_ms();
-    char *host = pinned_open(bytes);
+    char *host = pinned_open(bytes, device_node(""));
     const double pin_ms = now_ms() - start, size = (double)bytes;
     auto copy_ms = [&](bool up) {
         return gpu_time_ms(bench.rounds, bench.stream, [&](int) {

@@ -378,8 +378,8 @@ static void bench_forecast(void) {
         {"d12", "2", "128", "block"},          {"l3h5c320t1024", "1", "1024", "gelu"}};
     enum { RUNS = sizeof runs / sizeof runs[0] };
     static const Program program = {
-        "train_gpt2", "", 0, cpu_open, host_memory_available, 0, NULL, NULL, "", NULL, NULL, NULL,
-        "", NULL};
+        .name = "train_gpt2", .default_model = "", .open = cpu_open,
+        .available = host_memory_available, .built = "", .alone = ""};
     double worst = 0;
     printf("%-14s %4s %5s %-6s %12s %12s\n", "model", "B", "T", "-r", "forecast ms", "measured ms");
     for (int i = 0; i < RUNS; i++) {

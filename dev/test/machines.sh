@@ -95,10 +95,27 @@ says "GPUs by name" "sm_80 .*sm_90a" "$calls"
 make_there train_gpt2cu ARCH="80 90a"
 says_not "WERROR builds nothing again" "-gencode" "$calls"
 
-rm -f "$clone/train_gpt2cu"
 make_there train_gpt2cu NCCL=yes "mpi=-I$scratch/mpi -L$scratch -lmpi"
 says "NCCL and MPI where they are" "-lcublasLt -DGPT2_NCCL=1 -lnccl -DGPT2_MPI=1 -isystem \
 $scratch/mpi -L$scratch -lmpi *$" "$calls"
+
+# What mpicc says goes through nvcc to the linker, and a program is built again when it changes, as
+# when NCCL or MPI is installed.
+cat > "$scratch/bin/mpicc" << 'END'
+#!/bin/sh
+echo gcc -I/mpi/include -pthread -L/mpi/lib -Wl,-rpath -Wl,/mpi/lib -Wl,-z,now -lmpi
+END
+chmod +x "$scratch/bin/mpicc"
+: > "$CALLS"
+said=$(cd "$clone" && PATH=$scratch/bin:$PATH make train_gpt2cu NCCL=yes 2>&1)
+says "MPI's rpath is kept" "-lnccl -DGPT2_MPI=1 -isystem /mpi/include -L/mpi/lib -Xlinker -rpath \
+-Xlinker /mpi/lib -Xlinker -z,now -lmpi *$" "$(cat "$CALLS")"
+make_there train_gpt2cu NCCL=yes
+says "MPI is gone: built again" "-DGPT2_NCCL=1 -lnccl -DGPT2_MPI=0" "$calls"
+make_there train_gpt2cu NCCL=yes
+says_not "nothing has changed: not built again" "-gencode" "$calls"
+make_there train_gpt2cu
+says "NCCL is gone: built again" "-lcublasLt *$" "$calls"
 
 for target in "" help clean; do
     # shellcheck disable=SC2086  # no word is no target

@@ -489,7 +489,8 @@ static void test_memory_limits() {
 // know nothing of each other would each train the whole model. A plan is none of its business.
 static void test_launcher() {
     write_corpus();
-    for (const char *variable : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"}) {
+    for (const char *variable :
+         {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "WORLD_SIZE"}) {
         expect_refused(program(TINY "-x 1 -o out", with(variable, "8")), Text(variable) + " is 8",
                        variable);
         for (const char *plan : {"--plan", "--fit bits", "--minimum"}) {
@@ -497,6 +498,8 @@ static void test_launcher() {
         }
         expect_success(program(TINY "-x 1 --quiet", with(variable, "1")), "one copy");
     }
+    // A shell of sbatch's or salloc's, where the program is started once.
+    expect_success(program(TINY "-x 1 --quiet", with("SLURM_NTASKS", "8")), "a shell");
     expect(!exists("out"), "nothing was begun");
 }
 

@@ -5,7 +5,9 @@
 // Run:    build/test/ranks [--program ./train_gpt2cu_cpu] [NAME...]
 
 #include "files.h"
+#include <arpa/inet.h>
 #include <sys/ptrace.h>
+#include <sys/socket.h>
 
 // A small model that parts cut at odd places: C = 96 with 3 ranks, sequences below the model's 16.
 #define ODD "-i train.bin -j val.bin -e l3h3c96t16 -t 12 -b 2 "
@@ -206,6 +208,229 @@ static void test_ranks_mpirun() {
                                 text("--quiet -o mpi%d < /dev/null", n));
         expect_success(o, "mpirun");
         expect_same(text("gpus%d", n), text("mpi%d", n), 2);
+    }
+}
+
+// A socket of the loopback interface that listens on *port, where 0 is one that is free.
+static int listen_on(int *port) {
+    const int yes = 1, fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    struct sockaddr_in at = {};
+    socklen_t bytes = sizeof at;
+    at.sin_family = AF_INET;
+    at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    at.sin_port = htons((uint16_t)*port);
+    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
+    if (bind(fd, (struct sockaddr *)&at, sizeof at) != 0 || listen(fd, 4) != 0 ||
+        getsockname(fd, (struct sockaddr *)&at, &bytes) != 0) {
+        close(fd);
+        return -1;
+    }
+    *port = ntohs(at.sin_port);
+    return fd;
+}
+
+// A port that is free, and so is the next one.
+static int free_port() {
+    for (int tries = 0; tries < 100; tries++) {
+        int port = 0, next;
+        const int fd = listen_on(&port), other = listen_on(&(next = port + 1));
+        close(fd);
+        close(other);
+        if (fd >= 0 && other >= 0) {
+            return port;
+        }
+    }
+    skip("no free ports");
+}
+
+// One process for each of `variables`, all at the same time, as torchrun or srun would start them.
+static std::vector<Outcome> start_by_tcp(const Words &variables, const Text &line) {
+    Text script;
+    for (size_t i = 0; i < variables.size(); i++) {
+        const Text to = text("tcp-%zu.", i);
+        script += "(env " + variables[i] + " $PROGRAM " + line + " < /dev/null > " + to +
+                  "out 2> " + to + "err; echo $? > " + to + "status) & ";
+    }
+    std::vector<Outcome> all;
+    shell(script + "wait");
+    for (size_t i = 0; i < variables.size(); i++) {
+        const Text from = text("tcp-%zu.", i);
+        all.push_back({atoi(read_file(from + "status").c_str()), read_file(from + "out"),
+                       read_file(from + "err"), 0, 0});
+    }
+    return all;
+}
+
+static Text master(int port) { return text("MASTER_ADDR=localhost MASTER_PORT=%d ", port); }
+
+// What torchrun and srun start has the bits of what --gpus starts, without MPI: with torchrun's
+// variables while its own store listens on MASTER_PORT, and with srun's, which sbatch's do not
+// disturb. Somebody who looks for open ports is no rank.
+static void test_ranks_tcp() {
+    write_corpus();
+    const Text part = TINY "-x 2 --clip 0.5 -z 1 ", line = part + "--quiet -o ";
+    run(part + "--gpus 3", "gpus");
+    int port = free_port();
+    const int store = listen_on(&port);
+    Words torchrun, srun;
+    for (int r = 0; r < 3; r++) {
+        torchrun.push_back(master(port) + text("TORCHELASTIC_USE_AGENT_STORE=True RANK=%d "
+                                               "WORLD_SIZE=3 LOCAL_RANK=%d", r, r));
+        // A task of another launcher's around it changes nothing.
+        torchrun.back() += " SLURM_STEP_NUM_TASKS=1 SLURM_PROCID=0 SLURM_LOCALID=0";
+    }
+    for (const Outcome &o : start_by_tcp(torchrun, line + "torchrun")) {
+        expect_success(o, "torchrun's variables");
+    }
+    close(store);
+    expect_same("gpus", "torchrun", 2);
+    for (int r = 0; r < 3; r++) {
+        srun.push_back(master(port) + text("SLURM_STEP_NUM_TASKS=3 SLURM_PROCID=%d SLURM_LOCALID=%d"
+                                           " SLURM_NTASKS=7", r, r));
+    }
+    const pid_t stranger = fork();
+    if (stranger == 0) {
+        struct sockaddr_in at = {};
+        at.sin_family = AF_INET;
+        at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+        at.sin_port = htons((uint16_t)port);
+        int fd = socket(AF_INET, SOCK_STREAM, 0);
+        alarm(20);
+        while (connect(fd, (struct sockaddr *)&at, sizeof at) != 0) {
+            close(fd);
+            usleep(1000);
+            fd = socket(AF_INET, SOCK_STREAM, 0);
+        }
+        const Text words(1000, 'x');
+        _exit(write(fd, words.data(), words.size()) != (ssize_t)words.size());
+    }
+    srun[1] += " sh -c 'sleep 0.3; exec \"$0\" \"$@\"'";  // the stranger is first
+    for (const Outcome &o : start_by_tcp(srun, line + "srun")) {
+        expect_success(o, "srun's variables");
+    }
+    int status = 1;
+    waitpid(stranger, &status, 0);
+    expect(status == 0, "the stranger did not come");
+    expect_same("gpus", "srun", 2);
+}
+
+// Each way in which ranks do not find each other ends in one line that says which.
+static void test_ranks_tcp_refused() {
+    write_corpus();
+    int port = free_port(), taken = 0;
+    const int listener = listen_on(&taken);
+    auto both = [](int port, const char *count) {
+        return master(port) + "WORLD_SIZE=" + count + " RANK=";
+    };
+    auto one = [](const Text &variables, const Text &words) {
+        const Outcome o = start_by_tcp({variables}, TINY "-x 1 --quiet --timeout 1")[0];
+        expect_refused(o, words, variables);
+    };
+    // The port is somebody else's: of rank 0 it cannot become, and who answers is no rank 0.
+    one(both(taken, "2") + "0", text("rank 0 cannot listen on port %d (MASTER_PORT): Address "
+                                     "already in use", taken));
+    const pid_t other = fork();
+    if (other == 0) {
+        const Text words(4096, 'x');
+        const int fd = accept(listener, NULL, NULL);
+        char piece[4096];
+        _exit(read(fd, piece, sizeof piece) < 1 ||
+              write(fd, words.data(), words.size()) < 1 || read(fd, piece, sizeof piece) != 0);
+    }
+    one(both(taken, "2") + "1", "rank 1: what answers at localhost, port ");
+    kill(other, SIGKILL);
+    waitpid(other, NULL, 0);
+    close(listener);
+    // Somebody does not come, comes twice, or counts others.
+    one(both(port, "2") + "1", text("rank 1: rank 0 cannot be reached at localhost, port %d "
+                                    "(MASTER_ADDR, MASTER_PORT), for 1 s (--timeout): Connection "
+                                    "refused", port));
+    one(both(port, "2") + "0", text("1 of 2 ranks have come to port %d within 1 s (--timeout); "
+                                    "rank 1 has not", port));
+    static const struct {
+        Words ranks;
+        const char *words;
+    } table[] = {
+        {{"3 RANK=0", "3 RANK=1", "3 RANK=1"}, "two processes say that they are rank 1 of 3"},
+        {{"2 RANK=0", "3 RANK=1"}, "rank 1 is one of 3, and rank 0 one of 2 (WORLD_SIZE)"},
+        {{"2 RANK=0", "2 RANK=1 sh -c 'exec \"$0\" \"$@\" -j nothing.bin'"},
+         "rank 1 is gone before all ranks have met"},
+    };
+    for (const auto &row : table) {
+        Words variables;
+        for (const Text &rank : row.ranks) {
+            variables.push_back(master(port) + "WORLD_SIZE=" + rank);
+        }
+        const auto all = start_by_tcp(variables, TINY "-x 1 --quiet --timeout 2");
+        expect_refused(all[0], row.words, row.words);
+        for (size_t r = 1; r < all.size(); r++) {
+            expect(all[r].status == 1, "%s: rank %zu: %d", row.words, r, all[r].status);
+        }
+    }
+}
+
+// Variables of launchers that do not fit together.
+static void test_ranks_variables() {
+    write_corpus();
+    static const Refusal words[] = {
+        {"WORLD_SIZE=2 MASTER_ADDR=localhost RANK=0", "but MASTER_PORT is not set: "},
+        {"WORLD_SIZE=2 MASTER_ADDR=localhost RANK=0 MASTER_PORT=65535 "
+         "TORCHELASTIC_USE_AGENT_STORE=True", "but MASTER_PORT is too high: "},
+        {"WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=9", "is 2, but RANK is not set: "},
+        {"WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=9 RANK=2", "has a higher rank: "},
+        {"WORLD_SIZE=two", "WORLD_SIZE is 'two', which is not a number from 0 to "},
+        {"WORLD_SIZE=2 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=3",
+         "WORLD_SIZE is 2, but SLURM_STEP_NUM_TASKS is 3: both count the processes of this run"}};
+    for (const Refusal &row : words) {
+        expect_refused(start_by_tcp({row.arguments}, TINY "-x 1")[0], row.words, row.arguments);
+    }
+}
+
+// In a build with MPI an address selects TCP. Without one MPI is told that one thread calls it, and
+// starts when this rank's GPU is the current one.
+static void test_ranks_mpi_starts() {
+    need_mpi();
+    write_corpus();
+    int port = 0;
+    const int listener = listen_on(&port);
+    const Outcome taken = shell(text("MASTER_ADDR=localhost MASTER_PORT=%d mpirun --oversubscribe "
+                                     "-np 2 $PROGRAM ", port) + ODD "-d 48 -x 1 < /dev/null");
+    expect(taken.status != 0 && taken.err.find("rank 0 cannot listen on port ") != Text::npos, "%s",
+           taken.err.c_str());
+    close(listener);
+    write_file("mpi.c", "#include <stdio.h>\n#include <stdlib.h>\n"
+                        "int MPI_Init_thread(int *c, char ***v, int level, int *got) {\n"
+                        "    (void)c, (void)v, (void)got;\n"
+                        "    printf(\"level %d\\n\", level);\n    exit(0);\n}\n");
+    if (shell("${CC:-cc} -shared -fPIC -o mpi.so mpi.c").status != 0) {
+        skip("no cc");
+    }
+    for (const char *gpus : {"2", "0"}) {
+        const Outcome o = program(ODD "-d 48 -x 1 --quiet", [=] {
+            setenv("LD_PRELOAD", "./mpi.so", 1);
+            setenv("OMPI_COMM_WORLD_SIZE", "2", 1);
+            setenv("OMPI_COMM_WORLD_LOCAL_RANK", "1", 1);
+            setenv("EMU_GPUS", gpus, 1);
+        });
+        if (gpus[0] == '2') {
+            expect(o.status == 0 && o.out == "level 1\n", "%d: %s%s", o.status, o.out.c_str(),
+                   o.err.c_str());  // MPI_THREAD_FUNNELED of Open MPI and MPICH
+        } else {
+            expect_refused(o, "no CUDA-capable device", "no GPU");
+        }
+    }
+}
+
+// Under mpirun, which gives ranks a pseudo-terminal, lines are whole: nothing is rewritten.
+static void test_ranks_whole_lines() {
+    need_mpi();
+    write_corpus();
+    for (const char *ranks : {"1", "2"}) {
+        const Outcome o = shell(Text("mpirun --oversubscribe -np ") + ranks + " $PROGRAM " ODD
+                                "-d 48 -x 3 -v 1 -m 1 < /dev/null");
+        expect_success(o, ranks);
+        expect(o.out.find('\033') == Text::npos && o.out.find("\nstep    2/3  ") != Text::npos &&
+                   o.out.find("\nstep    3/3  ") != Text::npos, "%s: %s", ranks, o.out.c_str());
     }
 }
 
@@ -602,6 +827,83 @@ static void test_ranks_hang() {
     expect(longest < WITHIN_MS, "%.0f ms", longest);
     detail = text("at most %.1f s, some with the time before the fault", longest * 1e-3);
     expect_refused(program(TINY "--timeout 9"), "--timeout watches the ranks of a run", "one rank");
+}
+
+// A rank that waits for a file server, or whose NCCL is slow to start, is given ten times as long,
+// and so are those that wait for it, whoever watches. A file that nobody reads holds its rank.
+static void test_ranks_slow() {
+    write_corpus();
+    const Text part = TINY "-x 1 --timeout 1 --quiet ";
+    const int port = free_port();
+    // With other last arguments; the two processes of one run and the one of another together.
+    auto with_end = [](const Text &end) { return " sh -c 'exec \"$0\" \"$@\" " + end + "'"; };
+    const Text tcp = master(port) + "WORLD_SIZE=2 ";
+    const Text hangs = "EMU_NCCL_HANG=1 ", late = hangs + "EMU_FAULT_RANK=1 EMU_FAULT_LATE=2500 ";
+    for (const Outcome &o : start_by_tcp({tcp + late + "RANK=0", tcp + late + "RANK=1",
+                                          late + with_end("--gpus 2")}, part)) {
+        expect_success(o, "NCCL starts slowly");
+    }
+    // A run that trains finds a pipe in the place of rank 1's states. After 2.5 s it is read, and
+    // that it is no file is an error like any other.
+    const Text saves = TINY "-k constant -x 30 --timeout 1 --quiet ", tmp = "/step-00000030.tmp/";
+    auto hold = [&](const Text &out, int read_after_us) {
+        const pid_t pid = fork();
+        if (pid == 0) {
+            const Text log = out + "/log.jsonl", fifo = out + tmp + "state-1-of-2.safetensors";
+            wait_until([&] { return read_file(log).find("{\"step\":2,") != Text::npos; });
+            mkdir((out + tmp).c_str(), 0755);
+            mkfifo(fifo.c_str(), 0644);
+            wait_until([&] { return read_file(log).find("{\"step\":30,") != Text::npos; });
+            usleep((useconds_t)read_after_us);
+            shell("timeout 5 cat " + fifo + " > /dev/null");
+            _exit(0);
+        }
+        return pid;
+    };
+    const pid_t of_gpus = hold("gpus", 2500000), of_tcp = hold("tcp", 2500000);
+    const auto all = start_by_tcp({tcp + hangs + "RANK=0" + with_end("-o tcp"),
+                                   tcp + hangs + "RANK=1" + with_end("-o tcp"),
+                                   hangs + with_end("--gpus 2 -o gpus")}, saves);
+    const Text words = "rank 1: cannot write ";
+    expect_refused(all[0], "rank 1 cannot save, and says why", "by TCP");
+    expect_refused(all[1], words, "by TCP");
+    expect_refused(all[2], words, "--gpus");
+    waitpid(of_gpus, NULL, 0);
+    waitpid(of_tcp, NULL, 0);
+    if (getenv("FULL")) {  // ten times --timeout is the end all the same
+        const pid_t never = hold("never", 60000000);
+        expect_refused(program(saves + "--gpus 2 -o never"), "no progress for 1", "a hanging disk");
+        kill(never, SIGKILL);
+        waitpid(never, NULL, 0);
+    }
+}
+
+// What NCCL's errors rarely say: too little shared memory, or one visible GPU for each rank.
+static void test_ranks_hints() {
+    write_corpus();
+    const Text faults = " EMU_FAULT_RANK=1 EMU_FAULT_INIT=1 ";
+    const Text part = TINY "-x 1 --quiet --timeout 2 ";
+    const Text shm = "unshare -m sh -c 'mount -t tmpfs -o size=64m none /dev/shm";
+    if (shell(shm + "'").status == 0) {
+        expect_refused(shell(shm + " && EMU_NCCL_HANG=1" + faults + "exec $PROGRAM " + part +
+                             "--gpus 2'"),
+                       "unhandled system error;  (/dev/shm has less than 256 MiB: a container "
+                       "needs --shm-size=1g or --ipc=host)", "shared memory");
+    } else {
+        detail = "no mount: shared memory not tried";
+    }
+    const Text one = master(free_port()) + "WORLD_SIZE=2 EMU_GPUS=1 EMU_NCCL_TIMEOUT_S=1" + faults +
+                     "RANK=";
+    const auto all = start_by_tcp({one + "0 EMU_MACHINE=1", one + "1 EMU_MACHINE=2"}, part);
+    expect(all[1].err.find("(this rank sees one GPU alone, ") != Text::npos ||
+               all[1].err.find("(/dev/shm has less") != Text::npos, "%s", all[1].err.c_str());
+    const auto same = start_by_tcp({one + "0", one + "1"}, part);
+    expect_refused(same[0], "as it has GPUs, and have srun show all of them to each: "
+                            "--gpus-per-node with --gpu-bind=none", "one GPU");
+    expect_refused(program(part + "--gpus 2",
+                           with_faults("EMU_FAULT_RANK=1 EMU_FAULT_SKIP=1")),
+                   ": the first collective never completes, as where GPUs cannot reach each "
+                   "other's memory: NCCL_P2P_DISABLE=1 does without that; the run ends", "P2P");
 }
 
 // Under a launcher each rank watches itself, and a rank that others hold up says so.
@@ -1161,6 +1463,13 @@ static const Test tests[] = {
     {"ranks_full", test_ranks_full, 1},
     {"ranks_save_killed", test_ranks_save_killed, 1 | REST},
     {"ranks_memory", test_ranks_memory, 1},
+    {"ranks_tcp", test_ranks_tcp, 1},
+    {"ranks_tcp_refused", test_ranks_tcp_refused, 1},
+    {"ranks_variables", test_ranks_variables, 1},
+    {"ranks_mpi_starts", test_ranks_mpi_starts, 1},
+    {"ranks_whole_lines", test_ranks_whole_lines, 1},
+    {"ranks_slow", test_ranks_slow, 1 | REST},
+    {"ranks_hints", test_ranks_hints, 1},
     {"ranks_resume", test_ranks_resume, 1},     {"ranks_refused", test_ranks_refused, 1},
     {"ranks_mixed", test_ranks_mixed, 1},       {"ranks_die", test_ranks_die, 1},
     {"ranks_signals", test_ranks_signals, 1},   {"ranks_fault", test_ranks_fault, 1},
