@@ -5399,7 +5399,7 @@ static Room run_meet(const Run *run, const Program *program, const Room *room) {
     Room least = *room;
     if (this_rank.ranks > 1 && program->introduce) {
         Settings same = run->s;
-        same.rank = same.threads = 0;  // they may differ
+        same.rank = same.threads = same.quiet = 0;  // they may differ
         rank_card.settings = fingerprint(0, &same, sizeof same);
         rank_card.device = room->device;
         rank_card.host = room->host;

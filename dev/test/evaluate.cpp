@@ -82,7 +82,7 @@ static void test_eval_command() {
            "%s", line.c_str());
     expect_near(error, sqrt(p * (100 - p) / 12), 0.006, "standard error");
     expect_near(norm_error, sqrt(norm * (100 - norm) / 12), 0.006, "standard error");
-    expect(std::count(o.out.begin(), o.out.end(), '\n') == 3 + 9 + 1, "%s", o.out.c_str());
+    expect(std::count(o.out.begin(), o.out.end(), '\n') == 2 + 3 + 9 + 1, "%s", o.out.c_str());
     size_t longest = 0;
     for (const Question &q : questions) {
         for (const Ints &completion : q.completions) {
