@@ -1198,7 +1198,12 @@ static void test_ranks_eval() {
 
 // What one rank of a run submitted, line by line, from the emulator's log.
 static Words log_of_rank(const Text &log) {
-    const Text own = log.substr(0, log.find(']') + 1);
+    // The parent logs too: the first collective is a rank's.
+    const size_t collective = log.find("] AllGather"), begin = log.rfind('\n', collective) + 1;
+    if (collective == Text::npos) {
+        return {};
+    }
+    const Text own = log.substr(begin, collective + 1 - begin);
     Words lines;
     for (size_t at = 0, end; (end = log.find('\n', at)) != Text::npos; at = end + 1) {
         if (log.compare(at, own.size(), own) == 0) {
