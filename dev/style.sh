@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Checks the layout and the hygiene of the sources: `make style`. With the argument `main`, as in
-# `make test`, the layout (dev/test/style.cpp) and the shell scripts; with `rest`, as ALL=1 adds,
+# `make test`, the layout (dev/check/layout.py) and the shell scripts; with `rest`, as ALL=1 adds,
 # compilers and lint; without one, both.
 # One line a check, `style  NAME  ok|FAILED|skipped (why)`, what was wrong below it, and last the
 # line `N passed, N failed, N skipped`. Exit status 1 on any failure. CC, CXX, MARCH, OMP, MAKE,
@@ -57,14 +57,11 @@ top_level() {
 }
 
 layout() {
-    if ${MAKE:-make} -s build/test/style > /dev/null; then
-        build/test/style | tee "$scratch/layout" | sed '$d'
-        counts=$(tail -n 1 "$scratch/layout" |
-            grep -xE '[0-9]+ passed, [0-9]+ failed, [0-9]+ skipped' | tr -cd '0-9 ')
-        set -- $counts
-        passed=$((passed + ${1:-0})) failed=$((failed + ${2:-1}))
-    else
-        fail "dev/test/style.cpp does not build"
+    if ! command -v python3 > /dev/null; then
+        skip "layout" "no python3"
+    elif git rev-parse --is-inside-work-tree > /dev/null 2>&1; then
+        dev/check/layout.py --self-test | grep -v ' 0 failed' | verdict "layout: seeded faults"
+        dev/check/layout.py | grep -v '^[0-9]* passed' | verdict "layout"
     fi
     top_level | verdict "top level"
     # What lies beside a clone is the machine's, and the checks' own script alone may know of it.

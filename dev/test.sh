@@ -62,7 +62,7 @@ driver main training train_gpt2cu_cpu micro_batches validation homes
 row main tools "train_gpt2 data/tokenize data/stories" dev/test/tools.sh
 row main machines "" dev/test/machines.sh main
 row main fuzz "build/fuzz_replay train_gpt2 data/tokenize" dev/fuzz/run.sh replay
-row main style build/test/style dev/style.sh main
+row main style "" dev/style.sh main
 row main test_cuda_cpu build/test_cuda_cpu build/test_cuda_cpu
 row main cuda_example build/cuda_example dev/cuda_cpu/example.sh build/cuda_example
 row main harness build/test/harness build/test/harness

@@ -1,0 +1,152 @@
+#!/usr/bin/env python3
+"""Checks the layout of the sources: dev/check/layout.py [--self-test]
+
+Every text file that git tracks: lines of at most 100 columns, no tabs (except in Makefile), no
+trailing blanks, no two empty lines in a row, a newline at the end. C and CUDA sources:
+  contents   the list under "Contents" in a file's header equals its chapter banners
+  citations  "chapter X" names a chapter that exists in some file
+  contracts  a comment stands directly above each kernel and each launcher (a function that calls
+             launch())
+Prints one line per fault and, last, `N passed, N failed, N skipped`; exit status 1 on any fault.
+--self-test seeds one fault of each kind and expects it to be found. Needs nothing but python3.
+"""
+import re
+import subprocess
+import sys
+
+COLUMNS = 100
+CODE = (".c", ".cu", ".h", ".cpp")
+TEXT = CODE + (".sh", ".py", "Makefile")
+BANNER = re.compile(r"^// (?:(Part [A-Z]+\. .+)|(\d+\. .+))$")
+
+
+def chapters(lines):
+    """Titles in the banners, each a dashed line and then `N. Title` or `Part X. Title`."""
+    found = []
+    for before, line in zip(lines, lines[1:]):
+        match = BANNER.match(line)
+        if match and re.match(r"^// [-=]{60,}$", before):
+            found.append(match.group(1) or match.group(2))
+    return found
+
+
+def contents(lines):
+    """Titles in the list under `// Contents`, or None without such a list."""
+    if "// Contents" not in lines:
+        return None
+    listed = []
+    for line in lines[lines.index("// Contents") + 1:]:
+        match = re.match(r"^// (?:(Part [A-Z]+\. .+)| +(\d+)  (.+))$", line)
+        if not match:
+            break
+        listed.append(match.group(1) or f"{match.group(2)}. {match.group(3)}")
+    return listed
+
+
+def title(chapter):
+    return re.sub(r"^(\d+|Part [A-Z]+)\. ", "", chapter)
+
+
+def check_text(name, lines, last_newline):
+    """Faults that any text file may have, as (line number, what)."""
+    for n, line in enumerate(lines, 1):
+        if len(line) > COLUMNS:
+            yield n, f"{len(line)} columns; at most {COLUMNS}"
+        if "\t" in line and not name.endswith("Makefile"):
+            yield n, "a tab"
+        if line != line.rstrip():
+            yield n, "trailing blanks"
+        if line == "" and n > 1 and lines[n - 2] == "" and name.endswith(CODE):
+            yield n, "two empty lines"
+    if not last_newline:
+        yield len(lines), "no newline at the end"
+
+
+def check_contracts(lines):
+    """Kernels and launchers without a comment directly above them."""
+    start = None  # of the function that the line is in
+    for n, line in enumerate(lines):
+        if line and not line[0].isspace() and line[0] not in "/}#" and "(" in line:
+            start = n
+        kernel = re.match(r"^(?!//).*__global__", line)
+        launcher = re.match(r"^ +launch\(", line) and start is not None
+        if not kernel and not launcher:
+            continue
+        top = n if kernel else start
+        while top > 0 and re.match(r"^(template|static|__|[A-Za-z_].*[^;{}]$)", lines[top - 1]):
+            top -= 1
+        if top == 0 or not lines[top - 1].startswith("//"):
+            yield top + 1, f"no comment above this {'kernel' if kernel else 'launcher'}"
+
+
+def check_sources(files):
+    """Faults of {name: text}, as "file:line: what"."""
+    faults, known = [], set()
+    for text in files.values():
+        known |= {title(c) for c in chapters(text.split("\n"))}
+    for name, text in files.items():
+        lines = text.split("\n")
+        last = lines[-1] == ""
+        lines = lines[:-1] if last else lines
+        found = list(check_text(name, lines, last))
+        if name.endswith(CODE):
+            listed = contents(lines)
+            if listed is not None and listed != chapters(lines):
+                odd = next((a or b for a, b in zip(listed + [""], chapters(lines) + [""]) if a != b))
+                found.append((lines.index("// Contents") + 1, f"contents and banners: {odd}"))
+            prose = re.sub(r"\n *// ?", " ", "\n".join(lines))
+            for cited in re.finditer(r"\bchapters? ((?:--)?[A-Z][\w,' -]*)", prose):
+                if not any(cited.group(1).startswith(t) for t in known):
+                    found.append((1, f"no chapter is called '{cited.group(1)[:40]}'"))
+            if name.endswith(".cu"):
+                found += check_contracts(lines)
+        faults += [f"{name}:{n}: {what}" for n, what in found]
+    return faults
+
+
+def self_test():
+    """Eight seeded faults, each found, and a source without one."""
+    line = "// " + "-" * 97 + "\n"
+    good = ("// Contents\n//   1  Ground\n\n" + line + "// 1. Ground\n\n// See chapter Ground.\n\n"
+            "// Adds.\n__global__ void add_kernel() {\n}\n\n// Launches it.\nvoid add() {\n"
+            "    launch(add_kernel);\n}\n")
+    seeds = {
+        "columns": good + "// " + "x" * 98 + "\n",
+        "a tab": good.replace("    launch", "\tlaunch").replace("\tlaunch", "    \tlaunch"),
+        "trailing": good.replace("// Adds.", "// Adds. "),
+        "two empty": good.replace("}\n\n// L", "}\n\n\n// L"),
+        "no newline": good[:-1],
+        "contents": good.replace("1  Ground", "1  Roof"),
+        "no chapter": good.replace("chapter Ground", "chapter Cellar"),
+        "kernel": good.replace("// Adds.\n", ""),
+    }
+    missed = [k for k, text in seeds.items() if not any(k in f for f in check_sources({"a.cu": text}))]
+    if check_sources({"a.cu": good}):
+        missed.append("a source without a fault: " + check_sources({"a.cu": good})[0])
+    for kind in missed:
+        print(f"layout --self-test: {kind}  FAILED")
+    print(f"{len(seeds) + 1 - len(missed)} passed, {len(missed)} failed, 0 skipped")
+    return bool(missed)
+
+
+def main():
+    if sys.argv[1:] == ["--self-test"]:
+        return self_test()
+    names = subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True)
+    files = {}
+    for name in names.stdout.split("\n"):
+        if name.endswith(TEXT):
+            try:
+                with open(name, encoding="utf-8", newline="") as f:
+                    files[name] = f.read()
+            except FileNotFoundError:  # deleted, and not yet committed
+                pass
+    faults = check_sources(files)
+    for fault in faults:
+        print(fault)
+    print(f"{len(files) - len({f.split(':')[0] for f in faults})} passed, "
+          f"{len({f.split(':')[0] for f in faults})} failed, 0 skipped")
+    return bool(faults)
+
+
+sys.exit(main())
