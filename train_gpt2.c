@@ -89,10 +89,10 @@
 // The ground: two of the four appendices, and the oracle's type of numbers.
 
 // Errors, checked memory, hashes, JSON, the tokenizer and the containers of files know bytes and no
-// model, so they are in an appendix of their own: data/tokenize.c needs nothing else, and a reader
-// who wants to know how GPT-2 trains need not turn its pages. All of it is static: the program is
-// one translation unit, and `cc train_gpt2.c -lm` builds it.
-#include "data/formats.c"
+// model, so they are in files of their own, which data/tokenize.c includes too. All of it is
+// static: the program is one translation unit, and `cc train_gpt2.c -lm` builds it.
+#include "data/files.c"
+#include "data/tokens.c"
 
 // What a program asks of the system it runs on, threads, signals, limits of memory, is no part of
 // training either: it has the second appendix.

@@ -19,7 +19,8 @@
 // The tokenizer, the format's constants and the errors are the appendix's; of the network nothing
 // is needed here.
 
-#include "formats.c"
+#include "files.c"
+#include "tokens.c"
 #include <pthread.h>
 #include <sched.h>
 #include <sys/file.h>

@@ -28,7 +28,8 @@ ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
 PATTERN = (r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+""")
 
 LIBRARY = r"""
-#include "data/formats.c"
+#include "data/files.c"
+#include "data/tokens.c"
 static Bpe bpe;
 static BpeEncoder encoder;
 void open_vocabulary(const char *path);
@@ -269,7 +270,7 @@ def main():
             compare(ours, theirs, [context.replace("%s", c) for c in points],
                     "every code point in %r" % context)
         sources = []
-        for name in ("train_gpt2.c", "data/formats.c", "test_gpt2.cu", "README.md", "Makefile",
+        for name in ("train_gpt2.c", "data/files.c", "data/tokens.c", "test_gpt2.cu", "README.md", "Makefile",
                      "dev/style.sh"):
             with open(os.path.join(ROOT, name), encoding="utf-8") as f:
                 sources.append(f.read())

@@ -92,7 +92,7 @@ finish() {
 if [ -f train_gpt2.c ]; then
     defines=(-DGPT2_DOUBLE=0)
     if command -v clang-tidy > /dev/null; then
-        clang-tidy --quiet train_gpt2.c data/formats.c -- -std=c11 "${defines[@]}" \
+        clang-tidy --quiet train_gpt2.c data/tokenize.c -- -std=c11 "${defines[@]}" \
             > "$scratch/tidy" 2> /dev/null &
     fi
     if command -v cppcheck > /dev/null; then
@@ -142,7 +142,7 @@ compilers() {
         builds "$1: C++17" "$3" $as_cpp $MARCH ${omp:--Wno-unknown-pragmas} $warnings \
             -fsyntax-only train_gpt2.c
         builds "$1: C++17, the appendix alone" "$3" $as_cpp $MARCH $omp $warnings \
-            -Wno-unknown-pragmas -Wno-unused-function -fsyntax-only data/formats.c
+            -Wno-unknown-pragmas -Wno-unused-function -fsyntax-only data/tokenize.c
     else
         skip "$1: C++17" "no $3"
     fi

@@ -3,7 +3,8 @@
 //
 // Run:    build/test/formats [NAME...]         build/test/formats_asan: with sanitizers
 
-#include "../../data/formats.c"
+#include "../../data/files.c"
+#include "../../data/tokens.c"
 #include "files.h"
 #include <sys/time.h>
 

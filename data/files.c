@@ -1,0 +1,1058 @@
+// data/files.c -- errors, checked memory, reading and writing files, and the containers of files.
+//
+// What a program needs before it knows of any network: one-line errors, checked allocation, file
+// reads, durable writes, SHA-256, UTF-8, JSON and the safetensors container. Knows nothing about
+// models, options or engines. Header fields are checked against the file length before they are
+// used; errors are one line that names the file.
+//
+// train_gpt2.c includes it, and so does data/tokenize.c. It is also C++17 and is read by nvcc.
+//
+// Contents
+//   1  Errors and memory
+//   2  Reading and writing files
+//   3  SHA-256
+//   4  UTF-8 and JSON
+//   5  Safetensors
+
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE 1
+#endif
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <math.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+#if defined(__SHA__) && defined(__SSE4_1__)
+#include <smmintrin.h>
+#endif
+
+// -------------------------------------------------------------------------------------------------
+// 1. Errors and memory
+// Errors stop the run with one line on stderr and exit status 1: die() for what a user did, check()
+// for what the program believes of itself.
+
+enum { PATH_BYTES = 1024 };
+static const char *program_name = "train_gpt2";
+
+// Moves with every piece of work, so that whoever watches this process (chapter Ranks of machine.c)
+// can tell a long phase from one that hangs. Several threads may move it.
+static uint64_t progress_own, *progress_count = &progress_own;
+static void progress(void) { __atomic_fetch_add(progress_count, 1, __ATOMIC_RELAXED); }
+
+// Around calls that may wait for a disk, a file server or NCCL's start: whoever watches has ten
+// times as much patience with a process that is inside one. Several threads may be.
+static int slow_own, *slow_count = &slow_own;
+static void slow_begin(void) { __atomic_fetch_add(slow_count, 1, __ATOMIC_SEQ_CST); }
+static void slow_end(void) {
+    progress();  // before the patience ends
+    __atomic_fetch_sub(slow_count, 1, __ATOMIC_SEQ_CST);
+}
+
+// Of several processes that meet one error, one says it: the others wait this long, and are ended.
+static int die_after_ms;
+
+// One line: names from files may hold line ends, and escapes that a terminal would obey. Of a line
+// that a huge argument made long, both ends stay: the first names the option, the last says what is
+// allowed.
+__attribute__((noreturn, format(printf, 1, 2))) static void die(const char *format, ...) {
+    enum { LONGEST = 3 * PATH_BYTES, END = 300 };
+    char text[LONGEST] = "no memory for a message", *whole = NULL;
+    va_list args;
+    va_start(args, format);
+    int n = vasprintf(&whole, format, args);
+    va_end(args);
+    if (n >= LONGEST) {
+        snprintf(text, sizeof text, "%.*s ... %s", END, whole, whole + n - END);
+    } else if (n >= 0) {
+        memcpy(text, whole, (size_t)n + 1);
+    }
+    free(n >= 0 ? whole : NULL);
+    for (unsigned char *c = (unsigned char *)text; *c; c++) {
+        const int two_bytes = *c == 0xC2 && (c[1] & 0xE0) == 0x80;  // U+0080 to U+009F
+        if (*c < 32 || *c == 127 || two_bytes) {
+            *c = '?';
+            c[two_bytes] = '?';
+        }
+    }
+    fflush(stdout);
+    progress();
+    signal(SIGTERM, SIG_DFL);
+    struct timespec wait = {die_after_ms / 1000, die_after_ms % 1000 * 1000000L};
+    while (nanosleep(&wait, &wait) != 0) {  // signals, as looks at the output, do not shorten it
+    }
+    fprintf(stderr, "%s: %s\n", program_name, text);
+    if (progress_count != &progress_own) {  // a rank's is counted elsewhere
+        // At its exit() CUDA would take back what NCCL's threads still use (NVIDIA/nccl#1013).
+        fflush(NULL);
+        _exit(1);
+    }
+    exit(1);
+}
+
+__attribute__((noreturn, format(printf, 4, 5))) static void check_failed(const char *file, int line,
+                                                                         const char *expression,
+                                                                         const char *hint, ...) {
+    char *text = NULL;
+    va_list args;
+    va_start(args, hint);
+    const int n = vasprintf(&text, hint, args);
+    va_end(args);
+    die("%s:%d: check failed: %s: %s", file, line, expression, n < 0 ? "" : text);
+}
+#define check(condition, ...)                                                                      \
+    ((condition) ? (void)0 : check_failed(__FILE__, __LINE__, #condition, __VA_ARGS__))
+
+// Zeroed memory, or the end of the run. For small host tables only: tensors live in the arena
+// (chapter Memory plan).
+static void *alloc_zero(size_t count, size_t size) {
+    void *memory = calloc(count ? count : 1, size);
+    if (!memory) {
+        die("out of memory for a table of %zu x %zu bytes", count, size);
+    }
+    return memory;
+}
+
+static int min_int(int a, int b) { return a < b ? a : b; }
+static int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
+static int64_t ceil_div_i64(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static int64_t round_up_i64(int64_t a, int64_t b) { return ceil_div_i64(a, b) * b; }
+
+static double now_ms(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec * 1e3 + (double)t.tv_nsec * 1e-6;
+}
+
+// A few words for a message, by value, so that callers declare no buffer: printf("%s",
+// bytes_text(n).s).
+typedef struct {
+    char s[32];
+} ShortText;
+
+// Bytes in words: "512 B", "1.8 MiB", "11.61 GiB".
+static ShortText bytes_text(double bytes) {
+    static const char *const units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
+    ShortText text;
+    int u = 0;
+    while (fabs(bytes) >= 1024 && u < 4) {
+        bytes /= 1024;
+        u++;
+    }
+    snprintf(text.s, sizeof text.s, u == 0 ? "%.0f %s" : u < 3 ? "%.1f %s" : "%.2f %s", bytes,
+             units[u]);
+    return text;
+}
+
+// 1234567 -> "1,234,567".
+static ShortText count_text(int64_t n) {
+    ShortText text;
+    char digits[24];
+    int length = snprintf(digits, sizeof digits, "%" PRId64, n), out = 0;
+    for (int i = 0; i < length; i++) {
+        if (i > (n < 0) && (length - i) % 3 == 0) {
+            text.s[out++] = ',';
+        }
+        text.s[out++] = digits[i];
+    }
+    text.s[out] = 0;
+    return text;
+}
+
+// Seconds as "0:59", "12:03" or "1:02:05".
+static ShortText duration_text(double seconds) {
+    ShortText text;
+    int64_t s = (int64_t)(seconds + 0.5);
+    if (s >= 3600) {
+        snprintf(text.s, sizeof text.s, "%" PRId64 ":%02d:%02d", s / 3600, (int)(s / 60 % 60),
+                 (int)(s % 60));
+    } else {
+        snprintf(text.s, sizeof text.s, "%d:%02d", (int)(s / 60), (int)(s % 60));
+    }
+    return text;
+}
+
+// The signal that asked the program to stop, at the next good place (0: none), and what on_signal()
+// then says: a whole line, or nothing.
+static volatile sig_atomic_t stop_signal;
+static const char *volatile stop_line = "";
+
+// The first signal asks the program to stop, and says so at once because the next good place may be
+// seconds away; the second one ends it as a kill would. SIGHUP comes twice from a terminal that
+// closes, and SIGUSR1 beside another one, before or after it (chapter Ranks of machine.c): these
+// only ask. Calls nothing but what POSIX allows in a handler.
+static void on_signal(int number) {
+    const int error = errno;
+    if (stop_signal && stop_signal != SIGUSR1 && number != SIGHUP && number != SIGUSR1) {
+        _exit(128 + number);
+    }
+    if (!stop_signal && write(STDERR_FILENO, stop_line, strlen(stop_line)) < 0) {
+        stop_line = "";  // nobody reads it: the program stops all the same
+    }
+    stop_signal = number == SIGUSR1 && stop_signal ? stop_signal : number;
+    errno = error;
+}
+
+// -------------------------------------------------------------------------------------------------
+// 2. Reading and writing files
+// Files are written whole or not at all: the Writer of chapter Safetensors builds on write_all.
+// Only regular files are opened for reading: a pipe would wait for its writer, a device never ends.
+// What is parsed as a whole is mapped; data that a run reads for days is read piece by piece,
+// because truncating a mapped file ends the process with a signal.
+
+// snprintf that ends the run rather than shorten a path.
+__attribute__((format(printf, 2, 3))) static void path_print(char *path, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    int n = vsnprintf(path, PATH_BYTES, format, args);
+    va_end(args);
+    if (n < 0 || n >= PATH_BYTES) {
+        die("path longer than %d bytes: %.60s...", PATH_BYTES - 1, path);
+    }
+}
+
+// The folder of the program's file with a slash behind it, where data/ is when the program is
+// called from elsewhere; "" where the system does not say.
+static const char *program_folder(void) {
+    static char folder[PATH_BYTES];
+    ssize_t bytes = readlink("/proc/self/exe", folder, sizeof folder - 1);
+    folder[bytes > 0 ? bytes : 0] = 0;
+    char *slash = strrchr(folder, '/');
+    folder[slash ? slash + 1 - folder : 0] = 0;
+    return folder;
+}
+
+// Writes all bytes; returns 0, or -1 with errno set. Short writes are continued.
+static int write_all(int fd, const void *data, size_t bytes) {
+    const char *p = (const char *)data;
+    while (bytes > 0) {
+        slow_begin();
+        ssize_t n = write(fd, p, bytes);
+        slow_end();
+        if (n < 0 && errno == EINTR) {
+            continue;
+        }
+        if (n <= 0) {
+            errno = n == 0 ? ENOSPC : errno;
+            return -1;
+        }
+        p += n;
+        bytes -= (size_t)n;
+    }
+    return 0;
+}
+
+// Makes a rename or a new name in `folder` survive a power cut.
+static void fsync_folder(const char *folder) {
+    slow_begin();
+    int fd = open(folder, O_RDONLY | O_DIRECTORY);
+    if (fd < 0 || fsync(fd) != 0) {
+        die("cannot sync folder %s: %s", folder, strerror(errno));
+    }
+    close(fd);
+    slow_end();
+}
+
+// Called before any file is opened: takes the numbers of streams that the shell closed (>&-), or
+// the next file would get one, and what is printed would go into that file. Their use fails, as on
+// a closed stream.
+static void streams_hold(void) {
+    for (int fd = 0; fd <= STDERR_FILENO; fd++) {
+        if (fcntl(fd, F_GETFD) < 0) {
+            (void)open("/dev/null", fd == STDIN_FILENO ? O_WRONLY : O_RDONLY);
+        }
+    }
+}
+
+// Opens a regular file and finds its size. Returns -1 where it cannot; file_error() says why.
+static int file_open(const char *path, int64_t *size) {
+    struct stat status;
+    slow_begin();
+    int fd = open(path, O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
+    const int found = fd >= 0 && fstat(fd, &status) == 0;
+    slow_end();
+    if (fd < 0) {
+        return -1;
+    }
+    if (!found || !S_ISREG(status.st_mode)) {
+        close(fd);
+        errno = S_ISDIR(status.st_mode) ? EISDIR : EINVAL;
+        return -1;
+    }
+    *size = (int64_t)status.st_size;
+    return fd;
+}
+
+static const char *file_error(void) {
+    return errno == EINVAL ? "it is not a regular file" : strerror(errno);
+}
+
+// Reads bytes `at` to at + bytes. Returns NULL, or what is wrong.
+static const char *file_read(int fd, void *out, int64_t bytes, int64_t at) {
+    for (char *to = (char *)out; bytes > 0;) {
+        slow_begin();
+        ssize_t n = pread(fd, to, (size_t)bytes, (off_t)at);
+        slow_end();
+        if (n < 0 && errno == EINTR) {
+            continue;
+        }
+        if (n <= 0) {
+            return n == 0 ? "it became shorter while it was in use" : strerror(errno);
+        }
+        to += n;
+        at += n;
+        bytes -= n;
+    }
+    return NULL;
+}
+
+typedef struct {
+    const unsigned char *bytes;
+    size_t size;
+} Mapping;
+
+static int mapping_open(Mapping *m, const char *path) {
+    int64_t size;
+    memset(m, 0, sizeof *m);
+    int fd = file_open(path, &size);
+    if (fd < 0) {
+        return -1;
+    }
+    m->size = (size_t)size;
+    const void *map = m->size ? mmap(NULL, m->size, PROT_READ, MAP_PRIVATE, fd, 0) : "";
+    close(fd);
+    m->bytes = (const unsigned char *)map;
+    return map == MAP_FAILED ? -1 : 0;
+}
+
+static void mapping_close(Mapping *m) {
+    if (m->size) {
+        munmap((void *)(uintptr_t)m->bytes, m->size);
+    }
+    memset(m, 0, sizeof *m);
+}
+
+// Gives pages that have been read back to the system, so that a large file does not count as memory
+// of this process. Only whole pages inside the range.
+static void mapping_done(const void *bytes, size_t size) {
+    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), first = (uintptr_t)bytes;
+    uintptr_t begin = (first + page - 1) / page * page, end = (first + size) / page * page;
+    if (begin < end) {
+        madvise((void *)begin, end - begin, MADV_DONTNEED);
+    }
+}
+
+// llm.c's files begin alike: 256 int32, of which the first two are a magic number and a version.
+enum { LLMC_TOKENS, LLMC_MODEL, LLMC_TOKENIZER, LLMC_EVALUATION, LLMC_HEADER_BYTES = 1024 };
+static const struct {
+    const char *name;
+    int32_t magic, versions[2];
+} llmc_files[] = {{"a token file", 20240520, {1, 1}},
+                  {"a model of llm.c", 20240326, {3, 5}},
+                  {"a tokenizer of llm.c", 20240328, {2, 2}},
+                  {"an evaluation file", 20240522, {1, 1}}};
+typedef struct {
+    int32_t words[8];  // magic, version, and what the kind of file puts there
+} LlmcHeader;
+
+// Do these bytes begin as a file of `kind` (LLMC_*) does?
+static int llmc_is(int kind, const unsigned char *bytes, size_t size) {
+    int32_t magic = 0;
+    memcpy(&magic, bytes, size < sizeof magic ? size : sizeof magic);
+    return magic == llmc_files[kind].magic;
+}
+
+// The header of a file of `kind`. Ends the run where the file is too short, of another kind or of
+// an unknown version.
+static LlmcHeader llmc_header(int kind, const unsigned char *bytes, size_t size, const char *name) {
+    const char *what = llmc_files[kind].name;
+    const int32_t *versions = llmc_files[kind].versions;
+    LlmcHeader h;
+    if (size < LLMC_HEADER_BYTES) {
+        die("%s: %zu bytes are too few for %s: its header alone has %d", name, size, what,
+            LLMC_HEADER_BYTES);
+    }
+    memcpy(h.words, bytes, sizeof h.words);
+    if (h.words[0] != llmc_files[kind].magic) {
+        die("%s: not %s: it starts with %d, not %d", name, what, h.words[0],
+            llmc_files[kind].magic);
+    }
+    if (h.words[1] != versions[0] && h.words[1] != versions[1]) {
+        die("%s: %s of version %d; this program reads version %d%s", name, what, h.words[1],
+            versions[0], versions[1] != versions[0] ? " (fp32) and 5 (bf16)" : "");
+    }
+    return h;
+}
+
+// -------------------------------------------------------------------------------------------------
+// 3. SHA-256
+// FIPS 180-4, with the instructions of x86 where the compiler may use them. Checkpoints name their
+// files by it.
+
+typedef struct {
+    uint32_t h[8];
+    uint64_t bytes;
+    unsigned char block[64];
+} Sha256;
+enum { SHA256_TEXT = 65 };
+
+static const uint32_t sha256_k[64] = {
+    0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
+    0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
+    0xe49b69c1, 0xefbe4786, 0x0fc19dc6, 0x240ca1cc, 0x2de92c6f, 0x4a7484aa, 0x5cb0a9dc, 0x76f988da,
+    0x983e5152, 0xa831c66d, 0xb00327c8, 0xbf597fc7, 0xc6e00bf3, 0xd5a79147, 0x06ca6351, 0x14292967,
+    0x27b70a85, 0x2e1b2138, 0x4d2c6dfc, 0x53380d13, 0x650a7354, 0x766a0abb, 0x81c2c92e, 0x92722c85,
+    0xa2bfe8a1, 0xa81a664b, 0xc24b8b70, 0xc76c51a3, 0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070,
+    0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
+    0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
+
+// Mixes `count` blocks of 64 bytes into h. x86's SHA instructions are some six times as fast as
+// plain C, which would make the hash the slowest part of a checkpoint.
+#if defined(__SHA__) && defined(__SSE4_1__)
+static inline __m128i sha256_load(const void *p) { return _mm_loadu_si128((const __m128i *)p); }
+
+// The SHA instructions by the compiler's own names. immintrin.h names them better, but with GCC 13
+// and 14 it also declares built-ins that nvcc up to 12.6 does not know, and such a build stops.
+static inline __m128i sha256_two_rounds(__m128i a, __m128i b, __m128i k) {
+    return (__m128i)__builtin_ia32_sha256rnds2((__v4si)a, (__v4si)b, (__v4si)k);
+}
+
+// Rounds 4 i to 4 i + 3, with their words w of the message schedule.
+static inline void sha256_rounds(__m128i *abef, __m128i *cdgh, __m128i w, int i) {
+    __m128i k = _mm_add_epi32(sha256_load(sha256_k + 4 * i), w);
+    *cdgh = sha256_two_rounds(*cdgh, *abef, k);
+    *abef = sha256_two_rounds(*abef, *cdgh, _mm_shuffle_epi32(k, 0x0E));
+}
+
+// The four words of the schedule that follow a, b, c, d.
+static inline __m128i sha256_schedule(__m128i a, __m128i b, __m128i c, __m128i d) {
+    __m128i part = (__m128i)__builtin_ia32_sha256msg1((__v4si)a, (__v4si)b);
+    __m128i sum = _mm_add_epi32(part, _mm_alignr_epi8(d, c, 4));
+    return (__m128i)__builtin_ia32_sha256msg2((__v4si)sum, (__v4si)d);
+}
+
+static void sha256_blocks(uint32_t h[8], const unsigned char *p, size_t count) {
+    const __m128i swap = _mm_set_epi64x(0x0c0d0e0f08090a0b, 0x0405060700010203);
+    __m128i low = _mm_shuffle_epi32(sha256_load(h), 0xB1);
+    __m128i high = _mm_shuffle_epi32(sha256_load(h + 4), 0x1B);
+    __m128i abef = _mm_alignr_epi8(low, high, 8), cdgh = _mm_blend_epi16(high, low, 0xF0);
+    for (; count > 0; count--, p += 64) {
+        __m128i abef_before = abef, cdgh_before = cdgh;
+        __m128i a = _mm_shuffle_epi8(sha256_load(p), swap);
+        __m128i b = _mm_shuffle_epi8(sha256_load(p + 16), swap);
+        __m128i c = _mm_shuffle_epi8(sha256_load(p + 32), swap);
+        __m128i d = _mm_shuffle_epi8(sha256_load(p + 48), swap);
+        for (int i = 0; i < 16; i += 4) {
+            sha256_rounds(&abef, &cdgh, a, i);
+            sha256_rounds(&abef, &cdgh, b, i + 1);
+            sha256_rounds(&abef, &cdgh, c, i + 2);
+            sha256_rounds(&abef, &cdgh, d, i + 3);
+            a = sha256_schedule(a, b, c, d);  // those after the last rounds are not used
+            b = sha256_schedule(b, c, d, a);
+            c = sha256_schedule(c, d, a, b);
+            d = sha256_schedule(d, a, b, c);
+        }
+        abef = _mm_add_epi32(abef, abef_before);
+        cdgh = _mm_add_epi32(cdgh, cdgh_before);
+    }
+    low = _mm_shuffle_epi32(abef, 0x1B);
+    high = _mm_shuffle_epi32(cdgh, 0xB1);
+    _mm_storeu_si128((__m128i *)(void *)h, _mm_blend_epi16(low, high, 0xF0));
+    _mm_storeu_si128((__m128i *)(void *)(h + 4), _mm_alignr_epi8(high, low, 8));
+}
+#define SHA256_X86 1
+#else
+#define SHA256_X86 0
+#define sha256_blocks_plain sha256_blocks
+#endif
+
+static uint32_t rotate_right(uint32_t x, int n) { return x >> n | x << (32 - n); }
+
+// Where the other is compiled too, only tests call this one.
+__attribute__((unused)) static void sha256_blocks_plain(uint32_t s[8], const unsigned char *p,
+                                                        size_t count) {
+    for (; count > 0; count--, p += 64) {
+        uint32_t a = s[0], b = s[1], c = s[2], d = s[3], e = s[4], f = s[5], g = s[6], h = s[7];
+        uint32_t w[64];
+        for (int i = 0; i < 16; i++) {
+            w[i] = (uint32_t)p[4 * i] << 24 | (uint32_t)p[4 * i + 1] << 16 |
+                   (uint32_t)p[4 * i + 2] << 8 | p[4 * i + 3];
+        }
+        for (int i = 16; i < 64; i++) {
+            uint32_t x = w[i - 15], y = w[i - 2];
+            w[i] = w[i - 16] + w[i - 7] + (rotate_right(x, 7) ^ rotate_right(x, 18) ^ x >> 3) +
+                   (rotate_right(y, 17) ^ rotate_right(y, 19) ^ y >> 10);
+        }
+        for (int i = 0; i < 64; i++) {
+            uint32_t x = h + sha256_k[i] + w[i] + (g ^ (e & (f ^ g))) +
+                         (rotate_right(e, 6) ^ rotate_right(e, 11) ^ rotate_right(e, 25));
+            h = g, g = f, f = e, e = d + x;
+            x += ((a & b) | (c & (a | b))) +
+                 (rotate_right(a, 2) ^ rotate_right(a, 13) ^ rotate_right(a, 22));
+            d = c, c = b, b = a, a = x;
+        }
+        s[0] += a, s[1] += b, s[2] += c, s[3] += d, s[4] += e, s[5] += f, s[6] += g, s[7] += h;
+    }
+}
+
+static void sha256_start(Sha256 *s) {
+    static const Sha256 fresh = {{0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f,
+                                  0x9b05688c, 0x1f83d9ab, 0x5be0cd19}, 0, {0}};
+    *s = fresh;
+}
+
+static void sha256_add(Sha256 *s, const void *data, size_t bytes) {
+    const unsigned char *p = (const unsigned char *)data;
+    size_t held = s->bytes % 64;
+    s->bytes += bytes;
+    if (held > 0) {
+        size_t taken = bytes < 64 - held ? bytes : 64 - held;
+        memcpy(s->block + held, p, taken);
+        if (held + taken < 64) {
+            return;
+        }
+        sha256_blocks(s->h, s->block, 1);
+        p += taken;
+        bytes -= taken;
+    }
+    sha256_blocks(s->h, p, bytes / 64);
+    memcpy(s->block, p + bytes / 64 * 64, bytes % 64);
+}
+
+// The hash of all that was added, as 64 digits.
+static void sha256_end(Sha256 *s, char text[SHA256_TEXT]) {
+    static const unsigned char padding[64] = {0x80};
+    unsigned char length[8];
+    for (int i = 0; i < 8; i++) {
+        length[i] = (unsigned char)(s->bytes * 8 >> (56 - 8 * i));
+    }
+    sha256_add(s, padding, 64 - (s->bytes + 8) % 64);
+    sha256_add(s, length, 8);
+    for (int i = 0; i < 8; i++) {
+        snprintf(text + 8 * i, 9, "%08x", s->h[i]);
+    }
+}
+
+// -------------------------------------------------------------------------------------------------
+// 4. UTF-8 and JSON
+// A cursor over JSON text (RFC 8259), and text as the inside of a string. The first fault stays in
+// `fault`, and nothing is read after it: loops end, and one look at the end is enough.
+
+// Bytes of the UTF-8 character at text: 2 to 4, or 0 when it is none (RFC 3629, section 4).
+static int utf8_length(const unsigned char *text, size_t left) {
+    int length = text[0] >= 0xF0 ? 4 : text[0] >= 0xE0 ? 3 : 2;
+    if (text[0] < 0xC2 || text[0] > 0xF4 || left < (size_t)length ||
+        (text[0] == 0xE0 && text[1] < 0xA0) || (text[0] == 0xED && text[1] > 0x9F) ||
+        (text[0] == 0xF0 && text[1] < 0x90) || (text[0] == 0xF4 && text[1] > 0x8F)) {
+        return 0;
+    }
+    for (int i = 1; i < length; i++) {
+        length = (text[i] & 0xC0) == 0x80 ? length : 0;
+    }
+    return length;
+}
+
+// Code point of the character at text, and its bytes; a byte that is no UTF-8 is a code point
+// beyond all.
+static int utf8_decode(uint32_t *c, const unsigned char *text, size_t left) {
+    int length = text[0] < 0x80 ? 1 : utf8_length(text, left);
+    *c = length == 0 ? UINT32_MAX : length == 1 ? text[0] : text[0] & 0x7Fu >> length;
+    for (int i = 1; i < length; i++) {
+        *c = *c << 6 | (text[i] & 0x3F);
+    }
+    return length ? length : 1;
+}
+
+typedef struct {
+    const unsigned char *bytes;
+    size_t at, end;
+    const char *fault;
+} Json;
+enum { JSON_DEPTH = 64 };
+
+static int json_fail(Json *j, const char *fault) {
+    j->fault = j->fault ? j->fault : fault;
+    return 0;
+}
+
+// The next character that is no space; -1 at the end and after a fault.
+static int json_peek(Json *j) {
+    while (j->at < j->end && strchr(" \t\r\n", j->bytes[j->at]) && j->bytes[j->at]) {
+        j->at++;
+    }
+    return j->fault || j->at == j->end ? -1 : j->bytes[j->at];
+}
+
+static int json_take(Json *j, char c) {
+    int found = json_peek(j) == c;
+    j->at += (size_t)found;
+    return found;
+}
+
+static int hex_digit(int c) {
+    return c >= '0' && c <= '9' ? c - '0' : (c | 32) >= 'a' && (c | 32) <= 'f' ? (c | 32) - 87 : -1;
+}
+
+// What stands for an escape after its backslash: a character of `letters`, or a code point of
+// \uXXXX; 0, which is also a fault, where it is neither.
+static int json_escape(Json *j) {
+    static const char letters[] = "\"\\/bfnrt", values[] = "\"\\/\b\f\n\r\t";
+    int c = j->at < j->end ? j->bytes[j->at++] : 0, code = 0;
+    const char *letter = c ? strchr(letters, c) : NULL;
+    for (int i = 0; c == 'u' && code >= 0 && i < 4; i++) {
+        int digit = j->at < j->end ? hex_digit(j->bytes[j->at++]) : -1;
+        code = digit < 0 ? -1 : code * 16 + digit;
+    }
+    if (letter) {
+        return values[letter - letters];
+    }
+    return code > 0 ? code : json_fail(j, "an unknown escape in a string");
+}
+
+// A string into `out`, cut to capacity - 1 bytes. \uXXXX becomes UTF-8, halves of a surrogate pair
+// each for itself; \u0000 is a fault.
+static void json_string(Json *j, char *out, size_t capacity) {
+    size_t n = 0;
+    if (!json_take(j, '"')) {
+        json_fail(j, "expected a string");
+    }
+    while (!j->fault) {
+        int c = j->at < j->end ? j->bytes[j->at++] : -1, length = 1;
+        if (c == '"') {
+            break;
+        }
+        if (c < 32) {
+            json_fail(j, "a string does not end");
+        }
+        if (c == '\\') {
+            c = json_escape(j);
+            length = c < 0x80 ? 1 : c < 0x800 ? 2 : 3;
+        }
+        for (int i = 0; i < length && n + 1 < capacity; i++) {
+            int bits = c >> 6 * (length - 1 - i), lead = length == 2 ? 192 : 224;
+            out[n++] = (char)(length == 1 ? c : i ? (bits & 63) | 128 : bits | lead);
+        }
+    }
+    if (capacity) {
+        out[n] = 0;
+    }
+}
+
+// A number or a word (true, false, null) into `out`.
+static void json_scalar(Json *j, char out[32]) {
+    int n = 0, c = json_peek(j);
+    while (c > 0 && c < 128 && (strchr("+-.", c) || (c >= '0' && c <= '9') || (c | 32) >= 'a') &&
+           (c | 32) <= 'z' && n < 31) {
+        out[n++] = (char)c;
+        j->at++;
+        c = j->at < j->end ? j->bytes[j->at] : -1;
+    }
+    out[n] = 0;
+    if (n == 0 || n == 31) {
+        json_fail(j, "expected a value");
+    }
+}
+
+// Past the digits at `text`; NULL when there are none.
+static const char *json_digits(const char *text) {
+    size_t digits = strspn(text, "0123456789");
+    return digits ? text + digits : NULL;
+}
+
+static int json_is_scalar(const char *text) {
+    if (strcmp(text, "true") == 0 || strcmp(text, "false") == 0 || strcmp(text, "null") == 0) {
+        return 1;
+    }
+    text += *text == '-';
+    text = *text == '0' ? text + 1 : json_digits(text);
+    if (text && *text == '.') {
+        text = json_digits(text + 1);
+    }
+    if (text && (*text | 32) == 'e') {
+        text = json_digits(text + 1 + (text[1] == '+' || text[1] == '-'));
+    }
+    return text && *text == 0;
+}
+
+// A whole number from 0 to 2^53.
+static int64_t json_count(Json *j) {
+    char text[32], *end;
+    json_scalar(j, text);
+    int64_t value = strtoll(text, &end, 10);
+    if (*end != 0 || !json_is_scalar(text) || value < 0 || value > (int64_t)1 << 53) {
+        json_fail(j, "not a whole number from 0 to 2^53");
+    }
+    return j->fault ? 0 : value;
+}
+
+// Steps to the next element of an array ('[') or member of an object ('{', whose key it reads).
+// Returns 0 at the end. *count, 0 at first, counts them.
+static int json_next(Json *j, int *count, char kind, char *key, size_t capacity) {
+    if (*count == 0 && !json_take(j, kind)) {
+        return json_fail(j, kind == '{' ? "expected an object" : "expected an array");
+    }
+    if (json_take(j, kind == '{' ? '}' : ']')) {
+        return 0;
+    }
+    if (*count > 0 && !json_take(j, ',')) {
+        return json_fail(j, "expected a comma");
+    }
+    ++*count;
+    if (kind == '{') {
+        json_string(j, key, capacity);
+        if (!json_take(j, ':')) {
+            json_fail(j, "expected a colon");
+        }
+    }
+    return !j->fault;
+}
+
+// Passes over one value of any kind, at most `depth` arrays and objects deep.
+static void json_skip_to(Json *j, int depth) {
+    int c = json_peek(j), n = 0;
+    char text[32];
+    if (c == '"') {
+        json_string(j, NULL, 0);
+    } else if (c != '{' && c != '[') {
+        json_scalar(j, text);
+        if (!json_is_scalar(text)) {
+            json_fail(j, "neither a number nor true, false or null");
+        }
+    } else if (depth == 0) {
+        json_fail(j, "values nested deeper than 64");
+    } else {
+        while (json_next(j, &n, (char)c, NULL, 0)) {
+            json_skip_to(j, depth - 1);
+        }
+    }
+}
+
+static void json_skip(Json *j) { json_skip_to(j, JSON_DEPTH); }
+
+// Ends the run at a fault, or where something follows the JSON text.
+static void json_end(Json *j, const char *name) {
+    if (json_peek(j) >= 0) {
+        json_fail(j, "more text after the end");
+    }
+    if (j->fault) {
+        die("%s: not JSON as it should be: %s at byte %zu", name, j->fault, j->at);
+    }
+}
+
+// Writes text as the inside of a JSON string; a byte that is no UTF-8 becomes \u00XX.
+static void json_text(FILE *f, const char *text, size_t length) {
+    for (size_t i = 0; i < length; i++) {
+        unsigned char c = (unsigned char)text[i];
+        int utf8 = c > 126 ? utf8_length((const unsigned char *)text + i, length - i) : 0;
+        if (utf8) {
+            fwrite(text + i, 1, (size_t)utf8, f);
+            i += (size_t)utf8 - 1;
+        } else if (c == '"' || c == '\\') {
+            fprintf(f, "\\%c", c);
+        } else if (c < 32 || c > 126) {
+            fprintf(f, "\\u%04x", c);
+        } else {
+            fputc(c, f);
+        }
+    }
+}
+
+// -------------------------------------------------------------------------------------------------
+// 5. Safetensors
+// The container of weights and states (https://github.com/huggingface/safetensors), and the Writer
+// that hashes what it writes.
+// 1. These files come from strangers: what a header claims is held against the file's length before
+//    anything is read by it; a fault is one line that names file and tensor.
+// 2. Parsers work on bytes in memory and allocate nothing.
+
+// The element types of safetensors files. FILE_F32, FILE_BF16 and FILE_F16 can be weights.
+enum { FILE_F32, FILE_BF16, FILE_F16, FILE_U16, FILE_F64, FILE_TYPES = 15 };
+static const struct {
+    const char *name;
+    int bytes;
+} file_types[FILE_TYPES] = {{"F32", 4}, {"BF16", 2}, {"F16", 2}, {"U16", 2}, {"F64", 8},
+                            {"U8", 1}, {"I64", 8},  {"I32", 4}, {"I16", 2}, {"I8", 1},
+                            {"U64", 8}, {"U32", 4},  {"BOOL", 1}, {"F8_E4M3", 1}, {"F8_E5M2", 1}};
+
+// A safetensors file (https://github.com/huggingface/safetensors, README, "Format"): 8 bytes with
+// the header's length, the header, a JSON object with a member for every tensor, and the data.
+typedef struct {
+    const char *name;
+    Json json;
+    int count;                  // members seen
+    size_t metadata;            // where __metadata__'s object begins; 0: none so far
+    const unsigned char *data;
+    uint64_t size, tiling;      // of the data
+} Safetensors;
+
+typedef struct {
+    char name[80];
+    int type, dims;
+    int64_t shape[2], count;    // first dimensions; elements
+    const unsigned char *data;
+} FileTensor;
+
+static void file_require(int ok, const char *file, const char *tensor, const char *what) {
+    if (!ok) {
+        die("%s: tensor %s: %s", file, tensor, what);
+    }
+}
+
+static void safetensors_start(Safetensors *f, const unsigned char *bytes, size_t size,
+                              const char *name) {
+    uint64_t length = 0;
+    memset(f, 0, sizeof *f);
+    f->name = name;
+    memcpy(&length, bytes, size < 8 ? 0 : 8);
+    if (size > 15 && memcmp(bytes, "version https://", 16) == 0) {
+        die("%s: a pointer of Git LFS, not the file itself: git lfs pull gets it", name);
+    }
+    if (length < 2 || length > 100000000 || length > size - 8) {
+        die("%s: not a safetensors file: a header of %" PRIu64 " bytes in a file of %zu", name,
+            length, size);
+    }
+    f->json.bytes = bytes;
+    f->json.at = 8;
+    f->json.end = 8 + (size_t)length;
+    f->data = bytes + f->json.end;
+    f->size = size - f->json.end;
+}
+
+// Spreads a number over 64 bits (the last step of splitmix64).
+static uint64_t hash_u64(uint64_t x) {
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ x >> 27) * 0x94D049BB133111EBu;
+    return x ^ x >> 31;
+}
+
+// One tensor's member of the header: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}.
+static void safetensors_member(Safetensors *f, FileTensor *t) {
+    static const char *const keys[] = {"dtype", "shape", "data_offsets"};
+    Json *j = &f->json;
+    char key[16], type[16] = "";
+    int seen[3] = {0}, offsets = 0;
+    uint64_t offset[2] = {0, 0};
+    t->dims = 0;
+    t->count = 1;
+    for (int n = 0; json_next(j, &n, '{', key, sizeof key);) {
+        int k = 0, elements = 0;
+        while (k < 3 && strcmp(key, keys[k]) != 0) {
+            k++;
+        }
+        if (k == 3 || seen[k]++) {
+            json_fail(j, "a member twice, or other than dtype, shape and data_offsets");
+        } else if (k == 0) {
+            json_string(j, type, sizeof type);
+        } else {
+            while (json_next(j, &elements, '[', NULL, 0)) {
+                int64_t value = json_count(j);
+                if (k == 2 && offsets++ < 2) {
+                    offset[offsets - 1] = (uint64_t)value;
+                } else if (k == 1 && value > 0 && t->count > ((int64_t)1 << 46) / value) {
+                    json_fail(j, "a shape of more than 2^46 elements");
+                } else if (k == 1) {
+                    t->count *= value;
+                    if (t->dims++ < 2) {
+                        t->shape[t->dims - 1] = value;
+                    }
+                }
+            }
+        }
+    }
+    if (j->fault) {
+        die("%s: tensor %s: %s at byte %zu", f->name, t->name, j->fault, j->at);
+    }
+    t->type = 0;
+    while (t->type < FILE_TYPES && strcmp(type, file_types[t->type].name) != 0) {
+        t->type++;
+    }
+    file_require(seen[0] && seen[1] && seen[2] && offsets == 2, f->name, t->name,
+                 "dtype, shape and data_offsets of two numbers must be in the header");
+    file_require(t->type < FILE_TYPES, f->name, t->name, "an unknown dtype");
+    file_require(offset[0] <= offset[1] && offset[1] <= f->size, f->name, t->name,
+                 "its data_offsets lie outside the file");
+    file_require((int64_t)(offset[1] - offset[0]) == t->count * file_types[t->type].bytes, f->name,
+                 t->name, "its data_offsets do not span its shape");
+    t->data = f->data + offset[0];
+    f->tiling += hash_u64(offset[1]) - hash_u64(offset[0]);
+}
+
+// The next tensor; 0 after the last. Tensors must cover the data without overlap or gap. Then the
+// sum of hash(end) - hash(begin) over all of them telescopes to hash(size) - hash(0), in whatever
+// order they come, and nothing has to be sorted or kept. This finds damage; what a forger could do
+// is harmless, as every range is checked against the file by itself.
+static int safetensors_next(Safetensors *f, FileTensor *t) {
+    Json *j = &f->json;
+    while (json_next(j, &f->count, '{', t->name, sizeof t->name)) {
+        if (strcmp(t->name, "__metadata__") != 0) {
+            safetensors_member(f, t);
+            return 1;
+        }
+        if (f->metadata) {
+            json_fail(j, "__metadata__ twice");
+        }
+        f->metadata = j->at;
+        for (int n = 0; json_next(j, &n, '{', NULL, 0);) {
+            json_string(j, NULL, 0);
+        }
+        if (j->fault) {
+            die("%s: __metadata__, an object of texts: %s at byte %zu", f->name, j->fault, j->at);
+        }
+    }
+    json_end(j, f->name);
+    if (f->tiling != hash_u64(f->size) - hash_u64(0)) {
+        die("%s: its tensors overlap, or leave some of its %" PRIu64 " bytes of data out", f->name,
+            f->size);
+    }
+    return 0;
+}
+
+// A text of __metadata__, after safetensors_next has come to the end; "" when it is not there.
+static void safetensors_text(const Safetensors *f, const char *key, char *out, size_t capacity) {
+    Json j = f->json;
+    char found[32];
+    out[0] = 0;
+    j.at = f->metadata;
+    for (int n = 0; f->metadata && json_next(&j, &n, '{', found, sizeof found);) {
+        int ours = strcmp(found, key) == 0;
+        json_string(&j, ours ? out : NULL, ours ? capacity : 0);
+    }
+}
+
+// A file that is written beside its final place, hashed on the way. Its first failure is kept in
+// `error`, and what comes then is dropped: whoever makes it may owe other processes a part of that.
+typedef struct {
+    int fd;     // -1: none, because it failed, is closed, or another process writes
+    int error;  // errno; 0: all was written so far
+    int64_t bytes;
+    char file[PATH_BYTES];
+    Sha256 sha;
+    char hash[SHA256_TEXT];
+} Writer;
+
+static void writer_fail(Writer *w) {
+    w->error = errno;
+    close(w->fd);
+    w->fd = -1;
+}
+
+static void writer_open(Writer *w, const char *folder, const char *name) {
+    path_print(w->file, "%s/%s", folder, name);
+    w->bytes = 0;
+    sha256_start(&w->sha);
+    slow_begin();
+    w->fd = open(w->file, O_WRONLY | O_CREAT | O_TRUNC, 0644);
+    slow_end();
+    w->error = w->fd < 0 ? errno : 0;
+}
+
+static void writer_put(Writer *w, const void *data, size_t bytes) {
+    if (w->fd >= 0 && write_all(w->fd, data, bytes) != 0) {
+        writer_fail(w);
+    }
+    sha256_add(&w->sha, data, bytes);
+    w->bytes += (int64_t)bytes;
+}
+
+// Makes the next bytes of a file, at most `most`, in `out`; returns how many: 0 at the end.
+typedef size_t (*PieceSource)(void *self, unsigned char *out);
+
+// Writes all that a source makes. While one thread writes a piece and makes the next, the other
+// hashes it, and then helps: otherwise the hash would take as long as the rest.
+static void writer_stream(Writer *w, PieceSource next, void *self, size_t most) {
+    unsigned char *piece[2] = {(unsigned char *)alloc_zero(2, most), NULL};
+    piece[1] = piece[0] + most;
+    size_t bytes[2] = {next(self, piece[0]), 0};
+    int k = 0;
+    for (; bytes[k] && w->fd >= 0; k = !k) {
+        #pragma omp parallel num_threads(2)
+        #pragma omp master
+        {
+            #pragma omp task
+            sha256_add(&w->sha, piece[k], bytes[k]);
+            if (write_all(w->fd, piece[k], bytes[k]) != 0) {
+                writer_fail(w);
+            }
+            // The disk begins now, and fsync has less to wait for.
+            slow_begin();
+            sync_file_range(w->fd, 0, 0, SYNC_FILE_RANGE_WRITE);
+            slow_end();
+            bytes[!k] = next(self, piece[!k]);
+        }
+        w->bytes += (int64_t)bytes[k];
+    }
+    while (bytes[k]) {  // dropped
+        bytes[k] = next(self, piece[k]);
+    }
+    free(piece[0]);
+}
+
+// Waits for the disk piece by piece: one fsync of many GiB may take minutes without progress.
+static void writer_close(Writer *w) {
+    enum { STRIP = 64 << 20, HOW = SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER };
+    slow_begin();
+    for (int64_t at = 0; at < w->bytes && w->fd >= 0; at += STRIP) {
+        // fsync does not report again what this does, and does all where there is no such call.
+        if (sync_file_range(w->fd, at, STRIP, HOW) != 0 && (errno == EIO || errno == ENOSPC)) {
+            writer_fail(w);
+        }
+        progress();
+    }
+    if (w->fd >= 0 && fsync(w->fd) != 0) {
+        writer_fail(w);
+    }
+    w->error = w->fd >= 0 && close(w->fd) != 0 ? errno : w->error;
+    w->fd = -1;
+    slow_end();
+    sha256_end(&w->sha, w->hash);
+}
+
+// A safetensors header while it is put together: its text, and where the next tensor's data begin.
+typedef struct {
+    char *text;
+    size_t bytes;
+    FILE *file;
+    int64_t offset;
+} HeaderText;
+
+// Leaves __metadata__'s object open; the first header_tensor closes it.
+static void header_start(HeaderText *h) {
+    h->offset = 0;
+    h->file = open_memstream(&h->text, &h->bytes);
+    check(h->file, "no memory for a header");
+    fputs("{\"__metadata__\":{\"format\":\"pt\"", h->file);
+}
+
+// rows 0: a vector of `cols`.
+static void header_tensor(HeaderText *h, const char *name, int type, int64_t rows, int64_t cols) {
+    int64_t bytes = max_i64(rows, 1) * cols * file_types[type].bytes;
+    fprintf(h->file, "%s\"%s\":{\"dtype\":\"%s\",\"shape\":[", h->offset ? "," : "},", name,
+            file_types[type].name);
+    if (rows) {
+        fprintf(h->file, "%" PRId64 ",", rows);
+    }
+    fprintf(h->file, "%" PRId64 "],\"data_offsets\":[%" PRId64 ",%" PRId64 "]}", cols, h->offset,
+            h->offset + bytes);
+    h->offset += bytes;
+}
+
+// Ends the header with spaces, so that the data begin at a multiple of 64 bytes.
+static void header_write(HeaderText *h, Writer *w) {
+    long length = ftell(h->file);
+    fprintf(h->file, "}%*s", (int)(63 - (length + 8) % 64), "");
+    check(fclose(h->file) == 0, "no memory for a header");
+    uint64_t bytes = h->bytes;
+    writer_put(w, &bytes, sizeof bytes);
+    writer_put(w, h->text, h->bytes);
+    free(h->text);
+}

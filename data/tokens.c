@@ -1,0 +1,667 @@
+// data/tokens.c -- tokenizer, token shards and multiple-choice files.
+//
+// GPT-2's byte-level BPE (encode and decode), the shards that training reads, and the files that
+// --eval scores. Knows nothing about models, options or engines. Errors end the program with one
+// line that names the file.
+//
+// train_gpt2.c and data/tokenize.c include it after data/files.c. It is also C++17 and is read by
+// nvcc. data/README.md documents the formats.
+//
+// Contents
+//   1  Tokenizer
+//   2  Token shards
+//   3  Evaluation files
+
+// -------------------------------------------------------------------------------------------------
+// 1. Tokenizer
+// Token files name their tokenizer, so that a model never meets another one's ids. Bytes: token b
+// is byte b, 256 is end of text. GPT-2: byte-level BPE, on valid UTF-8 token for token what
+// tiktoken's encode_ordinary gives.
+// 1. Text falls into pieces by GPT-2's pattern (piece_end). A byte that is no UTF-8 counts as a
+//    character that is neither letter nor number nor space.
+// 2. In a piece, of all neighbours whose bytes together are a token, those of the lowest id become
+//    that token, the leftmost first, until none are left (bpe_merge).
+// 3. A Bpe holds no pointers and is read only once it is open: threads share it. What a thread
+//    writes is in its BpeEncoder.
+
+typedef int32_t Token;
+
+enum { TOKENIZER_GPT2 = 0, TOKENIZER_BYTES = 1 };
+enum { BYTE_VOCABULARY = 257, BYTE_END_OF_TEXT = 256, GPT2_END_OF_TEXT = 50256 };
+enum { GPT2_VOCABULARY = 50257, GPT2_PADDED = 50304 };  // rounded up to 64: nanoGPT's files
+
+static int tokenizer_vocabulary(int tokenizer) {
+    return tokenizer == TOKENIZER_BYTES ? (int)BYTE_VOCABULARY : (int)GPT2_VOCABULARY;
+}
+
+static Token end_of_text(int tokenizer) {
+    return tokenizer == TOKENIZER_BYTES ? BYTE_END_OF_TEXT : GPT2_END_OF_TEXT;
+}
+
+// Letters (L) and numbers (N): gap, length, gap, length, ... of the runs of code points, packed as
+// class_runs() reads them.
+// Unicode 16.0 (what tiktoken 0.14.0 has), by dev/unicode_tables.py.
+static const char letter_runs[] =
+    "d=)=R$-$'$(:$B$t%'/1(*$$$oX($%%'$$)$$&$$$7$o*$ob+p1$I%$)Lj>''PNF%$o:$$2%*%-&%$3$$A@o0.$;D,%'"
+    "$(9'$,$&$:<*.(;$)4M]Y&$5$*-23'+%%%9$*$$&'&$3$0%$&1%-$+)'%%9$*$%$%$%B'$$6&3,$&$9$*$%$(&$5$2%:"
+    "$.+%%%9$*$%$(&$A%$&2$4$$)&&$'&%$$$%&%&&&/9$W+$&$:$3&$=&%$%%A$'+$&$:$-$(&$B%$%2%4,$&$L%$3$(&+"
+    "&;)(5&;$,$$%*]S$%/*]%$$$($;$$$-$%,$%($$8'C$b+$G>(oJN7$3)''&$&%*&'0/$4I$$($%N$r@$'%*$$$'%L$'%"
+    "D$'%*$$$'%2$\\$'%fH33o-%)&v/%4$=(n)+*5061510$&2WF$'$fo0*(%E$$(i-BTA%(.O'=Y:,Xo)$o4R4+YA0%-O="
+    "GL&-G%.(N%&L'$)$%&$(pKcqU%)%I%)%+$$$$$$$B%X$*$$&&$*&'%)'0(&$*oK$0$30o<$'$%-$$&()$$$$$$'$.%'("
+    "('$W%pq:q$)'&%/I$$($%[*$3:,*$*$*$*$*$*$*$*o'$t0%M((%'o-)&$o1$'(N$o54CS3t[st[copqLfQ%qL&3-%7R"
+    "3B%iT,%o>%f%%$$$+83$&$'$:@W1Ua)&$$%.\?-:<@*R\?$3($--($L:&$+7:&$&U$$&%%(%$$$;&%.*&/)%)%),*$*$"
+    "N$1)oJ@wq#/:'Tt}3ra%oAI*/(($$-$0$($$$%$%$oCDr^5c%YK/oK($o^G=)=.o0&)%)%)%&F/$=$6$%$2%1EoRs,@&"
+    "TRC07$+)I-A%G'+Sp)5G'G'K+W/.$2$*$%$.$2$*$%&W/r*,9-+;)$M$,h)%$$O$%&$%:-:,Bd6$%-9-=i[)%c$2'$&$"
+    "@M@&@F+$\?>Y-9-605oElZV0V0GI\?,:q9M)%3&^@-$+9M5Q8>:/X\\%%$0PC<=G@$%$+F&$/S1'8$$$F5$<6%b*$$$'"
+    "$2$-*RI+%%%9$*$%$(&$5$/(A-$$%$$I$$<$$$OX5'7&AS7%$$pCRL'GS7$^N0$j>H*pDOoKcB+%$%+$%$;2$$$o5+%J"
+    "3$$$\?$-K*$8$.Q6$5lpRDB,$H4$TAoG*$%$I8$<)$%$C1$r:62$$0$EoS$o&z-q%pOppWo82|+4)<qrN(uVsx$Aou1u"
+    "H*B4o&4A5S3'B8(6sWPp^coWn($e0c%$$\?r~[+~9L-usN'$*$%$qb2$@&%$1'+s3o|\?oB(0&,*-r|ao,$j$%%$%%%'"
+    "$/$$$*$d$'%+$*$\?$'$($$&*$rG%<$<$B$<$B$<$B$<$B$<$+ov7B))qDaoiP-*3$r4A5Ot\?\?q#A%$tJ*$'$%$2$p"
+    "P^g*$}c'$>$%$$%$$-$'$$$$)$'$$$$$$&$%$$%$$$$$$$$$$%$$%'$*$'$'$$$-$4(&$($4qx/pqp+CqtU)pi%rya1t"
+    "p<2v1o~Eu-oqaq~n(qu/";
+static const char number_runs[] =
+    "S-oO%($%&opl-o]-pQ-sC-oM-')oC-oM-oM-%)oE0oJ-+*o>-o\?**6oD-o7-oM-i7qK-i-wF7yP&q.-)-9-qk-oW.p0"
+    "-)-pA-o--o]-)-{]$&))-pQV%(wM_o%9v9Aop4$x4$<,1&rJ'oa-A+$2C-J2ovrS-pG-r3)p%-I-pQ-9-o--s=-ooue-"
+    "tHP/\\4%rH>G'@$+$o](pU-zA+<*J,n(9)p+%%3%Qc,W%A&n(o\?+;+L*r=)S-)-qUBp)-M'oG*o]AoW-_-og-*7q:-r"
+    "I-oM-ri-o=-)7o#/sK6o4-vY-o-@pn-i-sM-o=8|&oFzzT-o|a-o--o]-$*ti-qE:oq{`-oqE7/7oC<|PUo}/-sM-tQ-"
+    "q6-wC,oW-xB^$&$'o#P$2zU0prV-";
+enum { CLASS_OTHER, CLASS_LETTER, CLASS_NUMBER, CLASS_SPACE };
+enum { CLASSES = 0x32400 };  // code points from here on are CLASS_OTHER
+
+// Gives the runs their class. Digits count from '#'; the last one of a number is below 76.
+static void class_runs(unsigned char classes[CLASSES], const char *runs, int kind) {
+    uint32_t at = 0;
+    for (int inside = 0; *runs; inside = !inside) {
+        uint32_t count = 0;
+        for (; *runs - '#' >= 76; runs++) {
+            count = count * 16 + (uint32_t)(*runs - '#' - 76) + 1;
+        }
+        count = count * 76 + (uint32_t)(*runs++ - '#');
+        memset(classes + at, kind, inside ? count : 0);
+        at += count;
+    }
+}
+
+// Unicode's White_Space.
+static int is_space(uint32_t c) {
+    return (c >= 9 && c <= 13) || c == ' ' || c == 0x85 || c == 0xA0 || c == 0x1680 ||
+           (c >= 0x2000 && c <= 0x200A) || c == 0x2028 || c == 0x2029 || c == 0x202F ||
+           c == 0x205F || c == 0x3000;
+}
+
+// GPT-2's vocabulary: id -> bytes, bytes -> id, and the class of every character. 1.2 MiB: static
+// or allocated, not on a stack.
+enum { BPE_SLOTS = 1 << 17, BPE_TEXT = 320827, BPE_LONGEST = 128 };  // bytes: of all, of one token
+typedef struct {
+    int count;                             // tokens yet
+    uint32_t start[GPT2_VOCABULARY + 1];   // of a token's bytes in `text`
+    char text[BPE_TEXT];
+    uint32_t slots[BPE_SLOTS];             // 16 bits of the hash, id + 1; 0: free
+    unsigned char classes[CLASSES];
+} Bpe;
+
+// FNV-1a: hash of a table's key, and fingerprint of the whole table.
+static uint64_t fnv1a(uint64_t hash, const char *bytes, size_t n) {
+    for (size_t i = 0; i < n; i++) {
+        hash = (hash ^ (unsigned char)bytes[i]) * 0x100000001B3u;
+    }
+    return hash;
+}
+static const uint64_t fnv1a_start = 0xCBF29CE484222325u, bpe_fingerprint = 0x57BAEAFF4B591D52u;
+
+// Bytes of a token, not ended by 0. Returns their number.
+static int bpe_bytes(const Bpe *bpe, int token, const char **bytes) {
+    *bytes = bpe->text + bpe->start[token];
+    return (int)(bpe->start[token + 1] - bpe->start[token]);
+}
+
+// The slot where these bytes (1 to BPE_LONGEST) stand, or the free one where they would. tag: what
+// its upper half holds.
+static uint32_t bpe_slot(const Bpe *bpe, const char *bytes, size_t n, uint32_t *tag) {
+    uint64_t hash = fnv1a(fnv1a_start, bytes, n) * 0x9E3779B97F4A7C15u;
+    uint32_t at = (uint32_t)(hash >> 31) % BPE_SLOTS;
+    *tag = (uint32_t)(hash >> 32) & 0xFFFF0000u;
+    for (; bpe->slots[at]; at = (at + 1) % BPE_SLOTS) {
+        if ((bpe->slots[at] & 0xFFFF0000u) == *tag) {
+            const char *found;
+            int length = bpe_bytes(bpe, (int)(bpe->slots[at] & 0xFFFF) - 1, &found);
+            if (length == (int)n && memcmp(found, bytes, n) == 0) {
+                break;
+            }
+        }
+    }
+    return at;
+}
+
+// Id of the token that these bytes are, or -1.
+static int bpe_id(const Bpe *bpe, const char *bytes, size_t n) {
+    uint32_t tag;
+    if (n == 0 || n > BPE_LONGEST) {
+        return -1;
+    }
+    return (int)(bpe->slots[bpe_slot(bpe, bytes, n, &tag)] & 0xFFFF) - 1;
+}
+
+// The next token. Returns 0 when GPT-2's vocabulary has no room for it or has it already.
+static int bpe_add(Bpe *bpe, const char *bytes, size_t n) {
+    uint32_t at = bpe->start[bpe->count], tag;
+    if (n == 0 || n > BPE_LONGEST || bpe->count == GPT2_VOCABULARY || n > BPE_TEXT - at) {
+        return 0;
+    }
+    uint32_t *slot = &bpe->slots[bpe_slot(bpe, bytes, n, &tag)];
+    if (*slot) {
+        return 0;
+    }
+    memcpy(bpe->text + at, bytes, n);
+    *slot = tag | (uint32_t)++bpe->count;
+    bpe->start[bpe->count] = at + (uint32_t)n;
+    return 1;
+}
+
+// What both readers begin with.
+static void bpe_begin(Bpe *bpe) {
+    memset(bpe, 0, sizeof *bpe);
+    class_runs(bpe->classes, letter_runs, CLASS_LETTER);
+    class_runs(bpe->classes, number_runs, CLASS_NUMBER);
+    for (uint32_t c = 0; c <= 0x3000; c++) {
+        bpe->classes[c] = is_space(c) ? (unsigned char)CLASS_SPACE : bpe->classes[c];
+    }
+}
+
+// The fingerprint decides: a table other than GPT-2's, damaged or of another model, ends the run.
+static void bpe_require_gpt2(const Bpe *bpe, const char *name) {
+    uint64_t hash = fnv1a(fnv1a_start, (const char *)bpe->start, sizeof bpe->start);
+    hash = fnv1a(hash, bpe->text, BPE_TEXT);
+    if (bpe->count != GPT2_VOCABULARY || hash != bpe_fingerprint) {
+        die("%s: not GPT-2's vocabulary: %d tokens with fingerprint %016" PRIx64
+            ", not %d with %016" PRIx64, name, bpe->count, hash, GPT2_VOCABULARY, bpe_fingerprint);
+    }
+}
+
+// vocab.bpe: a first line `#version`, then a merge a line, the two tokens in GPT-2's alphabet for
+// bytes: printable ones of Latin-1 stand for themselves, the other 68 are U+0100 and on. Ids 0 to
+// 255 are the bytes in order of that alphabet, 256 + i is merge i, the last is end of text.
+static void bpe_parse_merges(Bpe *bpe, const unsigned char *bytes, size_t n, const char *name) {
+    int byte_of[256 + 68], other = 256, line = 2;
+    memset(byte_of, -1, sizeof byte_of);
+    for (int b = 0; b < 256; b++) {
+        int printable = (b > 32 && b < 127) || (b > 160 && b != 173);
+        byte_of[printable ? b : other++] = b;
+    }
+    bpe_begin(bpe);
+    for (int c = 0; c < 256 + 68; c++) {
+        char byte = (char)byte_of[c];
+        if (byte_of[c] >= 0) {
+            bpe_add(bpe, &byte, 1);
+        }
+    }
+    static const char first_line[] = "#version: 0.2\n";
+    size_t at = sizeof first_line - 1;
+    if (n < at || memcmp(bytes, first_line, at) != 0) {
+        die("%s: not a vocab.bpe: its first line is not '#version: 0.2'", name);
+    }
+    for (; at < n; at++, line++) {
+        char both[BPE_LONGEST];
+        size_t left = 0, length = 0;
+        while (at < n && bytes[at] != '\n') {
+            uint32_t c;
+            at += (size_t)utf8_decode(&c, bytes + at, n - at);
+            if (c == ' ' && left == 0) {
+                left = length;
+            } else if (length == BPE_LONGEST || c >= 256 + 68 || byte_of[c] < 0) {
+                die("%s:%d: not two tokens in GPT-2's alphabet for bytes, of %d bytes at most",
+                    name, line, BPE_LONGEST);
+            } else {
+                both[length++] = (char)byte_of[c];
+            }
+        }
+        if (bpe_id(bpe, both, left) < 0 || bpe_id(bpe, both + left, length - left) < 0 ||
+            !bpe_add(bpe, both, length)) {
+            die("%s:%d: not a merge of two tokens from above to a new one", name, line);
+        }
+    }
+    bpe_add(bpe, "<|endoftext|>", 13);
+}
+
+// llm.c's gpt2_tokenizer.bin: a header with the number of tokens and the end of text, then every
+// token's length in a byte and its bytes.
+static void bpe_parse_tokens(Bpe *bpe, const unsigned char *bytes, size_t n, const char *name) {
+    LlmcHeader h = llmc_header(LLMC_TOKENIZER, bytes, n, name);
+    size_t at = LLMC_HEADER_BYTES;
+    if (h.words[2] != GPT2_VOCABULARY || h.words[3] != GPT2_END_OF_TEXT) {
+        die("%s: its header counts %d tokens and ends texts with %d; GPT-2's vocabulary has %d and "
+            "ends them with %d", name, h.words[2], h.words[3], GPT2_VOCABULARY, GPT2_END_OF_TEXT);
+    }
+    bpe_begin(bpe);
+    for (int i = 0; i < GPT2_VOCABULARY; i++) {
+        size_t length = at < n ? bytes[at] : 0;
+        if (length >= n - at || !bpe_add(bpe, (const char *)bytes + at + 1, length)) {
+            die("%s: token %d is not one of GPT-2's: %zu bytes, of %zu left in the file", name, i,
+                length, n - at);
+        }
+        at += 1 + length;
+    }
+    if (at != n) {
+        die("%s: %zu bytes after the last token", name, n - at);
+    }
+}
+
+// Reads either file; its first four bytes say which it is.
+static void bpe_open(Bpe *bpe, const char *path) {
+    Mapping file;
+    if (mapping_open(&file, path) != 0) {
+        die("cannot read vocabulary %s: %s", path, file_error());
+    }
+    (llmc_is(LLMC_TOKENIZER, file.bytes, file.size) ? bpe_parse_tokens : bpe_parse_merges)(
+        bpe, file.bytes, file.size, path);
+    mapping_close(&file);
+    bpe_require_gpt2(bpe, path);
+}
+
+// Where the vocabulary is: `asked` (--tokenizer), or what data/ has, here or beside the program.
+// Returns 0 when there is none.
+static int bpe_find(char path[PATH_BYTES], const char *asked) {
+    static const char *const names[] = {"data/vocab.bpe", "data/gpt2_tokenizer.bin"};
+    const char *const folders[] = {"", program_folder()};
+    path_print(path, "%s", asked);
+    for (int i = 0; i < 4 && !asked[0]; i++) {
+        path_print(path, "%s%s", folders[i / 2], names[i % 2]);
+        if (access(path, F_OK) == 0) {
+            return 1;
+        }
+    }
+    return asked[0] != 0;
+}
+
+// Class of the character at p, and its bytes.
+static inline int char_class(const Bpe *bpe, const unsigned char *p, const unsigned char *end,
+                             int *length) {
+    if (*p < 0x80) {
+        *length = 1;
+        return bpe->classes[*p];
+    }
+    uint32_t c;
+    *length = utf8_decode(&c, p, (size_t)(end - p));
+    return c < CLASSES ? bpe->classes[c] : (int)CLASS_OTHER;
+}
+
+// End of the piece that begins at p (p < end), by
+// 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
+static const unsigned char *piece_end(const Bpe *bpe, const unsigned char *p,
+                                      const unsigned char *end) {
+    if (*p == '\'' && end - p > 1) {
+        int a = p[1], b = end - p > 2 ? p[2] : 0;
+        if (a == 's' || a == 't' || a == 'm' || a == 'd') {
+            return p + 2;
+        }
+        if ((a == 'r' && b == 'e') || (a == 'v' && b == 'e') || (a == 'l' && b == 'l')) {
+            return p + 3;
+        }
+    }
+    const unsigned char *q = *p == ' ' && end - p > 1 ? p + 1 : p, *last = p;
+    int length, kind = char_class(bpe, q, end, &length);
+    if (kind != CLASS_SPACE) {
+        do {
+            q += length;
+        } while (q < end && char_class(bpe, q, end, &length) == kind);
+        return q;
+    }
+    // Spaces before a word leave the last of them to it, unless there is only that one.
+    for (q = p; q < end && char_class(bpe, q, end, &length) == CLASS_SPACE; q += length) {
+        last = q;
+    }
+    return q == end || last == p ? q : last;
+}
+
+// Largest place below n where text can be cut, both sides then giving the tokens of the whole; 0:
+// none. It is one where an ASCII space follows a character that is no space: no alternative of the
+// pattern goes on from such a character to a space, so a piece ends there, and the only one that
+// looks ahead (\s+) does not end there.
+__attribute__((unused)) static size_t bpe_cut(const char *text, size_t n) {
+    const unsigned char *t = (const unsigned char *)text;
+    for (size_t i = n; i-- > 1;) {
+        if (t[i] >= 0x80 || !is_space(t[i])) {
+            continue;
+        }
+        size_t start = i - 1;
+        while (start > 0 && i - start < 4 && (t[start] & 0xC0) == 0x80) {
+            start--;
+        }
+        uint32_t c;
+        if ((size_t)utf8_decode(&c, t + start, i - start) == i - start && !is_space(c)) {
+            return i;
+        }
+    }
+    return 0;
+}
+
+// What one thread needs to encode: words seen before and their tokens (2 MiB; a new word takes the
+// place of an old one), and for the longest piece yet 28 bytes a byte.
+enum { WORDS = 1 << 15, WORD_BYTES = 31, WORD_TOKENS = 15 };
+typedef struct {
+    uint64_t key[4];  // the bytes, zeros, and in the last byte their number
+    uint16_t count, tokens[WORD_TOKENS];
+} BpeWord;
+typedef struct {
+    uint32_t next, previous;  // where the neighbours begin
+    int32_t merged;           // the token that this one and the next make; -1: none
+} BpeNode;
+typedef struct {
+    const Bpe *bpe;
+    BpeWord *words;
+    BpeNode *nodes;  // a token at the place where it begins
+    uint64_t *heap;  // merged token << 32 | place; entries that are out of date stay in
+    size_t room, heap_count;
+} BpeEncoder;
+
+static void bpe_encoder_open(BpeEncoder *e, const Bpe *bpe) {
+    memset(e, 0, sizeof *e);
+    e->bpe = bpe;
+    e->words = (BpeWord *)alloc_zero(WORDS, sizeof(BpeWord));
+}
+
+static void bpe_encoder_close(BpeEncoder *e) {
+    free(e->words);
+    free(e->nodes);
+    free(e->heap);
+    memset(e, 0, sizeof *e);
+}
+
+static void heap_push(BpeEncoder *e, uint64_t entry) {
+    size_t at = e->heap_count++;
+    for (; at > 0 && e->heap[(at - 1) / 2] > entry; at = (at - 1) / 2) {
+        e->heap[at] = e->heap[(at - 1) / 2];
+    }
+    e->heap[at] = entry;
+}
+
+static uint64_t heap_pop(BpeEncoder *e) {
+    uint64_t top = e->heap[0], entry = e->heap[--e->heap_count];
+    size_t at = 0, child;
+    while ((child = 2 * at + 1) < e->heap_count) {
+        child += child + 1 < e->heap_count && e->heap[child + 1] < e->heap[child];
+        if (entry <= e->heap[child]) {
+            break;
+        }
+        e->heap[at] = e->heap[child];
+        at = child;
+    }
+    e->heap[at] = entry;
+    return top;
+}
+
+// Looks at what the token at `i` and the one after it make.
+static void bpe_offer(BpeEncoder *e, const char *text, size_t n, uint32_t i) {
+    uint32_t next = e->nodes[i].next;
+    int id = next < n ? bpe_id(e->bpe, text + i, e->nodes[next].next - i) : -1;
+    e->nodes[i].merged = id;
+    if (id >= 0) {
+        heap_push(e, (uint64_t)id << 32 | i);
+    }
+}
+
+// Tokens of one piece. Every merge takes one token away and puts at most two entries into the heap,
+// which takes O(n log n) in all and leaves at most 2 n entries.
+static int64_t bpe_merge(BpeEncoder *e, const char *text, size_t n, uint16_t *out) {
+    check(n < UINT32_MAX, "a piece of %zu bytes", n);
+    if (n > e->room) {
+        free(e->nodes);
+        free(e->heap);
+        e->room = n > 4096 ? n : 4096;
+        e->nodes = (BpeNode *)alloc_zero(e->room, sizeof(BpeNode));
+        e->heap = (uint64_t *)alloc_zero(e->room, 2 * sizeof(uint64_t));
+    }
+    for (uint32_t i = 0; i < n; i++) {
+        BpeNode node = {i + 1, i - 1, -1};
+        e->nodes[i] = node;
+    }
+    for (uint32_t i = 0; i < n; i++) {
+        bpe_offer(e, text, n, i);
+    }
+    while (e->heap_count > 0) {
+        uint64_t entry = heap_pop(e);
+        uint32_t i = (uint32_t)entry;
+        BpeNode *node = &e->nodes[i];
+        if (node->merged != (int32_t)(entry >> 32)) {
+            continue;
+        }
+        e->nodes[node->next].merged = -1;
+        node->next = e->nodes[node->next].next;
+        if (node->next < n) {
+            e->nodes[node->next].previous = i;
+        }
+        bpe_offer(e, text, n, i);
+        if (i > 0) {
+            bpe_offer(e, text, n, node->previous);
+        }
+    }
+    int64_t count = 0;
+    for (uint32_t i = 0; i < n; i = e->nodes[i].next) {
+        out[count++] = (uint16_t)bpe_id(e->bpe, text + i, e->nodes[i].next - i);
+    }
+    return count;
+}
+
+// Tokens of a text; out holds n. Returns their number.
+static int64_t bpe_encode(BpeEncoder *e, const char *text, size_t n, uint16_t *out) {
+    const unsigned char *p = (const unsigned char *)text, *end = p + n;
+    uint16_t *to = out;
+    for (size_t length; p < end; p += length) {
+        uint64_t key[4] = {0};  // stays 0 for a piece that is too long to keep
+        BpeWord *word = e->words;
+        length = (size_t)(piece_end(e->bpe, p, end) - p);
+        if (length <= WORD_BYTES) {
+            memcpy(key, p, length);
+            key[3] |= (uint64_t)length << 56;
+            word += (key[0] * 0x9E3779B97F4A7C15u + key[1] * 0xC2B2AE3D27D4EB4Fu +
+                     key[2] * 0x165667B19E3779F9u + key[3] * 0x27D4EB2F165667C5u) >> 49;
+        }
+        if (key[3] && memcmp(word->key, key, sizeof key) == 0) {
+            memcpy(to, word->tokens, word->count * sizeof(uint16_t));
+            to += word->count;
+            continue;
+        }
+        int64_t count = bpe_merge(e, (const char *)p, length, to);
+        if (key[3] && count <= WORD_TOKENS) {
+            memcpy(word->key, key, sizeof key);
+            memcpy(word->tokens, to, (size_t)count * sizeof(uint16_t));
+            word->count = (uint16_t)count;
+        }
+        to += count;
+    }
+    return to - out;
+}
+
+// Text of one token: returns its bytes in `out` and their number. GPT-2 tokens without a vocabulary
+// (bpe NULL) are numbers.
+static int token_text(char out[BPE_LONGEST], int tokenizer, const Bpe *bpe, Token token) {
+    if (tokenizer == TOKENIZER_BYTES) {
+        out[0] = (char)token;
+        return token < BYTE_END_OF_TEXT ? 1 : 0;
+    }
+    if (!bpe) {
+        return snprintf(out, BPE_LONGEST, "%d ", token);
+    }
+    const char *bytes = "";
+    int n = token < GPT2_VOCABULARY ? bpe_bytes(bpe, token, &bytes) : 0;  // padding has no text
+    memcpy(out, bytes, (size_t)n);
+    return n;
+}
+
+// -------------------------------------------------------------------------------------------------
+// 2. Token shards
+// A header of 256 int32, then uint16 tokens. A file names its tokenizer, and all shards of a data
+// set have the same one.
+
+typedef struct {
+    char path[PATH_BYTES];
+    int fd;
+    int64_t count;
+    int64_t first_window;  // windows in the shards before
+} Shard;
+
+typedef struct {
+    Shard *shards;
+    uint16_t *window;      // room for T + 1 tokens
+    int shard_count, T;
+    int tokenizer, vocabulary;
+    int shuffle;           // windows in an order of `seed` and the epoch, else in file order
+    uint64_t seed;
+    int64_t tokens, windows;
+    char problem[PATH_BYTES + 128];  // why no batch could be made
+} Dataset;
+
+// Tokens `first` to first + count. Returns NULL, or what is wrong.
+static const char *shard_read(const Shard *shard, uint16_t *out, int64_t first, int64_t count) {
+    return file_read(shard->fd, out, 2 * count, LLMC_HEADER_BYTES + 2 * first);
+}
+
+// Opens one shard and checks its header against its size and against `d`'s tokenizer (shard 0 sets
+// it).
+static void shard_open(Shard *shard, Dataset *d, const char *path) {
+    unsigned char header[LLMC_HEADER_BYTES] = {0};
+    int64_t size = 0;
+    path_print(shard->path, "%s", path);
+    shard->fd = file_open(path, &size);
+    const int64_t first = min_i64(size, LLMC_HEADER_BYTES);
+    const char *fault = shard->fd < 0 ? file_error() : file_read(shard->fd, header, first, 0);
+    if (fault) {
+        die("cannot read token file %s: %s", path, fault);
+    }
+    LlmcHeader h = llmc_header(LLMC_TOKENS, header, (size_t)size, path);
+    int count = h.words[2], tokenizer = h.words[4];
+    int vocabulary = h.words[3] == 0 ? GPT2_VOCABULARY : h.words[3];
+    int64_t bytes = LLMC_HEADER_BYTES + 2 * (int64_t)count;
+    if (count < 0 || size != bytes) {
+        die("%s: the header counts %d tokens, which makes %" PRId64 " bytes; the file has %" PRId64,
+            path, count, bytes, size);
+    }
+    if (tokenizer != TOKENIZER_GPT2 && tokenizer != TOKENIZER_BYTES) {
+        die("%s: tokenizer %d in the header; known are 0 (GPT-2) and 1 (bytes)", path, tokenizer);
+    }
+    if (vocabulary != tokenizer_vocabulary(tokenizer)) {
+        die("%s: a vocabulary of %d in the header; its tokenizer has %d", path, vocabulary,
+            tokenizer_vocabulary(tokenizer));
+    }
+    if (d->shards != shard && tokenizer != d->tokenizer) {
+        die("%s: its tokens are %s, those of %s are not", path,
+            tokenizer == TOKENIZER_BYTES ? "bytes" : "GPT-2's", d->shards[0].path);
+    }
+    d->tokenizer = tokenizer;
+    d->vocabulary = vocabulary;
+    shard->count = count;
+}
+
+// -------------------------------------------------------------------------------------------------
+// 3. Evaluation files
+// Multiple choice: contexts, each with some completions, one of which is right. The format is that
+// of llm.c, as the head of write_evalfile in llm.c's dev/data/data_common.py tells: a header with
+// the number of examples and the bytes of the longest, then uint16 words, for each example: 65535,
+// its bytes, its index, label, completions, and length and tokens of the context and of each
+// completion. Read on made-up files only, not yet on published ones.
+
+// llm.c's files have four completions; other benchmarks have two to five.
+enum { EVAL_START = 65535, EVAL_EXAMPLE_WORDS = 5, EVAL_COMPLETIONS = 8 };
+
+typedef struct {
+    const unsigned char *words;  // uint16 each, not aligned
+    int count;
+} EvalTokens;
+
+typedef struct {
+    int label, completions, longest;         // longest: tokens of the longest completion
+    EvalTokens texts[1 + EVAL_COMPLETIONS];  // the context, then the completions
+} EvalExample;
+
+typedef struct {
+    const char *name;
+    const unsigned char *bytes;
+    size_t size, longest_bytes;
+    int examples, vocabulary;
+    int longest_row, longest_completion, longest_at;  // tokens, tokens, and the latter's example
+} EvalFile;
+
+static int eval_word(const unsigned char *words, int64_t i) {
+    return words[2 * i] | words[2 * i + 1] << 8;
+}
+
+// Example `number`, which begins `at` bytes into the file; returns its bytes. Ends the run unless
+// it lies within the file and every word of it is allowed.
+static size_t eval_example(EvalExample *x, const EvalFile *f, size_t at, int number) {
+    const unsigned char *p = f->bytes + at;
+    const size_t left = f->size - at;
+    if (left < 2 * EVAL_EXAMPLE_WORDS) {
+        die("%s: example %d: the file ends before it, or in its first words", f->name, number);
+    }
+    const int start = eval_word(p, 0), bytes = eval_word(p, 1), index = eval_word(p, 2);
+    if (start != EVAL_START || index != number) {
+        die("%s: example %d: begins with %d and index %d; %d and %d are due", f->name, number,
+            start, index, EVAL_START, number);
+    }
+    if ((size_t)bytes > left || (size_t)bytes > f->longest_bytes) {
+        die("%s: example %d: of %d bytes, where the file has %zu more and the header allows %zu",
+            f->name, number, bytes, left, f->longest_bytes);
+    }
+    memset(x, 0, sizeof *x);
+    x->label = eval_word(p, 3);
+    x->completions = eval_word(p, 4);
+    if (x->completions < 2 || x->completions > EVAL_COMPLETIONS || x->label >= x->completions) {
+        die("%s: example %d: label %d of %d completions; allowed are 2 to %d, labels from 0",
+            f->name, number, x->label, x->completions, EVAL_COMPLETIONS);
+    }
+    int place = EVAL_EXAMPLE_WORDS;
+    for (int k = 0; k <= x->completions; k++) {
+        EvalTokens *tokens = &x->texts[k];
+        const int room = bytes / 2 - place - 1;
+        tokens->count = room >= 0 ? eval_word(p, place) : 0;
+        tokens->words = p + 2 * (place + 1);
+        if (tokens->count < 1 || tokens->count > room) {
+            die("%s: example %d: text %d (0 is the context) has %d tokens; the example's bytes "
+                "leave room for %d; 1 is the least",
+                f->name, number, k, tokens->count, room > 0 ? room : 0);
+        }
+        for (int i = 0; i < tokens->count; i++) {
+            if (eval_word(tokens->words, i) >= f->vocabulary) {
+                die("%s: example %d: token %d is outside the model's vocabulary of %d", f->name,
+                    number, eval_word(tokens->words, i), f->vocabulary);
+            }
+        }
+        place += 1 + tokens->count;
+        x->longest = k && tokens->count > x->longest ? tokens->count : x->longest;
+    }
+    if (2 * place != bytes) {
+        die("%s: example %d: %d bytes, of which its tokens fill %d", f->name, number, bytes,
+            2 * place);
+    }
+    return (size_t)bytes;
+}
+
+// Checks `size` bytes of an evaluation file, every example of them, for a model of `vocabulary`
+// tokens; `f` points into `bytes` and at `name` from now on. Allocates nothing; ends the run with
+// what is wrong.
+static void eval_parse(EvalFile *f, const unsigned char *bytes, size_t size, const char *name,
+                       int vocabulary) {
+    LlmcHeader h = llmc_header(LLMC_EVALUATION, bytes, size, name);
+    int examples = h.words[2], longest_bytes = h.words[3];
+    if (examples < 1 || examples > 65535 || longest_bytes < 1 || longest_bytes > 65535) {
+        die("%s: the header counts %d examples of at most %d bytes; allowed are 1 to 65535 of both",
+            name, examples, longest_bytes);
+    }
+    const EvalFile file = {.name = name, .bytes = bytes, .size = size,
+                           .longest_bytes = (size_t)longest_bytes, .examples = examples,
+                           .vocabulary = vocabulary};
+    *f = file;
+    size_t at = LLMC_HEADER_BYTES;
+    for (int i = 0; i < f->examples; i++) {
+        EvalExample x;
+        at += eval_example(&x, f, at, i);
+        f->longest_row = (int)max_i64(f->longest_row, x.texts[0].count + x.longest);
+        if (x.longest > f->longest_completion) {
+            f->longest_completion = x.longest;
+            f->longest_at = i;
+        }
+    }
+    if (at != size) {
+        die("%s: %zu bytes follow the last of its %d examples", name, size - at, f->examples);
+    }
+}
