@@ -680,26 +680,6 @@ static void options_default(Options *o) {
     }
 }
 
-// Prints a command with these options, those that differ from their defaults, to be pasted.
-static void command_print(const char *program, const Options *o) {
-    char text[64], usual[64];
-    Options defaults;
-    options_default(&defaults);
-    shell_print(program);
-    for (int i = 0; i < OPTION_ROWS; i++) {
-        const OptionRow *row = &option_rows[i];
-        const char *value = option_text(text, o, row);
-        if (value[0] && strcmp(value, option_text(usual, &defaults, row)) != 0) {
-            const char letter[2] = {row->letter, 0};
-            printf(" -%s%s", row->letter ? "" : "-", row->letter ? letter : row->name);
-            if (row->type != OPT_FLAG) {
-                printf(" ");
-                shell_print(value);
-            }
-        }
-    }
-}
-
 // Fills `o` from the defaults and argv, to which its texts point. Ends the run at the first word
 // that is wrong; an option given twice is one, as only one of its values could count. Where --help
 // or --version is asked for, contradictions are not looked for.

@@ -429,6 +429,26 @@ static LevelsText recompute_text(const Settings *s) {
 // 3. Remedies
 // What makes a plan smaller or fit, as a user would type it, with its price.
 
+// Prints a command with these options, those that differ from their defaults, to be pasted.
+static void command_print(const char *program, const Options *o) {
+    char text[64], usual[64];
+    Options defaults;
+    options_default(&defaults);
+    shell_print(program);
+    for (int i = 0; i < OPTION_ROWS; i++) {
+        const OptionRow *row = &option_rows[i];
+        const char *value = option_text(text, o, row);
+        if (value[0] && strcmp(value, option_text(usual, &defaults, row)) != 0) {
+            const char letter[2] = {row->letter, 0};
+            printf(" -%s%s", row->letter ? "" : "-", row->letter ? letter : row->name);
+            if (row->type != OPT_FLAG) {
+                printf(" ");
+                shell_print(value);
+            }
+        }
+    }
+}
+
 // Changes that free memory are steps on four axes; at step 0 things stay as they are.
 enum { BY_LEVEL, BY_TYPE, BY_HOME, BY_BATCH, AXES };
 enum { SAME_BITS, OTHER_SPLIT, OTHER_NUMBERS };  // what a change does to the numbers
