@@ -25,22 +25,23 @@
 //   2  Random numbers
 //   3  Options
 //   4  The model
+//   5  The system
 // Part B. Memory
-//   5  Memory plan
-//   6  Buckets and visits
-//   7  What fits
+//   6  Memory plan
+//   7  Buckets and visits
+//   8  What fits
 // Part C. GPT-2 on the CPU
-//   8  Matmul and fast maths
-//   9  Layers
-//  10  The network
-//  11  Optimizer and schedules
-//  12  The engine
+//   9  Matmul and fast maths
+//  10  Layers
+//  11  The network
+//  12  Optimizer and schedules
+//  13  The engine
 // Part D. The run
-//  13  Data
-//  14  Sampling and generation
-//  15  Evaluation
-//  16  Training and output
-//  17  Start-up and main
+//  14  Data
+//  15  Sampling and generation
+//  16  Evaluation
+//  17  Training and output
+//  18  Start-up and main
 
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE 1
@@ -53,14 +54,22 @@
 #include <inttypes.h>
 #include <limits.h>
 #include <math.h>
+#include <poll.h>
+#include <signal.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/auxv.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
 
 // Build switches: GPT2_DOUBLE=1 builds the oracle in double (for central differences);
 // GPT2_POISON=1 builds the arena with gaps and poison (tests); GPT2_NO_MAIN=1 leaves main out, for
@@ -93,10 +102,6 @@
 // static: the program is one translation unit, and `cc train_gpt2.c -lm` builds it.
 #include "data/files.c"
 #include "data/tokens.c"
-
-// What a program asks of the system it runs on, threads, signals, limits of memory, is no part of
-// training either: it has the second appendix.
-#include "data/machine.c"
 
 // The oracle computes in float; in double only the tests do, where central differences of a loss
 // need the digits.
@@ -960,11 +965,734 @@ static void model_set_vocabulary(Model *m, int V) {
     m->Vp = (int)round_up_i64(V, 128);
 }
 
+// -------------------------------------------------------------------------------------------------
+// 5. The system
+// Threads, signals, memory and core limits, ranks, the terminal, and how the program was built:
+// what the program asks of Linux. If /proc or /sys says nothing, no limit is assumed.
+
+// Threads: OpenMP's, or the one of a build without it.
+
+#ifdef _OPENMP
+static int thread_count(void) { return omp_get_max_threads(); }
+static int thread_index(void) { return omp_get_thread_num(); }
+#else
+static int thread_count(void) { return 1; }
+static int thread_index(void) { return 0; }
+#endif
+
+// Signals. A handler only records the request; the run acts on it at the next safe point. A paused
+// pager or Ctrl-S blocks a write forever, so the handlers also make sure that this point is
+// reached.
+
+// The signal that asked the program to stop, at the next good place (0: none), and what on_signal()
+// then says: a whole line, or nothing.
+static volatile sig_atomic_t stop_signal;
+static const char *volatile stop_line = "";
+
+// The first signal asks the program to stop, and says so at once because the next good place may be
+// seconds away; the second one ends it as a kill would. SIGHUP comes twice from a terminal that
+// closes, and SIGUSR1 beside another one, before or after it (chapter Ranks of machine.c): these
+// only ask. Calls nothing but what POSIX allows in a handler.
+static void on_signal(int number) {
+    const int error = errno;
+    if (stop_signal && stop_signal != SIGUSR1 && number != SIGHUP && number != SIGUSR1) {
+        _exit(128 + number);
+    }
+    if (!stop_signal && write(STDERR_FILENO, stop_line, strlen(stop_line)) < 0) {
+        stop_line = "";  // nobody reads it: the program stops all the same
+    }
+    stop_signal = number == SIGUSR1 && stop_signal ? stop_signal : number;
+    errno = error;
+}
+
+// From here on writes to a closed pipe or beyond `ulimit -f` fail with an error like any other.
+static void writes_return_errors(void) {
+    signal(SIGPIPE, SIG_IGN);
+    signal(SIGXFSZ, SIG_IGN);
+}
+
+// Whether a write to `fd` would wait now.
+static int write_waits(int fd) {
+    struct pollfd out = {fd, POLLOUT, 0};
+    return poll(&out, 1, 0) == 0;
+}
+
+// How long the program may take to stop after SIGTERM: while it starts, 30 s in all, since nothing
+// would be lost; while it computes, until it has made no progress for 30 s, as on a device that
+// hangs; while it saves, as long as the file system takes.
+enum { GRACE_SHORT, GRACE_PROGRESS, GRACE_UNLIMITED, GRACE_S = 30 };
+static volatile sig_atomic_t stop_grace = GRACE_SHORT;
+
+// Called every second from the first signal on; ends a program that SIGTERM does not stop in time.
+// It counts calls, not time: a program stopped by Ctrl-Z makes no progress, but is not at fault.
+static void stop_overdue(void) {
+    static const char line[] = "no progress for 30 s after SIGTERM: ended without saving\n";
+    static uint64_t count;
+    static int seconds;
+    const uint64_t now = __atomic_load_n(progress_count, __ATOMIC_RELAXED);
+    const int moves = stop_grace == GRACE_PROGRESS && now != count;
+    seconds = stop_signal != SIGTERM || stop_grace == GRACE_UNLIMITED || moves ? 0 : seconds + 1;
+    count = now;
+    if (seconds > GRACE_S) {
+        if (!write_waits(STDERR_FILENO) && write(STDERR_FILENO, line, sizeof line - 1) < 0) {
+            stop_line = "";  // nobody reads it: the program ends all the same
+        }
+        _exit(128 + SIGTERM);
+    }
+}
+
+// Looks, every second from the first signal on, whether somebody takes the output. If nobody has
+// for LOOKS of them, /dev/null is what takes it from then on, also the rest of the write that waits
+// (SA_RESTART). Calls nothing but what POSIX allows in a handler.
+static void on_look(int number) {
+    enum { LOOKS = 3 };
+    static int waited[STDERR_FILENO + 1];
+    const int error = errno;
+    for (int fd = STDOUT_FILENO; fd <= STDERR_FILENO; fd++) {
+        waited[fd] = write_waits(fd) ? waited[fd] + 1 : 0;
+        const int nowhere = waited[fd] < LOOKS ? -1 : open("/dev/null", O_WRONLY | O_CLOEXEC);
+        if (nowhere >= 0) {
+            dup2(nowhere, fd);
+            close(nowhere);
+        }
+    }
+    stop_overdue();
+    alarm(1);
+    errno = error;
+    (void)number;
+}
+
+// Whether looks interrupt this thread. While it saves they do not: some file systems, as those of
+// cloud storage, answer a call that a signal interrupts with EINTR, which would lose the save.
+static void looks_interrupt(int yes) {
+    sigset_t look;
+    stop_grace = yes ? GRACE_PROGRESS : GRACE_UNLIMITED;
+    (void)(sigemptyset(&look), sigaddset(&look, SIGALRM));
+    sigprocmask(yes ? SIG_UNBLOCK : SIG_BLOCK, &look, NULL);
+}
+
+// What on_stop() writes a byte to; -1: nothing waits for input.
+static int stop_pipe[2] = {-1, -1};
+
+// A line that stderr does not take would keep the next signal from being heard.
+static void on_stop(int number) {
+    stop_line = write_waits(STDERR_FILENO) ? "" : stop_line;
+    on_signal(number);
+    if (stop_pipe[1] >= 0 && write(stop_pipe[1], "", 1) < 0) {
+        errno = 0;  // the pipe is full, which says as much
+    }
+    signal(SIGALRM, on_look);  // not before: whoever started the program may have set an alarm
+    alarm(1);
+}
+
+// From here on signals ask the program to stop, but for a SIGHUP that was ignored from the start
+// (nohup).
+static void stop_on_signals(void) {
+    struct sigaction action, hangup;
+    memset(&action, 0, sizeof action);
+    action.sa_handler = on_stop;
+    action.sa_flags = SA_RESTART;
+    sigaction(SIGINT, &action, NULL);
+    sigaction(SIGTERM, &action, NULL);
+    if (sigaction(SIGHUP, NULL, &hangup) == 0 && hangup.sa_handler != SIG_IGN) {
+        sigaction(SIGHUP, &action, NULL);
+    }
+    // What launchers and batch systems send for "save and stop", and a parent to its ranks, where a
+    // terminal's signal reaches both: it only asks, however often it comes.
+    sigaction(SIGUSR1, &action, NULL);
+}
+
+// Reads at most `room` bytes from a stream that may block, as a terminal does. Returns how many, 0
+// at the end of the input or if a signal asks to stop, and -1 (errno) for an error. poll() also
+// waits for the pipe that the handler writes to, so it does not matter whether the signal comes
+// before or during the wait, or which thread receives it.
+static ssize_t read_or_stop(int fd, char *out, size_t room) {
+    if (stop_pipe[0] < 0 && pipe2(stop_pipe, O_CLOEXEC | O_NONBLOCK) != 0) {
+        return -1;
+    }
+    struct pollfd ready[2] = {{fd, POLLIN, 0}, {stop_pipe[0], POLLIN, 0}};
+    while (!stop_signal) {
+        ssize_t n = poll(ready, 2, -1);
+        if (n > 0 && ready[1].revents) {
+            break;
+        }
+        n = n > 0 ? read(fd, out, room) : n;
+        if (n >= 0 || (errno != EINTR && errno != EAGAIN)) {
+            return n;
+        }
+    }
+    return 0;
+}
+
+// Memory of the host. What the process may still take: the least of what is free, of the control
+// groups around it, and of `ulimit`. Whoever exceeds one of them is killed, so a plan is held
+// against all of them first.
+
+// The number behind `key` at the start of a line of `path`, or `otherwise`.
+static int64_t file_number(const char *path, const char *key, int64_t otherwise) {
+    char line[256];
+    FILE *f = fopen(path, "r");
+    for (int found = 0; f && !found && fgets(line, sizeof line, f);) {
+        char *end = line, *text = line + strlen(key);
+        int64_t number = strncmp(line, key, strlen(key)) == 0 ? strtoll(text, &end, 10) : 0;
+        found = end > line && end != text;
+        otherwise = found ? number : otherwise;
+    }
+    if (f) {
+        fclose(f);
+    }
+    return otherwise;
+}
+
+// Memory that this process may still take, and which of all limits leaves the least; INT64_MAX and
+// "" where nothing says.
+typedef struct {
+    int64_t bytes;
+    char limit[160];
+} HostMemory;
+
+__attribute__((format(printf, 3, 4))) static void limit_memory(HostMemory *h, int64_t bytes,
+                                                               const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    // Control groups without a limit have one of about 2^63.
+    if (bytes < h->bytes && bytes < (int64_t)1 << 60) {
+        h->bytes = max_i64(bytes, 0);
+        vsnprintf(h->limit, sizeof h->limit, format, args);
+    }
+    va_end(args);
+}
+
+// Whether `word` stands in a list such as "cpu,cpuacct".
+static int list_has(const char *list, const char *word) {
+    const size_t n = strlen(word);
+    for (; *list; list += *list == ',') {
+        size_t length = strcspn(list, ",");
+        if (length == n && memcmp(list, word, n) == 0) {
+            return 1;
+        }
+        list += length;
+    }
+    return 0;
+}
+
+// Calls look(out, version, folder, group) for the control group of `controller` that this process
+// is in and for every group around it, any of which can be the tightest: Slurm and systemd set
+// limits on the job, not on its processes. In a container the path is the host's, and only its
+// mount's own folder is there: the last one that is looked at. `root`: "", or where a test has put
+// another /proc and /sys.
+static void groups_look(const char *root, const char *controller,
+                        void (*look)(void *out, int version, const char *folder, const char *group),
+                        void *out) {
+    static const struct {
+        int version;
+        const char *mount;
+    } mounts[] = {{1, "/sys/fs/cgroup/"}, {2, "/sys/fs/cgroup"}, {2, "/sys/fs/cgroup/unified"}};
+    char path[PATH_BYTES], line[2 * PATH_BYTES], folder[4 * PATH_BYTES];
+    path_print(path, "%s/proc/self/cgroup", root);
+    FILE *f = fopen(path, "r");
+    while (f && fgets(line, sizeof line, f)) {  // number:controllers:group
+        line[strcspn(line, "\n")] = 0;
+        char *names = strchr(line, ':'), *group = names ? strchr(names + 1, ':') : NULL;
+        if (!group) {
+            continue;
+        }
+        *group++ = 0;
+        const int version = names[1] == 0 ? 2 : list_has(names + 1, controller);
+        for (char *end = group + strlen(group); end; end = strrchr(group, '/')) {
+            *end = 0;
+            for (int i = 0; i < 3; i++) {
+                if (mounts[i].version == version) {
+                    snprintf(folder, sizeof folder, "%s%s%s%s/", root, mounts[i].mount,
+                             version == 1 ? controller : "", group);
+                    look(out, version, folder, group[0] ? group : "/");
+                }
+            }
+        }
+    }
+    if (f) {
+        fclose(f);
+    }
+}
+
+// The number in a file of a folder, or `otherwise`.
+static int64_t folder_number(const char *folder, const char *name, const char *key,
+                             int64_t otherwise) {
+    char path[4 * PATH_BYTES + 32];
+    snprintf(path, sizeof path, "%s%s", folder, name);
+    return file_number(path, key, otherwise);
+}
+
+// What a control group leaves of memory. Files in the cache count as used, but they make room
+// before a process is killed.
+static void memory_of_group(void *out, int version, const char *folder, const char *group) {
+    static const struct {
+        const char *limits[2], *used, *cached;
+    } rows[] = {{{"memory.limit_in_bytes", "memory.limit_in_bytes"}, "memory.usage_in_bytes",
+                 "total_inactive_file "},
+                {{"memory.max", "memory.high"}, "memory.current", "inactive_file "}};
+    const int row = version - 1;
+    const int64_t used = folder_number(folder, rows[row].used, "", 0) -
+                         folder_number(folder, "memory.stat", rows[row].cached, 0);
+    for (int k = 0; k < 2; k++) {
+        int64_t limit = folder_number(folder, rows[row].limits[k], "", INT64_MAX);
+        limit_memory((HostMemory *)out, limit - used, "%s of control group %.90s",
+                     rows[row].limits[k], group);
+    }
+}
+
+// Bytes of the stacks of the threads that OpenMP has yet to start beside `running` ones, two at
+// least, as a checkpoint's writer has: each takes as much address space as `ulimit -s` says.
+static int64_t stacks_to_come(int64_t running) {
+    struct rlimit r;
+    const int known = getrlimit(RLIMIT_STACK, &r) == 0 && r.rlim_cur != RLIM_INFINITY;
+    const int64_t to_come = max_i64(max_i64(thread_count(), 2) - running, 0);
+    return to_come * (known ? (int64_t)r.rlim_cur : 2 << 20);
+}
+
+// The memory there is, less what control groups and `ulimit` keep back. `root`: "", or where a test
+// has put another /proc and /sys.
+static HostMemory host_memory(const char *root) {
+    static const struct {
+        const char *key, *name;
+    } limits[] = {{"VmSize:", "ulimit -v"}, {"VmData:", "ulimit -d"}};
+    HostMemory h = {INT64_MAX, ""};
+    char path[PATH_BYTES];
+    struct rlimit r;
+    path_print(path, "%s/proc/meminfo", root);
+    const int64_t kib = file_number(path, "MemAvailable:", -1);
+    limit_memory(&h, kib < 0 ? INT64_MAX : kib << 10, "what is free on this machine");
+    path_print(path, "%s/proc/self/status", root);
+    const int64_t stacks = stacks_to_come(file_number(path, "Threads:", 1));
+    for (int i = 0; i < 2; i++) {
+        // No table holds them: their type is an enum in C and an int in C++.
+        int known = i == 0 ? getrlimit(RLIMIT_AS, &r) : getrlimit(RLIMIT_DATA, &r);
+        if (known == 0 && r.rlim_cur != RLIM_INFINITY) {
+            int64_t mapped = file_number(path, limits[i].key, 0) << 10;
+            limit_memory(&h, (int64_t)r.rlim_cur - mapped - stacks, "%s%s", limits[i].name,
+                         stacks ? " less its threads' stacks" : "");
+        }
+    }
+    groups_look(root, "memory", memory_of_group, &h);
+    return h;
+}
+
+// What limits the bytes that were said to be available, for messages; "" on a GPU, and where
+// nothing is known to.
+static char available_limit[192];
+
+static size_t host_memory_available(void) {
+    const HostMemory h = host_memory("");
+    if (h.limit[0]) {
+        snprintf(available_limit, sizeof available_limit, " (%s)", h.limit);
+    }
+    return (size_t)h.bytes;
+}
+
+// Cores of the host. How many threads a program starts, and how they wait for work. Both leave
+// other programs their part of the machine.
+
+// Lowers *(int *)out to the cores whose time a control group may spend.
+static void cores_of_group(void *out, int version, const char *folder, const char *group) {
+    double quota = 0, period = 0;
+    (void)group;
+    if (version == 1) {
+        quota = (double)folder_number(folder, "cpu.cfs_quota_us", "", -1);
+        period = (double)folder_number(folder, "cpu.cfs_period_us", "", 0);
+    } else {
+        char path[4 * PATH_BYTES + 32];
+        snprintf(path, sizeof path, "%scpu.max", folder);
+        FILE *f = fopen(path, "r");
+        if (f && fscanf(f, "%lf %lf", &quota, &period) != 2) {  // "max 100000": no limit
+            quota = 0;
+        }
+        if (f) {
+            fclose(f);
+        }
+    }
+    if (quota > 0 && period > 0) {
+        *(int *)out = min_int(*(int *)out, (int)ceil(fmin(quota / period, 1e6)));
+    }
+}
+
+// The cores that control groups leave of `cores`; more threads would only be stopped in turn. A
+// build without OpenMP has one thread and does not ask.
+__attribute__((unused)) static int host_cores(const char *root, int cores) {
+    groups_look(root, "cpu", cores_of_group, &cores);
+    return cores;
+}
+
+// Called first thing in main: as many threads as this process has cores (OpenMP itself minds the
+// affinity mask, not quotas), which wait for work as a good neighbour does. GCC's OpenMP by itself
+// spins for milliseconds, and beside other programs a spinning thread keeps the core that the
+// thread it waits for needs: a step beside one compiler took four times as long. 1,000 rounds are
+// about ten microseconds, as long as waking a thread takes. OpenMP reads the variable before main,
+// so the program is started anew, once, in the same process: a debugger follows; valgrind does not,
+// and wants OMP_WAIT_POLICY=passive. Whoever sets one of these variables has chosen; where /proc is
+// missing the program goes on as it is, and so it does where a dynamic loader was told to run it
+// (ld.so PROGRAM): then the process is the loader's, which would take the arguments for its own.
+static void threads_start(char **argv) {
+    static const char *const variables[] = {"GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_WAIT_POLICY"};
+    char self[PATH_BYTES];
+#ifdef _OPENMP
+    if (!getenv("OMP_NUM_THREADS")) {
+        omp_set_num_threads(host_cores("", thread_count()));
+    }
+#endif
+    struct stat exe, named;
+    const char *name = (const char *)getauxval(AT_EXECFN);
+    int chosen = thread_count() == 1;
+    for (int i = 0; i < 3; i++) {
+        chosen |= getenv(variables[i]) != NULL;
+    }
+    if (name && stat(name, &named) == 0 && stat("/proc/self/exe", &exe) == 0) {
+        chosen |= named.st_dev != exe.st_dev || named.st_ino != exe.st_ino;
+    }
+    ssize_t length = chosen ? -1 : readlink("/proc/self/exe", self, sizeof self);
+    if (length > 0 && length < (ssize_t)sizeof self) {
+        self[length] = 0;
+        setenv("GOMP_SPINCOUNT", "1000", 1);  // GCC's
+        setenv("KMP_BLOCKTIME", "1", 1);      // clang's, in milliseconds
+        execv(self, argv);
+    }
+}
+
+// Ranks: what both programs know about runs on several GPUs. The GPU program starts the ranks,
+// watches them and moves their data; the CPU program only refuses to be one of several copies.
+
+// This process among the ranks of its run; without ranks it is rank 0 of 1. `stop` and `fault` are
+// what all ranks agreed on when they last exchanged words: somebody was asked to stop; 1 + the
+// first rank that cannot go on, 0: all can. `failed`: this one cannot.
+typedef struct {
+    int rank, ranks;
+    int local_rank, local_ranks;  // on this machine
+    int launched;                 // by a launcher, not by --gpus
+    int stop, fault, failed;
+} Ranks;
+static Ranks this_rank = {0, 1, 0, 1, 0, 0, 0, 0};
+
+// The collective that a rank has come to: its number in the run, and whether the rank is through
+// it. The GPU writes it in the order of its stream, since the host is ahead of that.
+typedef struct {
+    uint64_t begun, done;  // alike: the rank waits for nobody
+    int call;
+} RankNote;
+
+// The longest name of a GPU, and the bytes of an id (NCCL's).
+enum { RANK_TEXT = 96, RANK_ID = 128 };
+
+// What a rank shows the others when they meet, before any of them plans. But for memory, GPU and id
+// all must be alike: other options or data would train another model and wait for ever for parts of
+// other sizes.
+typedef struct {
+    uint64_t program, options, data, settings;  // fingerprints
+    uint64_t device, host;                      // bytes that there are for a plan
+    char gpu[RANK_TEXT], id[RANK_ID];
+} RankCard;
+static RankCard rank_card;  // this rank's; behind the meeting the id of rank 0 and the least memory
+
+// Of a part of the run: engines open, and a driver may be compiling kernels for minutes and show by
+// its use of the processor alone that it lives; weights and states are loaded, likewise; all else.
+enum { RANK_STARTS, RANK_LOADS, RANK_RUNS };
+
+// Where a rank stands, in pages of its own (a GPU maps whole ones) that the parent sees too.
+typedef struct {
+    uint64_t count;     // *progress_count
+    const char *doing;  // a literal: ranks and parent are forks of one process
+    int work;           // RANK_*
+    int slow;           // *slow_count
+    uint64_t calls;     // collectives that the host has asked for
+    RankNote note;
+} RankRow;
+static RankRow rank_row_alone, *rank_row = &rank_row_alone;  // this rank's
+static double rank_timeout_ms = 60e3;
+
+// This process begins another part of the run.
+static void rank_phase(const char *doing, int work) {
+    rank_row->doing = doing;
+    rank_row->work = work;
+    progress();
+}
+
+// What ranks wait for each other in, and its names.
+enum { RANK_MEETING, RANK_CONNECTION, RANK_EXCHANGE, RANK_GATHER, RANK_BROADCAST };
+static const char *const rank_calls[] = {"the first meeting", "NCCL's start", "Send/Recv",
+                                         "AllGather", "Broadcast"};
+
+// The note of the next collective. Host calls that wait for other ranks put it into the row
+// themselves.
+static RankNote rank_note_next(int call) {
+    const uint64_t done = rank_row->calls++;
+    const RankNote note = {done + 1, done, call};
+    return note;
+}
+static void rank_wait_begin(int call) { rank_row->note = rank_note_next(call); }
+static void rank_wait_end(void) { rank_row->note.done = rank_row->note.begun; }
+
+// Has the run been asked to stop? Training, validation, sampling and evaluation ask before each
+// batch or token; loading and saving end first.
+static int run_stopping(void) { return this_rank.ranks > 1 ? this_rank.stop : stop_signal != 0; }
+
+// The variables by which launchers tell a process how many copies of it there are, which of them it
+// is, and which of those on its machine: torchrun's (PyTorch documentation, "torchrun", Environment
+// Variables), mpirun's of Open MPI ("Environment variables set for MPI applications"), of MPICH and
+// Intel MPI (Hydra), and srun's (srun(1), "Output environment variables"). SLURM_NTASKS would not
+// do: sbatch and salloc set it in shells too, where a program is started once.
+enum { LAUNCH_COPIES, LAUNCH_RANK, LAUNCH_LOCAL_RANK, LAUNCH_COLUMNS };
+static const char *const launchers[][LAUNCH_COLUMNS] = {
+    {"WORLD_SIZE", "RANK", "LOCAL_RANK"},
+    {"OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"},
+    {"PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"},
+    {"SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"}};
+
+// What launchers say of this process. Numbers that nobody says are -1.
+typedef struct {
+    const char *variable;  // says how many copies there are; NULL: nobody does
+    int copies, rank, local_rank;
+    const char *address, *port;  // MASTER_ADDR's, where rank 0 listens; NULL: ranks use MPI
+} Launcher;
+
+// A variable's number, or -1 where it is not set. Ends the run where it is something else.
+static int launcher_number(const char *variable) {
+    const char *text = getenv(variable);
+    char *end = NULL;
+    const long number = text && text[0] ? strtol(text, &end, 10) : -1;
+    if (end && (*end || number < 0 || number > 1 << 20)) {
+        die("%s is '%s', which is not a number from 0 to %d", variable, text, 1 << 20);
+    }
+    return (int)number;
+}
+
+// The number in *number of the first variable of a column that is set; returns its row, or -1.
+static int launcher_first(int column, int *number) {
+    const int rows = (int)(sizeof launchers / sizeof launchers[0]);
+    for (int row = 0; row < rows; row++) {
+        if ((*number = launcher_number(launchers[row][column])) >= 0) {
+            return row;
+        }
+    }
+    return -1;
+}
+
+// Who this process is among those that a launcher started. A launcher within another one, as
+// torchrun in a task of srun, sets both numbers of its own row. Where the count comes from one row
+// and the rank from another, as with WORLD_SIZE set in a script for srun, both must have one count.
+static Launcher launcher_find(void) {
+    static char port[8];
+    Launcher l;
+    memset(&l, 0, sizeof l);
+    const int row = launcher_first(LAUNCH_COPIES, &l.copies);
+    const int ranks_row = launcher_first(LAUNCH_RANK, &l.rank);
+    launcher_first(LAUNCH_LOCAL_RANK, &l.local_rank);
+    l.variable = row < 0 ? NULL : launchers[row][LAUNCH_COPIES];
+    l.copies = l.copies > 1 ? l.copies : 1;
+    if (row >= 0 && ranks_row > row) {
+        const char *other = launchers[ranks_row][LAUNCH_COPIES];
+        const int others = launcher_number(other);
+        if (others >= 0 && others != l.copies) {
+            die("%s is %d, but %s is %d: both count the processes of this run", l.variable,
+                l.copies, other, others);
+        }
+    }
+    l.address = getenv("MASTER_ADDR");
+    if (l.copies == 1 || !l.address || !l.address[0]) {
+        l.address = NULL;
+        return l;
+    }
+    if (l.rank < 0 || l.rank >= l.copies) {
+        die("%s is %d, but %s: it is to be a number below that", l.variable, l.copies,
+            l.rank < 0 ? "RANK is not set" : "this process has a higher rank");
+    }
+    // torchrun's own store listens on MASTER_PORT, and it says so: torch/distributed/rendezvous.py
+    // then has rank 0 listen nowhere.
+    const char *store = getenv("TORCHELASTIC_USE_AGENT_STORE");
+    const int number = launcher_number("MASTER_PORT") + (store && strcmp(store, "True") == 0);
+    if (number < 1 || number > 65535) {
+        die("MASTER_ADDR is %s, but MASTER_PORT is %s: rank 0 listens there, on a port from 1 to "
+            "65535", l.address, number < 1 ? "not set" : "too high");
+    }
+    snprintf(port, sizeof port, "%d", number);
+    l.port = port;
+    return l;
+}
+
+// How long a rank that cannot go on lets another one speak. Whoever watches waits longer.
+static int rank_patience_ms(void) { return (int)fmin(4000, rank_timeout_ms / 2); }
+
+// What a rank tells the others between steps: a number, and whether it must stop or cannot go on.
+typedef struct {
+    double value;
+    int32_t stop, failed;
+} RankWord;
+
+// From the words of all ranks, what all of them do next.
+static void ranks_agree(const RankWord *words) {
+    this_rank.stop = this_rank.fault = 0;
+    for (int r = this_rank.ranks - 1; r >= 0; r--) {
+        this_rank.stop |= words[r].stop;
+        this_rank.fault = words[r].failed ? r + 1 : this_rank.fault;
+    }
+}
+
+// A fingerprint of `bytes`, begun with that of other bytes.
+static uint64_t fingerprint(uint64_t before, const void *data, size_t bytes) {
+    const unsigned char *p = (const unsigned char *)data;
+    for (size_t i = 0; i < bytes; i++) {
+        before = (before ^ p[i]) * 0x100000001B3u;  // FNV-1a: these are no secrets
+    }
+    return before;
+}
+
+// Terminals. A line that is rewritten in place must fit the terminal, and bytes from data or a
+// command line must not be obeyed: neither by a terminal that shows them nor by a shell they are
+// pasted into.
+
+// Whether a line can be rewritten in place. Open MPI's mpirun gives every process a pseudo-terminal
+// and sends what comes out of it where its own output goes, as to a file; other launchers mix the
+// lines of several processes.
+static int terminal_rewrites(void) {
+    return isatty(STDOUT_FILENO) && !this_rank.launched && !getenv("OMPI_COMM_WORLD_SIZE");
+}
+
+// Columns of the terminal behind stdout, asked anew because a window may be resized; 80 where the
+// system does not say.
+static int terminal_columns(void) {
+    struct winsize size;
+    return ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col : 80;
+}
+
+// Bytes of the character at `text` if a terminal shows it; 0 for a byte that is no UTF-8 and for
+// the control characters that are obeyed: C0, DEL and C1.
+static int shown_bytes(const char *text, size_t left) {
+    uint32_t c;
+    const int bytes = utf8_decode(&c, (const unsigned char *)text, left);
+    return c < 32 || (c >= 127 && c < 160) || c == UINT32_MAX ? 0 : bytes;
+}
+
+// Prints text of any bytes: into a file as it is, on a terminal with \xNN for what it would not
+// show, but for line ends and tabs. A text may come in pieces: of a character that is cut the start
+// waits for the rest, at the latest for the line end that a text ends with.
+static void text_print(const char *text, size_t n) {
+    static char held[4];
+    static size_t count;
+    if (!isatty(STDOUT_FILENO)) {
+        fwrite(text, 1, n, stdout);
+        return;
+    }
+    for (size_t i = 0; i < n; i++) {
+        held[count++] = text[i];
+        while (count) {
+            const int lead = (unsigned char)held[0], plain = lead == '\n' || lead == '\t';
+            const size_t whole = lead >= 0xF0 ? 4 : lead >= 0xE0 ? 3 : lead >= 0xC0 ? 2 : 1;
+            const size_t bytes = plain ? 1 : (size_t)shown_bytes(held, count);
+            if (!bytes && count < whole && (count == 1 || (held[count - 1] & 0xC0) == 0x80)) {
+                break;
+            }
+            if (bytes) {
+                fwrite(held, 1, bytes, stdout);
+            } else {
+                printf("\\x%02x", lead);
+            }
+            const size_t used = bytes ? bytes : 1;
+            memmove(held, held + used, count -= used);
+        }
+    }
+}
+
+// Prints a word so that a shell reads the same word: in quotes where it needs them, in those of
+// $'...', which bash, zsh and POSIX.1-2024 know, where a terminal would obey it.
+static void shell_print(const char *word) {
+    const size_t n = strlen(word);
+    int plain = n > 0, shown = 1;
+    for (size_t i = 0; i < n; i++) {
+        const int c = (unsigned char)word[i];
+        plain &= (c >= '0' && c <= '9') || ((c | 32) >= 'a' && (c | 32) <= 'z') ||
+                 strchr("_@%+=:,./-", c) != NULL;
+    }
+    for (size_t i = 0, bytes; i < n; i += bytes) {
+        bytes = (size_t)shown_bytes(word + i, n - i);
+        shown &= bytes > 0;
+        bytes += bytes == 0;
+    }
+    fputs(plain ? "" : shown ? "'" : "$'", stdout);
+    for (size_t i = 0, bytes; i < n; i += bytes) {
+        bytes = (size_t)shown_bytes(word + i, n - i);
+        if (word[i] == '\'') {
+            fputs(shown ? "'\\''" : "\\'", stdout);
+        } else if (bytes == 0 || (word[i] == '\\' && !shown)) {
+            printf("\\%03o", (unsigned char)word[i]);
+        } else {
+            fwrite(word + i, 1, bytes, stdout);
+        }
+        bytes += bytes == 0;
+    }
+    fputs(plain ? "" : "'", stdout);
+}
+
+// Puts the parts of a line, which tabs separate, together in `room` columns: as long as they are
+// more, those that `spare` numbers are left out, up to -1, and at last the end is cut off. A part
+// is ASCII; an empty one takes no room.
+static void line_fit(char line[256], char *parts, const int *spare, int room) {
+    enum { PARTS = 16 };
+    char *part[PARTS];
+    int count = 0, columns = -2, n = 0;
+    for (; count < PARTS && parts; count++) {
+        part[count] = strsep(&parts, "\t");
+        columns += part[count][0] ? 2 + (int)strlen(part[count]) : 0;
+    }
+    for (; *spare >= 0 && *spare < count && columns > room; spare++) {
+        columns -= part[*spare][0] ? 2 + (int)strlen(part[*spare]) : 0;
+        part[*spare][0] = 0;
+    }
+    line[0] = 0;
+    for (int i = 0; i < count && n < 255; i++) {
+        n += part[i][0] ? snprintf(line + n, (size_t)(256 - n), "%s%s", n ? "  " : "", part[i]) : 0;
+    }
+    line[min_int(room, 255)] = 0;
+}
+
+// The build. What a report of a fault should name. The number is the program's own, and git is not
+// asked: a program may be built from an archive, or from one file.
+
+#define PROGRAM_VERSION "0.9"
+
+// --version; `more`: what is built in beside all that is said here.
+static void version_print(const char *name, const char *more) {
+#ifdef __clang__
+    static const char compiler[] = "clang " __clang_version__;
+#else
+    static const char compiler[] = "gcc " __VERSION__;
+#endif
+    static const char *const built[] = {
+#ifdef _OPENMP
+        "OpenMP",
+#else
+        "no OpenMP: one thread",
+#endif
+#ifdef __AVX512F__
+        "AVX-512",
+#endif
+#ifdef __FMA__
+        "FMA",
+#endif
+#ifdef __ARM_NEON
+        "NEON",
+#endif
+    };
+    printf("%s " PROGRAM_VERSION "\ncompiler  %s\nbuilt in  ", name, compiler);
+    for (size_t i = 0; i < sizeof built / sizeof built[0]; i++) {
+        printf("%s%s", i ? ", " : "", built[i]);
+    }
+    printf("%s%s\n", more[0] ? ", " : "", more);
+}
+
+#include "data/machine.c"
+
 // =================================================================================================
 // Part B. Memory
 
 // -------------------------------------------------------------------------------------------------
-// 5. Memory plan
+// 6. Memory plan
 // The plan lists every buffer of a run: name, group, elements, type, first and last tick of its
 // life. The planner turns settings into buffers, buffers into offsets (those never alive together
 // share bytes) and offsets into one number; the run makes one allocation of exactly that number
@@ -1717,7 +2445,7 @@ static void plan_close(Plan *p) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 6. Buckets and visits
+// 7. Buckets and visits
 // A state need not be whole on the device: with HOME_SHARD each of N ranks keeps one Nth of it;
 // with HOME_HOST it lies in host memory. All of it is arithmetic, the same for every rank, so that
 // 1,024 of them can be planned without having one.
@@ -2026,7 +2754,7 @@ static void visits_forget_weights(Plan *p) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 7. What fits
+// 8. What fits
 // From options to settings, on the card that is named or at hand. From settings to the time of a
 // step, to what fits and to the printed plan the appendix data/fit.c goes on (chapter Start-up and
 // main includes it).
@@ -2214,7 +2942,7 @@ static void settings_forward(Settings *s) {
 // Part C. GPT-2 on the CPU
 
 // -------------------------------------------------------------------------------------------------
-// 8. Matmul and fast maths
+// 9. Matmul and fast maths
 // One packed matmul serves the three products of a linear layer; its inner parts serve attention.
 // 1. Every element of a result is one chain of fused multiply-adds along k, cut into blocks of at
 //    most KC at places that depend on K alone; threads never share a sum. So neither the number
@@ -2960,7 +3688,7 @@ static void exponentials(real *x, real scale, real shift, int n) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 9. Layers
+// 10. Layers
 // The oracle: every layer of GPT-2, forward next to backward, N = B * T rows, row-major. Everything
 // but attention and the matmuls is a readable loop. Backward adds to parameter gradients and
 // overwrites activation gradients. Shared loops split outputs, never a sum, so bits do not depend
@@ -3451,7 +4179,7 @@ static void gelu_backward(real *dinp, const real *dout, const real *inp, size_t 
 }
 
 // -------------------------------------------------------------------------------------------------
-// 10. The network
+// 11. The network
 // GPT-2 on the CPU, over the plan's buffers, and the walk through a micro-step, which serves
 // Volume II too.
 // 1. A block's stage computes one activation; forward runs all eight, backward repeats those whose
@@ -3687,7 +4415,7 @@ static void network_walk(Pass *pass, int end, int adds) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 11. Optimizer and schedules
+// 12. Optimizer and schedules
 // AdamW with decoupled decay (Loshchilov and Hutter, ICLR 2019) over the flat buffers; vectors are
 // not decayed. The gradient norm is summed in fp64 over fixed chunks, so no bit depends on the
 // number of threads.
@@ -3839,7 +4567,7 @@ static double network_update(Plan *p, const Options *o, double lr, double limit,
 }
 
 // -------------------------------------------------------------------------------------------------
-// 12. The engine
+// 13. The engine
 // The few verbs by which everything above the network drives it: micro_step, update, forward_loss,
 // logits, and states in and out. The CPU's engine is here; Volume II brings the GPU's. All that
 // follows knows neither.
@@ -4130,7 +4858,7 @@ static void engine_initialise(Engine *e, const Model *m, uint64_t seed) {
 // Part D. The run
 
 // -------------------------------------------------------------------------------------------------
-// 13. Data
+// 14. Data
 // Training cuts every shard into windows of T inputs (targets are the same tokens one further).
 // 1. A sequence's place in the run is one number, the position: step after step, micro-step after
 //    micro-step, rank after rank, row after row. position / windows is the epoch; within an epoch
@@ -4239,7 +4967,7 @@ static int dataset_batch(Dataset *d, int64_t position, int B, Token *inputs, Tok
 #include "data/model_files.c"
 
 // -------------------------------------------------------------------------------------------------
-// 14. Sampling and generation
+// 15. Sampling and generation
 // A sample grows one token at a time from the last position's logits; the random number of a token
 // is a function of (seed, step, sample, place in the sample), so samples repeat. A training run
 // computes the whole window for each token, in the memory of its training; --generate has a plan of
@@ -4505,7 +5233,7 @@ static void generate_all(Generator *g) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 15. Evaluation
+// 16. Evaluation
 // An evaluation gives the model a context and several completions of it, and asks which one it
 // finds likeliest. Its files are the appendix's.
 // 1. A row is a context and one completion; it is scored by the losses of the completion's tokens.
@@ -4723,7 +5451,7 @@ static void run_print_score(const Run *run, const EvalFile *f, const EvalScore *
 }
 
 // -------------------------------------------------------------------------------------------------
-// 16. Training and output
+// 17. Training and output
 // The one loop, for every engine: it owns the order of things, data, step, log, validation,
 // samples, checkpoints, signals. And what it prints: a start-up box, one line a step (rewritten in
 // place on a terminal), and log.jsonl: one object a line, flushed, append only, valid after a
@@ -5300,7 +6028,7 @@ static void run_train(Run *run) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 17. Start-up and main
+// 18. Start-up and main
 // From options to a run, in the seven steps of program_run(). What one step decides the next ones
 // build on. Nothing is written, and no large memory taken, before everything that can be refused
 // has been refused: five steps only read, the sixth compares the plan with the memory there is.

@@ -182,27 +182,6 @@ static ShortText duration_text(double seconds) {
     return text;
 }
 
-// The signal that asked the program to stop, at the next good place (0: none), and what on_signal()
-// then says: a whole line, or nothing.
-static volatile sig_atomic_t stop_signal;
-static const char *volatile stop_line = "";
-
-// The first signal asks the program to stop, and says so at once because the next good place may be
-// seconds away; the second one ends it as a kill would. SIGHUP comes twice from a terminal that
-// closes, and SIGUSR1 beside another one, before or after it (chapter Ranks of machine.c): these
-// only ask. Calls nothing but what POSIX allows in a handler.
-static void on_signal(int number) {
-    const int error = errno;
-    if (stop_signal && stop_signal != SIGUSR1 && number != SIGHUP && number != SIGUSR1) {
-        _exit(128 + number);
-    }
-    if (!stop_signal && write(STDERR_FILENO, stop_line, strlen(stop_line)) < 0) {
-        stop_line = "";  // nobody reads it: the program stops all the same
-    }
-    stop_signal = number == SIGUSR1 && stop_signal ? stop_signal : number;
-    errno = error;
-}
-
 // -------------------------------------------------------------------------------------------------
 // 2. Reading and writing files
 // Files are written whole or not at all: the Writer of chapter Safetensors builds on write_all.

@@ -228,6 +228,11 @@ static int input_file(const Input *in, int64_t offset) {
     return i;
 }
 
+// The signal that asked for a stop; 0: none. The reader, the encoder and the writer check it
+// between blocks. The handler is reset after one signal, so a second one ends the program.
+static volatile sig_atomic_t stop_signal;
+static void on_signal(int number) { stop_signal = number; }
+
 // Reads up to n bytes from in->offset on, across files and short reads. Fewer come at the end of a
 // stream, and after a signal.
 static size_t input_read(Input *in, char *out, size_t n) {
