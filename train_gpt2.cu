@@ -71,6 +71,7 @@
 #include <initializer_list>
 #include <sched.h>
 #include <sys/statvfs.h>
+#include <sys/syscall.h>
 #include <type_traits>
 
 #ifndef CUDA_CPU
@@ -3725,6 +3726,28 @@ static size_t device_available(void) {
                  bytes_text((double)total_bytes).s);
     }
     return device_memory.free_bytes;
+}
+
+// The NUMA node next to a device of the PCI bus, whose place CUDA writes in capitals and sysfs does
+// not; -1: the machine has no such nodes, or nothing says. `root`: as above.
+static int pci_node(const char *root, const char *bus) {
+    char path[PATH_BYTES], place[32] = "";
+    for (size_t i = 0; bus[i] && i + 1 < sizeof place; i++) {
+        place[i] = (char)(bus[i] | 32);  // changes letters alone
+    }
+    path_print(path, "%s/sys/bus/pci/devices/%s/numa_node", root, place);
+    return (int)file_number(path, "", -1);
+}
+
+// Pages of a mapping that nobody has touched come from `node`, as long as it has room. That is no
+// more than faster: where the system refuses, as a container's may, they come from anywhere.
+static void memory_near(void *memory, size_t bytes, int node) {
+    enum { NODES = 1024, PREFERRED = 1, BITS = 8 * sizeof(unsigned long) };  // mbind(2)
+    unsigned long nodes[NODES / BITS + 1] = {0};
+    if (bytes > 0 && node >= 0 && node < NODES) {
+        nodes[node / BITS] = 1ul << node % BITS;
+        (void)syscall(SYS_mbind, memory, bytes, PREFERRED, nodes, (unsigned long)NODES, 0);
+    }
 }
 
 // Has memory that the program registers one address on the host and on the GPU? Not under WSL

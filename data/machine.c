@@ -11,15 +11,13 @@
 // Build:  with Volume I. It is also C++17 and is read by nvcc, as Volume I is
 //
 // Contents
-//   1  Folders
-//   2  Ranks
+//   1  Ranks
 
 #include <netdb.h>
 #include <netinet/in.h>
 #include <pthread.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
-#include <sys/syscall.h>
 #include <sys/wait.h>
 // GPT2_MPI=1 builds in MPI, by which the ranks of mpirun find each other; only the GPU program uses
 // it.
@@ -33,118 +31,7 @@
 #endif
 
 // -------------------------------------------------------------------------------------------------
-// 1. Folders
-// A file is as lasting as the names of all folders above it. Output folders are locked.
-
-// Creates `path` and the folders above it, to stay: a checkpoint is lost with the name of its
-// folder.
-static void make_folders(const char *path) {
-    char part[PATH_BYTES], above[PATH_BYTES] = ".";
-    path_print(part, "%s", path);
-    for (char *p = part + 1;; p++) {
-        if (*p == '/' || *p == 0) {
-            char end = *p;
-            *p = 0;
-            if (mkdir(part, 0755) == 0) {
-                fsync_folder(above);
-            } else if (errno != EEXIST) {
-                die("--output (-o): cannot create folder %s: %s", part, strerror(errno));
-            }
-            path_print(above, "%s", part);
-            *p = end;
-            if (end == 0) {
-                break;
-            }
-        }
-    }
-}
-
-// Takes the lock of an output folder, which this process holds until it ends. Ends the run if
-// another process has it, and names that process.
-// 1. The lock is on a regular file: on NFS, flock() on a folder is local to each machine, while
-//    byte ranges are locked on the server (flock(2), NFS details; fcntl(2), Lost locks).
-// 2. It belongs to the open file (F_OFD_SETLK): other locks of fcntl() are lost as soon as any
-//    descriptor of the file is closed (fcntl(2), Open file description locks). To the file system
-//    it is an ordinary byte-range lock with another owner (Linux, fs/locks.c, fcntl_setlk()).
-// 3. The file stays. If it were removed, a process could lock the removed file and another one a
-//    new file of the same name.
-// 4. Some file systems have no locks, such as Lustre mounted without -o flock or NFS without a lock
-//    service. A run goes on there, and says what it cannot prevent.
-static void folder_lock(const char *folder) {
-    char path[PATH_BYTES], host[256] = "", holder[320] = "";
-    struct flock all;
-    memset(&all, 0, sizeof all);
-    all.l_type = F_WRLCK;
-    path_print(path, "%s/lock", folder);
-    const int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0644);
-    if (fd < 0) {
-        die("--output (-o): cannot open %s: %s", path, strerror(errno));
-    }
-    if (fcntl(fd, F_OFD_SETLK, &all) == 0) {
-        gethostname(host, sizeof host - 1);
-        const int n = snprintf(holder, sizeof holder, "process %d on %s\n", (int)getpid(), host);
-        // fsync, so that another machine can read it. Failure is no reason to end the run.
-        if (ftruncate(fd, 0) == 0 && write_all(fd, holder, (size_t)n) == 0) {
-            (void)fsync(fd);
-        }
-    } else if (errno == EAGAIN || errno == EACCES) {
-        const ssize_t n = pread(fd, holder, sizeof holder - 1, 0);
-        holder[n > 0 ? strcspn(holder, "\n") : 0] = 0;
-        die("--output (-o): %s: another run writes there%s%s (%s is locked)", folder,
-            holder[0] ? ": " : "", holder, path);
-    } else {
-        fprintf(stderr, "%s: warning: %s cannot be locked: %s; a second run in the same folder "
-                "would damage this one's checkpoints\n", program_name, path, strerror(errno));
-    }
-}
-
-// Opens a file of the user's cache, "a" to add to it and "r" to read; NULL if there is none, which
-// is no reason to end a run. A relative XDG_CACHE_HOME is ignored, as the XDG Base Directory
-// Specification asks.
-static FILE *cache_open(const char *name, const char *mode) {
-    const char *cache = getenv("XDG_CACHE_HOME"), *home = getenv("HOME");
-    const int given = cache && cache[0] == '/';
-    char path[PATH_BYTES];
-    const char *const parts[] = {"", "/train_gpt2/", name};
-    int n = snprintf(path, sizeof path, "%s%s", given ? cache : home ? home : "",
-                     given ? "" : "/.cache");
-    for (int i = 0; i < 3; i++) {
-        if ((!given && !home) || n + strlen(parts[i]) >= sizeof path) {
-            return NULL;
-        }
-        strcpy(path + n, parts[i]);
-        n += (int)strlen(parts[i]);
-        if (i < 2 && mode[0] == 'a') {
-            mkdir(path, 0700);  // if this fails, so does fopen
-        }
-    }
-    return fopen(path, mode);
-}
-
-// The NUMA node next to a device of the PCI bus, whose place CUDA writes in capitals and sysfs does
-// not; -1: the machine has no such nodes, or nothing says. `root`: as above.
-__attribute__((unused)) static int pci_node(const char *root, const char *bus) {
-    char path[PATH_BYTES], place[32] = "";
-    for (size_t i = 0; bus[i] && i + 1 < sizeof place; i++) {
-        place[i] = (char)(bus[i] | 32);  // changes letters alone
-    }
-    path_print(path, "%s/sys/bus/pci/devices/%s/numa_node", root, place);
-    return (int)file_number(path, "", -1);
-}
-
-// Pages of a mapping that nobody has touched come from `node`, as long as it has room. That is no
-// more than faster: where the system refuses, as a container's may, they come from anywhere.
-__attribute__((unused)) static void memory_near(void *memory, size_t bytes, int node) {
-    enum { NODES = 1024, PREFERRED = 1, BITS = 8 * sizeof(unsigned long) };  // mbind(2)
-    unsigned long nodes[NODES / BITS + 1] = {0};
-    if (bytes > 0 && node >= 0 && node < NODES) {
-        nodes[node / BITS] = 1ul << node % BITS;
-        (void)syscall(SYS_mbind, memory, bytes, PREFERRED, nodes, (unsigned long)NODES, 0);
-    }
-}
-
-// -------------------------------------------------------------------------------------------------
-// 2. Ranks
+// 1. Ranks
 // A run on several GPUs is several processes, the ranks, one for each GPU. The program forks them
 // itself (--gpus N) and stays as their parent, or a launcher starts them: torchrun and srun, whose
 // ranks find each other by TCP (MASTER_ADDR), or mpirun, by MPI. Either way each shows the others
