@@ -4870,6 +4870,17 @@ static void engine_initialise(Engine *e, const Model *m, uint64_t seed) {
 // 3. A window that cannot be read, or holds an id outside the vocabulary, is no reason to lose what
 //    a run has learnt: the batch says so, and the run saves before it ends.
 
+typedef struct {
+    Shard *shards;
+    uint16_t *window;      // room for T + 1 tokens
+    int shard_count, T;
+    int tokenizer, vocabulary;
+    int shuffle;           // windows in an order of `seed` and the epoch, else in file order
+    uint64_t seed;
+    int64_t tokens, windows;
+    char problem[PATH_BYTES + 128];  // why no batch could be made
+} Dataset;
+
 // Opens every shard that `pattern` names, in order of name, cut for sequences of T tokens, which
 // come in file order until the caller sets d->shuffle and d->seed.
 static void dataset_open(Dataset *d, const char *pattern, int T) {
@@ -4890,7 +4901,13 @@ static void dataset_open(Dataset *d, const char *pattern, int T) {
     d->shards = (Shard *)alloc_zero(found.gl_pathc, sizeof(Shard));
     for (int i = 0; i < d->shard_count; i++) {
         Shard *shard = &d->shards[i];
-        shard_open(shard, d, found.gl_pathv[i]);
+        shard_open(shard, found.gl_pathv[i]);
+        if (i > 0 && shard->tokenizer != d->tokenizer) {
+            die("%s: its tokens are %s, those of %s are not", shard->path,
+                shard->tokenizer == TOKENIZER_BYTES ? "bytes" : "GPT-2's", d->shards[0].path);
+        }
+        d->tokenizer = shard->tokenizer;
+        d->vocabulary = shard->vocabulary;
         if (shard->count < T + 1) {
             die("%s: %" PRId64 " tokens are fewer than one sequence: T + 1 = %d", shard->path,
                 shard->count, T + 1);

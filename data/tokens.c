@@ -496,29 +496,18 @@ static int token_text(char out[BPE_LONGEST], int tokenizer, const Bpe *bpe, Toke
 typedef struct {
     char path[PATH_BYTES];
     int fd;
+    int tokenizer, vocabulary;  // of its header
     int64_t count;
     int64_t first_window;  // windows in the shards before
 } Shard;
-
-typedef struct {
-    Shard *shards;
-    uint16_t *window;      // room for T + 1 tokens
-    int shard_count, T;
-    int tokenizer, vocabulary;
-    int shuffle;           // windows in an order of `seed` and the epoch, else in file order
-    uint64_t seed;
-    int64_t tokens, windows;
-    char problem[PATH_BYTES + 128];  // why no batch could be made
-} Dataset;
 
 // Tokens `first` to first + count. Returns NULL, or what is wrong.
 static const char *shard_read(const Shard *shard, uint16_t *out, int64_t first, int64_t count) {
     return file_read(shard->fd, out, 2 * count, LLMC_HEADER_BYTES + 2 * first);
 }
 
-// Opens one shard and checks its header against its size and against `d`'s tokenizer (shard 0 sets
-// it).
-static void shard_open(Shard *shard, Dataset *d, const char *path) {
+// Opens one shard and checks its header against its size.
+static void shard_open(Shard *shard, const char *path) {
     unsigned char header[LLMC_HEADER_BYTES] = {0};
     int64_t size = 0;
     path_print(shard->path, "%s", path);
@@ -543,12 +532,8 @@ static void shard_open(Shard *shard, Dataset *d, const char *path) {
         die("%s: a vocabulary of %d in the header; its tokenizer has %d", path, vocabulary,
             tokenizer_vocabulary(tokenizer));
     }
-    if (d->shards != shard && tokenizer != d->tokenizer) {
-        die("%s: its tokens are %s, those of %s are not", path,
-            tokenizer == TOKENIZER_BYTES ? "bytes" : "GPT-2's", d->shards[0].path);
-    }
-    d->tokenizer = tokenizer;
-    d->vocabulary = vocabulary;
+    shard->tokenizer = tokenizer;
+    shard->vocabulary = vocabulary;
     shard->count = count;
 }
 

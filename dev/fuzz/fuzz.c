@@ -90,7 +90,9 @@ static void target_shard(const unsigned char *bytes, size_t size) {
     d.shard_count = 1;
     d.T = 5;
     d.seed = 42;
-    shard_open(&fuzz_shard, &d, path);
+    shard_open(&fuzz_shard, path);
+    d.tokenizer = fuzz_shard.tokenizer;
+    d.vocabulary = fuzz_shard.vocabulary;
     FACT(d.tokenizer == TOKENIZER_GPT2 || d.tokenizer == TOKENIZER_BYTES);
     FACT(d.vocabulary == tokenizer_vocabulary(d.tokenizer));
     FACT(fuzz_shard.count >= 0 && (size_t)fuzz_shard.count == (size - LLMC_HEADER_BYTES) / 2);
