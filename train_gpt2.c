@@ -38,10 +38,11 @@
 //  13  The engine
 // Part D. The run
 //  14  Data
-//  15  Sampling and generation
-//  16  Evaluation
-//  17  Training and output
-//  18  Start-up and main
+//  15  Weights and checkpoints
+//  16  Sampling and generation
+//  17  Evaluation
+//  18  Training and output
+//  19  Start-up and main
 
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE 1
@@ -4980,11 +4981,16 @@ static int dataset_batch(Dataset *d, int64_t position, int B, Token *inputs, Tok
     return whole;
 }
 
-// What GPT-2 is in files is an appendix: a step of training knows nothing of it.
-#include "data/model_files.c"
+// -------------------------------------------------------------------------------------------------
+// 15. Weights and checkpoints
+// The bytes of both are in files of their own: a training step knows nothing about them. They use
+// the model, the options, the engine and Dataset.
+
+#include "data/weights.c"
+#include "data/checkpoint.c"
 
 // -------------------------------------------------------------------------------------------------
-// 15. Sampling and generation
+// 16. Sampling and generation
 // A sample grows one token at a time from the last position's logits; the random number of a token
 // is a function of (seed, step, sample, place in the sample), so samples repeat. A training run
 // computes the whole window for each token, in the memory of its training; --generate has a plan of
@@ -5250,7 +5256,7 @@ static void generate_all(Generator *g) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 16. Evaluation
+// 17. Evaluation
 // An evaluation gives the model a context and several completions of it, and asks which one it
 // finds likeliest. Its files are the appendix's.
 // 1. A row is a context and one completion; it is scored by the losses of the completion's tokens.
@@ -5468,7 +5474,7 @@ static void run_print_score(const Run *run, const EvalFile *f, const EvalScore *
 }
 
 // -------------------------------------------------------------------------------------------------
-// 17. Training and output
+// 18. Training and output
 // The one loop, for every engine: it owns the order of things, data, step, log, validation,
 // samples, checkpoints, signals. And what it prints: a start-up box, one line a step (rewritten in
 // place on a terminal), and log.jsonl: one object a line, flushed, append only, valid after a
@@ -6045,7 +6051,7 @@ static void run_train(Run *run) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 18. Start-up and main
+// 19. Start-up and main
 // From options to a run, in the seven steps of program_run(). What one step decides the next ones
 // build on. Nothing is written, and no large memory taken, before everything that can be refused
 // has been refused: five steps only read, the sixth compares the plan with the memory there is.

@@ -1,0 +1,614 @@
+// data/weights.c -- GPT-2 weights in Hugging Face's and llm.c's files.
+//
+// Reads model.safetensors with config.json (also split into parts by an index) and llm.c's .bin
+// files; writes safetensors. Everything a file claims is checked against its length and the model
+// before anything is allocated or read; errors are one line that names the file.
+//
+// train_gpt2.c includes it in chapter Weights and checkpoints. It is also C++17, read by nvcc.
+//
+// Contents
+//   1  Model files
+
+// -------------------------------------------------------------------------------------------------
+// 1. Model files
+// Weights come and go as Hugging Face's model.safetensors beside its config.json, and come from
+// llm.c's .bin files.
+// 1. These files come from strangers: what a header claims is held against the file's length and
+//    the model's shapes before anything is allocated or read by it; a fault is one line that names
+//    file and tensor.
+// 2. Parsers work on bytes in memory and allocate nothing.
+// 3. Hugging Face keeps the weights of a block as (in, out), the transpose of ours, and wte without
+//    its padding rows.
+
+// What Hugging Face's files may hold in addition to the sixteen tensors: the causal mask and the
+// tied head.
+enum { FILE_MASK = TENSORS, FILE_MASKED_BIAS, FILE_HEAD, FILE_TENSORS };
+static const struct {
+    const char *hf_name;
+    int per_layer;
+} extra_table[FILE_TENSORS - TENSORS] = {
+    {"attn.bias", 1}, {"attn.masked_bias", 1}, {"lm_head.weight", 0}};
+
+// Hugging Face's name of a tensor: prefix, block, name.
+static void file_tensor_name(char name[80], const char *prefix, int tensor, int layer) {
+    char block[16] = "";
+    if (tensor_table[tensor].per_layer) {
+        snprintf(block, sizeof block, "h.%d.", layer);
+    }
+    snprintf(name, 80, "%s%s%s", prefix, block, tensor_table[tensor].hf_name);
+}
+
+// Where the values of one tensor of one layer lie in a file.
+typedef struct {
+    const unsigned char *data;  // NULL: nowhere
+    int type;                   // FILE_F32, FILE_BF16 or FILE_F16
+} Span;
+enum { MODEL_FILES = 64, MODEL_FILE_NAME = 100 };
+typedef struct {
+    char name[PATH_BYTES];  // of the file that holds the weights, or of its parts' index
+    Mapping maps[MODEL_FILES];
+    char parts[MODEL_FILES][MODEL_FILE_NAME];
+    int files, tensors;     // parts, and the tensors in them
+    Model model;
+    int transposed;         // linear layers as (in, out), wte without padding: Hugging Face's
+    Span *spans;            // [layer][FILE_TENSORS]
+} ModelFile;
+
+static Span *file_span(Span *spans, int tensor, int layer) {
+    return &spans[layer * FILE_TENSORS + tensor];
+}
+
+// Elements `first` to first + count of a span, as numbers.
+static void span_values(real *out, const Span *s, int64_t first, int64_t count) {
+    const unsigned char *p = s->data + first * file_types[s->type].bytes;
+    const int plain = !GPT2_DOUBLE && s->type == FILE_F32;
+    slow_begin();  // the file is mapped
+    if (plain) {
+        memcpy(out, p, (size_t)count * 4);
+    }
+    for (int64_t i = 0; i < count && !plain; i++) {
+        uint32_t bits;
+        uint16_t half;
+        float value, scale = 1;
+        if (s->type == FILE_F32) {
+            memcpy(&bits, p + 4 * i, 4);
+        } else {
+            memcpy(&half, p + 2 * i, 2);
+            bits = (uint32_t)half << 16;
+        }
+        if (s->type == FILE_F16) {  // IEEE 754 half: 5 bits of exponent, biased by 15 and not 127
+            int special = (half & 0x7c00) == 0x7c00;
+            bits = (uint32_t)(half & 0x8000) << 16 | (uint32_t)(half & 0x7fff) << 13;
+            bits |= special ? 0x7f800000u : 0;
+            scale = special ? 1.0f : 0x1p112f;
+        }
+        memcpy(&value, &bits, 4);
+        out[i] = value * scale;
+    }
+    slow_end();
+}
+
+// The tensor that a name of Hugging Face's means, TENSORS and above for extra_table; *layer is its
+// block's number; -1: none. The prefix "transformer." is optional.
+static int file_tensor_find(const char *name, int L, int *layer) {
+    char *end;
+    *layer = 0;
+    name += strncmp(name, "transformer.", 12) == 0 ? 12 : 0;
+    int in_block = strncmp(name, "h.", 2) == 0 && name[2] >= '0' && name[2] <= '9';
+    if (in_block) {
+        long number = strtol(name + 2, &end, 10);
+        if (*end != '.' || number >= L || (name[2] == '0' && end > name + 3)) {
+            return -1;
+        }
+        *layer = (int)number;
+        name = end + 1;
+    }
+    for (int i = 0; i < FILE_TENSORS; i++) {
+        int extra = i - TENSORS;
+        int per_layer = extra < 0 ? tensor_table[i].per_layer : extra_table[extra].per_layer;
+        const char *hf_name = extra < 0 ? tensor_table[i].hf_name : extra_table[extra].hf_name;
+        if (per_layer == in_block && strcmp(hf_name, name) == 0) {
+            return i;
+        }
+    }
+    return -1;
+}
+
+// GPT-2's limits, as for shapes given by hand.
+static void model_require(const Model *m, const char *name) {
+    if (!model_is_allowed(m) || m->V < 1 || m->V > 65536) {
+        die("%s: a model of %d layers, %d heads, %d channels, %d positions, %d tokens; allowed are "
+            "1-400 layers, 1-65536 channels in equal heads, 1-1048576 positions, 1-65536 tokens",
+            name, m->L, m->NH, m->C, m->maxT, m->V);
+    }
+}
+
+// Finds the tensors of model `m` that a safetensors file holds. spans: (L, FILE_TENSORS), zeroed
+// before the first file. Returns their number.
+static int safetensors_spans(Span *spans, const Model *m, const Mapping *map, const char *name) {
+    Safetensors f;
+    FileTensor t;
+    int count = 0;
+    safetensors_start(&f, map->bytes, map->size, name);
+    while (safetensors_next(&f, &t)) {
+        int layer, i = file_tensor_find(t.name, m->L, &layer);
+        file_require(i >= 0, name, t.name, "GPT-2 of this many layers has none of this name");
+        Span *s = file_span(spans, i, layer);
+        file_require(!s->data, name, t.name, "appears twice");
+        s->data = t.data;
+        s->type = t.type;
+        count++;
+        if (i == FILE_MASK || i == FILE_MASKED_BIAS) {
+            continue;
+        }
+        int tensor = i == FILE_HEAD ? (int)WTE : i, swap = tensor_table[tensor].transposed;
+        int64_t want[2] = {tensor_rows(m, tensor), tensor_cols(m, tensor)};
+        if (t.dims != 1 + tensor_is_matrix(tensor) || t.shape[0] != want[swap] ||
+            (t.dims == 2 && t.shape[1] != want[!swap])) {
+            die("%s: tensor %s: its shape is not (%" PRId64 ", %" PRId64 "), as config.json wants",
+                name, t.name, want[swap], want[!swap]);
+        }
+        file_require(t.type <= FILE_F16, name, t.name, "weights are F32, BF16 or F16");
+    }
+    return count;
+}
+
+// No tensor may be missing, and a head that stands in the file must be the embedding.
+static void spans_complete(const Span *spans, const Model *m, const char *name) {
+    char tensor_name[80];
+    for (int tensor = 0; tensor < TENSORS; tensor++) {
+        for (int l = 0; l < tensor_copies(m, tensor); l++) {
+            file_tensor_name(tensor_name, "", tensor, l);
+            file_require(spans[l * FILE_TENSORS + tensor].data != NULL, name, tensor_name,
+                         "is missing");
+        }
+    }
+    const Span *head = &spans[FILE_HEAD], *wte = &spans[WTE];
+    real a[256], b[256];
+    int64_t elements = (int64_t)m->V * m->C;
+    for (int64_t i = 0; head->data && i < elements; i += 256) {
+        int64_t count = min_i64(256, elements - i);
+        span_values(a, head, i, count);
+        span_values(b, wte, i, count);
+        file_require(memcmp(a, b, (size_t)count * sizeof *a) == 0, name, "lm_head.weight",
+                     "differs from wte.weight; GPT-2's head is tied to the embedding");
+    }
+}
+
+// The sizes of a Hugging Face config.json. What would make another function of the same weights is
+// refused; what only training or generation looks at there is skipped.
+static void config_parse(Model *m, const unsigned char *bytes, size_t size, const char *name) {
+    static const char *const sizes[] = {"n_layer", "n_head", "n_embd", "n_positions", "vocab_size"};
+    static const struct {
+        const char *key, *allowed;  // a|b|c
+    } facts[] = {{"model_type", "gpt2"},
+                 {"activation_function", "gelu_new|gelu_pytorch_tanh"},
+                 {"layer_norm_epsilon", "1e-05|1e-5|0.00001"},
+                 {"tie_word_embeddings", "true"},
+                 {"scale_attn_weights", "true"},
+                 {"scale_attn_by_inverse_layer_idx", "false"},
+                 {"add_cross_attention", "false"}};
+    enum { SIZES = 5 };
+    const int fact_count = (int)(sizeof facts / sizeof *facts);
+    Json j = {bytes, 0, size, NULL};
+    int64_t value[SIZES] = {0}, inner = 0;
+    char key[40], text[64];
+    memset(m, 0, sizeof *m);
+    for (int n = 0; json_next(&j, &n, '{', key, sizeof key);) {
+        int s = 0, f = 0;
+        for (; s < SIZES && strcmp(key, sizes[s]) != 0; s++) {
+        }
+        for (; f < fact_count && strcmp(key, facts[f].key) != 0; f++) {
+        }
+        if (s < SIZES) {
+            if (value[s]) {
+                json_fail(&j, "a size stands twice");
+            }
+            value[s] = json_count(&j);
+        } else if (f < fact_count) {
+            json_peek(&j) == '"' ? json_string(&j, text, sizeof text) : json_scalar(&j, text);
+            if (!j.fault && !choice_find(facts[f].allowed, text, strlen(text))) {
+                die("%s: %s is '%.40s'; this program computes GPT-2 with %s", name, key, text,
+                    facts[f].allowed);
+            }
+        } else if (strcmp(key, "n_inner") == 0 && json_peek(&j) != 'n') {
+            inner = json_count(&j);
+        } else {
+            json_skip(&j);
+        }
+    }
+    json_end(&j, name);
+    for (int s = 0; s < SIZES; s++) {
+        if (value[s] < 1 || value[s] > 1 << 20) {
+            die("%s: %s is %s", name, sizes[s], value[s] ? "too large" : "missing or 0");
+        }
+    }
+    if (inner && inner != 4 * value[2]) {
+        die("%s: n_inner is %" PRId64 "; this program's MLP has 4 x n_embd", name, inner);
+    }
+    m->L = (int)value[0];
+    m->NH = (int)value[1];
+    m->C = (int)value[2];
+    m->maxT = (int)value[3];
+    model_set_vocabulary(m, (int)value[4]);
+    model_require(m, name);
+}
+
+// llm.c's model files: a header with the sizes, then the tensors, each with all its layers, in the
+// order of tensor_table; version 3 holds fp32, version 5 bf16. llmc_model finds the sizes and
+// returns the type, llmc_spans finds the tensors; spans: (L, FILE_TENSORS).
+static int llmc_model(Model *m, const unsigned char *bytes, size_t size, const char *name) {
+    LlmcHeader h = llmc_header(LLMC_MODEL, bytes, size, name);
+    const int type = h.words[1] == 3 ? (int)FILE_F32 : (int)FILE_BF16;
+    memset(m, 0, sizeof *m);
+    m->maxT = h.words[2];
+    m->V = h.words[3];
+    m->L = h.words[4];
+    m->NH = h.words[5];
+    m->C = h.words[6];
+    model_require(m, name);
+    model_set_vocabulary(m, m->V);
+    int64_t want = LLMC_HEADER_BYTES + model_elements(m) * file_types[type].bytes;
+    if (h.words[7] != m->Vp || (int64_t)size != want) {
+        die("%s: %zu bytes with %d padded rows; its shape makes %" PRId64 " bytes with %d", name,
+            size, h.words[7], want, m->Vp);
+    }
+    return type;
+}
+
+static void llmc_spans(Span *spans, const Model *m, const unsigned char *bytes, int type) {
+    bytes += LLMC_HEADER_BYTES;
+    for (int tensor = 0; tensor < TENSORS; tensor++) {
+        for (int l = 0; l < tensor_copies(m, tensor); l++) {
+            Span *s = file_span(spans, tensor, l);
+            s->data = bytes;
+            s->type = type;
+            bytes += tensor_size(m, tensor) * file_types[type].bytes;
+        }
+    }
+}
+
+// What may stand in a folder in place of model.safetensors, and what to do then.
+static const char *model_folder_hint(const char *folder) {
+    static const char *const hints[][2] = {
+        {"pytorch_model.bin", "; pytorch_model.bin is not read: save_pretrained(...) of a newer "
+                              "transformers makes model.safetensors"},
+        {"log.jsonl", "; this is a run's output folder: name one of its step-NNNNNNNN"}};
+    char path[PATH_BYTES];
+    for (size_t i = 0; i < sizeof hints / sizeof hints[0]; i++) {
+        path_print(path, "%s/%s", folder, hints[i][0]);
+        if (access(path, F_OK) == 0) {
+            return hints[i][1];
+        }
+    }
+    return "";
+}
+
+// A part that weight_map names: opened at its first mention.
+static void index_open_part(ModelFile *f, const char *folder, const char *part) {
+    char path[PATH_BYTES];
+    int k = 0;
+    while (k < f->files && strcmp(f->parts[k], part) != 0) {
+        k++;
+    }
+    if (k < f->files) {
+        return;
+    }
+    if (part[0] == 0 || strchr(part, '/') || strlen(part) + 1 == MODEL_FILE_NAME ||
+        f->files == MODEL_FILES) {
+        die("%s: '%s': allowed are %d files, of names without a slash below %d bytes", f->name,
+            part, MODEL_FILES, MODEL_FILE_NAME - 1);
+    }
+    path_print(path, "%s/%s", folder, part);
+    if (mapping_open(&f->maps[k], path) != 0) {
+        die("--model (-e): cannot open %s, which %s names: %s", path, f->name, file_error());
+    }
+    snprintf(f->parts[k], MODEL_FILE_NAME, "%s", part);
+    f->files++;
+    f->tensors += safetensors_spans(f->spans, &f->model, &f->maps[k], path);
+}
+
+// A tensor must lie in the part that weight_map says.
+static void index_check(const ModelFile *f, const char *tensor, const char *part) {
+    int k = 0, layer, i = file_tensor_find(tensor, f->model.L, &layer);
+    while (strcmp(f->parts[k], part) != 0) {
+        k++;
+    }
+    const unsigned char *data = i < 0 ? NULL : f->spans[layer * FILE_TENSORS + i].data;
+    if (!data || data < f->maps[k].bytes || data > f->maps[k].bytes + f->maps[k].size) {
+        die("%s: tensor %s: is not in %s, where weight_map says it lies", f->name, tensor, part);
+    }
+}
+
+// Hugging Face's model.safetensors.index.json: {"metadata": {...}, "weight_map": {tensor: part}}.
+// Two passes: every part is opened, then every tensor looked for. Writers differ in what they count
+// as metadata's total_size (headers too, or a mask's bits, in fractions of a byte): it is not read.
+static void index_parse(ModelFile *f, const char *folder, const Mapping *index) {
+    char key[80], inner[80], part[MODEL_FILE_NAME];
+    for (int pass = 0; pass < 2; pass++) {
+        Json j = {index->bytes, 0, index->size, NULL};
+        int tensors = 0;
+        for (int n = 0; json_next(&j, &n, '{', key, sizeof key);) {
+            if (strcmp(key, "weight_map") != 0) {
+                json_skip(&j);
+                continue;
+            }
+            for (int k = 0; json_next(&j, &k, '{', inner, sizeof inner);) {
+                json_string(&j, part, sizeof part);
+                tensors++;
+                if (!j.fault) {
+                    pass ? index_check(f, inner, part) : index_open_part(f, folder, part);
+                }
+            }
+        }
+        json_end(&j, f->name);
+        if (pass && tensors != f->tensors) {
+            die("%s: weight_map names %d tensors; its %d files hold %d", f->name, tensors,
+                f->files, f->tensors);
+        }
+    }
+}
+
+// Opens the weights that -e names: a folder with config.json and model.safetensors or the index of
+// its parts, that model.safetensors itself, or llm.c's file. Ends the run at any fault.
+static void model_file_open(ModelFile *f, const char *path) {
+    char config[PATH_BYTES];
+    struct stat status;
+    Mapping map, *weights = &f->maps[0], index;
+    int is_folder = stat(path, &status) == 0 && S_ISDIR(status.st_mode), indexed = 0;
+    memset(f, 0, sizeof *f);
+    path_print(f->name, is_folder ? "%s/model.safetensors" : "%s", path);
+    if (is_folder && access(f->name, F_OK) != 0) {
+        path_print(config, "%s.index.json", f->name);
+        indexed = access(config, F_OK) == 0;
+        path_print(f->name, indexed ? "%s/model.safetensors.index.json" : "%s/model.safetensors",
+                   path);
+    }
+    if (mapping_open(indexed ? &index : weights, f->name) != 0) {
+        const char *why = file_error();  // the hint looks at other files
+        die("--model (-e): cannot open %s: %s%s", f->name, why,
+            is_folder ? model_folder_hint(path) : "");
+    }
+    if (!indexed && llmc_is(LLMC_MODEL, weights->bytes, weights->size)) {
+        int type = llmc_model(&f->model, weights->bytes, weights->size, f->name);
+        f->files = 1;
+        f->spans = (Span *)alloc_zero((size_t)f->model.L * FILE_TENSORS, sizeof(Span));
+        llmc_spans(f->spans, &f->model, weights->bytes, type);
+        return;
+    }
+    const char *slash = strrchr(f->name, '/');
+    path_print(config, "%.*sconfig.json", slash ? (int)(slash + 1 - f->name) : 0, f->name);
+    if (mapping_open(&map, config) != 0) {
+        die("--model (-e): cannot open %s: %s; it stands beside the weights and tells their sizes",
+            config, file_error());
+    }
+    config_parse(&f->model, map.bytes, map.size, config);
+    mapping_close(&map);
+    f->transposed = 1;
+    f->spans = (Span *)alloc_zero((size_t)f->model.L * FILE_TENSORS, sizeof(Span));
+    if (indexed) {
+        index_parse(f, path, &index);
+        mapping_close(&index);
+    } else {
+        f->files = 1;
+        safetensors_spans(f->spans, &f->model, weights, f->name);
+    }
+    spans_complete(f->spans, &f->model, f->name);
+}
+
+static void model_file_close(ModelFile *f) {
+    for (int k = 0; k < f->files; k++) {
+        mapping_close(&f->maps[k]);
+    }
+    free(f->spans);
+    memset(f, 0, sizeof *f);
+}
+
+// A transposed tensor passes through the host in strips of STRIP rows, and is turned in tiles that
+// stay in the cache whatever the rows' distance.
+enum { STRIP = 256, TILE = 16 };
+static int64_t strip_elements(const Model *m) {
+    return max_i64(PIECE, STRIP * 4 * (int64_t)m->C);
+}
+
+// out (count,cols): rows `first` to first + count of a tensor (rows,cols) whose transpose a span
+// holds. count <= STRIP.
+static void span_transposed(real *out, const Span *s, int64_t rows, int64_t cols, int64_t first,
+                            int64_t count) {
+    #pragma omp parallel for
+    for (int64_t c0 = 0; c0 < cols; c0 += TILE) {
+        for (int64_t r0 = 0; r0 < count; r0 += TILE) {
+            int64_t height = min_i64(TILE, count - r0), width = min_i64(TILE, cols - c0);
+            real tile[TILE][TILE];
+            for (int64_t c = 0; c < width; c++) {
+                span_values(tile[c], s, (c0 + c) * rows + first + r0, height);
+            }
+            for (int64_t r = 0; r < height; r++) {
+                for (int64_t c = 0; c < width; c++) {
+                    out[(r0 + r) * cols + c0 + c] = tile[c][r];
+                }
+            }
+        }
+    }
+}
+
+// The split master: an fp32 weight's bits u are kept as the bf16 weight (u + 0x8000) >> 16, u
+// rounded half up, and the low half u & 0xffff. Nothing is lost of a number; a NaN stays one,
+// whatever its low half.
+enum { MASTER_NAN = 0x7fc0 };
+static uint16_t master_high(float value) {
+    uint32_t u;
+    memcpy(&u, &value, 4);
+    return value != value ? (uint16_t)MASTER_NAN : (uint16_t)((u + 0x8000) >> 16);
+}
+
+static float master_join(float high, uint16_t low) {
+    uint32_t u;
+    memcpy(&u, &high, 4);
+    u = (u - ((uint32_t)(low >> 15) << 16)) | low;
+    memcpy(&high, &u, 4);
+    return high;
+}
+
+// Index of the first number that is not finite, which the first step would spread to every weight,
+// or is not in least .. most; -1: there is none.
+static int64_t find_bad(const real *values, int64_t count, double least, double most) {
+    int good = 1;
+    int64_t i = 0;
+    for (int64_t k = 0; k < count; k++) {
+        // Without a branch, so that it becomes vector code.
+        good &= (values[k] - values[k] == 0) & (values[k] >= (real)least) &
+                (values[k] <= (real)most);
+    }
+    while (!good && isfinite(values[i]) && values[i] >= (real)least && values[i] <= (real)most) {
+        i++;
+    }
+    return good ? -1 : i;
+}
+
+// The largest weight that an engine takes, and why another one, or any other number, is refused.
+static double weight_most(const Engine *e) {
+    return e->weight_most > 0 ? e->weight_most : INFINITY;
+}
+static const char *bad_reason(double value, double most) {
+    return isfinite(value) && fabs(value) > most
+               ? "fp16 ends at 65504, and --dtype bf16 or fp32 holds it"
+               : "nothing can be trained from it";
+}
+
+// Fills the engine's weights from a file; moments become zero.
+static void model_file_load(Engine *e, const ModelFile *f) {
+    const Model *m = &f->model;
+    char name[80];
+    real *values = (real *)alloc_zero((size_t)strip_elements(m), sizeof(real));
+    engine_clear(e, m);
+    for (int tensor = 0; tensor < TENSORS; tensor++) {
+        int64_t rows = tensor_rows(m, tensor), cols = tensor_cols(m, tensor);
+        int swap = f->transposed && tensor_table[tensor].transposed;
+        for (int l = 0; l < tensor_copies(m, tensor); l++) {
+            const Span *s = file_span(f->spans, tensor, l);
+            int64_t offset = tensor_offset(m, tensor, l), size = rows * cols;
+            for (int64_t i = 0, count; i < size; i += count) {
+                count = min_i64(swap ? STRIP * cols : (int64_t)PIECE, size - i);
+                if (swap) {
+                    span_transposed(values, s, rows, cols, i / cols, count / cols);
+                } else {
+                    span_values(values, s, i, count);
+                }
+                const double most = weight_most(e);
+                const int64_t bad = find_bad(values, count, -most, most), at = i + bad;
+                if (bad >= 0) {
+                    file_tensor_name(name, "", tensor, l);
+                    die("%s: tensor %s: element %" PRId64 " is %g: %s", f->name, name,
+                        swap ? at % cols * rows + at / cols : at, (double)values[bad],
+                        bad_reason(values[bad], most));
+                }
+                e->write(e, STATE_WEIGHTS, offset + i, values, count);
+            }
+            mapping_done(s->data, (size_t)(size * file_types[s->type].bytes));
+        }
+    }
+    free(values);
+}
+
+// Numbers as a file holds them: FILE_F32, FILE_BF16, or FILE_U16, the low half.
+static void file_values(unsigned char *out, int type, const real *values, int64_t count) {
+    if (!GPT2_DOUBLE && type == FILE_F32) {
+        memcpy(out, values, (size_t)count * 4);
+        return;
+    }
+    for (int64_t i = 0; i < count; i++) {
+        float value = (float)values[i];
+        uint32_t u;
+        memcpy(&u, &value, 4);
+        uint16_t half = type == FILE_BF16 ? master_high(value) : (uint16_t)u;
+        if (type == FILE_F32) {
+            memcpy(out + 4 * i, &u, 4);
+        } else {
+            memcpy(out + 2 * i, &half, 2);
+        }
+    }
+}
+
+// out (count,rows) in `type`: the transpose of the first `count` columns of values (rows,cols).
+static void file_transposed(unsigned char *out, int type, const real *values, int64_t rows,
+                            int64_t cols, int64_t count) {
+    #pragma omp taskloop
+    for (int64_t r0 = 0; r0 < rows; r0 += TILE) {
+        for (int64_t c0 = 0; c0 < count; c0 += TILE) {
+            int64_t height = min_i64(TILE, rows - r0), width = min_i64(TILE, count - c0);
+            real tile[TILE][TILE];
+            for (int64_t r = 0; r < height; r++) {
+                for (int64_t c = 0; c < width; c++) {
+                    tile[c][r] = values[(r0 + r) * cols + c0 + c];
+                }
+            }
+            for (int64_t c = 0; c < width; c++) {
+                file_values(out + ((c0 + c) * rows + r0) * file_types[type].bytes, type, tile[c],
+                            height);
+            }
+        }
+    }
+}
+
+// Where the writing of weights stands: tensor by tensor as Hugging Face's files have them, without
+// padding and transposed where they want it.
+typedef struct {
+    Engine *e;
+    const Model *m;
+    int type;
+    int tensor, layer;  // under way
+    int64_t at;         // elements of it that are written
+    real *values;
+} WeightPieces;
+
+// The PieceSource of weights.
+static size_t weight_piece(void *self, unsigned char *out) {
+    WeightPieces *p = (WeightPieces *)self;
+    if (p->tensor == TENSORS) {
+        return 0;
+    }
+    int swap = tensor_table[p->tensor].transposed;
+    int64_t rows = tensor_rows(p->m, p->tensor), cols = tensor_cols(p->m, p->tensor);
+    int64_t size = rows * cols, offset = tensor_offset(p->m, p->tensor, p->layer);
+    int64_t count = min_i64(swap ? STRIP * rows : (int64_t)PIECE, size - p->at);
+    if (!swap) {
+        p->e->read(p->e, STATE_WEIGHTS, offset + p->at, p->values, count);
+        file_values(out, p->type, p->values, count);
+    } else {
+        if (p->at == 0) {
+            p->e->read(p->e, STATE_WEIGHTS, offset, p->values, size);
+        }
+        file_transposed(out, p->type, p->values + p->at / rows, rows, cols, count / rows);
+    }
+    p->at += count;
+    if (p->at == size) {
+        p->at = 0;
+        p->layer = (p->layer + 1) % tensor_copies(p->m, p->tensor);
+        p->tensor += p->layer == 0;
+    }
+    return (size_t)(count * file_types[p->type].bytes);
+}
+
+// Writes model.safetensors in `type`, FILE_F32 or FILE_BF16.
+static void model_file_save(Engine *e, const Model *m, int type, Writer *w) {
+    HeaderText header;
+    char name[80];
+    header_start(&header);
+    for (int tensor = 0; tensor < TENSORS; tensor++) {
+        int64_t rows = tensor_rows(m, tensor), cols = tensor_cols(m, tensor);
+        int swap = tensor_table[tensor].transposed, matrix = tensor_is_matrix(tensor);
+        for (int l = 0; l < tensor_copies(m, tensor); l++) {
+            file_tensor_name(name, "transformer.", tensor, l);
+            header_tensor(&header, name, type, swap ? cols : matrix ? rows : 0,
+                          swap || !matrix ? rows : cols);
+        }
+    }
+    header_write(&header, w);
+    // A transposed tensor has to be there whole before its first strip is written.
+    const int64_t most = max_i64(strip_elements(m), 4 * (int64_t)m->C * m->C);
+    real *values = (real *)alloc_zero((size_t)most, sizeof(real));
+    WeightPieces pieces = {e, m, type, 0, 0, 0, values};
+    writer_stream(w, weight_piece, &pieces, (size_t)(strip_elements(m) * file_types[type].bytes));
+    free(values);
+}
