@@ -29,20 +29,21 @@
 // Part B. Memory
 //   6  Memory plan
 //   7  Buckets and visits
-//   8  What fits
+//   8  Step time
+//   9  What fits
 // Part C. GPT-2 on the CPU
-//   9  Matmul and fast maths
-//  10  Layers
-//  11  The network
-//  12  Optimizer and schedules
-//  13  The engine
+//  10  Matmul and fast maths
+//  11  Layers
+//  12  The network
+//  13  Optimizer and schedules
+//  14  The engine
 // Part D. The run
-//  14  Data
-//  15  Weights and checkpoints
-//  16  Sampling and generation
-//  17  Evaluation
-//  18  Training and output
-//  19  Start-up and main
+//  15  Data
+//  16  Weights and checkpoints
+//  17  Sampling and generation
+//  18  Evaluation
+//  19  Training and output
+//  20  Start-up and main
 
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE 1
@@ -2755,10 +2756,12 @@ static void visits_forget_weights(Plan *p) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 8. What fits
-// From options to settings, on the card that is named or at hand. From settings to the time of a
-// step, to what fits and to the printed plan the appendix data/fit.c goes on (chapter Start-up and
-// main includes it).
+// 8. Step time
+// The cards that are known and the cost model: the seconds of a step at given rates, from what its
+// stages compute and move.
+// 1. Counts are those of the kernels, not ideal ones: what is read twice counts twice.
+// 2. If the rates are unknown, those of a typical card are used to compare settings, and no
+//    forecast is printed.
 
 // Memory of common cards in GiB as the driver reports it: the smallest total seen quoted in CUDA
 // out-of-memory messages (public issue trackers and logs, read 2026-11; "GPU 0 has a total capacity
@@ -2791,6 +2794,228 @@ static const GpuEntry *gpu_find(const Options *o) {
     }
     return NULL;
 }
+
+// What a card does in a second: FLOPs of products of many channels, and the channels at which they
+// reach half of that; FLOPs of attention, forward and backward, under the causal mask; bytes of the
+// other kernels; bytes between host and device, and to other GPUs of its machine, each way.
+// Predicted from the kernels' instructions and from published throughputs of such cards: nobody has
+// measured them with this program. The last column is PCIe's, or what the four blocks that a run
+// allows NCCL (NCCL_CHANNELS) bring through NVLink: two fill a link (NVIDIA/nccl#1703), of whose
+// 25 GB/s 20 are data (NVIDIA/nccl#1054). With blocks for all 12 or 18 links NCCL would take six or
+// nine times the memory, and as many SMs from the products that hide the exchange.
+typedef struct {
+    double products, half, attention, attention_back, memory, link, peers;
+} Rates;
+static const struct {
+    const char *name;
+    Rates rates;
+} rates_table[] = {
+    {"t4", {38e12, 120, 20e12, 14e12, 0.21e12, 12e9, 12e9}},
+    {"4060ti", {43e12, 40, 38e12, 28e12, 0.25e12, 12e9, 12e9}},
+    {"4090", {160e12, 45, 115e12, 85e12, 0.84e12, 25e9, 25e9}},
+    {"a100", {270e12, 85, 110e12, 80e12, 1.52e12, 25e9, 40e9}},
+    {"h100", {704e12, 262, 195e12, 148e12, 2.4e12, 50e9, 40e9}},
+    {"h200", {704e12, 262, 205e12, 155e12, 3.2e12, 50e9, 40e9}},
+};
+// Where no such card is named settings are compared at these: a 4090's, and those of two cores.
+static const Rates usual_gpu = {160e12, 45, 115e12, 85e12, 0.84e12, 25e9, 25e9};
+static const Rates usual_cpu = {2e11, 30, 8e10, 8e10, 6e9, 6e9, 6e9};
+
+// What a stage does for a token, counted from its layers: FLOPs of products, x C^2, and of causal
+// attention, x T C; numbers that its other passes read and write, x C. Where a backward product has
+// a bias, its gradient is one more pass. The head's own are in speed_predict().
+typedef struct {
+    double products, attention, numbers;
+} StageWork;
+static const StageWork stage_work[STAGES] = {
+    // ln1, qkv, att, attproj (which adds the residual), ln2, fc, gelu, fcproj
+    {0, 0, 2}, {6, 0, 0}, {0, 2, 0}, {2, 0, 1}, {0, 0, 2}, {8, 0, 0}, {0, 0, 8}, {8, 0, 1},
+    // d_fcproj, d_gelu, d_fc, d_ln2, d_attproj, d_att, d_qkv, d_ln1
+    {16, 0, 1}, {0, 0, 12}, {16, 0, 0}, {0, 0, 4}, {4, 0, 1}, {0, 5, 0}, {12, 0, 3}, {0, 0, 4},
+    // embed, lnf, head, d_lnf, d_embed, join, update
+    {0, 0, 3}, {0, 0, 2}, {0, 0, 0}, {0, 0, 4}, {0, 0, 4}, {0, 0, 0}, {0, 0, 0},
+};
+
+// FLOPs that are recomputed, over FLOPs of a step without recomputation.
+static double recompute_cost(const Settings *s) {
+    const Model *m = &s->model;
+    const double C = m->C, step = m->L * (72 * C * C + 7 * s->T * C) + 6.0 * C * m->Vp;
+    double sum = 0;
+    for (int l = 0; l < m->L; l++) {
+        for (int stage = 0; stage < F_STAGES; stage++) {
+            const StageWork *w = &stage_work[stage];
+            sum += plan_recomputes(s, stage, l) * C * (w->products * C + w->attention * s->T);
+        }
+    }
+    return sum / step;
+}
+
+// Where the time of a step goes, in seconds: of a token in each stage, of what a micro-step and a
+// chunk of logits cost whatever their tokens, of a byte that the update reads or writes on the
+// device, of a byte between host and device, of a byte to another GPU.
+typedef struct {
+    double token[STAGES];
+    double block, chunk, step;
+    double byte, link_byte, peer_byte;
+    int gpu;
+} Speed;
+
+// The speed at a card's rates. Launches take 1.2 us each, 30 a block and 4 a chunk, which is what a
+// queue of short kernels costs on H100s; a block's weights pass by four times a micro-step, its
+// gradients read and written among them, a chunk's three times.
+static Speed speed_predict(const Rates *r, const Settings *s) {
+    const Model *m = &s->model;
+    const double C = m->C, bytes = (double)type_bytes(s->dtype), launch = s->gpu ? 1.2e-6 : 5e-6;
+    const double products = r->products * C / (C + r->half);
+    Speed v;
+    memset(&v, 0, sizeof v);
+    for (int i = 0; i < STAGES; i++) {
+        const StageWork *w = &stage_work[i];
+        const double attention = i < F_STAGES ? r->attention : r->attention_back;
+        v.token[i] = w->products * C * C / products + w->attention * s->T * C / attention +
+                     w->numbers * C * bytes / r->memory;
+    }
+    v.token[HEAD] = 6 * C * m->Vp / products + 2 * m->Vp * bytes / r->memory;
+    v.block = 30 * launch + 48 * C * C * bytes / r->memory;
+    v.chunk = 4 * launch + 3 * C * m->Vp * bytes / r->memory;
+    v.step = s->gpu ? 0.4e-3 : 0;
+    v.gpu = s->gpu;
+    v.byte = 1 / r->memory;
+    v.link_byte = 1 / r->link;
+    v.peer_byte = 1 / r->peers;
+    return v;
+}
+
+// The rates of the card that --gpu names; NULL: there are none.
+static const Rates *rates_named(const Options *o) {
+    const GpuEntry *card = gpu_find(o);
+    for (size_t i = 0; card && i < sizeof rates_table / sizeof rates_table[0]; i++) {
+        if (strcmp(card->name, rates_table[i].name) == 0) {
+            return &rates_table[i].rates;
+        }
+    }
+    return NULL;
+}
+
+// The speed at which settings are compared where no card is named.
+static Speed speed_usual(const Settings *s) {
+    return speed_predict(s->gpu ? &usual_gpu : &usual_cpu, s);
+}
+
+// Bytes that an update reads and writes on the device: gradients twice, for the norm and for AdamW;
+// weights, moments and master once each way.
+static double update_bytes(const Settings *s) {
+    static const int states[] = {BUF_WEIGHTS, BUF_GRADS, BUF_GRADS_1D, BUF_M, BUF_V, BUF_MASTER};
+    BufferEntry rows[SINGLES];
+    double bytes = 0;
+    single_buffers(rows, s);
+    for (size_t i = 0; i < sizeof states / sizeof states[0]; i++) {
+        const BufferEntry *row = &rows[states[i]];
+        const int hosted = row->home < HOMES && s->home[row->home] & HOME_HOST;
+        bytes += hosted ? 0 : 2 * (double)row->count * (double)type_bytes(row->type);
+    }
+    return bytes;
+}
+
+// Bytes that a rank moves in a step of `micros` micro-steps: between host and device, and to the
+// other ranks, of what it gathers and reduces.
+typedef struct {
+    double up, down, gathered, reduced;
+} Traffic;
+
+// Counts them from the visits and the plan's buffers; nothing of it is timed.
+static Traffic step_traffic(const Settings *s, int micros) {
+    const double others = 1 - 1.0 / s->ranks;
+    const int divided = s->home[HOME_OF_MOMENTS] & HOME_SHARD;
+    BufferEntry rows[SINGLES];
+    Visit *visits = (Visit *)alloc_zero(BLOCK_VISITS * (size_t)s->model.L, sizeof(Visit));
+    const int n = visits_build(visits, s);
+    Traffic t = {0, 0, 0, 0};
+    single_buffers(rows, s);
+    for (int i = 0; i < n; i++) {
+        const Visit *v = &visits[i];
+        const int weights = v->what == HOME_OF_WEIGHTS, grads = v->what == HOME_OF_GRADIENTS;
+        const int id = weights ? BUF_WEIGHTS_SLOT : grads ? BUF_GRADS_SLOT : BUF_X_SLOT;
+        const double bytes = (double)rows[id].count * (double)type_bytes(rows[id].type);
+        const double own = s->home[v->what] & HOME_SHARD ? bytes / s->ranks : bytes;
+        const int times = weights && v->arrive == 0 ? 1 : micros - grads;
+        t.up += v->in & HOME_HOST ? times * own : 0;
+        t.gathered += v->in & HOME_SHARD ? times * others * bytes : 0;
+        t.down += v->out & HOME_HOST ? micros * own : 0;
+        t.reduced += v->out & HOME_SHARD ? micros * others * bytes : 0;
+    }
+    free(visits);
+    // The update works in place; the norm reads gradients once more. Of whole weights that ranks
+    // update in parts, the own part goes up once more to be gathered, and then all come down.
+    static const int in_place[][3] = {{BUF_WEIGHTS_HOME, 1, 1}, {BUF_GRADS_HOME, 2, 0},
+                                      {BUF_M, 1, 1}, {BUF_V, 1, 1}, {BUF_MASTER, 1, 1}};
+    const int gathers = divided && s->home[HOME_OF_WEIGHTS] == HOME_HOST;
+    for (size_t i = 0; i < sizeof in_place / sizeof in_place[0]; i++) {
+        const BufferEntry *row = &rows[in_place[i][0]];
+        const double bytes = (double)row->count * (double)type_bytes(row->type);
+        const double parts = i == 0 && gathers ? s->ranks : 1, whole = parts > 1 ? bytes : 0;
+        t.up += s->home[row->home] & HOME_HOST ? (in_place[i][1] * bytes + whole) / parts : 0;
+        t.down += s->home[row->home] & HOME_HOST ? in_place[i][2] * bytes / parts + whole : 0;
+    }
+    // Whole gradients are reduced once; then the parts are gathered of what AdamW has divided, or
+    // else of the sums.
+    const double vectors = 4 * (double)rows[BUF_GRADS_1D].count, w = (double)type_bytes(s->dtype);
+    const double grads = (double)type_bytes(s->grad_dtype) * (double)rows[BUF_GRADS].count;
+    const int64_t home = s->home[HOME_OF_WEIGHTS] & HOME_SHARD ? 0 : rows[BUF_WEIGHTS_HOME].count;
+    const int64_t params = rows[BUF_WEIGHTS].count - rows[BUF_GRADS_1D].count + home;
+    t.reduced += others * (grads + vectors);
+    t.gathered += others * ((divided ? w * (double)params : grads) + vectors);
+    return t;
+}
+
+// Seconds of what a micro-step computes, with or without its blocks.
+static double forecast_micro(const Speed *v, const Settings *s, int blocks) {
+    const int L = blocks ? s->model.L : 0;
+    const double N = (double)s->B * s->T, chunks = ceil(N / s->logit_rows);
+    double token = v->token[EMBED] + v->token[LNF] + v->token[HEAD] + v->token[D_LNF] +
+                   v->token[D_EMBED];
+    for (int l = 0; l < L; l++) {
+        for (int stage = 0; stage < BLOCK_STAGES; stage++) {
+            const int again = stage < F_STAGES && plan_recomputes(s, stage, l);
+            token += (1 + again) * v->token[stage];
+        }
+    }
+    return N * token + L * v->block + chunks * v->chunk;
+}
+
+// Seconds of a step of `micros` micro-steps on each rank. What visits a device travels beside the
+// computation, both ways at once, and so do gradients and their sums between GPUs, those that stay
+// on the device in the last micro-step alone. What the update works on in host memory does not, nor
+// do new weights, which ZeRO gathers behind the update. The exchange is counted as if it could
+// begin with the micro-step, and as if it shared the link to the host, which it does on PCIe.
+static double forecast_step(const Speed *v, const Settings *s, int64_t micros) {
+    double micro = forecast_micro(v, s, 1), last = micro, update = update_bytes(s) * v->byte;
+    if (settings_offloads(s) || s->ranks > 1) {
+        const Traffic one = step_traffic(s, 1), two = step_traffic(s, 2);
+        const double up = two.up - one.up, down = two.down - one.down;  // of a micro-step
+        const double reduced = two.reduced - one.reduced, gathered = two.gathered - one.gathered;
+        const double visits = fmax(up, down) * v->link_byte + (reduced + gathered) * v->peer_byte;
+        const double sums = (one.reduced - reduced) * v->peer_byte;
+        const double results = (one.gathered - gathered) * v->peer_byte;
+        const int divided = s->home[HOME_OF_MOMENTS] & HOME_SHARD;  // so weights are gathered
+        last = fmax(micro, visits + sums + (divided ? 0 : results));
+        micro = fmax(micro, visits);
+        update += fmax(fmax(one.up - up, one.down - down), 0) * v->link_byte;
+        update += divided ? results : 0;
+    }
+    return (double)(micros - 1) * micro + last + update + v->step;
+}
+
+// The forecast as people quote it: the tokens of all ranks.
+static double forecast_tokens_per_s(const Speed *v, const Settings *s, int64_t micros) {
+    return (double)micros * s->ranks * s->B * s->T / forecast_step(v, s, micros);
+}
+
+// -------------------------------------------------------------------------------------------------
+// 9. What fits
+// From options to settings, on the card that is named or at hand. From settings to the time of a
+// step, to what fits and to the printed plan the appendix data/fit.c goes on (chapter Start-up and
+// main includes it).
 
 // Library memory (CUDA context, cuBLASLt) of a GPU run. Nobody has measured it yet, and the plan
 // says so.
@@ -2943,7 +3168,7 @@ static void settings_forward(Settings *s) {
 // Part C. GPT-2 on the CPU
 
 // -------------------------------------------------------------------------------------------------
-// 9. Matmul and fast maths
+// 10. Matmul and fast maths
 // One packed matmul serves the three products of a linear layer; its inner parts serve attention.
 // 1. Every element of a result is one chain of fused multiply-adds along k, cut into blocks of at
 //    most KC at places that depend on K alone; threads never share a sum. So neither the number
@@ -3689,7 +3914,7 @@ static void exponentials(real *x, real scale, real shift, int n) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 10. Layers
+// 11. Layers
 // The oracle: every layer of GPT-2, forward next to backward, N = B * T rows, row-major. Everything
 // but attention and the matmuls is a readable loop. Backward adds to parameter gradients and
 // overwrites activation gradients. Shared loops split outputs, never a sum, so bits do not depend
@@ -4180,7 +4405,7 @@ static void gelu_backward(real *dinp, const real *dout, const real *inp, size_t 
 }
 
 // -------------------------------------------------------------------------------------------------
-// 11. The network
+// 12. The network
 // GPT-2 on the CPU, over the plan's buffers, and the walk through a micro-step, which serves
 // Volume II too.
 // 1. A block's stage computes one activation; forward runs all eight, backward repeats those whose
@@ -4416,7 +4641,7 @@ static void network_walk(Pass *pass, int end, int adds) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 12. Optimizer and schedules
+// 13. Optimizer and schedules
 // AdamW with decoupled decay (Loshchilov and Hutter, ICLR 2019) over the flat buffers; vectors are
 // not decayed. The gradient norm is summed in fp64 over fixed chunks, so no bit depends on the
 // number of threads.
@@ -4568,7 +4793,7 @@ static double network_update(Plan *p, const Options *o, double lr, double limit,
 }
 
 // -------------------------------------------------------------------------------------------------
-// 13. The engine
+// 14. The engine
 // The few verbs by which everything above the network drives it: micro_step, update, forward_loss,
 // logits, and states in and out. The CPU's engine is here; Volume II brings the GPU's. All that
 // follows knows neither.
@@ -4859,7 +5084,7 @@ static void engine_initialise(Engine *e, const Model *m, uint64_t seed) {
 // Part D. The run
 
 // -------------------------------------------------------------------------------------------------
-// 14. Data
+// 15. Data
 // Training cuts every shard into windows of T inputs (targets are the same tokens one further).
 // 1. A sequence's place in the run is one number, the position: step after step, micro-step after
 //    micro-step, rank after rank, row after row. position / windows is the epoch; within an epoch
@@ -4982,7 +5207,7 @@ static int dataset_batch(Dataset *d, int64_t position, int B, Token *inputs, Tok
 }
 
 // -------------------------------------------------------------------------------------------------
-// 15. Weights and checkpoints
+// 16. Weights and checkpoints
 // The bytes of both are in files of their own: a training step knows nothing about them. They use
 // the model, the options, the engine and Dataset.
 
@@ -4990,7 +5215,7 @@ static int dataset_batch(Dataset *d, int64_t position, int B, Token *inputs, Tok
 #include "data/checkpoint.c"
 
 // -------------------------------------------------------------------------------------------------
-// 16. Sampling and generation
+// 17. Sampling and generation
 // A sample grows one token at a time from the last position's logits; the random number of a token
 // is a function of (seed, step, sample, place in the sample), so samples repeat. A training run
 // computes the whole window for each token, in the memory of its training; --generate has a plan of
@@ -5256,7 +5481,7 @@ static void generate_all(Generator *g) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 17. Evaluation
+// 18. Evaluation
 // An evaluation gives the model a context and several completions of it, and asks which one it
 // finds likeliest. Its files are the appendix's.
 // 1. A row is a context and one completion; it is scored by the losses of the completion's tokens.
@@ -5474,7 +5699,7 @@ static void run_print_score(const Run *run, const EvalFile *f, const EvalScore *
 }
 
 // -------------------------------------------------------------------------------------------------
-// 18. Training and output
+// 19. Training and output
 // The one loop, for every engine: it owns the order of things, data, step, log, validation,
 // samples, checkpoints, signals. And what it prints: a start-up box, one line a step (rewritten in
 // place on a terminal), and log.jsonl: one object a line, flushed, append only, valid after a
@@ -6051,7 +6276,7 @@ static void run_train(Run *run) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 19. Start-up and main
+// 20. Start-up and main
 // From options to a run, in the seven steps of program_run(). What one step decides the next ones
 // build on. Nothing is written, and no large memory taken, before everything that can be refused
 // has been refused: five steps only read, the sixth compares the plan with the memory there is.

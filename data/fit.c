@@ -11,237 +11,14 @@
 // Build:  with Volume I. It is also C++17
 //
 // Contents
-//   1  Forecast
-//   2  Levels and homes
-//   3  Remedies
-//   4  The printed plan
-//   5  Fit and minimum
-//   6  Measured speed
+//   1  Levels and homes
+//   2  Remedies
+//   3  The printed plan
+//   4  Fit and minimum
+//   5  Measured speed
 
 // -------------------------------------------------------------------------------------------------
-// 1. Forecast
-// The seconds of a step at given rates, from what stages compute and move. 1. Counts are those of
-// the kernels, not of an ideal: what is read twice counts twice. 2. Where no rates are known a
-// usual card's serve to compare settings with each other, and no forecast is printed.
-
-// What a card does in a second: FLOPs of products of many channels, and the channels at which they
-// reach half of that; FLOPs of attention, forward and backward, under the causal mask; bytes of the
-// other kernels; bytes between host and device, and to other GPUs of its machine, each way.
-// Predicted from the kernels' instructions and from published throughputs of such cards: nobody has
-// measured them with this program. The last column is PCIe's, or what the four blocks that a run
-// allows NCCL (NCCL_CHANNELS) bring through NVLink: two fill a link (NVIDIA/nccl#1703), of whose
-// 25 GB/s 20 are data (NVIDIA/nccl#1054). With blocks for all 12 or 18 links NCCL would take six or
-// nine times the memory, and as many SMs from the products that hide the exchange.
-typedef struct {
-    double products, half, attention, attention_back, memory, link, peers;
-} Rates;
-static const struct {
-    const char *name;
-    Rates rates;
-} rates_table[] = {
-    {"t4", {38e12, 120, 20e12, 14e12, 0.21e12, 12e9, 12e9}},
-    {"4060ti", {43e12, 40, 38e12, 28e12, 0.25e12, 12e9, 12e9}},
-    {"4090", {160e12, 45, 115e12, 85e12, 0.84e12, 25e9, 25e9}},
-    {"a100", {270e12, 85, 110e12, 80e12, 1.52e12, 25e9, 40e9}},
-    {"h100", {704e12, 262, 195e12, 148e12, 2.4e12, 50e9, 40e9}},
-    {"h200", {704e12, 262, 205e12, 155e12, 3.2e12, 50e9, 40e9}},
-};
-// Where no such card is named settings are compared at these: a 4090's, and those of two cores.
-static const Rates usual_gpu = {160e12, 45, 115e12, 85e12, 0.84e12, 25e9, 25e9};
-static const Rates usual_cpu = {2e11, 30, 8e10, 8e10, 6e9, 6e9, 6e9};
-
-// What a stage does for a token, counted from its layers: FLOPs of products, x C^2, and of causal
-// attention, x T C; numbers that its other passes read and write, x C. Where a backward product has
-// a bias, its gradient is one more pass. The head's own are in speed_predict().
-typedef struct {
-    double products, attention, numbers;
-} StageWork;
-static const StageWork stage_work[STAGES] = {
-    // ln1, qkv, att, attproj (which adds the residual), ln2, fc, gelu, fcproj
-    {0, 0, 2}, {6, 0, 0}, {0, 2, 0}, {2, 0, 1}, {0, 0, 2}, {8, 0, 0}, {0, 0, 8}, {8, 0, 1},
-    // d_fcproj, d_gelu, d_fc, d_ln2, d_attproj, d_att, d_qkv, d_ln1
-    {16, 0, 1}, {0, 0, 12}, {16, 0, 0}, {0, 0, 4}, {4, 0, 1}, {0, 5, 0}, {12, 0, 3}, {0, 0, 4},
-    // embed, lnf, head, d_lnf, d_embed, join, update
-    {0, 0, 3}, {0, 0, 2}, {0, 0, 0}, {0, 0, 4}, {0, 0, 4}, {0, 0, 0}, {0, 0, 0},
-};
-
-// FLOPs that are recomputed, over FLOPs of a step without recomputation.
-static double recompute_cost(const Settings *s) {
-    const Model *m = &s->model;
-    const double C = m->C, step = m->L * (72 * C * C + 7 * s->T * C) + 6.0 * C * m->Vp;
-    double sum = 0;
-    for (int l = 0; l < m->L; l++) {
-        for (int stage = 0; stage < F_STAGES; stage++) {
-            const StageWork *w = &stage_work[stage];
-            sum += plan_recomputes(s, stage, l) * C * (w->products * C + w->attention * s->T);
-        }
-    }
-    return sum / step;
-}
-
-// Where the time of a step goes, in seconds: of a token in each stage, of what a micro-step and a
-// chunk of logits cost whatever their tokens, of a byte that the update reads or writes on the
-// device, of a byte between host and device, of a byte to another GPU.
-typedef struct {
-    double token[STAGES];
-    double block, chunk, step;
-    double byte, link_byte, peer_byte;
-    int gpu;
-} Speed;
-
-// The speed at a card's rates. Launches take 1.2 us each, 30 a block and 4 a chunk, which is what a
-// queue of short kernels costs on H100s; a block's weights pass by four times a micro-step, its
-// gradients read and written among them, a chunk's three times.
-static Speed speed_predict(const Rates *r, const Settings *s) {
-    const Model *m = &s->model;
-    const double C = m->C, bytes = (double)type_bytes(s->dtype), launch = s->gpu ? 1.2e-6 : 5e-6;
-    const double products = r->products * C / (C + r->half);
-    Speed v;
-    memset(&v, 0, sizeof v);
-    for (int i = 0; i < STAGES; i++) {
-        const StageWork *w = &stage_work[i];
-        const double attention = i < F_STAGES ? r->attention : r->attention_back;
-        v.token[i] = w->products * C * C / products + w->attention * s->T * C / attention +
-                     w->numbers * C * bytes / r->memory;
-    }
-    v.token[HEAD] = 6 * C * m->Vp / products + 2 * m->Vp * bytes / r->memory;
-    v.block = 30 * launch + 48 * C * C * bytes / r->memory;
-    v.chunk = 4 * launch + 3 * C * m->Vp * bytes / r->memory;
-    v.step = s->gpu ? 0.4e-3 : 0;
-    v.gpu = s->gpu;
-    v.byte = 1 / r->memory;
-    v.link_byte = 1 / r->link;
-    v.peer_byte = 1 / r->peers;
-    return v;
-}
-
-// The rates of the card that --gpu names; NULL: there are none.
-static const Rates *rates_named(const Options *o) {
-    const GpuEntry *card = gpu_find(o);
-    for (size_t i = 0; card && i < sizeof rates_table / sizeof rates_table[0]; i++) {
-        if (strcmp(card->name, rates_table[i].name) == 0) {
-            return &rates_table[i].rates;
-        }
-    }
-    return NULL;
-}
-
-// The speed at which settings are compared where no card is named.
-static Speed speed_usual(const Settings *s) {
-    return speed_predict(s->gpu ? &usual_gpu : &usual_cpu, s);
-}
-
-// Bytes that an update reads and writes on the device: gradients twice, for the norm and for AdamW;
-// weights, moments and master once each way.
-static double update_bytes(const Settings *s) {
-    static const int states[] = {BUF_WEIGHTS, BUF_GRADS, BUF_GRADS_1D, BUF_M, BUF_V, BUF_MASTER};
-    BufferEntry rows[SINGLES];
-    double bytes = 0;
-    single_buffers(rows, s);
-    for (size_t i = 0; i < sizeof states / sizeof states[0]; i++) {
-        const BufferEntry *row = &rows[states[i]];
-        const int hosted = row->home < HOMES && s->home[row->home] & HOME_HOST;
-        bytes += hosted ? 0 : 2 * (double)row->count * (double)type_bytes(row->type);
-    }
-    return bytes;
-}
-
-// Bytes that a rank moves in a step of `micros` micro-steps: between host and device, and to the
-// other ranks, of what it gathers and reduces.
-typedef struct {
-    double up, down, gathered, reduced;
-} Traffic;
-
-// Counts them from the visits and the plan's buffers; nothing of it is timed.
-static Traffic step_traffic(const Settings *s, int micros) {
-    const double others = 1 - 1.0 / s->ranks;
-    const int divided = s->home[HOME_OF_MOMENTS] & HOME_SHARD;
-    BufferEntry rows[SINGLES];
-    Visit *visits = (Visit *)alloc_zero(BLOCK_VISITS * (size_t)s->model.L, sizeof(Visit));
-    const int n = visits_build(visits, s);
-    Traffic t = {0, 0, 0, 0};
-    single_buffers(rows, s);
-    for (int i = 0; i < n; i++) {
-        const Visit *v = &visits[i];
-        const int weights = v->what == HOME_OF_WEIGHTS, grads = v->what == HOME_OF_GRADIENTS;
-        const int id = weights ? BUF_WEIGHTS_SLOT : grads ? BUF_GRADS_SLOT : BUF_X_SLOT;
-        const double bytes = (double)rows[id].count * (double)type_bytes(rows[id].type);
-        const double own = s->home[v->what] & HOME_SHARD ? bytes / s->ranks : bytes;
-        const int times = weights && v->arrive == 0 ? 1 : micros - grads;
-        t.up += v->in & HOME_HOST ? times * own : 0;
-        t.gathered += v->in & HOME_SHARD ? times * others * bytes : 0;
-        t.down += v->out & HOME_HOST ? micros * own : 0;
-        t.reduced += v->out & HOME_SHARD ? micros * others * bytes : 0;
-    }
-    free(visits);
-    // The update works in place; the norm reads gradients once more. Of whole weights that ranks
-    // update in parts, the own part goes up once more to be gathered, and then all come down.
-    static const int in_place[][3] = {{BUF_WEIGHTS_HOME, 1, 1}, {BUF_GRADS_HOME, 2, 0},
-                                      {BUF_M, 1, 1}, {BUF_V, 1, 1}, {BUF_MASTER, 1, 1}};
-    const int gathers = divided && s->home[HOME_OF_WEIGHTS] == HOME_HOST;
-    for (size_t i = 0; i < sizeof in_place / sizeof in_place[0]; i++) {
-        const BufferEntry *row = &rows[in_place[i][0]];
-        const double bytes = (double)row->count * (double)type_bytes(row->type);
-        const double parts = i == 0 && gathers ? s->ranks : 1, whole = parts > 1 ? bytes : 0;
-        t.up += s->home[row->home] & HOME_HOST ? (in_place[i][1] * bytes + whole) / parts : 0;
-        t.down += s->home[row->home] & HOME_HOST ? in_place[i][2] * bytes / parts + whole : 0;
-    }
-    // Whole gradients are reduced once; then the parts are gathered of what AdamW has divided, or
-    // else of the sums.
-    const double vectors = 4 * (double)rows[BUF_GRADS_1D].count, w = (double)type_bytes(s->dtype);
-    const double grads = (double)type_bytes(s->grad_dtype) * (double)rows[BUF_GRADS].count;
-    const int64_t home = s->home[HOME_OF_WEIGHTS] & HOME_SHARD ? 0 : rows[BUF_WEIGHTS_HOME].count;
-    const int64_t params = rows[BUF_WEIGHTS].count - rows[BUF_GRADS_1D].count + home;
-    t.reduced += others * (grads + vectors);
-    t.gathered += others * ((divided ? w * (double)params : grads) + vectors);
-    return t;
-}
-
-// Seconds of what a micro-step computes, with or without its blocks.
-static double forecast_micro(const Speed *v, const Settings *s, int blocks) {
-    const int L = blocks ? s->model.L : 0;
-    const double N = (double)s->B * s->T, chunks = ceil(N / s->logit_rows);
-    double token = v->token[EMBED] + v->token[LNF] + v->token[HEAD] + v->token[D_LNF] +
-                   v->token[D_EMBED];
-    for (int l = 0; l < L; l++) {
-        for (int stage = 0; stage < BLOCK_STAGES; stage++) {
-            const int again = stage < F_STAGES && plan_recomputes(s, stage, l);
-            token += (1 + again) * v->token[stage];
-        }
-    }
-    return N * token + L * v->block + chunks * v->chunk;
-}
-
-// Seconds of a step of `micros` micro-steps on each rank. What visits a device travels beside the
-// computation, both ways at once, and so do gradients and their sums between GPUs, those that stay
-// on the device in the last micro-step alone. What the update works on in host memory does not, nor
-// do new weights, which ZeRO gathers behind the update. The exchange is counted as if it could
-// begin with the micro-step, and as if it shared the link to the host, which it does on PCIe.
-static double forecast_step(const Speed *v, const Settings *s, int64_t micros) {
-    double micro = forecast_micro(v, s, 1), last = micro, update = update_bytes(s) * v->byte;
-    if (settings_offloads(s) || s->ranks > 1) {
-        const Traffic one = step_traffic(s, 1), two = step_traffic(s, 2);
-        const double up = two.up - one.up, down = two.down - one.down;  // of a micro-step
-        const double reduced = two.reduced - one.reduced, gathered = two.gathered - one.gathered;
-        const double visits = fmax(up, down) * v->link_byte + (reduced + gathered) * v->peer_byte;
-        const double sums = (one.reduced - reduced) * v->peer_byte;
-        const double results = (one.gathered - gathered) * v->peer_byte;
-        const int divided = s->home[HOME_OF_MOMENTS] & HOME_SHARD;  // so weights are gathered
-        last = fmax(micro, visits + sums + (divided ? 0 : results));
-        micro = fmax(micro, visits);
-        update += fmax(fmax(one.up - up, one.down - down), 0) * v->link_byte;
-        update += divided ? results : 0;
-    }
-    return (double)(micros - 1) * micro + last + update + v->step;
-}
-
-// The forecast as people quote it: the tokens of all ranks.
-static double forecast_tokens_per_s(const Speed *v, const Settings *s, int64_t micros) {
-    return (double)micros * s->ranks * s->B * s->T / forecast_step(v, s, micros);
-}
-
-// -------------------------------------------------------------------------------------------------
-// 2. Levels and homes
+// 1. Levels and homes
 // What changes no bit may be chosen by the program: the levels of recomputation, block by block,
 // and what lives on the host.
 // 1. Levels come before homes: recomputing takes nothing but time, and less of it than PCIe may.
@@ -426,7 +203,7 @@ static LevelsText recompute_text(const Settings *s) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 3. Remedies
+// 2. Remedies
 // What makes a plan smaller or fit, as a user would type it, with its price.
 
 // Prints a command with these options, those that differ from their defaults, to be pasted.
@@ -673,7 +450,7 @@ static void plan_refuse_host(const Plan *p, size_t available, const char *limit)
 }
 
 // -------------------------------------------------------------------------------------------------
-// 4. The printed plan
+// 3. The printed plan
 // --plan, for people and as JSON.
 
 // A tick as --plan --json and dev/report.py call it: `head`, `3.qkv`, `3.re-qkv`.
@@ -911,7 +688,7 @@ static int plan_print(const Plan *p, const Room *room, const Options *o) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 5. Fit and minimum
+// 4. Fit and minimum
 // --fit tries settings, plans and forecasts each, and recommends one by its command line; --minimum
 // is the smallest of them. Settings are tried as options that are parsed like a user's, so that
 // what is recommended is what a run accepts.
@@ -1323,7 +1100,7 @@ static Room room_named(const Options *o, const Settings *s) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 6. Measured speed
+// 5. Measured speed
 // The source of a plan's forecast for the machine at hand: on the CPU, small models that are timed
 // each time; on a GPU, what runs have measured and kept.
 
