@@ -30,7 +30,7 @@
 //   6  Memory plan
 //   7  Buckets and visits
 //   8  Step time
-//   9  What fits
+//   9  Settings
 // Part C. GPT-2 on the CPU
 //  10  Matmul and fast maths
 //  11  Layers
@@ -3012,7 +3012,7 @@ static double forecast_tokens_per_s(const Speed *v, const Settings *s, int64_t m
 }
 
 // -------------------------------------------------------------------------------------------------
-// 9. What fits
+// 9. Settings
 // From options to settings, on the card that is named or at hand. From settings to the time of a
 // step, to what fits and to the printed plan the appendix data/fit.c goes on (chapter Start-up and
 // main includes it).
@@ -3162,6 +3162,257 @@ static void settings_forward(Settings *s) {
     s->forward = 1;
     s->split_master = 0;
     s->home[HOME_OF_RESIDUALS] = 0;
+}
+
+// Levels and homes. What changes no bit may be chosen by the program: the levels of recomputation,
+// block by block, and what lives on the host.
+// 1. Levels come before homes: recomputing takes nothing but time, and less of it than PCIe may.
+// 2. No more is chosen than it takes: with room for everything, nothing.
+
+// States that --offload auto and the remedies send to the host, the cheapest first: each rung adds
+// to the one before. Moments and master cross once a step, residuals once a micro-step each way,
+// weights and gradients more often.
+enum {
+    HOST_MOMENTS = 1 << HOME_OF_MOMENTS | 1 << HOME_OF_MASTER,
+    HOST_RESIDUALS = HOST_MOMENTS | 1 << HOME_OF_RESIDUALS,
+    HOST_GRADIENTS = HOST_RESIDUALS | 1 << HOME_OF_GRADIENTS,
+    HOST_ALL = HOST_GRADIENTS | 1 << HOME_OF_WEIGHTS
+};
+static const int host_rungs[] = {0, HOST_MOMENTS, HOST_RESIDUALS, HOST_GRADIENTS, HOST_ALL};
+enum { HOST_RUNGS = sizeof host_rungs / sizeof host_rungs[0] };
+
+// Adds host homes to the settings: those of `states` that exist here. Returns what has one now, as
+// --offload has it.
+static int64_t settings_offload(Settings *s, int states) {
+    int64_t all = 0;
+    for (int state = 0; state < HOMES; state++) {
+        const int none = (state == HOME_OF_MASTER && !settings_has_master(s)) ||
+                         (state == HOME_OF_GRADIENTS && s->ranks > 1);
+        if (states >> state & 1 && !none) {
+            s->home[state] |= HOME_HOST;
+        }
+        all |= (int64_t)(s->home[state] & HOME_HOST) / HOME_HOST << state;
+    }
+    return all;
+}
+
+// The states at home on the host as --offload takes them.
+static const char *offload_text(char text[64], const Settings *s) {
+    int n = 0;
+    snprintf(text, 64, "none");
+    for (int state = 0; state < HOMES; state++) {
+        if (s->home[state] & HOME_HOST) {
+            n += snprintf(text + n, 64 - (size_t)n, "%s%s", n ? "," : "",
+                          choice_text(offloads, state + 2).s);
+        }
+    }
+    return text;
+}
+
+// The levels worth mixing, from `none` to `block`: each next one frees memory at the lowest price
+// in time, so what lies between two of them is no cheaper than a mixture of both (the lower convex
+// hull of seconds over numbers kept). Returns how many.
+static int level_hull(int hull[RECOMPUTE_LEVELS], const Speed *v) {
+    double seconds[RECOMPUTE_LEVELS] = {0}, kept[RECOMPUTE_LEVELS] = {0};
+    int n = 1;
+    for (int level = 0; level < RECOMPUTE_LEVELS; level++) {
+        for (int stage = 0; stage < F_STAGES; stage++) {
+            seconds[level] += (level_table[level].stages >> stage & 1) * v->token[stage];
+        }
+        for (int i = 0; i < ACTS; i++) {
+            const int again = level_table[level].stages >> act_table[i].made & 1;
+            kept[level] += again ? 0 : max_i64(act_table[i].channels, 0);
+        }
+        check(level == 0 || kept[level] < kept[level - 1],
+              "recompute level %s keeps no less than the one before it", level_table[level].name);
+    }
+    hull[0] = RECOMPUTE_NONE;
+    for (; hull[n - 1] < RECOMPUTE_BLOCK; n++) {
+        const int from = hull[n - 1];
+        double least = INFINITY;
+        for (int level = from + 1; level < RECOMPUTE_LEVELS; level++) {
+            const double price = (seconds[level] - seconds[from]) / (kept[from] - kept[level]);
+            hull[n] = price <= least ? level : hull[n];
+            least = price <= least ? price : least;
+        }
+    }
+    return n;
+}
+
+// Mixture `k` of k = 0 .. (n - 1) L, ever smaller: the first k % L blocks at the hull's next level.
+static void settings_mix(Settings *s, const int *hull, int k) {
+    const int L = s->model.L;
+    for (int l = 0; l < L; l++) {
+        s->level[l] = (uint8_t)hull[k / L + (l < k % L)];
+    }
+}
+
+// Sets the levels to the cheapest mixture whose plan takes at most `bytes`, and then lets the last
+// blocks recompute nothing as long as it still fits: what they keep is used before most of
+// backward's working set exists. Returns the plan's bytes; above `bytes` nothing fits, and the
+// levels are those of the smallest plan.
+static size_t settings_fit_levels(Settings *s, const Speed *v, size_t bytes) {
+    int hull[RECOMPUTE_LEVELS], low = -1, high = (level_hull(hull, v) - 1) * s->model.L;
+    const int last = high;
+    while (high - low > 1) {  // halving by the bytes alive, which a layout hardly exceeds
+        const int middle = (low + high) / 2;
+        settings_mix(s, hull, middle);
+        *(plan_live(s) <= bytes ? &high : &low) = middle;
+    }
+    settings_mix(s, hull, high);
+    size_t best = plan_bytes(s);
+    while (best > bytes && high < last) {
+        settings_mix(s, hull, ++high);
+        best = plan_bytes(s);
+    }
+    for (int l = s->model.L - 1; l >= 0 && best <= bytes && high > 0; l--) {
+        const uint8_t level = s->level[l];
+        s->level[l] = RECOMPUTE_NONE;
+        const size_t found = level == RECOMPUTE_NONE       ? best
+                             : plan_live(s) > bytes ? SIZE_MAX
+                                                    : plan_bytes(s);
+        if (found > bytes) {
+            s->level[l] = level;
+            break;
+        }
+        best = found;
+    }
+    return best;
+}
+
+// What a run may take: bytes of its device, 0: unknown, and of the host's memory. Beside it what
+// libraries take of the device, where it is, and its speed where `from` says how that is known; and
+// what a step may take of the data.
+typedef struct {
+    size_t device, host, library;
+    int64_t windows;  // sequences that the data gives, 0: unknown
+    const char *where, *from;
+    Speed speed;
+} Room;
+
+// Bytes of every group at the tick where most bytes are alive, so that they add up to the peak; the
+// rest of the allocation is what first fit could not share. Host buffers are counted apart.
+static void plan_groups(const Plan *p, size_t device[GROUPS], size_t host[GROUPS]) {
+    memset(device, 0, GROUPS * sizeof(size_t));
+    memset(host, 0, GROUPS * sizeof(size_t));
+    for (int i = 0; i < p->buffer_count; i++) {
+        const Buffer *b = &p->buffers[i];
+        if (b->first <= p->peak && p->peak <= b->last) {
+            (b->home == HOME_HOST ? host : device)[b->group] += buffer_room(b);
+        }
+    }
+}
+
+// Micro-steps of a step, those that hold -d's tokens (0: no whole number of them does) or one.
+static int64_t step_micros(const Options *o, const Settings *s) {
+    const int64_t tokens = (int64_t)s->ranks * s->B * s->T;
+    return !o->tokens_per_step ? 1 : o->tokens_per_step % tokens ? 0 : o->tokens_per_step / tokens;
+}
+
+// step_micros of a run, which ends where no whole number of micro-steps holds -d's tokens.
+static int64_t step_whole_micros(const Options *o, const Settings *s) {
+    const int64_t micros = step_micros(o, s);
+    char gpus[32] = "", times[32] = "";
+    if (s->ranks > 1) {
+        snprintf(gpus, sizeof gpus, " x GPUs");
+        snprintf(times, sizeof times, " x %d", s->ranks);
+    }
+    if (micros == 0) {
+        die("--tokens-per-step (-d): %" PRId64 " is not a multiple of B x T%s = %d x %d%s = %"
+            PRId64, o->tokens_per_step, gpus, s->B, s->T, times,
+            (int64_t)s->ranks * s->B * s->T);
+    }
+    return micros;
+}
+
+// Decides what -r auto and --offload auto leave to the program, neither of which changes a bit: the
+// cheapest levels that fit, and host memory only where no levels do, for as few states as it takes.
+// Where nothing fits the settings are those that lack least; where the room is unknown nothing is
+// recomputed or offloaded.
+static void settings_auto(Settings *s, const Options *o, const Room *room) {
+    const int trains = !s->forward;  // without it there is nothing to recompute or to offload
+    const int levels = trains && strcmp(o->recompute, "auto") == 0;
+    const int homes = trains && s->gpu && o->offload == OFFLOAD_AUTO;
+    const Speed v = speed_usual(s);
+    Settings best = *s;
+    size_t least = SIZE_MAX;
+    for (int rung = 0; rung < (homes ? HOST_RUNGS : 1) && room->device > 0; rung++) {
+        Settings next = *s;
+        Plan p;
+        settings_offload(&next, host_rungs[rung]);
+        if (levels) {
+            settings_fit_levels(&next, &v, room->device);
+        }
+        plan_build(&p, &next);
+        if (plan_taken(&p) < least && (p.host_bytes <= room->host || rung == 0)) {
+            best = next;
+            least = plan_taken(&p);
+        }
+        plan_free(&p);
+        if (least <= room->device) {
+            break;
+        }
+    }
+    *s = best;
+}
+
+// The levels as -r takes them: runs of blocks, such as "block:20,qkv:8", without those at the end
+// that recompute nothing. A run is "block:1," at the longest for its blocks.
+typedef struct {
+    char s[8 * MAX_LAYERS + 1];
+} LevelsText;
+static LevelsText recompute_text(const Settings *s) {
+    LevelsText text = {"none"};
+    size_t n = 0;
+    int blocks = s->model.L;
+    while (blocks > 0 && s->level[blocks - 1] == RECOMPUTE_NONE) {
+        blocks--;
+    }
+    for (int l = 0, run = 1; l < blocks; l += run) {
+        for (run = 1; l + run < blocks && s->level[l + run] == s->level[l];) {
+            run++;
+        }
+        n += (size_t)snprintf(text.s + n, sizeof text.s - n, "%s%s", n ? "," : "",
+                              level_table[s->level[l]].name);
+        if (l + run < s->model.L) {
+            n += (size_t)snprintf(text.s + n, sizeof text.s - n, ":%d", run);
+        }
+        check(n < sizeof text.s, "%d blocks", blocks);
+    }
+    return text;
+}
+
+static size_t size_less(size_t bytes, size_t taken) { return bytes > taken ? bytes - taken : 0; }
+
+// The --gpu and --gpu-mem options as bytes, the smaller of both; 0: neither was given.
+static size_t gpu_memory_from_options(const Options *o) {
+    const GpuEntry *row = gpu_find(o);
+    size_t card = row ? (size_t)(row->gib * 0x1p30) : 0, cap = (size_t)o->gpu_mem;
+    return card && cap ? (card < cap ? card : cap) : card + cap;
+}
+
+// The room on a card that is only named; nothing is known of its host's memory. Rates are those of
+// products of 16-bit numbers.
+static Room room_named(const Options *o, const Settings *s) {
+    const Rates *rates = s->dtype == TYPE_FP32 ? NULL : rates_named(o);
+    const size_t bytes = gpu_memory_from_options(o);
+    Room room;
+    memset(&room, 0, sizeof room);
+    room.library = library_reserve_bytes;
+    const size_t reserved = room.library + nccl_estimate_bytes(s);
+    room.device = size_less(bytes, reserved);
+    room.host = SIZE_MAX;
+    room.where = o->gpu[0] ? o->gpu : "--gpu-mem";
+    if (bytes && !room.device) {  // as when 16 is typed for 16GiB
+        die("%s: nothing is left beside %s, which are reserved for libraries, of %s", room.where,
+            bytes_text((double)reserved).s, bytes_text((double)bytes).s);
+    }
+    room.speed = rates ? speed_predict(rates, s) : speed_usual(s);
+    // Between machines, of eight GPUs at most, the exchange is slower than these rates have it.
+    room.from = !rates                      ? NULL
+                : s->ranks > NCCL_PEERS + 1 ? "predicted for these cards in one machine, unmeasured"
+                                            : "predicted for this card, unmeasured";
+    return room;
 }
 
 // =================================================================================================
