@@ -737,6 +737,21 @@ static void options_parse(Options *o, int argc, char **argv) {
     }
 }
 
+// The row of a name, which is in the table.
+static const OptionRow *option_find(const char *name) {
+    int row = 0;
+    while (row < OPTION_ROWS && strcmp(option_rows[row].name, name) != 0) {
+        row++;
+    }
+    check(row < OPTION_ROWS, "no option is called %s", name);
+    return &option_rows[row];
+}
+
+// Whether the user has typed the option, be it with its default.
+static int option_given(const Options *o, const char *name) {
+    return o->given[option_find(name) - option_rows];
+}
+
 // -------------------------------------------------------------------------------------------------
 // 4. The model
 // Sizes: L layers, NH heads of HS = C / NH channels, C channels, maxT positions, V tokens, Vp = V

@@ -20,6 +20,9 @@
 // 1. Remedies
 // What makes a plan smaller or fit, as a user would type it, with its price.
 
+// What was typed to start this program, so that a printed command starts it again from there.
+static const char *program_command = "./train_gpt2";
+
 // Prints a command with these options, those that differ from their defaults, to be pasted.
 static void command_print(const char *program, const Options *o) {
     char text[64], usual[64];
@@ -267,6 +270,38 @@ static void plan_refuse_host(const Plan *p, size_t available, const char *limit)
 // 2. The printed plan
 // --plan, for people and as JSON.
 
+// Prints the command that trains with these options and levels on the CPU or a GPU: this program as
+// it was called, or the GPU's that stands beside it.
+static void training_print(const Options *chosen, const char *levels, int gpu) {
+    const char *slash = strrchr(program_command, '/');
+    const int folder = slash ? (int)(slash + 1 - program_command) : 0;
+    char beside[PATH_BYTES];
+    Options defaults, o = *chosen;
+    options_default(&defaults);
+    o.recompute = levels;
+    o.plan = o.fit = o.minimum = o.gpu_mem = 0;
+    o.gpu = defaults.gpu;
+    snprintf(beside, sizeof beside, "%.*strain_gpt2cu", folder, program_command);
+    command_print(gpu && strcmp(program_name, "train_gpt2") == 0 ? beside : program_command, &o);
+    printf("\n");
+}
+
+// Prints the command of what settings_auto() has chosen, where that is anything.
+static void choice_print(const Plan *p, const Options *o) {
+    const Settings *s = &p->settings;
+    Options chosen = *o;
+    const int homes = o->offload == OFFLOAD_AUTO && settings_offloads(s);
+    const LevelsText levels = recompute_text(s);
+    if (homes || (strcmp(o->recompute, "auto") == 0 && strcmp(levels.s, "none") != 0)) {
+        Settings copy = *s;
+        chosen.offload = homes ? settings_offload(&copy, 0) : o->offload;
+        printf("chosen   ");
+        training_print(&chosen, levels.s, s->gpu);
+        printf("         so that it fits, same bits; %s of host memory\n\n",
+               bytes_text((double)p->host_bytes).s);
+    }
+}
+
 // A tick as --plan --json and dev/report.py call it: `head`, `3.qkv`, `3.re-qkv`.
 static void tick_name(char name[32], const Settings *s, int tick) {
     Tick t = tick_at(s, tick);
@@ -472,21 +507,6 @@ static int plan_print(const Plan *p, const Room *room, const Options *o) {
 // is the smallest of them. Settings are tried as options that are parsed like a user's, so that
 // what is recommended is what a run accepts.
 
-// The row of a name, which is in the table.
-static const OptionRow *option_find(const char *name) {
-    int row = 0;
-    while (row < OPTION_ROWS && strcmp(option_rows[row].name, name) != 0) {
-        row++;
-    }
-    check(row < OPTION_ROWS, "no option is called %s", name);
-    return &option_rows[row];
-}
-
-// Whether the user has typed the option, be it with its default.
-static int option_given(const Options *o, const char *name) {
-    return o->given[option_find(name) - option_rows];
-}
-
 // What --minimum decides itself, or does not depend on.
 static const char *const minimum_decides[] = {"batch",   "recompute", "logit-rows", "moments",
                                               "master", "offload",   "gpu-mem"};
@@ -608,41 +628,6 @@ static int fit_points(FitPoint list[MAX_POINTS], const Options *asked, const Mod
         }
     }
     return n;
-}
-
-// What was typed to start this program, so that a printed command starts it again from there.
-static const char *program_command = "./train_gpt2";
-
-// Prints the command that trains with these options and levels on the CPU or a GPU: this program as
-// it was called, or the GPU's that stands beside it.
-static void training_print(const Options *chosen, const char *levels, int gpu) {
-    const char *slash = strrchr(program_command, '/');
-    const int folder = slash ? (int)(slash + 1 - program_command) : 0;
-    char beside[PATH_BYTES];
-    Options defaults, o = *chosen;
-    options_default(&defaults);
-    o.recompute = levels;
-    o.plan = o.fit = o.minimum = o.gpu_mem = 0;
-    o.gpu = defaults.gpu;
-    snprintf(beside, sizeof beside, "%.*strain_gpt2cu", folder, program_command);
-    command_print(gpu && strcmp(program_name, "train_gpt2") == 0 ? beside : program_command, &o);
-    printf("\n");
-}
-
-// Prints the command of what settings_auto() has chosen, where that is anything.
-static void choice_print(const Plan *p, const Options *o) {
-    const Settings *s = &p->settings;
-    Options chosen = *o;
-    const int homes = o->offload == OFFLOAD_AUTO && settings_offloads(s);
-    const LevelsText levels = recompute_text(s);
-    if (homes || (strcmp(o->recompute, "auto") == 0 && strcmp(levels.s, "none") != 0)) {
-        Settings copy = *s;
-        chosen.offload = homes ? settings_offload(&copy, 0) : o->offload;
-        printf("chosen   ");
-        training_print(&chosen, levels.s, s->gpu);
-        printf("         so that it fits, same bits; %s of host memory\n\n",
-               bytes_text((double)p->host_bytes).s);
-    }
 }
 
 // A row of the table of fit_print_points().
