@@ -41,8 +41,8 @@
 //  15  Data
 //  16  Weights and checkpoints
 //  17  Sampling and generation
-//  18  Evaluation
-//  19  Training and output
+//  18  Training and output
+//  19  Evaluation
 //  20  Start-up and main
 
 #ifndef _GNU_SOURCE
@@ -5747,78 +5747,11 @@ static void generate_all(Generator *g) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 18. Evaluation
-// An evaluation gives the model a context and several completions of it, and asks which one it
-// finds likeliest. Its files are the appendix's.
-// 1. A row is a context and one completion; it is scored by the losses of the completion's tokens.
-//    accuracy takes the lowest sum, acc_norm (llm.c's score) the lowest mean, of equals the first.
-// 2. A row of more than T + 1 tokens loses the start of its context, never all of it.
-
-// One row on its way through the engine: where the losses of its completion lie, and whose it is.
-typedef struct {
-    int completion, last, label;  // last: of its example
-    int first, count, cut;        // cut: the context lost its start
-} EvalRow;
-
-typedef struct {
-    int examples, correct, correct_norm, cut_rows;
-    double sum, mean;  // the lowest ones of the example under way
-    int by_sum, by_mean;
-} EvalScore;
-
-// Token i of the context with completion k behind it; 0 behind both.
-static Token eval_token(const EvalExample *x, int k, int i) {
-    const EvalTokens *context = &x->texts[0], *completion = &x->texts[1 + k];
-    const int after = i - context->count;
-    return after < 0                   ? eval_word(context->words, i)
-           : after < completion->count ? eval_word(completion->words, after)
-                                       : 0;
-}
-
-// Writes the row of completion k, which has at most T tokens: T inputs and T targets.
-static EvalRow eval_row(Token *inputs, Token *targets, const EvalExample *x, int k, int T) {
-    const int context = x->texts[0].count, count = x->texts[1 + k].count;
-    const int drop = context + count > T + 1 ? context + count - T - 1 : 0;
-    check(count <= T, "the evaluation file has changed since it was opened");
-    for (int i = 0; i < T; i++) {
-        inputs[i] = eval_token(x, k, drop + i);
-        targets[i] = eval_token(x, k, drop + i + 1);
-    }
-    EvalRow row = {k, k + 1 == x->completions, x->label, context - drop - 1, count, drop > 0};
-    return row;
-}
-
-// Adds a row, in the order of the file, from the losses (T) of its tokens.
-static void eval_add(EvalScore *score, const EvalRow *row, const real *losses) {
-    double sum = 0;
-    for (int i = 0; i < row->count; i++) {
-        sum += (double)losses[row->first + i];
-    }
-    if (row->completion == 0 || sum < score->sum) {
-        score->sum = sum;
-        score->by_sum = row->completion;
-    }
-    if (row->completion == 0 || sum / row->count < score->mean) {
-        score->mean = sum / row->count;
-        score->by_mean = row->completion;
-    }
-    score->cut_rows += row->cut;
-    score->examples += row->last;
-    score->correct += row->last && score->by_sum == row->label;
-    score->correct_norm += row->last && score->by_mean == row->label;
-}
-
-// Both scores in percent, with their standard errors, sqrt(p (1 - p) / n).
-typedef struct {
-    char s[80];
-} ScoreText;
-static ScoreText eval_text(const EvalScore *score) {
-    ScoreText text;
-    const double n = score->examples, p = score->correct / n, p_norm = score->correct_norm / n;
-    snprintf(text.s, sizeof text.s, "accuracy %.2f %% +- %.2f, acc_norm %.2f %% +- %.2f", 100 * p,
-             100 * sqrt(p * (1 - p) / n), 100 * p_norm, 100 * sqrt(p_norm * (1 - p_norm) / n));
-    return text;
-}
+// 18. Training and output
+// The one loop, for every engine: it owns the order of things, data, step, log, validation,
+// samples, checkpoints, signals. And what it prints: a start-up box, one line a step (rewritten in
+// place on a terminal), and log.jsonl: one object a line, flushed, append only, valid after a
+// crash. A resume first cuts the log back to its checkpoint's step.
 
 // Steps after which a forecast is compared with what was measured.
 enum { FORECAST_STEPS = 20 };
@@ -5850,6 +5783,27 @@ typedef struct {
     int first_count;  // of the steps whose time is compared with the forecast
 } Run;
 
+// What differs between the programs of the two volumes.
+typedef struct Program {
+    const char *name, *default_model;
+    int gpu;
+    void (*open)(Engine *e, Plan *p);
+    size_t (*available)(void);                                // bytes that a plan may take
+    size_t library_bytes;                                     // of those, what libraries will take
+    int (*command)(Run *run, const struct Program *program);  // --check, --compare; NULL: none
+    void (*refuse)(const Settings *s);                        // what it cannot do; or NULL
+    const char *built;                                        // what is built in
+    // 0: no device is here, and `name` says what keeps it from use, or ""; NULL: none is needed
+    int (*device)(char name[96]);
+    int (*lacks_bf16)(void);       // whether the device at hand does; NULL: none is needed
+    // This rank's GPU, by a name that no other has, and of rank 0 a new id by which the ranks'
+    // engines will find each other. NULL: it trains alone, for the reason in `alone`.
+    void (*introduce)(char gpu[RANK_TEXT], char id[RANK_ID]);
+    const char *alone;
+    void (*select)(int local_rank);  // makes this rank's GPU the current one
+    const char *starts;  // what a run says at its very start; or NULL
+} Program;
+
 // What goes before a line of output: on a terminal it replaces the line that is rewritten in place.
 static const char *clear_line(const Run *run) { return run->live ? "\r\033[K" : ""; }
 
@@ -5871,105 +5825,6 @@ __attribute__((format(printf, 2, 3))) static void run_say(const Run *run, const 
 // Columns that such a line may take up: one that wraps could not be cleared. In the last column a
 // cursor may wrap already.
 static int line_room(const Run *run) { return run->live ? terminal_columns() - 1 : INT_MAX; }
-
-// Adds up what each rank has scored: counts alone, so their order means nothing.
-static void eval_total(Run *run, EvalScore *score) {
-    EvalScore *scores = (EvalScore *)alloc_zero((size_t)run->s.ranks, sizeof *scores);
-    engine_gather(&run->engine, scores, score, sizeof *score);
-    score->examples = score->correct = score->correct_norm = score->cut_rows = 0;
-    for (int r = 0; r < run->s.ranks; r++) {
-        score->examples += scores[r].examples;
-        score->correct += scores[r].correct;
-        score->correct_norm += scores[r].correct_norm;
-        score->cut_rows += scores[r].cut_rows;
-    }
-    free(scores);
-}
-
-// Scores the examples of `f`, B rows at a time, to the last one or to a signal; of several ranks
-// each takes its turn. Says how far it is at every batch on a terminal, else at every tenth.
-static void run_evaluate(Run *run, const EvalFile *f, EvalScore *score) {
-    const int B = run->s.B, T = run->s.T, all = f->examples, ranks = run->s.ranks;
-    EvalRow *rows = (EvalRow *)alloc_zero((size_t)B, sizeof(EvalRow));
-    real *losses = (real *)alloc_zero((size_t)B * (size_t)T, sizeof(real));
-    const double began = now_ms();
-    size_t at = LLMC_HEADER_BYTES;
-    stop_grace = GRACE_PROGRESS;
-    rank_phase("scoring", RANK_RUNS);
-    for (int i = 0, filled = 0; i < all && !stop_signal; i++) {
-        EvalExample x;
-        const int before = min_int(score->examples * ranks, all);
-        at += eval_example(&x, f, at, i);
-        for (int k = 0; k < x.completions && i % ranks == run->s.rank; k++) {
-            const int64_t row = (int64_t)filled * T;
-            rows[filled++] = eval_row(run->inputs + row, run->targets + row, &x, k, T);
-            if (filled < B && (k + 1 < x.completions || i + ranks < all)) {
-                continue;
-            }
-            Engine *e = &run->engine;
-            if (!isfinite(e->forward_loss(e, losses, run->inputs, run->targets))) {
-                die("--eval: %s has a loss that is not finite, at example %d of %s", run->o.model,
-                    i, f->name);
-            }
-            for (int b = 0; b < filled; b++) {
-                eval_add(score, &rows[b], losses + (int64_t)b * T);
-            }
-            filled = 0;
-        }
-        const int done = min_int(score->examples * ranks, all), tenth = (int)(10.0 * done / all);
-        if (!run->o.quiet && !run->o.json && done > before && done < all &&
-            (run->live || tenth > (int)(10.0 * before / all))) {
-            char line[160];
-            snprintf(line, sizeof line, "example %5d/%d  %s  eta %s", done, all,
-                     eval_text(score).s,
-                     duration_text((now_ms() - began) * 1e-3 * (all - done) / done).s);
-            printf("%s%.*s%s", clear_line(run), line_room(run), line, run->live ? "" : "\n");
-            fflush(stdout);
-        }
-    }
-    free(rows);
-    free(losses);
-    eval_total(run, score);
-}
-
-// The score: a line, or JSON and nothing else.
-static void run_print_score(const Run *run, const EvalFile *f, const EvalScore *score) {
-    const int n = score->examples;
-    if (this_rank.rank > 0) {
-        return;
-    }
-    if (n == 0) {
-        die("--eval: interrupted before one example of %s was scored", f->name);
-    }
-    if (run->o.json) {
-        printf("{\"file\":\"");
-        json_text(stdout, f->name, strlen(f->name));
-        printf("\",\"model\":\"");
-        json_text(stdout, run->o.model, strlen(run->o.model));
-        printf("\",\"sequence\":%d,\"examples\":%d,\"of\":%d,\"cut_rows\":%d,\"correct\":%d,"
-               "\"correct_norm\":%d,\"accuracy\":%.9g,\"acc_norm\":%.9g}\n",
-               run->s.T, n, f->examples, score->cut_rows, score->correct, score->correct_norm,
-               1.0 * score->correct / n, 1.0 * score->correct_norm / n);
-        return;
-    }
-    printf("%s", clear_line(run));
-    if (score->cut_rows) {
-        printf("%s rows lost the start of their context: T = %d holds %d tokens of a row\n",
-               count_text(score->cut_rows).s, run->s.T, run->s.T + 1);
-    }
-    printf("%s: ", f->name);
-    if (n < f->examples) {
-        printf("interrupted after %s of ", count_text(n).s);
-    }
-    printf("%s examples, %s\n", count_text(f->examples).s, eval_text(score).s);
-}
-
-// -------------------------------------------------------------------------------------------------
-// 19. Training and output
-// The one loop, for every engine: it owns the order of things, data, step, log, validation,
-// samples, checkpoints, signals. And what it prints: a start-up box, one line a step (rewritten in
-// place on a terminal), and log.jsonl: one object a line, flushed, append only, valid after a
-// crash. A resume first cuts the log back to its checkpoint's step.
 
 // A number of the log: 9 digits, so that a float read back is the same float; null when it is not
 // finite, because JSON knows neither infinity nor NaN.
@@ -6542,31 +6397,176 @@ static void run_train(Run *run) {
 }
 
 // -------------------------------------------------------------------------------------------------
+// 19. Evaluation
+// An evaluation gives the model a context and several completions of it, and asks which one it
+// finds likeliest. Its files are the appendix's.
+// 1. A row is a context and one completion; it is scored by the losses of the completion's tokens.
+//    accuracy takes the lowest sum, acc_norm (llm.c's score) the lowest mean, of equals the first.
+// 2. A row of more than T + 1 tokens loses the start of its context, never all of it.
+
+// One row on its way through the engine: where the losses of its completion lie, and whose it is.
+typedef struct {
+    int completion, last, label;  // last: of its example
+    int first, count, cut;        // cut: the context lost its start
+} EvalRow;
+
+typedef struct {
+    int examples, correct, correct_norm, cut_rows;
+    double sum, mean;  // the lowest ones of the example under way
+    int by_sum, by_mean;
+} EvalScore;
+
+// Token i of the context with completion k behind it; 0 behind both.
+static Token eval_token(const EvalExample *x, int k, int i) {
+    const EvalTokens *context = &x->texts[0], *completion = &x->texts[1 + k];
+    const int after = i - context->count;
+    return after < 0                   ? eval_word(context->words, i)
+           : after < completion->count ? eval_word(completion->words, after)
+                                       : 0;
+}
+
+// Writes the row of completion k, which has at most T tokens: T inputs and T targets.
+static EvalRow eval_row(Token *inputs, Token *targets, const EvalExample *x, int k, int T) {
+    const int context = x->texts[0].count, count = x->texts[1 + k].count;
+    const int drop = context + count > T + 1 ? context + count - T - 1 : 0;
+    check(count <= T, "the evaluation file has changed since it was opened");
+    for (int i = 0; i < T; i++) {
+        inputs[i] = eval_token(x, k, drop + i);
+        targets[i] = eval_token(x, k, drop + i + 1);
+    }
+    EvalRow row = {k, k + 1 == x->completions, x->label, context - drop - 1, count, drop > 0};
+    return row;
+}
+
+// Adds a row, in the order of the file, from the losses (T) of its tokens.
+static void eval_add(EvalScore *score, const EvalRow *row, const real *losses) {
+    double sum = 0;
+    for (int i = 0; i < row->count; i++) {
+        sum += (double)losses[row->first + i];
+    }
+    if (row->completion == 0 || sum < score->sum) {
+        score->sum = sum;
+        score->by_sum = row->completion;
+    }
+    if (row->completion == 0 || sum / row->count < score->mean) {
+        score->mean = sum / row->count;
+        score->by_mean = row->completion;
+    }
+    score->cut_rows += row->cut;
+    score->examples += row->last;
+    score->correct += row->last && score->by_sum == row->label;
+    score->correct_norm += row->last && score->by_mean == row->label;
+}
+
+// Both scores in percent, with their standard errors, sqrt(p (1 - p) / n).
+typedef struct {
+    char s[80];
+} ScoreText;
+static ScoreText eval_text(const EvalScore *score) {
+    ScoreText text;
+    const double n = score->examples, p = score->correct / n, p_norm = score->correct_norm / n;
+    snprintf(text.s, sizeof text.s, "accuracy %.2f %% +- %.2f, acc_norm %.2f %% +- %.2f", 100 * p,
+             100 * sqrt(p * (1 - p) / n), 100 * p_norm, 100 * sqrt(p_norm * (1 - p_norm) / n));
+    return text;
+}
+
+// Adds up what each rank has scored: counts alone, so their order means nothing.
+static void eval_total(Run *run, EvalScore *score) {
+    EvalScore *scores = (EvalScore *)alloc_zero((size_t)run->s.ranks, sizeof *scores);
+    engine_gather(&run->engine, scores, score, sizeof *score);
+    score->examples = score->correct = score->correct_norm = score->cut_rows = 0;
+    for (int r = 0; r < run->s.ranks; r++) {
+        score->examples += scores[r].examples;
+        score->correct += scores[r].correct;
+        score->correct_norm += scores[r].correct_norm;
+        score->cut_rows += scores[r].cut_rows;
+    }
+    free(scores);
+}
+
+// Scores the examples of `f`, B rows at a time, to the last one or to a signal; of several ranks
+// each takes its turn. Says how far it is at every batch on a terminal, else at every tenth.
+static void run_evaluate(Run *run, const EvalFile *f, EvalScore *score) {
+    const int B = run->s.B, T = run->s.T, all = f->examples, ranks = run->s.ranks;
+    EvalRow *rows = (EvalRow *)alloc_zero((size_t)B, sizeof(EvalRow));
+    real *losses = (real *)alloc_zero((size_t)B * (size_t)T, sizeof(real));
+    const double began = now_ms();
+    size_t at = LLMC_HEADER_BYTES;
+    stop_grace = GRACE_PROGRESS;
+    rank_phase("scoring", RANK_RUNS);
+    for (int i = 0, filled = 0; i < all && !stop_signal; i++) {
+        EvalExample x;
+        const int before = min_int(score->examples * ranks, all);
+        at += eval_example(&x, f, at, i);
+        for (int k = 0; k < x.completions && i % ranks == run->s.rank; k++) {
+            const int64_t row = (int64_t)filled * T;
+            rows[filled++] = eval_row(run->inputs + row, run->targets + row, &x, k, T);
+            if (filled < B && (k + 1 < x.completions || i + ranks < all)) {
+                continue;
+            }
+            Engine *e = &run->engine;
+            if (!isfinite(e->forward_loss(e, losses, run->inputs, run->targets))) {
+                die("--eval: %s has a loss that is not finite, at example %d of %s", run->o.model,
+                    i, f->name);
+            }
+            for (int b = 0; b < filled; b++) {
+                eval_add(score, &rows[b], losses + (int64_t)b * T);
+            }
+            filled = 0;
+        }
+        const int done = min_int(score->examples * ranks, all), tenth = (int)(10.0 * done / all);
+        if (!run->o.quiet && !run->o.json && done > before && done < all &&
+            (run->live || tenth > (int)(10.0 * before / all))) {
+            char line[160];
+            snprintf(line, sizeof line, "example %5d/%d  %s  eta %s", done, all,
+                     eval_text(score).s,
+                     duration_text((now_ms() - began) * 1e-3 * (all - done) / done).s);
+            printf("%s%.*s%s", clear_line(run), line_room(run), line, run->live ? "" : "\n");
+            fflush(stdout);
+        }
+    }
+    free(rows);
+    free(losses);
+    eval_total(run, score);
+}
+
+// The score: a line, or JSON and nothing else.
+static void run_print_score(const Run *run, const EvalFile *f, const EvalScore *score) {
+    const int n = score->examples;
+    if (this_rank.rank > 0) {
+        return;
+    }
+    if (n == 0) {
+        die("--eval: interrupted before one example of %s was scored", f->name);
+    }
+    if (run->o.json) {
+        printf("{\"file\":\"");
+        json_text(stdout, f->name, strlen(f->name));
+        printf("\",\"model\":\"");
+        json_text(stdout, run->o.model, strlen(run->o.model));
+        printf("\",\"sequence\":%d,\"examples\":%d,\"of\":%d,\"cut_rows\":%d,\"correct\":%d,"
+               "\"correct_norm\":%d,\"accuracy\":%.9g,\"acc_norm\":%.9g}\n",
+               run->s.T, n, f->examples, score->cut_rows, score->correct, score->correct_norm,
+               1.0 * score->correct / n, 1.0 * score->correct_norm / n);
+        return;
+    }
+    printf("%s", clear_line(run));
+    if (score->cut_rows) {
+        printf("%s rows lost the start of their context: T = %d holds %d tokens of a row\n",
+               count_text(score->cut_rows).s, run->s.T, run->s.T + 1);
+    }
+    printf("%s: ", f->name);
+    if (n < f->examples) {
+        printf("interrupted after %s of ", count_text(n).s);
+    }
+    printf("%s examples, %s\n", count_text(f->examples).s, eval_text(score).s);
+}
+
+// -------------------------------------------------------------------------------------------------
 // 20. Start-up and main
 // From options to a run, in the seven steps of program_run(). What one step decides the next ones
 // build on. Nothing is written, and no large memory taken, before everything that can be refused
 // has been refused: five steps only read, the sixth compares the plan with the memory there is.
-
-// What differs between the programs of the two volumes.
-typedef struct Program {
-    const char *name, *default_model;
-    int gpu;
-    void (*open)(Engine *e, Plan *p);
-    size_t (*available)(void);                                // bytes that a plan may take
-    size_t library_bytes;                                     // of those, what libraries will take
-    int (*command)(Run *run, const struct Program *program);  // --check, --compare; NULL: none
-    void (*refuse)(const Settings *s);                        // what it cannot do; or NULL
-    const char *built;                                        // what is built in
-    // 0: no device is here, and `name` says what keeps it from use, or ""; NULL: none is needed
-    int (*device)(char name[96]);
-    int (*lacks_bf16)(void);       // whether the device at hand does; NULL: none is needed
-    // This rank's GPU, by a name that no other has, and of rank 0 a new id by which the ranks'
-    // engines will find each other. NULL: it trains alone, for the reason in `alone`.
-    void (*introduce)(char gpu[RANK_TEXT], char id[RANK_ID]);
-    const char *alone;
-    void (*select)(int local_rank);  // makes this rank's GPU the current one
-    const char *starts;  // what a run says at its very start; or NULL
-} Program;
 
 // How fast a run is, what fits and what would make it, and the printed plan are an appendix: they
 // read plans, and nothing that trains reads them.
