@@ -14,25 +14,33 @@
 // Run:    ./train_gpt2cu -r 1
 //
 // Contents
-//  18  CUDA prelude
-//  19  Warp and block toolbox
-//  20  Tensor-core toolbox
-//  21  Embedding
-//  22  LayerNorm and residual
-//  23  GELU and bias
-//  24  Matmul
-//  25  Flash attention forward
-//  26  Flash attention backward
-//  27  Classifier
-//  28  AdamW and gradient norm
-//  29  The device arena
-//  30  Visits: copies and streams
-//  31  Many GPUs
-//  32  The network on the GPU
-//  33  Steps and update
-//  34  States, open and close
-//  35  Meters
-//  36  main
+// Part F. The device
+//  24  CUDA prelude
+//  25  Warp and block toolbox
+//  26  Tensor-core toolbox
+// Part G. Kernels
+//  27  Embedding
+//  28  LayerNorm and residual
+//  29  GELU and bias
+//  30  Matmul
+//  31  Flash attention forward
+//  32  Flash attention backward
+//  33  Classifier
+//  34  AdamW and gradient norm
+// Part H. Memory and streams
+//  35  Device memory
+//  36  Offload: copies and streams
+// Part I. Many GPUs
+//  37  Exchange between ranks
+// Part J. GPT-2 on the GPU
+//  38  The network on the GPU
+//  39  Steps and update
+// Part K. Service
+//  40  Timed matmul algorithms
+//  41  States in and out
+//  42  Opening and warm-up
+//  43  Peaks, --check and --compare
+//  44  main
 
 #include <cuda_runtime.h>
 
@@ -44,8 +52,11 @@
 #define GPT2_VOLUME_II 1
 #include "train_gpt2.c"
 
+// =================================================================================================
+// Part F. The device
+
 // -------------------------------------------------------------------------------------------------
-// 18. CUDA prelude
+// 24. CUDA prelude
 // Errors, launches, shared memory, and the element types. The same lines serve nvcc and a host
 // compiler that reads dev/cuda_cpu as its CUDA headers (CUDA_CPU is 1 there): what differs stands
 // in this chapter and in chapter Tensor-core toolbox, and the CPU twins in dev/cuda_cpu have the
@@ -548,7 +559,7 @@ constexpr int GRID_YZ_MAX = 65535;  // blocks in y and z (CUDA C++ Programming G
 constexpr int LENGTH_MAX = 4 * GRID_YZ_MAX;  // tokens: fp32 attention takes four rows a block
 
 // -------------------------------------------------------------------------------------------------
-// 19. Warp and block toolbox
+// 25. Warp and block toolbox
 // Sums and maxima over a warp and over a block. 1. The order of every sum is fixed by the shape
 // alone, so the same input gives the same bits on every run; no float atomics exist in this file.
 // 2. All threads of a warp or block take part, and all of them get the result. 3. Random numbers on
@@ -715,7 +726,7 @@ static void gpu_partials_add(ColumnSums sums, const float *partials, int parts, 
 }
 
 // -------------------------------------------------------------------------------------------------
-// 20. Tensor-core toolbox
+// 26. Tensor-core toolbox
 // Each PTX instruction that this program uses is wrapped here once, and nothing else contains asm.
 // 1. Lane l of a warp is named by g = l / 4 and t = l % 4, as in the PTX ISA's fragment pictures.
 // 2. A 32-bit register holds two 16-bit elements; the low half is the lower row, column or k.
@@ -886,8 +897,11 @@ template <class E> __device__ inline float reciprocal(float x) {
     return is_fp32<E> ? 1.0f / x : rcp_approx(x);
 }
 
+// =================================================================================================
+// Part G. Kernels
+
 // -------------------------------------------------------------------------------------------------
-// 21. Embedding
+// 27. Embedding
 // Forward, a gather. Backward, sums in a fixed order without atomics: a position's rows are added
 // over the batch; a token's rows are brought together by a counting sort of the batch's tokens,
 // done on the host where the batch is made and uploaded with it. 1. The sort is stable, so a
@@ -1044,7 +1058,7 @@ static void gpu_embedding_backward(G *dwte, G *dwpe, const E *dout, int *plan_in
 }
 
 // -------------------------------------------------------------------------------------------------
-// 22. LayerNorm and residual
+// 28. LayerNorm and residual
 // The residual stream is added where the bytes already pass: forward, the matmul before it writes
 // inp weight^T + bias + residual (chapter Matmul), so LayerNorm itself reads one tensor and writes
 // one; backward, LayerNorm adds its gradient to the residual's. 1. A row is normalised in fp32, its
@@ -1302,7 +1316,7 @@ static void gpu_layernorm_backward(E *dinp, float *dweight, float *dbias, float 
 }
 
 // -------------------------------------------------------------------------------------------------
-// 23. GELU and bias
+// 29. GELU and bias
 // GELU in its tanh form, written with the logistic function: 0.5 (1 + tanh(u)) = s = 1 / (1 +
 // exp(-2u)), u = sqrt(2 / pi) (x + 0.044715 x^3). So no digits cancel where x < 0, and one
 // exponential and one division do. 1. GELU is never fused into a matmul: recomputed, it has the
@@ -1465,7 +1479,7 @@ static void gpu_gelu_backward(E *dinp, float *dbias, const E *dout, const E *inp
 }
 
 // -------------------------------------------------------------------------------------------------
-// 24. Matmul
+// 30. Matmul
 // Every matrix product goes through cuBLASLt. It thinks in column-major matrices: our row-major X
 // (rows, columns) is its X^T with leading dimension `columns`, so out^T = weight inp^T is asked
 // for, and so on. 1. A plan (descriptor, layouts, algorithm) is made when a product is first met
@@ -1758,436 +1772,8 @@ static void gpu_matmul_backward(E *dinp, G *dweight, const E *dout, const E *inp
     matmul_run<E, E>(dinp, weight, dout, nullptr, dinp, 0.0f, false, false, C, N, OC, stream);
 }
 
-// From here to the end of the chapter: timed algorithms. The heuristic's first is not always the
-// fastest, so at the start each product's algorithms are timed, with random operands (zeros draw
-// less power and run 13 % faster) and, as far as memory goes, with more of them than the L2 cache
-// holds. The first algorithm whose results are right, compared with sums in double, is the
-// reference. Another one replaces it if it is over 2 % faster, gives the same bits twice, agrees
-// with the reference and is itself right. The choice is made by time, so by chance where two are
-// alike: therefore it is kept in a file, and a run without one may have other bits than the last.
-
-constexpr int TUNE_ROUNDS = 7;            // measurements of an algorithm: their median counts
-constexpr double TUNE_GAIN = 0.98;        // what is not clearly faster would be chosen by noise
-// An algorithm whose checking launch takes longer than this many times the fastest so far, and a
-// launch's own overhead, is not timed.
-constexpr double TUNE_SLOW = 1.3, TUNE_LAUNCH_MS = 0.02;
-constexpr size_t TUNE_NOISE = 16 * 8191;  // bytes of random numbers: 8191 is prime, as no row is
-constexpr size_t TUNE_SAMPLE = TUNE_NOISE / 4;  // elements at either end of D that are compared
-constexpr int PROOF_ELEMENTS = 64;  // of D, that are compared with sums in double
-constexpr int PROOF_TAIL = 64;      // last steps of k, that are also summed alone: see MatmulProof
-
-// The choice for a product in `choices`, a line "where| key=hHASH key=hHASH ...", where `where` is
-// this run's and HASH sixteen hexadecimal digits, of matmul_algorithm_hash. False: there is none.
-static bool matmul_choice_find(uint64_t *hash, const char *choices, const MatmulKey *key) {
-    char word[96];
-    const size_t length = strlen(matmul_library.where);
-    if (strncmp(choices, matmul_library.where, length) != 0 || choices[length] != '|') {
-        return false;
-    }
-    snprintf(word, sizeof word, " %s=h", matmul_key_text(key).s);
-    const char *at = strstr(choices + length, word);
-    char *end = nullptr;
-    *hash = at ? strtoull(at + strlen(word), &end, 16) : 0;
-    return at && end == at + strlen(word) + 16;
-}
-
-// Writes the choices of all plans into matmul_library.choices.
-static void matmul_choices_tell(void) {
-    char *text = matmul_library.choices;
-    size_t at = (size_t)snprintf(text, MATMUL_TEXT, "%s|", matmul_library.where);
-    for (int i = 0; i < matmul_library.plans && at < MATMUL_TEXT; i++) {
-        const MatmulPlan *plan = &matmul_library.plan[i];
-        at += (size_t)snprintf(text + at, MATMUL_TEXT - at, " %s=h%016" PRIx64,
-                               matmul_key_text(&plan->key).s,
-                               matmul_algorithm_hash(&plan->algorithm));
-    }
-    check(at < MATMUL_TEXT, "more choices than their text has room for");
-}
-
-// Takes another run's choices. False: they are for another GPU, library or workspace, leave out a
-// product of this run or name what the library does not offer; then all stays as it was, because a
-// run that takes a part would have nobody's bits.
-static bool matmul_choices_take(const char *choices) {
-    cublasLtMatmulAlgo_t was[MATMUL_PLANS];
-    bool taken = true;
-    for (int i = 0; i < matmul_library.plans; i++) {
-        MatmulPlan *plan = &matmul_library.plan[i];
-        uint64_t hash;
-        was[i] = plan->algorithm;
-        taken = taken && matmul_choice_find(&hash, choices, &plan->key) &&
-                matmul_plan_take(plan, hash);
-    }
-    for (int i = 0; i < matmul_library.plans && !taken; i++) {
-        matmul_library.plan[i].algorithm = was[i];
-    }
-    matmul_choices_tell();
-    return taken;
-}
-
-// The file of choices in the user's cache has a line for each product,
-//   NVIDIA H200, 132 SMs, cuBLASLt 130100, workspace 134217728| 768x65536x3072:10111:14>14=hHASH
-// the name of a place to choose for, then the product (matmul_key_text) and its choice. A line that
-// cannot be read that way counts as none.
-
-// The file's choice for a product; false: none. The first line counts: what another run added
-// later, while this one was timing, is not used by anybody.
-static bool matmul_cache_find(uint64_t *hash, const MatmulKey *key) {
-    FILE *file = cache_open("matmul", "r");
-    char line[512];
-    bool known = false;
-    while (file && !known && fgets(line, sizeof line, file)) {
-        known = strchr(line, '\n') && matmul_choice_find(hash, line, key);
-    }
-    if (file) {
-        fclose(file);
-    }
-    return known;
-}
-
-// Adds a plan's choice to the file; one write, so that lines of two runs do not mix.
-static void matmul_cache_add(const MatmulPlan *plan) {
-    FILE *file = cache_open("matmul", "a");
-    if (file) {
-        fprintf(file, "%s| %s=h%016" PRIx64 "\n", matmul_library.where,
-                matmul_key_text(&plan->key).s, matmul_algorithm_hash(&plan->algorithm));
-        fclose(file);
-    }
-}
-
-// Memory to time products in, and what fills it: bf16 numbers between -1 and 1. Two of them read as
-// one fp32 number are one as well, with the sign and nearly the size of the upper half. So one fill
-// serves operands of every type, wherever they come to lie.
-struct MatmulBench {
-    char *memory;
-    size_t bytes, cache_bytes;
-    __nv_bfloat16 noise[TUNE_NOISE / 2];
-    cudaStream_t stream;
-    cudaEvent_t begin, end;  // of a sample's product
-};
-
-// Fills the first `bytes` of the bench's memory with noise.
-static void matmul_noise(const MatmulBench *bench, size_t bytes) {
-    copy_wait(bench->memory, bench->noise, bytes < TUNE_NOISE ? bytes : TUNE_NOISE, bench->stream);
-    for (size_t done = TUNE_NOISE; done < bytes; done *= 2) {  // what is there, once more behind it
-        cuda_check(cudaMemcpyAsync(bench->memory + done, bench->memory,
-                                   done < bytes - done ? done : bytes - done,
-                                   cudaMemcpyDeviceToDevice, bench->stream));
-    }
-}
-
-// Operands of the plan in the bench's memory from `at` on, and in *bytes how many bytes they take.
-// They lie as in a run: each at a multiple of 256 bytes, C in D's place unless the plan keeps them
-// apart, and with a bias only where the product has one.
-static MatmulOperands matmul_operands(const MatmulBench *bench, const MatmulPlan *plan, size_t at,
-                                      size_t *bytes) {
-    const MatmulKey *k = &plan->key;
-    const size_t m = (size_t)k->m, n = (size_t)k->n, inner = (size_t)k->k;
-    const size_t in = k->input_type == CUDA_R_32F ? 4 : 2;
-    const size_t out = k->output_type == CUDA_R_32F ? 4 : 2;
-    const size_t sizes[5] = {m * n * out, m * inner * in, inner * n * in, m * out, m * n * out};
-    char *places[5];
-    *bytes = 0;
-    for (int i = 0; i < 5; i++) {
-        places[i] = bench->memory + at + *bytes;
-        *bytes += i == 4 && !k->beside ? 0 : (sizes[i] + 255) / 256 * 256;
-    }
-    return {places[0], places[1], places[2], k->has_bias ? places[3] : nullptr,
-            k->beside ? places[4] : places[0]};
-}
-
-// Runs the plan's product once and returns both ends of D, at most TUNE_SAMPLE elements each, and
-// in *ms how long it took. Where it adds to D, they begin as noise again. Null: cuBLASLt refuses
-// the algorithm.
-static char *matmul_sample(const MatmulBench *bench, MatmulPlan *plan, const MatmulOperands &x,
-                           size_t *bytes, float *ms) {
-    const size_t element = plan->key.output_type == CUDA_R_32F ? 4 : 2;
-    const size_t all = (size_t)plan->key.m * plan->key.n * element;
-    const size_t end = min_i64((int64_t)all, (int64_t)(TUNE_SAMPLE * element));
-    char *sample = (char *)alloc_zero(2, end), *d = (char *)x.d;
-    // Noise is what an algorithm that writes nothing would leave, too: it agrees with no product.
-    for (char *at : {d, d + all - end}) {
-        copy_wait(at, bench->noise, end, bench->stream);
-    }
-    cuda_check(cudaEventRecord(bench->begin, bench->stream));
-    if (matmul_launch(plan, x, bench->stream) != CUBLAS_STATUS_SUCCESS) {
-        (void)cudaGetLastError();
-        free(sample);
-        return nullptr;
-    }
-    cuda_check(cudaEventRecord(bench->end, bench->stream));
-    copy_wait(sample, d, end, bench->stream);
-    copy_wait(sample + end, d + all - end, end, bench->stream);
-    cuda_check(cudaEventElapsedTime(ms, bench->begin, bench->end));
-    *bytes = 2 * end;
-    return sample;
-}
-
-// Number i of an array of cuBLASLt's `type`.
-static double matmul_number(const void *numbers, int type, size_t i) {
-    auto number = [&](auto element) {
-        memcpy((void *)&element, (const char *)numbers + i * sizeof element, sizeof element);
-        return (double)to_float(element);
-    };
-    return type == CUDA_R_32F   ? number(float())
-           : type == CUDA_R_16F ? number(__half())
-                                : number(__nv_bfloat16());
-}
-
-// The largest error of a product of `type` beside another order of the sum, over the norm. 16-bit
-// results may differ by twice the type's rounding; fp32 ones by what the order of a long sum makes:
-// some sqrt(65,536) roundings of 6e-8 each, with a margin of six.
-static double matmul_error_most(int type) {
-    return type == CUDA_R_32F   ? 1e-4
-           : type == CUDA_R_16F ? 2 * traits<__half>.unit
-                                : 2 * traits<__nv_bfloat16>.unit;
-}
-
-// Norm of the difference of two samples of cuBLASLt's `type` over the norm of `want`; NaN anywhere
-// gives NaN, which no bound admits.
-static double sample_error(const char *got, const char *want, size_t bytes, int type) {
-    double difference = 0, norm = 0;
-    for (size_t i = 0; i < bytes / (type == CUDA_R_32F ? 4 : 2); i++) {
-        const double wanted = matmul_number(want, type, i);
-        const double d = matmul_number(got, type, i) - wanted;
-        difference += d * d;
-        norm += wanted * wanted;
-    }
-    return sqrt(difference / norm);
-}
-
-// Does the plan's algorithm give `want` but for rounding, and the same bits twice, and is it not
-// slower than slowest_ms? The second launch is timed: the first may load the kernel.
-static bool matmul_agrees(const MatmulBench *bench, MatmulPlan *plan, const MatmulOperands &x,
-                          const char *want, double slowest_ms) {
-    size_t bytes = 0;
-    float ms = 0;
-    const int type = plan->key.output_type;
-    char *first = matmul_sample(bench, plan, x, &bytes, &ms);
-    char *second = first ? matmul_sample(bench, plan, x, &bytes, &ms) : nullptr;
-    const bool agrees = second && memcmp(first, second, bytes) == 0 && ms <= slowest_ms &&
-                        sample_error(first, want, bytes, type) <= matmul_error_most(type);
-    free(first);
-    free(second);
-    return agrees;
-}
-
-// Elements of a plan's D and what they are in exact arithmetic, from the noise that its operands
-// are: the corners, others of the last row and the last column, where tiles are cut, and some
-// anywhere. `tail` is the same with all of A zero but the last PROOF_TAIL steps of k. cuBLASLt's
-// split sums have left out the last k % 64 steps (triton-lang's fork facebookexperimental/triton,
-// pull request 2767): of a sum of 65,536 products one is a 256th of its norm, less than bf16 is
-// rounded by; of 64 it is an eighth.
-struct MatmulProof {
-    size_t at[PROOF_ELEMENTS];
-    double whole[PROOF_ELEMENTS], tail[PROOF_ELEMENTS];
-};
-
-// Only the gradients of weights are summed over more steps than a few thousand, so that cuBLASLt
-// splits their sums. In these k is the slow index of both operands.
-static bool matmul_proves_tail(const MatmulKey *k) {
-    return !k->transpose_a && k->transpose_b && k->k > PROOF_TAIL;
-}
-
-// The sum of products for element `at` of D from step `first` of k on, C and bias included.
-static double matmul_exact(const MatmulBench *bench, const MatmulKey *key,
-                           const MatmulOperands &x, size_t at, size_t first) {
-    const size_t m = (size_t)key->m, n = (size_t)key->n, k = (size_t)key->k;
-    const size_t row = at % m, column = at / m;
-    auto noise = [&](const void *operand, int type, size_t i) {
-        const size_t place = (size_t)((const char *)operand - bench->memory);
-        const size_t byte = (place + i * (type == CUDA_R_32F ? 4 : 2)) % TUNE_NOISE;
-        return matmul_number((const char *)bench->noise + byte, type, 0);
-    };
-    double sum = (x.bias ? noise(x.bias, key->output_type, row) : 0) +
-                 (key->adds ? noise(x.c, key->output_type, at) : 0);
-    for (size_t i = first; i < k; i++) {
-        sum += noise(x.a, key->input_type, key->transpose_a ? row * k + i : i * m + row) *
-               noise(x.b, key->input_type, key->transpose_b ? i * n + column : column * k + i);
-    }
-    return sum;
-}
-
-// Chooses the elements and sums them; what takes longest is 64 sums over the steps of k.
-static void matmul_proof_make(MatmulProof *proof, const MatmulBench *bench,
-                              const MatmulPlan *plan) {
-    const MatmulKey *key = &plan->key;
-    const size_t m = (size_t)key->m, n = (size_t)key->n;
-    const int tail = matmul_proves_tail(key);
-    size_t bytes;
-    const MatmulOperands x = matmul_operands(bench, plan, 0, &bytes);
-    #pragma omp parallel for schedule(static)
-    for (int i = 0; i < PROOF_ELEMENTS; i++) {
-        const size_t row = (size_t)(rng_uniform(1, 0, 1, (uint64_t)i) * (double)m);
-        const size_t column = (size_t)(rng_uniform(1, 0, 2, (uint64_t)i) * (double)n);
-        proof->at[i] = i < 4    ? (i % 2) * (m - 1) + (i / 2) * (n - 1) * m
-                       : i < 24 ? m - 1 + column * m
-                       : i < 44 ? row + (n - 1) * m
-                                : row + column * m;
-        proof->whole[i] = matmul_exact(bench, key, x, proof->at[i], 0);
-        proof->tail[i] =
-            tail ? matmul_exact(bench, key, x, proof->at[i], (size_t)(key->k - PROOF_TAIL)) : 0;
-    }
-}
-
-// Are the elements of the proof right, whole and, where it is proved, of the tail alone? Fills the
-// first operands with noise, and leaves them as the product does.
-static bool matmul_right(const MatmulBench *bench, MatmulPlan *plan, const MatmulProof *proof) {
-    const MatmulKey *key = &plan->key;
-    const size_t element = key->output_type == CUDA_R_32F ? 4 : 2;
-    size_t bytes;
-    const MatmulOperands x = matmul_operands(bench, plan, 0, &bytes);
-    for (int tail = matmul_proves_tail(key); tail >= 0; tail--) {
-        const double *want = tail ? proof->tail : proof->whole;
-        double difference = 0, norm = 0;
-        matmul_noise(bench, bytes);
-        if (tail) {
-            const size_t zero = (size_t)(key->k - PROOF_TAIL) * (size_t)key->m;
-            cuda_check(cudaMemsetAsync((void *)x.a, 0,
-                                       zero * (key->input_type == CUDA_R_32F ? 4 : 2),
-                                       bench->stream));
-        }
-        if (matmul_launch(plan, x, bench->stream) != CUBLAS_STATUS_SUCCESS) {
-            (void)cudaGetLastError();
-            return false;
-        }
-        for (int i = 0; i < PROOF_ELEMENTS; i++) {
-            float got;  // room for an element of any type
-            copy_wait(&got, (const char *)x.d + proof->at[i] * element, element, bench->stream);
-            const double d = matmul_number(&got, key->output_type, 0) - want[i];
-            difference += d * d;
-            norm += want[i] * want[i];
-        }
-        if (!(sqrt(difference / norm) <= matmul_error_most(key->output_type))) {
-            return false;
-        }
-    }
-    return true;
-}
-
-// Says that no algorithm of a plan's product is right.
-static void matmul_report(const MatmulPlan *plan) {
-    fprintf(stderr, "%s: %s: no algorithm of cuBLASLt gives this program's own result for the "
-            "product %s; the run goes on with its first one. Please report this line\n",
-            program_name, matmul_library.where, matmul_key_text(&plan->key).s);
-}
-
-// Times the algorithms of a plan's product and gives it the best: the first one that is right,
-// unless another takes less than TUNE_GAIN of its time. A product whose operands find no room keeps
-// what it has, and so does one of which no algorithm is right, which is reported at every start.
-static void matmul_plan_time(const MatmulBench *bench, MatmulPlan *plan) {
-    size_t each, bytes;
-    matmul_operands(bench, plan, 0, &each);
-    const size_t room = bench->bytes / each, wanted = 2 * bench->cache_bytes / each + 1;
-    const int copies = (int)(room < wanted ? room : wanted);
-    if (copies == 0) {
-        return;
-    }
-    cublasLtMatmulHeuristicResult_t results[MATMUL_ALGORITHMS];
-    cublasStatus_t status;
-    const int found = matmul_algorithms(results, &status, plan, matmul_library.workspace_bytes);
-    const cublasLtMatmulAlgo_t was = plan->algorithm;
-    MatmulProof proof;
-    matmul_proof_make(&proof, bench, plan);
-    auto is_right = [&](int i) {
-        plan->algorithm = results[i].algo;
-        return matmul_right(bench, plan, &proof);
-    };
-    int reference = 0;
-    while (reference < found && !is_right(reference)) {
-        reference++;
-    }
-    if (reference == found) {
-        plan->algorithm = was;
-        matmul_report(plan);
-        return;
-    }
-    matmul_noise(bench, (size_t)copies * each);  // where products before have left their results
-    // Copy after copy in turn, so that a launch finds nothing of its operands in the cache.
-    auto operands = [&](int i) {
-        return matmul_operands(bench, plan, (size_t)(i % copies) * each, &bytes);
-    };
-    auto time_ms = [&] {
-        return gpu_time_ms(TUNE_ROUNDS, bench->stream, [&](int call) {
-            cublas_check(matmul_launch(plan, operands(call), bench->stream));
-        });
-    };
-    float once_ms;
-    char *want = matmul_sample(bench, plan, operands(0), &bytes, &once_ms);
-    double fastest_ms = time_ms(), best_ms = TUNE_GAIN * fastest_ms;
-    int best = reference;
-    // Before an algorithm is timed it is run twice for its results: a fast wrong one is no choice.
-    for (int i = 0; i < found; i++) {
-        plan->algorithm = results[i].algo;
-        if (i == reference || !matmul_agrees(bench, plan, operands(0), want,
-                                             TUNE_SLOW * fastest_ms + TUNE_LAUNCH_MS)) {
-            continue;
-        }
-        const double ms = time_ms();
-        if (ms < best_ms && is_right(i)) {
-            best = i;
-            best_ms = fastest_ms = ms;
-        }
-        matmul_noise(bench, each);  // is_right may have left A zero but for its tail
-    }
-    free(want);
-    plan->algorithm = results[best].algo;
-    matmul_cache_add(plan);
-    matmul_library.timed++;
-}
-
-// Takes the file's choice. False: it knows nothing of the plan, or names what the library does not
-// offer, which counts as nothing.
-static bool matmul_plan_load(MatmulPlan *plan) {
-    uint64_t hash;
-    return matmul_cache_find(&hash, &plan->key) && matmul_plan_take(plan, hash);
-}
-
-// Takes the file's choices; returns how many plans it knows nothing of.
-static int matmul_choices_load(void) {
-    int unknown = 0;
-    for (int i = 0; i < matmul_library.plans; i++) {
-        unknown += !matmul_plan_load(&matmul_library.plan[i]);
-    }
-    return unknown;
-}
-
-// The emulated device has no clock of its own, but for tests a table of times.
-#if CUDA_CPU
-static bool matmul_can_time(void) { return emu::set.lt_times != 0; }
-#else
-static bool matmul_can_time(void) { return true; }
-#endif
-
-// Times the plans that the file knows nothing of. memory: device memory at a multiple of 256 bytes
-// that nothing lies in; noise is left there.
-static void matmul_tune(char *memory, size_t bytes, cudaStream_t stream) {
-    MatmulBench *bench = (MatmulBench *)alloc_zero(1, sizeof *bench);
-    int device, cache;
-    cuda_check(cudaGetDevice(&device));
-    cuda_check(cudaDeviceGetAttribute(&cache, cudaDevAttrL2CacheSize, device));
-    bench->memory = memory;
-    bench->bytes = bytes;
-    bench->cache_bytes = (size_t)cache;
-    bench->stream = stream;
-    cuda_check(cudaEventCreate(&bench->begin));
-    cuda_check(cudaEventCreate(&bench->end));
-    for (size_t i = 0; i < TUNE_NOISE / 2; i++) {
-        bench->noise[i] = from_float<__nv_bfloat16>((float)(2 * rng_uniform(1, 0, 0, i) - 1));
-    }
-    for (int i = 0; i < matmul_library.plans; i++) {
-        progress();
-        if (!matmul_plan_load(&matmul_library.plan[i])) {
-            matmul_plan_time(bench, &matmul_library.plan[i]);
-        }
-    }
-    cuda_check(cudaStreamSynchronize(stream));
-    cuda_check(cudaEventDestroy(bench->begin));
-    cuda_check(cudaEventDestroy(bench->end));
-    free(bench);
-}
-
 // -------------------------------------------------------------------------------------------------
-// 25. Flash attention forward
+// 31. Flash attention forward
 // Causal attention over packed qkv (B,T,3,NH,HS), read where it lies; HS = C / NH.
 // 1. No T x T matrix exists: a block keeps a tile of scores in registers and moves on.
 // 2. The row statistic is LSE2 = log2 of the sum of 2^(c s), s = q.k, c = log2(e) / sqrt(HS): fp32,
@@ -2834,7 +2420,7 @@ static void gpu_attention_cached(E *out, E *cache, const E *qkv, int positions, 
 }
 
 // -------------------------------------------------------------------------------------------------
-// 26. Flash attention backward
+// 32. Flash attention backward
 // Two kernels and no atomics: one owns rows of dQ, one owns rows of dK and dV; each recomputes P
 // from LSE2, which costs 7 products of tiles instead of 5 and buys equal bits in every run.
 //   P = 2^(c Q K^T - LSE2) (0 for future keys)      D = rowsum(dO * O)      dS = P * (dO V^T - D)
@@ -3177,7 +2763,7 @@ static void gpu_attention_backward(E *dqkv, float *dbias, float *drow, const E *
 }
 
 // -------------------------------------------------------------------------------------------------
-// 27. Classifier
+// 33. Classifier
 // Softmax, cross-entropy and their gradient for a chunk of rows of logits, in place: a row is read
 // from memory once, held in registers and written once. The logits of a whole batch never exist at
 // one time.
@@ -3298,7 +2884,7 @@ static void gpu_classifier(float *losses, E *logits, const int *targets, float d
 }
 
 // -------------------------------------------------------------------------------------------------
-// 28. AdamW and gradient norm
+// 34. AdamW and gradient norm
 // One table of ranges says where each tensor's parameters and gradients lie; a launch handles the
 // whole table. 1. Norm, clip factor and the decision to skip stay in device memory: no step waits
 // for the host. 2. AdamW is fp32 arithmetic without fused multiply-adds, so the split master gives
@@ -3621,8 +3207,11 @@ static void gpu_adamw(E *params, Master<E> *low, M *moment1, M *moment2, const G
            state);
 }
 
+// =================================================================================================
+// Part H. Memory and streams
+
 // -------------------------------------------------------------------------------------------------
-// 29. The device arena
+// 35. Device memory
 // The plan's device buffers are one cudaMalloc of exactly the planned bytes; its host buffers one
 // mapping, pinned, that kernels reach at the same address. What libraries and modules take is not
 // planned but measured after a warm-up, and shown apart; the CUDA context exists before and is not
@@ -3846,7 +3435,7 @@ static void arena_close(Plan *p) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 30. Visits: copies and streams
+// 36. Offload: copies and streams
 // How bytes move between the homes of what visits the device (chapter Buckets and visits), while
 // kernels compute. One stream copies up and one down, as a GPU has an engine for each direction.
 // 1. Bytes change hands on the compute stream alone: a copy waits for an event of compute behind
@@ -3916,8 +3505,11 @@ static void visits_close(VisitStreams *s) {
     cuda_check(cudaStreamDestroy(s->down));
 }
 
+// =================================================================================================
+// Part I. Many GPUs
+
 // -------------------------------------------------------------------------------------------------
-// 31. Many GPUs
+// 37. Exchange between ranks
 // Ranks hand each other parts of gradients and weights (chapter Buckets and visits of Volume I).
 // 1. NCCL only moves bytes; a kernel of ours adds them, in the order of ranks, in fp32, and rounds
 //    once. So a sum depends on the number of ranks alone, not on NCCL's version, its algorithm or
@@ -4198,8 +3790,11 @@ static void rank_close(RankComm *c) {
     cuda_check(cudaEventDestroy(c->event));
 }
 
+// =================================================================================================
+// Part J. GPT-2 on the GPU
+
 // -------------------------------------------------------------------------------------------------
-// 32. The network on the GPU
+// 38. The network on the GPU
 // Volume I's network with kernels for layers: the same plan, walk and stages, all on one stream but
 // for the copies of what visits.
 // The stages stand as they do there, so that the two can be read side by side.
@@ -4546,7 +4141,7 @@ template <class E, class G> static void gpu_stage(void *self, int stage, int lay
 }
 
 // -------------------------------------------------------------------------------------------------
-// 33. Steps and update
+// 39. Steps and update
 // The engine's verbs that compute.
 // 1. A micro-step only queues work: the batch goes up through two pinned slots, and the host waits
 //    for nothing but a slot it filled two micro-steps ago. The first batch of a step goes up, where
@@ -4786,8 +4381,441 @@ static void gpu_logits(Engine *e, real *out, const Token *tokens, int n) {
     gpu_read_logits(net, out);
 }
 
+// =================================================================================================
+// Part K. Service
+
 // -------------------------------------------------------------------------------------------------
-// 34. States, open and close
+// 40. Timed matmul algorithms
+// The heuristic's first is not always the
+// fastest, so at the start each product's algorithms are timed, with random operands (zeros draw
+// less power and run 13 % faster) and, as far as memory goes, with more of them than the L2 cache
+// holds. The first algorithm whose results are right, compared with sums in double, is the
+// reference. Another one replaces it if it is over 2 % faster, gives the same bits twice, agrees
+// with the reference and is itself right. The choice is made by time, so by chance where two are
+// alike: therefore it is kept in a file, and a run without one may have other bits than the last.
+
+constexpr int TUNE_ROUNDS = 7;            // measurements of an algorithm: their median counts
+constexpr double TUNE_GAIN = 0.98;        // what is not clearly faster would be chosen by noise
+// An algorithm whose checking launch takes longer than this many times the fastest so far, and a
+// launch's own overhead, is not timed.
+constexpr double TUNE_SLOW = 1.3, TUNE_LAUNCH_MS = 0.02;
+constexpr size_t TUNE_NOISE = 16 * 8191;  // bytes of random numbers: 8191 is prime, as no row is
+constexpr size_t TUNE_SAMPLE = TUNE_NOISE / 4;  // elements at either end of D that are compared
+constexpr int PROOF_ELEMENTS = 64;  // of D, that are compared with sums in double
+constexpr int PROOF_TAIL = 64;      // last steps of k, that are also summed alone: see MatmulProof
+
+// The choice for a product in `choices`, a line "where| key=hHASH key=hHASH ...", where `where` is
+// this run's and HASH sixteen hexadecimal digits, of matmul_algorithm_hash. False: there is none.
+static bool matmul_choice_find(uint64_t *hash, const char *choices, const MatmulKey *key) {
+    char word[96];
+    const size_t length = strlen(matmul_library.where);
+    if (strncmp(choices, matmul_library.where, length) != 0 || choices[length] != '|') {
+        return false;
+    }
+    snprintf(word, sizeof word, " %s=h", matmul_key_text(key).s);
+    const char *at = strstr(choices + length, word);
+    char *end = nullptr;
+    *hash = at ? strtoull(at + strlen(word), &end, 16) : 0;
+    return at && end == at + strlen(word) + 16;
+}
+
+// Writes the choices of all plans into matmul_library.choices.
+static void matmul_choices_tell(void) {
+    char *text = matmul_library.choices;
+    size_t at = (size_t)snprintf(text, MATMUL_TEXT, "%s|", matmul_library.where);
+    for (int i = 0; i < matmul_library.plans && at < MATMUL_TEXT; i++) {
+        const MatmulPlan *plan = &matmul_library.plan[i];
+        at += (size_t)snprintf(text + at, MATMUL_TEXT - at, " %s=h%016" PRIx64,
+                               matmul_key_text(&plan->key).s,
+                               matmul_algorithm_hash(&plan->algorithm));
+    }
+    check(at < MATMUL_TEXT, "more choices than their text has room for");
+}
+
+// Takes another run's choices. False: they are for another GPU, library or workspace, leave out a
+// product of this run or name what the library does not offer; then all stays as it was, because a
+// run that takes a part would have nobody's bits.
+static bool matmul_choices_take(const char *choices) {
+    cublasLtMatmulAlgo_t was[MATMUL_PLANS];
+    bool taken = true;
+    for (int i = 0; i < matmul_library.plans; i++) {
+        MatmulPlan *plan = &matmul_library.plan[i];
+        uint64_t hash;
+        was[i] = plan->algorithm;
+        taken = taken && matmul_choice_find(&hash, choices, &plan->key) &&
+                matmul_plan_take(plan, hash);
+    }
+    for (int i = 0; i < matmul_library.plans && !taken; i++) {
+        matmul_library.plan[i].algorithm = was[i];
+    }
+    matmul_choices_tell();
+    return taken;
+}
+
+// The file of choices in the user's cache has a line for each product,
+//   NVIDIA H200, 132 SMs, cuBLASLt 130100, workspace 134217728| 768x65536x3072:10111:14>14=hHASH
+// the name of a place to choose for, then the product (matmul_key_text) and its choice. A line that
+// cannot be read that way counts as none.
+
+// The file's choice for a product; false: none. The first line counts: what another run added
+// later, while this one was timing, is not used by anybody.
+static bool matmul_cache_find(uint64_t *hash, const MatmulKey *key) {
+    FILE *file = cache_open("matmul", "r");
+    char line[512];
+    bool known = false;
+    while (file && !known && fgets(line, sizeof line, file)) {
+        known = strchr(line, '\n') && matmul_choice_find(hash, line, key);
+    }
+    if (file) {
+        fclose(file);
+    }
+    return known;
+}
+
+// Adds a plan's choice to the file; one write, so that lines of two runs do not mix.
+static void matmul_cache_add(const MatmulPlan *plan) {
+    FILE *file = cache_open("matmul", "a");
+    if (file) {
+        fprintf(file, "%s| %s=h%016" PRIx64 "\n", matmul_library.where,
+                matmul_key_text(&plan->key).s, matmul_algorithm_hash(&plan->algorithm));
+        fclose(file);
+    }
+}
+
+// Memory to time products in, and what fills it: bf16 numbers between -1 and 1. Two of them read as
+// one fp32 number are one as well, with the sign and nearly the size of the upper half. So one fill
+// serves operands of every type, wherever they come to lie.
+struct MatmulBench {
+    char *memory;
+    size_t bytes, cache_bytes;
+    __nv_bfloat16 noise[TUNE_NOISE / 2];
+    cudaStream_t stream;
+    cudaEvent_t begin, end;  // of a sample's product
+};
+
+// Fills the first `bytes` of the bench's memory with noise.
+static void matmul_noise(const MatmulBench *bench, size_t bytes) {
+    copy_wait(bench->memory, bench->noise, bytes < TUNE_NOISE ? bytes : TUNE_NOISE, bench->stream);
+    for (size_t done = TUNE_NOISE; done < bytes; done *= 2) {  // what is there, once more behind it
+        cuda_check(cudaMemcpyAsync(bench->memory + done, bench->memory,
+                                   done < bytes - done ? done : bytes - done,
+                                   cudaMemcpyDeviceToDevice, bench->stream));
+    }
+}
+
+// Operands of the plan in the bench's memory from `at` on, and in *bytes how many bytes they take.
+// They lie as in a run: each at a multiple of 256 bytes, C in D's place unless the plan keeps them
+// apart, and with a bias only where the product has one.
+static MatmulOperands matmul_operands(const MatmulBench *bench, const MatmulPlan *plan, size_t at,
+                                      size_t *bytes) {
+    const MatmulKey *k = &plan->key;
+    const size_t m = (size_t)k->m, n = (size_t)k->n, inner = (size_t)k->k;
+    const size_t in = k->input_type == CUDA_R_32F ? 4 : 2;
+    const size_t out = k->output_type == CUDA_R_32F ? 4 : 2;
+    const size_t sizes[5] = {m * n * out, m * inner * in, inner * n * in, m * out, m * n * out};
+    char *places[5];
+    *bytes = 0;
+    for (int i = 0; i < 5; i++) {
+        places[i] = bench->memory + at + *bytes;
+        *bytes += i == 4 && !k->beside ? 0 : (sizes[i] + 255) / 256 * 256;
+    }
+    return {places[0], places[1], places[2], k->has_bias ? places[3] : nullptr,
+            k->beside ? places[4] : places[0]};
+}
+
+// Runs the plan's product once and returns both ends of D, at most TUNE_SAMPLE elements each, and
+// in *ms how long it took. Where it adds to D, they begin as noise again. Null: cuBLASLt refuses
+// the algorithm.
+static char *matmul_sample(const MatmulBench *bench, MatmulPlan *plan, const MatmulOperands &x,
+                           size_t *bytes, float *ms) {
+    const size_t element = plan->key.output_type == CUDA_R_32F ? 4 : 2;
+    const size_t all = (size_t)plan->key.m * plan->key.n * element;
+    const size_t end = min_i64((int64_t)all, (int64_t)(TUNE_SAMPLE * element));
+    char *sample = (char *)alloc_zero(2, end), *d = (char *)x.d;
+    // Noise is what an algorithm that writes nothing would leave, too: it agrees with no product.
+    for (char *at : {d, d + all - end}) {
+        copy_wait(at, bench->noise, end, bench->stream);
+    }
+    cuda_check(cudaEventRecord(bench->begin, bench->stream));
+    if (matmul_launch(plan, x, bench->stream) != CUBLAS_STATUS_SUCCESS) {
+        (void)cudaGetLastError();
+        free(sample);
+        return nullptr;
+    }
+    cuda_check(cudaEventRecord(bench->end, bench->stream));
+    copy_wait(sample, d, end, bench->stream);
+    copy_wait(sample + end, d + all - end, end, bench->stream);
+    cuda_check(cudaEventElapsedTime(ms, bench->begin, bench->end));
+    *bytes = 2 * end;
+    return sample;
+}
+
+// Number i of an array of cuBLASLt's `type`.
+static double matmul_number(const void *numbers, int type, size_t i) {
+    auto number = [&](auto element) {
+        memcpy((void *)&element, (const char *)numbers + i * sizeof element, sizeof element);
+        return (double)to_float(element);
+    };
+    return type == CUDA_R_32F   ? number(float())
+           : type == CUDA_R_16F ? number(__half())
+                                : number(__nv_bfloat16());
+}
+
+// The largest error of a product of `type` beside another order of the sum, over the norm. 16-bit
+// results may differ by twice the type's rounding; fp32 ones by what the order of a long sum makes:
+// some sqrt(65,536) roundings of 6e-8 each, with a margin of six.
+static double matmul_error_most(int type) {
+    return type == CUDA_R_32F   ? 1e-4
+           : type == CUDA_R_16F ? 2 * traits<__half>.unit
+                                : 2 * traits<__nv_bfloat16>.unit;
+}
+
+// Norm of the difference of two samples of cuBLASLt's `type` over the norm of `want`; NaN anywhere
+// gives NaN, which no bound admits.
+static double sample_error(const char *got, const char *want, size_t bytes, int type) {
+    double difference = 0, norm = 0;
+    for (size_t i = 0; i < bytes / (type == CUDA_R_32F ? 4 : 2); i++) {
+        const double wanted = matmul_number(want, type, i);
+        const double d = matmul_number(got, type, i) - wanted;
+        difference += d * d;
+        norm += wanted * wanted;
+    }
+    return sqrt(difference / norm);
+}
+
+// Does the plan's algorithm give `want` but for rounding, and the same bits twice, and is it not
+// slower than slowest_ms? The second launch is timed: the first may load the kernel.
+static bool matmul_agrees(const MatmulBench *bench, MatmulPlan *plan, const MatmulOperands &x,
+                          const char *want, double slowest_ms) {
+    size_t bytes = 0;
+    float ms = 0;
+    const int type = plan->key.output_type;
+    char *first = matmul_sample(bench, plan, x, &bytes, &ms);
+    char *second = first ? matmul_sample(bench, plan, x, &bytes, &ms) : nullptr;
+    const bool agrees = second && memcmp(first, second, bytes) == 0 && ms <= slowest_ms &&
+                        sample_error(first, want, bytes, type) <= matmul_error_most(type);
+    free(first);
+    free(second);
+    return agrees;
+}
+
+// Elements of a plan's D and what they are in exact arithmetic, from the noise that its operands
+// are: the corners, others of the last row and the last column, where tiles are cut, and some
+// anywhere. `tail` is the same with all of A zero but the last PROOF_TAIL steps of k. cuBLASLt's
+// split sums have left out the last k % 64 steps (triton-lang's fork facebookexperimental/triton,
+// pull request 2767): of a sum of 65,536 products one is a 256th of its norm, less than bf16 is
+// rounded by; of 64 it is an eighth.
+struct MatmulProof {
+    size_t at[PROOF_ELEMENTS];
+    double whole[PROOF_ELEMENTS], tail[PROOF_ELEMENTS];
+};
+
+// Only the gradients of weights are summed over more steps than a few thousand, so that cuBLASLt
+// splits their sums. In these k is the slow index of both operands.
+static bool matmul_proves_tail(const MatmulKey *k) {
+    return !k->transpose_a && k->transpose_b && k->k > PROOF_TAIL;
+}
+
+// The sum of products for element `at` of D from step `first` of k on, C and bias included.
+static double matmul_exact(const MatmulBench *bench, const MatmulKey *key,
+                           const MatmulOperands &x, size_t at, size_t first) {
+    const size_t m = (size_t)key->m, n = (size_t)key->n, k = (size_t)key->k;
+    const size_t row = at % m, column = at / m;
+    auto noise = [&](const void *operand, int type, size_t i) {
+        const size_t place = (size_t)((const char *)operand - bench->memory);
+        const size_t byte = (place + i * (type == CUDA_R_32F ? 4 : 2)) % TUNE_NOISE;
+        return matmul_number((const char *)bench->noise + byte, type, 0);
+    };
+    double sum = (x.bias ? noise(x.bias, key->output_type, row) : 0) +
+                 (key->adds ? noise(x.c, key->output_type, at) : 0);
+    for (size_t i = first; i < k; i++) {
+        sum += noise(x.a, key->input_type, key->transpose_a ? row * k + i : i * m + row) *
+               noise(x.b, key->input_type, key->transpose_b ? i * n + column : column * k + i);
+    }
+    return sum;
+}
+
+// Chooses the elements and sums them; what takes longest is 64 sums over the steps of k.
+static void matmul_proof_make(MatmulProof *proof, const MatmulBench *bench,
+                              const MatmulPlan *plan) {
+    const MatmulKey *key = &plan->key;
+    const size_t m = (size_t)key->m, n = (size_t)key->n;
+    const int tail = matmul_proves_tail(key);
+    size_t bytes;
+    const MatmulOperands x = matmul_operands(bench, plan, 0, &bytes);
+    #pragma omp parallel for schedule(static)
+    for (int i = 0; i < PROOF_ELEMENTS; i++) {
+        const size_t row = (size_t)(rng_uniform(1, 0, 1, (uint64_t)i) * (double)m);
+        const size_t column = (size_t)(rng_uniform(1, 0, 2, (uint64_t)i) * (double)n);
+        proof->at[i] = i < 4    ? (i % 2) * (m - 1) + (i / 2) * (n - 1) * m
+                       : i < 24 ? m - 1 + column * m
+                       : i < 44 ? row + (n - 1) * m
+                                : row + column * m;
+        proof->whole[i] = matmul_exact(bench, key, x, proof->at[i], 0);
+        proof->tail[i] =
+            tail ? matmul_exact(bench, key, x, proof->at[i], (size_t)(key->k - PROOF_TAIL)) : 0;
+    }
+}
+
+// Are the elements of the proof right, whole and, where it is proved, of the tail alone? Fills the
+// first operands with noise, and leaves them as the product does.
+static bool matmul_right(const MatmulBench *bench, MatmulPlan *plan, const MatmulProof *proof) {
+    const MatmulKey *key = &plan->key;
+    const size_t element = key->output_type == CUDA_R_32F ? 4 : 2;
+    size_t bytes;
+    const MatmulOperands x = matmul_operands(bench, plan, 0, &bytes);
+    for (int tail = matmul_proves_tail(key); tail >= 0; tail--) {
+        const double *want = tail ? proof->tail : proof->whole;
+        double difference = 0, norm = 0;
+        matmul_noise(bench, bytes);
+        if (tail) {
+            const size_t zero = (size_t)(key->k - PROOF_TAIL) * (size_t)key->m;
+            cuda_check(cudaMemsetAsync((void *)x.a, 0,
+                                       zero * (key->input_type == CUDA_R_32F ? 4 : 2),
+                                       bench->stream));
+        }
+        if (matmul_launch(plan, x, bench->stream) != CUBLAS_STATUS_SUCCESS) {
+            (void)cudaGetLastError();
+            return false;
+        }
+        for (int i = 0; i < PROOF_ELEMENTS; i++) {
+            float got;  // room for an element of any type
+            copy_wait(&got, (const char *)x.d + proof->at[i] * element, element, bench->stream);
+            const double d = matmul_number(&got, key->output_type, 0) - want[i];
+            difference += d * d;
+            norm += want[i] * want[i];
+        }
+        if (!(sqrt(difference / norm) <= matmul_error_most(key->output_type))) {
+            return false;
+        }
+    }
+    return true;
+}
+
+// Says that no algorithm of a plan's product is right.
+static void matmul_report(const MatmulPlan *plan) {
+    fprintf(stderr, "%s: %s: no algorithm of cuBLASLt gives this program's own result for the "
+            "product %s; the run goes on with its first one. Please report this line\n",
+            program_name, matmul_library.where, matmul_key_text(&plan->key).s);
+}
+
+// Times the algorithms of a plan's product and gives it the best: the first one that is right,
+// unless another takes less than TUNE_GAIN of its time. A product whose operands find no room keeps
+// what it has, and so does one of which no algorithm is right, which is reported at every start.
+static void matmul_plan_time(const MatmulBench *bench, MatmulPlan *plan) {
+    size_t each, bytes;
+    matmul_operands(bench, plan, 0, &each);
+    const size_t room = bench->bytes / each, wanted = 2 * bench->cache_bytes / each + 1;
+    const int copies = (int)(room < wanted ? room : wanted);
+    if (copies == 0) {
+        return;
+    }
+    cublasLtMatmulHeuristicResult_t results[MATMUL_ALGORITHMS];
+    cublasStatus_t status;
+    const int found = matmul_algorithms(results, &status, plan, matmul_library.workspace_bytes);
+    const cublasLtMatmulAlgo_t was = plan->algorithm;
+    MatmulProof proof;
+    matmul_proof_make(&proof, bench, plan);
+    auto is_right = [&](int i) {
+        plan->algorithm = results[i].algo;
+        return matmul_right(bench, plan, &proof);
+    };
+    int reference = 0;
+    while (reference < found && !is_right(reference)) {
+        reference++;
+    }
+    if (reference == found) {
+        plan->algorithm = was;
+        matmul_report(plan);
+        return;
+    }
+    matmul_noise(bench, (size_t)copies * each);  // where products before have left their results
+    // Copy after copy in turn, so that a launch finds nothing of its operands in the cache.
+    auto operands = [&](int i) {
+        return matmul_operands(bench, plan, (size_t)(i % copies) * each, &bytes);
+    };
+    auto time_ms = [&] {
+        return gpu_time_ms(TUNE_ROUNDS, bench->stream, [&](int call) {
+            cublas_check(matmul_launch(plan, operands(call), bench->stream));
+        });
+    };
+    float once_ms;
+    char *want = matmul_sample(bench, plan, operands(0), &bytes, &once_ms);
+    double fastest_ms = time_ms(), best_ms = TUNE_GAIN * fastest_ms;
+    int best = reference;
+    // Before an algorithm is timed it is run twice for its results: a fast wrong one is no choice.
+    for (int i = 0; i < found; i++) {
+        plan->algorithm = results[i].algo;
+        if (i == reference || !matmul_agrees(bench, plan, operands(0), want,
+                                             TUNE_SLOW * fastest_ms + TUNE_LAUNCH_MS)) {
+            continue;
+        }
+        const double ms = time_ms();
+        if (ms < best_ms && is_right(i)) {
+            best = i;
+            best_ms = fastest_ms = ms;
+        }
+        matmul_noise(bench, each);  // is_right may have left A zero but for its tail
+    }
+    free(want);
+    plan->algorithm = results[best].algo;
+    matmul_cache_add(plan);
+    matmul_library.timed++;
+}
+
+// Takes the file's choice. False: it knows nothing of the plan, or names what the library does not
+// offer, which counts as nothing.
+static bool matmul_plan_load(MatmulPlan *plan) {
+    uint64_t hash;
+    return matmul_cache_find(&hash, &plan->key) && matmul_plan_take(plan, hash);
+}
+
+// Takes the file's choices; returns how many plans it knows nothing of.
+static int matmul_choices_load(void) {
+    int unknown = 0;
+    for (int i = 0; i < matmul_library.plans; i++) {
+        unknown += !matmul_plan_load(&matmul_library.plan[i]);
+    }
+    return unknown;
+}
+
+// The emulated device has no clock of its own, but for tests a table of times.
+#if CUDA_CPU
+static bool matmul_can_time(void) { return emu::set.lt_times != 0; }
+#else
+static bool matmul_can_time(void) { return true; }
+#endif
+
+// Times the plans that the file knows nothing of. memory: device memory at a multiple of 256 bytes
+// that nothing lies in; noise is left there.
+static void matmul_tune(char *memory, size_t bytes, cudaStream_t stream) {
+    MatmulBench *bench = (MatmulBench *)alloc_zero(1, sizeof *bench);
+    int device, cache;
+    cuda_check(cudaGetDevice(&device));
+    cuda_check(cudaDeviceGetAttribute(&cache, cudaDevAttrL2CacheSize, device));
+    bench->memory = memory;
+    bench->bytes = bytes;
+    bench->cache_bytes = (size_t)cache;
+    bench->stream = stream;
+    cuda_check(cudaEventCreate(&bench->begin));
+    cuda_check(cudaEventCreate(&bench->end));
+    for (size_t i = 0; i < TUNE_NOISE / 2; i++) {
+        bench->noise[i] = from_float<__nv_bfloat16>((float)(2 * rng_uniform(1, 0, 0, i) - 1));
+    }
+    for (int i = 0; i < matmul_library.plans; i++) {
+        progress();
+        if (!matmul_plan_load(&matmul_library.plan[i])) {
+            matmul_plan_time(bench, &matmul_library.plan[i]);
+        }
+    }
+    cuda_check(cudaStreamSynchronize(stream));
+    cuda_check(cudaEventDestroy(bench->begin));
+    cuda_check(cudaEventDestroy(bench->end));
+    free(bench);
+}
+
+// -------------------------------------------------------------------------------------------------
+// 41. States in and out
 // States go in and out as fp32 whatever the device keeps, so a checkpoint knows no type of a run.
 // How a state lies in memory is a value, StateView, and reading and writing are written once.
 
@@ -5087,6 +5115,11 @@ static void gpu_gather(Engine *e, void *all, const void *mine, size_t bytes) {
     free(host);
 }
 
+// -------------------------------------------------------------------------------------------------
+// 42. Opening and warm-up
+// From an empty device to a network that is ready to train: memory, tables, one warm-up of every
+// kernel and collective, and the way back.
+
 // Gives back everything but the plan. What is queued must be done first: it uses the memory.
 template <class E, class G> static void gpu_close(Engine *e) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
@@ -5345,7 +5378,7 @@ template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 35. Meters
+// 43. Peaks, --check and --compare
 // What this GPU could do at most, for "% of peak": dense products of the run's type per clock and
 // SM, 16-bit types summed in fp32 (NVIDIA's architecture white papers; for sm_86, 89 and 120 the
 // GeForce cards' rate, half of the workstation cards'; for sm_75 a T4's, twice its GeForce cards';
@@ -5389,56 +5422,6 @@ static void device_describe(Engine *e, const Settings *s) {
                           : "this program's table of peaks does not know this GPU";
     snprintf(e->device, sizeof e->device, "%.44s (sm_%d%d), %s", properties.name, properties.major,
              properties.minor, type.name);
-}
-
-// -------------------------------------------------------------------------------------------------
-// 36. main
-// Volume I's program with the GPU's engine, and two commands of its own: --check compares one batch
-// with the oracle, --compare runs the same steps with and without recomputation.
-
-// Opens the engine of the run's E and of its gradients' G.
-static void gpu_engine_open(Engine *e, Plan *p) {
-    const Settings *s = &p->settings;
-    memset(e, 0, sizeof *e);
-    device_describe(e, s);
-    with_type(s->dtype, [&](auto element) {
-        using E = decltype(element);
-        using G = std::conditional_t<traits<E>.narrow, float, E>;
-        s->grad_dtype == s->dtype ? gpu_open<E, G>(e, p) : gpu_open<E, float>(e, p);
-    });
-    size_t length = strlen(e->device);
-    snprintf(e->device + length, sizeof e->device - length,
-             "; cuBLASLt %zu; libraries took about %s", cublasLtGetVersion(),
-             bytes_text((double)device_memory.library_bytes).s);
-    length = strlen(e->device);
-    if (s->ranks > 1) {
-        snprintf(e->device + length, sizeof e->device - length, ", NCCL %s of %s reserved",
-                 bytes_text((double)device_memory.nccl_bytes).s,
-                 bytes_text((double)nccl_estimate_bytes(s)).s);
-    }
-}
-
-// What the kernels cannot do is refused by name before anything is opened or measured.
-static void gpu_settings_check(const Settings *s) {
-    const Model *m = &s->model;
-    const int HS = m->C / m->NH;
-    if (m->C % CHANNELS_UNIT != 0 || m->C > CHANNELS_MAX ||
-        (s->dtype != TYPE_FP32 && (HS % HEAD_UNIT != 0 || HS > HEAD_MAX)) || HS > HEAD_MAX_FP32) {
-        die("--model (-e): %d channels in %d heads: a GPU takes channels that are a multiple of "
-            "%d, at most %d, in heads of at most %d; in 16 bits of at most %d, a multiple of %d",
-            m->C, m->NH, CHANNELS_UNIT, CHANNELS_MAX, HEAD_MAX_FP32, HEAD_MAX, HEAD_UNIT);
-    }
-    if ((int64_t)m->maxT * m->C > POSITIONS_MAX) {
-        die("--model (-e): %d positions of %d channels: a GPU takes at most %d numbers in that "
-            "table", m->maxT, m->C, POSITIONS_MAX);
-    }
-    if (s->T > LENGTH_MAX) {
-        die("--seq-len (-t): %d: a GPU takes at most %d tokens in a sequence", s->T, LENGTH_MAX);
-    }
-    if (s->B > GRID_YZ_MAX) {
-        die("--batch (-b): %d: a GPU takes at most %d sequences in a micro-batch", s->B,
-            GRID_YZ_MAX);
-    }
 }
 
 // Norm of the difference over norm, of n numbers. NaN anywhere gives NaN.
@@ -5575,6 +5558,56 @@ static int command_compare(Run *run, const Program *program) {
 
 static int gpu_command(Run *run, const Program *program) {
     return run->o.check ? command_check(run, program) : command_compare(run, program);
+}
+
+// -------------------------------------------------------------------------------------------------
+// 44. main
+// Volume I's program with the GPU's engine, and two commands of its own: --check compares one batch
+// with the oracle, --compare runs the same steps with and without recomputation.
+
+// Opens the engine of the run's E and of its gradients' G.
+static void gpu_engine_open(Engine *e, Plan *p) {
+    const Settings *s = &p->settings;
+    memset(e, 0, sizeof *e);
+    device_describe(e, s);
+    with_type(s->dtype, [&](auto element) {
+        using E = decltype(element);
+        using G = std::conditional_t<traits<E>.narrow, float, E>;
+        s->grad_dtype == s->dtype ? gpu_open<E, G>(e, p) : gpu_open<E, float>(e, p);
+    });
+    size_t length = strlen(e->device);
+    snprintf(e->device + length, sizeof e->device - length,
+             "; cuBLASLt %zu; libraries took about %s", cublasLtGetVersion(),
+             bytes_text((double)device_memory.library_bytes).s);
+    length = strlen(e->device);
+    if (s->ranks > 1) {
+        snprintf(e->device + length, sizeof e->device - length, ", NCCL %s of %s reserved",
+                 bytes_text((double)device_memory.nccl_bytes).s,
+                 bytes_text((double)nccl_estimate_bytes(s)).s);
+    }
+}
+
+// What the kernels cannot do is refused by name before anything is opened or measured.
+static void gpu_settings_check(const Settings *s) {
+    const Model *m = &s->model;
+    const int HS = m->C / m->NH;
+    if (m->C % CHANNELS_UNIT != 0 || m->C > CHANNELS_MAX ||
+        (s->dtype != TYPE_FP32 && (HS % HEAD_UNIT != 0 || HS > HEAD_MAX)) || HS > HEAD_MAX_FP32) {
+        die("--model (-e): %d channels in %d heads: a GPU takes channels that are a multiple of "
+            "%d, at most %d, in heads of at most %d; in 16 bits of at most %d, a multiple of %d",
+            m->C, m->NH, CHANNELS_UNIT, CHANNELS_MAX, HEAD_MAX_FP32, HEAD_MAX, HEAD_UNIT);
+    }
+    if ((int64_t)m->maxT * m->C > POSITIONS_MAX) {
+        die("--model (-e): %d positions of %d channels: a GPU takes at most %d numbers in that "
+            "table", m->maxT, m->C, POSITIONS_MAX);
+    }
+    if (s->T > LENGTH_MAX) {
+        die("--seq-len (-t): %d: a GPU takes at most %d tokens in a sequence", s->T, LENGTH_MAX);
+    }
+    if (s->B > GRID_YZ_MAX) {
+        die("--batch (-b): %d: a GPU takes at most %d sequences in a micro-batch", s->B,
+            GRID_YZ_MAX);
+    }
 }
 
 int train_gpt2cu_main(int argc, char **argv);
