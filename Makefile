@@ -150,7 +150,7 @@ build/bench_profile: dev/bench.cu build/flags
 	$(if $(CUDA_HEADERS),,$(error $(NO_HEADERS)))$(CXX) -std=c++17 -O1 -fsanitize=thread -w \
 	-ffp-contract=off -Idev/cuda_cpu $(CUDA_INCLUDE) -x c++ $(DEPEND) -c $< -o $@.o
 	$(CXX) $@.o -o $@ -lm
-BOOK := train_gpt2.c $(addprefix data/,files.c tokens.c machine.c weights.c checkpoint.c)
+BOOK := train_gpt2.c $(addprefix data/,files.c tokens.c weights.c checkpoint.c)
 build/sm_%.log: train_gpt2.cu $(BOOK) build/flags
 	@$(NVCC) --version | tail -n 2 > $@
 	$(NV1) -cubin -Xptxas -v -gencode arch=compute_$*,code=sm_$* $< -o $@.cubin 2>> $@ || \

@@ -331,61 +331,6 @@ static void test_rank_positions() {
     }
 }
 
-// What ranks agree on: a stop of any of them, the first one that cannot go on, and, when they meet,
-// the least memory that one of them has. Ranks share the threads of their machine.
-static void test_rank_agreement() {
-    enum { RANKS = 4, THREADS = 8 };
-    this_rank = {0, RANKS, 0, RANKS, 0, 0, 0, 0};
-    for (int who = 0; who < RANKS; who++) {
-        RankWord words[RANKS] = {};
-        words[who].stop = 1;
-        ranks_agree(words);
-        expect(this_rank.stop == 1 && this_rank.fault == 0, "rank %d stops", who);
-        words[who].failed = words[RANKS - 1].failed = 1;
-        ranks_agree(words);
-        expect(this_rank.fault == who + 1, "rank %d fails, not %d", who, this_rank.fault - 1);
-    }
-    ranks_share(RANKS);
-    rank_row = rank_row_at(0);
-    for (int least = 0; least < RANKS; least++) {
-        rank_links = (int *)alloc_zero(RANKS, sizeof(int));
-        int others[RANKS];  // the other ends of rank 0's links
-        for (int r = 0; r < RANKS; r++) {
-            RankCard card = {};
-            card.program = fingerprint_program();
-            card.device = 1000 + (r != least);
-            card.host = 2000 + ((r + 1) % RANKS != least);
-            snprintf(card.gpu, sizeof card.gpu, "GPU %d", r);
-            int ends[2] = {-1, -1};
-            if (r == 0) {
-                rank_card = card;
-            } else if (socketpair(AF_UNIX, SOCK_STREAM, 0, ends) != 0 ||
-                       !socket_move(ends[1], &card, sizeof card, 1)) {
-                give_up("no socket");
-            }
-            rank_links[r] = ends[0];
-            others[r] = ends[1];
-        }
-        ranks_introduce();
-        expect(rank_card.device == 1000 && rank_card.host == 2000, "rank %d has least: %d, %d",
-               least, (int)rank_card.device, (int)rank_card.host);
-        for (int r = 1; r < RANKS; r++) {
-            close(others[r]);
-        }
-    }
-#ifdef _OPENMP
-    unsetenv("OMP_NUM_THREADS");
-    for (const int launched : {0, 1}) {  // a launcher does not tell its ranks to share
-        const int cores = launched ? (int)sysconf(_SC_NPROCESSORS_ONLN) : (int)THREADS;
-        omp_set_num_threads(launched ? RANKS * cores : (int)THREADS);
-        ranks_begin({0, RANKS, 0, RANKS, launched, 0, 0, 0}, rank_row_at(0));
-        ranks_share_cores();
-        expect(omp_get_max_threads() == std::max(1, cores / RANKS), "%d threads of %d",
-               omp_get_max_threads(), cores);
-    }
-#endif
-}
-
 // Every window once an epoch, whatever the number of ranks; targets follow inputs; the tokens that
 // fill no window get their turn in other epochs.
 static void test_loader_coverage() {
@@ -3955,6 +3900,61 @@ static void test_gpu_huge() {
 }
 #endif
 
+// What ranks agree on: a stop of any of them, the first one that cannot go on, and, when they meet,
+// the least memory that one of them has. Ranks share the threads of their machine.
+static void test_rank_agreement() {
+    enum { RANKS = 4, THREADS = 8 };
+    this_rank = {0, RANKS, 0, RANKS, 0, 0, 0, 0};
+    for (int who = 0; who < RANKS; who++) {
+        RankWord words[RANKS] = {};
+        words[who].stop = 1;
+        ranks_agree(words);
+        expect(this_rank.stop == 1 && this_rank.fault == 0, "rank %d stops", who);
+        words[who].failed = words[RANKS - 1].failed = 1;
+        ranks_agree(words);
+        expect(this_rank.fault == who + 1, "rank %d fails, not %d", who, this_rank.fault - 1);
+    }
+    ranks_share(RANKS);
+    rank_row = rank_row_at(0);
+    for (int least = 0; least < RANKS; least++) {
+        rank_links = (int *)alloc_zero(RANKS, sizeof(int));
+        int others[RANKS];  // the other ends of rank 0's links
+        for (int r = 0; r < RANKS; r++) {
+            RankCard card = {};
+            card.program = fingerprint_program();
+            card.device = 1000 + (r != least);
+            card.host = 2000 + ((r + 1) % RANKS != least);
+            snprintf(card.gpu, sizeof card.gpu, "GPU %d", r);
+            int ends[2] = {-1, -1};
+            if (r == 0) {
+                rank_card = card;
+            } else if (socketpair(AF_UNIX, SOCK_STREAM, 0, ends) != 0 ||
+                       !socket_move(ends[1], &card, sizeof card, 1)) {
+                give_up("no socket");
+            }
+            rank_links[r] = ends[0];
+            others[r] = ends[1];
+        }
+        ranks_introduce();
+        expect(rank_card.device == 1000 && rank_card.host == 2000, "rank %d has least: %d, %d",
+               least, (int)rank_card.device, (int)rank_card.host);
+        for (int r = 1; r < RANKS; r++) {
+            close(others[r]);
+        }
+    }
+#ifdef _OPENMP
+    unsetenv("OMP_NUM_THREADS");
+    for (const int launched : {0, 1}) {  // a launcher does not tell its ranks to share
+        const int cores = launched ? (int)sysconf(_SC_NPROCESSORS_ONLN) : (int)THREADS;
+        omp_set_num_threads(launched ? RANKS * cores : (int)THREADS);
+        ranks_begin({0, RANKS, 0, RANKS, launched, 0, 0, 0}, rank_row_at(0));
+        ranks_share_cores();
+        expect(omp_get_max_threads() == std::max(1, cores / RANKS), "%d threads of %d",
+               omp_get_max_threads(), cores);
+    }
+#endif
+}
+
 // -------------------------------------------------------------------------------------------------
 // 12. The network on a GPU
 // Volume II's chapters from The device arena to States, open and close against the oracle: every
@@ -4316,7 +4316,7 @@ static void test_gpu_rank_wte() {
     static const Program program = {
         .name = "train_gpt2cu_cpu", .default_model = "d12", .gpu = 1, .open = wte_open,
         .available = device_available, .refuse = gpu_settings_check, .built = "", .device = device_name,
-        .introduce = rank_introduce, .alone = "", .select = device_select};
+        .ranks_start = ranks_start, .ranks_handshake = ranks_shake_hands, .alone = ""};
     Ids tokens(3 * B * T * 2 + 1);
     for (size_t i = 0; i < tokens.size(); i++) {
         const bool rank_1 = i / (B * T) == 1 && i % (B * T) > 0;  // of two ranks and of three
@@ -4397,7 +4397,7 @@ static void test_gpu_rank_host() {
     static const Program program = {
         .name = "train_gpt2cu_cpu", .default_model = "d12", .gpu = 1, .open = room_open,
         .available = room_available, .refuse = gpu_settings_check, .built = "", .device = device_name,
-        .introduce = rank_introduce, .alone = "", .select = device_select};
+        .ranks_start = ranks_start, .ranks_handshake = ranks_shake_hands, .alone = ""};
     const Text line = "-i train.bin -e l2h2c64t16 -b 2 -r none --gpus 3 -z 1 "
                       "--offload moments,master --quiet";
     write_corpus();
@@ -5325,7 +5325,6 @@ static const Test tests[] = {
     T(fit_ranks, FLOAT),
     T(arena, ALL),
     T(rank_positions, HOST),
-    T(rank_agreement, HOST),
     T(prompts, HOST),
     T(loader_problems, HOST),
     T(loader_coverage, HOST),
@@ -5378,6 +5377,7 @@ static const Test tests[] = {
     T(model_saved, HOST),
     T(state_file, HOST),
 #if TEST_CUDA
+    T(rank_agreement, CUDA_ALL),
     T(gpu_embedding, CUDA_ALL),
     T(gpu_layernorm, CUDA_ALL),
     T(gpu_gelu, CUDA_ALL),

@@ -1012,7 +1012,7 @@ static const char *volatile stop_line = "";
 
 // The first signal asks the program to stop, and says so at once because the next good place may be
 // seconds away; the second one ends it as a kill would. SIGHUP comes twice from a terminal that
-// closes, and SIGUSR1 beside another one, before or after it (chapter Ranks of machine.c): these
+// closes, and SIGUSR1 beside another one, before or after it (chapter Starting and watching the ranks): these
 // only ask. Calls nothing but what POSIX allows in a handler.
 static void on_signal(int number) {
     const int error = errno;
@@ -1706,8 +1706,6 @@ static void version_print(const char *name, const char *more) {
     }
     printf("%s%s\n", more[0] ? ", " : "", more);
 }
-
-#include "data/machine.c"
 
 // =================================================================================================
 // Part B. Memory and time
@@ -5800,11 +5798,11 @@ typedef struct Program {
     // 0: no device is here, and `name` says what keeps it from use, or ""; NULL: none is needed
     int (*device)(char name[96]);
     int (*lacks_bf16)(void);       // whether the device at hand does; NULL: none is needed
-    // This rank's GPU, by a name that no other has, and of rank 0 a new id by which the ranks'
-    // engines will find each other. NULL: it trains alone, for the reason in `alone`.
-    void (*introduce)(char gpu[RANK_TEXT], char id[RANK_ID]);
+    // Start the ranks of a run (chapter Starting and watching the ranks), and let them compare what
+    // they were started with. NULL: this program trains alone, for the reason in `alone`.
+    void (*ranks_start)(const Launcher *l, int gpus);
+    void (*ranks_handshake)(void);
     const char *alone;
-    void (*select)(int local_rank);  // makes this rank's GPU the current one
     const char *starts;  // what a run says at its very start; or NULL
 } Program;
 
@@ -7649,7 +7647,7 @@ static void run_find_ranks(Run *run, const Program *program) {
     }
     snprintf(asks, sizeof asks, launched ? "%s is %d" : "%s %d", launched ? l.variable : "--gpus",
              launched ? l.copies : (int)o->gpus);
-    if (!program->introduce) {
+    if (!program->ranks_start) {
         die("%s, but this program trains alone: %s", asks, program->alone);
     }
     if (o->check || o->compare || o->generate) {
@@ -7659,11 +7657,7 @@ static void run_find_ranks(Run *run, const Program *program) {
         const char *value = option_text(text, o, &option_rows[i]);
         rank_card.options = fingerprint(rank_card.options, value, strlen(value) + 1);
     }
-    if (launched) {
-        ranks_join(&l, program->select);
-    } else {
-        ranks_fork((int)o->gpus);
-    }
+    program->ranks_start(&l, (int)o->gpus);
     o->gpus = this_rank.ranks;
     o->quiet |= this_rank.rank > 0;
 }
@@ -7673,14 +7667,13 @@ static void run_find_ranks(Run *run, const Program *program) {
 // together. Returns the room that every rank has, of which this one has `room`.
 static Room run_meet(const Run *run, const Program *program, const Room *room) {
     Room least = *room;
-    if (this_rank.ranks > 1 && program->introduce) {
+    if (this_rank.ranks > 1 && program->ranks_handshake) {
         Settings same = run->s;
         same.rank = same.threads = same.quiet = 0;  // they may differ
         rank_card.settings = fingerprint(0, &same, sizeof same);
         rank_card.device = room->device;
         rank_card.host = room->host;
-        program->introduce(rank_card.gpu, rank_card.id);
-        ranks_introduce();
+        program->ranks_handshake();
         least.device = (size_t)rank_card.device;
         least.host = (size_t)rank_card.host;
     }
