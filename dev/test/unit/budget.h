@@ -1,0 +1,381 @@
+// budget.h -- tests of part B about settings and time: what fits, what -r auto and --fit choose,
+// forecasts.
+
+// What does not fit is refused before anything is allocated, with what would help.
+static void test_plan_refuse() {
+    Settings s = draw_settings();
+    s.model = shape("l4h4c128t64", 257);
+    s.B = 8;
+    s.T = s.logit_rows = 64;
+    s.gpu = 0;
+    settings_recompute(&s, RECOMPUTE_NONE, s.model.L);
+    s.dtype = s.grad_dtype = s.moment_dtype = TYPE_REAL;
+    s.split_master = 0;
+    memset(s.home, 0, sizeof s.home);
+    Plan p;
+    plan_build(&p, &s);
+    plan_refuse(&p, p.device_bytes, p.device_bytes);
+    expect_death(plan_refuse(&p, p.device_bytes, p.device_bytes - 1000), ": 1000 B short; -r gelu");
+    expect_death(plan_refuse(&p, p.device_bytes, 0), "only 0 B are available");
+    Remedy list[MAX_REMEDIES];
+    int n = plan_remedies(&p, list);
+    expect(n == 8, "%d remedies: five levels, batches of 4, 2 and 1", n);
+    for (int i = 0; i < n; i++) {
+        expect(list[i].bytes < p.device_bytes && list[i].bytes == plan_bytes(&list[i].settings));
+    }
+    plan_free(&p);
+    s.home[HOME_OF_MOMENTS] = HOME_HOST;
+    plan_build(&p, &s);
+    plan_refuse_host(&p, p.host_bytes, "a test");
+    expect_death(plan_refuse_host(&p, p.host_bytes - 1, "a test"),
+                 "(a test): 1 B short; fewer states in --offload");
+    plan_free(&p);
+}
+
+// The mixture of levels that fits is in the room, as a command line says it, `none` where there is
+// room for everything, and more room never makes a slower one; nor is a level for all blocks that
+// fits any faster, but for the one block by which a mixture goes too far.
+static void test_levels_fit() {
+    const int count = full_or(150, 3000);
+    double worst_price = 0;
+    for (int n = 0; n < count; n++) {
+        Settings s = draw_settings(), least = s, parsed = s;
+        const Speed v = speed_usual(&s);
+        const Text who = settings_text(s);
+        settings_recompute(&s, RECOMPUTE_NONE, 0);
+        settings_recompute(&least, RECOMPUTE_BLOCK, s.model.L);
+        const size_t all = plan_bytes(&s), few = plan_bytes(&least);
+        double before = HUGE_VAL;
+        for (int part = 0; part <= 4; part++) {
+            const size_t room = few + (all - few) * (size_t)part / 4;
+            const size_t bytes = settings_fit_levels(&s, &v, room);
+            const double seconds = forecast_step(&v, &s, 1);
+            expect(bytes <= room && bytes == plan_bytes(&s), "%s: %zu of %zu", who.c_str(), bytes,
+                   room);
+            expect(seconds <= before, "%s: slower with more room", who.c_str());
+            before = seconds;
+            recompute_parse(&parsed, recompute_text(&s).s);
+            expect(memcmp(parsed.level, s.level, sizeof s.level) == 0, "%s: %s", who.c_str(),
+                   recompute_text(&s).s);
+            Settings block = s;
+            settings_recompute(&block, RECOMPUTE_BLOCK, 1);
+            Settings none = s;
+            settings_recompute(&none, RECOMPUTE_NONE, 0);
+            const double one = forecast_step(&v, &block, 1) - forecast_step(&v, &none, 1);
+            for (int level = 0; level < RECOMPUTE_LEVELS; level++) {
+                Settings same = s;
+                settings_recompute(&same, level, s.model.L);
+                if (plan_bytes(&same) <= room) {
+                    const double price = (seconds - forecast_step(&v, &same, 1)) / one;
+                    worst_price = std::max(worst_price, price);
+                    expect(price <= 1, "%s: %s is faster than %s by %.2f blocks", who.c_str(),
+                           level_table[level].name, recompute_text(&s).s, price);
+                }
+            }
+        }
+        expect(recompute_text(&s).s == Text("none"), "%s: room for everything", who.c_str());
+        expect(settings_fit_levels(&s, &v, few - 1) >= few, "%s: too little", who.c_str());
+        // In exactly the bytes of a mixture there is nothing slower than that mixture.
+        int hull[RECOMPUTE_LEVELS];
+        Settings mixed = s;
+        settings_mix(&mixed, hull, draw(0, (level_hull(hull, &v) - 1) * s.model.L));
+        settings_fit_levels(&s, &v, plan_bytes(&mixed));
+        expect(forecast_step(&v, &s, 1) <= forecast_step(&v, &mixed, 1), "%s: %s fits, not %s",
+               who.c_str(), recompute_text(&mixed).s, recompute_text(&s).s);
+    }
+    detail = text("%d random settings; at worst %.2f blocks too many", count, worst_price);
+}
+
+// `base` with some of its options replaced.
+static Text options_replaced(const Text &base, const Text &options) {
+    Text line = base + " ";
+    for (size_t at = 0, end; at < options.size(); at = end + 1) {
+        end = std::min(options.find(' ', at), options.size());
+        const Text word = options.substr(at, end - at);
+        const size_t old = line.find(word + " ");
+        if (word[0] == '-' && old != Text::npos) {
+            const size_t value = line.find(' ', old), next = line.find(' ', value + 1);
+            line.erase(old, next + 1 - old);
+        }
+        line += word + " ";
+    }
+    line.pop_back();
+    return line;
+}
+
+// Every cure, typed as the program prints it, makes the plan fit, and no part of it is idle; where
+// there is none the smallest settings do not fit either.
+static void test_remedies() {
+    static const char *const types[] = {"--dtype fp32", "--dtype bf16", "--moments bf16",
+                                        "--moments bf16 -w none", "-w none", "--dtype fp16"};
+    const int count = full_or(40, 1500);
+    std::vector<Remedy> list(MAX_REMEDIES);
+    int cures = 0, several = 0, without = 0;
+    for (int n = 0; n < count; n++) {
+        const Text base =
+            text("-e l%dh2c%dt64 -b %d -r %s --offload %s %s", draw(1, 5), 16 * draw(1, 20),
+                 1 << draw(0, 4), level_table[draw(0, 5)].name, draw(0, 3) ? "none" : "moments",
+                 types[draw(0, 5)]);
+        Settings s = planned(base);
+        Plan p;
+        Room room = {};
+        plan_build(&p, &s);
+        room.device = p.device_bytes / 100 * (size_t)draw(2, 99);
+        room.host = draw(0, 3) ? SIZE_MAX : p.device_bytes / 3;
+        const int found = plan_cures(&p, &room, list.data());
+        for (int i = 0; i < found; i++) {
+            const Remedy &r = list[(size_t)i];
+            Settings cured = planned(options_replaced(base, r.option));
+            Plan q;
+            plan_build(&q, &cured);
+            expect(q.device_bytes == r.bytes && q.device_bytes <= room.device &&
+                       q.host_bytes <= room.host,
+                   "%s, then %s: %zu, promised %zu, room %zu", base.c_str(), r.option,
+                   q.device_bytes, r.bytes, room.device);
+            const Remedy &before = list[(size_t)(i ? i - 1 : 0)];
+            expect(i == 0 || r.kind > before.kind ||
+                       (r.kind == before.kind && r.slower >= before.slower),
+                   "%s: order", base.c_str());
+            // Both forecasts are of a step with as many tokens.
+            const Speed v = speed_usual(&s);
+            const double slower = forecast_tokens_per_s(&v, &s, 1) /
+                                      forecast_tokens_per_s(&v, &cured, s.B / cured.B) - 1;
+            expect_near(r.slower, slower, 1e-9 * (1 + slower), "%s, then %s", base.c_str(),
+                        r.option);
+            plan_free(&q);
+            several += std::count(r.steps, r.steps + AXES, 0) < AXES - 1;
+        }
+        if (found == 0) {
+            Settings least = s;
+            char option[64];
+            settings_recompute(&least, RECOMPUTE_BLOCK, s.model.L);
+            settings_batch(&least, 1);
+            for (int rung = 0; rung < HOST_RUNGS; rung++) {
+                for (int type = 0; type <= axis_steps(&s, BY_TYPE); type++) {
+                    Settings t = least;
+                    Plan q;
+                    type ? (void)axis_apply(&t, BY_TYPE, type, option) : (void)0;
+                    settings_offload(&t, host_rungs[rung]);
+                    plan_build(&q, &t);
+                    expect(q.device_bytes > room.device || q.host_bytes > room.host, "%s: %zu fits",
+                           base.c_str(), q.device_bytes);
+                    plan_free(&q);
+                }
+            }
+        }
+        cures += found;
+        without += found == 0;
+        plan_free(&p);
+    }
+    expect(several > 0 && without > 0 && without < count, "%d of several changes", several);
+    detail = text("%d random plans, %d cures, %d of several changes", count, cures, several);
+}
+
+// What -r auto and --offload auto choose for a run as typed, on a GPU with `device` bytes for the
+// plan and `host` bytes to pin.
+static Settings automatic(const Text &options, size_t device, size_t host) {
+    Options o;
+    Room room = {};
+    Settings s = planned(options);
+    parse(&o, ("--plan " + options).c_str());
+    room.device = device;
+    room.host = host;
+    settings_auto(&s, &o, &room);
+    return s;
+}
+
+// auto: nothing where there is room, levels before homes, no more homes than needed, nothing that
+// was asked for is changed, and what lacks host memory stays on the device.
+static void test_auto() {
+    const Text run = "-e l6h2c64t64 -b 4";
+    const Settings whole = planned(run + " -r none"), least_kept = planned(run + " -r block");
+    const size_t all = plan_bytes(&whole), block = plan_bytes(&least_kept);
+    auto chosen = [&](const Text &more, size_t device, size_t host) {
+        char homes[64];
+        const Settings s = automatic(run + more, device, host);
+        return Text(recompute_text(&s).s) + " " + offload_text(homes, &s);
+    };
+    expect(chosen("", all, 0) == "none none", "%s", chosen("", all, 0).c_str());
+    expect(chosen("", 0, 0) == "none none", "an unknown card");
+    expect(chosen("", all - 1, 0) != "none none" && chosen("", block, 0).find(" none") > 0);
+    const Text least = chosen("", block, SIZE_MAX);
+    expect(least.find("block") == 0 && least.find(" none") != Text::npos, "%s", least.c_str());
+    const Text away = chosen("", block - 1, SIZE_MAX);
+    expect(away.find(" moments,master") != Text::npos && away.find("residuals") == Text::npos, "%s",
+           away.c_str());
+    expect(chosen("", block - 1, 1000).find("block none") == 0, "no host memory");
+    expect(chosen("", 1, SIZE_MAX) == "block weights,gradients,moments,master,residuals", "%s",
+           chosen("", 1, SIZE_MAX).c_str());
+    expect(chosen(" --offload none", 1, SIZE_MAX) == "block none");
+    expect(chosen(" -r gelu:2 --offload moments", 1, SIZE_MAX) == "gelu:2 moments");
+    expect(chosen(" -r mlp:2,norm", all, 0) == "mlp:2,norm none");
+}
+
+// The forecast against figures counted kernel by kernel from the machine code, tokens/s at 0.5M
+// tokens a step: a card's rates and the work of stages must give them back within 6 %.
+static void test_forecast() {
+    static const struct {
+        const char *card, *options;
+        double tokens_per_s;
+    } counted[] = {
+        {"h200", "-e d12 -b 64", 467e3},  {"h200", "-e d24 -b 32", 178e3},
+        {"h200", "-e d36 -b 16", 88e3},   {"h200", "-e d48 -b 16", 47.4e3},
+        {"h200", "-e d48 -b 16 -r block", 38.9e3},
+        {"h100", "-e d12 -b 64", 440e3},  {"h100", "-e d48 -b 8", 45.3e3},
+        {"a100", "-e d12 -b 64", 220e3},  {"a100", "-e d48 -b 8", 21e3},
+        {"a100", "-e d48 -b 8 -r block", 17.2e3},
+        {"4090", "-e d12 -b 16", 142e3},  {"4090", "-e d48 -b 8", 13.3e3},
+        {"4090", "-e d48 -b 8 -r block", 11e3},
+        {"4060ti", "-e d12 -b 16", 40e3}, {"4060ti", "-e d48 -b 4", 3.7e3},
+        {"t4", "-e d12 -b 16", 30.6e3},   {"t4", "-e d48 -b 4", 3e3},
+    };
+    for (auto &c : counted) {
+        const Text options = Text("--gpu ") + c.card + " -d 524288 " + c.options;
+        const Settings s = planned(options + (options.find("-r ") == Text::npos ? " -r none" : ""));
+        Options o;
+        parse(&o, ("--plan " + options).c_str());
+        const Speed v = speed_predict(rates_named(&o), &s);
+        expect_near(forecast_tokens_per_s(&v, &s, step_micros(&o, &s)), c.tokens_per_s,
+                    0.06 * c.tokens_per_s, "%s %s", c.card, c.options);
+    }
+    // A chunk of logits costs the same whether it is full or not.
+    Settings chunks = planned("-e d12 -b 4 -t 1024 -r none");
+    const Speed of_chunks = speed_usual(&chunks);
+    auto with_rows = [&](int rows) {
+        chunks.logit_rows = rows;
+        return forecast_micro(&of_chunks, &chunks, 1);
+    };
+    expect(of_chunks.chunk > 0 && with_rows(3072) == with_rows(2048));
+    expect_near(with_rows(2048) - with_rows(4096), of_chunks.chunk, 1e-6 * of_chunks.chunk,
+                "a chunk more");
+    // A level costs what it computes again; homes cost time; a larger step hides an update.
+    const Settings s = planned("-e d12 -r none"), mlp = planned("-e d12 -r mlp");
+    const Settings away = planned("-e d12 -r none --offload moments,master");
+    const Speed v = speed_usual(&s);
+    double again = 0;
+    for (int stage : {F_LN1, F_LN2, F_FC, F_GELU}) {
+        again += v.token[stage] * 12 * 4096;
+    }
+    expect_near(forecast_step(&v, &mlp, 1) - forecast_step(&v, &s, 1), again, 1e-9, "-r mlp");
+    expect(forecast_step(&v, &away, 1) > forecast_step(&v, &s, 1));
+    expect(forecast_tokens_per_s(&v, &away, 64) > forecast_tokens_per_s(&v, &away, 1));
+}
+
+// What README and the refusals promise of GPT-2 1558M in 15 GiB and below.
+static void test_fit_sizes() {
+    // Of batches that are equally fast the smaller one is recommended, wherever it is listed.
+    std::vector<FitPoint> equal(2);
+    for (const int larger : {0, 1}) {
+        for (int i = 0; i < 2; i++) {
+            equal[(size_t)i].tokens_per_s = 1000;
+            equal[(size_t)i].o.batch = i == larger ? 8 : 4;
+        }
+        expect(fit_fastest(equal.data(), 2, -1, -1)->o.batch == 4, "the larger batch");
+    }
+    auto chosen = [](const Text &options) {
+        Options o;
+        Model m;
+        parse(&o, options.c_str());
+        model_parse(&m, o.model);
+        model_set_vocabulary(&m, GPT2_VOCABULARY);
+        std::vector<FitPoint> list(MAX_POINTS);
+        Room room = room_named(&o, new Settings(planned("-e d48")));
+        const int n = fit_points(list.data(), &o, &m, &room);
+        const FitPoint f = *fit_choose(list.data(), n, o.tokens_per_step > 0);
+        for (int i = 0; i < n; i++) {
+            expect(list[(size_t)i].bytes <= room.device, "%s: point %d", options.c_str(), i);
+        }
+        return f;
+    };
+    // Mixed levels are among the points of --fit all too, which finds no less than any.
+    const FitPoint any = chosen("--fit any -e d12 --gpu-mem 3GiB"),
+                   all = chosen("--fit all -e d12 --gpu-mem 3GiB");
+    expect(all.tokens_per_s >= any.tokens_per_s && all.rung <= any.rung, "%.0f tokens/s, any %.0f",
+           all.tokens_per_s, any.tokens_per_s);
+    FitPoint f = chosen("--fit any -e d48 --gpu-mem 15GiB");
+    expect(f.o.batch >= 8 && f.rung == 0 && f.o.moments == MOMENTS_BF16 &&
+               f.o.master == MASTER_NONE, "-b %d, rung %d", (int)f.o.batch, f.rung);
+    f = chosen("--fit bits -e d48 --gpu-mem 15GiB");
+    expect(f.o.batch >= 24 && f.type == 0 && f.o.offload == HOST_MOMENTS, "-b %d, rung %d",
+           (int)f.o.batch, f.rung);
+    f = chosen("--fit bits -e d48 --gpu-mem 15GiB -d 524288");
+    expect(524288 % (f.o.batch * 1024) == 0 && f.type == 0, "-b %d", (int)f.o.batch);
+    f = chosen("--fit bits -e d12 --gpu 4090 -r gelu --offload none");
+    expect(recompute_text(&f.settings).s == Text("gelu") && f.rung == 0);
+}
+
+// Several GPUs: the largest batch that --fit finds takes each of them what its plan says, beside
+// NCCL; the next one does not fit, and gradients are never sent to the host.
+static void test_fit_ranks() {
+    static const struct {
+        int ranks, zero;
+        int64_t nccl;
+    } table[] = {{2, 0, 96}, {4, 1, 192}, {8, 2, 384}, {8, 3, 384}, {64, 3, 384}};
+    for (const auto &row : table) {
+        const Text options = text("-e d24 --gpu-mem 14GiB -r block --gpus %d -z %d -b ", row.ranks,
+                                  row.zero);
+        Options o;
+        Model m;
+        parse(&o, ("--fit bits " + options.substr(0, options.size() - 4)).c_str());
+        model_parse(&m, o.model);
+        model_set_vocabulary(&m, GPT2_VOCABULARY);
+        std::vector<FitPoint> list(MAX_POINTS);
+        const Settings one = planned(options + "1");
+        const Room room = room_named(&o, &one);
+        expect((int64_t)room.device == ((13 << 10) - row.nccl) << 20, "%s", options.c_str());
+        const int n = fit_points(list.data(), &o, &m, &room);
+        int B = 0;
+        for (int i = 0; i < n; i++) {
+            const FitPoint *f = &list[(size_t)i];
+            expect(host_rungs[f->rung] != HOST_GRADIENTS, "%s", options.c_str());
+            B = f->rung == 0 ? std::max(B, f->settings.B) : B;
+            if (f->rung == 0 && f->settings.B == B) {
+                Settings s = planned(options + text("%d --offload none", B));
+                expect(f->bytes == plan_bytes(&s), "%s%d", options.c_str(), B);
+            }
+        }
+        Settings next = planned(options + text("%d --offload none", next_batch(B)));
+        expect(B > 0 && plan_bytes(&next) > room.device, "%s%d", options.c_str(), B);
+    }
+}
+
+// Of N ranks: between the tokens of one and N times as many. What they exchange once a step hides
+// behind the last micro-step's computation alone, what visits behind every one's; where nothing
+// hides it costs its bytes over the link.
+static void test_forecast_ranks() {
+    for (const char *card : {"4090", "t4", "h100"}) {
+        const Text options = text("--gpu %s -e d12 -b 1 -r none --gpus ", card);
+        const Settings one = planned(options + "1");
+        Options o;  // whose text lives until the next are parsed
+        parse(&o, ("--plan " + options + "1").c_str());
+        const Speed v = speed_predict(rates_named(&o), &one);
+        for (int ranks : {1, 2, 4, 8}) {
+            const Settings s = planned(options + text("%d", ranks));
+            for (int micros : {1, 64}) {
+                const double alone = forecast_tokens_per_s(&v, &one, micros);
+                const double all = forecast_tokens_per_s(&v, &s, micros);
+                expect(all >= alone && all <= ranks * alone * (1 + 1e-12), "%s x %d, %d: %g, %g",
+                       card, ranks, micros, all, alone);
+                expect(all < 0.99 * ranks * alone || ranks < 8 || micros > 1,
+                       "%s: PCIe, and NCCL's few blocks, are slower than so small a batch", card);
+            }
+            expect_near(forecast_step(&v, &s, 64) - forecast_step(&v, &one, 64),
+                        forecast_step(&v, &s, 1) - forecast_step(&v, &one, 1), 1e-9, "%s x %d",
+                        card, ranks);
+        }
+        for (int zero : {1, 2, 3}) {
+            const Settings s = planned(options + text("8 -z %d", zero));
+            const Traffic t = step_traffic(&s, 1), two = step_traffic(&s, 2);
+            Speed slow = v, free = v;
+            slow.peer_byte = 1;
+            free.peer_byte = 0;
+            // Sums and visits take longer than the computation here, and stand in its place.
+            const double micro = forecast_micro(&v, &s, 1);
+            expect_near(forecast_step(&slow, &s, 1) - forecast_step(&free, &s, 1),
+                        t.reduced + t.gathered - micro, 1, "%s -z %d", card, zero);
+            const double visits = two.reduced + two.gathered - t.reduced - t.gathered;
+            expect_near(forecast_step(&slow, &s, 2) - forecast_step(&slow, &s, 1),
+                        fmax(visits, micro), 1, "%s -z %d", card, zero);
+        }
+    }
+}

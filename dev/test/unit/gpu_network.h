@@ -1,0 +1,1318 @@
+// gpu_network.h -- tests of the network, the offload, the plan and the commands on a GPU.
+// Volume II's chapters from The device arena to States, open and close against the oracle: every
+// gradient, several steps, in both types; what must be equal to the bit; the one allocation, and
+// buffers used outside their lives.
+
+// An oracle with the weights of another network as the device computes with them.
+struct Oracle : Net {
+    Oracle(Net *gpu, int logit_rows) : Net(gpu->s.model, gpu->s.B, gpu->s.T, 0, -1, logit_rows) {
+        engine_copy(&e, &gpu->e, STATE_WEIGHTS, &gpu->s.model, gpu->s.dtype);
+    }
+};
+
+static const struct {
+    const char *e;
+    int V;
+    const char *options;
+} gpu_shapes[] = {{"l2h3c192t65", 257, "-b 1 -t 65"},
+                  {"l3h5c80t40", 300, "-b 2 -t 33 --logit-rows 40 -r block:2"},
+                  {"l1h1c128t130", 129, "-b 1 -t 130 -r norm"},
+                  {"l2h2c16t1", 5, "-b 3 -t 1"},
+                  {"l1h1c16t8", 50257, "-b 1 -t 8 -r mlp"}};
+
+// Every gradient against the oracle: norm of the difference over norm at most 1e-5, twice in a row,
+// because the first micro-step writes where later ones add. The GPU's logits too.
+static void test_gpu_gradients_fp32() {
+    for (auto &row : gpu_shapes) {
+        if (!sampled(row.V == 300)) {
+            continue;
+        }
+        Model m = shape(row.e, row.V);
+        Net n(m, Text("--dtype fp32 ") + row.options);
+        Oracle oracle(&n, n.s.logit_rows);
+        const int N = n.s.B * n.s.T;
+        Batch b(2 * N, m.V, 1);
+        Reals first, logits[2] = {Reals(m.V), Reals(m.V)};
+        for (int turn = 0; turn < 2; turn++) {
+            for (int k = 0; k < 2; k++) {
+                n.e.micro_step(&n.e, &b.inputs[k * N], &b.targets[k * N], k, 2);
+                oracle.e.micro_step(&oracle.e, &b.inputs[k * N], &b.targets[k * N], k, 2);
+            }
+            first = turn ? first : n.gradients();
+            expect(same_bits(first, n.gradients()), "%s: again", row.e);
+        }
+        for (int tensor = 0; tensor < TENSORS; tensor++) {
+            expect_near((wide)gradient_error(&n.e, &oracle.e, &m, tensor), 0, 1e-5, "d%s of %s",
+                        tensor_table[tensor].name, row.e);
+        }
+        n.e.logits(&n.e, logits[0].data(), b.inputs.data(), n.s.T);
+        oracle.e.logits(&oracle.e, logits[1].data(), b.inputs.data(), n.s.T);
+        expect_near((wide)relative_error(logits[0].data(), logits[1].data(), m.V), 0, 1e-5,
+                    "logits of %s", row.e);
+    }
+}
+
+// The type that the oracle's numbers are rounded to.
+static real (*naive_round)(real);
+static void round_all(real *x, int64_t n) {
+    for (int64_t i = 0; i < n; i++) {
+        x[i] = naive_round(x[i]);
+    }
+}
+
+// While the oracle computes as 16 bits would, its plan: whenever a row comes alive or dies, which
+// is at every tick, the activations and gradients alive by then are rounded. Statistics stay fp32.
+static Plan *rounded_plan;
+static void mark_and_round(void *memory, size_t bytes, int alive) {
+    plan_mark(memory, bytes, alive);
+    for (int i = 0; i < rounded_plan->buffer_count; i++) {
+        const Buffer *row = &rounded_plan->buffers[i];
+        if (row->alive && (row->group == GROUP_KEPT || row->group == GROUP_WORKING) &&
+            !strstr(row->name, "mean") && !strstr(row->name, "rstd") && !strstr(row->name, "lse")) {
+            round_all((real *)(void *)(rounded_plan->base[HOME_DEVICE] + row->offset), row->count);
+        }
+    }
+}
+
+// The oracle's stages with logits and their gradients rounded, all rows in one chunk.
+static void naive_stage(void *self, int stage, int layer) {
+    Pass *pass = (Pass *)self;
+    const Plan *p = pass->plan;
+    const Model *m = &p->settings.model;
+    const int N = pass->B * pass->T;
+    if (stage != HEAD) {
+        network_stage(self, stage, layer);
+        return;
+    }
+    real *logits = buffer(p, BUF_LOGITS), *lnf = buffer(p, BUF_LNF), *wte = weight(p, WTE, 0);
+    matmul_forward(logits, lnf, wte, NULL, NULL, N, m->C, m->Vp);
+    round_all(logits, (int64_t)N * m->Vp);
+    classifier_forward_backward(buffer(p, BUF_LOSSES), logits, pass->targets, pass->dloss, N, m->V,
+                                m->Vp, 1);
+    round_all(logits, (int64_t)N * m->Vp);
+    matmul_backward(lnf, dweight(p, WTE, 0), NULL, logits, lnf, wte, N, m->C, m->Vp);
+}
+
+// A micro-step of the oracle with every tensor that E would keep rounded where it is made: weights,
+// activations, logits, their gradients, which are those of `scale` times the loss, and in the end
+// the gradients of matrices unless they are fp32.
+template <class E>
+static void naive_micro_step(Net *n, const Token *inputs, const Token *targets, real scale) {
+    Plan *p = rounded_plan = &n->plan;
+    const Model *m = &n->s.model;
+    const int B = n->s.B, T = n->s.T;
+    Pass pass = {p, inputs, targets, B, T, scale / (real)(B * T), 0, 0};
+    naive_round = rounded_to<E>;
+    p->mark = mark_and_round;
+    memset(buffer(p, BUF_GRADS), 0, p->buffers[p->single[BUF_GRADS]].bytes);
+    walk(p, tick_embed_backward(m), 0, naive_stage, &pass);
+    p->mark = plan_mark;
+    for (int tensor = 0; tensor < TENSORS; tensor++) {
+        for (int l = 0; l < tensor_copies(m, tensor); l++) {
+            real *grads = dweight(p, tensor, l);
+            for (int64_t i = 0; i < tensor_size(m, tensor); i++) {
+                grads[i] /= scale;
+            }
+            if (tensor_is_matrix(tensor) && !traits<E>.narrow) {
+                round_all(grads, tensor_size(m, tensor));
+            }
+        }
+    }
+}
+
+// Every gradient in 16 bits: at most twice the error of the naive computation above, both measured
+// from the oracle in fp32 with the same weights. fp16 at a loss scale that few rows allow.
+template <class E> static void check_gradients() {
+    const int log2 = 10;
+    for (auto &row : gpu_shapes) {
+        if (!sampled(row.V == 300)) {
+            continue;
+        }
+        Model m = shape(row.e, row.V);
+        Net n(m, Text(row.options) + " --dtype " + traits<E>.name);
+        if (traits<E>.narrow) {
+            n.e.scale_loss(&n.e, log2, 0);
+        }
+        Oracle exact(&n, n.s.B * n.s.T), naive(&n, n.s.B * n.s.T);
+        Batch b(n.s.B * n.s.T, m.V, 1);
+        n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
+        exact.e.micro_step(&exact.e, b.inputs.data(), b.targets.data(), 0, 1);
+        naive_micro_step<E>(&naive, b.inputs.data(), b.targets.data(),
+                            traits<E>.narrow ? 1 << log2 : 1);
+        for (int tensor = 0; tensor < TENSORS; tensor++) {
+            double error = gradient_error(&n.e, &exact.e, &m, tensor);
+            double loss = gradient_error(&naive.e, &exact.e, &m, tensor);
+            expect_near((wide)error, 0, 2 * loss, "%s: d%s of %s", traits<E>.name,
+                        tensor_table[tensor].name, row.e);
+        }
+    }
+}
+
+static void test_gpu_gradients_16() {
+    if (!device_lacks_bf16()) {
+        check_gradients<bf16>();
+    }
+    check_gradients<__half>();
+}
+
+// Root of the sum of squares of a - b.
+static double distance(const Reals &a, const Reals &b) {
+    double squares = 0;
+    for (size_t i = 0; i < a.size(); i++) {
+        squares += pow((double)a[i] - (double)b[i], 2);
+    }
+    return sqrt(squares);
+}
+
+// Four optimizer steps of two micro-steps each, in every second of which the norm is clipped. What
+// a step may be off by is measured anew in each, from the weights that the device has by then, so
+// that errors of earlier steps, which AdamW makes full steps of where a gradient is nearly zero,
+// need no tolerance.
+// Gradients: in 16 bits at most twice as far from the oracle's in fp32 as the naive computation
+// (naive_micro_step) is; in fp32 they have been through 6 L + 2 products, whose errors, each that
+// of a sum of 4 C terms, are independent. The loss: at most twice the root mean square of the naive
+// errors of its tokens, which bounds the mean of errors of their size. The norm is that of the
+// gradients that the device has, but for its sum. AdamW in fp32 makes the very weights and moments
+// that the device gets from those gradients.
+template <class E> static void check_steps() {
+    enum { B = 2, ROWS = 33 * B, MICROS = 2 };
+    const char *dtype = traits<E>.name;
+    Model m = shape("l2h2c64t33", 257);
+    Net n(m, text("-b %d -t 33 -r block --dtype %s", (int)B, dtype));
+    Oracle exact(&n, ROWS), naive(&n, ROWS), follows(&n, ROWS);
+    engine_copy(&follows.e, &n.e, STATE_WEIGHTS, &m, TYPE_FP32);
+    Options o;
+    options_default(&o);
+    o.weight_decay = 0.1;
+    for (int step = 0; step < 4; step++) {
+        Batch b(MICROS * ROWS, m.V, (uint64_t)(step % 2));
+        for (Net *each : {(Net *)&exact, (Net *)&naive}) {
+            engine_copy(&each->e, &n.e, STATE_WEIGHTS, &m, n.s.dtype);
+        }
+        double loss = 0, loss_squares = 0;
+        Reals rounded;
+        for (int k = 0; k < MICROS; k++) {
+            const Token *in = &b.inputs[(size_t)(k * ROWS)], *out = &b.targets[(size_t)(k * ROWS)];
+            n.e.micro_step(&n.e, in, out, k, MICROS);
+            exact.e.micro_step(&exact.e, in, out, k, MICROS);
+            const real *right = buffer(&exact.plan, BUF_LOSSES);
+            for (int i = 0; i < ROWS; i++) {
+                loss += (double)right[i] / (MICROS * ROWS);
+            }
+            if (!is_fp32<E>) {
+                naive_micro_step<E>(&naive, in, out, traits<E>.narrow ? 1 << LOSS_SCALE_LOG2 : 1);
+                const real *wrong = buffer(&naive.plan, BUF_LOSSES);
+                const Reals half = naive.gradients();
+                rounded.resize(half.size());
+                for (size_t i = 0; i < half.size(); i++) {
+                    rounded[i] += half[i] / MICROS;
+                }
+                for (int i = 0; i < ROWS; i++) {
+                    loss_squares += pow((double)wrong[i] - (double)right[i], 2) / (MICROS * ROWS);
+                }
+            }
+        }
+        Reals gradients = n.gradients();
+        const Reals want = exact.gradients(), zeros(want.size());
+        const double norm = distance(gradients, zeros);
+        const double products = sqrt(6 * m.L + 2) * sum_error(4 * m.C);
+        expect_near((wide)distance(gradients, want), 0,
+                    is_fp32<E> ? products * norm : 2 * distance(rounded, want),
+                    "%s gradients, step %d", dtype, step);
+        o.clip = step % 2 ? norm / 2 : 0;
+        const StepResult r = n.e.update(&n.e, &o, 2e-3, HUGE_VAL, step);
+        expect_near((wide)r.loss, (wide)loss, is_fp32<E> ? products * loss : 2 * sqrt(loss_squares),
+                    "%s loss, step %d", dtype, step);
+        expect_near((wide)r.norm, (wide)norm, sum_error((double)want.size()) * norm,
+                    "%s norm, step %d", dtype, step);
+        const float clip = (float)o.clip, factor = clip > 0 ? clip / (float)r.norm : 1;
+        for (real &g : gradients) {
+            g *= factor;
+        }
+        follows.e.write(&follows.e, STATE_GRADS, 0, gradients.data(), (int64_t)gradients.size());
+        o.clip = 0;
+        follows.e.update(&follows.e, &o, 2e-3, HUGE_VAL, step);
+        for (int state : {STATE_WEIGHTS, STATE_M, STATE_V}) {
+            const Reals got = n.state(state), made = follows.state(state);
+            expect(same_bits(got, made), "%s, step %d: state %d is off by %g of %g", dtype, step,
+                   state, distance(got, made), distance(made, zeros));
+        }
+    }
+}
+
+static void test_gpu_steps() {
+    if (!device_lacks_bf16()) {
+        check_steps<bf16>();
+    }
+    if (sampled(device_lacks_bf16())) {
+        check_steps<float>();
+        check_steps<__half>();
+    }
+}
+
+// Losses, gradients and weights of two steps: the same for every level of recomputation, in every
+// order of threads, and from one run to the next. All of it in bf16, two levels in other types.
+static void test_gpu_bits() {
+    int runs = 0;
+    for (const char *dtype :
+         {"fp32", "bf16", "fp16", "bf16 --grad-dtype fp32 --moments bf16 -w none"}) {
+        if (!sampled(strcmp(dtype, "bf16") == 0)) {
+            continue;
+        }
+        Model m = shape("l3h2c32t17", 257);
+        auto run = [&](const Text &level) {
+            Net n(m, Text("-b 2 -t 17 --logit-rows 20 -r ") + level + " --dtype " + dtype);
+            Trace t = trace(&n, 2);
+            runs++;
+            return Outputs{Reals(t.losses.begin(), t.losses.end()), t.gradients, t.weights};
+        };
+        Outputs plain = run("none");
+        expect(plain[0][0] > 1 && plain[0][1] != plain[0][0], "losses");
+        const bool every = is_full() || (strcmp(dtype, "bf16") == 0 && !TEST_ASAN);
+        for (const char *level :
+             {"none", "gelu", "norm", "mlp", "qkv", "block", "block:0", "block:1", "block:2"}) {
+            if (every || strcmp(level, "qkv") == 0 || strcmp(level, "block:1") == 0) {
+                expect(run(level) == plain, "-r %s, %s", level, dtype);
+            }
+        }
+        if (every || TEST_ASAN) {
+            expect(every_order([&] { return run("block:2"); }, dtype) == plain, "%s", dtype);
+        }
+    }
+    detail = text("%d runs", runs);
+}
+
+// wte's gradient in bf16 is rounded once for each chunk of logits and once by the embedding: its
+// distance to the same sums in fp32, for one chunk and for eight, the most up to 65,536 tokens.
+static void test_gpu_wte_rounding() {
+    need_bf16();
+    Model m = shape("l1h1c32t64", 257);
+    Batch b(256, m.V, 1);
+    for (int rows : {256, 32}) {
+        Reals dwte[2];
+        for (int fp32 = 0; fp32 < 2; fp32++) {
+            Net n(m, text("-b 4 -t 64 --logit-rows %d --grad-dtype %s", rows,
+                          fp32 ? "fp32" : "bf16"));
+            n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
+            dwte[fp32] = Reals((size_t)tensor_size(&m, WTE));
+            n.e.read(&n.e, STATE_GRADS, tensor_offset(&m, WTE, 0), dwte[fp32].data(),
+                     tensor_size(&m, WTE));
+        }
+        const double error =
+            relative_error(dwte[0].data(), dwte[1].data(), (int64_t)dwte[0].size());
+        const int roundings = 256 / rows + 1;
+        expect_near((wide)error, 0, sqrt(roundings) * traits<bf16>.unit / 2, "%d roundings",
+                    roundings);
+        expect(error > 0, "bf16 rounds");
+        detail += text("%s%d roundings %.1e", rows == 256 ? "" : ", ", roundings, error);
+    }
+}
+
+#if CUDA_CPU
+#if GPT2_NCCL
+// What a rank has of wte's gradient behind its first micro-step goes to grad-RANK: all of it at
+// stage 0, else its own part; wte and its first moments behind the last update to wte-RANK.
+static void wte_micro_step(Engine *e, const Token *in, const Token *out, int accum_step,
+                           int accum_steps) {
+    const Settings *s = &((GpuNetwork<float, float> *)e->self)->plan->settings;
+    const TensorRange own = tensor_update_range(s, WTE, 0);
+    Reals grad((size_t)own.count);
+    healthy_micro_step(e, in, out, accum_step, accum_steps);
+    if (exists(text("grad-%d", s->rank))) {
+        return;
+    }
+    e->read(e, STATE_GRADS, tensor_offset(&s->model, WTE, 0) + own.first, grad.data(), own.count);
+    write_file(text("grad-%d", s->rank), Text((char *)grad.data(), grad.size() * sizeof(real)));
+}
+
+static StepResult (*healthy_update)(Engine *e, const Options *o, double lr, double limit,
+                                    int64_t updates);
+static StepResult wte_update(Engine *e, const Options *o, double lr, double limit,
+                             int64_t updates) {
+    const StepResult result = healthy_update(e, o, lr, limit, updates);
+    const Settings *s = &((GpuNetwork<float, float> *)e->self)->plan->settings;
+    const size_t size = (size_t)tensor_size(&s->model, WTE);
+    Reals wte(2 * size);
+    for (int state : {STATE_WEIGHTS, STATE_M}) {
+        e->read(e, state, tensor_offset(&s->model, WTE, 0), &wte[state ? size : 0], (int64_t)size);
+    }
+    write_file(text("wte-%d", s->rank), Text((char *)wte.data(), wte.size() * sizeof(real)));
+    return result;
+}
+
+static void wte_open(Engine *e, Plan *p) {
+    gpu_engine_open(e, p);
+    healthy_micro_step = e->micro_step;
+    healthy_update = e->update;
+    e->micro_step = wte_micro_step;
+    e->update = wte_update;
+}
+
+// wte belongs to the first layer and to the last, and to every rank: a token that rank 1 alone has,
+// whose row is rank 0's part, has the gradient of one rank with all sequences, though each rank
+// adds it up over two chunks of logits. Rows V .. Vp-1 get none, and are zero behind two updates;
+// of the others all ranks have the bits of stage 0, and of their moments, of which the ranks send
+// each other parts that are larger than the buffer for them.
+static void test_gpu_rank_wte() {
+    enum { C = 8, T = 64, B = 4, RARE = 5, V = 257, VP = 384 };
+    static const Program program = {
+        .name = "train_gpt2cu_cpu", .default_model = "d12", .gpu = 1, .open = wte_open,
+        .available = device_available, .refuse = gpu_settings_check, .built = "", .device = device_name,
+        .ranks_start = ranks_start, .ranks_handshake = ranks_shake_hands, .alone = ""};
+    Ids tokens(3 * B * T * 2 + 1);
+    for (size_t i = 0; i < tokens.size(); i++) {
+        const bool rank_1 = i / (B * T) == 1 && i % (B * T) > 0;  // of two ranks and of three
+        tokens[i] = rank_1 && i % 7 == 0 ? (uint16_t)RARE : (uint16_t)(8 + i * i / 3 % 240);
+    }
+    write_file("train.bin", shard_bytes(tokens, BYTE_TOKENS));
+    auto read = [](const Text &path) {
+        const Text bytes = read_file(path);
+        const float *x = (const float *)(const void *)bytes.data();
+        return Reals(x, x + bytes.size() / sizeof(float));
+    };
+    Reals stage_0;
+    auto run = [&](int ranks, int b, int z) {
+        const Text line = text("-i train.bin -e l1h1c%dt%d -b %d -d %d -z %d --gpus %d --quiet "
+                               "--dtype fp32 --logit-rows 128 --shuffle 0 -k constant -x 2", C, T,
+                               b, b * T * ranks, z, ranks);
+        for (int q = 0; q < ranks; q++) {
+            remove(text("grad-%d", q).c_str());
+        }
+        expect_success(in_process(line, &program), line);
+        for (int q = 0; q < ranks; q++) {
+            const Reals wte = read(text("wte-%d", q));
+            stage_0 = z == 0 && q == 0 ? wte : stage_0;
+            expect(wte == stage_0, "rank %d of %d, -z %d: other weights", q, ranks, z);
+            expect(wte.size() == 2 * VP * C &&
+                       std::count(&wte[V * C], &wte[0] + VP * C, 0) == (VP - V) * C,
+                   "rank %d of %d, -z %d: padding", q, ranks, z);
+        }
+    };
+    for (int ranks : {2, 3}) {
+        run(1, B * ranks, 0);
+        const Reals want = read("grad-0");
+        expect(want.size() == VP * C && want[RARE * C] != 0, "%zu numbers", want.size());
+        for (int z = 0; z < 4; z++) {
+            Reals got;
+            run(ranks, B, z);
+            for (int q = 0; q < ranks; q++) {
+                const Reals part = read(text("grad-%d", q));
+                got.insert(got.end(), part.begin(), part.end());
+                if (z == 0 || q == ranks - 1) {
+                    const Text who = text("%d ranks, -z %d, rank %d", ranks, z, q);
+                    got.resize(want.size());
+                    expect_near((wide)relative_error(&got[RARE * C], &want[RARE * C], C), 0, 1e-6,
+                                "%s: the rare row", who.c_str());
+                    expect_near((wide)relative_error(got.data(), want.data(), VP * C), 0, 1e-6,
+                                "%s: all", who.c_str());
+                    expect(std::count(&got[V * C], &got[0] + VP * C, 0) == (VP - V) * C, "%s: "
+                           "padding", who.c_str());
+                    got.clear();
+                }
+            }
+        }
+    }
+}
+
+static int64_t host_room;  // what `ulimit -d` is to leave a rank
+static size_t room_available() {
+    const size_t device = device_available();
+    (void)host_memory("");  // its own memory is taken now
+    const int64_t mapped = file_number("/proc/self/status", "VmData:", 0) << 10;
+    struct rlimit r;
+    getrlimit(RLIMIT_DATA, &r);
+    omp_set_num_threads(1);  // few stacks of threads to come, which count too
+    r.rlim_cur = (rlim_t)(mapped + host_room + stacks_to_come(1));
+    setrlimit(RLIMIT_DATA, &r);
+    return device;
+}
+
+static void room_open(Engine *e, Plan *p) {
+    (void)e;
+    write_file("opened", text("%zu", p->host_bytes));
+    exit(0);
+}
+
+// What the ranks of a machine pin together, and take beside their plans, is held against its
+// memory: one byte too few ends the run before anything of the plan is allocated.
+static void test_gpu_rank_host() {
+    static const Program program = {
+        .name = "train_gpt2cu_cpu", .default_model = "d12", .gpu = 1, .open = room_open,
+        .available = room_available, .refuse = gpu_settings_check, .built = "", .device = device_name,
+        .ranks_start = ranks_start, .ranks_handshake = ranks_shake_hands, .alone = ""};
+    const Text line = "-i train.bin -e l2h2c64t16 -b 2 -r none --gpus 3 -z 1 "
+                      "--offload moments,master --quiet";
+    write_corpus();
+    host_room = 1 << 30;
+    expect_success(in_process(line, &program), line);
+    const int64_t each = atol(read_file("opened").c_str());
+    for (int less : {0, 1}) {
+        remove("opened");
+        const Model m = shape("l2h2c64t16", 257);
+        host_room = 3 * (each + (int64_t)beside_plan_bytes(&m)) - less;
+        const Outcome o = in_process(line, &program);
+        if (less) {
+            expect_refused(o, "only " + Text(bytes_text((double)each).s) + " are available "
+                           "(ulimit -d less its threads' stacks): 1 B short; fewer states in",
+                           line);
+        } else {
+            expect_success(o, line);
+        }
+        expect(each > 10000 && exists("opened") == !less, "%lld bytes each, %d less",
+               (long long)each, less);
+    }
+}
+#endif
+
+// GPUs of machines with one name and one place on the bus are two; one is one.
+static void test_gpu_rank_names() {
+    std::vector<Text> names;
+    this_rank.rank = 1;  // no id of a run
+    for (long machine : {0, 0, 0x9a}) {
+        char gpu[RANK_TEXT], id[RANK_ID];
+        emu::set.machine = machine;
+        rank_introduce(gpu, id);
+        names.push_back(gpu);
+    }
+    expect(names[0] == names[1] && names[0] != names[2] &&
+               names[2].find(", GPU-9a000000") != Text::npos, "%s", names[2].c_str());
+}
+
+// N ranks have N times the peak that "% of peak" is of.
+static void test_gpu_peak() {
+    Settings s = planned("-e l2h2c16t16");
+    Engine one, three;
+    device_describe(&one, &s);
+    s.ranks = 3;
+    device_describe(&three, &s);
+    expect(one.peak_flops > 0 && three.peak_flops == 3 * one.peak_flops, "%g and %g FLOP/s",
+           one.peak_flops, three.peak_flops);
+}
+
+// Pinned memory is zero to its last byte, mapped by the program or allocated by CUDA.
+static void test_gpu_pinned() {
+    const long asked = emu::set.alias;
+    for (const long alias : {0, 1}) {
+        for (const size_t bytes : {(size_t)1, (size_t)(2 << 20) + 5, (size_t)5 << 20}) {
+            emu::set.alias = alias;
+            char *memory = pinned_open(bytes, -1);
+            expect(pinned_in_place() == !alias, "another way to pin");
+            expect(std::count(memory, memory + bytes, 0) == (long)bytes, "%zu bytes, alias %ld",
+                   bytes, alias);
+            pinned_close(memory, bytes);
+        }
+    }
+    emu::set.alias = asked;
+}
+
+// The policy of the memory at `at`, and the first 64 nodes it names; -1 where nobody is told.
+static std::pair<int, unsigned long> memory_policy(void *at) {
+    enum { OF_ADDRESS = 2, NODES = 1024 };  // get_mempolicy(2)
+    unsigned long nodes[NODES / 64 + 1] = {};
+    int mode = -1;
+    const bool told = syscall(SYS_get_mempolicy, &mode, nodes, (unsigned long)NODES, at,
+                              OF_ADDRESS) == 0;
+    return {told ? mode : -1, nodes[0]};
+}
+
+// Pinned memory prefers the node of its GPU, in a made-up /sys; with none it is as it would be.
+static void test_gpu_pinned_node() {
+    const int gpus = (int)emu::set.gpus;
+    emu::set.gpus = 16;
+    put("sys/bus/pci/devices/0000:0a:00.0/numa_node", "0\n");
+    put("sys/bus/pci/devices/0000:0b:00.0/numa_node", "-1\n");
+    cuda_check(cudaSetDevice(10));
+    expect(device_node(".") == 0 && device_node("absent") == -1, "node %d", device_node("."));
+    char *near = pinned_open(3 << 20, device_node("."));
+    const auto policy = memory_policy(near + (2 << 20));
+    cuda_check(cudaSetDevice(11));
+    expect(device_node(".") == -1, "node %d", device_node("."));
+    char *any = pinned_open(3 << 20, device_node("."));
+    expect(memory_policy(any).first <= 0, "policy %d", memory_policy(any).first);
+    pinned_close(near, 3 << 20);
+    pinned_close(any, 3 << 20);
+    emu::set.gpus = gpus;
+    if (policy.first < 0) {
+        skip("memory policies are not told here");
+    }
+    expect(policy.first == 1 && policy.second == 1, "policy %d, nodes %lx", policy.first,
+           policy.second);
+}
+
+// One cudaMalloc of exactly the planned bytes, and nothing after it.
+static void test_gpu_allocation() {
+    for (const char *options :
+         {"-b 2 -t 33", "--dtype fp32 -r block", "-r block:1 --moments bf16 -w none",
+          "--grad-dtype fp32 -r qkv --logit-rows 7", "--offload moments,master",
+          "--dtype fp16 -r mlp", "--dtype fp16 --offload weights,master",
+          "-r block --offload weights,gradients,moments,master,residuals"}) {
+        if (!sampled(strstr(options, "residuals"))) {
+            continue;
+        }
+        Model m = shape("l3h2c48t40", 300);
+        emu::peak_bytes = 0;
+        Net n(m, options);
+        auto on_device = [] {
+            std::vector<size_t> sizes;
+            for (const emu::Alloc &a : emu::allocs) {
+                if (!a.host) {
+                    sizes.push_back(a.n);
+                }
+            }
+            return sizes;
+        };
+        const std::vector<size_t> one = {plan_bytes(&n.s)};
+        expect(on_device() == one, "%s", options);
+        const size_t pinned = emu::allocs.size() - 1;
+        const int plans = matmul_library.plans;
+        expect(((GpuNetwork<float, float> *)n.e.self)->accum_steps == 2,
+               "the warm-up loads the products that add to gradients too");
+        trace(&n, 2);
+        Reals logits((size_t)m.V);
+        Batch b(n.s.B * n.s.T, m.V, 1);
+        n.e.logits(&n.e, logits.data(), b.inputs.data(), 3);
+        n.e.forward_loss(&n.e, NULL, b.inputs.data(), b.targets.data());
+        expect(matmul_library.plans == plans, "%s: %d products at first", options, plans);
+        expect(on_device() == one && emu::peak_bytes == one[0] && emu::allocs.size() == pinned + 1,
+               "%s: peak %zu of %zu", options, emu::peak_bytes, one[0]);
+        expect(pinned == 1 && emu::pinned_bytes == n.plan.host_bytes,
+               "%s: %zu pinned allocations, %zu bytes of %zu", options, pinned, emu::pinned_bytes,
+               n.plan.host_bytes);
+    }
+}
+
+// Random options: device and pinned memory to the byte as planned, through two steps; a device with
+// one byte less refuses.
+static void test_gpu_allocation_random() {
+    const int count = full_or(24, 2000);
+    for (int n = 0; n < count; n++) {
+        const int NH = draw(1, 3), T = draw(1, 12);
+        const Model m = shape(text("l%dh%dc%dt%d", draw(1, 4), NH, NH * 8 * draw(1, 3),
+                                   T + draw(0, 3)).c_str(), draw(2, 300));
+        static const char *const types[] = {"--dtype fp32", "--dtype bf16", "--moments bf16",
+                                            "--moments bf16 -w none", "--grad-dtype fp32"};
+        const int B = draw(1, 3), level = draw(0, RECOMPUTE_BLOCK), blocks = draw(1, m.L);
+        static const char *const homes[] = {"none", "moments", "residuals,moments",
+                                            "weights,gradients", "weights,residuals,gradients"};
+        const Text rest = Text(",") + level_table[draw(0, RECOMPUTE_BLOCK)].name;
+        const Text options = text("-b %d -t %d -r %s:%d%s %s --logit-rows %d --offload %s", B, T,
+                                  level_table[level].name, blocks,
+                                  blocks < m.L ? rest.c_str() : "", types[draw(0, 4)],
+                                  draw(0, B * T), homes[draw(0, 4)]);
+        emu::peak_bytes = 0;
+        Net net(m, options);
+        trace(&net, 2);
+        expect(emu::peak_bytes == net.plan.device_bytes &&
+                   emu::pinned_bytes == net.plan.host_bytes,
+               "%s: %zu of %zu, %zu of %zu on the host", options.c_str(), emu::peak_bytes,
+               net.plan.device_bytes, emu::pinned_bytes, net.plan.host_bytes);
+        plan_refuse(&net.plan, plan_taken(&net.plan), emu::peak_bytes);
+        if (n % 8 == 0) {  // each in a process of its own
+            expect_death(plan_refuse(&net.plan, plan_taken(&net.plan), emu::peak_bytes - 1),
+                         ": 1 B short");
+        }
+    }
+    detail = text("%d random settings", count);
+}
+
+// The orders of streams that offloaded runs are tried in: copies as late and as early as they may
+// come, and three that chance draws.
+static const long stream_orders[] = {emu::LATE, emu::EARLY, 1, 2, 3};
+
+// busy_trace with states in host memory in one of these orders; 0 is none of them.
+static Reals offloaded(const Model &m, const Text &options, int accum_steps, long order) {
+    emu::set.order = order;
+    Net n(m, options);
+    return busy_trace(&n, accum_steps);
+}
+
+// Every state alone and all together in host memory, at every order, against none: the same bits.
+// With FULL=1 each level with one micro-step and with three.
+static void test_gpu_offload() {
+    int runs = 0;
+    const bool all = is_full();
+    for (int level : {0, 1}) {
+        for (int accum_steps : {1, 3}) {
+            // Of two blocks both stay from pass to pass, of four none that the next begins with.
+            Model m = shape(accum_steps == 1 ? "l2h1c16t8" : "l4h1c16t8", 257);
+            if (!all && (TEST_ASAN ? level + accum_steps < 4 : level == (accum_steps == 1))) {
+                continue;
+            }
+            const Text options = text("-b 2 -t 7 -r %d", level);
+            const Reals want = offloaded(m, options, accum_steps, 0);
+            for (long order : stream_orders) {
+                for (const char *homes : {"weights", "gradients", "moments", "master", "residuals",
+                                          "weights,gradients,moments,master,residuals"}) {
+                    if (!sampled(strlen(homes) > 20 && order < 2)) {
+                        continue;
+                    }
+                    runs++;
+                    const Reals got =
+                        offloaded(m, options + " --offload " + homes, accum_steps, order);
+                    expect(same_bits(got, want), "%s, %d micro-steps, %s%s", options.c_str(),
+                           accum_steps, order_switches().c_str(), homes);
+                }
+            }
+        }
+    }
+    emu::set.order = 0;
+    detail = text("%d runs", runs);
+}
+
+// What lives in host memory is read behind the work that is queued, though a copy from host to host
+// need not wait for it: here no other tensor is read before.
+static void test_gpu_host_read() {
+    const Model m = shape("l2h1c16t8", 257);
+    const Batch b(14, m.V, 1);
+    const int64_t count = tensor_size(&m, QKVW);
+    Reals grads[2];
+    for (int late = 0; late < 2; late++) {
+        emu::set.order = late ? (long)emu::LATE : 0;
+        Net n(m, "-b 2 -t 7 --offload gradients");
+        n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
+        grads[late].resize((size_t)count);
+        n.e.read(&n.e, STATE_GRADS, tensor_offset(&m, QKVW, 0), grads[late].data(), count);
+    }
+    emu::set.order = 0;
+    expect(same_bits(grads[0], grads[1]) && grads[0][0] != 0, "read too early");
+}
+
+// Settings drawn at random, of every type that states have: 12 of them, or 60 with FULL=1.
+static void test_gpu_offload_mixed() {
+    static const char *const names[] = {"weights", "gradients", "moments", "residuals", "master"};
+    const int all = full_or(TEST_ASAN ? 4 : 12, 60);
+    for (int n = 0; n < all; n++) {
+        const int bf16s = draw(0, 3) > 0, split = bf16s && draw(0, 1), accum_steps = draw(1, 3);
+        Model m = shape(text("l%dh1c%dt9", draw(1, 6), 8 * draw(1, 4)).c_str(), 257);
+        Text homes, options = text("-b %d -t %d -r %s:%d", draw(1, 2), draw(1, 9),
+                                   level_table[draw(0, RECOMPUTE_LEVELS - 1)].name, draw(0, m.L));
+        options += bf16s ? split ? "" : " -w none" : " --dtype fp32";
+        options += bf16s && draw(0, 1) ? " --moments bf16" : "";
+        options += bf16s && draw(0, 1) ? " --grad-dtype fp32" : "";
+        const int bits = draw(1, split ? 31 : 15);
+        for (int k = 0; k < 5; k++) {
+            homes += bits >> k & 1 ? (homes.empty() ? "" : ",") + Text(names[k]) : "";
+        }
+        const long order = stream_orders[draw(0, 4)];
+        const Reals want = offloaded(m, options, accum_steps, 0);
+        const Reals got = offloaded(m, options + " --offload " + homes, accum_steps, order);
+        expect(same_bits(got, want), "L%d C%d %s, %d micro-steps, %s%s", m.L, m.C,
+               options.c_str(), accum_steps, order_switches().c_str(), homes.c_str());
+    }
+    emu::set.order = 0;
+    detail = text("%d settings", all);
+}
+
+// Which algorithm each product has after opening a run with the emulated library's three at `times`
+// ms, as digits; is_timed: all of them are, or none. The first algorithm cannot write D beside C,
+// so where that is asked the second is the default. Of the largest matrices' gradients not all
+// elements are compared, but both ends.
+static void expect_tuned(const char *options, int times, int chosen, int beside, bool is_timed) {
+    emu::set.lt_times = times;
+    Net n(shape("l1h1c96t8", 257), Text("-b 1 -t 8 ") + options);
+    for (int i = 0; i < matmul_library.plans; i++) {
+        const MatmulPlan &p = matmul_library.plan[i];
+        expect(algorithm_of(p) == (p.key.beside ? beside : chosen), "%s, times %d, %s: %d", options,
+               times, matmul_key_text(&p.key).s, algorithm_of(p));
+    }
+    const int plans = matmul_library.plans, timed = matmul_library.timed;
+    expect(plans > 10 && timed == (is_timed ? plans : 0), "%s, times %d: %d of %d timed", options,
+           times, timed, plans);
+    Text choices = n.e.matmul;
+    expect(n.e.take_matmul(&n.e, choices.c_str()) && choices == n.e.matmul, "its own choices");
+    choices[0] ^= 1;
+    expect(!n.e.take_matmul(&n.e, choices.c_str()), "another GPU's choices");
+}
+
+// The fastest of the table, if it agrees; the file's choice, when there is one; a checkpoint's.
+static void test_gpu_tuning() {
+    char here[PATH_BYTES];
+    const Text cache = Text(getcwd(here, sizeof here)) + "/cache";
+    setenv("XDG_CACHE_HOME", "/proc/none", 1);
+    expect_tuned("--tune 1", 539, 1, 1, true);
+    expect_tuned("--tune 1", 553, 2, 2, true);
+    expect_tuned("--tune 1", 555, 0, 1, true);  // nothing is faster
+    expect_tuned("", 539, 0, 1, false);
+    for (long emu::Settings::*fault :
+         {&emu::Settings::lt_wrong, &emu::Settings::lt_unstable, &emu::Settings::lt_tail}) {
+        emu::set.*fault = 2;
+        expect_tuned("--tune 1", 513, 2, 1 + (fault != &emu::Settings::lt_unstable), true);
+        emu::set.*fault = 0;
+    }
+    setenv("XDG_CACHE_HOME", cache.c_str(), 1);
+    expect_tuned("--tune 1", 539, 1, 1, true);
+    expect_tuned("--tune 1", 593, 1, 1, false);                    // from the file
+    expect_tuned("--tune 1 --workspace 1MiB", 593, 2, 2, true);    // another key
+    expect_tuned("--tune 1 -r block", 593, 1, 1, false);
+    setenv("XDG_CACHE_HOME", "/proc/none", 1);
+    // Products of more elements than the noise has, timed one after the other without growing to
+    // infinity; choices of which the last cannot be had, and choices by their place in a list, as
+    // older checkpoints have them.
+    emu::set.lt_times = 539;
+    {
+        Net large(shape("l1h1c96t8", 257), "-b 1 -t 8 --dtype fp32 --tune 1");
+        const Text own = large.e.matmul;
+        Text foreign = own, older = own;
+        foreign.back() = foreign.back() == '0' ? '1' : '0';
+        for (size_t at = 0; (at = older.find("=h", at)) != Text::npos; at++) {
+            older.replace(at, 18, "=1");
+        }
+        for (int i = 0; i < matmul_library.plans; i++) {
+            expect(algorithm_of(matmul_library.plan[i]) == 1, "%s", own.c_str());
+        }
+        for (const Text &other : {foreign, older}) {
+            expect(!large.e.take_matmul(&large.e, other.c_str()) && own == large.e.matmul,
+                   "%s: %s", other.c_str(), large.e.matmul);
+        }
+    }
+    Model m = shape("l4h1c16t8", 257);
+    Text kept;
+    for (const char *homes : {"none", "weights,gradients,moments,master,residuals"}) {
+        Trace traces[2];
+        for (int tune : {1, 0}) {
+            Net n(m, text("-b 1 -t 8 --tune %d --offload %s", tune, homes));
+            traces[tune] = trace(&n, 1);
+            expect((kept == n.e.matmul) == (tune && !kept.empty()), "--tune %d", tune);
+            kept = tune ? n.e.matmul : kept.c_str();
+            expect(n.e.take_matmul(&n.e, kept.c_str()) && kept == n.e.matmul, "a checkpoint's");
+        }
+        expect(traces[0].losses == traces[1].losses && traces[0].weights == traces[1].weights,
+               "timing leaves nothing behind, --offload %s", homes);
+    }
+    Net wider(m, "-b 2 -t 8");
+    expect(!wider.e.take_matmul(&wider.e, kept.c_str()), "choices for another batch");
+}
+
+// One product, timed: the gradient of a weight, whose sum over 20,000 rows hides in bf16 that a
+// step of it is missing, so that every algorithm agrees with every other.
+static void test_gpu_tuning_proof() {
+    enum { MEMORY = 8 << 20 };
+    setenv("XDG_CACHE_HOME", "/proc/none", 1);
+    Device<char> workspace(1 << 20), memory(MEMORY);
+    const int bf = device_lacks_bf16() ? CUDA_R_16F : CUDA_R_16BF;
+    const MatmulKey dweight = {8, 16, 20000, 0, 1, 0, 0, 0, bf, bf};
+    // None is right: one line, and nothing is chosen or kept. First, because after threads of
+    // this process those of its children would wait for ever.
+    const Outcome o = outcome(spawn([&] {
+        emu::cuda_user = 0;
+        emu::set.lt_times = 539;
+        gpu_matmul_open(workspace.p, workspace.n);
+        MatmulPlan *plan = matmul_plan_find(dweight);
+        emu::set.lt_wrong = 9;
+        matmul_tune(memory.p, memory.n, 0);
+        exit(algorithm_of(*plan) != 0 || matmul_library.timed != 0);
+    }));
+    expect(o.status == 0 && o.err.find("the product 8x16x20000:01000:") != Text::npos &&
+               std::count(o.err.begin(), o.err.end(), '\n') == 1, "%d: %s", o.status,
+           o.err.c_str());
+    const struct {
+        int wrong, tail, times, chosen;
+    } rows[] = {
+        {0, 0, 539, 1},  // all are right: the fastest
+        {0, 2, 539, 0},  // the fastest has lost a step, the others are no faster than the first
+        {0, 2, 534, 2},  // the second best, although it is more than 1.3 times as slow
+        {1, 2, 534, 2},  // the first is wrong: it is no reference
+        {0, 1, 555, 1},  // nor is it with a step lost, though all agree with it
+        {0, 1, 159, 1},  // however fast it is
+    };
+    int adds = 0;
+    for (auto &row : rows) {
+        emu::set.lt_wrong = row.wrong;
+        emu::set.lt_tail = row.tail;
+        emu::set.lt_times = row.times;
+        gpu_matmul_open(workspace.p, workspace.n);
+        MatmulKey key = dweight;
+        key.adds = adds = !adds;
+        MatmulPlan *plan = matmul_plan_find(key);
+        matmul_tune(memory.p, memory.n, 0);
+        expect(algorithm_of(*plan) == row.chosen && matmul_library.timed == 1,
+               "wrong %d, tail %d, times %d, adds %d: %d", row.wrong, row.tail, row.times, adds,
+               algorithm_of(*plan));
+        gpu_matmul_close();
+    }
+    emu::set.lt_wrong = emu::set.lt_tail = 0;
+    // What takes more than 1.3 times as long as the first runs twice, to be compared, and is not
+    // timed. The first takes 12 launches: two for its proof, one as the sample, nine to be timed.
+    for (int second : {6, 7}) {
+        emu::set.lt_times = 509 + 10 * second;
+        gpu_matmul_open(workspace.p, workspace.n);
+        matmul_plan_find(dweight);
+        const double before = emu::table_ms;
+        matmul_tune(memory.p, memory.n, 0);
+        const double want = 12 * 5 + (second == 6 ? 11 : 2) * second + 2 * 9;
+        expect(emu::table_ms - before == want, "second %d ms: %g ms in all, not %g", second,
+               emu::table_ms - before, want);
+        gpu_matmul_close();
+    }
+}
+
+// Of the file of choices a run takes what was found with its own GPU and library, the first of two,
+// and what the library offers for the product; the rest is timed again, as is what an older program
+// wrote there: places in the library's list.
+static void test_gpu_tuning_file() {
+    char here[PATH_BYTES];
+    const Text cache = Text(getcwd(here, sizeof here)) + "/cache";
+    const Text path = cache + "/train_gpt2/matmul";
+    setenv("XDG_CACHE_HOME", cache.c_str(), 1);
+    expect_tuned("--tune 1", 539, 1, 1, true);
+    const Text lines = read_file(path);
+    // The file with `was` made `is` and everything behind it, to the line's end, left out.
+    auto with = [&](const Text &was, const Text &is, bool cut) {
+        Text changed = lines;
+        for (size_t at = 0; (at = changed.find(was, at)) != Text::npos; at += is.size()) {
+            const size_t end = cut ? changed.find('\n', at) : at + was.size();
+            changed.replace(at, end - at, is);
+        }
+        expect(changed != lines, "no %s in %s", was.c_str(), lines.c_str());
+        return changed;
+    };
+    const Text library = text(" cuBLASLt %zu, ", cublasLtGetVersion());
+    const Text gpu = text(" %ld SMs, ", emu::set.sms);
+    for (const Text &other : {with("=h", "=1", true), with("=h", "=h0123456789abcdef", true),
+                              with("=h", "=h01234567", true), with(library, " cuBLASLt 1, ", false),
+                              with(gpu, " 99 SMs, ", false)}) {
+        write_file(path, other);
+        expect_tuned("--tune 1", 593, 2, 2, true);
+    }
+    unlink(path.c_str());
+    expect_tuned("--tune 1", 553, 2, 2, true);
+    write_file(path, lines + read_file(path));
+    expect_tuned("--tune 1", 593, 1, 1, false);
+    // The library's first algorithm cannot write D beside C, for those products alone.
+    unlink(path.c_str());
+    const long in_place = emu::set.lt_in_place;
+    emu::set.lt_in_place = 0;
+    expect_tuned("--tune 1", 555, 0, 0, true);
+    emu::set.lt_in_place = in_place;
+    emu::set.lt_times = 593;
+    Net n(shape("l1h1c96t8", 257), "-b 1 -t 8 --tune 1");
+    for (int i = 0; i < matmul_library.plans; i++) {
+        const MatmulPlan &p = matmul_library.plan[i];
+        expect(algorithm_of(p) == (p.key.beside ? 2 : 0), "%s: %d", matmul_key_text(&p.key).s,
+               algorithm_of(p));
+    }
+}
+
+// A row outside its life: refused by name; a kernel that keeps its address is stopped under ASan,
+// and otherwise reads NaN. The gap behind a row is nobody's.
+static void test_gpu_lifetimes() {
+#ifdef _OPENMP
+    omp_set_num_threads(1);  // as in test_arena
+#endif
+    Model m = shape("l2h2c16t8", 257);
+    Net n(m, "-b 1 -t 8 -r block --dtype fp32");
+    auto *net = (GpuNetwork<float, float> *)n.e.self;
+    Plan *p = net->plan;
+    plan_tick(p, 0);
+    plan_tick(p, tick_head(&m));
+    const Buffer &row = p->buffers[p->single[BUF_LOGITS]];
+    float *logits = gpu_buffer<float>(net, BUF_LOGITS);
+    Reals fresh(8);
+    state_read(fresh.data(), {TYPE_FP32, (char *)logits, nullptr}, 8, net->stream);
+    expect(isnan((double)fresh[0]) && isnan((double)fresh[7]), "fresh rows are NaN");
+    auto launch_on = [&](float *x) {
+        return outcome(spawn([&] {
+            emu::cuda_user = 0;  // a GPU would not take it
+            gpu_gelu_forward<float>(x, x, 8, net->stream);
+            cuda_check(cudaStreamSynchronize(net->stream));
+        }));
+    };
+    expect(launch_on(logits).status == 0, "alive");
+    Outcome behind = launch_on(logits + row.bytes / 4);
+    plan_tick(p, tick_update(&p->settings));
+    expect_death(gpu_buffer<float>(net, BUF_LOGITS), "buffer logits lives from tick 18 to 18");
+    Outcome dead = launch_on(logits);
+    if (TEST_ASAN) {
+        expect(dead.status == 86 && dead.err.find("use-after-poison") != Text::npos, "dead, %d",
+               dead.status);
+        expect(behind.status == 86, "behind the row, %d", behind.status);
+    }
+}
+#endif
+
+// Losses of every token against the oracle's, and their mean against the one that comes with them.
+static void test_gpu_losses() {
+    for (const char *options :
+         {"-b 2 -t 33 --dtype fp32", "-b 2 -t 33 --dtype bf16", "-b 2 -t 33 --dtype fp16"}) {
+        Model m = shape("l2h2c64t40", 300);
+        Net n(m, options);
+        Oracle oracle(&n, n.s.logit_rows);
+        const size_t N = 2 * 33;
+        Batch b((int)N, m.V, 1);
+        Reals got(N), want(N);
+        every_order(
+            [&] {
+                got.assign(N, NAN);
+                double all = n.e.forward_loss(&n.e, got.data(), b.inputs.data(), b.targets.data());
+                double other = n.e.forward_loss(&n.e, NULL, b.targets.data(), b.inputs.data());
+                return Outputs{got, {(real)all, (real)other}};
+            },
+            options);
+        double sum = 0;
+        double mean = n.e.forward_loss(&n.e, got.data(), b.inputs.data(), b.targets.data());
+        oracle.e.forward_loss(&oracle.e, want.data(), b.inputs.data(), b.targets.data());
+        for (real loss : got) {
+            sum += (double)loss;
+        }
+        expect_near((wide)mean, (wide)(sum / N), 1e-6 * mean, "mean, %s", options);
+        expect(n.e.forward_loss(&n.e, NULL, &b.inputs[0], &b.targets[0]) == mean, "without them");
+        // fp32 as the gradients' 1e-5; 16 bits round every logit.
+        double tol = 1e-5;
+        with_type(n.s.dtype, [&](auto element) { tol += 2 * traits<decltype(element)>.unit; });
+        expect_near((wide)relative_error(got.data(), want.data(), (int64_t)N), 0, tol,
+                    "losses, %s", options);
+    }
+}
+
+// Logits after fewer than T tokens, as samples ask for them: those of the oracle, which computes no
+// more than these tokens.
+static void test_gpu_sampling() {
+    Model m = shape("l2h2c32t20", 257);
+    Net n(m, "-b 2 -t 17 --dtype fp32");
+    Oracle oracle(&n, 34);
+    Batch b(17, m.V, 1);
+    for (int tokens : {1, 2, 8, 16, 17}) {
+        Reals got((size_t)m.V), want((size_t)m.V);
+        n.e.logits(&n.e, got.data(), b.inputs.data(), tokens);
+        oracle.e.logits(&oracle.e, want.data(), b.inputs.data(), tokens);
+        expect_near((wide)relative_error(got.data(), want.data(), m.V), 0, 1e-5, "%d tokens",
+                    tokens);
+    }
+}
+
+// Logits from a KV cache, beside the oracle's of the whole window: as near as the GPU's own of the
+// whole window are, or in fp32 within 1e-5.
+static void test_gpu_kv_cache() {
+    const int pieces[] = {70, 1, 1, 3, 65, 24};
+    for (const char *dtype : {"fp32", "bf16", "fp16"}) {
+        if (!sampled(strcmp(dtype, "bf16") == 0)) {
+            continue;
+        }
+        Model m = shape("l2h2c32t90", 257);
+        Net oracle(m, 1, m.maxT);
+        Batch b(m.maxT, m.V, 1);
+        std::vector<Reals> got;
+        auto walk = [&](std::function<void(int, int)> visit) {
+            int first = 0;
+            for (const int n : pieces) {
+                first = n == 65 ? 1 : first;  // a second sample, behind one token of the first
+                visit(first, n);
+                first += n;
+            }
+        };
+        {  // an engine at a time: products belong to the one that is open
+            Net cached(m, Text("--generate --dtype ") + dtype);
+            const int plans = matmul_library.plans;
+            walk([&](int first, int n) {
+                got.push_back(Reals((size_t)m.V));
+                cached.e.extend(&cached.e, got.back().data(), &b.inputs[(size_t)first], first, n);
+            });
+            expect(matmul_library.plans == plans, "%s: %d products that the warm-up has not met",
+                   dtype, matmul_library.plans - plans);
+        }
+        Net whole(m, Text("-b 1 --dtype ") + dtype);
+        Reals want((size_t)m.V), other((size_t)m.V);
+        size_t at = 0;
+        walk([&](int first, int n) {
+            whole.e.logits(&whole.e, other.data(), b.inputs.data(), first + n);
+            oracle.e.logits(&oracle.e, want.data(), b.inputs.data(), first + n);
+            const double error = relative_error(other.data(), want.data(), m.V);
+            expect_near((wide)relative_error(got[at++].data(), want.data(), m.V), 0,
+                        whole.s.dtype == TYPE_FP32 ? 1e-5 : 2 * error, "%s, %d tokens", dtype,
+                        first + n);
+        });
+    }
+}
+
+// --skip-zscore: a norm above the limit changes nothing, on the device neither, and the next step
+// is the one that a network without the outlier makes.
+static void test_gpu_skip() {
+    for (const char *options :
+         {"-b 2 -t 9 --dtype fp32", "-b 2 -t 9", "-b 2 -t 9 -w none --moments bf16",
+          "-b 2 -t 9 --dtype fp16"}) {
+        Model m = shape("l2h2c32t9", 257);
+        Batch b(18, m.V, 1);
+        Options o;
+        options_default(&o);
+        auto step = [&](Net *net, double limit) {
+            net->e.micro_step(&net->e, b.inputs.data(), b.targets.data(), 0, 1);
+            return net->e.update(&net->e, &o, 1e-2, limit, 0);
+        };
+        auto states = [](Net *net) {
+            return Outputs{net->state(STATE_WEIGHTS), net->state(STATE_M), net->state(STATE_V)};
+        };
+        StepResult free;
+        Outputs stepped;
+        {
+            Net n(m, options);
+            free = step(&n, HUGE_VAL);
+            stepped = states(&n);
+        }
+        Net n(m, options);
+        const Outputs start = states(&n);
+        StepResult r = step(&n, 0.999 * free.norm);
+        expect(r.skipped == 1 && r.norm == free.norm, "%s: norm %g, limit below", options, r.norm);
+        expect(states(&n) == start, "%s: a skipped step changes nothing", options);
+        r = step(&n, 1.001 * free.norm);
+        expect(r.skipped == 0 && r.loss == free.loss, "%s: limit above", options);
+        expect(states(&n) == stepped && stepped != start, "%s: the next step", options);
+    }
+}
+
+// A loss scale too large for this batch falls, step by step, while weights and moments stay as they
+// are; the first step without an overflow is that of a network that began with its scale. Then it
+// grows after as many steps as it is told, of which one above the limit of norms counts, and a
+// resumed network goes on counting.
+static void test_gpu_overflow() {
+    Model m = shape("l2h2c32t9", 257);
+    Batch b(18, m.V, 1);
+    Options o;
+    options_default(&o);
+    auto states = [](Net *net) {
+        return Outputs{net->state(STATE_WEIGHTS), net->state(STATE_M), net->state(STATE_V)};
+    };
+    auto step = [&](Net *net, double limit) {
+        net->e.micro_step(&net->e, b.inputs.data(), b.targets.data(), 0, 1);
+        return net->e.update(&net->e, &o, 1e-2, limit, 0);
+    };
+    auto grow_after = [](Net *net, int steps) {
+        auto *network = (GpuNetwork<__half, float> *)net->e.self;
+        copy_wait(&gpu_buffer<GpuState>(network, BUF_STATE)->update.scale_grows, &steps,
+                  sizeof steps, network->stream);
+    };
+    const Text options = "-b 2 -t 9 -r block --dtype fp16";
+    Outputs stepped;
+    StepResult r = {}, good;
+    int falls = 0;
+    {
+        Net n(m, options);
+        const Outputs start = states(&n);
+        r = step(&n, 0);
+        expect(r.skipped && r.scale_log2 == LOSS_SCALE_LOG2 && r.scale_steps == 1,
+               "the warm-up's steps are counted: %d at 2^%d", r.scale_steps, r.scale_log2);
+        n.e.scale_loss(&n.e, 30, 1234);
+        for (r = step(&n, HUGE_VAL); r.skipped && falls < 30; r = step(&n, HUGE_VAL)) {
+            falls++;
+            expect(r.scale_log2 == 30 - falls && r.scale_steps == 0 && r.scale_moved == -1 &&
+                       !isfinite(r.norm) && isfinite(r.loss), "scale 2^%d", r.scale_log2);
+            expect(states(&n) == start, "an overflow changes nothing");
+        }
+        expect(falls > 3 && r.scale_log2 == 30 - falls && r.scale_steps == 1 && r.scale_moved == 0,
+               "%d falls", falls);
+        good = r;
+        stepped = states(&n);
+        expect(stepped != start);
+        grow_after(&n, 3);
+        r = step(&n, 0);
+        expect(r.skipped && r.scale_steps == 2 && r.scale_moved == 0, "%d steps", r.scale_steps);
+        n.e.scale_loss(&n.e, 4, 2);  // as a resume does
+        grow_after(&n, 3);
+        r = step(&n, HUGE_VAL);
+        expect(!r.skipped && r.scale_log2 == 5 && r.scale_steps == 0 && r.scale_moved == 1,
+               "2^%d after %d steps", r.scale_log2, r.scale_steps);
+    }
+    Net n(m, options);
+    n.e.scale_loss(&n.e, 30 - falls, 0);
+    r = step(&n, HUGE_VAL);
+    expect(r.loss == good.loss && r.norm == good.norm && states(&n) == stepped, "from its scale");
+    detail = text("from 2^30 to 2^%d", 30 - falls);
+}
+
+// Each update rounds with random numbers of its own, and so does each seed: the same first moments,
+// stored in bf16 by update 0, by update 1 and by another seed's update 0.
+static void test_gpu_rounding_updates() {
+    need_bf16();
+    Model m = shape("l1h1c16t9", 257);
+    auto moments = [&](int64_t updates, int64_t seed) {
+        Net n(m, "-b 2 -t 9 -w none --moments bf16");
+        Batch b(18, m.V, 1);
+        Options o;
+        options_default(&o);
+        o.seed = seed;
+        n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
+        n.e.update(&n.e, &o, 1e-2, HUGE_VAL, updates);
+        return n.state(STATE_M);
+    };
+    const Reals first = moments(0, 1);
+    expect(same_bits(first, moments(0, 1)), "again");
+    for (const Reals &other : {moments(1, 1), moments(0, 2)}) {
+        int64_t apart = 0, all = 0;
+        for (size_t i = 0; i < first.size(); i++) {
+            apart += first[i] != other[i];
+            all += first[i] != 0;
+        }
+        expect(apart > all / 8, "%d of %d differ", (int)apart, (int)all);
+    }
+}
+
+// Five micro-steps, so that each pinned slot is filled again and again: the same bits however late
+// the stream runs, and the oracle's gradients.
+static void test_gpu_micro_steps() {
+    const int accum_steps = 5;
+    Model m = shape("l1h1c16t9", 257);
+    Outputs got = every_order(
+        [&] {
+            Net n(m, "-b 2 -t 9 --dtype fp32");
+            Trace t = trace(&n, accum_steps);
+            return Outputs{Reals(t.losses.begin(), t.losses.end()), t.gradients, t.weights};
+        },
+        "five micro-steps");
+    Net n(m, "-b 2 -t 9 --dtype fp32");
+    Oracle oracle(&n, 18);
+    Trace want = trace(&oracle, accum_steps);
+    expect_near((wide)relative_error(got[1].data(), want.gradients.data(), n.size()), 0, 1e-5,
+                "gradients");
+    for (size_t step = 0; step < 2; step++) {
+        expect_near(got[0][step], (wide)want.losses[step], 1e-5 * want.losses[step],
+                    "loss of step %zu", step);
+    }
+}
+
+// -b 4 and -b 2 with two micro-steps: the same gradients and losses but for the order of sums, and
+// the same loss of every token in a validation.
+static void test_gpu_batches() {
+    Model m = shape("l2h2c32t12", 257);
+    const size_t N = 4 * 12;
+    Batch b((int)N, m.V, 1);
+    struct Whole {
+        Reals losses, gradients;
+        double mean;
+        StepResult step;
+    };
+    auto run = [&](int batch) {
+        Net n(m, text("-b %d -t 12 --dtype fp32", batch));
+        Whole whole = {Reals(N), Reals(), 0, {}};
+        Options o;
+        options_default(&o);
+        const int accum_steps = 4 / batch;
+        for (size_t at = 0; at < N; at += N / (size_t)accum_steps) {
+            whole.mean += n.e.forward_loss(&n.e, &whole.losses[at], &b.inputs[at], &b.targets[at]) /
+                          accum_steps;
+        }
+        for (int k = 0; k < accum_steps; k++) {
+            const size_t at = (size_t)k * N / (size_t)accum_steps;
+            n.e.micro_step(&n.e, &b.inputs[at], &b.targets[at], k, accum_steps);
+        }
+        whole.gradients = n.gradients();
+        whole.step = n.e.update(&n.e, &o, 1e-3, HUGE_VAL, 0);
+        return whole;
+    };
+    const Whole want = run(4), got = run(2);
+    auto near = [](const Reals &x, const Reals &y, const char *who) {
+        expect_near((wide)relative_error(x.data(), y.data(), (int64_t)x.size()), 0, 1e-5, "%s",
+                    who);
+    };
+    near(got.losses, want.losses, "losses of a validation");
+    near(got.gradients, want.gradients, "gradients");
+    expect_near((wide)got.mean, (wide)want.mean, 1e-6 * want.mean, "mean loss of a validation");
+    expect_near((wide)got.step.loss, (wide)want.step.loss, 1e-6 * want.step.loss, "loss");
+    expect_near((wide)got.step.norm, (wide)want.step.norm, 1e-5 * want.step.norm, "norm");
+}
+
+// The bytes of a state's buffer that belong to no tensor.
+static std::vector<bool> gaps_of(const Plan *p, int id, size_t element_bytes) {
+    const Model *m = &p->settings.model;
+    std::vector<bool> gap(p->buffers[p->single[id]].bytes, true);
+    for (int tensor = 0; tensor < TENSORS; tensor++) {
+        const int set = tensor_is_matrix(tensor) ? MATRICES : VECTORS;
+        if ((id == BUF_GRADS && set != MATRICES) || (id == BUF_GRADS_1D && set != VECTORS)) {
+            continue;
+        }
+        for (int l = 0; l < tensor_copies(m, tensor); l++) {
+            const int64_t at = id == BUF_GRADS || id == BUF_GRADS_1D
+                                   ? subset_offset(m, tensor, l, set)
+                                   : tensor_offset(m, tensor, l);
+            auto from = gap.begin() + at * (int64_t)element_bytes;
+            std::fill(from, from + tensor_size(m, tensor) * (int64_t)element_bytes, false);
+        }
+    }
+    return gap;
+}
+
+// Where states are rounded at random, no two numbers share theirs: each stream's indices are apart.
+static void expect_streams_apart(const ParamRange *ranges, int count, const char *options) {
+    std::vector<std::array<size_t, 3>> drawn;  // stream, first index, end
+    for (int i = 0; i < count; i++) {
+        const ParamRange &range = ranges[i];
+        for (uint32_t state : {0u, ROUND_MOMENT1, ROUND_MOMENT2}) {
+            drawn.push_back({range.stream + state, range.index, range.index + range.count});
+        }
+    }
+    std::sort(drawn.begin(), drawn.end());
+    for (size_t i = 1; i < drawn.size(); i++) {
+        expect(drawn[i][0] != drawn[i - 1][0] || drawn[i][1] >= drawn[i - 1][2],
+               "%s: stream %zu from %zu", options, drawn[i][0], drawn[i][1]);
+    }
+}
+
+template <class E, class G> static void check_gaps(const char *options) {
+    Model m = shape("l2h1c40t9", 257);
+    Batch b(18, m.V, 1);
+    Options o;
+    options_default(&o);
+    Reals want_weights;
+    StepResult want;
+    {
+        Net plain(m, options);
+        plain.e.micro_step(&plain.e, b.inputs.data(), b.targets.data(), 0, 1);
+        want = plain.e.update(&plain.e, &o, 1e-2, HUGE_VAL, 0);
+        want_weights = plain.state(STATE_WEIGHTS);
+    }
+    Net n(m, options);
+    auto *net = (GpuNetwork<E, G> *)n.e.self;
+    const Plan *p = &n.plan;
+    const size_t moment = type_bytes(n.s.moment_dtype);
+    const struct {
+        int id;
+        size_t element_bytes;
+    } states[] = {{BUF_WEIGHTS, sizeof(E)}, {BUF_MASTER, sizeof(Master<E>)}, {BUF_M, moment},
+                {BUF_V, moment},          {BUF_GRADS, sizeof(G)},   {BUF_GRADS_1D, 4}};
+    size_t gap_bytes = 0;
+    std::vector<char> bytes;
+    auto each_gap = [&](const std::function<void(char *, int)> &visit, bool write) {
+        for (auto &state : states) {
+            if (p->single[state.id] < 0) {
+                continue;  // this run keeps no such state
+            }
+            char *device = gpu_buffer<char>(net, state.id);
+            const std::vector<bool> gap = gaps_of(p, state.id, state.element_bytes);
+            bytes.resize(gap.size());
+            copy_wait(bytes.data(), device, gap.size(), net->stream);
+            for (size_t i = 0; i < gap.size(); i++) {
+                if (gap[i]) {
+                    visit(&bytes[i], state.id);
+                }
+            }
+            if (write) {
+                copy_wait(device, bytes.data(), gap.size(), net->stream);
+            }
+        }
+    };
+    n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
+    each_gap([&](char *x, int) { *x = (char)0xff, gap_bytes++; }, true);
+    StepResult r = n.e.update(&n.e, &o, 1e-2, HUGE_VAL, 0);
+    expect(gap_bytes > 1000, "%s: %zu bytes between tensors", options, gap_bytes);
+    expect(r.norm == want.norm && isfinite(r.norm) && !r.skipped, "%s: norm %g", options, r.norm);
+    const Reals got = n.state(STATE_WEIGHTS);
+    for (int tensor = 0; tensor < TENSORS; tensor++) {
+        for (int l = 0; l < tensor_copies(&m, tensor); l++) {
+            const int64_t at = tensor_offset(&m, tensor, l), size = tensor_size(&m, tensor);
+            expect(memcmp(&got[(size_t)at], &want_weights[(size_t)at], (size_t)size * 4) == 0,
+                   "%s: %s", options, tensor_table[tensor].name);
+        }
+    }
+    each_gap([&](char *x, int id) { expect(*x == (char)0xff, "%s: buffer %d", options, id); },
+             false);
+    expect_streams_apart(net->ranges, net->range_count, options);
+}
+
+// Norm and AdamW walk over tensors, not over what lies between them: with NaN there the step is the
+// same, and the NaN stay.
+static void test_gpu_gaps() {
+    check_gaps<float, float>("-b 2 -t 9 --dtype fp32");
+    if (!device_lacks_bf16()) {
+        check_gaps<bf16, bf16>("-b 2 -t 9");
+        check_gaps<bf16, float>("-b 2 -t 9 -w none --moments bf16 --grad-dtype fp32");
+    }
+    check_gaps<__half, float>("-b 2 -t 9 --dtype fp16");
+}

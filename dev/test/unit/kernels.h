@@ -1,0 +1,1506 @@
+// kernels.h -- tests of the CUDA kernels.
+// Volume II's kernels, one chapter after the other, against the naive twins of chapter Layers
+// against naive twins, in fp32 and bf16, over odd shapes. Without a GPU every kernel runs again
+// with its blocks, warps and lanes in other orders, with streams as late as they may be, and with
+// memory that ends at guard pages: equal bits.
+
+typedef __nv_bfloat16 bf16;
+typedef std::vector<Reals> Outputs;
+
+template <class E> static real rounded_to(real x) { return to_float(from_float<E>(x)); }
+
+// noise() that E holds exactly.
+template <class E> static Reals noise_in(size_t n, double scale, uint64_t seed) {
+    Reals x = noise(n, scale, seed);
+    for (real &value : x) {
+        value = rounded_to<E>(value);
+    }
+    return x;
+}
+
+// An array on the device; NaN until something is written to it.
+template <class T> struct Device {
+    size_t n;
+    T *p;
+    explicit Device(size_t count) : n(count) {
+        cuda_check(cudaMalloc((void **)&p, n * sizeof(T)));
+        cuda_check(cudaMemset(p, 0xff, n * sizeof(T)));
+    }
+    template <class X> explicit Device(const std::vector<X> &values) : Device(values.size()) {
+        std::vector<T> host(n);
+        for (size_t i = 0; i < n; i++) {
+            if constexpr (std::is_same_v<X, T>) {
+                host[i] = values[i];
+            } else {
+                host[i] = from_float<T>(values[i]);
+            }
+        }
+        cuda_check(cudaMemcpy(p, host.data(), n * sizeof(T), cudaMemcpyHostToDevice));
+    }
+    Device(const Device &) = delete;
+    ~Device() { cudaFree(p); }
+    std::vector<T> raw() const {
+        std::vector<T> host(n);
+        cuda_check(cudaMemcpy(host.data(), p, n * sizeof(T), cudaMemcpyDeviceToHost));
+        return host;
+    }
+    Reals get() const {
+        Reals values;
+        for (T x : raw()) {
+            values.push_back(to_float(x));
+        }
+        return values;
+    }
+};
+
+// Order 0 is the one that EMU_SEED, EMU_ORDER and EMU_GUARD ask for, and every test but those of
+// kernels runs in it; the others go on from there. On a GPU the others only run again.
+enum { ORDERS = CUDA_CPU ? 6 : 2 };
+static void set_order(int order) {
+#if CUDA_CPU
+    static const emu::Settings asked = emu::set;
+    emu::set.seed = asked.seed + (order < 4 ? order : 0);
+    emu::set.order = order == 4 ? (long)emu::LATE : asked.order;
+    emu::set.guard = asked.guard || order == 5;
+#else
+    (void)order;
+#endif
+}
+
+// The variables that make the present order a run's order 0.
+static Text order_switches() {
+#if CUDA_CPU
+    char *words = NULL;
+    size_t length = 0;
+    FILE *f = open_memstream(&words, &length);
+    emu::print_switches(f, "");
+    fclose(f);
+    Text all(words, length);
+    free(words);
+    return all + " ";
+#else
+    return "";
+#endif
+}
+
+// Is a case run? Under sanitizers, which look at addresses and not at numbers, only what `kept`
+// says: an odd shape or two of each kernel, a few of many runs. FULL=1 runs them all.
+static bool sampled(bool kept) { return kept || !TEST_ASAN || is_full(); }
+
+// The outputs of `run`, which must be the same to the bit in every order.
+template <class Run> static Outputs every_order(Run run, const Text &who) {
+    set_order(0);
+    Outputs first = run();
+    for (int order = 1; order < ORDERS && sampled(order == 1); order++) {
+        set_order(order);
+        Outputs again = run();
+        for (size_t i = 0; i < first.size(); i++) {
+            expect(same_bits(first[i], again[i]), "%s: output %zu differs with %s", who.c_str(), i,
+                   order_switches().c_str());
+        }
+    }
+    set_order(0);
+    return first;
+}
+
+// Numbers that left the device as E. fp32: within the twin's error, as everywhere. 16 bits: each
+// number, and the norm of all, within twice what rounding the exact result loses.
+template <class E> static void compare_in(int line, const Reals &got, Nums want, const Text &who) {
+    const Text name = who + " " + traits<E>.name;
+    if (!is_fp32<E>) {
+        double error = 0, loss = 0, e = 0;
+        for (size_t i = 0; i < want.size(); i++) {
+            double v = (double)want[i].v, naive = (double)rounded_to<E>((real)v) - v;
+            error += ((double)got[i] - v) * ((double)got[i] - v);
+            loss += naive * naive;
+            e += want[i].e * want[i].e;
+            want[i].e += 2 * traits<E>.unit * fabs(v) + (traits<E>.narrow ? 0x1p-24 : 0);
+        }
+        near_at(line, (wide)sqrt(error), 0, 2 * sqrt(loss) + sqrt(e), name + ", norm");
+    }
+    compare_at(line, got, want, name);
+}
+#define compare_as(E, got, want, who) compare_in<E>(__LINE__, got, want, who)
+
+// fp32 and the 16 bits that this GPU has.
+#define in_16_bits(test, ...) \
+    (device_lacks_bf16() ? (void)test<__half>(__VA_ARGS__) : (void)test<bf16>(__VA_ARGS__))
+#define in_both_types(test, ...) (test<float>(__VA_ARGS__), in_16_bits(test, __VA_ARGS__))
+
+// Of tests that bf16 alone can run.
+static void need_bf16() {
+    if (device_lacks_bf16()) {
+        skip("this GPU has no bf16");
+    }
+}
+
+template <class E, class G> static void check_embedding(int B, int T, int C, int V, int max_T) {
+    const int N = B * T, Vp = (int)round_up_i64(V, 128);
+    const Text who = text("B %d T %d C %d V %d", B, T, C, V);
+    std::vector<Token> tokens = Batch(N, V, 1).inputs;
+    for (int i = 0; i < N; i += 3) {
+        tokens[(size_t)i] = V - 1;  // one that comes often
+    }
+    std::vector<int> plan((size_t)embedding_plan_ints(N)), counts((size_t)V);
+    int segments = embedding_sort(plan.data(), counts.data(), tokens.data(), N, V);
+    Reals wte = noise_in<E>(Vp * C, 1, 1), wpe = noise_in<E>(max_T * C, 1, 2);
+    Reals dout = noise_in<E>(N * C, 1, 3), dwte = noise_in<G>(Vp * C, 1, 4);
+    Reals dwpe = noise_in<G>(max_T * C, 1, 5);
+    Outputs got = every_order(
+        [&] {
+            Device<E> d_wte(wte), d_wpe(wpe), d_dout(dout), out(dout.size());
+            Device<G> d_dwte(dwte), d_dwpe(dwpe), written(dwpe.size());
+            Device<int> d_tokens(tokens), d_plan(plan);
+            gpu_embedding_forward(out.p, d_tokens.p, d_wte.p, d_wpe.p, B, T, C, 0);
+            gpu_embedding_backward(d_dwte.p, d_dwpe.p, d_dout.p, d_plan.p, segments, B, T, C, max_T,
+                                   false, 0);
+            Reals sums = d_dwte.get();
+            gpu_embedding_backward(d_dwte.p, written.p, d_dout.p, d_plan.p, segments, B, T, C,
+                                   max_T, true, 0);
+            return Outputs{out.get(), sums, d_dwpe.get(), written.get()};
+        },
+        who);
+    Reals sizes = dout;
+    for (real &x : sizes) {
+        x = (real)fabs((double)x);
+    }
+    Nums want, want_dwte = nums(dwte), want_dwpe = nums(dwpe), first(dwpe.size());
+    Nums none, of_dwte(dwte.size()), of_dwpe(dwpe.size());
+    twin_embedding(&want, &want_dwte, &want_dwpe, tokens, wte, wpe, dout, T, C);
+    twin_embedding(&none, &of_dwte, &of_dwpe, tokens, wte, wpe, sizes, T, C);
+    for (int i = 0; i < N * C; i++) {
+        first[i % (T * C)] = first[i % (T * C)] + dout[i];
+    }
+    for (size_t i = 0; i < dwte.size(); i++) {  // the rows may be added up in any order
+        want_dwte[i].e += sum_error(N) * (double)of_dwte[i].v;
+    }
+    compare_as(E, got[0], want, who + " out");
+    compare_as(G, got[1], want_dwte, who + " dwte");
+    compare_as(G, got[2], want_dwpe, who + " dwpe");
+    compare_as(G, got[3], first, who + " dwpe, written");
+}
+
+// Tokens that come often and positions beyond T; gradients added to and, the first time, written.
+static void test_gpu_embedding() {
+    static const int shapes[][5] = {
+        {1, 1, 48, 257, 1}, {2, 65, 80, 257, 70}, {3, 17, 16, 50257, 17}, {1, 130, 1600, 257, 256}};
+    for (auto &s : shapes) {
+        if (!sampled(s[1] == 65)) {
+            continue;
+        }
+        check_embedding<float, float>(s[0], s[1], s[2], s[3], s[4]);
+        check_embedding<bf16, bf16>(s[0], s[1], s[2], s[3], s[4]);
+        check_embedding<bf16, float>(s[0], s[1], s[2], s[3], s[4]);
+    }
+}
+
+// start (columns) plus the column sums of x (rows,columns), which is as a kernel has rounded it.
+static Nums column_sums_of(const Reals &x, const Reals &start) {
+    const size_t columns = start.size(), rows = x.size() / columns;
+    Nums sums;
+    for (size_t c = 0; c < columns; c++) {
+        sums.push_back(sum_of((int)rows + 1, [&](int i) {
+            return Num((size_t)i == rows ? start[c] : x[(size_t)i * columns + c]);
+        }));
+    }
+    return sums;
+}
+
+template <class E> static void check_layernorm(int N, int C) {
+    const Text who = text("N %d C %d", N, C);
+    const size_t n = (size_t)N * C;
+    Reals x = noise_in<E>(n, 2, 1), w = noise_in<E>(C, 1, 2), b = noise_in<E>(C, 1, 3);
+    Reals dout = noise_in<E>(n, 1, 4), addend = noise_in<E>(n, 1, 5);
+    Reals dw = noise(C, 1, 6), db = noise(C, 1, 7), before = noise(C, 1, 8);
+    Outputs got = every_order(
+        [&] {
+            Device<E> d_x(x), d_w(w), d_b(b), out(n), dinp(n), d_dout(dout), d_addend(addend);
+            Device<float> mean(N), rstd(N), scratch(gpu_layernorm_backward_bytes(N, C) / 4);
+            Outputs all;
+            gpu_layernorm_forward(out.p, mean.p, rstd.p, d_x.p, d_w.p, d_b.p, N, C, 0);
+            auto backward = [&](Device<E> &to, const E *add) {
+                Device<float> d_dw(dw), d_db(db), d_before(before);
+                gpu_layernorm_backward(to.p, d_dw.p, d_db.p, add ? nullptr : d_before.p, d_dout.p,
+                                       d_x.p, d_w.p, mean.p, rstd.p, add, scratch.p, N, C, 0);
+                all = {to.get(), d_dw.get(), d_db.get(), d_before.get()};
+                return all[0];
+            };
+            Reals apart = backward(dinp, d_addend.p);
+            expect(same_bits(apart, backward(d_addend, d_addend.p)), "%s: in place", who.c_str());
+            backward(d_dout, nullptr);  // over dout
+            return Outputs{out.get(), mean.get(), rstd.get(), apart,
+                           all[0],    all[1],     all[2],     all[3]};
+        },
+        who);
+    const LayerNormTwin want(x, w, b, dout, dw, db, got[1], got[2]);
+    compare_as(E, got[0], want.out, who + " out");
+    compare_as(float, got[1], want.mean, who + " mean");
+    compare_as(float, got[2], want.rstd, who + " rstd");
+    compare_as(E, got[3], plus(want.dinp, addend), who + " dinp");
+    compare_as(E, got[4], want.dinp, who + " dinp without addend");
+    compare_as(float, got[5], want.dweight, who + " dweight");
+    compare_as(float, got[6], want.dbias, who + " dbias");
+    compare_as(float, got[7], column_sums_of(got[4], before), who + " bias of inp");
+}
+
+// Rows of one warp and of several; more rows than partial sums.
+static void test_gpu_layernorm() {
+    for (int N : {1, 65, 130}) {
+        for (int C : {16, 80, 192, 768, 1600}) {
+            if (sampled(N == 65 && C == 80)) {
+                in_both_types(check_layernorm, N, C);
+            }
+        }
+    }
+    in_both_types(check_layernorm, 9, 1024);
+    in_both_types(check_layernorm, 9, 1280);
+    if (sampled(false)) {
+        in_both_types(check_layernorm, 1500, 48);
+    }
+    in_both_types(check_layernorm, 9, 4096);
+    check_layernorm<__half>(9, 96);
+}
+
+template <class E> static void check_gelu(int N, int OC) {
+    const Text who = text("N %d OC %d", N, OC);
+    const size_t n = (size_t)N * OC;
+    Reals x = noise_in<E>(n, 3, 1), dout = noise_in<E>(n, 1, 2), dbias = noise(OC, 1, 3);
+    const real most = (real)(traits<E>.narrow ? 6e4 : 3e8), far[] = {-60, 60, 0, -8, most, -most};
+    for (size_t i = 0; i < 6; i++) {
+        x[i] = rounded_to<E>(far[i]);
+    }
+    Outputs got = every_order(
+        [&] {
+            Device<E> d_x(x), d_dout(dout), out(n);
+            Device<float> of_dinp(dbias), of_dout(dbias),
+                scratch(gpu_bias_backward_bytes(N, OC) / 4);
+            gpu_gelu_forward(out.p, d_x.p, n, 0);
+            if constexpr (is_fp32<E>) {  // elsewhere other kernels sum them on their way
+                gpu_bias_backward(of_dout.p, d_dout.p, scratch.p, N, OC, 0);
+            }
+            gpu_gelu_backward(d_dout.p, of_dinp.p, d_dout.p, d_x.p, scratch.p, N, OC, 0);
+            return Outputs{out.get(), d_dout.get(), of_dinp.get(), of_dout.get()};
+        },
+        who);
+    expect(got[0][0] == 0 && got[0][1] == 60 && got[0][4] == x[4] && got[0][5] == 0);
+    expect(got[1][0] == 0 && got[1][1] == dout[1] && got[1][4] == dout[4] && got[1][5] == 0);
+    Nums want, want_dinp;
+    for (size_t i = 0; i < n; i++) {
+        Num slope, value = twin_gelu(x[i], &slope);
+        bool apart = i < 6 && i != 3;  // done above
+        want.push_back(apart ? Num(got[0][i]) : value);
+        want_dinp.push_back(apart ? Num(got[1][i]) : slope * dout[i]);
+    }
+    compare_as(E, got[0], want, who + " out");
+    compare_as(E, got[1], want_dinp, who + " dinp");
+    compare_as(float, got[2], column_sums_of(got[1], dbias), who + " dbias");
+    compare_as(float, got[3], is_fp32<E> ? column_sums_of(dout, dbias) : nums(dbias),
+               who + " dbias alone");
+}
+
+// Both directions and both column sums; far from zero exactly x, dout or 0.
+static void test_gpu_gelu() {
+    static const int shapes[][2] = {{1, 64}, {65, 80}, {130, 768}, {1500, 48}, {2100, 264}};
+    for (auto &s : shapes) {
+        if (!sampled(s[0] == 65)) {
+            continue;
+        }
+        in_both_types(check_gelu, s[0], s[1]);
+    }
+}
+
+template <class E, class G> static void check_matmul(int N, int C, int OC) {
+    const Text who = text("N %d C %d OC %d G %zu", N, C, OC, sizeof(G));
+    Reals inp = noise_in<E>(N * C, 1, 1), w = noise_in<E>(OC * C, 0.2, 2),
+          b = noise_in<E>(OC, 1, 3);
+    Reals addend = noise_in<E>(N * OC, 1, 4), dout = noise_in<E>(N * OC, 1, 5);
+    Reals dw = noise_in<G>(OC * C, 1, 6);
+    Outputs got = every_order(
+        [&] {
+            Device<char> workspace(4 << 20);
+            gpu_matmul_open(workspace.p, workspace.n);
+            Device<E> d_inp(inp), d_w(w), d_b(b), plain(addend.size()), sum(addend), d_dout(dout);
+            Device<E> dinp(inp.size());
+            Device<G> d_dw(dw), written(dw.size());
+            gpu_matmul_forward<E>(plain.p, d_inp.p, d_w.p, nullptr, nullptr, N, C, OC, 0);
+            gpu_matmul_forward<E>(sum.p, d_inp.p, d_w.p, d_b.p, sum.p, N, C, OC, 0);
+            gpu_matmul_backward<E, G>(dinp.p, d_dw.p, d_dout.p, d_inp.p, d_w.p, N, C, OC, false, 0);
+            gpu_matmul_backward<E, G>(d_inp.p, written.p, d_dout.p, d_inp.p, d_w.p, N, C, OC, true,
+                                      0);
+            Outputs all = {plain.get(), sum.get(), dinp.get(), d_dw.get(), written.get()};
+            expect(same_bits(all[2], d_inp.get()), "%s: in place", who.c_str());
+            gpu_matmul_close();
+            return all;
+        },
+        who);
+    Nums want = twin_matmul(inp, w, N, C, OC), want_sum = plus(want, addend), want_dinp, none;
+    Nums want_dw = nums(dw), zero(dw.size()), no_bias(OC);
+    twin_matmul_backward(&want_dinp, &want_dw, &no_bias, dout, inp, w, N, C, OC);
+    twin_matmul_backward(&none, &zero, &no_bias, dout, inp, w, N, C, OC);
+    for (int i = 0; i < N * OC; i++) {  // a library may start from the addend
+        want_sum[i] = want_sum[i] + b[i % OC];
+        want_sum[i].e += sum_error(C) * (size(b[i % OC]) + size(addend[i]));
+    }
+    compare_as(E, got[0], want, who + " product");
+    compare_as(E, got[1], want_sum, who + " with bias, in place");
+    compare_as(E, got[2], want_dinp, who + " dinp");
+    compare_as(G, got[3], want_dw, who + " dweight");
+    compare_as(G, got[4], zero, who + " dweight, written");
+}
+
+// Widths of C, 3 C and 4 C; few and many rows.
+static void test_gpu_matmul() {
+    static const int shapes[][3] = {{1, 48, 144},  {65, 80, 240}, {130, 16, 64}, {7, 192, 64},
+                                    {33, 64, 384}, {3, 1600, 40}, {257, 32, 24}};
+    for (auto &s : shapes) {
+        if (!sampled(s[0] == 65)) {
+            continue;
+        }
+        check_matmul<float, float>(s[0], s[1], s[2]);
+        if (device_lacks_bf16()) {
+            check_matmul<__half, float>(s[0], s[1], s[2]);
+        } else {
+            check_matmul<bf16, bf16>(s[0], s[1], s[2]);
+            check_matmul<bf16, float>(s[0], s[1], s[2]);
+        }
+    }
+}
+
+// What a computation in 16 bits rounds in attention.
+template <class E> static Num num_in(Num x) { return Num((wide)rounded_to<E>((real)x.v)); }
+
+// 16 bits: norm of the difference to the exact result at most twice that of a naive computation.
+static void expect_naive_at(int line, const Reals &got, const Nums &want, const Nums &naive,
+                            const Text &who) {
+    double error = 0, loss = 0, e = 0;
+    for (size_t i = 0; i < want.size(); i++) {
+        double v = (double)want[i].v, n = (double)naive[i].v;
+        error += ((double)got[i] - v) * ((double)got[i] - v);
+        loss += (n - v) * (n - v);
+        e += want[i].e * want[i].e;
+    }
+    near_at(line, (wide)sqrt(error), 0, 2 * sqrt(loss) + sqrt(e), who);
+}
+
+template <class E> static Outputs check_attention(int B, int T, int HS, int NH, double sharp) {
+    const int C = NH * HS, n = B * T * C;
+    const Text who = text("B %d T %d heads %d of %d x %g", B, T, NH, HS, sharp);
+    Reals qkv = noise_in<E>(3 * n, sharp, 1), dout = noise_in<E>(n, 1, 2);
+    Reals dbias = noise(3 * C, 1, 3);
+    Outputs got = every_order(
+        [&] {
+            Device<E> d_qkv(qkv), d_dout(dout), out(n), dqkv(3 * n);
+            Device<float> lse(B * NH * T), drow(B * NH * T), d_dbias(dbias);
+            Device<float> scratch(gpu_attention_backward_bytes<E>(B, T, C, NH) / 4);
+            gpu_attention_forward<E>(out.p, lse.p, d_qkv.p, B, T, C, NH, 0);
+            gpu_attention_backward<E>(dqkv.p, d_dbias.p, drow.p, d_dout.p, d_qkv.p, out.p, lse.p,
+                                      scratch.p, B, T, C, NH, 0);
+            return Outputs{out.get(), lse.get(), dqkv.get(), d_dbias.get()};
+        },
+        who);
+    Nums want[2][3];  // exact, and naive in 16 bits
+    for (int k = 0; k < 2; k++) {
+        want[k][0] = Nums(n), want[k][1] = Nums(B * NH * T), want[k][2] = Nums(3 * n);
+        for (int head = 0; head < B * NH && (k == 0 || !is_fp32<E>); head++) {
+            twin_attention(&want[k][0], &want[k][1], &want[k][2], qkv, dout, head / NH, head % NH,
+                           T, C, NH, k ? num_in<E> : as_it_is);
+        }
+    }
+    for (Num &lse : want[0][1]) {  // the kernels keep base 2
+        lse = lse * Num((wide)1.4426950408889634L);
+    }
+    compare_as(float, got[1], want[0][1], who + " lse");
+    compare_as(float, got[3], column_sums_of(got[2], dbias), who + " bias of qkv");
+    if (is_fp32<E>) {
+        compare_as(E, got[0], want[0][0], who + " out");
+        compare_as(E, got[2], want[0][2], who + " dqkv");
+    } else {
+        const Text name = traits<E>.name;
+        expect_naive_at(__LINE__, got[0], want[0][0], want[1][0], who + " out " + name);
+        expect_naive_at(__LINE__, got[2], want[0][2], want[1][2], who + " dqkv " + name);
+    }
+    return got;
+}
+
+// fp16 on the emulated GPU and on one of capability 7.5, which has smaller products, no copies
+// behind the registers' back and 64 KiB of shared memory: the CPU layer gives both the same bits.
+static void check_attention_fp16(int B, int T, int HS, int NH, double sharp) {
+    const Outputs want = check_attention<__half>(B, T, HS, NH, sharp);
+#if CUDA_CPU
+    const long asked = emu::set.cc;
+    emu::set.cc = 75;
+    const Outputs got = check_attention<__half>(B, T, HS, NH, sharp);
+    emu::set.cc = asked;
+    for (size_t i = 0; i < want.size(); i++) {
+        expect(same_bits(got[i], want[i]), "T %d heads of %d: output %zu on sm_75", T, HS, i);
+    }
+#else
+    (void)want;
+#endif
+}
+
+// Queries over the cache: all of a sequence in two pieces, whatever stood in the cache before.
+template <class E> static void check_cached(int positions, int first, int rows, int HS, int NH) {
+    const int C = NH * HS, T = first + rows;
+    const Text who = text("%d behind %d of %d heads %d of %d", rows, first, positions, NH, HS);
+    Reals qkv = noise_in<E>(3 * T * C, 1, 1), dout(T * C);
+    Outputs got = every_order(
+        [&] {
+            Device<E> d_qkv(qkv), cache(2 * positions * C), out(T * C);
+            if (first) {
+                gpu_attention_cached<E>(out.p, cache.p, d_qkv.p, positions, 0, first, C, NH, 0);
+            }
+            gpu_attention_cached<E>(out.p + first * C, cache.p, d_qkv.p + 3 * first * C, positions,
+                                    first, rows, C, NH, 0);
+            return Outputs{out.get()};
+        },
+        who);
+    Nums want[2], lse(NH * T), dqkv(3 * T * C);
+    for (int k = 0; k < 2; k++) {
+        want[k] = Nums(T * C);
+        for (int head = 0; head < NH && (k == 0 || !is_fp32<E>); head++) {
+            twin_attention(&want[k], &lse, &dqkv, qkv, dout, 0, head, T, C, NH,
+                           k ? num_in<E> : as_it_is);
+        }
+    }
+    if (is_fp32<E>) {
+        compare_as(E, got[0], want[0], who + " out");
+    } else {
+        expect_naive_at(__LINE__, got[0], want[0], want[1], who + " out " + traits<E>.name);
+    }
+}
+
+static void test_gpu_cached() {
+    static const int shapes[][5] = {{1, 0, 1, 16, 2},   {70, 0, 66, 64, 1}, {200, 191, 1, 40, 3},
+                                    {66, 1, 65, 128, 1}, {90, 31, 5, 8, 5},  {300, 255, 3, 80, 1}};
+    for (auto &s : shapes) {
+        if (!sampled(s[0] == 90)) {
+            continue;
+        }
+        in_both_types(check_cached, s[0], s[1], s[2], s[3], s[4]);
+    }
+    check_cached<float>(70, 66, 4, 200, 1);
+    check_cached<float>(70, 60, 2, 5, 8);
+}
+
+// Lengths around the tiles' edges, heads of 8 to 128 channels, flat and sharp scores.
+static void test_gpu_attention() {
+    static const int shapes[][4] = {
+        {1, 1, 16, 5},  {2, 1, 64, 3},   {3, 2, 80, 1},   {1, 63, 64, 3},  {2, 64, 32, 2},
+        {1, 65, 64, 3}, {1, 65, 128, 1}, {2, 33, 16, 5},  {1, 129, 64, 1}, {1, 130, 128, 2},
+        {1, 130, 8, 3}, {1, 257, 64, 1}, {1, 200, 120, 1}};  // B, T, head size, heads
+    for (auto &s : shapes) {
+        if (sampled(s[1] == 33 || s[2] == 128 || s[2] == 8 || (s[1] == 65 && s[2] == 64))) {
+            in_both_types(check_attention, s[0], s[1], s[2], s[3], 1);
+        }
+    }
+    static const int small[][4] = {{1, 1, 64, 1},   {2, 33, 16, 3}, {1, 65, 64, 2},
+                                   {1, 130, 64, 1}, {1, 97, 128, 1}, {1, 66, 120, 1}};
+    for (auto &s : small) {
+        if (sampled(s[1] == 33 || s[1] == 65)) {
+            check_attention_fp16(s[0], s[1], s[2], s[3], 1);
+        }
+    }
+    if (sampled(false)) {
+        check_attention_fp16(1, 100, 64, 1, 4);
+        in_both_types(check_attention, 1, 130, 64, 2, 4);
+        in_both_types(check_attention, 1, 100, 16, 1, 8);
+    }
+    // Sections of one head, of two with one left over, and of heads of two sequences.
+    for (int heads : {1, 2, 4}) {
+        attention_cache_bytes = 2 * heads * 130 * 64 * 4;
+        if (!sampled(heads == 2)) {
+            continue;
+        }
+        in_16_bits(check_attention, 2, 130, 64, 3, 1);
+        in_16_bits(check_attention, 1, 130, 64, 5, 1);
+    }
+    attention_cache_bytes = 0;
+}
+
+template <class E> static void check_classifier(int rows, int V, double sharp) {
+    const Text who = text("rows %d V %d x %g", rows, V, sharp);
+    const int Vp = (int)round_up_i64(V, 128);
+    const real dloss = (real)(1.0 / 300), scale = traits<E>.narrow ? 1024 : 1;
+    Reals logits = noise_in<E>(rows * Vp, sharp, 1);
+    std::vector<Token> targets = Batch(rows, V, 2).targets;
+    targets[0] = V - 1;
+    for (int i = 0; i < rows * Vp; i++) {
+        logits[i] = i % Vp < V ? logits[i] : rounded_to<E>((real)1e9);  // padding may be anything
+    }
+    Outputs got = every_order(
+        [&] {
+            Device<E> d_logits(logits);
+            Device<float> losses(rows), again(rows);
+            Device<int> d_targets(targets);
+            Device<float> d_scale(Reals{traits<E>.narrow ? scale : (real)NAN});
+            gpu_classifier(losses.p, d_logits.p, d_targets.p, dloss, d_scale.p, rows, V, Vp, false,
+                           0);
+            expect(same_bits(d_logits.get(), logits), "%s: evaluation keeps them", who.c_str());
+            gpu_classifier(again.p, d_logits.p, d_targets.p, dloss, d_scale.p, rows, V, Vp, true,
+                           0);
+            expect(same_bits(losses.get(), again.get()), "%s: losses", who.c_str());
+            return Outputs{losses.get(), d_logits.get()};
+        },
+        who);
+    Nums want, want_d(logits.size());  // padding: 0, tolerance 0
+    twin_classifier(&want, &want_d, logits, targets, dloss * scale, V, Vp, !is_fp32<E>);
+    compare_as(float, got[0], want, who + " losses");
+    compare_as(E, got[1], want_d, who + " dlogits");
+}
+
+// Vocabularies of one pack to the largest; padding that would win every softmax.
+static void test_gpu_classifier() {
+    static const int shapes[][2] = {{2, 5}, {1, 257}, {65, 257}, {2, 50257}, {1, 65536}};
+    for (auto &s : shapes) {
+        if (!sampled(s[0] == 65 || s[1] == 50257)) {
+            continue;
+        }
+        in_both_types(check_classifier, s[0], s[1], 1);
+        in_both_types(check_classifier, s[0], s[1], 20);
+    }
+    check_classifier<__half>(3, 257, 1);
+    check_classifier<__half>(1, 50257, 20);
+}
+
+// Two matrices and a vector of odd sizes with gaps between them, as a table of ranges; what a rank
+// keeps of their states lies elsewhere than the weights.
+static std::vector<ParamRange> three_ranges(int *chunks) {
+    std::vector<ParamRange> ranges = {{64, 128, 0, 0, 24008, 130, 1, 0, 0},
+                                      {24136, 24200, 0, 0, 72, 131, 0, 0, 0},
+                                      {24272, 24328, 24072, 800, 48, 132, 1, 0, 0}};
+    *chunks = param_ranges_chunk(ranges.data(), 3);
+    return ranges;
+}
+
+// `to` with the numbers of all ranges, from where their field `a` says in `from` to where `b` says.
+template <class T>
+static std::vector<T> moved(const std::vector<T> &from, std::vector<T> to,
+                            const std::vector<ParamRange> &ranges, size_t ParamRange::*a,
+                            size_t ParamRange::*b) {
+    for (const ParamRange &r : ranges) {
+        std::copy_n(&from[r.*a], r.count, &to[r.*b]);
+    }
+    return to;
+}
+
+// The fp32 weights that the master makes of the weights on the device; those of fp16 are whole, and
+// the weights, `rounded`, their roundings.
+template <class E>
+static Reals master_weights(const Reals &rounded, const Device<E> &params,
+                            const std::vector<Master<E>> &master,
+                            const std::vector<ParamRange> &ranges) {
+    Device<Master<E>> low(master);
+    Reals weights(master.size());
+    const StateView whole = {TYPE_FP32, (char *)low.p, nullptr, false};
+    const StateView halves = {TYPE_BF16, (char *)params.p, (uint16_t *)(void *)low.p, true};
+    state_read(weights.data(), traits<E>.narrow ? whole : halves, (int64_t)weights.size(), 0);
+    for (const ParamRange &r : ranges) {
+        for (size_t i = r.param; traits<E>.narrow && i < r.param + r.count; i++) {
+            expect(rounded[i] == rounded_to<E>(weights[i]), "weight %zu", i);
+        }
+    }
+    return weights;
+}
+
+// Three steps (clipped, not clipped, skipped) beside the AdamW of chapter Optimizer and schedules.
+// States kept exactly must have its bits. A state in 16 bits alone is rounded stochastically: to
+// one of its two neighbours, and without bias, its mean within four deviations; its run ends after
+// one step.
+template <class E, class G, class M, bool SPLIT> static void check_adamw(const char *who) {
+    enum { N = 24384, N2 = 24120, N1 = 72 };
+    const bool exact_p = SPLIT || is_fp32<E>, exact_m = is_fp32<M>;
+    int chunks, steps = exact_p && exact_m ? 3 : 1;
+    std::vector<ParamRange> ranges = three_ranges(&chunks);
+    Reals p = noise(N, 0.02, 1), m(N), v(N);
+    std::vector<Master<E>> low(N), none(N);
+    std::vector<uint16_t> high(N);
+    for (int i = 0; i < N; i++) {
+        p[i] = i % 97 ? exact_p ? p[i] : rounded_to<E>(p[i]) : 0;
+        uint32_t bits;
+        memcpy(&bits, &p[i], 4);
+        high[i] = (uint16_t)((bits + 0x8000) >> 16);
+        memcpy(&low[i], &p[i], sizeof low[i]);  // the low half, or all of it
+    }
+    Device<E> d_p(p);
+    if (SPLIT && !traits<E>.narrow) {
+        cuda_check(cudaMemcpy(d_p.p, high.data(), N * 2, cudaMemcpyHostToDevice));
+    }
+    Device<Master<E>> d_low(moved(low, none, ranges, &ParamRange::param, &ParamRange::state));
+    Device<M> d_m(m), d_v(v);
+    Device<ParamRange> d_ranges(ranges);
+    Device<float> scratch(gpu_grad_square_sum_bytes() / 4);
+    Device<UpdateState> state(std::vector<UpdateState>(1));
+    for (uint32_t step = 1; step <= (uint32_t)steps; step++) {
+        Reals g2 = noise_in<G>(N2, 0.01, 10 + step), g1 = noise(N1, 0.01, 20 + step);
+        double squares = 0;
+        for (const ParamRange &r : ranges) {
+            for (size_t i = 0; i < r.count; i++) {
+                double x = (double)(r.two_dimensional ? g2[r.grad + i] : g1[i]);
+                squares += x * x;
+            }
+        }
+        Device<G> d_g2(g2);
+        Device<float> d_g1(g1);
+        float clip = step == 2 ? 0.0f : 1e-3f;
+        G *g = d_g2.p;
+        gpu_grad_square_sum(state.p, scratch.p, g, d_g1.p, g, d_ranges.p, 3, chunks, 0);
+        gpu_update_decide(state.p, clip, step == 3 ? 1e-9f : INFINITY, 0);
+        AdamW a = {1e-2f, 0.9f, 0.95f, 1 - powf(0.9f, (float)step), 1 - powf(0.95f, (float)step),
+                   1e-8f, 0.1f, 1.0f};
+        gpu_adamw<E, G, M, SPLIT>(d_p.p, SPLIT ? d_low.p : nullptr, d_m.p, d_v.p, g, d_g1.p, d_p.p,
+                                  g, d_ranges.p, 3, chunks, a, {1234, step}, state.p, 0);
+        UpdateState now = state.raw()[0];
+        expect_near(now.norm, (wide)sqrt(squares), sum_error(N) * sqrt(squares), "%s: norm", who);
+        expect(now.scale == (clip > 0 && now.norm > clip ? clip / now.norm : 1), "%s: clip", who);
+        expect(now.skip == (step == 3) && now.skipped == (step == 3), "%s: skip", who);
+        for (const ParamRange &r : ranges) {
+            a.grad_scale = now.scale;
+            if (!now.skip) {
+                adamw_update(&p[r.param], &m[r.state], &v[r.state],
+                             r.two_dimensional ? &g2[r.grad] : g1.data(), &a,
+                             r.two_dimensional ? a.weight_decay : 0, (int64_t)r.count);
+            }
+        }
+    }
+    Reals got_p = d_p.get(), got_m = d_m.get(), got_v = d_v.get();
+    if (SPLIT) {
+        got_p = master_weights(got_p, d_p, moved(d_low.raw(), low, ranges, &ParamRange::state,
+                                                 &ParamRange::param), ranges);
+    }
+    expect(!exact_p || same_bits(got_p, p), "%s: weights, and what lies between them", who);
+    expect(!exact_m || (same_bits(got_m, m) && same_bits(got_v, v)), "%s: moments", who);
+    auto unbiased = [&](const Reals &got, const Reals &want, const char *name, auto place) {
+        double bias = 0, count = 0;
+        for (const ParamRange &r : ranges) {
+            for (size_t i = r.*place; i < r.*place + r.count; i++) {
+                if (want[i] != 0) {
+                    double error = ((double)got[i] - (double)want[i]) / fabs((double)want[i]);
+                    expect_near((wide)error, 0, 2 * traits<bf16>.unit, "%s: %s %zu", who, name, i);
+                    bias += error;
+                    count++;
+                }
+            }
+        }
+        expect_near((wide)(bias / count), 0, 4 * traits<bf16>.unit / sqrt(count), "%s: %s, bias",
+                    who, name);
+    };
+    if (!exact_p) {
+        unbiased(got_p, p, "p", &ParamRange::param);
+    }
+    if (!exact_m) {
+        unbiased(got_m, m, "m", &ParamRange::state);
+        unbiased(got_v, v, "v", &ParamRange::state);
+    }
+}
+
+static void test_gpu_adamw() {
+    check_adamw<float, float, float, false>("fp32");
+    check_adamw<__half, float, float, true>("fp16");
+    check_adamw<bf16, bf16, float, true>("split master");
+    check_adamw<bf16, float, float, true>("split master, fp32 gradients");
+    check_adamw<bf16, bf16, bf16, true>("split master, bf16 moments");
+    check_adamw<bf16, bf16, bf16, false>("no master, bf16 moments");
+    check_adamw<bf16, float, float, false>("no master, fp32 gradients");
+}
+
+// A weight that is not a number stays one, in what forward reads and in what is saved, whether it
+// comes from the host or out of AdamW, and its neighbours stay what they are.
+template <class E, class G, class M, bool SPLIT> static void check_adamw_nan(const char *who) {
+    enum { N = 4096 };
+    static const uint32_t nan_bits[] = {0x7fffffff, 0xffffffff, 0x7f800001, 0xff807fff,
+                                        0x7f808000, 0x7fc00000, 0xffc00000, 0x7fff8000};
+    std::vector<ParamRange> ranges = {{0, 0, 0, 0, N, 130, 1, 0, 0}};
+    const int chunks = param_ranges_chunk(ranges.data(), 1);
+    Reals p = noise_in<E>(N, 0.02, 1), zero(N), want = p;
+    for (int i = 0; i < N; i += 8) {
+        memcpy(&p[i], &nan_bits[i / 8 % 8], 4);
+    }
+    Device<E> d_p(N);
+    Device<Master<E>> low(std::vector<Master<E>>((size_t)N));
+    Device<M> m(zero), v(zero);
+    Device<G> g(zero);
+    Device<ParamRange> d_ranges(ranges);
+    Device<UpdateState> state(std::vector<UpdateState>{{0, 1, 1, 0, 0}});
+    StateView view = {traits<E>.type, (char *)d_p.p, nullptr, SPLIT && !traits<E>.narrow};
+    view.low = view.split ? (uint16_t *)(void *)low.p : nullptr;
+    const StateView whole = {TYPE_FP32, (char *)low.p, nullptr, false};
+    state_write(view, p.data(), N, 0);
+    if (traits<E>.narrow) {
+        state_write(whole, p.data(), N, 0);
+    }
+    const AdamW a = {0.0f, 0.9f, 0.95f, 0.1f, 0.05f, 1e-8f, 0.1f, 1.0f};  // a rate of 0: p stays
+    for (int turn = 0; turn < 2; turn++) {
+        Reals saved(N);
+        const Reals got = d_p.get();
+        state_read(saved.data(), traits<E>.narrow ? whole : view, N, 0);
+        for (int i = 0; i < N; i++) {
+            const real is = got[(size_t)i], kept = saved[(size_t)i];
+            expect(i % 8 == 0 ? isnan(is) && isnan(kept) : is == want[i] && kept == want[i],
+                   "%s: weight %d is %g, saved %g, turn %d", who, i, (double)is, (double)kept,
+                   turn);
+        }
+        gpu_adamw<E, G, M, SPLIT>(d_p.p, SPLIT ? low.p : nullptr, m.p, v.p, g.p, nullptr, nullptr,
+                                  nullptr, d_ranges.p, 1, chunks, a, UpdateRandom{7, 1}, state.p,
+                                  0);
+    }
+}
+
+static void test_gpu_adamw_nan() {
+    check_adamw_nan<float, float, float, false>("fp32");
+    check_adamw_nan<__half, float, float, true>("fp16");
+    check_adamw_nan<bf16, bf16, float, true>("split master");
+    check_adamw_nan<bf16, bf16, bf16, false>("no master");
+}
+
+// Initial states go to a fresh GPU without zeros, wherever they live; one that has trained is
+// cleared. Either way nothing is left of what was there.
+static int64_t moments_written;
+static void (*real_write)(Engine *e, int state, int64_t offset, const real *values, int64_t count);
+static void counted_write(Engine *e, int state, int64_t offset, const real *values,
+                          int64_t count) {
+    moments_written += state == STATE_WEIGHTS ? 0 : count;
+    real_write(e, state, offset, values, count);
+}
+static void test_gpu_zero_states() {
+    const Model m = shape("l2h1c16t8", 257);
+    for (const char *options : {"-b 1 -t 8", "-b 1 -t 8 --offload weights,moments,master",
+                                "-b 1 -t 8 --dtype fp16"}) {
+        Options o;
+        Settings s;
+        Plan plan;
+        Engine e;
+        parse(&o, options);
+        o.tune = 0;
+        o.dtype = device_lacks_bf16() ? (int64_t)DTYPE_FP16 : o.dtype;
+        settings_from_options(&s, &o, &m, 1);
+        plan_build(&plan, &s);
+        gpu_engine_open(&e, &plan);
+        real_write = e.write;
+        e.write = counted_write;
+        const int64_t all = tensor_offset(&m, TENSORS, 0);
+        Reals first[STATES], again((size_t)all);
+        for (int turn = 0; turn < 2; turn++) {
+            moments_written = 0;
+            engine_initialise(&e, &m, 42);
+            expect(moments_written == (turn ? 2 * all : 0), "%s, turn %d: %g of %g moments written",
+                   options, turn, (double)moments_written, (double)all);
+            for (int state = 0; state < STATES; state++) {
+                e.read(&e, state, 0, again.data(), all);
+                expect(state == STATE_WEIGHTS ||
+                           std::count(again.begin(), again.end(), (real)0) == all,
+                       "%s, turn %d: moments", options, turn);
+                expect(turn == 0 || same_bits(first[state], again), "%s: another start", options);
+                first[state] = again;
+                std::fill(again.begin(), again.end(), (real)0.5);
+                e.write(&e, state, 0, again.data(), turn ? 0 : all);
+            }
+        }
+        e.close(&e);
+        plan_free(&plan);
+    }
+}
+
+// A tensor in two parts, as two ranks have it, is rounded as in one; whatever the order of blocks.
+static void test_gpu_rounding() {
+    enum { N = 20000, CUT = 8816 };
+    Reals p = noise_in<bf16>(N, 1, 1), g = noise_in<bf16>(N, 1, 2), zero(N);
+    auto update = [&](int parts) {
+        return every_order(
+            [&] {
+                size_t first = parts == 1 ? N : CUT;
+                std::vector<ParamRange> ranges = {{0, 0, 0, 0, first, 130, 1, 0, 0}};
+                if (parts == 2) {
+                    ranges.push_back({CUT, CUT, CUT, CUT, N - CUT, 130, 1, 0, 0});
+                }
+                int chunks = param_ranges_chunk(ranges.data(), parts);
+                Device<bf16> d_p(p), m(zero), v(zero), d_g(g);
+                Device<ParamRange> d_ranges(ranges);
+                Device<UpdateState> state(std::vector<UpdateState>{{0, 1, 1, 0, 0}});
+                AdamW a = {1e-3f, 0.9f, 0.95f, 0.1f, 0.05f, 1e-8f, 0.1f, 1.0f};
+                gpu_adamw<bf16, bf16, bf16, false>(d_p.p, nullptr, m.p, v.p, d_g.p,
+                                                   nullptr, nullptr, nullptr, d_ranges.p, parts,
+                                                   chunks, a, UpdateRandom{7, 1}, state.p, 0);
+                return Outputs{d_p.get(), m.get(), v.get()};
+            },
+            "rounding");
+    };
+    Outputs whole = update(1), two = update(2);
+    for (size_t k = 0; k < 3; k++) {
+        expect(same_bits(whole[k], two[k]), "state %zu", k);
+    }
+}
+
+// A gradient that is not a number, infinite or too large for its square skips the step.
+static void test_gpu_norm() {
+    for (real bad : {(real)NAN, (real)HUGE_VAL, (real)-HUGE_VAL, (real)1e30}) {
+        std::vector<ParamRange> ranges = {{0, 0, 0, 0, 20000, 0, 1, 0, 0}};
+        int chunks = param_ranges_chunk(ranges.data(), 1);
+        Reals g(20000, 1);
+        g[17001] = bad;
+        Device<float> d_g(g), scratch(gpu_grad_square_sum_bytes() / 4);
+        Device<ParamRange> d_ranges(ranges);
+        Device<UpdateState> state(std::vector<UpdateState>(1));
+        gpu_grad_square_sum(state.p, scratch.p, d_g.p, d_g.p, d_g.p, d_ranges.p, 1, chunks, 0);
+        gpu_update_decide(state.p, 1.0f, INFINITY, 0);
+        UpdateState now = state.raw()[0];
+        expect(now.skip == 1 && now.skipped == 1, "%g", (double)bad);
+        // A rank without any part of a small model's gradients.
+        gpu_grad_square_sum(state.p, scratch.p, d_g.p, d_g.p, d_g.p, d_ranges.p, 0, 0, 0);
+        expect(state.raw()[0].square_sum == 0, "no gradients");
+    }
+}
+
+// The sum of `ranks` ranks' parts of a bucket as rank `rank` makes it: to the bit the parts added
+// in the order of ranks in fp32 and rounded once, whichever rank it is, and in pieces of any size.
+// Every other number is 1e8, 1, -1e8, 1: another order loses a 1.
+template <class G> static void check_rank_sum(int ranks, int rank, size_t room) {
+    enum { PART = 4160 };  // more than a block's
+    static const real pattern[] = {(real)1e8, 1, (real)-1e8, 1};
+    std::vector<Reals> parts;
+    for (int q = 0; q < ranks; q++) {
+        parts.push_back(noise_in<G>(PART, 1, 5 + (uint64_t)q));
+        for (int i = 0; i < PART; i += 2) {
+            parts.back()[(size_t)i] = rounded_to<G>(pattern[q % 4]);
+        }
+    }
+    // What the others send, piece by piece, is in the staging buffer at once: on a GPU it comes.
+    const size_t piece = room / (size_t)(ranks - 1) / 8 * 8;
+    Reals bucket((size_t)ranks * PART, 7), want(PART), got(PART), twice(PART);
+    std::copy(parts[(size_t)rank].begin(), parts[(size_t)rank].end(), &bucket[(size_t)rank * PART]);
+    for (int i = 0; i < PART; i++) {
+        float sum = (float)parts[0][(size_t)i];
+        for (int q = 1; q < ranks; q++) {
+            sum += (float)parts[(size_t)q][(size_t)i];
+        }
+        want[(size_t)i] = rounded_to<G>(sum);
+        twice[(size_t)i] = rounded_to<G>((float)want[(size_t)i] + sum);
+    }
+    // In place, and twice into a part of its own, to which the second adds.
+    Device<G> d_bucket(bucket), d_home(Reals(PART, NAN));
+    int adds = 0;
+    for (size_t from = 0; from < PART; from += piece) {
+        const size_t n = std::min(piece, PART - from);
+        Reals staging;
+        for (int q = 0; q < ranks; q++) {
+            if (q != rank) {
+                staging.insert(staging.end(), &parts[(size_t)q][from], &parts[(size_t)q][from] + n);
+            }
+        }
+        Device<G> d_staging(staging);
+        G *own = d_bucket.p + (size_t)rank * PART + from;
+        for (G *sum : {d_home.p + from, d_home.p + from, own}) {
+            launch(rank_sum_kernel<G>, ceil_div((int)n, 256 * Pack<G>::size), 256, 0, 0, sum, own,
+                   d_staging.p, rank, ranks, n, adds++ % 3 == 1);
+        }
+    }
+    expect(same_bits(d_home.get(), twice), "%s, rank %d of %d, added", traits<G>.name, rank, ranks);
+    const Reals all = d_bucket.get();
+    std::copy_n(&all[(size_t)rank * PART], PART, got.begin());
+    expect(same_bits(got, want), "%s, rank %d of %d", traits<G>.name, rank, ranks);
+    const size_t other = rank == 0 ? PART : 0;
+    expect(all[other] == 7 && all[other + PART - 1] == 7, "another rank's part was written");
+}
+
+// The words of four ranks: sums in the order of ranks, a stop of one is a stop of all, the first of
+// two faults is named, and with a fault nobody's norm is a number.
+static void check_step_words() {
+    enum { RANKS = 4 };
+    const float losses[RANKS] = {1e8f, 1, -1e8f, 1};
+    std::vector<char> words(RANKS * RANK_WORD_BYTES);
+    for (int fault : {0, 1}) {
+        Device<char> d_words(words);
+        Device<UpdateState> update(std::vector<UpdateState>(1));
+        Device<StepWord> total(std::vector<StepWord>(1));
+        for (int r = 0; r < RANKS; r++) {
+            Device<float> loss(Reals{losses[r]});
+            Device<UpdateState> mine(std::vector<UpdateState>{{(float)(r + 1), 0, 0, 0, 0}});
+            launch(step_word_kernel, 1, 1, 0, 0,
+                   (StepWord *)(void *)(d_words.p + r * RANK_WORD_BYTES), mine.p, loss.p, r == 2,
+                   fault && r % 2 ? r + 1 : 0);
+        }
+        launch(step_words_kernel, 1, 1, 0, 0, total.p, update.p, d_words.p, (int)RANKS);
+        const StepWord all = total.raw()[0];
+        const float norm = update.raw()[0].square_sum;
+        expect(all.loss_sum == 1 && all.square_sum == 10 && all.stop == 1, "%g, %g, %d",
+               (double)all.loss_sum, (double)all.square_sum, all.stop);
+        expect(all.fault == 2 * fault && (fault ? norm != norm : norm == 10), "fault %d, norm %g",
+               all.fault, (double)norm);
+    }
+}
+
+// A hash of states is another when one bit is, when two words change places, and with nothing else.
+static void check_replica_hash() {
+    std::vector<uint64_t> words(10000);
+    for (size_t i = 0; i < words.size(); i++) {
+        words[i] = hash_u64(i);
+    }
+    auto hash = [&](unsigned blocks) {
+        Device<uint64_t> d_words(words);
+        Device<unsigned long long> sum(std::vector<unsigned long long>(1));
+        launch(replica_hash_kernel, blocks, 256, 0, 0, sum.p, d_words.p, words.size());
+        return sum.raw()[0];
+    };
+    const unsigned long long before = hash(7);
+    expect(hash(1) == before && hash(64) == before, "another hash from other blocks");
+    words[9999] ^= 1;
+    expect(hash(7) != before, "a bit that does not count");
+    words[9999] ^= 1;
+    std::swap(words[5], words[600]);
+    expect(hash(7) != before, "places that do not count");
+}
+
+static void test_gpu_exchange() {
+    for (int ranks : {2, 3, 4, 7}) {
+        if (!sampled(ranks == 3)) {
+            continue;
+        }
+        for (int rank = 0; rank < ranks; rank++) {
+            check_rank_sum<float>(ranks, rank, 1 << 20);
+            check_rank_sum<bf16>(ranks, rank, 8192);
+        }
+    }
+    check_step_words();
+    check_replica_hash();
+}
+
+// The factor on the gradients: clip / norm above the limit, and 1 below it or without one.
+static void test_gpu_clip() {
+    static const struct {
+        float norm, clip, scale;
+    } table[] = {{4, 1, 0.25f}, {0.5f, 1, 1}, {1, 1, 1}, {4, 0, 1}, {0.5f, 0, 1}, {0, 1, 1}};
+    static const float power = 0x1p20f;  // a loss scale: norm and clip do not know of it
+    for (auto &row : table) {
+        UpdateState before = {row.norm * row.norm, 0, 0, 7, 3};
+        Device<UpdateState> state(std::vector<UpdateState>{before});
+        gpu_update_decide(state.p, row.clip, INFINITY, 0);
+        UpdateState now = state.raw()[0];
+        expect(now.norm == row.norm && now.scale == row.scale && now.skip == 0 && now.skipped == 3,
+               "norm %g, clip %g: factor %g", (double)row.norm, (double)row.clip,
+               (double)now.scale);
+        before = {row.norm * row.norm * power * power, 0, 0, 7, 3, power, 0, 9, 0};
+        Device<UpdateState> scaled(std::vector<UpdateState>{before});
+        gpu_update_decide(scaled.p, row.clip, INFINITY, 0);
+        now = scaled.raw()[0];
+        expect(now.norm == row.norm && now.scale == row.scale / power && now.skip == 0,
+               "scaled norm %g, clip %g: factor %g", (double)row.norm, (double)row.clip,
+               (double)now.scale);
+    }
+}
+
+// What a step does to the loss scale, as the last lines of PyTorch's amp_update_scale_ have it; the
+// least scale is 2, the largest the last power of two in fp32.
+static void test_gpu_loss_scale() {
+    const float inf = INFINITY, last = 0x1p127f;
+    static const struct {
+        float norm, scale;
+        int good_steps;
+        float next;
+        int next_steps, moved;
+    } table[] = {
+        {1, 65536, 0, 65536, 1, 0},  {1, 65536, 3, 65536, 4, 0},   {1, 65536, 4, 131072, 0, 1},
+        {inf, 65536, 4, 32768, 0, -1}, {NAN, 65536, 1, 32768, 0, -1}, {inf, 4, 0, 2, 0, -1},
+        {inf, 2, 3, 2, 0, 0},        {0, last, 3, last, 4, 0},     {0, last, 4, last, 0, 0},
+        {inf, last, 4, last / 2, 0, -1}};
+    for (auto &row : table) {
+        const float norm = row.norm * row.scale;
+        Device<UpdateState> state(std::vector<UpdateState>{
+            {norm * norm, 0, 0, 0, 0, row.scale, row.good_steps, 5, 9}});
+        gpu_update_decide(state.p, 1, INFINITY, 0);
+        const UpdateState now = state.raw()[0];
+        expect(now.loss_scale == row.next && now.good_steps == row.next_steps &&
+                   now.scale_moved == row.moved && now.skip == !isfinite(row.norm),
+               "norm %g, scale %g after %d: %g after %d, moved %d", (double)row.norm,
+               (double)row.scale, row.good_steps, (double)now.loss_scale, now.good_steps,
+               now.scale_moved);
+        // The step's gradients were made with the scale before it.
+        expect(!isfinite(row.norm) || now.scale == 1 / row.scale, "norm %g, scale %g: factor %g",
+               (double)row.norm, (double)row.scale, (double)now.scale);
+    }
+}
+
+// Which of n numbers rounded up where a state in 16 bits took them in, as bits.
+typedef std::vector<bool> Ups;
+
+// A parameter, its two moments, two layers of its tensor, another tensor and two steps each draw
+// random numbers of their own: that both of two states round up is as likely as by chance, within
+// four standard deviations.
+static void test_gpu_rounding_streams() {
+    enum { N = 16384, RANGES = 3 };
+    std::vector<ParamRange> ranges = {{0, 0, 0, 0, N, RNG_ROUND, 1, 0, 0},
+                                      {N, N, N, N, N, RNG_ROUND, 1, 0, 0},
+                                      {2 * N, 2 * N, 2 * N, 0, N, RNG_ROUND + 1, 1, 0, 0}};
+    int chunks = param_ranges_chunk(ranges.data(), RANGES);
+    // m = g = 1 + a quarter of bf16's spacing, v = g^2 nearly a half, p = 1.5 less nearly a half.
+    const Reals ones(RANGES * N, (real)1.5), zero(RANGES * N), g(RANGES * N, (real)(1 + 0x1p-9));
+    std::vector<Ups> all;
+    Words names;
+    for (uint32_t step = 1; step <= 2; step++) {
+        Device<bf16> p(ones), m(zero), v(zero);
+        Device<float> d_g(g);
+        Device<ParamRange> d_ranges(ranges);
+        Device<UpdateState> state(std::vector<UpdateState>{{0, 1, 1, 0, 0}});
+        AdamW a = {0x1p-8f, 0, 0, 1, 1, 1e-8f, 0, 1};
+        gpu_adamw<bf16, float, bf16, false>(p.p, nullptr, m.p, v.p, d_g.p, nullptr, nullptr,
+                                            nullptr, d_ranges.p, RANGES, chunks, a,
+                                            UpdateRandom{7, step}, state.p, 0);
+        const Outputs got = {p.get(), m.get(), v.get()};
+        for (size_t k = 0; k < 3; k++) {
+            const real low = *std::min_element(got[k].begin(), got[k].end());
+            for (int r = 0; r < RANGES; r++) {
+                Ups ups;
+                for (int i = 0; i < N; i++) {
+                    ups.push_back(got[k][(size_t)(r * N + i)] > low);
+                }
+                all.push_back(ups);
+                names.push_back(text("%c of range %d, step %u", "pmv"[k], r, step));
+            }
+        }
+    }
+    auto share = [](const Ups &x) { return (double)std::count(x.begin(), x.end(), true) / N; };
+    for (size_t i = 0; i < all.size(); i++) {
+        const double a = share(all[i]);
+        expect(a > 0.2 && a < 0.8, "%s: %.2f round up", names[i].c_str(), a);
+        for (size_t j = 0; j < i; j++) {
+            Ups both(N);
+            for (size_t x = 0; x < N; x++) {
+                both[x] = all[i][x] && all[j][x];
+            }
+            const double b = share(all[j]), deviation = sqrt(a * (1 - a) * b * (1 - b) / N);
+            expect_near((wide)share(both), (wide)(a * b), 4 * deviation, "%s and %s",
+                        names[i].c_str(), names[j].c_str());
+        }
+    }
+}
+
+// In the tables of AdamW no two elements of a tensor, in whatever layer and on whatever rank, have
+// the same place among its stream's random numbers, and all of them have one: of matrices in parts
+// on one rank, of vectors on every rank.
+static void test_gpu_rounding_places() {
+    Settings s = planned("-e l3h3c96t16 -t 12 -b 2 --gpus 3 -z 1 -w 0");
+    std::vector<ParamRange> ranges((size_t)model_tensors(&s.model));
+    std::map<uint32_t, std::vector<std::pair<size_t, size_t>>> places;  // first and end, by stream
+    for (s.rank = 0; s.rank < s.ranks; s.rank++) {
+        const int count = ranges_fill(ranges.data(), &s, false);
+        for (int i = 0; i < count; i++) {
+            const ParamRange &r = ranges[(size_t)i];
+            if (r.two_dimensional || s.rank == 0) {
+                places[r.stream].push_back({r.index, r.index + r.count});
+            }
+        }
+    }
+    for (int tensor = 0; tensor < TENSORS; tensor++) {
+        auto &parts = places[(uint32_t)(RNG_ROUND + tensor)];
+        size_t end = 0;
+        std::sort(parts.begin(), parts.end());
+        for (const auto &part : parts) {
+            expect(part.first == end, "%s: %zu follows %zu", tensor_table[tensor].name, part.first,
+                   end);
+            end = part.second;
+        }
+        expect((int64_t)end == tensor_size(&s.model, tensor) * tensor_copies(&s.model, tensor),
+               "%s: %zu places", tensor_table[tensor].name, end);
+    }
+}
+
+// Every pointer that a kernel reads in packs, one element off: the launcher's line names it.
+// Nothing is launched, so the addresses need no memory behind them.
+template <class E, class G> static void check_misaligned() {
+    enum { N = 64, C = 64, POINTERS = 6 };
+    E *p[POINTERS] = {};
+    G *g[POINTERS] = {};
+    float *f[POINTERS] = {};
+    int *ints = (int *)(uintptr_t)0x100000;
+    float *f0 = (float *)(void *)ints;
+    const struct {
+        const char *name;
+        int pointers;
+        std::function<void()> launch;
+    } table[] = {
+        {"gpu_embedding_forward", 3,
+         [&] { gpu_embedding_forward(p[0], ints, p[1], p[2], 1, N, C, 0); }},
+        {"gpu_embedding_backward", 3,
+         [&] { gpu_embedding_backward(g[0], g[1], p[2], ints, 1, 1, N, C, N, true, 0); }},
+        {"gpu_layernorm_forward", 4,
+         [&] { gpu_layernorm_forward(p[0], f[5], f[5], p[1], p[2], p[3], N, C, 0); }},
+        {"gpu_layernorm_backward", 6,
+         [&] {
+             gpu_layernorm_backward<E>(p[0], f0, f0, f0, p[1], p[2], p[3], f0, f0, p[4], f[5],
+                                       N, C, 0);
+         }},
+        {"gpu_gelu_forward", 2, [&] { gpu_gelu_forward(p[0], p[1], N * C, 0); }},
+        {"column_sums", 4, [&] { gpu_gelu_backward(p[0], f[4], p[1], p[2], f[3], N, C, 0); }},
+        {"matmul_run", 5,
+         [&] {  // checked in this order: a, b, then d, bias, c
+             matmul_run<E, G>(g[2], p[0], p[1], g[3], g[4], 1, false, false, C, C, C, 0);
+         }},
+        {"gpu_attention_forward", is_fp32<E> ? 0 : 2,
+         [&] { gpu_attention_forward(p[0], f[5], p[1], 1, N, C, 1, 0); }},
+        {"gpu_attention_backward", is_fp32<E> ? 0 : 4,
+         [&] { gpu_attention_backward(p[0], f0, f0, p[1], p[2], p[3], f0, f0, 1, N, C, 1, 0); }},
+        {"gpu_classifier", 1, [&] { gpu_classifier(f[5], p[0], ints, 1, f[1], N, C, C, true, 0); }},
+        {"gpu_grad_square_sum", 2,
+         [&] {
+             gpu_grad_square_sum((UpdateState *)(void *)ints, f[5], g[0], f[1], g[0],
+                                 (ParamRange *)(void *)ints, 1, 1, 0);
+         }},
+        {"gpu_adamw", 6,
+         [&] {
+             gpu_adamw<E, G, float, false>(p[0], (uint16_t *)(void *)f[1], f[2], f[3], g[4], f[5],
+                                           nullptr, nullptr, (ParamRange *)(void *)ints, 1, 1,
+                                           AdamW(), UpdateRandom(), (UpdateState *)(void *)ints, 0);
+         }},
+    };
+    for (auto &row : table) {
+        for (int bad = 0; bad < row.pointers; bad++) {
+            for (int i = 0; i < POINTERS; i++) {
+                const uintptr_t at = 0x100000 + (uintptr_t)i * 0x10000;
+                p[i] = (E *)(at + (i == bad) * sizeof(E));
+                g[i] = (G *)(at + (i == bad) * sizeof(G));
+                f[i] = (float *)(at + (i == bad) * sizeof(float));
+            }
+            expect_refused(outcome(spawn(row.launch)), "is no multiple of 16 bytes",
+                           text("%s, pointer %d", row.name, bad + 1));
+            expect(read_file("stderr").find(Text(row.name) + ": pointer ") != Text::npos);
+        }
+    }
+}
+
+// The pointers of each launcher; rows that are no multiple of 16 bytes; sizes beyond the limits.
+static void test_gpu_misaligned() {
+    check_misaligned<float, float>();
+    check_misaligned<bf16, bf16>();
+    bf16 *p = (bf16 *)(uintptr_t)0x100000;
+    float *f = (float *)(uintptr_t)0x100000;
+    expect_death(gpu_gelu_forward(p, p, 12, 0), "a row of 12 numbers is no multiple of 16 bytes");
+    expect_death(gpu_layernorm_forward(p, f, f, p, p, p, 1, CHANNELS_MAX + 8, 0),
+                 "LayerNorm of 4104 channels");
+    expect_death(gpu_layernorm_backward(p, f, f, f, p, p, p, f, f, p, f, 1, CHANNELS_MAX + 8, 0),
+                 "LayerNorm of 4104 channels");
+    expect_death(gpu_attention_forward(p, f, p, 1, 8, HEAD_MAX + 8, 1, 0), "heads of 136 channels");
+    expect_death(gpu_attention_forward(f, f, f, 1, 8, HEAD_MAX_FP32 + 8, 1, 0),
+                 "heads of 520 channels");
+    expect_death(gpu_attention_forward(f, f, f, GRID_YZ_MAX + 1, 8, 8, 1, 0), "of batch 65536");
+    expect_death(gpu_attention_forward(f, f, f, 1, LENGTH_MAX + 1, 8, 1, 0), "length 262141");
+}
+
+#if CUDA_CPU
+// Which of the emulated library's algorithms a plan has.
+static int algorithm_of(const MatmulPlan &plan) {
+    emu::Algo algo;
+    memcpy(&algo, &plan.algorithm, sizeof algo);
+    return algo.id;
+}
+
+// The heuristic's first algorithm, and where D lies beside C the first that says it can do that; if
+// none does, the first. A product that the library has not at all is named by its sizes.
+static void test_gpu_algorithms() {
+    const int N = 8, C = 16, OC = 24;
+    Device<float> inp(noise(N * C, 1, 1)), weight(noise(OC * C, 1, 2)), addend(noise(N * OC, 1, 3));
+    Device<float> out(N * OC), workspace(1 << 18);
+    auto chosen = [&](int plan) { return algorithm_of(matmul_library.plan[plan]); };
+    for (int in_place : {0, 1, 2, 3}) {  // of three algorithms, so many cannot write beside
+        emu::set.lt_in_place = in_place;
+        gpu_matmul_open(workspace.p, workspace.n * sizeof(float));
+        gpu_matmul_forward<float>(out.p, inp.p, weight.p, nullptr, nullptr, N, C, OC, 0);
+        expect(matmul_library.plans == 1 && chosen(0) == 0, "in place: %d of %d", chosen(0),
+               in_place);
+        if (in_place < 3) {
+            gpu_matmul_forward<float>(out.p, inp.p, weight.p, nullptr, addend.p, N, C, OC, 0);
+            expect(matmul_library.plans == 2 && chosen(1) == in_place, "beside: %d of %d",
+                   chosen(1), in_place);
+        } else {
+            MatmulKey key = {OC, N, C, 1, 0, 0, 1, 1, CUDA_R_32F, CUDA_R_32F};
+            matmul_plan_find(key);
+            expect(chosen(1) == 0, "none can: %d", chosen(1));
+        }
+        gpu_matmul_close();
+    }
+    Outcome o = outcome(spawn([&] {
+        emu::cuda_user = 0;  // a GPU would not take it
+        emu::set.lt_max = 20;
+        gpu_matmul_open(workspace.p, workspace.n * sizeof(float));
+        gpu_matmul_forward<float>(out.p, inp.p, weight.p, nullptr, nullptr, N, C, OC, 0);
+    }));
+    const char *line = "no product of (24 x 16) and (16 x 8) here, fp32 in and fp32 out: "
+                       "CUBLAS_STATUS_NOT_SUPPORTED\n";
+    expect(o.status == 1 && o.err.find(line) != Text::npos, "%s", o.err.c_str());
+    // One that refuses its product is replaced by the next until the warm-up is over, each with a
+    // line; where the list ends, or after the warm-up, the run ends.
+    const struct {
+        int refuse, settled, status, lines;
+    } rows[] = {{0, 0, 0, 0}, {1, 0, 0, 1}, {2, 0, 0, 2}, {3, 0, 1, 3}, {1, 1, 1, 1}};
+    for (auto &row : rows) {
+        o = outcome(spawn([&] {
+            emu::cuda_user = 0;
+            emu::set.lt_in_place = 0;
+            emu::set.lt_refuse = row.refuse;
+            gpu_matmul_open(workspace.p, workspace.n * sizeof(float));
+            matmul_library.settled = row.settled;
+            gpu_matmul_forward<float>(out.p, inp.p, weight.p, nullptr, addend.p, N, C, OC, 0);
+            exit(chosen(0) == row.refuse && matmul_library.plans == 1 ? 0 : 9);
+        }));
+        const char *says = row.status ? "cublasLtMatmul: CUBLAS_STATUS_NOT_SUPPORTED; "
+                           : row.refuse ? "refuses its algorithm for the product 24x8x16:10011:"
+                                        : "";
+        expect(o.status == row.status && o.err.find(says) != Text::npos &&
+                   std::count(o.err.begin(), o.err.end(), '\n') == row.lines,
+               "the first %d refuse, %s: status %d, %s", row.refuse,
+               row.settled ? "after the warm-up" : "during it", o.status, o.err.c_str());
+    }
+}
+
+// A run whose first algorithms are refused trains with the next ones; a later refusal ends it.
+static void test_gpu_refused_algorithm() {
+    for (bool later : {false, true}) {
+        const Outcome o = outcome(spawn([&] {
+            emu::set.lt_refuse = 1;
+            Net n(shape("l1h1c16t8", 257), "-b 1 -t 8");
+            for (int i = 0; i < matmul_library.plans; i++) {
+                if (algorithm_of(matmul_library.plan[i]) != 1) {
+                    _exit(9);
+                }
+            }
+            emu::set.lt_refuse = later ? 2 : 1;
+            trace(&n, 1);
+            fprintf(stderr, "trained\n");
+            fflush(NULL);
+            _exit(0);
+        }));
+        const bool trained = o.err.find("\ntrained\n") != Text::npos;
+        expect(o.status == later && trained != later, "later %d: %d, ... %s", later, o.status,
+               o.err.substr(o.err.size() - std::min<size_t>(o.err.size(), 400)).c_str());
+    }
+}
+#endif
+
+#if CUDA_CPU
+// Device memory of which only the pages that are touched exist; zero until then.
+template <class T> struct Huge {
+    T *p;
+    size_t n;
+    explicit Huge(size_t count) : n(count) {
+        void *memory = mmap(NULL, n * sizeof(T), PROT_READ | PROT_WRITE,
+                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (memory == MAP_FAILED) {
+            skip("no address space for tensors of 2^31 elements");
+        }
+        p = (T *)memory;
+        emu::add_allocation({(char *)p, n * sizeof(T), false, (char *)p, n * sizeof(T)});
+    }
+    // Ends as `tail` does.
+    Huge(size_t count, const Reals &tail) : Huge(count) {
+        for (size_t i = 1; i <= tail.size() && i <= n; i++) {
+            p[n - i] = from_float<T>(tail[tail.size() - i]);
+        }
+    }
+    Reals last(size_t count) const {
+        Reals values;
+        for (size_t i = n - count; i < n; i++) {
+            values.push_back(to_float(p[i]));
+        }
+        return values;
+    }
+    Huge(const Huge &) = delete;
+    ~Huge() {
+        for (size_t i = 0; i < emu::allocs.size(); i++) {
+            if (emu::allocs[i].p == (char *)p) {
+                emu::allocs.erase(emu::allocs.begin() + (long)i);
+                break;
+            }
+        }
+        emu::allocated_bytes -= n * sizeof(T);
+        munmap(p, n * sizeof(T));
+    }
+};
+
+// The outputs of the last rows are the same for a small tensor and for a huge one.
+static void same(const char *who, const std::function<Outputs(size_t)> &run, size_t small,
+                 size_t large) {
+    expect(run(small) == run(large), "%s", who);
+}
+
+enum { HUGE_C = 4096, HUGE_ROWS = (1 << 19) + 1024 };  // rows: a multiple of the last block's
+
+static void check_huge_rows() {
+    enum { C = HUGE_C, ROWS = HUGE_ROWS, TAIL = 32 };
+    const size_t tail = TAIL * C;
+    const Reals x = noise_in<bf16>(tail, 1, 1), d = noise_in<bf16>(tail, 1, 2);
+    const Reals w = noise_in<bf16>(C, 1, 3);
+    same("embedding_forward",
+         [&](size_t rows) {
+             Huge<bf16> out(rows * C), wte(C, w), wpe(8 * C, x);
+             Huge<int> tokens(rows);
+             gpu_embedding_forward(out.p, tokens.p, wte.p, wpe.p, (int)(rows / 8), 8, C, 0);
+             return Outputs{out.last(C)};
+         },
+         TAIL, ROWS);
+    same("embedding_backward",
+         [&](size_t T) {  // a sum over three sequences for each position
+             Huge<bf16> dout(3 * T * C, d), dwpe(T * C, x), dwte(C);
+             Huge<int> plan(3 * 3 * T + 1);
+             const int rows = 3 * (int)T;
+             EmbeddingPlan of = embedding_plan(plan.p, rows);
+             of.order[0] = rows - 1, of.start[1] = 1;
+             gpu_embedding_backward(dwte.p, dwpe.p, dout.p, plan.p, 1, 3, (int)T, C, (int)T, false,
+                                    0);
+             return Outputs{dwpe.last(8), dwte.last(8)};
+         },
+         TAIL, ROWS / 2);
+    same("layernorm",
+         [&](size_t rows) {
+             Huge<bf16> out(rows * C), inp(rows * C, x), weight(C, w), bias(C, w);
+             Huge<bf16> dinp(rows * C), dout(rows * C, d);
+             Huge<float> mean(rows), rstd(rows), dw(C), db(C);
+             Huge<float> scratch(gpu_layernorm_backward_bytes((int)rows, C) / 4);
+             gpu_layernorm_forward(out.p, mean.p, rstd.p, inp.p, weight.p, bias.p, (int)rows, C, 0);
+             gpu_layernorm_backward(dinp.p, dw.p, db.p, (float *)nullptr, dout.p, inp.p, weight.p,
+                                    mean.p, rstd.p, dout.p, scratch.p, (int)rows, C, 0);
+             return Outputs{out.last(C), mean.last(1), rstd.last(1), dinp.last(C)};
+         },
+         TAIL, ROWS);
+    same("gelu_forward",
+         [&](size_t rows) {
+             Huge<bf16> out(rows * C), inp(rows * C, x);
+             gpu_gelu_forward(out.p, inp.p, rows * C, 0);
+             return Outputs{out.last(C)};
+         },
+         TAIL, ROWS);
+    same("gelu_backward",
+         [&](size_t rows) {
+             Huge<bf16> dinp(rows * C), dout(rows * C, d), inp(rows * C, x);
+             Huge<float> scratch(gpu_bias_backward_bytes((int)rows, C) / 4), db(C);
+             gpu_gelu_backward(dinp.p, db.p, dout.p, inp.p, scratch.p, (int)rows, C, 0);
+             return Outputs{dinp.last(256), db.last(32)};
+         },
+         TAIL, ROWS);
+}
+
+static void check_huge_attention() {
+    same("classifier",
+         [&](size_t rows) {
+             Huge<bf16> logits(rows * 50304, noise(50304, 1, 1));
+             Huge<float> losses(rows);
+             Huge<int> targets(rows);
+             gpu_classifier(losses.p, logits.p, targets.p, 1, nullptr, (int)rows, 50257, 50304,
+                            true, 0);
+             return Outputs{logits.last(50304), losses.last(1)};
+         },
+         4, 42700);
+    same("attention",
+         [&](size_t B) {
+             const size_t T = 128, NH = 16, row = 1024;
+             Huge<__half> out(B * T * row), qkv(B * T * 3 * row, noise(T * 3 * row, 1, 5));
+             Huge<__half> dqkv(B * T * 3 * row), dout(B * T * row, noise(T * row, 1, 6));
+             Huge<float> lse(B * NH * T), drow(B * NH * T), dbias(3 * row);
+             Huge<float> scratch(gpu_attention_backward_bytes<__half>((int)B, T, row, NH) / 4);
+             gpu_attention_forward(out.p, lse.p, qkv.p, (int)B, T, row, NH, 0);
+             gpu_attention_backward(dqkv.p, dbias.p, drow.p, dout.p, qkv.p, out.p, lse.p, scratch.p,
+                                    (int)B, T, row, NH, 0);
+             return Outputs{out.last(T * row), lse.last(T), dqkv.last(T * 3 * row)};
+         },
+         1, 16400);
+    same("attention, fp32",
+         [&](size_t B) {
+             const size_t T = 64, NH = 16, row = 1024;
+             Huge<float> out(B * T * row), qkv(B * T * 3 * row, noise(T * 3 * row, 1, 5));
+             Huge<float> dqkv(B * T * 3 * row), dout(B * T * row, noise(T * row, 1, 6));
+             Huge<float> lse(B * NH * T), drow(B * NH * T), dbias(3 * row);
+             Huge<float> scratch(gpu_attention_backward_bytes<float>((int)B, T, row, NH) / 4);
+             gpu_attention_forward(out.p, lse.p, qkv.p, (int)B, T, row, NH, 0);
+             gpu_attention_backward(dqkv.p, dbias.p, drow.p, dout.p, qkv.p, out.p, lse.p, scratch.p,
+                                    (int)B, T, row, NH, 0);
+             return Outputs{out.last(4 * row), lse.last(4), dqkv.last(12 * row)};
+         },
+         1, 32800);
+}
+
+static void check_huge_update() {
+    const Reals x = noise_in<bf16>(UPDATE_CHUNK, 1, 1), d = noise_in<bf16>(UPDATE_CHUNK, 1, 2);
+    same("norm and AdamW",
+         [&](size_t chunks) {  // the last chunk falls to the norm's last block
+             const size_t count = chunks * UPDATE_CHUNK;
+             Huge<bf16> p(count, x), g(count, d);
+             Huge<uint16_t> low(count);
+             Huge<float> m(count), v(count), scratch(gpu_grad_square_sum_bytes() / 4);
+             Huge<ParamRange> range(1);
+             Huge<UpdateState> state(1);
+             *range.p = {0, 0, 0, 0, count, RNG_ROUND, 1, 0, 0};
+             expect((size_t)param_ranges_chunk(range.p, 1) == chunks, "chunks");
+             gpu_grad_square_sum(state.p, scratch.p, g.p, (float *)nullptr, g.p, range.p, 1,
+                                 (int)chunks, 0);
+             gpu_update_decide(state.p, 1, INFINITY, 0);
+             AdamW a = {1e-3f, 0.9f, 0.95f, 0.1f, 0.05f, 1e-8f, 0.1f, 1.0f};
+             float *none = nullptr;
+             gpu_adamw<bf16, bf16, float, true>(p.p, low.p, m.p, v.p, g.p, none, nullptr,
+                                                nullptr, range.p, 1, (int)chunks, a,
+                                                UpdateRandom{1, 1}, state.p, 0);
+             return Outputs{p.last(UPDATE_CHUNK), m.last(UPDATE_CHUNK), {state.p->norm}};
+         },
+         1024, (1 << 18) + 1024);
+}
+
+// Tensors of more than 2^31 elements: the last block of every grid computes what it does for the
+// same rows of a small tensor. A product of two 32-bit sizes used as an index ends outside.
+static void test_gpu_huge() {
+    emu::set.last_blocks = 1;
+    check_huge_rows();
+    check_huge_attention();
+    check_huge_update();
+}
+#endif
+
+// What ranks agree on: a stop of any of them, the first one that cannot go on, and, when they meet,
+// the least memory that one of them has. Ranks share the threads of their machine.
+static void test_rank_agreement() {
+    enum { RANKS = 4, THREADS = 8 };
+    this_rank = {0, RANKS, 0, RANKS, 0, 0, 0, 0};
+    for (int who = 0; who < RANKS; who++) {
+        RankWord words[RANKS] = {};
+        words[who].stop = 1;
+        ranks_agree(words);
+        expect(this_rank.stop == 1 && this_rank.fault == 0, "rank %d stops", who);
+        words[who].failed = words[RANKS - 1].failed = 1;
+        ranks_agree(words);
+        expect(this_rank.fault == who + 1, "rank %d fails, not %d", who, this_rank.fault - 1);
+    }
+    ranks_share(RANKS);
+    rank_row = rank_row_at(0);
+    for (int least = 0; least < RANKS; least++) {
+        rank_links = (int *)alloc_zero(RANKS, sizeof(int));
+        int others[RANKS];  // the other ends of rank 0's links
+        for (int r = 0; r < RANKS; r++) {
+            RankCard card = {};
+            card.program = fingerprint_program();
+            card.device = 1000 + (r != least);
+            card.host = 2000 + ((r + 1) % RANKS != least);
+            snprintf(card.gpu, sizeof card.gpu, "GPU %d", r);
+            int ends[2] = {-1, -1};
+            if (r == 0) {
+                rank_card = card;
+            } else if (socketpair(AF_UNIX, SOCK_STREAM, 0, ends) != 0 ||
+                       !socket_move(ends[1], &card, sizeof card, 1)) {
+                give_up("no socket");
+            }
+            rank_links[r] = ends[0];
+            others[r] = ends[1];
+        }
+        ranks_introduce();
+        expect(rank_card.device == 1000 && rank_card.host == 2000, "rank %d has least: %d, %d",
+               least, (int)rank_card.device, (int)rank_card.host);
+        for (int r = 1; r < RANKS; r++) {
+            close(others[r]);
+        }
+    }
+#ifdef _OPENMP
+    unsetenv("OMP_NUM_THREADS");
+    for (const int launched : {0, 1}) {  // a launcher does not tell its ranks to share
+        const int cores = launched ? (int)sysconf(_SC_NPROCESSORS_ONLN) : (int)THREADS;
+        omp_set_num_threads(launched ? RANKS * cores : (int)THREADS);
+        ranks_begin({0, RANKS, 0, RANKS, launched, 0, 0, 0}, rank_row_at(0));
+        ranks_share_cores();
+        expect(omp_get_max_threads() == std::max(1, cores / RANKS), "%d threads of %d",
+               omp_get_max_threads(), cores);
+    }
+#endif
+}

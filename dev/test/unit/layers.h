@@ -1,0 +1,699 @@
+// layers.h -- tests of the CPU layers.
+// Volume I's chapters Matmul and fast maths and Layers, over odd shapes. A twin is the formula
+// itself, written with Num: a wider number that carries how far the same computation in `real` may
+// be off. Approximate exp and tanh are allowed what chapter Matmul and fast maths states of them
+// (EXP_ULP, TANH_ULP; libm's in double).
+
+static const double EXP_ULP = 1.05, TANH_ULP = 2.53;
+
+struct Num {
+    wide v;
+    double e;  // each operation passes on its operands' errors and adds one rounding
+    Num(wide value = 0, double error = 0) : v(value), e(error) {}
+};
+static double size(wide x) { return fabs((double)x); }
+static Num rounded(wide v, double e) { return Num(v, e + unit * size(v) + smallest); }
+static Num operator+(Num a, Num b) { return rounded(a.v + b.v, a.e + b.e); }
+static Num operator-(Num a, Num b) { return rounded(a.v - b.v, a.e + b.e); }
+static Num operator*(Num a, Num b) {
+    return rounded(a.v * b.v, size(a.v) * b.e + size(b.v) * a.e + a.e * b.e);
+}
+static Num operator/(Num a, Num b) {
+    return rounded(a.v / b.v, (a.e + size(a.v / b.v) * b.e) / size(b.v));
+}
+static wide wide_exp(wide x) {
+    return GPT2_DOUBLE ? (wide)expl((long double)x) : (wide)exp((double)x);
+}
+static Num num_exp(Num x) {
+    wide v = wide_exp(x.v);
+    return rounded(v, (double)v * (x.e + 2 * EXP_ULP * unit));
+}
+static Num num_tanh(Num x) {
+    wide v = GPT2_DOUBLE ? (wide)tanhl((long double)x.v) : (wide)tanh((double)x.v);
+    return rounded(v, x.e * (1 - (double)(v * v)) + 2 * TANH_ULP * unit * size(v));
+}
+static Num num_log(Num x) { return rounded((wide)logl((long double)x.v), x.e / (double)x.v); }
+static Num num_rsqrt(Num x) {
+    wide v = 1 / (wide)sqrtl((long double)x.v);
+    return rounded(v, (double)v * (x.e / (double)x.v / 2 + 2 * unit));
+}
+
+// term(0) + ... + term(n - 1), in whatever order the tested code takes them.
+template <class Term> static Num sum_of(int n, Term term) {
+    wide v = 0;
+    double e = 0, sizes = 0;
+    for (int k = 0; k < n; k++) {
+        Num t = term(k);
+        v += t.v;
+        e += t.e;
+        sizes += size(t.v);
+    }
+    return Num(v, e + sum_error(n) * sizes);
+}
+
+typedef std::vector<Num> Nums;
+static Nums nums(const Reals &x) { return Nums(x.begin(), x.end()); }
+
+// Every element against its twin; the one that used most of its tolerance goes into the line.
+static void compare_at(int line, const Reals &got, const Nums &want, const Text &where) {
+    size_t at = 0;
+    double most = -1;
+    for (size_t i = 0; i < want.size(); i++) {
+        double err = size((wide)got[i] - want[i].v);
+        double share = err == 0 ? 0 : err <= want[i].e ? err / want[i].e : HUGE_VAL;
+        if (share > most) {
+            most = share;
+            at = i;
+        }
+    }
+    near_at(line, got[at], want[at].v, want[at].e, where + text(" [%zu]", at));
+}
+#define compare(got, want, ...) compare_at(__LINE__, got, want, text(__VA_ARGS__))
+
+// A workspace of exactly the bytes that the plan would give, for layers called outside a network.
+static void give_workspace() {
+    static void *memory;
+    free(memory);
+    size_t bytes = matmul_workspace_bytes(thread_count());
+    if (posix_memalign(&memory, 64, bytes) != 0) {
+        die("no memory for the matmul's workspace");
+    }
+    memset(memory, 0xff, bytes);
+    matmul_workspace = (real *)memory;
+}
+
+static real fast_tanh(real x) {
+    uint32_t n;
+    real r = tanh_begin(x, &n);
+    return tanh_end(r, n, x);
+}
+
+// exp and tanh over their whole range, and where a polynomial or a shift could go wrong.
+static void test_fast_maths() {
+    const double low = GPT2_DOUBLE ? -800 : -120, range = GPT2_DOUBLE ? 1500 : 208;
+    for (int i = 0; i <= 400000; i++) {
+        real x = (real)(low + range * i / 400000), y = (real)(-12 + 24.0 * i / 400000);
+        double root = (double)y * fabs((double)y) * 1e-3;  // tanh's small arguments too
+        Num e = num_exp((wide)x), t = num_tanh((wide)y), s = num_tanh((wide)(real)root);
+        expect_near(fast_exp(x), e.v, e.e, "exp %.9g", (double)x);
+        expect_near(fast_tanh(y), t.v, t.e, "tanh %.9g", (double)y);
+        expect_near(fast_tanh((real)root), s.v, s.e, "tanh %.9g", root);
+    }
+    const real inf = (real)HUGE_VAL, nan = (real)NAN;
+    expect(fast_exp(-inf) == 0 && fast_exp((real)-1e30) == 0 && fast_exp(0) == 1);
+    expect(fast_exp(inf) == inf && fast_exp((real)1e4) == inf && isnan((double)fast_exp(nan)));
+    expect(fast_tanh(inf) == 1 && fast_tanh(-inf) == -1 && isnan((double)fast_tanh(nan)));
+    expect(fast_tanh((real)-0.0) == 0 && signbit((double)fast_tanh((real)-0.0)));
+}
+
+static const int matmul_shapes[][3] = {
+    // rows, C, OC
+    {1, 1, 1},      {1, 48, 144},  {3, 5, 7},      {13, 17, 19},   {65, 80, 33},  {14, 32, 64},
+    {15, 33, 65},   {29, 31, 257}, {33, 1000, 17}, {200, 129, 31}, {9, 3072, 40}, {130, 768, 100},
+    {2, 48, 50304}, {64, 64, 64},  {257, 16, 48},  {1, 768, 2304}, {600, 7, 9},   {385, 8, 129},
+    {21, 40, 1024},  // dout's rows meet in one set of a first cache: packed before the product
+};
+
+// inp weight^T.
+static Nums twin_matmul(const Reals &inp, const Reals &weight, int N, int C, int OC) {
+    Nums out;
+    for (int i = 0; i < N * OC; i++) {
+        const real *x = &inp[i / OC * C], *w = &weight[i % OC * C];
+        out.push_back(sum_of(C, [=](int c) { return Num(x[c]) * w[c]; }));
+    }
+    return out;
+}
+
+// What matmul_backward leaves; dweight and dbias hold on entry what it adds to.
+static void twin_matmul_backward(Nums *dinp, Nums *dweight, Nums *dbias, const Reals &dout,
+                                 const Reals &inp, const Reals &weight, int N, int C, int OC) {
+    for (int i = 0; i < N * C; i++) {
+        const real *d = &dout[i / C * OC], *w = &weight[i % C];
+        dinp->push_back(sum_of(OC, [=](int o) { return Num(d[o]) * w[(int64_t)o * C]; }));
+    }
+    for (int i = 0; i < OC * C; i++) {  // the last term is what stood there
+        const real *d = &dout[i / C], *x = &inp[i % C];
+        const Num start = (*dweight)[i];
+        (*dweight)[i] = sum_of(N + 1, [=](int n) {
+            return n == N ? start : Num(d[(int64_t)n * OC]) * x[(int64_t)n * C];
+        });
+    }
+    for (int o = 0; o < OC; o++) {
+        const real *d = &dout[o];
+        const Num start = (*dbias)[o];
+        (*dbias)[o] = sum_of(N + 1, [=](int n) { return n == N ? start : Num(d[n * OC]); });
+    }
+}
+
+// out = addend + bias + inp weight^T, with and without each; addend may be out itself.
+static void test_matmul_forward() {
+    give_workspace();
+    for (auto &shape : matmul_shapes) {
+        const int N = shape[0], C = shape[1], OC = shape[2];
+        Reals inp = noise(N * C, 1, 1), weight = noise(OC * C, 0.2, 2), none;
+        Reals bias = noise(OC, 1, 3), addend = noise(N * OC, 1, 4);
+        Nums product = twin_matmul(inp, weight, N, C, OC);
+        for (int has = 0; has < 4; has++) {
+            const real *b = has & 1 ? bias.data() : NULL, *add = has & 2 ? addend.data() : NULL;
+            Reals out((size_t)(N * OC), (real)NAN), same = addend;
+            Nums want = product;
+            for (int i = 0; i < N * OC; i++) {
+                want[i] = want[i] + (b ? b[i % OC] : 0) + (add ? add[i] : 0);
+                // what stands in the sum from its start is rounded with every term
+                want[i].e += sum_error(C) * ((b ? size(b[i % OC]) : 0) + (add ? size(add[i]) : 0));
+            }
+            matmul_forward(out.data(), inp.data(), weight.data(), b, add, N, C, OC);
+            compare(out, want, "N %d C %d OC %d%s%s", N, C, OC, b ? " bias" : "", add ? " +" : "");
+            matmul_forward(same.data(), inp.data(), weight.data(), b, add ? same.data() : NULL, N,
+                           C, OC);
+            expect(same_bits(out, same), "in place, N %d C %d OC %d", N, C, OC);
+            for (int i = 0; i < N && N > 1; i++) {
+                const size_t at = (size_t)(i * OC);
+                Reals row((size_t)OC, (real)NAN), packed(&out[at], &out[at] + OC);
+                matmul_forward(row.data(), &inp[(size_t)(i * C)], weight.data(), b,
+                               add ? add + at : NULL, 1, C, OC);
+                expect(same_bits(row, packed), "row %d alone, N %d C %d OC %d", i, N, C, OC);
+            }
+        }
+    }
+}
+
+// dbias and dweight add up, dinp is overwritten and may be inp; each of dinp and dbias may be NULL.
+static void test_matmul_backward() {
+    give_workspace();
+    for (auto &shape : matmul_shapes) {
+        const int N = shape[0], C = shape[1], OC = shape[2];
+        Reals inp = noise(N * C, 1, 1), weight = noise(OC * C, 0.2, 2), dout = noise(N * OC, 1, 3);
+        Reals dinp((size_t)(N * C), (real)NAN), dweight = noise(OC * C, 1, 4),
+                                                dbias = noise(OC, 1, 5);
+        Nums want_dinp, want_dweight = nums(dweight), want_dbias = nums(dbias);
+        twin_matmul_backward(&want_dinp, &want_dweight, &want_dbias, dout, inp, weight, N, C, OC);
+        Reals dweight2 = dweight, dweight3 = dweight, dinp2 = inp;
+        const real *d = dout.data(), *x = inp.data(), *w = weight.data();
+        matmul_backward(dinp.data(), dweight.data(), dbias.data(), d, x, w, N, C, OC);
+        compare(dinp, want_dinp, "dinp N %d C %d OC %d", N, C, OC);
+        compare(dweight, want_dweight, "dweight N %d C %d OC %d", N, C, OC);
+        compare(dbias, want_dbias, "dbias N %d C %d OC %d", N, C, OC);
+        matmul_backward(dinp2.data(), dweight2.data(), NULL, d, dinp2.data(), w, N, C, OC);
+        matmul_backward(NULL, dweight3.data(), NULL, d, x, w, N, C, OC);
+        expect(same_bits(dinp, dinp2) && same_bits(dweight, dweight2) &&
+                   same_bits(dweight, dweight3),
+               "aliases and NULL, N %d C %d OC %d", N, C, OC);
+    }
+}
+
+// A number and what is left of it in bf16, to nearest even; the two differ by 2^-9 of it at most.
+static Reals rounded_to_bf16(Reals numbers) {
+    for (real &x : numbers) {
+        float f = (float)x;
+        uint32_t bits;
+        memcpy(&bits, &f, sizeof bits);
+        bits = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u;
+        memcpy(&f, &bits, sizeof f);
+        x = f;
+    }
+    return numbers;
+}
+
+// --matmul bf16: the products of operands that were rounded beforehand, to the bit, near the exact
+// products of these; and of a NaN a NaN, whatever its bits.
+static void test_matmul_bf16() {
+    const char *missing = bf16_missing();
+    if (missing) {
+        skip(missing);
+    }
+#if BF16_DOTS
+    give_workspace();
+    matmul_bf16 = 1;
+    for (auto &shape : matmul_shapes) {
+        const int N = shape[0], C = shape[1], OC = shape[2];
+        Reals inp = noise(N * C, 1, 1), weight = noise(OC * C, 0.2, 2), dout = noise(N * OC, 1, 3);
+        const Reals x = rounded_to_bf16(inp), w = rounded_to_bf16(weight);
+        const Reals d = rounded_to_bf16(dout), sums = noise(OC * C, 1, 4);
+        Nums want = twin_matmul(x, w, N, C, OC), want_dinp, want_dweight = nums(sums);
+        Nums want_dbias = nums(Reals((size_t)OC));
+        twin_matmul_backward(&want_dinp, &want_dweight, &want_dbias, d, x, w, N, C, OC);
+        Reals out((size_t)(N * OC), (real)NAN), out2 = out, dinp = inp, dinp2 = inp;
+        Reals dweight = sums, dweight2 = sums;
+        const real *i1 = inp.data(), *w1 = weight.data(), *d1 = dout.data();
+        matmul_forward(out.data(), i1, w1, NULL, NULL, N, C, OC);
+        matmul_forward(out2.data(), x.data(), w.data(), NULL, NULL, N, C, OC);
+        matmul_backward(dinp.data(), dweight.data(), NULL, d1, i1, w1, N, C, OC);
+        matmul_backward(dinp2.data(), dweight2.data(), NULL, d.data(), x.data(), w.data(), N, C,
+                        OC);
+        expect(same_bits(out, out2) && same_bits(dinp, dinp2) && same_bits(dweight, dweight2),
+               "rounded beforehand, N %d C %d OC %d", N, C, OC);
+        compare(out, want, "N %d C %d OC %d", N, C, OC);
+        compare(dinp, want_dinp, "dinp N %d C %d OC %d", N, C, OC);
+        compare(dweight, want_dweight, "dweight N %d C %d OC %d", N, C, OC);
+    }
+    const uint32_t quiet = 0x7fffffff;  // rounded as a number it would be -0
+    Reals inp(64, 1), weight(64 * 64, 1), out(64);
+    memcpy(&inp[40], &quiet, sizeof quiet);
+    matmul_forward(out.data(), inp.data(), weight.data(), NULL, NULL, 1, 64, 64);
+    for (real number : out) {
+        expect(isnan(number), "%g of a NaN", number);
+    }
+    const Reals qkv = noise((BLOCK + 2) * 3 * 32, 1, 5);
+    Reals one((BLOCK + 1) * 32), two((BLOCK + 2) * 32), lse(BLOCK + 2);
+    attention_forward(one.data(), lse.data(), qkv.data(), 1, BLOCK + 1, 32, 1);
+    attention_forward(two.data(), lse.data(), qkv.data(), 1, BLOCK + 2, 32, 1);
+    two.resize(one.size());
+    expect(same_bits(one, two), "attention: a tile of one row");
+    matmul_bf16 = 0;
+#endif
+}
+
+// GELU and its derivative.
+static Num twin_gelu(Num v, Num *slope) {
+    Num s = Num(0.79788456080286535588L, unit), c = Num(0.044715L, unit * 0.05);
+    Num t = num_tanh(s * (v + c * v * v * v)), half = (wide)0.5, one = (wide)1, three = (wide)3;
+    *slope = half * (one + t + v * (one - t * t) * s * (one + three * c * v * v));
+    return half * v * (one + t);
+}
+
+// Both directions, in place, for every length of tail, and with a NaN beside a number.
+static void test_gelu() {
+    enum { COUNT = 100003 };
+    Reals x(COUNT), out(COUNT), dout = noise(COUNT, 1, 2), dinp(COUNT);
+    Nums want, want_dinp;
+    for (int i = 0; i < COUNT; i++) {
+        x[i] = (real)(i == 0 ? -1e4 : i == 1 ? 1e4 : -12 + 24.0 * i / COUNT);
+        Num slope;
+        want.push_back(twin_gelu(x[i], &slope));
+        want_dinp.push_back(slope * dout[i]);
+    }
+    gelu_forward(out.data(), x.data(), COUNT);
+    gelu_backward(dinp.data(), dout.data(), x.data(), COUNT);
+    compare(out, want, "forward");
+    compare(dinp, want_dinp, "backward");
+    gelu_backward(dout.data(), dout.data(), x.data(), COUNT);
+    expect(same_bits(dinp, dout), "in place");
+    for (size_t n = 1; n < 40; n++) {  // every way to end a vector loop
+        Reals few(n, (real)NAN);
+        gelu_forward(few.data(), &x[50000], n);
+        expect(memcmp(few.data(), &out[50000], n * sizeof(real)) == 0, "n %zu", n);
+    }
+    real bad[2] = {(real)NAN, 1};
+    gelu_forward(bad, bad, 2);
+    expect(isnan((double)bad[0]) && !isnan((double)bad[1]));
+}
+
+// out; dwte and dwpe, which hold on entry what backward adds to.
+static void twin_embedding(Nums *out, Nums *dwte, Nums *dwpe, const std::vector<Token> &tokens,
+                         const Reals &wte, const Reals &wpe, const Reals &dout, int T, int C) {
+    for (int k = 0; k < (int)dout.size(); k++) {
+        int w = tokens[k / C] * C + k % C, p = k / C % T * C + k % C;
+        out->push_back(Num(wte[w]) + wpe[p]);
+        (*dwte)[w] = (*dwte)[w] + dout[k];
+        (*dwpe)[p] = (*dwpe)[p] + dout[k];
+    }
+}
+
+// out is one rounding; backward adds up over equal tokens and over the batch.
+static void test_embedding() {
+    enum { B = 3, T = 7, C = 130, V = 11 };
+    std::vector<Token> tokens = Batch(B * T, V, 1).inputs;
+    Reals wte = noise(V * C, 1, 1), wpe = noise((T + 2) * C, 1, 2), out(B * T * C);
+    Reals dout = noise(B * T * C, 1, 3), dwte = noise(V * C, 1, 4), dwpe = noise((T + 2) * C, 1, 5);
+    Nums want, want_dwte = nums(dwte), want_dwpe = nums(dwpe);
+    twin_embedding(&want, &want_dwte, &want_dwpe, tokens, wte, wpe, dout, T, C);
+    embedding_forward(out.data(), tokens.data(), wte.data(), wpe.data(), B, T, C);
+    embedding_backward(dwte.data(), dwpe.data(), dout.data(), tokens.data(), B, T, C);
+    compare(out, want, "forward");
+    compare(dwte, want_dwte, "dwte");
+    compare(dwpe, want_dwpe, "dwpe");
+}
+
+// LayerNorm forward, and backward from mean and rstd as the tested forward left them; dinp without
+// an addend. dweight and dbias hold on entry what backward adds to.
+struct LayerNormTwin {
+    Nums out, mean, rstd, dinp, dweight, dbias;
+    LayerNormTwin(const Reals &x, const Reals &w, const Reals &b, const Reals &dout,
+                  const Reals &dw, const Reals &db, const Reals &got_mean, const Reals &got_rstd)
+        : dweight(nums(dw)), dbias(nums(db)) {
+        const int N = (int)got_mean.size(), C = (int)w.size();
+        auto n = [&](int i, int c) { return (Num(x[i * C + c]) - got_mean[i]) * got_rstd[i]; };
+        for (int i = 0; i < N; i++) {
+            const real *row = &x[i * C], *d = &dout[i * C];
+            Num count = (wide)C, m = sum_of(C, [&](int c) { return Num(row[c]); }) / count;
+            Num v = sum_of(C, [&](int c) { return (Num(row[c]) - m) * (Num(row[c]) - m); }) / count;
+            Num r = num_rsqrt(v + Num((wide)1e-5L, unit * 1e-5));
+            mean.push_back(m);
+            rstd.push_back(r);
+            Num g = sum_of(C, [&](int c) { return Num(d[c]) * w[c]; }) / count;
+            Num gn = sum_of(C, [&](int c) { return Num(d[c]) * w[c] * n(i, c); }) / count;
+            for (int c = 0; c < C; c++) {
+                out.push_back((Num(row[c]) - m) * r * w[c] + b[c]);
+                dinp.push_back(Num(got_rstd[i]) * (Num(d[c]) * w[c] - g - n(i, c) * gn));
+            }
+        }
+        for (int c = 0; c < C; c++) {
+            dweight[c] = sum_of(
+                N + 1, [&](int i) { return i == N ? Num(dw[c]) : Num(dout[i * C + c]) * n(i, c); });
+            dbias[c] = sum_of(N + 1, [&](int i) { return Num(i == N ? db[c] : dout[i * C + c]); });
+        }
+    }
+};
+
+// want + x.
+static Nums plus(Nums want, const Reals &x) {
+    for (size_t i = 0; i < x.size(); i++) {
+        want[i] = want[i] + x[i];
+    }
+    return want;
+}
+
+// Forward and backward; addend may be NULL or dinp itself.
+static void test_layernorm() {
+    static const int shapes[][2] = {{1, 1},   {1, 48},   {2, 15},   {17, 16}, {5, 17},
+                                    {65, 80}, {34, 768}, {3, 1600}, {300, 33}};  // rows, C
+    for (auto &shape : shapes) {
+        const int N = shape[0], C = shape[1];
+        Reals x = noise(N * C, 2, 1), w = noise(C, 1, 2), b = noise(C, 1, 3), out(x.size());
+        Reals mean(N), rstd(N), dout = noise(N * C, 1, 4), addend = noise(N * C, 1, 5),
+                                dinp(x.size());
+        Reals dw = noise(C, 1, 6), db = noise(C, 1, 7), alone(x.size());
+        layernorm_forward(out.data(), mean.data(), rstd.data(), x.data(), w.data(), b.data(), N, C);
+        const LayerNormTwin want(x, w, b, dout, dw, db, mean, rstd);
+        auto backward = [&](real *result, const real *add) {
+            Reals dw2 = dw, db2 = db;
+            layernorm_backward(result, dw2.data(), db2.data(), dout.data(), x.data(), w.data(),
+                               mean.data(), rstd.data(), add, N, C);
+            compare(dw2, want.dweight, "dweight N %d C %d", N, C);
+            compare(db2, want.dbias, "dbias N %d C %d", N, C);
+        };
+        compare(mean, want.mean, "mean N %d C %d", N, C);
+        compare(rstd, want.rstd, "rstd N %d C %d", N, C);
+        compare(out, want.out, "out N %d C %d", N, C);
+        const Nums want_dinp = plus(want.dinp, addend);
+        backward(dinp.data(), addend.data());
+        backward(alone.data(), NULL);
+        backward(addend.data(), addend.data());
+        compare(dinp, want_dinp, "dinp N %d C %d", N, C);
+        compare(alone, want.dinp, "dinp without addend N %d C %d", N, C);
+        expect(same_bits(addend, dinp), "in place, N %d C %d", N, C);
+    }
+}
+
+static Num as_it_is(Num x) { return x; }
+
+// Attention of one head with its T x T matrices; results go to their places in out, lse and dqkv.
+// `narrow` is done to what a computation in 16 bits rounds: P, out, dS, dqkv.
+static void twin_attention(Nums *out, Nums *lse, Nums *dqkv, const Reals &qkv, const Reals &dout,
+                           int b, int h, int T, int C, int NH, Num (*narrow)(Num) = as_it_is) {
+    const int HS = C / NH;
+    auto place = [=](int t, int part) { return ((b * T + t) * 3 + part) * C + h * HS; };
+    Nums P(T * T), dS(T * T);
+    const Num scale = Num(1 / (wide)sqrtl((long double)HS), unit);
+    for (int t = 0; t < T; t++) {
+        const real *q = &qkv[place(t, 0)], *d = &dout[(b * T + t) * C + h * HS];
+        Num *o = &(*out)[(b * T + t) * C + h * HS];
+        Nums s, p;
+        wide most = -HUGE_VAL;
+        for (int u = 0; u <= t; u++) {
+            const real *k = &qkv[place(u, 1)];
+            s.push_back(sum_of(HS, [=](int i) { return Num(q[i]) * k[i]; }) * scale);
+            most = std::max(most, s[u].v);
+        }
+        for (int u = 0; u <= t; u++) {
+            p.push_back(num_exp(s[u] - most));
+        }
+        Num sum = sum_of(t + 1, [&](int u) { return p[u]; });
+        Num log_sum = (*lse)[(b * NH + h) * T + t] = Num(most) + num_log(sum);
+        for (int i = 0; i < HS; i++) {
+            o[i] = narrow(
+                sum_of(t + 1, [&](int u) { return narrow(p[u]) * qkv[place(u, 2) + i]; }) / sum);
+        }
+        Num D = sum_of(HS, [=](int i) { return o[i] * d[i]; });
+        for (int u = 0; u <= t; u++) {
+            const real *v = &qkv[place(u, 2)];
+            Num dp = sum_of(HS, [=](int i) { return Num(d[i]) * v[i]; });
+            P[t * T + u] = num_exp(s[u] - log_sum);
+            dS[t * T + u] = narrow(P[t * T + u] * (dp - D) * scale);
+            P[t * T + u] = narrow(P[t * T + u]);
+        }
+    }
+    for (int t = 0; t < T * HS; t++) {
+        int row = t / HS, i = t % HS;
+        (*dqkv)[place(row, 0) + i] =
+            narrow(sum_of(row + 1, [&](int u) { return dS[row * T + u] * qkv[place(u, 1) + i]; }));
+        (*dqkv)[place(row, 1) + i] = narrow(sum_of(
+            T, [&](int u) { return u < row ? Num() : dS[u * T + row] * qkv[place(u, 0) + i]; }));
+        (*dqkv)[place(row, 2) + i] = narrow(sum_of(T, [&](int u) {
+            return u < row ? Num() : P[u * T + row] * dout[(b * T + u) * C + h * HS + i];
+        }));
+    }
+}
+
+// Shapes with one key, whole tiles, one more and one less, heads of 1 to 128 channels.
+static void test_attention() {
+    static const int shapes[][4] = {{1, 1, 8, 1},   {2, 1, 48, 3},   {1, 2, 3, 3},
+                                    {2, 7, 48, 3},  {1, 65, 192, 3}, {2, 64, 64, 1},
+                                    {3, 33, 80, 5}, {1, 129, 80, 5}, {1, 66, 256, 2},
+                                    {2, 17, 35, 5}, {1, 260, 64, 2}, {1, 63, 24, 1}};
+    give_workspace();
+    for (auto &shape : shapes) {
+        const int B = shape[0], T = shape[1], C = shape[2], NH = shape[3];
+        for (int sharp = 1; sharp <= 4; sharp += 3) {  // scores of deviation 1 and 16
+            const int n = B * T * C;
+            Reals qkv = noise(3 * n, sharp, 1), dout = noise(n, 1, 2), out(n, (real)NAN);
+            Reals lse(B * NH * T, (real)NAN), dqkv(3 * n, (real)NAN);
+            Nums want(n), want_lse(lse.size()), want_dqkv(dqkv.size());
+            for (int head = 0; head < B * NH; head++) {
+                twin_attention(&want, &want_lse, &want_dqkv, qkv, dout, head / NH, head % NH, T, C,
+                               NH);
+            }
+            attention_forward(out.data(), lse.data(), qkv.data(), B, T, C, NH);
+            attention_backward(dqkv.data(), dout.data(), qkv.data(), out.data(), lse.data(), B, T,
+                               C, NH);
+            compare(out, want, "out B %d T %d C %d NH %d x %d", B, T, C, NH, sharp);
+            compare(lse, want_lse, "lse B %d T %d C %d NH %d x %d", B, T, C, NH, sharp);
+            compare(dqkv, want_dqkv, "dqkv B %d T %d C %d NH %d x %d", B, T, C, NH, sharp);
+        }
+    }
+}
+
+// e^(x - most) as the GPU's classifier computes it in 16 bits: 2^(LOG2_E x - shift), shift being
+// LOG2_E most rounded. How shift was rounded makes no difference: all powers of a row have that
+// factor, and the loss adds LN_2 shift. Relative error in units of 2^-24: |x| times that of LOG2_E,
+// |x - most| for the rounding of the fused multiply-add, and 4 for ex2.approx.ftz.f32, 2^-22 (PTX
+// ISA, "Floating Point Instructions: ex2"), whose results below 2^-126 are 0.
+static const double LOG2_E_ERROR = 0.23, LN_2_ERROR = 0.05;  // of the nearest numbers in fp32
+static Num num_power(wide x, wide most) {
+    const wide v = wide_exp(x - most);
+    return Num(v, (double)v * unit * (LOG2_E_ERROR * size(x) + size(x - most) + 4) + smallest);
+}
+
+// Losses and dlogits of rows of Vp logits, V of which count; in_powers_of_2: with num_power's
+// exponentials.
+static void twin_classifier(Nums *losses, Nums *dlogits, const Reals &logits,
+                            const std::vector<Token> &targets, real dloss, int V, int Vp,
+                            bool in_powers_of_2 = false) {
+    for (int i = 0; i < (int)targets.size(); i++) {
+        const real *x = &logits[i * Vp], most = *std::max_element(x, x + V);
+        auto p = [=](int v) {
+            return in_powers_of_2 ? num_power((wide)x[v], (wide)most) : num_exp(Num(x[v]) - most);
+        };
+        Num sum = sum_of(V, p), one = (wide)1;
+        const Num logarithm = num_log(sum);
+        // LN_2 shift, and logf, which is off by up to one unit in the last place, not by a half.
+        const Num top = in_powers_of_2 ? Num(most, (1 + LN_2_ERROR) * unit * size(most) +
+                                                       unit * size(logarithm.v)) : Num(most);
+        losses->push_back(logarithm + top - x[targets[i]]);
+        for (int v = 0; v < V; v++) {
+            Num part = p(v) / sum;
+            // rcp and two products, where a division and a product are counted already
+            part.e += in_powers_of_2 ? 2 * unit * size(part.v) : 0;
+            (*dlogits)[i * Vp + v] = (part - (v == targets[i] ? one : Num())) * dloss;
+        }
+    }
+}
+
+// Losses and dlogits; padded columns must be 0 exactly; forward alone gives the same losses.
+static void test_classifier() {
+    static const int shapes[][2] = {{1, 1}, {5, 2}, {7, 257}, {3, 50257}, {33, 128}};  // rows, V
+    for (auto &shape : shapes) {
+        const int rows = shape[0], V = shape[1], Vp = (int)round_up_i64(V, 128);
+        Reals logits = noise(rows * Vp, 3, 1), losses(rows), again = logits, forward(rows);
+        std::vector<Token> targets = Batch(rows, V, 2).targets;
+        const real dloss = (real)0.37;
+        Nums want, want_d(logits.size());  // padding: 0, tolerance 0
+        twin_classifier(&want, &want_d, logits, targets, dloss, V, Vp);
+        classifier_forward_backward(losses.data(), logits.data(), targets.data(), dloss, rows, V,
+                                    Vp, 1);
+        classifier_forward_backward(forward.data(), again.data(), targets.data(), dloss, rows, V,
+                                    Vp, 0);
+        compare(losses, want, "losses rows %d V %d", rows, V);
+        compare(logits, want_d, "dlogits rows %d V %d", rows, V);
+        expect(same_bits(losses, forward), "rows %d V %d", rows, V);
+    }
+}
+
+// Derivatives.
+// Central differences in double, fourth order: truncation h^4 f^(5) / 30 = 3e-14 f^(5) and rounding
+// about 1e-16 |f| / h = 1e-13 |f|, so a gradient that is right agrees to some 1e-10 of its size.
+
+#if GPT2_DOUBLE
+typedef std::function<double()> Loss;
+
+// Derivative of `loss` along `move`, which displaces something by its argument.
+static double slope(const Loss &loss, const std::function<void(double)> &move) {
+    const double h = 1e-3;
+    double f[4];
+    static const int steps[] = {1, -1, 2, -2};
+    for (int k = 0; k < 4; k++) {
+        move(h * steps[k]);
+        f[k] = loss();
+    }
+    move(0);
+    return (8 * (f[0] - f[1]) - (f[2] - f[3])) / (12 * h);
+}
+
+// Every element of `gradient` against the difference of `loss` in the same element of `x`.
+static void expect_gradient_at(int line, Reals *x, const Reals &gradient, const Loss &loss,
+                               const char *name) {
+    double size = 1;
+    for (real g : gradient) {
+        size = std::max(size, fabs(g));
+    }
+    for (size_t i = 0; i < x->size(); i++) {
+        const real keep = (*x)[i];
+        double found = slope(loss, [&](double by) { (*x)[i] = keep + by; });
+        near_at(line, gradient[i], found, 1e-10 * size, text("%s [%zu]", name, i));
+    }
+}
+#define expect_gradient(x, gradient, loss) expect_gradient_at(__LINE__, &x, gradient, loss, #x)
+
+// <a, b>.
+static double dot(const Reals &a, const Reals &b) {
+    double sum = 0;
+    for (size_t i = 0; i < a.size(); i++) {
+        sum += a[i] * b[i];
+    }
+    return sum;
+}
+
+// For each layer: loss = <dout, layer(inputs)>, whose gradients are what backward returns.
+static void test_derivatives_linear() {
+    enum { N = 3, C = 5, OC = 7 };
+    give_workspace();
+    Reals inp = noise(N * C, 1, 1), weight = noise(OC * C, 1, 2), bias = noise(OC, 1, 3);
+    Reals addend = noise(N * OC, 1, 4), dout = noise(N * OC, 1, 5), out(N * OC);
+    Reals dinp(N * C), dweight(OC * C), dbias(OC);
+    matmul_backward(dinp.data(), dweight.data(), dbias.data(), dout.data(), inp.data(),
+                    weight.data(), N, C, OC);
+    Loss loss = [&] {
+        matmul_forward(out.data(), inp.data(), weight.data(), bias.data(), addend.data(), N, C, OC);
+        return dot(out, dout);
+    };
+    expect_gradient(inp, dinp, loss);
+    expect_gradient(weight, dweight, loss);
+    expect_gradient(bias, dbias, loss);
+    expect_gradient(addend, dout, loss);
+}
+
+// Inputs, weights and biases of a LayerNorm whose width is no multiple of anything.
+static void test_derivatives_layernorm() {
+    enum { N = 3, C = 19 };
+    Reals inp = noise(N * C, 1, 1), weight = noise(C, 1, 2), bias = noise(C, 1, 3), out(N * C);
+    Reals dout = noise(N * C, 1, 4), mean(N), rstd(N), dinp(N * C), dweight(C), dbias(C);
+    Loss loss = [&] {
+        layernorm_forward(out.data(), mean.data(), rstd.data(), inp.data(), weight.data(),
+                          bias.data(), N, C);
+        return dot(out, dout);
+    };
+    loss();
+    layernorm_backward(dinp.data(), dweight.data(), dbias.data(), dout.data(), inp.data(),
+                       weight.data(), mean.data(), rstd.data(), NULL, N, C);
+    expect_gradient(inp, dinp, loss);
+    expect_gradient(weight, dweight, loss);
+    expect_gradient(bias, dbias, loss);
+}
+
+// All of dqkv, two sequences of five heads.
+static void test_derivatives_attention() {
+    enum { B = 2, T = 9, C = 20, NH = 5 };
+    give_workspace();
+    Reals qkv = noise(B * T * 3 * C, 1, 1), out(B * T * C), lse(B * NH * T);
+    Reals dout = noise(B * T * C, 1, 2), dqkv(qkv.size());
+    Loss loss = [&] {
+        attention_forward(out.data(), lse.data(), qkv.data(), B, T, C, NH);
+        return dot(out, dout);
+    };
+    loss();
+    attention_backward(dqkv.data(), dout.data(), qkv.data(), out.data(), lse.data(), B, T, C, NH);
+    expect_gradient(qkv, dqkv, loss);
+}
+
+// x from -3.5 to 3.5.
+static void test_derivatives_gelu() {
+    Reals inp = noise(301, 2, 1), out(301), dout = noise(301, 1, 2), dinp(301);
+    gelu_backward(dinp.data(), dout.data(), inp.data(), inp.size());
+    Loss loss = [&] {
+        gelu_forward(out.data(), inp.data(), inp.size());
+        return dot(out, dout);
+    };
+    expect_gradient(inp, dinp, loss);
+}
+
+// Weighted losses of three rows; padded logits have no influence.
+static void test_derivatives_classifier() {
+    enum { ROWS = 3, V = 21, Vp = 128 };
+    Reals logits = noise(ROWS * Vp, 1, 1), losses(ROWS), dlogits = logits;
+    static const Token targets[ROWS] = {0, 20, 7};
+    classifier_forward_backward(losses.data(), dlogits.data(), targets, 0.25, ROWS, V, Vp, 1);
+    Loss loss = [&] {
+        Reals scratch_logits = logits;
+        classifier_forward_backward(losses.data(), scratch_logits.data(), targets, 0, ROWS, V, Vp,
+                                    0);
+        return 0.25 * (losses[0] + losses[1] + losses[2]);
+    };
+    expect_gradient(logits, dlogits, loss);
+}
+
+// The whole network: for each of the sixteen tensors (all layers at once) the slope along two
+// random directions of unit length and along a dozen single elements.
+static void test_derivatives_network() {
+    Model m = shape("l2h3c48t8", 257);
+    Net n(m, 2, 7, RECOMPUTE_MLP, 1, 5);
+    Batch b(14, 257, 1);
+    n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
+    const Reals g = n.gradients(), start = n.state(STATE_WEIGHTS);
+    for (int tensor = 0; tensor < TENSORS; tensor++) {
+        std::vector<size_t> elements;  // of this tensor, in the flat buffer
+        double squares = 0;
+        for (int l = 0; l < tensor_copies(&m, tensor); l++) {
+            for (int64_t i = 0; i < tensor_size(&m, tensor); i++) {
+                elements.push_back((size_t)(tensor_offset(&m, tensor, l) + i));
+                squares += g[elements.back()] * g[elements.back()];
+            }
+        }
+        const size_t count = elements.size();
+        const double typical = sqrt(squares / (double)count);  // size of a slope along a direction
+        for (size_t trial = 0; trial < 14; trial++) {
+            Reals direction =
+                trial < 2 ? noise(count, 1 / sqrt((double)count), 77 + trial) : Reals(count);
+            if (trial >= 2) {
+                direction[trial * 7919 % count] = 1;
+            }
+            double want = 0;
+            for (size_t i = 0; i < count; i++) {
+                want += direction[i] * g[elements[i]];
+            }
+            Reals moved = start;
+            double found =
+                slope([&] { return n.e.forward_loss(&n.e, NULL, &b.inputs[0], &b.targets[0]); },
+                      [&](double by) {
+                          for (size_t i = 0; i < count; i++) {
+                              moved[elements[i]] = start[elements[i]] + by * direction[i];
+                          }
+                          n.e.write(&n.e, STATE_WEIGHTS, 0, moved.data(), n.size());
+                      });
+            // The loss is about 6: rounding 6e-13, truncation of the like.
+            expect_near(want, found, 4e-12 + 1e-8 * typical, "%s, direction %zu (size %.1e)",
+                        tensor_table[tensor].name, trial, typical);
+        }
+    }
+}
+#endif

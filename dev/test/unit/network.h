@@ -1,0 +1,467 @@
+// network.h -- tests of the network on the CPU.
+// Volume I's chapter The network and the CPU's engine: what must be equal to the bit (recompute
+// levels, numbers of threads), and what only to rounding (batches cut in another way).
+
+struct Trace {
+    std::vector<double> losses;
+    Reals gradients, weights;
+    bool operator==(const Trace &other) const {
+        return losses == other.losses && same_bits(gradients, other.gradients) &&
+               same_bits(weights, other.weights);
+    }
+};
+
+// Two optimizer steps of `accum_steps` micro-batches: every loss, the first step's gradients, the
+// weights after both.
+static Trace trace(Net *n, int accum_steps) {
+    const int N = n->s.B * n->s.T;
+    Trace result;
+    Options o;
+    options_default(&o);
+    o.weight_decay = 0.1;
+    for (int step = 0; step < 2; step++) {
+        Batch b(N * accum_steps, n->s.model.V, (uint64_t)(5 + step));
+        for (int k = 0; k < accum_steps; k++) {
+            n->e.micro_step(&n->e, &b.inputs[(size_t)(k * N)], &b.targets[(size_t)(k * N)], k,
+                            accum_steps);
+        }
+        if (step == 0) {
+            result.gradients = n->gradients();
+        }
+        StepResult r = n->e.update(&n->e, &o, 1e-2, HUGE_VAL, step);
+        expect(isfinite(r.norm) && r.norm > 0 && !r.skipped, "step %d: norm %g", step, r.norm);
+        result.losses.push_back(r.loss);
+    }
+    result.weights = n->state(STATE_WEIGHTS);
+    return result;
+}
+
+static const struct {
+    const char *e;
+    int V, B, T, logit_rows;
+} network_shapes[] = {{"l2h3c48t8", 257, 2, 7, 0},
+                      {"l3h5c80t33", 300, 1, 33, 10},
+                      {"l1h1c64t65", 129, 2, 65, 13},
+                      {"l2h2c6t1", 5, 3, 1, 0}};
+
+// Every level in all blocks, and block:K for every K, against none.
+static void test_recompute_bits() {
+    int runs = 0;
+    for (auto &shape_row : network_shapes) {
+        Model m = shape(shape_row.e, shape_row.V);
+        auto run = [&](int level, int blocks) {
+            Net n(m, shape_row.B, shape_row.T, level, blocks, shape_row.logit_rows);
+            runs++;
+            return trace(&n, 2);
+        };
+        Trace reference = run(RECOMPUTE_NONE, m.L);
+        expect(isfinite(reference.losses[0]) && reference.losses[0] != reference.losses[1]);
+        for (int level = RECOMPUTE_GELU; level < RECOMPUTE_LEVELS; level++) {
+            for (int blocks = level == RECOMPUTE_BLOCK ? 0 : m.L; blocks <= m.L; blocks++) {
+                expect(run(level, blocks) == reference, "%s, -r %s in %d", shape_row.e,
+                       level_table[level].name, blocks);
+            }
+        }
+    }
+    detail = text("%d runs", runs);
+}
+
+// Numbers of all that a run does between its micro-steps: samples, validation, states read as a
+// checkpoint reads them, a step that is skipped, weights written as a resume writes them.
+static Reals busy_trace(Net *n, int accum_steps) {
+    const int N = n->s.B * n->s.T, V = n->s.model.V;
+    Reals all, logits((size_t)V);
+    Options o;
+    options_default(&o);
+    o.weight_decay = 0.1;
+    auto add = [&](const Reals &x) { all.insert(all.end(), x.begin(), x.end()); };
+    if (n->s.dtype == TYPE_FP16) {
+        n->e.scale_loss(&n->e, 8, 0);  // few rows allow no more
+    }
+    for (int step = 0; step < 4; step++) {
+        Batch b(N * accum_steps, V, (uint64_t)(5 + step));
+        for (int k = 0; k < accum_steps; k++) {
+            const Token *inputs = &b.inputs[(size_t)(k * N)];
+            const Token *targets = &b.targets[(size_t)(k * N)];
+            if ((step + k) % 2) {
+                add({(real)n->e.forward_loss(&n->e, NULL, inputs, targets)});
+                n->e.logits(&n->e, logits.data(), inputs, min_int(3, n->s.T));
+                add(logits);
+            }
+            n->e.micro_step(&n->e, inputs, targets, k, accum_steps);
+        }
+        add(n->gradients());
+        const double limit = step == 1 ? 0 : HUGE_VAL;
+        StepResult r = n->e.update(&n->e, &o, 1e-2, limit, step);
+        expect(r.skipped == (step == 1) && isfinite(r.norm) && r.norm > 0, "step %d", step);
+        add({(real)r.loss, (real)r.norm});
+        for (int state : {STATE_WEIGHTS, STATE_M, STATE_V}) {
+            add(n->state(state));
+        }
+        if (step == 2) {
+            Reals half = n->state(STATE_WEIGHTS);
+            n->e.forward_loss(&n->e, NULL, b.inputs.data(), b.targets.data());
+            for (real &x : half) {
+                x *= (real)0.5;
+            }
+            n->e.write(&n->e, STATE_WEIGHTS, 0, half.data(), n->size());
+        }
+    }
+    return all;
+}
+
+// Every state alone and all together in host memory against none, in networks of one block, of as
+// many as there are slots, of one more, and of more than slots are filled ahead. A build with
+// sanitizers takes a quarter of these runs.
+static void test_offload_bits() {
+    int runs = 0, turn = 0;
+    for (const char *e : {"l1h1c16t8", "l2h2c16t8", "l3h1c24t9", "l6h2c20t7"}) {
+        Model m = shape(e, 257);
+        for (int level : {0, 1}) {
+            for (int accum_steps : {1, 3}) {
+                if (TEST_ASAN && turn++ % 4 != (m.L == 6 ? 3 : m.L)) {
+                    continue;
+                }
+                auto run = [&](const char *offload) {
+                    Net n(m, text("-b 2 -t 7 -r %d --offload ", level) + offload, 0);
+                    runs++;
+                    return busy_trace(&n, accum_steps);
+                };
+                const Reals want = run("none");
+                for (const char *offload : {"weights", "gradients", "moments", "residuals",
+                                            "weights,gradients,moments,residuals"}) {
+                    expect(same_bits(run(offload), want), "%s, -r %d, %d micro-steps, %s", e,
+                           level, accum_steps, offload);
+                }
+            }
+        }
+    }
+    detail = text("%d runs", runs);
+}
+
+// A slot is refused to all but its tenant, and to whoever asks before the tenant is there.
+static void test_slots() {
+#ifdef _OPENMP
+    omp_set_num_threads(1);  // as in test_arena
+#endif
+    Model m = shape("l4h1c16t8", 257);
+    Net n(m, "-b 1 -t 7 --offload weights,gradients,residuals", 0);
+    Plan *p = &n.plan;
+    Batch b(7, m.V, 1);
+    n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
+    weight(p, FCW, 0);  // blocks 0 and 1 are the last to have come
+    weight(p, FCW, 1);
+    weight(p, LN1W, 3);
+    expect_death(weight(p, FCW, 2), "weights of block 2 are not in their slot at tick");
+    expect_death(dweight(p, QKVW, 3), "gradients of block 3 are not in their slot at tick");
+    expect_death(act(p, ACT_X, 2), "residuals of block 2 are not in their slot at tick");
+    n.e.write(&n.e, STATE_WEIGHTS, 0, n.state(STATE_WEIGHTS).data(), n.size());
+    expect_death(weight(p, FCW, 0), "weights of block 0 are not in their slot at tick");
+    plan_tick(p, 0);
+    visits_move(p, 0, MOVE_ARRIVE, 0);
+    expect_death(weight(p, FCW, 0), "weights of block 0 are not in their slot at tick 0");
+}
+
+// Whole steps with products of bf16: the same bits whatever the threads and the recomputation, and
+// gradients near those of fp32, within four units of bf16: an operand that is rounded has an error
+// of half a unit at most, and errors of a sum's terms cancel, but each stage of a block adds
+// its own.
+static void test_bf16_steps() {
+    const char *missing = bf16_missing();
+    if (missing) {
+        skip(missing);
+    }
+    double worst = 0;
+    for (const char *e : {"l2h3c48t70", "l3h5c80t33"}) {
+        const Model m = shape(e, 257);
+        Net exact(m, "-b 3", 0);
+        const Trace want = trace(&exact, 2);
+        Trace first;
+        for (const char *options : {"-b 3 --matmul bf16", "-b 3 --matmul bf16 -r block"}) {
+            for (int threads = 1; threads <= 3; threads++) {
+#ifdef _OPENMP
+                omp_set_num_threads(threads);
+#endif
+                Net n(m, options, 0);
+                const Trace got = trace(&n, 2);
+                first = first.losses.empty() ? got : first;
+                expect(got == first, "%s %s, %d threads", e, options, threads);
+            }
+        }
+        double difference = 0, size = 0;
+        for (size_t i = 0; i < want.gradients.size(); i++) {
+            difference += pow((double)first.gradients[i] - (double)want.gradients[i], 2);
+            size += pow((double)want.gradients[i], 2);
+        }
+        worst = fmax(worst, sqrt(difference / size));
+        expect(difference > 0, "%s: nothing was rounded", e);
+        expect_near((wide)sqrt(difference / size), 0, 0x1p-6, "gradients of %s", e);
+        expect_near((wide)first.losses[0], (wide)want.losses[0], 0x1p-8, "loss of %s", e);
+    }
+    detail = text("gradients within %.1e of fp32's, bound 1.6e-02", worst);
+}
+
+// Losses, gradients, weights, and products large enough to be shared out, for 1 to 3 threads.
+static void test_thread_bits() {
+#ifdef _OPENMP
+    Trace first[4];
+    Reals products[3];
+    const int N = 70, C = 1000, OC = 112;  // of one row too, enough products to be shared out
+    Reals inp = noise(N * C, 1, 1), weight = noise(OC * C, 1, 2), dout = noise(N * OC, 1, 3);
+    Reals qkv = noise(2 * 70 * 3 * 64, 1, 4), dqkv(qkv.size()), datt = noise(2 * 70 * 64, 1, 5);
+    for (int threads = 1; threads <= 3; threads++) {
+        omp_set_num_threads(threads);
+        for (size_t k = 0; k < 4; k++) {
+            auto &row = network_shapes[k];
+            Net n(shape(row.e, row.V), row.B, row.T, 0, -1, row.logit_rows);
+            Trace t = trace(&n, 2);
+            expect(threads == 1 || t == first[k], "%s, %d threads", row.e, threads);
+            first[k] = threads == 1 ? t : first[k];
+        }
+        give_workspace();
+        Reals out(N * OC), dinp(N * C), dweight(OC * C), dbias(OC), att(datt.size()),
+            lse(2 * 4 * 70), row(OC);
+        #pragma omp parallel
+        #pragma omp master
+        {
+            matvec_forward(row.data(), inp.data(), weight.data(), NULL, NULL, 1, C, OC);
+            matmul_forward(out.data(), inp.data(), weight.data(), NULL, NULL, N, C, OC);
+            matmul_backward(dinp.data(), dweight.data(), dbias.data(), dout.data(), inp.data(),
+                            weight.data(), N, C, OC);
+            attention_forward(att.data(), lse.data(), qkv.data(), 2, 70, 64, 4);
+            attention_backward(dqkv.data(), datt.data(), qkv.data(), att.data(), lse.data(), 2, 70,
+                               64, 4);
+        }
+        Reals all;
+        for (Reals *part : {&out, &dinp, &dweight, &dbias, &att, &lse, &dqkv, &row}) {
+            all.insert(all.end(), part->begin(), part->end());
+        }
+        products[threads - 1] = all;
+        expect(same_bits(all, products[0]), "matmul or attention, %d threads", threads);
+    }
+    detail = "1, 2 and 3 threads";
+#else
+    skip("built without OpenMP");
+#endif
+}
+
+// One batch of 4, two of 2, four of 1, and irregular chunks of logits: equal up to rounding. Each
+// gradient went through at most 6 L + 2 matmuls, each with the error of a sum of 4 C products.
+static void test_accumulation() {
+    Model m = shape("l2h3c48t8", 257);
+    const double tol = (6 * m.L + 2) * 2 * sum_error(4 * m.C);
+    Net whole(m, 4, 7);
+    Trace want = trace(&whole, 1);
+    static const int cuts[][3] = {{2, 2, 0}, {1, 4, 0}, {4, 1, 9}, {2, 2, 1}};  // B, steps, chunk
+    for (auto &cut : cuts) {
+        Net n(m, cut[0], 7, 0, -1, cut[2]);
+        Trace got = trace(&n, cut[1]);
+        expect_near(got.losses[0], want.losses[0], tol * want.losses[0], "loss, B %d", cut[0]);
+        for (int tensor = 0; tensor < TENSORS; tensor++) {
+            double distance = 0, size = 0;
+            for (int l = 0; l < tensor_copies(&m, tensor); l++) {
+                for (int64_t i = 0; i < tensor_size(&m, tensor); i++) {
+                    size_t k = (size_t)(tensor_offset(&m, tensor, l) + i);
+                    double w = (double)want.gradients[k], d = (double)got.gradients[k] - w;
+                    distance += d * d;
+                    size += w * w;
+                }
+            }
+            expect_near((wide)sqrt(distance), 0, tol * sqrt(size), "%s, B %d x %d, chunk %d",
+                        tensor_table[tensor].name, cut[0], cut[1], cut[2]);
+        }
+    }
+}
+
+// A token changes nothing before it; forward_loss, micro_step and logits tell the same loss; the
+// padded rows of wte stay zero through training.
+static void test_network_facts() {
+    Model m = shape("l2h3c48t12", 200);
+    const int T = 12;
+    Net n(m, 1, T);
+    Batch b(T, m.V, 1);
+    double loss = n.e.forward_loss(&n.e, NULL, b.inputs.data(), b.targets.data());
+    const real *losses = buffer(&n.plan, BUF_LOSSES);
+    Reals before(losses, losses + T);
+    Reals logits((size_t)m.V);
+    for (int length = 1; length <= T; length += 5) {
+        n.e.logits(&n.e, logits.data(), b.inputs.data(), length);
+        double most = -HUGE_VAL, sum = 0;
+        for (real x : logits) {
+            most = std::max(most, (double)x);
+        }
+        for (real x : logits) {
+            sum += exp((double)x - most);
+        }
+        double found = log(sum) + most - (double)logits[(size_t)b.targets[(size_t)length - 1]];
+        expect_near((wide)found, before[(size_t)length - 1],
+                    14 * sum_error(4 * m.C) * 4 * (1 + most), "logits after %d tokens", length);
+    }
+    n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
+    Options o;
+    options_default(&o);
+    o.weight_decay = 0.1;
+    expect(n.e.update(&n.e, &o, 0, HUGE_VAL, 0).loss == loss, "forward_loss and micro_step");
+    for (int t = T - 1; t > 0; t--) {
+        b.inputs[(size_t)t] = (b.inputs[(size_t)t] + 1) % m.V;
+        n.e.forward_loss(&n.e, NULL, b.inputs.data(), b.targets.data());
+        expect(memcmp(losses, before.data(), (size_t)t * sizeof(real)) == 0 &&
+                   losses[t] != before[(size_t)t],
+               "token %d is seen too early, or never", t);
+    }
+    for (int step = 0; step < 3; step++) {
+        n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
+        n.e.update(&n.e, &o, 0.1, HUGE_VAL, step);
+    }
+    Reals w = n.state(STATE_WEIGHTS);
+    for (size_t i = (size_t)m.V * (size_t)m.C; i < (size_t)m.Vp * (size_t)m.C; i++) {
+        expect(w[i] == 0, "padded row %d", (int)i / m.C);
+    }
+}
+
+// With a KV cache, in pieces of all sizes, the logits are those of the whole window but for
+// rounding, since a token by itself has sums of another order; and again where other tokens follow
+// the first ones, as in a second sample. In the plan are weights, cache, and of everything else a
+// few rows.
+static void test_kv_cache() {
+    static const struct {
+        const char *e;
+        int V, again;
+        std::vector<int> pieces;
+    } rows[] = {{"l2h3c48t12", 200, 5, {1, 1, 4, 6}},
+                {"l2h2c80t300", 257, 130, {1, 70, 57, 1, 130, 1, 40}},
+                {"l1h3c6t140", 130, 127, {64, 64, 1, 11}},
+                {"l2h1c400t70", 20, 64, {69, 1}}};
+    for (auto &row : rows) {
+        Model m = shape(row.e, row.V);
+        Net whole(m, 1, m.maxT), cached(m, "--generate", 0);
+        Batch b(m.maxT, m.V, 1);
+        Reals want((size_t)m.V), got((size_t)m.V);
+        auto compare_after = [&](int first, int n) {
+            cached.e.extend(&cached.e, got.data(), &b.inputs[(size_t)first], first, n);
+            whole.e.logits(&whole.e, want.data(), b.inputs.data(), first + n);
+            for (int v = 0; v < m.V; v++) {
+                expect_near((wide)got[(size_t)v], (wide)want[(size_t)v],
+                            (2 + 6 * m.L) * sum_error(4 * m.C), "%s: %d tokens behind %d", row.e, n,
+                            first);
+            }
+        };
+        int first = 0;
+        for (const int n : row.pieces) {
+            compare_after(first, n);
+            first += n;
+        }
+        for (int t = row.again; t < m.maxT; t++) {
+            b.inputs[(size_t)t] = (b.inputs[(size_t)t] + 1) % m.V;
+        }
+        compare_after(row.again, 1);
+        compare_after(row.again + 1, m.maxT - row.again - 1);
+        size_t device[GROUPS], host[GROUPS];
+        plan_groups(&cached.plan, device, host);
+        const size_t cache = 2 * (size_t)(m.L * m.maxT * m.C) * sizeof(real);
+        const size_t few = sizeof(real) * GENERATE_ROWS * 20 * (size_t)(m.C + 64) +
+                           matmul_workspace_bytes(cached.s.threads);
+        expect(device[GROUP_CACHE] - cache < PLAN_ALIGN + PLAN_GAP + 1, "%s: %zu bytes", row.e,
+               device[GROUP_CACHE]);
+        expect(cached.plan.device_bytes < (size_t)cached.size() * sizeof(real) + cache + few,
+               "%s: %zu bytes", row.e, cached.plan.device_bytes);
+        expect(device[GROUP_GRADIENTS] + device[GROUP_MOMENTS] + device[GROUP_KEPT] +
+               cached.plan.host_bytes == 0, "%s: states of training", row.e);
+    }
+    // In training a chunk of one row has the sums of any other row.
+    Reals losses[2];
+    for (int k = 0; k < 2; k++) {
+        Net n(shape("l1h3c72t9", 257), 1, 9, 0, -1, k ? 1 : 9);
+        Batch b(9, 257, 1);
+        losses[k].resize(9);
+        n.e.forward_loss(&n.e, losses[k].data(), b.inputs.data(), b.targets.data());
+    }
+    expect(same_bits(losses[0], losses[1]), "chunks of one row");
+}
+
+// The tokens of samples, one behind another from the same cache, are those picked from the logits
+// of the whole window: within the window, past it, and behind a sample of either kind. The first
+// one of each sample is picked from the same bits.
+static void test_generated_tokens() {
+    Model m = shape("l2h3c48t12", 257);
+    Net whole(m, 1, m.maxT), cached(m, "--generate", 0);
+    const int PROMPT = 4, MOST = 20;
+    Batch b(PROMPT, m.V, 1);
+    std::vector<Token> tokens(PROMPT + MOST);
+    std::vector<Candidate> candidates((size_t)m.V);
+    Reals logits((size_t)m.V), prompt_logits((size_t)m.V), first;
+    Options o;
+    options_default(&o);
+    const SampleRule rule = {o.temperature, o.top_p, o.top_k};
+    Generator g;
+    memset((void *)&g, 0, sizeof g);
+    g.engine = &cached.e;
+    g.o = &o;
+    g.tokenizer = TOKENIZER_BYTES;
+    g.V = m.V;
+    g.T = m.maxT;
+    g.tokens = tokens.data();
+    g.logits = logits.data();
+    g.prompt_logits = prompt_logits.data();
+    g.scratch = candidates.data();
+    int kept = 0, sample = 0;
+    fflush(stdout);
+    const int terminal = dup(1), nowhere = open("/dev/null", O_WRONLY);
+    for (const int length : {5, 8, MOST, 6, MOST}) {
+        std::vector<Token> want(b.inputs);
+        o.sample_tokens = length;
+        memcpy(g.tokens, want.data(), PROMPT * sizeof(Token));
+        dup2(nowhere, 1);
+        kept = generate_sample(&g, sample, PROMPT, kept);
+        dup2(terminal, 1);
+        for (uint64_t i = 0; i < (uint64_t)length; i++) {
+            const int n = (int)want.size(), start = std::max(0, n - m.maxT);
+            whole.e.logits(&whole.e, logits.data(), &want[(size_t)start], n - start);
+            const double u =
+                rng_uniform((uint64_t)o.seed, RNG_SAMPLE, 0, (uint64_t)sample << 32 | i);
+            want.push_back(sample_token(logits.data(), m.V, &rule, u, candidates.data()));
+            if (want.back() == BYTE_END_OF_TEXT) {
+                break;
+            }
+        }
+        expect(memcmp(want.data(), g.tokens, want.size() * sizeof(Token)) == 0, "sample %d",
+               sample);
+        first = sample ? first : prompt_logits;
+        expect(same_bits(prompt_logits, first), "the first token of sample %d", sample);
+        sample++;
+    }
+    close(nowhere);
+    close(terminal);
+}
+
+// Deviations of the initial weights within four standard errors; what is not random is exact.
+static void test_initialise() {
+    Model m = shape("l3h2c64t20", 257);
+    Net n(m, 1, 4);
+    engine_initialise(&n.e, &m, 42);
+    Reals w = n.state(STATE_WEIGHTS), v = n.state(STATE_V);
+    expect(std::count(v.begin(), v.end(), (real)0) == n.size());
+    for (int tensor = 0; tensor < TENSORS; tensor++) {
+        int64_t size = tensor_rows(&m, tensor) * tensor_cols(&m, tensor);
+        Init init = tensor_table[tensor].init;
+        double std = init == INIT_RESIDUAL ? 0.02 / sqrt(6.0)
+                     : init == INIT_NORMAL ? 0.02
+                                           : 0,
+               sum = 0;
+        for (int l = 0; l < tensor_copies(&m, tensor); l++) {
+            const real *x = &w[(size_t)tensor_offset(&m, tensor, l)];
+            for (int64_t i = 0; i < size; i++) {
+                double d = (double)x[i] - (init == INIT_ONE);
+                sum += d * d / (double)(size * tensor_copies(&m, tensor));
+            }
+        }
+        expect_near((wide)sqrt(sum), (wide)std, 4 * std / sqrt(2.0 * (double)size), "%s",
+                    tensor_table[tensor].name);
+    }
+    engine_initialise(&n.e, &m, 42);
+    expect(same_bits(w, n.state(STATE_WEIGHTS)), "the same seed");
+    engine_initialise(&n.e, &m, 43);
+    expect(!same_bits(w, n.state(STATE_WEIGHTS)), "another seed");
+    const real *first = &w[(size_t)tensor_offset(&m, QKVW, 0)];
+    expect(memcmp(first, &w[(size_t)tensor_offset(&m, QKVW, 1)], 64) != 0, "layers differ");
+}

@@ -1,0 +1,452 @@
+// output.h -- tests of sampling, evaluation, the log, and of failures that no user can cause.
+
+// Likeliest token, top-k, top-p, and frequencies: the inverse of the distribution at n even places
+// gives each token n p tokens, within two.
+static void test_sampling() {
+    enum { V = 6, DRAWS = 20000 };
+    static const double p[V] = {0.05, 0.4, 0.1, 0.25, 0.15, 0.05};
+    real logits[V];
+    Candidate candidates[V];
+    for (int v = 0; v < V; v++) {
+        logits[v] = (real)(log(p[v]) + 3);
+    }
+    static const struct {
+        double temperature, top_p;
+        int top_k;
+        double want[V];
+    } cases[] = {{1, 1, 0, {0.05, 0.4, 0.1, 0.25, 0.15, 0.05}},
+                 {0, 1, 0, {0, 1, 0, 0, 0, 0}},
+                 {1, 1, 2, {0, 0.4 / 0.65, 0, 0.25 / 0.65, 0, 0}},
+                 {1, 1, 99, {0.05, 0.4, 0.1, 0.25, 0.15, 0.05}},
+                 {1, 0.7, 0, {0, 0.5, 0, 0.3125, 0.1875, 0}},  // 0.4 + 0.25 + 0.15 reaches 0.7
+                 {1, 1e-6, 0, {0, 1, 0, 0, 0, 0}},
+                 {1, 0.6, 3, {0, 0.4 / 0.65, 0, 0.25 / 0.65, 0, 0}},  // of 0.8: 0.65 reaches 0.48
+                 {1, 0.45, 3, {0, 1, 0, 0, 0, 0}},  // 0.4 reaches 0.36, and would not reach 0.45
+                 {0.5, 1, 0, {0.01, 0.64, 0.04, 0.25, 0.09, 0.01}}};  // squares over 0.25 + ...
+    for (auto &c : cases) {
+        int counts[V] = {0};
+        double sum = 0;
+        for (int v = 0; v < V; v++) {
+            sum += c.want[v];
+        }
+        for (int i = 0; i < DRAWS; i++) {
+            SampleRule rule = {c.temperature, c.top_p, c.top_k};
+            counts[sample_token(logits, V, &rule, (i + 0.5) / DRAWS, candidates)]++;
+        }
+        for (int v = 0; v < V; v++) {
+            expect_near(counts[v], (wide)(c.want[v] / sum * DRAWS), c.want[v] == 0 ? 0 : 2,
+                        "token %d, temperature %g top-k %d top-p %g", v, c.temperature, c.top_k,
+                        c.top_p);
+        }
+    }
+    real equal[V] = {1, 2, 2, 0, 2, 1};
+    const SampleRule likeliest = {0, 1, 0};
+    expect(sample_token(equal, V, &likeliest, 0.9, candidates) == 1, "the first of equals");
+    real four[4] = {1, 1, 1, 1};
+    const SampleRule half = {1, 0.5, 0};  // two of them have it exactly
+    expect(sample_token(four, 4, &half, 0.99, candidates) == 1, "one more than top-p needs");
+}
+
+// The checker itself, text of every byte, numbers that are none, and cutting back.
+static void test_log() {
+    expect(json_valid("{\"a\":[1,-2.5e3,\"x\\u00e9\\n\",{}],\"b\":null}") && json_valid("[]"));
+    for (const char *bad :
+         {"{\"a\":nan}", "{\"a\":1,}", "[1 2]", "{\"a\" 1}", "\"\n\"", "{", "inf", "[1]]"}) {
+        expect(!json_valid(bad), "%s", bad);
+    }
+    // What begins and ends each range of well-formed UTF-8, and what lies just outside.
+    for (const char *utf8 : {"\xc3\xa9", "\xe2\x82\xac\xed\x9f\xbf", "\xf0\x9f\x98\x80", "\x7f",
+                             "\xc2\x80\xf4\x8f\xbf\xbf\xe0\xa0\x80\xf0\x90\x80\x80"}) {
+        expect(json_valid(Text("\"") + utf8 + "\""), "%s", utf8);
+    }
+    for (const char *none : {"\x80", "\xc3", "\xc3(", "\xc0\xaf", "\xe0\x9f\xbf", "\xed\xa0\x80",
+                             "\xe2\x82", "\xf0\x8f\xbf\xbf", "\xf4\x90\x80\x80", "\xff",
+                             "\xf5\x80\x80\x80", "\\\xc3\xa9", "\\u12"}) {
+        expect(!json_valid(Text("\"") + none + "\""), "%s", none);
+    }
+    FILE *f = fopen("text", "w");
+    fputs("{\"sample\":\"", f);
+    char bytes[257];
+    for (int i = 0; i < 256; i++) {
+        bytes[i] = (char)i;
+    }
+    json_text(f, bytes, 256);
+    fputs("\"", f);
+    json_number(f, "x", NAN);
+    json_number(f, "y", -HUGE_VAL);
+    json_number(f, "z", 0.1);
+    fputs("}", f);
+    fclose(f);
+    Text line = read_file("text");
+    expect(json_valid(line) && line.find("\"x\":null,\"y\":null,\"z\":0.1}") != Text::npos);
+    const Text head = "{\"event\":\"start\"}\n{\"step\":1,\"loss\":2}\n";
+    const Text long_line = "{\"step\":2,\"sample\":\"" + Text(1000, 'x') + "\"}\n";
+    static const struct {
+        const char *tail;
+        int step, keeps_long;
+    } cuts[] = {
+        {"{\"step\":3,\"loss\":1}\n", 2, 1}, {"{\"step\":2,\"lo", 2, 1}, {"", 2, 1}, {"", 1, 0}};
+    for (auto &cut : cuts) {
+        write_file("log", head + long_line + cut.tail);
+        log_cut("log", cut.step);
+        expect(read_file("log") == (cut.keeps_long ? head + long_line : head), "%s", cut.tail);
+    }
+    // Reading that fails half way, here for want of memory for a line, cuts nothing.
+    enum { LONG = 64 << 20 };
+    write_file("log", head);
+    expect(truncate("log", LONG) == 0);
+    const int status = outcome(spawn([] {
+        struct rlimit limit = {LONG / 2, LONG / 2};
+        limit.rlim_cur += (rlim_t)file_number("/proc/self/status", "VmSize:", 0) << 10;
+        limit.rlim_max = limit.rlim_cur;
+        expect(TEST_ASAN || setrlimit(RLIMIT_AS, &limit) == 0);  // which needs terabytes itself
+        expect(TEST_ASAN || (log_cut("log", 9) < 0 && errno == ENOMEM));
+    })).status;
+    expect(status == 0 && read_file("log").size() == LONG, "status %d", status);
+}
+
+// A signal ends a wait for input even if it comes between the last look at stop_signal and the
+// wait; input and errors come through.
+static void test_read_or_stop() {
+    int ends[2];
+    char byte = 0;
+    expect(pipe(ends) == 0 && write(ends[1], "x", 1) == 1);
+    expect(read_or_stop(ends[0], &byte, 1) == 1 && byte == 'x');
+    expect(read_or_stop(999, &byte, 1) == -1 && errno == EBADF);  // closed, as stdin may be
+    const pid_t late = fork();  // ends a wait that nothing else ends
+    if (late == 0) {
+        usleep(1000000);
+        _exit(write(ends[1], "y", 1) != 1);
+    }
+    stop_on_signals();
+    raise(SIGINT);
+    stop_signal = 0;  // as somebody saw it who looked just before
+    expect(read_or_stop(ends[0], &byte, 1) == 0, "the signal was missed");
+    kill(late, SIGKILL);
+    waitpid(late, NULL, 0);
+    close(ends[1]);
+    alarm(0);
+}
+
+// SIGTERM ends a program that makes no progress for 30 s, or that is still starting by then; not
+// one that computes or saves, and no other signal does.
+static void test_stop_overdue() {
+    static const struct {
+        int signal, grace, moves, status;
+    } rows[] = {{SIGTERM, GRACE_SHORT, 1, 128 + SIGTERM},
+                {SIGTERM, GRACE_PROGRESS, 0, 128 + SIGTERM}, {SIGTERM, GRACE_PROGRESS, 1, 0},
+                {SIGTERM, GRACE_UNLIMITED, 0, 0}, {SIGINT, GRACE_PROGRESS, 0, 0},
+                {SIGUSR1, GRACE_SHORT, 0, 0}};
+    for (const auto &row : rows) {
+        const Outcome o = outcome(spawn([&] {
+            stop_signal = row.signal;
+            stop_grace = row.grace;
+            for (int second = 0; second < 4 * GRACE_S; second++) {
+                row.moves ? progress() : (void)0;
+                on_look(SIGALRM);
+            }
+        }));
+        expect(o.status == row.status && o.err.empty() == (row.status == 0),
+               "signal %d, grace %d, moves %d: status %d, %s", row.signal, row.grace, row.moves,
+               o.status, o.err.c_str());
+    }
+}
+
+// The lock stays when another descriptor of its file is closed, and keeps a process away that this
+// one forks.
+static void test_folder_lock() {
+    mkdir("folder", 0755);
+    folder_lock("folder");
+    close(open("folder/lock", O_RDWR));
+    expect_death(folder_lock("folder"), "folder: another run writes there: process ");
+}
+
+// The cache of the user is where XDG_CACHE_HOME says, unless that is a relative path.
+static void test_cache_open() {
+    static const char *const rows[][2] = {{"here", "home/.cache"}, {"", "home/.cache"},
+                                          {"/xdg", "xdg"}};
+    const Text here = Text(getcwd(NULL, 0)) + "/";
+    mkdir("home", 0755);
+    setenv("HOME", (here + "home").c_str(), 1);
+    for (const auto &row : rows) {
+        setenv("XDG_CACHE_HOME", row[0][0] == '/' ? (here + (row[0] + 1)).c_str() : row[0], 1);
+        FILE *f = cache_open("kept", "a");
+        expect(f != NULL && exists(here + row[1] + "/train_gpt2/kept"), "'%s'", row[0]);
+        fclose(f);
+        remove_folder(row[1]);
+    }
+    expect(!exists("here"), "a relative path was taken");
+}
+
+// The file through an engine with room for B rows of T tokens.
+static EvalScore eval_score(Engine *e, const Text &bytes, int V, int B, int T) {
+    static Run run;
+    EvalFile f;
+    EvalScore score;
+    Options none = {};
+    std::vector<Token> batch((size_t)(2 * B * T), V - 1);
+    memset(&score, 0, sizeof score);
+    run.o = none;
+    run.o.quiet = 1;
+    run.s.B = B;
+    run.s.T = T;
+    run.s.ranks = 1;
+    run.engine = *e;
+    run.inputs = batch.data();
+    run.targets = batch.data() + B * T;
+    eval_parse(&f, (const unsigned char *)bytes.data(), bytes.size(), "file", V);
+    run_evaluate(&run, &f, &score);
+    return score;
+}
+
+// An engine that has loss target / 1024, exactly, or 1e6 for targets that belong to no completion.
+static int stub_tokens;
+static double stub_forward_loss(Engine *, real *losses, const Token *, const Token *targets) {
+    for (int i = 0; i < stub_tokens; i++) {
+        losses[i] = targets[i] == 0 || targets[i] > 9000 ? (real)1e6 : (real)targets[i] / 1024;
+    }
+    return 1;
+}
+
+// Scores worked out by hand, in batches of any size and at any T: lowest sum and lowest mean, the
+// first of equals, two to eight completions, contexts that lose their start.
+static void test_eval_scores() {
+    const std::vector<Ints> four = {{200, 200}, {250}, {100, 100, 100}, {400}};  // sum 1, mean 2
+    const std::vector<Ints> equal = {{500}, {300}, {300, 300}, {300}}, sums = {{100, 200}, {300}};
+    const Ints longer = {9001, 9002, 9003, 9004, 9005, 9006};
+    const std::vector<Question> questions = {
+        {1, {9001}, four},  {1, longer, four},  {2, longer, four},        {1, longer, equal},
+        {0, {9001}, equal}, {0, {9001}, sums}, {1, {9001, 9002}, sums},
+        {7, longer, {{9}, {8}, {7}, {6}, {5}, {4}, {3}, {2}}}};
+    const Text bytes = eval_bytes(questions);  // by sum 0 1 3 5 7 are right, by mean 2 3 5 7
+    Engine stub;
+    memset(&stub, 0, sizeof stub);
+    stub.forward_loss = stub_forward_loss;
+    for (int B : {1, 3, 4, 8, 100}) {
+        for (int T : {3, 6, 8, 33}) {
+            stub_tokens = B * T;
+            EvalScore s = eval_score(&stub, bytes, 10000, B, T);
+            // Rows of 7 to 9 tokens: of questions 1, 2, 3 and 7; 3 holds rows of 4 tokens.
+            const int cut = T == 3 ? 20 : T == 6 ? 5 : 0;
+            expect(s.examples == 8 && s.correct == 5 && s.correct_norm == 4 && s.cut_rows == cut,
+                   "B %d T %d: %d examples, %d and %d right, %d cut", B, T, s.examples, s.correct,
+                   s.correct_norm, s.cut_rows);
+        }
+    }
+    // Every row, token by token.
+    EvalFile f;
+    EvalExample x;
+    eval_parse(&f, (const unsigned char *)bytes.data(), bytes.size(), "file", 10000);
+    expect(f.longest_row == 9 && f.longest_completion == 3 && f.longest_at == 0);
+    size_t at = LLMC_HEADER_BYTES;
+    for (int i = 0; i < f.examples; i++) {
+        at += eval_example(&x, &f, at, i);
+        for (int k = 0; k < x.completions; k++) {
+            for (int T = 3; T < 12; T++) {
+                std::vector<Token> inputs((size_t)T, -1), targets((size_t)T, -1);
+                Ints all = questions[(size_t)i].context;
+                const Ints &completion = questions[(size_t)i].completions[(size_t)k];
+                all.insert(all.end(), completion.begin(), completion.end());
+                all.erase(all.begin(), all.end() - std::min((long)all.size(), (long)T + 1));
+                const size_t kept = all.size();
+                all.resize((size_t)T + 1, 0);
+                EvalRow row = eval_row(inputs.data(), targets.data(), &x, k, T);
+                expect(std::equal(inputs.begin(), inputs.end(), all.begin()) &&
+                           std::equal(targets.begin(), targets.end(), all.begin() + 1),
+                       "example %d, completion %d, T %d", i, k, T);
+                expect(row.count == (int)completion.size() && row.first >= 0 &&
+                       row.first + row.count == (int)kept - 1);
+            }
+        }
+    }
+    expect_death(eval_row(NULL, NULL, &x, 0, 0), "has changed");
+    detail = "20 batches and lengths";
+}
+
+// The loss of a completion after its context, worked out from the logits of one row at a time.
+static double completion_loss(Engine *e, const Question &q, const Ints &completion, int V) {
+    std::vector<Token> tokens(q.context.begin(), q.context.end());
+    double loss = 0;
+    for (int token : completion) {
+        Reals logits((size_t)V);
+        e->logits(e, logits.data(), tokens.data(), (int)tokens.size());
+        double most = (double)*std::max_element(logits.begin(), logits.end()), all = 0;
+        for (real logit : logits) {
+            all += exp((double)logit - most);
+        }
+        loss += log(all) + most - (double)logits[(size_t)token];
+        tokens.push_back(token);
+    }
+    return loss;
+}
+
+// Scores of a network are those of its completions' losses; the same bits for any B.
+static void test_eval_network() {
+    const int T = 14, V = 257;
+    Model m = shape("l2h3c48t14", V);
+    const std::vector<Question> questions = random_questions(9, V, 1);
+    const Text bytes = eval_bytes(questions);
+    int correct = 0, correct_norm = 0;
+    double sum = 0, mean = 0;
+    Net one(m, 1, T);
+    for (const Question &q : questions) {
+        std::vector<double> sums, means;
+        for (const Ints &completion : q.completions) {
+            sums.push_back(completion_loss(&one.e, q, completion, V));
+            means.push_back(sums.back() / (double)completion.size());
+        }
+        const auto least = std::min_element(sums.begin(), sums.end());  // of equals the first
+        const auto least_mean = std::min_element(means.begin(), means.end());
+        correct += least - sums.begin() == q.label;
+        correct_norm += least_mean - means.begin() == q.label;
+        sum = *least;
+        mean = *least_mean;
+    }
+    EvalScore first = eval_score(&one.e, bytes, V, 1, T);
+    expect(first.correct == correct && first.correct_norm == correct_norm, "%d and %d, want %d, %d",
+           first.correct, first.correct_norm, correct, correct_norm);
+    // As a token's loss in test_network_facts; logits are below 16 here, completions have 5 tokens.
+    const double tol = 5 * 14 * sum_error(4 * m.C) * 4 * 17;
+    expect_near((wide)first.sum, (wide)sum, tol, "lowest sum of the last question");
+    expect_near((wide)first.mean, (wide)mean, tol, "lowest mean of the last question");
+    for (int B : {3, 4, 8}) {
+        Net n(m, B, T);
+        EvalScore s = eval_score(&n.e, bytes, V, B, T);
+        expect(memcmp(&s, &first, sizeof s) == 0, "B %d: another score", B);
+    }
+}
+
+// --eval plans weights and one pass forward, and takes no more: no gradients, moments or masters,
+// and nothing that grows with the blocks but their weights. Losses are those of a training run's
+// engine, to the bit.
+static void test_eval_plan() {
+    for (const char *options : {"-b 3", "-b 2 -t 9 --logit-rows 7", "-b 3 -r block:1,mlp"}) {
+        for (const char *dtype : {"--dtype fp32", "--dtype bf16 -w none"}) {
+            const Model m = shape("l2h3c48t14", 257), deep = shape("l5h3c48t14", 257);
+            const Text rest = Text(options) + " " + (TEST_CUDA ? dtype : "");
+            const Batch b(3 * m.maxT, m.V, 1);
+            auto losses = [&](const Net &n) {
+                Reals all((size_t)(n.s.B * n.s.T));
+                Engine e = n.e;
+                e.forward_loss(&e, all.data(), b.inputs.data(), b.targets.data());
+                return all;
+            };
+            const Reals want = losses(Net(m, rest));  // gone again: one engine at a time
+#if TEST_CUDA && CUDA_CPU
+            emu::peak_bytes = 0;
+#endif
+            Net scores(m, "--eval x " + rest);
+            expect(same_bits(losses(scores), want), "%s: losses", rest.c_str());
+            expect(scores.e.states == STATE_WEIGHTS + 1, "%s: states", rest.c_str());
+#if TEST_CUDA && CUDA_CPU
+            expect(emu::peak_bytes == scores.plan.device_bytes, "%s: peak %zu of %zu", rest.c_str(),
+                   emu::peak_bytes, scores.plan.device_bytes);
+#endif
+            Settings more = scores.s;
+            more.model = deep;
+            Plan p;
+            plan_build(&p, &more);
+            size_t device[2][GROUPS], host[2][GROUPS];
+            plan_groups(&scores.plan, device[0], host[0]);
+            plan_groups(&p, device[1], host[1]);
+            for (int g = 0; g < GROUPS; g++) {
+                const bool learns = g >= GROUP_GRADIENTS && g <= GROUP_MASTER;
+                expect(!learns || device[1][g] + host[1][g] == 0, "%s: %s", rest.c_str(),
+                       group_names[g]);
+                expect(g == GROUP_WEIGHTS || g == GROUP_WORKSPACE || device[1][g] == device[0][g],
+                       "%s: %s of five blocks", rest.c_str(), group_names[g]);
+            }
+            plan_free(&p);
+        }
+    }
+}
+
+// A network that has learnt the right completions by heart answers every question.
+static void test_eval_learnt() {
+    const int T = 14, V = 257;
+    Model m = shape("l2h3c48t14", V);
+    std::vector<Question> questions = random_questions(4, V, 1);
+    const Text bytes = eval_bytes(questions);
+    Net n(m, 4, T);
+    EvalFile f;
+    EvalExample x;
+    std::vector<Token> inputs(4 * T), targets(4 * T);
+    Options o;
+    options_default(&o);
+    size_t at = LLMC_HEADER_BYTES;
+    eval_parse(&f, (const unsigned char *)bytes.data(), bytes.size(), "file", V);
+    for (int i = 0; i < 4; i++) {
+        at += eval_example(&x, &f, at, i);
+        eval_row(&inputs[(size_t)(i * T)], &targets[(size_t)(i * T)], &x, x.label, T);
+    }
+    for (int step = 0; step < 40; step++) {
+        n.e.micro_step(&n.e, inputs.data(), targets.data(), 0, 1);
+        n.e.update(&n.e, &o, 1e-2, HUGE_VAL, step);
+    }
+    EvalScore learnt = eval_score(&n.e, eval_bytes(questions), V, 4, T);
+    expect(learnt.correct == 4 && learnt.correct_norm == 4, "by heart: %d, %d", learnt.correct,
+           learnt.correct_norm);
+    for (Question &q : questions) {
+        q.label = (q.label + 1) % 4;
+    }
+    learnt = eval_score(&n.e, eval_bytes(questions), V, 4, T);
+    expect(learnt.correct == 0 && learnt.correct_norm == 0, "wrong labels");
+}
+
+// Failures from inside.
+// What a user cannot make the built program do: an engine that fails, a machine with next to no
+// memory. What a user can do, dev/test/ does to the programs as they are built.
+
+static void (*healthy_micro_step)(Engine *e, const Token *in, const Token *out, int accum_step,
+                                  int accum_steps);
+// The third micro-step of a faulty engine leaves a NaN among the gradients.
+static void faulty_micro_step(Engine *e, const Token *in, const Token *out, int accum_step,
+                              int accum_steps) {
+    static int calls;
+    healthy_micro_step(e, in, out, accum_step, accum_steps);
+    if (++calls == 3) {
+        buffer(((CpuEngine *)e->self)->plan, BUF_GRADS)[5] = (real)NAN;
+    }
+}
+
+static void faulty_open(Engine *e, Plan *p) {
+    cpu_open(e, p);
+    healthy_micro_step = e->micro_step;
+    e->micro_step = faulty_micro_step;
+}
+
+static size_t little_memory() {
+    const Model m = shape("l1h1c16t16", 257);
+    return 1000000 + beside_plan_bytes(&m);
+}
+static size_t much_memory() { return (size_t)1 << 60; }
+
+// A step whose gradient is not finite is skipped, counted, logged as null; training goes on.
+static void test_skipped_step() {
+    static const Program faulty = {
+        .name = "train_gpt2", .default_model = "l2h2c16t16", .open = faulty_open,
+        .available = much_memory};
+    static const Program small = {
+        .name = "train_gpt2", .default_model = "l2h2c16t16", .open = cpu_open,
+        .available = little_memory};
+    write_corpus();
+    Outcome o = in_process(TINY "-x 6 -o out", &faulty);
+    expect_success(o, "a gradient that is not a number");
+    expect(o.out.find("1 skipped") != Text::npos && o.out.find("SKIPPED") != Text::npos);
+    expect(log_steps("out/log.jsonl") == one_to(6));
+    Text log = read_file("out/log.jsonl");
+    size_t third = log.find("{\"step\":3,\"loss\"");
+    Text line = log.substr(third, log.find('\n', third) - third);
+    expect(line.find("\"grad_norm\":null") != Text::npos &&
+           line.find("\"skipped\":1") != Text::npos);
+    expect(log.find("\"skipped\":1") == log.rfind("\"skipped\":1"), "one step only");
+    expect(in_checkpoint("out", 6, SAVED_STATE)
+               .find("\"step\":\"6\",\"skipped\":\"1\",\"updates\":\"5\",\"position\":\"12\","
+                     "\"norm_count\":\"5\",\"pending_validation\":\"0\"") != Text::npos);
+    o = in_process(TINY "-x 6 -o none", &small);
+    expect_refused(o, "only 976.6 KiB are available: ", "a plan that does not fit");
+    expect(!exists("none/log.jsonl"));
+    write_file("e.bin", eval_bytes(random_questions(12, 50257, 2)));
+    expect_refused(in_process("-e l1h1c16t16 --eval e.bin", &small),
+                   "only 976.6 KiB are available: ", "--eval");
+}
