@@ -19,7 +19,6 @@
 // Contents
 //   1  Harness
 //   2  The parts
-//   3  The table
 
 #define GPT2_NO_MAIN 1
 #ifndef TEST_CUDA
@@ -29,6 +28,24 @@
 #include "train_gpt2.cu"
 #else
 #include "train_gpt2.c"
+#endif
+// The builds, a bit each: what one leaves out runs in another with the same input. THIS_BUILD is a
+// macro because harness.h reads it. EMULATED: only what the emulated device makes possible.
+enum {
+    FLOAT = 1,
+    DOUBLE = 2,
+    ASAN = 4,
+    HOST = FLOAT | ASAN,
+    ALL = FLOAT | DOUBLE | ASAN,
+    CUDA = 8,
+    CUDA_ASAN = 16,
+    CUDA_ALL = CUDA | CUDA_ASAN,
+    NO_BUILD = 32
+};
+#define THIS_BUILD                                                                                 \
+    (TEST_CUDA ? (TEST_ASAN ? CUDA_ASAN : CUDA) : GPT2_DOUBLE ? DOUBLE : TEST_ASAN ? ASAN : FLOAT)
+#if TEST_CUDA
+enum { EMULATED = CUDA_CPU ? CUDA : NO_BUILD, EMULATED_ALL = CUDA_CPU ? CUDA_ALL : NO_BUILD };
 #endif
 #include <array>
 #include <malloc.h>
@@ -107,168 +124,6 @@ static Outcome in_process(const Text &arguments, const Program *other = NULL) {
 #include "dev/test/unit/gpu_network.h"
 #endif
 
-// -------------------------------------------------------------------------------------------------
-// 3. The table
-// One row a test, in the order of the volumes; BUILDS says which of the builds run it. What a build
-// leaves out runs in another one with the same input.
-
-enum {
-    FLOAT = 1,
-    DOUBLE = 2,
-    ASAN = 4,
-    HOST = FLOAT | ASAN,
-    ALL = FLOAT | DOUBLE | ASAN,
-    CUDA = 8,  // with Volume II
-    CUDA_ASAN = 16,
-    CUDA_ALL = CUDA | CUDA_ASAN,
-    THIS_BUILD = TEST_CUDA     ? TEST_ASAN ? CUDA_ASAN : CUDA
-                 : GPT2_DOUBLE ? DOUBLE
-                 : TEST_ASAN   ? ASAN
-                               : FLOAT
-};
-#define T(name, builds)                                                                            \
-    { #name, test_##name, (builds) & THIS_BUILD }
-static const Test tests[] = {
-    T(philox, ALL),
-    T(rng_normal, ALL),
-    T(permute_index, HOST),
-    T(texts, HOST),
-    T(options_table, HOST),
-    T(options_text, HOST),
-    T(model_sizes, HOST),
-    T(stages, HOST),
-    T(plan_layout, ALL),
-    T(plan_monotone, FLOAT),
-    T(parts, HOST),
-    T(visits, HOST),
-    T(traffic, FLOAT),
-    T(plan_ranks, FLOAT),
-    T(plan_allocation, FLOAT | DOUBLE),
-    T(host_memory, HOST),
-    T(host_cores, HOST),
-    T(plan_refuse, HOST),
-    T(levels_fit, FLOAT),
-    T(remedies, FLOAT),
-    T(auto, HOST),
-    T(forecast, HOST),
-    T(forecast_ranks, HOST),
-    T(fit_sizes, FLOAT),
-    T(fit_ranks, FLOAT),
-    T(arena, ALL),
-    T(rank_positions, HOST),
-    T(prompts, HOST),
-    T(loader_problems, HOST),
-    T(loader_coverage, HOST),
-    T(loader_large, FLOAT),
-    T(tokenizer, HOST),
-    T(fast_maths, ALL),
-    T(matmul_forward, ALL),
-    T(matmul_backward, ALL),
-    T(matmul_bf16, HOST),
-    T(gelu, ALL),
-    T(embedding, ALL),
-    T(layernorm, ALL),
-    T(attention, ALL),
-    T(classifier, ALL),
-#if GPT2_DOUBLE
-    T(derivatives_linear, DOUBLE),
-    T(derivatives_layernorm, DOUBLE),
-    T(derivatives_attention, DOUBLE),
-    T(derivatives_gelu, DOUBLE),
-    T(derivatives_classifier, DOUBLE),
-    T(derivatives_network, DOUBLE),
-#endif
-    T(recompute_bits, ALL),
-    T(offload_bits, ALL),
-    T(slots, HOST),
-    T(thread_bits, ALL),
-    T(bf16_steps, HOST),
-    T(accumulation, ALL),
-    T(network_facts, ALL),
-    T(kv_cache, ALL),
-    T(generated_tokens, ALL),
-    T(initialise, ALL),
-    T(adamw, ALL),
-    T(update, ALL),
-    T(norm, ALL),
-    T(schedules, HOST),
-    T(sampling, ALL),
-    T(log, HOST),
-    T(read_or_stop, HOST),
-    T(stop_overdue, HOST),
-    T(folder_lock, HOST),
-    T(cache_open, HOST),
-    T(eval_scores, ALL),
-    T(eval_network, ALL),
-    T(eval_learnt, ALL),
-    T(eval_plan, ALL | CUDA_ALL),
-    T(skipped_step, HOST),
-    T(model_accepted, HOST),
-    T(llmc_model, HOST),
-    T(model_saved, HOST),
-    T(state_file, HOST),
-#if TEST_CUDA
-    T(rank_agreement, CUDA_ALL),
-    T(gpu_embedding, CUDA_ALL),
-    T(gpu_layernorm, CUDA_ALL),
-    T(gpu_gelu, CUDA_ALL),
-    T(gpu_matmul, CUDA_ALL),
-    T(gpu_attention, CUDA_ALL),
-    T(gpu_cached, CUDA_ALL),
-    T(gpu_classifier, CUDA_ALL),
-    T(gpu_adamw, CUDA_ALL),
-    T(gpu_adamw_nan, CUDA_ALL),
-    T(gpu_rounding, CUDA_ALL),
-    T(gpu_norm, CUDA_ALL),
-    T(gpu_clip, CUDA_ALL),
-    T(gpu_loss_scale, CUDA_ALL),
-    T(gpu_exchange, CUDA_ALL),
-    T(gpu_rounding_streams, CUDA_ALL),
-    T(gpu_rounding_places, CUDA_ALL),
-    T(gpu_misaligned, CUDA),
-#if CUDA_CPU
-    T(gpu_algorithms, CUDA_ALL),
-    T(gpu_refused_algorithm, CUDA_ALL),
-    T(gpu_huge, CUDA),
-#endif
-    T(gpu_gradients_fp32, CUDA_ALL),
-    T(gpu_gradients_16, CUDA_ALL),
-    T(gpu_steps, CUDA_ALL),
-    T(gpu_bits, CUDA_ALL),
-    T(gpu_losses, CUDA_ALL),
-    T(gpu_sampling, CUDA_ALL),
-    T(gpu_kv_cache, CUDA_ALL),
-    T(gpu_skip, CUDA_ALL),
-    T(gpu_overflow, CUDA_ALL),
-    T(gpu_rounding_updates, CUDA_ALL),
-    T(gpu_micro_steps, CUDA_ALL),
-    T(gpu_batches, CUDA_ALL),
-    T(gpu_gaps, CUDA_ALL),
-    T(gpu_wte_rounding, CUDA_ALL),
-#if CUDA_CPU
-#if GPT2_NCCL
-    T(gpu_rank_wte, CUDA),
-    T(gpu_rank_host, CUDA),
-#endif
-    T(gpu_peak, CUDA_ALL),
-    T(gpu_pinned, CUDA_ALL),
-    T(gpu_allocation, CUDA_ALL),
-    T(gpu_allocation_random, CUDA),
-    T(gpu_offload, CUDA_ALL),
-    T(gpu_host_read, CUDA_ALL),
-    T(gpu_rank_names, CUDA_ALL),
-    T(gpu_pinned_node, CUDA_ALL),
-    T(gpu_offload_mixed, CUDA_ALL),
-    T(gpu_zero_states, CUDA_ALL),
-    T(gpu_tuning, CUDA_ALL),
-    T(gpu_tuning_proof, CUDA_ALL),
-    T(gpu_tuning_file, CUDA_ALL),
-    T(gpu_lifetimes, CUDA_ALL),
-#endif
-#endif
-};
-#undef T
-
 int main(int argc, char **argv) {
 #if TEST_ASAN
     plan_mark = mark_for_asan;
@@ -276,5 +131,5 @@ int main(int argc, char **argv) {
 #if TEST_CUDA
     switches = order_switches;
 #endif
-    return harness_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
+    return harness_main(argc, argv);
 }

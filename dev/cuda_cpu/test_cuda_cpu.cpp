@@ -79,7 +79,7 @@ static __global__ void k_index(int *out) {
     int thread = (int)((threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x);
     out[block * (int)(blockDim.x * blockDim.y * blockDim.z) + thread] += block * 1000 + thread;
 }
-static void test_index() {
+TEST(index) {
     for (long seed = 0; seed < 3; seed++) {
         Setting s(emu::set.seed, seed);
         int *out = device<int>(24 * 105);
@@ -98,7 +98,7 @@ template <int A, int B> static __global__ void k_convert(long *out, float x, uns
     out[1] = (long)(x * 2);
     out[2] = c;
 }
-static void test_launch() {  // template arguments with a comma, arguments that convert
+TEST(launch) {  // template arguments with a comma, arguments that convert
     long *out = device<long>(3);
     launch(k_convert<30, 12>, 1, 1, 0, nullptr, out, 7, 65);
     std::vector<long> v = host(out, 3);
@@ -129,7 +129,7 @@ static __global__ void k_reduce(const float *in, float *out, int n) {
         out[blockIdx.x] = sum;
     }
 }
-static void test_reduce() {  // the same bits for every seed
+TEST(reduce) {  // the same bits for every seed
     std::vector<float> x(1000);
     for (float &v : x) {
         v = uniform();
@@ -191,8 +191,8 @@ static void all_true(void (*kernel)(int *)) {  // under four seeds
         OK(cudaFree(ok));
     }
 }
-static void test_shuffle() { all_true(k_shuffle); }
-static void test_vote() { all_true(k_vote); }
+TEST(shuffle) { all_true(k_shuffle); }
+TEST(vote) { all_true(k_vote); }
 
 // Integer atomics over 5 blocks of 64 threads; exactly one thread wins the compare-and-swap.
 static __global__ void k_atomic(unsigned *x, int *y) {
@@ -207,7 +207,7 @@ static __global__ void k_atomic(unsigned *x, int *y) {
     }
     __threadfence();
 }
-static void test_atomic() {
+TEST(atomic) {
     unsigned *x = device(std::vector<unsigned>(3, 0));
     int *y = device(std::vector<int>(4, 0));
     launch(k_atomic, 5, 64, 0, 0, x, y);
@@ -256,7 +256,7 @@ static __global__ void k_half(int *ok) {  // 16-bit types: rounding to nearest e
         *ok = 0;
     }
 }
-static void test_words() {
+TEST(words) {
     float4 *in = device(std::vector<float4>(1, make_float4(1, 2, 3, 4)));
     float4 *out = device<float4>(1);
     int *ok = device(std::vector<int>(1, 1));
@@ -292,7 +292,7 @@ template <class T> static __global__ void k_shared(int *ok) {
         *ok = 0;
     }
 }
-static void test_shared() {
+TEST(shared) {
     int *ok = device(std::vector<int>(1, 1));
     launch(k_shared<float>, 3, 64, 400, 0, ok);
     launch(k_shared<unsigned char>, 3, 40, 400, 0, ok);
@@ -363,7 +363,7 @@ static int seeds_that_differ(void (*kernel)(float *), float expected) {
     }
     return differ;
 }
-static void test_seeds() {
+TEST(seeds) {
     int early = seeds_that_differ(k_block_sum<false>, 8), reuse, lanes;
     reuse = seeds_that_differ(k_two_phases<false>, 0);
     lanes = seeds_that_differ(k_neighbours<false>, 30);
@@ -412,7 +412,7 @@ static int inversions(const int *order, int size) {
 // Seeds shuffle: of all pairs of neighbours, lanes, warps and blocks, a fair share comes the other
 // way round, each seed in its own order. Without a seed nothing is shuffled, and this test's own
 // measure says so.
-static void test_shuffled() {
+TEST(shuffled) {
     enum { SEEDS = 8 };
     const int sizes[] = {1, 32, S_THREADS};
     std::vector<std::vector<int>> seen;
@@ -454,7 +454,7 @@ static void os_threads() {  // blocks over two OS threads: the same bits
     test_shared();
     test_atomic();
 }
-static void test_os_threads() {
+TEST(os_threads) {
     const Outcome o = outcome(spawn(os_threads));  // an OpenMP pool and fork() do not go together
     expect(o.status == 0, "%s", o.out.c_str());
 #ifndef _OPENMP
@@ -467,7 +467,7 @@ static void test_os_threads() {
 // What the API returns when all is well, and its errors.
 
 // NaN fill, EMU_GPU_MEM to the byte, errors that stay until they are asked for.
-static void test_memory() {
+TEST(memory) {
     Setting limit(emu::set.gpu_mem, (long)emu::allocated_bytes + 1000);
     size_t free_bytes, total;
     float *p = device<float>(200), *q;
@@ -519,7 +519,7 @@ static void test_memory() {
 }
 
 // All directions; a direction that contradicts the pointers is an error.
-static void test_copies() {
+TEST(copies) {
     std::vector<int> v = {1, 2, 3, 4};
     int *a = device(v), *b = device<int>(4), *pinned;
     OK(cudaMallocHost((void **)&pinned, 16));
@@ -545,7 +545,7 @@ static __global__ void k_copy(int *to, const int *from) { *to = *from; }
 
 // Pinned memory, allocated and registered: EMU_HOST_MEM to the byte, kernels reach it, and what is
 // registered stays the program's.
-static void test_pinned() {
+TEST(pinned) {
     Setting limit(emu::set.host_mem, (long)emu::pinned_bytes + 1000);
     size_t before = emu::pinned_bytes, on_device = emu::allocated_bytes;
     int *a, *b, *seen;
@@ -583,7 +583,7 @@ static void test_pinned() {
     expect(emu::pinned_bytes == before);
 }
 
-static void test_late() {  // streams as late as legal
+TEST(late) {  // streams as late as legal
     Setting order(emu::set.order, emu::LATE);
     cudaStream_t s, t;
     cudaEvent_t e;
@@ -665,7 +665,7 @@ static int visits(bool wait_arrived, bool wait_gone) {
 }
 // Both waits: right in every order. A missing one: seen in the order that exists for it, and by
 // chance too.
-static void test_orders() {
+TEST(orders) {
     enum { SEEDS = 16 };
     int right = 0, seen_arrived = 0, seen_gone = 0;
     for (int i = 0; i < VISITS; i++) {
@@ -695,7 +695,7 @@ static void test_orders() {
     OK(cudaStreamDestroy(s));
 }
 
-static void test_default_stream() {  // it and the blocking streams wait for each other
+TEST(default_stream) {  // it and the blocking streams wait for each other
     Setting order(emu::set.order, emu::LATE);
     cudaStream_t s;
     OK(cudaStreamCreate(&s));
@@ -709,7 +709,7 @@ static void test_default_stream() {  // it and the blocking streams wait for eac
     OK(cudaFree(x));
 }
 
-static void test_events() {
+TEST(events) {
     cudaEvent_t a, b, untimed;
     float ms = -1;
     OK(cudaEventCreate(&a));
@@ -736,7 +736,7 @@ static __global__ void k_big(float *out) {
     out[threadIdx.x] = s[threadIdx.x];
 }
 // Every row of the table of capabilities, and a machine without a GPU.
-static void test_device() {
+TEST(device) {
     for (const emu::Capability &c : emu::CAPABILITIES) {
         Setting cc(emu::set.cc, c.cc);
         cudaDeviceProp p;
@@ -769,7 +769,7 @@ static void test_device() {
     expect(strcmp(cudaGetErrorName(cudaErrorNoDevice), "cudaErrorNoDevice") == 0);
 }
 
-static void test_gaps() {  // what does not touch a gap or a dead row is let through
+TEST(gaps) {  // what does not touch a gap or a dead row is let through
     float *row = device<float>(300);
     emu_gap(row + 100, 400);
     OK(cudaMemset(row, 0, 400));
@@ -857,7 +857,7 @@ static double mma_error(void (*kernel)(const E *, const E *, const float *, floa
     }
     return worst;
 }
-static void test_mma() {
+TEST(mma) {
     double e16 = mma_error(k_mma<bf16>), h16 = mma_error(k_mma<__half>);
     emu::set.cc = 75;
     double h8 = mma_error(k_mma8);
@@ -886,7 +886,7 @@ static __global__ void k_ldmatrix(int *ok) {
         }
     }
 }
-static void test_ldmatrix() {
+TEST(ldmatrix) {
     int *ok = device(std::vector<int>(1, 1));
     launch(k_ldmatrix, 1, 32, 0, 0, ok);
     expect(host(ok, 1)[0] == 1);
@@ -970,7 +970,7 @@ static double gemm_error(void (*kernel)(float *, const bf16 *, const bf16 *, int
     }
     return worst;
 }
-static void test_gemm() {  // and its planted bug: a missing wait gives NaN
+TEST(gemm) {  // and its planted bug: a missing wait gives NaN
     double worst = 0;
     for (long seed = 0; seed < 3; seed++) {
         Setting s(emu::set.seed, seed);
@@ -996,7 +996,7 @@ static __global__ void k_copy_async(const float4 *in, float4 *out) {
     out[2] = s[1];
     out[3] = s[2];
 }
-static void test_copy_async() {
+TEST(copy_async) {
     float4 *in = device(std::vector<float4>(3, make_float4(7, 7, 7, 7))), *out = device<float4>(4);
     launch(k_copy_async, 1, 1, 0, 0, in, out);
     std::vector<float4> v = host(out, 4);
@@ -1133,7 +1133,7 @@ static double lt_error(const Shape &s, float beta, bool with_bias, bool in_place
     }
     return worst;
 }
-static void test_lt() {
+TEST(cublasLt) {
     const Shape shapes[] = {
         {64, 8, 16, 0, 0, 1, 0}, {72, 5, 33, 1, 0, 1, 8}, {40, 24, 8, 0, 1, 3, 0},
         {136, 9, 40, 1, 1, 2, 8}, {8, 1, 1, 1, 0, 1, 0},
@@ -1197,7 +1197,7 @@ static void lt_refusals() {
     expect(strcmp(cublasLtGetStatusName(CUBLAS_STATUS_NOT_SUPPORTED),
                   "CUBLAS_STATUS_NOT_SUPPORTED") == 0);
 }
-static void test_lt_refusals() {
+TEST(cublasLt_refusals) {
     const Outcome o = outcome(spawn([] {  // refusals are explained on stderr
         lt_refusals();
         fflush(NULL);
@@ -1415,7 +1415,7 @@ static void rank_config(ncclComm_t comm, int rank, int ranks) {
     config.blocking = 0;
     expect(ncclCommInitRankConfig(&second, ranks, id, rank, &config) == ncclInvalidArgument);
 }
-static void test_nccl() {
+TEST(nccl) {
     for (int ranks = 1; ranks <= 4; ranks++) {
         for (Rank *body : {rank_reduce, rank_scatter, rank_group, rank_exchange, rank_config}) {
             run_ranks(body, ranks, ranks);
@@ -1535,7 +1535,7 @@ static void expect_ranks_die(Rank *body, int claimed, const char *a, const char 
     expect(rank_text.find(a) != Text::npos && rank_text.find(b) != Text::npos,
            "no '%s' and '%s' in: %s", a, b, rank_text.c_str());
 }
-static void test_nccl_deaths() {
+TEST(nccl_deaths) {
     expect_ranks_die(rank_mismatch, 3, "rank 0 calls AllReduce #2 (count 100000",
                      "rank 1 calls AllGather #2 (count 10,");
     expect_ranks_die(rank_count, 3, "rank 0 calls Broadcast #1 (count 10,",
@@ -1844,7 +1844,7 @@ static const Bug bugs[] = {
     {bug_never_recorded, "the event was never recorded", "cudaStreamWaitEvent", nullptr},
     {bug_circle, "wait for each other in a circle", "", nullptr},
 };
-static void test_bugs() {
+TEST(bugs) {
     int n = 0;
     for (const Bug &b : bugs) {
         bool instead = EMU_ASAN && b.asan != nullptr;
@@ -1888,7 +1888,7 @@ template <class F> static double least_ns(double operations, F run) {
     }
     return best;
 }
-static void test_speed() {
+TEST(speed) {
     float *out = device<float>(1 << 16);
     double barrier = least_ns(256e3, [] { launch(k_barriers, 1, 256, 0, 0, 1000); });
     double shuffle = least_ns(256e3, [=] { launch(k_shuffles, 1, 256, 0, 0, out, 1000); });
@@ -1903,41 +1903,6 @@ static void test_speed() {
 // 10. The table and main
 // One line a test; adding one touches only the table.
 
-static const Test tests[] = {
-    {"launch", test_launch, 1},
-    {"index", test_index, 1},
-    {"reduce", test_reduce, 1},
-    {"shuffle", test_shuffle, 1},
-    {"vote", test_vote, 1},
-    {"atomic", test_atomic, 1},
-    {"words", test_words, 1},
-    {"shared", test_shared, 1},
-    {"seeds", test_seeds, 1},
-    {"shuffled", test_shuffled, 1},
-    {"os_threads", test_os_threads, 1},
-    {"memory", test_memory, 1},
-    {"copies", test_copies, 1},
-    {"pinned", test_pinned, 1},
-    {"gaps", test_gaps, 1},
-    {"late", test_late, 1},
-    {"orders", test_orders, 1},
-    {"default_stream", test_default_stream, 1},
-    {"events", test_events, 1},
-    {"device", test_device, 1},
-    {"mma", test_mma, 1},
-    {"ldmatrix", test_ldmatrix, 1},
-    {"gemm", test_gemm, 1},
-    {"copy_async", test_copy_async, 1},
-    {"cublasLt", test_lt, 1},
-    {"cublasLt_refusals", test_lt_refusals, 1},
-#if EMU_NCCL
-    {"nccl", test_nccl, 1},
-    {"nccl_deaths", test_nccl_deaths, 1},
-#endif
-    {"bugs", test_bugs, 1},
-    {"speed", test_speed, 1},
-};
-
 int main(int argc, char **argv) {
-    return harness_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
+    return harness_main(argc, argv);
 }

@@ -30,7 +30,7 @@ static const char every_second[] = "step-00000002 step-00000004 step-00000006 st
 
 // A damaged checkpoint is skipped by name, and the run that goes on from the one before ends in
 // the same bytes.
-static void test_checkpoint_damaged() {
+TEST(checkpoint_damaged) {
     write_corpus();
     const Text run = eight_steps;
     expect_success(program(run), "first run");
@@ -59,7 +59,7 @@ static void test_checkpoint_damaged() {
 }
 
 // Without a complete checkpoint nothing is lost or begun; one of another run is refused.
-static void test_checkpoint_foreign() {
+TEST(checkpoint_foreign) {
     write_corpus();
     const Text run = eight_steps;
     expect_success(program(run), "first run");
@@ -85,7 +85,7 @@ static void test_checkpoint_foreign() {
 }
 
 // A resume shares with its checkpoint all that decides which tokens a step reads.
-static void test_checkpoint_identity() {
+TEST(checkpoint_identity) {
     write_corpus();
     expect_success(program(TINY "--quiet -x 2 -o out"), "first run");
     for (const char *other : {"--seed 2", "-t 8", "--shuffle 0", "-i val.bin"}) {
@@ -109,7 +109,7 @@ static Text lines_with(const Text &out, const Text &begin) {
 
 // A resume says which options are not the checkpoint's and count from here on, and refuses by name
 // those that may not be others; the command's own are none of either.
-static void test_resume_options() {
+TEST(resume_options) {
     write_corpus();
     write_file("same.bin", read_file("train.bin"));
     expect_success(program(TINY "--quiet -x 2 -l 1e-3 --top-k 5 --prompt \x1b[2J -o out"), "first");
@@ -139,7 +139,7 @@ static void test_resume_options() {
 }
 
 // A run that is at its last step, or past it, has nothing to do, says so, and leaves its end alone.
-static void test_resume_nothing() {
+TEST(resume_nothing) {
     write_corpus();
     expect_success(program(TINY "--quiet -x 4 -n 2 -o out"), "first run");
     const Text end = checkpoint_bytes("out", 4);
@@ -157,7 +157,7 @@ static void test_resume_nothing() {
 // Where the only checkpoint bears a name of the user's, or is the output folder itself, a resume
 // says so and leaves all as it was: a new run would clear the log of its steps. It is skipped
 // beside one to go on from, and -e takes its weights.
-static void test_resume_renamed() {
+TEST(resume_renamed) {
     write_corpus();
     const Text run = TINY "--quiet -n 2 -y 1 -x 4 ";
     expect_success(program(run + "-o out"), "first run");
@@ -183,7 +183,7 @@ static void test_resume_renamed() {
 
 // Of the weights that -e names and those of a checkpoint a resume takes the checkpoint's, and says
 // so; without a checkpoint it begins from -e's.
-static void test_resume_weights() {
+TEST(resume_weights) {
     write_corpus();
     expect_success(program(TINY "--quiet -x 2 -o first"), "first run");
     const Text run = "-i train.bin -e first/step-00000002 -b 2 -y 1 -o out ";
@@ -222,7 +222,7 @@ static void without_locks(int error) {
 // A second run in the same output folder is refused in a line that names the first, and removes
 // nothing of what that one writes. However a run ends, the next one goes on; where a file system
 // has no locks a run says so and goes on too.
-static void test_output_lock() {
+TEST(output_lock) {
     write_corpus();
     const pid_t pid = start(TINY "-x 100000 -k constant --quiet -o out");
     wait_until([] { return read_file("out/log.jsonl").find("\"loss\":") != Text::npos; });
@@ -249,7 +249,7 @@ static void test_output_lock() {
 }
 
 // A log that cannot be read is not taken for one that ends there.
-static void test_unreadable_log() {
+TEST(unreadable_log) {
     write_corpus();
     expect_success(program(TINY "-x 2 --quiet -o out"), "first run");
     unlink("out/log.jsonl");
@@ -261,7 +261,7 @@ static void test_unreadable_log() {
 
 // Folders that only look like checkpoints are left alone; what stands in a damaged one and is not
 // the program's is moved aside, not removed; --keep counts no checkpoint after the run's own.
-static void test_checkpoint_strangers() {
+TEST(checkpoint_strangers) {
     write_corpus();
     const Text run = TINY "--quiet -n 2 -y 1 -o out ";
     expect_success(program(run + "-x 4"), "first run");
@@ -286,7 +286,7 @@ static void test_checkpoint_strangers() {
 
 // A finished run resumes to the same end, with the norms that it saw; unfinished checkpoints are
 // removed, and so are those that --keep does not keep; a log is cut back to whole lines.
-static void test_checkpoint_folder() {
+TEST(checkpoint_folder) {
     write_corpus();
     const Text run = eight_steps;
     expect_success(program(run), "first run");
@@ -325,7 +325,7 @@ static void test_checkpoint_folder() {
 
 // GPT-2's vocabulary at hand comes with a checkpoint in the files that transformers reads; they are
 // in the manifest, and a checkpoint of before them goes on as well.
-static void test_vocabulary_files() {
+TEST(vocabulary_files) {
     const Text merges = vocab_bpe();
     static const char *const files[] = {"merges.txt", "vocab.json", "tokenizer_config.json"};
     write_file("vocab.bpe", merges);
@@ -446,7 +446,7 @@ static void state_files_apart(const Text &run, const Members &whole, const Text 
 
 // A checkpoint goes on from its states in any parts of any number of files, to the same bytes; a
 // part that is missing, there twice, of another step or not of this model is refused by name.
-static void test_state_parts() {
+TEST(state_parts) {
     write_corpus();
     const Text run = TINY "--quiet -x 4 -n 2 -y 1 -o out", at = "out/step-00000002";
     expect_success(program(run), "first run");
@@ -497,7 +497,7 @@ static void test_state_parts() {
 
 // A checkpoint of version 2, which had each state as one tensor and the options as one text, goes
 // on to the same bytes; a choice or scale that this run cannot use is told and left.
-static void test_state_versions() {
+TEST(state_versions) {
     write_corpus();
     const Text run = TINY "-x 4 -n 2 -y 1 -o out", at = "out/step-00000002";
     expect_success(program(run), "first run");
@@ -540,7 +540,7 @@ static void test_state_versions() {
 
 // State files that a manifest vouches for are refused all the same; a manifest that is no manifest
 // makes its checkpoint one to pass over.
-static void test_state_refused() {
+TEST(state_refused) {
     write_corpus();
     const Text run = TINY "--quiet -x 4 -n 2 -y 1 -o out", at = "out/step-00000002";
     expect_success(program(run), "first run");
@@ -601,7 +601,7 @@ static void test_state_refused() {
 
 // Counters, norms and moments that no run can have are refused by name though all hashes are right,
 // and so is a folder that is called after another step.
-static void test_state_values() {
+TEST(state_values) {
     write_corpus();
     const Text run = TINY "--quiet -x 4 -n 2 -y 1 -o out", at = "out/step-00000002";
     expect_success(program(run), "first run");
@@ -646,7 +646,7 @@ static void test_state_values() {
 }
 
 // A manifest with one thing changed makes its checkpoint one to pass over.
-static void test_manifest_refused() {
+TEST(manifest_refused) {
     write_corpus();
     const Text run = TINY "--quiet -x 4 -n 2 -y 1 -o out", path = "out/step-00000004/manifest.json";
     expect_success(program(run), "first run");
@@ -681,7 +681,7 @@ static void test_manifest_refused() {
 }
 
 // What a checkpoint's folder names, trained on as a model of its own.
-static void test_model_option() {
+TEST(model_option) {
     write_corpus();
     expect_success(program(TINY "--quiet -x 4 -n 3 -a 1 -o out"), "first run");
     // One batch over and over: its next step starts from the same weights with the same tokens.
@@ -721,7 +721,7 @@ static void test_model_option() {
 
 // A disk that fills up inside any file of a checkpoint, and what else is in the way, leave the one
 // before as it was; a folder in the first form, or one without a manifest, is skipped.
-static void test_checkpoint_writes() {
+TEST(checkpoint_writes) {
     write_corpus();
     expect_success(program(TINY "--quiet -x 2 -o out"), "first run");
     const Text good = checkpoint_bytes("out", 2), run = TINY "--quiet -x 4 -y 1 -o out";
@@ -853,7 +853,7 @@ static long last_of(const Words &calls, const Text &call, size_t before = SIZE_M
 // Every file of a checkpoint is synced after its last byte, then their folder, then the folder gets
 // its final name, and that is synced before the log tells of it. A checkpoint that --keep removes
 // loses its name only after the new one has it for good, and first of all the final one.
-static void test_sync_order() {
+TEST(sync_order) {
     write_corpus();
     const Words calls = disk_calls(TINY "--quiet -x 2 -n 1 --keep 1 -o runs/out");
     long before = -1;
@@ -889,32 +889,9 @@ static void test_sync_order() {
     detail = text("%zu calls", calls.size());
 }
 #else
-static void test_sync_order() { skip("this system's headers cannot name a traced call"); }
+TEST(sync_order) { skip("this system's headers cannot name a traced call"); }
 #endif
 
-static const Test tests[] = {
-    {"checkpoint_damaged", test_checkpoint_damaged, 1},
-    {"checkpoint_foreign", test_checkpoint_foreign, 1},
-    {"checkpoint_folder", test_checkpoint_folder, 1},
-    {"checkpoint_identity", test_checkpoint_identity, 1},
-    {"checkpoint_strangers", test_checkpoint_strangers, 1},
-    {"resume_options", test_resume_options, 1},
-    {"resume_nothing", test_resume_nothing, 1},
-    {"output_lock", test_output_lock, 1},
-    {"unreadable_log", test_unreadable_log, 1},
-    {"resume_renamed", test_resume_renamed, 1},
-    {"resume_weights", test_resume_weights, 1},
-    {"state_parts", test_state_parts, 1},
-    {"state_versions", test_state_versions, 1},
-    {"state_refused", test_state_refused, 1},
-    {"state_values", test_state_values, 1},
-    {"vocabulary_files", test_vocabulary_files, 1},
-    {"manifest_refused", test_manifest_refused, 1},
-    {"model_option", test_model_option, 1},
-    {"checkpoint_writes", test_checkpoint_writes, 1},
-    {"sync_order", test_sync_order, 1},
-};
-
 int main(int argc, char **argv) {
-    return harness_main(argc, argv, tests, sizeof tests / sizeof tests[0], "./train_gpt2");
+    return harness_main(argc, argv, "./train_gpt2");
 }

@@ -21,7 +21,7 @@ static Ids sampled_ids(const Outcome &o) {
 
 // Without the vocabulary a sample of GPT-2's tokens is numbers, and a prompt is refused; no other
 // vocabulary will do, however well formed.
-static void test_no_vocabulary() {
+TEST(no_vocabulary) {
     write_file("gpt2.bin", shard_bytes(Ids(400, 995), GPT2_TOKENS));
     write_file("bytes.bin", shard_bytes(Ids(400, 99), BYTE_TOKENS));
     write_file("made", made_merges());
@@ -39,7 +39,7 @@ static void test_no_vocabulary() {
 }
 
 // A sample of GPT-2's tokens is text where the vocabulary is at hand, and so is a prompt.
-static void test_bpe_samples() {
+TEST(bpe_samples) {
     const Words tokens = tokens_of_merges(vocab_bpe());
     write_file("gpt2.bin", shard_bytes(Ids(400, 995), GPT2_TOKENS));
     write_file("vocab", vocab_bpe());
@@ -65,7 +65,7 @@ static void test_bpe_samples() {
 
 // --eval, which needs no data: lines as promised, the same score for any B, JSON, a T that is too
 // small, a vocabulary that is, and an interruption that is no failure.
-static void test_eval_command() {
+TEST(eval_command) {
     std::vector<Question> questions = random_questions(12, 50257, 2);
     const Text run = "-e l1h1c16t16 --eval e.bin ", first = "e.bin: 12 examples, accuracy ";
     auto last_line = [](const Outcome &o) {
@@ -124,7 +124,7 @@ static void test_eval_command() {
 }
 
 // Weights come from where -e says: what a run has learnt by heart, its checkpoint answers.
-static void test_eval_checkpoint() {
+TEST(eval_checkpoint) {
     write_corpus();
     expect_success(program("-i train.bin --shuffle 0 -e l1h2c32t16 -b 2 -a 1 -x 240 -l 3e-3 "
                            "--quiet -o out"), "training");
@@ -147,13 +147,6 @@ static void test_eval_checkpoint() {
                    "outside the model's vocabulary of 257", "tokens of another vocabulary");
 }
 
-static const Test tests[] = {
-    {"no_vocabulary", test_no_vocabulary, 1},
-    {"bpe_samples", test_bpe_samples, 1},
-    {"eval_command", test_eval_command, 1},
-    {"eval_checkpoint", test_eval_checkpoint, 1},
-};
-
 int main(int argc, char **argv) {
-    return harness_main(argc, argv, tests, sizeof tests / sizeof tests[0], "./train_gpt2");
+    return harness_main(argc, argv, "./train_gpt2");
 }

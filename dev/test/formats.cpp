@@ -10,7 +10,7 @@
 
 // A pipe that is read slowly, and a timer that interrupts: writes end short, or with EINTR, and all
 // bytes come through all the same.
-static void test_write_all() {
+TEST(write_all) {
     const Text data = random_bytes(1 << 20, 3);
     int ends[2];
     expect(pipe(ends) == 0);
@@ -40,7 +40,7 @@ static void test_write_all() {
 }
 
 // Messages: one line whatever a name holds, and sizes in words.
-static void test_messages() {
+TEST(messages) {
     expect_death(die("a\x7f\x1b[2J\nb\tc"), "train_gpt2: a??[2J?b?c\n");
     // C1 controls are two bytes of UTF-8, and obeyed too; what is beside them is text.
     expect_death(die("a\xc2\x9b" "2J\xc2\x80\xc2\xa9\xc5\x9b\xc2"),
@@ -57,7 +57,7 @@ static void test_messages() {
 }
 
 // Files as they are, an empty one too; what is no file is refused, a pipe without waiting for it.
-static void test_mapping() {
+TEST(mapping) {
     const Text data = random_bytes(3 * 4096 + 5, 4);
     Mapping m;
     write_file("some", data);
@@ -89,7 +89,7 @@ static Text sha256_of(const Text &data, size_t cut) {
 
 // FIPS 180-4's examples; every length around the padding's turns, in any two pieces, against the
 // plain rounds over a message that is padded here; the processor's rounds against the plain ones.
-static void test_sha256() {
+TEST(sha256) {
     static const char *const known[][2] = {
         {"", "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"},
         {"abc", "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"},
@@ -151,7 +151,7 @@ static Text json_fault(const Text &json) {
 }
 
 // Texts that are JSON and texts that are not quite; every byte of one changed, every length.
-static void test_json() {
+TEST(json) {
     const Text open64(64, '['), close64(64, ']'), nul(1, 0);
     static const char value[] = "expected a value", number[] = "neither a number nor",
                       ends[] = "a string does not end", escape[] = "an unknown escape",
@@ -192,7 +192,7 @@ static void test_json() {
 }
 
 // Escapes become UTF-8, and a text that is too long for its place is cut.
-static void test_json_strings() {
+TEST(json_strings) {
     const struct {
         Text json;
         size_t capacity;
@@ -210,7 +210,7 @@ static void test_json_strings() {
 }
 
 // Whole numbers up to 2^53, and nothing else.
-static void test_json_counts() {
+TEST(json_counts) {
     static const struct {
         const char *json;
         int64_t want;  // -1: a fault
@@ -225,7 +225,7 @@ static void test_json_counts() {
 }
 
 // Every two bytes, with tails of all kinds, against RFC 3629's table; cut anywhere there is none.
-static void test_utf8() {
+TEST(utf8) {
     static const char tails[][3] = {"\x80\x80", "\xbf\xbf", "\x7f\x80", "\xc0\x80", "\x80\x7f"};
     for (int first = 0x80; first < 256; first++) {
         for (int second = 0; second < 256; second++) {
@@ -293,7 +293,7 @@ static Text decode(const Ids &ids) {
 
 // Encodings that tiktoken 0.14.0 gives (dev/check_tiktoken.py compares far more), and
 // tinyshakespeare's published counts.
-static void test_bpe_known() {
+TEST(bpe_known) {
     open_bpe(vocab_bpe());
     static const struct {
         Text text;
@@ -386,7 +386,7 @@ static Ids naive_merge(const Text &piece) {
 
 // A made-up vocabulary is read as it is written. Tokens worked out by hand: the lowest merge goes
 // first wherever it stands, and of the same at several places the leftmost.
-static void test_bpe_ties() {
+TEST(bpe_ties) {
     const Text merges = made_merges();
     open_bpe(merges);
     const Words tokens = tokens_of_merges(merges);
@@ -412,7 +412,7 @@ static void test_bpe_ties() {
 }
 
 // Tokens whose hashes lead to the table's last slot go on at its first.
-static void test_bpe_table() {
+TEST(bpe_table) {
     bpe_begin(&bpe);
     Words last;
     for (uint32_t i = 0, tag; last.size() < 3; i++) {
@@ -439,7 +439,7 @@ static void test_bpe_table() {
 }
 
 // Where GPT-2's pattern cuts: between the bars.
-static void test_bpe_pieces() {
+TEST(bpe_pieces) {
     static const char *const known[] = {
         "it|'s| I|'ll| THEY|'|RE| we|'d|'ve|'| '|s|'m|'|r|'|l|'|v|'t|e|'",
         "x|=|1234567890|.|5|e|-|3|;",
@@ -462,7 +462,7 @@ static void test_bpe_pieces() {
 }
 
 // Unicode's White_Space, and none beside.
-static void test_spaces() {
+TEST(spaces) {
     const Ids spaces = {9, 10, 11, 12, 13, ' ', 0x85, 0xa0, 0x1680, 0x2000, 0x2001, 0x2002, 0x2003,
                         0x2004, 0x2005, 0x2006, 0x2007, 0x2008, 0x2009, 0x200a, 0x2028, 0x2029,
                         0x202f, 0x205f, 0x3000};
@@ -475,7 +475,7 @@ static void test_spaces() {
 }
 
 // Words around the limits of what an encoder keeps, met again and again among each other.
-static void test_bpe_words() {
+TEST(bpe_words) {
     open_bpe(made_merges());
     Words words;
     for (size_t length = 29; length <= 34; length++) {
@@ -498,7 +498,7 @@ static void test_bpe_words() {
 
 // Merging against its rule; what is encoded decodes to itself, whatever the bytes; a text may be
 // cut where bpe_cut says; long pieces take no longer than they must.
-static void test_bpe_rules() {
+TEST(bpe_rules) {
     open_bpe(made_merges());
     int cuts = 0, pieces = 0;
     BpeEncoder e;
@@ -532,7 +532,7 @@ static void test_bpe_rules() {
 }
 
 // Both files of GPT-2's vocabulary are read and give one table.
-static void test_bpe_published() {
+TEST(bpe_published) {
     static Bpe other;
     write_file("good", vocab_bpe());
     bpe_open(&bpe, "good");
@@ -542,7 +542,7 @@ static void test_bpe_published() {
 }
 
 // Files of vocabularies that are damaged, or not GPT-2's, each refused by what is wrong with it.
-static void test_bpe_files() {
+TEST(bpe_files) {
     static Bpe other;
     const Text merges = made_merges(), first = "#version: 0.2\n";
     open_bpe(merges);
@@ -600,7 +600,7 @@ static void test_bpe_files() {
 }
 
 // Where the vocabulary is looked for: where --tokenizer says, else in data/, merges first.
-static void test_bpe_find() {
+TEST(bpe_find) {
     char path[PATH_BYTES];
     expect(!bpe_find(path, "") && bpe_find(path, "absent") && strcmp(path, "absent") == 0);
     mkdir("data", 0755);
@@ -626,7 +626,7 @@ static Text small_eval() {
 }
 
 // Files with one field wrong are refused by its name.
-static void test_eval_fields() {
+TEST(eval_fields) {
     const Text good = small_eval();
     const size_t body = LLMC_HEADER_BYTES, second = body + 2 * 17;
     auto with_word = [&](size_t at, int word) {
@@ -683,7 +683,7 @@ static void test_eval_fields() {
 }
 
 // Files cut anywhere are refused, files with a flipped bit parsed or refused, in a line.
-static void test_eval_hostile() {
+TEST(eval_hostile) {
     const Text good = small_eval();
     const size_t body = LLMC_HEADER_BYTES;
     for (size_t n = 1; n < good.size(); n += n < body - 1 ? 93 : 1) {
@@ -700,29 +700,6 @@ static void test_eval_hostile() {
     detail = "every length, every bit";
 }
 
-static const Test tests[] = {
-    {"write_all", test_write_all, 1},
-    {"messages", test_messages, 1},
-    {"mapping", test_mapping, 1},
-    {"sha256", test_sha256, 1},
-    {"json", test_json, 1},
-    {"json_strings", test_json_strings, 1},
-    {"json_counts", test_json_counts, 1},
-    {"utf8", test_utf8, 1},
-    {"bpe_table", test_bpe_table, 1},
-    {"bpe_known", test_bpe_known, 1},
-    {"bpe_ties", test_bpe_ties, 1},
-    {"bpe_pieces", test_bpe_pieces, 1},
-    {"spaces", test_spaces, 1},
-    {"bpe_words", test_bpe_words, 1},
-    {"bpe_rules", test_bpe_rules, 1},
-    {"bpe_published", test_bpe_published, 1},
-    {"bpe_files", test_bpe_files, 1},
-    {"bpe_find", test_bpe_find, 1},
-    {"eval_fields", test_eval_fields, 1},
-    {"eval_hostile", test_eval_hostile, 1},
-};
-
 int main(int argc, char **argv) {
-    return harness_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
+    return harness_main(argc, argv);
 }

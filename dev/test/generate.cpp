@@ -43,7 +43,7 @@ static Text memory_of(const Text &err) {  // "train_gpt2: ...; 8.8 MiB\n"
 // The run's own sample up to its end of text, which ends what is generated: from a checkpoint by
 // any name, from a copy of weights, sizes and manifest, with any number of threads. A first sample
 // is the same beside others, and those are others; --quiet leaves the text alone.
-static void test_generate_sample() {
+TEST(generate_sample) {
     const Text sample = train("abc");
     Outcome o = program(TRAINED "-g 60 --prompt abc");
     expect_made(o, "--generate");
@@ -81,7 +81,7 @@ static void test_generate_sample() {
 }
 
 // Each line of stdin is a prompt of its own, an empty one too, and the last one without its end.
-static void test_generate_stdin() {
+TEST(generate_stdin) {
     train("abc");
     Text want;
     for (const char *prompt : {"abc", "", "caf\xc3\xa9\xff"}) {
@@ -107,7 +107,7 @@ static void test_generate_stdin() {
 
 // A model that knows one line by heart prints it and no more: its end of text ends it, and the most
 // tokens do. What was never trained says so.
-static void test_generate_end() {
+TEST(generate_end) {
     Ids tokens;
     for (int i = 0; i < 400; i++) {
         tokens.push_back((uint16_t)(i % 8 == 7 ? 256 : 'a' + i % 8));
@@ -130,7 +130,7 @@ static void test_generate_end() {
 }
 
 // GPT-2's tokens: numbers without a vocabulary, text with the one beside the weights.
-static void test_generate_gpt2() {
+TEST(generate_gpt2) {
     Ids tokens;
     for (int i = 0; i < 400; i++) {
         tokens.push_back((uint16_t)(i % 4 ? 995 : 50256));
@@ -149,7 +149,7 @@ static void test_generate_gpt2() {
 }
 
 // What has no effect on what is generated is refused by name, and so is a prompt beyond T.
-static void test_generate_refused() {
+TEST(generate_refused) {
     static const Refusal refusals[] = {
         {"-y 1 -o out", "--generate neither trains nor writes files: leave --output out"},
         {"-x 3", "leave --steps out"},
@@ -171,7 +171,7 @@ static void test_generate_refused() {
 }
 
 // A signal ends it with what there is, from stdin that never ends too; so does a closed pipe.
-static void test_generate_signal() {
+TEST(generate_signal) {
     pid_t pid = start("--generate -e l2h2c64t64 -g 1000000 --temperature 2");
     wait_until([] { return read_file("stdout").size() > 200; });
     kill(pid, SIGINT);
@@ -214,15 +214,6 @@ static void test_generate_signal() {
            "a full disk: status %d: %s", o.status, o.err.c_str());
 }
 
-static const Test tests[] = {
-    {"generate_sample", test_generate_sample, 1},
-    {"generate_stdin", test_generate_stdin, 1},
-    {"generate_end", test_generate_end, 1},
-    {"generate_gpt2", test_generate_gpt2, 1},
-    {"generate_refused", test_generate_refused, 1},
-    {"generate_signal", test_generate_signal, 1},
-};
-
 int main(int argc, char **argv) {
-    return harness_main(argc, argv, tests, sizeof tests / sizeof tests[0], "./train_gpt2");
+    return harness_main(argc, argv, "./train_gpt2");
 }

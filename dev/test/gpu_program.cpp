@@ -26,7 +26,7 @@ static bool can_run(const Text &options) {
 }
 
 // One line, exit status 1, no checkpoint; what is at fault is named.
-static void test_gpu_bad_input() {
+TEST(gpu_bad_input) {
     static const Refusal table[] = {
         {"--dtype fp16 -w none", "--master (-w) none: with --dtype fp16 the fp32 weights"},
         {"--dtype bf16 -w 0 --offload master", "--offload master: there is no master copy"},
@@ -82,7 +82,7 @@ static void test_gpu_bad_input() {
 }
 
 // The start of a run on a GPU that cuBLASLt, the driver or the table of peaks make special.
-static void test_gpu_start() {
+TEST(gpu_start) {
     if (!is_emulated()) {
         skip("on the emulated device");
     }
@@ -123,7 +123,7 @@ static void test_gpu_start() {
 }
 
 // A driver older than the toolkit ends a run, and a plan that would ask the GPU says so.
-static void test_gpu_driver() {
+TEST(gpu_driver) {
     if (!is_emulated()) {
         skip("on the emulated device");
     }
@@ -150,7 +150,7 @@ static void test_gpu_driver() {
 }
 
 // Timing is announced, once, in a run that prints; the next run takes its results.
-static void test_gpu_announced() {
+TEST(gpu_announced) {
     if (!is_emulated()) {
         skip("on the emulated device");
     }
@@ -184,7 +184,7 @@ static Text losses_in(const Text &folder) {
 
 // Under WSL memory that a program registers has another address on the GPU: what is pinned comes
 // from CUDA itself there, to the same bits, whatever lives in it.
-static void test_gpu_alias() {
+TEST(gpu_alias) {
     if (!is_emulated()) {
         skip("on the emulated device");
     }
@@ -207,7 +207,7 @@ static void test_gpu_alias() {
 
 // On a card with room for the least of all levels -r auto finds the levels that fit, which change
 // no bit; --gpu-mem makes a large card as small, to the byte.
-static void test_gpu_auto() {
+TEST(gpu_auto) {
     if (!is_emulated()) {
         skip("on the emulated device");
     }
@@ -254,7 +254,7 @@ static void test_gpu_auto() {
 }
 
 // What a run would pin is held against this machine's memory by --plan as it is by the run.
-static void test_gpu_plan_host() {
+TEST(gpu_plan_host) {
     if (!is_emulated() || has_sanitizers()) {
         skip("a limit of the process's own memory leaves room for the emulated device alone");
     }
@@ -276,7 +276,7 @@ static void test_gpu_plan_host() {
 
 // An emulated run says at once that it is one and what it will do, also into a file, since its
 // start may take minutes. A second signal ends it there.
-static void test_gpu_header() {
+TEST(gpu_header) {
     if (!is_emulated() || has_sanitizers()) {
         skip("on the emulated device");
     }
@@ -297,7 +297,7 @@ static void test_gpu_header() {
 
 // A run keeps in the user's cache how fast the GPU is, once, and compares it with its own steps;
 // later plans know it. Where nothing can be kept the run goes on all the same.
-static void test_gpu_speed() {
+TEST(gpu_speed) {
     write_corpus();
     mkdir("cache", 0755);
     const Text run = "-i train.bin -e l2h2c16t16 -b 2 -x 51 ";
@@ -341,7 +341,7 @@ static void test_gpu_speed() {
 }
 
 // The micro-batch that a forecast times changes no bit of the run, wherever states are.
-static void test_gpu_forecast() {
+TEST(gpu_forecast) {
     write_corpus();
     for (const char *more :
          {"--dtype fp32 ", "--offload weights,gradients,moments,residuals ", "--dtype fp16 "}) {
@@ -358,7 +358,7 @@ static void test_gpu_forecast() {
 }
 
 // --check agrees in all 17 numbers, --compare names two levels; --plan needs no GPU.
-static void test_gpu_commands() {
+TEST(gpu_commands) {
     write_corpus();
     for (const char *arguments : {"--dtype fp32 -r norm", "--dtype bf16 -r block", "-w none",
                                   "--dtype fp16",
@@ -386,7 +386,7 @@ static void test_gpu_commands() {
 }
 
 // --eval in both programs: to the byte the same scores.
-static void test_gpu_eval() {
+TEST(gpu_eval) {
     write_file("e.bin", eval_bytes(random_questions(3, 50257, 2)));
     const Text run = "-e l1h1c16t16 --eval e.bin --json -b 3 ";
     Outcome cpu = cpu_program(run), gpu = program(run + "--dtype fp32"), half = program(run);
@@ -437,7 +437,7 @@ static double weights_apart(const std::vector<float> &a, const std::vector<float
 // A resumed run ends in the bytes of the uninterrupted one, whatever is recomputed meanwhile. What
 // one program saved the other goes on from: the CPU's after the GPU's ends where the GPU's own
 // does, to fp32's rounding.
-static void test_gpu_checkpoints() {
+TEST(gpu_checkpoints) {
     write_corpus();
     const Text run = "-i train.bin -j val.bin -v 3 -e l2h2c16t16 -b 2 -d 64 -x 6 -n 3 -y 1 -s 6 "
                      "-g 4 --quiet -o ";
@@ -504,7 +504,7 @@ static int algorithms_in(const Text &choices, const Text &other) {
 // quiet it is: to the same bytes, which it has not where a wrong result is planted in the one that
 // the checkpoint names. What its file of choices holds stays. On another GPU it says that it keeps
 // its own.
-static void test_gpu_choices() {
+TEST(gpu_choices) {
     if (!is_emulated()) {
         skip("on the emulated device");
     }
@@ -573,7 +573,7 @@ static Text order_of(const Text &arguments, int batch_bytes) {
 // The next step's first batch is on its way before the host waits for this step's loss, none after
 // the last step. Where a validation takes its place it is read anew, and what cannot be read ends
 // the run no sooner than it is needed. No bit changes.
-static void test_gpu_prepared() {
+TEST(gpu_prepared) {
     write_corpus();
     const Text run = "-i train.bin -e l1h1c16t16 -b 2 -x 3 --shuffle 0 ";
     const Text warm_up = "UUAW";
@@ -603,7 +603,7 @@ static void test_gpu_prepared() {
 // what the run itself printed, which computed it without a KV cache, in other products. These round
 // alike on the emulated device; on a GPU only fp32 is fine enough for the same text. The plan has
 // no states of training.
-static void test_gpu_generate() {
+TEST(gpu_generate) {
     write_corpus();
     const Text rule = " -g 40 --seed 5 --temperature 0.8 --prompt=abc ";
     const Text type = is_emulated() ? "" : "--dtype fp32";
@@ -630,7 +630,7 @@ static void test_gpu_generate() {
 // it falls, and so that step is skipped and said to be. A resume, at another -r and with states in
 // host memory, ends in the same bytes with the same scales; another type drops the scale and says
 // so, and what comes back to fp16 begins anew.
-static void test_gpu_fp16() {
+TEST(gpu_fp16) {
     write_corpus();
     const auto old = with("EMU_CC", is_emulated() ? "75" : "0");
     const Text run = "-i train.bin -e l2h2c16t16 -b 1 -t 1 -v 0 -n 1 --keep 0 -o out -x ";
@@ -670,7 +670,7 @@ static void test_gpu_fp16() {
 
 // Falling loss scales are no skipped steps in a row. Where no scale helps the run ends, and its
 // newest checkpoint is from before the weights were lost. Weights beyond fp16 are refused.
-static void test_gpu_fp16_fails() {
+TEST(gpu_fp16_fails) {
     write_corpus();
     Outcome o = program("-i train.bin -e l2h2c16t16 -b 2 -l 1 -c 11 -k constant -x 90 --dtype fp16 "
                         "--max-skips 3 -v 0 -n 1 --quiet -o out");
@@ -700,7 +700,7 @@ static void test_gpu_fp16_fails() {
 
 // 200 steps in bf16 stay within 2 % of the oracle's loss, each and every one, and in fp16 the means
 // over five steps within 0.5 %.
-static void test_gpu_learns() {
+TEST(gpu_learns) {
     const Text run = training_files() +
                      " -e l2h2c64t64 -b 2 -x 200 -l 1e-3 -u 20 -v 0 -r 1 --quiet -o ";
     Outcome oracle = cpu_program(run + "cpu"), gpu = program(run + "gpu");
@@ -727,30 +727,8 @@ static void test_gpu_learns() {
     expect(last < 2.9, "the last 20 losses are %.3f on average; a uniform guess has 5.55", last);
 }
 
-static const Test tests[] = {
-    {"gpu_bad_input", test_gpu_bad_input, 1},
-    {"gpu_start", test_gpu_start, 1},
-    {"gpu_driver", test_gpu_driver, 1},
-    {"gpu_announced", test_gpu_announced, 1},
-    {"gpu_alias", test_gpu_alias, 1},
-    {"gpu_auto", test_gpu_auto, 1},
-    {"gpu_plan_host", test_gpu_plan_host, 1},
-    {"gpu_header", test_gpu_header, 1},
-    {"gpu_speed", test_gpu_speed, 1},
-    {"gpu_forecast", test_gpu_forecast, 1},
-    {"gpu_commands", test_gpu_commands, 1},
-    {"gpu_eval", test_gpu_eval, 1},
-    {"gpu_checkpoints", test_gpu_checkpoints, 1},
-    {"gpu_choices", test_gpu_choices, 1},
-    {"gpu_prepared", test_gpu_prepared, 1},
-    {"gpu_generate", test_gpu_generate, 1},
-    {"gpu_fp16", test_gpu_fp16, 1},
-    {"gpu_fp16_fails", test_gpu_fp16_fails, 1},
-    {"gpu_learns", test_gpu_learns, 1},
-};
-
 int main(int argc, char **argv) {
     // A GPU would time the algorithms of some fifty products in every run.
     more_arguments = "--tune 0";
-    return harness_main(argc, argv, tests, sizeof tests / sizeof tests[0], "./train_gpt2cu_cpu");
+    return harness_main(argc, argv, "./train_gpt2cu_cpu");
 }

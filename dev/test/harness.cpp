@@ -6,14 +6,14 @@
 #include "harness.h"
 
 // A text of any length, as a failure that names a whole command has it.
-static void test_long_text() {
+TEST(long_text) {
     const Text long_word(5000, 'x');
     expect(text("<%s>", long_word.c_str()) == "<" + long_word + ">");
     expect(text("%s", "").empty());
 }
 
 // What does not come in time is a failure that names it.
-static void test_waiting_fails() {
+TEST(waiting_fails) {
     const Outcome late = outcome(spawn([] { wait_until([] { return false; }, 0.05); }));
     expect(late.status == 1 && late.out.find("not within 0.05 s: [] { return false; }") !=
                                    Text::npos, "status %d: %s", late.status, late.out.c_str());
@@ -22,11 +22,11 @@ static void test_waiting_fails() {
     expect(outcome(spawn(soon)).status == 0);
 }
 
-static void test_main_part() {}
-static void test_rest_part() {}
+TEST(main_part) {}
+TEST(rest_part, REST) {}
 
 // ALL says which tests run, and FULL runs all of them: this program, called again.
-static void test_parts() {
+TEST(parts) {
     if (getenv("INSIDE")) {
         return;
     }
@@ -55,14 +55,6 @@ static void test_parts() {
     expect(full_or(1, 2) == 2);
 }
 
-static const Test tests[] = {
-    {"long_text", test_long_text, 1},
-    {"waiting_fails", test_waiting_fails, 1},
-    {"parts", test_parts, 1},
-    {"main_part", test_main_part, 1},
-    {"rest_part", test_rest_part, 1 | REST},
-};
-
 int main(int argc, char **argv) {
-    return harness_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
+    return harness_main(argc, argv);
 }

@@ -4,7 +4,8 @@
 //
 // What it is: C++17 and the system's headers, nothing of the project's own code, so that a program
 // can be driven as its user drives it. A test program ends in
-//     int main(int argc, char **argv) { return harness_main(argc, argv, tests, COUNT); }
+//     TEST(name) { expect(1 + 1 == 2); }
+//     int main(int argc, char **argv) { return harness_main(argc, argv); }
 // and understands
 //     NAME...          the tests whose names begin so; without one, all of them
 //     --list           the names
@@ -62,6 +63,25 @@ struct Test {
     void (*function)();
     int runs;  // 0: this build leaves it out, because another one runs it with the same input
 };
+
+// TEST(name, builds) { ... } defines a test and lists it; tests run in the order of their
+// definition. A program that is built in several ways defines THIS_BUILD, one bit, and gives the
+// bits of the builds that run a test; without any, every build does. REST can be added.
+#ifndef THIS_BUILD
+#define THIS_BUILD 1
+#endif
+inline std::vector<Test> tests;
+struct Listed {
+    Listed(const char *name, void (*function)(), int builds = 0) {
+        const int named = builds & ~REST;
+        const int runs = !named || named & THIS_BUILD ? 1 | (builds & REST) : 0;
+        tests.push_back({name, function, runs});
+    }
+};
+#define TEST(name, ...)                                                                            \
+    static void test_##name();                                                                     \
+    static const Listed listed_##name(#name, test_##name, ##__VA_ARGS__);                          \
+    static void test_##name()
 
 inline Text root, scratch;        // where the repository is; the folder of all tests' folders
 inline Text tested;               // the built program that program() starts
@@ -448,8 +468,7 @@ inline int is_asked_for(const Test *t, const Asked *asked) {
 }
 
 // Runs the tests that the arguments name. `by_default`: the program to drive without --program.
-inline int harness_main(int argc, char **argv, const Test *tests, size_t count,
-                        const char *by_default = "") {
+inline int harness_main(int argc, char **argv, const char *by_default = "") {
     // Where other work goes on, threads that spin at a barrier stand in their own way.
     if (!getenv("OMP_WAIT_POLICY")) {
         setenv("OMP_WAIT_POLICY", "passive", 1);
@@ -468,7 +487,8 @@ inline int harness_main(int argc, char **argv, const Test *tests, size_t count,
     if (!asked.list && !tested.empty()) {
         tested = copy_of_program(tested);
     }
-    for (const Test *t = tests; t < tests + count; t++) {
+    for (const Test &test : tests) {
+        const Test *t = &test;
         if (asked.list && t->runs) {
             puts(t->name);
         } else if (asked.here && t->runs && strcmp(t->name, asked.here) == 0) {

@@ -16,7 +16,7 @@ static void expect_same_end(const Text &want, const char *who) {
 }
 
 // Killed again and again at random moments, a run still ends in the same bytes.
-static void test_kill() {
+TEST(kill) {
     write_corpus();
     enter("whole");
     double began = wall_ms();
@@ -42,7 +42,7 @@ static void test_kill() {
 }
 
 // SIGTERM and SIGINT save and exit 0; what follows goes on as if nothing had happened.
-static void test_signals() {
+TEST(signals) {
     write_corpus();
     enter("whole");
     expect_success(program(resumable), "undisturbed");
@@ -95,7 +95,7 @@ static void signal_at(pid_t pid, const char *words, int number) {
 
 // A signal acts between the micro-batches of a step, says so at once in one line, and saves the
 // state after the last finished step; what goes on from there ends as the undisturbed run.
-static void test_mid_step() {
+TEST(mid_step) {
     static const char said[] = "stopping after this micro-batch and saving; again to quit\n";
     const Text many = slow(MANY_BATCHES "-x 2 -n 1 -y 1 -o out");
     enter("whole");
@@ -128,7 +128,7 @@ static void test_mid_step() {
 
 // A second signal ends the run at once, with its number in the status, and leaves the checkpoints
 // as they were. A second SIGHUP does not: one closed terminal may send two.
-static void test_second_signal() {
+TEST(second_signal) {
     write_corpus();
     expect_success(program(slow("-b 1 -x 1 -o out")), "first step");
     const Text before = checkpoint_bytes("out", 1);
@@ -147,7 +147,7 @@ static void test_second_signal() {
 
 // A forecast is measured after everything that can be refused, says what it does, stops at the
 // first signal and changes no bit; a run of 20 steps has none.
-static void test_forecast() {
+TEST(forecast) {
     static const char timing[] = "\ntiming two micro-batches of the first step for a forecast\n";
     const Text run = TINY "-d 64 -o ";
     write_corpus();
@@ -178,7 +178,7 @@ static void test_forecast() {
 
 // Before anything that takes its time a run says what it does: the box is first, then what is
 // verified and loaded, then what the engine is.
-static void test_start_lines() {
+TEST(start_lines) {
     write_corpus();
     const Text run = TINY "-y 1 -o out -x ";
     const auto in_order = [](const Text &out, const Words &lines) {
@@ -206,7 +206,7 @@ static void test_start_lines() {
 }
 
 // Under nohup, SIGHUP is nothing to the run.
-static void test_nohup() {
+TEST(nohup) {
     write_corpus();
     pid_t pid = start_training(slow(MANY_BATCHES "-x 2 -n 1 -o out"),
                                [] { signal(SIGHUP, SIG_IGN); });
@@ -217,7 +217,7 @@ static void test_nohup() {
 
 // A validation that a signal cuts short is made up when the run goes on, once, and the log shows
 // the loss of the undisturbed run.
-static void test_cut_validation() {
+TEST(cut_validation) {
     const Text validating = slow("-j train.bin -v 1 -m 0 -b 1 -x 1 -y 1 -o out --quiet");
     enter("whole");
     write_corpus();
@@ -241,7 +241,7 @@ static void test_cut_validation() {
 
 // Output that nobody takes ends the printing, not the run. A closed pipe is no failure; anything
 // else is one line and status 1 at the end.
-static void test_lost_output() {
+TEST(lost_output) {
     write_corpus();
     Outcome o = program(TINY "-x 30 -o pipe", [] {
         int ends[2];
@@ -274,7 +274,7 @@ static void test_lost_output() {
 
 // A reader that stops reading, as a pager that is paused, holds a run up; a signal ends the wait:
 // the run saves and ends within seconds, whether stderr goes to the same reader or not.
-static void test_paused_reader() {
+TEST(paused_reader) {
     write_corpus();
     for (int number : {SIGINT, SIGTERM}) {
         const int both = number == SIGTERM;
@@ -313,7 +313,7 @@ static void test_paused_reader() {
 
 // The looks at the output that begin with a signal do not interrupt what saves, for on some file
 // systems it would fail; signals still come through. A file that waits for a reader holds it up.
-static void test_save_undisturbed() {
+TEST(save_undisturbed) {
     write_corpus();
     const pid_t pid = start(TINY "-x 100000 -n 1000 -k constant --quiet -o out");
     wait_until([] { return read_file("out/log.jsonl").find("\"loss\":") != Text::npos; });
@@ -352,7 +352,7 @@ static void test_save_undisturbed() {
 }
 
 // Files that may grow no further end the run in a line that says so.
-static void test_file_limit() {
+TEST(file_limit) {
     write_corpus();
     Outcome o = program(TINY "-x 3 -o out --quiet", [] {
         struct rlimit limit = {20000, 20000};
@@ -364,7 +364,7 @@ static void test_file_limit() {
 
 // A log that may grow no further stops the run, which is saved with a log of whole lines, says so
 // once and fails; what goes on from there ends as the run that nothing disturbed.
-static void test_full_log() {
+TEST(full_log) {
     enum { LIMIT = 400000 };  // of bytes, and so more than any file of the checkpoint has
     const Text part = TINY "-j val.bin -v 7 -x 30 -k constant --quiet -y 1 -o ";
     write_corpus();
@@ -394,22 +394,6 @@ static void test_full_log() {
     }
 }
 
-static const Test tests[] = {
-    {"kill", test_kill, 1},
-    {"signals", test_signals, 1},
-    {"mid_step", test_mid_step, 1},
-    {"second_signal", test_second_signal, 1},
-    {"forecast", test_forecast, 1},
-    {"start_lines", test_start_lines, 1},
-    {"nohup", test_nohup, 1},
-    {"cut_validation", test_cut_validation, 1},
-    {"lost_output", test_lost_output, 1},
-    {"paused_reader", test_paused_reader, 1},
-    {"save_undisturbed", test_save_undisturbed, 1},
-    {"file_limit", test_file_limit, 1},
-    {"full_log", test_full_log, 1},
-};
-
 int main(int argc, char **argv) {
-    return harness_main(argc, argv, tests, sizeof tests / sizeof tests[0], "./train_gpt2");
+    return harness_main(argc, argv, "./train_gpt2");
 }

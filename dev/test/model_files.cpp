@@ -18,7 +18,7 @@ static Outcome open_model(const Text &path) {
 #define expect_model_refused(path, words) expect_refused(open_model(path), words, words)
 
 // llm.c's files with one word of the header changed, or cut.
-static void test_llmc_refused() {
+TEST(llmc_refused) {
     const Shape m = {2, 2, 20, 7, 257};
     std::vector<std::vector<double>> ignored;
     for (int version : {3, 5}) {
@@ -104,7 +104,7 @@ static void refuse_at(int line, const Text &file, const Text &words) {
 #define refuse(file, words) refuse_at(__LINE__, file, words)
 
 // Whole files and headers that no writer makes, each refused by its name and in little memory.
-static void test_model_refused() {
+TEST(model_refused) {
     const Members good = small_model();
     const Text bytes = safetensors_bytes(good);
     auto header = [](uint64_t length) { return Text((const char *)&length, 8); };
@@ -150,7 +150,7 @@ static void test_model_refused() {
 }
 
 // One tensor changed, missing, twice, or one too many.
-static void test_tensor_refused() {
+TEST(tensor_refused) {
     const Members good = small_model();
     for (auto &row : changes) {
         Members list = good;
@@ -185,7 +185,7 @@ static void test_tensor_refused() {
 }
 
 // __metadata__ is an object of texts, as the format says, and nothing else.
-static void test_metadata_refused() {
+TEST(metadata_refused) {
     const Shape m = {2, 2, 4, 3, 5};
     const Members good = hugging_face(m, {"F32"}, "");
     const Text wrong = "model/model.safetensors: __metadata__, an object of texts: ";
@@ -203,7 +203,7 @@ static void test_metadata_refused() {
 }
 
 // config.json with one thing changed.
-static void test_config_refused() {
+TEST(config_refused) {
     const Shape m = {2, 2, 4, 3, 5};
     const Text bytes = safetensors_bytes(hugging_face(m, {"F32"}, ""));
     static const char *const table[][3] = {
@@ -259,7 +259,7 @@ static void test_config_refused() {
 }
 
 // A number that is not finite is named by its tensor and its place there, as the file counts.
-static void test_not_finite() {
+TEST(not_finite) {
     const Shape m = {2, 2, 4, 3, 257};
     write_corpus();
     static const struct {
@@ -291,7 +291,7 @@ static void test_not_finite() {
 
 // A model in several files with their index: the same weights as in one; what contradicts is
 // refused by tensor and file.
-static void test_parts() {
+TEST(parts) {
     const Shape m = {2, 2, 4, 16, 257};
     const Members all = hugging_face(m, {"F32", "BF16"}, "transformer.");
     write_corpus();
@@ -354,7 +354,7 @@ static void test_parts() {
 
 // A vocabulary padded to 50304 rows, as nanoGPT's, takes GPT-2's tokens; the rows that no token has
 // are part of the softmax and stay; other paddings are refused.
-static void test_padded_vocabulary() {
+TEST(padded_vocabulary) {
     write_file("train.bin", shard_bytes(Ids(400, 7), GPT2_TOKENS));
     for (int rows : {50304, 50305}) {
         const Shape m = {1, 1, 4, 8, rows};
@@ -379,17 +379,6 @@ static void test_padded_vocabulary() {
     }
 }
 
-static const Test tests[] = {
-    {"parts", test_parts, 1},
-    {"padded_vocabulary", test_padded_vocabulary, 1},
-    {"llmc_refused", test_llmc_refused, 1},
-    {"not_finite", test_not_finite, 1},
-    {"model_refused", test_model_refused, 1},
-    {"metadata_refused", test_metadata_refused, 1},
-    {"tensor_refused", test_tensor_refused, 1},
-    {"config_refused", test_config_refused, 1},
-};
-
 int main(int argc, char **argv) {
-    return harness_main(argc, argv, tests, sizeof tests / sizeof tests[0], "./train_gpt2");
+    return harness_main(argc, argv, "./train_gpt2");
 }

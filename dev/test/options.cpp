@@ -94,7 +94,7 @@ static const Refusal bad_options[] = {
 };
 
 // One line that names the option, what was found and what is allowed; nothing is trained.
-static void test_bad_options() {
+TEST(bad_options) {
     write_corpus();
     for (const Refusal &row : bad_options) {
         expect_refused(program(row.arguments), row.words, row.arguments);
@@ -103,7 +103,7 @@ static void test_bad_options() {
 }
 
 // Of a huge argument a message shows both ends, and what is allowed behind them.
-static void test_huge_arguments() {
+TEST(huge_arguments) {
     write_corpus();
     const Text huge(100000, 'x');
     for (auto &row : std::vector<std::pair<Text, const char *>>{
@@ -118,7 +118,7 @@ static void test_huge_arguments() {
 }
 
 // What is no regular file is refused, and not waited for.
-static void test_not_regular() {
+TEST(not_regular) {
     write_corpus();
     mkfifo("fifo", 0644);
     mkdir("model", 0755);
@@ -146,7 +146,7 @@ static void test_not_regular() {
 }
 
 // One line that names the file; no checkpoint is left.
-static void test_bad_data() {
+TEST(bad_data) {
     write_corpus();
     const Text good = read_file("train.bin");
     Ids short_tokens(16, 7), outside(400, 7);
@@ -198,7 +198,7 @@ static void test_bad_data() {
 }
 
 // Full disk (a limit on the size of files), folders that cannot be made or written.
-static void test_bad_output() {
+TEST(bad_output) {
     write_corpus();
     expect_success(program(TINY "--quiet -x 2 -u 2 -o out"), "a warmup of all steps");
     expect_refused(program(TINY "--quiet -x 4 -y 1 -o out", full_disk(20000)),
@@ -221,7 +221,7 @@ static void test_bad_output() {
 }
 
 // What --plan prints and returns, for GPUs, for this machine, and as JSON.
-static void test_plan_command() {
+TEST(plan_command) {
     Outcome o = program("--plan -e d48 --gpu h200");
     expect_success(o, "--plan -e d48 --gpu h200");
     expect(has_sanitizers() || o.user_ms < 1000, "%.0f ms of the processor", o.user_ms);
@@ -271,7 +271,7 @@ static Text recommended(const Text &out, const char *words) {
 }
 
 // --fit and --minimum: the command that they print plans what they said, and fits.
-static void test_fit_command() {
+TEST(fit_command) {
     // With sanitizers a large model's plans take long.
     const char *model = has_sanitizers() ? "d12" : "d48";
     for (const char *fit : {"bits", "all"}) {
@@ -327,7 +327,7 @@ static void test_fit_command() {
 
 // --minimum and --fit of several GPUs: each needs less, the more there are; their number stands in
 // the command, which fits, and of which --plan has a forecast.
-static void test_fit_gpus() {
+TEST(fit_gpus) {
     const char *model = has_sanitizers() ? "d12" : "d48";
     for (const char *title : {"GPU, nothing offloaded: ", "GPU, all but gradients on the host: "}) {
         double last = INFINITY;
@@ -362,7 +362,7 @@ static void test_fit_gpus() {
 
 // What the user has given stands in the command that --fit recommends, which can be pasted, and
 // beside it nothing that no program runs.
-static void test_fit_given() {
+TEST(fit_given) {
     static const struct {
         const char *options, *in, *not_in;
     } table[] = {
@@ -408,7 +408,7 @@ static void test_fit_given() {
 
 // Where nothing says what memory there is, a plan says so, and no figure. Skipped where a test may
 // not hide the files that say it.
-static void test_memory_unknown() {
+TEST(memory_unknown) {
     auto hidden = [](const Text &then) {
         return outcome(spawn([&] {
             const Text line = "mount --bind none /proc/meminfo && mount -t tmpfs none "
@@ -427,7 +427,7 @@ static void test_memory_unknown() {
 }
 
 // Limits of a process that would end it later are seen before: by --plan, and by a run.
-static void test_memory_limits() {
+TEST(memory_limits) {
     if (has_sanitizers()) {
         skip("a sanitizer needs more address space than any limit leaves");
     }
@@ -487,7 +487,7 @@ static void test_memory_limits() {
 
 // What a launcher starts more than once is refused in one line that names its variable: copies that
 // know nothing of each other would each train the whole model. A plan is none of its business.
-static void test_launcher() {
+TEST(launcher) {
     write_corpus();
     for (const char *variable :
          {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "WORLD_SIZE"}) {
@@ -504,7 +504,7 @@ static void test_launcher() {
 }
 
 // A signal ends a plan as it ends any program that has nothing to save.
-static void test_plan_signal() {
+TEST(plan_signal) {
     int ends[2];
     expect(pipe2(ends, O_NONBLOCK) == 0);
     while (write(ends[1], "x", 1) == 1) {  // full: the plan waits for a reader that never reads
@@ -526,7 +526,7 @@ static void test_plan_signal() {
 
 // The start-up box and the log say all that a run takes, where the host's part is the same memory,
 // and no list ends in a comma.
-static void test_memory_shown() {
+TEST(memory_shown) {
     write_corpus();
     if (tested.find("cu") != Text::npos) {
         skip("of the CPU program");
@@ -556,7 +556,7 @@ static void test_memory_shown() {
 }
 
 // --version names program, version and compiler wherever it is called, and whatever else is asked.
-static void test_version() {
+TEST(version) {
     for (const char *arguments : {"--version", "-x 5 --version -y 1"}) {
         const Outcome o = program(arguments);
         expect_success(o, arguments);
@@ -569,7 +569,7 @@ static void test_version() {
 }
 
 // What a run says of its command can be pasted into a shell: bash reads the same words from it.
-static void test_command() {
+TEST(command) {
     write_corpus();
     const Text values[] = {"plain", "two words", "it's \"$HOME\" `x` \\ \\n !1 #?*~", "",
                            "a\nb\tc'\\\x1b[31m\xff\xc2\x9b \xc3\xa9", "-"};
@@ -593,7 +593,7 @@ static void test_command() {
 }
 
 // Lines of steps come where --log-every says, and for the last step; a resume goes on with them.
-static void test_log_every() {
+TEST(log_every) {
     write_corpus();
     const Outcome o = program(TINY "-x 10 -n 5 --log-every 4 -y 1 -o out");
     expect_success(o, "--log-every 4");
@@ -659,7 +659,7 @@ static Words live_lines(const Text &all) {
 
 // A line that is rewritten in place fits the terminal at any width, and goes on fitting when it is
 // resized; what is narrow lacks the least useful parts first, and no step is missing.
-static void test_live_line() {
+TEST(live_line) {
     write_corpus();
     for (int columns : {200, 80, 56, 20}) {
         const Words lines = live_lines(on_terminal(TINY "-x 20", columns));
@@ -689,7 +689,7 @@ static void test_live_line() {
 }
 
 // Control bytes and bytes that are no UTF-8 reach a file as they are, and a terminal as text.
-static void test_sample_bytes() {
+TEST(sample_bytes) {
     write_corpus();
     const Text bytes = "\x1b[2m\x01\x7f\xc2\x9b\xff\xc3\xa9k\n.";
     const Text shown = "\\x1b[2m\\x01\\x7f\\xc2\\x9b\\xff\xc3\xa9k\r\n.";
@@ -718,28 +718,6 @@ static void test_sample_bytes() {
            all.c_str());
 }
 
-static const Test tests[] = {
-    {"memory_limits", test_memory_limits, 1},
-    {"memory_unknown", test_memory_unknown, 1},
-    {"bad_options", test_bad_options, 1},
-    {"huge_arguments", test_huge_arguments, 1},
-    {"not_regular", test_not_regular, 1},
-    {"bad_data", test_bad_data, 1},
-    {"bad_output", test_bad_output, 1},
-    {"plan_command", test_plan_command, 1},
-    {"plan_signal", test_plan_signal, 1},
-    {"memory_shown", test_memory_shown, 1},
-    {"version", test_version, 1},
-    {"command", test_command, 1},
-    {"log_every", test_log_every, 1},
-    {"live_line", test_live_line, 1},
-    {"sample_bytes", test_sample_bytes, 1},
-    {"launcher", test_launcher, 1},
-    {"fit_command", test_fit_command, 1},
-    {"fit_gpus", test_fit_gpus, 1},
-    {"fit_given", test_fit_given, 1},
-};
-
 int main(int argc, char **argv) {
-    return harness_main(argc, argv, tests, sizeof tests / sizeof tests[0], "./train_gpt2");
+    return harness_main(argc, argv, "./train_gpt2");
 }

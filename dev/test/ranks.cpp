@@ -63,7 +63,7 @@ static void expect_same(const Text &a, const Text &b, int steps) {
 
 // The same sequences in a step, divided among 1 to 4 ranks: in fp32 the same losses and norms
 // within rounding, and, where nothing is learnt, the very bits of the validation.
-static void test_ranks_numbers() {
+TEST(ranks_numbers) {
     write_corpus();
     for (int n = 1; n <= 4; n++) {
         const Text ranks = ODD "-d 288 --dtype fp32 -v 1 -m 7 " + text("--gpus %d ", n);
@@ -148,7 +148,7 @@ static void test_ranks_stages() {
 }
 
 // States of ranks that live in host memory change no bit, at any stage of ZeRO.
-static void test_ranks_offload() {
+TEST(ranks_offload, REST) {
     enum { STAGES = 4 };
     write_corpus();
     static const struct {
@@ -172,7 +172,7 @@ static void test_ranks_offload() {
 }
 
 // Ranks whose GPUs have different room choose for the least of them, and train.
-static void test_ranks_room() {
+TEST(ranks_room) {
     need_mpi();
     write_corpus();
     const Text line = ODD "-x 2 -z 1 -d 48 ", nccl = text("%d", 2 * 4 * 12 << 20);
@@ -198,7 +198,7 @@ static void test_ranks_room() {
 }
 
 // What mpirun starts has the bits of what --gpus starts.
-static void test_ranks_mpirun() {
+TEST(ranks_mpirun, REST) {
     need_mpi();
     write_corpus();
     for (int n = 2; n <= 4; n++) {
@@ -266,7 +266,7 @@ static Text master(int port) { return text("MASTER_ADDR=localhost MASTER_PORT=%d
 // What torchrun and srun start has the bits of what --gpus starts, without MPI: with torchrun's
 // variables while its own store listens on MASTER_PORT, and with srun's, which sbatch's do not
 // disturb. Somebody who looks for open ports is no rank.
-static void test_ranks_tcp() {
+TEST(ranks_tcp) {
     write_corpus();
     const Text part = TINY "-x 2 --clip 0.5 -z 1 ", line = part + "--quiet -o ";
     run(part + "--gpus 3", "gpus");
@@ -315,7 +315,7 @@ static void test_ranks_tcp() {
 }
 
 // Each way in which ranks do not find each other ends in one line that says which.
-static void test_ranks_tcp_refused() {
+TEST(ranks_tcp_refused) {
     write_corpus();
     int port = free_port(), taken = 0;
     const int listener = listen_on(&taken);
@@ -370,7 +370,7 @@ static void test_ranks_tcp_refused() {
 }
 
 // Variables of launchers that do not fit together.
-static void test_ranks_variables() {
+TEST(ranks_variables) {
     write_corpus();
     static const Refusal words[] = {
         {"WORLD_SIZE=2 MASTER_ADDR=localhost RANK=0", "but MASTER_PORT is not set: "},
@@ -388,7 +388,7 @@ static void test_ranks_variables() {
 
 // In a build with MPI an address selects TCP. Without one MPI is told that one thread calls it, and
 // starts when this rank's GPU is the current one.
-static void test_ranks_mpi_starts() {
+TEST(ranks_mpi_starts) {
     need_mpi();
     write_corpus();
     int port = 0;
@@ -422,7 +422,7 @@ static void test_ranks_mpi_starts() {
 }
 
 // Under mpirun, which gives ranks a pseudo-terminal, lines are whole: nothing is rewritten.
-static void test_ranks_whole_lines() {
+TEST(ranks_whole_lines) {
     need_mpi();
     write_corpus();
     for (const char *ranks : {"1", "2"}) {
@@ -437,7 +437,7 @@ static void test_ranks_whole_lines() {
 // All ranks compute with the algorithms that rank 0 has found the fastest. Here that is the third,
 // which is wrong on rank 1: it would choose the first, and shows by other numbers that it does not.
 // So do all that go on from a checkpoint, where both would choose the first.
-static void test_ranks_choices() {
+TEST(ranks_choices, REST) {
     need_mpi();
     write_corpus();
     for (const char *second : {"951", "159", "951 EMU_LT_WRONG=3", "159 EMU_LT_WRONG=3"}) {
@@ -467,7 +467,7 @@ static void test_ranks_choices() {
 // A checkpoint of three ranks is that of one: any other number of them goes on from it at any stage
 // of ZeRO, and so does the CPU program; as many go on to the same bits. These are also the bits of
 // a run that validates, samples and saves nothing on its way.
-static void test_ranks_resume() {
+TEST(ranks_resume) {
     write_corpus();
     const Text part = ODD "-d 144 -s 2 -g 4 ", whole = "-d 144 -x 4 -z 3 --gpus 3 ";
     run(ODD + whole + "--keep 9 -v 1 -m 2 -s 2 -g 4 -n 2", "undisturbed");
@@ -538,7 +538,7 @@ static void forge_idle(const Text &folder, int was, int step) {
 
 // States go from one number of ranks, stage and home to another, to the CPU program and back, and
 // stay what they are, element by element; each rank writes a file.
-static void test_ranks_states() {
+TEST(ranks_states, REST) {
     write_corpus();
     static const struct {
         int ranks;
@@ -596,7 +596,7 @@ static void test_ranks_states() {
 
 // A rank runs in exactly the bytes that its plan, the reserve for NCCL, context and libraries take,
 // and is refused with one less; what NCCL takes of its reserve is told.
-static void test_ranks_memory() {
+TEST(ranks_memory) {
     write_corpus();
     static const struct {
         int ranks;
@@ -668,7 +668,7 @@ static void test_ranks_refused() {
 }
 
 // Of ranks that differ in options, data or program rank 0 names the first, and none trains.
-static void test_ranks_mixed() {
+TEST(ranks_mixed) {
     need_mpi();
     write_corpus();
     write_file("other.bin", read_file("val.bin"));
@@ -783,7 +783,7 @@ static void test_ranks_die() {
 // a collective in a line with what each waits in. All of it within --timeout and 5 seconds on a
 // machine with nothing else to do: here 30 are allowed, and the timeouts leave room for a machine
 // that stands still for a second or two.
-static void test_ranks_hang() {
+TEST(ranks_hang) {
     enum { WITHIN_MS = 30000 };
     write_corpus();
     pid_t parent;
@@ -831,7 +831,7 @@ static void test_ranks_hang() {
 
 // A rank that waits for a file server, or whose NCCL is slow to start, is given ten times as long,
 // and so are those that wait for it, whoever watches. A file that nobody reads holds its rank.
-static void test_ranks_slow() {
+TEST(ranks_slow, REST) {
     write_corpus();
     const Text part = TINY "-x 1 --timeout 1 --quiet ";
     const int port = free_port();
@@ -879,7 +879,7 @@ static void test_ranks_slow() {
 }
 
 // What NCCL's errors rarely say: too little shared memory, or one visible GPU for each rank.
-static void test_ranks_hints() {
+TEST(ranks_hints) {
     write_corpus();
     const Text faults = " EMU_FAULT_RANK=1 EMU_FAULT_INIT=1 ";
     const Text part = TINY "-x 1 --quiet --timeout 2 ";
@@ -907,7 +907,7 @@ static void test_ranks_hints() {
 }
 
 // Under a launcher each rank watches itself, and a rank that others hold up says so.
-static void test_ranks_hang_mpirun() {
+TEST(ranks_hang_mpirun) {
     need_mpi();
     write_corpus();
     static const Refusal table[] = {
@@ -925,7 +925,7 @@ static void test_ranks_hang_mpirun() {
 
 // A run that was stopped as a whole, as by Ctrl-Z in a shell, goes on however long that was, though
 // the ranks may do nothing in the looks of their parent around it, as in a long kernel.
-static void test_ranks_stopped() {
+TEST(ranks_stopped) {
     write_corpus();
     const pid_t parent = start(ODD "-d 72 --gpus 3 -x 10000 --quiet -o out --timeout 5",
                                [] { setpgid(0, 0); });
@@ -971,7 +971,7 @@ static void test_ranks_unread() {
 // Whoever gets a signal, the parent or one rank, in steps, validations, samples and saves, all save
 // the same step and exit 0, and the run goes on from there to the bytes of one that nothing
 // disturbed.
-static void test_ranks_signals() {
+TEST(ranks_signals) {
     write_corpus();
     const Text part = TINY "-j val.bin --gpus 3 -z 1 -v 2 -m 3 -x 12 -n 3 -s 2 -g 5";
     run(part, "undisturbed");
@@ -1011,7 +1011,7 @@ static void test_ranks_signals() {
 
 // A random rank is killed at a random moment, from its first instruction on: one line names it, no
 // process is left, and the run that goes on ends in the bytes of one that nothing disturbed.
-static void test_ranks_killed() {
+TEST(ranks_killed) {
     write_corpus();
     const Text part = TINY "-j val.bin --gpus 3 -z 1 -v 3 -m 3 -x 16 -n 2 -s 4 -g 5 --timeout 20";
     double began = wall_ms();
@@ -1051,7 +1051,7 @@ static void expect_stands(const Outcome &o, const Text &words, const Text &good)
 
 // Where one rank cannot write, be it the disk or what is in the way, rank 0 removes what all have
 // written, and the next run goes on from before.
-static void test_ranks_full() {
+TEST(ranks_full) {
     write_corpus();
     const Text part = TINY "--gpus 3 -z 1 ", tmp = "out/step-00000004.tmp/";
     run(part + "-x 2", "out");
@@ -1084,7 +1084,7 @@ static void test_ranks_full() {
 
 // A log that may grow no further, which is rank 0's alone, stops all ranks at the same step, which
 // they save; one line says what failed.
-static void test_ranks_full_log() {
+TEST(ranks_full_log) {
     enum { LIMIT = 400000 };  // of bytes, and so more than any file of the checkpoint has
     write_corpus();
     mkdir("out", 0755);
@@ -1106,7 +1106,7 @@ static void test_ranks_full_log() {
 // A rank that is killed in any phase of saving leaves the checkpoint before; what is unfinished the
 // next run removes, and ends in the bytes of a run that nothing disturbed. A file that waits for a
 // reader holds its rank in the phase.
-static void test_ranks_save_killed() {
+TEST(ranks_save_killed, REST) {
     write_corpus();
     enum { END = 20 };
     const Text part = TINY "--gpus 3 -z 1 -k constant ", whole = part + text("-x %d -y 1 ", END);
@@ -1184,7 +1184,7 @@ static void test_ranks_fault() {
 }
 
 // An evaluation's score is that of one rank, to the last digit.
-static void test_ranks_eval() {
+TEST(ranks_eval) {
     write_file("e.bin", eval_bytes(random_questions(7, 50257, 2)));
     const Text ask = "-e l1h1c16t16 --eval e.bin --json -b 3 --gpus ";
     const Outcome one = program(ask + "1");
@@ -1279,7 +1279,7 @@ static void test_ranks_overlap() {
 // rank: in steps of one micro-step or of three, in validation, samples and saves, with algorithms
 // that were timed, that a file names, or a checkpoint whose ranks would choose others; in an
 // evaluation. The emulated device ends whoever does.
-static void test_ranks_first() {
+TEST(ranks_first) {
     write_corpus();
     write_file("e.bin", eval_bytes(random_questions(5, 50257, 2)));
     for (const int z : {0, 3}) {
@@ -1318,7 +1318,7 @@ static long sent_bytes(const Text &arguments, int ranks) {
 // A step sends, to the byte, the parts of every bucket once to be added and once to be gathered,
 // gradients at stage 0 and weights from stage 1 on, vectors in fp32. Of k micro-steps all add up
 // blocks' gradients from stage 2 on, else the last alone. The plan says the same.
-static void test_ranks_traffic() {
+TEST(ranks_traffic, REST) {
     enum { C = 96, L = 3, MAX_T = 16, VP = 384, LAST = 3 };
     write_corpus();
     for (int n : {2, 3}) {
@@ -1371,7 +1371,7 @@ static int last_exchange(const Text &arguments, size_t before = 0) {
 
 // One wrong bit in a vector's gradient on one rank ends the run before anything of it is saved, and
 // the run goes on from the checkpoint before as if it had not been.
-static void test_ranks_replicas() {
+TEST(ranks_replicas) {
     write_corpus();
     for (const char *zero : {"0", "3"}) {
         const Text part = TINY "--gpus 3 -k constant -n 2 -x 6 -z " + Text(zero);
@@ -1411,7 +1411,7 @@ static void test_ranks_replicas() {
 // makes all clip alike: their copies agree when they save, the counters are those of the log, and
 // all stages have the same bits. In fp16 all halve the loss scale for the step, which is each
 // rank's own number: where one did not, its part of the next step's gradients would be as wrong.
-static void test_ranks_skip_and_clip() {
+TEST(ranks_skip_and_clip, REST) {
     write_corpus();
     static const struct {
         const char *options;
@@ -1458,38 +1458,6 @@ static void test_ranks_late() {
     }
 }
 
-static const Test tests[] = {
-    {"ranks_numbers", test_ranks_numbers, 1},   {"ranks_stages", test_ranks_stages, 1},
-    {"ranks_offload", test_ranks_offload, 1 | REST},
-    {"ranks_room", test_ranks_room, 1},
-    {"ranks_mpirun", test_ranks_mpirun, 1 | REST},
-    {"ranks_choices", test_ranks_choices, 1 | REST},
-    {"ranks_states", test_ranks_states, 1 | REST},
-    {"ranks_full", test_ranks_full, 1},
-    {"ranks_save_killed", test_ranks_save_killed, 1 | REST},
-    {"ranks_memory", test_ranks_memory, 1},
-    {"ranks_tcp", test_ranks_tcp, 1},
-    {"ranks_tcp_refused", test_ranks_tcp_refused, 1},
-    {"ranks_variables", test_ranks_variables, 1},
-    {"ranks_mpi_starts", test_ranks_mpi_starts, 1},
-    {"ranks_whole_lines", test_ranks_whole_lines, 1},
-    {"ranks_slow", test_ranks_slow, 1 | REST},
-    {"ranks_hints", test_ranks_hints, 1},
-    {"ranks_resume", test_ranks_resume, 1},     {"ranks_refused", test_ranks_refused, 1},
-    {"ranks_mixed", test_ranks_mixed, 1},       {"ranks_die", test_ranks_die, 1},
-    {"ranks_signals", test_ranks_signals, 1},   {"ranks_fault", test_ranks_fault, 1},
-    {"ranks_eval", test_ranks_eval, 1},         {"ranks_overlap", test_ranks_overlap, 1},
-    {"ranks_first", test_ranks_first, 1},
-    {"ranks_traffic", test_ranks_traffic, 1 | REST},
-    {"ranks_hang", test_ranks_hang, 1},
-    {"ranks_hang_mpirun", test_ranks_hang_mpirun, 1},
-    {"ranks_stopped", test_ranks_stopped, 1},
-    {"ranks_replicas", test_ranks_replicas, 1}, {"ranks_late", test_ranks_late, 1},
-    {"ranks_skip_and_clip", test_ranks_skip_and_clip, 1 | REST},
-    {"ranks_killed", test_ranks_killed, 1},     {"ranks_unread", test_ranks_unread, 1},
-    {"ranks_full_log", test_ranks_full_log, 1},
-};
-
 int main(int argc, char **argv) {
-    return harness_main(argc, argv, tests, sizeof tests / sizeof tests[0], "./train_gpt2cu_cpu");
+    return harness_main(argc, argv, "./train_gpt2cu_cpu");
 }

@@ -134,7 +134,7 @@ static bool budget_lines(std::istream *in, Text *line, int *number, const Text &
     }
     if (!budget_read(words, &b)) {
         fault(to, b.line, "a budget is threads, regs, blocks, test, and more words of its kind");
-    } else if (tests.find("T(" + b.test + ",") == Text::npos) {
+    } else if (tests.find("TEST(" + b.test + ",") == Text::npos) {
         fault(to, b.line, "no test has the name " + b.test);
     } else {
         to->budgets.push_back(b);
@@ -447,7 +447,7 @@ static bool planted_is_good(const Planted &p, const char *release = "13.0") {
         return true;  // then the fault is not planted, and the caller complains
     }
     text->replace(at, strlen(p.from), p.to);
-    const Source read = source_read(source, "T(gpu_f, CUDA_ALL),");
+    const Source read = source_read(source, "TEST(gpu_f, CUDA_ALL) {");
     Kernels kernels = log_read(log);
     sass_read(sass, &kernels);
     bool good = read.faults.empty() && read.budgets.size() == 1 && kernels.size() == 1;
@@ -608,7 +608,9 @@ int main(int argc, char **argv) {
         return 0;
     }
     report_planted();
-    const Source source = source_read(file_text("train_gpt2.cu"), file_text("test_gpt2.cu"));
+    const Source source = source_read(file_text("train_gpt2.cu"),
+                                      file_text("dev/test/unit/kernels.h") +
+                                          file_text("dev/test/unit/gpu_network.h"));
     for (const Text &fault : source.faults) {
         verdict(false, "sass  " + fault);
     }

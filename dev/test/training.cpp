@@ -6,7 +6,7 @@
 #include <set>
 
 // One batch over and over is learnt by heart; the prompt opens the sample; the log says everything.
-static void test_overfit() {
+TEST(overfit) {
     write_corpus();
     Outcome o = program("-i train.bin -j val.bin -e l1h2c32t16 -b 2 -a 1 -x 240 -l 3e-3 -v 60 -m 0 "
                         "-s 240 -g 9 --prompt abc --temperature 0 -o out");
@@ -49,7 +49,7 @@ static Words words_of(const Text &all, int *sentences, int *ended) {
 // stated here, a third of the sample's words are words and its sentences end; all of its steps
 // (FULL=1) reach the loss that the Makefile states. A uniform guess has loss 5.55, letter
 // frequencies alone 3.10.
-static void test_make_train() {
+TEST(make_train) {
     const Text makefile = read_file(root + "/Makefile"), files = training_files();
     auto behind = [&](const char *key) {
         const size_t at = makefile.find(key) + strlen(key);
@@ -99,7 +99,7 @@ static const double LOSS_TOL = 1e-6, NORM_TOL = 1e-5;
 
 // A batch of four is that of two in two micro-steps and of one in four: the same sequences in every
 // step, beyond the end of the data, and the same mean over them, in loss, gradient and update.
-static void test_micro_batches() {
+TEST(micro_batches) {
     write_corpus();
     const Text run = "-i train.bin -e l2h2c16t16 -d 64 -x 60 -u 5 -l 3e-3 --clip 0.5 --quiet" +
                      in_fp32();
@@ -126,7 +126,7 @@ static void test_micro_batches() {
 // The validation loss is a mean over sequences, so the same sequences give the same in batches of
 // any size, and sequences that are all alike the loss of one; those at the end that fill no batch
 // are left out, and are not counted.
-static void test_validation() {
+TEST(validation) {
     enum { T = 16, WINDOWS = 11 };
     write_corpus();
     Ids tokens, same;
@@ -175,7 +175,7 @@ static int log_steps_of(const Text &folder) {
 }
 
 // Resident memory of a run against its plan: within 50 MB, as README promises.
-static void test_resident_memory() {
+TEST(resident_memory) {
     write_corpus();
     const Outcome o = program("-i train.bin -e l2h8c512t32 -b 2 -x 2 -o out --quiet");
     expect_success(o, "a run");
@@ -186,7 +186,7 @@ static void test_resident_memory() {
 
 // Steps that are all skipped end the run; what it leaves as its newest checkpoint is from before
 // them, whatever --save-every says. A log's loss is null from the first update that diverged.
-static void test_max_skips() {
+TEST(max_skips) {
     write_corpus();
     const Text diverging = "--quiet -l 1 -c 11 -k constant -v 0 -n 1 -o out ";
     Outcome o = program(TINY + diverging + "-x 100 --max-skips 7");
@@ -210,7 +210,7 @@ static void test_max_skips() {
 }
 
 // A file of data that becomes shorter while a run reads it costs the run no step that it has done.
-static void test_data_cut() {
+TEST(data_cut) {
     write_corpus();
     for (const char *file : {"train.bin", "val.bin"}) {
         const Text whole = read_file(file), folder = Text("out-") + file;
@@ -236,7 +236,7 @@ static void test_data_cut() {
 
 // A program starts itself anew, once, with threads that spin for microseconds only; arguments, name
 // and process stay, and whoever has chosen a policy keeps it.
-static void test_waiting() {
+TEST(waiting) {
 #ifdef _OPENMP
     write_corpus();
     const Text name = tested.substr(tested.rfind('/') + 1);
@@ -262,7 +262,7 @@ static void test_waiting() {
 
 // A program that a dynamic loader was told to run goes on in that process: anew, the loader would
 // take its arguments for its own.
-static void test_loader() {
+TEST(loader) {
     static const char loader[] = "/lib64/ld-linux-x86-64.so.2";
     if (access(loader, X_OK) != 0 || has_sanitizers()) {
         skip("no loader of this name, or a sanitizer that wants none");
@@ -282,7 +282,7 @@ static void test_loader() {
 
 // 200 steps with products of bf16 stay within 2 % of those in fp32, each and every one; a resume
 // without them says so.
-static void test_bf16_products() {
+TEST(bf16_products) {
     const Text run = training_files() + " -e l2h2c64t64 -b 2 -l 1e-3 -u 20 -v 0 -o ";
     const Outcome exact = program(run + "exact -x 200"),
                   rounded = program(run + "bf16 -x 200 --matmul bf16");
@@ -307,7 +307,7 @@ static void test_bf16_products() {
 
 // Wherever states live, a run has the same losses, validations, samples and checkpoints; what one
 // leaves another goes on from, at home elsewhere; --eval scores alike.
-static void test_homes() {
+TEST(homes) {
     write_corpus();
     write_file("e.bin", eval_bytes(random_questions(3, 50257, 2)));
     const Text all = Text("weights,gradients,moments,residuals") +
@@ -343,20 +343,6 @@ static void test_homes() {
     expect(program(eval + all).out == program(eval + "none").out, "--eval");
 }
 
-static const Test tests[] = {
-    {"max_skips", test_max_skips, 1},
-    {"data_cut", test_data_cut, 1},
-    {"overfit", test_overfit, 1},
-    {"make_train", test_make_train, 1},
-    {"micro_batches", test_micro_batches, 1},
-    {"validation", test_validation, 1},
-    {"homes", test_homes, 1},
-    {"resident_memory", test_resident_memory, 1},
-    {"waiting", test_waiting, 1},
-    {"loader", test_loader, 1},
-    {"bf16_products", test_bf16_products, 1},
-};
-
 int main(int argc, char **argv) {
-    return harness_main(argc, argv, tests, sizeof tests / sizeof tests[0], "./train_gpt2");
+    return harness_main(argc, argv, "./train_gpt2");
 }

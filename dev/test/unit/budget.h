@@ -2,7 +2,7 @@
 // forecasts.
 
 // What does not fit is refused before anything is allocated, with what would help.
-static void test_plan_refuse() {
+TEST(plan_refuse, HOST) {
     Settings s = draw_settings();
     s.model = shape("l4h4c128t64", 257);
     s.B = 8;
@@ -35,7 +35,7 @@ static void test_plan_refuse() {
 // The mixture of levels that fits is in the room, as a command line says it, `none` where there is
 // room for everything, and more room never makes a slower one; nor is a level for all blocks that
 // fits any faster, but for the one block by which a mixture goes too far.
-static void test_levels_fit() {
+TEST(levels_fit, FLOAT) {
     const int count = full_or(150, 3000);
     double worst_price = 0;
     for (int n = 0; n < count; n++) {
@@ -105,7 +105,7 @@ static Text options_replaced(const Text &base, const Text &options) {
 
 // Every cure, typed as the program prints it, makes the plan fit, and no part of it is idle; where
 // there is none the smallest settings do not fit either.
-static void test_remedies() {
+TEST(remedies, FLOAT) {
     static const char *const types[] = {"--dtype fp32", "--dtype bf16", "--moments bf16",
                                         "--moments bf16 -w none", "-w none", "--dtype fp16"};
     const int count = full_or(40, 1500);
@@ -186,7 +186,7 @@ static Settings automatic(const Text &options, size_t device, size_t host) {
 
 // auto: nothing where there is room, levels before homes, no more homes than needed, nothing that
 // was asked for is changed, and what lacks host memory stays on the device.
-static void test_auto() {
+TEST(auto, HOST) {
     const Text run = "-e l6h2c64t64 -b 4";
     const Settings whole = planned(run + " -r none"), least_kept = planned(run + " -r block");
     const size_t all = plan_bytes(&whole), block = plan_bytes(&least_kept);
@@ -213,7 +213,7 @@ static void test_auto() {
 
 // The forecast against figures counted kernel by kernel from the machine code, tokens/s at 0.5M
 // tokens a step: a card's rates and the work of stages must give them back within 6 %.
-static void test_forecast() {
+TEST(forecast, HOST) {
     static const struct {
         const char *card, *options;
         double tokens_per_s;
@@ -262,7 +262,7 @@ static void test_forecast() {
 }
 
 // What README and the refusals promise of GPT-2 1558M in 15 GiB and below.
-static void test_fit_sizes() {
+TEST(fit_sizes, FLOAT) {
     // Of batches that are equally fast the smaller one is recommended, wherever it is listed.
     std::vector<FitPoint> equal(2);
     for (const int larger : {0, 1}) {
@@ -306,7 +306,7 @@ static void test_fit_sizes() {
 
 // Several GPUs: the largest batch that --fit finds takes each of them what its plan says, beside
 // NCCL; the next one does not fit, and gradients are never sent to the host.
-static void test_fit_ranks() {
+TEST(fit_ranks, FLOAT) {
     static const struct {
         int ranks, zero;
         int64_t nccl;
@@ -342,7 +342,7 @@ static void test_fit_ranks() {
 // Of N ranks: between the tokens of one and N times as many. What they exchange once a step hides
 // behind the last micro-step's computation alone, what visits behind every one's; where nothing
 // hides it costs its bytes over the link.
-static void test_forecast_ranks() {
+TEST(forecast_ranks, HOST) {
     for (const char *card : {"4090", "t4", "h100"}) {
         const Text options = text("--gpu %s -e d12 -b 1 -r none --gpus ", card);
         const Settings one = planned(options + "1");

@@ -15,7 +15,7 @@ static void write_three_shards() {
 }
 
 // The ranks of a step read what one rank with the same tokens per step reads, each sequence once.
-static void test_rank_positions() {
+TEST(rank_positions, HOST) {
     Settings s = draw_settings();
     const int sequences = 24;
     for (int ranks : {1, 2, 3, 4, 6}) {
@@ -38,7 +38,7 @@ static void test_rank_positions() {
 
 // Every window once an epoch, whatever the number of ranks; targets follow inputs; the tokens that
 // fill no window get their turn in other epochs.
-static void test_loader_coverage() {
+TEST(loader_coverage, HOST) {
     enum { T = 8, WINDOWS = 12 + 8 + 24, TOKENS = 370 };
     Dataset d;
     write_three_shards();
@@ -98,7 +98,7 @@ static void test_loader_coverage() {
 }
 
 // Prompts and samples are text where a vocabulary is at hand.
-static void test_prompts() {
+TEST(prompts, HOST) {
     static Bpe bpe;
     const Text merges = made_merges();
     bpe_parse_merges(&bpe, (const unsigned char *)merges.data(), merges.size(), "vocab.bpe");
@@ -115,7 +115,7 @@ static void test_prompts() {
 }
 
 // A batch that cannot be given says why: a token outside the vocabulary, a file cut under the run.
-static void test_loader_problems() {
+TEST(loader_problems, HOST) {
     enum { T = 8 };
     Token in[2][T], out[2][T];
     Dataset d;
@@ -135,7 +135,7 @@ static void test_loader_problems() {
 }
 
 // The last tokens of a shard of 2^31 - 1 tokens, 4 GiB: offsets have 64 bits. The file is sparse.
-static void test_loader_large() {
+TEST(loader_large, FLOAT) {
     const int64_t count = INT32_MAX, T = 1000, window = (count - 1) / T - 1;
     write_file("large.bin", with_int(shard_bytes({}, TOKENIZER_GPT2), 2, INT32_MAX));
     int fd = open("large.bin", O_WRONLY);
@@ -158,7 +158,7 @@ static void test_loader_large() {
 }
 
 // Bytes to ids and back, and what a prompt may be.
-static void test_tokenizer() {
+TEST(tokenizer, HOST) {
     Token tokens[8];
     char out[BPE_LONGEST];
     expect(prompt_tokens(tokens, 8, TOKENIZER_BYTES, NULL, "a\xff", 2) == 2 && tokens[0] == 'a' &&

@@ -49,7 +49,7 @@ static void expect_loads_at(int line, const char *path, const Model &m, const Re
 
 // Every dtype and their mixture, with and without the prefix, mask buffers, tied head, any order,
 // a padded header; as a folder and as a file; sizes on both sides of a tile, a strip and a piece.
-static void test_model_accepted() {
+TEST(model_accepted, HOST) {
     static const Words dtypes[] = {{"F32"}, {"BF16"}, {"F16"}, {"F32", "BF16", "F16"}};
     int k = 0;
     for (const Words &types : dtypes) {
@@ -95,7 +95,7 @@ static void test_model_accepted() {
     detail = text("%d files", k + 1);
 }
 
-static void test_llmc_model() {
+TEST(llmc_model, HOST) {
     const Model m = shape("l2h2c20t7", 257);
     for (int version : {3, 5}) {
         std::vector<std::vector<double>> values;
@@ -129,7 +129,7 @@ static void save_model(Net *n, int type, const char *folder) {
 
 // What is saved is the file put together here, to the byte behind the header, and loads as what it
 // was; its header is JSON and the data are aligned. The split master loses nothing.
-static void test_model_saved() {
+TEST(model_saved, HOST) {
     static const struct {
         const char *e;
         int V;
@@ -173,7 +173,7 @@ static void test_model_saved() {
 
 // A checkpoint of bf16 weights and the low halves of their masters goes on as the fp32 one it was
 // made of.
-static void test_state_file() {
+TEST(state_file, HOST) {
     write_corpus();
     const Text run = TINY "--quiet -x 4 -n 2 -y 1 -o out", at = "out/step-00000002";
     expect_success(in_process(run), "first run");

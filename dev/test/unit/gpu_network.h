@@ -22,7 +22,7 @@ static const struct {
 
 // Every gradient against the oracle: norm of the difference over norm at most 1e-5, twice in a row,
 // because the first micro-step writes where later ones add. The GPU's logits too.
-static void test_gpu_gradients_fp32() {
+TEST(gpu_gradients_fp32, CUDA_ALL) {
     for (auto &row : gpu_shapes) {
         if (!sampled(row.V == 300)) {
             continue;
@@ -148,7 +148,7 @@ template <class E> static void check_gradients() {
     }
 }
 
-static void test_gpu_gradients_16() {
+TEST(gpu_gradients_16, CUDA_ALL) {
     if (!device_lacks_bf16()) {
         check_gradients<bf16>();
     }
@@ -240,7 +240,7 @@ template <class E> static void check_steps() {
     }
 }
 
-static void test_gpu_steps() {
+TEST(gpu_steps, CUDA_ALL) {
     if (!device_lacks_bf16()) {
         check_steps<bf16>();
     }
@@ -252,7 +252,7 @@ static void test_gpu_steps() {
 
 // Losses, gradients and weights of two steps: the same for every level of recomputation, in every
 // order of threads, and from one run to the next. All of it in bf16, two levels in other types.
-static void test_gpu_bits() {
+TEST(gpu_bits, CUDA_ALL) {
     int runs = 0;
     for (const char *dtype :
          {"fp32", "bf16", "fp16", "bf16 --grad-dtype fp32 --moments bf16 -w none"}) {
@@ -284,7 +284,7 @@ static void test_gpu_bits() {
 
 // wte's gradient in bf16 is rounded once for each chunk of logits and once by the embedding: its
 // distance to the same sums in fp32, for one chunk and for eight, the most up to 65,536 tokens.
-static void test_gpu_wte_rounding() {
+TEST(gpu_wte_rounding, CUDA_ALL) {
     need_bf16();
     Model m = shape("l1h1c32t64", 257);
     Batch b(256, m.V, 1);
@@ -353,7 +353,7 @@ static void wte_open(Engine *e, Plan *p) {
 // adds it up over two chunks of logits. Rows V .. Vp-1 get none, and are zero behind two updates;
 // of the others all ranks have the bits of stage 0, and of their moments, of which the ranks send
 // each other parts that are larger than the buffer for them.
-static void test_gpu_rank_wte() {
+TEST(gpu_rank_wte, EMULATED) {
     enum { C = 8, T = 64, B = 4, RARE = 5, V = 257, VP = 384 };
     static const Program program = {
         .name = "train_gpt2cu_cpu", .default_model = "d12", .gpu = 1, .open = wte_open,
@@ -435,7 +435,7 @@ static void room_open(Engine *e, Plan *p) {
 
 // What the ranks of a machine pin together, and take beside their plans, is held against its
 // memory: one byte too few ends the run before anything of the plan is allocated.
-static void test_gpu_rank_host() {
+TEST(gpu_rank_host, EMULATED) {
     static const Program program = {
         .name = "train_gpt2cu_cpu", .default_model = "d12", .gpu = 1, .open = room_open,
         .available = room_available, .refuse = gpu_settings_check, .built = "", .device = device_name,
@@ -465,7 +465,7 @@ static void test_gpu_rank_host() {
 #endif
 
 // GPUs of machines with one name and one place on the bus are two; one is one.
-static void test_gpu_rank_names() {
+TEST(gpu_rank_names, EMULATED_ALL) {
     std::vector<Text> names;
     this_rank.rank = 1;  // no id of a run
     for (long machine : {0, 0, 0x9a}) {
@@ -479,7 +479,7 @@ static void test_gpu_rank_names() {
 }
 
 // N ranks have N times the peak that "% of peak" is of.
-static void test_gpu_peak() {
+TEST(gpu_peak, EMULATED_ALL) {
     Settings s = planned("-e l2h2c16t16");
     Engine one, three;
     device_describe(&one, &s);
@@ -490,7 +490,7 @@ static void test_gpu_peak() {
 }
 
 // Pinned memory is zero to its last byte, mapped by the program or allocated by CUDA.
-static void test_gpu_pinned() {
+TEST(gpu_pinned, EMULATED_ALL) {
     const long asked = emu::set.alias;
     for (const long alias : {0, 1}) {
         for (const size_t bytes : {(size_t)1, (size_t)(2 << 20) + 5, (size_t)5 << 20}) {
@@ -516,7 +516,7 @@ static std::pair<int, unsigned long> memory_policy(void *at) {
 }
 
 // Pinned memory prefers the node of its GPU, in a made-up /sys; with none it is as it would be.
-static void test_gpu_pinned_node() {
+TEST(gpu_pinned_node, EMULATED_ALL) {
     const int gpus = (int)emu::set.gpus;
     emu::set.gpus = 16;
     put("sys/bus/pci/devices/0000:0a:00.0/numa_node", "0\n");
@@ -540,7 +540,7 @@ static void test_gpu_pinned_node() {
 }
 
 // One cudaMalloc of exactly the planned bytes, and nothing after it.
-static void test_gpu_allocation() {
+TEST(gpu_allocation, EMULATED_ALL) {
     for (const char *options :
          {"-b 2 -t 33", "--dtype fp32 -r block", "-r block:1 --moments bf16 -w none",
           "--grad-dtype fp32 -r qkv --logit-rows 7", "--offload moments,master",
@@ -583,7 +583,7 @@ static void test_gpu_allocation() {
 
 // Random options: device and pinned memory to the byte as planned, through two steps; a device with
 // one byte less refuses.
-static void test_gpu_allocation_random() {
+TEST(gpu_allocation_random, EMULATED) {
     const int count = full_or(24, 2000);
     for (int n = 0; n < count; n++) {
         const int NH = draw(1, 3), T = draw(1, 12);
@@ -628,7 +628,7 @@ static Reals offloaded(const Model &m, const Text &options, int accum_steps, lon
 
 // Every state alone and all together in host memory, at every order, against none: the same bits.
 // With FULL=1 each level with one micro-step and with three.
-static void test_gpu_offload() {
+TEST(gpu_offload, EMULATED_ALL) {
     int runs = 0;
     const bool all = is_full();
     for (int level : {0, 1}) {
@@ -661,7 +661,7 @@ static void test_gpu_offload() {
 
 // What lives in host memory is read behind the work that is queued, though a copy from host to host
 // need not wait for it: here no other tensor is read before.
-static void test_gpu_host_read() {
+TEST(gpu_host_read, EMULATED_ALL) {
     const Model m = shape("l2h1c16t8", 257);
     const Batch b(14, m.V, 1);
     const int64_t count = tensor_size(&m, QKVW);
@@ -678,7 +678,7 @@ static void test_gpu_host_read() {
 }
 
 // Settings drawn at random, of every type that states have: 12 of them, or 60 with FULL=1.
-static void test_gpu_offload_mixed() {
+TEST(gpu_offload_mixed, EMULATED_ALL) {
     static const char *const names[] = {"weights", "gradients", "moments", "residuals", "master"};
     const int all = full_or(TEST_ASAN ? 4 : 12, 60);
     for (int n = 0; n < all; n++) {
@@ -725,7 +725,7 @@ static void expect_tuned(const char *options, int times, int chosen, int beside,
 }
 
 // The fastest of the table, if it agrees; the file's choice, when there is one; a checkpoint's.
-static void test_gpu_tuning() {
+TEST(gpu_tuning, EMULATED_ALL) {
     char here[PATH_BYTES];
     const Text cache = Text(getcwd(here, sizeof here)) + "/cache";
     setenv("XDG_CACHE_HOME", "/proc/none", 1);
@@ -785,7 +785,7 @@ static void test_gpu_tuning() {
 
 // One product, timed: the gradient of a weight, whose sum over 20,000 rows hides in bf16 that a
 // step of it is missing, so that every algorithm agrees with every other.
-static void test_gpu_tuning_proof() {
+TEST(gpu_tuning_proof, EMULATED_ALL) {
     enum { MEMORY = 8 << 20 };
     setenv("XDG_CACHE_HOME", "/proc/none", 1);
     Device<char> workspace(1 << 20), memory(MEMORY);
@@ -849,7 +849,7 @@ static void test_gpu_tuning_proof() {
 // Of the file of choices a run takes what was found with its own GPU and library, the first of two,
 // and what the library offers for the product; the rest is timed again, as is what an older program
 // wrote there: places in the library's list.
-static void test_gpu_tuning_file() {
+TEST(gpu_tuning_file, EMULATED_ALL) {
     char here[PATH_BYTES];
     const Text cache = Text(getcwd(here, sizeof here)) + "/cache";
     const Text path = cache + "/train_gpt2/matmul";
@@ -895,7 +895,7 @@ static void test_gpu_tuning_file() {
 
 // A row outside its life: refused by name; a kernel that keeps its address is stopped under ASan,
 // and otherwise reads NaN. The gap behind a row is nobody's.
-static void test_gpu_lifetimes() {
+TEST(gpu_lifetimes, EMULATED_ALL) {
 #ifdef _OPENMP
     omp_set_num_threads(1);  // as in test_arena
 #endif
@@ -931,7 +931,7 @@ static void test_gpu_lifetimes() {
 #endif
 
 // Losses of every token against the oracle's, and their mean against the one that comes with them.
-static void test_gpu_losses() {
+TEST(gpu_losses, CUDA_ALL) {
     for (const char *options :
          {"-b 2 -t 33 --dtype fp32", "-b 2 -t 33 --dtype bf16", "-b 2 -t 33 --dtype fp16"}) {
         Model m = shape("l2h2c64t40", 300);
@@ -966,7 +966,7 @@ static void test_gpu_losses() {
 
 // Logits after fewer than T tokens, as samples ask for them: those of the oracle, which computes no
 // more than these tokens.
-static void test_gpu_sampling() {
+TEST(gpu_sampling, CUDA_ALL) {
     Model m = shape("l2h2c32t20", 257);
     Net n(m, "-b 2 -t 17 --dtype fp32");
     Oracle oracle(&n, 34);
@@ -982,7 +982,7 @@ static void test_gpu_sampling() {
 
 // Logits from a KV cache, beside the oracle's of the whole window: as near as the GPU's own of the
 // whole window are, or in fp32 within 1e-5.
-static void test_gpu_kv_cache() {
+TEST(gpu_kv_cache, CUDA_ALL) {
     const int pieces[] = {70, 1, 1, 3, 65, 24};
     for (const char *dtype : {"fp32", "bf16", "fp16"}) {
         if (!sampled(strcmp(dtype, "bf16") == 0)) {
@@ -1026,7 +1026,7 @@ static void test_gpu_kv_cache() {
 
 // --skip-zscore: a norm above the limit changes nothing, on the device neither, and the next step
 // is the one that a network without the outlier makes.
-static void test_gpu_skip() {
+TEST(gpu_skip, CUDA_ALL) {
     for (const char *options :
          {"-b 2 -t 9 --dtype fp32", "-b 2 -t 9", "-b 2 -t 9 -w none --moments bf16",
           "-b 2 -t 9 --dtype fp16"}) {
@@ -1063,7 +1063,7 @@ static void test_gpu_skip() {
 // are; the first step without an overflow is that of a network that began with its scale. Then it
 // grows after as many steps as it is told, of which one above the limit of norms counts, and a
 // resumed network goes on counting.
-static void test_gpu_overflow() {
+TEST(gpu_overflow, CUDA_ALL) {
     Model m = shape("l2h2c32t9", 257);
     Batch b(18, m.V, 1);
     Options o;
@@ -1120,7 +1120,7 @@ static void test_gpu_overflow() {
 
 // Each update rounds with random numbers of its own, and so does each seed: the same first moments,
 // stored in bf16 by update 0, by update 1 and by another seed's update 0.
-static void test_gpu_rounding_updates() {
+TEST(gpu_rounding_updates, CUDA_ALL) {
     need_bf16();
     Model m = shape("l1h1c16t9", 257);
     auto moments = [&](int64_t updates, int64_t seed) {
@@ -1147,7 +1147,7 @@ static void test_gpu_rounding_updates() {
 
 // Five micro-steps, so that each pinned slot is filled again and again: the same bits however late
 // the stream runs, and the oracle's gradients.
-static void test_gpu_micro_steps() {
+TEST(gpu_micro_steps, CUDA_ALL) {
     const int accum_steps = 5;
     Model m = shape("l1h1c16t9", 257);
     Outputs got = every_order(
@@ -1170,7 +1170,7 @@ static void test_gpu_micro_steps() {
 
 // -b 4 and -b 2 with two micro-steps: the same gradients and losses but for the order of sums, and
 // the same loss of every token in a validation.
-static void test_gpu_batches() {
+TEST(gpu_batches, CUDA_ALL) {
     Model m = shape("l2h2c32t12", 257);
     const size_t N = 4 * 12;
     Batch b((int)N, m.V, 1);
@@ -1308,7 +1308,7 @@ template <class E, class G> static void check_gaps(const char *options) {
 
 // Norm and AdamW walk over tensors, not over what lies between them: with NaN there the step is the
 // same, and the NaN stay.
-static void test_gpu_gaps() {
+TEST(gpu_gaps, CUDA_ALL) {
     check_gaps<float, float>("-b 2 -t 9 --dtype fp32");
     if (!device_lacks_bf16()) {
         check_gaps<bf16, bf16>("-b 2 -t 9");

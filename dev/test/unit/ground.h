@@ -1,7 +1,7 @@
 // ground.h -- tests of part A, Ground: random numbers, texts and options.
 
 // The generator against the vectors that its authors publish.
-static void test_philox() {
+TEST(philox, ALL) {
     // Known answers of Random123 (kat_vectors, philox4x32 10): counter, key, result.
     static const uint32_t known[][10] = {
         {0, 0, 0, 0, 0, 0, 0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8},
@@ -17,7 +17,7 @@ static void test_philox() {
 }
 
 // Mean and deviation within four standard errors; the same numbers in whatever pieces they come.
-static void test_rng_normal() {
+TEST(rng_normal, ALL) {
     enum { COUNT = 200001 };
     Reals whole(COUNT), pieces(COUNT);
     rng_normal(whole.data(), COUNT, 0.02, 7, RNG_INIT + 3, 1);
@@ -42,7 +42,7 @@ static void test_rng_normal() {
 }
 
 // Each place once for sizes around powers of two and small ones; epochs differ.
-static void test_permute_index() {
+TEST(permute_index, HOST) {
     std::vector<int64_t> sizes = {1000, 4095, 4096, 4097, 65537};
     for (int64_t n = 1; n <= 70; n++) {
         sizes.push_back(n);
@@ -61,7 +61,7 @@ static void test_permute_index() {
 }
 
 // Sizes as users type them, and numbers as they are printed.
-static void test_texts() {
+TEST(texts, HOST) {
     static const struct {
         const char *text;
         double bytes;
@@ -92,7 +92,7 @@ static void parse(Options *o, const char *arguments) {
 // Names, letters and fields are unique, defaults inside their ranges, and every form of an option
 // sets its field. A value just outside a range or a set of choices ends the run and names the
 // option.
-static void test_options_table() {
+TEST(options_table, HOST) {
     Options o;
     char value[64];
     for (const OptionRow &row : option_rows) {
@@ -148,7 +148,7 @@ static void test_options_table() {
 
 // What a run records of its options is what a user can type to get the same values: numbers lose no
 // digit, choices and sets have one spelling.
-static void test_options_text() {
+TEST(options_text, HOST) {
     static const struct {
         const char *name, *given, *recorded;
     } known[] = {{"lr", "0.000300000001", "0.000300000001"},

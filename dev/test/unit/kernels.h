@@ -181,7 +181,7 @@ template <class E, class G> static void check_embedding(int B, int T, int C, int
 }
 
 // Tokens that come often and positions beyond T; gradients added to and, the first time, written.
-static void test_gpu_embedding() {
+TEST(gpu_embedding, CUDA_ALL) {
     static const int shapes[][5] = {
         {1, 1, 48, 257, 1}, {2, 65, 80, 257, 70}, {3, 17, 16, 50257, 17}, {1, 130, 1600, 257, 256}};
     for (auto &s : shapes) {
@@ -244,7 +244,7 @@ template <class E> static void check_layernorm(int N, int C) {
 }
 
 // Rows of one warp and of several; more rows than partial sums.
-static void test_gpu_layernorm() {
+TEST(gpu_layernorm, CUDA_ALL) {
     for (int N : {1, 65, 130}) {
         for (int C : {16, 80, 192, 768, 1600}) {
             if (sampled(N == 65 && C == 80)) {
@@ -299,7 +299,7 @@ template <class E> static void check_gelu(int N, int OC) {
 }
 
 // Both directions and both column sums; far from zero exactly x, dout or 0.
-static void test_gpu_gelu() {
+TEST(gpu_gelu, CUDA_ALL) {
     static const int shapes[][2] = {{1, 64}, {65, 80}, {130, 768}, {1500, 48}, {2100, 264}};
     for (auto &s : shapes) {
         if (!sampled(s[0] == 65)) {
@@ -349,7 +349,7 @@ template <class E, class G> static void check_matmul(int N, int C, int OC) {
 }
 
 // Widths of C, 3 C and 4 C; few and many rows.
-static void test_gpu_matmul() {
+TEST(gpu_matmul, CUDA_ALL) {
     static const int shapes[][3] = {{1, 48, 144},  {65, 80, 240}, {130, 16, 64}, {7, 192, 64},
                                     {33, 64, 384}, {3, 1600, 40}, {257, 32, 24}};
     for (auto &s : shapes) {
@@ -470,7 +470,7 @@ template <class E> static void check_cached(int positions, int first, int rows, 
     }
 }
 
-static void test_gpu_cached() {
+TEST(gpu_cached, CUDA_ALL) {
     static const int shapes[][5] = {{1, 0, 1, 16, 2},   {70, 0, 66, 64, 1}, {200, 191, 1, 40, 3},
                                     {66, 1, 65, 128, 1}, {90, 31, 5, 8, 5},  {300, 255, 3, 80, 1}};
     for (auto &s : shapes) {
@@ -484,7 +484,7 @@ static void test_gpu_cached() {
 }
 
 // Lengths around the tiles' edges, heads of 8 to 128 channels, flat and sharp scores.
-static void test_gpu_attention() {
+TEST(gpu_attention, CUDA_ALL) {
     static const int shapes[][4] = {
         {1, 1, 16, 5},  {2, 1, 64, 3},   {3, 2, 80, 1},   {1, 63, 64, 3},  {2, 64, 32, 2},
         {1, 65, 64, 3}, {1, 65, 128, 1}, {2, 33, 16, 5},  {1, 129, 64, 1}, {1, 130, 128, 2},
@@ -550,7 +550,7 @@ template <class E> static void check_classifier(int rows, int V, double sharp) {
 }
 
 // Vocabularies of one pack to the largest; padding that would win every softmax.
-static void test_gpu_classifier() {
+TEST(gpu_classifier, CUDA_ALL) {
     static const int shapes[][2] = {{2, 5}, {1, 257}, {65, 257}, {2, 50257}, {1, 65536}};
     for (auto &s : shapes) {
         if (!sampled(s[0] == 65 || s[1] == 50257)) {
@@ -694,7 +694,7 @@ template <class E, class G, class M, bool SPLIT> static void check_adamw(const c
     }
 }
 
-static void test_gpu_adamw() {
+TEST(gpu_adamw, CUDA_ALL) {
     check_adamw<float, float, float, false>("fp32");
     check_adamw<__half, float, float, true>("fp16");
     check_adamw<bf16, bf16, float, true>("split master");
@@ -746,7 +746,7 @@ template <class E, class G, class M, bool SPLIT> static void check_adamw_nan(con
     }
 }
 
-static void test_gpu_adamw_nan() {
+TEST(gpu_adamw_nan, CUDA_ALL) {
     check_adamw_nan<float, float, float, false>("fp32");
     check_adamw_nan<__half, float, float, true>("fp16");
     check_adamw_nan<bf16, bf16, float, true>("split master");
@@ -762,7 +762,7 @@ static void counted_write(Engine *e, int state, int64_t offset, const real *valu
     moments_written += state == STATE_WEIGHTS ? 0 : count;
     real_write(e, state, offset, values, count);
 }
-static void test_gpu_zero_states() {
+TEST(gpu_zero_states, EMULATED_ALL) {
     const Model m = shape("l2h1c16t8", 257);
     for (const char *options : {"-b 1 -t 8", "-b 1 -t 8 --offload weights,moments,master",
                                 "-b 1 -t 8 --dtype fp16"}) {
@@ -802,7 +802,7 @@ static void test_gpu_zero_states() {
 }
 
 // A tensor in two parts, as two ranks have it, is rounded as in one; whatever the order of blocks.
-static void test_gpu_rounding() {
+TEST(gpu_rounding, CUDA_ALL) {
     enum { N = 20000, CUT = 8816 };
     Reals p = noise_in<bf16>(N, 1, 1), g = noise_in<bf16>(N, 1, 2), zero(N);
     auto update = [&](int parts) {
@@ -832,7 +832,7 @@ static void test_gpu_rounding() {
 }
 
 // A gradient that is not a number, infinite or too large for its square skips the step.
-static void test_gpu_norm() {
+TEST(gpu_norm, CUDA_ALL) {
     for (real bad : {(real)NAN, (real)HUGE_VAL, (real)-HUGE_VAL, (real)1e30}) {
         std::vector<ParamRange> ranges = {{0, 0, 0, 0, 20000, 0, 1, 0, 0}};
         int chunks = param_ranges_chunk(ranges.data(), 1);
@@ -950,7 +950,7 @@ static void check_replica_hash() {
     expect(hash(7) != before, "places that do not count");
 }
 
-static void test_gpu_exchange() {
+TEST(gpu_exchange, CUDA_ALL) {
     for (int ranks : {2, 3, 4, 7}) {
         if (!sampled(ranks == 3)) {
             continue;
@@ -965,7 +965,7 @@ static void test_gpu_exchange() {
 }
 
 // The factor on the gradients: clip / norm above the limit, and 1 below it or without one.
-static void test_gpu_clip() {
+TEST(gpu_clip, CUDA_ALL) {
     static const struct {
         float norm, clip, scale;
     } table[] = {{4, 1, 0.25f}, {0.5f, 1, 1}, {1, 1, 1}, {4, 0, 1}, {0.5f, 0, 1}, {0, 1, 1}};
@@ -990,7 +990,7 @@ static void test_gpu_clip() {
 
 // What a step does to the loss scale, as the last lines of PyTorch's amp_update_scale_ have it; the
 // least scale is 2, the largest the last power of two in fp32.
-static void test_gpu_loss_scale() {
+TEST(gpu_loss_scale, CUDA_ALL) {
     const float inf = INFINITY, last = 0x1p127f;
     static const struct {
         float norm, scale;
@@ -1025,7 +1025,7 @@ typedef std::vector<bool> Ups;
 // A parameter, its two moments, two layers of its tensor, another tensor and two steps each draw
 // random numbers of their own: that both of two states round up is as likely as by chance, within
 // four standard deviations.
-static void test_gpu_rounding_streams() {
+TEST(gpu_rounding_streams, CUDA_ALL) {
     enum { N = 16384, RANGES = 3 };
     std::vector<ParamRange> ranges = {{0, 0, 0, 0, N, RNG_ROUND, 1, 0, 0},
                                       {N, N, N, N, N, RNG_ROUND, 1, 0, 0},
@@ -1076,7 +1076,7 @@ static void test_gpu_rounding_streams() {
 // In the tables of AdamW no two elements of a tensor, in whatever layer and on whatever rank, have
 // the same place among its stream's random numbers, and all of them have one: of matrices in parts
 // on one rank, of vectors on every rank.
-static void test_gpu_rounding_places() {
+TEST(gpu_rounding_places, CUDA_ALL) {
     Settings s = planned("-e l3h3c96t16 -t 12 -b 2 --gpus 3 -z 1 -w 0");
     std::vector<ParamRange> ranges((size_t)model_tensors(&s.model));
     std::map<uint32_t, std::vector<std::pair<size_t, size_t>>> places;  // first and end, by stream
@@ -1167,7 +1167,7 @@ template <class E, class G> static void check_misaligned() {
 }
 
 // The pointers of each launcher; rows that are no multiple of 16 bytes; sizes beyond the limits.
-static void test_gpu_misaligned() {
+TEST(gpu_misaligned, CUDA) {
     check_misaligned<float, float>();
     check_misaligned<bf16, bf16>();
     bf16 *p = (bf16 *)(uintptr_t)0x100000;
@@ -1194,7 +1194,7 @@ static int algorithm_of(const MatmulPlan &plan) {
 
 // The heuristic's first algorithm, and where D lies beside C the first that says it can do that; if
 // none does, the first. A product that the library has not at all is named by its sizes.
-static void test_gpu_algorithms() {
+TEST(gpu_algorithms, EMULATED_ALL) {
     const int N = 8, C = 16, OC = 24;
     Device<float> inp(noise(N * C, 1, 1)), weight(noise(OC * C, 1, 2)), addend(noise(N * OC, 1, 3));
     Device<float> out(N * OC), workspace(1 << 18);
@@ -1251,7 +1251,7 @@ static void test_gpu_algorithms() {
 }
 
 // A run whose first algorithms are refused trains with the next ones; a later refusal ends it.
-static void test_gpu_refused_algorithm() {
+TEST(gpu_refused_algorithm, EMULATED_ALL) {
     for (bool later : {false, true}) {
         const Outcome o = outcome(spawn([&] {
             emu::set.lt_refuse = 1;
@@ -1442,7 +1442,7 @@ static void check_huge_update() {
 
 // Tensors of more than 2^31 elements: the last block of every grid computes what it does for the
 // same rows of a small tensor. A product of two 32-bit sizes used as an index ends outside.
-static void test_gpu_huge() {
+TEST(gpu_huge, EMULATED) {
     emu::set.last_blocks = 1;
     check_huge_rows();
     check_huge_attention();
@@ -1452,7 +1452,7 @@ static void test_gpu_huge() {
 
 // What ranks agree on: a stop of any of them, the first one that cannot go on, and, when they meet,
 // the least memory that one of them has. Ranks share the threads of their machine.
-static void test_rank_agreement() {
+TEST(rank_agreement, CUDA_ALL) {
     enum { RANKS = 4, THREADS = 8 };
     this_rank = {0, RANKS, 0, RANKS, 0, 0, 0, 0};
     for (int who = 0; who < RANKS; who++) {

@@ -89,7 +89,7 @@ static real fast_tanh(real x) {
 }
 
 // exp and tanh over their whole range, and where a polynomial or a shift could go wrong.
-static void test_fast_maths() {
+TEST(fast_maths, ALL) {
     const double low = GPT2_DOUBLE ? -800 : -120, range = GPT2_DOUBLE ? 1500 : 208;
     for (int i = 0; i <= 400000; i++) {
         real x = (real)(low + range * i / 400000), y = (real)(-12 + 24.0 * i / 400000);
@@ -146,7 +146,7 @@ static void twin_matmul_backward(Nums *dinp, Nums *dweight, Nums *dbias, const R
 }
 
 // out = addend + bias + inp weight^T, with and without each; addend may be out itself.
-static void test_matmul_forward() {
+TEST(matmul_forward, ALL) {
     give_workspace();
     for (auto &shape : matmul_shapes) {
         const int N = shape[0], C = shape[1], OC = shape[2];
@@ -179,7 +179,7 @@ static void test_matmul_forward() {
 }
 
 // dbias and dweight add up, dinp is overwritten and may be inp; each of dinp and dbias may be NULL.
-static void test_matmul_backward() {
+TEST(matmul_backward, ALL) {
     give_workspace();
     for (auto &shape : matmul_shapes) {
         const int N = shape[0], C = shape[1], OC = shape[2];
@@ -217,7 +217,7 @@ static Reals rounded_to_bf16(Reals numbers) {
 
 // --matmul bf16: the products of operands that were rounded beforehand, to the bit, near the exact
 // products of these; and of a NaN a NaN, whatever its bits.
-static void test_matmul_bf16() {
+TEST(matmul_bf16, HOST) {
     const char *missing = bf16_missing();
     if (missing) {
         skip(missing);
@@ -273,7 +273,7 @@ static Num twin_gelu(Num v, Num *slope) {
 }
 
 // Both directions, in place, for every length of tail, and with a NaN beside a number.
-static void test_gelu() {
+TEST(gelu, ALL) {
     enum { COUNT = 100003 };
     Reals x(COUNT), out(COUNT), dout = noise(COUNT, 1, 2), dinp(COUNT);
     Nums want, want_dinp;
@@ -311,7 +311,7 @@ static void twin_embedding(Nums *out, Nums *dwte, Nums *dwpe, const std::vector<
 }
 
 // out is one rounding; backward adds up over equal tokens and over the batch.
-static void test_embedding() {
+TEST(embedding, ALL) {
     enum { B = 3, T = 7, C = 130, V = 11 };
     std::vector<Token> tokens = Batch(B * T, V, 1).inputs;
     Reals wte = noise(V * C, 1, 1), wpe = noise((T + 2) * C, 1, 2), out(B * T * C);
@@ -365,7 +365,7 @@ static Nums plus(Nums want, const Reals &x) {
 }
 
 // Forward and backward; addend may be NULL or dinp itself.
-static void test_layernorm() {
+TEST(layernorm, ALL) {
     static const int shapes[][2] = {{1, 1},   {1, 48},   {2, 15},   {17, 16}, {5, 17},
                                     {65, 80}, {34, 768}, {3, 1600}, {300, 33}};  // rows, C
     for (auto &shape : shapes) {
@@ -447,7 +447,7 @@ static void twin_attention(Nums *out, Nums *lse, Nums *dqkv, const Reals &qkv, c
 }
 
 // Shapes with one key, whole tiles, one more and one less, heads of 1 to 128 channels.
-static void test_attention() {
+TEST(attention, ALL) {
     static const int shapes[][4] = {{1, 1, 8, 1},   {2, 1, 48, 3},   {1, 2, 3, 3},
                                     {2, 7, 48, 3},  {1, 65, 192, 3}, {2, 64, 64, 1},
                                     {3, 33, 80, 5}, {1, 129, 80, 5}, {1, 66, 256, 2},
@@ -511,7 +511,7 @@ static void twin_classifier(Nums *losses, Nums *dlogits, const Reals &logits,
 }
 
 // Losses and dlogits; padded columns must be 0 exactly; forward alone gives the same losses.
-static void test_classifier() {
+TEST(classifier, ALL) {
     static const int shapes[][2] = {{1, 1}, {5, 2}, {7, 257}, {3, 50257}, {33, 128}};  // rows, V
     for (auto &shape : shapes) {
         const int rows = shape[0], V = shape[1], Vp = (int)round_up_i64(V, 128);
@@ -575,7 +575,7 @@ static double dot(const Reals &a, const Reals &b) {
 }
 
 // For each layer: loss = <dout, layer(inputs)>, whose gradients are what backward returns.
-static void test_derivatives_linear() {
+TEST(derivatives_linear, DOUBLE) {
     enum { N = 3, C = 5, OC = 7 };
     give_workspace();
     Reals inp = noise(N * C, 1, 1), weight = noise(OC * C, 1, 2), bias = noise(OC, 1, 3);
@@ -594,7 +594,7 @@ static void test_derivatives_linear() {
 }
 
 // Inputs, weights and biases of a LayerNorm whose width is no multiple of anything.
-static void test_derivatives_layernorm() {
+TEST(derivatives_layernorm, DOUBLE) {
     enum { N = 3, C = 19 };
     Reals inp = noise(N * C, 1, 1), weight = noise(C, 1, 2), bias = noise(C, 1, 3), out(N * C);
     Reals dout = noise(N * C, 1, 4), mean(N), rstd(N), dinp(N * C), dweight(C), dbias(C);
@@ -612,7 +612,7 @@ static void test_derivatives_layernorm() {
 }
 
 // All of dqkv, two sequences of five heads.
-static void test_derivatives_attention() {
+TEST(derivatives_attention, DOUBLE) {
     enum { B = 2, T = 9, C = 20, NH = 5 };
     give_workspace();
     Reals qkv = noise(B * T * 3 * C, 1, 1), out(B * T * C), lse(B * NH * T);
@@ -627,7 +627,7 @@ static void test_derivatives_attention() {
 }
 
 // x from -3.5 to 3.5.
-static void test_derivatives_gelu() {
+TEST(derivatives_gelu, DOUBLE) {
     Reals inp = noise(301, 2, 1), out(301), dout = noise(301, 1, 2), dinp(301);
     gelu_backward(dinp.data(), dout.data(), inp.data(), inp.size());
     Loss loss = [&] {
@@ -638,7 +638,7 @@ static void test_derivatives_gelu() {
 }
 
 // Weighted losses of three rows; padded logits have no influence.
-static void test_derivatives_classifier() {
+TEST(derivatives_classifier, DOUBLE) {
     enum { ROWS = 3, V = 21, Vp = 128 };
     Reals logits = noise(ROWS * Vp, 1, 1), losses(ROWS), dlogits = logits;
     static const Token targets[ROWS] = {0, 20, 7};
@@ -654,7 +654,7 @@ static void test_derivatives_classifier() {
 
 // The whole network: for each of the sixteen tensors (all layers at once) the slope along two
 // random directions of unit length and along a dozen single elements.
-static void test_derivatives_network() {
+TEST(derivatives_network, DOUBLE) {
     Model m = shape("l2h3c48t8", 257);
     Net n(m, 2, 7, RECOMPUTE_MLP, 1, 5);
     Batch b(14, 257, 1);

@@ -45,7 +45,7 @@ static const struct {
                       {"l2h2c6t1", 5, 3, 1, 0}};
 
 // Every level in all blocks, and block:K for every K, against none.
-static void test_recompute_bits() {
+TEST(recompute_bits, ALL) {
     int runs = 0;
     for (auto &shape_row : network_shapes) {
         Model m = shape(shape_row.e, shape_row.V);
@@ -113,7 +113,7 @@ static Reals busy_trace(Net *n, int accum_steps) {
 // Every state alone and all together in host memory against none, in networks of one block, of as
 // many as there are slots, of one more, and of more than slots are filled ahead. A build with
 // sanitizers takes a quarter of these runs.
-static void test_offload_bits() {
+TEST(offload_bits, ALL) {
     int runs = 0, turn = 0;
     for (const char *e : {"l1h1c16t8", "l2h2c16t8", "l3h1c24t9", "l6h2c20t7"}) {
         Model m = shape(e, 257);
@@ -140,7 +140,7 @@ static void test_offload_bits() {
 }
 
 // A slot is refused to all but its tenant, and to whoever asks before the tenant is there.
-static void test_slots() {
+TEST(slots, HOST) {
 #ifdef _OPENMP
     omp_set_num_threads(1);  // as in test_arena
 #endif
@@ -166,7 +166,7 @@ static void test_slots() {
 // gradients near those of fp32, within four units of bf16: an operand that is rounded has an error
 // of half a unit at most, and errors of a sum's terms cancel, but each stage of a block adds
 // its own.
-static void test_bf16_steps() {
+TEST(bf16_steps, HOST) {
     const char *missing = bf16_missing();
     if (missing) {
         skip(missing);
@@ -202,7 +202,7 @@ static void test_bf16_steps() {
 }
 
 // Losses, gradients, weights, and products large enough to be shared out, for 1 to 3 threads.
-static void test_thread_bits() {
+TEST(thread_bits, ALL) {
 #ifdef _OPENMP
     Trace first[4];
     Reals products[3];
@@ -247,7 +247,7 @@ static void test_thread_bits() {
 
 // One batch of 4, two of 2, four of 1, and irregular chunks of logits: equal up to rounding. Each
 // gradient went through at most 6 L + 2 matmuls, each with the error of a sum of 4 C products.
-static void test_accumulation() {
+TEST(accumulation, ALL) {
     Model m = shape("l2h3c48t8", 257);
     const double tol = (6 * m.L + 2) * 2 * sum_error(4 * m.C);
     Net whole(m, 4, 7);
@@ -275,7 +275,7 @@ static void test_accumulation() {
 
 // A token changes nothing before it; forward_loss, micro_step and logits tell the same loss; the
 // padded rows of wte stay zero through training.
-static void test_network_facts() {
+TEST(network_facts, ALL) {
     Model m = shape("l2h3c48t12", 200);
     const int T = 12;
     Net n(m, 1, T);
@@ -323,7 +323,7 @@ static void test_network_facts() {
 // rounding, since a token by itself has sums of another order; and again where other tokens follow
 // the first ones, as in a second sample. In the plan are weights, cache, and of everything else a
 // few rows.
-static void test_kv_cache() {
+TEST(kv_cache, ALL) {
     static const struct {
         const char *e;
         int V, again;
@@ -382,7 +382,7 @@ static void test_kv_cache() {
 // The tokens of samples, one behind another from the same cache, are those picked from the logits
 // of the whole window: within the window, past it, and behind a sample of either kind. The first
 // one of each sample is picked from the same bits.
-static void test_generated_tokens() {
+TEST(generated_tokens, ALL) {
     Model m = shape("l2h3c48t12", 257);
     Net whole(m, 1, m.maxT), cached(m, "--generate", 0);
     const int PROMPT = 4, MOST = 20;
@@ -435,7 +435,7 @@ static void test_generated_tokens() {
 }
 
 // Deviations of the initial weights within four standard errors; what is not random is exact.
-static void test_initialise() {
+TEST(initialise, ALL) {
     Model m = shape("l3h2c64t20", 257);
     Net n(m, 1, 4);
     engine_initialise(&n.e, &m, 42);

@@ -1,7 +1,7 @@
 // optimizer.h -- tests of chapter Optimizer and schedules, against numbers worked out by hand.
 
 // Two updates by hand, on a count that is no multiple of a vector.
-static void test_adamw() {
+TEST(adamw, ALL) {
     // lr 0.1, beta 0.9 and 0.99, eps 1e-8, decay 0.1, p = 1.
     // g = 0.5: m = 0.05, v = 0.0025; corrected 0.5, 0.25; p = 1 - 0.1 (0.5 / 0.5 + 0.1) = 0.89.
     // g = -0.25: m = 0.045 - 0.025 = 0.02, v = 0.002475 + 0.000625 = 0.0031; corrected by 0.19 and
@@ -27,7 +27,7 @@ static void test_adamw() {
 
 // Decay on matrices only, clipping by the whole norm, nothing at all when the norm is not finite or
 // above the limit.
-static void test_update() {
+TEST(update, ALL) {
     Model m = shape("l2h2c16t8", 257);
     Net n(m, 1, 4);
     real *g = buffer(&n.plan, BUF_GRADS);
@@ -82,7 +82,7 @@ static void test_update() {
 }
 
 // The norm of a flat state of more than two chunks, of 65,536 numbers each, and a few over.
-static void test_norm() {
+TEST(norm, ALL) {
     Model m = shape("l2h1c36t80", 3000);
     Net n(m, 1, 4);
     Reals x((size_t)n.size());
@@ -103,7 +103,7 @@ static void test_norm() {
 }
 
 // Learning rates at places where they are round numbers, and the limit of --skip-zscore.
-static void test_schedules() {
+TEST(schedules, HOST) {
     // Peak 1, last 0.1, 10 steps of warmup, 110 steps: t = (step - 10) / 100.
     static const struct {
         const char *schedule;

@@ -2,7 +2,7 @@
 
 // Likeliest token, top-k, top-p, and frequencies: the inverse of the distribution at n even places
 // gives each token n p tokens, within two.
-static void test_sampling() {
+TEST(sampling, ALL) {
     enum { V = 6, DRAWS = 20000 };
     static const double p[V] = {0.05, 0.4, 0.1, 0.25, 0.15, 0.05};
     real logits[V];
@@ -48,7 +48,7 @@ static void test_sampling() {
 }
 
 // The checker itself, text of every byte, numbers that are none, and cutting back.
-static void test_log() {
+TEST(log, HOST) {
     expect(json_valid("{\"a\":[1,-2.5e3,\"x\\u00e9\\n\",{}],\"b\":null}") && json_valid("[]"));
     for (const char *bad :
          {"{\"a\":nan}", "{\"a\":1,}", "[1 2]", "{\"a\" 1}", "\"\n\"", "{", "inf", "[1]]"}) {
@@ -107,7 +107,7 @@ static void test_log() {
 
 // A signal ends a wait for input even if it comes between the last look at stop_signal and the
 // wait; input and errors come through.
-static void test_read_or_stop() {
+TEST(read_or_stop, HOST) {
     int ends[2];
     char byte = 0;
     expect(pipe(ends) == 0 && write(ends[1], "x", 1) == 1);
@@ -130,7 +130,7 @@ static void test_read_or_stop() {
 
 // SIGTERM ends a program that makes no progress for 30 s, or that is still starting by then; not
 // one that computes or saves, and no other signal does.
-static void test_stop_overdue() {
+TEST(stop_overdue, HOST) {
     static const struct {
         int signal, grace, moves, status;
     } rows[] = {{SIGTERM, GRACE_SHORT, 1, 128 + SIGTERM},
@@ -154,7 +154,7 @@ static void test_stop_overdue() {
 
 // The lock stays when another descriptor of its file is closed, and keeps a process away that this
 // one forks.
-static void test_folder_lock() {
+TEST(folder_lock, HOST) {
     mkdir("folder", 0755);
     folder_lock("folder");
     close(open("folder/lock", O_RDWR));
@@ -162,7 +162,7 @@ static void test_folder_lock() {
 }
 
 // The cache of the user is where XDG_CACHE_HOME says, unless that is a relative path.
-static void test_cache_open() {
+TEST(cache_open, HOST) {
     static const char *const rows[][2] = {{"here", "home/.cache"}, {"", "home/.cache"},
                                           {"/xdg", "xdg"}};
     const Text here = Text(getcwd(NULL, 0)) + "/";
@@ -210,7 +210,7 @@ static double stub_forward_loss(Engine *, real *losses, const Token *, const Tok
 
 // Scores worked out by hand, in batches of any size and at any T: lowest sum and lowest mean, the
 // first of equals, two to eight completions, contexts that lose their start.
-static void test_eval_scores() {
+TEST(eval_scores, ALL) {
     const std::vector<Ints> four = {{200, 200}, {250}, {100, 100, 100}, {400}};  // sum 1, mean 2
     const std::vector<Ints> equal = {{500}, {300}, {300, 300}, {300}}, sums = {{100, 200}, {300}};
     const Ints longer = {9001, 9002, 9003, 9004, 9005, 9006};
@@ -281,7 +281,7 @@ static double completion_loss(Engine *e, const Question &q, const Ints &completi
 }
 
 // Scores of a network are those of its completions' losses; the same bits for any B.
-static void test_eval_network() {
+TEST(eval_network, ALL) {
     const int T = 14, V = 257;
     Model m = shape("l2h3c48t14", V);
     const std::vector<Question> questions = random_questions(9, V, 1);
@@ -319,7 +319,7 @@ static void test_eval_network() {
 // --eval plans weights and one pass forward, and takes no more: no gradients, moments or masters,
 // and nothing that grows with the blocks but their weights. Losses are those of a training run's
 // engine, to the bit.
-static void test_eval_plan() {
+TEST(eval_plan, ALL | CUDA_ALL) {
     for (const char *options : {"-b 3", "-b 2 -t 9 --logit-rows 7", "-b 3 -r block:1,mlp"}) {
         for (const char *dtype : {"--dtype fp32", "--dtype bf16 -w none"}) {
             const Model m = shape("l2h3c48t14", 257), deep = shape("l5h3c48t14", 257);
@@ -362,7 +362,7 @@ static void test_eval_plan() {
 }
 
 // A network that has learnt the right completions by heart answers every question.
-static void test_eval_learnt() {
+TEST(eval_learnt, ALL) {
     const int T = 14, V = 257;
     Model m = shape("l2h3c48t14", V);
     std::vector<Question> questions = random_questions(4, V, 1);
@@ -422,7 +422,7 @@ static size_t little_memory() {
 static size_t much_memory() { return (size_t)1 << 60; }
 
 // A step whose gradient is not finite is skipped, counted, logged as null; training goes on.
-static void test_skipped_step() {
+TEST(skipped_step, HOST) {
     static const Program faulty = {
         .name = "train_gpt2", .default_model = "l2h2c16t16", .open = faulty_open,
         .available = much_memory};

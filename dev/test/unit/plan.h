@@ -10,7 +10,7 @@ static Model shape(const char *e, int V) {
 }
 
 // Parameters of the presets, and the layout of all three flat buffers: no hole, no overlap.
-static void test_model_sizes() {
+TEST(model_sizes, HOST) {
     // GPT-2's published parameter counts; a buffer holds also the vocabulary's padding, 47 rows.
     static const struct {
         const char *name;
@@ -129,7 +129,7 @@ static size_t padded(const Buffer &b) {
 
 // No two buffers share a byte at a tick, the total is where the last one ends, no layout could be
 // below live_bytes, and the same settings give the same plan.
-static void test_plan_layout() {
+TEST(plan_layout, ALL) {
     for (int n = 0; n < 300; n++) {
         Settings s = n % 2 ? draw_settings() : draw_homes();
         Plan p, q;
@@ -179,7 +179,7 @@ static int settings_level(const Settings *s, int *blocks) {
 
 // Asking for less never needs more: a higher level, more blocks of it, a smaller batch, narrower
 // moments, no master; nor does a state that leaves the device.
-static void test_plan_monotone() {
+TEST(plan_monotone, FLOAT) {
     const int count = full_or(200, 5000);
     for (int n = 0; n < count; n++) {
         Settings s = draw_settings();
@@ -245,7 +245,7 @@ static void check_parts(Settings s, int *cut_rows) {
     }
 }
 
-static void test_parts() {
+TEST(parts, HOST) {
     int cut_rows = 0;
     for (int n = 0; n < 60; n++) {
         Settings s = draw_homes();
@@ -354,7 +354,7 @@ static std::vector<Visit> visits_of(const Settings *s) {
 
 // 5,000 random settings; the table is the same for every rank, and a copy of it with a classic
 // mistake is found out.
-static void test_visits() {
+TEST(visits, HOST) {
     int found[5] = {0, 0, 0, 0, 0};
     for (int n = 0; n < 5000; n++) {
         Settings s = draw_homes(), other = s;
@@ -409,7 +409,7 @@ static void play(const Settings *s, int micros, double up[HOMES], double down[HO
 
 // Bytes of a step as the tables of the design have them: P elements in the matrices of blocks, E
 // in wte and wpe, V in vectors, w and g bytes of a weight and a gradient.
-static void test_traffic() {
+TEST(traffic, FLOAT) {
     for (int n = 0; n < 500; n++) {
         Settings s = draw_homes();
         const int L = s.model.L, k = draw(1, 4), N = s.ranks, z = settings_zero(&s);
@@ -451,7 +451,7 @@ static void test_traffic() {
 
 // Every rank plans the same bytes; from two ranks on they never rise with the stage of ZeRO nor,
 // but for padding, with the ranks; what first fit cannot share stays below 2 %.
-static void test_plan_ranks() {
+TEST(plan_ranks, FLOAT) {
     static const int ranks[] = {2, 3, 4, 7, 8, 1024};
     double worst_layout = 1;
     for (int n = 0; n < 40; n++) {
@@ -508,7 +508,7 @@ static void test_plan_ranks() {
 }
 
 // Every tick has a name of its own and stands in order; every level keeps what it says.
-static void test_stages() {
+TEST(stages, HOST) {
     Settings s = planned("-e l3h1c8t4 --gpus 2");
     std::vector<Text> names;
     for (int t = 0; t <= tick_update(&s); t++) {
@@ -631,7 +631,7 @@ static void mark_for_asan(void *memory, size_t bytes, int alive) {
 #endif
 
 // A row that is not alive is refused, a fresh one holds NaN; see also mark_for_asan.
-static void test_arena() {
+TEST(arena, ALL) {
 #ifdef _OPENMP
     omp_set_num_threads(1);  // the leak sanitizer of a forked child minds threads left behind
 #endif
@@ -675,7 +675,7 @@ static long address_pages() {
 // Both mappings are the plan's numbers, and nothing is allocated once the first step is done.
 // Threads share one heap here, with room at its end: how many tasks of OpenMP are open at once is
 // chance, and a heap of a thread's own takes 64 MiB of addresses.
-static void test_plan_allocation() {
+TEST(plan_allocation, FLOAT | DOUBLE) {
     mallopt(M_ARENA_MAX, 1);
     mallopt(M_TOP_PAD, 1 << 22);
     for (const char *options : {"-r none", "-r norm", "-r block", "--offload moments",

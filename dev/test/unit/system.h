@@ -9,7 +9,7 @@ static void put(const Text &path, const Text &bytes) {
 }
 
 // Limits of control groups, of both versions and at any depth, in a made-up /proc and /sys.
-static void test_host_memory() {
+TEST(host_memory, HOST) {
     auto found = [](const char *root, int64_t mib, const char *limit) {
         const HostMemory h = host_memory(root);
         expect(h.bytes >> 20 == mib && Text(h.limit).find(limit) == 0, "%s: %" PRId64 " MiB, %s",
@@ -51,7 +51,7 @@ static void test_host_memory() {
 }
 
 // Quotas of control groups, of both versions and at any depth, in a made-up /proc and /sys.
-static void test_host_cores() {
+TEST(host_cores, HOST) {
     auto found = [](const char *root, int cores) {
         expect(host_cores(root, 16) == cores, "%s: %d cores, not %d", root, host_cores(root, 16),
                cores);
