@@ -84,7 +84,7 @@ VARIANT = $(if $(filter build/test_gpt2%,$@),-DTEST_CUDA=$(if $(findstring cu,$@
 # --- Targets --------------------------------------------------------------------------------------
 # These have a name without build/ too.
 PROGRAMS := test_gpt2 test_gpt2_double test_gpt2_asan test_cuda_cpu test_gpt2cu_cpu \
-            test_gpt2cu_cpu_asan test_cuda_cpu_asan test/formats test/formats_asan test_gpt2cu \
+            test_gpt2cu_cpu_asan test_cuda_cpu_asan test/data test/data_asan test_gpt2cu \
             train_gpt2_asan bench_cpu cuda_example
 .PHONY: help train test one fuzz bench bench_packages check_torch data style deps clean FORCE \
         some_data $(PROGRAMS)
@@ -113,7 +113,8 @@ build_test = mkdir -p $(@D) && $(CPP) -O1 $(VARIANT) $(DEPEND) $< -o $@ -lm
 build/test/%_asan: dev/test/%.cpp build/flags | data/stories ; $(build_test)
 build/test/%: dev/test/%.cpp build/flags | data/stories ; $(build_test)
 build/train_gpt2_asan build/train_gpt2_double: train_gpt2.c build/flags
-build/dump build/bench_files build/bench_cpu: build/%: dev/%.c build/flags
+build/dump: dev/check/dump.c build/flags
+build/bench_files build/bench_cpu: build/bench_%: dev/bench/%.c build/flags
 build/bench_cpu: VARIANT = -DBENCH_DNNL=$(if $(DNNL),1 $(DNNL),0)
 build/bench_cpu: | bench_packages
 bench_packages: ; @dev/deps.sh bench
@@ -129,7 +130,7 @@ build/test_gpt2 build/test_gpt2_double build/test_gpt2_asan: test_gpt2.cu build/
 	$(CPP) $(VARIANT) $(DEPEND) $< -o $@ -lm
 train_gpt2cu: train_gpt2.cu build/gpu | $(EMPTY_DATA) ## the GPU program (for ARCH="80 90a")
 build/test_gpt2cu: test_gpt2.cu build/flags build/gpu
-build/bench: dev/bench.cu build/gpu
+build/bench: dev/bench/bench.cu build/gpu
 train_gpt2cu build/test_gpt2cu build/bench:
 	@NVCC='$(NVCC)' dev/deps.sh cuda
 	$(if $(ARCH),,@echo 'No GPU to build for: $@ is for sm_80 and newer;' \
@@ -141,12 +142,12 @@ build/train_gpt2cu_cpu_asan: train_gpt2.cu build/flags
 build/test_gpt2cu_cpu build/test_gpt2cu_cpu_asan: test_gpt2.cu build/flags
 build/test_cuda_cpu build/test_cuda_cpu_asan: dev/cuda_cpu/test_cuda_cpu.cpp build/flags
 build/cuda_example: dev/cuda_cpu/example.cu build/flags
-build/bench_cuda_cpu: dev/bench.cu build/flags
+build/bench_cuda_cpu: dev/bench/bench.cu build/flags
 train_gpt2cu_cpu $(addprefix build/,train_gpt2cu_cpu_asan test_gpt2cu_cpu test_gpt2cu_cpu_asan \
 test_cuda_cpu test_cuda_cpu_asan cuda_example bench_cuda_cpu):
 	$(CUDA_ON_CPU) $(VARIANT) $(DEPEND) $< -o $@ -lm $(if $(findstring train,$@),$(MPI))
 # The same with a count of each kernel's bytes: dev/cuda_cpu/emu_profile.h.
-build/bench_profile: dev/bench.cu build/flags
+build/bench_profile: dev/bench/bench.cu build/flags
 	$(if $(CUDA_HEADERS),,$(error $(NO_HEADERS)))$(CXX) -std=c++17 -O1 -fsanitize=thread -w \
 	-ffp-contract=off -Idev/cuda_cpu $(CUDA_INCLUDE) -x c++ $(DEPEND) -c $< -o $@.o
 	$(CXX) $@.o -o $@ -lm
@@ -186,9 +187,9 @@ fuzz: build/fuzz build/fuzz_replay train_gpt2 data/tokenize ## readers, FUZZ_SEC
 	@dev/fuzz/run.sh $(or $(FUZZ_SECONDS),60)
 bench: build/bench_cpu build/bench_files ## beside oneDNN, files beside dd, PYTHON=...: PyTorch
 	bash -o pipefail -c './build/bench_cpu | tee build/$@.txt'
-	$(if $(PYTHON),$(PYTHON) dev/bench_torch.py --beside build/$@.txt &&) ./build/bench_files
+	$(if $(PYTHON),$(PYTHON) dev/bench/against_torch.py --beside build/$@.txt &&) ./build/bench_files
 check_torch: build/dump train_gpt2 ## against transformers; the script says what PYTHON needs
-	$(or $(PYTHON),python3) dev/check_torch.py
+	$(or $(PYTHON),python3) dev/check/against_torch.py
 style: ## layout, warnings and lint of the sources
 	$(SHARED)@$(FOUND) dev/style.sh
 deps: ## install, or name, what tests and benchmarks need

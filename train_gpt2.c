@@ -7454,7 +7454,7 @@ static Settings calibration_settings(const Settings *run, double flops) {
 // How fast this machine is at a run's settings: the usual rates, corrected by what small models
 // take, of one and of two of the run's blocks. Two blocks and hardly any vocabulary give the
 // blocks' time, the same with -r block what is computed again, one block with the run's vocabulary
-// the rest. A smaller batch is taken to be as fast, a token. `dev/bench_cpu.c forecast` holds it
+// the rest. A smaller batch is taken to be as fast, a token. `dev/bench/cpu.c forecast` holds it
 // against the steps of ten settings. Returns 0 if the small models take more than `bytes`, or more
 // than `flops` to time.
 static int speed_measure(Speed *speed, const Program *program, const Settings *run, size_t bytes,

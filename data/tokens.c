@@ -40,7 +40,7 @@ static Token end_of_text(int tokenizer) {
 
 // Letters (L) and numbers (N): gap, length, gap, length, ... of the runs of code points, packed as
 // class_runs() reads them.
-// Unicode 16.0 (what tiktoken 0.14.0 has), by dev/unicode_tables.py.
+// Unicode 16.0 (what tiktoken 0.14.0 has), by dev/tools/unicode_tables.py.
 static const char letter_runs[] =
     "d=)=R$-$'$(:$B$t%'/1(*$$$oX($%%'$$)$$&$$$7$o*$ob+p1$I%$)Lj>''PNF%$o:$$2%*%-&%$3$$A@o0.$;D,%'"
     "$(9'$,$&$:<*.(;$)4M]Y&$5$*-23'+%%%9$*$$&'&$3$0%$&1%-$+)'%%9$*$%$%$%B'$$6&3,$&$9$*$%$(&$5$2%:"

@@ -313,7 +313,7 @@ stage_build() {
     [ -n "$given_program" ] || targets+=(train_gpt2cu)
     [ -n "$given_program$given_emulated" ] || targets+=(train_gpt2cu_cpu)
     [ -n "$given_test" ] || targets+=(build/test_gpt2cu build/test/gpu_program train_gpt2)
-    [ -n "$given_bench" ] || [ ! -f dev/bench.cu ] || targets+=(build/bench)
+    [ -n "$given_bench" ] || [ ! -f dev/bench/bench.cu ] || targets+=(build/bench)
     if ! compgen -G 'data/*.bin' > /dev/null; then
         logged 90 make data || report data FAILED "$(why $? 90)"
     fi
@@ -910,7 +910,7 @@ stage_torch() {
             report "$model" skipped "no run of ours to stand beside"
             continue
         fi
-        PYTHONUNBUFFERED=1 logged "$seconds" "$PYTHON" dev/bench_torch.py \
+        PYTHONUNBUFFERED=1 logged "$seconds" "$PYTHON" dev/bench/against_torch.py \
             --model "$model" --batch "${batch_0:-$batch_1}" --batch-recompute "${batch_1:-$batch_0}"
         status=$?
         # torch eager d48 -r 0 B 16 T 1024 ms 330.1 tokens/s 49636 MiB 71234

@@ -170,7 +170,7 @@ if [ -f train_gpt2.c ]; then
         skip "one file: CUDA" "no CUDA headers"
     fi
     # Of the appendices only the first is anything alone: Volume I brings the others in.
-    for file in data/{formats,stories,tokenize}.c dev/bench_*.c dev/dump.c dev/fuzz/fuzz.c; do
+    for file in data/{stories,tokenize}.c dev/bench/*.c dev/check/dump.c dev/fuzz/fuzz.c; do
         [ -f "$file" ] && builds "$file" "$CC" $as_c $MARCH $OMP $warnings -Wno-unknown-pragmas \
             -Wno-unused-function -fsyntax-only "$file"
     done

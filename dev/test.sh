@@ -66,7 +66,7 @@ row main style "" dev/style.sh main
 row main test_cuda_cpu build/test_cuda_cpu build/test_cuda_cpu
 row main cuda_example build/cuda_example dev/cuda_cpu/example.sh build/cuda_example
 row main harness build/test/harness build/test/harness
-row main formats build/test/formats build/test/formats
+row main data build/test/data build/test/data
 row main "kernels of sm_80" "build/test/sass ${NVCC:+build/sm_80.log}" kernels 80
 # What the emulated runs check, on the GPU itself.
 row main test_gpt2cu build/test_gpt2cu build/test_gpt2cu
@@ -81,7 +81,7 @@ for driver in options checkpoints interrupts evaluate generate model_files; do
 done
 driver rest training build/train_gpt2_asan overfit homes
 driver rest training build/train_gpt2_double overfit
-row rest formats_asan build/test/formats_asan build/test/formats_asan
+row rest data_asan build/test/data_asan build/test/data_asan
 row rest test_cuda_cpu_asan build/test_cuda_cpu_asan build/test_cuda_cpu_asan
 row rest "style, other compilers" "" dev/style.sh rest
 row rest "machines, gpu_check.sh" "${CUDA_HEADERS:+train_gpt2cu_cpu}" dev/test/machines.sh rest

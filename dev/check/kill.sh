@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Kills a run at every system call that changes its output folder, one after another, and fails
-# each of them once for want of space: dev/kill_check.sh [PROGRAM [OPTIONS...]]
+# each of them once for want of space: dev/check/kill.sh [PROGRAM [OPTIONS...]]
 #
 # After every kill the same command must go on without a word about a damaged checkpoint, from no
 # earlier step than the last one that was reported saved, and end in the same bytes as the run that
@@ -9,12 +9,12 @@
 # types, say). Last line: `N kills and M failed calls, K bad`; exit status 1 when K is not 0.
 set -u
 unset CDPATH    # else cd may go elsewhere and print where
-cd "$(dirname "$0")/.." || exit 1
+cd "$(dirname "$0")/../.." || exit 1
 program=$(realpath "${1:-train_gpt2}") || exit 1
 shift
-command -v strace > /dev/null || { echo "kill_check.sh: needs strace" >&2; exit 1; }
+command -v strace > /dev/null || { echo "kill.sh: needs strace" >&2; exit 1; }
 calls="write fsync rename mkdir unlink rmdir truncate"
-work=$(mktemp -d "${TMPDIR:-/tmp}/kill_check.XXXXXX") || exit 1
+work=$(mktemp -d "${TMPDIR:-/tmp}/kill.XXXXXX") || exit 1
 trap 'rm -rf "$work"' EXIT
 export OMP_NUM_THREADS=1    # so that the n-th call of every run is the same one
 seq 1 4000 | tr -d '\n' > "$work/text"

@@ -1,4 +1,4 @@
-// dump.c: the CPU program's numbers as raw arrays, for dev/check_torch.py to compare.
+// dump.c: the CPU program's numbers as raw arrays, for dev/check/against_torch.py to compare.
 //
 // Takes a model from -e, its weights from its file or from the seed, and runs optimizer steps as
 // the training loop
@@ -24,7 +24,7 @@
 // Build: make build/dump
 
 #define GPT2_NO_MAIN 1
-#include "../train_gpt2.c"
+#include "../../train_gpt2.c"
 
 static const char *const state_names[] = {"weights", "m", "v", "grads"};
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Prints the Unicode tables of the tokenizer, as tiktoken's regex engine has them.
 
-    dev/unicode_tables.py            the C lines
-    dev/unicode_tables.py --check    exit status 1 when data/tokens.c does not hold them
+    dev/tools/unicode_tables.py            the C lines
+    dev/tools/unicode_tables.py --check    exit status 1 when data/tokens.c does not hold them
 
 Needs tiktoken. A table is the runs of a class in order of code points, gap, length, gap, length,
 each number in digits of base 92 from '#' on: the last digit of a number is below 76, and each
@@ -15,7 +15,7 @@ import tiktoken
 
 FIRST, LAST, FINAL = ord("#"), ord("~"), 76
 CARRY = LAST - FIRST + 1 - FINAL
-SOURCE = os.path.join(os.path.dirname(__file__), "..", "data", "tokens.c")
+SOURCE = os.path.join(os.path.dirname(__file__), "..", "..", "data", "tokens.c")
 EVERY = "".join(chr(c) for c in range(0x110000) if not 0xD800 <= c < 0xE000)
 
 
@@ -76,14 +76,14 @@ def table(name, pattern):
 
 
 def main():
-    lines = ["// Unicode %s (what tiktoken %s has), by dev/unicode_tables.py."
+    lines = ["// Unicode %s (what tiktoken %s has), by dev/tools/unicode_tables.py."
              % (unicode_version(), tiktoken.__version__)]
     lines += table("letter_runs", r"\p{L}") + table("number_runs", r"\p{N}")
     text = "\n".join(lines) + "\n"
     if sys.argv[1:] == ["--check"]:
         with open(SOURCE, encoding="utf-8") as source:
             if text not in source.read():
-                sys.exit("data/tokens.c has other tables than dev/unicode_tables.py prints")
+                sys.exit("data/tokens.c has other tables than dev/tools/unicode_tables.py prints")
         print("data/tokens.c has the tables of Unicode %s" % unicode_version())
     else:
         print(text, end="")

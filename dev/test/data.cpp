@@ -1,7 +1,7 @@
-// formats.cpp -- what data/README.md describes, byte by byte: SHA-256, JSON, GPT-2's tokens and
+// data.cpp -- what data/README.md describes, byte by byte: SHA-256, JSON, GPT-2's tokens and
 // evaluation files against known answers, naive twins, and files in which one thing is wrong.
 //
-// Run:    build/test/formats [NAME...]         build/test/formats_asan: with sanitizers
+// Run:    build/test/data [NAME...]         build/test/data_asan: with sanitizers
 
 #include "../../data/files.c"
 #include "../../data/tokens.c"
@@ -291,7 +291,7 @@ static Text decode(const Ids &ids) {
     return all;
 }
 
-// Encodings that tiktoken 0.14.0 gives (dev/check_tiktoken.py compares far more), and
+// Encodings that tiktoken 0.14.0 gives (dev/check/against_tiktoken.py compares far more), and
 // tinyshakespeare's published counts.
 TEST(bpe_known) {
     open_bpe(vocab_bpe());

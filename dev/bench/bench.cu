@@ -16,7 +16,7 @@
 // the bytes that each kernel asks for with those it needs.
 
 #define GPT2_NO_MAIN 1
-#include "../train_gpt2.cu"
+#include "../../train_gpt2.cu"
 #include <functional>
 #include <string>
 #include <vector>

@@ -3,8 +3,8 @@
 
 Bytes are those that `train_gpt2 --plan --gpus N -z S` prints; the time of computing is its forecast
 for one H200, and the time of the exchange is bytes over rates: NVLink's is that of its forecast
-(the last of the card's row in data/fit.c), the others are nominal. Nothing here is measured.
-Run:    make train_gpt2 && dev/scale.py
+(the last of the card's row in train_gpt2.c), the others are nominal. Nothing here is measured.
+Run:    make train_gpt2 && dev/tools/scale.py
 """
 import re
 import subprocess
@@ -15,7 +15,7 @@ CARD = "h200"
 PCIE, NODE = 31.5e9, 50e9                    # bytes/s: a GPU each way, a machine of eight
 MACHINE = 8                                  # GPUs in it
 MESSAGE = 1e-6                               # s: assumed for one send to one rank
-FORECAST = Path(__file__).resolve().parents[1] / "data" / "fit.c"
+FORECAST = Path(__file__).resolve().parents[2] / "train_gpt2.c"
 NVLINK = float(re.search(rf'{{"{CARD}", {{.* (\S+)}}}}', FORECAST.read_text())[1])
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 

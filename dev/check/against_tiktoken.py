@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compares train_gpt2's GPT-2 tokenizer with tiktoken; exit status 1 when a token differs.
 
-    dev/check_tiktoken.py [FOLDER] [--bytes N] [--seed N]
+    dev/check/against_tiktoken.py [FOLDER] [--bytes N] [--seed N]
 
 FOLDER holds vocab.bpe and encoder.json (default: $DATA_MIRROR/gpt2). Needs tiktoken, numpy and a
 C compiler ($CC, else cc): the chapter is compiled as a library. Checked are the table of tokens,
@@ -22,7 +22,7 @@ import numpy as np
 import tiktoken
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
-ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
+ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..")
 
 # GPT-2's pattern, with the alternatives in the order of its authors' encoder.py.
 PATTERN = (r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+""")

@@ -41,7 +41,7 @@ import transformers
 from torch.nn.functional import cross_entropy
 from transformers import GPT2Config, GPT2LMHeadModel
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 U = 2.0 ** -24
 
 # Our tensors, theirs, and whether theirs is transposed: their linear layers are (in, out).

@@ -1,4 +1,4 @@
-// bench_files.c: how fast model files are written and read, beside dd on the same disk.
+// files.c: how fast model files are written and read, beside dd on the same disk.
 //
 // Prints medians of one run for GPT-2 124M in fp32 (498 MB): model.safetensors written, synced and
 // hashed, and loaded with its pages in memory and, where the system's cache can be dropped (as
@@ -9,7 +9,7 @@
 // Build and run: make bench. The files go to a folder of $TMPDIR or /tmp, which takes 2.5 GB.
 
 #define GPT2_NO_MAIN 1
-#include "../train_gpt2.c"
+#include "../../train_gpt2.c"
 
 enum { REPEATS = 7 };
 enum {

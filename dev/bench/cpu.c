@@ -1,4 +1,4 @@
-// bench_cpu.c: how fast the CPU program's parts are, beside oneDNN.
+// cpu.c: how fast the CPU program's parts are, beside oneDNN.
 //
 // Prints, from one run: the matmuls of a training step of GPT-2 124M at 256 and at 1024 rows and
 // those of a small character model, ours and oneDNN's, in fp32 and in bf16, repetitions
@@ -7,11 +7,11 @@
 // only with the machine beside them, and neither means anything while other programs use its cores.
 //
 // Build: make bench. By hand, without oneDNN (with it: -DBENCH_DNNL=1, and -ldnnl at the end):
-//   gcc -std=c11 -O3 -march=native -ffp-contract=off -fno-math-errno -fopenmp dev/bench_cpu.c
+//   gcc -std=c11 -O3 -march=native -ffp-contract=off -fno-math-errno -fopenmp dev/bench/cpu.c
 //       -o bench_cpu -lm
 
 #define GPT2_NO_MAIN 1
-#include "../train_gpt2.c"
+#include "../../train_gpt2.c"
 
 #ifndef BENCH_DNNL
 #define BENCH_DNNL 0

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # README's table of models and cards: for each, the settings that `--fit bits` finds fastest at half
-# a million tokens a step, their bytes, and the forecast: dev/fit_table.sh, after make train_gpt2.
+# a million tokens a step, their bytes, and the forecast: dev/tools/fit_table.sh, after make train_gpt2.
 set -eu
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 echo '| model | card | settings beside `-d 524288` | device, host GiB | forecast, tokens/s |'
 echo '| --- | --- | --- | --- | --- |'
 for model in gpt2 gpt2-large gpt2-xl; do
