@@ -1010,10 +1010,10 @@ static int thread_index(void) { return 0; }
 static volatile sig_atomic_t stop_signal;
 static const char *volatile stop_line = "";
 
-// The first signal asks the program to stop, and says so at once because the next good place may be
-// seconds away; the second one ends it as a kill would. SIGHUP comes twice from a terminal that
-// closes, and SIGUSR1 beside another one, before or after it (chapter Starting and watching the ranks): these
-// only ask. Calls nothing but what POSIX allows in a handler.
+// The first signal asks the program to stop, and says so at once because the next safe point may be
+// seconds away; the second one ends the program as a kill would. SIGHUP and SIGUSR1 only ask: a
+// closing terminal sends SIGHUP twice, and SIGUSR1 may come in addition to another signal (chapter
+// Starting and watching the ranks). Calls only async-signal-safe functions (POSIX, signal-safety).
 static void on_signal(int number) {
     const int error = errno;
     if (stop_signal && stop_signal != SIGUSR1 && number != SIGHUP && number != SIGUSR1) {

@@ -1465,6 +1465,8 @@ static size_t gpu_bias_backward_bytes(int N, int OC) {
     return (size_t)(N < BIAS_PARTS ? N : BIAS_PARTS) * OC * sizeof(float);
 }
 
+// dbias (OC) fp32 += column sums of dout (N,OC) or, with GELU, of dinp = dout gelu'(inp). In two
+// steps: partial sums by bias_backward_kernel into `scratch`, then their sum in a fixed order.
 template <class E, bool GELU>
 static void column_sums(E *dinp, float *dbias, const E *dout, const E *inp, float *scratch, int N,
                         int OC, cudaStream_t stream) {

@@ -44,8 +44,8 @@
 enum { PATH_BYTES = 1024 };
 static const char *program_name = "train_gpt2";
 
-// Moves with every piece of work, so that whoever watches this process (chapter Starting and watching the ranks)
-// can tell a long phase from one that hangs. Several threads may move it.
+// Counts units of work, so that the watchdog (chapter Starting and watching the ranks) can tell a
+// long phase from a hang. Several threads may increment it.
 static uint64_t progress_own, *progress_count = &progress_own;
 static void progress(void) { __atomic_fetch_add(progress_count, 1, __ATOMIC_RELAXED); }
 

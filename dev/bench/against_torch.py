@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""GPT-2's training step in PyTorch, to stand beside train_gpt2cu: dev/bench/against_torch.py --model d12
+"""GPT-2's training step in PyTorch, to compare with train_gpt2cu:
+    dev/bench/against_torch.py --model d12
 
 The same work as a step of ours: forward, backward, clipping, AdamW, the batch uploaded and the loss
 read back, at the same shapes (vocabulary padded alike, wte tied). As PyTorch is usually run: fp32
@@ -40,7 +41,7 @@ def shape(name):
         return (*PRESETS[name], 1024, 50304)
     found = re.fullmatch(r"l(\d+)h(\d+)c(\d+)t(\d+)", name)
     if not found:
-        sys.exit(f"against_torch.py: --model '{name}' is neither {' '.join(PRESETS)} nor l2h2c64t64")
+        sys.exit(f"--model '{name}' is neither {' '.join(PRESETS)} nor a shape such as l2h2c64t64")
     return (*map(int, found.groups()), 384)
 
 

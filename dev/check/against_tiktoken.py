@@ -270,8 +270,8 @@ def main():
             compare(ours, theirs, [context.replace("%s", c) for c in points],
                     "every code point in %r" % context)
         sources = []
-        for name in ("train_gpt2.c", "data/files.c", "data/tokens.c", "test_gpt2.cu", "README.md", "Makefile",
-                     "dev/style.sh"):
+        for name in ("train_gpt2.c", "data/files.c", "data/tokens.c", "test_gpt2.cu", "README.md",
+                     "Makefile", "dev/style.sh"):
             with open(os.path.join(ROOT, name), encoding="utf-8") as f:
                 sources.append(f.read())
         shakespeare = os.path.join(a.folder, "../tinyshakespeare.txt")

@@ -92,7 +92,8 @@ def check_sources(files):
         if name.endswith(CODE):
             listed = contents(lines)
             if listed is not None and listed != chapters(lines):
-                odd = next((a or b for a, b in zip(listed + [""], chapters(lines) + [""]) if a != b))
+                pairs = zip(listed + [""], chapters(lines) + [""])
+                odd = next(a or b for a, b in pairs if a != b)
                 found.append((lines.index("// Contents") + 1, f"contents and banners: {odd}"))
             prose = re.sub(r"\n *// ?", " ", "\n".join(lines))
             for cited in re.finditer(r"\bchapters? ((?:--)?[A-Z][\w,' -]*)", prose):
@@ -120,7 +121,8 @@ def self_test():
         "no chapter": good.replace("chapter Ground", "chapter Cellar"),
         "kernel": good.replace("// Adds.\n", ""),
     }
-    missed = [k for k, text in seeds.items() if not any(k in f for f in check_sources({"a.cu": text}))]
+    missed = [kind for kind, text in seeds.items()
+              if not any(kind in fault for fault in check_sources({"a.cu": text}))]
     if check_sources({"a.cu": good}):
         missed.append("a source without a fault: " + check_sources({"a.cu": good})[0])
     for kind in missed:

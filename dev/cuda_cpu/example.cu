@@ -30,6 +30,7 @@ template <bool BARRIER> __global__ void sum_kernel(int *out) {
     }
 }
 
+// Sums on the emulated device; `race` leaves out the barrier.
 int main(int argc, char **argv) {
     int *out, sum = 0;
     bool race = argc == 2 && strcmp(argv[1], "race") == 0;

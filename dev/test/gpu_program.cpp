@@ -167,7 +167,8 @@ TEST(gpu_announced) {
         });
         expect_success(o, times);
         const size_t first = o.out.find(said);
-        expect(times[3] ? first == Text::npos : first != Text::npos && o.out.rfind(said) == first, "%s: %s",
+        expect(times[3] ? first == Text::npos : first != Text::npos && o.out.rfind(said) == first,
+               "%s: %s",
                times, o.out.substr(0, 200).c_str());
     }
 }
@@ -249,7 +250,8 @@ TEST(gpu_auto) {
     const Outcome away = program("-i train.bin -e l3h2c16t16 -b 4 -x 3 -o away",
                                  with("EMU_GPU_MEM", text("%ld", block - 1).c_str()));
     expect_success(away, "what fits no other way goes to the host");
-    expect(away.out.find(" --offload moments,master --tune 0\n", away.out.find("\nchosen ")) != Text::npos &&
+    const size_t chose = away.out.find("\nchosen ");
+    expect(away.out.find(" --offload moments,master --tune 0\n", chose) != Text::npos &&
                losses_in("away") == losses_in("plain"), "%s", away.out.c_str());
 }
 

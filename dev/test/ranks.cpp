@@ -1079,7 +1079,8 @@ TEST(ranks_full) {
     const Outcome o = outcome(parent);
     expect_stands(o, ": rank 1: cannot write out/step-00000020.tmp/state-1-of-3.safetensors: File "
                      "too large", good);
-    expect(names_in("out", "") == "lock log.jsonl step-00000002", "%s", names_in("out", "").c_str());
+    expect(names_in("out", "") == "lock log.jsonl step-00000002", "%s",
+           names_in("out", "").c_str());
 }
 
 // A log that may grow no further, which is rank 0's alone, stops all ranks at the same step, which

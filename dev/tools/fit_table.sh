@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# README's table of models and cards: for each, the settings that `--fit bits` finds fastest at half
-# a million tokens a step, their bytes, and the forecast: dev/tools/fit_table.sh, after make train_gpt2.
+# The manual's table of models and cards: for each, the settings that `--fit bits` finds fastest at
+# half a million tokens a step, their bytes, and the forecast. Run it after make train_gpt2:
+# dev/tools/fit_table.sh
 set -eu
 cd "$(dirname "$0")/../.."
 echo '| model | card | settings beside `-d 524288` | device, host GiB | forecast, tokens/s |'

@@ -357,8 +357,9 @@ TEST(gpu_rank_wte, EMULATED) {
     enum { C = 8, T = 64, B = 4, RARE = 5, V = 257, VP = 384 };
     static const Program program = {
         .name = "train_gpt2cu_cpu", .default_model = "d12", .gpu = 1, .open = wte_open,
-        .available = device_available, .refuse = gpu_settings_check, .built = "", .device = device_name,
-        .ranks_start = ranks_start, .ranks_handshake = ranks_shake_hands, .alone = ""};
+        .available = device_available, .refuse = gpu_settings_check, .built = "",
+        .device = device_name, .ranks_start = ranks_start,
+        .ranks_handshake = ranks_shake_hands, .alone = ""};
     Ids tokens(3 * B * T * 2 + 1);
     for (size_t i = 0; i < tokens.size(); i++) {
         const bool rank_1 = i / (B * T) == 1 && i % (B * T) > 0;  // of two ranks and of three
@@ -438,8 +439,9 @@ static void room_open(Engine *e, Plan *p) {
 TEST(gpu_rank_host, EMULATED) {
     static const Program program = {
         .name = "train_gpt2cu_cpu", .default_model = "d12", .gpu = 1, .open = room_open,
-        .available = room_available, .refuse = gpu_settings_check, .built = "", .device = device_name,
-        .ranks_start = ranks_start, .ranks_handshake = ranks_shake_hands, .alone = ""};
+        .available = room_available, .refuse = gpu_settings_check, .built = "",
+        .device = device_name, .ranks_start = ranks_start,
+        .ranks_handshake = ranks_shake_hands, .alone = ""};
     const Text line = "-i train.bin -e l2h2c64t16 -b 2 -r none --gpus 3 -z 1 "
                       "--offload moments,master --quiet";
     write_corpus();

@@ -1,5 +1,5 @@
 // plan.h -- tests of the model's sizes, the memory plan, sharding and offload: arithmetic over many
-// random settings, and the arena that catches a buffer used outside its life. No tensor is computed.
+// random settings, and the arena that catches a buffer used outside its life.
 
 // The model that -e names, with V tokens.
 static Model shape(const char *e, int V) {
