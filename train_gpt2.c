@@ -1,19 +1,18 @@
-// train_gpt2.c -- Volume I: GPT-2 training on any machine, and everything that a GPU does not
-// change.
+// train_gpt2.c -- GPT-2 training on the CPU, and everything the GPU program shares with it.
 //
-// What it is: options, model, memory plan, data, the layers of GPT-2 forward and backward in fp32
-// (the oracle that the CUDA kernels are checked against), AdamW, checkpoints, sampling and the one
-// training loop. It is a complete program, train_gpt2; Volume II (train_gpt2.cu) includes this file
-// and adds the same program on GPUs. This file includes four appendices: data/formats.c, what files
-// are made of, data/machine.c, what the program asks of the system it runs on, data/model_files.c,
-// GPT-2 in files, and data/fit.c, how fast a run will be and what fits.
+// Options, model, memory plan, data, the layers of GPT-2 forward and backward in fp32 (the CPU
+// reference that the CUDA kernels are checked against), AdamW, checkpoints, sampling and the one
+// training loop. It is a complete program, train_gpt2; train_gpt2.cu includes this file and adds
+// the same program for GPUs. This file includes data/files.c, tokens.c, weights.c and checkpoint.c.
 //
-// What it refuses to be: a framework. One model family, one loop, no dropout, no Python at run
-// time. No matrix of size T x T exists anywhere, every buffer of a run is in the memory plan
-// (chapter Memory plan), and the same input gives the same bits whatever the number of threads or
-// the recomputation level.
+// It is not a framework: one model family, one loop, no dropout, no Python at run time. No matrix
+// of size T x T exists anywhere, every buffer of a run is in the memory plan (chapter Memory plan),
+// and the same input gives the same bits for any number of threads and any recomputation level.
 //
-// Build:  make train_gpt2   (the Makefile says which flags and why)
+// To see how GPT-2 trains, read The model, part C, Data, and Training and output; parts B and E can
+// be skipped.
+//
+// Build:  make train_gpt2   (the Makefile gives the reasons for its flags)
 // Run:    ./train_gpt2      trains a small character model;  ./train_gpt2 --help lists every option
 //
 // This file is also C++17 and is read by nvcc: no restrict, no VLA, casts on malloc, designators in

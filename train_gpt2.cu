@@ -1,13 +1,13 @@
-// train_gpt2.cu -- Volume II: the same program on NVIDIA GPUs.
+// train_gpt2.cu -- GPT-2 training on NVIDIA GPUs.
 //
-// What it is: every layer of GPT-2 forward and backward as CUDA kernels and cuBLASLt products in
-// bf16, fp16 or fp32, AdamW with a split master, recomputation of whole blocks, and the engine that
-// Volume I's loop drives. Options, plan, data, checkpoints and the oracle that checks every kernel
-// are Volume I's.
+// Every layer of GPT-2 forward and backward as CUDA kernels and cuBLASLt matmuls in bf16, fp16 or
+// fp32; flash attention; AdamW with a split master copy; activation checkpointing of whole blocks;
+// offload and ZeRO; and the engine that the training loop of train_gpt2.c drives. Options, plan,
+// data, checkpoints and the CPU reference that checks every kernel are those of train_gpt2.c.
 //
-// What it refuses to be: a kernel library. No float atomics and no order that depends on
-// scheduling: the same input gives the same bits. No allocation on the device after start; the host
-// waits once a step, for its loss, and for an upload of two micro-steps ago.
+// No float atomics and no order that depends on scheduling: the same input gives the same bits. No
+// allocation on the device after start-up. The host waits once per step, for the loss, and for the
+// upload of two micro-steps ago.
 //
 // Build:  make train_gpt2cu        with nvcc, for the GPUs of this machine (others: ARCH=90a)
 //         make train_gpt2cu_cpu    the same kernels on the CPU (dev/cuda_cpu), for tests
