@@ -1793,9 +1793,9 @@ static int settings_offloads(const Settings *s) {
 
 // Whether a step waits for other streams before its update: for ranks, or for what departs.
 static int settings_joins(const Settings *s) {
-    const int visits =
+    const int streamed =
         s->home[HOME_OF_WEIGHTS] | s->home[HOME_OF_GRADIENTS] | s->home[HOME_OF_RESIDUALS];
-    return s->ranks > 1 || visits != HOME_DEVICE;
+    return s->ranks > 1 || streamed != HOME_DEVICE;
 }
 
 // What a tick computes. A block has eight stages forward; in backward the first seven come again,
@@ -2028,12 +2028,12 @@ typedef struct {
     int tenant;              // block + 1; 0: nobody
     int arriving, leaving;   // until the compute stream has waited for it
 } Slot;
-typedef struct Visit Visit;  // next chapter
+typedef struct Transfer Transfer;  // next chapter
 
 // The first slot of each kind, and what comes from and goes to: the home of all blocks.
 static const struct {
     int slot, home;
-} visit_buffers[HOMES] = {{BUF_WEIGHTS_SLOT, BUF_WEIGHTS_HOME}, {BUF_GRADS_SLOT, BUF_GRADS_HOME},
+} transfer_buffers[HOMES] = {{BUF_WEIGHTS_SLOT, BUF_WEIGHTS_HOME}, {BUF_GRADS_SLOT, BUF_GRADS_HOME},
                           {-1, -1}, {-1, -1}, {BUF_X_SLOT, BUF_X_HOME}};
 
 typedef struct Plan Plan;
@@ -2047,15 +2047,15 @@ struct Plan {
     size_t device_bytes, host_bytes;  // the allocations
     size_t live_bytes;                // most bytes alive at once: no layout needs less
     int peak;                         // the first tick with so many
-    Visit *visits;                    // of a micro-step
-    int visit_count;
+    Transfer *transfers;                    // of a micro-step
+    int transfer_count;
     // at run time
     char *base[2];  // by home
     int now;
     int adds;  // the micro-step's gradients are added to those of the micro-step before
     Slot slots[HOMES][SLOTS];
     // Moves what visits; the next chapter says what each move is.
-    void (*move)(Plan *p, int move, const Visit *v, void *slot, void *home, size_t bytes);
+    void (*move)(Plan *p, int move, const Transfer *v, void *slot, void *home, size_t bytes);
     void *mover;                                          // whoever does
     void (*mark)(void *memory, size_t bytes, int alive);  // of memory that comes alive or dies
 };
@@ -2234,7 +2234,7 @@ static size_t plan_peak(const Plan *p, int *peak) {
     return (size_t)most;
 }
 
-static void plan_add_visits(Plan *p);  // next chapter
+static void plan_add_transfers(Plan *p);  // next chapter
 
 // The buffers of a run with these settings and the bytes alive at once, without a layout.
 static void plan_list(Plan *p, const Settings *s) {
@@ -2264,14 +2264,14 @@ static void plan_build(Plan *p, const Settings *s) {
     if (by_size > p->live_bytes && plan_place(p, 0) >= by_size) {
         plan_place(p, 1);
     }
-    plan_add_visits(p);
+    plan_add_transfers(p);
 }
 
 static void plan_free(Plan *p) {
     free(p->buffers);
     free(p->act);
     free(p->grad);
-    free(p->visits);
+    free(p->transfers);
     memset(p, 0, sizeof *p);
 }
 
@@ -2399,7 +2399,7 @@ static int slot_buffer(const Plan *p, HomeOf state, int layer) {
     check(p->slots[state][layer % SLOTS].tenant == layer + 1,
           "%s of block %d are not in their slot at tick %d", choice_text(offloads, state + 2).s,
           layer, p->now);
-    return visit_buffers[state].slot + layer % SLOTS;
+    return transfer_buffers[state].slot + layer % SLOTS;
 }
 
 // An activation of a block, from the buffer of the pass that the clock is in: what is recomputed
@@ -2547,13 +2547,13 @@ typedef struct {
 } Place;
 
 // Does a tensor of weights or gradients visit the device?
-static int tensor_visits(const Settings *s, HomeOf state, int tensor) {
+static int tensor_is_streamed(const Settings *s, HomeOf state, int tensor) {
     return s->home[state] && tensor_is_matrix(tensor) && tensor_table[tensor].per_layer;
 }
 
 // Has each rank its part alone of a tensor of weights or gradients? Of wte and wpe it has all.
 static int tensor_divided(const Settings *s, HomeOf state, int tensor) {
-    return tensor_visits(s, state, tensor) && s->home[state] & HOME_SHARD;
+    return tensor_is_streamed(s, state, tensor) && s->home[state] & HOME_SHARD;
 }
 
 // Where a whole tensor of the weights, gradients or moments (m; v lies alike) is at home.
@@ -2570,7 +2570,7 @@ static Place tensor_home(const Settings *s, HomeOf state, int tensor, int layer)
     Place place = {flat[state], 0};
     const int bucket = tensor_bucket(m, tensor, layer, &place.offset);
     place.offset += bucket_at(m, s->ranks, bucket).offset;
-    if (moves && tensor_visits(s, state, tensor)) {
+    if (moves && tensor_is_streamed(s, state, tensor)) {
         place.buffer = home[state];
         place.offset -= bucket_at(m, s->ranks, BUCKET_BLOCKS).offset;
     } else if (parted && tensor_is_matrix(tensor)) {
@@ -2584,7 +2584,7 @@ static Place tensor_home(const Settings *s, HomeOf state, int tensor, int layer)
 // Where a whole tensor of the weights or gradients is on the device: in its block's slot, or at
 // home.
 static Place tensor_place(const Plan *p, HomeOf state, int tensor, int layer) {
-    if (!tensor_visits(&p->settings, state, tensor)) {
+    if (!tensor_is_streamed(&p->settings, state, tensor)) {
         return tensor_home(&p->settings, state, tensor, layer);
     }
     Place place = {slot_buffer(p, state, layer), 0};
@@ -2654,20 +2654,20 @@ static void state_buffers(BufferEntry rows[STATE_BUFFERS], const Settings *s) {
 // for that, behind `last` it departs, and `leave` waits for that. `in` and `out` are flags of its
 // home: HOME_HOST uploads and downloads, HOME_SHARD gathers and reduces, both upload a part and
 // then gather; 0: made on the device; nothing departs.
-struct Visit {
+struct Transfer {
     HomeOf what;
     int block, slot;
     int arrive, first, last, leave;
     int in, out;
 };
-enum { BLOCK_VISITS = 5 };  // of one block at most
+enum { BLOCK_TRANSFERS = 5 };  // of one block at most
 
 // The visits of a micro-step in the order of their arrival; returns their number, at most
-// BLOCK_VISITS L. A forward pass alone makes those that arrive by the head, and nothing departs.
+// BLOCK_TRANSFERS L. A forward pass alone makes those that arrive by the head, and nothing departs.
 // The last two blocks stay from forward to backward. Weights that are there already, as those of
 // blocks 0 and 1 are from the second micro-step on, need not arrive again; gradients on the host
 // arrive from the second micro-step on, to be added to.
-static int visits_build(Visit *visits, const Settings *s) {
+static int transfers_build(Transfer *transfers, const Settings *s) {
     const Model *m = &s->model;
     const int L = m->L, weights = s->home[HOME_OF_WEIGHTS];
     const int x = s->home[HOME_OF_RESIDUALS], gradients = s->home[HOME_OF_GRADIENTS];
@@ -2683,7 +2683,7 @@ static int visits_build(Visit *visits, const Settings *s) {
         const int fcproj = stays ? d_qkv : tick_forward(l, F_FCPROJ);
         const int attproj = stays ? d_ln1 : tick_forward(l, F_ATTPROJ);
         const int reused = l < SLOTS ? tick_join(s) : tick_backward(m, l - SLOTS, 0);
-        const Visit rows[BLOCK_VISITS] = {
+        const Transfer rows[BLOCK_TRANSFERS] = {
             {HOME_OF_WEIGHTS, l, slot, early, qkv, fcproj, fcproj, weights, 0},
             {HOME_OF_RESIDUALS, l, slot, made, made, attproj, stays ? attproj : over, 0,
              stays ? 0 : x},
@@ -2693,18 +2693,18 @@ static int visits_build(Visit *visits, const Settings *s) {
             {HOME_OF_GRADIENTS, l, slot, back, tick_backward(m, l, B_FCPROJ), d_qkv, reused,
              gradients & HOME_HOST, gradients},
         };
-        for (int k = !backward ? 0 : stays ? 4 : 2; k < (backward ? BLOCK_VISITS : 2); k++) {
+        for (int k = !backward ? 0 : stays ? 4 : 2; k < (backward ? BLOCK_TRANSFERS : 2); k++) {
             if (s->home[rows[k].what]) {
-                visits[n++] = rows[k];
+                transfers[n++] = rows[k];
             }
         }
     }
     return n;
 }
 
-static void plan_add_visits(Plan *p) {
-    p->visits = (Visit *)alloc_zero(BLOCK_VISITS * (size_t)p->settings.model.L, sizeof(Visit));
-    p->visit_count = visits_build(p->visits, &p->settings);
+static void plan_add_transfers(Plan *p) {
+    p->transfers = (Transfer *)alloc_zero(BLOCK_TRANSFERS * (size_t)p->settings.model.L, sizeof(Transfer));
+    p->transfer_count = transfers_build(p->transfers, &p->settings);
 }
 
 // The moves of a visit, at its four ticks in this order: begins to fill the slot (from `home`, or
@@ -2714,9 +2714,9 @@ enum { MOVE_ARRIVE, MOVE_ARRIVED, MOVE_DEPART, MOVE_DEPARTED };
 
 // One move of a visit, where it has such a move, and who is in the slot from then on. Gradients on
 // the host come to the device before something is added to them there.
-static void visit_move(Plan *p, const Visit *v, int move) {
+static void transfer_step(Plan *p, const Transfer *v, int move) {
     const int brings = v->in && (p->adds || v->what != HOME_OF_GRADIENTS);
-    const int id = p->single[visit_buffers[v->what].slot + v->slot];
+    const int id = p->single[transfer_buffers[v->what].slot + v->slot];
     Slot *slot = &p->slots[v->what][v->slot];
     char *memory = (char *)buffer_pointer(p, id), *home = NULL;
     const size_t bytes = p->buffers[id].bytes;
@@ -2748,24 +2748,24 @@ static void visit_move(Plan *p, const Visit *v, int move) {
     }
     if (brings || v->out) {
         const int64_t own = own_count(&p->settings, v->what, (int64_t)bytes);
-        home = (char *)plan_single(p, visit_buffers[v->what].home) + v->block * own;
+        home = (char *)plan_single(p, transfer_buffers[v->what].home) + v->block * own;
     }
     p->move(p, move, v, memory, move == MOVE_ARRIVE && !brings ? NULL : home, bytes);
 }
 
 // Makes the moves of one kind at a tick. `from`: the visits before are over.
-static void visits_move(Plan *p, int from, int move, int tick) {
-    for (int i = from; i < p->visit_count && p->visits[i].arrive <= tick; i++) {
-        const Visit *v = &p->visits[i];
+static void transfers_step(Plan *p, int from, int move, int tick) {
+    for (int i = from; i < p->transfer_count && p->transfers[i].arrive <= tick; i++) {
+        const Transfer *v = &p->transfers[i];
         const int ticks[] = {v->arrive, v->first, v->last, v->leave};
         if (ticks[move] == tick) {
-            visit_move(p, v, move);
+            transfer_step(p, v, move);
         }
     }
 }
 
 // The weights at home are new: those in slots are not to be taken for them.
-static void visits_forget_weights(Plan *p) {
+static void transfers_forget_weights(Plan *p) {
     for (int slot = 0; slot < SLOTS; slot++) {
         p->slots[HOME_OF_WEIGHTS][slot].tenant = 0;
     }
@@ -2944,12 +2944,12 @@ static Traffic step_traffic(const Settings *s, int micros) {
     const double others = 1 - 1.0 / s->ranks;
     const int divided = s->home[HOME_OF_MOMENTS] & HOME_SHARD;
     BufferEntry rows[SINGLES];
-    Visit *visits = (Visit *)alloc_zero(BLOCK_VISITS * (size_t)s->model.L, sizeof(Visit));
-    const int n = visits_build(visits, s);
+    Transfer *transfers = (Transfer *)alloc_zero(BLOCK_TRANSFERS * (size_t)s->model.L, sizeof(Transfer));
+    const int n = transfers_build(transfers, s);
     Traffic t = {0, 0, 0, 0};
     single_buffers(rows, s);
     for (int i = 0; i < n; i++) {
-        const Visit *v = &visits[i];
+        const Transfer *v = &transfers[i];
         const int weights = v->what == HOME_OF_WEIGHTS, grads = v->what == HOME_OF_GRADIENTS;
         const int id = weights ? BUF_WEIGHTS_SLOT : grads ? BUF_GRADS_SLOT : BUF_X_SLOT;
         const double bytes = (double)rows[id].count * (double)type_bytes(rows[id].type);
@@ -2960,7 +2960,7 @@ static Traffic step_traffic(const Settings *s, int micros) {
         t.down += v->out & HOME_HOST ? micros * own : 0;
         t.reduced += v->out & HOME_SHARD ? micros * others * bytes : 0;
     }
-    free(visits);
+    free(transfers);
     // The update works in place; the norm reads gradients once more. Of whole weights that ranks
     // update in parts, the own part goes up once more to be gathered, and then all come down.
     static const int in_place[][3] = {{BUF_WEIGHTS_HOME, 1, 1}, {BUF_GRADS_HOME, 2, 0},
@@ -3010,12 +3010,12 @@ static double forecast_step(const Speed *v, const Settings *s, int64_t micros) {
         const Traffic one = step_traffic(s, 1), two = step_traffic(s, 2);
         const double up = two.up - one.up, down = two.down - one.down;  // of a micro-step
         const double reduced = two.reduced - one.reduced, gathered = two.gathered - one.gathered;
-        const double visits = fmax(up, down) * v->link_byte + (reduced + gathered) * v->peer_byte;
+        const double transfers = fmax(up, down) * v->link_byte + (reduced + gathered) * v->peer_byte;
         const double sums = (one.reduced - reduced) * v->peer_byte;
         const double results = (one.gathered - gathered) * v->peer_byte;
         const int divided = s->home[HOME_OF_MOMENTS] & HOME_SHARD;  // so weights are gathered
-        last = fmax(micro, visits + sums + (divided ? 0 : results));
-        micro = fmax(micro, visits);
+        last = fmax(micro, transfers + sums + (divided ? 0 : results));
+        micro = fmax(micro, transfers);
         update += fmax(fmax(one.up - up, one.down - down), 0) * v->link_byte;
         update += divided ? results : 0;
     }
@@ -4695,17 +4695,17 @@ static void walk(Plan *p, int end, int adds, void (*stage)(void *self, int stage
     for (int tick = 0, from = 0; tick <= end; tick++) {
         Tick t = tick_at(&p->settings, tick);
         progress();
-        for (; from < p->visit_count && p->visits[from].leave < tick; from++) {
+        for (; from < p->transfer_count && p->transfers[from].leave < tick; from++) {
         }
-        visits_move(p, from, MOVE_DEPARTED, tick);
+        transfers_step(p, from, MOVE_DEPARTED, tick);
         plan_tick(p, tick);
-        visits_move(p, from, MOVE_ARRIVE, tick);
-        visits_move(p, from, MOVE_ARRIVED, tick);
+        transfers_step(p, from, MOVE_ARRIVE, tick);
+        transfers_step(p, from, MOVE_ARRIVED, tick);
         if (!t.again || plan_recomputes(&p->settings, t.stage, t.layer)) {
             stage(self, t.stage, t.layer);
         }
         if (departs) {
-            visits_move(p, from, MOVE_DEPART, tick);
+            transfers_step(p, from, MOVE_DEPART, tick);
         }
     }
 }
@@ -5038,7 +5038,7 @@ static double network_update(Plan *p, const Options *o, double lr, double limit,
     const Settings *s = &p->settings;
     const Model *m = &s->model;
     plan_tick(p, tick_update(s));
-    visits_forget_weights(p);
+    transfers_forget_weights(p);
     double norm = gradient_norm(p);
     *skipped = !(isfinite(norm) && norm <= limit);
     if (*skipped) {
@@ -5246,7 +5246,7 @@ static void cpu_read(Engine *e, int state, int64_t offset, real *out, int64_t co
 static void cpu_write(Engine *e, int state, int64_t offset, const real *values, int64_t count) {
     Plan *p = ((CpuEngine *)e->self)->plan;
     TensorSpan span = {0, 0, 0, 0, 0, 0};
-    visits_forget_weights(p);
+    transfers_forget_weights(p);
     while (span_next(&p->settings.model, offset, count, &span)) {
         memcpy(cpu_span(p, state, &span), values + span.at, (size_t)span.count * sizeof(real));
     }
@@ -5254,7 +5254,7 @@ static void cpu_write(Engine *e, int state, int64_t offset, const real *values, 
 
 // A visit's bytes move at once, so that nobody waits for them. Gradients that do not come from
 // home are cleared, since the layers add to them.
-static void cpu_move(Plan *p, int move, const Visit *v, void *slot, void *home, size_t bytes) {
+static void cpu_move(Plan *p, int move, const Transfer *v, void *slot, void *home, size_t bytes) {
     (void)p;
     if (move == MOVE_ARRIVE && home) {
         memcpy(slot, home, bytes);

@@ -3463,7 +3463,7 @@ static void arena_close(Plan *p) {
 //    weights and gradients of blocks that live there.
 
 struct RankComm;  // next chapter
-struct VisitStreams {
+struct OffloadStreams {
     cudaStream_t compute, up, down;
     const RankComm *ranks;
     cudaEvent_t now;                                         // compute's place, for a copy
@@ -3477,8 +3477,8 @@ static void stream_after(cudaStream_t later, cudaStream_t earlier, cudaEvent_t e
 }
 
 // Queues one move of a visit: what Plan.move is on a GPU.
-static void gpu_move(Plan *p, int move, const Visit *v, void *slot, void *home, size_t bytes) {
-    const VisitStreams *s = (const VisitStreams *)p->mover;
+static void gpu_move(Plan *p, int move, const Transfer *v, void *slot, void *home, size_t bytes) {
+    const OffloadStreams *s = (const OffloadStreams *)p->mover;
     cudaEvent_t ready = s->ready[v->what][v->slot], gone = s->gone[v->what][v->slot];
     if (move == MOVE_ARRIVE && home) {
         stream_after(s->up, s->compute, s->now);
@@ -3496,7 +3496,7 @@ static void gpu_move(Plan *p, int move, const Visit *v, void *slot, void *home, 
 }
 
 // Calls `what` for every event.
-template <class What> static void visits_each_event(VisitStreams *s, What what) {
+template <class What> static void offload_each_event(OffloadStreams *s, What what) {
     what(&s->now);
     for (int i = 0; i < HOMES * SLOTS; i++) {
         what(&s->ready[i / SLOTS][i % SLOTS]);
@@ -3505,21 +3505,21 @@ template <class What> static void visits_each_event(VisitStreams *s, What what) 
 }
 
 // Opens what moves the visits of plan `p` beside `compute`; it is the caller's.
-static void visits_open(VisitStreams *s, Plan *p, cudaStream_t compute, const RankComm *ranks) {
+static void offload_open(OffloadStreams *s, Plan *p, cudaStream_t compute, const RankComm *ranks) {
     p->mover = s;
     p->move = gpu_move;
     s->compute = compute;
     s->ranks = ranks;
     cuda_check(cudaStreamCreateWithFlags(&s->up, cudaStreamNonBlocking));
     cuda_check(cudaStreamCreateWithFlags(&s->down, cudaStreamNonBlocking));
-    visits_each_event(s, [](cudaEvent_t *event) {
+    offload_each_event(s, [](cudaEvent_t *event) {
         cuda_check(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
     });
 }
 
 // Compute has waited for all copies by the end of a micro-step, and is done.
-static void visits_close(VisitStreams *s) {
-    visits_each_event(s, [](cudaEvent_t *event) { cuda_check(cudaEventDestroy(*event)); });
+static void offload_close(OffloadStreams *s) {
+    offload_each_event(s, [](cudaEvent_t *event) { cuda_check(cudaEventDestroy(*event)); });
     cuda_check(cudaStreamDestroy(s->up));
     cuda_check(cudaStreamDestroy(s->down));
 }
@@ -4410,8 +4410,8 @@ static void rank_reduce(const RankComm *c, G *sum, const G *grads, size_t part, 
 // gpu_move where ranks have a part each of what visits: weights come to their slot from all ranks,
 // gradients leave theirs for the parts at home. It goes on on the ranks' stream.
 template <class G>
-static void rank_move(Plan *p, int move, const Visit *v, void *slot, void *home, size_t bytes) {
-    const VisitStreams *s = (const VisitStreams *)p->mover;
+static void rank_move(Plan *p, int move, const Transfer *v, void *slot, void *home, size_t bytes) {
+    const OffloadStreams *s = (const OffloadStreams *)p->mover;
     const RankComm *c = s->ranks;
     const size_t part = bytes / (size_t)c->ranks;
     if (move == MOVE_ARRIVE && home && v->in & HOME_SHARD) {
@@ -4546,7 +4546,7 @@ template <class E, class G> struct GpuNetwork {
     int prepared;             // segments of the next micro-step's batch, if it is here; or 0
     int *counts;              // scratch of the token sort, V ints
     GpuState *result;         // pinned: the state after a step
-    VisitStreams visits;
+    OffloadStreams transfers;
     ParamRange *ranges;
     int range_count, chunks;
     int norm_count, norm_chunks;  // of many GPUs: the table of own parts, behind the other
@@ -4945,7 +4945,7 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
     const Settings *s = &net->plan->settings;
     plan_tick(net->plan, tick_update(s));
-    visits_forget_weights(net->plan);
+    transfers_forget_weights(net->plan);
     GpuState *state = gpu_buffer<GpuState>(net, BUF_STATE);
     const ParamRange *ranges = gpu_buffer<ParamRange>(net, BUF_TENSORS);
     // Of many ranks each sums its own parts, at every stage of ZeRO, so that all stages have the
@@ -5796,7 +5796,7 @@ static void gpu_write(Engine *e, int state, int64_t offset, const real *values, 
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
     TensorSpan span = {};
     progress();
-    visits_forget_weights(net->plan);
+    transfers_forget_weights(net->plan);
     e->zero = 0;
     if (state == STATE_WEIGHTS && has_whole_master(&net->plan->settings)) {
         gpu_write<E, G>(e, STATE_MASTER, offset, values, count);
@@ -5846,7 +5846,7 @@ template <class E, class G> static void gpu_close(Engine *e) {
     for (int i = 0; i < 2; i++) {
         cuda_check(cudaEventDestroy(net->uploaded[i]));
     }
-    visits_close(&net->visits);
+    offload_close(&net->transfers);
     arena_close(net->plan);
     cuda_check(cudaStreamDestroy(net->stream));
     free(net->counts);
@@ -5934,7 +5934,7 @@ template <class E, class G> static void gpu_tune(Engine *e) {
         workspace->offset > behind ? matmul_tune(base, workspace->offset, net->stream)
                                    : matmul_tune(base + end, behind, net->stream);
         arena_return(p);
-        visits_forget_weights(p);
+        transfers_forget_weights(p);
         gpu_begin(net);
     }
     matmul_choices_tell();
@@ -6049,7 +6049,7 @@ template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
     // Not the default stream, nor synchronised with it: nothing of a library's slips between.
     cuda_check(cudaStreamCreateWithFlags(&net->stream, cudaStreamNonBlocking));
     arena_open(net->plan, net->stream);
-    visits_open(&net->visits, net->plan, net->stream, &net->ranks);
+    offload_open(&net->transfers, net->plan, net->stream, &net->ranks);
     gpu_matmul_open(gpu_buffer<char>(net, BUF_MATMUL), (size_t)s->workspace);
     int *pinned = gpu_buffer<int>(net, BUF_PINNED);
     check(batch_ints(N) == 2 * N + (int64_t)embedding_plan_ints((int)N), "a batch's length");

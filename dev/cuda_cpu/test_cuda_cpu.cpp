@@ -624,8 +624,8 @@ TEST(late) {  // streams as late as legal
 // compute stream uses it. Either wait can be left out: arrived, without which the kernel may come
 // before its number, or gone, without which the next number may come before the kernel.
 static __global__ void k_use(int *sum, const int *slot, int weight) { *sum += weight * *slot; }
-enum { VISITS = 8 };
-static int visits(bool wait_arrived, bool wait_gone) {
+enum { TRANSFERS = 8 };
+static int transfers(bool wait_arrived, bool wait_gone) {
     cudaStream_t compute, copies;
     cudaEvent_t arrived, gone;
     OK(cudaStreamCreateWithFlags(&compute, cudaStreamNonBlocking));
@@ -634,9 +634,9 @@ static int visits(bool wait_arrived, bool wait_gone) {
     OK(cudaEventCreateWithFlags(&gone, cudaEventDisableTiming));
     int *device_memory = device(std::vector<int>(2, 0)), *sum = device_memory, *slot = sum + 1;
     int *pinned;
-    OK(cudaMallocHost((void **)&pinned, VISITS * sizeof(int)));
+    OK(cudaMallocHost((void **)&pinned, TRANSFERS * sizeof(int)));
     launch(k_add, 1, 1, 0, compute, sum, 0);
-    for (int i = 0; i < VISITS; i++) {
+    for (int i = 0; i < TRANSFERS; i++) {
         pinned[i] = i + 1;
         if (wait_gone && i > 0) {
             OK(cudaStreamWaitEvent(copies, gone, 0));
@@ -668,13 +668,13 @@ static int visits(bool wait_arrived, bool wait_gone) {
 TEST(orders) {
     enum { SEEDS = 16 };
     int right = 0, seen_arrived = 0, seen_gone = 0;
-    for (int i = 0; i < VISITS; i++) {
+    for (int i = 0; i < TRANSFERS; i++) {
         right += (i + 1) << i;
     }
     for (long order = emu::EARLY; order <= SEEDS; order++) {
         Setting o(emu::set.order, order);
-        expect(visits(true, true) == right);
-        bool no_arrived = visits(false, true) != right, no_gone = visits(true, false) != right;
+        expect(transfers(true, true) == right);
+        bool no_arrived = transfers(false, true) != right, no_gone = transfers(true, false) != right;
         if (order > 0) {
             seen_arrived += no_arrived;
             seen_gone += no_gone;

@@ -1228,7 +1228,7 @@ static int stream_in(const Text &line, const char *behind) {
 
 // A block's exchange waits for the kernels before it and for nothing else; behind it come the
 // kernels of the next block's backward, on a stream that does not wait for the exchange until all
-// blocks are through. (What visits has its own order of ticks: see test_visits.)
+// blocks are through. (What visits has its own order of ticks: see test_transfers.)
 static void check_overlap(int z) {
     enum { BLOCKS = 3 };
     const Words lines =
@@ -1335,8 +1335,8 @@ TEST(ranks_traffic, REST) {
             const long reduced = 2 * (stay + (z >= 2 ? k : 1) * blocks) + 4 * vectors;
             // Weights at stage 3: in every micro-step forward and backward, but for the last two
             // blocks, which stay for backward, and the first two, which are still there from it.
-            const long visits = z == 3 ? 2 * k * L - 4 * k + 2 : L;
-            const long gathered = 2 * (stay + blocks / L * visits) + 4 * vectors;
+            const long transfers = z == 3 ? 2 * k * L - 4 * k + 2 : L;
+            const long gathered = 2 * (stay + blocks / L * transfers) + 4 * vectors;
             const long want = (reduced + gathered) / n * (n - 1);
             const Text ranks = ODD + text("-d %d --gpus %d -z %d -k constant --quiet ", 24 * n * k,
                                           n, z);

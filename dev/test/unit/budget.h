@@ -373,9 +373,9 @@ TEST(forecast_ranks, HOST) {
             const double micro = forecast_micro(&v, &s, 1);
             expect_near(forecast_step(&slow, &s, 1) - forecast_step(&free, &s, 1),
                         t.reduced + t.gathered - micro, 1, "%s -z %d", card, zero);
-            const double visits = two.reduced + two.gathered - t.reduced - t.gathered;
+            const double transfers = two.reduced + two.gathered - t.reduced - t.gathered;
             expect_near(forecast_step(&slow, &s, 2) - forecast_step(&slow, &s, 1),
-                        fmax(visits, micro), 1, "%s -z %d", card, zero);
+                        fmax(transfers, micro), 1, "%s -z %d", card, zero);
         }
     }
 }

@@ -994,11 +994,11 @@ TEST(gpu_kv_cache, CUDA_ALL) {
         Net oracle(m, 1, m.maxT);
         Batch b(m.maxT, m.V, 1);
         std::vector<Reals> got;
-        auto walk = [&](std::function<void(int, int)> visit) {
+        auto walk = [&](std::function<void(int, int)> transfer) {
             int first = 0;
             for (const int n : pieces) {
                 first = n == 65 ? 1 : first;  // a second sample, behind one token of the first
-                visit(first, n);
+                transfer(first, n);
                 first += n;
             }
         };
@@ -1271,7 +1271,7 @@ template <class E, class G> static void check_gaps(const char *options) {
                 {BUF_V, moment},          {BUF_GRADS, sizeof(G)},   {BUF_GRADS_1D, 4}};
     size_t gap_bytes = 0;
     std::vector<char> bytes;
-    auto each_gap = [&](const std::function<void(char *, int)> &visit, bool write) {
+    auto each_gap = [&](const std::function<void(char *, int)> &action, bool write) {
         for (auto &state : states) {
             if (p->single[state.id] < 0) {
                 continue;  // this run keeps no such state
@@ -1282,7 +1282,7 @@ template <class E, class G> static void check_gaps(const char *options) {
             copy_wait(bytes.data(), device, gap.size(), net->stream);
             for (size_t i = 0; i < gap.size(); i++) {
                 if (gap[i]) {
-                    visit(&bytes[i], state.id);
+                    action(&bytes[i], state.id);
                 }
             }
             if (write) {

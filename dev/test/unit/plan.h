@@ -273,7 +273,7 @@ TEST(parts, HOST) {
 
 // The ticks at which block l's tenants of a kind are used: its weights in products, its gradients
 // where they are made, its residual where it is made and read.
-static std::vector<int> visit_uses(const Settings *s, HomeOf what, int l) {
+static std::vector<int> transfer_uses(const Settings *s, HomeOf what, int l) {
     const Model *m = &s->model;
     std::vector<int> uses;
     for (int stage : {F_LN1, F_QKV, F_ATTPROJ, F_FC, F_FCPROJ}) {
@@ -303,15 +303,15 @@ static std::vector<int> visit_uses(const Settings *s, HomeOf what, int l) {
 // the slot's buffer lives all the while.
 // What travels has as long as a block computes, but for the first two at the start of a walk and
 // the last at its end.
-static Text visits_fault(const Settings *s, const std::vector<Visit> &visits) {
+static Text transfers_fault(const Settings *s, const std::vector<Transfer> &transfers) {
     static const int slots[HOMES] = {BUF_WEIGHTS_SLOT, BUF_GRADS_SLOT, 0, 0, BUF_X_SLOT};
     BufferEntry rows[SINGLES];
     single_buffers(rows, s);
-    const Visit *tenant[HOMES][SLOTS] = {};
-    for (size_t i = 0; i < visits.size(); i++) {
-        const Visit &v = visits[i];
+    const Transfer *tenant[HOMES][SLOTS] = {};
+    for (size_t i = 0; i < transfers.size(); i++) {
+        const Transfer &v = transfers[i];
         const Text who = text("state %d block %d at tick %d: ", v.what, v.block, v.arrive);
-        const Visit *before = tenant[v.what][v.slot];
+        const Transfer *before = tenant[v.what][v.slot];
         const BufferEntry &slot = rows[slots[v.what] + v.slot];
         const int in = v.in != 0, out = v.out != 0, sorted = !i || (&v)[-1].arrive <= v.arrive;
         if (!sorted || v.arrive + in > v.first || v.first > v.last || v.last + out > v.leave) {
@@ -333,11 +333,11 @@ static Text visits_fault(const Settings *s, const std::vector<Visit> &visits) {
     }
     for (HomeOf what : {HOME_OF_WEIGHTS, HOME_OF_GRADIENTS, HOME_OF_RESIDUALS}) {
         for (int l = 0; s->home[what] && l < s->model.L; l++) {
-            for (int tick : visit_uses(s, what, l)) {
-                auto covers = [&](const Visit &v) {
+            for (int tick : transfer_uses(s, what, l)) {
+                auto covers = [&](const Transfer &v) {
                     return v.what == what && v.block == l && v.first <= tick && tick <= v.last;
                 };
-                if (std::count_if(visits.begin(), visits.end(), covers) != 1) {
+                if (std::count_if(transfers.begin(), transfers.end(), covers) != 1) {
                     return text("state %d block %d: not there at tick %d", what, l, tick);
                 }
             }
@@ -346,42 +346,42 @@ static Text visits_fault(const Settings *s, const std::vector<Visit> &visits) {
     return "";
 }
 
-static std::vector<Visit> visits_of(const Settings *s) {
-    std::vector<Visit> visits(BLOCK_VISITS * (size_t)s->model.L);
-    visits.resize((size_t)visits_build(visits.data(), s));
-    return visits;
+static std::vector<Transfer> transfers_of(const Settings *s) {
+    std::vector<Transfer> transfers(BLOCK_TRANSFERS * (size_t)s->model.L);
+    transfers.resize((size_t)transfers_build(transfers.data(), s));
+    return transfers;
 }
 
 // 5,000 random settings; the table is the same for every rank, and a copy of it with a classic
 // mistake is found out.
-TEST(visits, HOST) {
+TEST(transfers, HOST) {
     int found[5] = {0, 0, 0, 0, 0};
     for (int n = 0; n < 5000; n++) {
         Settings s = draw_homes(), other = s;
-        std::vector<Visit> visits = visits_of(&s);
-        const Text fault = visits_fault(&s, visits);
+        std::vector<Transfer> transfers = transfers_of(&s);
+        const Text fault = transfers_fault(&s, transfers);
         expect(fault.empty(), "%s: %s", settings_text(s).c_str(), fault.c_str());
         other.rank = draw(0, s.ranks - 1);
-        const std::vector<Visit> theirs = visits_of(&other);
-        const size_t bytes = visits.size() * sizeof(Visit);
-        expect(visits.size() == theirs.size() &&
-               (!bytes || !memcmp(visits.data(), theirs.data(), bytes)));
-        if (visits.empty() || s.model.L < 5) {
+        const std::vector<Transfer> theirs = transfers_of(&other);
+        const size_t bytes = transfers.size() * sizeof(Transfer);
+        expect(transfers.size() == theirs.size() &&
+               (!bytes || !memcmp(transfers.data(), theirs.data(), bytes)));
+        if (transfers.empty() || s.model.L < 5) {
             continue;
         }
         const int mistake = n % 5;
-        size_t i = visits.size() / 2;  // a visit to a slot that had a tenant before
-        while (visits[i].block < SLOTS || visits[i].block >= s.model.L - SLOTS) {
-            i = (size_t)draw(0, (int)visits.size() - 1);
+        size_t i = transfers.size() / 2;  // a visit to a slot that had a tenant before
+        while (transfers[i].block < SLOTS || transfers[i].block >= s.model.L - SLOTS) {
+            i = (size_t)draw(0, (int)transfers.size() - 1);
         }
-        Visit &v = visits[i];
+        Transfer &v = transfers[i];
         const int early = v.arrive - BACK_TICKS;
         // Slot off by one, a block early, departure or life cut short, used for too short.
         v.slot = mistake == 0 ? (v.slot + 1) % SLOTS : v.slot;
         v.arrive = mistake == 1 ? early : v.arrive;
         v.leave = mistake == 2 ? v.last - 1 : mistake == 3 ? tick_update(&s) : v.leave;
         v.last = mistake == 4 ? v.last - 1 : v.last;
-        expect(!visits_fault(&s, visits).empty(), "%s: %d", settings_text(s).c_str(), mistake);
+        expect(!transfers_fault(&s, transfers).empty(), "%s: %d", settings_text(s).c_str(), mistake);
         found[mistake]++;
     }
     expect(*std::min_element(found, found + 5) > 0);
@@ -390,12 +390,12 @@ TEST(visits, HOST) {
 
 // Plays the walk of `micros` micro-steps over a table of visits, and counts what moves.
 static void play(const Settings *s, int micros, double up[HOMES], double down[HOMES]) {
-    const std::vector<Visit> visits = visits_of(s);
+    const std::vector<Transfer> transfers = transfers_of(s);
     int tenant[HOMES][SLOTS];
     memset(tenant, -1, sizeof tenant);
     for (int micro = 0; micro < micros; micro++) {
         for (int tick = 0; tick <= tick_join(s); tick++) {
-            for (const Visit &v : visits) {
+            for (const Transfer &v : transfers) {
                 int *here = &tenant[v.what][v.slot];
                 const int there = *here == v.block && v.what == HOME_OF_WEIGHTS;
                 const int anew = v.what == HOME_OF_GRADIENTS && micro == 0;
@@ -423,10 +423,10 @@ TEST(traffic, FLOAT) {
         if (L >= 2 && s.home[HOME_OF_WEIGHTS]) {
             expect(in[HOME_OF_WEIGHTS] == 2 * k * L - 4 * k + 2, "%s", who.c_str());
         }
-        const double visits_w = in[HOME_OF_WEIGHTS] / L;
+        const double transfers_w = in[HOME_OF_WEIGHTS] / L;
         const double reduced = f * g * ((z >= 2 ? k : 1) * P + E) + 4 * f * V;
         const double gathered =
-            f * ((z == 0 ? g : w) * (P + E) + (z == 3 ? w * (visits_w - 1) * P : 0) + 4 * V);
+            f * ((z == 0 ? g : w) * (P + E) + (z == 3 ? w * (transfers_w - 1) * P : 0) + 4 * V);
         auto hosted = [&](int state) { return s.home[state] & HOME_HOST ? 1.0 : 0.0; };
         const double share = z >= 1 ? 1.0 / N : 1, own = V + (E + P) * share;
         const double moments = hosted(HOME_OF_MOMENTS) * 2 * (double)type_bytes(s.moment_dtype);
@@ -443,7 +443,7 @@ TEST(traffic, FLOAT) {
         expect(same(t.gathered, gathered), "%s: %.17g, not %.17g", who.c_str(), t.gathered,
                gathered);
         const double down = (moments + master) * own + x + updated + grads * k;
-        expect(same(t.up, down + weights * visits_w + gather / N + grads), "%s", who.c_str());
+        expect(same(t.up, down + weights * transfers_w + gather / N + grads), "%s", who.c_str());
         expect(same(t.down, down + gather), "%s", who.c_str());
     }
     detail = "500 random settings";
