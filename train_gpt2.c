@@ -2026,7 +2026,7 @@ static void single_buffers(BufferEntry buffers[SINGLES], const Settings *s) {
 // Who is in a slot, and what is under way there.
 typedef struct {
     int tenant;              // block + 1; 0: nobody
-    int arriving, leaving;   // until the compute stream has waited for it
+    int fetching, storing;   // until the compute stream has waited for it
 } Slot;
 typedef struct Transfer Transfer;  // next chapter
 
@@ -2055,8 +2055,8 @@ struct Plan {
     int adds;  // the micro-step's gradients are added to those of the micro-step before
     Slot slots[HOMES][SLOTS];
     // Moves what visits; the next chapter says what each move is.
-    void (*move)(Plan *p, int move, const Transfer *v, void *slot, void *home, size_t bytes);
-    void *mover;                                          // whoever does
+    void (*transfer)(Plan *p, int phase, const Transfer *v, void *slot, void *home, size_t bytes);
+    void *transfer_context;                                          // whoever does
     void (*mark)(void *memory, size_t bytes, int alive);  // of memory that comes alive or dies
 };
 
@@ -2657,7 +2657,7 @@ static void state_buffers(BufferEntry rows[STATE_BUFFERS], const Settings *s) {
 struct Transfer {
     HomeOf what;
     int block, slot;
-    int arrive, first, last, leave;
+    int fetch, first, last, store_wait;
     int in, out;
 };
 enum { BLOCK_TRANSFERS = 5 };  // of one block at most
@@ -2710,19 +2710,19 @@ static void plan_add_transfers(Plan *p) {
 // The moves of a visit, at its four ticks in this order: begins to fill the slot (from `home`, or
 // where that is NULL leaves it to be computed), makes the compute stream wait until it is filled,
 // begins to empty it into `home`, makes the compute stream wait for that. Plan.move makes them.
-enum { MOVE_ARRIVE, MOVE_ARRIVED, MOVE_DEPART, MOVE_DEPARTED };
+enum { FETCH, FETCH_WAIT, STORE, STORE_WAIT };
 
 // One move of a visit, where it has such a move, and who is in the slot from then on. Gradients on
 // the host come to the device before something is added to them there.
-static void transfer_step(Plan *p, const Transfer *v, int move) {
-    const int brings = v->in && (p->adds || v->what != HOME_OF_GRADIENTS);
+static void transfer_step(Plan *p, const Transfer *v, int phase) {
+    const int fetches = v->in && (p->adds || v->what != HOME_OF_GRADIENTS);
     const int id = p->single[transfer_buffers[v->what].slot + v->slot];
     Slot *slot = &p->slots[v->what][v->slot];
     char *memory = (char *)buffer_pointer(p, id), *home = NULL;
     const size_t bytes = p->buffers[id].bytes;
     int happens = 1;
-    switch (move) {
-    case MOVE_ARRIVE:
+    switch (phase) {
+    case FETCH:
         if (v->what == HOME_OF_WEIGHTS && slot->tenant == v->block + 1) {
             return;  // they have stayed
         }
@@ -2730,36 +2730,36 @@ static void transfer_step(Plan *p, const Transfer *v, int move) {
         p->mark(memory, bytes, 1);  // what comes too late, or not whole, leaves NaN
 #endif
         slot->tenant = 0;
-        slot->arriving = brings;
+        slot->fetching = fetches;
         break;
-    case MOVE_ARRIVED:
+    case FETCH_WAIT:
         slot->tenant = v->block + 1;
-        happens = slot->arriving;
-        slot->arriving = 0;
+        happens = slot->fetching;
+        slot->fetching = 0;
         break;
-    case MOVE_DEPART: happens = slot->leaving = v->out != 0; break;
-    case MOVE_DEPARTED:
-        happens = slot->leaving;
-        slot->leaving = 0;
+    case STORE: happens = slot->storing = v->out != 0; break;
+    case STORE_WAIT:
+        happens = slot->storing;
+        slot->storing = 0;
         break;
     }
     if (!happens) {
         return;
     }
-    if (brings || v->out) {
+    if (fetches || v->out) {
         const int64_t own = own_count(&p->settings, v->what, (int64_t)bytes);
         home = (char *)plan_single(p, transfer_buffers[v->what].home) + v->block * own;
     }
-    p->move(p, move, v, memory, move == MOVE_ARRIVE && !brings ? NULL : home, bytes);
+    p->transfer(p, phase, v, memory, phase == FETCH && !fetches ? NULL : home, bytes);
 }
 
 // Makes the moves of one kind at a tick. `from`: the visits before are over.
-static void transfers_step(Plan *p, int from, int move, int tick) {
-    for (int i = from; i < p->transfer_count && p->transfers[i].arrive <= tick; i++) {
+static void transfers_step(Plan *p, int from, int phase, int tick) {
+    for (int i = from; i < p->transfer_count && p->transfers[i].fetch <= tick; i++) {
         const Transfer *v = &p->transfers[i];
-        const int ticks[] = {v->arrive, v->first, v->last, v->leave};
-        if (ticks[move] == tick) {
-            transfer_step(p, v, move);
+        const int ticks[] = {v->fetch, v->first, v->last, v->store_wait};
+        if (ticks[phase] == tick) {
+            transfer_step(p, v, phase);
         }
     }
 }
@@ -2954,7 +2954,7 @@ static Traffic step_traffic(const Settings *s, int micros) {
         const int id = weights ? BUF_WEIGHTS_SLOT : grads ? BUF_GRADS_SLOT : BUF_X_SLOT;
         const double bytes = (double)rows[id].count * (double)type_bytes(rows[id].type);
         const double own = s->home[v->what] & HOME_SHARD ? bytes / s->ranks : bytes;
-        const int times = weights && v->arrive == 0 ? 1 : micros - grads;
+        const int times = weights && v->fetch == 0 ? 1 : micros - grads;
         t.up += v->in & HOME_HOST ? times * own : 0;
         t.gathered += v->in & HOME_SHARD ? times * others * bytes : 0;
         t.down += v->out & HOME_HOST ? micros * own : 0;
@@ -4690,22 +4690,22 @@ static void gelu_backward(real *dinp, const real *dout, const real *inp, size_t 
 // buffers are born, for arrivals before they are used.
 static void walk(Plan *p, int end, int adds, void (*stage)(void *self, int stage, int layer),
                  void *self) {
-    const int departs = end > tick_head(&p->settings.model);
+    const int stores = end > tick_head(&p->settings.model);
     p->adds = adds;
     for (int tick = 0, from = 0; tick <= end; tick++) {
         Tick t = tick_at(&p->settings, tick);
         progress();
-        for (; from < p->transfer_count && p->transfers[from].leave < tick; from++) {
+        for (; from < p->transfer_count && p->transfers[from].store_wait < tick; from++) {
         }
-        transfers_step(p, from, MOVE_DEPARTED, tick);
+        transfers_step(p, from, STORE_WAIT, tick);
         plan_tick(p, tick);
-        transfers_step(p, from, MOVE_ARRIVE, tick);
-        transfers_step(p, from, MOVE_ARRIVED, tick);
+        transfers_step(p, from, FETCH, tick);
+        transfers_step(p, from, FETCH_WAIT, tick);
         if (!t.again || plan_recomputes(&p->settings, t.stage, t.layer)) {
             stage(self, t.stage, t.layer);
         }
-        if (departs) {
-            transfers_step(p, from, MOVE_DEPART, tick);
+        if (stores) {
+            transfers_step(p, from, STORE, tick);
         }
     }
 }
@@ -5254,13 +5254,13 @@ static void cpu_write(Engine *e, int state, int64_t offset, const real *values, 
 
 // A visit's bytes move at once, so that nobody waits for them. Gradients that do not come from
 // home are cleared, since the layers add to them.
-static void cpu_move(Plan *p, int move, const Transfer *v, void *slot, void *home, size_t bytes) {
+static void cpu_transfer(Plan *p, int phase, const Transfer *v, void *slot, void *home, size_t bytes) {
     (void)p;
-    if (move == MOVE_ARRIVE && home) {
+    if (phase == FETCH && home) {
         memcpy(slot, home, bytes);
-    } else if (move == MOVE_ARRIVE && v->what == HOME_OF_GRADIENTS) {
+    } else if (phase == FETCH && v->what == HOME_OF_GRADIENTS) {
         memset(slot, 0, bytes);
-    } else if (move == MOVE_DEPART) {
+    } else if (phase == STORE) {
         memcpy(home, slot, bytes);
     }
 }
@@ -5277,7 +5277,7 @@ static void cpu_open(Engine *e, Plan *p) {
     memset(e, 0, sizeof *e);
     cpu->plan = p;
     plan_open(p);
-    p->move = cpu_move;
+    p->transfer = cpu_transfer;
     matmul_workspace = buffer(p, BUF_MATMUL);
 #if BF16_DOTS
     matmul_bf16 = p->settings.matmul_bf16;

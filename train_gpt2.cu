@@ -3477,20 +3477,20 @@ static void stream_after(cudaStream_t later, cudaStream_t earlier, cudaEvent_t e
 }
 
 // Queues one move of a visit: what Plan.move is on a GPU.
-static void gpu_move(Plan *p, int move, const Transfer *v, void *slot, void *home, size_t bytes) {
-    const OffloadStreams *s = (const OffloadStreams *)p->mover;
+static void gpu_transfer(Plan *p, int phase, const Transfer *v, void *slot, void *home, size_t bytes) {
+    const OffloadStreams *s = (const OffloadStreams *)p->transfer_context;
     cudaEvent_t ready = s->ready[v->what][v->slot], gone = s->gone[v->what][v->slot];
-    if (move == MOVE_ARRIVE && home) {
+    if (phase == FETCH && home) {
         stream_after(s->up, s->compute, s->now);
         cuda_check(cudaMemcpyAsync(slot, home, bytes, cudaMemcpyHostToDevice, s->up));
         cuda_check(cudaEventRecord(ready, s->up));
-    } else if (move == MOVE_ARRIVED) {
+    } else if (phase == FETCH_WAIT) {
         cuda_check(cudaStreamWaitEvent(s->compute, ready, 0));
-    } else if (move == MOVE_DEPART) {
+    } else if (phase == STORE) {
         stream_after(s->down, s->compute, s->now);
         cuda_check(cudaMemcpyAsync(home, slot, bytes, cudaMemcpyDeviceToHost, s->down));
         cuda_check(cudaEventRecord(gone, s->down));
-    } else if (move == MOVE_DEPARTED) {
+    } else if (phase == STORE_WAIT) {
         cuda_check(cudaStreamWaitEvent(s->compute, gone, 0));
     }
 }
@@ -3506,8 +3506,8 @@ template <class What> static void offload_each_event(OffloadStreams *s, What wha
 
 // Opens what moves the visits of plan `p` beside `compute`; it is the caller's.
 static void offload_open(OffloadStreams *s, Plan *p, cudaStream_t compute, const RankComm *ranks) {
-    p->mover = s;
-    p->move = gpu_move;
+    p->transfer_context = s;
+    p->transfer = gpu_transfer;
     s->compute = compute;
     s->ranks = ranks;
     cuda_check(cudaStreamCreateWithFlags(&s->up, cudaStreamNonBlocking));
@@ -4407,14 +4407,14 @@ static void rank_reduce(const RankComm *c, G *sum, const G *grads, size_t part, 
     }
 }
 
-// gpu_move where ranks have a part each of what visits: weights come to their slot from all ranks,
+// gpu_transfer where ranks have a part each of what visits: weights come to their slot from all ranks,
 // gradients leave theirs for the parts at home. It goes on on the ranks' stream.
 template <class G>
-static void rank_move(Plan *p, int move, const Transfer *v, void *slot, void *home, size_t bytes) {
-    const OffloadStreams *s = (const OffloadStreams *)p->mover;
+static void rank_transfer(Plan *p, int phase, const Transfer *v, void *slot, void *home, size_t bytes) {
+    const OffloadStreams *s = (const OffloadStreams *)p->transfer_context;
     const RankComm *c = s->ranks;
     const size_t part = bytes / (size_t)c->ranks;
-    if (move == MOVE_ARRIVE && home && v->in & HOME_SHARD) {
+    if (phase == FETCH && home && v->in & HOME_SHARD) {
         stream_after(c->stream, s->compute, s->now);
         if (v->in & HOME_HOST) {  // NCCL is given no pinned memory: the part goes up to its place
             char *own = (char *)slot + (size_t)c->rank * part;
@@ -4423,12 +4423,12 @@ static void rank_move(Plan *p, int move, const Transfer *v, void *slot, void *ho
         }
         rank_gather_from(c, slot, home, part);
         cuda_check(cudaEventRecord(s->ready[v->what][v->slot], c->stream));
-    } else if (move == MOVE_DEPART && v->out & HOME_SHARD) {
+    } else if (phase == STORE && v->out & HOME_SHARD) {
         stream_after(c->stream, s->compute, s->now);
         rank_reduce<G>(c, (G *)home, (const G *)slot, part / sizeof(G), p->adds != 0);
         cuda_check(cudaEventRecord(s->gone[v->what][v->slot], c->stream));
     } else {
-        gpu_move(p, move, v, slot, home, bytes);
+        gpu_transfer(p, phase, v, slot, home, bytes);
     }
 }
 
@@ -6066,7 +6066,7 @@ template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
         rank_open(&net->ranks, s);
         net->ranks.staging = gpu_buffer<char>(net, BUF_EXCHANGE);
         net->ranks.room = p->buffers[p->single[BUF_EXCHANGE]].bytes;
-        p->move = rank_move<G>;
+        p->transfer = rank_transfer<G>;
         e->gather = gpu_gather<E, G>;
         e->replica = gpu_replica<E, G>;
     }

@@ -158,7 +158,7 @@ TEST(slots, HOST) {
     n.e.write(&n.e, STATE_WEIGHTS, 0, n.state(STATE_WEIGHTS).data(), n.size());
     expect_death(weight(p, FCW, 0), "weights of block 0 are not in their slot at tick");
     plan_tick(p, 0);
-    transfers_step(p, 0, MOVE_ARRIVE, 0);
+    transfers_step(p, 0, FETCH, 0);
     expect_death(weight(p, FCW, 0), "weights of block 0 are not in their slot at tick 0");
 }
 

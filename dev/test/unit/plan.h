@@ -310,23 +310,23 @@ static Text transfers_fault(const Settings *s, const std::vector<Transfer> &tran
     const Transfer *tenant[HOMES][SLOTS] = {};
     for (size_t i = 0; i < transfers.size(); i++) {
         const Transfer &v = transfers[i];
-        const Text who = text("state %d block %d at tick %d: ", v.what, v.block, v.arrive);
+        const Text who = text("state %d block %d at tick %d: ", v.what, v.block, v.fetch);
         const Transfer *before = tenant[v.what][v.slot];
         const BufferEntry &slot = rows[slots[v.what] + v.slot];
-        const int in = v.in != 0, out = v.out != 0, sorted = !i || (&v)[-1].arrive <= v.arrive;
-        if (!sorted || v.arrive + in > v.first || v.first > v.last || v.last + out > v.leave) {
+        const int in = v.in != 0, out = v.out != 0, sorted = !i || (&v)[-1].fetch <= v.fetch;
+        if (!sorted || v.fetch + in > v.first || v.first > v.last || v.last + out > v.store_wait) {
             return who + "not in order";
         }
-        if (before && (v.arrive < before->leave || v.arrive <= before->last)) {
-            return who + text("block %d is there until tick %d", before->block, before->leave);
+        if (before && (v.fetch < before->store_wait || v.fetch <= before->last)) {
+            return who + text("block %d is there until tick %d", before->block, before->store_wait);
         }
-        if (!slot.count || v.arrive < slot.first || v.leave > slot.last) {
+        if (!slot.count || v.fetch < slot.first || v.store_wait > slot.last) {
             return who + "outside the slot's life";
         }
-        const int block = v.arrive <= tick_lnf(&s->model) ? (int)F_STAGES : (int)BACK_TICKS;
-        const int brings = in && v.arrive && v.what != HOME_OF_GRADIENTS;
-        const int takes = out && v.leave < tick_join(s);
-        if ((brings && v.first < v.arrive + block) || (takes && v.leave < v.last + F_STAGES)) {
+        const int block = v.fetch <= tick_lnf(&s->model) ? (int)F_STAGES : (int)BACK_TICKS;
+        const int fetches = in && v.fetch && v.what != HOME_OF_GRADIENTS;
+        const int takes = out && v.store_wait < tick_join(s);
+        if ((fetches && v.first < v.fetch + block) || (takes && v.store_wait < v.last + F_STAGES)) {
             return who + "no time to travel";
         }
         tenant[v.what][v.slot] = &v;
@@ -375,11 +375,11 @@ TEST(transfers, HOST) {
             i = (size_t)draw(0, (int)transfers.size() - 1);
         }
         Transfer &v = transfers[i];
-        const int early = v.arrive - BACK_TICKS;
+        const int early = v.fetch - BACK_TICKS;
         // Slot off by one, a block early, departure or life cut short, used for too short.
         v.slot = mistake == 0 ? (v.slot + 1) % SLOTS : v.slot;
-        v.arrive = mistake == 1 ? early : v.arrive;
-        v.leave = mistake == 2 ? v.last - 1 : mistake == 3 ? tick_update(&s) : v.leave;
+        v.fetch = mistake == 1 ? early : v.fetch;
+        v.store_wait = mistake == 2 ? v.last - 1 : mistake == 3 ? tick_update(&s) : v.store_wait;
         v.last = mistake == 4 ? v.last - 1 : v.last;
         expect(!transfers_fault(&s, transfers).empty(), "%s: %d", settings_text(s).c_str(), mistake);
         found[mistake]++;
@@ -399,8 +399,8 @@ static void play(const Settings *s, int micros, double up[HOMES], double down[HO
                 int *here = &tenant[v.what][v.slot];
                 const int there = *here == v.block && v.what == HOME_OF_WEIGHTS;
                 const int anew = v.what == HOME_OF_GRADIENTS && micro == 0;
-                up[v.what] += v.arrive == tick && v.in && !there && !anew;
-                *here = v.arrive == tick ? v.block : *here;
+                up[v.what] += v.fetch == tick && v.in && !there && !anew;
+                *here = v.fetch == tick ? v.block : *here;
                 down[v.what] += v.last == tick && v.out;
             }
         }
