@@ -1747,9 +1747,9 @@ static const char *const group_names[GROUPS] = {
 };
 
 // Where a buffer lives, and the states whose home a run's settings choose. A buffer names its state
-// or, behind HOMES, a home that nothing chooses. A state's home is a set of flags: HOME_SHARD says
+// or, behind HOMES, a home that nothing chooses. A state's home is a set of flags: PLACE_SHARD says
 // that a rank keeps its part alone (chapter Buckets and visits).
-typedef enum { HOME_DEVICE, HOME_HOST, HOME_SHARD } Home;
+typedef enum { PLACE_DEVICE, PLACE_HOST, PLACE_SHARD } Placement;
 typedef enum {
     HOME_OF_WEIGHTS, HOME_OF_GRADIENTS, HOME_OF_MOMENTS, HOME_OF_MASTER, HOME_OF_RESIDUALS, HOMES,
     ON_DEVICE = HOMES, ON_HOST
@@ -1769,7 +1769,7 @@ typedef struct {
     int gpu;  // 0: the CPU program (fp32 or the build's real), 1: the GPU program
     Type dtype, grad_dtype, moment_dtype;
     int split_master;
-    uint8_t home[HOMES];  // of each state: 0, HOME_HOST, HOME_SHARD or both
+    uint8_t placement[HOMES];  // of each state: 0, PLACE_HOST, PLACE_SHARD or both
     int rank, ranks;      // of the processes that share the step's micro-batches
     int matmul_bf16;      // of the CPU program: operands of products are rounded as they are packed
 } Settings;
@@ -1784,18 +1784,18 @@ static int settings_has_master(const Settings *s) {
 }
 
 static int settings_offloads(const Settings *s) {
-    int homes = 0;
+    int placements = 0;
     for (int what = 0; what < HOMES; what++) {
-        homes |= s->home[what];
+        placements |= s->placement[what];
     }
-    return (homes & HOME_HOST) != 0;
+    return (placements & PLACE_HOST) != 0;
 }
 
 // Whether a step waits for other streams before its update: for ranks, or for what departs.
 static int settings_joins(const Settings *s) {
     const int streamed =
-        s->home[HOME_OF_WEIGHTS] | s->home[HOME_OF_GRADIENTS] | s->home[HOME_OF_RESIDUALS];
-    return s->ranks > 1 || streamed != HOME_DEVICE;
+        s->placement[HOME_OF_WEIGHTS] | s->placement[HOME_OF_GRADIENTS] | s->placement[HOME_OF_RESIDUALS];
+    return s->ranks > 1 || streamed != PLACE_DEVICE;
 }
 
 // What a tick computes. A block has eight stages forward; in backward the first seven come again,
@@ -1941,7 +1941,7 @@ typedef struct {
     Type type;
     int64_t count;
     int first, last;       // ticks
-    Home home;             // HOME_HOST: not part of the device allocation
+    Placement placement;             // PLACE_HOST: not part of the device allocation
     size_t bytes, offset;  // bytes without the gap
     int alive;             // kept by test builds only
 } Buffer;
@@ -1974,7 +1974,7 @@ typedef struct {
     Type type;
     int64_t count;
     int first, last;
-    HomeOf home;
+    HomeOf kind;
 } BufferEntry;
 
 // The first rows of the table: states, and what brings them to the device.
@@ -2032,7 +2032,7 @@ typedef struct Transfer Transfer;  // next chapter
 
 // The first slot of each kind, and what comes from and goes to: the home of all blocks.
 static const struct {
-    int slot, home;
+    int slot, store;
 } transfer_buffers[HOMES] = {{BUF_WEIGHTS_SLOT, BUF_WEIGHTS_HOME}, {BUF_GRADS_SLOT, BUF_GRADS_HOME},
                           {-1, -1}, {-1, -1}, {BUF_X_SLOT, BUF_X_HOME}};
 
@@ -2055,7 +2055,7 @@ struct Plan {
     int adds;  // the micro-step's gradients are added to those of the micro-step before
     Slot slots[HOMES][SLOTS];
     // Moves what visits; the next chapter says what each move is.
-    void (*transfer)(Plan *p, int phase, const Transfer *v, void *slot, void *home, size_t bytes);
+    void (*transfer)(Plan *p, int phase, const Transfer *v, void *slot, void *store, size_t bytes);
     void *transfer_context;                                          // whoever does
     void (*mark)(void *memory, size_t bytes, int alive);  // of memory that comes alive or dies
 };
@@ -2083,9 +2083,9 @@ static int plan_add(Plan *p, const BufferEntry *entry, int layer) {
     b->count = entry->count;
     b->first = entry->first;
     b->last = s->forward ? min_int(entry->last, tick_head(&s->model)) : entry->last;
-    const HomeOf home = entry->home;
-    const int hosted = home < HOMES ? s->home[home] & HOME_HOST : home == ON_HOST;
-    b->home = hosted ? HOME_HOST : HOME_DEVICE;
+    const HomeOf kind = entry->kind;
+    const int hosted = kind < HOMES ? s->placement[kind] & PLACE_HOST : kind == ON_HOST;
+    b->placement = hosted ? PLACE_HOST : PLACE_DEVICE;
     b->bytes = (size_t)entry->count * type_bytes(entry->type);
     return p->buffer_count++;
 }
@@ -2109,7 +2109,7 @@ static void plan_add_block(Plan *p, int layer) {
                                                          : a->channels * m->C;
         BufferEntry entry = {s->forward ? GROUP_WORKING : GROUP_KEPT, a->name, type,
                              N * per_token, made, used_back, ON_DEVICE};
-        if (i == ACT_X && s->home[HOME_OF_RESIDUALS]) {
+        if (i == ACT_X && s->placement[HOME_OF_RESIDUALS]) {
             *forward = *backward = -1;  // it has a slot
             continue;
         }
@@ -2196,7 +2196,7 @@ static size_t plan_place(Plan *p, int by_size) {
     p->device_bytes = p->host_bytes = 0;
     for (size_t k = 0; k < n; k++) {
         Buffer *b = &p->buffers[order[k].key[3]];
-        if (b->home == HOME_HOST) {
+        if (b->placement == PLACE_HOST) {
             b->offset = p->host_bytes;
             p->host_bytes += buffer_room(b);
             continue;
@@ -2221,7 +2221,7 @@ static size_t plan_peak(const Plan *p, int *peak) {
     int64_t live = 0, most = 0;
     for (int i = 0; i < p->buffer_count; i++) {
         const Buffer *b = &p->buffers[i];
-        int64_t bytes = b->home == HOME_DEVICE ? (int64_t)buffer_room(b) : 0;
+        int64_t bytes = b->placement == PLACE_DEVICE ? (int64_t)buffer_room(b) : 0;
         change[b->first] += bytes;
         change[b->last + 1] -= bytes;
     }
@@ -2374,7 +2374,7 @@ static void plan_tick(Plan *p, int tick) {
             int alive = b->first <= tick && tick <= b->last;
             if (alive != b->alive && alive == birth) {
                 b->alive = alive;
-                p->mark(p->base[b->home] + b->offset, b->bytes, alive);
+                p->mark(p->base[b->placement] + b->offset, b->bytes, alive);
             }
         }
     }
@@ -2388,7 +2388,7 @@ static void *buffer_pointer(const Plan *p, int id) {
     const Buffer *b = &p->buffers[id];
     check(b->first <= p->now && p->now <= b->last,
           "buffer %s lives from tick %d to %d, used at %d", b->name, b->first, b->last, p->now);
-    return p->base[b->home] + b->offset;
+    return p->base[b->placement] + b->offset;
 }
 
 static void *plan_single(const Plan *p, int single) { return buffer_pointer(p, p->single[single]); }
@@ -2409,7 +2409,7 @@ static void *plan_act(const Plan *p, int act, int layer) {
     if (act == ACT_X && layer == m->L) {
         return plan_single(p, BUF_XF);
     }
-    if (act == ACT_X && p->settings.home[HOME_OF_RESIDUALS]) {
+    if (act == ACT_X && p->settings.placement[HOME_OF_RESIDUALS]) {
         return plan_single(p, slot_buffer(p, HOME_OF_RESIDUALS, layer));
     }
     int backward = p->now >= tick_backward(m, m->L - 1, 0);
@@ -2436,13 +2436,13 @@ static char *plan_map(size_t bytes) {
 
 // Allocates the plan: a mapping for each home, of exactly device_bytes and host_bytes.
 static void plan_open(Plan *p) {
-    p->base[HOME_DEVICE] = plan_map(p->device_bytes);
-    p->base[HOME_HOST] = plan_map(p->host_bytes);
+    p->base[PLACE_DEVICE] = plan_map(p->device_bytes);
+    p->base[PLACE_HOST] = plan_map(p->host_bytes);
 #if GPT2_POISON
     p->mark = plan_mark;
-    p->mark(p->base[HOME_DEVICE], p->device_bytes, 0);
+    p->mark(p->base[PLACE_DEVICE], p->device_bytes, 0);
     if (p->host_bytes) {
-        p->mark(p->base[HOME_HOST], p->host_bytes, 0);
+        p->mark(p->base[PLACE_HOST], p->host_bytes, 0);
     }
 #endif
     plan_tick(p, 0);
@@ -2451,21 +2451,21 @@ static void plan_open(Plan *p) {
 // Gives the memory back; the plan stays.
 static void plan_close(Plan *p) {
     const size_t bytes[] = {p->device_bytes, p->host_bytes};
-    for (int home = HOME_DEVICE; home <= HOME_HOST; home++) {
-        if (p->base[home]) {
+    for (int placement = PLACE_DEVICE; placement <= PLACE_HOST; placement++) {
+        if (p->base[placement]) {
 #if GPT2_POISON
-            p->mark(p->base[home], bytes[home], 1);
+            p->mark(p->base[placement], bytes[placement], 1);
 #endif
-            munmap(p->base[home], bytes[home]);
+            munmap(p->base[placement], bytes[placement]);
         }
-        p->base[home] = NULL;
+        p->base[placement] = NULL;
     }
 }
 
 // -------------------------------------------------------------------------------------------------
 // 7. Buckets and visits
-// A state need not be whole on the device: with HOME_SHARD each of N ranks keeps one Nth of it;
-// with HOME_HOST it lies in host memory. All of it is arithmetic, the same for every rank, so that
+// A state need not be whole on the device: with PLACE_SHARD each of N ranks keeps one Nth of it;
+// with PLACE_HOST it lies in host memory. All of it is arithmetic, the same for every rank, so that
 // 1,024 of them can be planned without having one.
 // 1. Ranks exchange buckets: all vectors, wte, wpe, the four matrices of each block; padded to a
 //    multiple of 64 N elements, so that N parts are equal and start where a tensor may. One rank
@@ -2532,9 +2532,9 @@ static TensorRange tensor_range(const Settings *s, int tensor, int layer, int wh
     const int64_t in_file = tensor_offset(m, tensor, layer) + r.first;
     const int64_t vectors = bucket_at(m, s->ranks, BUCKET_VECTORS).count;
     const int64_t in_buckets = b.offset + at + r.first;
-    r.param = s->ranks > 1 || s->home[HOME_OF_WEIGHTS] ? in_buckets : in_file;
+    r.param = s->ranks > 1 || s->placement[HOME_OF_WEIGHTS] ? in_buckets : in_file;
     r.state = s->ranks > 1 ? in_buckets : in_file;
-    if (matrix && s->home[HOME_OF_MOMENTS] & HOME_SHARD) {
+    if (matrix && s->placement[HOME_OF_MOMENTS] & PLACE_SHARD) {
         r.state = vectors + (b.offset - vectors) / s->ranks + r.first - part;
     }
     return r;
@@ -2548,12 +2548,12 @@ typedef struct {
 
 // Does a tensor of weights or gradients visit the device?
 static int tensor_is_streamed(const Settings *s, HomeOf state, int tensor) {
-    return s->home[state] && tensor_is_matrix(tensor) && tensor_table[tensor].per_layer;
+    return s->placement[state] && tensor_is_matrix(tensor) && tensor_table[tensor].per_layer;
 }
 
 // Has each rank its part alone of a tensor of weights or gradients? Of wte and wpe it has all.
 static int tensor_divided(const Settings *s, HomeOf state, int tensor) {
-    return tensor_is_streamed(s, state, tensor) && s->home[state] & HOME_SHARD;
+    return tensor_is_streamed(s, state, tensor) && s->placement[state] & PLACE_SHARD;
 }
 
 // Where a whole tensor of the weights, gradients or moments (m; v lies alike) is at home.
@@ -2562,7 +2562,7 @@ static Place tensor_home(const Settings *s, HomeOf state, int tensor, int layer)
     static const int home[] = {BUF_WEIGHTS_HOME, BUF_GRADS_HOME};
     const Model *m = &s->model;
     const int parted = s->gpu && state == HOME_OF_GRADIENTS;  // vectors have a buffer of their own
-    const int moves = state == HOME_OF_WEIGHTS || state == HOME_OF_GRADIENTS ? s->home[state] : 0;
+    const int moves = state == HOME_OF_WEIGHTS || state == HOME_OF_GRADIENTS ? s->placement[state] : 0;
     if (s->ranks == 1 && !parted && !moves) {
         const Place in_file = {flat[state], tensor_offset(m, tensor, layer)};
         return in_file;
@@ -2595,13 +2595,13 @@ static Place tensor_place(const Plan *p, HomeOf state, int tensor, int layer) {
 // What AdamW updates on this rank: vectors are updated alike by all, matrices too unless their
 // moments are sharded.
 static TensorRange tensor_update_range(const Settings *s, int tensor, int layer) {
-    const int sharded = s->home[HOME_OF_MOMENTS] & HOME_SHARD;
+    const int sharded = s->placement[HOME_OF_MOMENTS] & PLACE_SHARD;
     return tensor_range(s, tensor, layer, !sharded || !tensor_is_matrix(tensor));
 }
 
 // Elements that a rank keeps of `count` of a state.
 static int64_t own_count(const Settings *s, HomeOf state, int64_t count) {
-    return s->home[state] & HOME_SHARD ? count / s->ranks : count;
+    return s->placement[state] & PLACE_SHARD ? count / s->ranks : count;
 }
 
 // States, their homes and slots as rows of the plan: what a home does not need has no elements.
@@ -2614,8 +2614,8 @@ static void state_buffers(BufferEntry rows[STATE_BUFFERS], const Settings *s) {
     const int64_t block = bucket_at(m, s->ranks, BUCKET_BLOCKS).count, blocks = m->L * block;
     const int64_t NC = (int64_t)s->B * s->T * m->C, has_second = m->L > 1;
     // Where a state is whole on the device nothing visits: these counts are multiplied by 0.
-    const int64_t W = s->home[HOME_OF_WEIGHTS] != 0, G = s->home[HOME_OF_GRADIENTS] != 0;
-    const int64_t X = s->home[HOME_OF_RESIDUALS] != 0;
+    const int64_t W = s->placement[HOME_OF_WEIGHTS] != 0, G = s->placement[HOME_OF_GRADIENTS] != 0;
+    const int64_t X = s->placement[HOME_OF_RESIDUALS] != 0;
     const int64_t weights = own_count(s, HOME_OF_WEIGHTS, W * blocks);
     const int64_t grads = own_count(s, HOME_OF_GRADIENTS, G * blocks);
     // A GPU sums the gradients of vectors in fp32, apart from those of matrices.
@@ -2645,14 +2645,14 @@ static void state_buffers(BufferEntry rows[STATE_BUFFERS], const Settings *s) {
         // Other ranks' parts of a bucket, before one kernel adds them; larger buckets in pieces.
         // Behind the update weights that are whole in host memory are gathered here.
         {GROUP_WORKSPACE, "exchange", D, (s->ranks > 1) * block, 0,
-         s->home[HOME_OF_WEIGHTS] == HOME_HOST ? end : join, ON_DEVICE},
+         s->placement[HOME_OF_WEIGHTS] == PLACE_HOST ? end : join, ON_DEVICE},
     };
     memcpy(rows, states, sizeof states);
 }
 
 // A tenant of a slot, in ticks of the compute stream: `arrive` starts what brings it, `first` waits
 // for that, behind `last` it departs, and `leave` waits for that. `in` and `out` are flags of its
-// home: HOME_HOST uploads and downloads, HOME_SHARD gathers and reduces, both upload a part and
+// home: PLACE_HOST uploads and downloads, PLACE_SHARD gathers and reduces, both upload a part and
 // then gather; 0: made on the device; nothing departs.
 struct Transfer {
     HomeOf what;
@@ -2669,8 +2669,8 @@ enum { BLOCK_TRANSFERS = 5 };  // of one block at most
 // arrive from the second micro-step on, to be added to.
 static int transfers_build(Transfer *transfers, const Settings *s) {
     const Model *m = &s->model;
-    const int L = m->L, weights = s->home[HOME_OF_WEIGHTS];
-    const int x = s->home[HOME_OF_RESIDUALS], gradients = s->home[HOME_OF_GRADIENTS];
+    const int L = m->L, weights = s->placement[HOME_OF_WEIGHTS];
+    const int x = s->placement[HOME_OF_RESIDUALS], gradients = s->placement[HOME_OF_GRADIENTS];
     int n = 0;
     for (int i = 0; i < 2 * L; i++) {
         const int backward = i >= L, l = backward ? 2 * L - 1 - i : i;
@@ -2691,10 +2691,10 @@ static int transfers_build(Transfer *transfers, const Settings *s) {
             {HOME_OF_WEIGHTS, l, slot, before, back, d_qkv, d_qkv, weights, 0},
             {HOME_OF_RESIDUALS, l, slot, before, back, d_ln1, d_ln1, x, 0},
             {HOME_OF_GRADIENTS, l, slot, back, tick_backward(m, l, B_FCPROJ), d_qkv, reused,
-             gradients & HOME_HOST, gradients},
+             gradients & PLACE_HOST, gradients},
         };
         for (int k = !backward ? 0 : stays ? 4 : 2; k < (backward ? BLOCK_TRANSFERS : 2); k++) {
-            if (s->home[rows[k].what]) {
+            if (s->placement[rows[k].what]) {
                 transfers[n++] = rows[k];
             }
         }
@@ -2718,7 +2718,7 @@ static void transfer_step(Plan *p, const Transfer *v, int phase) {
     const int fetches = v->in && (p->adds || v->what != HOME_OF_GRADIENTS);
     const int id = p->single[transfer_buffers[v->what].slot + v->slot];
     Slot *slot = &p->slots[v->what][v->slot];
-    char *memory = (char *)buffer_pointer(p, id), *home = NULL;
+    char *memory = (char *)buffer_pointer(p, id), *store = NULL;
     const size_t bytes = p->buffers[id].bytes;
     int happens = 1;
     switch (phase) {
@@ -2748,9 +2748,9 @@ static void transfer_step(Plan *p, const Transfer *v, int phase) {
     }
     if (fetches || v->out) {
         const int64_t own = own_count(&p->settings, v->what, (int64_t)bytes);
-        home = (char *)plan_single(p, transfer_buffers[v->what].home) + v->block * own;
+        store = (char *)plan_single(p, transfer_buffers[v->what].store) + v->block * own;
     }
-    p->transfer(p, phase, v, memory, phase == FETCH && !fetches ? NULL : home, bytes);
+    p->transfer(p, phase, v, memory, phase == FETCH && !fetches ? NULL : store, bytes);
 }
 
 // Makes the moves of one kind at a tick. `from`: the visits before are over.
@@ -2927,7 +2927,7 @@ static double update_bytes(const Settings *s) {
     single_buffers(rows, s);
     for (size_t i = 0; i < sizeof states / sizeof states[0]; i++) {
         const BufferEntry *row = &rows[states[i]];
-        const int hosted = row->home < HOMES && s->home[row->home] & HOME_HOST;
+        const int hosted = row->kind < HOMES && s->placement[row->kind] & PLACE_HOST;
         bytes += hosted ? 0 : 2 * (double)row->count * (double)type_bytes(row->type);
     }
     return bytes;
@@ -2942,7 +2942,7 @@ typedef struct {
 // Counts them from the visits and the plan's buffers; nothing of it is timed.
 static Traffic step_traffic(const Settings *s, int micros) {
     const double others = 1 - 1.0 / s->ranks;
-    const int divided = s->home[HOME_OF_MOMENTS] & HOME_SHARD;
+    const int divided = s->placement[HOME_OF_MOMENTS] & PLACE_SHARD;
     BufferEntry rows[SINGLES];
     Transfer *transfers = (Transfer *)alloc_zero(BLOCK_TRANSFERS * (size_t)s->model.L, sizeof(Transfer));
     const int n = transfers_build(transfers, s);
@@ -2953,32 +2953,32 @@ static Traffic step_traffic(const Settings *s, int micros) {
         const int weights = v->what == HOME_OF_WEIGHTS, grads = v->what == HOME_OF_GRADIENTS;
         const int id = weights ? BUF_WEIGHTS_SLOT : grads ? BUF_GRADS_SLOT : BUF_X_SLOT;
         const double bytes = (double)rows[id].count * (double)type_bytes(rows[id].type);
-        const double own = s->home[v->what] & HOME_SHARD ? bytes / s->ranks : bytes;
+        const double own = s->placement[v->what] & PLACE_SHARD ? bytes / s->ranks : bytes;
         const int times = weights && v->fetch == 0 ? 1 : micros - grads;
-        t.up += v->in & HOME_HOST ? times * own : 0;
-        t.gathered += v->in & HOME_SHARD ? times * others * bytes : 0;
-        t.down += v->out & HOME_HOST ? micros * own : 0;
-        t.reduced += v->out & HOME_SHARD ? micros * others * bytes : 0;
+        t.up += v->in & PLACE_HOST ? times * own : 0;
+        t.gathered += v->in & PLACE_SHARD ? times * others * bytes : 0;
+        t.down += v->out & PLACE_HOST ? micros * own : 0;
+        t.reduced += v->out & PLACE_SHARD ? micros * others * bytes : 0;
     }
     free(transfers);
     // The update works in place; the norm reads gradients once more. Of whole weights that ranks
     // update in parts, the own part goes up once more to be gathered, and then all come down.
     static const int in_place[][3] = {{BUF_WEIGHTS_HOME, 1, 1}, {BUF_GRADS_HOME, 2, 0},
                                       {BUF_M, 1, 1}, {BUF_V, 1, 1}, {BUF_MASTER, 1, 1}};
-    const int gathers = divided && s->home[HOME_OF_WEIGHTS] == HOME_HOST;
+    const int gathers = divided && s->placement[HOME_OF_WEIGHTS] == PLACE_HOST;
     for (size_t i = 0; i < sizeof in_place / sizeof in_place[0]; i++) {
         const BufferEntry *row = &rows[in_place[i][0]];
         const double bytes = (double)row->count * (double)type_bytes(row->type);
         const double parts = i == 0 && gathers ? s->ranks : 1, whole = parts > 1 ? bytes : 0;
-        t.up += s->home[row->home] & HOME_HOST ? (in_place[i][1] * bytes + whole) / parts : 0;
-        t.down += s->home[row->home] & HOME_HOST ? in_place[i][2] * bytes / parts + whole : 0;
+        t.up += s->placement[row->kind] & PLACE_HOST ? (in_place[i][1] * bytes + whole) / parts : 0;
+        t.down += s->placement[row->kind] & PLACE_HOST ? in_place[i][2] * bytes / parts + whole : 0;
     }
     // Whole gradients are reduced once; then the parts are gathered of what AdamW has divided, or
     // else of the sums.
     const double vectors = 4 * (double)rows[BUF_GRADS_1D].count, w = (double)type_bytes(s->dtype);
     const double grads = (double)type_bytes(s->grad_dtype) * (double)rows[BUF_GRADS].count;
-    const int64_t home = s->home[HOME_OF_WEIGHTS] & HOME_SHARD ? 0 : rows[BUF_WEIGHTS_HOME].count;
-    const int64_t params = rows[BUF_WEIGHTS].count - rows[BUF_GRADS_1D].count + home;
+    const int64_t placement = s->placement[HOME_OF_WEIGHTS] & PLACE_SHARD ? 0 : rows[BUF_WEIGHTS_HOME].count;
+    const int64_t params = rows[BUF_WEIGHTS].count - rows[BUF_GRADS_1D].count + placement;
     t.reduced += others * (grads + vectors);
     t.gathered += others * ((divided ? w * (double)params : grads) + vectors);
     return t;
@@ -3013,7 +3013,7 @@ static double forecast_step(const Speed *v, const Settings *s, int64_t micros) {
         const double transfers = fmax(up, down) * v->link_byte + (reduced + gathered) * v->peer_byte;
         const double sums = (one.reduced - reduced) * v->peer_byte;
         const double results = (one.gathered - gathered) * v->peer_byte;
-        const int divided = s->home[HOME_OF_MOMENTS] & HOME_SHARD;  // so weights are gathered
+        const int divided = s->placement[HOME_OF_MOMENTS] & PLACE_SHARD;  // so weights are gathered
         last = fmax(micro, transfers + sums + (divided ? 0 : results));
         micro = fmax(micro, transfers);
         update += fmax(fmax(one.up - up, one.down - down), 0) * v->link_byte;
@@ -3073,7 +3073,7 @@ static const int shard_stage[HOMES] = {3, 2, 1, 1, 0};
 
 // Ranks and homes, from --gpus, which is by now what a launcher started, --zero and --offload. Ends
 // the run where these do not go together.
-static void settings_homes(Settings *s, const Options *o) {
+static void settings_placements(Settings *s, const Options *o) {
     if (o->zero && o->gpus == 1) {
         die("--zero (-z) %" PRId64 " divides states among GPUs: --gpus N or mpirun asks for some",
             o->zero);
@@ -3083,9 +3083,9 @@ static void settings_homes(Settings *s, const Options *o) {
     for (int state = 0; state < HOMES; state++) {
         const int stage = shard_stage[state], sharded = s->ranks > 1 && stage && o->zero >= stage;
         const int hosted = o->offload >> state & 1;  // `auto` is a bit of its own
-        s->home[state] = (uint8_t)((hosted ? HOME_HOST : 0) | (sharded ? HOME_SHARD : 0));
+        s->placement[state] = (uint8_t)((hosted ? PLACE_HOST : 0) | (sharded ? PLACE_SHARD : 0));
     }
-    if (s->ranks > 1 && s->home[HOME_OF_GRADIENTS] & HOME_HOST) {
+    if (s->ranks > 1 && s->placement[HOME_OF_GRADIENTS] & PLACE_HOST) {
         die("--offload gradients: that is for one GPU; of %d, each keeps its part of them with "
             "--zero (-z) 2, and the other states may be offloaded", s->ranks);
     }
@@ -3131,7 +3131,7 @@ static void settings_types(Settings *s, const Options *o) {
     if (s->dtype == TYPE_FP16 && o->master == MASTER_NONE && !o->eval) {  // which has no master
         die("--master (-w) none: with --dtype fp16 the fp32 weights cannot be left out");
     }
-    if (s->home[HOME_OF_MASTER] & HOME_HOST && !settings_has_master(s)) {
+    if (s->placement[HOME_OF_MASTER] & PLACE_HOST && !settings_has_master(s)) {
         die("--offload master: there is no master copy with --dtype %s and --master (-w) %s",
             choice_text(dtypes, dtype).s, choice_text(masters, o->master).s);
     }
@@ -3154,7 +3154,7 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
         die("--batch (-b) %d x --seq-len (-t) %d: a micro-batch holds at most 67,108,864 tokens",
             s->B, s->T);
     }
-    settings_homes(s, o);
+    settings_placements(s, o);
     settings_types(s, o);
     recompute_parse(s, o->recompute);
     if (o->logit_rows > N) {
@@ -3177,7 +3177,7 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
 static void settings_forward(Settings *s) {
     s->forward = 1;
     s->split_master = 0;
-    s->home[HOME_OF_RESIDUALS] = 0;
+    s->placement[HOME_OF_RESIDUALS] = 0;
 }
 
 // Levels and homes. What changes no bit may be chosen by the program: the levels of recomputation,
@@ -3205,9 +3205,9 @@ static int64_t settings_offload(Settings *s, int states) {
         const int none = (state == HOME_OF_MASTER && !settings_has_master(s)) ||
                          (state == HOME_OF_GRADIENTS && s->ranks > 1);
         if (states >> state & 1 && !none) {
-            s->home[state] |= HOME_HOST;
+            s->placement[state] |= PLACE_HOST;
         }
-        all |= (int64_t)(s->home[state] & HOME_HOST) / HOME_HOST << state;
+        all |= (int64_t)(s->placement[state] & PLACE_HOST) / PLACE_HOST << state;
     }
     return all;
 }
@@ -3217,7 +3217,7 @@ static const char *offload_text(char text[64], const Settings *s) {
     int n = 0;
     snprintf(text, 64, "none");
     for (int state = 0; state < HOMES; state++) {
-        if (s->home[state] & HOME_HOST) {
+        if (s->placement[state] & PLACE_HOST) {
             n += snprintf(text + n, 64 - (size_t)n, "%s%s", n ? "," : "",
                           choice_text(offloads, state + 2).s);
         }
@@ -3314,7 +3314,7 @@ static void plan_groups(const Plan *p, size_t device[GROUPS], size_t host[GROUPS
     for (int i = 0; i < p->buffer_count; i++) {
         const Buffer *b = &p->buffers[i];
         if (b->first <= p->peak && p->peak <= b->last) {
-            (b->home == HOME_HOST ? host : device)[b->group] += buffer_room(b);
+            (b->placement == PLACE_HOST ? host : device)[b->group] += buffer_room(b);
         }
     }
 }
@@ -3348,11 +3348,11 @@ static int64_t step_whole_micros(const Options *o, const Settings *s) {
 static void settings_auto(Settings *s, const Options *o, const Room *room) {
     const int trains = !s->forward;  // without it there is nothing to recompute or to offload
     const int levels = trains && strcmp(o->recompute, "auto") == 0;
-    const int homes = trains && s->gpu && o->offload == OFFLOAD_AUTO;
+    const int offloads = trains && s->gpu && o->offload == OFFLOAD_AUTO;
     const Speed v = speed_usual(s);
     Settings best = *s;
     size_t least = SIZE_MAX;
-    for (int rung = 0; rung < (homes ? HOST_RUNGS : 1) && room->device > 0; rung++) {
+    for (int rung = 0; rung < (offloads ? HOST_RUNGS : 1) && room->device > 0; rung++) {
         Settings next = *s;
         Plan p;
         settings_offload(&next, host_rungs[rung]);
@@ -5254,14 +5254,14 @@ static void cpu_write(Engine *e, int state, int64_t offset, const real *values, 
 
 // A visit's bytes move at once, so that nobody waits for them. Gradients that do not come from
 // home are cleared, since the layers add to them.
-static void cpu_transfer(Plan *p, int phase, const Transfer *v, void *slot, void *home, size_t bytes) {
+static void cpu_transfer(Plan *p, int phase, const Transfer *v, void *slot, void *store, size_t bytes) {
     (void)p;
-    if (phase == FETCH && home) {
-        memcpy(slot, home, bytes);
+    if (phase == FETCH && store) {
+        memcpy(slot, store, bytes);
     } else if (phase == FETCH && v->what == HOME_OF_GRADIENTS) {
         memset(slot, 0, bytes);
     } else if (phase == STORE) {
-        memcpy(home, slot, bytes);
+        memcpy(store, slot, bytes);
     }
 }
 
@@ -6640,19 +6640,19 @@ static void settings_batch(Settings *s, int B) {
 // moments do, and change numbers all the same.
 static int axis_apply(Settings *s, int axis, int step, char option[64]) {
     const Settings before = *s;
-    char homes[64];
+    char offload[64];
     if (axis == BY_LEVEL) {
         settings_recompute(s, step, s->model.L);
         snprintf(option, 64, " -r %s", level_table[step].name);
     } else if (axis == BY_TYPE) {
         s->moment_dtype = TYPE_BF16;
         s->split_master = step == 2 ? 0 : s->split_master;
-        s->home[HOME_OF_MASTER] = s->split_master ? s->home[HOME_OF_MASTER] : 0;
+        s->placement[HOME_OF_MASTER] = s->split_master ? s->placement[HOME_OF_MASTER] : 0;
         snprintf(option, 64, "%s%s", before.moment_dtype == TYPE_BF16 ? "" : " --moments bf16",
                  s->split_master == before.split_master ? "" : " -w none");
     } else if (axis == BY_HOME) {
         settings_offload(s, host_rungs[step]);
-        snprintf(option, 64, " --offload %s", offload_text(homes, s));
+        snprintf(option, 64, " --offload %s", offload_text(offload, s));
     } else {
         settings_batch(s, s->B >> step);
         snprintf(option, 64, " -b %d", s->B);
@@ -6840,11 +6840,11 @@ static void training_print(const Options *chosen, const char *levels, int gpu) {
 static void choice_print(const Plan *p, const Options *o) {
     const Settings *s = &p->settings;
     Options chosen = *o;
-    const int homes = o->offload == OFFLOAD_AUTO && settings_offloads(s);
+    const int offloads = o->offload == OFFLOAD_AUTO && settings_offloads(s);
     const LevelsText levels = recompute_text(s);
-    if (homes || (strcmp(o->recompute, "auto") == 0 && strcmp(levels.s, "none") != 0)) {
+    if (offloads || (strcmp(o->recompute, "auto") == 0 && strcmp(levels.s, "none") != 0)) {
         Settings copy = *s;
-        chosen.offload = homes ? settings_offload(&copy, 0) : o->offload;
+        chosen.offload = offloads ? settings_offload(&copy, 0) : o->offload;
         printf("chosen   ");
         training_print(&chosen, levels.s, s->gpu);
         printf("         so that it fits, same bits; %s of host memory\n\n",
@@ -6878,7 +6878,7 @@ static void plan_print_json(const Plan *p) {
         printf("%s\n{\"name\":\"%s\",\"group\":\"%s\",\"bytes\":%zu,\"offset\":%zu,\"first\":%d,"
                "\"last\":%d,\"home\":\"%s\"}",
                i ? "," : "", b->name, group_names[b->group], b->bytes, b->offset, b->first, b->last,
-               b->home == HOME_HOST ? "host" : "device");
+               b->placement == PLACE_HOST ? "host" : "device");
     }
     printf("]}\n");
 }
@@ -6984,9 +6984,9 @@ static void plan_print_remedies(const Plan *p, const Room *room, size_t beside) 
 
 // The stage of ZeRO that divides the states so.
 static int settings_zero(const Settings *s) {
-    const int moments = s->home[HOME_OF_MOMENTS] & HOME_SHARD;
-    return (moments + (s->home[HOME_OF_GRADIENTS] & HOME_SHARD) +
-            (s->home[HOME_OF_WEIGHTS] & HOME_SHARD)) / HOME_SHARD;
+    const int moments = s->placement[HOME_OF_MOMENTS] & PLACE_SHARD;
+    return (moments + (s->placement[HOME_OF_GRADIENTS] & PLACE_SHARD) +
+            (s->placement[HOME_OF_WEIGHTS] & PLACE_SHARD)) / PLACE_SHARD;
 }
 
 // Prints the plan by group, whether it fits the room, on the device and on the host, what each
@@ -7008,8 +7008,8 @@ static int plan_print(const Plan *p, const Room *room, const Options *o) {
         printf(": %.1f %% more arithmetic", 100 * recompute_cost(s));
     }
     if (settings_offloads(s)) {
-        char homes[64];
-        printf("; --offload %s", offload_text(homes, s));
+        char offload[64];
+        printf("; --offload %s", offload_text(offload, s));
     }
     if (s->ranks > 1) {
         printf("; each of %d GPUs, -z %d", s->ranks, settings_zero(s));
@@ -7109,9 +7109,9 @@ static int next_batch(int B) { return B < 2 ? B + 1 : B & (B - 1) ? B / 3 * 4 : 
 static int fit_point(FitPoint *f, const Model *m, int level, const Room *room) {
     Plan p;
     Settings *s = &f->settings;
-    const int levels = strcmp(f->o.recompute, "auto") == 0, homes = f->o.offload == OFFLOAD_AUTO;
+    const int levels = strcmp(f->o.recompute, "auto") == 0, offloads = f->o.offload == OFFLOAD_AUTO;
     settings_from_options(s, &f->o, m, room->speed.gpu);
-    if (homes) {
+    if (offloads) {
         f->o.offload = settings_offload(s, host_rungs[f->rung]);
         f->o.offload += f->o.offload ? 0 : (int64_t)OFFLOAD_AUTO;  // which finds that all fits
     }
@@ -7182,7 +7182,7 @@ static int fit_points(FitPoint list[MAX_POINTS], const Options *asked, const Mod
 
 // A row of the table of fit_print_points().
 static void fit_print_point(const FitPoint *f) {
-    char homes[64], types[64] = "";
+    char offload[64], types[64] = "";
     const Settings *s = &f->settings;
     static const char *const names[] = {"fp32", "bf16", "fp16"};
     snprintf(types, sizeof types, "%s%s%s", s->gpu ? names[s->dtype] : "fp32",
@@ -7190,7 +7190,7 @@ static void fit_print_point(const FitPoint *f) {
              s->dtype == TYPE_BF16 && !s->split_master ? ", -w none" : "");
     printf("%5d  %-18s %-26s %10s %10s %10s  %s\n", s->B, recompute_text(s).s, types,
            bytes_text((double)f->bytes).s, bytes_text((double)f->host_bytes).s,
-           count_text((int64_t)f->tokens_per_s).s, offload_text(homes, s));
+           count_text((int64_t)f->tokens_per_s).s, offload_text(offload, s));
 }
 
 // A point that another one beats: no slower, and no more bytes on either side, one of them better
@@ -7437,7 +7437,7 @@ static double calibration_flops(const Settings *s) {
 // `flops`. A whole batch is better: the activations of a small one stay in caches.
 static Settings calibration_settings(const Settings *run, double flops) {
     Settings s = *run;
-    memset(s.home, 0, sizeof s.home);
+    memset(s.placement, 0, sizeof s.placement);
     s.model.L = 2;
     settings_recompute(&s, RECOMPUTE_NONE, 0);
     while (s.B > 1 && calibration_flops(&s) > flops) {

@@ -3412,13 +3412,13 @@ static void pinned_close(char *memory, size_t bytes) {
 
 // Allocates both homes of the plan.
 static void arena_open(Plan *p, cudaStream_t stream) {
-    cuda_check(cudaMalloc((void **)&p->base[HOME_DEVICE], p->device_bytes));
-    p->base[HOME_HOST] = pinned_open(p->host_bytes, device_node(""));
+    cuda_check(cudaMalloc((void **)&p->base[PLACE_DEVICE], p->device_bytes));
+    p->base[PLACE_HOST] = pinned_open(p->host_bytes, device_node(""));
 #if GPT2_POISON
     arena_stream = stream;
     p->mark = device_mark;
-    p->mark(p->base[HOME_DEVICE], p->device_bytes, 0);
-    p->mark(p->base[HOME_HOST], p->host_bytes, 0);
+    p->mark(p->base[PLACE_DEVICE], p->device_bytes, 0);
+    p->mark(p->base[PLACE_HOST], p->host_bytes, 0);
 #endif
     plan_tick(p, 0);
     cuda_check(cudaStreamSynchronize(stream));
@@ -3429,13 +3429,13 @@ static void arena_open(Plan *p, cudaStream_t stream) {
 static void arena_lend(Plan *p) {
     plan_tick(p, -1);
 #if GPT2_POISON
-    p->mark(p->base[HOME_DEVICE], p->device_bytes, 1);
+    p->mark(p->base[PLACE_DEVICE], p->device_bytes, 1);
 #endif
 }
 
 static void arena_return(Plan *p) {
 #if GPT2_POISON
-    p->mark(p->base[HOME_DEVICE], p->device_bytes, 0);
+    p->mark(p->base[PLACE_DEVICE], p->device_bytes, 0);
 #endif
     plan_tick(p, 0);
 }
@@ -3444,13 +3444,13 @@ static void arena_return(Plan *p) {
 // first, so that whoever gets the memory next may use it.
 static void arena_close(Plan *p) {
 #if GPT2_POISON
-    p->mark(p->base[HOME_DEVICE], p->device_bytes, 1);
-    p->mark(p->base[HOME_HOST], p->host_bytes, 1);
+    p->mark(p->base[PLACE_DEVICE], p->device_bytes, 1);
+    p->mark(p->base[PLACE_HOST], p->host_bytes, 1);
     cuda_check(cudaStreamSynchronize(arena_stream));
 #endif
-    cuda_check(cudaFree(p->base[HOME_DEVICE]));
-    pinned_close(p->base[HOME_HOST], p->host_bytes);
-    p->base[HOME_DEVICE] = p->base[HOME_HOST] = nullptr;
+    cuda_check(cudaFree(p->base[PLACE_DEVICE]));
+    pinned_close(p->base[PLACE_HOST], p->host_bytes);
+    p->base[PLACE_DEVICE] = p->base[PLACE_HOST] = nullptr;
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -3477,18 +3477,18 @@ static void stream_after(cudaStream_t later, cudaStream_t earlier, cudaEvent_t e
 }
 
 // Queues one move of a visit: what Plan.move is on a GPU.
-static void gpu_transfer(Plan *p, int phase, const Transfer *v, void *slot, void *home, size_t bytes) {
+static void gpu_transfer(Plan *p, int phase, const Transfer *v, void *slot, void *store, size_t bytes) {
     const OffloadStreams *s = (const OffloadStreams *)p->transfer_context;
     cudaEvent_t ready = s->ready[v->what][v->slot], gone = s->gone[v->what][v->slot];
-    if (phase == FETCH && home) {
+    if (phase == FETCH && store) {
         stream_after(s->up, s->compute, s->now);
-        cuda_check(cudaMemcpyAsync(slot, home, bytes, cudaMemcpyHostToDevice, s->up));
+        cuda_check(cudaMemcpyAsync(slot, store, bytes, cudaMemcpyHostToDevice, s->up));
         cuda_check(cudaEventRecord(ready, s->up));
     } else if (phase == FETCH_WAIT) {
         cuda_check(cudaStreamWaitEvent(s->compute, ready, 0));
     } else if (phase == STORE) {
         stream_after(s->down, s->compute, s->now);
-        cuda_check(cudaMemcpyAsync(home, slot, bytes, cudaMemcpyDeviceToHost, s->down));
+        cuda_check(cudaMemcpyAsync(store, slot, bytes, cudaMemcpyDeviceToHost, s->down));
         cuda_check(cudaEventRecord(gone, s->down));
     } else if (phase == STORE_WAIT) {
         cuda_check(cudaStreamWaitEvent(s->compute, gone, 0));
@@ -4410,25 +4410,25 @@ static void rank_reduce(const RankComm *c, G *sum, const G *grads, size_t part, 
 // gpu_transfer where ranks have a part each of what visits: weights come to their slot from all ranks,
 // gradients leave theirs for the parts at home. It goes on on the ranks' stream.
 template <class G>
-static void rank_transfer(Plan *p, int phase, const Transfer *v, void *slot, void *home, size_t bytes) {
+static void rank_transfer(Plan *p, int phase, const Transfer *v, void *slot, void *store, size_t bytes) {
     const OffloadStreams *s = (const OffloadStreams *)p->transfer_context;
     const RankComm *c = s->ranks;
     const size_t part = bytes / (size_t)c->ranks;
-    if (phase == FETCH && home && v->in & HOME_SHARD) {
+    if (phase == FETCH && store && v->in & PLACE_SHARD) {
         stream_after(c->stream, s->compute, s->now);
-        if (v->in & HOME_HOST) {  // NCCL is given no pinned memory: the part goes up to its place
+        if (v->in & PLACE_HOST) {  // NCCL is given no pinned memory: the part goes up to its place
             char *own = (char *)slot + (size_t)c->rank * part;
-            cuda_check(cudaMemcpyAsync(own, home, part, cudaMemcpyHostToDevice, c->stream));
-            home = own;
+            cuda_check(cudaMemcpyAsync(own, store, part, cudaMemcpyHostToDevice, c->stream));
+            store = own;
         }
-        rank_gather_from(c, slot, home, part);
+        rank_gather_from(c, slot, store, part);
         cuda_check(cudaEventRecord(s->ready[v->what][v->slot], c->stream));
-    } else if (phase == STORE && v->out & HOME_SHARD) {
+    } else if (phase == STORE && v->out & PLACE_SHARD) {
         stream_after(c->stream, s->compute, s->now);
-        rank_reduce<G>(c, (G *)home, (const G *)slot, part / sizeof(G), p->adds != 0);
+        rank_reduce<G>(c, (G *)store, (const G *)slot, part / sizeof(G), p->adds != 0);
         cuda_check(cudaEventRecord(s->gone[v->what][v->slot], c->stream));
     } else {
-        gpu_transfer(p, phase, v, slot, home, bytes);
+        gpu_transfer(p, phase, v, slot, store, bytes);
     }
 }
 
@@ -4652,7 +4652,7 @@ static void gpu_block_backward(const GpuPass<E, G> *pass, int stage, int l) {
     const int B = pass->B, T = pass->T, N = B * T, C = m->C, NH = m->NH;
     // Where each micro-step's gradients go to the other ranks, none is left here to be added to.
     const bool first =
-        pass->first || b.net->plan->settings.home[HOME_OF_GRADIENTS] & HOME_SHARD;
+        pass->first || b.net->plan->settings.placement[HOME_OF_GRADIENTS] & PLACE_SHARD;
     cudaStream_t stream = pass->net->stream;
     E *dres = gpu_buffer<E>(b.net, BUF_DRES);
     float *scratch = gpu_buffer<float>(b.net, BUF_PARTIALS);
@@ -4763,7 +4763,7 @@ template <class E, class G> static void gpu_reduce(const GpuNetwork<E, G> *net, 
         gpu_buffer<G>(net, BUF_GRADS) + (b.offset - bucket_at(&s->model, s->ranks, BUCKET_WTE)
                                                         .offset);
     rank_reduce<G>(c, grads + own, grads, part, false);
-    if (!(s->home[HOME_OF_MOMENTS] & HOME_SHARD)) {
+    if (!(s->placement[HOME_OF_MOMENTS] & PLACE_SHARD)) {
         rank_gather(c, grads, part * sizeof(G));
     }
 }
@@ -4785,14 +4785,14 @@ template <class E, class G> static void gpu_join(const GpuNetwork<E, G> *net) {
 template <class E, class G> static void gpu_gather_weights(const GpuNetwork<E, G> *net) {
     const Settings *s = &net->plan->settings;
     const RankComm *c = &net->ranks;
-    const int home = s->home[HOME_OF_WEIGHTS], stay = home ? 0 : s->model.L;
+    const int placement = s->placement[HOME_OF_WEIGHTS], stay = placement ? 0 : s->model.L;
     stream_after(c->stream, net->stream, c->event);
     for (int bucket = BUCKET_WTE; bucket < BUCKET_BLOCKS + stay; bucket++) {
         const Bucket b = bucket_at(&s->model, s->ranks, bucket);
         rank_gather(c, gpu_buffer<E>(net, BUF_WEIGHTS) + b.offset, (size_t)b.part * sizeof(E));
     }
     // Not where kernels run alone: the others' parts, padding among them, would be what was there.
-    for (int l = 0; home == HOME_HOST && c->on && l < s->model.L; l++) {
+    for (int l = 0; placement == PLACE_HOST && c->on && l < s->model.L; l++) {
         const Bucket b = bucket_at(&s->model, s->ranks, BUCKET_BLOCKS);
         E *whole = gpu_buffer<E>(net, BUF_WEIGHTS_HOME) + l * b.count;
         E *staging = (E *)(void *)c->staging;
@@ -4849,7 +4849,7 @@ template <class E, class G> static void gpu_stage(void *self, int stage, int lay
     default:  // a block's
         (stage < F_STAGES ? gpu_block_forward<E, G> : gpu_block_backward<E, G>)(pass, stage, layer);
         if (stage == B_QKV && pass->last && net->plan->settings.ranks > 1 &&
-            !net->plan->settings.home[HOME_OF_GRADIENTS]) {
+            !net->plan->settings.placement[HOME_OF_GRADIENTS]) {
             gpu_reduce(net, BUCKET_BLOCKS + layer);  // its matrices are complete
         }
     }
@@ -4973,7 +4973,7 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
         s->moment_dtype == TYPE_FP32 ? update(float()) : update(E());
     }
     // Behind AdamW and before the next forward, which compute waits for.
-    if (s->home[HOME_OF_MOMENTS] & HOME_SHARD) {
+    if (s->placement[HOME_OF_MOMENTS] & PLACE_SHARD) {
         gpu_gather_weights(net);
     }
     cuda_check(
@@ -5016,7 +5016,7 @@ template <class E, class G> static uint64_t gpu_replica(Engine *e) {
         if (net->plan->single[row.buffer] >= 0) {  // without a master there are no low halves
             const Buffer *b = &net->plan->buffers[net->plan->single[row.buffer]];
             const size_t whole = (size_t)row.whole * type_bytes(b->type);
-            const size_t words = (s->home[row.state] & HOME_SHARD ? whole : b->bytes) / 8;
+            const size_t words = (s->placement[row.state] & PLACE_SHARD ? whole : b->bytes) / 8;
             launch(replica_hash_kernel, words < 1 << 18 ? (unsigned)(words / 256 + 1) : 1024, 256,
                    0, net->stream, sum, gpu_buffer<uint64_t>(net, row.buffer), words);
         }
@@ -5561,8 +5561,8 @@ template <class E, class G>
 static StateView gpu_state(const GpuNetwork<E, G> *net, int state, const TensorSpan *span) {
     const Plan *p = net->plan;
     const Settings *s = &p->settings;
-    const HomeOf home = state == STATE_MASTER ? HOME_OF_MASTER : state_homes[state];
-    Place place = tensor_home(s, home, span->tensor, span->layer);
+    const HomeOf kind = state == STATE_MASTER ? HOME_OF_MASTER : state_homes[state];
+    Place place = tensor_home(s, kind, span->tensor, span->layer);
     place.buffer = state == STATE_V ? BUF_V : place.buffer;
     StateView v = {p->buffers[p->single[place.buffer]].type, gpu_buffer<char>(net, place.buffer),
                    nullptr, state == STATE_WEIGHTS && s->split_master};
@@ -5708,7 +5708,7 @@ static void rank_read(GpuNetwork<E, G> *net, int state, const TensorSpan &span, 
                       real *out) {
     const Settings *s = &net->plan->settings;
     const StateView v = gpu_state(net, state, &span);
-    const bool sharded = (s->home[HOME_OF_MOMENTS] & HOME_SHARD) != 0;
+    const bool sharded = (s->placement[HOME_OF_MOMENTS] & PLACE_SHARD) != 0;
     const bool divided = tensor_divided(s, HOME_OF_WEIGHTS, span.tensor) != 0;
     const RankState high = {state_buffer(state), type_bytes(v.type),
                             state == STATE_WEIGHTS ? divided : sharded};
@@ -5906,7 +5906,7 @@ template <class E, class G> static void gpu_begin(GpuNetwork<E, G> *net) {
     for (int id : {BUF_WEIGHTS, BUF_WEIGHTS_HOME, BUF_MASTER, BUF_M, BUF_V, BUF_STATE, BUF_WORDS,
                    BUF_EXCHANGE}) {
         const int at = net->plan->single[id];
-        if (at >= 0 && (net->plan->buffers[at].home == HOME_DEVICE || GPT2_POISON)) {
+        if (at >= 0 && (net->plan->buffers[at].placement == PLACE_DEVICE || GPT2_POISON)) {
             cuda_check(cudaMemsetAsync(gpu_buffer<char>(net, id), 0, net->plan->buffers[at].bytes,
                                        net->stream));
         }
@@ -5923,7 +5923,7 @@ template <class E, class G> static void gpu_tune(Engine *e) {
         const Buffer *workspace = &p->buffers[p->single[BUF_MATMUL]];
         const size_t end = (workspace->offset + workspace->bytes + 255) / 256 * 256;
         const size_t behind = p->device_bytes > end ? p->device_bytes - end : 0;
-        char *base = p->base[HOME_DEVICE];
+        char *base = p->base[PLACE_DEVICE];
         if (!p->settings.quiet) {  // what a run prints is not mixed with text that is asked for
             FILE *to = p->settings.forward ? stderr : stdout;
             fprintf(to, "timing matrix products for this GPU, once\n");
@@ -6194,7 +6194,7 @@ static int command_check(Run *run, const Program *program) {
     Engine cpu;
     int failed = 0;
     oracle.gpu = oracle.split_master = 0;
-    memset(oracle.home, 0, sizeof oracle.home);
+    memset(oracle.placement, 0, sizeof oracle.placement);
     settings_recompute(&oracle, RECOMPUTE_NONE, m->L);
     oracle.dtype = oracle.grad_dtype = oracle.moment_dtype = TYPE_REAL;
     plan_build(&oracle_plan, &oracle);

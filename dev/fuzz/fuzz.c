@@ -529,7 +529,7 @@ static void target_plan(const unsigned char *bytes, size_t size) {
     FACT(p.device_bytes / 4 >= (size_t)(s.B * s.T));
     for (int i = 0; i < p.buffer_count; i++) {
         const Buffer *b = &p.buffers[i];
-        FACT(b->home == HOME_HOST || b->offset + b->bytes <= p.device_bytes);
+        FACT(b->placement == PLACE_HOST || b->offset + b->bytes <= p.device_bytes);
     }
     plan_free(&p);
 }

@@ -11,7 +11,7 @@ TEST(plan_refuse, HOST) {
     settings_recompute(&s, RECOMPUTE_NONE, s.model.L);
     s.dtype = s.grad_dtype = s.moment_dtype = TYPE_REAL;
     s.split_master = 0;
-    memset(s.home, 0, sizeof s.home);
+    memset(s.placement, 0, sizeof s.placement);
     Plan p;
     plan_build(&p, &s);
     plan_refuse(&p, p.device_bytes, p.device_bytes);
@@ -24,7 +24,7 @@ TEST(plan_refuse, HOST) {
         expect(list[i].bytes < p.device_bytes && list[i].bytes == plan_bytes(&list[i].settings));
     }
     plan_free(&p);
-    s.home[HOME_OF_MOMENTS] = HOME_HOST;
+    s.placement[HOME_OF_MOMENTS] = PLACE_HOST;
     plan_build(&p, &s);
     plan_refuse_host(&p, p.host_bytes, "a test");
     expect_death(plan_refuse_host(&p, p.host_bytes - 1, "a test"),
@@ -191,9 +191,9 @@ TEST(auto, HOST) {
     const Settings whole = planned(run + " -r none"), least_kept = planned(run + " -r block");
     const size_t all = plan_bytes(&whole), block = plan_bytes(&least_kept);
     auto chosen = [&](const Text &more, size_t device, size_t host) {
-        char homes[64];
+        char placements[64];
         const Settings s = automatic(run + more, device, host);
-        return Text(recompute_text(&s).s) + " " + offload_text(homes, &s);
+        return Text(recompute_text(&s).s) + " " + offload_text(placements, &s);
     };
     expect(chosen("", all, 0) == "none none", "%s", chosen("", all, 0).c_str());
     expect(chosen("", 0, 0) == "none none", "an unknown card");

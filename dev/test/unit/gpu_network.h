@@ -69,7 +69,7 @@ static void mark_and_round(void *memory, size_t bytes, int alive) {
         const Buffer *row = &rounded_plan->buffers[i];
         if (row->alive && (row->group == GROUP_KEPT || row->group == GROUP_WORKING) &&
             !strstr(row->name, "mean") && !strstr(row->name, "rstd") && !strstr(row->name, "lse")) {
-            round_all((real *)(void *)(rounded_plan->base[HOME_DEVICE] + row->offset), row->count);
+            round_all((real *)(void *)(rounded_plan->base[PLACE_DEVICE] + row->offset), row->count);
         }
     }
 }
@@ -594,13 +594,13 @@ TEST(gpu_allocation_random, EMULATED) {
         static const char *const types[] = {"--dtype fp32", "--dtype bf16", "--moments bf16",
                                             "--moments bf16 -w none", "--grad-dtype fp32"};
         const int B = draw(1, 3), level = draw(0, RECOMPUTE_BLOCK), blocks = draw(1, m.L);
-        static const char *const homes[] = {"none", "moments", "residuals,moments",
+        static const char *const placements[] = {"none", "moments", "residuals,moments",
                                             "weights,gradients", "weights,residuals,gradients"};
         const Text rest = Text(",") + level_table[draw(0, RECOMPUTE_BLOCK)].name;
         const Text options = text("-b %d -t %d -r %s:%d%s %s --logit-rows %d --offload %s", B, T,
                                   level_table[level].name, blocks,
                                   blocks < m.L ? rest.c_str() : "", types[draw(0, 4)],
-                                  draw(0, B * T), homes[draw(0, 4)]);
+                                  draw(0, B * T), placements[draw(0, 4)]);
         emu::peak_bytes = 0;
         Net net(m, options);
         trace(&net, 2);
@@ -643,16 +643,16 @@ TEST(gpu_offload, EMULATED_ALL) {
             const Text options = text("-b 2 -t 7 -r %d", level);
             const Reals want = offloaded(m, options, accum_steps, 0);
             for (long order : stream_orders) {
-                for (const char *homes : {"weights", "gradients", "moments", "master", "residuals",
+                for (const char *placements : {"weights", "gradients", "moments", "master", "residuals",
                                           "weights,gradients,moments,master,residuals"}) {
-                    if (!sampled(strlen(homes) > 20 && order < 2)) {
+                    if (!sampled(strlen(placements) > 20 && order < 2)) {
                         continue;
                     }
                     runs++;
                     const Reals got =
-                        offloaded(m, options + " --offload " + homes, accum_steps, order);
+                        offloaded(m, options + " --offload " + placements, accum_steps, order);
                     expect(same_bits(got, want), "%s, %d micro-steps, %s%s", options.c_str(),
-                           accum_steps, order_switches().c_str(), homes);
+                           accum_steps, order_switches().c_str(), placements);
                 }
             }
         }
@@ -686,20 +686,20 @@ TEST(gpu_offload_mixed, EMULATED_ALL) {
     for (int n = 0; n < all; n++) {
         const int bf16s = draw(0, 3) > 0, split = bf16s && draw(0, 1), accum_steps = draw(1, 3);
         Model m = shape(text("l%dh1c%dt9", draw(1, 6), 8 * draw(1, 4)).c_str(), 257);
-        Text homes, options = text("-b %d -t %d -r %s:%d", draw(1, 2), draw(1, 9),
+        Text placements, options = text("-b %d -t %d -r %s:%d", draw(1, 2), draw(1, 9),
                                    level_table[draw(0, RECOMPUTE_LEVELS - 1)].name, draw(0, m.L));
         options += bf16s ? split ? "" : " -w none" : " --dtype fp32";
         options += bf16s && draw(0, 1) ? " --moments bf16" : "";
         options += bf16s && draw(0, 1) ? " --grad-dtype fp32" : "";
         const int bits = draw(1, split ? 31 : 15);
         for (int k = 0; k < 5; k++) {
-            homes += bits >> k & 1 ? (homes.empty() ? "" : ",") + Text(names[k]) : "";
+            placements += bits >> k & 1 ? (placements.empty() ? "" : ",") + Text(names[k]) : "";
         }
         const long order = stream_orders[draw(0, 4)];
         const Reals want = offloaded(m, options, accum_steps, 0);
-        const Reals got = offloaded(m, options + " --offload " + homes, accum_steps, order);
+        const Reals got = offloaded(m, options + " --offload " + placements, accum_steps, order);
         expect(same_bits(got, want), "L%d C%d %s, %d micro-steps, %s%s", m.L, m.C,
-               options.c_str(), accum_steps, order_switches().c_str(), homes.c_str());
+               options.c_str(), accum_steps, order_switches().c_str(), placements.c_str());
     }
     emu::set.order = 0;
     detail = text("%d settings", all);
@@ -769,17 +769,17 @@ TEST(gpu_tuning, EMULATED_ALL) {
     }
     Model m = shape("l4h1c16t8", 257);
     Text kept;
-    for (const char *homes : {"none", "weights,gradients,moments,master,residuals"}) {
+    for (const char *placements : {"none", "weights,gradients,moments,master,residuals"}) {
         Trace traces[2];
         for (int tune : {1, 0}) {
-            Net n(m, text("-b 1 -t 8 --tune %d --offload %s", tune, homes));
+            Net n(m, text("-b 1 -t 8 --tune %d --offload %s", tune, placements));
             traces[tune] = trace(&n, 1);
             expect((kept == n.e.matmul) == (tune && !kept.empty()), "--tune %d", tune);
             kept = tune ? n.e.matmul : kept.c_str();
             expect(n.e.take_matmul(&n.e, kept.c_str()) && kept == n.e.matmul, "a checkpoint's");
         }
         expect(traces[0].losses == traces[1].losses && traces[0].weights == traces[1].weights,
-               "timing leaves nothing behind, --offload %s", homes);
+               "timing leaves nothing behind, --offload %s", placements);
     }
     Net wider(m, "-b 2 -t 8");
     expect(!wider.e.take_matmul(&wider.e, kept.c_str()), "choices for another batch");

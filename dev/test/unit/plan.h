@@ -76,14 +76,14 @@ static Settings draw_settings() {
         s.moment_dtype = draw(0, 1) ? TYPE_BF16 : TYPE_FP32;
         s.split_master = s.dtype == TYPE_BF16 && draw(0, 1);
         s.workspace = default_workspace(&s.model);
-        s.home[HOME_OF_MOMENTS] = (Home)draw(0, 1);
-        s.home[HOME_OF_MASTER] = settings_has_master(&s) ? (Home)draw(0, 1) : HOME_DEVICE;
+        s.placement[HOME_OF_MOMENTS] = (Placement)draw(0, 1);
+        s.placement[HOME_OF_MASTER] = settings_has_master(&s) ? (Placement)draw(0, 1) : PLACE_DEVICE;
     }
     return s;
 }
 
 // The same on a GPU, where any state may be at home elsewhere and up to 1,024 ranks share a step.
-static Settings draw_homes() {
+static Settings draw_placements() {
     static const int ranks[] = {1, 2, 3, 4, 7, 8, 1024};
     Settings s = draw_settings();
     s.gpu = 1;
@@ -98,7 +98,7 @@ static Settings draw_homes() {
         const int from = shard_stage[state];
         const int sharded = s.ranks > 1 && from && from <= stage;
         const int hosted = draw(0, 1) && !(state == HOME_OF_GRADIENTS && s.ranks > 1);
-        s.home[state] = (uint8_t)((sharded ? HOME_SHARD : 0) | (hosted ? HOME_HOST : 0));
+        s.placement[state] = (uint8_t)((sharded ? PLACE_SHARD : 0) | (hosted ? PLACE_HOST : 0));
     }
     return s;
 }
@@ -131,7 +131,7 @@ static size_t padded(const Buffer &b) {
 // below live_bytes, and the same settings give the same plan.
 TEST(plan_layout, ALL) {
     for (int n = 0; n < 300; n++) {
-        Settings s = n % 2 ? draw_settings() : draw_homes();
+        Settings s = n % 2 ? draw_settings() : draw_placements();
         Plan p, q;
         plan_build(&p, &s);
         plan_build(&q, &s);
@@ -143,16 +143,16 @@ TEST(plan_layout, ALL) {
         std::vector<size_t> live((size_t)p.ticks);
         for (int i = 0; i < p.buffer_count; i++) {
             const Buffer &a = p.buffers[i];
-            end[a.home] = std::max(end[a.home], a.offset + padded(a));
+            end[a.placement] = std::max(end[a.placement], a.offset + padded(a));
             expect(a.offset % PLAN_ALIGN == 0 && a.first >= 0 && a.first <= a.last &&
                        a.last < p.ticks && a.count > 0,
                    "%s: %s", who.c_str(), a.name);
-            for (int t = a.first; t <= a.last && !a.home; t++) {
+            for (int t = a.first; t <= a.last && !a.placement; t++) {
                 live[(size_t)t] += padded(a);
             }
             for (int j = 0; j < i; j++) {
                 const Buffer &b = p.buffers[j];
-                int apart = a.home != b.home || a.last < b.first || b.last < a.first ||
+                int apart = a.placement != b.placement || a.last < b.first || b.last < a.first ||
                             a.offset + padded(a) <= b.offset || b.offset + padded(b) <= a.offset;
                 expect(apart, "%s: %s and %s", who.c_str(), a.name, b.name);
             }
@@ -233,7 +233,7 @@ static void check_parts(Settings s, int *cut_rows) {
                     *cut_rows += tensor == QKVW && r.first % m.C;
                 }
                 next += r.count;
-                const int whole = !matrix || !(s.home[HOME_OF_MOMENTS] & HOME_SHARD);
+                const int whole = !matrix || !(s.placement[HOME_OF_MOMENTS] & PLACE_SHARD);
                 expect(whole ? u.count == size : u.first == r.first && u.count == r.count, "%s",
                        who.c_str());
                 expect(!u.count || (u.state >= 0 && u.state + u.count <= rows[BUF_M].count),
@@ -248,7 +248,7 @@ static void check_parts(Settings s, int *cut_rows) {
 TEST(parts, HOST) {
     int cut_rows = 0;
     for (int n = 0; n < 60; n++) {
-        Settings s = draw_homes();
+        Settings s = draw_placements();
         check_parts(s, &cut_rows);
     }
     // wpe of 9 rows: T below maxT, maxT C no multiple of 64; 1,024 ranks: parts of padding alone.
@@ -332,7 +332,7 @@ static Text transfers_fault(const Settings *s, const std::vector<Transfer> &tran
         tenant[v.what][v.slot] = &v;
     }
     for (HomeOf what : {HOME_OF_WEIGHTS, HOME_OF_GRADIENTS, HOME_OF_RESIDUALS}) {
-        for (int l = 0; s->home[what] && l < s->model.L; l++) {
+        for (int l = 0; s->placement[what] && l < s->model.L; l++) {
             for (int tick : transfer_uses(s, what, l)) {
                 auto covers = [&](const Transfer &v) {
                     return v.what == what && v.block == l && v.first <= tick && tick <= v.last;
@@ -357,7 +357,7 @@ static std::vector<Transfer> transfers_of(const Settings *s) {
 TEST(transfers, HOST) {
     int found[5] = {0, 0, 0, 0, 0};
     for (int n = 0; n < 5000; n++) {
-        Settings s = draw_homes(), other = s;
+        Settings s = draw_placements(), other = s;
         std::vector<Transfer> transfers = transfers_of(&s);
         const Text fault = transfers_fault(&s, transfers);
         expect(fault.empty(), "%s: %s", settings_text(s).c_str(), fault.c_str());
@@ -411,7 +411,7 @@ static void play(const Settings *s, int micros, double up[HOMES], double down[HO
 // in wte and wpe, V in vectors, w and g bytes of a weight and a gradient.
 TEST(traffic, FLOAT) {
     for (int n = 0; n < 500; n++) {
-        Settings s = draw_homes();
+        Settings s = draw_placements();
         const int L = s.model.L, k = draw(1, 4), N = s.ranks, z = settings_zero(&s);
         const Text who = settings_text(s) + text(" ranks %d z %d micros %d", N, z, k);
         const double V = (double)bucket_at(&s.model, N, BUCKET_VECTORS).count;
@@ -420,14 +420,14 @@ TEST(traffic, FLOAT) {
         const double w = (double)type_bytes(s.dtype), g = (double)type_bytes(s.grad_dtype);
         double in[HOMES] = {}, out[HOMES] = {};
         play(&s, k, in, out);
-        if (L >= 2 && s.home[HOME_OF_WEIGHTS]) {
+        if (L >= 2 && s.placement[HOME_OF_WEIGHTS]) {
             expect(in[HOME_OF_WEIGHTS] == 2 * k * L - 4 * k + 2, "%s", who.c_str());
         }
         const double transfers_w = in[HOME_OF_WEIGHTS] / L;
         const double reduced = f * g * ((z >= 2 ? k : 1) * P + E) + 4 * f * V;
         const double gathered =
             f * ((z == 0 ? g : w) * (P + E) + (z == 3 ? w * (transfers_w - 1) * P : 0) + 4 * V);
-        auto hosted = [&](int state) { return s.home[state] & HOME_HOST ? 1.0 : 0.0; };
+        auto hosted = [&](int state) { return s.placement[state] & PLACE_HOST ? 1.0 : 0.0; };
         const double share = z >= 1 ? 1.0 / N : 1, own = V + (E + P) * share;
         const double moments = hosted(HOME_OF_MOMENTS) * 2 * (double)type_bytes(s.moment_dtype);
         const double master = hosted(HOME_OF_MASTER) * (s.split_master ? 2 : 0);
@@ -476,7 +476,7 @@ TEST(plan_ranks, FLOAT) {
                 Plan host;
                 plan_build(&host, &s);
                 expect(host.buffers[host.single[BUF_EXCHANGE]].last >=
-                           (s.home[HOME_OF_WEIGHTS] == HOME_HOST ? tick_update(&s) : tick_join(&s)),
+                           (s.placement[HOME_OF_WEIGHTS] == PLACE_HOST ? tick_update(&s) : tick_join(&s)),
                        "%s, %d ranks, -z %d: the exchange's life", shape.c_str(), N, z);
                 plan_free(&host);
                 // At most 20 bytes an element of padding, in the buckets, slots and the exchange.
