@@ -2544,7 +2544,7 @@ static TensorRange tensor_range(const Settings *s, int tensor, int layer, int wh
 typedef struct {
     int buffer;
     int64_t offset;
-} Place;
+} Location;
 
 // Does a tensor of weights or gradients visit the device?
 static int tensor_is_streamed(const Settings *s, HomeOf state, int tensor) {
@@ -2557,39 +2557,39 @@ static int tensor_divided(const Settings *s, HomeOf state, int tensor) {
 }
 
 // Where a whole tensor of the weights, gradients or moments (m; v lies alike) is at home.
-static Place tensor_home(const Settings *s, HomeOf state, int tensor, int layer) {
+static Location tensor_home(const Settings *s, HomeOf state, int tensor, int layer) {
     static const int flat[HOMES] = {BUF_WEIGHTS, BUF_GRADS, BUF_M, BUF_MASTER, 0};
     static const int home[] = {BUF_WEIGHTS_HOME, BUF_GRADS_HOME};
     const Model *m = &s->model;
     const int parted = s->gpu && state == HOME_OF_GRADIENTS;  // vectors have a buffer of their own
     const int moves = state == HOME_OF_WEIGHTS || state == HOME_OF_GRADIENTS ? s->placement[state] : 0;
     if (s->ranks == 1 && !parted && !moves) {
-        const Place in_file = {flat[state], tensor_offset(m, tensor, layer)};
+        const Location in_file = {flat[state], tensor_offset(m, tensor, layer)};
         return in_file;
     }
-    Place place = {flat[state], 0};
-    const int bucket = tensor_bucket(m, tensor, layer, &place.offset);
-    place.offset += bucket_at(m, s->ranks, bucket).offset;
+    Location location = {flat[state], 0};
+    const int bucket = tensor_bucket(m, tensor, layer, &location.offset);
+    location.offset += bucket_at(m, s->ranks, bucket).offset;
     if (moves && tensor_is_streamed(s, state, tensor)) {
-        place.buffer = home[state];
-        place.offset -= bucket_at(m, s->ranks, BUCKET_BLOCKS).offset;
+        location.buffer = home[state];
+        location.offset -= bucket_at(m, s->ranks, BUCKET_BLOCKS).offset;
     } else if (parted && tensor_is_matrix(tensor)) {
-        place.offset -= bucket_at(m, s->ranks, BUCKET_WTE).offset;
+        location.offset -= bucket_at(m, s->ranks, BUCKET_WTE).offset;
     } else if (parted) {
-        place.buffer = BUF_GRADS_1D;
+        location.buffer = BUF_GRADS_1D;
     }
-    return place;
+    return location;
 }
 
 // Where a whole tensor of the weights or gradients is on the device: in its block's slot, or at
 // home.
-static Place tensor_place(const Plan *p, HomeOf state, int tensor, int layer) {
+static Location tensor_location(const Plan *p, HomeOf state, int tensor, int layer) {
     if (!tensor_is_streamed(&p->settings, state, tensor)) {
         return tensor_home(&p->settings, state, tensor, layer);
     }
-    Place place = {slot_buffer(p, state, layer), 0};
-    tensor_bucket(&p->settings.model, tensor, layer, &place.offset);
-    return place;
+    Location location = {slot_buffer(p, state, layer), 0};
+    tensor_bucket(&p->settings.model, tensor, layer, &location.offset);
+    return location;
 }
 
 // What AdamW updates on this rank: vectors are updated alike by all, matrices too unless their
@@ -4713,14 +4713,14 @@ static void walk(Plan *p, int end, int adds, void (*stage)(void *self, int stage
 // The plan's buffers as the oracle's numbers: one that exists once; what is at a place; a tensor of
 // the weights or gradients, where it is on the device; an activation; the gradient of one (GRAD_*).
 static real *buffer(const Plan *p, int id) { return (real *)plan_single(p, id); }
-static real *at_place(const Plan *p, Place place) {
-    return buffer(p, place.buffer) + place.offset;
+static real *at_location(const Plan *p, Location location) {
+    return buffer(p, location.buffer) + location.offset;
 }
 static real *weight(const Plan *p, int tensor, int layer) {
-    return at_place(p, tensor_place(p, HOME_OF_WEIGHTS, tensor, layer));
+    return at_location(p, tensor_location(p, HOME_OF_WEIGHTS, tensor, layer));
 }
 static real *dweight(const Plan *p, int tensor, int layer) {
-    return at_place(p, tensor_place(p, HOME_OF_GRADIENTS, tensor, layer));
+    return at_location(p, tensor_location(p, HOME_OF_GRADIENTS, tensor, layer));
 }
 static real *act(const Plan *p, int id, int layer) { return (real *)plan_act(p, id, layer); }
 static real *dact(const Plan *p, int id, int layer) { return (real *)plan_grad(p, id, layer); }
@@ -4922,7 +4922,7 @@ static double square_sum(const Plan *p, int64_t offset, int64_t count) {
     TensorSpan span = {0, 0, 0, 0, 0, 0};
     while (span_next(&s->model, offset, count, &span)) {
         const real *x =
-            at_place(p, tensor_home(s, HOME_OF_GRADIENTS, span.tensor, span.layer)) + span.first;
+            at_location(p, tensor_home(s, HOME_OF_GRADIENTS, span.tensor, span.layer)) + span.first;
         for (int64_t i = 0; i < span.count; i += LANES) {
             for (int j = 0; j < LANES; j++) {
                 lanes[j] += (double)x[i + j] * (double)x[i + j];
@@ -5050,8 +5050,8 @@ static double network_update(Plan *p, const Options *o, double lr, double limit,
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int l = 0; l < tensor_copies(m, tensor); l++) {
             const TensorRange r = tensor_update_range(s, tensor, l);
-            real *weights = at_place(p, tensor_home(s, HOME_OF_WEIGHTS, tensor, l)) + r.first;
-            real *grads = at_place(p, tensor_home(s, HOME_OF_GRADIENTS, tensor, l)) + r.first;
+            real *weights = at_location(p, tensor_home(s, HOME_OF_WEIGHTS, tensor, l)) + r.first;
+            real *grads = at_location(p, tensor_home(s, HOME_OF_GRADIENTS, tensor, l)) + r.first;
             adamw_update(weights, buffer(p, BUF_M) + r.state, buffer(p, BUF_V) + r.state, grads, &a,
                          tensor_is_matrix(tensor) ? a.weight_decay : 0, r.count);
         }
@@ -5229,9 +5229,9 @@ static void cpu_extend(Engine *e, real *out, const Token *tokens, int first, int
 
 // A span of a flat state, at home.
 static real *cpu_span(const Plan *p, int state, const TensorSpan *span) {
-    Place place = tensor_home(&p->settings, state_homes[state], span->tensor, span->layer);
-    place.buffer = state == STATE_V ? BUF_V : place.buffer;
-    return at_place(p, place) + span->first;
+    Location location = tensor_home(&p->settings, state_homes[state], span->tensor, span->layer);
+    location.buffer = state == STATE_V ? BUF_V : location.buffer;
+    return at_location(p, location) + span->first;
 }
 
 static void cpu_read(Engine *e, int state, int64_t offset, real *out, int64_t count) {

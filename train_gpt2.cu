@@ -4576,8 +4576,8 @@ template <class E, class G> struct GpuBlock {
         return layer > 0 ? GpuBlock{net, layer - 1}.dvector(FCPROJB) : nullptr;
     }
     template <class N> N *tensor_as(HomeOf state, int tensor) const {
-        const Place place = tensor_place(net->plan, state, tensor, layer);
-        return gpu_buffer<N>(net, place.buffer) + place.offset;
+        const Location location = tensor_location(net->plan, state, tensor, layer);
+        return gpu_buffer<N>(net, location.buffer) + location.offset;
     }
 };
 
@@ -5562,13 +5562,13 @@ static StateView gpu_state(const GpuNetwork<E, G> *net, int state, const TensorS
     const Plan *p = net->plan;
     const Settings *s = &p->settings;
     const HomeOf kind = state == STATE_MASTER ? HOME_OF_MASTER : state_homes[state];
-    Place place = tensor_home(s, kind, span->tensor, span->layer);
-    place.buffer = state == STATE_V ? BUF_V : place.buffer;
-    StateView v = {p->buffers[p->single[place.buffer]].type, gpu_buffer<char>(net, place.buffer),
+    Location location = tensor_home(s, kind, span->tensor, span->layer);
+    location.buffer = state == STATE_V ? BUF_V : location.buffer;
+    StateView v = {p->buffers[p->single[location.buffer]].type, gpu_buffer<char>(net, location.buffer),
                    nullptr, state == STATE_WEIGHTS && s->split_master};
-    v.data += (place.offset + span->first) * (int64_t)type_bytes(v.type);
+    v.data += (location.offset + span->first) * (int64_t)type_bytes(v.type);
     if (v.split) {
-        const Place low = tensor_home(s, HOME_OF_MASTER, span->tensor, span->layer);
+        const Location low = tensor_home(s, HOME_OF_MASTER, span->tensor, span->layer);
         v.low = gpu_buffer<uint16_t>(net, low.buffer) + low.offset + span->first;
     }
     return v;
@@ -5639,26 +5639,26 @@ struct RankState {
 
 // Where the first element of `r`, a tensor's elements that this rank has of the weights or
 // gradients, is at home. Of what is in parts a rank has its own part of every block there.
-static Place range_home(const Settings *s, HomeOf state, int tensor, int layer,
+static Location range_location(const Settings *s, HomeOf state, int tensor, int layer,
                         const TensorRange *r) {
-    Place place = tensor_home(s, state, tensor, layer);
-    place.offset += r->first;
+    Location location = tensor_home(s, state, tensor, layer);
+    location.offset += r->first;
     if (tensor_divided(s, state, tensor)) {
         const Bucket b = bucket_at(&s->model, s->ranks, BUCKET_BLOCKS);
-        place.offset -= layer * (b.count - b.part) + s->rank * b.part;
+        location.offset -= layer * (b.count - b.part) + s->rank * b.part;
     }
-    return place;
+    return location;
 }
 
 // Where element `first` of the span's tensor is in it. Weights of blocks may be at home elsewhere.
 static char *rank_state_at(const Plan *p, const RankState &b, const TensorSpan &span,
                            const TensorRange &r, int64_t first) {
-    Place place = {b.buffer, r.state};
+    Location location = {b.buffer, r.state};
     if (b.buffer == BUF_WEIGHTS) {
-        place = range_home(&p->settings, HOME_OF_WEIGHTS, span.tensor, span.layer, &r);
+        location = range_location(&p->settings, HOME_OF_WEIGHTS, span.tensor, span.layer, &r);
     }
-    return (char *)plan_single(p, place.buffer) +
-           (place.offset + first - r.first) * (int64_t)b.bytes;
+    return (char *)plan_single(p, location.buffer) +
+           (location.offset + first - r.first) * (int64_t)b.bytes;
 }
 
 // host = the elements of a span, from whichever ranks have them: each sends what it has to all,
@@ -5864,8 +5864,8 @@ static int ranges_fill(ParamRange *ranges, const Settings *s, bool parts) {
         for (int l = 0; l < tensor_copies(m, tensor); l++) {
             const TensorRange r =
                 parts ? tensor_range(s, tensor, l, 0) : tensor_update_range(s, tensor, l);
-            const Place param = range_home(s, HOME_OF_WEIGHTS, tensor, l, &r);
-            const Place grad = range_home(s, HOME_OF_GRADIENTS, tensor, l, &r);
+            const Location param = range_location(s, HOME_OF_WEIGHTS, tensor, l, &r);
+            const Location grad = range_location(s, HOME_OF_GRADIENTS, tensor, l, &r);
             ParamRange *range = &ranges[count];
             range->param = (size_t)param.offset;
             range->state = (size_t)r.state;
