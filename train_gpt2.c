@@ -1747,14 +1747,14 @@ static const char *const group_names[GROUPS] = {
 };
 
 // Where a buffer lives, and the states whose home a run's settings choose. A buffer names its state
-// or, behind HOMES, a home that nothing chooses. A state's home is a set of flags: PLACE_SHARD says
+// or, behind KINDS, a home that nothing chooses. A state's home is a set of flags: PLACE_SHARD says
 // that a rank keeps its part alone (chapter Buckets and visits).
 typedef enum { PLACE_DEVICE, PLACE_HOST, PLACE_SHARD } Placement;
 typedef enum {
-    HOME_OF_WEIGHTS, HOME_OF_GRADIENTS, HOME_OF_MOMENTS, HOME_OF_MASTER, HOME_OF_RESIDUALS, HOMES,
-    ON_DEVICE = HOMES, ON_HOST
-} HomeOf;
-static_assert((int)OFFLOAD_AUTO == 1 << (int)HOMES, "the bit after the last state's");
+    KIND_WEIGHTS, KIND_GRADIENTS, KIND_MOMENTS, KIND_MASTER, KIND_RESIDUALS, KINDS,
+    ON_DEVICE = KINDS, ON_HOST
+} Kind;
+static_assert((int)OFFLOAD_AUTO == 1 << (int)KINDS, "the bit after the last state's");
 
 // What the plan depends on; nothing else does.
 typedef struct {
@@ -1769,7 +1769,7 @@ typedef struct {
     int gpu;  // 0: the CPU program (fp32 or the build's real), 1: the GPU program
     Type dtype, grad_dtype, moment_dtype;
     int split_master;
-    uint8_t placement[HOMES];  // of each state: 0, PLACE_HOST, PLACE_SHARD or both
+    uint8_t placement[KINDS];  // of each state: 0, PLACE_HOST, PLACE_SHARD or both
     int rank, ranks;      // of the processes that share the step's micro-batches
     int matmul_bf16;      // of the CPU program: operands of products are rounded as they are packed
 } Settings;
@@ -1785,7 +1785,7 @@ static int settings_has_master(const Settings *s) {
 
 static int settings_offloads(const Settings *s) {
     int placements = 0;
-    for (int what = 0; what < HOMES; what++) {
+    for (int what = 0; what < KINDS; what++) {
         placements |= s->placement[what];
     }
     return (placements & PLACE_HOST) != 0;
@@ -1794,7 +1794,7 @@ static int settings_offloads(const Settings *s) {
 // Whether a step waits for other streams before its update: for ranks, or for what departs.
 static int settings_joins(const Settings *s) {
     const int streamed =
-        s->placement[HOME_OF_WEIGHTS] | s->placement[HOME_OF_GRADIENTS] | s->placement[HOME_OF_RESIDUALS];
+        s->placement[KIND_WEIGHTS] | s->placement[KIND_GRADIENTS] | s->placement[KIND_RESIDUALS];
     return s->ranks > 1 || streamed != PLACE_DEVICE;
 }
 
@@ -1974,7 +1974,7 @@ typedef struct {
     Type type;
     int64_t count;
     int first, last;
-    HomeOf kind;
+    Kind kind;
 } BufferEntry;
 
 // The first rows of the table: states, and what brings them to the device.
@@ -2033,7 +2033,7 @@ typedef struct Transfer Transfer;  // next chapter
 // The first slot of each kind, and what comes from and goes to: the home of all blocks.
 static const struct {
     int slot, store;
-} transfer_buffers[HOMES] = {{BUF_WEIGHTS_SLOT, BUF_WEIGHTS_HOME}, {BUF_GRADS_SLOT, BUF_GRADS_HOME},
+} transfer_buffers[KINDS] = {{BUF_WEIGHTS_SLOT, BUF_WEIGHTS_HOME}, {BUF_GRADS_SLOT, BUF_GRADS_HOME},
                           {-1, -1}, {-1, -1}, {BUF_X_SLOT, BUF_X_HOME}};
 
 typedef struct Plan Plan;
@@ -2053,7 +2053,7 @@ struct Plan {
     char *base[2];  // by home
     int now;
     int adds;  // the micro-step's gradients are added to those of the micro-step before
-    Slot slots[HOMES][SLOTS];
+    Slot slots[KINDS][SLOTS];
     // Moves what visits; the next chapter says what each move is.
     void (*transfer)(Plan *p, int phase, const Transfer *v, void *slot, void *store, size_t bytes);
     void *transfer_context;                                          // whoever does
@@ -2083,8 +2083,8 @@ static int plan_add(Plan *p, const BufferEntry *entry, int layer) {
     b->count = entry->count;
     b->first = entry->first;
     b->last = s->forward ? min_int(entry->last, tick_head(&s->model)) : entry->last;
-    const HomeOf kind = entry->kind;
-    const int hosted = kind < HOMES ? s->placement[kind] & PLACE_HOST : kind == ON_HOST;
+    const Kind kind = entry->kind;
+    const int hosted = kind < KINDS ? s->placement[kind] & PLACE_HOST : kind == ON_HOST;
     b->placement = hosted ? PLACE_HOST : PLACE_DEVICE;
     b->bytes = (size_t)entry->count * type_bytes(entry->type);
     return p->buffer_count++;
@@ -2109,7 +2109,7 @@ static void plan_add_block(Plan *p, int layer) {
                                                          : a->channels * m->C;
         BufferEntry entry = {s->forward ? GROUP_WORKING : GROUP_KEPT, a->name, type,
                              N * per_token, made, used_back, ON_DEVICE};
-        if (i == ACT_X && s->placement[HOME_OF_RESIDUALS]) {
+        if (i == ACT_X && s->placement[KIND_RESIDUALS]) {
             *forward = *backward = -1;  // it has a slot
             continue;
         }
@@ -2395,7 +2395,7 @@ static void *plan_single(const Plan *p, int single) { return buffer_pointer(p, p
 
 // The buffer of the slot that block `layer` has for a state that visits. The block must be its
 // tenant: before it has arrived and after it has left the bytes are another block's.
-static int slot_buffer(const Plan *p, HomeOf state, int layer) {
+static int slot_buffer(const Plan *p, Kind state, int layer) {
     check(p->slots[state][layer % SLOTS].tenant == layer + 1,
           "%s of block %d are not in their slot at tick %d", choice_text(offloads, state + 2).s,
           layer, p->now);
@@ -2409,8 +2409,8 @@ static void *plan_act(const Plan *p, int act, int layer) {
     if (act == ACT_X && layer == m->L) {
         return plan_single(p, BUF_XF);
     }
-    if (act == ACT_X && p->settings.placement[HOME_OF_RESIDUALS]) {
-        return plan_single(p, slot_buffer(p, HOME_OF_RESIDUALS, layer));
+    if (act == ACT_X && p->settings.placement[KIND_RESIDUALS]) {
+        return plan_single(p, slot_buffer(p, KIND_RESIDUALS, layer));
     }
     int backward = p->now >= tick_backward(m, m->L - 1, 0);
     return buffer_pointer(p, p->act[(backward * ACTS + act) * m->L + layer]);
@@ -2532,9 +2532,9 @@ static TensorRange tensor_range(const Settings *s, int tensor, int layer, int wh
     const int64_t in_file = tensor_offset(m, tensor, layer) + r.first;
     const int64_t vectors = bucket_at(m, s->ranks, BUCKET_VECTORS).count;
     const int64_t in_buckets = b.offset + at + r.first;
-    r.param = s->ranks > 1 || s->placement[HOME_OF_WEIGHTS] ? in_buckets : in_file;
+    r.param = s->ranks > 1 || s->placement[KIND_WEIGHTS] ? in_buckets : in_file;
     r.state = s->ranks > 1 ? in_buckets : in_file;
-    if (matrix && s->placement[HOME_OF_MOMENTS] & PLACE_SHARD) {
+    if (matrix && s->placement[KIND_MOMENTS] & PLACE_SHARD) {
         r.state = vectors + (b.offset - vectors) / s->ranks + r.first - part;
     }
     return r;
@@ -2547,22 +2547,22 @@ typedef struct {
 } Location;
 
 // Does a tensor of weights or gradients visit the device?
-static int tensor_is_streamed(const Settings *s, HomeOf state, int tensor) {
+static int tensor_is_streamed(const Settings *s, Kind state, int tensor) {
     return s->placement[state] && tensor_is_matrix(tensor) && tensor_table[tensor].per_layer;
 }
 
 // Has each rank its part alone of a tensor of weights or gradients? Of wte and wpe it has all.
-static int tensor_divided(const Settings *s, HomeOf state, int tensor) {
+static int tensor_divided(const Settings *s, Kind state, int tensor) {
     return tensor_is_streamed(s, state, tensor) && s->placement[state] & PLACE_SHARD;
 }
 
 // Where a whole tensor of the weights, gradients or moments (m; v lies alike) is at home.
-static Location tensor_home(const Settings *s, HomeOf state, int tensor, int layer) {
-    static const int flat[HOMES] = {BUF_WEIGHTS, BUF_GRADS, BUF_M, BUF_MASTER, 0};
+static Location tensor_home(const Settings *s, Kind state, int tensor, int layer) {
+    static const int flat[KINDS] = {BUF_WEIGHTS, BUF_GRADS, BUF_M, BUF_MASTER, 0};
     static const int home[] = {BUF_WEIGHTS_HOME, BUF_GRADS_HOME};
     const Model *m = &s->model;
-    const int parted = s->gpu && state == HOME_OF_GRADIENTS;  // vectors have a buffer of their own
-    const int moves = state == HOME_OF_WEIGHTS || state == HOME_OF_GRADIENTS ? s->placement[state] : 0;
+    const int parted = s->gpu && state == KIND_GRADIENTS;  // vectors have a buffer of their own
+    const int moves = state == KIND_WEIGHTS || state == KIND_GRADIENTS ? s->placement[state] : 0;
     if (s->ranks == 1 && !parted && !moves) {
         const Location in_file = {flat[state], tensor_offset(m, tensor, layer)};
         return in_file;
@@ -2583,7 +2583,7 @@ static Location tensor_home(const Settings *s, HomeOf state, int tensor, int lay
 
 // Where a whole tensor of the weights or gradients is on the device: in its block's slot, or at
 // home.
-static Location tensor_location(const Plan *p, HomeOf state, int tensor, int layer) {
+static Location tensor_location(const Plan *p, Kind state, int tensor, int layer) {
     if (!tensor_is_streamed(&p->settings, state, tensor)) {
         return tensor_home(&p->settings, state, tensor, layer);
     }
@@ -2595,12 +2595,12 @@ static Location tensor_location(const Plan *p, HomeOf state, int tensor, int lay
 // What AdamW updates on this rank: vectors are updated alike by all, matrices too unless their
 // moments are sharded.
 static TensorRange tensor_update_range(const Settings *s, int tensor, int layer) {
-    const int sharded = s->placement[HOME_OF_MOMENTS] & PLACE_SHARD;
+    const int sharded = s->placement[KIND_MOMENTS] & PLACE_SHARD;
     return tensor_range(s, tensor, layer, !sharded || !tensor_is_matrix(tensor));
 }
 
 // Elements that a rank keeps of `count` of a state.
-static int64_t own_count(const Settings *s, HomeOf state, int64_t count) {
+static int64_t own_count(const Settings *s, Kind state, int64_t count) {
     return s->placement[state] & PLACE_SHARD ? count / s->ranks : count;
 }
 
@@ -2614,28 +2614,28 @@ static void state_buffers(BufferEntry rows[STATE_BUFFERS], const Settings *s) {
     const int64_t block = bucket_at(m, s->ranks, BUCKET_BLOCKS).count, blocks = m->L * block;
     const int64_t NC = (int64_t)s->B * s->T * m->C, has_second = m->L > 1;
     // Where a state is whole on the device nothing visits: these counts are multiplied by 0.
-    const int64_t W = s->placement[HOME_OF_WEIGHTS] != 0, G = s->placement[HOME_OF_GRADIENTS] != 0;
-    const int64_t X = s->placement[HOME_OF_RESIDUALS] != 0;
-    const int64_t weights = own_count(s, HOME_OF_WEIGHTS, W * blocks);
-    const int64_t grads = own_count(s, HOME_OF_GRADIENTS, G * blocks);
+    const int64_t W = s->placement[KIND_WEIGHTS] != 0, G = s->placement[KIND_GRADIENTS] != 0;
+    const int64_t X = s->placement[KIND_RESIDUALS] != 0;
+    const int64_t weights = own_count(s, KIND_WEIGHTS, W * blocks);
+    const int64_t grads = own_count(s, KIND_GRADIENTS, G * blocks);
     // A GPU sums the gradients of vectors in fp32, apart from those of matrices.
     const int64_t grads_1d = s->gpu * vectors;
-    const int64_t moments = vectors + own_count(s, HOME_OF_MOMENTS, stay - vectors + blocks);
-    const int64_t master = vectors + own_count(s, HOME_OF_MASTER, stay - vectors + blocks);
+    const int64_t moments = vectors + own_count(s, KIND_MOMENTS, stay - vectors + blocks);
+    const int64_t master = vectors + own_count(s, KIND_MASTER, stay - vectors + blocks);
     const Type E = s->dtype, D = s->grad_dtype, M = s->moment_dtype;
     const Type low = s->split_master ? TYPE_U16 : TYPE_FP32;
     const BufferEntry states[STATE_BUFFERS] = {
         {GROUP_WEIGHTS, "weights", E, stay + (1 - W) * blocks, 0, end, ON_DEVICE},
         {GROUP_GRADIENTS, "gradients", D, stay - grads_1d + (1 - G) * blocks, 0, end, ON_DEVICE},
         {GROUP_GRADIENTS, "gradients of vectors", TYPE_FP32, grads_1d, 0, end, ON_DEVICE},
-        {GROUP_MOMENTS, "moment m", M, moments, 0, end, HOME_OF_MOMENTS},
-        {GROUP_MOMENTS, "moment v", M, moments, 0, end, HOME_OF_MOMENTS},
-        {GROUP_MASTER, "master", low, settings_has_master(s) * master, 0, end, HOME_OF_MASTER},
-        {GROUP_WEIGHTS, "weights at home", E, weights, 0, end, HOME_OF_WEIGHTS},
-        {GROUP_GRADIENTS, "gradients at home", D, grads, 0, end, HOME_OF_GRADIENTS},
+        {GROUP_MOMENTS, "moment m", M, moments, 0, end, KIND_MOMENTS},
+        {GROUP_MOMENTS, "moment v", M, moments, 0, end, KIND_MOMENTS},
+        {GROUP_MASTER, "master", low, settings_has_master(s) * master, 0, end, KIND_MASTER},
+        {GROUP_WEIGHTS, "weights at home", E, weights, 0, end, KIND_WEIGHTS},
+        {GROUP_GRADIENTS, "gradients at home", D, grads, 0, end, KIND_GRADIENTS},
         // The last two blocks' never leave.
         {GROUP_KEPT, "residuals at home", E, X * NC * max_i64(m->L - SLOTS, 0), 0, end,
-         HOME_OF_RESIDUALS},
+         KIND_RESIDUALS},
         {GROUP_WEIGHTS, "weights, slot 0", E, W * block, 0, join, ON_DEVICE},
         {GROUP_WEIGHTS, "weights, slot 1", E, W * block * has_second, 0, join, ON_DEVICE},
         {GROUP_GRADIENTS, "gradients, slot 0", D, G * block, 0, join, ON_DEVICE},
@@ -2645,7 +2645,7 @@ static void state_buffers(BufferEntry rows[STATE_BUFFERS], const Settings *s) {
         // Other ranks' parts of a bucket, before one kernel adds them; larger buckets in pieces.
         // Behind the update weights that are whole in host memory are gathered here.
         {GROUP_WORKSPACE, "exchange", D, (s->ranks > 1) * block, 0,
-         s->placement[HOME_OF_WEIGHTS] == PLACE_HOST ? end : join, ON_DEVICE},
+         s->placement[KIND_WEIGHTS] == PLACE_HOST ? end : join, ON_DEVICE},
     };
     memcpy(rows, states, sizeof states);
 }
@@ -2655,7 +2655,7 @@ static void state_buffers(BufferEntry rows[STATE_BUFFERS], const Settings *s) {
 // home: PLACE_HOST uploads and downloads, PLACE_SHARD gathers and reduces, both upload a part and
 // then gather; 0: made on the device; nothing departs.
 struct Transfer {
-    HomeOf what;
+    Kind what;
     int block, slot;
     int fetch, first, last, store_wait;
     int in, out;
@@ -2669,8 +2669,8 @@ enum { BLOCK_TRANSFERS = 5 };  // of one block at most
 // arrive from the second micro-step on, to be added to.
 static int transfers_build(Transfer *transfers, const Settings *s) {
     const Model *m = &s->model;
-    const int L = m->L, weights = s->placement[HOME_OF_WEIGHTS];
-    const int x = s->placement[HOME_OF_RESIDUALS], gradients = s->placement[HOME_OF_GRADIENTS];
+    const int L = m->L, weights = s->placement[KIND_WEIGHTS];
+    const int x = s->placement[KIND_RESIDUALS], gradients = s->placement[KIND_GRADIENTS];
     int n = 0;
     for (int i = 0; i < 2 * L; i++) {
         const int backward = i >= L, l = backward ? 2 * L - 1 - i : i;
@@ -2684,13 +2684,13 @@ static int transfers_build(Transfer *transfers, const Settings *s) {
         const int attproj = stays ? d_ln1 : tick_forward(l, F_ATTPROJ);
         const int reused = l < SLOTS ? tick_join(s) : tick_backward(m, l - SLOTS, 0);
         const Transfer rows[BLOCK_TRANSFERS] = {
-            {HOME_OF_WEIGHTS, l, slot, early, qkv, fcproj, fcproj, weights, 0},
-            {HOME_OF_RESIDUALS, l, slot, made, made, attproj, stays ? attproj : over, 0,
+            {KIND_WEIGHTS, l, slot, early, qkv, fcproj, fcproj, weights, 0},
+            {KIND_RESIDUALS, l, slot, made, made, attproj, stays ? attproj : over, 0,
              stays ? 0 : x},
             // In backward.
-            {HOME_OF_WEIGHTS, l, slot, before, back, d_qkv, d_qkv, weights, 0},
-            {HOME_OF_RESIDUALS, l, slot, before, back, d_ln1, d_ln1, x, 0},
-            {HOME_OF_GRADIENTS, l, slot, back, tick_backward(m, l, B_FCPROJ), d_qkv, reused,
+            {KIND_WEIGHTS, l, slot, before, back, d_qkv, d_qkv, weights, 0},
+            {KIND_RESIDUALS, l, slot, before, back, d_ln1, d_ln1, x, 0},
+            {KIND_GRADIENTS, l, slot, back, tick_backward(m, l, B_FCPROJ), d_qkv, reused,
              gradients & PLACE_HOST, gradients},
         };
         for (int k = !backward ? 0 : stays ? 4 : 2; k < (backward ? BLOCK_TRANSFERS : 2); k++) {
@@ -2715,7 +2715,7 @@ enum { FETCH, FETCH_WAIT, STORE, STORE_WAIT };
 // One move of a visit, where it has such a move, and who is in the slot from then on. Gradients on
 // the host come to the device before something is added to them there.
 static void transfer_step(Plan *p, const Transfer *v, int phase) {
-    const int fetches = v->in && (p->adds || v->what != HOME_OF_GRADIENTS);
+    const int fetches = v->in && (p->adds || v->what != KIND_GRADIENTS);
     const int id = p->single[transfer_buffers[v->what].slot + v->slot];
     Slot *slot = &p->slots[v->what][v->slot];
     char *memory = (char *)buffer_pointer(p, id), *store = NULL;
@@ -2723,7 +2723,7 @@ static void transfer_step(Plan *p, const Transfer *v, int phase) {
     int happens = 1;
     switch (phase) {
     case FETCH:
-        if (v->what == HOME_OF_WEIGHTS && slot->tenant == v->block + 1) {
+        if (v->what == KIND_WEIGHTS && slot->tenant == v->block + 1) {
             return;  // they have stayed
         }
 #if GPT2_POISON
@@ -2767,7 +2767,7 @@ static void transfers_step(Plan *p, int from, int phase, int tick) {
 // The weights at home are new: those in slots are not to be taken for them.
 static void transfers_forget_weights(Plan *p) {
     for (int slot = 0; slot < SLOTS; slot++) {
-        p->slots[HOME_OF_WEIGHTS][slot].tenant = 0;
+        p->slots[KIND_WEIGHTS][slot].tenant = 0;
     }
 }
 
@@ -2927,7 +2927,7 @@ static double update_bytes(const Settings *s) {
     single_buffers(rows, s);
     for (size_t i = 0; i < sizeof states / sizeof states[0]; i++) {
         const BufferEntry *row = &rows[states[i]];
-        const int hosted = row->kind < HOMES && s->placement[row->kind] & PLACE_HOST;
+        const int hosted = row->kind < KINDS && s->placement[row->kind] & PLACE_HOST;
         bytes += hosted ? 0 : 2 * (double)row->count * (double)type_bytes(row->type);
     }
     return bytes;
@@ -2942,7 +2942,7 @@ typedef struct {
 // Counts them from the visits and the plan's buffers; nothing of it is timed.
 static Traffic step_traffic(const Settings *s, int micros) {
     const double others = 1 - 1.0 / s->ranks;
-    const int divided = s->placement[HOME_OF_MOMENTS] & PLACE_SHARD;
+    const int divided = s->placement[KIND_MOMENTS] & PLACE_SHARD;
     BufferEntry rows[SINGLES];
     Transfer *transfers = (Transfer *)alloc_zero(BLOCK_TRANSFERS * (size_t)s->model.L, sizeof(Transfer));
     const int n = transfers_build(transfers, s);
@@ -2950,7 +2950,7 @@ static Traffic step_traffic(const Settings *s, int micros) {
     single_buffers(rows, s);
     for (int i = 0; i < n; i++) {
         const Transfer *v = &transfers[i];
-        const int weights = v->what == HOME_OF_WEIGHTS, grads = v->what == HOME_OF_GRADIENTS;
+        const int weights = v->what == KIND_WEIGHTS, grads = v->what == KIND_GRADIENTS;
         const int id = weights ? BUF_WEIGHTS_SLOT : grads ? BUF_GRADS_SLOT : BUF_X_SLOT;
         const double bytes = (double)rows[id].count * (double)type_bytes(rows[id].type);
         const double own = s->placement[v->what] & PLACE_SHARD ? bytes / s->ranks : bytes;
@@ -2965,7 +2965,7 @@ static Traffic step_traffic(const Settings *s, int micros) {
     // update in parts, the own part goes up once more to be gathered, and then all come down.
     static const int in_place[][3] = {{BUF_WEIGHTS_HOME, 1, 1}, {BUF_GRADS_HOME, 2, 0},
                                       {BUF_M, 1, 1}, {BUF_V, 1, 1}, {BUF_MASTER, 1, 1}};
-    const int gathers = divided && s->placement[HOME_OF_WEIGHTS] == PLACE_HOST;
+    const int gathers = divided && s->placement[KIND_WEIGHTS] == PLACE_HOST;
     for (size_t i = 0; i < sizeof in_place / sizeof in_place[0]; i++) {
         const BufferEntry *row = &rows[in_place[i][0]];
         const double bytes = (double)row->count * (double)type_bytes(row->type);
@@ -2977,7 +2977,7 @@ static Traffic step_traffic(const Settings *s, int micros) {
     // else of the sums.
     const double vectors = 4 * (double)rows[BUF_GRADS_1D].count, w = (double)type_bytes(s->dtype);
     const double grads = (double)type_bytes(s->grad_dtype) * (double)rows[BUF_GRADS].count;
-    const int64_t placement = s->placement[HOME_OF_WEIGHTS] & PLACE_SHARD ? 0 : rows[BUF_WEIGHTS_HOME].count;
+    const int64_t placement = s->placement[KIND_WEIGHTS] & PLACE_SHARD ? 0 : rows[BUF_WEIGHTS_HOME].count;
     const int64_t params = rows[BUF_WEIGHTS].count - rows[BUF_GRADS_1D].count + placement;
     t.reduced += others * (grads + vectors);
     t.gathered += others * ((divided ? w * (double)params : grads) + vectors);
@@ -3013,7 +3013,7 @@ static double forecast_step(const Speed *v, const Settings *s, int64_t micros) {
         const double transfers = fmax(up, down) * v->link_byte + (reduced + gathered) * v->peer_byte;
         const double sums = (one.reduced - reduced) * v->peer_byte;
         const double results = (one.gathered - gathered) * v->peer_byte;
-        const int divided = s->placement[HOME_OF_MOMENTS] & PLACE_SHARD;  // so weights are gathered
+        const int divided = s->placement[KIND_MOMENTS] & PLACE_SHARD;  // so weights are gathered
         last = fmax(micro, transfers + sums + (divided ? 0 : results));
         micro = fmax(micro, transfers);
         update += fmax(fmax(one.up - up, one.down - down), 0) * v->link_byte;
@@ -3069,7 +3069,7 @@ static int64_t default_workspace(const Model *m) {
 }
 
 // The stage of ZeRO from which on each state is sharded, 0: never.
-static const int shard_stage[HOMES] = {3, 2, 1, 1, 0};
+static const int shard_stage[KINDS] = {3, 2, 1, 1, 0};
 
 // Ranks and homes, from --gpus, which is by now what a launcher started, --zero and --offload. Ends
 // the run where these do not go together.
@@ -3080,12 +3080,12 @@ static void settings_placements(Settings *s, const Options *o) {
     }
     s->ranks = (int)o->gpus;
     s->rank = this_rank.rank;
-    for (int state = 0; state < HOMES; state++) {
+    for (int state = 0; state < KINDS; state++) {
         const int stage = shard_stage[state], sharded = s->ranks > 1 && stage && o->zero >= stage;
         const int hosted = o->offload >> state & 1;  // `auto` is a bit of its own
         s->placement[state] = (uint8_t)((hosted ? PLACE_HOST : 0) | (sharded ? PLACE_SHARD : 0));
     }
-    if (s->ranks > 1 && s->placement[HOME_OF_GRADIENTS] & PLACE_HOST) {
+    if (s->ranks > 1 && s->placement[KIND_GRADIENTS] & PLACE_HOST) {
         die("--offload gradients: that is for one GPU; of %d, each keeps its part of them with "
             "--zero (-z) 2, and the other states may be offloaded", s->ranks);
     }
@@ -3131,7 +3131,7 @@ static void settings_types(Settings *s, const Options *o) {
     if (s->dtype == TYPE_FP16 && o->master == MASTER_NONE && !o->eval) {  // which has no master
         die("--master (-w) none: with --dtype fp16 the fp32 weights cannot be left out");
     }
-    if (s->placement[HOME_OF_MASTER] & PLACE_HOST && !settings_has_master(s)) {
+    if (s->placement[KIND_MASTER] & PLACE_HOST && !settings_has_master(s)) {
         die("--offload master: there is no master copy with --dtype %s and --master (-w) %s",
             choice_text(dtypes, dtype).s, choice_text(masters, o->master).s);
     }
@@ -3177,7 +3177,7 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
 static void settings_forward(Settings *s) {
     s->forward = 1;
     s->split_master = 0;
-    s->placement[HOME_OF_RESIDUALS] = 0;
+    s->placement[KIND_RESIDUALS] = 0;
 }
 
 // Levels and homes. What changes no bit may be chosen by the program: the levels of recomputation,
@@ -3189,10 +3189,10 @@ static void settings_forward(Settings *s) {
 // to the one before. Moments and master cross once a step, residuals once a micro-step each way,
 // weights and gradients more often.
 enum {
-    HOST_MOMENTS = 1 << HOME_OF_MOMENTS | 1 << HOME_OF_MASTER,
-    HOST_RESIDUALS = HOST_MOMENTS | 1 << HOME_OF_RESIDUALS,
-    HOST_GRADIENTS = HOST_RESIDUALS | 1 << HOME_OF_GRADIENTS,
-    HOST_ALL = HOST_GRADIENTS | 1 << HOME_OF_WEIGHTS
+    HOST_MOMENTS = 1 << KIND_MOMENTS | 1 << KIND_MASTER,
+    HOST_RESIDUALS = HOST_MOMENTS | 1 << KIND_RESIDUALS,
+    HOST_GRADIENTS = HOST_RESIDUALS | 1 << KIND_GRADIENTS,
+    HOST_ALL = HOST_GRADIENTS | 1 << KIND_WEIGHTS
 };
 static const int host_rungs[] = {0, HOST_MOMENTS, HOST_RESIDUALS, HOST_GRADIENTS, HOST_ALL};
 enum { HOST_RUNGS = sizeof host_rungs / sizeof host_rungs[0] };
@@ -3201,9 +3201,9 @@ enum { HOST_RUNGS = sizeof host_rungs / sizeof host_rungs[0] };
 // --offload has it.
 static int64_t settings_offload(Settings *s, int states) {
     int64_t all = 0;
-    for (int state = 0; state < HOMES; state++) {
-        const int none = (state == HOME_OF_MASTER && !settings_has_master(s)) ||
-                         (state == HOME_OF_GRADIENTS && s->ranks > 1);
+    for (int state = 0; state < KINDS; state++) {
+        const int none = (state == KIND_MASTER && !settings_has_master(s)) ||
+                         (state == KIND_GRADIENTS && s->ranks > 1);
         if (states >> state & 1 && !none) {
             s->placement[state] |= PLACE_HOST;
         }
@@ -3216,7 +3216,7 @@ static int64_t settings_offload(Settings *s, int states) {
 static const char *offload_text(char text[64], const Settings *s) {
     int n = 0;
     snprintf(text, 64, "none");
-    for (int state = 0; state < HOMES; state++) {
+    for (int state = 0; state < KINDS; state++) {
         if (s->placement[state] & PLACE_HOST) {
             n += snprintf(text + n, 64 - (size_t)n, "%s%s", n ? "," : "",
                           choice_text(offloads, state + 2).s);
@@ -4717,10 +4717,10 @@ static real *at_location(const Plan *p, Location location) {
     return buffer(p, location.buffer) + location.offset;
 }
 static real *weight(const Plan *p, int tensor, int layer) {
-    return at_location(p, tensor_location(p, HOME_OF_WEIGHTS, tensor, layer));
+    return at_location(p, tensor_location(p, KIND_WEIGHTS, tensor, layer));
 }
 static real *dweight(const Plan *p, int tensor, int layer) {
-    return at_location(p, tensor_location(p, HOME_OF_GRADIENTS, tensor, layer));
+    return at_location(p, tensor_location(p, KIND_GRADIENTS, tensor, layer));
 }
 static real *act(const Plan *p, int id, int layer) { return (real *)plan_act(p, id, layer); }
 static real *dact(const Plan *p, int id, int layer) { return (real *)plan_grad(p, id, layer); }
@@ -4922,7 +4922,7 @@ static double square_sum(const Plan *p, int64_t offset, int64_t count) {
     TensorSpan span = {0, 0, 0, 0, 0, 0};
     while (span_next(&s->model, offset, count, &span)) {
         const real *x =
-            at_location(p, tensor_home(s, HOME_OF_GRADIENTS, span.tensor, span.layer)) + span.first;
+            at_location(p, tensor_home(s, KIND_GRADIENTS, span.tensor, span.layer)) + span.first;
         for (int64_t i = 0; i < span.count; i += LANES) {
             for (int j = 0; j < LANES; j++) {
                 lanes[j] += (double)x[i + j] * (double)x[i + j];
@@ -5050,8 +5050,8 @@ static double network_update(Plan *p, const Options *o, double lr, double limit,
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int l = 0; l < tensor_copies(m, tensor); l++) {
             const TensorRange r = tensor_update_range(s, tensor, l);
-            real *weights = at_location(p, tensor_home(s, HOME_OF_WEIGHTS, tensor, l)) + r.first;
-            real *grads = at_location(p, tensor_home(s, HOME_OF_GRADIENTS, tensor, l)) + r.first;
+            real *weights = at_location(p, tensor_home(s, KIND_WEIGHTS, tensor, l)) + r.first;
+            real *grads = at_location(p, tensor_home(s, KIND_GRADIENTS, tensor, l)) + r.first;
             adamw_update(weights, buffer(p, BUF_M) + r.state, buffer(p, BUF_V) + r.state, grads, &a,
                          tensor_is_matrix(tensor) ? a.weight_decay : 0, r.count);
         }
@@ -5067,8 +5067,8 @@ static double network_update(Plan *p, const Options *o, double lr, double limit,
 
 // What a run trains are three flat states, laid out as chapter The model says.
 enum { STATE_WEIGHTS, STATE_M, STATE_V, STATES, STATE_GRADS = STATES };  // gradients: read only
-static const HomeOf state_homes[STATES + 1] = {HOME_OF_WEIGHTS, HOME_OF_MOMENTS, HOME_OF_MOMENTS,
-                                               HOME_OF_GRADIENTS};
+static const Kind state_kinds[STATES + 1] = {KIND_WEIGHTS, KIND_MOMENTS, KIND_MOMENTS,
+                                               KIND_GRADIENTS};
 // Elements that pass through the host at a time: 1 MiB of fp32, enough for a disk's full rate. Few
 // in test builds, so that small models have several.
 enum { PIECE = GPT2_POISON ? 1 << 10 : 1 << 18 };
@@ -5229,7 +5229,7 @@ static void cpu_extend(Engine *e, real *out, const Token *tokens, int first, int
 
 // A span of a flat state, at home.
 static real *cpu_span(const Plan *p, int state, const TensorSpan *span) {
-    Location location = tensor_home(&p->settings, state_homes[state], span->tensor, span->layer);
+    Location location = tensor_home(&p->settings, state_kinds[state], span->tensor, span->layer);
     location.buffer = state == STATE_V ? BUF_V : location.buffer;
     return at_location(p, location) + span->first;
 }
@@ -5258,7 +5258,7 @@ static void cpu_transfer(Plan *p, int phase, const Transfer *v, void *slot, void
     (void)p;
     if (phase == FETCH && store) {
         memcpy(slot, store, bytes);
-    } else if (phase == FETCH && v->what == HOME_OF_GRADIENTS) {
+    } else if (phase == FETCH && v->what == KIND_GRADIENTS) {
         memset(slot, 0, bytes);
     } else if (phase == STORE) {
         memcpy(store, slot, bytes);
@@ -6647,7 +6647,7 @@ static int axis_apply(Settings *s, int axis, int step, char option[64]) {
     } else if (axis == BY_TYPE) {
         s->moment_dtype = TYPE_BF16;
         s->split_master = step == 2 ? 0 : s->split_master;
-        s->placement[HOME_OF_MASTER] = s->split_master ? s->placement[HOME_OF_MASTER] : 0;
+        s->placement[KIND_MASTER] = s->split_master ? s->placement[KIND_MASTER] : 0;
         snprintf(option, 64, "%s%s", before.moment_dtype == TYPE_BF16 ? "" : " --moments bf16",
                  s->split_master == before.split_master ? "" : " -w none");
     } else if (axis == BY_HOME) {
@@ -6984,9 +6984,9 @@ static void plan_print_remedies(const Plan *p, const Room *room, size_t beside) 
 
 // The stage of ZeRO that divides the states so.
 static int settings_zero(const Settings *s) {
-    const int moments = s->placement[HOME_OF_MOMENTS] & PLACE_SHARD;
-    return (moments + (s->placement[HOME_OF_GRADIENTS] & PLACE_SHARD) +
-            (s->placement[HOME_OF_WEIGHTS] & PLACE_SHARD)) / PLACE_SHARD;
+    const int moments = s->placement[KIND_MOMENTS] & PLACE_SHARD;
+    return (moments + (s->placement[KIND_GRADIENTS] & PLACE_SHARD) +
+            (s->placement[KIND_WEIGHTS] & PLACE_SHARD)) / PLACE_SHARD;
 }
 
 // Prints the plan by group, whether it fits the room, on the device and on the host, what each

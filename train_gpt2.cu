@@ -3467,7 +3467,7 @@ struct OffloadStreams {
     cudaStream_t compute, up, down;
     const RankComm *ranks;
     cudaEvent_t now;                                         // compute's place, for a copy
-    cudaEvent_t ready[HOMES][SLOTS], gone[HOMES][SLOTS];  // behind what fills and what empties
+    cudaEvent_t ready[KINDS][SLOTS], gone[KINDS][SLOTS];  // behind what fills and what empties
 };
 
 // Whatever comes next on `later` waits for all that is on `earlier` by now.
@@ -3498,7 +3498,7 @@ static void gpu_transfer(Plan *p, int phase, const Transfer *v, void *slot, void
 // Calls `what` for every event.
 template <class What> static void offload_each_event(OffloadStreams *s, What what) {
     what(&s->now);
-    for (int i = 0; i < HOMES * SLOTS; i++) {
+    for (int i = 0; i < KINDS * SLOTS; i++) {
         what(&s->ready[i / SLOTS][i % SLOTS]);
         what(&s->gone[i / SLOTS][i % SLOTS]);
     }
@@ -4568,14 +4568,14 @@ template <class E, class G> struct GpuBlock {
     E *act(int id) const { return (E *)plan_act(net->plan, id, layer); }
     float *stat(int id) const { return (float *)plan_act(net->plan, id, layer); }
     E *dact(int id) const { return (E *)plan_grad(net->plan, id, layer); }
-    E *weight(int tensor) const { return tensor_as<E>(HOME_OF_WEIGHTS, tensor); }
-    G *dmatrix(int tensor) const { return tensor_as<G>(HOME_OF_GRADIENTS, tensor); }
-    float *dvector(int tensor) const { return tensor_as<float>(HOME_OF_GRADIENTS, tensor); }
+    E *weight(int tensor) const { return tensor_as<E>(KIND_WEIGHTS, tensor); }
+    G *dmatrix(int tensor) const { return tensor_as<G>(KIND_GRADIENTS, tensor); }
+    float *dvector(int tensor) const { return tensor_as<float>(KIND_GRADIENTS, tensor); }
     // The gradient of the bias that is part of the block's input; the embedding has none.
     float *bias_of_input() const {
         return layer > 0 ? GpuBlock{net, layer - 1}.dvector(FCPROJB) : nullptr;
     }
-    template <class N> N *tensor_as(HomeOf state, int tensor) const {
+    template <class N> N *tensor_as(Kind state, int tensor) const {
         const Location location = tensor_location(net->plan, state, tensor, layer);
         return gpu_buffer<N>(net, location.buffer) + location.offset;
     }
@@ -4652,7 +4652,7 @@ static void gpu_block_backward(const GpuPass<E, G> *pass, int stage, int l) {
     const int B = pass->B, T = pass->T, N = B * T, C = m->C, NH = m->NH;
     // Where each micro-step's gradients go to the other ranks, none is left here to be added to.
     const bool first =
-        pass->first || b.net->plan->settings.placement[HOME_OF_GRADIENTS] & PLACE_SHARD;
+        pass->first || b.net->plan->settings.placement[KIND_GRADIENTS] & PLACE_SHARD;
     cudaStream_t stream = pass->net->stream;
     E *dres = gpu_buffer<E>(b.net, BUF_DRES);
     float *scratch = gpu_buffer<float>(b.net, BUF_PARTIALS);
@@ -4763,7 +4763,7 @@ template <class E, class G> static void gpu_reduce(const GpuNetwork<E, G> *net, 
         gpu_buffer<G>(net, BUF_GRADS) + (b.offset - bucket_at(&s->model, s->ranks, BUCKET_WTE)
                                                         .offset);
     rank_reduce<G>(c, grads + own, grads, part, false);
-    if (!(s->placement[HOME_OF_MOMENTS] & PLACE_SHARD)) {
+    if (!(s->placement[KIND_MOMENTS] & PLACE_SHARD)) {
         rank_gather(c, grads, part * sizeof(G));
     }
 }
@@ -4785,7 +4785,7 @@ template <class E, class G> static void gpu_join(const GpuNetwork<E, G> *net) {
 template <class E, class G> static void gpu_gather_weights(const GpuNetwork<E, G> *net) {
     const Settings *s = &net->plan->settings;
     const RankComm *c = &net->ranks;
-    const int placement = s->placement[HOME_OF_WEIGHTS], stay = placement ? 0 : s->model.L;
+    const int placement = s->placement[KIND_WEIGHTS], stay = placement ? 0 : s->model.L;
     stream_after(c->stream, net->stream, c->event);
     for (int bucket = BUCKET_WTE; bucket < BUCKET_BLOCKS + stay; bucket++) {
         const Bucket b = bucket_at(&s->model, s->ranks, bucket);
@@ -4849,7 +4849,7 @@ template <class E, class G> static void gpu_stage(void *self, int stage, int lay
     default:  // a block's
         (stage < F_STAGES ? gpu_block_forward<E, G> : gpu_block_backward<E, G>)(pass, stage, layer);
         if (stage == B_QKV && pass->last && net->plan->settings.ranks > 1 &&
-            !net->plan->settings.placement[HOME_OF_GRADIENTS]) {
+            !net->plan->settings.placement[KIND_GRADIENTS]) {
             gpu_reduce(net, BUCKET_BLOCKS + layer);  // its matrices are complete
         }
     }
@@ -4973,7 +4973,7 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
         s->moment_dtype == TYPE_FP32 ? update(float()) : update(E());
     }
     // Behind AdamW and before the next forward, which compute waits for.
-    if (s->placement[HOME_OF_MOMENTS] & PLACE_SHARD) {
+    if (s->placement[KIND_MOMENTS] & PLACE_SHARD) {
         gpu_gather_weights(net);
     }
     cuda_check(
@@ -5003,11 +5003,11 @@ template <class E, class G> static uint64_t gpu_replica(Engine *e) {
     const int64_t singles = bucket_at(&s->model, s->ranks, BUCKET_BLOCKS).offset;
     const struct {
         int buffer;
-        HomeOf state;
+        Kind state;
         int64_t whole;  // elements that are whole although the state is divided
-    } rows[] = {{BUF_WEIGHTS, HOME_OF_WEIGHTS, singles}, {BUF_WEIGHTS_HOME, HOME_OF_WEIGHTS, 0},
-                {BUF_MASTER, HOME_OF_MASTER, vectors}, {BUF_M, HOME_OF_MOMENTS, vectors},
-                {BUF_V, HOME_OF_MOMENTS, vectors}};
+    } rows[] = {{BUF_WEIGHTS, KIND_WEIGHTS, singles}, {BUF_WEIGHTS_HOME, KIND_WEIGHTS, 0},
+                {BUF_MASTER, KIND_MASTER, vectors}, {BUF_M, KIND_MOMENTS, vectors},
+                {BUF_V, KIND_MOMENTS, vectors}};
     unsigned long long *sum = &gpu_buffer<GpuState>(net, BUF_STATE)->replica;
     // Gaps between tensors are hashed too: they are zero from the start, and nobody writes them.
     // What is at home on the host is read over the bus, which 100 steps do not feel.
@@ -5561,14 +5561,14 @@ template <class E, class G>
 static StateView gpu_state(const GpuNetwork<E, G> *net, int state, const TensorSpan *span) {
     const Plan *p = net->plan;
     const Settings *s = &p->settings;
-    const HomeOf kind = state == STATE_MASTER ? HOME_OF_MASTER : state_homes[state];
+    const Kind kind = state == STATE_MASTER ? KIND_MASTER : state_kinds[state];
     Location location = tensor_home(s, kind, span->tensor, span->layer);
     location.buffer = state == STATE_V ? BUF_V : location.buffer;
     StateView v = {p->buffers[p->single[location.buffer]].type, gpu_buffer<char>(net, location.buffer),
                    nullptr, state == STATE_WEIGHTS && s->split_master};
     v.data += (location.offset + span->first) * (int64_t)type_bytes(v.type);
     if (v.split) {
-        const Location low = tensor_home(s, HOME_OF_MASTER, span->tensor, span->layer);
+        const Location low = tensor_home(s, KIND_MASTER, span->tensor, span->layer);
         v.low = gpu_buffer<uint16_t>(net, low.buffer) + low.offset + span->first;
     }
     return v;
@@ -5639,7 +5639,7 @@ struct RankState {
 
 // Where the first element of `r`, a tensor's elements that this rank has of the weights or
 // gradients, is at home. Of what is in parts a rank has its own part of every block there.
-static Location range_location(const Settings *s, HomeOf state, int tensor, int layer,
+static Location range_location(const Settings *s, Kind state, int tensor, int layer,
                         const TensorRange *r) {
     Location location = tensor_home(s, state, tensor, layer);
     location.offset += r->first;
@@ -5655,7 +5655,7 @@ static char *rank_state_at(const Plan *p, const RankState &b, const TensorSpan &
                            const TensorRange &r, int64_t first) {
     Location location = {b.buffer, r.state};
     if (b.buffer == BUF_WEIGHTS) {
-        location = range_location(&p->settings, HOME_OF_WEIGHTS, span.tensor, span.layer, &r);
+        location = range_location(&p->settings, KIND_WEIGHTS, span.tensor, span.layer, &r);
     }
     return (char *)plan_single(p, location.buffer) +
            (location.offset + first - r.first) * (int64_t)b.bytes;
@@ -5708,8 +5708,8 @@ static void rank_read(GpuNetwork<E, G> *net, int state, const TensorSpan &span, 
                       real *out) {
     const Settings *s = &net->plan->settings;
     const StateView v = gpu_state(net, state, &span);
-    const bool sharded = (s->placement[HOME_OF_MOMENTS] & PLACE_SHARD) != 0;
-    const bool divided = tensor_divided(s, HOME_OF_WEIGHTS, span.tensor) != 0;
+    const bool sharded = (s->placement[KIND_MOMENTS] & PLACE_SHARD) != 0;
+    const bool divided = tensor_divided(s, KIND_WEIGHTS, span.tensor) != 0;
     const RankState high = {state_buffer(state), type_bytes(v.type),
                             state == STATE_WEIGHTS ? divided : sharded};
     const RankState low = {BUF_MASTER, sizeof(uint16_t), sharded};
@@ -5734,7 +5734,7 @@ static void rank_write(GpuNetwork<E, G> *net, int state, const TensorSpan &span,
     const TensorRange all = tensor_range(&p->settings, span.tensor, span.layer, 1);
     // Weights are whole unless their parts visit, their low halves like moments this rank's own:
     // what is not its own is written without them, but rounded as if they were there.
-    const bool divided = tensor_divided(&p->settings, HOME_OF_WEIGHTS, span.tensor);
+    const bool divided = tensor_divided(&p->settings, KIND_WEIGHTS, span.tensor);
     const TensorRange *r = state == STATE_WEIGHTS && !divided ? &all : &own;
     const int64_t end = min_i64(r->first + r->count, span.first + span.count);
     for (int64_t at = max_i64(r->first, span.first), n; at < end; at += n) {
@@ -5864,8 +5864,8 @@ static int ranges_fill(ParamRange *ranges, const Settings *s, bool parts) {
         for (int l = 0; l < tensor_copies(m, tensor); l++) {
             const TensorRange r =
                 parts ? tensor_range(s, tensor, l, 0) : tensor_update_range(s, tensor, l);
-            const Location param = range_location(s, HOME_OF_WEIGHTS, tensor, l, &r);
-            const Location grad = range_location(s, HOME_OF_GRADIENTS, tensor, l, &r);
+            const Location param = range_location(s, KIND_WEIGHTS, tensor, l, &r);
+            const Location grad = range_location(s, KIND_GRADIENTS, tensor, l, &r);
             ParamRange *range = &ranges[count];
             range->param = (size_t)param.offset;
             range->state = (size_t)r.state;

@@ -911,7 +911,7 @@ static void range_load(Engine *e, const Settings *s, const StateRange *r, const 
     real *values = (real *)alloc_zero(PIECE, sizeof(real));
     char name[80];
     for (int tensor = 0; tensor < TENSORS; tensor++) {
-        const int whole = in_weights && !tensor_divided(s, HOME_OF_WEIGHTS, tensor);
+        const int whole = in_weights && !tensor_divided(s, KIND_WEIGHTS, tensor);
         for (int l = 0; l < tensor_copies(&s->model, tensor); l++) {
             const TensorRange t = range_of_tensor(&s->model, r, tensor, l);
             const TensorRange own = whole ? tensor_range(s, tensor, l, 1)

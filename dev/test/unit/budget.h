@@ -24,7 +24,7 @@ TEST(plan_refuse, HOST) {
         expect(list[i].bytes < p.device_bytes && list[i].bytes == plan_bytes(&list[i].settings));
     }
     plan_free(&p);
-    s.placement[HOME_OF_MOMENTS] = PLACE_HOST;
+    s.placement[KIND_MOMENTS] = PLACE_HOST;
     plan_build(&p, &s);
     plan_refuse_host(&p, p.host_bytes, "a test");
     expect_death(plan_refuse_host(&p, p.host_bytes - 1, "a test"),

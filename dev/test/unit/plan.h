@@ -76,8 +76,8 @@ static Settings draw_settings() {
         s.moment_dtype = draw(0, 1) ? TYPE_BF16 : TYPE_FP32;
         s.split_master = s.dtype == TYPE_BF16 && draw(0, 1);
         s.workspace = default_workspace(&s.model);
-        s.placement[HOME_OF_MOMENTS] = (Placement)draw(0, 1);
-        s.placement[HOME_OF_MASTER] = settings_has_master(&s) ? (Placement)draw(0, 1) : PLACE_DEVICE;
+        s.placement[KIND_MOMENTS] = (Placement)draw(0, 1);
+        s.placement[KIND_MASTER] = settings_has_master(&s) ? (Placement)draw(0, 1) : PLACE_DEVICE;
     }
     return s;
 }
@@ -94,10 +94,10 @@ static Settings draw_placements() {
     s.ranks = ranks[draw(0, 6)];
     s.rank = draw(0, s.ranks - 1);
     const int stage = draw(0, 3);
-    for (int state = 0; state < HOMES; state++) {
+    for (int state = 0; state < KINDS; state++) {
         const int from = shard_stage[state];
         const int sharded = s.ranks > 1 && from && from <= stage;
-        const int hosted = draw(0, 1) && !(state == HOME_OF_GRADIENTS && s.ranks > 1);
+        const int hosted = draw(0, 1) && !(state == KIND_GRADIENTS && s.ranks > 1);
         s.placement[state] = (uint8_t)((sharded ? PLACE_SHARD : 0) | (hosted ? PLACE_HOST : 0));
     }
     return s;
@@ -233,7 +233,7 @@ static void check_parts(Settings s, int *cut_rows) {
                     *cut_rows += tensor == QKVW && r.first % m.C;
                 }
                 next += r.count;
-                const int whole = !matrix || !(s.placement[HOME_OF_MOMENTS] & PLACE_SHARD);
+                const int whole = !matrix || !(s.placement[KIND_MOMENTS] & PLACE_SHARD);
                 expect(whole ? u.count == size : u.first == r.first && u.count == r.count, "%s",
                        who.c_str());
                 expect(!u.count || (u.state >= 0 && u.state + u.count <= rows[BUF_M].count),
@@ -273,12 +273,12 @@ TEST(parts, HOST) {
 
 // The ticks at which block l's tenants of a kind are used: its weights in products, its gradients
 // where they are made, its residual where it is made and read.
-static std::vector<int> transfer_uses(const Settings *s, HomeOf what, int l) {
+static std::vector<int> transfer_uses(const Settings *s, Kind what, int l) {
     const Model *m = &s->model;
     std::vector<int> uses;
     for (int stage : {F_LN1, F_QKV, F_ATTPROJ, F_FC, F_FCPROJ}) {
         const int matrix = stage != F_LN1, x = stage == F_LN1 || stage == F_ATTPROJ;
-        if (what == HOME_OF_WEIGHTS ? matrix : what == HOME_OF_RESIDUALS && x) {
+        if (what == KIND_WEIGHTS ? matrix : what == KIND_RESIDUALS && x) {
             uses.push_back(tick_forward(l, stage));
             if (plan_recomputes(s, stage, l)) {
                 uses.push_back(tick_backward(m, l, stage));
@@ -286,11 +286,11 @@ static std::vector<int> transfer_uses(const Settings *s, HomeOf what, int l) {
         }
     }
     for (int stage : {B_FCPROJ, B_FC, B_ATTPROJ, B_QKV}) {
-        if (what != HOME_OF_RESIDUALS) {
+        if (what != KIND_RESIDUALS) {
             uses.push_back(tick_backward(m, l, stage));
         }
     }
-    if (what == HOME_OF_RESIDUALS) {
+    if (what == KIND_RESIDUALS) {
         uses.push_back(tick_forward(l - 1, F_FCPROJ));
         uses.push_back(tick_backward(m, l, B_LN1));
     }
@@ -304,10 +304,10 @@ static std::vector<int> transfer_uses(const Settings *s, HomeOf what, int l) {
 // What travels has as long as a block computes, but for the first two at the start of a walk and
 // the last at its end.
 static Text transfers_fault(const Settings *s, const std::vector<Transfer> &transfers) {
-    static const int slots[HOMES] = {BUF_WEIGHTS_SLOT, BUF_GRADS_SLOT, 0, 0, BUF_X_SLOT};
+    static const int slots[KINDS] = {BUF_WEIGHTS_SLOT, BUF_GRADS_SLOT, 0, 0, BUF_X_SLOT};
     BufferEntry rows[SINGLES];
     single_buffers(rows, s);
-    const Transfer *tenant[HOMES][SLOTS] = {};
+    const Transfer *tenant[KINDS][SLOTS] = {};
     for (size_t i = 0; i < transfers.size(); i++) {
         const Transfer &v = transfers[i];
         const Text who = text("state %d block %d at tick %d: ", v.what, v.block, v.fetch);
@@ -324,14 +324,14 @@ static Text transfers_fault(const Settings *s, const std::vector<Transfer> &tran
             return who + "outside the slot's life";
         }
         const int block = v.fetch <= tick_lnf(&s->model) ? (int)F_STAGES : (int)BACK_TICKS;
-        const int fetches = in && v.fetch && v.what != HOME_OF_GRADIENTS;
+        const int fetches = in && v.fetch && v.what != KIND_GRADIENTS;
         const int takes = out && v.store_wait < tick_join(s);
         if ((fetches && v.first < v.fetch + block) || (takes && v.store_wait < v.last + F_STAGES)) {
             return who + "no time to travel";
         }
         tenant[v.what][v.slot] = &v;
     }
-    for (HomeOf what : {HOME_OF_WEIGHTS, HOME_OF_GRADIENTS, HOME_OF_RESIDUALS}) {
+    for (Kind what : {KIND_WEIGHTS, KIND_GRADIENTS, KIND_RESIDUALS}) {
         for (int l = 0; s->placement[what] && l < s->model.L; l++) {
             for (int tick : transfer_uses(s, what, l)) {
                 auto covers = [&](const Transfer &v) {
@@ -389,16 +389,16 @@ TEST(transfers, HOST) {
 }
 
 // Plays the walk of `micros` micro-steps over a table of visits, and counts what moves.
-static void play(const Settings *s, int micros, double up[HOMES], double down[HOMES]) {
+static void play(const Settings *s, int micros, double up[KINDS], double down[KINDS]) {
     const std::vector<Transfer> transfers = transfers_of(s);
-    int tenant[HOMES][SLOTS];
+    int tenant[KINDS][SLOTS];
     memset(tenant, -1, sizeof tenant);
     for (int micro = 0; micro < micros; micro++) {
         for (int tick = 0; tick <= tick_join(s); tick++) {
             for (const Transfer &v : transfers) {
                 int *here = &tenant[v.what][v.slot];
-                const int there = *here == v.block && v.what == HOME_OF_WEIGHTS;
-                const int anew = v.what == HOME_OF_GRADIENTS && micro == 0;
+                const int there = *here == v.block && v.what == KIND_WEIGHTS;
+                const int anew = v.what == KIND_GRADIENTS && micro == 0;
                 up[v.what] += v.fetch == tick && v.in && !there && !anew;
                 *here = v.fetch == tick ? v.block : *here;
                 down[v.what] += v.last == tick && v.out;
@@ -418,25 +418,25 @@ TEST(traffic, FLOAT) {
         const double E = (double)bucket_at(&s.model, N, BUCKET_BLOCKS).offset - V;
         const double P = (double)(L * bucket_at(&s.model, N, BUCKET_BLOCKS).count), f = 1 - 1.0 / N;
         const double w = (double)type_bytes(s.dtype), g = (double)type_bytes(s.grad_dtype);
-        double in[HOMES] = {}, out[HOMES] = {};
+        double in[KINDS] = {}, out[KINDS] = {};
         play(&s, k, in, out);
-        if (L >= 2 && s.placement[HOME_OF_WEIGHTS]) {
-            expect(in[HOME_OF_WEIGHTS] == 2 * k * L - 4 * k + 2, "%s", who.c_str());
+        if (L >= 2 && s.placement[KIND_WEIGHTS]) {
+            expect(in[KIND_WEIGHTS] == 2 * k * L - 4 * k + 2, "%s", who.c_str());
         }
-        const double transfers_w = in[HOME_OF_WEIGHTS] / L;
+        const double transfers_w = in[KIND_WEIGHTS] / L;
         const double reduced = f * g * ((z >= 2 ? k : 1) * P + E) + 4 * f * V;
         const double gathered =
             f * ((z == 0 ? g : w) * (P + E) + (z == 3 ? w * (transfers_w - 1) * P : 0) + 4 * V);
         auto hosted = [&](int state) { return s.placement[state] & PLACE_HOST ? 1.0 : 0.0; };
         const double share = z >= 1 ? 1.0 / N : 1, own = V + (E + P) * share;
-        const double moments = hosted(HOME_OF_MOMENTS) * 2 * (double)type_bytes(s.moment_dtype);
-        const double master = hosted(HOME_OF_MASTER) * (s.split_master ? 2 : 0);
+        const double moments = hosted(KIND_MOMENTS) * 2 * (double)type_bytes(s.moment_dtype);
+        const double master = hosted(KIND_MASTER) * (s.split_master ? 2 : 0);
         const double NC = (double)s.B * s.T * s.model.C;
-        const double x = hosted(HOME_OF_RESIDUALS) * w * NC * k * std::max(L - 2, 0);
-        const double weights = hosted(HOME_OF_WEIGHTS) * w * P / (z == 3 ? N : 1);
-        const double updated = hosted(HOME_OF_WEIGHTS) * w * P * share;
-        const double gather = z == 1 || z == 2 ? hosted(HOME_OF_WEIGHTS) * w * P : 0;
-        const double grads = hosted(HOME_OF_GRADIENTS) * g * P;
+        const double x = hosted(KIND_RESIDUALS) * w * NC * k * std::max(L - 2, 0);
+        const double weights = hosted(KIND_WEIGHTS) * w * P / (z == 3 ? N : 1);
+        const double updated = hosted(KIND_WEIGHTS) * w * P * share;
+        const double gather = z == 1 || z == 2 ? hosted(KIND_WEIGHTS) * w * P : 0;
+        const double grads = hosted(KIND_GRADIENTS) * g * P;
         const Traffic t = step_traffic(&s, k);
         auto same = [&](double got, double want) { return fabs(got - want) <= 1e-9 * want; };
         expect(same(t.reduced, reduced), "%s: %.17g, not %.17g", who.c_str(), t.reduced, reduced);
@@ -472,11 +472,11 @@ TEST(plan_ranks, FLOAT) {
                                   sizeof(Buffer) * (size_t)p.buffer_count) == 0);
                 // The update gathers weights through the exchange buffer where they are whole in
                 // host memory; it keeps a pointer to it, so no check of lifetimes would notice.
-                settings_offload(&s, 1 << HOME_OF_WEIGHTS);
+                settings_offload(&s, 1 << KIND_WEIGHTS);
                 Plan host;
                 plan_build(&host, &s);
                 expect(host.buffers[host.single[BUF_EXCHANGE]].last >=
-                           (s.placement[HOME_OF_WEIGHTS] == PLACE_HOST ? tick_update(&s) : tick_join(&s)),
+                           (s.placement[KIND_WEIGHTS] == PLACE_HOST ? tick_update(&s) : tick_join(&s)),
                        "%s, %d ranks, -z %d: the exchange's life", shape.c_str(), N, z);
                 plan_free(&host);
                 // At most 20 bytes an element of padding, in the buckets, slots and the exchange.
