@@ -1961,8 +1961,8 @@ static size_t matmul_workspace_bytes(int threads);  // chapter Matmul and fast m
 // layer) and (gradient, layer).
 enum { SLOTS = 2 };  // of what visits the device, a kind
 enum {
-    BUF_WEIGHTS, BUF_GRADS, BUF_GRADS_1D, BUF_M, BUF_V, BUF_MASTER, BUF_WEIGHTS_HOME,
-    BUF_GRADS_HOME, BUF_X_HOME, BUF_WEIGHTS_SLOT, BUF_GRADS_SLOT = BUF_WEIGHTS_SLOT + SLOTS,
+    BUF_WEIGHTS, BUF_GRADS, BUF_GRADS_1D, BUF_M, BUF_V, BUF_MASTER, BUF_WEIGHTS_STORE,
+    BUF_GRADS_STORE, BUF_X_STORE, BUF_WEIGHTS_SLOT, BUF_GRADS_SLOT = BUF_WEIGHTS_SLOT + SLOTS,
     BUF_X_SLOT = BUF_GRADS_SLOT + SLOTS, BUF_EXCHANGE = BUF_X_SLOT + SLOTS, STATE_BUFFERS,
     BUF_LOSSES = STATE_BUFFERS, BUF_MATMUL, BUF_BATCH, BUF_TENSORS, BUF_STATE, BUF_WORDS,
     BUF_PARTIALS, BUF_PINNED, BUF_XF, BUF_LNF, BUF_LNF_MEAN, BUF_LNF_RSTD, BUF_LOGITS, BUF_DRES,
@@ -2033,8 +2033,8 @@ typedef struct Transfer Transfer;  // next chapter
 // The first slot of each kind, and what comes from and goes to: the home of all blocks.
 static const struct {
     int slot, store;
-} transfer_buffers[KINDS] = {{BUF_WEIGHTS_SLOT, BUF_WEIGHTS_HOME}, {BUF_GRADS_SLOT, BUF_GRADS_HOME},
-                          {-1, -1}, {-1, -1}, {BUF_X_SLOT, BUF_X_HOME}};
+} transfer_buffers[KINDS] = {{BUF_WEIGHTS_SLOT, BUF_WEIGHTS_STORE}, {BUF_GRADS_SLOT, BUF_GRADS_STORE},
+                          {-1, -1}, {-1, -1}, {BUF_X_SLOT, BUF_X_STORE}};
 
 typedef struct Plan Plan;
 struct Plan {
@@ -2557,21 +2557,21 @@ static int tensor_divided(const Settings *s, Kind state, int tensor) {
 }
 
 // Where a whole tensor of the weights, gradients or moments (m; v lies alike) is at home.
-static Location tensor_home(const Settings *s, Kind state, int tensor, int layer) {
+static Location tensor_store(const Settings *s, Kind state, int tensor, int layer) {
     static const int flat[KINDS] = {BUF_WEIGHTS, BUF_GRADS, BUF_M, BUF_MASTER, 0};
-    static const int home[] = {BUF_WEIGHTS_HOME, BUF_GRADS_HOME};
+    static const int store[] = {BUF_WEIGHTS_STORE, BUF_GRADS_STORE};
     const Model *m = &s->model;
     const int parted = s->gpu && state == KIND_GRADIENTS;  // vectors have a buffer of their own
-    const int moves = state == KIND_WEIGHTS || state == KIND_GRADIENTS ? s->placement[state] : 0;
-    if (s->ranks == 1 && !parted && !moves) {
+    const int placement = state == KIND_WEIGHTS || state == KIND_GRADIENTS ? s->placement[state] : 0;
+    if (s->ranks == 1 && !parted && !placement) {
         const Location in_file = {flat[state], tensor_offset(m, tensor, layer)};
         return in_file;
     }
     Location location = {flat[state], 0};
     const int bucket = tensor_bucket(m, tensor, layer, &location.offset);
     location.offset += bucket_at(m, s->ranks, bucket).offset;
-    if (moves && tensor_is_streamed(s, state, tensor)) {
-        location.buffer = home[state];
+    if (placement && tensor_is_streamed(s, state, tensor)) {
+        location.buffer = store[state];
         location.offset -= bucket_at(m, s->ranks, BUCKET_BLOCKS).offset;
     } else if (parted && tensor_is_matrix(tensor)) {
         location.offset -= bucket_at(m, s->ranks, BUCKET_WTE).offset;
@@ -2585,7 +2585,7 @@ static Location tensor_home(const Settings *s, Kind state, int tensor, int layer
 // home.
 static Location tensor_location(const Plan *p, Kind state, int tensor, int layer) {
     if (!tensor_is_streamed(&p->settings, state, tensor)) {
-        return tensor_home(&p->settings, state, tensor, layer);
+        return tensor_store(&p->settings, state, tensor, layer);
     }
     Location location = {slot_buffer(p, state, layer), 0};
     tensor_bucket(&p->settings.model, tensor, layer, &location.offset);
@@ -2963,7 +2963,7 @@ static Traffic step_traffic(const Settings *s, int micros) {
     free(transfers);
     // The update works in place; the norm reads gradients once more. Of whole weights that ranks
     // update in parts, the own part goes up once more to be gathered, and then all come down.
-    static const int in_place[][3] = {{BUF_WEIGHTS_HOME, 1, 1}, {BUF_GRADS_HOME, 2, 0},
+    static const int in_place[][3] = {{BUF_WEIGHTS_STORE, 1, 1}, {BUF_GRADS_STORE, 2, 0},
                                       {BUF_M, 1, 1}, {BUF_V, 1, 1}, {BUF_MASTER, 1, 1}};
     const int gathers = divided && s->placement[KIND_WEIGHTS] == PLACE_HOST;
     for (size_t i = 0; i < sizeof in_place / sizeof in_place[0]; i++) {
@@ -2977,7 +2977,7 @@ static Traffic step_traffic(const Settings *s, int micros) {
     // else of the sums.
     const double vectors = 4 * (double)rows[BUF_GRADS_1D].count, w = (double)type_bytes(s->dtype);
     const double grads = (double)type_bytes(s->grad_dtype) * (double)rows[BUF_GRADS].count;
-    const int64_t placement = s->placement[KIND_WEIGHTS] & PLACE_SHARD ? 0 : rows[BUF_WEIGHTS_HOME].count;
+    const int64_t placement = s->placement[KIND_WEIGHTS] & PLACE_SHARD ? 0 : rows[BUF_WEIGHTS_STORE].count;
     const int64_t params = rows[BUF_WEIGHTS].count - rows[BUF_GRADS_1D].count + placement;
     t.reduced += others * (grads + vectors);
     t.gathered += others * ((divided ? w * (double)params : grads) + vectors);
@@ -4922,7 +4922,7 @@ static double square_sum(const Plan *p, int64_t offset, int64_t count) {
     TensorSpan span = {0, 0, 0, 0, 0, 0};
     while (span_next(&s->model, offset, count, &span)) {
         const real *x =
-            at_location(p, tensor_home(s, KIND_GRADIENTS, span.tensor, span.layer)) + span.first;
+            at_location(p, tensor_store(s, KIND_GRADIENTS, span.tensor, span.layer)) + span.first;
         for (int64_t i = 0; i < span.count; i += LANES) {
             for (int j = 0; j < LANES; j++) {
                 lanes[j] += (double)x[i + j] * (double)x[i + j];
@@ -5050,8 +5050,8 @@ static double network_update(Plan *p, const Options *o, double lr, double limit,
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int l = 0; l < tensor_copies(m, tensor); l++) {
             const TensorRange r = tensor_update_range(s, tensor, l);
-            real *weights = at_location(p, tensor_home(s, KIND_WEIGHTS, tensor, l)) + r.first;
-            real *grads = at_location(p, tensor_home(s, KIND_GRADIENTS, tensor, l)) + r.first;
+            real *weights = at_location(p, tensor_store(s, KIND_WEIGHTS, tensor, l)) + r.first;
+            real *grads = at_location(p, tensor_store(s, KIND_GRADIENTS, tensor, l)) + r.first;
             adamw_update(weights, buffer(p, BUF_M) + r.state, buffer(p, BUF_V) + r.state, grads, &a,
                          tensor_is_matrix(tensor) ? a.weight_decay : 0, r.count);
         }
@@ -5229,7 +5229,7 @@ static void cpu_extend(Engine *e, real *out, const Token *tokens, int first, int
 
 // A span of a flat state, at home.
 static real *cpu_span(const Plan *p, int state, const TensorSpan *span) {
-    Location location = tensor_home(&p->settings, state_kinds[state], span->tensor, span->layer);
+    Location location = tensor_store(&p->settings, state_kinds[state], span->tensor, span->layer);
     location.buffer = state == STATE_V ? BUF_V : location.buffer;
     return at_location(p, location) + span->first;
 }

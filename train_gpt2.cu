@@ -2928,9 +2928,9 @@ struct ParamRange {
     uint32_t stream;      // random stream of the tensor's weights
     int two_dimensional;  // decayed, and its gradient is of type G
     int first_chunk;      // chunks before it, filled by param_ranges_chunk
-    int at_home;          // flags below: which of these are in the home of what visits the device
+    int in_store;          // flags below: which of these are in the home of what visits the device
 };
-enum { PARAM_AT_HOME = 1, GRAD_AT_HOME = 2 };
+enum { PARAM_IN_STORE = 1, GRAD_IN_STORE = 2 };
 
 // Device memory that outlives the step.
 struct UpdateState {
@@ -2987,18 +2987,18 @@ template <class T> __device__ inline float square_sum(const T *grads, size_t beg
 }
 
 // partials[block] = sum of squares of the chunks block, block + gridDim.x, ...
-//   grads_2d and grads_home of G, grads_1d and partials (gridDim.x) fp32.
+//   grads_2d and grads_store of G, grads_1d and partials (gridDim.x) fp32.
 // budget: <bf16> threads 256 regs 31 blocks 6 test gpu_norm
 template <class G>
 __global__ void grad_square_sum_kernel(float *partials, const G *grads_2d, const float *grads_1d,
-                                       const G *grads_home, const ParamRange *ranges,
+                                       const G *grads_store, const ParamRange *ranges,
                                        int range_count, int chunks) {
     float sum = 0.0f;
     for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
         ParamRange range = param_range_find(ranges, range_count, chunk);
         size_t begin = (size_t)(chunk - range.first_chunk) * UPDATE_CHUNK;
         size_t end = begin + UPDATE_CHUNK < range.count ? begin + UPDATE_CHUNK : range.count;
-        const G *grads = range.at_home & GRAD_AT_HOME ? grads_home : grads_2d;
+        const G *grads = range.in_store & GRAD_IN_STORE ? grads_store : grads_2d;
         sum += range.two_dimensional ? square_sum(grads + range.grad, begin, end)
                                      : square_sum(grads_1d + range.grad, begin, end);
     }
@@ -3058,15 +3058,15 @@ static size_t gpu_grad_square_sum_bytes(void) { return NORM_BLOCKS * sizeof(floa
 // param_ranges_chunk). Measured on the CPU layer, 1e5 elements: the norm's relative error is 9e-8.
 template <class G>
 static void gpu_grad_square_sum(UpdateState *state, float *scratch, const G *grads_2d,
-                                const float *grads_1d, const G *grads_home,
+                                const float *grads_1d, const G *grads_store,
                                 const ParamRange *ranges, int range_count, int chunks,
                                 cudaStream_t stream) {
     // Where ranges start param_ranges_chunk has checked. One of very many ranks may have no part of
     // a small model: a block without a chunk, since no grid may be empty.
-    check_rows(G, 0, grads_2d, grads_1d, grads_home);
+    check_rows(G, 0, grads_2d, grads_1d, grads_store);
     int parts = chunks < 1 ? 1 : chunks < NORM_BLOCKS ? chunks : NORM_BLOCKS;
     launch(grad_square_sum_kernel<G>, parts, UPDATE_THREADS, 0, stream, scratch, grads_2d, grads_1d,
-           grads_home, ranges, range_count, chunks);
+           grads_store, ranges, range_count, chunks);
     launch(grad_square_sum_finish_kernel, 1, parts < 256 ? ceil_div(parts, WARP) * WARP : 256, 0,
            stream, state, scratch, parts);
 }
@@ -3163,7 +3163,7 @@ __device__ inline void split_store(__half *params, float *master, const float (&
 
 // AdamW on every range, a block for each chunk; nothing happens when state->skip is set.
 //   params of E; low, with SPLIT, their master; moment1, moment2 of M, fp32, or bf16 if E is too;
-//   grads_2d of G and grads_1d fp32, to be multiplied by state->scale; params_home and grads_home
+//   grads_2d of G and grads_1d fp32, to be multiplied by state->scale; params_store and grads_store
 //   for the ranges that are there. Any of these may be pinned host memory: each byte passes once.
 // Bits: with SPLIT or fp32 parameters, and fp32 moments, those of adamw_element on the CPU. Bytes:
 // each array is read and written once.
@@ -3172,7 +3172,7 @@ __device__ inline void split_store(__half *params, float *master, const float (&
 template <class E, class G, class M, bool SPLIT>
 __global__ void __launch_bounds__(UPDATE_THREADS)
     adamw_kernel(E *params, Master<E> *low, M *moment1, M *moment2, const G *grads_2d,
-                 const float *grads_1d, E *params_home, const G *grads_home,
+                 const float *grads_1d, E *params_store, const G *grads_store,
                  const ParamRange *ranges, int range_count, AdamW adamw, UpdateRandom key,
                  const UpdateState *state) {
     constexpr int size = Pack<E>::size;
@@ -3182,8 +3182,8 @@ __global__ void __launch_bounds__(UPDATE_THREADS)
     float scale = state->scale;
     ParamRange range = param_range_find(ranges, range_count, blockIdx.x);
     float weight_decay = range.two_dimensional ? adamw.weight_decay : 0.0f;
-    E *param = (range.at_home & PARAM_AT_HOME ? params_home : params) + range.param;
-    const G *matrix = (range.at_home & GRAD_AT_HOME ? grads_home : grads_2d) + range.grad;
+    E *param = (range.in_store & PARAM_IN_STORE ? params_store : params) + range.param;
+    const G *matrix = (range.in_store & GRAD_IN_STORE ? grads_store : grads_2d) + range.grad;
     size_t begin = (size_t)(blockIdx.x - range.first_chunk) * UPDATE_CHUNK;
     size_t end = begin + UPDATE_CHUNK < range.count ? begin + UPDATE_CHUNK : range.count;
     for (size_t i = begin + threadIdx.x * size; i < end; i += UPDATE_THREADS * size) {
@@ -3217,12 +3217,12 @@ __global__ void __launch_bounds__(UPDATE_THREADS)
 // One AdamW step over the table (ranges: device); low is null without SPLIT.
 template <class E, class G, class M, bool SPLIT>
 static void gpu_adamw(E *params, Master<E> *low, M *moment1, M *moment2, const G *grads_2d,
-                      const float *grads_1d, E *params_home, const G *grads_home,
+                      const float *grads_1d, E *params_store, const G *grads_store,
                       const ParamRange *ranges, int range_count, int chunks, AdamW adamw,
                       UpdateRandom key, const UpdateState *state, cudaStream_t stream) {
-    check_rows(E, 0, params, low, moment1, moment2, grads_2d, grads_1d, params_home, grads_home);
+    check_rows(E, 0, params, low, moment1, moment2, grads_2d, grads_1d, params_store, grads_store);
     launch(adamw_kernel<E, G, M, SPLIT>, chunks, UPDATE_THREADS, 0, stream, params, low, moment1,
-           moment2, grads_2d, grads_1d, params_home, grads_home, ranges, range_count, adamw, key,
+           moment2, grads_2d, grads_1d, params_store, grads_store, ranges, range_count, adamw, key,
            state);
 }
 
@@ -4794,7 +4794,7 @@ template <class E, class G> static void gpu_gather_weights(const GpuNetwork<E, G
     // Not where kernels run alone: the others' parts, padding among them, would be what was there.
     for (int l = 0; placement == PLACE_HOST && c->on && l < s->model.L; l++) {
         const Bucket b = bucket_at(&s->model, s->ranks, BUCKET_BLOCKS);
-        E *whole = gpu_buffer<E>(net, BUF_WEIGHTS_HOME) + l * b.count;
+        E *whole = gpu_buffer<E>(net, BUF_WEIGHTS_STORE) + l * b.count;
         E *staging = (E *)(void *)c->staging;
         const size_t own = (size_t)c->rank * b.part, part = (size_t)b.part * sizeof(E);
         cuda_check(cudaMemcpyAsync(staging + own, whole + own, part, cudaMemcpyHostToDevice,
@@ -4931,8 +4931,8 @@ static void gpu_adamw_all(GpuNetwork<E, G> *net, const AdamW &adamw, const Optio
     gpu_adamw<E, G, M, SPLIT>(
         gpu_buffer<E>(net, BUF_WEIGHTS), SPLIT ? gpu_buffer<Master<E>>(net, BUF_MASTER) : nullptr,
         gpu_buffer<M>(net, BUF_M), gpu_buffer<M>(net, BUF_V), gpu_buffer<G>(net, BUF_GRADS),
-        gpu_buffer<float>(net, BUF_GRADS_1D), gpu_buffer<E>(net, BUF_WEIGHTS_HOME),
-        gpu_buffer<G>(net, BUF_GRADS_HOME), gpu_buffer<ParamRange>(net, BUF_TENSORS),
+        gpu_buffer<float>(net, BUF_GRADS_1D), gpu_buffer<E>(net, BUF_WEIGHTS_STORE),
+        gpu_buffer<G>(net, BUF_GRADS_STORE), gpu_buffer<ParamRange>(net, BUF_TENSORS),
         net->range_count, net->chunks, adamw, key, &gpu_buffer<GpuState>(net, BUF_STATE)->update,
         net->stream);
 }
@@ -4952,7 +4952,7 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
     // same norm to the bit.
     gpu_grad_square_sum<G>(&state->update, gpu_buffer<float>(net, BUF_PARTIALS),
                            gpu_buffer<G>(net, BUF_GRADS), gpu_buffer<float>(net, BUF_GRADS_1D),
-                           gpu_buffer<G>(net, BUF_GRADS_HOME),
+                           gpu_buffer<G>(net, BUF_GRADS_STORE),
                            s->ranks > 1 ? ranges + net->range_count : ranges, net->norm_count,
                            net->norm_chunks, net->stream);
     if (s->ranks > 1) {
@@ -5005,7 +5005,7 @@ template <class E, class G> static uint64_t gpu_replica(Engine *e) {
         int buffer;
         Kind state;
         int64_t whole;  // elements that are whole although the state is divided
-    } rows[] = {{BUF_WEIGHTS, KIND_WEIGHTS, singles}, {BUF_WEIGHTS_HOME, KIND_WEIGHTS, 0},
+    } rows[] = {{BUF_WEIGHTS, KIND_WEIGHTS, singles}, {BUF_WEIGHTS_STORE, KIND_WEIGHTS, 0},
                 {BUF_MASTER, KIND_MASTER, vectors}, {BUF_M, KIND_MOMENTS, vectors},
                 {BUF_V, KIND_MOMENTS, vectors}};
     unsigned long long *sum = &gpu_buffer<GpuState>(net, BUF_STATE)->replica;
@@ -5562,13 +5562,13 @@ static StateView gpu_state(const GpuNetwork<E, G> *net, int state, const TensorS
     const Plan *p = net->plan;
     const Settings *s = &p->settings;
     const Kind kind = state == STATE_MASTER ? KIND_MASTER : state_kinds[state];
-    Location location = tensor_home(s, kind, span->tensor, span->layer);
+    Location location = tensor_store(s, kind, span->tensor, span->layer);
     location.buffer = state == STATE_V ? BUF_V : location.buffer;
     StateView v = {p->buffers[p->single[location.buffer]].type, gpu_buffer<char>(net, location.buffer),
                    nullptr, state == STATE_WEIGHTS && s->split_master};
     v.data += (location.offset + span->first) * (int64_t)type_bytes(v.type);
     if (v.split) {
-        const Location low = tensor_home(s, KIND_MASTER, span->tensor, span->layer);
+        const Location low = tensor_store(s, KIND_MASTER, span->tensor, span->layer);
         v.low = gpu_buffer<uint16_t>(net, low.buffer) + low.offset + span->first;
     }
     return v;
@@ -5641,7 +5641,7 @@ struct RankState {
 // gradients, is at home. Of what is in parts a rank has its own part of every block there.
 static Location range_location(const Settings *s, Kind state, int tensor, int layer,
                         const TensorRange *r) {
-    Location location = tensor_home(s, state, tensor, layer);
+    Location location = tensor_store(s, state, tensor, layer);
     location.offset += r->first;
     if (tensor_divided(s, state, tensor)) {
         const Bucket b = bucket_at(&s->model, s->ranks, BUCKET_BLOCKS);
@@ -5874,8 +5874,8 @@ static int ranges_fill(ParamRange *ranges, const Settings *s, bool parts) {
             range->count = (size_t)r.count;
             range->stream = (uint32_t)(RNG_ROUND + tensor);
             range->two_dimensional = tensor_is_matrix(tensor);
-            range->at_home = (param.buffer == BUF_WEIGHTS_HOME ? PARAM_AT_HOME : 0) |
-                             (grad.buffer == BUF_GRADS_HOME ? GRAD_AT_HOME : 0);
+            range->in_store = (param.buffer == BUF_WEIGHTS_STORE ? PARAM_IN_STORE : 0) |
+                             (grad.buffer == BUF_GRADS_STORE ? GRAD_IN_STORE : 0);
             count += r.count > 0;
         }
     }
@@ -5903,7 +5903,7 @@ template <class E, class G> static void gpu_begin(GpuNetwork<E, G> *net) {
     const int behind = net->plan->settings.ranks > 1 ? net->norm_count : 0;
     copy_wait(gpu_buffer<ParamRange>(net, BUF_TENSORS), net->ranges,
               (net->range_count + behind) * sizeof(ParamRange), net->stream);
-    for (int id : {BUF_WEIGHTS, BUF_WEIGHTS_HOME, BUF_MASTER, BUF_M, BUF_V, BUF_STATE, BUF_WORDS,
+    for (int id : {BUF_WEIGHTS, BUF_WEIGHTS_STORE, BUF_MASTER, BUF_M, BUF_V, BUF_STATE, BUF_WORDS,
                    BUF_EXCHANGE}) {
         const int at = net->plan->single[id];
         if (at >= 0 && (net->plan->buffers[at].placement == PLACE_DEVICE || GPT2_POISON)) {

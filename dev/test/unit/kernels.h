@@ -877,7 +877,7 @@ template <class G> static void check_rank_sum(int ranks, int rank, size_t room) 
         twice[(size_t)i] = rounded_to<G>((float)want[(size_t)i] + sum);
     }
     // In place, and twice into a part of its own, to which the second adds.
-    Device<G> d_bucket(bucket), d_home(Reals(PART, NAN));
+    Device<G> d_bucket(bucket), d_store(Reals(PART, NAN));
     int adds = 0;
     for (size_t from = 0; from < PART; from += piece) {
         const size_t n = std::min(piece, PART - from);
@@ -889,12 +889,12 @@ template <class G> static void check_rank_sum(int ranks, int rank, size_t room) 
         }
         Device<G> d_staging(staging);
         G *own = d_bucket.p + (size_t)rank * PART + from;
-        for (G *sum : {d_home.p + from, d_home.p + from, own}) {
+        for (G *sum : {d_store.p + from, d_store.p + from, own}) {
             launch(rank_sum_kernel<G>, ceil_div((int)n, 256 * Pack<G>::size), 256, 0, 0, sum, own,
                    d_staging.p, rank, ranks, n, adds++ % 3 == 1);
         }
     }
-    expect(same_bits(d_home.get(), twice), "%s, rank %d of %d, added", traits<G>.name, rank, ranks);
+    expect(same_bits(d_store.get(), twice), "%s, rank %d of %d, added", traits<G>.name, rank, ranks);
     const Reals all = d_bucket.get();
     std::copy_n(&all[(size_t)rank * PART], PART, got.begin());
     expect(same_bits(got, want), "%s, rank %d of %d", traits<G>.name, rank, ranks);
