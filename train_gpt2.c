@@ -2025,7 +2025,7 @@ static void single_buffers(BufferEntry buffers[SINGLES], const Settings *s) {
 
 // Who is in a slot, and what is under way there.
 typedef struct {
-    int tenant;              // block + 1; 0: nobody
+    int block;              // block + 1; 0: nobody
     int fetching, storing;   // until the compute stream has waited for it
 } Slot;
 typedef struct Transfer Transfer;  // next chapter
@@ -2396,7 +2396,7 @@ static void *plan_single(const Plan *p, int single) { return buffer_pointer(p, p
 // The buffer of the slot that block `layer` has for a state that visits. The block must be its
 // tenant: before it has arrived and after it has left the bytes are another block's.
 static int slot_buffer(const Plan *p, Kind state, int layer) {
-    check(p->slots[state][layer % SLOTS].tenant == layer + 1,
+    check(p->slots[state][layer % SLOTS].block == layer + 1,
           "%s of block %d are not in their slot at tick %d", choice_text(offloads, state + 2).s,
           layer, p->now);
     return transfer_buffers[state].slot + layer % SLOTS;
@@ -2723,17 +2723,17 @@ static void transfer_step(Plan *p, const Transfer *v, int phase) {
     int happens = 1;
     switch (phase) {
     case FETCH:
-        if (v->what == KIND_WEIGHTS && slot->tenant == v->block + 1) {
+        if (v->what == KIND_WEIGHTS && slot->block == v->block + 1) {
             return;  // they have stayed
         }
 #if GPT2_POISON
         p->mark(memory, bytes, 1);  // what comes too late, or not whole, leaves NaN
 #endif
-        slot->tenant = 0;
+        slot->block = 0;
         slot->fetching = fetches;
         break;
     case FETCH_WAIT:
-        slot->tenant = v->block + 1;
+        slot->block = v->block + 1;
         happens = slot->fetching;
         slot->fetching = 0;
         break;
@@ -2767,7 +2767,7 @@ static void transfers_step(Plan *p, int from, int phase, int tick) {
 // The weights at home are new: those in slots are not to be taken for them.
 static void transfers_forget_weights(Plan *p) {
     for (int slot = 0; slot < SLOTS; slot++) {
-        p->slots[KIND_WEIGHTS][slot].tenant = 0;
+        p->slots[KIND_WEIGHTS][slot].block = 0;
     }
 }
 

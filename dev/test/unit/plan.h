@@ -307,11 +307,11 @@ static Text transfers_fault(const Settings *s, const std::vector<Transfer> &tran
     static const int slots[KINDS] = {BUF_WEIGHTS_SLOT, BUF_GRADS_SLOT, 0, 0, BUF_X_SLOT};
     BufferEntry rows[SINGLES];
     single_buffers(rows, s);
-    const Transfer *tenant[KINDS][SLOTS] = {};
+    const Transfer *occupant[KINDS][SLOTS] = {};
     for (size_t i = 0; i < transfers.size(); i++) {
         const Transfer &v = transfers[i];
         const Text who = text("state %d block %d at tick %d: ", v.what, v.block, v.fetch);
-        const Transfer *before = tenant[v.what][v.slot];
+        const Transfer *before = occupant[v.what][v.slot];
         const BufferEntry &slot = rows[slots[v.what] + v.slot];
         const int in = v.in != 0, out = v.out != 0, sorted = !i || (&v)[-1].fetch <= v.fetch;
         if (!sorted || v.fetch + in > v.first || v.first > v.last || v.last + out > v.store_wait) {
@@ -329,7 +329,7 @@ static Text transfers_fault(const Settings *s, const std::vector<Transfer> &tran
         if ((fetches && v.first < v.fetch + block) || (takes && v.store_wait < v.last + F_STAGES)) {
             return who + "no time to travel";
         }
-        tenant[v.what][v.slot] = &v;
+        occupant[v.what][v.slot] = &v;
     }
     for (Kind what : {KIND_WEIGHTS, KIND_GRADIENTS, KIND_RESIDUALS}) {
         for (int l = 0; s->placement[what] && l < s->model.L; l++) {
@@ -391,12 +391,12 @@ TEST(transfers, HOST) {
 // Plays the walk of `micros` micro-steps over a table of visits, and counts what moves.
 static void play(const Settings *s, int micros, double up[KINDS], double down[KINDS]) {
     const std::vector<Transfer> transfers = transfers_of(s);
-    int tenant[KINDS][SLOTS];
-    memset(tenant, -1, sizeof tenant);
+    int occupant[KINDS][SLOTS];
+    memset(occupant, -1, sizeof occupant);
     for (int micro = 0; micro < micros; micro++) {
         for (int tick = 0; tick <= tick_join(s); tick++) {
             for (const Transfer &v : transfers) {
-                int *here = &tenant[v.what][v.slot];
+                int *here = &occupant[v.what][v.slot];
                 const int there = *here == v.block && v.what == KIND_WEIGHTS;
                 const int anew = v.what == KIND_GRADIENTS && micro == 0;
                 up[v.what] += v.fetch == tick && v.in && !there && !anew;
