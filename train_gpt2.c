@@ -3194,8 +3194,8 @@ enum {
     HOST_GRADIENTS = HOST_RESIDUALS | 1 << KIND_GRADIENTS,
     HOST_ALL = HOST_GRADIENTS | 1 << KIND_WEIGHTS
 };
-static const int host_rungs[] = {0, HOST_MOMENTS, HOST_RESIDUALS, HOST_GRADIENTS, HOST_ALL};
-enum { HOST_RUNGS = sizeof host_rungs / sizeof host_rungs[0] };
+static const int offload_tiers[] = {0, HOST_MOMENTS, HOST_RESIDUALS, HOST_GRADIENTS, HOST_ALL};
+enum { OFFLOAD_TIERS = sizeof offload_tiers / sizeof offload_tiers[0] };
 
 // Adds host homes to the settings: those of `states` that exist here. Returns what has one now, as
 // --offload has it.
@@ -3352,15 +3352,15 @@ static void settings_auto(Settings *s, const Options *o, const Room *room) {
     const Speed v = speed_usual(s);
     Settings best = *s;
     size_t least = SIZE_MAX;
-    for (int rung = 0; rung < (offloads ? HOST_RUNGS : 1) && room->device > 0; rung++) {
+    for (int tier = 0; tier < (offloads ? OFFLOAD_TIERS : 1) && room->device > 0; tier++) {
         Settings next = *s;
         Plan p;
-        settings_offload(&next, host_rungs[rung]);
+        settings_offload(&next, offload_tiers[tier]);
         if (levels) {
             settings_fit_levels(&next, &v, room->device);
         }
         plan_build(&p, &next);
-        if (plan_taken(&p) < least && (p.host_bytes <= room->host || rung == 0)) {
+        if (plan_taken(&p) < least && (p.host_bytes <= room->host || tier == 0)) {
             best = next;
             least = plan_taken(&p);
         }
@@ -6621,7 +6621,7 @@ static int axis_steps(const Settings *s, int axis) {
     }
     return axis == BY_LEVEL  ? RECOMPUTE_BLOCK
            : axis == BY_TYPE ? (s->dtype == TYPE_BF16 ? 2 : 0)
-           : axis == BY_HOME ? (s->gpu ? HOST_RUNGS - 1 : 0)
+           : axis == BY_HOME ? (s->gpu ? OFFLOAD_TIERS - 1 : 0)
                              : halvings;
 }
 
@@ -6651,7 +6651,7 @@ static int axis_apply(Settings *s, int axis, int step, char option[64]) {
         snprintf(option, 64, "%s%s", before.moment_dtype == TYPE_BF16 ? "" : " --moments bf16",
                  s->split_master == before.split_master ? "" : " -w none");
     } else if (axis == BY_HOME) {
-        settings_offload(s, host_rungs[step]);
+        settings_offload(s, offload_tiers[step]);
         snprintf(option, 64, " --offload %s", offload_text(offload, s));
     } else {
         settings_batch(s, s->B >> step);
@@ -7084,13 +7084,13 @@ static void fit_options(const Options *o, const Model *m) {
 }
 
 // Settings that fit as options that a user could type, and what they take. `type` is a row of
-// fit_types, `rung` one of host_rungs.
+// fit_types, `rung` one of offload_tiers.
 typedef struct {
     Options o;
     Settings settings;
     size_t bytes, host_bytes;
     double tokens_per_s;
-    int type, rung;
+    int type, tier;
 } FitPoint;
 enum { MAX_POINTS = 4096 };
 
@@ -7112,7 +7112,7 @@ static int fit_point(FitPoint *f, const Model *m, int level, const Room *room) {
     const int levels = strcmp(f->o.recompute, "auto") == 0, offloads = f->o.offload == OFFLOAD_AUTO;
     settings_from_options(s, &f->o, m, room->speed.gpu);
     if (offloads) {
-        f->o.offload = settings_offload(s, host_rungs[f->rung]);
+        f->o.offload = settings_offload(s, offload_tiers[f->tier]);
         f->o.offload += f->o.offload ? 0 : (int64_t)OFFLOAD_AUTO;  // which finds that all fits
     }
     if (levels && level >= 0) {
@@ -7144,12 +7144,12 @@ static int fit_points(FitPoint list[MAX_POINTS], const Options *asked, const Mod
     const int narrow =
         asked->fit != FIT_BITS && room->speed.gpu && gpu_dtype(asked) == DTYPE_BF16;
     const int one = option_given(asked, "batch");
-    const int rungs = asked->offload == OFFLOAD_AUTO && room->speed.gpu ? HOST_RUNGS : 1;
+    const int tiers = asked->offload == OFFLOAD_AUTO && room->speed.gpu ? OFFLOAD_TIERS : 1;
     const int is_auto = strcmp(asked->recompute, "auto") == 0;
     const int levels = asked->fit == FIT_ALL && is_auto ? RECOMPUTE_LEVELS : 1;
     int n = 0;
-    for (int i = 0; i < (narrow ? FIT_TYPES : 1) * rungs * levels; i++) {
-        const int type = i / levels / rungs;
+    for (int i = 0; i < (narrow ? FIT_TYPES : 1) * tiers * levels; i++) {
+        const int type = i / levels / tiers;
         int fits = fit_tries_type(asked, type);
         for (int64_t B = one ? asked->batch : 1;
              fits && B * T <= 1 << 26 && B <= option_find("batch")->high && n < MAX_POINTS;
@@ -7158,8 +7158,8 @@ static int fit_points(FitPoint list[MAX_POINTS], const Options *asked, const Mod
             f->o = *asked;
             f->o.batch = B;
             f->type = type;
-            f->rung = i / levels % rungs;
-            if (asked->gpus > 1 && host_rungs[f->rung] == HOST_GRADIENTS) {
+            f->tier = i / levels % tiers;
+            if (asked->gpus > 1 && offload_tiers[f->tier] == HOST_GRADIENTS) {
                 break;  // gradients of several GPUs stay there: it is the rung before
             }
             if (asked->logit_rows > B * T) {
@@ -7212,19 +7212,19 @@ static int fit_is_beaten(const FitPoint *list, int n, int i) {
 // Of points that are about as fast, the one that takes less for granted: host memory, then other
 // numbers, then a large batch.
 static int point_is_plainer(const FitPoint *a, const FitPoint *b) {
-    return a->rung != b->rung   ? a->rung < b->rung
+    return a->tier != b->tier   ? a->tier < b->tier
            : a->type != b->type ? a->type < b->type
                                 : a->o.batch < b->o.batch;
 }
 
 // The plainest of the points of a number type and a rung of homes (-1: of any) that are within half
 // a percent of the fastest. NULL: there is none.
-static const FitPoint *fit_fastest(const FitPoint *list, int n, int type, int rung) {
+static const FitPoint *fit_fastest(const FitPoint *list, int n, int type, int tier) {
     const FitPoint *best = NULL;
     double most = 0;
     for (int i = 0; i < 2 * n; i++) {
         const FitPoint *f = &list[i % n];
-        if ((type < 0 || f->type == type) && (rung < 0 || f->rung == rung)) {
+        if ((type < 0 || f->type == type) && (tier < 0 || f->tier == tier)) {
             most = fmax(most, f->tokens_per_s);  // known after the first n
             if (i >= n && f->tokens_per_s >= 0.995 * most && (!best || point_is_plainer(f, best))) {
                 best = f;
@@ -7238,8 +7238,8 @@ static const FitPoint *fit_fastest(const FitPoint *list, int n, int type, int ru
 // differ in size, and speeds compare no two rungs: the lowest one that fits, and there the fastest.
 static const FitPoint *fit_choose(const FitPoint *list, int n, int held) {
     const FitPoint *best = held ? fit_fastest(list, n, -1, -1) : NULL;
-    for (int rung = 0; rung < HOST_RUNGS && !best; rung++) {
-        best = fit_fastest(list, n, -1, rung);
+    for (int tier = 0; tier < OFFLOAD_TIERS && !best; tier++) {
+        best = fit_fastest(list, n, -1, tier);
     }
     return best;
 }
@@ -7261,8 +7261,8 @@ static void fit_print_points(const FitPoint *list, int n, int all) {
             rows[count++] = list[i];
         }
     }
-    for (int i = 0; i < FIT_TYPES * HOST_RUNGS && !all; i++) {
-        const FitPoint *f = fit_fastest(list, n, i / HOST_RUNGS, i % HOST_RUNGS);
+    for (int i = 0; i < FIT_TYPES * OFFLOAD_TIERS && !all; i++) {
+        const FitPoint *f = fit_fastest(list, n, i / OFFLOAD_TIERS, i % OFFLOAD_TIERS);
         if (f) {
             rows[count++] = *f;
         }
@@ -7359,7 +7359,7 @@ static void minimum_command(const Options *asked, const Model *m, int cpu) {
         f->o.offload = OFFLOAD_AUTO;
         // All that cuBLASLt asks of a workspace is that it begins at a multiple of 256 bytes.
         f->o.workspace = asked->workspace || !all.speed.gpu ? asked->workspace : 256;
-        f->rung = i == 1 ? HOST_RUNGS - 1 : 0;
+        f->tier = i == 1 ? OFFLOAD_TIERS - 1 : 0;
         f->o.moments = i == 0 && !wide ? MOMENTS_BF16 : MOMENTS_FP32;
         f->o.master = i == 0 && !wide ? MASTER_NONE : MASTER_SPLIT;
         fit_point(f, m, 0, &all);

@@ -150,12 +150,12 @@ TEST(remedies, FLOAT) {
             char option[64];
             settings_recompute(&least, RECOMPUTE_BLOCK, s.model.L);
             settings_batch(&least, 1);
-            for (int rung = 0; rung < HOST_RUNGS; rung++) {
+            for (int tier = 0; tier < OFFLOAD_TIERS; tier++) {
                 for (int type = 0; type <= axis_steps(&s, BY_TYPE); type++) {
                     Settings t = least;
                     Plan q;
                     type ? (void)axis_apply(&t, BY_TYPE, type, option) : (void)0;
-                    settings_offload(&t, host_rungs[rung]);
+                    settings_offload(&t, offload_tiers[tier]);
                     plan_build(&q, &t);
                     expect(q.device_bytes > room.device || q.host_bytes > room.host, "%s: %zu fits",
                            base.c_str(), q.device_bytes);
@@ -290,18 +290,18 @@ TEST(fit_sizes, FLOAT) {
     // Mixed levels are among the points of --fit all too, which finds no less than any.
     const FitPoint any = chosen("--fit any -e d12 --gpu-mem 3GiB"),
                    all = chosen("--fit all -e d12 --gpu-mem 3GiB");
-    expect(all.tokens_per_s >= any.tokens_per_s && all.rung <= any.rung, "%.0f tokens/s, any %.0f",
+    expect(all.tokens_per_s >= any.tokens_per_s && all.tier <= any.tier, "%.0f tokens/s, any %.0f",
            all.tokens_per_s, any.tokens_per_s);
     FitPoint f = chosen("--fit any -e d48 --gpu-mem 15GiB");
-    expect(f.o.batch >= 8 && f.rung == 0 && f.o.moments == MOMENTS_BF16 &&
-               f.o.master == MASTER_NONE, "-b %d, rung %d", (int)f.o.batch, f.rung);
+    expect(f.o.batch >= 8 && f.tier == 0 && f.o.moments == MOMENTS_BF16 &&
+               f.o.master == MASTER_NONE, "-b %d, rung %d", (int)f.o.batch, f.tier);
     f = chosen("--fit bits -e d48 --gpu-mem 15GiB");
     expect(f.o.batch >= 24 && f.type == 0 && f.o.offload == HOST_MOMENTS, "-b %d, rung %d",
-           (int)f.o.batch, f.rung);
+           (int)f.o.batch, f.tier);
     f = chosen("--fit bits -e d48 --gpu-mem 15GiB -d 524288");
     expect(524288 % (f.o.batch * 1024) == 0 && f.type == 0, "-b %d", (int)f.o.batch);
     f = chosen("--fit bits -e d12 --gpu 4090 -r gelu --offload none");
-    expect(recompute_text(&f.settings).s == Text("gelu") && f.rung == 0);
+    expect(recompute_text(&f.settings).s == Text("gelu") && f.tier == 0);
 }
 
 // Several GPUs: the largest batch that --fit finds takes each of them what its plan says, beside
@@ -327,9 +327,9 @@ TEST(fit_ranks, FLOAT) {
         int B = 0;
         for (int i = 0; i < n; i++) {
             const FitPoint *f = &list[(size_t)i];
-            expect(host_rungs[f->rung] != HOST_GRADIENTS, "%s", options.c_str());
-            B = f->rung == 0 ? std::max(B, f->settings.B) : B;
-            if (f->rung == 0 && f->settings.B == B) {
+            expect(offload_tiers[f->tier] != HOST_GRADIENTS, "%s", options.c_str());
+            B = f->tier == 0 ? std::max(B, f->settings.B) : B;
+            if (f->tier == 0 && f->settings.B == B) {
                 Settings s = planned(options + text("%d --offload none", B));
                 expect(f->bytes == plan_bytes(&s), "%s%d", options.c_str(), B);
             }

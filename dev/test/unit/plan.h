@@ -184,7 +184,7 @@ TEST(plan_monotone, FLOAT) {
     for (int n = 0; n < count; n++) {
         Settings s = draw_settings();
         s.logit_rows = std::min(s.logit_rows, s.T);
-        for (int what = 0; what < 3 + 2 + HOST_RUNGS; what++) {
+        for (int what = 0; what < 3 + 2 + OFFLOAD_TIERS; what++) {
             Settings more = s;
             int blocks, level = settings_level(&s, &blocks);
             if (what == 0 && level + 1 < RECOMPUTE_LEVELS) {
@@ -197,7 +197,7 @@ TEST(plan_monotone, FLOAT) {
                 char option[64];
                 axis_apply(&more, BY_TYPE, what - 2, option);
             } else if (what >= 5 && s.gpu && s.model.L > SLOTS) {  // two blocks are all in slots
-                settings_offload(&more, host_rungs[what - 5]);
+                settings_offload(&more, offload_tiers[what - 5]);
             }
             expect(plan_bytes(&more) <= plan_bytes(&s), "%s, change %d: %zu to %zu",
                    settings_text(s).c_str(), what, plan_bytes(&s), plan_bytes(&more));
