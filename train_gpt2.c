@@ -1543,10 +1543,10 @@ static int rank_patience_ms(void) { return (int)fmin(4000, rank_timeout_ms / 2);
 typedef struct {
     double value;
     int32_t stop, failed;
-} RankWord;
+} RankStatus;
 
 // From the words of all ranks, what all of them do next.
-static void ranks_agree(const RankWord *words) {
+static void ranks_agree(const RankStatus *words) {
     this_rank.stop = this_rank.fault = 0;
     for (int r = this_rank.ranks - 1; r >= 0; r--) {
         this_rank.stop |= words[r].stop;
@@ -1949,7 +1949,7 @@ typedef struct {
 // What kernels of a GPU run ask for besides tensors; Volume II checks that they ask for no more.
 enum { GPU_TENSOR_ROW_BYTES = 56, GPU_STATE_BYTES = 256, GPU_PARTIAL_BLOCKS = 256 };
 // What a rank tells the others at a time (chapter Many GPUs of Volume II).
-enum { RANK_WORD_BYTES = 64 };
+enum { RANK_STATUS_BYTES = 64 };
 
 // A batch on its way to a GPU, in ints: inputs (N), targets (N), and the tokens sorted for the
 // embedding's backward (3 N + 1).
@@ -1964,7 +1964,7 @@ enum {
     BUF_WEIGHTS, BUF_GRADS, BUF_GRADS_1D, BUF_M, BUF_V, BUF_MASTER, BUF_WEIGHTS_STORE,
     BUF_GRADS_STORE, BUF_X_STORE, BUF_WEIGHTS_SLOT, BUF_GRADS_SLOT = BUF_WEIGHTS_SLOT + SLOTS,
     BUF_X_SLOT = BUF_GRADS_SLOT + SLOTS, BUF_EXCHANGE = BUF_X_SLOT + SLOTS, STATE_BUFFERS,
-    BUF_LOSSES = STATE_BUFFERS, BUF_MATMUL, BUF_BATCH, BUF_TENSORS, BUF_STATE, BUF_WORDS,
+    BUF_LOSSES = STATE_BUFFERS, BUF_MATMUL, BUF_BATCH, BUF_TENSORS, BUF_STATE, BUF_RANK_STATUS,
     BUF_PARTIALS, BUF_PINNED, BUF_XF, BUF_LNF, BUF_LNF_MEAN, BUF_LNF_RSTD, BUF_LOGITS, BUF_DRES,
     BUF_ATT_D, BUF_CACHE, SINGLES
 };
@@ -1991,7 +1991,7 @@ static void single_buffers(BufferEntry buffers[SINGLES], const Settings *s) {
     // One table for the norm and one for AdamW: of many GPUs each sums its own parts.
     const int64_t others = s->ranks > 1;
     const int64_t table = gpu * (1 + others) * model_tensors(m) * GPU_TENSOR_ROW_BYTES;
-    const int64_t words = gpu * others * s->ranks * RANK_WORD_BYTES;
+    const int64_t words = gpu * others * s->ranks * RANK_STATUS_BYTES;
     // Of attention, a part of three rows for each tile of 64 or 128 tokens.
     const int small = m->C / m->NH > 64 || s->dtype == TYPE_FP16;
     const int64_t tiles = (int64_t)s->B * ceil_div_i64(s->T, small ? 64 : 128);
@@ -5145,11 +5145,11 @@ static void engine_gather(Engine *e, void *all, const void *mine, size_t bytes) 
 
 // Returns the words (ranks) of all ranks, with the `value` of each, until the next exchange; from
 // here on all ranks know of a signal that one of them got, and of a fault.
-static const RankWord *engine_exchange(Engine *e, double value) {
-    static RankWord *words;
-    const RankWord mine = {value, stop_signal != 0, this_rank.failed};
+static const RankStatus *engine_exchange(Engine *e, double value) {
+    static RankStatus *words;
+    const RankStatus mine = {value, stop_signal != 0, this_rank.failed};
     if (!words) {
-        words = (RankWord *)alloc_zero((size_t)this_rank.ranks, sizeof *words);
+        words = (RankStatus *)alloc_zero((size_t)this_rank.ranks, sizeof *words);
     }
     engine_gather(e, words, &mine, sizeof mine);
     ranks_agree(words);
@@ -5989,7 +5989,7 @@ static int run_validate(Run *run, double *loss) {
             this_rank.failed = 1;
         }
         // A rank without a batch computes too: others may need its part of the weights.
-        const RankWord *words = engine_exchange(
+        const RankStatus *words = engine_exchange(
             &run->engine,
             run->engine.forward_loss(&run->engine, NULL, run->inputs, run->targets));
         run_note_fault(run);
@@ -6050,7 +6050,7 @@ static void run_sample(Run *run) {
 enum { REPLICA_STEPS = 100 };
 
 // How many ranks have rank r's value.
-static int words_alike(const RankWord *words, int ranks, int r) {
+static int statuses_alike(const RankStatus *words, int ranks, int r) {
     int alike = 0;
     for (int q = 0; q < ranks; q++) {
         alike += words[q].value == words[r].value;
@@ -6068,14 +6068,14 @@ static void run_compare_replicas(Run *run) {
         return;
     }
     // The upper 53 bits, which a double holds.
-    const RankWord *words =
+    const RankStatus *words =
         engine_exchange(&run->engine, (double)(run->engine.replica(&run->engine) >> 11));
     for (int r = 0; r < ranks; r++) {
-        most = (int)max_i64(most, words_alike(words, ranks, r));
+        most = (int)max_i64(most, statuses_alike(words, ranks, r));
     }
     run->diverged = most < ranks;
     for (int r = 0; r < ranks && n < (int)sizeof names; r++) {
-        if (2 * most <= ranks || words_alike(words, ranks, r) < most) {
+        if (2 * most <= ranks || statuses_alike(words, ranks, r) < most) {
             n += snprintf(names + n, sizeof names - (size_t)n, "%s%d", named++ ? ", " : "", r);
         }
     }

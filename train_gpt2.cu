@@ -4280,12 +4280,12 @@ struct RankComm {
 // What a rank adds to a step. All ranks add up all words in the order of ranks, so that norm, clip
 // factor, skip and stop are the same everywhere.
 // It is as many bytes at every stage of ZeRO.
-struct StepWord {
+struct StepStatus {
     float square_sum;  // of this rank's parts of the gradients
     float loss_sum;
     int stop, fault;   // a signal came; 1 + the rank that cannot go on, 0: all can
 };
-static_assert(sizeof(StepWord) <= RANK_WORD_BYTES, "the plan's buffer holds the words");
+static_assert(sizeof(StepStatus) <= RANK_STATUS_BYTES, "the plan's buffer holds the words");
 
 // sum (count) = round(own and the other ranks' parts added in the order of ranks), with `adds`
 // round(sum + all that), for a part of a bucket.
@@ -4321,23 +4321,23 @@ static __global__ void __launch_bounds__(256)
 
 // This rank's word: its sums are on the device already, the rest the host knows.
 // budget: threads 1 regs 16 blocks 24 test gpu_exchange
-static __global__ void step_word_kernel(StepWord *word, const UpdateState *update,
+static __global__ void step_status_kernel(StepStatus *status, const UpdateState *update,
                                         const float *loss_sum, int stop, int fault) {
-    *word = {update->square_sum, *loss_sum, stop, fault};
+    *status = {update->square_sum, *loss_sum, stop, fault};
 }
 
-// total = the words (ranks, RANK_WORD_BYTES) added in the order of ranks. The sum of squares in
+// total = the words (ranks, RANK_STATUS_BYTES) added in the order of ranks. The sum of squares in
 // update becomes the total's, or NaN where a rank cannot go on, so that nobody's weights change.
 // budget: threads 1 regs 24 blocks 24 test gpu_exchange
-static __global__ void step_words_kernel(StepWord *total, UpdateState *update, const char *words,
+static __global__ void step_statuses_kernel(StepStatus *total, UpdateState *update, const char *statuses,
                                          int ranks) {
-    StepWord sum = {0.0f, 0.0f, 0, 0};
+    StepStatus sum = {0.0f, 0.0f, 0, 0};
     for (int r = 0; r < ranks; r++) {
-        const StepWord *word = (const StepWord *)(const void *)(words + r * RANK_WORD_BYTES);
-        sum.square_sum += word->square_sum;
-        sum.loss_sum += word->loss_sum;
-        sum.stop |= word->stop;
-        sum.fault = sum.fault ? sum.fault : word->fault;
+        const StepStatus *status = (const StepStatus *)(const void *)(statuses + r * RANK_STATUS_BYTES);
+        sum.square_sum += status->square_sum;
+        sum.loss_sum += status->loss_sum;
+        sum.stop |= status->stop;
+        sum.fault = sum.fault ? sum.fault : status->fault;
     }
     update->square_sum = sum.fault ? NAN : sum.square_sum;
     *total = sum;
@@ -4434,15 +4434,15 @@ static void rank_transfer(Plan *p, int phase, const Transfer *v, void *slot, voi
 
 // All ranks come to one sum of squares and of losses, and to one opinion whether to stop: each puts
 // its word in its place, all words come to all ranks and are added up, in the order of streams.
-static void rank_words(const RankComm *c, StepWord *total, UpdateState *update, char *words,
+static void rank_statuses(const RankComm *c, StepStatus *total, UpdateState *update, char *statuses,
                        const float *loss_sum, cudaStream_t compute) {
-    launch(step_word_kernel, 1, 1, 0, compute,
-           (StepWord *)(void *)(words + c->rank * RANK_WORD_BYTES), update, loss_sum,
+    launch(step_status_kernel, 1, 1, 0, compute,
+           (StepStatus *)(void *)(statuses + c->rank * RANK_STATUS_BYTES), update, loss_sum,
            (int)(stop_signal != 0), this_rank.failed ? c->rank + 1 : 0);
     stream_after(c->stream, compute, c->event);
-    rank_gather(c, words, RANK_WORD_BYTES);
+    rank_gather(c, statuses, RANK_STATUS_BYTES);
     stream_after(compute, c->stream, c->event);
-    launch(step_words_kernel, 1, 1, 0, compute, total, update, words, c->ranks);
+    launch(step_statuses_kernel, 1, 1, 0, compute, total, update, statuses, c->ranks);
 }
 
 // *sum += a hash of 64-bit words (count): of integers, so that the order of adding means nothing.
@@ -4523,7 +4523,7 @@ static void rank_close(RankComm *c) {
 struct GpuState {
     UpdateState update;
     float loss_sum;  // of the step's micro-batches
-    StepWord all;    // what all ranks' words come to
+    StepStatus all;    // what all ranks' words come to
     unsigned long long replica;  // gpu_replica's
 };
 static_assert(sizeof(GpuState) <= GPU_STATE_BYTES, "the plan's buffer holds the state");
@@ -4956,7 +4956,7 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
                            s->ranks > 1 ? ranges + net->range_count : ranges, net->norm_count,
                            net->norm_chunks, net->stream);
     if (s->ranks > 1) {
-        rank_words(&net->ranks, &state->all, &state->update, gpu_buffer<char>(net, BUF_WORDS),
+        rank_statuses(&net->ranks, &state->all, &state->update, gpu_buffer<char>(net, BUF_RANK_STATUS),
                    &state->loss_sum, net->stream);
     }
     gpu_update_decide(&state->update, (float)o->clip, (float)limit, net->stream);
@@ -5016,9 +5016,9 @@ template <class E, class G> static uint64_t gpu_replica(Engine *e) {
         if (net->plan->single[row.buffer] >= 0) {  // without a master there are no low halves
             const Buffer *b = &net->plan->buffers[net->plan->single[row.buffer]];
             const size_t whole = (size_t)row.whole * type_bytes(b->type);
-            const size_t words = (s->placement[row.state] & PLACE_SHARD ? whole : b->bytes) / 8;
-            launch(replica_hash_kernel, words < 1 << 18 ? (unsigned)(words / 256 + 1) : 1024, 256,
-                   0, net->stream, sum, gpu_buffer<uint64_t>(net, row.buffer), words);
+            const size_t statuses = (s->placement[row.state] & PLACE_SHARD ? whole : b->bytes) / 8;
+            launch(replica_hash_kernel, statuses < 1 << 18 ? (unsigned)(statuses / 256 + 1) : 1024, 256,
+                   0, net->stream, sum, gpu_buffer<uint64_t>(net, row.buffer), statuses);
         }
     }
     copy_wait(&net->result->replica, sum, sizeof *sum, net->stream);
@@ -5816,15 +5816,15 @@ template <class E, class G>
 static void gpu_gather(Engine *e, void *all, const void *mine, size_t bytes) {
     const GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
     const RankComm *c = &net->ranks;
-    char *words = gpu_buffer<char>(net, BUF_WORDS);
-    char *host = (char *)alloc_zero((size_t)c->ranks, RANK_WORD_BYTES);
+    char *words = gpu_buffer<char>(net, BUF_RANK_STATUS);
+    char *host = (char *)alloc_zero((size_t)c->ranks, RANK_STATUS_BYTES);
     for (size_t at = 0, n; at < bytes; at += n) {
-        n = bytes - at < RANK_WORD_BYTES ? bytes - at : (size_t)RANK_WORD_BYTES;
-        copy_wait(words + c->rank * RANK_WORD_BYTES, (const char *)mine + at, n, c->stream);
-        rank_gather(c, words, RANK_WORD_BYTES);
-        copy_wait(host, words, (size_t)c->ranks * RANK_WORD_BYTES, c->stream);
+        n = bytes - at < RANK_STATUS_BYTES ? bytes - at : (size_t)RANK_STATUS_BYTES;
+        copy_wait(words + c->rank * RANK_STATUS_BYTES, (const char *)mine + at, n, c->stream);
+        rank_gather(c, words, RANK_STATUS_BYTES);
+        copy_wait(host, words, (size_t)c->ranks * RANK_STATUS_BYTES, c->stream);
         for (int r = 0; r < c->ranks; r++) {
-            memcpy((char *)all + (size_t)r * bytes + at, host + r * RANK_WORD_BYTES, n);
+            memcpy((char *)all + (size_t)r * bytes + at, host + r * RANK_STATUS_BYTES, n);
         }
     }
     free(host);
@@ -5903,7 +5903,7 @@ template <class E, class G> static void gpu_begin(GpuNetwork<E, G> *net) {
     const int behind = net->plan->settings.ranks > 1 ? net->norm_count : 0;
     copy_wait(gpu_buffer<ParamRange>(net, BUF_TENSORS), net->ranges,
               (net->range_count + behind) * sizeof(ParamRange), net->stream);
-    for (int id : {BUF_WEIGHTS, BUF_WEIGHTS_STORE, BUF_MASTER, BUF_M, BUF_V, BUF_STATE, BUF_WORDS,
+    for (int id : {BUF_WEIGHTS, BUF_WEIGHTS_STORE, BUF_MASTER, BUF_M, BUF_V, BUF_STATE, BUF_RANK_STATUS,
                    BUF_EXCHANGE}) {
         const int at = net->plan->single[id];
         if (at >= 0 && (net->plan->buffers[at].placement == PLACE_DEVICE || GPT2_POISON)) {

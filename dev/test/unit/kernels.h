@@ -904,23 +904,23 @@ template <class G> static void check_rank_sum(int ranks, int rank, size_t room) 
 
 // The words of four ranks: sums in the order of ranks, a stop of one is a stop of all, the first of
 // two faults is named, and with a fault nobody's norm is a number.
-static void check_step_words() {
+static void check_step_statuses() {
     enum { RANKS = 4 };
     const float losses[RANKS] = {1e8f, 1, -1e8f, 1};
-    std::vector<char> words(RANKS * RANK_WORD_BYTES);
+    std::vector<char> words(RANKS * RANK_STATUS_BYTES);
     for (int fault : {0, 1}) {
         Device<char> d_words(words);
         Device<UpdateState> update(std::vector<UpdateState>(1));
-        Device<StepWord> total(std::vector<StepWord>(1));
+        Device<StepStatus> total(std::vector<StepStatus>(1));
         for (int r = 0; r < RANKS; r++) {
             Device<float> loss(Reals{losses[r]});
             Device<UpdateState> mine(std::vector<UpdateState>{{(float)(r + 1), 0, 0, 0, 0}});
-            launch(step_word_kernel, 1, 1, 0, 0,
-                   (StepWord *)(void *)(d_words.p + r * RANK_WORD_BYTES), mine.p, loss.p, r == 2,
+            launch(step_status_kernel, 1, 1, 0, 0,
+                   (StepStatus *)(void *)(d_words.p + r * RANK_STATUS_BYTES), mine.p, loss.p, r == 2,
                    fault && r % 2 ? r + 1 : 0);
         }
-        launch(step_words_kernel, 1, 1, 0, 0, total.p, update.p, d_words.p, (int)RANKS);
-        const StepWord all = total.raw()[0];
+        launch(step_statuses_kernel, 1, 1, 0, 0, total.p, update.p, d_words.p, (int)RANKS);
+        const StepStatus all = total.raw()[0];
         const float norm = update.raw()[0].square_sum;
         expect(all.loss_sum == 1 && all.square_sum == 10 && all.stop == 1, "%g, %g, %d",
                (double)all.loss_sum, (double)all.square_sum, all.stop);
@@ -960,7 +960,7 @@ TEST(gpu_exchange, CUDA_ALL) {
             check_rank_sum<bf16>(ranks, rank, 8192);
         }
     }
-    check_step_words();
+    check_step_statuses();
     check_replica_hash();
 }
 
@@ -1456,7 +1456,7 @@ TEST(rank_agreement, CUDA_ALL) {
     enum { RANKS = 4, THREADS = 8 };
     this_rank = {0, RANKS, 0, RANKS, 0, 0, 0, 0};
     for (int who = 0; who < RANKS; who++) {
-        RankWord words[RANKS] = {};
+        RankStatus words[RANKS] = {};
         words[who].stop = 1;
         ranks_agree(words);
         expect(this_rank.stop == 1 && this_rank.fault == 0, "rank %d stops", who);
