@@ -1408,8 +1408,8 @@ typedef struct {
     uint64_t program, options, data, settings;  // fingerprints
     uint64_t device, host;                      // bytes that there are for a plan
     char gpu[RANK_TEXT], id[RANK_ID];
-} RankCard;
-static RankCard rank_card;  // this rank's; behind the meeting the id of rank 0 and the least memory
+} RankInfo;
+static RankInfo rank_info;  // this rank's; behind the meeting the id of rank 0 and the least memory
 
 // Of a part of the run: engines open, and a driver may be compiling kernels for minutes and show by
 // its use of the processor alone that it lives; weights and states are loaded, likewise; all else.
@@ -1435,7 +1435,7 @@ static void rank_phase(const char *doing, int work) {
 }
 
 // What ranks wait for each other in, and its names.
-enum { RANK_MEETING, RANK_CONNECTION, RANK_EXCHANGE, RANK_GATHER, RANK_BROADCAST };
+enum { RANK_HANDSHAKE, RANK_CONNECTION, RANK_EXCHANGE, RANK_GATHER, RANK_BROADCAST };
 static const char *const rank_calls[] = {"the first meeting", "NCCL's start", "Send/Recv",
                                          "AllGather", "Broadcast"};
 
@@ -7654,7 +7654,7 @@ static void run_find_ranks(Run *run, const Program *program) {
     }
     for (int i = 0; i < OPTION_ROWS; i++) {
         const char *value = option_text(text, o, &option_rows[i]);
-        rank_card.options = fingerprint(rank_card.options, value, strlen(value) + 1);
+        rank_info.options = fingerprint(rank_info.options, value, strlen(value) + 1);
     }
     program->ranks_start(&l, (int)o->gpus);
     o->gpus = this_rank.ranks;
@@ -7664,17 +7664,17 @@ static void run_find_ranks(Run *run, const Program *program) {
 // The ranks show each other who they are, before any of them plans: what is left to memory they
 // choose alike, for the one of them that has the least. Ends the run where they cannot train
 // together. Returns the room that every rank has, of which this one has `room`.
-static Room run_meet(const Run *run, const Program *program, const Room *room) {
+static Room run_handshake(const Run *run, const Program *program, const Room *room) {
     Room least = *room;
     if (this_rank.ranks > 1 && program->ranks_handshake) {
         Settings same = run->s;
         same.rank = same.threads = same.quiet = 0;  // they may differ
-        rank_card.settings = fingerprint(0, &same, sizeof same);
-        rank_card.device = room->device;
-        rank_card.host = room->host;
+        rank_info.settings = fingerprint(0, &same, sizeof same);
+        rank_info.device = room->device;
+        rank_info.host = room->host;
         program->ranks_handshake();
-        least.device = (size_t)rank_card.device;
-        least.host = (size_t)rank_card.host;
+        least.device = (size_t)rank_info.device;
+        least.host = (size_t)rank_info.host;
     }
     return least;
 }
@@ -8047,7 +8047,7 @@ static void run_fit(Run *run, const Program *program) {
     }
     const Room room = room_at_hand(program, &run->o, &run->s);
     const HostMemory host = host_memory("");
-    const Room least = run_meet(run, program, &room);  // before it, nobody has taken any
+    const Room least = run_handshake(run, program, &room);  // before it, nobody has taken any
     settings_auto(&run->s, &run->o, &least);
     run->inputs = (Token *)alloc_zero(2 * batch, sizeof(Token));
     run->targets = run->inputs + batch;
@@ -8221,7 +8221,7 @@ static int eval_command(Run *run, const Program *program, Model *m) {
             f.name, f.longest_at, f.longest_completion, run->s.T);
     }
     settings_forward(&run->s);
-    rank_card.data = fingerprint(f.examples, o->eval, strlen(o->eval));
+    rank_info.data = fingerprint(f.examples, o->eval, strlen(o->eval));
     run_fit(run, program);
     run->live = terminal_rewrites() && !o->quiet && !o->json;
     if (!run->weights.spans) {
@@ -8382,7 +8382,7 @@ static int program_run(Run *run, const Program *program, int argc, char **argv) 
     run_open_validation(run);
     run_size(run);                                                     // 5 steps, micro-batches
     run_identity(run->identity, &run->s, o, &run->train);
-    rank_card.data = fingerprint(run->val.windows, run->identity, strlen(run->identity));
+    rank_info.data = fingerprint(run->val.windows, run->identity, strlen(run->identity));
     run_fit(run, program);                                             // 6 memory
     run_prepare_samples(run);
     if (program->command && (o->check || o->compare)) {

@@ -4104,7 +4104,7 @@ static void ranks_join(const Launcher *l, void (*select)(int local_rank)) {
     ranks_share(1);
     ranks_begin(r, rank_row_at(0));
     rank_watch_start();
-    rank_wait_begin(RANK_MEETING);
+    rank_wait_begin(RANK_HANDSHAKE);
     memset(&hello, 0, sizeof hello);
     memcpy(hello.magic, rank_magic, sizeof rank_magic);
     hello.rank = r.rank;
@@ -4136,9 +4136,9 @@ static void ranks_join(const Launcher *l, void (*select)(int local_rank)) {
 
 // cards (ranks) = every rank's. Once in a run, and called by all of its ranks; MPI and links are
 // done with afterwards.
-static void ranks_meet(RankCard *cards) {
-    rank_wait_begin(RANK_MEETING);
-    ranks_gather(cards, &rank_card, sizeof rank_card);
+static void ranks_exchange_info(RankInfo *cards) {
+    rank_wait_begin(RANK_HANDSHAKE);
+    ranks_gather(cards, &rank_info, sizeof rank_info);
     for (int q = this_rank.rank == 0; rank_links && q < (this_rank.rank ? 1 : this_rank.ranks);
          q++) {
         close(rank_links[q]);
@@ -4166,22 +4166,22 @@ static uint64_t fingerprint_program(void) {
 
 // The ranks show each other their cards. Ends the run, with the line of rank 0, where they cannot
 // train together.
-static void ranks_introduce(void) {
+static void ranks_handshake(void) {
     const size_t n = (size_t)this_rank.ranks;
     static const struct {
         size_t offset;
         const char *what;
-    } alike[] = {{offsetof(RankCard, program), "is another build of this program"},
-                 {offsetof(RankCard, options), "was given other options"},
-                 {offsetof(RankCard, data), "has other data"},
-                 {offsetof(RankCard, settings), "has another model"}};
-    RankCard *cards = (RankCard *)alloc_zero(n, sizeof(RankCard));
+    } alike[] = {{offsetof(RankInfo, program), "is another build of this program"},
+                 {offsetof(RankInfo, options), "was given other options"},
+                 {offsetof(RankInfo, data), "has other data"},
+                 {offsetof(RankInfo, settings), "has another model"}};
+    RankInfo *cards = (RankInfo *)alloc_zero(n, sizeof(RankInfo));
     // For tests: NCCL from 2.30.7 on lets ranks share a GPU if this is set (NCCL user guide,
     // Environment Variables). Each rank then plans as if all of its free memory were its own.
     const char *sharing = getenv("NCCL_MULTI_RANK_GPU_ENABLE");
     const int shared = sharing && strcmp(sharing, "1") == 0;
-    rank_card.program = fingerprint_program();
-    ranks_meet(cards);
+    rank_info.program = fingerprint_program();
+    ranks_exchange_info(cards);
     for (size_t r = 1; r < n; r++) {
         cards[0].device = cards[r].device < cards[0].device ? cards[r].device : cards[0].device;
         cards[0].host = cards[r].host < cards[0].host ? cards[r].host : cards[0].host;
@@ -4200,16 +4200,16 @@ static void ranks_introduce(void) {
             }
         }
     }
-    memcpy(rank_card.id, cards[0].id, RANK_ID);
-    rank_card.device = cards[0].device;
-    rank_card.host = cards[0].host;
+    memcpy(rank_info.id, cards[0].id, RANK_ID);
+    rank_info.device = cards[0].device;
+    rank_info.host = cards[0].host;
     free(cards);
 }
 
 // The name of this rank's GPU, which no other on any machine has, and for rank 0 NCCL's id of the
 // run, which must come from its own process: there NCCL waits for the others. Machines may have one
 // name and their GPUs one place on the bus, so the name ends with the UUID as nvidia-smi -L begins.
-static void rank_introduce(char gpu[RANK_TEXT], char id[RANK_ID]) {
+static void rank_handshake(char gpu[RANK_TEXT], char id[RANK_ID]) {
     // A place takes 13 bytes; the machine has its whole name: jobs number machines at its end.
     char bus[14], machine[HOST_NAME_MAX + 1] = "";
     int device = 0;
@@ -4246,8 +4246,8 @@ static void ranks_start(const Launcher *l, int gpus) {
 // Program.ranks_handshake: fills in this rank's GPU and, on rank 0, the id of the communicator; all
 // ranks then compare what they were started with.
 static void ranks_shake_hands(void) {
-    rank_introduce(rank_card.gpu, rank_card.id);
-    ranks_introduce();
+    rank_handshake(rank_info.gpu, rank_info.id);
+    ranks_handshake();
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -4479,7 +4479,7 @@ static void rank_connect(RankComm *c) {
     ncclUniqueId id;
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.maxCTAs = NCCL_CHANNELS;
-    memcpy(&id, rank_card.id, sizeof id);
+    memcpy(&id, rank_info.id, sizeof id);
     // Other ranks may come minutes later, with more kernels to compile: whoever watches this one is
     // to see that it waits.
     rank_wait_begin(RANK_CONNECTION);

@@ -1518,7 +1518,7 @@ static void rank_fails(ncclComm_t comm, int rank, int) {
 
 // k_copy is loaded behind a collective that the host has waited for; k_use beside one that may wait
 // for other ranks, while they wait for this one's to be loaded.
-static void rank_meets(ncclComm_t comm, int, int) {
+static void rank_handshakes(ncclComm_t comm, int, int) {
     int *x = device<int>(3);
     OK(ncclAllReduce(x, x, 1, ncclInt32, ncclSum, comm, 0));
     OK(cudaStreamSynchronize(0));
@@ -1545,7 +1545,7 @@ TEST(nccl_deaths) {
     expect_ranks_die(rank_hub_dies, 3, "rank 0 is gone", "on rank 2");
     expect_ranks_die(rank_pieces, 3, "rank 2 sends 40 bytes to rank 1, which expects 36",
                      "on rank 2");
-    expect_ranks_die(rank_meets, 3, "k_use is called for the first time", "collective is pending");
+    expect_ranks_die(rank_handshakes, 3, "k_use is called for the first time", "collective is pending");
     run_ranks(rank_fails, 3, 3);
     expect(rank_codes == (std::vector<int>{0, 55, 0}), "a failure: %s", rank_text.c_str());
     run_ranks(rank_silence, 3, 3);

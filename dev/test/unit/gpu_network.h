@@ -473,7 +473,7 @@ TEST(gpu_rank_names, EMULATED_ALL) {
     for (long machine : {0, 0, 0x9a}) {
         char gpu[RANK_TEXT], id[RANK_ID];
         emu::set.machine = machine;
-        rank_introduce(gpu, id);
+        rank_handshake(gpu, id);
         names.push_back(gpu);
     }
     expect(names[0] == names[1] && names[0] != names[2] &&

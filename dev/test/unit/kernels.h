@@ -1470,14 +1470,14 @@ TEST(rank_agreement, CUDA_ALL) {
         rank_links = (int *)alloc_zero(RANKS, sizeof(int));
         int others[RANKS];  // the other ends of rank 0's links
         for (int r = 0; r < RANKS; r++) {
-            RankCard card = {};
+            RankInfo card = {};
             card.program = fingerprint_program();
             card.device = 1000 + (r != least);
             card.host = 2000 + ((r + 1) % RANKS != least);
             snprintf(card.gpu, sizeof card.gpu, "GPU %d", r);
             int ends[2] = {-1, -1};
             if (r == 0) {
-                rank_card = card;
+                rank_info = card;
             } else if (socketpair(AF_UNIX, SOCK_STREAM, 0, ends) != 0 ||
                        !socket_move(ends[1], &card, sizeof card, 1)) {
                 give_up("no socket");
@@ -1485,9 +1485,9 @@ TEST(rank_agreement, CUDA_ALL) {
             rank_links[r] = ends[0];
             others[r] = ends[1];
         }
-        ranks_introduce();
-        expect(rank_card.device == 1000 && rank_card.host == 2000, "rank %d has least: %d, %d",
-               least, (int)rank_card.device, (int)rank_card.host);
+        ranks_handshake();
+        expect(rank_info.device == 1000 && rank_info.host == 2000, "rank %d has least: %d, %d",
+               least, (int)rank_info.device, (int)rank_info.host);
         for (int r = 1; r < RANKS; r++) {
             close(others[r]);
         }
