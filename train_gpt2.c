@@ -1396,7 +1396,7 @@ static Ranks this_rank = {0, 1, 0, 1, 0, 0, 0, 0};
 typedef struct {
     uint64_t begun, done;  // alike: the rank waits for nobody
     int call;
-} RankNote;
+} CollectiveState;
 
 // The longest name of a GPU, and the bytes of an id (NCCL's).
 enum { RANK_TEXT = 96, RANK_ID = 128 };
@@ -1422,15 +1422,15 @@ typedef struct {
     int work;           // RANK_*
     int slow;           // *slow_count
     uint64_t calls;     // collectives that the host has asked for
-    RankNote note;
-} RankRow;
-static RankRow rank_row_alone, *rank_row = &rank_row_alone;  // this rank's
+    CollectiveState note;
+} Heartbeat;
+static Heartbeat heartbeat_alone, *heartbeat = &heartbeat_alone;  // this rank's
 static double rank_timeout_ms = 60e3;
 
 // This process begins another part of the run.
 static void rank_phase(const char *doing, int work) {
-    rank_row->doing = doing;
-    rank_row->work = work;
+    heartbeat->doing = doing;
+    heartbeat->work = work;
     progress();
 }
 
@@ -1441,13 +1441,13 @@ static const char *const rank_calls[] = {"the first meeting", "NCCL's start", "S
 
 // The note of the next collective. Host calls that wait for other ranks put it into the row
 // themselves.
-static RankNote rank_note_next(int call) {
-    const uint64_t done = rank_row->calls++;
-    const RankNote note = {done + 1, done, call};
+static CollectiveState collective_next(int call) {
+    const uint64_t done = heartbeat->calls++;
+    const CollectiveState note = {done + 1, done, call};
     return note;
 }
-static void rank_wait_begin(int call) { rank_row->note = rank_note_next(call); }
-static void rank_wait_end(void) { rank_row->note.done = rank_row->note.begun; }
+static void rank_wait_begin(int call) { heartbeat->note = collective_next(call); }
+static void rank_wait_end(void) { heartbeat->note.done = heartbeat->note.begun; }
 
 // Has the run been asked to stop? Training, validation, sampling and evaluation ask before each
 // batch or token; loading and saving end first.

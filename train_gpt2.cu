@@ -3540,14 +3540,14 @@ static void offload_close(OffloadStreams *s) {
 // 3. What a signal asked of one rank all act on at the same place of the run (Ranks.stop), or some
 //    would wait for ever for those who left.
 // 4. A rank that hangs or is stopped makes all others wait inside CUDA. So ranks write down where
-//    they stand (RankRow), and whoever watches ends a run in which nothing has moved for --timeout:
+//    they stand (Heartbeat), and whoever watches ends a run in which nothing has moved for --timeout:
 //    the parent sees all ranks, a launcher's rank has a thread that sees it alone.
 
 enum { RANK_PAGES = 1 << 16 };
 static char *rank_pages;                                     // of all ranks that can be seen
 
-static RankRow *rank_row_at(int r) {
-    return (RankRow *)(void *)(rank_pages + (size_t)r * RANK_PAGES);
+static Heartbeat *heartbeat_at(int r) {
+    return (Heartbeat *)(void *)(rank_pages + (size_t)r * RANK_PAGES);
 }
 
 // Makes the pages for rows that so many processes can see.
@@ -3561,10 +3561,10 @@ static void ranks_share(int rows) {
 
 // This process is a rank from here on, and `row` where it stands. What is wrong on all ranks is
 // said once: the others wait until rank 0 has said it and somebody ends them.
-static void ranks_begin(Ranks r, RankRow *row) {
+static void ranks_begin(Ranks r, Heartbeat *row) {
     static char name[64];
     this_rank = r;
-    rank_row = row;
+    heartbeat = row;
     progress_count = &row->count;
     slow_count = &row->slow;
     rank_phase("starting", RANK_STARTS);
@@ -3686,7 +3686,7 @@ static double watch_look(Watch *w, const Child *children, int ranks) {
     double processor_ms = 0;
     uint64_t moves = 0;
     for (int r = 0; r < ranks; r++) {
-        const volatile RankRow *row = rank_row_at(r);
+        const volatile Heartbeat *row = heartbeat_at(r);
         clockid_t clock;
         struct timespec t;
         moves += children[r].pid ? row->count + row->note.begun + row->note.done : 0;
@@ -3707,14 +3707,14 @@ static double watch_look(Watch *w, const Child *children, int ranks) {
 static double watch_limit_ms(const Child *children, int ranks) {
     int slow = 0;
     for (int r = 0; r < ranks; r++) {
-        slow |= children[r].pid && __atomic_load_n(&rank_row_at(r)->slow, __ATOMIC_SEQ_CST) > 0;
+        slow |= children[r].pid && __atomic_load_n(&heartbeat_at(r)->slow, __ATOMIC_SEQ_CST) > 0;
     }
     return rank_timeout_ms * (slow ? 10 : 1);
 }
 
 // Is a rank in the first collectives, with its engine open and nothing loaded yet? There no rank
 // has more to do than another.
-static int row_in_warm_up(const RankRow *row) {
+static int row_in_warm_up(const Heartbeat *row) {
     return row->work == RANK_STARTS && row->note.call > RANK_CONNECTION;
 }
 
@@ -3724,8 +3724,8 @@ enum { RANK_STOPPED, RANK_HANGS, RANK_WAITS, RANK_REASONS };
 // Prints what rank r is doing, behind `named` others, if it does not move for this reason; returns
 // whether it did.
 static int watch_explain_rank(FILE *f, int reason, const Child *child, int r, int named) {
-    const RankRow *row = rank_row_at(r);
-    const RankNote *note = &row->note;
+    const Heartbeat *row = heartbeat_at(r);
+    const CollectiveState *note = &row->note;
     siginfo_t info;
     memset(&info, 0, sizeof info);
     (void)waitid(P_PID, (id_t)child->pid, &info, WSTOPPED | WNOHANG | WNOWAIT);
@@ -3766,7 +3766,7 @@ static void watch_explain(const Watch *w, const Child *children, int ranks) {
         for (int r = 0; r < ranks; r++) {
             const int waits = watch_explain_rank(f, reason, &children[r], r, named);
             named += waits;
-            first |= waits && reason == RANK_WAITS && row_in_warm_up(rank_row_at(r));
+            first |= waits && reason == RANK_WAITS && row_in_warm_up(heartbeat_at(r));
         }
     }
     fputs(first ? ": the first collective never completes, as where GPUs cannot reach each other's "
@@ -3868,7 +3868,7 @@ static void ranks_fork(int ranks) {
             free(children);
             links_take(links, r, ranks);
             const Ranks mine = {r, ranks, r, ranks, 0, 0, 0, 0};
-            ranks_begin(mine, rank_row_at(r));
+            ranks_begin(mine, heartbeat_at(r));
             ranks_share_cores();
             return;
         }
@@ -3893,8 +3893,8 @@ static void *rank_watch(void *nothing) {
     do {
         usleep(250000);
         const double still = watch_look(&watch, &own, 1);
-        const int waits = rank_row->note.begun != rank_row->note.done;
-        const int patient = waits && !row_in_warm_up(rank_row);
+        const int waits = heartbeat->note.begun != heartbeat->note.done;
+        const int patient = waits && !row_in_warm_up(heartbeat);
         over = still - (patient ? 10 * rank_timeout_ms : watch_limit_ms(&own, 1));
         over -= waits ? 2000 : 0;
     } while (over <= 0);
@@ -4102,7 +4102,7 @@ static void ranks_join(const Launcher *l, void (*select)(int local_rank)) {
     }
 #endif
     ranks_share(1);
-    ranks_begin(r, rank_row_at(0));
+    ranks_begin(r, heartbeat_at(0));
     rank_watch_start();
     rank_wait_begin(RANK_HANDSHAKE);
     memset(&hello, 0, sizeof hello);
@@ -4272,7 +4272,7 @@ struct RankComm {
     cudaEvent_t event;    // recorded and waited for at once, so one serves every place
     int rank, ranks;
     int on;  // 0: kernels alone, see 3
-    RankNote *note;  // rank_row's, for kernels
+    CollectiveState *note;  // heartbeat's, for kernels
     char *staging;   // for what other ranks send of a bucket that is added up
     size_t room;     // its bytes
 };
@@ -4346,7 +4346,7 @@ static __global__ void step_statuses_kernel(StepStatus *total, UpdateState *upda
 // The stream of collectives has come so far. A kernel, and no event: while the host is inside CUDA
 // no other thread should have to ask CUDA for anything, and the parent never may.
 // budget: threads 1 regs 16 blocks 24 test gpu_exchange
-static __global__ void rank_note_kernel(RankNote *to, RankNote note) {
+static __global__ void collective_state_kernel(CollectiveState *to, CollectiveState note) {
     *to = note;
     __threadfence_system();  // the parent reads while the stream goes on
 }
@@ -4356,11 +4356,11 @@ static __global__ void rank_note_kernel(RankNote *to, RankNote note) {
 template <class Call> static void rank_call(const RankComm *c, int name, Call call) {
     // While kernels run alone nothing is counted: the numbers must be alike on all ranks.
     if (c->on) {
-        RankNote note = rank_note_next(name);
-        launch(rank_note_kernel, 1, 1, 0, c->stream, c->note, note);
+        CollectiveState note = collective_next(name);
+        launch(collective_state_kernel, 1, 1, 0, c->stream, c->note, note);
         call();
         note.done = note.begun;
-        launch(rank_note_kernel, 1, 1, 0, c->stream, c->note, note);
+        launch(collective_state_kernel, 1, 1, 0, c->stream, c->note, note);
     }
 }
 
@@ -4467,9 +4467,9 @@ static void rank_open(RankComm *c, const Settings *s) {
     cuda_check(cudaDeviceGetStreamPriorityRange(&least, &most));
     cuda_check(cudaStreamCreateWithPriority(&c->stream, cudaStreamNonBlocking, most));
     cuda_check(cudaEventCreateWithFlags(&c->event, cudaEventDisableTiming));
-    cuda_check(cudaHostRegister(rank_row, sizeof *rank_row, cudaHostRegisterMapped));
-    cuda_check(cudaHostGetDevicePointer((void **)&c->note, &rank_row->note, 0));
-    launch(rank_note_kernel, 1, 1, 0, c->stream, c->note, rank_row->note);  // see 3
+    cuda_check(cudaHostRegister(heartbeat, sizeof *heartbeat, cudaHostRegisterMapped));
+    cuda_check(cudaHostGetDevicePointer((void **)&c->note, &heartbeat->note, 0));
+    launch(collective_state_kernel, 1, 1, 0, c->stream, c->note, heartbeat->note);  // see 3
 }
 
 // Finds the other ranks, and waits until all are there. NCCL's buffers grow with its blocks, which
@@ -4500,7 +4500,7 @@ static void rank_close(RankComm *c) {
         nccl_open = nullptr;
         nccl_check(ncclCommDestroy(c->comm));
     }
-    cuda_check(cudaHostUnregister(rank_row));
+    cuda_check(cudaHostUnregister(heartbeat));
     cuda_check(cudaStreamDestroy(c->stream));
     cuda_check(cudaEventDestroy(c->event));
 }

@@ -1465,7 +1465,7 @@ TEST(rank_agreement, CUDA_ALL) {
         expect(this_rank.fault == who + 1, "rank %d fails, not %d", who, this_rank.fault - 1);
     }
     ranks_share(RANKS);
-    rank_row = rank_row_at(0);
+    heartbeat = heartbeat_at(0);
     for (int least = 0; least < RANKS; least++) {
         rank_links = (int *)alloc_zero(RANKS, sizeof(int));
         int others[RANKS];  // the other ends of rank 0's links
@@ -1497,7 +1497,7 @@ TEST(rank_agreement, CUDA_ALL) {
     for (const int launched : {0, 1}) {  // a launcher does not tell its ranks to share
         const int cores = launched ? (int)sysconf(_SC_NPROCESSORS_ONLN) : (int)THREADS;
         omp_set_num_threads(launched ? RANKS * cores : (int)THREADS);
-        ranks_begin({0, RANKS, 0, RANKS, launched, 0, 0, 0}, rank_row_at(0));
+        ranks_begin({0, RANKS, 0, RANKS, launched, 0, 0, 0}, heartbeat_at(0));
         ranks_share_cores();
         expect(omp_get_max_threads() == std::max(1, cores / RANKS), "%d threads of %d",
                omp_get_max_threads(), cores);
