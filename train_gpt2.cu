@@ -3675,12 +3675,12 @@ static int child_reap(Child *child, int r, int quiet) {
 typedef struct {
     uint64_t moves;
     double processor_ms, last_ms, still_ms;
-} Watch;
+} Watchdog;
 
 // Milliseconds that nothing has moved on any of the ranks that are left. A look counts for a second
 // at most: who watches may have been stopped itself, with all ranks, as by Ctrl-Z in a shell, and
 // all go on together.
-static double watch_look(Watch *w, const Child *children, int ranks) {
+static double watchdog_look(Watchdog *w, const Child *children, int ranks) {
     // Who reads what is printed may hold it up, as Ctrl-S does: that is no fault of a rank's.
     const double now = now_ms(), passed = fmin(now - w->last_ms, 1000);
     double processor_ms = 0;
@@ -3698,7 +3698,7 @@ static double watch_look(Watch *w, const Child *children, int ranks) {
     // A driver's threads that only look around use less than a tenth, a compiler more.
     const int moved = moves != w->moves || processor_ms - w->processor_ms > 0.1 * passed ||
                       write_waits(STDOUT_FILENO);
-    const Watch seen = {moves, processor_ms, now, moved ? 0 : w->still_ms + passed};
+    const Watchdog seen = {moves, processor_ms, now, moved ? 0 : w->still_ms + passed};
     *w = seen;
     return w->still_ms;
 }
@@ -3723,7 +3723,7 @@ enum { RANK_STOPPED, RANK_HANGS, RANK_WAITS, RANK_REASONS };
 
 // Prints what rank r is doing, behind `named` others, if it does not move for this reason; returns
 // whether it did.
-static int watch_explain_rank(FILE *f, int reason, const Child *child, int r, int named) {
+static int watchdog_explain_rank(FILE *f, int reason, const Child *child, int r, int named) {
     const Heartbeat *row = heartbeat_at(r);
     const CollectiveState *note = &row->note;
     siginfo_t info;
@@ -3755,7 +3755,7 @@ static int watch_explain_rank(FILE *f, int reason, const Child *child, int r, in
 
 // Prints why nothing moves: the ranks that are stopped, else those that hang, else, where all wait
 // for others, what each waits in.
-static void watch_explain(const Watch *w, const Child *children, int ranks) {
+static void watchdog_explain(const Watchdog *w, const Child *children, int ranks) {
     char *text;
     size_t bytes;
     FILE *f = open_memstream(&text, &bytes);  // one write, for others may speak at the same time
@@ -3764,7 +3764,7 @@ static void watch_explain(const Watch *w, const Child *children, int ranks) {
     int first = 0;
     for (int reason = RANK_STOPPED, named = 0; reason < RANK_REASONS && !named; reason++) {
         for (int r = 0; r < ranks; r++) {
-            const int waits = watch_explain_rank(f, reason, &children[r], r, named);
+            const int waits = watchdog_explain_rank(f, reason, &children[r], r, named);
             named += waits;
             first |= waits && reason == RANK_WAITS && row_in_warm_up(heartbeat_at(r));
         }
@@ -3784,7 +3784,7 @@ static int children_attend(Child *children, int ranks) {
     enum { LOOK_MS = 250, END_MS = 4000 };  // no longer for SIGKILL, which may find a disk asleep
     struct pollfd *fds = (struct pollfd *)alloc_zero((size_t)ranks, sizeof *fds);
     int left = ranks, passed_on = 0, result = 0, ending = 0;
-    Watch watch = {0, 0, now_ms(), 0};
+    Watchdog watch = {0, 0, now_ms(), 0};
     double ended_ms = HUGE_VAL;
     for (int r = 0; r < ranks; r++) {
         fds[r].fd = children[r].alive;
@@ -3806,9 +3806,9 @@ static int children_attend(Child *children, int ranks) {
             left -= status >= 0;
             result = result || status < 0 ? result : status;
         }
-        if (!result && left > 0 && watch_look(&watch, children, ranks) >
+        if (!result && left > 0 && watchdog_look(&watch, children, ranks) >
                                           watch_limit_ms(children, ranks)) {
-            watch_explain(&watch, children, ranks);
+            watchdog_explain(&watch, children, ranks);
             result = 1;
         }
         if (result && !before) {
@@ -3886,30 +3886,30 @@ static void ranks_fork(int ranks) {
 // The thread that watches a rank of a launcher's. It sees nothing of the others, which may be in a
 // slow call: while its rank waits for them it is patient, and lets those speak first who do not
 // wait.
-static void *rank_watch(void *nothing) {
+static void *rank_watchdog(void *nothing) {
     const Child own = {getpid(), 0};
-    Watch watch = {0, 0, now_ms(), 0};
+    Watchdog watch = {0, 0, now_ms(), 0};
     double over;
     do {
         usleep(250000);
-        const double still = watch_look(&watch, &own, 1);
+        const double still = watchdog_look(&watch, &own, 1);
         const int waits = heartbeat->note.begun != heartbeat->note.done;
         const int patient = waits && !row_in_warm_up(heartbeat);
         over = still - (patient ? 10 * rank_timeout_ms : watch_limit_ms(&own, 1));
         over -= waits ? 2000 : 0;
     } while (over <= 0);
-    watch_explain(&watch, &own, 1);
+    watchdog_explain(&watch, &own, 1);
     _exit(1);
     return nothing;
 }
 
 // Starts it; signals stay the main thread's, whose calls they are to interrupt.
-static void rank_watch_start(void) {
+static void rank_watchdog_start(void) {
     pthread_t thread;
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    const int error = pthread_create(&thread, NULL, rank_watch, NULL);
+    const int error = pthread_create(&thread, NULL, rank_watchdog, NULL);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (error) {
         die("cannot start the thread that watches this rank: %s", strerror(error));
@@ -4103,7 +4103,7 @@ static void ranks_join(const Launcher *l, void (*select)(int local_rank)) {
 #endif
     ranks_share(1);
     ranks_begin(r, heartbeat_at(0));
-    rank_watch_start();
+    rank_watchdog_start();
     rank_wait_begin(RANK_HANDSHAKE);
     memset(&hello, 0, sizeof hello);
     memcpy(hello.magic, rank_magic, sizeof rank_magic);
