@@ -1537,7 +1537,7 @@ static Launcher launcher_find(void) {
 }
 
 // How long a rank that cannot go on lets another one speak. Whoever watches waits longer.
-static int rank_patience_ms(void) { return (int)fmin(4000, rank_timeout_ms / 2); }
+static int rank_grace_ms(void) { return (int)fmin(4000, rank_timeout_ms / 2); }
 
 // What a rank tells the others between steps: a number, and whether it must stop or cannot go on.
 typedef struct {
@@ -5960,9 +5960,9 @@ static int output_status(Run *run, int status) {
 
 // When a rank cannot go on: it says why, and the others wait so long that they are ended by then.
 static void run_note_fault(Run *run) {
-    die_after_ms = !this_rank.fault   ? die_after_ms
+    grace_ms = !this_rank.fault   ? grace_ms
                    : this_rank.failed ? 0
-                                      : rank_patience_ms();
+                                      : rank_grace_ms();
     if (this_rank.fault && !run->failure[0]) {
         snprintf(run->failure, sizeof run->failure, "rank %d cannot go on, and says why",
                  this_rank.fault - 1);

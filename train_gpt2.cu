@@ -197,7 +197,7 @@ static void nccl_ask(ncclComm_t comm) {
     ncclResult_t result;
     nccl_check(ncclCommGetAsyncError(comm, &result));
     if (result != ncclSuccess && result != ncclInProgress) {
-        die_after_ms = rank_patience_ms();
+        grace_ms = rank_grace_ms();
         die("%sNCCL: %s; %s (NCCL_DEBUG=INFO says more)", this_rank.rank ? "" : "rank 0: ",
             ncclGetErrorString(result), ncclGetLastError(comm));
     }
@@ -3571,7 +3571,7 @@ static void ranks_begin(Ranks r, Heartbeat *row) {
     if (r.rank > 0) {
         snprintf(name, sizeof name, "%s: rank %d", program_name, r.rank);
         program_name = name;
-        die_after_ms = rank_patience_ms();
+        grace_ms = rank_grace_ms();
     }
 }
 
@@ -3608,7 +3608,7 @@ static int *rank_links;
 
 static void *link_move(int r, void *data, size_t bytes, int sending) {
     if (!socket_move(rank_links[r], data, bytes, sending)) {
-        die_after_ms = rank_patience_ms();  // it, or who saw it end, is to speak first
+        grace_ms = rank_grace_ms();  // it, or who saw it end, is to speak first
         die("rank %d is gone before all ranks have met", r);
     }
     return data;
@@ -4076,7 +4076,7 @@ static void meeting_find(const Launcher *l, RankHello *hello) {
 static void ranks_join(const Launcher *l, void (*select)(int local_rank)) {
     Ranks r = {l->rank, l->copies, 0, 1, 1, 0, 0, 0};
     RankHello hello, *all;
-    die_after_ms = l->rank > 0 ? rank_patience_ms() : 0;
+    grace_ms = l->rank > 0 ? rank_grace_ms() : 0;
 #if GPT2_MPI
     if (!l->address) {
         int level;

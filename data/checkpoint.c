@@ -506,7 +506,7 @@ static void save_agree(Saving *save) {
     }
     engine_agree(save->snapshot->engine);  // or rank 0 might be ended before that
     looks_interrupt(1);                    // or its line might wait for a reader for ever
-    die_after_ms = fault == this_rank.rank + 1 ? 0 : rank_patience_ms();
+    grace_ms = fault == this_rank.rank + 1 ? 0 : rank_grace_ms();
     if (!failed) {
         die("rank %d cannot save, and says why", fault - 1);
     }

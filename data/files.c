@@ -59,7 +59,7 @@ static void slow_end(void) {
 }
 
 // Of several processes that meet one error, one says it: the others wait this long, and are ended.
-static int die_after_ms;
+static int grace_ms;
 
 // One line: names from files may hold line ends, and escapes that a terminal would obey. Of a line
 // that a huge argument made long, both ends stay: the first names the option, the last says what is
@@ -87,7 +87,7 @@ __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *form
     fflush(stdout);
     progress();
     signal(SIGTERM, SIG_DFL);
-    struct timespec wait = {die_after_ms / 1000, die_after_ms % 1000 * 1000000L};
+    struct timespec wait = {grace_ms / 1000, grace_ms % 1000 * 1000000L};
     while (nanosleep(&wait, &wait) != 0) {  // signals, as looks at the output, do not shorten it
     }
     fprintf(stderr, "%s: %s\n", program_name, text);
