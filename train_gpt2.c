@@ -5096,7 +5096,7 @@ struct Engine {
     int zero;                 // opened with states of zero, and none written since
     // Takes the choices of a checkpoint, before any state is written; 0: it cannot, and keeps its
     // own. NULL: it has no choice.
-    int (*take_matmul)(Engine *e, const char *choices);
+    int (*set_algorithms)(Engine *e, const char *choices);
     double peak_flops;        // that "% of peak" is of; 0: unknown
     const char *peak_source;  // where it comes from
     // Forward and backward of micro-batch `accum_step` of `accum_steps`; the first one clears the

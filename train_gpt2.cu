@@ -1536,7 +1536,7 @@ static struct {
     bool settled;      // the warm-up is over: no algorithm is replaced any more
     MatmulPlan plan[MATMUL_PLANS];
     char where[160];            // what a choice holds for beside the product: matmul_where
-    char choices[MATMUL_TEXT];  // of all plans: matmul_choices_tell
+    char choices[MATMUL_TEXT];  // of all plans: matmul_choices_export
 } matmul_library;
 
 // workspace: device memory of the plan, a multiple of 256 bytes at one; all products share it, so
@@ -5135,7 +5135,7 @@ static bool matmul_choice_find(uint64_t *hash, const char *choices, const Matmul
 }
 
 // Writes the choices of all plans into matmul_library.choices.
-static void matmul_choices_tell(void) {
+static void matmul_choices_export(void) {
     char *text = matmul_library.choices;
     size_t at = (size_t)snprintf(text, MATMUL_TEXT, "%s|", matmul_library.where);
     for (int i = 0; i < matmul_library.plans && at < MATMUL_TEXT; i++) {
@@ -5150,7 +5150,7 @@ static void matmul_choices_tell(void) {
 // Takes another run's choices. False: they are for another GPU, library or workspace, leave out a
 // product of this run or name what the library does not offer; then all stays as it was, because a
 // run that takes a part would have nobody's bits.
-static bool matmul_choices_take(const char *choices) {
+static bool matmul_choices_import(const char *choices) {
     cublasLtMatmulAlgo_t was[MATMUL_PLANS];
     bool taken = true;
     for (int i = 0; i < matmul_library.plans; i++) {
@@ -5163,7 +5163,7 @@ static bool matmul_choices_take(const char *choices) {
     for (int i = 0; i < matmul_library.plans && !taken; i++) {
         matmul_library.plan[i].algorithm = was[i];
     }
-    matmul_choices_tell();
+    matmul_choices_export();
     return taken;
 }
 
@@ -5937,7 +5937,7 @@ template <class E, class G> static void gpu_tune(Engine *e) {
         transfers_forget_weights(p);
         gpu_begin(net);
     }
-    matmul_choices_tell();
+    matmul_choices_export();
     e->matmul = matmul_library.choices;
 }
 
@@ -5972,11 +5972,11 @@ template <class E, class G> static void gpu_warm_up_step(Engine *e) {
     free(logits);
 }
 
-// The engine's take_matmul. Of many ranks each runs what it now meets for the first time by itself:
+// The engine's set_algorithms. Of many ranks each runs what it now meets for the first time by itself:
 // see 3 of chapter Many GPUs. No other rank is kept waiting but by the time it takes.
-template <class E, class G> static int gpu_take_matmul(Engine *e, const char *choices) {
+template <class E, class G> static int gpu_set_algorithms(Engine *e, const char *choices) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
-    const bool taken = matmul_choices_take(choices);
+    const bool taken = matmul_choices_import(choices);
     if (net->ranks.ranks > 1) {
         gpu_begin(net);  // or the words that others sent last would be taken for those of a step
         net->ranks.on = 0;
@@ -5997,7 +5997,7 @@ template <class E, class G> static void rank_choices_share(Engine *e) {
     gpu_gather<E, G>(e, all, matmul_library.choices, MATMUL_TEXT);
     const bool met = !net->plan->settings.tune || !matmul_can_time();
     if ((!met || strcmp(all, matmul_library.choices) != 0) &&
-        !gpu_take_matmul<E, G>(e, all)) {
+        !gpu_set_algorithms<E, G>(e, all)) {
         fprintf(stderr, "%s: rank 0's matmul algorithms are for another GPU or cuBLASLt: this rank "
                 "keeps its own, and a resumed run may differ in rounding\n", program_name);
     }
@@ -6087,7 +6087,7 @@ template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
     e->read_own = gpu_read<E, G, true>;
     e->write = gpu_write<E, G>;
     e->close = gpu_close<E, G>;
-    e->take_matmul = gpu_take_matmul<E, G>;
+    e->set_algorithms = gpu_set_algorithms<E, G>;
     // Last, when all verbs are there: what fails fails here, before the run has begun.
     gpu_warm_up<E, G>(e);
 }

@@ -1005,7 +1005,7 @@ static int checkpoint_matmul(Engine *e, const StateFiles *f) {
     char matmul[MATMUL_TEXT];
     safetensors_text(&f->header, "matmul", matmul, sizeof matmul);
     return !matmul[0] || strcmp(matmul, engine_matmul(e)) == 0 ||
-           (e->take_matmul && e->take_matmul(e, matmul));
+           (e->set_algorithms && e->set_algorithms(e, matmul));
 }
 
 // What a run goes on without, and what it does with wider numbers than its own.

@@ -721,9 +721,9 @@ static void expect_tuned(const char *options, int times, int chosen, int beside,
     expect(plans > 10 && timed == (is_timed ? plans : 0), "%s, times %d: %d of %d timed", options,
            times, timed, plans);
     Text choices = n.e.matmul;
-    expect(n.e.take_matmul(&n.e, choices.c_str()) && choices == n.e.matmul, "its own choices");
+    expect(n.e.set_algorithms(&n.e, choices.c_str()) && choices == n.e.matmul, "its own choices");
     choices[0] ^= 1;
-    expect(!n.e.take_matmul(&n.e, choices.c_str()), "another GPU's choices");
+    expect(!n.e.set_algorithms(&n.e, choices.c_str()), "another GPU's choices");
 }
 
 // The fastest of the table, if it agrees; the file's choice, when there is one; a checkpoint's.
@@ -763,7 +763,7 @@ TEST(gpu_tuning, EMULATED_ALL) {
             expect(algorithm_of(matmul_library.plan[i]) == 1, "%s", own.c_str());
         }
         for (const Text &other : {foreign, older}) {
-            expect(!large.e.take_matmul(&large.e, other.c_str()) && own == large.e.matmul,
+            expect(!large.e.set_algorithms(&large.e, other.c_str()) && own == large.e.matmul,
                    "%s: %s", other.c_str(), large.e.matmul);
         }
     }
@@ -776,13 +776,13 @@ TEST(gpu_tuning, EMULATED_ALL) {
             traces[tune] = trace(&n, 1);
             expect((kept == n.e.matmul) == (tune && !kept.empty()), "--tune %d", tune);
             kept = tune ? n.e.matmul : kept.c_str();
-            expect(n.e.take_matmul(&n.e, kept.c_str()) && kept == n.e.matmul, "a checkpoint's");
+            expect(n.e.set_algorithms(&n.e, kept.c_str()) && kept == n.e.matmul, "a checkpoint's");
         }
         expect(traces[0].losses == traces[1].losses && traces[0].weights == traces[1].weights,
                "timing leaves nothing behind, --offload %s", placements);
     }
     Net wider(m, "-b 2 -t 8");
-    expect(!wider.e.take_matmul(&wider.e, kept.c_str()), "choices for another batch");
+    expect(!wider.e.set_algorithms(&wider.e, kept.c_str()), "choices for another batch");
 }
 
 // One product, timed: the gradient of a weight, whose sum over 20,000 rows hides in bf16 that a
