@@ -2820,7 +2820,7 @@ static const GpuEntry *gpu_find(const Options *o) {
 // 25 GB/s 20 are data (NVIDIA/nccl#1054). With blocks for all 12 or 18 links NCCL would take six or
 // nine times the memory, and as many SMs from the products that hide the exchange.
 typedef struct {
-    double products, half, attention, attention_back, memory, link, peers;
+    double matmuls, half, attention, attention_back, memory, link, peers;
 } Rates;
 static const struct {
     const char *name;
@@ -2841,7 +2841,7 @@ static const Rates usual_cpu = {2e11, 30, 8e10, 8e10, 6e9, 6e9, 6e9};
 // attention, x T C; numbers that its other passes read and write, x C. Where a backward product has
 // a bias, its gradient is one more pass. The head's own are in speed_predict().
 typedef struct {
-    double products, attention, numbers;
+    double matmuls, attention, numbers;
 } StageWork;
 static const StageWork stage_work[STAGES] = {
     // ln1, qkv, att, attproj (which adds the residual), ln2, fc, gelu, fcproj
@@ -2860,7 +2860,7 @@ static double recompute_cost(const Settings *s) {
     for (int l = 0; l < m->L; l++) {
         for (int stage = 0; stage < F_STAGES; stage++) {
             const StageWork *w = &stage_work[stage];
-            sum += plan_recomputes(s, stage, l) * C * (w->products * C + w->attention * s->T);
+            sum += plan_recomputes(s, stage, l) * C * (w->matmuls * C + w->attention * s->T);
         }
     }
     return sum / step;
@@ -2882,16 +2882,16 @@ typedef struct {
 static Speed speed_predict(const Rates *r, const Settings *s) {
     const Model *m = &s->model;
     const double C = m->C, bytes = (double)type_bytes(s->dtype), launch = s->gpu ? 1.2e-6 : 5e-6;
-    const double products = r->products * C / (C + r->half);
+    const double matmuls = r->matmuls * C / (C + r->half);
     Speed v;
     memset(&v, 0, sizeof v);
     for (int i = 0; i < STAGES; i++) {
         const StageWork *w = &stage_work[i];
         const double attention = i < F_STAGES ? r->attention : r->attention_back;
-        v.token[i] = w->products * C * C / products + w->attention * s->T * C / attention +
+        v.token[i] = w->matmuls * C * C / matmuls + w->attention * s->T * C / attention +
                      w->numbers * C * bytes / r->memory;
     }
-    v.token[HEAD] = 6 * C * m->Vp / products + 2 * m->Vp * bytes / r->memory;
+    v.token[HEAD] = 6 * C * m->Vp / matmuls + 2 * m->Vp * bytes / r->memory;
     v.block = 30 * launch + 48 * C * C * bytes / r->memory;
     v.chunk = 4 * launch + 3 * C * m->Vp * bytes / r->memory;
     v.step = s->gpu ? 0.4e-3 : 0;
@@ -7585,7 +7585,7 @@ static double micro_guess(const Settings *s, double peak_flops) {
     const Speed usual = speed_usual(s);
     const double computes = forecast_micro(&usual, s, 1);
     const double micro = forecast_step(&usual, s, 2) - forecast_step(&usual, s, 1);
-    const double share = s->gpu && peak_flops > 0 ? peak_flops / usual_gpu.products : 1;
+    const double share = s->gpu && peak_flops > 0 ? peak_flops / usual_gpu.matmuls : 1;
     return micro > computes ? micro : computes / share;
 }
 

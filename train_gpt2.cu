@@ -1518,7 +1518,7 @@ struct MatmulKey {
 
 struct MatmulPlan {
     MatmulKey key;
-    cublasLtMatmulDesc_t product;
+    cublasLtMatmulDesc_t description;
     cublasLtMatrixLayout_t a, b, d;
     cublasLtMatmulAlgo_t algorithm;
 };
@@ -1562,7 +1562,7 @@ static void gpu_matmul_close(void) {
         cublas_check(cublasLtMatrixLayoutDestroy(plan->a));
         cublas_check(cublasLtMatrixLayoutDestroy(plan->b));
         cublas_check(cublasLtMatrixLayoutDestroy(plan->d));
-        cublas_check(cublasLtMatmulDescDestroy(plan->product));
+        cublas_check(cublasLtMatmulDescDestroy(plan->description));
     }
     cublas_check(cublasLtDestroy(matmul_library.handle));
     matmul_library = {};
@@ -1571,7 +1571,7 @@ static void gpu_matmul_close(void) {
 template <class T>
 static void matmul_attribute(const MatmulPlan *plan, cublasLtMatmulDescAttributes_t attribute,
                              T value) {
-    cublas_check(cublasLtMatmulDescSetAttribute(plan->product, attribute, &value, sizeof(value)));
+    cublas_check(cublasLtMatmulDescSetAttribute(plan->description, attribute, &value, sizeof(value)));
 }
 
 template <class T>
@@ -1615,7 +1615,7 @@ static int matmul_algorithms(cublasLtMatmulHeuristicResult_t *results, cublasSta
     matmul_preference(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, (uint32_t)16);
     matmul_preference(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, (uint32_t)16);
     matmul_preference(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, (uint32_t)16);
-    *status = cublasLtMatmulAlgoGetHeuristic(matmul_library.handle, plan->product, plan->a, plan->b,
+    *status = cublasLtMatmulAlgoGetHeuristic(matmul_library.handle, plan->description, plan->a, plan->b,
                                              plan->d, plan->d, preference, MATMUL_ALGORITHMS,
                                              results, &found);
     cublas_check(cublasLtMatmulPreferenceDestroy(preference));
@@ -1677,7 +1677,7 @@ static void matmul_plan_create(MatmulPlan *plan, MatmulKey key) {
     cudaDataType_t output_type = (cudaDataType_t)key.output_type;
     int m = key.m, n = key.n, k = key.k;
     plan->key = key;
-    cublas_check(cublasLtMatmulDescCreate(&plan->product, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+    cublas_check(cublasLtMatmulDescCreate(&plan->description, CUBLAS_COMPUTE_32F, CUDA_R_32F));
     cublasOperation_t operation_a = key.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N;
     cublasOperation_t operation_b = key.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N;
     matmul_attribute(plan, CUBLASLT_MATMUL_DESC_TRANSA, operation_a);
@@ -1725,7 +1725,7 @@ static cublasStatus_t matmul_launch(MatmulPlan *plan, const MatmulOperands &x,
     if (x.bias) {
         matmul_attribute(plan, CUBLASLT_MATMUL_DESC_BIAS_POINTER, x.bias);
     }
-    return cublasLtMatmul(matmul_library.handle, plan->product, &alpha, x.a, plan->a, x.b, plan->b,
+    return cublasLtMatmul(matmul_library.handle, plan->description, &alpha, x.a, plan->a, x.b, plan->b,
                           &beta, x.c, plan->d, x.d, plan->d, &plan->algorithm,
                           matmul_library.workspace, matmul_library.workspace_bytes, stream);
 }

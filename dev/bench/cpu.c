@@ -40,7 +40,7 @@ static const LayerShape layers_characters[] = {
 
 enum { FORWARD, DINP, DWEIGHT, PRODUCTS };
 
-static const char *const product_names[PRODUCTS] = {"forward", "dinp", "dweight"};
+static const char *const matmul_names[PRODUCTS] = {"forward", "dinp", "dweight"};
 
 // The arrays every benchmark takes its data from: activations, their gradients, weights.
 static real *bench_x, *bench_y, *bench_w;
@@ -187,7 +187,7 @@ static void bf16_done(dnnl_primitive_t made, dnnl_exec_arg_t args[3]) { (void)ma
 enum { OURS, DNNL, OURS_BF16, DNNL_BF16, TIMES };
 
 // Times one product; medians in ms, 0 for what is not here.
-static void time_product(double ms[TIMES], int product, int rows, int C, int OC) {
+static void time_matmul(double ms[TIMES], int product, int rows, int C, int OC) {
     double t[TIMES][MAX_REPEATS], flops = 2.0 * rows * C * OC;
     const int repeats = flops > 5e10 ? 3 : flops > 5e9 ? 7 : MAX_REPEATS, bf16 = !bf16_missing();
     const Product p = product_of(product, rows, C, OC);
@@ -228,9 +228,9 @@ static void bench_matmuls(double sum[TIMES], const char *title, const LayerShape
     for (int l = 0; l < n; l++) {
         for (int p = 0; p < PRODUCTS; p++) {
             double ms[TIMES], work = 2.0 * rows * layers[l].C * layers[l].OC;
-            time_product(ms, p, rows, layers[l].C, layers[l].OC);
+            time_matmul(ms, p, rows, layers[l].C, layers[l].OC);
             printf("%-11s %-8s %9.3f %9.3f %6.2f %8.0f   %9.3f %9.3f %6.2f\n", layers[l].name,
-                   product_names[p], ms[OURS], ms[DNNL], quotient(ms[OURS], ms[DNNL]),
+                   matmul_names[p], ms[OURS], ms[DNNL], quotient(ms[OURS], ms[DNNL]),
                    1e-6 * work / ms[OURS], ms[OURS_BF16], ms[DNNL_BF16],
                    quotient(ms[OURS_BF16], ms[DNNL_BF16]));
             fflush(stdout);

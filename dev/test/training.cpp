@@ -282,7 +282,7 @@ TEST(loader) {
 
 // 200 steps with products of bf16 stay within 2 % of those in fp32, each and every one; a resume
 // without them says so.
-TEST(bf16_products) {
+TEST(bf16_matmuls) {
     const Text run = training_files() + " -e l2h2c64t64 -b 2 -l 1e-3 -u 20 -v 0 -o ";
     const Outcome exact = program(run + "exact -x 200"),
                   rounded = program(run + "bf16 -x 200 --matmul bf16");
