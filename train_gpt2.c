@@ -6825,14 +6825,14 @@ static void plan_refuse_host(const Plan *p, size_t available, const char *limit)
 static void training_print(const Options *chosen, const char *levels, int gpu) {
     const char *slash = strrchr(program_command, '/');
     const int folder = slash ? (int)(slash + 1 - program_command) : 0;
-    char beside[PATH_BYTES];
+    char neighbor[PATH_BYTES];
     Options defaults, o = *chosen;
     options_default(&defaults);
     o.recompute = levels;
     o.plan = o.fit = o.minimum = o.gpu_mem = 0;
     o.gpu = defaults.gpu;
-    snprintf(beside, sizeof beside, "%.*strain_gpt2cu", folder, program_command);
-    command_print(gpu && strcmp(program_name, "train_gpt2") == 0 ? beside : program_command, &o);
+    snprintf(neighbor, sizeof neighbor, "%.*strain_gpt2cu", folder, program_command);
+    command_print(gpu && strcmp(program_name, "train_gpt2") == 0 ? neighbor : program_command, &o);
     printf("\n");
 }
 
@@ -6954,7 +6954,7 @@ static void forecast_print(const Settings *s, const Room *room, const Options *o
 
 // The table of single changes and, where the plan does not fit, what would make it: the five
 // cheapest, since there may be dozens.
-static void plan_print_remedies(const Plan *p, const Room *room, size_t beside) {
+static void plan_print_remedies(const Plan *p, const Room *room, size_t outside) {
     if (p->settings.forward) {
         printf("\n%s\n", plan_no_cure(&p->settings));
         return;
@@ -6965,7 +6965,7 @@ static void plan_print_remedies(const Plan *p, const Room *room, size_t beside) 
     for (int i = 0; i < n; i++) {
         printf("%-46s %12s %12s   %s\n", list[i].option,
                bytes_text((double)(plan_taken(p) - list[i].bytes)).s,
-               bytes_text((double)(list[i].bytes + beside)).s, list[i].cost);
+               bytes_text((double)(list[i].bytes + outside)).s, list[i].cost);
     }
     if (n == 0) {
         printf("no setting makes it smaller\n");
@@ -6996,8 +6996,8 @@ static int plan_print(const Plan *p, const Room *room, const Options *o) {
     const Model *m = &s->model;
     static const char *const types[] = {"fp32", "bf16", "fp16"};
     size_t device[GROUPS], host[GROUPS], sum = 0;
-    const size_t beside = s->gpu ? room->library + nccl_estimate_bytes(s) : 0;
-    const size_t total = plan_taken(p) + beside, all = room->device + beside;
+    const size_t outside = s->gpu ? room->library + nccl_estimate_bytes(s) : 0;
+    const size_t total = plan_taken(p) + outside, all = room->device + outside;
     const int fits = !room->device || plan_taken(p) <= room->device;
     printf("memory plan of the %s run\nL%d NH%d C%d, vocabulary %d (%d rows), %s parameters; %s; "
            "B %d, T %d%s; -r %s",
@@ -7046,7 +7046,7 @@ static int plan_print(const Plan *p, const Room *room, const Options *o) {
                bytes_text((double)(p->host_bytes - room->host)).s);
     }
     forecast_print(s, room, o);
-    plan_print_remedies(p, room, beside);
+    plan_print_remedies(p, room, outside);
     plan_print_thumb(p, total);
     return fits && host_fits;
 }
@@ -7774,7 +7774,7 @@ static void run_choose_data(Run *run, Model *m, ModelKind kind) {
 // Host memory that a process takes beside its plan: the matrix that its checkpoint transposes, of
 // 16 C^2 bytes, with a quarter to spare; 16 MiB for pieces of files, vocabularies, the program. If
 // plans filled it, as -r and --offload auto may, a limited job would end at its first checkpoint.
-static size_t beside_plan_bytes(const Model *m) {
+static size_t outside_plan_bytes(const Model *m) {
     return (16 << 20) + 20 * (size_t)m->C * (size_t)m->C;
 }
 
@@ -7788,8 +7788,8 @@ static Room room_at_hand(const Program *program, const Options *o, const Setting
             "GPU run");
     }
     const size_t nccl = nccl_estimate_bytes(s);  // it takes that later than the other libraries
-    const size_t beside = program->gpu ? 0 : beside_plan_bytes(&s->model);
-    room.device = size_less(program->available(), program->library_bytes + nccl + beside);
+    const size_t outside = program->gpu ? 0 : outside_plan_bytes(&s->model);
+    room.device = size_less(program->available(), program->library_bytes + nccl + outside);
     if (o->gpu_mem) {
         const size_t cap = size_less((size_t)o->gpu_mem, library_reserve_bytes + nccl);
         if (cap < room.device) {
@@ -7800,7 +7800,7 @@ static Room room_at_hand(const Program *program, const Options *o, const Setting
     room.device = (size_t)max_i64((int64_t)room.device, 1);  // 0 would be unknown
     // The ranks of a machine share its memory.
     const size_t host = (size_t)(host_memory("").bytes / this_rank.local_ranks);
-    room.host = program->gpu ? size_less(host, beside_plan_bytes(&s->model)) : SIZE_MAX;
+    room.host = program->gpu ? size_less(host, outside_plan_bytes(&s->model)) : SIZE_MAX;
     room.library = program->library_bytes;
     room.where = program->gpu ? "free on this GPU" : "memory this process may take";
     room.speed = speed_usual(s);

@@ -1513,7 +1513,7 @@ static void gpu_gelu_backward(E *dinp, float *dbias, const E *dout, const E *inp
 
 // adds: beta is 1; beside: and D is not C.
 struct MatmulKey {
-    int m, n, k, transpose_a, transpose_b, has_bias, adds, beside, input_type, output_type;
+    int m, n, k, transpose_a, transpose_b, has_bias, adds, out_of_place, input_type, output_type;
 };
 
 struct MatmulPlan {
@@ -1582,13 +1582,13 @@ static void matmul_preference(cublasLtMatmulPreference_t preference,
 }
 
 // Does this algorithm say that it can write D beside C? An answer that is missing counts as no.
-static bool matmul_writes_beside(const cublasLtMatmulAlgo_t *algorithm) {
-    int32_t beside = 0;
+static bool matmul_writes_out_of_place(const cublasLtMatmulAlgo_t *algorithm) {
+    int32_t out_of_place = 0;
     size_t written = 0;
     return cublasLtMatmulAlgoCapGetAttribute(
-               algorithm, CUBLASLT_ALGO_CAP_OUT_OF_PLACE_RESULT_SUPPORT, &beside, sizeof beside,
+               algorithm, CUBLASLT_ALGO_CAP_OUT_OF_PLACE_RESULT_SUPPORT, &out_of_place, sizeof out_of_place,
                &written) == CUBLAS_STATUS_SUCCESS &&
-           beside;
+           out_of_place;
 }
 
 // The heuristic's algorithms for a product in at most workspace_bytes, best first; returns how many
@@ -1621,10 +1621,10 @@ static int matmul_algorithms(cublasLtMatmulHeuristicResult_t *results, cublasSta
     cublas_check(cublasLtMatmulPreferenceDestroy(preference));
     found = *status == CUBLAS_STATUS_SUCCESS ? found : 0;
     auto writes_beside = [](const cublasLtMatmulHeuristicResult_t &result) {
-        return result.state == CUBLAS_STATUS_SUCCESS && matmul_writes_beside(&result.algo);
+        return result.state == CUBLAS_STATUS_SUCCESS && matmul_writes_out_of_place(&result.algo);
     };
     const bool select =
-        plan->key.beside && std::any_of(results, results + found, writes_beside);
+        plan->key.out_of_place && std::any_of(results, results + found, writes_beside);
     int usable = 0;
     for (int i = 0; i < found; i++) {
         if (select ? writes_beside(results[i]) : results[i].state == CUBLAS_STATUS_SUCCESS) {
@@ -1737,7 +1737,7 @@ struct MatmulName {
 static MatmulName matmul_key_text(const MatmulKey *k) {
     MatmulName text;
     snprintf(text.s, sizeof text.s, "%dx%dx%d:%d%d%d%d%d:%d>%d", k->m, k->n, k->k, k->transpose_a,
-             k->transpose_b, k->has_bias, k->adds, k->beside, k->input_type, k->output_type);
+             k->transpose_b, k->has_bias, k->adds, k->out_of_place, k->input_type, k->output_type);
     return text;
 }
 
@@ -5232,10 +5232,10 @@ static MatmulOperands matmul_operands(const MatmulBench *bench, const MatmulPlan
     *bytes = 0;
     for (int i = 0; i < 5; i++) {
         places[i] = bench->memory + at + *bytes;
-        *bytes += i == 4 && !k->beside ? 0 : (sizes[i] + 255) / 256 * 256;
+        *bytes += i == 4 && !k->out_of_place ? 0 : (sizes[i] + 255) / 256 * 256;
     }
     return {places[0], places[1], places[2], k->has_bias ? places[3] : nullptr,
-            k->beside ? places[4] : places[0]};
+            k->out_of_place ? places[4] : places[0]};
 }
 
 // Runs the plan's product once and returns both ends of D, at most TUNE_SAMPLE elements each, and

@@ -451,7 +451,7 @@ TEST(gpu_rank_host, EMULATED) {
     for (int less : {0, 1}) {
         remove("opened");
         const Model m = shape("l2h2c64t16", 257);
-        host_room = 3 * (each + (int64_t)beside_plan_bytes(&m)) - less;
+        host_room = 3 * (each + (int64_t)outside_plan_bytes(&m)) - less;
         const Outcome o = in_process(line, &program);
         if (less) {
             expect_refused(o, "only " + Text(bytes_text((double)each).s) + " are available "
@@ -709,12 +709,12 @@ TEST(gpu_offload_mixed, EMULATED_ALL) {
 // ms, as digits; is_timed: all of them are, or none. The first algorithm cannot write D beside C,
 // so where that is asked the second is the default. Of the largest matrices' gradients not all
 // elements are compared, but both ends.
-static void expect_tuned(const char *options, int times, int chosen, int beside, bool is_timed) {
+static void expect_tuned(const char *options, int times, int chosen, int out_of_place, bool is_timed) {
     emu::set.lt_times = times;
     Net n(shape("l1h1c96t8", 257), Text("-b 1 -t 8 ") + options);
     for (int i = 0; i < matmul_library.plans; i++) {
         const MatmulPlan &p = matmul_library.plan[i];
-        expect(algorithm_of(p) == (p.key.beside ? beside : chosen), "%s, times %d, %s: %d", options,
+        expect(algorithm_of(p) == (p.key.out_of_place ? out_of_place : chosen), "%s, times %d, %s: %d", options,
                times, matmul_key_text(&p.key).s, algorithm_of(p));
     }
     const int plans = matmul_library.plans, timed = matmul_library.timed;
@@ -890,7 +890,7 @@ TEST(gpu_tuning_file, EMULATED_ALL) {
     Net n(shape("l1h1c96t8", 257), "-b 1 -t 8 --tune 1");
     for (int i = 0; i < matmul_library.plans; i++) {
         const MatmulPlan &p = matmul_library.plan[i];
-        expect(algorithm_of(p) == (p.key.beside ? 2 : 0), "%s: %d", matmul_key_text(&p.key).s,
+        expect(algorithm_of(p) == (p.key.out_of_place ? 2 : 0), "%s: %d", matmul_key_text(&p.key).s,
                algorithm_of(p));
     }
 }

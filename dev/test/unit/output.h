@@ -417,7 +417,7 @@ static void faulty_open(Engine *e, Plan *p) {
 
 static size_t little_memory() {
     const Model m = shape("l1h1c16t16", 257);
-    return 1000000 + beside_plan_bytes(&m);
+    return 1000000 + outside_plan_bytes(&m);
 }
 static size_t much_memory() { return (size_t)1 << 60; }
 
