@@ -6189,17 +6189,17 @@ static int command_check(Run *run, const Program *program) {
     const Model *m = &run->s.model;
     const Type type = run->s.dtype;
     const double tolerance = type == TYPE_FP32 ? 1e-5 : type == TYPE_FP16 ? 1e-2 : 5e-2;
-    Settings oracle = run->s;
-    Plan oracle_plan;
+    Settings reference = run->s;
+    Plan reference_plan;
     Engine cpu;
     int failed = 0;
-    oracle.gpu = oracle.split_master = 0;
-    memset(oracle.placement, 0, sizeof oracle.placement);
-    settings_recompute(&oracle, RECOMPUTE_NONE, m->L);
-    oracle.dtype = oracle.grad_dtype = oracle.moment_dtype = TYPE_REAL;
-    plan_build(&oracle_plan, &oracle);
+    reference.gpu = reference.split_master = 0;
+    memset(reference.placement, 0, sizeof reference.placement);
+    settings_recompute(&reference, RECOMPUTE_NONE, m->L);
+    reference.dtype = reference.grad_dtype = reference.moment_dtype = TYPE_REAL;
+    plan_build(&reference_plan, &reference);
     program->open(&run->engine, &run->plan);
-    cpu_open(&cpu, &oracle_plan);
+    cpu_open(&cpu, &reference_plan);
     engine_initialise(&run->engine, m, (uint64_t)run->o.seed);
     engine_copy(&cpu, &run->engine, STATE_WEIGHTS, m, run->s.dtype);
     if (!dataset_batch(&run->train, 0, run->s.B, run->inputs, run->targets)) {
@@ -6222,7 +6222,7 @@ static int command_check(Run *run, const Program *program) {
            cpu_loss, error, ok ? "ok" : "FAILED");
     cpu.close(&cpu);
     run->engine.close(&run->engine);
-    plan_free(&oracle_plan);
+    plan_free(&reference_plan);
     plan_free(&run->plan);
     return failed || !ok;
 }

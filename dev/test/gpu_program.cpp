@@ -705,8 +705,8 @@ TEST(gpu_fp16_fails) {
 TEST(gpu_learns) {
     const Text run = training_files() +
                      " -e l2h2c64t64 -b 2 -x 200 -l 1e-3 -u 20 -v 0 -r 1 --quiet -o ";
-    Outcome oracle = cpu_program(run + "cpu"), gpu = program(run + "gpu");
-    expect_success(oracle, "oracle");
+    Outcome reference = cpu_program(run + "cpu"), gpu = program(run + "gpu");
+    expect_success(reference, "oracle");
     expect_success(gpu, "bf16");
     std::vector<double> want = values_in(read_file("cpu/log.jsonl"), "loss"),
                         got = values_in(read_file("gpu/log.jsonl"), "loss");

@@ -4,8 +4,8 @@
 // buffers used outside their lives.
 
 // An oracle with the weights of another network as the device computes with them.
-struct Oracle : Net {
-    Oracle(Net *gpu, int logit_rows) : Net(gpu->s.model, gpu->s.B, gpu->s.T, 0, -1, logit_rows) {
+struct Reference : Net {
+    Reference(Net *gpu, int logit_rows) : Net(gpu->s.model, gpu->s.B, gpu->s.T, 0, -1, logit_rows) {
         engine_copy(&e, &gpu->e, STATE_WEIGHTS, &gpu->s.model, gpu->s.dtype);
     }
 };
@@ -29,24 +29,24 @@ TEST(gpu_gradients_fp32, CUDA_ALL) {
         }
         Model m = shape(row.e, row.V);
         Net n(m, Text("--dtype fp32 ") + row.options);
-        Oracle oracle(&n, n.s.logit_rows);
+        Reference reference(&n, n.s.logit_rows);
         const int N = n.s.B * n.s.T;
         Batch b(2 * N, m.V, 1);
         Reals first, logits[2] = {Reals(m.V), Reals(m.V)};
         for (int turn = 0; turn < 2; turn++) {
             for (int k = 0; k < 2; k++) {
                 n.e.micro_step(&n.e, &b.inputs[k * N], &b.targets[k * N], k, 2);
-                oracle.e.micro_step(&oracle.e, &b.inputs[k * N], &b.targets[k * N], k, 2);
+                reference.e.micro_step(&reference.e, &b.inputs[k * N], &b.targets[k * N], k, 2);
             }
             first = turn ? first : n.gradients();
             expect(same_bits(first, n.gradients()), "%s: again", row.e);
         }
         for (int tensor = 0; tensor < TENSORS; tensor++) {
-            expect_near((wide)gradient_error(&n.e, &oracle.e, &m, tensor), 0, 1e-5, "d%s of %s",
+            expect_near((wide)gradient_error(&n.e, &reference.e, &m, tensor), 0, 1e-5, "d%s of %s",
                         tensor_table[tensor].name, row.e);
         }
         n.e.logits(&n.e, logits[0].data(), b.inputs.data(), n.s.T);
-        oracle.e.logits(&oracle.e, logits[1].data(), b.inputs.data(), n.s.T);
+        reference.e.logits(&reference.e, logits[1].data(), b.inputs.data(), n.s.T);
         expect_near((wide)relative_error(logits[0].data(), logits[1].data(), m.V), 0, 1e-5,
                     "logits of %s", row.e);
     }
@@ -133,7 +133,7 @@ template <class E> static void check_gradients() {
         if (traits<E>.narrow) {
             n.e.scale_loss(&n.e, log2, 0);
         }
-        Oracle exact(&n, n.s.B * n.s.T), naive(&n, n.s.B * n.s.T);
+        Reference exact(&n, n.s.B * n.s.T), naive(&n, n.s.B * n.s.T);
         Batch b(n.s.B * n.s.T, m.V, 1);
         n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
         exact.e.micro_step(&exact.e, b.inputs.data(), b.targets.data(), 0, 1);
@@ -179,7 +179,7 @@ template <class E> static void check_steps() {
     const char *dtype = traits<E>.name;
     Model m = shape("l2h2c64t33", 257);
     Net n(m, text("-b %d -t 33 -r block --dtype %s", (int)B, dtype));
-    Oracle exact(&n, ROWS), naive(&n, ROWS), follows(&n, ROWS);
+    Reference exact(&n, ROWS), naive(&n, ROWS), follows(&n, ROWS);
     engine_copy(&follows.e, &n.e, STATE_WEIGHTS, &m, TYPE_FP32);
     Options o;
     options_default(&o);
@@ -938,7 +938,7 @@ TEST(gpu_losses, CUDA_ALL) {
          {"-b 2 -t 33 --dtype fp32", "-b 2 -t 33 --dtype bf16", "-b 2 -t 33 --dtype fp16"}) {
         Model m = shape("l2h2c64t40", 300);
         Net n(m, options);
-        Oracle oracle(&n, n.s.logit_rows);
+        Reference reference(&n, n.s.logit_rows);
         const size_t N = 2 * 33;
         Batch b((int)N, m.V, 1);
         Reals got(N), want(N);
@@ -952,7 +952,7 @@ TEST(gpu_losses, CUDA_ALL) {
             options);
         double sum = 0;
         double mean = n.e.forward_loss(&n.e, got.data(), b.inputs.data(), b.targets.data());
-        oracle.e.forward_loss(&oracle.e, want.data(), b.inputs.data(), b.targets.data());
+        reference.e.forward_loss(&reference.e, want.data(), b.inputs.data(), b.targets.data());
         for (real loss : got) {
             sum += (double)loss;
         }
@@ -971,12 +971,12 @@ TEST(gpu_losses, CUDA_ALL) {
 TEST(gpu_sampling, CUDA_ALL) {
     Model m = shape("l2h2c32t20", 257);
     Net n(m, "-b 2 -t 17 --dtype fp32");
-    Oracle oracle(&n, 34);
+    Reference reference(&n, 34);
     Batch b(17, m.V, 1);
     for (int tokens : {1, 2, 8, 16, 17}) {
         Reals got((size_t)m.V), want((size_t)m.V);
         n.e.logits(&n.e, got.data(), b.inputs.data(), tokens);
-        oracle.e.logits(&oracle.e, want.data(), b.inputs.data(), tokens);
+        reference.e.logits(&reference.e, want.data(), b.inputs.data(), tokens);
         expect_near((wide)relative_error(got.data(), want.data(), m.V), 0, 1e-5, "%d tokens",
                     tokens);
     }
@@ -991,7 +991,7 @@ TEST(gpu_kv_cache, CUDA_ALL) {
             continue;
         }
         Model m = shape("l2h2c32t90", 257);
-        Net oracle(m, 1, m.maxT);
+        Net reference(m, 1, m.maxT);
         Batch b(m.maxT, m.V, 1);
         std::vector<Reals> got;
         auto walk = [&](std::function<void(int, int)> transfer) {
@@ -1017,7 +1017,7 @@ TEST(gpu_kv_cache, CUDA_ALL) {
         size_t at = 0;
         walk([&](int first, int n) {
             whole.e.logits(&whole.e, other.data(), b.inputs.data(), first + n);
-            oracle.e.logits(&oracle.e, want.data(), b.inputs.data(), first + n);
+            reference.e.logits(&reference.e, want.data(), b.inputs.data(), first + n);
             const double error = relative_error(other.data(), want.data(), m.V);
             expect_near((wide)relative_error(got[at++].data(), want.data(), m.V), 0,
                         whole.s.dtype == TYPE_FP32 ? 1e-5 : 2 * error, "%s, %d tokens", dtype,
@@ -1160,8 +1160,8 @@ TEST(gpu_micro_steps, CUDA_ALL) {
         },
         "five micro-steps");
     Net n(m, "-b 2 -t 9 --dtype fp32");
-    Oracle oracle(&n, 18);
-    Trace want = trace(&oracle, accum_steps);
+    Reference reference(&n, 18);
+    Trace want = trace(&reference, accum_steps);
     expect_near((wide)relative_error(got[1].data(), want.gradients.data(), n.size()), 0, 1e-5,
                 "gradients");
     for (size_t step = 0; step < 2; step++) {

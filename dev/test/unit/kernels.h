@@ -166,8 +166,8 @@ template <class E, class G> static void check_embedding(int B, int T, int C, int
     }
     Nums want, want_dwte = nums(dwte), want_dwpe = nums(dwpe), first(dwpe.size());
     Nums none, of_dwte(dwte.size()), of_dwpe(dwpe.size());
-    twin_embedding(&want, &want_dwte, &want_dwpe, tokens, wte, wpe, dout, T, C);
-    twin_embedding(&none, &of_dwte, &of_dwpe, tokens, wte, wpe, sizes, T, C);
+    naive_embedding(&want, &want_dwte, &want_dwpe, tokens, wte, wpe, dout, T, C);
+    naive_embedding(&none, &of_dwte, &of_dwpe, tokens, wte, wpe, sizes, T, C);
     for (int i = 0; i < N * C; i++) {
         first[i % (T * C)] = first[i % (T * C)] + dout[i];
     }
@@ -232,7 +232,7 @@ template <class E> static void check_layernorm(int N, int C) {
                            all[0],    all[1],     all[2],     all[3]};
         },
         who);
-    const LayerNormTwin want(x, w, b, dout, dw, db, got[1], got[2]);
+    const NaiveLayerNorm want(x, w, b, dout, dw, db, got[1], got[2]);
     compare_as(E, got[0], want.out, who + " out");
     compare_as(float, got[1], want.mean, who + " mean");
     compare_as(float, got[2], want.rstd, who + " rstd");
@@ -286,7 +286,7 @@ template <class E> static void check_gelu(int N, int OC) {
     expect(got[1][0] == 0 && got[1][1] == dout[1] && got[1][4] == dout[4] && got[1][5] == 0);
     Nums want, want_dinp;
     for (size_t i = 0; i < n; i++) {
-        Num slope, value = twin_gelu(x[i], &slope);
+        Num slope, value = naive_gelu(x[i], &slope);
         bool apart = i < 6 && i != 3;  // done above
         want.push_back(apart ? Num(got[0][i]) : value);
         want_dinp.push_back(apart ? Num(got[1][i]) : slope * dout[i]);
@@ -333,10 +333,10 @@ template <class E, class G> static void check_matmul(int N, int C, int OC) {
             return all;
         },
         who);
-    Nums want = twin_matmul(inp, w, N, C, OC), want_sum = plus(want, addend), want_dinp, none;
+    Nums want = naive_matmul(inp, w, N, C, OC), want_sum = plus(want, addend), want_dinp, none;
     Nums want_dw = nums(dw), zero(dw.size()), no_bias(OC);
-    twin_matmul_backward(&want_dinp, &want_dw, &no_bias, dout, inp, w, N, C, OC);
-    twin_matmul_backward(&none, &zero, &no_bias, dout, inp, w, N, C, OC);
+    naive_matmul_backward(&want_dinp, &want_dw, &no_bias, dout, inp, w, N, C, OC);
+    naive_matmul_backward(&none, &zero, &no_bias, dout, inp, w, N, C, OC);
     for (int i = 0; i < N * OC; i++) {  // a library may start from the addend
         want_sum[i] = want_sum[i] + b[i % OC];
         want_sum[i].e += sum_error(C) * (size(b[i % OC]) + size(addend[i]));
@@ -402,7 +402,7 @@ template <class E> static Outputs check_attention(int B, int T, int HS, int NH, 
     for (int k = 0; k < 2; k++) {
         want[k][0] = Nums(n), want[k][1] = Nums(B * NH * T), want[k][2] = Nums(3 * n);
         for (int head = 0; head < B * NH && (k == 0 || !is_fp32<E>); head++) {
-            twin_attention(&want[k][0], &want[k][1], &want[k][2], qkv, dout, head / NH, head % NH,
+            naive_attention(&want[k][0], &want[k][1], &want[k][2], qkv, dout, head / NH, head % NH,
                            T, C, NH, k ? num_in<E> : as_it_is);
         }
     }
@@ -459,7 +459,7 @@ template <class E> static void check_cached(int positions, int first, int rows, 
     for (int k = 0; k < 2; k++) {
         want[k] = Nums(T * C);
         for (int head = 0; head < NH && (k == 0 || !is_fp32<E>); head++) {
-            twin_attention(&want[k], &lse, &dqkv, qkv, dout, 0, head, T, C, NH,
+            naive_attention(&want[k], &lse, &dqkv, qkv, dout, 0, head, T, C, NH,
                            k ? num_in<E> : as_it_is);
         }
     }
@@ -544,7 +544,7 @@ template <class E> static void check_classifier(int rows, int V, double sharp) {
         },
         who);
     Nums want, want_d(logits.size());  // padding: 0, tolerance 0
-    twin_classifier(&want, &want_d, logits, targets, dloss * scale, V, Vp, !is_fp32<E>);
+    naive_classifier(&want, &want_d, logits, targets, dloss * scale, V, Vp, !is_fp32<E>);
     compare_as(float, got[0], want, who + " losses");
     compare_as(E, got[1], want_d, who + " dlogits");
 }

@@ -115,7 +115,7 @@ static const int matmul_shapes[][3] = {
 };
 
 // inp weight^T.
-static Nums twin_matmul(const Reals &inp, const Reals &weight, int N, int C, int OC) {
+static Nums naive_matmul(const Reals &inp, const Reals &weight, int N, int C, int OC) {
     Nums out;
     for (int i = 0; i < N * OC; i++) {
         const real *x = &inp[i / OC * C], *w = &weight[i % OC * C];
@@ -125,7 +125,7 @@ static Nums twin_matmul(const Reals &inp, const Reals &weight, int N, int C, int
 }
 
 // What matmul_backward leaves; dweight and dbias hold on entry what it adds to.
-static void twin_matmul_backward(Nums *dinp, Nums *dweight, Nums *dbias, const Reals &dout,
+static void naive_matmul_backward(Nums *dinp, Nums *dweight, Nums *dbias, const Reals &dout,
                                  const Reals &inp, const Reals &weight, int N, int C, int OC) {
     for (int i = 0; i < N * C; i++) {
         const real *d = &dout[i / C * OC], *w = &weight[i % C];
@@ -152,7 +152,7 @@ TEST(matmul_forward, ALL) {
         const int N = shape[0], C = shape[1], OC = shape[2];
         Reals inp = noise(N * C, 1, 1), weight = noise(OC * C, 0.2, 2), none;
         Reals bias = noise(OC, 1, 3), addend = noise(N * OC, 1, 4);
-        Nums product = twin_matmul(inp, weight, N, C, OC);
+        Nums product = naive_matmul(inp, weight, N, C, OC);
         for (int has = 0; has < 4; has++) {
             const real *b = has & 1 ? bias.data() : NULL, *add = has & 2 ? addend.data() : NULL;
             Reals out((size_t)(N * OC), (real)NAN), same = addend;
@@ -187,7 +187,7 @@ TEST(matmul_backward, ALL) {
         Reals dinp((size_t)(N * C), (real)NAN), dweight = noise(OC * C, 1, 4),
                                                 dbias = noise(OC, 1, 5);
         Nums want_dinp, want_dweight = nums(dweight), want_dbias = nums(dbias);
-        twin_matmul_backward(&want_dinp, &want_dweight, &want_dbias, dout, inp, weight, N, C, OC);
+        naive_matmul_backward(&want_dinp, &want_dweight, &want_dbias, dout, inp, weight, N, C, OC);
         Reals dweight2 = dweight, dweight3 = dweight, dinp2 = inp;
         const real *d = dout.data(), *x = inp.data(), *w = weight.data();
         matmul_backward(dinp.data(), dweight.data(), dbias.data(), d, x, w, N, C, OC);
@@ -230,9 +230,9 @@ TEST(matmul_bf16, HOST) {
         Reals inp = noise(N * C, 1, 1), weight = noise(OC * C, 0.2, 2), dout = noise(N * OC, 1, 3);
         const Reals x = rounded_to_bf16(inp), w = rounded_to_bf16(weight);
         const Reals d = rounded_to_bf16(dout), sums = noise(OC * C, 1, 4);
-        Nums want = twin_matmul(x, w, N, C, OC), want_dinp, want_dweight = nums(sums);
+        Nums want = naive_matmul(x, w, N, C, OC), want_dinp, want_dweight = nums(sums);
         Nums want_dbias = nums(Reals((size_t)OC));
-        twin_matmul_backward(&want_dinp, &want_dweight, &want_dbias, d, x, w, N, C, OC);
+        naive_matmul_backward(&want_dinp, &want_dweight, &want_dbias, d, x, w, N, C, OC);
         Reals out((size_t)(N * OC), (real)NAN), out2 = out, dinp = inp, dinp2 = inp;
         Reals dweight = sums, dweight2 = sums;
         const real *i1 = inp.data(), *w1 = weight.data(), *d1 = dout.data();
@@ -265,7 +265,7 @@ TEST(matmul_bf16, HOST) {
 }
 
 // GELU and its derivative.
-static Num twin_gelu(Num v, Num *slope) {
+static Num naive_gelu(Num v, Num *slope) {
     Num s = Num(0.79788456080286535588L, unit), c = Num(0.044715L, unit * 0.05);
     Num t = num_tanh(s * (v + c * v * v * v)), half = (wide)0.5, one = (wide)1, three = (wide)3;
     *slope = half * (one + t + v * (one - t * t) * s * (one + three * c * v * v));
@@ -280,7 +280,7 @@ TEST(gelu, ALL) {
     for (int i = 0; i < COUNT; i++) {
         x[i] = (real)(i == 0 ? -1e4 : i == 1 ? 1e4 : -12 + 24.0 * i / COUNT);
         Num slope;
-        want.push_back(twin_gelu(x[i], &slope));
+        want.push_back(naive_gelu(x[i], &slope));
         want_dinp.push_back(slope * dout[i]);
     }
     gelu_forward(out.data(), x.data(), COUNT);
@@ -300,7 +300,7 @@ TEST(gelu, ALL) {
 }
 
 // out; dwte and dwpe, which hold on entry what backward adds to.
-static void twin_embedding(Nums *out, Nums *dwte, Nums *dwpe, const std::vector<Token> &tokens,
+static void naive_embedding(Nums *out, Nums *dwte, Nums *dwpe, const std::vector<Token> &tokens,
                          const Reals &wte, const Reals &wpe, const Reals &dout, int T, int C) {
     for (int k = 0; k < (int)dout.size(); k++) {
         int w = tokens[k / C] * C + k % C, p = k / C % T * C + k % C;
@@ -317,7 +317,7 @@ TEST(embedding, ALL) {
     Reals wte = noise(V * C, 1, 1), wpe = noise((T + 2) * C, 1, 2), out(B * T * C);
     Reals dout = noise(B * T * C, 1, 3), dwte = noise(V * C, 1, 4), dwpe = noise((T + 2) * C, 1, 5);
     Nums want, want_dwte = nums(dwte), want_dwpe = nums(dwpe);
-    twin_embedding(&want, &want_dwte, &want_dwpe, tokens, wte, wpe, dout, T, C);
+    naive_embedding(&want, &want_dwte, &want_dwpe, tokens, wte, wpe, dout, T, C);
     embedding_forward(out.data(), tokens.data(), wte.data(), wpe.data(), B, T, C);
     embedding_backward(dwte.data(), dwpe.data(), dout.data(), tokens.data(), B, T, C);
     compare(out, want, "forward");
@@ -327,9 +327,9 @@ TEST(embedding, ALL) {
 
 // LayerNorm forward, and backward from mean and rstd as the tested forward left them; dinp without
 // an addend. dweight and dbias hold on entry what backward adds to.
-struct LayerNormTwin {
+struct NaiveLayerNorm {
     Nums out, mean, rstd, dinp, dweight, dbias;
-    LayerNormTwin(const Reals &x, const Reals &w, const Reals &b, const Reals &dout,
+    NaiveLayerNorm(const Reals &x, const Reals &w, const Reals &b, const Reals &dout,
                   const Reals &dw, const Reals &db, const Reals &got_mean, const Reals &got_rstd)
         : dweight(nums(dw)), dbias(nums(db)) {
         const int N = (int)got_mean.size(), C = (int)w.size();
@@ -375,7 +375,7 @@ TEST(layernorm, ALL) {
                                 dinp(x.size());
         Reals dw = noise(C, 1, 6), db = noise(C, 1, 7), alone(x.size());
         layernorm_forward(out.data(), mean.data(), rstd.data(), x.data(), w.data(), b.data(), N, C);
-        const LayerNormTwin want(x, w, b, dout, dw, db, mean, rstd);
+        const NaiveLayerNorm want(x, w, b, dout, dw, db, mean, rstd);
         auto backward = [&](real *result, const real *add) {
             Reals dw2 = dw, db2 = db;
             layernorm_backward(result, dw2.data(), db2.data(), dout.data(), x.data(), w.data(),
@@ -400,7 +400,7 @@ static Num as_it_is(Num x) { return x; }
 
 // Attention of one head with its T x T matrices; results go to their places in out, lse and dqkv.
 // `narrow` is done to what a computation in 16 bits rounds: P, out, dS, dqkv.
-static void twin_attention(Nums *out, Nums *lse, Nums *dqkv, const Reals &qkv, const Reals &dout,
+static void naive_attention(Nums *out, Nums *lse, Nums *dqkv, const Reals &qkv, const Reals &dout,
                            int b, int h, int T, int C, int NH, Num (*narrow)(Num) = as_it_is) {
     const int HS = C / NH;
     auto place = [=](int t, int part) { return ((b * T + t) * 3 + part) * C + h * HS; };
@@ -461,7 +461,7 @@ TEST(attention, ALL) {
             Reals lse(B * NH * T, (real)NAN), dqkv(3 * n, (real)NAN);
             Nums want(n), want_lse(lse.size()), want_dqkv(dqkv.size());
             for (int head = 0; head < B * NH; head++) {
-                twin_attention(&want, &want_lse, &want_dqkv, qkv, dout, head / NH, head % NH, T, C,
+                naive_attention(&want, &want_lse, &want_dqkv, qkv, dout, head / NH, head % NH, T, C,
                                NH);
             }
             attention_forward(out.data(), lse.data(), qkv.data(), B, T, C, NH);
@@ -487,7 +487,7 @@ static Num num_power(wide x, wide most) {
 
 // Losses and dlogits of rows of Vp logits, V of which count; in_powers_of_2: with num_power's
 // exponentials.
-static void twin_classifier(Nums *losses, Nums *dlogits, const Reals &logits,
+static void naive_classifier(Nums *losses, Nums *dlogits, const Reals &logits,
                             const std::vector<Token> &targets, real dloss, int V, int Vp,
                             bool in_powers_of_2 = false) {
     for (int i = 0; i < (int)targets.size(); i++) {
@@ -519,7 +519,7 @@ TEST(classifier, ALL) {
         std::vector<Token> targets = Batch(rows, V, 2).targets;
         const real dloss = (real)0.37;
         Nums want, want_d(logits.size());  // padding: 0, tolerance 0
-        twin_classifier(&want, &want_d, logits, targets, dloss, V, Vp);
+        naive_classifier(&want, &want_d, logits, targets, dloss, V, Vp);
         classifier_forward_backward(losses.data(), logits.data(), targets.data(), dloss, rows, V,
                                     Vp, 1);
         classifier_forward_backward(forward.data(), again.data(), targets.data(), dloss, rows, V,
