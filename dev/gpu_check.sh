@@ -376,9 +376,9 @@ stage_test() {
 # A kernel with a race in shared memory, a barrier that only some threads of a warp reach, and
 # writes behind the allocation: a tool that works on this machine finds its third of that, and the
 # clean bill of one that does not is worth nothing.
-planted_bugs() {
+injected_bugs() {
     cat << 'CUDA'
-__global__ void planted_kernel(int *p) {
+__global__ void injected_kernel(int *p) {
     __shared__ int s[64];
     s[threadIdx.x] = threadIdx.x;
     p[64 + s[63 - threadIdx.x]] = 1;
@@ -389,7 +389,7 @@ __global__ void planted_kernel(int *p) {
 int main() {
     int *p;
     cudaMalloc(&p, 64 * sizeof(int));
-    planted_kernel<<<1, 64>>>(p);
+    injected_kernel<<<1, 64>>>(p);
     return cudaDeviceSynchronize() != cudaSuccess;
 }
 CUDA
@@ -430,11 +430,11 @@ kernels_in() {
         tr '\n' ' '
 }
 
-# finds_planted TOOL: does the tool find its part of the planted errors, watching what $filter says?
-finds_planted() {
+# finds_injected TOOL: does the tool find its part of the planted errors, watching what $filter says?
+finds_injected() {
     local log=$work/$1.planted
     sanitize "$1" "$log" "$work/planted"
-    [ "$(errors_in "$log" | grep -v '^0$')" != "" ] && grep -q planted_kernel "$log"
+    [ "$(errors_in "$log" | grep -v '^0$')" != "" ] && grep -q injected_kernel "$log"
 }
 
 sanitizer_verdict() {    # sanitizer_verdict TOOL DTYPE
@@ -467,16 +467,16 @@ stage_sanitizer() {
         report all skipped "compute-sanitizer or nvcc is not there"
         return
     fi
-    planted_bugs > "$work/planted.cu"
+    injected_bugs > "$work/planted.cu"
     if ! logged 30 "$nvcc" -arch=native -lineinfo -o "$work/planted" "$work/planted.cu"; then
         report all skipped "the probe does not build: $(why $? 30)"
         return
     fi
     for filter in "${filters[@]}"; do
-        if finds_planted memcheck; then break; fi
+        if finds_injected memcheck; then break; fi
     done
     for tool in memcheck racecheck synccheck; do
-        if [ $tool = memcheck ] || finds_planted $tool; then
+        if [ $tool = memcheck ] || finds_injected $tool; then
             works+=("$tool $DTYPE" "$tool fp32")
         fi
         { echo "=== $tool planted"; cat "$work/$tool.planted"; echo; } >> "$LOGS/sanitizer.log"

@@ -222,7 +222,7 @@ report() { printf '========= Invalid __global__ write\n=========     at %s(int *
 summary() { echo "========= ERROR SUMMARY: $1 errors"; }
 case "${OLD-} $*" in yes*--kernel-name*) echo "unrecognised option '--kernel-name'"; exit 1 ;; esac
 echo "========= COMPUTE-SANITIZER"
-case "$*" in *planted) report planted_kernel; summary 1; exit 1 ;; esac
+case "$*" in *planted) report injected_kernel; summary 1; exit 1 ;; esac
 case $FINDS in
     nothing) summary 0 ;;
     ours) report layernorm_forward_kernel; summary 1; exit 1 ;;

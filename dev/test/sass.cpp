@@ -405,18 +405,18 @@ static Text instance_name(const Compiled &c) {
 // A kernel of seven instructions, four of them a loop and one behind the end, whose budget is kept;
 // then every way to miss it, each of which must be seen.
 
-static const char planted_source[] =
+static const char injected_source[] =
     "// What.\n"
     "// budget: <bf16> threads 256 regs 32 blocks 8\n"
     "//   instr/elem 2 of 2 loop test gpu_f\n"
     "template <class E>\n"
     "__global__ void f_kernel(E *a) {\n"
     "    asm(\"ex2.approx.ftz.f32 %0, %1;\" : \"=f\"(y) : \"f\"(x));\n";
-static const char planted_log[] =
+static const char injected_log[] =
     "ptxas info : Compiling entry function '_Z8f_kernelI13__nv_bfloat16EvPT_' for 'sm_80'\n"
     "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
     "ptxas info : Used 32 registers, used 0 barriers, 64 bytes smem\n";
-static const char planted_sass[] =
+static const char injected_sass[] =
     ".text._Z8f_kernelI13__nv_bfloat16EvPT_:\n"
     " /*0000*/ MOV R1, c[0x0][0x28] ;\n"
     ".L_x_1:\n"
@@ -433,14 +433,14 @@ static const char planted_sass[] =
     ".L_x_2:\n"
     " /*0070*/ BRA `(.L_x_2);\n";
 
-struct Planted {
+struct Injected {
     const char *where, *from, *to;  // in source, log or sass
 };
 
 // Whether everything is as its budget has it, after one replacement; `release`: of nvcc.
-static bool planted_is_good(const Planted &p, const char *release = "13.0") {
-    Text source = planted_source, sass = planted_sass;
-    Text log = Text("Cuda compilation tools, release ") + release + ", V1\n" + planted_log;
+static bool injected_is_good(const Injected &p, const char *release = "13.0") {
+    Text source = injected_source, sass = injected_sass;
+    Text log = Text("Cuda compilation tools, release ") + release + ", V1\n" + injected_log;
     Text *text = p.where[1] == 'o' ? (p.where[0] == 's' ? &source : &log) : &sass;
     const size_t at = text->find(p.from);
     if (at == Text::npos) {
@@ -462,7 +462,7 @@ static bool planted_is_good(const Planted &p, const char *release = "13.0") {
     return good;
 }
 
-static const Planted planted_faults[] = {
+static const Injected injected_faults[] = {
     {"log", "0 bytes spill loads", "8 bytes spill loads"},
     {"log", "Used 32", "Used 33"},
     {"log", " 64 bytes smem", " 40000 bytes smem"},
@@ -508,20 +508,20 @@ static Text command_text(const Text &command) {
     return pipe != nullptr && pclose(pipe) == 0 ? text : "";
 }
 
-static void report_planted(void) {
+static void report_injected(void) {
     int seen = 0;
-    for (const Planted &p : planted_faults) {
-        if (planted_is_good({p.where, p.from, p.from}) && !planted_is_good(p)) {
+    for (const Injected &p : injected_faults) {
+        if (injected_is_good({p.where, p.from, p.from}) && !injected_is_good(p)) {
             seen++;
         } else {
             verdict(false, Text("sass  not seen: ") + p.from + " -> " + p.to);
         }
     }
     verdict(seen > 0, "sass  " + std::to_string(seen) + " planted faults seen");
-    const bool wide = planted_is_good({"log", "Used 32", "Used 40"}, "12.0") &&
-                      planted_is_good({"sass", "CALL", "FADD R1 ;\n /*0024*/ CALL"}, "12.0") &&
-                      !planted_is_good({"log", "Used 32", "Used 41"}, "12.0") &&
-                      !planted_is_good({"log", "0 bytes spill loads", "72 bytes spill loads"},
+    const bool wide = injected_is_good({"log", "Used 32", "Used 40"}, "12.0") &&
+                      injected_is_good({"sass", "CALL", "FADD R1 ;\n /*0024*/ CALL"}, "12.0") &&
+                      !injected_is_good({"log", "Used 32", "Used 41"}, "12.0") &&
+                      !injected_is_good({"log", "0 bytes spill loads", "72 bytes spill loads"},
                                        "12.0");
     verdict(wide, "sass  wider bounds for another release of nvcc");
 }
@@ -607,7 +607,7 @@ int main(int argc, char **argv) {
         print_figures(argv[1], disassembler);
         return 0;
     }
-    report_planted();
+    report_injected();
     const Source source = source_read(file_text("train_gpt2.cu"),
                                       file_text("dev/test/unit/kernels.h") +
                                           file_text("dev/test/unit/gpu_network.h"));
