@@ -6739,7 +6739,7 @@ static int remedy_includes(const Remedy *list, int n, const int *steps) {
 
 // What makes the plan fit `room`, by price: changes of which none can be left out or taken less
 // far. Smaller steps are met before larger ones. Returns how many, 0: nothing does.
-static int plan_cures(const Plan *p, const Room *room, Remedy list[MAX_REMEDIES]) {
+static int plan_changes(const Plan *p, const Room *room, Remedy list[MAX_REMEDIES]) {
     const Settings *s = &p->settings;
     int n = 0, steps[AXES] = {0}, axis;
     if (s->forward) {
@@ -6761,14 +6761,14 @@ static int plan_cures(const Plan *p, const Room *room, Remedy list[MAX_REMEDIES]
 }
 
 // What is said where nothing cures a plan: of training, and of what has no settings of training.
-static const char no_cure[] = "no settings make it fit";
-static const char generate_cure[] =
+static const char no_change[] = "no settings make it fit";
+static const char generate_change[] =
     "--generate takes weights and a KV cache; a smaller --seq-len (-t) makes the cache smaller";
-static const char eval_cure[] =
+static const char eval_change[] =
     "--eval takes weights and a batch on its way forward; a smaller --batch (-b) takes less";
 // Which of these is true of a run.
-static const char *plan_no_cure(const Settings *s) {
-    return s->cache ? generate_cure : s->forward ? eval_cure : no_cure;
+static const char *plan_no_change(const Settings *s) {
+    return s->cache ? generate_change : s->forward ? eval_change : no_change;
 }
 
 // Ends the run before anything is allocated when `available` bytes cannot hold `need`: says how
@@ -6786,10 +6786,10 @@ static void plan_refuse(const Plan *p, size_t need, size_t available) {
     room.device = plan_taken(p) > missing ? plan_taken(p) - missing : 0;
     room.host = host;
     Remedy *list = (Remedy *)alloc_zero(MAX_REMEDIES, sizeof *list);
-    int n = plan_cures(p, &room, list), length = 0, lacks_host = 0;
+    int n = plan_changes(p, &room, list), length = 0, lacks_host = 0;
     if (n == 0) {
         room.host = SIZE_MAX;
-        n = plan_cures(p, &room, list);
+        n = plan_changes(p, &room, list);
         lacks_host = 1;
     }
     for (int i = 0; i < n && i < (lacks_host ? 1 : SHOWN); i++) {
@@ -6798,7 +6798,7 @@ static void plan_refuse(const Plan *p, size_t need, size_t available) {
                            bytes_text((double)(plan_taken(p) - list[i].bytes)).s, list[i].cost);
     }
     if (n == 0) {
-        snprintf(line, sizeof line, "; %s", plan_no_cure(&p->settings));
+        snprintf(line, sizeof line, "; %s", plan_no_change(&p->settings));
     } else if (lacks_host) {
         snprintf(line + length, sizeof line - (size_t)length, ", where %s are free",
                  bytes_text((double)host).s);
@@ -6956,7 +6956,7 @@ static void forecast_print(const Settings *s, const Room *room, const Options *o
 // cheapest, since there may be dozens.
 static void plan_print_remedies(const Plan *p, const Room *room, size_t outside) {
     if (p->settings.forward) {
-        printf("\n%s\n", plan_no_cure(&p->settings));
+        printf("\n%s\n", plan_no_change(&p->settings));
         return;
     }
     Remedy *list = (Remedy *)alloc_zero(MAX_REMEDIES, sizeof *list);
@@ -6971,12 +6971,12 @@ static void plan_print_remedies(const Plan *p, const Room *room, size_t outside)
         printf("no setting makes it smaller\n");
     }
     if (room->device > 0 && plan_taken(p) > room->device) {
-        n = plan_cures(p, room, list);
+        n = plan_changes(p, room, list);
         for (int i = 0; i < n && i < 5; i++) {
             printf("it fits with %s: %s\n", list[i].option, list[i].cost);
         }
         if (n == 0) {
-            printf("%s\n", no_cure);
+            printf("%s\n", no_change);
         }
     }
     free(list);
@@ -7211,7 +7211,7 @@ static int fit_is_beaten(const FitPoint *list, int n, int i) {
 
 // Of points that are about as fast, the one that takes less for granted: host memory, then other
 // numbers, then a large batch.
-static int point_is_plainer(const FitPoint *a, const FitPoint *b) {
+static int point_is_simpler(const FitPoint *a, const FitPoint *b) {
     return a->tier != b->tier   ? a->tier < b->tier
            : a->type != b->type ? a->type < b->type
                                 : a->o.batch < b->o.batch;
@@ -7226,7 +7226,7 @@ static const FitPoint *fit_fastest(const FitPoint *list, int n, int type, int ti
         const FitPoint *f = &list[i % n];
         if ((type < 0 || f->type == type) && (tier < 0 || f->tier == tier)) {
             most = fmax(most, f->tokens_per_s);  // known after the first n
-            if (i >= n && f->tokens_per_s >= 0.995 * most && (!best || point_is_plainer(f, best))) {
+            if (i >= n && f->tokens_per_s >= 0.995 * most && (!best || point_is_simpler(f, best))) {
                 best = f;
             }
         }

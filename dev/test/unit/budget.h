@@ -110,7 +110,7 @@ TEST(remedies, FLOAT) {
                                         "--moments bf16 -w none", "-w none", "--dtype fp16"};
     const int count = full_or(40, 1500);
     std::vector<Remedy> list(MAX_REMEDIES);
-    int cures = 0, several = 0, without = 0;
+    int changes = 0, several = 0, without = 0;
     for (int n = 0; n < count; n++) {
         const Text base =
             text("-e l%dh2c%dt64 -b %d -r %s --offload %s %s", draw(1, 5), 16 * draw(1, 20),
@@ -122,12 +122,12 @@ TEST(remedies, FLOAT) {
         plan_build(&p, &s);
         room.device = p.device_bytes / 100 * (size_t)draw(2, 99);
         room.host = draw(0, 3) ? SIZE_MAX : p.device_bytes / 3;
-        const int found = plan_cures(&p, &room, list.data());
+        const int found = plan_changes(&p, &room, list.data());
         for (int i = 0; i < found; i++) {
             const Remedy &r = list[(size_t)i];
-            Settings cured = planned(options_replaced(base, r.option));
+            Settings changed = planned(options_replaced(base, r.option));
             Plan q;
-            plan_build(&q, &cured);
+            plan_build(&q, &changed);
             expect(q.device_bytes == r.bytes && q.device_bytes <= room.device &&
                        q.host_bytes <= room.host,
                    "%s, then %s: %zu, promised %zu, room %zu", base.c_str(), r.option,
@@ -139,7 +139,7 @@ TEST(remedies, FLOAT) {
             // Both forecasts are of a step with as many tokens.
             const Speed v = speed_usual(&s);
             const double slower = forecast_tokens_per_s(&v, &s, 1) /
-                                      forecast_tokens_per_s(&v, &cured, s.B / cured.B) - 1;
+                                      forecast_tokens_per_s(&v, &changed, s.B / changed.B) - 1;
             expect_near(r.slower, slower, 1e-9 * (1 + slower), "%s, then %s", base.c_str(),
                         r.option);
             plan_free(&q);
@@ -163,12 +163,12 @@ TEST(remedies, FLOAT) {
                 }
             }
         }
-        cures += found;
+        changes += found;
         without += found == 0;
         plan_free(&p);
     }
     expect(several > 0 && without > 0 && without < count, "%d of several changes", several);
-    detail = text("%d random plans, %d cures, %d of several changes", count, cures, several);
+    detail = text("%d random plans, %d cures, %d of several changes", count, changes, several);
 }
 
 // What -r auto and --offload auto choose for a run as typed, on a GPU with `device` bytes for the
