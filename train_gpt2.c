@@ -1126,7 +1126,7 @@ static void stop_on_signals(void) {
 // at the end of the input or if a signal asks to stop, and -1 (errno) for an error. poll() also
 // waits for the pipe that the handler writes to, so it does not matter whether the signal comes
 // before or during the wait, or which thread receives it.
-static ssize_t read_or_stop(int fd, char *out, size_t room) {
+static ssize_t read_or_stop(int fd, char *out, size_t budget) {
     if (stop_pipe[0] < 0 && pipe2(stop_pipe, O_CLOEXEC | O_NONBLOCK) != 0) {
         return -1;
     }
@@ -1136,7 +1136,7 @@ static ssize_t read_or_stop(int fd, char *out, size_t room) {
         if (n > 0 && ready[1].revents) {
             break;
         }
-        n = n > 0 ? read(fd, out, room) : n;
+        n = n > 0 ? read(fd, out, budget) : n;
         if (n >= 0 || (errno != EINTR && errno != EAGAIN)) {
             return n;
         }
@@ -1652,7 +1652,7 @@ static void shell_print(const char *word) {
 // Puts the parts of a line, which tabs separate, together in `room` columns: as long as they are
 // more, those that `spare` numbers are left out, up to -1, and at last the end is cut off. A part
 // is ASCII; an empty one takes no room.
-static void line_fit(char line[256], char *parts, const int *spare, int room) {
+static void line_fit(char line[256], char *parts, const int *spare, int width) {
     enum { PARTS = 16 };
     char *part[PARTS];
     int count = 0, columns = -2, n = 0;
@@ -1660,7 +1660,7 @@ static void line_fit(char line[256], char *parts, const int *spare, int room) {
         part[count] = strsep(&parts, "\t");
         columns += part[count][0] ? 2 + (int)strlen(part[count]) : 0;
     }
-    for (; *spare >= 0 && *spare < count && columns > room; spare++) {
+    for (; *spare >= 0 && *spare < count && columns > width; spare++) {
         columns -= part[*spare][0] ? 2 + (int)strlen(part[*spare]) : 0;
         part[*spare][0] = 0;
     }
@@ -1668,7 +1668,7 @@ static void line_fit(char line[256], char *parts, const int *spare, int room) {
     for (int i = 0; i < count && n < 255; i++) {
         n += part[i][0] ? snprintf(line + n, (size_t)(256 - n), "%s%s", n ? "  " : "", part[i]) : 0;
     }
-    line[min_int(room, 255)] = 0;
+    line[min_int(width, 255)] = 0;
 }
 
 // The build. What a report of a fault should name. The number is the program's own, and git is not
@@ -2134,7 +2134,7 @@ static void plan_add_block(Plan *p, int layer) {
 }
 
 // Bytes that a buffer takes up in an allocation, up to where the next one may begin.
-static size_t buffer_room(const Buffer *b) {
+static size_t buffer_padded_bytes(const Buffer *b) {
     return (size_t)round_up_i64((int64_t)b->bytes, PLAN_ALIGN) + PLAN_GAP;
 }
 
@@ -2174,10 +2174,10 @@ static size_t place_find(const Plan *p, const Buffer *b, const int *placed, int 
         if (other->first > b->last || other->last < b->first) {
             continue;
         }
-        if (other->offset >= offset + buffer_room(b)) {
+        if (other->offset >= offset + buffer_padded_bytes(b)) {
             break;
         }
-        size_t end = other->offset + buffer_room(other);
+        size_t end = other->offset + buffer_padded_bytes(other);
         offset = end > offset ? end : offset;
     }
     return offset;
@@ -2198,11 +2198,11 @@ static size_t plan_place(Plan *p, int by_size) {
         Buffer *b = &p->buffers[order[k].key[3]];
         if (b->placement == PLACE_HOST) {
             b->offset = p->host_bytes;
-            p->host_bytes += buffer_room(b);
+            p->host_bytes += buffer_padded_bytes(b);
             continue;
         }
         b->offset = place_find(p, b, placed, count);
-        size_t end = b->offset + buffer_room(b);
+        size_t end = b->offset + buffer_padded_bytes(b);
         p->device_bytes = end > p->device_bytes ? end : p->device_bytes;
         int at = count++;
         for (; at > 0 && p->buffers[placed[at - 1]].offset > b->offset; at--) {
@@ -2221,7 +2221,7 @@ static size_t plan_peak(const Plan *p, int *peak) {
     int64_t live = 0, most = 0;
     for (int i = 0; i < p->buffer_count; i++) {
         const Buffer *b = &p->buffers[i];
-        int64_t bytes = b->placement == PLACE_DEVICE ? (int64_t)buffer_room(b) : 0;
+        int64_t bytes = b->placement == PLACE_DEVICE ? (int64_t)buffer_padded_bytes(b) : 0;
         change[b->first] += bytes;
         change[b->last + 1] -= bytes;
     }
@@ -3304,7 +3304,7 @@ typedef struct {
     int64_t windows;  // sequences that the data gives, 0: unknown
     const char *where, *from;
     Speed speed;
-} Room;
+} MemoryBudget;
 
 // Bytes of every group at the tick where most bytes are alive, so that they add up to the peak; the
 // rest of the allocation is what first fit could not share. Host buffers are counted apart.
@@ -3314,7 +3314,7 @@ static void plan_groups(const Plan *p, size_t device[GROUPS], size_t host[GROUPS
     for (int i = 0; i < p->buffer_count; i++) {
         const Buffer *b = &p->buffers[i];
         if (b->first <= p->peak && p->peak <= b->last) {
-            (b->placement == PLACE_HOST ? host : device)[b->group] += buffer_room(b);
+            (b->placement == PLACE_HOST ? host : device)[b->group] += buffer_padded_bytes(b);
         }
     }
 }
@@ -3345,27 +3345,27 @@ static int64_t step_whole_micros(const Options *o, const Settings *s) {
 // cheapest levels that fit, and host memory only where no levels do, for as few states as it takes.
 // Where nothing fits the settings are those that lack least; where the room is unknown nothing is
 // recomputed or offloaded.
-static void settings_auto(Settings *s, const Options *o, const Room *room) {
+static void settings_auto(Settings *s, const Options *o, const MemoryBudget *budget) {
     const int trains = !s->forward;  // without it there is nothing to recompute or to offload
     const int levels = trains && strcmp(o->recompute, "auto") == 0;
     const int offloads = trains && s->gpu && o->offload == OFFLOAD_AUTO;
     const Speed v = speed_usual(s);
     Settings best = *s;
     size_t least = SIZE_MAX;
-    for (int tier = 0; tier < (offloads ? OFFLOAD_TIERS : 1) && room->device > 0; tier++) {
+    for (int tier = 0; tier < (offloads ? OFFLOAD_TIERS : 1) && budget->device > 0; tier++) {
         Settings next = *s;
         Plan p;
         settings_offload(&next, offload_tiers[tier]);
         if (levels) {
-            settings_fit_levels(&next, &v, room->device);
+            settings_fit_levels(&next, &v, budget->device);
         }
         plan_build(&p, &next);
-        if (plan_taken(&p) < least && (p.host_bytes <= room->host || tier == 0)) {
+        if (plan_taken(&p) < least && (p.host_bytes <= budget->host || tier == 0)) {
             best = next;
             least = plan_taken(&p);
         }
         plan_free(&p);
-        if (least <= room->device) {
+        if (least <= budget->device) {
             break;
         }
     }
@@ -3409,26 +3409,26 @@ static size_t gpu_memory_from_options(const Options *o) {
 
 // The room on a card that is only named; nothing is known of its host's memory. Rates are those of
 // products of 16-bit numbers.
-static Room room_named(const Options *o, const Settings *s) {
+static MemoryBudget budget_named(const Options *o, const Settings *s) {
     const Rates *rates = s->dtype == TYPE_FP32 ? NULL : rates_named(o);
     const size_t bytes = gpu_memory_from_options(o);
-    Room room;
-    memset(&room, 0, sizeof room);
-    room.library = library_reserve_bytes;
-    const size_t reserved = room.library + nccl_estimate_bytes(s);
-    room.device = size_less(bytes, reserved);
-    room.host = SIZE_MAX;
-    room.where = o->gpu[0] ? o->gpu : "--gpu-mem";
-    if (bytes && !room.device) {  // as when 16 is typed for 16GiB
-        die("%s: nothing is left beside %s, which are reserved for libraries, of %s", room.where,
+    MemoryBudget budget;
+    memset(&budget, 0, sizeof budget);
+    budget.library = library_reserve_bytes;
+    const size_t reserved = budget.library + nccl_estimate_bytes(s);
+    budget.device = size_less(bytes, reserved);
+    budget.host = SIZE_MAX;
+    budget.where = o->gpu[0] ? o->gpu : "--gpu-mem";
+    if (bytes && !budget.device) {  // as when 16 is typed for 16GiB
+        die("%s: nothing is left beside %s, which are reserved for libraries, of %s", budget.where,
             bytes_text((double)reserved).s, bytes_text((double)bytes).s);
     }
-    room.speed = rates ? speed_predict(rates, s) : speed_usual(s);
+    budget.speed = rates ? speed_predict(rates, s) : speed_usual(s);
     // Between machines, of eight GPUs at most, the exchange is slower than these rates have it.
-    room.from = !rates                      ? NULL
+    budget.from = !rates                      ? NULL
                 : s->ranks > NCCL_PEERS + 1 ? "predicted for these cards in one machine, unmeasured"
                                             : "predicted for this card, unmeasured";
-    return room;
+    return budget;
 }
 
 // =================================================================================================
@@ -5688,7 +5688,7 @@ static void generate_prompt(Generator *g, const char *prompt, size_t n) {
 // stdin, line by line.
 typedef struct {
     char *bytes;
-    size_t room, begin, scanned, filled;  // of bytes: where the line begins, what has no line end
+    size_t budget, begin, scanned, filled;  // of bytes: where the line begins, what has no line end
     int ended;                            // nothing more comes
 } LineInput;
 
@@ -5711,13 +5711,13 @@ static const char *line_next(LineInput *in, size_t *n) {
             in->begin = 0;
         }
         in->scanned = in->filled;
-        if (in->filled == in->room) {
-            in->room *= 2;
-            in->bytes = (char *)realloc(in->bytes, in->room);
+        if (in->filled == in->budget) {
+            in->budget *= 2;
+            in->bytes = (char *)realloc(in->bytes, in->budget);
             check(in->bytes, "no memory for a line of stdin");
         }
         const ssize_t got = read_or_stop(STDIN_FILENO, in->bytes + in->filled,
-                                         in->room - in->filled);
+                                         in->budget - in->filled);
         if (got < 0) {
             die("--prompt -: cannot read stdin: %s", strerror(errno));
         }
@@ -5825,7 +5825,7 @@ __attribute__((format(printf, 2, 3))) static void run_say(const Run *run, const 
 
 // Columns that such a line may take up: one that wraps could not be cleared. In the last column a
 // cursor may wrap already.
-static int line_room(const Run *run) { return run->live ? terminal_columns() - 1 : INT_MAX; }
+static int line_columns(const Run *run) { return run->live ? terminal_columns() - 1 : INT_MAX; }
 
 // A number of the log: 9 digits, so that a float read back is the same float; null when it is not
 // finite, because JSON knows neither infinity nor NaN.
@@ -5842,7 +5842,7 @@ static void json_number(FILE *f, const char *key, double value) {
 // be read or cut; a log that cannot be read to its end is left as it is.
 static int log_cut(const char *path, int64_t step) {
     char *line = NULL;
-    size_t room = 0;
+    size_t capacity = 0;
     ssize_t bytes;
     int64_t size, keep = 0;
     int fd = file_open(path, &size), validated = 0;
@@ -5850,7 +5850,7 @@ static int log_cut(const char *path, int64_t step) {
     if (!f) {
         return errno == ENOENT ? 0 : -1;
     }
-    while ((bytes = getline(&line, &room, f)) > 0 && line[bytes - 1] == '\n') {
+    while ((bytes = getline(&line, &capacity, f)) > 0 && line[bytes - 1] == '\n') {
         int64_t found = 0;
         if (sscanf(line, "{\"step\":%" SCNd64, &found) == 1 && found > step) {
             break;
@@ -6156,7 +6156,7 @@ static void run_report(Run *run, int ends) {
         // time left, tokens/s.
         static const int spare[] = {7, 6, 3, 2, 4, 8, 5, -1};
         char fitting[256];
-        line_fit(fitting, line, spare, line_room(run));
+        line_fit(fitting, line, spare, line_columns(run));
         printf("%s%s%s", clear_line(run), fitting,
                run->live && left && !news && !ends ? "" : "\n");
     }
@@ -6522,7 +6522,7 @@ static void run_evaluate(Run *run, const EvalFile *f, EvalScore *score) {
             snprintf(line, sizeof line, "example %5d/%d  %s  eta %s", done, all,
                      eval_text(score).s,
                      duration_text((now_ms() - began) * 1e-3 * (all - done) / done).s);
-            printf("%s%.*s%s", clear_line(run), line_room(run), line, run->live ? "" : "\n");
+            printf("%s%.*s%s", clear_line(run), line_columns(run), line, run->live ? "" : "\n");
             fflush(stdout);
         }
     }
@@ -6739,7 +6739,7 @@ static int remedy_includes(const Remedy *list, int n, const int *steps) {
 
 // What makes the plan fit `room`, by price: changes of which none can be left out or taken less
 // far. Smaller steps are met before larger ones. Returns how many, 0: nothing does.
-static int plan_changes(const Plan *p, const Room *room, Remedy list[MAX_REMEDIES]) {
+static int plan_changes(const Plan *p, const MemoryBudget *budget, Remedy list[MAX_REMEDIES]) {
     const Settings *s = &p->settings;
     int n = 0, steps[AXES] = {0}, axis;
     if (s->forward) {
@@ -6748,8 +6748,8 @@ static int plan_changes(const Plan *p, const Room *room, Remedy list[MAX_REMEDIE
     do {
         if (n < MAX_REMEDIES && !remedy_includes(list, n, steps)) {
             memcpy(list[n].steps, steps, sizeof steps);
-            n += remedy_price(&list[n], p) && list[n].bytes <= room->device &&
-                 list[n].host_bytes <= room->host;
+            n += remedy_price(&list[n], p) && list[n].bytes <= budget->device &&
+                 list[n].host_bytes <= budget->host;
         }
         for (axis = AXES - 1; axis >= 0 && steps[axis] == axis_steps(s, axis); axis--) {
             steps[axis] = 0;
@@ -6781,15 +6781,15 @@ static void plan_refuse(const Plan *p, size_t need, size_t available) {
         return;  // before the remedies, whose plans take a while
     }
     const size_t missing = need - available, host = (size_t)host_memory("").bytes;
-    Room room;
-    memset(&room, 0, sizeof room);
-    room.device = plan_taken(p) > missing ? plan_taken(p) - missing : 0;
-    room.host = host;
+    MemoryBudget budget;
+    memset(&budget, 0, sizeof budget);
+    budget.device = plan_taken(p) > missing ? plan_taken(p) - missing : 0;
+    budget.host = host;
     Remedy *list = (Remedy *)alloc_zero(MAX_REMEDIES, sizeof *list);
-    int n = plan_changes(p, &room, list), length = 0, lacks_host = 0;
+    int n = plan_changes(p, &budget, list), length = 0, lacks_host = 0;
     if (n == 0) {
-        room.host = SIZE_MAX;
-        n = plan_changes(p, &room, list);
+        budget.host = SIZE_MAX;
+        n = plan_changes(p, &budget, list);
         lacks_host = 1;
     }
     for (int i = 0; i < n && i < (lacks_host ? 1 : SHOWN); i++) {
@@ -6912,18 +6912,18 @@ static void plan_print_line(const char *name, size_t bytes, const char *note) {
 
 // What --plan says of a GPU run alone: libraries, host memory, and what a step moves where not
 // everything is whole on the device.
-static void plan_print_gpu(const Plan *p, const Room *room, const Options *o) {
+static void plan_print_gpu(const Plan *p, const MemoryBudget *budget, const Options *o) {
     const Settings *s = &p->settings;
     const int micros = (int)max_i64(step_micros(o, s), 1);
     const Traffic t = step_traffic(s, micros);
     char note[80], step[48] = "one micro-step";
-    plan_print_line("library", room->library, "   reserved, not measured");
+    plan_print_line("library", budget->library, "   reserved, not measured");
     if (s->ranks > 1) {
         snprintf(note, sizeof note, "   reserved, not measured: 12 MiB x %d channels x (%d peers + "
                  "1)", NCCL_CHANNELS, nccl_peers(s));
         plan_print_line("NCCL", nccl_estimate_bytes(s), note);
     }
-    plan_print_line("total per GPU", p->device_bytes + room->library + nccl_estimate_bytes(s),
+    plan_print_line("total per GPU", p->device_bytes + budget->library + nccl_estimate_bytes(s),
                     "   with the reserve");
     plan_print_line(s->ranks > 1 ? "host memory per GPU" : "host memory", p->host_bytes, "");
     if (micros > 1) {
@@ -6941,20 +6941,20 @@ static void plan_print_gpu(const Plan *p, const Room *room, const Options *o) {
 }
 
 // Prints how fast a run is said to be, and how long -x steps take, or a billion tokens.
-static void forecast_print(const Settings *s, const Room *room, const Options *o) {
+static void forecast_print(const Settings *s, const MemoryBudget *budget, const Options *o) {
     const int64_t micros = step_micros(o, s);
-    if (room->from && micros > 0 && !s->forward) {
-        const double rate = forecast_tokens_per_s(&room->speed, s, micros);
+    if (budget->from && micros > 0 && !s->forward) {
+        const double rate = forecast_tokens_per_s(&budget->speed, s, micros);
         const int64_t run = o->steps * micros * s->ranks * s->B * s->T;
         const int64_t tokens = run ? run : 1000000000;
         printf("forecast: %s tokens/s, %s tokens in %s; %s\n", count_text((int64_t)rate).s,
-               count_text(tokens).s, duration_text((double)tokens / rate).s, room->from);
+               count_text(tokens).s, duration_text((double)tokens / rate).s, budget->from);
     }
 }
 
 // The table of single changes and, where the plan does not fit, what would make it: the five
 // cheapest, since there may be dozens.
-static void plan_print_remedies(const Plan *p, const Room *room, size_t outside) {
+static void plan_print_remedies(const Plan *p, const MemoryBudget *budget, size_t outside) {
     if (p->settings.forward) {
         printf("\n%s\n", plan_no_change(&p->settings));
         return;
@@ -6970,8 +6970,8 @@ static void plan_print_remedies(const Plan *p, const Room *room, size_t outside)
     if (n == 0) {
         printf("no setting makes it smaller\n");
     }
-    if (room->device > 0 && plan_taken(p) > room->device) {
-        n = plan_changes(p, room, list);
+    if (budget->device > 0 && plan_taken(p) > budget->device) {
+        n = plan_changes(p, budget, list);
         for (int i = 0; i < n && i < 5; i++) {
             printf("it fits with %s: %s\n", list[i].option, list[i].cost);
         }
@@ -6991,14 +6991,14 @@ static int settings_zero(const Settings *s) {
 
 // Prints the plan by group, whether it fits the room, on the device and on the host, what each
 // setting would save, and the rule of thumb. Returns 0 when it does not fit.
-static int plan_print(const Plan *p, const Room *room, const Options *o) {
+static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *o) {
     const Settings *s = &p->settings;
     const Model *m = &s->model;
     static const char *const types[] = {"fp32", "bf16", "fp16"};
     size_t device[GROUPS], host[GROUPS], sum = 0;
-    const size_t outside = s->gpu ? room->library + nccl_estimate_bytes(s) : 0;
-    const size_t total = plan_taken(p) + outside, all = room->device + outside;
-    const int fits = !room->device || plan_taken(p) <= room->device;
+    const size_t outside = s->gpu ? budget->library + nccl_estimate_bytes(s) : 0;
+    const size_t total = plan_taken(p) + outside, all = budget->device + outside;
+    const int fits = !budget->device || plan_taken(p) <= budget->device;
     printf("memory plan of the %s run\nL%d NH%d C%d, vocabulary %d (%d rows), %s parameters; %s; "
            "B %d, T %d%s; -r %s",
            s->gpu ? "GPU" : "CPU", m->L, m->NH, m->C, m->V, m->Vp,
@@ -7027,26 +7027,26 @@ static int plan_print(const Plan *p, const Room *room, const Options *o) {
     plan_print_line("fragmentation", p->device_bytes - sum, "");
     plan_print_line(s->gpu ? "device allocation" : "allocation", p->device_bytes, "");
     if (s->gpu) {
-        plan_print_gpu(p, room, o);
+        plan_print_gpu(p, budget, o);
     } else if (p->host_bytes) {
         plan_print_line("in the host's place", p->host_bytes, "   as a GPU run keeps apart");
         plan_print_line("total", total, "");
     }
-    if (room->device) {
-        printf("%s: %s%s; %s, %s %s\n", room->where, bytes_text((double)all).s, available_limit,
+    if (budget->device) {
+        printf("%s: %s%s; %s, %s %s\n", budget->where, bytes_text((double)all).s, available_limit,
                fits ? "fits" : "DOES NOT FIT",
                bytes_text(fits ? (double)(all - total) : (double)(total - all)).s,
                fits ? "free" : "short");
     }
-    const int host_fits = p->host_bytes <= room->host;
+    const int host_fits = p->host_bytes <= budget->host;
     if (!host_fits) {  // what plan_refuse_host() says of a run
         const HostMemory h = host_memory("");
         printf("host memory of this machine: %s (%s); DOES NOT FIT, %s short; fewer states in "
-               "--offload need less of it\n", bytes_text((double)room->host).s, h.limit,
-               bytes_text((double)(p->host_bytes - room->host)).s);
+               "--offload need less of it\n", bytes_text((double)budget->host).s, h.limit,
+               bytes_text((double)(p->host_bytes - budget->host)).s);
     }
-    forecast_print(s, room, o);
-    plan_print_remedies(p, room, outside);
+    forecast_print(s, budget, o);
+    plan_print_remedies(p, budget, outside);
     plan_print_thumb(p, total);
     return fits && host_fits;
 }
@@ -7106,11 +7106,11 @@ static int next_batch(int B) { return B < 2 ? B + 1 : B & (B - 1) ? B / 3 * 4 : 
 // Fills in a point from its options: settings, homes and levels where they are left to the program
 // (`level` -1: the cheapest mixture that fits, else this one in all blocks), plan, speed. Returns
 // whether it fits.
-static int fit_point(FitPoint *f, const Model *m, int level, const Room *room) {
+static int fit_point(FitPoint *f, const Model *m, int level, const MemoryBudget *budget) {
     Plan p;
     Settings *s = &f->settings;
     const int levels = strcmp(f->o.recompute, "auto") == 0, offloads = f->o.offload == OFFLOAD_AUTO;
-    settings_from_options(s, &f->o, m, room->speed.gpu);
+    settings_from_options(s, &f->o, m, budget->speed.gpu);
     if (offloads) {
         f->o.offload = settings_offload(s, offload_tiers[f->tier]);
         f->o.offload += f->o.offload ? 0 : (int64_t)OFFLOAD_AUTO;  // which finds that all fits
@@ -7118,14 +7118,14 @@ static int fit_point(FitPoint *f, const Model *m, int level, const Room *room) {
     if (levels && level >= 0) {
         settings_recompute(s, level, m->L);
     } else if (levels) {
-        settings_fit_levels(s, &room->speed, room->device);
+        settings_fit_levels(s, &budget->speed, budget->device);
     }
     plan_build(&p, s);
     f->bytes = plan_taken(&p);
     f->host_bytes = p.host_bytes;
-    f->tokens_per_s = forecast_tokens_per_s(&room->speed, s, max_i64(step_micros(&f->o, s), 1));
+    f->tokens_per_s = forecast_tokens_per_s(&budget->speed, s, max_i64(step_micros(&f->o, s), 1));
     plan_free(&p);
-    return f->bytes <= room->device && f->host_bytes <= room->host;
+    return f->bytes <= budget->device && f->host_bytes <= budget->host;
 }
 
 // Whether --fit tries a row of fit_types: what the user has asked for stays, and is row 0.
@@ -7139,12 +7139,12 @@ static int fit_tries_type(const Options *asked, int type) {
 // Every point that --fit looks at and that fits: number types, batches until the smallest plan does
 // not fit, homes and levels, each where the options leave it open. Returns how many.
 static int fit_points(FitPoint list[MAX_POINTS], const Options *asked, const Model *m,
-                      const Room *room) {
+                      const MemoryBudget *budget) {
     const int64_t T = asked->seq_len ? asked->seq_len : m->maxT;
     const int narrow =
-        asked->fit != FIT_BITS && room->speed.gpu && gpu_dtype(asked) == DTYPE_BF16;
+        asked->fit != FIT_BITS && budget->speed.gpu && gpu_dtype(asked) == DTYPE_BF16;
     const int one = option_given(asked, "batch");
-    const int tiers = asked->offload == OFFLOAD_AUTO && room->speed.gpu ? OFFLOAD_TIERS : 1;
+    const int tiers = asked->offload == OFFLOAD_AUTO && budget->speed.gpu ? OFFLOAD_TIERS : 1;
     const int is_auto = strcmp(asked->recompute, "auto") == 0;
     const int levels = asked->fit == FIT_ALL && is_auto ? RECOMPUTE_LEVELS : 1;
     int n = 0;
@@ -7170,11 +7170,11 @@ static int fit_points(FitPoint list[MAX_POINTS], const Options *asked, const Mod
                 f->o.master = fit_types[type].master;
             }
             // In place of nothing recomputed stands what fits with the least of it.
-            fits = fit_point(f, m, i % levels ? i % levels : -1, room);
+            fits = fit_point(f, m, i % levels ? i % levels : -1, budget);
             const int64_t micros = step_micros(asked, &f->settings);
             // A run refuses a step that the data does not fill once.
             n += fits && micros > 0 &&
-                 (!room->windows || micros * f->settings.ranks * B <= room->windows);
+                 (!budget->windows || micros * f->settings.ranks * B <= budget->windows);
         }
     }
     return n;
@@ -7303,32 +7303,32 @@ static double reserved_bytes(const Options *o, size_t library) {
 }
 
 // --fit. Returns the program's exit status: 1 when nothing fits.
-static int fit_command(const Options *o, const Model *m, const Room *room) {
+static int fit_command(const Options *o, const Model *m, const MemoryBudget *budget) {
     FitPoint *list = (FitPoint *)alloc_zero(MAX_POINTS, sizeof *list);
-    if (room->device <= 1 && room->library) {
-        die("--fit: %s: nothing is left beside %s, which are reserved for libraries", room->where,
-            bytes_text(reserved_bytes(o, room->library)).s);
+    if (budget->device <= 1 && budget->library) {
+        die("--fit: %s: nothing is left beside %s, which are reserved for libraries", budget->where,
+            bytes_text(reserved_bytes(o, budget->library)).s);
     }
-    const int n = fit_points(list, o, m, room);
+    const int n = fit_points(list, o, m, budget);
     const int64_t T = o->seq_len ? o->seq_len : m->maxT;
     const int64_t B = option_given(o, "batch") ? o->batch : 1;
     const int64_t step = max_i64(o->tokens_per_step, o->gpus * B * T);
     const FitPoint *best = fit_choose(list, n, o->tokens_per_step > 0);
     printf("%s: what fits %s for the plan%s; tokens/s %s%s\n", o->model,
-           bytes_text((double)room->device).s, each_text(o).s, o->gpus > 1 ? "of all " : "",
-           room->from         ? room->from
-           : room->speed.gpu ? "of a 4090 in bf16: this run's are unknown, and these only compare"
+           bytes_text((double)budget->device).s, each_text(o).s, o->gpus > 1 ? "of all " : "",
+           budget->from         ? budget->from
+           : budget->speed.gpu ? "of a 4090 in bf16: this run's are unknown, and these only compare"
                              : "of two cores: this run's are unknown, and these only compare");
     if (best) {
         fit_print_points(list, n, o->fit == FIT_ALL);
         printf(o->tokens_per_step ? "fastest: " : "least on the host, then fastest: ");
-        training_print(&best->o, recompute_text(&best->settings).s, room->speed.gpu);
+        training_print(&best->o, recompute_text(&best->settings).s, budget->speed.gpu);
         print_changes(&best->settings, o->tokens_per_step
                                            ? "; -d is held, split into another number of batches"
                                            : "; a step is B x T tokens, -d TOKENS would hold it");
-    } else if (room->windows && room->windows * T < step) {
+    } else if (budget->windows && budget->windows * T < step) {
         printf("nothing fits: %s has %s sequences, and a step takes %s\n", o->train_data,
-               count_text(room->windows).s, count_text(step / T).s);
+               count_text(budget->windows).s, count_text(step / T).s);
     } else {
         printf("nothing fits: --minimum says what is the least\n");
     }
@@ -7344,7 +7344,7 @@ static void minimum_command(const Options *asked, const Model *m, int cpu) {
     static const char *const titles[] = {"GPU, nothing offloaded", "GPU, everything on the host",
                                          "CPU", "GPU, all but gradients on the host"};
     const int wide = gpu_dtype(asked) != DTYPE_BF16;  // narrow moments and masters need bf16
-    Room all;
+    MemoryBudget all;
     memset(&all, 0, sizeof all);
     all.device = all.host = SIZE_MAX;
     FitPoint *f = (FitPoint *)alloc_zero(1, sizeof *f);
@@ -7553,7 +7553,7 @@ static void speed_save(const Speed *v, const char *key) {
 // Fills in how fast the machine at hand is, if that can be known, for a plan: the CPU's speed is
 // measured, which takes no longer than three of its steps or 15 % of a run of so many (0: unknown),
 // half of that for the FLOPs that are counted; a GPU's is what runs have kept.
-static void room_measure(Room *room, const Program *program, const Settings *s, int64_t micros,
+static void budget_measure(MemoryBudget *budget, const Program *program, const Settings *s, int64_t micros,
                          int64_t steps) {
     const double step = model_flops_per_token(&s->model, s->T) * s->B * s->T * (double)micros;
     const double most = step / 2 * fmin(3, steps ? 0.15 * (double)steps : 3);
@@ -7564,7 +7564,7 @@ static void room_measure(Room *room, const Program *program, const Settings *s, 
     if (program->device) {
         if (program->device(device)) {
             speed_key(key, device, s);
-            room->from = speed_load(&room->speed, key) ? "measured on this GPU" : NULL;
+            budget->from = speed_load(&budget->speed, key) ? "measured on this GPU" : NULL;
         }
         return;
     }
@@ -7574,8 +7574,8 @@ static void room_measure(Room *room, const Program *program, const Settings *s, 
         printf("measuring this machine's speed for the forecast\n");
         fflush(stdout);
     }
-    if (speed_measure(&room->speed, program, s, room->device, flops)) {
-        room->from = "measured on this machine just now";
+    if (speed_measure(&budget->speed, program, s, budget->device, flops)) {
+        budget->from = "measured on this machine just now";
     }
 }
 
@@ -7664,14 +7664,14 @@ static void run_find_ranks(Run *run, const Program *program) {
 // The ranks show each other who they are, before any of them plans: what is left to memory they
 // choose alike, for the one of them that has the least. Ends the run where they cannot train
 // together. Returns the room that every rank has, of which this one has `room`.
-static Room run_handshake(const Run *run, const Program *program, const Room *room) {
-    Room least = *room;
+static MemoryBudget run_handshake(const Run *run, const Program *program, const MemoryBudget *budget) {
+    MemoryBudget least = *budget;
     if (this_rank.ranks > 1 && program->ranks_handshake) {
         Settings same = run->s;
         same.rank = same.threads = same.quiet = 0;  // they may differ
         rank_info.settings = fingerprint(0, &same, sizeof same);
-        rank_info.device = room->device;
-        rank_info.host = room->host;
+        rank_info.device = budget->device;
+        rank_info.host = budget->host;
         program->ranks_handshake();
         least.device = (size_t)rank_info.device;
         least.host = (size_t)rank_info.host;
@@ -7780,31 +7780,31 @@ static size_t outside_plan_bytes(const Model *m) {
 
 // What this machine has for a run. --gpu-mem makes a GPU no larger than such a card, whose context
 // and libraries take their part first.
-static Room room_at_hand(const Program *program, const Options *o, const Settings *s) {
-    Room room;
-    memset(&room, 0, sizeof room);
+static MemoryBudget budget_at_hand(const Program *program, const Options *o, const Settings *s) {
+    MemoryBudget budget;
+    memset(&budget, 0, sizeof budget);
     if (o->gpu_mem && !program->gpu) {
         die("--gpu-mem: this program trains on the CPU; with --plan, --fit or --minimum it plans a "
             "GPU run");
     }
     const size_t nccl = nccl_estimate_bytes(s);  // it takes that later than the other libraries
     const size_t outside = program->gpu ? 0 : outside_plan_bytes(&s->model);
-    room.device = size_less(program->available(), program->library_bytes + nccl + outside);
+    budget.device = size_less(program->available(), program->library_bytes + nccl + outside);
     if (o->gpu_mem) {
         const size_t cap = size_less((size_t)o->gpu_mem, library_reserve_bytes + nccl);
-        if (cap < room.device) {
-            room.device = cap;
+        if (cap < budget.device) {
+            budget.device = cap;
             snprintf(available_limit, sizeof available_limit, " (--gpu-mem)");
         }
     }
-    room.device = (size_t)max_i64((int64_t)room.device, 1);  // 0 would be unknown
+    budget.device = (size_t)max_i64((int64_t)budget.device, 1);  // 0 would be unknown
     // The ranks of a machine share its memory.
     const size_t host = (size_t)(host_memory("").bytes / this_rank.local_ranks);
-    room.host = program->gpu ? size_less(host, outside_plan_bytes(&s->model)) : SIZE_MAX;
-    room.library = program->library_bytes;
-    room.where = program->gpu ? "free on this GPU" : "memory this process may take";
-    room.speed = speed_usual(s);
-    return room;
+    budget.host = program->gpu ? size_less(host, outside_plan_bytes(&s->model)) : SIZE_MAX;
+    budget.library = program->library_bytes;
+    budget.where = program->gpu ? "free on this GPU" : "memory this process may take";
+    budget.speed = speed_usual(s);
+    return budget;
 }
 
 // --plan, --fit and --minimum: of the card that is named, else of the machine at hand. Returns the
@@ -7825,8 +7825,8 @@ static int plan_command(const Run *run, const Program *program, Options *o, cons
     if (!known && !named && device[0]) {
         fprintf(stderr, "%s: %s\n", program_name, device);
     }
-    Room room = known ? room_at_hand(program, o, &s) : room_named(o, &s);
-    if (o->fit && !room.device) {
+    MemoryBudget budget = known ? budget_at_hand(program, o, &s) : budget_named(o, &s);
+    if (o->fit && !budget.device) {
         const char *why = o->gpus > 1 ? "several GPUs are not asked here" : "no GPU is here";
         die("--fit: %s; --gpu NAME or --gpu-mem SIZE says what to fit into", why);
     }
@@ -7835,21 +7835,21 @@ static int plan_command(const Run *run, const Program *program, Options *o, cons
     }
     const int64_t micros = o->fit ? 1 : step_whole_micros(o, &s);  // what no run takes has no plan
     if (known && !o->json) {
-        room_measure(&room, program, &s, micros, o->steps);
+        budget_measure(&budget, program, &s, micros, o->steps);
     }
     if (o->fit) {
-        room.windows = run->train.windows;
-        return fit_command(o, m, &room);
+        budget.windows = run->train.windows;
+        return fit_command(o, m, &budget);
     }
-    settings_auto(&s, o, &room);
+    settings_auto(&s, o, &budget);
     plan_build(&p, &s);
     if (o->json) {
         plan_print_json(&p);
     } else {
-        const int unlimited = room.device >> 60 != 0;  // no limit is so high: nothing says
-        room.device = unlimited ? 0 : room.device;
-        fits = plan_print(&p, &room, o);
-        printf("%s%s", unlimited ? room.where : "", unlimited ? ": unknown\n" : "");
+        const int unlimited = budget.device >> 60 != 0;  // no limit is so high: nothing says
+        budget.device = unlimited ? 0 : budget.device;
+        fits = plan_print(&p, &budget, o);
+        printf("%s%s", unlimited ? budget.where : "", unlimited ? ": unknown\n" : "");
     }
     plan_free(&p);
     return fits ? 0 : 1;
@@ -8045,16 +8045,16 @@ static void run_fit(Run *run, const Program *program) {
     if (program->refuse) {
         program->refuse(&run->s);
     }
-    const Room room = room_at_hand(program, &run->o, &run->s);
+    const MemoryBudget budget = budget_at_hand(program, &run->o, &run->s);
     const HostMemory host = host_memory("");
-    const Room least = run_handshake(run, program, &room);  // before it, nobody has taken any
+    const MemoryBudget least = run_handshake(run, program, &budget);  // before it, nobody has taken any
     settings_auto(&run->s, &run->o, &least);
     run->inputs = (Token *)alloc_zero(2 * batch, sizeof(Token));
     run->targets = run->inputs + batch;
     plan_build(&run->plan, &run->s);
-    plan_refuse(&run->plan, plan_taken(&run->plan), room.device);
+    plan_refuse(&run->plan, plan_taken(&run->plan), budget.device);
     if (program->gpu) {
-        plan_refuse_host(&run->plan, room.host, host.limit);
+        plan_refuse_host(&run->plan, budget.host, host.limit);
     }
 }
 

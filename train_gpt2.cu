@@ -4274,7 +4274,7 @@ struct RankComm {
     int on;  // 0: kernels alone, see 3
     CollectiveState *note;  // heartbeat's, for kernels
     char *staging;   // for what other ranks send of a bucket that is added up
-    size_t room;     // its bytes
+    size_t capacity;     // its bytes
 };
 
 // What a rank adds to a step. All ranks add up all words in the order of ranks, so that norm, clip
@@ -4381,7 +4381,7 @@ static void rank_gather(const RankComm *c, void *all, size_t bytes) {
 template <class G>
 static void rank_reduce(const RankComm *c, G *sum, const G *grads, size_t part, bool adds) {
     G *staging = (G *)(void *)c->staging;
-    const size_t others = (size_t)c->ranks - 1, most = c->room / sizeof(G) / others / 8 * 8;
+    const size_t others = (size_t)c->ranks - 1, most = c->capacity / sizeof(G) / others / 8 * 8;
     const G *own = grads + (size_t)c->rank * part;
     check(most > 0, "no room for a piece of %zu ranks", others);
     check_rows(G, 0, sum, own, staging);
@@ -5420,8 +5420,8 @@ static void matmul_report(const MatmulPlan *plan) {
 static void matmul_plan_time(const MatmulBench *bench, MatmulPlan *plan) {
     size_t each, bytes;
     matmul_operands(bench, plan, 0, &each);
-    const size_t room = bench->bytes / each, wanted = 2 * bench->cache_bytes / each + 1;
-    const int copies = (int)(room < wanted ? room : wanted);
+    const size_t capacity = bench->bytes / each, wanted = 2 * bench->cache_bytes / each + 1;
+    const int copies = (int)(capacity < wanted ? capacity : wanted);
     if (copies == 0) {
         return;
     }
@@ -5677,7 +5677,7 @@ static void rank_fetch(GpuNetwork<E, G> *net, const RankState &b, const TensorSp
     }
     plan_tick(net->plan, 0);  // where the buffer for others' parts is alive
     char *staging = gpu_buffer<char>(net, BUF_EXCHANGE);
-    const size_t room = net->plan->buffers[net->plan->single[BUF_EXCHANGE]].bytes;
+    const size_t capacity = net->plan->buffers[net->plan->single[BUF_EXCHANGE]].bytes;
     stream_after(c->stream, net->stream, c->event);
     // A part may cut the span anywhere, and the span may be longer than the staging buffer: all
     // ranks go through the same cuts, and each sends where its own part is.
@@ -5686,7 +5686,7 @@ static void rank_fetch(GpuNetwork<E, G> *net, const RankState &b, const TensorSp
         const TensorRange r = tensor_update_range(&s, span.tensor, span.layer);
         const int64_t end = min_i64(span.first + span.count, r.first + r.count);
         for (int64_t at = max_i64(span.first, r.first), n; at < end; at += n) {
-            n = min_i64(end - at, (int64_t)(room / b.bytes));
+            n = min_i64(end - at, (int64_t)(capacity / b.bytes));
             if (q == c->rank) {  // copied first, as NCCL is given no pinned memory
                 cuda_check(cudaMemcpyAsync(staging, rank_state_at(net->plan, b, span, r, at),
                                            (size_t)n * b.bytes, cudaMemcpyDefault, c->stream));
@@ -6065,7 +6065,7 @@ template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
     if (s->ranks > 1) {
         rank_open(&net->ranks, s);
         net->ranks.staging = gpu_buffer<char>(net, BUF_EXCHANGE);
-        net->ranks.room = p->buffers[p->single[BUF_EXCHANGE]].bytes;
+        net->ranks.capacity = p->buffers[p->single[BUF_EXCHANGE]].bytes;
         p->transfer = rank_transfer<G>;
         e->gather = gpu_gather<E, G>;
         e->replica = gpu_replica<E, G>;

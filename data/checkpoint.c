@@ -587,8 +587,8 @@ static CheckpointList checkpoint_list(const char *output, const char *suffix) {
         if (sscanf(entry->d_name, "step-%8" SCNd64 "%n", &step, &end) == 1 && end == 13 &&
             strcmp(entry->d_name + end, suffix) == 0) {
             if ((list.count & (list.count - 1)) == 0) {  // full at every power of two
-                const size_t room = 2 * ((size_t)list.count + 1);
-                list.steps = (int64_t *)realloc(list.steps, room * sizeof(int64_t));
+                const size_t capacity = 2 * ((size_t)list.count + 1);
+                list.steps = (int64_t *)realloc(list.steps, capacity * sizeof(int64_t));
                 check(list.steps, "no memory for a list of checkpoints");
             }
             list.steps[list.count++] = step;

@@ -179,7 +179,7 @@ typedef struct {
     int fd, open;          // the file that is open, and its index; fd -1: none
     int64_t offset;        // next byte to read
     char *text;            // what was read and is in no block yet: text[from..until)
-    size_t from, until, room;
+    size_t from, until, capacity;
     int64_t position;      // of text[from]
     int starts_document;   // no token of the document there was written yet
 } Input;
@@ -292,9 +292,9 @@ static void input_seek(Input *in, int64_t offset) {
 static size_t input_fill(Input *in, size_t n) {
     size_t have = in->until - in->from;
     if (have < n) {
-        if (in->room < n) {
+        if (in->capacity < n) {
             in->text = (char *)grow(in->text, n);
-            in->room = n;
+            in->capacity = n;
         }
         memmove(in->text, in->text + in->from, have);
         in->from = 0;
@@ -312,7 +312,7 @@ typedef struct {
     int64_t position;      // of its first byte
     char *text;
     uint16_t *tokens;
-    size_t size, room;     // bytes of text; tokens has room for one more than `room`
+    size_t size, capacity;     // bytes of text; tokens has room for one more than `room`
     int64_t count;         // tokens
     int starts_document, ends_document;
     int done;              // encoded
@@ -861,12 +861,12 @@ static int write_next(Job *job, int wait) {
         block_write(job, b);
         b->done = 0;
         job->written++;
-        if (b->room > BLOCK_BYTES) {
+        if (b->capacity > BLOCK_BYTES) {
             free(b->text);
             free(b->tokens);
             b->text = NULL;
             b->tokens = NULL;
-            b->room = 0;
+            b->capacity = 0;
         }
     }
     return done;
@@ -902,10 +902,10 @@ static int read_block(Job *job, Block *b) {
         }
         window *= 2;
     }
-    if (b->room < size) {
-        b->room = size < BLOCK_BYTES ? (size_t)BLOCK_BYTES : size;
-        b->text = (char *)grow(b->text, b->room);
-        b->tokens = (uint16_t *)grow(b->tokens, (b->room + 1) * sizeof *b->tokens);
+    if (b->capacity < size) {
+        b->capacity = size < BLOCK_BYTES ? (size_t)BLOCK_BYTES : size;
+        b->text = (char *)grow(b->text, b->capacity);
+        b->tokens = (uint16_t *)grow(b->tokens, (b->capacity + 1) * sizeof *b->tokens);
     }
     memcpy(b->text, in->text + in->from, size);
     b->size = size;

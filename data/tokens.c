@@ -351,7 +351,7 @@ typedef struct {
     BpeWord *words;
     BpeNode *nodes;  // a token at the place where it begins
     uint64_t *heap;  // merged token << 32 | place; entries that are out of date stay in
-    size_t room, heap_count;
+    size_t capacity, heap_count;
 } BpeEncoder;
 
 static void bpe_encoder_open(BpeEncoder *e, const Bpe *bpe) {
@@ -404,12 +404,12 @@ static void bpe_offer(BpeEncoder *e, const char *text, size_t n, uint32_t i) {
 // which takes O(n log n) in all and leaves at most 2 n entries.
 static int64_t bpe_merge(BpeEncoder *e, const char *text, size_t n, uint16_t *out) {
     check(n < UINT32_MAX, "a piece of %zu bytes", n);
-    if (n > e->room) {
+    if (n > e->capacity) {
         free(e->nodes);
         free(e->heap);
-        e->room = n > 4096 ? n : 4096;
-        e->nodes = (BpeNode *)alloc_zero(e->room, sizeof(BpeNode));
-        e->heap = (uint64_t *)alloc_zero(e->room, 2 * sizeof(uint64_t));
+        e->capacity = n > 4096 ? n : 4096;
+        e->nodes = (BpeNode *)alloc_zero(e->capacity, sizeof(BpeNode));
+        e->heap = (uint64_t *)alloc_zero(e->capacity, 2 * sizeof(uint64_t));
     }
     for (uint32_t i = 0; i < n; i++) {
         BpeNode node = {i + 1, i - 1, -1};
@@ -597,13 +597,13 @@ static size_t eval_example(EvalExample *x, const EvalFile *f, size_t at, int num
     int place = EVAL_EXAMPLE_WORDS;
     for (int k = 0; k <= x->completions; k++) {
         EvalTokens *tokens = &x->texts[k];
-        const int room = bytes / 2 - place - 1;
-        tokens->count = room >= 0 ? eval_word(p, place) : 0;
+        const int space = bytes / 2 - place - 1;
+        tokens->count = space >= 0 ? eval_word(p, place) : 0;
         tokens->words = p + 2 * (place + 1);
-        if (tokens->count < 1 || tokens->count > room) {
+        if (tokens->count < 1 || tokens->count > space) {
             die("%s: example %d: text %d (0 is the context) has %d tokens; the example's bytes "
                 "leave room for %d; 1 is the least",
-                f->name, number, k, tokens->count, room > 0 ? room : 0);
+                f->name, number, k, tokens->count, space > 0 ? space : 0);
         }
         for (int i = 0; i < tokens->count; i++) {
             if (eval_word(tokens->words, i) >= f->vocabulary) {

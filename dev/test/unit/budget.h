@@ -47,11 +47,11 @@ TEST(levels_fit, FLOAT) {
         const size_t all = plan_bytes(&s), few = plan_bytes(&least);
         double before = HUGE_VAL;
         for (int part = 0; part <= 4; part++) {
-            const size_t room = few + (all - few) * (size_t)part / 4;
-            const size_t bytes = settings_fit_levels(&s, &v, room);
+            const size_t budget = few + (all - few) * (size_t)part / 4;
+            const size_t bytes = settings_fit_levels(&s, &v, budget);
             const double seconds = forecast_step(&v, &s, 1);
-            expect(bytes <= room && bytes == plan_bytes(&s), "%s: %zu of %zu", who.c_str(), bytes,
-                   room);
+            expect(bytes <= budget && bytes == plan_bytes(&s), "%s: %zu of %zu", who.c_str(), bytes,
+                   budget);
             expect(seconds <= before, "%s: slower with more room", who.c_str());
             before = seconds;
             recompute_parse(&parsed, recompute_text(&s).s);
@@ -65,7 +65,7 @@ TEST(levels_fit, FLOAT) {
             for (int level = 0; level < RECOMPUTE_LEVELS; level++) {
                 Settings same = s;
                 settings_recompute(&same, level, s.model.L);
-                if (plan_bytes(&same) <= room) {
+                if (plan_bytes(&same) <= budget) {
                     const double price = (seconds - forecast_step(&v, &same, 1)) / one;
                     worst_price = std::max(worst_price, price);
                     expect(price <= 1, "%s: %s is faster than %s by %.2f blocks", who.c_str(),
@@ -118,20 +118,20 @@ TEST(remedies, FLOAT) {
                  types[draw(0, 5)]);
         Settings s = planned(base);
         Plan p;
-        Room room = {};
+        MemoryBudget budget = {};
         plan_build(&p, &s);
-        room.device = p.device_bytes / 100 * (size_t)draw(2, 99);
-        room.host = draw(0, 3) ? SIZE_MAX : p.device_bytes / 3;
-        const int found = plan_changes(&p, &room, list.data());
+        budget.device = p.device_bytes / 100 * (size_t)draw(2, 99);
+        budget.host = draw(0, 3) ? SIZE_MAX : p.device_bytes / 3;
+        const int found = plan_changes(&p, &budget, list.data());
         for (int i = 0; i < found; i++) {
             const Remedy &r = list[(size_t)i];
             Settings changed = planned(options_replaced(base, r.option));
             Plan q;
             plan_build(&q, &changed);
-            expect(q.device_bytes == r.bytes && q.device_bytes <= room.device &&
-                       q.host_bytes <= room.host,
+            expect(q.device_bytes == r.bytes && q.device_bytes <= budget.device &&
+                       q.host_bytes <= budget.host,
                    "%s, then %s: %zu, promised %zu, room %zu", base.c_str(), r.option,
-                   q.device_bytes, r.bytes, room.device);
+                   q.device_bytes, r.bytes, budget.device);
             const Remedy &before = list[(size_t)(i ? i - 1 : 0)];
             expect(i == 0 || r.kind > before.kind ||
                        (r.kind == before.kind && r.slower >= before.slower),
@@ -157,7 +157,7 @@ TEST(remedies, FLOAT) {
                     type ? (void)axis_apply(&t, BY_TYPE, type, option) : (void)0;
                     settings_offload(&t, offload_tiers[tier]);
                     plan_build(&q, &t);
-                    expect(q.device_bytes > room.device || q.host_bytes > room.host, "%s: %zu fits",
+                    expect(q.device_bytes > budget.device || q.host_bytes > budget.host, "%s: %zu fits",
                            base.c_str(), q.device_bytes);
                     plan_free(&q);
                 }
@@ -175,12 +175,12 @@ TEST(remedies, FLOAT) {
 // plan and `host` bytes to pin.
 static Settings automatic(const Text &options, size_t device, size_t host) {
     Options o;
-    Room room = {};
+    MemoryBudget budget = {};
     Settings s = planned(options);
     parse(&o, ("--plan " + options).c_str());
-    room.device = device;
-    room.host = host;
-    settings_auto(&s, &o, &room);
+    budget.device = device;
+    budget.host = host;
+    settings_auto(&s, &o, &budget);
     return s;
 }
 
@@ -279,11 +279,11 @@ TEST(fit_sizes, FLOAT) {
         model_parse(&m, o.model);
         model_set_vocabulary(&m, GPT2_VOCABULARY);
         std::vector<FitPoint> list(MAX_POINTS);
-        Room room = room_named(&o, new Settings(planned("-e d48")));
-        const int n = fit_points(list.data(), &o, &m, &room);
+        MemoryBudget budget = budget_named(&o, new Settings(planned("-e d48")));
+        const int n = fit_points(list.data(), &o, &m, &budget);
         const FitPoint f = *fit_choose(list.data(), n, o.tokens_per_step > 0);
         for (int i = 0; i < n; i++) {
-            expect(list[(size_t)i].bytes <= room.device, "%s: point %d", options.c_str(), i);
+            expect(list[(size_t)i].bytes <= budget.device, "%s: point %d", options.c_str(), i);
         }
         return f;
     };
@@ -321,9 +321,9 @@ TEST(fit_ranks, FLOAT) {
         model_set_vocabulary(&m, GPT2_VOCABULARY);
         std::vector<FitPoint> list(MAX_POINTS);
         const Settings one = planned(options + "1");
-        const Room room = room_named(&o, &one);
-        expect((int64_t)room.device == ((13 << 10) - row.nccl) << 20, "%s", options.c_str());
-        const int n = fit_points(list.data(), &o, &m, &room);
+        const MemoryBudget budget = budget_named(&o, &one);
+        expect((int64_t)budget.device == ((13 << 10) - row.nccl) << 20, "%s", options.c_str());
+        const int n = fit_points(list.data(), &o, &m, &budget);
         int B = 0;
         for (int i = 0; i < n; i++) {
             const FitPoint *f = &list[(size_t)i];
@@ -335,7 +335,7 @@ TEST(fit_ranks, FLOAT) {
             }
         }
         Settings next = planned(options + text("%d --offload none", next_batch(B)));
-        expect(B > 0 && plan_bytes(&next) > room.device, "%s%d", options.c_str(), B);
+        expect(B > 0 && plan_bytes(&next) > budget.device, "%s%d", options.c_str(), B);
     }
 }
 

@@ -415,7 +415,7 @@ TEST(gpu_rank_wte, EMULATED) {
     }
 }
 
-static int64_t host_room;  // what `ulimit -d` is to leave a rank
+static int64_t host_budget;  // what `ulimit -d` is to leave a rank
 static size_t room_available() {
     const size_t device = device_available();
     (void)host_memory("");  // its own memory is taken now
@@ -423,7 +423,7 @@ static size_t room_available() {
     struct rlimit r;
     getrlimit(RLIMIT_DATA, &r);
     omp_set_num_threads(1);  // few stacks of threads to come, which count too
-    r.rlim_cur = (rlim_t)(mapped + host_room + stacks_to_come(1));
+    r.rlim_cur = (rlim_t)(mapped + host_budget + stacks_to_come(1));
     setrlimit(RLIMIT_DATA, &r);
     return device;
 }
@@ -445,13 +445,13 @@ TEST(gpu_rank_host, EMULATED) {
     const Text line = "-i train.bin -e l2h2c64t16 -b 2 -r none --gpus 3 -z 1 "
                       "--offload moments,master --quiet";
     write_corpus();
-    host_room = 1 << 30;
+    host_budget = 1 << 30;
     expect_success(in_process(line, &program), line);
     const int64_t each = atol(read_file("opened").c_str());
     for (int less : {0, 1}) {
         remove("opened");
         const Model m = shape("l2h2c64t16", 257);
-        host_room = 3 * (each + (int64_t)outside_plan_bytes(&m)) - less;
+        host_budget = 3 * (each + (int64_t)outside_plan_bytes(&m)) - less;
         const Outcome o = in_process(line, &program);
         if (less) {
             expect_refused(o, "only " + Text(bytes_text((double)each).s) + " are available "

@@ -854,7 +854,7 @@ TEST(gpu_norm, CUDA_ALL) {
 // The sum of `ranks` ranks' parts of a bucket as rank `rank` makes it: to the bit the parts added
 // in the order of ranks in fp32 and rounded once, whichever rank it is, and in pieces of any size.
 // Every other number is 1e8, 1, -1e8, 1: another order loses a 1.
-template <class G> static void check_rank_sum(int ranks, int rank, size_t room) {
+template <class G> static void check_rank_sum(int ranks, int rank, size_t budget) {
     enum { PART = 4160 };  // more than a block's
     static const real pattern[] = {(real)1e8, 1, (real)-1e8, 1};
     std::vector<Reals> parts;
@@ -865,7 +865,7 @@ template <class G> static void check_rank_sum(int ranks, int rank, size_t room) 
         }
     }
     // What the others send, piece by piece, is in the staging buffer at once: on a GPU it comes.
-    const size_t piece = room / (size_t)(ranks - 1) / 8 * 8;
+    const size_t piece = budget / (size_t)(ranks - 1) / 8 * 8;
     Reals bucket((size_t)ranks * PART, 7), want(PART), got(PART), twice(PART);
     std::copy(parts[(size_t)rank].begin(), parts[(size_t)rank].end(), &bucket[(size_t)rank * PART]);
     for (int i = 0; i < PART; i++) {
