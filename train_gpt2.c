@@ -4688,7 +4688,7 @@ static void gelu_backward(real *dinp, const real *dout, const real *inp, size_t 
 // before. What is to happen around the stages of a tick, whatever engine computes them, happens
 // here: bytes change hands on the stream of the stages alone, so it waits for departures before
 // buffers are born, for arrivals before they are used.
-static void walk(Plan *p, int end, int adds, void (*stage)(void *self, int stage, int layer),
+static void run_stages(Plan *p, int end, int adds, void (*stage)(void *self, int stage, int layer),
                  void *self) {
     const int stores = end > tick_head(&p->settings.model);
     p->adds = adds;
@@ -4901,10 +4901,10 @@ static void network_stage(void *self, int stage, int layer) {
 
 // The walk by a team: one thread goes from stage to stage, the others take pieces of its loops.
 // The team is made once, because to start one costs as much as a small loop.
-static void network_walk(Pass *pass, int end, int adds) {
+static void network_run(Pass *pass, int end, int adds) {
     #pragma omp parallel
     #pragma omp master
-    walk(pass->plan, end, adds, network_stage, pass);
+    run_stages(pass->plan, end, adds, network_stage, pass);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -5182,7 +5182,7 @@ static void cpu_micro_step(Engine *e, const Token *inputs, const Token *targets,
         cpu->loss = 0;
         memset(buffer(p, BUF_GRADS), 0, p->buffers[p->single[BUF_GRADS]].bytes);
     }
-    network_walk(&pass, tick_join(s), accum_step > 0);
+    network_run(&pass, tick_join(s), accum_step > 0);
     cpu->loss += pass.loss / accum_steps;
 }
 
@@ -5199,7 +5199,7 @@ static double cpu_forward_loss(Engine *e, real *losses, const Token *inputs, con
     Plan *p = ((CpuEngine *)e->self)->plan;
     const Settings *s = &p->settings;
     Pass pass = {p, inputs, targets, s->B, s->T, 0, 0, 0};
-    network_walk(&pass, tick_head(&s->model), 0);
+    network_run(&pass, tick_head(&s->model), 0);
     if (losses) {
         memcpy(losses, buffer(p, BUF_LOSSES), (size_t)(s->B * s->T) * sizeof(real));
     }
@@ -5211,7 +5211,7 @@ static void cpu_logits(Engine *e, real *out, const Token *tokens, int n) {
     Plan *p = ((CpuEngine *)e->self)->plan;
     const Model *m = &p->settings.model;
     Pass pass = {p, tokens, NULL, 1, n, 0, 0, 0};
-    network_walk(&pass, tick_head(m), 0);
+    network_run(&pass, tick_head(m), 0);
     memcpy(out, buffer(p, BUF_LOGITS), (size_t)m->V * sizeof(real));
 }
 
@@ -5222,7 +5222,7 @@ static void cpu_extend(Engine *e, real *out, const Token *tokens, int first, int
     for (int i = 0; i < n; i += p->settings.T) {
         const int rows = min_int(p->settings.T, n - i), last = i + rows == n;
         Pass pass = {p, tokens + i, NULL, 1, rows, 0, 0, first + i};
-        network_walk(&pass, last ? tick_head(m) : tick_lnf(m) - 1, 0);
+        network_run(&pass, last ? tick_head(m) : tick_lnf(m) - 1, 0);
     }
     memcpy(out, buffer(p, BUF_LOGITS), (size_t)m->V * sizeof(real));
 }

@@ -4920,7 +4920,7 @@ static void gpu_micro_step(Engine *e, const Token *inputs, const Token *targets,
         cuda_check(cudaMemsetAsync(gpu_buffer<float>(net, BUF_GRADS_1D), 0,
                                    p->buffers[p->single[BUF_GRADS_1D]].bytes, net->stream));
     }
-    walk(p, tick_join(s), accum_step > 0, gpu_stage<E, G>, &pass);
+    run_stages(p, tick_join(s), accum_step > 0, gpu_stage<E, G>, &pass);
 }
 
 // AdamW for the state types of this run; `updates` updates came before.
@@ -5035,7 +5035,7 @@ static double gpu_forward_loss(Engine *e, real *losses, const Token *inputs, con
     // `first`, so that the sum of losses starts anew; a step's own sum has been read by then.
     GpuPass<E, G> pass = {net, {}, 0, 0, s->B, s->T, 0.0f, true, 0, false};
     gpu_upload(&pass, inputs, targets);
-    walk(net->plan, tick_head(&s->model), 0, gpu_stage<E, G>, &pass);
+    run_stages(net->plan, tick_head(&s->model), 0, gpu_stage<E, G>, &pass);
     const float *sum = &gpu_buffer<GpuState>(net, BUF_STATE)->loss_sum;
     cuda_check(cudaMemcpyAsync(&net->result->loss_sum, sum, sizeof(float), cudaMemcpyDeviceToHost,
                                net->stream));
@@ -5073,7 +5073,7 @@ static void gpu_extend(Engine *e, real *out, const Token *tokens, int first, int
         memcpy(padded, tokens + i, (size_t)rows * sizeof(Token));
         gpu_upload(&pass, padded, padded + s->T);
         pass.batch.targets = nullptr;  // as in gpu_logits
-        walk(net->plan, end, 0, gpu_stage<E, G>, &pass);
+        run_stages(net->plan, end, 0, gpu_stage<E, G>, &pass);
     }
     free(padded);
     gpu_read_logits(net, out);
@@ -5091,7 +5091,7 @@ static void gpu_logits(Engine *e, real *out, const Token *tokens, int n) {
     memcpy(padded, tokens, (size_t)n * sizeof(Token));
     gpu_upload(&pass, padded, padded + N);
     pass.batch.targets = nullptr;  // uploaded, since a batch goes up whole, but asked for by nobody
-    walk(net->plan, tick_head(&s->model), 0, gpu_stage<E, G>, &pass);
+    run_stages(net->plan, tick_head(&s->model), 0, gpu_stage<E, G>, &pass);
     free(padded);
     gpu_read_logits(net, out);
 }

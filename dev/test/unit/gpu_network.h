@@ -105,7 +105,7 @@ static void naive_micro_step(Net *n, const Token *inputs, const Token *targets, 
     naive_round = rounded_to<E>;
     p->mark = mark_and_round;
     memset(buffer(p, BUF_GRADS), 0, p->buffers[p->single[BUF_GRADS]].bytes);
-    walk(p, tick_embed_backward(m), 0, naive_stage, &pass);
+    run_stages(p, tick_embed_backward(m), 0, naive_stage, &pass);
     p->mark = plan_mark;
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int l = 0; l < tensor_copies(m, tensor); l++) {
@@ -994,7 +994,7 @@ TEST(gpu_kv_cache, CUDA_ALL) {
         Net reference(m, 1, m.maxT);
         Batch b(m.maxT, m.V, 1);
         std::vector<Reals> got;
-        auto walk = [&](std::function<void(int, int)> transfer) {
+        auto run_stages = [&](std::function<void(int, int)> transfer) {
             int first = 0;
             for (const int n : pieces) {
                 first = n == 65 ? 1 : first;  // a second sample, behind one token of the first
@@ -1005,7 +1005,7 @@ TEST(gpu_kv_cache, CUDA_ALL) {
         {  // an engine at a time: products belong to the one that is open
             Net cached(m, Text("--generate --dtype ") + dtype);
             const int plans = matmul_library.plans;
-            walk([&](int first, int n) {
+            run_stages([&](int first, int n) {
                 got.push_back(Reals((size_t)m.V));
                 cached.e.extend(&cached.e, got.back().data(), &b.inputs[(size_t)first], first, n);
             });
@@ -1015,7 +1015,7 @@ TEST(gpu_kv_cache, CUDA_ALL) {
         Net whole(m, Text("-b 1 --dtype ") + dtype);
         Reals want((size_t)m.V), other((size_t)m.V);
         size_t at = 0;
-        walk([&](int first, int n) {
+        run_stages([&](int first, int n) {
             whole.e.logits(&whole.e, other.data(), b.inputs.data(), first + n);
             reference.e.logits(&reference.e, want.data(), b.inputs.data(), first + n);
             const double error = relative_error(other.data(), want.data(), m.V);
