@@ -17,7 +17,7 @@
 // Token files name their tokenizer, so that a model never meets another one's ids. Bytes: token b
 // is byte b, 256 is end of text. GPT-2: byte-level BPE, on valid UTF-8 token for token what
 // tiktoken's encode_ordinary gives.
-// 1. Text falls into pieces by GPT-2's pattern (piece_end). A byte that is no UTF-8 counts as a
+// 1. Text falls into pieces by GPT-2's pattern (pretoken_end). A byte that is no UTF-8 counts as a
 //    character that is neither letter nor number nor space.
 // 2. In a piece, of all neighbours whose bytes together are a token, those of the lowest id become
 //    that token, the leftmost first, until none are left (bpe_merge).
@@ -287,7 +287,7 @@ static inline int char_class(const Bpe *bpe, const unsigned char *p, const unsig
 
 // End of the piece that begins at p (p < end), by
 // 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
-static const unsigned char *piece_end(const Bpe *bpe, const unsigned char *p,
+static const unsigned char *pretoken_end(const Bpe *bpe, const unsigned char *p,
                                       const unsigned char *end) {
     if (*p == '\'' && end - p > 1) {
         int a = p[1], b = end - p > 2 ? p[2] : 0;
@@ -449,7 +449,7 @@ static int64_t bpe_encode(BpeEncoder *e, const char *text, size_t n, uint16_t *o
     for (size_t length; p < end; p += length) {
         uint64_t key[4] = {0};  // stays 0 for a piece that is too long to keep
         BpeWord *word = e->words;
-        length = (size_t)(piece_end(e->bpe, p, end) - p);
+        length = (size_t)(pretoken_end(e->bpe, p, end) - p);
         if (length <= WORD_BYTES) {
             memcpy(key, p, length);
             key[3] |= (uint64_t)length << 56;

@@ -428,7 +428,7 @@ static void target_bpe_encode(const unsigned char *bytes, size_t size) {
     int64_t place = 0;
     for (const unsigned char *p = bytes, *next; p < end; p = next) {
         uint16_t slow[256];
-        next = piece_end(bpe, p, end);
+        next = pretoken_end(bpe, p, end);
         FACT(next > p && next <= end);
         if (next - p > 256) {
             place = -1;

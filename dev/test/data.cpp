@@ -439,7 +439,7 @@ TEST(bpe_table) {
 }
 
 // Where GPT-2's pattern cuts: between the bars.
-TEST(bpe_pieces) {
+TEST(bpe_pretokens) {
     static const char *const known[] = {
         "it|'s| I|'ll| THEY|'|RE| we|'d|'ve|'| '|s|'m|'|r|'|l|'|v|'t|e|'",
         "x|=|1234567890|.|5|e|-|3|;",
@@ -454,7 +454,7 @@ TEST(bpe_pieces) {
         whole.erase(std::remove(whole.begin(), whole.end(), '|'), whole.end());
         const unsigned char *p = (const unsigned char *)whole.data(), *end = p + whole.size();
         for (const unsigned char *next; p < end; p = next) {
-            next = piece_end(&bpe, p, end);
+            next = pretoken_end(&bpe, p, end);
             cut += Text(cut.empty() ? "" : "|") + Text((const char *)p, (size_t)(next - p));
         }
         expect(cut == row, "'%s', not '%s'", cut.c_str(), row);
