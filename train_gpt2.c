@@ -88,8 +88,8 @@
 #ifndef GPT2_NO_MAIN
 #define GPT2_NO_MAIN 0
 #endif
-#ifndef GPT2_VOLUME_II
-#define GPT2_VOLUME_II 0
+#ifndef GPT2_CUDA
+#define GPT2_CUDA 0
 #endif
 #ifndef HOST_DEVICE
 #define HOST_DEVICE
@@ -8415,7 +8415,7 @@ int train_gpt2_main(int argc, char **argv) {
     return program_main(&program, argc, argv);
 }
 
-#if !GPT2_NO_MAIN && !GPT2_VOLUME_II
+#if !GPT2_NO_MAIN && !GPT2_CUDA
 int main(int argc, char **argv) {
     threads_start(argv);
     return train_gpt2_main(argc, argv);

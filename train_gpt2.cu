@@ -50,7 +50,7 @@
 // with in this very process (--check). Its functions are static, its main is left out. It keeps to
 // C that is also C++ for this.
 #define HOST_DEVICE __host__ __device__
-#define GPT2_VOLUME_II 1
+#define GPT2_CUDA 1
 #include "train_gpt2.c"
 
 // =================================================================================================
