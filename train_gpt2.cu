@@ -3880,7 +3880,10 @@ static void ranks_fork(int ranks) {
         close(links[q][1]);
     }
     stop_grace = GRACE_UNLIMITED;  // its ranks have their own, and it watches them
-    exit(children_attend(children, ranks));
+    free(links);
+    const int status = children_attend(children, ranks);
+    free(children);
+    exit(status);
 }
 
 // The thread that watches a rank of a launcher's. It sees nothing of the others, which may be in a

@@ -613,7 +613,7 @@ stage_bits() {
     local states
     states=$(cd "$dir.a" && find . -path './step-*' -type f | wc -l)
     if same_steps "$dir.a" "$dir.b" && [ "$states" -gt 0 ] &&
-        diff -rq --exclude=log.jsonl "$dir.a" "$dir.b" >> "$LOGS/bits.log"; then
+        diff -rq --exclude=log.jsonl --exclude=lock "$dir.a" "$dir.b" >> "$LOGS/bits.log"; then
         report "two runs" ok "10 losses and norms, and the last checkpoint, are equal"
     else
         report "two runs" FAILED "losses, norms or checkpoints differ"

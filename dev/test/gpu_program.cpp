@@ -156,7 +156,7 @@ TEST(gpu_announced) {
     }
     write_corpus();
     const Text run = "-i train.bin -e l2h2c16t16 -b 2 -x 2 ";
-    const Text cache = Text(getcwd(NULL, 0)) + "/cache";
+    const Text cache = current_folder() + "/cache";
     mkdir(cache.c_str(), 0755);
     more_arguments = "";
     const char *said = "timing matrix products for this GPU, once\n";
@@ -303,7 +303,7 @@ TEST(gpu_speed) {
     write_corpus();
     mkdir("cache", 0755);
     const Text run = "-i train.bin -e l2h2c16t16 -b 2 -x 51 ";
-    const Text here = Text(getcwd(NULL, 0)) + "/";
+    const Text here = current_folder() + "/";
     auto cache = [&](const Text &folder) {
         const Text path = folder[0] == '/' ? folder : here + folder;
         return [path] { setenv("XDG_CACHE_HOME", path.c_str(), 1); };
@@ -532,7 +532,7 @@ TEST(gpu_choices) {
         expect_success(o, who);
         return o.out;
     };
-    const Text here = Text(getcwd(NULL, 0)) + "/cache";
+    const Text here = current_folder() + "/cache";
     for (const char *options : {"", "--quiet"}) {
         for (const char *cache : {"/proc/none", here.c_str(), here.c_str()}) {
             const Text kept = read_file("cache/train_gpt2/matmul");

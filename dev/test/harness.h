@@ -201,6 +201,12 @@ inline void write_file(const Text &path, const Text &bytes) {
     }
 }
 
+// The folder that the test works in.
+inline Text current_folder() {
+    char path[4096];
+    return getcwd(path, sizeof path) ? path : "";
+}
+
 inline int exists(const Text &path) { return access(path.c_str(), F_OK) == 0; }
 
 // Makes `folder` and goes there.

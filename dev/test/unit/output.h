@@ -165,7 +165,7 @@ TEST(folder_lock, HOST) {
 TEST(cache_open, HOST) {
     static const char *const rows[][2] = {{"here", "home/.cache"}, {"", "home/.cache"},
                                           {"/xdg", "xdg"}};
-    const Text here = Text(getcwd(NULL, 0)) + "/";
+    const Text here = current_folder() + "/";
     mkdir("home", 0755);
     setenv("HOME", (here + "home").c_str(), 1);
     for (const auto &row : rows) {
