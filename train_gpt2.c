@@ -2033,8 +2033,11 @@ typedef struct Transfer Transfer;  // next chapter
 // The first slot of each kind, and what comes from and goes to: the home of all blocks.
 static const struct {
     int slot, store;
-} transfer_buffers[KINDS] = {{BUF_WEIGHTS_SLOT, BUF_WEIGHTS_STORE}, {BUF_GRADS_SLOT, BUF_GRADS_STORE},
-                          {-1, -1}, {-1, -1}, {BUF_X_SLOT, BUF_X_STORE}};
+} transfer_buffers[KINDS] = {{BUF_WEIGHTS_SLOT, BUF_WEIGHTS_STORE},
+                             {BUF_GRADS_SLOT, BUF_GRADS_STORE},
+                             {-1, -1},
+                             {-1, -1},
+                             {BUF_X_SLOT, BUF_X_STORE}};
 
 typedef struct Plan Plan;
 struct Plan {
@@ -2562,7 +2565,8 @@ static Location tensor_store(const Settings *s, Kind state, int tensor, int laye
     static const int store[] = {BUF_WEIGHTS_STORE, BUF_GRADS_STORE};
     const Model *m = &s->model;
     const int parted = s->gpu && state == KIND_GRADIENTS;  // vectors have a buffer of their own
-    const int placement = state == KIND_WEIGHTS || state == KIND_GRADIENTS ? s->placement[state] : 0;
+    const int placement =
+        state == KIND_WEIGHTS || state == KIND_GRADIENTS ? s->placement[state] : 0;
     if (s->ranks == 1 && !parted && !placement) {
         const Location in_file = {flat[state], tensor_offset(m, tensor, layer)};
         return in_file;
@@ -2703,7 +2707,8 @@ static int transfers_build(Transfer *transfers, const Settings *s) {
 }
 
 static void plan_add_transfers(Plan *p) {
-    p->transfers = (Transfer *)alloc_zero(BLOCK_TRANSFERS * (size_t)p->settings.model.L, sizeof(Transfer));
+    p->transfers =
+        (Transfer *)alloc_zero(BLOCK_TRANSFERS * (size_t)p->settings.model.L, sizeof(Transfer));
     p->transfer_count = transfers_build(p->transfers, &p->settings);
 }
 
@@ -2944,7 +2949,8 @@ static Traffic step_traffic(const Settings *s, int micros) {
     const double others = 1 - 1.0 / s->ranks;
     const int divided = s->placement[KIND_MOMENTS] & PLACE_SHARD;
     BufferEntry rows[SINGLES];
-    Transfer *transfers = (Transfer *)alloc_zero(BLOCK_TRANSFERS * (size_t)s->model.L, sizeof(Transfer));
+    Transfer *transfers =
+        (Transfer *)alloc_zero(BLOCK_TRANSFERS * (size_t)s->model.L, sizeof(Transfer));
     const int n = transfers_build(transfers, s);
     Traffic t = {0, 0, 0, 0};
     single_buffers(rows, s);
@@ -2977,7 +2983,8 @@ static Traffic step_traffic(const Settings *s, int micros) {
     // else of the sums.
     const double vectors = 4 * (double)rows[BUF_GRADS_1D].count, w = (double)type_bytes(s->dtype);
     const double grads = (double)type_bytes(s->grad_dtype) * (double)rows[BUF_GRADS].count;
-    const int64_t placement = s->placement[KIND_WEIGHTS] & PLACE_SHARD ? 0 : rows[BUF_WEIGHTS_STORE].count;
+    const int64_t placement =
+        s->placement[KIND_WEIGHTS] & PLACE_SHARD ? 0 : rows[BUF_WEIGHTS_STORE].count;
     const int64_t params = rows[BUF_WEIGHTS].count - rows[BUF_GRADS_1D].count + placement;
     t.reduced += others * (grads + vectors);
     t.gathered += others * ((divided ? w * (double)params : grads) + vectors);
@@ -3010,7 +3017,8 @@ static double forecast_step(const Speed *v, const Settings *s, int64_t micros) {
         const Traffic one = step_traffic(s, 1), two = step_traffic(s, 2);
         const double up = two.up - one.up, down = two.down - one.down;  // of a micro-step
         const double reduced = two.reduced - one.reduced, gathered = two.gathered - one.gathered;
-        const double transfers = fmax(up, down) * v->link_byte + (reduced + gathered) * v->peer_byte;
+        const double transfers =
+            fmax(up, down) * v->link_byte + (reduced + gathered) * v->peer_byte;
         const double sums = (one.reduced - reduced) * v->peer_byte;
         const double results = (one.gathered - gathered) * v->peer_byte;
         const int divided = s->placement[KIND_MOMENTS] & PLACE_SHARD;  // so weights are gathered
@@ -5254,7 +5262,8 @@ static void cpu_write(Engine *e, int state, int64_t offset, const real *values, 
 
 // A visit's bytes move at once, so that nobody waits for them. Gradients that do not come from
 // home are cleared, since the layers add to them.
-static void cpu_transfer(Plan *p, int phase, const Transfer *v, void *slot, void *store, size_t bytes) {
+static void cpu_transfer(Plan *p, int phase, const Transfer *v, void *slot, void *store,
+                         size_t bytes) {
     (void)p;
     if (phase == FETCH && store) {
         memcpy(slot, store, bytes);
@@ -7553,8 +7562,8 @@ static void speed_save(const Speed *v, const char *key) {
 // Fills in how fast the machine at hand is, if that can be known, for a plan: the CPU's speed is
 // measured, which takes no longer than three of its steps or 15 % of a run of so many (0: unknown),
 // half of that for the FLOPs that are counted; a GPU's is what runs have kept.
-static void budget_measure(MemoryBudget *budget, const Program *program, const Settings *s, int64_t micros,
-                         int64_t steps) {
+static void budget_measure(MemoryBudget *budget, const Program *program, const Settings *s,
+                           int64_t micros, int64_t steps) {
     const double step = model_flops_per_token(&s->model, s->T) * s->B * s->T * (double)micros;
     const double most = step / 2 * fmin(3, steps ? 0.15 * (double)steps : 3);
     char key[192], device[96] = "";
@@ -7664,7 +7673,8 @@ static void run_find_ranks(Run *run, const Program *program) {
 // The ranks show each other who they are, before any of them plans: what is left to memory they
 // choose alike, for the one of them that has the least. Ends the run where they cannot train
 // together. Returns the room that every rank has, of which this one has `room`.
-static MemoryBudget run_handshake(const Run *run, const Program *program, const MemoryBudget *budget) {
+static MemoryBudget run_handshake(const Run *run, const Program *program,
+                                  const MemoryBudget *budget) {
     MemoryBudget least = *budget;
     if (this_rank.ranks > 1 && program->ranks_handshake) {
         Settings same = run->s;
@@ -8047,7 +8057,8 @@ static void run_fit(Run *run, const Program *program) {
     }
     const MemoryBudget budget = budget_at_hand(program, &run->o, &run->s);
     const HostMemory host = host_memory("");
-    const MemoryBudget least = run_handshake(run, program, &budget);  // before it, nobody has taken any
+    const MemoryBudget least =
+        run_handshake(run, program, &budget);  // before it, nobody has taken any
     settings_auto(&run->s, &run->o, &least);
     run->inputs = (Token *)alloc_zero(2 * batch, sizeof(Token));
     run->targets = run->inputs + batch;

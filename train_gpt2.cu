@@ -1571,7 +1571,8 @@ static void gpu_matmul_close(void) {
 template <class T>
 static void matmul_attribute(const MatmulPlan *plan, cublasLtMatmulDescAttributes_t attribute,
                              T value) {
-    cublas_check(cublasLtMatmulDescSetAttribute(plan->description, attribute, &value, sizeof(value)));
+    cublas_check(
+        cublasLtMatmulDescSetAttribute(plan->description, attribute, &value, sizeof(value)));
 }
 
 template <class T>
@@ -1586,8 +1587,8 @@ static bool matmul_writes_out_of_place(const cublasLtMatmulAlgo_t *algorithm) {
     int32_t out_of_place = 0;
     size_t written = 0;
     return cublasLtMatmulAlgoCapGetAttribute(
-               algorithm, CUBLASLT_ALGO_CAP_OUT_OF_PLACE_RESULT_SUPPORT, &out_of_place, sizeof out_of_place,
-               &written) == CUBLAS_STATUS_SUCCESS &&
+               algorithm, CUBLASLT_ALGO_CAP_OUT_OF_PLACE_RESULT_SUPPORT, &out_of_place,
+               sizeof out_of_place, &written) == CUBLAS_STATUS_SUCCESS &&
            out_of_place;
 }
 
@@ -1615,9 +1616,9 @@ static int matmul_algorithms(cublasLtMatmulHeuristicResult_t *results, cublasSta
     matmul_preference(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, (uint32_t)16);
     matmul_preference(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, (uint32_t)16);
     matmul_preference(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, (uint32_t)16);
-    *status = cublasLtMatmulAlgoGetHeuristic(matmul_library.handle, plan->description, plan->a, plan->b,
-                                             plan->d, plan->d, preference, MATMUL_ALGORITHMS,
-                                             results, &found);
+    *status = cublasLtMatmulAlgoGetHeuristic(matmul_library.handle, plan->description, plan->a,
+                                             plan->b, plan->d, plan->d, preference,
+                                             MATMUL_ALGORITHMS, results, &found);
     cublas_check(cublasLtMatmulPreferenceDestroy(preference));
     found = *status == CUBLAS_STATUS_SUCCESS ? found : 0;
     auto writes_beside = [](const cublasLtMatmulHeuristicResult_t &result) {
@@ -1725,8 +1726,8 @@ static cublasStatus_t matmul_launch(MatmulPlan *plan, const MatmulOperands &x,
     if (x.bias) {
         matmul_attribute(plan, CUBLASLT_MATMUL_DESC_BIAS_POINTER, x.bias);
     }
-    return cublasLtMatmul(matmul_library.handle, plan->description, &alpha, x.a, plan->a, x.b, plan->b,
-                          &beta, x.c, plan->d, x.d, plan->d, &plan->algorithm,
+    return cublasLtMatmul(matmul_library.handle, plan->description, &alpha, x.a, plan->a, x.b,
+                          plan->b, &beta, x.c, plan->d, x.d, plan->d, &plan->algorithm,
                           matmul_library.workspace, matmul_library.workspace_bytes, stream);
 }
 
@@ -3477,7 +3478,8 @@ static void stream_after(cudaStream_t later, cudaStream_t earlier, cudaEvent_t e
 }
 
 // Queues one move of a visit: what Plan.move is on a GPU.
-static void gpu_transfer(Plan *p, int phase, const Transfer *v, void *slot, void *store, size_t bytes) {
+static void gpu_transfer(Plan *p, int phase, const Transfer *v, void *slot, void *store,
+                         size_t bytes) {
     const OffloadStreams *s = (const OffloadStreams *)p->transfer_context;
     cudaEvent_t ready = s->ready[v->what][v->slot], gone = s->gone[v->what][v->slot];
     if (phase == FETCH && store) {
@@ -3540,8 +3542,8 @@ static void offload_close(OffloadStreams *s) {
 // 3. What a signal asked of one rank all act on at the same place of the run (Ranks.stop), or some
 //    would wait for ever for those who left.
 // 4. A rank that hangs or is stopped makes all others wait inside CUDA. So ranks write down where
-//    they stand (Heartbeat), and whoever watches ends a run in which nothing has moved for --timeout:
-//    the parent sees all ranks, a launcher's rank has a thread that sees it alone.
+//    they stand (Heartbeat), and whoever watches ends a run in which nothing has moved for
+//    --timeout: the parent sees all ranks, a launcher's rank has a thread that sees it alone.
 
 enum { RANK_PAGES = 1 << 16 };
 static char *rank_pages;                                     // of all ranks that can be seen
@@ -4332,11 +4334,12 @@ static __global__ void step_status_kernel(StepStatus *status, const UpdateState 
 // total = the words (ranks, RANK_STATUS_BYTES) added in the order of ranks. The sum of squares in
 // update becomes the total's, or NaN where a rank cannot go on, so that nobody's weights change.
 // budget: threads 1 regs 24 blocks 24 test gpu_exchange
-static __global__ void step_statuses_kernel(StepStatus *total, UpdateState *update, const char *statuses,
-                                         int ranks) {
+static __global__ void step_statuses_kernel(StepStatus *total, UpdateState *update,
+                                            const char *statuses, int ranks) {
     StepStatus sum = {0.0f, 0.0f, 0, 0};
     for (int r = 0; r < ranks; r++) {
-        const StepStatus *status = (const StepStatus *)(const void *)(statuses + r * RANK_STATUS_BYTES);
+        const StepStatus *status =
+            (const StepStatus *)(const void *)(statuses + r * RANK_STATUS_BYTES);
         sum.square_sum += status->square_sum;
         sum.loss_sum += status->loss_sum;
         sum.stop |= status->stop;
@@ -4410,10 +4413,11 @@ static void rank_reduce(const RankComm *c, G *sum, const G *grads, size_t part, 
     }
 }
 
-// gpu_transfer where ranks have a part each of what visits: weights come to their slot from all ranks,
-// gradients leave theirs for the parts at home. It goes on on the ranks' stream.
+// gpu_transfer where ranks have a part each of what visits: weights come to their slot from all
+// ranks, gradients leave theirs for the parts at home. It goes on on the ranks' stream.
 template <class G>
-static void rank_transfer(Plan *p, int phase, const Transfer *v, void *slot, void *store, size_t bytes) {
+static void rank_transfer(Plan *p, int phase, const Transfer *v, void *slot, void *store,
+                          size_t bytes) {
     const OffloadStreams *s = (const OffloadStreams *)p->transfer_context;
     const RankComm *c = s->ranks;
     const size_t part = bytes / (size_t)c->ranks;
@@ -4959,8 +4963,8 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
                            s->ranks > 1 ? ranges + net->range_count : ranges, net->norm_count,
                            net->norm_chunks, net->stream);
     if (s->ranks > 1) {
-        rank_statuses(&net->ranks, &state->all, &state->update, gpu_buffer<char>(net, BUF_RANK_STATUS),
-                   &state->loss_sum, net->stream);
+        rank_statuses(&net->ranks, &state->all, &state->update,
+                      gpu_buffer<char>(net, BUF_RANK_STATUS), &state->loss_sum, net->stream);
     }
     gpu_update_decide(&state->update, (float)o->clip, (float)limit, net->stream);
     // The clip factor is the device's, so the host's scale of gradients is 1.
@@ -5020,8 +5024,8 @@ template <class E, class G> static uint64_t gpu_replica(Engine *e) {
             const Buffer *b = &net->plan->buffers[net->plan->single[row.buffer]];
             const size_t whole = (size_t)row.whole * type_bytes(b->type);
             const size_t statuses = (s->placement[row.state] & PLACE_SHARD ? whole : b->bytes) / 8;
-            launch(replica_hash_kernel, statuses < 1 << 18 ? (unsigned)(statuses / 256 + 1) : 1024, 256,
-                   0, net->stream, sum, gpu_buffer<uint64_t>(net, row.buffer), statuses);
+            launch(replica_hash_kernel, statuses < 1 << 18 ? (unsigned)(statuses / 256 + 1) : 1024,
+                   256, 0, net->stream, sum, gpu_buffer<uint64_t>(net, row.buffer), statuses);
         }
     }
     copy_wait(&net->result->replica, sum, sizeof *sum, net->stream);
@@ -5567,8 +5571,9 @@ static StateView gpu_state(const GpuNetwork<E, G> *net, int state, const TensorS
     const Kind kind = state == STATE_MASTER ? KIND_MASTER : state_kinds[state];
     Location location = tensor_store(s, kind, span->tensor, span->layer);
     location.buffer = state == STATE_V ? BUF_V : location.buffer;
-    StateView v = {p->buffers[p->single[location.buffer]].type, gpu_buffer<char>(net, location.buffer),
-                   nullptr, state == STATE_WEIGHTS && s->split_master};
+    StateView v = {p->buffers[p->single[location.buffer]].type,
+                   gpu_buffer<char>(net, location.buffer), nullptr,
+                   state == STATE_WEIGHTS && s->split_master};
     v.data += (location.offset + span->first) * (int64_t)type_bytes(v.type);
     if (v.split) {
         const Location low = tensor_store(s, KIND_MASTER, span->tensor, span->layer);
@@ -5906,8 +5911,8 @@ template <class E, class G> static void gpu_begin(GpuNetwork<E, G> *net) {
     const int behind = net->plan->settings.ranks > 1 ? net->norm_count : 0;
     copy_wait(gpu_buffer<ParamRange>(net, BUF_TENSORS), net->ranges,
               (net->range_count + behind) * sizeof(ParamRange), net->stream);
-    for (int id : {BUF_WEIGHTS, BUF_WEIGHTS_STORE, BUF_MASTER, BUF_M, BUF_V, BUF_STATE, BUF_RANK_STATUS,
-                   BUF_EXCHANGE}) {
+    for (int id : {BUF_WEIGHTS, BUF_WEIGHTS_STORE, BUF_MASTER, BUF_M, BUF_V, BUF_STATE,
+                   BUF_RANK_STATUS, BUF_EXCHANGE}) {
         const int at = net->plan->single[id];
         if (at >= 0 && (net->plan->buffers[at].placement == PLACE_DEVICE || GPT2_POISON)) {
             cuda_check(cudaMemsetAsync(gpu_buffer<char>(net, id), 0, net->plan->buffers[at].bytes,
@@ -5975,8 +5980,8 @@ template <class E, class G> static void gpu_warm_up_step(Engine *e) {
     free(logits);
 }
 
-// The engine's set_algorithms. Of many ranks each runs what it now meets for the first time by itself:
-// see 3 of chapter Many GPUs. No other rank is kept waiting but by the time it takes.
+// The engine's set_algorithms. Of many ranks each runs what it now meets for the first time by
+// itself: see 3 of chapter Many GPUs. No other rank is kept waiting but by the time it takes.
 template <class E, class G> static int gpu_set_algorithms(Engine *e, const char *choices) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
     const bool taken = matmul_choices_import(choices);

@@ -430,7 +430,7 @@ kernels_in() {
         tr '\n' ' '
 }
 
-# finds_injected TOOL: does the tool find its part of the planted errors, watching what $filter says?
+# finds_injected TOOL: does the tool find its part of the injected errors in what $filter selects?
 finds_injected() {
     local log=$work/$1.planted
     sanitize "$1" "$log" "$work/planted"

@@ -674,7 +674,8 @@ TEST(orders) {
     for (long order = emu::EARLY; order <= SEEDS; order++) {
         Setting o(emu::set.order, order);
         expect(transfers(true, true) == right);
-        bool no_arrived = transfers(false, true) != right, no_gone = transfers(true, false) != right;
+        bool no_arrived = transfers(false, true) != right,
+             no_gone = transfers(true, false) != right;
         if (order > 0) {
             seen_arrived += no_arrived;
             seen_gone += no_gone;
@@ -1545,7 +1546,8 @@ TEST(nccl_deaths) {
     expect_ranks_die(rank_hub_dies, 3, "rank 0 is gone", "on rank 2");
     expect_ranks_die(rank_pieces, 3, "rank 2 sends 40 bytes to rank 1, which expects 36",
                      "on rank 2");
-    expect_ranks_die(rank_handshakes, 3, "k_use is called for the first time", "collective is pending");
+    expect_ranks_die(rank_handshakes, 3, "k_use is called for the first time",
+                     "collective is pending");
     run_ranks(rank_fails, 3, 3);
     expect(rank_codes == (std::vector<int>{0, 55, 0}), "a failure: %s", rank_text.c_str());
     run_ranks(rank_silence, 3, 3);

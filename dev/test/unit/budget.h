@@ -157,8 +157,8 @@ TEST(remedies, FLOAT) {
                     type ? (void)axis_apply(&t, BY_TYPE, type, option) : (void)0;
                     settings_offload(&t, offload_tiers[tier]);
                     plan_build(&q, &t);
-                    expect(q.device_bytes > budget.device || q.host_bytes > budget.host, "%s: %zu fits",
-                           base.c_str(), q.device_bytes);
+                    expect(q.device_bytes > budget.device || q.host_bytes > budget.host,
+                           "%s: %zu fits", base.c_str(), q.device_bytes);
                     plan_free(&q);
                 }
             }

@@ -643,8 +643,9 @@ TEST(gpu_offload, EMULATED_ALL) {
             const Text options = text("-b 2 -t 7 -r %d", level);
             const Reals want = offloaded(m, options, accum_steps, 0);
             for (long order : stream_orders) {
-                for (const char *placements : {"weights", "gradients", "moments", "master", "residuals",
-                                          "weights,gradients,moments,master,residuals"}) {
+                for (const char *placements :
+                     {"weights", "gradients", "moments", "master", "residuals",
+                      "weights,gradients,moments,master,residuals"}) {
                     if (!sampled(strlen(placements) > 20 && order < 2)) {
                         continue;
                     }
@@ -709,13 +710,14 @@ TEST(gpu_offload_mixed, EMULATED_ALL) {
 // ms, as digits; is_timed: all of them are, or none. The first algorithm cannot write D beside C,
 // so where that is asked the second is the default. Of the largest matrices' gradients not all
 // elements are compared, but both ends.
-static void expect_tuned(const char *options, int times, int chosen, int out_of_place, bool is_timed) {
+static void expect_tuned(const char *options, int times, int chosen, int out_of_place,
+                         bool is_timed) {
     emu::set.lt_times = times;
     Net n(shape("l1h1c96t8", 257), Text("-b 1 -t 8 ") + options);
     for (int i = 0; i < matmul_library.plans; i++) {
         const MatmulPlan &p = matmul_library.plan[i];
-        expect(algorithm_of(p) == (p.key.out_of_place ? out_of_place : chosen), "%s, times %d, %s: %d", options,
-               times, matmul_key_text(&p.key).s, algorithm_of(p));
+        expect(algorithm_of(p) == (p.key.out_of_place ? out_of_place : chosen),
+               "%s, times %d, %s: %d", options, times, matmul_key_text(&p.key).s, algorithm_of(p));
     }
     const int plans = matmul_library.plans, timed = matmul_library.timed;
     expect(plans > 10 && timed == (is_timed ? plans : 0), "%s, times %d: %d of %d timed", options,

@@ -894,7 +894,8 @@ template <class G> static void check_rank_sum(int ranks, int rank, size_t budget
                    d_staging.p, rank, ranks, n, adds++ % 3 == 1);
         }
     }
-    expect(same_bits(d_store.get(), twice), "%s, rank %d of %d, added", traits<G>.name, rank, ranks);
+    expect(same_bits(d_store.get(), twice), "%s, rank %d of %d, added", traits<G>.name, rank,
+           ranks);
     const Reals all = d_bucket.get();
     std::copy_n(&all[(size_t)rank * PART], PART, got.begin());
     expect(same_bits(got, want), "%s, rank %d of %d", traits<G>.name, rank, ranks);
@@ -916,8 +917,8 @@ static void check_step_statuses() {
             Device<float> loss(Reals{losses[r]});
             Device<UpdateState> mine(std::vector<UpdateState>{{(float)(r + 1), 0, 0, 0, 0}});
             launch(step_status_kernel, 1, 1, 0, 0,
-                   (StepStatus *)(void *)(d_words.p + r * RANK_STATUS_BYTES), mine.p, loss.p, r == 2,
-                   fault && r % 2 ? r + 1 : 0);
+                   (StepStatus *)(void *)(d_words.p + r * RANK_STATUS_BYTES), mine.p, loss.p,
+                   r == 2, fault && r % 2 ? r + 1 : 0);
         }
         launch(step_statuses_kernel, 1, 1, 0, 0, total.p, update.p, d_words.p, (int)RANKS);
         const StepStatus all = total.raw()[0];

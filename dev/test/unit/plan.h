@@ -381,7 +381,8 @@ TEST(transfers, HOST) {
         v.fetch = mistake == 1 ? early : v.fetch;
         v.store_wait = mistake == 2 ? v.last - 1 : mistake == 3 ? tick_update(&s) : v.store_wait;
         v.last = mistake == 4 ? v.last - 1 : v.last;
-        expect(!transfers_fault(&s, transfers).empty(), "%s: %d", settings_text(s).c_str(), mistake);
+        expect(!transfers_fault(&s, transfers).empty(), "%s: %d", settings_text(s).c_str(),
+               mistake);
         found[mistake]++;
     }
     expect(*std::min_element(found, found + 5) > 0);
@@ -475,9 +476,10 @@ TEST(plan_ranks, FLOAT) {
                 settings_offload(&s, 1 << KIND_WEIGHTS);
                 Plan host;
                 plan_build(&host, &s);
-                expect(host.buffers[host.single[BUF_EXCHANGE]].last >=
-                           (s.placement[KIND_WEIGHTS] == PLACE_HOST ? tick_update(&s) : tick_join(&s)),
-                       "%s, %d ranks, -z %d: the exchange's life", shape.c_str(), N, z);
+                expect(
+                    host.buffers[host.single[BUF_EXCHANGE]].last >=
+                        (s.placement[KIND_WEIGHTS] == PLACE_HOST ? tick_update(&s) : tick_join(&s)),
+                    "%s, %d ranks, -z %d: the exchange's life", shape.c_str(), N, z);
                 plan_free(&host);
                 // At most 20 bytes an element of padding, in the buckets, slots and the exchange.
                 size_t padding = 20 * 64 * (size_t)N * (size_t)(s.model.L + 8) + 65536;
