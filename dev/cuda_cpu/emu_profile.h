@@ -149,6 +149,13 @@ EMU_API EMU_UNCOUNTED uint64_t __tsan_atomic64_load(const volatile uint64_t *p, 
 EMU_API EMU_UNCOUNTED uint64_t __tsan_atomic64_fetch_add(volatile uint64_t *p, uint64_t n, int) {
     return __atomic_fetch_add(p, n, __ATOMIC_SEQ_CST);
 }
+EMU_API EMU_UNCOUNTED uint32_t __tsan_atomic32_load(const volatile uint32_t *p, int) { return *p; }
+EMU_API EMU_UNCOUNTED uint32_t __tsan_atomic32_fetch_add(volatile uint32_t *p, uint32_t n, int) {
+    return __atomic_fetch_add(p, n, __ATOMIC_SEQ_CST);
+}
+EMU_API EMU_UNCOUNTED uint32_t __tsan_atomic32_fetch_sub(volatile uint32_t *p, uint32_t n, int) {
+    return __atomic_fetch_sub(p, n, __ATOMIC_SEQ_CST);
+}
 EMU_API EMU_UNCOUNTED bool __tsan_atomic64_compare_exchange_strong(volatile uint64_t *p,
                                                                    uint64_t *was, uint64_t value,
                                                                    int, int) {
