@@ -1434,21 +1434,6 @@ static void rank_phase(const char *doing, int work) {
     progress();
 }
 
-// What ranks wait for each other in, and its names.
-enum { RANK_HANDSHAKE, RANK_CONNECTION, RANK_EXCHANGE, RANK_GATHER, RANK_BROADCAST };
-static const char *const rank_calls[] = {"the first meeting", "NCCL's start", "Send/Recv",
-                                         "AllGather", "Broadcast"};
-
-// The note of the next collective. Host calls that wait for other ranks put it into the row
-// themselves.
-static CollectiveState collective_next(int call) {
-    const uint64_t done = heartbeat->calls++;
-    const CollectiveState note = {done + 1, done, call};
-    return note;
-}
-static void rank_wait_begin(int call) { heartbeat->note = collective_next(call); }
-static void rank_wait_end(void) { heartbeat->note.done = heartbeat->note.begun; }
-
 // Has the run been asked to stop? Training, validation, sampling and evaluation ask before each
 // batch or token; loading and saving end first.
 static int run_stopping(void) { return this_rank.ranks > 1 ? this_rank.stop : stop_signal != 0; }

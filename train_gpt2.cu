@@ -3545,6 +3545,21 @@ static void offload_close(OffloadStreams *s) {
 //    they stand (Heartbeat), and whoever watches ends a run in which nothing has moved for
 //    --timeout: the parent sees all ranks, a launcher's rank has a thread that sees it alone.
 
+// What ranks wait for each other in, and its names.
+enum { RANK_HANDSHAKE, RANK_CONNECTION, RANK_EXCHANGE, RANK_GATHER, RANK_BROADCAST };
+static const char *const rank_calls[] = {"the first meeting", "NCCL's start", "Send/Recv",
+                                         "AllGather", "Broadcast"};
+
+// The note of the next collective. Host calls that wait for other ranks put it into the row
+// themselves.
+static CollectiveState collective_next(int call) {
+    const uint64_t done = heartbeat->calls++;
+    const CollectiveState note = {done + 1, done, call};
+    return note;
+}
+static void rank_wait_begin(int call) { heartbeat->note = collective_next(call); }
+static void rank_wait_end(void) { heartbeat->note.done = heartbeat->note.begun; }
+
 enum { RANK_PAGES = 1 << 16 };
 static char *rank_pages;                                     // of all ranks that can be seen
 
