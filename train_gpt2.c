@@ -2778,19 +2778,19 @@ static void transfers_forget_weights(Plan *p) {
 
 // -------------------------------------------------------------------------------------------------
 // 8. Step time
-// The cards that are known and the cost model: the seconds of a step at given rates, from what its
-// stages compute and move.
-// 1. Counts are those of the kernels, not ideal ones: what is read twice counts twice.
+// The table of known cards and the cost model, which estimates the seconds of a step at given rates
+// from what its stages compute and transfer.
+// 1. The counts are those of the kernels, not ideal ones: data read twice is counted twice.
 // 2. If the rates are unknown, those of a typical card are used to compare settings, and no
 //    forecast is printed.
 
-// Memory of common cards in GiB as the driver reports it: the smallest total seen quoted in CUDA
+// Memory of common cards in GiB as reported by the driver: the smallest total quoted in CUDA
 // out-of-memory messages (public issue trackers and logs, read 2026-11; "GPU 0 has a total capacity
-// of 31.34 GiB" is a 5090). A driver keeps some of what is on the label.
+// of 31.34 GiB" is a 5090). The driver reserves some of the nominal capacity.
 typedef struct {
     const char *name;
     double gib;
-    int has_bf16;  // compute capability 8.0 or newer; the others have fp16 and fp32
+    int has_bf16;  // compute capability 8.0 or newer; older cards have fp16 and fp32
 } GpuEntry;
 static const GpuEntry gpu_table[] = {
     {"t4", 14.56, 0},    {"3060", 11.75, 1}, {"4060", 7.75, 1},    {"4060ti", 15.6, 1},
@@ -2801,7 +2801,8 @@ static const GpuEntry gpu_table[] = {
     {"b200", 178.35, 1},
 };
 
-// The entry of --gpu, or NULL when the option is not given. Ends the run at an unknown name.
+// The entry of the card that --gpu names, or NULL without that option. Ends the run at an unknown
+// name.
 static const GpuEntry *gpu_find(const Options *o) {
     char names[256] = "";
     for (size_t i = 0; i < sizeof gpu_table / sizeof gpu_table[0]; i++) {
@@ -2816,14 +2817,15 @@ static const GpuEntry *gpu_find(const Options *o) {
     return NULL;
 }
 
-// What a card does in a second: FLOPs of products of many channels, and the channels at which they
-// reach half of that; FLOPs of attention, forward and backward, under the causal mask; bytes of the
-// other kernels; bytes between host and device, and to other GPUs of its machine, each way.
-// Predicted from the kernels' instructions and from published throughputs of such cards: nobody has
-// measured them with this program. The last column is PCIe's, or what the four blocks that a run
-// allows NCCL (NCCL_CHANNELS) bring through NVLink: two fill a link (NVIDIA/nccl#1703), of whose
-// 25 GB/s 20 are data (NVIDIA/nccl#1054). With blocks for all 12 or 18 links NCCL would take six or
-// nine times the memory, and as many SMs from the products that hide the exchange.
+// Throughput of a card, per second: FLOPs of matmuls in the limit of many channels, and the number
+// of channels at which matmuls reach half of it; FLOPs of attention, forward and backward, under
+// the causal mask; bytes of all other kernels; bytes between host and device, and to other GPUs of
+// the same machine, in each direction. Predicted from the kernels' instructions and from published
+// throughputs of such cards, not measured with this program. The last column is either PCIe's rate
+// or the NVLink rate of the four CUDA thread blocks that a run allows NCCL (NCCL_CHANNELS): two of
+// them saturate a link (NVIDIA/nccl#1703), and 20 of a link's 25 GB/s are payload
+// (NVIDIA/nccl#1054). Thread blocks for all 12 or 18 links would multiply NCCL's memory by six or
+// nine, and likewise the SMs taken from the matmuls that hide the exchange.
 typedef struct {
     double matmuls, half, attention, attention_back, memory, link, peers;
 } Rates;
@@ -2838,13 +2840,15 @@ static const struct {
     {"h100", {704e12, 262, 195e12, 148e12, 2.4e12, 50e9, 40e9}},
     {"h200", {704e12, 262, 205e12, 155e12, 3.2e12, 50e9, 40e9}},
 };
-// Where no such card is named settings are compared at these: a 4090's, and those of two cores.
+// Rates used to compare settings if the card is not named or not in the table: those of a 4090 and
+// of two CPU cores.
 static const Rates usual_gpu = {160e12, 45, 115e12, 85e12, 0.84e12, 25e9, 25e9};
 static const Rates usual_cpu = {2e11, 30, 8e10, 8e10, 6e9, 6e9, 6e9};
 
-// What a stage does for a token, counted from its layers: FLOPs of products, x C^2, and of causal
-// attention, x T C; numbers that its other passes read and write, x C. Where a backward product has
-// a bias, its gradient is one more pass. The head's own are in speed_predict().
+// Work of a stage per token, counted from its layers: FLOPs of matmuls, in units of C^2; FLOPs of
+// causal attention, in units of T C; elements that its other passes read and write, in units of C.
+// The gradient of a matmul's bias is counted as one more pass over dout, except fc's, which GELU's
+// backward pass computes. The work of the head's own matmul is in speed_predict().
 typedef struct {
     double matmuls, attention, numbers;
 } StageWork;
@@ -2857,7 +2861,7 @@ static const StageWork stage_work[STAGES] = {
     {0, 0, 3}, {0, 0, 2}, {0, 0, 0}, {0, 0, 4}, {0, 0, 4}, {0, 0, 0}, {0, 0, 0},
 };
 
-// FLOPs that are recomputed, over FLOPs of a step without recomputation.
+// FLOPs of recomputation, as a fraction of the FLOPs of a step without recomputation.
 static double recompute_cost(const Settings *s) {
     const Model *m = &s->model;
     const double C = m->C, step = m->L * (72 * C * C + 7 * s->T * C) + 6.0 * C * m->Vp;
@@ -2871,9 +2875,9 @@ static double recompute_cost(const Settings *s) {
     return sum / step;
 }
 
-// Where the time of a step goes, in seconds: of a token in each stage, of what a micro-step and a
-// chunk of logits cost whatever their tokens, of a byte that the update reads or writes on the
-// device, of a byte between host and device, of a byte to another GPU.
+// Cost model of a step, in seconds: per token in each stage; per block and micro-step, and per
+// chunk of logits, independent of their tokens; per step; per byte that the update reads or writes
+// on the device; per byte between host and device; per byte sent to another GPU.
 typedef struct {
     double token[STAGES];
     double block, chunk, step;
@@ -2881,9 +2885,9 @@ typedef struct {
     int gpu;
 } Speed;
 
-// The speed at a card's rates. Launches take 1.2 us each, 30 a block and 4 a chunk, which is what a
-// queue of short kernels costs on H100s; a block's weights pass by four times a micro-step, its
-// gradients read and written among them, a chunk's three times.
+// The cost model at a card's rates. Each kernel launch costs 1.2 us, as in a queue of short kernels
+// on H100s; there are 30 launches per block and 4 per chunk. A block's weights cross memory four
+// times per micro-step, including the read and the write of their gradients; a chunk's three times.
 static Speed speed_predict(const Rates *r, const Settings *s) {
     const Model *m = &s->model;
     const double C = m->C, bytes = (double)type_bytes(s->dtype), launch = s->gpu ? 1.2e-6 : 5e-6;
@@ -2907,7 +2911,7 @@ static Speed speed_predict(const Rates *r, const Settings *s) {
     return v;
 }
 
-// The rates of the card that --gpu names; NULL: there are none.
+// The rates of the card that --gpu names, or NULL if it is not named or has no rates.
 static const Rates *rates_named(const Options *o) {
     const GpuEntry *card = gpu_find(o);
     for (size_t i = 0; card && i < sizeof rates_table / sizeof rates_table[0]; i++) {
@@ -2918,13 +2922,13 @@ static const Rates *rates_named(const Options *o) {
     return NULL;
 }
 
-// The speed at which settings are compared where no card is named.
+// The cost model used to compare settings if the card's rates are unknown.
 static Speed speed_usual(const Settings *s) {
     return speed_predict(s->gpu ? &usual_gpu : &usual_cpu, s);
 }
 
-// Bytes that an update reads and writes on the device: gradients twice, for the norm and for AdamW;
-// weights, moments and master once each way.
+// Bytes that an update reads and writes on the device. Gradients are read twice, for the norm and
+// for AdamW; weights, moments and master bits are read once and written once.
 static double update_bytes(const Settings *s) {
     static const int states[] = {BUF_WEIGHTS, BUF_GRADS, BUF_GRADS_1D, BUF_M, BUF_V, BUF_MASTER};
     BufferEntry rows[SINGLES];
@@ -2938,13 +2942,13 @@ static double update_bytes(const Settings *s) {
     return bytes;
 }
 
-// Bytes that a rank moves in a step of `micros` micro-steps: between host and device, and to the
-// other ranks, of what it gathers and reduces.
+// Bytes that one rank transfers in a step of `micros` micro-steps: host to device, device to host,
+// and to other ranks in all-gathers and in reductions.
 typedef struct {
     double up, down, gathered, reduced;
 } Traffic;
 
-// Counts them from the visits and the plan's buffers; nothing of it is timed.
+// Computes the traffic from the list of transfers and the plan's buffers; nothing is measured.
 static Traffic step_traffic(const Settings *s, int micros) {
     const double others = 1 - 1.0 / s->ranks;
     const int divided = s->placement[KIND_MOMENTS] & PLACE_SHARD;
@@ -2967,8 +2971,9 @@ static Traffic step_traffic(const Settings *s, int micros) {
         t.reduced += v->out & PLACE_SHARD ? micros * others * bytes : 0;
     }
     free(transfers);
-    // The update works in place; the norm reads gradients once more. Of whole weights that ranks
-    // update in parts, the own part goes up once more to be gathered, and then all come down.
+    // The update works in place on states in host memory; the norm reads gradients once more.
+    // Weights stored whole in host memory but updated in shards: each rank uploads its own shard
+    // once more for the all-gather and then copies all weights back to host memory.
     static const int in_place[][3] = {{BUF_WEIGHTS_STORE, 1, 1}, {BUF_GRADS_STORE, 2, 0},
                                       {BUF_M, 1, 1}, {BUF_V, 1, 1}, {BUF_MASTER, 1, 1}};
     const int gathers = divided && s->placement[KIND_WEIGHTS] == PLACE_HOST;
@@ -2979,8 +2984,8 @@ static Traffic step_traffic(const Settings *s, int micros) {
         t.up += s->placement[row->kind] & PLACE_HOST ? (in_place[i][1] * bytes + whole) / parts : 0;
         t.down += s->placement[row->kind] & PLACE_HOST ? in_place[i][2] * bytes / parts + whole : 0;
     }
-    // Whole gradients are reduced once; then the parts are gathered of what AdamW has divided, or
-    // else of the sums.
+    // Gradients that are not sharded are reduced once per step. An all-gather follows: of the new
+    // weights if the optimizer states are sharded, otherwise of the reduced gradients.
     const double vectors = 4 * (double)rows[BUF_GRADS_1D].count, w = (double)type_bytes(s->dtype);
     const double grads = (double)type_bytes(s->grad_dtype) * (double)rows[BUF_GRADS].count;
     const int64_t placement =
@@ -2991,7 +2996,7 @@ static Traffic step_traffic(const Settings *s, int micros) {
     return t;
 }
 
-// Seconds of what a micro-step computes, with or without its blocks.
+// Seconds of computation in a micro-step, with or without the transformer's blocks.
 static double forecast_micro(const Speed *v, const Settings *s, int blocks) {
     const int L = blocks ? s->model.L : 0;
     const double N = (double)s->B * s->T, chunks = ceil(N / s->logit_rows);
@@ -3006,22 +3011,23 @@ static double forecast_micro(const Speed *v, const Settings *s, int blocks) {
     return N * token + L * v->block + chunks * v->chunk;
 }
 
-// Seconds of a step of `micros` micro-steps on each rank. What visits a device travels beside the
-// computation, both ways at once, and so do gradients and their sums between GPUs, those that stay
-// on the device in the last micro-step alone. What the update works on in host memory does not, nor
-// do new weights, which ZeRO gathers behind the update. The exchange is counted as if it could
-// begin with the micro-step, and as if it shared the link to the host, which it does on PCIe.
+// Seconds of a step of `micros` micro-steps on each rank. Transfers of streamed buffers overlap
+// with computation, in both directions at once. The exchange of gradients between GPUs overlaps
+// too; gradients that stay on the device are exchanged only in the last micro-step. Two transfers
+// do not overlap: those of states in host memory that the update works on, and the all-gather of
+// new weights after the update (ZeRO). The model assumes that the exchange can begin with the
+// micro-step and that it shares the link to the host, as it does on PCIe.
 static double forecast_step(const Speed *v, const Settings *s, int64_t micros) {
     double micro = forecast_micro(v, s, 1), last = micro, update = update_bytes(s) * v->byte;
     if (settings_offloads(s) || s->ranks > 1) {
         const Traffic one = step_traffic(s, 1), two = step_traffic(s, 2);
-        const double up = two.up - one.up, down = two.down - one.down;  // of a micro-step
+        const double up = two.up - one.up, down = two.down - one.down;  // per micro-step
         const double reduced = two.reduced - one.reduced, gathered = two.gathered - one.gathered;
         const double transfers =
             fmax(up, down) * v->link_byte + (reduced + gathered) * v->peer_byte;
         const double sums = (one.reduced - reduced) * v->peer_byte;
         const double results = (one.gathered - gathered) * v->peer_byte;
-        const int divided = s->placement[KIND_MOMENTS] & PLACE_SHARD;  // so weights are gathered
+        const int divided = s->placement[KIND_MOMENTS] & PLACE_SHARD;  // then weights are gathered
         last = fmax(micro, transfers + sums + (divided ? 0 : results));
         micro = fmax(micro, transfers);
         update += fmax(fmax(one.up - up, one.down - down), 0) * v->link_byte;
@@ -3030,35 +3036,35 @@ static double forecast_step(const Speed *v, const Settings *s, int64_t micros) {
     return (double)(micros - 1) * micro + last + update + v->step;
 }
 
-// The forecast as people quote it: the tokens of all ranks.
+// Predicted throughput in the usual unit: tokens per second of all ranks together.
 static double forecast_tokens_per_s(const Speed *v, const Settings *s, int64_t micros) {
     return (double)micros * s->ranks * s->B * s->T / forecast_step(v, s, micros);
 }
 
 // -------------------------------------------------------------------------------------------------
 // 9. Settings
-// From options to settings, on the card that is named or at hand. From settings to the time of a
-// step, to what fits and to the printed plan the appendix data/fit.c goes on (chapter Start-up and
-// main includes it).
+// From options to settings, for the named card or the one present, including the levels of
+// recomputation and the offload that the program chooses itself.
 
-// Library memory (CUDA context, cuBLASLt) of a GPU run. Nobody has measured it yet, and the plan
-// says so.
+// Library memory (CUDA context, cuBLASLt) of a GPU run. Not measured yet; the plan says so.
 static const size_t library_reserve_bytes = (size_t)1 << 30;
 
-// What NCCL takes for the exchange between ranks: of eight H100 each pair and channel got 12 MiB of
-// buffers (NVIDIA/nccl#1685). Peers on other machines share one pool (NVIDIA/nccl#1450), counted
-// here as one peer more, with the ring of the gathers. A run allows NCCL so many channels; a
-// machine is taken to have eight GPUs.
+// Estimate of NCCL's memory for the exchange between ranks: on eight H100s each pair of GPUs got 12
+// MiB of buffers per channel (NVIDIA/nccl#1685). Peers on other machines share one pool
+// (NVIDIA/nccl#1450), which is counted here as one additional peer, together with the ring of the
+// all-gathers. A run limits NCCL to NCCL_CHANNELS channels; a machine is assumed to have eight
+// GPUs.
 enum { NCCL_CHANNELS = 4, NCCL_PEERS = 7 };
 static int nccl_peers(const Settings *s) { return min_int(s->ranks - 1, NCCL_PEERS); }
 static size_t nccl_estimate_bytes(const Settings *s) {
     return s->ranks > 1 ? (size_t)(nccl_peers(s) + 1) * NCCL_CHANNELS * ((size_t)12 << 20) : 0;
 }
 
-// Rows of a classifier chunk, in multiples of 128. All logits of a batch at once would be the
+// Default rows of a classifier chunk, in multiples of 128. The logits of a whole batch would be the
 // largest buffer of most plans. The CPU gets 64 MiB, 256 rows of GPT-2's vocabulary: each chunk
-// packs the whole of wte again, which 256 rows pay for. On a GPU few rows make slow products, and
-// each chunk rounds wte's bf16 gradient once more: up to 65,536 tokens that is eight times.
+// packs all of wte again, and 256 rows are enough to amortize that. On a GPU, matmuls of few rows
+// are slow, and each chunk rounds wte's bf16 gradient once more: at most eight times for batches of
+// up to 65,536 tokens.
 static int64_t default_logit_rows(const Model *m, size_t element_bytes, int64_t N, int gpu) {
     if (gpu) {
         return min_i64(min_i64(max_i64((N + 1023) / 1024 * 128, 2560), 8192), N);
@@ -3067,20 +3073,21 @@ static int64_t default_logit_rows(const Model *m, size_t element_bytes, int64_t 
     return min_i64(max_i64(rows / 128 * 128, 128), N);
 }
 
-// Bytes in which cuBLASLt may keep parts of a product before it adds them up. The gradients of
-// weights need them: few tiles, so a GPU is filled by parts of the sum over tokens. Sixteen parts
-// of a block's largest matrix in fp32, within the 32 MiB that cuBLAS's manual recommends on Hopper
-// and 128 MiB, so that a small model's plan is not all workspace.
+// Workspace in bytes for cuBLASLt's split-k partial sums. The gradients of weights need it: they
+// have few output tiles, so the sum over tokens is split to fill the GPU. The size is sixteen parts
+// of a block's largest matrix in fp32. The lower bound is the 32 MiB that cuBLAS's manual
+// recommends on Hopper; the upper bound, 128 MiB, keeps a small model's plan from being mostly
+// workspace.
 static int64_t default_workspace(const Model *m) {
     const int64_t parts = (int64_t)16 * 4 * m->C * m->C * (int64_t)sizeof(float);
     return min_i64(max_i64(parts, 32 << 20), 128 << 20);
 }
 
-// The stage of ZeRO from which on each state is sharded, 0: never.
+// The lowest ZeRO stage that shards each state; 0: never sharded.
 static const int shard_stage[KINDS] = {3, 2, 1, 1, 0};
 
-// Ranks and homes, from --gpus, which is by now what a launcher started, --zero and --offload. Ends
-// the run where these do not go together.
+// Sets the number of ranks and the placement of each state from --gpus (by now the number of ranks
+// that a launcher started), --zero and --offload. Ends the run if these are incompatible.
 static void settings_placements(Settings *s, const Options *o) {
     if (o->zero && o->gpus == 1) {
         die("--zero (-z) %" PRId64 " divides states among GPUs: --gpus N or mpirun asks for some",
@@ -3090,7 +3097,7 @@ static void settings_placements(Settings *s, const Options *o) {
     s->rank = this_rank.rank;
     for (int state = 0; state < KINDS; state++) {
         const int stage = shard_stage[state], sharded = s->ranks > 1 && stage && o->zero >= stage;
-        const int hosted = o->offload >> state & 1;  // `auto` is a bit of its own
+        const int hosted = o->offload >> state & 1;  // `auto` has a separate bit
         s->placement[state] = (uint8_t)((hosted ? PLACE_HOST : 0) | (sharded ? PLACE_SHARD : 0));
     }
     if (s->ranks > 1 && s->placement[KIND_GRADIENTS] & PLACE_HOST) {
@@ -3101,16 +3108,16 @@ static void settings_placements(Settings *s, const Options *o) {
 
 static const char *bf16_missing(void);  // chapter Matmul and fast maths
 
-// The type of a GPU run: what is asked for, else bf16 where the card that is planned for has it. Of
-// the GPU at hand run_choose_dtype() has asked.
+// The number type of a GPU run: the one requested, otherwise bf16, or fp16 if the planned card has
+// no bf16. For the GPU present, run_choose_dtype() has already chosen.
 static int64_t gpu_dtype(const Options *o) {
     const GpuEntry *card = gpu_find(o);
     const int usual = card && !card->has_bf16 ? DTYPE_FP16 : DTYPE_BF16;
     return o->dtype ? o->dtype : usual;
 }
 
-// Number types and master bits of the states. Ends the run at what the card, the program or
-// another setting rules out.
+// Number types and master bits of the states. Ends the run at a combination that the card, the
+// program or another setting rules out.
 static void settings_types(Settings *s, const Options *o) {
     const GpuEntry *card = gpu_find(o);
     const int64_t dtype = s->gpu || o->dtype ? gpu_dtype(o) : (int64_t)DTYPE_FP32;
@@ -3136,7 +3143,7 @@ static void settings_types(Settings *s, const Options *o) {
         die("--%s bf16 needs --dtype bf16, found %s",
             o->grad_dtype == GRADS_BF16 ? "grad-dtype" : "moments", choice_text(dtypes, dtype).s);
     }
-    if (s->dtype == TYPE_FP16 && o->master == MASTER_NONE && !o->eval) {  // which has no master
+    if (s->dtype == TYPE_FP16 && o->master == MASTER_NONE && !o->eval) {  // --eval has no master
         die("--master (-w) none: with --dtype fp16 the fp32 weights cannot be left out");
     }
     if (s->placement[KIND_MASTER] & PLACE_HOST && !settings_has_master(s)) {
@@ -3145,8 +3152,8 @@ static void settings_types(Settings *s, const Options *o) {
     }
 }
 
-// Settings of a run, from its options; the model, with its vocabulary, is already known. Ends the
-// run at what this program cannot do.
+// Settings of a run from its options; the model, including its vocabulary, is already known. Ends
+// the run at settings that this program does not support.
 static void settings_from_options(Settings *s, const Options *o, const Model *m, int gpu) {
     memset(s, 0, sizeof *s);
     s->model = *m;
@@ -3158,7 +3165,7 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
         die("--seq-len (-t): %d is more than the model's %d positions", s->T, m->maxT);
     }
     const int64_t N = (int64_t)s->B * s->T;
-    if (N > 1 << 26) {  // B x T is an int everywhere
+    if (N > 1 << 26) {  // B x T is stored as an int everywhere
         die("--batch (-b) %d x --seq-len (-t) %d: a micro-batch holds at most 67,108,864 tokens",
             s->B, s->T);
     }
@@ -3171,7 +3178,7 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
     }
     s->logit_rows =
         (int)(o->logit_rows ? o->logit_rows : default_logit_rows(m, type_bytes(s->dtype), N, gpu));
-    // The CPU's products have a workspace too, but its size is a matter of their code.
+    // The CPU's matmuls use a workspace too, but its size is fixed by their implementation.
     if (o->workspace && !gpu) {
         die("--workspace is for a GPU's products; with --plan --gpu NAME this program plans them");
     }
@@ -3180,22 +3187,24 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
     s->quiet = o->quiet || o->json;
 }
 
-// From a training run's settings to those of one that learns nothing: the plan keeps weights and
-// what one pass forward needs of the rest. No block's input waits for a backward pass.
+// Turns a training run's settings into those of a forward-only run. The plan keeps the weights and
+// what one forward pass needs; no block's input is kept for a backward pass.
 static void settings_forward(Settings *s) {
     s->forward = 1;
     s->split_master = 0;
     s->placement[KIND_RESIDUALS] = 0;
 }
 
-// Levels and homes. What changes no bit may be chosen by the program: the levels of recomputation,
-// block by block, and what lives on the host.
-// 1. Levels come before homes: recomputing takes nothing but time, and less of it than PCIe may.
-// 2. No more is chosen than it takes: with room for everything, nothing.
+// Levels and placement. The program may choose anything that does not change results: the recompute
+// level of each block, and which states are offloaded to the host.
+// 1. Levels are chosen before placement: recomputation costs only time, and often less of it than
+//    PCIe transfers.
+// 2. The program chooses no more than necessary: if everything fits, nothing is recomputed or
+//    offloaded.
 
-// States that --offload auto and the remedies send to the host, the cheapest first: each rung adds
-// to the one before. Moments and master cross once a step, residuals once a micro-step each way,
-// weights and gradients more often.
+// What `--offload auto` and the suggested changes move to the host, cheapest first; each tier
+// includes the previous ones. Moments and master bits are transferred once per step, residuals once
+// per micro-step in each direction, weights and gradients more often.
 enum {
     HOST_MOMENTS = 1 << KIND_MOMENTS | 1 << KIND_MASTER,
     HOST_RESIDUALS = HOST_MOMENTS | 1 << KIND_RESIDUALS,
@@ -3205,8 +3214,8 @@ enum {
 static const int offload_tiers[] = {0, HOST_MOMENTS, HOST_RESIDUALS, HOST_GRADIENTS, HOST_ALL};
 enum { OFFLOAD_TIERS = sizeof offload_tiers / sizeof offload_tiers[0] };
 
-// Adds host homes to the settings: those of `states` that exist here. Returns what has one now, as
-// --offload has it.
+// Places those of `states` that exist here in host memory, in addition to those already there.
+// Returns all states now in host memory, in the format of --offload.
 static int64_t settings_offload(Settings *s, int states) {
     int64_t all = 0;
     for (int state = 0; state < KINDS; state++) {
@@ -3220,7 +3229,7 @@ static int64_t settings_offload(Settings *s, int states) {
     return all;
 }
 
-// The states at home on the host as --offload takes them.
+// The states placed in host memory, in the syntax of --offload.
 static const char *offload_text(char text[64], const Settings *s) {
     int n = 0;
     snprintf(text, 64, "none");
@@ -3233,9 +3242,10 @@ static const char *offload_text(char text[64], const Settings *s) {
     return text;
 }
 
-// The levels worth mixing, from `none` to `block`: each next one frees memory at the lowest price
-// in time, so what lies between two of them is no cheaper than a mixture of both (the lower convex
-// hull of seconds over numbers kept). Returns how many.
+// The recompute levels worth mixing, from `none` to `block`: the lower convex hull of seconds over
+// elements kept. Each next level frees memory at the lowest cost in time per element; a level
+// between two levels of the hull is no cheaper than a mixture of both. Returns the number of
+// levels.
 static int level_hull(int hull[RECOMPUTE_LEVELS], const Speed *v) {
     double seconds[RECOMPUTE_LEVELS] = {0}, kept[RECOMPUTE_LEVELS] = {0};
     int n = 1;
@@ -3263,7 +3273,8 @@ static int level_hull(int hull[RECOMPUTE_LEVELS], const Speed *v) {
     return n;
 }
 
-// Mixture `k` of k = 0 .. (n - 1) L, ever smaller: the first k % L blocks at the hull's next level.
+// Applies mixture `k` of 0 .. (n - 1) L, in order of decreasing memory: the first k % L blocks use
+// the hull's next level.
 static void settings_mix(Settings *s, const int *hull, int k) {
     const int L = s->model.L;
     for (int l = 0; l < L; l++) {
@@ -3271,14 +3282,14 @@ static void settings_mix(Settings *s, const int *hull, int k) {
     }
 }
 
-// Sets the levels to the cheapest mixture whose plan takes at most `bytes`, and then lets the last
-// blocks recompute nothing as long as it still fits: what they keep is used before most of
-// backward's working set exists. Returns the plan's bytes; above `bytes` nothing fits, and the
-// levels are those of the smallest plan.
+// Sets the levels to the cheapest mixture whose plan takes at most `bytes`. Then it turns
+// recomputation off for the last blocks, as long as the plan still fits: backward uses their
+// activations before most of its working set exists. Returns the plan's bytes; if they exceed
+// `bytes`, no mixture fits and the levels are those of the smallest plan.
 static size_t settings_fit_levels(Settings *s, const Speed *v, size_t bytes) {
     int hull[RECOMPUTE_LEVELS], low = -1, high = (level_hull(hull, v) - 1) * s->model.L;
     const int last = high;
-    while (high - low > 1) {  // halving by the bytes alive, which a layout hardly exceeds
+    while (high - low > 1) {  // bisection by live bytes; the layout hardly exceeds them
         const int middle = (low + high) / 2;
         settings_mix(s, hull, middle);
         *(plan_live(s) <= bytes ? &high : &low) = middle;
@@ -3304,18 +3315,18 @@ static size_t settings_fit_levels(Settings *s, const Speed *v, size_t bytes) {
     return best;
 }
 
-// What a run may take: bytes of its device, 0: unknown, and of the host's memory. Beside it what
-// libraries take of the device, where it is, and its speed where `from` says how that is known; and
-// what a step may take of the data.
+// Resources available to a run: bytes of device memory (0: unknown) and of host memory; device
+// memory that libraries take; the device's name in messages and its speed, with `from` saying how
+// the speed is known (NULL: unknown); and the sequences available in the data.
 typedef struct {
     size_t device, host, library;
-    int64_t windows;  // sequences that the data gives, 0: unknown
+    int64_t windows;  // sequences in the data, 0: unknown
     const char *where, *from;
     Speed speed;
 } MemoryBudget;
 
-// Bytes of every group at the tick where most bytes are alive, so that they add up to the peak; the
-// rest of the allocation is what first fit could not share. Host buffers are counted apart.
+// Bytes per group at peak usage, so that they sum to the peak; the rest of the allocation is
+// first-fit fragmentation. Host buffers are counted separately.
 static void plan_groups(const Plan *p, size_t device[GROUPS], size_t host[GROUPS]) {
     memset(device, 0, GROUPS * sizeof(size_t));
     memset(host, 0, GROUPS * sizeof(size_t));
@@ -3327,13 +3338,14 @@ static void plan_groups(const Plan *p, size_t device[GROUPS], size_t host[GROUPS
     }
 }
 
-// Micro-steps of a step, those that hold -d's tokens (0: no whole number of them does) or one.
+// Micro-steps per step: as many as -d's tokens take, 0 if they are not a whole number of
+// micro-steps, and 1 without -d.
 static int64_t step_micros(const Options *o, const Settings *s) {
     const int64_t tokens = (int64_t)s->ranks * s->B * s->T;
     return !o->tokens_per_step ? 1 : o->tokens_per_step % tokens ? 0 : o->tokens_per_step / tokens;
 }
 
-// step_micros of a run, which ends where no whole number of micro-steps holds -d's tokens.
+// step_micros() for a run: ends the run if -d's tokens are not a whole number of micro-steps.
 static int64_t step_whole_micros(const Options *o, const Settings *s) {
     const int64_t micros = step_micros(o, s);
     char gpus[32] = "", times[32] = "";
@@ -3349,12 +3361,12 @@ static int64_t step_whole_micros(const Options *o, const Settings *s) {
     return micros;
 }
 
-// Decides what -r auto and --offload auto leave to the program, neither of which changes a bit: the
-// cheapest levels that fit, and host memory only where no levels do, for as few states as it takes.
-// Where nothing fits the settings are those that lack least; where the room is unknown nothing is
+// Resolves `-r auto` and `--offload auto`, neither of which changes results: the cheapest levels
+// that fit, and offload only if no levels fit, of as few states as necessary. If nothing fits, the
+// settings are those that exceed the memory least. If the available memory is unknown, nothing is
 // recomputed or offloaded.
 static void settings_auto(Settings *s, const Options *o, const MemoryBudget *budget) {
-    const int trains = !s->forward;  // without it there is nothing to recompute or to offload
+    const int trains = !s->forward;  // a forward-only run has nothing to recompute or offload
     const int levels = trains && strcmp(o->recompute, "auto") == 0;
     const int offloads = trains && s->gpu && o->offload == OFFLOAD_AUTO;
     const Speed v = speed_usual(s);
@@ -3380,8 +3392,8 @@ static void settings_auto(Settings *s, const Options *o, const MemoryBudget *bud
     *s = best;
 }
 
-// The levels as -r takes them: runs of blocks, such as "block:20,qkv:8", without those at the end
-// that recompute nothing. A run is "block:1," at the longest for its blocks.
+// The levels in the syntax of -r: runs of blocks, such as "block:20,qkv:8", without the last blocks
+// if these recompute nothing. "block:1," is the longest text that one block can take.
 typedef struct {
     char s[8 * MAX_LAYERS + 1];
 } LevelsText;
@@ -3408,15 +3420,15 @@ static LevelsText recompute_text(const Settings *s) {
 
 static size_t size_less(size_t bytes, size_t taken) { return bytes > taken ? bytes - taken : 0; }
 
-// The --gpu and --gpu-mem options as bytes, the smaller of both; 0: neither was given.
+// The smaller of --gpu's memory and --gpu-mem, in bytes; 0 if neither is given.
 static size_t gpu_memory_from_options(const Options *o) {
     const GpuEntry *row = gpu_find(o);
     size_t card = row ? (size_t)(row->gib * 0x1p30) : 0, cap = (size_t)o->gpu_mem;
     return card && cap ? (card < cap ? card : cap) : card + cap;
 }
 
-// The room on a card that is only named; nothing is known of its host's memory. Rates are those of
-// products of 16-bit numbers.
+// The memory budget of a card that is only named; its host's memory is unknown. The rates are those
+// of 16-bit matmuls.
 static MemoryBudget budget_named(const Options *o, const Settings *s) {
     const Rates *rates = s->dtype == TYPE_FP32 ? NULL : rates_named(o);
     const size_t bytes = gpu_memory_from_options(o);
@@ -3427,12 +3439,12 @@ static MemoryBudget budget_named(const Options *o, const Settings *s) {
     budget.device = size_less(bytes, reserved);
     budget.host = SIZE_MAX;
     budget.where = o->gpu[0] ? o->gpu : "--gpu-mem";
-    if (bytes && !budget.device) {  // as when 16 is typed for 16GiB
+    if (bytes && !budget.device) {  // for example 16 instead of 16GiB
         die("%s: nothing is left beside %s, which are reserved for libraries, of %s", budget.where,
             bytes_text((double)reserved).s, bytes_text((double)bytes).s);
     }
     budget.speed = rates ? speed_predict(rates, s) : speed_usual(s);
-    // Between machines, of eight GPUs at most, the exchange is slower than these rates have it.
+    // Beyond one machine of eight GPUs the exchange is slower than these rates predict.
     budget.from = !rates                      ? NULL
                 : s->ranks > NCCL_PEERS + 1 ? "predicted for these cards in one machine, unmeasured"
                                             : "predicted for this card, unmeasured";
@@ -3444,27 +3456,28 @@ static MemoryBudget budget_named(const Options *o, const Settings *s) {
 
 // -------------------------------------------------------------------------------------------------
 // 10. Matmul and fast maths
-// One packed matmul serves the three products of a linear layer; its inner parts serve attention.
-// 1. Every element of a result is one chain of fused multiply-adds along k, cut into blocks of at
-//    most KC at places that depend on K alone; threads never share a sum. So neither the number
-//    of threads, nor the other rows of the batch, nor the data's alignment changes a bit.
-// 2. Loops share out pieces (taskloop): the thread that walks through the step takes pieces itself
-//    and waits for no thread that has none, so one that another program keeps from its core delays
-//    a loop by its one piece. Outside a team (chapter The network) a loop has one thread. Nobody
-//    waits between loops that do not need each other's results: these are marked nogroup.
-// 3. Nothing allocates here. matmul_workspace points at matmul_workspace_bytes(thread_count())
-//    bytes, aligned to 64: a buffer of the memory plan whose size depends on no shape.
-// 4. fast_exp and tanh's halves have no branch, so loops around them become vector code, and no
-//    fused operation, so they give the same bits on every machine.
-// 5. Wherever a bias and an addend are given, the result is (bias + addend) + product.
-// 6. With matmul_bf16 operands are rounded to bf16 as they are packed, two to a number's place, and
-//    a dot product of pairs takes the place of a multiply-add: two steps of k at a time, sums in
-//    fp32. Nothing outside packed memory is bf16.
+// One packed matmul serves the three matmuls of a linear layer; its inner functions serve
+// attention.
+// 1. Every element of a result is one chain of fused multiply-adds along k, split into blocks of at
+//    most KC at positions that depend on K alone; threads never share a sum. So neither the number
+//    of threads, nor the other rows of the batch, nor the alignment of the data affects results.
+// 2. Loops are split into tasks (taskloop). The thread that runs the stages executes tasks itself
+//    and never waits for an idle thread, so a thread that another program keeps off its core delays
+//    a loop by at most one task. Outside a team (chapter The network) a loop runs on one thread.
+//    Loops that do not depend on each other's results are marked nogroup, so that there is no wait
+//    between them.
+// 3. Nothing is allocated here. matmul_workspace points at matmul_workspace_bytes(thread_count())
+//    bytes, aligned to 64: a buffer of the memory plan whose size depends on no tensor shape.
+// 4. fast_exp and the two halves of tanh have no branches, so that loops around them are
+//    vectorized, and no fused operations, so that results are the same on every machine.
+// 5. Wherever a bias and an addend are given, the result is (bias + addend) + a b, in this order.
+// 6. With matmul_bf16, operands are rounded to bf16 as they are packed, two per fp32 element, and a
+//    dot product of pairs replaces the multiply-add: two steps of k at a time, with fp32 sums.
+//    Nothing outside packed memory is bf16.
 // Layout: Goto and van de Geijn, "Anatomy of high-performance matrix multiplication" (2008).
 
-// A tile of MR x NR sums with its operands fits the vector registers. On AVX-512 (Zen 4) 8 x 32
-// runs at 97 % of the multiply-add units' peak, as 14 x 32 does, and a batch of 64 rows leaves none
-// over.
+// A tile of MR x NR sums and its operands fit in the vector registers. On AVX-512 (Zen 4), 8 x 32
+// runs at 97 % of the multiply-add units' peak, as does 14 x 32, and 8 divides a batch of 64 rows.
 #if defined(__AVX512F__)
 enum { VECTOR_BYTES = 64, MR = 8 };
 #elif defined(__AVX__)
@@ -3475,19 +3488,19 @@ enum { VECTOR_BYTES = 16, MR = 8 };
 enum { VECTOR_BYTES = 16, MR = 6 };
 #endif
 
-// A panel of b, KC x NR floats, is 48 KiB on AVX-512 and 24 KiB on AVX2; the panels of a task, KC x
-// BLOCK, are 192 KiB: they stay in a second-level cache of 256 KiB or more while every row of a
-// passes by. More k per block would not fit there, less would read and write `out` more often.
-// BLOCK is also the side of attention's tiles: s and dp are 64 KiB each, and a head of T tokens is
-// still cut into enough tiles to share out.
+// A panel of b, KC x NR floats, is 48 KiB on AVX-512 and 24 KiB on AVX2. The panels of a task, KC x
+// BLOCK, are 192 KiB: they stay in an L2 cache of 256 KiB or more while all rows of a are read
+// once. A larger KC would not fit in L2; a smaller one would read and write `out` more often. BLOCK
+// is also the side of attention's tiles: s and dp are 64 KiB each, and a head of T tokens still has
+// enough tiles to parallelize over.
 enum {
-    VL = VECTOR_BYTES / (int)sizeof(real),    // numbers in a vector
+    VL = VECTOR_BYTES / (int)sizeof(real),    // elements per vector
     NR = 2 * VL,                              // columns of a tile
     KC = 384,                                 // depth of a packed block, at most
     BLOCK = 128,                              // columns of a task; rows of an attention tile
     BLOCK_ROWS = (BLOCK + MR - 1) / MR * MR,  // BLOCK rounded up to whole panels of rows
     SHARED_REALS = 1 << 20,                   // packed a, read by all threads
-    PACKED_A_REALS = BLOCK_ROWS * KC,         // the rest belongs to one thread: packed a and b,
+    PACKED_A_REALS = BLOCK_ROWS * KC,         // the rest is per thread: packed a and b,
     PACKED_B_REALS = BLOCK * KC,
     TILE_REALS = BLOCK * BLOCK,  // and attention's two square tiles
     THREAD_REALS = PACKED_A_REALS + PACKED_B_REALS + 2 * TILE_REALS
@@ -3500,10 +3513,10 @@ typedef int64_t Lanes __attribute__((vector_size(VECTOR_BYTES)));  // indices of
 typedef int32_t Lanes __attribute__((vector_size(VECTOR_BYTES)));
 #endif
 
-// Multiply-adds fuse in the functions marked FUSED and nowhere else: GCC takes the attribute (and
-// then inlines nothing that lacks it), clang the pragma at the head of the body.
+// Multiply-adds are fused in functions marked FUSED and nowhere else. GCC uses the attribute (and
+// then inlines nothing that lacks it), clang the pragma at the start of the body.
 #if defined(__clang__)
-// What clang makes of a taskloop compares an int with an unsigned long. GCC goes on checking signs.
+// clang's expansion of a taskloop compares an int with an unsigned long. GCC still checks signs.
 #pragma clang diagnostic ignored "-Wsign-compare"
 #define FUSED
 #define FUSED_BODY _Pragma("clang fp contract(fast)")
@@ -3515,10 +3528,12 @@ typedef int32_t Lanes __attribute__((vector_size(VECTOR_BYTES)));
 static real *matmul_workspace;
 
 // Dot products of bf16 pairs: AVX512-BF16, "Intel 64 and IA-32 Architectures Software Developer's
-// Manual", volume 2. Assembler, because compilers' names for them and their types differ, and
-// nvcc's front end knows none. bf16_round: VL numbers from `low`, then VL from `high`, rounded to
-// nearest even. bf16_interleave: pairs of numbers i and VL + i of these. bf16_dot: sum += a pair of
-// each lane of a with that of b; products are exact, denormals count as 0.
+// Manual", volume 2. Inline assembly, because the intrinsics and their types differ between
+// compilers and nvcc's front end has none.
+//   bf16_round       VL elements of `low`, then VL of `high`, rounded to nearest even
+//   bf16_interleave  reorders these into the pairs (i, VL + i)
+//   bf16_dot         sum += the dot product of each lane's pair of a with that of b; the
+//                    multiplications are exact, denormals count as 0
 #if defined(__AVX512F__) && defined(__AVX512BW__) && !GPT2_DOUBLE
 #define BF16_DOTS 1
 static int matmul_bf16;
@@ -3532,7 +3547,7 @@ typedef int32_t Pairs __attribute__((vector_size(VECTOR_BYTES)));
 enum { matmul_bf16 = 0 };
 #endif
 
-// Why matmul_bf16 cannot be set here; NULL: it can.
+// The reason why matmul_bf16 cannot be set here; NULL if it can.
 static const char *bf16_missing(void) {
 #if BF16_DOTS
     return __builtin_cpu_supports("avx512bf16") ? NULL
@@ -3542,12 +3557,12 @@ static const char *bf16_missing(void) {
 #endif
 }
 
-// Into how many pieces a loop is cut: some for each thread, so that all end at about the same time
-// beside other programs too; few, since each costs half a microsecond. OpenMP in GCC takes up to 64
-// a thread, and computes a loop of more by one thread. Unused where a build has no OpenMP.
+// Number of tasks a loop is split into: several per thread, so that threads finish together even on
+// a busy machine, but not many, since each costs about 0.5 us. GCC's OpenMP accepts up to 64 tasks
+// per thread and runs a loop of more on one thread. Unused in builds without OpenMP.
 __attribute__((unused)) static int pieces(void) { return 4 * thread_count(); }
 
-// Waits for the pieces of the loops marked nogroup.
+// Waits for the tasks of loops marked nogroup.
 static void tasks_wait(void) {
     #pragma omp taskwait
 }
@@ -3561,17 +3576,17 @@ static real *thread_workspace(void) {
     return matmul_workspace + SHARED_REALS + (size_t)thread_index() * THREAD_REALS;
 }
 
-// One operand of a product, seen as rows along k: a as a(M,K), b as its transpose (N,K). Element
-// (row, k) is at data[row * row_step + k * k_step]. One of the steps is 1; which one it is is all
-// that is left of transposition.
+// One operand of a matmul, seen as rows along k: a as a(M,K), b as its transpose (N,K). Element
+// (row, k) is data[row * row_step + k * k_step]. One of the two steps is 1; which of them it is
+// encodes transposition.
 typedef struct {
     const real *data;
     size_t row_step, k_step;
 } Operand;
 
-// Asks for the cache line of base[index] before it is needed. The element need not exist: C defines
-// no pointers beyond an array, so the address is computed as an integer. prefetch_far, of an
-// address, fetches into the second-level cache only.
+// Prefetches the cache line of base[index]. The element need not exist: C defines no pointers
+// beyond an array, so the address is computed as an integer. prefetch_far takes an address and
+// prefetches into the L2 cache only.
 #define element_address(base, index)                                                               \
     ((const void *)((uintptr_t)(base) + (uintptr_t)(index) * sizeof *(base)))
 #define prefetch(base, index) __builtin_prefetch(element_address(base, index))
@@ -3583,16 +3598,17 @@ static Operand operand(const real *data, size_t row_step, size_t k_step) {
     return o;
 }
 
-// The operand from an element on; the element must exist.
+// The operand starting at element (row, k), which must exist.
 static Operand operand_at(Operand o, int row, int k) {
     o.data += (size_t)row * o.row_step + (size_t)k * o.k_step;
     return o;
 }
 
 #if defined(__clang__)
-// Transposes from(VL,VL) by way of to(VL,VL); returns whichever holds the result. Interleaving the
-// first half of the flat array with the second rotates the bits of an element's index by one, and
-// log2(VL) rotations swap row and column. clang turns the loop into register shuffles.
+// Transposes from(VL,VL), with to(VL,VL) as scratch; returns whichever of the two holds the result.
+// Interleaving the first half of the flat array with the second rotates the bits of an element's
+// index by one, and log2(VL) rotations swap row and column. clang turns the loop into register
+// shuffles.
 static real *transpose_square(real *from, real *to) {
     for (int step = 1; step < VL; step *= 2) {
         for (int i = 0; i < VL * VL / 2; i++) {
@@ -3606,7 +3622,7 @@ static real *transpose_square(real *from, real *to) {
     return from;
 }
 
-// to(VL,VL) = the transpose of from(VL,VL), rows to_step and from_step apart.
+// to(VL,VL) = transpose of from(VL,VL); rows are to_step and from_step elements apart.
 static void transpose(real *to, size_t to_step, const real *from, size_t from_step) {
     real x[VL * VL] __attribute__((aligned(VECTOR_BYTES)));
     real y[VL * VL] __attribute__((aligned(VECTOR_BYTES)));
@@ -3619,8 +3635,9 @@ static void transpose(real *to, size_t to_step, const real *from, size_t from_st
     }
 }
 #else
-// The same. GCC leaves that loop in memory, at half the speed: here are its shuffles. nvcc's front
-// end does not know the pragma, without which the oracle beside a GPU only packs a little slower.
+// The same for GCC, which would keep the arrays of that loop in memory, at half the speed: the
+// shuffles are written out. nvcc's front end does not know the pragma; without it the CPU reference
+// in the GPU program only packs a little slower.
 #if defined(__CUDACC__)
 #define UNROLL
 #else
@@ -3634,7 +3651,7 @@ static inline void transpose(real *to, size_t to_step, const real *from, size_t 
         high[j] = low[j] + VL / 2;
     }
     UNROLL
-    for (int i = 0; i < VL; i++) {  // one by one: as a whole it would be copied through memory
+    for (int i = 0; i < VL; i++) {  // one by one: a copy of all rows would go through memory
         memcpy(&v[i], from + (size_t)i * from_step, sizeof v[i]);
     }
     UNROLL
@@ -3657,10 +3674,10 @@ static inline void transpose(real *to, size_t to_step, const real *from, size_t 
 #undef UNROLL
 #endif
 
-// Numbers' places that K steps of a packed row take up.
+// Number of reals that K steps of a packed row take: bf16 stores two steps in one.
 static int packed_depth(int K) { return matmul_bf16 ? (K + 1) / 2 : K; }
 
-// x(VL) = the first `left` numbers of a row of contiguous k, as they are packed; zeros behind them.
+// x(VL) = the first `left` elements of a row with contiguous k, in packed form, padded with zeros.
 static inline void pack_load(real *x, const real *row, int left) {
     const int full = matmul_bf16 ? 2 * VL : (int)VL;
     real edge[2 * VL] = {0};
@@ -3683,18 +3700,18 @@ static inline void pack_load(real *x, const real *row, int left) {
     memcpy(x, row, VL * sizeof(real));
 }
 
-// x(VL,VL) = the square of `rows` rows at `row`, of which `left` numbers of contiguous k are left;
-// zeros fill it up.
+// x(VL,VL) = a square of `rows` rows at `row` with `left` remaining elements of contiguous k,
+// padded with zeros.
 static inline void load_square(real *x, const real *row, size_t row_step, int rows, int left) {
     for (int i = 0; i < VL; i++) {
         pack_load(x + i * VL, i < rows ? row + (size_t)i * row_step : row, i < rows ? left : 0);
     }
 }
 
-// pack, below, for rows whose k is contiguous, in squares of VL rows by VL packed steps of k.
-// Squares that reach over an edge are filled up with zeros.
+// pack(), below, for rows with contiguous k, in squares of VL rows by VL packed steps of k. Squares
+// that extend over an edge are padded with zeros.
 static inline void pack_transposed(real *packed, int width, Operand src, int rows, int K) {
-    // A transposed row goes out in segments that never straddle two panels.
+    // A transposed row is stored in segments that never straddle two panels.
     const int segment = width % VL == 0 ? VL : VL % width == 0 ? width : 2;
     const int padded = ceil_div(rows, width) * width, steps = matmul_bf16 ? 2 : 1;
     const int depth = packed_depth(K);
@@ -3730,7 +3747,8 @@ static inline void pack_transposed(real *packed, int width, Operand src, int row
 }
 
 #if BF16_DOTS
-// pack, below, for rows that are contiguous at each k, in bf16: VL rows and two steps of k at once.
+// pack(), below, in bf16 for rows that are contiguous at each k: VL rows and two steps of k at
+// once.
 static inline void pack_pairs(real *packed, int width, Operand src, int rows, int K) {
     const int segment = width % VL == 0 ? VL : VL % width == 0 ? width : 2;
     const int padded = ceil_div(rows, width) * width, depth = packed_depth(K);
@@ -3742,11 +3760,11 @@ static inline void pack_pairs(real *packed, int width, Operand src, int rows, in
     memcpy(&interleaved, order, sizeof interleaved);
     for (int k = 0; k < depth; k++) {
         const real *s = src.data + (size_t)(2 * k) * src.k_step;
-        const int last = 2 * k + 1 == K;  // an odd K ends in half a pair
+        const int last = 2 * k + 1 == K;  // the last pair of an odd K is half empty
         for (int r = 0; r < padded; r += VL) {
             real edge[2][VL] = {{0}};
             const int left = rows - r;
-            // Steps of k lie pages apart, where no hardware prefetch follows.
+            // Successive k are pages apart, which hardware prefetchers do not follow.
             prefetch(s, 8 * src.k_step + (size_t)r);
             prefetch(s, 9 * src.k_step + (size_t)r);
             for (int j = 0; j < left && left < VL; j++) {
@@ -3768,8 +3786,8 @@ static inline void pack_pairs(real *packed, int width, Operand src, int rows, in
 #endif
 
 // packed = src in panels of `width` rows: panel p is a (K,width) array at packed + p * width * K,
-// so that a tile reads both operands straight on. Zeros fill up the last panel. In bf16 a panel has
-// half as many rows, of pairs.
+// so that a tile reads both operands sequentially. The last panel is padded with zeros. In bf16 a
+// panel is a (packed_depth(K),width) array of pairs.
 static inline void pack(real *packed, int width, Operand src, int rows, int K) {
     if (src.k_step == 1) {
         pack_transposed(packed, width, src, rows, K);
@@ -3783,7 +3801,7 @@ static inline void pack(real *packed, int width, Operand src, int rows, int K) {
 #endif
     for (int k = 0; k < K; k++) {
         const real *s = src.data + (size_t)k * src.k_step;
-        // Steps of k lie pages apart, where no hardware prefetch follows.
+        // Successive k are pages apart, which hardware prefetchers do not follow.
         for (int r = 0; r < rows; r += 64 / (int)sizeof(real)) {
             prefetch(s, 8 * src.k_step + (size_t)r);
         }
@@ -3799,8 +3817,8 @@ static inline void pack(real *packed, int width, Operand src, int rows, int K) {
 }
 
 #if BF16_DOTS
-// Rows of `a` that are contiguous in k, which a tile can read as they lie, are only rounded, up to
-// whole panels.
+// A tile can read rows of `a` with contiguous k in place, so these are only rounded; their number
+// is padded to whole panels.
 static void round_rows(real *packed, Operand a, int rows, int K) {
     const int depth = packed_depth(K), padded = ceil_div(rows, MR) * MR;
     for (int i = 0; i < padded; i++, packed += depth) {
@@ -3820,7 +3838,7 @@ static void round_rows(real *packed, Operand a, int rows, int K) {
 }
 #endif
 
-// Two instances, so that the width is a constant inside.
+// Two instances of pack(), so that the width is a compile-time constant.
 static void pack_b(real *packed, Operand b, int columns, int K) { pack(packed, NR, b, columns, K); }
 static void pack_a(real *packed, Operand a, int rows, int K) {
 #if BF16_DOTS
@@ -3832,24 +3850,26 @@ static void pack_a(real *packed, Operand a, int rows, int K) {
     pack(packed, MR, a, rows, K);
 }
 
-// What pack_a made of `a`, as tiles read it. A panel of MR rows takes up MR * packed_depth(K).
+// The result of pack_a() as an operand for tiles. A panel of MR rows takes MR * packed_depth(K)
+// reals.
 static Operand packed_rows(const real *packed, Operand a, int K) {
     const int rounded = matmul_bf16 && a.k_step == 1;
     return rounded ? operand(packed, (size_t)packed_depth(K), 1) : operand(packed, 1, MR);
 }
 
 // out(MR,NR) = bias(NR) + addend(MR,NR) + a(MR,K) b(K,NR), b a packed panel; bias and addend may be
-// NULL, addend may be out; both step through rows alike. All sums live in registers while k runs:
-// each k loads two vectors of b, broadcasts MR numbers of a, issues 2 MR multiply-adds. And it asks
-// for a line of the next MR rows of a, since what another core wrote last takes long to arrive:
-// into the second cache, because lines of all rows may share a set of the first.
+// NULL, addend may be out; rows of out and addend are `step` apart. All sums stay in registers over
+// the loop: each k loads two vectors of b, broadcasts MR elements of a and issues 2 MR
+// multiply-adds. It also prefetches a line of the next MR rows of a, because lines last written by
+// another core take long to arrive; into L2, because lines of all rows may map to one set of L1.
 FUSED static void matmul_tile(real *out, const real *addend, size_t step, const real *bias,
                               Operand from, const real *b, int K) {
     FUSED_BODY
     const Vector zero = {0};
     const size_t row_step = from.row_step, k_step = from.k_step;
     const real *a = from.data;
-    // In bytes: where the next MR rows begin, and from one of them to the next.
+    // In bytes: the offset of the next MR rows, and the distance from one of them to the next, less
+    // a's own step.
     const size_t ahead = MR * row_step * sizeof(real);
     const size_t turn = k_step == 1 ? (row_step - 1) * sizeof(real) : 0;
     Vector sum[MR][2];
@@ -3868,7 +3888,7 @@ FUSED static void matmul_tile(real *out, const real *addend, size_t step, const 
             int32_t pair;
             memcpy(&pair, a + (size_t)i * row_step, sizeof pair);
             const Pairs pairs = (Pairs){0} + pair;
-            Vector sum0 = sum[i][0], sum1 = sum[i][1];  // an array's element would stay in memory
+            Vector sum0 = sum[i][0], sum1 = sum[i][1];  // array elements would stay in memory
             bf16_dot(sum0, pairs, b0);
             bf16_dot(sum1, pairs, b1);
             sum[i][0] = sum0;
@@ -3902,8 +3922,8 @@ FUSED static void matmul_tile(real *out, const real *addend, size_t step, const 
     }
 }
 
-// The same for the m <= MR rows and n <= NR columns that exist, through a full tile on the stack:
-// the arithmetic, and so the bits, are those of an inner tile.
+// matmul_tile() for the m <= MR rows and n <= NR columns that exist, through a full tile on the
+// stack: the arithmetic, and so the result, is bitwise that of an inner tile.
 static void matmul_tile_edge(real *out, const real *addend, size_t step, const real *bias,
                              Operand a, const real *b, int K, int m, int n) {
     real full[MR * NR] = {0}, full_bias[NR] = {0};
@@ -3920,16 +3940,17 @@ static void matmul_tile_edge(real *out, const real *addend, size_t step, const r
     }
 }
 
-// What of a product causal attention can do without. MASK_OUT: out(i,j) for j > i + offset, which
-// nobody reads; MASK_AFTER, MASK_BEFORE: a(i,k) for k > i + offset, for k < i - offset, which is 0.
+// The part of a matmul that causal attention skips. MASK_OUT: out(i,j) for j > i + offset, which is
+// never read. MASK_AFTER: a(i,k) for k > i + offset, which is 0. MASK_BEFORE: a(i,k) for k < i -
+// offset, which is 0.
 enum { MASK_NONE, MASK_OUT, MASK_AFTER, MASK_BEFORE };
 typedef struct {
     int kind, offset;
 } Mask;
 
-// out(M,N) = bias(N) + addend(M,N) + a b for one block of k, b packed; a is in panels, `panel`
-// numbers each, or as it lies in memory: then `panel` is 0. The panels of b, up to BLOCK x KC, stay
-// in the second cache while MR rows of a at a time pass through the first.
+// out(M,N) = bias(N) + addend(M,N) + a b for one block of k, with b packed. a is either in panels
+// of `panel` reals each, or unpacked if `panel` is 0. The panels of b, up to BLOCK x KC, stay in L2
+// while MR rows of a at a time pass through L1.
 static void matmul_packed(real *out, const real *addend, size_t step, const real *bias, Operand a,
                           size_t panel, const real *b, int M, int N, int K, Mask mask) {
     const size_t depth = (size_t)packed_depth(K), next = panel ? panel : MR * a.row_step;
@@ -3941,7 +3962,7 @@ static void matmul_packed(real *out, const real *addend, size_t step, const real
         const int left = (mask.kind == MASK_AFTER ? min_int(K, seen) : K) - skipped;
         Operand rows = operand(a.data + (size_t)(i / MR) * next, a.row_step, a.k_step);
         rows.data += left > 0 ? (size_t)first * a.k_step : 0;
-        if (m < MR && !panel) {  // a tile reads MR rows
+        if (m < MR && !panel) {  // a tile always reads MR rows
             pack_a(thread_workspace(), rows, m, left);
             rows = operand(thread_workspace(), 1, MR);
         }
@@ -3959,16 +3980,16 @@ static void matmul_packed(real *out, const real *addend, size_t step, const real
     }
 }
 
-// Where rule 1 cuts k: into the fewest blocks of at most KC, about equal, whole vectors each. In
-// bf16 twice as many steps take up the same room.
+// Depth of the blocks of k in invariant 1: as few blocks of at most KC as possible, about equal,
+// each a whole number of vectors. In bf16, twice as many steps take the same space.
 static int depth_of_block(int K) {
     const int most = matmul_bf16 ? 2 * KC : KC;
     return min_int(most, ceil_div(ceil_div(K, ceil_div(K, most)), VL) * VL);
 }
 
-// out(M,N) = addend(M,N) + a(M,K) b(K,N) by the calling thread alone, for attention: M <= BLOCK,
-// rows of out and addend are `step` apart, addend may be NULL or out. Where `mask` bounds k, K is
-// at most BLOCK.
+// out(M,N) = addend(M,N) + a(M,K) b(K,N) on the calling thread alone, for attention: M <= BLOCK,
+// rows of out and addend are `step` apart, addend may be NULL or out. If `mask` bounds k, K is at
+// most BLOCK.
 static void matmul_small(real *out, const real *addend, size_t step, Operand a, Operand b, int M,
                          int N, int K, Mask mask) {
     real *packed_a = thread_workspace(), *packed_b = packed_a + PACKED_A_REALS;
@@ -3990,10 +4011,10 @@ static void matmul_small(real *out, const real *addend, size_t step, Operand a, 
     }
 }
 
-// Packs a(rows,K) into the shared part of the workspace, block of k after block.
+// Packs a(rows,K) into the shared part of the workspace, one block of k after the other.
 static void pack_shared(Operand a, int rows, int K, int kc, int share) {
     const int blocks = ceil_div(K, kc), tasks = ceil_div(rows, BLOCK_ROWS) * blocks;
-    (void)share;  // read by the pragma alone
+    (void)share;  // used by the pragma only
     const size_t padded_rows = (size_t)ceil_div(rows, MR) * MR;
     #pragma omp taskloop num_tasks(pieces()) if (share)
     for (int t = 0; t < tasks; t++) {
@@ -4005,13 +4026,13 @@ static void pack_shared(Operand a, int rows, int K, int kc, int share) {
 }
 
 // out(M,N) = bias(N) + addend(M,N) + a(M,K) b(K,N), rows of out and addend N apart; bias and addend
-// may be NULL, addend may be out, a and b may not. Threads share out tasks of at most BLOCK
-// columns: a task packs its columns of b and takes all rows of a. If there are too few columns for
-// all threads, tasks take fewer columns, then fewer rows. Tiles read a as it lies, except where all
-// steps of k would meet in one set of the first cache, or a is to be bf16: then the threads
-// together pack it first, as much as the shared part holds, all K of up to rows_max rows, or part
-// of K where K is long. Tasks may be at work when this returns: whoever then reads out, or writes
-// to a or b, calls tasks_wait() first.
+// may be NULL, addend may be out, a and b may not. Threads share tasks of at most BLOCK columns: a
+// task packs its columns of b and processes all rows of a. If there are too few columns for all
+// threads, tasks get fewer columns, then fewer rows. Tiles read a unpacked, except if all steps of
+// k would map to one set of L1, or if a has to be rounded to bf16. In these cases the threads first
+// pack a together, as much as the shared part holds: all K of up to rows_max rows, or part of K if
+// K is long. Tasks may still be running when this returns: call tasks_wait() before reading out or
+// writing to a or b.
 static void matmul(real *out, Operand a, Operand b, const real *bias, const real *addend, int M,
                    int N, int K) {
     const Mask none = {MASK_NONE, 0};
@@ -4022,7 +4043,7 @@ static void matmul(real *out, Operand a, Operand b, const real *bias, const real
     const int rows_max = packs ? min_int(all_rows, fits * BLOCK_ROWS) : all_rows;
     const int blocks_max = packs ? min_int(blocks, SHARED_REALS / rows_max / stored) : blocks;
     const int depth_max = blocks_max * kc;
-    const int share = (double)M * N * K > 1e5;  // below, waking threads costs more
+    const int share = (double)M * N * K > 1e5;  // below that, waking threads costs more
     int columns = BLOCK;
     while (columns > NR && ceil_div(N, columns) < 4 * threads) {
         columns -= NR;
@@ -4031,7 +4052,7 @@ static void matmul(real *out, Operand a, Operand b, const real *bias, const real
     for (int m0 = 0; m0 < M; m0 += rows_max) {
         const int rows = min_int(rows_max, M - m0);
         int row_tasks = 1;
-        // Every row task packs b again: many rows each, except to give each thread one task.
+        // Every row task packs b again, so give each many rows, except to have one task per thread.
         while (row_tasks * column_tasks < 3 * threads &&
                rows > (row_tasks * column_tasks < threads ? 4 * MR : 2 * BLOCK) * row_tasks) {
             row_tasks++;
@@ -4043,7 +4064,7 @@ static void matmul(real *out, Operand a, Operand b, const real *bias, const real
         for (int k0 = 0; k0 < K; k0 += depth_max) {
             const int k_end = min_int(k0 + depth_max, K);
             if (packs) {
-                tasks_wait();  // for those that read what is packed, or add to the same sums
+                tasks_wait();  // for tasks that read the packed a or add to the same sums
                 pack_shared(operand_at(a, m0, k0), rows, k_end - k0, kc, share);
             }
             #pragma omp taskloop nogroup num_tasks(4 * pieces()) if (share)
@@ -4070,9 +4091,9 @@ static void matmul(real *out, Operand a, Operand b, const real *bias, const real
     }
 }
 
-// Operations a second, two for each multiply-add, of matmul_tile on operands that stay in the first
-// cache: "% of peak" is of this. Each thread takes the best of sixteen trials of about 0.2 ms, all
-// threads at once, so that other programs' share of the machine does not count; the sum of them.
+// Peak FLOP/s, counting a multiply-add as two, of matmul_tile() on operands that stay in L1; "% of
+// peak" refers to it. Each thread takes the best of sixteen trials of about 0.2 ms, all threads at
+// once, so that the load of other programs does not count; returns the sum over threads.
 static double matmul_peak_flops(void) {
     enum { DEPTH = 64, REPEATS = 512, TRIALS = 16 };
     double sum = 0;
@@ -4103,18 +4124,19 @@ static real real_sqrt(real x) { return sqrt(x); }
 #else
 static inline real real_sqrt(real x) { return sqrtf(x); }
 
-// x = n ln 2 + r with |r| <= ln 2 / 2; returns r. ln 2 comes in two pieces, the first so short that
-// n times it is exact. Adding 1.5 * 2^23 rounds to an integer, left in the low bits.
+// x = n ln 2 + r with |r| <= ln 2 / 2; returns r. ln 2 is split in two constants, the first so
+// short that its multiplication by n is exact. Adding 1.5 * 2^23 rounds to an integer, which is
+// left in the low bits.
 static inline float exp_reduced(float x, uint32_t *n) {
     const float round = 12582912.0f;
     float shifted = x * 1.44269504f + round, k = shifted - round;
     memcpy(n, &shifted, sizeof *n);
-    *n -= 0x4b400000;  // `round` in bits
+    *n -= 0x4b400000;  // the bits of `round`
     return (x - k * 0.693145752f) - k * 1.42860682e-6f;
 }
 
-// e^r - 1 for |r| <= ln 2 / 2. The polynomial meets (e^r - 1 - r) / r^2 at five Chebyshev points:
-// its error is below 8e-9.
+// e^r - 1 for |r| <= ln 2 / 2. The polynomial interpolates (e^r - 1 - r) / r^2 at five Chebyshev
+// points; its error is below 8e-9.
 static inline float exp_minus_1(float r) {
     float q = 0.00139262135f;
     q = q * r + 0.00836320297f;
@@ -4131,8 +4153,9 @@ static inline float power_of_two(uint32_t n) {
     return power;
 }
 
-// x, or `limit` if x is above; NaN stays. By masks: of ?: GCC makes a branch with all that follows
-// in it, which is half as fast as vector code on AVX-512 and no vector code at all on AVX2.
+// min(x, limit), except that NaN is returned unchanged. Uses masks: from ?: GCC makes a branch
+// around all code that follows, which runs at half the speed of vector code on AVX-512 and is not
+// vectorized at all on AVX2.
 static inline float at_most(float limit, float x) {
     uint32_t bits, limit_bits, above = 0u - (uint32_t)(x > limit);
     memcpy(&bits, &x, sizeof bits);
@@ -4142,8 +4165,8 @@ static inline float at_most(float limit, float x) {
     return x;
 }
 
-// The halves of fast_exp: |x| goes no further than where e^x is 0 or inf for certain; the power of
-// two comes in halves because 2^n alone would overflow or vanish there.
+// The two halves of fast_exp. |x| is clamped where e^x is certain to be 0 or inf; the power of two
+// is applied in two factors because 2^n alone would overflow or underflow there.
 static inline float exp_begin(float x, uint32_t *n) {
     return exp_reduced(copysignf(at_most(104.0f, fabsf(x)), x), n);
 }
@@ -4152,9 +4175,9 @@ static inline float exp_end(float r, uint32_t n) {
     return (1.0f + exp_minus_1(r)) * power_of_two(half) * power_of_two(n - half);
 }
 
-// The halves of tanh x, off by at most 2.53 ulp over all floats; odd to the bit. It is t / (t + 2)
-// with t = e^(2|x|) - 1 formed without cancellation; from |x| = 9.1 on it is 1. The second half
-// takes the sign from x.
+// The two halves of tanh x, with an error of at most 2.53 ulp over all floats; an odd function to
+// the bit. Computed as t / (t + 2), with t = e^(2|x|) - 1 formed without cancellation; 1 for |x| >=
+// 9.1. The second half takes the sign from x.
 static inline float tanh_begin(float x, uint32_t *n) {
     return exp_reduced(2.0f * at_most(10.0f, fabsf(x)), n);
 }
@@ -4164,16 +4187,17 @@ static inline float tanh_end(float r, uint32_t n, float x) {
 }
 #endif
 
-// e^x, off by at most 1.05 ulp over all floats; inf, NaN, overflow, gradual underflow as in libm.
+// e^x with an error of at most 1.05 ulp over all floats; inf, NaN, overflow and gradual underflow
+// as in libm.
 static inline real fast_exp(real x) {
     uint32_t n;
     real r = exp_begin(x, &n);
     return exp_end(r, n);
 }
 
-// x (n) = fast_exp(x scale - shift). What lies behind x is overwritten up to the next whole vector.
-// In two loops: an exponential's steps wait for each other, and a short loop has more of them under
-// way.
+// x(n) = fast_exp(x scale - shift). Also overwrites the elements after x up to the next multiple of
+// VL. Split into two loops because the steps of one exponential depend on each other; shorter loops
+// keep more of them in flight.
 static void exponentials(real *x, real scale, real shift, int n) {
     real r[BLOCK];
     uint32_t powers[BLOCK];
