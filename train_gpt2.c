@@ -3049,8 +3049,8 @@ static double forecast_tokens_per_s(const Speed *v, const Settings *s, int64_t m
 // Library memory (CUDA context, cuBLASLt) of a GPU run. Not measured yet; the plan says so.
 static const size_t library_reserve_bytes = (size_t)1 << 30;
 
-// Estimate of NCCL's memory for the exchange between ranks: on eight H100s each pair of GPUs got 12
-// MiB of buffers per channel (NVIDIA/nccl#1685). Peers on other machines share one pool
+// Estimate of NCCL's memory for the exchange between ranks: on eight H100s each pair of GPUs got
+// 12 MiB of buffers per channel (NVIDIA/nccl#1685). Peers on other machines share one pool
 // (NVIDIA/nccl#1450), which is counted here as one additional peer, together with the ring of the
 // all-gathers. A run limits NCCL to NCCL_CHANNELS channels; a machine is assumed to have eight
 // GPUs.
@@ -3488,8 +3488,8 @@ enum { VECTOR_BYTES = 16, MR = 8 };
 enum { VECTOR_BYTES = 16, MR = 6 };
 #endif
 
-// A panel of b, KC x NR floats, is 48 KiB on AVX-512 and 24 KiB on AVX2. The panels of a task, KC x
-// BLOCK, are 192 KiB: they stay in an L2 cache of 256 KiB or more while all rows of a are read
+// A panel of b, KC x NR floats, is 48 KiB on AVX-512 and 24 KiB on AVX2. The panels of a task,
+// KC x BLOCK, are 192 KiB: they stay in an L2 cache of 256 KiB or more while all rows of a are read
 // once. A larger KC would not fit in L2; a smaller one would read and write `out` more often. BLOCK
 // is also the side of attention's tiles: s and dp are 64 KiB each, and a head of T tokens still has
 // enough tiles to parallelize over.
@@ -3941,8 +3941,8 @@ static void matmul_tile_edge(real *out, const real *addend, size_t step, const r
 }
 
 // The part of a matmul that causal attention skips. MASK_OUT: out(i,j) for j > i + offset, which is
-// never read. MASK_AFTER: a(i,k) for k > i + offset, which is 0. MASK_BEFORE: a(i,k) for k < i -
-// offset, which is 0.
+// never read. MASK_AFTER: a(i,k) for k > i + offset, which is 0. MASK_BEFORE: a(i,k) for
+// k < i - offset, which is 0.
 enum { MASK_NONE, MASK_OUT, MASK_AFTER, MASK_BEFORE };
 typedef struct {
     int kind, offset;
@@ -4176,8 +4176,8 @@ static inline float exp_end(float r, uint32_t n) {
 }
 
 // The two halves of tanh x, with an error of at most 2.53 ulp over all floats; an odd function to
-// the bit. Computed as t / (t + 2), with t = e^(2|x|) - 1 formed without cancellation; 1 for |x| >=
-// 9.1. The second half takes the sign from x.
+// the bit. Computed as t / (t + 2), with t = e^(2|x|) - 1 formed without cancellation; 1 for
+// |x| >= 9.1. The second half takes the sign from x.
 static inline float tanh_begin(float x, uint32_t *n) {
     return exp_reduced(2.0f * at_most(10.0f, fabsf(x)), n);
 }
@@ -4214,16 +4214,18 @@ static void exponentials(real *x, real scale, real shift, int n) {
 
 // -------------------------------------------------------------------------------------------------
 // 11. Layers
-// The oracle: every layer of GPT-2, forward next to backward, N = B * T rows, row-major. Everything
-// but attention and the matmuls is a readable loop. Backward adds to parameter gradients and
-// overwrites activation gradients. Shared loops split outputs, never a sum, so bits do not depend
-// on the number of threads. Of one row, as generation has it, threads share the products alone:
-// handing pieces out costs more than the rest takes.
+// The CPU reference: all layers of GPT-2, row-major, with N = B * T rows. Each backward function
+// follows its forward function. Everything except attention and the matmuls is a readable loop.
+// Backward adds to parameter gradients and overwrites activation gradients. Parallel loops split
+// outputs, never a sum, so results do not depend on the number of threads. For a single row, as in
+// generation, only the matmuls, and attention over a long context, run on several threads: for the
+// rest, distributing tasks costs more than the computation.
 
-// Sums run in LANES interleaved partial sums, added in order at the end: a compiler may not reorder
-// a sum by itself, and in this form it need not. 16 floats are one AVX-512 vector, two of AVX2 or
-// four of NEON: whatever the machine's width, the order of additions and so the bits are the same.
-// The machine's own vectors, PARTS of them: sums in a longer type GCC would leave in memory.
+// Sums use LANES interleaved partial sums, added in order at the end: a compiler may not reorder a
+// sum by itself, and in this form it does not need to. 16 floats are one vector of AVX-512, two of
+// AVX2 or four of NEON, so the order of additions, and hence the result, is the same for every
+// vector width. The partial sums are PARTS native vectors, because GCC would keep sums of a wider
+// vector type in memory.
 enum { LANES = 16, PARTS = LANES / VL };
 static real lanes_total(const real lanes[LANES]) {
     real total = 0;
@@ -4233,8 +4235,8 @@ static real lanes_total(const real lanes[LANES]) {
     return total;
 }
 
-// Threads split the columns of a matrix into slices where sums run down its rows: 64 floats are
-// four cache lines, so no two threads write to the same one.
+// Loops that sum down the rows of a matrix split its columns into slices: 64 floats are four cache
+// lines, so no two threads write to the same line.
 enum { SLICE = 64 };
 
 // Sum of (x - shift)^power over x (n); power is 1 or 2.
@@ -4248,14 +4250,14 @@ static inline real row_sum(const real *x, real shift, int power, int n) {
             sum[part] += power == 2 ? d * d : d;
         }
     }
-    for (; i < n; i++) {  // what fills no LANES goes to the first lane
+    for (; i < n; i++) {  // a partial group goes to lane 0
         real rest = x[i] - shift;
         sum[0][0] += power == 2 ? rest * rest : rest;
     }
     return lanes_total((const real *)sum);
 }
 
-// Largest of x (n), n >= 1. A NaN may be skipped; whoever exponentiates meets it again.
+// Largest of x(n), n >= 1. May skip a NaN; the exponentials computed afterwards propagate it.
 static real row_largest(const real *x, int n) {
     const Vector zero = {0};
     Vector most = zero + x[0], next;
@@ -4267,7 +4269,7 @@ static real row_largest(const real *x, int n) {
         most = (Vector)((more & (Lanes)next) | (~more & (Lanes)most));
     }
     memcpy(lanes, &most, sizeof lanes);
-    for (; i < n + VL; i++) {  // what fills no vector, then the lanes
+    for (; i < n + VL; i++) {  // the remainder, then the lanes
         real value = i < n ? x[i] : lanes[i - n];
         largest = value > largest ? value : largest;
     }
@@ -4286,8 +4288,9 @@ static void embedding_forward(real *out, const Token *tokens, const real *wte, c
     }
 }
 
-// dwte (Vp,C) and dwpe (maxT,C) += dout (B,T,C). Threads split the channels and take the rows in
-// order: a token may come in many rows, and threads that split those would race for its gradient.
+// dwte (Vp,C) and dwpe (maxT,C) += dout (B,T,C). Threads split the channels and process the rows in
+// order: a token may occur in many rows, and threads that split the rows would race on its
+// gradient.
 static void embedding_backward(real *dwte, real *dwpe, const real *dout, const Token *tokens, int B,
                                int T, int C) {
     #pragma omp taskloop num_tasks(pieces())
@@ -4323,7 +4326,7 @@ static void layernorm_forward(real *out, real *mean, real *rstd, const real *inp
 // With n = (inp - mean) * rstd, recomputed rather than kept, and g = dout * weight:
 //   dinp = addend + rstd * (g - mean(g) - n * mean(g * n)), means over a row's C channels,
 //   dweight += sum over rows of dout * n, dbias += sum over rows of dout.
-// addend may be NULL (0) or dinp. Sums down the columns are split by channel, dinp by row.
+// addend may be NULL (0) or dinp. The sums over rows are parallel over channels, dinp over rows.
 static void layernorm_backward(real *dinp, real *dweight, real *dbias, const real *dout,
                                const real *inp, const real *weight, const real *mean,
                                const real *rstd, const real *addend, int N, int C) {
@@ -4361,16 +4364,17 @@ static void layernorm_backward(real *dinp, real *dweight, real *dbias, const rea
 }
 
 // Linear layer: out(N,OC) = addend(N,OC) + bias(OC) + inp(N,C) weight(OC,C)^T; addend and bias may
-// be NULL (0), addend may be out. The residual stream is added here, so it needs no pass of its
-// own.
+// be NULL (0), addend may be out. The residual stream is passed as addend, so that it needs no
+// separate pass.
 static void matmul_forward(real *out, const real *inp, const real *weight, const real *bias,
                            const real *addend, int N, int C, int OC) {
     matmul(out, operand(inp, (size_t)C, 1), operand(weight, (size_t)C, 1), bias, addend, N, OC, C);
     tasks_wait();
 }
 
-// out(n) = a(K) b(n,K)^T, rows of b `step` apart, in 64 interleaved partial sums, added up in one
-// order. Rows of b pass by one after the other, each number once: as fast as memory can bring them.
+// out(n) = a(K) b(n,K)^T, rows of b `step` apart, in 64 interleaved partial sums, added in a fixed
+// order. Rows of b are read sequentially and each element once, so this runs at the speed of
+// memory.
 FUSED static void dots(real *out, const real *a, const real *b, size_t step, int n, int K) {
     FUSED_BODY
     enum { SUMS = 4 };
@@ -4394,8 +4398,8 @@ FUSED static void dots(real *out, const real *a, const real *b, size_t step, int
     }
 }
 
-// matmul_forward() of one row, for generation: nothing is packed, since no weight is used twice,
-// and nothing rounded to bf16. The order of sums is another than that of rows in a batch.
+// matmul_forward() for one row, for generation: nothing is packed, since no weight is used twice,
+// and nothing is rounded to bf16. The order of sums differs from that of rows in a batch.
 static void matvec_forward(real *out, const real *inp, const real *weight, const real *bias,
                            const real *addend, int N, int C, int OC) {
     (void)N;
@@ -4410,7 +4414,8 @@ static void matvec_forward(real *out, const real *inp, const real *weight, const
 }
 
 // dbias(OC) += column sums of dout(N,OC); dweight(OC,C) += dout^T inp(N,C); then dinp(N,C) = dout
-// weight(OC,C). dinp may be inp, since dweight comes first. dbias and dinp may be NULL: skipped.
+// weight(OC,C). dinp may be inp, since dweight is computed first. dbias and dinp may be NULL:
+// skipped.
 static void matmul_backward(real *dinp, real *dweight, real *dbias, const real *dout,
                             const real *inp, const real *weight, int N, int C, int OC) {
     #pragma omp taskloop nogroup num_tasks(pieces())
@@ -4439,8 +4444,8 @@ static void matmul_backward(real *dinp, real *dweight, real *dbias, const real *
 }
 
 // Softmax cross-entropy of `rows` rows of logits (rows,Vp): losses[i] = log-sum-exp - logit of the
-// target, both less the largest logit, so that no exponential overflows. The logits are
-// overwritten; with `backward` by their gradients (p - onehot) * dloss, padded columns by 0.
+// target, both relative to the largest logit, so that no exponential overflows. The logits are
+// overwritten; with `backward`, by their gradients (p - onehot) * dloss, and padded columns by 0.
 static void classifier_forward_backward(real *losses, real *logits, const Token *targets,
                                         real dloss, int rows, int V, int Vp, int backward) {
     #pragma omp taskloop num_tasks(pieces())
@@ -4462,16 +4467,18 @@ static void classifier_forward_backward(real *losses, real *logits, const Token 
     }
 }
 
-// How many of a tile's keys, from first_key on, the causal mask lets `query` see.
+// Number of keys in a tile of `keys` keys from first_key on that `query` sees under the causal
+// mask.
 static int visible_keys(int query, int first_key, int keys) {
     return min_int(keys, query - first_key + 1);
 }
 
-// The next key tile of some rows: s(rows,BLOCK) holds their products with its keys, of which row i
-// sees the first visible_keys(query + i, key, keys). Turns s into exp(scale s - max) with zeros
-// behind the mask, so that the product with V may take the whole tile, and brings the rows' running
-// maxima, running sums and the HS numbers of out gathered so far to the new maxima. Each step goes
-// through all rows, because one row's steps wait for each other.
+// Online softmax of the next key tile for some rows. s(rows,BLOCK) holds the dot products of the
+// rows' queries with the tile's keys; row i sees the first visible_keys(query + i, key, keys).
+// Turns s into exp(scale s - max), with zeros after the mask so that the matmul with V may use the
+// whole tile, updates each row's running maximum, and rescales its running sum and its HS partial
+// outputs to the new maximum. Each step loops over all rows, because the steps of one row depend on
+// each other.
 static void softmax_online(real *s, real *max, real *sum, real *out, size_t out_step, int query,
                            int key, int rows, int keys, int HS, real scale) {
     real correction[BLOCK];
@@ -4497,11 +4504,12 @@ static void softmax_online(real *s, real *max, real *sum, real *out, size_t out_
     }
 }
 
-// Causal self-attention of one head's queries q0 .. q0 + queries - 1, which lie in one tile of
-// BLOCK, over keys 0 .. q0 + queries - 1: out(queries,HS), rows `out_step` apart, lse(queries), the
-// natural log of each row's sum of exponentials, from q(queries,HS) and k, v (T,HS), rows `q_step`
-// and `step` apart. Keys come in tiles of BLOCK with a running maximum; no T x T matrix exists.
-// Source: Dao et al., "FlashAttention" (2022), algorithm 1, with the query tile outermost.
+// Causal self-attention for queries q0 .. q0 + queries - 1 of one head, all in one tile of BLOCK,
+// over keys 0 .. q0 + queries - 1. Outputs: out(queries,HS), rows `out_step` apart, and
+// lse(queries), the natural log of each row's sum of exponentials. Inputs: q(queries,HS) and k, v
+// (T,HS), rows `q_step` and `step` apart. Keys are processed in tiles of BLOCK with a running
+// maximum; no T x T matrix is stored. Source: Dao et al., "FlashAttention" (2022), algorithm 1,
+// with the query tile outermost.
 static void attention_tile(real *out, size_t out_step, real *lse, const real *q, size_t q_step,
                            const real *k, const real *v, size_t step, int q0, int queries, int HS) {
     const real scale = (real)(1.0 / sqrt((double)HS));
@@ -4530,11 +4538,11 @@ static void attention_tile(real *out, size_t out_step, real *lse, const real *q,
 }
 
 // Causal self-attention: out(B,T,NH,HS) = softmax(Q K^T / sqrt(HS)) V with qkv(B,T,3,NH,HS), and
-// lse(B,NH,T), all that backward needs.
+// lse(B,NH,T), which backward needs besides out and qkv.
 static void attention_forward(real *out, real *lse, const real *qkv, int B, int T, int C, int NH) {
     int HS = C / NH, tiles = ceil_div(T, BLOCK);
     size_t stride = 3 * (size_t)C;
-    // The last query tile has the most keys: hand out the long tasks first.
+    // The last query tile has the most keys: schedule the longest tasks first.
     #pragma omp taskloop num_tasks(4 * pieces())
     for (int task = 0; task < B * NH * tiles; task++) {
         int b = task % (B * NH) / NH, h = task % NH, q0 = (tiles - 1 - task / (B * NH)) * BLOCK;
@@ -4545,7 +4553,7 @@ static void attention_forward(real *out, real *lse, const real *qkv, int B, int 
     }
 }
 
-// attention_tile() for the query at position n - 1 alone, q(HS), with the order of sums of dots().
+// attention_tile() for the single query at position n - 1, q(HS), with the order of sums of dots().
 static void attention_token(real *out, real *lse, const real *q, const real *k, const real *v,
                             int n, int HS) {
     const real scale = (real)(1.0 / sqrt((double)HS));
@@ -4568,16 +4576,17 @@ static void attention_token(real *out, real *lse, const real *q, const real *k, 
     *lse = max + (real)log((double)sum);
 }
 
-// attention_forward() for `rows` tokens at positions first, first + 1, ... of one sequence, whose
-// keys and values join those of the positions before in cache(2,NH,positions,HS): out(rows,NH,HS)
-// and lse(NH,rows) from qkv(rows,3,NH,HS). A head's keys lie side by side, since memory is slow to
-// bring what is strewn. Of several rows the bits are attention_forward's: its tiles begin at the
-// same positions, and a row's sums know nothing of the other rows.
+// attention_forward() for `rows` tokens at positions first, first + 1, ... of one sequence. Appends
+// their keys and values to those of earlier positions in cache(2,NH,positions,HS), then computes
+// out(rows,NH,HS) and lse(NH,rows) from qkv(rows,3,NH,HS). The keys of a head are contiguous in the
+// cache, since strided reads are slow. With several rows the results are bitwise those of
+// attention_forward(): tiles begin at the same positions, and a row's sums are independent of the
+// other rows.
 static void attention_cached(real *out, real *lse, real *cache, const real *qkv, int positions,
                              int first, int rows, int C, int NH) {
     const int HS = C / NH, tile0 = first / BLOCK, tiles = ceil_div(first + rows, BLOCK) - tile0;
     const size_t head_size = (size_t)positions * (size_t)HS, stride = 3 * (size_t)C;
-    for (int i = 0; i < rows * 2 * NH; i++) {  // of each row the keys of all heads, then the values
+    for (int i = 0; i < rows * 2 * NH; i++) {  // per row: the keys of all heads, then the values
         const int row = i / (2 * NH), head = i % (2 * NH);
         memcpy(cache + head * head_size + (size_t)(first + row) * HS,
                qkv + row * stride + C + (size_t)head * HS, (size_t)HS * sizeof(real));
@@ -4602,8 +4611,8 @@ static void attention_cached(real *out, real *lse, real *cache, const real *qkv,
 // dqkv(B,T,3,NH,HS) = gradient of attention_forward from dout(B,T,NH,HS), P recomputed from lse:
 //   D = rowsum(dout * out)   dP = dout V^T   dS = P (dP - D) / sqrt(HS)
 //   dV = P^T dout            dQ = dS K       dK = dS^T Q
-// A task is one head of one sequence: query tiles in order, key tiles in order inside, so that
-// each sum has one order.
+// A task is one head of one sequence: it loops over query tiles in order and, inside, over key
+// tiles in order, so that the order of each sum is fixed.
 static void attention_backward(real *dqkv, const real *dout, const real *qkv, const real *out,
                                const real *lse, int B, int T, int C, int NH) {
     int HS = C / NH;
@@ -4630,7 +4639,8 @@ static void attention_backward(real *dqkv, const real *dout, const real *qkv, co
                 int keys = min_int(BLOCK, T - k0);
                 const real *k = qkv + head + k0 * stride + C, *v = k + C;
                 real *dk = dqkv + head + k0 * stride + C, *dv = dk + C;
-                // A key tile is first met by its own queries, a query tile first meets key 0.
+                // dk and dv are first computed from the key tile's own queries, dq from key tile 0:
+                // these calls overwrite, later ones add.
                 const real *dk_sum = k0 == q0 ? NULL : dk, *dv_sum = k0 == q0 ? NULL : dv;
                 const Mask scores = {MASK_OUT, q0 - k0}, rows = {MASK_AFTER, q0 - k0};
                 const Mask columns = {MASK_BEFORE, q0 - k0};
@@ -4638,7 +4648,7 @@ static void attention_backward(real *dqkv, const real *dout, const real *qkv, co
                              keys, HS, scores);
                 matmul_small(dp, NULL, BLOCK, operand(dout_q, C, 1), operand(v, stride, 1), queries,
                              keys, HS, scores);
-                for (int i = 0; i < queries; i++) {  // s becomes P, dp dS; 0 behind the mask
+                for (int i = 0; i < queries; i++) {  // s becomes P, dp becomes dS; 0 if masked
                     const int n = visible_keys(q0 + i, k0, keys);
                     const real D_i = D[i];
                     real *p = s + i * BLOCK, *ds = dp + i * BLOCK;
@@ -4661,8 +4671,8 @@ static void attention_backward(real *dqkv, const real *dout, const real *qkv, co
     }
 }
 
-// t(n) = tanh(u), u = sqrt(2/pi) (x + 0.044715 x^3), x = inp(n); n <= BLOCK. In two loops, as in
-// exponentials(); u has the sign of x.
+// t(n) = tanh(u), u = sqrt(2/pi) (x + 0.044715 x^3), x = inp(n); n <= BLOCK. Split into two loops
+// for the reason given at exponentials(); u has the sign of x.
 static const real gelu_s = (real)0.79788456080286535588, gelu_c = (real)0.044715;
 static void gelu_tanh(real *t, const real *inp, int n) {
     uint32_t powers[BLOCK];
@@ -4705,21 +4715,23 @@ static void gelu_backward(real *dinp, const real *dout, const real *inp, size_t 
 
 // -------------------------------------------------------------------------------------------------
 // 12. The network
-// GPT-2 on the CPU, over the plan's buffers, and the walk through a micro-step, which serves
-// Volume II too.
-// 1. A block's stage computes one activation; forward runs all eight, backward repeats those whose
-//    activation was dropped, with the same code on the same inputs, so no bit changes.
-// 2. Gradients add up over micro-steps; `accum_steps` of them make one optimizer step.
-// 3. Backward goes through a block from its end. The gradient of the residual stream (BUF_DRES)
-//    passes both branches unchanged; what comes back through the MLP and through attention is added
-//    to it by the LayerNorm at the head of each branch.
+// GPT-2 on the CPU, over the plan's buffers, and the loop over the stages of a micro-step, which
+// train_gpt2.cu uses too.
+// 1. A forward stage of a block computes one activation. Forward runs all eight stages; backward
+//    repeats those whose activation was dropped, with the same code on the same inputs, so
+//    recomputation does not change results.
+// 2. Gradients are accumulated over micro-steps; `accum_steps` of them make one optimizer step.
+// 3. Backward processes the stages of a block from last to first. The gradient of the residual
+//    stream (BUF_DRES) passes both branches unchanged; the gradients through the MLP and through
+//    attention are added to it by the LayerNorm at the start of each branch.
 
-// Walks the ticks of a micro-step through `end`, in order: moves the clock and what visits, leaves
-// out what is not recomputed, and has `stage` compute the rest. A pass without backward is a
-// shorter walk, from which nothing departs. `adds`: gradients are added to those of the micro-step
-// before. What is to happen around the stages of a tick, whatever engine computes them, happens
-// here: bytes change hands on the stream of the stages alone, so it waits for departures before
-// buffers are born, for arrivals before they are used.
+// Runs the ticks of a micro-step up to and including `end`, in order: advances the plan to each
+// tick, starts and awaits the transfers of streamed buffers, skips stages that need no
+// recomputation and calls `stage` for the others. A forward-only pass ends earlier and stores no
+// streamed buffer. `adds`: gradients are added to those of the previous micro-step. Everything that
+// happens around the stages of a tick, on any engine, happens here. Memory changes from one buffer
+// to another only on the compute stream, which therefore waits for a store before new buffers reuse
+// its memory, and for a fetch before the fetched buffer is used.
 static void run_stages(Plan *p, int end, int adds, void (*stage)(void *self, int stage, int layer),
                  void *self) {
     const int stores = end > tick_head(&p->settings.model);
@@ -4742,8 +4754,9 @@ static void run_stages(Plan *p, int end, int adds, void (*stage)(void *self, int
     }
 }
 
-// The plan's buffers as the oracle's numbers: one that exists once; what is at a place; a tensor of
-// the weights or gradients, where it is on the device; an activation; the gradient of one (GRAD_*).
+// The plan's buffers as arrays of real: a buffer that exists once; the data at a location; a tensor
+// of the weights or gradients at its location on the device; an activation; the gradient of one
+// (GRAD_*).
 static real *buffer(const Plan *p, int id) { return (real *)plan_single(p, id); }
 static real *at_location(const Plan *p, Location location) {
     return buffer(p, location.buffer) + location.offset;
@@ -4757,26 +4770,28 @@ static real *dweight(const Plan *p, int tensor, int layer) {
 static real *act(const Plan *p, int id, int layer) { return (real *)plan_act(p, id, layer); }
 static real *dact(const Plan *p, int id, int layer) { return (real *)plan_grad(p, id, layer); }
 
-// What a walk computes: B sequences of T tokens, at most the plan's.
+// Inputs and results of one pass: B sequences of T tokens, at most the plan's B and T.
 typedef struct {
     Plan *plan;
-    const Token *inputs, *targets;  // (B,T); targets NULL: the logits after the last input alone
+    const Token *inputs, *targets;  // (B,T); targets NULL: logits after the last input only
     int B, T;
     real dloss;   // weight of a token's loss in the gradients; 0: no gradients
-    double loss;  // the mean, once the head is done
-    int first;    // the first token's position; other than 0 only where there is a KV cache
+    double loss;  // the mean; valid after the head
+    int first;    // the first token's position; nonzero only with a KV cache
 } Pass;
 
-// The linear layer of `rows` rows: a row by itself, with the cache that only generation has, takes
-// the way without packing. In training the order of a row's sums knows nothing of the other rows.
+// The linear layer for `rows` rows. A single row with a KV cache, which only generation has, uses
+// the function without packing. In training, the order of a row's sums does not depend on the
+// number of rows.
 typedef void (*LinearForward)(real *out, const real *inp, const real *weight, const real *bias,
                               const real *addend, int N, int C, int OC);
 static LinearForward linear_forward(const Plan *p, int rows) {
     return rows == 1 && p->settings.cache ? matvec_forward : matmul_forward;
 }
 
-// One stage of block `l`, forward or recomputing: the output is the activation that act_table says
-// the stage makes, so the clock decides into which of its buffers it goes.
+// One stage of block `l`, in forward or in recomputation. Its output is the activation that
+// act_table lists for the stage; the current tick selects which of the activation's buffers it goes
+// to.
 static void block_forward(const Pass *pass, int stage, int l) {
     const Plan *p = pass->plan;
     const int B = pass->B, T = pass->T, N = B * T;
@@ -4823,8 +4838,8 @@ static void block_forward(const Pass *pass, int stage, int l) {
     }
 }
 
-// One stage of block `l` backward: BUF_DRES holds the gradient of its output before the first, and
-// of its input after the last.
+// One backward stage of block `l`. BUF_DRES holds the gradient of the block's output before the
+// first stage, and that of its input after the last.
 static void block_backward(const Pass *pass, int stage, int l) {
     const Plan *p = pass->plan;
     const int B = pass->B, T = pass->T, N = B * T;
@@ -4868,10 +4883,10 @@ static void block_backward(const Pass *pass, int stage, int l) {
     }
 }
 
-// The head: the classifier's product and the loss, a chunk of logits at a time. Losses go into
-// BUF_LOSSES; where gradients are wanted, dwte is added to and the gradient of the last LayerNorm's
-// output replaces that output. Without targets: the logits of the last row alone, into the
-// first row of BUF_LOGITS.
+// The head: the classifier's matmul and the loss, one chunk of logits at a time. Losses go to
+// BUF_LOSSES. If gradients are requested, they are added to dwte, and the gradient of the last
+// LayerNorm's output overwrites that output. Without targets: only the logits of the last row, in
+// the first row of BUF_LOGITS.
 static void network_head(Pass *pass) {
     const Plan *p = pass->plan;
     const Model *m = &p->settings.model;
@@ -4886,19 +4901,19 @@ static void network_head(Pass *pass) {
             classifier_forward_backward(losses + row, logits, pass->targets + row, pass->dloss,
                                         rows, m->V, m->Vp, pass->dloss != 0);
         }
-        if (pass->dloss != 0) {  // dwte is made first, so lnf may be overwritten by its gradient
+        if (pass->dloss != 0) {  // dwte is computed first, so lnf's gradient may overwrite lnf
             matmul_backward(lnf, dweight(p, WTE, 0), NULL, logits, lnf, wte, rows, m->C, m->Vp);
         }
     }
-    double sum = 0;  // in one order, whatever the chunks and threads
+    double sum = 0;  // in one order, independent of chunks and threads
     for (int i = 0; i < N && pass->targets; i++) {
         sum += (double)losses[i];
     }
     pass->loss = sum / N;
 }
 
-// Computes a stage of a Pass: what walk() calls. wte gets gradients twice, from the head and from
-// the embedding, since it is the weight of both.
+// Computes one stage of a Pass; called by run_stages(). wte gets gradients twice, from the head and
+// from the embedding, since both use it as their weight.
 static void network_stage(void *self, int stage, int layer) {
     Pass *pass = (Pass *)self;
     const Plan *p = pass->plan;
@@ -4924,15 +4939,15 @@ static void network_stage(void *self, int stage, int layer) {
         embedding_backward(dweight(p, WTE, 0), dweight(p, WPE, 0), buffer(p, BUF_DRES),
                            pass->inputs, B, T, C);
         break;
-    case JOIN:  // of streams, which the CPU has not
+    case JOIN:  // joins streams; the CPU has none
         break;
     default:
         (stage < F_STAGES ? block_forward : block_backward)(pass, stage, layer);
     }
 }
 
-// The walk by a team: one thread goes from stage to stage, the others take pieces of its loops.
-// The team is made once, because to start one costs as much as a small loop.
+// Runs a pass with a team of threads: one thread executes the stages, the others take tasks of its
+// loops. The team is started once per pass, because starting one costs as much as a small loop.
 static void network_run(Pass *pass, int end, int adds) {
     #pragma omp parallel
     #pragma omp master
@@ -4941,13 +4956,13 @@ static void network_run(Pass *pass, int end, int adds) {
 
 // -------------------------------------------------------------------------------------------------
 // 13. Optimizer and schedules
-// AdamW with decoupled decay (Loshchilov and Hutter, ICLR 2019) over the flat buffers; vectors are
-// not decayed. The gradient norm is summed in fp64 over fixed chunks, so no bit depends on the
-// number of threads.
+// AdamW with decoupled weight decay (Loshchilov and Hutter, ICLR 2019) over the flat buffers;
+// vectors are not decayed. The gradient norm is summed in fp64 over fixed chunks, so the result
+// does not depend on the number of threads.
 
-// Sum of squares of the gradients [offset, offset + count) of a flat state, wherever their tensors
-// are at home. These begin at multiples of LANES and have zeros behind them, so the lanes' sums are
-// those of one pass over the flat state.
+// Sum of squares of the gradients [offset, offset + count) of a flat state, read from their backing
+// store. Tensors begin at multiples of LANES and are padded with zeros, so the lanes' sums are the
+// same as in one pass over the flat state.
 static double square_sum(const Plan *p, int64_t offset, int64_t count) {
     const Settings *s = &p->settings;
     double lanes[LANES] = {0}, sum = 0;
@@ -4967,12 +4982,12 @@ static double square_sum(const Plan *p, int64_t offset, int64_t count) {
     return sum;
 }
 
-// L2 norm of all gradients. Each chunk of 65,536 numbers has a sum of its own: short enough that
-// GPT-2's smallest model still gives 1,900 chunks to share out, long enough that adding up the
-// sums, in order and by one thread, costs nothing.
+// L2 norm of all gradients. Each chunk of 65,536 elements has its own sum: small enough that
+// GPT-2's smallest model still has 1,900 chunks to distribute, large enough that adding up the
+// sums, in order and on one thread, takes negligible time.
 static double gradient_norm(const Plan *p) {
     enum { CHUNK = 1 << 16, CHUNKS = 4096 };
-    static double sums[CHUNKS];  // of up to 2^28 numbers at a time: not on the stack, not allocated
+    static double sums[CHUNKS];  // of up to 2^28 elements at a time; not on the stack or heap
     const int64_t n = tensor_offset(&p->settings.model, TENSORS, 0);
     double total = 0;
     for (int64_t begin = 0; begin < n; begin += (int64_t)CHUNK * CHUNKS) {
@@ -4989,14 +5004,14 @@ static double gradient_norm(const Plan *p) {
     return sqrt(total);
 }
 
-// Everything AdamW needs besides the tensors. correction = 1 - beta^t for the t-th update.
+// All parameters of AdamW besides the tensors. correction = 1 - beta^t for the t-th update.
 typedef struct {
     real lr, beta1, beta2, correction1, correction2, eps, weight_decay, grad_scale;
 } AdamW;
 
-// One update of n elements: g = grad_scale * grad; m, v the moments;
+// One update of n elements: g = grad_scale * grad; m and v are the moments;
 // p -= lr * (m / correction1 / (sqrt(v / correction2) + eps) + weight_decay * p).
-// The threads of the team that calls this share it out; none waits at the end.
+// Work is shared among the threads of the calling team, without a barrier at the end.
 static void adamw_update(real *p, real *m, real *v, const real *grad, const AdamW *a,
                          real weight_decay, int64_t n) {
     const AdamW k = *a;
@@ -5012,7 +5027,7 @@ static void adamw_update(real *p, real *m, real *v, const real *grad, const Adam
     }
 }
 
-// The numbers of the update that comes after `updates` others.
+// AdamW's parameters for the update that follows `updates` earlier ones.
 static AdamW adamw_at(const Options *o, double lr, int64_t updates, double grad_scale) {
     double t = (double)(updates + 1);
     AdamW a = {(real)lr, (real)o->beta1, (real)o->beta2, (real)(1 - pow(o->beta1, t)),
@@ -5039,15 +5054,16 @@ static double learning_rate(const Options *o, int64_t step, int64_t steps) {
 }
 
 // The last gradient norms, for --skip-zscore: a norm above mean + z * deviation of a full window is
-// an outlier. Of 128 normal numbers the deviation is known to 6 % (1 / sqrt(2 * 127)), and the
-// window is short enough to follow the norm as it falls over a run.
+// an outlier. The deviation of 128 normally distributed values is known to 6 % (1 / sqrt(2 * 127)),
+// and the window is short enough to follow the norm as it decreases over a run.
 enum { NORM_WINDOW = 128 };
 typedef struct {
     double values[NORM_WINDOW];
     int64_t count;
 } NormWindow;
 
-// The largest norm that is no outlier; infinite without --skip-zscore and until the window is full.
+// The largest norm that is not an outlier; infinite without --skip-zscore or until the window is
+// full.
 static double norm_limit(const NormWindow *w, double zscore) {
     double mean = 0, variance = 0;
     if (zscore <= 0 || w->count < NORM_WINDOW) {
@@ -5062,9 +5078,9 @@ static double norm_limit(const NormWindow *w, double zscore) {
     return mean + zscore * sqrt(variance);
 }
 
-// Optimizer step on the whole network: norm, clip, update. Returns the norm; *skipped is 1 and
-// nothing changes when the norm is not finite or above `limit`. `updates` counts the updates made
-// before this one.
+// Optimizer step on the whole network: norm, clipping, update. Returns the norm. If the norm is not
+// finite or is above `limit`, *skipped is set to 1 and nothing changes. `updates` is the number of
+// earlier updates.
 static double network_update(Plan *p, const Options *o, double lr, double limit, int64_t updates,
                              int *skipped) {
     const Settings *s = &p->settings;
@@ -5078,7 +5094,7 @@ static double network_update(Plan *p, const Options *o, double lr, double limit,
     }
     double scale = o->clip > 0 && norm > o->clip ? o->clip / norm : 1;
     const AdamW a = adamw_at(o, lr, updates, scale);
-    #pragma omp parallel  // one team for all tensors: to start one costs as much as a small tensor
+    #pragma omp parallel  // one team for all tensors; starting one costs as much as a small tensor
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int l = 0; l < tensor_copies(m, tensor); l++) {
             const TensorRange r = tensor_update_range(s, tensor, l);
@@ -5093,80 +5109,83 @@ static double network_update(Plan *p, const Options *o, double lr, double limit,
 
 // -------------------------------------------------------------------------------------------------
 // 14. The engine
-// The few verbs by which everything above the network drives it: micro_step, update, forward_loss,
-// logits, and states in and out. The CPU's engine is here; Volume II brings the GPU's. All that
-// follows knows neither.
+// The few methods that all code above the network calls: micro_step, update, forward_loss, logits,
+// and reading and writing states. The CPU's engine is defined here, the GPU's in train_gpt2.cu. The
+// chapters that follow depend on neither.
 
-// What a run trains are three flat states, laid out as chapter The model says.
-enum { STATE_WEIGHTS, STATE_M, STATE_V, STATES, STATE_GRADS = STATES };  // gradients: read only
+// A run trains three flat states, laid out as described in chapter The model.
+enum { STATE_WEIGHTS, STATE_M, STATE_V, STATES, STATE_GRADS = STATES };  // gradients: read-only
 static const Kind state_kinds[STATES + 1] = {KIND_WEIGHTS, KIND_MOMENTS, KIND_MOMENTS,
                                                KIND_GRADIENTS};
-// Elements that pass through the host at a time: 1 MiB of fp32, enough for a disk's full rate. Few
-// in test builds, so that small models have several.
+// Elements transferred through the host at a time: 1 MiB of fp32, enough for a disk's full
+// throughput. Fewer in test builds, so that small models have several pieces.
 enum { PIECE = GPT2_POISON ? 1 << 10 : 1 << 18 };
 
 typedef struct {
     double loss, norm;
     int skipped;
-    int scale_log2, scale_steps;  // of fp16's loss scale, as RunState has them; else 0
-    int scale_moved;              // by this step: 1 up; -1 down, for which it was skipped
+    int scale_log2, scale_steps;  // fp16's loss scale as in RunState; otherwise 0
+    int scale_moved;              // by this step: 1 up; -1 down, and the step was skipped
 } StepResult;
 
-// fp16 has numbers up to 65504 and fewer digits below 6e-5, so the loss, and so every gradient, is
-// multiplied by a power of two that the engine moves. The first one, and the steps without an
-// overflow after which it doubles: the defaults of PyTorch's torch.amp.GradScaler.
+// fp16 overflows above 65504 and loses precision below 6e-5, so the loss, and hence every gradient,
+// is scaled by a power of two that the engine adjusts. The initial scale, and the number of steps
+// without overflow after which it doubles, are the defaults of PyTorch's torch.amp.GradScaler.
 enum { LOSS_SCALE_LOG2 = 16, LOSS_SCALE_GROWS = 2000, FP16_MOST = 65504 };
 
-enum { MATMUL_TEXT = 4096 };  // bytes of the choices' text
+enum { MATMUL_TEXT = 4096 };  // bytes of the text of chosen algorithms
 
 typedef struct Engine Engine;
 struct Engine {
     void *self;
-    char device[192];         // for people
-    const char *matmul;       // how its products were chosen where there is a choice; or NULL
-    int states;               // that it holds: STATES, or the weights alone
-    int zero;                 // opened with states of zero, and none written since
-    // Takes the choices of a checkpoint, before any state is written; 0: it cannot, and keeps its
-    // own. NULL: it has no choice.
+    char device[192];         // description to print
+    const char *matmul;       // its chosen matmul algorithms as text; NULL: no choice
+    int states;               // that it holds: STATES, or only the weights
+    int zero;                 // 1: opened with all states zero, and none written since
+    // Adopts the matmul algorithms of a checkpoint, before any state is written. Returns 0 if it
+    // cannot; it then keeps its own. NULL: it has no choice.
     int (*set_algorithms)(Engine *e, const char *choices);
-    double peak_flops;        // that "% of peak" is of; 0: unknown
-    const char *peak_source;  // where it comes from
+    double peak_flops;        // the basis of "% of peak"; 0: unknown
+    const char *peak_source;  // its source, or why it is unknown
     // Forward and backward of micro-batch `accum_step` of `accum_steps`; the first one clears the
     // gradients.
     void (*micro_step)(Engine *e, const Token *inputs, const Token *targets, int accum_step,
                        int accum_steps);
-    // Brings the batch of the next micro-step, which is given it again, to the device ahead, while
-    // that still computes. NULL: nothing would be gained.
+    // Prefetches the next micro-step's batch while the device is still computing; the same batch is
+    // passed again to that micro-step. NULL if prefetching would not help.
     void (*prepare)(Engine *e, const Token *inputs, const Token *targets);
-    // Ends the step: mean loss of its micro-batches, gradient norm, and the update unless it is
-    // skipped.
+    // Ends the step: computes the mean loss of its micro-batches and the gradient norm, and updates
+    // unless the step is skipped.
     StepResult (*update)(Engine *e, const Options *o, double lr, double limit, int64_t updates);
-    // Goes on with a checkpoint's loss scale. NULL: the loss is not scaled.
+    // Restores a checkpoint's loss scale. NULL: the loss is not scaled.
     void (*scale_loss)(Engine *e, int log2, int64_t good_steps);
-    double weight_most;  // the largest weight that its type holds; 0: any
-    // Mean loss of one batch (B,T), nothing learnt; `losses` (B,T), unless NULL, receives them all.
+    double weight_most;  // the largest weight its type can hold; 0: no limit
+    // Mean loss of one batch (B,T), without training. Unless NULL, `losses` (B,T) receives each
+    // token's loss.
     double (*forward_loss)(Engine *e, real *losses, const Token *inputs, const Token *targets);
     // Logits (V) after the last of n <= T tokens.
     void (*logits)(Engine *e, real *out, const Token *tokens, int n);
-    // The same for n more tokens, from position `first` on, of a sequence whose positions before
-    // are in the KV cache, and into it. Only where the plan has one. What the cache holds from
-    // `first` on is written over: a sequence may go on anew from any of its positions.
+    // The same for n more tokens, at positions from `first` on, of a sequence whose earlier
+    // positions are in the KV cache; adds theirs to the cache. Valid only if the plan has a KV
+    // cache. Overwrites the cache from `first` on, so a sequence may be continued again from any of
+    // its positions.
     void (*extend)(Engine *e, real *out, const Token *tokens, int first, int n);
-    // `count` elements from `offset` of a flat state (STATE_*), out of the engine and into it,
-    // wherever their home is. What is between tensors reads as zero and is not written.
+    // Reads or writes `count` elements from `offset` of a flat state (STATE_*), independent of its
+    // placement. Gaps between tensors read as zero and are not written.
     void (*read)(Engine *e, int state, int64_t offset, real *out, int64_t count);
-    // The same of elements that this rank has itself; it asks no other.
+    // Like read, for elements that this rank holds itself; does not communicate with other ranks.
     void (*read_own)(Engine *e, int state, int64_t offset, real *out, int64_t count);
     void (*write)(Engine *e, int state, int64_t offset, const real *values, int64_t count);
-    // all (ranks, bytes) = `mine` of every rank. All ranks call it, and read, at the same places of
-    // the run; NULL in an engine that knows no others.
+    // all (ranks, bytes) = `mine` of every rank. Collective, as is read: all ranks must call it at
+    // the same points of the run. NULL in an engine for a single rank.
     void (*gather)(Engine *e, void *all, const void *mine, size_t bytes);
-    // A hash of the states of which each rank has a copy, alike on all unless one computes wrongly.
+    // A hash of the states replicated on every rank; equal on all ranks unless one computes
+    // incorrectly.
     uint64_t (*replica)(Engine *e);
     void (*close)(Engine *e);
 };
 
-// engine->gather, or for a single rank what it comes to.
+// engine->gather; with a single rank, a copy.
 static void engine_gather(Engine *e, void *all, const void *mine, size_t bytes) {
     if (this_rank.ranks == 1) {
         memcpy(all, mine, bytes);
@@ -5175,8 +5194,8 @@ static void engine_gather(Engine *e, void *all, const void *mine, size_t bytes) 
     }
 }
 
-// Returns the words (ranks) of all ranks, with the `value` of each, until the next exchange; from
-// here on all ranks know of a signal that one of them got, and of a fault.
+// Returns the status of every rank, including its `value`; the array is valid until the next
+// exchange. After this call all ranks know of a signal or a fault on any of them.
 static const RankStatus *engine_exchange(Engine *e, double value) {
     static RankStatus *words;
     const RankStatus mine = {value, stop_signal != 0, this_rank.failed};
@@ -5188,21 +5207,21 @@ static const RankStatus *engine_exchange(Engine *e, double value) {
     return words;
 }
 
-// The same without a value.
+// engine_exchange() without a value; does nothing with a single rank.
 static void engine_agree(Engine *e) {
     if (this_rank.ranks > 1) {
         engine_exchange(e, 0);
     }
 }
 
-// The CPU's engine: the plan and the loss of the step so far.
+// The CPU's engine: the plan and the mean loss accumulated so far in this step.
 typedef struct {
     Plan *plan;
     double loss;
 } CpuEngine;
 
 // The loss is averaged over the step: each micro-batch and rank has the same weight, and the
-// gradients of its micro-batches need no scaling when they are all added up.
+// gradients of micro-batches are simply added, without further scaling.
 static void cpu_micro_step(Engine *e, const Token *inputs, const Token *targets, int accum_step,
                            int accum_steps) {
     CpuEngine *cpu = (CpuEngine *)e->self;
@@ -5226,7 +5245,7 @@ static StepResult cpu_update(Engine *e, const Options *o, double lr, double limi
     return result;
 }
 
-// The walk through the head and no further; BUF_LOSSES is in the oracle's order, (B,T).
+// Runs the stages up to and including the head; BUF_LOSSES is (B,T), the CPU reference's own order.
 static double cpu_forward_loss(Engine *e, real *losses, const Token *inputs, const Token *targets) {
     Plan *p = ((CpuEngine *)e->self)->plan;
     const Settings *s = &p->settings;
@@ -5238,7 +5257,7 @@ static double cpu_forward_loss(Engine *e, real *losses, const Token *inputs, con
     return pass.loss;
 }
 
-// One sequence of n tokens in the buffers of B sequences of T; the head computes its last row.
+// One sequence of n tokens in buffers for B sequences of T; the head computes its last row only.
 static void cpu_logits(Engine *e, real *out, const Token *tokens, int n) {
     Plan *p = ((CpuEngine *)e->self)->plan;
     const Model *m = &p->settings.model;
@@ -5247,7 +5266,8 @@ static void cpu_logits(Engine *e, real *out, const Token *tokens, int n) {
     memcpy(out, buffer(p, BUF_LOGITS), (size_t)m->V * sizeof(real));
 }
 
-// As many tokens at a time as the plan has rows; the head computes the last row of all.
+// Processes as many tokens at a time as the plan has rows; the head computes only the last row of
+// all.
 static void cpu_extend(Engine *e, real *out, const Token *tokens, int first, int n) {
     Plan *p = ((CpuEngine *)e->self)->plan;
     const Model *m = &p->settings.model;
@@ -5259,7 +5279,7 @@ static void cpu_extend(Engine *e, real *out, const Token *tokens, int first, int
     memcpy(out, buffer(p, BUF_LOGITS), (size_t)m->V * sizeof(real));
 }
 
-// A span of a flat state, at home.
+// The elements of a span of a flat state, in its backing store.
 static real *cpu_span(const Plan *p, int state, const TensorSpan *span) {
     Location location = tensor_store(&p->settings, state_kinds[state], span->tensor, span->layer);
     location.buffer = state == STATE_V ? BUF_V : location.buffer;
@@ -5284,8 +5304,8 @@ static void cpu_write(Engine *e, int state, int64_t offset, const real *values, 
     }
 }
 
-// A visit's bytes move at once, so that nobody waits for them. Gradients that do not come from
-// home are cleared, since the layers add to them.
+// Transfers complete immediately, so the waiting phases do nothing. Gradients without a fetch are
+// cleared, since the layers add to them.
 static void cpu_transfer(Plan *p, int phase, const Transfer *v, void *slot, void *store,
                          size_t bytes) {
     (void)p;
@@ -5303,7 +5323,8 @@ static void cpu_close(Engine *e) {
     free(e->self);
 }
 
-// Allocates the plan on the CPU; it is the caller's and outlives the engine.
+// Opens the CPU engine and allocates the plan's memory. The plan belongs to the caller and outlives
+// the engine.
 static void cpu_open(Engine *e, Plan *p) {
     const int threads = p->settings.threads;
     CpuEngine *cpu = (CpuEngine *)alloc_zero(1, sizeof *cpu);
@@ -5331,9 +5352,9 @@ static void cpu_open(Engine *e, Plan *p) {
              threads == 1 ? "" : "s", matmul_bf16 ? ", products of bf16" : "");
 }
 
-// Sets weights and moments to zero. The gaps keep it because nothing else writes there, the padding
-// rows of wte because their gradients are zero. An engine that has just zeroed them itself, where
-// they are, is spared the transfer.
+// Sets weights and moments to zero. Gaps between tensors stay zero because nothing else writes
+// there, the padding rows of wte because their gradients are zero. Skips the transfer for an engine
+// that has just zeroed the states itself.
 static void engine_clear(Engine *e, const Model *m) {
     if (e->zero) {
         e->zero = 0;
@@ -5349,9 +5370,9 @@ static void engine_clear(Engine *e, const Model *m) {
     free(zeros);
 }
 
-// Initial weights as GPT-2's: N(0, 0.02), residual projections N(0, 0.02 / sqrt(2 L)), LayerNorm
-// weights 1, the rest and both moments 0. Element by element a function of the seed, whatever
-// engine asks.
+// Initial weights as in GPT-2: N(0, 0.02), residual projections N(0, 0.02 / sqrt(2 L)), LayerNorm
+// weights 1, the rest and both moments 0. Each element is a function of the seed and its index
+// alone, and so the same for every engine.
 static void engine_initialise(Engine *e, const Model *m, uint64_t seed) {
     real *piece = (real *)alloc_zero(PIECE, sizeof(real));
     engine_clear(e, m);
