@@ -3202,9 +3202,9 @@ static void settings_forward(Settings *s) {
 // 2. The program chooses no more than necessary: if everything fits, nothing is recomputed or
 //    offloaded.
 
-// What `--offload auto` and the suggested changes move to the host, cheapest first; each tier
-// includes the previous ones. Moments and master bits are transferred once per step, residuals once
-// per micro-step in each direction, weights and gradients more often.
+// The states that `--offload auto` and the suggested changes move to the host, cheapest first; each
+// tier includes the previous ones. Moments and master bits are transferred once per step, residuals
+// once per micro-step in each direction, weights and gradients more often.
 enum {
     HOST_MOMENTS = 1 << KIND_MOMENTS | 1 << KIND_MASTER,
     HOST_RESIDUALS = HOST_MOMENTS | 1 << KIND_RESIDUALS,
@@ -5140,7 +5140,7 @@ struct Engine {
     void *self;
     char device[192];         // description to print
     const char *matmul;       // its chosen matmul algorithms as text; NULL: no choice
-    int states;               // that it holds: STATES, or only the weights
+    int states;               // number it holds: STATES, or 1 for the weights
     int zero;                 // 1: opened with all states zero, and none written since
     // Adopts the matmul algorithms of a checkpoint, before any state is written. Returns 0 if it
     // cannot; it then keeps its own. NULL: it has no choice.
