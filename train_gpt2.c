@@ -2763,19 +2763,19 @@ static void transfers_forget_weights(Plan *p) {
 
 // -------------------------------------------------------------------------------------------------
 // 8. Step time
-// The cards that are known and the cost model: the seconds of a step at given rates, from what its
-// stages compute and move.
-// 1. Counts are those of the kernels, not ideal ones: what is read twice counts twice.
+// The table of known cards and the cost model, which estimates the seconds of a step at given rates
+// from what its stages compute and transfer.
+// 1. The counts are those of the kernels, not ideal ones: data read twice is counted twice.
 // 2. If the rates are unknown, those of a typical card are used to compare settings, and no
 //    forecast is printed.
 
-// Memory of common cards in GiB as the driver reports it: the smallest total seen quoted in CUDA
+// Memory of common cards in GiB as reported by the driver: the smallest total quoted in CUDA
 // out-of-memory messages (public issue trackers and logs, read 2026-11; "GPU 0 has a total capacity
-// of 31.34 GiB" is a 5090). A driver keeps some of what is on the label.
+// of 31.34 GiB" is a 5090). The driver reserves some of the nominal capacity.
 typedef struct {
     const char *name;
     double gib;
-    int has_bf16;  // compute capability 8.0 or newer; the others have fp16 and fp32
+    int has_bf16;  // compute capability 8.0 or newer; older cards have fp16 and fp32
 } GpuEntry;
 static const GpuEntry gpu_table[] = {
     {"t4", 14.56, 0},    {"3060", 11.75, 1}, {"4060", 7.75, 1},    {"4060ti", 15.6, 1},
@@ -2786,7 +2786,8 @@ static const GpuEntry gpu_table[] = {
     {"b200", 178.35, 1},
 };
 
-// The entry of --gpu, or NULL when the option is not given. Ends the run at an unknown name.
+// The entry of the card that --gpu names, or NULL without that option. Ends the run at an unknown
+// name.
 static const GpuEntry *gpu_find(const Options *o) {
     char names[256] = "";
     for (size_t i = 0; i < sizeof gpu_table / sizeof gpu_table[0]; i++) {
@@ -2801,14 +2802,15 @@ static const GpuEntry *gpu_find(const Options *o) {
     return NULL;
 }
 
-// What a card does in a second: FLOPs of products of many channels, and the channels at which they
-// reach half of that; FLOPs of attention, forward and backward, under the causal mask; bytes of the
-// other kernels; bytes between host and device, and to other GPUs of its machine, each way.
-// Predicted from the kernels' instructions and from published throughputs of such cards: nobody has
-// measured them with this program. The last column is PCIe's, or what the four blocks that a run
-// allows NCCL (NCCL_CHANNELS) bring through NVLink: two fill a link (NVIDIA/nccl#1703), of whose
-// 25 GB/s 20 are data (NVIDIA/nccl#1054). With blocks for all 12 or 18 links NCCL would take six or
-// nine times the memory, and as many SMs from the products that hide the exchange.
+// Throughput of a card, per second: FLOPs of matmuls in the limit of many channels, and the number
+// of channels at which matmuls reach half of it; FLOPs of attention, forward and backward, under
+// the causal mask; bytes of all other kernels; bytes between host and device, and to other GPUs of
+// the same machine, in each direction. Predicted from the kernels' instructions and from published
+// throughputs of such cards, not measured with this program. The last column is either PCIe's rate
+// or the NVLink rate of the four CUDA thread blocks that a run allows NCCL (NCCL_CHANNELS): two of
+// them saturate a link (NVIDIA/nccl#1703), and 20 of a link's 25 GB/s are payload
+// (NVIDIA/nccl#1054). Thread blocks for all 12 or 18 links would multiply NCCL's memory by six or
+// nine, and likewise the SMs taken from the matmuls that hide the exchange.
 typedef struct {
     double matmuls, half, attention, attention_back, memory, link, peers;
 } Rates;
@@ -2823,13 +2825,15 @@ static const struct {
     {"h100", {704e12, 262, 195e12, 148e12, 2.4e12, 50e9, 40e9}},
     {"h200", {704e12, 262, 205e12, 155e12, 3.2e12, 50e9, 40e9}},
 };
-// Where no such card is named settings are compared at these: a 4090's, and those of two cores.
+// Rates used to compare settings if the card is not named or not in the table: those of a 4090 and
+// of two CPU cores.
 static const Rates usual_gpu = {160e12, 45, 115e12, 85e12, 0.84e12, 25e9, 25e9};
 static const Rates usual_cpu = {2e11, 30, 8e10, 8e10, 6e9, 6e9, 6e9};
 
-// What a stage does for a token, counted from its layers: FLOPs of products, x C^2, and of causal
-// attention, x T C; numbers that its other passes read and write, x C. Where a backward product has
-// a bias, its gradient is one more pass. The head's own are in speed_predict().
+// Work of a stage per token, counted from its layers: FLOPs of matmuls, in units of C^2; FLOPs of
+// causal attention, in units of T C; elements that its other passes read and write, in units of C.
+// The gradient of a matmul's bias is counted as one more pass over dout, except fc's, which GELU's
+// backward pass computes. The work of the head's own matmul is in speed_predict().
 typedef struct {
     double matmuls, attention, numbers;
 } StageWork;
@@ -2842,7 +2846,7 @@ static const StageWork stage_work[STAGES] = {
     {0, 0, 3}, {0, 0, 2}, {0, 0, 0}, {0, 0, 4}, {0, 0, 4}, {0, 0, 0}, {0, 0, 0},
 };
 
-// FLOPs that are recomputed, over FLOPs of a step without recomputation.
+// FLOPs of recomputation, as a fraction of the FLOPs of a step without recomputation.
 static double recompute_cost(const Settings *s) {
     const Model *m = &s->model;
     const double C = m->C, step = m->L * (72 * C * C + 7 * s->T * C) + 6.0 * C * m->Vp;
@@ -2856,9 +2860,9 @@ static double recompute_cost(const Settings *s) {
     return sum / step;
 }
 
-// Where the time of a step goes, in seconds: of a token in each stage, of what a micro-step and a
-// chunk of logits cost whatever their tokens, of a byte that the update reads or writes on the
-// device, of a byte between host and device, of a byte to another GPU.
+// Cost model of a step, in seconds: per token in each stage; per block and micro-step, and per
+// chunk of logits, independent of their tokens; per step; per byte that the update reads or writes
+// on the device; per byte between host and device; per byte sent to another GPU.
 typedef struct {
     double token[STAGES];
     double block, chunk, step;
@@ -2866,9 +2870,9 @@ typedef struct {
     int gpu;
 } Speed;
 
-// The speed at a card's rates. Launches take 1.2 us each, 30 a block and 4 a chunk, which is what a
-// queue of short kernels costs on H100s; a block's weights pass by four times a micro-step, its
-// gradients read and written among them, a chunk's three times.
+// The cost model at a card's rates. Each kernel launch costs 1.2 us, as in a queue of short kernels
+// on H100s; there are 30 launches per block and 4 per chunk. A block's weights cross memory four
+// times per micro-step, including the read and the write of their gradients; a chunk's three times.
 static Speed speed_predict(const Rates *r, const Settings *s) {
     const Model *m = &s->model;
     const double C = m->C, bytes = (double)type_bytes(s->dtype), launch = s->gpu ? 1.2e-6 : 5e-6;
@@ -2892,7 +2896,7 @@ static Speed speed_predict(const Rates *r, const Settings *s) {
     return v;
 }
 
-// The rates of the card that --gpu names; NULL: there are none.
+// The rates of the card that --gpu names, or NULL if it is not named or has no rates.
 static const Rates *rates_named(const Options *o) {
     const GpuEntry *card = gpu_find(o);
     for (size_t i = 0; card && i < sizeof rates_table / sizeof rates_table[0]; i++) {
@@ -2903,13 +2907,13 @@ static const Rates *rates_named(const Options *o) {
     return NULL;
 }
 
-// The speed at which settings are compared where no card is named.
+// The cost model used to compare settings if the card's rates are unknown.
 static Speed speed_usual(const Settings *s) {
     return speed_predict(s->gpu ? &usual_gpu : &usual_cpu, s);
 }
 
-// Bytes that an update reads and writes on the device: gradients twice, for the norm and for AdamW;
-// weights, moments and master once each way.
+// Bytes that an update reads and writes on the device. Gradients are read twice, for the norm and
+// for AdamW; weights, moments and master bits are read once and written once.
 static double update_bytes(const Settings *s) {
     static const int states[] = {BUF_WEIGHTS, BUF_GRADS, BUF_GRADS_1D, BUF_M, BUF_V, BUF_MASTER};
     BufferEntry rows[SINGLES];
@@ -2923,13 +2927,13 @@ static double update_bytes(const Settings *s) {
     return bytes;
 }
 
-// Bytes that a rank moves in a step of `micros` micro-steps: between host and device, and to the
-// other ranks, of what it gathers and reduces.
+// Bytes that one rank transfers in a step of `micros` micro-steps: host to device, device to host,
+// and to other ranks in all-gathers and in reductions.
 typedef struct {
     double up, down, gathered, reduced;
 } Traffic;
 
-// Counts them from the visits and the plan's buffers; nothing of it is timed.
+// Computes the traffic from the list of transfers and the plan's buffers; nothing is measured.
 static Traffic step_traffic(const Settings *s, int micros) {
     const double others = 1 - 1.0 / s->ranks;
     const int divided = s->placement[KIND_MOMENTS] & PLACE_SHARD;
@@ -2952,8 +2956,9 @@ static Traffic step_traffic(const Settings *s, int micros) {
         t.reduced += v->out & PLACE_SHARD ? micros * others * bytes : 0;
     }
     free(transfers);
-    // The update works in place; the norm reads gradients once more. Of whole weights that ranks
-    // update in parts, the own part goes up once more to be gathered, and then all come down.
+    // The update works in place on states in host memory; the norm reads gradients once more.
+    // Weights stored whole in host memory but updated in shards: each rank uploads its own shard
+    // once more for the all-gather and then copies all weights back to host memory.
     static const int in_place[][3] = {{BUF_WEIGHTS_STORE, 1, 1}, {BUF_GRADS_STORE, 2, 0},
                                       {BUF_M, 1, 1}, {BUF_V, 1, 1}, {BUF_MASTER, 1, 1}};
     const int gathers = divided && s->placement[KIND_WEIGHTS] == PLACE_HOST;
@@ -2964,8 +2969,8 @@ static Traffic step_traffic(const Settings *s, int micros) {
         t.up += s->placement[row->kind] & PLACE_HOST ? (in_place[i][1] * bytes + whole) / parts : 0;
         t.down += s->placement[row->kind] & PLACE_HOST ? in_place[i][2] * bytes / parts + whole : 0;
     }
-    // Whole gradients are reduced once; then the parts are gathered of what AdamW has divided, or
-    // else of the sums.
+    // Gradients that are not sharded are reduced once per step. An all-gather follows: of the new
+    // weights if the optimizer states are sharded, otherwise of the reduced gradients.
     const double vectors = 4 * (double)rows[BUF_GRADS_1D].count, w = (double)type_bytes(s->dtype);
     const double grads = (double)type_bytes(s->grad_dtype) * (double)rows[BUF_GRADS].count;
     const int64_t placement =
@@ -2976,7 +2981,7 @@ static Traffic step_traffic(const Settings *s, int micros) {
     return t;
 }
 
-// Seconds of what a micro-step computes, with or without its blocks.
+// Seconds of computation in a micro-step, with or without the transformer's blocks.
 static double forecast_micro(const Speed *v, const Settings *s, int blocks) {
     const int L = blocks ? s->model.L : 0;
     const double N = (double)s->B * s->T, chunks = ceil(N / s->logit_rows);
@@ -2991,22 +2996,23 @@ static double forecast_micro(const Speed *v, const Settings *s, int blocks) {
     return N * token + L * v->block + chunks * v->chunk;
 }
 
-// Seconds of a step of `micros` micro-steps on each rank. What visits a device travels beside the
-// computation, both ways at once, and so do gradients and their sums between GPUs, those that stay
-// on the device in the last micro-step alone. What the update works on in host memory does not, nor
-// do new weights, which ZeRO gathers behind the update. The exchange is counted as if it could
-// begin with the micro-step, and as if it shared the link to the host, which it does on PCIe.
+// Seconds of a step of `micros` micro-steps on each rank. Transfers of streamed buffers overlap
+// with computation, in both directions at once. The exchange of gradients between GPUs overlaps
+// too; gradients that stay on the device are exchanged only in the last micro-step. Two transfers
+// do not overlap: those of states in host memory that the update works on, and the all-gather of
+// new weights after the update (ZeRO). The model assumes that the exchange can begin with the
+// micro-step and that it shares the link to the host, as it does on PCIe.
 static double forecast_step(const Speed *v, const Settings *s, int64_t micros) {
     double micro = forecast_micro(v, s, 1), last = micro, update = update_bytes(s) * v->byte;
     if (settings_offloads(s) || s->ranks > 1) {
         const Traffic one = step_traffic(s, 1), two = step_traffic(s, 2);
-        const double up = two.up - one.up, down = two.down - one.down;  // of a micro-step
+        const double up = two.up - one.up, down = two.down - one.down;  // per micro-step
         const double reduced = two.reduced - one.reduced, gathered = two.gathered - one.gathered;
         const double transfers =
             fmax(up, down) * v->link_byte + (reduced + gathered) * v->peer_byte;
         const double sums = (one.reduced - reduced) * v->peer_byte;
         const double results = (one.gathered - gathered) * v->peer_byte;
-        const int divided = s->placement[KIND_MOMENTS] & PLACE_SHARD;  // so weights are gathered
+        const int divided = s->placement[KIND_MOMENTS] & PLACE_SHARD;  // then weights are gathered
         last = fmax(micro, transfers + sums + (divided ? 0 : results));
         micro = fmax(micro, transfers);
         update += fmax(fmax(one.up - up, one.down - down), 0) * v->link_byte;
@@ -3015,35 +3021,35 @@ static double forecast_step(const Speed *v, const Settings *s, int64_t micros) {
     return (double)(micros - 1) * micro + last + update + v->step;
 }
 
-// The forecast as people quote it: the tokens of all ranks.
+// Predicted throughput in the usual unit: tokens per second of all ranks together.
 static double forecast_tokens_per_s(const Speed *v, const Settings *s, int64_t micros) {
     return (double)micros * s->ranks * s->B * s->T / forecast_step(v, s, micros);
 }
 
 // -------------------------------------------------------------------------------------------------
 // 9. Settings
-// From options to settings, on the card that is named or at hand. From settings to the time of a
-// step, to what fits and to the printed plan the appendix data/fit.c goes on (chapter Start-up and
-// main includes it).
+// From options to settings, for the named card or the one present, including the levels of
+// recomputation and the offload that the program chooses itself.
 
-// Library memory (CUDA context, cuBLASLt) of a GPU run. Nobody has measured it yet, and the plan
-// says so.
+// Library memory (CUDA context, cuBLASLt) of a GPU run. Not measured yet; the plan says so.
 static const size_t library_reserve_bytes = (size_t)1 << 30;
 
-// What NCCL takes for the exchange between ranks: of eight H100 each pair and channel got 12 MiB of
-// buffers (NVIDIA/nccl#1685). Peers on other machines share one pool (NVIDIA/nccl#1450), counted
-// here as one peer more, with the ring of the gathers. A run allows NCCL so many channels; a
-// machine is taken to have eight GPUs.
+// Estimate of NCCL's memory for the exchange between ranks: on eight H100s each pair of GPUs got
+// 12 MiB of buffers per channel (NVIDIA/nccl#1685). Peers on other machines share one pool
+// (NVIDIA/nccl#1450), which is counted here as one additional peer, together with the ring of the
+// all-gathers. A run limits NCCL to NCCL_CHANNELS channels; a machine is assumed to have eight
+// GPUs.
 enum { NCCL_CHANNELS = 4, NCCL_PEERS = 7 };
 static int nccl_peers(const Settings *s) { return min_int(s->ranks - 1, NCCL_PEERS); }
 static size_t nccl_estimate_bytes(const Settings *s) {
     return s->ranks > 1 ? (size_t)(nccl_peers(s) + 1) * NCCL_CHANNELS * ((size_t)12 << 20) : 0;
 }
 
-// Rows of a classifier chunk, in multiples of 128. All logits of a batch at once would be the
+// Default rows of a classifier chunk, in multiples of 128. The logits of a whole batch would be the
 // largest buffer of most plans. The CPU gets 64 MiB, 256 rows of GPT-2's vocabulary: each chunk
-// packs the whole of wte again, which 256 rows pay for. On a GPU few rows make slow products, and
-// each chunk rounds wte's bf16 gradient once more: up to 65,536 tokens that is eight times.
+// packs all of wte again, and 256 rows are enough to amortize that. On a GPU, matmuls of few rows
+// are slow, and each chunk rounds wte's bf16 gradient once more: at most eight times for batches of
+// up to 65,536 tokens.
 static int64_t default_logit_rows(const Model *m, size_t element_bytes, int64_t N, int gpu) {
     if (gpu) {
         return min_i64(min_i64(max_i64((N + 1023) / 1024 * 128, 2560), 8192), N);
@@ -3052,20 +3058,21 @@ static int64_t default_logit_rows(const Model *m, size_t element_bytes, int64_t 
     return min_i64(max_i64(rows / 128 * 128, 128), N);
 }
 
-// Bytes in which cuBLASLt may keep parts of a product before it adds them up. The gradients of
-// weights need them: few tiles, so a GPU is filled by parts of the sum over tokens. Sixteen parts
-// of a block's largest matrix in fp32, within the 32 MiB that cuBLAS's manual recommends on Hopper
-// and 128 MiB, so that a small model's plan is not all workspace.
+// Workspace in bytes for cuBLASLt's split-k partial sums. The gradients of weights need it: they
+// have few output tiles, so the sum over tokens is split to fill the GPU. The size is sixteen parts
+// of a block's largest matrix in fp32. The lower bound is the 32 MiB that cuBLAS's manual
+// recommends on Hopper; the upper bound, 128 MiB, keeps a small model's plan from being mostly
+// workspace.
 static int64_t default_workspace(const Model *m) {
     const int64_t parts = (int64_t)16 * 4 * m->C * m->C * (int64_t)sizeof(float);
     return min_i64(max_i64(parts, 32 << 20), 128 << 20);
 }
 
-// The stage of ZeRO from which on each state is sharded, 0: never.
+// The lowest ZeRO stage that shards each state; 0: never sharded.
 static const int shard_stage[KINDS] = {3, 2, 1, 1, 0};
 
-// Ranks and homes, from --gpus, which is by now what a launcher started, --zero and --offload. Ends
-// the run where these do not go together.
+// Sets the number of ranks and the placement of each state from --gpus (by now the number of ranks
+// that a launcher started), --zero and --offload. Ends the run if these are incompatible.
 static void settings_placements(Settings *s, const Options *o) {
     if (o->zero && o->gpus == 1) {
         die("--zero (-z) %" PRId64 " divides states among GPUs: --gpus N or mpirun asks for some",
@@ -3075,7 +3082,7 @@ static void settings_placements(Settings *s, const Options *o) {
     s->rank = this_rank.rank;
     for (int state = 0; state < KINDS; state++) {
         const int stage = shard_stage[state], sharded = s->ranks > 1 && stage && o->zero >= stage;
-        const int hosted = o->offload >> state & 1;  // `auto` is a bit of its own
+        const int hosted = o->offload >> state & 1;  // `auto` has a separate bit
         s->placement[state] = (uint8_t)((hosted ? PLACE_HOST : 0) | (sharded ? PLACE_SHARD : 0));
     }
     if (s->ranks > 1 && s->placement[KIND_GRADIENTS] & PLACE_HOST) {
@@ -3086,16 +3093,16 @@ static void settings_placements(Settings *s, const Options *o) {
 
 static const char *bf16_missing(void);  // chapter Matmul and fast maths
 
-// The type of a GPU run: what is asked for, else bf16 where the card that is planned for has it. Of
-// the GPU at hand run_choose_dtype() has asked.
+// The number type of a GPU run: the one requested, otherwise bf16, or fp16 if the planned card has
+// no bf16. For the GPU present, run_choose_dtype() has already chosen.
 static int64_t gpu_dtype(const Options *o) {
     const GpuEntry *card = gpu_find(o);
     const int usual = card && !card->has_bf16 ? DTYPE_FP16 : DTYPE_BF16;
     return o->dtype ? o->dtype : usual;
 }
 
-// Number types and master bits of the states. Ends the run at what the card, the program or
-// another setting rules out.
+// Number types and master bits of the states. Ends the run at a combination that the card, the
+// program or another setting rules out.
 static void settings_types(Settings *s, const Options *o) {
     const GpuEntry *card = gpu_find(o);
     const int64_t dtype = s->gpu || o->dtype ? gpu_dtype(o) : (int64_t)DTYPE_FP32;
@@ -3121,7 +3128,7 @@ static void settings_types(Settings *s, const Options *o) {
         die("--%s bf16 needs --dtype bf16, found %s",
             o->grad_dtype == GRADS_BF16 ? "grad-dtype" : "moments", choice_text(dtypes, dtype).s);
     }
-    if (s->dtype == TYPE_FP16 && o->master == MASTER_NONE && !o->eval) {  // which has no master
+    if (s->dtype == TYPE_FP16 && o->master == MASTER_NONE && !o->eval) {  // --eval has no master
         die("--master (-w) none: with --dtype fp16 the fp32 weights cannot be left out");
     }
     if (s->placement[KIND_MASTER] & PLACE_HOST && !settings_has_master(s)) {
@@ -3130,8 +3137,8 @@ static void settings_types(Settings *s, const Options *o) {
     }
 }
 
-// Settings of a run, from its options; the model, with its vocabulary, is already known. Ends the
-// run at what this program cannot do.
+// Settings of a run from its options; the model, including its vocabulary, is already known. Ends
+// the run at settings that this program does not support.
 static void settings_from_options(Settings *s, const Options *o, const Model *m, int gpu) {
     memset(s, 0, sizeof *s);
     s->model = *m;
@@ -3143,7 +3150,7 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
         die("--seq-len (-t): %d is more than the model's %d positions", s->T, m->maxT);
     }
     const int64_t N = (int64_t)s->B * s->T;
-    if (N > 1 << 26) {  // B x T is an int everywhere
+    if (N > 1 << 26) {  // B x T is stored as an int everywhere
         die("--batch (-b) %d x --seq-len (-t) %d: a micro-batch holds at most 67,108,864 tokens",
             s->B, s->T);
     }
@@ -3156,7 +3163,7 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
     }
     s->logit_rows =
         (int)(o->logit_rows ? o->logit_rows : default_logit_rows(m, type_bytes(s->dtype), N, gpu));
-    // The CPU's products have a workspace too, but its size is a matter of their code.
+    // The CPU's matmuls use a workspace too, but its size is fixed by their implementation.
     if (o->workspace && !gpu) {
         die("--workspace is for a GPU's products; with --plan --gpu NAME this program plans them");
     }
@@ -3165,22 +3172,24 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
     s->quiet = o->quiet || o->json;
 }
 
-// From a training run's settings to those of one that learns nothing: the plan keeps weights and
-// what one pass forward needs of the rest. No block's input waits for a backward pass.
+// Turns a training run's settings into those of a forward-only run. The plan keeps the weights and
+// what one forward pass needs; no block's input is kept for a backward pass.
 static void settings_forward(Settings *s) {
     s->forward = 1;
     s->split_master = 0;
     s->placement[KIND_RESIDUALS] = 0;
 }
 
-// Levels and homes. What changes no bit may be chosen by the program: the levels of recomputation,
-// block by block, and what lives on the host.
-// 1. Levels come before homes: recomputing takes nothing but time, and less of it than PCIe may.
-// 2. No more is chosen than it takes: with room for everything, nothing.
+// Levels and placement. The program may choose anything that does not change results: the recompute
+// level of each block, and which states are offloaded to the host.
+// 1. Levels are chosen before placement: recomputation costs only time, and often less of it than
+//    PCIe transfers.
+// 2. The program chooses no more than necessary: if everything fits, nothing is recomputed or
+//    offloaded.
 
-// States that --offload auto and the remedies send to the host, the cheapest first: each rung adds
-// to the one before. Moments and master cross once a step, residuals once a micro-step each way,
-// weights and gradients more often.
+// The states that `--offload auto` and the suggested changes move to the host, cheapest first; each
+// tier includes the previous ones. Moments and master bits are transferred once per step, residuals
+// once per micro-step in each direction, weights and gradients more often.
 enum {
     HOST_MOMENTS = 1 << KIND_MOMENTS | 1 << KIND_MASTER,
     HOST_RESIDUALS = HOST_MOMENTS | 1 << KIND_RESIDUALS,
@@ -3190,8 +3199,8 @@ enum {
 static const int offload_tiers[] = {0, HOST_MOMENTS, HOST_RESIDUALS, HOST_GRADIENTS, HOST_ALL};
 enum { OFFLOAD_TIERS = sizeof offload_tiers / sizeof offload_tiers[0] };
 
-// Adds host homes to the settings: those of `states` that exist here. Returns what has one now, as
-// --offload has it.
+// Places those of `states` that exist here in host memory, in addition to those already there.
+// Returns all states now in host memory, in the format of --offload.
 static int64_t settings_offload(Settings *s, int states) {
     int64_t all = 0;
     for (int state = 0; state < KINDS; state++) {
@@ -3205,7 +3214,7 @@ static int64_t settings_offload(Settings *s, int states) {
     return all;
 }
 
-// The states at home on the host as --offload takes them.
+// The states placed in host memory, in the syntax of --offload.
 static const char *offload_text(char text[64], const Settings *s) {
     int n = 0;
     snprintf(text, 64, "none");
@@ -3218,9 +3227,10 @@ static const char *offload_text(char text[64], const Settings *s) {
     return text;
 }
 
-// The levels worth mixing, from `none` to `block`: each next one frees memory at the lowest price
-// in time, so what lies between two of them is no cheaper than a mixture of both (the lower convex
-// hull of seconds over numbers kept). Returns how many.
+// The recompute levels worth mixing, from `none` to `block`: the lower convex hull of seconds over
+// elements kept. Each next level frees memory at the lowest cost in time per element; a level
+// between two levels of the hull is no cheaper than a mixture of both. Returns the number of
+// levels.
 static int level_hull(int hull[RECOMPUTE_LEVELS], const Speed *v) {
     double seconds[RECOMPUTE_LEVELS] = {0}, kept[RECOMPUTE_LEVELS] = {0};
     int n = 1;
@@ -3248,7 +3258,8 @@ static int level_hull(int hull[RECOMPUTE_LEVELS], const Speed *v) {
     return n;
 }
 
-// Mixture `k` of k = 0 .. (n - 1) L, ever smaller: the first k % L blocks at the hull's next level.
+// Applies mixture `k` of 0 .. (n - 1) L, in order of decreasing memory: the first k % L blocks use
+// the hull's next level.
 static void settings_mix(Settings *s, const int *hull, int k) {
     const int L = s->model.L;
     for (int l = 0; l < L; l++) {
@@ -3256,14 +3267,14 @@ static void settings_mix(Settings *s, const int *hull, int k) {
     }
 }
 
-// Sets the levels to the cheapest mixture whose plan takes at most `bytes`, and then lets the last
-// blocks recompute nothing as long as it still fits: what they keep is used before most of
-// backward's working set exists. Returns the plan's bytes; above `bytes` nothing fits, and the
-// levels are those of the smallest plan.
+// Sets the levels to the cheapest mixture whose plan takes at most `bytes`. Then it turns
+// recomputation off for the last blocks, as long as the plan still fits: backward uses their
+// activations before most of its working set exists. Returns the plan's bytes; if they exceed
+// `bytes`, no mixture fits and the levels are those of the smallest plan.
 static size_t settings_fit_levels(Settings *s, const Speed *v, size_t bytes) {
     int hull[RECOMPUTE_LEVELS], low = -1, high = (level_hull(hull, v) - 1) * s->model.L;
     const int last = high;
-    while (high - low > 1) {  // halving by the bytes alive, which a layout hardly exceeds
+    while (high - low > 1) {  // bisection by live bytes; the layout hardly exceeds them
         const int middle = (low + high) / 2;
         settings_mix(s, hull, middle);
         *(plan_live(s) <= bytes ? &high : &low) = middle;
@@ -3289,18 +3300,18 @@ static size_t settings_fit_levels(Settings *s, const Speed *v, size_t bytes) {
     return best;
 }
 
-// What a run may take: bytes of its device, 0: unknown, and of the host's memory. Beside it what
-// libraries take of the device, where it is, and its speed where `from` says how that is known; and
-// what a step may take of the data.
+// Resources available to a run: bytes of device memory (0: unknown) and of host memory; device
+// memory that libraries take; the device's name in messages and its speed, with `from` saying how
+// the speed is known (NULL: unknown); and the sequences available in the data.
 typedef struct {
     size_t device, host, library;
-    int64_t windows;  // sequences that the data gives, 0: unknown
+    int64_t windows;  // sequences in the data, 0: unknown
     const char *where, *from;
     Speed speed;
 } MemoryBudget;
 
-// Bytes of every group at the tick where most bytes are alive, so that they add up to the peak; the
-// rest of the allocation is what first fit could not share. Host buffers are counted apart.
+// Bytes per group at peak usage, so that they sum to the peak; the rest of the allocation is
+// first-fit fragmentation. Host buffers are counted separately.
 static void plan_groups(const Plan *p, size_t device[GROUPS], size_t host[GROUPS]) {
     memset(device, 0, GROUPS * sizeof(size_t));
     memset(host, 0, GROUPS * sizeof(size_t));
@@ -3312,13 +3323,14 @@ static void plan_groups(const Plan *p, size_t device[GROUPS], size_t host[GROUPS
     }
 }
 
-// Micro-steps of a step, those that hold -d's tokens (0: no whole number of them does) or one.
+// Micro-steps per step: as many as -d's tokens take, 0 if they are not a whole number of
+// micro-steps, and 1 without -d.
 static int64_t step_micros(const Options *o, const Settings *s) {
     const int64_t tokens = (int64_t)s->ranks * s->B * s->T;
     return !o->tokens_per_step ? 1 : o->tokens_per_step % tokens ? 0 : o->tokens_per_step / tokens;
 }
 
-// step_micros of a run, which ends where no whole number of micro-steps holds -d's tokens.
+// step_micros() for a run: ends the run if -d's tokens are not a whole number of micro-steps.
 static int64_t step_whole_micros(const Options *o, const Settings *s) {
     const int64_t micros = step_micros(o, s);
     char gpus[32] = "", times[32] = "";
@@ -3334,12 +3346,12 @@ static int64_t step_whole_micros(const Options *o, const Settings *s) {
     return micros;
 }
 
-// Decides what -r auto and --offload auto leave to the program, neither of which changes a bit: the
-// cheapest levels that fit, and host memory only where no levels do, for as few states as it takes.
-// Where nothing fits the settings are those that lack least; where the room is unknown nothing is
+// Resolves `-r auto` and `--offload auto`, neither of which changes results: the cheapest levels
+// that fit, and offload only if no levels fit, of as few states as necessary. If nothing fits, the
+// settings are those that exceed the memory least. If the available memory is unknown, nothing is
 // recomputed or offloaded.
 static void settings_auto(Settings *s, const Options *o, const MemoryBudget *budget) {
-    const int trains = !s->forward;  // without it there is nothing to recompute or to offload
+    const int trains = !s->forward;  // a forward-only run has nothing to recompute or offload
     const int levels = trains && strcmp(o->recompute, "auto") == 0;
     const int offloads = trains && s->gpu && o->offload == OFFLOAD_AUTO;
     const Speed v = speed_usual(s);
@@ -3365,8 +3377,8 @@ static void settings_auto(Settings *s, const Options *o, const MemoryBudget *bud
     *s = best;
 }
 
-// The levels as -r takes them: runs of blocks, such as "block:20,qkv:8", without those at the end
-// that recompute nothing. A run is "block:1," at the longest for its blocks.
+// The levels in the syntax of -r: runs of blocks, such as "block:20,qkv:8", without the last blocks
+// if these recompute nothing. "block:1," is the longest text that one block can take.
 typedef struct {
     char s[8 * MAX_LAYERS + 1];
 } LevelsText;
@@ -3393,15 +3405,15 @@ static LevelsText recompute_text(const Settings *s) {
 
 static size_t size_less(size_t bytes, size_t taken) { return bytes > taken ? bytes - taken : 0; }
 
-// The --gpu and --gpu-mem options as bytes, the smaller of both; 0: neither was given.
+// The smaller of --gpu's memory and --gpu-mem, in bytes; 0 if neither is given.
 static size_t gpu_memory_from_options(const Options *o) {
     const GpuEntry *row = gpu_find(o);
     size_t card = row ? (size_t)(row->gib * 0x1p30) : 0, cap = (size_t)o->gpu_mem;
     return card && cap ? (card < cap ? card : cap) : card + cap;
 }
 
-// The room on a card that is only named; nothing is known of its host's memory. Rates are those of
-// products of 16-bit numbers.
+// The memory budget of a card that is only named; its host's memory is unknown. The rates are those
+// of 16-bit matmuls.
 static MemoryBudget budget_named(const Options *o, const Settings *s) {
     const Rates *rates = s->dtype == TYPE_FP32 ? NULL : rates_named(o);
     const size_t bytes = gpu_memory_from_options(o);
@@ -3412,12 +3424,12 @@ static MemoryBudget budget_named(const Options *o, const Settings *s) {
     budget.device = size_less(bytes, reserved);
     budget.host = SIZE_MAX;
     budget.where = o->gpu[0] ? o->gpu : "--gpu-mem";
-    if (bytes && !budget.device) {  // as when 16 is typed for 16GiB
+    if (bytes && !budget.device) {  // for example 16 instead of 16GiB
         die("%s: nothing is left beside %s, which are reserved for libraries, of %s", budget.where,
             bytes_text((double)reserved).s, bytes_text((double)bytes).s);
     }
     budget.speed = rates ? speed_predict(rates, s) : speed_usual(s);
-    // Between machines, of eight GPUs at most, the exchange is slower than these rates have it.
+    // Beyond one machine of eight GPUs the exchange is slower than these rates predict.
     budget.from = !rates                      ? NULL
                 : s->ranks > NCCL_PEERS + 1 ? "predicted for these cards in one machine, unmeasured"
                                             : "predicted for this card, unmeasured";
@@ -3429,27 +3441,28 @@ static MemoryBudget budget_named(const Options *o, const Settings *s) {
 
 // -------------------------------------------------------------------------------------------------
 // 10. Matmul and fast maths
-// One packed matmul serves the three products of a linear layer; its inner parts serve attention.
-// 1. Every element of a result is one chain of fused multiply-adds along k, cut into blocks of at
-//    most KC at places that depend on K alone; threads never share a sum. So neither the number
-//    of threads, nor the other rows of the batch, nor the data's alignment changes a bit.
-// 2. Loops share out pieces (taskloop): the thread that walks through the step takes pieces itself
-//    and waits for no thread that has none, so one that another program keeps from its core delays
-//    a loop by its one piece. Outside a team (chapter The network) a loop has one thread. Nobody
-//    waits between loops that do not need each other's results: these are marked nogroup.
-// 3. Nothing allocates here. matmul_workspace points at matmul_workspace_bytes(thread_count())
-//    bytes, aligned to 64: a buffer of the memory plan whose size depends on no shape.
-// 4. fast_exp and tanh's halves have no branch, so loops around them become vector code, and no
-//    fused operation, so they give the same bits on every machine.
-// 5. Wherever a bias and an addend are given, the result is (bias + addend) + product.
-// 6. With matmul_bf16 operands are rounded to bf16 as they are packed, two to a number's place, and
-//    a dot product of pairs takes the place of a multiply-add: two steps of k at a time, sums in
-//    fp32. Nothing outside packed memory is bf16.
+// One packed matmul serves the three matmuls of a linear layer; its inner functions serve
+// attention.
+// 1. Every element of a result is one chain of fused multiply-adds along k, split into blocks of at
+//    most KC at positions that depend on K alone; threads never share a sum. So neither the number
+//    of threads, nor the other rows of the batch, nor the alignment of the data affects results.
+// 2. Loops are split into tasks (taskloop). The thread that runs the stages executes tasks itself
+//    and never waits for an idle thread, so a thread that another program keeps off its core delays
+//    a loop by at most one task. Outside a team (chapter The network) a loop runs on one thread.
+//    Loops that do not depend on each other's results are marked nogroup, so that there is no wait
+//    between them.
+// 3. Nothing is allocated here. matmul_workspace points at matmul_workspace_bytes(thread_count())
+//    bytes, aligned to 64: a buffer of the memory plan whose size depends on no tensor shape.
+// 4. fast_exp and the two halves of tanh have no branches, so that loops around them are
+//    vectorized, and no fused operations, so that results are the same on every machine.
+// 5. Wherever a bias and an addend are given, the result is (bias + addend) + a b, in this order.
+// 6. With matmul_bf16, operands are rounded to bf16 as they are packed, two per fp32 element, and a
+//    dot product of pairs replaces the multiply-add: two steps of k at a time, with fp32 sums.
+//    Nothing outside packed memory is bf16.
 // Layout: Goto and van de Geijn, "Anatomy of high-performance matrix multiplication" (2008).
 
-// A tile of MR x NR sums with its operands fits the vector registers. On AVX-512 (Zen 4) 8 x 32
-// runs at 97 % of the multiply-add units' peak, as 14 x 32 does, and a batch of 64 rows leaves none
-// over.
+// A tile of MR x NR sums and its operands fit in the vector registers. On AVX-512 (Zen 4), 8 x 32
+// runs at 97 % of the multiply-add units' peak, as does 14 x 32, and 8 divides a batch of 64 rows.
 #if defined(__AVX512F__)
 enum { VECTOR_BYTES = 64, MR = 8 };
 #elif defined(__AVX__)
@@ -3460,19 +3473,19 @@ enum { VECTOR_BYTES = 16, MR = 8 };
 enum { VECTOR_BYTES = 16, MR = 6 };
 #endif
 
-// A panel of b, KC x NR floats, is 48 KiB on AVX-512 and 24 KiB on AVX2; the panels of a task, KC x
-// BLOCK, are 192 KiB: they stay in a second-level cache of 256 KiB or more while every row of a
-// passes by. More k per block would not fit there, less would read and write `out` more often.
-// BLOCK is also the side of attention's tiles: s and dp are 64 KiB each, and a head of T tokens is
-// still cut into enough tiles to share out.
+// A panel of b, KC x NR floats, is 48 KiB on AVX-512 and 24 KiB on AVX2. The panels of a task,
+// KC x BLOCK, are 192 KiB: they stay in an L2 cache of 256 KiB or more while all rows of a are read
+// once. A larger KC would not fit in L2; a smaller one would read and write `out` more often. BLOCK
+// is also the side of attention's tiles: s and dp are 64 KiB each, and a head of T tokens still has
+// enough tiles to parallelize over.
 enum {
-    VL = VECTOR_BYTES / (int)sizeof(real),    // numbers in a vector
+    VL = VECTOR_BYTES / (int)sizeof(real),    // elements per vector
     NR = 2 * VL,                              // columns of a tile
     KC = 384,                                 // depth of a packed block, at most
     BLOCK = 128,                              // columns of a task; rows of an attention tile
     BLOCK_ROWS = (BLOCK + MR - 1) / MR * MR,  // BLOCK rounded up to whole panels of rows
     SHARED_REALS = 1 << 20,                   // packed a, read by all threads
-    PACKED_A_REALS = BLOCK_ROWS * KC,         // the rest belongs to one thread: packed a and b,
+    PACKED_A_REALS = BLOCK_ROWS * KC,         // the rest is per thread: packed a and b,
     PACKED_B_REALS = BLOCK * KC,
     TILE_REALS = BLOCK * BLOCK,  // and attention's two square tiles
     THREAD_REALS = PACKED_A_REALS + PACKED_B_REALS + 2 * TILE_REALS
@@ -3485,10 +3498,10 @@ typedef int64_t Lanes __attribute__((vector_size(VECTOR_BYTES)));  // indices of
 typedef int32_t Lanes __attribute__((vector_size(VECTOR_BYTES)));
 #endif
 
-// Multiply-adds fuse in the functions marked FUSED and nowhere else: GCC takes the attribute (and
-// then inlines nothing that lacks it), clang the pragma at the head of the body.
+// Multiply-adds are fused in functions marked FUSED and nowhere else. GCC uses the attribute (and
+// then inlines nothing that lacks it), clang the pragma at the start of the body.
 #if defined(__clang__)
-// What clang makes of a taskloop compares an int with an unsigned long. GCC goes on checking signs.
+// clang's expansion of a taskloop compares an int with an unsigned long. GCC still checks signs.
 #pragma clang diagnostic ignored "-Wsign-compare"
 #define FUSED
 #define FUSED_BODY _Pragma("clang fp contract(fast)")
@@ -3500,10 +3513,12 @@ typedef int32_t Lanes __attribute__((vector_size(VECTOR_BYTES)));
 static real *matmul_workspace;
 
 // Dot products of bf16 pairs: AVX512-BF16, "Intel 64 and IA-32 Architectures Software Developer's
-// Manual", volume 2. Assembler, because compilers' names for them and their types differ, and
-// nvcc's front end knows none. bf16_round: VL numbers from `low`, then VL from `high`, rounded to
-// nearest even. bf16_interleave: pairs of numbers i and VL + i of these. bf16_dot: sum += a pair of
-// each lane of a with that of b; products are exact, denormals count as 0.
+// Manual", volume 2. Inline assembly, because the intrinsics and their types differ between
+// compilers and nvcc's front end has none.
+//   bf16_round       VL elements of `low`, then VL of `high`, rounded to nearest even
+//   bf16_interleave  reorders these into the pairs (i, VL + i)
+//   bf16_dot         sum += the dot product of each lane's pair of a with that of b; the
+//                    multiplications are exact, denormals count as 0
 #if defined(__AVX512F__) && defined(__AVX512BW__) && !GPT2_DOUBLE
 #define BF16_DOTS 1
 static int matmul_bf16;
@@ -3517,7 +3532,7 @@ typedef int32_t Pairs __attribute__((vector_size(VECTOR_BYTES)));
 enum { matmul_bf16 = 0 };
 #endif
 
-// Why matmul_bf16 cannot be set here; NULL: it can.
+// The reason why matmul_bf16 cannot be set here; NULL if it can.
 static const char *bf16_missing(void) {
 #if BF16_DOTS
     return __builtin_cpu_supports("avx512bf16") ? NULL
@@ -3527,12 +3542,12 @@ static const char *bf16_missing(void) {
 #endif
 }
 
-// Into how many pieces a loop is cut: some for each thread, so that all end at about the same time
-// beside other programs too; few, since each costs half a microsecond. OpenMP in GCC takes up to 64
-// a thread, and computes a loop of more by one thread. Unused where a build has no OpenMP.
+// Number of tasks a loop is split into: several per thread, so that threads finish together even on
+// a busy machine, but not many, since each costs about 0.5 us. GCC's OpenMP accepts up to 64 tasks
+// per thread and runs a loop of more on one thread. Unused in builds without OpenMP.
 __attribute__((unused)) static int pieces(void) { return 4 * thread_count(); }
 
-// Waits for the pieces of the loops marked nogroup.
+// Waits for the tasks of loops marked nogroup.
 static void tasks_wait(void) {
     #pragma omp taskwait
 }
@@ -3546,17 +3561,17 @@ static real *thread_workspace(void) {
     return matmul_workspace + SHARED_REALS + (size_t)thread_index() * THREAD_REALS;
 }
 
-// One operand of a product, seen as rows along k: a as a(M,K), b as its transpose (N,K). Element
-// (row, k) is at data[row * row_step + k * k_step]. One of the steps is 1; which one it is is all
-// that is left of transposition.
+// One operand of a matmul, seen as rows along k: a as a(M,K), b as its transpose (N,K). Element
+// (row, k) is data[row * row_step + k * k_step]. One of the two steps is 1; which of them it is
+// encodes transposition.
 typedef struct {
     const real *data;
     size_t row_step, k_step;
 } Operand;
 
-// Asks for the cache line of base[index] before it is needed. The element need not exist: C defines
-// no pointers beyond an array, so the address is computed as an integer. prefetch_far, of an
-// address, fetches into the second-level cache only.
+// Prefetches the cache line of base[index]. The element need not exist: C defines no pointers
+// beyond an array, so the address is computed as an integer. prefetch_far takes an address and
+// prefetches into the L2 cache only.
 #define element_address(base, index)                                                               \
     ((const void *)((uintptr_t)(base) + (uintptr_t)(index) * sizeof *(base)))
 #define prefetch(base, index) __builtin_prefetch(element_address(base, index))
@@ -3568,16 +3583,17 @@ static Operand operand(const real *data, size_t row_step, size_t k_step) {
     return o;
 }
 
-// The operand from an element on; the element must exist.
+// The operand starting at element (row, k), which must exist.
 static Operand operand_at(Operand o, int row, int k) {
     o.data += (size_t)row * o.row_step + (size_t)k * o.k_step;
     return o;
 }
 
 #if defined(__clang__)
-// Transposes from(VL,VL) by way of to(VL,VL); returns whichever holds the result. Interleaving the
-// first half of the flat array with the second rotates the bits of an element's index by one, and
-// log2(VL) rotations swap row and column. clang turns the loop into register shuffles.
+// Transposes from(VL,VL), with to(VL,VL) as scratch; returns whichever of the two holds the result.
+// Interleaving the first half of the flat array with the second rotates the bits of an element's
+// index by one, and log2(VL) rotations swap row and column. clang turns the loop into register
+// shuffles.
 static real *transpose_square(real *from, real *to) {
     for (int step = 1; step < VL; step *= 2) {
         for (int i = 0; i < VL * VL / 2; i++) {
@@ -3591,7 +3607,7 @@ static real *transpose_square(real *from, real *to) {
     return from;
 }
 
-// to(VL,VL) = the transpose of from(VL,VL), rows to_step and from_step apart.
+// to(VL,VL) = transpose of from(VL,VL); rows are to_step and from_step elements apart.
 static void transpose(real *to, size_t to_step, const real *from, size_t from_step) {
     real x[VL * VL] __attribute__((aligned(VECTOR_BYTES)));
     real y[VL * VL] __attribute__((aligned(VECTOR_BYTES)));
@@ -3604,8 +3620,9 @@ static void transpose(real *to, size_t to_step, const real *from, size_t from_st
     }
 }
 #else
-// The same. GCC leaves that loop in memory, at half the speed: here are its shuffles. nvcc's front
-// end does not know the pragma, without which the oracle beside a GPU only packs a little slower.
+// The same for GCC, which would keep the arrays of that loop in memory, at half the speed: the
+// shuffles are written out. nvcc's front end does not know the pragma; without it the CPU reference
+// in the GPU program only packs a little slower.
 #if defined(__CUDACC__)
 #define UNROLL
 #else
@@ -3619,7 +3636,7 @@ static inline void transpose(real *to, size_t to_step, const real *from, size_t 
         high[j] = low[j] + VL / 2;
     }
     UNROLL
-    for (int i = 0; i < VL; i++) {  // one by one: as a whole it would be copied through memory
+    for (int i = 0; i < VL; i++) {  // one by one: a copy of all rows would go through memory
         memcpy(&v[i], from + (size_t)i * from_step, sizeof v[i]);
     }
     UNROLL
@@ -3642,10 +3659,10 @@ static inline void transpose(real *to, size_t to_step, const real *from, size_t 
 #undef UNROLL
 #endif
 
-// Numbers' places that K steps of a packed row take up.
+// Number of reals that K steps of a packed row take: bf16 stores two steps in one.
 static int packed_depth(int K) { return matmul_bf16 ? (K + 1) / 2 : K; }
 
-// x(VL) = the first `left` numbers of a row of contiguous k, as they are packed; zeros behind them.
+// x(VL) = the first `left` elements of a row with contiguous k, in packed form, padded with zeros.
 static inline void pack_load(real *x, const real *row, int left) {
     const int full = matmul_bf16 ? 2 * VL : (int)VL;
     real edge[2 * VL] = {0};
@@ -3668,18 +3685,18 @@ static inline void pack_load(real *x, const real *row, int left) {
     memcpy(x, row, VL * sizeof(real));
 }
 
-// x(VL,VL) = the square of `rows` rows at `row`, of which `left` numbers of contiguous k are left;
-// zeros fill it up.
+// x(VL,VL) = a square of `rows` rows at `row` with `left` remaining elements of contiguous k,
+// padded with zeros.
 static inline void load_square(real *x, const real *row, size_t row_step, int rows, int left) {
     for (int i = 0; i < VL; i++) {
         pack_load(x + i * VL, i < rows ? row + (size_t)i * row_step : row, i < rows ? left : 0);
     }
 }
 
-// pack, below, for rows whose k is contiguous, in squares of VL rows by VL packed steps of k.
-// Squares that reach over an edge are filled up with zeros.
+// pack(), below, for rows with contiguous k, in squares of VL rows by VL packed steps of k. Squares
+// that extend over an edge are padded with zeros.
 static inline void pack_transposed(real *packed, int width, Operand src, int rows, int K) {
-    // A transposed row goes out in segments that never straddle two panels.
+    // A transposed row is stored in segments that never straddle two panels.
     const int segment = width % VL == 0 ? VL : VL % width == 0 ? width : 2;
     const int padded = ceil_div(rows, width) * width, steps = matmul_bf16 ? 2 : 1;
     const int depth = packed_depth(K);
@@ -3715,7 +3732,8 @@ static inline void pack_transposed(real *packed, int width, Operand src, int row
 }
 
 #if BF16_DOTS
-// pack, below, for rows that are contiguous at each k, in bf16: VL rows and two steps of k at once.
+// pack(), below, in bf16 for rows that are contiguous at each k: VL rows and two steps of k at
+// once.
 static inline void pack_pairs(real *packed, int width, Operand src, int rows, int K) {
     const int segment = width % VL == 0 ? VL : VL % width == 0 ? width : 2;
     const int padded = ceil_div(rows, width) * width, depth = packed_depth(K);
@@ -3727,11 +3745,11 @@ static inline void pack_pairs(real *packed, int width, Operand src, int rows, in
     memcpy(&interleaved, order, sizeof interleaved);
     for (int k = 0; k < depth; k++) {
         const real *s = src.data + (size_t)(2 * k) * src.k_step;
-        const int last = 2 * k + 1 == K;  // an odd K ends in half a pair
+        const int last = 2 * k + 1 == K;  // the last pair of an odd K is half empty
         for (int r = 0; r < padded; r += VL) {
             real edge[2][VL] = {{0}};
             const int left = rows - r;
-            // Steps of k lie pages apart, where no hardware prefetch follows.
+            // Successive k are pages apart, which hardware prefetchers do not follow.
             prefetch(s, 8 * src.k_step + (size_t)r);
             prefetch(s, 9 * src.k_step + (size_t)r);
             for (int j = 0; j < left && left < VL; j++) {
@@ -3753,8 +3771,8 @@ static inline void pack_pairs(real *packed, int width, Operand src, int rows, in
 #endif
 
 // packed = src in panels of `width` rows: panel p is a (K,width) array at packed + p * width * K,
-// so that a tile reads both operands straight on. Zeros fill up the last panel. In bf16 a panel has
-// half as many rows, of pairs.
+// so that a tile reads both operands sequentially. The last panel is padded with zeros. In bf16 a
+// panel is a (packed_depth(K),width) array of pairs.
 static inline void pack(real *packed, int width, Operand src, int rows, int K) {
     if (src.k_step == 1) {
         pack_transposed(packed, width, src, rows, K);
@@ -3768,7 +3786,7 @@ static inline void pack(real *packed, int width, Operand src, int rows, int K) {
 #endif
     for (int k = 0; k < K; k++) {
         const real *s = src.data + (size_t)k * src.k_step;
-        // Steps of k lie pages apart, where no hardware prefetch follows.
+        // Successive k are pages apart, which hardware prefetchers do not follow.
         for (int r = 0; r < rows; r += 64 / (int)sizeof(real)) {
             prefetch(s, 8 * src.k_step + (size_t)r);
         }
@@ -3784,8 +3802,8 @@ static inline void pack(real *packed, int width, Operand src, int rows, int K) {
 }
 
 #if BF16_DOTS
-// Rows of `a` that are contiguous in k, which a tile can read as they lie, are only rounded, up to
-// whole panels.
+// A tile can read rows of `a` with contiguous k in place, so these are only rounded; their number
+// is padded to whole panels.
 static void round_rows(real *packed, Operand a, int rows, int K) {
     const int depth = packed_depth(K), padded = ceil_div(rows, MR) * MR;
     for (int i = 0; i < padded; i++, packed += depth) {
@@ -3805,7 +3823,7 @@ static void round_rows(real *packed, Operand a, int rows, int K) {
 }
 #endif
 
-// Two instances, so that the width is a constant inside.
+// Two instances of pack(), so that the width is a compile-time constant.
 static void pack_b(real *packed, Operand b, int columns, int K) { pack(packed, NR, b, columns, K); }
 static void pack_a(real *packed, Operand a, int rows, int K) {
 #if BF16_DOTS
@@ -3817,24 +3835,26 @@ static void pack_a(real *packed, Operand a, int rows, int K) {
     pack(packed, MR, a, rows, K);
 }
 
-// What pack_a made of `a`, as tiles read it. A panel of MR rows takes up MR * packed_depth(K).
+// The result of pack_a() as an operand for tiles. A panel of MR rows takes MR * packed_depth(K)
+// reals.
 static Operand packed_rows(const real *packed, Operand a, int K) {
     const int rounded = matmul_bf16 && a.k_step == 1;
     return rounded ? operand(packed, (size_t)packed_depth(K), 1) : operand(packed, 1, MR);
 }
 
 // out(MR,NR) = bias(NR) + addend(MR,NR) + a(MR,K) b(K,NR), b a packed panel; bias and addend may be
-// NULL, addend may be out; both step through rows alike. All sums live in registers while k runs:
-// each k loads two vectors of b, broadcasts MR numbers of a, issues 2 MR multiply-adds. And it asks
-// for a line of the next MR rows of a, since what another core wrote last takes long to arrive:
-// into the second cache, because lines of all rows may share a set of the first.
+// NULL, addend may be out; rows of out and addend are `step` apart. All sums stay in registers over
+// the loop: each k loads two vectors of b, broadcasts MR elements of a and issues 2 MR
+// multiply-adds. It also prefetches a line of the next MR rows of a, because lines last written by
+// another core take long to arrive; into L2, because lines of all rows may map to one set of L1.
 FUSED static void matmul_tile(real *out, const real *addend, size_t step, const real *bias,
                               Operand from, const real *b, int K) {
     FUSED_BODY
     const Vector zero = {0};
     const size_t row_step = from.row_step, k_step = from.k_step;
     const real *a = from.data;
-    // In bytes: where the next MR rows begin, and from one of them to the next.
+    // In bytes: the offset of the next MR rows, and the distance from one of them to the next, less
+    // a's own step.
     const size_t ahead = MR * row_step * sizeof(real);
     const size_t turn = k_step == 1 ? (row_step - 1) * sizeof(real) : 0;
     Vector sum[MR][2];
@@ -3853,7 +3873,7 @@ FUSED static void matmul_tile(real *out, const real *addend, size_t step, const 
             int32_t pair;
             memcpy(&pair, a + (size_t)i * row_step, sizeof pair);
             const Pairs pairs = (Pairs){0} + pair;
-            Vector sum0 = sum[i][0], sum1 = sum[i][1];  // an array's element would stay in memory
+            Vector sum0 = sum[i][0], sum1 = sum[i][1];  // array elements would stay in memory
             bf16_dot(sum0, pairs, b0);
             bf16_dot(sum1, pairs, b1);
             sum[i][0] = sum0;
@@ -3887,8 +3907,8 @@ FUSED static void matmul_tile(real *out, const real *addend, size_t step, const 
     }
 }
 
-// The same for the m <= MR rows and n <= NR columns that exist, through a full tile on the stack:
-// the arithmetic, and so the bits, are those of an inner tile.
+// matmul_tile() for the m <= MR rows and n <= NR columns that exist, through a full tile on the
+// stack: the arithmetic, and so the result, is bitwise that of an inner tile.
 static void matmul_tile_edge(real *out, const real *addend, size_t step, const real *bias,
                              Operand a, const real *b, int K, int m, int n) {
     real full[MR * NR] = {0}, full_bias[NR] = {0};
@@ -3905,16 +3925,17 @@ static void matmul_tile_edge(real *out, const real *addend, size_t step, const r
     }
 }
 
-// What of a product causal attention can do without. MASK_OUT: out(i,j) for j > i + offset, which
-// nobody reads; MASK_AFTER, MASK_BEFORE: a(i,k) for k > i + offset, for k < i - offset, which is 0.
+// The part of a matmul that causal attention skips. MASK_OUT: out(i,j) for j > i + offset, which is
+// never read. MASK_AFTER: a(i,k) for k > i + offset, which is 0. MASK_BEFORE: a(i,k) for
+// k < i - offset, which is 0.
 enum { MASK_NONE, MASK_OUT, MASK_AFTER, MASK_BEFORE };
 typedef struct {
     int kind, offset;
 } Mask;
 
-// out(M,N) = bias(N) + addend(M,N) + a b for one block of k, b packed; a is in panels, `panel`
-// numbers each, or as it lies in memory: then `panel` is 0. The panels of b, up to BLOCK x KC, stay
-// in the second cache while MR rows of a at a time pass through the first.
+// out(M,N) = bias(N) + addend(M,N) + a b for one block of k, with b packed. a is either in panels
+// of `panel` reals each, or unpacked if `panel` is 0. The panels of b, up to BLOCK x KC, stay in L2
+// while MR rows of a at a time pass through L1.
 static void matmul_packed(real *out, const real *addend, size_t step, const real *bias, Operand a,
                           size_t panel, const real *b, int M, int N, int K, Mask mask) {
     const size_t depth = (size_t)packed_depth(K), next = panel ? panel : MR * a.row_step;
@@ -3926,7 +3947,7 @@ static void matmul_packed(real *out, const real *addend, size_t step, const real
         const int left = (mask.kind == MASK_AFTER ? min_int(K, seen) : K) - skipped;
         Operand rows = operand(a.data + (size_t)(i / MR) * next, a.row_step, a.k_step);
         rows.data += left > 0 ? (size_t)first * a.k_step : 0;
-        if (m < MR && !panel) {  // a tile reads MR rows
+        if (m < MR && !panel) {  // a tile always reads MR rows
             pack_a(thread_workspace(), rows, m, left);
             rows = operand(thread_workspace(), 1, MR);
         }
@@ -3944,16 +3965,16 @@ static void matmul_packed(real *out, const real *addend, size_t step, const real
     }
 }
 
-// Where rule 1 cuts k: into the fewest blocks of at most KC, about equal, whole vectors each. In
-// bf16 twice as many steps take up the same room.
+// Depth of the blocks of k in invariant 1: as few blocks of at most KC as possible, about equal,
+// each a whole number of vectors. In bf16, twice as many steps take the same space.
 static int depth_of_block(int K) {
     const int most = matmul_bf16 ? 2 * KC : KC;
     return min_int(most, ceil_div(ceil_div(K, ceil_div(K, most)), VL) * VL);
 }
 
-// out(M,N) = addend(M,N) + a(M,K) b(K,N) by the calling thread alone, for attention: M <= BLOCK,
-// rows of out and addend are `step` apart, addend may be NULL or out. Where `mask` bounds k, K is
-// at most BLOCK.
+// out(M,N) = addend(M,N) + a(M,K) b(K,N) on the calling thread alone, for attention: M <= BLOCK,
+// rows of out and addend are `step` apart, addend may be NULL or out. If `mask` bounds k, K is at
+// most BLOCK.
 static void matmul_small(real *out, const real *addend, size_t step, Operand a, Operand b, int M,
                          int N, int K, Mask mask) {
     real *packed_a = thread_workspace(), *packed_b = packed_a + PACKED_A_REALS;
@@ -3975,10 +3996,10 @@ static void matmul_small(real *out, const real *addend, size_t step, Operand a, 
     }
 }
 
-// Packs a(rows,K) into the shared part of the workspace, block of k after block.
+// Packs a(rows,K) into the shared part of the workspace, one block of k after the other.
 static void pack_shared(Operand a, int rows, int K, int kc, int share) {
     const int blocks = ceil_div(K, kc), tasks = ceil_div(rows, BLOCK_ROWS) * blocks;
-    (void)share;  // read by the pragma alone
+    (void)share;  // used by the pragma only
     const size_t padded_rows = (size_t)ceil_div(rows, MR) * MR;
     #pragma omp taskloop num_tasks(pieces()) if (share)
     for (int t = 0; t < tasks; t++) {
@@ -3990,13 +4011,13 @@ static void pack_shared(Operand a, int rows, int K, int kc, int share) {
 }
 
 // out(M,N) = bias(N) + addend(M,N) + a(M,K) b(K,N), rows of out and addend N apart; bias and addend
-// may be NULL, addend may be out, a and b may not. Threads share out tasks of at most BLOCK
-// columns: a task packs its columns of b and takes all rows of a. If there are too few columns for
-// all threads, tasks take fewer columns, then fewer rows. Tiles read a as it lies, except where all
-// steps of k would meet in one set of the first cache, or a is to be bf16: then the threads
-// together pack it first, as much as the shared part holds, all K of up to rows_max rows, or part
-// of K where K is long. Tasks may be at work when this returns: whoever then reads out, or writes
-// to a or b, calls tasks_wait() first.
+// may be NULL, addend may be out, a and b may not. Threads share tasks of at most BLOCK columns: a
+// task packs its columns of b and processes all rows of a. If there are too few columns for all
+// threads, tasks get fewer columns, then fewer rows. Tiles read a unpacked, except if all steps of
+// k would map to one set of L1, or if a has to be rounded to bf16. In these cases the threads first
+// pack a together, as much as the shared part holds: all K of up to rows_max rows, or part of K if
+// K is long. Tasks may still be running when this returns: call tasks_wait() before reading out or
+// writing to a or b.
 static void matmul(real *out, Operand a, Operand b, const real *bias, const real *addend, int M,
                    int N, int K) {
     const Mask none = {MASK_NONE, 0};
@@ -4007,7 +4028,7 @@ static void matmul(real *out, Operand a, Operand b, const real *bias, const real
     const int rows_max = packs ? min_int(all_rows, fits * BLOCK_ROWS) : all_rows;
     const int blocks_max = packs ? min_int(blocks, SHARED_REALS / rows_max / stored) : blocks;
     const int depth_max = blocks_max * kc;
-    const int share = (double)M * N * K > 1e5;  // below, waking threads costs more
+    const int share = (double)M * N * K > 1e5;  // below that, waking threads costs more
     int columns = BLOCK;
     while (columns > NR && ceil_div(N, columns) < 4 * threads) {
         columns -= NR;
@@ -4016,7 +4037,7 @@ static void matmul(real *out, Operand a, Operand b, const real *bias, const real
     for (int m0 = 0; m0 < M; m0 += rows_max) {
         const int rows = min_int(rows_max, M - m0);
         int row_tasks = 1;
-        // Every row task packs b again: many rows each, except to give each thread one task.
+        // Every row task packs b again, so give each many rows, except to have one task per thread.
         while (row_tasks * column_tasks < 3 * threads &&
                rows > (row_tasks * column_tasks < threads ? 4 * MR : 2 * BLOCK) * row_tasks) {
             row_tasks++;
@@ -4028,7 +4049,7 @@ static void matmul(real *out, Operand a, Operand b, const real *bias, const real
         for (int k0 = 0; k0 < K; k0 += depth_max) {
             const int k_end = min_int(k0 + depth_max, K);
             if (packs) {
-                tasks_wait();  // for those that read what is packed, or add to the same sums
+                tasks_wait();  // for tasks that read the packed a or add to the same sums
                 pack_shared(operand_at(a, m0, k0), rows, k_end - k0, kc, share);
             }
             #pragma omp taskloop nogroup num_tasks(4 * pieces()) if (share)
@@ -4055,9 +4076,9 @@ static void matmul(real *out, Operand a, Operand b, const real *bias, const real
     }
 }
 
-// Operations a second, two for each multiply-add, of matmul_tile on operands that stay in the first
-// cache: "% of peak" is of this. Each thread takes the best of sixteen trials of about 0.2 ms, all
-// threads at once, so that other programs' share of the machine does not count; the sum of them.
+// Peak FLOP/s, counting a multiply-add as two, of matmul_tile() on operands that stay in L1; "% of
+// peak" refers to it. Each thread takes the best of sixteen trials of about 0.2 ms, all threads at
+// once, so that the load of other programs does not count; returns the sum over threads.
 static double matmul_peak_flops(void) {
     enum { DEPTH = 64, REPEATS = 512, TRIALS = 16 };
     double sum = 0;
@@ -4088,18 +4109,19 @@ static real real_sqrt(real x) { return sqrt(x); }
 #else
 static inline real real_sqrt(real x) { return sqrtf(x); }
 
-// x = n ln 2 + r with |r| <= ln 2 / 2; returns r. ln 2 comes in two pieces, the first so short that
-// n times it is exact. Adding 1.5 * 2^23 rounds to an integer, left in the low bits.
+// x = n ln 2 + r with |r| <= ln 2 / 2; returns r. ln 2 is split in two constants, the first so
+// short that its multiplication by n is exact. Adding 1.5 * 2^23 rounds to an integer, which is
+// left in the low bits.
 static inline float exp_reduced(float x, uint32_t *n) {
     const float round = 12582912.0f;
     float shifted = x * 1.44269504f + round, k = shifted - round;
     memcpy(n, &shifted, sizeof *n);
-    *n -= 0x4b400000;  // `round` in bits
+    *n -= 0x4b400000;  // the bits of `round`
     return (x - k * 0.693145752f) - k * 1.42860682e-6f;
 }
 
-// e^r - 1 for |r| <= ln 2 / 2. The polynomial meets (e^r - 1 - r) / r^2 at five Chebyshev points:
-// its error is below 8e-9.
+// e^r - 1 for |r| <= ln 2 / 2. The polynomial interpolates (e^r - 1 - r) / r^2 at five Chebyshev
+// points; its error is below 8e-9.
 static inline float exp_minus_1(float r) {
     float q = 0.00139262135f;
     q = q * r + 0.00836320297f;
@@ -4116,8 +4138,9 @@ static inline float power_of_two(uint32_t n) {
     return power;
 }
 
-// x, or `limit` if x is above; NaN stays. By masks: of ?: GCC makes a branch with all that follows
-// in it, which is half as fast as vector code on AVX-512 and no vector code at all on AVX2.
+// min(x, limit), except that NaN is returned unchanged. Uses masks: from ?: GCC makes a branch
+// around all code that follows, which runs at half the speed of vector code on AVX-512 and is not
+// vectorized at all on AVX2.
 static inline float at_most(float limit, float x) {
     uint32_t bits, limit_bits, above = 0u - (uint32_t)(x > limit);
     memcpy(&bits, &x, sizeof bits);
@@ -4127,8 +4150,8 @@ static inline float at_most(float limit, float x) {
     return x;
 }
 
-// The halves of fast_exp: |x| goes no further than where e^x is 0 or inf for certain; the power of
-// two comes in halves because 2^n alone would overflow or vanish there.
+// The two halves of fast_exp. |x| is clamped where e^x is certain to be 0 or inf; the power of two
+// is applied in two factors because 2^n alone would overflow or underflow there.
 static inline float exp_begin(float x, uint32_t *n) {
     return exp_reduced(copysignf(at_most(104.0f, fabsf(x)), x), n);
 }
@@ -4137,9 +4160,9 @@ static inline float exp_end(float r, uint32_t n) {
     return (1.0f + exp_minus_1(r)) * power_of_two(half) * power_of_two(n - half);
 }
 
-// The halves of tanh x, off by at most 2.53 ulp over all floats; odd to the bit. It is t / (t + 2)
-// with t = e^(2|x|) - 1 formed without cancellation; from |x| = 9.1 on it is 1. The second half
-// takes the sign from x.
+// The two halves of tanh x, with an error of at most 2.53 ulp over all floats; an odd function to
+// the bit. Computed as t / (t + 2), with t = e^(2|x|) - 1 formed without cancellation; 1 for
+// |x| >= 9.1. The second half takes the sign from x.
 static inline float tanh_begin(float x, uint32_t *n) {
     return exp_reduced(2.0f * at_most(10.0f, fabsf(x)), n);
 }
@@ -4149,16 +4172,17 @@ static inline float tanh_end(float r, uint32_t n, float x) {
 }
 #endif
 
-// e^x, off by at most 1.05 ulp over all floats; inf, NaN, overflow, gradual underflow as in libm.
+// e^x with an error of at most 1.05 ulp over all floats; inf, NaN, overflow and gradual underflow
+// as in libm.
 static inline real fast_exp(real x) {
     uint32_t n;
     real r = exp_begin(x, &n);
     return exp_end(r, n);
 }
 
-// x (n) = fast_exp(x scale - shift). What lies behind x is overwritten up to the next whole vector.
-// In two loops: an exponential's steps wait for each other, and a short loop has more of them under
-// way.
+// x(n) = fast_exp(x scale - shift). Also overwrites the elements after x up to the next multiple of
+// VL. Split into two loops because the steps of one exponential depend on each other; shorter loops
+// keep more of them in flight.
 static void exponentials(real *x, real scale, real shift, int n) {
     real r[BLOCK];
     uint32_t powers[BLOCK];
@@ -4175,16 +4199,18 @@ static void exponentials(real *x, real scale, real shift, int n) {
 
 // -------------------------------------------------------------------------------------------------
 // 11. Layers
-// The oracle: every layer of GPT-2, forward next to backward, N = B * T rows, row-major. Everything
-// but attention and the matmuls is a readable loop. Backward adds to parameter gradients and
-// overwrites activation gradients. Shared loops split outputs, never a sum, so bits do not depend
-// on the number of threads. Of one row, as generation has it, threads share the products alone:
-// handing pieces out costs more than the rest takes.
+// The CPU reference: all layers of GPT-2, row-major, with N = B * T rows. Each backward function
+// follows its forward function. Everything except attention and the matmuls is a readable loop.
+// Backward adds to parameter gradients and overwrites activation gradients. Parallel loops split
+// outputs, never a sum, so results do not depend on the number of threads. For a single row, as in
+// generation, only the matmuls, and attention over a long context, run on several threads: for the
+// rest, distributing tasks costs more than the computation.
 
-// Sums run in LANES interleaved partial sums, added in order at the end: a compiler may not reorder
-// a sum by itself, and in this form it need not. 16 floats are one AVX-512 vector, two of AVX2 or
-// four of NEON: whatever the machine's width, the order of additions and so the bits are the same.
-// The machine's own vectors, PARTS of them: sums in a longer type GCC would leave in memory.
+// Sums use LANES interleaved partial sums, added in order at the end: a compiler may not reorder a
+// sum by itself, and in this form it does not need to. 16 floats are one vector of AVX-512, two of
+// AVX2 or four of NEON, so the order of additions, and hence the result, is the same for every
+// vector width. The partial sums are PARTS native vectors, because GCC would keep sums of a wider
+// vector type in memory.
 enum { LANES = 16, PARTS = LANES / VL };
 static real lanes_total(const real lanes[LANES]) {
     real total = 0;
@@ -4194,8 +4220,8 @@ static real lanes_total(const real lanes[LANES]) {
     return total;
 }
 
-// Threads split the columns of a matrix into slices where sums run down its rows: 64 floats are
-// four cache lines, so no two threads write to the same one.
+// Loops that sum down the rows of a matrix split its columns into slices: 64 floats are four cache
+// lines, so no two threads write to the same line.
 enum { SLICE = 64 };
 
 // Sum of (x - shift)^power over x (n); power is 1 or 2.
@@ -4209,14 +4235,14 @@ static inline real row_sum(const real *x, real shift, int power, int n) {
             sum[part] += power == 2 ? d * d : d;
         }
     }
-    for (; i < n; i++) {  // what fills no LANES goes to the first lane
+    for (; i < n; i++) {  // a partial group goes to lane 0
         real rest = x[i] - shift;
         sum[0][0] += power == 2 ? rest * rest : rest;
     }
     return lanes_total((const real *)sum);
 }
 
-// Largest of x (n), n >= 1. A NaN may be skipped; whoever exponentiates meets it again.
+// Largest of x(n), n >= 1. May skip a NaN; the exponentials computed afterwards propagate it.
 static real row_largest(const real *x, int n) {
     const Vector zero = {0};
     Vector most = zero + x[0], next;
@@ -4228,7 +4254,7 @@ static real row_largest(const real *x, int n) {
         most = (Vector)((more & (Lanes)next) | (~more & (Lanes)most));
     }
     memcpy(lanes, &most, sizeof lanes);
-    for (; i < n + VL; i++) {  // what fills no vector, then the lanes
+    for (; i < n + VL; i++) {  // the remainder, then the lanes
         real value = i < n ? x[i] : lanes[i - n];
         largest = value > largest ? value : largest;
     }
@@ -4247,8 +4273,9 @@ static void embedding_forward(real *out, const Token *tokens, const real *wte, c
     }
 }
 
-// dwte (Vp,C) and dwpe (maxT,C) += dout (B,T,C). Threads split the channels and take the rows in
-// order: a token may come in many rows, and threads that split those would race for its gradient.
+// dwte (Vp,C) and dwpe (maxT,C) += dout (B,T,C). Threads split the channels and process the rows in
+// order: a token may occur in many rows, and threads that split the rows would race on its
+// gradient.
 static void embedding_backward(real *dwte, real *dwpe, const real *dout, const Token *tokens, int B,
                                int T, int C) {
     #pragma omp taskloop num_tasks(pieces())
@@ -4284,7 +4311,7 @@ static void layernorm_forward(real *out, real *mean, real *rstd, const real *inp
 // With n = (inp - mean) * rstd, recomputed rather than kept, and g = dout * weight:
 //   dinp = addend + rstd * (g - mean(g) - n * mean(g * n)), means over a row's C channels,
 //   dweight += sum over rows of dout * n, dbias += sum over rows of dout.
-// addend may be NULL (0) or dinp. Sums down the columns are split by channel, dinp by row.
+// addend may be NULL (0) or dinp. The sums over rows are parallel over channels, dinp over rows.
 static void layernorm_backward(real *dinp, real *dweight, real *dbias, const real *dout,
                                const real *inp, const real *weight, const real *mean,
                                const real *rstd, const real *addend, int N, int C) {
@@ -4322,16 +4349,17 @@ static void layernorm_backward(real *dinp, real *dweight, real *dbias, const rea
 }
 
 // Linear layer: out(N,OC) = addend(N,OC) + bias(OC) + inp(N,C) weight(OC,C)^T; addend and bias may
-// be NULL (0), addend may be out. The residual stream is added here, so it needs no pass of its
-// own.
+// be NULL (0), addend may be out. The residual stream is passed as addend, so that it needs no
+// separate pass.
 static void matmul_forward(real *out, const real *inp, const real *weight, const real *bias,
                            const real *addend, int N, int C, int OC) {
     matmul(out, operand(inp, (size_t)C, 1), operand(weight, (size_t)C, 1), bias, addend, N, OC, C);
     tasks_wait();
 }
 
-// out(n) = a(K) b(n,K)^T, rows of b `step` apart, in 64 interleaved partial sums, added up in one
-// order. Rows of b pass by one after the other, each number once: as fast as memory can bring them.
+// out(n) = a(K) b(n,K)^T, rows of b `step` apart, in 64 interleaved partial sums, added in a fixed
+// order. Rows of b are read sequentially and each element once, so this runs at the speed of
+// memory.
 FUSED static void dots(real *out, const real *a, const real *b, size_t step, int n, int K) {
     FUSED_BODY
     enum { SUMS = 4 };
@@ -4355,8 +4383,8 @@ FUSED static void dots(real *out, const real *a, const real *b, size_t step, int
     }
 }
 
-// matmul_forward() of one row, for generation: nothing is packed, since no weight is used twice,
-// and nothing rounded to bf16. The order of sums is another than that of rows in a batch.
+// matmul_forward() for one row, for generation: nothing is packed, since no weight is used twice,
+// and nothing is rounded to bf16. The order of sums differs from that of rows in a batch.
 static void matvec_forward(real *out, const real *inp, const real *weight, const real *bias,
                            const real *addend, int N, int C, int OC) {
     (void)N;
@@ -4371,7 +4399,8 @@ static void matvec_forward(real *out, const real *inp, const real *weight, const
 }
 
 // dbias(OC) += column sums of dout(N,OC); dweight(OC,C) += dout^T inp(N,C); then dinp(N,C) = dout
-// weight(OC,C). dinp may be inp, since dweight comes first. dbias and dinp may be NULL: skipped.
+// weight(OC,C). dinp may be inp, since dweight is computed first. dbias and dinp may be NULL:
+// skipped.
 static void matmul_backward(real *dinp, real *dweight, real *dbias, const real *dout,
                             const real *inp, const real *weight, int N, int C, int OC) {
     #pragma omp taskloop nogroup num_tasks(pieces())
@@ -4400,8 +4429,8 @@ static void matmul_backward(real *dinp, real *dweight, real *dbias, const real *
 }
 
 // Softmax cross-entropy of `rows` rows of logits (rows,Vp): losses[i] = log-sum-exp - logit of the
-// target, both less the largest logit, so that no exponential overflows. The logits are
-// overwritten; with `backward` by their gradients (p - onehot) * dloss, padded columns by 0.
+// target, both relative to the largest logit, so that no exponential overflows. The logits are
+// overwritten; with `backward`, by their gradients (p - onehot) * dloss, and padded columns by 0.
 static void classifier_forward_backward(real *losses, real *logits, const Token *targets,
                                         real dloss, int rows, int V, int Vp, int backward) {
     #pragma omp taskloop num_tasks(pieces())
@@ -4423,16 +4452,18 @@ static void classifier_forward_backward(real *losses, real *logits, const Token 
     }
 }
 
-// How many of a tile's keys, from first_key on, the causal mask lets `query` see.
+// Number of keys in a tile of `keys` keys from first_key on that `query` sees under the causal
+// mask.
 static int visible_keys(int query, int first_key, int keys) {
     return min_int(keys, query - first_key + 1);
 }
 
-// The next key tile of some rows: s(rows,BLOCK) holds their products with its keys, of which row i
-// sees the first visible_keys(query + i, key, keys). Turns s into exp(scale s - max) with zeros
-// behind the mask, so that the product with V may take the whole tile, and brings the rows' running
-// maxima, running sums and the HS numbers of out gathered so far to the new maxima. Each step goes
-// through all rows, because one row's steps wait for each other.
+// Online softmax of the next key tile for some rows. s(rows,BLOCK) holds the dot products of the
+// rows' queries with the tile's keys; row i sees the first visible_keys(query + i, key, keys).
+// Turns s into exp(scale s - max), with zeros after the mask so that the matmul with V may use the
+// whole tile, updates each row's running maximum, and rescales its running sum and its HS partial
+// outputs to the new maximum. Each step loops over all rows, because the steps of one row depend on
+// each other.
 static void softmax_online(real *s, real *max, real *sum, real *out, size_t out_step, int query,
                            int key, int rows, int keys, int HS, real scale) {
     real correction[BLOCK];
@@ -4458,11 +4489,12 @@ static void softmax_online(real *s, real *max, real *sum, real *out, size_t out_
     }
 }
 
-// Causal self-attention of one head's queries q0 .. q0 + queries - 1, which lie in one tile of
-// BLOCK, over keys 0 .. q0 + queries - 1: out(queries,HS), rows `out_step` apart, lse(queries), the
-// natural log of each row's sum of exponentials, from q(queries,HS) and k, v (T,HS), rows `q_step`
-// and `step` apart. Keys come in tiles of BLOCK with a running maximum; no T x T matrix exists.
-// Source: Dao et al., "FlashAttention" (2022), algorithm 1, with the query tile outermost.
+// Causal self-attention for queries q0 .. q0 + queries - 1 of one head, all in one tile of BLOCK,
+// over keys 0 .. q0 + queries - 1. Outputs: out(queries,HS), rows `out_step` apart, and
+// lse(queries), the natural log of each row's sum of exponentials. Inputs: q(queries,HS) and k, v
+// (T,HS), rows `q_step` and `step` apart. Keys are processed in tiles of BLOCK with a running
+// maximum; no T x T matrix is stored. Source: Dao et al., "FlashAttention" (2022), algorithm 1,
+// with the query tile outermost.
 static void attention_tile(real *out, size_t out_step, real *lse, const real *q, size_t q_step,
                            const real *k, const real *v, size_t step, int q0, int queries, int HS) {
     const real scale = (real)(1.0 / sqrt((double)HS));
@@ -4491,11 +4523,11 @@ static void attention_tile(real *out, size_t out_step, real *lse, const real *q,
 }
 
 // Causal self-attention: out(B,T,NH,HS) = softmax(Q K^T / sqrt(HS)) V with qkv(B,T,3,NH,HS), and
-// lse(B,NH,T), all that backward needs.
+// lse(B,NH,T), which backward needs besides out and qkv.
 static void attention_forward(real *out, real *lse, const real *qkv, int B, int T, int C, int NH) {
     int HS = C / NH, tiles = ceil_div(T, BLOCK);
     size_t stride = 3 * (size_t)C;
-    // The last query tile has the most keys: hand out the long tasks first.
+    // The last query tile has the most keys: schedule the longest tasks first.
     #pragma omp taskloop num_tasks(4 * pieces())
     for (int task = 0; task < B * NH * tiles; task++) {
         int b = task % (B * NH) / NH, h = task % NH, q0 = (tiles - 1 - task / (B * NH)) * BLOCK;
@@ -4506,7 +4538,7 @@ static void attention_forward(real *out, real *lse, const real *qkv, int B, int 
     }
 }
 
-// attention_tile() for the query at position n - 1 alone, q(HS), with the order of sums of dots().
+// attention_tile() for the single query at position n - 1, q(HS), with the order of sums of dots().
 static void attention_token(real *out, real *lse, const real *q, const real *k, const real *v,
                             int n, int HS) {
     const real scale = (real)(1.0 / sqrt((double)HS));
@@ -4529,16 +4561,17 @@ static void attention_token(real *out, real *lse, const real *q, const real *k, 
     *lse = max + (real)log((double)sum);
 }
 
-// attention_forward() for `rows` tokens at positions first, first + 1, ... of one sequence, whose
-// keys and values join those of the positions before in cache(2,NH,positions,HS): out(rows,NH,HS)
-// and lse(NH,rows) from qkv(rows,3,NH,HS). A head's keys lie side by side, since memory is slow to
-// bring what is strewn. Of several rows the bits are attention_forward's: its tiles begin at the
-// same positions, and a row's sums know nothing of the other rows.
+// attention_forward() for `rows` tokens at positions first, first + 1, ... of one sequence. Appends
+// their keys and values to those of earlier positions in cache(2,NH,positions,HS), then computes
+// out(rows,NH,HS) and lse(NH,rows) from qkv(rows,3,NH,HS). The keys of a head are contiguous in the
+// cache, since strided reads are slow. With several rows the results are bitwise those of
+// attention_forward(): tiles begin at the same positions, and a row's sums are independent of the
+// other rows.
 static void attention_cached(real *out, real *lse, real *cache, const real *qkv, int positions,
                              int first, int rows, int C, int NH) {
     const int HS = C / NH, tile0 = first / BLOCK, tiles = ceil_div(first + rows, BLOCK) - tile0;
     const size_t head_size = (size_t)positions * (size_t)HS, stride = 3 * (size_t)C;
-    for (int i = 0; i < rows * 2 * NH; i++) {  // of each row the keys of all heads, then the values
+    for (int i = 0; i < rows * 2 * NH; i++) {  // per row: the keys of all heads, then the values
         const int row = i / (2 * NH), head = i % (2 * NH);
         memcpy(cache + head * head_size + (size_t)(first + row) * HS,
                qkv + row * stride + C + (size_t)head * HS, (size_t)HS * sizeof(real));
@@ -4563,8 +4596,8 @@ static void attention_cached(real *out, real *lse, real *cache, const real *qkv,
 // dqkv(B,T,3,NH,HS) = gradient of attention_forward from dout(B,T,NH,HS), P recomputed from lse:
 //   D = rowsum(dout * out)   dP = dout V^T   dS = P (dP - D) / sqrt(HS)
 //   dV = P^T dout            dQ = dS K       dK = dS^T Q
-// A task is one head of one sequence: query tiles in order, key tiles in order inside, so that
-// each sum has one order.
+// A task is one head of one sequence: it loops over query tiles in order and, inside, over key
+// tiles in order, so that the order of each sum is fixed.
 static void attention_backward(real *dqkv, const real *dout, const real *qkv, const real *out,
                                const real *lse, int B, int T, int C, int NH) {
     int HS = C / NH;
@@ -4591,7 +4624,8 @@ static void attention_backward(real *dqkv, const real *dout, const real *qkv, co
                 int keys = min_int(BLOCK, T - k0);
                 const real *k = qkv + head + k0 * stride + C, *v = k + C;
                 real *dk = dqkv + head + k0 * stride + C, *dv = dk + C;
-                // A key tile is first met by its own queries, a query tile first meets key 0.
+                // dk and dv are first computed from the key tile's own queries, dq from key tile 0:
+                // these calls overwrite, later ones add.
                 const real *dk_sum = k0 == q0 ? NULL : dk, *dv_sum = k0 == q0 ? NULL : dv;
                 const Mask scores = {MASK_OUT, q0 - k0}, rows = {MASK_AFTER, q0 - k0};
                 const Mask columns = {MASK_BEFORE, q0 - k0};
@@ -4599,7 +4633,7 @@ static void attention_backward(real *dqkv, const real *dout, const real *qkv, co
                              keys, HS, scores);
                 matmul_small(dp, NULL, BLOCK, operand(dout_q, C, 1), operand(v, stride, 1), queries,
                              keys, HS, scores);
-                for (int i = 0; i < queries; i++) {  // s becomes P, dp dS; 0 behind the mask
+                for (int i = 0; i < queries; i++) {  // s becomes P, dp becomes dS; 0 if masked
                     const int n = visible_keys(q0 + i, k0, keys);
                     const real D_i = D[i];
                     real *p = s + i * BLOCK, *ds = dp + i * BLOCK;
@@ -4622,8 +4656,8 @@ static void attention_backward(real *dqkv, const real *dout, const real *qkv, co
     }
 }
 
-// t(n) = tanh(u), u = sqrt(2/pi) (x + 0.044715 x^3), x = inp(n); n <= BLOCK. In two loops, as in
-// exponentials(); u has the sign of x.
+// t(n) = tanh(u), u = sqrt(2/pi) (x + 0.044715 x^3), x = inp(n); n <= BLOCK. Split into two loops
+// for the reason given at exponentials(); u has the sign of x.
 static const real gelu_s = (real)0.79788456080286535588, gelu_c = (real)0.044715;
 static void gelu_tanh(real *t, const real *inp, int n) {
     uint32_t powers[BLOCK];
@@ -4666,21 +4700,23 @@ static void gelu_backward(real *dinp, const real *dout, const real *inp, size_t 
 
 // -------------------------------------------------------------------------------------------------
 // 12. The network
-// GPT-2 on the CPU, over the plan's buffers, and the walk through a micro-step, which serves
-// Volume II too.
-// 1. A block's stage computes one activation; forward runs all eight, backward repeats those whose
-//    activation was dropped, with the same code on the same inputs, so no bit changes.
-// 2. Gradients add up over micro-steps; `accum_steps` of them make one optimizer step.
-// 3. Backward goes through a block from its end. The gradient of the residual stream (BUF_DRES)
-//    passes both branches unchanged; what comes back through the MLP and through attention is added
-//    to it by the LayerNorm at the head of each branch.
+// GPT-2 on the CPU, over the plan's buffers, and the loop over the stages of a micro-step, which
+// train_gpt2.cu uses too.
+// 1. A forward stage of a block computes one activation. Forward runs all eight stages; backward
+//    repeats those whose activation was dropped, with the same code on the same inputs, so
+//    recomputation does not change results.
+// 2. Gradients are accumulated over micro-steps; `accum_steps` of them make one optimizer step.
+// 3. Backward processes the stages of a block from last to first. The gradient of the residual
+//    stream (BUF_DRES) passes both branches unchanged; the gradients through the MLP and through
+//    attention are added to it by the LayerNorm at the start of each branch.
 
-// Walks the ticks of a micro-step through `end`, in order: moves the clock and what visits, leaves
-// out what is not recomputed, and has `stage` compute the rest. A pass without backward is a
-// shorter walk, from which nothing departs. `adds`: gradients are added to those of the micro-step
-// before. What is to happen around the stages of a tick, whatever engine computes them, happens
-// here: bytes change hands on the stream of the stages alone, so it waits for departures before
-// buffers are born, for arrivals before they are used.
+// Runs the ticks of a micro-step up to and including `end`, in order: advances the plan to each
+// tick, starts and awaits the transfers of streamed buffers, skips stages that need no
+// recomputation and calls `stage` for the others. A forward-only pass ends earlier and stores no
+// streamed buffer. `adds`: gradients are added to those of the previous micro-step. Everything that
+// happens around the stages of a tick, on any engine, happens here. Memory changes from one buffer
+// to another only on the compute stream, which therefore waits for a store before new buffers reuse
+// its memory, and for a fetch before the fetched buffer is used.
 static void run_stages(Plan *p, int end, int adds, void (*stage)(void *self, int stage, int layer),
                  void *self) {
     const int stores = end > tick_head(&p->settings.model);
@@ -4703,8 +4739,9 @@ static void run_stages(Plan *p, int end, int adds, void (*stage)(void *self, int
     }
 }
 
-// The plan's buffers as the oracle's numbers: one that exists once; what is at a place; a tensor of
-// the weights or gradients, where it is on the device; an activation; the gradient of one (GRAD_*).
+// The plan's buffers as arrays of real: a buffer that exists once; the data at a location; a tensor
+// of the weights or gradients at its location on the device; an activation; the gradient of one
+// (GRAD_*).
 static real *buffer(const Plan *p, int id) { return (real *)plan_single(p, id); }
 static real *at_location(const Plan *p, Location location) {
     return buffer(p, location.buffer) + location.offset;
@@ -4718,26 +4755,28 @@ static real *dweight(const Plan *p, int tensor, int layer) {
 static real *act(const Plan *p, int id, int layer) { return (real *)plan_act(p, id, layer); }
 static real *dact(const Plan *p, int id, int layer) { return (real *)plan_grad(p, id, layer); }
 
-// What a walk computes: B sequences of T tokens, at most the plan's.
+// Inputs and results of one pass: B sequences of T tokens, at most the plan's B and T.
 typedef struct {
     Plan *plan;
-    const Token *inputs, *targets;  // (B,T); targets NULL: the logits after the last input alone
+    const Token *inputs, *targets;  // (B,T); targets NULL: logits after the last input only
     int B, T;
     real dloss;   // weight of a token's loss in the gradients; 0: no gradients
-    double loss;  // the mean, once the head is done
-    int first;    // the first token's position; other than 0 only where there is a KV cache
+    double loss;  // the mean; valid after the head
+    int first;    // the first token's position; nonzero only with a KV cache
 } Pass;
 
-// The linear layer of `rows` rows: a row by itself, with the cache that only generation has, takes
-// the way without packing. In training the order of a row's sums knows nothing of the other rows.
+// The linear layer for `rows` rows. A single row with a KV cache, which only generation has, uses
+// the function without packing. In training, the order of a row's sums does not depend on the
+// number of rows.
 typedef void (*LinearForward)(real *out, const real *inp, const real *weight, const real *bias,
                               const real *addend, int N, int C, int OC);
 static LinearForward linear_forward(const Plan *p, int rows) {
     return rows == 1 && p->settings.cache ? matvec_forward : matmul_forward;
 }
 
-// One stage of block `l`, forward or recomputing: the output is the activation that act_table says
-// the stage makes, so the clock decides into which of its buffers it goes.
+// One stage of block `l`, in forward or in recomputation. Its output is the activation that
+// act_table lists for the stage; the current tick selects which of the activation's buffers it goes
+// to.
 static void block_forward(const Pass *pass, int stage, int l) {
     const Plan *p = pass->plan;
     const int B = pass->B, T = pass->T, N = B * T;
@@ -4784,8 +4823,8 @@ static void block_forward(const Pass *pass, int stage, int l) {
     }
 }
 
-// One stage of block `l` backward: BUF_DRES holds the gradient of its output before the first, and
-// of its input after the last.
+// One backward stage of block `l`. BUF_DRES holds the gradient of the block's output before the
+// first stage, and that of its input after the last.
 static void block_backward(const Pass *pass, int stage, int l) {
     const Plan *p = pass->plan;
     const int B = pass->B, T = pass->T, N = B * T;
@@ -4829,10 +4868,10 @@ static void block_backward(const Pass *pass, int stage, int l) {
     }
 }
 
-// The head: the classifier's product and the loss, a chunk of logits at a time. Losses go into
-// BUF_LOSSES; where gradients are wanted, dwte is added to and the gradient of the last LayerNorm's
-// output replaces that output. Without targets: the logits of the last row alone, into the
-// first row of BUF_LOGITS.
+// The head: the classifier's matmul and the loss, one chunk of logits at a time. Losses go to
+// BUF_LOSSES. If gradients are requested, they are added to dwte, and the gradient of the last
+// LayerNorm's output overwrites that output. Without targets: only the logits of the last row, in
+// the first row of BUF_LOGITS.
 static void network_head(Pass *pass) {
     const Plan *p = pass->plan;
     const Model *m = &p->settings.model;
@@ -4847,19 +4886,19 @@ static void network_head(Pass *pass) {
             classifier_forward_backward(losses + row, logits, pass->targets + row, pass->dloss,
                                         rows, m->V, m->Vp, pass->dloss != 0);
         }
-        if (pass->dloss != 0) {  // dwte is made first, so lnf may be overwritten by its gradient
+        if (pass->dloss != 0) {  // dwte is computed first, so lnf's gradient may overwrite lnf
             matmul_backward(lnf, dweight(p, WTE, 0), NULL, logits, lnf, wte, rows, m->C, m->Vp);
         }
     }
-    double sum = 0;  // in one order, whatever the chunks and threads
+    double sum = 0;  // in one order, independent of chunks and threads
     for (int i = 0; i < N && pass->targets; i++) {
         sum += (double)losses[i];
     }
     pass->loss = sum / N;
 }
 
-// Computes a stage of a Pass: what walk() calls. wte gets gradients twice, from the head and from
-// the embedding, since it is the weight of both.
+// Computes one stage of a Pass; called by run_stages(). wte gets gradients twice, from the head and
+// from the embedding, since both use it as their weight.
 static void network_stage(void *self, int stage, int layer) {
     Pass *pass = (Pass *)self;
     const Plan *p = pass->plan;
@@ -4885,15 +4924,15 @@ static void network_stage(void *self, int stage, int layer) {
         embedding_backward(dweight(p, WTE, 0), dweight(p, WPE, 0), buffer(p, BUF_DRES),
                            pass->inputs, B, T, C);
         break;
-    case JOIN:  // of streams, which the CPU has not
+    case JOIN:  // joins streams; the CPU has none
         break;
     default:
         (stage < F_STAGES ? block_forward : block_backward)(pass, stage, layer);
     }
 }
 
-// The walk by a team: one thread goes from stage to stage, the others take pieces of its loops.
-// The team is made once, because to start one costs as much as a small loop.
+// Runs a pass with a team of threads: one thread executes the stages, the others take tasks of its
+// loops. The team is started once per pass, because starting one costs as much as a small loop.
 static void network_run(Pass *pass, int end, int adds) {
     #pragma omp parallel
     #pragma omp master
@@ -4902,13 +4941,13 @@ static void network_run(Pass *pass, int end, int adds) {
 
 // -------------------------------------------------------------------------------------------------
 // 13. Optimizer and schedules
-// AdamW with decoupled decay (Loshchilov and Hutter, ICLR 2019) over the flat buffers; vectors are
-// not decayed. The gradient norm is summed in fp64 over fixed chunks, so no bit depends on the
-// number of threads.
+// AdamW with decoupled weight decay (Loshchilov and Hutter, ICLR 2019) over the flat buffers;
+// vectors are not decayed. The gradient norm is summed in fp64 over fixed chunks, so the result
+// does not depend on the number of threads.
 
-// Sum of squares of the gradients [offset, offset + count) of a flat state, wherever their tensors
-// are at home. These begin at multiples of LANES and have zeros behind them, so the lanes' sums are
-// those of one pass over the flat state.
+// Sum of squares of the gradients [offset, offset + count) of a flat state, read from their backing
+// store. Tensors begin at multiples of LANES and are padded with zeros, so the lanes' sums are the
+// same as in one pass over the flat state.
 static double square_sum(const Plan *p, int64_t offset, int64_t count) {
     const Settings *s = &p->settings;
     double lanes[LANES] = {0}, sum = 0;
@@ -4928,12 +4967,12 @@ static double square_sum(const Plan *p, int64_t offset, int64_t count) {
     return sum;
 }
 
-// L2 norm of all gradients. Each chunk of 65,536 numbers has a sum of its own: short enough that
-// GPT-2's smallest model still gives 1,900 chunks to share out, long enough that adding up the
-// sums, in order and by one thread, costs nothing.
+// L2 norm of all gradients. Each chunk of 65,536 elements has its own sum: small enough that
+// GPT-2's smallest model still has 1,900 chunks to distribute, large enough that adding up the
+// sums, in order and on one thread, takes negligible time.
 static double gradient_norm(const Plan *p) {
     enum { CHUNK = 1 << 16, CHUNKS = 4096 };
-    static double sums[CHUNKS];  // of up to 2^28 numbers at a time: not on the stack, not allocated
+    static double sums[CHUNKS];  // of up to 2^28 elements at a time; not on the stack or heap
     const int64_t n = tensor_offset(&p->settings.model, TENSORS, 0);
     double total = 0;
     for (int64_t begin = 0; begin < n; begin += (int64_t)CHUNK * CHUNKS) {
@@ -4950,14 +4989,14 @@ static double gradient_norm(const Plan *p) {
     return sqrt(total);
 }
 
-// Everything AdamW needs besides the tensors. correction = 1 - beta^t for the t-th update.
+// All parameters of AdamW besides the tensors. correction = 1 - beta^t for the t-th update.
 typedef struct {
     real lr, beta1, beta2, correction1, correction2, eps, weight_decay, grad_scale;
 } AdamW;
 
-// One update of n elements: g = grad_scale * grad; m, v the moments;
+// One update of n elements: g = grad_scale * grad; m and v are the moments;
 // p -= lr * (m / correction1 / (sqrt(v / correction2) + eps) + weight_decay * p).
-// The threads of the team that calls this share it out; none waits at the end.
+// Work is shared among the threads of the calling team, without a barrier at the end.
 static void adamw_update(real *p, real *m, real *v, const real *grad, const AdamW *a,
                          real weight_decay, int64_t n) {
     const AdamW k = *a;
@@ -4973,7 +5012,7 @@ static void adamw_update(real *p, real *m, real *v, const real *grad, const Adam
     }
 }
 
-// The numbers of the update that comes after `updates` others.
+// AdamW's parameters for the update that follows `updates` earlier ones.
 static AdamW adamw_at(const Options *o, double lr, int64_t updates, double grad_scale) {
     double t = (double)(updates + 1);
     AdamW a = {(real)lr, (real)o->beta1, (real)o->beta2, (real)(1 - pow(o->beta1, t)),
@@ -5000,15 +5039,16 @@ static double learning_rate(const Options *o, int64_t step, int64_t steps) {
 }
 
 // The last gradient norms, for --skip-zscore: a norm above mean + z * deviation of a full window is
-// an outlier. Of 128 normal numbers the deviation is known to 6 % (1 / sqrt(2 * 127)), and the
-// window is short enough to follow the norm as it falls over a run.
+// an outlier. The deviation of 128 normally distributed values is known to 6 % (1 / sqrt(2 * 127)),
+// and the window is short enough to follow the norm as it decreases over a run.
 enum { NORM_WINDOW = 128 };
 typedef struct {
     double values[NORM_WINDOW];
     int64_t count;
 } NormWindow;
 
-// The largest norm that is no outlier; infinite without --skip-zscore and until the window is full.
+// The largest norm that is not an outlier; infinite without --skip-zscore or until the window is
+// full.
 static double norm_limit(const NormWindow *w, double zscore) {
     double mean = 0, variance = 0;
     if (zscore <= 0 || w->count < NORM_WINDOW) {
@@ -5023,9 +5063,9 @@ static double norm_limit(const NormWindow *w, double zscore) {
     return mean + zscore * sqrt(variance);
 }
 
-// Optimizer step on the whole network: norm, clip, update. Returns the norm; *skipped is 1 and
-// nothing changes when the norm is not finite or above `limit`. `updates` counts the updates made
-// before this one.
+// Optimizer step on the whole network: norm, clipping, update. Returns the norm. If the norm is not
+// finite or is above `limit`, *skipped is set to 1 and nothing changes. `updates` is the number of
+// earlier updates.
 static double network_update(Plan *p, const Options *o, double lr, double limit, int64_t updates,
                              int *skipped) {
     const Settings *s = &p->settings;
@@ -5039,7 +5079,7 @@ static double network_update(Plan *p, const Options *o, double lr, double limit,
     }
     double scale = o->clip > 0 && norm > o->clip ? o->clip / norm : 1;
     const AdamW a = adamw_at(o, lr, updates, scale);
-    #pragma omp parallel  // one team for all tensors: to start one costs as much as a small tensor
+    #pragma omp parallel  // one team for all tensors; starting one costs as much as a small tensor
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int l = 0; l < tensor_copies(m, tensor); l++) {
             const TensorRange r = tensor_update_range(s, tensor, l);
@@ -5054,80 +5094,83 @@ static double network_update(Plan *p, const Options *o, double lr, double limit,
 
 // -------------------------------------------------------------------------------------------------
 // 14. The engine
-// The few verbs by which everything above the network drives it: micro_step, update, forward_loss,
-// logits, and states in and out. The CPU's engine is here; Volume II brings the GPU's. All that
-// follows knows neither.
+// The few methods that all code above the network calls: micro_step, update, forward_loss, logits,
+// and reading and writing states. The CPU's engine is defined here, the GPU's in train_gpt2.cu. The
+// chapters that follow depend on neither.
 
-// What a run trains are three flat states, laid out as chapter The model says.
-enum { STATE_WEIGHTS, STATE_M, STATE_V, STATES, STATE_GRADS = STATES };  // gradients: read only
+// A run trains three flat states, laid out as described in chapter The model.
+enum { STATE_WEIGHTS, STATE_M, STATE_V, STATES, STATE_GRADS = STATES };  // gradients: read-only
 static const Kind state_kinds[STATES + 1] = {KIND_WEIGHTS, KIND_MOMENTS, KIND_MOMENTS,
                                                KIND_GRADIENTS};
-// Elements that pass through the host at a time: 1 MiB of fp32, enough for a disk's full rate. Few
-// in test builds, so that small models have several.
+// Elements transferred through the host at a time: 1 MiB of fp32, enough for a disk's full
+// throughput. Fewer in test builds, so that small models have several pieces.
 enum { PIECE = GPT2_POISON ? 1 << 10 : 1 << 18 };
 
 typedef struct {
     double loss, norm;
     int skipped;
-    int scale_log2, scale_steps;  // of fp16's loss scale, as RunState has them; else 0
-    int scale_moved;              // by this step: 1 up; -1 down, for which it was skipped
+    int scale_log2, scale_steps;  // fp16's loss scale as in RunState; otherwise 0
+    int scale_moved;              // by this step: 1 up; -1 down, and the step was skipped
 } StepResult;
 
-// fp16 has numbers up to 65504 and fewer digits below 6e-5, so the loss, and so every gradient, is
-// multiplied by a power of two that the engine moves. The first one, and the steps without an
-// overflow after which it doubles: the defaults of PyTorch's torch.amp.GradScaler.
+// fp16 overflows above 65504 and loses precision below 6e-5, so the loss, and hence every gradient,
+// is scaled by a power of two that the engine adjusts. The initial scale, and the number of steps
+// without overflow after which it doubles, are the defaults of PyTorch's torch.amp.GradScaler.
 enum { LOSS_SCALE_LOG2 = 16, LOSS_SCALE_GROWS = 2000, FP16_MOST = 65504 };
 
-enum { MATMUL_TEXT = 4096 };  // bytes of the choices' text
+enum { MATMUL_TEXT = 4096 };  // bytes of the text of chosen algorithms
 
 typedef struct Engine Engine;
 struct Engine {
     void *self;
-    char device[192];         // for people
-    const char *matmul;       // how its products were chosen where there is a choice; or NULL
-    int states;               // that it holds: STATES, or the weights alone
-    int zero;                 // opened with states of zero, and none written since
-    // Takes the choices of a checkpoint, before any state is written; 0: it cannot, and keeps its
-    // own. NULL: it has no choice.
+    char device[192];         // description to print
+    const char *matmul;       // its chosen matmul algorithms as text; NULL: no choice
+    int states;               // number it holds: STATES, or 1 for the weights
+    int zero;                 // 1: opened with all states zero, and none written since
+    // Adopts the matmul algorithms of a checkpoint, before any state is written. Returns 0 if it
+    // cannot; it then keeps its own. NULL: it has no choice.
     int (*set_algorithms)(Engine *e, const char *choices);
-    double peak_flops;        // that "% of peak" is of; 0: unknown
-    const char *peak_source;  // where it comes from
+    double peak_flops;        // the basis of "% of peak"; 0: unknown
+    const char *peak_source;  // its source, or why it is unknown
     // Forward and backward of micro-batch `accum_step` of `accum_steps`; the first one clears the
     // gradients.
     void (*micro_step)(Engine *e, const Token *inputs, const Token *targets, int accum_step,
                        int accum_steps);
-    // Brings the batch of the next micro-step, which is given it again, to the device ahead, while
-    // that still computes. NULL: nothing would be gained.
+    // Prefetches the next micro-step's batch while the device is still computing; the same batch is
+    // passed again to that micro-step. NULL if prefetching would not help.
     void (*prepare)(Engine *e, const Token *inputs, const Token *targets);
-    // Ends the step: mean loss of its micro-batches, gradient norm, and the update unless it is
-    // skipped.
+    // Ends the step: computes the mean loss of its micro-batches and the gradient norm, and updates
+    // unless the step is skipped.
     StepResult (*update)(Engine *e, const Options *o, double lr, double limit, int64_t updates);
-    // Goes on with a checkpoint's loss scale. NULL: the loss is not scaled.
+    // Restores a checkpoint's loss scale. NULL: the loss is not scaled.
     void (*scale_loss)(Engine *e, int log2, int64_t good_steps);
-    double weight_most;  // the largest weight that its type holds; 0: any
-    // Mean loss of one batch (B,T), nothing learnt; `losses` (B,T), unless NULL, receives them all.
+    double weight_most;  // the largest weight its type can hold; 0: no limit
+    // Mean loss of one batch (B,T), without training. Unless NULL, `losses` (B,T) receives each
+    // token's loss.
     double (*forward_loss)(Engine *e, real *losses, const Token *inputs, const Token *targets);
     // Logits (V) after the last of n <= T tokens.
     void (*logits)(Engine *e, real *out, const Token *tokens, int n);
-    // The same for n more tokens, from position `first` on, of a sequence whose positions before
-    // are in the KV cache, and into it. Only where the plan has one. What the cache holds from
-    // `first` on is written over: a sequence may go on anew from any of its positions.
+    // The same for n more tokens, at positions from `first` on, of a sequence whose earlier
+    // positions are in the KV cache; adds theirs to the cache. Valid only if the plan has a KV
+    // cache. Overwrites the cache from `first` on, so a sequence may be continued again from any of
+    // its positions.
     void (*extend)(Engine *e, real *out, const Token *tokens, int first, int n);
-    // `count` elements from `offset` of a flat state (STATE_*), out of the engine and into it,
-    // wherever their home is. What is between tensors reads as zero and is not written.
+    // Reads or writes `count` elements from `offset` of a flat state (STATE_*), independent of its
+    // placement. Gaps between tensors read as zero and are not written.
     void (*read)(Engine *e, int state, int64_t offset, real *out, int64_t count);
-    // The same of elements that this rank has itself; it asks no other.
+    // Like read, for elements that this rank holds itself; does not communicate with other ranks.
     void (*read_own)(Engine *e, int state, int64_t offset, real *out, int64_t count);
     void (*write)(Engine *e, int state, int64_t offset, const real *values, int64_t count);
-    // all (ranks, bytes) = `mine` of every rank. All ranks call it, and read, at the same places of
-    // the run; NULL in an engine that knows no others.
+    // all (ranks, bytes) = `mine` of every rank. Collective, as is read: all ranks must call it at
+    // the same points of the run. NULL in an engine for a single rank.
     void (*gather)(Engine *e, void *all, const void *mine, size_t bytes);
-    // A hash of the states of which each rank has a copy, alike on all unless one computes wrongly.
+    // A hash of the states replicated on every rank; equal on all ranks unless one computes
+    // incorrectly.
     uint64_t (*replica)(Engine *e);
     void (*close)(Engine *e);
 };
 
-// engine->gather, or for a single rank what it comes to.
+// engine->gather; with a single rank, a copy.
 static void engine_gather(Engine *e, void *all, const void *mine, size_t bytes) {
     if (this_rank.ranks == 1) {
         memcpy(all, mine, bytes);
@@ -5136,8 +5179,8 @@ static void engine_gather(Engine *e, void *all, const void *mine, size_t bytes) 
     }
 }
 
-// Returns the words (ranks) of all ranks, with the `value` of each, until the next exchange; from
-// here on all ranks know of a signal that one of them got, and of a fault.
+// Returns the status of every rank, including its `value`; the array is valid until the next
+// exchange. After this call all ranks know of a signal or a fault on any of them.
 static const RankStatus *engine_exchange(Engine *e, double value) {
     static RankStatus *words;
     const RankStatus mine = {value, stop_signal != 0, this_rank.failed};
@@ -5149,21 +5192,21 @@ static const RankStatus *engine_exchange(Engine *e, double value) {
     return words;
 }
 
-// The same without a value.
+// engine_exchange() without a value; does nothing with a single rank.
 static void engine_agree(Engine *e) {
     if (this_rank.ranks > 1) {
         engine_exchange(e, 0);
     }
 }
 
-// The CPU's engine: the plan and the loss of the step so far.
+// The CPU's engine: the plan and the mean loss accumulated so far in this step.
 typedef struct {
     Plan *plan;
     double loss;
 } CpuEngine;
 
 // The loss is averaged over the step: each micro-batch and rank has the same weight, and the
-// gradients of its micro-batches need no scaling when they are all added up.
+// gradients of micro-batches are simply added, without further scaling.
 static void cpu_micro_step(Engine *e, const Token *inputs, const Token *targets, int accum_step,
                            int accum_steps) {
     CpuEngine *cpu = (CpuEngine *)e->self;
@@ -5187,7 +5230,7 @@ static StepResult cpu_update(Engine *e, const Options *o, double lr, double limi
     return result;
 }
 
-// The walk through the head and no further; BUF_LOSSES is in the oracle's order, (B,T).
+// Runs the stages up to and including the head; BUF_LOSSES is (B,T), the CPU reference's own order.
 static double cpu_forward_loss(Engine *e, real *losses, const Token *inputs, const Token *targets) {
     Plan *p = ((CpuEngine *)e->self)->plan;
     const Settings *s = &p->settings;
@@ -5199,7 +5242,7 @@ static double cpu_forward_loss(Engine *e, real *losses, const Token *inputs, con
     return pass.loss;
 }
 
-// One sequence of n tokens in the buffers of B sequences of T; the head computes its last row.
+// One sequence of n tokens in buffers for B sequences of T; the head computes its last row only.
 static void cpu_logits(Engine *e, real *out, const Token *tokens, int n) {
     Plan *p = ((CpuEngine *)e->self)->plan;
     const Model *m = &p->settings.model;
@@ -5208,7 +5251,8 @@ static void cpu_logits(Engine *e, real *out, const Token *tokens, int n) {
     memcpy(out, buffer(p, BUF_LOGITS), (size_t)m->V * sizeof(real));
 }
 
-// As many tokens at a time as the plan has rows; the head computes the last row of all.
+// Processes as many tokens at a time as the plan has rows; the head computes only the last row of
+// all.
 static void cpu_extend(Engine *e, real *out, const Token *tokens, int first, int n) {
     Plan *p = ((CpuEngine *)e->self)->plan;
     const Model *m = &p->settings.model;
@@ -5220,7 +5264,7 @@ static void cpu_extend(Engine *e, real *out, const Token *tokens, int first, int
     memcpy(out, buffer(p, BUF_LOGITS), (size_t)m->V * sizeof(real));
 }
 
-// A span of a flat state, at home.
+// The elements of a span of a flat state, in its backing store.
 static real *cpu_span(const Plan *p, int state, const TensorSpan *span) {
     Location location = tensor_store(&p->settings, state_kinds[state], span->tensor, span->layer);
     location.buffer = state == STATE_V ? BUF_V : location.buffer;
@@ -5245,8 +5289,8 @@ static void cpu_write(Engine *e, int state, int64_t offset, const real *values, 
     }
 }
 
-// A visit's bytes move at once, so that nobody waits for them. Gradients that do not come from
-// home are cleared, since the layers add to them.
+// Transfers complete immediately, so the waiting phases do nothing. Gradients without a fetch are
+// cleared, since the layers add to them.
 static void cpu_transfer(Plan *p, int phase, const Transfer *v, void *slot, void *store,
                          size_t bytes) {
     (void)p;
@@ -5264,7 +5308,8 @@ static void cpu_close(Engine *e) {
     free(e->self);
 }
 
-// Allocates the plan on the CPU; it is the caller's and outlives the engine.
+// Opens the CPU engine and allocates the plan's memory. The plan belongs to the caller and outlives
+// the engine.
 static void cpu_open(Engine *e, Plan *p) {
     const int threads = p->settings.threads;
     CpuEngine *cpu = (CpuEngine *)alloc_zero(1, sizeof *cpu);
@@ -5292,9 +5337,9 @@ static void cpu_open(Engine *e, Plan *p) {
              threads == 1 ? "" : "s", matmul_bf16 ? ", products of bf16" : "");
 }
 
-// Sets weights and moments to zero. The gaps keep it because nothing else writes there, the padding
-// rows of wte because their gradients are zero. An engine that has just zeroed them itself, where
-// they are, is spared the transfer.
+// Sets weights and moments to zero. Gaps between tensors stay zero because nothing else writes
+// there, the padding rows of wte because their gradients are zero. Skips the transfer for an engine
+// that has just zeroed the states itself.
 static void engine_clear(Engine *e, const Model *m) {
     if (e->zero) {
         e->zero = 0;
@@ -5310,9 +5355,9 @@ static void engine_clear(Engine *e, const Model *m) {
     free(zeros);
 }
 
-// Initial weights as GPT-2's: N(0, 0.02), residual projections N(0, 0.02 / sqrt(2 L)), LayerNorm
-// weights 1, the rest and both moments 0. Element by element a function of the seed, whatever
-// engine asks.
+// Initial weights as in GPT-2: N(0, 0.02), residual projections N(0, 0.02 / sqrt(2 L)), LayerNorm
+// weights 1, the rest and both moments 0. Each element is a function of the seed and its index
+// alone, and so the same for every engine.
 static void engine_initialise(Engine *e, const Model *m, uint64_t seed) {
     real *piece = (real *)alloc_zero(PIECE, sizeof(real));
     engine_clear(e, m);
