@@ -41,8 +41,8 @@
 //    same output folder removes it.
 // 2. A resume takes the newest checkpoint whose files match its manifest byte for byte, and reports
 //    which checkpoints it skipped and why.
-// 3. The engine (chapter The engine) copies states in pieces, so saving needs extra memory for one
-//    tensor only, on every rank.
+// 3. The engine (chapter The engine) copies states in pieces, so saving needs extra memory for only
+//    one tensor on each rank.
 // 4. A range is a run of consecutive elements of a state within one bucket
 //    (chapter Buckets and visits). A resume accepts any set of ranges that holds each element
 //    exactly once, so it may use a different number of ranks.
@@ -282,7 +282,7 @@ typedef struct {
     int state, bucket;
     int64_t first, count;
     Span span;
-    const char *file;  // it was read from
+    const char *file;  // name of the file it was read from
 } StateRange;
 enum { WHOLE_STATE = -1, RANGE_NAME = 48 };
 // State files hold only the part of the weights that model.safetensors lacks: "master", the low
@@ -518,8 +518,8 @@ static void save_agree(Saving *save) {
     if (this_rank.rank == 0) {
         checkpoint_remove(save->folder);
     }
-    engine_agree(save->snapshot->engine);  // rank 0 must not be ended before it has removed it
-    looks_interrupt(1);                    // a stalled terminal must not block the message
+    engine_agree(save->snapshot->engine);  // rank 0 must not be ended before the removal
+    looks_interrupt(1);                    // a stalled reader of stderr must not block the message
     grace_ms = fault == this_rank.rank + 1 ? 0 : rank_grace_ms();
     if (!failed) {
         die("rank %d cannot save, and says why", fault - 1);
@@ -720,7 +720,7 @@ static const char *manifest_open(Manifest *manifest, const char *path) {
     return fault;
 }
 
-// Step of the checkpoint that a weight file belongs to, read from the manifest in the same folder,
+// Step of the checkpoint that a weight file belongs to, read from the manifest in its folder,
 // so that samples repeat those of the run even if the folder was renamed; 0 without a manifest.
 static int64_t weights_step(const ModelFile *f) {
     static Manifest manifest;

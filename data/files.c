@@ -719,7 +719,8 @@ static void json_string(Json *j, char *out, size_t capacity) {
     }
 }
 
-// Reads a number or a literal (true, false, null) into `out`; json_is_scalar validates it.
+// Reads a number or a literal (true, false, null) into `out` without validating it; see
+// json_is_scalar.
 static void json_scalar(Json *j, char out[32]) {
     int n = 0, c = json_peek(j);
     while (c > 0 && c < 128 && (strchr("+-.", c) || (c >= '0' && c <= '9') || (c | 32) >= 'a') &&

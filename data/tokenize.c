@@ -325,7 +325,7 @@ typedef struct {
 
 static int is_blank(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
 
-// Length of the longest beginning of a marker at the end of text[0..n).
+// Length of the longest proper prefix of a marker that text[0..n) ends with; 0: none.
 static size_t marker_begun(const char *text, size_t n) {
     for (size_t k = n < MARKER_BYTES - 1 ? n : MARKER_BYTES - 1; k > 0; k--) {
         if (memcmp(text + n - k, marker, k) == 0) {

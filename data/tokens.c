@@ -309,8 +309,8 @@ static const unsigned char *pretoken_end(const Bpe *bpe, const unsigned char *p,
         } while (q < end && char_class(bpe, q, end, &length) == kind);
         return q;
     }
-    // `\s+(?!\S)` leaves the last space to the word that follows; a single space (`\s+`) is a
-    // pre-token of its own.
+    // `\s+(?!\S)` leaves the last whitespace character to what follows; a single one is a pre-token
+    // of its own (`\s+`).
     for (q = p; q < end && char_class(bpe, q, end, &length) == CLASS_SPACE; q += length) {
         last = q;
     }
