@@ -1,57 +1,63 @@
 // data/checkpoint.c -- checkpoints: save, verify, prune, load.
 //
-// A checkpoint is a folder with the weights, the state of the optimizer and a manifest with sizes
-// and SHA-256 of every file. Nothing in a file is trusted: sizes, names and hashes are verified
-// before anything is allocated or read; errors are one line that names the file.
+// A checkpoint is a folder with the weights, the optimizer state and a manifest with the size and
+// SHA-256 of every file. Nothing in a file is trusted: sizes, names and hashes are verified before
+// anything is allocated or loaded. An error is one line that names the file.
 //
-// train_gpt2.c includes it in chapter Weights and checkpoints. It is also C++17, read by nvcc.
+// train_gpt2.c includes this file in chapter Weights and checkpoints. It is also valid C++17,
+// because nvcc compiles it too.
 //
 // Contents
 //   1  Checkpoints
 
 // -------------------------------------------------------------------------------------------------
 // 1. Checkpoints
-// A checkpoint is a folder step-NNNNNNNN of the output folder: model.safetensors and config.json,
-// which transformers loads as they are; state-R-of-N.safetensors with what training needs beside:
-// ranges of both moments in the run's type and, for bf16 weights, of the low halves of their fp32
-// masters; counters and options; and manifest.json with the sizes and SHA-256 of the others. Of
-// GPT-2's tokens there are also merges.txt, vocab.json and tokenizer_config.json, where the
-// vocabulary is at hand.
+// A checkpoint is a folder step-NNNNNNNN in the output folder. It contains:
+//   model.safetensors, config.json   the weights; transformers loads both unchanged
+//   state-R-of-N.safetensors         the rest of the training state: ranges of both moments in the
+//                                    run's type; for bf16 weights also ranges of the low halves of
+//                                    their fp32 masters; counters and options
+//   manifest.json                    size and SHA-256 of every other file
+//   merges.txt, vocab.json, tokenizer_config.json
+//                                    only for GPT-2's tokens, and only if the vocabulary was found
 //
 //     step-N.tmp --(files and folders synced, renamed)--> step-N
 //         ^                                                  |
 //         +------ pruned: renamed first, then removed -------+
 //
-// The header of a state file, for two blocks (buckets 3 and 4) and two ranks:
+// Header of the first rank's state file, for a model of two blocks (buckets 3 and 4), two ranks:
 //
 //     "__metadata__": {"run": what a resume must share, "matmul": "...", "--lr": "0.001", ...,
 //                      "step": "2000", ...}, "norms": {"dtype": "F64", "shape": [128], ...},
 //     "m.0.0": {"dtype": "F32", "shape": [elements], ...}, ..., "m.4.0": ..., "v.0.0": ...
 //
-// where the second rank's "m.4.24576" goes on in bucket 4 from element 24576.
+// The second rank's file has "m.4.24576" instead of "m.4.0": bucket 4 from element 24576 on.
 //
-// A resume skips a step-N that is damaged. When step N is saved again, the old one is removed, or
-// renamed to step-N.damaged where it holds files that are not ours.
-// 1. It is written under its name with ".tmp", every file and folder synced, and renamed: what
-//    bears the final name was complete then, whenever the machine stopped. A ".tmp" is never read;
-//    the next run that writes there removes it.
-// 2. A resume takes the newest checkpoint whose files are those of its manifest, byte for byte, and
-//    says which it skipped and why.
-// 3. The engine (chapter The engine) hands states over in pieces, so saving takes memory for one
-//    tensor, on every rank.
-// 4. A range is elements of one bucket of a state as one rank has it (chapter Buckets and visits),
-//    whoever wrote it: a resume takes the states from any ranges that hold each element once.
-// 5. Each rank writes its Nth of every bucket, all at the same time; rank 0 alone makes the folder,
-//    writes the other files, renames and removes. Every phase ends with a word of all ranks: where
-//    one has failed, all end, and what was there before stands.
+// A resume skips a damaged step-N. When step N is saved again, the damaged folder is removed, or
+// renamed to step-N.damaged if it contains files that a checkpoint does not have.
+// 1. A checkpoint is written under its name plus ".tmp"; every file and folder is synced; then the
+//    folder is renamed. A folder with the final name was therefore complete when it was renamed,
+//    even after a power failure. A ".tmp" folder is never read; the next run that writes to the
+//    same output folder removes it.
+// 2. A resume takes the newest checkpoint whose files match its manifest byte for byte, and reports
+//    which checkpoints it skipped and why.
+// 3. The engine (chapter The engine) copies states in pieces, so saving needs extra memory for only
+//    one tensor on each rank.
+// 4. A range is a run of consecutive elements of a state within one bucket
+//    (chapter Buckets and visits). A resume accepts any set of ranges that holds each element
+//    exactly once, so it may use a different number of ranks.
+// 5. Each of N ranks writes 1/N of every bucket, all ranks at the same time. Only rank 0 creates
+//    the folder, writes the other files, renames and removes. Every phase ends with an exchange of
+//    status between all ranks: if one rank has failed, all ranks end and the previous checkpoint
+//    is kept.
 
-// The files of a checkpoint. States have one for each rank that wrote.
+// The files of a checkpoint. There is one state file for each rank of the run that saved it.
 enum {
     FILE_MODEL, FILE_CONFIG, FILE_MERGES, FILE_VOCABULARY, FILE_TOKENIZER, FILE_MANIFEST,
     FILE_STATE, MAX_RANKS = 1024, CHECKPOINT_FILES = FILE_STATE + MAX_RANKS, FILE_NAME = 48
 };
 
-// The name of a file; FILE_STATE + r is that of rank r.
+// Name of a file; FILE_STATE + r is the state file of rank r.
 static void file_name(char name[FILE_NAME], int file, int ranks) {
     static const char *const names[FILE_STATE] = {
         "model.safetensors", "config.json", "merges.txt", "vocab.json", "tokenizer_config.json",
@@ -63,10 +69,11 @@ static void file_name(char name[FILE_NAME], int file, int ranks) {
     }
 }
 
-// The file that has a name, -1: none of a checkpoint; in *ranks of how many a state is, else 0.
+// Finds a file by its name; -1: not a file of a checkpoint. *ranks: for a state file the number of
+// ranks in its name, else 0.
 static int file_find(const char *name, int *ranks) {
     char text[FILE_NAME];
-    // A name that is printed again as it was has no sign, space or zero too many.
+    // Printing the parsed numbers must give the same name: no signs, spaces or leading zeros.
     int rank = 0, file = 0, last = FILE_STATE;
     *ranks = 0;
     if (sscanf(name, "state-%4d-of-%4d", &rank, ranks) == 2) {
@@ -83,8 +90,9 @@ static int file_find(const char *name, int *ranks) {
     return -1;
 }
 
-// Removes a checkpoint's folder, the manifest first: what a kill leaves is no complete checkpoint.
-// Of a link only itself: what it leads to was put elsewhere to stay.
+// Removes a checkpoint's folder, the manifest first, so that a kill never leaves a folder that
+// looks complete. If the folder is a symbolic link, only the link is removed: its target was put
+// elsewhere on purpose.
 static void checkpoint_remove(const char *folder) {
     char path[PATH_BYTES];
     if (readlink(folder, path, sizeof path) >= 0) {
@@ -92,7 +100,7 @@ static void checkpoint_remove(const char *folder) {
         return;
     }
     slow_begin();
-    DIR *files = opendir(folder);  // read, as the manifest that counts the ranks may be lost
+    DIR *files = opendir(folder);  // the manifest with the number of ranks may be missing
     struct dirent *entry;
     int ranks;
     path_print(path, "%s/manifest.json", folder);
@@ -110,21 +118,22 @@ static void checkpoint_remove(const char *folder) {
     slow_end();
 }
 
-// What a run knows beside its tensors. Random numbers are functions of the seed and these counters.
+// State of a run apart from its tensors. Random numbers are functions of the seed and these
+// counters.
 typedef struct {
     int64_t step, updates, position, skipped;  // position: sequences consumed (chapter Data)
-    int64_t pending_validation;                // 1: a signal cut the one after `step` short
-    int64_t loss_scale_log2, loss_scale_steps;  // of fp16: its scale, and steps since it changed
+    int64_t pending_validation;  // 1: a signal interrupted the validation after `step`
+    int64_t loss_scale_log2, loss_scale_steps;  // fp16: loss scale, and steps since it changed
     NormWindow norms;
 } RunState;
 
-// The counters, as texts of the state file's metadata, and the most that a run can have counted.
+// The counters, stored as text in the state file's metadata, and their largest possible values.
 enum { AS_STEP = -1, AS_UPDATES = -2 };
 static const struct {
     const char *name;
     size_t offset;
-    int optional;  // older checkpoints lack it: 0
-    int64_t most;  // AS_STEP: the steps done; AS_UPDATES: those not skipped, no more and no less
+    int optional;  // 1: older checkpoints lack it; it is then 0
+    int64_t most;  // AS_STEP: at most `step`; AS_UPDATES: exactly `step` - `skipped`
 } counter_rows[] = {{"step", offsetof(RunState, step), 0, 99999999},
                     {"skipped", offsetof(RunState, skipped), 0, AS_STEP},
                     {"updates", offsetof(RunState, updates), 0, AS_UPDATES},  // once both are known
@@ -139,14 +148,14 @@ static int64_t *counter(RunState *state, int i) {
     return (int64_t *)(void *)((char *)state + counter_rows[i].offset);
 }
 
-// What a run must share with the checkpoint it goes on from: facts of its model and data, and the
-// options whose row in the table says so.
+// Text that must be equal in a run and in the checkpoint it resumes from: properties of the model
+// and the data, and the options whose table row says SAME.
 enum { IDENTITY_BYTES = 512 };
 static void run_identity(char identity[IDENTITY_BYTES], const Settings *s, const Options *o,
                          const Dataset *d) {
     const Model *m = &s->model;
     uint64_t data = 0;
-    for (int i = 0; i < d->shard_count; i++) {  // tokens here and there tell other data apart
+    for (int i = 0; i < d->shard_count; i++) {  // a sample of tokens distinguishes data sets
         const Shard *shard = &d->shards[i];
         for (int64_t k = 0; k < 256; k++) {
             uint16_t token;
@@ -186,7 +195,7 @@ static void config_save(const Model *m, Writer *w) {
     writer_put(w, text, (size_t)n);
 }
 
-// A token in GPT-2's alphabet for bytes (chapter Tokenizer), as UTF-8. Returns its length.
+// Writes a token in GPT-2's alphabet for bytes (chapter Tokenizer) as UTF-8. Returns its length.
 static size_t token_in_alphabet(char out[2 * BPE_LONGEST], const char *bytes, int n) {
     size_t length = 0;
     for (int i = 0; i < n; i++) {
@@ -201,8 +210,8 @@ static size_t token_in_alphabet(char out[2 * BPE_LONGEST], const char *bytes, in
     return length;
 }
 
-// Bytes of the first of the two tokens that merge `id` joins: what the merges before it leave of
-// its bytes.
+// Number of bytes of the first of the two tokens that merge `id` joins: applying all earlier merges
+// to the bytes of token `id` leaves these two.
 static int merge_left(const Bpe *bpe, int id) {
     const char *bytes;
     int start[BPE_LONGEST + 1] = {0}, parts = bpe_bytes(bpe, id, &bytes);
@@ -221,7 +230,8 @@ static int merge_left(const Bpe *bpe, int id) {
     return start[1];
 }
 
-// GPT-2's merges, vocabulary and special tokens as transformers reads them beside the weights.
+// Writes merges.txt, vocab.json or tokenizer_config.json (special tokens) for GPT-2, as
+// transformers expects them next to the weights.
 static void tokenizer_save(const Bpe *bpe, const Model *m, int file, Writer *w) {
     char *text, word[2 * BPE_LONGEST];
     const char *bytes;
@@ -255,29 +265,32 @@ static void tokenizer_save(const Bpe *bpe, const Model *m, int file, Writer *w) 
     free(text);
 }
 
-// What a checkpoint is made of.
+// The parts of a run that a checkpoint is written from.
 typedef struct {
     Engine *engine;
     const Settings *settings;
     const Options *options;
     const char *identity;  // run_identity
     const RunState *state;
-    const Bpe *bpe;  // of GPT-2's tokens; NULL: none is at hand, or none is needed
+    const Bpe *bpe;  // GPT-2's vocabulary; NULL: not found, or the run uses byte tokens
 } Snapshot;
 
-// Elements first .. first + count - 1 of a bucket of a state, and where a file holds them. Version
-// 2 of the format had one for each state, all of it as chapter The model lays it out.
+// Elements first .. first + count - 1 of one bucket of a state, and their location in a file.
+// Version 2 of the format had one range per state: the whole state in the order of chapter The
+// model (bucket WHOLE_STATE).
 typedef struct {
     int state, bucket;
     int64_t first, count;
     Span span;
-    const char *file;  // that it was read from
+    const char *file;  // name of the file it was read from
 } StateRange;
 enum { WHOLE_STATE = -1, RANGE_NAME = 48 };
-// Of the weights these files have what model.safetensors lacks.
+// State files hold only the part of the weights that model.safetensors lacks: "master", the low
+// halves of the fp32 masters.
 static const char *const range_names[STATES] = {"master", "m", "v"};
 
-// "m.3.0", the name of the file's tensor that is the range; its shape is the count.
+// Name of the range's tensor in the file, such as "m.3.0": state, bucket, first. Its shape is
+// [count].
 static void range_name(char name[RANGE_NAME], const StateRange *r) {
     int n = snprintf(name, RANGE_NAME, "%s", range_names[r->state]);
     if (r->bucket != WHOLE_STATE) {
@@ -285,15 +298,15 @@ static void range_name(char name[RANGE_NAME], const StateRange *r) {
     }
 }
 
-// Elements that a range of its bucket has at most; 0: there is no such bucket.
+// Number of elements in a range's bucket; 0: there is no such bucket.
 static int64_t range_limit(const Model *m, const StateRange *r) {
     return r->bucket == WHOLE_STATE           ? tensor_offset(m, TENSORS, 0)
            : r->bucket < BUCKET_BLOCKS + m->L ? bucket_at(m, 1, r->bucket).count
                                               : 0;
 }
 
-// What a range holds of a tensor: elements first .. first + count - 1, nothing where count <= 0;
-// `param` is where they are in a whole state, `state` in the range.
+// The intersection of a range and a tensor: elements first .. first + count - 1 of the tensor;
+// empty if count <= 0. `param` is their offset in a whole state, `state` their offset in the range.
 static TensorRange range_of_tensor(const Model *m, const StateRange *r, int tensor, int layer) {
     TensorRange t = {0, 0, 0, 0};
     int64_t at = tensor_offset(m, tensor, layer);
@@ -309,8 +322,8 @@ static TensorRange range_of_tensor(const Model *m, const StateRange *r, int tens
     return t;
 }
 
-// The ranges that this rank writes: its part of every bucket of the states that are saved, of those
-// that it shares with others too; to be freed.
+// The ranges that this rank writes: its part of every bucket of the saved states, including buckets
+// of which every rank has a copy. The caller frees the array.
 static StateRange *state_ranges(const Settings *s, int *count) {
     const int buckets = BUCKET_BLOCKS + s->model.L;
     const int moments = s->moment_dtype == TYPE_BF16 ? (int)FILE_BF16 : (int)FILE_F32;
@@ -322,7 +335,7 @@ static StateRange *state_ranges(const Settings *s, int *count) {
             r->state = state;
             r->bucket = b;
             const int64_t part = bucket_at(&s->model, s->ranks, b).part;
-            const int64_t end = range_limit(&s->model, r);  // nobody writes the padding of N parts
+            const int64_t end = range_limit(&s->model, r);  // padding is not saved
             r->first = min_i64(s->rank * part, end);
             r->count = min_i64(part, end - r->first);
             *count += r->count > 0;
@@ -332,7 +345,7 @@ static StateRange *state_ranges(const Settings *s, int *count) {
     return ranges;
 }
 
-// Where the writing of ranges stands: element `at` of the first of those that are left.
+// Progress of writing ranges: `left` ranges remain, the first of them from its element `at` on.
 typedef struct {
     Engine *e;
     const Model *m;
@@ -342,7 +355,7 @@ typedef struct {
     real *values;
 } RangePieces;
 
-// The PieceSource of ranges. What lies between tensors is written as 0, and read by nobody.
+// The PieceSource of ranges. Gaps between tensors are written as 0 and never read.
 static size_t range_piece(void *self, unsigned char *out) {
     RangePieces *p = (RangePieces *)self;
     if (p->left == 0) {
@@ -370,11 +383,11 @@ static size_t range_piece(void *self, unsigned char *out) {
     return (size_t)(r.count * file_types[r.span.type].bytes);
 }
 
-// How an engine chose its products' algorithms, as a checkpoint tells it; "": nothing was chosen.
+// The engine's choice of matmul algorithms as text for a checkpoint; "": nothing was chosen.
 static const char *engine_matmul(const Engine *e) { return e->matmul ? e->matmul : ""; }
 
-// States and counters; what the run must share with a resume, its options and the choices that its
-// numbers depend on go into the metadata.
+// Writes this rank's state file. The metadata has the run's identity, its options, its matmul
+// algorithms (results depend on them) and the counters; the tensors are the norms and the ranges.
 static void state_save(const Snapshot *snapshot, Writer *w) {
     const char *matmul = engine_matmul(snapshot->engine);
     int count;
@@ -412,15 +425,15 @@ static void state_save(const Snapshot *snapshot, Writer *w) {
 
 typedef struct {
     int64_t bytes;
-    char sha256[SHA256_TEXT];  // "": the file is not there
+    char sha256[SHA256_TEXT];  // "": the checkpoint does not have this file
 } ManifestRow;
 typedef struct {
-    int ranks;  // that wrote states
+    int ranks;  // of the run that saved it: the number of state files
     int64_t step;
     ManifestRow files[CHECKPOINT_FILES];
 } Manifest;
 
-// Sizes and SHA-256 of the other files.
+// Writes manifest.json: sizes and SHA-256 of all other files.
 static void manifest_save(const Manifest *manifest, int64_t step, Writer *w) {
     char text[256], name[FILE_NAME];
     int n = snprintf(text, sizeof text, "{\"format\": \"train_gpt2 checkpoint\", "
@@ -442,8 +455,8 @@ static void manifest_save(const Manifest *manifest, int64_t step, Writer *w) {
 // A checkpoint that is being saved.
 typedef struct {
     const Snapshot *snapshot;
-    char folder[PATH_BYTES];  // with ".tmp"
-    char problem[PATH_BYTES + 128];  // of this rank; "": none
+    char folder[PATH_BYTES];  // its name with ".tmp"
+    char problem[PATH_BYTES + 128];  // this rank's error message; "": no error
     Manifest manifest;
 } Saving;
 
@@ -455,8 +468,9 @@ static void save_problem(Saving *save, const char *what, ...) {
     va_end(args);
 }
 
-// Writes one file of a checkpoint, and notes it in the manifest; nothing behind a failure. All
-// ranks make the model, as each may have weights that the others lack, and rank 0 writes it.
+// Writes one file of a checkpoint and records it in the manifest. Does nothing after an earlier
+// failure. All ranks call it for FILE_MODEL, because weights may be sharded; rank 0 writes the
+// file.
 static void save_file(Saving *save, int file) {
     static Writer w;
     const Snapshot *snapshot = save->snapshot;
@@ -492,8 +506,8 @@ static void save_file(Saving *save, int file) {
     }
 }
 
-// Ends a phase of saving. Where a rank has failed, rank 0 removes what was written, and then the
-// run ends with the line of the first that did; the others wait until they are ended.
+// Ends a phase of saving. If a rank has failed, rank 0 removes the unfinished checkpoint; then the
+// run ends with the message of the first failed rank, while the other ranks wait to be ended.
 static void save_agree(Saving *save) {
     const int failed = this_rank.failed = save->problem[0] != 0;
     engine_agree(save->snapshot->engine);
@@ -504,8 +518,8 @@ static void save_agree(Saving *save) {
     if (this_rank.rank == 0) {
         checkpoint_remove(save->folder);
     }
-    engine_agree(save->snapshot->engine);  // or rank 0 might be ended before that
-    looks_interrupt(1);                    // or its line might wait for a reader for ever
+    engine_agree(save->snapshot->engine);  // rank 0 must not be ended before the removal
+    looks_interrupt(1);                    // a stalled reader of stderr must not block the message
     grace_ms = fault == this_rank.rank + 1 ? 0 : rank_grace_ms();
     if (!failed) {
         die("rank %d cannot save, and says why", fault - 1);
@@ -513,7 +527,7 @@ static void save_agree(Saving *save) {
     die("%s", save->problem);
 }
 
-// Rank 0's last phase: the manifest, and the folder gets its final name.
+// Last phase, rank 0 only: writes the manifest and renames the folder to its final name.
 static void save_finish(Saving *save, const char *output, const char *path) {
     char aside[PATH_BYTES];
     path_print(aside, "%s.damaged", path);
@@ -522,9 +536,9 @@ static void save_finish(Saving *save, const char *output, const char *path) {
         return;
     }
     fsync_folder(save->folder);
-    checkpoint_remove(path);  // a damaged one, which the resume skipped
+    checkpoint_remove(path);  // a damaged one that the resume skipped
     slow_begin();
-    rename(path, aside);  // where it holds what is not ours
+    rename(path, aside);  // succeeds if foreign files kept the folder from being removed
     const int renamed = rename(save->folder, path) == 0;
     slow_end();
     if (!renamed) {
@@ -535,7 +549,7 @@ static void save_finish(Saving *save, const char *output, const char *path) {
     fsync_folder(output);
 }
 
-// Saves a run as `output`/step-NNNNNNNN, which all ranks call; path receives the folder's name.
+// Saves a run as `output`/step-NNNNNNNN. All ranks call it. `path` receives the folder's name.
 static void checkpoint_save(const Snapshot *snapshot, const char *output, char path[PATH_BYTES]) {
     static Saving save;
     memset(&save, 0, sizeof save);
@@ -564,7 +578,7 @@ static void checkpoint_save(const Snapshot *snapshot, const char *output, char p
     save_agree(&save);
 }
 
-// Steps of checkpoints, the newest first; `steps` is to be freed.
+// Steps of checkpoints, newest first. The caller frees `steps`.
 typedef struct {
     int64_t *steps;
     int count;
@@ -575,7 +589,8 @@ static int compare_newest_first(const void *a, const void *b) {
     return x < y ? 1 : x > y ? -1 : 0;
 }
 
-// The folders step-NNNNNNNN`suffix` of `output`: "" lists checkpoints, ".tmp" unfinished ones.
+// Lists the folders step-NNNNNNNN`suffix` of `output`: checkpoints with suffix "", unfinished ones
+// with ".tmp".
 static CheckpointList checkpoint_list(const char *output, const char *suffix) {
     CheckpointList list = {NULL, 0};
     DIR *folder = opendir(output);
@@ -593,9 +608,9 @@ static CheckpointList checkpoint_list(const char *output, const char *suffix) {
             }
             list.steps[list.count++] = step;
         }
-        errno = 0;  // readdir tells its end from a failure by errno alone
+        errno = 0;  // only errno distinguishes readdir's end from a failure
     }
-    if (!folder || errno != 0) {  // "none" would start the run anew and cut its log
+    if (!folder || errno != 0) {  // an empty list would restart the run and truncate its log
         die("--output (-o): cannot list %s: %s", output, strerror(errno));
     }
     closedir(folder);
@@ -605,8 +620,8 @@ static CheckpointList checkpoint_list(const char *output, const char *suffix) {
     return list;
 }
 
-// Removes the unfinished checkpoints that a kill left. Only the run that holds the folder's lock
-// may: another run's unfinished checkpoint is being written.
+// Removes unfinished checkpoints that a killed run left. Only the run that holds the folder's lock
+// may call it; otherwise an unfinished checkpoint may belong to a run that is still writing it.
 static void checkpoint_sweep(const char *output) {
     CheckpointList list = checkpoint_list(output, ".tmp");
     for (int i = 0; i < list.count; i++) {
@@ -617,9 +632,10 @@ static void checkpoint_sweep(const char *output) {
     free(list.steps);
 }
 
-// Removes all but the newest `keep` checkpoints up to step `newest`, the run's own; a later one is
-// damaged, and no reason to remove a verified one. One that goes is renamed first: a kill leaves it
-// unfinished, not damaged.
+// Removes all but the newest `keep` checkpoints up to `newest`, the run's current step. Later
+// checkpoints are damaged ones that the resume skipped; they do not count, so that they never
+// displace a verified one. A checkpoint is renamed before it is removed: a kill in between leaves
+// an unfinished checkpoint, not a damaged one.
 static void checkpoint_prune(const char *output, int64_t keep, int64_t newest) {
     CheckpointList list = checkpoint_list(output, "");
     for (int i = 0, kept = 0; i < list.count; i++) {
@@ -638,7 +654,7 @@ static void checkpoint_prune(const char *output, int64_t keep, int64_t newest) {
     free(list.steps);
 }
 
-// The manifest's object of files. Returns NULL, or what is wrong.
+// Parses the manifest's object "files". Returns NULL, or an error message.
 static const char *manifest_files(Manifest *manifest, Json *j) {
     char key[FILE_NAME];
     int ranks;
@@ -663,7 +679,8 @@ static const char *manifest_files(Manifest *manifest, Json *j) {
     return NULL;
 }
 
-// Reads sizes and hashes of a checkpoint's files. Returns NULL, or what is wrong.
+// Parses a manifest: the sizes and hashes of a checkpoint's files. Returns NULL, or an error
+// message.
 static const char *manifest_parse(Manifest *manifest, const unsigned char *bytes, size_t size) {
     Json j = {bytes, 0, size, NULL};
     char key[40], format[40] = "";
@@ -683,7 +700,7 @@ static const char *manifest_parse(Manifest *manifest, const unsigned char *bytes
             json_skip(&j);
         }
     }
-    manifest->ranks = manifest->ranks ? manifest->ranks : 1;  // whose file will be missed
+    manifest->ranks = manifest->ranks ? manifest->ranks : 1;  // its state file is reported missing
     if (!wrong && (json_peek(&j) >= 0 || j.fault || strcmp(format, "train_gpt2 checkpoint") != 0)) {
         return "it is damaged";
     }
@@ -692,7 +709,7 @@ static const char *manifest_parse(Manifest *manifest, const unsigned char *bytes
                                           : NULL;
 }
 
-// The same of a file, which may also not be there.
+// Opens and parses a manifest file. Returns NULL, or an error message, also if there is no file.
 static const char *manifest_open(Manifest *manifest, const char *path) {
     Mapping map;
     if (mapping_open(&map, path) != 0) {
@@ -703,8 +720,8 @@ static const char *manifest_open(Manifest *manifest, const char *path) {
     return fault;
 }
 
-// The step of the checkpoint whose weights these are, so that samples repeat those of its run
-// whatever its folder is called; 0 where no manifest beside them tells it.
+// Step of the checkpoint that a weight file belongs to, read from the manifest in its folder,
+// so that samples repeat those of the run even if the folder was renamed; 0 without a manifest.
 static int64_t weights_step(const ModelFile *f) {
     static Manifest manifest;
     char path[PATH_BYTES];
@@ -713,8 +730,9 @@ static int64_t weights_step(const ModelFile *f) {
     return manifest_open(&manifest, path) ? 0 : manifest.step;
 }
 
-// Is a file of `row`'s size and SHA-256? Returns NULL, or what is wrong. The size comes first: it
-// costs nothing. Not mapped: a sector that the disk cannot read has to be an error, not a signal.
+// Compares a file with the size and SHA-256 in `row`. Returns NULL, or an error message. The size
+// is compared first because that is cheap. The file is read instead of mapped, so that an
+// unreadable sector is an error and not a signal.
 static const char *file_compare(const char *path, const ManifestRow *row) {
     Sha256 sha;
     char text[SHA256_TEXT];
@@ -738,8 +756,8 @@ static const char *file_compare(const char *path, const ManifestRow *row) {
     return wrong || strcmp(text, row->sha256) == 0 ? wrong : "is damaged: its SHA-256 is another";
 }
 
-// Is a checkpoint's every file as its manifest says? Returns how many ranks wrote states, or 0 and
-// what is wrong.
+// Verifies every file of a checkpoint against its manifest. Returns the number of ranks that saved
+// states, or 0 with an error message in `problem`.
 static int checkpoint_is_whole(const char *folder, char problem[PATH_BYTES]) {
     static Manifest manifest;
     static const char *wrong[CHECKPOINT_FILES];
@@ -755,7 +773,7 @@ static int checkpoint_is_whole(const char *folder, char problem[PATH_BYTES]) {
     for (int i = 0; i < files; i++) {
         char file[PATH_BYTES], name[FILE_NAME];
         const ManifestRow *row = &manifest.files[i];
-        const int vocabulary = i >= FILE_MERGES && i <= FILE_TOKENIZER;  // not all have one
+        const int vocabulary = i >= FILE_MERGES && i <= FILE_TOKENIZER;  // optional
         const int listed = i != FILE_MANIFEST && (!vocabulary || row->sha256[0]);
         file_name(name, i, manifest.ranks);
         path_print(file, "%s/%s", folder, name);
@@ -771,16 +789,16 @@ static int checkpoint_is_whole(const char *folder, char problem[PATH_BYTES]) {
     return manifest.ranks;
 }
 
-// What the state files of a checkpoint hold together.
+// The combined contents of a checkpoint's state files.
 typedef struct {
-    StateRange *ranges;  // to be freed
+    StateRange *ranges;  // freed by checkpoint_load
     int count;
     RunState run;
     char identity[IDENTITY_BYTES];
-    Safetensors header;  // of the first one, for the rest of its metadata
+    Safetensors header;  // of the first file, for the rest of its metadata
 } StateFiles;
 
-// Adds the range that a tensor of a state file is.
+// Adds one tensor of a state file to `out` as a range.
 static void state_add_range(StateFiles *out, const Model *m, const FileTensor *t,
                             const char *name) {
     StateRange r = {0, WHOLE_STATE, 0, t->count, {t->data, t->type}, name};
@@ -806,7 +824,8 @@ static void state_add_range(StateFiles *out, const Model *m, const FileTensor *t
     out->ranges[out->count++] = r;
 }
 
-// Adds a rank's state file to `out`, which the first one begins; all have the same counters.
+// Adds one rank's state file to `out`. The first file sets the counters and the identity; all other
+// files must have the same.
 static void state_parse(StateFiles *out, const Model *m, const unsigned char *bytes, size_t size,
                         const char *name) {
     Safetensors f;
@@ -852,7 +871,7 @@ static void state_parse(StateFiles *out, const Model *m, const unsigned char *by
         out->run = run;
         memcpy(out->identity, identity, sizeof identity);
     } else if (memcmp((const void *)&run, (const void *)&out->run, sizeof run) != 0 ||
-               strcmp(identity, out->identity) != 0) {  // both cleared before they were filled
+               strcmp(identity, out->identity) != 0) {  // padding is 0 in both RunStates
         die("%s is of another run or step than %s", name, out->header.name);
     }
 }
@@ -864,8 +883,8 @@ static int range_compare(const void *a, const void *b) {
                                     : (x->first > y->first) - (x->first < y->first);
 }
 
-// Ends the run unless the ranges of `ranks` files hold each element of each state once; of the
-// master all or nothing, because a run that had none saved none.
+// Ends the run unless the ranges of `ranks` files hold each element of each state exactly once. The
+// master's low halves may also be missing altogether, because not every run has them.
 static void state_cover(StateFiles *f, const Model *m, const char *folder, int ranks) {
     char name[RANGE_NAME], file[FILE_NAME];
     int i = 0;
@@ -876,7 +895,8 @@ static void state_cover(StateFiles *f, const Model *m, const char *folder, int r
         const int some = i < f->count && f->ranges[i].state == state;
         const int whole = some && f->ranges[i].bucket == WHOLE_STATE;
         const int end = whole ? 0 : some || state != STATE_WEIGHTS ? BUCKET_BLOCKS + m->L : 0;
-        // What is wanted next is there, or else before it something twice, or behind it a gap.
+        // The next range in the list is the wanted one; or it is smaller, and elements appear
+        // twice; or it is larger, and elements are missing.
         for (int bucket = whole ? (int)WHOLE_STATE : 0; bucket < end; bucket++) {
             StateRange want = {state, bucket, 0, 0, {NULL, 0}, NULL};
             const int64_t limit = range_limit(m, &want);
@@ -902,10 +922,11 @@ static void state_cover(StateFiles *f, const Model *m, const char *folder, int r
     }
 }
 
-// Takes what this rank keeps of a range into the engine, of the master all where weights are whole
-// and have the low halves in themselves: for these all ranks call alike, since fp16's master, which
-// they are joined to, is in parts. Otherwise it asks no other rank. Ends the run at a number that
-// is not finite, and at a second moment below 0.
+// Loads this rank's part of a range into the engine. If this run has no split master, low halves
+// are joined with the weights; weights that are not sharded are then loaded whole. In this case all
+// ranks must make the same calls, because fp16's master, which the low halves are joined with, is
+// sharded and read() is collective. All other loads are local to this rank. Ends the run if a
+// number is not finite or a second moment is negative.
 static void range_load(Engine *e, const Settings *s, const StateRange *r, const char *folder) {
     const int in_weights = r->state == STATE_WEIGHTS && !s->split_master;
     real *values = (real *)alloc_zero(PIECE, sizeof(real));
@@ -948,7 +969,8 @@ static void range_load(Engine *e, const Settings *s, const StateRange *r, const 
     free(values);
 }
 
-// One value of an option in a message; 0 without a default is one that was left to the program.
+// Prints an option's value in a message. An option without a default whose value is 0 was not
+// given: the program chose the value.
 static void option_print(const OptionRow *row, const char *value) {
     if (value[0] && (row->value || strcmp(value, "0") != 0)) {
         shell_print(value);
@@ -957,7 +979,7 @@ static void option_print(const OptionRow *row, const char *value) {
     }
 }
 
-// The text of an option in a checkpoint; the default where its program did not have the option.
+// Text of an option in a checkpoint; its default if the checkpoint predates the option.
 static void option_was(char was[PATH_BYTES], const StateFiles *f, const OptionRow *row) {
     Options defaults;
     char text[64];
@@ -969,14 +991,14 @@ static void option_was(char was[PATH_BYTES], const StateFiles *f, const OptionRo
     }
 }
 
-// Compares the options with those of a checkpoint. `saying` 0: ends the run at one that may not be
-// another; 1: says which of the rest are, as they count from here on. Version 2 of the format kept
-// them all in one text, which is not read.
+// Compares the options with those of a checkpoint. `saying` 0: ends the run if an option differs
+// that must be the same; 1: prints the other options that differ, since the new values apply from
+// here on. Version 2 of the format kept all options in one text, which is not read.
 static void checkpoint_options(const Snapshot *run, const StateFiles *f, const char *folder,
                                int saying) {
     char was[PATH_BYTES], text[64];
     safetensors_text(&f->header, "--seed", was, sizeof was);
-    // The seed has a text wherever the options have one each.
+    // "--seed" is present exactly if the options are stored one by one (version 3).
     const int rows = was[0] ? (int)OPTION_ROWS : 0;
     for (int i = 0; i < rows; i++) {
         const OptionRow *row = &option_rows[i];
@@ -999,8 +1021,8 @@ static void checkpoint_options(const Snapshot *run, const StateFiles *f, const c
     }
 }
 
-// Has the engine take the algorithms of the checkpoint's products, on every rank and however quiet
-// the run is: its bits hang on them. 0: it cannot.
+// Makes the engine use the checkpoint's matmul algorithms, on every rank and even with --quiet,
+// because the run's bits depend on them. Returns 0 if the engine cannot.
 static int checkpoint_matmul(Engine *e, const StateFiles *f) {
     char matmul[MATMUL_TEXT];
     safetensors_text(&f->header, "matmul", matmul, sizeof matmul);
@@ -1008,7 +1030,8 @@ static int checkpoint_matmul(Engine *e, const StateFiles *f) {
            (e->set_algorithms && e->set_algorithms(e, matmul));
 }
 
-// What a run goes on without, and what it does with wider numbers than its own.
+// Reports what a resume loses: precision, if the checkpoint has wider numbers than the run; its
+// matmul algorithms; its loss scale.
 static void checkpoint_announce(const Snapshot *run, const StateFiles *f, int weights_fp32,
                                 int other_matmul, const char *folder) {
     const Settings *s = run->settings;
@@ -1032,7 +1055,7 @@ static void checkpoint_announce(const Snapshot *run, const StateFiles *f, int we
     }
 }
 
-// Loads a verified checkpoint, whose states `ranks` ranks wrote, into the run's engine and `state`.
+// Loads a verified checkpoint that `ranks` ranks saved into the run's engine and into `state`.
 static void checkpoint_load(const Snapshot *run, RunState *state, const char *folder, int ranks) {
     const Settings *s = run->settings;
     char (*paths)[PATH_BYTES] = (char (*)[PATH_BYTES])alloc_zero((size_t)ranks, PATH_BYTES);
@@ -1054,7 +1077,7 @@ static void checkpoint_load(const Snapshot *run, RunState *state, const char *fo
     checkpoint_options(run, &f, folder, 0);
     if (strcmp(f.identity, run->identity) != 0 ||
         memcmp(&model.model, &s->model, sizeof(Model)) != 0) {
-        size_t at = 0;  // of the first fact, a name and its value, that differs
+        size_t at = 0;  // offset of the first pair of name and value that differs
         for (size_t i = 0, spaces = 0; f.identity[i] && f.identity[i] == run->identity[i]; i++) {
             spaces += f.identity[i] == ' ';
             at = f.identity[i] == ' ' && spaces % 2 == 0 ? i + 1 : at;
@@ -1074,8 +1097,8 @@ static void checkpoint_load(const Snapshot *run, RunState *state, const char *fo
                             other_matmul, folder);
     }
     *state = f.run;
-    // What is dropped here is written as dropped by the next checkpoint. Where there is none, as
-    // after a run of another type, the engine's first one holds.
+    // A loss scale that is dropped here is 0 in the next checkpoint too. If the checkpoint has
+    // none, because its run used another type, the engine keeps its initial one.
     if (!run->engine->scale_loss) {
         state->loss_scale_log2 = state->loss_scale_steps = 0;
     } else if (state->loss_scale_log2) {

@@ -1,11 +1,12 @@
 // data/files.c -- errors, checked memory, reading and writing files, and the containers of files.
 //
-// What a program needs before it knows of any network: one-line errors, checked allocation, file
-// reads, durable writes, SHA-256, UTF-8, JSON and the safetensors container. Knows nothing about
-// models, options or engines. Header fields are checked against the file length before they are
-// used; errors are one line that names the file.
+// Basic services: one-line errors, checked allocation, file reads, durable writes, SHA-256, UTF-8,
+// JSON and the safetensors container. Knows nothing about models, options or engines. Header fields
+// are checked against the file length before they are used. An error is one line that names the
+// file.
 //
-// train_gpt2.c includes it, and so does data/tokenize.c. It is also C++17 and is read by nvcc.
+// train_gpt2.c and data/tokenize.c include this file. It is also valid C++17, because nvcc compiles
+// it too.
 //
 // Contents
 //   1  Errors and memory
@@ -38,8 +39,8 @@
 
 // -------------------------------------------------------------------------------------------------
 // 1. Errors and memory
-// Errors stop the run with one line on stderr and exit status 1: die() for what a user did, check()
-// for what the program believes of itself.
+// Errors end the run with one line on stderr and exit status 1: die() for errors that a user can
+// cause, check() for the program's own invariants.
 
 enum { PATH_BYTES = 1024 };
 static const char *program_name = "train_gpt2";
@@ -49,21 +50,24 @@ static const char *program_name = "train_gpt2";
 static uint64_t progress_own, *progress_count = &progress_own;
 static void progress(void) { __atomic_fetch_add(progress_count, 1, __ATOMIC_RELAXED); }
 
-// Around calls that may wait for a disk, a file server or NCCL's start: whoever watches has ten
-// times as much patience with a process that is inside one. Several threads may be.
+// Called before and after operations that may wait for a disk, a file server or NCCL's start-up:
+// while a process is inside one, the watchdog's time limit is ten times as long. Several threads
+// may be inside one at the same time.
 static int slow_own, *slow_count = &slow_own;
 static void slow_begin(void) { __atomic_fetch_add(slow_count, 1, __ATOMIC_SEQ_CST); }
 static void slow_end(void) {
-    progress();  // before the patience ends
+    progress();  // before the longer time limit ends
     __atomic_fetch_sub(slow_count, 1, __ATOMIC_SEQ_CST);
 }
 
-// Of several processes that meet one error, one says it: the others wait this long, and are ended.
+// If several processes meet the same error, one prints it. The others first wait this many
+// milliseconds, during which they are ended.
 static int grace_ms;
 
-// One line: names from files may hold line ends, and escapes that a terminal would obey. Of a line
-// that a huge argument made long, both ends stay: the first names the option, the last says what is
-// allowed.
+// Prints a message and ends the run. The message is always one line: control characters become '?',
+// because names read from files may contain line breaks and terminal escapes. If a huge argument
+// makes the line too long, its middle is dropped: the beginning names the option and the end says
+// what is allowed.
 __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *format, ...) {
     enum { LONGEST = 3 * PATH_BYTES, END = 300 };
     char text[LONGEST] = "no memory for a message", *whole = NULL;
@@ -88,11 +92,11 @@ __attribute__((noreturn, format(printf, 1, 2))) static void die(const char *form
     progress();
     signal(SIGTERM, SIG_DFL);
     struct timespec wait = {grace_ms / 1000, grace_ms % 1000 * 1000000L};
-    while (nanosleep(&wait, &wait) != 0) {  // signals, as looks at the output, do not shorten it
+    while (nanosleep(&wait, &wait) != 0) {  // resume after signals, such as SIGALRM
     }
     fprintf(stderr, "%s: %s\n", program_name, text);
-    if (progress_count != &progress_own) {  // a rank's is counted elsewhere
-        // At its exit() CUDA would take back what NCCL's threads still use (NVIDIA/nccl#1013).
+    if (progress_count != &progress_own) {  // only in a rank
+        // exit() would make CUDA free resources that NCCL's threads still use (NVIDIA/nccl#1013).
         fflush(NULL);
         _exit(1);
     }
@@ -112,8 +116,8 @@ __attribute__((noreturn, format(printf, 4, 5))) static void check_failed(const c
 #define check(condition, ...)                                                                      \
     ((condition) ? (void)0 : check_failed(__FILE__, __LINE__, #condition, __VA_ARGS__))
 
-// Zeroed memory, or the end of the run. For small host tables only: tensors live in the arena
-// (chapter Memory plan).
+// Allocates zeroed memory; ends the run if there is none. For small host tables only: tensors are
+// in the arena (chapter Memory plan).
 static void *alloc_zero(size_t count, size_t size) {
     void *memory = calloc(count ? count : 1, size);
     if (!memory) {
@@ -134,13 +138,13 @@ static double now_ms(void) {
     return (double)t.tv_sec * 1e3 + (double)t.tv_nsec * 1e-6;
 }
 
-// A few words for a message, by value, so that callers declare no buffer: printf("%s",
-// bytes_text(n).s).
+// A short text for a message, returned by value so that callers need no buffer:
+// printf("%s", bytes_text(n).s).
 typedef struct {
     char s[32];
 } ShortText;
 
-// Bytes in words: "512 B", "1.8 MiB", "11.61 GiB".
+// Formats a number of bytes: "512 B", "1.8 MiB", "11.61 GiB".
 static ShortText bytes_text(double bytes) {
     static const char *const units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
     ShortText text;
@@ -184,12 +188,12 @@ static ShortText duration_text(double seconds) {
 
 // -------------------------------------------------------------------------------------------------
 // 2. Reading and writing files
-// Files are written whole or not at all: the Writer of chapter Safetensors builds on write_all.
-// Only regular files are opened for reading: a pipe would wait for its writer, a device never ends.
-// What is parsed as a whole is mapped; data that a run reads for days is read piece by piece,
-// because truncating a mapped file ends the process with a signal.
+// The Writer of chapter Safetensors, which is built on write_all, writes a file whole or reports an
+// error. Only regular files are opened for reading: opening a pipe would wait for its writer, and a
+// device may have no end. Files that are parsed once are mapped. Files that a run reads for days
+// are read in pieces, because truncating a mapped file ends the process with a signal.
 
-// snprintf that ends the run rather than shorten a path.
+// snprintf for paths; ends the run instead of truncating.
 __attribute__((format(printf, 2, 3))) static void path_print(char *path, const char *format, ...) {
     va_list args;
     va_start(args, format);
@@ -200,8 +204,8 @@ __attribute__((format(printf, 2, 3))) static void path_print(char *path, const c
     }
 }
 
-// The folder of the program's file with a slash behind it, where data/ is when the program is
-// called from elsewhere; "" where the system does not say.
+// Folder of the executable, with a trailing slash, to find data/ if the program is started from
+// another folder; "" if the system does not tell.
 static const char *program_folder(void) {
     static char folder[PATH_BYTES];
     ssize_t bytes = readlink("/proc/self/exe", folder, sizeof folder - 1);
@@ -231,7 +235,7 @@ static int write_all(int fd, const void *data, size_t bytes) {
     return 0;
 }
 
-// Makes a rename or a new name in `folder` survive a power cut.
+// Makes a rename or a new name in `folder` survive a power failure.
 static void fsync_folder(const char *folder) {
     slow_begin();
     int fd = open(folder, O_RDONLY | O_DIRECTORY);
@@ -242,8 +246,8 @@ static void fsync_folder(const char *folder) {
     slow_end();
 }
 
-// Creates `path` and the folders above it, to stay: a checkpoint is lost with the name of its
-// folder.
+// Creates `path` and its parent folders, and syncs them: if a folder's name were lost in a power
+// failure, its checkpoints would be lost too.
 static void make_folders(const char *path) {
     char part[PATH_BYTES], above[PATH_BYTES] = ".";
     path_print(part, "%s", path);
@@ -265,17 +269,17 @@ static void make_folders(const char *path) {
     }
 }
 
-// Takes the lock of an output folder, which this process holds until it ends. Ends the run if
-// another process has it, and names that process.
+// Locks an output folder until this process ends. If another process has the lock, ends the run
+// with a message that names that process.
 // 1. The lock is on a regular file: on NFS, flock() on a folder is local to each machine, while
 //    byte ranges are locked on the server (flock(2), NFS details; fcntl(2), Lost locks).
-// 2. It belongs to the open file (F_OFD_SETLK): other locks of fcntl() are lost as soon as any
+// 2. It belongs to the open file (F_OFD_SETLK): other fcntl() locks are released as soon as any
 //    descriptor of the file is closed (fcntl(2), Open file description locks). To the file system
 //    it is an ordinary byte-range lock with another owner (Linux, fs/locks.c, fcntl_setlk()).
-// 3. The file stays. If it were removed, a process could lock the removed file and another one a
-//    new file of the same name.
+// 3. The file is never removed. Otherwise one process could lock the removed file while another
+//    locks a new file of the same name.
 // 4. Some file systems have no locks, such as Lustre mounted without -o flock or NFS without a lock
-//    service. A run goes on there, and says what it cannot prevent.
+//    service. There the run continues and warns that a second run would damage its checkpoints.
 static void folder_lock(const char *folder) {
     char path[PATH_BYTES], host[256] = "", holder[320] = "";
     struct flock all;
@@ -289,7 +293,7 @@ static void folder_lock(const char *folder) {
     if (fcntl(fd, F_OFD_SETLK, &all) == 0) {
         gethostname(host, sizeof host - 1);
         const int n = snprintf(holder, sizeof holder, "process %d on %s\n", (int)getpid(), host);
-        // fsync, so that another machine can read it. Failure is no reason to end the run.
+        // fsync, so that another machine can read it. A failure here does not end the run.
         if (ftruncate(fd, 0) == 0 && write_all(fd, holder, (size_t)n) == 0) {
             (void)fsync(fd);
         }
@@ -304,9 +308,9 @@ static void folder_lock(const char *folder) {
     }
 }
 
-// Opens a file of the user's cache, "a" to add to it and "r" to read; NULL if there is none, which
-// is no reason to end a run. A relative XDG_CACHE_HOME is ignored, as the XDG Base Directory
-// Specification asks.
+// Opens a file in the user's cache folder, with mode "a" to append or "r" to read. Returns NULL if
+// that fails; callers then work without a cache. A relative XDG_CACHE_HOME is ignored, as the XDG
+// Base Directory Specification requires.
 static FILE *cache_open(const char *name, const char *mode) {
     const char *cache = getenv("XDG_CACHE_HOME"), *home = getenv("HOME");
     const int given = cache && cache[0] == '/';
@@ -327,9 +331,9 @@ static FILE *cache_open(const char *name, const char *mode) {
     return fopen(path, mode);
 }
 
-// Called before any file is opened: takes the numbers of streams that the shell closed (>&-), or
-// the next file would get one, and what is printed would go into that file. Their use fails, as on
-// a closed stream.
+// Must be called before any file is opened. Opens /dev/null on every standard descriptor that the
+// shell closed (>&-): otherwise the next file would get that descriptor, and output would be
+// written into the file. Using such a stream still fails, as on a closed descriptor.
 static void streams_hold(void) {
     for (int fd = 0; fd <= STDERR_FILENO; fd++) {
         if (fcntl(fd, F_GETFD) < 0) {
@@ -338,7 +342,7 @@ static void streams_hold(void) {
     }
 }
 
-// Opens a regular file and finds its size. Returns -1 where it cannot; file_error() says why.
+// Opens a regular file and gets its size. Returns -1 on failure; file_error() gives the reason.
 static int file_open(const char *path, int64_t *size) {
     struct stat status;
     slow_begin();
@@ -361,7 +365,7 @@ static const char *file_error(void) {
     return errno == EINVAL ? "it is not a regular file" : strerror(errno);
 }
 
-// Reads bytes `at` to at + bytes. Returns NULL, or what is wrong.
+// Reads `bytes` bytes at offset `at`. Returns NULL, or an error message.
 static const char *file_read(int fd, void *out, int64_t bytes, int64_t at) {
     for (char *to = (char *)out; bytes > 0;) {
         slow_begin();
@@ -406,8 +410,8 @@ static void mapping_close(Mapping *m) {
     memset(m, 0, sizeof *m);
 }
 
-// Gives pages that have been read back to the system, so that a large file does not count as memory
-// of this process. Only whole pages inside the range.
+// Releases the pages of a mapped range after it has been read, so that a large file does not count
+// as memory of this process. Releases only pages that are entirely within the range.
 static void mapping_done(const void *bytes, size_t size) {
     uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), first = (uintptr_t)bytes;
     uintptr_t begin = (first + page - 1) / page * page, end = (first + size) / page * page;
@@ -416,7 +420,7 @@ static void mapping_done(const void *bytes, size_t size) {
     }
 }
 
-// llm.c's files begin alike: 256 int32, of which the first two are a magic number and a version.
+// Header of all llm.c files: 256 int32, of which the first two are a magic number and a version.
 enum { LLMC_TOKENS, LLMC_MODEL, LLMC_TOKENIZER, LLMC_EVALUATION, LLMC_HEADER_BYTES = 1024 };
 static const struct {
     const char *name;
@@ -426,18 +430,18 @@ static const struct {
                   {"a tokenizer of llm.c", 20240328, {2, 2}},
                   {"an evaluation file", 20240522, {1, 1}}};
 typedef struct {
-    int32_t words[8];  // magic, version, and what the kind of file puts there
+    int32_t words[8];  // magic number, version, then fields that depend on the kind of file
 } LlmcHeader;
 
-// Do these bytes begin as a file of `kind` (LLMC_*) does?
+// True if the bytes begin with the magic number of `kind` (LLMC_*).
 static int llmc_is(int kind, const unsigned char *bytes, size_t size) {
     int32_t magic = 0;
     memcpy(&magic, bytes, size < sizeof magic ? size : sizeof magic);
     return magic == llmc_files[kind].magic;
 }
 
-// The header of a file of `kind`. Ends the run where the file is too short, of another kind or of
-// an unknown version.
+// Returns the header of a file of `kind`. Ends the run if the file is too short, of a different
+// kind or of an unknown version.
 static LlmcHeader llmc_header(int kind, const unsigned char *bytes, size_t size, const char *name) {
     const char *what = llmc_files[kind].name;
     const int32_t *versions = llmc_files[kind].versions;
@@ -460,8 +464,8 @@ static LlmcHeader llmc_header(int kind, const unsigned char *bytes, size_t size,
 
 // -------------------------------------------------------------------------------------------------
 // 3. SHA-256
-// FIPS 180-4, with the instructions of x86 where the compiler may use them. Checkpoints name their
-// files by it.
+// FIPS 180-4, with x86's SHA instructions if the compiler is allowed to use them. A checkpoint's
+// manifest has the SHA-256 of its files.
 
 typedef struct {
     uint32_t h[8];
@@ -480,18 +484,18 @@ static const uint32_t sha256_k[64] = {
     0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
     0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
 
-// Mixes `count` blocks of 64 bytes into h. x86's SHA instructions are some six times as fast as
-// plain C, which would make the hash the slowest part of a checkpoint.
+// Updates the hash h with `count` blocks of 64 bytes. x86's SHA instructions are about six times as
+// fast as plain C; in plain C, hashing would be the slowest part of a checkpoint.
 #if defined(__SHA__) && defined(__SSE4_1__)
 static inline __m128i sha256_load(const void *p) { return _mm_loadu_si128((const __m128i *)p); }
 
-// The SHA instructions by the compiler's own names. immintrin.h names them better, but with GCC 13
-// and 14 it also declares built-ins that nvcc up to 12.6 does not know, and such a build stops.
+// The SHA instructions as compiler built-ins. immintrin.h has better names for them, but with GCC
+// 13 and 14 it also uses built-ins that nvcc up to 12.6 does not know, so the build would fail.
 static inline __m128i sha256_two_rounds(__m128i a, __m128i b, __m128i k) {
     return (__m128i)__builtin_ia32_sha256rnds2((__v4si)a, (__v4si)b, (__v4si)k);
 }
 
-// Rounds 4 i to 4 i + 3, with their words w of the message schedule.
+// Rounds 4 i to 4 i + 3, with words w of the message schedule.
 static inline void sha256_rounds(__m128i *abef, __m128i *cdgh, __m128i w, int i) {
     __m128i k = _mm_add_epi32(sha256_load(sha256_k + 4 * i), w);
     *cdgh = sha256_two_rounds(*cdgh, *abef, k);
@@ -521,7 +525,7 @@ static void sha256_blocks(uint32_t h[8], const unsigned char *p, size_t count) {
             sha256_rounds(&abef, &cdgh, b, i + 1);
             sha256_rounds(&abef, &cdgh, c, i + 2);
             sha256_rounds(&abef, &cdgh, d, i + 3);
-            a = sha256_schedule(a, b, c, d);  // those after the last rounds are not used
+            a = sha256_schedule(a, b, c, d);  // the last iteration's results are unused
             b = sha256_schedule(b, c, d, a);
             c = sha256_schedule(c, d, a, b);
             d = sha256_schedule(d, a, b, c);
@@ -542,7 +546,7 @@ static void sha256_blocks(uint32_t h[8], const unsigned char *p, size_t count) {
 
 static uint32_t rotate_right(uint32_t x, int n) { return x >> n | x << (32 - n); }
 
-// Where the other is compiled too, only tests call this one.
+// Plain C. If the x86 version is compiled too, only tests call this one.
 __attribute__((unused)) static void sha256_blocks_plain(uint32_t s[8], const unsigned char *p,
                                                         size_t count) {
     for (; count > 0; count--, p += 64) {
@@ -593,7 +597,7 @@ static void sha256_add(Sha256 *s, const void *data, size_t bytes) {
     memcpy(s->block, p + bytes / 64 * 64, bytes % 64);
 }
 
-// The hash of all that was added, as 64 digits.
+// Finishes the hash; `text` receives it as 64 hexadecimal digits.
 static void sha256_end(Sha256 *s, char text[SHA256_TEXT]) {
     static const unsigned char padding[64] = {0x80};
     unsigned char length[8];
@@ -609,10 +613,12 @@ static void sha256_end(Sha256 *s, char text[SHA256_TEXT]) {
 
 // -------------------------------------------------------------------------------------------------
 // 4. UTF-8 and JSON
-// A cursor over JSON text (RFC 8259), and text as the inside of a string. The first fault stays in
-// `fault`, and nothing is read after it: loops end, and one look at the end is enough.
+// A JSON reader (RFC 8259), and a writer for the contents of JSON strings. The reader keeps its
+// first error in `fault` and reads nothing after it: all loops then end, so that callers check for
+// an error only once, at the end.
 
-// Bytes of the UTF-8 character at text: 2 to 4, or 0 when it is none (RFC 3629, section 4).
+// Bytes of the multi-byte UTF-8 character at text: 2 to 4, or 0 if it is invalid (RFC 3629,
+// section 4).
 static int utf8_length(const unsigned char *text, size_t left) {
     int length = text[0] >= 0xF0 ? 4 : text[0] >= 0xE0 ? 3 : 2;
     if (text[0] < 0xC2 || text[0] > 0xF4 || left < (size_t)length ||
@@ -626,8 +632,8 @@ static int utf8_length(const unsigned char *text, size_t left) {
     return length;
 }
 
-// Code point of the character at text, and its bytes; a byte that is no UTF-8 is a code point
-// beyond all.
+// Decodes the character at text into *c and returns its number of bytes. An invalid byte decodes to
+// UINT32_MAX, with length 1.
 static int utf8_decode(uint32_t *c, const unsigned char *text, size_t left) {
     int length = text[0] < 0x80 ? 1 : utf8_length(text, left);
     *c = length == 0 ? UINT32_MAX : length == 1 ? text[0] : text[0] & 0x7Fu >> length;
@@ -649,7 +655,8 @@ static int json_fail(Json *j, const char *fault) {
     return 0;
 }
 
-// The next character that is no space; -1 at the end and after a fault.
+// Skips whitespace and returns the next character without consuming it; -1 at the end and after an
+// error.
 static int json_peek(Json *j) {
     while (j->at < j->end && strchr(" \t\r\n", j->bytes[j->at]) && j->bytes[j->at]) {
         j->at++;
@@ -667,8 +674,8 @@ static int hex_digit(int c) {
     return c >= '0' && c <= '9' ? c - '0' : (c | 32) >= 'a' && (c | 32) <= 'f' ? (c | 32) - 87 : -1;
 }
 
-// What stands for an escape after its backslash: a character of `letters`, or a code point of
-// \uXXXX; 0, which is also a fault, where it is neither.
+// Reads an escape after its backslash: one of `letters`, or uXXXX. Returns the character or code
+// point. Anything else is an error and returns 0.
 static int json_escape(Json *j) {
     static const char letters[] = "\"\\/bfnrt", values[] = "\"\\/\b\f\n\r\t";
     int c = j->at < j->end ? j->bytes[j->at++] : 0, code = 0;
@@ -683,8 +690,8 @@ static int json_escape(Json *j) {
     return code > 0 ? code : json_fail(j, "an unknown escape in a string");
 }
 
-// A string into `out`, cut to capacity - 1 bytes. \uXXXX becomes UTF-8, halves of a surrogate pair
-// each for itself; \u0000 is a fault.
+// Reads a string into `out`, truncated to capacity - 1 bytes. \uXXXX is converted to UTF-8, each
+// half of a surrogate pair separately; \u0000 is an error.
 static void json_string(Json *j, char *out, size_t capacity) {
     size_t n = 0;
     if (!json_take(j, '"')) {
@@ -712,7 +719,8 @@ static void json_string(Json *j, char *out, size_t capacity) {
     }
 }
 
-// A number or a word (true, false, null) into `out`.
+// Reads a number or a literal (true, false, null) into `out` without validating it; see
+// json_is_scalar.
 static void json_scalar(Json *j, char out[32]) {
     int n = 0, c = json_peek(j);
     while (c > 0 && c < 128 && (strchr("+-.", c) || (c >= '0' && c <= '9') || (c | 32) >= 'a') &&
@@ -727,7 +735,7 @@ static void json_scalar(Json *j, char out[32]) {
     }
 }
 
-// Past the digits at `text`; NULL when there are none.
+// Returns a pointer past the digits at `text`; NULL if there are none.
 static const char *json_digits(const char *text) {
     size_t digits = strspn(text, "0123456789");
     return digits ? text + digits : NULL;
@@ -748,7 +756,7 @@ static int json_is_scalar(const char *text) {
     return text && *text == 0;
 }
 
-// A whole number from 0 to 2^53.
+// Reads an integer from 0 to 2^53.
 static int64_t json_count(Json *j) {
     char text[32], *end;
     json_scalar(j, text);
@@ -759,8 +767,8 @@ static int64_t json_count(Json *j) {
     return j->fault ? 0 : value;
 }
 
-// Steps to the next element of an array ('[') or member of an object ('{', whose key it reads).
-// Returns 0 at the end. *count, 0 at first, counts them.
+// Advances to the next element of an array ('[') or the next member of an object ('{'), and for an
+// object reads its key. Returns 0 at the end. *count must be 0 at first; it counts the elements.
 static int json_next(Json *j, int *count, char kind, char *key, size_t capacity) {
     if (*count == 0 && !json_take(j, kind)) {
         return json_fail(j, kind == '{' ? "expected an object" : "expected an array");
@@ -781,7 +789,7 @@ static int json_next(Json *j, int *count, char kind, char *key, size_t capacity)
     return !j->fault;
 }
 
-// Passes over one value of any kind, at most `depth` arrays and objects deep.
+// Skips one value of any kind, with arrays and objects nested at most `depth` deep.
 static void json_skip_to(Json *j, int depth) {
     int c = json_peek(j), n = 0;
     char text[32];
@@ -803,7 +811,7 @@ static void json_skip_to(Json *j, int depth) {
 
 static void json_skip(Json *j) { json_skip_to(j, JSON_DEPTH); }
 
-// Ends the run at a fault, or where something follows the JSON text.
+// Ends the run on an error, or if more text follows the JSON value.
 static void json_end(Json *j, const char *name) {
     if (json_peek(j) >= 0) {
         json_fail(j, "more text after the end");
@@ -813,7 +821,7 @@ static void json_end(Json *j, const char *name) {
     }
 }
 
-// Writes text as the inside of a JSON string; a byte that is no UTF-8 becomes \u00XX.
+// Writes text as the contents of a JSON string. A byte that is not valid UTF-8 becomes \u00XX.
 static void json_text(FILE *f, const char *text, size_t length) {
     for (size_t i = 0; i < length; i++) {
         unsigned char c = (unsigned char)text[i];
@@ -833,13 +841,13 @@ static void json_text(FILE *f, const char *text, size_t length) {
 
 // -------------------------------------------------------------------------------------------------
 // 5. Safetensors
-// The container of weights and states (https://github.com/huggingface/safetensors), and the Writer
-// that hashes what it writes.
-// 1. These files come from strangers: what a header claims is held against the file's length before
-//    anything is read by it; a fault is one line that names file and tensor.
+// The container of weights and states (https://github.com/huggingface/safetensors), and the Writer,
+// which hashes files while it writes them.
+// 1. The files are untrusted input: header fields are checked against the file length before they
+//    are used. An error is one line that names the file and the tensor.
 // 2. Parsers work on bytes in memory and allocate nothing.
 
-// The element types of safetensors files. FILE_F32, FILE_BF16 and FILE_F16 can be weights.
+// Element types of safetensors files. Weights are FILE_F32, FILE_BF16 or FILE_F16.
 enum { FILE_F32, FILE_BF16, FILE_F16, FILE_U16, FILE_F64, FILE_TYPES = 15 };
 static const struct {
     const char *name;
@@ -849,20 +857,20 @@ static const struct {
                             {"U64", 8}, {"U32", 4},  {"BOOL", 1}, {"F8_E4M3", 1}, {"F8_E5M2", 1}};
 
 // A safetensors file (https://github.com/huggingface/safetensors, README, "Format"): 8 bytes with
-// the header's length, the header, a JSON object with a member for every tensor, and the data.
+// the length of the header; the header, a JSON object with one member per tensor; the data.
 typedef struct {
     const char *name;
     Json json;
-    int count;                  // members seen
-    size_t metadata;            // where __metadata__'s object begins; 0: none so far
+    int count;                  // header members read so far
+    size_t metadata;            // offset of __metadata__'s object; 0: none so far
     const unsigned char *data;
-    uint64_t size, tiling;      // of the data
+    uint64_t size, tiling;      // bytes of data; sum of hashes, see safetensors_next
 } Safetensors;
 
 typedef struct {
     char name[80];
     int type, dims;
-    int64_t shape[2], count;    // first dimensions; elements
+    int64_t shape[2], count;    // the first two dimensions; number of elements
     const unsigned char *data;
 } FileTensor;
 
@@ -892,14 +900,14 @@ static void safetensors_start(Safetensors *f, const unsigned char *bytes, size_t
     f->size = size - f->json.end;
 }
 
-// Spreads a number over 64 bits (the last step of splitmix64).
+// Hashes a number to 64 bits (the output function of splitmix64).
 static uint64_t hash_u64(uint64_t x) {
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
     x = (x ^ x >> 27) * 0x94D049BB133111EBu;
     return x ^ x >> 31;
 }
 
-// One tensor's member of the header: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}.
+// Parses one tensor's header entry: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}.
 static void safetensors_member(Safetensors *f, FileTensor *t) {
     static const char *const keys[] = {"dtype", "shape", "data_offsets"};
     Json *j = &f->json;
@@ -951,10 +959,11 @@ static void safetensors_member(Safetensors *f, FileTensor *t) {
     f->tiling += hash_u64(offset[1]) - hash_u64(offset[0]);
 }
 
-// The next tensor; 0 after the last. Tensors must cover the data without overlap or gap. Then the
-// sum of hash(end) - hash(begin) over all of them telescopes to hash(size) - hash(0), in whatever
-// order they come, and nothing has to be sorted or kept. This finds damage; what a forger could do
-// is harmless, as every range is checked against the file by itself.
+// Reads the next tensor; returns 0 after the last. Tensors must cover the data without overlap or
+// gap. In that case the sum of hash(end) - hash(begin) over all tensors telescopes to hash(size) -
+// hash(0), whatever their order, so that no list of ranges has to be stored or sorted. This detects
+// damaged files. A file forged to pass the check is harmless, because each range is also checked
+// against the file size.
 static int safetensors_next(Safetensors *f, FileTensor *t) {
     Json *j = &f->json;
     while (json_next(j, &f->count, '{', t->name, sizeof t->name)) {
@@ -981,7 +990,8 @@ static int safetensors_next(Safetensors *f, FileTensor *t) {
     return 0;
 }
 
-// A text of __metadata__, after safetensors_next has come to the end; "" when it is not there.
+// Gets a string from __metadata__; "" if it has no such key. Call it after safetensors_next has
+// returned 0.
 static void safetensors_text(const Safetensors *f, const char *key, char *out, size_t capacity) {
     Json j = f->json;
     char found[32];
@@ -993,11 +1003,12 @@ static void safetensors_text(const Safetensors *f, const char *key, char *out, s
     }
 }
 
-// A file that is written beside its final place, hashed on the way. Its first failure is kept in
-// `error`, and what comes then is dropped: whoever makes it may owe other processes a part of that.
+// A file that is hashed while it is written. The first failure is kept in `error`. Later data are
+// still accepted and dropped, because producing them may be a collective operation that other
+// ranks take part in.
 typedef struct {
-    int fd;     // -1: none, because it failed, is closed, or another process writes
-    int error;  // errno; 0: all was written so far
+    int fd;     // -1: not open: it failed or is closed, or another process writes the file
+    int error;  // errno of the first failure; 0: none
     int64_t bytes;
     char file[PATH_BYTES];
     Sha256 sha;
@@ -1028,11 +1039,13 @@ static void writer_put(Writer *w, const void *data, size_t bytes) {
     w->bytes += (int64_t)bytes;
 }
 
-// Makes the next bytes of a file, at most `most`, in `out`; returns how many: 0 at the end.
+// Produces the next bytes of a file in `out`, at most the `most` of writer_stream. Returns their
+// number; 0 at the end.
 typedef size_t (*PieceSource)(void *self, unsigned char *out);
 
-// Writes all that a source makes. While one thread writes a piece and makes the next, the other
-// hashes it, and then helps: otherwise the hash would take as long as the rest.
+// Writes everything that a source produces. While one thread writes a piece and produces the next
+// one, a second thread hashes the piece and then helps; in sequence, hashing would take as long as
+// the rest.
 static void writer_stream(Writer *w, PieceSource next, void *self, size_t most) {
     unsigned char *piece[2] = {(unsigned char *)alloc_zero(2, most), NULL};
     piece[1] = piece[0] + most;
@@ -1047,7 +1060,7 @@ static void writer_stream(Writer *w, PieceSource next, void *self, size_t most) 
             if (write_all(w->fd, piece[k], bytes[k]) != 0) {
                 writer_fail(w);
             }
-            // The disk begins now, and fsync has less to wait for.
+            // Starts writing to disk now, so that fsync takes less time.
             slow_begin();
             sync_file_range(w->fd, 0, 0, SYNC_FILE_RANGE_WRITE);
             slow_end();
@@ -1055,18 +1068,20 @@ static void writer_stream(Writer *w, PieceSource next, void *self, size_t most) 
         }
         w->bytes += (int64_t)bytes[k];
     }
-    while (bytes[k]) {  // dropped
+    while (bytes[k]) {  // after a failure: drop the rest
         bytes[k] = next(self, piece[k]);
     }
     free(piece[0]);
 }
 
-// Waits for the disk piece by piece: one fsync of many GiB may take minutes without progress.
+// Syncs and closes the file. It is synced in strips, because one fsync of many GiB may take minutes
+// without progress.
 static void writer_close(Writer *w) {
     enum { STRIP = 64 << 20, HOW = SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER };
     slow_begin();
     for (int64_t at = 0; at < w->bytes && w->fd >= 0; at += STRIP) {
-        // fsync does not report again what this does, and does all where there is no such call.
+        // fsync does not report an error again that is reported here. If this call is not
+        // supported, fsync does all the work.
         if (sync_file_range(w->fd, at, STRIP, HOW) != 0 && (errno == EIO || errno == ENOSPC)) {
             writer_fail(w);
         }
@@ -1081,7 +1096,7 @@ static void writer_close(Writer *w) {
     sha256_end(&w->sha, w->hash);
 }
 
-// A safetensors header while it is put together: its text, and where the next tensor's data begin.
+// A safetensors header under construction: its text, and the data offset of the next tensor.
 typedef struct {
     char *text;
     size_t bytes;
@@ -1089,7 +1104,7 @@ typedef struct {
     int64_t offset;
 } HeaderText;
 
-// Leaves __metadata__'s object open; the first header_tensor closes it.
+// Begins a header. __metadata__'s object is left open; the first header_tensor closes it.
 static void header_start(HeaderText *h) {
     h->offset = 0;
     h->file = open_memstream(&h->text, &h->bytes);
@@ -1097,7 +1112,7 @@ static void header_start(HeaderText *h) {
     fputs("{\"__metadata__\":{\"format\":\"pt\"", h->file);
 }
 
-// rows 0: a vector of `cols`.
+// Adds a tensor (rows,cols); rows 0: a vector (cols).
 static void header_tensor(HeaderText *h, const char *name, int type, int64_t rows, int64_t cols) {
     int64_t bytes = max_i64(rows, 1) * cols * file_types[type].bytes;
     fprintf(h->file, "%s\"%s\":{\"dtype\":\"%s\",\"shape\":[", h->offset ? "," : "},", name,
@@ -1110,7 +1125,7 @@ static void header_tensor(HeaderText *h, const char *name, int type, int64_t row
     h->offset += bytes;
 }
 
-// Ends the header with spaces, so that the data begin at a multiple of 64 bytes.
+// Writes the header, padded with spaces so that the data begin at a multiple of 64 bytes.
 static void header_write(HeaderText *h, Writer *w) {
     long length = ftell(h->file);
     fprintf(h->file, "}%*s", (int)(63 - (length + 8) % 64), "");

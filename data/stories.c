@@ -1,22 +1,22 @@
-// data/stories.c -- short stories from a grammar: a text to train on where none can be had.
+// data/stories.c -- short stories from a grammar: a text to train on if no other is available.
 //
 //     data/stories > data/stories.txt
 //
-// Writes 2 MB, the same bytes on every machine: integers alone, no locale, random numbers of its
-// own. A test knows the text's SHA-256 and the Makefile a loss for it: who changes a word here
-// measures both again. `<|endoftext|>` stands between two stories.
+// Writes 2 MB, the same bytes on every machine, because it uses only integers, no locale and its
+// own random number generator. A test has the SHA-256 of the text, and the Makefile a loss measured
+// on it; both must be updated after any change to the words. `<|endoftext|>` separates two stories.
 //
 // The notation of words and plots:
 //
-//     [one|another]    one of these, each as likely as the other; brackets may hold brackets
-//     {thing}          a word of the list `thing`; {a thing}: with "a" or "an" before it;
-//                      {Thing}, {A thing}: with a capital letter
-//     {game.past}      another form of it: the forms of a word are apart by /
+//     [one|another]    one of these, with equal probability; brackets may be nested
+//     {thing}          a word from the list `thing`; {a thing}: preceded by "a" or "an";
+//                      {Thing}, {A thing}: capitalized
+//     {game.past}      another form of a word; forms are separated by /
 //     {he}             the hero's form of that name; {him}, {his} and {child} likewise
 //     '                a quotation mark
 //
-// A list that is KEPT gives one word to the whole story, so that Anna stays Anna; two lists of the
-// same words (hero and friend, place and place2) give different ones.
+// A list marked KEPT uses one word for the whole story, so that Anna stays Anna. Two lists with the
+// same words (hero and friend, place and place2) use different words.
 
 #include <errno.h>
 #include <stdint.h>
@@ -28,7 +28,8 @@ enum { TEXT_BYTES = 2000000, STORY_BYTES = 4096, NAME_BYTES = 24, FORMS = 4, FRE
 
 // -------------------------------------------------------------------------------------------------
 // Words
-// Whether "a" or "an" is decided by the first letter: there is no "hour" and no "uniform".
+// The first letter decides between "a" and "an", so words such as "hour" and "uniform" must not be
+// added.
 
 #define SHE "/she/her/her/girl|"
 #define HE "/he/him/his/boy|"
@@ -48,7 +49,7 @@ static const char searches[] =
     "dig in the sand/dug in the sand";
 
 static const struct {
-    const char *name, *forms[FORMS];    // forms: the names of those after the first
+    const char *name, *forms[FORMS];    // forms: names of the forms after the first
     int kept;
     const char *words;
 } lists[] = {
@@ -115,7 +116,7 @@ enum { LISTS = sizeof lists / sizeof lists[0] };
 
 // -------------------------------------------------------------------------------------------------
 // Plots
-// Something happens, somebody does something about it, and that has a consequence.
+// In each plot something happens, a character reacts, and the reaction has a consequence.
 
 static const char *const plots[] = {
     // Lost and found
@@ -173,9 +174,9 @@ enum { PLOTS = sizeof plots / sizeof plots[0] };
 
 // -------------------------------------------------------------------------------------------------
 // The teller
-// One pass over a plot: words are put where their names stand, choices are made where they are met.
+// One pass over a plot replaces names by words and makes the choices, from left to right.
 
-static int kept[LISTS];    // each list's word in this story; -1: none is kept
+static int kept[LISTS];    // index of each list's word in this story; -1: none yet
 static char story[STORY_BYTES];
 static size_t length;
 
@@ -184,8 +185,9 @@ static void fail(const char *what, const char *text) {
     exit(1);
 }
 
-// The generator: x becomes 6364136223846793005 x + 1442695040888963407 modulo 2^64 (the constants
-// are those of Knuth's MMIX), at first from 2024; its upper 32 bits times n / 2^32 is the number.
+// A random number from 0 to n - 1. Linear congruential generator: x becomes 6364136223846793005 x +
+// 1442695040888963407 modulo 2^64 (the constants of Knuth's MMIX), starting from 2024; the result
+// is the upper 32 bits times n / 2^32.
 static int random_below(int n) {
     static uint64_t x = 2024;
     x = x * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
@@ -199,7 +201,7 @@ static void put(char c) {
     story[length++] = c;
 }
 
-// What stands behind the next `separator` outside of brackets; NULL where there is none before the
+// Returns the text after the next `separator` outside of brackets; NULL if there is none before the
 // end of the word or of the choice.
 static const char *behind(const char *p, char separator) {
     for (int depth = 0; *p && depth >= 0; p++) {
@@ -229,7 +231,7 @@ static const char *part(const char *p, char separator, int index) {
     return p;
 }
 
-// A word of the list: the one kept, or a new one that no list of the same words keeps.
+// A word from the list: the kept one, or a new one that no list with the same words has kept.
 static const char *draw(int list) {
     int index = kept[list];
     while (index < 0) {
@@ -246,7 +248,7 @@ static const char *draw(int list) {
 
 static void tell(const char *p);
 
-// Tells what {slot} asks for.
+// Writes the text for {slot}.
 static void tell_slot(const char *slot) {
     char name[NAME_BYTES] = "";
     size_t start = length, bytes = strcspn(slot, "}");
@@ -286,7 +288,7 @@ static void tell_slot(const char *slot) {
     }
 }
 
-// Tells a plot, a word or a part of it: up to the next separator or closing bracket.
+// Writes a plot, a word or a part of one, up to the next separator or closing bracket.
 static void tell(const char *p) {
     while (*p && !strchr("|/]", *p)) {
         char c = *p++;

@@ -3,21 +3,21 @@
 //     data/tokenize --bpe -o data/mine mine.txt              data/mine_train.bin, data/mine_val.bin
 //     cat *.txt | data/tokenize --bytes --val-tokens 100000 --shard-tokens 100000000 -o data/mine -
 //
-// What it is: one thread that reads blocks of text and writes their tokens in order, and others
-// that encode between the two, on a ring of blocks. What it holds in memory depends on the number
-// of threads, not on the text.
+// One thread reads blocks of text and writes their tokens in order; other threads encode the blocks
+// in a ring between the two. Memory use depends on the number of threads, not on the length of the
+// text.
 //
-// 1. The shards are a function of text and arguments: neither the number of threads nor an
-//    interruption shows in them. Where a block ends depends on where it begins and on the text,
-//    and a text cut there encodes to the tokens of the whole.
-// 2. A shard stands beside its final name (with .part) until it is complete.
-// 3. Once a minute at most, where a shard was finished, what is written is synced, and then the
-//    place where the next shard begins stands in PREFIX.state, replaced as a whole; a run of the
-//    same arguments and files goes on there. At the end it is removed.
-// 4. PREFIX.lock keeps a second run away from the same PREFIX. It is removed at the end.
+// 1. The shards are a function of the text and the arguments; they do not depend on the number of
+//    threads or on interruptions. The end of a block depends only on its start and on the text, and
+//    the blocks encode to the same tokens as the whole text, except at an unsafe cut (PIECE_BYTES).
+// 2. A shard has the suffix .part until it is complete.
+// 3. After a finished shard, but at most once a minute, all output is synced; then the position of
+//    the next shard is written to PREFIX.state, which is replaced atomically. A run with the same
+//    arguments and files continues from there. The file is removed at the end.
+// 4. PREFIX.lock prevents a second run with the same PREFIX. It is removed at the end.
 //
-// The tokenizer, the format's constants and the errors are the appendix's; of the network nothing
-// is needed here.
+// files.c and tokens.c provide the tokenizer, the shard format's constants and the error functions;
+// nothing else of train_gpt2.c is needed.
 
 #include "files.c"
 #include "tokens.c"
@@ -26,11 +26,11 @@
 #include <sys/file.h>
 
 enum {
-    BLOCK_BYTES = 1 << 20,     // of text, as a rule
-    PIECE_BYTES = 4 << 20,     // a text that cannot be cut safely for so long is cut unsafely
-    REST_TOKENS = 65536,       // these and fewer make no shard of their own
+    BLOCK_BYTES = 1 << 20,     // normal size of a block of text
+    PIECE_BYTES = 4 << 20,     // text without a safe cut in so many bytes is cut unsafely
+    REST_TOKENS = 65536,       // a rest of at most so many tokens is added to the last shard
     MOST_THREADS = 1024,
-    SYNC_MS = 60000,           // least time between two syncs: a shard may hold few tokens
+    SYNC_MS = 60000,           // minimum time between syncs, because shards may be small
     MARKER_BYTES = 13
 };
 static const char marker[] = "<|endoftext|>";
@@ -84,8 +84,7 @@ static double fraction(const char *option, const char *text) {
     return value;
 }
 
-// Sets what `option` stands for; `value` is the next argument, or NULL. Returns the number of
-// arguments used.
+// Sets one option; `value` is the next argument, or NULL. Returns the number of arguments used.
 static int set_argument(Arguments *a, const char *option, const char *value) {
     int *const switches[] = {&a->bpe, &a->bytes, &a->documents};
     const char **const texts[] = {&a->prefix, &a->tokenizer, &a->val_file};
@@ -163,28 +162,28 @@ static Arguments parse_arguments(int argc, char **argv) {
 
 // -------------------------------------------------------------------------------------------------
 // Input
-// Files one after the other are one text; places in it are counted in bytes from its start.
+// The concatenated files are one text. Positions are byte offsets in this text.
 
 typedef struct {
     const char *name;
-    int64_t first, end;    // of its bytes in the text; a stream has no known end
-    int64_t time_ns;       // of its last change
+    int64_t first, end;    // range of positions; INT64_MAX for the unknown end of a stream
+    int64_t time_ns;       // modification time
 } Source;
 
 typedef struct {
     Source *files;
     int count, is_stream, is_stdin, documents;
-    int64_t total;         // bytes; of a stream, what was read, once it has ended
-    int64_t split;         // first byte that validates; INT64_MAX: tokens are counted instead
-    int fd, open;          // the file that is open, and its index; fd -1: none
-    int64_t offset;        // next byte to read
-    char *text;            // what was read and is in no block yet: text[from..until)
+    int64_t total;         // bytes; of a stream: INT64_MAX until it has ended
+    int64_t split;         // first byte of the validation part; INT64_MAX: tokens are counted
+    int fd, open;          // descriptor and index of the open file; fd -1: none
+    int64_t offset;        // position of the next byte to read
+    char *text;            // text[from..until) was read, but is not in a block yet
     size_t from, until, capacity;
     int64_t position;      // of text[from]
-    int starts_document;   // no token of the document there was written yet
+    int starts_document;   // no token of the document at `position` was written yet
 } Input;
 
-// Looks at every file; reads nothing.
+// Gets the size and modification time of every file; reads nothing.
 static void input_open(Input *in, const Arguments *a) {
     memset(in, 0, sizeof *in);
     in->fd = -1;
@@ -215,8 +214,8 @@ static void input_open(Input *in, const Arguments *a) {
     }
 }
 
-// Index of the file that holds the byte at `offset`: the last one that begins there or before it
-// and has not ended yet.
+// Index of the file that contains the byte at `offset`; the last file if `offset` is the end of the
+// text.
 static int input_file(const Input *in, int64_t offset) {
     int i = in->open;
     while (i > 0 && in->files[i].first > offset) {
@@ -228,13 +227,13 @@ static int input_file(const Input *in, int64_t offset) {
     return i;
 }
 
-// The signal that asked for a stop; 0: none. The reader, the encoder and the writer check it
-// between blocks. The handler is reset after one signal, so a second one ends the program.
+// The signal that requested a stop; 0: none. The thread of main checks it while reading and between
+// blocks. The handler is reset after one signal, so a second one ends the program.
 static volatile sig_atomic_t stop_signal;
 static void on_signal(int number) { stop_signal = number; }
 
-// Reads up to n bytes from in->offset on, across files and short reads. Fewer come at the end of a
-// stream, and after a signal.
+// Reads n bytes at in->offset, across files and short reads. Returns their number, which is less
+// than n only at the end of the text and after a signal.
 static size_t input_read(Input *in, char *out, size_t n) {
     size_t filled = 0;
     while (filled < n && in->offset < in->total && !stop_signal) {
@@ -278,7 +277,7 @@ static void *grow(void *memory, size_t bytes) {
     return more;
 }
 
-// The next byte to read, of a text in files.
+// Sets the position of the next byte to read. Only for text in files, not for a stream.
 static void input_seek(Input *in, int64_t offset) {
     if (in->fd > STDIN_FILENO) {
         close(in->fd);
@@ -288,7 +287,8 @@ static void input_seek(Input *in, int64_t offset) {
     in->offset = in->position = offset;
 }
 
-// Makes text[from..from + n) there, or as much of it as the text still has; returns how much.
+// Reads until text[from..from + n) is filled or the text ends. Returns the number of bytes
+// available there, at most n.
 static size_t input_fill(Input *in, size_t n) {
     size_t have = in->until - in->from;
     if (have < n) {
@@ -306,16 +306,16 @@ static size_t input_fill(Input *in, size_t n) {
 
 // -------------------------------------------------------------------------------------------------
 // Blocks
-// Where the text is cut, and what a block's tokens are.
+// Cutting the text into blocks, and encoding a block.
 
 typedef struct {
     int64_t position;      // of its first byte
     char *text;
     uint16_t *tokens;
-    size_t size, capacity;     // bytes of text; tokens has room for one more than `room`
-    int64_t count;         // tokens
+    size_t size, capacity;     // bytes of text; `tokens` has space for capacity + 1
+    int64_t count;         // number of tokens
     int starts_document, ends_document;
-    int done;              // encoded
+    int done;              // 1: encoded
 } Block;
 
 typedef struct {
@@ -325,7 +325,7 @@ typedef struct {
 
 static int is_blank(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
 
-// Bytes at the end of text[0..n) with which a marker may begin.
+// Length of the longest proper prefix of a marker that text[0..n) ends with; 0: none.
 static size_t marker_begun(const char *text, size_t n) {
     for (size_t k = n < MARKER_BYTES - 1 ? n : MARKER_BYTES - 1; k > 0; k--) {
         if (memcmp(text + n - k, marker, k) == 0) {
@@ -335,14 +335,15 @@ static size_t marker_begun(const char *text, size_t n) {
     return 0;
 }
 
-// The last place up to n where the tokenizer lets text[0..n) be cut; 0: there is none.
+// The last offset in text[0..n] at which a cut does not change the tokens; 0: none.
 static size_t token_cut(int tokenizer, const char *text, size_t n) {
     return tokenizer == TOKENIZER_BYTES ? n : bpe_cut(text, n);
 }
 
-// Bytes of text[0..n), which goes on, that make a block; 0: there is no place to cut it. Documents
-// are cut behind their last marker. Where there is none, something of the same document must be in
-// sight behind the cut: neither blanks that may end it nor a marker that may have begun.
+// Size of the next block, for text[0..n) after which the text continues; 0: there is no safe cut.
+// With --documents the cut is after the last marker. Without a marker in the text, the cut must be
+// followed by text that is certainly of the same document: not only by blanks, which may be at the
+// document's end, and not by what may be the beginning of a marker.
 static size_t block_cut(const Coder *coder, const char *text, size_t n) {
     if (!coder->documents) {
         return token_cut(coder->tokenizer, text, n);
@@ -368,7 +369,7 @@ static size_t block_cut(const Coder *coder, const char *text, size_t n) {
     return 0;
 }
 
-// The cut of a text that has no safe place in n bytes: between two characters of UTF-8.
+// Cuts a text that has no safe cut in n bytes: between two UTF-8 characters.
 static size_t unsafe_cut(const Coder *coder, const char *text, size_t n) {
     size_t place = n - 1 - (coder->documents ? marker_begun(text, n) : 0);
     for (int back = 0; back < 3 && ((unsigned char)text[place] & 0xC0) == 0x80; back++) {
@@ -377,7 +378,7 @@ static size_t unsafe_cut(const Coder *coder, const char *text, size_t n) {
     return place;
 }
 
-// Tokens of one part of a document, or of plain text; returns how many.
+// Encodes a part of a document or of plain text. Returns the number of tokens.
 static int64_t encode_text(const Coder *coder, BpeEncoder *encoder, uint16_t *tokens,
                            const char *text, size_t n) {
     if (coder->tokenizer == TOKENIZER_GPT2) {
@@ -389,7 +390,7 @@ static int64_t encode_text(const Coder *coder, BpeEncoder *encoder, uint16_t *to
     return (int64_t)n;
 }
 
-// Fills in the tokens of a block. A document of blanks alone is none.
+// Encodes a block. Documents that contain only blanks are dropped.
 static void block_encode(const Coder *coder, BpeEncoder *encoder, Block *b) {
     const char *text = b->text, *end = b->text + b->size;
     int starts = b->starts_document;
@@ -417,9 +418,10 @@ static void block_encode(const Coder *coder, BpeEncoder *encoder, Block *b) {
 
 // -------------------------------------------------------------------------------------------------
 // Shards
-// One sink a half of the split: the shard that is open, and what was written before it.
+// There is one sink for training and one for validation. A sink has an open shard, and counts what
+// was written before it.
 
-// A place in the tokens of the whole text: `skip` tokens into those of the block at `position`.
+// A position between the tokens of the text: after `skip` tokens of the block at `position`.
 typedef struct {
     int64_t position, skip;
     int starts_document;
@@ -429,18 +431,18 @@ typedef struct {
     const Arguments *arguments;
     const char *split;
     char path[PATH_BYTES], part[PATH_BYTES];
-    int tokenizer, fd;           // of `part`; -1: no shard is open
-    int64_t finished, finished_tokens;    // shards complete, and what they hold
-    int64_t shard_tokens, tokens;         // in the open shard; in all
-    Place full;                  // behind the open shard's last token, once it is full
-    int64_t held_count;          // tokens behind a full shard: the next one's, or its own rest
+    int tokenizer, fd;           // fd: descriptor of `part`; -1: no shard is open
+    int64_t finished, finished_tokens;    // complete shards, and the tokens in them
+    int64_t shard_tokens, tokens;         // tokens in the open shard, and in all shards
+    Place full;                  // the end of the open shard, once it is full
+    int64_t held_count;          // tokens after a full shard: for the next one, or its own rest
     uint16_t held[REST_TOKENS];
 } Sink;
 
 static Sink train = {NULL, "train", "", "", 0, -1, 0, 0, 0, 0, {0, 0, 0}, 0, {0}};
 static Sink val = {NULL, "val", "", "", 0, -1, 0, 0, 0, 0, {0, 0, 0}, 0, {0}};
 
-// Name of the shard with this index: numbered when --shard-tokens is given.
+// Name of the shard with this index; it has a number if --shard-tokens is given.
 static void shard_path(char *path, const Sink *s, int64_t index, int numbered) {
     if (numbered) {
         path_print(path, "%s_%s_%06" PRId64 ".bin", s->arguments->prefix, s->split, index);
@@ -449,14 +451,15 @@ static void shard_path(char *path, const Sink *s, int64_t index, int numbered) {
     }
 }
 
-// The file beside the shards that keeps other runs away.
+// The lock file PREFIX.lock, which prevents other runs with the same PREFIX.
 static struct {
     int fd;  // -1: not held
     char path[PATH_BYTES];
 } lock = {-1, ""};
 
-// Another run may have removed the file between its open and its lock here: then the lock is of a
-// file without a name, which nobody else would see.
+// Creates and locks the file. Another run may remove it after it was opened here and before it is
+// locked; a lock on a removed file would not exclude other runs. Hence the inode is compared with
+// that of the name.
 static void lock_prefix(const char *prefix) {
     struct stat ours, named;
     path_print(lock.path, "%s.lock", prefix);
@@ -471,15 +474,15 @@ static void lock_prefix(const char *prefix) {
     lock.fd = fd;
 }
 
-// What is written so far survives a power cut from here on. One call for all shards since the last:
-// they lie on one file system.
+// Syncs everything written so far, so that it survives a power failure. One call is enough for all
+// shards since the last sync, because they are on one file system.
 static void sync_shards(void) {
     if (syncfs(lock.fd) != 0) {
         die("cannot sync the shards of %s: %s", train.arguments->prefix, strerror(errno));
     }
 }
 
-// At the end of any run: removes unfinished shards, so that a failed one leaves none, and the lock.
+// Called at the end of every run, also after an error: removes unfinished shards and the lock file.
 static void sinks_drop(void) {
     Sink *const sinks[2] = {&train, &val};
     if (lock.fd >= 0) {
@@ -535,10 +538,10 @@ static void sink_add(Sink *s, const uint16_t *tokens, int64_t count) {
     s->shard_tokens += count;
 }
 
-// Most tokens behind a full shard that make no shard of their own.
+// Largest rest that is added to a full shard instead of becoming a shard of its own.
 static int64_t rest_tokens(const Arguments *a) { return min_i64(REST_TOKENS, a->shard_tokens / 2); }
 
-// The last shard of this half; what is held is its rest.
+// Finishes the last shard of this sink. Held tokens are its rest.
 static void sink_close(Sink *s) {
     if (s->fd >= 0) {
         sink_add(s, s->held, s->held_count);
@@ -547,9 +550,9 @@ static void sink_close(Sink *s) {
     }
 }
 
-// Appends tokens, those from `from` on; over as many shards as they fill. A shard is created with
-// its first token, so none is empty. Returns 1 when a shard was finished; resuming then begins at
-// *place.
+// Appends tokens, the first of which is at `from`, to as many shards as they fill. A shard is
+// created with its first token, so none is empty. Returns 1 if a shard was finished; an interrupted
+// run then continues at *place.
 static int sink_append(Sink *s, Place *place, Place from, const uint16_t *tokens, int64_t count) {
     int64_t numbered = s->arguments->shard_tokens, most = numbered ? numbered : INT32_MAX;
     int finished = 0;
@@ -586,8 +589,8 @@ static int sink_append(Sink *s, Place *place, Place from, const uint16_t *tokens
     return finished;
 }
 
-// A shard of an earlier, longer or differently numbered run would be read by the same glob as
-// these.
+// Ends the run if shards of an earlier run with more shards or other names are left, because the
+// same glob pattern would read them too.
 static void refuse_leftovers(const Sink *s) {
     int numbered = s->arguments->shard_tokens > 0;
     char path[2][PATH_BYTES];
@@ -612,12 +615,12 @@ static void sink_report(const Sink *s) {
 
 // -------------------------------------------------------------------------------------------------
 // State of an interrupted run
-// One small text file, of fixed lines.
+// A small text file with a fixed sequence of lines, PREFIX.state.
 
 typedef struct {
-    uint64_t arguments, input;   // what must be the same to go on
-    Place place;                 // where the next shard begins
-    int64_t finished[2], tokens[2];    // shards of train and val, and what they hold
+    uint64_t arguments, input;   // hashes, which must be equal to continue
+    Place place;                 // start of the next shard
+    int64_t finished[2], tokens[2];    // finished shards of train and val, and tokens in them
 } State;
 
 static const char state_format[] = "data/tokenize was interrupted\n"
@@ -625,7 +628,7 @@ static const char state_format[] = "data/tokenize was interrupted\n"
                                    "next %" PRId64 " %" PRId64 " %d\n"
                                    "train %" PRId64 " %" PRId64 " val %" PRId64 " %" PRId64 "\n";
 
-// Hash of a line of text, chained.
+// Adds a formatted line of text to a hash.
 __attribute__((format(printf, 2, 3))) static uint64_t hash_line(uint64_t hash, const char *format,
                                                                 ...) {
     char line[PATH_BYTES + 128];
@@ -636,8 +639,8 @@ __attribute__((format(printf, 2, 3))) static uint64_t hash_line(uint64_t hash, c
     return fnv1a(hash, line, strlen(line));
 }
 
-// What a state of this run begins with. The tokenizer's file is not in it: all files of it give the
-// same tokens.
+// The initial state of this run. The path of the vocabulary is not part of the hash, because all
+// accepted files give the same tokens.
 static State state_new(const Arguments *a, const Input *in) {
     State state;
     memset(&state, 0, sizeof state);
@@ -669,7 +672,7 @@ static void state_write(const State *s, const char *path) {
     }
 }
 
-// Are the finished shards of this half there, with all their tokens?
+// True if all finished shards of this sink exist, with the expected number of tokens in total.
 static int sink_verify(const Sink *s) {
     char path[PATH_BYTES];
     int64_t tokens = 0;
@@ -684,8 +687,8 @@ static int sink_verify(const Sink *s) {
     return tokens == s->finished_tokens;
 }
 
-// Takes up an interrupted run: *state, which says what this one is, and both sinks. Returns 0 when
-// there is none.
+// Continues an interrupted run: reads its state into *state and both sinks. On entry *state has the
+// hashes of this run, which must match. Returns 0 if there is no state file.
 static int state_read(State *state, const Input *in, const char *path) {
     State s;
     Mapping file;
@@ -728,8 +731,8 @@ static int state_read(State *state, const Input *in, const char *path) {
 
 // -------------------------------------------------------------------------------------------------
 // The run
-// Block i lives in slot i % slots of the ring: read, then taken by a thread that encodes it, then
-// written, each in order. The thread of main reads and writes.
+// Block i uses slot i % slots of the ring. Blocks are read, taken by encoder threads, and written,
+// each in order. The thread of main reads and writes.
 
 typedef struct {
     Arguments a;
@@ -737,19 +740,19 @@ typedef struct {
     Coder coder;
     State state;
     char state_path[PATH_BYTES];
-    Sink *sinks[2];              // the one that comes first in the text, and the other
-    int64_t first_tokens;        // of the first sink; INT64_MAX: `in.split` tells
-    int64_t skip;                // tokens of the next block that finished shards hold
+    Sink *sinks[2];              // in the order of the text
+    int64_t first_tokens;        // for the first sink; INT64_MAX: all before `in.split`
+    int64_t skip;                // tokens of the next block that are in finished shards
     Block *blocks;
     int slots;
     int64_t read, taken, written;
-    int ended;                   // no block comes any more
-    pthread_mutex_t lock;        // of `read`, `taken`, `ended` and Block.done
+    int ended;                   // 1: no more blocks will be read
+    pthread_mutex_t lock;        // protects `read`, `taken`, `ended` and Block.done
     pthread_cond_t work, done;
     int live;                    // stdout is a terminal
     double began_ms, drawn_ms, synced_ms;
-    int unsaved;                 // shards were finished that PREFIX.state does not count
-    int64_t began;               // byte of the text
+    int unsaved;                 // 1: PREFIX.state does not count all finished shards
+    int64_t began;               // position at which this run began
 } Job;
 
 static void *encode_blocks(void *argument) {
@@ -780,7 +783,8 @@ static void *encode_blocks(void *argument) {
     return NULL;
 }
 
-// "[######          ]  38 %  812.1 MiB of 2.08 GiB  41.3 MB/s  0:32 left", four times a second.
+// Prints "[######          ]  38 %  812.1 MiB of 2.08 GiB  41.3 MB/s  0:32 left", at most four
+// times a second.
 static void draw_progress(Job *job, int64_t position) {
     double now = now_ms(), seconds = (now - job->began_ms) * 1e-3;
     if (!job->live || now < job->drawn_ms + 250) {
@@ -804,7 +808,8 @@ static void draw_progress(Job *job, int64_t position) {
     fflush(stdout);
 }
 
-// Keeps the state, where there is anything new in it and it is time, or now.
+// Syncs the shards and writes the state file if there is a newly finished shard and SYNC_MS have
+// passed since the last time; with `now` without waiting for SYNC_MS.
 static void save_state(Job *job, int now) {
     if (!job->unsaved || (!now && now_ms() < job->synced_ms + SYNC_MS)) {
         return;
@@ -815,7 +820,7 @@ static void save_state(Job *job, int now) {
     job->unsaved = 0;
 }
 
-// Writes the tokens of a block; notes where to go on when a shard was finished.
+// Writes the tokens of a block. If a shard was finished, records where a later run continues.
 static void block_write(Job *job, const Block *b) {
     Sink **sinks = job->sinks;
     Place from = {b->position, min_i64(job->skip, b->count), b->starts_document}, place = from;
@@ -847,8 +852,8 @@ static void block_write(Job *job, const Block *b) {
     draw_progress(job, b->position + (int64_t)b->size);
 }
 
-// Writes the next block of the ring, when it is encoded or, with `wait`, as soon as it is. Returns
-// whether it did.
+// Writes the next block of the ring if it is encoded; with `wait`, waits until it is. Returns 1 if
+// a block was written.
 static int write_next(Job *job, int wait) {
     Block *b = &job->blocks[job->written % job->slots];
     pthread_mutex_lock(&job->lock);
@@ -872,8 +877,8 @@ static int write_next(Job *job, int wait) {
     return done;
 }
 
-// Cuts the next block off the text; returns 0 when there is none. A block of more than BLOCK_BYTES
-// has the ring for itself, which keeps the memory within bounds.
+// Reads the next block of text. Returns 0 at the end of the text and after a signal. A block larger
+// than BLOCK_BYTES gets the ring to itself, which bounds memory.
 static int read_block(Job *job, Block *b) {
     Input *in = &job->in;
     size_t window = BLOCK_BYTES, have, size;
@@ -924,10 +929,10 @@ static int read_block(Job *job, Block *b) {
     return 1;
 }
 
-// Reads, encodes and writes the whole text, or what comes before a signal.
+// Reads, encodes and writes the whole text, or the part before a signal.
 static void encode_all(Job *job) {
     pthread_t *threads = (pthread_t *)alloc_zero((size_t)job->a.threads, sizeof *threads);
-    sigset_t signals, before;    // they interrupt the thread that reads, no other
+    sigset_t signals, before;    // signals must interrupt only the thread that reads
     sigemptyset(&signals);
     sigaddset(&signals, SIGINT);
     sigaddset(&signals, SIGTERM);
@@ -969,9 +974,9 @@ static void encode_all(Job *job) {
 
 // -------------------------------------------------------------------------------------------------
 // Main
-// Where the text is split; how a run opens, stops and ends.
+// The split into training and validation; how a run opens, stops and ends.
 
-// Up to n bytes at `offset` of a text in files, of one file at most.
+// Reads up to n bytes at `offset`, all from one file. Only for text in files. Returns their number.
 static size_t input_peek(Input *in, char *out, size_t n, int64_t offset) {
     if (offset >= in->total) {
         return 0;
@@ -981,14 +986,13 @@ static size_t input_peek(Input *in, char *out, size_t n, int64_t offset) {
     return input_read(in, out, (size_t)min_i64((int64_t)n, file->end - offset));
 }
 
-// Where the first document begins that is not blank and begins at `offset` or later; in->total when
-// there is none.
+// Start of the first document at `offset` or later that is not blank; in->total if there is none.
 static int64_t next_document(Input *in, int64_t offset) {
     char *text = (char *)alloc_zero(BLOCK_BYTES, 1);
     int64_t first = in->files[input_file(in, offset)].first;
-    int inside = offset > first;    // of a document; else behind its end, and nothing else was seen
+    int inside = offset > first;    // in a document; 0: between documents, only blanks so far
     size_t n;
-    offset = inside ? max_i64(offset - MARKER_BYTES, first) : offset;    // a marker may lie across
+    offset = inside ? max_i64(offset - MARKER_BYTES, first) : offset;    // a marker may span it
     while ((n = input_peek(in, text, BLOCK_BYTES, offset)) > 0) {
         int64_t end = in->files[input_file(in, offset)].end;
         const char *found = (const char *)memmem(text, n, marker, MARKER_BYTES);
@@ -1013,8 +1017,9 @@ static int64_t next_document(Input *in, int64_t offset) {
     return offset;
 }
 
-// First byte of validation. A fraction: floor(size x (1 - fraction)), moved on to the start of a
-// UTF-8 character, so that no character is cut in two, or of a document.
+// First byte of the validation part. With --val-fraction it is floor(size x (1 - fraction)), moved
+// forward to the start of a UTF-8 character, so that no character is split, or with --documents to
+// the start of a document.
 static int64_t split_offset(Input *in, const Arguments *a) {
     double val_fraction = a->val_fraction >= 0 ? a->val_fraction : 0.1;
     int64_t offset = (int64_t)((double)in->total * (1 - val_fraction));
@@ -1038,7 +1043,7 @@ static int64_t split_offset(Input *in, const Arguments *a) {
     return offset;
 }
 
-// Everything a run needs before its first block; takes up an interrupted one.
+// Prepares a run up to its first block; continues an interrupted run.
 static void tokenize_open(Job *job) {
     const Arguments *a = &job->a;
     Input *in = &job->in;
@@ -1077,14 +1082,14 @@ static void tokenize_open(Job *job) {
     job->blocks = (Block *)alloc_zero((size_t)job->slots, sizeof(Block));
     job->live = isatty(STDOUT_FILENO);
     job->began_ms = now_ms();
-    job->synced_ms = -SYNC_MS;  // the first finished shard is kept at once
+    job->synced_ms = -SYNC_MS;  // the first finished shard is saved at once
     job->began = in->position;
     pthread_mutex_init(&job->lock, NULL);
     pthread_cond_init(&job->work, NULL);
     pthread_cond_init(&job->done, NULL);
 }
 
-// After a signal: what there is, and how to go on.
+// After a signal: reports the finished shards and how to continue. Returns the exit status.
 static int interrupted(const Job *job) {
     fprintf(stderr, "tokenize: interrupted; finished shards: %" PRId64 "; %s\n",
             train.finished + val.finished,
@@ -1094,7 +1099,8 @@ static int interrupted(const Job *job) {
     return 130;
 }
 
-// Everything was validation, or blank: no shard stays.
+// Ends the run with an error if no training tokens were found: all text was blank or used for
+// validation. Removes the validation shards.
 static void nothing_to_train(const Job *job) {
     char path[PATH_BYTES];
     for (int64_t i = 0; i < val.finished; i++) {

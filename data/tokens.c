@@ -4,8 +4,8 @@
 // --eval scores. Knows nothing about models, options or engines. Errors end the program with one
 // line that names the file.
 //
-// train_gpt2.c and data/tokenize.c include it after data/files.c. It is also C++17 and is read by
-// nvcc. data/README.md documents the formats.
+// train_gpt2.c and data/tokenize.c include this file after data/files.c. It is also valid C++17,
+// because nvcc compiles it too. data/README.md documents the formats.
 //
 // Contents
 //   1  Tokenizer
@@ -14,15 +14,15 @@
 
 // -------------------------------------------------------------------------------------------------
 // 1. Tokenizer
-// Token files name their tokenizer, so that a model never meets another one's ids. Bytes: token b
-// is byte b, 256 is end of text. GPT-2: byte-level BPE, on valid UTF-8 token for token what
-// tiktoken's encode_ordinary gives.
-// 1. Text falls into pieces by GPT-2's pattern (pretoken_end). A byte that is no UTF-8 counts as a
-//    character that is neither letter nor number nor space.
-// 2. In a piece, of all neighbours whose bytes together are a token, those of the lowest id become
-//    that token, the leftmost first, until none are left (bpe_merge).
-// 3. A Bpe holds no pointers and is read only once it is open: threads share it. What a thread
-//    writes is in its BpeEncoder.
+// Token files name their tokenizer, so that a model is never given ids of a different one. Byte
+// tokenizer: token b is byte b, 256 is end of text. GPT-2: byte-level BPE; on valid UTF-8 it gives
+// the same tokens as tiktoken's encode_ordinary.
+// 1. GPT-2's pattern splits text into pre-tokens (pretoken_end). A byte that is not valid UTF-8
+//    counts as a character that is not a letter, number or space.
+// 2. Within a pre-token, the adjacent pair of tokens whose concatenation has the lowest id is
+//    merged, the leftmost such pair first, until no pair can be merged (bpe_merge).
+// 3. A Bpe has no pointers and is read-only once it is open, so threads share it. Each thread
+//    writes only to its own BpeEncoder.
 
 typedef int32_t Token;
 
@@ -38,8 +38,8 @@ static Token end_of_text(int tokenizer) {
     return tokenizer == TOKENIZER_BYTES ? BYTE_END_OF_TEXT : GPT2_END_OF_TEXT;
 }
 
-// Letters (L) and numbers (N): gap, length, gap, length, ... of the runs of code points, packed as
-// class_runs() reads them.
+// Letters (L) and numbers (N): gap, length, gap, length, ... of the runs of code points, in the
+// encoding that class_runs() decodes.
 // Unicode 16.0 (what tiktoken 0.14.0 has), by dev/tools/unicode_tables.py.
 static const char letter_runs[] =
     "d=)=R$-$'$(:$B$t%'/1(*$$$oX($%%'$$)$$&$$$7$o*$ob+p1$I%$)Lj>''PNF%$o:$$2%*%-&%$3$$A@o0.$;D,%'"
@@ -68,7 +68,9 @@ static const char number_runs[] =
 enum { CLASS_OTHER, CLASS_LETTER, CLASS_NUMBER, CLASS_SPACE };
 enum { CLASSES = 0x32400 };  // code points from here on are CLASS_OTHER
 
-// Gives the runs their class. Digits count from '#'; the last one of a number is below 76.
+// Sets the class of all code points in `runs`. Digits are characters counted from '#'. The last
+// digit of a number is below 76 and counts in base 76; each digit d >= 76 before it is a base-16
+// digit of value d - 75.
 static void class_runs(unsigned char classes[CLASSES], const char *runs, int kind) {
     uint32_t at = 0;
     for (int inside = 0; *runs; inside = !inside) {
@@ -89,18 +91,18 @@ static int is_space(uint32_t c) {
            c == 0x205F || c == 0x3000;
 }
 
-// GPT-2's vocabulary: id -> bytes, bytes -> id, and the class of every character. 1.2 MiB: static
-// or allocated, not on a stack.
-enum { BPE_SLOTS = 1 << 17, BPE_TEXT = 320827, BPE_LONGEST = 128 };  // bytes: of all, of one token
+// GPT-2's vocabulary: id -> bytes, bytes -> id, and the class of every character. It has 1.2 MiB,
+// so it must be static or allocated, not on a stack.
+enum { BPE_SLOTS = 1 << 17, BPE_TEXT = 320827, BPE_LONGEST = 128 };  // bytes of all tokens, of one
 typedef struct {
-    int count;                             // tokens yet
-    uint32_t start[GPT2_VOCABULARY + 1];   // of a token's bytes in `text`
+    int count;                             // tokens so far
+    uint32_t start[GPT2_VOCABULARY + 1];   // offset of each token's bytes in `text`
     char text[BPE_TEXT];
-    uint32_t slots[BPE_SLOTS];             // 16 bits of the hash, id + 1; 0: free
+    uint32_t slots[BPE_SLOTS];             // hash table: 16 bits of the hash, id + 1; 0: free
     unsigned char classes[CLASSES];
 } Bpe;
 
-// FNV-1a: hash of a table's key, and fingerprint of the whole table.
+// FNV-1a, both for the keys of the hash table and for the fingerprint of the whole vocabulary.
 static uint64_t fnv1a(uint64_t hash, const char *bytes, size_t n) {
     for (size_t i = 0; i < n; i++) {
         hash = (hash ^ (unsigned char)bytes[i]) * 0x100000001B3u;
@@ -109,14 +111,14 @@ static uint64_t fnv1a(uint64_t hash, const char *bytes, size_t n) {
 }
 static const uint64_t fnv1a_start = 0xCBF29CE484222325u, bpe_fingerprint = 0x57BAEAFF4B591D52u;
 
-// Bytes of a token, not ended by 0. Returns their number.
+// Sets *bytes to the bytes of a token, which are not 0-terminated. Returns their number.
 static int bpe_bytes(const Bpe *bpe, int token, const char **bytes) {
     *bytes = bpe->text + bpe->start[token];
     return (int)(bpe->start[token + 1] - bpe->start[token]);
 }
 
-// The slot where these bytes (1 to BPE_LONGEST) stand, or the free one where they would. tag: what
-// its upper half holds.
+// Finds the slot of a token by its bytes (1 to BPE_LONGEST), or the free slot to insert it at. *tag
+// receives the upper half of the slot's value.
 static uint32_t bpe_slot(const Bpe *bpe, const char *bytes, size_t n, uint32_t *tag) {
     uint64_t hash = fnv1a(fnv1a_start, bytes, n) * 0x9E3779B97F4A7C15u;
     uint32_t at = (uint32_t)(hash >> 31) % BPE_SLOTS;
@@ -133,7 +135,7 @@ static uint32_t bpe_slot(const Bpe *bpe, const char *bytes, size_t n, uint32_t *
     return at;
 }
 
-// Id of the token that these bytes are, or -1.
+// Id of the token with these bytes, or -1.
 static int bpe_id(const Bpe *bpe, const char *bytes, size_t n) {
     uint32_t tag;
     if (n == 0 || n > BPE_LONGEST) {
@@ -142,7 +144,7 @@ static int bpe_id(const Bpe *bpe, const char *bytes, size_t n) {
     return (int)(bpe->slots[bpe_slot(bpe, bytes, n, &tag)] & 0xFFFF) - 1;
 }
 
-// The next token. Returns 0 when GPT-2's vocabulary has no room for it or has it already.
+// Appends a token. Returns 0 if it would exceed the size of GPT-2's vocabulary or is a duplicate.
 static int bpe_add(Bpe *bpe, const char *bytes, size_t n) {
     uint32_t at = bpe->start[bpe->count], tag;
     if (n == 0 || n > BPE_LONGEST || bpe->count == GPT2_VOCABULARY || n > BPE_TEXT - at) {
@@ -158,7 +160,7 @@ static int bpe_add(Bpe *bpe, const char *bytes, size_t n) {
     return 1;
 }
 
-// What both readers begin with.
+// Clears the vocabulary and fills in the character classes; both parsers call it first.
 static void bpe_begin(Bpe *bpe) {
     memset(bpe, 0, sizeof *bpe);
     class_runs(bpe->classes, letter_runs, CLASS_LETTER);
@@ -168,7 +170,7 @@ static void bpe_begin(Bpe *bpe) {
     }
 }
 
-// The fingerprint decides: a table other than GPT-2's, damaged or of another model, ends the run.
+// Ends the run unless the fingerprint is GPT-2's: the file is damaged or from another model.
 static void bpe_require_gpt2(const Bpe *bpe, const char *name) {
     uint64_t hash = fnv1a(fnv1a_start, (const char *)bpe->start, sizeof bpe->start);
     hash = fnv1a(hash, bpe->text, BPE_TEXT);
@@ -178,9 +180,10 @@ static void bpe_require_gpt2(const Bpe *bpe, const char *name) {
     }
 }
 
-// vocab.bpe: a first line `#version`, then a merge a line, the two tokens in GPT-2's alphabet for
-// bytes: printable ones of Latin-1 stand for themselves, the other 68 are U+0100 and on. Ids 0 to
-// 255 are the bytes in order of that alphabet, 256 + i is merge i, the last is end of text.
+// Parses vocab.bpe: a first line `#version`, then one merge per line, its two tokens in GPT-2's
+// alphabet for bytes. In this alphabet the printable characters of Latin-1 represent their own
+// byte, and U+0100 onwards represent the other 68 bytes. Ids 0 to 255 are the bytes in the order of
+// the alphabet, 256 + i is merge i, and the last id is end of text.
 static void bpe_parse_merges(Bpe *bpe, const unsigned char *bytes, size_t n, const char *name) {
     int byte_of[256 + 68], other = 256, line = 2;
     memset(byte_of, -1, sizeof byte_of);
@@ -223,8 +226,8 @@ static void bpe_parse_merges(Bpe *bpe, const unsigned char *bytes, size_t n, con
     bpe_add(bpe, "<|endoftext|>", 13);
 }
 
-// llm.c's gpt2_tokenizer.bin: a header with the number of tokens and the end of text, then every
-// token's length in a byte and its bytes.
+// Parses llm.c's gpt2_tokenizer.bin: a header with the number of tokens and the id of end of text,
+// then for each token its length (one byte) and its bytes.
 static void bpe_parse_tokens(Bpe *bpe, const unsigned char *bytes, size_t n, const char *name) {
     LlmcHeader h = llmc_header(LLMC_TOKENIZER, bytes, n, name);
     size_t at = LLMC_HEADER_BYTES;
@@ -246,7 +249,7 @@ static void bpe_parse_tokens(Bpe *bpe, const unsigned char *bytes, size_t n, con
     }
 }
 
-// Reads either file; its first four bytes say which it is.
+// Reads a vocabulary in either format; the first four bytes of the file tell which it is.
 static void bpe_open(Bpe *bpe, const char *path) {
     Mapping file;
     if (mapping_open(&file, path) != 0) {
@@ -258,8 +261,8 @@ static void bpe_open(Bpe *bpe, const char *path) {
     bpe_require_gpt2(bpe, path);
 }
 
-// Where the vocabulary is: `asked` (--tokenizer), or what data/ has, here or beside the program.
-// Returns 0 when there is none.
+// Finds the vocabulary: `asked` (--tokenizer), else a file in data/, first in the current folder
+// and then in the program's. Returns 0 if there is none. An `asked` file need not exist.
 static int bpe_find(char path[PATH_BYTES], const char *asked) {
     static const char *const names[] = {"data/vocab.bpe", "data/gpt2_tokenizer.bin"};
     const char *const folders[] = {"", program_folder()};
@@ -273,7 +276,7 @@ static int bpe_find(char path[PATH_BYTES], const char *asked) {
     return asked[0] != 0;
 }
 
-// Class of the character at p, and its bytes.
+// Class of the character at p; *length receives its number of bytes.
 static inline int char_class(const Bpe *bpe, const unsigned char *p, const unsigned char *end,
                              int *length) {
     if (*p < 0x80) {
@@ -285,7 +288,7 @@ static inline int char_class(const Bpe *bpe, const unsigned char *p, const unsig
     return c < CLASSES ? bpe->classes[c] : (int)CLASS_OTHER;
 }
 
-// End of the piece that begins at p (p < end), by
+// End of the pre-token that begins at p (p < end), by GPT-2's pattern
 // 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
 static const unsigned char *pretoken_end(const Bpe *bpe, const unsigned char *p,
                                       const unsigned char *end) {
@@ -306,17 +309,18 @@ static const unsigned char *pretoken_end(const Bpe *bpe, const unsigned char *p,
         } while (q < end && char_class(bpe, q, end, &length) == kind);
         return q;
     }
-    // Spaces before a word leave the last of them to it, unless there is only that one.
+    // `\s+(?!\S)` leaves the last whitespace character to what follows; a single one is a pre-token
+    // of its own (`\s+`).
     for (q = p; q < end && char_class(bpe, q, end, &length) == CLASS_SPACE; q += length) {
         last = q;
     }
     return q == end || last == p ? q : last;
 }
 
-// Largest place below n where text can be cut, both sides then giving the tokens of the whole; 0:
-// none. It is one where an ASCII space follows a character that is no space: no alternative of the
-// pattern goes on from such a character to a space, so a piece ends there, and the only one that
-// looks ahead (\s+) does not end there.
+// Largest offset below n at which text can be cut so that the two parts together give the tokens of
+// the whole; 0: none. At such an offset, ASCII whitespace follows a character that is not
+// whitespace. No alternative of the pattern continues from such a character to whitespace, so a
+// pre-token ends there, and the only alternative that looks ahead (\s+) cannot end there.
 __attribute__((unused)) static size_t bpe_cut(const char *text, size_t n) {
     const unsigned char *t = (const unsigned char *)text;
     for (size_t i = n; i-- > 1;) {
@@ -335,22 +339,22 @@ __attribute__((unused)) static size_t bpe_cut(const char *text, size_t n) {
     return 0;
 }
 
-// What one thread needs to encode: words seen before and their tokens (2 MiB; a new word takes the
-// place of an old one), and for the longest piece yet 28 bytes a byte.
+// One thread's state for encoding: a cache of words and their tokens (2 MiB; a new word replaces
+// the one in its entry), and 28 bytes per byte of the longest pre-token so far.
 enum { WORDS = 1 << 15, WORD_BYTES = 31, WORD_TOKENS = 15 };
 typedef struct {
-    uint64_t key[4];  // the bytes, zeros, and in the last byte their number
+    uint64_t key[4];  // the word's bytes, zero padding, and in the last byte their number
     uint16_t count, tokens[WORD_TOKENS];
 } BpeWord;
 typedef struct {
-    uint32_t next, previous;  // where the neighbours begin
-    int32_t merged;           // the token that this one and the next make; -1: none
+    uint32_t next, previous;  // offsets at which the adjacent tokens begin
+    int32_t merged;           // id of this token merged with the next one; -1: not a token
 } BpeNode;
 typedef struct {
     const Bpe *bpe;
     BpeWord *words;
-    BpeNode *nodes;  // a token at the place where it begins
-    uint64_t *heap;  // merged token << 32 | place; entries that are out of date stay in
+    BpeNode *nodes;  // indexed by the offset at which a token begins
+    uint64_t *heap;  // merged id << 32 | offset; outdated entries are skipped when popped
     size_t capacity, heap_count;
 } BpeEncoder;
 
@@ -390,7 +394,7 @@ static uint64_t heap_pop(BpeEncoder *e) {
     return top;
 }
 
-// Looks at what the token at `i` and the one after it make.
+// Looks up the merge of the token at offset `i` with the next token, and pushes it onto the heap.
 static void bpe_offer(BpeEncoder *e, const char *text, size_t n, uint32_t i) {
     uint32_t next = e->nodes[i].next;
     int id = next < n ? bpe_id(e->bpe, text + i, e->nodes[next].next - i) : -1;
@@ -400,8 +404,8 @@ static void bpe_offer(BpeEncoder *e, const char *text, size_t n, uint32_t i) {
     }
 }
 
-// Tokens of one piece. Every merge takes one token away and puts at most two entries into the heap,
-// which takes O(n log n) in all and leaves at most 2 n entries.
+// Tokens of one pre-token; returns their number. Every merge pops an entry, removes one token and
+// pushes at most two entries, so the total time is O(n log n) and the heap has at most 2 n entries.
 static int64_t bpe_merge(BpeEncoder *e, const char *text, size_t n, uint16_t *out) {
     check(n < UINT32_MAX, "a piece of %zu bytes", n);
     if (n > e->capacity) {
@@ -442,12 +446,12 @@ static int64_t bpe_merge(BpeEncoder *e, const char *text, size_t n, uint16_t *ou
     return count;
 }
 
-// Tokens of a text; out holds n. Returns their number.
+// Encodes a text of n bytes. `out` has space for n tokens. Returns their number.
 static int64_t bpe_encode(BpeEncoder *e, const char *text, size_t n, uint16_t *out) {
     const unsigned char *p = (const unsigned char *)text, *end = p + n;
     uint16_t *to = out;
     for (size_t length; p < end; p += length) {
-        uint64_t key[4] = {0};  // stays 0 for a piece that is too long to keep
+        uint64_t key[4] = {0};  // stays 0 for a pre-token that is too long to cache
         BpeWord *word = e->words;
         length = (size_t)(pretoken_end(e->bpe, p, end) - p);
         if (length <= WORD_BYTES) {
@@ -472,8 +476,8 @@ static int64_t bpe_encode(BpeEncoder *e, const char *text, size_t n, uint16_t *o
     return to - out;
 }
 
-// Text of one token: returns its bytes in `out` and their number. GPT-2 tokens without a vocabulary
-// (bpe NULL) are numbers.
+// Writes the text of one token to `out` and returns its number of bytes. Without a vocabulary
+// (bpe NULL), GPT-2's tokens are printed as numbers.
 static int token_text(char out[BPE_LONGEST], int tokenizer, const Bpe *bpe, Token token) {
     if (tokenizer == TOKENIZER_BYTES) {
         out[0] = (char)token;
@@ -490,23 +494,23 @@ static int token_text(char out[BPE_LONGEST], int tokenizer, const Bpe *bpe, Toke
 
 // -------------------------------------------------------------------------------------------------
 // 2. Token shards
-// A header of 256 int32, then uint16 tokens. A file names its tokenizer, and all shards of a data
-// set have the same one.
+// A header of 256 int32, then uint16 tokens. The header names the tokenizer; all shards of a data
+// set must have the same one.
 
 typedef struct {
     char path[PATH_BYTES];
     int fd;
-    int tokenizer, vocabulary;  // of its header
-    int64_t count;
-    int64_t first_window;  // windows in the shards before
+    int tokenizer, vocabulary;  // from the header
+    int64_t count;              // tokens
+    int64_t first_window;       // number of windows in all preceding shards
 } Shard;
 
-// Tokens `first` to first + count. Returns NULL, or what is wrong.
+// Reads tokens first .. first + count - 1. Returns NULL, or an error message.
 static const char *shard_read(const Shard *shard, uint16_t *out, int64_t first, int64_t count) {
     return file_read(shard->fd, out, 2 * count, LLMC_HEADER_BYTES + 2 * first);
 }
 
-// Opens one shard and checks its header against its size.
+// Opens one shard and checks its header against the file size.
 static void shard_open(Shard *shard, const char *path) {
     unsigned char header[LLMC_HEADER_BYTES] = {0};
     int64_t size = 0;
@@ -539,17 +543,18 @@ static void shard_open(Shard *shard, const char *path) {
 
 // -------------------------------------------------------------------------------------------------
 // 3. Evaluation files
-// Multiple choice: contexts, each with some completions, one of which is right. The format is that
-// of llm.c, as the head of write_evalfile in llm.c's dev/data/data_common.py tells: a header with
-// the number of examples and the bytes of the longest, then uint16 words, for each example: 65535,
-// its bytes, its index, label, completions, and length and tokens of the context and of each
-// completion. Read on made-up files only, not yet on published ones.
+// Multiple choice: contexts, each with several completions, one of which is correct. The format is
+// llm.c's, documented at write_evalfile in llm.c's dev/data/data_common.py: a header with the
+// number of examples and the size in bytes of the largest one, then for each example uint16 words:
+// 65535; the example's size in bytes, index, label (the correct completion) and number of
+// completions; and the length and tokens of the context and of each completion. Tested with
+// synthetic files only, not yet with published ones.
 
-// llm.c's files have four completions; other benchmarks have two to five.
+// llm.c's files have four completions per example; other benchmarks have two to five.
 enum { EVAL_START = 65535, EVAL_EXAMPLE_WORDS = 5, EVAL_COMPLETIONS = 8 };
 
 typedef struct {
-    const unsigned char *words;  // uint16 each, not aligned
+    const unsigned char *words;  // uint16, unaligned
     int count;
 } EvalTokens;
 
@@ -563,15 +568,15 @@ typedef struct {
     const unsigned char *bytes;
     size_t size, longest_bytes;
     int examples, vocabulary;
-    int longest_row, longest_completion, longest_at;  // tokens, tokens, and the latter's example
+    int longest_row, longest_completion, longest_at;  // in tokens; the latter's example
 } EvalFile;
 
 static int eval_word(const unsigned char *words, int64_t i) {
     return words[2 * i] | words[2 * i + 1] << 8;
 }
 
-// Example `number`, which begins `at` bytes into the file; returns its bytes. Ends the run unless
-// it lies within the file and every word of it is allowed.
+// Parses example `number`, which begins at byte `at` of the file. Returns its size in bytes. Ends
+// the run unless it is within the file and all its words have allowed values.
 static size_t eval_example(EvalExample *x, const EvalFile *f, size_t at, int number) {
     const unsigned char *p = f->bytes + at;
     const size_t left = f->size - at;
@@ -621,9 +626,9 @@ static size_t eval_example(EvalExample *x, const EvalFile *f, size_t at, int num
     return (size_t)bytes;
 }
 
-// Checks `size` bytes of an evaluation file, every example of them, for a model of `vocabulary`
-// tokens; `f` points into `bytes` and at `name` from now on. Allocates nothing; ends the run with
-// what is wrong.
+// Checks an evaluation file of `size` bytes, including every example, for a model of `vocabulary`
+// tokens. `f` keeps pointers to `bytes` and `name`. Allocates nothing. Ends the run on the first
+// error.
 static void eval_parse(EvalFile *f, const unsigned char *bytes, size_t size, const char *name,
                        int vocabulary) {
     LlmcHeader h = llmc_header(LLMC_EVALUATION, bytes, size, name);

@@ -1,27 +1,28 @@
 // data/weights.c -- GPT-2 weights in Hugging Face's and llm.c's files.
 //
 // Reads model.safetensors with config.json (also split into parts by an index) and llm.c's .bin
-// files; writes safetensors. Everything a file claims is checked against its length and the model
-// before anything is allocated or read; errors are one line that names the file.
+// files; writes safetensors. Headers are checked against the file length and the model before
+// anything is allocated or read because of them. An error is one line that names the file.
 //
-// train_gpt2.c includes it in chapter Weights and checkpoints. It is also C++17, read by nvcc.
+// train_gpt2.c includes this file in chapter Weights and checkpoints. It is also valid C++17,
+// because nvcc compiles it too.
 //
 // Contents
 //   1  Model files
 
 // -------------------------------------------------------------------------------------------------
 // 1. Model files
-// Weights come and go as Hugging Face's model.safetensors beside its config.json, and come from
-// llm.c's .bin files.
-// 1. These files come from strangers: what a header claims is held against the file's length and
-//    the model's shapes before anything is allocated or read by it; a fault is one line that names
-//    file and tensor.
+// Weights are read and written as Hugging Face's model.safetensors with its config.json, and read
+// from llm.c's .bin files.
+// 1. The files are untrusted input: header fields are checked against the file length and the
+//    model's shapes before anything is allocated or read because of them. An error is one line that
+//    names the file and the tensor.
 // 2. Parsers work on bytes in memory and allocate nothing.
-// 3. Hugging Face keeps the weights of a block as (in, out), the transpose of ours, and wte without
-//    its padding rows.
+// 3. Hugging Face stores the weight matrices of a block as (in, out), the transpose of this
+//    program's layout, and wte without its padding rows.
 
-// What Hugging Face's files may hold in addition to the sixteen tensors: the causal mask and the
-// tied head.
+// Tensors that Hugging Face's files may contain in addition to the sixteen: the causal mask (two
+// tensors) and the tied head.
 enum { FILE_MASK = TENSORS, FILE_MASKED_BIAS, FILE_HEAD, FILE_TENSORS };
 static const struct {
     const char *hf_name;
@@ -38,19 +39,19 @@ static void file_tensor_name(char name[80], const char *prefix, int tensor, int 
     snprintf(name, 80, "%s%s%s", prefix, block, tensor_table[tensor].hf_name);
 }
 
-// Where the values of one tensor of one layer lie in a file.
+// Location of one tensor of one layer in a mapped file.
 typedef struct {
-    const unsigned char *data;  // NULL: nowhere
+    const unsigned char *data;  // NULL: not in the file
     int type;                   // FILE_F32, FILE_BF16 or FILE_F16
 } Span;
 enum { MODEL_FILES = 64, MODEL_FILE_NAME = 100 };
 typedef struct {
-    char name[PATH_BYTES];  // of the file that holds the weights, or of its parts' index
+    char name[PATH_BYTES];  // path of the file with the weights, or of the index of its parts
     Mapping maps[MODEL_FILES];
     char parts[MODEL_FILES][MODEL_FILE_NAME];
-    int files, tensors;     // parts, and the tensors in them
+    int files, tensors;     // number of parts, and of the tensors in them
     Model model;
-    int transposed;         // linear layers as (in, out), wte without padding: Hugging Face's
+    int transposed;         // 1: Hugging Face's layout: matrices (in, out), wte without padding
     Span *spans;            // [layer][FILE_TENSORS]
 } ModelFile;
 
@@ -58,7 +59,7 @@ static Span *file_span(Span *spans, int tensor, int layer) {
     return &spans[layer * FILE_TENSORS + tensor];
 }
 
-// Elements `first` to first + count of a span, as numbers.
+// Converts elements first .. first + count - 1 of a span to `real`.
 static void span_values(real *out, const Span *s, int64_t first, int64_t count) {
     const unsigned char *p = s->data + first * file_types[s->type].bytes;
     const int plain = !GPT2_DOUBLE && s->type == FILE_F32;
@@ -76,7 +77,7 @@ static void span_values(real *out, const Span *s, int64_t first, int64_t count) 
             memcpy(&half, p + 2 * i, 2);
             bits = (uint32_t)half << 16;
         }
-        if (s->type == FILE_F16) {  // IEEE 754 half: 5 bits of exponent, biased by 15 and not 127
+        if (s->type == FILE_F16) {  // IEEE 754 half: exponent of 5 bits with bias 15, not 127
             int special = (half & 0x7c00) == 0x7c00;
             bits = (uint32_t)(half & 0x8000) << 16 | (uint32_t)(half & 0x7fff) << 13;
             bits |= special ? 0x7f800000u : 0;
@@ -88,8 +89,8 @@ static void span_values(real *out, const Span *s, int64_t first, int64_t count) 
     slow_end();
 }
 
-// The tensor that a name of Hugging Face's means, TENSORS and above for extra_table; *layer is its
-// block's number; -1: none. The prefix "transformer." is optional.
+// Finds a tensor by its Hugging Face name, in which the prefix "transformer." is optional. Returns
+// its index (TENSORS and above: a row of extra_table), or -1. *layer receives the block number.
 static int file_tensor_find(const char *name, int L, int *layer) {
     char *end;
     *layer = 0;
@@ -114,7 +115,7 @@ static int file_tensor_find(const char *name, int L, int *layer) {
     return -1;
 }
 
-// GPT-2's limits, as for shapes given by hand.
+// Ends the run if a model exceeds GPT-2's limits, the same as for a shape given as an option.
 static void model_require(const Model *m, const char *name) {
     if (!model_is_allowed(m) || m->V < 1 || m->V > 65536) {
         die("%s: a model of %d layers, %d heads, %d channels, %d positions, %d tokens; allowed are "
@@ -123,8 +124,8 @@ static void model_require(const Model *m, const char *name) {
     }
 }
 
-// Finds the tensors of model `m` that a safetensors file holds. spans: (L, FILE_TENSORS), zeroed
-// before the first file. Returns their number.
+// Finds all tensors in a safetensors file of model `m`. spans: (L, FILE_TENSORS), zeroed before the
+// first file. Returns their number.
 static int safetensors_spans(Span *spans, const Model *m, const Mapping *map, const char *name) {
     Safetensors f;
     FileTensor t;
@@ -153,7 +154,7 @@ static int safetensors_spans(Span *spans, const Model *m, const Mapping *map, co
     return count;
 }
 
-// No tensor may be missing, and a head that stands in the file must be the embedding.
+// Ends the run if a tensor is missing, or if the file has a head that differs from the embedding.
 static void spans_complete(const Span *spans, const Model *m, const char *name) {
     char tensor_name[80];
     for (int tensor = 0; tensor < TENSORS; tensor++) {
@@ -175,8 +176,8 @@ static void spans_complete(const Span *spans, const Model *m, const char *name) 
     }
 }
 
-// The sizes of a Hugging Face config.json. What would make another function of the same weights is
-// refused; what only training or generation looks at there is skipped.
+// Parses the sizes in a Hugging Face config.json. Settings under which the same weights would
+// compute a different function are refused; those used only for training or generation are ignored.
 static void config_parse(Model *m, const unsigned char *bytes, size_t size, const char *name) {
     static const char *const sizes[] = {"n_layer", "n_head", "n_embd", "n_positions", "vocab_size"};
     static const struct {
@@ -234,9 +235,9 @@ static void config_parse(Model *m, const unsigned char *bytes, size_t size, cons
     model_require(m, name);
 }
 
-// llm.c's model files: a header with the sizes, then the tensors, each with all its layers, in the
-// order of tensor_table; version 3 holds fp32, version 5 bf16. llmc_model finds the sizes and
-// returns the type, llmc_spans finds the tensors; spans: (L, FILE_TENSORS).
+// llm.c's model files: a header with the sizes, then the tensors in the order of tensor_table, each
+// for all layers. Version 3 is fp32, version 5 bf16. llmc_model parses the header and returns the
+// type; llmc_spans locates the tensors. spans: (L, FILE_TENSORS).
 static int llmc_model(Model *m, const unsigned char *bytes, size_t size, const char *name) {
     LlmcHeader h = llmc_header(LLMC_MODEL, bytes, size, name);
     const int type = h.words[1] == 3 ? (int)FILE_F32 : (int)FILE_BF16;
@@ -268,7 +269,7 @@ static void llmc_spans(Span *spans, const Model *m, const unsigned char *bytes, 
     }
 }
 
-// What may stand in a folder in place of model.safetensors, and what to do then.
+// A hint for the error message if a folder without model.safetensors has one of these files.
 static const char *model_folder_hint(const char *folder) {
     static const char *const hints[][2] = {
         {"pytorch_model.bin", "; pytorch_model.bin is not read: save_pretrained(...) of a newer "
@@ -284,7 +285,7 @@ static const char *model_folder_hint(const char *folder) {
     return "";
 }
 
-// A part that weight_map names: opened at its first mention.
+// Opens a part that weight_map names, unless it is already open.
 static void index_open_part(ModelFile *f, const char *folder, const char *part) {
     char path[PATH_BYTES];
     int k = 0;
@@ -308,7 +309,7 @@ static void index_open_part(ModelFile *f, const char *folder, const char *part) 
     f->tensors += safetensors_spans(f->spans, &f->model, &f->maps[k], path);
 }
 
-// A tensor must lie in the part that weight_map says.
+// Ends the run unless a tensor is in the part that weight_map assigns it to.
 static void index_check(const ModelFile *f, const char *tensor, const char *part) {
     int k = 0, layer, i = file_tensor_find(tensor, f->model.L, &layer);
     while (strcmp(f->parts[k], part) != 0) {
@@ -320,9 +321,10 @@ static void index_check(const ModelFile *f, const char *tensor, const char *part
     }
 }
 
-// Hugging Face's model.safetensors.index.json: {"metadata": {...}, "weight_map": {tensor: part}}.
-// Two passes: every part is opened, then every tensor looked for. Writers differ in what they count
-// as metadata's total_size (headers too, or a mask's bits, in fractions of a byte): it is not read.
+// Parses Hugging Face's model.safetensors.index.json: {"metadata": {...}, "weight_map": {tensor:
+// part}}. The first pass opens every part, the second looks up every tensor. metadata's total_size
+// is ignored, because writers compute it differently (some include headers, some count a mask's
+// bits as fractions of a byte).
 static void index_parse(ModelFile *f, const char *folder, const Mapping *index) {
     char key[80], inner[80], part[MODEL_FILE_NAME];
     for (int pass = 0; pass < 2; pass++) {
@@ -350,7 +352,7 @@ static void index_parse(ModelFile *f, const char *folder, const Mapping *index) 
 }
 
 // Opens the weights that -e names: a folder with config.json and model.safetensors or the index of
-// its parts, that model.safetensors itself, or llm.c's file. Ends the run at any fault.
+// its parts; the path of such a model.safetensors; or llm.c's file. Ends the run on any error.
 static void model_file_open(ModelFile *f, const char *path) {
     char config[PATH_BYTES];
     struct stat status;
@@ -365,7 +367,7 @@ static void model_file_open(ModelFile *f, const char *path) {
                    path);
     }
     if (mapping_open(indexed ? &index : weights, f->name) != 0) {
-        const char *why = file_error();  // the hint looks at other files
+        const char *why = file_error();  // model_folder_hint changes errno
         die("--model (-e): cannot open %s: %s%s", f->name, why,
             is_folder ? model_folder_hint(path) : "");
     }
@@ -404,15 +406,15 @@ static void model_file_close(ModelFile *f) {
     memset(f, 0, sizeof *f);
 }
 
-// A transposed tensor passes through the host in strips of STRIP rows, and is turned in tiles that
-// stay in the cache whatever the rows' distance.
+// A transposed tensor is copied through host memory in strips of STRIP rows, and transposed in
+// tiles that stay in the cache for any row stride.
 enum { STRIP = 256, TILE = 16 };
 static int64_t strip_elements(const Model *m) {
     return max_i64(PIECE, STRIP * 4 * (int64_t)m->C);
 }
 
-// out (count,cols): rows `first` to first + count of a tensor (rows,cols) whose transpose a span
-// holds. count <= STRIP.
+// out (count,cols): rows first .. first + count - 1 of a tensor (rows,cols). The span holds its
+// transpose. count <= STRIP.
 static void span_transposed(real *out, const Span *s, int64_t rows, int64_t cols, int64_t first,
                             int64_t count) {
     #pragma omp parallel for
@@ -432,9 +434,9 @@ static void span_transposed(real *out, const Span *s, int64_t rows, int64_t cols
     }
 }
 
-// The split master: an fp32 weight's bits u are kept as the bf16 weight (u + 0x8000) >> 16, u
-// rounded half up, and the low half u & 0xffff. Nothing is lost of a number; a NaN stays one,
-// whatever its low half.
+// The split master: the bits u of an fp32 weight are stored as the bf16 weight (u + 0x8000) >> 16,
+// which is u rounded half up, and the low half u & 0xffff. Every number is recovered exactly; a NaN
+// stays a NaN for any low half.
 enum { MASTER_NAN = 0x7fc0 };
 static uint16_t master_high(float value) {
     uint32_t u;
@@ -450,13 +452,13 @@ static float master_join(float high, uint16_t low) {
     return high;
 }
 
-// Index of the first number that is not finite, which the first step would spread to every weight,
-// or is not in least .. most; -1: there is none.
+// Index of the first number that is not finite or not in least .. most; -1: none. The first step
+// would spread a number that is not finite to every weight.
 static int64_t find_bad(const real *values, int64_t count, double least, double most) {
     int good = 1;
     int64_t i = 0;
     for (int64_t k = 0; k < count; k++) {
-        // Without a branch, so that it becomes vector code.
+        // No branches, so that the compiler vectorizes the loop.
         good &= (values[k] - values[k] == 0) & (values[k] >= (real)least) &
                 (values[k] <= (real)most);
     }
@@ -466,7 +468,7 @@ static int64_t find_bad(const real *values, int64_t count, double least, double 
     return good ? -1 : i;
 }
 
-// The largest weight that an engine takes, and why another one, or any other number, is refused.
+// The largest weight that an engine accepts, and the reason why a number is refused.
 static double weight_most(const Engine *e) {
     return e->weight_most > 0 ? e->weight_most : INFINITY;
 }
@@ -476,7 +478,7 @@ static const char *bad_reason(double value, double most) {
                : "nothing can be trained from it";
 }
 
-// Fills the engine's weights from a file; moments become zero.
+// Loads the engine's weights from a file and clears its moments.
 static void model_file_load(Engine *e, const ModelFile *f) {
     const Model *m = &f->model;
     char name[80];
@@ -511,7 +513,7 @@ static void model_file_load(Engine *e, const ModelFile *f) {
     free(values);
 }
 
-// Numbers as a file holds them: FILE_F32, FILE_BF16, or FILE_U16, the low half.
+// Converts numbers to a file's type: FILE_F32, FILE_BF16, or FILE_U16 for the low half.
 static void file_values(unsigned char *out, int type, const real *values, int64_t count) {
     if (!GPT2_DOUBLE && type == FILE_F32) {
         memcpy(out, values, (size_t)count * 4);
@@ -530,7 +532,7 @@ static void file_values(unsigned char *out, int type, const real *values, int64_
     }
 }
 
-// out (count,rows) in `type`: the transpose of the first `count` columns of values (rows,cols).
+// out (count,rows) of type `type` = transpose of the first `count` columns of values (rows,cols).
 static void file_transposed(unsigned char *out, int type, const real *values, int64_t rows,
                             int64_t cols, int64_t count) {
     #pragma omp taskloop
@@ -551,14 +553,14 @@ static void file_transposed(unsigned char *out, int type, const real *values, in
     }
 }
 
-// Where the writing of weights stands: tensor by tensor as Hugging Face's files have them, without
-// padding and transposed where they want it.
+// Progress of writing weights. Tensors are written one by one in Hugging Face's layout: without
+// padding, and transposed if the layout requires it.
 typedef struct {
     Engine *e;
     const Model *m;
     int type;
-    int tensor, layer;  // under way
-    int64_t at;         // elements of it that are written
+    int tensor, layer;  // the current tensor
+    int64_t at;         // number of its elements already written
     real *values;
 } WeightPieces;
 
@@ -605,7 +607,7 @@ static void model_file_save(Engine *e, const Model *m, int type, Writer *w) {
         }
     }
     header_write(&header, w);
-    // A transposed tensor has to be there whole before its first strip is written.
+    // A transposed tensor must be read whole before its first strip can be written.
     const int64_t most = max_i64(strip_elements(m), 4 * (int64_t)m->C * m->C);
     real *values = (real *)alloc_zero((size_t)most, sizeof(real));
     WeightPieces pieces = {e, m, type, 0, 0, 0, values};
