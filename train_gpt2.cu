@@ -1794,35 +1794,40 @@ static void gpu_matmul_backward(E *dinp, G *dweight, const E *dout, const E *inp
 
 // -------------------------------------------------------------------------------------------------
 // 31. Flash attention forward
-// Causal attention over packed qkv (B,T,3,NH,HS), read where it lies; HS = C / NH.
-// 1. No T x T matrix exists: a block keeps a tile of scores in registers and moves on.
+// Causal attention over packed qkv (B,T,3,NH,HS), read in place; HS = C / NH.
+// 1. No T x T matrix is ever stored: a thread block processes one tile of scores at a time, in
+//    registers.
 // 2. The row statistic is LSE2 = log2 of the sum of 2^(c s), s = q.k, c = log2(e) / sqrt(HS): fp32,
 //    (B,NH,T). With it the backward pass has P = 2^(c s - LSE2), without a maximum or a sum.
 // 3. 16-bit types use tensor cores at head size 64 or 128 (HD); a smaller HS, a multiple of 8, is
-//    filled up with zeros in shared memory. fp32 uses plain kernels, right before fast.
-// 4. Every sum has a fixed order and every output one writer: two runs give the same bits.
-// Errors are norms of the difference to a reference in double over that one's norm, T 63 to 600, HS
-// 16 to 128, |q|, |k|, |v| < 2.5, on the CPU layer; in bf16 they equal those of a naive bf16 code.
+//    padded with zeros in shared memory. fp32 uses simple kernels, written for correctness rather
+//    than speed.
+// 4. Every sum has a fixed order and every output has one writer, so results are bitwise
+//    reproducible.
+// Errors given below are relative: the norm of the difference to a reference in double, divided by
+// the norm of the reference. They were measured on the CPU layer with T 63 to 600, HS 16 to 128,
+// |q|, |k|, |v| < 2.5; in bf16 they equal those of a naive bf16 implementation.
 // source: Dao et al. 2022, "FlashAttention", algorithm 1; Dao 2023, "FlashAttention-2", section 3.
 
-constexpr int ATTENTION_WARPS = 4;  // of a block of every kernel here but the cached one
+constexpr int ATTENTION_WARPS = 4;  // warps per block, in all kernels here except the cached one
 
-// What a block works on, by type and head size (64 or 128). A warp owns 16 MT rows of queries
-// (keys, for dK and dV) and the block walks over tiles of the other side. With MT = 2 each fragment
-// read from shared memory feeds two products, which A100 and H100 need to keep their tensor cores
-// fed; at HD = 128 there are no registers for that. fp16 is for sm_75, whose SM has 64 KiB of
-// shared memory and whose tensor cores one product a fragment feeds: its tiles fit twice into an SM
-// at HD 64, so that one block's loads pass behind the other's products. GPUs that have bf16 run
-// fp16 with these tiles too, slower than bf16. None of these sizes spills (dev/notes).
+// Tile sizes by type and head size (64 or 128). A warp owns 16 MT rows of queries (of keys, for dK
+// and dV), and its thread block iterates over tiles of the other side. With MT = 2 each fragment
+// read from shared memory feeds two mma instructions, which A100 and H100 need to keep their tensor
+// cores busy; at HD = 128 there are not enough registers for MT = 2. The fp16 tiles are chosen for
+// sm_75, which has 64 KiB of shared memory per SM and whose tensor cores are kept busy by one mma
+// per fragment: at HD 64 two blocks fit in an SM, so one block's loads overlap the other's matmuls.
+// GPUs with bf16 support use the same fp16 tiles, and run them slower than bf16. None of these
+// sizes spills (dev/notes).
 template <class E, int HD> struct AttentionTiles {
     enum {
         SMALL = std::is_same_v<E, __half>,
         WARPS = ATTENTION_WARPS,
         MT = HD == 64 && !SMALL ? 2 : 1,
         OWN_ROWS = 16 * MT * WARPS,              // 128 with MT = 2, else 64
-        FORWARD_ROWS = SMALL ? 2048 / HD : 64,   // keys per step of the forward pass
-        DQ_ROWS = HD == 64 || SMALL ? 32 : 64,   // keys per step of dQ
-        DKV_ROWS = SMALL ? 16 : 32,              // queries per step of dK and dV
+        FORWARD_ROWS = SMALL ? 2048 / HD : 64,   // keys per step of the forward kernel
+        DQ_ROWS = HD == 64 || SMALL ? 32 : 64,   // keys per step of the dQ kernel
+        DKV_ROWS = SMALL ? 16 : 32,              // queries per step of the dK and dV kernel
         // Dynamic shared memory of the three kernels.
         FORWARD_BYTES = 2 * HD * (OWN_ROWS + 4 * FORWARD_ROWS),
         DQ_BYTES = 4 * HD * (OWN_ROWS + 2 * DQ_ROWS),
@@ -1830,22 +1835,22 @@ template <class E, int HD> struct AttentionTiles {
     };
 };
 
-// Blocks of the forward kernel that an SM is to hold at head size 64: three where its shared memory
-// has room for them (not on sm_86, 89, 120). They then have 168 registers, just enough.
+// Minimum number of resident blocks per SM for the forward kernel at head size 64: three if shared
+// memory suffices (not on sm_86, 89, 120). This leaves 168 registers per thread, just enough.
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900)
 constexpr int ATTENTION_BLOCKS = 3;
 #else
 constexpr int ATTENTION_BLOCKS = 2;
 #endif
 
-// What a block works on. The grid is one row of blocks. It is cut into sections of `section` heads
-// (of all sequences) whose keys and values fit the L2 cache together: within a section the blocks
-// of one tile of rows of every head follow each other, then those of the next tile, so that a
-// head's keys are read from memory once and not once for each tile. Which tile comes first is the
-// kernel's: the longest. The order changes no bit.
+// Work assignment of one thread block. The grid is 1-D, split into sections of `section` heads
+// (counted across all sequences) whose K and V together fit in L2. Within a section, the blocks of
+// all heads for one row tile run before those of the next tile, so a head's K and V are read from
+// DRAM once, not once per tile. Each kernel maps tile 0 to its longest tile. The order does not
+// affect results.
 struct AttentionBlock {
     int head, batch, tile;
-    size_t qkv_at, out_at, stat_at;  // of the head: in qkv, in out, in LSE2 and D
+    size_t qkv_at, out_at, stat_at;  // offsets of the head in qkv, in out, in LSE2 and D
 };
 
 __device__ inline AttentionBlock attention_block(int section, int heads, int T, int NH, int HS) {
@@ -1860,11 +1865,11 @@ __device__ inline AttentionBlock attention_block(int section, int heads, int T, 
     return block;
 }
 
-// tile_offset: where 16-byte chunk `chunk` of row `row` lies in a shared tile, rows of HD 16-bit
-// elements; in bytes. Chunk c of row r lies at place c ^ (r % 8): eight rows at one chunk, as
-// ldmatrix reads them, and the chunks of one row, as copies write them, both fall into different
-// banks. So 8 n rows on is 16 HD n bytes on, and the offset of chunk c ^ d is this one ^ 16 d:
-// loops over rows and chunks add and flip constants.
+// tile_offset: byte offset of 16-byte chunk `chunk` of row `row` in a shared tile, whose rows have
+// HD 16-bit elements. Chunk c of row r is stored at position c ^ (r % 8) of its row. This avoids
+// bank conflicts both when ldmatrix reads the same chunk of eight rows and when copies write the
+// chunks of one row. A row 8 n further down is 16 HD n bytes further, and the offset of chunk c ^ d
+// is this offset ^ 16 d, so loops over rows and chunks only add and XOR constants.
 template <int HD> __device__ __forceinline__ uint32_t tile_offset(int row, int chunk) {
     return 2 * (row * HD + 8 * (chunk ^ (row & 7)));
 }
@@ -1873,9 +1878,10 @@ template <int HD, class E> __device__ __forceinline__ E *tile_chunk(E *tile, int
     return tile + tile_offset<HD>(row, chunk) / 2;
 }
 
-// tile_load: starts the copies of rows row0 .. row0 + ROWS of one head into a shared tile; rows
-// from T on and columns from HS on become zeros. src: row 0 of the head, rows `stride` apart. The
-// place in src is a 32-bit offset, because two registers more would spill (check_attention).
+// tile_load: starts asynchronous copies of rows row0 .. row0 + ROWS - 1 of one head into a shared
+// tile; rows from T on and columns from HS on are zero-filled. src: row 0 of the head, rows
+// `stride` apart. The offset into src is 32-bit, because two more registers would spill;
+// check_attention asserts the range.
 template <int HD, int ROWS, int WARPS, class E>
 __device__ __forceinline__ void tile_load(E *tile, const E *src, uint32_t stride, int row0, int T,
                                           int HS) {
@@ -1890,8 +1896,9 @@ __device__ __forceinline__ void tile_load(E *tile, const E *src, uint32_t stride
     }
 }
 
-// each_element: f(i, n, e) for every element acc[i][n][e] of MT m16 by N8 n8 tiles of accumulators:
-// row 16 i + 8 (e / 2) + g, column 8 n + 2t + e % 2 for lane 4g + t (chapter Tensor-core toolbox).
+// each_element: calls f(i, n, e) for every element acc[i][n][e] of MT (m16) by N8 (n8) accumulator
+// tiles: lane 4g + t holds row 16 i + 8 (e / 2) + g, column 8 n + 2t + e % 2 (chapter Tensor-core
+// toolbox).
 template <int MT, int N8, class F> __device__ __forceinline__ void each_element(F f) {
     UNROLL
     for (int x = 0; x < MT * N8 * 4; x++) {
@@ -1910,8 +1917,8 @@ __device__ __forceinline__ void mma_n16(float (&acc)[MT][N8][4], int n, const ui
     }
 }
 
-// warp_mul_abt: acc (16 MT, 8 N8) += rows a_row .. of tile a times the 8 N8 rows of tile b,
-// transposed; sums over HD; by one warp.
+// warp_mul_abt: acc (16 MT, 8 N8) += A B^T, computed by one warp. A is the 16 MT rows of tile a
+// from a_row on, B the 8 N8 rows of tile b; the sum runs over HD columns.
 template <int HD, class E, int MT, int N8>
 __device__ __forceinline__ void warp_mul_abt(float (&acc)[MT][N8][4], E *a, int a_row, E *b) {
     const int lane = threadIdx.x % WARP;
@@ -1933,8 +1940,9 @@ __device__ __forceinline__ void warp_mul_abt(float (&acc)[MT][N8][4], E *a, int 
     }
 }
 
-// warp_mul_add: acc (16 MT, HD) += p (16 MT, 8 K8) times the 8 K8 rows of tile b, by one warp. p is
-// rounded to E here, straight from accumulators into fragments (chapter Tensor-core toolbox, mma).
+// warp_mul_add: acc (16 MT, HD) += p (16 MT, 8 K8) times the 8 K8 rows of tile b, computed by one
+// warp. p is rounded to E here and goes directly from accumulators to fragments, in registers
+// (chapter Tensor-core toolbox, mma).
 template <int HD, class E, int MT, int K8>
 __device__ __forceinline__ void warp_mul_add(float (&acc)[MT][HD / 8][4],
                                              const float (&p)[MT][K8][4], E *b) {
@@ -1954,8 +1962,8 @@ __device__ __forceinline__ void warp_mul_add(float (&acc)[MT][HD / 8][4],
     }
 }
 
-// mask_future: scores of keys after their query become -inf. The rows of s are queries from query0
-// and its columns keys from key0, or the other way around if `keys_are_rows`.
+// mask_future: sets scores of keys after their query to -inf. The rows of s are queries from query0
+// on and its columns are keys from key0 on, or vice versa if `keys_are_rows`.
 template <int MT, int N8>
 __device__ __forceinline__ void mask_future(float (&s)[MT][N8][4], int query0, int key0,
                                             bool keys_are_rows) {
@@ -1969,27 +1977,28 @@ __device__ __forceinline__ void mask_future(float (&s)[MT][N8][4], int query0, i
     });
 }
 
-// warp_store_rows: rows row0 .. row0 + 16 MT of one head = scale * acc, rounded to E; rows from T
-// on and columns from HS on are left out. They pass through rows tile_row .. of a shared tile that
-// only this warp still uses, so that 16-byte pieces of whole rows leave for memory. With SUM those
-// rows of the tile hold in the end, as 256 / HD rows of HD floats, the columns' sums over the rows
-// that lanes of the same chunk have stored.
+// warp_store_rows: writes scale * acc, rounded to E, to rows row0 .. row0 + 16 MT - 1 of one head;
+// rows from T on and columns from HS on are skipped. The rows are staged in rows tile_row .. of a
+// shared tile, which only this warp still uses, so that global memory is written in 16-byte chunks
+// of whole rows. With SUM, those rows of the tile finally hold column sums, as 256 / HD rows of HD
+// floats: one row for each group of lanes that together cover a row, each summing the rows it
+// stored.
 template <int HD, bool SUM, class E, int MT>
 __device__ __forceinline__ void warp_store_rows(E *dst, size_t stride, int row0, int T, int HS,
                                                 E *tile, int tile_row, float scale,
                                                 const float (&acc)[MT][HD / 8][4]) {
     int thread = threadIdx.x;
-    FORGET(thread);  // what follows is worked out here, and not before a loop that has no registers
+    FORGET(thread);  // compute what follows here, not before a loop that has no registers to spare
     const int lane = thread % WARP, chunk = lane % (HD / 8);
-    __syncwarp();  // every lane has read its last fragments of these rows
+    __syncwarp();  // all lanes have read their last fragments of these rows
     each_element<MT, HD / 8>([&](int i, int n, int e) {
         if (e % 2 == 0) {
             E *to = tile_chunk<HD>(tile, tile_row + 16 * i + 4 * e + lane / 4, n) + lane % 4 * 2;
             *(uint32_t *)to = pack2<E>(acc[i][n][e] * scale, acc[i][n][e + 1] * scale);
         }
     });
-    __syncwarp();  // the rows are whole before other lanes send them off
-    float sums[8] = {};  // of this lane's rows and chunk
+    __syncwarp();  // rows are complete before other lanes store them
+    float sums[8] = {};  // over this lane's rows, for its chunk
     for (int row = lane / (HD / 8); row < 16 * MT; row += WARP / (HD / 8)) {
         if (row0 + row < T && 8 * chunk < HS) {
             const Pack<E> pack = pack_load(tile_chunk<HD>(tile, tile_row + row, chunk));
@@ -2004,22 +2013,24 @@ __device__ __forceinline__ void warp_store_rows(E *dst, size_t stride, int row0,
         }
     }
     if constexpr (SUM) {
-        __syncwarp();  // the rows have left
+        __syncwarp();  // all lanes have read the staged rows
         vector_store((float *)(tile + tile_row * HD) + 8 * lane, sums);
     }
 }
 
-// sums_place: where a block's column sums begin in sums (parts, 3C), a part for each tile of ROWS
-// rows of each sequence. A row there is as long as one of qkv, so qkv_at moves from token batch T
-// to part batch tiles + tile, and the loop before has no other place to keep in registers.
+// sums_place: offset of a block's column sums in sums (parts, 3C), which has one part for each tile
+// of ROWS rows of each sequence. A row of sums is as long as a row of qkv, so the offset follows
+// from qkv_at by moving from token batch T to part batch tiles + tile. Computing it this way keeps
+// no further value in registers across the preceding loop.
 template <int ROWS>
 __device__ __forceinline__ size_t sums_place(const AttentionBlock &block, int T, size_t C) {
     const int64_t rows = (int64_t)block.batch * (ceil_div(T, ROWS) - T) + block.tile;
     return block.qkv_at + (size_t)rows * 3 * C;
 }
 
-// head_column_sums: to[c] = the sum of what the block's warps left in their rows of a tile, c < HS,
-// in their order. A barrier stands between warp_store_rows and this.
+// head_column_sums: to[c] = the sum, in order of the warps, of the column sums that warp_store_rows
+// left in the tile rows of each warp of the block, c < HS. The caller must place a block barrier
+// between warp_store_rows and this.
 template <int HD, int WARPS, class E>
 __device__ __forceinline__ void head_column_sums(float *to, const E *tile, int warp_rows, int HS) {
     for (int c = threadIdx.x; c < HS; c += WARPS * WARP) {
@@ -2035,15 +2046,15 @@ __device__ __forceinline__ void head_column_sums(float *to, const E *tile, int w
 
 // attention_forward_kernel: out = softmax(mask(Q K^T / sqrt(HS))) V and LSE2, for 16-bit types.
 //   For each query row, over tiles of keys:  m' = max(m, c max_j s_j),  p_j = 2^(c s_j - m'),
-//   l = l 2^(m - m') + sum_j p_j,  o = o 2^(m - m') + sum_j p_j v_j;  in the end
+//   l = l 2^(m - m') + sum_j p_j,  o = o 2^(m - m') + sum_j p_j v_j;  finally
 //   out = o / l,  LSE2 = m + log2(l).
 // out (B,T,NH,HS), lse (B,NH,T), qkv (B,T,3,NH,HS); rows 16-byte aligned; c as in invariant 2.
-// HS is head_size, or HD if WHOLE, which is a constant. grid B NH ceil(T / BM) as AttentionBlock
-// has it, BM = 16 MT WARPS queries per block, last (longest) rows first; block 32 WARPS; dynamic
-// shared memory 2 HD (BM + 4 BN) bytes: Q, and K and V twice.
+// HS is head_size or, if WHOLE, the compile-time constant HD. grid B NH ceil(T / BM), mapped by
+// AttentionBlock, BM = 16 MT WARPS queries per block, last (longest) rows first; block 32 WARPS;
+// dynamic shared memory 2 HD (BM + 4 BN) bytes: Q, and double-buffered K and V.
 // stages: 1 start the copies of Q and of the first K, V   2 wait for a tile, start the next
 //   3 S = Q K^T   4 mask   5 online softmax   6 O += P V   7 write out and LSE2
-// numerics: fp32 but P, rounded to E for stage 6 (l sums p before). bf16: out 2.0e-3, LSE2 6e-8.
+// numerics: fp32 except P, rounded to E for stage 6 (l sums p before). bf16: out 2.0e-3, LSE2 6e-8.
 // source: FlashAttention-2, algorithm 1 and section 3.3 (each warp owns rows of Q).
 // budget: <bf16, 64, true> threads 128 shared 49152 regs 219 blocks 2 instr/elem 12.8 of 64 loop
 //   test gpu_attention
@@ -2077,7 +2088,7 @@ __global__ void __launch_bounds__(WARPS *WARP, WHOLE ? ATTENTION_BLOCKS : 1)
         copy_commit();
     };
 
-    // 1. Q and the first keys and values set out.
+    // 1. Start copying Q and the first K and V.
     tile_load<HD, BM, WARPS>(tile_q, q, stride, row0, T, HS);
     load_keys(0);
     float o[MT][HD / 8][4] = {}, m[2 * MT], l[2 * MT] = {};  // row r: acc[r / 2], e / 2 = r % 2
@@ -2088,8 +2099,8 @@ __global__ void __launch_bounds__(WARPS *WARP, WHOLE ? ATTENTION_BLOCKS : 1)
 
     const int tiles = ceil_div(min(row0 + BM, T), BN);
     for (int j = 0; j < tiles; j++) {
-        // 2. The barrier publishes every thread's copies of tile j (and of Q), and says that all
-        //    warps are done with tile j - 1, whose place tile j + 1 takes.
+        // 2. The barrier makes all threads' copies of tile j (and of Q) visible to the block, and
+        //    ensures that all warps are done with tile j - 1, whose buffer tile j + 1 reuses.
         copy_wait<0>();
         __syncthreads();
         if (j + 1 < tiles) {
@@ -2103,13 +2114,15 @@ __global__ void __launch_bounds__(WARPS *WARP, WHOLE ? ATTENTION_BLOCKS : 1)
         float s[MT][BN / 8][4] = {};
         warp_mul_abt<HD>(s, tile_q, warp_row, tile_k + j % 2 * BN * HD);
 
-        // 4. Only a tile that reaches over the first row's diagonal holds future keys. This covers
-        //    keys from T on as well: they lie in the future of every row that is written.
+        // 4. Only tiles that extend past the diagonal of the warp's first row contain future keys.
+        //    The mask also covers keys from T on: they are in the future of every row that is
+        //    written.
         if ((j + 1) * BN > first + 1) {
             mask_future(s, first, j * BN, false);
         }
 
-        // 5. Four lanes share a row. Tile 0 leaves a finite m in every row, so no -inf + inf.
+        // 5. Four lanes share a row. After tile 0 m is finite in every row, so -inf + inf cannot
+        //    occur.
         UNROLL
         for (int r = 0; r < 2 * MT; r++) {
             const int i = r / 2, e = r % 2 * 2;
@@ -2136,12 +2149,12 @@ __global__ void __launch_bounds__(WARPS *WARP, WHOLE ? ATTENTION_BLOCKS : 1)
             }
         }
 
-        // 6. P, rounded, times V.
+        // 6. P, rounded to E, times V.
         warp_mul_add<HD>(o, s, tile_v + j % 2 * BN * HD);
     }
 
-    // 7. The four lanes' parts of l, then one division per row. Rows of Q are this warp's alone,
-    //    so their place in shared memory serves for the way out without a block barrier.
+    // 7. Reduce l across the four lanes, then divide once per row. Only this warp touches its rows
+    //    of Q, so it can stage the output in their shared memory without a block barrier.
     UNROLL
     for (int r = 0; r < 2 * MT; r++) {
         l[r] += __shfl_xor_sync(ALL_LANES, l[r], 1);
@@ -2156,11 +2169,12 @@ __global__ void __launch_bounds__(WARPS *WARP, WHOLE ? ATTENTION_BLOCKS : 1)
     warp_store_rows<HD, false>(out + block.out_at, C, first, T, HS, tile_q, warp_row, 1.0f, o);
 }
 
-// The plain fp32 kernels: a warp per row, four rows per block, 32 rows of the other side at a time.
-// A lane first owns one of those rows (a whole dot product), then columns lane, lane + 32, ...
+// The simple fp32 kernels: one warp per row, four rows per block, 32 rows of the other side per
+// iteration. A lane first computes the whole dot product with one of those rows, then handles
+// columns lane, lane + 32, ... of the output.
 enum { ROW_WARPS = 4 };
 
-// row_dot: sum over d < n of a[d] b[d], in that order.
+// row_dot: sum over d < n of a[d] b[d], in order of d.
 __device__ inline float row_dot(const float *a, const float *b, int n) {
     float sum = 0.0f;
     for (int d = 0; d < n; d++) {
@@ -2169,7 +2183,7 @@ __device__ inline float row_dot(const float *a, const float *b, int n) {
     return sum;
 }
 
-// attention_forward_rows_kernel: the contract of attention_forward_kernel, in fp32, any HS.
+// attention_forward_rows_kernel: attention_forward_kernel's contract, in fp32 and for any HS.
 // grid (NH, B, ceil(T / ROW_WARPS)), block 32 ROW_WARPS; dynamic shared memory
 // ROW_WARPS (HS + 32) floats: o and p of each warp.
 // numerics: fp32 with exp2f; out within 5e-7, LSE2 9e-8.
@@ -2191,11 +2205,11 @@ __global__ void __launch_bounds__(ROW_WARPS *WARP)
         const float *k = rows + j0 * stride + C, *v = k + C;
         const float s = lane < count ? row_dot(q, k + lane * stride, HS) * c : -INFINITY;
         const float top = fmaxf(m, warp_max(s)), rescale = exp2f(m - top);
-        __syncwarp();  // p of the last round is read by all
+        __syncwarp();  // all lanes have read p of the previous iteration
         p[lane] = exp2f(s - top);
         l = l * rescale + warp_sum(p[lane]);
         m = top;
-        __syncwarp();  // p is whole
+        __syncwarp();  // all lanes have written p
         for (int d = lane; d < HS; d += WARP) {
             float sum = j0 == 0 ? 0.0f : o[d] * rescale;
             for (int j = 0; j < count; j++) {
@@ -2213,9 +2227,9 @@ __global__ void __launch_bounds__(ROW_WARPS *WARP)
 }
 
 constexpr int HEAD_MAX = 128, HEAD_UNIT = 8;  // head sizes of the 16-bit kernels
-constexpr int HEAD_MAX_FP32 = 512;            // a warp keeps a row of it in shared memory
+constexpr int HEAD_MAX_FP32 = 512;            // each warp keeps a row in shared memory
 
-// check_attention: the limits of the attention kernels, for both passes.
+// check_attention: asserts the limits of the attention kernels, for the forward and backward pass.
 template <class E> static void check_attention(int B, int T, int C, int NH) {
     static_assert(LENGTH_MAX <= GRID_YZ_MAX * ROW_WARPS, "a block for every four rows");
     static_assert((uint64_t)LENGTH_MAX * 3 * CHANNELS_MAX < UINT32_MAX, "tile_load's offsets");
@@ -2226,9 +2240,9 @@ template <class E> static void check_attention(int B, int T, int C, int NH) {
           "attention of heads of %d channels", HS);
 }
 
-// attention_section: how many heads' keys and values share the L2 cache: half of it holds them, the
-// other half what passes through.
-static int attention_cache_bytes;  // of L2, asked for at the first launch; tests take other values
+// attention_section: number of heads whose K and V share the L2 cache. They may fill half of it;
+// the other half is left for the remaining tensors, which are read or written once.
+static int attention_cache_bytes;  // size of L2, queried at the first launch; tests override it
 
 static int attention_section(size_t head_bytes, int heads) {
     if (attention_cache_bytes == 0) {
@@ -2240,8 +2254,9 @@ static int attention_section(size_t head_bytes, int heads) {
     return section < 1 ? 1 : section < (size_t)heads ? (int)section : heads;
 }
 
-// launch_attention: starts a kernel of this family, each of which is told here, once, how much
-// shared memory it may have. arguments: its tensors; B, T, NH, HS and the section follow them.
+// launch_attention: launches one of the 16-bit attention kernels, and raises its dynamic shared
+// memory limit before the first launch. tensors: the kernel's tensors; B, T, NH, HS and the section
+// follow them as arguments.
 template <int OWN_ROWS, int BYTES, class Kernel, class... Tensors>
 static void launch_attention(Kernel *kernel, int B, int T, int NH, int HS,
                              cudaStream_t stream, Tensors... tensors) {
@@ -2259,7 +2274,7 @@ static void launch_attention(Kernel *kernel, int B, int T, int NH, int HS,
 }
 
 // gpu_attention_forward: out (B,T,C) and lse (B,NH,T) from qkv (B,T,3,NH,HS); see the kernels.
-// Called without HD; wider heads than 64 go on to the instance of 128.
+// Callers leave HD at its default; heads wider than 64 are forwarded to the instance for 128.
 template <class E, int HD = 64>
 static void gpu_attention_forward(E *out, float *lse, const E *qkv, int B, int T, int C, int NH,
                                   cudaStream_t stream) {
@@ -2283,9 +2298,9 @@ static void gpu_attention_forward(E *out, float *lse, const E *qkv, int B, int T
     }
 }
 
-// cache_append_kernel: keys and values of `rows` tokens from qkv (rows,3,NH,HS) to positions first,
-// first + 1, ... of cache (2,NH,positions,HS), all of E. Grid ceil(2 rows C / 256), block 256, a
-// thread a number: a token has few of them, so nothing is gained by more at a time. Exact.
+// cache_append_kernel: copies keys and values of `rows` tokens from qkv (rows,3,NH,HS) to positions
+// first, first + 1, ... of cache (2,NH,positions,HS), all of E. Grid ceil(2 rows C / 256), block
+// 256, one element per thread: a token has too few of them for vectorized copies to pay off. Exact.
 // budget: <bf16> threads 256 regs 16 blocks 6 test gpu_cached
 template <class E>
 __global__ void cache_append_kernel(E *cache, const E *qkv, int positions, int first, int rows,
@@ -2300,13 +2315,14 @@ __global__ void cache_append_kernel(E *cache, const E *qkv, int positions, int f
 
 constexpr int CACHED_WARPS = 8, CACHED_KEYS = 8;
 
-// What a warp has gathered of a query: the largest score, the sum of the powers below it, and their
-// sum over the values, of which a lane has channels lane, lane + 32, ...
+// A warp's partial results for one query: the largest score m, the sum l of the powers 2^(score -
+// m), and the sum o of the values weighted by these powers; a lane holds channels lane, lane + 32,
+// ...
 template <int D> struct CachedSums {
     float o[D], m, l;
 };
 
-// 2^x: in 16 bits by the approximation, whose error rounding hides.
+// 2^x. 16-bit types use the hardware approximation, whose error is below their rounding error.
 template <class E> __device__ inline float cached_power(float x) {
     if constexpr (is_fp32<E>) {
         return exp2f(x);
@@ -2315,14 +2331,14 @@ template <class E> __device__ inline float cached_power(float x) {
     }
 }
 
-// Channel lane + 32 i of a row of HS; 0 behind its end, and where there is no row.
+// Channel lane + 32 i of a row of HS channels; 0 past its end and if `there` is false.
 template <class E> __device__ inline float cached_channel(const E *row, int i, int HS, bool there) {
     const int d = i * WARP + threadIdx.x % WARP;
     return there && d < HS ? to_float(row[d]) : 0.0f;
 }
 
-// The next CACHED_KEYS keys of a warp, the first `keys` of which the query may see: their scores,
-// sums over the lanes, and then sums, maximum and values as in the kernels above.
+// Processes the warp's next CACHED_KEYS keys, of which the query may see the first `keys`: scores,
+// reduced across the lanes, then the update of maximum, sum and values as in the kernels above.
 template <class E, int D>
 __device__ inline void cached_round(CachedSums<D> &sums, const float (&q)[D], const E *key,
                                     const E *value, int keys, int HS) {
@@ -2363,12 +2379,12 @@ __device__ inline void cached_round(CachedSums<D> &sums, const float (&q)[D], co
 // (rows,3,NH,HS) at positions first, first + 1, ..., over the keys and values of cache (2,NH,
 // positions,HS) up to each query's own position. E as everywhere, sums in fp32.
 // Grid (NH, rows), block CACHED_WARPS warps; HS <= 32 D.
-// 1. A warp takes CACHED_KEYS keys at a time, so that their loads are in flight together: a block
-//    waits for memory and computes little (cached_round).
-// 2. The warps' sums are brought to the largest maximum and added in the order of the warps.
-// Error, measured in test gpu_cached: in fp32 1.6e-7 where numbers are of size 1; in 16 bits what
-// rounding loses. Source: Dao et al., "Flash-Decoding for long-context inference" (2023), in one
-// block.
+// 1. A warp processes CACHED_KEYS keys at a time, so that their loads are in flight together: the
+//    kernel is bound by memory latency, not by arithmetic (cached_round).
+// 2. The warps' sums are rescaled to the largest maximum and added in order of the warps.
+// Error, measured in test gpu_cached: fp32 1.6e-7 for values of magnitude 1; in 16-bit types the
+// rounding error of the type. Source: Dao et al., "Flash-Decoding for long-context inference"
+// (2023), restricted to one thread block per head and query.
 // budget: <bf16, 2> threads 256 shared 2112 regs 96 blocks 2 test gpu_cached
 // budget: <bf16, 4> threads 256 shared 4160 regs 128 blocks 2 test gpu_cached
 template <class E, int D>
@@ -2415,8 +2431,8 @@ __global__ void attention_cached_kernel(E *out, const E *qkv, const E *cache, in
 }
 
 // gpu_attention_cached: attention of `rows` tokens at positions first, first + 1, ..., whose keys
-// and values it puts into the cache; see the kernels. out (rows,C), qkv (rows,3,NH,HS), cache
-// (2,NH,positions,HS) of E.
+// and values it first appends to the cache; see the kernels. out (rows,C), qkv (rows,3,NH,HS),
+// cache (2,NH,positions,HS) of E.
 template <class E>
 static void gpu_attention_cached(E *out, E *cache, const E *qkv, int positions, int first,
                                  int rows, int C, int NH, cudaStream_t stream) {
