@@ -58,21 +58,23 @@
 
 // -------------------------------------------------------------------------------------------------
 // 24. CUDA prelude
-// Errors, launches, shared memory, and the element types. The same lines serve nvcc and a host
-// compiler that reads dev/cuda_cpu as its CUDA headers (CUDA_CPU is 1 there): what differs stands
-// in this chapter and in chapter Tensor-core toolbox, and the CPU twins in dev/cuda_cpu have the
-// same names.
+// Errors, launches, shared memory, and the element types. The same source is compiled by nvcc and
+// by a host compiler that uses dev/cuda_cpu as its CUDA headers (CUDA_CPU is then 1). All code that
+// differs between the two is in this chapter and in chapter Tensor-core toolbox; the CPU versions
+// in dev/cuda_cpu have the same names.
 // 1. Every CUDA and cuBLASLt call goes through cuda_check or cublas_check: an error ends the run.
-// 2. E is the element type of weights and activations (bf16, fp16 or fp32), G that of the gradients
-//    of matrices (E or fp32). Arithmetic is in fp32; E is only how a number lies in memory. In
-//    kernels of 16-bit types every multiply-add is written fmaf: nvcc itself fuses nothing, so an
-//    expression has the same bits in every kernel and on the CPU. Approximations, there alone, are
-//    ex2_approx and rcp_approx (chapter Tensor-core toolbox). AdamW, the split master and the sum
-//    of the losses take neither: their bits are those of separate operations.
-// 3. Global memory is read and written 16 bytes at a time: a row of E is a multiple of 16 bytes and
-//    starts at a multiple of 16. Each launcher asserts it of all it passes on (check_rows).
-// 4. A limit of a kernel is a named constant: its launcher asserts it, and gpu_settings_check tells
-//    a user before the run.
+// 2. E is the element type of weights and activations (bf16, fp16 or fp32), G the type of the
+//    gradients of matrices (E or fp32). Arithmetic is in fp32; E is only the storage type. In
+//    kernels of 16-bit types every multiply-add is written as fmaf: nvcc contracts nothing itself,
+//    so an expression has the same bits in every kernel and on the CPU. Only these kernels use the
+//    approximations ex2_approx and rcp_approx (chapter Tensor-core toolbox). AdamW, the split
+//    master and the sum of the losses use neither fmaf nor approximations, so their bits are those
+//    of separate operations.
+// 3. Global memory is read and written 16 bytes at a time: a row of E is a multiple of 16 bytes
+//    long and starts at a multiple of 16. Each launcher asserts this for all its arguments
+//    (check_rows).
+// 4. The limits of kernels are named constants: launchers assert them, and gpu_settings_check
+//    reports violations to the user before the run.
 
 #include <cublasLt.h>
 #include <cuda_bf16.h>
@@ -91,13 +93,13 @@
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <type_traits>
-// GPT2_MPI=1 builds in MPI, by which the ranks of mpirun find each other; only the GPU program uses
-// it.
+// GPT2_MPI=1 builds with MPI, which the ranks started by mpirun use to find each other; only the
+// GPU program uses it.
 #ifndef GPT2_MPI
 #define GPT2_MPI 0
 #endif
 #if GPT2_MPI
-#define OMPI_SKIP_MPICXX 1   // MPI's old C++ interface, which would ask for a library of its own
+#define OMPI_SKIP_MPICXX 1   // MPI's old C++ interface needs another library
 #define MPICH_SKIP_MPICXX 1
 #include <mpi.h>
 #endif
@@ -106,7 +108,7 @@
 #define CUDA_CPU 0
 #endif
 
-// What a user can do about the errors that users meet; `call` is the text of what failed.
+// Advice for the errors that users are likely to see; `call`: source text of the failed call.
 static const char *cuda_hint(cudaError_t error, const char *call) {
     switch (error) {
     case cudaErrorMemoryAllocation:
@@ -148,14 +150,14 @@ static void cuda_check_at(cudaError_t error, const char *call, const char *file,
 
 static void cublas_check_at(cublasStatus_t status, const char *call, const char *file, int line) {
     if (status != CUBLAS_STATUS_SUCCESS) {
-        cuda_check_at(cudaGetLastError(), call, file, line);  // a kernel's error, if that is it
+        cuda_check_at(cudaGetLastError(), call, file, line);  // reports an earlier kernel error, if any
         die("%s:%d: %s: %s; cuBLASLt is out of memory or does not support this product here",
             file, line, call, cublasLtGetStatusName(status));
     }
 }
 
-// NCCL is there where the build found it, GPT2_NCCL=1; without it a program trains on one GPU, so
-// that no call of it is reached, or compiled.
+// GPT2_NCCL=1 if the build found NCCL. Without NCCL the program trains on one GPU; no NCCL call is
+// compiled or reached.
 #if CUDA_CPU
 #include <nccl.h>
 #define GPT2_NCCL EMU_NCCL
@@ -167,8 +169,8 @@ static void cublas_check_at(cublasStatus_t status, const char *call, const char 
 #if NCCL_VERSION_CODE < 21700
 #error "NCCL before 2.17 cannot be told how many blocks to run: `make NCCL=` builds for one GPU"
 #endif
-// What a user can do about an error of NCCL's, whose own text rarely names the cause (NCCL user
-// guide, Troubleshooting: Docker gives a container 64 MB of shared memory; NVIDIA/nccl#1066).
+// Advice for an NCCL error, whose own text rarely names the cause (NCCL user guide,
+// Troubleshooting: Docker gives a container 64 MB of shared memory; NVIDIA/nccl#1066).
 static const char *nccl_hint(void) {
     struct statvfs shm;
     int count = 0;
@@ -191,8 +193,9 @@ static void nccl_check_at(ncclResult_t result, const char *call, const char *fil
 }
 #define nccl_check(...) nccl_check_at((__VA_ARGS__), #__VA_ARGS__, __FILE__, __LINE__)
 
-// Ends the run where NCCL has failed since: its own threads learn of a network's errors, while its
-// kernels wait on. Often another rank has ended, and whoever saw that is to speak first.
+// Ends the run if NCCL has failed asynchronously: its own threads detect network errors while its
+// kernels keep waiting. Often the cause is another rank that has ended. die() then waits for a
+// grace period, so that the process that detected this can report it first.
 static void nccl_ask(ncclComm_t comm) {
     ncclResult_t result;
     nccl_check(ncclCommGetAsyncError(comm, &result));
@@ -211,11 +214,12 @@ typedef struct ncclComm *ncclComm_t;
 #define cuda_check(...) cuda_check_at((__VA_ARGS__), #__VA_ARGS__, __FILE__, __LINE__)
 #define cublas_check(...) cublas_check_at((__VA_ARGS__), #__VA_ARGS__, __FILE__, __LINE__)
 
-// launch(kernel, grid, block, shared_memory_bytes, stream, arguments...) starts a kernel, its
-// arguments converted as in a call. Kernel templates are named with all their arguments. Shared
-// memory is declared by SHARED(type, name, [dims]) and, the bytes given at the launch, by
-// DYN_SHARED(type, name). UNROLL stands before a long loop whose counter must be known to the
-// compiler, so that an array stays in registers; after FORGET the compiler knows nothing of a word.
+// launch(kernel, grid, block, shared_memory_bytes, stream, arguments...) launches a kernel and
+// converts its arguments as in a function call. Kernel templates are named with all their template
+// arguments. SHARED(type, name, [dims]) declares static shared memory, DYN_SHARED(type, name) the
+// dynamic shared memory whose size is given at the launch. UNROLL precedes long loops whose counter
+// must be a compile-time constant so that an array stays in registers. After FORGET the compiler
+// assumes nothing about a variable's value.
 #if !CUDA_CPU
 template <class... P, class... A>
 static void launch_at(const char *file, int line, const char *name, void (*kernel)(P...), dim3 grid,
@@ -242,14 +246,14 @@ static void launch_at(const char *file, int line, const char *name, void (*kerne
 #define FORGET(word) (void)(word)
 #endif
 
-// What there is to know of an element type. A type without a row does not compile.
+// Properties of an element type. A type without a specialization of `traits` does not compile.
 struct Element {
     const char *name;
     Type type;                 // in the plan
     cudaDataType_t cuda_type;  // in cuBLASLt
-    int capability;            // the least that its kernels need, without the dot
-    double unit;               // the largest relative error of rounding to nearest
-    bool narrow;  // few exponents: the loss is scaled, gradients and a master are fp32
+    int capability;            // minimum compute capability of its kernels, without the dot
+    double unit;               // maximum relative error of rounding to nearest
+    bool narrow;  // small exponent range: needs a loss scale, fp32 gradients and fp32 master
 };
 template <class E> constexpr Element traits = E::has_no_row_here;
 template <> constexpr Element traits<float> = {"fp32", TYPE_FP32, CUDA_R_32F, 0, 0x1p-24, false};
@@ -258,14 +262,14 @@ template <>
 constexpr Element traits<__nv_bfloat16> = {"bf16", TYPE_BF16, CUDA_R_16BF, 80, 0x1p-8, false};
 template <class E> constexpr bool is_fp32 = traits<E>.type == TYPE_FP32;  // otherwise 16 bits
 
-// Calls f(E()), E being the element type that `type` names: here alone a run's settings become
-// types. These are the types that it can train in.
+// Calls f(E()), where E is the element type named by `type`. This is the only place that maps a
+// run's settings to types; the types here are those it can train in.
 template <class F> static void with_type(Type type, F f) {
     check(type <= TYPE_FP16, "no element type %d", (int)type);
     type == TYPE_FP32 ? f(float()) : type == TYPE_BF16 ? f(__nv_bfloat16()) : f(__half());
 }
 
-// The rounding to E is to nearest, ties to even.
+// Conversion to E rounds to nearest, ties to even.
 __host__ __device__ inline float to_float(float x) { return x; }
 __host__ __device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 __host__ __device__ inline float to_float(__half x) { return __half2float(x); }
@@ -298,8 +302,8 @@ template <class E> __device__ inline uint4 pack_to_bits(const Pack<E> &pack) {
     return bits;
 }
 
-// Makes the compiler forget what it knows about a pack, so that it keeps the sixteen bytes in
-// registers and not the numbers in them, converted to fp32, at twice the size.
+// Prevents the compiler from reusing values already converted from a pack, so that registers hold
+// the pack's 16 bytes and not the same values as fp32, which need twice the space.
 template <class E> __device__ inline void pack_forget(Pack<E> &pack) {
     uint4 bits = pack_to_bits(pack);
     FORGET(bits.x);
@@ -317,8 +321,9 @@ template <class E> __device__ inline void pack_store(E *address, const Pack<E> &
     *reinterpret_cast<uint4 *>(address) = pack_to_bits(pack);
 }
 
-// A bf16 number's bits, and back. By memcpy: CUDA 12.0 and 12.1 have __bfloat16_as_ushort and
-// __ushort_as_bfloat16 from sm_80 on alone, and code that traps on an sm_75 must still compile.
+// The bits of a bf16 number, and back. By memcpy, because CUDA 12.0 and 12.1 provide
+// __bfloat16_as_ushort and __ushort_as_bfloat16 only from sm_80 on, and code for sm_75 must compile
+// even if it traps.
 __device__ __forceinline__ uint16_t bf16_bits(__nv_bfloat16 x) {
     uint16_t bits;
     memcpy(&bits, &x, sizeof bits);
@@ -345,8 +350,8 @@ template <class E> __device__ __forceinline__ uint32_t pack2(float lo, float hi)
     return bits;
 }
 
-// unpack2: the two numbers in a register. bf16 by a shift and a mask: element by element the
-// compiler would first move each upper half down.
+// unpack2: the two numbers in a register. bf16 uses a shift and a mask; for element-wise conversion
+// the compiler would first move each upper half down.
 template <class E>
 __device__ __forceinline__ void unpack2(float *lo, float *hi, uint32_t bits) {
     if constexpr (std::is_same_v<E, __nv_bfloat16>) {
@@ -358,7 +363,7 @@ __device__ __forceinline__ void unpack2(float *lo, float *hi, uint32_t bits) {
     }
 }
 
-// A pack's numbers as floats, and floats rounded to a pack; of 16-bit types two at a time.
+// Converts a pack to floats, and floats to a pack with rounding; 16-bit types two at a time.
 template <class E>
 __device__ inline void pack_to_floats(float (&x)[Pack<E>::size], const Pack<E> &pack) {
     if constexpr (is_fp32<E>) {
@@ -389,8 +394,8 @@ template <class E> __device__ inline Pack<E> pack_round(const float (&x)[Pack<E>
     }
 }
 
-// max2: the larger of each half of two registers, as fmaxf has it. One HMNMX2 from sm_80 on; before
-// it CUDA 12.0 and 12.1 have __hmax2 of fp16 alone.
+// max2: fmaxf of each half of two registers. One HMNMX2 instruction from sm_80 on; for older GPUs
+// CUDA 12.0 and 12.1 provide __hmax2 only for fp16.
 template <class E> __device__ __forceinline__ uint32_t max2(uint32_t a, uint32_t b) {
     constexpr bool is_bf16 = std::is_same_v<E, __nv_bfloat16>;
 #if CUDA_CPU
@@ -415,7 +420,7 @@ template <class E> __device__ __forceinline__ uint32_t max2(uint32_t a, uint32_t
     }
 }
 
-// Each number of `top` becomes the larger of itself and the pack's.
+// top[i] = max(top[i], pack[i]).
 template <class E> __device__ inline void pack_raise(Pack<E> &top, const Pack<E> &pack) {
     if constexpr (is_fp32<E>) {
         UNROLL
@@ -441,8 +446,8 @@ template <class E> __device__ inline float pack_max(const Pack<E> &pack) {
     }
 }
 
-// A pack's first n numbers (n may be below 0 or beyond its end) and minus infinity in place of the
-// others.
+// Keeps a pack's first n numbers and replaces the others by minus infinity; n may be negative or
+// larger than the pack.
 template <class E> __device__ inline void pack_keep(Pack<E> &pack, int n) {
     if constexpr (is_fp32<E>) {
         for (int i = 0; i < Pack<E>::size; i++) {
@@ -463,7 +468,7 @@ template <class E> __device__ inline void pack_keep(Pack<E> &pack, int n) {
     }
 }
 
-// n numbers at `address` as floats, and back: n / Pack<T>::size accesses of 16 bytes.
+// Loads n numbers at `address` as floats, and stores them: n / Pack<T>::size accesses of 16 bytes.
 template <class T, int n> __device__ inline void vector_load(float (&x)[n], const T *address) {
     static_assert(n % Pack<T>::size == 0, "less than sixteen bytes");
     UNROLL
@@ -490,15 +495,16 @@ template <class T, int n> __device__ inline void vector_store(T *address, const 
     }
 }
 
-// Where NCCL has failed a rank must not wait for ever inside CUDA: until query(), of a stream or an
-// event, says that it is done, NCCL is asked ten times a second. By the thread that calls it for
-// all else, as a communicator is for one thread at a time (NCCL user guide, "Thread Safety"). A
-// launch into a queue that is full waits without that: there --timeout ends the run.
-static ncclComm_t nccl_open;  // null: this process has none
+// If NCCL has failed, a rank must not wait forever inside CUDA. Until query() of a stream or event
+// reports completion, this polls NCCL for errors ten times a second. It runs in the thread that
+// makes all other NCCL calls, because a communicator may be used by one thread at a time only (NCCL
+// user guide, "Thread Safety"). A launch into a full queue blocks without polling; --timeout then
+// ends the run.
+static ncclComm_t nccl_open;  // null: this process has no communicator
 template <class Query> static void nccl_look(Query query) {
     double asked_ms = now_ms();
     while (nccl_open && query() == cudaErrorNotReady) {
-        (void)cudaGetLastError();  // that is no error, but is kept as one
+        (void)cudaGetLastError();  // clear cudaErrorNotReady, which CUDA records as an error
         if (now_ms() - asked_ms > 100) {
             nccl_ask(nccl_open);
             asked_ms = now_ms();
@@ -507,24 +513,26 @@ template <class Query> static void nccl_look(Query query) {
     }
 }
 
-// Waits for all that is on the stream.
+// Waits until all work on the stream has completed.
 static void stream_wait(cudaStream_t stream) {
     nccl_look([=] { return cudaStreamQuery(stream); });
     cuda_check(cudaStreamSynchronize(stream));
 }
 
-// A copy between either home and the host's own memory in the order of `stream`, finished when the
-// call returns. (cudaMemcpy runs on the default stream, which our stream does not wait for; and a
-// copy from host to host need not wait for its own.)
+// Copies between a buffer, on the device or in pinned host memory, and ordinary host memory, in
+// stream order; complete on return. (cudaMemcpy would run on the default stream, with which our
+// stream does not synchronize; a host-to-host copy may not wait for earlier work even on its own
+// stream.)
 static void copy_wait(void *to, const void *from, size_t bytes, cudaStream_t stream) {
     stream_wait(stream);
     cuda_check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream));
     stream_wait(stream);
 }
 
-// Milliseconds that work(i) takes on the stream, i = 0, 1, ...: the median of `rounds` (at most 99)
-// measurements, each the mean of so many calls that half a millisecond passes, or of 32. Warmed up:
-// the first call is not in them, nor is the second, which says how many calls that makes.
+// Milliseconds that work(i), i = 0, 1, ..., takes on the stream: the median of `rounds` (at most
+// 99) measurements. Each measurement is the mean of as many calls as take half a millisecond, at
+// most 32. The first call warms up and the second determines the number of calls per measurement;
+// neither is included.
 template <class Work> static double gpu_time_ms(int rounds, cudaStream_t stream, Work work) {
     double ms[99];
     cudaEvent_t begin, end;
@@ -553,8 +561,8 @@ template <class Work> static double gpu_time_ms(int rounds, cudaStream_t stream,
     return median(ms, rounds);
 }
 
-// check_rows(E, columns, pointers...): rows of `columns` numbers of E are multiples of 16 bytes and
-// so is every pointer, or the run ends. A null pointer is an operand left out.
+// check_rows(E, columns, pointers...): checks that rows of `columns` numbers of E are multiples of
+// 16 bytes and that every pointer is 16-byte aligned. A null pointer is an omitted operand.
 #define check_rows(E, columns, ...)                                                                \
     check_rows_at<E>(__func__, columns, #__VA_ARGS__, {__VA_ARGS__})
 template <class E>
@@ -570,23 +578,24 @@ static void check_rows_at(const char *launcher, size_t columns, const char *name
     }
 }
 
-constexpr int CHANNELS_MAX = 4096;  // a block of LayerNorm's backward spans a row, in fp32 too
-constexpr int CHANNELS_UNIT = 8;    // sixteen bytes of 16-bit numbers; ranges of AdamW count in it
-constexpr int GRID_YZ_MAX = 65535;  // blocks in y and z (CUDA C++ Programming Guide)
-constexpr int LENGTH_MAX = 4 * GRID_YZ_MAX;  // tokens: fp32 attention takes four rows a block
+constexpr int CHANNELS_MAX = 4096;  // one block of LayerNorm's backward spans a row, even in fp32
+constexpr int CHANNELS_UNIT = 8;    // 16 bytes of a 16-bit type; also the granularity of AdamW's ranges
+constexpr int GRID_YZ_MAX = 65535;  // maximum grid size in y and z (CUDA C++ Programming Guide)
+constexpr int LENGTH_MAX = 4 * GRID_YZ_MAX;  // tokens: fp32 attention processes four rows per block
 
 // -------------------------------------------------------------------------------------------------
 // 25. Warp and block toolbox
-// Sums and maxima over a warp and over a block. 1. The order of every sum is fixed by the shape
-// alone, so the same input gives the same bits on every run; no float atomics exist in this file.
-// 2. All threads of a warp or block take part, and all of them get the result. 3. Random numbers on
-// the device are the philox4x32 of chapter Random numbers itself.
+// Sums and maxima over a warp and over a thread block.
+// 1. The order of every sum is fixed by the shape alone, so the same input gives the same bits in
+//    every run; this file contains no float atomics.
+// 2. All threads of a warp or block participate, and all of them get the result.
+// 3. Random numbers on the device come from philox4x32 of chapter Random numbers itself.
 
 constexpr int WARP = 32;
 constexpr int BLOCK_MAX = 1024;
 constexpr unsigned ALL_LANES = 0xffffffffu;
 
-// Butterfly over 16, 8, 4, 2, 1: every lane forms the same sum in the same order.
+// Butterfly reduction over 16, 8, 4, 2, 1: every lane computes the same sum in the same order.
 __device__ inline float warp_sum(float x) {
     for (int lanes = WARP / 2; lanes > 0; lanes /= 2) {
         x += __shfl_xor_sync(ALL_LANES, x, lanes);
@@ -601,11 +610,12 @@ __device__ inline float warp_max(float x) {
     return x;
 }
 
-// Combines each of n numbers over the blockDim.x threads (a multiple of WARP) of a row of the
-// block; the blockDim.y rows lie side by side. nothing: what changes no number it is combined with.
-// One warp a row needs no barrier, so such rows may go their own ways; otherwise every thread of
-// the block calls it. WARPS: blockDim.x / WARP where that is a constant; the warps' numbers are
-// then taken in order, otherwise by a butterfly as within a warp, which is quicker for many warps.
+// Reduces each of n numbers over the blockDim.x threads (a multiple of WARP) of a row of the thread
+// block; the blockDim.y rows are reduced independently. nothing: neutral element of `combine`. Rows
+// of a single warp need no barrier, so they may diverge; otherwise every thread of the block must
+// call this. WARPS: blockDim.x / WARP if that is a constant; the warps' values are then combined in
+// order. Otherwise (0) they are combined by a butterfly as within a warp, which is faster for many
+// warps.
 template <int WARPS, int n, class F>
 __device__ inline void row_combine(float (&x)[n], float nothing, F combine) {
     SHARED(float, values, [n][BLOCK_MAX / WARP]);
@@ -627,7 +637,7 @@ __device__ inline void row_combine(float (&x)[n], float nothing, F combine) {
     if (warps == 1) {
         return;
     }
-    __syncthreads();  // all values of warps are written
+    __syncthreads();  // all warps' values are written
     UNROLL
     for (int i = 0; i < n; i++) {
         if constexpr (WARPS) {
@@ -639,7 +649,7 @@ __device__ inline void row_combine(float (&x)[n], float nothing, F combine) {
             x[i] = butterfly(lane < warps ? values[i][first + lane] : nothing);
         }
     }
-    __syncthreads();  // all are read: the next call may overwrite them
+    __syncthreads();  // all values are read: the next call may overwrite them
 }
 
 template <int WARPS = 0, int n> __device__ inline void row_sum(float (&x)[n]) {
@@ -658,15 +668,15 @@ __device__ inline float row_max(float x) {
     return maximum[0];
 }
 
-// Element i of a pack is added to sums[i % 4]: four sums do not wait for each other's additions.
-// This is their sum.
+// Kernels add element i of a pack to sums[i % 4], because four independent sums do not wait for
+// each other's additions. This returns their total.
 __device__ inline float add_four(const float (&sums)[4]) {
     return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
 // Sums each of a thread's `n` numbers over threadIdx.y, in the order of y; the threads with y = 0
-// get the sums. buffer: blockDim.x * blockDim.y * n floats of shared memory, free again when the
-// call returns.
+// get the sums. buffer: blockDim.x * blockDim.y * n floats of shared memory, which may be reused
+// when the call returns.
 template <int n> __device__ inline void column_sum(float (&x)[n], float *buffer) {
     if (blockDim.y == 1) {
         return;
@@ -688,8 +698,8 @@ template <int n> __device__ inline void column_sum(float (&x)[n], float *buffer)
     __syncthreads();  // all numbers are read: the buffer may be used again
 }
 
-// f(i) for i = first, first + step, ... below `end`, added up in that order. Four calls' loads are
-// in flight together: a kernel of few threads waits for memory a quarter as often.
+// Sum of f(i) for i = first, first + step, ... below `end`, in that order. The loads of four calls
+// are in flight together, so that a kernel with few threads waits for memory a quarter as often.
 template <class F>
 __device__ inline float sum_strided(int first, int step, int end, F f) {
     constexpr int AHEAD = 4;
@@ -698,7 +708,7 @@ __device__ inline float sum_strided(int first, int step, int end, F f) {
         float x[AHEAD];
         UNROLL
         for (int k = 0; k < AHEAD; k++) {
-            x[k] = i + k * step < end ? f(i + k * step) : 0.0f;  // sum + 0 is sum: it is no -0
+            x[k] = i + k * step < end ? f(i + k * step) : 0.0f;  // sum is never -0, so + 0 is exact
         }
         UNROLL
         for (int k = 0; k < AHEAD; k++) {
@@ -708,12 +718,12 @@ __device__ inline float sum_strided(int first, int step, int end, F f) {
     return sum;
 }
 
-// Second stage of sums over rows, of up to three tables: sums.x[k][column] += partials[k][part]
-// [column] summed over the parts, k = blockIdx.y. Thread y takes the parts y, y + blockDim.y, ...,
-// then the threads' sums are added in order. partials (tables, parts, columns) fp32. Grid
+// Second stage of sums over rows, for up to three tables: sums.x[k][column] += the sum over the
+// parts of partials[k][part][column], k = blockIdx.y. Thread y adds the parts y, y + blockDim.y,
+// ..., then the threads' sums are added in order. partials (tables, parts, columns) fp32. Grid
 // (columns / 32, tables), block (32, 1..32).
 struct ColumnSums {
-    float *x[3];  // (columns) each; the first null is the end
+    float *x[3];  // (columns) each; the first null pointer ends the list
 };
 
 // budget: threads 1024 shared 4096 regs 38 blocks 1 test gpu_layernorm
@@ -733,7 +743,7 @@ static __global__ void partials_add_kernel(ColumnSums sums, const float *partial
     }
 }
 
-// The tables that `sums` names += the sums over the parts of partials (tables, parts, columns).
+// Adds to each table in `sums` the sum over the parts of partials (tables, parts, columns).
 static void gpu_partials_add(ColumnSums sums, const float *partials, int parts, int columns,
                              cudaStream_t stream) {
     int slices = ceil_div(parts, 8) < WARP ? ceil_div(parts, 8) : WARP;
@@ -744,14 +754,16 @@ static void gpu_partials_add(ColumnSums sums, const float *partials, int parts, 
 
 // -------------------------------------------------------------------------------------------------
 // 26. Tensor-core toolbox
-// Each PTX instruction that this program uses is wrapped here once, and nothing else contains asm.
-// 1. Lane l of a warp is named by g = l / 4 and t = l % 4, as in the PTX ISA's fragment pictures.
+// Each PTX instruction that this program uses is wrapped here once; no other chapter issues one.
+// 1. Lane l of a warp is described by g = l / 4 and t = l % 4, as in the PTX ISA's fragment
+//    figures.
 // 2. A 32-bit register holds two 16-bit elements; the low half is the lower row, column or k.
-// 3. E is __nv_bfloat16 or __half; sm_75 has __half alone. What sm_80 brought, a product over 16 k
-//    and copies behind the registers' back, traps before it; mma_k16 and copy_16 with copy_commit
-//    and copy_wait take there what sm_75 has, so that kernels, which call these, have one text.
-// 4. On the CPU the twins of the same names in dev/cuda_cpu/emu_ptx.h do the same to the letter of
-//    the ISA, except that cp.async copies as late as it may and that ex2 and rcp round correctly.
+// 3. E is __nv_bfloat16 or __half; sm_75 supports only __half. The features introduced with sm_80,
+//    an mma with k = 16 and asynchronous copies that bypass registers, trap on older GPUs. mma_k16,
+//    copy_16, copy_commit and copy_wait fall back to sm_75's features there, so kernels that call
+//    these have one source for all GPUs.
+// 4. On the CPU, functions of the same names in dev/cuda_cpu/emu_ptx.h follow the ISA exactly,
+//    except that cp.async copies as late as allowed and that ex2 and rcp are correctly rounded.
 
 constexpr float LOG2_E = 1.44269504f, LN_2 = 0.693147181f;
 
@@ -766,9 +778,9 @@ constexpr float LOG2_E = 1.44269504f, LN_2 = 0.693147181f;
 
 // mma_m16n8k16: d = a b + c for one warp; a is 16x16, b 16x8, c and d 16x8 in fp32.
 //   a[j] row g + 8 (j % 2), columns 2t + 8 (j / 2) and the next;  b[j] k = 2t + 8j and the next,
-//   column g;  c[i], d[i] row g + 8 (i / 2), column 2t + i % 2. So the accumulators of two
-//   neighbouring n8 tiles are, packed, the a of a product that sums over their columns.
-// numerics: products exact, sums in fp32 in an order that the hardware chooses (always the same).
+//   column g;  c[i], d[i] row g + 8 (i / 2), column 2t + i % 2. Hence the accumulators of two
+//   neighbouring n8 tiles, packed, are the operand a of an mma that sums over their columns.
+// numerics: exact products, fp32 sums in an order chosen by the hardware (always the same).
 // source: PTX ISA, "Warp Level Matrix Multiply-Accumulate Instructions: mma" and "Matrix Fragments
 //   for mma.m16n8k16 with floating point type".
 template <class E>
@@ -790,9 +802,9 @@ __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[
     }
 }
 
-// mma_m16n8k8: the same for fp16 where a is 16x8 and b 8x8: a[j] row g + 8j, columns 2t and the
-//   next;  b k = 2t and the next, column g. So it is half of mma_m16n8k16: a[0], a[1] and b[0], or
-//   the others. From sm_75 on.
+// mma_m16n8k8: the same for fp16 with a 16x8 and b 8x8: a[j] row g + 8j, columns 2t and the
+//   next;  b k = 2t and the next, column g. It is half of mma_m16n8k16, with a[0], a[1] and b[0] or
+//   with a[2], a[3] and b[1]. From sm_75 on.
 // source: PTX ISA, "Matrix Fragments for mma.m16n8k8".
 __device__ __forceinline__ void mma_m16n8k8(float (&d)[4], const uint32_t (&a)[2], uint32_t b,
                                             const float (&c)[4]) {
@@ -802,10 +814,10 @@ __device__ __forceinline__ void mma_m16n8k8(float (&d)[4], const uint32_t (&a)[2
                  : "r"(a[0]), "r"(a[1]), "r"(b), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
 
-// ldmatrix_x4: four 8x8 matrices of 16-bit elements from shared memory. Lane l gives the place of
-// row l % 8 of matrix l / 8, `offset` bytes from `tile`: 16 bytes, 16-byte aligned. r[j] is row g,
-// columns 2t and 2t + 1 of matrix j; with TRANS it is rows 2t and 2t + 1 of column g. A part of
-// `offset` that is a constant costs nothing: it stands in the instruction.
+// ldmatrix_x4: loads four 8x8 matrices of 16-bit elements from shared memory. Lane l passes the
+// address of row l % 8 of matrix l / 8, `offset` bytes from `tile`: 16 bytes, 16-byte aligned. r[j]
+// receives row g, columns 2t and 2t + 1 of matrix j; with TRANS, rows 2t and 2t + 1 of column g. A
+// constant part of `offset` is free: it becomes the instruction's immediate offset.
 // source: PTX ISA, "Warp-level matrix load instruction: ldmatrix".
 template <bool TRANS>
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void *tile, uint32_t offset) {
@@ -823,10 +835,11 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void *tile, 
     }
 }
 
-// Starts a copy of 16 bytes, global to shared, past the registers and the L1 cache; both addresses
-// are 16-byte aligned; where `valid` is false zeros are written and src is not read (src-size). The
-// bytes may be read after a commit, a wait that covers the group, and, for the bytes that other
-// threads copied, a barrier. Source: PTX ISA, "Data Movement and Conversion: cp.async".
+// Starts an asynchronous copy of 16 bytes from global to shared memory, bypassing registers and the
+// L1 cache; both addresses are 16-byte aligned. If `valid` is false, zeros are written and src is
+// not read (src-size). The bytes may be read after a commit, a wait that covers the group and, for
+// bytes copied by other threads, a barrier. Source: PTX ISA, "Data Movement and Conversion:
+// cp.async".
 __device__ __forceinline__ void cp_async_16_zfill(void *dst, const void *src, bool valid) {
     NEEDS_SM80("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
                    (uint32_t)__cvta_generic_to_shared(dst)),
@@ -834,19 +847,20 @@ __device__ __forceinline__ void cp_async_16_zfill(void *dst, const void *src, bo
                : "memory");
 }
 
-// Closes the group of copies that this thread has started since the last commit.
+// Commits the copies that this thread has started since its last commit, as one group.
 // source: PTX ISA, "cp.async.commit_group".
 __device__ __forceinline__ void cp_async_commit() {
     NEEDS_SM80("cp.async.commit_group;" ::: "memory");
 }
 
-// Waits until at most the N youngest groups of this thread are still in flight.
+// Waits until at most the N most recent groups of this thread are still in flight.
 // source: PTX ISA, "cp.async.wait_group".
 template <int N> __device__ __forceinline__ void cp_async_wait() {
     NEEDS_SM80("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-// ex2_approx: 2^x, relative error at most 2^-22; denormal x and results count as 0; 2^-inf = 0.
+// ex2_approx: 2^x, relative error at most 2^-22; denormal x and results are flushed to 0; 2^-inf =
+// 0.
 // source: PTX ISA, "Floating Point Instructions: ex2" (ex2.approx.ftz.f32).
 __device__ __forceinline__ float ex2_approx(float x) {
     float y;
@@ -854,8 +868,8 @@ __device__ __forceinline__ float ex2_approx(float x) {
     return y;
 }
 
-// rcp_approx: 1 / x, relative error at most 2^-23; a denormal x counts as 0, a denormal result is
-// 0, and so is 1 / inf.
+// rcp_approx: 1 / x, relative error at most 2^-23; denormal x and results are flushed to 0; 1 / inf
+// = 0.
 // source: PTX ISA, "Floating Point Instructions: rcp" (rcp.approx.ftz.f32).
 __device__ __forceinline__ float rcp_approx(float x) {
     float y;
@@ -864,12 +878,12 @@ __device__ __forceinline__ float rcp_approx(float x) {
 }
 #undef NEEDS_SM80
 #else
-#define BEFORE_SM80 (emu::set.cc < 80)  // the capability of the emulated GPU is a setting
+#define BEFORE_SM80 (emu::set.cc < 80)  // the emulated GPU's capability is a setting
 #endif
 
-// mma_k16: mma_m16n8k16, and before sm_80 its two halves, one after the other.
-// numerics: there a sum of sixteen products is rounded once more in the middle, so its last bits
-// may be others than sm_80's; on the CPU, which adds product by product, they are the same.
+// mma_k16: mma_m16n8k16 or, before sm_80, its two halves one after the other.
+// numerics: before sm_80 a sum of sixteen products is rounded once more in the middle, so its last
+// bits may differ from sm_80's; on the CPU, which adds product by product, they are the same.
 template <class E>
 __device__ __forceinline__ void mma_k16(float (&d)[4], const uint32_t (&a)[4],
                                         const uint32_t (&b)[2], const float (&c)[4]) {
@@ -881,9 +895,9 @@ __device__ __forceinline__ void mma_k16(float (&d)[4], const uint32_t (&a)[4],
     }
 }
 
-// copy_16, copy_commit, copy_wait: the contracts of cp_async_16_zfill, cp_async_commit and
-// cp_async_wait. Before sm_80 the bytes pass through registers and are there at once, but for what
-// a barrier publishes: the load is waited for, while another block of the SM computes.
+// copy_16, copy_commit, copy_wait: as cp_async_16_zfill, cp_async_commit and cp_async_wait. Before
+// sm_80 the copy goes through registers and is synchronous; only the barrier is still needed before
+// other threads read it. The thread stalls on the load, while other blocks of the SM compute.
 __device__ __forceinline__ void copy_16(void *dst, const void *src, bool valid) {
     if (BEFORE_SM80) {
         *(uint4 *)dst = valid ? *(const uint4 *)src : make_uint4(0, 0, 0, 0);
@@ -904,8 +918,9 @@ template <int N> __device__ __forceinline__ void copy_wait() {
     }
 }
 
-// e^x and 1 / x: accurate where E is fp32; where the result will be rounded to sixteen bits anyway
-// the hardware's approximations (e^x then has a relative error of about 1e-6 for |x| < 10).
+// e^x and 1 / x: accurate if E is fp32. For 16-bit types, to which the result is rounded anyway,
+// they use the hardware's approximations (e^x then has a relative error of about 1e-6 for |x| <
+// 10).
 template <class E> __device__ inline float fast_exp(float x) {
     return is_fp32<E> ? expf(x) : ex2_approx(LOG2_E * x);
 }
@@ -2240,8 +2255,9 @@ template <class E> static void check_attention(int B, int T, int C, int NH) {
           "attention of heads of %d channels", HS);
 }
 
-// attention_section: number of heads whose K and V share the L2 cache. They may fill half of it;
-// the other half is left for the remaining tensors, which are read or written once.
+// attention_section: number of heads whose K and V (for dK and dV: Q and dO) share the L2 cache.
+// They may fill half of it; the other half is left for the tensors that a block reads or writes
+// once.
 static int attention_cache_bytes;  // size of L2, queried at the first launch; tests override it
 
 static int attention_section(size_t head_bytes, int heads) {
@@ -2457,25 +2473,30 @@ static void gpu_attention_cached(E *out, E *cache, const E *qkv, int positions, 
 
 // -------------------------------------------------------------------------------------------------
 // 32. Flash attention backward
-// Two kernels and no atomics: one owns rows of dQ, one owns rows of dK and dV; each recomputes P
-// from LSE2, which costs 7 products of tiles instead of 5 and buys equal bits in every run.
+// Two kernels without atomics: in one each block owns rows of dQ, in the other rows of dK and dV.
+// Each recomputes P from LSE2, which costs 7 tile matmuls instead of 5 but gives bitwise
+// reproducible results.
 //   P = 2^(c Q K^T - LSE2) (0 for future keys)      D = rowsum(dO * O)      dS = P * (dO V^T - D)
 //   dQ = dS K / sqrt(HS)      dK = dS^T Q / sqrt(HS)      dV = P^T dO
-// 1. dqkv (B,T,3,NH,HS) is overwritten, every element by one thread; sums (parts, 3C) fp32, of its
-//    columns as rounded, has a part for each tile of each sequence: dqkv is not read for them.
-// 2. drow (B,NH,T) passes D from the first kernel to the second: they run in this order.
-// 3. P and dS go from accumulators to fragments in registers, rounded to E, never through memory.
-// 4. The tail needs no mask: queries from T on have Q = dO = 0, D = 0 and LSE2 = inf, so P = 0.
-// source: "FlashAttention-2", algorithm 2, with a kernel for dQ in place of its atomic sums.
+// 1. dqkv (B,T,3,NH,HS) is overwritten, each element by one thread. sums (parts, 3C), fp32,
+//    receives the column sums of dqkv after rounding to E, one part per tile of each sequence. The
+//    kernels form them as they write dqkv, so dqkv is not read back.
+// 2. drow (B,NH,T) passes D from the dQ kernel to the dK/dV kernel, so they must run in this order.
+// 3. P and dS are converted from accumulators to fragments in registers, rounded to E, and never
+//    stored.
+// 4. Rows past T need no mask: queries from T on have Q = dO = 0, D = 0 and LSE2 = inf, so P = 0.
+// source: "FlashAttention-2", algorithm 2, with a separate kernel for dQ instead of its atomic
+// sums.
 // attention_backward_dq_kernel: dQ and D, for 16-bit types.
 // dqkv, qkv (B,T,3,NH,HS), dout, out (B,T,NH,HS), drow, lse (B,NH,T); c as in chapter Flash
 // attention forward.
-// grid B NH ceil(T / BM) as AttentionBlock has it, BM = 16 MT WARPS queries, last rows first; block
-// 32 WARPS; dynamic shared memory 4 HD (BM + 2 BN) bytes: Q, dO, and K and V twice.
+// grid B NH ceil(T / BM), mapped by AttentionBlock, BM = 16 MT WARPS queries, last rows first;
+// block 32 WARPS; dynamic shared memory 4 HD (BM + 2 BN) bytes: Q, dO, and double-buffered K and V.
 // stages: 1 start the copies of Q, dO and of the first K, V   2 D of the warp's rows
 //   3 wait for a tile, start the next   4 S = Q K^T, dP = dO V^T   5 mask, P, dS
 //   6 dQ += dS K   7 write dQ
-// numerics: fp32 but dS, rounded to E for stage 6. bf16: dQ 3.3e-3, D (of the rounded out) 2.3e-3.
+// numerics: fp32 except dS, rounded to E for stage 6. bf16: dQ 3.3e-3, D (of the rounded out)
+// 2.3e-3.
 // budget: <bf16, 64> threads 128 shared 49152 regs 230 blocks 2 instr/elem 13.8 of 32 loop
 //   test gpu_attention
 // budget: <bf16, 128> threads 128 shared 98304 regs 230 blocks 1 instr/elem 21.1 of 32 loop
@@ -2507,13 +2528,13 @@ __global__ void __launch_bounds__(WARPS *WARP, 2)
         copy_commit();
     };
 
-    // 1. Q, dO and the first keys and values set out.
+    // 1. Start copying Q, dO and the first K and V.
     tile_load<HD, BM, WARPS>(tile_q, qkv + q_at, stride, row0, T, HS);
     tile_load<HD, BM, WARPS>(tile_do, dout + o_at, C, row0, T, HS);
     load_keys(0);
 
-    // 2. The four lanes that will hold a row of scores share its D: packs t, t + 4, ... each. All
-    //    are asked for before the first is used.
+    // 2. The four lanes that will hold a row of scores share the computation of its D: lane t takes
+    //    packs t, t + 4, .... All loads are issued before the first value is used.
     float dq[MT][HD / 8][4] = {}, d[2 * MT] = {}, lse2[2 * MT];
     Pack<E> a[2 * MT][HD / 32], b[2 * MT][HD / 32];
     auto each_pack = [&](auto f) {
@@ -2552,8 +2573,8 @@ __global__ void __launch_bounds__(WARPS *WARP, 2)
 
     const int tiles = ceil_div(min(row0 + BM, T), BN);
     for (int j = 0; j < tiles; j++) {
-        // 3. The barrier publishes every thread's copies of tile j (and of Q, dO), and says that
-        //    all warps are done with tile j - 1, whose place tile j + 1 takes.
+        // 3. The barrier makes all threads' copies of tile j (and of Q, dO) visible to the block,
+        //    and ensures that all warps are done with tile j - 1, whose buffer tile j + 1 reuses.
         copy_wait<0>();
         __syncthreads();
         if (j + 1 < tiles) {
@@ -2568,7 +2589,7 @@ __global__ void __launch_bounds__(WARPS *WARP, 2)
         warp_mul_abt<HD>(s, tile_q, warp_row, tile_k + j % 2 * BN * HD);
         warp_mul_abt<HD>(dp, tile_do, warp_row, tile_v + j % 2 * BN * HD);
 
-        // 5. dS takes the place of S.
+        // 5. dS overwrites S.
         if ((j + 1) * BN > first + 1) {
             mask_future(s, first, j * BN, false);
         }
@@ -2577,11 +2598,11 @@ __global__ void __launch_bounds__(WARPS *WARP, 2)
             s[i][n][e] = p * (dp[i][n][e] - d[2 * i + e / 2]);
         });
 
-        // 6. dS, rounded, times K.
+        // 6. dS, rounded to E, times K.
         warp_mul_add<HD>(dq, s, tile_k + j % 2 * BN * HD);
     }
 
-    // 7. Rows of Q in shared memory are this warp's alone: they serve for the way out.
+    // 7. Only this warp touches its rows of Q in shared memory, so it stages dQ there.
     warp_store_rows<HD, true>(dqkv + q_at, stride, first, T, HS, tile_q, warp_row, scale, dq);
     __syncthreads();  // every warp has left its sums
     head_column_sums<HD, WARPS>(sums + sums_place<BM>(block, T, C), tile_q, 16 * MT, HS);
@@ -2589,11 +2610,12 @@ __global__ void __launch_bounds__(WARPS *WARP, 2)
 
 // attention_backward_dkv_kernel: dK and dV, for 16-bit types; arguments as for the dQ kernel.
 // grid B NH ceil(T / BN), BN = 16 MT WARPS keys, first (longest) rows first; block 32 WARPS;
-// dynamic shared memory 4 HD (BN + 2 BM) + 256 WARPS bytes: K, V, and Q, dO, LSE2 and D twice.
+// dynamic shared memory 4 HD (BN + 2 BM) + 256 WARPS bytes: K, V, and double-buffered Q, dO, LSE2
+// and D.
 // stages: 1 start the copies of K, V and of the first Q, dO, LSE2, D   2 wait for a tile, start the
 //   next   3 S^T = K Q^T   4 mask, P^T   5 dP^T = V dO^T, dS^T   6 dV += P^T dO   7 dK += dS^T Q
-//   8 hand over the next LSE2 and D   9 write dK and dV
-// numerics: fp32 but P and dS, rounded to E for stages 6 and 7. bf16: dK 3.1e-3, dV 2.4e-3.
+//   8 store the next LSE2 and D   9 write dK and dV
+// numerics: fp32 except P and dS, rounded to E for stages 6 and 7. bf16: dK 3.1e-3, dV 2.4e-3.
 // budget: <bf16, 64> threads 128 shared 50176 regs 247 blocks 2 instr/elem 16.7 of 32 loop
 //   test gpu_attention
 // budget: <bf16, 128> threads 128 shared 66560 regs 247 blocks 1 instr/elem 30.7 of 16 loop
@@ -2626,14 +2648,14 @@ __global__ void __launch_bounds__(WARPS *WARP)
         tile_load<HD, BM, WARPS>(tile_do + j % 2 * BM * HD, d_o, C, j * BM, T, HS);
         copy_commit();
     };
-    // Threads 0 .. BM - 1 carry LSE2 of a tile's queries, all others D (only BM of them matter).
+    // Threads 0 .. BM - 1 load LSE2 of a tile's queries, all others D (only BM of those are used).
     const float *stat = ((int)threadIdx.x < BM ? lse : drow) + block.stat_at;
     auto load_stat = [&](int j) {
         const int query = j * BM + (int)threadIdx.x % BM;
         return query < T ? stat[query] : (int)threadIdx.x < BM ? INFINITY : 0.0f;
     };
 
-    // 1. K, V and the tile of queries on the diagonal set out.
+    // 1. Start copying K, V and the tile of queries on the diagonal.
     const int start = row0 / BM, end = ceil_div(T, BM);
     tile_load<HD, BN, WARPS>(tile_k, q + C, stride, row0, T, HS);
     tile_load<HD, BN, WARPS>(tile_v, q + 2 * C, stride, row0, T, HS);
@@ -2642,8 +2664,9 @@ __global__ void __launch_bounds__(WARPS *WARP)
 
     float dk[MT][HD / 8][4] = {}, dv[MT][HD / 8][4] = {};
     for (int j = start; j < end; j++) {
-        // 2. The barrier publishes every thread's copies and statistics of tile j (and K, V), and
-        //    says that all warps are done with tile j - 1, whose place tile j + 1 takes.
+        // 2. The barrier makes all threads' copies and statistics of tile j (and K, V) visible to
+        //    the block, and ensures that all warps are done with tile j - 1, whose buffer tile
+        //    j + 1 reuses.
         copy_wait<0>();
         __syncthreads();
         if (j + 1 < end) {
@@ -2652,12 +2675,12 @@ __global__ void __launch_bounds__(WARPS *WARP)
         const float next_stat = load_stat(j + 1);
         const int now = j % 2 * BM * HD;
 
-        if ((j + 1) * BM > first && first < T) {  // else: all queries before the keys
-            // 3. Scores, a row per key.
+        if ((j + 1) * BM > first && first < T) {  // otherwise all queries precede the keys
+            // 3. Scores, one row per key.
             float s[MT][BM / 8][4] = {}, dp[MT][BM / 8][4] = {};
             warp_mul_abt<HD>(s, tile_k, warp_row, tile_q + now);
 
-            // 4. P takes the place of S.
+            // 4. P overwrites S.
             if (j * BM < first + 16 * MT - 1) {
                 mask_future(s, j * BM, first, true);
             }
@@ -2666,23 +2689,25 @@ __global__ void __launch_bounds__(WARPS *WARP)
                 s[i][n][e] = ex2_approx(fmaf(s[i][n][e], c, -lse2[8 * n + e % 2]));
             });
 
-            // 5. dS takes the place of dP.
+            // 5. dS overwrites dP.
             warp_mul_abt<HD>(dp, tile_v, warp_row, tile_do + now);
             each_element<MT, BM / 8>([&](int i, int n, int e) {
                 dp[i][n][e] = s[i][n][e] * (dp[i][n][e] - d[8 * n + e % 2]);
             });
 
-            // 6. P, rounded, times dO (right after P, this would make ptxas spill on sm_80).
-            // 7. dS, rounded, times Q.
+            // 6. P, rounded to E, times dO (doing this right after P would make ptxas spill on
+            //    sm_80).
+            // 7. dS, rounded to E, times Q.
             warp_mul_add<HD>(dv, s, tile_do + now);
             warp_mul_add<HD>(dk, dp, tile_q + now);
         }
 
-        // 8. Tile j - 1's statistics were last read before this round's barrier.
+        // 8. Tile j - 1's statistics, overwritten here, were last read before this iteration's
+        //    barrier.
         stats[(j + 1) % 2 * WARPS * WARP + threadIdx.x] = next_stat;
     }
 
-    // 9. Rows of K and V in shared memory are this warp's alone: they serve for the way out.
+    // 9. Only this warp touches its rows of K and V in shared memory, so it stages dK and dV there.
     dqkv += q_at + C;
     warp_store_rows<HD, true>(dqkv, stride, first, T, HS, tile_k, warp_row, scale, dk);
     warp_store_rows<HD, true>(dqkv + C, stride, first, T, HS, tile_v, warp_row, 1.0f, dv);
@@ -2692,13 +2717,15 @@ __global__ void __launch_bounds__(WARPS *WARP)
     head_column_sums<HD, WARPS>(sums + C, tile_v, 16 * MT, HS);
 }
 
-// attention_backward_rows_kernel: the same in fp32, any HS; first launched for dQ and D, a warp per
-// query, then with `keys` for dK and dV, a warp per key. The warp's own row is a pair (a, b), (q,
-// dO) or (k, v), the far rows are pairs of the other kind, and in both cases
+// attention_backward_rows_kernel: the same in fp32 and for any HS. It is launched twice: first for
+// dQ and D with one warp per query, then with `keys` for dK and dV with one warp per key. The
+// warp's own row is a pair (a, b): (q, dO) or, with `keys`, (k, v). The far rows are pairs of the
+// other kind, and in both cases
 //   p = 2^(c a.far_a - LSE2),  ds = p (b.far_b - D),  da = scale sum ds far_a,  db = sum p far_b.
 // grid (NH, B, ceil(T / ROW_WARPS)), block 32 ROW_WARPS; dynamic shared memory
 // ROW_WARPS (2 HS + 64) floats: da, db, p and ds of each warp.
-// numerics: fp32 with exp2f; dQ, dK, dV within 7e-7, more where |LSE2| is large (its ulp, as 2^x).
+// numerics: fp32 with exp2f; dQ, dK, dV within 7e-7, more if |LSE2| is large (error of its ulp in
+// 2^x).
 // budget: threads 128 shared 3072 regs 78 blocks 6 test gpu_attention
 __global__ void __launch_bounds__(ROW_WARPS *WARP)
     attention_backward_rows_kernel(float *dqkv, float *drow, const float *dout, const float *qkv,
@@ -2725,14 +2752,14 @@ __global__ void __launch_bounds__(ROW_WARPS *WARP)
     const int start = keys ? t : 0, end = keys ? T : t + 1;
     for (int j0 = start; j0 < end; j0 += WARP, far_a += WARP * stride, far_b += WARP * far_stride) {
         const int count = min(WARP, end - j0), query = keys ? j0 + lane : t;
-        __syncwarp();  // p and ds of the last round are read by all
+        __syncwarp();  // all lanes have read p and ds of the previous iteration
         if (lane < count) {
             const float s = row_dot(a, far_a + lane * stride, HS);
             const float dp = row_dot(b, far_b + lane * far_stride, HS);
             p[lane] = exp2f(fmaf(s, c, -lse[head * T + query]));
             ds[lane] = p[lane] * (dp - (keys ? drow[head * T + query] : d));
         }
-        __syncwarp();  // p and ds are whole
+        __syncwarp();  // all lanes have written p and ds
         for (int i = lane; i < HS; i += WARP) {
             float sum_a = j0 == start ? 0.0f : da[i], sum_b = j0 == start ? 0.0f : db[i];
             for (int r = 0; r < count; r++) {
@@ -2752,7 +2779,7 @@ __global__ void __launch_bounds__(ROW_WARPS *WARP)
     }
 }
 
-// Scratch of gpu_attention_backward.
+// Scratch bytes of gpu_attention_backward.
 template <class E> static size_t gpu_attention_backward_bytes(int B, int T, int C, int NH) {
     const int wide = AttentionTiles<E, 128>::OWN_ROWS, narrow = AttentionTiles<E, 64>::OWN_ROWS;
     const size_t parts = (size_t)B * ceil_div(T, C / NH > 64 ? wide : narrow);
@@ -2761,9 +2788,10 @@ template <class E> static size_t gpu_attention_backward_bytes(int B, int T, int 
     return bytes > fp32 ? bytes : fp32;
 }
 
-// gpu_attention_backward: dqkv (B,T,3,NH,HS), overwritten, from dout (B,T,C) and what the forward
-// pass read and left: qkv, out (B,T,C) and lse (B,NH,T). dbias (3C) fp32 += column sums of dqkv:
-// the gradient of the bias of the matmul that made qkv. drow (B,NH,T) is scratch. HD as there.
+// gpu_attention_backward: dqkv (B,T,3,NH,HS), overwritten, from dout (B,T,C), the forward pass's
+// input qkv and its outputs out (B,T,C) and lse (B,NH,T). dbias (3C) fp32 += column sums of dqkv,
+// which is the bias gradient of the matmul that produced qkv. drow (B,NH,T) is scratch. HD as in
+// gpu_attention_forward.
 template <class E, int HD = 64>
 static void gpu_attention_backward(E *dqkv, float *dbias, float *drow, const E *dout, const E *qkv,
                                    const E *out, const float *lse, float *scratch, int B, int T,
@@ -2800,26 +2828,27 @@ static void gpu_attention_backward(E *dqkv, float *dbias, float *drow, const E *
 
 // -------------------------------------------------------------------------------------------------
 // 33. Classifier
-// Softmax, cross-entropy and their gradient for a chunk of rows of logits, in place: a row is read
-// from memory once, held in registers and written once. The logits of a whole batch never exist at
-// one time.
+// Softmax, cross-entropy and their gradient for a chunk of rows of logits, in place: each row is
+// read from memory once, held in registers and written once. The logits of a whole batch are never
+// in memory at the same time.
 
-constexpr int CLASSIFIER_VOCABULARY = 65536;  // most columns: tokens are 16 bits on disk
+constexpr int CLASSIFIER_VOCABULARY = 65536;  // maximum columns: tokens are 16-bit on disk
 constexpr int CLASSIFIER_GPT2 = 800;          // threads for the 50304 columns of GPT-2
-template <class E>                            // 16-byte loads of a thread
+template <class E>                            // 16-byte loads per thread
 constexpr int CLASSIFIER_PACKS = CLASSIFIER_VOCABULARY / (BLOCK_MAX * Pack<E>::size);
 
-// For each row i of logits (rows,Vp) of E, of which the columns from V on are padding of any value:
+// For each row i of logits (rows,Vp) of E, whose columns from V on are padding with arbitrary
+// values:
 //   losses[i] = log(sum over v < V of exp(logits[v])) - logits[targets[i]], fp32; with BACKWARD
-//   logits become (softmax(logits) - onehot(targets[i])) * dloss, and zero in the padding; where E
-//   is narrow dloss is multiplied by *loss_scale, which is not read otherwise.
-// One block a row, of as few warps as hold the row in registers: 25 for 50304 columns, one up to
-// 2048; the fp32 instance, for checking, spills. THREADS: the block's, if they are a constant and
-// all but the last pack of every thread are known to hold no padding. The target's logit is read
-// beside the loop and its gradient written once more after it, by the thread that holds its pack:
-// so no element of the loop asks whether it is the target. Numerics: maximum subtracted, sum in
-// fp32. Measured on the CPU layer, V 5..65536, of the norm: losses 1.2e-7; dlogits 8e-8 in fp32,
-// what rounding them loses in bf16.
+//   logits become (softmax(logits) - onehot(targets[i])) * dloss, and zero in the padding; if E
+//   is narrow, dloss is multiplied by *loss_scale, which is not read otherwise.
+// One thread block per row, with as few warps as can hold the row in registers: 25 for 50304
+// columns, one for up to 2048; the fp32 instance, used only for checking, spills. THREADS: the
+// block size if it is a constant and all but each thread's last pack are known to contain no
+// padding. The target's logit is read outside the loops, and the thread that holds its pack
+// overwrites its gradient after them, so no loop has to test each element against the target.
+// Numerics: maximum subtracted, sum in fp32. Errors relative to the norm, measured on the CPU layer
+// with V 5..65536: losses 1.2e-7; dlogits 8e-8 in fp32, the rounding error of the type in bf16.
 // budget: <bf16, true, 0> threads 800 regs 64 blocks 1 test gpu_classifier
 // budget: <bf16, false, 0> threads 800 regs 64 blocks 1 test gpu_classifier
 // budget: <bf16, true, 800> threads 800 regs 72 blocks 1 instr/elem 12 of 64 test gpu_classifier
@@ -2838,7 +2867,8 @@ __global__ void __launch_bounds__(THREADS ? THREADS : BLOCK_MAX, 1)
     const int target = targets[blockIdx.x];
     const bool is_targets_thread = target / size % threads == thread;
     const float target_logit = is_targets_thread ? to_float(row[target]) : 0.0f;
-    // f(column, pack) for every pack of this thread; the compiler forgets its numbers after each.
+    // Calls f(column, pack, whole) for every pack of this thread; whole: the pack contains no
+    // padding.
     Pack<E> x[packs];
     auto each_pack = [&](auto f) {
         UNROLL
@@ -2850,9 +2880,10 @@ __global__ void __launch_bounds__(THREADS ? THREADS : BLOCK_MAX, 1)
             }
         }
     };
-    // 1. the row to registers
+    // 1. Load the row into registers.
     each_pack([&](int c, Pack<E> &pack, bool) { pack = pack_load(row + c); });
-    // 2. the maximum; padding becomes minus infinity, whose exponential and gradient are zero
+    // 2. Find the maximum; padding becomes minus infinity, so its exponential and gradient are
+    //    zero.
     Pack<E> top = {};
     pack_keep(top, 0);  // minus infinity
     each_pack([&](int c, Pack<E> &pack, bool whole) {
@@ -2863,8 +2894,9 @@ __global__ void __launch_bounds__(THREADS ? THREADS : BLOCK_MAX, 1)
         pack_forget(pack);
     });
     const float maximum = row_max(pack_max(top));
-    // 3. the sum of exponentials; in 16 bits 2^(LOG2_E logit - shift)
-    float sums[4] = {-0.0f, -0.0f, -0.0f, -0.0f};  // x - 0 is x: no instruction
+    // 3. Sum the exponentials; in 16-bit types as 2^(LOG2_E logit - shift). pack_forget keeps the
+    //    compiler from holding the converted values in registers across loops.
+    float sums[4] = {-0.0f, -0.0f, -0.0f, -0.0f};  // adding -0 needs no instruction
     const float shift = is_fp32<E> ? maximum : maximum * LOG2_E;
     auto power = [&](float logit) {
         return is_fp32<E> ? expf(logit - shift) : ex2_approx(fmaf(logit, LOG2_E, -shift));
@@ -2878,7 +2910,8 @@ __global__ void __launch_bounds__(THREADS ? THREADS : BLOCK_MAX, 1)
         pack_forget(pack);
     });
     const float sum = row_sum(add_four(sums));
-    // 4. the gradient; the loss, and the target's gradient once more, by the target's thread
+    // 4. Write the gradient; the target's thread writes the loss and overwrites the target's
+    //    gradient.
     dloss = BACKWARD && traits<E>.narrow ? dloss * *loss_scale : dloss;
     const float scale = dloss * reciprocal<E>(sum);
     if constexpr (BACKWARD) {
@@ -2899,8 +2932,8 @@ __global__ void __launch_bounds__(THREADS ? THREADS : BLOCK_MAX, 1)
     }
 }
 
-// losses (rows) fp32; logits (rows,Vp) of E, with `backward` replaced by their gradient;
-// targets (rows) in 0 .. V-1.
+// Computes losses (rows), fp32, and with `backward` replaces logits (rows,Vp) of E by their
+// gradient; targets (rows) in 0 .. V-1.
 template <class E>
 static void gpu_classifier(float *losses, E *logits, const int *targets, float dloss,
                            const float *loss_scale, int rows, int V, int Vp, bool backward,
@@ -2921,48 +2954,52 @@ static void gpu_classifier(float *losses, E *logits, const int *targets, float d
 
 // -------------------------------------------------------------------------------------------------
 // 34. AdamW and gradient norm
-// One table of ranges says where each tensor's parameters and gradients lie; a launch handles the
-// whole table. 1. Norm, clip factor and the decision to skip stay in device memory: no step waits
-// for the host. 2. AdamW is fp32 arithmetic without fused multiply-adds, so the split master gives
-// the very bits of an fp32 AdamW on the CPU. 3. Where a state is kept in 16 bits alone it is
-// rounded stochastically, with random numbers keyed by (seed, step, tensor, index in the tensor),
-// whatever part of the tensor this rank owns. 4. With fp16 all gradients are those of the loss
-// times the loss scale, a power of two: the classifier multiplies, norm and AdamW divide, exactly.
+// A table of ranges gives the location of each tensor's parameters and gradients; one launch
+// processes the whole table.
+// 1. Norm, clip factor and the decision to skip stay in device memory, so no step waits for the
+//    host.
+// 2. AdamW is fp32 arithmetic without fused multiply-adds, so the split master is bit-identical to
+//    an fp32 AdamW on the CPU.
+// 3. A state that is kept only in 16 bits is rounded stochastically, with random numbers keyed by
+//    (seed, step, tensor, index in the tensor), independent of which part of the tensor this rank
+//    owns.
+// 4. With fp16 all gradients are scaled by the loss scale, a power of two: the classifier
+//    multiplies by it, the norm and AdamW divide by it, both exactly.
 
 constexpr int UPDATE_THREADS = 256;
 constexpr int UPDATE_CHUNK = 8192;  // elements of a range that one block handles
-constexpr int NORM_BLOCKS = 1024;   // most partial sums of the norm
+constexpr int NORM_BLOCKS = 1024;   // maximum number of partial sums of the norm
 constexpr uint32_t ROUND_MOMENT1 = 16, ROUND_MOMENT2 = 32;  // added to the stream of the weights
 static_assert(TENSORS <= ROUND_MOMENT1, "a stream of random numbers for each tensor and state");
 
-// A tensor, or this rank's part of it. Offsets and count in elements, all multiples of 8.
+// A tensor, or this rank's shard of it. Offsets and count are in elements, all multiples of 8.
 struct ParamRange {
     size_t param;  // in the parameters
     size_t state;  // in the master's low halves and the moments
-    size_t grad;   // in the two-dimensional gradients, or in the fp32 one-dimensional ones
-    size_t index;  // of its first element within the whole tensor: the random numbers' counter
+    size_t grad;   // in the gradients of matrices or the fp32 gradients of vectors
+    size_t index;  // of its first element in the whole tensor: counter of the random numbers
     size_t count;
     uint32_t stream;      // random stream of the tensor's weights
-    int two_dimensional;  // decayed, and its gradient is of type G
-    int first_chunk;      // chunks before it, filled by param_ranges_chunk
-    int in_store;          // flags below: which of these are in the home of what visits the device
+    int two_dimensional;  // weight decay applies; the gradient is of type G
+    int first_chunk;      // number of chunks before this range, set by param_ranges_chunk
+    int in_store;          // flags below: which of these are in a backing store
 };
 enum { PARAM_IN_STORE = 1, GRAD_IN_STORE = 2 };
 
-// Device memory that outlives the step.
+// Device memory that persists across steps.
 struct UpdateState {
     float square_sum;  // of all gradients
     float norm;
-    float scale;       // factor on the gradients: clip / norm, at most 1, over the loss scale
-    uint32_t skip;     // 1: this step's update does not happen
+    float scale;       // factor on the gradients: min(1, clip / norm) / loss scale
+    uint32_t skip;     // 1: this step's update is skipped
     uint32_t skipped;  // updates skipped so far
-    float loss_scale;  // of the step to come; the following fields are of narrow types alone
-    int good_steps;    // with finite gradients since it changed
-    int scale_grows;   // after so many; 0: the loss is not scaled
-    int scale_moved;   // in the last update: 1 up, -1 down
+    float loss_scale;  // of the next step; this and the following are for narrow types only
+    int good_steps;    // steps with finite gradients since the scale changed
+    int scale_grows;   // the scale doubles after so many good steps; 0: no loss scale
+    int scale_moved;   // by the last update: 1 up, -1 down
 };
 
-// Numbers the chunks and returns how many there are.
+// Numbers the chunks of all ranges and returns their count.
 static int param_ranges_chunk(ParamRange *ranges, int count) {
     int chunks = 0;
     for (int i = 0; i < count; i++) {
@@ -2975,7 +3012,7 @@ static int param_ranges_chunk(ParamRange *ranges, int count) {
     return chunks;
 }
 
-// The range that holds a chunk: the last whose first chunk is not beyond it.
+// The range that contains a chunk: the last range whose first_chunk is at most `chunk`.
 __device__ inline ParamRange param_range_find(const ParamRange *ranges, int count, int chunk) {
     int low = 0, high = count - 1;
     while (low < high) {
@@ -2989,7 +3026,7 @@ __device__ inline ParamRange param_range_find(const ParamRange *ranges, int coun
     return ranges[low];
 }
 
-// This thread's share of the sum of squares of grads[begin .. end).
+// This thread's part of the sum of squares of grads[begin .. end).
 template <class T> __device__ inline float square_sum(const T *grads, size_t begin, size_t end) {
     constexpr int size = Pack<T>::size;
     float sum = 0.0f;
@@ -3025,7 +3062,7 @@ __global__ void grad_square_sum_kernel(float *partials, const G *grads_2d, const
     }
 }
 
-// state->square_sum = the partial sums (parts), added in a fixed order by one block.
+// state->square_sum = sum of partials (parts), added in a fixed order by one thread block.
 // budget: threads 256 regs 33 blocks 6 test gpu_norm
 static __global__ void grad_square_sum_finish_kernel(UpdateState *state, const float *partials,
                                                      int parts) {
@@ -3036,11 +3073,11 @@ static __global__ void grad_square_sum_finish_kernel(UpdateState *state, const f
     }
 }
 
-// The loss scale after a step: halved where gradients overflowed, doubled after scale_grows steps
-// without that. It stays finite, and at least 2: a checkpoint's exponent 0 says that there is none,
-// and gradients that overflow so are no matter of the scale.
-// source: torch.amp.GradScaler, whose defaults these are (and the first scale, LOSS_SCALE_LOG2),
-//   but for the least scale, which it does not have.
+// Updates the loss scale after a step: halved if gradients overflowed, doubled after scale_grows
+// steps without overflow. It stays finite and at least 2, because exponent 0 in a checkpoint means
+// that there is no loss scale; gradients that overflow even at 2 are not a matter of scaling.
+// source: torch.amp.GradScaler, with its defaults (including the first scale, LOSS_SCALE_LOG2);
+//   the minimum scale is an addition.
 __device__ inline void loss_scale_update(UpdateState *state, bool finite) {
     const bool grows = finite && ++state->good_steps >= state->scale_grows;
     const float next = state->loss_scale * (grows ? 2.0f : finite ? 1.0f : 0.5f);
@@ -3050,9 +3087,10 @@ __device__ inline void loss_scale_update(UpdateState *state, bool finite) {
     state->loss_scale = takes ? next : state->loss_scale;
 }
 
-// From the sum of squares (of all ranks, by now) to what AdamW does with it. The squares are those
-// of scaled gradients: a sum of 2^26 products of fp16 numbers is below 2^58, so that its square is
-// far from fp32's end; a sum of squares that is beyond it nevertheless lowers the scale as well.
+// Computes norm, scale and skip for AdamW from the sum of squares, which by now covers all ranks.
+// The squares are those of scaled gradients: a sum of 2^26 products of fp16 numbers is below 2^58,
+// so its square is far below the fp32 maximum; if the sum of squares overflows anyway, that also
+// lowers the loss scale.
 // budget: threads 1 regs 24 blocks 24 test gpu_norm
 static __global__ void update_decide_kernel(UpdateState *state, float clip, float skip_above) {
     const bool scaled = state->scale_grows > 0;
@@ -3068,18 +3106,20 @@ static __global__ void update_decide_kernel(UpdateState *state, float clip, floa
     }
 }
 
-// Scratch of gpu_grad_square_sum.
+// Scratch bytes of gpu_grad_square_sum.
 static size_t gpu_grad_square_sum_bytes(void) { return NORM_BLOCKS * sizeof(float); }
 
-// state->square_sum = sum of squares of all gradients in the table (ranges: device; chunks: see
-// param_ranges_chunk). Measured on the CPU layer, 1e5 elements: the norm's relative error is 9e-8.
+// state->square_sum = sum of squares of all gradients in the table (ranges: in device memory;
+// chunks: result of param_ranges_chunk). Measured on the CPU layer, 1e5 elements: the norm's
+// relative error is 9e-8.
 template <class G>
 static void gpu_grad_square_sum(UpdateState *state, float *scratch, const G *grads_2d,
                                 const float *grads_1d, const G *grads_store,
                                 const ParamRange *ranges, int range_count, int chunks,
                                 cudaStream_t stream) {
-    // Where ranges start param_ranges_chunk has checked. One of very many ranks may have no part of
-    // a small model: a block without a chunk, since no grid may be empty.
+    // param_ranges_chunk has checked the offsets of the ranges. With very many ranks and a small
+    // model, a rank may own nothing: one thread block then runs without a chunk, because a grid
+    // cannot be empty.
     check_rows(G, 0, grads_2d, grads_1d, grads_store);
     int parts = chunks < 1 ? 1 : chunks < NORM_BLOCKS ? chunks : NORM_BLOCKS;
     launch(grad_square_sum_kernel<G>, parts, UPDATE_THREADS, 0, stream, scratch, grads_2d, grads_1d,
@@ -3088,13 +3128,15 @@ static void gpu_grad_square_sum(UpdateState *state, float *scratch, const G *gra
            stream, state, scratch, parts);
 }
 
-// Norm, clip factor (clip 0: none), and skip: not finite, or above skip_above (INFINITY: no limit).
+// Computes norm, clip factor (clip 0: no clipping) and skip, which is set if the norm is not finite
+// or exceeds skip_above (INFINITY: no limit).
 static void gpu_update_decide(UpdateState *state, float clip, float skip_above,
                               cudaStream_t stream) {
     launch(update_decide_kernel, 1, 1, 0, stream, state, clip, skip_above);
 }
 
-// One parameter's step, operation by operation as chapter Optimizer and schedules has it.
+// Updates one parameter with the same operations, in the same order, as chapter Optimizer and
+// schedules.
 __device__ inline void adamw_element(float *p, float *m, float *v, float g, float weight_decay,
                                      const AdamW &adamw) {
     *m = adamw.beta1 * *m + (1.0f - adamw.beta1) * g;
@@ -3103,8 +3145,8 @@ __device__ inline void adamw_element(float *p, float *m, float *v, float g, floa
     *p -= adamw.lr * (*m / adamw.correction1 / (root + adamw.eps) + weight_decay * *p);
 }
 
-// x, a fraction f of the way from one bf16 number up to the next, becomes the next with probability
-// f; random: 16 bits.
+// Stochastic rounding: x, a fraction f of the way from one bf16 number to the next larger in
+// magnitude, becomes that number with probability f. random: 16 random bits.
 __device__ inline __nv_bfloat16 bf16_round_stochastic(float x, uint32_t random) {
     uint32_t bits = __float_as_uint(x);
     if ((bits & 0x7f800000u) == 0x7f800000u) {
@@ -3113,14 +3155,14 @@ __device__ inline __nv_bfloat16 bf16_round_stochastic(float x, uint32_t random) 
     return bf16_from_bits((uint16_t)((bits + random) >> 16));
 }
 
-// What keys the random numbers of a step.
+// Key of a step's random numbers.
 struct UpdateRandom {
     uint64_t seed;
     uint32_t step;
 };
 
-// Elements index .. index + n - 1 of a tensor to `address`: exactly in fp32, rounded stochastically
-// in bf16.
+// Stores elements index .. index + n - 1 of a tensor at `address`: exact in fp32, rounded
+// stochastically in bf16.
 template <class T, int n>
 __device__ inline void state_store(T *address, const float (&x)[n], UpdateRandom key, size_t index,
                                    uint32_t stream) {
@@ -3138,9 +3180,10 @@ __device__ inline void state_store(T *address, const float (&x)[n], UpdateRandom
     }
 }
 
-// The split master: weight = (u + 0x8000) >> 16 and low = u & 0xffff give back u, an fp32's bits.
-// Of a NaN the weight is one too, and so is what is given back: the sum would carry into the sign,
-// and 0x7fffffff, which is what the GPU computes, would become -0 and look healthy in forward.
+// The split master stores the bits u of an fp32 number as weight = (u + 0x8000) >> 16 and low = u &
+// 0xffff, from which u can be restored. A NaN is stored as the weight MASTER_NAN and read back as a
+// NaN. Without this exception the addition would carry into the sign bit: 0x7fffffff, the NaN that
+// a GPU computes, would become -0 and go unnoticed in the forward pass.
 template <int n>
 __device__ inline void split_load(float (&p)[n], const __nv_bfloat16 *params, const uint16_t *low) {
     Pack<__nv_bfloat16> weight = pack_load(params);
@@ -3165,7 +3208,8 @@ __device__ inline void split_store(__nv_bfloat16 *params, uint16_t *low, const f
     pack_store(low, rest);
 }
 
-// fp16 is no half of fp32, so its master is the whole number, of which the weight is the rounding.
+// fp16 is not the upper half of an fp32 number, so its master is the whole fp32 number; the weight
+// is its rounding.
 template <class E> using Master = std::conditional_t<traits<E>.narrow, float, uint16_t>;
 template <int n>
 __device__ inline void split_load(float (&p)[n], const __half *, const float *master) {
@@ -3178,12 +3222,13 @@ __device__ inline void split_store(__half *params, float *master, const float (&
     vector_store(master, p);
 }
 
-// AdamW on every range, a block for each chunk; nothing happens when state->skip is set.
-//   params of E; low, with SPLIT, their master; moment1, moment2 of M, fp32, or bf16 if E is too;
+// AdamW on every range, one thread block per chunk; does nothing if state->skip is set.
+//   params of E; low, with SPLIT, their master; moment1, moment2 of M: fp32, or bf16 if E is too;
 //   grads_2d of G and grads_1d fp32, to be multiplied by state->scale; params_store and grads_store
-//   for the ranges that are there. Any of these may be pinned host memory: each byte passes once.
-// Bits: with SPLIT or fp32 parameters, and fp32 moments, those of adamw_element on the CPU. Bytes:
-// each array is read and written once.
+//   for ranges with in_store flags. Any of these may be in pinned host memory: no byte is
+//   transferred more than once per direction.
+// Bits: with SPLIT or fp32 parameters, and fp32 moments, identical to adamw_element on the CPU.
+// Bytes: each array is read and written once.
 // budget: <bf16, bf16, float> threads 256 regs 74 blocks 3 instr/elem 98 of 8 loop test gpu_adamw
 // budget: <bf16> threads 256 regs 74 blocks 3 instr/elem 127.5 of 8 loop test gpu_adamw
 template <class E, class G, class M, bool SPLIT>
@@ -3231,7 +3276,7 @@ __global__ void __launch_bounds__(UPDATE_THREADS)
     }
 }
 
-// One AdamW step over the table (ranges: device); low is null without SPLIT.
+// One AdamW step over the table (ranges: in device memory); low is null without SPLIT.
 template <class E, class G, class M, bool SPLIT>
 static void gpu_adamw(E *params, Master<E> *low, M *moment1, M *moment2, const G *grads_2d,
                       const float *grads_1d, E *params_store, const G *grads_store,
