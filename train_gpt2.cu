@@ -150,7 +150,7 @@ static void cuda_check_at(cudaError_t error, const char *call, const char *file,
 
 static void cublas_check_at(cublasStatus_t status, const char *call, const char *file, int line) {
     if (status != CUBLAS_STATUS_SUCCESS) {
-        cuda_check_at(cudaGetLastError(), call, file, line);  // reports an earlier kernel error, if any
+        cuda_check_at(cudaGetLastError(), call, file, line);  // an earlier kernel error
         die("%s:%d: %s: %s; cuBLASLt is out of memory or does not support this product here",
             file, line, call, cublasLtGetStatusName(status));
     }
@@ -579,7 +579,7 @@ static void check_rows_at(const char *launcher, size_t columns, const char *name
 }
 
 constexpr int CHANNELS_MAX = 4096;  // one block of LayerNorm's backward spans a row, even in fp32
-constexpr int CHANNELS_UNIT = 8;    // 16 bytes of a 16-bit type; also the granularity of AdamW's ranges
+constexpr int CHANNELS_UNIT = 8;    // 16 bytes of a 16-bit type; also the unit of AdamW's ranges
 constexpr int GRID_YZ_MAX = 65535;  // maximum grid size in y and z (CUDA C++ Programming Guide)
 constexpr int LENGTH_MAX = 4 * GRID_YZ_MAX;  // tokens: fp32 attention processes four rows per block
 
@@ -934,17 +934,19 @@ template <class E> __device__ inline float reciprocal(float x) {
 
 // -------------------------------------------------------------------------------------------------
 // 27. Embedding
-// Forward, a gather. Backward, sums in a fixed order without atomics: a position's rows are added
-// over the batch; a token's rows are brought together by a counting sort of the batch's tokens,
-// done on the host where the batch is made and uploaded with it. 1. The sort is stable, so a
-// token's rows are added in the order of the batch. 2. The gradient of wte is read and written once
-// for each token that occurs; wte is also the classifier's weight, whose gradient is already there.
+// The forward pass is a gather. The backward pass uses sums in a fixed order, without atomics: the
+// gradient of a position is the sum of its rows over the batch; a token's rows are grouped by a
+// counting sort of the batch's tokens, done on the host when the batch is prepared and uploaded
+// with it.
+// 1. The sort is stable, so a token's rows are added in batch order.
+// 2. The gradient of wte is read and written once for each token that occurs. It already contains
+//    the gradient from the classifier, whose weight is also wte.
 
 constexpr int EMBEDDING_THREADS = 256;
-constexpr int EMBEDDING_ROWS = 8;  // most threads that share the rows of one token, or of one block
-constexpr int POSITIONS_MAX = INT_MAX - 8 * EMBEDDING_THREADS;  // elements of wpe: an int's
+constexpr int EMBEDDING_ROWS = 8;  // maximum blockDim.y of the kernels here
+constexpr int POSITIONS_MAX = INT_MAX - 8 * EMBEDDING_THREADS;  // limit of int indices into wpe
 
-// The token plan of a batch, in one array of 3 N + 1 ints so that one copy uploads it.
+// The token plan of a batch, in one array of 3 N + 1 ints so that a single copy uploads it.
 //   order (N): the rows, grouped by token; start (N + 1): segment s is order[start[s]] ..
 //   order[start[s+1]-1]; token (N): the token of segment s.
 struct EmbeddingPlan {
@@ -971,7 +973,7 @@ static int embedding_sort(int *ints, int *counts, const Token *tokens, int N, in
             plan.start[segments] = rows;
             plan.token[segments++] = v;
             rows += counts[v];
-            counts[v] = plan.start[segments - 1];  // from here on: where the token's next row goes
+            counts[v] = plan.start[segments - 1];  // now the position of the token's next row
         }
     }
     plan.start[segments] = N;
@@ -982,8 +984,8 @@ static int embedding_sort(int *ints, int *counts, const Token *tokens, int N, in
 }
 
 // out[row] = wte[tokens[row]] + wpe[row % T]. out (B,T,C), wte (Vp,C), wpe (T or more,C) of E;
-// tokens (B,T). Block (32 packs of a row, rows), grid (B T / rows, C / (32 packs)). Exact but for
-// the rounding to fp32 and E.
+// tokens (B,T). Block (32 packs of a row, rows), grid (B T / rows, C / (32 packs)). Exact except
+// for the rounding to fp32 and E.
 // budget: <bf16> threads 256 regs 24 blocks 6 test gpu_embedding
 template <class E>
 __global__ void embedding_forward_kernel(E *out, const int *tokens, const E *wte, const E *wpe,
@@ -1001,7 +1003,7 @@ __global__ void embedding_forward_kernel(E *out, const int *tokens, const E *wte
     }
 }
 
-// Blocks of EMBEDDING_ROWS positions. Rows of C elements are whole packs.
+// Each thread block handles up to EMBEDDING_ROWS rows. C must be a multiple of the pack size.
 template <class E>
 static void gpu_embedding_forward(E *out, const int *tokens, const E *wte, const E *wpe, int B,
                                   int T, int C, cudaStream_t stream) {
@@ -1013,8 +1015,8 @@ static void gpu_embedding_forward(E *out, const int *tokens, const E *wte, const
 }
 
 // dwpe[t] = (first) or += sum over b of dout[b][t], b ascending; with `first`, rows T .. max_T - 1
-// become zero.
-//   dwpe (max_T,C) of G, dout (B,T,C) of E. A thread for each 16 bytes of dout's rows.
+// are set to zero.
+//   dwpe (max_T,C) of G, dout (B,T,C) of E. One thread per 16 bytes of a row of dout.
 // budget: <bf16> threads 256 regs 40 blocks 6 test gpu_embedding
 template <class E, class G>
 __global__ void embedding_backward_position_kernel(G *dwpe, const E *dout, int B, int T, int C,
@@ -1068,9 +1070,9 @@ __global__ void embedding_backward_token_kernel(G *dwte, const E *dout, const in
     }
 }
 
-// dwte (Vp,C) += and dwpe (max_T,C) = (first) or += the gradients of the embedding, both of G; dout
-// (B,T,C) of E. plan: device copy of embedding_sort's ints for the same tokens, and its number of
-// segments.
+// Gradients of the embedding: dwte (Vp,C) += and dwpe (max_T,C) = (first) or +=, both of G; dout
+// (B,T,C) of E. plan_ints: device copy of the ints that embedding_sort made for the same tokens;
+// segments: the number it returned.
 template <class E, class G>
 static void gpu_embedding_backward(G *dwte, G *dwpe, const E *dout, int *plan_ints, int segments,
                                    int B, int T, int C, int max_T, bool first,
@@ -1091,20 +1093,20 @@ static void gpu_embedding_backward(G *dwte, G *dwpe, const E *dout, int *plan_in
 
 // -------------------------------------------------------------------------------------------------
 // 28. LayerNorm and residual
-// The residual stream is added where the bytes already pass: forward, the matmul before it writes
-// inp weight^T + bias + residual (chapter Matmul), so LayerNorm itself reads one tensor and writes
-// one; backward, LayerNorm adds its gradient to the residual's. 1. A row is normalised in fp32, its
-// mean and variance in two passes over registers. 2. The number of partial sums depends on the
-// shape alone, never on the GPU.
+// The residual stream is added by kernels that process the data anyway. Forward, the preceding
+// matmul writes inp weight^T + bias + residual (chapter Matmul), so LayerNorm itself reads one
+// tensor and writes one. Backward, LayerNorm adds its gradient to the residual's.
+// 1. A row is normalised in fp32; its mean and variance are computed in two passes over registers.
+// 2. The number of partial sums depends on the shape alone, never on the GPU.
 
-constexpr int LAYERNORM_PACKS = 4;      // 16-byte loads that a thread of the forward kernel holds
-constexpr int LAYERNORM_ROWS = 8;       // of one warp each that share a block there
-constexpr int LAYERNORM_PARTS = 256;    // most partial sums of dweight and dbias
-constexpr int LAYERNORM_THREADS = 384;  // of a block of the backward kernel, where a row is shorter
+constexpr int LAYERNORM_PACKS = 4;      // 16-byte loads held by a thread of the forward kernel
+constexpr int LAYERNORM_ROWS = 8;       // one-warp rows per block of the forward kernel
+constexpr int LAYERNORM_PARTS = 256;    // maximum number of partial sums of dweight and dbias
+constexpr int LAYERNORM_THREADS = 384;  // per block of the backward kernel, unless a row needs more
 constexpr float LAYERNORM_EPS = 1e-5f;
 
-// Calls f(C), where C is a constant at the channels of the presets: kernels of 16-bit types then
-// know the end of every loop. Otherwise it is 0, and they take C at run time.
+// Calls f(C) with C as a compile-time constant if it is the width of a preset, so that kernels of
+// 16-bit types know all loop bounds. Otherwise calls f(0), and the kernels take C at run time.
 template <class E, class F> static void with_channels(int C, F f) {
     if constexpr (!is_fp32<E>) {
         switch (C) {
@@ -1120,11 +1122,12 @@ template <class E, class F> static void with_channels(int C, F f) {
 
 // out = (inp - mean) * rstd * weight + bias for each row, rstd = 1 / sqrt(variance + 1e-5).
 //   out, inp (N,C), weight, bias (C) of E; mean, rstd (N) fp32.
-// Block (32 or more threads a row, rows). With C a constant, CC, a row belongs to one warp, eight
-// rows to a block; otherwise (CC 0) a thread has up to LAYERNORM_PACKS packs: a row of at most 1024
-// 16-bit elements belongs to one warp, and eight such rows share a block; longer rows have a block
-// each. Bytes: reads and writes every row once. Measured on the CPU layer, C 48..1600, of the
-// tensor's norm: fp32 out 1.1e-7, mean 1.5e-7, rstd 7e-8; bf16 what rounding the output loses.
+// Block (32 or more threads per row, rows). With C a constant, CC, one warp processes a row and a
+// block has eight rows. Otherwise (CC 0) a thread holds up to LAYERNORM_PACKS packs: one warp
+// processes a row of up to 1024 16-bit elements, and up to eight such rows share a block; each
+// longer row has its own block. Bytes: reads and writes every row once. Errors relative to the
+// tensor's norm, measured on the CPU layer, C 48..1600: fp32 out 1.1e-7, mean 1.5e-7, rstd 7e-8;
+// bf16 the rounding error of the output.
 // budget: <bf16, 0> threads 256 regs 64 blocks 4 test gpu_layernorm
 // budget: <bf16, 768> threads 256 regs 48 blocks 5 instr/elem 13.2 of 24 test gpu_layernorm
 // budget: <bf16, 1024> threads 256 regs 63 blocks 4 instr/elem 12.2 of 32 test gpu_layernorm
@@ -1140,15 +1143,16 @@ __global__ void __launch_bounds__(CC ? LAYERNORM_ROWS * WARP : BLOCK_MAX)
     const int C = CC ? CC : channels, row_threads = CC ? WARP : blockDim.x;
     const float inverse_C = 1.0f / (float)C;
     auto row_mean_of = [&](float x) { return (CC ? warp_sum(x) : row_sum(x)) * inverse_C; };
-    // Whether this thread has a pack k, which begins at column c: all have but for the last.
+    // True if this thread has a pack k, starting at column c. Only a row's last packs can be
+    // missing.
     auto has = [&](int k, int c) { return (k + 1) * WARP * size <= CC || c < C; };
     int row = blockIdx.x * blockDim.y + threadIdx.y;
     if (row >= N) {
-        return;  // a whole warp: blocks of several rows have one warp a row, and meet no barrier
+        return;  // a whole warp; blocks of several rows contain no barrier
     }
     inp += (size_t)row * C;
     out += (size_t)row * C;
-    // 1. the row to registers
+    // 1. Load the row into registers.
     float x[packs][size] = {};
     UNROLL
     for (int k = 0; k < packs; k++) {
@@ -1157,7 +1161,7 @@ __global__ void __launch_bounds__(CC ? LAYERNORM_ROWS * WARP : BLOCK_MAX)
             vector_load(x[k], inp + c);
         }
     }
-    // 2. mean, then variance; x becomes its distance from the mean
+    // 2. Compute the mean, then the variance; x becomes x - mean.
     float sums[4] = {}, squares[4] = {};
     UNROLL
     for (int k = 0; k < packs; k++) {
@@ -1180,7 +1184,7 @@ __global__ void __launch_bounds__(CC ? LAYERNORM_ROWS * WARP : BLOCK_MAX)
         mean[row] = row_mean;
         rstd[row] = row_rstd;
     }
-    // 3. normalise
+    // 3. Normalise and write.
     UNROLL
     for (int k = 0; k < packs; k++) {
         int c = (k * row_threads + threadIdx.x) * size;
@@ -1196,7 +1200,8 @@ __global__ void __launch_bounds__(CC ? LAYERNORM_ROWS * WARP : BLOCK_MAX)
     }
 }
 
-// A row has the warps that LAYERNORM_PACKS packs a thread need; rows of one warp share a block.
+// A row gets as many warps as it needs with LAYERNORM_PACKS packs per thread; one-warp rows share a
+// block.
 template <class E>
 static void gpu_layernorm_forward(E *out, float *mean, float *rstd, const E *inp, const E *weight,
                                   const E *bias, int N, int C, cudaStream_t stream) {
@@ -1217,14 +1222,14 @@ static void gpu_layernorm_forward(E *out, float *mean, float *rstd, const E *inp
 // With norm = (inp - mean) * rstd and dnorm = dout * weight, for each row:
 //   dinp = addend + rstd * (dnorm - average(dnorm) - norm * average(dnorm * norm));
 //   partials = this block's sums over its rows of dout * norm, for dweight, of dout, for dbias, and
-//   of dinp as rounded to E: the gradient of the bias of the matmul whose output inp is.
+//   of dinp as rounded to E: the gradient of the bias of the matmul that produced inp.
 //   dinp, dout, inp, addend (N,C), weight (C) of E; addend may be null, dinp may be addend or dout;
 //   mean, rstd (N) and partials (3, gridDim.x, C) fp32.
-// Block (a thread for each 16 bytes of a row, rows): a thread keeps its columns while the block
-// walks down the rows, so the sums over rows stay in registers; with C a constant, CC, it has two
-// rows in flight. Bytes: reads dout, inp and addend, writes dinp, once. Measured on the CPU layer,
-// C 48..1600, of the tensor's norm: column sums 1.5e-7; dinp 1e-7 in fp32, what rounding it loses
-// in bf16.
+// Block (one thread per 16 bytes of a row, rows): each thread keeps the same columns while the
+// block iterates over rows, so the sums over rows stay in registers; with C a constant, CC, it has
+// two rows in flight. Bytes: reads dout, inp and addend, writes dinp, once. Errors relative to the
+// tensor's norm, measured on the CPU layer, C 48..1600: column sums 1.5e-7; dinp 1e-7 in fp32, the
+// rounding error of the type in bf16.
 // budget: <bf16, 0> threads 384 shared 12288 regs 64 blocks 2 test gpu_layernorm
 // budget: <bf16, 768> threads 384 shared 12288 regs 80 blocks 2 instr/elem 30.3 of 16 loop
 //   test gpu_layernorm
@@ -1247,7 +1252,7 @@ __global__ void __launch_bounds__(CC ? LAYERNORM_THREADS : BLOCK_MAX, CC ? 2 : 1
     const int C = CC ? CC : channels, c = threadIdx.x * size;
     const float inverse_C = 1.0f / (float)C;
     float dweight[size] = {}, dbias[size] = {}, before[size] = {};
-    // Every thread makes every round, as row_sum demands, with or without a row of its own.
+    // All threads execute every iteration, because row_sum requires it, even those without a row.
     for (int first = blockIdx.x * ROWS * blockDim.y; first < N;
          first += gridDim.x * ROWS * blockDim.y) {
         float d[ROWS][size] = {}, norm[ROWS][size] = {}, sums[2 * ROWS] = {};
@@ -1272,7 +1277,7 @@ __global__ void __launch_bounds__(CC ? LAYERNORM_THREADS : BLOCK_MAX, CC ? 2 : 1
                 const int row = first + r * blockDim.y + threadIdx.y;
                 const float row_mean = mean[row], row_rstd = rstd[row];
                 float w[size];
-                vector_load(w, weight + c);  // from the cache: registers are short here
+                vector_load(w, weight + c);  // from the cache, as registers are scarce here
                 for (int i = 0; i < size; i++) {
                     norm[r][i] = (norm[r][i] - row_mean) * row_rstd;
                     dweight[i] = fmaf(d[r][i], norm[r][i], dweight[i]);
@@ -1284,7 +1289,7 @@ __global__ void __launch_bounds__(CC ? LAYERNORM_THREADS : BLOCK_MAX, CC ? 2 : 1
             }
         }
         row_sum<WARPS>(sums);
-        int again = first;  // or the places of the rows would stay in registers across the sums
+        int again = first;  // else row addresses would occupy registers across row_sum
         FORGET(again);
         UNROLL
         for (int r = 0; r < ROWS; r++) {
@@ -1292,7 +1297,7 @@ __global__ void __launch_bounds__(CC ? LAYERNORM_THREADS : BLOCK_MAX, CC ? 2 : 1
                 const float average = sums[2 * r] * inverse_C, slope = sums[2 * r + 1] * inverse_C;
                 float add[size];
                 const int row = again + r * blockDim.y + threadIdx.y;
-                const float row_rstd = rstd[row];  // from the cache, as the weights
+                const float row_rstd = rstd[row];  // from the cache, like the weights
                 pack_to_floats(add, residual[r]);
                 for (int i = 0; i < size; i++) {
                     const float rest = d[r][i] - fmaf(norm[r][i], slope, average);
@@ -1317,13 +1322,14 @@ __global__ void __launch_bounds__(CC ? LAYERNORM_THREADS : BLOCK_MAX, CC ? 2 : 1
     }
 }
 
-// Scratch of gpu_layernorm_backward.
+// Scratch bytes of gpu_layernorm_backward.
 static size_t gpu_layernorm_backward_bytes(int N, int C) {
     return (size_t)(N < LAYERNORM_PARTS ? N : LAYERNORM_PARTS) * 3 * C * sizeof(float);
 }
 
-// dinp = addend (null: 0) + gradient; dweight, dbias and dbefore (null: skip), all (C) fp32, +=;
-// dbefore is the gradient of the bias that is part of inp. dinp may be addend or dout.
+// dinp = addend (null: 0) + gradient; dweight, dbias and dbefore (null: skip), all (C) fp32, are
+// accumulated (+=); dbefore is the gradient of the bias that was added to inp. dinp may be addend
+// or dout.
 template <class E>
 static void gpu_layernorm_backward(E *dinp, float *dweight, float *dbias, float *dbefore,
                                    const E *dout, const E *inp, const E *weight, const float *mean,
@@ -1350,26 +1356,29 @@ static void gpu_layernorm_backward(E *dinp, float *dweight, float *dbias, float 
 // -------------------------------------------------------------------------------------------------
 // 29. GELU and bias
 // GELU in its tanh form, written with the logistic function: 0.5 (1 + tanh(u)) = s = 1 / (1 +
-// exp(-2u)), u = sqrt(2 / pi) (x + 0.044715 x^3). So no digits cancel where x < 0, and one
-// exponential and one division do. 1. GELU is never fused into a matmul: recomputed, it has the
-// same bits. 2. The gradient of a bias is a sum over all rows, in two stages of fixed order; the
-// one of the MLP's first matmul is taken where GELU's backward pass holds the numbers anyway.
+// exp(-2u)), u = sqrt(2 / pi) (x + 0.044715 x^3). This avoids cancellation for x < 0 and needs only
+// one exponential and one division.
+// 1. GELU is never fused into a matmul, so recomputation gives the same bits.
+// 2. The gradient of a bias is a sum over all rows, in two stages of fixed order. For the MLP's
+//    first matmul it is computed by GELU's backward kernel, which has the values in registers
+//    anyway.
 
 constexpr float GELU_SCALE = 0.7978845608028654f;  // sqrt(2 / pi)
 constexpr float GELU_CUBIC = 0.044715f;
-constexpr int BIAS_ROWS = 4;      // rows that a thread loads before it adds
-constexpr int BIAS_PARTS = 128;   // most partial sums of a column
-constexpr int BIAS_BLOCKS = 768;  // blocks that keep the largest GPUs busy
+constexpr int BIAS_ROWS = 4;      // rows that a thread loads before adding
+constexpr int BIAS_PARTS = 128;   // maximum number of partial sums per column
+constexpr int BIAS_BLOCKS = 768;  // enough blocks to keep the largest GPUs busy
 
-// exp(-2u); in 16-bit types as a power of two, the constants folded. s = 1 / (1 + this).
+// exp(-2u); for 16-bit types as a power of two with folded constants. s = 1 / (1 + exp(-2u)).
 template <class E> __device__ inline float gelu_power(float x) {
     constexpr float linear = -2.0f * GELU_SCALE * (is_fp32<E> ? 1.0f : LOG2_E);
     float exponent = x * fmaf(linear * GELU_CUBIC, x * x, linear);
     return is_fp32<E> ? expf(exponent) : ex2_approx(exponent);
 }
 
-// out = x s(x), elementwise. out, inp (n) of E. A thread takes two packs, a block's width apart.
-// Measured on the CPU layer: fp32 5e-8 of the output's norm; bf16 what rounding the output loses.
+// out = x s(x), elementwise. out, inp (n) of E. A thread processes two packs, one block width
+// apart. Errors relative to the norm, measured on the CPU layer: fp32 5e-8; bf16 the rounding error
+// of the output.
 // budget: <bf16> threads 256 regs 32 blocks 6 instr/elem 11.2 of 16 test gpu_gelu
 // budget: <fp16> sm 75 threads 256 regs 32 blocks 4 instr/elem 11.8 of 16 test gpu_gelu
 template <class E> __global__ void gelu_forward_kernel(E *out, const E *inp, size_t n) {
@@ -1396,7 +1405,8 @@ template <class E> __global__ void gelu_forward_kernel(E *out, const E *inp, siz
     }
 }
 
-// A tensor of n elements of any shape: whole packs, blocks of up to 256 threads.
+// A tensor of any shape with n elements, a multiple of the pack size; thread blocks of up to 256
+// threads.
 template <class E>
 static void gpu_gelu_forward(E *out, const E *inp, size_t n, cudaStream_t stream) {
     check_rows(E, n, out, inp);
@@ -1406,21 +1416,22 @@ static void gpu_gelu_forward(E *out, const E *inp, size_t n, cudaStream_t stream
            0, stream, out, inp, n);
 }
 
-// d gelu(x) / dx = s + x s (1 - s) 2 du/dx. 1 - s is taken as exp(-2u) s: it has all its digits
-// where s is nearly 1, and is exactly 0 where s is 0 or 1 to rounding and is multiplied by x^3.
+// d gelu(x) / dx = s + x s (1 - s) 2 du/dx. 1 - s is computed as exp(-2u) s, which keeps full
+// precision if s is close to 1. If s rounds to 0 or 1, this factor must be exactly 0, because x^3
+// multiplies it.
 template <class E> __device__ inline float gelu_slope(float x) {
     constexpr float flat = 2.0f * GELU_SCALE, square = 3.0f * flat * GELU_CUBIC;
     float power = gelu_power<E>(x), s = reciprocal<E>(1.0f + power);
     return fmaf(x * s * (fminf(power, FLT_MAX) * s), fmaf(square, x * x, flat), s);
 }
 
-// partials[blockIdx.y][column] = sum over this block's rows of dout, or with GELU of dinp = dout
-// gelu'(inp) as rounded to E, which it writes too.
+// partials[blockIdx.y][column] = sum over this block's rows of dout or, with GELU, of dinp = dout
+// gelu'(inp) as rounded to E, which the kernel also writes.
 //   dinp, dout, inp (N,OC) of E; dinp may be dout; partials (gridDim.y, OC) fp32. Without GELU:
 //   dinp and inp are not touched.
 // Grid (columns / (32 packs), parts), block (32, up to 8 rows). Reads and writes every element
-// once. Measured on the CPU layer, of the norm: column sums 1.4e-7; dinp 3.4e-7 in fp32, what
-// rounding it loses in bf16.
+// once. Errors relative to the norm, measured on the CPU layer: column sums 1.4e-7; dinp 3.4e-7 in
+// fp32, the rounding error of the type in bf16.
 // budget: <bf16, true> threads 256 shared 8192 regs 72 blocks 3 instr/elem 20.9 of 32 loop
 //   test gpu_gelu
 // budget: <fp16, true> sm 75 threads 256 shared 8192 regs 72 blocks 3 instr/elem 21.5 of 32 loop
@@ -1461,7 +1472,7 @@ __global__ void bias_backward_kernel(E *dinp, float *partials, const E *dout, co
                     }
                     d[k] = pack_round<E>(gradient);
                     pack_store(dinp + at + k * step, d[k]);
-                    pack_to_floats(gradient, d[k]);  // as rounded
+                    pack_to_floats(gradient, d[k]);  // sum the rounded values
                 }
                 for (int i = 0; i < size; i++) {
                     sums[i] += gradient[i];
@@ -1475,13 +1486,14 @@ __global__ void bias_backward_kernel(E *dinp, float *partials, const E *dout, co
     }
 }
 
-// Scratch of gpu_bias_backward and gpu_gelu_backward.
+// Scratch bytes of gpu_bias_backward and gpu_gelu_backward.
 static size_t gpu_bias_backward_bytes(int N, int OC) {
     return (size_t)(N < BIAS_PARTS ? N : BIAS_PARTS) * OC * sizeof(float);
 }
 
-// dbias (OC) fp32 += column sums of dout (N,OC) or, with GELU, of dinp = dout gelu'(inp). In two
-// steps: partial sums by bias_backward_kernel into `scratch`, then their sum in a fixed order.
+// dbias (OC) fp32 += column sums of dout (N,OC) or, with GELU, of dinp = dout gelu'(inp). Two
+// stages: bias_backward_kernel writes partial sums to `scratch`, which are then added in a fixed
+// order.
 template <class E, bool GELU>
 static void column_sums(E *dinp, float *dbias, const E *dout, const E *inp, float *scratch, int N,
                         int OC, cudaStream_t stream) {
@@ -1497,15 +1509,15 @@ static void column_sums(E *dinp, float *dbias, const E *dout, const E *inp, floa
     gpu_partials_add({{dbias}}, scratch, parts, OC, stream);
 }
 
-// dbias (OC) fp32 += column sums of dout (N,OC) in fp32: in 16 bits whichever kernel makes a dout
-// sums its columns on the way.
+// dbias (OC) fp32 += column sums of dout (N,OC), fp32 only: for 16-bit types the kernel that
+// produces dout sums its columns as it writes them.
 static void gpu_bias_backward(float *dbias, const float *dout, float *scratch, int N, int OC,
                               cudaStream_t stream) {
     column_sums<float, false>(nullptr, dbias, dout, nullptr, scratch, N, OC, stream);
 }
 
-// dinp = dout gelu'(inp), all (N,OC); dinp may be dout. dbias (OC) fp32 += column sums of dinp: inp
-// is the output of a matmul with a bias, and this is that bias's gradient.
+// dinp = dout gelu'(inp), all (N,OC); dinp may be dout. dbias (OC) fp32 += column sums of dinp,
+// which is the gradient of the bias of the matmul that produced inp.
 template <class E>
 static void gpu_gelu_backward(E *dinp, float *dbias, const E *dout, const E *inp, float *scratch,
                               int N, int OC, cudaStream_t stream) {
@@ -1514,19 +1526,23 @@ static void gpu_gelu_backward(E *dinp, float *dbias, const E *dout, const E *inp
 
 // -------------------------------------------------------------------------------------------------
 // 30. Matmul
-// Every matrix product goes through cuBLASLt. It thinks in column-major matrices: our row-major X
-// (rows, columns) is its X^T with leading dimension `columns`, so out^T = weight inp^T is asked
-// for, and so on. 1. A plan (descriptor, layouts, algorithm) is made when a product is first met
-// and kept for the run: after the warm-up nothing is created or searched for. 2. The library
-// gets one fixed workspace. 3. Products are summed in fp32 (fp32 inputs too: no TF32), and pieces
-// of a split sum are added in fp32, in the workspace. 4. Epilogue: a bias at most; residuals and
-// the accumulation of gradients are beta = 1. 5. Another algorithm may give other bits, so it is
-// chosen once for a GPU, library, workspace and product, kept in a file, and told to checkpoints.
-// 6. An algorithm is known by a hash of its 64 bytes, and not by its place in the heuristic's list,
-// which nothing promises to be the same twice. An algorithm that refuses its product during the
-// warm-up is replaced by the next one; after the warm-up it ends the run.
+// All matmuls use cuBLASLt, which assumes column-major matrices: our row-major X (rows, columns) is
+// its X^T with leading dimension `columns`, so for out = inp weight^T we request out^T = weight
+// inp^T, and so on.
+// 1. A plan (descriptor, layouts, algorithm) is created at the first use of a GEMM and kept for the
+//    run: after the warm-up nothing is created or searched for.
+// 2. The library gets one fixed workspace.
+// 3. Products are summed in fp32 (fp32 inputs too: no TF32), and partial sums of a split-K GEMM are
+//    added in fp32, in the workspace.
+// 4. The only epilogue used is a bias; residuals and gradient accumulation use beta = 1.
+// 5. A different algorithm may give different bits, so the algorithm is chosen once for each
+//    combination of GPU, library, workspace and GEMM, cached in a file, and recorded in
+//    checkpoints.
+// 6. An algorithm is identified by a hash of its 64 bytes, not by its index in the heuristic's
+//    list, whose order is not guaranteed to be reproducible. An algorithm that fails for its GEMM
+//    during the warm-up is replaced by the next one; after the warm-up a failure ends the run.
 
-// adds: beta is 1; beside: and D is not C.
+// adds: beta is 1; out_of_place: beta is 1 and D is not C.
 struct MatmulKey {
     int m, n, k, transpose_a, transpose_b, has_bias, adds, out_of_place, input_type, output_type;
 };
@@ -1538,30 +1554,30 @@ struct MatmulPlan {
     cublasLtMatmulAlgo_t algorithm;
 };
 
-// A model has some thirty products: four of a block and the classifier's, in three passes, the
-// gradients of weights written and added to.
+// A model has about thirty distinct GEMMs: four of a transformer block and the classifier's, in
+// three passes, with gradients of weights both written and accumulated.
 constexpr int MATMUL_PLANS = 64;
-constexpr int MATMUL_ALGORITHMS = 16;  // of the heuristic's list, best first, that are looked at
+constexpr int MATMUL_ALGORITHMS = 16;  // entries of the heuristic's list considered
 
 static struct {
     cublasLtHandle_t handle;
     void *workspace;
     size_t workspace_bytes;
-    int plans, timed;  // timed: plans whose algorithms this run has timed itself
-    bool settled;      // the warm-up is over: no algorithm is replaced any more
+    int plans, timed;  // timed: number of plans whose algorithms this run has timed
+    bool settled;      // the warm-up is over: algorithms are no longer replaced
     MatmulPlan plan[MATMUL_PLANS];
-    char where[160];            // what a choice holds for beside the product: matmul_where
+    char where[160];            // GPU, library and workspace that the choices apply to
     char choices[MATMUL_TEXT];  // of all plans: matmul_choices_export
 } matmul_library;
 
-// workspace: device memory of the plan, a multiple of 256 bytes at one; all products share it, so
-// they are all launched on one stream.
+// workspace: device memory from the memory plan, 256-byte aligned; all GEMMs share it, so they all
+// run on one stream.
 static void gpu_matmul_open(void *workspace, size_t workspace_bytes) {
     check((uintptr_t)workspace % 256 == 0, "cuBLASLt wants a workspace at a multiple of 256 bytes");
     cublas_check(cublasLtCreate(&matmul_library.handle));
     matmul_library.workspace = workspace;
     matmul_library.workspace_bytes = workspace_bytes;
-    // Other SMs make other waves, and another workspace other splits: so both are named.
+    // The number of SMs affects waves and the workspace size affects splits, so both are recorded.
     int device;
     cudaDeviceProp gpu;
     cuda_check(cudaGetDevice(&device));
@@ -1597,7 +1613,7 @@ static void matmul_preference(cublasLtMatmulPreference_t preference,
         cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof(value)));
 }
 
-// Does this algorithm say that it can write D beside C? An answer that is missing counts as no.
+// True if the algorithm reports that it can write D to a different buffer than C; false if unknown.
 static bool matmul_writes_out_of_place(const cublasLtMatmulAlgo_t *algorithm) {
     int32_t out_of_place = 0;
     size_t written = 0;
@@ -1607,18 +1623,20 @@ static bool matmul_writes_out_of_place(const cublasLtMatmulAlgo_t *algorithm) {
            out_of_place;
 }
 
-// The heuristic's algorithms for a product in at most workspace_bytes, best first; returns how many
-// (0 to MATMUL_ALGORITHMS). None is no list but CUBLAS_STATUS_NOT_SUPPORTED. For a product that
-// writes D beside C they are those that say they can; if none says so all of them, since then
-// nothing but the product's own status speaks against one.
+// Gets the heuristic's algorithms for a GEMM that need at most workspace_bytes, best first; returns
+// their number (0 to MATMUL_ALGORITHMS). If there are none, *status is CUBLAS_STATUS_NOT_SUPPORTED,
+// not success with an empty list. For an out-of-place GEMM (D is not C), returns only algorithms
+// that report support for it. If none of them does, returns all: then only the status of the launch
+// can tell whether an algorithm works.
 static int matmul_algorithms(cublasLtMatmulHeuristicResult_t *results, cublasStatus_t *status,
                              const MatmulPlan *plan, size_t workspace_bytes) {
     int found = 0;
     cublasLtMatmulPreference_t preference;
-    memset((void *)results, 0, MATMUL_ALGORITHMS * sizeof *results);  // bytes left alone are hashed
+    memset((void *)results, 0, MATMUL_ALGORITHMS * sizeof *results);  // unset bytes are hashed
     if (plan->key.has_bias) {
-        // The heuristic reads an alignment off this address: it is promised sixteen bytes, and not
-        // what the bias of the product's last call had, or each call might give another list.
+        // The heuristic derives an alignment from this address. Always pass one with 16-byte
+        // alignment, because the bias pointer of the last call might change the list from call to
+        // call.
         matmul_attribute(plan, CUBLASLT_MATMUL_DESC_BIAS_POINTER,
                          (const void *)((const char *)matmul_library.workspace + 16));
     }
@@ -1626,7 +1644,7 @@ static int matmul_algorithms(cublasLtMatmulHeuristicResult_t *results, cublasSta
     matmul_preference(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, workspace_bytes);
     matmul_preference(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
                       (uint32_t)CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
-    // Tensors start at multiples of 16 bytes; left alone, the library takes 256 for granted.
+    // Tensors start at multiples of 16 bytes; by default the library assumes 256.
     matmul_preference(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, (uint32_t)16);
     matmul_preference(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, (uint32_t)16);
     matmul_preference(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, (uint32_t)16);
@@ -1650,14 +1668,15 @@ static int matmul_algorithms(cublasLtMatmulHeuristicResult_t *results, cublasSta
     return usable;
 }
 
-// What a cache and a checkpoint know an algorithm by. NVIDIA's header says that its 64 bytes may be
-// stored and used again with the same version of the library (cublasLt.h, cublasLtMatmulAlgo_t).
+// Identifies an algorithm in the cache and in checkpoints. NVIDIA's header says that its 64 bytes
+// may be stored and used again with the same version of the library (cublasLt.h,
+// cublasLtMatmulAlgo_t).
 static uint64_t matmul_algorithm_hash(const cublasLtMatmulAlgo_t *algorithm) {
     return fnv1a(fnv1a_start, (const char *)algorithm, sizeof *algorithm);
 }
 
-// Gives the plan the algorithm of this hash. False, and nothing is changed: the heuristic does not
-// offer it.
+// Sets the plan's algorithm to the one with this hash. Returns false and changes nothing if the
+// heuristic does not offer it.
 static bool matmul_plan_take(MatmulPlan *plan, uint64_t hash) {
     cublasLtMatmulHeuristicResult_t results[MATMUL_ALGORITHMS];
     cublasStatus_t status;
@@ -1671,14 +1690,14 @@ static bool matmul_plan_take(MatmulPlan *plan, uint64_t hash) {
     return false;
 }
 
-// Gives the plan the algorithm after its own in the heuristic's list. False: there is none.
+// Advances the plan to the next algorithm in the heuristic's list; false if there is none.
 static bool matmul_plan_next(MatmulPlan *plan) {
     cublasLtMatmulHeuristicResult_t results[MATMUL_ALGORITHMS];
     cublasStatus_t status;
     const uint64_t own = matmul_algorithm_hash(&plan->algorithm);
     const int found = matmul_algorithms(results, &status, plan, matmul_library.workspace_bytes);
     int next = found;
-    for (int i = 0; i < found; i++) {  // the last one like it: a list that repeats one ends too
+    for (int i = 0; i < found; i++) {  // its last occurrence: duplicates end too
         next = matmul_algorithm_hash(&results[i].algo) == own ? i + 1 : next;
     }
     if (next < found) {
@@ -1728,9 +1747,9 @@ static MatmulPlan *matmul_plan_find(MatmulKey key) {
     return plan;
 }
 
-// Starts a plan's product, or says why not. The bias is null where the plan has none, c any address
-// where it adds nothing. The plan's key says whether beta is 0 or 1: a product with another factor
-// would be another plan, and nothing here needs one.
+// Launches a plan's GEMM and returns the status. The bias is null if the plan has none; c may be
+// any address if beta is 0. The plan's key determines whether beta is 0 or 1: another factor would
+// require another plan, and nothing here needs one.
 struct MatmulOperands {
     void *d;
     const void *a, *b, *bias, *c;
@@ -1746,7 +1765,7 @@ static cublasStatus_t matmul_launch(MatmulPlan *plan, const MatmulOperands &x,
                           matmul_library.workspace, matmul_library.workspace_bytes, stream);
 }
 
-// A product as a cache, a checkpoint and messages name it.
+// Name of a GEMM in the cache, in checkpoints and in messages.
 struct MatmulName {
     char s[72];
 };
@@ -1760,8 +1779,8 @@ static MatmulName matmul_key_text(const MatmulKey *k) {
 // D = op(A) op(B) + bias (null: none) + beta C in column-major terms, D and C (m,n), op(A) (m,k),
 // op(B) (k,n), every matrix dense; C may be D; bias (m) of D's type is added to every column.
 //   A, B of E; C, D of O: E or fp32.
-// Limits: A's and B's rows and m are multiples of 16 bytes, which makes every leading dimension
-// one; pointers too.
+// Limits: the column-major row counts of A, B and D are multiples of 16 bytes, and so therefore is
+// every leading dimension; pointers are 16-byte aligned.
 template <class E, class O>
 static void matmul_run(O *d, const E *a, const E *b, const O *bias, const O *c, float beta,
                        bool transpose_a, bool transpose_b, int m, int n, int k,
@@ -1777,7 +1796,7 @@ static void matmul_run(O *d, const E *a, const E *b, const O *bias, const O *c, 
     const MatmulOperands operands = {d, a, b, bias, c};
     cublasStatus_t status = matmul_launch(plan, operands, stream);
     while (status != CUBLAS_STATUS_SUCCESS && !matmul_library.settled && matmul_plan_next(plan)) {
-        (void)cudaGetLastError();  // the refused launch's, or a later check would report it
+        (void)cudaGetLastError();  // clear the failed launch's error for later checks
         fprintf(stderr, "%s: cuBLASLt refuses its algorithm for the product %s: %s; trying its "
                 "next one\n", program_name, matmul_key_text(&key).s,
                 cublasLtGetStatusName(status));
@@ -1787,8 +1806,9 @@ static void matmul_run(O *d, const E *a, const E *b, const O *bias, const O *c, 
 }
 
 // out = addend (null: 0) + bias (null: 0) + inp weight^T. out, addend (N,OC), inp (N,C), weight
-// (OC,C), bias (OC) of E; out may be addend. Measured on the CPU layer, whose sums are plain fp32:
-// 7.5e-7 of the norm at C = 768, less below; bf16 what rounding the output loses.
+// (OC,C), bias (OC) of E; out may be addend. Error relative to the norm, measured on the CPU layer,
+// whose sums are plain fp32: 7.5e-7 at C = 768, less for smaller C; bf16 the rounding error of the
+// output.
 template <class E>
 static void gpu_matmul_forward(E *out, const E *inp, const E *weight, const E *bias,
                                const E *addend, int N, int C, int OC, cudaStream_t stream) {
@@ -1798,7 +1818,8 @@ static void gpu_matmul_forward(E *out, const E *inp, const E *weight, const E *b
 
 // Gradients, in this order: dweight (OC,C) of G = (first) or += dout^T inp; dinp (N,C) of E = dout
 // weight. dinp may be inp. dout (N,OC), inp (N,C), weight (OC,C) of E. With `first` the old dweight
-// is not read: no memset. The bias's gradient is summed by whichever kernel makes dout.
+// is not read, so it needs no memset. The gradient of the bias is summed by the kernel that
+// produces dout.
 template <class E, class G>
 static void gpu_matmul_backward(E *dinp, G *dweight, const E *dout, const E *inp, const E *weight,
                                 int N, int C, int OC, bool first, cudaStream_t stream) {
