@@ -263,7 +263,7 @@ constexpr Element traits<__nv_bfloat16> = {"bf16", TYPE_BF16, CUDA_R_16BF, 80, 0
 template <class E> constexpr bool is_fp32 = traits<E>.type == TYPE_FP32;  // otherwise 16 bits
 
 // Calls f(E()), where E is the element type named by `type`. This is the only place that maps a
-// run's settings to types; the types here are those it can train in.
+// run's settings to types. These are the types that a run can train in.
 template <class F> static void with_type(Type type, F f) {
     check(type <= TYPE_FP16, "no element type %d", (int)type);
     type == TYPE_FP32 ? f(float()) : type == TYPE_BF16 ? f(__nv_bfloat16()) : f(__half());
@@ -859,8 +859,7 @@ template <int N> __device__ __forceinline__ void cp_async_wait() {
     NEEDS_SM80("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-// ex2_approx: 2^x, relative error at most 2^-22; denormal x and results are flushed to 0; 2^-inf =
-// 0.
+// ex2_approx: 2^x, relative error at most 2^-22; flushes denormal x and results to 0; 2^-inf = 0.
 // source: PTX ISA, "Floating Point Instructions: ex2" (ex2.approx.ftz.f32).
 __device__ __forceinline__ float ex2_approx(float x) {
     float y;
@@ -868,8 +867,8 @@ __device__ __forceinline__ float ex2_approx(float x) {
     return y;
 }
 
-// rcp_approx: 1 / x, relative error at most 2^-23; denormal x and results are flushed to 0; 1 / inf
-// = 0.
+// rcp_approx: 1 / x, relative error at most 2^-23; flushes denormal x and results to 0; 1 / inf =
+// 0.
 // source: PTX ISA, "Floating Point Instructions: rcp" (rcp.approx.ftz.f32).
 __device__ __forceinline__ float rcp_approx(float x) {
     float y;
@@ -919,8 +918,7 @@ template <int N> __device__ __forceinline__ void copy_wait() {
 }
 
 // e^x and 1 / x: accurate if E is fp32. For 16-bit types, to which the result is rounded anyway,
-// they use the hardware's approximations (e^x then has a relative error of about 1e-6 for |x| <
-// 10).
+// they use hardware approximations (relative error of e^x: about 1e-6 for |x| < 10).
 template <class E> __device__ inline float fast_exp(float x) {
     return is_fp32<E> ? expf(x) : ex2_approx(LOG2_E * x);
 }
@@ -1417,8 +1415,8 @@ static void gpu_gelu_forward(E *out, const E *inp, size_t n, cudaStream_t stream
 }
 
 // d gelu(x) / dx = s + x s (1 - s) 2 du/dx. 1 - s is computed as exp(-2u) s, which keeps full
-// precision if s is close to 1. If s rounds to 0 or 1, this factor must be exactly 0, because x^3
-// multiplies it.
+// precision if s is close to 1. It is exactly 0, and so is its product with x^3, if exp(-2u)
+// underflows or overflows; fminf avoids inf * 0 in the latter case.
 template <class E> __device__ inline float gelu_slope(float x) {
     constexpr float flat = 2.0f * GELU_SCALE, square = 3.0f * flat * GELU_CUBIC;
     float power = gelu_power<E>(x), s = reciprocal<E>(1.0f + power);
@@ -1634,9 +1632,9 @@ static int matmul_algorithms(cublasLtMatmulHeuristicResult_t *results, cublasSta
     cublasLtMatmulPreference_t preference;
     memset((void *)results, 0, MATMUL_ALGORITHMS * sizeof *results);  // unset bytes are hashed
     if (plan->key.has_bias) {
-        // The heuristic derives an alignment from this address. Always pass one with 16-byte
-        // alignment, because the bias pointer of the last call might change the list from call to
-        // call.
+        // The heuristic derives an alignment from this address. Always pass an address with 16-byte
+        // alignment: the bias pointer left by the last launch could have another one, and the list
+        // would then differ between calls.
         matmul_attribute(plan, CUBLASLT_MATMUL_DESC_BIAS_POINTER,
                          (const void *)((const char *)matmul_library.workspace + 16));
     }
@@ -1697,7 +1695,7 @@ static bool matmul_plan_next(MatmulPlan *plan) {
     const uint64_t own = matmul_algorithm_hash(&plan->algorithm);
     const int found = matmul_algorithms(results, &status, plan, matmul_library.workspace_bytes);
     int next = found;
-    for (int i = 0; i < found; i++) {  // its last occurrence: duplicates end too
+    for (int i = 0; i < found; i++) {  // the last match, in case of duplicates
         next = matmul_algorithm_hash(&results[i].algo) == own ? i + 1 : next;
     }
     if (next < found) {
@@ -2230,7 +2228,7 @@ __global__ void __launch_bounds__(ROW_WARPS *WARP)
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int t = (int)blockIdx.z * ROW_WARPS + warp;
     if (t >= T) {
-        return;  // a whole warp leaves, and no block barrier follows
+        return;  // the whole warp exits; no block barrier follows
     }
     float *o = shared + warp * (HS + WARP), *p = o + HS, m = -INFINITY, l = 0.0f;
     const float c = LOG2_E / sqrtf((float)HS);
@@ -2352,9 +2350,8 @@ __global__ void cache_append_kernel(E *cache, const E *qkv, int positions, int f
 
 constexpr int CACHED_WARPS = 8, CACHED_KEYS = 8;
 
-// A warp's partial results for one query: the largest score m, the sum l of the powers 2^(score -
-// m), and the sum o of the values weighted by these powers; a lane holds channels lane, lane + 32,
-// ...
+// A warp's partial results for one query: m, the largest score; l, the sum of 2^(score - m); o, the
+// sum of the values weighted by these powers. A lane holds channels lane, lane + 32, ....
 template <int D> struct CachedSums {
     float o[D], m, l;
 };
@@ -2414,7 +2411,7 @@ __device__ inline void cached_round(CachedSums<D> &sums, const float (&q)[D], co
 
 // attention_cached_kernel: out (rows,NH,HS) = softmax(q K^T / sqrt(HS)) V for the queries of qkv
 // (rows,3,NH,HS) at positions first, first + 1, ..., over the keys and values of cache (2,NH,
-// positions,HS) up to each query's own position. E as everywhere, sums in fp32.
+// positions,HS) up to each query's own position. All tensors are of E; sums are in fp32.
 // Grid (NH, rows), block CACHED_WARPS warps; HS <= 32 D.
 // 1. A warp processes CACHED_KEYS keys at a time, so that their loads are in flight together: the
 //    kernel is bound by memory latency, not by arithmetic (cached_round).
@@ -2508,6 +2505,7 @@ static void gpu_attention_cached(E *out, E *cache, const E *qkv, int positions, 
 // 4. Rows past T need no mask: queries from T on have Q = dO = 0, D = 0 and LSE2 = inf, so P = 0.
 // source: "FlashAttention-2", algorithm 2, with a separate kernel for dQ instead of its atomic
 // sums.
+
 // attention_backward_dq_kernel: dQ and D, for 16-bit types.
 // dqkv, qkv (B,T,3,NH,HS), dout, out (B,T,NH,HS), drow, lse (B,NH,T); c as in chapter Flash
 // attention forward.
@@ -2625,7 +2623,7 @@ __global__ void __launch_bounds__(WARPS *WARP, 2)
 
     // 7. Only this warp touches its rows of Q in shared memory, so it stages dQ there.
     warp_store_rows<HD, true>(dqkv + q_at, stride, first, T, HS, tile_q, warp_row, scale, dq);
-    __syncthreads();  // every warp has left its sums
+    __syncthreads();  // all warps have written their sums
     head_column_sums<HD, WARPS>(sums + sums_place<BM>(block, T, C), tile_q, 16 * MT, HS);
 }
 
@@ -2732,7 +2730,7 @@ __global__ void __launch_bounds__(WARPS *WARP)
     dqkv += q_at + C;
     warp_store_rows<HD, true>(dqkv, stride, first, T, HS, tile_k, warp_row, scale, dk);
     warp_store_rows<HD, true>(dqkv + C, stride, first, T, HS, tile_v, warp_row, 1.0f, dv);
-    __syncthreads();  // every warp has left its sums
+    __syncthreads();  // all warps have written their sums
     sums += sums_place<BN>(block, T, C) + C;
     head_column_sums<HD, WARPS>(sums, tile_k, 16 * MT, HS);
     head_column_sums<HD, WARPS>(sums + C, tile_v, 16 * MT, HS);
@@ -2745,8 +2743,8 @@ __global__ void __launch_bounds__(WARPS *WARP)
 //   p = 2^(c a.far_a - LSE2),  ds = p (b.far_b - D),  da = scale sum ds far_a,  db = sum p far_b.
 // grid (NH, B, ceil(T / ROW_WARPS)), block 32 ROW_WARPS; dynamic shared memory
 // ROW_WARPS (2 HS + 64) floats: da, db, p and ds of each warp.
-// numerics: fp32 with exp2f; dQ, dK, dV within 7e-7, more if |LSE2| is large (error of its ulp in
-// 2^x).
+// numerics: fp32 with exp2f; dQ, dK, dV within 7e-7, more if |LSE2| is large, because 2^x amplifies
+// its rounding error.
 // budget: threads 128 shared 3072 regs 78 blocks 6 test gpu_attention
 __global__ void __launch_bounds__(ROW_WARPS *WARP)
     attention_backward_rows_kernel(float *dqkv, float *drow, const float *dout, const float *qkv,
@@ -2756,7 +2754,7 @@ __global__ void __launch_bounds__(ROW_WARPS *WARP)
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int t = (int)blockIdx.z * ROW_WARPS + warp;
     if (t >= T) {
-        return;  // a whole warp leaves, and no block barrier follows
+        return;  // the whole warp exits; no block barrier follows
     }
     float *da = shared + warp * (2 * HS + 2 * WARP), *db = da + HS, *p = db + HS, *ds = p + WARP;
     const float c = LOG2_E / sqrtf((float)HS), scale = 1.0f / sqrtf((float)HS);
