@@ -45,10 +45,10 @@
 
 #include <cuda_runtime.h>
 
-// Volume I, whole. What a GPU does not change is written there once: options, memory plan, data,
-// output, checkpoints, the loop; and the fp32 layers there are the oracle that kernels are compared
-// with in this very process (--check). Its functions are static, its main is left out. It keeps to
-// C that is also C++ for this.
+// All of train_gpt2.c. It contains everything that does not depend on the GPU: options, memory
+// plan, data, output, checkpoints and the training loop. Its fp32 layers are the reference that
+// kernels are compared with in the same process (--check). Its functions are static and its main is
+// excluded; it is written in the common subset of C and C++ so that it can be included here.
 #define HOST_DEVICE __host__ __device__
 #define GPT2_CUDA 1
 #include "train_gpt2.c"
