@@ -45,10 +45,10 @@
 
 #include <cuda_runtime.h>
 
-// Volume I, whole. What a GPU does not change is written there once: options, memory plan, data,
-// output, checkpoints, the loop; and the fp32 layers there are the oracle that kernels are compared
-// with in this very process (--check). Its functions are static, its main is left out. It keeps to
-// C that is also C++ for this.
+// All of train_gpt2.c. It contains everything that does not depend on the GPU: options, memory
+// plan, data, output, checkpoints and the training loop. Its fp32 layers are the reference that
+// kernels are compared with in the same process (--check). Its functions are static and its main is
+// excluded; it is written in the common subset of C and C++ so that it can be included here.
 #define HOST_DEVICE __host__ __device__
 #define GPT2_CUDA 1
 #include "train_gpt2.c"
@@ -58,21 +58,23 @@
 
 // -------------------------------------------------------------------------------------------------
 // 24. CUDA prelude
-// Errors, launches, shared memory, and the element types. The same lines serve nvcc and a host
-// compiler that reads dev/cuda_cpu as its CUDA headers (CUDA_CPU is 1 there): what differs stands
-// in this chapter and in chapter Tensor-core toolbox, and the CPU twins in dev/cuda_cpu have the
-// same names.
+// Errors, launches, shared memory, and the element types. The same source is compiled by nvcc and
+// by a host compiler that uses dev/cuda_cpu as its CUDA headers (CUDA_CPU is then 1). All code that
+// differs between the two is in this chapter and in chapter Tensor-core toolbox; the CPU versions
+// in dev/cuda_cpu have the same names.
 // 1. Every CUDA and cuBLASLt call goes through cuda_check or cublas_check: an error ends the run.
-// 2. E is the element type of weights and activations (bf16, fp16 or fp32), G that of the gradients
-//    of matrices (E or fp32). Arithmetic is in fp32; E is only how a number lies in memory. In
-//    kernels of 16-bit types every multiply-add is written fmaf: nvcc itself fuses nothing, so an
-//    expression has the same bits in every kernel and on the CPU. Approximations, there alone, are
-//    ex2_approx and rcp_approx (chapter Tensor-core toolbox). AdamW, the split master and the sum
-//    of the losses take neither: their bits are those of separate operations.
-// 3. Global memory is read and written 16 bytes at a time: a row of E is a multiple of 16 bytes and
-//    starts at a multiple of 16. Each launcher asserts it of all it passes on (check_rows).
-// 4. A limit of a kernel is a named constant: its launcher asserts it, and gpu_settings_check tells
-//    a user before the run.
+// 2. E is the element type of weights and activations (bf16, fp16 or fp32), G the type of the
+//    gradients of matrices (E or fp32). Arithmetic is in fp32; E is only the storage type. In
+//    kernels of 16-bit types every multiply-add is written as fmaf: nvcc contracts nothing itself,
+//    so an expression has the same bits in every kernel and on the CPU. Only these kernels use the
+//    approximations ex2_approx and rcp_approx (chapter Tensor-core toolbox). AdamW, the split
+//    master and the sum of the losses use neither fmaf nor approximations, so their bits are those
+//    of separate operations.
+// 3. Global memory is read and written 16 bytes at a time: a row of E is a multiple of 16 bytes
+//    long and starts at a multiple of 16. Each launcher asserts this for all its arguments
+//    (check_rows).
+// 4. The limits of kernels are named constants: launchers assert them, and gpu_settings_check
+//    reports violations to the user before the run.
 
 #include <cublasLt.h>
 #include <cuda_bf16.h>
@@ -91,13 +93,13 @@
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <type_traits>
-// GPT2_MPI=1 builds in MPI, by which the ranks of mpirun find each other; only the GPU program uses
-// it.
+// GPT2_MPI=1 builds with MPI, which the ranks started by mpirun use to find each other; only the
+// GPU program uses it.
 #ifndef GPT2_MPI
 #define GPT2_MPI 0
 #endif
 #if GPT2_MPI
-#define OMPI_SKIP_MPICXX 1   // MPI's old C++ interface, which would ask for a library of its own
+#define OMPI_SKIP_MPICXX 1   // MPI's old C++ interface needs another library
 #define MPICH_SKIP_MPICXX 1
 #include <mpi.h>
 #endif
@@ -106,7 +108,7 @@
 #define CUDA_CPU 0
 #endif
 
-// What a user can do about the errors that users meet; `call` is the text of what failed.
+// Advice for the errors that users are likely to see; `call`: source text of the failed call.
 static const char *cuda_hint(cudaError_t error, const char *call) {
     switch (error) {
     case cudaErrorMemoryAllocation:
@@ -148,14 +150,14 @@ static void cuda_check_at(cudaError_t error, const char *call, const char *file,
 
 static void cublas_check_at(cublasStatus_t status, const char *call, const char *file, int line) {
     if (status != CUBLAS_STATUS_SUCCESS) {
-        cuda_check_at(cudaGetLastError(), call, file, line);  // a kernel's error, if that is it
+        cuda_check_at(cudaGetLastError(), call, file, line);  // an earlier kernel error
         die("%s:%d: %s: %s; cuBLASLt is out of memory or does not support this product here",
             file, line, call, cublasLtGetStatusName(status));
     }
 }
 
-// NCCL is there where the build found it, GPT2_NCCL=1; without it a program trains on one GPU, so
-// that no call of it is reached, or compiled.
+// GPT2_NCCL=1 if the build found NCCL. Without NCCL the program trains on one GPU; no NCCL call is
+// compiled or reached.
 #if CUDA_CPU
 #include <nccl.h>
 #define GPT2_NCCL EMU_NCCL
@@ -167,8 +169,8 @@ static void cublas_check_at(cublasStatus_t status, const char *call, const char 
 #if NCCL_VERSION_CODE < 21700
 #error "NCCL before 2.17 cannot be told how many blocks to run: `make NCCL=` builds for one GPU"
 #endif
-// What a user can do about an error of NCCL's, whose own text rarely names the cause (NCCL user
-// guide, Troubleshooting: Docker gives a container 64 MB of shared memory; NVIDIA/nccl#1066).
+// Advice for an NCCL error, whose own text rarely names the cause (NCCL user guide,
+// Troubleshooting: Docker gives a container 64 MB of shared memory; NVIDIA/nccl#1066).
 static const char *nccl_hint(void) {
     struct statvfs shm;
     int count = 0;
@@ -191,8 +193,9 @@ static void nccl_check_at(ncclResult_t result, const char *call, const char *fil
 }
 #define nccl_check(...) nccl_check_at((__VA_ARGS__), #__VA_ARGS__, __FILE__, __LINE__)
 
-// Ends the run where NCCL has failed since: its own threads learn of a network's errors, while its
-// kernels wait on. Often another rank has ended, and whoever saw that is to speak first.
+// Ends the run if NCCL has failed asynchronously: its own threads detect network errors while its
+// kernels keep waiting. Often the cause is another rank that has ended. die() then waits for a
+// grace period, so that the process that detected this can report it first.
 static void nccl_ask(ncclComm_t comm) {
     ncclResult_t result;
     nccl_check(ncclCommGetAsyncError(comm, &result));
@@ -211,11 +214,12 @@ typedef struct ncclComm *ncclComm_t;
 #define cuda_check(...) cuda_check_at((__VA_ARGS__), #__VA_ARGS__, __FILE__, __LINE__)
 #define cublas_check(...) cublas_check_at((__VA_ARGS__), #__VA_ARGS__, __FILE__, __LINE__)
 
-// launch(kernel, grid, block, shared_memory_bytes, stream, arguments...) starts a kernel, its
-// arguments converted as in a call. Kernel templates are named with all their arguments. Shared
-// memory is declared by SHARED(type, name, [dims]) and, the bytes given at the launch, by
-// DYN_SHARED(type, name). UNROLL stands before a long loop whose counter must be known to the
-// compiler, so that an array stays in registers; after FORGET the compiler knows nothing of a word.
+// launch(kernel, grid, block, shared_memory_bytes, stream, arguments...) launches a kernel and
+// converts its arguments as in a function call. Kernel templates are named with all their template
+// arguments. SHARED(type, name, [dims]) declares static shared memory, DYN_SHARED(type, name) the
+// dynamic shared memory whose size is given at the launch. UNROLL precedes long loops whose counter
+// must be a compile-time constant so that an array stays in registers. After FORGET the compiler
+// assumes nothing about a variable's value.
 #if !CUDA_CPU
 template <class... P, class... A>
 static void launch_at(const char *file, int line, const char *name, void (*kernel)(P...), dim3 grid,
@@ -242,14 +246,14 @@ static void launch_at(const char *file, int line, const char *name, void (*kerne
 #define FORGET(word) (void)(word)
 #endif
 
-// What there is to know of an element type. A type without a row does not compile.
+// Properties of an element type. A type without a specialization of `traits` does not compile.
 struct Element {
     const char *name;
     Type type;                 // in the plan
     cudaDataType_t cuda_type;  // in cuBLASLt
-    int capability;            // the least that its kernels need, without the dot
-    double unit;               // the largest relative error of rounding to nearest
-    bool narrow;  // few exponents: the loss is scaled, gradients and a master are fp32
+    int capability;            // minimum compute capability of its kernels, without the dot
+    double unit;               // maximum relative error of rounding to nearest
+    bool narrow;  // small exponent range: needs a loss scale, fp32 gradients and fp32 master
 };
 template <class E> constexpr Element traits = E::has_no_row_here;
 template <> constexpr Element traits<float> = {"fp32", TYPE_FP32, CUDA_R_32F, 0, 0x1p-24, false};
@@ -258,14 +262,14 @@ template <>
 constexpr Element traits<__nv_bfloat16> = {"bf16", TYPE_BF16, CUDA_R_16BF, 80, 0x1p-8, false};
 template <class E> constexpr bool is_fp32 = traits<E>.type == TYPE_FP32;  // otherwise 16 bits
 
-// Calls f(E()), E being the element type that `type` names: here alone a run's settings become
-// types. These are the types that it can train in.
+// Calls f(E()), where E is the element type named by `type`. This is the only place that maps a
+// run's settings to types. These are the types that a run can train in.
 template <class F> static void with_type(Type type, F f) {
     check(type <= TYPE_FP16, "no element type %d", (int)type);
     type == TYPE_FP32 ? f(float()) : type == TYPE_BF16 ? f(__nv_bfloat16()) : f(__half());
 }
 
-// The rounding to E is to nearest, ties to even.
+// Conversion to E rounds to nearest, ties to even.
 __host__ __device__ inline float to_float(float x) { return x; }
 __host__ __device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 __host__ __device__ inline float to_float(__half x) { return __half2float(x); }
@@ -298,8 +302,8 @@ template <class E> __device__ inline uint4 pack_to_bits(const Pack<E> &pack) {
     return bits;
 }
 
-// Makes the compiler forget what it knows about a pack, so that it keeps the sixteen bytes in
-// registers and not the numbers in them, converted to fp32, at twice the size.
+// Prevents the compiler from reusing values already converted from a pack, so that registers hold
+// the pack's 16 bytes and not the same values as fp32, which need twice the space.
 template <class E> __device__ inline void pack_forget(Pack<E> &pack) {
     uint4 bits = pack_to_bits(pack);
     FORGET(bits.x);
@@ -317,8 +321,9 @@ template <class E> __device__ inline void pack_store(E *address, const Pack<E> &
     *reinterpret_cast<uint4 *>(address) = pack_to_bits(pack);
 }
 
-// A bf16 number's bits, and back. By memcpy: CUDA 12.0 and 12.1 have __bfloat16_as_ushort and
-// __ushort_as_bfloat16 from sm_80 on alone, and code that traps on an sm_75 must still compile.
+// The bits of a bf16 number, and back. By memcpy, because CUDA 12.0 and 12.1 provide
+// __bfloat16_as_ushort and __ushort_as_bfloat16 only from sm_80 on, and code for sm_75 must compile
+// even if it traps.
 __device__ __forceinline__ uint16_t bf16_bits(__nv_bfloat16 x) {
     uint16_t bits;
     memcpy(&bits, &x, sizeof bits);
@@ -345,8 +350,8 @@ template <class E> __device__ __forceinline__ uint32_t pack2(float lo, float hi)
     return bits;
 }
 
-// unpack2: the two numbers in a register. bf16 by a shift and a mask: element by element the
-// compiler would first move each upper half down.
+// unpack2: the two numbers in a register. bf16 uses a shift and a mask; for element-wise conversion
+// the compiler would first move each upper half down.
 template <class E>
 __device__ __forceinline__ void unpack2(float *lo, float *hi, uint32_t bits) {
     if constexpr (std::is_same_v<E, __nv_bfloat16>) {
@@ -358,7 +363,7 @@ __device__ __forceinline__ void unpack2(float *lo, float *hi, uint32_t bits) {
     }
 }
 
-// A pack's numbers as floats, and floats rounded to a pack; of 16-bit types two at a time.
+// Converts a pack to floats, and floats to a pack with rounding; 16-bit types two at a time.
 template <class E>
 __device__ inline void pack_to_floats(float (&x)[Pack<E>::size], const Pack<E> &pack) {
     if constexpr (is_fp32<E>) {
@@ -389,8 +394,8 @@ template <class E> __device__ inline Pack<E> pack_round(const float (&x)[Pack<E>
     }
 }
 
-// max2: the larger of each half of two registers, as fmaxf has it. One HMNMX2 from sm_80 on; before
-// it CUDA 12.0 and 12.1 have __hmax2 of fp16 alone.
+// max2: fmaxf of each half of two registers. One HMNMX2 instruction from sm_80 on; for older GPUs
+// CUDA 12.0 and 12.1 provide __hmax2 only for fp16.
 template <class E> __device__ __forceinline__ uint32_t max2(uint32_t a, uint32_t b) {
     constexpr bool is_bf16 = std::is_same_v<E, __nv_bfloat16>;
 #if CUDA_CPU
@@ -415,7 +420,7 @@ template <class E> __device__ __forceinline__ uint32_t max2(uint32_t a, uint32_t
     }
 }
 
-// Each number of `top` becomes the larger of itself and the pack's.
+// top[i] = max(top[i], pack[i]).
 template <class E> __device__ inline void pack_raise(Pack<E> &top, const Pack<E> &pack) {
     if constexpr (is_fp32<E>) {
         UNROLL
@@ -441,8 +446,8 @@ template <class E> __device__ inline float pack_max(const Pack<E> &pack) {
     }
 }
 
-// A pack's first n numbers (n may be below 0 or beyond its end) and minus infinity in place of the
-// others.
+// Keeps a pack's first n numbers and replaces the others by minus infinity; n may be negative or
+// larger than the pack.
 template <class E> __device__ inline void pack_keep(Pack<E> &pack, int n) {
     if constexpr (is_fp32<E>) {
         for (int i = 0; i < Pack<E>::size; i++) {
@@ -463,7 +468,7 @@ template <class E> __device__ inline void pack_keep(Pack<E> &pack, int n) {
     }
 }
 
-// n numbers at `address` as floats, and back: n / Pack<T>::size accesses of 16 bytes.
+// Loads n numbers at `address` as floats, and stores them: n / Pack<T>::size accesses of 16 bytes.
 template <class T, int n> __device__ inline void vector_load(float (&x)[n], const T *address) {
     static_assert(n % Pack<T>::size == 0, "less than sixteen bytes");
     UNROLL
@@ -490,15 +495,16 @@ template <class T, int n> __device__ inline void vector_store(T *address, const 
     }
 }
 
-// Where NCCL has failed a rank must not wait for ever inside CUDA: until query(), of a stream or an
-// event, says that it is done, NCCL is asked ten times a second. By the thread that calls it for
-// all else, as a communicator is for one thread at a time (NCCL user guide, "Thread Safety"). A
-// launch into a queue that is full waits without that: there --timeout ends the run.
-static ncclComm_t nccl_open;  // null: this process has none
+// If NCCL has failed, a rank must not wait forever inside CUDA. Until query() of a stream or event
+// reports completion, this polls NCCL for errors ten times a second. It runs in the thread that
+// makes all other NCCL calls, because a communicator may be used by one thread at a time only (NCCL
+// user guide, "Thread Safety"). A launch into a full queue blocks without polling; --timeout then
+// ends the run.
+static ncclComm_t nccl_open;  // null: this process has no communicator
 template <class Query> static void nccl_look(Query query) {
     double asked_ms = now_ms();
     while (nccl_open && query() == cudaErrorNotReady) {
-        (void)cudaGetLastError();  // that is no error, but is kept as one
+        (void)cudaGetLastError();  // clear cudaErrorNotReady, which CUDA records as an error
         if (now_ms() - asked_ms > 100) {
             nccl_ask(nccl_open);
             asked_ms = now_ms();
@@ -507,24 +513,26 @@ template <class Query> static void nccl_look(Query query) {
     }
 }
 
-// Waits for all that is on the stream.
+// Waits until all work on the stream has completed.
 static void stream_wait(cudaStream_t stream) {
     nccl_look([=] { return cudaStreamQuery(stream); });
     cuda_check(cudaStreamSynchronize(stream));
 }
 
-// A copy between either home and the host's own memory in the order of `stream`, finished when the
-// call returns. (cudaMemcpy runs on the default stream, which our stream does not wait for; and a
-// copy from host to host need not wait for its own.)
+// Copies between a buffer, on the device or in pinned host memory, and ordinary host memory, in
+// stream order; complete on return. (cudaMemcpy would run on the default stream, with which our
+// stream does not synchronize; a host-to-host copy may not wait for earlier work even on its own
+// stream.)
 static void copy_wait(void *to, const void *from, size_t bytes, cudaStream_t stream) {
     stream_wait(stream);
     cuda_check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream));
     stream_wait(stream);
 }
 
-// Milliseconds that work(i) takes on the stream, i = 0, 1, ...: the median of `rounds` (at most 99)
-// measurements, each the mean of so many calls that half a millisecond passes, or of 32. Warmed up:
-// the first call is not in them, nor is the second, which says how many calls that makes.
+// Milliseconds that work(i), i = 0, 1, ..., takes on the stream: the median of `rounds` (at most
+// 99) measurements. Each measurement is the mean of as many calls as take half a millisecond, at
+// most 32. The first call warms up and the second determines the number of calls per measurement;
+// neither is included.
 template <class Work> static double gpu_time_ms(int rounds, cudaStream_t stream, Work work) {
     double ms[99];
     cudaEvent_t begin, end;
@@ -553,8 +561,8 @@ template <class Work> static double gpu_time_ms(int rounds, cudaStream_t stream,
     return median(ms, rounds);
 }
 
-// check_rows(E, columns, pointers...): rows of `columns` numbers of E are multiples of 16 bytes and
-// so is every pointer, or the run ends. A null pointer is an operand left out.
+// check_rows(E, columns, pointers...): checks that rows of `columns` numbers of E are multiples of
+// 16 bytes and that every pointer is 16-byte aligned. A null pointer is an omitted operand.
 #define check_rows(E, columns, ...)                                                                \
     check_rows_at<E>(__func__, columns, #__VA_ARGS__, {__VA_ARGS__})
 template <class E>
@@ -570,23 +578,24 @@ static void check_rows_at(const char *launcher, size_t columns, const char *name
     }
 }
 
-constexpr int CHANNELS_MAX = 4096;  // a block of LayerNorm's backward spans a row, in fp32 too
-constexpr int CHANNELS_UNIT = 8;    // sixteen bytes of 16-bit numbers; ranges of AdamW count in it
-constexpr int GRID_YZ_MAX = 65535;  // blocks in y and z (CUDA C++ Programming Guide)
-constexpr int LENGTH_MAX = 4 * GRID_YZ_MAX;  // tokens: fp32 attention takes four rows a block
+constexpr int CHANNELS_MAX = 4096;  // one block of LayerNorm's backward spans a row, even in fp32
+constexpr int CHANNELS_UNIT = 8;    // 16 bytes of a 16-bit type; also the unit of AdamW's ranges
+constexpr int GRID_YZ_MAX = 65535;  // maximum grid size in y and z (CUDA C++ Programming Guide)
+constexpr int LENGTH_MAX = 4 * GRID_YZ_MAX;  // tokens: fp32 attention processes four rows per block
 
 // -------------------------------------------------------------------------------------------------
 // 25. Warp and block toolbox
-// Sums and maxima over a warp and over a block. 1. The order of every sum is fixed by the shape
-// alone, so the same input gives the same bits on every run; no float atomics exist in this file.
-// 2. All threads of a warp or block take part, and all of them get the result. 3. Random numbers on
-// the device are the philox4x32 of chapter Random numbers itself.
+// Sums and maxima over a warp and over a thread block.
+// 1. The order of every sum is fixed by the shape alone, so the same input gives the same bits in
+//    every run; this file contains no float atomics.
+// 2. All threads of a warp or block participate, and all of them get the result.
+// 3. Random numbers on the device come from philox4x32 of chapter Random numbers itself.
 
 constexpr int WARP = 32;
 constexpr int BLOCK_MAX = 1024;
 constexpr unsigned ALL_LANES = 0xffffffffu;
 
-// Butterfly over 16, 8, 4, 2, 1: every lane forms the same sum in the same order.
+// Butterfly reduction over 16, 8, 4, 2, 1: every lane computes the same sum in the same order.
 __device__ inline float warp_sum(float x) {
     for (int lanes = WARP / 2; lanes > 0; lanes /= 2) {
         x += __shfl_xor_sync(ALL_LANES, x, lanes);
@@ -601,11 +610,12 @@ __device__ inline float warp_max(float x) {
     return x;
 }
 
-// Combines each of n numbers over the blockDim.x threads (a multiple of WARP) of a row of the
-// block; the blockDim.y rows lie side by side. nothing: what changes no number it is combined with.
-// One warp a row needs no barrier, so such rows may go their own ways; otherwise every thread of
-// the block calls it. WARPS: blockDim.x / WARP where that is a constant; the warps' numbers are
-// then taken in order, otherwise by a butterfly as within a warp, which is quicker for many warps.
+// Reduces each of n numbers over the blockDim.x threads (a multiple of WARP) of a row of the thread
+// block; the blockDim.y rows are reduced independently. nothing: neutral element of `combine`. Rows
+// of a single warp need no barrier, so they may diverge; otherwise every thread of the block must
+// call this. WARPS: blockDim.x / WARP if that is a constant; the warps' values are then combined in
+// order. Otherwise (0) they are combined by a butterfly as within a warp, which is faster for many
+// warps.
 template <int WARPS, int n, class F>
 __device__ inline void row_combine(float (&x)[n], float nothing, F combine) {
     SHARED(float, values, [n][BLOCK_MAX / WARP]);
@@ -627,7 +637,7 @@ __device__ inline void row_combine(float (&x)[n], float nothing, F combine) {
     if (warps == 1) {
         return;
     }
-    __syncthreads();  // all values of warps are written
+    __syncthreads();  // all warps' values are written
     UNROLL
     for (int i = 0; i < n; i++) {
         if constexpr (WARPS) {
@@ -639,7 +649,7 @@ __device__ inline void row_combine(float (&x)[n], float nothing, F combine) {
             x[i] = butterfly(lane < warps ? values[i][first + lane] : nothing);
         }
     }
-    __syncthreads();  // all are read: the next call may overwrite them
+    __syncthreads();  // all values are read: the next call may overwrite them
 }
 
 template <int WARPS = 0, int n> __device__ inline void row_sum(float (&x)[n]) {
@@ -658,15 +668,15 @@ __device__ inline float row_max(float x) {
     return maximum[0];
 }
 
-// Element i of a pack is added to sums[i % 4]: four sums do not wait for each other's additions.
-// This is their sum.
+// Kernels add element i of a pack to sums[i % 4], because four independent sums do not wait for
+// each other's additions. This returns their total.
 __device__ inline float add_four(const float (&sums)[4]) {
     return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
 // Sums each of a thread's `n` numbers over threadIdx.y, in the order of y; the threads with y = 0
-// get the sums. buffer: blockDim.x * blockDim.y * n floats of shared memory, free again when the
-// call returns.
+// get the sums. buffer: blockDim.x * blockDim.y * n floats of shared memory, which may be reused
+// when the call returns.
 template <int n> __device__ inline void column_sum(float (&x)[n], float *buffer) {
     if (blockDim.y == 1) {
         return;
@@ -688,8 +698,8 @@ template <int n> __device__ inline void column_sum(float (&x)[n], float *buffer)
     __syncthreads();  // all numbers are read: the buffer may be used again
 }
 
-// f(i) for i = first, first + step, ... below `end`, added up in that order. Four calls' loads are
-// in flight together: a kernel of few threads waits for memory a quarter as often.
+// Sum of f(i) for i = first, first + step, ... below `end`, in that order. The loads of four calls
+// are in flight together, so that a kernel with few threads waits for memory a quarter as often.
 template <class F>
 __device__ inline float sum_strided(int first, int step, int end, F f) {
     constexpr int AHEAD = 4;
@@ -698,7 +708,7 @@ __device__ inline float sum_strided(int first, int step, int end, F f) {
         float x[AHEAD];
         UNROLL
         for (int k = 0; k < AHEAD; k++) {
-            x[k] = i + k * step < end ? f(i + k * step) : 0.0f;  // sum + 0 is sum: it is no -0
+            x[k] = i + k * step < end ? f(i + k * step) : 0.0f;  // sum is never -0, so + 0 is exact
         }
         UNROLL
         for (int k = 0; k < AHEAD; k++) {
@@ -708,12 +718,12 @@ __device__ inline float sum_strided(int first, int step, int end, F f) {
     return sum;
 }
 
-// Second stage of sums over rows, of up to three tables: sums.x[k][column] += partials[k][part]
-// [column] summed over the parts, k = blockIdx.y. Thread y takes the parts y, y + blockDim.y, ...,
-// then the threads' sums are added in order. partials (tables, parts, columns) fp32. Grid
+// Second stage of sums over rows, for up to three tables: sums.x[k][column] += the sum over the
+// parts of partials[k][part][column], k = blockIdx.y. Thread y adds the parts y, y + blockDim.y,
+// ..., then the threads' sums are added in order. partials (tables, parts, columns) fp32. Grid
 // (columns / 32, tables), block (32, 1..32).
 struct ColumnSums {
-    float *x[3];  // (columns) each; the first null is the end
+    float *x[3];  // (columns) each; the first null pointer ends the list
 };
 
 // budget: threads 1024 shared 4096 regs 38 blocks 1 test gpu_layernorm
@@ -733,7 +743,7 @@ static __global__ void partials_add_kernel(ColumnSums sums, const float *partial
     }
 }
 
-// The tables that `sums` names += the sums over the parts of partials (tables, parts, columns).
+// Adds to each table in `sums` the sum over the parts of partials (tables, parts, columns).
 static void gpu_partials_add(ColumnSums sums, const float *partials, int parts, int columns,
                              cudaStream_t stream) {
     int slices = ceil_div(parts, 8) < WARP ? ceil_div(parts, 8) : WARP;
@@ -744,14 +754,16 @@ static void gpu_partials_add(ColumnSums sums, const float *partials, int parts, 
 
 // -------------------------------------------------------------------------------------------------
 // 26. Tensor-core toolbox
-// Each PTX instruction that this program uses is wrapped here once, and nothing else contains asm.
-// 1. Lane l of a warp is named by g = l / 4 and t = l % 4, as in the PTX ISA's fragment pictures.
+// Each PTX instruction that this program uses is wrapped here once; no other chapter issues one.
+// 1. Lane l of a warp is described by g = l / 4 and t = l % 4, as in the PTX ISA's fragment
+//    figures.
 // 2. A 32-bit register holds two 16-bit elements; the low half is the lower row, column or k.
-// 3. E is __nv_bfloat16 or __half; sm_75 has __half alone. What sm_80 brought, a product over 16 k
-//    and copies behind the registers' back, traps before it; mma_k16 and copy_16 with copy_commit
-//    and copy_wait take there what sm_75 has, so that kernels, which call these, have one text.
-// 4. On the CPU the twins of the same names in dev/cuda_cpu/emu_ptx.h do the same to the letter of
-//    the ISA, except that cp.async copies as late as it may and that ex2 and rcp round correctly.
+// 3. E is __nv_bfloat16 or __half; sm_75 supports only __half. The features introduced with sm_80,
+//    an mma with k = 16 and asynchronous copies that bypass registers, trap on older GPUs. mma_k16,
+//    copy_16, copy_commit and copy_wait fall back to sm_75's features there, so kernels that call
+//    these have one source for all GPUs.
+// 4. On the CPU, functions of the same names in dev/cuda_cpu/emu_ptx.h follow the ISA exactly,
+//    except that cp.async copies as late as allowed and that ex2 and rcp are correctly rounded.
 
 constexpr float LOG2_E = 1.44269504f, LN_2 = 0.693147181f;
 
@@ -766,9 +778,9 @@ constexpr float LOG2_E = 1.44269504f, LN_2 = 0.693147181f;
 
 // mma_m16n8k16: d = a b + c for one warp; a is 16x16, b 16x8, c and d 16x8 in fp32.
 //   a[j] row g + 8 (j % 2), columns 2t + 8 (j / 2) and the next;  b[j] k = 2t + 8j and the next,
-//   column g;  c[i], d[i] row g + 8 (i / 2), column 2t + i % 2. So the accumulators of two
-//   neighbouring n8 tiles are, packed, the a of a product that sums over their columns.
-// numerics: products exact, sums in fp32 in an order that the hardware chooses (always the same).
+//   column g;  c[i], d[i] row g + 8 (i / 2), column 2t + i % 2. Hence the accumulators of two
+//   neighbouring n8 tiles, packed, are the operand a of an mma that sums over their columns.
+// numerics: exact products, fp32 sums in an order chosen by the hardware (always the same).
 // source: PTX ISA, "Warp Level Matrix Multiply-Accumulate Instructions: mma" and "Matrix Fragments
 //   for mma.m16n8k16 with floating point type".
 template <class E>
@@ -790,9 +802,9 @@ __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[
     }
 }
 
-// mma_m16n8k8: the same for fp16 where a is 16x8 and b 8x8: a[j] row g + 8j, columns 2t and the
-//   next;  b k = 2t and the next, column g. So it is half of mma_m16n8k16: a[0], a[1] and b[0], or
-//   the others. From sm_75 on.
+// mma_m16n8k8: the same for fp16 with a 16x8 and b 8x8: a[j] row g + 8j, columns 2t and the
+//   next;  b k = 2t and the next, column g. It is half of mma_m16n8k16, with a[0], a[1] and b[0] or
+//   with a[2], a[3] and b[1]. From sm_75 on.
 // source: PTX ISA, "Matrix Fragments for mma.m16n8k8".
 __device__ __forceinline__ void mma_m16n8k8(float (&d)[4], const uint32_t (&a)[2], uint32_t b,
                                             const float (&c)[4]) {
@@ -802,10 +814,10 @@ __device__ __forceinline__ void mma_m16n8k8(float (&d)[4], const uint32_t (&a)[2
                  : "r"(a[0]), "r"(a[1]), "r"(b), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
 
-// ldmatrix_x4: four 8x8 matrices of 16-bit elements from shared memory. Lane l gives the place of
-// row l % 8 of matrix l / 8, `offset` bytes from `tile`: 16 bytes, 16-byte aligned. r[j] is row g,
-// columns 2t and 2t + 1 of matrix j; with TRANS it is rows 2t and 2t + 1 of column g. A part of
-// `offset` that is a constant costs nothing: it stands in the instruction.
+// ldmatrix_x4: loads four 8x8 matrices of 16-bit elements from shared memory. Lane l passes the
+// address of row l % 8 of matrix l / 8, `offset` bytes from `tile`: 16 bytes, 16-byte aligned. r[j]
+// receives row g, columns 2t and 2t + 1 of matrix j; with TRANS, rows 2t and 2t + 1 of column g. A
+// constant part of `offset` is free: it becomes the instruction's immediate offset.
 // source: PTX ISA, "Warp-level matrix load instruction: ldmatrix".
 template <bool TRANS>
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void *tile, uint32_t offset) {
@@ -823,10 +835,11 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void *tile, 
     }
 }
 
-// Starts a copy of 16 bytes, global to shared, past the registers and the L1 cache; both addresses
-// are 16-byte aligned; where `valid` is false zeros are written and src is not read (src-size). The
-// bytes may be read after a commit, a wait that covers the group, and, for the bytes that other
-// threads copied, a barrier. Source: PTX ISA, "Data Movement and Conversion: cp.async".
+// Starts an asynchronous copy of 16 bytes from global to shared memory, bypassing registers and the
+// L1 cache; both addresses are 16-byte aligned. If `valid` is false, zeros are written and src is
+// not read (src-size). The bytes may be read after a commit, a wait that covers the group and, for
+// bytes copied by other threads, a barrier. Source: PTX ISA, "Data Movement and Conversion:
+// cp.async".
 __device__ __forceinline__ void cp_async_16_zfill(void *dst, const void *src, bool valid) {
     NEEDS_SM80("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
                    (uint32_t)__cvta_generic_to_shared(dst)),
@@ -834,19 +847,19 @@ __device__ __forceinline__ void cp_async_16_zfill(void *dst, const void *src, bo
                : "memory");
 }
 
-// Closes the group of copies that this thread has started since the last commit.
+// Commits the copies that this thread has started since its last commit, as one group.
 // source: PTX ISA, "cp.async.commit_group".
 __device__ __forceinline__ void cp_async_commit() {
     NEEDS_SM80("cp.async.commit_group;" ::: "memory");
 }
 
-// Waits until at most the N youngest groups of this thread are still in flight.
+// Waits until at most the N most recent groups of this thread are still in flight.
 // source: PTX ISA, "cp.async.wait_group".
 template <int N> __device__ __forceinline__ void cp_async_wait() {
     NEEDS_SM80("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-// ex2_approx: 2^x, relative error at most 2^-22; denormal x and results count as 0; 2^-inf = 0.
+// ex2_approx: 2^x, relative error at most 2^-22; flushes denormal x and results to 0; 2^-inf = 0.
 // source: PTX ISA, "Floating Point Instructions: ex2" (ex2.approx.ftz.f32).
 __device__ __forceinline__ float ex2_approx(float x) {
     float y;
@@ -854,8 +867,8 @@ __device__ __forceinline__ float ex2_approx(float x) {
     return y;
 }
 
-// rcp_approx: 1 / x, relative error at most 2^-23; a denormal x counts as 0, a denormal result is
-// 0, and so is 1 / inf.
+// rcp_approx: 1 / x, relative error at most 2^-23; flushes denormal x and results to 0; 1 / inf =
+// 0.
 // source: PTX ISA, "Floating Point Instructions: rcp" (rcp.approx.ftz.f32).
 __device__ __forceinline__ float rcp_approx(float x) {
     float y;
@@ -864,12 +877,12 @@ __device__ __forceinline__ float rcp_approx(float x) {
 }
 #undef NEEDS_SM80
 #else
-#define BEFORE_SM80 (emu::set.cc < 80)  // the capability of the emulated GPU is a setting
+#define BEFORE_SM80 (emu::set.cc < 80)  // the emulated GPU's capability is a setting
 #endif
 
-// mma_k16: mma_m16n8k16, and before sm_80 its two halves, one after the other.
-// numerics: there a sum of sixteen products is rounded once more in the middle, so its last bits
-// may be others than sm_80's; on the CPU, which adds product by product, they are the same.
+// mma_k16: mma_m16n8k16 or, before sm_80, its two halves one after the other.
+// numerics: before sm_80 a sum of sixteen products is rounded once more in the middle, so its last
+// bits may differ from sm_80's; on the CPU, which adds product by product, they are the same.
 template <class E>
 __device__ __forceinline__ void mma_k16(float (&d)[4], const uint32_t (&a)[4],
                                         const uint32_t (&b)[2], const float (&c)[4]) {
@@ -881,9 +894,9 @@ __device__ __forceinline__ void mma_k16(float (&d)[4], const uint32_t (&a)[4],
     }
 }
 
-// copy_16, copy_commit, copy_wait: the contracts of cp_async_16_zfill, cp_async_commit and
-// cp_async_wait. Before sm_80 the bytes pass through registers and are there at once, but for what
-// a barrier publishes: the load is waited for, while another block of the SM computes.
+// copy_16, copy_commit, copy_wait: as cp_async_16_zfill, cp_async_commit and cp_async_wait. Before
+// sm_80 the copy goes through registers and is synchronous; only the barrier is still needed before
+// other threads read it. The thread stalls on the load, while other blocks of the SM compute.
 __device__ __forceinline__ void copy_16(void *dst, const void *src, bool valid) {
     if (BEFORE_SM80) {
         *(uint4 *)dst = valid ? *(const uint4 *)src : make_uint4(0, 0, 0, 0);
@@ -904,8 +917,8 @@ template <int N> __device__ __forceinline__ void copy_wait() {
     }
 }
 
-// e^x and 1 / x: accurate where E is fp32; where the result will be rounded to sixteen bits anyway
-// the hardware's approximations (e^x then has a relative error of about 1e-6 for |x| < 10).
+// e^x and 1 / x: accurate if E is fp32. For 16-bit types, to which the result is rounded anyway,
+// they use hardware approximations (relative error of e^x: about 1e-6 for |x| < 10).
 template <class E> __device__ inline float fast_exp(float x) {
     return is_fp32<E> ? expf(x) : ex2_approx(LOG2_E * x);
 }
@@ -919,17 +932,19 @@ template <class E> __device__ inline float reciprocal(float x) {
 
 // -------------------------------------------------------------------------------------------------
 // 27. Embedding
-// Forward, a gather. Backward, sums in a fixed order without atomics: a position's rows are added
-// over the batch; a token's rows are brought together by a counting sort of the batch's tokens,
-// done on the host where the batch is made and uploaded with it. 1. The sort is stable, so a
-// token's rows are added in the order of the batch. 2. The gradient of wte is read and written once
-// for each token that occurs; wte is also the classifier's weight, whose gradient is already there.
+// The forward pass is a gather. The backward pass uses sums in a fixed order, without atomics: the
+// gradient of a position is the sum of its rows over the batch; a token's rows are grouped by a
+// counting sort of the batch's tokens, done on the host when the batch is prepared and uploaded
+// with it.
+// 1. The sort is stable, so a token's rows are added in batch order.
+// 2. The gradient of wte is read and written once for each token that occurs. It already contains
+//    the gradient from the classifier, whose weight is also wte.
 
 constexpr int EMBEDDING_THREADS = 256;
-constexpr int EMBEDDING_ROWS = 8;  // most threads that share the rows of one token, or of one block
-constexpr int POSITIONS_MAX = INT_MAX - 8 * EMBEDDING_THREADS;  // elements of wpe: an int's
+constexpr int EMBEDDING_ROWS = 8;  // maximum blockDim.y of the kernels here
+constexpr int POSITIONS_MAX = INT_MAX - 8 * EMBEDDING_THREADS;  // limit of int indices into wpe
 
-// The token plan of a batch, in one array of 3 N + 1 ints so that one copy uploads it.
+// The token plan of a batch, in one array of 3 N + 1 ints so that a single copy uploads it.
 //   order (N): the rows, grouped by token; start (N + 1): segment s is order[start[s]] ..
 //   order[start[s+1]-1]; token (N): the token of segment s.
 struct EmbeddingPlan {
@@ -956,7 +971,7 @@ static int embedding_sort(int *ints, int *counts, const Token *tokens, int N, in
             plan.start[segments] = rows;
             plan.token[segments++] = v;
             rows += counts[v];
-            counts[v] = plan.start[segments - 1];  // from here on: where the token's next row goes
+            counts[v] = plan.start[segments - 1];  // now the position of the token's next row
         }
     }
     plan.start[segments] = N;
@@ -967,8 +982,8 @@ static int embedding_sort(int *ints, int *counts, const Token *tokens, int N, in
 }
 
 // out[row] = wte[tokens[row]] + wpe[row % T]. out (B,T,C), wte (Vp,C), wpe (T or more,C) of E;
-// tokens (B,T). Block (32 packs of a row, rows), grid (B T / rows, C / (32 packs)). Exact but for
-// the rounding to fp32 and E.
+// tokens (B,T). Block (32 packs of a row, rows), grid (B T / rows, C / (32 packs)). Exact except
+// for the rounding to fp32 and E.
 // budget: <bf16> threads 256 regs 24 blocks 6 test gpu_embedding
 template <class E>
 __global__ void embedding_forward_kernel(E *out, const int *tokens, const E *wte, const E *wpe,
@@ -986,7 +1001,7 @@ __global__ void embedding_forward_kernel(E *out, const int *tokens, const E *wte
     }
 }
 
-// Blocks of EMBEDDING_ROWS positions. Rows of C elements are whole packs.
+// Each thread block handles up to EMBEDDING_ROWS rows. C must be a multiple of the pack size.
 template <class E>
 static void gpu_embedding_forward(E *out, const int *tokens, const E *wte, const E *wpe, int B,
                                   int T, int C, cudaStream_t stream) {
@@ -998,8 +1013,8 @@ static void gpu_embedding_forward(E *out, const int *tokens, const E *wte, const
 }
 
 // dwpe[t] = (first) or += sum over b of dout[b][t], b ascending; with `first`, rows T .. max_T - 1
-// become zero.
-//   dwpe (max_T,C) of G, dout (B,T,C) of E. A thread for each 16 bytes of dout's rows.
+// are set to zero.
+//   dwpe (max_T,C) of G, dout (B,T,C) of E. One thread per 16 bytes of a row of dout.
 // budget: <bf16> threads 256 regs 40 blocks 6 test gpu_embedding
 template <class E, class G>
 __global__ void embedding_backward_position_kernel(G *dwpe, const E *dout, int B, int T, int C,
@@ -1053,9 +1068,9 @@ __global__ void embedding_backward_token_kernel(G *dwte, const E *dout, const in
     }
 }
 
-// dwte (Vp,C) += and dwpe (max_T,C) = (first) or += the gradients of the embedding, both of G; dout
-// (B,T,C) of E. plan: device copy of embedding_sort's ints for the same tokens, and its number of
-// segments.
+// Gradients of the embedding: dwte (Vp,C) += and dwpe (max_T,C) = (first) or +=, both of G; dout
+// (B,T,C) of E. plan_ints: device copy of the ints that embedding_sort made for the same tokens;
+// segments: the number it returned.
 template <class E, class G>
 static void gpu_embedding_backward(G *dwte, G *dwpe, const E *dout, int *plan_ints, int segments,
                                    int B, int T, int C, int max_T, bool first,
@@ -1076,20 +1091,20 @@ static void gpu_embedding_backward(G *dwte, G *dwpe, const E *dout, int *plan_in
 
 // -------------------------------------------------------------------------------------------------
 // 28. LayerNorm and residual
-// The residual stream is added where the bytes already pass: forward, the matmul before it writes
-// inp weight^T + bias + residual (chapter Matmul), so LayerNorm itself reads one tensor and writes
-// one; backward, LayerNorm adds its gradient to the residual's. 1. A row is normalised in fp32, its
-// mean and variance in two passes over registers. 2. The number of partial sums depends on the
-// shape alone, never on the GPU.
+// The residual stream is added by kernels that process the data anyway. Forward, the preceding
+// matmul writes inp weight^T + bias + residual (chapter Matmul), so LayerNorm itself reads one
+// tensor and writes one. Backward, LayerNorm adds its gradient to the residual's.
+// 1. A row is normalised in fp32; its mean and variance are computed in two passes over registers.
+// 2. The number of partial sums depends on the shape alone, never on the GPU.
 
-constexpr int LAYERNORM_PACKS = 4;      // 16-byte loads that a thread of the forward kernel holds
-constexpr int LAYERNORM_ROWS = 8;       // of one warp each that share a block there
-constexpr int LAYERNORM_PARTS = 256;    // most partial sums of dweight and dbias
-constexpr int LAYERNORM_THREADS = 384;  // of a block of the backward kernel, where a row is shorter
+constexpr int LAYERNORM_PACKS = 4;      // 16-byte loads held by a thread of the forward kernel
+constexpr int LAYERNORM_ROWS = 8;       // one-warp rows per block of the forward kernel
+constexpr int LAYERNORM_PARTS = 256;    // maximum number of partial sums of dweight and dbias
+constexpr int LAYERNORM_THREADS = 384;  // per block of the backward kernel, unless a row needs more
 constexpr float LAYERNORM_EPS = 1e-5f;
 
-// Calls f(C), where C is a constant at the channels of the presets: kernels of 16-bit types then
-// know the end of every loop. Otherwise it is 0, and they take C at run time.
+// Calls f(C) with C as a compile-time constant if it is the width of a preset, so that kernels of
+// 16-bit types know all loop bounds. Otherwise calls f(0), and the kernels take C at run time.
 template <class E, class F> static void with_channels(int C, F f) {
     if constexpr (!is_fp32<E>) {
         switch (C) {
@@ -1105,11 +1120,12 @@ template <class E, class F> static void with_channels(int C, F f) {
 
 // out = (inp - mean) * rstd * weight + bias for each row, rstd = 1 / sqrt(variance + 1e-5).
 //   out, inp (N,C), weight, bias (C) of E; mean, rstd (N) fp32.
-// Block (32 or more threads a row, rows). With C a constant, CC, a row belongs to one warp, eight
-// rows to a block; otherwise (CC 0) a thread has up to LAYERNORM_PACKS packs: a row of at most 1024
-// 16-bit elements belongs to one warp, and eight such rows share a block; longer rows have a block
-// each. Bytes: reads and writes every row once. Measured on the CPU layer, C 48..1600, of the
-// tensor's norm: fp32 out 1.1e-7, mean 1.5e-7, rstd 7e-8; bf16 what rounding the output loses.
+// Block (32 or more threads per row, rows). With C a constant, CC, one warp processes a row and a
+// block has eight rows. Otherwise (CC 0) a thread holds up to LAYERNORM_PACKS packs: one warp
+// processes a row of up to 1024 16-bit elements, and up to eight such rows share a block; each
+// longer row has its own block. Bytes: reads and writes every row once. Errors relative to the
+// tensor's norm, measured on the CPU layer, C 48..1600: fp32 out 1.1e-7, mean 1.5e-7, rstd 7e-8;
+// bf16 the rounding error of the output.
 // budget: <bf16, 0> threads 256 regs 64 blocks 4 test gpu_layernorm
 // budget: <bf16, 768> threads 256 regs 48 blocks 5 instr/elem 13.2 of 24 test gpu_layernorm
 // budget: <bf16, 1024> threads 256 regs 63 blocks 4 instr/elem 12.2 of 32 test gpu_layernorm
@@ -1125,15 +1141,16 @@ __global__ void __launch_bounds__(CC ? LAYERNORM_ROWS * WARP : BLOCK_MAX)
     const int C = CC ? CC : channels, row_threads = CC ? WARP : blockDim.x;
     const float inverse_C = 1.0f / (float)C;
     auto row_mean_of = [&](float x) { return (CC ? warp_sum(x) : row_sum(x)) * inverse_C; };
-    // Whether this thread has a pack k, which begins at column c: all have but for the last.
+    // True if this thread has a pack k, starting at column c. Only a row's last packs can be
+    // missing.
     auto has = [&](int k, int c) { return (k + 1) * WARP * size <= CC || c < C; };
     int row = blockIdx.x * blockDim.y + threadIdx.y;
     if (row >= N) {
-        return;  // a whole warp: blocks of several rows have one warp a row, and meet no barrier
+        return;  // a whole warp; blocks of several rows contain no barrier
     }
     inp += (size_t)row * C;
     out += (size_t)row * C;
-    // 1. the row to registers
+    // 1. Load the row into registers.
     float x[packs][size] = {};
     UNROLL
     for (int k = 0; k < packs; k++) {
@@ -1142,7 +1159,7 @@ __global__ void __launch_bounds__(CC ? LAYERNORM_ROWS * WARP : BLOCK_MAX)
             vector_load(x[k], inp + c);
         }
     }
-    // 2. mean, then variance; x becomes its distance from the mean
+    // 2. Compute the mean, then the variance; x becomes x - mean.
     float sums[4] = {}, squares[4] = {};
     UNROLL
     for (int k = 0; k < packs; k++) {
@@ -1165,7 +1182,7 @@ __global__ void __launch_bounds__(CC ? LAYERNORM_ROWS * WARP : BLOCK_MAX)
         mean[row] = row_mean;
         rstd[row] = row_rstd;
     }
-    // 3. normalise
+    // 3. Normalise and write.
     UNROLL
     for (int k = 0; k < packs; k++) {
         int c = (k * row_threads + threadIdx.x) * size;
@@ -1181,7 +1198,8 @@ __global__ void __launch_bounds__(CC ? LAYERNORM_ROWS * WARP : BLOCK_MAX)
     }
 }
 
-// A row has the warps that LAYERNORM_PACKS packs a thread need; rows of one warp share a block.
+// A row gets as many warps as it needs with LAYERNORM_PACKS packs per thread; one-warp rows share a
+// block.
 template <class E>
 static void gpu_layernorm_forward(E *out, float *mean, float *rstd, const E *inp, const E *weight,
                                   const E *bias, int N, int C, cudaStream_t stream) {
@@ -1202,14 +1220,14 @@ static void gpu_layernorm_forward(E *out, float *mean, float *rstd, const E *inp
 // With norm = (inp - mean) * rstd and dnorm = dout * weight, for each row:
 //   dinp = addend + rstd * (dnorm - average(dnorm) - norm * average(dnorm * norm));
 //   partials = this block's sums over its rows of dout * norm, for dweight, of dout, for dbias, and
-//   of dinp as rounded to E: the gradient of the bias of the matmul whose output inp is.
+//   of dinp as rounded to E: the gradient of the bias of the matmul that produced inp.
 //   dinp, dout, inp, addend (N,C), weight (C) of E; addend may be null, dinp may be addend or dout;
 //   mean, rstd (N) and partials (3, gridDim.x, C) fp32.
-// Block (a thread for each 16 bytes of a row, rows): a thread keeps its columns while the block
-// walks down the rows, so the sums over rows stay in registers; with C a constant, CC, it has two
-// rows in flight. Bytes: reads dout, inp and addend, writes dinp, once. Measured on the CPU layer,
-// C 48..1600, of the tensor's norm: column sums 1.5e-7; dinp 1e-7 in fp32, what rounding it loses
-// in bf16.
+// Block (one thread per 16 bytes of a row, rows): each thread keeps the same columns while the
+// block iterates over rows, so the sums over rows stay in registers; with C a constant, CC, it has
+// two rows in flight. Bytes: reads dout, inp and addend, writes dinp, once. Errors relative to the
+// tensor's norm, measured on the CPU layer, C 48..1600: column sums 1.5e-7; dinp 1e-7 in fp32, the
+// rounding error of the type in bf16.
 // budget: <bf16, 0> threads 384 shared 12288 regs 64 blocks 2 test gpu_layernorm
 // budget: <bf16, 768> threads 384 shared 12288 regs 80 blocks 2 instr/elem 30.3 of 16 loop
 //   test gpu_layernorm
@@ -1232,7 +1250,7 @@ __global__ void __launch_bounds__(CC ? LAYERNORM_THREADS : BLOCK_MAX, CC ? 2 : 1
     const int C = CC ? CC : channels, c = threadIdx.x * size;
     const float inverse_C = 1.0f / (float)C;
     float dweight[size] = {}, dbias[size] = {}, before[size] = {};
-    // Every thread makes every round, as row_sum demands, with or without a row of its own.
+    // All threads execute every iteration, because row_sum requires it, even those without a row.
     for (int first = blockIdx.x * ROWS * blockDim.y; first < N;
          first += gridDim.x * ROWS * blockDim.y) {
         float d[ROWS][size] = {}, norm[ROWS][size] = {}, sums[2 * ROWS] = {};
@@ -1257,7 +1275,7 @@ __global__ void __launch_bounds__(CC ? LAYERNORM_THREADS : BLOCK_MAX, CC ? 2 : 1
                 const int row = first + r * blockDim.y + threadIdx.y;
                 const float row_mean = mean[row], row_rstd = rstd[row];
                 float w[size];
-                vector_load(w, weight + c);  // from the cache: registers are short here
+                vector_load(w, weight + c);  // from the cache, as registers are scarce here
                 for (int i = 0; i < size; i++) {
                     norm[r][i] = (norm[r][i] - row_mean) * row_rstd;
                     dweight[i] = fmaf(d[r][i], norm[r][i], dweight[i]);
@@ -1269,7 +1287,7 @@ __global__ void __launch_bounds__(CC ? LAYERNORM_THREADS : BLOCK_MAX, CC ? 2 : 1
             }
         }
         row_sum<WARPS>(sums);
-        int again = first;  // or the places of the rows would stay in registers across the sums
+        int again = first;  // else row addresses would occupy registers across row_sum
         FORGET(again);
         UNROLL
         for (int r = 0; r < ROWS; r++) {
@@ -1277,7 +1295,7 @@ __global__ void __launch_bounds__(CC ? LAYERNORM_THREADS : BLOCK_MAX, CC ? 2 : 1
                 const float average = sums[2 * r] * inverse_C, slope = sums[2 * r + 1] * inverse_C;
                 float add[size];
                 const int row = again + r * blockDim.y + threadIdx.y;
-                const float row_rstd = rstd[row];  // from the cache, as the weights
+                const float row_rstd = rstd[row];  // from the cache, like the weights
                 pack_to_floats(add, residual[r]);
                 for (int i = 0; i < size; i++) {
                     const float rest = d[r][i] - fmaf(norm[r][i], slope, average);
@@ -1302,13 +1320,14 @@ __global__ void __launch_bounds__(CC ? LAYERNORM_THREADS : BLOCK_MAX, CC ? 2 : 1
     }
 }
 
-// Scratch of gpu_layernorm_backward.
+// Scratch bytes of gpu_layernorm_backward.
 static size_t gpu_layernorm_backward_bytes(int N, int C) {
     return (size_t)(N < LAYERNORM_PARTS ? N : LAYERNORM_PARTS) * 3 * C * sizeof(float);
 }
 
-// dinp = addend (null: 0) + gradient; dweight, dbias and dbefore (null: skip), all (C) fp32, +=;
-// dbefore is the gradient of the bias that is part of inp. dinp may be addend or dout.
+// dinp = addend (null: 0) + gradient; dweight, dbias and dbefore (null: skip), all (C) fp32, are
+// accumulated (+=); dbefore is the gradient of the bias that was added to inp. dinp may be addend
+// or dout.
 template <class E>
 static void gpu_layernorm_backward(E *dinp, float *dweight, float *dbias, float *dbefore,
                                    const E *dout, const E *inp, const E *weight, const float *mean,
@@ -1335,26 +1354,29 @@ static void gpu_layernorm_backward(E *dinp, float *dweight, float *dbias, float 
 // -------------------------------------------------------------------------------------------------
 // 29. GELU and bias
 // GELU in its tanh form, written with the logistic function: 0.5 (1 + tanh(u)) = s = 1 / (1 +
-// exp(-2u)), u = sqrt(2 / pi) (x + 0.044715 x^3). So no digits cancel where x < 0, and one
-// exponential and one division do. 1. GELU is never fused into a matmul: recomputed, it has the
-// same bits. 2. The gradient of a bias is a sum over all rows, in two stages of fixed order; the
-// one of the MLP's first matmul is taken where GELU's backward pass holds the numbers anyway.
+// exp(-2u)), u = sqrt(2 / pi) (x + 0.044715 x^3). This avoids cancellation for x < 0 and needs only
+// one exponential and one division.
+// 1. GELU is never fused into a matmul, so recomputation gives the same bits.
+// 2. The gradient of a bias is a sum over all rows, in two stages of fixed order. For the MLP's
+//    first matmul it is computed by GELU's backward kernel, which has the values in registers
+//    anyway.
 
 constexpr float GELU_SCALE = 0.7978845608028654f;  // sqrt(2 / pi)
 constexpr float GELU_CUBIC = 0.044715f;
-constexpr int BIAS_ROWS = 4;      // rows that a thread loads before it adds
-constexpr int BIAS_PARTS = 128;   // most partial sums of a column
-constexpr int BIAS_BLOCKS = 768;  // blocks that keep the largest GPUs busy
+constexpr int BIAS_ROWS = 4;      // rows that a thread loads before adding
+constexpr int BIAS_PARTS = 128;   // maximum number of partial sums per column
+constexpr int BIAS_BLOCKS = 768;  // enough blocks to keep the largest GPUs busy
 
-// exp(-2u); in 16-bit types as a power of two, the constants folded. s = 1 / (1 + this).
+// exp(-2u); for 16-bit types as a power of two with folded constants. s = 1 / (1 + exp(-2u)).
 template <class E> __device__ inline float gelu_power(float x) {
     constexpr float linear = -2.0f * GELU_SCALE * (is_fp32<E> ? 1.0f : LOG2_E);
     float exponent = x * fmaf(linear * GELU_CUBIC, x * x, linear);
     return is_fp32<E> ? expf(exponent) : ex2_approx(exponent);
 }
 
-// out = x s(x), elementwise. out, inp (n) of E. A thread takes two packs, a block's width apart.
-// Measured on the CPU layer: fp32 5e-8 of the output's norm; bf16 what rounding the output loses.
+// out = x s(x), elementwise. out, inp (n) of E. A thread processes two packs, one block width
+// apart. Errors relative to the norm, measured on the CPU layer: fp32 5e-8; bf16 the rounding error
+// of the output.
 // budget: <bf16> threads 256 regs 32 blocks 6 instr/elem 11.2 of 16 test gpu_gelu
 // budget: <fp16> sm 75 threads 256 regs 32 blocks 4 instr/elem 11.8 of 16 test gpu_gelu
 template <class E> __global__ void gelu_forward_kernel(E *out, const E *inp, size_t n) {
@@ -1381,7 +1403,8 @@ template <class E> __global__ void gelu_forward_kernel(E *out, const E *inp, siz
     }
 }
 
-// A tensor of n elements of any shape: whole packs, blocks of up to 256 threads.
+// A tensor of any shape with n elements, a multiple of the pack size; thread blocks of up to 256
+// threads.
 template <class E>
 static void gpu_gelu_forward(E *out, const E *inp, size_t n, cudaStream_t stream) {
     check_rows(E, n, out, inp);
@@ -1391,21 +1414,22 @@ static void gpu_gelu_forward(E *out, const E *inp, size_t n, cudaStream_t stream
            0, stream, out, inp, n);
 }
 
-// d gelu(x) / dx = s + x s (1 - s) 2 du/dx. 1 - s is taken as exp(-2u) s: it has all its digits
-// where s is nearly 1, and is exactly 0 where s is 0 or 1 to rounding and is multiplied by x^3.
+// d gelu(x) / dx = s + x s (1 - s) 2 du/dx. 1 - s is computed as exp(-2u) s, which keeps full
+// precision if s is close to 1. It is exactly 0, and so is its product with x^3, if exp(-2u)
+// underflows or overflows; fminf avoids inf * 0 in the latter case.
 template <class E> __device__ inline float gelu_slope(float x) {
     constexpr float flat = 2.0f * GELU_SCALE, square = 3.0f * flat * GELU_CUBIC;
     float power = gelu_power<E>(x), s = reciprocal<E>(1.0f + power);
     return fmaf(x * s * (fminf(power, FLT_MAX) * s), fmaf(square, x * x, flat), s);
 }
 
-// partials[blockIdx.y][column] = sum over this block's rows of dout, or with GELU of dinp = dout
-// gelu'(inp) as rounded to E, which it writes too.
+// partials[blockIdx.y][column] = sum over this block's rows of dout or, with GELU, of dinp = dout
+// gelu'(inp) as rounded to E, which the kernel also writes.
 //   dinp, dout, inp (N,OC) of E; dinp may be dout; partials (gridDim.y, OC) fp32. Without GELU:
 //   dinp and inp are not touched.
 // Grid (columns / (32 packs), parts), block (32, up to 8 rows). Reads and writes every element
-// once. Measured on the CPU layer, of the norm: column sums 1.4e-7; dinp 3.4e-7 in fp32, what
-// rounding it loses in bf16.
+// once. Errors relative to the norm, measured on the CPU layer: column sums 1.4e-7; dinp 3.4e-7 in
+// fp32, the rounding error of the type in bf16.
 // budget: <bf16, true> threads 256 shared 8192 regs 72 blocks 3 instr/elem 20.9 of 32 loop
 //   test gpu_gelu
 // budget: <fp16, true> sm 75 threads 256 shared 8192 regs 72 blocks 3 instr/elem 21.5 of 32 loop
@@ -1446,7 +1470,7 @@ __global__ void bias_backward_kernel(E *dinp, float *partials, const E *dout, co
                     }
                     d[k] = pack_round<E>(gradient);
                     pack_store(dinp + at + k * step, d[k]);
-                    pack_to_floats(gradient, d[k]);  // as rounded
+                    pack_to_floats(gradient, d[k]);  // sum the rounded values
                 }
                 for (int i = 0; i < size; i++) {
                     sums[i] += gradient[i];
@@ -1460,13 +1484,14 @@ __global__ void bias_backward_kernel(E *dinp, float *partials, const E *dout, co
     }
 }
 
-// Scratch of gpu_bias_backward and gpu_gelu_backward.
+// Scratch bytes of gpu_bias_backward and gpu_gelu_backward.
 static size_t gpu_bias_backward_bytes(int N, int OC) {
     return (size_t)(N < BIAS_PARTS ? N : BIAS_PARTS) * OC * sizeof(float);
 }
 
-// dbias (OC) fp32 += column sums of dout (N,OC) or, with GELU, of dinp = dout gelu'(inp). In two
-// steps: partial sums by bias_backward_kernel into `scratch`, then their sum in a fixed order.
+// dbias (OC) fp32 += column sums of dout (N,OC) or, with GELU, of dinp = dout gelu'(inp). Two
+// stages: bias_backward_kernel writes partial sums to `scratch`, which are then added in a fixed
+// order.
 template <class E, bool GELU>
 static void column_sums(E *dinp, float *dbias, const E *dout, const E *inp, float *scratch, int N,
                         int OC, cudaStream_t stream) {
@@ -1482,15 +1507,15 @@ static void column_sums(E *dinp, float *dbias, const E *dout, const E *inp, floa
     gpu_partials_add({{dbias}}, scratch, parts, OC, stream);
 }
 
-// dbias (OC) fp32 += column sums of dout (N,OC) in fp32: in 16 bits whichever kernel makes a dout
-// sums its columns on the way.
+// dbias (OC) fp32 += column sums of dout (N,OC), fp32 only: for 16-bit types the kernel that
+// produces dout sums its columns as it writes them.
 static void gpu_bias_backward(float *dbias, const float *dout, float *scratch, int N, int OC,
                               cudaStream_t stream) {
     column_sums<float, false>(nullptr, dbias, dout, nullptr, scratch, N, OC, stream);
 }
 
-// dinp = dout gelu'(inp), all (N,OC); dinp may be dout. dbias (OC) fp32 += column sums of dinp: inp
-// is the output of a matmul with a bias, and this is that bias's gradient.
+// dinp = dout gelu'(inp), all (N,OC); dinp may be dout. dbias (OC) fp32 += column sums of dinp,
+// which is the gradient of the bias of the matmul that produced inp.
 template <class E>
 static void gpu_gelu_backward(E *dinp, float *dbias, const E *dout, const E *inp, float *scratch,
                               int N, int OC, cudaStream_t stream) {
@@ -1499,19 +1524,23 @@ static void gpu_gelu_backward(E *dinp, float *dbias, const E *dout, const E *inp
 
 // -------------------------------------------------------------------------------------------------
 // 30. Matmul
-// Every matrix product goes through cuBLASLt. It thinks in column-major matrices: our row-major X
-// (rows, columns) is its X^T with leading dimension `columns`, so out^T = weight inp^T is asked
-// for, and so on. 1. A plan (descriptor, layouts, algorithm) is made when a product is first met
-// and kept for the run: after the warm-up nothing is created or searched for. 2. The library
-// gets one fixed workspace. 3. Products are summed in fp32 (fp32 inputs too: no TF32), and pieces
-// of a split sum are added in fp32, in the workspace. 4. Epilogue: a bias at most; residuals and
-// the accumulation of gradients are beta = 1. 5. Another algorithm may give other bits, so it is
-// chosen once for a GPU, library, workspace and product, kept in a file, and told to checkpoints.
-// 6. An algorithm is known by a hash of its 64 bytes, and not by its place in the heuristic's list,
-// which nothing promises to be the same twice. An algorithm that refuses its product during the
-// warm-up is replaced by the next one; after the warm-up it ends the run.
+// All matmuls use cuBLASLt, which assumes column-major matrices: our row-major X (rows, columns) is
+// its X^T with leading dimension `columns`, so for out = inp weight^T we request out^T = weight
+// inp^T, and so on.
+// 1. A plan (descriptor, layouts, algorithm) is created at the first use of a GEMM and kept for the
+//    run: after the warm-up nothing is created or searched for.
+// 2. The library gets one fixed workspace.
+// 3. Products are summed in fp32 (fp32 inputs too: no TF32), and partial sums of a split-K GEMM are
+//    added in fp32, in the workspace.
+// 4. The only epilogue used is a bias; residuals and gradient accumulation use beta = 1.
+// 5. A different algorithm may give different bits, so the algorithm is chosen once for each
+//    combination of GPU, library, workspace and GEMM, cached in a file, and recorded in
+//    checkpoints.
+// 6. An algorithm is identified by a hash of its 64 bytes, not by its index in the heuristic's
+//    list, whose order is not guaranteed to be reproducible. An algorithm that fails for its GEMM
+//    during the warm-up is replaced by the next one; after the warm-up a failure ends the run.
 
-// adds: beta is 1; beside: and D is not C.
+// adds: beta is 1; out_of_place: beta is 1 and D is not C.
 struct MatmulKey {
     int m, n, k, transpose_a, transpose_b, has_bias, adds, out_of_place, input_type, output_type;
 };
@@ -1523,30 +1552,30 @@ struct MatmulPlan {
     cublasLtMatmulAlgo_t algorithm;
 };
 
-// A model has some thirty products: four of a block and the classifier's, in three passes, the
-// gradients of weights written and added to.
+// A model has about thirty distinct GEMMs: four of a transformer block and the classifier's, in
+// three passes, with gradients of weights both written and accumulated.
 constexpr int MATMUL_PLANS = 64;
-constexpr int MATMUL_ALGORITHMS = 16;  // of the heuristic's list, best first, that are looked at
+constexpr int MATMUL_ALGORITHMS = 16;  // entries of the heuristic's list considered
 
 static struct {
     cublasLtHandle_t handle;
     void *workspace;
     size_t workspace_bytes;
-    int plans, timed;  // timed: plans whose algorithms this run has timed itself
-    bool settled;      // the warm-up is over: no algorithm is replaced any more
+    int plans, timed;  // timed: number of plans whose algorithms this run has timed
+    bool settled;      // the warm-up is over: algorithms are no longer replaced
     MatmulPlan plan[MATMUL_PLANS];
-    char where[160];            // what a choice holds for beside the product: matmul_where
+    char where[160];            // GPU, library and workspace that the choices apply to
     char choices[MATMUL_TEXT];  // of all plans: matmul_choices_export
 } matmul_library;
 
-// workspace: device memory of the plan, a multiple of 256 bytes at one; all products share it, so
-// they are all launched on one stream.
+// workspace: device memory from the memory plan, 256-byte aligned; all GEMMs share it, so they all
+// run on one stream.
 static void gpu_matmul_open(void *workspace, size_t workspace_bytes) {
     check((uintptr_t)workspace % 256 == 0, "cuBLASLt wants a workspace at a multiple of 256 bytes");
     cublas_check(cublasLtCreate(&matmul_library.handle));
     matmul_library.workspace = workspace;
     matmul_library.workspace_bytes = workspace_bytes;
-    // Other SMs make other waves, and another workspace other splits: so both are named.
+    // The number of SMs affects waves and the workspace size affects splits, so both are recorded.
     int device;
     cudaDeviceProp gpu;
     cuda_check(cudaGetDevice(&device));
@@ -1582,7 +1611,7 @@ static void matmul_preference(cublasLtMatmulPreference_t preference,
         cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof(value)));
 }
 
-// Does this algorithm say that it can write D beside C? An answer that is missing counts as no.
+// True if the algorithm reports that it can write D to a different buffer than C; false if unknown.
 static bool matmul_writes_out_of_place(const cublasLtMatmulAlgo_t *algorithm) {
     int32_t out_of_place = 0;
     size_t written = 0;
@@ -1592,18 +1621,20 @@ static bool matmul_writes_out_of_place(const cublasLtMatmulAlgo_t *algorithm) {
            out_of_place;
 }
 
-// The heuristic's algorithms for a product in at most workspace_bytes, best first; returns how many
-// (0 to MATMUL_ALGORITHMS). None is no list but CUBLAS_STATUS_NOT_SUPPORTED. For a product that
-// writes D beside C they are those that say they can; if none says so all of them, since then
-// nothing but the product's own status speaks against one.
+// Gets the heuristic's algorithms for a GEMM that need at most workspace_bytes, best first; returns
+// their number (0 to MATMUL_ALGORITHMS). If there are none, *status is CUBLAS_STATUS_NOT_SUPPORTED,
+// not success with an empty list. For an out-of-place GEMM (D is not C), returns only algorithms
+// that report support for it. If none of them does, returns all: then only the status of the launch
+// can tell whether an algorithm works.
 static int matmul_algorithms(cublasLtMatmulHeuristicResult_t *results, cublasStatus_t *status,
                              const MatmulPlan *plan, size_t workspace_bytes) {
     int found = 0;
     cublasLtMatmulPreference_t preference;
-    memset((void *)results, 0, MATMUL_ALGORITHMS * sizeof *results);  // bytes left alone are hashed
+    memset((void *)results, 0, MATMUL_ALGORITHMS * sizeof *results);  // unset bytes are hashed
     if (plan->key.has_bias) {
-        // The heuristic reads an alignment off this address: it is promised sixteen bytes, and not
-        // what the bias of the product's last call had, or each call might give another list.
+        // The heuristic derives an alignment from this address. Always pass an address with 16-byte
+        // alignment: the bias pointer left by the last launch could have another one, and the list
+        // would then differ between calls.
         matmul_attribute(plan, CUBLASLT_MATMUL_DESC_BIAS_POINTER,
                          (const void *)((const char *)matmul_library.workspace + 16));
     }
@@ -1611,7 +1642,7 @@ static int matmul_algorithms(cublasLtMatmulHeuristicResult_t *results, cublasSta
     matmul_preference(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, workspace_bytes);
     matmul_preference(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
                       (uint32_t)CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
-    // Tensors start at multiples of 16 bytes; left alone, the library takes 256 for granted.
+    // Tensors start at multiples of 16 bytes; by default the library assumes 256.
     matmul_preference(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, (uint32_t)16);
     matmul_preference(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, (uint32_t)16);
     matmul_preference(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, (uint32_t)16);
@@ -1635,14 +1666,15 @@ static int matmul_algorithms(cublasLtMatmulHeuristicResult_t *results, cublasSta
     return usable;
 }
 
-// What a cache and a checkpoint know an algorithm by. NVIDIA's header says that its 64 bytes may be
-// stored and used again with the same version of the library (cublasLt.h, cublasLtMatmulAlgo_t).
+// Identifies an algorithm in the cache and in checkpoints. NVIDIA's header says that its 64 bytes
+// may be stored and used again with the same version of the library (cublasLt.h,
+// cublasLtMatmulAlgo_t).
 static uint64_t matmul_algorithm_hash(const cublasLtMatmulAlgo_t *algorithm) {
     return fnv1a(fnv1a_start, (const char *)algorithm, sizeof *algorithm);
 }
 
-// Gives the plan the algorithm of this hash. False, and nothing is changed: the heuristic does not
-// offer it.
+// Sets the plan's algorithm to the one with this hash. Returns false and changes nothing if the
+// heuristic does not offer it.
 static bool matmul_plan_take(MatmulPlan *plan, uint64_t hash) {
     cublasLtMatmulHeuristicResult_t results[MATMUL_ALGORITHMS];
     cublasStatus_t status;
@@ -1656,14 +1688,14 @@ static bool matmul_plan_take(MatmulPlan *plan, uint64_t hash) {
     return false;
 }
 
-// Gives the plan the algorithm after its own in the heuristic's list. False: there is none.
+// Advances the plan to the next algorithm in the heuristic's list; false if there is none.
 static bool matmul_plan_next(MatmulPlan *plan) {
     cublasLtMatmulHeuristicResult_t results[MATMUL_ALGORITHMS];
     cublasStatus_t status;
     const uint64_t own = matmul_algorithm_hash(&plan->algorithm);
     const int found = matmul_algorithms(results, &status, plan, matmul_library.workspace_bytes);
     int next = found;
-    for (int i = 0; i < found; i++) {  // the last one like it: a list that repeats one ends too
+    for (int i = 0; i < found; i++) {  // the last match, in case of duplicates
         next = matmul_algorithm_hash(&results[i].algo) == own ? i + 1 : next;
     }
     if (next < found) {
@@ -1713,9 +1745,9 @@ static MatmulPlan *matmul_plan_find(MatmulKey key) {
     return plan;
 }
 
-// Starts a plan's product, or says why not. The bias is null where the plan has none, c any address
-// where it adds nothing. The plan's key says whether beta is 0 or 1: a product with another factor
-// would be another plan, and nothing here needs one.
+// Launches a plan's GEMM and returns the status. The bias is null if the plan has none; c may be
+// any address if beta is 0. The plan's key determines whether beta is 0 or 1: another factor would
+// require another plan, and nothing here needs one.
 struct MatmulOperands {
     void *d;
     const void *a, *b, *bias, *c;
@@ -1731,7 +1763,7 @@ static cublasStatus_t matmul_launch(MatmulPlan *plan, const MatmulOperands &x,
                           matmul_library.workspace, matmul_library.workspace_bytes, stream);
 }
 
-// A product as a cache, a checkpoint and messages name it.
+// Name of a GEMM in the cache, in checkpoints and in messages.
 struct MatmulName {
     char s[72];
 };
@@ -1745,8 +1777,8 @@ static MatmulName matmul_key_text(const MatmulKey *k) {
 // D = op(A) op(B) + bias (null: none) + beta C in column-major terms, D and C (m,n), op(A) (m,k),
 // op(B) (k,n), every matrix dense; C may be D; bias (m) of D's type is added to every column.
 //   A, B of E; C, D of O: E or fp32.
-// Limits: A's and B's rows and m are multiples of 16 bytes, which makes every leading dimension
-// one; pointers too.
+// Limits: the column-major row counts of A, B and D are multiples of 16 bytes, and so therefore is
+// every leading dimension; pointers are 16-byte aligned.
 template <class E, class O>
 static void matmul_run(O *d, const E *a, const E *b, const O *bias, const O *c, float beta,
                        bool transpose_a, bool transpose_b, int m, int n, int k,
@@ -1762,7 +1794,7 @@ static void matmul_run(O *d, const E *a, const E *b, const O *bias, const O *c, 
     const MatmulOperands operands = {d, a, b, bias, c};
     cublasStatus_t status = matmul_launch(plan, operands, stream);
     while (status != CUBLAS_STATUS_SUCCESS && !matmul_library.settled && matmul_plan_next(plan)) {
-        (void)cudaGetLastError();  // the refused launch's, or a later check would report it
+        (void)cudaGetLastError();  // clear the failed launch's error for later checks
         fprintf(stderr, "%s: cuBLASLt refuses its algorithm for the product %s: %s; trying its "
                 "next one\n", program_name, matmul_key_text(&key).s,
                 cublasLtGetStatusName(status));
@@ -1772,8 +1804,9 @@ static void matmul_run(O *d, const E *a, const E *b, const O *bias, const O *c, 
 }
 
 // out = addend (null: 0) + bias (null: 0) + inp weight^T. out, addend (N,OC), inp (N,C), weight
-// (OC,C), bias (OC) of E; out may be addend. Measured on the CPU layer, whose sums are plain fp32:
-// 7.5e-7 of the norm at C = 768, less below; bf16 what rounding the output loses.
+// (OC,C), bias (OC) of E; out may be addend. Error relative to the norm, measured on the CPU layer,
+// whose sums are plain fp32: 7.5e-7 at C = 768, less for smaller C; bf16 the rounding error of the
+// output.
 template <class E>
 static void gpu_matmul_forward(E *out, const E *inp, const E *weight, const E *bias,
                                const E *addend, int N, int C, int OC, cudaStream_t stream) {
@@ -1783,7 +1816,8 @@ static void gpu_matmul_forward(E *out, const E *inp, const E *weight, const E *b
 
 // Gradients, in this order: dweight (OC,C) of G = (first) or += dout^T inp; dinp (N,C) of E = dout
 // weight. dinp may be inp. dout (N,OC), inp (N,C), weight (OC,C) of E. With `first` the old dweight
-// is not read: no memset. The bias's gradient is summed by whichever kernel makes dout.
+// is not read, so it needs no memset. The gradient of the bias is summed by the kernel that
+// produces dout.
 template <class E, class G>
 static void gpu_matmul_backward(E *dinp, G *dweight, const E *dout, const E *inp, const E *weight,
                                 int N, int C, int OC, bool first, cudaStream_t stream) {
@@ -1794,35 +1828,40 @@ static void gpu_matmul_backward(E *dinp, G *dweight, const E *dout, const E *inp
 
 // -------------------------------------------------------------------------------------------------
 // 31. Flash attention forward
-// Causal attention over packed qkv (B,T,3,NH,HS), read where it lies; HS = C / NH.
-// 1. No T x T matrix exists: a block keeps a tile of scores in registers and moves on.
+// Causal attention over packed qkv (B,T,3,NH,HS), read in place; HS = C / NH.
+// 1. No T x T matrix is ever stored: a thread block processes one tile of scores at a time, in
+//    registers.
 // 2. The row statistic is LSE2 = log2 of the sum of 2^(c s), s = q.k, c = log2(e) / sqrt(HS): fp32,
 //    (B,NH,T). With it the backward pass has P = 2^(c s - LSE2), without a maximum or a sum.
 // 3. 16-bit types use tensor cores at head size 64 or 128 (HD); a smaller HS, a multiple of 8, is
-//    filled up with zeros in shared memory. fp32 uses plain kernels, right before fast.
-// 4. Every sum has a fixed order and every output one writer: two runs give the same bits.
-// Errors are norms of the difference to a reference in double over that one's norm, T 63 to 600, HS
-// 16 to 128, |q|, |k|, |v| < 2.5, on the CPU layer; in bf16 they equal those of a naive bf16 code.
+//    padded with zeros in shared memory. fp32 uses simple kernels, written for correctness rather
+//    than speed.
+// 4. Every sum has a fixed order and every output has one writer, so results are bitwise
+//    reproducible.
+// Errors given below are relative: the norm of the difference to a reference in double, divided by
+// the norm of the reference. They were measured on the CPU layer with T 63 to 600, HS 16 to 128,
+// |q|, |k|, |v| < 2.5; in bf16 they equal those of a naive bf16 implementation.
 // source: Dao et al. 2022, "FlashAttention", algorithm 1; Dao 2023, "FlashAttention-2", section 3.
 
-constexpr int ATTENTION_WARPS = 4;  // of a block of every kernel here but the cached one
+constexpr int ATTENTION_WARPS = 4;  // warps per block, in all kernels here except the cached one
 
-// What a block works on, by type and head size (64 or 128). A warp owns 16 MT rows of queries
-// (keys, for dK and dV) and the block walks over tiles of the other side. With MT = 2 each fragment
-// read from shared memory feeds two products, which A100 and H100 need to keep their tensor cores
-// fed; at HD = 128 there are no registers for that. fp16 is for sm_75, whose SM has 64 KiB of
-// shared memory and whose tensor cores one product a fragment feeds: its tiles fit twice into an SM
-// at HD 64, so that one block's loads pass behind the other's products. GPUs that have bf16 run
-// fp16 with these tiles too, slower than bf16. None of these sizes spills (dev/notes).
+// Tile sizes by type and head size (64 or 128). A warp owns 16 MT rows of queries (of keys, for dK
+// and dV), and its thread block iterates over tiles of the other side. With MT = 2 each fragment
+// read from shared memory feeds two mma instructions, which A100 and H100 need to keep their tensor
+// cores busy; at HD = 128 there are not enough registers for MT = 2. The fp16 tiles are chosen for
+// sm_75, which has 64 KiB of shared memory per SM and whose tensor cores are kept busy by one mma
+// per fragment: at HD 64 two blocks fit in an SM, so one block's loads overlap the other's matmuls.
+// GPUs with bf16 support use the same fp16 tiles, and run them slower than bf16. None of these
+// sizes spills (dev/notes).
 template <class E, int HD> struct AttentionTiles {
     enum {
         SMALL = std::is_same_v<E, __half>,
         WARPS = ATTENTION_WARPS,
         MT = HD == 64 && !SMALL ? 2 : 1,
         OWN_ROWS = 16 * MT * WARPS,              // 128 with MT = 2, else 64
-        FORWARD_ROWS = SMALL ? 2048 / HD : 64,   // keys per step of the forward pass
-        DQ_ROWS = HD == 64 || SMALL ? 32 : 64,   // keys per step of dQ
-        DKV_ROWS = SMALL ? 16 : 32,              // queries per step of dK and dV
+        FORWARD_ROWS = SMALL ? 2048 / HD : 64,   // keys per step of the forward kernel
+        DQ_ROWS = HD == 64 || SMALL ? 32 : 64,   // keys per step of the dQ kernel
+        DKV_ROWS = SMALL ? 16 : 32,              // queries per step of the dK and dV kernel
         // Dynamic shared memory of the three kernels.
         FORWARD_BYTES = 2 * HD * (OWN_ROWS + 4 * FORWARD_ROWS),
         DQ_BYTES = 4 * HD * (OWN_ROWS + 2 * DQ_ROWS),
@@ -1830,22 +1869,22 @@ template <class E, int HD> struct AttentionTiles {
     };
 };
 
-// Blocks of the forward kernel that an SM is to hold at head size 64: three where its shared memory
-// has room for them (not on sm_86, 89, 120). They then have 168 registers, just enough.
+// Minimum number of resident blocks per SM for the forward kernel at head size 64: three if shared
+// memory suffices (not on sm_86, 89, 120). This leaves 168 registers per thread, just enough.
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900)
 constexpr int ATTENTION_BLOCKS = 3;
 #else
 constexpr int ATTENTION_BLOCKS = 2;
 #endif
 
-// What a block works on. The grid is one row of blocks. It is cut into sections of `section` heads
-// (of all sequences) whose keys and values fit the L2 cache together: within a section the blocks
-// of one tile of rows of every head follow each other, then those of the next tile, so that a
-// head's keys are read from memory once and not once for each tile. Which tile comes first is the
-// kernel's: the longest. The order changes no bit.
+// Work assignment of one thread block. The grid is 1-D, split into sections of `section` heads
+// (counted across all sequences) whose K and V together fit in L2. Within a section, the blocks of
+// all heads for one row tile run before those of the next tile, so a head's K and V are read from
+// DRAM once, not once per tile. Each kernel maps tile 0 to its longest tile. The order does not
+// affect results.
 struct AttentionBlock {
     int head, batch, tile;
-    size_t qkv_at, out_at, stat_at;  // of the head: in qkv, in out, in LSE2 and D
+    size_t qkv_at, out_at, stat_at;  // offsets of the head in qkv, in out, in LSE2 and D
 };
 
 __device__ inline AttentionBlock attention_block(int section, int heads, int T, int NH, int HS) {
@@ -1860,11 +1899,11 @@ __device__ inline AttentionBlock attention_block(int section, int heads, int T, 
     return block;
 }
 
-// tile_offset: where 16-byte chunk `chunk` of row `row` lies in a shared tile, rows of HD 16-bit
-// elements; in bytes. Chunk c of row r lies at place c ^ (r % 8): eight rows at one chunk, as
-// ldmatrix reads them, and the chunks of one row, as copies write them, both fall into different
-// banks. So 8 n rows on is 16 HD n bytes on, and the offset of chunk c ^ d is this one ^ 16 d:
-// loops over rows and chunks add and flip constants.
+// tile_offset: byte offset of 16-byte chunk `chunk` of row `row` in a shared tile, whose rows have
+// HD 16-bit elements. Chunk c of row r is stored at position c ^ (r % 8) of its row. This avoids
+// bank conflicts both when ldmatrix reads the same chunk of eight rows and when copies write the
+// chunks of one row. A row 8 n further down is 16 HD n bytes further, and the offset of chunk c ^ d
+// is this offset ^ 16 d, so loops over rows and chunks only add and XOR constants.
 template <int HD> __device__ __forceinline__ uint32_t tile_offset(int row, int chunk) {
     return 2 * (row * HD + 8 * (chunk ^ (row & 7)));
 }
@@ -1873,9 +1912,10 @@ template <int HD, class E> __device__ __forceinline__ E *tile_chunk(E *tile, int
     return tile + tile_offset<HD>(row, chunk) / 2;
 }
 
-// tile_load: starts the copies of rows row0 .. row0 + ROWS of one head into a shared tile; rows
-// from T on and columns from HS on become zeros. src: row 0 of the head, rows `stride` apart. The
-// place in src is a 32-bit offset, because two registers more would spill (check_attention).
+// tile_load: starts asynchronous copies of rows row0 .. row0 + ROWS - 1 of one head into a shared
+// tile; rows from T on and columns from HS on are zero-filled. src: row 0 of the head, rows
+// `stride` apart. The offset into src is 32-bit, because two more registers would spill;
+// check_attention asserts the range.
 template <int HD, int ROWS, int WARPS, class E>
 __device__ __forceinline__ void tile_load(E *tile, const E *src, uint32_t stride, int row0, int T,
                                           int HS) {
@@ -1890,8 +1930,9 @@ __device__ __forceinline__ void tile_load(E *tile, const E *src, uint32_t stride
     }
 }
 
-// each_element: f(i, n, e) for every element acc[i][n][e] of MT m16 by N8 n8 tiles of accumulators:
-// row 16 i + 8 (e / 2) + g, column 8 n + 2t + e % 2 for lane 4g + t (chapter Tensor-core toolbox).
+// each_element: calls f(i, n, e) for every element acc[i][n][e] of MT (m16) by N8 (n8) accumulator
+// tiles: lane 4g + t holds row 16 i + 8 (e / 2) + g, column 8 n + 2t + e % 2 (chapter Tensor-core
+// toolbox).
 template <int MT, int N8, class F> __device__ __forceinline__ void each_element(F f) {
     UNROLL
     for (int x = 0; x < MT * N8 * 4; x++) {
@@ -1910,8 +1951,8 @@ __device__ __forceinline__ void mma_n16(float (&acc)[MT][N8][4], int n, const ui
     }
 }
 
-// warp_mul_abt: acc (16 MT, 8 N8) += rows a_row .. of tile a times the 8 N8 rows of tile b,
-// transposed; sums over HD; by one warp.
+// warp_mul_abt: acc (16 MT, 8 N8) += A B^T, computed by one warp. A is the 16 MT rows of tile a
+// from a_row on, B the 8 N8 rows of tile b; the sum runs over HD columns.
 template <int HD, class E, int MT, int N8>
 __device__ __forceinline__ void warp_mul_abt(float (&acc)[MT][N8][4], E *a, int a_row, E *b) {
     const int lane = threadIdx.x % WARP;
@@ -1933,8 +1974,9 @@ __device__ __forceinline__ void warp_mul_abt(float (&acc)[MT][N8][4], E *a, int 
     }
 }
 
-// warp_mul_add: acc (16 MT, HD) += p (16 MT, 8 K8) times the 8 K8 rows of tile b, by one warp. p is
-// rounded to E here, straight from accumulators into fragments (chapter Tensor-core toolbox, mma).
+// warp_mul_add: acc (16 MT, HD) += p (16 MT, 8 K8) times the 8 K8 rows of tile b, computed by one
+// warp. p is rounded to E here and goes directly from accumulators to fragments, in registers
+// (chapter Tensor-core toolbox, mma).
 template <int HD, class E, int MT, int K8>
 __device__ __forceinline__ void warp_mul_add(float (&acc)[MT][HD / 8][4],
                                              const float (&p)[MT][K8][4], E *b) {
@@ -1954,8 +1996,8 @@ __device__ __forceinline__ void warp_mul_add(float (&acc)[MT][HD / 8][4],
     }
 }
 
-// mask_future: scores of keys after their query become -inf. The rows of s are queries from query0
-// and its columns keys from key0, or the other way around if `keys_are_rows`.
+// mask_future: sets scores of keys after their query to -inf. The rows of s are queries from query0
+// on and its columns are keys from key0 on, or vice versa if `keys_are_rows`.
 template <int MT, int N8>
 __device__ __forceinline__ void mask_future(float (&s)[MT][N8][4], int query0, int key0,
                                             bool keys_are_rows) {
@@ -1969,27 +2011,28 @@ __device__ __forceinline__ void mask_future(float (&s)[MT][N8][4], int query0, i
     });
 }
 
-// warp_store_rows: rows row0 .. row0 + 16 MT of one head = scale * acc, rounded to E; rows from T
-// on and columns from HS on are left out. They pass through rows tile_row .. of a shared tile that
-// only this warp still uses, so that 16-byte pieces of whole rows leave for memory. With SUM those
-// rows of the tile hold in the end, as 256 / HD rows of HD floats, the columns' sums over the rows
-// that lanes of the same chunk have stored.
+// warp_store_rows: writes scale * acc, rounded to E, to rows row0 .. row0 + 16 MT - 1 of one head;
+// rows from T on and columns from HS on are skipped. The rows are staged in rows tile_row .. of a
+// shared tile, which only this warp still uses, so that global memory is written in 16-byte chunks
+// of whole rows. With SUM, those rows of the tile finally hold column sums, as 256 / HD rows of HD
+// floats: one row for each group of lanes that together cover a row, each summing the rows it
+// stored.
 template <int HD, bool SUM, class E, int MT>
 __device__ __forceinline__ void warp_store_rows(E *dst, size_t stride, int row0, int T, int HS,
                                                 E *tile, int tile_row, float scale,
                                                 const float (&acc)[MT][HD / 8][4]) {
     int thread = threadIdx.x;
-    FORGET(thread);  // what follows is worked out here, and not before a loop that has no registers
+    FORGET(thread);  // compute what follows here, not before a loop that has no registers to spare
     const int lane = thread % WARP, chunk = lane % (HD / 8);
-    __syncwarp();  // every lane has read its last fragments of these rows
+    __syncwarp();  // all lanes have read their last fragments of these rows
     each_element<MT, HD / 8>([&](int i, int n, int e) {
         if (e % 2 == 0) {
             E *to = tile_chunk<HD>(tile, tile_row + 16 * i + 4 * e + lane / 4, n) + lane % 4 * 2;
             *(uint32_t *)to = pack2<E>(acc[i][n][e] * scale, acc[i][n][e + 1] * scale);
         }
     });
-    __syncwarp();  // the rows are whole before other lanes send them off
-    float sums[8] = {};  // of this lane's rows and chunk
+    __syncwarp();  // rows are complete before other lanes store them
+    float sums[8] = {};  // over this lane's rows, for its chunk
     for (int row = lane / (HD / 8); row < 16 * MT; row += WARP / (HD / 8)) {
         if (row0 + row < T && 8 * chunk < HS) {
             const Pack<E> pack = pack_load(tile_chunk<HD>(tile, tile_row + row, chunk));
@@ -2004,22 +2047,24 @@ __device__ __forceinline__ void warp_store_rows(E *dst, size_t stride, int row0,
         }
     }
     if constexpr (SUM) {
-        __syncwarp();  // the rows have left
+        __syncwarp();  // all lanes have read the staged rows
         vector_store((float *)(tile + tile_row * HD) + 8 * lane, sums);
     }
 }
 
-// sums_place: where a block's column sums begin in sums (parts, 3C), a part for each tile of ROWS
-// rows of each sequence. A row there is as long as one of qkv, so qkv_at moves from token batch T
-// to part batch tiles + tile, and the loop before has no other place to keep in registers.
+// sums_place: offset of a block's column sums in sums (parts, 3C), which has one part for each tile
+// of ROWS rows of each sequence. A row of sums is as long as a row of qkv, so the offset follows
+// from qkv_at by moving from token batch T to part batch tiles + tile. Computing it this way keeps
+// no further value in registers across the preceding loop.
 template <int ROWS>
 __device__ __forceinline__ size_t sums_place(const AttentionBlock &block, int T, size_t C) {
     const int64_t rows = (int64_t)block.batch * (ceil_div(T, ROWS) - T) + block.tile;
     return block.qkv_at + (size_t)rows * 3 * C;
 }
 
-// head_column_sums: to[c] = the sum of what the block's warps left in their rows of a tile, c < HS,
-// in their order. A barrier stands between warp_store_rows and this.
+// head_column_sums: to[c] = the sum, in order of the warps, of the column sums that warp_store_rows
+// left in the tile rows of each warp of the block, c < HS. The caller must place a block barrier
+// between warp_store_rows and this.
 template <int HD, int WARPS, class E>
 __device__ __forceinline__ void head_column_sums(float *to, const E *tile, int warp_rows, int HS) {
     for (int c = threadIdx.x; c < HS; c += WARPS * WARP) {
@@ -2035,15 +2080,15 @@ __device__ __forceinline__ void head_column_sums(float *to, const E *tile, int w
 
 // attention_forward_kernel: out = softmax(mask(Q K^T / sqrt(HS))) V and LSE2, for 16-bit types.
 //   For each query row, over tiles of keys:  m' = max(m, c max_j s_j),  p_j = 2^(c s_j - m'),
-//   l = l 2^(m - m') + sum_j p_j,  o = o 2^(m - m') + sum_j p_j v_j;  in the end
+//   l = l 2^(m - m') + sum_j p_j,  o = o 2^(m - m') + sum_j p_j v_j;  finally
 //   out = o / l,  LSE2 = m + log2(l).
 // out (B,T,NH,HS), lse (B,NH,T), qkv (B,T,3,NH,HS); rows 16-byte aligned; c as in invariant 2.
-// HS is head_size, or HD if WHOLE, which is a constant. grid B NH ceil(T / BM) as AttentionBlock
-// has it, BM = 16 MT WARPS queries per block, last (longest) rows first; block 32 WARPS; dynamic
-// shared memory 2 HD (BM + 4 BN) bytes: Q, and K and V twice.
+// HS is head_size or, if WHOLE, the compile-time constant HD. grid B NH ceil(T / BM), mapped by
+// AttentionBlock, BM = 16 MT WARPS queries per block, last (longest) rows first; block 32 WARPS;
+// dynamic shared memory 2 HD (BM + 4 BN) bytes: Q, and double-buffered K and V.
 // stages: 1 start the copies of Q and of the first K, V   2 wait for a tile, start the next
 //   3 S = Q K^T   4 mask   5 online softmax   6 O += P V   7 write out and LSE2
-// numerics: fp32 but P, rounded to E for stage 6 (l sums p before). bf16: out 2.0e-3, LSE2 6e-8.
+// numerics: fp32 except P, rounded to E for stage 6 (l sums p before). bf16: out 2.0e-3, LSE2 6e-8.
 // source: FlashAttention-2, algorithm 1 and section 3.3 (each warp owns rows of Q).
 // budget: <bf16, 64, true> threads 128 shared 49152 regs 219 blocks 2 instr/elem 12.8 of 64 loop
 //   test gpu_attention
@@ -2077,7 +2122,7 @@ __global__ void __launch_bounds__(WARPS *WARP, WHOLE ? ATTENTION_BLOCKS : 1)
         copy_commit();
     };
 
-    // 1. Q and the first keys and values set out.
+    // 1. Start copying Q and the first K and V.
     tile_load<HD, BM, WARPS>(tile_q, q, stride, row0, T, HS);
     load_keys(0);
     float o[MT][HD / 8][4] = {}, m[2 * MT], l[2 * MT] = {};  // row r: acc[r / 2], e / 2 = r % 2
@@ -2088,8 +2133,8 @@ __global__ void __launch_bounds__(WARPS *WARP, WHOLE ? ATTENTION_BLOCKS : 1)
 
     const int tiles = ceil_div(min(row0 + BM, T), BN);
     for (int j = 0; j < tiles; j++) {
-        // 2. The barrier publishes every thread's copies of tile j (and of Q), and says that all
-        //    warps are done with tile j - 1, whose place tile j + 1 takes.
+        // 2. The barrier makes all threads' copies of tile j (and of Q) visible to the block, and
+        //    ensures that all warps are done with tile j - 1, whose buffer tile j + 1 reuses.
         copy_wait<0>();
         __syncthreads();
         if (j + 1 < tiles) {
@@ -2103,13 +2148,15 @@ __global__ void __launch_bounds__(WARPS *WARP, WHOLE ? ATTENTION_BLOCKS : 1)
         float s[MT][BN / 8][4] = {};
         warp_mul_abt<HD>(s, tile_q, warp_row, tile_k + j % 2 * BN * HD);
 
-        // 4. Only a tile that reaches over the first row's diagonal holds future keys. This covers
-        //    keys from T on as well: they lie in the future of every row that is written.
+        // 4. Only tiles that extend past the diagonal of the warp's first row contain future keys.
+        //    The mask also covers keys from T on: they are in the future of every row that is
+        //    written.
         if ((j + 1) * BN > first + 1) {
             mask_future(s, first, j * BN, false);
         }
 
-        // 5. Four lanes share a row. Tile 0 leaves a finite m in every row, so no -inf + inf.
+        // 5. Four lanes share a row. After tile 0 m is finite in every row, so -inf + inf cannot
+        //    occur.
         UNROLL
         for (int r = 0; r < 2 * MT; r++) {
             const int i = r / 2, e = r % 2 * 2;
@@ -2136,12 +2183,12 @@ __global__ void __launch_bounds__(WARPS *WARP, WHOLE ? ATTENTION_BLOCKS : 1)
             }
         }
 
-        // 6. P, rounded, times V.
+        // 6. P, rounded to E, times V.
         warp_mul_add<HD>(o, s, tile_v + j % 2 * BN * HD);
     }
 
-    // 7. The four lanes' parts of l, then one division per row. Rows of Q are this warp's alone,
-    //    so their place in shared memory serves for the way out without a block barrier.
+    // 7. Reduce l across the four lanes, then divide once per row. Only this warp touches its rows
+    //    of Q, so it can stage the output in their shared memory without a block barrier.
     UNROLL
     for (int r = 0; r < 2 * MT; r++) {
         l[r] += __shfl_xor_sync(ALL_LANES, l[r], 1);
@@ -2156,11 +2203,12 @@ __global__ void __launch_bounds__(WARPS *WARP, WHOLE ? ATTENTION_BLOCKS : 1)
     warp_store_rows<HD, false>(out + block.out_at, C, first, T, HS, tile_q, warp_row, 1.0f, o);
 }
 
-// The plain fp32 kernels: a warp per row, four rows per block, 32 rows of the other side at a time.
-// A lane first owns one of those rows (a whole dot product), then columns lane, lane + 32, ...
+// The simple fp32 kernels: one warp per row, four rows per block, 32 rows of the other side per
+// iteration. A lane first computes the whole dot product with one of those rows, then handles
+// columns lane, lane + 32, ... of the output.
 enum { ROW_WARPS = 4 };
 
-// row_dot: sum over d < n of a[d] b[d], in that order.
+// row_dot: sum over d < n of a[d] b[d], in order of d.
 __device__ inline float row_dot(const float *a, const float *b, int n) {
     float sum = 0.0f;
     for (int d = 0; d < n; d++) {
@@ -2169,7 +2217,7 @@ __device__ inline float row_dot(const float *a, const float *b, int n) {
     return sum;
 }
 
-// attention_forward_rows_kernel: the contract of attention_forward_kernel, in fp32, any HS.
+// attention_forward_rows_kernel: attention_forward_kernel's contract, in fp32 and for any HS.
 // grid (NH, B, ceil(T / ROW_WARPS)), block 32 ROW_WARPS; dynamic shared memory
 // ROW_WARPS (HS + 32) floats: o and p of each warp.
 // numerics: fp32 with exp2f; out within 5e-7, LSE2 9e-8.
@@ -2180,7 +2228,7 @@ __global__ void __launch_bounds__(ROW_WARPS *WARP)
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int t = (int)blockIdx.z * ROW_WARPS + warp;
     if (t >= T) {
-        return;  // a whole warp leaves, and no block barrier follows
+        return;  // the whole warp exits; no block barrier follows
     }
     float *o = shared + warp * (HS + WARP), *p = o + HS, m = -INFINITY, l = 0.0f;
     const float c = LOG2_E / sqrtf((float)HS);
@@ -2191,11 +2239,11 @@ __global__ void __launch_bounds__(ROW_WARPS *WARP)
         const float *k = rows + j0 * stride + C, *v = k + C;
         const float s = lane < count ? row_dot(q, k + lane * stride, HS) * c : -INFINITY;
         const float top = fmaxf(m, warp_max(s)), rescale = exp2f(m - top);
-        __syncwarp();  // p of the last round is read by all
+        __syncwarp();  // all lanes have read p of the previous iteration
         p[lane] = exp2f(s - top);
         l = l * rescale + warp_sum(p[lane]);
         m = top;
-        __syncwarp();  // p is whole
+        __syncwarp();  // all lanes have written p
         for (int d = lane; d < HS; d += WARP) {
             float sum = j0 == 0 ? 0.0f : o[d] * rescale;
             for (int j = 0; j < count; j++) {
@@ -2213,9 +2261,9 @@ __global__ void __launch_bounds__(ROW_WARPS *WARP)
 }
 
 constexpr int HEAD_MAX = 128, HEAD_UNIT = 8;  // head sizes of the 16-bit kernels
-constexpr int HEAD_MAX_FP32 = 512;            // a warp keeps a row of it in shared memory
+constexpr int HEAD_MAX_FP32 = 512;            // each warp keeps a row in shared memory
 
-// check_attention: the limits of the attention kernels, for both passes.
+// check_attention: asserts the limits of the attention kernels, for the forward and backward pass.
 template <class E> static void check_attention(int B, int T, int C, int NH) {
     static_assert(LENGTH_MAX <= GRID_YZ_MAX * ROW_WARPS, "a block for every four rows");
     static_assert((uint64_t)LENGTH_MAX * 3 * CHANNELS_MAX < UINT32_MAX, "tile_load's offsets");
@@ -2226,9 +2274,10 @@ template <class E> static void check_attention(int B, int T, int C, int NH) {
           "attention of heads of %d channels", HS);
 }
 
-// attention_section: how many heads' keys and values share the L2 cache: half of it holds them, the
-// other half what passes through.
-static int attention_cache_bytes;  // of L2, asked for at the first launch; tests take other values
+// attention_section: number of heads whose K and V (for dK and dV: Q and dO) share the L2 cache.
+// They may fill half of it; the other half is left for the tensors that a block reads or writes
+// once.
+static int attention_cache_bytes;  // size of L2, queried at the first launch; tests override it
 
 static int attention_section(size_t head_bytes, int heads) {
     if (attention_cache_bytes == 0) {
@@ -2240,8 +2289,9 @@ static int attention_section(size_t head_bytes, int heads) {
     return section < 1 ? 1 : section < (size_t)heads ? (int)section : heads;
 }
 
-// launch_attention: starts a kernel of this family, each of which is told here, once, how much
-// shared memory it may have. arguments: its tensors; B, T, NH, HS and the section follow them.
+// launch_attention: launches one of the 16-bit attention kernels, and raises its dynamic shared
+// memory limit before the first launch. tensors: the kernel's tensors; B, T, NH, HS and the section
+// follow them as arguments.
 template <int OWN_ROWS, int BYTES, class Kernel, class... Tensors>
 static void launch_attention(Kernel *kernel, int B, int T, int NH, int HS,
                              cudaStream_t stream, Tensors... tensors) {
@@ -2259,7 +2309,7 @@ static void launch_attention(Kernel *kernel, int B, int T, int NH, int HS,
 }
 
 // gpu_attention_forward: out (B,T,C) and lse (B,NH,T) from qkv (B,T,3,NH,HS); see the kernels.
-// Called without HD; wider heads than 64 go on to the instance of 128.
+// Callers leave HD at its default; heads wider than 64 are forwarded to the instance for 128.
 template <class E, int HD = 64>
 static void gpu_attention_forward(E *out, float *lse, const E *qkv, int B, int T, int C, int NH,
                                   cudaStream_t stream) {
@@ -2283,9 +2333,9 @@ static void gpu_attention_forward(E *out, float *lse, const E *qkv, int B, int T
     }
 }
 
-// cache_append_kernel: keys and values of `rows` tokens from qkv (rows,3,NH,HS) to positions first,
-// first + 1, ... of cache (2,NH,positions,HS), all of E. Grid ceil(2 rows C / 256), block 256, a
-// thread a number: a token has few of them, so nothing is gained by more at a time. Exact.
+// cache_append_kernel: copies keys and values of `rows` tokens from qkv (rows,3,NH,HS) to positions
+// first, first + 1, ... of cache (2,NH,positions,HS), all of E. Grid ceil(2 rows C / 256), block
+// 256, one element per thread: a token has too few of them for vectorized copies to pay off. Exact.
 // budget: <bf16> threads 256 regs 16 blocks 6 test gpu_cached
 template <class E>
 __global__ void cache_append_kernel(E *cache, const E *qkv, int positions, int first, int rows,
@@ -2300,13 +2350,13 @@ __global__ void cache_append_kernel(E *cache, const E *qkv, int positions, int f
 
 constexpr int CACHED_WARPS = 8, CACHED_KEYS = 8;
 
-// What a warp has gathered of a query: the largest score, the sum of the powers below it, and their
-// sum over the values, of which a lane has channels lane, lane + 32, ...
+// A warp's partial results for one query: m, the largest score; l, the sum of 2^(score - m); o, the
+// sum of the values weighted by these powers. A lane holds channels lane, lane + 32, ....
 template <int D> struct CachedSums {
     float o[D], m, l;
 };
 
-// 2^x: in 16 bits by the approximation, whose error rounding hides.
+// 2^x. 16-bit types use the hardware approximation, whose error is below their rounding error.
 template <class E> __device__ inline float cached_power(float x) {
     if constexpr (is_fp32<E>) {
         return exp2f(x);
@@ -2315,14 +2365,14 @@ template <class E> __device__ inline float cached_power(float x) {
     }
 }
 
-// Channel lane + 32 i of a row of HS; 0 behind its end, and where there is no row.
+// Channel lane + 32 i of a row of HS channels; 0 past its end and if `there` is false.
 template <class E> __device__ inline float cached_channel(const E *row, int i, int HS, bool there) {
     const int d = i * WARP + threadIdx.x % WARP;
     return there && d < HS ? to_float(row[d]) : 0.0f;
 }
 
-// The next CACHED_KEYS keys of a warp, the first `keys` of which the query may see: their scores,
-// sums over the lanes, and then sums, maximum and values as in the kernels above.
+// Processes the warp's next CACHED_KEYS keys, of which the query may see the first `keys`: scores,
+// reduced across the lanes, then the update of maximum, sum and values as in the kernels above.
 template <class E, int D>
 __device__ inline void cached_round(CachedSums<D> &sums, const float (&q)[D], const E *key,
                                     const E *value, int keys, int HS) {
@@ -2361,14 +2411,14 @@ __device__ inline void cached_round(CachedSums<D> &sums, const float (&q)[D], co
 
 // attention_cached_kernel: out (rows,NH,HS) = softmax(q K^T / sqrt(HS)) V for the queries of qkv
 // (rows,3,NH,HS) at positions first, first + 1, ..., over the keys and values of cache (2,NH,
-// positions,HS) up to each query's own position. E as everywhere, sums in fp32.
+// positions,HS) up to each query's own position. All tensors are of E; sums are in fp32.
 // Grid (NH, rows), block CACHED_WARPS warps; HS <= 32 D.
-// 1. A warp takes CACHED_KEYS keys at a time, so that their loads are in flight together: a block
-//    waits for memory and computes little (cached_round).
-// 2. The warps' sums are brought to the largest maximum and added in the order of the warps.
-// Error, measured in test gpu_cached: in fp32 1.6e-7 where numbers are of size 1; in 16 bits what
-// rounding loses. Source: Dao et al., "Flash-Decoding for long-context inference" (2023), in one
-// block.
+// 1. A warp processes CACHED_KEYS keys at a time, so that their loads are in flight together: the
+//    kernel is bound by memory latency, not by arithmetic (cached_round).
+// 2. The warps' sums are rescaled to the largest maximum and added in order of the warps.
+// Error, measured in test gpu_cached: fp32 1.6e-7 for values of magnitude 1; in 16-bit types the
+// rounding error of the type. Source: Dao et al., "Flash-Decoding for long-context inference"
+// (2023), restricted to one thread block per head and query.
 // budget: <bf16, 2> threads 256 shared 2112 regs 96 blocks 2 test gpu_cached
 // budget: <bf16, 4> threads 256 shared 4160 regs 128 blocks 2 test gpu_cached
 template <class E, int D>
@@ -2415,8 +2465,8 @@ __global__ void attention_cached_kernel(E *out, const E *qkv, const E *cache, in
 }
 
 // gpu_attention_cached: attention of `rows` tokens at positions first, first + 1, ..., whose keys
-// and values it puts into the cache; see the kernels. out (rows,C), qkv (rows,3,NH,HS), cache
-// (2,NH,positions,HS) of E.
+// and values it first appends to the cache; see the kernels. out (rows,C), qkv (rows,3,NH,HS),
+// cache (2,NH,positions,HS) of E.
 template <class E>
 static void gpu_attention_cached(E *out, E *cache, const E *qkv, int positions, int first,
                                  int rows, int C, int NH, cudaStream_t stream) {
@@ -2441,25 +2491,31 @@ static void gpu_attention_cached(E *out, E *cache, const E *qkv, int positions, 
 
 // -------------------------------------------------------------------------------------------------
 // 32. Flash attention backward
-// Two kernels and no atomics: one owns rows of dQ, one owns rows of dK and dV; each recomputes P
-// from LSE2, which costs 7 products of tiles instead of 5 and buys equal bits in every run.
+// Two kernels without atomics: in one each block owns rows of dQ, in the other rows of dK and dV.
+// Each recomputes P from LSE2, which costs 7 tile matmuls instead of 5 but gives bitwise
+// reproducible results.
 //   P = 2^(c Q K^T - LSE2) (0 for future keys)      D = rowsum(dO * O)      dS = P * (dO V^T - D)
 //   dQ = dS K / sqrt(HS)      dK = dS^T Q / sqrt(HS)      dV = P^T dO
-// 1. dqkv (B,T,3,NH,HS) is overwritten, every element by one thread; sums (parts, 3C) fp32, of its
-//    columns as rounded, has a part for each tile of each sequence: dqkv is not read for them.
-// 2. drow (B,NH,T) passes D from the first kernel to the second: they run in this order.
-// 3. P and dS go from accumulators to fragments in registers, rounded to E, never through memory.
-// 4. The tail needs no mask: queries from T on have Q = dO = 0, D = 0 and LSE2 = inf, so P = 0.
-// source: "FlashAttention-2", algorithm 2, with a kernel for dQ in place of its atomic sums.
+// 1. dqkv (B,T,3,NH,HS) is overwritten, each element by one thread. sums (parts, 3C), fp32,
+//    receives the column sums of dqkv after rounding to E, one part per tile of each sequence. The
+//    kernels form them as they write dqkv, so dqkv is not read back.
+// 2. drow (B,NH,T) passes D from the dQ kernel to the dK/dV kernel, so they must run in this order.
+// 3. P and dS are converted from accumulators to fragments in registers, rounded to E, and never
+//    stored.
+// 4. Rows past T need no mask: queries from T on have Q = dO = 0, D = 0 and LSE2 = inf, so P = 0.
+// source: "FlashAttention-2", algorithm 2, with a separate kernel for dQ instead of its atomic
+// sums.
+
 // attention_backward_dq_kernel: dQ and D, for 16-bit types.
 // dqkv, qkv (B,T,3,NH,HS), dout, out (B,T,NH,HS), drow, lse (B,NH,T); c as in chapter Flash
 // attention forward.
-// grid B NH ceil(T / BM) as AttentionBlock has it, BM = 16 MT WARPS queries, last rows first; block
-// 32 WARPS; dynamic shared memory 4 HD (BM + 2 BN) bytes: Q, dO, and K and V twice.
+// grid B NH ceil(T / BM), mapped by AttentionBlock, BM = 16 MT WARPS queries, last rows first;
+// block 32 WARPS; dynamic shared memory 4 HD (BM + 2 BN) bytes: Q, dO, and double-buffered K and V.
 // stages: 1 start the copies of Q, dO and of the first K, V   2 D of the warp's rows
 //   3 wait for a tile, start the next   4 S = Q K^T, dP = dO V^T   5 mask, P, dS
 //   6 dQ += dS K   7 write dQ
-// numerics: fp32 but dS, rounded to E for stage 6. bf16: dQ 3.3e-3, D (of the rounded out) 2.3e-3.
+// numerics: fp32 except dS, rounded to E for stage 6. bf16: dQ 3.3e-3, D (of the rounded out)
+// 2.3e-3.
 // budget: <bf16, 64> threads 128 shared 49152 regs 230 blocks 2 instr/elem 13.8 of 32 loop
 //   test gpu_attention
 // budget: <bf16, 128> threads 128 shared 98304 regs 230 blocks 1 instr/elem 21.1 of 32 loop
@@ -2491,13 +2547,13 @@ __global__ void __launch_bounds__(WARPS *WARP, 2)
         copy_commit();
     };
 
-    // 1. Q, dO and the first keys and values set out.
+    // 1. Start copying Q, dO and the first K and V.
     tile_load<HD, BM, WARPS>(tile_q, qkv + q_at, stride, row0, T, HS);
     tile_load<HD, BM, WARPS>(tile_do, dout + o_at, C, row0, T, HS);
     load_keys(0);
 
-    // 2. The four lanes that will hold a row of scores share its D: packs t, t + 4, ... each. All
-    //    are asked for before the first is used.
+    // 2. The four lanes that will hold a row of scores share the computation of its D: lane t takes
+    //    packs t, t + 4, .... All loads are issued before the first value is used.
     float dq[MT][HD / 8][4] = {}, d[2 * MT] = {}, lse2[2 * MT];
     Pack<E> a[2 * MT][HD / 32], b[2 * MT][HD / 32];
     auto each_pack = [&](auto f) {
@@ -2536,8 +2592,8 @@ __global__ void __launch_bounds__(WARPS *WARP, 2)
 
     const int tiles = ceil_div(min(row0 + BM, T), BN);
     for (int j = 0; j < tiles; j++) {
-        // 3. The barrier publishes every thread's copies of tile j (and of Q, dO), and says that
-        //    all warps are done with tile j - 1, whose place tile j + 1 takes.
+        // 3. The barrier makes all threads' copies of tile j (and of Q, dO) visible to the block,
+        //    and ensures that all warps are done with tile j - 1, whose buffer tile j + 1 reuses.
         copy_wait<0>();
         __syncthreads();
         if (j + 1 < tiles) {
@@ -2552,7 +2608,7 @@ __global__ void __launch_bounds__(WARPS *WARP, 2)
         warp_mul_abt<HD>(s, tile_q, warp_row, tile_k + j % 2 * BN * HD);
         warp_mul_abt<HD>(dp, tile_do, warp_row, tile_v + j % 2 * BN * HD);
 
-        // 5. dS takes the place of S.
+        // 5. dS overwrites S.
         if ((j + 1) * BN > first + 1) {
             mask_future(s, first, j * BN, false);
         }
@@ -2561,23 +2617,24 @@ __global__ void __launch_bounds__(WARPS *WARP, 2)
             s[i][n][e] = p * (dp[i][n][e] - d[2 * i + e / 2]);
         });
 
-        // 6. dS, rounded, times K.
+        // 6. dS, rounded to E, times K.
         warp_mul_add<HD>(dq, s, tile_k + j % 2 * BN * HD);
     }
 
-    // 7. Rows of Q in shared memory are this warp's alone: they serve for the way out.
+    // 7. Only this warp touches its rows of Q in shared memory, so it stages dQ there.
     warp_store_rows<HD, true>(dqkv + q_at, stride, first, T, HS, tile_q, warp_row, scale, dq);
-    __syncthreads();  // every warp has left its sums
+    __syncthreads();  // all warps have written their sums
     head_column_sums<HD, WARPS>(sums + sums_place<BM>(block, T, C), tile_q, 16 * MT, HS);
 }
 
 // attention_backward_dkv_kernel: dK and dV, for 16-bit types; arguments as for the dQ kernel.
 // grid B NH ceil(T / BN), BN = 16 MT WARPS keys, first (longest) rows first; block 32 WARPS;
-// dynamic shared memory 4 HD (BN + 2 BM) + 256 WARPS bytes: K, V, and Q, dO, LSE2 and D twice.
+// dynamic shared memory 4 HD (BN + 2 BM) + 256 WARPS bytes: K, V, and double-buffered Q, dO, LSE2
+// and D.
 // stages: 1 start the copies of K, V and of the first Q, dO, LSE2, D   2 wait for a tile, start the
 //   next   3 S^T = K Q^T   4 mask, P^T   5 dP^T = V dO^T, dS^T   6 dV += P^T dO   7 dK += dS^T Q
-//   8 hand over the next LSE2 and D   9 write dK and dV
-// numerics: fp32 but P and dS, rounded to E for stages 6 and 7. bf16: dK 3.1e-3, dV 2.4e-3.
+//   8 store the next LSE2 and D   9 write dK and dV
+// numerics: fp32 except P and dS, rounded to E for stages 6 and 7. bf16: dK 3.1e-3, dV 2.4e-3.
 // budget: <bf16, 64> threads 128 shared 50176 regs 247 blocks 2 instr/elem 16.7 of 32 loop
 //   test gpu_attention
 // budget: <bf16, 128> threads 128 shared 66560 regs 247 blocks 1 instr/elem 30.7 of 16 loop
@@ -2610,14 +2667,14 @@ __global__ void __launch_bounds__(WARPS *WARP)
         tile_load<HD, BM, WARPS>(tile_do + j % 2 * BM * HD, d_o, C, j * BM, T, HS);
         copy_commit();
     };
-    // Threads 0 .. BM - 1 carry LSE2 of a tile's queries, all others D (only BM of them matter).
+    // Threads 0 .. BM - 1 load LSE2 of a tile's queries, all others D (only BM of those are used).
     const float *stat = ((int)threadIdx.x < BM ? lse : drow) + block.stat_at;
     auto load_stat = [&](int j) {
         const int query = j * BM + (int)threadIdx.x % BM;
         return query < T ? stat[query] : (int)threadIdx.x < BM ? INFINITY : 0.0f;
     };
 
-    // 1. K, V and the tile of queries on the diagonal set out.
+    // 1. Start copying K, V and the tile of queries on the diagonal.
     const int start = row0 / BM, end = ceil_div(T, BM);
     tile_load<HD, BN, WARPS>(tile_k, q + C, stride, row0, T, HS);
     tile_load<HD, BN, WARPS>(tile_v, q + 2 * C, stride, row0, T, HS);
@@ -2626,8 +2683,9 @@ __global__ void __launch_bounds__(WARPS *WARP)
 
     float dk[MT][HD / 8][4] = {}, dv[MT][HD / 8][4] = {};
     for (int j = start; j < end; j++) {
-        // 2. The barrier publishes every thread's copies and statistics of tile j (and K, V), and
-        //    says that all warps are done with tile j - 1, whose place tile j + 1 takes.
+        // 2. The barrier makes all threads' copies and statistics of tile j (and K, V) visible to
+        //    the block, and ensures that all warps are done with tile j - 1, whose buffer tile
+        //    j + 1 reuses.
         copy_wait<0>();
         __syncthreads();
         if (j + 1 < end) {
@@ -2636,12 +2694,12 @@ __global__ void __launch_bounds__(WARPS *WARP)
         const float next_stat = load_stat(j + 1);
         const int now = j % 2 * BM * HD;
 
-        if ((j + 1) * BM > first && first < T) {  // else: all queries before the keys
-            // 3. Scores, a row per key.
+        if ((j + 1) * BM > first && first < T) {  // otherwise all queries precede the keys
+            // 3. Scores, one row per key.
             float s[MT][BM / 8][4] = {}, dp[MT][BM / 8][4] = {};
             warp_mul_abt<HD>(s, tile_k, warp_row, tile_q + now);
 
-            // 4. P takes the place of S.
+            // 4. P overwrites S.
             if (j * BM < first + 16 * MT - 1) {
                 mask_future(s, j * BM, first, true);
             }
@@ -2650,39 +2708,43 @@ __global__ void __launch_bounds__(WARPS *WARP)
                 s[i][n][e] = ex2_approx(fmaf(s[i][n][e], c, -lse2[8 * n + e % 2]));
             });
 
-            // 5. dS takes the place of dP.
+            // 5. dS overwrites dP.
             warp_mul_abt<HD>(dp, tile_v, warp_row, tile_do + now);
             each_element<MT, BM / 8>([&](int i, int n, int e) {
                 dp[i][n][e] = s[i][n][e] * (dp[i][n][e] - d[8 * n + e % 2]);
             });
 
-            // 6. P, rounded, times dO (right after P, this would make ptxas spill on sm_80).
-            // 7. dS, rounded, times Q.
+            // 6. P, rounded to E, times dO (doing this right after P would make ptxas spill on
+            //    sm_80).
+            // 7. dS, rounded to E, times Q.
             warp_mul_add<HD>(dv, s, tile_do + now);
             warp_mul_add<HD>(dk, dp, tile_q + now);
         }
 
-        // 8. Tile j - 1's statistics were last read before this round's barrier.
+        // 8. Tile j - 1's statistics, overwritten here, were last read before this iteration's
+        //    barrier.
         stats[(j + 1) % 2 * WARPS * WARP + threadIdx.x] = next_stat;
     }
 
-    // 9. Rows of K and V in shared memory are this warp's alone: they serve for the way out.
+    // 9. Only this warp touches its rows of K and V in shared memory, so it stages dK and dV there.
     dqkv += q_at + C;
     warp_store_rows<HD, true>(dqkv, stride, first, T, HS, tile_k, warp_row, scale, dk);
     warp_store_rows<HD, true>(dqkv + C, stride, first, T, HS, tile_v, warp_row, 1.0f, dv);
-    __syncthreads();  // every warp has left its sums
+    __syncthreads();  // all warps have written their sums
     sums += sums_place<BN>(block, T, C) + C;
     head_column_sums<HD, WARPS>(sums, tile_k, 16 * MT, HS);
     head_column_sums<HD, WARPS>(sums + C, tile_v, 16 * MT, HS);
 }
 
-// attention_backward_rows_kernel: the same in fp32, any HS; first launched for dQ and D, a warp per
-// query, then with `keys` for dK and dV, a warp per key. The warp's own row is a pair (a, b), (q,
-// dO) or (k, v), the far rows are pairs of the other kind, and in both cases
+// attention_backward_rows_kernel: the same in fp32 and for any HS. It is launched twice: first for
+// dQ and D with one warp per query, then with `keys` for dK and dV with one warp per key. The
+// warp's own row is a pair (a, b): (q, dO) or, with `keys`, (k, v). The far rows are pairs of the
+// other kind, and in both cases
 //   p = 2^(c a.far_a - LSE2),  ds = p (b.far_b - D),  da = scale sum ds far_a,  db = sum p far_b.
 // grid (NH, B, ceil(T / ROW_WARPS)), block 32 ROW_WARPS; dynamic shared memory
 // ROW_WARPS (2 HS + 64) floats: da, db, p and ds of each warp.
-// numerics: fp32 with exp2f; dQ, dK, dV within 7e-7, more where |LSE2| is large (its ulp, as 2^x).
+// numerics: fp32 with exp2f; dQ, dK, dV within 7e-7, more if |LSE2| is large, because 2^x amplifies
+// its rounding error.
 // budget: threads 128 shared 3072 regs 78 blocks 6 test gpu_attention
 __global__ void __launch_bounds__(ROW_WARPS *WARP)
     attention_backward_rows_kernel(float *dqkv, float *drow, const float *dout, const float *qkv,
@@ -2692,7 +2754,7 @@ __global__ void __launch_bounds__(ROW_WARPS *WARP)
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int t = (int)blockIdx.z * ROW_WARPS + warp;
     if (t >= T) {
-        return;  // a whole warp leaves, and no block barrier follows
+        return;  // the whole warp exits; no block barrier follows
     }
     float *da = shared + warp * (2 * HS + 2 * WARP), *db = da + HS, *p = db + HS, *ds = p + WARP;
     const float c = LOG2_E / sqrtf((float)HS), scale = 1.0f / sqrtf((float)HS);
@@ -2709,14 +2771,14 @@ __global__ void __launch_bounds__(ROW_WARPS *WARP)
     const int start = keys ? t : 0, end = keys ? T : t + 1;
     for (int j0 = start; j0 < end; j0 += WARP, far_a += WARP * stride, far_b += WARP * far_stride) {
         const int count = min(WARP, end - j0), query = keys ? j0 + lane : t;
-        __syncwarp();  // p and ds of the last round are read by all
+        __syncwarp();  // all lanes have read p and ds of the previous iteration
         if (lane < count) {
             const float s = row_dot(a, far_a + lane * stride, HS);
             const float dp = row_dot(b, far_b + lane * far_stride, HS);
             p[lane] = exp2f(fmaf(s, c, -lse[head * T + query]));
             ds[lane] = p[lane] * (dp - (keys ? drow[head * T + query] : d));
         }
-        __syncwarp();  // p and ds are whole
+        __syncwarp();  // all lanes have written p and ds
         for (int i = lane; i < HS; i += WARP) {
             float sum_a = j0 == start ? 0.0f : da[i], sum_b = j0 == start ? 0.0f : db[i];
             for (int r = 0; r < count; r++) {
@@ -2736,7 +2798,7 @@ __global__ void __launch_bounds__(ROW_WARPS *WARP)
     }
 }
 
-// Scratch of gpu_attention_backward.
+// Scratch bytes of gpu_attention_backward.
 template <class E> static size_t gpu_attention_backward_bytes(int B, int T, int C, int NH) {
     const int wide = AttentionTiles<E, 128>::OWN_ROWS, narrow = AttentionTiles<E, 64>::OWN_ROWS;
     const size_t parts = (size_t)B * ceil_div(T, C / NH > 64 ? wide : narrow);
@@ -2745,9 +2807,10 @@ template <class E> static size_t gpu_attention_backward_bytes(int B, int T, int 
     return bytes > fp32 ? bytes : fp32;
 }
 
-// gpu_attention_backward: dqkv (B,T,3,NH,HS), overwritten, from dout (B,T,C) and what the forward
-// pass read and left: qkv, out (B,T,C) and lse (B,NH,T). dbias (3C) fp32 += column sums of dqkv:
-// the gradient of the bias of the matmul that made qkv. drow (B,NH,T) is scratch. HD as there.
+// gpu_attention_backward: dqkv (B,T,3,NH,HS), overwritten, from dout (B,T,C), the forward pass's
+// input qkv and its outputs out (B,T,C) and lse (B,NH,T). dbias (3C) fp32 += column sums of dqkv,
+// which is the bias gradient of the matmul that produced qkv. drow (B,NH,T) is scratch. HD as in
+// gpu_attention_forward.
 template <class E, int HD = 64>
 static void gpu_attention_backward(E *dqkv, float *dbias, float *drow, const E *dout, const E *qkv,
                                    const E *out, const float *lse, float *scratch, int B, int T,
@@ -2784,26 +2847,27 @@ static void gpu_attention_backward(E *dqkv, float *dbias, float *drow, const E *
 
 // -------------------------------------------------------------------------------------------------
 // 33. Classifier
-// Softmax, cross-entropy and their gradient for a chunk of rows of logits, in place: a row is read
-// from memory once, held in registers and written once. The logits of a whole batch never exist at
-// one time.
+// Softmax, cross-entropy and their gradient for a chunk of rows of logits, in place: each row is
+// read from memory once, held in registers and written once. The logits of a whole batch are never
+// in memory at the same time.
 
-constexpr int CLASSIFIER_VOCABULARY = 65536;  // most columns: tokens are 16 bits on disk
+constexpr int CLASSIFIER_VOCABULARY = 65536;  // maximum columns: tokens are 16-bit on disk
 constexpr int CLASSIFIER_GPT2 = 800;          // threads for the 50304 columns of GPT-2
-template <class E>                            // 16-byte loads of a thread
+template <class E>                            // 16-byte loads per thread
 constexpr int CLASSIFIER_PACKS = CLASSIFIER_VOCABULARY / (BLOCK_MAX * Pack<E>::size);
 
-// For each row i of logits (rows,Vp) of E, of which the columns from V on are padding of any value:
+// For each row i of logits (rows,Vp) of E, whose columns from V on are padding with arbitrary
+// values:
 //   losses[i] = log(sum over v < V of exp(logits[v])) - logits[targets[i]], fp32; with BACKWARD
-//   logits become (softmax(logits) - onehot(targets[i])) * dloss, and zero in the padding; where E
-//   is narrow dloss is multiplied by *loss_scale, which is not read otherwise.
-// One block a row, of as few warps as hold the row in registers: 25 for 50304 columns, one up to
-// 2048; the fp32 instance, for checking, spills. THREADS: the block's, if they are a constant and
-// all but the last pack of every thread are known to hold no padding. The target's logit is read
-// beside the loop and its gradient written once more after it, by the thread that holds its pack:
-// so no element of the loop asks whether it is the target. Numerics: maximum subtracted, sum in
-// fp32. Measured on the CPU layer, V 5..65536, of the norm: losses 1.2e-7; dlogits 8e-8 in fp32,
-// what rounding them loses in bf16.
+//   logits become (softmax(logits) - onehot(targets[i])) * dloss, and zero in the padding; if E
+//   is narrow, dloss is multiplied by *loss_scale, which is not read otherwise.
+// One thread block per row, with as few warps as can hold the row in registers: 25 for 50304
+// columns, one for up to 2048; the fp32 instance, used only for checking, spills. THREADS: the
+// block size if it is a constant and all but each thread's last pack are known to contain no
+// padding. The target's logit is read outside the loops, and the thread that holds its pack
+// overwrites its gradient after them, so no loop has to test each element against the target.
+// Numerics: maximum subtracted, sum in fp32. Errors relative to the norm, measured on the CPU layer
+// with V 5..65536: losses 1.2e-7; dlogits 8e-8 in fp32, the rounding error of the type in bf16.
 // budget: <bf16, true, 0> threads 800 regs 64 blocks 1 test gpu_classifier
 // budget: <bf16, false, 0> threads 800 regs 64 blocks 1 test gpu_classifier
 // budget: <bf16, true, 800> threads 800 regs 72 blocks 1 instr/elem 12 of 64 test gpu_classifier
@@ -2822,7 +2886,8 @@ __global__ void __launch_bounds__(THREADS ? THREADS : BLOCK_MAX, 1)
     const int target = targets[blockIdx.x];
     const bool is_targets_thread = target / size % threads == thread;
     const float target_logit = is_targets_thread ? to_float(row[target]) : 0.0f;
-    // f(column, pack) for every pack of this thread; the compiler forgets its numbers after each.
+    // Calls f(column, pack, whole) for every pack of this thread; whole: the pack contains no
+    // padding.
     Pack<E> x[packs];
     auto each_pack = [&](auto f) {
         UNROLL
@@ -2834,9 +2899,10 @@ __global__ void __launch_bounds__(THREADS ? THREADS : BLOCK_MAX, 1)
             }
         }
     };
-    // 1. the row to registers
+    // 1. Load the row into registers.
     each_pack([&](int c, Pack<E> &pack, bool) { pack = pack_load(row + c); });
-    // 2. the maximum; padding becomes minus infinity, whose exponential and gradient are zero
+    // 2. Find the maximum; padding becomes minus infinity, so its exponential and gradient are
+    //    zero.
     Pack<E> top = {};
     pack_keep(top, 0);  // minus infinity
     each_pack([&](int c, Pack<E> &pack, bool whole) {
@@ -2847,8 +2913,9 @@ __global__ void __launch_bounds__(THREADS ? THREADS : BLOCK_MAX, 1)
         pack_forget(pack);
     });
     const float maximum = row_max(pack_max(top));
-    // 3. the sum of exponentials; in 16 bits 2^(LOG2_E logit - shift)
-    float sums[4] = {-0.0f, -0.0f, -0.0f, -0.0f};  // x - 0 is x: no instruction
+    // 3. Sum the exponentials; in 16-bit types as 2^(LOG2_E logit - shift). pack_forget keeps the
+    //    compiler from holding the converted values in registers across loops.
+    float sums[4] = {-0.0f, -0.0f, -0.0f, -0.0f};  // adding -0 needs no instruction
     const float shift = is_fp32<E> ? maximum : maximum * LOG2_E;
     auto power = [&](float logit) {
         return is_fp32<E> ? expf(logit - shift) : ex2_approx(fmaf(logit, LOG2_E, -shift));
@@ -2862,7 +2929,8 @@ __global__ void __launch_bounds__(THREADS ? THREADS : BLOCK_MAX, 1)
         pack_forget(pack);
     });
     const float sum = row_sum(add_four(sums));
-    // 4. the gradient; the loss, and the target's gradient once more, by the target's thread
+    // 4. Write the gradient; the target's thread writes the loss and overwrites the target's
+    //    gradient.
     dloss = BACKWARD && traits<E>.narrow ? dloss * *loss_scale : dloss;
     const float scale = dloss * reciprocal<E>(sum);
     if constexpr (BACKWARD) {
@@ -2883,8 +2951,8 @@ __global__ void __launch_bounds__(THREADS ? THREADS : BLOCK_MAX, 1)
     }
 }
 
-// losses (rows) fp32; logits (rows,Vp) of E, with `backward` replaced by their gradient;
-// targets (rows) in 0 .. V-1.
+// Computes losses (rows), fp32, and with `backward` replaces logits (rows,Vp) of E by their
+// gradient; targets (rows) in 0 .. V-1.
 template <class E>
 static void gpu_classifier(float *losses, E *logits, const int *targets, float dloss,
                            const float *loss_scale, int rows, int V, int Vp, bool backward,
@@ -2905,48 +2973,52 @@ static void gpu_classifier(float *losses, E *logits, const int *targets, float d
 
 // -------------------------------------------------------------------------------------------------
 // 34. AdamW and gradient norm
-// One table of ranges says where each tensor's parameters and gradients lie; a launch handles the
-// whole table. 1. Norm, clip factor and the decision to skip stay in device memory: no step waits
-// for the host. 2. AdamW is fp32 arithmetic without fused multiply-adds, so the split master gives
-// the very bits of an fp32 AdamW on the CPU. 3. Where a state is kept in 16 bits alone it is
-// rounded stochastically, with random numbers keyed by (seed, step, tensor, index in the tensor),
-// whatever part of the tensor this rank owns. 4. With fp16 all gradients are those of the loss
-// times the loss scale, a power of two: the classifier multiplies, norm and AdamW divide, exactly.
+// A table of ranges gives the location of each tensor's parameters and gradients; one launch
+// processes the whole table.
+// 1. Norm, clip factor and the decision to skip stay in device memory, so no step waits for the
+//    host.
+// 2. AdamW is fp32 arithmetic without fused multiply-adds, so the split master is bit-identical to
+//    an fp32 AdamW on the CPU.
+// 3. A state that is kept only in 16 bits is rounded stochastically, with random numbers keyed by
+//    (seed, step, tensor, index in the tensor), independent of which part of the tensor this rank
+//    owns.
+// 4. With fp16 all gradients are scaled by the loss scale, a power of two: the classifier
+//    multiplies by it, the norm and AdamW divide by it, both exactly.
 
 constexpr int UPDATE_THREADS = 256;
 constexpr int UPDATE_CHUNK = 8192;  // elements of a range that one block handles
-constexpr int NORM_BLOCKS = 1024;   // most partial sums of the norm
+constexpr int NORM_BLOCKS = 1024;   // maximum number of partial sums of the norm
 constexpr uint32_t ROUND_MOMENT1 = 16, ROUND_MOMENT2 = 32;  // added to the stream of the weights
 static_assert(TENSORS <= ROUND_MOMENT1, "a stream of random numbers for each tensor and state");
 
-// A tensor, or this rank's part of it. Offsets and count in elements, all multiples of 8.
+// A tensor, or this rank's shard of it. Offsets and count are in elements, all multiples of 8.
 struct ParamRange {
     size_t param;  // in the parameters
     size_t state;  // in the master's low halves and the moments
-    size_t grad;   // in the two-dimensional gradients, or in the fp32 one-dimensional ones
-    size_t index;  // of its first element within the whole tensor: the random numbers' counter
+    size_t grad;   // in the gradients of matrices or the fp32 gradients of vectors
+    size_t index;  // of its first element in the whole tensor: counter of the random numbers
     size_t count;
     uint32_t stream;      // random stream of the tensor's weights
-    int two_dimensional;  // decayed, and its gradient is of type G
-    int first_chunk;      // chunks before it, filled by param_ranges_chunk
-    int in_store;          // flags below: which of these are in the home of what visits the device
+    int two_dimensional;  // weight decay applies; the gradient is of type G
+    int first_chunk;      // number of chunks before this range, set by param_ranges_chunk
+    int in_store;          // flags below: which of these are in a backing store
 };
 enum { PARAM_IN_STORE = 1, GRAD_IN_STORE = 2 };
 
-// Device memory that outlives the step.
+// Device memory that persists across steps.
 struct UpdateState {
     float square_sum;  // of all gradients
     float norm;
-    float scale;       // factor on the gradients: clip / norm, at most 1, over the loss scale
-    uint32_t skip;     // 1: this step's update does not happen
+    float scale;       // factor on the gradients: min(1, clip / norm) / loss scale
+    uint32_t skip;     // 1: this step's update is skipped
     uint32_t skipped;  // updates skipped so far
-    float loss_scale;  // of the step to come; the following fields are of narrow types alone
-    int good_steps;    // with finite gradients since it changed
-    int scale_grows;   // after so many; 0: the loss is not scaled
-    int scale_moved;   // in the last update: 1 up, -1 down
+    float loss_scale;  // of the next step; this and the following are for narrow types only
+    int good_steps;    // steps with finite gradients since the scale changed
+    int scale_grows;   // the scale doubles after so many good steps; 0: no loss scale
+    int scale_moved;   // by the last update: 1 up, -1 down
 };
 
-// Numbers the chunks and returns how many there are.
+// Numbers the chunks of all ranges and returns their count.
 static int param_ranges_chunk(ParamRange *ranges, int count) {
     int chunks = 0;
     for (int i = 0; i < count; i++) {
@@ -2959,7 +3031,7 @@ static int param_ranges_chunk(ParamRange *ranges, int count) {
     return chunks;
 }
 
-// The range that holds a chunk: the last whose first chunk is not beyond it.
+// The range that contains a chunk: the last range whose first_chunk is at most `chunk`.
 __device__ inline ParamRange param_range_find(const ParamRange *ranges, int count, int chunk) {
     int low = 0, high = count - 1;
     while (low < high) {
@@ -2973,7 +3045,7 @@ __device__ inline ParamRange param_range_find(const ParamRange *ranges, int coun
     return ranges[low];
 }
 
-// This thread's share of the sum of squares of grads[begin .. end).
+// This thread's part of the sum of squares of grads[begin .. end).
 template <class T> __device__ inline float square_sum(const T *grads, size_t begin, size_t end) {
     constexpr int size = Pack<T>::size;
     float sum = 0.0f;
@@ -3009,7 +3081,7 @@ __global__ void grad_square_sum_kernel(float *partials, const G *grads_2d, const
     }
 }
 
-// state->square_sum = the partial sums (parts), added in a fixed order by one block.
+// state->square_sum = sum of partials (parts), added in a fixed order by one thread block.
 // budget: threads 256 regs 33 blocks 6 test gpu_norm
 static __global__ void grad_square_sum_finish_kernel(UpdateState *state, const float *partials,
                                                      int parts) {
@@ -3020,11 +3092,11 @@ static __global__ void grad_square_sum_finish_kernel(UpdateState *state, const f
     }
 }
 
-// The loss scale after a step: halved where gradients overflowed, doubled after scale_grows steps
-// without that. It stays finite, and at least 2: a checkpoint's exponent 0 says that there is none,
-// and gradients that overflow so are no matter of the scale.
-// source: torch.amp.GradScaler, whose defaults these are (and the first scale, LOSS_SCALE_LOG2),
-//   but for the least scale, which it does not have.
+// Updates the loss scale after a step: halved if gradients overflowed, doubled after scale_grows
+// steps without overflow. It stays finite and at least 2, because exponent 0 in a checkpoint means
+// that there is no loss scale; gradients that overflow even at 2 are not a matter of scaling.
+// source: torch.amp.GradScaler, with its defaults (including the first scale, LOSS_SCALE_LOG2);
+//   the minimum scale is an addition.
 __device__ inline void loss_scale_update(UpdateState *state, bool finite) {
     const bool grows = finite && ++state->good_steps >= state->scale_grows;
     const float next = state->loss_scale * (grows ? 2.0f : finite ? 1.0f : 0.5f);
@@ -3034,9 +3106,10 @@ __device__ inline void loss_scale_update(UpdateState *state, bool finite) {
     state->loss_scale = takes ? next : state->loss_scale;
 }
 
-// From the sum of squares (of all ranks, by now) to what AdamW does with it. The squares are those
-// of scaled gradients: a sum of 2^26 products of fp16 numbers is below 2^58, so that its square is
-// far from fp32's end; a sum of squares that is beyond it nevertheless lowers the scale as well.
+// Computes norm, scale and skip for AdamW from the sum of squares, which by now covers all ranks.
+// The squares are those of scaled gradients: a sum of 2^26 products of fp16 numbers is below 2^58,
+// so its square is far below the fp32 maximum; if the sum of squares overflows anyway, that also
+// lowers the loss scale.
 // budget: threads 1 regs 24 blocks 24 test gpu_norm
 static __global__ void update_decide_kernel(UpdateState *state, float clip, float skip_above) {
     const bool scaled = state->scale_grows > 0;
@@ -3052,18 +3125,20 @@ static __global__ void update_decide_kernel(UpdateState *state, float clip, floa
     }
 }
 
-// Scratch of gpu_grad_square_sum.
+// Scratch bytes of gpu_grad_square_sum.
 static size_t gpu_grad_square_sum_bytes(void) { return NORM_BLOCKS * sizeof(float); }
 
-// state->square_sum = sum of squares of all gradients in the table (ranges: device; chunks: see
-// param_ranges_chunk). Measured on the CPU layer, 1e5 elements: the norm's relative error is 9e-8.
+// state->square_sum = sum of squares of all gradients in the table (ranges: in device memory;
+// chunks: result of param_ranges_chunk). Measured on the CPU layer, 1e5 elements: the norm's
+// relative error is 9e-8.
 template <class G>
 static void gpu_grad_square_sum(UpdateState *state, float *scratch, const G *grads_2d,
                                 const float *grads_1d, const G *grads_store,
                                 const ParamRange *ranges, int range_count, int chunks,
                                 cudaStream_t stream) {
-    // Where ranges start param_ranges_chunk has checked. One of very many ranks may have no part of
-    // a small model: a block without a chunk, since no grid may be empty.
+    // param_ranges_chunk has checked the offsets of the ranges. With very many ranks and a small
+    // model, a rank may own nothing: one thread block then runs without a chunk, because a grid
+    // cannot be empty.
     check_rows(G, 0, grads_2d, grads_1d, grads_store);
     int parts = chunks < 1 ? 1 : chunks < NORM_BLOCKS ? chunks : NORM_BLOCKS;
     launch(grad_square_sum_kernel<G>, parts, UPDATE_THREADS, 0, stream, scratch, grads_2d, grads_1d,
@@ -3072,13 +3147,15 @@ static void gpu_grad_square_sum(UpdateState *state, float *scratch, const G *gra
            stream, state, scratch, parts);
 }
 
-// Norm, clip factor (clip 0: none), and skip: not finite, or above skip_above (INFINITY: no limit).
+// Computes norm, clip factor (clip 0: no clipping) and skip, which is set if the norm is not finite
+// or exceeds skip_above (INFINITY: no limit).
 static void gpu_update_decide(UpdateState *state, float clip, float skip_above,
                               cudaStream_t stream) {
     launch(update_decide_kernel, 1, 1, 0, stream, state, clip, skip_above);
 }
 
-// One parameter's step, operation by operation as chapter Optimizer and schedules has it.
+// Updates one parameter with the same operations, in the same order, as chapter Optimizer and
+// schedules.
 __device__ inline void adamw_element(float *p, float *m, float *v, float g, float weight_decay,
                                      const AdamW &adamw) {
     *m = adamw.beta1 * *m + (1.0f - adamw.beta1) * g;
@@ -3087,8 +3164,8 @@ __device__ inline void adamw_element(float *p, float *m, float *v, float g, floa
     *p -= adamw.lr * (*m / adamw.correction1 / (root + adamw.eps) + weight_decay * *p);
 }
 
-// x, a fraction f of the way from one bf16 number up to the next, becomes the next with probability
-// f; random: 16 bits.
+// Stochastic rounding: x, a fraction f of the way from one bf16 number to the next larger in
+// magnitude, becomes that number with probability f. random: 16 random bits.
 __device__ inline __nv_bfloat16 bf16_round_stochastic(float x, uint32_t random) {
     uint32_t bits = __float_as_uint(x);
     if ((bits & 0x7f800000u) == 0x7f800000u) {
@@ -3097,14 +3174,14 @@ __device__ inline __nv_bfloat16 bf16_round_stochastic(float x, uint32_t random) 
     return bf16_from_bits((uint16_t)((bits + random) >> 16));
 }
 
-// What keys the random numbers of a step.
+// Key of a step's random numbers.
 struct UpdateRandom {
     uint64_t seed;
     uint32_t step;
 };
 
-// Elements index .. index + n - 1 of a tensor to `address`: exactly in fp32, rounded stochastically
-// in bf16.
+// Stores elements index .. index + n - 1 of a tensor at `address`: exact in fp32, rounded
+// stochastically in bf16.
 template <class T, int n>
 __device__ inline void state_store(T *address, const float (&x)[n], UpdateRandom key, size_t index,
                                    uint32_t stream) {
@@ -3122,9 +3199,10 @@ __device__ inline void state_store(T *address, const float (&x)[n], UpdateRandom
     }
 }
 
-// The split master: weight = (u + 0x8000) >> 16 and low = u & 0xffff give back u, an fp32's bits.
-// Of a NaN the weight is one too, and so is what is given back: the sum would carry into the sign,
-// and 0x7fffffff, which is what the GPU computes, would become -0 and look healthy in forward.
+// The split master stores the bits u of an fp32 number as weight = (u + 0x8000) >> 16 and low = u &
+// 0xffff, from which u can be restored. A NaN is stored as the weight MASTER_NAN and read back as a
+// NaN. Without this exception the addition would carry into the sign bit: 0x7fffffff, the NaN that
+// a GPU computes, would become -0 and go unnoticed in the forward pass.
 template <int n>
 __device__ inline void split_load(float (&p)[n], const __nv_bfloat16 *params, const uint16_t *low) {
     Pack<__nv_bfloat16> weight = pack_load(params);
@@ -3149,7 +3227,8 @@ __device__ inline void split_store(__nv_bfloat16 *params, uint16_t *low, const f
     pack_store(low, rest);
 }
 
-// fp16 is no half of fp32, so its master is the whole number, of which the weight is the rounding.
+// fp16 is not the upper half of an fp32 number, so its master is the whole fp32 number; the weight
+// is its rounding.
 template <class E> using Master = std::conditional_t<traits<E>.narrow, float, uint16_t>;
 template <int n>
 __device__ inline void split_load(float (&p)[n], const __half *, const float *master) {
@@ -3162,12 +3241,13 @@ __device__ inline void split_store(__half *params, float *master, const float (&
     vector_store(master, p);
 }
 
-// AdamW on every range, a block for each chunk; nothing happens when state->skip is set.
-//   params of E; low, with SPLIT, their master; moment1, moment2 of M, fp32, or bf16 if E is too;
+// AdamW on every range, one thread block per chunk; does nothing if state->skip is set.
+//   params of E; low, with SPLIT, their master; moment1, moment2 of M: fp32, or bf16 if E is too;
 //   grads_2d of G and grads_1d fp32, to be multiplied by state->scale; params_store and grads_store
-//   for the ranges that are there. Any of these may be pinned host memory: each byte passes once.
-// Bits: with SPLIT or fp32 parameters, and fp32 moments, those of adamw_element on the CPU. Bytes:
-// each array is read and written once.
+//   for ranges with in_store flags. Any of these may be in pinned host memory: no byte is
+//   transferred more than once per direction.
+// Bits: with SPLIT or fp32 parameters, and fp32 moments, identical to adamw_element on the CPU.
+// Bytes: each array is read and written once.
 // budget: <bf16, bf16, float> threads 256 regs 74 blocks 3 instr/elem 98 of 8 loop test gpu_adamw
 // budget: <bf16> threads 256 regs 74 blocks 3 instr/elem 127.5 of 8 loop test gpu_adamw
 template <class E, class G, class M, bool SPLIT>
@@ -3215,7 +3295,7 @@ __global__ void __launch_bounds__(UPDATE_THREADS)
     }
 }
 
-// One AdamW step over the table (ranges: device); low is null without SPLIT.
+// One AdamW step over the table (ranges: in device memory); low is null without SPLIT.
 template <class E, class G, class M, bool SPLIT>
 static void gpu_adamw(E *params, Master<E> *low, M *moment1, M *moment2, const G *grads_2d,
                       const float *grads_1d, E *params_store, const G *grads_store,
