@@ -76,9 +76,9 @@
 #include <omp.h>
 #endif
 
-// Build switches: GPT2_DOUBLE=1 builds the oracle in double (for central differences);
-// GPT2_POISON=1 builds the arena with gaps and poison (tests); GPT2_NO_MAIN=1 leaves main out, for
-// files that include this one.
+// Build switches: GPT2_DOUBLE=1 builds the CPU reference in double (for central differences);
+// GPT2_POISON=1 adds gaps and poisoning to the memory plan's allocations (for tests);
+// GPT2_NO_MAIN=1 omits main, for files that include this one.
 #ifndef GPT2_DOUBLE
 #define GPT2_DOUBLE 0
 #endif
@@ -100,16 +100,17 @@
 
 // -------------------------------------------------------------------------------------------------
 // 1. Prelude
-// The ground: two of the four appendices, and the oracle's type of numbers.
+// Two of the four files of data/ that this program includes, and the number type of the CPU
+// reference.
 
-// Errors, checked memory, hashes, JSON, the tokenizer and the containers of files know bytes and no
-// model, so they are in files of their own, which data/tokenize.c includes too. All of it is
-// static: the program is one translation unit, and `cc train_gpt2.c -lm` builds it.
+// Errors, checked memory, hashes, JSON, the tokenizer and file formats do not depend on the model,
+// so they are in files of their own, which data/tokenize.c also includes. Everything is static: the
+// program is one translation unit, and `cc train_gpt2.c -lm` builds it.
 #include "data/files.c"
 #include "data/tokens.c"
 
-// The oracle computes in float; in double only the tests do, where central differences of a loss
-// need the digits.
+// The CPU reference computes in float. Tests also build it in double, because central differences
+// of a loss need the precision.
 #if GPT2_DOUBLE
 typedef double real;
 #else
@@ -123,7 +124,7 @@ static int compare_doubles(const void *a, const void *b) {
     return x < y ? -1 : x > y;
 }
 
-// The middle one of n numbers, which it sorts.
+// The median of n numbers; sorts them in place.
 static double median(double *values, int n) {
     qsort(values, (size_t)n, sizeof(double), compare_doubles);
     return values[n / 2];
@@ -131,18 +132,18 @@ static double median(double *values, int n) {
 
 // -------------------------------------------------------------------------------------------------
 // 2. Random numbers
-// Counter-based: a number is a pure function of (seed, stream, step, index), so nothing depends on
-// the order of calls, on threads, on ranks or on whether the run was resumed. Philox4x32-10 of
-// Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011); the tests hold its
-// published known answers.
+// A counter-based generator: each number is a pure function of (seed, stream, step, index), so it
+// does not depend on the order of calls, on threads, on ranks or on whether the run was resumed.
+// The generator is Philox4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"
+// (SC 2011); the tests compare it with the published known answers.
 
-// A stream is one use of random numbers; two uses never share a stream, so they share no number.
-// From RNG_INIT and RNG_ROUND on there are sixteen streams each, one for each tensor.
+// Each use of random numbers has its own stream, so two uses never share a number. RNG_INIT and
+// RNG_ROUND are the first of sixteen streams each, one for each tensor.
 enum { RNG_INIT = 0, RNG_SHUFFLE = 64, RNG_SAMPLE = 65, RNG_WINDOW = 66, RNG_ROUND = 128 };
 
-// Four random words of 32 bits, the block `index` of (seed, stream, step). Ten rounds are what the
-// paper recommends, with a margin of three over what passed all its tests; its multipliers and key
-// increments are the constants below. The device computes the same bits.
+// Four random 32-bit words: block `index` of (seed, stream, step). The paper recommends ten rounds,
+// three more than the number that passed all its tests; the constants below are its multipliers and
+// key increments. The GPU computes the same bits.
 HOST_DEVICE static inline void philox4x32(uint32_t out[4], uint64_t seed, uint64_t index,
                                           uint32_t step, uint32_t stream) {
     uint32_t key0 = (uint32_t)seed, key1 = (uint32_t)(seed >> 32);
@@ -162,16 +163,16 @@ HOST_DEVICE static inline void philox4x32(uint32_t out[4], uint64_t seed, uint64
     out[3] = c3;
 }
 
-// Uniform in [0, 1): 53 bits.
+// A uniform number in [0, 1), with 53 random bits.
 static double rng_uniform(uint64_t seed, uint32_t stream, uint32_t step, uint64_t index) {
     uint32_t r[4];
     philox4x32(r, seed, index, step, stream);
     return (double)(((uint64_t)r[0] << 32 | r[1]) >> 11) * 0x1p-53;
 }
 
-// Fills out[0..count) with normal numbers N(0, std), element `first + i` of `stream`. Box-Muller in
-// double, one Philox call for a pair, so that rounding to float hides what differs between maths
-// libraries.
+// Fills out[0..count) with normal numbers N(0, std); out[i] is element `first + i` of `stream`.
+// Box-Muller, one Philox call per pair of numbers, in double, so that rounding to float hides
+// differences between maths libraries.
 static void rng_normal(real *out, int64_t count, double std, uint64_t seed, uint32_t stream,
                        int64_t first) {
     #pragma omp parallel for schedule(static)
@@ -191,10 +192,11 @@ static void rng_normal(real *out, int64_t count, double std, uint64_t seed, uint
     }
 }
 
-// A permutation of 0..n-1 without a table: position -> index. A Feistel network over the next power
-// of four, walked until it lands inside (cycle walking), with Philox as its round function; `epoch`
-// picks the permutation. Four rounds are the fewest that make a strong pseudorandom permutation
-// (Luby and Rackoff, 1988); the power of four is at most 4 n: at most four walks are expected.
+// A permutation of 0..n-1 without a table: maps position to index; `epoch` selects the permutation.
+// A Feistel network over the next power of four, with Philox as its round function, applied
+// repeatedly until the result is below n (cycle walking). Four rounds are the minimum for a strong
+// pseudorandom permutation (Luby and Rackoff, 1988). The power of four is at most 4 n, so at most
+// four applications are expected.
 static int64_t permute_index(int64_t position, int64_t n, uint64_t seed, uint32_t epoch) {
     int half = 1;
     while (((int64_t)1 << 2 * half) < n) {
@@ -217,19 +219,20 @@ static int64_t permute_index(int64_t position, int64_t n, uint64_t seed, uint32_
 
 // -------------------------------------------------------------------------------------------------
 // 3. Options
-// One row an option: parsing, --help, the start-up box, the log's first line, checkpoints and what
-// a resume must match are loops over this table. A new option is a row and a field, a new choice a
-// word and a name beside it, and then the code that does what they say.
-// 1. A value outside its range or choices, an unknown or repeated option ends the run; nothing is
-//    clamped.
-// 2. What contradicts (options_contradict) is refused by name.
-// 3. Letters keep llm.c's meaning where it has one, except -h (help) and -r (1 is the whole block).
+// A table with one row per option. Parsing, --help, the start-up box, the first line of the log,
+// checkpoints and the comparison of options on resume are loops over this table. A new option needs
+// a row and a field; a new choice needs a word in its list and a name in its enum; both need the
+// code that implements them.
+// 1. A value outside its range or choices, an unknown option and a repeated option each end the
+//    run; nothing is clamped.
+// 2. Options that contradict each other are rejected by name (options_contradict).
+// 3. Letters that llm.c uses keep its meaning, except -h (help) and -r (1 is the whole block).
 
 typedef struct {
     const char *model, *train_data, *val_data, *tokenizer, *output, *prompt, *recompute, *eval;
     const char *gpu;
-    int64_t schedule, dtype, moments, master, grad_dtype, matmul;  // a choice's number
-    int64_t offload;                                       // bits 1 << HOME_OF_*
+    int64_t schedule, dtype, moments, master, grad_dtype, matmul;  // number of the choice
+    int64_t offload;                                               // bits 1 << KIND_*
     int64_t seq_len, seed, shuffle, batch, tokens_per_step, steps, overfit, warmup;
     int64_t val_every, val_batches, sample_every, sample_tokens, top_k;
     int64_t generate, samples;
@@ -237,11 +240,11 @@ typedef struct {
     int64_t gpus, zero, timeout, gpu_mem;
     int64_t plan, fit, minimum, json, check, compare, version, help;
     double lr, final_lr, weight_decay, beta1, beta2, eps, clip, skip_zscore, temperature, top_p;
-    char given[80];  // of each row of the table: is it there?
+    char given[80];  // for each row of the table: whether the user has given the option
 } Options;
 
-// What a user may choose, in the order of the enum above each list. Choices count from 1: 0 is one
-// that was left to the program. "a=b": b is a second spelling of a.
+// The choices of an option, in the order of the enum above each list. Choices are numbered from 1;
+// 0 means that the program decides. "a=b": b is another spelling of a.
 enum { SCHEDULE_COSINE = 1, SCHEDULE_LINEAR, SCHEDULE_CONSTANT, SCHEDULE_WSD };
 static const char schedules[] = "cosine|linear|constant|wsd";
 enum { DTYPE_BF16 = 1, DTYPE_FP16, DTYPE_FP32 };
@@ -254,9 +257,9 @@ enum { MOMENTS_FP32 = 1, MOMENTS_BF16 };
 static const char moment_dtypes[] = "fp32|bf16";
 enum { MASTER_SPLIT = 1, MASTER_NONE };
 static const char masters[] = "split=1|none=0";
-// Bits 1 << HOME_OF_*: any of them, separated by commas.
+// Any of these except none and auto may be combined, separated by commas. The bits are 1 << KIND_*.
 static const char offloads[] = "none|weights|gradients|moments|master|residuals|auto";
-enum { OFFLOAD_AUTO = 1 << 5 };  // stands alone: the bit after the last state's
+enum { OFFLOAD_AUTO = 1 << 5 };  // never combined with others: the bit after those of KIND_*
 enum { FIT_BITS = 1, FIT_ANY, FIT_ALL };
 static const char fits[] = "bits|any|all";
 
@@ -265,8 +268,9 @@ typedef enum {
     OPT_TEXT, OPT_CHOICE, OPT_SET, OPT_INT, OPT_REAL, OPT_SWITCH, OPT_FLAG, OPT_BYTES
 } OptionType;
 
-// May a resumed run have another value than its checkpoint? Where it may, the resume says so, but
-// for OWN, of the command and not of the run.
+// Whether a resumed run may have a value that differs from its checkpoint's. ANY: yes, and the
+// difference is reported. SAME: no. OWN: yes, without a report, because the option belongs to the
+// command and not to the run.
 typedef enum { ANY, SAME, OWN } OptionOnResume;
 
 typedef struct {
@@ -275,15 +279,15 @@ typedef struct {
     OptionType type;
     size_t offset;        // of the field in Options
     const char *value;    // default, as a user would type it; NULL: the program or model decides
-    double low, high;     // allowed range of a number; low 1: a text that may not be empty
-    const char *choices;  // of OPT_CHOICE and OPT_SET
+    double low, high;     // allowed range of a number; for a text, low 1 means not empty
+    const char *choices;  // for OPT_CHOICE and OPT_SET
     OptionOnResume on_resume;
     const char *subject, *help;
 } OptionRow;
 
-// Ranges keep out what cannot be meant and what would overflow later: integers stay below 9e15, so
-// that a double holds them exactly, B x T below 2^31, a step's number within the eight digits of a
-// checkpoint's name, and 1 - beta^t above 0.
+// Ranges exclude values that are certainly mistakes or would overflow later: integers stay below
+// 9e15, so that a double holds them exactly, B x T below 2^31, the step number within the eight
+// digits of a checkpoint's name, and 1 - beta^t above 0.
 #define FIELD(name) offsetof(Options, name)
 static const OptionRow option_rows[] = {
     {"model", 'e', OPT_TEXT, FIELD(model), NULL, 1, 0, NULL, OWN, "Model",
@@ -431,8 +435,8 @@ static const OptionRow option_rows[] = {
 enum { OPTION_ROWS = sizeof option_rows / sizeof option_rows[0] };
 static_assert(OPTION_ROWS <= sizeof ((Options *)NULL)->given, "each row has its place in `given`");
 
-// "16GiB", "512M", "1e9", "38000000": bytes; -1: not a size. Units are powers of 1024 whatever
-// their spelling, because that is how cards are sold and how drivers count.
+// Parses a size such as "16GiB", "512M", "1e9" or "38000000" into bytes; -1 if it is not a size.
+// Units are powers of 1024 in every spelling, because GPUs are sold and drivers count that way.
 static int64_t parse_bytes(const char *text) {
     char *end;
     errno = 0;
@@ -451,7 +455,7 @@ static int64_t parse_bytes(const char *text) {
     return *end == 0 && value < 9e15 ? (int64_t)value : -1;
 }
 
-// The number, from 1, of the choice that `word` (n bytes) spells; 0: it is none of them.
+// The number, from 1, of the choice whose spelling is `word` (n bytes); 0 if there is none.
 static int choice_find(const char *choices, const char *word, size_t n) {
     int number = 1;
     for (const char *c = choices; *c; c += *c != 0) {
@@ -465,7 +469,7 @@ static int choice_find(const char *choices, const char *word, size_t n) {
     return 0;
 }
 
-// The first spelling of choice `number`, which is in the list.
+// The first spelling of choice `number`, which must be in the list.
 static ShortText choice_text(const char *choices, int64_t number) {
     ShortText text;
     for (; number > 1 && *choices; number--) {
@@ -476,8 +480,8 @@ static ShortText choice_text(const char *choices, int64_t number) {
     return text;
 }
 
-// The bits of a list such as "moments,master": the second choice is bit 0, as the first one means
-// none of them and stands alone. -1: not such a list.
+// Parses a list such as "moments,master" into bits. The second choice is bit 0; the first choice
+// means none and cannot be combined with others. Returns -1 if the list is not valid.
 static int64_t set_parse(const char *choices, const char *list) {
     int64_t bits = 0;
     const char *word = list, *end;
@@ -489,8 +493,8 @@ static int64_t set_parse(const char *choices, const char *list) {
     return bits == 2 ? 0 : bits & 3 ? -1 : bits >> 2;
 }
 
-// Sets one option from its text; ends the run when the text is not what the row allows. The whole
-// text must be the value: `-b 4x` is a slip of the finger and no 4.
+// Sets one option from its text; ends the run if the row does not allow the value. The whole text
+// must be the value: `-b 4x` is a typo, not 4.
 static void option_set(Options *o, const OptionRow *row, const char *text) {
     char *field = (char *)o + row->offset, *end = NULL, name[40], allowed[96];
     int64_t number = 0;
@@ -537,8 +541,8 @@ static void option_set(Options *o, const OptionRow *row, const char *text) {
     }
 }
 
-// The value of an option as a user would type it, so that the same text sets the same value; "" for
-// one that was left to the program.
+// The value of an option as a user would type it, so that parsing the text gives the same value; ""
+// if the program decides.
 static const char *option_text(char text[64], const Options *o, const OptionRow *row) {
     const char *field = (const char *)o + row->offset;
     if (row->type == OPT_TEXT) {
@@ -546,7 +550,7 @@ static const char *option_text(char text[64], const Options *o, const OptionRow 
         return value ? value : "";
     }
     memset(text, 0, 64);
-    if (row->type == OPT_REAL) {  // the fewest digits that lose nothing
+    if (row->type == OPT_REAL) {  // with the fewest digits that are exact
         const double value = *(const double *)(const void *)field;
         int digits = 6;
         do {
@@ -574,7 +578,7 @@ static const char *option_text(char text[64], const Options *o, const OptionRow 
 
 static void recompute_print_help(void);  // chapter Memory plan
 
-// Prints the words of `text` from column HELP_COLUMN on, in lines of 80 columns at most.
+// Prints `text` with an indentation of HELP_COLUMN, in lines of at most 80 columns.
 static void help_print(const char *text) {
     enum { HELP_COLUMN = 26, HELP_WIDTH = 80 };
     int column = HELP_COLUMN;
@@ -590,7 +594,7 @@ static void help_print(const char *text) {
     printf("\n");
 }
 
-// --help: the table by subject, with the choices and the default of every option.
+// Prints --help: the table by subject, with the choices and the default of every option.
 static void options_print_help(const char *default_model) {
     printf("usage: %s [options]\n\n"
            "Trains GPT-2. Without options: model %s on the data in data/.\n"
@@ -623,12 +627,12 @@ static void options_print_help(const char *default_model) {
     }
 }
 
-// Whether this is a command that only plans, and needs neither data nor the machine of the run.
+// Whether the command only plans, and needs neither the data nor the machine of the run.
 static int options_plan(const Options *o) { return o->plan || o->fit || o->minimum; }
 
-// Ends the run at options that contradict each other or need others: an option that would have no
-// effect is a mistake better named than ignored. Everything that needs the model, the data or the
-// machine is checked where it is used.
+// Ends the run if options contradict each other or require others that are missing: an option that
+// would have no effect is reported as a mistake rather than ignored. Conditions that involve the
+// model, the data or the machine are checked at the place of use.
 static void options_contradict(const Options *o) {
     if (o->json && !o->plan && !o->eval) {
         die("--json needs --plan or --eval");
@@ -639,7 +643,7 @@ static void options_contradict(const Options *o) {
     if (o->eval && o->output[0]) {
         die("--eval writes no files and scores what --model (-e) names: leave --output (-o) out");
     }
-    if (o->eval && o->zero == 3) {  // and so need not be at the same batch as the others
+    if (o->eval && o->zero == 3) {  // GPUs are not at the same batch, as gathering weights requires
         die("--eval: each GPU scores examples by itself: --zero (-z) 3 is for training");
     }
     if (o->samples > 1 && !o->generate) {
@@ -664,13 +668,14 @@ static void options_contradict(const Options *o) {
     }
 }
 
-// What --generate heeds: an option of training that is given beside it is a mistake. Listed are
-// those that it does heed, so that a new option of training is refused without a word here.
+// The options that --generate uses; any other is an option of training and a mistake here. The list
+// contains the options that are allowed, so that new options of training are rejected without a
+// change here.
 static const char generate_options[] =
     "model|seq-len|seed|tokenizer|sample-tokens|prompt|temperature|top-k|top-p|generate|samples|"
     "quiet|dtype|plan|json|gpu|gpu-mem|tune|help";
 
-// Ends the run at the first option given that --generate would ignore.
+// Ends the run if an option is given that --generate would ignore.
 static void options_only_generate(const Options *o) {
     for (int i = 0; i < OPTION_ROWS; i++) {
         const char *name = option_rows[i].name;
@@ -680,7 +685,8 @@ static void options_only_generate(const Options *o) {
     }
 }
 
-// The table's defaults; what has none is 0 or NULL, and is decided by the program or the model.
+// Sets the defaults of the table; an option without a default is 0 or NULL, and the program or the
+// model decides.
 static void options_default(Options *o) {
     memset(o, 0, sizeof *o);
     for (int i = 0; i < OPTION_ROWS; i++) {
@@ -690,9 +696,9 @@ static void options_default(Options *o) {
     }
 }
 
-// Fills `o` from the defaults and argv, to which its texts point. Ends the run at the first word
-// that is wrong; an option given twice is one, as only one of its values could count. Where --help
-// or --version is asked for, contradictions are not looked for.
+// Fills `o` from the defaults and argv; its texts point into argv. Ends the run at the first wrong
+// word. An option given twice is an error, because only one of its values could take effect. With
+// --help or --version, contradictions are not checked.
 static void options_parse(Options *o, int argc, char **argv) {
     options_default(o);
     for (int a = 1; a < argc; a++) {
@@ -740,7 +746,7 @@ static void options_parse(Options *o, int argc, char **argv) {
     }
 }
 
-// The row of a name, which is in the table.
+// The row of an option, whose name must be in the table.
 static const OptionRow *option_find(const char *name) {
     int row = 0;
     while (row < OPTION_ROWS && strcmp(option_rows[row].name, name) != 0) {
@@ -750,23 +756,24 @@ static const OptionRow *option_find(const char *name) {
     return &option_rows[row];
 }
 
-// Whether the user has typed the option, be it with its default.
+// Whether the user has given the option, even if with its default value.
 static int option_given(const Options *o, const char *name) {
     return o->given[option_find(name) - option_rows];
 }
 
 // -------------------------------------------------------------------------------------------------
 // 4. The model
-// Sizes: L layers, NH heads of HS = C / NH channels, C channels, maxT positions, V tokens, Vp = V
-// rounded up to 128, so that the classifier's product has no odd edge. Sixteen tensors are one
-// table, which also knows Hugging Face's name of each; weights of linear layers are (out, in), in
-// Hugging Face's files (in, out). wte is also the classifier's weight (tied).
+// Sizes: L layers, NH heads of HS = C / NH channels, C channels, maxT positions, V tokens, and Vp,
+// which is V rounded up to a multiple of 128, so that the classifier's matmul has no partial tiles.
+// One table lists the sixteen tensors and their names in Hugging Face's files. Weights of linear
+// layers are (out, in); in Hugging Face's files they are (in, out). wte is also the classifier's
+// weight (tied).
 // 1. The flat parameter buffer is block-major: wte, wpe, then the twelve tensors of each block,
-//    then the last LayerNorm. So all that belongs to a block is one range of bytes.
-// 2. Every tensor starts at a multiple of 64 elements, 128 bytes or more: vector loads of any width
-//    are aligned on the CPU and on a GPU. On the CPU the gaps are zero, so the gradients' norm may
-//    walk over them.
-// 3. Rows V..Vp-1 of wte are zero, always.
+//    then the last LayerNorm. So all parameters of a block are one range of bytes.
+// 2. Every tensor starts at a multiple of 64 elements, 128 bytes or more, so that vector loads of
+//    any width are aligned on the CPU and on a GPU. On the CPU the gaps are zero, so the norm of
+//    the gradients can include them.
+// 3. Rows V..Vp-1 of wte are always zero.
 
 typedef struct {
     int L, NH, C, maxT, V, Vp;
@@ -777,8 +784,8 @@ enum {
     LNFW, LNFB, TENSORS
 };
 typedef enum { DIM_1, DIM_C, DIM_3C, DIM_4C, DIM_V, DIM_T } Dim;
-// INIT_NORMAL: N(0, 0.02); INIT_RESIDUAL: N(0, 0.02 / sqrt(2 L)), because 2 L of these products
-// are added up on the residual stream, whose variance should not grow with the depth.
+// INIT_NORMAL: N(0, 0.02); INIT_RESIDUAL: N(0, 0.02 / sqrt(2 L)), because the outputs of 2 L of
+// these matmuls are added to the residual stream, whose variance should not grow with the depth.
 typedef enum { INIT_ZERO, INIT_ONE, INIT_NORMAL, INIT_RESIDUAL } Init;
 typedef struct {
     const char *name, *hf_name;
@@ -808,14 +815,14 @@ static const TensorEntry tensor_table[TENSORS] = {
 };
 enum { TENSOR_ALIGN = 64 };
 
-// The number that a dimension of the table has in model `m`; `sizes` is in the order of Dim.
+// The size of a dimension of the table in model `m`; `sizes` is in the order of Dim.
 static int64_t dim_size(const Model *m, Dim dim) {
     const int64_t C = m->C;
     const int64_t sizes[] = {1, C, 3 * C, 4 * C, m->V, m->maxT};
     return sizes[dim];
 }
 
-// Rows of one tensor (of one layer) that carry values: wte's padding does not.
+// Rows of one tensor (of one layer), without wte's padding rows.
 static int64_t tensor_rows(const Model *m, int tensor) {
     return dim_size(m, tensor_table[tensor].rows);
 }
@@ -824,7 +831,7 @@ static int64_t tensor_cols(const Model *m, int tensor) {
     return dim_size(m, tensor_table[tensor].cols);
 }
 
-// Elements of one tensor (of one layer) in a buffer, wte's padding rows included.
+// Elements of one tensor (of one layer) in a buffer, including wte's padding rows.
 static int64_t tensor_size(const Model *m, int tensor) {
     int padded = tensor_table[tensor].rows == DIM_V;
     return (padded ? m->Vp : tensor_rows(m, tensor)) * tensor_cols(m, tensor);
@@ -835,10 +842,11 @@ static int tensor_copies(const Model *m, int tensor) {
     return tensor_table[tensor].per_layer ? m->L : 1;
 }
 
-// A flat buffer holds all tensors, or the matrices or the vectors alone (a GPU's gradients).
+// A flat buffer holds all tensors, or only the matrices or only the vectors (gradients on a GPU).
 enum { ALL_TENSORS, MATRICES, VECTORS };
 
-// Elements that one tensor takes up in such a buffer with the gap behind it; 0: it is not there.
+// Elements that one tensor occupies in such a buffer, including the gap after it; 0 if the tensor
+// is not in the subset.
 static int64_t tensor_padded_size(const Model *m, int tensor, int subset) {
     if (subset != ALL_TENSORS && tensor_is_matrix(tensor) != (subset == MATRICES)) {
         return 0;
@@ -846,8 +854,8 @@ static int64_t tensor_padded_size(const Model *m, int tensor, int subset) {
     return round_up_i64(tensor_size(m, tensor), TENSOR_ALIGN);
 }
 
-// Offset in elements of `tensor` of `layer` in the flat buffer of a subset; `layer` is ignored for
-// wte, wpe, lnfw and lnfb. For `tensor` TENSORS it is the size of the buffer.
+// Offset, in elements, of a tensor in the flat buffer of a subset; `layer` is ignored for wte, wpe,
+// lnfw and lnfb. With `tensor` = TENSORS, the size of the buffer.
 static int64_t subset_offset(const Model *m, int tensor, int layer, int subset) {
     int64_t outside = 0, inside = 0, block = 0;  // elements before the tensor; of a block
     for (int i = 0; i < TENSORS; i++) {
@@ -859,28 +867,28 @@ static int64_t subset_offset(const Model *m, int tensor, int layer, int subset) 
     if (tensor < TENSORS && tensor_table[tensor].per_layer) {
         return outside + layer * block + inside;
     }
-    return outside + (inside ? m->L * block : 0);  // before all blocks, or behind them
+    return outside + (inside ? m->L * block : 0);  // before or after all blocks
 }
 
 static int64_t tensor_offset(const Model *m, int tensor, int layer) {
     return subset_offset(m, tensor, layer, ALL_TENSORS);
 }
 
-// The part of one tensor that is in a range of a flat state.
+// The intersection of one tensor with a range of a flat state.
 typedef struct {
-    int next;  // number of the tensor behind it, in the order of their offsets; 0 at first
+    int next;  // number of the next tensor, in the order of offsets; 0 at first
     int tensor, layer;
     int64_t first, count;  // elements of the tensor
-    int64_t at;            // of the range, where they begin
+    int64_t at;            // their offset in the range
 } TensorSpan;
 enum { PER_BLOCK = LNFW - LN1W };  // tensors of a block
 
-// Moves `span`, {0} at first, on to the next tensor with elements in [offset, offset + count);
-// 0 when there is none left.
+// Advances `span`, initially {0}, to the next tensor with elements in [offset, offset + count).
+// Returns 0 if none is left.
 static int span_next(const Model *m, int64_t offset, int64_t count, TensorSpan *span) {
     const int tensors = TENSORS - PER_BLOCK + m->L * PER_BLOCK;
     const int64_t blocks = tensor_offset(m, LN1W, 0), block = tensor_offset(m, LN1W, 1) - blocks;
-    if (span->next == 0 && offset >= blocks) {  // in its block, or behind all of them
+    if (span->next == 0 && offset >= blocks) {  // within a block, or after all blocks
         span->next = LN1W + PER_BLOCK * (int)min_i64((offset - blocks) / block, m->L);
     }
     while (span->next < tensors) {
@@ -902,7 +910,7 @@ static int span_next(const Model *m, int64_t offset, int64_t count, TensorSpan *
     return 0;
 }
 
-// The number of tensors, those of all layers counted.
+// The number of tensors, counting those of every layer.
 static int model_tensors(const Model *m) {
     int n = 0;
     for (int i = 0; i < TENSORS; i++) {
@@ -911,7 +919,7 @@ static int model_tensors(const Model *m) {
     return n;
 }
 
-// Elements of all tensors, padded vocabulary rows included, alignment gaps not.
+// Elements of all tensors, including padded vocabulary rows but not alignment gaps.
 static int64_t model_elements(const Model *m) {
     int64_t n = 0;
     for (int i = 0; i < TENSORS; i++) {
@@ -920,14 +928,14 @@ static int64_t model_elements(const Model *m) {
     return n;
 }
 
-// Parameters as everybody counts them: 124,439,808 for GPT-2's smallest. Padding learns nothing.
+// The number of parameters as it is usually quoted, without padding: 124,439,808 for the smallest
+// GPT-2.
 static int64_t model_parameters(const Model *m) {
     return model_elements(m) - (int64_t)(m->Vp - m->V) * m->C;
 }
 
-// FLOPs of one training token, forward and backward: 6 for every parameter, padding included, and
-// 6 L C T for causal attention: this is llm.c's convention, so utilisations may be compared with
-// its own.
+// FLOPs per training token, forward and backward: 6 for every parameter, including padding, and
+// 6 L C T for causal attention. This is llm.c's convention, so that utilisation can be compared.
 static double model_flops_per_token(const Model *m, int T) {
     return 6 * (double)model_elements(m) + 6.0 * m->L * m->C * T;
 }
@@ -949,12 +957,12 @@ static int model_is_allowed(const Model *m) {
            m->C % m->NH == 0 && m->maxT >= 1 && m->maxT <= 1 << 20;
 }
 
-// What -e names, which decides the vocabulary: a preset's is GPT-2's, a shape takes the data's, a
-// file (chapter Model files) has its own.
+// The kind of value given to -e. It determines the vocabulary: a preset uses GPT-2's, a shape the
+// data's, a file (data/weights.c) its own.
 typedef enum { MODEL_PRESET, MODEL_SHAPE, MODEL_FILE } ModelKind;
 
-// Reads -e into everything but the vocabulary; into nothing where it is neither a preset nor a
-// shape, and so a file. Ends the run at a shape beyond what is allowed.
+// Parses -e into every field of *m except the vocabulary. If the text is neither a preset nor a
+// shape, it is the name of a file. Ends the run if a shape is out of range.
 static ModelKind model_parse(Model *m, const char *text) {
     memset(m, 0, sizeof *m);
     for (size_t i = 0; i < sizeof presets / sizeof presets[0]; i++) {
@@ -1097,8 +1105,8 @@ static void looks_interrupt(int yes) {
 // The pipe to which on_stop() writes a byte; -1: the program does not wait for input.
 static int stop_pipe[2] = {-1, -1};
 
-// The handler of all signals that ask the program to stop. Prints no line if stderr would block:
-// that would also block the handling of the next signal.
+// The handler of all signals that ask the program to stop. Prints no line if stderr would block,
+// because the handler would not return and the next signal would not be handled.
 static void on_stop(int number) {
     stop_line = write_waits(STDERR_FILENO) ? "" : stop_line;
     on_signal(number);
@@ -1204,8 +1212,8 @@ static int list_has(const char *list, const char *word) {
 // Calls look(out, version, folder, group) for the control group of `controller` that contains this
 // process, and for all its ancestors. Any of them can be the tightest: Slurm and systemd set limits
 // on the job, not on its processes. In a container the group's path is that of the host, and only
-// the root of the mount exists, which is the last folder visited. `root` is "", or a folder in
-// which a test has put another /proc and /sys.
+// the root of the mount exists, which is the last folder tried. `root` is "", or a folder in which
+// a test has put another /proc and /sys.
 static void groups_look(const char *root, const char *controller,
                         void (*look)(void *out, int version, const char *folder, const char *group),
                         void *out) {
@@ -1354,10 +1362,10 @@ __attribute__((unused)) static int host_cores(const char *root, int cores) {
 // core that the thread it waits for needs: with one compiler running, a step took four times as
 // long. 1,000 iterations are about ten microseconds, the time it takes to wake a thread. OpenMP
 // reads the variable before main, so the program executes itself again, once, in the same process.
-// A debugger follows this; valgrind does not and needs OMP_WAIT_POLICY=passive. If the user has set
-// one of these variables, or if /proc is missing, nothing is changed. The same holds if the program
-// was started through the dynamic loader (ld.so PROGRAM): the executable of the process is then the
-// loader, which would interpret the program's arguments as its own.
+// A debugger follows this; valgrind does not and needs OMP_WAIT_POLICY=passive. The program does
+// not execute itself again if the user has set one of these variables, if /proc is missing, or if
+// it was started through the dynamic loader (ld.so PROGRAM). In the last case the executable of the
+// process is the loader, which would interpret the program's arguments as its own.
 static void threads_start(char **argv) {
     static const char *const variables[] = {"GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_WAIT_POLICY"};
     char self[PATH_BYTES];
@@ -1407,7 +1415,7 @@ typedef struct {
     int call;              // which one: RANK_HANDSHAKE ... RANK_BROADCAST
 } CollectiveState;
 
-// The longest name of a GPU, and the bytes of an id (NCCL's).
+// Maximum length of a GPU's name, and size of an id (NCCL's), in bytes.
 enum { RANK_TEXT = 96, RANK_ID = 128 };
 
 // Sent to the other ranks in the handshake, before any rank builds its plan. Everything except
@@ -1537,8 +1545,8 @@ static Launcher launcher_find(void) {
         die("%s is %d, but %s: it is to be a number below that", l.variable, l.copies,
             l.rank < 0 ? "RANK is not set" : "this process has a higher rank");
     }
-    // If torchrun's own store listens on MASTER_PORT, it sets this variable; rank 0 does not listen
-    // there then (torch/distributed/rendezvous.py), so the next port is used.
+    // torchrun sets this variable to "True" if its own store listens on MASTER_PORT; PyTorch's rank
+    // 0 then does not listen (torch/distributed/rendezvous.py). Here rank 0 uses the next port.
     const char *store = getenv("TORCHELASTIC_USE_AGENT_STORE");
     const int number = launcher_number("MASTER_PORT") + (store && strcmp(store, "True") == 0);
     if (number < 1 || number > 65535) {
@@ -1784,7 +1792,7 @@ typedef struct {
     int forward;                // 1: a forward-only run; the plan ends at the head
     int cache;                  // positions in the KV cache of a run that generates; 0: no cache
     int64_t workspace;          // GPU: bytes of the matmul workspace
-    int tune, quiet;            // time matmul algorithms at the start; without printing
+    int tune, quiet;            // time matmul algorithms at the start; print nothing
     uint8_t level[MAX_LAYERS];  // recomputation level of each block, RECOMPUTE_*
     int gpu;                    // 0: the CPU program (fp32 or the build's real), 1: the GPU program
     Type dtype, grad_dtype, moment_dtype;
