@@ -76,9 +76,9 @@
 #include <omp.h>
 #endif
 
-// Build switches: GPT2_DOUBLE=1 builds the oracle in double (for central differences);
-// GPT2_POISON=1 builds the arena with gaps and poison (tests); GPT2_NO_MAIN=1 leaves main out, for
-// files that include this one.
+// Build switches: GPT2_DOUBLE=1 builds the CPU reference in double (for central differences);
+// GPT2_POISON=1 adds gaps and poisoning to the memory plan's allocations (for tests);
+// GPT2_NO_MAIN=1 omits main, for files that include this one.
 #ifndef GPT2_DOUBLE
 #define GPT2_DOUBLE 0
 #endif
@@ -100,16 +100,17 @@
 
 // -------------------------------------------------------------------------------------------------
 // 1. Prelude
-// The ground: two of the four appendices, and the oracle's type of numbers.
+// Two of the four files of data/ that this program includes, and the number type of the CPU
+// reference.
 
-// Errors, checked memory, hashes, JSON, the tokenizer and the containers of files know bytes and no
-// model, so they are in files of their own, which data/tokenize.c includes too. All of it is
-// static: the program is one translation unit, and `cc train_gpt2.c -lm` builds it.
+// Errors, checked memory, hashes, JSON, the tokenizer and file formats do not depend on the model,
+// so they are in files of their own, which data/tokenize.c also includes. Everything is static: the
+// program is one translation unit, and `cc train_gpt2.c -lm` builds it.
 #include "data/files.c"
 #include "data/tokens.c"
 
-// The oracle computes in float; in double only the tests do, where central differences of a loss
-// need the digits.
+// The CPU reference computes in float. Tests also build it in double, because central differences
+// of a loss need the precision.
 #if GPT2_DOUBLE
 typedef double real;
 #else
@@ -123,7 +124,7 @@ static int compare_doubles(const void *a, const void *b) {
     return x < y ? -1 : x > y;
 }
 
-// The middle one of n numbers, which it sorts.
+// The median of n numbers; sorts them in place.
 static double median(double *values, int n) {
     qsort(values, (size_t)n, sizeof(double), compare_doubles);
     return values[n / 2];
@@ -131,18 +132,18 @@ static double median(double *values, int n) {
 
 // -------------------------------------------------------------------------------------------------
 // 2. Random numbers
-// Counter-based: a number is a pure function of (seed, stream, step, index), so nothing depends on
-// the order of calls, on threads, on ranks or on whether the run was resumed. Philox4x32-10 of
-// Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011); the tests hold its
-// published known answers.
+// A counter-based generator: each number is a pure function of (seed, stream, step, index), so it
+// does not depend on the order of calls, on threads, on ranks or on whether the run was resumed.
+// The generator is Philox4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"
+// (SC 2011); the tests compare it with the published known answers.
 
-// A stream is one use of random numbers; two uses never share a stream, so they share no number.
-// From RNG_INIT and RNG_ROUND on there are sixteen streams each, one for each tensor.
+// Each use of random numbers has its own stream, so two uses never share a number. RNG_INIT and
+// RNG_ROUND are the first of sixteen streams each, one for each tensor.
 enum { RNG_INIT = 0, RNG_SHUFFLE = 64, RNG_SAMPLE = 65, RNG_WINDOW = 66, RNG_ROUND = 128 };
 
-// Four random words of 32 bits, the block `index` of (seed, stream, step). Ten rounds are what the
-// paper recommends, with a margin of three over what passed all its tests; its multipliers and key
-// increments are the constants below. The device computes the same bits.
+// Four random 32-bit words: block `index` of (seed, stream, step). The paper recommends ten rounds,
+// three more than the number that passed all its tests; the constants below are its multipliers and
+// key increments. The GPU computes the same bits.
 HOST_DEVICE static inline void philox4x32(uint32_t out[4], uint64_t seed, uint64_t index,
                                           uint32_t step, uint32_t stream) {
     uint32_t key0 = (uint32_t)seed, key1 = (uint32_t)(seed >> 32);
@@ -162,16 +163,16 @@ HOST_DEVICE static inline void philox4x32(uint32_t out[4], uint64_t seed, uint64
     out[3] = c3;
 }
 
-// Uniform in [0, 1): 53 bits.
+// A uniform number in [0, 1), with 53 random bits.
 static double rng_uniform(uint64_t seed, uint32_t stream, uint32_t step, uint64_t index) {
     uint32_t r[4];
     philox4x32(r, seed, index, step, stream);
     return (double)(((uint64_t)r[0] << 32 | r[1]) >> 11) * 0x1p-53;
 }
 
-// Fills out[0..count) with normal numbers N(0, std), element `first + i` of `stream`. Box-Muller in
-// double, one Philox call for a pair, so that rounding to float hides what differs between maths
-// libraries.
+// Fills out[0..count) with normal numbers N(0, std); out[i] is element `first + i` of `stream`.
+// Box-Muller, one Philox call per pair of numbers, in double, so that rounding to float hides
+// differences between maths libraries.
 static void rng_normal(real *out, int64_t count, double std, uint64_t seed, uint32_t stream,
                        int64_t first) {
     #pragma omp parallel for schedule(static)
@@ -191,10 +192,11 @@ static void rng_normal(real *out, int64_t count, double std, uint64_t seed, uint
     }
 }
 
-// A permutation of 0..n-1 without a table: position -> index. A Feistel network over the next power
-// of four, walked until it lands inside (cycle walking), with Philox as its round function; `epoch`
-// picks the permutation. Four rounds are the fewest that make a strong pseudorandom permutation
-// (Luby and Rackoff, 1988); the power of four is at most 4 n: at most four walks are expected.
+// A permutation of 0..n-1 without a table: maps position to index; `epoch` selects the permutation.
+// A Feistel network over the next power of four, with Philox as its round function, applied
+// repeatedly until the result is below n (cycle walking). Four rounds are the minimum for a strong
+// pseudorandom permutation (Luby and Rackoff, 1988). The power of four is at most 4 n, so at most
+// four applications are expected.
 static int64_t permute_index(int64_t position, int64_t n, uint64_t seed, uint32_t epoch) {
     int half = 1;
     while (((int64_t)1 << 2 * half) < n) {
@@ -217,19 +219,20 @@ static int64_t permute_index(int64_t position, int64_t n, uint64_t seed, uint32_
 
 // -------------------------------------------------------------------------------------------------
 // 3. Options
-// One row an option: parsing, --help, the start-up box, the log's first line, checkpoints and what
-// a resume must match are loops over this table. A new option is a row and a field, a new choice a
-// word and a name beside it, and then the code that does what they say.
-// 1. A value outside its range or choices, an unknown or repeated option ends the run; nothing is
-//    clamped.
-// 2. What contradicts (options_contradict) is refused by name.
-// 3. Letters keep llm.c's meaning where it has one, except -h (help) and -r (1 is the whole block).
+// A table with one row per option. Parsing, --help, the start-up box, the first line of the log,
+// checkpoints and the comparison of options on resume are loops over this table. A new option needs
+// a row and a field; a new choice needs a word in its list and a name in its enum; both need the
+// code that implements them.
+// 1. A value outside its range or choices, an unknown option and a repeated option each end the
+//    run; nothing is clamped.
+// 2. Options that contradict each other are rejected by name (options_contradict).
+// 3. Letters that llm.c uses keep its meaning, except -h (help) and -r (1 is the whole block).
 
 typedef struct {
     const char *model, *train_data, *val_data, *tokenizer, *output, *prompt, *recompute, *eval;
     const char *gpu;
-    int64_t schedule, dtype, moments, master, grad_dtype, matmul;  // a choice's number
-    int64_t offload;                                       // bits 1 << HOME_OF_*
+    int64_t schedule, dtype, moments, master, grad_dtype, matmul;  // number of the choice
+    int64_t offload;                                               // bits 1 << KIND_*
     int64_t seq_len, seed, shuffle, batch, tokens_per_step, steps, overfit, warmup;
     int64_t val_every, val_batches, sample_every, sample_tokens, top_k;
     int64_t generate, samples;
@@ -237,11 +240,11 @@ typedef struct {
     int64_t gpus, zero, timeout, gpu_mem;
     int64_t plan, fit, minimum, json, check, compare, version, help;
     double lr, final_lr, weight_decay, beta1, beta2, eps, clip, skip_zscore, temperature, top_p;
-    char given[80];  // of each row of the table: is it there?
+    char given[80];  // for each row of the table: whether the user has given the option
 } Options;
 
-// What a user may choose, in the order of the enum above each list. Choices count from 1: 0 is one
-// that was left to the program. "a=b": b is a second spelling of a.
+// The choices of an option, in the order of the enum above each list. Choices are numbered from 1;
+// 0 means that the program decides. "a=b": b is another spelling of a.
 enum { SCHEDULE_COSINE = 1, SCHEDULE_LINEAR, SCHEDULE_CONSTANT, SCHEDULE_WSD };
 static const char schedules[] = "cosine|linear|constant|wsd";
 enum { DTYPE_BF16 = 1, DTYPE_FP16, DTYPE_FP32 };
@@ -254,9 +257,9 @@ enum { MOMENTS_FP32 = 1, MOMENTS_BF16 };
 static const char moment_dtypes[] = "fp32|bf16";
 enum { MASTER_SPLIT = 1, MASTER_NONE };
 static const char masters[] = "split=1|none=0";
-// Bits 1 << HOME_OF_*: any of them, separated by commas.
+// Any of these except none and auto may be combined, separated by commas. The bits are 1 << KIND_*.
 static const char offloads[] = "none|weights|gradients|moments|master|residuals|auto";
-enum { OFFLOAD_AUTO = 1 << 5 };  // stands alone: the bit after the last state's
+enum { OFFLOAD_AUTO = 1 << 5 };  // never combined with others: the bit after those of KIND_*
 enum { FIT_BITS = 1, FIT_ANY, FIT_ALL };
 static const char fits[] = "bits|any|all";
 
@@ -265,8 +268,9 @@ typedef enum {
     OPT_TEXT, OPT_CHOICE, OPT_SET, OPT_INT, OPT_REAL, OPT_SWITCH, OPT_FLAG, OPT_BYTES
 } OptionType;
 
-// May a resumed run have another value than its checkpoint? Where it may, the resume says so, but
-// for OWN, of the command and not of the run.
+// Whether a resumed run may have a value that differs from its checkpoint's. ANY: yes, and the
+// difference is reported. SAME: no. OWN: yes, without a report, because the option belongs to the
+// command and not to the run.
 typedef enum { ANY, SAME, OWN } OptionOnResume;
 
 typedef struct {
@@ -275,15 +279,15 @@ typedef struct {
     OptionType type;
     size_t offset;        // of the field in Options
     const char *value;    // default, as a user would type it; NULL: the program or model decides
-    double low, high;     // allowed range of a number; low 1: a text that may not be empty
-    const char *choices;  // of OPT_CHOICE and OPT_SET
+    double low, high;     // allowed range of a number; for a text, low 1 means not empty
+    const char *choices;  // for OPT_CHOICE and OPT_SET
     OptionOnResume on_resume;
     const char *subject, *help;
 } OptionRow;
 
-// Ranges keep out what cannot be meant and what would overflow later: integers stay below 9e15, so
-// that a double holds them exactly, B x T below 2^31, a step's number within the eight digits of a
-// checkpoint's name, and 1 - beta^t above 0.
+// Ranges exclude values that are certainly mistakes or would overflow later: integers stay below
+// 9e15, so that a double holds them exactly, B x T below 2^31, the step number within the eight
+// digits of a checkpoint's name, and 1 - beta^t above 0.
 #define FIELD(name) offsetof(Options, name)
 static const OptionRow option_rows[] = {
     {"model", 'e', OPT_TEXT, FIELD(model), NULL, 1, 0, NULL, OWN, "Model",
@@ -431,8 +435,8 @@ static const OptionRow option_rows[] = {
 enum { OPTION_ROWS = sizeof option_rows / sizeof option_rows[0] };
 static_assert(OPTION_ROWS <= sizeof ((Options *)NULL)->given, "each row has its place in `given`");
 
-// "16GiB", "512M", "1e9", "38000000": bytes; -1: not a size. Units are powers of 1024 whatever
-// their spelling, because that is how cards are sold and how drivers count.
+// Parses a size such as "16GiB", "512M", "1e9" or "38000000" into bytes; -1 if it is not a size.
+// Units are powers of 1024 in every spelling, because GPUs are sold and drivers count that way.
 static int64_t parse_bytes(const char *text) {
     char *end;
     errno = 0;
@@ -451,7 +455,7 @@ static int64_t parse_bytes(const char *text) {
     return *end == 0 && value < 9e15 ? (int64_t)value : -1;
 }
 
-// The number, from 1, of the choice that `word` (n bytes) spells; 0: it is none of them.
+// The number, from 1, of the choice whose spelling is `word` (n bytes); 0 if there is none.
 static int choice_find(const char *choices, const char *word, size_t n) {
     int number = 1;
     for (const char *c = choices; *c; c += *c != 0) {
@@ -465,7 +469,7 @@ static int choice_find(const char *choices, const char *word, size_t n) {
     return 0;
 }
 
-// The first spelling of choice `number`, which is in the list.
+// The first spelling of choice `number`, which must be in the list.
 static ShortText choice_text(const char *choices, int64_t number) {
     ShortText text;
     for (; number > 1 && *choices; number--) {
@@ -476,8 +480,8 @@ static ShortText choice_text(const char *choices, int64_t number) {
     return text;
 }
 
-// The bits of a list such as "moments,master": the second choice is bit 0, as the first one means
-// none of them and stands alone. -1: not such a list.
+// Parses a list such as "moments,master" into bits. The second choice is bit 0; the first choice
+// means none and cannot be combined with others. Returns -1 if the list is not valid.
 static int64_t set_parse(const char *choices, const char *list) {
     int64_t bits = 0;
     const char *word = list, *end;
@@ -489,8 +493,8 @@ static int64_t set_parse(const char *choices, const char *list) {
     return bits == 2 ? 0 : bits & 3 ? -1 : bits >> 2;
 }
 
-// Sets one option from its text; ends the run when the text is not what the row allows. The whole
-// text must be the value: `-b 4x` is a slip of the finger and no 4.
+// Sets one option from its text; ends the run if the row does not allow the value. The whole text
+// must be the value: `-b 4x` is a typo, not 4.
 static void option_set(Options *o, const OptionRow *row, const char *text) {
     char *field = (char *)o + row->offset, *end = NULL, name[40], allowed[96];
     int64_t number = 0;
@@ -537,8 +541,8 @@ static void option_set(Options *o, const OptionRow *row, const char *text) {
     }
 }
 
-// The value of an option as a user would type it, so that the same text sets the same value; "" for
-// one that was left to the program.
+// The value of an option as a user would type it, so that parsing the text gives the same value; ""
+// if the program decides.
 static const char *option_text(char text[64], const Options *o, const OptionRow *row) {
     const char *field = (const char *)o + row->offset;
     if (row->type == OPT_TEXT) {
@@ -546,7 +550,7 @@ static const char *option_text(char text[64], const Options *o, const OptionRow 
         return value ? value : "";
     }
     memset(text, 0, 64);
-    if (row->type == OPT_REAL) {  // the fewest digits that lose nothing
+    if (row->type == OPT_REAL) {  // with the fewest digits that are exact
         const double value = *(const double *)(const void *)field;
         int digits = 6;
         do {
@@ -574,7 +578,7 @@ static const char *option_text(char text[64], const Options *o, const OptionRow 
 
 static void recompute_print_help(void);  // chapter Memory plan
 
-// Prints the words of `text` from column HELP_COLUMN on, in lines of 80 columns at most.
+// Prints `text` with an indentation of HELP_COLUMN, in lines of at most 80 columns.
 static void help_print(const char *text) {
     enum { HELP_COLUMN = 26, HELP_WIDTH = 80 };
     int column = HELP_COLUMN;
@@ -590,7 +594,7 @@ static void help_print(const char *text) {
     printf("\n");
 }
 
-// --help: the table by subject, with the choices and the default of every option.
+// Prints --help: the table by subject, with the choices and the default of every option.
 static void options_print_help(const char *default_model) {
     printf("usage: %s [options]\n\n"
            "Trains GPT-2. Without options: model %s on the data in data/.\n"
@@ -623,12 +627,12 @@ static void options_print_help(const char *default_model) {
     }
 }
 
-// Whether this is a command that only plans, and needs neither data nor the machine of the run.
+// Whether the command only plans, and needs neither the data nor the machine of the run.
 static int options_plan(const Options *o) { return o->plan || o->fit || o->minimum; }
 
-// Ends the run at options that contradict each other or need others: an option that would have no
-// effect is a mistake better named than ignored. Everything that needs the model, the data or the
-// machine is checked where it is used.
+// Ends the run if options contradict each other or require others that are missing: an option that
+// would have no effect is reported as a mistake rather than ignored. Conditions that involve the
+// model, the data or the machine are checked at the place of use.
 static void options_contradict(const Options *o) {
     if (o->json && !o->plan && !o->eval) {
         die("--json needs --plan or --eval");
@@ -639,7 +643,7 @@ static void options_contradict(const Options *o) {
     if (o->eval && o->output[0]) {
         die("--eval writes no files and scores what --model (-e) names: leave --output (-o) out");
     }
-    if (o->eval && o->zero == 3) {  // and so need not be at the same batch as the others
+    if (o->eval && o->zero == 3) {  // GPUs are not at the same batch, as gathering weights requires
         die("--eval: each GPU scores examples by itself: --zero (-z) 3 is for training");
     }
     if (o->samples > 1 && !o->generate) {
@@ -664,13 +668,14 @@ static void options_contradict(const Options *o) {
     }
 }
 
-// What --generate heeds: an option of training that is given beside it is a mistake. Listed are
-// those that it does heed, so that a new option of training is refused without a word here.
+// The options that --generate uses; any other is an option of training and a mistake here. The list
+// contains the options that are allowed, so that new options of training are rejected without a
+// change here.
 static const char generate_options[] =
     "model|seq-len|seed|tokenizer|sample-tokens|prompt|temperature|top-k|top-p|generate|samples|"
     "quiet|dtype|plan|json|gpu|gpu-mem|tune|help";
 
-// Ends the run at the first option given that --generate would ignore.
+// Ends the run if an option is given that --generate would ignore.
 static void options_only_generate(const Options *o) {
     for (int i = 0; i < OPTION_ROWS; i++) {
         const char *name = option_rows[i].name;
@@ -680,7 +685,8 @@ static void options_only_generate(const Options *o) {
     }
 }
 
-// The table's defaults; what has none is 0 or NULL, and is decided by the program or the model.
+// Sets the defaults of the table; an option without a default is 0 or NULL, and the program or the
+// model decides.
 static void options_default(Options *o) {
     memset(o, 0, sizeof *o);
     for (int i = 0; i < OPTION_ROWS; i++) {
@@ -690,9 +696,9 @@ static void options_default(Options *o) {
     }
 }
 
-// Fills `o` from the defaults and argv, to which its texts point. Ends the run at the first word
-// that is wrong; an option given twice is one, as only one of its values could count. Where --help
-// or --version is asked for, contradictions are not looked for.
+// Fills `o` from the defaults and argv; its texts point into argv. Ends the run at the first wrong
+// word. An option given twice is an error, because only one of its values could take effect. With
+// --help or --version, contradictions are not checked.
 static void options_parse(Options *o, int argc, char **argv) {
     options_default(o);
     for (int a = 1; a < argc; a++) {
@@ -740,7 +746,7 @@ static void options_parse(Options *o, int argc, char **argv) {
     }
 }
 
-// The row of a name, which is in the table.
+// The row of an option, whose name must be in the table.
 static const OptionRow *option_find(const char *name) {
     int row = 0;
     while (row < OPTION_ROWS && strcmp(option_rows[row].name, name) != 0) {
@@ -750,23 +756,24 @@ static const OptionRow *option_find(const char *name) {
     return &option_rows[row];
 }
 
-// Whether the user has typed the option, be it with its default.
+// Whether the user has given the option, even if with its default value.
 static int option_given(const Options *o, const char *name) {
     return o->given[option_find(name) - option_rows];
 }
 
 // -------------------------------------------------------------------------------------------------
 // 4. The model
-// Sizes: L layers, NH heads of HS = C / NH channels, C channels, maxT positions, V tokens, Vp = V
-// rounded up to 128, so that the classifier's product has no odd edge. Sixteen tensors are one
-// table, which also knows Hugging Face's name of each; weights of linear layers are (out, in), in
-// Hugging Face's files (in, out). wte is also the classifier's weight (tied).
+// Sizes: L layers, NH heads of HS = C / NH channels, C channels, maxT positions, V tokens, and Vp,
+// which is V rounded up to a multiple of 128, so that the classifier's matmul has no partial tiles.
+// One table lists the sixteen tensors and their names in Hugging Face's files. Weights of linear
+// layers are (out, in); in Hugging Face's files they are (in, out). wte is also the classifier's
+// weight (tied).
 // 1. The flat parameter buffer is block-major: wte, wpe, then the twelve tensors of each block,
-//    then the last LayerNorm. So all that belongs to a block is one range of bytes.
-// 2. Every tensor starts at a multiple of 64 elements, 128 bytes or more: vector loads of any width
-//    are aligned on the CPU and on a GPU. On the CPU the gaps are zero, so the gradients' norm may
-//    walk over them.
-// 3. Rows V..Vp-1 of wte are zero, always.
+//    then the last LayerNorm. So all parameters of a block are one range of bytes.
+// 2. Every tensor starts at a multiple of 64 elements, 128 bytes or more, so that vector loads of
+//    any width are aligned on the CPU and on a GPU. On the CPU the gaps are zero, so the norm of
+//    the gradients can include them.
+// 3. Rows V..Vp-1 of wte are always zero.
 
 typedef struct {
     int L, NH, C, maxT, V, Vp;
@@ -777,8 +784,8 @@ enum {
     LNFW, LNFB, TENSORS
 };
 typedef enum { DIM_1, DIM_C, DIM_3C, DIM_4C, DIM_V, DIM_T } Dim;
-// INIT_NORMAL: N(0, 0.02); INIT_RESIDUAL: N(0, 0.02 / sqrt(2 L)), because 2 L of these products
-// are added up on the residual stream, whose variance should not grow with the depth.
+// INIT_NORMAL: N(0, 0.02); INIT_RESIDUAL: N(0, 0.02 / sqrt(2 L)), because the outputs of 2 L of
+// these matmuls are added to the residual stream, whose variance should not grow with the depth.
 typedef enum { INIT_ZERO, INIT_ONE, INIT_NORMAL, INIT_RESIDUAL } Init;
 typedef struct {
     const char *name, *hf_name;
@@ -808,14 +815,14 @@ static const TensorEntry tensor_table[TENSORS] = {
 };
 enum { TENSOR_ALIGN = 64 };
 
-// The number that a dimension of the table has in model `m`; `sizes` is in the order of Dim.
+// The size of a dimension of the table in model `m`; `sizes` is in the order of Dim.
 static int64_t dim_size(const Model *m, Dim dim) {
     const int64_t C = m->C;
     const int64_t sizes[] = {1, C, 3 * C, 4 * C, m->V, m->maxT};
     return sizes[dim];
 }
 
-// Rows of one tensor (of one layer) that carry values: wte's padding does not.
+// Rows of one tensor (of one layer), without wte's padding rows.
 static int64_t tensor_rows(const Model *m, int tensor) {
     return dim_size(m, tensor_table[tensor].rows);
 }
@@ -824,7 +831,7 @@ static int64_t tensor_cols(const Model *m, int tensor) {
     return dim_size(m, tensor_table[tensor].cols);
 }
 
-// Elements of one tensor (of one layer) in a buffer, wte's padding rows included.
+// Elements of one tensor (of one layer) in a buffer, including wte's padding rows.
 static int64_t tensor_size(const Model *m, int tensor) {
     int padded = tensor_table[tensor].rows == DIM_V;
     return (padded ? m->Vp : tensor_rows(m, tensor)) * tensor_cols(m, tensor);
@@ -835,10 +842,11 @@ static int tensor_copies(const Model *m, int tensor) {
     return tensor_table[tensor].per_layer ? m->L : 1;
 }
 
-// A flat buffer holds all tensors, or the matrices or the vectors alone (a GPU's gradients).
+// A flat buffer holds all tensors, or only the matrices or only the vectors (gradients on a GPU).
 enum { ALL_TENSORS, MATRICES, VECTORS };
 
-// Elements that one tensor takes up in such a buffer with the gap behind it; 0: it is not there.
+// Elements that one tensor occupies in such a buffer, including the gap after it; 0 if the tensor
+// is not in the subset.
 static int64_t tensor_padded_size(const Model *m, int tensor, int subset) {
     if (subset != ALL_TENSORS && tensor_is_matrix(tensor) != (subset == MATRICES)) {
         return 0;
@@ -846,8 +854,8 @@ static int64_t tensor_padded_size(const Model *m, int tensor, int subset) {
     return round_up_i64(tensor_size(m, tensor), TENSOR_ALIGN);
 }
 
-// Offset in elements of `tensor` of `layer` in the flat buffer of a subset; `layer` is ignored for
-// wte, wpe, lnfw and lnfb. For `tensor` TENSORS it is the size of the buffer.
+// Offset, in elements, of a tensor in the flat buffer of a subset; `layer` is ignored for wte, wpe,
+// lnfw and lnfb. With `tensor` = TENSORS, the size of the buffer.
 static int64_t subset_offset(const Model *m, int tensor, int layer, int subset) {
     int64_t outside = 0, inside = 0, block = 0;  // elements before the tensor; of a block
     for (int i = 0; i < TENSORS; i++) {
@@ -859,28 +867,28 @@ static int64_t subset_offset(const Model *m, int tensor, int layer, int subset) 
     if (tensor < TENSORS && tensor_table[tensor].per_layer) {
         return outside + layer * block + inside;
     }
-    return outside + (inside ? m->L * block : 0);  // before all blocks, or behind them
+    return outside + (inside ? m->L * block : 0);  // before or after all blocks
 }
 
 static int64_t tensor_offset(const Model *m, int tensor, int layer) {
     return subset_offset(m, tensor, layer, ALL_TENSORS);
 }
 
-// The part of one tensor that is in a range of a flat state.
+// The intersection of one tensor with a range of a flat state.
 typedef struct {
-    int next;  // number of the tensor behind it, in the order of their offsets; 0 at first
+    int next;  // number of the next tensor, in the order of offsets; 0 at first
     int tensor, layer;
     int64_t first, count;  // elements of the tensor
-    int64_t at;            // of the range, where they begin
+    int64_t at;            // their offset in the range
 } TensorSpan;
 enum { PER_BLOCK = LNFW - LN1W };  // tensors of a block
 
-// Moves `span`, {0} at first, on to the next tensor with elements in [offset, offset + count);
-// 0 when there is none left.
+// Advances `span`, initially {0}, to the next tensor with elements in [offset, offset + count).
+// Returns 0 if none is left.
 static int span_next(const Model *m, int64_t offset, int64_t count, TensorSpan *span) {
     const int tensors = TENSORS - PER_BLOCK + m->L * PER_BLOCK;
     const int64_t blocks = tensor_offset(m, LN1W, 0), block = tensor_offset(m, LN1W, 1) - blocks;
-    if (span->next == 0 && offset >= blocks) {  // in its block, or behind all of them
+    if (span->next == 0 && offset >= blocks) {  // within a block, or after all blocks
         span->next = LN1W + PER_BLOCK * (int)min_i64((offset - blocks) / block, m->L);
     }
     while (span->next < tensors) {
@@ -902,7 +910,7 @@ static int span_next(const Model *m, int64_t offset, int64_t count, TensorSpan *
     return 0;
 }
 
-// The number of tensors, those of all layers counted.
+// The number of tensors, counting those of every layer.
 static int model_tensors(const Model *m) {
     int n = 0;
     for (int i = 0; i < TENSORS; i++) {
@@ -911,7 +919,7 @@ static int model_tensors(const Model *m) {
     return n;
 }
 
-// Elements of all tensors, padded vocabulary rows included, alignment gaps not.
+// Elements of all tensors, including padded vocabulary rows but not alignment gaps.
 static int64_t model_elements(const Model *m) {
     int64_t n = 0;
     for (int i = 0; i < TENSORS; i++) {
@@ -920,14 +928,14 @@ static int64_t model_elements(const Model *m) {
     return n;
 }
 
-// Parameters as everybody counts them: 124,439,808 for GPT-2's smallest. Padding learns nothing.
+// The number of parameters as it is usually quoted, without padding: 124,439,808 for the smallest
+// GPT-2.
 static int64_t model_parameters(const Model *m) {
     return model_elements(m) - (int64_t)(m->Vp - m->V) * m->C;
 }
 
-// FLOPs of one training token, forward and backward: 6 for every parameter, padding included, and
-// 6 L C T for causal attention: this is llm.c's convention, so utilisations may be compared with
-// its own.
+// FLOPs per training token, forward and backward: 6 for every parameter, including padding, and
+// 6 L C T for causal attention. This is llm.c's convention, so that utilisation can be compared.
 static double model_flops_per_token(const Model *m, int T) {
     return 6 * (double)model_elements(m) + 6.0 * m->L * m->C * T;
 }
@@ -949,12 +957,12 @@ static int model_is_allowed(const Model *m) {
            m->C % m->NH == 0 && m->maxT >= 1 && m->maxT <= 1 << 20;
 }
 
-// What -e names, which decides the vocabulary: a preset's is GPT-2's, a shape takes the data's, a
-// file (chapter Model files) has its own.
+// The kind of value given to -e. It determines the vocabulary: a preset uses GPT-2's, a shape the
+// data's, a file (data/weights.c) its own.
 typedef enum { MODEL_PRESET, MODEL_SHAPE, MODEL_FILE } ModelKind;
 
-// Reads -e into everything but the vocabulary; into nothing where it is neither a preset nor a
-// shape, and so a file. Ends the run at a shape beyond what is allowed.
+// Parses -e into every field of *m except the vocabulary. If the text is neither a preset nor a
+// shape, it is the name of a file. Ends the run if a shape is out of range.
 static ModelKind model_parse(Model *m, const char *text) {
     memset(m, 0, sizeof *m);
     for (size_t i = 0; i < sizeof presets / sizeof presets[0]; i++) {
@@ -987,10 +995,10 @@ static void model_set_vocabulary(Model *m, int V) {
 
 // -------------------------------------------------------------------------------------------------
 // 5. The system
-// Threads, signals, memory and core limits, ranks, the terminal, and how the program was built:
-// what the program asks of Linux. If /proc or /sys says nothing, no limit is assumed.
+// Interfaces to Linux: threads, signals, memory and core limits, ranks, the terminal, and how the
+// program was built. If /proc or /sys gives no information, no limit is assumed.
 
-// Threads: OpenMP's, or the one of a build without it.
+// Threads: those of OpenMP, or a single one in a build without it.
 
 #ifdef _OPENMP
 static int thread_count(void) { return omp_get_max_threads(); }
@@ -1004,8 +1012,8 @@ static int thread_index(void) { return 0; }
 // pager or Ctrl-S blocks a write forever, so the handlers also make sure that this point is
 // reached.
 
-// The signal that asked the program to stop, at the next good place (0: none), and what on_signal()
-// then says: a whole line, or nothing.
+// The signal that asked the program to stop at the next safe point (0: none), and the line that
+// on_signal() then prints: a whole line, or "".
 static volatile sig_atomic_t stop_signal;
 static const char *volatile stop_line = "";
 
@@ -1019,32 +1027,34 @@ static void on_signal(int number) {
         _exit(128 + number);
     }
     if (!stop_signal && write(STDERR_FILENO, stop_line, strlen(stop_line)) < 0) {
-        stop_line = "";  // nobody reads it: the program stops all the same
+        stop_line = "";  // stderr cannot be written; the program stops all the same
     }
     stop_signal = number == SIGUSR1 && stop_signal ? stop_signal : number;
     errno = error;
 }
 
-// From here on writes to a closed pipe or beyond `ulimit -f` fail with an error like any other.
+// After this call, writes to a closed pipe or beyond `ulimit -f` return an error instead of ending
+// the program.
 static void writes_return_errors(void) {
     signal(SIGPIPE, SIG_IGN);
     signal(SIGXFSZ, SIG_IGN);
 }
 
-// Whether a write to `fd` would wait now.
+// Whether a write to `fd` would block now.
 static int write_waits(int fd) {
     struct pollfd out = {fd, POLLOUT, 0};
     return poll(&out, 1, 0) == 0;
 }
 
-// How long the program may take to stop after SIGTERM: while it starts, 30 s in all, since nothing
-// would be lost; while it computes, until it has made no progress for 30 s, as on a device that
-// hangs; while it saves, as long as the file system takes.
+// Grace period after SIGTERM. During start-up: 30 s in all, because nothing would be lost. While
+// computing: until there has been no progress for 30 s, for example because a device hangs. While
+// saving: unlimited, because the file system decides how long that takes.
 enum { GRACE_SHORT, GRACE_PROGRESS, GRACE_UNLIMITED, GRACE_S = 30 };
 static volatile sig_atomic_t stop_grace = GRACE_SHORT;
 
-// Called every second from the first signal on; ends a program that SIGTERM does not stop in time.
-// It counts calls, not time: a program stopped by Ctrl-Z makes no progress, but is not at fault.
+// Called every second after the first signal; ends the program if it does not stop in time after
+// SIGTERM. Counts calls instead of measuring time, because a program suspended by Ctrl-Z makes no
+// progress but does not hang.
 static void stop_overdue(void) {
     static const char line[] = "no progress for 30 s after SIGTERM: ended without saving\n";
     static uint64_t count;
@@ -1055,15 +1065,15 @@ static void stop_overdue(void) {
     count = now;
     if (seconds > GRACE_S) {
         if (!write_waits(STDERR_FILENO) && write(STDERR_FILENO, line, sizeof line - 1) < 0) {
-            stop_line = "";  // nobody reads it: the program ends all the same
+            stop_line = "";  // stderr cannot be written; the program ends all the same
         }
         _exit(128 + SIGTERM);
     }
 }
 
-// Looks, every second from the first signal on, whether somebody takes the output. If nobody has
-// for LOOKS of them, /dev/null is what takes it from then on, also the rest of the write that waits
-// (SA_RESTART). Calls nothing but what POSIX allows in a handler.
+// Checks every second after the first signal whether stdout and stderr still accept output. If one
+// of them has not for LOOKS checks in a row, it is replaced by /dev/null, which also takes the rest
+// of a write that is blocked (SA_RESTART). Calls only async-signal-safe functions.
 static void on_look(int number) {
     enum { LOOKS = 3 };
     static int waited[STDERR_FILENO + 1];
@@ -1082,8 +1092,9 @@ static void on_look(int number) {
     (void)number;
 }
 
-// Whether looks interrupt this thread. While it saves they do not: some file systems, as those of
-// cloud storage, answer a call that a signal interrupts with EINTR, which would lose the save.
+// Enables (1) or disables (0) on_look() in this thread. It is disabled during a save: some file
+// systems, such as those of cloud storage, return EINTR from a call that a signal interrupts, which
+// would make the save fail.
 static void looks_interrupt(int yes) {
     sigset_t look;
     stop_grace = yes ? GRACE_PROGRESS : GRACE_UNLIMITED;
@@ -1091,21 +1102,22 @@ static void looks_interrupt(int yes) {
     sigprocmask(yes ? SIG_UNBLOCK : SIG_BLOCK, &look, NULL);
 }
 
-// What on_stop() writes a byte to; -1: nothing waits for input.
+// The pipe to which on_stop() writes a byte; -1: the program does not wait for input.
 static int stop_pipe[2] = {-1, -1};
 
-// A line that stderr does not take would keep the next signal from being heard.
+// The handler of all signals that ask the program to stop. Prints no line if stderr would block,
+// because the handler would not return and the next signal would not be handled.
 static void on_stop(int number) {
     stop_line = write_waits(STDERR_FILENO) ? "" : stop_line;
     on_signal(number);
     if (stop_pipe[1] >= 0 && write(stop_pipe[1], "", 1) < 0) {
-        errno = 0;  // the pipe is full, which says as much
+        errno = 0;  // the pipe is full, which wakes the reader just as well
     }
-    signal(SIGALRM, on_look);  // not before: whoever started the program may have set an alarm
+    signal(SIGALRM, on_look);  // not before: the parent process may have set an alarm
     alarm(1);
 }
 
-// From here on signals ask the program to stop, but for a SIGHUP that was ignored from the start
+// After this call, signals ask the program to stop, except a SIGHUP that was ignored from the start
 // (nohup).
 static void stop_on_signals(void) {
     struct sigaction action, hangup;
@@ -1117,15 +1129,15 @@ static void stop_on_signals(void) {
     if (sigaction(SIGHUP, NULL, &hangup) == 0 && hangup.sa_handler != SIG_IGN) {
         sigaction(SIGHUP, &action, NULL);
     }
-    // What launchers and batch systems send for "save and stop", and a parent to its ranks, where a
-    // terminal's signal reaches both: it only asks, however often it comes.
+    // Launchers and batch systems send SIGUSR1 to ask for "save and stop", and so does a parent to
+    // its ranks, because a terminal's signals reach both. It only asks, even if sent repeatedly.
     sigaction(SIGUSR1, &action, NULL);
 }
 
-// Reads at most `room` bytes from a stream that may block, as a terminal does. Returns how many, 0
-// at the end of the input or if a signal asks to stop, and -1 (errno) for an error. poll() also
-// waits for the pipe that the handler writes to, so it does not matter whether the signal comes
-// before or during the wait, or which thread receives it.
+// Reads at most `budget` bytes from a stream that may block, such as a terminal. Returns the number
+// of bytes, 0 at the end of the input or if a signal asks to stop, and -1 (errno) for an error.
+// poll() also waits for the pipe that the handler writes to, so it does not matter whether the
+// signal arrives before or during the wait, or which thread receives it.
 static ssize_t read_or_stop(int fd, char *out, size_t budget) {
     if (stop_pipe[0] < 0 && pipe2(stop_pipe, O_CLOEXEC | O_NONBLOCK) != 0) {
         return -1;
@@ -1144,11 +1156,11 @@ static ssize_t read_or_stop(int fd, char *out, size_t budget) {
     return 0;
 }
 
-// Memory of the host. What the process may still take: the least of what is free, of the control
-// groups around it, and of `ulimit`. Whoever exceeds one of them is killed, so a plan is held
-// against all of them first.
+// Memory of the host. The process may still take the minimum of the free memory, the limits of its
+// control groups, and `ulimit`. A process that exceeds one of them is killed or its allocations
+// fail, so a plan is checked against all of them first.
 
-// The number behind `key` at the start of a line of `path`, or `otherwise`.
+// The number after `key`, which starts a line of the file `path`, or `otherwise`.
 static int64_t file_number(const char *path, const char *key, int64_t otherwise) {
     char line[256];
     FILE *f = fopen(path, "r");
@@ -1164,18 +1176,19 @@ static int64_t file_number(const char *path, const char *key, int64_t otherwise)
     return otherwise;
 }
 
-// Memory that this process may still take, and which of all limits leaves the least; INT64_MAX and
-// "" where nothing says.
+// Memory that this process may still take, and the name of the limit that leaves the least;
+// INT64_MAX and "" if no limit is known.
 typedef struct {
     int64_t bytes;
     char limit[160];
 } HostMemory;
 
+// Lowers *h to `bytes` if that is less; the format and its arguments name the limit.
 __attribute__((format(printf, 3, 4))) static void limit_memory(HostMemory *h, int64_t bytes,
                                                                const char *format, ...) {
     va_list args;
     va_start(args, format);
-    // Control groups without a limit have one of about 2^63.
+    // A control group without a limit reports about 2^63.
     if (bytes < h->bytes && bytes < (int64_t)1 << 60) {
         h->bytes = max_i64(bytes, 0);
         vsnprintf(h->limit, sizeof h->limit, format, args);
@@ -1183,7 +1196,7 @@ __attribute__((format(printf, 3, 4))) static void limit_memory(HostMemory *h, in
     va_end(args);
 }
 
-// Whether `word` stands in a list such as "cpu,cpuacct".
+// Whether a list such as "cpu,cpuacct" contains `word`.
 static int list_has(const char *list, const char *word) {
     const size_t n = strlen(word);
     for (; *list; list += *list == ',') {
@@ -1196,11 +1209,11 @@ static int list_has(const char *list, const char *word) {
     return 0;
 }
 
-// Calls look(out, version, folder, group) for the control group of `controller` that this process
-// is in and for every group around it, any of which can be the tightest: Slurm and systemd set
-// limits on the job, not on its processes. In a container the path is the host's, and only its
-// mount's own folder is there: the last one that is looked at. `root`: "", or where a test has put
-// another /proc and /sys.
+// Calls look(out, version, folder, group) for the control group of `controller` that contains this
+// process, and for all its ancestors. Any of them can be the tightest: Slurm and systemd set limits
+// on the job, not on its processes. In a container the group's path is that of the host, and only
+// the root of the mount exists, which is the last folder tried. `root` is "", or a folder in which
+// a test has put another /proc and /sys.
 static void groups_look(const char *root, const char *controller,
                         void (*look)(void *out, int version, const char *folder, const char *group),
                         void *out) {
@@ -1243,8 +1256,8 @@ static int64_t folder_number(const char *folder, const char *name, const char *k
     return file_number(path, key, otherwise);
 }
 
-// What a control group leaves of memory. Files in the cache count as used, but they make room
-// before a process is killed.
+// Applies the memory limits of one control group. Its usage includes cached files, which are
+// subtracted because the kernel reclaims them before it kills a process.
 static void memory_of_group(void *out, int version, const char *folder, const char *group) {
     static const struct {
         const char *limits[2], *used, *cached;
@@ -1261,8 +1274,9 @@ static void memory_of_group(void *out, int version, const char *folder, const ch
     }
 }
 
-// Bytes of the stacks of the threads that OpenMP has yet to start beside `running` ones, two at
-// least, as a checkpoint's writer has: each takes as much address space as `ulimit -s` says.
+// Bytes of the stacks of the threads that OpenMP will start in addition to the `running` ones, up
+// to a total of at least two, because saving a checkpoint uses two. Each stack takes as much
+// address space as `ulimit -s` allows.
 static int64_t stacks_to_come(int64_t running) {
     struct rlimit r;
     const int known = getrlimit(RLIMIT_STACK, &r) == 0 && r.rlim_cur != RLIM_INFINITY;
@@ -1270,8 +1284,8 @@ static int64_t stacks_to_come(int64_t running) {
     return to_come * (known ? (int64_t)r.rlim_cur : 2 << 20);
 }
 
-// The memory there is, less what control groups and `ulimit` keep back. `root`: "", or where a test
-// has put another /proc and /sys.
+// The memory that this process may still take, given free memory, control groups and `ulimit`.
+// `root` is "", or a folder in which a test has put another /proc and /sys.
 static HostMemory host_memory(const char *root) {
     static const struct {
         const char *key, *name;
@@ -1285,7 +1299,7 @@ static HostMemory host_memory(const char *root) {
     path_print(path, "%s/proc/self/status", root);
     const int64_t stacks = stacks_to_come(file_number(path, "Threads:", 1));
     for (int i = 0; i < 2; i++) {
-        // No table holds them: their type is an enum in C and an int in C++.
+        // The resources are not in the table: their type is an enum in C and an int in C++.
         int known = i == 0 ? getrlimit(RLIMIT_AS, &r) : getrlimit(RLIMIT_DATA, &r);
         if (known == 0 && r.rlim_cur != RLIM_INFINITY) {
             int64_t mapped = file_number(path, limits[i].key, 0) << 10;
@@ -1297,8 +1311,8 @@ static HostMemory host_memory(const char *root) {
     return h;
 }
 
-// What limits the bytes that were said to be available, for messages; "" on a GPU, and where
-// nothing is known to.
+// The limit behind the last result of host_memory_available(), for messages; "" on a GPU, or if no
+// limit is known.
 static char available_limit[192];
 
 static size_t host_memory_available(void) {
@@ -1309,10 +1323,10 @@ static size_t host_memory_available(void) {
     return (size_t)h.bytes;
 }
 
-// Cores of the host. How many threads a program starts, and how they wait for work. Both leave
-// other programs their part of the machine.
+// Cores of the host: how many threads the program starts, and how they wait for work. Both are
+// chosen so that other programs on the machine are not slowed down.
 
-// Lowers *(int *)out to the cores whose time a control group may spend.
+// Lowers *(int *)out to the number of cores that a control group's CPU quota allows.
 static void cores_of_group(void *out, int version, const char *folder, const char *group) {
     double quota = 0, period = 0;
     (void)group;
@@ -1335,22 +1349,23 @@ static void cores_of_group(void *out, int version, const char *folder, const cha
     }
 }
 
-// The cores that control groups leave of `cores`; more threads would only be stopped in turn. A
-// build without OpenMP has one thread and does not ask.
+// The number of cores, at most `cores`, that control groups allow; more threads would only be
+// throttled. Unused in a build without OpenMP, which has one thread.
 __attribute__((unused)) static int host_cores(const char *root, int cores) {
     groups_look(root, "cpu", cores_of_group, &cores);
     return cores;
 }
 
-// Called first thing in main: as many threads as this process has cores (OpenMP itself minds the
-// affinity mask, not quotas), which wait for work as a good neighbour does. GCC's OpenMP by itself
-// spins for milliseconds, and beside other programs a spinning thread keeps the core that the
-// thread it waits for needs: a step beside one compiler took four times as long. 1,000 rounds are
-// about ten microseconds, as long as waking a thread takes. OpenMP reads the variable before main,
-// so the program is started anew, once, in the same process: a debugger follows; valgrind does not,
-// and wants OMP_WAIT_POLICY=passive. Whoever sets one of these variables has chosen; where /proc is
-// missing the program goes on as it is, and so it does where a dynamic loader was told to run it
-// (ld.so PROGRAM): then the process is the loader's, which would take the arguments for its own.
+// Called at the start of main. Uses as many threads as this process has cores (OpenMP itself
+// respects the affinity mask, but not quotas) and shortens the time that idle threads spin. GCC's
+// OpenMP spins for milliseconds by default, and on a busy machine a spinning thread occupies the
+// core that the thread it waits for needs: with one compiler running, a step took four times as
+// long. 1,000 iterations are about ten microseconds, the time it takes to wake a thread. OpenMP
+// reads the variable before main, so the program executes itself again, once, in the same process.
+// A debugger follows this; valgrind does not and needs OMP_WAIT_POLICY=passive. The program does
+// not execute itself again if the user has set one of these variables, if /proc is missing, or if
+// it was started through the dynamic loader (ld.so PROGRAM). In the last case the executable of the
+// process is the loader, which would interpret the program's arguments as its own.
 static void threads_start(char **argv) {
     static const char *const variables[] = {"GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_WAIT_POLICY"};
     char self[PATH_BYTES];
@@ -1377,12 +1392,14 @@ static void threads_start(char **argv) {
     }
 }
 
-// Ranks: what both programs know about runs on several GPUs. The GPU program starts the ranks,
-// watches them and moves their data; the CPU program only refuses to be one of several copies.
+// Ranks: the part of runs on several GPUs that both programs share. The GPU program starts the
+// ranks, monitors them and exchanges their data; the CPU program only refuses to run as one of
+// several copies.
 
-// This process among the ranks of its run; without ranks it is rank 0 of 1. `stop` and `fault` are
-// what all ranks agreed on when they last exchanged words: somebody was asked to stop; 1 + the
-// first rank that cannot go on, 0: all can. `failed`: this one cannot.
+// The rank of this process; without ranks it is rank 0 of 1. `stop` and `fault` are what all ranks
+// agreed on when they last exchanged their status: `stop` is 1 if any rank was asked to stop;
+// `fault` is 1 + the first rank that cannot continue, 0 if all can. `failed` is 1 if this rank
+// cannot continue.
 typedef struct {
     int rank, ranks;
     int local_rank, local_ranks;  // on this machine
@@ -1391,58 +1408,60 @@ typedef struct {
 } Ranks;
 static Ranks this_rank = {0, 1, 0, 1, 0, 0, 0, 0};
 
-// The collective that a rank has come to: its number in the run, and whether the rank is through
-// it. The GPU writes it in the order of its stream, since the host is ahead of that.
+// The last collective that a rank has started. The GPU writes this record in stream order, because
+// the host is ahead of the stream.
 typedef struct {
-    uint64_t begun, done;  // alike: the rank waits for nobody
-    int call;
+    uint64_t begun, done;  // number of the last one started, and finished; equal: not waiting
+    int call;              // which one: RANK_HANDSHAKE ... RANK_BROADCAST
 } CollectiveState;
 
-// The longest name of a GPU, and the bytes of an id (NCCL's).
+// Maximum length of a GPU's name, and size of an id (NCCL's), in bytes.
 enum { RANK_TEXT = 96, RANK_ID = 128 };
 
-// What a rank shows the others when they meet, before any of them plans. But for memory, GPU and id
-// all must be alike: other options or data would train another model and wait for ever for parts of
-// other sizes.
+// Sent to the other ranks in the handshake, before any rank builds its plan. Everything except
+// memory, GPU and id must be equal on all ranks: with different options or data, ranks would train
+// different models and wait forever for data of other sizes.
 typedef struct {
     uint64_t program, options, data, settings;  // fingerprints
-    uint64_t device, host;                      // bytes that there are for a plan
+    uint64_t device, host;                      // bytes available for a plan
     char gpu[RANK_TEXT], id[RANK_ID];
 } RankInfo;
-static RankInfo rank_info;  // this rank's; behind the meeting the id of rank 0 and the least memory
+static RankInfo rank_info;  // this rank's; after the handshake: rank 0's id, the least memory
 
-// Of a part of the run: engines open, and a driver may be compiling kernels for minutes and show by
-// its use of the processor alone that it lives; weights and states are loaded, likewise; all else.
+// The phase of a run. RANK_STARTS: engines are opened; a driver may compile kernels for minutes, so
+// that CPU time is the only sign of life. RANK_LOADS: weights and states are loaded; the same
+// applies. RANK_RUNS: everything else.
 enum { RANK_STARTS, RANK_LOADS, RANK_RUNS };
 
-// Where a rank stands, in pages of its own (a GPU maps whole ones) that the parent sees too.
+// Heartbeat of a rank, in pages of its own (a GPU maps whole pages) that are shared with the
+// parent.
 typedef struct {
     uint64_t count;     // *progress_count
-    const char *doing;  // a literal: ranks and parent are forks of one process
-    int work;           // RANK_*
+    const char *doing;  // a string literal: ranks and parent are forks of one process
+    int work;           // RANK_STARTS, RANK_LOADS or RANK_RUNS
     int slow;           // *slow_count
-    uint64_t calls;     // collectives that the host has asked for
+    uint64_t calls;     // collectives that the host has queued
     CollectiveState note;
 } Heartbeat;
 static Heartbeat heartbeat_alone, *heartbeat = &heartbeat_alone;  // this rank's
 static double rank_timeout_ms = 60e3;
 
-// This process begins another part of the run.
+// Records in the heartbeat that this process begins another phase of the run.
 static void rank_phase(const char *doing, int work) {
     heartbeat->doing = doing;
     heartbeat->work = work;
     progress();
 }
 
-// Has the run been asked to stop? Training, validation, sampling and evaluation ask before each
-// batch or token; loading and saving end first.
+// Whether the run has been asked to stop. Training, validation, sampling and evaluation check this
+// before each batch or token; loading and saving are completed first.
 static int run_stopping(void) { return this_rank.ranks > 1 ? this_rank.stop : stop_signal != 0; }
 
-// The variables by which launchers tell a process how many copies of it there are, which of them it
-// is, and which of those on its machine: torchrun's (PyTorch documentation, "torchrun", Environment
-// Variables), mpirun's of Open MPI ("Environment variables set for MPI applications"), of MPICH and
-// Intel MPI (Hydra), and srun's (srun(1), "Output environment variables"). SLURM_NTASKS would not
-// do: sbatch and salloc set it in shells too, where a program is started once.
+// The environment variables in which launchers pass a process the number of copies, its rank and
+// its rank on its machine: those of torchrun (PyTorch documentation, "torchrun", Environment
+// Variables), of mpirun from Open MPI ("Environment variables set for MPI applications") and from
+// MPICH and Intel MPI (Hydra), and of srun (srun(1), "Output environment variables"). SLURM_NTASKS
+// is not suitable: sbatch and salloc also set it in shells, in which a program is started once.
 enum { LAUNCH_COPIES, LAUNCH_RANK, LAUNCH_LOCAL_RANK, LAUNCH_COLUMNS };
 static const char *const launchers[][LAUNCH_COLUMNS] = {
     {"WORLD_SIZE", "RANK", "LOCAL_RANK"},
@@ -1450,14 +1469,15 @@ static const char *const launchers[][LAUNCH_COLUMNS] = {
     {"PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"},
     {"SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"}};
 
-// What launchers say of this process. Numbers that nobody says are -1.
+// The information that launchers give this process. An unknown rank or local_rank is -1.
 typedef struct {
-    const char *variable;  // says how many copies there are; NULL: nobody does
+    const char *variable;  // the one that gives the number of copies; NULL: none is set
     int copies, rank, local_rank;
-    const char *address, *port;  // MASTER_ADDR's, where rank 0 listens; NULL: ranks use MPI
+    const char *address, *port;  // MASTER_ADDR and port of rank 0; NULL: ranks use MPI
 } Launcher;
 
-// A variable's number, or -1 where it is not set. Ends the run where it is something else.
+// The number in an environment variable, or -1 if it is not set. Ends the run if it is not a number
+// in range.
 static int launcher_number(const char *variable) {
     const char *text = getenv(variable);
     char *end = NULL;
@@ -1468,7 +1488,8 @@ static int launcher_number(const char *variable) {
     return (int)number;
 }
 
-// The number in *number of the first variable of a column that is set; returns its row, or -1.
+// Writes the number of the first variable of a column that is set to *number; returns its row, or
+// -1 if none is set.
 static int launcher_first(int column, int *number) {
     const int rows = (int)(sizeof launchers / sizeof launchers[0]);
     for (int row = 0; row < rows; row++) {
@@ -1479,9 +1500,10 @@ static int launcher_first(int column, int *number) {
     return -1;
 }
 
-// Who this process is among those that a launcher started. A launcher within another one, as
-// torchrun in a task of srun, sets both numbers of its own row. Where the count comes from one row
-// and the rank from another, as with WORLD_SIZE set in a script for srun, both must have one count.
+// Finds the rank of this process among those that a launcher started. A launcher within another
+// one, such as torchrun in a task of srun, sets both numbers of its own row. If the count and the
+// rank are found in different rows, for example because a script for srun sets WORLD_SIZE, the
+// counts of both rows must be equal.
 static Launcher launcher_find(void) {
     static char port[8];
     Launcher l;
@@ -1508,8 +1530,8 @@ static Launcher launcher_find(void) {
         die("%s is %d, but %s: it is to be a number below that", l.variable, l.copies,
             l.rank < 0 ? "RANK is not set" : "this process has a higher rank");
     }
-    // torchrun's own store listens on MASTER_PORT, and it says so: torch/distributed/rendezvous.py
-    // then has rank 0 listen nowhere.
+    // torchrun sets this variable to "True" if its own store listens on MASTER_PORT; PyTorch's rank
+    // 0 then does not listen (torch/distributed/rendezvous.py). Here rank 0 uses the next port.
     const char *store = getenv("TORCHELASTIC_USE_AGENT_STORE");
     const int number = launcher_number("MASTER_PORT") + (store && strcmp(store, "True") == 0);
     if (number < 1 || number > 65535) {
@@ -1521,16 +1543,18 @@ static Launcher launcher_find(void) {
     return l;
 }
 
-// How long a rank that cannot go on lets another one speak. Whoever watches waits longer.
+// How long a rank waits before it ends when another rank has failed and should print its message
+// first. The watchdog waits longer.
 static int rank_grace_ms(void) { return (int)fmin(4000, rank_timeout_ms / 2); }
 
-// What a rank tells the others between steps: a number, and whether it must stop or cannot go on.
+// Status that a rank sends the others between steps: a number, and whether the rank was asked to
+// stop or cannot continue.
 typedef struct {
     double value;
     int32_t stop, failed;
 } RankStatus;
 
-// From the words of all ranks, what all of them do next.
+// Combines the statuses of all ranks into the same decision on every rank.
 static void ranks_agree(const RankStatus *words) {
     this_rank.stop = this_rank.fault = 0;
     for (int r = this_rank.ranks - 1; r >= 0; r--) {
@@ -1539,44 +1563,45 @@ static void ranks_agree(const RankStatus *words) {
     }
 }
 
-// A fingerprint of `bytes`, begun with that of other bytes.
+// A fingerprint of `bytes` bytes of data; `before` is the fingerprint of the data before them.
 static uint64_t fingerprint(uint64_t before, const void *data, size_t bytes) {
     const unsigned char *p = (const unsigned char *)data;
     for (size_t i = 0; i < bytes; i++) {
-        before = (before ^ p[i]) * 0x100000001B3u;  // FNV-1a: these are no secrets
+        before = (before ^ p[i]) * 0x100000001B3u;  // FNV-1a; no cryptographic strength is needed
     }
     return before;
 }
 
-// Terminals. A line that is rewritten in place must fit the terminal, and bytes from data or a
-// command line must not be obeyed: neither by a terminal that shows them nor by a shell they are
+// Terminals. A line that is rewritten in place must fit the terminal. Bytes from data or a command
+// line must not be interpreted, neither by a terminal that shows them nor by a shell that they are
 // pasted into.
 
 // Whether a line can be rewritten in place. Open MPI's mpirun gives every process a pseudo-terminal
-// and sends what comes out of it where its own output goes, as to a file; other launchers mix the
+// but forwards its output to mpirun's own stdout, which may be a file; other launchers mix the
 // lines of several processes.
 static int terminal_rewrites(void) {
     return isatty(STDOUT_FILENO) && !this_rank.launched && !getenv("OMPI_COMM_WORLD_SIZE");
 }
 
-// Columns of the terminal behind stdout, asked anew because a window may be resized; 80 where the
-// system does not say.
+// Columns of the terminal at stdout, queried on each call because a window may be resized; 80 if
+// unknown.
 static int terminal_columns(void) {
     struct winsize size;
     return ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col : 80;
 }
 
-// Bytes of the character at `text` if a terminal shows it; 0 for a byte that is no UTF-8 and for
-// the control characters that are obeyed: C0, DEL and C1.
+// Length in bytes of the character at `text` if a terminal displays it; 0 for a byte that is not
+// UTF-8, and for control characters (C0, DEL and C1), which a terminal would interpret.
 static int shown_bytes(const char *text, size_t left) {
     uint32_t c;
     const int bytes = utf8_decode(&c, (const unsigned char *)text, left);
     return c < 32 || (c >= 127 && c < 160) || c == UINT32_MAX ? 0 : bytes;
 }
 
-// Prints text of any bytes: into a file as it is, on a terminal with \xNN for what it would not
-// show, but for line ends and tabs. A text may come in pieces: of a character that is cut the start
-// waits for the rest, at the latest for the line end that a text ends with.
+// Prints arbitrary bytes: to a file unchanged, to a terminal with \xNN for each byte that cannot be
+// displayed, except newlines and tabs. A text may be printed in several calls: the first bytes of
+// an incomplete character are held until the rest is printed, or until the newline that ends every
+// text.
 static void text_print(const char *text, size_t n) {
     static char held[4];
     static size_t count;
@@ -1604,8 +1629,8 @@ static void text_print(const char *text, size_t n) {
     }
 }
 
-// Prints a word so that a shell reads the same word: in quotes where it needs them, in those of
-// $'...', which bash, zsh and POSIX.1-2024 know, where a terminal would obey it.
+// Prints a word so that a shell reads it back unchanged: in quotes if necessary, and in the form
+// $'...' (bash, zsh, POSIX.1-2024) if it contains bytes that a terminal would interpret.
 static void shell_print(const char *word) {
     const size_t n = strlen(word);
     int plain = n > 0, shown = 1;
@@ -1634,9 +1659,9 @@ static void shell_print(const char *word) {
     fputs(plain ? "" : "'", stdout);
 }
 
-// Puts the parts of a line, which tabs separate, together in `room` columns: as long as they are
-// more, those that `spare` numbers are left out, up to -1, and at last the end is cut off. A part
-// is ASCII; an empty one takes no room.
+// Joins the tab-separated parts of a line to at most `width` columns. As long as the line is too
+// wide, the parts whose numbers are listed in `spare` (which -1 ends) are left out one by one; then
+// the end is cut off. Parts are ASCII; an empty part takes no space.
 static void line_fit(char line[256], char *parts, const int *spare, int width) {
     enum { PARTS = 16 };
     char *part[PARTS];
@@ -1656,12 +1681,12 @@ static void line_fit(char line[256], char *parts, const int *spare, int width) {
     line[min_int(width, 255)] = 0;
 }
 
-// The build. What a report of a fault should name. The number is the program's own, and git is not
-// asked: a program may be built from an archive, or from one file.
+// The build: information that a bug report should contain. The version number is defined here and
+// not taken from git, because the program may be built from an archive or from a single file.
 
 #define PROGRAM_VERSION "0.9"
 
-// --version; `more`: what is built in beside all that is said here.
+// Prints the text of --version; `more` lists further features that are built in.
 static void version_print(const char *name, const char *more) {
 #ifdef __clang__
     static const char compiler[] = "clang " __clang_version__;
@@ -1696,32 +1721,34 @@ static void version_print(const char *name, const char *more) {
 
 // -------------------------------------------------------------------------------------------------
 // 6. Memory plan
-// The plan lists every buffer of a run: name, group, elements, type, first and last tick of its
-// life. The planner turns settings into buffers, buffers into offsets (those never alive together
-// share bytes) and offsets into one number; the run makes one allocation of exactly that number
-// and takes every pointer from the plan.
-// 1. Time is a line of ticks, the stages of one micro-step: embed, 8 per block forward, 3 for the
-//    head, 15 per block backward (7 that recompute, 8 that differentiate), embed backward, then
-//    join, where something visits the device (chapter Buckets and visits), and update. A forward
-//    pass alone (validation, sampling) walks the same ticks up to the head.
-// 2. buffer_pointer() refuses a buffer that is not alive at the current tick, in every build. Test
-//    builds (GPT2_POISON) also fill a buffer with NaN at birth, poison it at death and keep a
-//    poisoned gap behind each buffer.
-// 3. An activation that is recomputed has two buffers: one that dies in forward, one that lives in
-//    backward.
-// 4. What lives in host memory has an allocation of its own, on the CPU a second mapping, so that
-//    whatever moves between homes on a GPU moves here too and is tested without one.
+// The plan lists every buffer of a run: name, group, number and type of elements, and the first and
+// last tick of its lifetime. The planner turns settings into buffers, buffers into offsets (buffers
+// whose lifetimes do not overlap may share memory) and offsets into one size in bytes. The run
+// makes one allocation of exactly that size and takes every pointer from the plan.
+// 1. Time is a sequence of ticks, the stages of one micro-step: embed, 8 per block forward, 3 for
+//    the head, 15 per block backward (7 that recompute, 8 that differentiate), embed backward, join
+//    (only with several ranks or streamed buffers, see settings_joins()) and update. A forward-only
+//    pass (validation, sampling) runs the same ticks up to the head.
+// 2. buffer_pointer() rejects a buffer that is not alive at the current tick, in every build. Test
+//    builds (GPT2_POISON) also fill a buffer with NaN when its lifetime begins, poison it when its
+//    lifetime ends, and keep a poisoned gap after each buffer.
+// 3. A recomputed activation has two buffers: one whose lifetime ends in forward, and one that
+//    lives in backward.
+// 4. Buffers in host memory have an allocation of their own. On the CPU it is a second mapping, so
+//    that every transfer between host and device that a GPU run makes is also made by the CPU
+//    program and is tested without a GPU.
 
-// Types of a buffer's elements. TYPE_REAL is the oracle's own, TYPE_U16 the low half of an fp32
-// weight whose high half is its bf16 weight, TYPE_U8 memory that one function lays out by itself.
+// Types of a buffer's elements. TYPE_REAL is the CPU reference's `real`, TYPE_U16 the low half of
+// an fp32 weight whose high half is the bf16 weight, TYPE_U8 raw memory whose layout is private to
+// one function.
 typedef enum { TYPE_FP32, TYPE_BF16, TYPE_FP16, TYPE_I32, TYPE_U16, TYPE_REAL, TYPE_U8 } Type;
 static size_t type_bytes(Type type) {
     static const size_t bytes[] = {4, 2, 2, 4, 2, sizeof(real), 1};
     return bytes[type];
 }
 
-// The lines that buffers are summed up in when a plan is printed. Kept activations live from
-// forward to backward; the working set lives for a few stages.
+// Groups by which a printed plan sums its buffers. Kept activations live from forward to backward;
+// the working set lives for a few stages.
 typedef enum {
     GROUP_WEIGHTS, GROUP_GRADIENTS, GROUP_MOMENTS, GROUP_MASTER, GROUP_KEPT, GROUP_WORKING,
     GROUP_LOGITS, GROUP_WORKSPACE, GROUP_BATCH, GROUP_CACHE, GROUPS
@@ -1731,9 +1758,10 @@ static const char *const group_names[GROUPS] = {
     "workspaces", "batch", "KV cache"
 };
 
-// Where a buffer lives, and the states whose home a run's settings choose. A buffer names its state
-// or, behind KINDS, a home that nothing chooses. A state's home is a set of flags: PLACE_SHARD says
-// that a rank keeps its part alone (chapter Buckets and visits).
+// Where a buffer is stored (Placement), and the states whose placement the settings choose (Kind).
+// A buffer is of one of these states or, from KINDS on, of a kind with a fixed placement. A state's
+// placement is a set of flags; PLACE_SHARD means that each rank stores only its shard (chapter
+// Buckets and visits).
 typedef enum { PLACE_DEVICE, PLACE_HOST, PLACE_SHARD } Placement;
 typedef enum {
     KIND_WEIGHTS, KIND_GRADIENTS, KIND_MOMENTS, KIND_MASTER, KIND_RESIDUALS, KINDS,
@@ -1741,29 +1769,30 @@ typedef enum {
 } Kind;
 static_assert((int)OFFLOAD_AUTO == 1 << (int)KINDS, "the bit after the last state's");
 
-// What the plan depends on; nothing else does.
+// Everything that the plan depends on, and two flags that it ignores: `tune` and `quiet`.
 typedef struct {
     Model model;
     int B, T, threads;
     int logit_rows;             // rows of a classifier chunk
-    int forward;                // 1: a run that learns nothing, and so ends at the head
-    int cache;                  // positions of the KV cache of a run that generates; 0: none
-    int64_t workspace;          // bytes for the products of a GPU
-    int tune, quiet;  // products are timed at the start; nothing is said of it: no plan knows these
-    uint8_t level[MAX_LAYERS];  // of recomputation, RECOMPUTE_*, of each block
-    int gpu;  // 0: the CPU program (fp32 or the build's real), 1: the GPU program
+    int forward;                // 1: a forward-only run; the plan ends at the head
+    int cache;                  // positions in the KV cache of a run that generates; 0: no cache
+    int64_t workspace;          // GPU: bytes of the matmul workspace
+    int tune, quiet;            // time matmul algorithms at the start; print nothing
+    uint8_t level[MAX_LAYERS];  // recomputation level of each block, RECOMPUTE_*
+    int gpu;                    // 0: the CPU program (fp32 or the build's real), 1: the GPU program
     Type dtype, grad_dtype, moment_dtype;
     int split_master;
     uint8_t placement[KINDS];  // of each state: 0, PLACE_HOST, PLACE_SHARD or both
-    int rank, ranks;      // of the processes that share the step's micro-batches
-    int matmul_bf16;      // of the CPU program: operands of products are rounded as they are packed
+    int rank, ranks;           // of the processes that share the step's micro-batches
+    int matmul_bf16;           // CPU: matmul operands are rounded to bf16 as they are packed
 } Settings;
 
-// The type of statistics and losses: fp32 on a GPU, the oracle's own on the CPU.
+// The type of statistics and losses: fp32 on a GPU, `real` on the CPU.
 static Type settings_real(const Settings *s) { return s->gpu ? TYPE_FP32 : TYPE_REAL; }
 
-// A master copy holds what 16-bit weights lose: for bf16 the low halves of fp32 weights, where they
-// are asked for; for fp16, which is no half of fp32, fp32 weights of its own wherever it trains.
+// The master copy holds the precision that 16-bit weights lose. For bf16 it is the low halves of
+// the fp32 weights and is optional (--master). An fp16 number is not the high half of an fp32
+// number, so training in fp16 always has complete fp32 weights.
 static int settings_has_master(const Settings *s) {
     return s->split_master || (s->dtype == TYPE_FP16 && !s->forward);
 }
@@ -1776,15 +1805,16 @@ static int settings_offloads(const Settings *s) {
     return (placements & PLACE_HOST) != 0;
 }
 
-// Whether a step waits for other streams before its update: for ranks, or for what departs.
+// Whether a step waits for other streams before its update: for the exchange between ranks, or for
+// transfers of streamed buffers.
 static int settings_joins(const Settings *s) {
     const int streamed =
         s->placement[KIND_WEIGHTS] | s->placement[KIND_GRADIENTS] | s->placement[KIND_RESIDUALS];
     return s->ranks > 1 || streamed != PLACE_DEVICE;
 }
 
-// What a tick computes. A block has eight stages forward; in backward the first seven come again,
-// for what is recomputed, then eight of its own.
+// Stages: what a tick computes. A block has eight stages in forward. In backward the first seven
+// may be repeated to recompute activations, followed by eight stages of backward's own.
 enum {
     F_LN1, F_QKV, F_ATT, F_ATTPROJ, F_LN2, F_FC, F_GELU, F_FCPROJ, F_STAGES,
     B_FCPROJ = F_STAGES, B_GELU, B_FC, B_LN2, B_ATTPROJ, B_ATT, B_QKV, B_LN1, BLOCK_STAGES,
@@ -1796,9 +1826,9 @@ static const char *const stage_names[STAGES] = {
     "head",  "d_lnf", "d_embed",   "join",    "update",
 };
 
-// The ticks of stages, and the one place that knows their order: blocks go from 0 to L-1 forward,
-// from L-1 to 0 backward.
-enum { BACK_TICKS = BLOCK_STAGES - 1 };  // of a block in backward
+// Ticks of the stages. Only these functions and their inverse, tick_at(), define the order: blocks
+// run from 0 to L-1 in forward, from L-1 to 0 in backward.
+enum { BACK_TICKS = BLOCK_STAGES - 1 };  // ticks of one block in backward
 static int tick_forward(int layer, int stage) { return 1 + layer * F_STAGES + stage; }
 static int tick_lnf(const Model *m) { return 1 + m->L * F_STAGES; }
 static int tick_head(const Model *m) { return tick_lnf(m) + 1; }
@@ -1807,21 +1837,21 @@ static int tick_backward(const Model *m, int layer, int stage) {
     return tick_lnf(m) + 3 + (m->L - 1 - layer) * BACK_TICKS + stage - (stage > F_GELU);
 }
 static int tick_embed_backward(const Model *m) { return tick_backward(m, -1, 0); }
-// The last tick of a micro-step, before update where there is nothing to join.
+// The last tick before update: join, or embed backward if there is nothing to join.
 static int tick_join(const Settings *s) {
     return tick_embed_backward(&s->model) + settings_joins(s);
 }
 static int tick_update(const Settings *s) { return tick_join(s) + 1; }
 
-// What a tick stands for.
+// The stage that a tick runs.
 typedef struct {
-    int stage, layer;  // layer -1: not a block's
-    int again;         // 1: forward's stage, in backward
+    int stage, layer;  // layer is -1 for stages outside the blocks
+    int again;         // 1: a forward stage, repeated in backward
 } Tick;
 
-// The inverse of the functions above: the tick's stage and layer. A block's ticks in backward are
-// the seven stages that may come again (F_FCPROJ's output is the next block's x and is kept), then
-// its eight own.
+// The inverse of the functions above: the stage and layer of a tick. A block's ticks in backward
+// are the seven forward stages that may be repeated (the output of F_FCPROJ is the next block's x
+// and is kept), then the eight backward stages.
 static Tick tick_at(const Settings *s, int tick) {
     const Model *m = &s->model;
     const int forward = tick - 1, head = tick - tick_lnf(m);
@@ -1843,18 +1873,19 @@ static Tick tick_at(const Settings *s, int tick) {
     return t;
 }
 
-// Levels of recomputation: the stages of a block's forward that come again in its backward. What
-// they make is dropped in between. Of the 16 C numbers that a block makes per token, `none` keeps
-// all 16 C, `gelu` 12 C, `norm` 10 C, `mlp` 6 C, `qkv` 3 C and `block` C, its input alone. The
-// cheap stages come first: GELU and LayerNorm cost no product. The last product never comes again,
-// since its result is the next block's input.
+// Recomputation levels (activation checkpointing): the stages of a block's forward pass that are
+// repeated in its backward pass; their outputs are discarded in between. A block computes 16 C
+// numbers per token, including its input: `none` keeps all 16 C, `gelu` 12 C, `norm` 10 C, `mlp`
+// 6 C, `qkv` 3 C and `block` C, the input only. Cheap stages are recomputed first: GELU and
+// LayerNorm need no matmul. The last matmul is never repeated, because its output is the next
+// block's input.
 enum {
     RECOMPUTE_NONE, RECOMPUTE_GELU, RECOMPUTE_NORM, RECOMPUTE_MLP, RECOMPUTE_QKV, RECOMPUTE_BLOCK,
     RECOMPUTE_LEVELS
 };
 typedef struct {
-    const char *name, *alias;  // as -r takes it; alias NULL: none
-    int stages;                // a bit each
+    const char *name, *alias;  // as values of -r; alias may be NULL
+    int stages;                // bit set of the stages that are repeated
     const char *help;
 } LevelEntry;
 enum { ALL_BUT_LAST = (1 << F_FCPROJ) - 1, ATTENTION = 1 << F_ATT | 1 << F_ATTPROJ };
@@ -1867,7 +1898,7 @@ static const LevelEntry level_table[RECOMPUTE_LEVELS] = {
     {"block", "1", ALL_BUT_LAST, "the block, all but its last product"},
 };
 
-// The first `blocks` blocks recompute at `level`, the others nothing.
+// Sets the first `blocks` blocks to `level` and the others to no recomputation.
 static void settings_recompute(Settings *s, int level, int blocks) {
     memset(s->level, RECOMPUTE_NONE, sizeof s->level);
     memset(s->level, level, (size_t)blocks);
@@ -1878,8 +1909,9 @@ static int plan_recomputes(const Settings *s, int stage, int layer) {
     return level_table[s->level[layer]].stages >> stage & 1;
 }
 
-// Activations of a block: the stage that makes them, and those that use them last in forward and in
-// backward. Sizes are per token: in units of C, a number for each head (lse), or one (mean, rstd).
+// Activations of a block: the stage that computes each of them, and the last stages that use it in
+// forward and in backward. Sizes are per token: a multiple of C, one number per head (lse), or one
+// number (mean, rstd).
 enum {
     ACT_X, ACT_LN1, ACT_LN1_MEAN, ACT_LN1_RSTD, ACT_QKV, ACT_ATT, ACT_LSE, ACT_RES2, ACT_LN2,
     ACT_LN2_MEAN, ACT_LN2_RSTD, ACT_FCH, ACT_GELU, ACTS
@@ -1891,7 +1923,7 @@ typedef struct {
     int made, used, used_back;  // stages: forward, forward, backward
 } ActEntry;
 static const ActEntry act_table[ACTS] = {
-    // made by the block before, or by embed: never again
+    // computed by the previous block or by embed; never recomputed
     {"x", 1, F_FCPROJ, F_ATTPROJ, B_LN1},
     {"ln1", 1, F_LN1, F_QKV, B_QKV},
     {"ln1.mean", PER_TOKEN, F_LN1, F_LN1, B_LN1},
@@ -1908,8 +1940,8 @@ static const ActEntry act_table[ACTS] = {
 };
 
 // Gradients of activations inside one block's backward. d_mlp is the gradient of the GELU's output
-// and, in place, of its input. The gradient of the residual stream is one buffer for all blocks:
-// every block adds to it in place.
+// and, in place, of its input. The gradient of the residual stream is one buffer shared by all
+// blocks: every block adds to it in place.
 enum { GRAD_MLP, GRAD_LN2, GRAD_ATT, GRAD_QKV, GRAD_LN1, GRADS };
 typedef struct {
     const char *name;
@@ -1926,25 +1958,26 @@ typedef struct {
     Type type;
     int64_t count;
     int first, last;       // ticks
-    Placement placement;             // PLACE_HOST: not part of the device allocation
+    Placement placement;   // PLACE_HOST: not part of the device allocation
     size_t bytes, offset;  // bytes without the gap
-    int alive;             // kept by test builds only
+    int alive;             // maintained in test builds only
 } Buffer;
 
-// What kernels of a GPU run ask for besides tensors; Volume II checks that they ask for no more.
+// Sizes of the scratch memory that GPU kernels need besides tensors; train_gpt2.cu checks that they
+// are sufficient.
 enum { GPU_TENSOR_ROW_BYTES = 56, GPU_STATE_BYTES = 256, GPU_PARTIAL_BLOCKS = 256 };
-// What a rank tells the others at a time (chapter Many GPUs of Volume II).
+// Bytes of a rank's status in one exchange (chapter Exchange between ranks of train_gpt2.cu).
 enum { RANK_STATUS_BYTES = 64 };
 
-// A batch on its way to a GPU, in ints: inputs (N), targets (N), and the tokens sorted for the
-// embedding's backward (3 N + 1).
+// Number of ints in a batch as it is uploaded to a GPU: inputs (N), targets (N), and the tokens
+// sorted for the backward pass of the embedding (3 N + 1).
 static int64_t batch_ints(int64_t N) { return 5 * N + 1; }
 
 static size_t matmul_workspace_bytes(int threads);  // chapter Matmul and fast maths
 
-// Buffers that exist once, the table below in the same order. The others are found by (activation,
-// layer) and (gradient, layer).
-enum { SLOTS = 2 };  // of what visits the device, a kind
+// Buffers that exist once, in the order of the table that single_buffers() fills. The others are
+// found by (activation, layer) and (gradient, layer).
+enum { SLOTS = 2 };  // per kind of streamed buffer
 enum {
     BUF_WEIGHTS, BUF_GRADS, BUF_GRADS_1D, BUF_M, BUF_V, BUF_MASTER, BUF_WEIGHTS_STORE,
     BUF_GRADS_STORE, BUF_X_STORE, BUF_WEIGHTS_SLOT, BUF_GRADS_SLOT = BUF_WEIGHTS_SLOT + SLOTS,
@@ -1962,22 +1995,24 @@ typedef struct {
     Kind kind;
 } BufferEntry;
 
-// The first rows of the table: states, and what brings them to the device.
+// The first rows of the table: states, and the slots and staging memory used to stream them.
 static void state_buffers(BufferEntry rows[STATE_BUFFERS], const Settings *s);  // next chapter
 
-// The table for a run with settings `s`; what has no elements is not in its plan.
+// Fills the table for a run with settings `s`. Rows without elements are not part of its plan.
 static void single_buffers(BufferEntry buffers[SINGLES], const Settings *s) {
     const Model *m = &s->model;
     const int end = tick_update(s), x = tick_forward(m->L - 1, F_FCPROJ), lnf = tick_lnf(m);
     const int head = tick_head(m), back = tick_lnf_backward(m), back_end = tick_embed_backward(m);
-    // A GPU's own buffers have no elements on the CPU: their counts are multiplied by gpu, 0 or 1.
+    // GPU-only buffers have no elements in the CPU program: their counts are multiplied by gpu (0
+    // or 1).
     const int64_t gpu = s->gpu, N = (int64_t)s->B * s->T, NC = N * m->C, batch = batch_ints(N);
     const int64_t matmul = gpu ? s->workspace : (int64_t)matmul_workspace_bytes(s->threads);
-    // One table for the norm and one for AdamW: of many GPUs each sums its own parts.
+    // On one GPU the norm and AdamW use the same table. With several, the norm has a table of its
+    // own, because each rank sums only its own shards.
     const int64_t others = s->ranks > 1;
     const int64_t table = gpu * (1 + others) * model_tensors(m) * GPU_TENSOR_ROW_BYTES;
     const int64_t words = gpu * others * s->ranks * RANK_STATUS_BYTES;
-    // Of attention, a part of three rows for each tile of 64 or 128 tokens.
+    // Backward of attention writes partial sums of 3 C numbers for each tile of 64 or 128 tokens.
     const int small = m->C / m->NH > 64 || s->dtype == TYPE_FP16;
     const int64_t tiles = (int64_t)s->B * ceil_div_i64(s->T, small ? 64 : 128);
     const int64_t parts = max_i64((int64_t)GPU_PARTIAL_BLOCKS * 4, tiles * 3);
@@ -1991,31 +2026,33 @@ static void single_buffers(BufferEntry buffers[SINGLES], const Settings *s) {
         {GROUP_WORKSPACE, "norm and counters", TYPE_U8, gpu * GPU_STATE_BYTES, 0, end, ON_DEVICE},
         {GROUP_WORKSPACE, "words of ranks", TYPE_U8, words, 0, end, ON_DEVICE},
         {GROUP_WORKSPACE, "partial sums", TYPE_FP32, partials, 0, end, ON_DEVICE},
-        // Two batches, so that one is filled while the other goes up; then the state comes down.
+        // Two batches, so that one is filled while the other is uploaded; then 256 bytes into which
+        // the GPU's state ("norm and counters") is downloaded.
         {GROUP_BATCH, "pinned batches", TYPE_I32, gpu * (2 * batch + 64), 0, end, ON_HOST},
         {GROUP_KEPT, "xf", E, NC, x, back, ON_DEVICE},
         {GROUP_WORKING, "lnf", E, NC, lnf, back, ON_DEVICE},
         {GROUP_WORKING, "lnf.mean", R, N, lnf, back, ON_DEVICE},
         {GROUP_WORKING, "lnf.rstd", R, N, lnf, back, ON_DEVICE},
-        // A chunk of logits and their gradients lives within one tick, so it shares its bytes.
+        // A chunk of logits, overwritten by their gradients. It lives for a single tick, so it
+        // shares memory with other buffers.
         {GROUP_LOGITS, "logits", E, (int64_t)s->logit_rows * m->Vp, head, head, ON_DEVICE},
         {GROUP_WORKING, "d_residual", E, NC, back, back_end, ON_DEVICE},
         {GROUP_WORKING, "attention D", TYPE_FP32, gpu * N * m->NH, back, back_end, ON_DEVICE},
-        // (L,2,NH,cache,HS): a layer's keys, then its values, head by head.
+        // (L,2,NH,cache,HS): for each layer the keys, then the values, head by head.
         {GROUP_CACHE, "KV cache", E, 2LL * m->C * m->L * s->cache, 0, end, ON_DEVICE},
     };
     state_buffers(buffers, s);
     memcpy(buffers + STATE_BUFFERS, rows, sizeof rows);
 }
 
-// Who is in a slot, and what is under way there.
+// The contents of a slot, and its transfers in progress.
 typedef struct {
-    int block;              // block + 1; 0: nobody
-    int fetching, storing;   // until the compute stream has waited for it
+    int block;              // 1 + the block whose data the slot holds; 0: none
+    int fetching, storing;  // 1: started, and the compute stream has not yet waited for it
 } Slot;
 typedef struct Transfer Transfer;  // next chapter
 
-// The first slot of each kind, and what comes from and goes to: the home of all blocks.
+// For each kind, its first slot and its backing store, which holds the data of all blocks.
 static const struct {
     int slot, store;
 } transfer_buffers[KINDS] = {{BUF_WEIGHTS_SLOT, BUF_WEIGHTS_STORE},
@@ -2029,38 +2066,38 @@ struct Plan {
     Settings settings;
     Buffer *buffers;
     int buffer_count, ticks;
-    int single[SINGLES];              // index of the buffer, -1: not in this plan
+    int single[SINGLES];              // index of the buffer; -1: not in this plan
     int *act;                         // [phase 0 forward, 1 backward][ACTS][L]
     int *grad;                        // [GRADS][L]
     size_t device_bytes, host_bytes;  // the allocations
-    size_t live_bytes;                // most bytes alive at once: no layout needs less
-    int peak;                         // the first tick with so many
-    Transfer *transfers;                    // of a micro-step
+    size_t live_bytes;                // peak of the bytes alive at once: no layout needs less
+    int peak;                         // the first tick at that peak
+    Transfer *transfers;              // of one micro-step
     int transfer_count;
     // at run time
-    char *base[2];  // by home
-    int now;
-    int adds;  // the micro-step's gradients are added to those of the micro-step before
+    char *base[2];  // start of the allocation, by Placement
+    int now;        // the current tick
+    int adds;       // 1: gradients are added to those of the previous micro-step
     Slot slots[KINDS][SLOTS];
-    // Moves what visits; the next chapter says what each move is.
+    // Performs one phase of a transfer; the next chapter defines the phases.
     void (*transfer)(Plan *p, int phase, const Transfer *v, void *slot, void *store, size_t bytes);
-    void *transfer_context;                                          // whoever does
-    void (*mark)(void *memory, size_t bytes, int alive);  // of memory that comes alive or dies
+    void *transfer_context;
+    void (*mark)(void *memory, size_t bytes, int alive);  // when a lifetime begins or ends
 };
 
-// 256 bytes: as cudaMalloc aligns, and four cache lines, so that no two buffers share one.
+// 256 bytes: the alignment of cudaMalloc, and four cache lines, so that no two buffers share one.
 enum { PLAN_ALIGN = 256, PLAN_GAP = GPT2_POISON ? 256 : 0 };
 
-// Adds a buffer, of block `layer` or (-1) of none, and returns its index; -1 for one that is not
-// needed: a run that learns nothing ends at the head. A name may be cut short: it is for people and
-// for --plan --json.
+// Adds a buffer, of block `layer` or of no block (-1), and returns its index, or -1 if the buffer
+// is not needed: a forward-only run trains nothing and ends at the head. The name may be truncated:
+// only messages and --plan --json use it.
 static int plan_add(Plan *p, const BufferEntry *entry, int layer) {
     const Settings *s = &p->settings;
     const int learns = entry->group >= GROUP_GRADIENTS && entry->group <= GROUP_MASTER;
     if (!entry->count || (s->forward && (learns || entry->first > tick_head(&s->model)))) {
         return -1;
     }
-    Buffer *b = &p->buffers[p->buffer_count];  // zero, padding too: equal plans are equal bytes
+    Buffer *b = &p->buffers[p->buffer_count];  // zero, also padding: equal plans are equal bytes
     if (layer < 0) {
         snprintf(b->name, sizeof b->name, "%s", entry->name);
     } else {
@@ -2078,8 +2115,8 @@ static int plan_add(Plan *p, const BufferEntry *entry, int layer) {
     return p->buffer_count++;
 }
 
-// Buffers of one block's activations and of their gradients. What backward recomputes gets two
-// short-lived buffers instead of one that lives from forward to backward.
+// Adds the buffers of one block's activations and of their gradients. An activation that backward
+// recomputes gets two short-lived buffers instead of one that lives from forward to backward.
 static void plan_add_block(Plan *p, int layer) {
     const Settings *s = &p->settings;
     const Model *m = &s->model;
@@ -2087,9 +2124,10 @@ static void plan_add_block(Plan *p, int layer) {
     for (int i = 0; i < ACTS; i++) {
         const ActEntry *a = &act_table[i];
         int *forward = &p->act[i * m->L + layer], *backward = &p->act[(ACTS + i) * m->L + layer];
-        // x is made by the last stage of the block before; one tick before block 0 is embed.
+        // x is computed by the last stage of the previous block, or for block 0 by embed, which has
+        // the tick before that block.
         const int made = tick_forward(layer - (i == ACT_X), a->made);
-        const int used_back =  // where nothing comes back, forward's last use is the last
+        const int used_back =  // without a backward pass, the last use is in forward
             s->forward ? tick_forward(layer, a->used) : tick_backward(m, layer, a->used_back);
         const Type type = a->channels > 0 ? s->dtype : settings_real(s);
         const int per_token = a->channels == PER_HEAD    ? m->NH
@@ -2098,7 +2136,7 @@ static void plan_add_block(Plan *p, int layer) {
         BufferEntry entry = {s->forward ? GROUP_WORKING : GROUP_KEPT, a->name, type,
                              N * per_token, made, used_back, ON_DEVICE};
         if (i == ACT_X && s->placement[KIND_RESIDUALS]) {
-            *forward = *backward = -1;  // it has a slot
+            *forward = *backward = -1;  // stored in slots
             continue;
         }
         if (!plan_recomputes(s, a->made, layer)) {
@@ -2121,13 +2159,14 @@ static void plan_add_block(Plan *p, int layer) {
     }
 }
 
-// Bytes that a buffer takes up in an allocation, up to where the next one may begin.
+// Bytes that a buffer occupies in an allocation, including padding and gap.
 static size_t buffer_padded_bytes(const Buffer *b) {
     return (size_t)round_up_i64((int64_t)b->bytes, PLAN_ALIGN) + PLAN_GAP;
 }
 
-// When a buffer is placed: the smallest key first, number by number. The last is the buffer's
-// index, so that no two keys are equal and every qsort gives the same order.
+// Buffers are assigned offsets in ascending order of these keys, which compare number by number.
+// The last number is the buffer's index, so that no two keys are equal and every qsort gives the
+// same order.
 typedef struct {
     int64_t key[4];
 } PlaceKey;
@@ -2141,9 +2180,10 @@ static int place_compare(const void *a, const void *b) {
     return x[i] < y[i] ? -1 : x[i] > y[i];
 }
 
-// Buffers of the whole run come first, and slots, which would split the arena elsewhere; then kept
-// activations, the long-lived before the short, which makes them a stack; then the rest, by life
-// or, where `by_size`, the largest first.
+// The order of offset assignment. First the buffers that live for the whole run, and slots, which
+// would fragment the arena if they were placed later; then kept activations, the longest lifetime
+// first, so that they form a stack; then the rest, the longest lifetime first or, with `by_size`,
+// the largest first.
 static PlaceKey place_key(const Plan *p, int i, int by_size) {
     const Buffer *b = &p->buffers[i];
     const int64_t life = b->last - b->first, bytes = (int64_t)b->bytes;
@@ -2153,8 +2193,8 @@ static PlaceKey place_key(const Plan *p, int i, int by_size) {
     return by_size && kind == 2 ? largest : by_life;
 }
 
-// The lowest offset at which `b` overlaps no placed buffer of a common tick (first fit). `placed`
-// holds `count` indices of buffers in the order of their offsets.
+// First fit: the lowest offset at which `b` overlaps no placed buffer that is alive at a common
+// tick. `placed` holds the indices of `count` buffers in ascending order of offset.
 static size_t place_find(const Plan *p, const Buffer *b, const int *placed, int count) {
     size_t offset = 0;
     for (int i = 0; i < count; i++) {
@@ -2171,7 +2211,7 @@ static size_t place_find(const Plan *p, const Buffer *b, const int *placed, int 
     return offset;
 }
 
-// Gives every buffer its offset, those of the host one behind another. Returns the bytes of the
+// Assigns every buffer an offset; host buffers are laid out back to back. Returns the bytes of the
 // device allocation.
 static size_t plan_place(Plan *p, int by_size) {
     const size_t n = (size_t)p->buffer_count;
@@ -2203,7 +2243,7 @@ static size_t plan_place(Plan *p, int by_size) {
     return p->device_bytes;
 }
 
-// The most bytes of device buffers that are alive at once, and the first tick with so many.
+// The peak of the bytes of device buffers alive at once, and in *peak the first tick at that peak.
 static size_t plan_peak(const Plan *p, int *peak) {
     int64_t *change = (int64_t *)alloc_zero((size_t)p->ticks + 1, sizeof(int64_t));
     int64_t live = 0, most = 0;
@@ -2224,7 +2264,8 @@ static size_t plan_peak(const Plan *p, int *peak) {
 
 static void plan_add_transfers(Plan *p);  // next chapter
 
-// The buffers of a run with these settings and the bytes alive at once, without a layout.
+// Lists the buffers of a run with these settings and finds the peak of live bytes, without
+// assigning offsets.
 static void plan_list(Plan *p, const Settings *s) {
     memset(p, 0, sizeof *p);
     p->settings = *s;
@@ -2244,11 +2285,11 @@ static void plan_list(Plan *p, const Settings *s) {
     p->live_bytes = plan_peak(p, &p->peak);
 }
 
-// The plan of a run with these settings: pure arithmetic. It allocates its tables,
-// and nothing of what they describe.
+// Builds the plan of a run with these settings. This is pure arithmetic: it allocates the plan's
+// tables, but none of the memory that they describe.
 static void plan_build(Plan *p, const Settings *s) {
     plan_list(p, s);
-    const size_t by_size = plan_place(p, 1);  // neither order is the better one for all settings
+    const size_t by_size = plan_place(p, 1);  // neither order is better for all settings
     if (by_size > p->live_bytes && plan_place(p, 0) >= by_size) {
         plan_place(p, 1);
     }
@@ -2263,7 +2304,8 @@ static void plan_free(Plan *p) {
     memset(p, 0, sizeof *p);
 }
 
-// The bytes alive at once, below which no layout can be: what a search rules settings out by.
+// The peak of live bytes of a run with these settings. It is a lower bound on the size of any
+// layout, so searches rule settings out by it without assigning offsets.
 static size_t plan_live(const Settings *s) {
     Plan p;
     plan_list(&p, s);
@@ -2272,12 +2314,12 @@ static size_t plan_live(const Settings *s) {
     return bytes;
 }
 
-// What a run takes of its device's memory: on the CPU both homes are the same memory.
+// Bytes of device memory that a run takes. On the CPU, host buffers are in the same memory.
 static size_t plan_taken(const Plan *p) {
     return p->device_bytes + (p->settings.gpu ? 0 : p->host_bytes);
 }
 
-// The same of a run with other settings: what remedies and tables are made of.
+// plan_taken() for settings that are only considered, as in suggested changes and tables.
 static size_t plan_bytes(const Settings *s) {
     Plan p;
     plan_build(&p, s);
@@ -2286,7 +2328,7 @@ static size_t plan_bytes(const Settings *s) {
     return bytes;
 }
 
-// The number of a level's name or alias (n bytes); -1: none. `names` receives all there are.
+// The level whose name or alias is `word` (n bytes), or -1. `names` receives all names and aliases.
 static int level_find(const char *word, size_t n, char names[128]) {
     int found = -1;
     for (int i = 0, used = 0; i < RECOMPUTE_LEVELS; i++) {
@@ -2301,10 +2343,11 @@ static int level_find(const char *word, size_t n, char names[128]) {
     return found;
 }
 
-// Reads -r: runs LEVEL:K of blocks from the first on, separated by commas, of which one without K
-// takes all that are left; blocks behind the runs recompute nothing. `auto` leaves all levels at
-// none: settings_auto() decides. Ends the run at an unknown level, which it answers with all there
-// are, at a K that is more than the blocks left, and at a level with no block left for it.
+// Parses -r: a comma-separated list of LEVEL:K, each of which sets the next K blocks, starting with
+// the first one; without :K, a level applies to all remaining blocks. Blocks after the list
+// recompute nothing. `auto` leaves all levels at none, and settings_auto() decides later. Ends the
+// run if a level is unknown (the message lists all levels), if K exceeds the number of remaining
+// blocks, or if no block is left for a level.
 static void recompute_parse(Settings *s, const char *text) {
     char names[128];
     int block = 0, word_is_last = 0;
@@ -2333,7 +2376,7 @@ static void recompute_parse(Settings *s, const char *text) {
     }
 }
 
-// The levels' lines of --help.
+// Prints the levels, as part of --help.
 static void recompute_print_help(void) {
     for (int i = 0; i < RECOMPUTE_LEVELS; i++) {
         const LevelEntry *entry = &level_table[i];
@@ -2342,8 +2385,9 @@ static void recompute_print_help(void) {
 }
 
 #if GPT2_POISON
-// Marks host memory that comes alive or dies, in test builds. Programs that look closer, as those
-// under AddressSanitizer do, set plan_mark; a GPU's plan marks its memory by a kernel (Plan.mark).
+// Marks host memory when a lifetime begins or ends, in test builds. Programs with stricter checks,
+// such as those built with AddressSanitizer, replace plan_mark; in a GPU run a kernel marks the
+// memory (Plan.mark).
 static void poison_mark(void *memory, size_t bytes, int alive) {
     (void)alive;
     memset(memory, 0xff, bytes);  // NaN in every floating-point type
@@ -2351,8 +2395,9 @@ static void poison_mark(void *memory, size_t bytes, int alive) {
 static void (*plan_mark)(void *memory, size_t bytes, int alive) = poison_mark;
 #endif
 
-// Moves the clock. Test builds poison the buffers that die and then fill those that are born with
-// NaN, in this order: the born may lie where the dead were.
+// Advances the plan to `tick`. Test builds poison buffers whose lifetime ends and then fill those
+// whose lifetime begins with NaN, in this order, because a new buffer may reuse a dead one's
+// memory.
 static void plan_tick(Plan *p, int tick) {
     p->now = tick;
 #if GPT2_POISON
@@ -2369,8 +2414,9 @@ static void plan_tick(Plan *p, int tick) {
 #endif
 }
 
-// The memory of buffer `id`, which must be alive at the current tick. The check is in every build:
-// a step asks a few thousand times, and a buffer used outside its life is another one's bytes.
+// The memory of buffer `id`, which must be alive at the current tick. Every build checks this: a
+// step makes only a few thousand calls, and outside a buffer's lifetime its memory may belong to
+// another buffer.
 static void *buffer_pointer(const Plan *p, int id) {
     check(id >= 0 && id < p->buffer_count, "no such buffer in this plan");
     const Buffer *b = &p->buffers[id];
@@ -2381,8 +2427,8 @@ static void *buffer_pointer(const Plan *p, int id) {
 
 static void *plan_single(const Plan *p, int single) { return buffer_pointer(p, p->single[single]); }
 
-// The buffer of the slot that block `layer` has for a state that visits. The block must be its
-// tenant: before it has arrived and after it has left the bytes are another block's.
+// The slot buffer of block `layer` for a streamed state. The slot must currently hold that block's
+// data: before the fetch is complete and after the slot is reused, it belongs to another block.
 static int slot_buffer(const Plan *p, Kind state, int layer) {
     check(p->slots[state][layer % SLOTS].block == layer + 1,
           "%s of block %d are not in their slot at tick %d", choice_text(offloads, state + 2).s,
@@ -2390,8 +2436,8 @@ static int slot_buffer(const Plan *p, Kind state, int layer) {
     return transfer_buffers[state].slot + layer % SLOTS;
 }
 
-// An activation of a block, from the buffer of the pass that the clock is in: what is recomputed
-// has one for forward and one for backward. x of layer L is the last block's output.
+// An activation of a block, in the buffer for the current pass: a recomputed activation has one
+// buffer for forward and one for backward. x of layer L is the output of the last block.
 static void *plan_act(const Plan *p, int act, int layer) {
     const Model *m = &p->settings.model;
     if (act == ACT_X && layer == m->L) {
@@ -2408,8 +2454,9 @@ static void *plan_grad(const Plan *p, int grad, int layer) {
     return buffer_pointer(p, p->grad[grad * p->settings.model.L + layer]);
 }
 
-// A mapping of `bytes`, NULL for none. It is zero without being written, and asks for huge pages,
-// because packing steps through a matrix page by page. Ends the run when the system refuses.
+// Maps `bytes` of memory; NULL for 0 bytes. The memory is zero without having been written. Huge
+// pages are requested, because packing steps through a matrix page by page. Ends the run if the
+// system refuses.
 static char *plan_map(size_t bytes) {
     if (bytes == 0) {
         return NULL;
@@ -2422,7 +2469,7 @@ static char *plan_map(size_t bytes) {
     return (char *)memory;
 }
 
-// Allocates the plan: a mapping for each home, of exactly device_bytes and host_bytes.
+// Allocates the plan: one mapping per placement, of exactly device_bytes and host_bytes.
 static void plan_open(Plan *p) {
     p->base[PLACE_DEVICE] = plan_map(p->device_bytes);
     p->base[PLACE_HOST] = plan_map(p->host_bytes);
@@ -2436,7 +2483,7 @@ static void plan_open(Plan *p) {
     plan_tick(p, 0);
 }
 
-// Gives the memory back; the plan stays.
+// Frees the memory; the plan itself stays valid.
 static void plan_close(Plan *p) {
     const size_t bytes[] = {p->device_bytes, p->host_bytes};
     for (int placement = PLACE_DEVICE; placement <= PLACE_HOST; placement++) {
@@ -2452,29 +2499,34 @@ static void plan_close(Plan *p) {
 
 // -------------------------------------------------------------------------------------------------
 // 7. Buckets and visits
-// A state need not be whole on the device: with PLACE_SHARD each of N ranks keeps one Nth of it;
-// with PLACE_HOST it lies in host memory. All of it is arithmetic, the same for every rank, so that
-// 1,024 of them can be planned without having one.
-// 1. Ranks exchange buckets: all vectors, wte, wpe, the four matrices of each block; padded to a
-//    multiple of 64 N elements, so that N parts are equal and start where a tensor may. One rank
-//    pads nothing. Padding is zero and nobody reads it.
-// 2. A flat buffer that one rank has whole keeps the order of chapter The model, which is that of
-//    the files; elsewhere bucket follows bucket, so that a part is one range of memory. A tensor is
-//    one range in either order, and so is a rank's part of it: there are no lists of ranges.
-// 3. Vectors are whole on every rank: they are 0.1 % of the parameters, and moving them would cost
-//    latency. wte and wpe do not visit, as the first and the last layer need them, nor do moments
-//    and master, as the update reads and writes each element once, in place.
-// 4. Weights and gradients of blocks, and residuals, visit the device in two slots a kind, block l
-//    in slot l % 2: one is used while the other is filled or emptied.
-// 5. Bytes change hands on the compute stream alone: it waits for an arrival before the first use,
-//    and for a departure before anything is written over it. So the lives of slots are ticks.
+// A state need not be stored whole on the device: with PLACE_SHARD each of N ranks stores one Nth
+// of it; with PLACE_HOST it is stored in host memory. This chapter is pure arithmetic with the same
+// result on every rank, so a run with 1,024 ranks can be planned without having any of them.
+// 1. Ranks exchange buckets: one for all vectors, one each for wte and wpe, and one for the four
+//    matrices of each block. A bucket is padded to a multiple of 64 N elements, so that its N
+//    shards have equal sizes and a tensor's alignment. One rank needs no padding. Padding is zero
+//    and is never read.
+// 2. With one rank, a flat buffer that holds a whole state has the order of chapter The model,
+//    which is also that of the files. Otherwise buckets are stored back to back, so that a shard is
+//    one range of memory. In either order a tensor is one range, and so is a rank's part of it, so
+//    no lists of ranges are needed.
+// 3. Vectors are replicated on every rank: they are 0.1 % of the parameters, and moving them would
+//    cost latency. wte and wpe are not streamed, because the first and the last layer need them;
+//    moments and master are not either, because the update reads and writes each element once, in
+//    place.
+// 4. Weights and gradients of blocks, and residuals, are streamed through two slots per kind in
+//    device memory, block l through slot l % 2. One slot is used while the other is filled or
+//    emptied (double buffering), so the next block's data is prefetched.
+// 5. The memory of a slot changes owner only on the compute stream, which waits for a fetch before
+//    the first use, and for a store before the slot is overwritten. So the lifetime of a slot's
+//    contents can be given in ticks.
 
 typedef struct {
-    int64_t offset, count, part;  // elements: in a whole state, padded, of one rank
+    int64_t offset, count, part;  // elements: offset in a whole state; padded size; shard size
 } Bucket;
-enum { BUCKET_VECTORS, BUCKET_WTE, BUCKET_WPE, BUCKET_BLOCKS };  // block l's: BUCKET_BLOCKS + l
+enum { BUCKET_VECTORS, BUCKET_WTE, BUCKET_WPE, BUCKET_BLOCKS };  // block l: BUCKET_BLOCKS + l
 
-// The offset of bucket BUCKET_BLOCKS + L is where a whole state ends.
+// The offset of bucket BUCKET_BLOCKS + L is the size of a whole state.
 static Bucket bucket_at(const Model *m, int ranks, int bucket) {
     const int64_t sizes[] = {
         subset_offset(m, TENSORS, 0, VECTORS), tensor_padded_size(m, WTE, ALL_TENSORS),
@@ -2489,7 +2541,8 @@ static Bucket bucket_at(const Model *m, int ranks, int bucket) {
     return b;
 }
 
-// The bucket that holds a tensor, and in *at its first element there, for any number of ranks.
+// The bucket that holds a tensor, and in *at the offset of the tensor within that bucket, which is
+// the same for any number of ranks.
 static int tensor_bucket(const Model *m, int tensor, int layer, int64_t *at) {
     const int matrix = tensor_is_matrix(tensor), subset = matrix ? MATRICES : VECTORS;
     const int block = matrix && tensor_table[tensor].per_layer;
@@ -2498,14 +2551,15 @@ static int tensor_bucket(const Model *m, int tensor, int layer, int64_t *at) {
     return block ? BUCKET_BLOCKS + layer : matrix ? BUCKET_WTE + tensor - WTE : BUCKET_VECTORS;
 }
 
-// What a rank has of a tensor: its elements first .. first + count - 1.
+// A rank's range of a tensor: its elements first .. first + count - 1.
 typedef struct {
     int64_t first, count;
-    int64_t param, state;  // where `first` is in whole weights; in the rank's moments and master
+    int64_t param, state;  // offset of `first` in whole weights; in the rank's moments and master
 } TensorRange;
 
-// The part of rank s->rank of a tensor, or with `whole` all of it: the norm adds up parts, so that
-// its sum is the same at every stage; see tensor_update_range for AdamW.
+// The range of a tensor in the shard of rank s->rank, or with `whole` the whole tensor. The norm
+// sums shards at every ZeRO stage, so that the result is the same at every stage; AdamW uses
+// tensor_update_range().
 static TensorRange tensor_range(const Settings *s, int tensor, int layer, int whole) {
     const Model *m = &s->model;
     const int matrix = tensor_is_matrix(tensor);
@@ -2528,28 +2582,31 @@ static TensorRange tensor_range(const Settings *s, int tensor, int layer, int wh
     return r;
 }
 
-// Where a tensor of a state is: a buffer that exists once, and its first element there.
+// Location of a tensor of a state: a buffer that exists once, and the offset of the tensor in it,
+// in elements.
 typedef struct {
     int buffer;
     int64_t offset;
 } Location;
 
-// Does a tensor of weights or gradients visit the device?
+// Whether a tensor of the weights or gradients is streamed.
 static int tensor_is_streamed(const Settings *s, Kind state, int tensor) {
     return s->placement[state] && tensor_is_matrix(tensor) && tensor_table[tensor].per_layer;
 }
 
-// Has each rank its part alone of a tensor of weights or gradients? Of wte and wpe it has all.
+// Whether each rank stores only its shard of a tensor of the weights or gradients. wte and wpe are
+// never sharded.
 static int tensor_divided(const Settings *s, Kind state, int tensor) {
     return tensor_is_streamed(s, state, tensor) && s->placement[state] & PLACE_SHARD;
 }
 
-// Where a whole tensor of the weights, gradients or moments (m; v lies alike) is at home.
+// Location of a whole tensor of the weights, gradients or moments (m; v has the same layout) in its
+// backing store, which for a tensor that is not streamed is its buffer on the device.
 static Location tensor_store(const Settings *s, Kind state, int tensor, int layer) {
     static const int flat[KINDS] = {BUF_WEIGHTS, BUF_GRADS, BUF_M, BUF_MASTER, 0};
     static const int store[] = {BUF_WEIGHTS_STORE, BUF_GRADS_STORE};
     const Model *m = &s->model;
-    const int parted = s->gpu && state == KIND_GRADIENTS;  // vectors have a buffer of their own
+    const int parted = s->gpu && state == KIND_GRADIENTS;  // vectors are in a separate buffer
     const int placement =
         state == KIND_WEIGHTS || state == KIND_GRADIENTS ? s->placement[state] : 0;
     if (s->ranks == 1 && !parted && !placement) {
@@ -2570,8 +2627,8 @@ static Location tensor_store(const Settings *s, Kind state, int tensor, int laye
     return location;
 }
 
-// Where a whole tensor of the weights or gradients is on the device: in its block's slot, or at
-// home.
+// Location of a whole tensor of the weights or gradients on the device: in its block's slot if it
+// is streamed, else in its own buffer.
 static Location tensor_location(const Plan *p, Kind state, int tensor, int layer) {
     if (!tensor_is_streamed(&p->settings, state, tensor)) {
         return tensor_store(&p->settings, state, tensor, layer);
@@ -2581,33 +2638,35 @@ static Location tensor_location(const Plan *p, Kind state, int tensor, int layer
     return location;
 }
 
-// What AdamW updates on this rank: vectors are updated alike by all, matrices too unless their
-// moments are sharded.
+// The range of a tensor that AdamW updates on this rank. Every rank updates all vectors, with the
+// same result, and all matrices too unless the moments are sharded.
 static TensorRange tensor_update_range(const Settings *s, int tensor, int layer) {
     const int sharded = s->placement[KIND_MOMENTS] & PLACE_SHARD;
     return tensor_range(s, tensor, layer, !sharded || !tensor_is_matrix(tensor));
 }
 
-// Elements that a rank keeps of `count` of a state.
+// Number of elements that one rank stores of a state, or a part of a state, of `count` elements.
 static int64_t own_count(const Settings *s, Kind state, int64_t count) {
     return s->placement[state] & PLACE_SHARD ? count / s->ranks : count;
 }
 
-// States, their homes and slots as rows of the plan: what a home does not need has no elements.
+// Lists the states, backing stores and slots as rows of the plan. Rows that the placements do not
+// need have no elements.
 static void state_buffers(BufferEntry rows[STATE_BUFFERS], const Settings *s) {
     const Model *m = &s->model;
     const int end = tick_update(s), join = tick_join(s);
     const int64_t vectors = bucket_at(m, s->ranks, BUCKET_VECTORS).count;
-    // Elements that never visit, of all blocks, and of one of them.
+    // Elements of the tensors that are never streamed, of one block, and of all blocks.
     const int64_t stay = bucket_at(m, s->ranks, BUCKET_BLOCKS).offset;
     const int64_t block = bucket_at(m, s->ranks, BUCKET_BLOCKS).count, blocks = m->L * block;
     const int64_t NC = (int64_t)s->B * s->T * m->C, has_second = m->L > 1;
-    // Where a state is whole on the device nothing visits: these counts are multiplied by 0.
+    // 1 if the state is streamed, 0 if it is whole on the device; the counts below are multiplied
+    // by these.
     const int64_t W = s->placement[KIND_WEIGHTS] != 0, G = s->placement[KIND_GRADIENTS] != 0;
     const int64_t X = s->placement[KIND_RESIDUALS] != 0;
     const int64_t weights = own_count(s, KIND_WEIGHTS, W * blocks);
     const int64_t grads = own_count(s, KIND_GRADIENTS, G * blocks);
-    // A GPU sums the gradients of vectors in fp32, apart from those of matrices.
+    // On a GPU, gradients of vectors are summed in fp32, in a buffer of their own.
     const int64_t grads_1d = s->gpu * vectors;
     const int64_t moments = vectors + own_count(s, KIND_MOMENTS, stay - vectors + blocks);
     const int64_t master = vectors + own_count(s, KIND_MASTER, stay - vectors + blocks);
@@ -2622,7 +2681,7 @@ static void state_buffers(BufferEntry rows[STATE_BUFFERS], const Settings *s) {
         {GROUP_MASTER, "master", low, settings_has_master(s) * master, 0, end, KIND_MASTER},
         {GROUP_WEIGHTS, "weights at home", E, weights, 0, end, KIND_WEIGHTS},
         {GROUP_GRADIENTS, "gradients at home", D, grads, 0, end, KIND_GRADIENTS},
-        // The last two blocks' never leave.
+        // Residuals of the last two blocks stay in their slots.
         {GROUP_KEPT, "residuals at home", E, X * NC * max_i64(m->L - SLOTS, 0), 0, end,
          KIND_RESIDUALS},
         {GROUP_WEIGHTS, "weights, slot 0", E, W * block, 0, join, ON_DEVICE},
@@ -2631,31 +2690,35 @@ static void state_buffers(BufferEntry rows[STATE_BUFFERS], const Settings *s) {
         {GROUP_GRADIENTS, "gradients, slot 1", D, G * block * has_second, 0, join, ON_DEVICE},
         {GROUP_KEPT, "residuals, slot 0", E, X * NC, 0, join, ON_DEVICE},
         {GROUP_KEPT, "residuals, slot 1", E, X * NC * has_second, 0, join, ON_DEVICE},
-        // Other ranks' parts of a bucket, before one kernel adds them; larger buckets in pieces.
-        // Behind the update weights that are whole in host memory are gathered here.
+        // Receives the other ranks' parts of a bucket, which one kernel then adds; larger buckets
+        // are exchanged in pieces. After the update, weights stored whole in host memory are
+        // gathered here.
         {GROUP_WORKSPACE, "exchange", D, (s->ranks > 1) * block, 0,
          s->placement[KIND_WEIGHTS] == PLACE_HOST ? end : join, ON_DEVICE},
     };
     memcpy(rows, states, sizeof states);
 }
 
-// A tenant of a slot, in ticks of the compute stream: `arrive` starts what brings it, `first` waits
-// for that, behind `last` it departs, and `leave` waits for that. `in` and `out` are flags of its
-// home: PLACE_HOST uploads and downloads, PLACE_SHARD gathers and reduces, both upload a part and
-// then gather; 0: made on the device; nothing departs.
+// One use of a slot by a block. The fetch starts at tick `fetch`; the compute stream waits for it
+// at tick `first`; the store starts after tick `last`; the compute stream waits for it at tick
+// `store_wait`. `in` and `out` are placement flags of the backing store: with PLACE_HOST data is
+// uploaded and downloaded; with PLACE_SHARD weights are all-gathered and gradients are
+// reduce-scattered; with both, a fetch uploads the rank's shard and then all-gathers. If `in` is 0,
+// the data is computed on the device; if `out` is 0, nothing is stored.
 struct Transfer {
     Kind what;
     int block, slot;
     int fetch, first, last, store_wait;
     int in, out;
 };
-enum { BLOCK_TRANSFERS = 5 };  // of one block at most
+enum { BLOCK_TRANSFERS = 5 };  // at most, per block
 
-// The visits of a micro-step in the order of their arrival; returns their number, at most
-// BLOCK_TRANSFERS L. A forward pass alone makes those that arrive by the head, and nothing departs.
-// The last two blocks stay from forward to backward. Weights that are there already, as those of
-// blocks 0 and 1 are from the second micro-step on, need not arrive again; gradients on the host
-// arrive from the second micro-step on, to be added to.
+// Lists the transfers of a micro-step in the order of their fetch ticks; returns their number, at
+// most BLOCK_TRANSFERS L. A forward-only pass makes those whose fetch tick is not after the head,
+// and stores nothing. The last two blocks stay in their slots from forward to backward. Weights
+// that are still in their slot, as those of blocks 0 and 1 are from the second micro-step on, are
+// not fetched again. Gradients stored on the host are fetched from the second micro-step on,
+// because that micro-step adds to them.
 static int transfers_build(Transfer *transfers, const Settings *s) {
     const Model *m = &s->model;
     const int L = m->L, weights = s->placement[KIND_WEIGHTS];
@@ -2667,8 +2730,8 @@ static int transfers_build(Transfer *transfers, const Settings *s) {
         const int before = tick_backward(m, l + 1, 0), back = tick_backward(m, l, 0);
         const int d_qkv = tick_backward(m, l, B_QKV), d_ln1 = tick_backward(m, l, B_LN1);
         const int early = l < SLOTS ? 0 : tick_forward(l - 1, F_LN1), qkv = tick_forward(l, F_QKV);
-        const int made = tick_forward(l - 1, F_FCPROJ);  // of x, by the block before or by embed
-        const int over = tick_forward(l + 1, F_FCPROJ);  // where x of the block after next is made
+        const int made = tick_forward(l - 1, F_FCPROJ);  // when x is computed
+        const int over = tick_forward(l + 1, F_FCPROJ);  // when x of block l + 2 is, in this slot
         const int fcproj = stays ? d_qkv : tick_forward(l, F_FCPROJ);
         const int attproj = stays ? d_ln1 : tick_forward(l, F_ATTPROJ);
         const int reused = l < SLOTS ? tick_join(s) : tick_backward(m, l - SLOTS, 0);
@@ -2697,13 +2760,15 @@ static void plan_add_transfers(Plan *p) {
     p->transfer_count = transfers_build(p->transfers, &p->settings);
 }
 
-// The moves of a visit, at its four ticks in this order: begins to fill the slot (from `home`, or
-// where that is NULL leaves it to be computed), makes the compute stream wait until it is filled,
-// begins to empty it into `home`, makes the compute stream wait for that. Plan.move makes them.
+// Phases of a transfer, in the order of its four ticks. FETCH starts to fill the slot from `store`;
+// if that is NULL, the data will be computed in the slot. FETCH_WAIT makes the compute stream wait
+// until the slot is filled. STORE starts to write the slot back to `store`. STORE_WAIT makes the
+// compute stream wait for that. Plan.transfer performs them.
 enum { FETCH, FETCH_WAIT, STORE, STORE_WAIT };
 
-// One move of a visit, where it has such a move, and who is in the slot from then on. Gradients on
-// the host come to the device before something is added to them there.
+// Performs one phase of a transfer, if the transfer has that phase, and records which block the
+// slot holds from then on. Gradients stored on the host are fetched only if this micro-step adds to
+// them.
 static void transfer_step(Plan *p, const Transfer *v, int phase) {
     const int fetches = v->in && (p->adds || v->what != KIND_GRADIENTS);
     const int id = p->single[transfer_buffers[v->what].slot + v->slot];
@@ -2714,10 +2779,10 @@ static void transfer_step(Plan *p, const Transfer *v, int phase) {
     switch (phase) {
     case FETCH:
         if (v->what == KIND_WEIGHTS && slot->block == v->block + 1) {
-            return;  // they have stayed
+            return;  // still in the slot
         }
 #if GPT2_POISON
-        p->mark(memory, bytes, 1);  // what comes too late, or not whole, leaves NaN
+        p->mark(memory, bytes, 1);  // a late or incomplete fetch leaves NaN
 #endif
         slot->block = 0;
         slot->fetching = fetches;
@@ -2743,7 +2808,8 @@ static void transfer_step(Plan *p, const Transfer *v, int phase) {
     p->transfer(p, phase, v, memory, phase == FETCH && !fetches ? NULL : store, bytes);
 }
 
-// Makes the moves of one kind at a tick. `from`: the visits before are over.
+// Performs `phase` of all transfers that have it at `tick`. Transfers before index `from` are
+// complete.
 static void transfers_step(Plan *p, int from, int phase, int tick) {
     for (int i = from; i < p->transfer_count && p->transfers[i].fetch <= tick; i++) {
         const Transfer *v = &p->transfers[i];
@@ -2754,7 +2820,7 @@ static void transfers_step(Plan *p, int from, int phase, int tick) {
     }
 }
 
-// The weights at home are new: those in slots are not to be taken for them.
+// Invalidates the weights in the slots, because the weights in the backing store have changed.
 static void transfers_forget_weights(Plan *p) {
     for (int slot = 0; slot < SLOTS; slot++) {
         p->slots[KIND_WEIGHTS][slot].block = 0;

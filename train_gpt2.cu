@@ -3625,13 +3625,13 @@ static void offload_close(OffloadStreams *s) {
 //    they stand (Heartbeat), and whoever watches ends a run in which nothing has moved for
 //    --timeout: the parent sees all ranks, a launcher's rank has a thread that sees it alone.
 
-// What ranks wait for each other in, and its names.
+// The operations in which ranks wait for each other, and their names.
 enum { RANK_HANDSHAKE, RANK_CONNECTION, RANK_EXCHANGE, RANK_GATHER, RANK_BROADCAST };
 static const char *const rank_calls[] = {"the first meeting", "NCCL's start", "Send/Recv",
                                          "AllGather", "Broadcast"};
 
-// The note of the next collective. Host calls that wait for other ranks put it into the row
-// themselves.
+// Numbers the next collective and returns its state. A call in which the host itself waits for
+// other ranks writes it to the heartbeat with rank_wait_begin() and rank_wait_end().
 static CollectiveState collective_next(int call) {
     const uint64_t done = heartbeat->calls++;
     const CollectiveState note = {done + 1, done, call};
