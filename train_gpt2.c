@@ -5361,37 +5361,39 @@ static void engine_initialise(Engine *e, const Model *m, uint64_t seed) {
 
 // -------------------------------------------------------------------------------------------------
 // 15. Data
-// Training cuts every shard into windows of T inputs (targets are the same tokens one further).
-// 1. A sequence's place in the run is one number, the position: step after step, micro-step after
-//    micro-step, rank after rank, row after row. position / windows is the epoch; within an epoch
-//    each window comes once, in the order of permute_index(seed, epoch), or in file order with
-//    --shuffle 0. So ranks are disjoint, and a resumed run goes on at its position on any number of
+// Training splits every shard into windows of T inputs; the targets are the same tokens, shifted by
+// one.
+// 1. The position of a sequence in the run is a single number that counts sequences in the order
+//    step, micro-step, rank, row. position / windows is the epoch. Within an epoch each window
+//    occurs once, in the order of permute_index(seed, epoch), or in file order with --shuffle 0. So
+//    ranks read disjoint sequences, and a resumed run continues at its position on any number of
 //    ranks.
-// 2. The (tokens - 1) % T tokens that fill no window are left out of an epoch; the windows' start
-//    moves with the epoch, so that no token is left out of all.
-// 3. A window that cannot be read, or holds an id outside the vocabulary, is no reason to lose what
-//    a run has learnt: the batch says so, and the run saves before it ends.
+// 2. In each shard, an epoch omits the (tokens - 1) % T tokens that do not fill a window. The start
+//    of the windows changes with the epoch, so that no token is omitted from every epoch.
+// 3. A window that cannot be read, or that contains an id outside the vocabulary, must not cost
+//    what a run has learnt: dataset_batch() reports it, and the run saves before it ends.
 
 typedef struct {
     Shard *shards;
-    uint16_t *window;      // room for T + 1 tokens
+    uint16_t *window;      // (T + 1)
     int shard_count, T;
     int tokenizer, vocabulary;
-    int shuffle;           // windows in an order of `seed` and the epoch, else in file order
+    int shuffle;           // permute the windows by `seed` and the epoch; 0: file order
     uint64_t seed;
     int64_t tokens, windows;
-    char problem[PATH_BYTES + 128];  // why no batch could be made
+    char problem[PATH_BYTES + 128];  // why the last batch failed
 } Dataset;
 
-// Opens every shard that `pattern` names, in order of name, cut for sequences of T tokens, which
-// come in file order until the caller sets d->shuffle and d->seed.
+// Opens every shard that matches `pattern`, sorted by name, and splits it into sequences of T
+// tokens. They are read in file order unless the caller sets d->shuffle and d->seed.
 static void dataset_open(Dataset *d, const char *pattern, int T) {
     glob_t found;
     struct rlimit files;
     memset(d, 0, sizeof *d);
     d->T = T;
     d->window = (uint16_t *)alloc_zero((size_t)T + 1, sizeof(uint16_t));
-    if (getrlimit(RLIMIT_NOFILE, &files) == 0) {  // every shard stays open: often 1,024 at first
+    // Every shard stays open, and the soft limit is often 1,024 files.
+    if (getrlimit(RLIMIT_NOFILE, &files) == 0) {
         files.rlim_cur = files.rlim_max;
         setrlimit(RLIMIT_NOFILE, &files);
     }
@@ -5430,8 +5432,8 @@ static void dataset_close(Dataset *d) {
     memset(d, 0, sizeof *d);
 }
 
-// Copies window `window` of `epoch` into T inputs and T targets. Returns 0, and d->problem, where
-// the file cannot be read or holds an id outside its own vocabulary.
+// Copies window `window` of `epoch` into T inputs and T targets. Returns 0 and sets d->problem if
+// the file cannot be read or contains an id outside its own vocabulary.
 static int dataset_window(Dataset *d, int64_t window, uint32_t epoch, Token *inputs,
                           Token *targets) {
     int i = d->shard_count - 1;
@@ -5466,8 +5468,8 @@ static int dataset_window(Dataset *d, int64_t window, uint32_t epoch, Token *inp
     return 1;
 }
 
-// B sequences from `position` on: the training batch of one rank and micro-step. Returns 0, and
-// d->problem, where there is none.
+// Reads B sequences, starting at `position`, into inputs and targets (B,T): the batch of one rank
+// and micro-step. Returns 0 and sets d->problem if one of them cannot be read.
 static int dataset_batch(Dataset *d, int64_t position, int B, Token *inputs, Token *targets) {
     int whole = 1;
     for (int b = 0; b < B && whole; b++) {
@@ -5484,22 +5486,23 @@ static int dataset_batch(Dataset *d, int64_t position, int B, Token *inputs, Tok
 
 // -------------------------------------------------------------------------------------------------
 // 16. Weights and checkpoints
-// The bytes of both are in files of their own: a training step knows nothing about them. They use
-// the model, the options, the engine and Dataset.
+// File formats are implemented in data/, because a training step does not depend on them. The files
+// included here use the model, the options, the engine and Dataset.
 
 #include "data/weights.c"
 #include "data/checkpoint.c"
 
 // -------------------------------------------------------------------------------------------------
 // 17. Sampling and generation
-// A sample grows one token at a time from the last position's logits; the random number of a token
-// is a function of (seed, step, sample, place in the sample), so samples repeat. A training run
-// computes the whole window for each token, in the memory of its training; --generate has a plan of
-// its own, with a KV cache, in which a token costs one row. The logits of either way differ by
-// rounding alone, since a row by itself has sums of another order; so tokens hardly ever do.
+// Samples are generated one token at a time from the logits of the last position. The random number
+// of a token is a function of (seed, step, sample, index in the sample), so samples are
+// reproducible. A training run recomputes the whole window for each token, in the memory planned
+// for training; --generate has its own plan with a KV cache, where each token computes one row. The
+// two give logits that differ only by rounding, because a single row is summed in a different
+// order; the sampled tokens hardly ever differ.
 
-// Tokens of a prompt of n bytes: returns their number and writes the first `capacity` of them. An
-// empty prompt is one end of text.
+// Tokenizes a prompt of n bytes. Returns the number of tokens, of which it writes the first
+// `capacity`. An empty prompt becomes one end-of-text token.
 static int64_t prompt_tokens(Token *out, int capacity, int tokenizer, const Bpe *bpe,
                              const char *text, size_t n) {
     if (n == 0) {
@@ -5530,25 +5533,25 @@ static int64_t prompt_tokens(Token *out, int capacity, int tokenizer, const Bpe 
 }
 
 typedef struct {
-    double weight;  // probability, not yet divided by their sum
+    double weight;  // unnormalized probability
     float logit;
     Token token;
 } Candidate;
 
-// The likelier first; of equals the smaller token, so that a sample repeats.
+// Sorts by descending logit; ties are ordered by token id, so that samples are reproducible.
 static int candidate_compare(const void *a, const void *b) {
     const Candidate *x = (const Candidate *)a, *y = (const Candidate *)b;
     return x->logit != y->logit ? (x->logit < y->logit ? 1 : -1) : x->token - y->token;
 }
 
-// How a token is picked: temperature first, then the top_k likeliest tokens (0: all), then the
-// likeliest of these whose probabilities reach top_p. temperature 0 takes the likeliest.
+// How a token is sampled: apply the temperature, keep the top_k likeliest tokens (0: all), then of
+// these the fewest, likeliest first, whose probability reaches top_p. Temperature 0: argmax.
 typedef struct {
     double temperature, top_p;
     int64_t top_k;
 } SampleRule;
 
-// Picks a token from logits (V). `scratch` holds V candidates; u is in [0, 1).
+// Samples a token from logits (V). scratch: (V); u is uniform in [0, 1).
 static Token sample_token(const real *logits, int V, const SampleRule *rule, double u,
                           Candidate *scratch) {
     int best = 0, kept = rule->top_k > 0 && rule->top_k < V ? (int)rule->top_k : V;
@@ -5565,7 +5568,7 @@ static Token sample_token(const real *logits, int V, const SampleRule *rule, dou
     for (int v = 0; v < V; v++) {
         scratch[v].weight = exp(((double)scratch[v].logit - highest) / rule->temperature);
     }
-    // Only a cut needs an order: sorting 50,257 candidates takes longer than all the rest.
+    // Sort only if top_k or top_p needs it: for 50,257 candidates it takes longer than the rest.
     if (kept < V || rule->top_p < 1) {
         qsort(scratch, (size_t)V, sizeof *scratch, candidate_compare);
     }
@@ -5587,12 +5590,12 @@ static Token sample_token(const real *logits, int V, const SampleRule *rule, dou
     return scratch[kept - 1].token;
 }
 
-// Rows that a pass of a run that only generates computes at a time: a prompt goes through the
-// weights in blocks of so many, which packed products are efficient with, and a token alone.
+// Maximum number of rows per pass with --generate: a prompt is processed in chunks of this many
+// tokens, enough for an efficient packed matmul; generated tokens are processed one at a time.
 enum { GENERATE_ROWS = 64 };
 
-// From a training run's settings to those of one that only generates: T positions are cached. The
-// head computes one row, since only the last token of a prompt is asked what follows it.
+// Turns the settings of a training run into those of --generate, with a KV cache of T positions.
+// The head computes one row, because only the last token of a prompt needs logits.
 static void settings_generate(Settings *s) {
     s->cache = s->T;
     s->T = min_int(s->T, GENERATE_ROWS);
@@ -5600,26 +5603,27 @@ static void settings_generate(Settings *s) {
     settings_forward(s);
 }
 
-// What --generate needs beside the engine, and what it counts. Prompts are counted with the time to
-// their first sampled token, the other tokens with the time of their own rows, because a row of a
-// prompt costs less than a token: its products share the weights' way through memory.
+// State and counters of --generate. Prompt tokens are counted with the time to the first sampled
+// token, the following tokens with the time of their own rows, because a row of a prompt costs less
+// than a generated token: the rows of a chunk share one read of the weights.
 typedef struct {
     Engine *engine;
     const Options *o;
     const Bpe *bpe;  // NULL: GPT-2's tokens are printed as numbers
     int tokenizer, V, T;
-    uint32_t step;     // of the checkpoint, so that its run's sample comes again; else 0
-    Token *tokens;     // prompt and sample, T + --sample-tokens
-    real *logits;      // (V) of the token before
-    real *prompt_logits;  // (V) behind the prompt, for the first token of each of its samples
-    Candidate *scratch;
-    int write_error;   // errno of stdout; 0: it takes what is written
-    int64_t texts, lines, prompt_count, count, slid;  // texts and lines begun; tokens
+    uint32_t step;     // of the checkpoint, to repeat the samples of its run; else 0
+    Token *tokens;     // prompt and sample, (T + --sample-tokens)
+    real *logits;      // (V), after the previous token
+    real *prompt_logits;  // (V), after the prompt, for the first token of each of its samples
+    Candidate *scratch;   // (V)
+    int write_error;   // errno of a failed write to stdout; 0: none
+    // Texts and input lines started; tokens of prompts, sampled, and sampled from a slid window.
+    int64_t texts, lines, prompt_count, count, slid;
     double prompt_ms, ms;
 } Generator;
 
-// Writes a piece of text at once, so that whoever watches sees it grow. What cannot be written ends
-// the generation, with an error or, where a pipe was closed, without one.
+// Writes and flushes a piece of text, so that output appears token by token. A failed write ends
+// the generation; it is an error unless a pipe was closed.
 static void generator_write(Generator *g, const char *text, size_t n) {
     if (g->write_error == 0) {
         text_print(text, n);
@@ -5627,11 +5631,12 @@ static void generator_write(Generator *g, const char *text, size_t n) {
     }
 }
 
-// The window of a training run's sample holds the last T tokens, and so does this one. While they
-// are fewer, each keeps its position, and what the cache holds of it stays true.
-// Prints sample number `sample` of the text whose `n` tokens are in g->tokens. `cached` is n where
-// they are in the KV cache and their logits with the generator, as a sample before leaves them, or
-// else 0. Returns that for the next sample, whose first token is so picked from the same bits.
+// Generates and prints sample number `sample` of the prompt whose `n` tokens are in g->tokens.
+// `cached` is n if the KV cache holds these tokens and g->prompt_logits their logits, as a previous
+// sample leaves them, else 0. Returns `cached` for the next sample, whose first token is then
+// sampled from bitwise identical logits. The context is the last T tokens, as in the samples of a
+// training run. Until the window slides, each token keeps its position, so its cache entry stays
+// valid.
 static int generate_sample(Generator *g, int64_t sample, int n, int cached) {
     const Options *o = g->o;
     const SampleRule rule = {o->temperature, o->top_p, o->top_k};
@@ -5641,7 +5646,7 @@ static int generate_sample(Generator *g, int64_t sample, int n, int cached) {
         const int start = n > g->T ? n - g->T : 0;
         const double began = now_ms();
         real *logits = i ? g->logits : g->prompt_logits;
-        // Every token of a window that has slid is at a new position: nothing cached is of use.
+        // In a window that has slid every token has a new position, which invalidates the cache.
         cached = start ? 0 : cached;
         if (cached < n) {
             g->engine->extend(g->engine, logits, g->tokens + start + cached, cached,
@@ -5662,11 +5667,11 @@ static int generate_sample(Generator *g, int64_t sample, int n, int cached) {
     return n > g->T ? 0 : prompt;
 }
 
-// Whether prompts are the lines of stdin.
+// True if each line of stdin is a prompt.
 static int generator_reads(const Generator *g) { return strcmp(g->o->prompt, "-") == 0; }
 
-// Puts the tokens of a prompt of n bytes into g->tokens and returns their number. Ends the run when
-// they are more than there are positions.
+// Writes the tokens of a prompt of n bytes to g->tokens and returns their number. Ends the run if
+// there are more than T.
 static int generator_prompt(Generator *g, const char *prompt, size_t n) {
     char line[48] = "";
     const int64_t count = prompt_tokens(g->tokens, g->T, g->tokenizer, g->bpe, prompt, n);
@@ -5679,7 +5684,7 @@ static int generator_prompt(Generator *g, const char *prompt, size_t n) {
     return (int)count;
 }
 
-// All samples of a prompt of n bytes.
+// Generates and prints all samples of a prompt of n bytes.
 static void generate_prompt(Generator *g, const char *prompt, size_t n) {
     const int count = generator_prompt(g, prompt, n);
     int cached = 0;
@@ -5694,15 +5699,16 @@ static void generate_prompt(Generator *g, const char *prompt, size_t n) {
     }
 }
 
-// stdin, line by line.
+// Reads stdin line by line.
 typedef struct {
     char *bytes;
-    size_t budget, begin, scanned, filled;  // of bytes: where the line begins, what has no line end
-    int ended;                            // nothing more comes
+    // Bytes allocated; start of the line; end of its part known to have no '\n'; bytes read.
+    size_t budget, begin, scanned, filled;
+    int ended;                            // end of input reached
 } LineInput;
 
-// The next line, without its end; NULL at the end of the input, or when a signal asks to stop. Ends
-// the run if stdin cannot be read.
+// Returns the next line, of *n bytes without the line end, or NULL at the end of the input or if a
+// signal asks to stop. Ends the run if stdin cannot be read.
 static const char *line_next(LineInput *in, size_t *n) {
     for (;;) {
         char *from = in->bytes + in->begin;
@@ -5738,8 +5744,8 @@ static const char *line_next(LineInput *in, size_t *n) {
     }
 }
 
-// Samples of --prompt or, where that is "-", of every line of stdin, to its end or to a signal.
-// Each line is alone: its samples do not depend on the lines before.
+// Generates the samples of --prompt or, if it is "-", those of every line of stdin until it ends or
+// a signal arrives. The samples of a line do not depend on the lines before it.
 static void generate_all(Generator *g) {
     LineInput in = {(char *)alloc_zero(1 << 16, 1), 1 << 16, 0, 0, 0, 0};
     const char *line;
@@ -5758,15 +5764,17 @@ static void generate_all(Generator *g) {
 
 // -------------------------------------------------------------------------------------------------
 // 18. Training and output
-// The one loop, for every engine: it owns the order of things, data, step, log, validation,
-// samples, checkpoints, signals. And what it prints: a start-up box, one line a step (rewritten in
-// place on a terminal), and log.jsonl: one object a line, flushed, append only, valid after a
-// crash. A resume first cuts the log back to its checkpoint's step.
+// The single training loop, used with every engine. It defines the order of a step: read each
+// micro-batch and run forward and backward, update, report, then validate, sample and save a
+// checkpoint when these are due; signals are acted on in between. The output is a start-up box, one
+// line per step (rewritten in place on a terminal) and log.jsonl: append-only, one object per line,
+// flushed line by line, valid after a crash. A resume first truncates the log to the checkpoint's
+// step.
 
-// Steps after which a forecast is compared with what was measured.
+// Number of steps after which the forecast is compared with measured times.
 enum { FORECAST_STEPS = 20 };
 
-// One run: everything the loop needs.
+// State of a run: everything the training loop needs.
 typedef struct {
     Options o;
     Settings s;
@@ -5774,51 +5782,52 @@ typedef struct {
     Engine engine;
     Dataset train, val;
     int has_val, accum_steps, live;
-    int stdout_error, log_error;     // errno of what could not be written; 0: all could
-    int64_t skips;                   // skipped steps in a row, up to now
-    int diverged;                    // ranks have other copies of what must be alike
-    char failure[PATH_BYTES + 256];  // why the run ends before its last step; "": it need not
+    int stdout_error, log_error;     // errno of a failed write; 0: none
+    int64_t skips;                   // consecutive skipped steps
+    int diverged;                    // replicated states differ between ranks
+    char failure[PATH_BYTES + 256];  // why the run ends before its last step; "": no failure
     int64_t steps, windows_per_step, saved_step, reported_step;
-    StepResult last;         // of the last step, whose line may be due only at the run's end
-    double lr, ms, mean_ms;  // its learning rate and time; the mean time of some 20 steps
+    StepResult last;         // of the last step, which may be reported only at the end of the run
+    double lr, ms, mean_ms;  // its learning rate and time; moving average over about 20 steps
     char identity[IDENTITY_BYTES];
-    ModelFile weights;  // of -e; where it names none, weights.spans is NULL
+    ModelFile weights;  // of -e; weights.spans is NULL if -e does not name a file
     RunState state;
     FILE *log;
     Token *inputs, *targets;  // (B,T) each
-    int prepared;             // they are the next step's first micro-batch
-    Bpe *bpe;                 // NULL: samples need none, or there is none
+    int prepared;             // they already hold the next step's first micro-batch
+    Bpe *bpe;                 // NULL: not needed, or not found
     double forecast_ms;       // of a step; 0: none
     double first_ms[FORECAST_STEPS];
-    int first_count;  // of the steps whose time is compared with the forecast
+    int first_count;  // number of times in first_ms
 } Run;
 
-// What differs between the programs of the two volumes.
+// Differences between the programs of train_gpt2.c and train_gpt2.cu.
 typedef struct Program {
     const char *name, *default_model;
     int gpu;
     void (*open)(Engine *e, Plan *p);
-    size_t (*available)(void);                                // bytes that a plan may take
-    size_t library_bytes;                                     // of those, what libraries will take
+    size_t (*available)(void);                                // bytes available for the plan
+    size_t library_bytes;                                     // of these, used by libraries
     int (*command)(Run *run, const struct Program *program);  // --check, --compare; NULL: none
-    void (*refuse)(const Settings *s);                        // what it cannot do; or NULL
-    const char *built;                                        // what is built in
-    // 0: no device is here, and `name` says what keeps it from use, or ""; NULL: none is needed
+    void (*refuse)(const Settings *s);                        // ends on unsupported ones; or NULL
+    const char *built;                                        // optional features built in
+    // Name of the device. 0: no usable device; `name` is the reason or "". NULL: none is needed.
     int (*device)(char name[96]);
-    int (*lacks_bf16)(void);       // whether the device at hand does; NULL: none is needed
+    int (*lacks_bf16)(void);       // whether the device does not support bf16; NULL: no device
     // Start the ranks of a run (chapter Starting and watching the ranks), and let them compare what
-    // they were started with. NULL: this program trains alone, for the reason in `alone`.
+    // they were started with. NULL: the program trains on one rank only; `alone` is the reason.
     void (*ranks_start)(const Launcher *l, int gpus);
     void (*ranks_handshake)(void);
     const char *alone;
-    const char *starts;  // what a run says at its very start; or NULL
+    const char *starts;  // appended to the first line that a run prints; or NULL
 } Program;
 
-// What goes before a line of output: on a terminal it replaces the line that is rewritten in place.
+// Prefix of a line of output: on a terminal it clears the line that is rewritten in place.
 static const char *clear_line(const Run *run) { return run->live ? "\r\033[K" : ""; }
 
-// Says, at once, what the program begins to do, because it may take longer than a second: loading,
-// verifying and measuring. Beside text that is generated and beside JSON stdout has nothing else.
+// Prints and flushes the start of an operation that may take longer than a second: loading,
+// verifying, measuring. With --generate the line goes to stderr and with --json it is suppressed,
+// because stdout then contains only the text or the JSON.
 __attribute__((format(printf, 2, 3))) static void run_say(const Run *run, const char *format, ...) {
     FILE *f = run->o.generate ? stderr : stdout;
     va_list args;
@@ -5832,12 +5841,12 @@ __attribute__((format(printf, 2, 3))) static void run_say(const Run *run, const 
     fflush(f);
 }
 
-// Columns that such a line may take up: one that wraps could not be cleared. In the last column a
-// cursor may wrap already.
+// Maximum width of a line that is rewritten in place: a line that wraps could not be cleared. The
+// last column is not used, because the cursor may wrap there already.
 static int line_columns(const Run *run) { return run->live ? terminal_columns() - 1 : INT_MAX; }
 
-// A number of the log: 9 digits, so that a float read back is the same float; null when it is not
-// finite, because JSON knows neither infinity nor NaN.
+// Writes a number to the log: with 9 digits, so that a float survives the round trip, or as null if
+// it is not finite, because JSON has no infinity or NaN.
 static void json_number(FILE *f, const char *key, double value) {
     if (isfinite(value)) {
         fprintf(f, ",\"%s\":%.9g", key, value);
@@ -5846,9 +5855,9 @@ static void json_number(FILE *f, const char *key, double value) {
     }
 }
 
-// Cuts `path` back to its lines of step <= `step`, and to complete lines: what came later is done
-// again. Returns 1 when the validation of `step` is among what stays, -1 (errno) if the log cannot
-// be read or cut; a log that cannot be read to its end is left as it is.
+// Truncates `path` after its last complete line of step <= `step`, since the run repeats the later
+// steps. Returns 1 if the remaining log contains the validation of `step`, 0 if not, and -1 (errno)
+// if the log cannot be read or truncated; a log that cannot be read to its end is left unchanged.
 static int log_cut(const char *path, int64_t step) {
     char *line = NULL;
     size_t capacity = 0;
@@ -5877,9 +5886,9 @@ static int log_cut(const char *path, int64_t step) {
     return error ? -1 : validated;
 }
 
-// Ends an object and line of the log. A full disk must not pass unseen, nor is it a reason to lose
-// what a run has learnt: the log keeps its whole lines and is closed, the run is asked to stop as
-// by a signal, so that all ranks save the same step, and ends as failed.
+// Ends an object and its line in the log. A full disk must be reported, but must not cost what a
+// run has learnt: the log is truncated to complete lines and closed, and the run is asked to stop
+// as if by a signal, so that all ranks save the same step; it then ends as failed.
 static void log_end(Run *run) {
     char path[PATH_BYTES];
     fputs("}\n", run->log);
@@ -5896,13 +5905,13 @@ static void log_end(Run *run) {
     }
 }
 
-// Begins an object of the log about the run's step; the caller adds to it and calls log_end().
+// Begins a log object for the run's current step; the caller adds fields and calls log_end().
 static void log_begin(const Run *run) {
     fprintf(run->log, "{\"step\":%" PRId64, run->state.step);
 }
 
-// Opens the log of a run with an output folder, writes its first line, and drops what it holds of
-// steps after `resume_step` (-1: a new run). Ends the run when the file cannot be written.
+// Opens the log of a run with an output folder, removes lines of steps after `resume_step` (-1: a
+// new run), and writes the start line. Ends the run if the file cannot be read or written.
 static void log_open(Run *run, int64_t resume_step) {
     const Options *o = &run->o;
     const Model *m = &run->s.model;
@@ -5914,7 +5923,7 @@ static void log_open(Run *run, int64_t resume_step) {
         die("cannot read or cut back log %s: %s", path, file_error());
     }
     if (validated) {
-        run->state.pending_validation = 0;  // made up by a run that ended before its next step
+        run->state.pending_validation = 0;  // done by a run that ended before its next step
     }
     FILE *f = run->log = fopen(path, "a");
     slow_end();
@@ -5942,8 +5951,8 @@ static void log_open(Run *run, int64_t resume_step) {
     }
 }
 
-// Hands what was printed to the system. Where stdout takes no more, printing ends and the run goes
-// on: /dev/null takes the rest, and output_status() says so at the end.
+// Flushes stdout. If that fails, the run continues without printing: further output goes to
+// /dev/null, and output_status() reports the error at the end.
 static void run_flush(Run *run) {
     if (fflush(stdout) == 0 && !ferror(stdout)) {
         return;
@@ -5955,8 +5964,8 @@ static void run_flush(Run *run) {
     }
 }
 
-// The exit status of a command that ends with `status`, once all its output is written: 1 and a
-// line when stdout failed. Who closes a pipe (`| head -1`) has read enough: that is no failure.
+// Flushes the output of a command and returns its exit status: `status`, or 1 and a line on stderr
+// if stdout failed. A closed pipe (`| head -1`) is not an error: the reader has seen enough.
 static int output_status(Run *run, int status) {
     run_flush(run);
     if (run->stdout_error == 0 || run->stdout_error == EPIPE) {
@@ -5967,7 +5976,8 @@ static int output_status(Run *run, int status) {
     return 1;
 }
 
-// When a rank cannot go on: it says why, and the others wait so long that they are ended by then.
+// Handles a rank's fault: that rank prints its reason at once, and the other ranks wait
+// rank_grace_ms() in die(), so that they are ended before they print anything.
 static void run_note_fault(Run *run) {
     grace_ms = !this_rank.fault   ? grace_ms
                    : this_rank.failed ? 0
@@ -5978,17 +5988,17 @@ static void run_note_fault(Run *run) {
     }
 }
 
-// The mean loss over the first --val-batches batches of the validation data (0: all of it), in file
-// order, so that every validation of a run measures the same tokens. Batch k is that of rank k
-// modulo the ranks, and all add the losses in the order of batches: the bits are those of one rank.
-// Returns 0 when a signal or unreadable data cut it short, else 1.
+// Computes the mean loss over the first --val-batches batches of the validation data (0: all of
+// it), in file order, so that every validation of a run measures the same tokens. Batch k is
+// computed by rank k % ranks, and every rank sums the losses in batch order, so the result is
+// bitwise identical to that of one rank. Returns 0 if a signal or unreadable data cut it short.
 static int run_validate(Run *run, double *loss) {
     const Settings *s = &run->s;
     const int64_t all = run->val.windows / s->B;
     const int64_t batches = run->o.val_batches ? min_i64(run->o.val_batches, all) : all;
     double sum = 0;
     int64_t k = 0;
-    run->prepared = 0;  // its place is taken
+    run->prepared = 0;  // its buffers are overwritten
     rank_phase("validating", RANK_RUNS);
     for (; k < batches && !run_stopping() && !run->failure[0]; k += s->ranks) {
         const int64_t own = k + s->rank;
@@ -5997,7 +6007,7 @@ static int run_validate(Run *run, double *loss) {
             snprintf(run->failure, sizeof run->failure, "%s", run->val.problem);
             this_rank.failed = 1;
         }
-        // A rank without a batch computes too: others may need its part of the weights.
+        // A rank without a batch computes too: other ranks may have to all-gather its weight shard.
         const RankStatus *words = engine_exchange(
             &run->engine,
             run->engine.forward_loss(&run->engine, NULL, run->inputs, run->targets));
@@ -6010,7 +6020,7 @@ static int run_validate(Run *run, double *loss) {
     return k >= batches && !run->failure[0];
 }
 
-// Prints a sample of --sample-tokens tokens and logs it.
+// Generates a sample of --sample-tokens tokens, prints it and logs it.
 static void run_sample(Run *run) {
     const Options *o = &run->o;
     const Settings *s = &run->s;
@@ -6054,11 +6064,11 @@ static void run_sample(Run *run) {
     free(text);
 }
 
-// Every so many steps, and before a checkpoint, the ranks compare what each has a copy of: a GPU
-// that computes wrongly, or a wire, would in time spoil all of them with its gradients.
+// Interval, in steps, at which the ranks compare their replicated states; they also do so before
+// each checkpoint. A faulty GPU or link would otherwise corrupt all ranks through its gradients.
 enum { REPLICA_STEPS = 100 };
 
-// How many ranks have rank r's value.
+// Number of ranks with the same value as rank r.
 static int statuses_alike(const RankStatus *words, int ranks, int r) {
     int alike = 0;
     for (int q = 0; q < ranks; q++) {
@@ -6067,8 +6077,8 @@ static int statuses_alike(const RankStatus *words, int ranks, int r) {
     return alike;
 }
 
-// Compares the ranks' copies; where they differ the run fails, and names those who are not of the
-// majority, or where there is none all.
+// Compares the ranks' replicated states. If they differ, the run fails and names the ranks that
+// disagree with the majority, or all ranks if there is no majority.
 static void run_compare_replicas(Run *run) {
     const int ranks = run->s.ranks;
     char names[300] = "";
@@ -6076,7 +6086,7 @@ static void run_compare_replicas(Run *run) {
     if (ranks == 1) {
         return;
     }
-    // The upper 53 bits, which a double holds.
+    // Exchange the upper 53 bits of the hash, which a double holds exactly.
     const RankStatus *words =
         engine_exchange(&run->engine, (double)(run->engine.replica(&run->engine) >> 11));
     for (int r = 0; r < ranks; r++) {
@@ -6095,15 +6105,15 @@ static void run_compare_replicas(Run *run) {
     }
 }
 
-// Saves the run as it is and removes what --keep leaves no room for. Does nothing without an output
-// folder, or when this step's checkpoint is there already.
+// Saves a checkpoint of the current step and removes older ones in excess of --keep. Does nothing
+// without an output folder, or if this step is already saved.
 static void run_save(Run *run) {
     char path[PATH_BYTES];
     if (!run->o.output[0] || run->saved_step == run->state.step) {
         return;
     }
     run_compare_replicas(run);
-    if (run->diverged) {  // nobody knows whose are right
+    if (run->diverged) {  // which rank's states are correct is unknown
         return;
     }
     run->saved_step = run->state.step;
@@ -6128,8 +6138,9 @@ static void run_save(Run *run) {
     }
 }
 
-// The line of the last step where it is due, or missing as the run `ends`, to terminal and log. On
-// a terminal it fits the width and is rewritten by the next one, unless it says more than "well".
+// Prints and logs the line of the last step if it is due or, when the run `ends`, if it has not
+// been printed yet. On a terminal it is shortened to the width, and the next line overwrites it
+// unless it is the last one or reports a skipped step or a change of the loss scale.
 static void run_report(Run *run, int ends) {
     const Settings *s = &run->s;
     const StepResult *r = &run->last;
@@ -6139,8 +6150,8 @@ static void run_report(Run *run, int ends) {
     const int64_t left = run->steps - run->state.step;
     const int news = r->skipped || r->scale_moved;
     char of_peak[32] = "", line[256], scale[24] = "";
-    // A skipped step is news whenever it comes, as is a loss scale that has moved, and the last one
-    // is what a run is judged by.
+    // Between --log-every steps, report only skipped steps, changes of the loss scale and the last
+    // step, which is the result of the run.
     if (ends ? run->reported_step == run->state.step
              : run->state.step % run->o.log_every != 0 && left && !news) {
         return;
@@ -6161,8 +6172,8 @@ static void run_report(Run *run, int ends) {
                  bytes_text((double)plan_taken(&run->plan)).s,
                  duration_text((double)left * run->mean_ms * 1e-3).s, r->skipped ? "SKIPPED" : "",
                  r->skipped && r->scale_moved ? ", " : "", scale);
-        // What a narrow terminal lacks first: memory, share of the peak, learning rate, norm, ms,
-        // time left, tokens/s.
+        // Dropped on a narrow terminal, in this order: memory, percentage of peak, learning rate,
+        // norm, ms, time left, tokens/s.
         static const int spare[] = {7, 6, 3, 2, 4, 8, 5, -1};
         char fitting[256];
         line_fit(fitting, line, spare, line_columns(run));
@@ -6185,13 +6196,13 @@ static void run_report(Run *run, int ends) {
     }
 }
 
-// Where this rank's micro-batch of a step starts, whose first sequence is at `start`: the ranks of
-// a micro-step stand side by side, so any number of them reads the same sequences in a step.
+// Position of this rank's batch in micro-step `accum_step` of the step that starts at `start`. The
+// batches of the ranks are consecutive, so a step reads the same sequences on any number of ranks.
 static int64_t batch_position(const Settings *s, int64_t start, int accum_step) {
     return start + ((int64_t)accum_step * s->ranks + s->rank) * s->B;
 }
 
-// How fast the run is said to be, and when it will be done.
+// Prints the forecast: tokens per second and the time until the last step.
 static void run_print_forecast(const Run *run) {
     if (run->forecast_ms > 0) {
         const double tokens = (double)run->windows_per_step * run->s.T;
@@ -6203,8 +6214,8 @@ static void run_print_forecast(const Run *run) {
     }
 }
 
-// The last step's time is one of the first few; when there are enough, the forecast is said beside
-// their median.
+// Records the times of the first FORECAST_STEPS steps, then prints the forecast next to their
+// median.
 static void run_compare_forecast(Run *run) {
     if (run->forecast_ms <= 0 || run->first_count == FORECAST_STEPS) {
         return;
@@ -6220,9 +6231,10 @@ static void run_compare_forecast(Run *run) {
            count_text((int64_t)(1e3 * tokens / ms)).s, 100 * (run->forecast_ms / ms - 1));
 }
 
-// Reads the next step's first micro-batch, and has it sorted and sent, before the host waits for
-// this step's loss: where a step is short, a device would idle as long. Nothing is read for the
-// last step, and nothing is reported: what cannot be read is met again where it is needed.
+// Prefetches the next step's first micro-batch: reads it and has the engine sort and upload it
+// before the host waits for this step's loss. Otherwise the device would idle meanwhile, which
+// matters in short steps. Does nothing in the last step. A read error is not reported here, because
+// the next step then reads the batch again.
 static void run_prepare(Run *run) {
     const int64_t next = run->state.position + run->windows_per_step;
     if (run->engine.prepare && run->state.step + 1 < run->steps) {
@@ -6235,7 +6247,8 @@ static void run_prepare(Run *run) {
     }
 }
 
-// What a step that is done changes in what a checkpoint keeps, and in whether the run goes on.
+// Updates the state that checkpoints store after a completed step, and makes the run fail after
+// --max-skips consecutive skipped steps.
 static void run_count_step(Run *run, const StepResult r) {
     RunState *state = &run->state;
     state->position += run->windows_per_step;
@@ -6245,7 +6258,7 @@ static void run_count_step(Run *run, const StepResult r) {
     state->pending_validation = 0;
     state->loss_scale_log2 = r.scale_log2;
     state->loss_scale_steps = r.scale_steps;
-    // A loss scale that had to fall is no sign of trouble until it can fall no further.
+    // Skips that lower the loss scale are expected and not counted; at its lowest value they are.
     run->skips = r.skipped ? run->skips + (r.scale_moved >= 0) : 0;
     if (run->o.max_skips && run->skips >= run->o.max_skips) {
         snprintf(run->failure, sizeof run->failure, "--max-skips: %" PRId64 " steps in a row were "
@@ -6257,11 +6270,11 @@ static void run_count_step(Run *run, const StepResult r) {
     run->last = r;
 }
 
-// One optimizer step: micro-batches from the run's position, the update, the report. Returns 0 when
-// a rank cannot go on, or (of a single rank; several agree once a step) when a signal came before
-// its last micro-batch was begun: the run is then as after the step before,
-// because only the update changes what it learns and where it is in its data, and the gradients
-// summed so far are cleared by the first micro-batch of the next step.
+// One optimizer step: the micro-batches at the run's position, the update and the report. Returns 0
+// if a rank cannot go on or, on a single rank (several ranks agree once per step), if a signal came
+// before the last micro-batch started. The run is then in the state after the previous step,
+// because only the update changes the weights and the position in the data, and the first
+// micro-batch of the next step clears the gradients accumulated so far.
 static int run_step(Run *run) {
     const Options *o = &run->o;
     const Settings *s = &run->s;
@@ -6279,8 +6292,8 @@ static int run_step(Run *run) {
             if (s->ranks == 1) {
                 return 0;
             }
-            // The others wait for this rank's part of the sums: it takes part, and no update is
-            // made of them.
+            // The other ranks wait for this rank when they exchange gradients, so it takes part with
+            // a cleared batch; no update is made from these gradients.
             this_rank.failed = 1;
             memset(run->inputs, 0, (size_t)s->B * (size_t)s->T * sizeof(Token));
             memset(run->targets, 0, (size_t)s->B * (size_t)s->T * sizeof(Token));
@@ -6299,7 +6312,8 @@ static int run_step(Run *run) {
     run_count_step(run, r);
     run->lr = lr;
     run->ms = now_ms() - start;
-    // The time left follows the machine's load over some 20 steps, and not each step's accident.
+    // A moving average over about 20 steps: the time left follows the load of the machine, but not
+    // the noise of single steps.
     run->mean_ms = run->mean_ms > 0 ? 0.95 * run->mean_ms + 0.05 * run->ms : run->ms;
     run_report(run, 0);
     run_compare_forecast(run);
@@ -6309,8 +6323,8 @@ static int run_step(Run *run) {
     return 1;
 }
 
-// Validates after the run's step, and prints and logs the loss. Cut short by a signal it stays
-// pending, so that the run that goes on from here makes up for it.
+// Validates after the current step, and prints and logs the loss. A validation interrupted by a
+// signal stays pending, so that a run resumed from here repeats it.
 static void run_validation(Run *run) {
     double loss = 0;
     run->state.pending_validation = !run_validate(run, &loss);
@@ -6328,7 +6342,7 @@ static void run_validation(Run *run) {
     }
 }
 
-// Ends the program with what made the run fail, and says what is saved of it.
+// Ends the program with the reason of the failure, and says whether the last step is saved.
 static void run_fail(const Run *run) {
     const int64_t step = run->state.step;
     die("%s; the run ended after step %" PRId64 "%s", run->failure, step,
@@ -6340,7 +6354,7 @@ static void run_fail(const Run *run) {
             : ", which is not saved: the newest checkpoint is from before the first of them");
 }
 
-// The last lines of a run, on the terminal and in the log, which is closed.
+// Prints the last line of a run, writes the last line of the log and closes it.
 static void run_end(Run *run, double ms) {
     const char *reason = run->failure[0] || run->log_error ? "failed"
                          : run_stopping()                  ? "interrupted"
@@ -6358,14 +6372,14 @@ static void run_end(Run *run, double ms) {
     }
 }
 
-// The loop: from the run's step to its last, to a signal or a failure. After a step it validates,
-// samples and saves, in this order, where each is due; the end of the run saves too when there is
-// an output folder. After a skipped step no periodic checkpoint is made, and a run that fails on
-// skipped steps saves none at its end: the newest checkpoint is then one from before them.
+// The training loop: runs from the current step to the last one, a signal or a failure. After each
+// step it validates, samples and saves, in this order, if each is due; with an output folder the
+// end of the run saves too. A skipped step postpones a periodic checkpoint, and a run that fails
+// because of skipped steps does not save at its end: its newest checkpoint is from before them.
 static void run_train(Run *run) {
     const Options *o = &run->o;
     const double began = now_ms();
-    int due = 0;  // a checkpoint
+    int due = 0;  // a periodic checkpoint
     stop_grace = GRACE_PROGRESS;
     run->reported_step = run->state.step;
     if (run->state.step >= run->steps && !run->state.pending_validation && !o->quiet) {
@@ -6408,25 +6422,26 @@ static void run_train(Run *run) {
 
 // -------------------------------------------------------------------------------------------------
 // 19. Evaluation
-// An evaluation gives the model a context and several completions of it, and asks which one it
-// finds likeliest. Its files are the appendix's.
-// 1. A row is a context and one completion; it is scored by the losses of the completion's tokens.
-//    accuracy takes the lowest sum, acc_norm (llm.c's score) the lowest mean, of equals the first.
-// 2. A row of more than T + 1 tokens loses the start of its context, never all of it.
+// An example of an evaluation is a context with several completions; the model has to find the
+// right one by its likelihood. data/tokens.c reads the files.
+// 1. A row is a context followed by one completion. It is scored by the losses of the completion's
+//    tokens: accuracy picks the lowest sum, acc_norm (llm.c's score) the lowest mean, and on a tie
+//    the first completion.
+// 2. In a row of more than T + 1 tokens the start of the context is cut off, but never all of it.
 
-// One row on its way through the engine: where the losses of its completion lie, and whose it is.
+// One row of a batch: its completion, and which of the T losses belong to that.
 typedef struct {
-    int completion, last, label;  // last: of its example
-    int first, count, cut;        // cut: the context lost its start
+    int completion, last, label;  // last: the example's last row; label: its right completion
+    int first, count, cut;        // losses first to first + count; cut: the context was cut
 } EvalRow;
 
 typedef struct {
     int examples, correct, correct_norm, cut_rows;
-    double sum, mean;  // the lowest ones of the example under way
-    int by_sum, by_mean;
+    double sum, mean;     // lowest of the current example so far
+    int by_sum, by_mean;  // their completions
 } EvalScore;
 
-// Token i of the context with completion k behind it; 0 behind both.
+// Token i of the context followed by completion k; 0 after the end of both.
 static Token eval_token(const EvalExample *x, int k, int i) {
     const EvalTokens *context = &x->texts[0], *completion = &x->texts[1 + k];
     const int after = i - context->count;
@@ -6435,7 +6450,7 @@ static Token eval_token(const EvalExample *x, int k, int i) {
                                        : 0;
 }
 
-// Writes the row of completion k, which has at most T tokens: T inputs and T targets.
+// Writes the row of completion k, of at most T tokens, as T inputs and T targets.
 static EvalRow eval_row(Token *inputs, Token *targets, const EvalExample *x, int k, int T) {
     const int context = x->texts[0].count, count = x->texts[1 + k].count;
     const int drop = context + count > T + 1 ? context + count - T - 1 : 0;
@@ -6448,7 +6463,7 @@ static EvalRow eval_row(Token *inputs, Token *targets, const EvalExample *x, int
     return row;
 }
 
-// Adds a row, in the order of the file, from the losses (T) of its tokens.
+// Adds a row's losses (T) to the score. Rows are added in file order.
 static void eval_add(EvalScore *score, const EvalRow *row, const real *losses) {
     double sum = 0;
     for (int i = 0; i < row->count; i++) {
@@ -6468,7 +6483,7 @@ static void eval_add(EvalScore *score, const EvalRow *row, const real *losses) {
     score->correct_norm += row->last && score->by_mean == row->label;
 }
 
-// Both scores in percent, with their standard errors, sqrt(p (1 - p) / n).
+// Text of both scores in percent, with standard errors sqrt(p (1 - p) / n).
 typedef struct {
     char s[80];
 } ScoreText;
@@ -6480,7 +6495,7 @@ static ScoreText eval_text(const EvalScore *score) {
     return text;
 }
 
-// Adds up what each rank has scored: counts alone, so their order means nothing.
+// Sums the ranks' scores. They are integer counts, so the order does not matter.
 static void eval_total(Run *run, EvalScore *score) {
     EvalScore *scores = (EvalScore *)alloc_zero((size_t)run->s.ranks, sizeof *scores);
     engine_gather(&run->engine, scores, score, sizeof *score);
@@ -6494,8 +6509,9 @@ static void eval_total(Run *run, EvalScore *score) {
     free(scores);
 }
 
-// Scores the examples of `f`, B rows at a time, to the last one or to a signal; of several ranks
-// each takes its turn. Says how far it is at every batch on a terminal, else at every tenth.
+// Scores the examples of `f`, B rows at a time, until the last one or a signal. With several ranks,
+// rank r scores examples r, r + ranks, and so on. Prints its progress after every batch on a
+// terminal, otherwise after every tenth of the examples.
 static void run_evaluate(Run *run, const EvalFile *f, EvalScore *score) {
     const int B = run->s.B, T = run->s.T, all = f->examples, ranks = run->s.ranks;
     EvalRow *rows = (EvalRow *)alloc_zero((size_t)B, sizeof(EvalRow));
@@ -6540,7 +6556,7 @@ static void run_evaluate(Run *run, const EvalFile *f, EvalScore *score) {
     eval_total(run, score);
 }
 
-// The score: a line, or JSON and nothing else.
+// Prints the score as a line or, with --json, as a JSON object alone.
 static void run_print_score(const Run *run, const EvalFile *f, const EvalScore *score) {
     const int n = score->examples;
     if (this_rank.rank > 0) {
