@@ -6292,8 +6292,8 @@ static int run_step(Run *run) {
             if (s->ranks == 1) {
                 return 0;
             }
-            // The other ranks wait for this rank when they exchange gradients, so it takes part with
-            // a cleared batch; no update is made from these gradients.
+            // The other ranks wait for this rank when they exchange gradients, so it takes part
+            // with a cleared batch; no update is made from these gradients.
             this_rank.failed = 1;
             memset(run->inputs, 0, (size_t)s->B * (size_t)s->T * sizeof(Token));
             memset(run->targets, 0, (size_t)s->B * (size_t)s->T * sizeof(Token));
@@ -6593,14 +6593,15 @@ static void run_print_score(const Run *run, const EvalFile *f, const EvalScore *
 
 // -------------------------------------------------------------------------------------------------
 // 20. Plan report and remedies
-// What would make a run fit, by price, and the plan as it is printed.
+// The printed plan, and the changes that would make a run fit, with their prices.
 
-// Remedies. What makes a plan smaller or fit, as a user would type it, with its price.
+// Remedies. Changes that make a plan smaller or make it fit, as a user would type them, with their
+// prices.
 
-// What was typed to start this program, so that a printed command starts it again from there.
+// argv[0], so that a printed command starts this program from the same working directory.
 static const char *program_command = "./train_gpt2";
 
-// Prints a command with these options, those that differ from their defaults, to be pasted.
+// Prints a command line that can be pasted, with the options that differ from their defaults.
 static void command_print(const char *program, const Options *o) {
     char text[64], usual[64];
     Options defaults;
@@ -6620,26 +6621,26 @@ static void command_print(const char *program, const Options *o) {
     }
 }
 
-// Changes that free memory are steps on four axes; at step 0 things stay as they are.
+// Changes that free memory are steps on four axes; step 0 changes nothing.
 enum { BY_LEVEL, BY_TYPE, BY_HOME, BY_BATCH, AXES };
-enum { SAME_BITS, OTHER_SPLIT, OTHER_NUMBERS };  // what a change does to the numbers
+enum { SAME_BITS, OTHER_SPLIT, OTHER_NUMBERS };  // effect of a change on the numbers
 
-// One or several changes as a command line says them, and their price.
+// One or several changes, as options of a command line, and their price.
 typedef struct {
     int steps[AXES];
     char option[128], cost[96];
     Settings settings;
     size_t bytes, host_bytes;  // of the changed plan
     int kind;
-    double slower;  // a token, in steps of B x T tokens
+    double slower;  // extra time per token, as a fraction, in steps of B x T tokens
 } Remedy;
 enum { MAX_REMEDIES = 128 };
 
-// The last step of an axis. Batches are halved, down to 1.
+// Number of steps on an axis. Those of the batch halve it, down to 1.
 static int axis_steps(const Settings *s, int axis) {
     int halvings = 0;
     if (s->forward) {
-        return 0;  // weights and a pass forward: no setting of training makes these smaller
+        return 0;  // weights and a forward pass only: training settings do not make these smaller
     }
     while (s->B >> (halvings + 1)) {
         halvings++;
@@ -6650,7 +6651,7 @@ static int axis_steps(const Settings *s, int axis) {
                              : halvings;
 }
 
-// Another batch; the rows of a classifier chunk stay the default, if they are.
+// Changes the batch. The rows of a classifier chunk follow the default if they had it before.
 static void settings_batch(Settings *s, int B) {
     const size_t element = type_bytes(s->dtype);
     const int64_t N = (int64_t)s->B * s->T, changed = (int64_t)B * s->T;
@@ -6660,9 +6661,9 @@ static void settings_batch(Settings *s, int B) {
                                 : min_i64(s->logit_rows, changed));
 }
 
-// Takes a step on an axis and prints it into `option`. Returns 0 where it changes nothing. The low
-// halves of weights go only together with the moments' precision: alone they free less than bf16
-// moments do, and change numbers all the same.
+// Takes a step on an axis and prints it into `option`. Returns 0 if it changes nothing. The low
+// halves of the master weights are dropped (-w none) only in addition to bf16 moments: alone that
+// frees less memory than bf16 moments do, and it changes the numbers too.
 static int axis_apply(Settings *s, int axis, int step, char option[64]) {
     const Settings before = *s;
     char offload[64];
@@ -6685,8 +6686,8 @@ static int axis_apply(Settings *s, int axis, int step, char option[64]) {
     return memcmp((const void *)&before, (const void *)s, sizeof before) != 0;
 }
 
-// Fills in what the remedy's steps make of plan `p`. Returns 0 where one of them changes nothing or
-// all together free nothing.
+// Applies the remedy's steps to plan `p` and fills in the rest of the remedy. Returns 0 if one of
+// the steps changes nothing, or if all of them together free nothing.
 static int remedy_price(Remedy *r, const Plan *p) {
     static const char *const kinds[] = {"same bits", "-d keeps the step's tokens",
                                         "numbers change"};
@@ -6705,13 +6706,13 @@ static int remedy_price(Remedy *r, const Plan *p) {
                 sizeof r->option - 1 - strlen(r->option));
     }
     if (now->B % r->settings.B) {
-        return 0;  // no number of these holds the step's tokens
+        return 0;  // no whole number of these micro-batches gives the same tokens per step
     }
     plan_build(&changed, &r->settings);
     r->bytes = plan_taken(&changed);
     r->host_bytes = changed.host_bytes;
     plan_free(&changed);
-    // Both in steps of as many tokens, of one micro-step before and of several after.
+    // Both at the same number of tokens per step: one micro-step before, `micros` after.
     const int64_t micros = now->B / r->settings.B;
     r->slower = forecast_tokens_per_s(&v, now, 1) /
                     forecast_tokens_per_s(&v, &r->settings, micros) - 1;
@@ -6724,10 +6725,11 @@ static int remedy_price(Remedy *r, const Plan *p) {
     return r->bytes < plan_taken(p);
 }
 
-// Every single change that makes the plan smaller, axis by axis. Returns how many.
+// Lists every single change that makes the plan smaller, axis by axis. Returns their number.
 static int plan_remedies(const Plan *p, Remedy list[MAX_REMEDIES]) {
     int n = 0;
-    // Levels, types of states and their homes are settings of training; a batch is cut by the user.
+    // Recomputation levels and the types and placements of states are training settings; without
+    // training, reducing the batch is left to the user.
     if (p->settings.forward) {
         return 0;
     }
@@ -6741,14 +6743,14 @@ static int plan_remedies(const Plan *p, Remedy list[MAX_REMEDIES]) {
     return n;
 }
 
-// What changes least comes first, then what costs least time.
+// Sorts by effect on the numbers, smallest first, then by cost in time.
 static int remedy_compare(const void *a, const void *b) {
     const Remedy *x = (const Remedy *)a, *y = (const Remedy *)b;
     return x->kind != y->kind ? x->kind - y->kind
                               : (x->slower > y->slower) - (x->slower < y->slower);
 }
 
-// Whether a remedy among `n` takes no step further than `steps` on any axis.
+// True if `steps` includes one of the `n` remedies, i.e. is at least as large on every axis.
 static int remedy_includes(const Remedy *list, int n, const int *steps) {
     for (int i = 0; i < n; i++) {
         int axis = 0;
@@ -6762,8 +6764,9 @@ static int remedy_includes(const Remedy *list, int n, const int *steps) {
     return 0;
 }
 
-// What makes the plan fit `room`, by price: changes of which none can be left out or taken less
-// far. Smaller steps are met before larger ones. Returns how many, 0: nothing does.
+// Lists the minimal combinations of changes that make the plan fit `budget`, sorted by price: no
+// change in them can be left out or made smaller. The enumeration reaches every combination after
+// those that it includes. Returns their number, 0 if none fits.
 static int plan_changes(const Plan *p, const MemoryBudget *budget, Remedy list[MAX_REMEDIES]) {
     const Settings *s = &p->settings;
     int n = 0, steps[AXES] = {0}, axis;
@@ -6785,25 +6788,25 @@ static int plan_changes(const Plan *p, const MemoryBudget *budget, Remedy list[M
     return n;
 }
 
-// What is said where nothing cures a plan: of training, and of what has no settings of training.
+// Messages if no change makes a plan fit: for training, --generate and --eval.
 static const char no_change[] = "no settings make it fit";
 static const char generate_change[] =
     "--generate takes weights and a KV cache; a smaller --seq-len (-t) makes the cache smaller";
 static const char eval_change[] =
     "--eval takes weights and a batch on its way forward; a smaller --batch (-b) takes less";
-// Which of these is true of a run.
+// The one of these messages that applies to a run.
 static const char *plan_no_change(const Settings *s) {
     return s->cache ? generate_change : s->forward ? eval_change : no_change;
 }
 
-// Ends the run before anything is allocated when `available` bytes cannot hold `need`: says how
-// much is missing, and the cheapest settings that fit; where only host memory would help and there
-// is too little, that.
+// Ends the run, before anything is allocated, if `need` exceeds `available` bytes. The message says
+// how much is missing and names the cheapest settings that fit. If these need more host memory than
+// there is, it names the cheapest one of them and how much host memory is free.
 static void plan_refuse(const Plan *p, size_t need, size_t available) {
     enum { SHOWN = 3 };
     char line[1024] = "";
     if (need <= available) {
-        return;  // before the remedies, whose plans take a while
+        return;  // before searching for remedies, whose plans take a while to build
     }
     const size_t missing = need - available, host = (size_t)host_memory("").bytes;
     MemoryBudget budget;
@@ -6833,7 +6836,7 @@ static void plan_refuse(const Plan *p, size_t need, size_t available) {
         bytes_text((double)available).s, available_limit, bytes_text((double)missing).s, line);
 }
 
-// The same for what a rank pins in the memory of its machine, of which it has `available` bytes.
+// The same for the host memory that a rank pins, of which `available` bytes are its share.
 static void plan_refuse_host(const Plan *p, size_t available, const char *limit) {
     if (p->host_bytes > available) {
         die("the plan keeps %s in host memory%s, only %s are available (%s): %s short; fewer "
@@ -6843,10 +6846,10 @@ static void plan_refuse_host(const Plan *p, size_t available, const char *limit)
     }
 }
 
-// The printed plan. --plan, for people and as JSON.
+// The printed plan. Output of --plan, as text and as JSON.
 
 // Prints the command that trains with these options and levels on the CPU or a GPU: this program as
-// it was called, or the GPU's that stands beside it.
+// it was called or, if the CPU program has planned a GPU run, train_gpt2cu in the same folder.
 static void training_print(const Options *chosen, const char *levels, int gpu) {
     const char *slash = strrchr(program_command, '/');
     const int folder = slash ? (int)(slash + 1 - program_command) : 0;
@@ -6861,7 +6864,7 @@ static void training_print(const Options *chosen, const char *levels, int gpu) {
     printf("\n");
 }
 
-// Prints the command of what settings_auto() has chosen, where that is anything.
+// Prints the command that names the settings chosen by settings_auto(), if it has chosen any.
 static void choice_print(const Plan *p, const Options *o) {
     const Settings *s = &p->settings;
     Options chosen = *o;
@@ -6877,7 +6880,7 @@ static void choice_print(const Plan *p, const Options *o) {
     }
 }
 
-// A tick as --plan --json and dev/report.py call it: `head`, `3.qkv`, `3.re-qkv`.
+// Name of a tick in --plan --json and dev/report.py: `head`, `3.qkv`, `3.re-qkv` (recomputed).
 static void tick_name(char name[32], const Settings *s, int tick) {
     Tick t = tick_at(s, tick);
     if (t.layer < 0) {
@@ -6887,8 +6890,8 @@ static void tick_name(char name[32], const Settings *s, int tick) {
     }
 }
 
-// Prints the plan as JSON, for dev/report.py: ticks by name, and every buffer with its place in
-// time and memory.
+// Prints the plan as JSON, for dev/report.py: the names of the ticks, and every buffer with its
+// lifetime and its offset in memory.
 static void plan_print_json(const Plan *p) {
     printf("{\"target\":\"%s\",\"total_bytes\":%zu,\"host_bytes\":%zu,\"ticks\":[",
            p->settings.gpu ? "gpu" : "cpu", p->device_bytes, p->host_bytes);
@@ -6908,13 +6911,13 @@ static void plan_print_json(const Plan *p) {
     printf("]}\n");
 }
 
-// Prints the rule of thumb that people use instead of a plan, and where it errs: 16 bytes of
-// weights, gradients and moments for each parameter, every activation in fp32, 2 GB for libraries.
+// Prints the usual rule of thumb for memory and why the plan differs. The rule: 16 bytes per
+// parameter for weights, gradients and moments, every activation in fp32, and 2 GB for libraries.
 static void plan_print_thumb(const Plan *p, size_t total) {
     const Settings *s = &p->settings;
     const Model *m = &s->model;
     if (s->forward) {
-        return;  // the rule is one for training
+        return;  // the rule is for training
     }
     double N = (double)s->B * s->T, parameters = (double)model_parameters(m);
     double activations = N * ((16.0 * m->L + 1) * m->C + m->Vp);
@@ -6929,14 +6932,14 @@ static void plan_print_thumb(const Plan *p, size_t total) {
            s->logit_rows, s->B * s->T);
 }
 
-// A line of the plan's table: exact bytes for machines, rounded ones for people.
+// Prints a line of the plan's table: exact bytes for scripts, rounded ones for readers.
 static void plan_print_line(const char *name, size_t bytes, const char *note) {
     printf("%-24s %18s %12s%s\n", name, count_text((int64_t)bytes).s,
            bytes_text((double)bytes).s, note);
 }
 
-// What --plan says of a GPU run alone: libraries, host memory, and what a step moves where not
-// everything is whole on the device.
+// Prints the part of --plan that only GPU runs have: libraries, host memory, and the bytes that a
+// step transfers if buffers are offloaded or sharded.
 static void plan_print_gpu(const Plan *p, const MemoryBudget *budget, const Options *o) {
     const Settings *s = &p->settings;
     const int micros = (int)max_i64(step_micros(o, s), 1);
@@ -6965,7 +6968,7 @@ static void plan_print_gpu(const Plan *p, const MemoryBudget *budget, const Opti
     }
 }
 
-// Prints how fast a run is said to be, and how long -x steps take, or a billion tokens.
+// Prints the forecast speed and the time for -x steps, or for a billion tokens without -x.
 static void forecast_print(const Settings *s, const MemoryBudget *budget, const Options *o) {
     const int64_t micros = step_micros(o, s);
     if (budget->from && micros > 0 && !s->forward) {
@@ -6977,8 +6980,8 @@ static void forecast_print(const Settings *s, const MemoryBudget *budget, const 
     }
 }
 
-// The table of single changes and, where the plan does not fit, what would make it: the five
-// cheapest, since there may be dozens.
+// Prints the table of single changes and, if the plan does not fit, the five cheapest combinations
+// that make it fit, since there may be dozens.
 static void plan_print_remedies(const Plan *p, const MemoryBudget *budget, size_t outside) {
     if (p->settings.forward) {
         printf("\n%s\n", plan_no_change(&p->settings));
@@ -7007,15 +7010,15 @@ static void plan_print_remedies(const Plan *p, const MemoryBudget *budget, size_
     free(list);
 }
 
-// The stage of ZeRO that divides the states so.
+// The ZeRO stage (-z) that shards the same states as these settings.
 static int settings_zero(const Settings *s) {
     const int moments = s->placement[KIND_MOMENTS] & PLACE_SHARD;
     return (moments + (s->placement[KIND_GRADIENTS] & PLACE_SHARD) +
             (s->placement[KIND_WEIGHTS] & PLACE_SHARD)) / PLACE_SHARD;
 }
 
-// Prints the plan by group, whether it fits the room, on the device and on the host, what each
-// setting would save, and the rule of thumb. Returns 0 when it does not fit.
+// Prints the plan by group, whether it fits the budget on the device and on the host, how much each
+// setting would save, and the rule of thumb. Returns 0 if it does not fit.
 static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *o) {
     const Settings *s = &p->settings;
     const Model *m = &s->model;
@@ -7040,7 +7043,7 @@ static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *
         printf("; each of %d GPUs, -z %d", s->ranks, settings_zero(s));
     }
     printf("\n\n");
-    // The groups at the peak and what the layout loses add up to the allocation.
+    // The groups at the peak and the fragmentation add up to the allocation.
     plan_groups(p, device, host);
     printf("%-24s %18s\n", "at the peak of a step", "bytes");
     for (int g = 0; g < GROUPS; g++) {
@@ -7064,7 +7067,7 @@ static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *
                fits ? "free" : "short");
     }
     const int host_fits = p->host_bytes <= budget->host;
-    if (!host_fits) {  // what plan_refuse_host() says of a run
+    if (!host_fits) {  // plan_refuse_host() would end a run
         const HostMemory h = host_memory("");
         printf("host memory of this machine: %s (%s); DOES NOT FIT, %s short; fewer states in "
                "--offload need less of it\n", bytes_text((double)budget->host).s, h.limit,
@@ -7078,16 +7081,16 @@ static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *
 
 // -------------------------------------------------------------------------------------------------
 // 21. --fit and --minimum
-// --fit tries settings, plans and forecasts each, and recommends one by its command line; --minimum
-// is the smallest of them. Settings are tried as options that are parsed like a user's, so that
-// what is recommended is what a run accepts.
+// --fit plans and forecasts many settings and recommends one, printed as a command; --minimum
+// prints those that take the least memory. Every candidate is a set of options that passes the same
+// checks as a user's, so a run accepts what is recommended.
 
-// What --minimum decides itself, or does not depend on.
+// Options that --minimum decides itself, or does not depend on.
 static const char *const minimum_decides[] = {"batch",   "recompute", "logit-rows", "moments",
                                               "master", "offload",   "gpu-mem"};
 
-// Looks at the options of --fit and --minimum before settings are made of them. Ends the run at
-// what they would ignore, and where no batch divides -d's tokens.
+// Checks the options of --fit and --minimum before they are turned into settings. Ends the run if
+// one of them would be ignored, or if no batch size divides -d's tokens.
 static void fit_options(const Options *o, const Model *m) {
     Settings least;
     if (!o->fit && !o->minimum) {
@@ -7100,7 +7103,7 @@ static void fit_options(const Options *o, const Model *m) {
                 minimum_decides[i]);
         }
     }
-    // The smallest batch that is tried divides whatever a larger one does.
+    // If a larger batch divides -d's tokens, so does the smallest one that is tried.
     memset(&least, 0, sizeof least);
     least.ranks = (int)o->gpus;
     least.B = o->fit && option_given(o, "batch") ? (int)o->batch : 1;
@@ -7108,8 +7111,8 @@ static void fit_options(const Options *o, const Model *m) {
     step_whole_micros(o, &least);
 }
 
-// Settings that fit as options that a user could type, and what they take. `type` is a row of
-// fit_types, `rung` one of offload_tiers.
+// A candidate of --fit: options that a user could type, with their memory and speed. `type` is a
+// row of fit_types, `tier` one of offload_tiers.
 typedef struct {
     Options o;
     Settings settings;
@@ -7119,7 +7122,7 @@ typedef struct {
 } FitPoint;
 enum { MAX_POINTS = 4096 };
 
-// Number types that --fit any tries with bf16 weights, 0: as asked.
+// Number types that --fit any and --fit all try with bf16 weights; row 0: as asked.
 static const struct {
     int64_t moments, master;
 } fit_types[] = {{0, 0}, {MOMENTS_BF16, MASTER_SPLIT}, {MOMENTS_BF16, MASTER_NONE}};
@@ -7128,9 +7131,9 @@ enum { FIT_TYPES = sizeof fit_types / sizeof fit_types[0] };
 // The micro-batches that --fit tries: 1, 2, 3, 4, 6, 8, 12, 16, ...
 static int next_batch(int B) { return B < 2 ? B + 1 : B & (B - 1) ? B / 3 * 4 : B / 2 * 3; }
 
-// Fills in a point from its options: settings, homes and levels where they are left to the program
-// (`level` -1: the cheapest mixture that fits, else this one in all blocks), plan, speed. Returns
-// whether it fits.
+// Fills in a point from its options: settings, plan and speed. Placements and recomputation levels
+// are chosen if the options leave them to the program (`level` -1: the cheapest mixture that fits,
+// else this level in all blocks). Returns 1 if the point fits.
 static int fit_point(FitPoint *f, const Model *m, int level, const MemoryBudget *budget) {
     Plan p;
     Settings *s = &f->settings;
@@ -7138,7 +7141,7 @@ static int fit_point(FitPoint *f, const Model *m, int level, const MemoryBudget 
     settings_from_options(s, &f->o, m, budget->speed.gpu);
     if (offloads) {
         f->o.offload = settings_offload(s, offload_tiers[f->tier]);
-        f->o.offload += f->o.offload ? 0 : (int64_t)OFFLOAD_AUTO;  // which finds that all fits
+        f->o.offload += f->o.offload ? 0 : (int64_t)OFFLOAD_AUTO;  // `auto` will offload nothing
     }
     if (levels && level >= 0) {
         settings_recompute(s, level, m->L);
@@ -7153,7 +7156,8 @@ static int fit_point(FitPoint *f, const Model *m, int level, const MemoryBudget 
     return f->bytes <= budget->device && f->host_bytes <= budget->host;
 }
 
-// Whether --fit tries a row of fit_types: what the user has asked for stays, and is row 0.
+// Returns 1 if --fit tries a row of fit_types. Row 0 is what the user asked for; the other rows
+// must neither contradict a given option nor repeat row 0.
 static int fit_tries_type(const Options *asked, int type) {
     const int64_t moments = fit_types[type].moments, master = fit_types[type].master;
     return type == 0 || ((moments == asked->moments || !option_given(asked, "moments")) &&
@@ -7161,8 +7165,9 @@ static int fit_tries_type(const Options *asked, int type) {
                          (moments != asked->moments || master != asked->master));
 }
 
-// Every point that --fit looks at and that fits: number types, batches until the smallest plan does
-// not fit, homes and levels, each where the options leave it open. Returns how many.
+// Lists every candidate of --fit that fits: number types, batches up to the first that does not
+// fit, offload tiers and recomputation levels, each only if the options leave it open. Returns
+// their number.
 static int fit_points(FitPoint list[MAX_POINTS], const Options *asked, const Model *m,
                       const MemoryBudget *budget) {
     const int64_t T = asked->seq_len ? asked->seq_len : m->maxT;
@@ -7185,19 +7190,19 @@ static int fit_points(FitPoint list[MAX_POINTS], const Options *asked, const Mod
             f->type = type;
             f->tier = i / levels % tiers;
             if (asked->gpus > 1 && offload_tiers[f->tier] == HOST_GRADIENTS) {
-                break;  // gradients of several GPUs stay there: it is the rung before
+                break;  // gradients of several GPUs stay on them: the same as the tier before
             }
             if (asked->logit_rows > B * T) {
-                continue;  // fewer tokens than that option takes
+                continue;  // a run requires --logit-rows of at most B x T
             }
             if (type > 0) {
                 f->o.moments = fit_types[type].moments;
                 f->o.master = fit_types[type].master;
             }
-            // In place of nothing recomputed stands what fits with the least of it.
+            // Level 0 (no recomputation) is replaced by the least recomputation that fits.
             fits = fit_point(f, m, i % levels ? i % levels : -1, budget);
             const int64_t micros = step_micros(asked, &f->settings);
-            // A run refuses a step that the data does not fill once.
+            // A run refuses a step of more sequences than the data has.
             n += fits && micros > 0 &&
                  (!budget->windows || micros * f->settings.ranks * B <= budget->windows);
         }
@@ -7205,7 +7210,7 @@ static int fit_points(FitPoint list[MAX_POINTS], const Options *asked, const Mod
     return n;
 }
 
-// A row of the table of fit_print_points().
+// Prints a row of the table of fit_print_points().
 static void fit_print_point(const FitPoint *f) {
     char offload[64], types[64] = "";
     const Settings *s = &f->settings;
@@ -7218,8 +7223,8 @@ static void fit_print_point(const FitPoint *f) {
            count_text((int64_t)f->tokens_per_s).s, offload_text(offload, s));
 }
 
-// A point that another one beats: no slower, and no more bytes on either side, one of them better
-// (or, of equals, earlier in the list).
+// True if point i is dominated: another point is no slower, takes no more device or host memory,
+// and is strictly better in at least one of these (on a tie, the earlier one in the list wins).
 static int fit_is_beaten(const FitPoint *list, int n, int i) {
     const FitPoint *f = &list[i];
     for (int k = 0; k < n; k++) {
@@ -7234,23 +7239,23 @@ static int fit_is_beaten(const FitPoint *list, int n, int i) {
     return 0;
 }
 
-// Of points that are about as fast, the one that takes less for granted: host memory, then other
-// numbers, then a large batch.
+// True if `a` is simpler than `b`, which is about as fast: it has fewer states in host memory, else
+// fewer narrow number types, else a smaller batch.
 static int point_is_simpler(const FitPoint *a, const FitPoint *b) {
     return a->tier != b->tier   ? a->tier < b->tier
            : a->type != b->type ? a->type < b->type
                                 : a->o.batch < b->o.batch;
 }
 
-// The plainest of the points of a number type and a rung of homes (-1: of any) that are within half
-// a percent of the fastest. NULL: there is none.
+// The simplest point within half a percent of the fastest, among those of a number type and an
+// offload tier (-1: any). NULL if there is none.
 static const FitPoint *fit_fastest(const FitPoint *list, int n, int type, int tier) {
     const FitPoint *best = NULL;
     double most = 0;
     for (int i = 0; i < 2 * n; i++) {
         const FitPoint *f = &list[i % n];
         if ((type < 0 || f->type == type) && (tier < 0 || f->tier == tier)) {
-            most = fmax(most, f->tokens_per_s);  // known after the first n
+            most = fmax(most, f->tokens_per_s);  // final after the first n iterations
             if (i >= n && f->tokens_per_s >= 0.995 * most && (!best || point_is_simpler(f, best))) {
                 best = f;
             }
@@ -7259,8 +7264,9 @@ static const FitPoint *fit_fastest(const FitPoint *list, int n, int type, int ti
     return best;
 }
 
-// What --fit recommends: with -d, which holds a step's tokens, the fastest of all. Without it steps
-// differ in size, and speeds compare no two rungs: the lowest one that fits, and there the fastest.
+// The point that --fit recommends. With -d, which fixes the tokens per step (`held`): the fastest
+// overall. Without it step sizes differ, so speeds are not comparable across offload tiers: the
+// fastest on the lowest tier that fits.
 static const FitPoint *fit_choose(const FitPoint *list, int n, int held) {
     const FitPoint *best = held ? fit_fastest(list, n, -1, -1) : NULL;
     for (int tier = 0; tier < OFFLOAD_TIERS && !best; tier++) {
@@ -7269,15 +7275,15 @@ static const FitPoint *fit_choose(const FitPoint *list, int n, int held) {
     return best;
 }
 
-// Fewer bytes of the device first, then of the host.
+// Sorts by device bytes, then by host bytes.
 static int point_compare(const void *a, const void *b) {
     const FitPoint *x = (const FitPoint *)a, *y = (const FitPoint *)b;
     return x->bytes != y->bytes ? (x->bytes > y->bytes) - (x->bytes < y->bytes)
                                 : (x->host_bytes > y->host_bytes) - (x->host_bytes < y->host_bytes);
 }
 
-// The rows of --fit: of each number type and rung of homes the fastest point, with `all` every
-// point that no other beats, by device bytes.
+// Prints the rows of --fit: the fastest point of each number type and offload tier or, with `all`,
+// every point that is not dominated, sorted by device bytes.
 static void fit_print_points(const FitPoint *list, int n, int all) {
     FitPoint *rows = (FitPoint *)alloc_zero(MAX_POINTS, sizeof *rows);
     int count = 0;
@@ -7303,14 +7309,14 @@ static void fit_print_points(const FitPoint *list, int n, int all) {
     free(rows);
 }
 
-// What of these settings changes numbers, for people.
+// Prints which of these settings change the numbers of a run.
 static void print_changes(const Settings *s, const char *split) {
     printf("same bits as any other -r and --offload%s%s%s\n", split,
            s->moment_dtype == TYPE_BF16 ? "; --moments bf16 changes numbers" : "",
            s->dtype == TYPE_BF16 && !s->split_master ? "; -w none changes numbers" : "");
 }
 
-// Whose the bytes before it are; nothing where there is one GPU.
+// Text to append to a number of bytes per GPU; empty with one GPU.
 static ShortText each_text(const Options *o) {
     ShortText text = {""};
     if (o->gpus > 1) {
@@ -7319,7 +7325,7 @@ static ShortText each_text(const Options *o) {
     return text;
 }
 
-// What libraries take of the device of a rank, NCCL's buffers among them.
+// Device memory of a rank that is reserved for libraries, including NCCL's buffers.
 static double reserved_bytes(const Options *o, size_t library) {
     Settings s;
     memset(&s, 0, sizeof s);
@@ -7327,7 +7333,7 @@ static double reserved_bytes(const Options *o, size_t library) {
     return (double)(library + nccl_estimate_bytes(&s));
 }
 
-// --fit. Returns the program's exit status: 1 when nothing fits.
+// Runs --fit. Returns the program's exit status: 1 if nothing fits.
 static int fit_command(const Options *o, const Model *m, const MemoryBudget *budget) {
     FitPoint *list = (FitPoint *)alloc_zero(MAX_POINTS, sizeof *list);
     if (budget->device <= 1 && budget->library) {
@@ -7361,10 +7367,11 @@ static int fit_command(const Options *o, const Model *m, const MemoryBudget *bud
     return best ? 0 : 1;
 }
 
-// --minimum: the least memory that a run can take, at B = 1: on a GPU with nothing offloaded and
-// with everything at home on the host (of several GPUs all but the gradients, which stay there),
-// and, `cpu`, in the CPU program, unless it lacks an option that is given. Number types change only
-// where nothing is offloaded: on the host they take no device memory.
+// Runs --minimum: prints the least memory that a run can take, at B = 1, on a GPU with nothing
+// offloaded, on a GPU with all states in host memory (with several GPUs all but the gradients,
+// which stay on the device) and, if `cpu` is set and the CPU program supports the given options,
+// for the CPU program. Narrow number types are used only if nothing is offloaded, because states in
+// host memory take no device memory.
 static void minimum_command(const Options *asked, const Model *m, int cpu) {
     static const char *const titles[] = {"GPU, nothing offloaded", "GPU, everything on the host",
                                          "CPU", "GPU, all but gradients on the host"};
@@ -7382,7 +7389,7 @@ static void minimum_command(const Options *asked, const Model *m, int cpu) {
         f->o.batch = 1;
         f->o.logit_rows = min_i64(128, asked->seq_len ? asked->seq_len : m->maxT);
         f->o.offload = OFFLOAD_AUTO;
-        // All that cuBLASLt asks of a workspace is that it begins at a multiple of 256 bytes.
+        // cuBLASLt has no minimum size of a workspace; its address must be a multiple of 256 bytes.
         f->o.workspace = asked->workspace || !all.speed.gpu ? asked->workspace : 256;
         f->tier = i == 1 ? OFFLOAD_TIERS - 1 : 0;
         f->o.moments = i == 0 && !wide ? MOMENTS_BF16 : MOMENTS_FP32;
@@ -7407,11 +7414,11 @@ static void minimum_command(const Options *asked, const Model *m, int cpu) {
 
 // -------------------------------------------------------------------------------------------------
 // 22. Measured speed
-// The source of a plan's forecast for the machine at hand: on the CPU, small models that are timed
-// each time; on a GPU, what runs have measured and kept.
+// The speed of this machine, from which a plan forecasts a run: on the CPU small models are timed
+// for every plan; on a GPU the speed is the one that earlier runs measured and cached.
 
-// Seconds of a micro-step, and of an update, of a model of random weights at `s`: the middle one of
-// three after a first that is not counted.
+// Returns the seconds of a micro-step, and sets *update to those of an update, for a model with
+// settings `s` and arbitrary weights: the median of three, after a warm-up.
 static double engine_seconds(const Program *program, const Settings *s, double *update) {
     enum { TIMES = 3 };
     double micro_ms[TIMES], update_ms[TIMES];
@@ -7425,7 +7432,7 @@ static double engine_seconds(const Program *program, const Settings *s, double *
     options_default(&o);
     plan_build(&p, s);
     program->open(&e, &p);
-    for (int i = 0; i < PIECE; i++) {  // zeros would be faster than numbers are
+    for (int i = 0; i < PIECE; i++) {  // computing with zeros would be faster
         piece[i] = (real)(0.004 * (i * 7 % 11 - 5));
     }
     for (int64_t i = 0; i < all; i += PIECE) {
@@ -7437,7 +7444,7 @@ static double engine_seconds(const Program *program, const Settings *s, double *
     for (int k = -1; k < TIMES; k++) {
         const double start = now_ms();
         e.micro_step(&e, tokens, tokens, 0, 1);
-        e.read(&e, STATE_WEIGHTS, 0, piece, 1);  // which waits for what is queued
+        e.read(&e, STATE_WEIGHTS, 0, piece, 1);  // waits for queued work
         const double middle = now_ms();
         e.update(&e, &o, 0, HUGE_VAL, 0);
         micro_ms[max_i64(k, 0)] = middle - start;
@@ -7451,15 +7458,15 @@ static double engine_seconds(const Program *program, const Settings *s, double *
     return 1e-3 * median(micro_ms, TIMES);
 }
 
-// FLOPs of a calibration: four micro-steps each of two blocks, of two blocks computed again, and of
-// one block with the vocabulary.
+// Estimated FLOPs of a calibration: four micro-steps each of two blocks, of two blocks with
+// recomputation, and of one block with the vocabulary.
 static double calibration_flops(const Settings *s) {
     const double C = s->model.C;
     return (800 * C * C + 24 * C * s->model.Vp) * s->B * s->T;
 }
 
-// The settings of a calibration: the run's width on few blocks, and of its batch what takes at most
-// `flops`. A whole batch is better: the activations of a small one stay in caches.
+// The settings of a calibration: few blocks of the run's width, with its batch reduced until it
+// takes at most `flops`. A full batch is better: the activations of a small one stay in caches.
 static Settings calibration_settings(const Settings *run, double flops) {
     Settings s = *run;
     memset(s.placement, 0, sizeof s.placement);
@@ -7475,12 +7482,12 @@ static Settings calibration_settings(const Settings *run, double flops) {
     return s;
 }
 
-// How fast this machine is at a run's settings: the usual rates, corrected by what small models
-// take, of one and of two of the run's blocks. Two blocks and hardly any vocabulary give the
-// blocks' time, the same with -r block what is computed again, one block with the run's vocabulary
-// the rest. A smaller batch is taken to be as fast, a token. `dev/bench/cpu.c forecast` holds it
-// against the steps of ten settings. Returns 0 if the small models take more than `bytes`, or more
-// than `flops` to time.
+// Measures how fast this machine is at a run's settings: the usual rates, corrected by the times of
+// small models with one and with two of the run's blocks. Two blocks with a tiny vocabulary give
+// the time of the blocks, the same with -r block the time of recomputation, and one block with the
+// run's vocabulary the rest. A smaller batch is assumed to take the same time per token.
+// `dev/bench/cpu.c forecast` compares the result with the steps of ten settings. Returns 0 if the
+// small models need more than `bytes` of memory, or timing them more than `flops`.
 static int speed_measure(Speed *speed, const Program *program, const Settings *run, size_t bytes,
                          double flops) {
     enum { TWO, AGAIN, ONE, MODELS };
@@ -7503,7 +7510,7 @@ static int speed_measure(Speed *speed, const Program *program, const Settings *r
         seconds[i] = engine_seconds(program, &s, &update[i]);
         v.byte = i == ONE ? update[i] / update_bytes(&s) : v.byte;
     }
-    // Blocks have two factors: of the stages that may come again, and of the others.
+    // Blocks have two factors: one for the stages that may be recomputed, one for the others.
     const double repeat = predicted[AGAIN] - predicted[TWO];
     const double others = predicted[TWO] - rest[TWO] - repeat;
     const double again = fmax((seconds[AGAIN] - seconds[TWO]) / repeat, 0.01);
@@ -7520,7 +7527,7 @@ static int speed_measure(Speed *speed, const Program *program, const Settings *r
     return 1;
 }
 
-// What a GPU's speed depends on: its name, the width, the batch and the types.
+// Cache key of a GPU's speed, all that it depends on: GPU name, model width, batch and types.
 static void speed_key(char key[192], const char *device, const Settings *s) {
     const Model *m = &s->model;
     snprintf(key, 192, "%.80s: C %d NH %d V %d B %d T %d rows %d types %d %d %d %d", device, m->C,
@@ -7528,8 +7535,8 @@ static void speed_key(char key[192], const char *device, const Settings *s) {
              (int)s->moment_dtype, s->split_master);
 }
 
-// Reads the last speed that was kept for `key`, in a file with a line for each: the key, then the
-// numbers of a Speed. 0: there is none.
+// Reads the last speed cached for `key`. Each line of the cache file is a key followed by the
+// numbers of a Speed. Returns 0 if there is none.
 static int speed_load(Speed *speed, const char *key) {
     char line[1024];
     int found = 0;
@@ -7559,7 +7566,7 @@ static int speed_load(Speed *speed, const char *key) {
     return found;
 }
 
-// Appends a speed in one write, so that runs that start at once do not mix their lines.
+// Appends a speed to the cache in one write, so that concurrent runs do not mix their lines.
 static void speed_save(const Speed *v, const char *key) {
     char line[1024];
     int n = snprintf(line, sizeof line, "%s\t", key);
@@ -7575,9 +7582,10 @@ static void speed_save(const Speed *v, const char *key) {
     }
 }
 
-// Fills in how fast the machine at hand is, if that can be known, for a plan: the CPU's speed is
-// measured, which takes no longer than three of its steps or 15 % of a run of so many (0: unknown),
-// half of that for the FLOPs that are counted; a GPU's is what runs have kept.
+// Fills in the speed of this machine for a plan, if it can be known. The CPU's speed is measured,
+// which may take no longer than three steps, or than 15 % of a run of `steps` steps (0: unknown);
+// half of that limit is for the FLOPs that calibration_flops() counts. A GPU's speed is read from
+// the cache.
 static void budget_measure(MemoryBudget *budget, const Program *program, const Settings *s,
                            int64_t micros, int64_t steps) {
     const double step = model_flops_per_token(&s->model, s->T) * s->B * s->T * (double)micros;
@@ -7595,7 +7603,7 @@ static void budget_measure(MemoryBudget *budget, const Program *program, const S
     }
     const double flops = fmin(4e11, most);
     const Settings small = calibration_settings(s, flops);
-    if (calibration_flops(&small) > 2e10) {  // less takes two cores no half second
+    if (calibration_flops(&small) > 2e10) {  // fewer take two cores under half a second
         printf("measuring this machine's speed for the forecast\n");
         fflush(stdout);
     }
@@ -7604,8 +7612,8 @@ static void budget_measure(MemoryBudget *budget, const Program *program, const S
     }
 }
 
-// Seconds that a micro-step takes at the usual rates; on a GPU of which the peak is known, at that
-// GPU's share of the usual one's.
+// Estimated seconds of a micro-step at the usual rates. If it is limited by computation on a GPU
+// whose peak is known, it is scaled by the ratio of the usual GPU's peak to this one's.
 static double micro_guess(const Settings *s, double peak_flops) {
     const Speed usual = speed_usual(s);
     const double computes = forecast_micro(&usual, s, 1);
@@ -7614,15 +7622,15 @@ static double micro_guess(const Settings *s, double peak_flops) {
     return micro > computes ? micro : computes / share;
 }
 
-// Seconds of a step at the usual rates that no micro-step takes.
+// Estimated seconds of a step outside of its micro-steps, at the usual rates.
 static double update_guess(const Settings *s) {
     const Speed usual = speed_usual(s);
     return fmax(2 * forecast_step(&usual, s, 1) - forecast_step(&usual, s, 2), 0);
 }
 
-// Keeps for later plans how fast this GPU is, from the seconds of a micro-step: the usual rates,
-// all those of the device scaled alike. Nothing is kept if the speed of these settings is known, or
-// if the run moves states to the host, because then the link may be what it waits for.
+// Caches the speed of this GPU for later plans, from the seconds of a micro-step: the usual rates,
+// with all those of the device scaled by one factor. Nothing is cached if the speed of these
+// settings is known, or if the run offloads states, because the link may then be the bottleneck.
 static void speed_keep(const Program *program, const Settings *s, double seconds) {
     char key[192], device[96];
     Speed v = speed_usual(s);
@@ -7644,13 +7652,13 @@ static void speed_keep(const Program *program, const Settings *s, double seconds
 
 // -------------------------------------------------------------------------------------------------
 // 23. Start-up and main
-// From options to a run, in the seven steps of program_run(). What one step decides the next ones
-// build on. Nothing is written, and no large memory taken, before everything that can be refused
-// has been refused: five steps only read, the sixth compares the plan with the memory there is.
+// From options to a run, in the seven steps of program_run(); each one builds on the previous ones.
+// Everything that can be refused is checked before anything is written or much memory is allocated:
+// the first five steps only read, and the sixth compares the plan with the available memory.
 
-// Step 1 for many GPUs: finds the ranks that a launcher started, or starts those of --gpus, of
-// which this process may become one; then --gpus is their number. Ends the run where this program
-// cannot share it.
+// Step 1 with several GPUs: detects the ranks that a launcher has started, or starts those of
+// --gpus, where this process may become one of them. Afterwards o->gpus is the number of ranks.
+// Ends the run if this program cannot train on several ranks.
 static void run_find_ranks(Run *run, const Program *program) {
     Options *o = &run->o;
     char text[64], asks[64];
@@ -7686,15 +7694,15 @@ static void run_find_ranks(Run *run, const Program *program) {
     o->quiet |= this_rank.rank > 0;
 }
 
-// The ranks show each other who they are, before any of them plans: what is left to memory they
-// choose alike, for the one of them that has the least. Ends the run where they cannot train
-// together. Returns the room that every rank has, of which this one has `room`.
+// The handshake of the ranks, before any of them makes its plan: settings that depend on the
+// available memory are chosen identically on all ranks, for the one with the least. Ends the run if
+// the ranks cannot train together. Returns the budget that every rank has; `budget` is this rank's.
 static MemoryBudget run_handshake(const Run *run, const Program *program,
                                   const MemoryBudget *budget) {
     MemoryBudget least = *budget;
     if (this_rank.ranks > 1 && program->ranks_handshake) {
         Settings same = run->s;
-        same.rank = same.threads = same.quiet = 0;  // they may differ
+        same.rank = same.threads = same.quiet = 0;  // these may differ between ranks
         rank_info.settings = fingerprint(0, &same, sizeof same);
         rank_info.device = budget->device;
         rank_info.host = budget->host;
@@ -7705,8 +7713,8 @@ static MemoryBudget run_handshake(const Run *run, const Program *program,
     return least;
 }
 
-// Step 2: the model's sizes from -e, and its open file where it names one. Its vocabulary is not
-// yet known, except from a file.
+// Step 2: reads the model's sizes from -e, and opens the file if -e names one. The vocabulary is
+// not known yet, except from a file.
 static ModelKind run_choose_model(Run *run, const Program *program, Model *m) {
     Options *o = &run->o;
     o->model = o->model ? o->model : program->default_model;
@@ -7723,9 +7731,9 @@ static ModelKind run_choose_model(Run *run, const Program *program, Model *m) {
     return kind;
 }
 
-// The data of a run without -i: the first prepared corpus, for a model with GPT-2's
-// vocabulary its tokens before bytes, in data/ here, else in data/ next to the program. Leaves the
-// options as they are when none is prepared.
+// Chooses the data of a run without -i: the first prepared corpus in data/ of the working
+// directory, else in data/ next to the program. For a model with GPT-2's vocabulary, a corpus of
+// GPT-2 tokens is preferred to one of bytes. Leaves the options unchanged if none is prepared.
 static void default_data(Options *o, int is_gpt2) {
     static const char *const names[] = {"tinyshakespeare_gpt2", "tinyshakespeare_bytes",
                                         "stories_bytes"};
@@ -7748,9 +7756,9 @@ static void default_data(Options *o, int is_gpt2) {
     }
 }
 
-// The model's vocabulary: the preset's, the file's or the data's. Without data (--plan), a shape
-// takes that of bytes. Ends the run when a file's vocabulary is not the data's: the same number
-// would mean another text.
+// Sets the model's vocabulary: the preset's, the file's or the data's. Without data (--plan), a
+// shape uses the vocabulary of bytes. Ends the run if a file's vocabulary differs from the data's,
+// because the same token id would stand for different text.
 static void model_vocabulary(Model *m, ModelKind kind, const Options *o, const Dataset *data) {
     switch (kind) {
         case MODEL_PRESET:
@@ -7778,8 +7786,8 @@ static void model_vocabulary(Model *m, ModelKind kind, const Options *o, const D
     }
 }
 
-// Step 3: the training data, and with it the vocabulary. A plan needs data only for the vocabulary
-// of a shape, and takes the bytes' where there is none.
+// Step 3: opens the training data and sets the vocabulary. A plan needs data only for the
+// vocabulary of a shape, and uses that of bytes if there is no data.
 static void run_choose_data(Run *run, Model *m, ModelKind kind) {
     Options *o = &run->o;
     if (!o->train_data && (!options_plan(o) || kind == MODEL_SHAPE)) {
@@ -7797,15 +7805,16 @@ static void run_choose_data(Run *run, Model *m, ModelKind kind) {
     model_vocabulary(m, kind, o, run->train.shards ? &run->train : NULL);
 }
 
-// Host memory that a process takes beside its plan: the matrix that its checkpoint transposes, of
-// 16 C^2 bytes, with a quarter to spare; 16 MiB for pieces of files, vocabularies, the program. If
-// plans filled it, as -r and --offload auto may, a limited job would end at its first checkpoint.
+// Host memory that a process uses in addition to its plan: the matrix that saving a checkpoint
+// transposes, of 16 C^2 bytes, plus a quarter of that; and 16 MiB for buffers of files,
+// vocabularies and the program. If plans used all memory, as -r auto and --offload auto may, a job
+// with a memory limit would be killed at its first checkpoint.
 static size_t outside_plan_bytes(const Model *m) {
     return (16 << 20) + 20 * (size_t)m->C * (size_t)m->C;
 }
 
-// What this machine has for a run. --gpu-mem makes a GPU no larger than such a card, whose context
-// and libraries take their part first.
+// The memory and speed of this machine that a run can use. --gpu-mem limits a GPU to a card of that
+// size, less the memory of its context and libraries.
 static MemoryBudget budget_at_hand(const Program *program, const Options *o, const Settings *s) {
     MemoryBudget budget;
     memset(&budget, 0, sizeof budget);
@@ -7813,7 +7822,7 @@ static MemoryBudget budget_at_hand(const Program *program, const Options *o, con
         die("--gpu-mem: this program trains on the CPU; with --plan, --fit or --minimum it plans a "
             "GPU run");
     }
-    const size_t nccl = nccl_estimate_bytes(s);  // it takes that later than the other libraries
+    const size_t nccl = nccl_estimate_bytes(s);  // allocated later than by other libraries
     const size_t outside = program->gpu ? 0 : outside_plan_bytes(&s->model);
     budget.device = size_less(program->available(), program->library_bytes + nccl + outside);
     if (o->gpu_mem) {
@@ -7823,8 +7832,8 @@ static MemoryBudget budget_at_hand(const Program *program, const Options *o, con
             snprintf(available_limit, sizeof available_limit, " (--gpu-mem)");
         }
     }
-    budget.device = (size_t)max_i64((int64_t)budget.device, 1);  // 0 would be unknown
-    // The ranks of a machine share its memory.
+    budget.device = (size_t)max_i64((int64_t)budget.device, 1);  // 0 would mean unknown
+    // The ranks on a machine share its host memory.
     const size_t host = (size_t)(host_memory("").bytes / this_rank.local_ranks);
     budget.host = program->gpu ? size_less(host, outside_plan_bytes(&s->model)) : SIZE_MAX;
     budget.library = program->library_bytes;
@@ -7833,8 +7842,9 @@ static MemoryBudget budget_at_hand(const Program *program, const Options *o, con
     return budget;
 }
 
-// --plan, --fit and --minimum: of the card that is named, else of the machine at hand. Returns the
-// program's exit status: 1 when it does not fit what was named.
+// Runs --plan, --fit or --minimum for the card that the options name, else for this machine.
+// Returns the program's exit status: 1 if the plan does not fit, or if --fit finds nothing that
+// does.
 static int plan_command(const Run *run, const Program *program, Options *o, const Model *m) {
     Settings s;
     Plan p;
@@ -7859,7 +7869,7 @@ static int plan_command(const Run *run, const Program *program, Options *o, cons
     if (o->generate) {
         settings_generate(&s);
     }
-    const int64_t micros = o->fit ? 1 : step_whole_micros(o, &s);  // what no run takes has no plan
+    const int64_t micros = o->fit ? 1 : step_whole_micros(o, &s);  // refuse what a run refuses
     if (known && !o->json) {
         budget_measure(&budget, program, &s, micros, o->steps);
     }
@@ -7872,7 +7882,7 @@ static int plan_command(const Run *run, const Program *program, Options *o, cons
     if (o->json) {
         plan_print_json(&p);
     } else {
-        const int unlimited = budget.device >> 60 != 0;  // no limit is so high: nothing says
+        const int unlimited = budget.device >> 60 != 0;  // above any real limit
         budget.device = unlimited ? 0 : budget.device;
         fits = plan_print(&p, &budget, o);
         printf("%s%s", unlimited ? budget.where : "", unlimited ? ": unknown\n" : "");
@@ -7881,8 +7891,9 @@ static int plan_command(const Run *run, const Program *program, Options *o, cons
     return fits ? 0 : 1;
 }
 
-// Step 5: how many micro-batches make a step and how many steps the run, from the options and the
-// data. Ends the run where they do not divide, or the data is too short for one step.
+// Step 5: sets the number of micro-batches per step and of steps in the run, from the options and
+// the data. Ends the run if -d is not divisible, the warm-up is longer than the run, or the data is
+// too short for one step or one validation batch.
 static void run_size(Run *run) {
     const Options *o = &run->o;
     const Settings *s = &run->s;
@@ -7905,8 +7916,8 @@ static void run_size(Run *run) {
     }
 }
 
-// Start-up box: what was asked, what will run, what it takes. It is printed before anything is
-// opened that takes its time; what the engine tells of itself follows once that is open.
+// Prints the start-up box: model, data, step, command and memory. It is printed before the engine
+// is opened, because that may take a while; run_print_engine() then adds the device.
 static void run_print_box(const Run *run) {
     const Plan *p = &run->plan;
     const Settings *s = &run->s;
@@ -7956,8 +7967,8 @@ static void run_print_engine(const Run *run) {
     }
 }
 
-// Ends a resume at a checkpoint in the output folder that bears another name than its step's, or at
-// one that is that folder (its entry "."): a new run in their place would clear the log.
+// Ends a resume if the output folder contains a checkpoint that is not named after its step, or is
+// itself a checkpoint (its entry "."): starting a new run instead would clear the log.
 static void refuse_renamed(const char *output) {
     static Manifest manifest;
     char path[PATH_BYTES];
@@ -7976,10 +7987,10 @@ static void refuse_renamed(const char *output) {
     }
 }
 
-// The newest checkpoint of the output folder whose files are those of its manifest.
+// The newest checkpoint of the output folder whose files match its manifest.
 typedef struct {
-    int64_t step;   // -1: there is none at all
-    int64_t files;  // of states
+    int64_t step;   // -1: none
+    int64_t files;  // number of ranks that wrote states
 } ResumeChoice;
 
 static ResumeChoice run_choose_checkpoint(const Run *run) {
@@ -8012,8 +8023,9 @@ static ResumeChoice run_choose_checkpoint(const Run *run) {
     return choice;
 }
 
-// Resumes from it. Rank 0 chooses, since it alone may sweep and its disk may have more than the
-// others can see; then all load the same one. Returns its step, or -1.
+// Resumes from the newest complete checkpoint. Rank 0 chooses it, because only rank 0 may remove
+// unfinished checkpoints and its disk may hold some that other ranks cannot see; all ranks then
+// load the same one. Returns its step, or -1.
 static int64_t run_resume(Run *run) {
     char path[PATH_BYTES] = "";
     const Options *o = &run->o;
@@ -8031,7 +8043,7 @@ static int64_t run_resume(Run *run) {
         path_print(path, "%s/step-%08" PRId64, o->output, choice.step);
         run_say(run, "loading %s", path);
         checkpoint_load(&resumed, &run->state, path, (int)choice.files);
-        const int64_t most = choice.step * run->train.windows;  // no step reads more than all data
+        const int64_t most = choice.step * run->train.windows;  // an epoch per step
         if (run->state.step != choice.step || run->state.position > most) {
             die("checkpoint %s: its state has step %" PRId64 ", position %" PRId64 "; allowed is "
                 "step %" PRId64 ", position 0 to %" PRId64, path, run->state.step,
@@ -8049,7 +8061,7 @@ static int64_t run_resume(Run *run) {
     return choice.step;
 }
 
-// Opens GPT-2's vocabulary where samples or checkpoints need it or --tokenizer names it.
+// Opens GPT-2's vocabulary if samples or checkpoints need it, or if --tokenizer names it.
 static void run_vocabulary(Run *run) {
     const Options *o = &run->o;
     char path[PATH_BYTES];
@@ -8064,8 +8076,9 @@ static void run_vocabulary(Run *run) {
     }
 }
 
-// Step 6: the batch and the one plan of a run, whose settings are known but for what is left to
-// memory. Ends the run where the program cannot do them or memory does not hold the plan.
+// Step 6: chooses the settings that depend on the available memory, allocates the batch and builds
+// the run's only plan. Ends the run if the program does not support the settings or if the plan
+// does not fit in memory.
 static void run_fit(Run *run, const Program *program) {
     size_t batch = (size_t)run->s.B * (size_t)run->s.T;
     if (program->refuse) {
@@ -8074,7 +8087,7 @@ static void run_fit(Run *run, const Program *program) {
     const MemoryBudget budget = budget_at_hand(program, &run->o, &run->s);
     const HostMemory host = host_memory("");
     const MemoryBudget least =
-        run_handshake(run, program, &budget);  // before it, nobody has taken any
+        run_handshake(run, program, &budget);  // no rank has allocated memory before this
     settings_auto(&run->s, &run->o, &least);
     run->inputs = (Token *)alloc_zero(2 * batch, sizeof(Token));
     run->targets = run->inputs + batch;
@@ -8085,8 +8098,8 @@ static void run_fit(Run *run, const Program *program) {
     }
 }
 
-// The validation data, which must be in the training data's tokens. Without it, or with -v 0,
-// nothing is validated.
+// Opens the validation data, which must have the same tokenizer as the training data. Without it,
+// or with -v 0, nothing is validated.
 static void run_open_validation(Run *run) {
     const Options *o = &run->o;
     run->has_val = o->val_data && o->val_every;
@@ -8098,8 +8111,8 @@ static void run_open_validation(Run *run) {
     }
 }
 
-// Vocabulary and prompt of the samples: what is wrong with them is said now, not after a thousand
-// steps. Uses the batch's memory, which is still free.
+// Checks the vocabulary and the prompt of the samples, so that errors are reported now and not
+// after a thousand steps. Uses the batch's buffers, which are still unused.
 static void run_prepare_samples(Run *run) {
     run_vocabulary(run);
     if (run->o.sample_every) {
@@ -8112,8 +8125,8 @@ static void run_prepare_samples(Run *run) {
     }
 }
 
-// Opens the engine with the weights of the newest checkpoint, or else of -e's file, or else with
-// fresh ones. Returns the checkpoint's step, or -1.
+// Opens the engine and loads the weights of the newest checkpoint, else those of -e's file, else
+// initialises new ones. Returns the checkpoint's step, or -1.
 static int64_t run_engine_open(Run *run, const Program *program, const Model *m) {
     const Plan *p = &run->plan;
     if (program->gpu) {
@@ -8135,13 +8148,13 @@ static int64_t run_engine_open(Run *run, const Program *program, const Model *m)
     return step;
 }
 
-// The forecast: times micro-batches of the run itself, once nothing is left that can be refused.
-// Nothing is learnt from them, because the first micro-batch of a step clears the gradients. On the
-// CPU it takes two, of the 21 steps or more that are ahead; the first one is not counted, because
-// there its memory is touched for the first time. A GPU has been warmed up: it takes one, of 50 or
-// more, and only if that should last less than half a second. A shorter run has no forecast, nor
-// does one on several GPUs. The update is not timed, as it would change the weights: its time is
-// that of the usual rates.
+// Forecasts the time of a step by timing micro-batches of the run itself, after everything that can
+// be refused has been checked. They do not affect training, because the first micro-batch of a step
+// clears the gradients. On the CPU two are timed, if at least 21 steps remain; the first one is not
+// counted, because it touches the memory for the first time. A GPU has been warmed up already: one
+// is timed, if at least 50 remain and if it should take at most half a second. Shorter runs and
+// runs on several GPUs have no forecast. The update is not timed, because it would change the
+// weights; its time is estimated from the usual rates.
 static void run_forecast(Run *run, const Program *program) {
     const Settings *s = &run->s;
     const int64_t left = run->steps - run->state.step, micros = left * run->accum_steps;
@@ -8160,10 +8173,10 @@ static void run_forecast(Run *run, const Program *program) {
         const int64_t position = batch_position(s, run->o.overfit ? 0 : run->state.position, 0);
         if (run_stopping() ||
             !dataset_batch(&run->train, position, s->B, run->inputs, run->targets)) {
-            return;  // what cannot be read is met again by the first step
+            return;  // the first step reports a read error
         }
         run->engine.micro_step(&run->engine, run->inputs, run->targets, 0, run->accum_steps);
-        run->engine.read(&run->engine, STATE_WEIGHTS, 0, &one, 1);  // waits for what is queued
+        run->engine.read(&run->engine, STATE_WEIGHTS, 0, &one, 1);  // waits for queued work
         ms = now_ms() - start;
     }
     run->forecast_ms = (double)run->accum_steps * ms + 1e3 * update_guess(s);
@@ -8172,9 +8185,10 @@ static void run_forecast(Run *run, const Program *program) {
     }
 }
 
-// Step 7: everything that leaves a trace: output folder, engine, checkpoint or fresh weights, log,
-// start-up box. The folder comes first, so that two runs never write into one; the log after the
-// weights, because a resume cuts it back to its checkpoint's step.
+// Step 7: everything with side effects: output folder, start-up box, engine, weights from a
+// checkpoint or new ones, log, forecast. The folder is locked first, so that two runs never write
+// to the same one; the log is opened after the weights, because a resume truncates it to the step
+// of its checkpoint.
 static void run_begin(Run *run, const Program *program, const Model *m) {
     const Options *o = &run->o;
     run->live = terminal_rewrites() && this_rank.rank == 0;
@@ -8191,7 +8205,7 @@ static void run_begin(Run *run, const Program *program, const Model *m) {
     if (this_rank.rank > 0) {
         return;
     }
-    if (o->keep && resume_step >= 0) {  // a kill may have come before it was done
+    if (o->keep && resume_step >= 0) {  // a run killed before this has not done it
         checkpoint_prune(o->output, o->keep, resume_step);
     }
     if (o->output[0]) {
@@ -8204,14 +8218,14 @@ static void run_begin(Run *run, const Program *program, const Model *m) {
         stop_line = o->output[0] ? "\nstopping after this micro-batch and saving; again to quit\n"
                                  : "\nstopping after this micro-batch; without --output (-o) "
                                    "nothing is saved; again to quit\n";
-        stop_line += !run->live;  // on a terminal the line being rewritten is left as it is
+        stop_line += !run->live;  // the newline keeps the line that a terminal rewrites
     }
     run_forecast(run, program);
     run_print_forecast(run);
     run_flush(run);
 }
 
-// Frees what a finished run holds; data that was never opened has nothing to free.
+// Frees everything a finished run holds. Datasets that were never opened are all zero.
 static void run_close(Run *run) {
     rank_phase("ending", RANK_RUNS);
     run->engine.close(&run->engine);
@@ -8222,9 +8236,10 @@ static void run_close(Run *run) {
     free(run->bpe);
 }
 
-// --eval: scores the model, without data and without writing anything. A signal ends it with what
-// was scored by then, which is no failure. Without -t, T is what the longest row of the file needs,
-// and a model that is not from a file has GPT-2's vocabulary, as those files do.
+// Runs --eval: scores the model, without training data and without writing files. A signal ends it
+// with the score so far, which is not an error. Without -t, T is chosen to fit the longest
+// row of the file. A model that is not from a file gets GPT-2's vocabulary, which the evaluation
+// files use.
 static int eval_command(Run *run, const Program *program, Model *m) {
     Options *o = &run->o;
     Mapping map;
@@ -8269,9 +8284,9 @@ static int eval_command(Run *run, const Program *program, Model *m) {
     return 0;
 }
 
-// The tokenizer of a model whose data is not at hand, from the size of its vocabulary, and of
-// GPT-2's the vocabulary: beside the weights, as in checkpoints, or else where training looks. A
-// model of another size may have been trained on anything: its text is not guessed.
+// Derives the tokenizer from the size of a model's vocabulary, because its data is not available
+// here. GPT-2's vocabulary is read from the folder of the weights, as in checkpoints, else from the
+// places that training searches. Any other size is refused, because its tokens cannot be guessed.
 static void generate_vocabulary(Run *run, const Model *m) {
     static char merges[PATH_BYTES];  // the option points to it
     Options *o = &run->o;
@@ -8281,7 +8296,7 @@ static void generate_vocabulary(Run *run, const Model *m) {
             "%d (GPT-2's)", o->model, m->V, BYTE_VOCABULARY, GPT2_VOCABULARY);
     }
     run->train.tokenizer = gpt2 ? TOKENIZER_GPT2 : TOKENIZER_BYTES;
-    o->train_data = o->model;  // for messages: whose tokens they are
+    o->train_data = o->model;  // for messages: the source of the tokens
     path_print(merges, "%s/merges.txt", o->model);
     if (gpt2 && !o->tokenizer[0] && access(merges, F_OK) == 0) {
         o->tokenizer = merges;
@@ -8293,8 +8308,8 @@ static int64_t tokens_per_second(int64_t tokens, double ms) {
     return ms > 0 ? (int64_t)(1e3 * (double)tokens / ms) : 0;
 }
 
-// Opens what --generate needs, the engine last. Ends the run at whatever it cannot do, and before
-// the weights are read where that is known without them.
+// Opens everything --generate needs, the engine last. Errors that can be found without the weights
+// end the run before these are read.
 static void generator_open(Generator *g, Run *run, const Program *program, const Model *m) {
     const Options *o = &run->o;
     memset(g, 0, sizeof *g);
@@ -8311,15 +8326,16 @@ static void generator_open(Generator *g, Run *run, const Program *program, const
     g->logits = (real *)alloc_zero(2 * (size_t)m->V, sizeof(real));
     g->prompt_logits = g->logits + m->V;
     g->scratch = (Candidate *)alloc_zero((size_t)m->V, sizeof(Candidate));
-    if (!generator_reads(g)) {  // a prompt that is too long is said before anything is loaded
+    if (!generator_reads(g)) {  // reject a prompt that is too long before loading
         generator_prompt(g, o->prompt, strlen(o->prompt));
     }
     run_fit(run, program);
     run_engine_open(run, program, m);
 }
 
-// --generate: text from the model, without data, gradients or moments. Text goes to stdout, all
-// else to stderr. A signal ends it with what was made by then, which is no failure.
+// Runs --generate: prints text from the model, without data, gradients or moments. The text goes to
+// stdout, everything else to stderr. A signal ends it after the text generated so far, which is not
+// an error.
 static int generate_command(Run *run, const Program *program, Model *m) {
     const Options *o = &run->o;
     const int64_t step = run->weights.spans ? weights_step(&run->weights) : 0;
@@ -8337,7 +8353,7 @@ static int generate_command(Run *run, const Program *program, Model *m) {
                 bytes_text((double)run->plan.device_bytes).s);
     }
     generate_all(&g);
-    if (g.write_error) {  // is said at the end, once
+    if (g.write_error) {  // reported once, at the end
         clearerr(stdout);
         run->stdout_error = g.write_error;
     }
@@ -8355,19 +8371,19 @@ static int generate_command(Run *run, const Program *program, Model *m) {
     return 0;
 }
 
-// The GPU at hand may have no bf16: a run or plan for it, to which no type is given, is in fp16, as
-// if that had been asked for. A plan for a card or a size that is named does not look at this one.
+// If the GPU of this machine does not support bf16, a run or plan for it without --dtype uses fp16,
+// as if --dtype fp16 had been given. A plan for a named card or memory size ignores this GPU.
 static void run_choose_dtype(const Program *program, Options *o) {
     const int named = options_plan(o) && gpu_memory_from_options(o) > 0;
     const int lacks = !named && program->lacks_bf16 && program->lacks_bf16();
-    if (lacks && options_plan(o) && o->dtype == DTYPE_BF16) {  // a run's engine refuses it
+    if (lacks && options_plan(o) && o->dtype == DTYPE_BF16) {  // in a run the engine refuses it
         die("--dtype bf16: the GPU at hand has no bf16; it has fp16 and fp32");
     }
     o->dtype = lacks && !o->dtype ? (int64_t)DTYPE_FP16 : o->dtype;
 }
 
-// Start-up in its order, then the command that was asked for, without one the training. Returns the
-// exit status; whatever cannot be done ends the program in one line instead.
+// Runs the steps of start-up in order, then the requested command, by default training. Returns the
+// exit status; errors end the program with a line on stderr instead.
 static int program_run(Run *run, const Program *program, int argc, char **argv) {
     const Options *o = &run->o;
     Model m;
@@ -8382,11 +8398,11 @@ static int program_run(Run *run, const Program *program, int argc, char **argv) 
         die("--check and --compare are commands of the GPU program, train_gpt2cu");
     }
     writes_return_errors();
-    if (!options_plan(o)) {  // a plan has no ranks and nothing to finish: a signal just ends it
+    if (!options_plan(o)) {  // a plan has neither ranks nor anything to save: signals end it
         stop_on_signals();
         run_find_ranks(run, program);
         stop_line = o->quiet ? "" : "stopping; again to quit\n";
-        if (!o->generate) {  // which is for text, and has nothing slow before its refusals
+        if (!o->generate) {  // its output is text, and its checks take no time
             run_say(run, "%s " PROGRAM_VERSION "%s%s", program->name, program->starts ? ": " : "",
                     program->starts ? program->starts : "");
         }
@@ -8421,7 +8437,7 @@ static int program_run(Run *run, const Program *program, int argc, char **argv) 
     return 0;
 }
 
-// The program, for either volume's main. Returns the exit status.
+// Entry point of both programs, called by their main functions. Returns the exit status.
 static int program_main(const Program *program, int argc, char **argv) {
     static Run run;
     program_name = program->name;
