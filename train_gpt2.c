@@ -5370,8 +5370,8 @@ static void engine_initialise(Engine *e, const Model *m, uint64_t seed) {
 //    ranks.
 // 2. In each shard, an epoch omits the (tokens - 1) % T tokens that do not fill a window. The start
 //    of the windows changes with the epoch, so that no token is omitted from every epoch.
-// 3. A window that cannot be read, or that contains an id outside the vocabulary, must not cost
-//    what a run has learnt: dataset_batch() reports it, and the run saves before it ends.
+// 3. A window that cannot be read, or that contains an id outside the vocabulary, must not lose the
+//    progress of a run: dataset_batch() reports it, and the run saves before it ends.
 
 typedef struct {
     Shard *shards;
@@ -5499,7 +5499,7 @@ static int dataset_batch(Dataset *d, int64_t position, int B, Token *inputs, Tok
 // reproducible. A training run recomputes the whole window for each token, in the memory planned
 // for training; --generate has its own plan with a KV cache, where each token computes one row. The
 // two give logits that differ only by rounding, because a single row is summed in a different
-// order; the sampled tokens hardly ever differ.
+// order; the sampled tokens rarely differ.
 
 // Tokenizes a prompt of n bytes. Returns the number of tokens, of which it writes the first
 // `capacity`. An empty prompt becomes one end-of-text token.
@@ -5631,12 +5631,11 @@ static void generator_write(Generator *g, const char *text, size_t n) {
     }
 }
 
-// Generates and prints sample number `sample` of the prompt whose `n` tokens are in g->tokens.
-// `cached` is n if the KV cache holds these tokens and g->prompt_logits their logits, as a previous
-// sample leaves them, else 0. Returns `cached` for the next sample, whose first token is then
-// sampled from bitwise identical logits. The context is the last T tokens, as in the samples of a
-// training run. Until the window slides, each token keeps its position, so its cache entry stays
-// valid.
+// Generates and prints sample number `sample` of the prompt whose `n` tokens are in g->tokens. The
+// context is the last T tokens, as in the samples of a training run; until this window slides, each
+// token keeps its position, so its cache entry stays valid. `cached` is n if the KV cache holds the
+// prompt and g->prompt_logits its logits, as a previous sample leaves them, else 0. Returns
+// `cached` for the next sample, whose first token is then sampled from bitwise identical logits.
 static int generate_sample(Generator *g, int64_t sample, int n, int cached) {
     const Options *o = g->o;
     const SampleRule rule = {o->temperature, o->top_p, o->top_k};
@@ -5886,9 +5885,9 @@ static int log_cut(const char *path, int64_t step) {
     return error ? -1 : validated;
 }
 
-// Ends an object and its line in the log. A full disk must be reported, but must not cost what a
-// run has learnt: the log is truncated to complete lines and closed, and the run is asked to stop
-// as if by a signal, so that all ranks save the same step; it then ends as failed.
+// Ends an object and its line in the log. A full disk must be reported, but must not lose the
+// progress of a run: the log is truncated to complete lines and closed, and the run is asked to
+// stop as if by a signal, so that all ranks save the same step; it then ends as failed.
 static void log_end(Run *run) {
     char path[PATH_BYTES];
     fputs("}\n", run->log);
@@ -5991,7 +5990,8 @@ static void run_note_fault(Run *run) {
 // Computes the mean loss over the first --val-batches batches of the validation data (0: all of
 // it), in file order, so that every validation of a run measures the same tokens. Batch k is
 // computed by rank k % ranks, and every rank sums the losses in batch order, so the result is
-// bitwise identical to that of one rank. Returns 0 if a signal or unreadable data cut it short.
+// bitwise identical to that of one rank. Returns 0 if a signal or a read error cut it short, else
+// 1.
 static int run_validate(Run *run, double *loss) {
     const Settings *s = &run->s;
     const int64_t all = run->val.windows / s->B;
@@ -6150,8 +6150,8 @@ static void run_report(Run *run, int ends) {
     const int64_t left = run->steps - run->state.step;
     const int news = r->skipped || r->scale_moved;
     char of_peak[32] = "", line[256], scale[24] = "";
-    // Between --log-every steps, report only skipped steps, changes of the loss scale and the last
-    // step, which is the result of the run.
+    // A step between multiples of --log-every is reported only if it was skipped or changed the
+    // loss scale, or if it is the last one, which shows the result of the run.
     if (ends ? run->reported_step == run->state.step
              : run->state.step % run->o.log_every != 0 && left && !news) {
         return;
@@ -6342,7 +6342,7 @@ static void run_validation(Run *run) {
     }
 }
 
-// Ends the program with the reason of the failure, and says whether the last step is saved.
+// Ends the program with the reason for the failure, and says whether the last step is saved.
 static void run_fail(const Run *run) {
     const int64_t step = run->state.step;
     die("%s; the run ended after step %" PRId64 "%s", run->failure, step,
@@ -7465,7 +7465,7 @@ static double calibration_flops(const Settings *s) {
     return (800 * C * C + 24 * C * s->model.Vp) * s->B * s->T;
 }
 
-// The settings of a calibration: few blocks of the run's width, with its batch reduced until it
+// The settings of a calibration: few blocks of the run's width, with B and then T halved until it
 // takes at most `flops`. A full batch is better: the activations of a small one stay in caches.
 static Settings calibration_settings(const Settings *run, double flops) {
     Settings s = *run;
@@ -7657,8 +7657,8 @@ static void speed_keep(const Program *program, const Settings *s, double seconds
 // the first five steps only read, and the sixth compares the plan with the available memory.
 
 // Step 1 with several GPUs: detects the ranks that a launcher has started, or starts those of
-// --gpus, where this process may become one of them. Afterwards o->gpus is the number of ranks.
-// Ends the run if this program cannot train on several ranks.
+// --gpus, of which this process may become one. Afterwards o->gpus is the number of ranks. Ends the
+// run if this program cannot train on several ranks.
 static void run_find_ranks(Run *run, const Program *program) {
     Options *o = &run->o;
     char text[64], asks[64];
@@ -7882,7 +7882,7 @@ static int plan_command(const Run *run, const Program *program, Options *o, cons
     if (o->json) {
         plan_print_json(&p);
     } else {
-        const int unlimited = budget.device >> 60 != 0;  // above any real limit
+        const int unlimited = budget.device >> 60 != 0;  // the available memory is unknown
         budget.device = unlimited ? 0 : budget.device;
         fits = plan_print(&p, &budget, o);
         printf("%s%s", unlimited ? budget.where : "", unlimited ? ": unknown\n" : "");
@@ -8043,7 +8043,7 @@ static int64_t run_resume(Run *run) {
         path_print(path, "%s/step-%08" PRId64, o->output, choice.step);
         run_say(run, "loading %s", path);
         checkpoint_load(&resumed, &run->state, path, (int)choice.files);
-        const int64_t most = choice.step * run->train.windows;  // an epoch per step
+        const int64_t most = choice.step * run->train.windows;  // at most an epoch per step
         if (run->state.step != choice.step || run->state.position > most) {
             die("checkpoint %s: its state has step %" PRId64 ", position %" PRId64 "; allowed is "
                 "step %" PRId64 ", position 0 to %" PRId64, path, run->state.step,
@@ -8237,9 +8237,8 @@ static void run_close(Run *run) {
 }
 
 // Runs --eval: scores the model, without training data and without writing files. A signal ends it
-// with the score so far, which is not an error. Without -t, T is chosen to fit the longest
-// row of the file. A model that is not from a file gets GPT-2's vocabulary, which the evaluation
-// files use.
+// with the score so far, which is not an error. Without -t, T is chosen to fit the longest row of
+// the file. A model that is not from a file gets GPT-2's vocabulary, as used by evaluation files.
 static int eval_command(Run *run, const Program *program, Model *m) {
     Options *o = &run->o;
     Mapping map;
