@@ -5457,37 +5457,39 @@ static void engine_initialise(Engine *e, const Model *m, uint64_t seed) {
 
 // -------------------------------------------------------------------------------------------------
 // 15. Data
-// Training cuts every shard into windows of T inputs (targets are the same tokens one further).
-// 1. A sequence's place in the run is one number, the position: step after step, micro-step after
-//    micro-step, rank after rank, row after row. position / windows is the epoch; within an epoch
-//    each window comes once, in the order of permute_index(seed, epoch), or in file order with
-//    --shuffle 0. So ranks are disjoint, and a resumed run goes on at its position on any number of
+// Training splits every shard into windows of T inputs; the targets are the same tokens, shifted by
+// one.
+// 1. The position of a sequence in the run is a single number that counts sequences in the order
+//    step, micro-step, rank, row. position / windows is the epoch. Within an epoch each window
+//    occurs once, in the order of permute_index(seed, epoch), or in file order with --shuffle 0. So
+//    ranks read disjoint sequences, and a resumed run continues at its position on any number of
 //    ranks.
-// 2. The (tokens - 1) % T tokens that fill no window are left out of an epoch; the windows' start
-//    moves with the epoch, so that no token is left out of all.
-// 3. A window that cannot be read, or holds an id outside the vocabulary, is no reason to lose what
-//    a run has learnt: the batch says so, and the run saves before it ends.
+// 2. In each shard, an epoch omits the (tokens - 1) % T tokens that do not fill a window. The start
+//    of the windows changes with the epoch, so that no token is omitted from every epoch.
+// 3. A window that cannot be read, or that contains an id outside the vocabulary, must not lose the
+//    progress of a run: dataset_batch() reports it, and the run saves before it ends.
 
 typedef struct {
     Shard *shards;
-    uint16_t *window;      // room for T + 1 tokens
+    uint16_t *window;      // (T + 1)
     int shard_count, T;
     int tokenizer, vocabulary;
-    int shuffle;           // windows in an order of `seed` and the epoch, else in file order
+    int shuffle;           // permute the windows by `seed` and the epoch; 0: file order
     uint64_t seed;
     int64_t tokens, windows;
-    char problem[PATH_BYTES + 128];  // why no batch could be made
+    char problem[PATH_BYTES + 128];  // why the last batch failed
 } Dataset;
 
-// Opens every shard that `pattern` names, in order of name, cut for sequences of T tokens, which
-// come in file order until the caller sets d->shuffle and d->seed.
+// Opens every shard that matches `pattern`, sorted by name, and splits it into sequences of T
+// tokens. They are read in file order unless the caller sets d->shuffle and d->seed.
 static void dataset_open(Dataset *d, const char *pattern, int T) {
     glob_t found;
     struct rlimit files;
     memset(d, 0, sizeof *d);
     d->T = T;
     d->window = (uint16_t *)alloc_zero((size_t)T + 1, sizeof(uint16_t));
-    if (getrlimit(RLIMIT_NOFILE, &files) == 0) {  // every shard stays open: often 1,024 at first
+    // Every shard stays open, and the soft limit is often 1,024 files.
+    if (getrlimit(RLIMIT_NOFILE, &files) == 0) {
         files.rlim_cur = files.rlim_max;
         setrlimit(RLIMIT_NOFILE, &files);
     }
@@ -5526,8 +5528,8 @@ static void dataset_close(Dataset *d) {
     memset(d, 0, sizeof *d);
 }
 
-// Copies window `window` of `epoch` into T inputs and T targets. Returns 0, and d->problem, where
-// the file cannot be read or holds an id outside its own vocabulary.
+// Copies window `window` of `epoch` into T inputs and T targets. Returns 0 and sets d->problem if
+// the file cannot be read or contains an id outside its own vocabulary.
 static int dataset_window(Dataset *d, int64_t window, uint32_t epoch, Token *inputs,
                           Token *targets) {
     int i = d->shard_count - 1;
@@ -5562,8 +5564,8 @@ static int dataset_window(Dataset *d, int64_t window, uint32_t epoch, Token *inp
     return 1;
 }
 
-// B sequences from `position` on: the training batch of one rank and micro-step. Returns 0, and
-// d->problem, where there is none.
+// Reads B sequences, starting at `position`, into inputs and targets (B,T): the batch of one rank
+// and micro-step. Returns 0 and sets d->problem if one of them cannot be read.
 static int dataset_batch(Dataset *d, int64_t position, int B, Token *inputs, Token *targets) {
     int whole = 1;
     for (int b = 0; b < B && whole; b++) {
@@ -5580,22 +5582,23 @@ static int dataset_batch(Dataset *d, int64_t position, int B, Token *inputs, Tok
 
 // -------------------------------------------------------------------------------------------------
 // 16. Weights and checkpoints
-// The bytes of both are in files of their own: a training step knows nothing about them. They use
-// the model, the options, the engine and Dataset.
+// File formats are implemented in data/, because a training step does not depend on them. The files
+// included here use the model, the options, the engine and Dataset.
 
 #include "data/weights.c"
 #include "data/checkpoint.c"
 
 // -------------------------------------------------------------------------------------------------
 // 17. Sampling and generation
-// A sample grows one token at a time from the last position's logits; the random number of a token
-// is a function of (seed, step, sample, place in the sample), so samples repeat. A training run
-// computes the whole window for each token, in the memory of its training; --generate has a plan of
-// its own, with a KV cache, in which a token costs one row. The logits of either way differ by
-// rounding alone, since a row by itself has sums of another order; so tokens hardly ever do.
+// Samples are generated one token at a time from the logits of the last position. The random number
+// of a token is a function of (seed, step, sample, index in the sample), so samples are
+// reproducible. A training run recomputes the whole window for each token, in the memory planned
+// for training; --generate has its own plan with a KV cache, where each token computes one row. The
+// two give logits that differ only by rounding, because a single row is summed in a different
+// order; the sampled tokens rarely differ.
 
-// Tokens of a prompt of n bytes: returns their number and writes the first `capacity` of them. An
-// empty prompt is one end of text.
+// Tokenizes a prompt of n bytes. Returns the number of tokens, of which it writes the first
+// `capacity`. An empty prompt becomes one end-of-text token.
 static int64_t prompt_tokens(Token *out, int capacity, int tokenizer, const Bpe *bpe,
                              const char *text, size_t n) {
     if (n == 0) {
@@ -5626,25 +5629,25 @@ static int64_t prompt_tokens(Token *out, int capacity, int tokenizer, const Bpe 
 }
 
 typedef struct {
-    double weight;  // probability, not yet divided by their sum
+    double weight;  // unnormalized probability
     float logit;
     Token token;
 } Candidate;
 
-// The likelier first; of equals the smaller token, so that a sample repeats.
+// Sorts by descending logit; ties are ordered by token id, so that samples are reproducible.
 static int candidate_compare(const void *a, const void *b) {
     const Candidate *x = (const Candidate *)a, *y = (const Candidate *)b;
     return x->logit != y->logit ? (x->logit < y->logit ? 1 : -1) : x->token - y->token;
 }
 
-// How a token is picked: temperature first, then the top_k likeliest tokens (0: all), then the
-// likeliest of these whose probabilities reach top_p. temperature 0 takes the likeliest.
+// How a token is sampled: apply the temperature, keep the top_k likeliest tokens (0: all), then of
+// these the fewest, likeliest first, whose probability reaches top_p. Temperature 0: argmax.
 typedef struct {
     double temperature, top_p;
     int64_t top_k;
 } SampleRule;
 
-// Picks a token from logits (V). `scratch` holds V candidates; u is in [0, 1).
+// Samples a token from logits (V). scratch: (V); u is uniform in [0, 1).
 static Token sample_token(const real *logits, int V, const SampleRule *rule, double u,
                           Candidate *scratch) {
     int best = 0, kept = rule->top_k > 0 && rule->top_k < V ? (int)rule->top_k : V;
@@ -5661,7 +5664,7 @@ static Token sample_token(const real *logits, int V, const SampleRule *rule, dou
     for (int v = 0; v < V; v++) {
         scratch[v].weight = exp(((double)scratch[v].logit - highest) / rule->temperature);
     }
-    // Only a cut needs an order: sorting 50,257 candidates takes longer than all the rest.
+    // Sort only if top_k or top_p needs it: for 50,257 candidates it takes longer than the rest.
     if (kept < V || rule->top_p < 1) {
         qsort(scratch, (size_t)V, sizeof *scratch, candidate_compare);
     }
@@ -5683,12 +5686,12 @@ static Token sample_token(const real *logits, int V, const SampleRule *rule, dou
     return scratch[kept - 1].token;
 }
 
-// Rows that a pass of a run that only generates computes at a time: a prompt goes through the
-// weights in blocks of so many, which packed products are efficient with, and a token alone.
+// Maximum number of rows per pass with --generate: a prompt is processed in chunks of this many
+// tokens, enough for an efficient packed matmul; generated tokens are processed one at a time.
 enum { GENERATE_ROWS = 64 };
 
-// From a training run's settings to those of one that only generates: T positions are cached. The
-// head computes one row, since only the last token of a prompt is asked what follows it.
+// Turns the settings of a training run into those of --generate, with a KV cache of T positions.
+// The head computes one row, because only the last token of a prompt needs logits.
 static void settings_generate(Settings *s) {
     s->cache = s->T;
     s->T = min_int(s->T, GENERATE_ROWS);
@@ -5696,26 +5699,27 @@ static void settings_generate(Settings *s) {
     settings_forward(s);
 }
 
-// What --generate needs beside the engine, and what it counts. Prompts are counted with the time to
-// their first sampled token, the other tokens with the time of their own rows, because a row of a
-// prompt costs less than a token: its products share the weights' way through memory.
+// State and counters of --generate. Prompt tokens are counted with the time to the first sampled
+// token, the following tokens with the time of their own rows, because a row of a prompt costs less
+// than a generated token: the rows of a chunk share one read of the weights.
 typedef struct {
     Engine *engine;
     const Options *o;
     const Bpe *bpe;  // NULL: GPT-2's tokens are printed as numbers
     int tokenizer, V, T;
-    uint32_t step;     // of the checkpoint, so that its run's sample comes again; else 0
-    Token *tokens;     // prompt and sample, T + --sample-tokens
-    real *logits;      // (V) of the token before
-    real *prompt_logits;  // (V) behind the prompt, for the first token of each of its samples
-    Candidate *scratch;
-    int write_error;   // errno of stdout; 0: it takes what is written
-    int64_t texts, lines, prompt_count, count, slid;  // texts and lines begun; tokens
+    uint32_t step;     // of the checkpoint, to repeat the samples of its run; else 0
+    Token *tokens;     // prompt and sample, (T + --sample-tokens)
+    real *logits;      // (V), after the previous token
+    real *prompt_logits;  // (V), after the prompt, for the first token of each of its samples
+    Candidate *scratch;   // (V)
+    int write_error;   // errno of a failed write to stdout; 0: none
+    // Texts and input lines started; tokens of prompts, sampled, and sampled from a slid window.
+    int64_t texts, lines, prompt_count, count, slid;
     double prompt_ms, ms;
 } Generator;
 
-// Writes a piece of text at once, so that whoever watches sees it grow. What cannot be written ends
-// the generation, with an error or, where a pipe was closed, without one.
+// Writes and flushes a piece of text, so that output appears token by token. A failed write ends
+// the generation; it is an error unless a pipe was closed.
 static void generator_write(Generator *g, const char *text, size_t n) {
     if (g->write_error == 0) {
         text_print(text, n);
@@ -5723,11 +5727,11 @@ static void generator_write(Generator *g, const char *text, size_t n) {
     }
 }
 
-// The window of a training run's sample holds the last T tokens, and so does this one. While they
-// are fewer, each keeps its position, and what the cache holds of it stays true.
-// Prints sample number `sample` of the text whose `n` tokens are in g->tokens. `cached` is n where
-// they are in the KV cache and their logits with the generator, as a sample before leaves them, or
-// else 0. Returns that for the next sample, whose first token is so picked from the same bits.
+// Generates and prints sample number `sample` of the prompt whose `n` tokens are in g->tokens. The
+// context is the last T tokens, as in the samples of a training run; until this window slides, each
+// token keeps its position, so its cache entry stays valid. `cached` is n if the KV cache holds the
+// prompt and g->prompt_logits its logits, as a previous sample leaves them, else 0. Returns
+// `cached` for the next sample, whose first token is then sampled from bitwise identical logits.
 static int generate_sample(Generator *g, int64_t sample, int n, int cached) {
     const Options *o = g->o;
     const SampleRule rule = {o->temperature, o->top_p, o->top_k};
@@ -5737,7 +5741,7 @@ static int generate_sample(Generator *g, int64_t sample, int n, int cached) {
         const int start = n > g->T ? n - g->T : 0;
         const double began = now_ms();
         real *logits = i ? g->logits : g->prompt_logits;
-        // Every token of a window that has slid is at a new position: nothing cached is of use.
+        // In a window that has slid every token has a new position, which invalidates the cache.
         cached = start ? 0 : cached;
         if (cached < n) {
             g->engine->extend(g->engine, logits, g->tokens + start + cached, cached,
@@ -5758,11 +5762,11 @@ static int generate_sample(Generator *g, int64_t sample, int n, int cached) {
     return n > g->T ? 0 : prompt;
 }
 
-// Whether prompts are the lines of stdin.
+// True if each line of stdin is a prompt.
 static int generator_reads(const Generator *g) { return strcmp(g->o->prompt, "-") == 0; }
 
-// Puts the tokens of a prompt of n bytes into g->tokens and returns their number. Ends the run when
-// they are more than there are positions.
+// Writes the tokens of a prompt of n bytes to g->tokens and returns their number. Ends the run if
+// there are more than T.
 static int generator_prompt(Generator *g, const char *prompt, size_t n) {
     char line[48] = "";
     const int64_t count = prompt_tokens(g->tokens, g->T, g->tokenizer, g->bpe, prompt, n);
@@ -5775,7 +5779,7 @@ static int generator_prompt(Generator *g, const char *prompt, size_t n) {
     return (int)count;
 }
 
-// All samples of a prompt of n bytes.
+// Generates and prints all samples of a prompt of n bytes.
 static void generate_prompt(Generator *g, const char *prompt, size_t n) {
     const int count = generator_prompt(g, prompt, n);
     int cached = 0;
@@ -5790,15 +5794,16 @@ static void generate_prompt(Generator *g, const char *prompt, size_t n) {
     }
 }
 
-// stdin, line by line.
+// Reads stdin line by line.
 typedef struct {
     char *bytes;
-    size_t budget, begin, scanned, filled;  // of bytes: where the line begins, what has no line end
-    int ended;                            // nothing more comes
+    // Bytes allocated; start of the line; end of its part known to have no '\n'; bytes read.
+    size_t budget, begin, scanned, filled;
+    int ended;                            // end of input reached
 } LineInput;
 
-// The next line, without its end; NULL at the end of the input, or when a signal asks to stop. Ends
-// the run if stdin cannot be read.
+// Returns the next line, of *n bytes without the line end, or NULL at the end of the input or if a
+// signal asks to stop. Ends the run if stdin cannot be read.
 static const char *line_next(LineInput *in, size_t *n) {
     for (;;) {
         char *from = in->bytes + in->begin;
@@ -5834,8 +5839,8 @@ static const char *line_next(LineInput *in, size_t *n) {
     }
 }
 
-// Samples of --prompt or, where that is "-", of every line of stdin, to its end or to a signal.
-// Each line is alone: its samples do not depend on the lines before.
+// Generates the samples of --prompt or, if it is "-", those of every line of stdin until it ends or
+// a signal arrives. The samples of a line do not depend on the lines before it.
 static void generate_all(Generator *g) {
     LineInput in = {(char *)alloc_zero(1 << 16, 1), 1 << 16, 0, 0, 0, 0};
     const char *line;
@@ -5854,15 +5859,17 @@ static void generate_all(Generator *g) {
 
 // -------------------------------------------------------------------------------------------------
 // 18. Training and output
-// The one loop, for every engine: it owns the order of things, data, step, log, validation,
-// samples, checkpoints, signals. And what it prints: a start-up box, one line a step (rewritten in
-// place on a terminal), and log.jsonl: one object a line, flushed, append only, valid after a
-// crash. A resume first cuts the log back to its checkpoint's step.
+// The single training loop, used with every engine. It defines the order of a step: read each
+// micro-batch and run forward and backward, update, report, then validate, sample and save a
+// checkpoint when these are due; signals are acted on in between. The output is a start-up box, one
+// line per step (rewritten in place on a terminal) and log.jsonl: append-only, one object per line,
+// flushed line by line, valid after a crash. A resume first truncates the log to the checkpoint's
+// step.
 
-// Steps after which a forecast is compared with what was measured.
+// Number of steps after which the forecast is compared with measured times.
 enum { FORECAST_STEPS = 20 };
 
-// One run: everything the loop needs.
+// State of a run: everything the training loop needs.
 typedef struct {
     Options o;
     Settings s;
@@ -5870,51 +5877,52 @@ typedef struct {
     Engine engine;
     Dataset train, val;
     int has_val, accum_steps, live;
-    int stdout_error, log_error;     // errno of what could not be written; 0: all could
-    int64_t skips;                   // skipped steps in a row, up to now
-    int diverged;                    // ranks have other copies of what must be alike
-    char failure[PATH_BYTES + 256];  // why the run ends before its last step; "": it need not
+    int stdout_error, log_error;     // errno of a failed write; 0: none
+    int64_t skips;                   // consecutive skipped steps
+    int diverged;                    // replicated states differ between ranks
+    char failure[PATH_BYTES + 256];  // why the run ends before its last step; "": no failure
     int64_t steps, windows_per_step, saved_step, reported_step;
-    StepResult last;         // of the last step, whose line may be due only at the run's end
-    double lr, ms, mean_ms;  // its learning rate and time; the mean time of some 20 steps
+    StepResult last;         // of the last step, which may be reported only at the end of the run
+    double lr, ms, mean_ms;  // its learning rate and time; moving average over about 20 steps
     char identity[IDENTITY_BYTES];
-    ModelFile weights;  // of -e; where it names none, weights.spans is NULL
+    ModelFile weights;  // of -e; weights.spans is NULL if -e does not name a file
     RunState state;
     FILE *log;
     Token *inputs, *targets;  // (B,T) each
-    int prepared;             // they are the next step's first micro-batch
-    Bpe *bpe;                 // NULL: samples need none, or there is none
+    int prepared;             // they already hold the next step's first micro-batch
+    Bpe *bpe;                 // NULL: not needed, or not found
     double forecast_ms;       // of a step; 0: none
     double first_ms[FORECAST_STEPS];
-    int first_count;  // of the steps whose time is compared with the forecast
+    int first_count;  // number of times in first_ms
 } Run;
 
-// What differs between the programs of the two volumes.
+// Differences between the programs of train_gpt2.c and train_gpt2.cu.
 typedef struct Program {
     const char *name, *default_model;
     int gpu;
     void (*open)(Engine *e, Plan *p);
-    size_t (*available)(void);                                // bytes that a plan may take
-    size_t library_bytes;                                     // of those, what libraries will take
+    size_t (*available)(void);                                // bytes available for the plan
+    size_t library_bytes;                                     // of these, used by libraries
     int (*command)(Run *run, const struct Program *program);  // --check, --compare; NULL: none
-    void (*refuse)(const Settings *s);                        // what it cannot do; or NULL
-    const char *built;                                        // what is built in
-    // 0: no device is here, and `name` says what keeps it from use, or ""; NULL: none is needed
+    void (*refuse)(const Settings *s);                        // ends on unsupported ones; or NULL
+    const char *built;                                        // optional features built in
+    // Name of the device. 0: no usable device; `name` is the reason or "". NULL: none is needed.
     int (*device)(char name[96]);
-    int (*lacks_bf16)(void);       // whether the device at hand does; NULL: none is needed
+    int (*lacks_bf16)(void);       // whether the device does not support bf16; NULL: no device
     // Start the ranks of a run (chapter Starting and watching the ranks), and let them compare what
-    // they were started with. NULL: this program trains alone, for the reason in `alone`.
+    // they were started with. NULL: the program trains on one rank only; `alone` is the reason.
     void (*ranks_start)(const Launcher *l, int gpus);
     void (*ranks_handshake)(void);
     const char *alone;
-    const char *starts;  // what a run says at its very start; or NULL
+    const char *starts;  // appended to the first line that a run prints; or NULL
 } Program;
 
-// What goes before a line of output: on a terminal it replaces the line that is rewritten in place.
+// Prefix of a line of output: on a terminal it clears the line that is rewritten in place.
 static const char *clear_line(const Run *run) { return run->live ? "\r\033[K" : ""; }
 
-// Says, at once, what the program begins to do, because it may take longer than a second: loading,
-// verifying and measuring. Beside text that is generated and beside JSON stdout has nothing else.
+// Prints and flushes the start of an operation that may take longer than a second: loading,
+// verifying, measuring. With --generate the line goes to stderr and with --json it is suppressed,
+// because stdout then contains only the text or the JSON.
 __attribute__((format(printf, 2, 3))) static void run_say(const Run *run, const char *format, ...) {
     FILE *f = run->o.generate ? stderr : stdout;
     va_list args;
@@ -5928,12 +5936,12 @@ __attribute__((format(printf, 2, 3))) static void run_say(const Run *run, const 
     fflush(f);
 }
 
-// Columns that such a line may take up: one that wraps could not be cleared. In the last column a
-// cursor may wrap already.
+// Maximum width of a line that is rewritten in place: a line that wraps could not be cleared. The
+// last column is not used, because the cursor may wrap there already.
 static int line_columns(const Run *run) { return run->live ? terminal_columns() - 1 : INT_MAX; }
 
-// A number of the log: 9 digits, so that a float read back is the same float; null when it is not
-// finite, because JSON knows neither infinity nor NaN.
+// Writes a number to the log: with 9 digits, so that a float survives the round trip, or as null if
+// it is not finite, because JSON has no infinity or NaN.
 static void json_number(FILE *f, const char *key, double value) {
     if (isfinite(value)) {
         fprintf(f, ",\"%s\":%.9g", key, value);
@@ -5942,9 +5950,9 @@ static void json_number(FILE *f, const char *key, double value) {
     }
 }
 
-// Cuts `path` back to its lines of step <= `step`, and to complete lines: what came later is done
-// again. Returns 1 when the validation of `step` is among what stays, -1 (errno) if the log cannot
-// be read or cut; a log that cannot be read to its end is left as it is.
+// Truncates `path` after its last complete line of step <= `step`, since the run repeats the later
+// steps. Returns 1 if the remaining log contains the validation of `step`, 0 if not, and -1 (errno)
+// if the log cannot be read or truncated; a log that cannot be read to its end is left unchanged.
 static int log_cut(const char *path, int64_t step) {
     char *line = NULL;
     size_t capacity = 0;
@@ -5973,9 +5981,9 @@ static int log_cut(const char *path, int64_t step) {
     return error ? -1 : validated;
 }
 
-// Ends an object and line of the log. A full disk must not pass unseen, nor is it a reason to lose
-// what a run has learnt: the log keeps its whole lines and is closed, the run is asked to stop as
-// by a signal, so that all ranks save the same step, and ends as failed.
+// Ends an object and its line in the log. A full disk must be reported, but must not lose the
+// progress of a run: the log is truncated to complete lines and closed, and the run is asked to
+// stop as if by a signal, so that all ranks save the same step; it then ends as failed.
 static void log_end(Run *run) {
     char path[PATH_BYTES];
     fputs("}\n", run->log);
@@ -5992,13 +6000,13 @@ static void log_end(Run *run) {
     }
 }
 
-// Begins an object of the log about the run's step; the caller adds to it and calls log_end().
+// Begins a log object for the run's current step; the caller adds fields and calls log_end().
 static void log_begin(const Run *run) {
     fprintf(run->log, "{\"step\":%" PRId64, run->state.step);
 }
 
-// Opens the log of a run with an output folder, writes its first line, and drops what it holds of
-// steps after `resume_step` (-1: a new run). Ends the run when the file cannot be written.
+// Opens the log of a run with an output folder, removes lines of steps after `resume_step` (-1: a
+// new run), and writes the start line. Ends the run if the file cannot be read or written.
 static void log_open(Run *run, int64_t resume_step) {
     const Options *o = &run->o;
     const Model *m = &run->s.model;
@@ -6010,7 +6018,7 @@ static void log_open(Run *run, int64_t resume_step) {
         die("cannot read or cut back log %s: %s", path, file_error());
     }
     if (validated) {
-        run->state.pending_validation = 0;  // made up by a run that ended before its next step
+        run->state.pending_validation = 0;  // done by a run that ended before its next step
     }
     FILE *f = run->log = fopen(path, "a");
     slow_end();
@@ -6038,8 +6046,8 @@ static void log_open(Run *run, int64_t resume_step) {
     }
 }
 
-// Hands what was printed to the system. Where stdout takes no more, printing ends and the run goes
-// on: /dev/null takes the rest, and output_status() says so at the end.
+// Flushes stdout. If that fails, the run continues without printing: further output goes to
+// /dev/null, and output_status() reports the error at the end.
 static void run_flush(Run *run) {
     if (fflush(stdout) == 0 && !ferror(stdout)) {
         return;
@@ -6051,8 +6059,8 @@ static void run_flush(Run *run) {
     }
 }
 
-// The exit status of a command that ends with `status`, once all its output is written: 1 and a
-// line when stdout failed. Who closes a pipe (`| head -1`) has read enough: that is no failure.
+// Flushes the output of a command and returns its exit status: `status`, or 1 and a line on stderr
+// if stdout failed. A closed pipe (`| head -1`) is not an error: the reader has seen enough.
 static int output_status(Run *run, int status) {
     run_flush(run);
     if (run->stdout_error == 0 || run->stdout_error == EPIPE) {
@@ -6063,7 +6071,8 @@ static int output_status(Run *run, int status) {
     return 1;
 }
 
-// When a rank cannot go on: it says why, and the others wait so long that they are ended by then.
+// Handles a rank's fault: that rank prints its reason at once, and the other ranks wait
+// rank_grace_ms() in die(), so that they are ended before they print anything.
 static void run_note_fault(Run *run) {
     grace_ms = !this_rank.fault   ? grace_ms
                    : this_rank.failed ? 0
@@ -6074,17 +6083,18 @@ static void run_note_fault(Run *run) {
     }
 }
 
-// The mean loss over the first --val-batches batches of the validation data (0: all of it), in file
-// order, so that every validation of a run measures the same tokens. Batch k is that of rank k
-// modulo the ranks, and all add the losses in the order of batches: the bits are those of one rank.
-// Returns 0 when a signal or unreadable data cut it short, else 1.
+// Computes the mean loss over the first --val-batches batches of the validation data (0: all of
+// it), in file order, so that every validation of a run measures the same tokens. Batch k is
+// computed by rank k % ranks, and every rank sums the losses in batch order, so the result is
+// bitwise identical to that of one rank. Returns 0 if a signal or a read error cut it short, else
+// 1.
 static int run_validate(Run *run, double *loss) {
     const Settings *s = &run->s;
     const int64_t all = run->val.windows / s->B;
     const int64_t batches = run->o.val_batches ? min_i64(run->o.val_batches, all) : all;
     double sum = 0;
     int64_t k = 0;
-    run->prepared = 0;  // its place is taken
+    run->prepared = 0;  // its buffers are overwritten
     rank_phase("validating", RANK_RUNS);
     for (; k < batches && !run_stopping() && !run->failure[0]; k += s->ranks) {
         const int64_t own = k + s->rank;
@@ -6093,7 +6103,7 @@ static int run_validate(Run *run, double *loss) {
             snprintf(run->failure, sizeof run->failure, "%s", run->val.problem);
             this_rank.failed = 1;
         }
-        // A rank without a batch computes too: others may need its part of the weights.
+        // A rank without a batch computes too: other ranks may have to all-gather its weight shard.
         const RankStatus *words = engine_exchange(
             &run->engine,
             run->engine.forward_loss(&run->engine, NULL, run->inputs, run->targets));
@@ -6106,7 +6116,7 @@ static int run_validate(Run *run, double *loss) {
     return k >= batches && !run->failure[0];
 }
 
-// Prints a sample of --sample-tokens tokens and logs it.
+// Generates a sample of --sample-tokens tokens, prints it and logs it.
 static void run_sample(Run *run) {
     const Options *o = &run->o;
     const Settings *s = &run->s;
@@ -6150,11 +6160,11 @@ static void run_sample(Run *run) {
     free(text);
 }
 
-// Every so many steps, and before a checkpoint, the ranks compare what each has a copy of: a GPU
-// that computes wrongly, or a wire, would in time spoil all of them with its gradients.
+// Interval, in steps, at which the ranks compare their replicated states; they also do so before
+// each checkpoint. A faulty GPU or link would otherwise corrupt all ranks through its gradients.
 enum { REPLICA_STEPS = 100 };
 
-// How many ranks have rank r's value.
+// Number of ranks with the same value as rank r.
 static int statuses_alike(const RankStatus *words, int ranks, int r) {
     int alike = 0;
     for (int q = 0; q < ranks; q++) {
@@ -6163,8 +6173,8 @@ static int statuses_alike(const RankStatus *words, int ranks, int r) {
     return alike;
 }
 
-// Compares the ranks' copies; where they differ the run fails, and names those who are not of the
-// majority, or where there is none all.
+// Compares the ranks' replicated states. If they differ, the run fails and names the ranks that
+// disagree with the majority, or all ranks if there is no majority.
 static void run_compare_replicas(Run *run) {
     const int ranks = run->s.ranks;
     char names[300] = "";
@@ -6172,7 +6182,7 @@ static void run_compare_replicas(Run *run) {
     if (ranks == 1) {
         return;
     }
-    // The upper 53 bits, which a double holds.
+    // Exchange the upper 53 bits of the hash, which a double holds exactly.
     const RankStatus *words =
         engine_exchange(&run->engine, (double)(run->engine.replica(&run->engine) >> 11));
     for (int r = 0; r < ranks; r++) {
@@ -6191,15 +6201,15 @@ static void run_compare_replicas(Run *run) {
     }
 }
 
-// Saves the run as it is and removes what --keep leaves no room for. Does nothing without an output
-// folder, or when this step's checkpoint is there already.
+// Saves a checkpoint of the current step and removes older ones in excess of --keep. Does nothing
+// without an output folder, or if this step is already saved.
 static void run_save(Run *run) {
     char path[PATH_BYTES];
     if (!run->o.output[0] || run->saved_step == run->state.step) {
         return;
     }
     run_compare_replicas(run);
-    if (run->diverged) {  // nobody knows whose are right
+    if (run->diverged) {  // which rank's states are correct is unknown
         return;
     }
     run->saved_step = run->state.step;
@@ -6224,8 +6234,9 @@ static void run_save(Run *run) {
     }
 }
 
-// The line of the last step where it is due, or missing as the run `ends`, to terminal and log. On
-// a terminal it fits the width and is rewritten by the next one, unless it says more than "well".
+// Prints and logs the line of the last step if it is due or, when the run `ends`, if it has not
+// been printed yet. On a terminal it is shortened to the width, and the next line overwrites it
+// unless it is the last one or reports a skipped step or a change of the loss scale.
 static void run_report(Run *run, int ends) {
     const Settings *s = &run->s;
     const StepResult *r = &run->last;
@@ -6235,8 +6246,8 @@ static void run_report(Run *run, int ends) {
     const int64_t left = run->steps - run->state.step;
     const int news = r->skipped || r->scale_moved;
     char of_peak[32] = "", line[256], scale[24] = "";
-    // A skipped step is news whenever it comes, as is a loss scale that has moved, and the last one
-    // is what a run is judged by.
+    // A step between multiples of --log-every is reported only if it was skipped or changed the
+    // loss scale, or if it is the last one, which shows the result of the run.
     if (ends ? run->reported_step == run->state.step
              : run->state.step % run->o.log_every != 0 && left && !news) {
         return;
@@ -6257,8 +6268,8 @@ static void run_report(Run *run, int ends) {
                  bytes_text((double)plan_taken(&run->plan)).s,
                  duration_text((double)left * run->mean_ms * 1e-3).s, r->skipped ? "SKIPPED" : "",
                  r->skipped && r->scale_moved ? ", " : "", scale);
-        // What a narrow terminal lacks first: memory, share of the peak, learning rate, norm, ms,
-        // time left, tokens/s.
+        // Dropped on a narrow terminal, in this order: memory, percentage of peak, learning rate,
+        // norm, ms, time left, tokens/s.
         static const int spare[] = {7, 6, 3, 2, 4, 8, 5, -1};
         char fitting[256];
         line_fit(fitting, line, spare, line_columns(run));
@@ -6281,13 +6292,13 @@ static void run_report(Run *run, int ends) {
     }
 }
 
-// Where this rank's micro-batch of a step starts, whose first sequence is at `start`: the ranks of
-// a micro-step stand side by side, so any number of them reads the same sequences in a step.
+// Position of this rank's batch in micro-step `accum_step` of the step that starts at `start`. The
+// batches of the ranks are consecutive, so a step reads the same sequences on any number of ranks.
 static int64_t batch_position(const Settings *s, int64_t start, int accum_step) {
     return start + ((int64_t)accum_step * s->ranks + s->rank) * s->B;
 }
 
-// How fast the run is said to be, and when it will be done.
+// Prints the forecast: tokens per second and the time until the last step.
 static void run_print_forecast(const Run *run) {
     if (run->forecast_ms > 0) {
         const double tokens = (double)run->windows_per_step * run->s.T;
@@ -6299,8 +6310,8 @@ static void run_print_forecast(const Run *run) {
     }
 }
 
-// The last step's time is one of the first few; when there are enough, the forecast is said beside
-// their median.
+// Records the times of the first FORECAST_STEPS steps, then prints the forecast next to their
+// median.
 static void run_compare_forecast(Run *run) {
     if (run->forecast_ms <= 0 || run->first_count == FORECAST_STEPS) {
         return;
@@ -6316,9 +6327,10 @@ static void run_compare_forecast(Run *run) {
            count_text((int64_t)(1e3 * tokens / ms)).s, 100 * (run->forecast_ms / ms - 1));
 }
 
-// Reads the next step's first micro-batch, and has it sorted and sent, before the host waits for
-// this step's loss: where a step is short, a device would idle as long. Nothing is read for the
-// last step, and nothing is reported: what cannot be read is met again where it is needed.
+// Prefetches the next step's first micro-batch: reads it and has the engine sort and upload it
+// before the host waits for this step's loss. Otherwise the device would idle meanwhile, which
+// matters in short steps. Does nothing in the last step. A read error is not reported here, because
+// the next step then reads the batch again.
 static void run_prepare(Run *run) {
     const int64_t next = run->state.position + run->windows_per_step;
     if (run->engine.prepare && run->state.step + 1 < run->steps) {
@@ -6331,7 +6343,8 @@ static void run_prepare(Run *run) {
     }
 }
 
-// What a step that is done changes in what a checkpoint keeps, and in whether the run goes on.
+// Updates the state that checkpoints store after a completed step, and makes the run fail after
+// --max-skips consecutive skipped steps.
 static void run_count_step(Run *run, const StepResult r) {
     RunState *state = &run->state;
     state->position += run->windows_per_step;
@@ -6341,7 +6354,7 @@ static void run_count_step(Run *run, const StepResult r) {
     state->pending_validation = 0;
     state->loss_scale_log2 = r.scale_log2;
     state->loss_scale_steps = r.scale_steps;
-    // A loss scale that had to fall is no sign of trouble until it can fall no further.
+    // Skips that lower the loss scale are expected and not counted; at its lowest value they are.
     run->skips = r.skipped ? run->skips + (r.scale_moved >= 0) : 0;
     if (run->o.max_skips && run->skips >= run->o.max_skips) {
         snprintf(run->failure, sizeof run->failure, "--max-skips: %" PRId64 " steps in a row were "
@@ -6353,11 +6366,11 @@ static void run_count_step(Run *run, const StepResult r) {
     run->last = r;
 }
 
-// One optimizer step: micro-batches from the run's position, the update, the report. Returns 0 when
-// a rank cannot go on, or (of a single rank; several agree once a step) when a signal came before
-// its last micro-batch was begun: the run is then as after the step before,
-// because only the update changes what it learns and where it is in its data, and the gradients
-// summed so far are cleared by the first micro-batch of the next step.
+// One optimizer step: the micro-batches at the run's position, the update and the report. Returns 0
+// if a rank cannot go on or, on a single rank (several ranks agree once per step), if a signal came
+// before the last micro-batch started. The run is then in the state after the previous step,
+// because only the update changes the weights and the position in the data, and the first
+// micro-batch of the next step clears the gradients accumulated so far.
 static int run_step(Run *run) {
     const Options *o = &run->o;
     const Settings *s = &run->s;
@@ -6375,8 +6388,8 @@ static int run_step(Run *run) {
             if (s->ranks == 1) {
                 return 0;
             }
-            // The others wait for this rank's part of the sums: it takes part, and no update is
-            // made of them.
+            // The other ranks wait for this rank when they exchange gradients, so it takes part
+            // with a cleared batch; no update is made from these gradients.
             this_rank.failed = 1;
             memset(run->inputs, 0, (size_t)s->B * (size_t)s->T * sizeof(Token));
             memset(run->targets, 0, (size_t)s->B * (size_t)s->T * sizeof(Token));
@@ -6395,7 +6408,8 @@ static int run_step(Run *run) {
     run_count_step(run, r);
     run->lr = lr;
     run->ms = now_ms() - start;
-    // The time left follows the machine's load over some 20 steps, and not each step's accident.
+    // A moving average over about 20 steps: the time left follows the load of the machine, but not
+    // the noise of single steps.
     run->mean_ms = run->mean_ms > 0 ? 0.95 * run->mean_ms + 0.05 * run->ms : run->ms;
     run_report(run, 0);
     run_compare_forecast(run);
@@ -6405,8 +6419,8 @@ static int run_step(Run *run) {
     return 1;
 }
 
-// Validates after the run's step, and prints and logs the loss. Cut short by a signal it stays
-// pending, so that the run that goes on from here makes up for it.
+// Validates after the current step, and prints and logs the loss. A validation interrupted by a
+// signal stays pending, so that a run resumed from here repeats it.
 static void run_validation(Run *run) {
     double loss = 0;
     run->state.pending_validation = !run_validate(run, &loss);
@@ -6424,7 +6438,7 @@ static void run_validation(Run *run) {
     }
 }
 
-// Ends the program with what made the run fail, and says what is saved of it.
+// Ends the program with the reason for the failure, and says whether the last step is saved.
 static void run_fail(const Run *run) {
     const int64_t step = run->state.step;
     die("%s; the run ended after step %" PRId64 "%s", run->failure, step,
@@ -6436,7 +6450,7 @@ static void run_fail(const Run *run) {
             : ", which is not saved: the newest checkpoint is from before the first of them");
 }
 
-// The last lines of a run, on the terminal and in the log, which is closed.
+// Prints the last line of a run, writes the last line of the log and closes it.
 static void run_end(Run *run, double ms) {
     const char *reason = run->failure[0] || run->log_error ? "failed"
                          : run_stopping()                  ? "interrupted"
@@ -6454,14 +6468,14 @@ static void run_end(Run *run, double ms) {
     }
 }
 
-// The loop: from the run's step to its last, to a signal or a failure. After a step it validates,
-// samples and saves, in this order, where each is due; the end of the run saves too when there is
-// an output folder. After a skipped step no periodic checkpoint is made, and a run that fails on
-// skipped steps saves none at its end: the newest checkpoint is then one from before them.
+// The training loop: runs from the current step to the last one, a signal or a failure. After each
+// step it validates, samples and saves, in this order, if each is due; with an output folder the
+// end of the run saves too. A skipped step postpones a periodic checkpoint, and a run that fails
+// because of skipped steps does not save at its end: its newest checkpoint is from before them.
 static void run_train(Run *run) {
     const Options *o = &run->o;
     const double began = now_ms();
-    int due = 0;  // a checkpoint
+    int due = 0;  // a periodic checkpoint
     stop_grace = GRACE_PROGRESS;
     run->reported_step = run->state.step;
     if (run->state.step >= run->steps && !run->state.pending_validation && !o->quiet) {
@@ -6504,25 +6518,26 @@ static void run_train(Run *run) {
 
 // -------------------------------------------------------------------------------------------------
 // 19. Evaluation
-// An evaluation gives the model a context and several completions of it, and asks which one it
-// finds likeliest. Its files are the appendix's.
-// 1. A row is a context and one completion; it is scored by the losses of the completion's tokens.
-//    accuracy takes the lowest sum, acc_norm (llm.c's score) the lowest mean, of equals the first.
-// 2. A row of more than T + 1 tokens loses the start of its context, never all of it.
+// An example of an evaluation is a context with several completions; the model has to find the
+// right one by its likelihood. data/tokens.c reads the files.
+// 1. A row is a context followed by one completion. It is scored by the losses of the completion's
+//    tokens: accuracy picks the lowest sum, acc_norm (llm.c's score) the lowest mean, and on a tie
+//    the first completion.
+// 2. In a row of more than T + 1 tokens the start of the context is cut off, but never all of it.
 
-// One row on its way through the engine: where the losses of its completion lie, and whose it is.
+// One row of a batch: its completion, and which of the T losses belong to that.
 typedef struct {
-    int completion, last, label;  // last: of its example
-    int first, count, cut;        // cut: the context lost its start
+    int completion, last, label;  // last: the example's last row; label: its right completion
+    int first, count, cut;        // losses first to first + count; cut: the context was cut
 } EvalRow;
 
 typedef struct {
     int examples, correct, correct_norm, cut_rows;
-    double sum, mean;  // the lowest ones of the example under way
-    int by_sum, by_mean;
+    double sum, mean;     // lowest of the current example so far
+    int by_sum, by_mean;  // their completions
 } EvalScore;
 
-// Token i of the context with completion k behind it; 0 behind both.
+// Token i of the context followed by completion k; 0 after the end of both.
 static Token eval_token(const EvalExample *x, int k, int i) {
     const EvalTokens *context = &x->texts[0], *completion = &x->texts[1 + k];
     const int after = i - context->count;
@@ -6531,7 +6546,7 @@ static Token eval_token(const EvalExample *x, int k, int i) {
                                        : 0;
 }
 
-// Writes the row of completion k, which has at most T tokens: T inputs and T targets.
+// Writes the row of completion k, of at most T tokens, as T inputs and T targets.
 static EvalRow eval_row(Token *inputs, Token *targets, const EvalExample *x, int k, int T) {
     const int context = x->texts[0].count, count = x->texts[1 + k].count;
     const int drop = context + count > T + 1 ? context + count - T - 1 : 0;
@@ -6544,7 +6559,7 @@ static EvalRow eval_row(Token *inputs, Token *targets, const EvalExample *x, int
     return row;
 }
 
-// Adds a row, in the order of the file, from the losses (T) of its tokens.
+// Adds a row's losses (T) to the score. Rows are added in file order.
 static void eval_add(EvalScore *score, const EvalRow *row, const real *losses) {
     double sum = 0;
     for (int i = 0; i < row->count; i++) {
@@ -6564,7 +6579,7 @@ static void eval_add(EvalScore *score, const EvalRow *row, const real *losses) {
     score->correct_norm += row->last && score->by_mean == row->label;
 }
 
-// Both scores in percent, with their standard errors, sqrt(p (1 - p) / n).
+// Text of both scores in percent, with standard errors sqrt(p (1 - p) / n).
 typedef struct {
     char s[80];
 } ScoreText;
@@ -6576,7 +6591,7 @@ static ScoreText eval_text(const EvalScore *score) {
     return text;
 }
 
-// Adds up what each rank has scored: counts alone, so their order means nothing.
+// Sums the ranks' scores. They are integer counts, so the order does not matter.
 static void eval_total(Run *run, EvalScore *score) {
     EvalScore *scores = (EvalScore *)alloc_zero((size_t)run->s.ranks, sizeof *scores);
     engine_gather(&run->engine, scores, score, sizeof *score);
@@ -6590,8 +6605,9 @@ static void eval_total(Run *run, EvalScore *score) {
     free(scores);
 }
 
-// Scores the examples of `f`, B rows at a time, to the last one or to a signal; of several ranks
-// each takes its turn. Says how far it is at every batch on a terminal, else at every tenth.
+// Scores the examples of `f`, B rows at a time, until the last one or a signal. With several ranks,
+// rank r scores examples r, r + ranks, and so on. Prints its progress after every batch on a
+// terminal, otherwise after every tenth of the examples.
 static void run_evaluate(Run *run, const EvalFile *f, EvalScore *score) {
     const int B = run->s.B, T = run->s.T, all = f->examples, ranks = run->s.ranks;
     EvalRow *rows = (EvalRow *)alloc_zero((size_t)B, sizeof(EvalRow));
@@ -6636,7 +6652,7 @@ static void run_evaluate(Run *run, const EvalFile *f, EvalScore *score) {
     eval_total(run, score);
 }
 
-// The score: a line, or JSON and nothing else.
+// Prints the score as a line or, with --json, as a JSON object alone.
 static void run_print_score(const Run *run, const EvalFile *f, const EvalScore *score) {
     const int n = score->examples;
     if (this_rank.rank > 0) {
@@ -6673,14 +6689,15 @@ static void run_print_score(const Run *run, const EvalFile *f, const EvalScore *
 
 // -------------------------------------------------------------------------------------------------
 // 20. Plan report and remedies
-// What would make a run fit, by price, and the plan as it is printed.
+// The printed plan, and the changes that would make a run fit, with their prices.
 
-// Remedies. What makes a plan smaller or fit, as a user would type it, with its price.
+// Remedies. Changes that make a plan smaller or make it fit, as a user would type them, with their
+// prices.
 
-// What was typed to start this program, so that a printed command starts it again from there.
+// argv[0], so that a printed command starts this program from the same working directory.
 static const char *program_command = "./train_gpt2";
 
-// Prints a command with these options, those that differ from their defaults, to be pasted.
+// Prints a command line that can be pasted, with the options that differ from their defaults.
 static void command_print(const char *program, const Options *o) {
     char text[64], usual[64];
     Options defaults;
@@ -6700,26 +6717,26 @@ static void command_print(const char *program, const Options *o) {
     }
 }
 
-// Changes that free memory are steps on four axes; at step 0 things stay as they are.
+// Changes that free memory are steps on four axes; step 0 changes nothing.
 enum { BY_LEVEL, BY_TYPE, BY_HOME, BY_BATCH, AXES };
-enum { SAME_BITS, OTHER_SPLIT, OTHER_NUMBERS };  // what a change does to the numbers
+enum { SAME_BITS, OTHER_SPLIT, OTHER_NUMBERS };  // effect of a change on the numbers
 
-// One or several changes as a command line says them, and their price.
+// One or several changes, as options of a command line, and their price.
 typedef struct {
     int steps[AXES];
     char option[128], cost[96];
     Settings settings;
     size_t bytes, host_bytes;  // of the changed plan
     int kind;
-    double slower;  // a token, in steps of B x T tokens
+    double slower;  // extra time per token, as a fraction, in steps of B x T tokens
 } Remedy;
 enum { MAX_REMEDIES = 128 };
 
-// The last step of an axis. Batches are halved, down to 1.
+// Number of steps on an axis. Those of the batch halve it, down to 1.
 static int axis_steps(const Settings *s, int axis) {
     int halvings = 0;
     if (s->forward) {
-        return 0;  // weights and a pass forward: no setting of training makes these smaller
+        return 0;  // weights and a forward pass only: training settings do not make these smaller
     }
     while (s->B >> (halvings + 1)) {
         halvings++;
@@ -6730,7 +6747,7 @@ static int axis_steps(const Settings *s, int axis) {
                              : halvings;
 }
 
-// Another batch; the rows of a classifier chunk stay the default, if they are.
+// Changes the batch. The rows of a classifier chunk follow the default if they had it before.
 static void settings_batch(Settings *s, int B) {
     const size_t element = type_bytes(s->dtype);
     const int64_t N = (int64_t)s->B * s->T, changed = (int64_t)B * s->T;
@@ -6740,9 +6757,9 @@ static void settings_batch(Settings *s, int B) {
                                 : min_i64(s->logit_rows, changed));
 }
 
-// Takes a step on an axis and prints it into `option`. Returns 0 where it changes nothing. The low
-// halves of weights go only together with the moments' precision: alone they free less than bf16
-// moments do, and change numbers all the same.
+// Takes a step on an axis and prints it into `option`. Returns 0 if it changes nothing. The low
+// halves of the master weights are dropped (-w none) only in addition to bf16 moments: alone that
+// frees less memory than bf16 moments do, and it changes the numbers too.
 static int axis_apply(Settings *s, int axis, int step, char option[64]) {
     const Settings before = *s;
     char offload[64];
@@ -6765,8 +6782,8 @@ static int axis_apply(Settings *s, int axis, int step, char option[64]) {
     return memcmp((const void *)&before, (const void *)s, sizeof before) != 0;
 }
 
-// Fills in what the remedy's steps make of plan `p`. Returns 0 where one of them changes nothing or
-// all together free nothing.
+// Applies the remedy's steps to plan `p` and fills in the rest of the remedy. Returns 0 if one of
+// the steps changes nothing, or if all of them together free nothing.
 static int remedy_price(Remedy *r, const Plan *p) {
     static const char *const kinds[] = {"same bits", "-d keeps the step's tokens",
                                         "numbers change"};
@@ -6785,13 +6802,13 @@ static int remedy_price(Remedy *r, const Plan *p) {
                 sizeof r->option - 1 - strlen(r->option));
     }
     if (now->B % r->settings.B) {
-        return 0;  // no number of these holds the step's tokens
+        return 0;  // no whole number of these micro-batches gives the same tokens per step
     }
     plan_build(&changed, &r->settings);
     r->bytes = plan_taken(&changed);
     r->host_bytes = changed.host_bytes;
     plan_free(&changed);
-    // Both in steps of as many tokens, of one micro-step before and of several after.
+    // Both at the same number of tokens per step: one micro-step before, `micros` after.
     const int64_t micros = now->B / r->settings.B;
     r->slower = forecast_tokens_per_s(&v, now, 1) /
                     forecast_tokens_per_s(&v, &r->settings, micros) - 1;
@@ -6804,10 +6821,11 @@ static int remedy_price(Remedy *r, const Plan *p) {
     return r->bytes < plan_taken(p);
 }
 
-// Every single change that makes the plan smaller, axis by axis. Returns how many.
+// Lists every single change that makes the plan smaller, axis by axis. Returns their number.
 static int plan_remedies(const Plan *p, Remedy list[MAX_REMEDIES]) {
     int n = 0;
-    // Levels, types of states and their homes are settings of training; a batch is cut by the user.
+    // Recomputation levels and the types and placements of states are training settings; without
+    // training, reducing the batch is left to the user.
     if (p->settings.forward) {
         return 0;
     }
@@ -6821,14 +6839,14 @@ static int plan_remedies(const Plan *p, Remedy list[MAX_REMEDIES]) {
     return n;
 }
 
-// What changes least comes first, then what costs least time.
+// Sorts by effect on the numbers, smallest first, then by cost in time.
 static int remedy_compare(const void *a, const void *b) {
     const Remedy *x = (const Remedy *)a, *y = (const Remedy *)b;
     return x->kind != y->kind ? x->kind - y->kind
                               : (x->slower > y->slower) - (x->slower < y->slower);
 }
 
-// Whether a remedy among `n` takes no step further than `steps` on any axis.
+// True if `steps` includes one of the `n` remedies, i.e. is at least as large on every axis.
 static int remedy_includes(const Remedy *list, int n, const int *steps) {
     for (int i = 0; i < n; i++) {
         int axis = 0;
@@ -6842,8 +6860,9 @@ static int remedy_includes(const Remedy *list, int n, const int *steps) {
     return 0;
 }
 
-// What makes the plan fit `room`, by price: changes of which none can be left out or taken less
-// far. Smaller steps are met before larger ones. Returns how many, 0: nothing does.
+// Lists the minimal combinations of changes that make the plan fit `budget`, sorted by price: no
+// change in them can be left out or made smaller. The enumeration reaches every combination after
+// those that it includes. Returns their number, 0 if none fits.
 static int plan_changes(const Plan *p, const MemoryBudget *budget, Remedy list[MAX_REMEDIES]) {
     const Settings *s = &p->settings;
     int n = 0, steps[AXES] = {0}, axis;
@@ -6865,25 +6884,25 @@ static int plan_changes(const Plan *p, const MemoryBudget *budget, Remedy list[M
     return n;
 }
 
-// What is said where nothing cures a plan: of training, and of what has no settings of training.
+// Messages if no change makes a plan fit: for training, --generate and --eval.
 static const char no_change[] = "no settings make it fit";
 static const char generate_change[] =
     "--generate takes weights and a KV cache; a smaller --seq-len (-t) makes the cache smaller";
 static const char eval_change[] =
     "--eval takes weights and a batch on its way forward; a smaller --batch (-b) takes less";
-// Which of these is true of a run.
+// The one of these messages that applies to a run.
 static const char *plan_no_change(const Settings *s) {
     return s->cache ? generate_change : s->forward ? eval_change : no_change;
 }
 
-// Ends the run before anything is allocated when `available` bytes cannot hold `need`: says how
-// much is missing, and the cheapest settings that fit; where only host memory would help and there
-// is too little, that.
+// Ends the run, before anything is allocated, if `need` exceeds `available` bytes. The message says
+// how much is missing and names the cheapest settings that fit. If these need more host memory than
+// there is, it names the cheapest one of them and how much host memory is free.
 static void plan_refuse(const Plan *p, size_t need, size_t available) {
     enum { SHOWN = 3 };
     char line[1024] = "";
     if (need <= available) {
-        return;  // before the remedies, whose plans take a while
+        return;  // before searching for remedies, whose plans take a while to build
     }
     const size_t missing = need - available, host = (size_t)host_memory("").bytes;
     MemoryBudget budget;
@@ -6913,7 +6932,7 @@ static void plan_refuse(const Plan *p, size_t need, size_t available) {
         bytes_text((double)available).s, available_limit, bytes_text((double)missing).s, line);
 }
 
-// The same for what a rank pins in the memory of its machine, of which it has `available` bytes.
+// The same for the host memory that a rank pins, of which `available` bytes are its share.
 static void plan_refuse_host(const Plan *p, size_t available, const char *limit) {
     if (p->host_bytes > available) {
         die("the plan keeps %s in host memory%s, only %s are available (%s): %s short; fewer "
@@ -6923,10 +6942,10 @@ static void plan_refuse_host(const Plan *p, size_t available, const char *limit)
     }
 }
 
-// The printed plan. --plan, for people and as JSON.
+// The printed plan. Output of --plan, as text and as JSON.
 
 // Prints the command that trains with these options and levels on the CPU or a GPU: this program as
-// it was called, or the GPU's that stands beside it.
+// it was called or, if the CPU program has planned a GPU run, train_gpt2cu in the same folder.
 static void training_print(const Options *chosen, const char *levels, int gpu) {
     const char *slash = strrchr(program_command, '/');
     const int folder = slash ? (int)(slash + 1 - program_command) : 0;
@@ -6941,7 +6960,7 @@ static void training_print(const Options *chosen, const char *levels, int gpu) {
     printf("\n");
 }
 
-// Prints the command of what settings_auto() has chosen, where that is anything.
+// Prints the command that names the settings chosen by settings_auto(), if it has chosen any.
 static void choice_print(const Plan *p, const Options *o) {
     const Settings *s = &p->settings;
     Options chosen = *o;
@@ -6957,7 +6976,7 @@ static void choice_print(const Plan *p, const Options *o) {
     }
 }
 
-// A tick as --plan --json and dev/report.py call it: `head`, `3.qkv`, `3.re-qkv`.
+// Name of a tick in --plan --json and dev/report.py: `head`, `3.qkv`, `3.re-qkv` (recomputed).
 static void tick_name(char name[32], const Settings *s, int tick) {
     Tick t = tick_at(s, tick);
     if (t.layer < 0) {
@@ -6967,8 +6986,8 @@ static void tick_name(char name[32], const Settings *s, int tick) {
     }
 }
 
-// Prints the plan as JSON, for dev/report.py: ticks by name, and every buffer with its place in
-// time and memory.
+// Prints the plan as JSON, for dev/report.py: the names of the ticks, and every buffer with its
+// lifetime and its offset in memory.
 static void plan_print_json(const Plan *p) {
     printf("{\"target\":\"%s\",\"total_bytes\":%zu,\"host_bytes\":%zu,\"ticks\":[",
            p->settings.gpu ? "gpu" : "cpu", p->device_bytes, p->host_bytes);
@@ -6988,13 +7007,13 @@ static void plan_print_json(const Plan *p) {
     printf("]}\n");
 }
 
-// Prints the rule of thumb that people use instead of a plan, and where it errs: 16 bytes of
-// weights, gradients and moments for each parameter, every activation in fp32, 2 GB for libraries.
+// Prints the usual rule of thumb for memory and why the plan differs. The rule: 16 bytes per
+// parameter for weights, gradients and moments, every activation in fp32, and 2 GB for libraries.
 static void plan_print_thumb(const Plan *p, size_t total) {
     const Settings *s = &p->settings;
     const Model *m = &s->model;
     if (s->forward) {
-        return;  // the rule is one for training
+        return;  // the rule is for training
     }
     double N = (double)s->B * s->T, parameters = (double)model_parameters(m);
     double activations = N * ((16.0 * m->L + 1) * m->C + m->Vp);
@@ -7009,14 +7028,14 @@ static void plan_print_thumb(const Plan *p, size_t total) {
            s->logit_rows, s->B * s->T);
 }
 
-// A line of the plan's table: exact bytes for machines, rounded ones for people.
+// Prints a line of the plan's table: exact bytes for scripts, rounded ones for readers.
 static void plan_print_line(const char *name, size_t bytes, const char *note) {
     printf("%-24s %18s %12s%s\n", name, count_text((int64_t)bytes).s,
            bytes_text((double)bytes).s, note);
 }
 
-// What --plan says of a GPU run alone: libraries, host memory, and what a step moves where not
-// everything is whole on the device.
+// Prints the part of --plan that only GPU runs have: libraries, host memory, and the bytes that a
+// step transfers if buffers are offloaded or sharded.
 static void plan_print_gpu(const Plan *p, const MemoryBudget *budget, const Options *o) {
     const Settings *s = &p->settings;
     const int micros = (int)max_i64(step_micros(o, s), 1);
@@ -7045,7 +7064,7 @@ static void plan_print_gpu(const Plan *p, const MemoryBudget *budget, const Opti
     }
 }
 
-// Prints how fast a run is said to be, and how long -x steps take, or a billion tokens.
+// Prints the forecast speed and the time for -x steps, or for a billion tokens without -x.
 static void forecast_print(const Settings *s, const MemoryBudget *budget, const Options *o) {
     const int64_t micros = step_micros(o, s);
     if (budget->from && micros > 0 && !s->forward) {
@@ -7057,8 +7076,8 @@ static void forecast_print(const Settings *s, const MemoryBudget *budget, const 
     }
 }
 
-// The table of single changes and, where the plan does not fit, what would make it: the five
-// cheapest, since there may be dozens.
+// Prints the table of single changes and, if the plan does not fit, the five cheapest combinations
+// that make it fit, since there may be dozens.
 static void plan_print_remedies(const Plan *p, const MemoryBudget *budget, size_t outside) {
     if (p->settings.forward) {
         printf("\n%s\n", plan_no_change(&p->settings));
@@ -7087,15 +7106,15 @@ static void plan_print_remedies(const Plan *p, const MemoryBudget *budget, size_
     free(list);
 }
 
-// The stage of ZeRO that divides the states so.
+// The ZeRO stage (-z) that shards the same states as these settings.
 static int settings_zero(const Settings *s) {
     const int moments = s->placement[KIND_MOMENTS] & PLACE_SHARD;
     return (moments + (s->placement[KIND_GRADIENTS] & PLACE_SHARD) +
             (s->placement[KIND_WEIGHTS] & PLACE_SHARD)) / PLACE_SHARD;
 }
 
-// Prints the plan by group, whether it fits the room, on the device and on the host, what each
-// setting would save, and the rule of thumb. Returns 0 when it does not fit.
+// Prints the plan by group, whether it fits the budget on the device and on the host, how much each
+// setting would save, and the rule of thumb. Returns 0 if it does not fit.
 static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *o) {
     const Settings *s = &p->settings;
     const Model *m = &s->model;
@@ -7120,7 +7139,7 @@ static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *
         printf("; each of %d GPUs, -z %d", s->ranks, settings_zero(s));
     }
     printf("\n\n");
-    // The groups at the peak and what the layout loses add up to the allocation.
+    // The groups at the peak and the fragmentation add up to the allocation.
     plan_groups(p, device, host);
     printf("%-24s %18s\n", "at the peak of a step", "bytes");
     for (int g = 0; g < GROUPS; g++) {
@@ -7144,7 +7163,7 @@ static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *
                fits ? "free" : "short");
     }
     const int host_fits = p->host_bytes <= budget->host;
-    if (!host_fits) {  // what plan_refuse_host() says of a run
+    if (!host_fits) {  // plan_refuse_host() would end a run
         const HostMemory h = host_memory("");
         printf("host memory of this machine: %s (%s); DOES NOT FIT, %s short; fewer states in "
                "--offload need less of it\n", bytes_text((double)budget->host).s, h.limit,
@@ -7158,16 +7177,16 @@ static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *
 
 // -------------------------------------------------------------------------------------------------
 // 21. --fit and --minimum
-// --fit tries settings, plans and forecasts each, and recommends one by its command line; --minimum
-// is the smallest of them. Settings are tried as options that are parsed like a user's, so that
-// what is recommended is what a run accepts.
+// --fit plans and forecasts many settings and recommends one, printed as a command; --minimum
+// prints those that take the least memory. Every candidate is a set of options that passes the same
+// checks as a user's, so a run accepts what is recommended.
 
-// What --minimum decides itself, or does not depend on.
+// Options that --minimum decides itself, or does not depend on.
 static const char *const minimum_decides[] = {"batch",   "recompute", "logit-rows", "moments",
                                               "master", "offload",   "gpu-mem"};
 
-// Looks at the options of --fit and --minimum before settings are made of them. Ends the run at
-// what they would ignore, and where no batch divides -d's tokens.
+// Checks the options of --fit and --minimum before they are turned into settings. Ends the run if
+// one of them would be ignored, or if no batch size divides -d's tokens.
 static void fit_options(const Options *o, const Model *m) {
     Settings least;
     if (!o->fit && !o->minimum) {
@@ -7180,7 +7199,7 @@ static void fit_options(const Options *o, const Model *m) {
                 minimum_decides[i]);
         }
     }
-    // The smallest batch that is tried divides whatever a larger one does.
+    // If a larger batch divides -d's tokens, so does the smallest one that is tried.
     memset(&least, 0, sizeof least);
     least.ranks = (int)o->gpus;
     least.B = o->fit && option_given(o, "batch") ? (int)o->batch : 1;
@@ -7188,8 +7207,8 @@ static void fit_options(const Options *o, const Model *m) {
     step_whole_micros(o, &least);
 }
 
-// Settings that fit as options that a user could type, and what they take. `type` is a row of
-// fit_types, `rung` one of offload_tiers.
+// A candidate of --fit: options that a user could type, with their memory and speed. `type` is a
+// row of fit_types, `tier` one of offload_tiers.
 typedef struct {
     Options o;
     Settings settings;
@@ -7199,7 +7218,7 @@ typedef struct {
 } FitPoint;
 enum { MAX_POINTS = 4096 };
 
-// Number types that --fit any tries with bf16 weights, 0: as asked.
+// Number types that --fit any and --fit all try with bf16 weights; row 0: as asked.
 static const struct {
     int64_t moments, master;
 } fit_types[] = {{0, 0}, {MOMENTS_BF16, MASTER_SPLIT}, {MOMENTS_BF16, MASTER_NONE}};
@@ -7208,9 +7227,9 @@ enum { FIT_TYPES = sizeof fit_types / sizeof fit_types[0] };
 // The micro-batches that --fit tries: 1, 2, 3, 4, 6, 8, 12, 16, ...
 static int next_batch(int B) { return B < 2 ? B + 1 : B & (B - 1) ? B / 3 * 4 : B / 2 * 3; }
 
-// Fills in a point from its options: settings, homes and levels where they are left to the program
-// (`level` -1: the cheapest mixture that fits, else this one in all blocks), plan, speed. Returns
-// whether it fits.
+// Fills in a point from its options: settings, plan and speed. Placements and recomputation levels
+// are chosen if the options leave them to the program (`level` -1: the cheapest mixture that fits,
+// else this level in all blocks). Returns 1 if the point fits.
 static int fit_point(FitPoint *f, const Model *m, int level, const MemoryBudget *budget) {
     Plan p;
     Settings *s = &f->settings;
@@ -7218,7 +7237,7 @@ static int fit_point(FitPoint *f, const Model *m, int level, const MemoryBudget 
     settings_from_options(s, &f->o, m, budget->speed.gpu);
     if (offloads) {
         f->o.offload = settings_offload(s, offload_tiers[f->tier]);
-        f->o.offload += f->o.offload ? 0 : (int64_t)OFFLOAD_AUTO;  // which finds that all fits
+        f->o.offload += f->o.offload ? 0 : (int64_t)OFFLOAD_AUTO;  // `auto` will offload nothing
     }
     if (levels && level >= 0) {
         settings_recompute(s, level, m->L);
@@ -7233,7 +7252,8 @@ static int fit_point(FitPoint *f, const Model *m, int level, const MemoryBudget 
     return f->bytes <= budget->device && f->host_bytes <= budget->host;
 }
 
-// Whether --fit tries a row of fit_types: what the user has asked for stays, and is row 0.
+// Returns 1 if --fit tries a row of fit_types. Row 0 is what the user asked for; the other rows
+// must neither contradict a given option nor repeat row 0.
 static int fit_tries_type(const Options *asked, int type) {
     const int64_t moments = fit_types[type].moments, master = fit_types[type].master;
     return type == 0 || ((moments == asked->moments || !option_given(asked, "moments")) &&
@@ -7241,8 +7261,9 @@ static int fit_tries_type(const Options *asked, int type) {
                          (moments != asked->moments || master != asked->master));
 }
 
-// Every point that --fit looks at and that fits: number types, batches until the smallest plan does
-// not fit, homes and levels, each where the options leave it open. Returns how many.
+// Lists every candidate of --fit that fits: number types, batches up to the first that does not
+// fit, offload tiers and recomputation levels, each only if the options leave it open. Returns
+// their number.
 static int fit_points(FitPoint list[MAX_POINTS], const Options *asked, const Model *m,
                       const MemoryBudget *budget) {
     const int64_t T = asked->seq_len ? asked->seq_len : m->maxT;
@@ -7265,19 +7286,19 @@ static int fit_points(FitPoint list[MAX_POINTS], const Options *asked, const Mod
             f->type = type;
             f->tier = i / levels % tiers;
             if (asked->gpus > 1 && offload_tiers[f->tier] == HOST_GRADIENTS) {
-                break;  // gradients of several GPUs stay there: it is the rung before
+                break;  // gradients of several GPUs stay on them: the same as the tier before
             }
             if (asked->logit_rows > B * T) {
-                continue;  // fewer tokens than that option takes
+                continue;  // a run requires --logit-rows of at most B x T
             }
             if (type > 0) {
                 f->o.moments = fit_types[type].moments;
                 f->o.master = fit_types[type].master;
             }
-            // In place of nothing recomputed stands what fits with the least of it.
+            // Level 0 (no recomputation) is replaced by the least recomputation that fits.
             fits = fit_point(f, m, i % levels ? i % levels : -1, budget);
             const int64_t micros = step_micros(asked, &f->settings);
-            // A run refuses a step that the data does not fill once.
+            // A run refuses a step of more sequences than the data has.
             n += fits && micros > 0 &&
                  (!budget->windows || micros * f->settings.ranks * B <= budget->windows);
         }
@@ -7285,7 +7306,7 @@ static int fit_points(FitPoint list[MAX_POINTS], const Options *asked, const Mod
     return n;
 }
 
-// A row of the table of fit_print_points().
+// Prints a row of the table of fit_print_points().
 static void fit_print_point(const FitPoint *f) {
     char offload[64], types[64] = "";
     const Settings *s = &f->settings;
@@ -7298,8 +7319,8 @@ static void fit_print_point(const FitPoint *f) {
            count_text((int64_t)f->tokens_per_s).s, offload_text(offload, s));
 }
 
-// A point that another one beats: no slower, and no more bytes on either side, one of them better
-// (or, of equals, earlier in the list).
+// True if point i is dominated: another point is no slower, takes no more device or host memory,
+// and is strictly better in at least one of these (on a tie, the earlier one in the list wins).
 static int fit_is_beaten(const FitPoint *list, int n, int i) {
     const FitPoint *f = &list[i];
     for (int k = 0; k < n; k++) {
@@ -7314,23 +7335,23 @@ static int fit_is_beaten(const FitPoint *list, int n, int i) {
     return 0;
 }
 
-// Of points that are about as fast, the one that takes less for granted: host memory, then other
-// numbers, then a large batch.
+// True if `a` is simpler than `b`, which is about as fast: it has fewer states in host memory, else
+// fewer narrow number types, else a smaller batch.
 static int point_is_simpler(const FitPoint *a, const FitPoint *b) {
     return a->tier != b->tier   ? a->tier < b->tier
            : a->type != b->type ? a->type < b->type
                                 : a->o.batch < b->o.batch;
 }
 
-// The plainest of the points of a number type and a rung of homes (-1: of any) that are within half
-// a percent of the fastest. NULL: there is none.
+// The simplest point within half a percent of the fastest, among those of a number type and an
+// offload tier (-1: any). NULL if there is none.
 static const FitPoint *fit_fastest(const FitPoint *list, int n, int type, int tier) {
     const FitPoint *best = NULL;
     double most = 0;
     for (int i = 0; i < 2 * n; i++) {
         const FitPoint *f = &list[i % n];
         if ((type < 0 || f->type == type) && (tier < 0 || f->tier == tier)) {
-            most = fmax(most, f->tokens_per_s);  // known after the first n
+            most = fmax(most, f->tokens_per_s);  // final after the first n iterations
             if (i >= n && f->tokens_per_s >= 0.995 * most && (!best || point_is_simpler(f, best))) {
                 best = f;
             }
@@ -7339,8 +7360,9 @@ static const FitPoint *fit_fastest(const FitPoint *list, int n, int type, int ti
     return best;
 }
 
-// What --fit recommends: with -d, which holds a step's tokens, the fastest of all. Without it steps
-// differ in size, and speeds compare no two rungs: the lowest one that fits, and there the fastest.
+// The point that --fit recommends. With -d, which fixes the tokens per step (`held`): the fastest
+// overall. Without it step sizes differ, so speeds are not comparable across offload tiers: the
+// fastest on the lowest tier that fits.
 static const FitPoint *fit_choose(const FitPoint *list, int n, int held) {
     const FitPoint *best = held ? fit_fastest(list, n, -1, -1) : NULL;
     for (int tier = 0; tier < OFFLOAD_TIERS && !best; tier++) {
@@ -7349,15 +7371,15 @@ static const FitPoint *fit_choose(const FitPoint *list, int n, int held) {
     return best;
 }
 
-// Fewer bytes of the device first, then of the host.
+// Sorts by device bytes, then by host bytes.
 static int point_compare(const void *a, const void *b) {
     const FitPoint *x = (const FitPoint *)a, *y = (const FitPoint *)b;
     return x->bytes != y->bytes ? (x->bytes > y->bytes) - (x->bytes < y->bytes)
                                 : (x->host_bytes > y->host_bytes) - (x->host_bytes < y->host_bytes);
 }
 
-// The rows of --fit: of each number type and rung of homes the fastest point, with `all` every
-// point that no other beats, by device bytes.
+// Prints the rows of --fit: the fastest point of each number type and offload tier or, with `all`,
+// every point that is not dominated, sorted by device bytes.
 static void fit_print_points(const FitPoint *list, int n, int all) {
     FitPoint *rows = (FitPoint *)alloc_zero(MAX_POINTS, sizeof *rows);
     int count = 0;
@@ -7383,14 +7405,14 @@ static void fit_print_points(const FitPoint *list, int n, int all) {
     free(rows);
 }
 
-// What of these settings changes numbers, for people.
+// Prints which of these settings change the numbers of a run.
 static void print_changes(const Settings *s, const char *split) {
     printf("same bits as any other -r and --offload%s%s%s\n", split,
            s->moment_dtype == TYPE_BF16 ? "; --moments bf16 changes numbers" : "",
            s->dtype == TYPE_BF16 && !s->split_master ? "; -w none changes numbers" : "");
 }
 
-// Whose the bytes before it are; nothing where there is one GPU.
+// Text to append to a number of bytes per GPU; empty with one GPU.
 static ShortText each_text(const Options *o) {
     ShortText text = {""};
     if (o->gpus > 1) {
@@ -7399,7 +7421,7 @@ static ShortText each_text(const Options *o) {
     return text;
 }
 
-// What libraries take of the device of a rank, NCCL's buffers among them.
+// Device memory of a rank that is reserved for libraries, including NCCL's buffers.
 static double reserved_bytes(const Options *o, size_t library) {
     Settings s;
     memset(&s, 0, sizeof s);
@@ -7407,7 +7429,7 @@ static double reserved_bytes(const Options *o, size_t library) {
     return (double)(library + nccl_estimate_bytes(&s));
 }
 
-// --fit. Returns the program's exit status: 1 when nothing fits.
+// Runs --fit. Returns the program's exit status: 1 if nothing fits.
 static int fit_command(const Options *o, const Model *m, const MemoryBudget *budget) {
     FitPoint *list = (FitPoint *)alloc_zero(MAX_POINTS, sizeof *list);
     if (budget->device <= 1 && budget->library) {
@@ -7441,10 +7463,11 @@ static int fit_command(const Options *o, const Model *m, const MemoryBudget *bud
     return best ? 0 : 1;
 }
 
-// --minimum: the least memory that a run can take, at B = 1: on a GPU with nothing offloaded and
-// with everything at home on the host (of several GPUs all but the gradients, which stay there),
-// and, `cpu`, in the CPU program, unless it lacks an option that is given. Number types change only
-// where nothing is offloaded: on the host they take no device memory.
+// Runs --minimum: prints the least memory that a run can take, at B = 1, on a GPU with nothing
+// offloaded, on a GPU with all states in host memory (with several GPUs all but the gradients,
+// which stay on the device) and, if `cpu` is set and the CPU program supports the given options,
+// for the CPU program. Narrow number types are used only if nothing is offloaded, because states in
+// host memory take no device memory.
 static void minimum_command(const Options *asked, const Model *m, int cpu) {
     static const char *const titles[] = {"GPU, nothing offloaded", "GPU, everything on the host",
                                          "CPU", "GPU, all but gradients on the host"};
@@ -7462,7 +7485,7 @@ static void minimum_command(const Options *asked, const Model *m, int cpu) {
         f->o.batch = 1;
         f->o.logit_rows = min_i64(128, asked->seq_len ? asked->seq_len : m->maxT);
         f->o.offload = OFFLOAD_AUTO;
-        // All that cuBLASLt asks of a workspace is that it begins at a multiple of 256 bytes.
+        // cuBLASLt has no minimum size of a workspace; its address must be a multiple of 256 bytes.
         f->o.workspace = asked->workspace || !all.speed.gpu ? asked->workspace : 256;
         f->tier = i == 1 ? OFFLOAD_TIERS - 1 : 0;
         f->o.moments = i == 0 && !wide ? MOMENTS_BF16 : MOMENTS_FP32;
@@ -7487,11 +7510,11 @@ static void minimum_command(const Options *asked, const Model *m, int cpu) {
 
 // -------------------------------------------------------------------------------------------------
 // 22. Measured speed
-// The source of a plan's forecast for the machine at hand: on the CPU, small models that are timed
-// each time; on a GPU, what runs have measured and kept.
+// The speed of this machine, from which a plan forecasts a run: on the CPU small models are timed
+// for every plan; on a GPU the speed is the one that earlier runs measured and cached.
 
-// Seconds of a micro-step, and of an update, of a model of random weights at `s`: the middle one of
-// three after a first that is not counted.
+// Returns the seconds of a micro-step, and sets *update to those of an update, for a model with
+// settings `s` and arbitrary weights: the median of three, after a warm-up.
 static double engine_seconds(const Program *program, const Settings *s, double *update) {
     enum { TIMES = 3 };
     double micro_ms[TIMES], update_ms[TIMES];
@@ -7505,7 +7528,7 @@ static double engine_seconds(const Program *program, const Settings *s, double *
     options_default(&o);
     plan_build(&p, s);
     program->open(&e, &p);
-    for (int i = 0; i < PIECE; i++) {  // zeros would be faster than numbers are
+    for (int i = 0; i < PIECE; i++) {  // computing with zeros would be faster
         piece[i] = (real)(0.004 * (i * 7 % 11 - 5));
     }
     for (int64_t i = 0; i < all; i += PIECE) {
@@ -7517,7 +7540,7 @@ static double engine_seconds(const Program *program, const Settings *s, double *
     for (int k = -1; k < TIMES; k++) {
         const double start = now_ms();
         e.micro_step(&e, tokens, tokens, 0, 1);
-        e.read(&e, STATE_WEIGHTS, 0, piece, 1);  // which waits for what is queued
+        e.read(&e, STATE_WEIGHTS, 0, piece, 1);  // waits for queued work
         const double middle = now_ms();
         e.update(&e, &o, 0, HUGE_VAL, 0);
         micro_ms[max_i64(k, 0)] = middle - start;
@@ -7531,15 +7554,15 @@ static double engine_seconds(const Program *program, const Settings *s, double *
     return 1e-3 * median(micro_ms, TIMES);
 }
 
-// FLOPs of a calibration: four micro-steps each of two blocks, of two blocks computed again, and of
-// one block with the vocabulary.
+// Estimated FLOPs of a calibration: four micro-steps each of two blocks, of two blocks with
+// recomputation, and of one block with the vocabulary.
 static double calibration_flops(const Settings *s) {
     const double C = s->model.C;
     return (800 * C * C + 24 * C * s->model.Vp) * s->B * s->T;
 }
 
-// The settings of a calibration: the run's width on few blocks, and of its batch what takes at most
-// `flops`. A whole batch is better: the activations of a small one stay in caches.
+// The settings of a calibration: few blocks of the run's width, with B and then T halved until it
+// takes at most `flops`. A full batch is better: the activations of a small one stay in caches.
 static Settings calibration_settings(const Settings *run, double flops) {
     Settings s = *run;
     memset(s.placement, 0, sizeof s.placement);
@@ -7555,12 +7578,12 @@ static Settings calibration_settings(const Settings *run, double flops) {
     return s;
 }
 
-// How fast this machine is at a run's settings: the usual rates, corrected by what small models
-// take, of one and of two of the run's blocks. Two blocks and hardly any vocabulary give the
-// blocks' time, the same with -r block what is computed again, one block with the run's vocabulary
-// the rest. A smaller batch is taken to be as fast, a token. `dev/bench/cpu.c forecast` holds it
-// against the steps of ten settings. Returns 0 if the small models take more than `bytes`, or more
-// than `flops` to time.
+// Measures how fast this machine is at a run's settings: the usual rates, corrected by the times of
+// small models with one and with two of the run's blocks. Two blocks with a tiny vocabulary give
+// the time of the blocks, the same with -r block the time of recomputation, and one block with the
+// run's vocabulary the rest. A smaller batch is assumed to take the same time per token.
+// `dev/bench/cpu.c forecast` compares the result with the steps of ten settings. Returns 0 if the
+// small models need more than `bytes` of memory, or timing them more than `flops`.
 static int speed_measure(Speed *speed, const Program *program, const Settings *run, size_t bytes,
                          double flops) {
     enum { TWO, AGAIN, ONE, MODELS };
@@ -7583,7 +7606,7 @@ static int speed_measure(Speed *speed, const Program *program, const Settings *r
         seconds[i] = engine_seconds(program, &s, &update[i]);
         v.byte = i == ONE ? update[i] / update_bytes(&s) : v.byte;
     }
-    // Blocks have two factors: of the stages that may come again, and of the others.
+    // Blocks have two factors: one for the stages that may be recomputed, one for the others.
     const double repeat = predicted[AGAIN] - predicted[TWO];
     const double others = predicted[TWO] - rest[TWO] - repeat;
     const double again = fmax((seconds[AGAIN] - seconds[TWO]) / repeat, 0.01);
@@ -7600,7 +7623,7 @@ static int speed_measure(Speed *speed, const Program *program, const Settings *r
     return 1;
 }
 
-// What a GPU's speed depends on: its name, the width, the batch and the types.
+// Cache key of a GPU's speed, all that it depends on: GPU name, model width, batch and types.
 static void speed_key(char key[192], const char *device, const Settings *s) {
     const Model *m = &s->model;
     snprintf(key, 192, "%.80s: C %d NH %d V %d B %d T %d rows %d types %d %d %d %d", device, m->C,
@@ -7608,8 +7631,8 @@ static void speed_key(char key[192], const char *device, const Settings *s) {
              (int)s->moment_dtype, s->split_master);
 }
 
-// Reads the last speed that was kept for `key`, in a file with a line for each: the key, then the
-// numbers of a Speed. 0: there is none.
+// Reads the last speed cached for `key`. Each line of the cache file is a key followed by the
+// numbers of a Speed. Returns 0 if there is none.
 static int speed_load(Speed *speed, const char *key) {
     char line[1024];
     int found = 0;
@@ -7639,7 +7662,7 @@ static int speed_load(Speed *speed, const char *key) {
     return found;
 }
 
-// Appends a speed in one write, so that runs that start at once do not mix their lines.
+// Appends a speed to the cache in one write, so that concurrent runs do not mix their lines.
 static void speed_save(const Speed *v, const char *key) {
     char line[1024];
     int n = snprintf(line, sizeof line, "%s\t", key);
@@ -7655,9 +7678,10 @@ static void speed_save(const Speed *v, const char *key) {
     }
 }
 
-// Fills in how fast the machine at hand is, if that can be known, for a plan: the CPU's speed is
-// measured, which takes no longer than three of its steps or 15 % of a run of so many (0: unknown),
-// half of that for the FLOPs that are counted; a GPU's is what runs have kept.
+// Fills in the speed of this machine for a plan, if it can be known. The CPU's speed is measured,
+// which may take no longer than three steps, or than 15 % of a run of `steps` steps (0: unknown);
+// half of that limit is for the FLOPs that calibration_flops() counts. A GPU's speed is read from
+// the cache.
 static void budget_measure(MemoryBudget *budget, const Program *program, const Settings *s,
                            int64_t micros, int64_t steps) {
     const double step = model_flops_per_token(&s->model, s->T) * s->B * s->T * (double)micros;
@@ -7675,7 +7699,7 @@ static void budget_measure(MemoryBudget *budget, const Program *program, const S
     }
     const double flops = fmin(4e11, most);
     const Settings small = calibration_settings(s, flops);
-    if (calibration_flops(&small) > 2e10) {  // less takes two cores no half second
+    if (calibration_flops(&small) > 2e10) {  // fewer take two cores under half a second
         printf("measuring this machine's speed for the forecast\n");
         fflush(stdout);
     }
@@ -7684,8 +7708,8 @@ static void budget_measure(MemoryBudget *budget, const Program *program, const S
     }
 }
 
-// Seconds that a micro-step takes at the usual rates; on a GPU of which the peak is known, at that
-// GPU's share of the usual one's.
+// Estimated seconds of a micro-step at the usual rates. If it is limited by computation on a GPU
+// whose peak is known, it is scaled by the ratio of the usual GPU's peak to this one's.
 static double micro_guess(const Settings *s, double peak_flops) {
     const Speed usual = speed_usual(s);
     const double computes = forecast_micro(&usual, s, 1);
@@ -7694,15 +7718,15 @@ static double micro_guess(const Settings *s, double peak_flops) {
     return micro > computes ? micro : computes / share;
 }
 
-// Seconds of a step at the usual rates that no micro-step takes.
+// Estimated seconds of a step outside of its micro-steps, at the usual rates.
 static double update_guess(const Settings *s) {
     const Speed usual = speed_usual(s);
     return fmax(2 * forecast_step(&usual, s, 1) - forecast_step(&usual, s, 2), 0);
 }
 
-// Keeps for later plans how fast this GPU is, from the seconds of a micro-step: the usual rates,
-// all those of the device scaled alike. Nothing is kept if the speed of these settings is known, or
-// if the run moves states to the host, because then the link may be what it waits for.
+// Caches the speed of this GPU for later plans, from the seconds of a micro-step: the usual rates,
+// with all those of the device scaled by one factor. Nothing is cached if the speed of these
+// settings is known, or if the run offloads states, because the link may then be the bottleneck.
 static void speed_keep(const Program *program, const Settings *s, double seconds) {
     char key[192], device[96];
     Speed v = speed_usual(s);
@@ -7724,13 +7748,13 @@ static void speed_keep(const Program *program, const Settings *s, double seconds
 
 // -------------------------------------------------------------------------------------------------
 // 23. Start-up and main
-// From options to a run, in the seven steps of program_run(). What one step decides the next ones
-// build on. Nothing is written, and no large memory taken, before everything that can be refused
-// has been refused: five steps only read, the sixth compares the plan with the memory there is.
+// From options to a run, in the seven steps of program_run(); each one builds on the previous ones.
+// Everything that can be refused is checked before anything is written or much memory is allocated:
+// the first five steps only read, and the sixth compares the plan with the available memory.
 
-// Step 1 for many GPUs: finds the ranks that a launcher started, or starts those of --gpus, of
-// which this process may become one; then --gpus is their number. Ends the run where this program
-// cannot share it.
+// Step 1 with several GPUs: detects the ranks that a launcher has started, or starts those of
+// --gpus, of which this process may become one. Afterwards o->gpus is the number of ranks. Ends the
+// run if this program cannot train on several ranks.
 static void run_find_ranks(Run *run, const Program *program) {
     Options *o = &run->o;
     char text[64], asks[64];
@@ -7766,15 +7790,15 @@ static void run_find_ranks(Run *run, const Program *program) {
     o->quiet |= this_rank.rank > 0;
 }
 
-// The ranks show each other who they are, before any of them plans: what is left to memory they
-// choose alike, for the one of them that has the least. Ends the run where they cannot train
-// together. Returns the room that every rank has, of which this one has `room`.
+// The handshake of the ranks, before any of them makes its plan: settings that depend on the
+// available memory are chosen identically on all ranks, for the one with the least. Ends the run if
+// the ranks cannot train together. Returns the budget that every rank has; `budget` is this rank's.
 static MemoryBudget run_handshake(const Run *run, const Program *program,
                                   const MemoryBudget *budget) {
     MemoryBudget least = *budget;
     if (this_rank.ranks > 1 && program->ranks_handshake) {
         Settings same = run->s;
-        same.rank = same.threads = same.quiet = 0;  // they may differ
+        same.rank = same.threads = same.quiet = 0;  // these may differ between ranks
         rank_info.settings = fingerprint(0, &same, sizeof same);
         rank_info.device = budget->device;
         rank_info.host = budget->host;
@@ -7785,8 +7809,8 @@ static MemoryBudget run_handshake(const Run *run, const Program *program,
     return least;
 }
 
-// Step 2: the model's sizes from -e, and its open file where it names one. Its vocabulary is not
-// yet known, except from a file.
+// Step 2: reads the model's sizes from -e, and opens the file if -e names one. The vocabulary is
+// not known yet, except from a file.
 static ModelKind run_choose_model(Run *run, const Program *program, Model *m) {
     Options *o = &run->o;
     o->model = o->model ? o->model : program->default_model;
@@ -7803,9 +7827,9 @@ static ModelKind run_choose_model(Run *run, const Program *program, Model *m) {
     return kind;
 }
 
-// The data of a run without -i: the first prepared corpus, for a model with GPT-2's
-// vocabulary its tokens before bytes, in data/ here, else in data/ next to the program. Leaves the
-// options as they are when none is prepared.
+// Chooses the data of a run without -i: the first prepared corpus in data/ of the working
+// directory, else in data/ next to the program. For a model with GPT-2's vocabulary, a corpus of
+// GPT-2 tokens is preferred to one of bytes. Leaves the options unchanged if none is prepared.
 static void default_data(Options *o, int is_gpt2) {
     static const char *const names[] = {"tinyshakespeare_gpt2", "tinyshakespeare_bytes",
                                         "stories_bytes"};
@@ -7828,9 +7852,9 @@ static void default_data(Options *o, int is_gpt2) {
     }
 }
 
-// The model's vocabulary: the preset's, the file's or the data's. Without data (--plan), a shape
-// takes that of bytes. Ends the run when a file's vocabulary is not the data's: the same number
-// would mean another text.
+// Sets the model's vocabulary: the preset's, the file's or the data's. Without data (--plan), a
+// shape uses the vocabulary of bytes. Ends the run if a file's vocabulary differs from the data's,
+// because the same token id would stand for different text.
 static void model_vocabulary(Model *m, ModelKind kind, const Options *o, const Dataset *data) {
     switch (kind) {
         case MODEL_PRESET:
@@ -7858,8 +7882,8 @@ static void model_vocabulary(Model *m, ModelKind kind, const Options *o, const D
     }
 }
 
-// Step 3: the training data, and with it the vocabulary. A plan needs data only for the vocabulary
-// of a shape, and takes the bytes' where there is none.
+// Step 3: opens the training data and sets the vocabulary. A plan needs data only for the
+// vocabulary of a shape, and uses that of bytes if there is no data.
 static void run_choose_data(Run *run, Model *m, ModelKind kind) {
     Options *o = &run->o;
     if (!o->train_data && (!options_plan(o) || kind == MODEL_SHAPE)) {
@@ -7877,15 +7901,16 @@ static void run_choose_data(Run *run, Model *m, ModelKind kind) {
     model_vocabulary(m, kind, o, run->train.shards ? &run->train : NULL);
 }
 
-// Host memory that a process takes beside its plan: the matrix that its checkpoint transposes, of
-// 16 C^2 bytes, with a quarter to spare; 16 MiB for pieces of files, vocabularies, the program. If
-// plans filled it, as -r and --offload auto may, a limited job would end at its first checkpoint.
+// Host memory that a process uses in addition to its plan: the matrix that saving a checkpoint
+// transposes, of 16 C^2 bytes, plus a quarter of that; and 16 MiB for buffers of files,
+// vocabularies and the program. If plans used all memory, as -r auto and --offload auto may, a job
+// with a memory limit would be killed at its first checkpoint.
 static size_t outside_plan_bytes(const Model *m) {
     return (16 << 20) + 20 * (size_t)m->C * (size_t)m->C;
 }
 
-// What this machine has for a run. --gpu-mem makes a GPU no larger than such a card, whose context
-// and libraries take their part first.
+// The memory and speed of this machine that a run can use. --gpu-mem limits a GPU to a card of that
+// size, less the memory of its context and libraries.
 static MemoryBudget budget_at_hand(const Program *program, const Options *o, const Settings *s) {
     MemoryBudget budget;
     memset(&budget, 0, sizeof budget);
@@ -7893,7 +7918,7 @@ static MemoryBudget budget_at_hand(const Program *program, const Options *o, con
         die("--gpu-mem: this program trains on the CPU; with --plan, --fit or --minimum it plans a "
             "GPU run");
     }
-    const size_t nccl = nccl_estimate_bytes(s);  // it takes that later than the other libraries
+    const size_t nccl = nccl_estimate_bytes(s);  // allocated later than by other libraries
     const size_t outside = program->gpu ? 0 : outside_plan_bytes(&s->model);
     budget.device = size_less(program->available(), program->library_bytes + nccl + outside);
     if (o->gpu_mem) {
@@ -7903,8 +7928,8 @@ static MemoryBudget budget_at_hand(const Program *program, const Options *o, con
             snprintf(available_limit, sizeof available_limit, " (--gpu-mem)");
         }
     }
-    budget.device = (size_t)max_i64((int64_t)budget.device, 1);  // 0 would be unknown
-    // The ranks of a machine share its memory.
+    budget.device = (size_t)max_i64((int64_t)budget.device, 1);  // 0 would mean unknown
+    // The ranks on a machine share its host memory.
     const size_t host = (size_t)(host_memory("").bytes / this_rank.local_ranks);
     budget.host = program->gpu ? size_less(host, outside_plan_bytes(&s->model)) : SIZE_MAX;
     budget.library = program->library_bytes;
@@ -7913,8 +7938,9 @@ static MemoryBudget budget_at_hand(const Program *program, const Options *o, con
     return budget;
 }
 
-// --plan, --fit and --minimum: of the card that is named, else of the machine at hand. Returns the
-// program's exit status: 1 when it does not fit what was named.
+// Runs --plan, --fit or --minimum for the card that the options name, else for this machine.
+// Returns the program's exit status: 1 if the plan does not fit, or if --fit finds nothing that
+// does.
 static int plan_command(const Run *run, const Program *program, Options *o, const Model *m) {
     Settings s;
     Plan p;
@@ -7939,7 +7965,7 @@ static int plan_command(const Run *run, const Program *program, Options *o, cons
     if (o->generate) {
         settings_generate(&s);
     }
-    const int64_t micros = o->fit ? 1 : step_whole_micros(o, &s);  // what no run takes has no plan
+    const int64_t micros = o->fit ? 1 : step_whole_micros(o, &s);  // refuse what a run refuses
     if (known && !o->json) {
         budget_measure(&budget, program, &s, micros, o->steps);
     }
@@ -7952,7 +7978,7 @@ static int plan_command(const Run *run, const Program *program, Options *o, cons
     if (o->json) {
         plan_print_json(&p);
     } else {
-        const int unlimited = budget.device >> 60 != 0;  // no limit is so high: nothing says
+        const int unlimited = budget.device >> 60 != 0;  // the available memory is unknown
         budget.device = unlimited ? 0 : budget.device;
         fits = plan_print(&p, &budget, o);
         printf("%s%s", unlimited ? budget.where : "", unlimited ? ": unknown\n" : "");
@@ -7961,8 +7987,9 @@ static int plan_command(const Run *run, const Program *program, Options *o, cons
     return fits ? 0 : 1;
 }
 
-// Step 5: how many micro-batches make a step and how many steps the run, from the options and the
-// data. Ends the run where they do not divide, or the data is too short for one step.
+// Step 5: sets the number of micro-batches per step and of steps in the run, from the options and
+// the data. Ends the run if -d is not divisible, the warm-up is longer than the run, or the data is
+// too short for one step or one validation batch.
 static void run_size(Run *run) {
     const Options *o = &run->o;
     const Settings *s = &run->s;
@@ -7985,8 +8012,8 @@ static void run_size(Run *run) {
     }
 }
 
-// Start-up box: what was asked, what will run, what it takes. It is printed before anything is
-// opened that takes its time; what the engine tells of itself follows once that is open.
+// Prints the start-up box: model, data, step, command and memory. It is printed before the engine
+// is opened, because that may take a while; run_print_engine() then adds the device.
 static void run_print_box(const Run *run) {
     const Plan *p = &run->plan;
     const Settings *s = &run->s;
@@ -8036,8 +8063,8 @@ static void run_print_engine(const Run *run) {
     }
 }
 
-// Ends a resume at a checkpoint in the output folder that bears another name than its step's, or at
-// one that is that folder (its entry "."): a new run in their place would clear the log.
+// Ends a resume if the output folder contains a checkpoint that is not named after its step, or is
+// itself a checkpoint (its entry "."): starting a new run instead would clear the log.
 static void refuse_renamed(const char *output) {
     static Manifest manifest;
     char path[PATH_BYTES];
@@ -8056,10 +8083,10 @@ static void refuse_renamed(const char *output) {
     }
 }
 
-// The newest checkpoint of the output folder whose files are those of its manifest.
+// The newest checkpoint of the output folder whose files match its manifest.
 typedef struct {
-    int64_t step;   // -1: there is none at all
-    int64_t files;  // of states
+    int64_t step;   // -1: none
+    int64_t files;  // number of ranks that wrote states
 } ResumeChoice;
 
 static ResumeChoice run_choose_checkpoint(const Run *run) {
@@ -8092,8 +8119,9 @@ static ResumeChoice run_choose_checkpoint(const Run *run) {
     return choice;
 }
 
-// Resumes from it. Rank 0 chooses, since it alone may sweep and its disk may have more than the
-// others can see; then all load the same one. Returns its step, or -1.
+// Resumes from the newest complete checkpoint. Rank 0 chooses it, because only rank 0 may remove
+// unfinished checkpoints and its disk may hold some that other ranks cannot see; all ranks then
+// load the same one. Returns its step, or -1.
 static int64_t run_resume(Run *run) {
     char path[PATH_BYTES] = "";
     const Options *o = &run->o;
@@ -8111,7 +8139,7 @@ static int64_t run_resume(Run *run) {
         path_print(path, "%s/step-%08" PRId64, o->output, choice.step);
         run_say(run, "loading %s", path);
         checkpoint_load(&resumed, &run->state, path, (int)choice.files);
-        const int64_t most = choice.step * run->train.windows;  // no step reads more than all data
+        const int64_t most = choice.step * run->train.windows;  // at most an epoch per step
         if (run->state.step != choice.step || run->state.position > most) {
             die("checkpoint %s: its state has step %" PRId64 ", position %" PRId64 "; allowed is "
                 "step %" PRId64 ", position 0 to %" PRId64, path, run->state.step,
@@ -8129,7 +8157,7 @@ static int64_t run_resume(Run *run) {
     return choice.step;
 }
 
-// Opens GPT-2's vocabulary where samples or checkpoints need it or --tokenizer names it.
+// Opens GPT-2's vocabulary if samples or checkpoints need it, or if --tokenizer names it.
 static void run_vocabulary(Run *run) {
     const Options *o = &run->o;
     char path[PATH_BYTES];
@@ -8144,8 +8172,9 @@ static void run_vocabulary(Run *run) {
     }
 }
 
-// Step 6: the batch and the one plan of a run, whose settings are known but for what is left to
-// memory. Ends the run where the program cannot do them or memory does not hold the plan.
+// Step 6: chooses the settings that depend on the available memory, allocates the batch and builds
+// the run's only plan. Ends the run if the program does not support the settings or if the plan
+// does not fit in memory.
 static void run_fit(Run *run, const Program *program) {
     size_t batch = (size_t)run->s.B * (size_t)run->s.T;
     if (program->refuse) {
@@ -8154,7 +8183,7 @@ static void run_fit(Run *run, const Program *program) {
     const MemoryBudget budget = budget_at_hand(program, &run->o, &run->s);
     const HostMemory host = host_memory("");
     const MemoryBudget least =
-        run_handshake(run, program, &budget);  // before it, nobody has taken any
+        run_handshake(run, program, &budget);  // no rank has allocated memory before this
     settings_auto(&run->s, &run->o, &least);
     run->inputs = (Token *)alloc_zero(2 * batch, sizeof(Token));
     run->targets = run->inputs + batch;
@@ -8165,8 +8194,8 @@ static void run_fit(Run *run, const Program *program) {
     }
 }
 
-// The validation data, which must be in the training data's tokens. Without it, or with -v 0,
-// nothing is validated.
+// Opens the validation data, which must have the same tokenizer as the training data. Without it,
+// or with -v 0, nothing is validated.
 static void run_open_validation(Run *run) {
     const Options *o = &run->o;
     run->has_val = o->val_data && o->val_every;
@@ -8178,8 +8207,8 @@ static void run_open_validation(Run *run) {
     }
 }
 
-// Vocabulary and prompt of the samples: what is wrong with them is said now, not after a thousand
-// steps. Uses the batch's memory, which is still free.
+// Checks the vocabulary and the prompt of the samples, so that errors are reported now and not
+// after a thousand steps. Uses the batch's buffers, which are still unused.
 static void run_prepare_samples(Run *run) {
     run_vocabulary(run);
     if (run->o.sample_every) {
@@ -8192,8 +8221,8 @@ static void run_prepare_samples(Run *run) {
     }
 }
 
-// Opens the engine with the weights of the newest checkpoint, or else of -e's file, or else with
-// fresh ones. Returns the checkpoint's step, or -1.
+// Opens the engine and loads the weights of the newest checkpoint, else those of -e's file, else
+// initialises new ones. Returns the checkpoint's step, or -1.
 static int64_t run_engine_open(Run *run, const Program *program, const Model *m) {
     const Plan *p = &run->plan;
     if (program->gpu) {
@@ -8215,13 +8244,13 @@ static int64_t run_engine_open(Run *run, const Program *program, const Model *m)
     return step;
 }
 
-// The forecast: times micro-batches of the run itself, once nothing is left that can be refused.
-// Nothing is learnt from them, because the first micro-batch of a step clears the gradients. On the
-// CPU it takes two, of the 21 steps or more that are ahead; the first one is not counted, because
-// there its memory is touched for the first time. A GPU has been warmed up: it takes one, of 50 or
-// more, and only if that should last less than half a second. A shorter run has no forecast, nor
-// does one on several GPUs. The update is not timed, as it would change the weights: its time is
-// that of the usual rates.
+// Forecasts the time of a step by timing micro-batches of the run itself, after everything that can
+// be refused has been checked. They do not affect training, because the first micro-batch of a step
+// clears the gradients. On the CPU two are timed, if at least 21 steps remain; the first one is not
+// counted, because it touches the memory for the first time. A GPU has been warmed up already: one
+// is timed, if at least 50 remain and if it should take at most half a second. Shorter runs and
+// runs on several GPUs have no forecast. The update is not timed, because it would change the
+// weights; its time is estimated from the usual rates.
 static void run_forecast(Run *run, const Program *program) {
     const Settings *s = &run->s;
     const int64_t left = run->steps - run->state.step, micros = left * run->accum_steps;
@@ -8240,10 +8269,10 @@ static void run_forecast(Run *run, const Program *program) {
         const int64_t position = batch_position(s, run->o.overfit ? 0 : run->state.position, 0);
         if (run_stopping() ||
             !dataset_batch(&run->train, position, s->B, run->inputs, run->targets)) {
-            return;  // what cannot be read is met again by the first step
+            return;  // the first step reports a read error
         }
         run->engine.micro_step(&run->engine, run->inputs, run->targets, 0, run->accum_steps);
-        run->engine.read(&run->engine, STATE_WEIGHTS, 0, &one, 1);  // waits for what is queued
+        run->engine.read(&run->engine, STATE_WEIGHTS, 0, &one, 1);  // waits for queued work
         ms = now_ms() - start;
     }
     run->forecast_ms = (double)run->accum_steps * ms + 1e3 * update_guess(s);
@@ -8252,9 +8281,10 @@ static void run_forecast(Run *run, const Program *program) {
     }
 }
 
-// Step 7: everything that leaves a trace: output folder, engine, checkpoint or fresh weights, log,
-// start-up box. The folder comes first, so that two runs never write into one; the log after the
-// weights, because a resume cuts it back to its checkpoint's step.
+// Step 7: everything with side effects: output folder, start-up box, engine, weights from a
+// checkpoint or new ones, log, forecast. The folder is locked first, so that two runs never write
+// to the same one; the log is opened after the weights, because a resume truncates it to the step
+// of its checkpoint.
 static void run_begin(Run *run, const Program *program, const Model *m) {
     const Options *o = &run->o;
     run->live = terminal_rewrites() && this_rank.rank == 0;
@@ -8271,7 +8301,7 @@ static void run_begin(Run *run, const Program *program, const Model *m) {
     if (this_rank.rank > 0) {
         return;
     }
-    if (o->keep && resume_step >= 0) {  // a kill may have come before it was done
+    if (o->keep && resume_step >= 0) {  // a run killed before this has not done it
         checkpoint_prune(o->output, o->keep, resume_step);
     }
     if (o->output[0]) {
@@ -8284,14 +8314,14 @@ static void run_begin(Run *run, const Program *program, const Model *m) {
         stop_line = o->output[0] ? "\nstopping after this micro-batch and saving; again to quit\n"
                                  : "\nstopping after this micro-batch; without --output (-o) "
                                    "nothing is saved; again to quit\n";
-        stop_line += !run->live;  // on a terminal the line being rewritten is left as it is
+        stop_line += !run->live;  // the newline keeps the line that a terminal rewrites
     }
     run_forecast(run, program);
     run_print_forecast(run);
     run_flush(run);
 }
 
-// Frees what a finished run holds; data that was never opened has nothing to free.
+// Frees everything a finished run holds. Datasets that were never opened are all zero.
 static void run_close(Run *run) {
     rank_phase("ending", RANK_RUNS);
     run->engine.close(&run->engine);
@@ -8302,9 +8332,9 @@ static void run_close(Run *run) {
     free(run->bpe);
 }
 
-// --eval: scores the model, without data and without writing anything. A signal ends it with what
-// was scored by then, which is no failure. Without -t, T is what the longest row of the file needs,
-// and a model that is not from a file has GPT-2's vocabulary, as those files do.
+// Runs --eval: scores the model, without training data and without writing files. A signal ends it
+// with the score so far, which is not an error. Without -t, T is chosen to fit the longest row of
+// the file. A model that is not from a file gets GPT-2's vocabulary, as used by evaluation files.
 static int eval_command(Run *run, const Program *program, Model *m) {
     Options *o = &run->o;
     Mapping map;
@@ -8349,9 +8379,9 @@ static int eval_command(Run *run, const Program *program, Model *m) {
     return 0;
 }
 
-// The tokenizer of a model whose data is not at hand, from the size of its vocabulary, and of
-// GPT-2's the vocabulary: beside the weights, as in checkpoints, or else where training looks. A
-// model of another size may have been trained on anything: its text is not guessed.
+// Derives the tokenizer from the size of a model's vocabulary, because its data is not available
+// here. GPT-2's vocabulary is read from the folder of the weights, as in checkpoints, else from the
+// places that training searches. Any other size is refused, because its tokens cannot be guessed.
 static void generate_vocabulary(Run *run, const Model *m) {
     static char merges[PATH_BYTES];  // the option points to it
     Options *o = &run->o;
@@ -8361,7 +8391,7 @@ static void generate_vocabulary(Run *run, const Model *m) {
             "%d (GPT-2's)", o->model, m->V, BYTE_VOCABULARY, GPT2_VOCABULARY);
     }
     run->train.tokenizer = gpt2 ? TOKENIZER_GPT2 : TOKENIZER_BYTES;
-    o->train_data = o->model;  // for messages: whose tokens they are
+    o->train_data = o->model;  // for messages: the source of the tokens
     path_print(merges, "%s/merges.txt", o->model);
     if (gpt2 && !o->tokenizer[0] && access(merges, F_OK) == 0) {
         o->tokenizer = merges;
@@ -8373,8 +8403,8 @@ static int64_t tokens_per_second(int64_t tokens, double ms) {
     return ms > 0 ? (int64_t)(1e3 * (double)tokens / ms) : 0;
 }
 
-// Opens what --generate needs, the engine last. Ends the run at whatever it cannot do, and before
-// the weights are read where that is known without them.
+// Opens everything --generate needs, the engine last. Errors that can be found without the weights
+// end the run before these are read.
 static void generator_open(Generator *g, Run *run, const Program *program, const Model *m) {
     const Options *o = &run->o;
     memset(g, 0, sizeof *g);
@@ -8391,15 +8421,16 @@ static void generator_open(Generator *g, Run *run, const Program *program, const
     g->logits = (real *)alloc_zero(2 * (size_t)m->V, sizeof(real));
     g->prompt_logits = g->logits + m->V;
     g->scratch = (Candidate *)alloc_zero((size_t)m->V, sizeof(Candidate));
-    if (!generator_reads(g)) {  // a prompt that is too long is said before anything is loaded
+    if (!generator_reads(g)) {  // reject a prompt that is too long before loading
         generator_prompt(g, o->prompt, strlen(o->prompt));
     }
     run_fit(run, program);
     run_engine_open(run, program, m);
 }
 
-// --generate: text from the model, without data, gradients or moments. Text goes to stdout, all
-// else to stderr. A signal ends it with what was made by then, which is no failure.
+// Runs --generate: prints text from the model, without data, gradients or moments. The text goes to
+// stdout, everything else to stderr. A signal ends it after the text generated so far, which is not
+// an error.
 static int generate_command(Run *run, const Program *program, Model *m) {
     const Options *o = &run->o;
     const int64_t step = run->weights.spans ? weights_step(&run->weights) : 0;
@@ -8417,7 +8448,7 @@ static int generate_command(Run *run, const Program *program, Model *m) {
                 bytes_text((double)run->plan.device_bytes).s);
     }
     generate_all(&g);
-    if (g.write_error) {  // is said at the end, once
+    if (g.write_error) {  // reported once, at the end
         clearerr(stdout);
         run->stdout_error = g.write_error;
     }
@@ -8435,19 +8466,19 @@ static int generate_command(Run *run, const Program *program, Model *m) {
     return 0;
 }
 
-// The GPU at hand may have no bf16: a run or plan for it, to which no type is given, is in fp16, as
-// if that had been asked for. A plan for a card or a size that is named does not look at this one.
+// If the GPU of this machine does not support bf16, a run or plan for it without --dtype uses fp16,
+// as if --dtype fp16 had been given. A plan for a named card or memory size ignores this GPU.
 static void run_choose_dtype(const Program *program, Options *o) {
     const int named = options_plan(o) && gpu_memory_from_options(o) > 0;
     const int lacks = !named && program->lacks_bf16 && program->lacks_bf16();
-    if (lacks && options_plan(o) && o->dtype == DTYPE_BF16) {  // a run's engine refuses it
+    if (lacks && options_plan(o) && o->dtype == DTYPE_BF16) {  // in a run the engine refuses it
         die("--dtype bf16: the GPU at hand has no bf16; it has fp16 and fp32");
     }
     o->dtype = lacks && !o->dtype ? (int64_t)DTYPE_FP16 : o->dtype;
 }
 
-// Start-up in its order, then the command that was asked for, without one the training. Returns the
-// exit status; whatever cannot be done ends the program in one line instead.
+// Runs the steps of start-up in order, then the requested command, by default training. Returns the
+// exit status; errors end the program with a line on stderr instead.
 static int program_run(Run *run, const Program *program, int argc, char **argv) {
     const Options *o = &run->o;
     Model m;
@@ -8462,11 +8493,11 @@ static int program_run(Run *run, const Program *program, int argc, char **argv) 
         die("--check and --compare are commands of the GPU program, train_gpt2cu");
     }
     writes_return_errors();
-    if (!options_plan(o)) {  // a plan has no ranks and nothing to finish: a signal just ends it
+    if (!options_plan(o)) {  // a plan has neither ranks nor anything to save: signals end it
         stop_on_signals();
         run_find_ranks(run, program);
         stop_line = o->quiet ? "" : "stopping; again to quit\n";
-        if (!o->generate) {  // which is for text, and has nothing slow before its refusals
+        if (!o->generate) {  // its output is text, and its checks take no time
             run_say(run, "%s " PROGRAM_VERSION "%s%s", program->name, program->starts ? ": " : "",
                     program->starts ? program->starts : "");
         }
@@ -8501,7 +8532,7 @@ static int program_run(Run *run, const Program *program, int argc, char **argv) 
     return 0;
 }
 
-// The program, for either volume's main. Returns the exit status.
+// Entry point of both programs, called by their main functions. Returns the exit status.
 static int program_main(const Program *program, int argc, char **argv) {
     static Run run;
     program_name = program->name;
