@@ -79,7 +79,6 @@
 #include <cublasLt.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include <cuda_runtime.h>
 #include <algorithm>
 #include <float.h>
 #include <initializer_list>
@@ -917,12 +916,8 @@ template <int N> __device__ __forceinline__ void copy_wait() {
     }
 }
 
-// e^x and 1 / x: accurate if E is fp32. For 16-bit types, to which the result is rounded anyway,
-// they use hardware approximations (relative error of e^x: about 1e-6 for |x| < 10).
-template <class E> __device__ inline float fast_exp(float x) {
-    return is_fp32<E> ? expf(x) : ex2_approx(LOG2_E * x);
-}
-
+// 1 / x: accurate if E is fp32, otherwise the hardware's approximation, since the result is rounded
+// to 16 bits anyway.
 template <class E> __device__ inline float reciprocal(float x) {
     return is_fp32<E> ? 1.0f / x : rcp_approx(x);
 }

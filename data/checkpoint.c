@@ -276,15 +276,13 @@ typedef struct {
 } Snapshot;
 
 // Elements first .. first + count - 1 of one bucket of a state, and their location in a file.
-// Version 2 of the format had one range per state: the whole state in the order of chapter The
-// model (bucket WHOLE_STATE).
 typedef struct {
     int state, bucket;
     int64_t first, count;
     Span span;
     const char *file;  // name of the file it was read from
 } StateRange;
-enum { WHOLE_STATE = -1, RANGE_NAME = 48 };
+enum { RANGE_NAME = 48 };
 // State files hold only the part of the weights that model.safetensors lacks: "master", the low
 // halves of the fp32 masters.
 static const char *const range_names[STATES] = {"master", "m", "v"};
@@ -292,27 +290,22 @@ static const char *const range_names[STATES] = {"master", "m", "v"};
 // Name of the range's tensor in the file, such as "m.3.0": state, bucket, first. Its shape is
 // [count].
 static void range_name(char name[RANGE_NAME], const StateRange *r) {
-    int n = snprintf(name, RANGE_NAME, "%s", range_names[r->state]);
-    if (r->bucket != WHOLE_STATE) {
-        snprintf(name + n, (size_t)(RANGE_NAME - n), ".%d.%" PRId64, r->bucket, r->first);
-    }
+    snprintf(name, RANGE_NAME, "%s.%d.%" PRId64, range_names[r->state], r->bucket, r->first);
 }
 
 // Number of elements in a range's bucket; 0: there is no such bucket.
 static int64_t range_limit(const Model *m, const StateRange *r) {
-    return r->bucket == WHOLE_STATE           ? tensor_offset(m, TENSORS, 0)
-           : r->bucket < BUCKET_BLOCKS + m->L ? bucket_at(m, 1, r->bucket).count
-                                              : 0;
+    const int exists = r->bucket >= 0 && r->bucket < BUCKET_BLOCKS + m->L;
+    return exists ? bucket_at(m, 1, r->bucket).count : 0;
 }
 
 // The intersection of a range and a tensor: elements first .. first + count - 1 of the tensor;
 // empty if count <= 0. `param` is their offset in a whole state, `state` their offset in the range.
 static TensorRange range_of_tensor(const Model *m, const StateRange *r, int tensor, int layer) {
     TensorRange t = {0, 0, 0, 0};
-    int64_t at = tensor_offset(m, tensor, layer);
+    int64_t at;
     const int other_block = r->bucket >= BUCKET_BLOCKS && r->bucket != BUCKET_BLOCKS + layer;
-    if (r->bucket != WHOLE_STATE &&
-        (other_block || tensor_bucket(m, tensor, layer, &at) != r->bucket)) {
+    if (other_block || tensor_bucket(m, tensor, layer, &at) != r->bucket) {
         return t;
     }
     t.first = max_i64(r->first - at, 0);
@@ -704,9 +697,7 @@ static const char *manifest_parse(Manifest *manifest, const unsigned char *bytes
     if (!wrong && (json_peek(&j) >= 0 || j.fault || strcmp(format, "train_gpt2 checkpoint") != 0)) {
         return "it is damaged";
     }
-    return wrong                          ? wrong
-           : version != 2 && version != 3 ? "its version is not 2 or 3, those this program reads"
-                                          : NULL;
+    return !wrong && version != 3 ? "its version is not 3, the one this program reads" : wrong;
 }
 
 // Opens and parses a manifest file. Returns NULL, or an error message, also if there is no file.
@@ -801,7 +792,7 @@ typedef struct {
 // Adds one tensor of a state file to `out` as a range.
 static void state_add_range(StateFiles *out, const Model *m, const FileTensor *t,
                             const char *name) {
-    StateRange r = {0, WHOLE_STATE, 0, t->count, {t->data, t->type}, name};
+    StateRange r = {0, -1, 0, t->count, {t->data, t->type}, name};
     char text[RANGE_NAME];
     const size_t length = strcspn(t->name, ".");
     while (r.state < STATES && (strlen(range_names[r.state]) != length ||
@@ -812,7 +803,7 @@ static void state_add_range(StateFiles *out, const Model *m, const FileTensor *t
     sscanf(t->name + length, ".%6d.%16" SCNd64, &r.bucket, &r.first);
     range_name(text, &r);
     file_require(strcmp(text, t->name) == 0, name, t->name, "is unknown");
-    const int64_t limit = r.bucket >= WHOLE_STATE ? range_limit(m, &r) : 0;
+    const int64_t limit = range_limit(m, &r);
     file_require(r.first >= 0 && r.count > 0 && r.first + r.count <= limit, name, t->name,
                  "is no part of this model's states");
     file_require(r.state == STATE_WEIGHTS ? t->type == FILE_U16 : t->type <= FILE_BF16, name,
@@ -893,11 +884,10 @@ static void state_cover(StateFiles *f, const Model *m, const char *folder, int r
     }
     for (int state = 0; state < STATES; state++) {
         const int some = i < f->count && f->ranges[i].state == state;
-        const int whole = some && f->ranges[i].bucket == WHOLE_STATE;
-        const int end = whole ? 0 : some || state != STATE_WEIGHTS ? BUCKET_BLOCKS + m->L : 0;
+        const int end = some || state != STATE_WEIGHTS ? BUCKET_BLOCKS + m->L : 0;
         // The next range in the list is the wanted one; or it is smaller, and elements appear
         // twice; or it is larger, and elements are missing.
-        for (int bucket = whole ? (int)WHOLE_STATE : 0; bucket < end; bucket++) {
+        for (int bucket = 0; bucket < end; bucket++) {
             StateRange want = {state, bucket, 0, 0, {NULL, 0}, NULL};
             const int64_t limit = range_limit(m, &want);
             for (; want.first < limit; want.first += f->ranges[i++].count) {
@@ -907,7 +897,7 @@ static void state_cover(StateFiles *f, const Model *m, const char *folder, int r
                 }
                 range_name(name, &want);
                 if (order > 0) {
-                    const int64_t part = whole ? limit : bucket_at(m, ranks, bucket).part;
+                    const int64_t part = bucket_at(m, ranks, bucket).part;
                     file_name(file, FILE_STATE + (int)(want.first / part), ranks);
                     die("checkpoint %s: its state files lack %s, which should be in %s", folder,
                         name, file);
@@ -997,10 +987,7 @@ static void option_was(char was[PATH_BYTES], const StateFiles *f, const OptionRo
 static void checkpoint_options(const Snapshot *run, const StateFiles *f, const char *folder,
                                int saying) {
     char was[PATH_BYTES], text[64];
-    safetensors_text(&f->header, "--seed", was, sizeof was);
-    // "--seed" is present exactly if the options are stored one by one (version 3).
-    const int rows = was[0] ? (int)OPTION_ROWS : 0;
-    for (int i = 0; i < rows; i++) {
+    for (int i = 0; i < OPTION_ROWS; i++) {
         const OptionRow *row = &option_rows[i];
         const char *now = option_text(text, run->options, row);
         option_was(was, f, row);

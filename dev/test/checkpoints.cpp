@@ -495,33 +495,12 @@ TEST(state_parts) {
     state_files_apart(run, whole, first);
 }
 
-// A checkpoint of version 2, which had each state as one tensor and the options as one text, goes
-// on to the same bytes; a choice or scale that this run cannot use is told and left.
-TEST(state_versions) {
+// A choice or a loss scale that this run cannot use is reported and dropped.
+TEST(state_dropped) {
     write_corpus();
     const Text run = TINY "-x 4 -n 2 -y 1 -o out", at = "out/step-00000002";
     expect_success(program(run), "first run");
     const Text good = in_checkpoint("out", 2, SAVED_STATE), end = tensors_of("out", 4);
-    Text first;
-    Members list = members_of(good, &first), old = {list[0]};
-    for (const char *state : {"m", "v"}) {
-        const Text data = whole_state(good, state);
-        old.push_back({state, "F32", text("%zu", data.size() / 4), data, "", {}});
-    }
-    const size_t matmul = first.find(",\"matmul\""), options_end = first.find(",\"step\"");
-    Text old_first = first.substr(0, matmul) + ",\"options\":\"--seed=42\"" +
-                     first.substr(options_end);
-    for (const char *added : {",\"pending_validation\":\"0\"", ",\"loss_scale_log2\":\"0\"",
-                              ",\"loss_scale_steps\":\"0\""}) {
-        old_first.erase(old_first.find(added), strlen(added));
-    }
-    remove_folder("out/step-00000004");
-    write_states(at, {old}, old_first);
-    write_manifest(at, "", 2);
-    const Outcome o = program(run);
-    expect_success(o, "version 2");
-    expect(tensors_of("out", 4) == end, "version 2: another end");
-    expect(o.out.find("\n  --") == Text::npos, "version 2: %s", o.out.c_str());
     const std::pair<Text, Text> told[] = {
         {with_header(good, "\"matmul\":\"\"", "\"matmul\":\"qkv 7\""),
          "\nmatmul algorithms are not those of out/step-00000002: losses may differ"},
@@ -652,11 +631,11 @@ TEST(manifest_refused) {
     expect_success(program(run), "first run");
     const Text good = read_file(path), end = checkpoint_bytes("out", 4);
     const Text size = text("\"bytes\": %zu", in_checkpoint("out", 4, SAVED_CONFIG).size());
-    static const char another[] = "manifest.json: its version is not 2 or 3";
+    static const char another[] = "manifest.json: its version is not 3, the one";
     const struct {
         Text was, now;
         const char *words;
-    } table[] = {{"\"version\": 3", "\"version\": 1", another},
+    } table[] = {{"\"version\": 3", "\"version\": 2", another},
                  {"\"version\": 3", "\"version\": 4", another},
                  {"\"version\": 3,", "", another},
                  {"state-0-of-1", "state-1-of-1", "manifest.json: it names"},

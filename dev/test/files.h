@@ -524,7 +524,7 @@ inline Words sha256_of(const Words &paths) {
 }
 
 // A checkpoint's manifest for its files as they are now; `more`: text before them.
-inline void write_manifest(const Text &folder, const Text &more = "", int version = 3) {
+inline void write_manifest(const Text &folder, const Text &more = "") {
     unlink((folder + "/manifest.json").c_str());
     const Words names = split(names_in(folder, "").c_str());
     Words paths;
@@ -532,8 +532,7 @@ inline void write_manifest(const Text &folder, const Text &more = "", int versio
         paths.push_back(folder + "/" + name);
     }
     const Words sums = sha256_of(paths);
-    Text all = text("{\"format\": \"train_gpt2 checkpoint\", \"version\": %d, \"files\": {",
-                    version) + more;
+    Text all = "{\"format\": \"train_gpt2 checkpoint\", \"version\": 3, \"files\": {" + more;
     for (size_t i = 0; i < paths.size(); i++) {
         all += text("%s\"%s\": {\"bytes\": %zu, \"sha256\": \"%s\"}", i ? ", " : "",
                     names[i].c_str(), read_file(paths[i]).size(), sums[i].c_str());
