@@ -4321,8 +4321,8 @@ static_assert(sizeof(StepStatus) <= RANK_STATUS_BYTES, "the plan's buffer holds 
 
 // sum (count) = round(the parts of all ranks, added in rank order), or with `adds` round(sum + that
 // total), for a range of a bucket shard.
-//   sum and own, which may be the same, of G; others of G, (ranks - 1, count): rank q's part in row q,
-//   or in row q - 1 if q > rank.
+//   sum and own, which may be the same, of G; others of G, (ranks - 1, count): the part of rank q in
+//   row q, or in row q - 1 if q > rank.
 // Numerics: sums in fp32, rounded once. Bytes: each part is read once. grid: count / 2048 blocks.
 // budget: <bf16> threads 256 regs 38 blocks 6 test gpu_exchange
 template <class G>
@@ -5151,26 +5151,27 @@ static void gpu_logits(Engine *e, real *out, const Token *tokens, int n) {
 
 // -------------------------------------------------------------------------------------------------
 // 41. Timed matmul algorithms
-// The heuristic's first is not always the
-// fastest, so at the start each product's algorithms are timed, with random operands (zeros draw
-// less power and run 13 % faster) and, as far as memory goes, with more of them than the L2 cache
-// holds. The first algorithm whose results are right, compared with sums in double, is the
-// reference. Another one replaces it if it is over 2 % faster, gives the same bits twice, agrees
-// with the reference and is itself right. The choice is made by time, so by chance where two are
-// alike: therefore it is kept in a file, and a run without one may have other bits than the last.
+// The heuristic's first algorithm is not always the fastest, so the algorithms of each matmul are
+// timed at start-up. The operands are random (zeros draw less power and run 13 % faster) and, as
+// far as memory allows, there are more copies of them than the L2 cache holds. The first algorithm
+// whose results are right, compared with sums in double, is the reference. Another one replaces it
+// if it is over 2 % faster, gives the same bits twice, agrees with the reference and is itself
+// right. The choice depends on timing, hence on chance if two algorithms are equally fast. It is
+// therefore kept in a file; without the file, two runs may have different bits.
 
-constexpr int TUNE_ROUNDS = 7;            // measurements of an algorithm: their median counts
-constexpr double TUNE_GAIN = 0.98;        // what is not clearly faster would be chosen by noise
-// An algorithm whose checking launch takes longer than this many times the fastest so far, and a
-// launch's own overhead, is not timed.
+constexpr int TUNE_ROUNDS = 7;            // measurements of an algorithm; the median is used
+constexpr double TUNE_GAIN = 0.98;        // a smaller gain may be measurement noise
+// An algorithm is not timed if its checking launch takes longer than TUNE_SLOW times the fastest
+// time so far plus TUNE_LAUNCH_MS, the overhead of a launch.
 constexpr double TUNE_SLOW = 1.3, TUNE_LAUNCH_MS = 0.02;
-constexpr size_t TUNE_NOISE = 16 * 8191;  // bytes of random numbers: 8191 is prime, as no row is
-constexpr size_t TUNE_SAMPLE = TUNE_NOISE / 4;  // elements at either end of D that are compared
-constexpr int PROOF_ELEMENTS = 64;  // of D, that are compared with sums in double
-constexpr int PROOF_TAIL = 64;      // last steps of k, that are also summed alone: see MatmulProof
+constexpr size_t TUNE_NOISE = 16 * 8191;  // bytes of random numbers; 8191 is prime, rows are not
+constexpr size_t TUNE_SAMPLE = TUNE_NOISE / 4;  // elements compared at either end of D
+constexpr int PROOF_ELEMENTS = 64;  // elements of D compared with sums in double
+constexpr int PROOF_TAIL = 64;      // last steps of k, also checked alone: see MatmulProof
 
-// The choice for a product in `choices`, a line "where| key=hHASH key=hHASH ...", where `where` is
-// this run's and HASH sixteen hexadecimal digits, of matmul_algorithm_hash. False: there is none.
+// Finds the choice for a matmul in `choices`, a line "where| key=hHASH key=hHASH ...", in which
+// `where` must be this run's and HASH is sixteen hexadecimal digits of matmul_algorithm_hash.
+// Returns false if there is none.
 static bool matmul_choice_find(uint64_t *hash, const char *choices, const MatmulKey *key) {
     char word[96];
     const size_t length = strlen(matmul_library.where);
@@ -5197,9 +5198,9 @@ static void matmul_choices_export(void) {
     check(at < MATMUL_TEXT, "more choices than their text has room for");
 }
 
-// Takes another run's choices. False: they are for another GPU, library or workspace, leave out a
-// product of this run or name what the library does not offer; then all stays as it was, because a
-// run that takes a part would have nobody's bits.
+// Imports another run's choices. Returns false if they are for another GPU, library or workspace,
+// lack a matmul of this run, or name an algorithm that the library does not offer. Nothing changes
+// then, because a run with a partial import would have the bits of neither run.
 static bool matmul_choices_import(const char *choices) {
     cublasLtMatmulAlgo_t was[MATMUL_PLANS];
     bool taken = true;
@@ -5217,13 +5218,13 @@ static bool matmul_choices_import(const char *choices) {
     return taken;
 }
 
-// The file of choices in the user's cache has a line for each product,
+// The file of choices in the user's cache has one line per matmul,
 //   NVIDIA H200, 132 SMs, cuBLASLt 130100, workspace 134217728| 768x65536x3072:10111:14>14=hHASH
-// the name of a place to choose for, then the product (matmul_key_text) and its choice. A line that
-// cannot be read that way counts as none.
+// which names the GPU, library version and workspace that the choice is for, then the matmul
+// (matmul_key_text) and its choice. A line that cannot be parsed is ignored.
 
-// The file's choice for a product; false: none. The first line counts: what another run added
-// later, while this one was timing, is not used by anybody.
+// Finds the file's choice for a matmul; returns false if there is none. The first line counts: a
+// line that another run appended later, while this one was timing, is never used.
 static bool matmul_cache_find(uint64_t *hash, const MatmulKey *key) {
     FILE *file = cache_open("matmul", "r");
     char line[512];
@@ -5237,7 +5238,7 @@ static bool matmul_cache_find(uint64_t *hash, const MatmulKey *key) {
     return known;
 }
 
-// Adds a plan's choice to the file; one write, so that lines of two runs do not mix.
+// Appends a plan's choice to the file in one write, so that the lines of two runs do not mix.
 static void matmul_cache_add(const MatmulPlan *plan) {
     FILE *file = cache_open("matmul", "a");
     if (file) {
@@ -5247,30 +5248,30 @@ static void matmul_cache_add(const MatmulPlan *plan) {
     }
 }
 
-// Memory to time products in, and what fills it: bf16 numbers between -1 and 1. Two of them read as
-// one fp32 number are one as well, with the sign and nearly the size of the upper half. So one fill
-// serves operands of every type, wherever they come to lie.
+// Memory in which matmuls are timed, and the noise that fills it: bf16 numbers between -1 and 1.
+// Two of them read as one fp32 number are also between -1 and 1, with the sign and nearly the size
+// of the upper half. So the same noise serves operands of every type, at any address.
 struct MatmulBench {
     char *memory;
     size_t bytes, cache_bytes;
     __nv_bfloat16 noise[TUNE_NOISE / 2];
     cudaStream_t stream;
-    cudaEvent_t begin, end;  // of a sample's product
+    cudaEvent_t begin, end;  // around the matmul of a sample
 };
 
 // Fills the first `bytes` of the bench's memory with noise.
 static void matmul_noise(const MatmulBench *bench, size_t bytes) {
     copy_wait(bench->memory, bench->noise, bytes < TUNE_NOISE ? bytes : TUNE_NOISE, bench->stream);
-    for (size_t done = TUNE_NOISE; done < bytes; done *= 2) {  // what is there, once more behind it
+    for (size_t done = TUNE_NOISE; done < bytes; done *= 2) {  // doubles what is there
         cuda_check(cudaMemcpyAsync(bench->memory + done, bench->memory,
                                    done < bytes - done ? done : bytes - done,
                                    cudaMemcpyDeviceToDevice, bench->stream));
     }
 }
 
-// Operands of the plan in the bench's memory from `at` on, and in *bytes how many bytes they take.
-// They lie as in a run: each at a multiple of 256 bytes, C in D's place unless the plan keeps them
-// apart, and with a bias only where the product has one.
+// Operands of the plan in the bench's memory from `at` on; *bytes receives how many bytes they
+// take. They are laid out as in a run: each at a multiple of 256 bytes, C equal to D unless the
+// plan is out of place, and a bias only if the matmul has one.
 static MatmulOperands matmul_operands(const MatmulBench *bench, const MatmulPlan *plan, size_t at,
                                       size_t *bytes) {
     const MatmulKey *k = &plan->key;
@@ -5288,16 +5289,16 @@ static MatmulOperands matmul_operands(const MatmulBench *bench, const MatmulPlan
             k->out_of_place ? places[4] : places[0]};
 }
 
-// Runs the plan's product once and returns both ends of D, at most TUNE_SAMPLE elements each, and
-// in *ms how long it took. Where it adds to D, they begin as noise again. Null: cuBLASLt refuses
-// the algorithm.
+// Runs the plan's matmul once and returns both ends of D, at most TUNE_SAMPLE elements each; *ms
+// receives the time. Both ends are first reset to noise, which a matmul that adds to D reads.
+// Returns null if cuBLASLt refuses the algorithm.
 static char *matmul_sample(const MatmulBench *bench, MatmulPlan *plan, const MatmulOperands &x,
                            size_t *bytes, float *ms) {
     const size_t element = plan->key.output_type == CUDA_R_32F ? 4 : 2;
     const size_t all = (size_t)plan->key.m * plan->key.n * element;
     const size_t end = min_i64((int64_t)all, (int64_t)(TUNE_SAMPLE * element));
     char *sample = (char *)alloc_zero(2, end), *d = (char *)x.d;
-    // Noise is what an algorithm that writes nothing would leave, too: it agrees with no product.
+    // An algorithm that writes nothing leaves the noise, which agrees with no result.
     for (char *at : {d, d + all - end}) {
         copy_wait(at, bench->noise, end, bench->stream);
     }
@@ -5315,7 +5316,7 @@ static char *matmul_sample(const MatmulBench *bench, MatmulPlan *plan, const Mat
     return sample;
 }
 
-// Number i of an array of cuBLASLt's `type`.
+// Element i of an array of cuBLASLt's `type`.
 static double matmul_number(const void *numbers, int type, size_t i) {
     auto number = [&](auto element) {
         memcpy((void *)&element, (const char *)numbers + i * sizeof element, sizeof element);
@@ -5326,17 +5327,18 @@ static double matmul_number(const void *numbers, int type, size_t i) {
                                 : number(__nv_bfloat16());
 }
 
-// The largest error of a product of `type` beside another order of the sum, over the norm. 16-bit
-// results may differ by twice the type's rounding; fp32 ones by what the order of a long sum makes:
-// some sqrt(65,536) roundings of 6e-8 each, with a margin of six.
+// The largest accepted difference, relative to the norm, between a matmul of output `type` and one
+// with another order of summation. 16-bit results may differ by twice the type's rounding unit.
+// fp32 results may differ by the effect of the order of a long sum: about sqrt(65,536) roundings of
+// 6e-8 each, with a margin of six.
 static double matmul_error_most(int type) {
     return type == CUDA_R_32F   ? 1e-4
            : type == CUDA_R_16F ? 2 * traits<__half>.unit
                                 : 2 * traits<__nv_bfloat16>.unit;
 }
 
-// Norm of the difference of two samples of cuBLASLt's `type` over the norm of `want`; NaN anywhere
-// gives NaN, which no bound admits.
+// Norm of the difference of two samples of cuBLASLt's `type`, divided by the norm of `want`. A NaN
+// anywhere gives NaN, which no bound accepts.
 static double sample_error(const char *got, const char *want, size_t bytes, int type) {
     double difference = 0, norm = 0;
     for (size_t i = 0; i < bytes / (type == CUDA_R_32F ? 4 : 2); i++) {
@@ -5348,8 +5350,8 @@ static double sample_error(const char *got, const char *want, size_t bytes, int 
     return sqrt(difference / norm);
 }
 
-// Does the plan's algorithm give `want` but for rounding, and the same bits twice, and is it not
-// slower than slowest_ms? The second launch is timed: the first may load the kernel.
+// True if the plan's algorithm gives `want` up to rounding, gives the same bits twice, and takes at
+// most slowest_ms. The second launch is the one timed: the first may load the kernel.
 static bool matmul_agrees(const MatmulBench *bench, MatmulPlan *plan, const MatmulOperands &x,
                           const char *want, double slowest_ms) {
     size_t bytes = 0;
@@ -5364,24 +5366,25 @@ static bool matmul_agrees(const MatmulBench *bench, MatmulPlan *plan, const Matm
     return agrees;
 }
 
-// Elements of a plan's D and what they are in exact arithmetic, from the noise that its operands
-// are: the corners, others of the last row and the last column, where tiles are cut, and some
-// anywhere. `tail` is the same with all of A zero but the last PROOF_TAIL steps of k. cuBLASLt's
-// split sums have left out the last k % 64 steps (triton-lang's fork facebookexperimental/triton,
-// pull request 2767): of a sum of 65,536 products one is a 256th of its norm, less than bf16 is
-// rounded by; of 64 it is an eighth.
+// Selected elements of a plan's D and their values, computed in double from the noise in the
+// operands: the corners, more of the last row and the last column, where tiles are cut off, and
+// some at random. `tail` holds the values if A is zero except in the last PROOF_TAIL steps of k. It
+// is checked because cuBLASLt's split sums have left out the last k % 64 steps (triton-lang's fork
+// facebookexperimental/triton, pull request 2767): one product in a sum of 65,536 is a 256th of its
+// norm, less than the rounding of bf16; in a sum of 64 it is an eighth.
 struct MatmulProof {
     size_t at[PROOF_ELEMENTS];
     double whole[PROOF_ELEMENTS], tail[PROOF_ELEMENTS];
 };
 
-// Only the gradients of weights are summed over more steps than a few thousand, so that cuBLASLt
-// splits their sums. In these k is the slow index of both operands.
+// True if the tail is checked too. Only weight gradients are summed over more than a few thousand
+// steps, so only their sums are split by cuBLASLt. In these matmuls k is the slow index of both
+// operands.
 static bool matmul_proves_tail(const MatmulKey *k) {
     return !k->transpose_a && k->transpose_b && k->k > PROOF_TAIL;
 }
 
-// The sum of products for element `at` of D from step `first` of k on, C and bias included.
+// Element `at` of D, summed in double from step `first` of k on, including C and bias.
 static double matmul_exact(const MatmulBench *bench, const MatmulKey *key,
                            const MatmulOperands &x, size_t at, size_t first) {
     const size_t m = (size_t)key->m, n = (size_t)key->n, k = (size_t)key->k;
@@ -5400,7 +5403,7 @@ static double matmul_exact(const MatmulBench *bench, const MatmulKey *key,
     return sum;
 }
 
-// Chooses the elements and sums them; what takes longest is 64 sums over the steps of k.
+// Chooses the elements and computes their values; the main cost is 64 sums over all of k.
 static void matmul_proof_make(MatmulProof *proof, const MatmulBench *bench,
                               const MatmulPlan *plan) {
     const MatmulKey *key = &plan->key;
@@ -5422,8 +5425,9 @@ static void matmul_proof_make(MatmulProof *proof, const MatmulBench *bench,
     }
 }
 
-// Are the elements of the proof right, whole and, where it is proved, of the tail alone? Fills the
-// first operands with noise, and leaves them as the product does.
+// True if the plan's algorithm computes the elements of the proof correctly, both whole and, if it
+// is checked, with the tail alone. Fills the first copy of the operands with noise and leaves it as
+// the matmul does.
 static bool matmul_right(const MatmulBench *bench, MatmulPlan *plan, const MatmulProof *proof) {
     const MatmulKey *key = &plan->key;
     const size_t element = key->output_type == CUDA_R_32F ? 4 : 2;
@@ -5444,7 +5448,7 @@ static bool matmul_right(const MatmulBench *bench, MatmulPlan *plan, const Matmu
             return false;
         }
         for (int i = 0; i < PROOF_ELEMENTS; i++) {
-            float got;  // room for an element of any type
+            float got;  // large enough for an element of any type
             copy_wait(&got, (const char *)x.d + proof->at[i] * element, element, bench->stream);
             const double d = matmul_number(&got, key->output_type, 0) - want[i];
             difference += d * d;
@@ -5457,16 +5461,16 @@ static bool matmul_right(const MatmulBench *bench, MatmulPlan *plan, const Matmu
     return true;
 }
 
-// Says that no algorithm of a plan's product is right.
+// Reports that no algorithm of a plan's matmul is right.
 static void matmul_report(const MatmulPlan *plan) {
     fprintf(stderr, "%s: %s: no algorithm of cuBLASLt gives this program's own result for the "
             "product %s; the run goes on with its first one. Please report this line\n",
             program_name, matmul_library.where, matmul_key_text(&plan->key).s);
 }
 
-// Times the algorithms of a plan's product and gives it the best: the first one that is right,
-// unless another takes less than TUNE_GAIN of its time. A product whose operands find no room keeps
-// what it has, and so does one of which no algorithm is right, which is reported at every start.
+// Times the algorithms of a plan's matmul and selects the best: the first one that is right, unless
+// another takes less than TUNE_GAIN of its time. The plan keeps its algorithm if the operands do
+// not fit into the bench's memory, or if no algorithm is right, which is reported at every start.
 static void matmul_plan_time(const MatmulBench *bench, MatmulPlan *plan) {
     size_t each, bytes;
     matmul_operands(bench, plan, 0, &each);
@@ -5494,8 +5498,8 @@ static void matmul_plan_time(const MatmulBench *bench, MatmulPlan *plan) {
         matmul_report(plan);
         return;
     }
-    matmul_noise(bench, (size_t)copies * each);  // where products before have left their results
-    // Copy after copy in turn, so that a launch finds nothing of its operands in the cache.
+    matmul_noise(bench, (size_t)copies * each);  // earlier matmuls have written to it
+    // Launches cycle through the copies, so that none finds its operands in the cache.
     auto operands = [&](int i) {
         return matmul_operands(bench, plan, (size_t)(i % copies) * each, &bytes);
     };
@@ -5508,7 +5512,8 @@ static void matmul_plan_time(const MatmulBench *bench, MatmulPlan *plan) {
     char *want = matmul_sample(bench, plan, operands(0), &bytes, &once_ms);
     double fastest_ms = time_ms(), best_ms = TUNE_GAIN * fastest_ms;
     int best = reference;
-    // Before an algorithm is timed it is run twice for its results: a fast wrong one is no choice.
+    // An algorithm is run twice to check its results before it is timed: a fast but wrong one must
+    // not be chosen.
     for (int i = 0; i < found; i++) {
         plan->algorithm = results[i].algo;
         if (i == reference || !matmul_agrees(bench, plan, operands(0), want,
@@ -5520,7 +5525,7 @@ static void matmul_plan_time(const MatmulBench *bench, MatmulPlan *plan) {
             best = i;
             best_ms = fastest_ms = ms;
         }
-        matmul_noise(bench, each);  // is_right may have left A zero but for its tail
+        matmul_noise(bench, each);  // is_right may have zeroed A except its tail
     }
     free(want);
     plan->algorithm = results[best].algo;
@@ -5528,14 +5533,14 @@ static void matmul_plan_time(const MatmulBench *bench, MatmulPlan *plan) {
     matmul_library.timed++;
 }
 
-// Takes the file's choice. False: it knows nothing of the plan, or names what the library does not
-// offer, which counts as nothing.
+// Gives the plan the file's choice. Returns false if the file has none for the plan, or names an
+// algorithm that the library does not offer.
 static bool matmul_plan_load(MatmulPlan *plan) {
     uint64_t hash;
     return matmul_cache_find(&hash, &plan->key) && matmul_plan_take(plan, hash);
 }
 
-// Takes the file's choices; returns how many plans it knows nothing of.
+// Gives all plans the file's choices; returns for how many plans it has none.
 static int matmul_choices_load(void) {
     int unknown = 0;
     for (int i = 0; i < matmul_library.plans; i++) {
@@ -5544,15 +5549,15 @@ static int matmul_choices_load(void) {
     return unknown;
 }
 
-// The emulated device has no clock of its own, but for tests a table of times.
+// The emulated device has no clock; tests give it a table of times instead.
 #if CUDA_CPU
 static bool matmul_can_time(void) { return emu::set.lt_times != 0; }
 #else
 static bool matmul_can_time(void) { return true; }
 #endif
 
-// Times the plans that the file knows nothing of. memory: device memory at a multiple of 256 bytes
-// that nothing lies in; noise is left there.
+// Times the plans for which the file has no choice. memory: device memory at a multiple of 256
+// bytes that is not in use; it is left full of noise.
 static void matmul_tune(char *memory, size_t bytes, cudaStream_t stream) {
     MatmulBench *bench = (MatmulBench *)alloc_zero(1, sizeof *bench);
     int device, cache;
@@ -5581,11 +5586,12 @@ static void matmul_tune(char *memory, size_t bytes, cudaStream_t stream) {
 
 // -------------------------------------------------------------------------------------------------
 // 42. States in and out
-// States go in and out as fp32 whatever the device keeps, so a checkpoint knows no type of a run.
-// How a state lies in memory is a value, StateView, and reading and writing are written once.
+// States are read and written as fp32 whatever their type on the device, so a checkpoint does not
+// depend on a run's types. A StateView describes how a state is stored in memory, so that reading
+// and writing are each implemented once.
 
-// Numbers of `type` on the device. With `split` they are bf16, the high halves of fp32 numbers; the
-// low ones are at `low` or, where that is null, on another rank.
+// An array of `type` on the device. If `split`, it holds bf16 numbers, the high halves of fp32
+// ones; the low halves are at `low` or, if that is null, on another rank.
 struct StateView {
     Type type;
     char *data;
@@ -5593,8 +5599,9 @@ struct StateView {
     bool split;
 };
 
-// A state that only this chapter knows: the fp32 weights beside those of a narrow type. Weights are
-// read from there, and written there and rounded.
+// A state used only in this chapter: the fp32 master weights kept in addition to weights of a
+// narrow type. Weights are read from the master; writes go to the master and, rounded, to the
+// weights.
 enum { STATE_MASTER = STATE_GRADS + 1 };
 static bool has_whole_master(const Settings *s) {
     return settings_has_master(s) && !s->split_master;
@@ -5606,7 +5613,7 @@ static int state_buffer(int state) {
     return buffers[state];
 }
 
-// A span of state `state` (STATE_*), at home.
+// A view of a span of state `state` (STATE_*) in its backing store.
 template <class E, class G>
 static StateView gpu_state(const GpuNetwork<E, G> *net, int state, const TensorSpan *span) {
     const Plan *p = net->plan;
@@ -5625,7 +5632,7 @@ static StateView gpu_state(const GpuNetwork<E, G> *net, int state, const TensorS
     return v;
 }
 
-// out (count) = numbers of `type`, with their low halves where there are any, as real.
+// out (count) = an array of `type`, joined with its low halves unless `low` is null, as real.
 static void state_values(real *out, Type type, const char *numbers, const uint16_t *low,
                          int64_t count) {
     with_type(type, [&](auto element) {
@@ -5636,7 +5643,7 @@ static void state_values(real *out, Type type, const char *numbers, const uint16
     });
 }
 
-// `count` numbers of the view as real; the other way, rounded to its type.
+// Reads `count` elements of the view as real.
 static void state_read(real *out, const StateView &v, int64_t count, cudaStream_t stream) {
     const size_t bytes = count * type_bytes(v.type);
     char *host = (char *)alloc_zero(bytes, 1);
@@ -5650,8 +5657,8 @@ static void state_read(real *out, const StateView &v, int64_t count, cudaStream_
     free(low);
 }
 
-// The view's numbers become `values`, rounded to its type. A split master is kept bit for bit, so
-// that a resume goes on from the same fp32 weights.
+// Writes `values` to the view, rounded to its type. A split master is kept bit for bit, so that a
+// resumed run continues from the same fp32 weights.
 static void state_write(const StateView &v, const real *values, int64_t count,
                         cudaStream_t stream) {
     const size_t bytes = count * type_bytes(v.type);
@@ -5680,16 +5687,17 @@ static void state_write(const StateView &v, const real *values, int64_t count,
     free(low);
 }
 
-// A buffer that follows the layout of weights or of moments, among ranks. Vectors are whole on
-// every rank in all of them.
+// A buffer with the layout of weights or of moments on several ranks. In all of them, every rank
+// holds the vectors whole.
 struct RankState {
     int buffer;
     size_t bytes;  // of an element
-    bool sharded;  // a rank has its own parts of the matrices alone
+    bool sharded;  // a rank holds only its own shards of the matrices
 };
 
-// Where the first element of `r`, a tensor's elements that this rank has of the weights or
-// gradients, is at home. Of what is in parts a rank has its own part of every block there.
+// The location in the backing store of the first element of `r`, the elements of a tensor of the
+// weights or gradients that this rank holds. If the store is sharded, it holds this rank's shard of
+// every block.
 static Location range_location(const Settings *s, Kind state, int tensor, int layer,
                         const TensorRange *r) {
     Location location = tensor_store(s, state, tensor, layer);
@@ -5701,7 +5709,8 @@ static Location range_location(const Settings *s, Kind state, int tensor, int la
     return location;
 }
 
-// Where element `first` of the span's tensor is in it. Weights of blocks may be at home elsewhere.
+// The address of element `first` of the span's tensor in buffer `b`. For weights of blocks, it may
+// be in a backing store instead.
 static char *rank_state_at(const Plan *p, const RankState &b, const TensorSpan &span,
                            const TensorRange &r, int64_t first) {
     Location location = {b.buffer, r.state};
@@ -5712,8 +5721,9 @@ static char *rank_state_at(const Plan *p, const RankState &b, const TensorSpan &
            (location.offset + first - r.first) * (int64_t)b.bytes;
 }
 
-// host = the elements of a span, from whichever ranks have them: each sends what it has to all,
-// one rank after another, so all must call it alike; with `own` from this one, which has them.
+// host = the elements of a span, from the ranks that hold them. The ranks broadcast their elements
+// one after another, so all ranks must make the same call. With `own`, the elements are read from
+// this rank, which must hold all of them.
 template <class E, class G>
 static void rank_fetch(GpuNetwork<E, G> *net, const RankState &b, const TensorSpan &span, bool own,
                        char *host) {
@@ -5726,19 +5736,20 @@ static void rank_fetch(GpuNetwork<E, G> *net, const RankState &b, const TensorSp
                   (size_t)span.count * b.bytes, net->stream);
         return;
     }
-    plan_tick(net->plan, 0);  // where the buffer for others' parts is alive
+    plan_tick(net->plan, 0);  // the staging buffer is alive at tick 0
     char *staging = gpu_buffer<char>(net, BUF_EXCHANGE);
     const size_t capacity = net->plan->buffers[net->plan->single[BUF_EXCHANGE]].bytes;
     stream_after(c->stream, net->stream, c->event);
-    // A part may cut the span anywhere, and the span may be longer than the staging buffer: all
-    // ranks go through the same cuts, and each sends where its own part is.
+    // A shard may begin or end anywhere in the span, and the span may be longer than the staging
+    // buffer: all ranks loop over the same pieces, and each piece is sent by the rank that holds
+    // it.
     for (int q = 0; q < c->ranks; q++) {
         s.rank = q;
         const TensorRange r = tensor_update_range(&s, span.tensor, span.layer);
         const int64_t end = min_i64(span.first + span.count, r.first + r.count);
         for (int64_t at = max_i64(span.first, r.first), n; at < end; at += n) {
             n = min_i64(end - at, (int64_t)(capacity / b.bytes));
-            if (q == c->rank) {  // copied first, as NCCL is given no pinned memory
+            if (q == c->rank) {  // staged, because NCCL gets no pinned memory
                 cuda_check(cudaMemcpyAsync(staging, rank_state_at(net->plan, b, span, r, at),
                                            (size_t)n * b.bytes, cudaMemcpyDefault, c->stream));
             }
@@ -5752,8 +5763,8 @@ static void rank_fetch(GpuNetwork<E, G> *net, const RankState &b, const TensorSp
     }
 }
 
-// A span of weights or moments as state_read gives it, where many ranks have it: buffers follow
-// buckets, and the parts of others are fetched unless all of it is this one's `own`.
+// Reads a span of weights or moments on several ranks, as state_read does on one. Buffers are in
+// bucket order, and other ranks' shards are fetched unless all of the span is this rank's `own`.
 template <class E, class G>
 static void rank_read(GpuNetwork<E, G> *net, int state, const TensorSpan &span, bool own,
                       real *out) {
@@ -5775,16 +5786,17 @@ static void rank_read(GpuNetwork<E, G> *net, int state, const TensorSpan &span, 
     free(rest);
 }
 
-// Writes what this rank has of a span, from values that every rank is given: initial weights,
-// files and checkpoints are read by all ranks, so nothing need be sent.
+// Writes the elements of a span that this rank holds, from values that every rank has: all ranks
+// read initial weights, files and checkpoints, so nothing needs to be sent.
 template <class E, class G>
 static void rank_write(GpuNetwork<E, G> *net, int state, const TensorSpan &span,
                        const real *values) {
     const Plan *p = net->plan;
     const TensorRange own = tensor_update_range(&p->settings, span.tensor, span.layer);
     const TensorRange all = tensor_range(&p->settings, span.tensor, span.layer, 1);
-    // Weights are whole unless their parts visit, their low halves like moments this rank's own:
-    // what is not its own is written without them, but rounded as if they were there.
+    // Every rank holds the weights whole unless they are sharded; their low halves, like moments,
+    // exist only for this rank's own shard. Weights outside it are written without low halves, but
+    // rounded as if they had them.
     const bool divided = tensor_divided(&p->settings, KIND_WEIGHTS, span.tensor);
     const TensorRange *r = state == STATE_WEIGHTS && !divided ? &all : &own;
     const int64_t end = min_i64(r->first + r->count, span.first + span.count);
@@ -5800,8 +5812,8 @@ static void rank_write(GpuNetwork<E, G> *net, int state, const TensorSpan &span,
     }
 }
 
-// What gradients are to be divided by: the scale of the loss whose they are. 1 without one, and not
-// to be asked between an update and the next step, as the update may have changed it.
+// Divisor for the gradients: the loss scale they were computed with, or 1 if there is none. Do not
+// call between an update and the next step; the update may change it.
 template <class E, class G> static float gpu_loss_scale(const GpuNetwork<E, G> *net) {
     float scale = 1;
     if constexpr (traits<E>.narrow) {
@@ -5811,7 +5823,7 @@ template <class E, class G> static float gpu_loss_scale(const GpuNetwork<E, G> *
     return scale;
 }
 
-// The engine's scale_loss. The counters of updates start anew.
+// Engine.scale_loss. Resets the counters of updates.
 template <class E, class G>
 static void gpu_scale_loss(Engine *e, int log2, int64_t good_steps) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
@@ -5820,7 +5832,7 @@ static void gpu_scale_loss(Engine *e, int log2, int64_t good_steps) {
     copy_wait(&gpu_buffer<GpuState>(net, BUF_STATE)->update, &state, sizeof state, net->stream);
 }
 
-// The engine's read and read_own, and its write. Gradients can only be read.
+// Engine.read and Engine.read_own; gpu_write below is Engine.write. Gradients can only be read.
 template <class E, class G, bool OWN>
 static void gpu_read(Engine *e, int state, int64_t offset, real *out, int64_t count) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
@@ -5861,8 +5873,8 @@ static void gpu_write(Engine *e, int state, int64_t offset, const real *values, 
     }
 }
 
-// The engine's gather: the words of ranks, one after another, on the ranks' stream. It is for what
-// the ranks agree on between steps, a few numbers, so the host may wait for it.
+// Engine.gather: an all-gather of `mine` on the ranks' stream, in pieces of RANK_STATUS_BYTES. It
+// carries the few numbers on which ranks agree between steps, so the host may wait for it.
 template <class E, class G>
 static void gpu_gather(Engine *e, void *all, const void *mine, size_t bytes) {
     const GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
@@ -5884,9 +5896,9 @@ static void gpu_gather(Engine *e, void *all, const void *mine, size_t bytes) {
 // -------------------------------------------------------------------------------------------------
 // 43. Opening and warm-up
 // From an empty device to a network that is ready to train: memory, tables, one warm-up of every
-// kernel and collective, and the way back.
+// kernel and collective; and closing it.
 
-// Gives back everything but the plan. What is queued must be done first: it uses the memory.
+// Frees everything except the plan. Queued work must finish first, because it uses the memory.
 template <class E, class G> static void gpu_close(Engine *e) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
     stream_wait(net->stream);
@@ -5906,8 +5918,8 @@ template <class E, class G> static void gpu_close(Engine *e) {
     e->self = nullptr;
 }
 
-// Adds the ranges of all tensors to a table: what AdamW updates here or, with `parts`, this rank's
-// own part of everything. Returns their number.
+// Fills a table with the ranges of all tensors: what AdamW updates on this rank or, with `parts`,
+// this rank's own shard of everything. Returns their number.
 static int ranges_fill(ParamRange *ranges, const Settings *s, bool parts) {
     const Model *m = &s->model;
     int count = 0;
@@ -5933,7 +5945,8 @@ static int ranges_fill(ParamRange *ranges, const Settings *s, bool parts) {
     return count;
 }
 
-// The tables that AdamW and norm walk, on the host and in BUF_TENSORS; of one rank they are one.
+// Builds the tables of ranges for AdamW and for the norm, which gpu_begin copies to BUF_TENSORS; on
+// a single rank they are one table.
 template <class E, class G> static void gpu_ranges_open(GpuNetwork<E, G> *net) {
     const Settings *s = &net->plan->settings;
     net->ranges = (ParamRange *)alloc_zero(2 * (size_t)model_tensors(&s->model) + 1,
@@ -5946,11 +5959,11 @@ template <class E, class G> static void gpu_ranges_open(GpuNetwork<E, G> *net) {
     }
 }
 
-// What must lie on the device before the first step: the table of tensors, and zero states, which
-// the warm-up leaves zero: its weights are zero, so every gradient is. Pinned memory is fresh, but
-// for the marks of test builds.
+// Initialises what the device must hold before the first step: the table of tensors, and states of
+// zero. The warm-up leaves states at zero: its weights are zero, so every gradient is. Pinned
+// memory is zero already, except in test builds, which fill it with NaN.
 template <class E, class G> static void gpu_begin(GpuNetwork<E, G> *net) {
-    // Of several ranks the norm has a table of its own, behind AdamW's.
+    // With several ranks the norm has its own table, after AdamW's.
     const int behind = net->plan->settings.ranks > 1 ? net->norm_count : 0;
     copy_wait(gpu_buffer<ParamRange>(net, BUF_TENSORS), net->ranges,
               (net->range_count + behind) * sizeof(ParamRange), net->stream);
@@ -5964,9 +5977,10 @@ template <class E, class G> static void gpu_begin(GpuNetwork<E, G> *net) {
     }
 }
 
-// Chooses the products' algorithms (chapter Matmul, 5), once the warm-up has met them all: in the
-// larger part of the arena beside the workspace, in which nothing lies yet that gpu_begin would not
-// bring back. So timing needs no memory of its own, and has as much as the run's own operands.
+// Chooses the matmuls' algorithms (chapter Matmul, 5) after the warm-up has run every matmul once.
+// Timing uses the larger part of the arena before or after the workspace, which contains nothing
+// yet that gpu_begin would not restore. So it needs no memory of its own, and has as much as the
+// run's own operands.
 template <class E, class G> static void gpu_tune(Engine *e) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
     Plan *p = net->plan;
@@ -5975,12 +5989,12 @@ template <class E, class G> static void gpu_tune(Engine *e) {
         const size_t end = (workspace->offset + workspace->bytes + 255) / 256 * 256;
         const size_t behind = p->device_bytes > end ? p->device_bytes - end : 0;
         char *base = p->base[PLACE_DEVICE];
-        if (!p->settings.quiet) {  // what a run prints is not mixed with text that is asked for
+        if (!p->settings.quiet) {  // keeps generated text on stdout clean
             FILE *to = p->settings.forward ? stderr : stdout;
             fprintf(to, "timing matrix products for this GPU, once\n");
             fflush(to);
         }
-        cuda_check(cudaDeviceSynchronize());  // what visited in the warm-up may still be on its way
+        cuda_check(cudaDeviceSynchronize());  // the warm-up's transfers may be in flight
         arena_lend(p);
         workspace->offset > behind ? matmul_tune(base, workspace->offset, net->stream)
                                    : matmul_tune(base + end, behind, net->stream);
@@ -5992,8 +6006,9 @@ template <class E, class G> static void gpu_tune(Engine *e) {
     e->matmul = matmul_library.choices;
 }
 
-// A step of two micro-steps, an evaluation and a sample on zeros. Two, because a product that adds
-// to its output may be another kernel of cuBLASLt's than one that writes it.
+// Runs a step of two micro-steps, an evaluation and a sample, on zeros. There are two micro-steps
+// because a matmul that adds to its output may use a different cuBLASLt kernel from one that writes
+// it.
 template <class E, class G> static void gpu_warm_up_step(Engine *e) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
     const Settings *s = &net->plan->settings;
@@ -6001,7 +6016,7 @@ template <class E, class G> static void gpu_warm_up_step(Engine *e) {
     real *logits = (real *)alloc_zero((size_t)s->model.V, sizeof(real));
     Options o;
     options_default(&o);
-    if (s->cache) {  // a block of a prompt, and a token behind it
+    if (s->cache) {  // a block of a prompt, then one token
         gpu_extend<E, G>(e, logits, zeros, 0, s->T);
         gpu_extend<E, G>(e, logits, zeros, s->T - 1, 1);
     } else {
@@ -6016,32 +6031,32 @@ template <class E, class G> static void gpu_warm_up_step(Engine *e) {
     if (s->ranks > 1) {
         gpu_replica<E, G>(e);
     }
-    if (s->ranks > 1 && !s->forward) {  // what saves call: NCCL connects, and takes memory, for it
+    if (s->ranks > 1 && !s->forward) {  // as saving does: NCCL connects and allocates for it
         gpu_read<E, G, false>(e, STATE_M, tensor_offset(&s->model, WTE, 0), logits, 1);
     }
     free(zeros);
     free(logits);
 }
 
-// The engine's set_algorithms. Of many ranks each runs what it now meets for the first time by
-// itself: see 3 of chapter Many GPUs. No other rank is kept waiting but by the time it takes.
+// Engine.set_algorithms. With several ranks, each rank first runs the newly chosen kernels by
+// itself: see 3 of chapter Exchange between ranks. The other ranks wait no longer than this takes.
 template <class E, class G> static int gpu_set_algorithms(Engine *e, const char *choices) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
     const bool taken = matmul_choices_import(choices);
     if (net->ranks.ranks > 1) {
-        gpu_begin(net);  // or the words that others sent last would be taken for those of a step
+        gpu_begin(net);  // or the data last gathered would be taken for step statuses
         net->ranks.on = 0;
         gpu_warm_up_step<E, G>(e);
         net->ranks.on = 1;
-        gpu_scale_loss<E, G>(e, LOSS_SCALE_LOG2, 0);  // the warm-up ran without one
+        gpu_scale_loss<E, G>(e, LOSS_SCALE_LOG2, 0);  // gpu_begin has cleared the loss scale
     }
     return taken;
 }
 
-// All ranks take what rank 0 has chosen for its products: a checkpoint knows one rank's choices,
-// and a run that goes on from it is to have the bits of one that was not interrupted. Times differ
-// a little from GPU to GPU, so ranks that choose for themselves may well choose differently. Where
-// nobody does, a file's choices are still to be run for the first time by each rank by itself.
+// All ranks adopt rank 0's matmul algorithms: a checkpoint stores one rank's choices, and a run
+// resumed from it must have the bits of an uninterrupted one. Timings differ slightly between GPUs,
+// so ranks that choose for themselves may choose differently. Even if no rank has timed any,
+// choices loaded from the file have not been run yet, and each rank must first run them by itself.
 template <class E, class G> static void rank_choices_share(Engine *e) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
     char *all = (char *)alloc_zero((size_t)net->ranks.ranks, MATMUL_TEXT);
@@ -6055,41 +6070,42 @@ template <class E, class G> static void rank_choices_share(Engine *e) {
     free(all);
 }
 
-// Every kernel is loaded, at its first launch, and every product planned, so that what libraries
-// take can be measured, and a failure comes before the run. A rank among many does it once by
-// itself, so that no kernel is loaded while a collective waits for other ranks, and once with the
-// others, so that NCCL has taken what it takes.
+// Loads every kernel by launching it, and plans every matmul, so that the memory taken by libraries
+// can be measured and failures occur before the run. With several ranks, each does this once by
+// itself, so that no kernel is loaded while a collective waits for other ranks, and once together
+// with the others, so that NCCL has allocated all of its memory.
 template <class E, class G>
 static void gpu_warm_up(Engine *e) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
     const Settings *s = &net->plan->settings;
-    static size_t before;  // free bytes before the first engine: libraries stay when an engine goes
+    static size_t before;  // free bytes before the first engine; libraries outlive engines
     size_t free_bytes, with_nccl, total_bytes;
     before = before ? before : device_memory.free_bytes;
     gpu_begin(net);
     gpu_scale_loss<E, G>(e, LOSS_SCALE_LOG2, 0);
     gpu_warm_up_step<E, G>(e);
-    gpu_tune<E, G>(e);  // here, because an algorithm that is tried is loaded too
+    gpu_tune<E, G>(e);  // before memory is measured: timing loads kernels too
     cuda_check(cudaMemGetInfo(&free_bytes, &total_bytes));
     if (s->ranks > 1) {
         rank_connect(&net->ranks);
         rank_choices_share<E, G>(e);
         gpu_warm_up_step<E, G>(e);
     }
-    gpu_scale_loss<E, G>(e, LOSS_SCALE_LOG2, 0);  // the warm-up has counted its steps
+    gpu_scale_loss<E, G>(e, LOSS_SCALE_LOG2, 0);  // resets the counters that the warm-up advanced
     cuda_check(cudaMemGetInfo(&with_nccl, &total_bytes));
     device_memory.library_bytes = size_less(before, free_bytes + net->plan->device_bytes);
     device_memory.nccl_bytes = size_less(free_bytes, with_nccl);
     matmul_library.settled = true;
 }
 
-// Allocates the plan on the current GPU; it is the caller's and outlives the engine.
+// Opens the engine and allocates the plan on the current GPU. The plan is the caller's and outlives
+// the engine.
 template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)alloc_zero(1, sizeof *net);
     const Settings *s = &p->settings;
     const int64_t N = (int64_t)s->B * s->T, C = s->model.C;
     net->plan = p;
-    // Volume I plans without knowing the kernels; here they are asked.
+    // train_gpt2.c plans without knowing the kernels; here the plan is checked against them.
     size_t partials = net->plan->buffers[net->plan->single[BUF_PARTIALS]].bytes;
     check(gpu_layernorm_backward_bytes((int)N, (int)C) <= partials &&
               gpu_bias_backward_bytes((int)N, (int)(4 * C)) <= partials &&
@@ -6097,7 +6113,7 @@ template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
               gpu_grad_square_sum_bytes() <= partials,
           "the plan's partial sums are too few for the kernels");
     plan_refuse(net->plan, net->plan->device_bytes, device_available());
-    // Not the default stream, nor synchronised with it: nothing of a library's slips between.
+    // Not the default stream, nor synchronised with it, so that no library's work runs in between.
     cuda_check(cudaStreamCreateWithFlags(&net->stream, cudaStreamNonBlocking));
     arena_open(net->plan, net->stream);
     offload_open(&net->transfers, net->plan, net->stream, &net->ranks);
@@ -6139,18 +6155,18 @@ template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
     e->write = gpu_write<E, G>;
     e->close = gpu_close<E, G>;
     e->set_algorithms = gpu_set_algorithms<E, G>;
-    // Last, when all verbs are there: what fails fails here, before the run has begun.
+    // Last, when all methods are set: failures occur here, before the run begins.
     gpu_warm_up<E, G>(e);
 }
 
 // -------------------------------------------------------------------------------------------------
 // 44. Peaks, --check and --compare
-// What this GPU could do at most, for "% of peak": dense products of the run's type per clock and
-// SM, 16-bit types summed in fp32 (NVIDIA's architecture white papers; for sm_86, 89 and 120 the
-// GeForce cards' rate, half of the workstation cards'; for sm_75 a T4's, twice its GeForce cards';
-// 110, Thor, and 121, GB10, a quarter of the data sheets' dense fp4), times SMs, times the highest
-// clock the driver names. A data sheet may count with a lower clock: an H100 names 1,980 MHz, which
-// makes 1,070 TFLOP/s in bf16, where its data sheet has 989.
+// The peak of this GPU, for "% of peak": dense operations of the run's type per clock and SM,
+// 16-bit types summed in fp32 (NVIDIA's architecture white papers; for sm_86, 89 and 120 the rate
+// of GeForce cards, half that of workstation cards; for sm_75 the rate of a T4, twice that of
+// GeForce cards; for 110, Thor, and 121, GB10, a quarter of the data sheets' dense fp4), times the
+// number of SMs, times the highest clock that the driver reports. A data sheet may assume a lower
+// clock: an H100 reports 1,980 MHz, which gives 1,070 TFLOP/s in bf16, but its data sheet says 989.
 
 struct PeakRow {
     int capability;              // 10 * major + minor
@@ -6162,8 +6178,8 @@ static const PeakRow peak_rows[] = {
     {121, 1024, 256},
 };
 
-// Name, type and peak of the current GPU into the engine; refuses a type it has no instructions
-// for.
+// Writes the name, type and peak of the current GPU to the engine; refuses a type that the GPU has
+// no instructions for.
 static void device_describe(Engine *e, const Settings *s) {
     int device = 0, clock_khz = 0, peak = 0;
     cudaDeviceProp properties;
@@ -6190,7 +6206,8 @@ static void device_describe(Engine *e, const Settings *s) {
              properties.minor, type.name);
 }
 
-// Norm of the difference over norm, of n numbers. NaN anywhere gives NaN.
+// Norm of the difference of n numbers, divided by the norm of `want` unless that is 0. NaN anywhere
+// gives NaN.
 static double relative_error(const real *got, const real *want, int64_t n) {
     double difference = 0, norm = 0;
     for (int64_t i = 0; i < n; i++) {
@@ -6200,7 +6217,7 @@ static double relative_error(const real *got, const real *want, int64_t n) {
     return norm > 0 ? sqrt(difference / norm) : sqrt(difference);
 }
 
-// Copies state `state` of all tensors from one engine to the other, as `type` would hold it.
+// Copies state `state` of all tensors from one engine to the other, rounded to `type`.
 static void engine_copy(Engine *to, Engine *from, int state, const Model *m, Type type) {
     int64_t all = tensor_offset(m, TENSORS, 0);
     real *piece = (real *)alloc_zero(PIECE, sizeof(real));
@@ -6232,10 +6249,11 @@ static double gradient_error(Engine *got, Engine *want, const Model *m, int tens
     return error;
 }
 
-// --check: one batch of the run's data through the GPU and through the oracle, from the same
-// weights. Prints the relative difference of the loss and of every gradient; 1 when one is beyond
-// the type's tolerance: fp32 1e-5, fp16 1e-2, bf16 5e-2, the size of an error in the mathematics,
-// not of rounding. (The tests hold both to twice the error of a naive computation in 16 bits.)
+// --check: runs one batch of the run's data through the GPU and through the CPU reference, from the
+// same weights. Prints the relative difference of the loss and of every gradient; returns 1 if one
+// exceeds the type's tolerance: fp32 1e-5, fp16 1e-2, bf16 5e-2. These detect errors in the
+// mathematics, which are larger than rounding. (The tests are stricter: both are held to twice the
+// error of a naive computation in 16 bits.)
 static int command_check(Run *run, const Program *program) {
     const Model *m = &run->s.model;
     const Type type = run->s.dtype;
@@ -6278,8 +6296,8 @@ static int command_check(Run *run, const Program *program) {
     return failed || !ok;
 }
 
-// --compare: the same steps with -r none and with -r block (or the levels that were asked for):
-// planned and library memory, and the median time of a step.
+// --compare: runs the same steps with -r none and with -r block (or the levels given by the user).
+// Prints planned and library memory, and the median time of a step.
 static int command_compare(Run *run, const Program *program) {
     enum { WARM = 2, STEPS = 9 };
     const Model *m = &run->s.model;
@@ -6328,10 +6346,10 @@ static int gpu_command(Run *run, const Program *program) {
 
 // -------------------------------------------------------------------------------------------------
 // 45. main
-// Volume I's program with the GPU's engine, and two commands of its own: --check compares one batch
-// with the oracle, --compare runs the same steps with and without recomputation.
+// The program of train_gpt2.c with the GPU engine and two commands of its own: --check compares one
+// batch with the CPU reference, --compare runs the same steps with and without recomputation.
 
-// Opens the engine of the run's E and of its gradients' G.
+// Opens the engine for the run's E and its gradients' G.
 static void gpu_engine_open(Engine *e, Plan *p) {
     const Settings *s = &p->settings;
     memset(e, 0, sizeof *e);
@@ -6353,7 +6371,7 @@ static void gpu_engine_open(Engine *e, Plan *p) {
     }
 }
 
-// What the kernels cannot do is refused by name before anything is opened or measured.
+// Refuses settings that the kernels do not support, before anything is opened or measured.
 static void gpu_settings_check(const Settings *s) {
     const Model *m = &s->model;
     const int HS = m->C / m->NH;
@@ -6405,10 +6423,10 @@ int train_gpt2cu_main(int argc, char **argv) {
 
 #if !GPT2_NO_MAIN
 int main(int argc, char **argv) {
-    // A kernel is loaded at its first launch, all of which the warm-up makes, and the many others
-    // never: that is quicker and takes less device memory. CUDA reads this when its first function
-    // is called; drivers before 12.2 load everything at once by themselves (CUDA C++ Programming
-    // Guide, "Lazy Loading").
+    // With lazy loading, a kernel is loaded at its first launch. The warm-up launches every kernel
+    // that the run uses, and the many others are never loaded, which saves time and device memory.
+    // CUDA reads this variable when its first function is called; drivers before 12.2 load
+    // everything at once by default (CUDA C++ Programming Guide, "Lazy Loading").
     setenv("CUDA_MODULE_LOADING", "LAZY", 0);
     threads_start(argv);
     return train_gpt2cu_main(argc, argv);
