@@ -3311,8 +3311,8 @@ static int device_lacks_bf16(void) {
     return major < 8;
 }
 
-// Makes the GPU with the rank's index on this machine the current device. Ends the run if the
-// machine has no driver or no GPU.
+// Makes the GPU with the rank's index on this machine, modulo the number of GPUs, the current
+// device. Ends the run if the machine has no driver or no GPU.
 static void device_select(int local_rank) {
     int driver = 0, count = 0;
     if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) {
@@ -3472,12 +3472,12 @@ static void arena_close(Plan *p) {
 // 2. Moments and master weights are not streamed: AdamW reads and writes them in pinned memory. It
 //    does the same with weights and gradients of blocks whose backing store is in host memory.
 
-struct RankComm;  // next chapter
+struct RankComm;  // chapter Exchange between ranks
 struct OffloadStreams {
     cudaStream_t compute, up, down;
     const RankComm *ranks;
     cudaEvent_t now;                                         // compute's position, for a copy
-    cudaEvent_t ready[KINDS][SLOTS], gone[KINDS][SLOTS];  // after a fetch, after a store
+    cudaEvent_t ready[KINDS][SLOTS], gone[KINDS][SLOTS];  // recorded after a fetch, a store
 };
 
 // Work queued on `later` from now on waits for all work queued on `earlier` so far.
@@ -3713,7 +3713,7 @@ static double watchdog_look(Watchdog *w, const Child *children, int ranks) {
             processor_ms += (double)t.tv_sec * 1e3 + (double)t.tv_nsec * 1e-6;
         }
     }
-    // Idle polling by a driver's threads uses less than a tenth of a core; a compiler uses more.
+    // Polling by idle threads of a driver uses less than a tenth of a core; a compiler uses more.
     const int moved = moves != w->moves || processor_ms - w->processor_ms > 0.1 * passed ||
                       write_waits(STDOUT_FILENO);
     const Watchdog seen = {moves, processor_ms, now, moved ? 0 : w->still_ms + passed};
@@ -4283,7 +4283,16 @@ static void ranks_shake_hands(void) {
 // -------------------------------------------------------------------------------------------------
 // 38. Exchange between ranks
 // The collectives between ranks: reduce-scatter of gradients and all-gather of weights, in buckets
-// (chapter Buckets and visits of train_gpt2.c).
+// (chapter Buckets and visits of train_gpt2.c). For the matrices of blocks they depend on the ZeRO
+// stage:
+//   --zero  sharded            gradients                              weights
+//   0       nothing            last micro-step: reduce-scatter,       -
+//                              all-gather (that is, an all-reduce)
+//   1       moments, master    last micro-step: reduce-scatter        after the update: all-gather
+//   2       gradients too      every micro-step: reduce-scatter       after the update: all-gather
+//   3       weights too        every micro-step: reduce-scatter       every fetch: all-gather
+// wte and wpe are exchanged as at stage 1 at all stages above 0; vectors as at stage 0 at all
+// stages.
 // 1. NCCL only moves bytes. One of our kernels adds them, in rank order, in fp32, and rounds once.
 //    So a sum depends only on the number of ranks, not on NCCL's version, its algorithm or the
 //    interconnect, and the exchange gives the same bits on the CPU as on GPUs.
@@ -4320,9 +4329,9 @@ struct StepStatus {
 static_assert(sizeof(StepStatus) <= RANK_STATUS_BYTES, "the plan's buffer holds the words");
 
 // sum (count) = round(the parts of all ranks, added in rank order), or with `adds` round(sum + that
-// total), for a range of a bucket shard.
-//   sum and own, which may be the same, of G; others of G, (ranks - 1, count): the part of rank q in
-//   row q, or in row q - 1 if q > rank.
+// total), for a range of this rank's shard of a bucket.
+//   sum and own, which may be the same, of G; others (ranks - 1, count) of G: the part of rank q is
+//   in row q, or in row q - 1 if q > rank.
 // Numerics: sums in fp32, rounded once. Bytes: each part is read once. grid: count / 2048 blocks.
 // budget: <bf16> threads 256 regs 38 blocks 6 test gpu_exchange
 template <class G>
@@ -4694,8 +4703,8 @@ static void gpu_block_backward(const GpuPass<E, G> *pass, int stage, int l) {
     const GpuBlock<E, G> b = {pass->net, l};
     const Model *m = &pass->net->plan->settings.model;
     const int B = pass->B, T = pass->T, N = B * T, C = m->C, NH = m->NH;
-    // If gradients are sharded, each micro-step's are reduce-scattered, so the slot holds none to
-    // add to.
+    // If gradients are sharded, those of each micro-step are reduce-scattered, so the slot contains
+    // none to add to.
     const bool first =
         pass->first || b.net->plan->settings.placement[KIND_GRADIENTS] & PLACE_SHARD;
     cudaStream_t stream = pass->net->stream;
@@ -4787,9 +4796,9 @@ template <class E, class G> static void gpu_head(const GpuPass<E, G> *pass) {
     }
 }
 
-// Reduces bucket `bucket` of the gradients, which is complete on the compute stream: a
-// reduce-scatter on the ranks' stream, overlapped with compute. AdamW reads the result. Without
-// ZeRO every rank updates all parameters, so an all-gather follows.
+// Sums bucket `bucket` of the gradients, which is complete on the compute stream, over all ranks: a
+// reduce-scatter on the ranks' stream, overlapped with compute, to where AdamW will read it.
+// Without ZeRO every rank updates all parameters, so an all-gather follows.
 template <class E, class G> static void gpu_reduce(const GpuNetwork<E, G> *net, int bucket) {
     const Settings *s = &net->plan->settings;
     const RankComm *c = &net->ranks;
@@ -4815,9 +4824,9 @@ template <class E, class G> static void gpu_reduce(const GpuNetwork<E, G> *net, 
     }
 }
 
-// Reduces the buckets that all blocks share, at the end of a step's last micro-step. They are
-// complete only now: wte's gradient is written by the classifier and by the embedding, the vectors'
-// by every layer. Compute waits until every sum is complete.
+// Reduces the remaining buckets, which all blocks share, at the end of a step's last micro-step.
+// They are complete only now: wte's gradient is written by the classifier and by the embedding, the
+// vectors' by every layer. Compute waits until every sum is complete.
 template <class E, class G> static void gpu_join(const GpuNetwork<E, G> *net) {
     for (int bucket : {BUCKET_WTE, BUCKET_WPE, BUCKET_VECTORS}) {
         gpu_reduce(net, bucket);
@@ -5109,7 +5118,7 @@ template <class E, class G> static void gpu_read_logits(const GpuNetwork<E, G> *
     free(host);
 }
 
-// Engine.extend. Tokens are processed in blocks of s->T, the rows of the plan, and the remainder
+// Engine.extend. Tokens are processed in chunks of s->T, the rows of the plan, and the remainder
 // one by one. So matmuls have only two shapes, both seen in the warm-up.
 template <class E, class G>
 static void gpu_extend(Engine *e, real *out, const Token *tokens, int first, int n) {
@@ -5238,7 +5247,7 @@ static bool matmul_cache_find(uint64_t *hash, const MatmulKey *key) {
     return known;
 }
 
-// Appends a plan's choice to the file in one write, so that the lines of two runs do not mix.
+// Appends a plan's choice to the file in one write, so that lines of concurrent runs do not mix.
 static void matmul_cache_add(const MatmulPlan *plan) {
     FILE *file = cache_open("matmul", "a");
     if (file) {
@@ -5368,10 +5377,10 @@ static bool matmul_agrees(const MatmulBench *bench, MatmulPlan *plan, const Matm
 
 // Selected elements of a plan's D and their values, computed in double from the noise in the
 // operands: the corners, more of the last row and the last column, where tiles are cut off, and
-// some at random. `tail` holds the values if A is zero except in the last PROOF_TAIL steps of k. It
-// is checked because cuBLASLt's split sums have left out the last k % 64 steps (triton-lang's fork
-// facebookexperimental/triton, pull request 2767): one product in a sum of 65,536 is a 256th of its
-// norm, less than the rounding of bf16; in a sum of 64 it is an eighth.
+// some at random. `tail` holds their values for an A that is zero except in the last PROOF_TAIL
+// steps of k. It is checked because cuBLASLt's split sums have left out the last k % 64 steps
+// (triton-lang's fork facebookexperimental/triton, pull request 2767): one product in a sum of
+// 65,536 is a 256th of its norm, less than the rounding of bf16; in a sum of 64 it is an eighth.
 struct MatmulProof {
     size_t at[PROOF_ELEMENTS];
     double whole[PROOF_ELEMENTS], tail[PROOF_ELEMENTS];
@@ -6016,7 +6025,7 @@ template <class E, class G> static void gpu_warm_up_step(Engine *e) {
     real *logits = (real *)alloc_zero((size_t)s->model.V, sizeof(real));
     Options o;
     options_default(&o);
-    if (s->cache) {  // a block of a prompt, then one token
+    if (s->cache) {  // a chunk of a prompt, then one token
         gpu_extend<E, G>(e, logits, zeros, 0, s->T);
         gpu_extend<E, G>(e, logits, zeros, s->T - 1, 1);
     } else {
@@ -6044,7 +6053,7 @@ template <class E, class G> static int gpu_set_algorithms(Engine *e, const char 
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
     const bool taken = matmul_choices_import(choices);
     if (net->ranks.ranks > 1) {
-        gpu_begin(net);  // or the data last gathered would be taken for step statuses
+        gpu_begin(net);  // or the data last gathered would be read as step statuses
         net->ranks.on = 0;
         gpu_warm_up_step<E, G>(e);
         net->ranks.on = 1;
@@ -6252,8 +6261,8 @@ static double gradient_error(Engine *got, Engine *want, const Model *m, int tens
 // --check: runs one batch of the run's data through the GPU and through the CPU reference, from the
 // same weights. Prints the relative difference of the loss and of every gradient; returns 1 if one
 // exceeds the type's tolerance: fp32 1e-5, fp16 1e-2, bf16 5e-2. These detect errors in the
-// mathematics, which are larger than rounding. (The tests are stricter: both are held to twice the
-// error of a naive computation in 16 bits.)
+// mathematics, which are larger than rounding. (The tests are stricter: they hold both 16-bit types
+// to twice the error of a naive computation in that type.)
 static int command_check(Run *run, const Program *program) {
     const Model *m = &run->s.model;
     const Type type = run->s.dtype;
