@@ -3307,28 +3307,29 @@ static void gpu_adamw(E *params, Master<E> *low, M *moment1, M *moment2, const G
 
 // -------------------------------------------------------------------------------------------------
 // 35. Device memory
-// The plan's device buffers are one cudaMalloc of exactly the planned bytes; its host buffers one
-// mapping, pinned, that kernels reach at the same address. What libraries and modules take is not
-// planned but measured after a warm-up, and shown apart; the CUDA context exists before and is not
-// in that figure.
-// 1. Whether the plan fits is decided by the driver's free bytes before anything is allocated. The
-//    context has been taken from them by then: asking creates it.
-// 2. Test builds mark buffers that die and come alive in stream order, so that lateness shows.
+// The plan's device buffers are one cudaMalloc of exactly the planned bytes. Its host buffers are
+// one pinned mapping, which kernels access at the same address. Memory taken by libraries and
+// modules is not planned but measured after a warm-up and reported separately; the CUDA context
+// exists before that and is not included in the figure.
+// 1. The driver's free bytes decide whether the plan fits, before anything is allocated. The query
+//    itself creates the CUDA context, so the context's memory is already subtracted.
+// 2. Test builds mark the end and the start of buffer lifetimes in stream order, so that late
+//    accesses are detected.
 
 struct DeviceMemory {
-    size_t free_bytes;     // as the driver reports them before the arena exists
-    size_t library_bytes;  // taken by libraries since, without the CUDA context
-    size_t nccl_bytes;     // then by NCCL, whose part the plan reserves (nccl_estimate_bytes)
+    size_t free_bytes;     // as the driver reports them before the arena is allocated
+    size_t library_bytes;  // taken by libraries since then, without the CUDA context
+    size_t nccl_bytes;     // then taken by NCCL; the plan reserves it (nccl_estimate_bytes)
 };
 
 static DeviceMemory device_memory;
 
-// What libraries will still take when a run asks for the free bytes: cuBLASLt's code and kernels.
-// --plan, which counts from the size of the card, reserves library_reserve_bytes for these and the
-// context; here the context is paid, so half of that remains, and a run whose plan fits on paper is
-// refused only where the context takes more than the other half. (1 GiB - (total - free) would need
-// no such guess, but takes what another process holds for the context.) Nobody has measured either
-// part yet.
+// Estimate of the memory that libraries (cuBLASLt's code and kernels) will allocate after a run has
+// queried the free bytes. --plan starts from the card's total memory and reserves
+// library_reserve_bytes for the libraries and the CUDA context. Here the context already exists, so
+// half of that is reserved: a run whose plan fits according to --plan is refused only if the
+// context takes more than the other half. (1 GiB - (total - free) would avoid this guess, but would
+// count another process's memory as the context.) Neither half has been measured yet.
 #if CUDA_CPU
 static size_t device_library_bytes(void) { return (size_t)emu::set.library; }
 #else
@@ -3337,7 +3338,8 @@ static size_t device_library_bytes(void) { return library_reserve_bytes / 2; }
 
 #if GPT2_POISON
 static cudaStream_t arena_stream;
-// Queued, not done at once: kernels that use the buffer may still be running.
+// Queued on the stream rather than done immediately: kernels that use the buffer may still be
+// running.
 static void device_mark(void *memory, size_t bytes, int alive) {
 #if CUDA_CPU
     alive ? emu_unpoison(memory, bytes, arena_stream) : emu_poison(memory, bytes, arena_stream);
@@ -3348,8 +3350,8 @@ static void device_mark(void *memory, size_t bytes, int alive) {
 }
 #endif
 
-// The name of the current GPU; 0: no GPU or no driver is here, or none that can be used, and `name`
-// says why.
+// Gets the name of the current GPU. Returns 0 if there is no GPU or driver (`name` is then empty),
+// or if the driver is too old (`name` then says so).
 static int device_name(char name[96]) {
     int driver = 0, count = 0, device = 0;
     cudaDeviceProp properties;
@@ -3372,7 +3374,7 @@ static int device_name(char name[96]) {
     return 1;
 }
 
-// bf16 came with compute capability 8.0.
+// True if the GPU has no bf16, which requires compute capability 8.0.
 static int device_lacks_bf16(void) {
     char name[96];
     int device = 0, major = 0;
@@ -3384,8 +3386,8 @@ static int device_lacks_bf16(void) {
     return major < 8;
 }
 
-// Makes the GPU of the rank's place on this machine the current one. Ends the run where there is
-// none.
+// Makes the GPU with the rank's index on this machine, modulo the number of GPUs, the current
+// device. Ends the run if the machine has no driver or no GPU.
 static void device_select(int local_rank) {
     int driver = 0, count = 0;
     if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) {
@@ -3397,12 +3399,12 @@ static void device_select(int local_rank) {
     cuda_check(cudaSetDevice(local_rank % count));
 }
 
-// Bytes that are free on this rank's GPU, which is the current one from here on.
+// Selects this rank's GPU as the current device and returns its free bytes.
 static size_t device_available(void) {
     size_t total_bytes;
     device_select(this_rank.local_rank);
     cuda_check(cudaMemGetInfo(&device_memory.free_bytes, &total_bytes));
-    if (!available_limit[0]) {  // later calls would count this run's own memory
+    if (!available_limit[0]) {  // on later calls this run's own memory would be included
         snprintf(available_limit, sizeof available_limit,
                  " (at the start %s of this GPU's %s were in use, by this program's CUDA context "
                  "and by other processes, which nvidia-smi lists)",
@@ -3412,19 +3414,21 @@ static size_t device_available(void) {
     return device_memory.free_bytes;
 }
 
-// The NUMA node next to a device of the PCI bus, whose place CUDA writes in capitals and sysfs does
-// not; -1: the machine has no such nodes, or nothing says. `root`: as above.
+// The NUMA node next to a PCI device, or -1 if the machine has none or does not report it. CUDA
+// writes bus ids in upper case, sysfs in lower case. `root`: a folder that stands in for / in
+// tests, else "".
 static int pci_node(const char *root, const char *bus) {
     char path[PATH_BYTES], place[32] = "";
     for (size_t i = 0; bus[i] && i + 1 < sizeof place; i++) {
-        place[i] = (char)(bus[i] | 32);  // changes letters alone
+        place[i] = (char)(bus[i] | 32);  // lower case; leaves digits and punctuation unchanged
     }
     path_print(path, "%s/sys/bus/pci/devices/%s/numa_node", root, place);
     return (int)file_number(path, "", -1);
 }
 
-// Pages of a mapping that nobody has touched come from `node`, as long as it has room. That is no
-// more than faster: where the system refuses, as a container's may, they come from anywhere.
+// Requests that the untouched pages of a mapping be allocated on `node` while it has free memory.
+// Only an optimisation: if the system refuses, as in some containers, pages are allocated on any
+// node.
 static void memory_near(void *memory, size_t bytes, int node) {
     enum { NODES = 1024, PREFERRED = 1, BITS = 8 * sizeof(unsigned long) };  // mbind(2)
     unsigned long nodes[NODES / BITS + 1] = {0};
@@ -3434,8 +3438,8 @@ static void memory_near(void *memory, size_t bytes, int node) {
     }
 }
 
-// Has memory that the program registers one address on the host and on the GPU? Not under WSL
-// (from sgl-project/sglang#40232); what CUDA itself allocates has it everywhere.
+// True if host memory registered by the program has the same address on the GPU. False under WSL
+// (from sgl-project/sglang#40232). Memory allocated by CUDA itself has the same address everywhere.
 static bool pinned_in_place(void) {
     int device, same;
     cuda_check(cudaGetDevice(&device));
@@ -3443,7 +3447,7 @@ static bool pinned_in_place(void) {
     return same != 0;
 }
 
-// The NUMA node of the current GPU; -1: there is none.
+// The NUMA node of the current GPU, or -1 if there is none.
 static int device_node(const char *root) {
     char bus[32];
     int device;
@@ -3452,11 +3456,13 @@ static int device_node(const char *root) {
     return pci_node(root, bus);
 }
 
-// `bytes` of host memory, zero and pinned, or copies would not overlap with kernels, nor could
-// kernels reach it. Mapped, touched by all threads and then registered, where that can be: the same
-// from cudaMallocHost, whose one thread clears every page, takes five times as long (0.49 s a GiB,
-// from rapidsai/cudf#23457). Ends the run where so much cannot be pinned.
-// Of two processors' memory the GPU reaches its own processor's, `node`, faster.
+// Allocates `bytes` of zeroed, pinned host memory. Without pinning, copies would not overlap with
+// kernels and kernels could not access it. If pinned_in_place(), the memory is mapped, touched by
+// all threads and then registered: cudaMallocHost, which clears every page in one thread, takes
+// five times as long (0.49 s per GiB, from rapidsai/cudf#23457). Ends the run if that much cannot
+// be pinned.
+// On a machine with two processors, the GPU accesses the memory of its own processor, `node`,
+// faster.
 static char *pinned_open(size_t bytes, int node) {
     constexpr int64_t PART = 2 << 20;  // a huge page
     const bool in_place = pinned_in_place();
@@ -3470,7 +3476,7 @@ static char *pinned_open(size_t bytes, int node) {
         }
         error = in_place ? cudaHostRegister(memory, bytes, cudaHostRegisterMapped) : error;
     }
-    if (error != cudaSuccess) {  // its name varies; what it comes from is a limit
+    if (error != cudaSuccess) {  // the error code varies, but the cause is a memory limit
         die("cannot pin %s of host memory: %s; %s", bytes_text((double)bytes).s,
             cudaGetErrorString(error), cuda_hint(cudaErrorMemoryAllocation, "cudaMallocHost"));
     }
@@ -3486,7 +3492,7 @@ static void pinned_close(char *memory, size_t bytes) {
     }
 }
 
-// Allocates both homes of the plan.
+// Allocates the plan's device memory and its pinned host memory.
 static void arena_open(Plan *p, cudaStream_t stream) {
     cuda_check(cudaMalloc((void **)&p->base[PLACE_DEVICE], p->device_bytes));
     p->base[PLACE_HOST] = pinned_open(p->host_bytes, device_node(""));
@@ -3500,8 +3506,9 @@ static void arena_open(Plan *p, cudaStream_t stream) {
     cuda_check(cudaStreamSynchronize(stream));
 }
 
-// Between lend and return the device's home is nobody's, and what the plan had there is lost. Test
-// builds know of both: what is used in between may not be a buffer, and buffers come back as NaN.
+// Between arena_lend and arena_return the device memory may be used for something else; the
+// contents of the plan's buffers there are lost. Test builds check this: no buffer of the plan may
+// be used in between, and the buffers are filled with NaN afterwards.
 static void arena_lend(Plan *p) {
     plan_tick(p, -1);
 #if GPT2_POISON
@@ -3516,8 +3523,8 @@ static void arena_return(Plan *p) {
     plan_tick(p, 0);
 }
 
-// Gives both homes back; the plan stays, as after plan_close. Test builds take the poison off
-// first, so that whoever gets the memory next may use it.
+// Frees device and host memory; the plan remains, as after plan_close. Test builds unpoison the
+// memory first, so that the next allocation may use it.
 static void arena_close(Plan *p) {
 #if GPT2_POISON
     p->mark(p->base[PLACE_DEVICE], p->device_bytes, 1);
@@ -3531,28 +3538,30 @@ static void arena_close(Plan *p) {
 
 // -------------------------------------------------------------------------------------------------
 // 36. Offload: copies and streams
-// How bytes move between the homes of what visits the device (chapter Buckets and visits), while
-// kernels compute. One stream copies up and one down, as a GPU has an engine for each direction.
-// 1. Bytes change hands on the compute stream alone: a copy waits for an event of compute behind
-//    the last use of what it overwrites or takes away, and compute for the event behind the copy.
-// 2. Moments and master do not visit: AdamW reads and writes them in pinned memory, and there the
-//    weights and gradients of blocks that live there.
+// Copies streamed buffers (chapter Buckets and visits) between the device and their backing store
+// in host memory while kernels compute. One stream uploads and one downloads, since a GPU has a
+// copy engine for each direction.
+// 1. Only the compute stream synchronises accesses to a slot: a copy waits for an event that
+//    compute records after the last use of the bytes it overwrites or stores, and compute waits for
+//    the event recorded after the copy.
+// 2. Moments and master weights are not streamed: AdamW reads and writes them in pinned memory. It
+//    does the same with weights and gradients of blocks whose backing store is in host memory.
 
-struct RankComm;  // next chapter
+struct RankComm;  // chapter Exchange between ranks
 struct OffloadStreams {
     cudaStream_t compute, up, down;
     const RankComm *ranks;
-    cudaEvent_t now;                                         // compute's place, for a copy
-    cudaEvent_t ready[KINDS][SLOTS], gone[KINDS][SLOTS];  // behind what fills and what empties
+    cudaEvent_t now;                                         // compute's position, for a copy
+    cudaEvent_t ready[KINDS][SLOTS], gone[KINDS][SLOTS];  // recorded after a fetch, a store
 };
 
-// Whatever comes next on `later` waits for all that is on `earlier` by now.
+// Work queued on `later` from now on waits for all work queued on `earlier` so far.
 static void stream_after(cudaStream_t later, cudaStream_t earlier, cudaEvent_t event) {
     cuda_check(cudaEventRecord(event, earlier));
     cuda_check(cudaStreamWaitEvent(later, event, 0));
 }
 
-// Queues one move of a visit: what Plan.move is on a GPU.
+// Queues one phase of a transfer: the implementation of Plan.transfer on one GPU.
 static void gpu_transfer(Plan *p, int phase, const Transfer *v, void *slot, void *store,
                          size_t bytes) {
     const OffloadStreams *s = (const OffloadStreams *)p->transfer_context;
@@ -3581,7 +3590,8 @@ template <class What> static void offload_each_event(OffloadStreams *s, What wha
     }
 }
 
-// Opens what moves the visits of plan `p` beside `compute`; it is the caller's.
+// Opens the streams and events that transfer the streamed buffers of plan `p` concurrently with the
+// stream `compute`, which remains the caller's.
 static void offload_open(OffloadStreams *s, Plan *p, cudaStream_t compute, const RankComm *ranks) {
     p->transfer_context = s;
     p->transfer = gpu_transfer;
@@ -3594,7 +3604,8 @@ static void offload_open(OffloadStreams *s, Plan *p, cudaStream_t compute, const
     });
 }
 
-// Compute has waited for all copies by the end of a micro-step, and is done.
+// No copy is in flight here: compute has waited for all copies by the end of a micro-step, and is
+// idle.
 static void offload_close(OffloadStreams *s) {
     offload_each_event(s, [](cudaEvent_t *event) { cuda_check(cudaEventDestroy(*event)); });
     cuda_check(cudaStreamDestroy(s->up));
@@ -3606,19 +3617,22 @@ static void offload_close(OffloadStreams *s) {
 
 // -------------------------------------------------------------------------------------------------
 // 37. Starting and watching the ranks
-// A run on several GPUs is several processes, the ranks, one for each GPU. The program forks them
-// itself (--gpus N) and stays as their parent, or a launcher starts them: torchrun and srun, whose
-// ranks find each other by TCP (MASTER_ADDR), or mpirun, by MPI. Either way each shows the others
-// its card once, when the run starts; what they exchange while they train is no business of this
-// file.
-// 1. The parent touches neither CUDA nor OpenMP, before or after the fork, which neither survives.
-// 2. A rank that dies ends the run: the parent ends the others and says in one line who died and
-//    how, unless the rank has said it. Under a launcher that is the launcher's part.
-// 3. What a signal asked of one rank all act on at the same place of the run (Ranks.stop), or some
-//    would wait for ever for those who left.
-// 4. A rank that hangs or is stopped makes all others wait inside CUDA. So ranks write down where
-//    they stand (Heartbeat), and whoever watches ends a run in which nothing has moved for
-//    --timeout: the parent sees all ranks, a launcher's rank has a thread that sees it alone.
+// A run on several GPUs consists of several processes, the ranks, one per GPU. Either the program
+// forks them itself (--gpus N) and stays as their parent, or a launcher starts them: torchrun and
+// srun, whose ranks find each other over TCP (MASTER_ADDR), or mpirun, over MPI. In both cases
+// every rank sends its RankInfo to all others once, when the run starts: the handshake. The
+// communication during training is in chapter Exchange between ranks.
+// 1. The parent uses neither CUDA nor OpenMP, before or after the fork, because neither survives a
+//    fork.
+// 2. If a rank dies, the run ends: the parent ends the others and reports in one line which rank
+//    died and how, unless the rank has already reported it. Under a launcher, this is the
+//    launcher's job.
+// 3. If one rank receives a signal, all ranks act on it at the same point of the run (Ranks.stop);
+//    otherwise the remaining ranks would wait forever for those that have left.
+// 4. A rank that hangs or is stopped makes all others wait inside CUDA. So each rank publishes its
+//    progress in a Heartbeat, and a watchdog ends a run without progress for --timeout. The
+//    watchdog is the parent, which sees all ranks, or, under a launcher, a thread of each rank,
+//    which sees only that rank.
 
 // The operations in which ranks wait for each other, and their names.
 enum { RANK_HANDSHAKE, RANK_CONNECTION, RANK_EXCHANGE, RANK_GATHER, RANK_BROADCAST };
@@ -3636,13 +3650,13 @@ static void rank_wait_begin(int call) { heartbeat->note = collective_next(call);
 static void rank_wait_end(void) { heartbeat->note.done = heartbeat->note.begun; }
 
 enum { RANK_PAGES = 1 << 16 };
-static char *rank_pages;                                     // of all ranks that can be seen
+static char *rank_pages;                                     // heartbeats of all ranks visible here
 
 static Heartbeat *heartbeat_at(int r) {
     return (Heartbeat *)(void *)(rank_pages + (size_t)r * RANK_PAGES);
 }
 
-// Makes the pages for rows that so many processes can see.
+// Allocates `rows` heartbeats in memory shared with the processes forked later.
 static void ranks_share(int rows) {
     rank_pages = (char *)mmap(NULL, (size_t)rows * RANK_PAGES, PROT_READ | PROT_WRITE,
                               MAP_SHARED | MAP_ANONYMOUS, -1, 0);
@@ -3651,8 +3665,9 @@ static void ranks_share(int rows) {
     }
 }
 
-// This process is a rank from here on, and `row` where it stands. What is wrong on all ranks is
-// said once: the others wait until rank 0 has said it and somebody ends them.
+// From here on this process is a rank and publishes its progress in `row`. An error that occurs on
+// all ranks is reported once: die() on ranks other than 0 waits for a grace period, in which rank 0
+// reports the error and the run is ended.
 static void ranks_begin(Ranks r, Heartbeat *row) {
     static char name[64];
     this_rank = r;
@@ -3667,8 +3682,8 @@ static void ranks_begin(Ranks r, Heartbeat *row) {
     }
 }
 
-// Each rank computes on its share of the cores: of those that a parent may use, or of the machine's
-// where a launcher may have given each rank its own.
+// Limits each rank to its share of the cores: of those available to the parent or, under a
+// launcher, of the machine's, because a launcher may already have given each rank its own cores.
 static void ranks_share_cores(void) {
 #ifdef _OPENMP
     if (!getenv("OMP_NUM_THREADS")) {
@@ -3679,8 +3694,8 @@ static void ranks_share_cores(void) {
 #endif
 }
 
-// Moves `bytes` through a socket. 0: the other end is gone, or silent for as long as the socket
-// waits.
+// Sends or receives `bytes` through a socket. Returns 0 if the peer has closed the connection or
+// the socket's timeout has expired.
 static int socket_move(int fd, void *data, size_t bytes, int sending) {
     char *at = (char *)data;
     while (bytes > 0) {
@@ -3694,19 +3709,19 @@ static int socket_move(int fd, void *data, size_t bytes, int sending) {
     return 1;
 }
 
-// The sockets by which ranks meet without MPI: of rank 0 one to each other rank, of the others one,
-// rank_links[0], to rank 0.
+// Sockets for the handshake without MPI. Rank 0 has one to each other rank; each other rank has
+// one, rank_links[0], to rank 0.
 static int *rank_links;
 
 static void *link_move(int r, void *data, size_t bytes, int sending) {
     if (!socket_move(rank_links[r], data, bytes, sending)) {
-        grace_ms = rank_grace_ms();  // it, or who saw it end, is to speak first
+        grace_ms = rank_grace_ms();  // the lost rank, or its parent, reports first
         die("rank %d is gone before all ranks have met", r);
     }
     return data;
 }
 
-// all (ranks, bytes) = `own` of every rank, by way of rank 0. All ranks call it.
+// All-gather through rank 0: all (ranks, bytes) = `own` of every rank. All ranks must call it.
 static void ranks_gather(void *all, void *own, size_t bytes) {
     const int ranks = this_rank.ranks;
 #if GPT2_MPI
@@ -3731,11 +3746,11 @@ static void ranks_gather(void *all, void *own, size_t bytes) {
 
 // The parent's record of a rank.
 typedef struct {
-    pid_t pid;  // 0: it has ended
-    int alive;  // a pipe that closes when it ends; -1: it is ending
+    pid_t pid;  // 0: the rank has ended
+    int alive;  // pipe that closes when the rank ends; -1: it is closed
 } Child;
 
-// To all ranks that are left.
+// Sends signal `number` to all ranks that are still running.
 static void children_signal(const Child *children, int ranks, int number) {
     for (int r = 0; r < ranks; r++) {
         if (children[r].pid > 0) {
@@ -3744,9 +3759,10 @@ static void children_signal(const Child *children, int ranks, int number) {
     }
 }
 
-// Rank r's pipe is closed: how did it end? A status of 1 comes with a line of the rank's own, so
-// there is no second one. Returns the exit status for the whole run; -1: it has not ended yet, for
-// a system takes its time to free a GPU, and may never be done with one that hangs.
+// Collects the exit status of rank r, whose pipe has closed, and reports how it ended. With status
+// 1 the rank has already printed an error, so nothing more is printed. Returns the exit status for
+// the whole run, or -1 if the process has not ended yet: the system takes time to free a GPU, and
+// may never finish if the GPU hangs.
 static int child_reap(Child *child, int r, int quiet) {
     int status = 0;
     if (waitpid(child->pid, &status, WNOHANG) == 0) {
@@ -3763,17 +3779,17 @@ static int child_reap(Child *child, int r, int quiet) {
     return number ? 1 : code;
 }
 
-// What somebody who watches ranks last saw of them all.
+// State of the watchdog: what it saw of all its ranks at its last look.
 typedef struct {
     uint64_t moves;
     double processor_ms, last_ms, still_ms;
 } Watchdog;
 
-// Milliseconds that nothing has moved on any of the ranks that are left. A look counts for a second
-// at most: who watches may have been stopped itself, with all ranks, as by Ctrl-Z in a shell, and
-// all go on together.
+// Returns for how many milliseconds none of the remaining ranks has made progress. One look counts
+// for at most one second: the watchdog may have been stopped together with all ranks, as by Ctrl-Z
+// in a shell, and then all continue together.
 static double watchdog_look(Watchdog *w, const Child *children, int ranks) {
-    // Who reads what is printed may hold it up, as Ctrl-S does: that is no fault of a rank's.
+    // A blocked standard output, as after Ctrl-S, is not a hang of a rank: see write_waits below.
     const double now = now_ms(), passed = fmin(now - w->last_ms, 1000);
     double processor_ms = 0;
     uint64_t moves = 0;
@@ -3787,7 +3803,7 @@ static double watchdog_look(Watchdog *w, const Child *children, int ranks) {
             processor_ms += (double)t.tv_sec * 1e3 + (double)t.tv_nsec * 1e-6;
         }
     }
-    // A driver's threads that only look around use less than a tenth, a compiler more.
+    // Polling by idle threads of a driver uses less than a tenth of a core; a compiler uses more.
     const int moved = moves != w->moves || processor_ms - w->processor_ms > 0.1 * passed ||
                       write_waits(STDOUT_FILENO);
     const Watchdog seen = {moves, processor_ms, now, moved ? 0 : w->still_ms + passed};
@@ -3795,7 +3811,8 @@ static double watchdog_look(Watchdog *w, const Child *children, int ranks) {
     return w->still_ms;
 }
 
-// How long nothing may move: a file server that fails over, or NCCL while it starts, is no hang.
+// Limit on the time without progress. It is ten times --timeout while a rank is in a call known to
+// be slow, because a file server that fails over or NCCL's initialisation is not a hang.
 static double watch_limit_ms(const Child *children, int ranks) {
     int slow = 0;
     for (int r = 0; r < ranks; r++) {
@@ -3804,17 +3821,17 @@ static double watch_limit_ms(const Child *children, int ranks) {
     return rank_timeout_ms * (slow ? 10 : 1);
 }
 
-// Is a rank in the first collectives, with its engine open and nothing loaded yet? There no rank
-// has more to do than another.
+// True if a rank is in the first collectives, after its engine has opened and before anything is
+// loaded. At that point all ranks have the same amount of work.
 static int row_in_warm_up(const Heartbeat *row) {
     return row->work == RANK_STARTS && row->note.call > RANK_CONNECTION;
 }
 
-// Why a rank does not move, what is worse first.
+// Why a rank makes no progress, most serious first.
 enum { RANK_STOPPED, RANK_HANGS, RANK_WAITS, RANK_REASONS };
 
-// Prints what rank r is doing, behind `named` others, if it does not move for this reason; returns
-// whether it did.
+// Prints what rank r is doing if `reason` is why it makes no progress; returns whether it printed.
+// `named`: how many ranks have been printed before.
 static int watchdog_explain_rank(FILE *f, int reason, const Child *child, int r, int named) {
     const Heartbeat *row = heartbeat_at(r);
     const CollectiveState *note = &row->note;
@@ -3827,7 +3844,7 @@ static int watchdog_explain_rank(FILE *f, int reason, const Child *child, int r,
                                                                   : RANK_WAITS)) {
         return 0;
     }
-    // A launcher's rank sees itself alone.
+    // Under a launcher the watchdog sees only its own rank.
     fprintf(f, "%s rank %d ", named ? "," : ":", this_rank.ranks > 1 ? this_rank.rank : r);
     if (ending) {
         fprintf(f, "has left, but the system does not end it");
@@ -3845,12 +3862,12 @@ static int watchdog_explain_rank(FILE *f, int reason, const Child *child, int r,
     return 1;
 }
 
-// Prints why nothing moves: the ranks that are stopped, else those that hang, else, where all wait
-// for others, what each waits in.
+// Prints why there is no progress: the ranks that are stopped; if none is, the ranks that hang; if
+// all wait for others, the collective in which each waits.
 static void watchdog_explain(const Watchdog *w, const Child *children, int ranks) {
     char *text;
     size_t bytes;
-    FILE *f = open_memstream(&text, &bytes);  // one write, for others may speak at the same time
+    FILE *f = open_memstream(&text, &bytes);  // one write: others may print at the same time
     check(f, "no memory for a message");
     fprintf(f, "%s: no progress for %.0f s (--timeout)", program_name, w->still_ms * 1e-3);
     int first = 0;
@@ -3869,11 +3886,11 @@ static void watchdog_explain(const Watchdog *w, const Child *children, int ranks
     free(text);
 }
 
-// The parent's life: passes a signal on, ends the others when a rank fails and all when nothing
-// moves. Returns the exit status of the run. A second signal ends all of it, as it
-// would one process.
+// Main loop of the parent: forwards a signal to the ranks, ends the others when a rank fails, and
+// ends all when none makes progress. Returns the exit status of the run. A second signal ends the
+// parent and all ranks, as it would end a single process.
 static int children_attend(Child *children, int ranks) {
-    enum { LOOK_MS = 250, END_MS = 4000 };  // no longer for SIGKILL, which may find a disk asleep
+    enum { LOOK_MS = 250, END_MS = 4000 };  // after SIGKILL: a disk may have to wake up
     struct pollfd *fds = (struct pollfd *)alloc_zero((size_t)ranks, sizeof *fds);
     int left = ranks, passed_on = 0, result = 0, ending = 0;
     Watchdog watch = {0, 0, now_ms(), 0};
@@ -3912,8 +3929,8 @@ static int children_attend(Child *children, int ranks) {
     return result;
 }
 
-// Takes this rank's ends of the links between rank 0 and each rank q, {rank 0's, rank q's}, and
-// closes the others.
+// Keeps this rank's ends of the sockets between rank 0 and every rank q, links[q] = {rank 0's end,
+// rank q's end}, and closes the others.
 static void links_take(int (*links)[2], int rank, int ranks) {
     rank_links = (int *)alloc_zero((size_t)ranks, sizeof(int));
     for (int q = 1; q < ranks; q++) {
@@ -3928,14 +3945,14 @@ static void links_take(int (*links)[2], int rank, int ranks) {
     free(links);
 }
 
-// Forks the ranks of --gpus. They return and go on; their parent attends to them and exits. It dies
-// hard, they with it: the system ends a rank whose parent is gone.
+// Forks the ranks of --gpus. Returns in each rank; the parent runs children_attend and exits. If
+// the parent is killed, the system kills its ranks too (PR_SET_PDEATHSIG).
 static void ranks_fork(int ranks) {
     Child *children = (Child *)alloc_zero((size_t)ranks, sizeof(Child));
     int (*links)[2] = (int (*)[2])alloc_zero((size_t)ranks, sizeof *links);
     const pid_t parent = getpid();
     int failed = 0;
-    signal(SIGCHLD, SIG_DFL);  // ignored, as a shell can have it, it hides how ranks end
+    signal(SIGCHLD, SIG_DFL);  // if a shell set it to be ignored, exit statuses would be lost
     ranks_share(ranks);
     fflush(NULL);
     for (int q = 1; q < ranks; q++) {
@@ -3971,16 +3988,16 @@ static void ranks_fork(int ranks) {
         close(links[q][0]);
         close(links[q][1]);
     }
-    stop_grace = GRACE_UNLIMITED;  // its ranks have their own, and it watches them
+    stop_grace = GRACE_UNLIMITED;  // each rank has its own limit; the parent watches them
     free(links);
     const int status = children_attend(children, ranks);
     free(children);
     exit(status);
 }
 
-// The thread that watches a rank of a launcher's. It sees nothing of the others, which may be in a
-// slow call: while its rank waits for them it is patient, and lets those speak first who do not
-// wait.
+// The watchdog thread of a rank started by a launcher. It cannot see the other ranks, which may be
+// in a slow call. So while its rank waits for others outside the warm-up, the limit is ten times
+// --timeout. A waiting rank also adds 2 s, so that ranks that are not waiting report first.
 static void *rank_watchdog(void *nothing) {
     const Child own = {getpid(), 0};
     Watchdog watch = {0, 0, now_ms(), 0};
@@ -3998,7 +4015,8 @@ static void *rank_watchdog(void *nothing) {
     return nothing;
 }
 
-// Starts it; signals stay the main thread's, whose calls they are to interrupt.
+// Starts the watchdog thread with all signals blocked: they must interrupt calls of the main
+// thread.
 static void rank_watchdog_start(void) {
     pthread_t thread;
     sigset_t all, before;
@@ -4011,8 +4029,8 @@ static void rank_watchdog_start(void) {
     }
 }
 
-// What a rank says first, so that nothing else that comes to the port, or answers there, is taken
-// for a rank.
+// The first message a rank sends and expects, so that no other process that connects to the port,
+// or answers on it, is mistaken for a rank.
 typedef struct {
     char magic[16];
     int32_t rank, ranks;
@@ -4020,7 +4038,7 @@ typedef struct {
 } RankHello;
 static const char rank_magic[16] = "train_gpt2 rank";
 
-// How long a socket waits in one call.
+// Sets how long a single call on a socket may wait.
 static void socket_limit(int fd, double ms) {
     const int64_t us = (int64_t)(1e3 * ms);
     const struct timeval limit = {(time_t)(us / 1000000), (suseconds_t)(us % 1000000)};
@@ -4028,7 +4046,8 @@ static void socket_limit(int fd, double ms) {
     setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);  // for connect() too: socket(7)
 }
 
-// Milliseconds until `end_ms`, at most `most`; 0: it is over. Ends the run where a signal asks to.
+// Milliseconds until `end_ms`, at most `most`; 0 if it has passed. Ends the run if a signal has
+// been received.
 static double meeting_left(double end_ms, double most) {
     if (stop_signal) {
         die("stopped by a signal before all ranks had come");
@@ -4036,8 +4055,9 @@ static double meeting_left(double end_ms, double most) {
     return fmin(fmax(end_ms - now_ms(), 0), most);
 }
 
-// Rank 0's socket, on every address of this machine: which of them MASTER_ADDR's name has for the
-// others it need not have here (Debian's own name is 127.0.1.1).
+// Opens rank 0's listening socket on every address of this machine: the address that the other
+// ranks resolve from MASTER_ADDR may not be the one resolved here (Debian maps a machine's own name
+// to 127.0.1.1).
 static int meeting_listen(const Launcher *l) {
     const int yes = 1, no = 0;
     struct addrinfo hints, *any = NULL;
@@ -4045,7 +4065,7 @@ static int meeting_listen(const Launcher *l) {
     errno = 0;
     for (int ipv6 = 1; ipv6 >= 0 && fd < 0 && errno != EADDRINUSE; ipv6--) {
         memset(&hints, 0, sizeof hints);
-        hints.ai_family = ipv6 ? AF_INET6 : AF_INET;  // the former takes IPv4 too
+        hints.ai_family = ipv6 ? AF_INET6 : AF_INET;  // an IPv6 socket accepts IPv4 too
         hints.ai_socktype = SOCK_STREAM;
         hints.ai_flags = AI_PASSIVE | AI_NUMERICSERV;
         if (getaddrinfo(NULL, l->port, &hints, &any) != 0) {
@@ -4071,7 +4091,7 @@ static int meeting_listen(const Launcher *l) {
     return fd;
 }
 
-// Rank 0: waits for the others, and for nobody else, at the latest until `end_ms`.
+// Rank 0: accepts connections until all other ranks have connected, at the latest until `end_ms`.
 static void meeting_open(const Launcher *l, double end_ms) {
     enum { HELLO_MS = 5000 };
     const int listener = meeting_listen(l);
@@ -4097,7 +4117,7 @@ static void meeting_open(const Launcher *l, double end_ms) {
         socket_limit(fd, HELLO_MS);
         if (!socket_move(fd, &hello, sizeof hello, 0) ||
             memcmp(hello.magic, rank_magic, sizeof rank_magic) != 0) {
-            close(fd);  // as of who looks for open ports
+            close(fd);  // not a rank: a port scanner, for example
             continue;
         }
         if (hello.ranks != l->copies) {
@@ -4113,7 +4133,7 @@ static void meeting_open(const Launcher *l, double end_ms) {
     close(listener);
 }
 
-// The other ranks: connect to rank 0 as soon as it listens, at the latest at `end_ms`.
+// The other ranks: connect to rank 0 as soon as it listens, at the latest by `end_ms`.
 static void meeting_join(const Launcher *l, RankHello *hello, double end_ms) {
     enum { TRY_MS = 2000, PAUSE_US = 20000 };
     char why[128] = "";
@@ -4146,7 +4166,7 @@ static void meeting_join(const Launcher *l, RankHello *hello, double end_ms) {
         }
         usleep(rank_links[0] < 0 ? PAUSE_US : 0);
     }
-    socket_limit(rank_links[0], rank_timeout_ms + 5000);  // until rank 0 has waited for the others
+    socket_limit(rank_links[0], rank_timeout_ms + 5000);  // rank 0 may still be waiting for others
     if (!socket_move(rank_links[0], hello, sizeof *hello, 1)) {
         die("rank 0 at %s, port %s, is gone", l->address, l->port);
     }
@@ -4166,8 +4186,8 @@ static void meeting_find(const Launcher *l, RankHello *hello) {
     }
 }
 
-// The ranks that a launcher started find each other, and count those on one machine, which share
-// its memory and cores.
+// Connects the ranks started by a launcher, and counts the ranks on each machine, which share its
+// memory and cores.
 static void ranks_join(const Launcher *l, void (*select)(int local_rank)) {
     Ranks r = {l->rank, l->copies, 0, 1, 1, 0, 0, 0};
     RankHello hello, *all;
@@ -4176,9 +4196,9 @@ static void ranks_join(const Launcher *l, void (*select)(int local_rank)) {
     if (!l->address) {
         int level;
         if (l->local_rank >= 0) {
-            select(l->local_rank);  // before MPI starts: one that knows CUDA takes what is current
+            select(l->local_rank);  // before MPI_Init: CUDA-aware MPI uses the current GPU
         }
-        // The thread that watches this rank calls nothing of MPI's.
+        // The watchdog thread makes no MPI calls.
         MPI_Init_thread(NULL, NULL, MPI_THREAD_FUNNELED, &level);
         MPI_Comm_rank(MPI_COMM_WORLD, &r.rank);
         MPI_Comm_size(MPI_COMM_WORLD, &r.ranks);
@@ -4222,15 +4242,15 @@ static void ranks_join(const Launcher *l, void (*select)(int local_rank)) {
     }
     this_rank.local_rank = l->local_rank < 0 ? this_rank.local_rank : l->local_rank;
     for (int q = 0; rank_links && q < (r.rank ? 1 : r.ranks); q++) {
-        socket_limit(rank_links[q], 0);  // from here on whoever watches says what takes too long
+        socket_limit(rank_links[q], 0);  // no timeout: the watchdog now detects hangs
     }
     free(all);
     rank_wait_end();
     ranks_share_cores();
 }
 
-// cards (ranks) = every rank's. Once in a run, and called by all of its ranks; MPI and links are
-// done with afterwards.
+// All-gather: cards (ranks) = the RankInfo of every rank. All ranks call it, once in a run. It then
+// finalises MPI or closes the links, which are not used again.
 static void ranks_exchange_info(RankInfo *cards) {
     rank_wait_begin(RANK_HANDSHAKE);
     ranks_gather(cards, &rank_info, sizeof rank_info);
@@ -4248,7 +4268,8 @@ static void ranks_exchange_info(RankInfo *cards) {
     rank_wait_end();
 }
 
-// The program's own file: ranks of two builds need not compute alike.
+// Fingerprint of the program's executable file: ranks of different builds may compute different
+// results.
 static uint64_t fingerprint_program(void) {
     uint64_t print = 0;
     Mapping map;
@@ -4259,8 +4280,9 @@ static uint64_t fingerprint_program(void) {
     return print;
 }
 
-// The ranks show each other their cards. Ends the run, with the line of rank 0, where they cannot
-// train together.
+// The handshake: compares the RankInfo of all ranks. Ends the run, with an error printed by rank 0,
+// if they cannot train together. Otherwise rank_info receives the NCCL id of rank 0 and the
+// smallest device and host memory of any rank.
 static void ranks_handshake(void) {
     const size_t n = (size_t)this_rank.ranks;
     static const struct {
@@ -4271,8 +4293,9 @@ static void ranks_handshake(void) {
                  {offsetof(RankInfo, data), "has other data"},
                  {offsetof(RankInfo, settings), "has another model"}};
     RankInfo *cards = (RankInfo *)alloc_zero(n, sizeof(RankInfo));
-    // For tests: NCCL from 2.30.7 on lets ranks share a GPU if this is set (NCCL user guide,
-    // Environment Variables). Each rank then plans as if all of its free memory were its own.
+    // For tests: from version 2.30.7 on, NCCL lets ranks share a GPU if this is set (NCCL user
+    // guide, Environment Variables). Each rank then plans as if all of the GPU's free memory were
+    // its own.
     const char *sharing = getenv("NCCL_MULTI_RANK_GPU_ENABLE");
     const int shared = sharing && strcmp(sharing, "1") == 0;
     rank_info.program = fingerprint_program();
@@ -4301,11 +4324,13 @@ static void ranks_handshake(void) {
     free(cards);
 }
 
-// The name of this rank's GPU, which no other on any machine has, and for rank 0 NCCL's id of the
-// run, which must come from its own process: there NCCL waits for the others. Machines may have one
-// name and their GPUs one place on the bus, so the name ends with the UUID as nvidia-smi -L begins.
+// Writes a name of this rank's GPU that is unique across machines and, on rank 0, the run's NCCL
+// id. The id must be created in rank 0's process, because NCCL waits there for the other ranks.
+// Machines may share a host name, and their GPUs a bus id, so the name ends with the first digits
+// of the UUID as printed by nvidia-smi -L.
 static void rank_handshake(char gpu[RANK_TEXT], char id[RANK_ID]) {
-    // A place takes 13 bytes; the machine has its whole name: jobs number machines at its end.
+    // A bus id takes 13 bytes. The host name is not truncated, because clusters number machines at
+    // its end.
     char bus[14], machine[HOST_NAME_MAX + 1] = "";
     int device = 0;
     cudaDeviceProp properties;
@@ -4328,8 +4353,8 @@ static void rank_handshake(char gpu[RANK_TEXT], char id[RANK_ID]) {
 #endif
 }
 
-// Program.ranks_start: this process becomes a rank of those that the launcher `l` has started, or
-// else forks `gpus` of them.
+// Program.ranks_start: this process becomes one of the ranks that launcher `l` has started, or
+// forks `gpus` ranks.
 static void ranks_start(const Launcher *l, int gpus) {
     if (l->copies > 1) {
         ranks_join(l, device_select);
@@ -4338,8 +4363,8 @@ static void ranks_start(const Launcher *l, int gpus) {
     }
 }
 
-// Program.ranks_handshake: fills in this rank's GPU and, on rank 0, the id of the communicator; all
-// ranks then compare what they were started with.
+// Program.ranks_handshake: fills in this rank's GPU and, on rank 0, the id of the communicator,
+// then compares the RankInfo of all ranks.
 static void ranks_shake_hands(void) {
     rank_handshake(rank_info.gpu, rank_info.id);
     ranks_handshake();
@@ -4347,45 +4372,56 @@ static void ranks_shake_hands(void) {
 
 // -------------------------------------------------------------------------------------------------
 // 38. Exchange between ranks
-// Ranks hand each other parts of gradients and weights (chapter Buckets and visits of Volume I).
-// 1. NCCL only moves bytes; a kernel of ours adds them, in the order of ranks, in fp32, and rounds
-//    once. So a sum depends on the number of ranks alone, not on NCCL's version, its algorithm or
-//    the wires, and the run on the CPU has the bits of the run on GPUs.
-// 2. One communicator and one stream for it: the order of its calls is a function of the settings
-//    and of the verbs called, the same on all ranks. Compute and exchange wait for each other by
-//    events; the host waits for neither.
-// 3. No kernel runs for the first time while NCCL's are waiting for other ranks: loading it may
-//    wait for them, and they for it. The warm-up runs all kernels with `on` 0, and then NCCL.
-// 4. Before and behind every collective its stream writes down, where whoever watches this process
-//    can read it, how far it has come: the host cannot tell a rank that waits for others from one
-//    whose own kernels hang.
+// The collectives between ranks: reduce-scatter of gradients and all-gather of weights, in buckets
+// (chapter Buckets and visits of train_gpt2.c). For the matrices of blocks they depend on the ZeRO
+// stage:
+//   --zero  sharded            gradients                              weights
+//   0       nothing            last micro-step: reduce-scatter,       -
+//                              all-gather (that is, an all-reduce)
+//   1       moments, master    last micro-step: reduce-scatter        after the update: all-gather
+//   2       gradients too      every micro-step: reduce-scatter       after the update: all-gather
+//   3       weights too        every micro-step: reduce-scatter       every fetch: all-gather
+// wte and wpe are exchanged as at stage 1 at all stages above 0; vectors as at stage 0 at all
+// stages.
+// 1. NCCL only moves bytes. One of our kernels adds them, in rank order, in fp32, and rounds once.
+//    So a sum depends only on the number of ranks, not on NCCL's version, its algorithm or the
+//    interconnect, and the exchange gives the same bits on the CPU as on GPUs.
+// 2. There is one communicator with one stream. The order of its calls is a function of the
+//    settings and of the engine methods called, so it is the same on all ranks. Compute and
+//    exchange wait for each other by events; the host waits for neither.
+// 3. No kernel is launched for the first time while NCCL's kernels wait for other ranks: loading it
+//    may wait for NCCL's kernels, and they may wait for it. The warm-up runs all kernels with `on`
+//    0 first, and then NCCL.
+// 4. Before and after every collective, the stream records its progress in the Heartbeat, where the
+//    watchdog can read it: the host cannot tell a rank that waits for others from one whose own
+//    kernels hang.
 
-// How this rank reaches the others.
+// This rank's connection to the other ranks.
 struct RankComm {
     ncclComm_t comm;
-    cudaStream_t stream;  // of high priority: the exchange is to begin as soon as it can
-    cudaEvent_t event;    // recorded and waited for at once, so one serves every place
+    cudaStream_t stream;  // high priority: an exchange starts as soon as possible
+    cudaEvent_t event;    // always recorded and waited for at once, so one is enough
     int rank, ranks;
-    int on;  // 0: kernels alone, see 3
-    CollectiveState *note;  // heartbeat's, for kernels
-    char *staging;   // for what other ranks send of a bucket that is added up
-    size_t capacity;     // its bytes
+    int on;  // 0: run only the kernels, no collectives; see 3
+    CollectiveState *note;  // device pointer into the heartbeat
+    char *staging;   // receives the other ranks' parts of a bucket
+    size_t capacity;     // of staging, in bytes
 };
 
-// What a rank adds to a step. All ranks add up all words in the order of ranks, so that norm, clip
-// factor, skip and stop are the same everywhere.
-// It is as many bytes at every stage of ZeRO.
+// A rank's status at the end of a step. Every rank adds up the statuses of all ranks in rank order,
+// so that norm, clip factor, skip and stop are the same everywhere.
+// The number of bytes is the same at every ZeRO stage.
 struct StepStatus {
-    float square_sum;  // of this rank's parts of the gradients
+    float square_sum;  // over this rank's shards of the gradients
     float loss_sum;
-    int stop, fault;   // a signal came; 1 + the rank that cannot go on, 0: all can
+    int stop, fault;   // signal received; 1 + the rank that cannot continue, or 0
 };
 static_assert(sizeof(StepStatus) <= RANK_STATUS_BYTES, "the plan's buffer holds the words");
 
-// sum (count) = round(own and the other ranks' parts added in the order of ranks), with `adds`
-// round(sum + all that), for a part of a bucket.
-//   sum and own, which may be the same, of G; others of G, (ranks - 1, count), that of rank q in
-//   row q, or q - 1 behind this rank.
+// sum (count) = round(the parts of all ranks, added in rank order), or with `adds` round(sum + that
+// total), for a range of this rank's shard of a bucket.
+//   sum and own, which may be the same, of G; others (ranks - 1, count) of G: the part of rank q is
+//   in row q, or in row q - 1 if q > rank.
 // Numerics: sums in fp32, rounded once. Bytes: each part is read once. grid: count / 2048 blocks.
 // budget: <bf16> threads 256 regs 38 blocks 6 test gpu_exchange
 template <class G>
@@ -4414,15 +4450,16 @@ static __global__ void __launch_bounds__(256)
     vector_store(sum + i, all);
 }
 
-// This rank's word: its sums are on the device already, the rest the host knows.
+// Writes this rank's status: its sums are already on the device, the rest is passed by the host.
 // budget: threads 1 regs 16 blocks 24 test gpu_exchange
 static __global__ void step_status_kernel(StepStatus *status, const UpdateState *update,
                                         const float *loss_sum, int stop, int fault) {
     *status = {update->square_sum, *loss_sum, stop, fault};
 }
 
-// total = the words (ranks, RANK_STATUS_BYTES) added in the order of ranks. The sum of squares in
-// update becomes the total's, or NaN where a rank cannot go on, so that nobody's weights change.
+// total = the statuses (ranks, RANK_STATUS_BYTES) added in rank order. update->square_sum becomes
+// the total's sum of squares, or NaN if a rank cannot continue, so that no rank changes its
+// weights.
 // budget: threads 1 regs 24 blocks 24 test gpu_exchange
 static __global__ void step_statuses_kernel(StepStatus *total, UpdateState *update,
                                             const char *statuses, int ranks) {
@@ -4439,18 +4476,19 @@ static __global__ void step_statuses_kernel(StepStatus *total, UpdateState *upda
     *total = sum;
 }
 
-// The stream of collectives has come so far. A kernel, and no event: while the host is inside CUDA
-// no other thread should have to ask CUDA for anything, and the parent never may.
+// Records how far the stream of collectives has progressed. A kernel rather than an event: while
+// the host is blocked inside CUDA, no other thread should have to call CUDA, and the parent never
+// may.
 // budget: threads 1 regs 16 blocks 24 test gpu_exchange
 static __global__ void collective_state_kernel(CollectiveState *to, CollectiveState note) {
     *to = note;
-    __threadfence_system();  // the parent reads while the stream goes on
+    __threadfence_system();  // the parent reads while the stream continues
 }
 
-// Queues a collective, one of rank_calls, with its notes (see 4), unless kernels run
-// alone.
+// Queues collective `name`, an index of rank_calls, and records its state before and after it (see
+// 4). Does nothing if `on` is 0.
 template <class Call> static void rank_call(const RankComm *c, int name, Call call) {
-    // While kernels run alone nothing is counted: the numbers must be alike on all ranks.
+    // If `on` is 0 nothing is counted: the numbers of collectives must agree on all ranks.
     if (c->on) {
         CollectiveState note = collective_next(name);
         launch(collective_state_kernel, 1, 1, 0, c->stream, c->note, note);
@@ -4460,20 +4498,21 @@ template <class Call> static void rank_call(const RankComm *c, int name, Call ca
     }
 }
 
-// all (ranks, bytes) = `own` of every rank, which may be this rank's part of `all` itself.
+// All-gather: all (ranks, bytes) = `own` of every rank. `own` may be this rank's part of `all`.
 static void rank_gather_from(const RankComm *c, void *all, const void *own, size_t bytes) {
     rank_call(c, RANK_GATHER, [&] {
         nccl_check(ncclAllGather(own, all, bytes, ncclUint8, c->comm, c->stream));
     });
 }
 
-// Every rank's part of `all` (ranks, bytes), of which this one has its own, comes to all ranks.
+// In-place all-gather of `all` (ranks, bytes), which holds this rank's part on entry.
 static void rank_gather(const RankComm *c, void *all, size_t bytes) {
     rank_gather_from(c, all, (char *)all + (size_t)c->rank * bytes, bytes);
 }
 
-// sum (part) = this rank's part of a bucket of gradients (ranks, part), added up over all ranks
-// and, with `adds`, to what `sum` was. It may be the part itself.
+// Reduce-scatter: sum (part) = this rank's part of a bucket of gradients (ranks, part), summed over
+// all ranks and, with `adds`, added to the old value of `sum`. `sum` may be this rank's part of
+// `grads`.
 template <class G>
 static void rank_reduce(const RankComm *c, G *sum, const G *grads, size_t part, bool adds) {
     G *staging = (G *)(void *)c->staging;
@@ -4481,9 +4520,9 @@ static void rank_reduce(const RankComm *c, G *sum, const G *grads, size_t part, 
     const G *own = grads + (size_t)c->rank * part;
     check(most > 0, "no room for a piece of %zu ranks", others);
     check_rows(G, 0, sum, own, staging);
-    for (size_t from = 0; from < part; from += most) {  // in as many pieces as the room takes
+    for (size_t from = 0; from < part; from += most) {  // in pieces that fit the staging buffer
         const size_t count = part - from < most ? part - from : most;
-        // In one group, so that no two ranks wait for each other's receive.
+        // In one group, so that no two ranks deadlock waiting for each other's receive.
         rank_call(c, RANK_EXCHANGE, [&] {
             nccl_check(ncclGroupStart());
             for (int q = 0; q < c->ranks; q++) {
@@ -4503,8 +4542,9 @@ static void rank_reduce(const RankComm *c, G *sum, const G *grads, size_t part, 
     }
 }
 
-// gpu_transfer where ranks have a part each of what visits: weights come to their slot from all
-// ranks, gradients leave theirs for the parts at home. It goes on on the ranks' stream.
+// The implementation of Plan.transfer on several ranks. For sharded buffers a fetch is an
+// all-gather of weights from the shards into the slot, and a store is a reduce-scatter of gradients
+// from the slot into the shards; both run on the ranks' stream. Other transfers are gpu_transfer's.
 template <class G>
 static void rank_transfer(Plan *p, int phase, const Transfer *v, void *slot, void *store,
                           size_t bytes) {
@@ -4513,7 +4553,7 @@ static void rank_transfer(Plan *p, int phase, const Transfer *v, void *slot, voi
     const size_t part = bytes / (size_t)c->ranks;
     if (phase == FETCH && store && v->in & PLACE_SHARD) {
         stream_after(c->stream, s->compute, s->now);
-        if (v->in & PLACE_HOST) {  // NCCL is given no pinned memory: the part goes up to its place
+        if (v->in & PLACE_HOST) {  // NCCL gets no pinned memory: upload the shard to the slot
             char *own = (char *)slot + (size_t)c->rank * part;
             cuda_check(cudaMemcpyAsync(own, store, part, cudaMemcpyHostToDevice, c->stream));
             store = own;
@@ -4529,8 +4569,9 @@ static void rank_transfer(Plan *p, int phase, const Transfer *v, void *slot, voi
     }
 }
 
-// All ranks come to one sum of squares and of losses, and to one opinion whether to stop: each puts
-// its word in its place, all words come to all ranks and are added up, in the order of streams.
+// Gives all ranks the same sum of squares, sum of losses and decision whether to stop: each rank
+// writes its status, the statuses are all-gathered, and every rank adds them up. The work is queued
+// on the two streams, which wait for each other.
 static void rank_statuses(const RankComm *c, StepStatus *total, UpdateState *update, char *statuses,
                        const float *loss_sum, cudaStream_t compute) {
     launch(step_status_kernel, 1, 1, 0, compute,
@@ -4542,22 +4583,24 @@ static void rank_statuses(const RankComm *c, StepStatus *total, UpdateState *upd
     launch(step_statuses_kernel, 1, 1, 0, compute, total, update, statuses, c->ranks);
 }
 
-// *sum += a hash of 64-bit words (count): of integers, so that the order of adding means nothing.
+// *sum += a hash of 64-bit words (count). The sum is of integers, so the order of additions does
+// not matter.
 // grid: any number of blocks of 256.
 // budget: threads 256 regs 22 blocks 6 test gpu_exchange
 static __global__ void replica_hash_kernel(unsigned long long *sum, const uint64_t *words,
                                            size_t count) {
     unsigned long long own = 0;
     for (size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; i < count; i += gridDim.x * 256) {
-        uint64_t x = words[i] ^ (i + 1) * 0x9E3779B97F4A7C15u;  // then as splitmix64 spreads it
+        uint64_t x = words[i] ^ (i + 1) * 0x9E3779B97F4A7C15u;  // then mixed as in splitmix64
         x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
         own += x ^ x >> 31;
     }
     atomicAdd(sum, own);
 }
 
-// Opens stream, event and the way to this rank's row; NCCL only with rank_connect, when all kernels
-// have run. (The row is a page beside the plan's pinned memory, for the parent sees it too.)
+// Opens the stream and the event, and maps this rank's heartbeat for kernels. NCCL is opened later,
+// by rank_connect, when all kernels have run. (The heartbeat is a page outside the plan's pinned
+// memory, because the parent sees it too.)
 static void rank_open(RankComm *c, const Settings *s) {
     int least, most;
     *c = {nullptr, nullptr, nullptr, s->rank, s->ranks, 0, nullptr, nullptr, 0};
@@ -4569,16 +4612,16 @@ static void rank_open(RankComm *c, const Settings *s) {
     launch(collective_state_kernel, 1, 1, 0, c->stream, c->note, heartbeat->note);  // see 3
 }
 
-// Finds the other ranks, and waits until all are there. NCCL's buffers grow with its blocks, which
-// are therefore few: see nccl_estimate_bytes.
+// Creates the NCCL communicator, which waits for all ranks. NCCL's buffers grow with its number of
+// thread blocks, which is therefore kept small: see nccl_estimate_bytes.
 static void rank_connect(RankComm *c) {
 #if GPT2_NCCL
     ncclUniqueId id;
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.maxCTAs = NCCL_CHANNELS;
     memcpy(&id, rank_info.id, sizeof id);
-    // Other ranks may come minutes later, with more kernels to compile: whoever watches this one is
-    // to see that it waits.
+    // Other ranks may arrive minutes later, if they have more kernels to compile: the watchdog must
+    // see that this rank waits for them.
     rank_wait_begin(RANK_CONNECTION);
     slow_begin();
     nccl_check(ncclCommInitRankConfig(&c->comm, c->ranks, id, c->rank, &config));
@@ -4589,8 +4632,8 @@ static void rank_connect(RankComm *c) {
     c->on = 1;
 }
 
-// Waits for what is under way, which others count on, and gives back what NCCL took; the ranks part
-// here, each in its own time.
+// Waits for queued collectives, which other ranks depend on, and destroys the communicator. The
+// ranks do not wait for each other after that.
 static void rank_close(RankComm *c) {
     stream_wait(c->stream);
     if (c->on) {
@@ -4607,58 +4650,60 @@ static void rank_close(RankComm *c) {
 
 // -------------------------------------------------------------------------------------------------
 // 39. The network on the GPU
-// Volume I's network with kernels for layers: the same plan, walk and stages, all on one stream but
-// for the copies of what visits.
-// The stages stand as they do there, so that the two can be read side by side.
-// 1. E is the element type of weights and activations, G of the gradients of matrices; statistics,
-//    losses and the gradients of vectors are fp32, because they are few and many numbers add up
-//    in them.
-// 2. The first micro-step of a step writes the gradients of matrices instead of adding to them, so
-//    nothing need be cleared but those of vectors, which are summed by kernels that only add.
+// The network of train_gpt2.c with kernels as layers. The plan, the loop over stages (run_stages)
+// and the stages are the same. Everything runs on one stream, except the copies of streamed buffers
+// and the exchange between ranks.
+// The stages are in the same order as there, so that the two can be read side by side.
+// 1. E is the element type of weights and activations, G that of matrix gradients. Statistics,
+//    losses and vector gradients are fp32, because they are small and many numbers are summed in
+//    each.
+// 2. The first micro-step of a step writes matrix gradients instead of adding to them, so only
+//    vector gradients need to be zeroed, because their kernels only add.
 
-// Lives in BUF_STATE: what outlasts a step on the device.
+// Contents of BUF_STATE: the device state that outlives a step.
 struct GpuState {
     UpdateState update;
     float loss_sum;  // of the step's micro-batches
-    StepStatus all;    // what all ranks' words come to
-    unsigned long long replica;  // gpu_replica's
+    StepStatus all;    // the sum of all ranks' statuses
+    unsigned long long replica;  // hash computed by gpu_replica
 };
 static_assert(sizeof(GpuState) <= GPU_STATE_BYTES, "the plan's buffer holds the state");
 static_assert(sizeof(ParamRange) <= GPU_TENSOR_ROW_BYTES, "the plan's buffer holds the table");
 
-// A batch in one array of batch_ints(N) ints, so that one copy uploads it.
+// A batch in one array of batch_ints(N) ints, so that a single copy uploads it.
 struct GpuBatch {
     int *inputs, *targets;  // (N)
     int *sorted;            // the inputs grouped by token, embedding_plan_ints(N)
 };
 static GpuBatch batch_at(int *memory, int N) { return {memory, memory + N, memory + 2 * N}; }
 
-// The GPU's engine: the plan, one stream, and what the host keeps to feed it.
+// The GPU engine: the plan, the compute stream, and the host memory that feeds it.
 template <class E, class G> struct GpuNetwork {
     Plan *plan;
     cudaStream_t stream;
-    GpuBatch pinned[2];       // one is filled while the other goes up
-    cudaEvent_t uploaded[2];  // that one may be filled again
-    int slot;                 // the one filled last
-    int prepared;             // segments of the next micro-step's batch, if it is here; or 0
+    GpuBatch pinned[2];       // one is filled while the other is uploaded
+    cudaEvent_t uploaded[2];  // recorded when a slot may be refilled
+    int slot;                 // the slot filled last
+    int prepared;             // segments of the next micro-step's batch if prefetched, or 0
     int *counts;              // scratch of the token sort, V ints
     GpuState *result;         // pinned: the state after a step
     OffloadStreams transfers;
     ParamRange *ranges;
     int range_count, chunks;
-    int norm_count, norm_chunks;  // of many GPUs: the table of own parts, behind the other
-    int accum_steps;              // micro-steps of the step being made
+    int norm_count, norm_chunks;  // several ranks: table of own shards, after AdamW's
+    int accum_steps;              // micro-steps of the current step
     RankComm ranks;
 };
 
-// A buffer that exists once, as numbers of type N; null for one that is not in this run's plan.
-// BUF_GRADS holds matrices alone, BUF_GRADS_1D vectors alone.
+// Buffer `id`, which exists once, as an array of N, or null if this run's plan lacks it. BUF_GRADS
+// holds only matrices, BUF_GRADS_1D only vectors.
 template <class N, class E, class G> static N *gpu_buffer(const GpuNetwork<E, G> *net, int id) {
     return net->plan->single[id] < 0 ? nullptr : (N *)plan_single(net->plan, id);
 }
 
-// Volume I's accessors for one block, or for tensors of no block. What has one type there has three
-// here: E, statistics in fp32, and gradients apart for matrices and vectors.
+// The accessors of train_gpt2.c for one block of the transformer, or for tensors outside the
+// blocks. There everything has one type; here weights and activations are E, statistics fp32,
+// matrix gradients G and vector gradients fp32.
 template <class E, class G> struct GpuBlock {
     const GpuNetwork<E, G> *net;
     int layer;
@@ -4668,7 +4713,8 @@ template <class E, class G> struct GpuBlock {
     E *weight(int tensor) const { return tensor_as<E>(KIND_WEIGHTS, tensor); }
     G *dmatrix(int tensor) const { return tensor_as<G>(KIND_GRADIENTS, tensor); }
     float *dvector(int tensor) const { return tensor_as<float>(KIND_GRADIENTS, tensor); }
-    // The gradient of the bias that is part of the block's input; the embedding has none.
+    // The gradient of the bias that was added to the block's input, or null: the embedding has no
+    // bias.
     float *bias_of_input() const {
         return layer > 0 ? GpuBlock{net, layer - 1}.dvector(FCPROJB) : nullptr;
     }
@@ -4678,19 +4724,19 @@ template <class E, class G> struct GpuBlock {
     }
 };
 
-// What a walk computes; as Pass of chapter The network.
+// The arguments of one run_stages call, as Pass in chapter The network.
 template <class E, class G> struct GpuPass {
     GpuNetwork<E, G> *net;
-    GpuBatch batch;  // device; targets null: the logits after input `row` alone
+    GpuBatch batch;  // on the device; targets null: only the logits after input `row`
     int segments;    // distinct tokens of the batch
     int row, B, T;
     float dloss;  // 0: no gradients
     bool first;   // gradients and the sum of losses are written, not added to
-    int position;  // of the first token; other than 0 only where there is a KV cache
-    bool last;    // of a step: behind a block's backward its gradients go to the other ranks
+    int position;  // of the first token; nonzero only with a KV cache
+    bool last;    // micro-step of a step: reduce each block's gradients after its backward
 };
 
-// One stage of block `l`, forward or recomputing; as block_forward of chapter The network.
+// One stage of block `l`, forward or recomputation, as block_forward in chapter The network.
 template <class E, class G>
 static void gpu_block_forward(const GpuPass<E, G> *pass, int stage, int l) {
     const GpuBlock<E, G> b = {pass->net, l};
@@ -4739,15 +4785,16 @@ static void gpu_block_forward(const GpuPass<E, G> *pass, int stage, int l) {
     }
 }
 
-// One stage of block `l` backward; as block_backward of chapter The network. The gradients of
-// biases are summed where the numbers are in registers anyway: fc's by GELU's backward, qkv's by
-// attention's, attproj's by LN2's, and fcproj's by the LayerNorm after the block.
+// One stage of block `l` backward, as block_backward in chapter The network. Bias gradients are
+// summed where the values are in registers anyway: fc's in GELU's backward, qkv's in attention's,
+// attproj's in LN2's, and fcproj's in that of the LayerNorm after the block.
 template <class E, class G>
 static void gpu_block_backward(const GpuPass<E, G> *pass, int stage, int l) {
     const GpuBlock<E, G> b = {pass->net, l};
     const Model *m = &pass->net->plan->settings.model;
     const int B = pass->B, T = pass->T, N = B * T, C = m->C, NH = m->NH;
-    // Where each micro-step's gradients go to the other ranks, none is left here to be added to.
+    // If gradients are sharded, those of each micro-step are reduce-scattered, so the slot contains
+    // none to add to.
     const bool first =
         pass->first || b.net->plan->settings.placement[KIND_GRADIENTS] & PLACE_SHARD;
     cudaStream_t stream = pass->net->stream;
@@ -4795,8 +4842,9 @@ static void gpu_block_backward(const GpuPass<E, G> *pass, int stage, int l) {
     }
 }
 
-// sum (first) = or += the sum of losses (N), in a fixed order. One block, because the order of
-// several would not be fixed, and N numbers are read in no time beside the classifier.
+// *sum = (first) or += the sum of losses (N), in a fixed order. One thread block, because the order
+// across several would not be fixed, and reading N numbers takes little time compared with the
+// classifier.
 // budget: threads 256 regs 33 blocks 6 test gpu_losses
 static __global__ void loss_sum_kernel(float *sum, const float *losses, int N, bool first) {
     const float x = row_sum(
@@ -4806,8 +4854,8 @@ static __global__ void loss_sum_kernel(float *sum, const float *losses, int N, b
     }
 }
 
-// The classifier in chunks; as network_head of chapter The network. The sum of losses stays on the
-// device: to return it here would make the host wait in every micro-step.
+// The classifier in chunks, as network_head in chapter The network. The sum of losses stays on the
+// device: returning it here would make the host wait in every micro-step.
 template <class E, class G> static void gpu_head(const GpuPass<E, G> *pass) {
     const GpuNetwork<E, G> *net = pass->net;
     const GpuBlock<E, G> b = {net, 0};
@@ -4838,18 +4886,19 @@ template <class E, class G> static void gpu_head(const GpuPass<E, G> *pass) {
     }
 }
 
-// Bucket `bucket` of the gradients is complete on the compute stream: its sum over all ranks goes
-// where AdamW will read it, on the ranks' stream, while compute goes on. Without ZeRO every rank
-// updates everything, and so needs all of the sum.
+// Sums bucket `bucket` of the gradients, which is complete on the compute stream, over all ranks: a
+// reduce-scatter on the ranks' stream, overlapped with compute, to where AdamW will read it.
+// Without ZeRO every rank updates all parameters, so an all-gather follows.
 template <class E, class G> static void gpu_reduce(const GpuNetwork<E, G> *net, int bucket) {
     const Settings *s = &net->plan->settings;
     const RankComm *c = &net->ranks;
     const Bucket b = bucket_at(&s->model, s->ranks, bucket);
     const size_t part = (size_t)b.part, own = (size_t)s->rank * part;
-    // Only the ranks' stream waits: compute goes on with the next block's backward, whose gradients
-    // lie elsewhere, and the staging buffer is used on this stream alone, bucket after bucket.
+    // Only the ranks' stream waits. Compute continues with the next block's backward, whose
+    // gradients are elsewhere, and the staging buffer is used only on the ranks' stream, one bucket
+    // after another.
     stream_after(c->stream, net->stream, c->event);
-    // Vectors are updated alike by all ranks, so all of their sum goes to all.
+    // All ranks update the vectors, so their whole sum is all-gathered.
     if (bucket == BUCKET_VECTORS) {
         float *grads = gpu_buffer<float>(net, BUF_GRADS_1D);
         rank_reduce<float>(c, grads + own, grads, part, false);
@@ -4865,9 +4914,9 @@ template <class E, class G> static void gpu_reduce(const GpuNetwork<E, G> *net, 
     }
 }
 
-// The end of a step's last micro-step: what all blocks share is complete now. wte's gradient is
-// written by the classifier and by the embedding, the vectors' by every layer. Compute goes on when
-// every sum is there.
+// Reduces the remaining buckets, which all blocks share, at the end of a step's last micro-step.
+// They are complete only now: wte's gradient is written by the classifier and by the embedding, the
+// vectors' by every layer. Compute waits until every sum is complete.
 template <class E, class G> static void gpu_join(const GpuNetwork<E, G> *net) {
     for (int bucket : {BUCKET_WTE, BUCKET_WPE, BUCKET_VECTORS}) {
         gpu_reduce(net, bucket);
@@ -4875,10 +4924,10 @@ template <class E, class G> static void gpu_join(const GpuNetwork<E, G> *net) {
     stream_after(net->stream, net->ranks.stream, net->ranks.event);
 }
 
-// After the update each rank has new weights of its own parts; the others' come to it, but for
-// those that it gathers when they visit. Whole blocks in host memory are gathered in the staging
-// buffer, as NCCL is given no pinned memory. Vectors, which all have updated alike, need no
-// gathering: the same operations on the same numbers give the same bits.
+// After the update each rank holds new weights for its own shards only; all-gathers the rest,
+// except weights that are gathered on use (ZeRO 3). Blocks stored whole in host memory are gathered
+// in the staging buffer, because NCCL gets no pinned memory. Vectors, which all ranks have updated
+// alike, need no gathering: the same operations on the same numbers give the same bits.
 template <class E, class G> static void gpu_gather_weights(const GpuNetwork<E, G> *net) {
     const Settings *s = &net->plan->settings;
     const RankComm *c = &net->ranks;
@@ -4888,7 +4937,8 @@ template <class E, class G> static void gpu_gather_weights(const GpuNetwork<E, G
         const Bucket b = bucket_at(&s->model, s->ranks, bucket);
         rank_gather(c, gpu_buffer<E>(net, BUF_WEIGHTS) + b.offset, (size_t)b.part * sizeof(E));
     }
-    // Not where kernels run alone: the others' parts, padding among them, would be what was there.
+    // Skipped if `on` is 0: nothing is gathered then, and the other ranks' parts, including
+    // padding, would be copied from whatever the staging buffer held.
     for (int l = 0; placement == PLACE_HOST && c->on && l < s->model.L; l++) {
         const Bucket b = bucket_at(&s->model, s->ranks, BUCKET_BLOCKS);
         E *whole = gpu_buffer<E>(net, BUF_WEIGHTS_STORE) + l * b.count;
@@ -4903,7 +4953,7 @@ template <class E, class G> static void gpu_gather_weights(const GpuNetwork<E, G
     stream_after(net->stream, c->stream, c->event);
 }
 
-// Computes a stage of a GpuPass: what walk() calls.
+// Computes one stage of a GpuPass: the function that run_stages calls.
 template <class E, class G> static void gpu_stage(void *self, int stage, int layer) {
     const GpuPass<E, G> *pass = (const GpuPass<E, G> *)self;
     const GpuNetwork<E, G> *net = pass->net;
@@ -4933,50 +4983,51 @@ template <class E, class G> static void gpu_stage(void *self, int stage, int lay
             gpu_buffer<float>(net, BUF_PARTIALS), B * T, C, stream);
         break;
     case D_EMBED:
-        // The tokens come sorted, so that every row of dwte has one writer and no atomic is needed.
+        // The tokens are sorted, so every row of dwte has one writer and no atomics are needed.
         gpu_embedding_backward<E, G>(b.dmatrix(WTE), b.dmatrix(WPE), gpu_buffer<E>(net, BUF_DRES),
                                      pass->batch.sorted, pass->segments, B, T, C, m->maxT,
                                      pass->first, stream);
         break;
-    case JOIN:  // the walk has waited for what departs
+    case JOIN:  // run_stages has waited for all stores
         if (pass->last && net->plan->settings.ranks > 1) {
             gpu_join(net);
         }
         break;
-    default:  // a block's
+    default:  // a stage of a block
         (stage < F_STAGES ? gpu_block_forward<E, G> : gpu_block_backward<E, G>)(pass, stage, layer);
         if (stage == B_QKV && pass->last && net->plan->settings.ranks > 1 &&
             !net->plan->settings.placement[KIND_GRADIENTS]) {
-            gpu_reduce(net, BUCKET_BLOCKS + layer);  // its matrices are complete
+            gpu_reduce(net, BUCKET_BLOCKS + layer);  // its matrix gradients are complete
         }
     }
 }
 
 // -------------------------------------------------------------------------------------------------
 // 40. Steps and update
-// The engine's verbs that compute.
-// 1. A micro-step only queues work: the batch goes up through two pinned slots, and the host waits
-//    for nothing but a slot it filled two micro-steps ago. The first batch of a step goes up, where
-//    it can, before the host waits for the loss of the step before.
-// 2. The update reads norm, clip factor and skip from device memory; its one wait is for the loss.
+// The engine methods that compute.
+// 1. A micro-step only queues work. The batch is uploaded through two pinned slots, and the host
+//    waits only for a slot that it filled two micro-steps earlier. The first batch of a step is
+//    prefetched, if possible, before the host waits for the loss of the previous step.
+// 2. The update reads norm, clip factor and skip from device memory; it waits only for the loss.
 
-// Queues the upload of a batch (and, where gradients are wanted, of its tokens sorted for the
-// embedding's backward) through the next pinned slot, and makes it the pass's.
+// Queues the upload of a batch through the next pinned slot, and makes it the batch of the pass. If
+// gradients are wanted, the tokens sorted for the embedding's backward are uploaded with it.
 template <class E, class G>
 static void gpu_upload(GpuPass<E, G> *pass, const Token *inputs, const Token *targets) {
     GpuNetwork<E, G> *net = pass->net;
     const Settings *s = &net->plan->settings;
     const int N = s->B * s->T, slot = 1 - net->slot;
     GpuBatch host = net->pinned[slot];
-    int ints = 2 * N;  // inputs and targets, which lie in front, so that one copy takes either
+    int ints = 2 * N;  // inputs and targets; sorted tokens follow, so one copy does
     net->slot = slot;
-    net->prepared = 0;  // its place on the device is taken
-    // The copy of two micro-steps ago may still read the slot; normally it is long done.
+    net->prepared = 0;  // this upload overwrites it
+    // The copy queued two micro-steps ago may still be reading the slot; normally it finished long
+    // ago.
     nccl_look([=] { return cudaEventQuery(net->uploaded[slot]); });
     cuda_check(cudaEventSynchronize(net->uploaded[slot]));
     memcpy(host.inputs, inputs, N * sizeof(int));
     memcpy(host.targets, targets, N * sizeof(int));
-    if (pass->dloss != 0) {  // the host sorts while the GPU computes the micro-step before
+    if (pass->dloss != 0) {  // the host sorts while the GPU computes the previous micro-step
         pass->segments = embedding_sort(host.sorted, net->counts, inputs, N, s->model.V);
         ints = (int)batch_ints(N);
     }
@@ -4986,7 +5037,8 @@ static void gpu_upload(GpuPass<E, G> *pass, const Token *inputs, const Token *ta
     cuda_check(cudaEventRecord(net->uploaded[slot], net->stream));
 }
 
-// The engine's prepare. The copy queues behind the micro-step that still reads the batch before.
+// Engine.prepare: prefetches a batch. The copy is queued after the micro-step that still reads the
+// previous batch.
 template <class E, class G>
 static void gpu_prepare(Engine *e, const Token *inputs, const Token *targets) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
@@ -4995,7 +5047,7 @@ static void gpu_prepare(Engine *e, const Token *inputs, const Token *targets) {
     net->prepared = pass.segments;
 }
 
-// The engine's micro_step: forward, backward, gradients added up on the device.
+// Engine.micro_step: forward and backward; gradients are accumulated on the device.
 template <class E, class G>
 static void gpu_micro_step(Engine *e, const Token *inputs, const Token *targets, int accum_step,
                            int accum_steps) {
@@ -5020,7 +5072,7 @@ static void gpu_micro_step(Engine *e, const Token *inputs, const Token *targets,
     run_stages(p, tick_join(s), accum_step > 0, gpu_stage<E, G>, &pass);
 }
 
-// AdamW for the state types of this run; `updates` updates came before.
+// AdamW for the types of this run's states. `updates`: the number of updates before this one.
 template <class E, class G, class M, bool SPLIT>
 static void gpu_adamw_all(GpuNetwork<E, G> *net, const AdamW &adamw, const Options *o,
                           int64_t updates) {
@@ -5034,8 +5086,8 @@ static void gpu_adamw_all(GpuNetwork<E, G> *net, const AdamW &adamw, const Optio
         net->stream);
 }
 
-// The engine's update. Norm, clip factor and the decision to skip are made on the device, where
-// AdamW reads them; the host waits once, for what it reports.
+// Engine.update. Norm, clip factor and the decision to skip are computed on the device, where AdamW
+// reads them. The host waits once, for the values it reports.
 template <class E, class G>
 static StepResult gpu_update(Engine *e, const Options *o, double lr, double limit,
                              int64_t updates) {
@@ -5045,8 +5097,8 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
     transfers_forget_weights(net->plan);
     GpuState *state = gpu_buffer<GpuState>(net, BUF_STATE);
     const ParamRange *ranges = gpu_buffer<ParamRange>(net, BUF_TENSORS);
-    // Of many ranks each sums its own parts, at every stage of ZeRO, so that all stages have the
-    // same norm to the bit.
+    // With several ranks, each sums only its own shards at every ZeRO stage, so the norm is bitwise
+    // identical across stages.
     gpu_grad_square_sum<G>(&state->update, gpu_buffer<float>(net, BUF_PARTIALS),
                            gpu_buffer<G>(net, BUF_GRADS), gpu_buffer<float>(net, BUF_GRADS_1D),
                            gpu_buffer<G>(net, BUF_GRADS_STORE),
@@ -5057,7 +5109,7 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
                       gpu_buffer<char>(net, BUF_RANK_STATUS), &state->loss_sum, net->stream);
     }
     gpu_update_decide(&state->update, (float)o->clip, (float)limit, net->stream);
-    // The clip factor is the device's, so the host's scale of gradients is 1.
+    // The clip factor is applied on the device, so the host passes a gradient scale of 1.
     AdamW adamw = adamw_at(o, lr, updates, 1);
     if constexpr (is_fp32<E> || traits<E>.narrow) {
         gpu_adamw_all<E, G, float, traits<E>.narrow>(net, adamw, o, updates);
@@ -5069,7 +5121,7 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
         };
         s->moment_dtype == TYPE_FP32 ? update(float()) : update(E());
     }
-    // Behind AdamW and before the next forward, which compute waits for.
+    // After AdamW and before the next forward: compute waits for the gathered weights.
     if (s->placement[KIND_MOMENTS] & PLACE_SHARD) {
         gpu_gather_weights(net);
     }
@@ -5082,7 +5134,7 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
         this_rank.stop = net->result->all.stop;
         this_rank.fault = net->result->all.fault;
     }
-    // It has one loss a token: the mean over the step's tokens is its loss.
+    // loss_sum has one loss per token; the step's loss is the mean over its tokens.
     const double tokens = (double)s->B * s->T * net->accum_steps * s->ranks;
     const UpdateState *u = &net->result->update;
     StepResult result = {loss_sum / tokens, u->norm, (int)u->skip, 0, u->good_steps,
@@ -5091,8 +5143,8 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
     return result;
 }
 
-// The engine's replica: weights, their low halves and moments, as far as every rank has them whole.
-// Buffers are in the order of buckets: vectors come first, and the blocks' matrices last.
+// Engine.replica: a hash of the weights, their low halves and the moments, as far as every rank has
+// them whole. Buffers are in bucket order: vectors first, the matrices of blocks last.
 template <class E, class G> static uint64_t gpu_replica(Engine *e) {
     const GpuNetwork<E, G> *net = (const GpuNetwork<E, G> *)e->self;
     const Settings *s = &net->plan->settings;
@@ -5101,16 +5153,16 @@ template <class E, class G> static uint64_t gpu_replica(Engine *e) {
     const struct {
         int buffer;
         Kind state;
-        int64_t whole;  // elements that are whole although the state is divided
+        int64_t whole;  // elements that every rank has even if the state is sharded
     } rows[] = {{BUF_WEIGHTS, KIND_WEIGHTS, singles}, {BUF_WEIGHTS_STORE, KIND_WEIGHTS, 0},
                 {BUF_MASTER, KIND_MASTER, vectors}, {BUF_M, KIND_MOMENTS, vectors},
                 {BUF_V, KIND_MOMENTS, vectors}};
     unsigned long long *sum = &gpu_buffer<GpuState>(net, BUF_STATE)->replica;
-    // Gaps between tensors are hashed too: they are zero from the start, and nobody writes them.
-    // What is at home on the host is read over the bus, which 100 steps do not feel.
+    // Gaps between tensors are hashed too: they are zero from the start and never written. Buffers
+    // in host memory are read over the bus, which costs little once in 100 steps.
     cuda_check(cudaMemsetAsync(sum, 0, sizeof *sum, net->stream));
     for (const auto &row : rows) {
-        if (net->plan->single[row.buffer] >= 0) {  // without a master there are no low halves
+        if (net->plan->single[row.buffer] >= 0) {  // some plans have no master weights
             const Buffer *b = &net->plan->buffers[net->plan->single[row.buffer]];
             const size_t whole = (size_t)row.whole * type_bytes(b->type);
             const size_t statuses = (s->placement[row.state] & PLACE_SHARD ? whole : b->bytes) / 8;
@@ -5122,14 +5174,14 @@ template <class E, class G> static uint64_t gpu_replica(Engine *e) {
     return net->result->replica;
 }
 
-// The engine's forward_loss: the walk as far as the head.
+// Engine.forward_loss: the stages up to the head.
 template <class E, class G>
 static double gpu_forward_loss(Engine *e, real *losses, const Token *inputs, const Token *targets) {
     static_assert(sizeof(real) == sizeof(float), "losses are copied as they are");
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
     const Settings *s = &net->plan->settings;
     const int N = s->B * s->T;
-    // `first`, so that the sum of losses starts anew; a step's own sum has been read by then.
+    // `first` resets the sum of losses; a step's own sum has been read by then.
     GpuPass<E, G> pass = {net, {}, 0, 0, s->B, s->T, 0.0f, true, 0, false};
     gpu_upload(&pass, inputs, targets);
     run_stages(net->plan, tick_head(&s->model), 0, gpu_stage<E, G>, &pass);
@@ -5144,8 +5196,8 @@ static double gpu_forward_loss(Engine *e, real *losses, const Token *inputs, con
     return net->result->loss_sum / (double)N;
 }
 
-// The logits that a walk has left in the first row of BUF_LOGITS, as floats. Waits for the walk:
-// what is sampled from them is the next token's input.
+// Reads the logits in the first row of BUF_LOGITS as floats. Waits for the stages before: the token
+// sampled from the logits is the next input.
 template <class E, class G> static void gpu_read_logits(const GpuNetwork<E, G> *net, real *out) {
     const int V = net->plan->settings.model.V;
     E *host = (E *)alloc_zero((size_t)V, sizeof(E));
@@ -5156,8 +5208,8 @@ template <class E, class G> static void gpu_read_logits(const GpuNetwork<E, G> *
     free(host);
 }
 
-// The engine's extend. Tokens go through in blocks of as many as the plan has rows, what is left
-// over one by one: so products have two shapes, both seen in the warm-up.
+// Engine.extend. Tokens are processed in chunks of s->T, the rows of the plan, and the remainder
+// one by one. So matmuls have only two shapes, both seen in the warm-up.
 template <class E, class G>
 static void gpu_extend(Engine *e, real *out, const Token *tokens, int first, int n) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
@@ -5176,8 +5228,8 @@ static void gpu_extend(Engine *e, real *out, const Token *tokens, int first, int
     gpu_read_logits(net, out);
 }
 
-// The engine's logits. One sequence of always T tokens, so that no product has a new shape: what
-// follows token n is padding, which causal attention does not see.
+// Engine.logits. Always runs one sequence of T tokens, so that no matmul has a new shape. The
+// tokens after the first n are padding, which causal attention does not see.
 template <class E, class G>
 static void gpu_logits(Engine *e, real *out, const Token *tokens, int n) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
@@ -5187,7 +5239,7 @@ static void gpu_logits(Engine *e, real *out, const Token *tokens, int n) {
     Token *padded = (Token *)alloc_zero(2 * (size_t)N, sizeof(Token));
     memcpy(padded, tokens, (size_t)n * sizeof(Token));
     gpu_upload(&pass, padded, padded + N);
-    pass.batch.targets = nullptr;  // uploaded, since a batch goes up whole, but asked for by nobody
+    pass.batch.targets = nullptr;  // uploaded with the batch, but not used
     run_stages(net->plan, tick_head(&s->model), 0, gpu_stage<E, G>, &pass);
     free(padded);
     gpu_read_logits(net, out);
@@ -5198,26 +5250,27 @@ static void gpu_logits(Engine *e, real *out, const Token *tokens, int n) {
 
 // -------------------------------------------------------------------------------------------------
 // 41. Timed matmul algorithms
-// The heuristic's first is not always the
-// fastest, so at the start each product's algorithms are timed, with random operands (zeros draw
-// less power and run 13 % faster) and, as far as memory goes, with more of them than the L2 cache
-// holds. The first algorithm whose results are right, compared with sums in double, is the
-// reference. Another one replaces it if it is over 2 % faster, gives the same bits twice, agrees
-// with the reference and is itself right. The choice is made by time, so by chance where two are
-// alike: therefore it is kept in a file, and a run without one may have other bits than the last.
+// The heuristic's first algorithm is not always the fastest, so the algorithms of each matmul are
+// timed at start-up. The operands are random (zeros draw less power and run 13 % faster) and, as
+// far as memory allows, there are more copies of them than the L2 cache holds. The first algorithm
+// whose results are right, compared with sums in double, is the reference. Another one replaces it
+// if it is over 2 % faster, gives the same bits twice, agrees with the reference and is itself
+// right. The choice depends on timing, hence on chance if two algorithms are equally fast. It is
+// therefore kept in a file; without the file, two runs may have different bits.
 
-constexpr int TUNE_ROUNDS = 7;            // measurements of an algorithm: their median counts
-constexpr double TUNE_GAIN = 0.98;        // what is not clearly faster would be chosen by noise
-// An algorithm whose checking launch takes longer than this many times the fastest so far, and a
-// launch's own overhead, is not timed.
+constexpr int TUNE_ROUNDS = 7;            // measurements of an algorithm; the median is used
+constexpr double TUNE_GAIN = 0.98;        // a smaller gain may be measurement noise
+// An algorithm is not timed if its checking launch takes longer than TUNE_SLOW times the fastest
+// time so far plus TUNE_LAUNCH_MS, the overhead of a launch.
 constexpr double TUNE_SLOW = 1.3, TUNE_LAUNCH_MS = 0.02;
-constexpr size_t TUNE_NOISE = 16 * 8191;  // bytes of random numbers: 8191 is prime, as no row is
-constexpr size_t TUNE_SAMPLE = TUNE_NOISE / 4;  // elements at either end of D that are compared
-constexpr int PROOF_ELEMENTS = 64;  // of D, that are compared with sums in double
-constexpr int PROOF_TAIL = 64;      // last steps of k, that are also summed alone: see MatmulProof
+constexpr size_t TUNE_NOISE = 16 * 8191;  // bytes of random numbers; 8191 is prime, rows are not
+constexpr size_t TUNE_SAMPLE = TUNE_NOISE / 4;  // elements compared at either end of D
+constexpr int PROOF_ELEMENTS = 64;  // elements of D compared with sums in double
+constexpr int PROOF_TAIL = 64;      // last steps of k, also checked alone: see MatmulProof
 
-// The choice for a product in `choices`, a line "where| key=hHASH key=hHASH ...", where `where` is
-// this run's and HASH sixteen hexadecimal digits, of matmul_algorithm_hash. False: there is none.
+// Finds the choice for a matmul in `choices`, a line "where| key=hHASH key=hHASH ...", in which
+// `where` must be this run's and HASH is sixteen hexadecimal digits of matmul_algorithm_hash.
+// Returns false if there is none.
 static bool matmul_choice_find(uint64_t *hash, const char *choices, const MatmulKey *key) {
     char word[96];
     const size_t length = strlen(matmul_library.where);
@@ -5244,9 +5297,9 @@ static void matmul_choices_export(void) {
     check(at < MATMUL_TEXT, "more choices than their text has room for");
 }
 
-// Takes another run's choices. False: they are for another GPU, library or workspace, leave out a
-// product of this run or name what the library does not offer; then all stays as it was, because a
-// run that takes a part would have nobody's bits.
+// Imports another run's choices. Returns false if they are for another GPU, library or workspace,
+// lack a matmul of this run, or name an algorithm that the library does not offer. Nothing changes
+// then, because a run with a partial import would have the bits of neither run.
 static bool matmul_choices_import(const char *choices) {
     cublasLtMatmulAlgo_t was[MATMUL_PLANS];
     bool taken = true;
@@ -5264,13 +5317,13 @@ static bool matmul_choices_import(const char *choices) {
     return taken;
 }
 
-// The file of choices in the user's cache has a line for each product,
+// The file of choices in the user's cache has one line per matmul,
 //   NVIDIA H200, 132 SMs, cuBLASLt 130100, workspace 134217728| 768x65536x3072:10111:14>14=hHASH
-// the name of a place to choose for, then the product (matmul_key_text) and its choice. A line that
-// cannot be read that way counts as none.
+// which names the GPU, library version and workspace that the choice is for, then the matmul
+// (matmul_key_text) and its choice. A line that cannot be parsed is ignored.
 
-// The file's choice for a product; false: none. The first line counts: what another run added
-// later, while this one was timing, is not used by anybody.
+// Finds the file's choice for a matmul; returns false if there is none. The first line counts: a
+// line that another run appended later, while this one was timing, is never used.
 static bool matmul_cache_find(uint64_t *hash, const MatmulKey *key) {
     FILE *file = cache_open("matmul", "r");
     char line[512];
@@ -5284,7 +5337,7 @@ static bool matmul_cache_find(uint64_t *hash, const MatmulKey *key) {
     return known;
 }
 
-// Adds a plan's choice to the file; one write, so that lines of two runs do not mix.
+// Appends a plan's choice to the file in one write, so that lines of concurrent runs do not mix.
 static void matmul_cache_add(const MatmulPlan *plan) {
     FILE *file = cache_open("matmul", "a");
     if (file) {
@@ -5294,30 +5347,30 @@ static void matmul_cache_add(const MatmulPlan *plan) {
     }
 }
 
-// Memory to time products in, and what fills it: bf16 numbers between -1 and 1. Two of them read as
-// one fp32 number are one as well, with the sign and nearly the size of the upper half. So one fill
-// serves operands of every type, wherever they come to lie.
+// Memory in which matmuls are timed, and the noise that fills it: bf16 numbers between -1 and 1.
+// Two of them read as one fp32 number are also between -1 and 1, with the sign and nearly the size
+// of the upper half. So the same noise serves operands of every type, at any address.
 struct MatmulBench {
     char *memory;
     size_t bytes, cache_bytes;
     __nv_bfloat16 noise[TUNE_NOISE / 2];
     cudaStream_t stream;
-    cudaEvent_t begin, end;  // of a sample's product
+    cudaEvent_t begin, end;  // around the matmul of a sample
 };
 
 // Fills the first `bytes` of the bench's memory with noise.
 static void matmul_noise(const MatmulBench *bench, size_t bytes) {
     copy_wait(bench->memory, bench->noise, bytes < TUNE_NOISE ? bytes : TUNE_NOISE, bench->stream);
-    for (size_t done = TUNE_NOISE; done < bytes; done *= 2) {  // what is there, once more behind it
+    for (size_t done = TUNE_NOISE; done < bytes; done *= 2) {  // doubles what is there
         cuda_check(cudaMemcpyAsync(bench->memory + done, bench->memory,
                                    done < bytes - done ? done : bytes - done,
                                    cudaMemcpyDeviceToDevice, bench->stream));
     }
 }
 
-// Operands of the plan in the bench's memory from `at` on, and in *bytes how many bytes they take.
-// They lie as in a run: each at a multiple of 256 bytes, C in D's place unless the plan keeps them
-// apart, and with a bias only where the product has one.
+// Operands of the plan in the bench's memory from `at` on; *bytes receives how many bytes they
+// take. They are laid out as in a run: each at a multiple of 256 bytes, C equal to D unless the
+// plan is out of place, and a bias only if the matmul has one.
 static MatmulOperands matmul_operands(const MatmulBench *bench, const MatmulPlan *plan, size_t at,
                                       size_t *bytes) {
     const MatmulKey *k = &plan->key;
@@ -5335,16 +5388,16 @@ static MatmulOperands matmul_operands(const MatmulBench *bench, const MatmulPlan
             k->out_of_place ? places[4] : places[0]};
 }
 
-// Runs the plan's product once and returns both ends of D, at most TUNE_SAMPLE elements each, and
-// in *ms how long it took. Where it adds to D, they begin as noise again. Null: cuBLASLt refuses
-// the algorithm.
+// Runs the plan's matmul once and returns both ends of D, at most TUNE_SAMPLE elements each; *ms
+// receives the time. Both ends are first reset to noise, which a matmul that adds to D reads.
+// Returns null if cuBLASLt refuses the algorithm.
 static char *matmul_sample(const MatmulBench *bench, MatmulPlan *plan, const MatmulOperands &x,
                            size_t *bytes, float *ms) {
     const size_t element = plan->key.output_type == CUDA_R_32F ? 4 : 2;
     const size_t all = (size_t)plan->key.m * plan->key.n * element;
     const size_t end = min_i64((int64_t)all, (int64_t)(TUNE_SAMPLE * element));
     char *sample = (char *)alloc_zero(2, end), *d = (char *)x.d;
-    // Noise is what an algorithm that writes nothing would leave, too: it agrees with no product.
+    // An algorithm that writes nothing leaves the noise, which agrees with no result.
     for (char *at : {d, d + all - end}) {
         copy_wait(at, bench->noise, end, bench->stream);
     }
@@ -5362,7 +5415,7 @@ static char *matmul_sample(const MatmulBench *bench, MatmulPlan *plan, const Mat
     return sample;
 }
 
-// Number i of an array of cuBLASLt's `type`.
+// Element i of an array of cuBLASLt's `type`.
 static double matmul_number(const void *numbers, int type, size_t i) {
     auto number = [&](auto element) {
         memcpy((void *)&element, (const char *)numbers + i * sizeof element, sizeof element);
@@ -5373,17 +5426,18 @@ static double matmul_number(const void *numbers, int type, size_t i) {
                                 : number(__nv_bfloat16());
 }
 
-// The largest error of a product of `type` beside another order of the sum, over the norm. 16-bit
-// results may differ by twice the type's rounding; fp32 ones by what the order of a long sum makes:
-// some sqrt(65,536) roundings of 6e-8 each, with a margin of six.
+// The largest accepted difference, relative to the norm, between a matmul of output `type` and one
+// with another order of summation. 16-bit results may differ by twice the type's rounding unit.
+// fp32 results may differ by the effect of the order of a long sum: about sqrt(65,536) roundings of
+// 6e-8 each, with a margin of six.
 static double matmul_error_most(int type) {
     return type == CUDA_R_32F   ? 1e-4
            : type == CUDA_R_16F ? 2 * traits<__half>.unit
                                 : 2 * traits<__nv_bfloat16>.unit;
 }
 
-// Norm of the difference of two samples of cuBLASLt's `type` over the norm of `want`; NaN anywhere
-// gives NaN, which no bound admits.
+// Norm of the difference of two samples of cuBLASLt's `type`, divided by the norm of `want`. A NaN
+// anywhere gives NaN, which no bound accepts.
 static double sample_error(const char *got, const char *want, size_t bytes, int type) {
     double difference = 0, norm = 0;
     for (size_t i = 0; i < bytes / (type == CUDA_R_32F ? 4 : 2); i++) {
@@ -5395,8 +5449,8 @@ static double sample_error(const char *got, const char *want, size_t bytes, int 
     return sqrt(difference / norm);
 }
 
-// Does the plan's algorithm give `want` but for rounding, and the same bits twice, and is it not
-// slower than slowest_ms? The second launch is timed: the first may load the kernel.
+// True if the plan's algorithm gives `want` up to rounding, gives the same bits twice, and takes at
+// most slowest_ms. The second launch is the one timed: the first may load the kernel.
 static bool matmul_agrees(const MatmulBench *bench, MatmulPlan *plan, const MatmulOperands &x,
                           const char *want, double slowest_ms) {
     size_t bytes = 0;
@@ -5411,24 +5465,25 @@ static bool matmul_agrees(const MatmulBench *bench, MatmulPlan *plan, const Matm
     return agrees;
 }
 
-// Elements of a plan's D and what they are in exact arithmetic, from the noise that its operands
-// are: the corners, others of the last row and the last column, where tiles are cut, and some
-// anywhere. `tail` is the same with all of A zero but the last PROOF_TAIL steps of k. cuBLASLt's
-// split sums have left out the last k % 64 steps (triton-lang's fork facebookexperimental/triton,
-// pull request 2767): of a sum of 65,536 products one is a 256th of its norm, less than bf16 is
-// rounded by; of 64 it is an eighth.
+// Selected elements of a plan's D and their values, computed in double from the noise in the
+// operands: the corners, more of the last row and the last column, where tiles are cut off, and
+// some at random. `tail` holds their values for an A that is zero except in the last PROOF_TAIL
+// steps of k. It is checked because cuBLASLt's split sums have left out the last k % 64 steps
+// (triton-lang's fork facebookexperimental/triton, pull request 2767): one product in a sum of
+// 65,536 is a 256th of its norm, less than the rounding of bf16; in a sum of 64 it is an eighth.
 struct MatmulProof {
     size_t at[PROOF_ELEMENTS];
     double whole[PROOF_ELEMENTS], tail[PROOF_ELEMENTS];
 };
 
-// Only the gradients of weights are summed over more steps than a few thousand, so that cuBLASLt
-// splits their sums. In these k is the slow index of both operands.
+// True if the tail is checked too. Only weight gradients are summed over more than a few thousand
+// steps, so only their sums are split by cuBLASLt. In these matmuls k is the slow index of both
+// operands.
 static bool matmul_proves_tail(const MatmulKey *k) {
     return !k->transpose_a && k->transpose_b && k->k > PROOF_TAIL;
 }
 
-// The sum of products for element `at` of D from step `first` of k on, C and bias included.
+// Element `at` of D, summed in double from step `first` of k on, including C and bias.
 static double matmul_exact(const MatmulBench *bench, const MatmulKey *key,
                            const MatmulOperands &x, size_t at, size_t first) {
     const size_t m = (size_t)key->m, n = (size_t)key->n, k = (size_t)key->k;
@@ -5447,7 +5502,7 @@ static double matmul_exact(const MatmulBench *bench, const MatmulKey *key,
     return sum;
 }
 
-// Chooses the elements and sums them; what takes longest is 64 sums over the steps of k.
+// Chooses the elements and computes their values; the main cost is 64 sums over all of k.
 static void matmul_proof_make(MatmulProof *proof, const MatmulBench *bench,
                               const MatmulPlan *plan) {
     const MatmulKey *key = &plan->key;
@@ -5469,8 +5524,9 @@ static void matmul_proof_make(MatmulProof *proof, const MatmulBench *bench,
     }
 }
 
-// Are the elements of the proof right, whole and, where it is proved, of the tail alone? Fills the
-// first operands with noise, and leaves them as the product does.
+// True if the plan's algorithm computes the elements of the proof correctly, both whole and, if it
+// is checked, with the tail alone. Fills the first copy of the operands with noise and leaves it as
+// the matmul does.
 static bool matmul_right(const MatmulBench *bench, MatmulPlan *plan, const MatmulProof *proof) {
     const MatmulKey *key = &plan->key;
     const size_t element = key->output_type == CUDA_R_32F ? 4 : 2;
@@ -5491,7 +5547,7 @@ static bool matmul_right(const MatmulBench *bench, MatmulPlan *plan, const Matmu
             return false;
         }
         for (int i = 0; i < PROOF_ELEMENTS; i++) {
-            float got;  // room for an element of any type
+            float got;  // large enough for an element of any type
             copy_wait(&got, (const char *)x.d + proof->at[i] * element, element, bench->stream);
             const double d = matmul_number(&got, key->output_type, 0) - want[i];
             difference += d * d;
@@ -5504,16 +5560,16 @@ static bool matmul_right(const MatmulBench *bench, MatmulPlan *plan, const Matmu
     return true;
 }
 
-// Says that no algorithm of a plan's product is right.
+// Reports that no algorithm of a plan's matmul is right.
 static void matmul_report(const MatmulPlan *plan) {
     fprintf(stderr, "%s: %s: no algorithm of cuBLASLt gives this program's own result for the "
             "product %s; the run goes on with its first one. Please report this line\n",
             program_name, matmul_library.where, matmul_key_text(&plan->key).s);
 }
 
-// Times the algorithms of a plan's product and gives it the best: the first one that is right,
-// unless another takes less than TUNE_GAIN of its time. A product whose operands find no room keeps
-// what it has, and so does one of which no algorithm is right, which is reported at every start.
+// Times the algorithms of a plan's matmul and selects the best: the first one that is right, unless
+// another takes less than TUNE_GAIN of its time. The plan keeps its algorithm if the operands do
+// not fit into the bench's memory, or if no algorithm is right, which is reported at every start.
 static void matmul_plan_time(const MatmulBench *bench, MatmulPlan *plan) {
     size_t each, bytes;
     matmul_operands(bench, plan, 0, &each);
@@ -5541,8 +5597,8 @@ static void matmul_plan_time(const MatmulBench *bench, MatmulPlan *plan) {
         matmul_report(plan);
         return;
     }
-    matmul_noise(bench, (size_t)copies * each);  // where products before have left their results
-    // Copy after copy in turn, so that a launch finds nothing of its operands in the cache.
+    matmul_noise(bench, (size_t)copies * each);  // earlier matmuls have written to it
+    // Launches cycle through the copies, so that none finds its operands in the cache.
     auto operands = [&](int i) {
         return matmul_operands(bench, plan, (size_t)(i % copies) * each, &bytes);
     };
@@ -5555,7 +5611,8 @@ static void matmul_plan_time(const MatmulBench *bench, MatmulPlan *plan) {
     char *want = matmul_sample(bench, plan, operands(0), &bytes, &once_ms);
     double fastest_ms = time_ms(), best_ms = TUNE_GAIN * fastest_ms;
     int best = reference;
-    // Before an algorithm is timed it is run twice for its results: a fast wrong one is no choice.
+    // An algorithm is run twice to check its results before it is timed: a fast but wrong one must
+    // not be chosen.
     for (int i = 0; i < found; i++) {
         plan->algorithm = results[i].algo;
         if (i == reference || !matmul_agrees(bench, plan, operands(0), want,
@@ -5567,7 +5624,7 @@ static void matmul_plan_time(const MatmulBench *bench, MatmulPlan *plan) {
             best = i;
             best_ms = fastest_ms = ms;
         }
-        matmul_noise(bench, each);  // is_right may have left A zero but for its tail
+        matmul_noise(bench, each);  // is_right may have zeroed A except its tail
     }
     free(want);
     plan->algorithm = results[best].algo;
@@ -5575,14 +5632,14 @@ static void matmul_plan_time(const MatmulBench *bench, MatmulPlan *plan) {
     matmul_library.timed++;
 }
 
-// Takes the file's choice. False: it knows nothing of the plan, or names what the library does not
-// offer, which counts as nothing.
+// Gives the plan the file's choice. Returns false if the file has none for the plan, or names an
+// algorithm that the library does not offer.
 static bool matmul_plan_load(MatmulPlan *plan) {
     uint64_t hash;
     return matmul_cache_find(&hash, &plan->key) && matmul_plan_take(plan, hash);
 }
 
-// Takes the file's choices; returns how many plans it knows nothing of.
+// Gives all plans the file's choices; returns for how many plans it has none.
 static int matmul_choices_load(void) {
     int unknown = 0;
     for (int i = 0; i < matmul_library.plans; i++) {
@@ -5591,15 +5648,15 @@ static int matmul_choices_load(void) {
     return unknown;
 }
 
-// The emulated device has no clock of its own, but for tests a table of times.
+// The emulated device has no clock; tests give it a table of times instead.
 #if CUDA_CPU
 static bool matmul_can_time(void) { return emu::set.lt_times != 0; }
 #else
 static bool matmul_can_time(void) { return true; }
 #endif
 
-// Times the plans that the file knows nothing of. memory: device memory at a multiple of 256 bytes
-// that nothing lies in; noise is left there.
+// Times the plans for which the file has no choice. memory: device memory at a multiple of 256
+// bytes that is not in use; it is left full of noise.
 static void matmul_tune(char *memory, size_t bytes, cudaStream_t stream) {
     MatmulBench *bench = (MatmulBench *)alloc_zero(1, sizeof *bench);
     int device, cache;
@@ -5628,11 +5685,12 @@ static void matmul_tune(char *memory, size_t bytes, cudaStream_t stream) {
 
 // -------------------------------------------------------------------------------------------------
 // 42. States in and out
-// States go in and out as fp32 whatever the device keeps, so a checkpoint knows no type of a run.
-// How a state lies in memory is a value, StateView, and reading and writing are written once.
+// States are read and written as fp32 whatever their type on the device, so a checkpoint does not
+// depend on a run's types. A StateView describes how a state is stored in memory, so that reading
+// and writing are each implemented once.
 
-// Numbers of `type` on the device. With `split` they are bf16, the high halves of fp32 numbers; the
-// low ones are at `low` or, where that is null, on another rank.
+// An array of `type` on the device. If `split`, it holds bf16 numbers, the high halves of fp32
+// ones; the low halves are at `low` or, if that is null, on another rank.
 struct StateView {
     Type type;
     char *data;
@@ -5640,8 +5698,9 @@ struct StateView {
     bool split;
 };
 
-// A state that only this chapter knows: the fp32 weights beside those of a narrow type. Weights are
-// read from there, and written there and rounded.
+// A state used only in this chapter: the fp32 master weights kept in addition to weights of a
+// narrow type. Weights are read from the master; writes go to the master and, rounded, to the
+// weights.
 enum { STATE_MASTER = STATE_GRADS + 1 };
 static bool has_whole_master(const Settings *s) {
     return settings_has_master(s) && !s->split_master;
@@ -5653,7 +5712,7 @@ static int state_buffer(int state) {
     return buffers[state];
 }
 
-// A span of state `state` (STATE_*), at home.
+// A view of a span of state `state` (STATE_*) in its backing store.
 template <class E, class G>
 static StateView gpu_state(const GpuNetwork<E, G> *net, int state, const TensorSpan *span) {
     const Plan *p = net->plan;
@@ -5672,7 +5731,7 @@ static StateView gpu_state(const GpuNetwork<E, G> *net, int state, const TensorS
     return v;
 }
 
-// out (count) = numbers of `type`, with their low halves where there are any, as real.
+// out (count) = an array of `type`, joined with its low halves unless `low` is null, as real.
 static void state_values(real *out, Type type, const char *numbers, const uint16_t *low,
                          int64_t count) {
     with_type(type, [&](auto element) {
@@ -5683,7 +5742,7 @@ static void state_values(real *out, Type type, const char *numbers, const uint16
     });
 }
 
-// `count` numbers of the view as real; the other way, rounded to its type.
+// Reads `count` elements of the view as real.
 static void state_read(real *out, const StateView &v, int64_t count, cudaStream_t stream) {
     const size_t bytes = count * type_bytes(v.type);
     char *host = (char *)alloc_zero(bytes, 1);
@@ -5697,8 +5756,8 @@ static void state_read(real *out, const StateView &v, int64_t count, cudaStream_
     free(low);
 }
 
-// The view's numbers become `values`, rounded to its type. A split master is kept bit for bit, so
-// that a resume goes on from the same fp32 weights.
+// Writes `values` to the view, rounded to its type. A split master is kept bit for bit, so that a
+// resumed run continues from the same fp32 weights.
 static void state_write(const StateView &v, const real *values, int64_t count,
                         cudaStream_t stream) {
     const size_t bytes = count * type_bytes(v.type);
@@ -5727,16 +5786,17 @@ static void state_write(const StateView &v, const real *values, int64_t count,
     free(low);
 }
 
-// A buffer that follows the layout of weights or of moments, among ranks. Vectors are whole on
-// every rank in all of them.
+// A buffer with the layout of weights or of moments on several ranks. In all of them, every rank
+// holds the vectors whole.
 struct RankState {
     int buffer;
     size_t bytes;  // of an element
-    bool sharded;  // a rank has its own parts of the matrices alone
+    bool sharded;  // a rank holds only its own shards of the matrices
 };
 
-// Where the first element of `r`, a tensor's elements that this rank has of the weights or
-// gradients, is at home. Of what is in parts a rank has its own part of every block there.
+// The location in the backing store of the first element of `r`, the elements of a tensor of the
+// weights or gradients that this rank holds. If the store is sharded, it holds this rank's shard of
+// every block.
 static Location range_location(const Settings *s, Kind state, int tensor, int layer,
                         const TensorRange *r) {
     Location location = tensor_store(s, state, tensor, layer);
@@ -5748,7 +5808,8 @@ static Location range_location(const Settings *s, Kind state, int tensor, int la
     return location;
 }
 
-// Where element `first` of the span's tensor is in it. Weights of blocks may be at home elsewhere.
+// The address of element `first` of the span's tensor in buffer `b`. For weights of blocks, it may
+// be in a backing store instead.
 static char *rank_state_at(const Plan *p, const RankState &b, const TensorSpan &span,
                            const TensorRange &r, int64_t first) {
     Location location = {b.buffer, r.state};
@@ -5759,8 +5820,9 @@ static char *rank_state_at(const Plan *p, const RankState &b, const TensorSpan &
            (location.offset + first - r.first) * (int64_t)b.bytes;
 }
 
-// host = the elements of a span, from whichever ranks have them: each sends what it has to all,
-// one rank after another, so all must call it alike; with `own` from this one, which has them.
+// host = the elements of a span, from the ranks that hold them. The ranks broadcast their elements
+// one after another, so all ranks must make the same call. With `own`, the elements are read from
+// this rank, which must hold all of them.
 template <class E, class G>
 static void rank_fetch(GpuNetwork<E, G> *net, const RankState &b, const TensorSpan &span, bool own,
                        char *host) {
@@ -5773,19 +5835,20 @@ static void rank_fetch(GpuNetwork<E, G> *net, const RankState &b, const TensorSp
                   (size_t)span.count * b.bytes, net->stream);
         return;
     }
-    plan_tick(net->plan, 0);  // where the buffer for others' parts is alive
+    plan_tick(net->plan, 0);  // the staging buffer is alive at tick 0
     char *staging = gpu_buffer<char>(net, BUF_EXCHANGE);
     const size_t capacity = net->plan->buffers[net->plan->single[BUF_EXCHANGE]].bytes;
     stream_after(c->stream, net->stream, c->event);
-    // A part may cut the span anywhere, and the span may be longer than the staging buffer: all
-    // ranks go through the same cuts, and each sends where its own part is.
+    // A shard may begin or end anywhere in the span, and the span may be longer than the staging
+    // buffer: all ranks loop over the same pieces, and each piece is sent by the rank that holds
+    // it.
     for (int q = 0; q < c->ranks; q++) {
         s.rank = q;
         const TensorRange r = tensor_update_range(&s, span.tensor, span.layer);
         const int64_t end = min_i64(span.first + span.count, r.first + r.count);
         for (int64_t at = max_i64(span.first, r.first), n; at < end; at += n) {
             n = min_i64(end - at, (int64_t)(capacity / b.bytes));
-            if (q == c->rank) {  // copied first, as NCCL is given no pinned memory
+            if (q == c->rank) {  // staged, because NCCL gets no pinned memory
                 cuda_check(cudaMemcpyAsync(staging, rank_state_at(net->plan, b, span, r, at),
                                            (size_t)n * b.bytes, cudaMemcpyDefault, c->stream));
             }
@@ -5799,8 +5862,8 @@ static void rank_fetch(GpuNetwork<E, G> *net, const RankState &b, const TensorSp
     }
 }
 
-// A span of weights or moments as state_read gives it, where many ranks have it: buffers follow
-// buckets, and the parts of others are fetched unless all of it is this one's `own`.
+// Reads a span of weights or moments on several ranks, as state_read does on one. Buffers are in
+// bucket order, and other ranks' shards are fetched unless all of the span is this rank's `own`.
 template <class E, class G>
 static void rank_read(GpuNetwork<E, G> *net, int state, const TensorSpan &span, bool own,
                       real *out) {
@@ -5822,16 +5885,17 @@ static void rank_read(GpuNetwork<E, G> *net, int state, const TensorSpan &span, 
     free(rest);
 }
 
-// Writes what this rank has of a span, from values that every rank is given: initial weights,
-// files and checkpoints are read by all ranks, so nothing need be sent.
+// Writes the elements of a span that this rank holds, from values that every rank has: all ranks
+// read initial weights, files and checkpoints, so nothing needs to be sent.
 template <class E, class G>
 static void rank_write(GpuNetwork<E, G> *net, int state, const TensorSpan &span,
                        const real *values) {
     const Plan *p = net->plan;
     const TensorRange own = tensor_update_range(&p->settings, span.tensor, span.layer);
     const TensorRange all = tensor_range(&p->settings, span.tensor, span.layer, 1);
-    // Weights are whole unless their parts visit, their low halves like moments this rank's own:
-    // what is not its own is written without them, but rounded as if they were there.
+    // Every rank holds the weights whole unless they are sharded; their low halves, like moments,
+    // exist only for this rank's own shard. Weights outside it are written without low halves, but
+    // rounded as if they had them.
     const bool divided = tensor_divided(&p->settings, KIND_WEIGHTS, span.tensor);
     const TensorRange *r = state == STATE_WEIGHTS && !divided ? &all : &own;
     const int64_t end = min_i64(r->first + r->count, span.first + span.count);
@@ -5847,8 +5911,8 @@ static void rank_write(GpuNetwork<E, G> *net, int state, const TensorSpan &span,
     }
 }
 
-// What gradients are to be divided by: the scale of the loss whose they are. 1 without one, and not
-// to be asked between an update and the next step, as the update may have changed it.
+// Divisor for the gradients: the loss scale they were computed with, or 1 if there is none. Do not
+// call between an update and the next step; the update may change it.
 template <class E, class G> static float gpu_loss_scale(const GpuNetwork<E, G> *net) {
     float scale = 1;
     if constexpr (traits<E>.narrow) {
@@ -5858,7 +5922,7 @@ template <class E, class G> static float gpu_loss_scale(const GpuNetwork<E, G> *
     return scale;
 }
 
-// The engine's scale_loss. The counters of updates start anew.
+// Engine.scale_loss. Resets the counters of updates.
 template <class E, class G>
 static void gpu_scale_loss(Engine *e, int log2, int64_t good_steps) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
@@ -5867,7 +5931,7 @@ static void gpu_scale_loss(Engine *e, int log2, int64_t good_steps) {
     copy_wait(&gpu_buffer<GpuState>(net, BUF_STATE)->update, &state, sizeof state, net->stream);
 }
 
-// The engine's read and read_own, and its write. Gradients can only be read.
+// Engine.read and Engine.read_own; gpu_write below is Engine.write. Gradients can only be read.
 template <class E, class G, bool OWN>
 static void gpu_read(Engine *e, int state, int64_t offset, real *out, int64_t count) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
@@ -5908,8 +5972,8 @@ static void gpu_write(Engine *e, int state, int64_t offset, const real *values, 
     }
 }
 
-// The engine's gather: the words of ranks, one after another, on the ranks' stream. It is for what
-// the ranks agree on between steps, a few numbers, so the host may wait for it.
+// Engine.gather: an all-gather of `mine` on the ranks' stream, in pieces of RANK_STATUS_BYTES. It
+// carries the few numbers on which ranks agree between steps, so the host may wait for it.
 template <class E, class G>
 static void gpu_gather(Engine *e, void *all, const void *mine, size_t bytes) {
     const GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
@@ -5931,9 +5995,9 @@ static void gpu_gather(Engine *e, void *all, const void *mine, size_t bytes) {
 // -------------------------------------------------------------------------------------------------
 // 43. Opening and warm-up
 // From an empty device to a network that is ready to train: memory, tables, one warm-up of every
-// kernel and collective, and the way back.
+// kernel and collective; and closing it.
 
-// Gives back everything but the plan. What is queued must be done first: it uses the memory.
+// Frees everything except the plan. Queued work must finish first, because it uses the memory.
 template <class E, class G> static void gpu_close(Engine *e) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
     stream_wait(net->stream);
@@ -5953,8 +6017,8 @@ template <class E, class G> static void gpu_close(Engine *e) {
     e->self = nullptr;
 }
 
-// Adds the ranges of all tensors to a table: what AdamW updates here or, with `parts`, this rank's
-// own part of everything. Returns their number.
+// Fills a table with the ranges of all tensors: what AdamW updates on this rank or, with `parts`,
+// this rank's own shard of everything. Returns their number.
 static int ranges_fill(ParamRange *ranges, const Settings *s, bool parts) {
     const Model *m = &s->model;
     int count = 0;
@@ -5980,7 +6044,8 @@ static int ranges_fill(ParamRange *ranges, const Settings *s, bool parts) {
     return count;
 }
 
-// The tables that AdamW and norm walk, on the host and in BUF_TENSORS; of one rank they are one.
+// Builds the tables of ranges for AdamW and for the norm, which gpu_begin copies to BUF_TENSORS; on
+// a single rank they are one table.
 template <class E, class G> static void gpu_ranges_open(GpuNetwork<E, G> *net) {
     const Settings *s = &net->plan->settings;
     net->ranges = (ParamRange *)alloc_zero(2 * (size_t)model_tensors(&s->model) + 1,
@@ -5993,11 +6058,11 @@ template <class E, class G> static void gpu_ranges_open(GpuNetwork<E, G> *net) {
     }
 }
 
-// What must lie on the device before the first step: the table of tensors, and zero states, which
-// the warm-up leaves zero: its weights are zero, so every gradient is. Pinned memory is fresh, but
-// for the marks of test builds.
+// Initialises what the device must hold before the first step: the table of tensors, and states of
+// zero. The warm-up leaves states at zero: its weights are zero, so every gradient is. Pinned
+// memory is zero already, except in test builds, which fill it with NaN.
 template <class E, class G> static void gpu_begin(GpuNetwork<E, G> *net) {
-    // Of several ranks the norm has a table of its own, behind AdamW's.
+    // With several ranks the norm has its own table, after AdamW's.
     const int behind = net->plan->settings.ranks > 1 ? net->norm_count : 0;
     copy_wait(gpu_buffer<ParamRange>(net, BUF_TENSORS), net->ranges,
               (net->range_count + behind) * sizeof(ParamRange), net->stream);
@@ -6011,9 +6076,10 @@ template <class E, class G> static void gpu_begin(GpuNetwork<E, G> *net) {
     }
 }
 
-// Chooses the products' algorithms (chapter Matmul, 5), once the warm-up has met them all: in the
-// larger part of the arena beside the workspace, in which nothing lies yet that gpu_begin would not
-// bring back. So timing needs no memory of its own, and has as much as the run's own operands.
+// Chooses the matmuls' algorithms (chapter Matmul, 5) after the warm-up has run every matmul once.
+// Timing uses the larger part of the arena before or after the workspace, which contains nothing
+// yet that gpu_begin would not restore. So it needs no memory of its own, and has as much as the
+// run's own operands.
 template <class E, class G> static void gpu_tune(Engine *e) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
     Plan *p = net->plan;
@@ -6022,12 +6088,12 @@ template <class E, class G> static void gpu_tune(Engine *e) {
         const size_t end = (workspace->offset + workspace->bytes + 255) / 256 * 256;
         const size_t behind = p->device_bytes > end ? p->device_bytes - end : 0;
         char *base = p->base[PLACE_DEVICE];
-        if (!p->settings.quiet) {  // what a run prints is not mixed with text that is asked for
+        if (!p->settings.quiet) {  // keeps generated text on stdout clean
             FILE *to = p->settings.forward ? stderr : stdout;
             fprintf(to, "timing matrix products for this GPU, once\n");
             fflush(to);
         }
-        cuda_check(cudaDeviceSynchronize());  // what visited in the warm-up may still be on its way
+        cuda_check(cudaDeviceSynchronize());  // the warm-up's transfers may be in flight
         arena_lend(p);
         workspace->offset > behind ? matmul_tune(base, workspace->offset, net->stream)
                                    : matmul_tune(base + end, behind, net->stream);
@@ -6039,8 +6105,9 @@ template <class E, class G> static void gpu_tune(Engine *e) {
     e->matmul = matmul_library.choices;
 }
 
-// A step of two micro-steps, an evaluation and a sample on zeros. Two, because a product that adds
-// to its output may be another kernel of cuBLASLt's than one that writes it.
+// Runs a step of two micro-steps, an evaluation and a sample, on zeros. There are two micro-steps
+// because a matmul that adds to its output may use a different cuBLASLt kernel from one that writes
+// it.
 template <class E, class G> static void gpu_warm_up_step(Engine *e) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
     const Settings *s = &net->plan->settings;
@@ -6048,7 +6115,7 @@ template <class E, class G> static void gpu_warm_up_step(Engine *e) {
     real *logits = (real *)alloc_zero((size_t)s->model.V, sizeof(real));
     Options o;
     options_default(&o);
-    if (s->cache) {  // a block of a prompt, and a token behind it
+    if (s->cache) {  // a chunk of a prompt, then one token
         gpu_extend<E, G>(e, logits, zeros, 0, s->T);
         gpu_extend<E, G>(e, logits, zeros, s->T - 1, 1);
     } else {
@@ -6063,32 +6130,32 @@ template <class E, class G> static void gpu_warm_up_step(Engine *e) {
     if (s->ranks > 1) {
         gpu_replica<E, G>(e);
     }
-    if (s->ranks > 1 && !s->forward) {  // what saves call: NCCL connects, and takes memory, for it
+    if (s->ranks > 1 && !s->forward) {  // as saving does: NCCL connects and allocates for it
         gpu_read<E, G, false>(e, STATE_M, tensor_offset(&s->model, WTE, 0), logits, 1);
     }
     free(zeros);
     free(logits);
 }
 
-// The engine's set_algorithms. Of many ranks each runs what it now meets for the first time by
-// itself: see 3 of chapter Many GPUs. No other rank is kept waiting but by the time it takes.
+// Engine.set_algorithms. With several ranks, each rank first runs the newly chosen kernels by
+// itself: see 3 of chapter Exchange between ranks. The other ranks wait no longer than this takes.
 template <class E, class G> static int gpu_set_algorithms(Engine *e, const char *choices) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
     const bool taken = matmul_choices_import(choices);
     if (net->ranks.ranks > 1) {
-        gpu_begin(net);  // or the words that others sent last would be taken for those of a step
+        gpu_begin(net);  // or the data last gathered would be read as step statuses
         net->ranks.on = 0;
         gpu_warm_up_step<E, G>(e);
         net->ranks.on = 1;
-        gpu_scale_loss<E, G>(e, LOSS_SCALE_LOG2, 0);  // the warm-up ran without one
+        gpu_scale_loss<E, G>(e, LOSS_SCALE_LOG2, 0);  // gpu_begin has cleared the loss scale
     }
     return taken;
 }
 
-// All ranks take what rank 0 has chosen for its products: a checkpoint knows one rank's choices,
-// and a run that goes on from it is to have the bits of one that was not interrupted. Times differ
-// a little from GPU to GPU, so ranks that choose for themselves may well choose differently. Where
-// nobody does, a file's choices are still to be run for the first time by each rank by itself.
+// All ranks adopt rank 0's matmul algorithms: a checkpoint stores one rank's choices, and a run
+// resumed from it must have the bits of an uninterrupted one. Timings differ slightly between GPUs,
+// so ranks that choose for themselves may choose differently. Even if no rank has timed any,
+// choices loaded from the file have not been run yet, and each rank must first run them by itself.
 template <class E, class G> static void rank_choices_share(Engine *e) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
     char *all = (char *)alloc_zero((size_t)net->ranks.ranks, MATMUL_TEXT);
@@ -6102,41 +6169,42 @@ template <class E, class G> static void rank_choices_share(Engine *e) {
     free(all);
 }
 
-// Every kernel is loaded, at its first launch, and every product planned, so that what libraries
-// take can be measured, and a failure comes before the run. A rank among many does it once by
-// itself, so that no kernel is loaded while a collective waits for other ranks, and once with the
-// others, so that NCCL has taken what it takes.
+// Loads every kernel by launching it, and plans every matmul, so that the memory taken by libraries
+// can be measured and failures occur before the run. With several ranks, each does this once by
+// itself, so that no kernel is loaded while a collective waits for other ranks, and once together
+// with the others, so that NCCL has allocated all of its memory.
 template <class E, class G>
 static void gpu_warm_up(Engine *e) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
     const Settings *s = &net->plan->settings;
-    static size_t before;  // free bytes before the first engine: libraries stay when an engine goes
+    static size_t before;  // free bytes before the first engine; libraries outlive engines
     size_t free_bytes, with_nccl, total_bytes;
     before = before ? before : device_memory.free_bytes;
     gpu_begin(net);
     gpu_scale_loss<E, G>(e, LOSS_SCALE_LOG2, 0);
     gpu_warm_up_step<E, G>(e);
-    gpu_tune<E, G>(e);  // here, because an algorithm that is tried is loaded too
+    gpu_tune<E, G>(e);  // before memory is measured: timing loads kernels too
     cuda_check(cudaMemGetInfo(&free_bytes, &total_bytes));
     if (s->ranks > 1) {
         rank_connect(&net->ranks);
         rank_choices_share<E, G>(e);
         gpu_warm_up_step<E, G>(e);
     }
-    gpu_scale_loss<E, G>(e, LOSS_SCALE_LOG2, 0);  // the warm-up has counted its steps
+    gpu_scale_loss<E, G>(e, LOSS_SCALE_LOG2, 0);  // resets the counters that the warm-up advanced
     cuda_check(cudaMemGetInfo(&with_nccl, &total_bytes));
     device_memory.library_bytes = size_less(before, free_bytes + net->plan->device_bytes);
     device_memory.nccl_bytes = size_less(free_bytes, with_nccl);
     matmul_library.settled = true;
 }
 
-// Allocates the plan on the current GPU; it is the caller's and outlives the engine.
+// Opens the engine and allocates the plan on the current GPU. The plan is the caller's and outlives
+// the engine.
 template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)alloc_zero(1, sizeof *net);
     const Settings *s = &p->settings;
     const int64_t N = (int64_t)s->B * s->T, C = s->model.C;
     net->plan = p;
-    // Volume I plans without knowing the kernels; here they are asked.
+    // train_gpt2.c plans without knowing the kernels; here the plan is checked against them.
     size_t partials = net->plan->buffers[net->plan->single[BUF_PARTIALS]].bytes;
     check(gpu_layernorm_backward_bytes((int)N, (int)C) <= partials &&
               gpu_bias_backward_bytes((int)N, (int)(4 * C)) <= partials &&
@@ -6144,7 +6212,7 @@ template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
               gpu_grad_square_sum_bytes() <= partials,
           "the plan's partial sums are too few for the kernels");
     plan_refuse(net->plan, net->plan->device_bytes, device_available());
-    // Not the default stream, nor synchronised with it: nothing of a library's slips between.
+    // Not the default stream, nor synchronised with it, so that no library's work runs in between.
     cuda_check(cudaStreamCreateWithFlags(&net->stream, cudaStreamNonBlocking));
     arena_open(net->plan, net->stream);
     offload_open(&net->transfers, net->plan, net->stream, &net->ranks);
@@ -6186,18 +6254,18 @@ template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
     e->write = gpu_write<E, G>;
     e->close = gpu_close<E, G>;
     e->set_algorithms = gpu_set_algorithms<E, G>;
-    // Last, when all verbs are there: what fails fails here, before the run has begun.
+    // Last, when all methods are set: failures occur here, before the run begins.
     gpu_warm_up<E, G>(e);
 }
 
 // -------------------------------------------------------------------------------------------------
 // 44. Peaks, --check and --compare
-// What this GPU could do at most, for "% of peak": dense products of the run's type per clock and
-// SM, 16-bit types summed in fp32 (NVIDIA's architecture white papers; for sm_86, 89 and 120 the
-// GeForce cards' rate, half of the workstation cards'; for sm_75 a T4's, twice its GeForce cards';
-// 110, Thor, and 121, GB10, a quarter of the data sheets' dense fp4), times SMs, times the highest
-// clock the driver names. A data sheet may count with a lower clock: an H100 names 1,980 MHz, which
-// makes 1,070 TFLOP/s in bf16, where its data sheet has 989.
+// The peak of this GPU, for "% of peak": dense operations of the run's type per clock and SM,
+// 16-bit types summed in fp32 (NVIDIA's architecture white papers; for sm_86, 89 and 120 the rate
+// of GeForce cards, half that of workstation cards; for sm_75 the rate of a T4, twice that of
+// GeForce cards; for 110, Thor, and 121, GB10, a quarter of the data sheets' dense fp4), times the
+// number of SMs, times the highest clock that the driver reports. A data sheet may assume a lower
+// clock: an H100 reports 1,980 MHz, which gives 1,070 TFLOP/s in bf16, but its data sheet says 989.
 
 struct PeakRow {
     int capability;              // 10 * major + minor
@@ -6209,8 +6277,8 @@ static const PeakRow peak_rows[] = {
     {121, 1024, 256},
 };
 
-// Name, type and peak of the current GPU into the engine; refuses a type it has no instructions
-// for.
+// Writes the name, type and peak of the current GPU to the engine; refuses a type that the GPU has
+// no instructions for.
 static void device_describe(Engine *e, const Settings *s) {
     int device = 0, clock_khz = 0, peak = 0;
     cudaDeviceProp properties;
@@ -6237,7 +6305,8 @@ static void device_describe(Engine *e, const Settings *s) {
              properties.minor, type.name);
 }
 
-// Norm of the difference over norm, of n numbers. NaN anywhere gives NaN.
+// Norm of the difference of n numbers, divided by the norm of `want` unless that is 0. NaN anywhere
+// gives NaN.
 static double relative_error(const real *got, const real *want, int64_t n) {
     double difference = 0, norm = 0;
     for (int64_t i = 0; i < n; i++) {
@@ -6247,7 +6316,7 @@ static double relative_error(const real *got, const real *want, int64_t n) {
     return norm > 0 ? sqrt(difference / norm) : sqrt(difference);
 }
 
-// Copies state `state` of all tensors from one engine to the other, as `type` would hold it.
+// Copies state `state` of all tensors from one engine to the other, rounded to `type`.
 static void engine_copy(Engine *to, Engine *from, int state, const Model *m, Type type) {
     int64_t all = tensor_offset(m, TENSORS, 0);
     real *piece = (real *)alloc_zero(PIECE, sizeof(real));
@@ -6279,10 +6348,11 @@ static double gradient_error(Engine *got, Engine *want, const Model *m, int tens
     return error;
 }
 
-// --check: one batch of the run's data through the GPU and through the oracle, from the same
-// weights. Prints the relative difference of the loss and of every gradient; 1 when one is beyond
-// the type's tolerance: fp32 1e-5, fp16 1e-2, bf16 5e-2, the size of an error in the mathematics,
-// not of rounding. (The tests hold both to twice the error of a naive computation in 16 bits.)
+// --check: runs one batch of the run's data through the GPU and through the CPU reference, from the
+// same weights. Prints the relative difference of the loss and of every gradient; returns 1 if one
+// exceeds the type's tolerance: fp32 1e-5, fp16 1e-2, bf16 5e-2. These detect errors in the
+// mathematics, which are larger than rounding. (The tests are stricter: they hold both 16-bit types
+// to twice the error of a naive computation in that type.)
 static int command_check(Run *run, const Program *program) {
     const Model *m = &run->s.model;
     const Type type = run->s.dtype;
@@ -6325,8 +6395,8 @@ static int command_check(Run *run, const Program *program) {
     return failed || !ok;
 }
 
-// --compare: the same steps with -r none and with -r block (or the levels that were asked for):
-// planned and library memory, and the median time of a step.
+// --compare: runs the same steps with -r none and with -r block (or the levels given by the user).
+// Prints planned and library memory, and the median time of a step.
 static int command_compare(Run *run, const Program *program) {
     enum { WARM = 2, STEPS = 9 };
     const Model *m = &run->s.model;
@@ -6375,10 +6445,10 @@ static int gpu_command(Run *run, const Program *program) {
 
 // -------------------------------------------------------------------------------------------------
 // 45. main
-// Volume I's program with the GPU's engine, and two commands of its own: --check compares one batch
-// with the oracle, --compare runs the same steps with and without recomputation.
+// The program of train_gpt2.c with the GPU engine and two commands of its own: --check compares one
+// batch with the CPU reference, --compare runs the same steps with and without recomputation.
 
-// Opens the engine of the run's E and of its gradients' G.
+// Opens the engine for the run's E and its gradients' G.
 static void gpu_engine_open(Engine *e, Plan *p) {
     const Settings *s = &p->settings;
     memset(e, 0, sizeof *e);
@@ -6400,7 +6470,7 @@ static void gpu_engine_open(Engine *e, Plan *p) {
     }
 }
 
-// What the kernels cannot do is refused by name before anything is opened or measured.
+// Refuses settings that the kernels do not support, before anything is opened or measured.
 static void gpu_settings_check(const Settings *s) {
     const Model *m = &s->model;
     const int HS = m->C / m->NH;
@@ -6452,10 +6522,10 @@ int train_gpt2cu_main(int argc, char **argv) {
 
 #if !GPT2_NO_MAIN
 int main(int argc, char **argv) {
-    // A kernel is loaded at its first launch, all of which the warm-up makes, and the many others
-    // never: that is quicker and takes less device memory. CUDA reads this when its first function
-    // is called; drivers before 12.2 load everything at once by themselves (CUDA C++ Programming
-    // Guide, "Lazy Loading").
+    // With lazy loading, a kernel is loaded at its first launch. The warm-up launches every kernel
+    // that the run uses, and the many others are never loaded, which saves time and device memory.
+    // CUDA reads this variable when its first function is called; drivers before 12.2 load
+    // everything at once by default (CUDA C++ Programming Guide, "Lazy Loading").
     setenv("CUDA_MODULE_LOADING", "LAZY", 0);
     threads_start(argv);
     return train_gpt2cu_main(argc, argv);
