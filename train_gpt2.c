@@ -27,7 +27,7 @@
 //   5  The system
 // Part B. Memory and time
 //   6  Memory plan
-//   7  Buckets and visits
+//   7  Sharding and offload
 //   8  Step time
 //   9  Settings
 // Part C. GPT-2 on the CPU
@@ -1761,7 +1761,7 @@ static const char *const group_names[GROUPS] = {
 // Where a buffer is stored (Placement), and the states whose placement the settings choose (Kind).
 // A buffer is of one of these states or, from KINDS on, of a kind with a fixed placement. A state's
 // placement is a set of flags; PLACE_SHARD means that each rank stores only its shard (chapter
-// Buckets and visits).
+// Sharding and offload).
 typedef enum { PLACE_DEVICE, PLACE_HOST, PLACE_SHARD } Placement;
 typedef enum {
     KIND_WEIGHTS, KIND_GRADIENTS, KIND_MOMENTS, KIND_MASTER, KIND_RESIDUALS, KINDS,
@@ -2498,7 +2498,7 @@ static void plan_close(Plan *p) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// 7. Buckets and visits
+// 7. Sharding and offload
 // A state need not be stored whole on the device: with PLACE_SHARD each of N ranks stores one Nth
 // of it; with PLACE_HOST it is stored in host memory. This chapter is pure arithmetic with the same
 // result on every rank, so a run with 1,024 ranks can be planned without having any of them.

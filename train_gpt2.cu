@@ -3538,7 +3538,7 @@ static void arena_close(Plan *p) {
 
 // -------------------------------------------------------------------------------------------------
 // 36. Offload: copies and streams
-// Copies streamed buffers (chapter Buckets and visits) between the device and their backing store
+// Copies streamed buffers (chapter Sharding and offload) between the device and their backing store
 // in host memory while kernels compute. One stream uploads and one downloads, since a GPU has a
 // copy engine for each direction.
 // 1. Only the compute stream synchronises accesses to a slot: a copy waits for an event that
@@ -4373,7 +4373,7 @@ static void ranks_shake_hands(void) {
 // -------------------------------------------------------------------------------------------------
 // 38. Exchange between ranks
 // The collectives between ranks: reduce-scatter of gradients and all-gather of weights, in buckets
-// (chapter Buckets and visits of train_gpt2.c). For the matrices of blocks they depend on the ZeRO
+// (chapter Sharding and offload of train_gpt2.c). For the matrices of blocks they depend on the ZeRO
 // stage:
 //   --zero  sharded            gradients                              weights
 //   0       nothing            last micro-step: reduce-scatter,       -

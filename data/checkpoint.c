@@ -44,7 +44,7 @@
 // 3. The engine (chapter The engine) copies states in pieces, so saving needs extra memory for only
 //    one tensor on each rank.
 // 4. A range is a run of consecutive elements of a state within one bucket
-//    (chapter Buckets and visits). A resume accepts any set of ranges that holds each element
+//    (chapter Sharding and offload). A resume accepts any set of ranges that holds each element
 //    exactly once, so it may use a different number of ranks.
 // 5. Each of N ranks writes 1/N of every bucket, all ranks at the same time. Only rank 0 creates
 //    the folder, writes the other files, renames and removes. Every phase ends with an exchange of
