@@ -4373,8 +4373,8 @@ static void ranks_shake_hands(void) {
 // -------------------------------------------------------------------------------------------------
 // 38. Exchange between ranks
 // The collectives between ranks: reduce-scatter of gradients and all-gather of weights, in buckets
-// (chapter Sharding and offload of train_gpt2.c). For the matrices of blocks they depend on the ZeRO
-// stage:
+// (chapter Sharding and offload of train_gpt2.c). For the matrices of blocks they depend on the
+// ZeRO stage:
 //   --zero  sharded            gradients                              weights
 //   0       nothing            last micro-step: reduce-scatter,       -
 //                              all-gather (that is, an all-reduce)
