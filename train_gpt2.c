@@ -378,8 +378,8 @@ static const OptionRow option_rows[] = {
      "the first K blocks only; LEVEL:K,LEVEL: and another level in the others; auto: the least "
      "that fits"},
     {"logit-rows", 0, OPT_INT, FIELD(logit_rows), "0", 0, 1 << 30, NULL, ANY, "Memory",
-     "rows of logits in memory at a time (changes rounding); 0: 64 MiB, on a GPU one eighth of "
-     "the micro-batch's rows, at least 2560 and at most 8192"},
+     "rows of logits in memory at a time (changes rounding); 0: as many as take 64 MiB, on a GPU "
+     "one eighth of the micro-batch's rows, at least 2560 and at most 8192"},
     {"matmul", 0, OPT_CHOICE, FIELD(matmul), "fp32", 0, 0, matmul_types, ANY, "Memory",
      "CPU: number type of matmul operands; sums and everything else stay fp32"},
     {"workspace", 0, OPT_BYTES, FIELD(workspace), "0", 0, 0, NULL, ANY, "Memory",
