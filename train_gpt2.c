@@ -296,15 +296,16 @@ static const OptionRow option_rows[] = {
     {"seq-len", 't', OPT_INT, FIELD(seq_len), NULL, 1, 1 << 20, NULL, ANY, "Model",
      "tokens in a sequence, T; default: the model's"},
     {"seed", 0, OPT_INT, FIELD(seed), "42", 0, 9e15, NULL, SAME, "Model",
-     "of the random numbers in initialisation, shuffling and sampling"},
+     "seed of the random numbers for initialisation, shuffling and sampling"},
     {"train-data", 'i', OPT_TEXT, FIELD(train_data), NULL, 1, 0, NULL, ANY, "Data",
-     "token shards to train on, a glob pattern; default: data/'s tinyshakespeare, or else stories"},
+     "token shards to train on, a glob pattern; default: tinyshakespeare in data/, else the "
+     "generated stories"},
     {"val-data", 'j', OPT_TEXT, FIELD(val_data), NULL, 1, 0, NULL, ANY, "Data",
      "token shards to validate on"},
     {"tokenizer", 0, OPT_TEXT, FIELD(tokenizer), "", 0, 0, NULL, ANY, "Data",
      "GPT-2's vocab.bpe, or llm.c's gpt2_tokenizer.bin; default: those in data/"},
     {"shuffle", 0, OPT_SWITCH, FIELD(shuffle), "1", 0, 1, NULL, SAME, "Data",
-     "visit the windows of an epoch in random order"},
+     "read the windows of an epoch in random order"},
     {"batch", 'b', OPT_INT, FIELD(batch), "4", 1, 65536, NULL, ANY, "Batch",
      "sequences in a micro-batch, B"},
     {"tokens-per-step", 'd', OPT_INT, FIELD(tokens_per_step), NULL, 1, 1e12, NULL, ANY, "Batch",
@@ -312,124 +313,127 @@ static const OptionRow option_rows[] = {
     {"steps", 'x', OPT_INT, FIELD(steps), NULL, 1, 99999999, NULL, ANY, "Batch",
      "optimizer steps; default: one epoch"},
     {"overfit", 'a', OPT_SWITCH, FIELD(overfit), "0", 0, 1, NULL, ANY, "Batch",
-     "train on the first batch over and over"},
+     "train on the first batch only, again and again"},
     {"lr", 'l', OPT_REAL, FIELD(lr), "3e-4", 0, 100, NULL, ANY, "Optimizer", "peak learning rate"},
     {"schedule", 'k', OPT_CHOICE, FIELD(schedule), "cosine", 0, 0, schedules, ANY, "Optimizer",
-     "how the learning rate falls after warmup (wsd: constant, then 1 - sqrt over the last "
-     "fifth)"},
+     "shape of the learning rate's decay after warmup (wsd: constant, then 1 - sqrt over the "
+     "last fifth)"},
     {"warmup", 'u', OPT_INT, FIELD(warmup), "0", 0, 1e9, NULL, ANY, "Optimizer",
      "steps of linear warmup from 0"},
     {"final-lr", 'q', OPT_REAL, FIELD(final_lr), "0", 0, 1, NULL, ANY, "Optimizer",
-     "what the learning rate falls towards, as a fraction of the peak"},
+     "final learning rate, as a fraction of the peak"},
     {"weight-decay", 'c', OPT_REAL, FIELD(weight_decay), "0", 0, 100, NULL, ANY, "Optimizer",
-     "decoupled, on two-dimensional tensors only"},
+     "decoupled weight decay, applied to two-dimensional tensors only"},
     {"beta1", 0, OPT_REAL, FIELD(beta1), "0.9", 0, 0.9999999, NULL, ANY, "Optimizer",
-     "AdamW first moment"},
+     "decay rate of AdamW's first moment"},
     {"beta2", 0, OPT_REAL, FIELD(beta2), "0.95", 0, 0.9999999, NULL, ANY, "Optimizer",
-     "AdamW second moment"},
+     "decay rate of AdamW's second moment"},
     {"eps", 0, OPT_REAL, FIELD(eps), "1e-8", 1e-30, 1, NULL, ANY, "Optimizer", "AdamW epsilon"},
     {"clip", 0, OPT_REAL, FIELD(clip), "1", 0, 1e9, NULL, ANY, "Optimizer",
-     "largest gradient norm; 0: no clipping"},
+     "clip gradients to this norm; 0: no clipping"},
     {"skip-zscore", 0, OPT_REAL, FIELD(skip_zscore), "0", 0, 1e9, NULL, ANY, "Optimizer",
-     "skip a step whose gradient norm lies this many standard deviations above the last 128; 0: "
-     "never"},
+     "skip a step if its gradient norm exceeds the mean of the last 128 by this many standard "
+     "deviations; 0: never"},
     {"max-skips", 0, OPT_INT, FIELD(max_skips), "20", 0, 1e9, NULL, ANY, "Optimizer",
-     "skipped steps in a row that end the run as failed; 0: none do; those at which fp16's loss "
-     "scale fell do not count"},
+     "end the run as failed after this many consecutive skipped steps; 0: never. Steps skipped "
+     "because fp16's loss scale overflowed do not count"},
     {"val-every", 'v', OPT_INT, FIELD(val_every), "250", 0, 1e9, NULL, ANY, "Validation",
      "steps between validations; 0: never"},
     {"val-batches", 'm', OPT_INT, FIELD(val_batches), "20", 0, 1e9, NULL, ANY, "Validation",
-     "batches of a validation, or as many as the data has; 0: all of them"},
+     "batches per validation, at most as many as the data has; 0: all"},
     {"sample-every", 's', OPT_INT, FIELD(sample_every), "0", 0, 1e9, NULL, ANY, "Samples",
-     "steps between samples, and one after the last step; 0: never"},
+     "steps between samples; the last step is also followed by one; 0: never"},
     {"sample-tokens", 'g', OPT_INT, FIELD(sample_tokens), "256", 1, 1e6, NULL, ANY, "Samples",
      "tokens in a sample"},
     {"prompt", 0, OPT_TEXT, FIELD(prompt), "", 0, 0, NULL, ANY, "Samples",
-     "text that samples continue; empty: end of text; with --generate -: each line of stdin, up to "
-     "one that is too long, which ends the program"},
+     "text that samples continue; empty: start from the end-of-text token; with --generate, - "
+     "reads one prompt per line of stdin and ends at the first that is too long"},
     {"temperature", 0, OPT_REAL, FIELD(temperature), "1", 0, 100, NULL, ANY, "Samples",
-     "softmax temperature of samples; 0: always the likeliest token"},
+     "softmax temperature of samples; 0: always the most likely token"},
     {"top-k", 0, OPT_INT, FIELD(top_k), "0", 0, 1e6, NULL, ANY, "Samples",
-     "sample among the k likeliest tokens; 0: all"},
+     "sample from the k most likely tokens; 0: from all"},
     {"top-p", 0, OPT_REAL, FIELD(top_p), "1", 1e-6, 1, NULL, ANY, "Samples",
-     "sample among the likeliest tokens whose probabilities reach p"},
+     "sample from the most likely tokens whose probabilities sum to p"},
     {"generate", 0, OPT_FLAG, FIELD(generate), "0", 0, 1, NULL, OWN, "Samples",
-     "print the prompt and what the model makes of it, at most -g tokens or to its end of text, "
-     "and stop; in memory are weights and a KV cache. Past T positions the window slides, as in "
-     "samples of a training run, and each token costs a whole one"},
+     "print the prompt and the model's continuation, at most -g tokens or up to its end of "
+     "text, and exit; needs memory for the weights and a KV cache only. Beyond T positions the "
+     "window slides, as in samples of a training run, and each token recomputes the window"},
     {"samples", 0, OPT_INT, FIELD(samples), "1", 1, 1e6, NULL, OWN, "Samples",
-     "with --generate: samples of each prompt, a line --- between two"},
+     "with --generate: samples per prompt, separated by a line ---"},
     {"output", 'o', OPT_TEXT, FIELD(output), "", 1, 0, NULL, OWN, "Output",
      "folder for log.jsonl and checkpoints; default: none"},
     {"save-every", 'n', OPT_INT, FIELD(save_every), "0", 0, 1e9, NULL, ANY, "Output",
      "steps between checkpoints; 0: only the one at the end"},
     {"keep", 0, OPT_INT, FIELD(keep), "0", 0, 1e6, NULL, ANY, "Output",
-     "checkpoints to keep, the newest; 0: all"},
+     "number of newest checkpoints to keep; 0: all"},
     {"log-every", 0, OPT_INT, FIELD(log_every), "1", 1, 1e9, NULL, ANY, "Output",
-     "steps between the lines of steps, printed and in log.jsonl; a skipped step and the last one "
-     "always have theirs"},
+     "steps between lines on the terminal and in log.jsonl; skipped steps and the last one are "
+     "always logged"},
     {"resume", 'y', OPT_SWITCH, FIELD(resume), "0", 0, 1, NULL, OWN, "Output",
-     "go on from the newest complete checkpoint in the output folder, if there is any"},
+     "resume from the newest complete checkpoint in the output folder, if there is one"},
     {"quiet", 0, OPT_FLAG, FIELD(quiet), "0", 0, 1, NULL, OWN, "Output",
-     "print nothing but errors and the score of --eval; log.jsonl says the rest"},
+     "print only errors and the score of --eval; log.jsonl is written as usual"},
     {"recompute", 'r', OPT_TEXT, FIELD(recompute), "auto", 0, 0, NULL, ANY, "Memory",
-     "what backward computes again, a level below; LEVEL:K: in the first K blocks only, "
-     "LEVEL:K,LEVEL: and in the next; auto: the least that fits"},
+     "activation checkpointing: what backward recomputes, one of the levels below. LEVEL:K: in "
+     "the first K blocks only; LEVEL:K,LEVEL: and another level in the others; auto: the least "
+     "that fits"},
     {"logit-rows", 0, OPT_INT, FIELD(logit_rows), "0", 0, 1 << 30, NULL, ANY, "Memory",
-     "rows of logits that exist at a time (changes rounding); 0: 64 MiB of them, on a GPU an "
-     "eighth of the micro-batch's, at least 2560 and at most 8192"},
+     "rows of logits in memory at a time (changes rounding); 0: as many as take 64 MiB, on a GPU "
+     "one eighth of the micro-batch's rows, at least 2560 and at most 8192"},
     {"matmul", 0, OPT_CHOICE, FIELD(matmul), "fp32", 0, 0, matmul_types, ANY, "Memory",
-     "CPU: number type of matmul operands; sums and all else stay fp32"},
+     "CPU: number type of matmul operands; sums and everything else stay fp32"},
     {"workspace", 0, OPT_BYTES, FIELD(workspace), "0", 0, 0, NULL, ANY, "Memory",
-     "device memory in which cuBLASLt may add up parts of a product (changes rounding); 0: 128MiB, "
-     "32MiB for small models"},
+     "device memory that cuBLASLt may use for partial sums (changes rounding); 0: 128MiB, 32MiB "
+     "for small models"},
     {"dtype", 0, OPT_CHOICE, FIELD(dtype), NULL, 0, 0, dtypes, ANY, "Memory",
-     "number type of weights and activations; default: fp32 on the CPU, bf16 on a GPU that has it, "
-     "else fp16"},
+     "number type of weights and activations; default: fp32 on the CPU, bf16 on a GPU that "
+     "supports it, else fp16"},
     {"grad-dtype", 0, OPT_CHOICE, FIELD(grad_dtype), NULL, 0, 0, grad_dtypes, ANY, "Memory",
-     "number type of two-dimensional gradients; default: the dtype's (bf16: bf16, others: fp32)"},
+     "number type of the gradients of matrices; default: bf16 if --dtype is bf16, else fp32"},
     {"moments", 0, OPT_CHOICE, FIELD(moments), "fp32", 0, 0, moment_dtypes, ANY, "Memory",
      "number type of AdamW's two moments"},
     {"master", 'w', OPT_CHOICE, FIELD(master), "split", 0, 0, masters, ANY, "Memory",
-     "bf16 weights: keep the low halves of their fp32 values, or round stochastically"},
+     "with bf16 weights: keep the low halves of fp32 master weights (split), or round "
+     "stochastically (none)"},
     {"offload", 0, OPT_SET, FIELD(offload), "auto", 0, 0, offloads, ANY, "Memory",
-     "states that live in host memory, separated by commas; auto: what a GPU has no room for"},
+     "states kept in host memory, separated by commas; auto: only what does not fit on the GPU"},
     {"gpus", 0, OPT_INT, FIELD(gpus), "1", 1, 1024, NULL, ANY, "Many GPUs",
-     "GPUs of this machine that train together, each with a part of the batch; torchrun, srun and "
-     "mpirun start them on many machines; with --plan any number"},
+     "GPUs of this machine to train on, each with a part of the batch; torchrun, srun and "
+     "mpirun start ranks on several machines; with --plan, any number"},
     {"zero", 'z', OPT_INT, FIELD(zero), "0", 0, 3, NULL, ANY, "Many GPUs",
-     "of what each GPU keeps its part alone; 0: of nothing, 1: moments and master, 2: gradients "
+     "ZeRO stage: what is sharded across GPUs. 0: nothing, 1: moments and master, 2: gradients "
      "too, 3: weights too"},
     {"timeout", 0, OPT_INT, FIELD(timeout), "60", 1, 1e6, NULL, OWN, "Many GPUs",
-     "seconds without progress on any GPU after which the run ends and says which one hangs, is "
-     "stopped or waits; more than two micro-batches take"},
+     "end the run after this many seconds without progress and name the GPU that hangs, is "
+     "stopped or waits; must exceed the time of two micro-batches"},
     {"plan", 0, OPT_FLAG, FIELD(plan), "0", 0, 1, NULL, OWN, "Plan and checks",
-     "print the memory plan and what each setting would save, and stop"},
+     "print the memory plan and what each setting would save, and exit"},
     {"eval", 0, OPT_TEXT, FIELD(eval), NULL, 1, 0, NULL, OWN, "Plan and checks",
-     "score the model on a multiple-choice file of llm.c's (HellaSwag, MMLU), and stop"},
+     "score the model on a multiple-choice file in llm.c's format (HellaSwag, MMLU), and exit"},
     {"json", 0, OPT_FLAG, FIELD(json), "0", 0, 1, NULL, OWN, "Plan and checks",
-     "with --plan or --eval: as JSON; dev/report.py draws plans"},
+     "with --plan or --eval: print JSON; dev/report.py draws plans"},
     {"fit", 0, OPT_CHOICE, FIELD(fit), NULL, 0, 0, fits, OWN, "Plan and checks",
-     "print the fastest settings that fit, of those that are not given, and stop; bits: batch, "
-     "levels and homes, any: number types too, all: whatever nothing else beats in device bytes, "
-     "host bytes and speed"},
+     "print the fastest settings that fit, varying those that are not given, and exit. bits: "
+     "batch, recomputation and offload; any: number types too; all: every setting that no other "
+     "beats in device memory, host memory and speed"},
     {"minimum", 0, OPT_FLAG, FIELD(minimum), "0", 0, 1, NULL, OWN, "Plan and checks",
-     "print the least memory that the model can be trained in, at settings of its own, and stop"},
+     "print the least memory in which the model can be trained, with the settings, and exit"},
     {"gpu", 0, OPT_TEXT, FIELD(gpu), "", 0, 0, NULL, OWN, "Plan and checks",
-     "with --plan, --fit, --minimum: for this card (t4 4060ti 4090 a100 h100 h200 ...)"},
+     "with --plan, --fit, --minimum: plan for this card (t4 4060ti 4090 a100 h100 h200 ...)"},
     {"gpu-mem", 0, OPT_BYTES, FIELD(gpu_mem), "0", 0, 9e15, NULL, OWN, "Plan and checks",
-     "with --plan, --fit: for this much device memory (16GiB); a GPU run takes no more than such "
-     "a card has"},
+     "with --plan, --fit: plan for this much device memory (16GiB); a run on a GPU uses no more "
+     "than a card of this size has"},
     {"check", 0, OPT_FLAG, FIELD(check), "0", 0, 1, NULL, OWN, "Plan and checks",
-     "GPU program: one batch through the GPU and the CPU oracle, the difference of every tensor"},
+     "GPU program: compare the loss and every gradient of one batch with the CPU reference"},
     {"compare", 0, OPT_FLAG, FIELD(compare), "0", 0, 1, NULL, OWN, "Plan and checks",
-     "GPU program: memory and time of a step with and without recomputation"},
+     "GPU program: compare memory and time of a step with and without recomputation"},
     {"tune", 0, OPT_SWITCH, FIELD(tune), "1", 0, 1, NULL, OWN, "Plan and checks",
-     "GPU program: time cuBLASLt's algorithms at the start and keep the choice for this GPU in "
-     "~/.cache/train_gpt2; 0: take its first ones"},
+     "GPU program: time cuBLASLt's algorithms at start-up and cache the choice for this GPU in "
+     "~/.cache/train_gpt2; 0: use the first one of the heuristic"},
     {"version", 0, OPT_FLAG, FIELD(version), "0", 0, 1, NULL, OWN, "Plan and checks",
-     "version, compiler and what is built in"},
-    {"help", 'h', OPT_FLAG, FIELD(help), "0", 0, 1, NULL, OWN, "Plan and checks", "this text"},
+     "print version, compiler and enabled features"},
+    {"help", 'h', OPT_FLAG, FIELD(help), "0", 0, 1, NULL, OWN, "Plan and checks",
+     "print this text"},
 };
 #undef FIELD
 enum { OPTION_ROWS = sizeof option_rows / sizeof option_rows[0] };
@@ -1893,9 +1897,9 @@ static const LevelEntry level_table[RECOMPUTE_LEVELS] = {
     {"none", "0", 0, "nothing"},
     {"gelu", NULL, 1 << F_GELU, "GELU"},
     {"norm", NULL, 1 << F_GELU | 1 << F_LN1 | 1 << F_LN2, "GELU and both LayerNorms"},
-    {"mlp", NULL, ALL_BUT_LAST & ~(ATTENTION | 1 << F_QKV), "these and the MLP's first product"},
-    {"qkv", NULL, ALL_BUT_LAST & ~ATTENTION, "these and the product that makes Q, K and V"},
-    {"block", "1", ALL_BUT_LAST, "the block, all but its last product"},
+    {"mlp", NULL, ALL_BUT_LAST & ~(ATTENTION | 1 << F_QKV), "these and the MLP's first matmul"},
+    {"qkv", NULL, ALL_BUT_LAST & ~ATTENTION, "these and the QKV matmul"},
+    {"block", "1", ALL_BUT_LAST, "the whole block except its last matmul"},
 };
 
 // Sets the first `blocks` blocks to `level` and the others to no recomputation.

@@ -6386,7 +6386,7 @@ static int command_check(Run *run, const Program *program) {
     double cpu_loss = cpu.update(&cpu, &run->o, 0, HUGE_VAL, 0).loss,
            error = fabs(gpu_loss / cpu_loss - 1);
     bool ok = error <= tolerance;
-    printf("check  loss        %.6f, oracle %.6f: relative difference %.2e  %s\n", gpu_loss,
+    printf("check  loss        %.6f, CPU %.6f: relative difference %.2e  %s\n", gpu_loss,
            cpu_loss, error, ok ? "ok" : "FAILED");
     cpu.close(&cpu);
     run->engine.close(&run->engine);
