@@ -384,6 +384,10 @@ TEST(ranks_variables) {
     for (const Refusal &row : words) {
         expect_refused(start_by_tcp({row.arguments}, TINY "-x 1")[0], row.words, row.arguments);
     }
+    // srun's place on the machine chooses the GPU, and not the order of ranks there.
+    const Text same = master(free_port()) + "SLURM_STEP_NUM_TASKS=2 SLURM_LOCALID=0 SLURM_PROCID=";
+    expect_refused(start_by_tcp({same + "0", same + "1"}, TINY "-x 1 --timeout 1")[0],
+                   "ranks 0 and 1 would share one GPU, ", "two ranks at one place");
 }
 
 // In a build with MPI an address selects TCP. Without one MPI is told that one thread calls it, and

@@ -171,6 +171,34 @@ TEST(remedies, FLOAT) {
     detail = text("%d random plans, %d cures, %d of several changes", count, changes, several);
 }
 
+// A smaller batch has the classifier rows that its own command line would give it, and no more than
+// were asked for. States of bf16 without their fp32 weights are the last step of their axis.
+TEST(remedy_steps, FLOAT) {
+    for (const Text &rows : {Text(""), Text(" --logit-rows 2048")}) {
+        for (const int B : {16, 4, 2}) {
+            const Settings typed = planned(text("-e d12 -b %d", B) + rows);
+            Settings s = planned("-e d12 -b 32" + rows);
+            settings_batch(&s, B);
+            expect(s.logit_rows == typed.logit_rows, "-b %d%s: %d rows, not %d", B, rows.c_str(),
+                   s.logit_rows, typed.logit_rows);
+        }
+    }
+    for (const char *dtype : {"fp32", "bf16", "fp16"}) {
+        const Settings s = planned(Text("-e d12 -b 4 --dtype ") + dtype);
+        std::vector<Remedy> list(MAX_REMEDIES);
+        Text types;
+        Plan p;
+        plan_build(&p, &s);
+        const int found = plan_remedies(&p, list.data());
+        for (int i = 0; i < found; i++) {
+            types += list[(size_t)i].steps[BY_TYPE] ? Text(list[(size_t)i].option) + ", " : "";
+        }
+        plan_free(&p);
+        expect(types == (s.dtype == TYPE_BF16 ? "--moments bf16, --moments bf16 -w none, " : ""),
+               "--dtype %s: %s", dtype, types.c_str());
+    }
+}
+
 // What -r auto and --offload auto choose for a run as typed, on a GPU with `device` bytes for the
 // plan and `host` bytes to pin.
 static Settings automatic(const Text &options, size_t device, size_t host) {

@@ -801,6 +801,32 @@ TEST(gpu_zero_states, EMULATED_ALL) {
     }
 }
 
+// A fresh GPU that was written to is no longer zero: a new start clears it.
+TEST(gpu_written_states, EMULATED_ALL) {
+    const Model m = shape("l1h1c16t8", 257);
+    const int64_t all = tensor_offset(&m, TENSORS, 0);
+    Options o;
+    Settings s;
+    Plan plan;
+    Engine e;
+    parse(&o, "-b 1 -t 8 --tune 0");
+    o.dtype = device_lacks_bf16() ? (int64_t)DTYPE_FP16 : o.dtype;
+    settings_from_options(&s, &o, &m, 1);
+    plan_build(&plan, &s);
+    gpu_engine_open(&e, &plan);
+    Reals values((size_t)all, (real)0.5);
+    for (int state : {STATE_M, STATE_V}) {
+        e.write(&e, state, 0, values.data(), all);
+    }
+    engine_initialise(&e, &m, 42);
+    for (int state : {STATE_M, STATE_V}) {
+        e.read(&e, state, 0, values.data(), all);
+        expect(std::count(values.begin(), values.end(), (real)0) == all, "state %d", state);
+    }
+    e.close(&e);
+    plan_free(&plan);
+}
+
 // A tensor in two parts, as two ranks have it, is rounded as in one; whatever the order of blocks.
 TEST(gpu_rounding, CUDA_ALL) {
     enum { N = 20000, CUT = 8816 };
