@@ -660,7 +660,7 @@ static void options_contradict(const Options *o) {
         die("--gpu needs --plan, --fit or --minimum: it plans for a card without having it");
     }
     if (o->offload & OFFLOAD_AUTO && o->offload != OFFLOAD_AUTO) {
-        die("--offload auto stands alone: it chooses the states itself");
+        die("--offload auto cannot be combined with other states: it chooses them itself");
     }
     int64_t wants = o->resume ? o->resume : o->save_every ? o->save_every : o->keep;
     if (wants && !o->output[0]) {
@@ -2028,7 +2028,7 @@ static void single_buffers(BufferEntry buffers[SINGLES], const Settings *s) {
         {GROUP_BATCH, "batch", TYPE_I32, gpu * batch, 0, end, ON_DEVICE},
         {GROUP_WORKSPACE, "table of tensors", TYPE_U8, table, 0, end, ON_DEVICE},
         {GROUP_WORKSPACE, "norm and counters", TYPE_U8, gpu * GPU_STATE_BYTES, 0, end, ON_DEVICE},
-        {GROUP_WORKSPACE, "words of ranks", TYPE_U8, words, 0, end, ON_DEVICE},
+        {GROUP_WORKSPACE, "status of ranks", TYPE_U8, words, 0, end, ON_DEVICE},
         {GROUP_WORKSPACE, "partial sums", TYPE_FP32, partials, 0, end, ON_DEVICE},
         // Two batches, so that one is filled while the other is uploaded; then 256 bytes into which
         // the GPU's state ("norm and counters") is downloaded.
@@ -2683,10 +2683,10 @@ static void state_buffers(BufferEntry rows[STATE_BUFFERS], const Settings *s) {
         {GROUP_MOMENTS, "moment m", M, moments, 0, end, KIND_MOMENTS},
         {GROUP_MOMENTS, "moment v", M, moments, 0, end, KIND_MOMENTS},
         {GROUP_MASTER, "master", low, settings_has_master(s) * master, 0, end, KIND_MASTER},
-        {GROUP_WEIGHTS, "weights at home", E, weights, 0, end, KIND_WEIGHTS},
-        {GROUP_GRADIENTS, "gradients at home", D, grads, 0, end, KIND_GRADIENTS},
+        {GROUP_WEIGHTS, "weights store", E, weights, 0, end, KIND_WEIGHTS},
+        {GROUP_GRADIENTS, "gradients store", D, grads, 0, end, KIND_GRADIENTS},
         // Residuals of the last two blocks stay in their slots.
-        {GROUP_KEPT, "residuals at home", E, X * NC * max_i64(m->L - SLOTS, 0), 0, end,
+        {GROUP_KEPT, "residuals store", E, X * NC * max_i64(m->L - SLOTS, 0), 0, end,
          KIND_RESIDUALS},
         {GROUP_WEIGHTS, "weights, slot 0", E, W * block, 0, join, ON_DEVICE},
         {GROUP_WEIGHTS, "weights, slot 1", E, W * block * has_second, 0, join, ON_DEVICE},
@@ -3495,7 +3495,7 @@ static MemoryBudget budget_named(const Options *o, const Settings *s) {
     budget.host = SIZE_MAX;
     budget.where = o->gpu[0] ? o->gpu : "--gpu-mem";
     if (bytes && !budget.device) {  // for example 16 instead of 16GiB
-        die("%s: nothing is left beside %s, which are reserved for libraries, of %s", budget.where,
+        die("%s: nothing is left for the plan: %s of %s are reserved for libraries", budget.where,
             bytes_text((double)reserved).s, bytes_text((double)bytes).s);
     }
     budget.speed = rates ? speed_predict(rates, s) : speed_usual(s);
@@ -7437,7 +7437,7 @@ static double reserved_bytes(const Options *o, size_t library) {
 static int fit_command(const Options *o, const Model *m, const MemoryBudget *budget) {
     FitPoint *list = (FitPoint *)alloc_zero(MAX_POINTS, sizeof *list);
     if (budget->device <= 1 && budget->library) {
-        die("--fit: %s: nothing is left beside %s, which are reserved for libraries", budget->where,
+        die("--fit: %s: nothing is left for the plan: %s are reserved for libraries", budget->where,
             bytes_text(reserved_bytes(o, budget->library)).s);
     }
     const int n = fit_points(list, o, m, budget);

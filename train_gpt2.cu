@@ -567,12 +567,12 @@ template <class Work> static double gpu_time_ms(int rounds, cudaStream_t stream,
 template <class E>
 static void check_rows_at(const char *launcher, size_t columns, const char *names,
                           std::initializer_list<const void *> pointers) {
-    check(columns % Pack<E>::size == 0, "%s: a row of %zu numbers is no multiple of 16 bytes",
+    check(columns % Pack<E>::size == 0, "%s: a row of %zu numbers is not a multiple of 16 bytes",
           launcher, columns);
     int number = 0;
     for (const void *pointer : pointers) {
         number++;
-        check((uintptr_t)pointer % 16 == 0, "%s: pointer %d of (%s) is no multiple of 16 bytes",
+        check((uintptr_t)pointer % 16 == 0, "%s: pointer %d of (%s) is not a multiple of 16 bytes",
               launcher, number, names);
     }
 }
@@ -4153,7 +4153,8 @@ static void meeting_join(const Launcher *l, RankHello *hello, double end_ms) {
                 break;
             }
             snprintf(why, sizeof why, "%s",
-                     errno == EINPROGRESS ? "no answer, as behind a firewall" : strerror(errno));
+                     errno == EINPROGRESS ? "no answer; a firewall may block the port"
+                                          : strerror(errno));
             close(fd);
         }
         if (found) {
@@ -4231,8 +4232,8 @@ static void ranks_join(const Launcher *l, void (*select)(int local_rank)) {
     all = (RankHello *)alloc_zero((size_t)r.ranks, sizeof *all);
     ranks_gather(all, &hello, sizeof hello);
     if (memcmp(all[0].magic, rank_magic, sizeof rank_magic) != 0) {
-        die("what answers at %s, port %s, is no rank 0 of this program: is MASTER_PORT another "
-            "program's?", l->address, l->port);
+        die("the process that answers at %s, port %s, is not rank 0 of this program; does another "
+            "program use MASTER_PORT?", l->address, l->port);
     }
     this_rank.local_ranks = 0;
     for (int q = 0; q < r.ranks; q++) {

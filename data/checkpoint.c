@@ -494,7 +494,7 @@ static void save_file(Saving *save, int file) {
     row->bytes = w.bytes;
     memcpy(row->sha256, w.hash, SHA256_TEXT);
     if (w.error) {
-        save_problem(save, "cannot write %s: %s; what was there before stands", w.file,
+        save_problem(save, "cannot write %s: %s; the previous checkpoint is kept", w.file,
                      strerror(w.error));
     }
 }
@@ -805,7 +805,7 @@ static void state_add_range(StateFiles *out, const Model *m, const FileTensor *t
     file_require(strcmp(text, t->name) == 0, name, t->name, "is unknown");
     const int64_t limit = range_limit(m, &r);
     file_require(r.first >= 0 && r.count > 0 && r.first + r.count <= limit, name, t->name,
-                 "is no part of this model's states");
+                 "is not part of this model's states");
     file_require(r.state == STATE_WEIGHTS ? t->type == FILE_U16 : t->type <= FILE_BF16, name,
                  t->name, "has not the type of this state");
     if ((out->count & (out->count - 1)) == 0) {  // full at every power of two

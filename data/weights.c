@@ -203,7 +203,7 @@ static void config_parse(Model *m, const unsigned char *bytes, size_t size, cons
         }
         if (s < SIZES) {
             if (value[s]) {
-                json_fail(&j, "a size stands twice");
+                json_fail(&j, "a size is given twice");
             }
             value[s] = json_count(&j);
         } else if (f < fact_count) {
@@ -317,7 +317,7 @@ static void index_check(const ModelFile *f, const char *tensor, const char *part
     }
     const unsigned char *data = i < 0 ? NULL : f->spans[layer * FILE_TENSORS + i].data;
     if (!data || data < f->maps[k].bytes || data > f->maps[k].bytes + f->maps[k].size) {
-        die("%s: tensor %s: is not in %s, where weight_map says it lies", f->name, tensor, part);
+        die("%s: tensor %s: is not in %s, where weight_map places it", f->name, tensor, part);
     }
 }
 
@@ -381,7 +381,8 @@ static void model_file_open(ModelFile *f, const char *path) {
     const char *slash = strrchr(f->name, '/');
     path_print(config, "%.*sconfig.json", slash ? (int)(slash + 1 - f->name) : 0, f->name);
     if (mapping_open(&map, config) != 0) {
-        die("--model (-e): cannot open %s: %s; it stands beside the weights and tells their sizes",
+        die("--model (-e): cannot open %s: %s; it belongs next to the weights and gives their "
+            "sizes",
             config, file_error());
     }
     config_parse(&f->model, map.bytes, map.size, config);

@@ -483,7 +483,7 @@ TEST(state_parts) {
     }
     for (auto &[name, words] : std::vector<std::pair<Text, Text>>{
              {"v.4.0", "hold elements of v.4.1027 twice"},
-             {"v.4.2051", "v.4.2051: is no part of this model's states"}}) {
+             {"v.4.2051", "v.4.2051: is not part of this model's states"}}) {
         bad = cut(3);
         Members &file = name == "v.4.0" ? bad[1] : bad[0];  // bucket 10 of 10, part 0 and 2
         Member &longer = named(&file, name);
@@ -538,10 +538,10 @@ TEST(state_refused) {
          "hold elements of m.0.64 twice"},
         {with_tensor(good, "other", "U16", low, all), "tensor other: is unknown"},
         {with_header(good, "\"m.0.0\"", "\"m.00.0\""), "tensor m.00.0: is unknown"},
-        {with_header(good, "\"m.0.0\"", "\"m.0.-1\""), "tensor m.0.-1: is no part of"},
-        {with_header(good, "\"m.0.0\"", "\"m.-1.0\""), "tensor m.-1.0: is no part of"},
-        {with_header(good, "\"m.0.0\"", "\"m.0.1\""), "tensor m.0.1: is no part of"},
-        {with_header(good, "\"m.0.0\"", "\"m.5.0\""), "tensor m.5.0: is no part of"},
+        {with_header(good, "\"m.0.0\"", "\"m.0.-1\""), "tensor m.0.-1: is not part of"},
+        {with_header(good, "\"m.0.0\"", "\"m.-1.0\""), "tensor m.-1.0: is not part of"},
+        {with_header(good, "\"m.0.0\"", "\"m.0.1\""), "tensor m.0.1: is not part of"},
+        {with_header(good, "\"m.0.0\"", "\"m.5.0\""), "tensor m.5.0: is not part of"},
         {with_header(good, "\"m.4.0\"", "\"v.4.0\""), "its state files lack m.4.0"},
         {with_header(good, "\"m.0.0\"", "\"master.0.0\""), "tensor master.0.0: has not the type"},
         {with_header(good, "\"norms\"", "\"norm\""), "tensor norm: is unknown"},

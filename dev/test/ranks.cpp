@@ -337,7 +337,7 @@ TEST(ranks_tcp_refused) {
         _exit(read(fd, piece, sizeof piece) < 1 ||
               write(fd, words.data(), words.size()) < 1 || read(fd, piece, sizeof piece) != 0);
     }
-    one(both(taken, "2") + "1", "rank 1: what answers at localhost, port ");
+    one(both(taken, "2") + "1", "rank 1: the process that answers at localhost, port ");
     kill(other, SIGKILL);
     waitpid(other, NULL, 0);
     close(listener);

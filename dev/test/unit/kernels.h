@@ -1186,7 +1186,7 @@ template <class E, class G> static void check_misaligned() {
                 g[i] = (G *)(at + (i == bad) * sizeof(G));
                 f[i] = (float *)(at + (i == bad) * sizeof(float));
             }
-            expect_refused(outcome(spawn(row.launch)), "is no multiple of 16 bytes",
+            expect_refused(outcome(spawn(row.launch)), "is not a multiple of 16 bytes",
                            text("%s, pointer %d", row.name, bad + 1));
             expect(read_file("stderr").find(Text(row.name) + ": pointer ") != Text::npos);
         }
@@ -1199,7 +1199,8 @@ TEST(gpu_misaligned, CUDA) {
     check_misaligned<bf16, bf16>();
     bf16 *p = (bf16 *)(uintptr_t)0x100000;
     float *f = (float *)(uintptr_t)0x100000;
-    expect_death(gpu_gelu_forward(p, p, 12, 0), "a row of 12 numbers is no multiple of 16 bytes");
+    expect_death(gpu_gelu_forward(p, p, 12, 0),
+                 "a row of 12 numbers is not a multiple of 16 bytes");
     expect_death(gpu_layernorm_forward(p, f, f, p, p, p, 1, CHANNELS_MAX + 8, 0),
                  "LayerNorm of 4104 channels");
     expect_death(gpu_layernorm_backward(p, f, f, f, p, p, p, f, f, p, f, 1, CHANNELS_MAX + 8, 0),
