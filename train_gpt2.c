@@ -2341,8 +2341,8 @@ static int level_find(const char *word, size_t n, char names[128]) {
         for (int k = 0; k < 2; k++) {
             found = strlen(spellings[k]) == n && memcmp(spellings[k], word, n) == 0 ? i : found;
         }
-        used += snprintf(names + used, 128 - (size_t)used, entry->alias ? " %s (%s)" : " %s",
-                         entry->name, entry->alias);
+        used = text_add(names, 128, used, entry->alias ? " %s (%s)" : " %s", entry->name,
+                        entry->alias);
     }
     return found;
 }
@@ -3290,8 +3290,7 @@ static const char *offload_text(char text[64], const Settings *s) {
     snprintf(text, 64, "none");
     for (int state = 0; state < KINDS; state++) {
         if (s->placement[state] & PLACE_HOST) {
-            n += snprintf(text + n, 64 - (size_t)n, "%s%s", n ? "," : "",
-                          choice_text(offloads, state + 2).s);
+            n = text_add(text, 64, n, "%s%s", n ? "," : "", choice_text(offloads, state + 2).s);
         }
     }
     return text;
@@ -3454,8 +3453,8 @@ typedef struct {
 } LevelsText;
 static LevelsText recompute_text(const Settings *s) {
     LevelsText text = {"none"};
-    size_t n = 0;
-    int blocks = s->model.L;
+    const int size = sizeof text.s;
+    int n = 0, blocks = s->model.L;
     while (blocks > 0 && s->level[blocks - 1] == RECOMPUTE_NONE) {
         blocks--;
     }
@@ -3463,12 +3462,11 @@ static LevelsText recompute_text(const Settings *s) {
         for (run = 1; l + run < blocks && s->level[l + run] == s->level[l];) {
             run++;
         }
-        n += (size_t)snprintf(text.s + n, sizeof text.s - n, "%s%s", n ? "," : "",
-                              level_table[s->level[l]].name);
+        n = text_add(text.s, size, n, "%s%s", n ? "," : "", level_table[s->level[l]].name);
         if (l + run < s->model.L) {
-            n += (size_t)snprintf(text.s + n, sizeof text.s - n, ":%d", run);
+            n = text_add(text.s, size, n, ":%d", run);
         }
-        check(n < sizeof text.s, "%d blocks", blocks);
+        check(n < size - 1, "%d blocks", blocks);
     }
     return text;
 }
@@ -6193,9 +6191,9 @@ static void run_compare_replicas(Run *run) {
         most = (int)max_i64(most, statuses_alike(words, ranks, r));
     }
     run->diverged = most < ranks;
-    for (int r = 0; r < ranks && n < (int)sizeof names; r++) {
+    for (int r = 0; r < ranks; r++) {
         if (2 * most <= ranks || statuses_alike(words, ranks, r) < most) {
-            n += snprintf(names + n, sizeof names - (size_t)n, "%s%d", named++ ? ", " : "", r);
+            n = text_add(names, sizeof names, n, "%s%d", named++ ? ", " : "", r);
         }
     }
     if (run->diverged) {
@@ -6921,15 +6919,13 @@ static void plan_refuse(const Plan *p, size_t need, size_t available) {
         lacks_host = 1;
     }
     for (int i = 0; i < n && i < (lacks_host ? 1 : SHOWN); i++) {
-        length += snprintf(line + length, sizeof line - (size_t)length, "; %s frees %s (%s)",
-                           list[i].option,
-                           bytes_text((double)(plan_taken(p) - list[i].bytes)).s, list[i].cost);
+        length = text_add(line, sizeof line, length, "; %s frees %s (%s)", list[i].option,
+                          bytes_text((double)(plan_taken(p) - list[i].bytes)).s, list[i].cost);
     }
     if (n == 0) {
         snprintf(line, sizeof line, "; %s", plan_no_change(&p->settings));
     } else if (lacks_host) {
-        snprintf(line + length, sizeof line - (size_t)length, ", where %s are free",
-                 bytes_text((double)host).s);
+        text_add(line, sizeof line, length, ", but only %s are free", bytes_text((double)host).s);
     }
     free(list);
     die("the plan needs %s, only %s are available%s: %s short%s", bytes_text((double)need).s,
@@ -7671,10 +7667,10 @@ static void speed_save(const Speed *v, const char *key) {
     char line[1024];
     int n = snprintf(line, sizeof line, "%s\t", key);
     for (int i = 0; i < STAGES; i++) {
-        n += snprintf(line + n, sizeof line - (size_t)n, "%.6g ", v->token[i]);
+        n = text_add(line, sizeof line, n, "%.6g ", v->token[i]);
     }
-    n += snprintf(line + n, sizeof line - (size_t)n, "%.6g %.6g %.6g %.6g\n", v->block, v->chunk,
-                  v->byte, v->link_byte);
+    n = text_add(line, sizeof line, n, "%.6g %.6g %.6g %.6g\n", v->block, v->chunk, v->byte,
+                 v->link_byte);
     FILE *f = cache_open("speed", "a");
     if (f) {
         fwrite(line, 1, (size_t)n, f);

@@ -5288,14 +5288,13 @@ static bool matmul_choice_find(uint64_t *hash, const char *choices, const Matmul
 // Writes the choices of all plans into matmul_library.choices.
 static void matmul_choices_export(void) {
     char *text = matmul_library.choices;
-    size_t at = (size_t)snprintf(text, MATMUL_TEXT, "%s|", matmul_library.where);
-    for (int i = 0; i < matmul_library.plans && at < MATMUL_TEXT; i++) {
+    int n = text_add(text, MATMUL_TEXT, 0, "%s|", matmul_library.where);
+    for (int i = 0; i < matmul_library.plans; i++) {
         const MatmulPlan *plan = &matmul_library.plan[i];
-        at += (size_t)snprintf(text + at, MATMUL_TEXT - at, " %s=h%016" PRIx64,
-                               matmul_key_text(&plan->key).s,
-                               matmul_algorithm_hash(&plan->algorithm));
+        n = text_add(text, MATMUL_TEXT, n, " %s=h%016" PRIx64, matmul_key_text(&plan->key).s,
+                     matmul_algorithm_hash(&plan->algorithm));
     }
-    check(at < MATMUL_TEXT, "more choices than their text has room for");
+    check(n < MATMUL_TEXT - 1, "the choices of %d matmuls do not fit", matmul_library.plans);
 }
 
 // Imports another run's choices. Returns false if they are for another GPU, library or workspace,

@@ -173,9 +173,9 @@ static void run_identity(char identity[IDENTITY_BYTES], const Settings *s, const
     for (int i = 0; i < OPTION_ROWS; i++) {
         char text[64];
         if (option_rows[i].on_resume == SAME) {
-            n += snprintf(identity + n, (size_t)(IDENTITY_BYTES - n), " %s %s",
-                          option_rows[i].name, option_text(text, o, &option_rows[i]));
-            check(n < IDENTITY_BYTES, "the options that a resume must match are too many");
+            n = text_add(identity, IDENTITY_BYTES, n, " %s %s", option_rows[i].name,
+                         option_text(text, o, &option_rows[i]));
+            check(n < IDENTITY_BYTES - 1, "the options that a resume must match are too many");
         }
     }
 }

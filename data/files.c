@@ -144,6 +144,17 @@ typedef struct {
     char s[32];
 } ShortText;
 
+// Appends formatted text to the n bytes that `text` (size) holds. What does not fit is cut off.
+// Returns the new length, at most size - 1.
+__attribute__((format(printf, 4, 5))) static int text_add(char *text, int size, int n,
+                                                          const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    const int added = vsnprintf(text + n, (size_t)(size - n), format, args);
+    va_end(args);
+    return added < 0 ? n : min_int(n + added, size - 1);
+}
+
 // Formats a number of bytes: "512 B", "1.8 MiB", "11.61 GiB".
 static ShortText bytes_text(double bytes) {
     static const char *const units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
