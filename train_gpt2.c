@@ -1567,15 +1567,6 @@ static void ranks_agree(const RankStatus *words) {
     }
 }
 
-// A fingerprint of `bytes` bytes of data; `before` is the fingerprint of the data before them.
-static uint64_t fingerprint(uint64_t before, const void *data, size_t bytes) {
-    const unsigned char *p = (const unsigned char *)data;
-    for (size_t i = 0; i < bytes; i++) {
-        before = (before ^ p[i]) * 0x100000001B3u;  // FNV-1a; no cryptographic strength is needed
-    }
-    return before;
-}
-
 // Terminals. A line that is rewritten in place must fit the terminal. Bytes from data or a command
 // line must not be interpreted, neither by a terminal that shows them nor by a shell that they are
 // pasted into.
@@ -7783,7 +7774,7 @@ static void run_find_ranks(Run *run, const Program *program) {
     }
     for (int i = 0; i < OPTION_ROWS; i++) {
         const char *value = option_text(text, o, &option_rows[i]);
-        rank_info.options = fingerprint(rank_info.options, value, strlen(value) + 1);
+        rank_info.options = fnv1a(rank_info.options, value, strlen(value) + 1);
     }
     program->ranks_start(&l, (int)o->gpus);
     o->gpus = this_rank.ranks;
@@ -7799,7 +7790,7 @@ static MemoryBudget run_handshake(const Run *run, const Program *program,
     if (this_rank.ranks > 1 && program->ranks_handshake) {
         Settings same = run->s;
         same.rank = same.threads = same.quiet = 0;  // these may differ between ranks
-        rank_info.settings = fingerprint(0, &same, sizeof same);
+        rank_info.settings = fnv1a(0, &same, sizeof same);
         rank_info.device = budget->device;
         rank_info.host = budget->host;
         program->ranks_handshake();
@@ -8358,7 +8349,7 @@ static int eval_command(Run *run, const Program *program, Model *m) {
             f.name, f.longest_at, f.longest_completion, run->s.T);
     }
     settings_forward(&run->s);
-    rank_info.data = fingerprint(f.examples, o->eval, strlen(o->eval));
+    rank_info.data = fnv1a(f.examples, o->eval, strlen(o->eval));
     run_fit(run, program);
     run->live = terminal_rewrites() && !o->quiet && !o->json;
     if (!run->weights.spans) {
@@ -8520,7 +8511,7 @@ static int program_run(Run *run, const Program *program, int argc, char **argv) 
     run_open_validation(run);
     run_size(run);                                                     // 5 steps, micro-batches
     run_identity(run->identity, &run->s, o, &run->train);
-    rank_info.data = fingerprint(run->val.windows, run->identity, strlen(run->identity));
+    rank_info.data = fnv1a(run->val.windows, run->identity, strlen(run->identity));
     run_fit(run, program);                                             // 6 memory
     run_prepare_samples(run);
     if (program->command && (o->check || o->compare)) {

@@ -1665,7 +1665,7 @@ static int matmul_algorithms(cublasLtMatmulHeuristicResult_t *results, cublasSta
 // may be stored and used again with the same version of the library (cublasLt.h,
 // cublasLtMatmulAlgo_t).
 static uint64_t matmul_algorithm_hash(const cublasLtMatmulAlgo_t *algorithm) {
-    return fnv1a(fnv1a_start, (const char *)algorithm, sizeof *algorithm);
+    return fnv1a(fnv1a_start, algorithm, sizeof *algorithm);
 }
 
 // Sets the plan's algorithm to the one with this hash. Returns false and changes nothing if the
@@ -4275,7 +4275,7 @@ static uint64_t fingerprint_program(void) {
     uint64_t print = 0;
     Mapping map;
     if (mapping_open(&map, "/proc/self/exe") == 0) {
-        print = fingerprint(map.size, map.bytes, map.size);
+        print = fnv1a(map.size, map.bytes, map.size);
         mapping_close(&map);
     }
     return print;

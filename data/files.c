@@ -132,6 +132,17 @@ static int64_t max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
 static int64_t ceil_div_i64(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static int64_t round_up_i64(int64_t a, int64_t b) { return ceil_div_i64(a, b) * b; }
 
+// FNV-1a (Fowler, Noll, Vo), 64 bits, of `bytes` bytes that follow data with the hash `before`. For
+// hash tables and fingerprints; no cryptographic strength is needed.
+static const uint64_t fnv1a_start = 0xCBF29CE484222325u;
+static uint64_t fnv1a(uint64_t before, const void *data, size_t bytes) {
+    const unsigned char *p = (const unsigned char *)data;
+    for (size_t i = 0; i < bytes; i++) {
+        before = (before ^ p[i]) * 0x100000001B3u;
+    }
+    return before;
+}
+
 static double now_ms(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);

@@ -102,14 +102,8 @@ typedef struct {
     unsigned char classes[CLASSES];
 } Bpe;
 
-// FNV-1a, both for the keys of the hash table and for the fingerprint of the whole vocabulary.
-static uint64_t fnv1a(uint64_t hash, const char *bytes, size_t n) {
-    for (size_t i = 0; i < n; i++) {
-        hash = (hash ^ (unsigned char)bytes[i]) * 0x100000001B3u;
-    }
-    return hash;
-}
-static const uint64_t fnv1a_start = 0xCBF29CE484222325u, bpe_fingerprint = 0x57BAEAFF4B591D52u;
+// FNV-1a of the offsets and the text of GPT-2's vocabulary.
+static const uint64_t bpe_fingerprint = 0x57BAEAFF4B591D52u;
 
 // Sets *bytes to the bytes of a token, which are not 0-terminated. Returns their number.
 static int bpe_bytes(const Bpe *bpe, int token, const char **bytes) {
@@ -172,7 +166,7 @@ static void bpe_begin(Bpe *bpe) {
 
 // Ends the run unless the fingerprint is GPT-2's: the file is damaged or from another model.
 static void bpe_require_gpt2(const Bpe *bpe, const char *name) {
-    uint64_t hash = fnv1a(fnv1a_start, (const char *)bpe->start, sizeof bpe->start);
+    uint64_t hash = fnv1a(fnv1a_start, bpe->start, sizeof bpe->start);
     hash = fnv1a(hash, bpe->text, BPE_TEXT);
     if (bpe->count != GPT2_VOCABULARY || hash != bpe_fingerprint) {
         die("%s: not GPT-2's vocabulary: %d tokens with fingerprint %016" PRIx64
