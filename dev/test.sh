@@ -43,7 +43,7 @@ row() { rows+=("$1|$2|$3|${*:4}"); }
 driver() {
     row "$1" "$2 ${3#build/}${4+ $4 ...}" "build/test/$2 train_gpt2 $3" \
         "build/test/$2 --program ${*:3}"
-    if [ "$1 $#" = "main 3" ] && grep -q '| REST}' "dev/test/$2.cpp"; then
+    if [ "$1 $#" = "main 3" ] && grep -q '^TEST(.*REST)' "dev/test/$2.cpp"; then
         row rest "$2 ${3#build/}, REST" "build/test/$2 train_gpt2 $3" \
             "env ALL=rest build/test/$2 --program $3"
     fi

@@ -101,7 +101,7 @@ TEST(ranks_numbers) {
 // All stages have the same bits with one micro-step; with more, 0 and 1 have, and 2 and 3, where
 // gradients are rounded once in every micro-step. Clipped, with skipped steps, in every type of the
 // states, whatever the order of streams.
-static void test_ranks_stages() {
+TEST(ranks_stages) {
     enum { LAST = 3 };
     const bool full = is_full();  // every order, and level, at every stage
     write_corpus();
@@ -645,7 +645,7 @@ TEST(ranks_memory) {
 }
 
 // What ranks cannot do is one line, whoever finds out.
-static void test_ranks_refused() {
+TEST(ranks_refused) {
     write_corpus();
     static const Refusal table[] = {
         {"--gpus 3 -d 100", "is not a multiple of B x T x GPUs = 2 x 12 x 3 = 72"},
@@ -761,7 +761,7 @@ static void expect_none_left(const Ints &ranks, const char *who) {
 
 // A rank that is killed ends the run in one line that names it, though on GPUs the others would
 // wait for it for ever; a parent that is killed takes its ranks along.
-static void test_ranks_die() {
+TEST(ranks_die) {
     write_corpus();
     for (size_t victim : {2, 0}) {
         pid_t parent;
@@ -950,7 +950,7 @@ TEST(ranks_stopped) {
 }
 
 // A run whose output nobody reads for a while, as behind Ctrl-S or `less`, waits and goes on.
-static void test_ranks_unread() {
+TEST(ranks_unread) {
     write_corpus();
     int ends[2];
     char piece[4096];
@@ -1162,7 +1162,7 @@ TEST(ranks_save_killed, REST) {
 
 // Data that one rank cannot read ends the run in a line of that rank's, and all that was learnt is
 // saved: the others get no update of it. Rank 0 is the one whose number is 0.
-static void test_ranks_fault() {
+TEST(ranks_fault) {
     write_corpus();
     const Text part = "-i train.bin -e l2h2c16t16 -b 2 --gpus 3 -z 1 --shuffle 0 -x 30 ";
     run(part + "-n 20", "undisturbed");
@@ -1274,7 +1274,7 @@ static void check_overlap(int z) {
     expect(exchanges > 0, "no exchange");
 }
 
-static void test_ranks_overlap() {
+TEST(ranks_overlap) {
     write_corpus();
     check_overlap(1);
     check_overlap(3);
@@ -1452,7 +1452,7 @@ TEST(ranks_skip_and_clip, REST) {
 }
 
 // Ranks that come late to collectives, by chance, come to the same bits.
-static void test_ranks_late() {
+TEST(ranks_late) {
     write_corpus();
     const Text part = ODD "-d 72 --gpus 3 -z 1 -x 3 -v 1 -m 4 -s 3 -g 4 --clip 0.5";
     run(part, "undisturbed");

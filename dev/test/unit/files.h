@@ -193,14 +193,31 @@ TEST(state_file, HOST) {
         save_model(&n, FILE_BF16, at.c_str());
     })), "bf16 weights");
     const Text low = read_file("low");
-    const size_t all = low.size() / 2;
     auto resume = [&](const Text &state) {
         checkpoint_remove("out/step-00000004");
         write_file(at + "/" + saved_files[SAVED_STATE], state);
         write_manifest(at);
         return in_process(run);
     };
-    expect_success(resume(with_tensor(good, "master", "U16", low, all)), "bf16, master");
+    const Model m = shape("l2h2c16t16", 257);
+    Text with_master = good;
+    for (int b = 0; b < BUCKET_BLOCKS + m.L; b++) {
+        const size_t count = (size_t)bucket_at(&m, 1, b).count;
+        Text bucket(2 * count, 0);
+        for (int tensor = 0; tensor < TENSORS; tensor++) {
+            for (int l = 0; l < tensor_copies(&m, tensor); l++) {
+                int64_t at_bucket;
+                if (tensor_bucket(&m, tensor, l, &at_bucket) == b) {
+                    memcpy(&bucket[2 * (size_t)at_bucket],
+                           &low[2 * (size_t)tensor_offset(&m, tensor, l)],
+                           2 * (size_t)tensor_size(&m, tensor));
+                }
+            }
+        }
+        with_master = with_tensor(with_master, text("master.%d.0", b).c_str(), "U16", bucket,
+                                  count);
+    }
+    expect_success(resume(with_master), "bf16, master");
     expect(tensors_of("out", 4) == end, "bf16 weights and master: another end");
     expect_success(resume(good), "bf16 weights alone");
     expect(tensors_of("out", 4) != end && !tensors_of("out", 4).empty(), "bf16 weights alone");
