@@ -23,7 +23,6 @@
 // The harness is strict: NaN fails every comparison, a test that crashes or hangs has failed, and a
 // skipped test prints the reason.
 
-
 #pragma once
 #include <errno.h>
 #include <fcntl.h>

@@ -196,7 +196,7 @@ TEST(plan_monotone, FLOAT) {
             } else if (what >= 3 && what < 3 + axis_steps(&s, BY_TYPE)) {
                 char option[64];
                 axis_apply(&more, BY_TYPE, what - 2, option);
-            } else if (what >= 5 && s.gpu && s.model.L > SLOTS) {  // with two blocks, both are always in slots
+            } else if (what >= 5 && s.gpu && s.model.L > SLOTS) {  // 2 blocks: all in slots
                 settings_offload(&more, offload_tiers[what - 5]);
             }
             expect(plan_bytes(&more) <= plan_bytes(&s), "%s, change %d: %zu to %zu",
@@ -251,7 +251,7 @@ TEST(parts, HOST) {
         Settings s = draw_placements();
         check_parts(s, &cut_rows);
     }
-    // wpe of 9 rows: T below maxT, maxT C not a multiple of 64; 1,024 ranks: shards of padding only.
+    // wpe of 9 rows: T below maxT, maxT C not a multiple of 64; 1,024 ranks: padding-only shards.
     for (int ranks : {3, 7, 1024}) {
         Settings s = planned(text("-e l2h3c96t9 -t 8 -b 1 --gpus %d -z %d", ranks, ranks % 4));
         check_parts(s, &cut_rows);
