@@ -10,8 +10,8 @@
 // built programs as a user does are in dev/test/*.cpp.
 //
 // Build:  make test_gpt2 test_gpt2_double test_gpt2_asan            train_gpt2.c
-//         make test_gpt2cu_cpu test_gpt2cu_cpu_asan test_gpt2cu     train_gpt2.cu: the chapters from
-//         Kernels on
+//         make test_gpt2cu_cpu test_gpt2cu_cpu_asan test_gpt2cu     train_gpt2.cu, part Kernels and
+//         after
 //
 // Run:    build/test_gpt2             all tests, or those whose names start with an argument
 //         build/test_gpt2 --list      the names; the exit status is 0 only if no test failed

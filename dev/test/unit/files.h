@@ -101,7 +101,7 @@ TEST(llmc_model, HOST) {
         write_file("good.bin", llmc_bytes(m, version, &values));
         Reals want((size_t)tensor_offset(&m, TENSORS, 0));
         for (int tensor = 0; tensor < TENSORS; tensor++) {
-            const int64_t size = tensor_size(&m, tensor);  // only the first V rows of wte are loaded
+            const int64_t size = tensor_size(&m, tensor);  // wte: only rows below V are loaded
             const int64_t loaded = tensor == WTE ? (int64_t)m.V * m.C : size;
             for (int l = 0; l < tensor_copies(&m, tensor); l++) {
                 const double *from = &values[(size_t)tensor][(size_t)(l * size)];
