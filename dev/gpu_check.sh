@@ -539,7 +539,8 @@ stage_check() {
     first_numbers
 }
 
-# What cuBLASLt chose for every product, with tile, split and workspace: its own log of two steps.
+# The algorithms that cuBLASLt chose for every matmul, with tile, split and workspace: its own log
+# of two steps.
 library_log() {
     local T status seconds=${limit_s[$stage]}
     T=$(positions "$first_model")
@@ -556,7 +557,8 @@ library_log() {
     fi
 }
 
-# What the libraries take with one micro-step and with four: the program's own reserve rests on it.
+# Memory used by the libraries with one micro-step and with four; the program's reserve is based on
+# it.
 first_numbers() {
     local lines T micro said most seconds=${limit_s[$stage]}
     T=$(positions "$first_model")
@@ -589,7 +591,7 @@ steps_of() {
 
 median() { sort -g | awk '{ x[NR] = $1 } END { if (NR) printf "%.3f", x[int((NR + 1) / 2)] }'; }
 
-# same_steps DIR DIR: are loss and norm of all steps the same to all nine digits, and there?
+# same_steps DIR DIR: true if loss and norm of all steps exist and agree to all nine digits.
 same_steps() {
     [ -n "$(steps_of "$1" loss)" ] &&
         [ "$(steps_of "$1" "loss grad_norm")" = "$(steps_of "$2" "loss grad_norm")" ]

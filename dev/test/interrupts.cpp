@@ -141,7 +141,7 @@ TEST(second_signal) {
         kill(pid, number);
         const int status = outcome(pid).status, wanted = number == SIGHUP ? 0 : 128 + number;
         expect(status == wanted, "signal %d: status %d", number, status);
-        const Text last = number == SIGHUP ? " step-00000002" : "";  // with one micro-batch per step
+        const Text last = number == SIGHUP ? " step-00000002" : "";  // one micro-batch
         expect(names_in("out", "step") == "step-00000001" + last &&
                checkpoint_bytes("out", 1) == before, "%s", names_in("out", "step").c_str());
     }

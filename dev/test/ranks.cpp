@@ -120,7 +120,7 @@ static void test_ranks_stages() {
             for (const char *order : {"", "late", "early", "3", "8"}) {
                 const Text folder = text("z%d%s", z, order);
                 if (order[0] && !full && (&row > table || z < LAST)) {
-                    continue;  // every stream order only at the last stage, which uses the most streams
+                    continue;  // only the last stage, which uses the most streams
                 }
                 remove_folder(folder);
                 run(ranks + text("-z %d", z), folder, with("EMU_ORDER", order));
@@ -1119,7 +1119,7 @@ TEST(ranks_save_killed, REST) {
     shell("cp -r begun undisturbed");
     const Text good = checkpoint_bytes("begun", 2, 3);
     run(whole, "undisturbed");
-    const std::pair<const char *, const char *> table[] = {  // the file held back; then the files done by others
+    const std::pair<const char *, const char *> table[] = {  // which file is held back
         {"model.safetensors", ""},
         {"state-1-of-3.safetensors", "state-0-of-3.safetensors"},
         {"manifest.json", "config.json"}};
@@ -1160,7 +1160,7 @@ TEST(ranks_save_killed, REST) {
 }
 
 // Data that one rank cannot read end the run in a line of that rank, and the state is saved; the
-// other ranks do not apply the step. Rank 0's file is read first.
+// other ranks do not apply the step. Also tested with rank 0, since 0 could mean "no fault".
 static void test_ranks_fault() {
     write_corpus();
     const Text part = "-i train.bin -e l2h2c16t16 -b 2 --gpus 3 -z 1 --shuffle 0 -x 30 ";
