@@ -502,7 +502,7 @@ stage_sanitizer() {
     done
 }
 
-# --- 4. GPU against oracle ------------------------------------------------------------------------
+# --- 4. GPU against CPU reference -----------------------------------------------------------------
 
 # positions MODEL: of l2h2c64t64, 64; of a preset, 1024.
 positions() {

@@ -105,7 +105,7 @@ bytes=$(od -An -tu4 -N4 "$to/state/state")
 header=$(tail -c +9 "$to/state/state" | head -c $((bytes)))
 for step in 9007199254740992 9007199254740993 99999999999999999999 -1; do
     other=${header/'"step":"1"'/"\"step\":\"$step\""}
-    (( (${#other} - ${#header}) % 2 == 0 )) || other+=' '    # the model depends on the parity of the size
+    (( (${#other} - ${#header}) % 2 == 0 )) || other+=' '    # the size's parity selects the model
     { le32 ${#other} 0; printf '%s' "$other"; tail -c +$((9 + bytes)) "$to/state/state"; } \
         > "$to/state/step$step"
 done
