@@ -374,8 +374,8 @@ stage_test() {
 # --- 3. compute-sanitizer -------------------------------------------------------------------------
 
 # A kernel with a race in shared memory, a barrier that only some threads of a warp reach, and
-# writes behind the allocation: a tool that works on this machine finds its third of that, and the
-# clean bill of one that does not is worth nothing.
+# writes after an allocation. A tool that works on this machine finds its third of these; if it does
+# not, its finding no errors elsewhere means nothing.
 injected_bugs() {
     cat << 'CUDA'
 __global__ void injected_kernel(int *p) {
@@ -395,9 +395,9 @@ int main() {
 CUDA
 }
 
-# Every kernel of ours ends in _kernel, and so does the planted one; of the libraries' kernels, that
-# are not ours to mend and slow to watch, hardly any. Errors of the API that a program handles
-# are not reported. The second spelling is an older tool's; the last watches everything.
+# All our kernels have names that end in _kernel, including the injected one; hardly any of the
+# libraries' do, which are slow to watch and not ours to fix. API errors that a program handles are
+# not reported. The second spelling is for older tools; the last watches everything.
 filters=("--kernel-name kns=_kernel --report-api-errors explicit"
          "--kernel-regex kns=_kernel --report-api-errors explicit"
          "")
