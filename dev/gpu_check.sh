@@ -42,7 +42,7 @@
 #   make train_gpt2cu_cpu && GPT2CU=./train_gpt2cu_cpu TEST=true MODELS=l2h2c64t64 $0
 set -u
 export LC_ALL=C CUDA_DEVICE_ORDER=PCI_BUS_ID    # the first GPU is nvidia-smi's first
-unset CDPATH    # else cd may go elsewhere and print where
+unset CDPATH    # else cd could change to another folder and print it
 cd "$(dirname "$0")/.." || exit 1
 # Per stage: the seconds after which one of its commands is stopped, and those that the whole stage
 # is expected to take on an H200 with 16 cores. Expected, never measured: steps at the rates of
@@ -73,7 +73,7 @@ given_program=${GPT2CU:-} given_test=${TEST:-} given_bench=${BENCH:-} CARRIED=${
 given_emulated=${EMULATED:-} EMULATED=${EMULATED:-./train_gpt2cu_cpu}
 GPT2CU=${GPT2CU:-./train_gpt2cu} TEST=${TEST:-build/test_gpt2cu} BENCH=${BENCH:-build/bench}
 first_model=${MODELS%% *}
-# The first GPU that programs see, as nvidia-smi names it; a part of one (MIG) it does not take.
+# The first GPU that programs see, as named by nvidia-smi; not a part of one (MIG).
 first_gpu=${CUDA_VISIBLE_DEVICES:-0} first_gpu=${first_gpu%%,*}
 [[ $first_gpu =~ ^([0-9]+|GPU-.*)$ ]] || first_gpu=0
 for stage in $STAGES; do
@@ -89,7 +89,7 @@ ARCHIVE=${ARCHIVE:-$LOGS.tar.gz}
 export XDG_CACHE_HOME=$LOGS/cache    # timed algorithms and rates: archived too, and no older ones
 # Runs and their checkpoints (1.5 GB at 124M) never go to LOGS.
 work=$(mktemp -d "$PWD/build/gpu_check.XXXXXX") || exit 1
-# A program without a RUNPATH finds its libraries in a toolkit, or in what came with PyTorch.
+# A program without a RUNPATH finds its libraries in a toolkit, or in those installed with PyTorch.
 own_library_path=${LD_LIBRARY_PATH:-}
 if [ -n "${NCCL_HOME:-}" ]; then
     ln -s "$NCCL_HOME/lib/libnccl.so.2" "$work/libnccl.so"    # a wheel has no such link
@@ -111,22 +111,22 @@ reported=0 stage=machine
 
 # --- Lines, time and logs -------------------------------------------------------------------------
 
-# begin STAGE: what an earlier call found at it is forgotten.
+# begin STAGE: discards what an earlier call found in it.
 begin() {
     stage=$1
     rm -f "$LOGS/$stage".{log,verdicts,rows,compare,seconds}
 }
 
-# Packs LOGS into ARCHIVE, which is whole at any time, also when this script is killed. tar's status
-# is 1 if a file grew meanwhile.
+# Packs LOGS into ARCHIVE, which is complete at any time, also if this script is killed. tar's
+# status is 1 if a file grew meanwhile.
 archive() {
     compgen -G "$LOGS/*.verdicts" > /dev/null || return
     { tar -czf "$ARCHIVE.part" --exclude="${ARCHIVE##*/}*" -C "${LOGS%/*}" "${LOGS##*/}" ||
         [ $? -eq 1 ]; } 2> /dev/null && mv "$ARCHIVE.part" "$ARCHIVE"
 }
 
-# report NAME ok|FAILED|skipped TEXT: a line of the summary. What had no time was skipped. The
-# summary on disk is always whole, so that a script stopped from outside leaves what it had found.
+# report NAME ok|FAILED|skipped TEXT: a line of the summary; checks without time left are skipped.
+# The summary on disk is always complete, so a script stopped from outside leaves what it has found.
 report() {
     local outcome=$2
     [[ $3 != "no time left"* ]] || outcome=skipped
@@ -136,7 +136,7 @@ report() {
     summary > "$LOGS/summary.md"
 }
 
-# found verdicts|rows|compare|seconds: what all calls found, stage by stage.
+# found verdicts|rows|compare|seconds: the results of all calls, stage by stage.
 found() {
     local each
     for each in machine $all_stages; do
@@ -146,15 +146,15 @@ found() {
 outcomes() { found verdicts | cut -f 1 | grep -cx "$1"; }
 counts() { echo "$(outcomes ok) passed, $(outcomes FAILED) failed, $(outcomes skipped) skipped"; }
 
-# limit SECONDS: the same, or what is left in all. A limit of 0 means that nothing starts.
+# limit SECONDS: the smaller of SECONDS and the time left in all. With a limit of 0 nothing starts.
 limit() {
     local left=$((SECONDS_IN_ALL - SECONDS))
     [ $left -ge 3 ] || left=0
     echo $((left < $1 ? left : $1))
 }
 
-# bounded SECONDS COMMAND...: status 124 when the time was up, also before the start. 137 becomes
-# 124: the command needed the second, harder signal.
+# bounded SECONDS COMMAND...: status 124 if the time was up, also before the start. 137 becomes 124:
+# the command needed the second, harder signal.
 bounded() {
     local seconds status
     seconds=$(limit "$1")
@@ -166,8 +166,8 @@ bounded() {
     return $status
 }
 
-# logged SECONDS COMMAND...: the command's output goes, under its own command line, to the end of
-# the stage's log and alone to $work/last.
+# logged SECONDS COMMAND...: appends the command line and the command's output to the stage's log,
+# and writes only the output to $work/last.
 logged() {
     local status
     bounded "$@" > "$work/last" 2>&1
@@ -177,7 +177,7 @@ logged() {
     return $status
 }
 
-# why STATUS SECONDS: words for a command that went wrong: the time, or its last line.
+# why STATUS SECONDS: describes a command's failure: the time limit, or its last line.
 why() {
     if [ "$1" -eq 124 ]; then
         [ "$(limit "$2")" -gt 0 ] && echo "not done after $2 s" || echo "no time left"
@@ -188,24 +188,24 @@ why() {
     fi
 }
 
-# The GPU's memory in use, five times a second, for as long as this script lives. As a client of the
-# driver it also keeps the GPU initialised, which otherwise takes seconds at every program's start.
+# Records the GPU's memory in use, five times a second, while this script runs. As a client of the
+# driver it also keeps the GPU initialised, which otherwise takes seconds whenever a program starts.
 watch_memory() {
     command -v nvidia-smi > /dev/null || return
     stdbuf -oL nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits -i "$first_gpu" \
         -lms 200 > "$work/memory" 2> /dev/null &
     watcher=$!
-    disown    # so that its end is not told
+    disown    # no message at its end
 }
 
-# most_memory LINES: the most of what was seen after that many lines, in MiB; 0: nothing was.
+# most_memory LINES: the maximum recorded after that many lines, in MiB; 0 if there is none.
 most_memory() {
     { tail -n +$(($1 + 1)) "$work/memory"; gpu memory.used; } | grep -x '[0-9]*' | sort -n |
         tail -n 1 | grep . || echo 0
 }
 
-# gpu FIELD: one number or name that nvidia-smi knows of the first GPU; nothing where it fails, as
-# it does, in words on its stdout, where there is none.
+# gpu FIELD: a number or name that nvidia-smi reports for the first GPU; empty if it fails, e.g.
+# because there is no GPU, which it reports in words on its stdout.
 gpu() {
     local said
     said=$(timeout 20 nvidia-smi --query-gpu="$1" --format=csv,noheader,nounits -i "$first_gpu" \
@@ -215,7 +215,7 @@ gpu() {
 
 # --- 0. The machine -------------------------------------------------------------------------------
 
-# find_tool NAME: where it is, on the path or in the CUDA toolkit; nothing when it is not there.
+# find_tool NAME: its path, from the PATH or the CUDA toolkit; empty if it is not installed.
 find_tool() {
     command -v "$1" && return
     for folder in /usr/local/cuda/bin /usr/local/cuda/compute-sanitizer; do
@@ -229,7 +229,7 @@ stage_machine() {
         { [ -z "$(git status --porcelain 2> /dev/null)" ] || commit="$commit and changes"; }
     commit=${commit:-${COMMIT:-unknown}}
     name=$(gpu name)
-    if [ -z "$name$given_program" ]; then    # else it would build for minutes first
+    if [ -z "$name$given_program" ]; then    # otherwise it would first build for minutes
         echo "gpu_check.sh: nvidia-smi shows no GPU; a program that is named goes on without one:" \
             "GPT2CU=./train_gpt2cu_cpu" >&2
         exit 1
@@ -261,8 +261,8 @@ stage_machine() {
 }
 
 # An empty process on the GPU. It fails first if the driver is older than the toolkit, which no test
-# without a GPU can show; the program's reserve for a context rests on its bytes, and the limits of
-# this script on its time.
+# without a GPU can show. The program's reserve for a context is based on its bytes, and the limits
+# of this script on its time.
 context_probe() {
     local began took seconds=${limit_s[$stage]}
     cat > "$work/context.cu" << 'CUDA'
@@ -300,7 +300,7 @@ process on it, ${idle_mib:-unknown} MiB before; the process took $took ms"
 
 # --- 1, 2. Build and tests ------------------------------------------------------------------------
 
-# choose_programs: what was not given and is not built is taken from CARRIED, if that has it.
+# choose_programs: takes programs that were neither given nor built from CARRIED, if they are there.
 choose_programs() {
     [ -x "$GPT2CU" ] || [ ! -x "$CARRIED/train_gpt2cu" ] || GPT2CU=$CARRIED/train_gpt2cu
     [ -x "$TEST" ] || [ -n "$given_test" ] || [ ! -x "$CARRIED/test_gpt2cu" ] ||
@@ -321,7 +321,7 @@ stage_build() {
         report programs skipped "GPT2CU, TEST and BENCH are given"
         return
     fi
-    # All at once; what went wrong then is built again alone, so that each has a verdict.
+    # Builds all at once; failed ones are built again one by one, so that each has a verdict.
     logged "$seconds" make -k -j"$(nproc)" "${targets[@]}"
     status=$?
     for target in "${targets[@]}"; do
