@@ -402,8 +402,9 @@ filters=("--kernel-name kns=_kernel --report-api-errors explicit"
          "--kernel-regex kns=_kernel --report-api-errors explicit"
          "")
 
-# sanitize TOOL LOG COMMAND...: runs the command under the tool, watching what $filter says. Where
-# threads would spin, the program starts itself anew to have them sleep: the tool might lose it.
+# sanitize TOOL LOG COMMAND...: runs the command under the tool, which watches what $filter selects.
+# OMP_WAIT_POLICY is set here because the program would otherwise restart itself with it, and the
+# tool might lose the new process.
 sanitize() {
     local tool=$1 log=$2
     shift 2
@@ -413,24 +414,25 @@ sanitize() {
     echo "[exit status $?]" >> "$log"
 }
 
-# errors_in LOG: the count in the tool's summary; nothing when it never came to one. A second line
-# of that name counts what was not printed.
+# errors_in LOG: the count in the tool's summary; empty if there is no summary. A second line of
+# that name counts the errors that were not printed.
 errors_in() {
     sed -n 's/^=* *\(ERROR\|RACECHECK\) SUMMARY: *\([0-9]*\).*/\2/p' "$1" | head -n 1
 }
 
-# printed_in LOG: how many reports it prints. The first line of each is not indented.
+# printed_in LOG: the number of reports printed. Only the first line of each is not indented.
 printed_in() {
     grep '^=\{9\} [A-Z]' "$1" | grep -cv 'SUMMARY\|COMPUTE-SANITIZER\|Target app\|Error: process'
 }
 
-# kernels_in LOG: which of our kernels it names.
+# kernels_in LOG: our kernels that it names.
 kernels_in() {
     grep -oE '[a-z0-9_]+_kernel' train_gpt2.cu | sort -u | grep -owF -f - "$1" | sort -u |
         tr '\n' ' '
 }
 
-# finds_injected TOOL: does the tool find its part of the injected errors in what $filter selects?
+# finds_injected TOOL: true if the tool finds its part of the injected errors in what $filter
+# selects.
 finds_injected() {
     local log=$work/$1.planted
     sanitize "$1" "$log" "$work/planted"
@@ -481,8 +483,8 @@ stage_sanitizer() {
         fi
         { echo "=== $tool planted"; cat "$work/$tool.planted"; echo; } >> "$LOGS/sanitizer.log"
     done
-    # Two layers, tiles with a tail, two chunks of logits. Two programs at a time: nothing here is
-    # timed, and each wants its context and the tool's memory.
+    # Two layers, tiles with a remainder, two chunks of logits. Two programs at a time: nothing here
+    # is timed, and each needs memory for its context and the tool.
     for each in "${works[@]}"; do
         read -r tool dtype <<< "$each"
         sanitize "$tool" "$work/$tool.$dtype" "$GPT2CU" -e l2h2c128t96 -b 2 -x 2 -v 0 -r 1 \
@@ -504,7 +506,7 @@ stage_sanitizer() {
 
 # --- 4. GPU against CPU reference -----------------------------------------------------------------
 
-# positions MODEL: of l2h2c64t64, 64; of a preset, 1024.
+# positions MODEL: 64 for l2h2c64t64, 1024 for a preset.
 positions() {
     if [[ $1 =~ ^l[0-9]+h[0-9]+c[0-9]+t([0-9]+)$ ]]; then
         echo "${BASH_REMATCH[1]}"
@@ -513,10 +515,10 @@ positions() {
     fi
 }
 
-# Batches are small: the CPU computes the same. In the second one 1,092 tokens, 4 beyond a multiple
-# of 64, are the k of all products for weight gradients: cuBLASLt has split such a k and lost its
-# tail (facebookexperimental/triton PR 2767), which the emulated library cannot show. That would be
-# a difference of sqrt(4 / 1092), or 6 %.
+# Batches are small because the CPU computes the same. In the second one, 1,092 tokens, 4 more than
+# a multiple of 64, are the k of all weight-gradient matmuls: cuBLASLt has split such a k and lost
+# its remainder (facebookexperimental/triton PR 2767), which the emulated library cannot reproduce.
+# That would be a difference of sqrt(4 / 1092), or 6 %.
 stage_check() {
     local dtype batch status T worst seconds=${limit_s[$stage]}
     T=$(positions "$first_model")
@@ -577,7 +579,7 @@ first_numbers() {
 
 # --- Logs of runs ---------------------------------------------------------------------------------
 
-# steps_of DIR FIELDS: the fields of every step of a run's log, a line a step.
+# steps_of DIR FIELDS: the fields of every step in a run's log, one line per step.
 steps_of() {
     awk -v fields="$2" '/^[{]"step":.*"loss":/ {
         n = split(fields, field, " ")
@@ -599,7 +601,7 @@ same_steps() {
 
 # --- 4 b. Two runs, the same bits -----------------------------------------------------------------
 
-# Both runs save to the same path: a checkpoint's header holds the options.
+# Both runs save to the same path, because a checkpoint's header contains the options.
 stage_bits() {
     local run status seconds=${limit_s[$stage]} dir=$work/bits
     for run in a b; do
@@ -625,8 +627,8 @@ stage_bits() {
 
 # --- 5. Speed and memory --------------------------------------------------------------------------
 
-# largest_batch MODEL LEVEL: the largest power of two up to LARGEST_BATCH whose plan fits what is
-# free now; nothing, and the plan in $work/last, when one sequence does not fit.
+# largest_batch MODEL LEVEL: the largest power of two up to LARGEST_BATCH whose plan fits the free
+# memory; empty, and the plan in $work/last, if not even one sequence fits.
 largest_batch() {
     local batch
     for ((batch = LARGEST_BATCH; batch >= 1; batch /= 2)); do
@@ -640,10 +642,10 @@ largest_batch() {
     done
 }
 
-# timed_run DIR SECONDS OPTIONS...: a run of STEPS steps. The variable `measured` becomes the most
-# memory in MiB that the GPU had in use meanwhile, less what it had when this script began. The run
-# is killed once its last step stands in the log, which is whole after every line: the checkpoint
-# that would follow takes 19 GB at 1558M.
+# timed_run DIR SECONDS OPTIONS...: a run of STEPS steps. Sets `measured` to the peak of the GPU's
+# memory in use, in MiB, minus what was in use when this script began. The run is killed once its
+# last step is in the log, which is complete after every line, because the checkpoint that would
+# follow has 19 GB at 1558M.
 timed_run() {
     local dir=$1 seconds most lines began=$SECONDS status
     seconds=$(limit "$2")
@@ -670,7 +672,7 @@ timed_run() {
     wait $child 2> /dev/null
     [ $status -ne 1 ] || status=$?
     child=
-    # A run may have written its last step and ended between two looks.
+    # A run may write its last step and end between two checks.
     [ "$(steps_of "$dir" step | tail -n 1)" != "$STEPS" ] || status=0
     [ "$most" -eq 0 ] || measured=$((most - ${idle_mib:-0}))
     { echo "\$ $GPT2CU $* -x $STEPS -v 0"; cat "$work/last" "$dir/log.jsonl"; echo; } \
@@ -679,10 +681,10 @@ timed_run() {
     return $status
 }
 
-# The time of a step with each state in host memory compared with none, and the same bits. The rates
-# of copies and of pinning are measured by the stage bench. On a machine with two sockets pinned
-# memory may lie on the other socket's NUMA node and copies take twice as long: the output of
-# `nvidia-smi topo -m` in machine.log says which node is the GPU's.
+# The time of a step with each state in host memory compared with none; the bits must be equal. The
+# rates of copies and of pinning are measured by the stage bench. On a machine with two sockets,
+# pinned memory may be on the other socket's NUMA node, and copies then take twice as long: the
+# output of `nvidia-smi topo -m` in machine.log shows the GPU's node.
 stage_offload() {
     local homes dir ms none='' seconds=${limit_s[$stage]} status
     for homes in none moments moments,master weights gradients residuals \
@@ -705,9 +707,9 @@ stage_offload() {
     done
 }
 
-# The largest relative differences of losses and of norms of gradients, step by step. Status 0 if
-# they are at most LOSS and NORM: orders of sums differ, and bf16 has eight bits. A GPU's part that
-# is lost or counted twice shows in the norm.
+# The largest relative differences of losses and of gradient norms, step by step. Status 0 if they
+# are at most LOSS and NORM: the order of sums differs, and bf16 has eight bits. The norm reveals a
+# GPU's part that is lost or counted twice.
 near_steps() {    # near_steps DIR DIR LOSS NORM
     paste -d ' ' <(steps_of "$1" "loss grad_norm") <(steps_of "$2" "loss grad_norm") |
         awk -v most_loss="$3" -v most_norm="$4" '
@@ -723,12 +725,12 @@ near_steps() {    # near_steps DIR DIR LOSS NORM
         }'
 }
 
-# One GPU: NCCL from 2.30.7 on lets ranks share it if asked to, so its calls, groups and streams are
-# the real ones even here. Ranks take turns on the GPU unless MPS runs, and NVLink is not used, so
-# neither times nor memory mean anything: with MPS, or with a GPU per rank, only silicon can tell.
-# fp32 and 6 steps, so that only orders of sums differ from the emulated device's; the CPU program,
-# with yet another order, is within 1e-7 of it. All -z must agree to the bit. With 96 channels,
-# parts of 2 and 4 ranks end inside matrices, and the last is padded.
+# One GPU: NCCL from 2.30.7 on lets ranks share it on request, so the real calls, groups and streams
+# are tested even here. Ranks take turns on the GPU unless MPS runs, and NVLink is not used, so
+# times and memory mean nothing; those need MPS or a GPU per rank.
+# fp32 and 6 steps, so that only the order of sums differs from the emulated device; the CPU
+# program, with yet another order, is within 1e-7 of it. All -z must be bitwise equal. With 96
+# channels, the shards of 2 and 4 ranks end inside matrices, and the last one is padded.
 shared_gpu() {
     local ranks zero dir status apart refused seconds=${limit_s[$stage]}
     local shared=(env NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0 NCCL_DEBUG=WARN)
@@ -760,7 +762,7 @@ shared_gpu() {
             fi
             if [ $status -ne 0 ]; then
                 report "$ranks ranks on it, -z $zero" FAILED "$(why $status "$seconds")"
-                [ "$ranks $zero" != "2 0" ] || return    # the others would take their time to fail
+                [ "$ranks $zero" != "2 0" ] || return    # the others would fail slowly too
             elif ! apart=$(near_steps "$work/emulated$ranks" "$dir" 1e-5 1e-4); then
                 report "$ranks ranks on it, -z $zero" FAILED "not the emulated device's: $apart"
             elif ! same_steps "$work/shared$ranks.0" "$dir"; then
@@ -773,7 +775,8 @@ same bits as -z 0${shared[4]:+; ${shared[4]}}"
     done
 }
 
-# Several GPUs: the same tokens a step on one and on two. Time, numbers, and bytes as planned.
+# Several GPUs: the same tokens per step on one and on two. Compares time, numbers and planned
+# bytes.
 stage_gpus() {
     local run dir ms one='' seconds=${limit_s[$stage]} status T planned given count apart
     count=$(timeout 20 nvidia-smi --query-gpu=name --format=csv,noheader 2> /dev/null | wc -l)
@@ -815,7 +818,7 @@ $given bytes a GPU as planned, measured ${measured:-not} MiB; $(grep -m 1 -o \
     done
 }
 
-# seconds_for MODEL: more for a large one, which draws a billion random numbers when it starts.
+# seconds_for MODEL: more for a large one, which generates a billion random numbers at the start.
 seconds_for() {
     case $1 in
     d36 | d48 | gpt2-large | gpt2-xl) echo 120 ;;
@@ -823,8 +826,8 @@ seconds_for() {
     esac
 }
 
-# speed MODEL LEVEL BATCH: one timed run, and its row of the table. Before it one step that is not
-# timed: it loads kernels and times algorithms, so that the limit of time is for STEPS alone.
+# speed MODEL LEVEL BATCH: one timed run, and its row of the table. It is preceded by one untimed
+# step that loads kernels and times algorithms, so that the time limit applies to STEPS only.
 speed() {
     local model=$1 level=$2 batch=$3 seconds status T ms tokens planned
     local dir=$work/$model.r$level
@@ -839,7 +842,7 @@ speed() {
         report "$model -r $level" FAILED "$(why $status "$seconds")"
         return 1
     fi
-    # The first quarter warms up.
+    # The first quarter is the warm-up.
     ms=$(steps_of "$dir" ms | tail -n +$((STEPS / 4 + 1)) | median)
     tokens=$(awk -v ms="$ms" -v n=$((batch * T)) 'BEGIN { printf "%.0f", 1e3 * n / ms }')
     planned=$(sed -n 's/.*"plan_bytes":\([0-9]*\).*/\1/p' "$dir/log.jsonl" |
@@ -850,7 +853,7 @@ speed() {
         "$ms ms, $tokens tokens/s; planned $planned MiB, measured ${measured:-not} MiB"
 }
 
-# The program's own table: planned bytes, what the libraries take by cudaMemGetInfo, medians.
+# The program's own table: planned bytes, library memory by cudaMemGetInfo, medians.
 compare() {    # compare MODEL BATCH
     local status seconds
     seconds=$(seconds_for "$1")
@@ -866,7 +869,7 @@ compare() {    # compare MODEL BATCH
 
 stage_speed() {
     local model level batch batch_0 batch_1 timed
-    # What is free has a context less than what a plan is compared with, and that is kept clear of.
+    # The program's CUDA context will use part of the free memory, so 768 MiB are subtracted.
     memory_mib=${MEMORY_MIB:-$(gpu memory.free | awk '{ print $1 - 768 }')}
     memory_mib=${memory_mib:-16384}
     for model in $MODELS; do
@@ -884,7 +887,7 @@ stage_speed() {
                 report "$model -r $level" FAILED "no plan: $(tail -n 1 "$work/last")"
             fi
         done
-        # Recomputation must not change a bit: the same data, step for step.
+        # Recomputation must not change a bit: compares the same data step by step.
         if [ $timed -eq 2 ] && [ "$batch_0" = "$batch_1" ]; then
             if same_steps "$work/$model.r0" "$work/$model.r1"; then
                 report "$model -r 0, -r 1" ok "losses and norms of $STEPS steps are equal"
@@ -898,7 +901,7 @@ stage_speed() {
 
 # --- 6. PyTorch -----------------------------------------------------------------------------------
 
-# One process a model; what it had printed when its time was up still counts.
+# One process per model; lines printed before its time limit still count.
 stage_torch() {
     local model level batch_0 batch_1 status seconds=${limit_s[$stage]} line
     if ! logged 60 "$PYTHON" -c 'import torch'; then
@@ -948,8 +951,8 @@ stage_bench() {
 
 # --- 8. Summary -----------------------------------------------------------------------------------
 
-# Rows: program model level batch ms tokens/s planned measured. The ratio of a row of ours is to
-# compiled PyTorch with the same recomputation and batch, to eager PyTorch where that is missing.
+# Rows: program model level batch ms tokens/s planned measured. Our rows are compared with compiled
+# PyTorch with the same recomputation and batch, or with eager PyTorch if that is missing.
 table() {
     echo "| program | model | -r | B | ms/step | tokens/s | planned MiB | measured MiB |" \
         "ratio to PyTorch |"
@@ -993,7 +996,7 @@ TEXT
     echo '```'
 }
 
-# timed COMMAND: a stage, and what it took of the time that was expected.
+# timed COMMAND: runs a stage and prints its time next to the expected one.
 timed() {
     local began=$SECONDS
     "$@"
