@@ -1,8 +1,8 @@
 # train_gpt2: GPT-2 training in C and CUDA. `make train` and `make test` need only a compiler.
-# What is found out about the machine can be overruled: make CC=clang OMP= MARCH=-march=x86-64
+# Detected settings can be overridden: make CC=clang OMP= MARCH=-march=x86-64
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-# --- What this machine has. try(compiler and flags, libraries): does an empty program link? -------
+# --- Detection. try(compiler and flags, libraries): does an empty program link? -------------------
 on_path = $(shell command -v $(1) 2>/dev/null)
 try = $(shell mkdir -p build && echo 'int main(void) { return 0; }' | \
         $(1) - -o build/try.$$$$ $(2) 2>/dev/null && echo yes; rm -f build/try.$$$$)
@@ -20,10 +20,11 @@ OMP := $(if $(call try,$(CC) -fopenmp -include omp.h -x c),-fopenmp)
 SAN = $(call try,$(CXX) -fsanitize=address -fsanitize=undefined -x c++)
 DNNL = $(if $(call try,$(CC) -include dnnl.h -x c,-ldnnl),-ldnnl)
 FUZZ_CC = $(firstword $(foreach c,clang clang-14,$(call on_path,$(c))) clang)
-# Where nvcc is a link, as in /usr/bin, its headers and the programs it calls stand beside what it
-# points to (a link of ccache points to another name). A path with a space would be two words of
-# make's, so a toolkit there is reached through a link. The compiler knows /usr/include itself;
-# named again it would hide the C library's headers from C++'s.
+# If nvcc is a symbolic link, as in /usr/bin, its headers and the programs it calls are next to the
+# link's target (unless it links to ccache, whose target has another name). make would split a path
+# with a space into two words, so such a toolkit is used through a link in build/. /usr/include is
+# left out because the compiler searches it already; naming it again would hide the C library's
+# headers from C++'s.
 NVCC := $(shell nvcc=$$(command -v nvcc || echo /usr/local/cuda/bin/nvcc); \
           real=$$(readlink -f "$$nvcc"); case $$real in (*/nvcc) nvcc=$$real ;; esac; \
           case $$nvcc in (*' '*) mkdir -p build && ln -sfn "$${nvcc%/bin/nvcc}" build/cuda && \
@@ -31,8 +32,9 @@ NVCC := $(shell nvcc=$$(command -v nvcc || echo /usr/local/cuda/bin/nvcc); \
 CUDA_HOME := $(patsubst %/bin/nvcc,%,$(NVCC))
 CUDA_INCLUDE := $(patsubst %,-isystem %,$(filter-out /usr/include,$(CUDA_HOME:%=%/include)))
 CUDA_LIBRARIES := $(wildcard $(foreach h,$(filter-out /usr,$(CUDA_HOME)),$h/lib64 $h/targets/*/lib))
-# Compute capabilities of the GPUs here from 75 on, where nvcc 13 begins. 90a is sm_90 with its own
-# GPU's instructions; nvcc knows both from 12.0 on. nvidia-smi takes seconds: asked only to build.
+# Compute capabilities of the installed GPUs from 75 on, the oldest that nvcc 13 supports. 90a is
+# sm_90 with its architecture-specific instructions; nvcc supports both from 12.0 on. nvidia-smi
+# takes seconds, so it runs only if something is built.
 GPU := $(if $(and $(NVCC),$(building)),$(sort $(shell nvidia-smi --query-gpu=compute_cap \
          --format=csv,noheader 2>/dev/null | grep -x '[0-9]*\.[0-9]' | tr -d . | awk '$$1>74')))
 ARCH ?= $(patsubst 90,90a,$(GPU))
@@ -40,7 +42,7 @@ CUDA_HEADERS = $(call try,$(CXX) $(CUDA_INCLUDE) -include cublasLt.h -include cu
 NCCL := $(and $(NVCC),$(call try,$(CXX) $(CUDA_INCLUDE) -include nccl.h -x c++,-lnccl))
 mpi := $(filter -I% -L% -l% -Wl$(,)%,$(if $(call on_path,mpicc),$(shell mpicc -show)))
 MPI := -DGPT2_MPI=$(if $(mpi),1,0) $(patsubst -I%,-isystem %,$(mpi))
-# nvcc does not know -Wl, by which mpicc says where its libraries are found when a program starts.
+# nvcc does not accept -Wl, which mpicc prints to set the run-time search path of its libraries.
 NV_MPI := $(patsubst -Wl$(,)%,-Xlinker %,$(MPI))
 PROGRAM := $(if $(and $(NVCC),$(GPU),$(wildcard train_gpt2.cu)),train_gpt2cu,train_gpt2)
 ifndef REPORTED
@@ -53,36 +55,37 @@ $(info $(if $(NVCC),✓ nvcc $(strip $(nvcc_version) $(ARCH:%=sm_%)),✗ nvcc: C
 $(if $(and $(NVCC),$(building)),$(if $(GPU),,$(info ✗ GPU: none seen from sm_75 on)))
 $(if $(NVCC),$(info $(if $(NCCL),✓ NCCL$(if $(mpi), · MPI),✗ NCCL: one GPU only)))
 endif
-# --- Flags. No contraction outside the matmul, never -Ofast: one source, one set of bits ----------
-# (but MARCH=-march=x86-64 knows no fused multiply-add, and its matmul rounds every product).
-# A warning stops the build only with WERROR=-Werror, as in `make test`: what a compiler that was
-# never tried warns of keeps no user from the program.
+# --- Flags. No contraction outside the matmul, never -Ofast: same source, same bits ---------------
+# (but MARCH=-march=x86-64 has no fused multiply-add, so its matmul rounds every product).
+# Warnings stop the build only with WERROR=-Werror, as in `make test`: a warning of a compiler that
+# was never tried must not keep a user from building the program.
 OPT := -O3 $(MARCH) -ffp-contract=off -fno-math-errno $(or $(OMP),-Wno-unknown-pragmas)
 OPT += -pthread -Wall -Wextra -Wundef $(WERROR)
 C := $(CC) -std=c11 $(OPT) -Wc++-compat
-# AROUND: for files around Volume I; none uses all its functions. C++ has no partial initialisers.
+# AROUND: for programs that include train_gpt2.c, none of which uses all its functions. CPP: g++
+# warns about C's partial initialisers.
 AROUND := -Wno-unused-function
 CPP := $(CXX) -std=c++17 $(OPT) -Wno-missing-field-initializers $(AROUND) -x c++
-# Lines alone and not what ASan reports in other words: compiling takes half the time.
+# Line tables only, and no checks that repeat ASan's: halves the time to compile.
 ASAN := -O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all \
         -fno-sanitize=null,object-size,vptr
 NO_HEADERS = $@ needs CUDA's headers: a toolkit, or the wheels dev/cuda_cpu/cuda_runtime.h names
 CUDA_ON_CPU = $(if $(CUDA_HEADERS),,$(error $(NO_HEADERS)))$(CPP) -O2 -Idev/cuda_cpu $(CUDA_INCLUDE)
 NV1 := $(NVCC) -std=c++17 -O3 -fmad=false $(if $(filter -Werror,$(WERROR)),-Werror all-warnings)
-# Without a GPU to ask: sm_80, and PTX, which the driver of any newer GPU compiles when it starts.
+# If no GPU is found: sm_80, and PTX, which the driver of a newer GPU compiles at start-up.
 NV := $(NV1) -lineinfo $(foreach a,$(or $(ARCH),80),-gencode arch=compute_$(a),code=sm_$(a)) \
       $(if $(ARCH),,-gencode arch=compute_80,code=compute_80) \
       $(CUDA_LIBRARIES:%=-Xlinker -rpath,%) \
       -Xcompiler "$(filter-out -Wundef,$(OPT)) -Wno-missing-field-initializers $(AROUND)"
 WITH_NCCL = $(if $(NCCL),-DGPT2_NCCL=1 -lnccl $(NV_MPI))
-# DEPEND: the headers that a program includes are written down, and looked at the next time.
+# DEPEND: records the headers that a program includes, for the next build.
 DEPEND = -MMD -MP -MF build/$(@F).d -MT $@
-# VARIANT: what sets a build apart by its name. What tests build has gaps and poison in its arena.
+# VARIANT: flags that follow from the target's name. Test builds put gaps and poison in the arena.
 VARIANT = $(if $(filter build/test_gpt2%,$@),-DTEST_CUDA=$(if $(findstring cu,$@),1,0)) \
           $(if $(filter build/test_gpt2% build/train_gpt2%,$@),-DGPT2_POISON=1) \
           $(if $(findstring double,$@),-DGPT2_DOUBLE=1) $(if $(findstring asan,$@),$(ASAN))
 # --- Targets --------------------------------------------------------------------------------------
-# These have a name without build/ too.
+# These can also be built without the prefix build/.
 PROGRAMS := test_gpt2 test_gpt2_double test_gpt2_asan test_cuda_cpu test_gpt2cu_cpu \
             test_gpt2cu_cpu_asan test_cuda_cpu_asan test/data test/data_asan test_gpt2cu \
             train_gpt2_asan bench_cpu cuda_example
@@ -91,12 +94,13 @@ PROGRAMS := test_gpt2 test_gpt2_double test_gpt2_asan test_cuda_cpu test_gpt2cu_
 help: ## this list
 	@awk -F':.*## ' '/^[a-z0-9_\/]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
 
-# A changed compiler or flag builds again whatever depends on this file; WERROR changes no bit.
+# A changed compiler or flag rebuilds all that depends on this file. WERROR is left out: it does not
+# affect the result.
 all_flags = $(filter-out -Werror all-warnings $(WERROR),$(C) $(CPP) \
               $(if $(filter %/gpu,$@),$(NV) $(WITH_NCCL),$(NV1) $(MPI)))
 build/flags build/gpu: FORCE
 	@mkdir -p build; echo '$(all_flags)' | cmp -s - $@ || echo '$(all_flags)' > $@
-# A program comes with data where there is none; failing at that is one line and stops nothing.
+# Building a program also prepares data if there is none; a failure prints one line and is ignored.
 EMPTY_DATA := $(if $(wildcard data/*.bin)$(filter train data,$(MAKECMDGOALS)),,some_data)
 some_data:
 	@mkdir -p build; $(MAKE) -s data 2> build/data.log || \
@@ -108,7 +112,7 @@ data/stories: data/stories.c build/flags
 data/tokenize data/stories:
 	part=$@.$$$$.part; $(filter-out $(OMP),$(C)) -Wno-unknown-pragmas $(AROUND) $(DEPEND) -pthread \
 	$< -o $$part -lm && mv $$part $@
-# What drives the programs from outside, and formats: it takes no time of its own.
+# Test drivers run the programs as child processes, so -O1 is enough for their own code.
 build_test = mkdir -p $(@D) && $(CPP) -O1 $(VARIANT) $(DEPEND) $< -o $@ -lm
 build/test/%_asan: dev/test/%.cpp build/flags | data/stories ; $(build_test)
 build/test/%: dev/test/%.cpp build/flags | data/stories ; $(build_test)
@@ -136,8 +140,9 @@ train_gpt2cu build/test_gpt2cu build/bench:
 	$(if $(ARCH),,@echo 'No GPU to build for: $@ is for sm_80 and newer;' \
 	    'ARCH="89 90a" names yours, ARCH=75 a T4 or RTX 20.')
 	$(NV) $(VARIANT) $(DEPEND) $< -o $@ -lcublasLt $(WITH_NCCL)
-# The same and their tools on the CPU. Its benchmark shows only that the benchmark runs.
-train_gpt2cu_cpu: train_gpt2.cu build/flags | $(EMPTY_DATA) ## the same without a GPU
+# The GPU program and its tools on the CPU. The benchmark's times mean nothing there: the target
+# only shows that it runs.
+train_gpt2cu_cpu: train_gpt2.cu build/flags | $(EMPTY_DATA) ## the GPU program, emulated on the CPU
 build/train_gpt2cu_cpu_asan: train_gpt2.cu build/flags
 build/test_gpt2cu_cpu build/test_gpt2cu_cpu_asan: test_gpt2.cu build/flags
 build/test_cuda_cpu build/test_cuda_cpu_asan: dev/cuda_cpu/test_cuda_cpu.cpp build/flags
@@ -146,7 +151,7 @@ build/bench_cuda_cpu: dev/bench/bench.cu build/flags
 train_gpt2cu_cpu $(addprefix build/,train_gpt2cu_cpu_asan test_gpt2cu_cpu test_gpt2cu_cpu_asan \
 test_cuda_cpu test_cuda_cpu_asan cuda_example bench_cuda_cpu):
 	$(CUDA_ON_CPU) $(VARIANT) $(DEPEND) $< -o $@ -lm $(if $(findstring train,$@),$(MPI))
-# The same with a count of each kernel's bytes: dev/cuda_cpu/emu_profile.h.
+# The benchmark with a count of each kernel's bytes: dev/cuda_cpu/emu_profile.h.
 build/bench_profile: dev/bench/bench.cu build/flags
 	$(if $(CUDA_HEADERS),,$(error $(NO_HEADERS)))$(CXX) -std=c++17 -O1 -fsanitize=thread -w \
 	-ffp-contract=off -Idev/cuda_cpu $(CUDA_INCLUDE) -x c++ $(DEPEND) -c $< -o $@.o
@@ -156,17 +161,18 @@ build/sm_%.log: train_gpt2.cu $(BOOK) build/flags
 	@$(NVCC) --version | tail -n 2 > $@
 	$(NV1) -cubin -Xptxas -v -gencode arch=compute_$*,code=sm_$* $< -o $@.cubin 2>> $@ || \
 	{ cat $@ >&2; false; }
-# Each program as a single file: a line that includes a file of the project is replaced by it.
+# Each program as a single file: every line that includes one of the project's files is replaced
+# by that file.
 one: build/train_gpt2_one.c build/train_gpt2_one.cu ## each program as one file, to copy
 build/train_gpt2_one.c build/train_gpt2_one.cu: build/train_gpt2_one.%: train_gpt2.% $(BOOK)
 	@mkdir -p build
 	awk 'function paste(file,  line, part) { while ((getline line < file) > 0) \
 	if (line ~ /^#include "/) { split(line, part, "\""); paste(part[2]) } else print line } \
 	BEGIN { paste("$<") }' > $@
-data: data/tokenize data/stories ## tinyshakespeare, or else stories, as tokens
+data: data/tokenize data/stories ## tinyshakespeare (or else generated stories) as token shards
 	@data/prepare.sh
 
-# The small model of `make train`: these settings reach the validation loss stated below.
+# The small model of `make train`: these settings reach the validation loss printed below.
 RECIPE := -e l4h4c128t64 -b 12 -l 3e-3 -u 100 --beta2 0.99 -v 500 -m 0 -s 500 --temperature 0.7
 train: $(PROGRAM) data ## build for this machine, prepare data, train a small GPT-2, print samples
 	@set -e; text=tinyshakespeare_bytes steps=2000 loss=1.88; \
@@ -178,21 +184,21 @@ train: $(PROGRAM) data ## build for this machine, prepare data, train a small GP
 
 FOUND = CC='$(CC)' CXX='$(CXX)' MARCH='$(MARCH)' OMP='$(OMP)' MAKE='$(MAKE)' SAN='$(SAN)' \
         NVCC='$(NVCC)' CUDA_INCLUDE='$(CUDA_INCLUDE)' CUDA_HEADERS='$(CUDA_HEADERS)' GPU='$(GPU)'
-# A script that calls make in turn shares this one's jobs, but with make -n it is only printed.
+# A script that itself runs make shares this make's jobs; with make -n it is only printed.
 SHARED := $(if $(findstring n,$(filter-out -%,$(firstword $(MAKEFLAGS)))),,+)
 test: ## build and run the tests; ALL=1 adds sanitizers, other GPUs and compilers
 	@dev/deps.sh test $(if $(filter-out 0 main,$(ALL)$(FULL)),lint)
 	$(SHARED)@WERROR='$(or $(WERROR),-Werror)' $(FOUND) dev/test.sh
-fuzz: build/fuzz build/fuzz_replay train_gpt2 data/tokenize ## readers, FUZZ_SECONDS=60 each
+fuzz: build/fuzz build/fuzz_replay train_gpt2 data/tokenize ## fuzz each reader, FUZZ_SECONDS=60
 	@dev/fuzz/run.sh $(or $(FUZZ_SECONDS),60)
-bench: build/bench_cpu build/bench_files ## beside oneDNN, files beside dd, PYTHON=...: PyTorch
+bench: build/bench_cpu build/bench_files ## compare with oneDNN, dd and (PYTHON=...) PyTorch
 	bash -o pipefail -c './build/bench_cpu | tee build/$@.txt'
 	$(if $(PYTHON),$(PYTHON) dev/bench/against_torch.py --beside build/$@.txt &&) ./build/bench_files
-check_torch: build/dump train_gpt2 ## against transformers; the script says what PYTHON needs
+check_torch: build/dump train_gpt2 ## compare with transformers; the script says what PYTHON needs
 	$(or $(PYTHON),python3) dev/check/against_torch.py
 style: ## layout, warnings and lint of the sources
 	$(SHARED)@$(FOUND) dev/style.sh
-deps: ## install, or name, what tests and benchmarks need
+deps: ## install, or name, the packages that tests and benchmarks need
 	@dev/deps.sh build test lint bench
 clean: ## remove what was built; data/*.bin and runs/ stay
 	rm -rf build train_gpt2 train_gpt2cu train_gpt2cu_cpu data/tokenize data/stories

@@ -1,20 +1,20 @@
-// test_gpt2.cu -- the numbers of train_gpt2: every chapter that computes, checked from inside.
+// test_gpt2.cu -- numeric tests of train_gpt2: every chapter that computes, tested from inside.
 //
-// What it is: one program, one table of tests (dev/test/harness.h). A test runs in a process of its
-// own, inside a folder of its own, and prints one line: what was compared at the worst place found,
-// its error and the tolerance, how much of it was used, ok or FAILED. Naive twins of the fast code
-// live here; they compute in a wider type and bring the tolerance of every element with them.
+// One program with a table of tests (dev/test/harness.h). Each test runs in its own process and
+// folder and prints one line: the comparison closest to failing, its error and tolerance, the share
+// of the tolerance that was used, and ok or FAILED. The naive references of the fast code are here;
+// they compute in a wider type and supply the tolerance of every element.
 //
-// What it refuses to be: tuned. A tolerance is an error model (sum_error, below) or stands beside
-// the sentence that derives it, and is never loosened until a test passes. NaN fails everywhere.
-// Nor does it drive the programs as a user does: dev/test/*.cpp do, with the programs as built.
+// Tolerances are not tuned: each is an error model (sum_error, below) or next to a comment that
+// derives it, and is never relaxed to make a test pass. NaN always fails. Tests that drive the
+// built programs as a user does are in dev/test/*.cpp.
 //
-// Build:  make test_gpt2 test_gpt2_double test_gpt2_asan            Volume I
-//         make test_gpt2cu_cpu test_gpt2cu_cpu_asan test_gpt2cu     Volume II: the chapters from
-//         Kernels on
+// Build:  make test_gpt2 test_gpt2_double test_gpt2_asan            train_gpt2.c
+//         make test_gpt2cu_cpu test_gpt2cu_cpu_asan test_gpt2cu     train_gpt2.cu, part Kernels and
+//         after
 //
-// Run:    build/test_gpt2             every test, or those whose names begin with an argument
-//         build/test_gpt2 --list      the names; the exit status is 0 only when no test failed
+// Run:    build/test_gpt2             all tests, or those whose names start with an argument
+//         build/test_gpt2 --list      the names; the exit status is 0 only if no test failed
 //
 // Contents
 //   1  Harness
@@ -29,8 +29,8 @@
 #else
 #include "train_gpt2.c"
 #endif
-// The builds, a bit each: what one leaves out runs in another with the same input. THIS_BUILD is a
-// macro because harness.h reads it. EMULATED: only what the emulated device makes possible.
+// The builds, one bit each: a test that one build leaves out runs in another with the same input.
+// THIS_BUILD is a macro because harness.h reads it. EMULATED: needs the emulated device.
 enum {
     FLOAT = 1,
     DOUBLE = 2,
@@ -59,29 +59,29 @@ enum { EMULATED = CUDA_CPU ? CUDA : NO_BUILD, EMULATED_ALL = CUDA_CPU ? CUDA_ALL
 
 // -------------------------------------------------------------------------------------------------
 // 1. Harness
-// What dev/test/harness.h cannot know: the type that the program computes in, and the whole program
-// as a function, for what no built program can be made to do.
+// Additions to dev/test/harness.h: the type that the program computes in, and the whole program as
+// a function, for situations that a built program cannot be brought into.
 
 typedef std::vector<real> Reals;
 #if GPT2_DOUBLE
-typedef long double wide;  // of the naive twins
+typedef long double wide;  // type of the naive references
 static const double unit = 0x1p-53, smallest = 0x1p-1022;
 #else
 typedef double wide;
-static const double unit = 0x1p-24, smallest = 0x1p-126;  // of a rounding; normal number
+static const double unit = 0x1p-24, smallest = 0x1p-126;  // of rounding; least normal number
 #endif
 
-// Equal to the bit; NaN equals itself.
+// Bitwise equal; NaN equals itself.
 static int same_bits(const Reals &a, const Reals &b) {
     return a.size() == b.size() && memcmp(a.data(), b.data(), a.size() * sizeof(real)) == 0;
 }
 
-// Error of a sum of n rounded products over the sum of their sizes: rounding errors that do not all
-// point one way grow with sqrt(n) (Higham and Mary, SIAM J. Sci. Comput. 41, 2019); four standard
-// deviations, and four roundings on the way in and out.
+// Relative error of a sum of n rounded products, over the sum of their magnitudes. Rounding errors
+// with random signs grow with sqrt(n) (Higham and Mary, SIAM J. Sci. Comput. 41, 2019); this is
+// four standard deviations, plus four roundings of inputs and output.
 static double sum_error(double n) { return (4 * sqrt(n) + 4) * unit; }
 
-// Numbers in (-1.7, 1.7) x scale with deviation `scale`, a function of (seed, index).
+// Uniform numbers in (-1.7, 1.7) x scale with standard deviation `scale`, from (seed, index).
 static Reals noise(size_t n, double scale, uint64_t seed) {
     Reals out(n);
     for (size_t i = 0; i < n; i++) {
@@ -90,12 +90,12 @@ static Reals noise(size_t n, double scale, uint64_t seed) {
     return out;
 }
 
-// As harness.h's, for numbers of this file's lines.
+// Like harness.h's near_at, for this file's lines.
 static void near_at(int line, wide got, wide want, double tol, const Text &where) {
     near_at(__FILE__, line, got, want, tol, where);
 }
 
-// The whole program in a child of this process; `other` replaces train_gpt2_main's engine.
+// Runs the whole program in a child process; `other` replaces train_gpt2_main's engine.
 static Outcome in_process(const Text &arguments, const Program *other = NULL) {
     return outcome(spawn([&] {
         Words words = split(arguments.c_str());
@@ -107,7 +107,7 @@ static Outcome in_process(const Text &arguments, const Program *other = NULL) {
 
 // -------------------------------------------------------------------------------------------------
 // 2. The parts
-// One file for each part of the programs, in their order.
+// One file for each part of the programs, in the programs' order.
 
 #include "dev/test/unit/ground.h"
 #include "dev/test/unit/plan.h"

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# Says what targets need and this machine lacks; as root on Debian or Ubuntu it installs that, and
-# says so first.
-#   dev/deps.sh build|test|lint|bench|cuda...  CC and NVCC name other compilers than cc and nvcc
-# Prints nothing when everything is there. Exit status 1 only when something is missing that a
-# target cannot do without.
+# Lists what targets need and this machine lacks; as root on Debian or Ubuntu installs it, after
+# saying so.
+#   dev/deps.sh build|test|lint|bench|cuda...  CC and NVCC override the compilers cc and nvcc
+# Prints nothing if everything is installed. Exit status 1 only if something is missing without
+# which a target fails.
 set -u
 
 have() { command -v "$1" > /dev/null 2>&1; }
 has_header() { echo "#include <$1>" | "${CC:-cc}" -E - > /dev/null 2>&1; }
 
-# need PACKAGE...: without them the target fails. want WHAT PACKAGE...: without them it does less.
+# need PACKAGE...: a target fails without them. want WHAT PACKAGE...: without them it does less.
 need() { needed+=("$@"); }
 want() { lost+=("$1") && shift && wanted+=("$@"); }
 
-# One line a tool: what is looked for, what is lost without it, the packages that bring it.
+# One line per tool: what is looked for, what is lost without it, the packages that contain it.
 look() {
     needed=() wanted=() lost=()
     for target in "$@"; do
@@ -42,8 +42,8 @@ look() {
     done
 }
 
-# Lists first: a bare container has none. One package that cannot be had does not keep the others
-# away.
+# Updates the package lists first, since a bare container has none. A package that is not available
+# does not prevent the installation of the others.
 install() {
     local apt=(env DEBIAN_FRONTEND=noninteractive timeout 600 apt-get -qq
                -o Acquire::Retries=1 -o Acquire::http::Timeout=15 -o Dpkg::Use-Pty=0)

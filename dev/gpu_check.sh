@@ -42,7 +42,7 @@
 #   make train_gpt2cu_cpu && GPT2CU=./train_gpt2cu_cpu TEST=true MODELS=l2h2c64t64 $0
 set -u
 export LC_ALL=C CUDA_DEVICE_ORDER=PCI_BUS_ID    # the first GPU is nvidia-smi's first
-unset CDPATH    # else cd may go elsewhere and print where
+unset CDPATH    # else cd could change to another folder and print it
 cd "$(dirname "$0")/.." || exit 1
 # Per stage: the seconds after which one of its commands is stopped, and those that the whole stage
 # is expected to take on an H200 with 16 cores. Expected, never measured: steps at the rates of
@@ -73,7 +73,7 @@ given_program=${GPT2CU:-} given_test=${TEST:-} given_bench=${BENCH:-} CARRIED=${
 given_emulated=${EMULATED:-} EMULATED=${EMULATED:-./train_gpt2cu_cpu}
 GPT2CU=${GPT2CU:-./train_gpt2cu} TEST=${TEST:-build/test_gpt2cu} BENCH=${BENCH:-build/bench}
 first_model=${MODELS%% *}
-# The first GPU that programs see, as nvidia-smi names it; a part of one (MIG) it does not take.
+# The first GPU that programs see, as named by nvidia-smi; not a part of one (MIG).
 first_gpu=${CUDA_VISIBLE_DEVICES:-0} first_gpu=${first_gpu%%,*}
 [[ $first_gpu =~ ^([0-9]+|GPU-.*)$ ]] || first_gpu=0
 for stage in $STAGES; do
@@ -89,7 +89,7 @@ ARCHIVE=${ARCHIVE:-$LOGS.tar.gz}
 export XDG_CACHE_HOME=$LOGS/cache    # timed algorithms and rates: archived too, and no older ones
 # Runs and their checkpoints (1.5 GB at 124M) never go to LOGS.
 work=$(mktemp -d "$PWD/build/gpu_check.XXXXXX") || exit 1
-# A program without a RUNPATH finds its libraries in a toolkit, or in what came with PyTorch.
+# A program without a RUNPATH finds its libraries in a toolkit, or in those installed with PyTorch.
 own_library_path=${LD_LIBRARY_PATH:-}
 if [ -n "${NCCL_HOME:-}" ]; then
     ln -s "$NCCL_HOME/lib/libnccl.so.2" "$work/libnccl.so"    # a wheel has no such link
@@ -111,22 +111,22 @@ reported=0 stage=machine
 
 # --- Lines, time and logs -------------------------------------------------------------------------
 
-# begin STAGE: what an earlier call found at it is forgotten.
+# begin STAGE: discards what an earlier call found in it.
 begin() {
     stage=$1
     rm -f "$LOGS/$stage".{log,verdicts,rows,compare,seconds}
 }
 
-# Packs LOGS into ARCHIVE, which is whole at any time, also when this script is killed. tar's status
-# is 1 if a file grew meanwhile.
+# Packs LOGS into ARCHIVE, which is complete at any time, also if this script is killed. tar's
+# status is 1 if a file grew meanwhile.
 archive() {
     compgen -G "$LOGS/*.verdicts" > /dev/null || return
     { tar -czf "$ARCHIVE.part" --exclude="${ARCHIVE##*/}*" -C "${LOGS%/*}" "${LOGS##*/}" ||
         [ $? -eq 1 ]; } 2> /dev/null && mv "$ARCHIVE.part" "$ARCHIVE"
 }
 
-# report NAME ok|FAILED|skipped TEXT: a line of the summary. What had no time was skipped. The
-# summary on disk is always whole, so that a script stopped from outside leaves what it had found.
+# report NAME ok|FAILED|skipped TEXT: a line of the summary; checks without time left are skipped.
+# The summary on disk is always complete, so a script stopped from outside leaves what it has found.
 report() {
     local outcome=$2
     [[ $3 != "no time left"* ]] || outcome=skipped
@@ -136,7 +136,7 @@ report() {
     summary > "$LOGS/summary.md"
 }
 
-# found verdicts|rows|compare|seconds: what all calls found, stage by stage.
+# found verdicts|rows|compare|seconds: the results of all calls, stage by stage.
 found() {
     local each
     for each in machine $all_stages; do
@@ -146,15 +146,15 @@ found() {
 outcomes() { found verdicts | cut -f 1 | grep -cx "$1"; }
 counts() { echo "$(outcomes ok) passed, $(outcomes FAILED) failed, $(outcomes skipped) skipped"; }
 
-# limit SECONDS: the same, or what is left in all. A limit of 0 means that nothing starts.
+# limit SECONDS: the smaller of SECONDS and the time left in all. With a limit of 0 nothing starts.
 limit() {
     local left=$((SECONDS_IN_ALL - SECONDS))
     [ $left -ge 3 ] || left=0
     echo $((left < $1 ? left : $1))
 }
 
-# bounded SECONDS COMMAND...: status 124 when the time was up, also before the start. 137 becomes
-# 124: the command needed the second, harder signal.
+# bounded SECONDS COMMAND...: status 124 if the time was up, also before the start. 137 becomes 124:
+# the command needed the second, harder signal.
 bounded() {
     local seconds status
     seconds=$(limit "$1")
@@ -166,8 +166,8 @@ bounded() {
     return $status
 }
 
-# logged SECONDS COMMAND...: the command's output goes, under its own command line, to the end of
-# the stage's log and alone to $work/last.
+# logged SECONDS COMMAND...: appends the command line and the command's output to the stage's log,
+# and writes only the output to $work/last.
 logged() {
     local status
     bounded "$@" > "$work/last" 2>&1
@@ -177,7 +177,7 @@ logged() {
     return $status
 }
 
-# why STATUS SECONDS: words for a command that went wrong: the time, or its last line.
+# why STATUS SECONDS: describes a command's failure: the time limit, or its last line.
 why() {
     if [ "$1" -eq 124 ]; then
         [ "$(limit "$2")" -gt 0 ] && echo "not done after $2 s" || echo "no time left"
@@ -188,24 +188,24 @@ why() {
     fi
 }
 
-# The GPU's memory in use, five times a second, for as long as this script lives. As a client of the
-# driver it also keeps the GPU initialised, which otherwise takes seconds at every program's start.
+# Records the GPU's memory in use, five times a second, while this script runs. As a client of the
+# driver it also keeps the GPU initialised, which otherwise takes seconds whenever a program starts.
 watch_memory() {
     command -v nvidia-smi > /dev/null || return
     stdbuf -oL nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits -i "$first_gpu" \
         -lms 200 > "$work/memory" 2> /dev/null &
     watcher=$!
-    disown    # so that its end is not told
+    disown    # no message at its end
 }
 
-# most_memory LINES: the most of what was seen after that many lines, in MiB; 0: nothing was.
+# most_memory LINES: the maximum recorded after that many lines, in MiB; 0 if there is none.
 most_memory() {
     { tail -n +$(($1 + 1)) "$work/memory"; gpu memory.used; } | grep -x '[0-9]*' | sort -n |
         tail -n 1 | grep . || echo 0
 }
 
-# gpu FIELD: one number or name that nvidia-smi knows of the first GPU; nothing where it fails, as
-# it does, in words on its stdout, where there is none.
+# gpu FIELD: a number or name that nvidia-smi reports for the first GPU; empty if it fails, e.g.
+# because there is no GPU, which it reports in words on its stdout.
 gpu() {
     local said
     said=$(timeout 20 nvidia-smi --query-gpu="$1" --format=csv,noheader,nounits -i "$first_gpu" \
@@ -215,7 +215,7 @@ gpu() {
 
 # --- 0. The machine -------------------------------------------------------------------------------
 
-# find_tool NAME: where it is, on the path or in the CUDA toolkit; nothing when it is not there.
+# find_tool NAME: its path, from the PATH or the CUDA toolkit; empty if it is not installed.
 find_tool() {
     command -v "$1" && return
     for folder in /usr/local/cuda/bin /usr/local/cuda/compute-sanitizer; do
@@ -229,7 +229,7 @@ stage_machine() {
         { [ -z "$(git status --porcelain 2> /dev/null)" ] || commit="$commit and changes"; }
     commit=${commit:-${COMMIT:-unknown}}
     name=$(gpu name)
-    if [ -z "$name$given_program" ]; then    # else it would build for minutes first
+    if [ -z "$name$given_program" ]; then    # otherwise it would first build for minutes
         echo "gpu_check.sh: nvidia-smi shows no GPU; a program that is named goes on without one:" \
             "GPT2CU=./train_gpt2cu_cpu" >&2
         exit 1
@@ -261,8 +261,8 @@ stage_machine() {
 }
 
 # An empty process on the GPU. It fails first if the driver is older than the toolkit, which no test
-# without a GPU can show; the program's reserve for a context rests on its bytes, and the limits of
-# this script on its time.
+# without a GPU can show. The program's reserve for a context is based on its bytes, and the limits
+# of this script on its time.
 context_probe() {
     local began took seconds=${limit_s[$stage]}
     cat > "$work/context.cu" << 'CUDA'
@@ -300,7 +300,7 @@ process on it, ${idle_mib:-unknown} MiB before; the process took $took ms"
 
 # --- 1, 2. Build and tests ------------------------------------------------------------------------
 
-# choose_programs: what was not given and is not built is taken from CARRIED, if that has it.
+# choose_programs: takes programs that were neither given nor built from CARRIED, if they are there.
 choose_programs() {
     [ -x "$GPT2CU" ] || [ ! -x "$CARRIED/train_gpt2cu" ] || GPT2CU=$CARRIED/train_gpt2cu
     [ -x "$TEST" ] || [ -n "$given_test" ] || [ ! -x "$CARRIED/test_gpt2cu" ] ||
@@ -321,7 +321,7 @@ stage_build() {
         report programs skipped "GPT2CU, TEST and BENCH are given"
         return
     fi
-    # All at once; what went wrong then is built again alone, so that each has a verdict.
+    # Builds all at once; failed ones are built again one by one, so that each has a verdict.
     logged "$seconds" make -k -j"$(nproc)" "${targets[@]}"
     status=$?
     for target in "${targets[@]}"; do
@@ -374,8 +374,8 @@ stage_test() {
 # --- 3. compute-sanitizer -------------------------------------------------------------------------
 
 # A kernel with a race in shared memory, a barrier that only some threads of a warp reach, and
-# writes behind the allocation: a tool that works on this machine finds its third of that, and the
-# clean bill of one that does not is worth nothing.
+# writes after an allocation. A tool that works on this machine finds its third of these; if it does
+# not, its finding no errors elsewhere means nothing.
 injected_bugs() {
     cat << 'CUDA'
 __global__ void injected_kernel(int *p) {
@@ -395,15 +395,16 @@ int main() {
 CUDA
 }
 
-# Every kernel of ours ends in _kernel, and so does the planted one; of the libraries' kernels, that
-# are not ours to mend and slow to watch, hardly any. Errors of the API that a program handles
-# are not reported. The second spelling is an older tool's; the last watches everything.
+# All our kernels have names that end in _kernel, including the injected one; hardly any of the
+# libraries' do, which are slow to watch and not ours to fix. API errors that a program handles are
+# not reported. The second spelling is for older tools; the last watches everything.
 filters=("--kernel-name kns=_kernel --report-api-errors explicit"
          "--kernel-regex kns=_kernel --report-api-errors explicit"
          "")
 
-# sanitize TOOL LOG COMMAND...: runs the command under the tool, watching what $filter says. Where
-# threads would spin, the program starts itself anew to have them sleep: the tool might lose it.
+# sanitize TOOL LOG COMMAND...: runs the command under the tool, which watches what $filter selects.
+# OMP_WAIT_POLICY is set here because the program would otherwise restart itself with it, and the
+# tool might lose the new process.
 sanitize() {
     local tool=$1 log=$2
     shift 2
@@ -413,24 +414,25 @@ sanitize() {
     echo "[exit status $?]" >> "$log"
 }
 
-# errors_in LOG: the count in the tool's summary; nothing when it never came to one. A second line
-# of that name counts what was not printed.
+# errors_in LOG: the count in the tool's summary; empty if there is no summary. A second line of
+# that name counts the errors that were not printed.
 errors_in() {
     sed -n 's/^=* *\(ERROR\|RACECHECK\) SUMMARY: *\([0-9]*\).*/\2/p' "$1" | head -n 1
 }
 
-# printed_in LOG: how many reports it prints. The first line of each is not indented.
+# printed_in LOG: the number of reports printed. Only the first line of each is not indented.
 printed_in() {
     grep '^=\{9\} [A-Z]' "$1" | grep -cv 'SUMMARY\|COMPUTE-SANITIZER\|Target app\|Error: process'
 }
 
-# kernels_in LOG: which of our kernels it names.
+# kernels_in LOG: our kernels that it names.
 kernels_in() {
     grep -oE '[a-z0-9_]+_kernel' train_gpt2.cu | sort -u | grep -owF -f - "$1" | sort -u |
         tr '\n' ' '
 }
 
-# finds_injected TOOL: does the tool find its part of the injected errors in what $filter selects?
+# finds_injected TOOL: true if the tool finds its part of the injected errors in what $filter
+# selects.
 finds_injected() {
     local log=$work/$1.planted
     sanitize "$1" "$log" "$work/planted"
@@ -481,8 +483,8 @@ stage_sanitizer() {
         fi
         { echo "=== $tool planted"; cat "$work/$tool.planted"; echo; } >> "$LOGS/sanitizer.log"
     done
-    # Two layers, tiles with a tail, two chunks of logits. Two programs at a time: nothing here is
-    # timed, and each wants its context and the tool's memory.
+    # Two layers, tiles with a remainder, two chunks of logits. Two programs at a time: nothing here
+    # is timed, and each needs memory for its context and the tool.
     for each in "${works[@]}"; do
         read -r tool dtype <<< "$each"
         sanitize "$tool" "$work/$tool.$dtype" "$GPT2CU" -e l2h2c128t96 -b 2 -x 2 -v 0 -r 1 \
@@ -502,9 +504,9 @@ stage_sanitizer() {
     done
 }
 
-# --- 4. GPU against oracle ------------------------------------------------------------------------
+# --- 4. GPU against CPU reference -----------------------------------------------------------------
 
-# positions MODEL: of l2h2c64t64, 64; of a preset, 1024.
+# positions MODEL: 64 for l2h2c64t64, 1024 for a preset.
 positions() {
     if [[ $1 =~ ^l[0-9]+h[0-9]+c[0-9]+t([0-9]+)$ ]]; then
         echo "${BASH_REMATCH[1]}"
@@ -513,10 +515,10 @@ positions() {
     fi
 }
 
-# Batches are small: the CPU computes the same. In the second one 1,092 tokens, 4 beyond a multiple
-# of 64, are the k of all products for weight gradients: cuBLASLt has split such a k and lost its
-# tail (facebookexperimental/triton PR 2767), which the emulated library cannot show. That would be
-# a difference of sqrt(4 / 1092), or 6 %.
+# Batches are small because the CPU computes the same. In the second one, 1,092 tokens, 4 more than
+# a multiple of 64, are the k of all weight-gradient matmuls: cuBLASLt has split such a k and lost
+# its remainder (facebookexperimental/triton PR 2767), which the emulated library cannot reproduce.
+# That would be a difference of sqrt(4 / 1092), or 6 %.
 stage_check() {
     local dtype batch status T worst seconds=${limit_s[$stage]}
     T=$(positions "$first_model")
@@ -539,7 +541,8 @@ stage_check() {
     first_numbers
 }
 
-# What cuBLASLt chose for every product, with tile, split and workspace: its own log of two steps.
+# The algorithms that cuBLASLt chose for every matmul, with tile, split and workspace: its own log
+# of two steps.
 library_log() {
     local T status seconds=${limit_s[$stage]}
     T=$(positions "$first_model")
@@ -556,7 +559,8 @@ library_log() {
     fi
 }
 
-# What the libraries take with one micro-step and with four: the program's own reserve rests on it.
+# Memory used by the libraries with one micro-step and with four; the program's reserve is based on
+# it.
 first_numbers() {
     local lines T micro said most seconds=${limit_s[$stage]}
     T=$(positions "$first_model")
@@ -575,7 +579,7 @@ first_numbers() {
 
 # --- Logs of runs ---------------------------------------------------------------------------------
 
-# steps_of DIR FIELDS: the fields of every step of a run's log, a line a step.
+# steps_of DIR FIELDS: the fields of every step in a run's log, one line per step.
 steps_of() {
     awk -v fields="$2" '/^[{]"step":.*"loss":/ {
         n = split(fields, field, " ")
@@ -589,7 +593,7 @@ steps_of() {
 
 median() { sort -g | awk '{ x[NR] = $1 } END { if (NR) printf "%.3f", x[int((NR + 1) / 2)] }'; }
 
-# same_steps DIR DIR: are loss and norm of all steps the same to all nine digits, and there?
+# same_steps DIR DIR: true if loss and norm of all steps exist and agree to all nine digits.
 same_steps() {
     [ -n "$(steps_of "$1" loss)" ] &&
         [ "$(steps_of "$1" "loss grad_norm")" = "$(steps_of "$2" "loss grad_norm")" ]
@@ -597,7 +601,7 @@ same_steps() {
 
 # --- 4 b. Two runs, the same bits -----------------------------------------------------------------
 
-# Both runs save to the same path: a checkpoint's header holds the options.
+# Both runs save to the same path, because a checkpoint's header contains the options.
 stage_bits() {
     local run status seconds=${limit_s[$stage]} dir=$work/bits
     for run in a b; do
@@ -623,8 +627,8 @@ stage_bits() {
 
 # --- 5. Speed and memory --------------------------------------------------------------------------
 
-# largest_batch MODEL LEVEL: the largest power of two up to LARGEST_BATCH whose plan fits what is
-# free now; nothing, and the plan in $work/last, when one sequence does not fit.
+# largest_batch MODEL LEVEL: the largest power of two up to LARGEST_BATCH whose plan fits the free
+# memory; empty, and the plan in $work/last, if not even one sequence fits.
 largest_batch() {
     local batch
     for ((batch = LARGEST_BATCH; batch >= 1; batch /= 2)); do
@@ -638,10 +642,10 @@ largest_batch() {
     done
 }
 
-# timed_run DIR SECONDS OPTIONS...: a run of STEPS steps. The variable `measured` becomes the most
-# memory in MiB that the GPU had in use meanwhile, less what it had when this script began. The run
-# is killed once its last step stands in the log, which is whole after every line: the checkpoint
-# that would follow takes 19 GB at 1558M.
+# timed_run DIR SECONDS OPTIONS...: a run of STEPS steps. Sets `measured` to the peak of the GPU's
+# memory in use, in MiB, minus what was in use when this script began. The run is killed once its
+# last step is in the log, which is complete after every line, because the checkpoint that would
+# follow has 19 GB at 1558M.
 timed_run() {
     local dir=$1 seconds most lines began=$SECONDS status
     seconds=$(limit "$2")
@@ -668,7 +672,7 @@ timed_run() {
     wait $child 2> /dev/null
     [ $status -ne 1 ] || status=$?
     child=
-    # A run may have written its last step and ended between two looks.
+    # A run may write its last step and end between two checks.
     [ "$(steps_of "$dir" step | tail -n 1)" != "$STEPS" ] || status=0
     [ "$most" -eq 0 ] || measured=$((most - ${idle_mib:-0}))
     { echo "\$ $GPT2CU $* -x $STEPS -v 0"; cat "$work/last" "$dir/log.jsonl"; echo; } \
@@ -677,10 +681,10 @@ timed_run() {
     return $status
 }
 
-# The time of a step with each state in host memory compared with none, and the same bits. The rates
-# of copies and of pinning are measured by the stage bench. On a machine with two sockets pinned
-# memory may lie on the other socket's NUMA node and copies take twice as long: the output of
-# `nvidia-smi topo -m` in machine.log says which node is the GPU's.
+# The time of a step with each state in host memory compared with none; the bits must be equal. The
+# rates of copies and of pinning are measured by the stage bench. On a machine with two sockets,
+# pinned memory may be on the other socket's NUMA node, and copies then take twice as long: the
+# output of `nvidia-smi topo -m` in machine.log shows the GPU's node.
 stage_offload() {
     local homes dir ms none='' seconds=${limit_s[$stage]} status
     for homes in none moments moments,master weights gradients residuals \
@@ -703,9 +707,9 @@ stage_offload() {
     done
 }
 
-# The largest relative differences of losses and of norms of gradients, step by step. Status 0 if
-# they are at most LOSS and NORM: orders of sums differ, and bf16 has eight bits. A GPU's part that
-# is lost or counted twice shows in the norm.
+# The largest relative differences of losses and of gradient norms, step by step. Status 0 if they
+# are at most LOSS and NORM: the order of sums differs, and bf16 has eight bits. The norm reveals a
+# GPU's part that is lost or counted twice.
 near_steps() {    # near_steps DIR DIR LOSS NORM
     paste -d ' ' <(steps_of "$1" "loss grad_norm") <(steps_of "$2" "loss grad_norm") |
         awk -v most_loss="$3" -v most_norm="$4" '
@@ -721,12 +725,12 @@ near_steps() {    # near_steps DIR DIR LOSS NORM
         }'
 }
 
-# One GPU: NCCL from 2.30.7 on lets ranks share it if asked to, so its calls, groups and streams are
-# the real ones even here. Ranks take turns on the GPU unless MPS runs, and NVLink is not used, so
-# neither times nor memory mean anything: with MPS, or with a GPU per rank, only silicon can tell.
-# fp32 and 6 steps, so that only orders of sums differ from the emulated device's; the CPU program,
-# with yet another order, is within 1e-7 of it. All -z must agree to the bit. With 96 channels,
-# parts of 2 and 4 ranks end inside matrices, and the last is padded.
+# One GPU: NCCL from 2.30.7 on lets ranks share it on request, so the real calls, groups and streams
+# are tested even here. Ranks take turns on the GPU unless MPS runs, and NVLink is not used, so
+# times and memory mean nothing; those need MPS or a GPU per rank.
+# fp32 and 6 steps, so that only the order of sums differs from the emulated device; the CPU
+# program, with yet another order, is within 1e-7 of it. All -z must be bitwise equal. With 96
+# channels, the shards of 2 and 4 ranks end inside matrices, and the last one is padded.
 shared_gpu() {
     local ranks zero dir status apart refused seconds=${limit_s[$stage]}
     local shared=(env NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0 NCCL_DEBUG=WARN)
@@ -758,7 +762,7 @@ shared_gpu() {
             fi
             if [ $status -ne 0 ]; then
                 report "$ranks ranks on it, -z $zero" FAILED "$(why $status "$seconds")"
-                [ "$ranks $zero" != "2 0" ] || return    # the others would take their time to fail
+                [ "$ranks $zero" != "2 0" ] || return    # the others would fail slowly too
             elif ! apart=$(near_steps "$work/emulated$ranks" "$dir" 1e-5 1e-4); then
                 report "$ranks ranks on it, -z $zero" FAILED "not the emulated device's: $apart"
             elif ! same_steps "$work/shared$ranks.0" "$dir"; then
@@ -771,7 +775,8 @@ same bits as -z 0${shared[4]:+; ${shared[4]}}"
     done
 }
 
-# Several GPUs: the same tokens a step on one and on two. Time, numbers, and bytes as planned.
+# Several GPUs: the same tokens per step on one and on two. Compares time, numbers and planned
+# bytes.
 stage_gpus() {
     local run dir ms one='' seconds=${limit_s[$stage]} status T planned given count apart
     count=$(timeout 20 nvidia-smi --query-gpu=name --format=csv,noheader 2> /dev/null | wc -l)
@@ -813,7 +818,7 @@ $given bytes a GPU as planned, measured ${measured:-not} MiB; $(grep -m 1 -o \
     done
 }
 
-# seconds_for MODEL: more for a large one, which draws a billion random numbers when it starts.
+# seconds_for MODEL: more for a large one, which generates a billion random numbers at the start.
 seconds_for() {
     case $1 in
     d36 | d48 | gpt2-large | gpt2-xl) echo 120 ;;
@@ -821,8 +826,8 @@ seconds_for() {
     esac
 }
 
-# speed MODEL LEVEL BATCH: one timed run, and its row of the table. Before it one step that is not
-# timed: it loads kernels and times algorithms, so that the limit of time is for STEPS alone.
+# speed MODEL LEVEL BATCH: one timed run, and its row of the table. It is preceded by one untimed
+# step that loads kernels and times algorithms, so that the time limit applies to STEPS only.
 speed() {
     local model=$1 level=$2 batch=$3 seconds status T ms tokens planned
     local dir=$work/$model.r$level
@@ -837,7 +842,7 @@ speed() {
         report "$model -r $level" FAILED "$(why $status "$seconds")"
         return 1
     fi
-    # The first quarter warms up.
+    # The first quarter is the warm-up.
     ms=$(steps_of "$dir" ms | tail -n +$((STEPS / 4 + 1)) | median)
     tokens=$(awk -v ms="$ms" -v n=$((batch * T)) 'BEGIN { printf "%.0f", 1e3 * n / ms }')
     planned=$(sed -n 's/.*"plan_bytes":\([0-9]*\).*/\1/p' "$dir/log.jsonl" |
@@ -848,7 +853,7 @@ speed() {
         "$ms ms, $tokens tokens/s; planned $planned MiB, measured ${measured:-not} MiB"
 }
 
-# The program's own table: planned bytes, what the libraries take by cudaMemGetInfo, medians.
+# The program's own table: planned bytes, library memory by cudaMemGetInfo, medians.
 compare() {    # compare MODEL BATCH
     local status seconds
     seconds=$(seconds_for "$1")
@@ -864,7 +869,7 @@ compare() {    # compare MODEL BATCH
 
 stage_speed() {
     local model level batch batch_0 batch_1 timed
-    # What is free has a context less than what a plan is compared with, and that is kept clear of.
+    # The program's CUDA context will use part of the free memory, so 768 MiB are subtracted.
     memory_mib=${MEMORY_MIB:-$(gpu memory.free | awk '{ print $1 - 768 }')}
     memory_mib=${memory_mib:-16384}
     for model in $MODELS; do
@@ -882,7 +887,7 @@ stage_speed() {
                 report "$model -r $level" FAILED "no plan: $(tail -n 1 "$work/last")"
             fi
         done
-        # Recomputation must not change a bit: the same data, step for step.
+        # Recomputation must not change a bit: compares the same data step by step.
         if [ $timed -eq 2 ] && [ "$batch_0" = "$batch_1" ]; then
             if same_steps "$work/$model.r0" "$work/$model.r1"; then
                 report "$model -r 0, -r 1" ok "losses and norms of $STEPS steps are equal"
@@ -896,7 +901,7 @@ stage_speed() {
 
 # --- 6. PyTorch -----------------------------------------------------------------------------------
 
-# One process a model; what it had printed when its time was up still counts.
+# One process per model; lines printed before its time limit still count.
 stage_torch() {
     local model level batch_0 batch_1 status seconds=${limit_s[$stage]} line
     if ! logged 60 "$PYTHON" -c 'import torch'; then
@@ -946,8 +951,8 @@ stage_bench() {
 
 # --- 8. Summary -----------------------------------------------------------------------------------
 
-# Rows: program model level batch ms tokens/s planned measured. The ratio of a row of ours is to
-# compiled PyTorch with the same recomputation and batch, to eager PyTorch where that is missing.
+# Rows: program model level batch ms tokens/s planned measured. Our rows are compared with compiled
+# PyTorch with the same recomputation and batch, or with eager PyTorch if that is missing.
 table() {
     echo "| program | model | -r | B | ms/step | tokens/s | planned MiB | measured MiB |" \
         "ratio to PyTorch |"
@@ -991,7 +996,7 @@ TEXT
     echo '```'
 }
 
-# timed COMMAND: a stage, and what it took of the time that was expected.
+# timed COMMAND: runs a stage and prints its time next to the expected one.
 timed() {
     local began=$SECONDS
     "$@"

@@ -27,25 +27,25 @@ REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PROGRAMS = ("train_gpt2", "train_gpt2cu", "train_gpt2cu_cpu")
 PLAN_OPTIONS = ("model", "seq-len", "train-data", "batch", "recompute", "logit-rows", "dtype",
                 "grad-dtype", "moments", "master", "offload")
-# In the order of the plan's table. Most are Paul Tol's "bright" colours, which differ for every
-# kind of colour vision and stand out on white and on black. A group not named here is grey.
+# In the order of the plan's table. Most are Paul Tol's "bright" colours, which are distinguishable
+# with every kind of colour vision, on white and on black. Groups not listed here are grey.
 GROUPS = {"weights": "#4477aa", "gradients": "#66ccee", "moments": "#228833", "master": "#9fbf4f",
           "activations kept": "#ccbb44", "working set": "#ee6677", "logits": "#aa3377",
           "workspaces": "#9a8c7c", "batch": "#ee8866", "KV cache": "#ddaa33",
           "library": "#b8b8b8"}
-PIECES = 150               # of a long curve: three pixels each, drawn as their range and their mean
-SAMPLES_SHOWN = 20         # the newest
+PIECES = 150               # of a long curve: three pixels each, drawn as range and mean
+SAMPLES_SHOWN = 20         # only the newest
 CHART = 460, 250           # pixels of a chart
-WIDE, NARROW = 1120, 430   # of the plan's two drawings, of which the page shows the one that fits
+WIDE, NARROW = 1120, 430   # of the plan's two drawings; the page shows the one that fits
 
 
 class Refusal(Exception):
-    """What a user must know, in one line."""
+    """A message for the user, in one line."""
 
 
 # -- Reading ---------------------------------------------------------------------------------------
 def number(value):
-    """A number that can be drawn, or None: the log writes null for what is not finite."""
+    """A number that can be drawn, or None: the log contains null for non-finite values."""
     if not isinstance(value, (int, float)) or not abs(value) < 1e30:
         return None
     return float(value) if abs(value) > 1e-30 else 0.0
@@ -66,7 +66,7 @@ class Run:
 
     def __init__(self, path):
         self.path = os.path.join(path, "log.jsonl") if os.path.isdir(path) else path
-        if os.path.exists(self.path) and not os.path.isfile(self.path):  # a FIFO keeps one waiting
+        if os.path.exists(self.path) and not os.path.isfile(self.path):  # a FIFO would block
             raise Refusal(f"cannot read {self.path}: not a regular file")
         self.name = os.path.basename(os.path.dirname(os.path.abspath(self.path)))
         self.steps, self.checks, self.samples, self.checkpoints = {}, {}, {}, {}
@@ -77,7 +77,7 @@ class Run:
                 event = json.loads(line)
                 event.get("step")
             except (ValueError, AttributeError, RecursionError):
-                if i + 1 < len(lines):    # a crash may cut the last line short, no other
+                if i + 1 < len(lines):    # only the last line may be truncated by a crash
                     raise Refusal(f"{self.path}:{i + 1}: not an object of JSON") from None
                 continue
             self.add(event, event.get("step"))
@@ -93,7 +93,7 @@ class Run:
             self.start, self.end = event, ""
             if self.of_start("options", dict).get("resume"):
                 self.resumes += [max(self.steps)] if self.steps else []
-            else:    # a run begun again in a folder without checkpoints: what it repeats counts
+            else:    # a new run without checkpoints: earlier numbers are dropped
                 for table in (*tables.values(), self.resumes):
                     table.clear()
         elif event.get("event") == "end":
@@ -103,7 +103,7 @@ class Run:
                 table[step] = event if key == "loss" else event[key]
 
     def of_start(self, key, kind):
-        """An entry of the newest start line; an empty one of its kind where it is missing."""
+        """An entry of the newest start line; empty, of the same kind, if it is missing."""
         return self.start[key] if isinstance(self.start.get(key), kind) else kind()
 
     def points(self, key):
@@ -114,7 +114,7 @@ class Run:
 
 
 def plan_parse(text, path):
-    """What --plan --json printed, checked as far as the drawing relies on it."""
+    """Parses the output of --plan --json and checks what the drawing relies on."""
     try:
         plan = json.loads(text)
         plan["ticks"] = [str(tick) for tick in plan["ticks"]]
@@ -134,9 +134,9 @@ def plan_parse(text, path):
 
 
 def plan_of(run):
-    """The plan of a run from a program built here; None when none plans the log's bytes."""
+    """The plan of a run by a program built here; None if none plans the log's bytes."""
     words = [f"--{name}={run.options[name]}" for name in PLAN_OPTIONS if run.options.get(name)]
-    # The log's paths are those of the folder where the run was started, mostly this one or that.
+    # Paths in the log are relative to the folder where the run was started, usually one of these.
     for program, folder in ((name, at) for name in PROGRAMS for at in (None, REPOSITORY)):
         try:
             said = subprocess.run([os.path.join(REPOSITORY, program), "--plan", "--json"] + words,
@@ -151,13 +151,13 @@ def plan_of(run):
 
 # -- Words and shapes ------------------------------------------------------------------------------
 def safe(text):
-    """Text from a file as HTML: nothing of it is markup, and what cannot be seen is spelled out."""
+    """Text from a file as HTML: markup is escaped, and invisible characters are spelled out."""
     return html.escape("".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}"
                                for c in str(text)))
 
 
 def unit_of(count):
-    """The unit in which a number of bytes reads well, and its name."""
+    """A readable unit for a number of bytes, and its name."""
     power = next((power for power in (3, 2, 1) if count >= 1024 ** power), 0)
     return 1024 ** power, ("bytes", "KiB", "MiB", "GiB")[power]
 
@@ -202,12 +202,12 @@ def label(x, y, words, anchor="start", kind=""):
 
 
 def width_of(words):
-    """Pixels of a text at 12 px, on the safe side."""
+    """Upper bound of a text's width at 12 px, in pixels."""
     return 7.2 * len(words)
 
 
 def legend(items, y, width):
-    """[(a shape of 18 x 10 pixels, words)] in lines of `width`; the drawing, the last line's y."""
+    """[(shape of 18 x 10 pixels, label)] in lines of `width`; returns drawing and last line's y."""
     out, x = "", 8
     for shape, words in items:
         if x > 8 and x + width_of(words) + 36 > width:
@@ -219,7 +219,7 @@ def legend(items, y, width):
 
 
 def round_ticks(low, high, most):
-    """At most about `most` multiples of 1, 2 or 5 times a power of ten: [(value, words)]."""
+    """About `most` multiples of 1, 2 or 5 times a power of ten at most: [(value, label)]."""
     step = 10.0 ** math.floor(math.log10((high - low) / most))
     step *= next(m for m in (1, 2, 5, 10) if (high - low) / (step * m) <= most)
     digits = max(0, -math.floor(math.log10(step) + 1e-9))
@@ -228,7 +228,7 @@ def round_ticks(low, high, most):
 
 
 def grid(ticks, left, right, y_of):
-    """A line and its words for each tick of a vertical axis."""
+    """A line and a label for each tick of a vertical axis."""
     return "".join(f'<path class="grid" d="M{left:.1f} {y_of(value):.1f}H{right:.1f}"/>' +
                    label(left - 6, y_of(value) + 4, words, "end") for value, words in ticks)
 
@@ -248,8 +248,8 @@ def scale_of(values, kind):
 
 # -- Charts of a run -------------------------------------------------------------------------------
 def pieces_of(points):
-    """[(middle step, lowest, mean, highest)] of a curve's pieces; None for the numbers of a piece
-    without any."""
+    """[(middle step, lowest, mean, highest)] of the pieces of a curve; None for the numbers of an
+    empty piece."""
     size, out = max(1, len(points) / PIECES), []
     for i in range(min(len(points), PIECES)):
         piece = points[int(i * size):int((i + 1) * size)]
@@ -260,7 +260,7 @@ def pieces_of(points):
 
 
 def line_path(points):
-    """Lines through points, None between them being a gap, and a dot where one stands alone."""
+    """Lines through points; None is a gap, and an isolated point is a dot."""
     d = pen = ""
     for point in points:
         d += f"{pen or 'M'}{point[0]:.1f} {point[1]:.1f}{'' if pen else 'h0'}" if point else ""
@@ -270,8 +270,8 @@ def line_path(points):
 
 def chart(title, run, key, kind="", checks=(), items=()):
     """A chart of `key` over the steps: a long run's means, the range around them, validations and
-    marks. The means rule the axis: one wild step must not flatten all the others; the logarithmic
-    axis of the gradient norm shows it."""
+    marks. The axis follows the means, because one extreme step must not flatten all others; the
+    logarithmic axis of the gradient norm shows it."""
     pieces = pieces_of([(step, None if kind == "log" and (value or 0) <= 0 else value)
                         for step, value in run.points(key)])
     known = [piece for piece in pieces if piece[1] is not None]
@@ -331,7 +331,7 @@ def charts(run):
 
 
 def charts_svg(run):
-    """The four charts in one file, two beside two."""
+    """The four charts in one file, two by two."""
     wide, tall = CHART
     body = "".join(svg(wide, tall, body, "chart", f'x="{i % 2 * wide}" y="{i // 2 * tall}" '
                        f'width="{wide}" height="{tall}"') for i, body in enumerate(charts(run)))
@@ -349,7 +349,7 @@ def bytes_alive(rows, ticks):
 
 
 def stage_names(ticks, left, across, right, y):
-    """Below a drawing, as many names of the step's stages as stand beside each other."""
+    """As many names of the step's stages as fit next to each other, below a drawing."""
     out, free = "", -math.inf
     for stage, group in itertools.groupby(enumerate(ticks), lambda pair: pair[1].split(".")[0]):
         span, half = [tick for tick, _ in group], width_of(stage) / 2
@@ -362,8 +362,8 @@ def stage_names(ticks, left, across, right, y):
 
 
 def draw_buffers(rows, ticks, colour, left, across, y_of):
-    """A rectangle a buffer, with its name, bytes and life for who points at it; and, to be drawn
-    over all rectangles, the names that fit into theirs."""
+    """A rectangle per buffer, with a tooltip of name, bytes and lifetime; and, to be drawn on top
+    of all rectangles, the names that fit into theirs."""
     kind = "dark" if sum(int(colour[k:k + 2], 16) for k in (1, 3, 5)) > 400 else "light"
     out, names = f'<g class="buffer" fill="{colour}">\n', ""
     for row in rows:
@@ -380,7 +380,7 @@ def draw_buffers(rows, ticks, colour, left, across, y_of):
 
 def draw_memory(title, rows, drawn, ticks, top, size):
     """Bytes (y) over a step's ticks (x): each of `drawn` from its first to its last use, at its
-    offset; from offset 0, also the line of the bytes alive of all `rows`. Returns the drawing and
+    offset; from offset 0, also the line of the live bytes of all `rows`. Returns the drawing and
     the y of its end."""
     low = min(row["offset"] for row in drawn)
     high = max(row["offset"] + row["bytes"] for row in rows)
@@ -413,8 +413,8 @@ def draw_memory(title, rows, drawn, ticks, top, size):
 
 
 def plan_svg(plan, wide, draw=svg):
-    """The buffers that live for the whole step, then those that come and go in a drawing of their
-    own: they are what settings change, and often a small part."""
+    """The buffers that live for the whole step, then the others in a separate drawing, because
+    they are what settings change, and often a small part."""
     body, top, ticks = "", 0, plan["ticks"]
     for home in sorted({row["home"] for row in plan["buffers"]}):
         rows = [row for row in plan["buffers"] if row["home"] == home]
@@ -449,7 +449,7 @@ pre { border:1px solid var(--line); border-radius:6px; padding:10px; margin:6px 
 code { display:inline-block; margin-right:14px; overflow-wrap:anywhere; font-size:13px }
 summary { cursor:pointer; color:var(--soft); margin:6px 0 }
 """
-# Takes the new <main> and leaves the place on the page, and which samples are open, as they are.
+# Replaces <main> and keeps the scroll position and the open samples.
 WATCH = """
 setInterval(async () => {
   try {
@@ -467,7 +467,7 @@ setInterval(async () => {
 
 
 def page(title, body, script=""):
-    """The page says itself that nothing may be loaded from anywhere, and no script run but ours."""
+    """The page itself forbids loading anything, and running other scripts than ours."""
     policy = "default-src 'none'; style-src 'unsafe-inline'"
     policy += "; script-src 'unsafe-inline'; connect-src 'self'" if script else ""
     script = f"<script>{script}</script>" if script else ""
@@ -489,7 +489,7 @@ def plan_html(plan):
 
 
 def run_html(run, plan):
-    """The page's body: figures, charts, memory, samples, options."""
+    """The page's body: numbers, charts, memory, samples, options."""
     last = max(run.steps, default=0)
     loss = number(run.steps.get(last, {}).get("loss"))
     checks = [(number(value), step) for step, value in run.checks.items() if number(value)]
@@ -525,7 +525,7 @@ def run_html(run, plan):
 
 
 def report(path, plan, plans, script=""):
-    """The page of a run, or of a plan alone. plans: those found for runs, by the log's bytes."""
+    """The page of a run, or of a plan only. plans: cache of plans found, by the log's bytes."""
     if not path:
         return page("Memory over one training step", plan_html(plan), script)
     run = Run(path)
@@ -535,19 +535,19 @@ def report(path, plan, plans, script=""):
 
 
 def watch(path, plan, port):
-    """Serves the page, of the log as it then is, to this machine alone until interrupted."""
+    """Serves the page of the current log to this machine only, until interrupted."""
     plans = {}
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            # Whoever asks must name this machine: else a foreign page could have its own name
-            # lead here and read the answer.
+            # The request must name this machine: otherwise a foreign page could resolve its own
+            # name to this address and read the answer.
             name = self.headers.get("Host", "").rsplit(":", 1)[0]
             if self.path != "/" or name not in ("127.0.0.1", "localhost"):
                 return self.send_error(404)
             try:
                 data = report(path, plan, plans, WATCH).encode()
-            except Refusal as error:    # a run that has not begun its log, for one
+            except Refusal as error:    # for example a run that has no log yet
                 data = page("No report yet", f"<p>{safe(error)}</p>\n", WATCH).encode()
             self.send_response(200)
             self.send_header("Content-Type", "text/html; charset=utf-8")
@@ -572,7 +572,7 @@ def watch(path, plan, port):
 
 # -- Other tools -----------------------------------------------------------------------------------
 def scalars(run):
-    """(step, {name: number}) in the order of the steps; what is not finite is left out."""
+    """(step, {name: number}) in the order of steps, without non-finite numbers."""
     for step in sorted(set(run.steps) | set(run.checks)):
         values = {key: number(run.steps.get(step, {}).get(key)) for key in
                   ("loss", "grad_norm", "lr", "ms", "tokens_per_s", "skipped")}
@@ -581,7 +581,7 @@ def scalars(run):
 
 
 def need(option, package):
-    """The module of a package that only `option` needs."""
+    """The module of a package that is needed only by `option`."""
     try:
         return __import__(package)
     except ImportError:
@@ -608,7 +608,7 @@ def to_wandb(run, project):
 
 
 def write(path, text):
-    """The text into a file of this name, whole or not at all; into whatever else as it comes."""
+    """Writes the text to a file of this name atomically; to anything else as it is."""
     aside = not os.path.islink(path) and (os.path.isfile(path) or not os.path.exists(path))
     other = path + ".tmp" if aside else path
     try:

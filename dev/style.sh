@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Checks the layout and the hygiene of the sources: `make style`. With the argument `main`, as in
-# `make test`, the layout (dev/check/layout.py) and the shell scripts; with `rest`, as ALL=1 adds,
-# compilers and lint; without one, both.
-# One line a check, `style  NAME  ok|FAILED|skipped (why)`, what was wrong below it, and last the
-# line `N passed, N failed, N skipped`. Exit status 1 on any failure. CC, CXX, MARCH, OMP, MAKE,
-# CUDA_INCLUDE and CUDA_HEADERS (empty: not there) come from make.
+# Checks the layout and style of the sources: `make style`. With the argument `main`, as in
+# `make test`: the layout (dev/check/layout.py) and the shell scripts; with `rest`, as added by
+# ALL=1: compilers and lint; without an argument: both.
+# One line per check, `style  NAME  ok|FAILED|skipped (why)`, followed by the errors found; the last
+# line is `N passed, N failed, N skipped`. Exit status 1 on any failure. CC, CXX, MARCH, OMP, MAKE,
+# CUDA_INCLUDE and CUDA_HEADERS (empty: not installed) are set by make.
 # shellcheck disable=SC2086  # flags are lists of words
 set -u
 shopt -s lastpipe    # so that `verdict` at the end of a pipe counts in this shell
@@ -20,7 +20,7 @@ ok() { passed=$((passed + 1)) && printf 'style  %-38s ok%s\n' "$1" "${2:+  ($2)}
 skip() { skipped=$((skipped + 1)) && printf 'style  %-38s skipped (%s)\n' "$1" "$2"; }
 fail() { failed=$((failed + 1)) && printf 'style  %-38s FAILED\n' "$1"; }
 
-# verdict NAME: ok when standard input is empty, else FAILED and the first lines of it.
+# verdict NAME: ok if standard input is empty, otherwise FAILED and its first lines.
 verdict() {
     local found
     found=$(cat)
@@ -33,7 +33,7 @@ verdict() {
     fi
 }
 
-# builds NAME COMMAND...: ok when the command succeeds; what it says otherwise.
+# builds NAME COMMAND...: ok if the command succeeds, otherwise FAILED and its output.
 builds() {
     local name=$1
     shift
@@ -46,7 +46,7 @@ builds() {
 
 # --- Layout ---------------------------------------------------------------------------------------
 
-# What the top level may hold; what git ignores or does not know is the user's own.
+# Files allowed at the top level, besides those that git ignores or does not track.
 top_level() {
     local known='train_gpt2\.cu?|test_gpt2\.cu|Makefile|README\.md|LICENSE|data|dev'
     if git rev-parse --is-inside-work-tree > /dev/null 2>&1; then
@@ -64,7 +64,7 @@ layout() {
         dev/check/layout.py | grep -v '^[0-9]* passed' | verdict "layout"
     fi
     top_level | verdict "top level"
-    # What lies beside a clone is the machine's, and the checks' own script alone may know of it.
+    # A folder next to the clone belongs to the machine; only .ci/run may refer to one.
     if git rev-parse --is-inside-work-tree > /dev/null 2>&1; then
         git grep -nF '../shared' -- . ':!.ci/run' ':!dev/style.sh' |
             verdict "no folder outside the clone"
@@ -88,7 +88,7 @@ finish() {
 
 # --- Compilers and lint ---------------------------------------------------------------------------
 
-# The slow ones start now and are asked at the end.
+# The slow ones start now and are collected at the end.
 if [ -f train_gpt2.c ]; then
     defines=(-DGPT2_DOUBLE=0)
     if command -v clang-tidy > /dev/null; then
@@ -107,8 +107,8 @@ numbers="-ffp-contract=off -fno-math-errno"
 as_c="-x c -std=c11 -Wc++-compat"
 as_cpp="-x c++ -std=c++17 -Wno-missing-field-initializers"
 
-# The packed matmul is the one place with contraction: without fused multiply-adds half of the
-# machine's peak is gone, and no test of values notices.
+# The packed matmul is the only code with contraction: without fused multiply-adds it would lose
+# half of the machine's peak, and no test of values would notice.
 fused() {
     local count
     count=$(objdump -d "$2" | grep -c 'vfn*m[a-z]*[0-9]*p[sd]')
@@ -119,7 +119,7 @@ fused() {
     fi
 }
 
-# compilers NAME C C++: Volume I through one family of compilers.
+# compilers NAME C C++: compiles train_gpt2.c with one family of compilers.
 compilers() {
     if ! command -v "$2" > /dev/null; then
         skip "$1: C11, C++17, FMA" "no $2"
@@ -169,7 +169,7 @@ if [ -f train_gpt2.c ]; then
     else
         skip "one file: CUDA" "no CUDA headers"
     fi
-    # Of the appendices only the first is anything alone: Volume I brings the others in.
+    # Each of these is a program; those of dev/ include train_gpt2.c.
     for file in data/{stories,tokenize}.c dev/bench/*.c dev/check/dump.c dev/fuzz/fuzz.c; do
         [ -f "$file" ] && builds "$file" "$CC" $as_c $MARCH $OMP $warnings -Wno-unknown-pragmas \
             -Wno-unused-function -fsyntax-only "$file"

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# Builds and runs the tests: `make test`. Two parts, the second with ALL=1 only:
+# Builds and runs the tests: `make test`. Two parts, the second only with ALL=1:
 #   main   the layout of the sources, every chapter's unit tests, every kernel on the emulated
-#          device, the main cases of what drives the built programs
-#   rest   the same under sanitizers, GPUs without bf16, kernels compiled for other GPUs, other
-#          compilers and lint, and the tests that are marked REST
-# ALL=main or ALL=rest runs one part alone, so that ALL=1 is both. FULL=1 is ALL=1 with every case
-# of the products that tests otherwise sample (dev/test/harness.h).
+#          device, the main tests that drive the built programs
+#   rest   the same with sanitizers, GPUs without bf16, kernels compiled for other GPUs, other
+#          compilers and lint, and the tests marked REST
+# ALL=main or ALL=rest runs only that part; ALL=1 runs both. FULL=1 is ALL=1 with all cases of the
+# cartesian products that tests otherwise sample (dev/test/harness.h).
 #
-# As many programs at a time as there are cores. Each prints `N passed, N failed, N skipped` as its
-# last line, and the last line here is their sum; the ten slowest tests stand above it. Exit status
-# 1 on any failure. MAKE, CC, CXX, SAN (empty: no sanitizers), NVCC, CUDA_HEADERS and GPU (empty:
-# none) come from make; with BUILD_ONLY=yes nothing is run.
+# Runs as many programs at a time as there are cores. Each prints `N passed, N failed, N skipped` as
+# its last line; the last line here is their sum, preceded by the ten slowest tests. Exit status 1
+# on any failure. MAKE, CC, CXX, SAN (empty: no sanitizers), NVCC, CUDA_HEADERS and GPU (empty:
+# none) are set by make; with BUILD_ONLY=yes nothing is run.
 set -u
 cd "$(dirname "$0")/.." || exit 1
-export OMP_WAIT_POLICY=passive    # where other work goes on, spinning threads stand in its way
+export OMP_WAIT_POLICY=passive    # on a busy machine, spinning threads delay the others
 TIMEFORMAT='%1R %1U %1S'
 MAKE=${MAKE:-make}
 WIDTH=${WIDTH:-$(nproc)}          # programs at a time
@@ -33,13 +33,13 @@ case ${ALL-} in main | rest) parts=$ALL ;; esac
 
 # --- What there is to run -------------------------------------------------------------------------
 
-rows=()    # part | name | what make builds for it; +nvcc: what it needs besides | command
+rows=()    # part | name | targets to build (+nvcc: needs nvcc) | command
 
 # row PART NAME "TARGETS" COMMAND...
 row() { rows+=("$1|$2|$3|${*:4}"); }
 
-# driver PART DRIVER PROGRAM [TEST...]: what drives a built program from outside; no names: all,
-# those that are marked REST in the second part.
+# driver PART DRIVER PROGRAM [TEST...]: tests that drive a built program; without names all of them,
+# those marked REST in the second part.
 driver() {
     row "$1" "$2 ${3#build/}${4+ $4 ...}" "build/test/$2 train_gpt2 $3" \
         "build/test/$2 --program ${*:3}"
@@ -49,7 +49,7 @@ driver() {
     fi
 }
 
-# The slow ones first, so that no core waits for them at the end.
+# Slow ones first, so that no core is left with one at the end.
 row main test_gpt2cu_cpu build/test_gpt2cu_cpu build/test_gpt2cu_cpu
 driver main ranks train_gpt2cu_cpu
 driver main gpu_program train_gpt2cu_cpu
@@ -68,7 +68,7 @@ row main cuda_example build/cuda_example dev/cuda_cpu/example.sh build/cuda_exam
 row main harness build/test/harness build/test/harness
 row main data build/test/data build/test/data
 row main "kernels of sm_80" "build/test/sass ${NVCC:+build/sm_80.log}" kernels 80
-# What the emulated runs check, on the GPU itself.
+# The same tests as on the emulated device, on a real GPU.
 row main test_gpt2cu build/test_gpt2cu build/test_gpt2cu
 driver main gpu_program train_gpt2cu
 
@@ -89,7 +89,7 @@ row rest gpu_check "${CUDA_HEADERS:+train_gpt2cu_cpu}" dev/test/gpu_check.sh
 row rest bench_cuda build/bench_profile bench_cuda 90
 row rest "bench_cuda sm_75" build/bench_profile bench_cuda 75
 row rest profile_cuda build/bench_profile profile_cuda
-# A GPU without bf16: whatever names a type asks first.
+# A GPU without bf16: the tests that depend on the 16-bit type.
 tests="gpu_gradients_16 gpu_steps gpu_offload_mixed gpu_gaps"
 ! is_set "${FULL-}" || tests=
 row rest "test_gpt2cu_cpu sm_75" build/test_gpt2cu_cpu env EMU_CC=75 build/test_gpt2cu_cpu $tests
@@ -100,7 +100,7 @@ for arch in 75 89 90a 100 120; do
 done
 [ -n "${GPU-}" ] || row rest "nvcc, build/test_gpt2cu" +nvcc nvcc_links
 
-# The GPU's benchmark on a tiny model: a line for each kernel and product, none that is not finite.
+# The GPU benchmark with a tiny model: must print a finite line for each kernel and matmul.
 bench_cuda() {    # bench_cuda CAPABILITY: before 80 in fp16
     local lines
     lines=$(EMU_CC=$1 build/bench_profile --tsv -n 1 -e l1h1c16t16 -b 2 | grep -v '^#' |
@@ -114,7 +114,7 @@ bench_cuda() {    # bench_cuda CAPABILITY: before 80 in fp16
     fi
 }
 
-# Bytes that each kernel asks for in device memory beside those that it needs.
+# Compares the bytes that each kernel accesses in device memory with those that it needs.
 profile_cuda() {
     local lines
     EMU_PROFILE=1 build/bench_profile -e l1h12c768t128 -b 2 2> build/profile.log |
@@ -124,21 +124,21 @@ profile_cuda() {
     echo "$lines passed, $((12 - lines)) failed, 0 skipped"
 }
 
-# The machine code of one GPU's kernels, compiled without a warning, against its budgets; without
-# nvcc only that every kernel has a budget.
+# Compiles one GPU's kernels without a warning and compares the machine code with the budgets;
+# without nvcc, only checks that every kernel has a budget.
 kernels() {
     NVDISASM=${NVDISASM-$(PATH=$PATH:$(dirname "${NVCC:-.}") command -v nvdisasm)} \
         build/test/sass --gpu "$1"
 }
 
-# The tests for a GPU that is not here: nvcc takes them and finds its libraries.
+# The tests built for a GPU that is not present: nvcc compiles them and links its libraries.
 nvcc_links() {
     $MAKE -s build/test_gpt2cu ARCH=90a && echo "1 passed, 0 failed, 0 skipped"
 }
 
 # --- Building -------------------------------------------------------------------------------------
 
-# lacks TARGET: what this machine does not have for it, if anything.
+# lacks TARGET: prints what this machine lacks to build it, if anything.
 lacks() {
     case $1 in
         *asan) [ -n "${SAN-yes}" ] || echo "${CXX:-the compiler} has no sanitizers" ;;&
@@ -156,11 +156,11 @@ lacks() {
     esac
 }
 
-# build TARGET...: all at once on all cores. A line when one is begun; what compilers say; and
-# $broken names what could not be built.
+# build TARGET...: builds all in parallel. Prints a line per target and the compilers' messages;
+# sets $broken to the targets that could not be built.
 build() {
     local jobs=-j$WIDTH
-    [[ ${MAKEFLAGS:-} =~ (^| )-j ]] && jobs=    # make's own caller has said how many
+    [[ ${MAKEFLAGS:-} =~ (^| )-j ]] && jobs=    # the calling make has set the number of jobs
     (
         LC_ALL=C $MAKE -s -k --trace $jobs "$@" 2>&1 >&3 3>&- | tee "$logs/errors" >&2
         exit "${PIPESTATUS[0]}"
@@ -174,9 +174,9 @@ build() {
 
 # --- Running --------------------------------------------------------------------------------------
 
-names=() shown=()    # what was started, and whether it is printed
+names=() shown=()    # the programs started, and whether their output was printed
 
-# run NAME COMMAND...: starts it once fewer than WIDTH are running, and prints what has ended.
+# run NAME COMMAND...: starts it as soon as fewer than WIDTH run, and prints what has ended.
 run() {
     local log=$logs/${#names[@]}
     while [ "$(jobs -pr | wc -l)" -ge "$WIDTH" ]; do
@@ -189,10 +189,10 @@ run() {
     { { time "$@" > "$log" 2>&1; } 2> "$log.time"; echo $? > "$log.status"; } &
 }
 
-# Prints what has ended and adds up the counts of the last lines; a program that ends without one,
-# or badly although it counted no failure, is a failure itself. What failed is kept for the end,
-# where a log that was cut short still has it. A test's line ends in its time if that is a second
-# or more; a program without such lines is a test itself.
+# Prints the output of programs that have ended and adds up the counts of their last lines. A
+# program without such a line, or with a nonzero status but no counted failure, is itself a failure.
+# Failures are repeated at the end, where a log truncated at the start still has them. A test's line
+# ends with its time if that is at least a second; a program without such lines counts as one test.
 show() {
     local i name log status counts before wall user system
     for i in "${!names[@]}"; do
@@ -223,7 +223,7 @@ show() {
     done
 }
 
-# perform PART: builds what its rows need, then runs them.
+# perform PART: builds the targets of its rows, then runs them.
 perform() {
     local row part name targets command why target began=$SECONDS rest=() all=()
     broken=
@@ -265,7 +265,7 @@ perform() {
     done
     wait
     show
-    times > "$logs/times"    # of the shell, and of all that it has waited for
+    times > "$logs/times"    # of the shell and all its child processes
     printf '\n=== %s: %s s on %s cores; of processors since the start %s s\n' "$1" \
         $((SECONDS - began)) "$(nproc)" \
         "$(tr 'ms' '  ' < "$logs/times" | awk '{ s += 60 * ($1 + $3) + $2 + $4 } END { print s }')"

@@ -2,17 +2,18 @@
 """GPT-2's training step in PyTorch, to compare with train_gpt2cu:
     dev/bench/against_torch.py --model d12
 
-The same work as a step of ours: forward, backward, clipping, AdamW, the batch uploaded and the loss
-read back, at the same shapes (vocabulary padded alike, wte tied). As PyTorch is usually run: fp32
-weights and moments under bf16 autocast, SDPA, fused AdamW. Four ways: eager and compiled, each with
-all activations kept (-r 0) and with every block checkpointed (-r 1). Models of more than 12 layers
-are compiled block by block, which PyTorch recommends for them: the whole graph of 48 layers would
-take minutes. On a machine without CUDA it runs on the CPU, which shows only that it works.
+Does the same work as a step of train_gpt2cu: forward, backward, clipping, AdamW, uploading the
+batch and reading the loss, with the same shapes (same vocabulary padding, wte tied). Uses PyTorch's
+common setup: fp32 weights and moments with bf16 autocast, SDPA, fused AdamW. Four variants: eager
+and compiled, each with all activations kept (-r 0) and with every block checkpointed (-r 1). Models
+with more than 12 layers are compiled block by block, as PyTorch recommends: compiling the whole
+graph of 48 layers would take minutes. Without CUDA it runs on the CPU, which only shows that it
+works.
 
-With --generate it times text instead: transformers beside ./train_gpt2.
+With --generate it times generation instead: transformers compared with ./train_gpt2.
 
-One line a way, as soon as it is measured: the median of steps after warm-up, and the most device
-memory that was reserved, CUDA context included:
+Prints one line per variant as soon as it is measured: the median of steps after warm-up, and the
+peak of reserved device memory, CUDA context included:
 torch eager d12 -r 0 B 16 T 1024 ms 101.2 tokens/s 161897 MiB 20112
 """
 import argparse
@@ -46,7 +47,7 @@ def shape(name):
 
 
 class Block(nn.Module):
-    """x (B,T,C) to x (B,T,C): attention and MLP, each behind a LayerNorm and beside a residual."""
+    """x (B,T,C) to x (B,T,C): attention and MLP, each after a LayerNorm, with a residual."""
 
     def __init__(self, C, NH):
         super().__init__()
@@ -104,7 +105,7 @@ def compiled(model):
 
 
 def device_mib(device):
-    """The most that was reserved, and what the process holds beside it."""
+    """Peak of reserved memory, plus other device memory in use."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info()
@@ -136,7 +137,7 @@ def measure(args, way, recompute, B, device):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         adamw.step()
         adamw.zero_grad(set_to_none=True)
-        value = loss.item()  # waits for all that is queued, the update included
+        value = loss.item()  # waits for all queued work, including the update
         times.append((time.perf_counter() - began) * 1e3)
     if not value < 1e3:
         raise RuntimeError(f"the loss is {value}")
@@ -147,7 +148,7 @@ def measure(args, way, recompute, B, device):
 
 
 def beside(args, device):
-    """Every step that dev/bench_cpu timed, in PyTorch, and how much faster ours is."""
+    """Times every step that dev/bench_cpu timed in PyTorch, and prints how much faster ours is."""
     with open(args.beside, encoding="utf-8") as f:
         step = r"^(\S+) B (\d+) T (\d+) (fp32|bf16): step ([0-9.]+) ms"
         ours = re.findall(step, f.read(), re.M)
@@ -159,7 +160,7 @@ def beside(args, device):
             try:
                 took = measure(args, way, False, B, device)
                 best = min(took, best or took)
-            except Exception as error:  # a compiler that does not work here
+            except Exception as error:  # the compiler does not work here
                 print(f"torch {way} {args.model} FAILED: {type(error).__name__}", flush=True)
             torch.compiler.reset()
         if best:
@@ -168,9 +169,9 @@ def beside(args, device):
 
 
 def generate(args):
-    """transformers' generate and ours on the CPU, turn by turn: the same weights in the same file,
-    fp32, one sequence behind an end of text, KV cache, the likeliest token each time. Prints the
-    medians of tokens/s, the first token's time left out of both, and how many tokens agree.
+    """transformers' generate and ours on the CPU, alternating: the same weights in the same file,
+    fp32, one sequence after an end of text, KV cache, greedy. Prints the medians of tokens/s,
+    excluding the first token of both, and how many tokens agree.
     """
     from transformers import GPT2Config, GPT2LMHeadModel
     L, NH, C, T, _ = shape(args.model)
@@ -202,7 +203,7 @@ def generate(args):
     print(f"generate {args.model}, {args.generate} tokens, medians of {args.rounds}: train_gpt2 "
           f"{rate:.1f} tokens/s, transformers {torch_rate:.1f}: {rate / torch_rate:.2f} x")
     words = run.stdout.split()
-    if all(word.isdigit() for word in words):  # with GPT-2's vocabulary at hand it is text
+    if all(word.isdigit() for word in words):  # text if GPT-2's vocabulary is available
         same = 0
         while same < min(len(words), len(whole[1])) and int(words[same]) == whole[1][same]:
             same += 1
@@ -243,7 +244,7 @@ def main():
         B = args.batch_recompute if recompute and args.batch_recompute else args.batch
         try:
             measure(args, way, recompute, B, device)
-        except Exception as error:  # out of memory, or a compiler that does not work here
+        except Exception as error:  # out of memory, or the compiler does not work here
             first_line = str(error).strip().split("\n")[0][:150]
             print(f"torch {way} {args.model} -r {recompute:d} B {B} FAILED: "
                   f"{type(error).__name__}: {first_line}", flush=True)

@@ -1,19 +1,19 @@
-// bench.cu -- how fast each kernel and each matrix product of a training step is, and how near to
-// what this GPU can do.
+// bench.cu -- speed of each kernel and each matmul of a training step, compared with this GPU's
+// limits.
 //
 // Prints one line each: ms, TB/s, TFLOP/s, and the percentage of its limit. The limit is the larger
 // of two times: its bytes at the bandwidth of a plain copy, measured at the start, and its FLOPs at
-// the dense peak of the GPU's table row. Then, for each product, the times of cuBLASLt's algorithms
-// side by side, for four sizes of workspace. Arrays hold random numbers, since zeros draw less
-// power and so allow a higher clock, and successive launches take other buffers until the L2 cache
-// has been filled twice.
+// the dense peak of the GPU's table row. Then, for each matmul, the times of cuBLASLt's algorithms
+// with four workspace sizes. Arrays hold random numbers, since zeros draw less power and so allow a
+// higher clock, and successive launches use different buffers until the L2 cache has been filled
+// twice.
 //
 // Build:  make build/bench             for the GPUs of this machine (others: ARCH=90a)
-//         make build/bench_cuda_cpu    the same on the CPU, to see that it runs
+//         make build/bench_cuda_cpu    the same on the CPU, to check that it runs
 // Run:    build/bench                  124M at -b 64 and 1558M at -b 16, a table each
-//         build/bench -e d24 -b 8 attention matmul    what begins with these words
-// With EMU_PROFILE=1 and a build for it (dev/cuda_cpu/emu_profile.h) it takes no times: it compares
-// the bytes that each kernel asks for with those it needs.
+//         build/bench -e d24 -b 8 attention matmul    cases whose names start with these words
+// With EMU_PROFILE=1 and a build for it (dev/cuda_cpu/emu_profile.h) it measures no times but
+// compares the bytes that each kernel accesses with those it needs.
 
 #define GPT2_NO_MAIN 1
 #include "../../train_gpt2.cu"
@@ -21,44 +21,45 @@
 #include <string>
 #include <vector>
 
-// How a kernel uses an array. Every byte counts once for each time it must cross the memory bus;
-// what a launcher leaves for its second kernel counts nothing, as few parts or many would do.
+// How a kernel uses an array. Every byte counts once per necessary transfer over the memory bus.
+// Intermediate results between the kernels of a launcher do not count, since their number is a
+// choice.
 enum Use { SCRATCH = 0, READ = 1, WRITE = 1, READ_WRITE = 2 };
-// What an array holds.
+// Contents of an array.
 enum Fill { NOISE, POSITIVE, INTS };
 
 struct Array {
     size_t bytes;
     Use use;
     Fill fill;
-    const int *ints;  // of INTS
-    size_t touched;   // bytes that a launch uses, where not all
+    const int *ints;  // for INTS
+    size_t touched;   // bytes that a launch uses, if not all
 };
 
-typedef std::vector<char *> Buffers;  // an address for each array
+typedef std::vector<char *> Buffers;  // one address per array
 struct Case {
     std::string name;
-    int launches;  // in a micro-step; 0: only in the update
-    double flops;  // 0: bound by memory anyway
+    int launches;  // per micro-step; 0: only in the update
+    double flops;  // 0: always bound by memory
     std::vector<Array> arrays;
     std::function<void(const Buffers &)> run;
 };
 
 static struct {
     const char *model;
-    int batch, length, rounds, tsv, greedy;  // greedy: kernels that asked for too many bytes
+    int batch, length, rounds, tsv, greedy;  // greedy: kernels that accessed too many bytes
     std::vector<const char *> what;
     double peak_flops, bytes_per_ms, ms_sum;
     size_t cache_bytes, arena_bytes;
-    int64_t workspace;       // bytes of a run's
-    char *arena, *noise[2];  // in the arena: its arrays; patterns to fill them with
+    int64_t workspace;       // as in a run
+    char *arena, *noise[2];  // arena: holds all arrays; patterns to fill them with
     cudaStream_t stream;
 } bench;
 
 enum { PATTERN = CUDA_CPU ? 1 << 16 : 1 << 24 };  // bytes of a pattern
 
-// Numbers between -1 and 1, or 1/4 and 1, as E. A pair of 16-bit numbers read as one fp32 is one as
-// well, with the sign of its upper half, and with nearly its size where that is bf16.
+// Numbers of type E between -1 and 1, or 1/4 and 1. A pair of 16-bit numbers read as one fp32 is in
+// that range too: it has the sign of its upper half and, for bf16, nearly its magnitude.
 template <class E> static void bench_patterns() {
     std::vector<E> host(PATTERN / sizeof(E));
     for (int positive = 0; positive < 2; positive++) {
@@ -86,7 +87,7 @@ static void array_fill(char *to, const Array &array) {
     }
 }
 
-// As many sets of arrays as fill the cache twice and fit the arena; none if not one fits.
+// As many sets of arrays as fill the cache twice and fit the arena; none if not even one fits.
 static std::vector<Buffers> case_buffers(const Case &c) {
     size_t set_bytes = 0;
     for (const Array &array : c.arrays) {
@@ -116,7 +117,7 @@ static double case_ms(const Case &c, const std::vector<Buffers> &buffers) {
                        [&](int i) { c.run(buffers[(size_t)i % buffers.size()]); });
 }
 
-// Bytes that a case must read and write at least.
+// Bytes that a case must at least read and write.
 static double case_bytes(const Case &c) {
     double bytes = 0;
     for (const Array &array : c.arrays) {
@@ -126,9 +127,9 @@ static double case_bytes(const Case &c) {
 }
 
 #if CUDA_CPU && EMU_PROFILING
-// Kernels that ask for over 1.2 times the bytes they must, how many times at most at 12 heads of
-// 64 channels and two sequences of 128 tokens, and why: what they ask for again is in a cache, or
-// is one address for a whole warp.
+// Kernels that access more than 1.2 times the bytes they need, the limit of that factor at 12 heads
+// of 64 channels and two sequences of 128 tokens, and the reason: the repeated accesses hit a
+// cache, or are one address for a whole warp.
 static const struct {
     const char *name;
     double most;
@@ -142,8 +143,8 @@ static const struct {
     {"grad_norm", 1.5, "each thread looks up its block's tensor"},
 };
 
-// Runs a case once and prints, in thousands of bytes, what its kernels asked for beside what they
-// need; a kernel that asks for too much makes the program fail.
+// Runs a case once and prints, in thousands of bytes, what its kernels accessed and what they need;
+// a kernel that accesses too much makes the program fail.
 static void profile_case(const Case &c, const Buffers &buffers) {
     double asked = 0, most = 1.2;
     const char *why = "";
@@ -165,7 +166,7 @@ static void profile_case(const Case &c, const Buffers &buffers) {
 }
 #endif
 
-// One line; "-" where a limit is not known.
+// Prints one line; "-" if a limit is not known.
 static void print_line(const Case &c, double ms) {
     const double bytes = case_bytes(c);
     double limit_ms = fmax(bytes / bench.bytes_per_ms,
@@ -190,8 +191,8 @@ static bool is_asked_for(const std::string &name) {
     return bench.what.empty();
 }
 
-// The heuristic's algorithms in the order of its list, ms each, for each size of workspace. The
-// plan is as it was afterwards.
+// Times the heuristic's algorithms in the order of its list, in ms, for each workspace size. The
+// plan is restored afterwards.
 static void print_algorithms(const Case &c, const std::vector<Buffers> &buffers, MatmulPlan *plan) {
     const size_t largest = matmul_library.workspace_bytes;
     const cublasLtMatmulAlgo_t chosen = plan->algorithm;
@@ -222,7 +223,7 @@ static void bench_case(const Case &c, bool matmul) {
     }
 #if CUDA_CPU && EMU_PROFILING
     if (emu::set.profile) {
-        if (!matmul) {  // products are a library's
+        if (!matmul) {  // matmuls are library code
             profile_case(c, buffers[0]);
         }
         return;
@@ -233,7 +234,7 @@ static void bench_case(const Case &c, bool matmul) {
         print_line(c, case_ms(c, buffers));
         return;
     }
-    // First as a run does it: the chosen algorithm in the plan's workspace.
+    // First as in a run: the chosen algorithm with the plan's workspace.
     matmul_library.workspace_bytes = (size_t)min_i64(bench.workspace, (int64_t)all);
     const int plans = matmul_library.plans;
     print_line(c, case_ms(c, buffers));
@@ -249,11 +250,11 @@ static void bench_case(const Case &c, bool matmul) {
 
 template <class E> static E *as(char *p) { return (E *)(void *)p; }
 
-// Gradients of matrices, as a run in E has them by itself.
+// Gradients of matrices, in the default type of a run in E.
 template <class E> using Grad = std::conditional_t<traits<E>.narrow, float, E>;
 
-// The kernels of a micro-step: what each reads and writes, and how often it runs. First those that
-// know tokens.
+// The kernels of a micro-step: their reads and writes, and how often they run. First those that use
+// tokens.
 template <class E> static std::vector<Case> token_cases(const Settings *s) {
     const Model *m = &s->model;
     const int B = s->B, T = s->T, N = B * T, C = m->C, V = m->V, Vp = m->Vp;
@@ -305,7 +306,7 @@ template <class E> static std::vector<Case> token_cases(const Settings *s) {
     };
 }
 
-// LayerNorm, GELU and the gradients of biases.
+// LayerNorm, GELU and bias gradients.
 template <class E> static std::vector<Case> layer_cases(const Settings *s) {
     const int N = s->B * s->T, C = s->model.C, L = s->model.L;
     const size_t n = (size_t)N * C * sizeof(E), stat = N * sizeof(float);
@@ -343,11 +344,11 @@ template <class E> static std::vector<Case> layer_cases(const Settings *s) {
     };
 }
 
-// FLOPs of the causal half, without what the backward pass computes again.
+// FLOPs of the causal half, without what the backward pass recomputes.
 template <class E> static std::vector<Case> attention_cases(const Settings *s) {
     const int B = s->B, T = s->T, N = B * T, C = s->model.C, L = s->model.L, NH = s->model.NH;
     const size_t n = (size_t)N * C * sizeof(E), lse = (size_t)N * NH * sizeof(float);
-    const double attention = 2.0 * N * T * C;  // two products of T x T / 2 by HS, for each head
+    const double attention = 2.0 * N * T * C;  // two matmuls of T x T / 2 by HS, per head
     const Array in = {n, READ, NOISE, nullptr}, out = {n, WRITE, NOISE, nullptr};
     const Array in3 = {3 * n, READ, NOISE, nullptr}, out3 = {3 * n, WRITE, NOISE, nullptr};
     cudaStream_t stream = bench.stream;
@@ -368,7 +369,7 @@ template <class E> static std::vector<Case> attention_cases(const Settings *s) {
     };
 }
 
-// Norm and AdamW over all parameters, as one matrix; 16 bits with a master and fp32 moments.
+// Norm and AdamW over all parameters as one matrix; 16 bits with a master and fp32 moments.
 template <class E> static std::vector<Case> update_cases(const Settings *s) {
     using G = Grad<E>;
     constexpr bool SPLIT = sizeof(E) == 2;
@@ -405,8 +406,8 @@ template <class E> static std::vector<Case> update_cases(const Settings *s) {
     };
 }
 
-// The products of a layer inp (rows,C) -> (rows,OC): forward with its bias and addend, dweight
-// written and added to, dinp; as gpu_matmul_forward and gpu_matmul_backward ask for them.
+// The matmuls of a layer inp (rows,C) -> (rows,OC): forward with bias and addend, dweight written
+// and accumulated, dinp; as called by gpu_matmul_forward and gpu_matmul_backward.
 struct LayerShape {
     const char *name;
     int rows, C, OC, launches;
@@ -416,7 +417,7 @@ struct LayerShape {
 template <class E> static std::vector<Case> matmul_cases(const LayerShape &l) {
     const size_t C = (size_t)l.C, OC = (size_t)l.OC, N = (size_t)l.rows;
     const Array inp = {N * C * sizeof(E), READ, NOISE, nullptr};
-    const Array out = {N * OC * sizeof(E), READ, NOISE, nullptr};  // or written: once
+    const Array out = {N * OC * sizeof(E), READ, NOISE, nullptr};  // or written: counted once
     const Array weight = {OC * C * sizeof(E), READ, NOISE, nullptr};
     const Array bias = {OC * sizeof(E), READ, NOISE, nullptr};
     const double flops = 2.0 * (double)N * (double)C * (double)OC;
@@ -440,7 +441,7 @@ template <class E> static std::vector<Case> matmul_cases(const LayerShape &l) {
                               oc, stream);
          }},
     };
-    for (int adds = 0; adds < 2; adds++) {  // a step's first micro-step writes, the others add
+    for (int adds = 0; adds < 2; adds++) {  // the first micro-step writes, the others add
         Array dweight = weight;
         dweight.bytes *= sizeof(Grad<E>) / sizeof(E);
         dweight.use = adds ? READ_WRITE : WRITE;
@@ -455,7 +456,7 @@ template <class E> static std::vector<Case> matmul_cases(const LayerShape &l) {
     return cases;
 }
 
-// All of one model. The arena takes what the GPU has left.
+// All cases of one model. The arena uses the GPU's free memory.
 template <class E> static void bench_model(const Settings *s) {
     const Model *m = &s->model;
     const int N = s->B * s->T, C = m->C, L = m->L, rows = (int)min_i64(s->logit_rows, N);
@@ -486,7 +487,7 @@ template <class E> static void bench_model(const Settings *s) {
     cuda_check(cudaFree(bench.noise[1]));
 }
 
-// The GPU's peak into `bench`, its rate of copying, and the arena.
+// Sets the GPU's peak, its copy bandwidth, and the arena in `bench`.
 static void bench_open(const Settings *s) {
     Engine e;
     cudaDeviceProp properties;
@@ -517,7 +518,7 @@ static void bench_open(const Settings *s) {
            e.device, bench.bytes_per_ms * 1e-9, bench.peak_flops * 1e-12, cublasLtGetVersion());
 }
 
-// How fast host memory is pinned, and how fast `bytes` of it go up to the arena and come down.
+// Measures how fast host memory is pinned, and copied to and from the arena, for `bytes`.
 static void bench_host(size_t bytes) {
     const double start = now_ms();
     char *host = pinned_open(bytes, device_node(""));

@@ -1,10 +1,11 @@
-// cpu.c: how fast the CPU program's parts are, beside oneDNN.
+// cpu.c: speed of the CPU program's parts, compared with oneDNN.
 //
 // Prints, from one run: the matmuls of a training step of GPT-2 124M at 256 and at 1024 rows and
-// those of a small character model, ours and oneDNN's, in fp32 and in bf16, repetitions
-// interleaved, medians; exp, tanh and GELU; attention; the whole step, in fp32 and with products of
-// bf16; then generation beside a loop that only reads. Quote ratios; absolute times mean something
-// only with the machine beside them, and neither means anything while other programs use its cores.
+// those of a small character model, ours and oneDNN's, in fp32 and in bf16 (repetitions
+// interleaved, medians); exp, tanh and GELU; attention; the whole step, in fp32 and with bf16
+// matmuls; then generation compared with a loop that only reads. Quote ratios: absolute times mean
+// something only together with the machine, and neither means anything if other programs use its
+// cores.
 //
 // Build: make bench. By hand, without oneDNN (with it: -DBENCH_DNNL=1, and -ldnnl at the end):
 //   gcc -std=c11 -O3 -march=native -ffp-contract=off -fno-math-errno -fopenmp dev/bench/cpu.c
@@ -22,7 +23,7 @@
 
 enum { MAX_REPEATS = 15, BIGGEST = 50304, CHANNELS = 768, MOST_ROWS = 1024 };
 
-// A linear layer inp(rows,C) -> (rows,OC) and how often a step has it.
+// A linear layer inp(rows,C) -> (rows,OC) and how often it occurs in a step.
 typedef struct {
     const char *name;
     int C, OC, per_step;
@@ -42,7 +43,7 @@ enum { FORWARD, DINP, DWEIGHT, PRODUCTS };
 
 static const char *const matmul_names[PRODUCTS] = {"forward", "dinp", "dweight"};
 
-// The arrays every benchmark takes its data from: activations, their gradients, weights.
+// The arrays that all benchmarks use: activations, their gradients, weights.
 static real *bench_x, *bench_y, *bench_w;
 
 static real *bench_array(size_t n) {
@@ -57,9 +58,9 @@ static real *bench_array(size_t n) {
     return p;
 }
 
-// One product of a linear layer: forward writes y, dinp writes y from x, dweight adds to w.
+// One matmul of a linear layer: forward writes y, dinp writes y from x, dweight adds to w.
 typedef struct {
-    Operand a, b;  // rows along k, of the benchmark's arrays
+    Operand a, b;  // rows along k of the benchmark's arrays
     real *out;
     const real *addend;
     int M, N, K;
@@ -76,7 +77,7 @@ static Product product_of(int product, int rows, int C, int OC) {
     return products[product];
 }
 
-// Ours, in a team whose threads stand and are awake, as in a step. Returns ms.
+// Times our matmul with a team of threads that are awake, as in a step. Returns ms.
 static double time_ours(const Product *p, int bf16) {
     double ms = 0;
 #if BF16_DOTS
@@ -116,8 +117,8 @@ static double time_sgemm(const Product *p) {
 }
 #endif
 
-// oneDNN's product of operands that are bf16 already, its sums in fp32: what no rounding on the way
-// could beat. The interface is that of versions 1 and 2; with another one the figures are 0.
+// oneDNN's matmul of operands that are already bf16, with fp32 sums: a bound for any version that
+// rounds on the way. Uses the interface of versions 1 and 2; with another one the times are 0.
 #if BENCH_DNNL && DNNL_VERSION_MAJOR < 3
 static dnnl_engine_t bench_engine;
 static dnnl_stream_t bench_stream;
@@ -131,7 +132,7 @@ static dnnl_memory_desc_t dnnl_matrix(int rows, int cols, size_t row_step, size_
     return d;
 }
 
-// Its primitive, made once for all repetitions. Returns ms of one execution.
+// Creates its primitive once for all repetitions. Returns ms of one execution.
 static double time_bf16(const Product *p, dnnl_primitive_t *made, dnnl_exec_arg_t args[3]) {
     if (!*made) {
         const dnnl_memory_desc_t d[3] = {
@@ -149,7 +150,7 @@ static double time_bf16(const Product *p, dnnl_primitive_t *made, dnnl_exec_arg_
         if (dnnl_matmul_desc_init(&m, &d[0], &d[1], NULL, &d[2]) != dnnl_success ||
             dnnl_primitive_desc_create(&pd, &m, NULL, bench_engine, NULL) != dnnl_success ||
             dnnl_primitive_create(made, pd) != dnnl_success) {
-            return 0;  // this processor has none
+            return 0;  // not supported on this CPU
         }
         dnnl_primitive_desc_destroy(pd);
         for (int i = 0; i < 3; i++) {
@@ -183,18 +184,19 @@ static double time_bf16(const Product *p, dnnl_primitive_t *made, dnnl_exec_arg_
 static void bf16_done(dnnl_primitive_t made, dnnl_exec_arg_t args[3]) { (void)made, (void)args; }
 #endif
 
-// What is timed of a product, in turn: a column of the table each.
+// The variants of a matmul that are timed in turn; one column of the table each.
 enum { OURS, DNNL, OURS_BF16, DNNL_BF16, TIMES };
 
-// Times one product; medians in ms, 0 for what is not here.
+// Times one matmul; medians in ms, 0 for what is not available.
 static void time_matmul(double ms[TIMES], int product, int rows, int C, int OC) {
     double t[TIMES][MAX_REPEATS], flops = 2.0 * rows * C * OC;
     const int repeats = flops > 5e10 ? 3 : flops > 5e9 ? 7 : MAX_REPEATS, bf16 = !bf16_missing();
     const Product p = product_of(product, rows, C, OC);
     dnnl_primitive_t made = NULL;
     dnnl_exec_arg_t args[3];
-    // Growing sums would end in infinities and denormals, which are slow for other reasons. As two
-    // halves 0.0499878 is twice the same bf16 number, so that oneDNN's are ordinary ones too.
+        // Growing sums would end in infinities and denormals, which slow things down for other
+        // reasons. As two 16-bit halves, 0.0499878 is the same bf16 number twice, so oneDNN's are
+        // ordinary too.
     size_t used = (size_t)rows * (size_t)(C > OC ? C : OC);
     const uint32_t twice = 0x3d4c3d4cu;
     for (size_t i = 0; i < used; i++) {
@@ -213,11 +215,11 @@ static void time_matmul(double ms[TIMES], int product, int rows, int C, int OC) 
     bf16_done(made, args);
 }
 
-// 0 where there is nothing to compare with.
+// The quotient, or 0 if there is nothing to compare with.
 static double quotient(double a, double b) { return b > 0 ? a / b : 0; }
 
-// The table of one model's matmuls at one row count, the sum over a step, the worst ratio to
-// oneDNN's. `sum`: ms of the step.
+// Prints the table of one model's matmuls at one row count, the sum over a step, and the worst
+// ratio to oneDNN. `sum`: ms of the step.
 static void bench_matmuls(double sum[TIMES], const char *title, const LayerShape *layers, int n,
                           int rows) {
     double flops = 0, worst = 0;
@@ -246,7 +248,7 @@ static void bench_matmuls(double sum[TIMES], const char *title, const LayerShape
            sum[OURS_BF16], sum[DNNL_BF16], quotient(sum[OURS_BF16], sum[DNNL_BF16]), worst);
 }
 
-// exp and GELU over arrays that stay in the cache, all threads.
+// exp and GELU over arrays that stay in the cache, with all threads.
 static void bench_maths(void) {
     enum { COUNT = 1 << 16, REPEATS = 9, PASSES = 64 };
     double t[3][REPEATS];
@@ -294,30 +296,30 @@ static void bench_attention(int B, int T, int NH, int HS) {
         forward[r] = middle - start;
         backward[r] = now_ms() - middle;
     }
-    // Half of the T x T products count: the causal mask spares the rest.
+    // Half of the T x T scores count, because the causal mask skips the rest.
     double f = median(forward, REPEATS), b = median(backward, REPEATS);
     double flops = 2.0 * B * NH * HS * T * T;
     printf("attention B%d T%d NH%d HS%d: forward %.3f ms (%.0f GFLOP/s), backward %.3f ms (%.0f)\n",
            B, T, NH, HS, f, 1e-6 * flops / f, b, 2.5e-6 * flops / b);
 }
 
-// The model `name` and, from it and `o`, the settings of a run.
+// Parses the model `name` and derives the settings of a run from it and `o`.
 static void bench_settings(Settings *s, Model *m, const Options *o, const char *name) {
     const int bpe = model_parse(m, name) == MODEL_PRESET;
     model_set_vocabulary(m, tokenizer_vocabulary(bpe ? TOKENIZER_GPT2 : TOKENIZER_BYTES));
     settings_from_options(s, o, m, 0);
 }
 
-// An engine for these settings on a plan of its own, with initial weights.
+// Opens an engine for these settings with its own plan and initial weights.
 static void bench_open(Engine *e, Plan *p, const Settings *s) {
     plan_build(p, s);
     cpu_open(e, p);
     engine_initialise(e, &s->model, 1);
 }
 
-// Whole training steps of a model at B x T on its own plan: tokens/s, what the update takes, and
-// the ratio to the floor, which is dnnl_ms (all matmuls in oneDNN) plus AdamW's one pass over the
-// states. Returns ms of a step.
+// Whole training steps of a model at B x T with its own plan. Prints tokens/s, the update's time,
+// and the ratio to a lower bound, which is dnnl_ms (all matmuls in oneDNN) plus a single pass of
+// AdamW over the states. Returns ms of a step.
 static double bench_step(const char *name, int B, int T, int bf16, double dnnl_ms) {
     enum { WARM = 1, STEPS = 5 };
     double step[STEPS], update[STEPS], adamw[STEPS];
@@ -367,8 +369,8 @@ static double bench_step(const char *name, int B, int T, int bf16, double dnnl_m
     return ms;
 }
 
-// The forecast of ten runs beside the median of their steps, a model's width, batch, length and
-// level of recomputation each; the worst of them last.
+// Compares the forecasts of ten runs with the median of their steps, over model widths, batches,
+// lengths and recompute levels; prints the worst last.
 static void bench_forecast(void) {
     static const char *const runs[][4] = {  // -e, -b, -t, -r
         {"l4h4c128t64", "4", "64", "none"},    {"l4h4c128t64", "12", "64", "block"},
@@ -404,8 +406,8 @@ static void bench_forecast(void) {
     printf("worst forecast: %.1f %% off\n", 100 * worst);
 }
 
-// All threads read n numbers and do no more than the adding that keeps the reads from being left
-// out; returns the sum.
+// All threads read n numbers and only add them up, so that the compiler keeps the reads; returns
+// the sum.
 static double bench_read(const real *data, int64_t n) {
     double total = 0;
     #pragma omp parallel for schedule(static) reduction(+ : total)
@@ -423,9 +425,9 @@ static double bench_read(const real *data, int64_t n) {
     return total;
 }
 
-// One token at a time behind `position` others in the KV cache, in turn with a loop that only reads
-// the same weights. A token needs all of them but wpe's rows, and the cache: what memory allows is
-// the time to read as many bytes at the loop's rate.
+// Generates one token at a time after `position` others in the KV cache, alternating with a loop
+// that only reads the same weights. A token needs all weights except wpe's rows, and the cache; the
+// memory bound is the time to read as many bytes at the loop's rate.
 static void bench_generate(const char *name, int position) {
     enum { TOKENS = 21 };
     double token[TOKENS], read[TOKENS], kept = 0;

@@ -1,12 +1,12 @@
-// files.c: how fast model files are written and read, beside dd on the same disk.
+// files.c: speed of writing and reading model files, compared with dd on the same disk.
 //
 // Prints medians of one run for GPT-2 124M in fp32 (498 MB): model.safetensors written, synced and
-// hashed, and loaded with its pages in memory and, where the system's cache can be dropped (as
-// root), from the disk; dd writing as much (conv=fsync) and reading it; SHA-256 alone; a whole
-// checkpoint, its verification, and both together with its loading. Rates are of the bytes of the
-// files. Ratios above 1 are better than dd.
+// hashed; loaded with its pages in memory and, if the system's cache can be dropped (as root), from
+// disk; dd writing (conv=fsync) and reading as much; SHA-256 alone; a whole checkpoint, its
+// verification, and verification plus loading. Rates refer to the bytes of the files. Ratios above
+// 1 are faster than dd.
 //
-// Build and run: make bench. The files go to a folder of $TMPDIR or /tmp, which takes 2.5 GB.
+// Build and run: make bench. Writes 2.5 GB of files to a folder in $TMPDIR or /tmp.
 
 #define GPT2_NO_MAIN 1
 #include "../../train_gpt2.c"
@@ -40,7 +40,7 @@ static double load(Engine *e, const char *folder) {
     return now_ms() - began;
 }
 
-// A line for each measure that was taken, of a model and a checkpoint of so many megabytes.
+// Prints a line per measurement, for a model and a checkpoint of these sizes.
 static void print_rates(double megabytes, double all_megabytes) {
     printf("GPT-2 124M in fp32: model of %.0f MB, checkpoint of %.0f MB; medians of %d runs, "
            "%d threads\n", megabytes, all_megabytes, REPEATS, thread_count());

@@ -3,10 +3,10 @@
 
     dev/check/against_tiktoken.py [FOLDER] [--bytes N] [--seed N]
 
-FOLDER holds vocab.bpe and encoder.json (default: $DATA_MIRROR/gpt2). Needs tiktoken, numpy and a
-C compiler ($CC, else cc): the chapter is compiled as a library. Checked are the table of tokens,
-every code point in several contexts, N bytes of mixed text (default 12,000,000), the places where
-bpe_cut allows a cut, and that everything decodes to what was encoded.
+FOLDER contains vocab.bpe and encoder.json (default: $DATA_MIRROR/gpt2). Needs tiktoken, numpy and a
+C compiler ($CC, else cc): the chapter is compiled as a library. Checks the table of tokens, every
+code point in several contexts, N bytes of mixed text (default 12,000,000), the places where bpe_cut
+allows a cut, and that every encoded text decodes to itself.
 """
 import argparse
 import ctypes
@@ -101,7 +101,7 @@ SCRIPTS = [(0x41, 0x5A), (0x61, 0x7A), (0xC0, 0x24F), (0x250, 0x2FF), (0x300, 0x
 
 
 def code_point(rng, low, high):
-    """A character of a range; surrogates are none."""
+    """A character of a range, excluding surrogates."""
     while True:
         c = rng.randint(low, high)
         if not 0xD800 <= c < 0xE000:
@@ -109,7 +109,7 @@ def code_point(rng, low, high):
 
 
 def fragment(rng, sources):
-    """A short text of one kind or another."""
+    """A short text of a random kind."""
     kind = rng.randrange(12)
     if kind == 0:
         return rng.choice(PHRASES)
@@ -140,7 +140,7 @@ def fragment(rng, sources):
 
 
 def mixed_texts(count, seed, sources):
-    """Texts of `count` bytes in all, up to about 10 KB each, from the seed alone."""
+    """Texts of `count` bytes in total, up to about 10 KB each, determined by the seed."""
     rng, texts, total = random.Random(seed), [], 0
     for c in "a =\n1!中":
         texts.append("x" + c * 20000 + "y")
@@ -157,7 +157,7 @@ def mixed_texts(count, seed, sources):
 
 
 def is_utf8(data):
-    """Do these bytes stand for characters?"""
+    """True for valid UTF-8."""
     return data.decode(errors="ignore").encode() == data
 
 
@@ -176,7 +176,7 @@ class Ours:
             f.restype = ctypes.c_int64
 
     def encode(self, texts):
-        """Tokens of all texts (bytes) in one array, and where each text's end."""
+        """Tokens of all texts (bytes) in one array, and the end of each text."""
         ends = np.cumsum([len(t) for t in texts], dtype=np.int64)
         out, out_ends = np.zeros(ends[-1] + 1, np.uint16), np.zeros_like(ends)
         n = self.c.encode_all(b"".join(texts), ends.ctypes.data_as(ctypes.c_void_p),
@@ -201,7 +201,7 @@ def compare(ours, theirs, texts, what):
     """Encodes texts with both, compares, and decodes."""
     data = [t.encode() for t in texts]
     tokens, ends = ours.encode(data)
-    wanted = [theirs.encode_ordinary(t) for t in texts]    # the batch call is slower on short texts
+    wanted = [theirs.encode_ordinary(t) for t in texts]    # the batch call is slower here
     counts = np.diff(ends, prepend=0)
     flat = np.fromiter((t for w in wanted for t in w), np.uint16)
     if [len(w) for w in wanted] != counts.tolist() or not np.array_equal(tokens, flat):
@@ -233,7 +233,7 @@ def compare_tables(ours, theirs, folder, scratch):
 
 
 def compare_cuts(ours, texts):
-    """Both sides of a place that bpe_cut names give the tokens of the whole."""
+    """Splitting a text where bpe_cut allows it gives the same tokens as the whole."""
     cuts = 0
     for text in texts:
         data = text.encode()

@@ -6,21 +6,21 @@
     make check_torch PYTHON=build/venv/bin/python
 
 It needs no network and no GPU: models are made from a GPT2Config, weights and tokens are random.
-Four comparisons, of small models of odd shapes:
+Four comparisons, with small models of odd shapes:
 
 1. Logits, loss, gradient norm and every gradient, from the same weights and tokens.
 2. AdamW alone: torch.optim.AdamW on our gradients, with decay on matrices only, clipping by the
    global norm and our schedule; weights and moments after every step.
-3. Training: every side takes its steps on its own gradients.
-4. Folders: transformers loads our checkpoint, we load what transformers saves.
+3. Training: each side takes its steps with its own gradients.
+4. Folders: transformers loads our checkpoint, and we load what transformers saves.
 
-The reference is PyTorch in float64; PyTorch in float32 stands beside us. A line says how far we are
-from the reference at most, absolutely (`abs`) and relative to the tensor's largest number (`rel`),
-how far PyTorch in float32 is (`torch`), the tolerance, and how much of it is used. Tolerances
-follow from u = 2^-24, the relative error of one rounding, and are stated where they are made. Last,
-every comparison is shown a wrong weight, or a wrong optimizer, and has to find it.
+The reference is PyTorch in float64; PyTorch in float32 is shown for comparison. A line contains our
+largest difference from the reference, absolute (`abs`) and relative to the tensor's largest number
+(`rel`), that of PyTorch in float32 (`torch`), the tolerance, and the share of it that is used.
+Tolerances follow from u = 2^-24, the relative error of one rounding, and are documented where they
+are computed. Finally, every comparison is run with a wrong weight or optimizer, and must detect it.
 
-The last line is `N passed, N failed`; the exit status is 1 when one failed.
+The last line is `N passed, N failed`; the exit status is 1 if one failed.
 """
 import argparse
 import copy
@@ -75,15 +75,15 @@ class Case:
     beta2: float = 0.95
     eps: float = 1e-8
     decay: float = 0.1
-    clip: float = 0.5  # below the norms of these models: clipping is at work in every step
+    clip: float = 0.5  # below these models' norms, so every step clips
     warmup: int = 2
     final_lr: float = 0.1
-    vector_decay: float = 0.0  # ours never decays them
+    vector_decay: float = 0.0  # train_gpt2 never decays vectors
 
     @property
     def weight_std(self):
-        """Queries and keys of 1.3 at any width: attention is far from uniform, and as far from one
-        token, where it would magnify what was rounded before it."""
+        """Gives queries and keys deviation 1.3 at any width: attention is far from uniform, but
+        also far from a single token, which would amplify earlier rounding errors."""
         return 1.3 / math.sqrt(self.C)
 
     @property
@@ -91,7 +91,7 @@ class Case:
         return f"l{self.L}h{self.NH}c{self.C}t{self.maxT}"
 
     def options(self):
-        """What our programs are told, but for the model."""
+        """Options of our programs, except the model."""
         options = {"-b": self.B, "-t": self.T, "-d": self.B * self.T * self.micros,
                    "-x": self.steps, "-l": self.lr, "-u": self.warmup, "-q": self.final_lr,
                    "-k": self.schedule, "-c": self.decay, "--beta1": self.beta1,
@@ -99,7 +99,7 @@ class Case:
         return [str(word) for pair in options.items() for word in pair]
 
     def learning_rate(self, step):
-        """Of step `step`, from 0."""
+        """Learning rate of step `step`, from 0."""
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup
         t = (step - self.warmup) / (self.steps - self.warmup)
@@ -107,9 +107,9 @@ class Case:
         return self.lr * (self.final_lr + (1 - self.final_lr) * fall)
 
     def tolerance(self, backward):
-        """Relative to a tensor's largest number. A number is the end of a chain of sums: n
-        roundings in a row, whose errors are as good as random, add up to about sqrt(n) u. Twice
-        that, because the largest error of all elements is meant."""
+        """Relative to a tensor's largest number. A number is the result of a chain of sums: n
+        consecutive roundings with practically random errors add up to about sqrt(n) u. Doubled,
+        because it must bound the largest error of all elements."""
         block = 2 * self.C + 7 * self.C + self.C // self.NH + self.T  # norms, matmuls, attention
         n = self.L * block + 2 * self.C
         if backward:
@@ -125,7 +125,7 @@ CASES = [
 
 
 class Report:
-    """Lines of comparisons, and how many passed."""
+    """Prints comparisons and counts the results."""
 
     def __init__(self):
         self.passed = self.failed = 0
@@ -143,7 +143,7 @@ class Report:
                      f"{d.tolerance:8.1e} {100 * d.used():4.0f} %")
 
     def lines(self, differences):
-        """One line for the layers' tensors of one kind, the worst of them."""
+        """One line per kind of tensor over all layers: the worst of them."""
         worst = {}
         for name, d in differences.items():
             kind = ".".join("*" if part.isdigit() else part for part in name.split("."))
@@ -165,7 +165,7 @@ class Difference:
 
 
 def difference(ours, torch32, reference, tolerance):
-    """Arrays or numbers; NaN passes no test. `torch32` may be None."""
+    """Compares arrays or numbers; NaN always fails. `torch32` may be None."""
     reference = np.asarray(reference, np.float64)
     scale = np.abs(reference).max() + 1e-300
 
@@ -183,14 +183,14 @@ def difference(ours, torch32, reference, tolerance):
 # --- Our side -------------------------------------------------------------------------------------
 
 def run(*command):
-    """A program of ours; what it says is shown only when it fails."""
+    """Runs one of our programs; its output is shown only if it fails."""
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(map(str, command))}\n{done.stdout}{done.stderr}")
 
 
 class Dump:
-    """A run of `case` by build/dump from random weights on random tokens; its numbers."""
+    """A run of `case` by build/dump with random weights and tokens, and its numbers."""
 
     def __init__(self, case, folder, seed):
         self.case, self.folder = case, folder
@@ -250,7 +250,7 @@ def hf_model(case, weights, dtype):
 
 
 def named(model):
-    """Parameters by name; wte, which is also the classifier, once."""
+    """Parameters by name; wte, which is also the classifier, only once."""
     return dict(model.transformer.named_parameters())
 
 
@@ -265,14 +265,14 @@ def arrays(tensors):
 
 
 def batch_loss(model, inputs, targets):
-    """Logits and mean loss. The targets are shifted already, so the loss is not the model's own."""
+    """Logits and mean loss. Targets are already shifted, so the model's own loss is not used."""
     logits = model(torch.tensor(inputs).long()).logits
     loss = cross_entropy(logits.flatten(0, 1), torch.tensor(targets).long().flatten())
     return logits, loss
 
 
 def gradients(model, batches):
-    """One step's micro-batches: mean loss, norm; the gradients stay in the model."""
+    """Mean loss and norm of one step's micro-batches; the gradients stay in the model."""
     model.zero_grad()
     total = 0
     for inputs, targets in batches:
@@ -283,8 +283,8 @@ def gradients(model, batches):
 
 
 class Trainer:
-    """torch.optim.AdamW as our run uses it. Clipping is by hand: clip_grad_norm_ adds 1e-6 to the
-    norm, which is more than a rounding."""
+    """torch.optim.AdamW with our run's settings. Clipping is done here, because clip_grad_norm_
+    adds 1e-6 to the norm, which is more than a rounding."""
 
     def __init__(self, case, model):
         self.case, self.model = case, model
@@ -346,12 +346,12 @@ def check_gradients(report, dump):
 
 
 def check_that_weights_matter(report, dump):
-    """One element of one tensor in turn is moved by 1e-3 on their side."""
+    """Changes one element of each tensor in turn by 1e-3 on their side."""
     case = dump.case
     for name, (theirs, _) in NAMES.items():
         weights = {n: array.copy() for n, array in dump.state("weights", 0).items()}
         array = weights[theirs.format(case.L - 1)]
-        # A row that the batch uses; a query's bias (a key's changes nothing, by mathematics).
+        # A row used by the batch; a query's bias (a key's has no effect mathematically).
         row = dump.tokens[0, 0, 0, 0, 0] if name == "wte" else 1
         array[(row, 1) if array.ndim == 2 else 1] += 1e-3
         found = gradient_differences(dump, 0, weights, with_torch32=False)
@@ -362,8 +362,8 @@ def check_that_weights_matter(report, dump):
 # --- 2. AdamW alone -------------------------------------------------------------------------------
 
 def optimizer_differences(dump, case, with_torch32=True):
-    """After every step on our gradients, by the optimizer of `case`: {(step, what, name):
-    Difference} of weights and moments, of the norm and the learning rate."""
+    """Compares after every step with our gradients and the optimizer of `case`: {(step, what,
+    name): Difference} of weights and moments, of the norm and the learning rate."""
     trainers = [Trainer(case, hf_model(case, dump.state("weights", 0), dtype))
                 for dtype in (torch.float64, torch.float32)[:1 + with_torch32]]
     found = {}
@@ -380,7 +380,7 @@ def optimizer_differences(dump, case, with_torch32=True):
         for what in ("weights", "m", "v"):
             ours, states = dump.state(what, step + 1), [t.state(what) for t in trainers]
             for name, reference in states[0].items():
-                # A moment: 16 roundings. A weight: one of its own and 32 of the update a step
+                # A moment: 16 roundings. A weight: one of its own and 32 per step of the update
                 # (1 - beta in fp32 is up to u / (1 - beta) off, the rest are divisions and roots).
                 scale, tolerance = np.abs(reference).max(), 16 * U
                 if what == "weights":
@@ -416,12 +416,12 @@ def check_that_the_optimizer_matters(report, dump):
 # --- 3. Training ----------------------------------------------------------------------------------
 
 def check_training(report, dump):
-    """Every side on its own gradients. AdamW divides a gradient by its size: where that is no
-    larger than its error, the step is noise, and a key's bias, whose gradient is 0 by mathematics,
-    is nothing else. So in the first step a weight may be off by what the tolerated error d of the
-    gradient g explains, lr * 2 d / (|g| + eps), at most by two whole steps in opposite directions.
-    Later gradients differ because the weights do: there PyTorch in float32, which has the same
-    noise, is the measure."""
+    """Each side uses its own gradients. AdamW divides a gradient by its magnitude: if that is not
+    larger than its error, the step is noise; for a key's bias, whose gradient is mathematically 0,
+    it is nothing else. So in the first step a weight may differ by what the tolerated error d of
+    the gradient g explains, lr * 2 d / (|g| + eps), at most by two whole steps in opposite
+    directions. Later gradients differ because the weights do; there the measure is PyTorch in
+    float32, which has the same noise."""
     case = dump.case
     sides = [Trainer(case, hf_model(case, dump.state("weights", 0), dtype))
              for dtype in (torch.float64, torch.float32)]
@@ -445,7 +445,7 @@ def check_training(report, dump):
 
 
 def first_step(case, model, ours, theirs, reference):
-    """{name: Difference} of the weights after the first step, as a share of what may be; the
+    """{name: Difference} of the weights after the first step, as a share of the allowed error; the
     model's gradients are those of the step, clipped."""
     found, lr = {}, case.learning_rate(0)
     large = total = 0
@@ -470,7 +470,7 @@ FOLDER_CASE = Case(L=3, NH=3, C=72, maxT=37, V=257, B=3, T=29, micros=1, schedul
 
 
 def write_shard(path, tokens):
-    """Byte tokens as a shard of version 1."""
+    """Writes byte tokens as a shard of version 1."""
     header = np.zeros(256, np.int32)
     header[:5] = 20240520, 1, tokens.size, 257, 1
     path.write_bytes(header.tobytes() + tokens.astype(np.uint16).tobytes())
@@ -485,7 +485,7 @@ def shard_batch(case, tokens, step):
 
 
 def train(case, model, shard, output, **changed):
-    """train_gpt2 on a folder; the lines of its log, and its last checkpoint."""
+    """Runs train_gpt2 on a folder; returns the lines of its log and its last checkpoint."""
     case = copy.copy(case)
     for name, value in changed.items():
         setattr(case, name, value)
@@ -496,7 +496,7 @@ def train(case, model, shard, output, **changed):
 
 
 def save_variants(model, folder):
-    """The folders that transformers, or a user of it, may have made: {name: (folder, weights)}."""
+    """Folders as transformers or its users may create them: {name: (folder, weights)}."""
     found = {}
     for name, dtype in (("F32", torch.float32), ("BF16", torch.bfloat16), ("F16", torch.float16)):
         typed = copy.deepcopy(model).to(dtype)
@@ -520,7 +520,7 @@ def save_variants(model, folder):
 
 
 def reload(report, folder, case):
-    """A checkpoint of ours by from_pretrained, as it stands: nothing missing, nothing left over."""
+    """Loads our checkpoint by from_pretrained: no missing and no unexpected tensors."""
     model, info = GPT2LMHeadModel.from_pretrained(folder, output_loading_info=True,
                                                   attn_implementation="eager")
     left = {key: value for key, value in info.items() if value}
@@ -539,7 +539,7 @@ def reload(report, folder, case):
 def check_folders(report, folder):
     case = FOLDER_CASE
     rng = np.random.default_rng(3)
-    vocabulary = rng.choice(case.V, 40, replace=False)  # so that there is something to learn
+    vocabulary = rng.choice(case.V, 40, replace=False)  # so that something can be learned
     tokens = rng.choice(vocabulary, case.steps * case.B * case.T + 1).astype(np.int32)
     shard = folder / "tokens.bin"
     write_shard(shard, tokens)

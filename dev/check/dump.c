@@ -1,24 +1,24 @@
-// dump.c: the CPU program's numbers as raw arrays, for dev/check/against_torch.py to compare.
+// dump.c: writes the CPU program's numbers as raw arrays, for comparison by
+// dev/check/against_torch.py.
 //
-// Takes a model from -e, its weights from its file or from the seed, and runs optimizer steps as
-// the training loop
-// does: the same micro-steps, schedule and update, through the same engine. It writes every tensor
-// of every step, so it is meant for small models.
+// Takes a model from -e, its weights from its file or from the seed, and runs optimizer steps like
+// the training loop: the same micro-steps, schedule and update, through the same engine. It writes
+// every tensor of every step, so it is meant for small models.
 //
 //   build/dump FOLDER VOCABULARY [options of train_gpt2]
 //
-// VOCABULARY: of a shape; a file has its own. 0: the one of the data, or of the preset.
-// Reads from FOLDER, where they are there:
+// VOCABULARY: for a shape; a file has its own. 0: that of the data, or of the preset.
+// Reads from FOLDER, if they exist:
 //   weights.bin   weights to start from, laid out as index.txt says
-//   tokens.bin    int32: inputs (B,T), then targets (B,T), of every micro-step; without it the
-//                 batches are those that the run takes from -i
-// Writes into FOLDER, numbers little-endian, `N` the step from 1, weights-0 those at the start:
-//   index.txt     a line a tensor: name, layer, rows, columns, offset in elements
+//   tokens.bin    int32: inputs (B,T), then targets (B,T), of every micro-step; otherwise the
+//                 batches come from -i, as in a run
+// Writes to FOLDER, little-endian; `N` is the step from 1, weights-0 are the initial weights:
+//   index.txt     a line per tensor: name, layer, rows, columns, offset in elements
 //   weights-N.bin m-N.bin v-N.bin grads-N.bin   flat fp32 buffers
 //   tokens-N.bin  the batches of step N, as in tokens.bin
 //   logits.bin    (B,T,V) of the first micro-step before the first update, row by row by the
 //                 engine's logits(), which sampling uses
-//   steps.txt     a line a step: step, loss, gradient norm, learning rate, loss of the first
+//   steps.txt     a line per step: step, loss, gradient norm, learning rate, loss of the first
 //                 micro-step by forward_loss(), which validation uses, before the update
 //
 // Build: make build/dump
@@ -45,7 +45,7 @@ static void dump_close(FILE *f, const char *name) {
     }
 }
 
-// Opens folder/name for reading; NULL: not there.
+// Opens folder/name for reading; NULL if it does not exist.
 static FILE *dump_find(const char *folder, const char *name) {
     char path[PATH_BYTES];
     path_print(path, "%s/%s", folder, name);
@@ -65,7 +65,7 @@ static void dump_index(const char *folder, const Model *m) {
     dump_close(f, "index.txt");
 }
 
-// One flat state buffer of the engine as NAME-N.bin.
+// Writes one flat state buffer of the engine to NAME-N.bin.
 static void dump_state(const char *folder, Engine *e, const Model *m, int state, int64_t step) {
     char name[64];
     snprintf(name, sizeof name, "%s-%" PRId64 ".bin", state_names[state], step);
@@ -81,7 +81,7 @@ static void dump_state(const char *folder, Engine *e, const Model *m, int state,
     dump_close(f, name);
 }
 
-// Weights from folder/weights.bin, when it is there.
+// Loads weights from folder/weights.bin, if it exists.
 static void dump_take_weights(const char *folder, Engine *e, const Model *m) {
     FILE *f = dump_find(folder, "weights.bin");
     if (!f) {
@@ -100,7 +100,7 @@ static void dump_take_weights(const char *folder, Engine *e, const Model *m) {
     fclose(f);
 }
 
-// Logits of every position of the batch inputs (B,T), each from the tokens up to it.
+// Writes the logits of every position of the batch inputs (B,T), each from the tokens up to it.
 static void dump_logits(const char *folder, Run *run) {
     const Settings *s = &run->s;
     const int V = s->model.V;
@@ -116,7 +116,7 @@ static void dump_logits(const char *folder, Run *run) {
     dump_close(f, "logits.bin");
 }
 
-// The run's next micro-batch into run->inputs and run->targets: from `tokens`, or from the data.
+// Reads the next micro-batch into run->inputs and run->targets: from `tokens`, or from the data.
 static void dump_batch(Run *run, FILE *tokens, int accum_step) {
     const Settings *s = &run->s;
     size_t batch = (size_t)s->B * (size_t)s->T;
@@ -137,7 +137,7 @@ static void dump_batch(Run *run, FILE *tokens, int accum_step) {
     }
 }
 
-// One optimizer step as run_step does it, with everything written out.
+// One optimizer step like run_step's, with everything written out.
 static void dump_step(const char *folder, Run *run, FILE *tokens, FILE *steps) {
     const Options *o = &run->o;
     const Settings *s = &run->s;
@@ -169,7 +169,7 @@ static void dump_step(const char *folder, Run *run, FILE *tokens, FILE *steps) {
     }
 }
 
-// Model, plan, engine and weights from the options.
+// Opens model, plan, engine and weights from the options.
 static void dump_open(const char *folder, Run *run, int vocabulary) {
     Options *o = &run->o;
     Model m;

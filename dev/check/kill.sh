@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# Kills a run at every system call that changes its output folder, one after another, and fails
-# each of them once for want of space: dev/check/kill.sh [PROGRAM [OPTIONS...]]
+# Kills a run at every system call that changes its output folder, one at a time, and makes each of
+# them fail once with ENOSPC: dev/check/kill.sh [PROGRAM [OPTIONS...]]
 #
-# After every kill the same command must go on without a word about a damaged checkpoint, from no
-# earlier step than the last one that was reported saved, and end in the same bytes as the run that
-# nothing disturbed. After every failure it must have ended in one line, and go on likewise. Needs
-# strace, which injects the signals and errors; OPTIONS are added to the run's (the GPU program's
-# types, say). Last line: `N kills and M failed calls, K bad`; exit status 1 when K is not 0.
+# After every kill the same command must resume without reporting a damaged checkpoint, from at
+# least the last step reported as saved, and end with the same bytes as an uninterrupted run. After
+# every failed call the run must have ended with one line, and resume likewise. Needs strace, which
+# injects the signals and errors; OPTIONS are added to the run's (e.g. the GPU program's types).
+# Last line:
+# `N kills and M failed calls, K bad`; exit status 1 if K is not 0.
 set -u
-unset CDPATH    # else cd may go elsewhere and print where
+unset CDPATH    # else cd could change to another folder and print it
 cd "$(dirname "$0")/../.." || exit 1
 program=$(realpath "${1:-train_gpt2}") || exit 1
 shift
@@ -16,7 +17,7 @@ command -v strace > /dev/null || { echo "kill.sh: needs strace" >&2; exit 1; }
 calls="write fsync rename mkdir unlink rmdir truncate"
 work=$(mktemp -d "${TMPDIR:-/tmp}/kill.XXXXXX") || exit 1
 trap 'rm -rf "$work"' EXIT
-export OMP_NUM_THREADS=1    # so that the n-th call of every run is the same one
+export OMP_NUM_THREADS=1    # so that the n-th call is the same in every run
 seq 1 4000 | tr -d '\n' > "$work/text"
 make -s data/tokenize > /dev/null && data/tokenize --bytes -o "$work/t" "$work/text" > /dev/null ||
     exit 1
@@ -40,14 +41,14 @@ for call in $calls; do
     for ((n = 1; n <= total; n++)); do
         for what in signal=KILL error=ENOSPC; do
             rm -rf out
-            {    # where the shell would say that it was killed
+            {    # hides the shell's message about the kill
                 strace -f -qq -o trace -e "trace=$call" -e "inject=$call:$what:when=$n" \
                     "${run[@]}" > log 2> said
                 status=$?
             } 2> /dev/null
             case $what$status in
             signal=KILL137) kills=$((kills + 1)) ;;
-            error=ENOSPC0)    # it may fail where what it is about need not be there
+            error=ENOSPC0)    # allowed to fail if its target may be missing
                 [ $call != fsync ] || complain "a file that may not be on the disk" ;;
             error=ENOSPC1)
                 failures=$((failures + 1))

@@ -1,7 +1,7 @@
 """Readers and the comparison of same.sh, which describes the parts.
 
-Each reader prints lines KEY<TAB>VALUE. `compare` takes both sides as multisets of such lines; in
-`functions` and `object` of values alone, as a key there is only a name for people.
+Each reader prints lines KEY<TAB>VALUE. `compare` treats both sides as multisets of such lines; in
+`functions` and `object` only values count, and a key is only a name for display.
 """
 import collections
 import hashlib
@@ -23,7 +23,7 @@ def sha(text):
 
 
 def tokens(text):
-    """Tokens without comments; a directive is one token. Neighbouring strings become one."""
+    """Tokens without comments; a directive is one token. Adjacent strings become one."""
     joined = []
     for t in TOKEN.findall(text):
         if t.startswith(('//', '/*')):
@@ -37,14 +37,14 @@ def tokens(text):
 
 
 def items(source):
-    """Top-level definitions, each after the conditions (#if) it stands under."""
+    """Top-level definitions, each preceded by its conditions (#if)."""
     item, head, context, depth, conditions = [], [], '', 0, []
     for t in tokens(source):
         if t.startswith('# '):
             word, _, rest = t[2:].partition(' ')
             if word in ('if', 'ifdef', 'ifndef'):
                 conditions.append([f'{word} {rest}', depth])
-            elif word in ('else', 'elif'):    # the brackets of one branch count
+            elif word in ('else', 'elif'):    # brackets are counted in one branch
                 conditions[-1][0] += f' {word} {rest}'
                 depth = conditions[-1][1]
             elif word == 'endif':
@@ -130,7 +130,7 @@ def print_assembly(unit):
 
 
 def print_run(folder):
-    """What a run logged, but for times and paths, and each tensor that it saved."""
+    """The log of a run, except times and paths, and each saved tensor."""
     folder = pathlib.Path(folder)
     unstable = ('options', 'device', 'ms', 'tokens_per_s', 'peak_pct', 'checkpoint')
     log = folder / 'log.jsonl'
@@ -146,12 +146,12 @@ def print_run(folder):
                 if tensor != '__metadata__':
                     begin, end = (8 + size + at for at in t['data_offsets'])
                     print(f'{name} {tensor}\t{t["dtype"]} {t["shape"]} {sha(data[begin:end])}')
-        elif path.name != 'manifest.json':    # which has the hashes of whole files
+        elif path.name != 'manifest.json':    # which contains hashes of whole files
             print(f'{name}\t{sha(data)}')
 
 
 def draw_settings(count=300):
-    """Settings from a fixed seed; some are refused, which must stay so."""
+    """Settings from a fixed seed; some of them must be refused."""
     state = random.Random(22)
 
     def pick(*choices):
@@ -179,7 +179,7 @@ def draw_settings(count=300):
             line += some(f'-w {pick("none", "split")}') + some(f'--workspace {pick(256, 1 << 20)}')
             line += some(f'--gpus {pick(2, 3, 8, 16)} -z {pick(0, 1, 2, 3)}')
             line += some(f'--offload {kept or "none"}')
-        else:    # without a card, automatic levels would depend on free memory
+        else:    # otherwise automatic levels would depend on free memory
             line += f' -r {level}' + some('--matmul bf16') + some(f'--offload {kept or "none"}')
         print(line)
 
@@ -204,7 +204,7 @@ def print_help():
 
 
 def print_kernels(arch, log):
-    """Each kernel of a cubin: ptxas's figures and its code, which is the disassembly on stdin."""
+    """Each kernel of a cubin: ptxas's figures and its code; the disassembly is read from stdin."""
     figures, bodies, name = {}, {}, None
     for line in open(log):
         if (entry := re.search(r"entry function '(\S+)'", line)):

@@ -1,13 +1,13 @@
-// emu_profile.h: bytes that kernels read and write in device memory, counted access by access.
+// emu_profile.h: counts the bytes that kernels read and write in device memory, access by access.
 //
-// What it is: the hooks that a compiler calls before every load and store when it is told
-// -fsanitize=thread. Here they count what lies in device memory and is done by a kernel's thread;
-// the sanitizer's own library is not linked. So a program is compiled and linked in two steps:
+// Defines the hooks that a compiler inserts before every load and store with -fsanitize=thread.
+// Here they count accesses to device memory by threads of a kernel. The sanitizer's library is not
+// linked, so a program is compiled and linked in two steps:
 //     g++ -fsanitize=thread -c FILE.cu -o FILE.o && g++ FILE.o -o FILE
-// and EMU_PROFILE=1 prints, when it ends, a line for each kernel.
-// What it refuses to be: a model of caches. A byte that is asked for twice counts twice, whether or
-// not a GPU would find it in its cache the second time, and a byte that a barrier's or a product's
-// own code touches does not count.
+// With EMU_PROFILE=1 it prints a line for each kernel when it ends.
+// Caches are not modelled: a byte accessed twice counts twice, whether or not a GPU would hit its
+// cache the second time. Bytes accessed by the emulator's own code, as in barriers and matmuls, are
+// not counted.
 //
 // Contents
 //   1  Counts
@@ -19,7 +19,7 @@
 
 // -------------------------------------------------------------------------------------------------
 // 1. Counts
-// Of each kernel, by its name. Hooks and what they call have no hooks themselves.
+// Per kernel name. Hooks and the functions that they call are not instrumented themselves.
 
 #if defined(__SANITIZE_THREAD__)
 #define EMU_PROFILING 1
@@ -36,21 +36,21 @@
 #define EMU_UNCOUNTED __attribute__((no_sanitize("thread")))
 namespace emu {
 
-// A kernel's launches so far, and the bytes that its threads asked for.
+// Launches of a kernel so far, and the bytes that its threads accessed.
 struct Profile {
     const char *kernel;
     uint64_t launches, read, written;
 };
 enum { PROFILES = 256, PROFILE_RANGES = 256 };
 inline Profile profiles[PROFILES];
-inline Profile *profiled = nullptr;  // of the kernel that runs; null: none, or nobody asks
+inline Profile *profiled = nullptr;  // of the running kernel; null: none, or profiling is off
 
-// Device memory while a kernel runs: plain arrays, since a hook may call nothing that has hooks.
+// Device memory during a kernel, in plain arrays because a hook may only call uninstrumented code.
 struct ProfileRange { uintptr_t from, to; };
 inline ProfileRange profile_ranges[PROFILE_RANGES];
 inline int profile_range_count = 0, profile_last = 0;
 
-// Before (its name) and after (null) every launch.
+// Called before (with the kernel's name) and after (null) every launch.
 EMU_UNCOUNTED inline void profile_launch(const char *kernel) {
     profiled = nullptr;
     if (kernel == nullptr) {
@@ -77,7 +77,7 @@ inline void profile_clear() { memset((void *)profiles, 0, sizeof profiles); }
 inline void profile_print() {
     for (const Profile &p : profiles) {
         if (p.kernel != nullptr) {
-            const int name = (int)strcspn(p.kernel, "<,");  // of the text of the launch
+            const int name = (int)strcspn(p.kernel, "<,");  // the kernel's name ends there
             fprintf(stderr, "[emu] profile  %-36.*s launches %5llu  read %12llu  written %12llu\n",
                     name, p.kernel, (unsigned long long)p.launches, (unsigned long long)p.read,
                     (unsigned long long)p.written);
@@ -85,7 +85,7 @@ inline void profile_print() {
     }
 }
 
-// Counts an access of n bytes, if it goes to device memory. Blocks run one at a time here.
+// Counts an access of n bytes if it is in device memory. Blocks run one at a time here.
 EMU_UNCOUNTED inline void profile_count(const void *p, size_t n, bool writes) {
     Profile *to = profiled;
     if (to == nullptr || profile_range_count == 0) {
@@ -95,7 +95,7 @@ EMU_UNCOUNTED inline void profile_count(const void *p, size_t n, bool writes) {
     const ProfileRange *r = &profile_ranges[profile_last];
     for (int i = 0; at < r->from || at >= r->to; i++) {
         if (i == profile_range_count) {
-            return;  // shared memory, a thread's stack, the host's
+            return;  // shared memory, a thread's stack, or host memory
         }
         profile_last = i;
         r = &profile_ranges[i];
@@ -116,7 +116,7 @@ inline const bool profile_is_on = [] {
 
 // -------------------------------------------------------------------------------------------------
 // 2. Hooks
-// By the names that GCC and clang give them. What else such a build asks for is a link error.
+// Named as GCC and clang call them. A hook that is missing here is a link error.
 
 #define EMU_HOOK(name, bytes, writes)                                                          \
     EMU_API EMU_UNCOUNTED void __tsan_##name(void *p) { emu::profile_count(p, bytes, writes); }
@@ -142,8 +142,8 @@ EMU_API EMU_UNCOUNTED void __tsan_func_exit() { }
 EMU_API EMU_UNCOUNTED void __tsan_vptr_read(void **) { }
 EMU_API EMU_UNCOUNTED void __tsan_vptr_update(void **, void *) { }
 EMU_API EMU_UNCOUNTED void __tsan_atomic_thread_fence(int) { }
-// Atomic loads, of flags of the emulator and of the C++ library's static variables; then what
-// atomics of kernels, and counters of the host, are made of.
+// Atomic loads of the emulator's flags and of the C++ library's static variables; then the
+// operations that kernels' atomics and the host's counters consist of.
 EMU_API EMU_UNCOUNTED uint8_t __tsan_atomic8_load(const volatile uint8_t *p, int) { return *p; }
 EMU_API EMU_UNCOUNTED uint64_t __tsan_atomic64_load(const volatile uint64_t *p, int) { return *p; }
 EMU_API EMU_UNCOUNTED uint64_t __tsan_atomic64_fetch_add(volatile uint64_t *p, uint64_t n, int) {

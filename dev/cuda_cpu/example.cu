@@ -1,7 +1,7 @@
-// example.cu: a kernel with a missing barrier, and the same kernel repaired.
+// example.cu: a kernel with a missing barrier, and the same kernel fixed.
 //
-// What it is: the least program for this folder; `race` and `fixed` on the command line say which
-// kernel runs. Exit status 1 if the sum is wrong. nvcc builds it too, and there `race` may pass.
+// A minimal program for this folder; the argument `race` or `fixed` selects the kernel. Exit status
+// 1 if the sum is wrong. It also compiles with nvcc; on a GPU `race` may give the right sum.
 //
 //     g++ -x c++ -std=c++17 -Idev/cuda_cpu -isystem <CUDA>/include example.cu -o example
 //     EMU_SEED=1 ./example race
@@ -11,7 +11,7 @@
 #include <cstdio>
 #include <cstring>
 
-// out (1) = sum of 1..256, halved from 128 pairs to one. One block of 256 threads.
+// out (1) = sum of 1..256 by pairwise reduction. One block of 256 threads.
 template <bool BARRIER> __global__ void sum_kernel(int *out) {
     SHARED(int, part, [256]);
     int t = (int)threadIdx.x;
@@ -30,7 +30,7 @@ template <bool BARRIER> __global__ void sum_kernel(int *out) {
     }
 }
 
-// Sums on the emulated device; `race` leaves out the barrier.
+// Runs the sum on the emulated device; `race` selects the kernel without the barrier.
 int main(int argc, char **argv) {
     int *out, sum = 0;
     bool race = argc == 2 && strcmp(argv[1], "race") == 0;

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# The example under three seeds: the race is seen, the repaired kernel passes. PROGRAM is what
-# example.cu was built to. Last line `N passed, N failed, N skipped`; exit status 1 on a failure.
+# Runs the example with three seeds: the race must be detected, and the fixed kernel must pass.
+# PROGRAM is the built example.cu. Last line `N passed, N failed, N skipped`; exit status 1 on a
+# failure.
 #   dev/cuda_cpu/example.sh PROGRAM
 set -u
 passed=0 failed=0
 
-# expect STATUS SEED KERNEL: one run, and the exit status it should have.
+# expect STATUS SEED KERNEL: runs the example once and checks its exit status.
 expect() {
     local text status verdict=ok
     text=$(EMU_SEED=$2 "$program" "$3" 2>&1)

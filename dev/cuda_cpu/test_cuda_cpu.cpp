@@ -1,8 +1,8 @@
-// test_cuda_cpu.cpp: is the CPU layer right, and does it catch what it promises to catch?
+// test_cuda_cpu.cpp: tests that the emulator computes correctly and detects what it promises.
 //
-// What it is: tests in the harness of dev/test/harness.h, which says what their arguments and lines
-// are. A death test runs a planted bug in a child process and expects exit code 86 and a text.
-// What it refuses: to say anything about a GPU.
+// Tests for the harness of dev/test/harness.h, which describes their arguments and output. A death
+// test runs a seeded bug in a child process and expects exit code 86 and a text. The tests say
+// nothing about real GPUs.
 //
 //     g++ -std=c++17 -O1 -Idev/cuda_cpu -isystem <CUDA>/include test_cuda_cpu.cpp
 //
@@ -31,17 +31,17 @@ typedef __nv_bfloat16 bf16;
 
 // -------------------------------------------------------------------------------------------------
 // 1. Device arrays and planted bugs
-// What follows a failed expectation still runs.
+// A test continues after a failed expectation.
 
 #define OK(call) expect((call) == 0)  // cudaSuccess, CUBLAS_STATUS_SUCCESS and ncclSuccess are 0
 
-struct Setting {                // a setting for the length of a scope
+struct Setting {                // changes a setting until the end of a scope
     long &field, old;
     Setting(long &f, long value) : field(f), old(f) { f = value; }
     ~Setting() { field = old; }
 };
 
-// Device arrays of a test, and their way to and from the host.
+// Allocates device arrays and copies them to and from the host.
 template <class T> static T *device(size_t n) {
     void *p;
     OK(cudaMalloc(&p, n * sizeof(T)));
@@ -62,7 +62,7 @@ static float uniform() {  // in [-1, 1), always the same sequence
     return (float)(int32_t)(emu::random_bits(s) >> 32) / 2147483648.0f;
 }
 
-// The planted bug f ends with exit code 86, and its report holds both texts.
+// Expects that the bug f ends with exit code 86 and that its report contains both texts.
 static void dies(void (*f)(), const char *what, const char *where) {
     const Outcome o = outcome(spawn(f));
     expect(o.status == 86 && o.err.find(what) != Text::npos && o.err.find(where) != Text::npos,
@@ -71,7 +71,7 @@ static void dies(void (*f)(), const char *what, const char *where) {
 
 // -------------------------------------------------------------------------------------------------
 // 2. Threads, barriers, warps
-// Each kernel under several seeds.
+// Each kernel runs with several seeds.
 
 // Every thread of a 3-D grid of 3-D blocks runs once, with its own indices.
 static __global__ void k_index(int *out) {
@@ -107,7 +107,7 @@ TEST(launch) {  // template arguments with a comma, arguments that convert
     OK(cudaFree(out));
 }
 
-// A sum over a block of 256: warp shuffles, then one part for each warp.
+// Sum over a block of 256 threads: warp shuffles, then one partial sum per warp.
 static __global__ void k_reduce(const float *in, float *out, int n) {
     SHARED(float, part, [8]);
     float sum = 0;
@@ -146,7 +146,7 @@ TEST(reduce) {  // the same bits for every seed
     OK(cudaFree(out));
 }
 
-// All shuffles, whole and part of a warp, and what a lane gets that reads outside its segment.
+// All shuffles, with a whole warp and parts of one, and the result of reading outside a segment.
 static __global__ void k_shuffle(int *ok) {
     int l = (int)threadIdx.x % 32;
     unsigned all = ~0u;
@@ -168,7 +168,7 @@ static __global__ void k_shuffle(int *ok) {
         atomicExch(ok, 0);
     }
 }
-// Votes of a warp, of eight lanes, and of a block of 96 threads.
+// Votes of a warp, of eight lanes, and of a thread block of 96 threads.
 static __global__ void k_vote(int *ok) {
     int t = (int)threadIdx.x, l = t % 32;
     int good = __ballot_sync(~0u, l % 3 == 0) == 0x49249249u;
@@ -240,7 +240,7 @@ static __global__ void k_half(int *ok) {  // 16-bit types: rounding to nearest e
     good &= std::isinf(__half2float(__float2half_rn(70000.0f)));
     __nv_bfloat162 pair = __floats2bfloat162_rn(1.0f, -2.0f);
     good &= emu::bits<unsigned>(pair) == 0xc0003f80u;
-#if CUDART_VERSION >= 12020     // older headers keep the arithmetic of pairs to nvcc
+#if CUDART_VERSION >= 12020     // older headers have the arithmetic of pairs only under nvcc
     float2 two = __bfloat1622float2(__hadd2(pair, pair));
     good &= two.x == 2.0f && two.y == -4.0f && __hmul(pair.x, pair.y) == pair.y;
 #endif
@@ -270,18 +270,18 @@ TEST(words) {
 
 // -------------------------------------------------------------------------------------------------
 // 3. Shared memory and seeds
-// Right kernels give the same bits for every seed, wrong ones give themselves away.
+// Correct kernels give the same bits for every seed; for incorrect ones the results differ.
 
-// One dynamic and three static variables; each instance of the template has its own.
+// One dynamic and three static variables; each template instance has its own.
 template <class T> static __global__ void k_shared(int *ok) {
     DYN_SHARED(float, dynamic);
     SHARED(T, grid, [3][5]);
     SHARED(int, one);
     SHARED(float, tail, [7]);
     int good = sizeof grid == 15 * sizeof(T) && (uintptr_t)dynamic % 128 == 0;
-    good &= (uintptr_t)tail % 128 == alignof(float);  // no better aligned than it asks for
+    good &= (uintptr_t)tail % 128 == alignof(float);  // no better aligned than its type requires
     if (threadIdx.x == 0) {
-        good &= dynamic[99] != dynamic[99] && tail[6] != tail[6];  // fresh memory is NaN
+        good &= dynamic[99] != dynamic[99] && tail[6] != tail[6];  // new memory is NaN
         grid[2][4] = (T)blockIdx.x;
         one = 5;
         dynamic[99] = tail[6] = 1;
@@ -300,7 +300,7 @@ TEST(shared) {
     OK(cudaFree(ok));
 }
 
-// A block sum whose first barrier can be left out: then slow warps' parts are read too early.
+// A block sum; without its first barrier, the partial sums of slow warps are read too early.
 template <bool BARRIER> static __global__ void k_block_sum(float *out) {
     SHARED(float, part, [8]);
     if (threadIdx.x % 32 == 0) {
@@ -315,8 +315,8 @@ template <bool BARRIER> static __global__ void k_block_sum(float *out) {
     }
     out[threadIdx.x] = sum;
 }
-// Two phases through one buffer; without the second barrier a fast warp overwrites what a slow
-// one still reads. Fresh memory does not show it, the order of warps does.
+// Two phases with one buffer; without the second barrier a fast warp overwrites what a slow one has
+// yet to read. Filling new memory with NaN does not reveal this; the order of warps does.
 template <bool BARRIER> static __global__ void k_two_phases(float *out) {
     SHARED(float, value);
     for (int i = 0; i < 2; i++) {
@@ -330,8 +330,8 @@ template <bool BARRIER> static __global__ void k_two_phases(float *out) {
         }
     }
 }
-// Each lane hands its neighbour a number through shared memory, twice. Without the second barrier
-// of the warp a fast lane overwrites what a slow one still reads.
+// Each lane passes a number to its neighbour through shared memory, twice. Without the second warp
+// barrier a fast lane overwrites what a slow one has yet to read.
 template <bool BARRIER> static __global__ void k_neighbours(float *out) {
     SHARED(float, value, [256]);
     int t = (int)threadIdx.x;
@@ -346,7 +346,7 @@ template <bool BARRIER> static __global__ void k_neighbours(float *out) {
     }
     out[t] = sum;
 }
-// How many of eight seeds give another result than a kernel with all its barriers.
+// Number of seeds, out of eight, with a result different from that of the correct kernel.
 static int seeds_that_differ(void (*kernel)(float *), float expected) {
     int differ = 0;
     for (long seed = 0; seed < 8; seed++) {
@@ -375,8 +375,8 @@ TEST(seeds) {
              early, reuse, lanes);
 }
 
-// In which order threads come to a place: before and behind a warp operation and a barrier.
-// order: for each of the PLACES, the threads of all blocks as they came; count: 0s, one a place.
+// Records the order in which threads reach a place: before a warp operation, after it, and after a
+// barrier. order: for each place, the threads of all blocks in their order; count: one 0 per place.
 enum { PLACES = 3, S_BLOCKS = 8, S_THREADS = 128, S_ALL = S_BLOCKS * S_THREADS };
 static __global__ void k_order(int *order, int *count) {
     int me = (int)(blockIdx.x * blockDim.x + threadIdx.x);
@@ -396,22 +396,21 @@ static std::vector<int> order_of(long seed, uint64_t launch_no) {
     OK(cudaFree(count));
     return v;
 }
-// How often a thread, warp or block (size: threads in one) comes later than its next one does.
+// How often a thread, warp or block (size: its threads) arrives after its successor.
 static int inversions(const int *order, int size) {
     std::vector<int> place(S_ALL / size, -1);
     int n = 0;
     for (int i = 0; i < S_ALL; i++) {
         int &p = place[(size_t)(order[i] / size)];
-        p = p < 0 ? i : p;      // of the first of its threads
+        p = p < 0 ? i : p;      // first arrival of any of its threads
     }
     for (size_t i = 1; i < place.size(); i++) {
         n += place[i] < place[i - 1];
     }
     return n;
 }
-// Seeds shuffle: of all pairs of neighbours, lanes, warps and blocks, a fair share comes the other
-// way round, each seed in its own order. Without a seed nothing is shuffled, and this test's own
-// measure says so.
+// Seeds shuffle: a fair share of all neighbouring lanes, warps and blocks is reversed, in a
+// different order for each seed. Without a seed nothing is reversed, by the same measure.
 TEST(shuffled) {
     enum { SEEDS = 8 };
     const int sizes[] = {1, 32, S_THREADS};
@@ -426,7 +425,7 @@ TEST(shuffled) {
             std::vector<int> sorted(order.begin() + p * S_ALL, order.begin() + (p + 1) * S_ALL);
             std::sort(sorted.begin(), sorted.end());
             for (int i = 0; i < S_ALL; i++) {
-                expect(sorted[(size_t)i] == i);  // everybody came once
+                expect(sorted[(size_t)i] == i);  // every thread arrived once
             }
         }
         seen.push_back(order);
@@ -443,19 +442,19 @@ TEST(shuffled) {
             expect(p > 0 || inversions(&seen[0][0], size) == 0);
         }
     }
-    expect(order_of(SEEDS - 1, 7000) == seen[SEEDS - 1]);  // the seed repeats it
-    expect(order_of(SEEDS - 1, 7001) != seen[SEEDS - 1]);  // another launch is another order
+    expect(order_of(SEEDS - 1, 7000) == seen[SEEDS - 1]);  // a seed is reproducible
+    expect(order_of(SEEDS - 1, 7001) != seen[SEEDS - 1]);  // another launch has another order
     detail = text("at least %d %% of neighbours turned round, of 50 expected", least);
 }
 
-static void os_threads() {  // blocks over two OS threads: the same bits
+static void os_threads() {  // blocks on two OS threads: the same bits
     Setting t(emu::set.threads, 2);
     test_reduce();
     test_shared();
     test_atomic();
 }
 TEST(os_threads) {
-    const Outcome o = outcome(spawn(os_threads));  // an OpenMP pool and fork() do not go together
+    const Outcome o = outcome(spawn(os_threads));  // OpenMP's thread pool does not survive fork()
     expect(o.status == 0, "%s", o.out.c_str());
 #ifndef _OPENMP
     detail = text("built without OpenMP: one OS thread");
@@ -464,9 +463,9 @@ TEST(os_threads) {
 
 // -------------------------------------------------------------------------------------------------
 // 4. Memory, streams, events, devices
-// What the API returns when all is well, and its errors.
+// Results of the API without errors, and its error codes.
 
-// NaN fill, EMU_GPU_MEM to the byte, errors that stay until they are asked for.
+// NaN fill, EMU_GPU_MEM to the last byte, errors that stay until they are queried.
 TEST(memory) {
     Setting limit(emu::set.gpu_mem, (long)emu::allocated_bytes + 1000);
     size_t free_bytes, total;
@@ -477,7 +476,7 @@ TEST(memory) {
     expect((uintptr_t)p % 256 == 0);
     OK(cudaMemGetInfo(&free_bytes, &total));
     expect(free_bytes == 200 && total == (size_t)emu::set.gpu_mem);
-    {                           // a context, and a library once it is opened, take their part
+    {                           // a context, and a library once opened, use memory
         Setting context(emu::set.context, 120), library(emu::set.library, 50);
         cublasLtHandle_t handle;
         OK(cudaMemGetInfo(&free_bytes, &total));
@@ -491,8 +490,8 @@ TEST(memory) {
         OK(cublasLtDestroy(handle));
         emu::library_bytes = 0;
     }
-    {                           // so does a communicator, as long as it is there, and more of it
-        Setting nccl(emu::set.nccl, 25);  // where the program leaves its blocks to NCCL
+    {                           // so does a communicator while it exists, and more of it if
+        Setting nccl(emu::set.nccl, 25);  // the program leaves the number of blocks to NCCL
         ncclUniqueId id;
         ncclComm_t comm, second;
         ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
@@ -510,7 +509,7 @@ TEST(memory) {
     expect(cudaPeekAtLastError() == cudaErrorMemoryAllocation);
     expect(strcmp(cudaGetErrorString(cudaGetLastError()), "out of memory") == 0);
     expect(cudaGetLastError() == cudaSuccess);
-    OK(cudaMallocHost((void **)&q, 5000));  // pinned memory is not the GPU's
+    OK(cudaMallocHost((void **)&q, 5000));  // pinned memory does not count
     OK(cudaFree(p));
     expect(cudaFree(p) == cudaErrorInvalidValue && cudaGetLastError() != cudaSuccess);
     expect(emu::peak_bytes >= 800 && cudaFree(nullptr) == cudaSuccess);
@@ -527,7 +526,7 @@ TEST(copies) {
     OK(cudaMemset(a, 0, 8));
     OK(cudaMemcpy(pinned, b, 16, cudaMemcpyDeviceToHost));
     expect(host(b, 4) == v && host(a, 4)[1] == 0 && host(a, 4)[2] == 3 && pinned[3] == 4);
-    // By default the addresses say which way.
+    // cudaMemcpyDefault: the addresses tell the direction.
     OK(cudaMemcpy(pinned, a, 16, cudaMemcpyDefault));
     expect(pinned[1] == 0 && pinned[2] == 3);
     OK(cudaMemcpy(b, pinned, 16, cudaMemcpyDefault));
@@ -543,8 +542,8 @@ TEST(copies) {
 static __global__ void k_add(int *x, int y) { *x += y; }
 static __global__ void k_copy(int *to, const int *from) { *to = *from; }
 
-// Pinned memory, allocated and registered: EMU_HOST_MEM to the byte, kernels reach it, and what is
-// registered stays the program's.
+// Pinned memory, allocated and registered: EMU_HOST_MEM to the last byte; kernels can access it;
+// registered memory still belongs to the program.
 TEST(pinned) {
     Setting limit(emu::set.host_mem, (long)emu::pinned_bytes + 1000);
     size_t before = emu::pinned_bytes, on_device = emu::allocated_bytes;
@@ -570,7 +569,7 @@ TEST(pinned) {
         OK(cudaDeviceGetAttribute(&same, cudaDevAttrCanUseHostPointerForRegisteredMem, 0));
         OK(cudaHostGetDevicePointer((void **)&seen, mine.data(), 0));
         expect(!same && seen != mine.data());
-        launch(k_add, 1, 1, 0, 0, a, 4);  // what CUDA allocated is reached as ever
+        launch(k_add, 1, 1, 0, 0, a, 4);  // memory allocated by CUDA works as before
         expect(a[0] == 7);
     }
     expect(cudaFreeHost(mine.data()) == cudaErrorInvalidValue);
@@ -583,7 +582,7 @@ TEST(pinned) {
     expect(emu::pinned_bytes == before);
 }
 
-TEST(late) {  // streams as late as legal
+TEST(late) {  // streams run as late as allowed
     Setting order(emu::set.order, emu::LATE);
     cudaStream_t s, t;
     cudaEvent_t e;
@@ -602,7 +601,7 @@ TEST(late) {  // streams as late as legal
     expect(host(x, 2) == (std::vector<int>{21, 0}));
     launch(k_add, 1, 1, 0, s, x, 1);
     OK(cudaEventRecord(e, s));
-    launch(k_add, 1, 1, 0, s, x, 100);  // behind the event
+    launch(k_add, 1, 1, 0, s, x, 100);  // after the event
     OK(cudaStreamWaitEvent(t, e, 0));
     launch(k_copy, 1, 1, 0, t, x + 1, x);
     OK(cudaStreamSynchronize(t));
@@ -610,7 +609,7 @@ TEST(late) {  // streams as late as legal
     OK(cudaDeviceSynchronize());
     expect(host(x, 1)[0] == 122);
     launch(k_add, 1, 1, 0, s, pinned, 1);
-    OK(cudaMemcpyAsync(pinned + 1, pinned, 4, cudaMemcpyDefault, s));  // from host to host: at once
+    OK(cudaMemcpyAsync(pinned + 1, pinned, 4, cudaMemcpyDefault, s));  // host to host: at once
     OK(cudaStreamSynchronize(s));
     expect(pinned[0] == 21 && pinned[1] == 20);
     OK(cudaStreamDestroy(s));
@@ -620,9 +619,9 @@ TEST(late) {  // streams as late as legal
     OK(cudaFreeHost(pinned));
 }
 
-// Eight numbers go through one slot, as a layer's weights do: a copy stream brings each one, the
-// compute stream uses it. Either wait can be left out: arrived, without which the kernel may come
-// before its number, or gone, without which the next number may come before the kernel.
+// Eight numbers are streamed through one slot, like a layer's weights: a copy stream writes each
+// one, the compute stream uses it. Either wait can be left out: `arrived`, without which the kernel
+// may run before its number is there, or `gone`, without which the next number may overwrite it.
 static __global__ void k_use(int *sum, const int *slot, int weight) { *sum += weight * *slot; }
 enum { TRANSFERS = 8 };
 static int transfers(bool wait_arrived, bool wait_gone) {
@@ -652,7 +651,7 @@ static int transfers(bool wait_arrived, bool wait_gone) {
     while (cudaEventQuery(gone) == cudaErrorNotReady) {
         cudaGetLastError();
     }
-    OK(cudaStreamQuery(compute));  // the event was the last of it
+    OK(cudaStreamQuery(compute));  // the event was its last operation
     int result = host(sum, 1)[0];
     for (cudaStream_t s : {compute, copies}) {
         OK(cudaStreamDestroy(s));
@@ -663,8 +662,8 @@ static int transfers(bool wait_arrived, bool wait_gone) {
     OK(cudaFreeHost(pinned));
     return result;
 }
-// Both waits: right in every order. A missing one: seen in the order that exists for it, and by
-// chance too.
+// With both waits every order is correct. A missing wait is detected in the order meant for it, and
+// by some seeds.
 TEST(orders) {
     enum { SEEDS = 16 };
     int right = 0, seen_arrived = 0, seen_gone = 0;
@@ -736,7 +735,7 @@ static __global__ void k_big(float *out) {
     s[threadIdx.x] = 1;
     out[threadIdx.x] = s[threadIdx.x];
 }
-// Every row of the table of capabilities, and a machine without a GPU.
+// All rows of the capability table, and a machine without a GPU.
 TEST(device) {
     for (const emu::Capability &c : emu::CAPABILITIES) {
         Setting cc(emu::set.cc, c.cc);
@@ -770,7 +769,7 @@ TEST(device) {
     expect(strcmp(cudaGetErrorName(cudaErrorNoDevice), "cudaErrorNoDevice") == 0);
 }
 
-TEST(gaps) {  // what does not touch a gap or a dead row is let through
+TEST(gaps) {  // accesses next to a gap or a dead buffer are allowed
     float *row = device<float>(300);
     emu_gap(row + 100, 400);
     OK(cudaMemset(row, 0, 400));
@@ -785,14 +784,14 @@ TEST(gaps) {  // what does not touch a gap or a dead row is let through
 
 // -------------------------------------------------------------------------------------------------
 // 5. Tensor cores and cp.async
-// Against sums in double, element by element, as the PTX ISA draws the fragments.
+// Compared with sums in double, element by element, with the fragments as drawn in the PTX ISA.
 
 template <class E> static E narrow(float x);
 template <> float narrow<float>(float x) { return x; }
 template <> bf16 narrow<bf16>(float x) { return __float2bfloat16_rn(x); }
 template <> __half narrow<__half>(float x) { return __float2half_rn(x); }
 
-// D (16,8) = A (16,16) B (16,8) + C, the fragments loaded element by element as the ISA draws them.
+// D (16,8) = A (16,16) B (16,8) + C; the fragments are loaded element by element as in the ISA.
 template <class E>
 static __global__ void k_mma(const E *A, const E *B, const float *C, float *D) {
     int g = (int)threadIdx.x / 4, t = 2 * ((int)threadIdx.x % 4);
@@ -811,7 +810,7 @@ static __global__ void k_mma(const E *A, const E *B, const float *C, float *D) {
         D[(g + 8 * (i / 2)) * 8 + t + i % 2] = c[i];
     }
 }
-// The same as two products over eight k, from sm_75 on.
+// The same as two mma with K = 8, from sm_75 on.
 static __global__ void k_mma8(const __half *A, const __half *B, const float *C, float *D) {
     int g = (int)threadIdx.x / 4, t = 2 * ((int)threadIdx.x % 4);
     float c[4];
@@ -830,7 +829,7 @@ static __global__ void k_mma8(const __half *A, const __half *B, const float *C, 
         D[(g + 8 * (i / 2)) * 8 + t + i % 2] = c[i];
     }
 }
-// Largest error of a kernel's product against a sum in double.
+// Largest error of a kernel's result compared with a sum in double.
 template <class E>
 static double mma_error(void (*kernel)(const E *, const E *, const float *, float *)) {
     std::vector<E> A(256), B(128);
@@ -895,7 +894,7 @@ TEST(ldmatrix) {
 }
 
 // C (M,N) = A (M,K) B (K,N): double-buffered cp.async, ldmatrix, mma; 4 warps, a 32x32 tile each.
-// WAIT is 1; 2 is the planted bug of a wait that is too weak.
+// WAIT is 1; 2 is the injected fault: a wait that is too weak.
 enum { TILE = 64, STEP = 32, PAD = 8 };
 struct TileBuffers { bf16 a[2][TILE][STEP + PAD], b[2][STEP][TILE + PAD]; };
 
@@ -945,7 +944,7 @@ static __global__ void k_gemm(float *C, const bf16 *A, const bf16 *B, int N, int
         C[at] = sum[i / 16][i / 4 % 4][i % 4];
     }
 }
-// Largest error against a sum in double, NaN if there is one.
+// Largest error compared with a sum in double; NaN if the result has one.
 static double gemm_error(void (*kernel)(float *, const bf16 *, const bf16 *, int, int), int M,
                          int N, int K) {
     std::vector<bf16> A((size_t)M * K), B((size_t)K * N);
@@ -971,7 +970,7 @@ static double gemm_error(void (*kernel)(float *, const bf16 *, const bf16 *, int
     }
     return worst;
 }
-TEST(gemm) {  // and its planted bug: a missing wait gives NaN
+TEST(gemm) {  // with the injected fault, results are NaN
     double worst = 0;
     for (long seed = 0; seed < 3; seed++) {
         Setting s(emu::set.seed, seed);
@@ -982,7 +981,7 @@ TEST(gemm) {  // and its planted bug: a missing wait gives NaN
     detail = text("max err %.1e; a wait too weak: NaN", worst);
 }
 
-// Groups: a wait leaves the youngest; a copy in no group never arrives; zero fill.
+// Groups: a wait keeps the newest; a copy in no group never completes; zero fill.
 static __global__ void k_copy_async(const float4 *in, float4 *out) {
     SHARED(float4, s, [3]);
     cp_async_16(&s[0], in);
@@ -1008,9 +1007,9 @@ TEST(copy_async) {
 
 // -------------------------------------------------------------------------------------------------
 // 6. cublasLt
-// Against sums in double, over types, transposes, batches, padding, bias, beta and C = D.
+// Compared with sums in double: types, transposes, batches, padding, bias, beta and C = D.
 
-struct Lt {                     // one product: descriptors, and the first algorithm
+struct Lt {                     // one matmul: descriptors and the first algorithm
     cublasLtHandle_t handle;
     cublasLtMatmulDesc_t desc;
     cublasLtMatrixLayout_t a, b, c, d;
@@ -1026,7 +1025,7 @@ template <> cudaDataType_t type_of<float>() { return CUDA_R_32F; }
 template <> cudaDataType_t type_of<bf16>() { return CUDA_R_16BF; }
 template <> cudaDataType_t type_of<__half>() { return CUDA_R_16F; }
 
-// Column-major, with extra elements in the leading dimension, dense batches.
+// Column-major, with padding in the leading dimension, and dense batches.
 static cublasLtMatrixLayout_t make_layout(cudaDataType_t type, int rows, int cols, const Shape &s) {
     cublasLtMatrixLayout_t l;
     OK(cublasLtMatrixLayoutCreate(&l, type, (uint64_t)rows, (uint64_t)cols, rows + s.pad));
@@ -1077,8 +1076,8 @@ template <class E> static std::vector<E> random_matrix(size_t n) {
     return v;
 }
 
-// Largest error of D = 0.5 op(A) op(B) + beta C + bias against sums in double, in units of what
-// rounding to O and fp32 sums may lose; C is another matrix than D or the same one.
+// Largest error of D = 0.5 op(A) op(B) + beta C + bias compared with sums in double, in units of
+// the error allowed for rounding to O and for fp32 sums. In place (C = D) or out of place.
 template <class E, class O>
 static double lt_error(const Shape &s, float beta, bool with_bias, bool in_place) {
     size_t lda = (size_t)(s.ta ? s.k : s.m) + s.pad, ldb = (size_t)(s.tb ? s.n : s.k) + s.pad;
@@ -1157,7 +1156,7 @@ TEST(cublasLt) {
     detail = text("%d products, worst %.0f %% of the tolerance", runs, 100 * worst);
 }
 
-// What cuBLASLt would refuse gives a status, not a result.
+// What cuBLASLt would reject returns a status, not a result.
 static void lt_refusals() {
     Shape s = {64, 8, 16, 0, 0, 1, 0}, other = {64, 16, 16, 0, 0, 1, 0};
     Lt x = make_lt(CUDA_R_16BF, CUDA_R_16BF, s, nullptr);
@@ -1185,11 +1184,11 @@ static void lt_refusals() {
     OK(run(a, d, x, nullptr, 0));
     OK(run(a, d, x, &x.found[0].algo, 0));
     expect(run(a + 1, d, x, nullptr, 0) != 0);                  // misaligned
-    expect(run(a + 8, d, x, &x.found[0].algo, 0) != 0);         // 16 bytes, where 256 are assumed
+    expect(run(a + 8, d, x, &x.found[0].algo, 0) != 0);         // 16-byte address, 256 assumed
     expect(run(a, d, x, &y.found[0].algo, 1 << 20) != 0);       // chosen for another shape
     expect(run(a, d, x, &x.found[2].algo, 1 << 10) != 0);       // workspace too small
     expect(run(a, a, x, nullptr, 0) != 0);                      // D on A
-    expect(beside(x, 0) == CUBLAS_STATUS_NOT_SUPPORTED);        // D beside C, in place only
+    expect(beside(x, 0) == CUBLAS_STATUS_NOT_SUPPORTED);        // out of place not supported
     OK(beside(x, 1));
     Setting none(emu::set.lt_in_place, emu::ALGORITHMS);
     expect(beside(x, 2) == CUBLAS_STATUS_NOT_SUPPORTED);
@@ -1199,10 +1198,10 @@ static void lt_refusals() {
                   "CUBLAS_STATUS_NOT_SUPPORTED") == 0);
 }
 TEST(cublasLt_refusals) {
-    const Outcome o = outcome(spawn([] {  // refusals are explained on stderr
+    const Outcome o = outcome(spawn([] {  // the reasons are printed on stderr
         lt_refusals();
         fflush(NULL);
-        _exit(failures != 0);             // what it allocated goes with the process
+        _exit(failures != 0);             // its memory is freed with the process
     }));
     expect(o.status == 0 && o.err.find("refuses: the shapes") != Text::npos, "%s%s",
            o.out.c_str(), o.err.c_str());
@@ -1210,15 +1209,15 @@ TEST(cublasLt_refusals) {
 
 // -------------------------------------------------------------------------------------------------
 // 7. NCCL
-// Ranks are child processes; the id is made before the fork, as a launcher would hand it out.
+// Ranks are child processes; the id is created before the fork, as a launcher would distribute it.
 
 #if EMU_NCCL
 typedef void Rank(ncclComm_t comm, int rank, int ranks);
 static std::vector<int> rank_codes;  // exit codes of the last run_ranks
-static Text rank_text;        // what they said on stderr
+static Text rank_text;        // their stderr
 static struct { Rank *body; int ranks, claimed; } ranks_job;
 
-// Starts the ranks and reports their exit codes on stderr, where the test reads them.
+// Starts the ranks and prints their exit codes on stderr, where the test reads them.
 static void rank_parent() {
     ncclUniqueId id;
     OK(ncclGetUniqueId(&id));
@@ -1241,7 +1240,7 @@ static void rank_parent() {
         fprintf(stderr, "code %d\n", WIFEXITED(status) ? WEXITSTATUS(status) : -1);
     }
 }
-// Runs `ranks` processes; the ranks after the first claim to be of `claimed`.
+// Runs `ranks` processes; ranks other than 0 report `claimed` as the number of ranks.
 static void run_ranks(Rank *body, int ranks, int claimed) {
     ranks_job = {body, ranks, claimed};
     rank_codes.clear();
@@ -1258,13 +1257,13 @@ static void expect_codes(int code) {
     }
 }
 
-static float part_of(int rank, size_t i) {  // sums of these depend on their order in fp32
+static float part_of(int rank, size_t i) {  // their fp32 sum depends on the order
     return (rank == 0 ? 1.0f : rank == 1 ? 3e-8f : 1.1e-7f * (float)rank) * (float)(i % 97 + 1);
 }
-// AllReduce of E: the fp32 sum in rank order, rounded once.
+// AllReduce of type E: the fp32 sum in rank order, rounded once.
 template <class E> static void check_sum(ncclComm_t comm, int rank, int ranks, ncclDataType_t type)
 {
-    const size_t n = 70001;     // more bytes than a socket buffers
+    const size_t n = 70001;     // larger than a socket's buffer
     std::vector<E> x(n);
     for (size_t i = 0; i < n; i++) {
         x[i] = narrow<E>(part_of(rank, i));
@@ -1294,7 +1293,7 @@ static T reduced(ncclComm_t comm, T value, ncclDataType_t type, ncclRedOp_t op) 
     OK(cudaFree(x));
     return value;
 }
-// Every type and operation; sums to the bit.
+// Every type and operation; sums are compared bit by bit.
 static void rank_reduce(ncclComm_t comm, int rank, int ranks) {
     check_sum<float>(comm, rank, ranks, ncclFloat32);
     check_sum<bf16>(comm, rank, ranks, ncclBfloat16);
@@ -1329,7 +1328,7 @@ static void rank_scatter(ncclComm_t comm, int rank, int ranks) {
     OK(ncclBroadcast(bytes, bytes, 3, ncclUint8, ranks - 1, comm, 0));
     expect(host(bytes, 3)[2] == ranks + 4);
 }
-// A group on a stream that runs late, and a second communicator from an id that travels through the
+// A group on a stream that runs late, and a second communicator whose id is broadcast through the
 // first.
 static void rank_group(ncclComm_t comm, int rank, int ranks) {
     emu::set.order = emu::LATE;
@@ -1358,12 +1357,12 @@ static void rank_group(ncclComm_t comm, int rank, int ranks) {
     OK(ncclCommDestroy(second));
     expect(host(x, 1)[0] == all);
 }
-// What rank a sends to rank b as its k-th piece: n numbers that no other piece begins with.
+// The k-th piece that rank a sends to rank b: n numbers that start with a unique one.
 enum { PIECES = 2 };
 static size_t piece_count(int a, int b, int k) { return (size_t)(20000 * k + 10 * a + b + 1); }
 static int piece_value(int a, int b, int k) { return 1000 * a + 100 * b + k; }
-// Everybody sends two pieces to everybody, itself too, in one group; then a ring, call by call. The
-// bytes that leave a rank are counted.
+// Every rank sends two pieces to every rank, including itself, in one group; then a ring, call by
+// call. The bytes that each rank sends to others are counted.
 static void rank_exchange(ncclComm_t comm, int rank, int ranks) {
     const long before = comm->sent_bytes;
     long want = 0;
@@ -1388,7 +1387,7 @@ static void rank_exchange(ncclComm_t comm, int rank, int ranks) {
     }
     ncclResult_t error = ncclInternalError;
     OK(ncclCommGetAsyncError(comm, &error));
-    OK(error);  // nobody ends before this rank's next call
+    OK(error);  // no rank exits before this rank's next call
     int *x = device(std::vector<int>(2, rank));
     OK(ncclGroupStart());
     OK(ncclSend(x, 1, ncclInt32, (rank + 1) % ranks, comm, 0));
@@ -1397,7 +1396,7 @@ static void rank_exchange(ncclComm_t comm, int rank, int ranks) {
     expect(host(x, 2)[1] == (rank + ranks - 1) % ranks);
     expect(ncclSend(x, 1, ncclInt32, ranks, comm, 0) == ncclInvalidArgument);
 }
-// A communicator from a config; one that does not block is none of the emulator's.
+// A communicator with a config; the emulator rejects a non-blocking one.
 static void rank_config(ncclComm_t comm, int rank, int ranks) {
     ncclUniqueId id = {}, *ids = device<ncclUniqueId>(1);
     if (rank == 0) {
@@ -1426,8 +1425,8 @@ TEST(nccl) {
     detail = text("1 to 4 ranks");
 }
 
-// Planted: rank 1 calls another collective, a rank another count, a rank ends, the hub ends, a
-// rank sleeps, the ranks disagree on how many they are.
+// Injected faults: rank 1 calls another collective, a rank passes a different count, a rank exits,
+// the hub exits, a rank sleeps, the ranks disagree on their number.
 static void rank_mismatch(ncclComm_t comm, int rank, int) {
     float *x = device<float>(100000);
     OK(ncclAllReduce(x, x, 1000, ncclFloat32, ncclSum, comm, 0));
@@ -1464,7 +1463,7 @@ static void rank_hangs(ncclComm_t comm, int rank, int) {
     OK(ncclAllReduce(x, x, 100, ncclFloat32, ncclSum, comm, 0));
 }
 static void rank_nothing(ncclComm_t, int, int) { }
-// Rank 2 sends rank 1 a number more than that one expects.
+// Rank 2 sends rank 1 one element more than rank 1 expects.
 static void rank_pieces(ncclComm_t comm, int rank, int) {
     float *x = device<float>(10);
     OK(ncclGroupStart());
@@ -1478,7 +1477,7 @@ static void rank_pieces(ncclComm_t comm, int rank, int) {
     }
     OK(ncclGroupEnd());
 }
-// Rank 1 is gone, which rank 0 can see; then both others wait until somebody ends them.
+// Rank 1 exits, which rank 0 can detect; then both others wait until they are killed.
 static void rank_silence(ncclComm_t comm, int rank, int) {
     float *x = device<float>(10);
     ncclResult_t error = ncclSuccess;
@@ -1497,7 +1496,7 @@ static void rank_silence(ncclComm_t comm, int rank, int) {
     OK(ncclAllReduce(x, x, 10, ncclFloat32, ncclSum, comm, 0));
 }
 
-// Rank 1's second collective fails: what it waits for never comes, and NCCL says why.
+// Rank 1's second collective fails: it never completes, and NCCL reports an error.
 static void rank_fails(ncclComm_t comm, int rank, int) {
     int *x = device<int>(1);
     ncclResult_t error = ncclInternalError;
@@ -1517,8 +1516,8 @@ static void rank_fails(ncclComm_t comm, int rank, int) {
     }
 }
 
-// k_copy is loaded behind a collective that the host has waited for; k_use beside one that may wait
-// for other ranks, while they wait for this one's to be loaded.
+// k_copy is loaded after the host has waited for the collective. k_use is loaded while one may be
+// waiting for other ranks, which in turn wait for this rank to load it.
 static void rank_handshakes(ncclComm_t comm, int, int) {
     int *x = device<int>(3);
     OK(ncclAllReduce(x, x, 1, ncclInt32, ncclSum, comm, 0));
@@ -1529,7 +1528,7 @@ static void rank_handshakes(ncclComm_t comm, int, int) {
     launch(k_use, 1, 1, 0, 0, x, x + 1, 1);
 }
 
-// All three ranks end with code 86, and the reports hold both texts.
+// Expects that all three ranks end with code 86 and that their output contains both texts.
 static void expect_ranks_die(Rank *body, int claimed, const char *a, const char *b) {
     run_ranks(body, 3, claimed);
     expect_codes(86);
@@ -1560,15 +1559,15 @@ TEST(nccl_deaths) {
 
 // -------------------------------------------------------------------------------------------------
 // 8. Planted bugs
-// Each ends with code 86 and a line that names what a user needs to find it. Where a sanitizer
-// sees the bug first, its report counts.
+// Each ends with code 86 and a line that names what a user needs to find the bug. If a sanitizer
+// detects it first, the sanitizer's report counts.
 
 static __global__ void k_write(float *x, int i) {
     if (blockIdx.x == 1 && threadIdx.x == 3) {
         x[i] = 1;
     }
 }
-static void write_at(int i)     // one of 100 floats in an allocation with a gap behind the first 32
+static void write_at(int i)     // of 100 floats, with a gap after the first 32
 {
     float *x = device<float>(100);
     emu_gap(x + 32, 128);
@@ -1578,7 +1577,7 @@ static void write_at(int i)     // one of 100 floats in an allocation with a gap
 static void bug_past_end() { write_at(101); }
 static void bug_before_start() { write_at(-3); }
 static void bug_gap() { write_at(40); }
-// With guard pages the thread is named, too.
+// Guard pages also identify the thread.
 static void bug_guard() {
     emu::set.guard = 1;
     float *x = device<float>(100);
@@ -1590,7 +1589,7 @@ static void bug_host_access() {
     launch(k_write, 2, 32, 0, 0, x, 99);
     *(volatile float *)x = 1;
 }
-// Planted: a row is used after its death.
+// A buffer is used after it became dead.
 static void bug_dead_row() {
     float *x = device<float>(100);
     emu_poison(x + 40, 100);
@@ -1608,7 +1607,7 @@ static void bug_shared() {
     float *x = device<float>(4);
     launch(k_past_shared, 1, 4, 0, 0, x, 1);
 }
-// Planted: barriers that not every thread reaches, or that are not the same one.
+// Barriers that not every thread reaches, or that are at different lines.
 static __global__ void k_half_block() {
     if (threadIdx.x < 32) {
         __syncthreads();
@@ -1623,7 +1622,7 @@ static __global__ void k_two_barriers() {
     }
 }
 static void bug_divergent_barrier() { launch(k_two_barriers, 1, 64, 0, 0); }
-// Planted: masks that name lanes which do not come, have returned, or do not exist.
+// Masks with lanes that do not arrive, have returned, or do not exist.
 static __global__ void k_half_warp(float *out) {
     if (threadIdx.x < 16) {
         out[0] = __shfl_xor_sync(~0u, out[0], 1);
@@ -1679,7 +1678,7 @@ static void bug_pageable() {
     int x = 0;
     launch(k_add, 1, 1, 0, 0, &x, 1);
 }
-static void bug_switches() {    // a report names what is not standard, so that it can be repeated
+static void bug_switches() {    // a report lists switches that differ from their defaults
     emu::set.seed = 5;
     emu::set.order = emu::EARLY;
     emu::set.cc = 80;
@@ -1705,7 +1704,7 @@ static void bug_lt_range() {
                    0, 0);
 }
 #if EMU_NCCL
-static void bug_nccl_range() {  // llm.c's sizeof(float) elements on a 4-byte buffer
+static void bug_nccl_range() {  // llm.c's mistake: sizeof(float) as element count
     ncclUniqueId id;
     ncclComm_t comm;
     OK(ncclGetUniqueId(&id));
@@ -1713,7 +1712,7 @@ static void bug_nccl_range() {  // llm.c's sizeof(float) elements on a 4-byte bu
     float *x = device<float>(1);
     OK(ncclAllReduce(x, x, sizeof(float), ncclFloat32, ncclSum, comm, 0));
 }
-// Planted: pinned memory for NCCL.
+// Pinned memory passed to NCCL.
 static void bug_nccl_host() {
     ncclUniqueId id;
     ncclComm_t comm;
@@ -1727,7 +1726,7 @@ static void bug_nccl_host() {
     OK(ncclGroupEnd());
 }
 #endif
-// Planted: a fork behind the first question for devices.
+// A fork after the first query for devices.
 static void bug_fork() {
     int n;
     OK(cudaGetDeviceCount(&n));
@@ -1756,7 +1755,7 @@ static void bug_circle() {  // two streams that wait for each other
     OK(cudaStreamSynchronize(s));
 }
 
-// Planted: instructions, and shared memory, that a device of capability 7.5 does not have.
+// Instructions and shared memory that a device of capability 7.5 does not have.
 static void bug_old_mma() {
     emu::set.cc = 75;
     mma_error(k_mma<__half>);
@@ -1765,13 +1764,13 @@ static void bug_old_copy() {
     emu::set.cc = 75;
     launch(k_copy_async, 1, 1, 0, 0, device<float4>(3), device<float4>(3));
 }
-static void bug_old_shared() {  // granted to another device, as a test may set them one by one
+static void bug_old_shared() {  // the limit was raised while another device was set
     OK(cudaFuncSetAttribute(k_copy_async, cudaFuncAttributeMaxDynamicSharedMemorySize, 80 << 10));
     emu::set.cc = 75;
     launch(k_copy_async, 1, 1, 80 << 10, 0, device<float4>(3), device<float4>(3));
 }
 
-// CUDA lets these two waits differ: the host's returns at once, the stream's is a bug.
+// CUDA allows both waits; the host's returns at once, the stream's is a bug.
 static void bug_never_recorded() {
     cudaEvent_t e;
     OK(cudaEventCreate(&e));
@@ -1782,7 +1781,7 @@ static void bug_never_recorded() {
     }
 }
 
-// Planted: host memory is unregistered while a copy from it is still to come.
+// Host memory is unregistered before a copy from it has run.
 static void bug_unregistered() {
     emu::set.order = emu::LATE;
     std::vector<int> mine(100, 3);
@@ -1795,7 +1794,7 @@ static void bug_unregistered() {
     OK(cudaStreamSynchronize(s));
 }
 
-// Planted: the host's address of registered memory, where the GPU has another one.
+// The host address of registered memory is used on a GPU with a different device address.
 static void bug_alias() {
     emu::set.alias = 1;
     static int mine[100];
@@ -1803,7 +1802,7 @@ static void bug_alias() {
     launch(k_add, 1, 1, 0, 0, mine, 4);
 }
 
-struct Bug { void (*run)(); const char *what, *where, *asan; };  // asan: what it says instead
+struct Bug { void (*run)(); const char *what, *where, *asan; };  // asan: its report instead
 static const Bug bugs[] = {
     {bug_past_end, "wrote at offset 404 of an allocation of 400 bytes", "k_write", "poison"},
     {bug_before_start, "wrote at offset -12 of an allocation of 400 bytes", "k_write", "poison"},
@@ -1858,7 +1857,7 @@ TEST(bugs) {
 
 // -------------------------------------------------------------------------------------------------
 // 9. Speed
-// Printed, not judged: the least of ten runs.
+// Printed without a limit: the fastest of ten runs.
 
 static __global__ void k_barriers(int n) {
     for (int i = 0; i < n; i++) {
@@ -1903,7 +1902,7 @@ TEST(speed) {
 
 // -------------------------------------------------------------------------------------------------
 // 10. The table and main
-// One line a test; adding one touches only the table.
+// One line per test; to add a test, only the table changes.
 
 int main(int argc, char **argv) {
     return harness_main(argc, argv);

@@ -1,13 +1,13 @@
-// Fuzz targets for every reader of files and options in train_gpt2.c: each gets bytes that a
-// stranger could have made, and must either refuse them with one line or give out what its contract
-// says. `make fuzz` builds it with clang's libFuzzer, AddressSanitizer and UBSan, makes the seeds
-// (seeds.sh) and runs the targets in turn; FUZZ_TARGET names one:
+// Fuzz targets for every reader of files and options in train_gpt2.c. Each receives untrusted bytes
+// and must either refuse them with one line or fulfil the reader's contract. `make fuzz` builds
+// them with clang's libFuzzer, AddressSanitizer and UBSan, makes the seeds (seeds.sh) and runs all
+// targets; FUZZ_TARGET selects one:
 //     FUZZ_TARGET=config build/fuzz -max_total_time=60 build/corpus/config build/seeds/config
-// With FUZZ_REPLAY=1 any compiler builds it, and it runs files and small changes of them through a
-// target once:
+// With FUZZ_REPLAY=1 any compiler builds it; it then runs each file, and small changes of it,
+// through a target once:
 //     build/fuzz_replay config FILE...
-// Inputs lie in heap blocks of their size, so that a byte read behind them is found. die() comes
-// back here; a check() of the program that fails, or a FACT below, is a finding.
+// Inputs are in heap blocks of exactly their size, so that reads beyond them are detected. die()
+// returns here; a failed check() of the program, or a failed FACT below, is a finding.
 
 #define _GNU_SOURCE 1
 #include <setjmp.h>
@@ -19,7 +19,7 @@
 #define FUZZ_REPLAY 0
 #endif
 
-// The program's exit and stderr.
+// Replacements for the program's exit and stderr.
 __attribute__((noreturn)) static void fuzz_exit(int status);
 static FILE *fuzz_errors;
 #define exit fuzz_exit
@@ -43,12 +43,12 @@ static void fact_failed(const char *fact, int line) {
 static void fuzz_exit(int status) {
     fflush(fuzz_errors);
     FACT(status == 1);
-    // A failed check() names its place in the program first.
+    // A failed check() prints its source file and line first.
     FACT(strncmp(fuzz_message, "train_gpt2: " __FILE__, 12 + sizeof __FILE__ - 7) != 0);
     longjmp(fuzz_back, 1);
 }
 
-// Reads `count` bytes at `p`, which must lie in the input.
+// Reads `count` bytes at `p`, which must be inside the input.
 static const unsigned char *input_bytes;
 static size_t input_size;
 static volatile unsigned char fuzz_sink;
@@ -64,11 +64,11 @@ static void touch(const unsigned char *p, uint64_t count) {
 
 // -------------------------------------------------------------------------------------------------
 // Token files
-// Shards: every token that was announced lies in the file.
+// Shards: every token counted in the header is in the file.
 
 static Shard fuzz_shard;
 
-// The input as a file; returns its descriptor.
+// Writes the input to a file; returns its descriptor.
 static int input_file(char path[64], const unsigned char *bytes, size_t size) {
     static int fd = -1;
     if (fd < 0) {
@@ -114,7 +114,7 @@ static void target_shard(const unsigned char *bytes, size_t size) {
 
 // -------------------------------------------------------------------------------------------------
 // Model files
-// llm.c's files and config.json: sizes the program allows, tensors inside the file.
+// llm.c files and config.json: allowed sizes, tensors inside the file.
 
 static Span fuzz_spans[400 * FILE_TENSORS];
 
@@ -125,7 +125,7 @@ static void require_allowed(const Model *m) {
     FACT(tensor_offset(m, TENSORS, 0) >= model_parameters(m));
 }
 
-// Reads every element that the weights' loader reads; `transposed` files hold V rows of wte.
+// Reads every element that the weight loader reads; `transposed` files have V rows of wte.
 static void require_spans(const Model *m, int transposed) {
     static real values[256 * 64];
     for (int tensor = 0; tensor < TENSORS; tensor++) {
@@ -153,7 +153,7 @@ static void target_llmc(const unsigned char *bytes, size_t size) {
     require_spans(&m, 0);
 }
 
-// The shapes that a config.json beside the weights may have told.
+// Shapes as given by a config.json next to the weights.
 static const Model fuzz_models[] = {{1, 1, 1, 2, 257, 384}, {2, 1, 2, 2, 3, 128}};
 
 static void target_weights(const unsigned char *bytes, size_t size) {
@@ -173,9 +173,9 @@ static void target_config(const unsigned char *bytes, size_t size) {
 
 // -------------------------------------------------------------------------------------------------
 // Evaluation files
-// Every example fits the row that scores it.
+// Every example fits the row in which it is scored.
 
-// Every example, read again as scoring does: rows of T inputs and targets.
+// Reads every example again as scoring does: rows of T inputs and targets.
 static void target_eval(const unsigned char *bytes, size_t size) {
     enum { T = 16, VOCABULARY = 257 };
     EvalFile f;
@@ -212,7 +212,7 @@ static void target_eval(const unsigned char *bytes, size_t size) {
 
 // -------------------------------------------------------------------------------------------------
 // Safetensors
-// Tensors tile the data: no byte belongs to two of them or to none.
+// Tensors tile the data: every byte belongs to exactly one.
 
 typedef struct {
     uint64_t begin, end;
@@ -224,7 +224,7 @@ static int bytes_compare(const void *a, const void *b) {
                                 : (x->end > y->end) - (x->end < y->end);
 }
 
-// Tensors must tile the data: this looks at them in order, where the program adds up hashes.
+// Checks the tiling in order of offsets; the program adds up hashes instead.
 static void target_safetensors(const unsigned char *bytes, size_t size) {
     static Range *ranges;
     static size_t room;
@@ -265,7 +265,7 @@ static void target_safetensors(const unsigned char *bytes, size_t size) {
 
 // -------------------------------------------------------------------------------------------------
 // Checkpoints
-// The manifest, the counters of a state, and the log that a resumed run cuts.
+// The manifest, the counters of a state, and the log that a resumed run truncates.
 
 static void target_manifest(const unsigned char *bytes, size_t size) {
     static Manifest manifest;
@@ -281,7 +281,7 @@ static void target_manifest(const unsigned char *bytes, size_t size) {
 
 static void target_state(const unsigned char *bytes, size_t size) {
     const Model *m = &fuzz_models[size % 2];
-    static StateFiles f;  // whose ranges outlive an input that is refused
+    static StateFiles f;  // its ranges outlive a refused input
     free(f.ranges);
     memset(&f, 0, sizeof f);
     state_parse(&f, m, bytes, size, "state.safetensors");
@@ -306,7 +306,7 @@ static void target_state(const unsigned char *bytes, size_t size) {
     }
 }
 
-// What is left of a log is its start, in whole lines, none of a later step.
+// The truncated log must be a prefix of whole lines, without steps after the given one.
 static void target_log(const unsigned char *bytes, size_t size) {
     enum { STEP = 5 };
     char path[64];
@@ -330,7 +330,7 @@ static void target_log(const unsigned char *bytes, size_t size) {
 
 // -------------------------------------------------------------------------------------------------
 // Tokenizer
-// Both kinds of vocabulary, and encoding beside a slow rule.
+// Both kinds of vocabulary, and encoding compared with a slow reference.
 
 static Bpe fuzz_bpe;
 
@@ -346,7 +346,7 @@ static void target_bpe_tokens(const unsigned char *bytes, size_t size) {
     FACT(fuzz_bpe.count == GPT2_VOCABULARY);
 }
 
-// GPT-2's vocabulary where the tests find it too, or a small one, in which encoding works the same.
+// GPT-2's vocabulary from where the tests find it, or a small one that is encoded the same way.
 static const Bpe *encoder_vocabulary(void) {
     static int is_open;
     char path[PATH_BYTES];
@@ -372,7 +372,7 @@ static const Bpe *encoder_vocabulary(void) {
     return &fuzz_bpe;
 }
 
-// A piece by the rule of chapter Tokenizer as it stands there: all neighbours, again and again.
+// Merges a pre-token by the definition in chapter Tokenizer: scans all neighbours repeatedly.
 static int64_t slow_merge(const Bpe *bpe, const char *text, size_t n, uint16_t *out) {
     size_t start[257], count = n;
     for (size_t i = 0; i <= n; i++) {
@@ -400,8 +400,8 @@ static int64_t slow_merge(const Bpe *bpe, const char *text, size_t n, uint16_t *
     return (int64_t)count;
 }
 
-// Tokens must give the text back, be those of the slow rule, and be the same when the text is cut,
-// or encoded again by an encoder that has seen its words.
+// Tokens must decode to the text, equal those of the slow reference, and stay the same if the text
+// is cut, or encoded again by an encoder that has cached its words.
 static void target_bpe_encode(const unsigned char *bytes, size_t size) {
     const Bpe *bpe = encoder_vocabulary();
     const char *text = (const char *)bytes;
@@ -452,7 +452,7 @@ static void target_bpe_encode(const unsigned char *bytes, size_t size) {
 
 // -------------------------------------------------------------------------------------------------
 // Options
-// Command lines: what is accepted lies in the limits of the table, and its plan has room.
+// Command lines: accepted values are within the table's limits, and the plan fits its arrays.
 
 enum { FUZZ_WORDS = 64 };
 
@@ -474,9 +474,9 @@ static void require_option(const Options *o, const OptionRow *row) {
     }
 }
 
-// Words are lines of the input.
+// Each line of the input is an argument.
 static void parse_words(Options *o, const unsigned char *bytes, size_t size) {
-    static char *text;  // the words point into it; freed by the next call
+    static char *text;  // the arguments point into it; freed by the next call
     static char name[] = "train_gpt2", *argv[FUZZ_WORDS + 2];
     int argc = 1;
     free(text);
@@ -512,7 +512,7 @@ static void target_options(const unsigned char *bytes, size_t size) {
     }
 }
 
-// The plan of any options that are allowed has room for what it plans.
+// The plan of any allowed options fits its arrays.
 static void target_plan(const unsigned char *bytes, size_t size) {
     Options o;
     Model m;
@@ -543,10 +543,10 @@ static void target_sizes(const unsigned char *bytes, size_t size) {
 
 // -------------------------------------------------------------------------------------------------
 // JSON and SHA-256
-// The cursor against a grammar, the hash in pieces against the whole.
+// The JSON cursor compared with a grammar; the hash in chunks compared with the whole.
 
-// The log's writer and the cursor agree on every text; a byte that is no UTF-8 is written as the
-// character of its number.
+// The log's writer and the cursor agree on every text; an invalid UTF-8 byte is written as the
+// character of its value.
 static void json_round_trip(const unsigned char *bytes, size_t size) {
     char *written = NULL, *want = (char *)malloc(2 * size + 1), *got = (char *)malloc(2 * size + 1);
     size_t length = 0, n = 0;
@@ -578,7 +578,7 @@ static void json_round_trip(const unsigned char *bytes, size_t size) {
 }
 
 // RFC 8259 as a grammar, with the cursor's limits: depth, no \u0000, numbers of 30 characters.
-// Returns the end of the value at p, NULL when there is none.
+// Returns the end of the value at p, or NULL if invalid.
 static const unsigned char *grammar_space(const unsigned char *p, const unsigned char *end) {
     while (p < end && (*p == ' ' || *p == '\t' || *p == '\r' || *p == '\n')) {
         p++;
@@ -706,7 +706,7 @@ static void target_json(const unsigned char *bytes, size_t size) {
     json_round_trip(bytes, size);
 }
 
-// Added in pieces of any length, the hash is that of the whole.
+// The hash of data added in chunks of any length equals that of the whole.
 static void target_sha256(const unsigned char *bytes, size_t size) {
     char whole[SHA256_TEXT], pieces[SHA256_TEXT];
     Sha256 s;
@@ -728,7 +728,7 @@ static void target_sha256(const unsigned char *bytes, size_t size) {
 
 // -------------------------------------------------------------------------------------------------
 // Running
-// Targets by name, as libFuzzer calls them or over files.
+// Targets by name, called by libFuzzer or run over files.
 
 static const struct {
     const char *name;
@@ -765,7 +765,7 @@ static int target_find(const char *name) {
     exit(name != NULL);
 }
 
-// One input. A refusal is one line of printable text.
+// Runs one input. A refusal must be one line of printable text.
 static void target_run(int target, const unsigned char *data, size_t size) {
     unsigned char *copy = (unsigned char *)malloc(size);
     memcpy(copy, data, size);
@@ -790,8 +790,8 @@ static void target_run(int target, const unsigned char *data, size_t size) {
 }
 
 #if FUZZ_REPLAY
-// Every file whole, cut short, and with one byte changed: REPLAY_CHANGES times each, the places
-// being those of a fixed sequence.
+// Runs every file whole, truncated, and with one byte changed: REPLAY_CHANGES times each, at places
+// from a fixed sequence.
 enum { REPLAY_CHANGES = 400 };
 
 int main(int argc, char **argv) {

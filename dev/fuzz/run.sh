@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Runs the fuzz targets: `run.sh SECONDS` each for that long (`make fuzz`), in as many processes as
-# there are cores; what a target finds, it leaves in build/found/, and the exit status is 1.
-# `run.sh replay` (part of `make test`) sends the seeds through each target once, whole and cut and
-# with single bytes changed, with no need for libFuzzer. Last line: N passed, N failed, N skipped.
+# Runs the fuzz targets. `run.sh SECONDS` runs each for that long (`make fuzz`), in as many
+# processes as there are cores; findings are written to build/found/, and the exit status is then 1.
+# `run.sh replay` (part of `make test`) runs each target once on the seeds, on truncated seeds and
+# on seeds with single bytes changed, without libFuzzer. Last line: N passed, N failed, N skipped.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 export OMP_NUM_THREADS=1

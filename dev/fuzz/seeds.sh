@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# seeds.sh TARGET...: makes the seeds of the fuzz targets below build/seeds/: what the program
-# itself writes for the smallest models and texts, and hand-made files for what it only reads.
+# seeds.sh TARGET...: writes the targets' seeds to build/seeds/: files that the program itself
+# writes for the smallest models and texts, and hand-made files for formats that it only reads.
 set -eu
 cd "$(dirname "$0")/../.."
 to=$PWD/build/seeds
@@ -41,12 +41,12 @@ cp "$scratch/log.jsonl" "$to/json/log"
 cp "$scratch/bytes_train.bin" "$to/shard/bytes"
 { le32 20240520 1 7 0 0; zeros 1004; printf 'abcdefghijkl\0\0'; } > "$to/shard/gpt2"
 
-# llm.c's models of one layer, head, channel and position; 156 parameters.
+# llm.c models with one layer, head, channel and position; 156 parameters.
 for version in 3 5; do
     { le32 20240326 $version 1 1 1 1 1 128; zeros $((992 + 156 * (version == 3 ? 4 : 2))); } \
         > "$to/llmc/$version"
 done
-# llm.c's multiple-choice files: two examples, the second of two completions.
+# llm.c multiple-choice files: two examples, the second with two completions.
 le16() {
     local n
     for n in "$@"; do
@@ -61,13 +61,13 @@ header='{"a":{"dtype":"F32","shape":[1,2],"data_offsets":[0,8]},"b":{"dtype":"BO
 header+='"data_offsets":[8,9]},"__metadata__":{"format":"pt"},"c":{"dtype":"I8","shape":[0,3],'
 header+='"data_offsets":[9,9]}}'
 { le32 ${#header} 0; printf '%s123456789' "$header"; } > "$to/safetensors/hand"
-# Texts longer than any that a reader keeps.
+# Texts longer than any that a reader stores.
 long=$(printf '%0100d' 0)
 printf '{"%s":1,"model_type":"gpt2","x":"%s"}' "$long" "$long" > "$to/config/long"
 printf '{"%s":1,"format":"%s"}' "$long" "$long" > "$to/manifest/long"
 printf '[1,-2.5e3,true,null,{"a":[],"b":{}},"\\u00e9\\ud83d\\ude00\\n"]' > "$to/json/hand"
 
-# GPT-2's vocabulary, the first tokens of it: the whole is longer than an input gets.
+# The first tokens of GPT-2's vocabulary: the whole exceeds the size of an input.
 printf '#version: 0.2\n\304\240 t\n\304\240 a\nh e\ni n\n\304\240t he\n' > "$to/bpe_merges/merges"
 { le32 20240328 2 50257 50256; zeros 1008; printf '\1!\1"\1#\2 t\4 the'; } > "$to/bpe_tokens/tokens"
 printf "It's  12 o'clock, they'll:\n\n\t\303\251t\303\251 \342\200\211\360\237\230\200 aaaa\377" \
@@ -85,8 +85,8 @@ printf 16GiB > "$to/sizes/gib"
 printf 1e9 > "$to/sizes/real"
 printf '\3abcdefg\0\100%s' "$header$header" > "$to/sha256/pieces"
 
-# What once ended a reader badly, or was made to: sizes that overflow, values nested too deep,
-# counts that no double holds, terminals' control codes in a name.
+# Inputs that once crashed a reader or are designed to: sizes that overflow, values nested too
+# deeply, counts that no double can represent, terminal control codes in a name.
 tensors() { le32 ${#1} 0; printf '%s' "$1"; zeros "$2"; }    # tensors HEADER BYTES
 deep=$(printf '[%.0s' {1..70000})
 one='"dtype":"U8","shape":'
@@ -105,7 +105,7 @@ bytes=$(od -An -tu4 -N4 "$to/state/state")
 header=$(tail -c +9 "$to/state/state" | head -c $((bytes)))
 for step in 9007199254740992 9007199254740993 99999999999999999999 -1; do
     other=${header/'"step":"1"'/"\"step\":\"$step\""}
-    (( (${#other} - ${#header}) % 2 == 0 )) || other+=' '    # the model goes by the size's parity
+    (( (${#other} - ${#header}) % 2 == 0 )) || other+=' '    # the size's parity selects the model
     { le32 ${#other} 0; printf '%s' "$other"; tail -c +$((9 + bytes)) "$to/state/state"; } \
         > "$to/state/step$step"
 done

@@ -4,9 +4,10 @@
 #
 # srun starts a process for each GPU, and the processes find each other by TCP: rank 0 listens on
 # MASTER_PORT of the job's first machine until all have come. That needs no MPI, and no PMIx, which
-# the Slurm of Debian and Ubuntu lacks; the program must have been built where NCCL is
-# (train_gpt2cu --version names it). Processes that do not find each other end in a line that says
-# why. Whoever reaches the port in those seconds could take part: it is for a cluster's own network.
+# which the Slurm of Debian and Ubuntu lacks; the program must have been built with NCCL
+# (train_gpt2cu --version shows it). If processes do not find each other, they end with a line that
+# says why. Anything that reaches the port in those seconds could take part, so use this only in a
+# cluster's own network.
 
 #SBATCH --job-name=train_gpt2
 #SBATCH --nodes=2

@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# The project on a bare machine: what it can do without is hidden, and everything is built and run.
+# Builds and tests the project on a simulated bare machine, where optional tools are hidden.
 #
-#   dev/test/bare.sh               all of HIDE at once: make test ALL=1; then each: all is built
-#   dev/test/bare.sh COMMAND...    that command alone with all of HIDE hidden, say: make style
+#   dev/test/bare.sh               hides all of HIDE: make test ALL=1; then each one: builds all
+#   dev/test/bare.sh COMMAND...    runs only that command with all of HIDE hidden, e.g. make style
 #
 #   HIDE="onednn clang clang-tidy cppcheck shellcheck python3 downloads vocab mirror mpi nvcc
 #         cuda-headers openmp"     what to hide; the last three change the flags of everything
 #
-# Works in a copy of the tree in a scratch folder; needs neither root nor name spaces: programs are
-# found through a folder of links from which the hidden ones are missing, compilers through scripts
-# that refuse hidden headers and libraries. apt-get and sudo are always hidden, so that nothing
-# hidden is installed. The whole takes long on 2 cores and is no part of `make test`; what was found
-# is in dev/notes/bare_machine.md. Exit status 1 when a test failed or something was not built. The
-# last line is `N passed, N failed, N skipped`: the sums of all calls of make.
+# Works in a copy of the tree in a scratch folder; needs neither root nor namespaces: programs are
+# found through a folder of links without the hidden ones, compilers through scripts that reject
+# hidden headers and libraries. apt-get and sudo are always hidden, so that nothing hidden gets
+# installed. It takes long on 2 cores and is not part of `make test`; results are in
+# dev/notes/bare_machine.md. Exit status 1 if a test failed or something was not built. The last
+# line is `N passed, N failed, N skipped`: the sums of all calls of make.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 everything="onednn clang clang-tidy cppcheck shellcheck python3 downloads vocab mirror mpi nvcc
@@ -34,21 +34,21 @@ programs=$PATH mirror=${DATA_MIRROR:-}
 passed=0 failed=0 skipped=0
 unset MAKEFLAGS MAKELEVEL REPORTED
 
-# The tree as it stands, without what was built.
+# The current tree without build products.
 mkdir "$scratch/clone"
 git ls-files -co --exclude-standard -z | xargs -0 cp --parents -t "$scratch/clone"
 (cd "$scratch/clone" && git init -q . && git add -A)
 
-# hide NAME...: makes $scratch/bin and $scratch/headers, and sets PATH, DATA_MIRROR and MAKEFLAGS,
+# hide NAME...: creates $scratch/bin and $scratch/headers, and sets PATH, DATA_MIRROR and MAKEFLAGS,
 # for a machine without these.
 hide() {
     local all=" $* " name folder compiler headers=() refused="-hidden" arguments=
     local without="apt-get sudo"
-    PATH=$programs    # of the machine: the folder of links made before goes now
+    PATH=$programs    # the machine's; the previous folder of links is deleted now
     rm -rf "${scratch:?}"/{bin,headers,mirror}
     mkdir -p "$scratch"/{bin,headers,mirror}
     IFS=: read -ra folders <<< "$programs"
-    for folder in "${folders[@]}"; do    # the first of a name wins, as on a path
+    for folder in "${folders[@]}"; do    # the first of a name wins, as in a PATH
         ln -s "$folder"/* "$scratch/bin/" 2> /dev/null
     done
     unset DATA_MIRROR
@@ -61,7 +61,7 @@ hide() {
             onednn) headers+=(dnnl.h oneapi/dnnl/dnnl.h) refused+="|-ldnnl" ;;
             clang) without+=" clang clang++ clang-[0-9]* clang++-[0-9]*" ;;
             nvcc) without+=" nvcc nvidia-smi compute-sanitizer" arguments="NVCC=" ;;
-            cuda-headers)    # without them nvcc is no compiler
+            cuda-headers)    # nvcc does not work without them
                 headers+=(cuda_runtime.h cuda_bf16.h cublasLt.h nccl.h) arguments="NVCC="
                 without+=" nvcc" ;;
             python3) without+=" python python3*" ;;
@@ -79,7 +79,7 @@ hide() {
     done
     # shellcheck disable=SC2086  # patterns
     (cd "$scratch/bin" && rm -f $without)
-    # Each compiler's name becomes a script that calls the real one.
+    # Each compiler is replaced by a script that calls the real one.
     for compiler in "$scratch"/bin/{cc,c++,gcc,g++,clang,clang++}{,-[0-9]*}; do
         [ -x "$compiler" ] || continue
         folder=$(readlink "$compiler") && rm "$compiler"
@@ -96,8 +96,8 @@ END
     hash -r
 }
 
-# call NAME COMMAND...: in the copy. Its last line is added to the sums; what failed and what was
-# skipped is shown.
+# call NAME COMMAND...: runs it in the copy. Its last line is added to the sums; failed and skipped
+# tests are shown.
 call() {
     local name=$1 status counts
     shift
@@ -120,7 +120,7 @@ if [ $# -gt 0 ]; then
     call "$*" "$@"
 else
     call "all hidden: make test ALL=1" make test ALL=1
-    # What a hidden thing changes no flag of is not built again, but for what is quick to build.
+    # If hiding something changes no flag, only what builds quickly is built again.
     for name in $HIDE; do
         hide "$name"
         (cd "$scratch/clone" && rm -f train_gpt2 data/tokenize build/{bench_cpu,bench_files,dump})

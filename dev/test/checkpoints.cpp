@@ -1,6 +1,6 @@
-// checkpoints.cpp -- folders of checkpoints as a user, a full disk or a stranger leaves them: what
-// is damaged is skipped by name, what is foreign is refused, nothing complete is lost, and a run
-// that goes on ends in the bytes of the undisturbed one.
+// checkpoints.cpp -- checkpoint folders changed by a user, a full disk or another program: damaged
+// checkpoints are skipped by name, foreign ones are refused, nothing complete is lost, and a
+// resumed run ends with the same bytes as an uninterrupted one.
 //
 // Run:    build/test/checkpoints [--program build/train_gpt2_asan] [NAME...]
 
@@ -12,8 +12,8 @@
 #include <sys/ptrace.h>
 #include <sys/syscall.h>
 
-// Went on from an older checkpoint, and says of every newer one in a line what is wrong with it:
-// "step-00000008: config.json".
+// Expects that a run resumed from an older checkpoint and printed, for every newer one, a line with
+// the reason, such as "step-00000008: config.json".
 static void passed_over_at(int line, const Outcome &o, const Words &skipped, const Text &who) {
     bool all = o.status == 0;
     for (const Text &what : skipped) {
@@ -28,8 +28,8 @@ static void passed_over_at(int line, const Outcome &o, const Words &skipped, con
 static const char eight_steps[] = TINY "--quiet -x 8 -n 2 -y 1 -o out ";
 static const char every_second[] = "step-00000002 step-00000004 step-00000006 step-00000008";
 
-// A damaged checkpoint is skipped by name, and the run that goes on from the one before ends in
-// the same bytes.
+// A damaged checkpoint is skipped by name, and the run resumed from the previous one ends with the
+// same bytes.
 TEST(checkpoint_damaged) {
     write_corpus();
     const Text run = eight_steps;
@@ -39,7 +39,7 @@ TEST(checkpoint_damaged) {
     for (int i = 0; i < SAVED_FILES; i++) {
         const Text path = at + saved_files[i], file = read_file(path);
         const Text newest = "step-00000008: ";
-        const Text named = newest + (i == SAVED_MANIFEST ? "" : saved_files[i]);  // or what it says
+        const Text named = newest + (i == SAVED_MANIFEST ? "" : saved_files[i]);  // or its entry
         const size_t size = file.size();
         for (size_t byte : {(size_t)0, (size_t)9, size / 3, size - 1, size}) {
             Text bad = file;
@@ -58,7 +58,7 @@ TEST(checkpoint_damaged) {
     }
 }
 
-// Without a complete checkpoint nothing is lost or begun; one of another run is refused.
+// Without a complete checkpoint nothing is deleted or started; another run's checkpoint is refused.
 TEST(checkpoint_foreign) {
     write_corpus();
     const Text run = eight_steps;
@@ -77,14 +77,14 @@ TEST(checkpoint_foreign) {
     expect_refused(program("-i train.bin -e l2h2c32t16 -b 2 -x 8 -n 2 -y 1 -o out"),
                    "is of another run", "another shape");
     expect_refused(program("-i train.bin -e out"), "name one of its step-NNNNNNNN", "-e RUN");
-    Text other = read_file("train.bin");  // as long, with other tokens
+    Text other = read_file("train.bin");  // same length, different tokens
     other.replace(SHARD_BYTES, 2000, other.substr(SHARD_BYTES + 1000, 2000));
     write_file("other.bin", other);
     expect_refused(program("-i other.bin -e l2h2c16t16 -b 2 -x 8 -n 2 -y 1 -o out"),
                    "is of another run: it has data ", "other data");
 }
 
-// A resume shares with its checkpoint all that decides which tokens a step reads.
+// A resume must agree with its checkpoint in everything that determines the tokens of a step.
 TEST(checkpoint_identity) {
     write_corpus();
     expect_success(program(TINY "--quiet -x 2 -o out"), "first run");
@@ -98,7 +98,7 @@ TEST(checkpoint_identity) {
     expect_success(program(TINY "--quiet -x 4 -l 1e-3 -y 1 -o out"), "another learning rate");
 }
 
-// Lines of `out` that begin with `begin`.
+// Lines of `out` that start with `begin`.
 static Text lines_with(const Text &out, const Text &begin) {
     Text lines;
     for (size_t at = 0; (at = out.find("\n" + begin, at)) != Text::npos; at++) {
@@ -107,8 +107,8 @@ static Text lines_with(const Text &out, const Text &begin) {
     return lines;
 }
 
-// A resume says which options are not the checkpoint's and count from here on, and refuses by name
-// those that may not be others; the command's own are none of either.
+// A resume reports the options that differ from the checkpoint's and take effect from here on, and
+// refuses by name those that must not differ. Options of the command itself are neither.
 TEST(resume_options) {
     write_corpus();
     write_file("same.bin", read_file("train.bin"));
@@ -124,7 +124,7 @@ TEST(resume_options) {
            "%s", told.c_str());
     o = program("-i same.bin -e l2h2c16t16 -b 1 -d 32 -x 6 -y 1 -o out --dtype fp32 --quiet");
     expect(o.status == 0 && o.out.empty() && o.err.empty(), "--quiet: %s", o.out.c_str());
-    // An option that the program of the checkpoint did not know is at its default there.
+    // An option unknown to the program that wrote the checkpoint has its default value there.
     const Text state = in_checkpoint("out", 6, SAVED_STATE);
     write_file(Text("out/step-00000006/") + saved_files[SAVED_STATE],
                with_header(state, ",\"--log-every\":\"1\"", ""));
@@ -138,7 +138,8 @@ TEST(resume_options) {
                    "it has --shuffle 1; here: --shuffle 0", "--shuffle");
 }
 
-// A run that is at its last step, or past it, has nothing to do, says so, and leaves its end alone.
+// A run that has reached or passed its last step reports that there is nothing to do and leaves its
+// output unchanged.
 TEST(resume_nothing) {
     write_corpus();
     expect_success(program(TINY "--quiet -x 4 -n 2 -o out"), "first run");
@@ -154,9 +155,9 @@ TEST(resume_nothing) {
     expect(program(TINY "-y 1 -o out -x 5").out.find("nothing to do") == Text::npos);
 }
 
-// Where the only checkpoint bears a name of the user's, or is the output folder itself, a resume
-// says so and leaves all as it was: a new run would clear the log of its steps. It is skipped
-// beside one to go on from, and -e takes its weights.
+// If the only checkpoint has a name given by the user, or is the output folder itself, a resume
+// reports that and changes nothing, because a new run would delete the log of its steps. If another
+// checkpoint can be resumed, it is skipped; -e can load its weights.
 TEST(resume_renamed) {
     write_corpus();
     const Text run = TINY "--quiet -n 2 -y 1 -x 4 ";
@@ -181,8 +182,8 @@ TEST(resume_renamed) {
     expect(log_steps("out/log.jsonl") == one_to(4) && names_in("out", "step") == "step-00000004");
 }
 
-// Of the weights that -e names and those of a checkpoint a resume takes the checkpoint's, and says
-// so; without a checkpoint it begins from -e's.
+// If -e names weights and there is a checkpoint, a resume uses the checkpoint's weights and reports
+// that; without a checkpoint it starts from -e's.
 TEST(resume_weights) {
     write_corpus();
     expect_success(program(TINY "--quiet -x 2 -o first"), "first run");
@@ -203,7 +204,7 @@ TEST(resume_weights) {
     expect(o.status == 0 && o.out.find("\nthe weights are") == Text::npos, "%s", o.out.c_str());
 }
 
-// Returns `error` from every fcntl(F_OFD_SETLK), as a file system without locks does.
+// Makes every fcntl(F_OFD_SETLK) return `error`, as on a file system without locks.
 static void without_locks(int error) {
     struct sock_filter rules[] = {
         BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
@@ -219,9 +220,9 @@ static void without_locks(int error) {
     }
 }
 
-// A second run in the same output folder is refused in a line that names the first, and removes
-// nothing of what that one writes. However a run ends, the next one goes on; where a file system
-// has no locks a run says so and goes on too.
+// A second run in the same output folder is refused with a line that names the first, and removes
+// nothing that the first writes. However a run ends, the next one can start. On a file system
+// without locks a run prints a note and continues.
 TEST(output_lock) {
     write_corpus();
     const pid_t pid = start(TINY "-x 100000 -k constant --quiet -o out");
@@ -229,7 +230,7 @@ TEST(output_lock) {
     mkdir("out/step-00000009.tmp", 0755);
     char host[256] = "";
     gethostname(host, sizeof host - 1);
-    mkdir("other", 0755);  // where the first run's stdout and stderr stay as they are
+    mkdir("other", 0755);  // keeps the first run's stdout and stderr unchanged
     enter("other");
     expect_refused(program("-i ../train.bin -e l2h2c16t16 -b 2 -x 1 -y 1 -o ../out"),
                    text("--output (-o): ../out: another run writes there: process %d on %s "
@@ -248,19 +249,19 @@ TEST(output_lock) {
                != Text::npos, "status %d: %s", o.status, o.err.c_str());
 }
 
-// A log that cannot be read is not taken for one that ends there.
+// A log that cannot be read is not treated as one that ends there.
 TEST(unreadable_log) {
     write_corpus();
     expect_success(program(TINY "-x 2 --quiet -o out"), "first run");
     unlink("out/log.jsonl");
-    // A regular file in whose first bytes nothing is mapped: every read fails.
+    // A regular file whose first bytes are not mapped, so that every read fails.
     expect(symlink("/proc/self/mem", "out/log.jsonl") == 0);
     expect_refused(program(TINY "-x 3 --quiet -y 1 -o out", no_leaks),
                    "cannot read or cut back log out/log.jsonl: Input/output error", "a resume");
 }
 
-// Folders that only look like checkpoints are left alone; what stands in a damaged one and is not
-// the program's is moved aside, not removed; --keep counts no checkpoint after the run's own.
+// Folders that only look like checkpoints are left alone. Foreign files in a damaged checkpoint are
+// moved aside, not removed. --keep does not count checkpoints newer than the run's own.
 TEST(checkpoint_strangers) {
     write_corpus();
     const Text run = TINY "--quiet -n 2 -y 1 -o out ";
@@ -284,8 +285,8 @@ TEST(checkpoint_strangers) {
     expect(read_file("out/step-00000004.damaged/notes") == "mine");
 }
 
-// A finished run resumes to the same end, with the norms that it saw; unfinished checkpoints are
-// removed, and so are those that --keep does not keep; a log is cut back to whole lines.
+// A finished run resumes to the same end with the norms it recorded. Incomplete checkpoints, and
+// those beyond --keep, are removed. A log is truncated to whole lines.
 TEST(checkpoint_folder) {
     write_corpus();
     const Text run = eight_steps;
@@ -297,13 +298,13 @@ TEST(checkpoint_folder) {
     expect(names_in("out", "step") == every_second, "%s", names_in("out", "step").c_str());
     expect(tensors_of("out", 8) == tensors, "resumed after its end");
     const std::vector<double> norms = values_in(read_file("out/log.jsonl"), "grad_norm");
-    double saved[8];  // the state's first tensor; the log has 9 digits
+    double saved[8];  // first tensor of the state; the log has only 9 digits
     memcpy(saved, header_and_data(in_checkpoint("out", 8, SAVED_STATE)).second.data(),
            sizeof saved);
     for (size_t i = 0; i < 8 && norms.size() == 8; i++) {
         expect_near(saved[i], norms[i], 1e-8 * norms[i], "norm of step %zu", i + 1);
     }
-    mkdir("torn", 0755);  // killed before its first checkpoint, inside a line of the log
+    mkdir("torn", 0755);  // killed before its first checkpoint, while writing a log line
     write_file("torn/log.jsonl",
                "{\"event\":\"start\"}\n{\"step\":1,\"loss\":5}\n{\"step\":2,\"lo");
     expect_success(program(TINY "--quiet -x 3 -y 1 -o torn"), "nothing to resume from");
@@ -311,11 +312,11 @@ TEST(checkpoint_folder) {
     expect_success(program(TINY "--quiet -x 9 -n 2 --keep 2 -o kept"), "--keep 2");
     expect(names_in("kept", "step") == "step-00000008 step-00000009", "%s",
            names_in("kept", "step").c_str());
-    write_file("kept/step-00000009/config.json", "{}");  // and what is damaged counts for nothing
+    write_file("kept/step-00000009/config.json", "{}");  // damaged ones are not counted
     Outcome kept = program(TINY "--quiet -x 9 -n 2 --keep 1 -y 1 -o kept");
     expect(kept.status == 0 && names_in("kept", "step") == "step-00000009", "%s",
            names_in("kept", "step").c_str());
-    // A checkpoint that lies elsewhere, and a link here, loses the link alone.
+    // If a checkpoint is a symbolic link, only the link is removed.
     expect(rename("kept/step-00000009", "aside") == 0 &&
            symlink("../aside", "kept/step-00000009") == 0);
     expect_success(program(TINY "--quiet -x 11 -n 2 --keep 1 -y 1 -o kept"), "a link");
@@ -323,8 +324,8 @@ TEST(checkpoint_folder) {
            names_in("kept", "step").c_str());
 }
 
-// GPT-2's vocabulary at hand comes with a checkpoint in the files that transformers reads; they are
-// in the manifest, and a checkpoint of before them goes on as well.
+// An available GPT-2 vocabulary is saved with a checkpoint in the files that transformers reads.
+// They are listed in the manifest; a checkpoint without them can also be resumed.
 TEST(vocabulary_files) {
     const Text merges = vocab_bpe();
     static const char *const files[] = {"merges.txt", "vocab.json", "tokenizer_config.json"};
@@ -357,8 +358,8 @@ TEST(vocabulary_files) {
     expect(exists("out/step-00000003/manifest.json") && !exists("out/step-00000003/merges.txt"));
 }
 
-// A state of a state file as one rank has it in memory: the matrices of each block among its
-// vectors. Of the run's model, l2h2c16t16 with 257 tokens, whose tensors begin at multiples of 64.
+// A state from a state file in the memory order of one rank: the matrices of each block between its
+// vectors. For the run's model, l2h2c16t16 with 257 tokens, whose tensors start at multiples of 64.
 static Text whole_state(const Text &state_file, const Text &state) {
     enum { C = 16, ROWS = 384 };
     Text first, whole, bucket[5];  // vectors, wte, wpe, two blocks
@@ -390,7 +391,7 @@ static Text whole_state(const Text &state_file, const Text &state) {
     return whole;
 }
 
-// Writes state files in place of a checkpoint's own, and its manifest.
+// Replaces a checkpoint's state files, and updates its manifest.
 static void write_states(const Text &folder, const std::vector<Members> &files, const Text &first) {
     for (const Text &name : split(names_in(folder, "state-").c_str())) {
         unlink((folder + "/" + name).c_str());
@@ -402,8 +403,8 @@ static void write_states(const Text &folder, const std::vector<Members> &files, 
     write_manifest(folder);
 }
 
-// The tensors of a state file in `n` files: each bucket cut in `n` parts at odd places, part i of
-// tensor k in file i + k, modulo n.
+// Distributes the tensors of a state file over `n` files: each bucket is cut into `n` parts at odd
+// offsets, and part i of tensor k is in file i + k, modulo n.
 static std::vector<Members> cut_states(const Members &whole, size_t n) {
     std::vector<Members> files(n, Members{whole[0]});
     for (size_t k = 1; k < whole.size(); k++) {
@@ -420,8 +421,8 @@ static std::vector<Members> cut_states(const Members &whole, size_t n) {
     return files;
 }
 
-// State files of the checkpoint at step 2, of another step or missing, are told by name, and go
-// with their checkpoint: the second half of the test below.
+// State files of the checkpoint at step 2 that belong to another step or are missing are reported
+// by name, and are removed with their checkpoint: the second half of the test below.
 static void state_files_apart(const Text &run, const Members &whole, const Text &first) {
     const Text at = "out/step-00000002";
     remove_folder("out/step-00000004");
@@ -438,14 +439,14 @@ static void state_files_apart(const Text &run, const Members &whole, const Text 
     const Outcome o = program(run);
     expect(o.err.find("skipped out/step-00000002: state-0-of-2.safetensors") != Text::npos, "%s",
            o.err.c_str());
-    // What --keep removes goes with all its states.
+    // When --keep removes a checkpoint, it removes all its state files.
     write_states(at, cut_states(whole, 7), first);
     expect_success(program(TINY "--quiet -x 4 --keep 1 -y 1 -o out"), "--keep 1");
     expect(names_in("out", "step") == "step-00000004", "%s", names_in("out", "step").c_str());
 }
 
-// A checkpoint goes on from its states in any parts of any number of files, to the same bytes; a
-// part that is missing, there twice, of another step or not of this model is refused by name.
+// A checkpoint whose states are in any parts of any number of files resumes to the same bytes. A
+// part that is missing, duplicated, of another step or of another model is refused by name.
 TEST(state_parts) {
     write_corpus();
     const Text run = TINY "--quiet -x 4 -n 2 -y 1 -o out", at = "out/step-00000002";
@@ -465,7 +466,7 @@ TEST(state_parts) {
         expect(checkpoint_bytes("out", 4) == end, "%zu files: another end", n);
     }
     std::vector<Members> bad;
-    for (int part = 0; part < 3; part++) {  // of the last tensor, whose parts begin in file 1
+    for (int part = 0; part < 3; part++) {  // parts of the last tensor start in file 1
         bad = cut(3);
         Members &file = bad[(part + 1) % 3];
         const Text words = "its state files lack " + file.back().name +
@@ -517,8 +518,8 @@ TEST(state_dropped) {
     }
 }
 
-// State files that a manifest vouches for are refused all the same; a manifest that is no manifest
-// makes its checkpoint one to pass over.
+// Invalid state files are refused even if the manifest matches them; an invalid manifest causes its
+// checkpoint to be skipped.
 TEST(state_refused) {
     write_corpus();
     const Text run = TINY "--quiet -x 4 -n 2 -y 1 -o out", at = "out/step-00000002";
@@ -560,7 +561,7 @@ TEST(state_refused) {
             expect_success(resume(row.first), "a key that nobody asks for");
         }
     }
-    // The last number of all is the second moment's; a size that is wrong is seen before any hash.
+    // The last number is the second moment's; a wrong size is detected before hashes are computed.
     expect_refused(resume(good.substr(0, good.size() - 4) + Text("\x00\x00\x80\x7f", 4)),
                    "v of h.1.mlp.c_proj.weight: element 1023 is inf: ", "moments");
     expect(truncate((at + "/model.safetensors").c_str(), (off_t)1 << 35) == 0, "no sparse file");
@@ -578,8 +579,8 @@ TEST(state_refused) {
     }
 }
 
-// Counters, norms and moments that no run can have are refused by name though all hashes are right,
-// and so is a folder that is called after another step.
+// Counters, norms and moments that no run can produce are refused by name although all hashes
+// match, and so is a folder named after another step.
 TEST(state_values) {
     write_corpus();
     const Text run = TINY "--quiet -x 4 -n 2 -y 1 -o out", at = "out/step-00000002";
@@ -624,7 +625,7 @@ TEST(state_values) {
     rename("out/step-00000003", at.c_str());
 }
 
-// A manifest with one thing changed makes its checkpoint one to pass over.
+// A manifest with one change causes its checkpoint to be skipped.
 TEST(manifest_refused) {
     write_corpus();
     const Text run = TINY "--quiet -x 4 -n 2 -y 1 -o out", path = "out/step-00000004/manifest.json";
@@ -659,11 +660,11 @@ TEST(manifest_refused) {
     }
 }
 
-// What a checkpoint's folder names, trained on as a model of its own.
+// -e with a checkpoint folder: its weights are trained as a new model.
 TEST(model_option) {
     write_corpus();
     expect_success(program(TINY "--quiet -x 4 -n 3 -a 1 -o out"), "first run");
-    // One batch over and over: its next step starts from the same weights with the same tokens.
+    // Repeats one batch: the next step starts from the same weights with the same tokens.
     auto loss_of_step = [](const Text &log, int step) {
         const size_t at = log.find(text("{\"step\":%d,\"loss\":", step)) + 9;
         return at < 9 ? Text("no such step") : log.substr(log.find(',', at), 24);
@@ -698,8 +699,8 @@ TEST(model_option) {
     expect(json_valid(plan.out) && plan.out == program("--plan --json -e l2h2c16t16").out);
 }
 
-// A disk that fills up inside any file of a checkpoint, and what else is in the way, leave the one
-// before as it was; a folder in the first form, or one without a manifest, is skipped.
+// A disk that fills up while any file of a checkpoint is written, and other obstacles, leave the
+// previous checkpoint unchanged; a folder in the first format, or without a manifest, is skipped.
 TEST(checkpoint_writes) {
     write_corpus();
     expect_success(program(TINY "--quiet -x 2 -o out"), "first run");
@@ -739,12 +740,12 @@ TEST(checkpoint_writes) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// What a power cut leaves
-// is what was synced before. Nobody cuts the power here: the test looks on, system call by call, as
-// a debugger does, and demands an order under which every moment leaves a complete checkpoint.
+// After a power failure, only synced data exist. The test does not simulate one: like a debugger it
+// traces the run's system calls, and requires an order in which a complete checkpoint exists at
+// every moment.
 
 #ifdef PTRACE_GET_SYSCALL_INFO
-// The text at an address of another process.
+// The string at an address in another process.
 static Text text_in(pid_t pid, uint64_t address) {
     Text path(4096, 0);
     const int fd = open(text("/proc/%d/mem", (int)pid).c_str(), O_RDONLY);
@@ -753,7 +754,7 @@ static Text text_in(pid_t pid, uint64_t address) {
     return path.substr(0, n > 0 ? strlen(path.c_str()) : 0);
 }
 
-// The file behind a descriptor of another process, as seen from the folder of the test.
+// The path of another process's file descriptor, relative to the test's folder.
 static Text file_of(pid_t pid, uint64_t fd) {
     char path[4096], here[4096];
     const Text link = text("/proc/%d/fd/%d", (int)pid, (int)fd);
@@ -762,7 +763,7 @@ static Text file_of(pid_t pid, uint64_t fd) {
     return all + "/" == folder ? "." : all.find(folder) == 0 ? all.substr(folder.size()) : all;
 }
 
-// A call that changes files, as one line; "" for any other.
+// A system call that changes files, as one line; "" for any other.
 static Text disk_call(pid_t pid) {
     struct __ptrace_syscall_info call = {};
     if (ptrace(PTRACE_GET_SYSCALL_INFO, pid, sizeof call, &call) <= 0 ||
@@ -785,10 +786,10 @@ static Text disk_call(pid_t pid) {
     }
 }
 
-// The calls of a run of the program and of all its threads, in their order.
+// The traced calls of a run of the program, including all its threads, in order.
 static Words disk_calls(const Text &arguments) {
     const pid_t pid = start(arguments, [] {
-        setenv("ASAN_OPTIONS", "detect_leaks=0", 1);  // which it cannot do under a debugger
+        setenv("ASAN_OPTIONS", "detect_leaks=0", 1);  // impossible under a debugger
         if (ptrace(PTRACE_TRACEME, 0, NULL, NULL) != 0) {
             _exit(SKIPPED);
         }
@@ -819,7 +820,7 @@ static Words disk_calls(const Text &arguments) {
     return calls;
 }
 
-// The place of the last of some calls that come before place `before`; -1: there is none.
+// The index of the last matching call before index `before`; -1 if there is none.
 static long last_of(const Words &calls, const Text &call, size_t before = SIZE_MAX) {
     for (size_t i = std::min(before, calls.size()); i-- > 0;) {
         if (calls[i] == call) {
@@ -829,9 +830,9 @@ static long last_of(const Words &calls, const Text &call, size_t before = SIZE_M
     return -1;
 }
 
-// Every file of a checkpoint is synced after its last byte, then their folder, then the folder gets
-// its final name, and that is synced before the log tells of it. A checkpoint that --keep removes
-// loses its name only after the new one has it for good, and first of all the final one.
+// Every file of a checkpoint is synced after its last write, then the folder; then the folder is
+// renamed to its final name, which is synced before the log mentions it. A checkpoint that --keep
+// removes loses its name only after the new one is permanent, and the rename is its first change.
 TEST(sync_order) {
     write_corpus();
     const Words calls = disk_calls(TINY "--quiet -x 2 -n 1 --keep 1 -o runs/out");

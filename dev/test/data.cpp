@@ -1,5 +1,5 @@
-// data.cpp -- what data/README.md describes, byte by byte: SHA-256, JSON, GPT-2's tokens and
-// evaluation files against known answers, naive twins, and files in which one thing is wrong.
+// data.cpp -- what data/README.md specifies, byte by byte: SHA-256, JSON, GPT-2's tokens and
+// evaluation files, compared with known answers and naive references, and files with one error.
 //
 // Run:    build/test/data [NAME...]         build/test/data_asan: with sanitizers
 
@@ -8,8 +8,8 @@
 #include "files.h"
 #include <sys/time.h>
 
-// A pipe that is read slowly, and a timer that interrupts: writes end short, or with EINTR, and all
-// bytes come through all the same.
+// A slowly read pipe and a timer that interrupts: writes are short or fail with EINTR, and all
+// bytes are still written.
 TEST(write_all) {
     const Text data = random_bytes(1 << 20, 3);
     int ends[2];
@@ -39,10 +39,10 @@ TEST(write_all) {
     expect(full < 0 || (write_all(full, "x", 1) == -1 && errno == ENOSPC), "a full disk");
 }
 
-// Messages: one line whatever a name holds, and sizes in words.
+// Messages are one line whatever a name contains; sizes are readable.
 TEST(messages) {
     expect_death(die("a\x7f\x1b[2J\nb\tc"), "train_gpt2: a??[2J?b?c\n");
-    // C1 controls are two bytes of UTF-8, and obeyed too; what is beside them is text.
+    // C1 controls are two bytes of UTF-8 that terminals obey; neighbouring characters are text.
     expect_death(die("a\xc2\x9b" "2J\xc2\x80\xc2\xa9\xc5\x9b\xc2"),
                  "train_gpt2: a??2J??\xc2\xa9\xc5\x9b\xc2\n");
     const std::pair<double, const char *> sizes[] = {
@@ -56,7 +56,7 @@ TEST(messages) {
            Text(duration_text(3599.5).s) == "1:00:00");
 }
 
-// Files as they are, an empty one too; what is no file is refused, a pipe without waiting for it.
+// Files are mapped unchanged, including empty ones; what is not a file is refused, pipes at once.
 TEST(mapping) {
     const Text data = random_bytes(3 * 4096 + 5, 4);
     Mapping m;
@@ -76,7 +76,7 @@ TEST(mapping) {
     expect(mapping_open(&m, "pipe") == -1 && errno == EINVAL);
 }
 
-// The hash of `data`, added in two pieces.
+// The hash of `data`, added in two chunks.
 static Text sha256_of(const Text &data, size_t cut) {
     Sha256 s;
     char out[SHA256_TEXT];
@@ -87,8 +87,8 @@ static Text sha256_of(const Text &data, size_t cut) {
     return out;
 }
 
-// FIPS 180-4's examples; every length around the padding's turns, in any two pieces, against the
-// plain rounds over a message that is padded here; the processor's rounds against the plain ones.
+// FIPS 180-4's examples; all lengths around the padding's boundaries, in any two chunks, compared
+// with the plain rounds on a message that is padded here; the CPU's SHA instructions likewise.
 TEST(sha256) {
     static const char *const known[][2] = {
         {"", "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"},
@@ -138,7 +138,7 @@ TEST(sha256) {
     detail = SHA256_X86 ? "x86's instructions and plain C" : "plain C";
 }
 
-// What is wrong with a JSON text, which lies in memory of exactly its size; "" for nothing.
+// The fault in a JSON text, which is in memory of exactly its size; "" if there is none.
 static Text json_fault(const Text &json) {
     std::vector<unsigned char> bytes(json.begin(), json.end());
     Json j = {bytes.data(), 0, bytes.size(), NULL};
@@ -150,7 +150,7 @@ static Text json_fault(const Text &json) {
     return j.fault ? j.fault : "";
 }
 
-// Texts that are JSON and texts that are not quite; every byte of one changed, every length.
+// Valid JSON and almost valid JSON; one text with every byte changed and with every length.
 TEST(json) {
     const Text open64(64, '['), close64(64, ']'), nul(1, 0);
     static const char value[] = "expected a value", number[] = "neither a number nor",
@@ -185,13 +185,13 @@ TEST(json) {
         for (int c = 0; c < 256; c++) {
             Text other = good;
             other[i] = (char)c;
-            json_fault(other);  // the sanitizers look
+            json_fault(other);  // for the sanitizers
         }
     }
     detail = text("%zu texts", table.size());
 }
 
-// Escapes become UTF-8, and a text that is too long for its place is cut.
+// Escapes become UTF-8, and a text too long for its buffer is truncated.
 TEST(json_strings) {
     const struct {
         Text json;
@@ -209,11 +209,11 @@ TEST(json_strings) {
     }
 }
 
-// Whole numbers up to 2^53, and nothing else.
+// Only whole numbers up to 2^53 are accepted.
 TEST(json_counts) {
     static const struct {
         const char *json;
-        int64_t want;  // -1: a fault
+        int64_t want;  // -1: refused
     } counts[] = {{"0", 0}, {" 42", 42}, {"9007199254740992", (int64_t)1 << 53}, {"007", -1},
                   {"9007199254740993", -1}, {"-1", -1}, {"+1", -1}, {"1.0", -1}, {"1e2", -1},
                   {"99999999999999999999", -1}, {"true", -1}, {"\"1\"", -1}, {"", -1}};
@@ -224,7 +224,8 @@ TEST(json_counts) {
     }
 }
 
-// Every two bytes, with tails of all kinds, against RFC 3629's table; cut anywhere there is none.
+// All pairs of bytes, with various tails, compared with RFC 3629's table; truncated ones are
+// invalid.
 TEST(utf8) {
     static const char tails[][3] = {"\x80\x80", "\xbf\xbf", "\x7f\x80", "\xc0\x80", "\x80\x7f"};
     for (int first = 0x80; first < 256; first++) {
@@ -249,12 +250,12 @@ TEST(utf8) {
     }
 }
 
-static Bpe bpe;  // of the merges given to open_bpe()
+static Bpe bpe;  // built by open_bpe() from its merges
 static void open_bpe(const Text &merges) {
     bpe_parse_merges(&bpe, (const unsigned char *)merges.data(), merges.size(), "vocab.bpe");
 }
 
-// llm.c's file of the open vocabulary; token `other` has these bytes instead of its own.
+// llm.c's tokenizer file for the open vocabulary; token `other` has the bytes `instead`.
 static Text gpt2_tokenizer_bin(int other = -1, const Text &instead = "") {
     uint32_t header[256] = {20240328, 2, 50257, 50256};
     Text all((const char *)header, sizeof header);
@@ -267,7 +268,7 @@ static Text gpt2_tokenizer_bin(int other = -1, const Text &instead = "") {
     return all;
 }
 
-// Tokens of a text, by an encoder that knows no word yet, or by one that knows some.
+// Encodes a text with a new encoder, or with one that already caches words.
 static Ids encode(const Text &text, BpeEncoder *known = NULL) {
     BpeEncoder fresh, *e = known ? known : &fresh;
     Ids ids(text.size());
@@ -291,8 +292,8 @@ static Text decode(const Ids &ids) {
     return all;
 }
 
-// Encodings that tiktoken 0.14.0 gives (dev/check/against_tiktoken.py compares far more), and
-// tinyshakespeare's published counts.
+// Encodings by tiktoken 0.14.0 (dev/check/against_tiktoken.py compares many more), and the
+// published token counts of tinyshakespeare.
 TEST(bpe_known) {
     open_bpe(vocab_bpe());
     static const struct {
@@ -321,7 +322,7 @@ TEST(bpe_known) {
     };
     BpeEncoder e;
     bpe_encoder_open(&e, &bpe);
-    for (int again = 0; again < 2; again++) {    // the second time from the words seen before
+    for (int again = 0; again < 2; again++) {    // the second time from cached words
         for (auto &row : known) {
             expect(encode(row.text, &e) == row.ids, "'%s'", row.text.c_str());
         }
@@ -338,8 +339,8 @@ TEST(bpe_known) {
     }
 }
 
-// Text of characters that meet badly: all kinds of spaces, what contractions are made of, letters,
-// digits and signs of several lengths, and bytes that are no UTF-8.
+// Text of difficult characters: all kinds of spaces, parts of contractions, letters, digits and
+// symbols of several lengths, and invalid UTF-8.
 static Text awkward_text(uint64_t seed, size_t count) {
     static const char *const parts[] = {
         " ", " ", " ", "  ", "\n", "\t", "\xe3\x80\x80", "\xc2\xa0", "\xe2\x80\x89", "\xc2\x85",
@@ -354,7 +355,7 @@ static Text awkward_text(uint64_t seed, size_t count) {
     return all;
 }
 
-// The tokens of one piece by the rule itself: look at all neighbours, merge the best, begin again.
+// Tokens of one pre-token by the definition: repeatedly merge the best pair of neighbours.
 static Ids naive_merge(const Text &piece) {
     std::vector<Text> parts;
     for (char c : piece) {
@@ -384,8 +385,8 @@ static Ids naive_merge(const Text &piece) {
     return ids;
 }
 
-// A made-up vocabulary is read as it is written. Tokens worked out by hand: the lowest merge goes
-// first wherever it stands, and of the same at several places the leftmost.
+// A synthetic vocabulary is read as written. Tokens worked out by hand: the lowest merge is first,
+// wherever it occurs; among equal ones the leftmost.
 TEST(bpe_ties) {
     const Text merges = made_merges();
     open_bpe(merges);
@@ -411,7 +412,7 @@ TEST(bpe_ties) {
     detail = text("%zu tokens", tokens.size());
 }
 
-// Tokens whose hashes lead to the table's last slot go on at its first.
+// Tokens that hash to the table's last slot continue at its first.
 TEST(bpe_table) {
     bpe_begin(&bpe);
     Words last;
@@ -431,14 +432,14 @@ TEST(bpe_table) {
     expect(bpe_add(&bpe, longest.data(), 0) == 0 && bpe_id(&bpe, longest.data(), 0) == -1);
     expect(bpe_add(&bpe, longest.data(), BPE_LONGEST) == 1);
     Text token = longest;
-    for (int i = 0; i < 10000; i++) {    // the text is full before the table is
+    for (int i = 0; i < 10000; i++) {    // the text is full before the table
         token.replace(0, 4, text("%04d", i));
         const int room = bpe.start[bpe.count] + BPE_LONGEST <= BPE_TEXT;
         expect(bpe_add(&bpe, token.data(), BPE_LONGEST) == room, "token %d", i);
     }
 }
 
-// Where GPT-2's pattern cuts: between the bars.
+// Where GPT-2's pattern splits text: at the bars.
 TEST(bpe_pretokens) {
     static const char *const known[] = {
         "it|'s| I|'ll| THEY|'|RE| we|'d|'ve|'| '|s|'m|'|r|'|l|'|v|'t|e|'",
@@ -461,7 +462,7 @@ TEST(bpe_pretokens) {
     }
 }
 
-// Unicode's White_Space, and none beside.
+// Exactly Unicode's White_Space.
 TEST(spaces) {
     const Ids spaces = {9, 10, 11, 12, 13, ' ', 0x85, 0xa0, 0x1680, 0x2000, 0x2001, 0x2002, 0x2003,
                         0x2004, 0x2005, 0x2006, 0x2007, 0x2008, 0x2009, 0x200a, 0x2028, 0x2029,
@@ -474,7 +475,7 @@ TEST(spaces) {
     }
 }
 
-// Words around the limits of what an encoder keeps, met again and again among each other.
+// Words around the limits of what an encoder caches, in random order and repeated.
 TEST(bpe_words) {
     open_bpe(made_merges());
     Words words;
@@ -484,7 +485,7 @@ TEST(bpe_words) {
         }
     }
     for (size_t tokens = 13; tokens <= 18; tokens++) {
-        words.push_back(Text(tokens, '4'));  // no digits merge but 12 and 123
+        words.push_back(Text(tokens, '4'));  // no digits merge except 12 and 123
     }
     BpeEncoder e;
     bpe_encoder_open(&e, &bpe);
@@ -496,8 +497,8 @@ TEST(bpe_words) {
     bpe_encoder_close(&e);
 }
 
-// Merging against its rule; what is encoded decodes to itself, whatever the bytes; a text may be
-// cut where bpe_cut says; long pieces take no longer than they must.
+// Merging compared with its definition; encoded text decodes to itself, whatever the bytes; a text
+// can be split where bpe_cut says; long pre-tokens take no longer than necessary.
 TEST(bpe_rules) {
     open_bpe(made_merges());
     int cuts = 0, pieces = 0;
@@ -531,7 +532,7 @@ TEST(bpe_rules) {
     detail = text("%d pieces, %d cuts", pieces, cuts);
 }
 
-// Both files of GPT-2's vocabulary are read and give one table.
+// Both published files of GPT-2's vocabulary give the same table.
 TEST(bpe_published) {
     static Bpe other;
     write_file("good", vocab_bpe());
@@ -541,7 +542,7 @@ TEST(bpe_published) {
     expect(memcmp(&other, &bpe, sizeof bpe) == 0, "gpt2_tokenizer.bin gives another table");
 }
 
-// Files of vocabularies that are damaged, or not GPT-2's, each refused by what is wrong with it.
+// Vocabulary files that are damaged or not GPT-2's are refused with the reason.
 TEST(bpe_files) {
     static Bpe other;
     const Text merges = made_merges(), first = "#version: 0.2\n";
@@ -599,7 +600,7 @@ TEST(bpe_files) {
     detail = text("%zu bad files", sizeof table / sizeof table[0]);
 }
 
-// Where the vocabulary is looked for: where --tokenizer says, else in data/, merges first.
+// Where the vocabulary is searched: where --tokenizer says, else in data/, merges first.
 TEST(bpe_find) {
     char path[PATH_BYTES];
     expect(!bpe_find(path, "") && bpe_find(path, "absent") && strcmp(path, "absent") == 0);
@@ -610,7 +611,7 @@ TEST(bpe_find) {
     expect(bpe_find(path, "") && strcmp(path, "data/vocab.bpe") == 0);
 }
 
-// The parser on exactly these bytes, at an odd address: status and stderr.
+// Runs the parser on exactly these bytes, at an odd address: status and stderr.
 static Outcome eval_parsed(const Text &bytes) {
     return outcome(spawn([&] {
         std::vector<unsigned char> all(bytes.size() + 1);
@@ -625,7 +626,7 @@ static Text small_eval() {
     return eval_bytes({{3, {11, 12}, {{1}, {2, 3}, {4}, {5}}}, {0, {1}, {{1}, {2}}}});
 }
 
-// Files with one field wrong are refused by its name.
+// Files with one wrong field are refused by the field's name.
 TEST(eval_fields) {
     const Text good = small_eval();
     const size_t body = LLMC_HEADER_BYTES, second = body + 2 * 17;
@@ -682,7 +683,7 @@ TEST(eval_fields) {
     detail = text("%zu wrong fields", sizeof table / sizeof table[0]);
 }
 
-// Files cut anywhere are refused, files with a flipped bit parsed or refused, in a line.
+// Files truncated anywhere are refused, files with a flipped bit parsed or refused, in one line.
 TEST(eval_hostile) {
     const Text good = small_eval();
     const size_t body = LLMC_HEADER_BYTES;

@@ -1,5 +1,5 @@
-// evaluate.cpp -- --eval and samples: scores, their lines and their JSON, and text where the
-// vocabulary is at hand.
+// evaluate.cpp -- --eval and samples: scores, output lines and JSON, and text if the vocabulary is
+// available.
 //
 // Run:    build/test/evaluate [--program build/train_gpt2_asan] [NAME...]
 
@@ -9,7 +9,7 @@
 static const char gpt2_run[] = "-i gpt2.bin -e l1h1c8t16 -b 1 -x 1 -s 1 -g 9 ";
 static const char sample_begins[] = "--- sample after step 1 ---\n";
 
-// The tokens of a sample that is printed as numbers.
+// The tokens of a sample printed as numbers.
 static Ids sampled_ids(const Outcome &o) {
     Ids ids;
     std::istringstream numbers(o.out.substr(o.out.find(sample_begins) + strlen(sample_begins)));
@@ -19,8 +19,8 @@ static Ids sampled_ids(const Outcome &o) {
     return ids;
 }
 
-// Without the vocabulary a sample of GPT-2's tokens is numbers, and a prompt is refused; no other
-// vocabulary will do, however well formed.
+// Without the vocabulary a sample of GPT-2 tokens is printed as numbers, and a prompt is refused;
+// no other vocabulary is accepted, even if well formed.
 TEST(no_vocabulary) {
     write_file("gpt2.bin", shard_bytes(Ids(400, 995), GPT2_TOKENS));
     write_file("bytes.bin", shard_bytes(Ids(400, 99), BYTE_TOKENS));
@@ -38,12 +38,12 @@ TEST(no_vocabulary) {
                    "--tokenizer: bytes.bin has byte tokens", "bytes");
 }
 
-// A sample of GPT-2's tokens is text where the vocabulary is at hand, and so is a prompt.
+// With the vocabulary, a sample of GPT-2 tokens is text, and a prompt is accepted.
 TEST(bpe_samples) {
     const Words tokens = tokens_of_merges(vocab_bpe());
     write_file("gpt2.bin", shard_bytes(Ids(400, 995), GPT2_TOKENS));
     write_file("vocab", vocab_bpe());
-    // The same sample as numbers and, where the vocabulary is there, as text.
+    // The same sample as numbers and, if the vocabulary is available, as text.
     const Text run = gpt2_run, before = sample_begins, after = "\n---\n";
     Outcome o = program(run), p = program(run + "--tokenizer vocab");
     expect_success(o, "no vocabulary");
@@ -63,8 +63,8 @@ TEST(bpe_samples) {
                    "--prompt: 17 tokens, at most 16 fit", "long prompt");
 }
 
-// --eval, which needs no data: lines as promised, the same score for any B, JSON, a T that is too
-// small, a vocabulary that is, and an interruption that is no failure.
+// --eval needs no data file. Its lines as documented, the same score for any B, JSON, a T or a
+// vocabulary that is too small, and an interruption, which is not an error.
 TEST(eval_command) {
     std::vector<Question> questions = random_questions(12, 50257, 2);
     const Text run = "-e l1h1c16t16 --eval e.bin ", first = "e.bin: 12 examples, accuracy ";
@@ -123,7 +123,7 @@ TEST(eval_command) {
            o.out.find(" of 60 examples, accuracy ") != Text::npos, "%s", o.out.c_str());
 }
 
-// Weights come from where -e says: what a run has learnt by heart, its checkpoint answers.
+// Weights are those that -e names: a checkpoint answers the questions that its run memorized.
 TEST(eval_checkpoint) {
     write_corpus();
     expect_success(program("-i train.bin --shuffle 0 -e l1h2c32t16 -b 2 -a 1 -x 240 -l 3e-3 "

@@ -1,6 +1,7 @@
-// files.h -- what the tests around the programs share: files put together here by rules that are
-// written down a second time (so that a corruption is one line), and looks at what a run left.
-// Includes nothing of the project's own code; formats are those of data/README.md.
+// files.h -- shared by the tests that drive the programs: builders of input files, written
+// independently of the product so that a test corrupts a file in one line, and functions that
+// inspect what a run wrote.
+// Includes none of the project's own code; the formats are those of data/README.md.
 
 #pragma once
 #include "harness.h"
@@ -13,12 +14,12 @@
 
 // -------------------------------------------------------------------------------------------------
 // Token files
-// Built from ids, with the header that data/README.md describes.
+// Built from token ids, with the header that data/README.md describes.
 
 typedef std::vector<uint16_t> Ids;
-enum { GPT2_TOKENS = 0, BYTE_TOKENS = 1, SHARD_BYTES = 1024 };  // kinds of tokens; header
+enum { GPT2_TOKENS = 0, BYTE_TOKENS = 1, SHARD_BYTES = 1024 };  // token kinds; header size
 
-// A token file of these tokens.
+// A token file that holds these tokens.
 inline Text shard_bytes(const Ids &tokens, int kind) {
     int32_t header[SHARD_BYTES / 4] = {20240520, 1, (int32_t)tokens.size(),
                                        kind == BYTE_TOKENS ? 257 : 50257, kind};
@@ -26,13 +27,13 @@ inline Text shard_bytes(const Ids &tokens, int kind) {
            Text((const char *)tokens.data(), tokens.size() * 2);
 }
 
-// The same bytes with another int32 at `index` of the header.
+// The same bytes with the int32 at `index` of the header replaced.
 inline Text with_int(Text bytes, size_t index, int32_t value) {
     memcpy(&bytes[index * 4], &value, 4);
     return bytes;
 }
 
-// train.bin and val.bin: byte tokens of a text with some pattern to learn.
+// train.bin and val.bin: byte tokens of a text that has a pattern to learn.
 inline void write_corpus() {
     Ids tokens;
     for (int i = 0; i < 3000; i++) {
@@ -43,10 +44,11 @@ inline void write_corpus() {
     write_file("val.bin", shard_bytes(tokens, BYTE_TOKENS));
 }
 
-// The start of a run on that text.
+// First options of a run on that text.
 #define TINY "-i train.bin -e l2h2c16t16 -b 2 "
 
-// Options that name the text of data/stories, divided here: the last tenth validates.
+// Writes data/stories' text as training and validation files (the last tenth validates) and returns
+// the options that name them.
 inline Text training_files() {
     if (system(("'" + root + "/data/stories' > stories.txt").c_str()) != 0) {
         give_up("cannot run " + root + "/data/stories");
@@ -59,8 +61,8 @@ inline Text training_files() {
     return "-i t.bin -j v.bin";
 }
 
-// A file of real data: below DATA_MIRROR (from where the tests were started), else in data/ under
-// its last name. Empty: it is not here.
+// A published data file: $DATA_MIRROR/NAME (relative to the folder where the tests were started),
+// else data/ and the last component of NAME. Empty if neither exists.
 inline Text real_data(const Text &name) {
     const char *mirror = getenv("DATA_MIRROR");
     Text folder = mirror && mirror[0] != '/' ? root + "/" + mirror : Text(mirror ? mirror : "");
@@ -68,7 +70,7 @@ inline Text real_data(const Text &name) {
     return text.empty() ? read_file(root + "/data/" + name.substr(name.rfind('/') + 1)) : text;
 }
 
-// `n` bytes, a function of the seed.
+// `n` bytes that depend only on the seed.
 inline Text random_bytes(size_t n, uint64_t seed) {
     Text out(n, 0);
     for (size_t i = 0; i < n; i++) {
@@ -79,9 +81,9 @@ inline Text random_bytes(size_t n, uint64_t seed) {
 
 // -------------------------------------------------------------------------------------------------
 // Vocabularies
-// GPT-2's where it is at hand, and one made up in its form, of its size.
+// GPT-2's vocabulary if it is available, and a synthetic one of the same format and size.
 
-// GPT-2's merges, or the end of the test.
+// GPT-2's merges; skips the test if they are not available.
 inline Text vocab_bpe() {
     Text text = real_data("gpt2/vocab.bpe");
     if (text.empty()) {
@@ -90,7 +92,7 @@ inline Text vocab_bpe() {
     return text;
 }
 
-// Bytes in order of their tokens: those that print, then those that do not.
+// All byte values in the order of their tokens: printable ones first.
 inline Ids bytes_in_order() {
     Ids order, others;
     for (int c = 0; c < 256; c++) {
@@ -101,8 +103,8 @@ inline Ids bytes_in_order() {
     return order;
 }
 
-// The character that vocab.bpe writes for the i-th of them: itself where it prints, else one from
-// U+0100 on.
+// The character by which vocab.bpe represents the i-th of them: itself if it is printable, else a
+// character from U+0100 on.
 inline int merges_character(int i) {
     enum { PRINT = 188 };
     return i < PRINT ? bytes_in_order()[(size_t)i] : 0x100 + i - PRINT;
@@ -126,7 +128,7 @@ inline Text merges_word(const Text &token) {
     return word;
 }
 
-// The tokens of a vocab.bpe as bytes: 256 of one byte, each merge's two parts, and end of text.
+// All tokens of a vocab.bpe as bytes: 256 single bytes, one per merge, and end of text.
 inline Words tokens_of_merges(const Text &merges) {
     Text bytes(0x144, 0);
     Words tokens;
@@ -149,13 +151,14 @@ inline Words tokens_of_merges(const Text &merges) {
     return tokens;
 }
 
-// The first merges of the made-up vocabulary; merge i is token 256 + i.
+// First merges of the synthetic vocabulary; merge i is token 256 + i.
 inline const char *const made_first[][2] = {
     {"a", "a"}, {"aa", "aa"}, {"a", "b"}, {"b", "c"}, {"ab", "c"}, {" ", "t"}, {"h", "e"},
     {" t", "he"}, {"\n", "\n"}, {"\xc3", "\xa9"}, {"'", "s"}, {"1", "2"}, {"12", "3"}, {" ", " "}};
 
-// A vocab.bpe of GPT-2's size: merges whose tokens tests can work out by hand, then all pairs of
-// small letters and pairs of such pairs, in an order that is neither theirs nor that of the text.
+// A synthetic vocab.bpe of GPT-2's size: first merges whose tokens can be worked out by hand, then
+// all pairs of lower-case letters, then pairs of those pairs. The order is neither alphabetical nor
+// the order of occurrence in the text.
 inline Text made_merges() {
     Text all = "#version: 0.2\n";
     std::set<Text> known;
@@ -171,7 +174,7 @@ inline Text made_merges() {
     }
     auto pair = [](int i) { return Text{(char)('a' + i / 26), (char)('a' + i % 26)}; };
     for (int i = 0; i < 676; i++) {
-        const int k = i * 387 % 676;  // coprime: every pair comes once
+        const int k = i * 387 % 676;  // coprime: each pair occurs once
         merge(pair(k).substr(0, 1), pair(k).substr(1));
     }
     for (uint64_t i = 0; count < 50000; i += 2) {
@@ -182,7 +185,7 @@ inline Text made_merges() {
 
 // -------------------------------------------------------------------------------------------------
 // Evaluation files
-// Built from questions, so that a test can change one word of one of them.
+// Built from questions, so that a test can change a single word of a question.
 
 typedef std::vector<int> Ints;
 struct Question {
@@ -217,7 +220,7 @@ inline Text eval_bytes(const std::vector<Question> &questions) {
     return Text((const char *)header, sizeof header) + body;
 }
 
-// Questions of random tokens below V; contexts of up to 9 tokens, four completions of up to 5.
+// Random questions: tokens below V, contexts of 1-9 tokens, four completions of 1-5 tokens.
 inline std::vector<Question> random_questions(int n, int V, uint64_t seed) {
     std::vector<Question> questions;
     uint64_t place = 0;
@@ -241,15 +244,16 @@ inline std::vector<Question> random_questions(int n, int V, uint64_t seed) {
 
 // -------------------------------------------------------------------------------------------------
 // Model files
-// safetensors and llm.c files, put together from lists of tensors.
+// safetensors and llm.c files, built from lists of tensors.
 
-// What the builders below need of a model; Volume I's Model has the same members and does as well.
+// The model fields that the builders below use; train_gpt2.c's Model has them too and can be
+// passed instead.
 struct Shape {
     int L, NH, C, maxT, V;
 };
 
-// A tensor of a safetensors file. `offsets` empty: where its data come to lie. `values`: what its
-// bytes mean, (rows,cols) as the model keeps them, whatever the order in the file.
+// A tensor of a safetensors file. `offsets`: its data_offsets; empty: computed from its position.
+// `values`: its numbers as (rows,cols) in the model's order, whatever the order in the file.
 struct Member {
     Text name, dtype, shape, data, offsets;
     std::vector<double> values;
@@ -261,7 +265,8 @@ inline Text with_length(const Text &header, const Text &data) {
     return Text((const char *)&length, 8) + header + data;
 }
 
-// The file of a list of tensors. `first`: text before them, such as __metadata__ and a comma.
+// A safetensors file of these tensors. `first`: header text before them, e.g. __metadata__ and a
+// comma.
 inline Text safetensors_bytes(const Members &list, const Text &first = "") {
     Text header = "{" + first, data;
     for (const Member &m : list) {
@@ -274,7 +279,7 @@ inline Text safetensors_bytes(const Members &list, const Text &first = "") {
     return with_length(header + "}", data);
 }
 
-// The header of a safetensors file, and what follows it; both empty when there is none.
+// Splits a safetensors file into header and data; both are empty if the file is too short.
 inline std::pair<Text, Text> header_and_data(const Text &bytes) {
     uint64_t length = 0;
     if (bytes.size() < 8) {
@@ -284,7 +289,7 @@ inline std::pair<Text, Text> header_and_data(const Text &bytes) {
     return {bytes.substr(8, length), bytes.substr(8 + length)};
 }
 
-// The file with the first `was` of its header changed.
+// The file with the first occurrence of `was` in its header replaced.
 inline Text with_header(const Text &bytes, const Text &was, const Text &now) {
     auto [header, data] = header_and_data(bytes);
     expect(header.find(was) != Text::npos, "no %s in the header", was.c_str());
@@ -292,7 +297,7 @@ inline Text with_header(const Text &bytes, const Text &was, const Text &now) {
     return with_length(header, data);
 }
 
-// The tensors of a state file in the order of its header, and in *first what that has before them.
+// The tensors of a state file in header order; *first receives the header text before them.
 inline Members members_of(const Text &bytes, Text *first) {
     const auto [header, data] = header_and_data(bytes);
     const size_t begin = header.find("},\"norms\":") + 2;
@@ -311,7 +316,7 @@ inline Members members_of(const Text &bytes, Text *first) {
     return list;
 }
 
-// Appends a tensor to a file whose header ends in the one that lies last.
+// Appends a tensor to a file whose header lists the tensors in the order of their data.
 inline Text with_tensor(const Text &bytes, const char *name, const char *dtype, const Text &more,
                         size_t elements) {
     const auto [header, data] = header_and_data(bytes);
@@ -331,7 +336,7 @@ inline Member &named(Members *list, const Text &name) {
     give_up("the test's file has no " + name);
 }
 
-// A finite number of any bits, as a file holds it and as what it means.
+// A finite number of random bits: returns its bytes in a file, and its value in *want.
 inline Text number_bytes(const Text &dtype, uint64_t seed, uint64_t index, double *want) {
     uint32_t bits = (uint32_t)(random_unit(seed, index) * 0x1p32);
     uint16_t half = (uint16_t)bits;
@@ -350,7 +355,7 @@ inline Text number_bytes(const Text &dtype, uint64_t seed, uint64_t index, doubl
     return dtype == "BF16" ? Text((const char *)&bits + 2, 2) : Text((const char *)&bits, 4);
 }
 
-// Rows and columns of GPT-2's tensors in units of C, but for wte and wpe; HF's names.
+// Hugging Face's names, and rows and columns in units of C (of wte and wpe only the columns).
 enum { MEMBERS = 16 };
 inline const struct {
     const char *name;
@@ -363,7 +368,8 @@ inline const struct {
     {"mlp.c_proj.weight", 1, 4},  {"mlp.c_proj.bias", 1, 0},  {"ln_f.weight", 1, 0},
     {"ln_f.bias", 1, 0}};
 
-// A model's tensors as Hugging Face keeps them, dtypes in turn: tensor by tensor, layer by layer.
+// A model's tensors in Hugging Face's layout and order (tensor by tensor, layer by layer), cycling
+// through `dtypes`.
 template <class M>
 inline Members hugging_face(const M &m, const Words &dtypes, const Text &prefix) {
     Members list;
@@ -391,7 +397,7 @@ inline Members hugging_face(const M &m, const Words &dtypes, const Text &prefix)
     return list;
 }
 
-// config.json as transformers writes it.
+// config.json in the format that transformers writes.
 template <class M> inline Text config_text(const M &m) {
     return text("{\n  \"activation_function\": \"gelu_new\",\n  \"architectures\": [\"GPT2LMHead"
                 "Model\"],\n  \"attn_pdrop\": 0.1,\n  \"initializer_range\": 0.02,\n  "
@@ -409,8 +415,8 @@ inline void write_model(const Text &folder, const Text &bytes, const Text &confi
     write_file(folder + "/config.json", config);
 }
 
-// An llm.c file: header, then each tensor with all its layers; wte has rows up to a multiple of
-// 128. values: those of each tensor.
+// An llm.c file: header, then each tensor with all its layers; wte's rows are padded to a multiple
+// of 128. *values receives the numbers of each tensor.
 template <class M>
 inline Text llmc_bytes(const M &m, int version, std::vector<std::vector<double>> *values) {
     const int padded = (m.V + 127) / 128 * 128;
@@ -433,9 +439,9 @@ inline Text llmc_bytes(const M &m, int version, std::vector<std::vector<double>>
 
 // -------------------------------------------------------------------------------------------------
 // What a run leaves
-// Its log as JSON, its checkpoints as files.
+// The log as JSON, checkpoints as files.
 
-// Names in `folder` that begin with `prefix`, sorted, in one string.
+// Names in `folder` that begin with `prefix`, sorted and joined by spaces.
 inline Text names_in(const Text &folder, const Text &prefix) {
     glob_t found;
     Text all;
@@ -452,12 +458,12 @@ enum { SAVED_MODEL, SAVED_CONFIG, SAVED_STATE, SAVED_MANIFEST, SAVED_FILES };
 inline const char *const saved_files[SAVED_FILES] = {
     "model.safetensors", "config.json", "state-0-of-1.safetensors", "manifest.json"};
 
-// A file of a checkpoint.
+// The contents of one file of a checkpoint.
 inline Text in_checkpoint(const Text &folder, int step, int file) {
     return read_file(folder + text("/step-%08d/", step) + saved_files[file]);
 }
 
-// The bytes of a checkpoint, all its files, of which some number holds states.
+// All files of a checkpoint, concatenated; `ranks`: number of its state files.
 inline Text checkpoint_bytes(const Text &folder, int step, int ranks = 1) {
     Text all;
     for (int i = 0; i < SAVED_FILES; i++) {
@@ -469,8 +475,8 @@ inline Text checkpoint_bytes(const Text &folder, int step, int ranks = 1) {
     return all;
 }
 
-// Weights, moments and master of a checkpoint: the same text for the same numbers, however many
-// files hold the states. In *first the counters and norms, which all of these must have alike.
+// Weights, moments and master weights of a checkpoint as one text, which does not depend on the
+// number of state files. *first receives the counters and norms, which must agree in all of them.
 inline Text states_of(const Text &folder, int step, Text *first) {
     const Text at = folder + text("/step-%08d/", step);
     std::map<std::tuple<Text, int, long>, Member> ranges;
@@ -482,7 +488,7 @@ inline Text states_of(const Text &folder, int step, Text *first) {
             int bucket = 0;
             long from = 0;
             sscanf(part.name.c_str(), "%47[^.].%d.%ld", state, &bucket, &from);
-            ranges[{state, bucket, from}] = part;  // norms once
+            ranges[{state, bucket, from}] = part;  // norms are in every file
         }
         const size_t counters = header.find("\"step\":");
         const Text these = header.substr(counters, header.find('}') - counters) +
@@ -499,14 +505,14 @@ inline Text states_of(const Text &folder, int step, Text *first) {
     return all;
 }
 
-// All of a checkpoint but the options in its headers.
+// Everything in a checkpoint except the options in its headers.
 inline Text tensors_of(const Text &folder, int step) {
     Text first;
     const Text states = states_of(folder, step, &first);
     return first.empty() ? "" : states + first;
 }
 
-// SHA-256 of files, by the system's own sha256sum.
+// SHA-256 of files, computed by the system's sha256sum.
 inline Words sha256_of(const Words &paths) {
     Text command = "sha256sum", line(4096, 0);
     for (const Text &path : paths) {
@@ -523,7 +529,7 @@ inline Words sha256_of(const Words &paths) {
     return sums;
 }
 
-// A checkpoint's manifest for its files as they are now; `more`: text before them.
+// Writes a manifest for the checkpoint's current files; `more`: text inserted before their list.
 inline void write_manifest(const Text &folder, const Text &more = "") {
     unlink((folder + "/manifest.json").c_str());
     const Words names = split(names_in(folder, "").c_str());
@@ -540,7 +546,7 @@ inline void write_manifest(const Text &folder, const Text &more = "") {
     write_file(folder + "/manifest.json", all + "}}");
 }
 
-// For program(): a disk that is full once a file has so many bytes.
+// For program(): no file can grow beyond `bytes`, as on a full disk.
 inline std::function<void()> full_disk(size_t bytes) {
     return [bytes] {
         struct rlimit r = {bytes, bytes};
@@ -549,20 +555,20 @@ inline std::function<void()> full_disk(size_t bytes) {
     };
 }
 
-// For program(): a variable of the environment.
+// For program(): sets an environment variable.
 inline std::function<void()> with(const char *name, const char *value) {
     return [=] { setenv(name, value, 1); };
 }
 
-// For program(): a run that is refused frees nothing, and its last pointers may be in registers by
-// then; a leak that is reported of it would be a second line.
+// For program(): turns off the leak check. A refused run frees nothing, and its last pointers may
+// by then be in registers only, so a leak report would follow its one line.
 inline void no_leaks() { setenv("ASAN_OPTIONS", "detect_leaks=0", 1); }
 
 struct Refusal {
     const char *arguments, *words;
 };
 
-// Bytes of the well-formed UTF-8 character at p, by RFC 3629's table; 0 when there is none.
+// Length of the well-formed UTF-8 character at p, by RFC 3629's table; 0 if malformed.
 inline int utf8_size(const char *p) {
     auto at = [&](int i, int low, int high) {
         const unsigned char c = (unsigned char)p[i];
@@ -587,7 +593,7 @@ inline int utf8_size(const char *p) {
     return four && more(2) && more(3) ? 4 : 0;
 }
 
-// Past one JSON value; NULL when there is none.
+// The end of one JSON value; NULL if malformed.
 inline const char *json_past(const char *p) {
     p += strspn(p, " \n");
     if (*p == '{' || *p == '[') {
@@ -630,13 +636,13 @@ inline const char *json_past(const char *p) {
     return number > 0 && end == p + number ? end : NULL;
 }
 
-// One JSON value and nothing else.
+// True if the line is exactly one JSON value.
 inline int json_valid(const Text &line) {
     const char *end = json_past(line.c_str());
     return end && end[strspn(end, " \n")] == 0;
 }
 
-// The steps that have a loss in a log whose every line is JSON.
+// The steps that have a loss in a log; every line must be JSON.
 inline Ints log_steps(const Text &path) {
     Text all = read_file(path);
     Ints steps;

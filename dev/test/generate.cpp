@@ -1,5 +1,5 @@
-// generate.cpp -- --generate: the text of a training run's sample again, prompts from stdin, where
-// a text ends, and what is refused.
+// generate.cpp -- --generate: reproduces a training run's sample, reads prompts from stdin, ends at
+// end of text, and refuses invalid options.
 //
 // Run:    build/test/generate [--program build/train_gpt2_asan] [NAME...]
 
@@ -7,8 +7,8 @@
 
 #define SAMPLING "--seed 2 --top-k 40 --temperature 0.9 "
 
-// A model that has learnt the corpus by half, in out/step-00000300, and the sample of 60 tokens
-// that its run printed: more than its 16 positions.
+// Trains a model that has partly learned the corpus, saved as out/step-00000300. Returns the sample
+// of 60 tokens that its run printed, which exceeds the model's 16 positions.
 static Text train(const Text &prompt) {
     write_corpus();
     const Text begins = "--- sample after step 300 ---\n";
@@ -19,7 +19,7 @@ static Text train(const Text &prompt) {
 }
 #define TRAINED "--generate -e out/step-00000300 " SAMPLING
 
-// For program(): what comes in on stdin.
+// For program(): the contents of stdin.
 static std::function<void()> with_stdin(const Text &bytes) {
     write_file("stdin", bytes);
     return [] {
@@ -40,15 +40,15 @@ static Text memory_of(const Text &err) {  // "train_gpt2: ...; 8.8 MiB\n"
     return line.substr(from, line.find('\n') - from);
 }
 
-// The run's own sample up to its end of text, which ends what is generated: from a checkpoint by
-// any name, from a copy of weights, sizes and manifest, with any number of threads. A first sample
-// is the same beside others, and those are others; --quiet leaves the text alone.
+// Reproduces the run's own sample up to its end of text, which ends generation: from a checkpoint
+// under any name, or from a copy of weights, config and manifest, with any number of threads. The
+// first of several samples is the same, the others differ; --quiet prints only the text.
 TEST(generate_sample) {
     const Text sample = train("abc");
     Outcome o = program(TRAINED "-g 60 --prompt abc");
     expect_made(o, "--generate");
     const Text made = o.out.substr(0, o.out.size() - 1);
-    // Behind its end of text, which has no letters, the run's sample goes on.
+    // The run's own sample continues after its end of text, which is printed as nothing.
     expect(made.size() > 30 && sample.compare(0, made.size(), made) == 0, "%s, sample %s",
            made.c_str(), sample.c_str());
     expect(o.err.find(" prompt tokens, ") != Text::npos && o.err.find(" tokens/s") != Text::npos &&
@@ -62,7 +62,7 @@ TEST(generate_sample) {
         expect(o.status == 0 && o.out == made + "\n" && o.err.empty(), "%s threads: %s", threads,
                (o.out + o.err).c_str());
     }
-    // The step, on which samples depend, is the manifest's, whatever the folder is called.
+    // Samples depend on the step, which is read from the manifest, whatever the folder's name.
     expect(symlink("out/step-00000300", "latest") == 0 && symlink("latest", "other-7") == 0);
     for (const char *e : {"latest", "other-7/", "latest/model.safetensors"}) {
         o = program(Text("--generate -g 60 --prompt abc --quiet " SAMPLING "-e ") + e);
@@ -80,7 +80,7 @@ TEST(generate_sample) {
                o.out.substr(second, third - 5 - second), "%s", o.out.c_str());
 }
 
-// Each line of stdin is a prompt of its own, an empty one too, and the last one without its end.
+// Each line of stdin is a prompt, including empty lines and a last line without a newline.
 TEST(generate_stdin) {
     train("abc");
     Text want;
@@ -105,8 +105,8 @@ TEST(generate_stdin) {
            (o.out + o.err).c_str());
 }
 
-// A model that knows one line by heart prints it and no more: its end of text ends it, and the most
-// tokens do. What was never trained says so.
+// A model that memorized one line prints it and stops at its end of text, or after the maximum
+// number of tokens. An untrained model is reported.
 TEST(generate_end) {
     Ids tokens;
     for (int i = 0; i < 400; i++) {
@@ -129,7 +129,7 @@ TEST(generate_end) {
     expect_refused(program("--generate -e odd"), "--generate: odd has a vocabulary of 300", "V");
 }
 
-// GPT-2's tokens: numbers without a vocabulary, text with the one beside the weights.
+// GPT-2 tokens: numbers without a vocabulary, text with the one next to the weights.
 TEST(generate_gpt2) {
     Ids tokens;
     for (int i = 0; i < 400; i++) {
@@ -148,7 +148,7 @@ TEST(generate_gpt2) {
     expect(o.status == 0 && o.out.find("Hello,\xc3\xa9") == 0, "%s", (o.out + o.err).c_str());
 }
 
-// What has no effect on what is generated is refused by name, and so is a prompt beyond T.
+// Options without effect on generation are refused by name, and so is a prompt longer than T.
 TEST(generate_refused) {
     static const Refusal refusals[] = {
         {"-y 1 -o out", "--generate neither trains nor writes files: leave --output out"},
@@ -170,7 +170,8 @@ TEST(generate_refused) {
     expect_refused(program("--samples 2"), "--samples needs --generate", "--samples");
 }
 
-// A signal ends it with what there is, from stdin that never ends too; so does a closed pipe.
+// A signal ends generation and prints what there is, also if stdin never ends; so does a closed
+// pipe.
 TEST(generate_signal) {
     pid_t pid = start("--generate -e l2h2c64t64 -g 1000000 --temperature 2");
     wait_until([] { return read_file("stdout").size() > 200; });
@@ -186,10 +187,10 @@ TEST(generate_signal) {
     kill(pid, SIGTERM);
     o = outcome(pid);
     expect(o.status == 0 && o.out.empty(), "status %d: %s", o.status, o.err.c_str());
-    // A write that waits for a reader who has stopped is not cut short: its text would be lost.
+    // A write that is blocked by a stopped reader is not interrupted, as its text would be lost.
     expect(pipe(ends) == 0 && write(ends[1], "a\n", 2) == 2);
     pid = start("--generate -e l1h1c8t16 --samples 100000 --prompt -", [ends] {
-        int paused[2];  // of one page; nobody reads, and the end to read from stays open
+        int paused[2];  // one page; its read end stays open but is never read
         expect(pipe(paused) == 0 && fcntl(paused[1], F_SETPIPE_SZ, 4096) == 4096);
         dup2(ends[0], 0);
         dup2(paused[1], 1);

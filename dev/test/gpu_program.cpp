@@ -1,21 +1,21 @@
-// gpu_program.cpp -- the GPU program, run on the CPU or on a GPU: what it refuses, its commands,
-// checkpoints that either program goes on from, and that it learns. The emulated one is told by
-// variables what GPUs it sees (the switches of dev/cuda_cpu/emu_core.h).
+// gpu_program.cpp -- the GPU program, emulated or on a GPU: what it refuses, its commands,
+// checkpoints exchanged with the CPU program, and training. For the emulated one, variables set the
+// visible GPUs (the switches of dev/cuda_cpu/emu_core.h).
 //
 // Run:    build/test/gpu_program [--program ./train_gpt2cu] [NAME...]
 
 #include "files.h"
 #include <numeric>
 
-// The CPU program, for what both must agree on.
+// The CPU program, for results on which both must agree.
 static Outcome cpu_program(const Text &arguments) {
     return outcome(start_program("train_gpt2", arguments));
 }
 
 static int is_emulated() { return tested.find("cu_cpu") != Text::npos; }
 
-// Can the GPU at hand run these options? Without bf16 it plans none; a test that leaves them out
-// says so.
+// True if the available GPU can run these options. Without bf16 its plans fail; a test that skips
+// options reports it.
 static bool can_run(const Text &options) {
     static const bool has_bf16 =
         program("--plan -e l1h1c16t16 --dtype bf16").err.find("has no bf16") == Text::npos;
@@ -25,7 +25,7 @@ static bool can_run(const Text &options) {
     return can;
 }
 
-// One line, exit status 1, no checkpoint; what is at fault is named.
+// One line that names the error, exit status 1, no checkpoint.
 TEST(gpu_bad_input) {
     static const Refusal table[] = {
         {"--dtype fp16 -w none", "--master (-w) none: with --dtype fp16 the fp32 weights"},
@@ -42,7 +42,7 @@ TEST(gpu_bad_input) {
         {"l2h2c20t16", "20 channels in 2 heads: a GPU takes channels that are a multiple of 8"},
         {"l2h4c16t16", "16 channels in 4 heads"},
         {"l1h1c136t16", "136 channels in 1 heads"},
-        {"l1h64c8192t4", "at most 4096"},  // and short of memory, which is not the point
+        {"l1h64c8192t4", "at most 4096"},  // also short of memory, which is not tested here
         {"l2h3c16t16", "allowed are"},
     };
     write_corpus();
@@ -81,7 +81,7 @@ TEST(gpu_bad_input) {
     expect(checkpoint_bytes("other", 2) == kept, "it stays as it was");
 }
 
-// The start of a run on a GPU that cuBLASLt, the driver or the table of peaks make special.
+// Start of a run on a GPU with unusual cuBLASLt, driver or peak rates.
 TEST(gpu_start) {
     if (!is_emulated()) {
         skip("on the emulated device");
@@ -98,7 +98,7 @@ TEST(gpu_start) {
     expect(log.find("\"peak_pct\":null") != Text::npos &&
                log.find("\"device\":\"") != Text::npos && log.find("cuBLASLt 1") != Text::npos,
            "%s", log.c_str());
-    // The context is in what the driver no longer calls free; libraries come on top.
+    // The context is part of what the driver reports as used; libraries are added to that.
     const Text fixed = run + "-r none --offload none ";
     o = program(fixed + "--plan --json");
     const char *key = "\"total_bytes\":";
@@ -122,7 +122,7 @@ TEST(gpu_start) {
     expect(o.out.find("; libraries took about 200.0 MiB") != Text::npos, "%s", o.out.c_str());
 }
 
-// A driver older than the toolkit ends a run, and a plan that would ask the GPU says so.
+// A driver older than the toolkit ends a run; a plan that needs the GPU reports it.
 TEST(gpu_driver) {
     if (!is_emulated()) {
         skip("on the emulated device");
@@ -137,7 +137,7 @@ TEST(gpu_driver) {
                    Text::npos &&
                std::count(o.err.begin(), o.err.end(), '\n') == 1, "%s", o.err.c_str());
     expect_success(program("--plan -e d12 --gpu h100", old), "a plan for a card that is named");
-    // Kernels are loaded as they are launched, unless the user has said otherwise.
+    // Kernels are loaded at their first launch, unless the user's environment says otherwise.
     for (const char *loading : {"", "EAGER"}) {
         o = program(run + "--quiet", [=] {
             setenv("EMU_LOG", "1", 1);
@@ -149,7 +149,7 @@ TEST(gpu_driver) {
     }
 }
 
-// Timing is announced, once, in a run that prints; the next run takes its results.
+// Timing of algorithms is announced once, in a run that prints; the next run uses its results.
 TEST(gpu_announced) {
     if (!is_emulated()) {
         skip("on the emulated device");
@@ -173,7 +173,7 @@ TEST(gpu_announced) {
     }
 }
 
-// The losses of a run's log, as they stand there.
+// The losses in a run's log, as text.
 static Text losses_in(const Text &folder) {
     const Text log = read_file(folder + "/log.jsonl");
     Text losses;
@@ -183,8 +183,8 @@ static Text losses_in(const Text &folder) {
     return losses;
 }
 
-// Under WSL memory that a program registers has another address on the GPU: what is pinned comes
-// from CUDA itself there, to the same bits, whatever lives in it.
+// Under WSL registered memory has a different address on the GPU. There CUDA itself allocates the
+// pinned memory; the bits are the same, whichever states are in it.
 TEST(gpu_alias) {
     if (!is_emulated()) {
         skip("on the emulated device");
@@ -206,8 +206,8 @@ TEST(gpu_alias) {
     }), "out of memory; this machine has no memory left that can be pinned", "too little to pin");
 }
 
-// On a card with room for the least of all levels -r auto finds the levels that fit, which change
-// no bit; --gpu-mem makes a large card as small, to the byte.
+// On a card with little memory -r auto finds levels that fit and that change no bit; --gpu-mem
+// simulates the same card on a larger one, to the byte.
 TEST(gpu_auto) {
     if (!is_emulated()) {
         skip("on the emulated device");
@@ -255,7 +255,7 @@ TEST(gpu_auto) {
                losses_in("away") == losses_in("plain"), "%s", away.out.c_str());
 }
 
-// What a run would pin is held against this machine's memory by --plan as it is by the run.
+// --plan compares pinned memory with this machine's memory, like a run.
 TEST(gpu_plan_host) {
     if (!is_emulated() || has_sanitizers()) {
         skip("a limit of the process's own memory leaves room for the emulated device alone");
@@ -276,8 +276,8 @@ TEST(gpu_plan_host) {
     expect_success(program(run + "--plan"), "without a limit");
 }
 
-// An emulated run says at once that it is one and what it will do, also into a file, since its
-// start may take minutes. A second signal ends it there.
+// An emulated run says at once that it is emulated and what it will do, also in a file, because its
+// start may take minutes. A second signal ends it during the start.
 TEST(gpu_header) {
     if (!is_emulated() || has_sanitizers()) {
         skip("on the emulated device");
@@ -297,8 +297,8 @@ TEST(gpu_header) {
            o.status, o.err.c_str());
 }
 
-// A run keeps in the user's cache how fast the GPU is, once, and compares it with its own steps;
-// later plans know it. Where nothing can be kept the run goes on all the same.
+// A run stores the GPU's speed in the user's cache, once, and compares it with its own steps; later
+// plans use it. If nothing can be stored the run continues.
 TEST(gpu_speed) {
     write_corpus();
     mkdir("cache", 0755);
@@ -320,7 +320,7 @@ TEST(gpu_speed) {
     const Outcome plan = program(run + "--plan", cache("cache"));
     expect(plan.out.find("\nforecast: ") != Text::npos &&
                plan.out.find("; measured on this GPU\n") != Text::npos, "%s", plan.out.c_str());
-    // The line's last number is the link's: what is at home on the host takes it, nothing else.
+    // The last number of the line is the link's speed, used only for offloaded states.
     Text kept = read_file("cache/train_gpt2/speed");
     const size_t last = kept.rfind(' ') + 1;
     auto forecast = [&](const char *link, const Text &options) {
@@ -336,13 +336,13 @@ TEST(gpu_speed) {
     expect_success(program(run, cache("cache")), "a file that is none");
     expect_success(program(run, cache("/proc/none")), "no place for it");
     expect(program(run + "--quiet", cache("cache")).out.empty(), "--quiet");
-    // A micro-batch more than 2 % of the run is too much.
+    // A micro-batch that takes more than 2 % of the run is not timed.
     const Text out = program(run + "-x 49", cache("none")).out;
     expect(out.find("forecast") == Text::npos && !exists("none/train_gpt2/speed"), "%s",
            out.c_str());
 }
 
-// The micro-batch that a forecast times changes no bit of the run, wherever states are.
+// The micro-batch that a forecast times changes no bit of the run, wherever states are placed.
 TEST(gpu_forecast) {
     write_corpus();
     for (const char *more :
@@ -359,7 +359,7 @@ TEST(gpu_forecast) {
     }
 }
 
-// --check agrees in all 17 numbers, --compare names two levels; --plan needs no GPU.
+// --check agrees in all 17 numbers, --compare lists two levels; --plan needs no GPU.
 TEST(gpu_commands) {
     write_corpus();
     for (const char *arguments : {"--dtype fp32 -r norm", "--dtype bf16 -r block", "-w none",
@@ -387,7 +387,7 @@ TEST(gpu_commands) {
     }
 }
 
-// --eval in both programs: to the byte the same scores.
+// --eval gives the same scores in both programs, byte for byte.
 TEST(gpu_eval) {
     write_file("e.bin", eval_bytes(random_questions(3, 50257, 2)));
     const Text run = "-e l1h1c16t16 --eval e.bin --json -b 3 ";
@@ -395,12 +395,12 @@ TEST(gpu_eval) {
     expect_success(cpu, "CPU");
     expect_success(gpu, "GPU, fp32");
     expect_success(half, "GPU, 16 bits");
-    const Outcome fp16 = program(run + "--dtype fp16");  // without its master
+    const Outcome fp16 = program(run + "--dtype fp16");  // without master weights
     expect_success(fp16, "GPU, fp16");
     expect(program(run + "--dtype fp16 -w none").out == fp16.out, "no master either way");
     expect(gpu.out == cpu.out, "%s", gpu.out.c_str());
     expect(json_valid(half.out) && half.out.find("\"examples\":3,\"of\":3") != Text::npos);
-    if (is_emulated()) {  // room for weights and a pass forward, not for the least of any training
+    if (is_emulated()) {  // memory for weights and a forward pass, but not for training
         write_file("gpt2.bin", shard_bytes(Ids(400, 995), GPT2_TOKENS));
         const Text narrow = can_run("bf16") ? "--moments bf16 -w none " : "";
         const Text least = program("--plan --json -i gpt2.bin -e l1h1c16t16 -b 1 -r block " +
@@ -415,7 +415,7 @@ TEST(gpu_eval) {
     }
 }
 
-// Weights of a checkpoint as numbers, without the low halves of their masters.
+// Weights of a checkpoint as numbers, without the low halves of the master weights.
 static std::vector<float> weights_of(const Text &folder, int step) {
     const auto [header, data] = header_and_data(in_checkpoint(folder, step, SAVED_MODEL));
     const size_t bytes = header.find("\"BF16\"") != Text::npos ? 2 : 4;
@@ -426,7 +426,7 @@ static std::vector<float> weights_of(const Text &folder, int step) {
     return all;
 }
 
-// Norm of the difference of two checkpoints' weights over the norm of the second.
+// Norm of the difference between two checkpoints' weights over the norm of the second.
 static double weights_apart(const std::vector<float> &a, const std::vector<float> &b) {
     double error = 0, size = 0;
     for (size_t i = 0; i < b.size() && a.size() == b.size(); i++) {
@@ -436,9 +436,9 @@ static double weights_apart(const std::vector<float> &a, const std::vector<float
     return size > 0 ? sqrt(error / size) : NAN;
 }
 
-// A resumed run ends in the bytes of the uninterrupted one, whatever is recomputed meanwhile. What
-// one program saved the other goes on from: the CPU's after the GPU's ends where the GPU's own
-// does, to fp32's rounding.
+// A resumed run ends with the bytes of the uninterrupted one, with other recompute levels too. Each
+// program resumes the other's checkpoints: the CPU program ends at the GPU's own result up to fp32
+// rounding.
 TEST(gpu_checkpoints) {
     write_corpus();
     const Text run = "-i train.bin -j val.bin -v 3 -e l2h2c16t16 -b 2 -d 64 -x 6 -n 3 -y 1 -s 6 "
@@ -486,14 +486,14 @@ TEST(gpu_checkpoints) {
     }
 }
 
-// The choices of products that a checkpoint tells of.
+// The matmul algorithms stored in a checkpoint.
 static Text choices_in(const Text &folder, int step) {
     const Text state = in_checkpoint(folder, step, SAVED_STATE);
     const size_t at = state.find("\"matmul\":\"");
     return at == Text::npos ? "" : state.substr(at, state.find('"', at + 10) - at);
 }
 
-// How many products have the same algorithm in both texts of choices.
+// Number of matmuls that have the same algorithm in both texts.
 static int algorithms_in(const Text &choices, const Text &other) {
     int same = 0;
     for (const Text &word : split(choices.c_str())) {
@@ -502,10 +502,10 @@ static int algorithms_in(const Text &choices, const Text &other) {
     return same;
 }
 
-// A run goes on with the algorithms of its checkpoint, whatever it would choose itself and however
-// quiet it is: to the same bytes, which it has not where a wrong result is planted in the one that
-// the checkpoint names. What its file of choices holds stays. On another GPU it says that it keeps
-// its own.
+// A run resumes with the algorithms of its checkpoint, whatever it would choose itself, even with
+// --quiet. Its result has the same bytes, but not if a wrong result is injected into the algorithm
+// that the checkpoint names. The contents of its own file of choices remain. On another GPU it
+// reports that it keeps its own.
 TEST(gpu_choices) {
     if (!is_emulated()) {
         skip("on the emulated device");
@@ -555,8 +555,8 @@ TEST(gpu_choices) {
     }
 }
 
-// In what order a run uploads whole batches (U), updates (A), and waits first after that (W), from
-// the emulated device's log.
+// The order in which a run uploads whole batches (U), updates (A), and first waits after that (W),
+// from the emulated device's log.
 static Text order_of(const Text &arguments, int batch_bytes) {
     const Text log = program(arguments, with("EMU_LOG", "1")).err;
     const Text upload = text("copy up of %d bytes", batch_bytes);
@@ -572,9 +572,9 @@ static Text order_of(const Text &arguments, int batch_bytes) {
     return order;
 }
 
-// The next step's first batch is on its way before the host waits for this step's loss, none after
-// the last step. Where a validation takes its place it is read anew, and what cannot be read ends
-// the run no sooner than it is needed. No bit changes.
+// The next step's first batch is uploaded before the host waits for this step's loss; none is
+// uploaded after the last step. A validation replaces it and it is read again; an unreadable batch
+// ends the run only when it is needed. No bit changes.
 TEST(gpu_prepared) {
     write_corpus();
     const Text run = "-i train.bin -e l1h1c16t16 -b 2 -x 3 --shuffle 0 ";
@@ -591,7 +591,7 @@ TEST(gpu_prepared) {
            losses_in("looks").c_str());
     Text bytes = read_file("train.bin");
     const uint16_t outside = 300;
-    memcpy(&bytes[1024 + 2 * 70], &outside, 2);  // in the fifth sequence: of step 3
+    memcpy(&bytes[1024 + 2 * 70], &outside, 2);  // in the fifth sequence, part of step 3
     write_file("odd.bin", bytes);
     const Outcome o = program("-i odd.bin -e l1h1c16t16 -b 2 -x 4 --shuffle 0 -o odd "
                               "--quiet");
@@ -601,10 +601,10 @@ TEST(gpu_prepared) {
            names_in("odd", "step") == "step-00000002", "%s", losses_in("odd").c_str());
 }
 
-// Text from a checkpoint: in fp32 what the CPU program makes of it, also past the 16 positions; and
-// what the run itself printed, which computed it without a KV cache, in other products. These round
-// alike on the emulated device; on a GPU only fp32 is fine enough for the same text. The plan has
-// no states of training.
+// Generates text from a checkpoint: in fp32 the same as the CPU program, also beyond the 16
+// positions, and the same as the run's own sample, which was computed without a KV cache and so
+// with other matmuls. Their rounding is equal on the emulated device; on a GPU only fp32 is precise
+// enough for the same text. The plan contains no training states.
 TEST(gpu_generate) {
     write_corpus();
     const Text rule = " -g 40 --seed 5 --temperature 0.8 --prompt=abc ";
@@ -628,10 +628,10 @@ TEST(gpu_generate) {
            o.out.c_str());
 }
 
-// fp16 by itself on a GPU without bf16. A step of one token is too little for the first loss scale:
-// it falls, and so that step is skipped and said to be. A resume, at another -r and with states in
-// host memory, ends in the same bytes with the same scales; another type drops the scale and says
-// so, and what comes back to fp16 begins anew.
+// fp16 is chosen automatically on a GPU without bf16. A step of one token overflows with the
+// initial loss scale, so the scale falls and the step is skipped and reported. A resume with
+// another -r and states in host memory ends with the same bytes and scales. Another type drops the
+// scale and reports it; a return to fp16 starts with the initial scale.
 TEST(gpu_fp16) {
     write_corpus();
     const auto old = with("EMU_CC", is_emulated() ? "75" : "0");
@@ -670,8 +670,9 @@ TEST(gpu_fp16) {
     expect(o.status == 0 && o.out.find("; fp16;") != Text::npos, "%s", o.out.c_str());
 }
 
-// Falling loss scales are no skipped steps in a row. Where no scale helps the run ends, and its
-// newest checkpoint is from before the weights were lost. Weights beyond fp16 are refused.
+// Steps skipped while the loss scale falls do not count as consecutive. If no scale helps, the run
+// ends, and its newest checkpoint is from before the weights were lost. Weights beyond fp16's range
+// are refused.
 TEST(gpu_fp16_fails) {
     write_corpus();
     Outcome o = program("-i train.bin -e l2h2c16t16 -b 2 -l 1 -c 11 -k constant -x 90 --dtype fp16 "
@@ -700,8 +701,8 @@ TEST(gpu_fp16_fails) {
                    "a large weight");
 }
 
-// 200 steps in bf16 stay within 2 % of the oracle's loss, each and every one, and in fp16 the means
-// over five steps within 0.5 %.
+// The loss of each of 200 steps in bf16 is within 2 % of the CPU reference's; in fp16 the means
+// over five steps are within 0.5 %.
 TEST(gpu_learns) {
     const Text run = training_files() +
                      " -e l2h2c64t64 -b 2 -x 200 -l 1e-3 -u 20 -v 0 -r 1 --quiet -o ";
@@ -730,7 +731,7 @@ TEST(gpu_learns) {
 }
 
 int main(int argc, char **argv) {
-    // A GPU would time the algorithms of some fifty products in every run.
+    // A GPU would time the algorithms of about fifty matmuls in every run.
     more_arguments = "--tune 0";
     return harness_main(argc, argv, "./train_gpt2cu_cpu");
 }

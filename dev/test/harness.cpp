@@ -1,18 +1,18 @@
-// harness.cpp -- what every test relies on: dev/test/harness.h tests itself.
+// harness.cpp -- tests of dev/test/harness.h itself.
 //
 // Build:  make build/test/harness
 // Run:    build/test/harness [NAME...]
 
 #include "harness.h"
 
-// A text of any length, as a failure that names a whole command has it.
+// Texts of any length are formatted, as in a failure that quotes a whole command.
 TEST(long_text) {
     const Text long_word(5000, 'x');
     expect(text("<%s>", long_word.c_str()) == "<" + long_word + ">");
     expect(text("%s", "").empty());
 }
 
-// What does not come in time is a failure that names it.
+// A condition that does not become true in time is a failure that quotes it.
 TEST(waiting_fails) {
     const Outcome late = outcome(spawn([] { wait_until([] { return false; }, 0.05); }));
     expect(late.status == 1 && late.out.find("not within 0.05 s: [] { return false; }") !=
@@ -25,7 +25,7 @@ TEST(waiting_fails) {
 TEST(main_part) {}
 TEST(rest_part, REST) {}
 
-// ALL says which tests run, and FULL runs all of them: this program, called again.
+// ALL selects which tests run, and FULL runs all of them; this program calls itself.
 TEST(parts) {
     if (getenv("INSIDE")) {
         return;

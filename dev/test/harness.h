@@ -1,27 +1,27 @@
-// harness.h -- what every test program shares: a table of tests, one process and one folder for
-// each, and one line each: what was compared at the worst place found, its error and the tolerance,
-// how much of it was used, ok or FAILED.
+// harness.h -- shared by all test programs: a registry of tests, each run in its own process and
+// folder, and one line of output per test: the comparison closest to failing, its error and
+// tolerance, the share of the tolerance that was used, and ok or FAILED.
 //
-// What it is: C++17 and the system's headers, nothing of the project's own code, so that a program
-// can be driven as its user drives it. A test program ends in
+// C++17 and system headers only, none of the project's own code, so that a test drives a program as
+// a user does. A test program ends with
 //     TEST(name) { expect(1 + 1 == 2); }
 //     int main(int argc, char **argv) { return harness_main(argc, argv); }
-// and understands
-//     NAME...          the tests whose names begin so; without one, all of them
-//     --list           the names
-//     --all            prints every comparison of numbers, not only the nearest miss
-//     --here NAME      one test without a process of its own and without a time limit, for gdb; its
-//                      folder stays
-//     --program PATH   the built program to drive, where the tests drive one
-// Its last line is `N passed, N failed, N skipped`; exit status 0 only when nothing failed.
+// and accepts
+//     NAME...          run the tests whose names start with NAME; default: all
+//     --list           print the names
+//     --all            print every numeric comparison, not only the closest one
+//     --here NAME      run one test without a separate process or time limit, for gdb; its folder
+//                      is kept
+//     --program PATH   the built program to drive, for tests that drive one
+// The last line is `N passed, N failed, N skipped`; the exit status is 0 only if no test failed.
 //
-// ALL and FULL, each set if neither empty nor 0, say how much is run: ALL the tests marked REST as
-// well, and with the values `main` and `rest` one part alone; FULL all cases of a product that a
-// test otherwise samples, and the tests marked REST. A name on the command line picks its test from
-// either part.
+// ALL and FULL (set means neither empty nor 0) select how much is run. ALL also runs the tests
+// marked REST; its values `main` and `rest` select one of the two parts. FULL also runs the tests
+// marked REST, and every case of a cartesian product that a test otherwise samples. A test named on
+// the command line runs whichever part it belongs to.
 //
-// What it refuses to be: lenient. NaN fails everywhere, a test that dies or hangs has failed, and
-// one that cannot run here says why.
+// The harness is strict: NaN fails every comparison, a test that crashes or hangs has failed, and a
+// skipped test prints the reason.
 
 #pragma once
 #include <errno.h>
@@ -55,18 +55,18 @@ typedef std::string Text;
 typedef std::vector<Text> Words;
 enum { LIMIT_S = 300, SHOWN = 5, FAILED = 76, SKIPPED = 77 };
 
-// REST, beside any other bit: runs only in the part that ALL=1 adds.
+// REST, combined with any other bit: runs only in the part that ALL=1 adds.
 enum { REST = 1 << 16 };
 
 struct Test {
     const char *name;
     void (*function)();
-    int runs;  // 0: this build leaves it out, because another one runs it with the same input
+    int runs;  // 0: this build skips the test, because another build runs it with the same input
 };
 
-// TEST(name, builds) { ... } defines a test and lists it; tests run in the order of their
-// definition. A program that is built in several ways defines THIS_BUILD, one bit, and gives the
-// bits of the builds that run a test; without any, every build does. REST can be added.
+// TEST(name, builds) { ... } defines and registers a test; tests run in the order of their
+// definitions. A program that is built in several variants defines THIS_BUILD as one bit, and
+// `builds` is the set of variants that run the test; 0 means all. REST can be added.
 #ifndef THIS_BUILD
 #define THIS_BUILD 1
 #endif
@@ -83,18 +83,18 @@ struct Listed {
     static const Listed listed_##name(#name, test_##name, ##__VA_ARGS__);                          \
     static void test_##name()
 
-inline Text root, scratch;        // where the repository is; the folder of all tests' folders
+inline Text root, scratch;        // the repository; the parent of all tests' folders
 inline Text tested;               // the built program that program() starts
-inline int failures;              // of this test
-inline Text detail;               // what its line says
+inline int failures;              // of the current test
+inline Text detail;               // text of its output line
 inline int shows_all, stays_here; // --all, --here
-inline Text (*switches)();        // variables that repeat a run as it began, or NULL
+inline Text (*switches)();        // environment variables that repeat the run, or NULL
 inline struct {
     double err, tol, share;
     Text where;
 } worst = {0, 0, -1, ""};
 
-// Is a variable such as FULL set?
+// True if a variable such as FULL is set.
 inline bool is_set(const char *name) {
     const char *value = getenv(name);
     return value && *value && strcmp(value, "0") != 0;
@@ -102,10 +102,10 @@ inline bool is_set(const char *name) {
 
 inline bool is_full() { return is_set("FULL"); }
 
-// How many cases a test takes: `sample`, or `all` of them with FULL=1.
+// Number of cases a test runs: `sample`, or `all` with FULL=1.
 inline int full_or(int sample, int all) { return is_full() ? all : sample; }
 
-// Seconds after which a test is ended: what FULL=1 draws takes longer. 0: never.
+// Time limit of a test in seconds; 0: none. FULL=1 runs more cases and needs longer.
 inline unsigned limit_s() { return stays_here ? 0 : (unsigned)full_or(LIMIT_S, 3600); }
 
 __attribute__((format(printf, 1, 2))) inline Text text(const char *format, ...) {
@@ -120,7 +120,7 @@ __attribute__((format(printf, 1, 2))) inline Text text(const char *format, ...) 
     return out;
 }
 
-// Prints the first SHOWN things of a test that do not hold; all of them count.
+// Counts a failed expectation and prints it if it is among the first SHOWN of its test.
 inline void fail(const char *file, int line, const Text &what) {
     if (failures++ < SHOWN) {
         printf("    %s:%d: %s\n", file, line, what.c_str());
@@ -130,7 +130,7 @@ inline void fail(const char *file, int line, const Text &what) {
     ((condition) ? (void)0                                                                         \
                  : fail(__FILE__, __LINE__, Text(#condition "  ") + text(" " __VA_ARGS__)))
 
-// |got - want| <= tol. The nearest miss of the whole test goes into its line.
+// Expects |got - want| <= tol. The comparison closest to failing appears on the test's line.
 inline void near_at(const char *file, int line, long double got, long double want, double tol,
                     const Text &where) {
     double err = got == want ? 0 : fabs((double)(got - want));
@@ -149,13 +149,13 @@ inline void near_at(const char *file, int line, long double got, long double wan
 #define expect_near(got, want, tol, ...)                                                           \
     near_at(__FILE__, __LINE__, got, want, tol, text(__VA_ARGS__))
 
-// Ends a test that cannot be run here.
+// Ends a test that cannot run on this machine.
 __attribute__((noreturn)) inline void skip(const char *why) {
     printf("(%s) ", why);
     exit(SKIPPED);
 }
 
-// Ends the program, or the test, for want of something that every machine has.
+// Ends the program or test because something that every machine should have is missing.
 __attribute__((noreturn)) inline void give_up(const Text &what) {
     fprintf(stderr, "tests: %s: %s\n", what.c_str(), strerror(errno));
     exit(1);
@@ -167,7 +167,7 @@ inline double wall_ms() {
     return (double)t.tv_sec * 1e3 + (double)t.tv_nsec * 1e-6;
 }
 
-// A number in [0, 1), a function of seed and index.
+// A number in [0, 1) that depends only on seed and index.
 inline double random_unit(uint64_t seed, uint64_t index) {
     uint64_t z = (seed * 0x2545F4914F6CDD1Du + index + 1) * 0x9E3779B97F4A7C15u;
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
@@ -177,9 +177,9 @@ inline double random_unit(uint64_t seed, uint64_t index) {
 
 // -------------------------------------------------------------------------------------------------
 // Files
-// In the folder of the test, which is gone after it.
+// Paths are relative to the test's folder, which is removed afterwards.
 
-// The whole file; empty when there is none.
+// Contents of a file; empty if it does not exist.
 inline Text read_file(const Text &path) {
     Text all;
     char piece[4096];
@@ -193,7 +193,7 @@ inline Text read_file(const Text &path) {
     return all;
 }
 
-// The file holds `bytes` from now on, or the test ends.
+// Replaces the file's contents with `bytes`; ends the test on failure.
 inline void write_file(const Text &path, const Text &bytes) {
     FILE *f = fopen(path.c_str(), "wb");
     if (!f || fwrite(bytes.data(), 1, bytes.size(), f) != bytes.size() || fclose(f) != 0) {
@@ -201,7 +201,7 @@ inline void write_file(const Text &path, const Text &bytes) {
     }
 }
 
-// The folder that the test works in.
+// The current folder, which is the test's own.
 inline Text current_folder() {
     char path[4096];
     return getcwd(path, sizeof path) ? path : "";
@@ -209,14 +209,14 @@ inline Text current_folder() {
 
 inline int exists(const Text &path) { return access(path.c_str(), F_OK) == 0; }
 
-// Makes `folder` and goes there.
+// Creates `folder` and changes into it.
 inline void enter(const Text &folder) {
     if ((mkdir(folder.c_str(), 0755) != 0 && errno != EEXIST) || chdir(folder.c_str()) != 0) {
         give_up("cannot enter " + folder);
     }
 }
 
-// Removes a folder and all that is in it; no error when it is not there.
+// Removes a folder recursively; a missing folder is not an error.
 inline void remove_folder(const Text &folder) {
     auto one = [](const char *path, const struct stat *, int, struct FTW *) {
         return remove(path);
@@ -226,15 +226,15 @@ inline void remove_folder(const Text &folder) {
 
 // -------------------------------------------------------------------------------------------------
 // Programs
-// Run as a user runs them; what came out is an Outcome.
+// Programs run as a user runs them; the result is an Outcome.
 
 struct Outcome {
     int status;  // exit status, or 256 + the signal that ended it
     Text out, err;
-    double user_ms, resident_bytes;  // of the processor; the most memory that it held
+    double user_ms, resident_bytes;  // processor time; peak resident memory
 };
 
-// Starts `action` in a child whose output goes to the files `stdout` and `stderr`.
+// Runs `action` in a child process that writes to the files `stdout` and `stderr`.
 inline pid_t spawn(const std::function<void()> &action) {
     fflush(NULL);
     pid_t pid = fork();
@@ -261,7 +261,7 @@ inline Outcome outcome(pid_t pid) {
             (double)used.ru_maxrss * 1024};
 }
 
-// "a b  c" -> a, b, (nothing), c: an empty word is an argument too.
+// Splits at single spaces: "a b  c" -> a, b, (empty), c. An empty word is a valid argument.
 inline Words split(const char *arguments) {
     Words words;
     for (const char *a = arguments; *a;) {
@@ -272,7 +272,7 @@ inline Words split(const char *arguments) {
     return words;
 }
 
-// argv of a program; points into `words`.
+// The argv of a program; it points into `words`.
 inline std::vector<char *> arguments_of(Words *words) {
     std::vector<char *> argv = {(char *)"train_gpt2"};
     for (Text &word : *words) {
@@ -281,8 +281,8 @@ inline std::vector<char *> arguments_of(Words *words) {
     return argv;
 }
 
-// Starts the built program at `path`, as seen from the repository; `before` prepares its process:
-// limits, variables of the environment.
+// Starts the built program at `path` (relative to the repository). `before` runs in the child
+// process and sets limits or environment variables.
 inline pid_t start_program(const Text &path, const Text &arguments,
                            const std::function<void()> &before = nullptr) {
     return spawn([&] {
@@ -290,7 +290,7 @@ inline pid_t start_program(const Text &path, const Text &arguments,
         Words words = split(arguments.c_str());
         std::vector<char *> argv = arguments_of(&words);
         argv.push_back(NULL);
-        // Opened first: whom `before` turns this process into may not see the repository.
+        // Open first: after `before` changes the user, the repository may be inaccessible.
         const int fd = open(from_root.c_str(), O_RDONLY | O_CLOEXEC);
         if (before) {
             before();
@@ -300,7 +300,7 @@ inline pid_t start_program(const Text &path, const Text &arguments,
     });
 }
 
-// Arguments that every run of the program that --program names gets behind its own.
+// Arguments appended to every run of the program that --program names.
 inline Text more_arguments;
 
 // The program that --program names.
@@ -313,10 +313,10 @@ inline Outcome program(const Text &arguments, const std::function<void()> &befor
     return outcome(start(arguments, before));
 }
 
-// Is it built with sanitizers? Then memory it may take, and its speed, are no measure of it.
+// True for a sanitizer build, whose memory use and speed are not representative.
 inline int has_sanitizers() { return tested.find("asan") != Text::npos; }
 
-// Waits until `done`; after `limit` seconds the test has failed, and goes on.
+// Polls until `done`; after `limit` seconds records a failure, and the test continues.
 inline void wait_until_at(const char *file, int line, const char *what,
                           const std::function<bool()> &done, double limit = 60) {
     for (const double began = wall_ms(); !done(); usleep(1000)) {
@@ -327,7 +327,8 @@ inline void wait_until_at(const char *file, int line, const char *what,
 }
 #define wait_until(...) wait_until_at(__FILE__, __LINE__, #__VA_ARGS__, __VA_ARGS__)
 
-// Ended in one line on stderr that holds `words`, status 1, and no sanitizer's report.
+// Expects exit status 1 and exactly one line on stderr, which contains `words`; this also excludes
+// sanitizer reports.
 inline void refused_at(const char *file, int line, const Outcome &o, const Text &words,
                        const Text &who) {
     int one_line = !o.err.empty() && o.err.find('\n') == o.err.size() - 1;
@@ -341,7 +342,7 @@ inline void refused_at(const char *file, int line, const Outcome &o, const Text 
 #define expect_death(action, words)                                                                \
     refused_at(__FILE__, __LINE__, outcome(spawn([&] { action; })), words, #action)
 
-// Status 0 and a silent stderr.
+// Expects status 0 and an empty stderr.
 inline void expect_success_at(const char *file, int line, const Outcome &o, const Text &who) {
     if (o.status != 0 || !o.err.empty()) {
         fail(file, line, who + text(": status %d, stderr: ", o.status) + o.err.substr(0, 600));
@@ -351,9 +352,9 @@ inline void expect_success_at(const char *file, int line, const Outcome &o, cons
 
 // -------------------------------------------------------------------------------------------------
 // The table
-// Tests by name: picked, listed, run in processes of their own, counted.
+// Selects tests by name, lists them, runs each in its own process, and counts results.
 
-// The test in a folder of its own, and its line.
+// Runs a test in its own folder and prints its line.
 inline void run_here(const Test *t) {
     if (chdir(scratch.c_str()) != 0) {
         give_up("cannot enter " + scratch);
@@ -367,13 +368,13 @@ inline void run_here(const Test *t) {
     printf("%-22s %s  %s", t->name, detail.c_str(), failures ? "FAILED" : "ok");
 }
 
-// The command that repeats one test alone, in the order that the program begins with.
+// Prints the command that repeats one test, preceded by the environment variables it needs.
 inline void print_again(const Text &command, const Test *t) {
     printf("    again: %s%s --here %s\n", switches ? switches().c_str() : "", command.c_str(),
            t->name);
 }
 
-// Seconds of processors that the tests so far took, with all that they started.
+// Processor seconds used so far by the tests and all their child processes.
 inline double processor_s() {
     struct rusage used = {};
     getrusage(RUSAGE_CHILDREN, &used);
@@ -381,8 +382,8 @@ inline double processor_s() {
            (double)(used.ru_utime.tv_usec + used.ru_stime.tv_usec) * 1e-6;
 }
 
-// One test in a process of its own; its exit status: 0, FAILED or SKIPPED from a test that came to
-// its end, anything else is a failure too.
+// Runs one test in its own process. Returns its exit status: 0, FAILED or SKIPPED if the test
+// finished; any other value also counts as a failure.
 inline int run_apart(const Test *t, const Text &again) {
     const double began = wall_ms(), busy_before = processor_s();
     fflush(NULL);
@@ -410,7 +411,7 @@ inline int run_apart(const Test *t, const Text &again) {
     return code;
 }
 
-// The folder that tests work in, below build/ where there is one.
+// Creates the parent of the tests' folders: in $TMPDIR, else in build/ if it exists, else in /tmp.
 inline Text make_scratch() {
     const char *base = getenv("TMPDIR");
     Text folder = (base ? Text(base) : exists("build") ? root + "/build" : Text("/tmp")) +
@@ -421,8 +422,8 @@ inline Text make_scratch() {
     return folder;
 }
 
-// The program to drive, copied into that folder: beside the one in the repository may lie data/,
-// which it would find there.
+// Copies the program under test into that folder: next to the original there may be a data/ folder,
+// which the program would find.
 inline Text copy_of_program(const Text &path) {
     const Text copy = scratch + "/" + path.substr(path.rfind('/') + 1);
     write_file(copy, read_file(path));
@@ -473,9 +474,9 @@ inline int is_asked_for(const Test *t, const Asked *asked) {
     return wanted && t->runs;
 }
 
-// Runs the tests that the arguments name. `by_default`: the program to drive without --program.
+// Runs the tests that the arguments select. `by_default`: program to drive without --program.
 inline int harness_main(int argc, char **argv, const char *by_default = "") {
-    // Where other work goes on, threads that spin at a barrier stand in their own way.
+    // On a busy machine, threads that spin at a barrier take processor time from each other.
     if (!getenv("OMP_WAIT_POLICY")) {
         setenv("OMP_WAIT_POLICY", "passive", 1);
         execv("/proc/self/exe", argv);

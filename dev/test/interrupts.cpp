@@ -1,5 +1,5 @@
-// interrupts.cpp -- runs that are killed or asked to stop at any moment and then resumed end in the
-// bytes of the run that nothing disturbed.
+// interrupts.cpp -- runs that are killed or stopped at any moment and then resumed end with the
+// bytes of an uninterrupted run.
 //
 // Run:    build/test/interrupts [--program build/train_gpt2_asan] [NAME...]
 
@@ -9,13 +9,13 @@ static const char resumable[] =
     "-i ../train.bin -j ../val.bin -v 7 -e l2h2c16t16 -b 2 -d 64 -r norm "
     "-x 40 -n 3 --keep 2 -y 1 -s 9 -g 5 --quiet -o out --clip 0.5";
 
-// The final checkpoint and the steps of the log equal those of the run that nothing disturbed.
+// The final checkpoint and the steps in the log equal those of the uninterrupted run.
 static void expect_same_end(const Text &want, const char *who) {
     expect(!want.empty() && checkpoint_bytes("out", 40) == want, "%s: another end", who);
     expect(log_steps("out/log.jsonl") == one_to(40), "%s: steps of the log", who);
 }
 
-// Killed again and again at random moments, a run still ends in the same bytes.
+// A run that is killed repeatedly at random moments still ends with the same bytes.
 TEST(kill) {
     write_corpus();
     enter("whole");
@@ -41,7 +41,7 @@ TEST(kill) {
     detail = text("%d kills", kills);
 }
 
-// SIGTERM and SIGINT save and exit 0; what follows goes on as if nothing had happened.
+// SIGTERM and SIGINT save and exit with 0; the resumed run is as if uninterrupted.
 TEST(signals) {
     write_corpus();
     enter("whole");
@@ -50,7 +50,7 @@ TEST(signals) {
     for (int number : {SIGTERM, SIGINT}) {
         enter(number == SIGINT ? "../int" : "../term");
         for (int attempt = 0; attempt < 4; attempt++) {
-            // The first thing a run does to the log is later than its handlers.
+            // A run's signal handlers are installed before its first access to the log.
             const Text before = read_file("out/log.jsonl");
             pid_t pid = start(resumable);
             wait_until([&] { return read_file("out/log.jsonl") != before; });
@@ -67,8 +67,9 @@ TEST(signals) {
     }
 }
 
-// The options of a run whose step takes the better part of a second, whether it is 40 micro-batches
-// or one as long as 40. Sanitizers make a smaller model as slow.
+// Options of a run whose step takes most of a second, with 40 micro-batches or one of the same
+// size.
+// With sanitizers a smaller model is as slow.
 #define MANY_BATCHES "-b 1 -d 2560 "
 #define ONE_BATCH "-b 40 "
 static Text slow(const char *more) {
@@ -78,7 +79,7 @@ static Text slow(const char *more) {
 
 // Starts a run and waits until it is in its first step.
 static pid_t start_training(const Text &arguments, const std::function<void()> &before = nullptr) {
-    remove("stdout");  // of the run before, as its stderr
+    remove("stdout");  // of the previous run, like its stderr
     remove("stderr");
     pid_t pid = start(arguments, before);
     wait_until([] { return read_file("stdout").find("\npeak ") != Text::npos; });
@@ -93,8 +94,9 @@ static void signal_at(pid_t pid, const char *words, int number) {
     kill(pid, number);
 }
 
-// A signal acts between the micro-batches of a step, says so at once in one line, and saves the
-// state after the last finished step; what goes on from there ends as the undisturbed run.
+// A signal takes effect between the micro-batches of a step, is acknowledged at once in one line,
+// and the state after the last finished step is saved; the resumed run ends like an uninterrupted
+// one.
 TEST(mid_step) {
     static const char said[] = "stopping after this micro-batch and saving; again to quit\n";
     const Text many = slow(MANY_BATCHES "-x 2 -n 1 -y 1 -o out");
@@ -127,7 +129,7 @@ TEST(mid_step) {
 }
 
 // A second signal ends the run at once, with its number in the status, and leaves the checkpoints
-// as they were. A second SIGHUP does not: one closed terminal may send two.
+// unchanged. A second SIGHUP does not, because closing a terminal may send two.
 TEST(second_signal) {
     write_corpus();
     expect_success(program(slow("-b 1 -x 1 -o out")), "first step");
@@ -139,14 +141,14 @@ TEST(second_signal) {
         kill(pid, number);
         const int status = outcome(pid).status, wanted = number == SIGHUP ? 0 : 128 + number;
         expect(status == wanted, "signal %d: status %d", number, status);
-        const Text last = number == SIGHUP ? " step-00000002" : "";  // of a step of one micro-batch
+        const Text last = number == SIGHUP ? " step-00000002" : "";  // one micro-batch
         expect(names_in("out", "step") == "step-00000001" + last &&
                checkpoint_bytes("out", 1) == before, "%s", names_in("out", "step").c_str());
     }
 }
 
-// A forecast is measured after everything that can be refused, says what it does, stops at the
-// first signal and changes no bit; a run of 20 steps has none.
+// A forecast is measured after all checks, is announced, stops at the first signal and changes no
+// bit; a run of 20 steps has none.
 TEST(forecast) {
     static const char timing[] = "\ntiming two micro-batches of the first step for a forecast\n";
     const Text run = TINY "-d 64 -o ";
@@ -176,8 +178,8 @@ TEST(forecast) {
            o.out.c_str());
 }
 
-// Before anything that takes its time a run says what it does: the box is first, then what is
-// verified and loaded, then what the engine is.
+// A run announces everything slow before it starts: first the box, then what is verified and
+// loaded, then the engine.
 TEST(start_lines) {
     write_corpus();
     const Text run = TINY "-y 1 -o out -x ";
@@ -205,7 +207,7 @@ TEST(start_lines) {
              {"measuring this machine's speed for the forecast\n", "memory plan of the CPU run"});
 }
 
-// Under nohup, SIGHUP is nothing to the run.
+// Under nohup a run ignores SIGHUP.
 TEST(nohup) {
     write_corpus();
     pid_t pid = start_training(slow(MANY_BATCHES "-x 2 -n 1 -o out"),
@@ -215,8 +217,8 @@ TEST(nohup) {
     expect(names_in("out", "step") == "step-00000001 step-00000002");
 }
 
-// A validation that a signal cuts short is made up when the run goes on, once, and the log shows
-// the loss of the undisturbed run.
+// A validation that a signal interrupts is repeated once by the resumed run, and the log has the
+// loss of an uninterrupted run.
 TEST(cut_validation) {
     const Text validating = slow("-j train.bin -v 1 -m 0 -b 1 -x 1 -y 1 -o out --quiet");
     enter("whole");
@@ -239,8 +241,8 @@ TEST(cut_validation) {
     }
 }
 
-// Output that nobody takes ends the printing, not the run. A closed pipe is no failure; anything
-// else is one line and status 1 at the end.
+// Output that cannot be written ends the printing, not the run. A closed pipe is not an error; any
+// other failure is one line and status 1 at the end.
 TEST(lost_output) {
     write_corpus();
     Outcome o = program(TINY "-x 30 -o pipe", [] {
@@ -259,7 +261,7 @@ TEST(lost_output) {
         expect_refused(o, "cannot write to stdout: No space left on device", arguments);
     }
     expect(log_steps("full/log.jsonl") == one_to(30) && names_in("full", "s") == "step-00000030");
-    // A stream that the shell closed (>&-) leaves its number free: no file of the run may take it.
+    // A stream closed by the shell (>&-) leaves its number free; no file of the run may use it.
     for (int fd = 0; fd < 3; fd++) {
         const Text folder = text("closed%d", fd);
         o = program(TINY "-x 30 -o " + folder, [fd] { close(fd); });
@@ -272,15 +274,15 @@ TEST(lost_output) {
     }
 }
 
-// A reader that stops reading, as a pager that is paused, holds a run up; a signal ends the wait:
-// the run saves and ends within seconds, whether stderr goes to the same reader or not.
+// A reader that stops reading, such as a paused pager, blocks a run. A signal ends the wait: the
+// run saves and ends within seconds, whether or not stderr goes to the same reader.
 TEST(paused_reader) {
     write_corpus();
     for (int number : {SIGINT, SIGTERM}) {
         const int both = number == SIGTERM;
         const Text folder = both ? "both" : "out";
         const pid_t pid = start(TINY "-x 100000 -k constant -o " + folder, [both] {
-            int ends[2];  // of one page; nobody reads, and the end to read from stays open
+            int ends[2];  // one page; its read end stays open but is never read
             expect(pipe(ends) == 0 && fcntl(ends[1], F_SETPIPE_SZ, 4096) == 4096);
             dup2(ends[1], 1);
             dup2(both ? ends[1] : 2, 2);
@@ -311,8 +313,8 @@ TEST(paused_reader) {
     }
 }
 
-// The looks at the output that begin with a signal do not interrupt what saves, for on some file
-// systems it would fail; signals still come through. A file that waits for a reader holds it up.
+// The checks of the output that start with a signal do not interrupt a save, because writes would
+// fail on some file systems; signals are still handled. A file that waits for a reader blocks it.
 TEST(save_undisturbed) {
     write_corpus();
     const pid_t pid = start(TINY "-x 100000 -n 1000 -k constant --quiet -o out");
@@ -331,7 +333,7 @@ TEST(save_undisturbed) {
     kill(pid, SIGTERM);
     expect(outcome(pid).status == 128 + SIGTERM, "the second signal was not heard");
     expect(blocked == 1LL << (SIGALRM - 1), "blocked: %llx", blocked);
-    // The line of a save that fails does not wait for ever for a reader who has stopped.
+    // The message of a failed save does not wait forever for a stopped reader.
     const pid_t full = start(TINY "-x 100000 -k constant --quiet -o full", [] {
         const struct rlimit limit = {20000, 20000};
         int ends[2];
@@ -351,7 +353,7 @@ TEST(save_undisturbed) {
     expect(outcome(full).status == 1, "a save that fails does not end");
 }
 
-// Files that may grow no further end the run in a line that says so.
+// Files at the size limit end the run with a line that names the reason.
 TEST(file_limit) {
     write_corpus();
     Outcome o = program(TINY "-x 3 -o out --quiet", [] {
@@ -362,16 +364,16 @@ TEST(file_limit) {
     expect(names_in("out", "step").empty(), "%s", names_in("out", "step").c_str());
 }
 
-// A log that may grow no further stops the run, which is saved with a log of whole lines, says so
-// once and fails; what goes on from there ends as the run that nothing disturbed.
+// A log that reaches the size limit stops the run, which is saved with a log of whole lines,
+// reports it once and fails; the resumed run ends like an uninterrupted one.
 TEST(full_log) {
-    enum { LIMIT = 400000 };  // of bytes, and so more than any file of the checkpoint has
+    enum { LIMIT = 400000 };  // in bytes; more than any file of the checkpoint has
     const Text part = TINY "-j val.bin -v 7 -x 30 -k constant --quiet -y 1 -o ";
     write_corpus();
     expect_success(program(part + "whole"), "undisturbed");
     const Text want = tensors_of("whole", 30), log = read_file("whole/log.jsonl");
     const size_t starts = log.find('\n') + 1, end = log.rfind("{\"event\":\"end\"");
-    // Room for the first line and some of those that follow, or for all but the last one.
+    // Space for the first line and some of the next ones, or for all but the last.
     for (const size_t room : {starts + 500, (starts + end) / 2, end + 10}) {
         remove_folder("full");
         mkdir("full", 0755);
@@ -386,7 +388,7 @@ TEST(full_log) {
         const int step = saved.empty() ? -1 : atoi(saved.c_str() + 5);
         expect_refused(o, text("cannot write full/log.jsonl: File too large; the run ended after "
                                "step %d, which is saved", step), text("room %zu", room));
-        // The line that did not fit may be of a step, which is in the checkpoint all the same.
+        // The line that did not fit may belong to a step that is in the checkpoint.
         expect(now.size() <= LIMIT && steps + 1 >= (size_t)step && step > 1,
                "%zu steps in the log, saved: %s", steps, saved.c_str());
         expect_success(program(part + "full"), "resumed");

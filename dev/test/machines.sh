@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Tests of the Makefile and of dev/gpu_check.sh on machines that are not this one: small scripts
-# stand in for nvcc, nvidia-smi and compute-sanitizer and write down how they were called. One line
-# a test, last line `N passed, N failed, N skipped`. With the argument `main` the Makefile's tests
-# alone, with `rest` dev/gpu_check.sh's.
+# Tests of the Makefile and of dev/gpu_check.sh on simulated machines: small scripts replace nvcc,
+# nvidia-smi and compute-sanitizer and record how they were called. One line per test, last line
+# `N passed, N failed, N skipped`. The argument `main` runs only the Makefile's tests, `rest` only
+# those of dev/gpu_check.sh.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 root=$PWD
@@ -14,7 +14,7 @@ unset MAKEFLAGS MAKELEVEL REPORTED WERROR ARCH NVCC GPU
 
 # --- The Makefile ---------------------------------------------------------------------------------
 
-# A clone with data, a toolkit behind a link as in Ubuntu's /usr/bin, and a GPU where GPU names one.
+# A clone with data, a toolkit behind a link as in Ubuntu's /usr/bin, and a GPU if GPU names one.
 clone=$scratch/clone toolkit=$scratch/toolkit
 mkdir -p "$clone/data" "$scratch/bin" "$toolkit"/{bin,include,lib64}
 ln -s "$root"/{Makefile,train_gpt2.c,train_gpt2.cu,test_gpt2.cu,dev} "$clone"
@@ -44,9 +44,9 @@ esac
 END
 chmod +x "$toolkit/bin/nvcc" "$scratch/bin/nvidia-smi"
 ln -s "$toolkit/bin/nvcc" "$scratch/bin/nvcc"
-# The emulated program, which begins only when the nvidia-smi above has told its memory once: a run
-# of a few milliseconds would otherwise end between two looks, and who waits for the last step would
-# not wait for a look behind it.
+# The emulated program, delayed until nvidia-smi above has reported its memory once: a run of a few
+# milliseconds could end between two queries, and gpu_check.sh, which waits for the last step, would
+# not wait for another query after it.
 cat > "$scratch/bin/program" << 'END'
 #!/bin/sh
 touch "$WANTED"
@@ -56,8 +56,8 @@ END
 chmod +x "$scratch/bin/program"
 export CALLS=$scratch/calls WANTED=$scratch/wanted GPU=
 
-# make_there ARGUMENTS...: in the clone, without what this machine has of NCCL and MPI. What it says
-# goes to $said, how tools are called to $calls.
+# make_there ARGUMENTS...: runs make in the clone, without this machine's NCCL and MPI. Its output
+# is written to $said, calls of tools to $calls.
 make_there() {
     : > "$CALLS"
     said=$(cd "$clone" && PATH=$scratch/bin:$PATH make NCCL= mpi= "$@" 2>&1)
@@ -99,7 +99,7 @@ make_there train_gpt2cu NCCL=yes "mpi=-I$scratch/mpi -L$scratch -lmpi"
 says "NCCL and MPI where they are" "-lcublasLt -DGPT2_NCCL=1 -lnccl -DGPT2_MPI=1 -isystem \
 $scratch/mpi -L$scratch -lmpi *$" "$calls"
 
-# What mpicc says goes through nvcc to the linker, and a program is built again when it changes, as
+# mpicc's output is passed to the linker through nvcc, and a program is rebuilt if it changes, as
 # when NCCL or MPI is installed.
 cat > "$scratch/bin/mpicc" << 'END'
 #!/bin/sh
@@ -123,7 +123,7 @@ for target in "" help clean; do
     says_not "make $target: nvidia-smi is not asked" "nvidia-smi" "$calls"
 done
 
-# A failure at data/ is one line, and the program is there all the same.
+# A failure in data/ is one line, and the program is built anyway.
 rm -rf "$clone/data" && mkdir "$clone/data" && ln -s "$root"/data/*.{c,sh} "$clone/data"
 DATA_MIRROR=$scratch/absent make_there -s train_gpt2cu ARCH=80 CC="$toolkit/bin/nvcc"
 verdict "no data: make train_gpt2cu" $status "$said"
@@ -162,11 +162,11 @@ equal=$(readlink "$clone/build/cuda")
 [ "$equal" = "$scratch/a b/toolkit" ]
 verdict "... to its toolkit" $? "$equal"
 PATH=${PATH#*:}
-# What make -n prints it does not do.
+# With make -n, nothing that is printed is executed.
 said=$(cd "$clone" && timeout 20 make -n test style 2>&1)
 says "make -n test" "dev/deps.sh test.*dev/test.sh" "$(tr '\n' ' ' <<< "$said")"
 says_not "make -n test starts no test" "passed|build  " "$said"
-# Two makes build data/tokenize where there is no data: each under a name of its own.
+# Two makes that build data/tokenize at the same time use different temporary names.
 rm -f "$clone"/data/{some.bin,tokenize,stories} "$clone/train_gpt2"
 SLOW=3 DATA_MIRROR=$scratch/absent make_there -s -j2 train_gpt2 data/tokenize CC="$toolkit/bin/nvcc"
 parts=$(grep -o 'data/tokenize[^ ]*part' <<< "$calls")
@@ -180,7 +180,7 @@ chmod +x "$clone/build/bench_cpu"
 make_there -o build/bench_cpu -o build/bench_files bench
 [ $status -ne 0 ] && [[ $said = *"1 2 3"* ]]
 verdict "make bench: a crash is an error" $? "status $status, $said"
-# dev/deps.sh on a machine without a tool, as a user and as root; apt-get only writes that down.
+# dev/deps.sh on a machine without a tool, as a user and as root; apt-get only records the call.
 mkdir "$scratch/apt" && ln -s "$(type -P env)" "$(type -P bash)" "$(type -P timeout)" "$scratch/apt"
 for tool in gcc g++ make curl mpicc mpirun apt-get sudo; do
     printf '#!/bin/sh\necho "%s $*" >> "$CALLS"\n' $tool > "$scratch/apt/$tool"
@@ -213,8 +213,8 @@ fi
 
 # --- dev/gpu_check.sh -----------------------------------------------------------------------------
 
-# A sanitizer that finds what is planted in any tool's probe, and in a program what FINDS says. With
-# OLD it knows the first versions' options alone.
+# A sanitizer that finds the injected errors in every tool's probe, and in a program those of FINDS.
+# With OLD it only has the first versions' options.
 cat > "$scratch/bin/compute-sanitizer" << 'END'
 #!/bin/sh
 echo "$OMP_WAIT_POLICY $CUDA_DEVICE_ORDER $*" >> "$CALLS"
@@ -234,7 +234,7 @@ END
 chmod +x "$scratch/bin/compute-sanitizer"
 export LOGS=$scratch/out PYTHON=$scratch/absent EMULATED=$scratch/absent
 
-# check COMMAND...: runs dev/gpu_check.sh, or the command; what it says goes to $said.
+# check COMMAND...: runs dev/gpu_check.sh, or the command; its output is written to $said.
 check() {
     : > "$CALLS"
     said=$(PATH=$scratch/bin:$PATH "${@:-dev/gpu_check.sh}" 2>&1)
@@ -242,7 +242,7 @@ check() {
     calls=$(cat "$CALLS")
 }
 
-# sanitized FINDS OUTCOME PATTERN: what is made of a sanitizer's findings in memcheck's bf16 run.
+# sanitized FINDS OUTCOME PATTERN: the verdict for a sanitizer's findings in memcheck's bf16 run.
 sanitized() {
     FINDS=$1 OMP_WAIT_POLICY=active STAGES=sanitizer GPT2CU=$(type -P true) check
     says "gpu_check: a sanitizer finds $1" "memcheck bf16 +$2 +$3" "$said"

@@ -1,11 +1,11 @@
-// model_files.cpp -- models of strangers that the program must refuse: in one line that names the
-// file and what in it is wrong, and in little memory, whatever the file claims.
+// model_files.cpp -- foreign models that the program must refuse: in one line that names the file
+// and the error, and with little memory, whatever the file claims.
 //
 // Run:    build/test/model_files [--program build/train_gpt2_asan] [NAME...]
 
 #include "files.h"
 
-// What the program says of a model, in little address space: no file's claim may cost memory.
+// Opens a model with little address space, because no claim of a file may cost memory.
 static Outcome open_model(const Text &path) {
     return program("--plan -e " + path, [] {
         enum { SPACE = 48 << 20 };
@@ -17,7 +17,7 @@ static Outcome open_model(const Text &path) {
 }
 #define expect_model_refused(path, words) expect_refused(open_model(path), words, words)
 
-// llm.c's files with one word of the header changed, or cut.
+// llm.c files with one word of the header changed, or truncated.
 TEST(llmc_refused) {
     const Shape m = {2, 2, 20, 7, 257};
     std::vector<std::vector<double>> ignored;
@@ -51,7 +51,7 @@ TEST(llmc_refused) {
     }
 }
 
-// One tensor of a good file changed: its name, the member, the new value, what is said of it.
+// Changes to one tensor of a good file: its name, the field, the new value, the expected message.
 static const struct {
     const char *name;
     char field;  // n(ame), d(type), s(hape) or o(ffsets)
@@ -96,14 +96,14 @@ static const struct {
 static const Shape small = {2, 2, 4, 3, 5};
 static Members small_model() { return hugging_face(small, {"F32"}, ""); }
 
-// The program says `words` of a model of these bytes with the config.json of `small`.
+// Expects the message `words` for a model file with the config.json of `small`.
 static void refuse_at(int line, const Text &file, const Text &words) {
     write_model("model", file, config_text(small));
     refused_at(__FILE__, line, open_model("model"), words, words);
 }
 #define refuse(file, words) refuse_at(__LINE__, file, words)
 
-// Whole files and headers that no writer makes, each refused by its name and in little memory.
+// Files and headers that no program writes are refused by name and with little memory.
 TEST(model_refused) {
     const Members good = small_model();
     const Text bytes = safetensors_bytes(good);
@@ -149,7 +149,7 @@ TEST(model_refused) {
     detail = text("%zu files", sizeof files / sizeof *files);
 }
 
-// One tensor changed, missing, twice, or one too many.
+// One tensor changed, missing, duplicated, or unknown.
 TEST(tensor_refused) {
     const Members good = small_model();
     for (auto &row : changes) {
@@ -184,7 +184,7 @@ TEST(tensor_refused) {
     detail = text("%zu changes", sizeof changes / sizeof *changes);
 }
 
-// __metadata__ is an object of texts, as the format says, and nothing else.
+// __metadata__ must be an object of strings, as the format says.
 TEST(metadata_refused) {
     const Shape m = {2, 2, 4, 3, 5};
     const Members good = hugging_face(m, {"F32"}, "");
@@ -202,7 +202,7 @@ TEST(metadata_refused) {
     }
 }
 
-// config.json with one thing changed.
+// config.json with one change.
 TEST(config_refused) {
     const Shape m = {2, 2, 4, 3, 5};
     const Text bytes = safetensors_bytes(hugging_face(m, {"F32"}, ""));
@@ -258,7 +258,7 @@ TEST(config_refused) {
     detail = text("%zu changes", sizeof table / sizeof *table);
 }
 
-// A number that is not finite is named by its tensor and its place there, as the file counts.
+// A non-finite number is reported by its tensor and its index in the file's order.
 TEST(not_finite) {
     const Shape m = {2, 2, 4, 3, 257};
     write_corpus();
@@ -289,8 +289,8 @@ TEST(not_finite) {
     detail = text("%zu numbers", 1 + sizeof table / sizeof table[0]);
 }
 
-// A model in several files with their index: the same weights as in one; what contradicts is
-// refused by tensor and file.
+// A model split into several files with an index loads the same weights as a single file;
+// contradictions are refused by tensor and file.
 TEST(parts) {
     const Shape m = {2, 2, 4, 16, 257};
     const Members all = hugging_face(m, {"F32", "BF16"}, "transformer.");
@@ -306,7 +306,7 @@ TEST(parts) {
         part[i % 3 == 0].push_back(all[i]);
         map += Text(i ? ", \"" : "\"") + all[i].name + "\": \"" + names[i % 3 == 0] + "\"";
     }
-    // Writers differ in what they count as total_size; some leave half a byte over.
+    // Programs count total_size differently; some are off by half a byte.
     auto put = [&](const Text &changed_map) {
         write_file("parts/model.safetensors.index.json",
                    "{\"metadata\": {\"total_size\": 12.5}, \"weight_map\": {" + changed_map + "}}");
@@ -352,8 +352,8 @@ TEST(parts) {
     expect_model_refused("parts", "safetensors.index.json: it is not a regular file");
 }
 
-// A vocabulary padded to 50304 rows, as nanoGPT's, takes GPT-2's tokens; the rows that no token has
-// are part of the softmax and stay; other paddings are refused.
+// A vocabulary padded to 50304 rows, like nanoGPT's, accepts GPT-2 tokens; the rows without a token
+// are part of the softmax and are kept; other paddings are refused.
 TEST(padded_vocabulary) {
     write_file("train.bin", shard_bytes(Ids(400, 7), GPT2_TOKENS));
     for (int rows : {50304, 50305}) {

@@ -1,5 +1,5 @@
-// options.cpp -- what a user types or names wrongly, and what --plan answers: one line on stderr
-// that names the option or the file, what was found and what is allowed; nothing trained, nothing
+// options.cpp -- invalid options and file names, and the answers of --plan: one line on stderr that
+// names the option or file, the value found and the values allowed; nothing is trained, no file is
 // left.
 //
 // Run:    build/test/options [--program build/train_gpt2_asan] [NAME...]
@@ -93,7 +93,7 @@ static const Refusal bad_options[] = {
     {"-e l2h2c16t16", "no data: 'make data'"},
 };
 
-// One line that names the option, what was found and what is allowed; nothing is trained.
+// One line that names the option, the value and the allowed values; nothing is trained.
 TEST(bad_options) {
     write_corpus();
     for (const Refusal &row : bad_options) {
@@ -102,7 +102,7 @@ TEST(bad_options) {
     detail = text("%zu command lines", sizeof bad_options / sizeof bad_options[0]);
 }
 
-// Of a huge argument a message shows both ends, and what is allowed behind them.
+// The message for a huge argument shows its start and end, followed by the allowed values.
 TEST(huge_arguments) {
     write_corpus();
     const Text huge(100000, 'x');
@@ -117,7 +117,7 @@ TEST(huge_arguments) {
     }
 }
 
-// What is no regular file is refused, and not waited for.
+// Anything but a regular file is refused without waiting.
 TEST(not_regular) {
     write_corpus();
     mkfifo("fifo", 0644);
@@ -197,7 +197,7 @@ TEST(bad_data) {
     detail = text("%zu files and sizes", sizeof table / sizeof table[0]);
 }
 
-// Full disk (a limit on the size of files), folders that cannot be made or written.
+// A full disk (by a limit on file sizes), folders that cannot be created or written.
 TEST(bad_output) {
     write_corpus();
     expect_success(program(TINY "--quiet -x 2 -u 2 -o out"), "a warmup of all steps");
@@ -220,7 +220,7 @@ TEST(bad_output) {
                    "closed/out: Permission denied", "unwritable folder");
 }
 
-// What --plan prints and returns, for GPUs, for this machine, and as JSON.
+// Output and exit status of --plan for GPUs, for this machine, and as JSON.
 TEST(plan_command) {
     Outcome o = program("--plan -e d48 --gpu h200");
     expect_success(o, "--plan -e d48 --gpu h200");
@@ -233,7 +233,7 @@ TEST(plan_command) {
     expect(o.status == 1 && o.out.find("DOES NOT FIT, ") != Text::npos &&
                o.out.find("\nit fits with --offload moments,master: ") != Text::npos,
            "status %d", o.status);
-    // One card of 16 GB: what is not there any other way goes to the host, and is said.
+    // One card of 16 GB: what does not fit otherwise is offloaded, and reported.
     o = program("--plan -e gpt2-xl --gpu 4080");
     expect_success(o, "gpt2-xl on a 4080");
     expect(o.out.find("--offload moments,master") != Text::npos &&
@@ -245,7 +245,7 @@ TEST(plan_command) {
                o.out.find(" tokens/s, 409,600 tokens in 0:0") != Text::npos &&
                o.out.find("; predicted for this card, unmeasured\n") != Text::npos,
            "%s", o.out.c_str());
-    // A smaller batch is offered where a number of them holds as many tokens.
+    // A smaller batch is suggested if a multiple of it has the same number of tokens.
     for (const char *B : {"5", "6"}) {
         o = program(text("--plan -e d12 --gpu 4090 -b %s", B));
         expect(o.out.find("\n-b 1 ") != Text::npos && o.out.find("\n-b 2 ") == Text::npos &&
@@ -263,16 +263,16 @@ TEST(plan_command) {
     }
 }
 
-// The command that --fit or --minimum recommends, behind `words`: it says that it fits.
+// The command that --fit or --minimum recommends after the text `words`; it says that it fits.
 static Text recommended(const Text &out, const char *words) {
     const size_t at = out.find(words), line = out.find("train_gpt2", at);
     const size_t from = out.find(' ', line) + 1;
     return line == Text::npos ? "" : out.substr(from, out.find('\n', from) - from);
 }
 
-// --fit and --minimum: the command that they print plans what they said, and fits.
+// --fit and --minimum: the printed command gives the printed plan, and fits.
 TEST(fit_command) {
-    // With sanitizers a large model's plans take long.
+    // With sanitizers, plans of a large model take long.
     const char *model = has_sanitizers() ? "d12" : "d48";
     for (const char *fit : {"bits", "all"}) {
         Outcome o = program(text("--fit %s -e %s --gpu 4080 -d 524288", fit, model));
@@ -311,7 +311,7 @@ TEST(fit_command) {
     expect(o.status == 1 && o.out.find("nothing fits: --minimum") != Text::npos, "%s",
            o.out.c_str());
     expect_success(program("--fit bits -e l2h2c16t16"), "--fit of the CPU's memory");
-    // The batches offered are those that a run of this data takes: it has 24 sequences.
+    // Only batches that this data allows are suggested: it has 24 sequences.
     write_file("few.bin", shard_bytes(Ids(400, 99), BYTE_TOKENS));
     const Text few = "-i few.bin -e l2h2c16t16 --gpu 4090 --fit ";
     o = program(few + "all");
@@ -325,8 +325,8 @@ TEST(fit_command) {
     }
 }
 
-// --minimum and --fit of several GPUs: each needs less, the more there are; their number stands in
-// the command, which fits, and of which --plan has a forecast.
+// --minimum and --fit for several GPUs: the more there are, the less each needs; the command has
+// their number and fits, and --plan forecasts it.
 TEST(fit_gpus) {
     const char *model = has_sanitizers() ? "d12" : "d48";
     for (const char *title : {"GPU, nothing offloaded: ", "GPU, all but gradients on the host: "}) {
@@ -360,8 +360,8 @@ TEST(fit_gpus) {
                != Text::npos, "16 GPUs are two machines");
 }
 
-// What the user has given stands in the command that --fit recommends, which can be pasted, and
-// beside it nothing that no program runs.
+// The command that --fit recommends contains the user's options and can be pasted; it contains
+// nothing that a program would not accept.
 TEST(fit_given) {
     static const struct {
         const char *options, *in, *not_in;
@@ -406,8 +406,8 @@ TEST(fit_given) {
            "%s", moved.out.c_str());
 }
 
-// Where nothing says what memory there is, a plan says so, and no figure. Skipped where a test may
-// not hide the files that say it.
+// If the available memory is unknown, a plan says so and prints no number. Skipped if a test cannot
+// hide the files that contain it.
 TEST(memory_unknown) {
     auto hidden = [](const Text &then) {
         return outcome(spawn([&] {
@@ -426,7 +426,7 @@ TEST(memory_unknown) {
            o.out.c_str());
 }
 
-// Limits of a process that would end it later are seen before: by --plan, and by a run.
+// Limits of a process that would end it later are detected before, by --plan and by a run.
 TEST(memory_limits) {
     if (has_sanitizers()) {
         skip("a sanitizer needs more address space than any limit leaves");
@@ -439,7 +439,7 @@ TEST(memory_limits) {
     for (const auto &limit : limits) {
         auto low = [&] {
             struct rlimit r = {256 << 20, 256 << 20};
-            setenv("OMP_NUM_THREADS", "2", 1);  // stacks of more would take all of it
+            setenv("OMP_NUM_THREADS", "2", 1);  // more stacks would take all of it
             setrlimit((decltype(RLIMIT_AS))limit.resource, &r);
         };
         Outcome o = program("--plan -e l12h12c384t64", low);
@@ -449,7 +449,7 @@ TEST(memory_limits) {
         expect_refused(program("-i train.bin -e l12h12c384t64 -x 1", low),
                        text("are available (%s", limit.name), limit.name);
         expect_success(program("-i train.bin -e l2h2c16t16 -x 1 --quiet", low), limit.name);
-        // What -r auto fills leaves a checkpoint, which has a second thread, its memory.
+        // A plan that -r auto makes as large as possible leaves memory for a checkpoint's thread.
         for (int mib = 80; mib <= 120; mib += 10) {
             remove_folder("full");
             o = program("-i train.bin -e l4h4c128t16 -b 160 -x 1 --quiet -o full", [&] {
@@ -465,7 +465,7 @@ TEST(memory_limits) {
         }
         expect_refused(program("--generate -e l12h12c1536t64", low),
                        "short; --generate takes weights and a KV cache", limit.name);
-        // Threads start behind the plan, and their stacks count against the limit.
+        // Threads start after the plan is allocated, and their stacks count against the limit.
         for (const char *threads : {"7", "9"}) {
             o = program("-i train.bin -e l2h2c16t16 -x 1 --quiet", [&] {
                 struct rlimit stack = {32 << 20, 32 << 20};
@@ -485,8 +485,8 @@ TEST(memory_limits) {
     }
 }
 
-// What a launcher starts more than once is refused in one line that names its variable: copies that
-// know nothing of each other would each train the whole model. A plan is none of its business.
+// A run that a launcher starts several times is refused in one line that names its variable,
+// because independent copies would each train the whole model. A plan is not affected.
 TEST(launcher) {
     write_corpus();
     for (const char *variable :
@@ -498,12 +498,12 @@ TEST(launcher) {
         }
         expect_success(program(TINY "-x 1 --quiet", with(variable, "1")), "one copy");
     }
-    // A shell of sbatch's or salloc's, where the program is started once.
+    // A shell of sbatch or salloc, in which the program is started once.
     expect_success(program(TINY "-x 1 --quiet", with("SLURM_NTASKS", "8")), "a shell");
     expect(!exists("out"), "nothing was begun");
 }
 
-// A signal ends a plan as it ends any program that has nothing to save.
+// A signal ends a plan like any program that has nothing to save.
 TEST(plan_signal) {
     int ends[2];
     expect(pipe2(ends, O_NONBLOCK) == 0);
@@ -513,7 +513,7 @@ TEST(plan_signal) {
     for (const char *plan : {"--plan -e l2h2c16t16", "--fit bits -e l2h2c16t16"}) {
         const pid_t pid = start(plan, [&] {
             dup2(ends[1], 1);
-            signal(SIGINT, SIG_DFL);  // a shell has it ignored in what runs in the background
+            signal(SIGINT, SIG_DFL);  // a shell ignores it for background processes
             alarm(10);
         });
         usleep(300000);
@@ -524,8 +524,8 @@ TEST(plan_signal) {
     }
 }
 
-// The start-up box and the log say all that a run takes, where the host's part is the same memory,
-// and no list ends in a comma.
+// The start-up box and the log list all memory of a run, also if host and device share it, and no
+// list ends with a comma.
 TEST(memory_shown) {
     write_corpus();
     if (tested.find("cu") != Text::npos) {
@@ -555,7 +555,7 @@ TEST(memory_shown) {
     expect(plain.out.find(",\npeak") == Text::npos, "%s", plain.out.c_str());
 }
 
-// --version names program, version and compiler wherever it is called, and whatever else is asked.
+// --version prints program, version and compiler, in any folder and with any other option.
 TEST(version) {
     for (const char *arguments : {"--version", "-x 5 --version -y 1"}) {
         const Outcome o = program(arguments);
@@ -568,7 +568,7 @@ TEST(version) {
     }
 }
 
-// What a run says of its command can be pasted into a shell: bash reads the same words from it.
+// The command that a run prints can be pasted into a shell: bash splits it into the same words.
 TEST(command) {
     write_corpus();
     const Text values[] = {"plain", "two words", "it's \"$HOME\" `x` \\ \\n !1 #?*~", "",
@@ -592,7 +592,7 @@ TEST(command) {
     }
 }
 
-// Lines of steps come where --log-every says, and for the last step; a resume goes on with them.
+// Step lines are printed every --log-every steps, and for the last step; also after a resume.
 TEST(log_every) {
     write_corpus();
     const Outcome o = program(TINY "-x 10 -n 5 --log-every 4 -y 1 -o out");
@@ -607,7 +607,7 @@ TEST(log_every) {
     remove_folder("out/step-00000010");
     expect_success(program(TINY "--quiet -x 10 -n 5 --log-every 3 -y 1 -o out"), "resumed");
     expect(log_steps("out/log.jsonl") == Ints({4, 6, 9, 10}), "a log cut back to step 5");
-    // A run that is stopped has its last step's line too, which nobody knew to be the last.
+    // A run that is stopped also prints its last step, which was not known to be the last.
     const pid_t pid = start(TINY "-x 99999999 -k constant --log-every 50000000 -n 20 -o cut");
     wait_until([] { return exists("cut/step-00000020/manifest.json"); });
     kill(pid, SIGINT);
@@ -619,8 +619,8 @@ TEST(log_every) {
            "%zu lines: %s", last.size(), cut.out.c_str());
 }
 
-// What a program prints on a terminal of some columns; `each` sees all that came so far and may
-// resize it.
+// Output of a program on a terminal of `columns` columns; `each` receives the output so far and may
+// resize the terminal.
 static Text on_terminal(const Text &arguments, int columns,
                         const std::function<void(int, const Text &)> &each = nullptr) {
     const int terminal = posix_openpt(O_RDWR | O_NOCTTY);
@@ -630,7 +630,7 @@ static Text on_terminal(const Text &arguments, int columns,
     const Text name = ptsname(terminal);
     struct winsize size = {24, (unsigned short)columns, 0, 0};
     ioctl(terminal, TIOCSWINSZ, &size);
-    const int held = open(name.c_str(), O_RDWR | O_NOCTTY);  // until the program has it
+    const int held = open(name.c_str(), O_RDWR | O_NOCTTY);  // until the program has opened it
     const pid_t pid = start(arguments, [&] { dup2(held, 1); });
     close(held);
     Text all;
@@ -646,7 +646,7 @@ static Text on_terminal(const Text &arguments, int columns,
     return all;
 }
 
-// Lines that are rewritten in place, with a space for each byte of the sequence that clears them.
+// Lines that are rewritten in place; each byte of the clearing sequence is replaced by a space.
 static Words live_lines(const Text &all) {
     Words lines;
     for (size_t at = 0, end; (at = all.find("\r\033[K", at)) != Text::npos; at = end) {
@@ -657,8 +657,8 @@ static Words live_lines(const Text &all) {
     return lines;
 }
 
-// A line that is rewritten in place fits the terminal at any width, and goes on fitting when it is
-// resized; what is narrow lacks the least useful parts first, and no step is missing.
+// A line rewritten in place fits the terminal at any width, also after it is resized; on a narrow
+// terminal the least useful parts are omitted first, and no step is missing.
 TEST(live_line) {
     write_corpus();
     for (int columns : {200, 80, 56, 20}) {
@@ -688,7 +688,7 @@ TEST(live_line) {
     expect(resized && lines[5].size() > 80 && wide == 0, "%zu lines too long after a resize", wide);
 }
 
-// Control bytes and bytes that are no UTF-8 reach a file as they are, and a terminal as text.
+// Control bytes and invalid UTF-8 are written to a file unchanged and to a terminal as text.
 TEST(sample_bytes) {
     write_corpus();
     const Text bytes = "\x1b[2m\x01\x7f\xc2\x9b\xff\xc3\xa9k\n.";
@@ -704,7 +704,7 @@ TEST(sample_bytes) {
         expect(all.find((arguments == run ? "---\r\n" : "") + shown) != Text::npos &&
                    all.find(bytes.substr(0, 4)) == Text::npos, "%s", all.c_str());
     }
-    // A character that comes in pieces is shown whole: each byte of it is a token.
+    // A character whose bytes are separate tokens is printed whole.
     Ids accents;
     for (int i = 0; i < 400; i++) {
         accents.push_back(i % 2 ? 0xa9 : 0xc3);

@@ -1,6 +1,6 @@
-// ranks.cpp -- a run shared by several ranks, as processes on the emulated device: the same numbers
-// as one rank's, the same bits at every stage of ZeRO and in every order of streams, checkpoints
-// that any number of ranks goes on from, and ends that nobody has to clean up after.
+// ranks.cpp -- runs on several ranks, as processes on the emulated device: the same numbers as one
+// rank, the same bits at every ZeRO stage and in every stream order, checkpoints that any number of
+// ranks can resume, and clean shutdown.
 //
 // Run:    build/test/ranks [--program ./train_gpt2cu_cpu] [NAME...]
 
@@ -9,10 +9,10 @@
 #include <sys/ptrace.h>
 #include <sys/socket.h>
 
-// A small model that parts cut at odd places: C = 96 with 3 ranks, sequences below the model's 16.
+// A small model whose shards are cut at odd offsets: C = 96 with 3 ranks, T below the model's 16.
 #define ODD "-i train.bin -j val.bin -e l3h3c96t16 -t 12 -b 2 "
 
-// As a user's shell would run it: `line` with PROGRAM for the built program.
+// Runs `line` in a shell, with PROGRAM set to the built program.
 static Outcome shell(const Text &line) {
     return outcome(spawn([&] {
         setenv("PROGRAM", tested.c_str(), 1);
@@ -22,7 +22,7 @@ static Outcome shell(const Text &line) {
     }));
 }
 
-// Ends the test where mpirun is not there, or the program knows nothing of it.
+// Skips the test if mpirun is missing or the program was built without MPI.
 static void need_mpi() {
     if (shell("command -v mpirun > /dev/null").status != 0) {
         skip("no mpirun");
@@ -32,7 +32,7 @@ static void need_mpi() {
     }
 }
 
-// The losses, norms and validations of a run, as the log has them; empty when it failed.
+// Losses, norms and validations of a run as in its log; empty if it failed.
 static Text numbers(const Text &log) {
     Text all;
     for (const char *key : {"loss", "grad_norm", "val_loss"}) {
@@ -45,13 +45,13 @@ static Text numbers(const Text &log) {
 
 static Text numbers_of(const Text &folder) { return numbers(read_file(folder + "/log.jsonl")); }
 
-// Runs with an output folder; it must end well.
+// Runs with an output folder and expects success.
 static void run(const Text &arguments, const Text &folder,
                 const std::function<void()> &before = nullptr) {
     expect_success(program("--quiet -o " + folder + " " + arguments, before), arguments.c_str());
 }
 
-// Two runs of `steps` steps with the same bits: numbers, weights and states.
+// Expects that two runs of `steps` steps have the same bits: numbers, weights and states.
 static void expect_same(const Text &a, const Text &b, int steps) {
     const Text want = numbers_of(a), got = numbers_of(b);
     expect(!want.empty() && got == want, "%s and %s: %s, %s", a.c_str(), b.c_str(), want.c_str(),
@@ -61,8 +61,8 @@ static void expect_same(const Text &a, const Text &b, int steps) {
            b.c_str());
 }
 
-// The same sequences in a step, divided among 1 to 4 ranks: in fp32 the same losses and norms
-// within rounding, and, where nothing is learnt, the very bits of the validation.
+// The same sequences per step on 1 to 4 ranks: in fp32 the same losses and norms up to rounding
+// and, with a learning rate of 0, the same bits in the validation.
 TEST(ranks_numbers) {
     write_corpus();
     for (int n = 1; n <= 4; n++) {
@@ -83,7 +83,8 @@ TEST(ranks_numbers) {
                 }
             }
         }
-        // Of fp16 the scale of the loss goes in on every rank, and out of what all of them add up.
+        // fp16: every rank multiplies by the loss scale, and the sum over all ranks is divided by
+        // it.
         run(ODD "-d 288 -x 2 -l 0 --dtype fp16 " + text("--gpus %d", n), text("fp16-%d", n));
         const auto norms = values_in(read_file(text("fp16-%d/log.jsonl", n)), "grad_norm");
         const auto alone = values_in(read_file("fp16-1/log.jsonl"), "grad_norm");
@@ -98,9 +99,9 @@ TEST(ranks_numbers) {
     }
 }
 
-// All stages have the same bits with one micro-step; with more, 0 and 1 have, and 2 and 3, where
-// gradients are rounded once in every micro-step. Clipped, with skipped steps, in every type of the
-// states, whatever the order of streams.
+// All stages have the same bits with one micro-step; with more, stages 0 and 1 agree, and 2 and 3,
+// where gradients are rounded once per micro-step. With clipping, skipped steps, every type of the
+// states, and every stream order.
 TEST(ranks_stages) {
     enum { LAST = 3 };
     const bool full = is_full();  // every order, and level, at every stage
@@ -119,7 +120,7 @@ TEST(ranks_stages) {
             for (const char *order : {"", "late", "early", "3", "8"}) {
                 const Text folder = text("z%d%s", z, order);
                 if (order[0] && !full && (&row > table || z < LAST)) {
-                    continue;  // every order of streams at the last stage, which has most of them
+                    continue;  // only the last stage, which uses the most streams
                 }
                 remove_folder(folder);
                 run(ranks + text("-z %d", z), folder, with("EMU_ORDER", order));
@@ -147,7 +148,7 @@ TEST(ranks_stages) {
     }
 }
 
-// States of ranks that live in host memory change no bit, at any stage of ZeRO.
+// Offloaded states of ranks change no bit, at any ZeRO stage.
 TEST(ranks_offload, REST) {
     enum { STAGES = 4 };
     write_corpus();
@@ -171,7 +172,7 @@ TEST(ranks_offload, REST) {
     }
 }
 
-// Ranks whose GPUs have different room choose for the least of them, and train.
+// Ranks whose GPUs have different free memory plan for the minimum, and train.
 TEST(ranks_room) {
     need_mpi();
     write_corpus();
@@ -197,7 +198,7 @@ TEST(ranks_room) {
     expect_same("device", "room1", 2);
 }
 
-// What mpirun starts has the bits of what --gpus starts.
+// Ranks started by mpirun give the same bits as with --gpus.
 TEST(ranks_mpirun, REST) {
     need_mpi();
     write_corpus();
@@ -211,7 +212,7 @@ TEST(ranks_mpirun, REST) {
     }
 }
 
-// A socket of the loopback interface that listens on *port, where 0 is one that is free.
+// A socket of the loopback interface listening on *port; 0 selects a free port.
 static int listen_on(int *port) {
     const int yes = 1, fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
     struct sockaddr_in at = {};
@@ -229,7 +230,7 @@ static int listen_on(int *port) {
     return fd;
 }
 
-// A port that is free, and so is the next one.
+// A free port whose successor is also free.
 static int free_port() {
     for (int tries = 0; tries < 100; tries++) {
         int port = 0, next;
@@ -243,7 +244,7 @@ static int free_port() {
     skip("no free ports");
 }
 
-// One process for each of `variables`, all at the same time, as torchrun or srun would start them.
+// Starts one process for each of `variables` at the same time, as torchrun or srun would.
 static std::vector<Outcome> start_by_tcp(const Words &variables, const Text &line) {
     Text script;
     for (size_t i = 0; i < variables.size(); i++) {
@@ -263,9 +264,9 @@ static std::vector<Outcome> start_by_tcp(const Words &variables, const Text &lin
 
 static Text master(int port) { return text("MASTER_ADDR=localhost MASTER_PORT=%d ", port); }
 
-// What torchrun and srun start has the bits of what --gpus starts, without MPI: with torchrun's
-// variables while its own store listens on MASTER_PORT, and with srun's, which sbatch's do not
-// disturb. Somebody who looks for open ports is no rank.
+// Ranks started by torchrun and srun give the same bits as with --gpus, without MPI: with
+// torchrun's variables while its own store listens on MASTER_PORT, and with srun's, which are not
+// affected by sbatch's. A port scanner is not taken for a rank.
 TEST(ranks_tcp) {
     write_corpus();
     const Text part = TINY "-x 2 --clip 0.5 -z 1 ", line = part + "--quiet -o ";
@@ -276,7 +277,7 @@ TEST(ranks_tcp) {
     for (int r = 0; r < 3; r++) {
         torchrun.push_back(master(port) + text("TORCHELASTIC_USE_AGENT_STORE=True RANK=%d "
                                                "WORLD_SIZE=3 LOCAL_RANK=%d", r, r));
-        // A task of another launcher's around it changes nothing.
+        // Variables of a surrounding launcher's task have no effect.
         torchrun.back() += " SLURM_STEP_NUM_TASKS=1 SLURM_PROCID=0 SLURM_LOCALID=0";
     }
     for (const Outcome &o : start_by_tcp(torchrun, line + "torchrun")) {
@@ -304,7 +305,7 @@ TEST(ranks_tcp) {
         const Text words(1000, 'x');
         _exit(write(fd, words.data(), words.size()) != (ssize_t)words.size());
     }
-    srun[1] += " sh -c 'sleep 0.3; exec \"$0\" \"$@\"'";  // the stranger is first
+    srun[1] += " sh -c 'sleep 0.3; exec \"$0\" \"$@\"'";  // the port scanner connects first
     for (const Outcome &o : start_by_tcp(srun, line + "srun")) {
         expect_success(o, "srun's variables");
     }
@@ -314,7 +315,7 @@ TEST(ranks_tcp) {
     expect_same("gpus", "srun", 2);
 }
 
-// Each way in which ranks do not find each other ends in one line that says which.
+// Each failure of the ranks to find each other ends in one line that names it.
 TEST(ranks_tcp_refused) {
     write_corpus();
     int port = free_port(), taken = 0;
@@ -326,7 +327,7 @@ TEST(ranks_tcp_refused) {
         const Outcome o = start_by_tcp({variables}, TINY "-x 1 --quiet --timeout 1")[0];
         expect_refused(o, words, variables);
     };
-    // The port is somebody else's: of rank 0 it cannot become, and who answers is no rank 0.
+    // Another process uses the port: rank 0 cannot listen, and others get no reply of a rank 0.
     one(both(taken, "2") + "0", text("rank 0 cannot listen on port %d (MASTER_PORT): Address "
                                      "already in use", taken));
     const pid_t other = fork();
@@ -341,7 +342,7 @@ TEST(ranks_tcp_refused) {
     kill(other, SIGKILL);
     waitpid(other, NULL, 0);
     close(listener);
-    // Somebody does not come, comes twice, or counts others.
+    // A rank is missing, duplicated, or has a different number of ranks.
     one(both(port, "2") + "1", text("rank 1: rank 0 cannot be reached at localhost, port %d "
                                     "(MASTER_ADDR, MASTER_PORT), for 1 s (--timeout): Connection "
                                     "refused", port));
@@ -369,7 +370,7 @@ TEST(ranks_tcp_refused) {
     }
 }
 
-// Variables of launchers that do not fit together.
+// Contradictory variables of launchers.
 TEST(ranks_variables) {
     write_corpus();
     static const Refusal words[] = {
@@ -390,8 +391,8 @@ TEST(ranks_variables) {
                    "ranks 0 and 1 would share one GPU, ", "two ranks at one place");
 }
 
-// In a build with MPI an address selects TCP. Without one MPI is told that one thread calls it, and
-// starts when this rank's GPU is the current one.
+// In a build with MPI, an address selects TCP. Without one, MPI is initialised for calls from one
+// thread, after this rank's GPU has become the current device.
 TEST(ranks_mpi_starts) {
     need_mpi();
     write_corpus();
@@ -425,7 +426,7 @@ TEST(ranks_mpi_starts) {
     }
 }
 
-// Under mpirun, which gives ranks a pseudo-terminal, lines are whole: nothing is rewritten.
+// Under mpirun, which gives ranks a pseudo-terminal, lines are whole and never rewritten.
 TEST(ranks_whole_lines) {
     need_mpi();
     write_corpus();
@@ -438,16 +439,16 @@ TEST(ranks_whole_lines) {
     }
 }
 
-// All ranks compute with the algorithms that rank 0 has found the fastest. Here that is the third,
-// which is wrong on rank 1: it would choose the first, and shows by other numbers that it does not.
-// So do all that go on from a checkpoint, where both would choose the first.
+// All ranks compute with the algorithms that rank 0 measured as the fastest. Here that is the
+// third, which is wrong on rank 1: the numbers show that rank 1 uses it, although it would choose
+// the first itself. So do ranks that resume a checkpoint, although both would choose the first.
 TEST(ranks_choices, REST) {
     need_mpi();
     write_corpus();
     for (const char *second : {"951", "159", "951 EMU_LT_WRONG=3", "159 EMU_LT_WRONG=3"}) {
         const Text program = " $PROGRAM " ODD "-d 48 -x 2 --quiet -o ";
         const Text folder = text("with%zu", strlen(second)) + second[0];
-        // Without a file of choices, which would make them one rank's.
+        // Without a shared file of choices.
         const Text env = " -np 1 env -u HOME -u XDG_CACHE_HOME EMU_LT_TIMES=";
         expect_success(shell("mpirun --oversubscribe" + env + "951" + program + folder + " :" +
                              env + second + program + folder + " < /dev/null"), second);
@@ -468,9 +469,9 @@ TEST(ranks_choices, REST) {
            "rank 1 does not take the checkpoint's: %s", numbers_of("on3").c_str());
 }
 
-// A checkpoint of three ranks is that of one: any other number of them goes on from it at any stage
-// of ZeRO, and so does the CPU program; as many go on to the same bits. These are also the bits of
-// a run that validates, samples and saves nothing on its way.
+// A checkpoint of three ranks is equivalent to that of one: any other number of ranks resumes it at
+// any ZeRO stage, and so does the CPU program; the same number resumes to the same bits, which
+// equal those of a run that validates, samples and saves nothing before its end.
 TEST(ranks_resume) {
     write_corpus();
     const Text part = ODD "-d 144 -s 2 -g 4 ", whole = "-d 144 -x 4 -z 3 --gpus 3 ";
@@ -495,7 +496,7 @@ TEST(ranks_resume) {
     expect_success(outcome(start_program("train_gpt2", ODD "-d 144 -x 3 -y 1 --quiet -o cpu")),
                    "the CPU program");
     run(part + "-x 4 -y 1 --gpus 2 -z 3", "cpu");
-    // In a type that the low halves of all weights are for, at any stage.
+    // Types whose weights have separate low halves, or complete masters, at any stage.
     for (const char *type : {"fp32", "fp16"}) {
         for (int z : {2, 3}) {
             const Text folder = type + text("z%d", z);
@@ -504,13 +505,13 @@ TEST(ranks_resume) {
         }
         expect_same(type + Text("z2"), type + Text("z3"), 3);
     }
-    // The last of thirteen ranks has no part of so small a model.
+    // The last of thirteen ranks has an empty shard of this small model.
     const Text small = "-i train.bin -e l1h1c16t16 -b 1 --gpus 13 -z 1 -k constant ";
     run(small + "-x 2", "whole", with("EMU_GPUS", "13"));
     run(small + "-x 1", "small", with("EMU_GPUS", "13"));
     run(small + "-x 2 -y 1", "small", with("EMU_GPUS", "13"));
     expect_same("whole", "small", 2);
-    // Choices for products of another type are no use, and asking costs fp16 no loss scale.
+    // Choices for matmuls of another type are not used, and checking them keeps fp16's loss scale.
     const Text types = ODD "-d 48 --tune 1 --gpus 2 ";
     run(types + "-x 2 --dtype bf16", "types");
     run(types + "-x 3 -y 1 --dtype fp16", "types");
@@ -519,8 +520,8 @@ TEST(ranks_resume) {
            norms.size(), norms.back());
 }
 
-// Makes a checkpoint one of step `step`, whose norms were all so small that --skip-zscore finds any
-// other an outlier: whoever goes on from it saves the states that it has read.
+// Changes a checkpoint into one of step `step` whose norms were all so small that --skip-zscore
+// skips every step, so that a resumed run saves exactly the states that it read.
 static void forge_idle(const Text &folder, int was, int step) {
     const Text at = folder + text("/step-%08d", step);
     rename((folder + text("/step-%08d", was)).c_str(), at.c_str());
@@ -540,14 +541,14 @@ static void forge_idle(const Text &folder, int was, int step) {
     write_manifest(at);
 }
 
-// States go from one number of ranks, stage and home to another, to the CPU program and back, and
-// stay what they are, element by element; each rank writes a file.
+// States move from one number of ranks, stage and placement to another, to the CPU program and
+// back, and every element stays the same; each rank writes a file.
 TEST(ranks_states, REST) {
     write_corpus();
     static const struct {
         int ranks;
         const char *options;
-        // No ranks: the CPU program, for the types that it has.
+        // 0 ranks: the CPU program, for the types that it supports.
     } hops[] = {{2, "-z 0"}, {1, "--offload moments,weights"},
                 {4, "-z 3 --offload moments,weights"}, {2, "-z 2 --offload weights"}, {1, ""},
                 {0, ""}, {3, "-z 1 --offload moments,residuals"}};
@@ -558,13 +559,14 @@ TEST(ranks_states, REST) {
         forge_idle("out", 2, 130);
         int step = 130;
         Text counters;
-        // The fp32 weights of fp16 are in the model's file, not among the states.
+        // With fp16 the fp32 weights are in the model's file, not among the states.
         auto model_of = [](int of) {
             const Text at = text("out/step-%08d/model.safetensors", of);
             return header_and_data(read_file(at)).second;
         };
         const Text want = states_of("out", step, &counters), model = model_of(step);
-        // Numbers of fp16 would end in zeros: every save here might lose the same bits.
+        // Widened fp16 numbers would end in zeros, so that a save could lose their low bits
+        // unnoticed.
         size_t fine = 0;
         for (size_t i = 0; i + 4 <= model.size(); i += 4) {
             fine += (model[i] | (model[i + 1] & 0x1f)) != 0;
@@ -598,8 +600,8 @@ TEST(ranks_states, REST) {
     }
 }
 
-// A rank runs in exactly the bytes that its plan, the reserve for NCCL, context and libraries take,
-// and is refused with one less; what NCCL takes of its reserve is told.
+// A rank runs in exactly the bytes of its plan, the reserve for NCCL, context and libraries, and is
+// refused with one byte less; NCCL's use of its reserve is reported.
 TEST(ranks_memory) {
     write_corpus();
     static const struct {
@@ -615,7 +617,7 @@ TEST(ranks_memory) {
         const Text plan = program(line + " --plan --json").out;
         const char *key = "\"total_bytes\":";
         const long bytes = atol(&plan[plan.find(key) + strlen(key)]);
-        const long nccl = (long)row.ranks * 4 * 12 << 20;  // of peers and the ring: channels, MiB
+        const long nccl = (long)row.ranks * 4 * 12 << 20;  // for peers and the ring: channels, MiB
         expect(bytes > 1 << 20, "%s: %ld bytes", line.c_str(), bytes);
         const char *pinned = "\"host_bytes\":";
         const long host = atol(&plan[plan.find(pinned) + strlen(pinned)]);
@@ -623,7 +625,7 @@ TEST(ranks_memory) {
                        "cannot pin", line);
         for (long less : {0, 1}) {
             const Outcome o = program(line, [=] {
-                const long row = 4096;  // what the parent sees of a rank is pinned too
+                const long row = 4096;  // the heartbeats shared with the parent are pinned too
                 setenv("EMU_HOST_MEM", text("%ld", host + row).c_str(), 1);
                 setenv("EMU_CONTEXT", "300M", 1);
                 setenv("EMU_LIBRARY", "200M", 1);
@@ -644,7 +646,7 @@ TEST(ranks_memory) {
     }
 }
 
-// What ranks cannot do is one line, whoever finds out.
+// What ranks do not support is refused in one line, whichever process detects it.
 TEST(ranks_refused) {
     write_corpus();
     static const Refusal table[] = {
@@ -671,7 +673,7 @@ TEST(ranks_refused) {
                    "--gpus 2, but this program trains alone: it computes on the CPU", "CPU");
 }
 
-// Of ranks that differ in options, data or program rank 0 names the first, and none trains.
+// If ranks differ in options, data or program, rank 0 names the first one, and none trains.
 TEST(ranks_mixed) {
     need_mpi();
     write_corpus();
@@ -698,7 +700,7 @@ TEST(ranks_mixed) {
                row.arguments, o.status, lines);
         expect(o.out.find("step    1/1") == Text::npos, "%s: it trained", row.arguments);
     }
-    // GPUs of which not the same is free: what is left to memory is chosen for the least, by all.
+    // GPUs with different free memory: all ranks use the automatic choices for the minimum.
     const Text plan = program(ODD "-d 48 --gpus 2 -r block --plan --json").out;
     const char *key = "\"total_bytes\":";
     const long bytes = atol(&plan[plan.find(key) + strlen(key)]) + (2L * 4 * 12 << 20);
@@ -708,7 +710,7 @@ TEST(ranks_mixed) {
     expect_success(o, "GPUs of two sizes");
     expect(o.out.find("chosen ") != Text::npos && o.out.find("-r block") != Text::npos, "%s",
            o.out.c_str());
-    // One GPU each of two machines whose names differ at their ends, where a test may name them.
+    // One GPU each on two machines whose names differ at the end, if a test may set host names.
     const Text name = "unshare -u sh -c 'hostname " + Text(62, 'm');
     if (shell(name + "'").status == 0) {
         const Text rest = " && EMU_GPUS=1 exec $PROGRAM " ODD "-d 48 -x 1 --quiet'";
@@ -717,7 +719,7 @@ TEST(ranks_mixed) {
     }
 }
 
-// The ranks that a parent has, in their order.
+// The child processes of a parent, in order.
 static Ints children_of(pid_t parent) {
     Ints pids;
     const Text list = read_file(text("/proc/%d/task/%d/children", (int)parent, (int)parent));
@@ -729,7 +731,7 @@ static Ints children_of(pid_t parent) {
     return pids;
 }
 
-// For program(): variables of the environment, and a rank that is gone is silence.
+// For program(): sets environment variables, and makes ranks wait forever for one that is gone.
 static std::function<void()> with_faults(const Text &variables) {
     return [=] {
         for (const Text &word : split((variables + " EMU_NCCL_HANG=1").c_str())) {
@@ -739,12 +741,12 @@ static std::function<void()> with_faults(const Text &variables) {
     };
 }
 
-// Starts three ranks that would go on for long, and waits until they train.
+// Starts three ranks with a long run and waits until they train.
 static Ints start_ranks(pid_t *parent, const char *more) {
     *parent = start(ODD "-d 72 --gpus 3 -z 1 -k constant -x 100000 --quiet -o out " + Text(more),
                     [] {
                         with_faults("EMU_FAULT_RANK=0")();
-                        signal(SIGCHLD, SIG_IGN);  // as some shells and daemons hand it on
+                        signal(SIGCHLD, SIG_IGN);  // inherited from some shells and daemons
                     });
     wait_until([] { return read_file("out/log.jsonl").find("{\"step\":2,") != Text::npos; });
     const Ints ranks = children_of(*parent);
@@ -759,8 +761,8 @@ static void expect_none_left(const Ints &ranks, const char *who) {
     }
 }
 
-// A rank that is killed ends the run in one line that names it, though on GPUs the others would
-// wait for it for ever; a parent that is killed takes its ranks along.
+// A rank that is killed ends the run in one line that names it, although on GPUs the others would
+// wait for it forever; if the parent is killed, its ranks end too.
 TEST(ranks_die) {
     write_corpus();
     for (size_t victim : {2, 0}) {
@@ -783,10 +785,10 @@ TEST(ranks_die) {
     expect_none_left(ranks, "a killed parent");
 }
 
-// A rank that is stopped or hangs ends the run in one line that names it, and one that has left out
-// a collective in a line with what each waits in. All of it within --timeout and 5 seconds on a
-// machine with nothing else to do: here 30 are allowed, and the timeouts leave room for a machine
-// that stands still for a second or two.
+// A rank that is stopped or hangs ends the run in one line that names it; after a rank skipped a
+// collective, the line says what each rank waits in. On an idle machine this takes at most
+// --timeout and 5 seconds; here 30 are allowed, and the timeouts tolerate a machine that stalls for
+// a second or two.
 TEST(ranks_hang) {
     enum { WITHIN_MS = 30000 };
     write_corpus();
@@ -798,7 +800,8 @@ TEST(ranks_hang) {
                    "19", "a stopped rank");
     longest = wall_ms() - began;
     expect_none_left(ranks, "a stopped rank");
-    // A process that a debugger holds does not end for its parent: one whose GPU hangs may not.
+    // A process held by a debugger does not end with its parent; one whose GPU hangs may not
+    // either.
     remove_folder("out");
     const Ints held = start_ranks(&parent, "--timeout 4");
     const pid_t last = held.size() == 3 ? held[1] : parent;
@@ -822,7 +825,7 @@ TEST(ranks_hang) {
         expect_refused(o, row.words, row.faults);
         longest = std::max(longest, wall_ms() - began);
     }
-    // What NCCL knows of a failure ends the run long before its --timeout of a minute.
+    // An error that NCCL reports ends the run long before its --timeout of a minute.
     began = wall_ms();
     expect_refused(program(ODD "-d 72 --gpus 3 -z 3 -x 100 --quiet",
                            with_faults("EMU_FAULT_RANK=2 EMU_FAULT_ASYNC=300")),
@@ -833,13 +836,13 @@ TEST(ranks_hang) {
     expect_refused(program(TINY "--timeout 9"), "--timeout watches the ranks of a run", "one rank");
 }
 
-// A rank that waits for a file server, or whose NCCL is slow to start, is given ten times as long,
-// and so are those that wait for it, whoever watches. A file that nobody reads holds its rank.
+// A rank that waits for a file server, or whose NCCL is slow to start, gets ten times as long, and
+// so do the ranks that wait for it, under each watchdog. A pipe that is not read blocks its rank.
 TEST(ranks_slow, REST) {
     write_corpus();
     const Text part = TINY "-x 1 --timeout 1 --quiet ";
     const int port = free_port();
-    // With other last arguments; the two processes of one run and the one of another together.
+    // With different last arguments; selects both processes of one run and the one of another.
     auto with_end = [](const Text &end) { return " sh -c 'exec \"$0\" \"$@\" " + end + "'"; };
     const Text tcp = master(port) + "WORLD_SIZE=2 ";
     const Text hangs = "EMU_NCCL_HANG=1 ", late = hangs + "EMU_FAULT_RANK=1 EMU_FAULT_LATE=2500 ";
@@ -847,8 +850,8 @@ TEST(ranks_slow, REST) {
                                           late + with_end("--gpus 2")}, part)) {
         expect_success(o, "NCCL starts slowly");
     }
-    // A run that trains finds a pipe in the place of rank 1's states. After 2.5 s it is read, and
-    // that it is no file is an error like any other.
+    // A training run finds a pipe instead of rank 1's states. It is read after 2.5 s, and then
+    // fails like any other file that is not a regular one.
     const Text saves = TINY "-k constant -x 30 --timeout 1 --quiet ", tmp = "/step-00000030.tmp/";
     auto hold = [&](const Text &out, int read_after_us) {
         const pid_t pid = fork();
@@ -874,7 +877,7 @@ TEST(ranks_slow, REST) {
     expect_refused(all[2], words, "--gpus");
     waitpid(of_gpus, NULL, 0);
     waitpid(of_tcp, NULL, 0);
-    if (getenv("FULL")) {  // ten times --timeout is the end all the same
+    if (getenv("FULL")) {  // ten times --timeout is the limit
         const pid_t never = hold("never", 60000000);
         expect_refused(program(saves + "--gpus 2 -o never"), "no progress for 1", "a hanging disk");
         kill(never, SIGKILL);
@@ -882,7 +885,7 @@ TEST(ranks_slow, REST) {
     }
 }
 
-// What NCCL's errors rarely say: too little shared memory, or one visible GPU for each rank.
+// Hints for NCCL's errors: too little shared memory, or one visible GPU for each rank.
 TEST(ranks_hints) {
     write_corpus();
     const Text faults = " EMU_FAULT_RANK=1 EMU_FAULT_INIT=1 ";
@@ -910,7 +913,7 @@ TEST(ranks_hints) {
                    "other's memory: NCCL_P2P_DISABLE=1 does without that; the run ends", "P2P");
 }
 
-// Under a launcher each rank watches itself, and a rank that others hold up says so.
+// Under a launcher each rank has its own watchdog, and reports that other ranks delay it.
 TEST(ranks_hang_mpirun) {
     need_mpi();
     write_corpus();
@@ -927,8 +930,9 @@ TEST(ranks_hang_mpirun) {
     }
 }
 
-// A run that was stopped as a whole, as by Ctrl-Z in a shell, goes on however long that was, though
-// the ranks may do nothing in the looks of their parent around it, as in a long kernel.
+// A run that was stopped as a whole, as by Ctrl-Z in a shell, continues however long that lasted,
+// even if its ranks made no progress between the parent's checks around it, as during a long
+// kernel.
 TEST(ranks_stopped) {
     write_corpus();
     const pid_t parent = start(ODD "-d 72 --gpus 3 -x 10000 --quiet -o out --timeout 5",
@@ -949,7 +953,7 @@ TEST(ranks_stopped) {
     expect_success(outcome(parent), "stopped and continued");
 }
 
-// A run whose output nobody reads for a while, as behind Ctrl-S or `less`, waits and goes on.
+// A run whose output is not read for a while, as after Ctrl-S or in `less`, waits and continues.
 TEST(ranks_unread) {
     write_corpus();
     int ends[2];
@@ -972,15 +976,14 @@ TEST(ranks_unread) {
     expect(log_steps("out/log.jsonl") == one_to(100), "steps of the log");
 }
 
-// Whoever gets a signal, the parent or one rank, in steps, validations, samples and saves, all save
-// the same step and exit 0, and the run goes on from there to the bytes of one that nothing
-// disturbed.
+// A signal to the parent or to any rank, in steps, validations, samples and saves, makes all ranks
+// save the same step and exit with 0; the resumed run ends with the bytes of an uninterrupted one.
 TEST(ranks_signals) {
     write_corpus();
     const Text part = TINY "-j val.bin --gpus 3 -z 1 -v 2 -m 3 -x 12 -n 3 -s 2 -g 5";
     run(part, "undisturbed");
     static const struct {
-        int rank, signal;  // rank -1: the parent; -2: all together, as Ctrl-C does
+        int rank, signal;  // rank -1: the parent; -2: all of them, as for Ctrl-C
     } table[] = {{-2, SIGINT}, {-1, SIGTERM}, {2, SIGUSR1}, {1, SIGINT}, {0, SIGINT}};
     const int times = full_or(3, 20);
     int interrupted = 0;
@@ -999,8 +1002,8 @@ TEST(ranks_signals) {
         expect(tensors_of("out", 12) == tensors_of("undisturbed", 12), "another end");
         expect(log_steps("out/log.jsonl") == one_to(12), "steps of the log");
     }
-    // Nothing but a step's own word passes it on where nothing is validated, sampled or saved, nor,
-    // every hundred steps, compared.
+    // If nothing is validated, sampled or saved, nor compared (every hundred steps), only the
+    // status exchanged in each step passes the signal on.
     for (const size_t rank : {0, 1}) {
         remove_folder("steps");
         const pid_t pid = start(ODD "-d 48 --gpus 2 -v 0 -x 90 --quiet -o steps");
@@ -1014,7 +1017,7 @@ TEST(ranks_signals) {
 }
 
 // A random rank is killed at a random moment, from its first instruction on: one line names it, no
-// process is left, and the run that goes on ends in the bytes of one that nothing disturbed.
+// process is left, and the resumed run ends with the bytes of an uninterrupted one.
 TEST(ranks_killed) {
     write_corpus();
     const Text part = TINY "-j val.bin --gpus 3 -z 1 -v 3 -m 3 -x 16 -n 2 -s 4 -g 5 --timeout 20";
@@ -1032,7 +1035,7 @@ TEST(ranks_killed) {
         usleep((useconds_t)(700 * whole_ms * random_unit((uint64_t)parent, 2)));
         const int hit = ranks.size() == 3 && kill(ranks[victim], SIGKILL) == 0;
         const Outcome o = outcome(parent);
-        if (hit && o.status != 0) {  // else all was done by then
+        if (hit && o.status != 0) {  // otherwise the run had already finished
             expect_refused(o, text("rank %zu was ended by signal 9 (Killed): the run ends", victim),
                            "a killed rank");
             ended++;
@@ -1046,15 +1049,15 @@ TEST(ranks_killed) {
     detail = text("%d of %d ended, %d had saved", ended, times, saved);
 }
 
-// A line of one rank has ended the run; the checkpoint before stands, and there is no other.
+// Expects that a rank's error ended the run, and that the previous checkpoint is the only one.
 static void expect_stands(const Outcome &o, const Text &words, const Text &good) {
     expect_refused(o, words, words);
     expect(names_in("out", "step") == "step-00000002" && checkpoint_bytes("out", 2, 3) == good,
            "%s: %s", words.c_str(), names_in("out", "").c_str());
 }
 
-// Where one rank cannot write, be it the disk or what is in the way, rank 0 removes what all have
-// written, and the next run goes on from before.
+// If one rank cannot write, because of the disk or another obstacle, rank 0 removes what all ranks
+// have written, and the next run resumes from the previous checkpoint.
 TEST(ranks_full) {
     write_corpus();
     const Text part = TINY "--gpus 3 -z 1 ", tmp = "out/step-00000004.tmp/";
@@ -1073,8 +1076,8 @@ TEST(ranks_full) {
         remove_folder("out/step-00000004.tmp");
         expect_stands(o, who + tmp + file + ": Is a directory", good);
     }
-    run(part + "-x 2 -y 1", "out");  // cuts the log back
-    // The limit of one rank's files comes while it trains.
+    run(part + "-x 2 -y 1", "out");  // truncates the log
+    // One rank reaches its limit on file sizes while it trains.
     const pid_t parent = start(part + "-k constant -x 20 -y 1 --quiet -o out");
     wait_until([] { return read_file("out/log.jsonl").find("{\"step\":4,") != Text::npos; });
     const Ints ranks = children_of(parent);
@@ -1087,10 +1090,10 @@ TEST(ranks_full) {
            names_in("out", "").c_str());
 }
 
-// A log that may grow no further, which is rank 0's alone, stops all ranks at the same step, which
-// they save; one line says what failed.
+// A log at the size limit, which concerns only rank 0, stops all ranks at the same step, which is
+// saved; one line says what failed.
 TEST(ranks_full_log) {
-    enum { LIMIT = 400000 };  // of bytes, and so more than any file of the checkpoint has
+    enum { LIMIT = 400000 };  // in bytes; more than any file of the checkpoint has
     write_corpus();
     mkdir("out", 0755);
     write_file("out/log.jsonl", "{\"step\":0,\"text\":\"" + Text(LIMIT - 5000, 'x') + "\"}\n");
@@ -1108,9 +1111,9 @@ TEST(ranks_full_log) {
                                 step + 1)), "resumed");
 }
 
-// A rank that is killed in any phase of saving leaves the checkpoint before; what is unfinished the
-// next run removes, and ends in the bytes of a run that nothing disturbed. A file that waits for a
-// reader holds its rank in the phase.
+// A rank that is killed in any phase of a save leaves the previous checkpoint. The next run removes
+// what is incomplete and ends with the bytes of an uninterrupted one. A pipe that waits for a
+// reader holds the rank in the phase.
 TEST(ranks_save_killed, REST) {
     write_corpus();
     enum { END = 20 };
@@ -1120,7 +1123,7 @@ TEST(ranks_save_killed, REST) {
     shell("cp -r begun undisturbed");
     const Text good = checkpoint_bytes("begun", 2, 3);
     run(whole, "undisturbed");
-    const std::pair<const char *, const char *> table[] = {  // who waits, when others are done
+    const std::pair<const char *, const char *> table[] = {  // which file is held back
         {"model.safetensors", ""},
         {"state-1-of-3.safetensors", "state-0-of-3.safetensors"},
         {"manifest.json", "config.json"}};
@@ -1135,7 +1138,7 @@ TEST(ranks_save_killed, REST) {
             auto logged = [](int step) {
                 return read_file("out/log.jsonl").find(text("{\"step\":%d,", step)) != Text::npos;
             };
-            wait_until([&] { return logged(3); });  // by then it has swept
+            wait_until([&] { return logged(3); });  // by then it has removed old files
             mkdir(tmp.c_str(), 0755);
             expect(mkfifo((tmp + table[i].first).c_str(), 0644) == 0, "mkfifo");
             wait_until([&] {
@@ -1160,13 +1163,13 @@ TEST(ranks_save_killed, REST) {
     }
 }
 
-// Data that one rank cannot read ends the run in a line of that rank's, and all that was learnt is
-// saved: the others get no update of it. Rank 0 is the one whose number is 0.
+// Data that one rank cannot read end the run in a line of that rank, and the state is saved; the
+// other ranks do not apply the step. Also tested with rank 0, since 0 could mean "no fault".
 TEST(ranks_fault) {
     write_corpus();
     const Text part = "-i train.bin -e l2h2c16t16 -b 2 --gpus 3 -z 1 --shuffle 0 -x 30 ";
     run(part + "-n 20", "undisturbed");
-    // Step 3 begins at sequence 12, which is rank 0's.
+    // Step 3 starts at sequence 12, which rank 0 reads.
     Text wrong = read_file("train.bin");
     wrong.replace(SHARD_BYTES + 2 * (12 * 16 + 8), 2, "\xff\xff");
     write_file("wrong.bin", wrong);
@@ -1177,7 +1180,7 @@ TEST(ranks_fault) {
                names_in("first", "step") == "step-00000002", "%s", first.err.c_str());
     pid_t pid = start(part + "--quiet -o out");
     wait_until([] { return read_file("out/log.jsonl").find("{\"step\":1,") != Text::npos; });
-    // Step 21 begins at sequence 120; rank 2 has 124 and 125.
+    // Step 21 starts at sequence 120; rank 2 reads 124 and 125.
     expect(truncate("train.bin", SHARD_BYTES + 2 * (124 * 16 + 8)) == 0, "truncate");
     const Outcome o = outcome(pid);
     expect_refused(o, "rank 2: ", "data that ends");
@@ -1188,7 +1191,7 @@ TEST(ranks_fault) {
            "%s", names_in("out", "").c_str());
 }
 
-// An evaluation's score is that of one rank, to the last digit.
+// The score of an evaluation equals that of one rank to the last digit.
 TEST(ranks_eval) {
     write_file("e.bin", eval_bytes(random_questions(7, 50257, 2)));
     const Text ask = "-e l1h1c16t16 --eval e.bin --json -b 3 --gpus ";
@@ -1201,9 +1204,9 @@ TEST(ranks_eval) {
     }
 }
 
-// What one rank of a run submitted, line by line, from the emulator's log.
+// The log lines of one rank, from the emulator's log of a run.
 static Words log_of_rank(const Text &log) {
-    // The parent logs too: the first collective is a rank's.
+    // The parent logs too, but only ranks log collectives.
     const size_t collective = log.find("] AllGather"), begin = log.rfind('\n', collective) + 1;
     if (collective == Text::npos) {
         return {};
@@ -1224,15 +1227,15 @@ static Text logged(const Text &arguments) {
 
 static int starts(const Text &line, const char *with) { return line.rfind(with, 0) == 0; }
 
-// The number of the stream in a line.
+// The number of the stream after the text `behind`.
 static int stream_in(const Text &line, const char *behind) {
     const size_t at = line.find(behind);
     return at == Text::npos ? -1 : atoi(&line[at + strlen(behind)]);
 }
 
-// A block's exchange waits for the kernels before it and for nothing else; behind it come the
-// kernels of the next block's backward, on a stream that does not wait for the exchange until all
-// blocks are through. (What visits has its own order of ticks: see test_transfers.)
+// A block's exchange waits only for the kernels before it. It is followed by the kernels of the
+// next block's backward pass, on a stream that waits for the exchange only after all blocks.
+// (Streamed buffers are ordered by ticks instead: see test_transfers.)
 static void check_overlap(int z) {
     enum { BLOCKS = 3 };
     const Words lines =
@@ -1251,7 +1254,7 @@ static void check_overlap(int z) {
         if (starts(line, "Send/Recv")) {
             exchange = on;
             exchanges++;
-            // The first of a bucket's pieces: the stream has waited for compute just before.
+            // The first exchange of a bucket: its stream has just waited for the compute stream.
             if (waited && z < 2) {
                 expect(block == 0 || block > BLOCKS - 1 || between > 5,
                        "block %d's exchange has %d kernels behind it", BLOCKS - block, between);
@@ -1280,10 +1283,10 @@ TEST(ranks_overlap) {
     check_overlap(3);
 }
 
-// No kernel and no product is called for the first time while a collective may wait for another
-// rank: in steps of one micro-step or of three, in validation, samples and saves, with algorithms
-// that were timed, that a file names, or a checkpoint whose ranks would choose others; in an
-// evaluation. The emulated device ends whoever does.
+// No kernel or matmul is called for the first time while a collective may be waiting for another
+// rank: in steps of one or three micro-steps, in validation, samples and saves, with algorithms
+// that were timed, come from a file, or from a checkpoint although the ranks would choose others;
+// in an evaluation. The emulated device ends a program that does.
 TEST(ranks_first) {
     write_corpus();
     write_file("e.bin", eval_bytes(random_questions(5, 50257, 2)));
@@ -1308,7 +1311,7 @@ TEST(ranks_first) {
     expect_success(program("-e l1h1c16t16 --eval e.bin --json -b 3 --gpus 2"), "--eval");
 }
 
-// Bytes that a rank of a logged run sends, words of ranks (64 bytes of each) left out.
+// Bytes that a rank of a logged run sends, without the ranks' statuses (64 bytes each).
 static long sent_bytes(const Text &arguments, int ranks) {
     long sum = 0;
     for (const Text &line : log_of_rank(logged(arguments))) {
@@ -1320,9 +1323,10 @@ static long sent_bytes(const Text &arguments, int ranks) {
     return sum;
 }
 
-// A step sends, to the byte, the parts of every bucket once to be added and once to be gathered,
-// gradients at stage 0 and weights from stage 1 on, vectors in fp32. Of k micro-steps all add up
-// blocks' gradients from stage 2 on, else the last alone. The plan says the same.
+// A step sends exactly the shards of every bucket, once in the reduce-scatter and once in the
+// all-gather: gradients at stage 0, weights from stage 1 on, vectors in fp32. With k micro-steps,
+// blocks' gradients are reduced in each from stage 2 on, otherwise in the last one only. The plan
+// has the same number.
 TEST(ranks_traffic, REST) {
     enum { C = 96, L = 3, MAX_T = 16, VP = 384, LAST = 3 };
     write_corpus();
@@ -1332,13 +1336,14 @@ TEST(ranks_traffic, REST) {
             auto padded = [&](long count, long to) { return (count + to - 1) / to * to; };
             const long to = 64 * n, stay = padded(VP * C, to) + padded(MAX_T * C, to);
             const long blocks = L * padded(12 * C * C, to);
-            // Twelve vectors' worth of C in a block and two behind, each to a multiple of 64.
+            // Vectors: twelve times C in a block and two more after, each padded to a multiple of
+            // 64.
             const long vector = padded(C, 64);
             const long vectors = padded(L * (6 * vector + padded(3 * C, 64) + padded(4 * C, 64)) +
                                             2 * vector, to);
             const long reduced = 2 * (stay + (z >= 2 ? k : 1) * blocks) + 4 * vectors;
-            // Weights at stage 3: in every micro-step forward and backward, but for the last two
-            // blocks, which stay for backward, and the first two, which are still there from it.
+            // Weights at stage 3: gathered in every micro-step's forward and backward, except the
+            // last two blocks, which stay for backward, and the first two, which are left from it.
             const long transfers = z == 3 ? 2 * k * L - 4 * k + 2 : L;
             const long gathered = 2 * (stay + blocks / L * transfers) + 4 * vectors;
             const long want = (reduced + gathered) / n * (n - 1);
@@ -1353,13 +1358,14 @@ TEST(ranks_traffic, REST) {
                    "%.1f: %s", shown, plan.out.substr(plan.out.find("a step of")).c_str());
         }
     }
-    // A first save is no place for NCCL to take memory: each collective has been called before.
+    // NCCL must not allocate in the first save: each collective has been called before.
     const Outcome o = program(ODD "-d 48 --gpus 2 -z 1 -x 1 --quiet", with("EMU_LOG", "1"));
     expect(o.err.find("] Broadcast on stream") != Text::npos, "no broadcast in the warm-up");
 }
 
 // The number of the last exchange of a run with an output folder: that of the vectors' gradients in
-// its last step, which the gather of their sums follows; or of one of those before it.
+// its last step, which is followed by the gather of their sums; or of the `before`-th one before
+// it.
 static int last_exchange(const Text &arguments, size_t before = 0) {
     int serial = 0;
     Ints numbers;
@@ -1374,8 +1380,8 @@ static int last_exchange(const Text &arguments, size_t before = 0) {
     return numbers.size() > before ? numbers[numbers.size() - 1 - before] : -1;
 }
 
-// One wrong bit in a vector's gradient on one rank ends the run before anything of it is saved, and
-// the run goes on from the checkpoint before as if it had not been.
+// One wrong bit in a vector's gradient on one rank ends the run before any result of it is saved;
+// the run resumes from the previous checkpoint as if it had not happened.
 TEST(ranks_replicas) {
     write_corpus();
     for (const char *zero : {"0", "3"}) {
@@ -1393,7 +1399,7 @@ TEST(ranks_replicas) {
         run(part + " -y 1", "out");
         expect(tensors_of("out", 6) == tensors_of("undisturbed", 6), "another end at -z %s", zero);
     }
-    // The same where nothing is learnt, so that moments alone differ.
+    // The same with a learning rate of 0, where only moments differ.
     for (const char *rate : {"", "-l 0 "}) {
         const Text two = TINY "--gpus 2 -z 1 --quiet " + Text(rate);
         const Text faults = text("EMU_FAULT_RANK=1 EMU_FAULT_FLIP=%d",
@@ -1403,8 +1409,8 @@ TEST(ranks_replicas) {
                        "weights or moments that must be alike on all ranks", "two ranks");
         expect(log_steps("two/log.jsonl") == one_to(100), "steps of the log");
     }
-    // Without ZeRO the blocks' weights are alike too. Exchanges end with those of block 0, the two
-    // pieces of wte's, wpe's and the vectors'.
+    // Without ZeRO the blocks' weights are replicated too. The last exchanges of a step are those
+    // of block 0, the two of wte, and those of wpe and the vectors.
     const Text whole = TINY "--gpus 2 -z 0 --quiet ";
     expect_refused(program(whole + "-x 2 -n 2 -o whole",
                            with_faults(text("EMU_FAULT_RANK=1 EMU_FAULT_FLIP=%d",
@@ -1412,10 +1418,10 @@ TEST(ranks_replicas) {
                    "ranks 0, 1 differ in weights or moments", "a block's gradient");
 }
 
-// A NaN that one rank sends one other makes all of them skip the step, and a norm just above --clip
-// makes all clip alike: their copies agree when they save, the counters are those of the log, and
-// all stages have the same bits. In fp16 all halve the loss scale for the step, which is each
-// rank's own number: where one did not, its part of the next step's gradients would be as wrong.
+// A NaN that one rank sends to another makes all skip the step, and a norm just above --clip makes
+// all clip equally: their replicas agree in the next save, the counters equal the log's, and all
+// stages have the same bits. In fp16 all ranks halve the loss scale, which each stores itself: if
+// one did not, its part of the next step's gradients would be wrong by that factor.
 TEST(ranks_skip_and_clip, REST) {
     write_corpus();
     static const struct {
@@ -1451,7 +1457,7 @@ TEST(ranks_skip_and_clip, REST) {
     }
 }
 
-// Ranks that come late to collectives, by chance, come to the same bits.
+// Ranks that are late for collectives at random get the same bits.
 TEST(ranks_late) {
     write_corpus();
     const Text part = ODD "-d 72 --gpus 3 -z 1 -x 3 -v 1 -m 4 -s 3 -g 4 --clip 0.5";

@@ -1,32 +1,32 @@
-// sass.cpp -- machine code of the kernels against their budgets: what a machine without a GPU can
-// say about speed.
+// sass.cpp -- compares the machine code of the kernels with their budgets: what can be said about
+// speed without a GPU.
 //
-// What it is: every kernel's contract in train_gpt2.cu ends with a line or more of this form,
+// Every kernel's contract in train_gpt2.cu ends with one or more lines of this form,
 //
 //     // budget: <bf16, 64> threads 128 shared 49152 regs 222 blocks 2 instr/elem 13 of 64 loop
 //     //   test gpu_attention
 //
-// and for each GPU below the compiled instance keeps it: at most so many registers, no byte
-// spilled (`spills N`: at most N bytes), at least so many blocks on an SM when it is launched with
-// that many threads and dynamic shared bytes, and at most so many instructions for each of the
-// elements that a thread has. All of the kernel counts, its slow paths too but for subroutines, or
-// with `loop` its longest loop. An instance is named by its first template arguments, none if the
-// kernel is no template; what no line names is reported and not bound. `sm 80`: a line for that GPU
-// alone; sm_75, which has no bf16, has no other lines.
+// and for each GPU below the compiled instance must keep it: at most so many registers, no byte
+// spilled (`spills N`: at most N bytes), at least so many blocks per SM when launched with that
+// many threads and dynamic shared bytes, and at most so many instructions for each of a thread's
+// elements. All of the kernel's instructions are counted, including slow paths but not subroutines,
+// or with `loop` its longest loop. An instance is named by its first template arguments, or none if
+// the kernel is not a template; instances without a line are reported and not limited. `sm 80`: the
+// line applies to that GPU only. sm_75, which has no bf16, has only such lines.
 //
-// Budgets were recorded with one release of nvcc, whose name the log of a compilation opens with.
-// The code of another release keeps wider ones: it shows a kernel that spills or fills its SM no
-// more, not a few registers.
+// Budgets were recorded with one release of nvcc; the log of a compilation starts with its name.
+// For another release the limits are wider: it can only show a kernel that spills or no longer
+// fills its SM, not a few registers.
 //
-// What it refuses to be: a simulator. An instruction is an instruction, however long it takes.
+// This is not a simulator: every instruction counts as one, however long it takes.
 //
 // Build:  make build/test/sass
 // Run:    build/test/sass           from the top of the repository, after make build/sm_80.log ...;
 //                                   NVDISASM names NVIDIA's disassembler if it is not on the PATH
-//         build/test/sass --gpu 80  that GPU alone
-//         build/test/sass WORD      all figures of the instances whose name holds WORD
+//         build/test/sass --gpu 80  only that GPU
+//         build/test/sass WORD      all numbers of the instances whose name contains WORD
 //
-// The disassembler comes with a toolkit; PyPI's nvidia-cuda-nvdisasm holds it alone.
+// The disassembler is part of the toolkit; PyPI's nvidia-cuda-nvdisasm contains only it.
 
 #include <ctype.h>
 #include <cxxabi.h>
@@ -46,12 +46,12 @@ typedef std::string Text;
 
 // -------------------------------------------------------------------------------------------------
 // Budgets
-// From the comments of the source.
+// Read from the comments of the source.
 
 struct Budget {
     Text kernel, arguments, test, arch;
     int line, threads, shared, regs, spills, blocks, elements;
-    double instructions;  // per element; 0: not bound
+    double instructions;  // per element; 0: unlimited
     bool loop;
 };
 
@@ -64,7 +64,7 @@ static bool starts(const Text &s, const char *with) {
     return s.compare(0, strlen(with), with) == 0;
 }
 
-// `words` is what stands behind "budget:", its continuation lines joined.
+// Parses `words`, the text after "budget:" with its continuation lines joined.
 static bool budget_read(const Text &words, Budget *b) {
     Text rest = words;
     if (starts(rest, " <")) {
@@ -103,7 +103,7 @@ static void fault(Source *source, int line, const Text &what) {
     source->faults.push_back("train_gpt2.cu:" + std::to_string(line) + ": " + what);
 }
 
-// The name before "(" where a kernel begins, else empty. `declared`: __global__ has been met.
+// The name before "(" if a kernel begins here, else empty. `declared`: __global__ was seen.
 static Text kernel_name(const Text &code, bool *declared) {
     *declared |= !starts(code, "//") && !starts(code, "#") &&
                  code.find("__global__") != Text::npos;
@@ -119,8 +119,8 @@ static Text kernel_name(const Text &code, bool *declared) {
     return code.substr(at, end - at) + "_kernel";
 }
 
-// A budget and its continuation lines; false, and `line` is the next, where none begins. `tests`:
-// text that names each test.
+// Reads a budget with its continuation lines, after which `line` is the next line; false if none
+// begins here. `tests`: text that names each test.
 static bool budget_lines(std::istream *in, Text *line, int *number, const Text &tests, Source *to) {
     const char opening[] = "// budget:";
     if (!starts(*line, opening)) {
@@ -142,8 +142,8 @@ static bool budget_lines(std::istream *in, Text *line, int *number, const Text &
     return true;
 }
 
-// Does the line use an approximation other than ex2_approx and rcp_approx? Of these the error is
-// stated and the run on the CPU has twins; others are as quick and give a GPU bits of its own.
+// True if the line uses an approximation other than ex2_approx and rcp_approx. The error of these
+// is documented and the emulator has CPU versions; others are no faster and give GPU-specific bits.
 static bool approximates(const Text &line) {
     static const char *const names[] = {"__expf(", "__exp10f(", "__logf(", "__log2f(", "__powf(",
                                         "__fdividef(", "__tanhf(", "rsqrtf(", "__frsqrt_rn("};
@@ -159,7 +159,7 @@ static bool approximates(const Text &line) {
 static Source source_read(const Text &text, const Text &tests) {
     Source source;
     std::istringstream in(text);
-    size_t named = 0;  // budgets whose kernel is known; the others wait for the next kernel
+    size_t named = 0;  // budgets of known kernels; the others apply to the next kernel
     bool declared = false;
     Text line;
     for (int number = 1; std::getline(in, line); number++) {
@@ -181,13 +181,13 @@ static Source source_read(const Text &text, const Text &tests) {
 
 // -------------------------------------------------------------------------------------------------
 // Compiled kernels
-// What ptxas says of each, and its instructions.
+// The output of ptxas for each, and its instructions.
 
 struct Gpu {
     const char *arch;
-    int threads, shared_kib, blocks;  // of an SM, at most
-    int system;                       // bytes of shared memory in a block that are the system's
-    bool has_bf16;                    // otherwise only lines that name it are for it
+    int threads, shared_kib, blocks;  // maximum per SM
+    int system;                       // shared memory per block used by the system
+    bool has_bf16;                    // otherwise only lines that name it apply
 };
 // source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
 static const Gpu gpus[] = {{"80", 2048, 164, 32, 1024, true},
@@ -198,7 +198,7 @@ static const Gpu gpus[] = {{"80", 2048, 164, 32, 1024, true},
 struct Compiled {
     Text kernel, arguments;  // arguments without spaces, bf16 for __nv_bfloat16, fp16 for __half
     int regs, spills, shared;
-    int whole, loop;  // instructions; 0 where there is no disassembly, or no loop
+    int whole, loop;  // instructions; 0 without disassembly, or without a loop
 };
 
 typedef std::map<Text, Compiled> Kernels;  // by mangled name
@@ -209,7 +209,7 @@ static void replace_all(Text *s, const char *what, const char *with) {
     }
 }
 
-// "void gelu_forward_kernel<__nv_bfloat16>(...)" to its name and its arguments.
+// Splits "void gelu_forward_kernel<__nv_bfloat16>(...)" into name and arguments.
 static void name_read(const Text &mangled, Compiled *c) {
     int status;
     char *plain = abi::__cxa_demangle(mangled.c_str(), nullptr, nullptr, &status);
@@ -235,7 +235,7 @@ static void name_read(const Text &mangled, Compiled *c) {
     }
 }
 
-// ptxas -v: three lines a kernel.
+// Output of ptxas -v: three lines per kernel.
 static Kernels log_read(const Text &log) {
     Kernels kernels;
     std::istringstream in(log);
@@ -268,11 +268,11 @@ static Kernels log_read(const Text &log) {
     return kernels;
 }
 
-// Counts one kernel's instructions: lines "/*01a0*/  @P0 BRA `(.L_x_1) ;", labels between them.
-// What follows the first subroutine ("$name:") and the padding behind the code are left out.
+// Counts one kernel's instructions: lines "/*01a0*/  @P0 BRA `(.L_x_1) ;" with labels between them.
+// Subroutines ("$name:") and the padding after the code are not counted.
 struct Counter {
     std::map<Text, int> labels;
-    int count = 0, end = 0, loop = 0;  // end: where the last unconditional EXIT stands
+    int count = 0, end = 0, loop = 0;  // end: the last unconditional EXIT
     bool over = false;
 
     void label(const Text &name) {
@@ -295,7 +295,7 @@ struct Counter {
         }
         const Text target = line.substr(from + 2, line.find(')', from) - from - 2);
         if (labels.count(target) && labels[target] < count - 1) {
-            // Behind the end lies what is rare, as a shuffle of a diverged warp, and comes back.
+            // Rare paths, such as a shuffle of a diverged warp, follow the end and jump back.
             loop = labels[target] < end ? loop : std::max(loop, count - labels[target]);
         } else if (labels.count(target)) {  // a branch to itself ends the code
             count--;
@@ -328,8 +328,9 @@ static void sass_read(const Text &sass, Kernels *kernels) {
     close();
 }
 
-// Blocks on an SM: threads, blocks, shared memory with the system's part of each block, and 65536
-// registers, 256 at a time to a warp, of which a quarter of the SM holds whole ones.
+// Blocks per SM, limited by threads, blocks, shared memory including the system's part of each
+// block, and 65536 registers: allocated to warps in units of 256, each quarter of the SM holds
+// whole warps.
 static int blocks_per_sm(const Gpu &gpu, const Compiled &c, const Budget &b) {
     const int warps = (b.threads + 31) / 32, warp_regs = (c.regs * 32 + 255) / 256 * 256;
     const int by_regs = 65536 / 4 / std::max(warp_regs, 1) * 4 / warps;
@@ -340,7 +341,7 @@ static int blocks_per_sm(const Gpu &gpu, const Compiled &c, const Budget &b) {
 
 // -------------------------------------------------------------------------------------------------
 // Comparison
-// A budget's words against every instance that it names.
+// Compares a budget with every instance that it names.
 
 static bool is_named_by(const Compiled &c, const Budget &b) {
     Text want = b.arguments;
@@ -355,9 +356,9 @@ static bool is_recorded(const Text &log) {
     return log.find(" release ") == Text::npos || log.find(recorded_with) != Text::npos;
 }
 
-// What another release of nvcc has to keep: a quarter more of each, a quarter fewer blocks. Of the
-// 182 lines that ptxas 12.0's code was compared with, the furthest beyond its budget had 10 % more
-// registers, 3 % more instructions, 8 bytes spilled, and no block fewer.
+// Limits for another release of nvcc: a quarter more of each, a quarter fewer blocks. Of the 182
+// lines compared with ptxas 12.0's code, the largest excess over a budget was 10 % more registers,
+// 3 % more instructions and 8 bytes spilled; no block fewer.
 static Budget widened(Budget b) {
     b.regs = std::min(255, b.regs + b.regs / 4);
     b.spills += 64;
@@ -378,7 +379,7 @@ static Text figure(const char *name, double is, double bound, bool good) {
     return text;
 }
 
-// What one instance needs beside its bounds; `good` says whether it keeps them.
+// The numbers of an instance next to its limits; `good` returns whether it keeps them.
 static Text compare(const Gpu &gpu, const Compiled &c, const Budget &b, bool *good) {
     const int blocks = blocks_per_sm(gpu, c, b);
     const bool regs = c.regs <= b.regs, spills = c.spills <= b.spills, enough = blocks >= b.blocks;
@@ -402,8 +403,8 @@ static Text instance_name(const Compiled &c) {
 
 // -------------------------------------------------------------------------------------------------
 // Planted faults
-// A kernel of seven instructions, four of them a loop and one behind the end, whose budget is kept;
-// then every way to miss it, each of which must be seen.
+// A kernel of seven instructions, four of them in a loop and one after the end, which keeps its
+// budget; then every way to violate it, each of which must be detected.
 
 static const char injected_source[] =
     "// What.\n"
@@ -437,14 +438,14 @@ struct Injected {
     const char *where, *from, *to;  // in source, log or sass
 };
 
-// Whether everything is as its budget has it, after one replacement; `release`: of nvcc.
+// True if everything keeps its budget after one replacement; `release`: of nvcc.
 static bool injected_is_good(const Injected &p, const char *release = "13.0") {
     Text source = injected_source, sass = injected_sass;
     Text log = Text("Cuda compilation tools, release ") + release + ", V1\n" + injected_log;
     Text *text = p.where[1] == 'o' ? (p.where[0] == 's' ? &source : &log) : &sass;
     const size_t at = text->find(p.from);
     if (at == Text::npos) {
-        return true;  // then the fault is not planted, and the caller complains
+        return true;  // the fault was not injected, which the caller reports
     }
     text->replace(at, strlen(p.from), p.to);
     const Source read = source_read(source, "TEST(gpu_f, CUDA_ALL) {");
@@ -496,7 +497,7 @@ static Text file_text(const Text &path) {
     return text.str();
 }
 
-// What a command prints; empty where it cannot be run.
+// Output of a command; empty if it cannot be run.
 static Text command_text(const Text &command) {
     Text text;
     FILE *pipe = popen(command.c_str(), "r");
@@ -526,7 +527,7 @@ static void report_injected(void) {
     verdict(wide, "sass  wider bounds for another release of nvcc");
 }
 
-// The kernels of one GPU; false where nothing is compiled for it.
+// Reads the kernels of one GPU; false if nothing was compiled for it.
 static bool kernels_read(const Gpu &gpu, const Text &disassembler, Kernels *kernels,
                          bool *recorded) {
     const Text log = Text("build/sm_") + gpu.arch + ".log";
@@ -571,7 +572,7 @@ static void report_gpu(const Gpu &gpu, const Source &source, const Kernels &kern
     for (const auto &kernel : kernels) {
         const Compiled &c = kernel.second;
         if (!gpu.has_bf16 && c.arguments.find("fp16") == Text::npos) {
-            continue;  // what runs there runs elsewhere too, or not there
+            continue;  // covered by other GPUs, or not supported there
         }
         if (std::none_of(source.budgets.begin(), source.budgets.end(),
                          [&](const Budget &b) { return is_for(b, gpu) && is_named_by(c, b); })) {
@@ -581,7 +582,7 @@ static void report_gpu(const Gpu &gpu, const Source &source, const Kernels &kern
     }
 }
 
-// Every figure of the instances whose name holds `word`: for whoever writes a kernel.
+// Prints all numbers of the instances whose name contains `word`, for authors of kernels.
 static void print_figures(const Text &word, const Text &disassembler) {
     for (const Gpu &gpu : gpus) {
         Kernels kernels;
@@ -616,7 +617,7 @@ int main(int argc, char **argv) {
     }
     verdict(!source.budgets.empty(),
             "sass  " + std::to_string(source.budgets.size()) + " budgets in train_gpt2.cu");
-    bool bound = false;  // has the one GPU asked for budgets?
+    bool bound = false;  // has the selected GPU any budgets?
     for (const Gpu &gpu : gpus) {
         Kernels kernels;
         bool recorded;

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Tests of data/tokenize, data/prepare.sh and dev/report.py. Works in a scratch folder with a space
-# in its name and leaves data/ as it is. One line a test, last line `N passed, N failed, N skipped`.
+# in its name and leaves data/ unchanged. One line per test, last line `N passed, N failed, N
+# skipped`.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 root=$PWD
@@ -16,7 +17,7 @@ equal() {
     verdict "$1" $? "found '$2', expected '$3'"
 }
 
-# refuses NAME PATTERN COMMAND...: exit status 1, one line on stderr that matches, no shard left.
+# refuses NAME PATTERN COMMAND...: exit status 1, one matching line on stderr, no shard left.
 refuses() {
     local name=$1 pattern=$2 said status
     shift 2
@@ -28,7 +29,7 @@ refuses() {
     rm -f bad*
 }
 
-# numbers FORMAT SKIP FILE: what stands in a file after SKIP bytes.
+# numbers FORMAT SKIP FILE: the numbers in a file after SKIP bytes.
 numbers() { od -An -v -t"$1" -j "$2" "${@:3}" | tr -s ' \n' ' ' | sed 's/^ //; s/ $//'; }
 
 cp data/prepare.sh data/tokenize data/stories "$scratch" && cd "$scratch" || exit 1
@@ -40,7 +41,7 @@ equal "header" "$(numbers d4 0 -N20 one_train.bin)" "20240520 1 11 257 1"
 equal "tokens are bytes" "$(numbers u2 1024 one_train.bin)" \
     "72 101 108 108 111 44 32 195 164 255 10"
 equal "no validation with fraction 0" "$(ls one_*)" "one_train.bin"
-$tokenize -o two --val-fraction 0.25 text > /dev/null    # 8.25: inside the two bytes of a character
+$tokenize -o two --val-fraction 0.25 text > /dev/null    # 8.25: inside a two-byte character
 equal "no character is cut" "$(numbers u2 1024 two_val.bin)" "255 10"
 head -c 3000000 /dev/zero | tr '\0' 'a' > long
 $tokenize -o long long > /dev/null
@@ -132,8 +133,8 @@ for t in 1 2 5; do
 done
 equal "any number of threads" "${sum[1]} ${sum[2]}" "${sum[2]} ${sum[5]}"
 
-# Interruptions, at any moment. The reference is the run just above.
-interrupt() {    # interrupt SIGNAL SHARD COMMAND...: ends the command when that shard is there
+# Interruptions at any moment. The reference is the run just above.
+interrupt() {    # interrupt SIGNAL SHARD COMMAND...: ends the command once that shard exists
     "${@:3}" > said 2>&1 &
     local job=$!
     until [ -e "$2" ] || ! kill -0 $job 2> /dev/null; do sleep 0.002; done
@@ -223,7 +224,7 @@ $(numbers u2 1024 bpe_train.bin)" "8 50257 0 50256 40 1183 467 13 50256 15496 99
     $bpe --val-fraction 0 -o bpe said > /dev/null
     equal "GPT-2 tokens, plain" "$(numbers u2 1024 bpe_train.bin)" \
         "40 1183 467 13 198 27 91 437 1659 5239 91 29 198 15496 995"
-    head -c 4500000 /dev/zero | tr '\0' 'a' > solid    # longer than a text goes uncut
+    head -c 4500000 /dev/zero | tr '\0' 'a' > solid    # longer than an uncut text may be
     $bpe --threads 2 --val-tokens 5 -o bpe solid > /dev/null
     equal "GPT-2 tokens, nowhere to cut" "$(numbers u2 1024 bpe_val.bin)" \
         "24794 24794 24794 24794 24794"
@@ -231,7 +232,7 @@ else
     skip "GPT-2 tokens" "neither DATA_MIRROR nor data/ has vocab.bpe"
 fi
 
-# The stories are the same bytes whatever builds them.
+# The stories have the same bytes with every compiler.
 stories_sum=70fc3fac996a007e1cf13a707a473b813a1aa6ad6d0710fdc4500aeb3f9613c5
 for compiler in "gcc -O0" "gcc -O3 -march=native" "gcc -m32 -O2" "gcc -funsigned-char -O2" \
     "clang -O0" "clang -O3 -march=native" "clang -m32 -O2"; do
@@ -254,8 +255,7 @@ else
     skip "stories on a full disk" "no /dev/full"
 fi
 
-# prepare.sh in a repository of its own: the text never leaves this folder, and the net is out of
-# reach.
+# prepare.sh in a separate repository: no download, since the network is unreachable here.
 mkdir -p repo/data mirror && mv prepare.sh tokenize stories repo/data/
 cp text mirror/tinyshakespeare.txt
 export http_proxy=http://127.0.0.1:9 https_proxy=http://127.0.0.1:9
@@ -263,7 +263,7 @@ prepare=repo/data/prepare.sh
 DATA_MIRROR=$PWD/mirror refuses "mirror with another text" "is not the known tiny" $prepare
 DATA_MIRROR=$PWD/absent refuses "mirror without the text" "holds no tinyshakespeare.txt" $prepare
 refuses "unknown corpus" "unknown corpus 'pile'; known: tinyshakespeare tinystories" $prepare pile
-# Without mirror and net: a curl that reaches nobody counts how often it is asked.
+# Without mirror and network: a curl that never connects counts its calls.
 made="data: stories made here, since tinyshakespeare could not be had"
 mkdir stub && printf '#!/bin/sh\necho call >> "%s/calls"\nexit 7\n' "$PWD" > stub/curl
 chmod +x stub/curl
@@ -277,7 +277,7 @@ $(numbers u2 1024 -N2 repo/data/stories_bytes_val.bin)" "256 256"
 equal "the net is asked once a call" "$(wc -l < calls)" 1
 equal "stories, called again: one line" \
     "$(env -u DATA_MIRROR PATH="$PWD/stub:$PATH" $prepare 2>&1)" "$made"
-# The program finds data/ where it is called, else beside itself.
+# The program finds data/ in the current folder, else next to itself.
 mkdir -p elsewhere && cp "$root/train_gpt2" repo/
 train="../repo/train_gpt2 -e l1h1c16t16 -b 2 -x 1 -m 1"
 says "data/ beside the program" \
@@ -318,9 +318,9 @@ else
     skip "tinyshakespeare" "neither DATA_MIRROR nor data/ has the text"
 fi
 
-# The download itself, against a server of our own. `mode` says how it behaves: plain (knows no
-# ranges, as python's http.server), range, cut (announces all, sends half and closes), and cut-range
-# (sends 1,500,000 bytes at most, and the rest to who asks for it).
+# The download itself, from a local server. `mode` selects its behaviour: plain (no ranges, like
+# python's http.server), range, cut (announces everything, sends half and closes), and cut-range
+# (sends at most 1,500,000 bytes, and the rest on request).
 cat > server.py << 'END'
 import http.server, os, re
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -427,7 +427,7 @@ vocab.bpe 50256 505 50256 11545 27 91 437 1659"
         "$(served 2>&1 | tr '\n' ' ')"
     rm -rf repo/data/kept
 done
-# dev/report.py: of a run made here and of a plan, read back by parsers of the standard library.
+# dev/report.py: reports of a run made here and of a plan, parsed with the standard library.
 cat > read.py << 'END'
 import html.parser, json, re, sys, xml.etree.ElementTree
 void, svg = {"meta", "br"}, "{http://www.w3.org/2000/svg}"
@@ -478,7 +478,7 @@ if command -v python3 > /dev/null; then
         "5 of 5 $(logged loss | tail -1) $(logged val_loss | sort -n | head -1) at step" \
         "$(python3 read.py figures run/report.html)"
     says "report: memory of the run" ">Memory over a step: [0-9]" "$(cat run/report.html)"
-    (cd run && report . -o ../away.html > /dev/null)  # whose data no program finds from there
+    (cd run && report . -o ../away.html > /dev/null)  # from there no program finds its data
     says "report: no memory to show" "No program built here plans the bytes of this run" \
         "$(cat away.html)"
     equal "report: validations" "$(python3 read.py checks run.svg)" \
@@ -497,7 +497,7 @@ if command -v python3 > /dev/null; then
     sed 's/"first":[0-9]*/"first":0.5/' plan.json > damaged.json
     refuses "report: a damaged plan" "damaged.json is not what --plan --json prints" \
         python3 "$root/dev/report.py" --plan damaged.json
-    # What a log may hold: no number, markup, control bytes, a last line cut short.
+    # What a log may contain: non-finite numbers, markup, control bytes, a truncated last line.
     printf '%s\n%s\n%s' '{"step":6,"loss":null,"grad_norm":null,"lr":1e400,"skipped":1}' \
         '{"step":6,"sample":"</pre></script><script>alert(1)</script>\u0000\u001b[1m&amp;\ud800"}' \
         '{"step":7,"lo' >> run/log.jsonl

@@ -1,11 +1,11 @@
-// training.cpp -- whole runs that learn, in the memory that was planned.
+// training.cpp -- whole runs that learn, within the planned memory.
 //
 // Run:    build/test/training [--program build/train_gpt2_double] [NAME...]
 
 #include "files.h"
 #include <set>
 
-// One batch over and over is learnt by heart; the prompt opens the sample; the log says everything.
+// A single repeated batch is memorized; the sample starts with the prompt; the log is complete.
 TEST(overfit) {
     write_corpus();
     Outcome o = program("-i train.bin -j val.bin -e l1h2c32t16 -b 2 -a 1 -x 240 -l 3e-3 -v 60 -m 0 "
@@ -23,8 +23,8 @@ TEST(overfit) {
     detail = text("loss %.4f after 240 steps", loss);
 }
 
-// The words of a text, in small letters, and how many of its sentences end as they should: before a
-// capital letter, the text's end or, where a quotation ends, anything.
+// The words of a text in lower case, the number of sentences, and how many of them end properly:
+// before a capital letter, at the end of the text or, at the end of a quotation, before anything.
 static Words words_of(const Text &all, int *sentences, int *ended) {
     Words words(1);
     *sentences = *ended = 0;
@@ -41,14 +41,14 @@ static Words words_of(const Text &all, int *sentences, int *ended) {
                       all[next] == '<' || all[i + 1] == '"';
         }
     }
-    words.pop_back();  // the last one is empty, or cut
+    words.pop_back();  // the last one is empty or truncated
     return words;
 }
 
-// `make train` without a network: 300 steps of its recipe on the stories reach the loss that is
-// stated here, a third of the sample's words are words and its sentences end; all of its steps
-// (FULL=1) reach the loss that the Makefile states. A uniform guess has loss 5.55, letter
-// frequencies alone 3.10.
+// `make train` without a network: 300 steps of its recipe on the stories reach the loss asserted
+// here, a third of the sample's words exist and its sentences end properly; all of its steps
+// (FULL=1) reach the loss stated in the Makefile. A uniform guess has loss 5.55, letter frequencies
+// alone 3.10.
 TEST(make_train) {
     const Text makefile = read_file(root + "/Makefile"), files = training_files();
     auto behind = [&](const char *key) {
@@ -87,18 +87,19 @@ TEST(make_train) {
                   ended, sentences);
 }
 
-// The CPU program computes in fp32, and the GPU's is asked to.
+// The CPU program computes in fp32; the GPU program does with this option.
 static Text in_fp32() {
     const Text name = tested.substr(tested.rfind('/') + 1);
     return name.find("cu") == Text::npos ? "" : " --dtype fp32";
 }
 
-// Rounding of the losses and norms below, relative. Seen in 60 steps of either program: 2.4e-7 of a
-// loss, 4.7e-7 of a norm.
+// Relative rounding error allowed for losses and norms below. Measured in 60 steps of either
+// program:
+// 2.4e-7 of a loss, 4.7e-7 of a norm.
 static const double LOSS_TOL = 1e-6, NORM_TOL = 1e-5;
 
-// A batch of four is that of two in two micro-steps and of one in four: the same sequences in every
-// step, beyond the end of the data, and the same mean over them, in loss, gradient and update.
+// A batch of four equals two micro-steps of two and four of one: the same sequences in every step,
+// also past the end of the data, and the same mean over them, in loss, gradient and update.
 TEST(micro_batches) {
     write_corpus();
     const Text run = "-i train.bin -e l2h2c16t16 -d 64 -x 60 -u 5 -l 3e-3 --clip 0.5 --quiet" +
@@ -123,14 +124,14 @@ TEST(micro_batches) {
            want[0].back());
 }
 
-// The validation loss is a mean over sequences, so the same sequences give the same in batches of
-// any size, and sequences that are all alike the loss of one; those at the end that fill no batch
-// are left out, and are not counted.
+// The validation loss is a mean over sequences, so it is the same for any batch size, and for
+// identical sequences it is the loss of one. Sequences at the end that do not fill a batch are left
+// out and not counted.
 TEST(validation) {
     enum { T = 16, WINDOWS = 11 };
     write_corpus();
     Ids tokens, same;
-    for (int i = 0; i <= WINDOWS * T; i++) {  // the last windows are not like the others
+    for (int i = 0; i <= WINDOWS * T; i++) {  // the last windows differ from the others
         tokens.push_back((uint16_t)(i < 8 * T ? 97 + i % 3 : i * 37 % 256));
         same.push_back((uint16_t)(97 + i % T));
     }
@@ -164,7 +165,7 @@ TEST(validation) {
     expect(validate("val", 1, 0) != validate("val", 1, 10), "the last sequence is left out");
 }
 
-// Lines of steps in a log that may end in the middle of one.
+// Number of step lines in a log, which may end within one.
 static int log_steps_of(const Text &folder) {
     const Text log = read_file(folder + "/log.jsonl");
     int steps = 0;
@@ -174,7 +175,7 @@ static int log_steps_of(const Text &folder) {
     return steps;
 }
 
-// Resident memory of a run against its plan: within 50 MB, as README promises.
+// Resident memory of a run is within 50 MB of its plan, as README promises.
 TEST(resident_memory) {
     write_corpus();
     const Outcome o = program("-i train.bin -e l2h8c512t32 -b 2 -x 2 -o out --quiet");
@@ -184,8 +185,8 @@ TEST(resident_memory) {
                 o.resident_bytes / 1e6, plan / 1e6);
 }
 
-// Steps that are all skipped end the run; what it leaves as its newest checkpoint is from before
-// them, whatever --save-every says. A log's loss is null from the first update that diverged.
+// If all steps are skipped, the run ends; its newest checkpoint is from before them, whatever
+// --save-every says. The loss in the log is null from the first update that diverged.
 TEST(max_skips) {
     write_corpus();
     const Text diverging = "--quiet -l 1 -c 11 -k constant -v 0 -n 1 -o out ";
@@ -209,7 +210,7 @@ TEST(max_skips) {
     detail = text("diverged in step %d", before + 1);
 }
 
-// A file of data that becomes shorter while a run reads it costs the run no step that it has done.
+// A data file that becomes shorter during a run costs no finished step.
 TEST(data_cut) {
     write_corpus();
     for (const char *file : {"train.bin", "val.bin"}) {
@@ -234,8 +235,8 @@ TEST(data_cut) {
     }
 }
 
-// A program starts itself anew, once, with threads that spin for microseconds only; arguments, name
-// and process stay, and whoever has chosen a policy keeps it.
+// A program restarts itself once, with threads that spin for microseconds only; arguments, name and
+// process id stay the same, and a policy set by the user is kept.
 TEST(waiting) {
 #ifdef _OPENMP
     write_corpus();
@@ -260,8 +261,8 @@ TEST(waiting) {
 #endif
 }
 
-// A program that a dynamic loader was told to run goes on in that process: anew, the loader would
-// take its arguments for its own.
+// A program started through a dynamic loader does not restart itself, because the loader would
+// interpret the program's arguments.
 TEST(loader) {
     static const char loader[] = "/lib64/ld-linux-x86-64.so.2";
     if (access(loader, X_OK) != 0 || has_sanitizers()) {
@@ -280,8 +281,8 @@ TEST(loader) {
     expect(o.out.find("\nfinished after step 1,") != Text::npos, "%s", o.out.c_str());
 }
 
-// 200 steps with products of bf16 stay within 2 % of those in fp32, each and every one; a resume
-// without them says so.
+// The loss of each of 200 steps with bf16 matmuls is within 2 % of that in fp32; a resume without
+// them reports it.
 TEST(bf16_matmuls) {
     const Text run = training_files() + " -e l2h2c64t64 -b 2 -l 1e-3 -u 20 -v 0 -o ";
     const Outcome exact = program(run + "exact -x 200"),
@@ -305,8 +306,8 @@ TEST(bf16_matmuls) {
     detail = text("losses within %.2e, bound 2e-2", worst);
 }
 
-// Wherever states live, a run has the same losses, validations, samples and checkpoints; what one
-// leaves another goes on from, at home elsewhere; --eval scores alike.
+// Losses, validations, samples and checkpoints do not depend on where states are placed; a run
+// resumes a checkpoint with another placement; --eval gives the same scores.
 TEST(homes) {
     write_corpus();
     write_file("e.bin", eval_bytes(random_questions(3, 50257, 2)));

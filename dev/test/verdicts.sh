@@ -1,6 +1,6 @@
-# What the tests in shell share; a script reads this and names itself:
+# Shared by the tests written in shell; a script sources this file and gives its name:
 #   . dev/test/verdicts.sh NAME
-# One line a test, counted; the script's last line is
+# Prints and counts one line per test; the script's last line is
 #   echo "$passed passed, $failed failed, $skipped skipped"
 # shellcheck shell=bash
 subject=$1 passed=0 failed=0 skipped=0

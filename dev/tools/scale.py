@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Bytes and time of a step from 1 to 1,024 GPUs, as tables for dev/notes/scale.md.
 
-Bytes are those that `train_gpt2 --plan --gpus N -z S` prints; the time of computing is its forecast
-for one H200, and the time of the exchange is bytes over rates: NVLink's is that of its forecast
-(the last of the card's row in train_gpt2.c), the others are nominal. Nothing here is measured.
+Bytes are those printed by `train_gpt2 --plan --gpus N -z S`; compute time is its forecast for one
+H200; exchange time is bytes over rates: NVLink's is that of the forecast (the last of the card's
+row in train_gpt2.c), the others are nominal. Nothing here is measured.
 Run:    make train_gpt2 && dev/tools/scale.py
 """
 import re
@@ -12,8 +12,8 @@ from pathlib import Path
 
 MODELS = (("d12", 12, 64), ("d48", 48, 16))  # name, layers, sequences of 1,024 tokens on each GPU
 CARD = "h200"
-PCIE, NODE = 31.5e9, 50e9                    # bytes/s: a GPU each way, a machine of eight
-MACHINE = 8                                  # GPUs in it
+PCIE, NODE = 31.5e9, 50e9                    # bytes/s: per GPU and direction, per machine
+MACHINE = 8                                  # GPUs per machine
 MESSAGE = 1e-6                               # s: assumed for one send to one rank
 FORECAST = Path(__file__).resolve().parents[2] / "train_gpt2.c"
 NVLINK = float(re.search(rf'{{"{CARD}", {{.* (\S+)}}}}', FORECAST.read_text())[1])
@@ -29,14 +29,14 @@ def plan(model, batch, gpus, stage):
 
 
 def size(text, pattern):
-    """A size in bytes that the plan prints; 0 where it does not."""
+    """A size in bytes printed by the plan; 0 if it is missing."""
     found = re.search(pattern + r" ([0-9.]+) (\w+)", text)
     return float(found[1]) * UNITS[found[2]] if found else 0.0
 
 
 def exchange(bytes_added, bytes_gathered, gpus, layers, link):
-    """Seconds to add and to gather. Between machines each rank sends every other its part, so that
-    eight ranks share the machine's line; a gather goes round in a ring that crosses it once."""
+    """Seconds to add and to gather. Between machines each rank sends its part to every other one,
+    so eight ranks share the machine's link; a gather uses a ring that crosses it once."""
     messages = MESSAGE * (gpus - 1) * (layers + 3)  # one to each rank for each bucket
     if gpus <= MACHINE:
         return bytes_added / link + messages, bytes_gathered / link
@@ -62,10 +62,10 @@ def main():
                 times, steps, binds = [], [], ""
                 for link in (NVLINK, PCIE):
                     add, gather = exchange(added, gathered, gpus, layers, link)
-                    # Sums hide behind backward, two thirds of a step; at -z 3 all hides.
+                    # Sums overlap with backward, two thirds of a step; at -z 3 everything overlaps.
                     hidden = max(compute, add + gather) if stage == 3 else 0
                     step = hidden or max(compute, compute / 3 + add) + gather
-                    late = add if stage == 3 else add - compute * 2 / 3  # what does not hide
+                    late = add if stage == 3 else add - compute * 2 / 3  # not hidden
                     binds = binds or ("computing" if step < 1.1 * compute else
                                       "adding" if late > gather else "gathering")
                     times.append(f"{1e3 * (add + gather):.1f}")

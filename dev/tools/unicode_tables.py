@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Prints the Unicode tables of the tokenizer, as tiktoken's regex engine has them.
+"""Prints the tokenizer's Unicode tables, with the classes of tiktoken's regex engine.
 
     dev/tools/unicode_tables.py            the C lines
-    dev/tools/unicode_tables.py --check    exit status 1 when data/tokens.c does not hold them
+    dev/tools/unicode_tables.py --check    exit status 1 if data/tokens.c does not contain them
 
-Needs tiktoken. A table is the runs of a class in order of code points, gap, length, gap, length,
-each number in digits of base 92 from '#' on: the last digit of a number is below 76, and each
-further digit before it counts in the 16 above (data/tokens.c, class_runs).
+Needs tiktoken. A table lists the runs of a class in order of code points: gap, length, gap, length,
+..., each number in base-92 digits from '#' on. The last digit of a number is below 76, and each
+digit before it counts in the 16 above (data/tokens.c, class_runs).
 """
 import os
 import sys
@@ -20,7 +20,7 @@ EVERY = "".join(chr(c) for c in range(0x110000) if not 0xD800 <= c < 0xE000)
 
 
 def matches(pattern):
-    """Code points that the engine finds with a pattern: what it does not find is left out."""
+    """Code points that the engine matches with a pattern."""
     byte_ranks = {bytes([i]): i for i in range(256)}
     encoding = tiktoken.Encoding("bytes", pat_str=pattern, mergeable_ranks=byte_ranks,
                                  special_tokens={})
@@ -28,7 +28,7 @@ def matches(pattern):
 
 
 def unicode_version():
-    """The newest version whose characters the engine knows."""
+    """The newest Unicode version that the engine supports."""
     newest = None
     for version in ("14.0", "15.0", "15.1", "16.0", "17.0", "18.0", "19.0"):
         try:
@@ -40,7 +40,7 @@ def unicode_version():
 
 
 def number(value):
-    """Digits of one number, the first one first."""
+    """Digits of a number, most significant first."""
     digits = chr(FIRST + value % FINAL)
     value //= FINAL
     while value:
@@ -66,7 +66,7 @@ def table(name, pattern):
     text = "".join(number(v) for v in runs(matches(pattern)))
     lines, line = [], ""
     for c in text:
-        c = "\\" + c if c in "\\?" else c    # two question marks would begin a trigraph
+        c = "\\" + c if c in "\\?" else c    # two question marks would start a trigraph
         if len(line) + len(c) > 92:
             lines.append(line)
             line = ""

@@ -1,7 +1,7 @@
-// budget.h -- tests of part B about settings and time: what fits, what -r auto and --fit choose,
+// budget.h -- tests of part B about settings and time: what fits, the choices of -r auto and --fit,
 // forecasts.
 
-// What does not fit is refused before anything is allocated, with what would help.
+// Settings that do not fit are refused before any allocation, with changes that would help.
 TEST(plan_refuse, HOST) {
     Settings s = draw_settings();
     s.model = shape("l4h4c128t64", 257);
@@ -32,9 +32,9 @@ TEST(plan_refuse, HOST) {
     plan_free(&p);
 }
 
-// The mixture of levels that fits is in the room, as a command line says it, `none` where there is
-// room for everything, and more room never makes a slower one; nor is a level for all blocks that
-// fits any faster, but for the one block by which a mixture goes too far.
+// The mixture of levels that fits stays within the memory, can be typed as an option, and is `none`
+// if everything fits. More memory never makes it slower. No single level for all blocks that fits
+// is faster, except for the one block by which a mixture may overshoot.
 TEST(levels_fit, FLOAT) {
     const int count = full_or(150, 3000);
     double worst_price = 0;
@@ -75,7 +75,7 @@ TEST(levels_fit, FLOAT) {
         }
         expect(recompute_text(&s).s == Text("none"), "%s: room for everything", who.c_str());
         expect(settings_fit_levels(&s, &v, few - 1) >= few, "%s: too little", who.c_str());
-        // In exactly the bytes of a mixture there is nothing slower than that mixture.
+        // With exactly the bytes of a mixture, the result is not slower than that mixture.
         int hull[RECOMPUTE_LEVELS];
         Settings mixed = s;
         settings_mix(&mixed, hull, draw(0, (level_hull(hull, &v) - 1) * s.model.L));
@@ -103,8 +103,8 @@ static Text options_replaced(const Text &base, const Text &options) {
     return line;
 }
 
-// Every cure, typed as the program prints it, makes the plan fit, and no part of it is idle; where
-// there is none the smallest settings do not fit either.
+// Every suggested change, typed as printed, makes the plan fit, and all of its parts are needed. If
+// there is none, even the smallest settings do not fit.
 TEST(remedies, FLOAT) {
     static const char *const types[] = {"--dtype fp32", "--dtype bf16", "--moments bf16",
                                         "--moments bf16 -w none", "-w none", "--dtype fp16"};
@@ -136,7 +136,7 @@ TEST(remedies, FLOAT) {
             expect(i == 0 || r.kind > before.kind ||
                        (r.kind == before.kind && r.slower >= before.slower),
                    "%s: order", base.c_str());
-            // Both forecasts are of a step with as many tokens.
+            // Both forecasts are for a step with the same number of tokens.
             const Speed v = speed_usual(&s);
             const double slower = forecast_tokens_per_s(&v, &s, 1) /
                                       forecast_tokens_per_s(&v, &changed, s.B / changed.B) - 1;
@@ -199,8 +199,8 @@ TEST(remedy_steps, FLOAT) {
     }
 }
 
-// What -r auto and --offload auto choose for a run as typed, on a GPU with `device` bytes for the
-// plan and `host` bytes to pin.
+// The choices of -r auto and --offload auto for options as typed, on a GPU with `device` bytes for
+// the plan and `host` bytes that can be pinned.
 static Settings automatic(const Text &options, size_t device, size_t host) {
     Options o;
     MemoryBudget budget = {};
@@ -212,8 +212,8 @@ static Settings automatic(const Text &options, size_t device, size_t host) {
     return s;
 }
 
-// auto: nothing where there is room, levels before homes, no more homes than needed, nothing that
-// was asked for is changed, and what lacks host memory stays on the device.
+// auto: nothing if everything fits; recompute levels before offload; no more offload than needed;
+// explicit options are unchanged; what does not fit into host memory stays on the device.
 TEST(auto, HOST) {
     const Text run = "-e l6h2c64t64 -b 4";
     const Settings whole = planned(run + " -r none"), least_kept = planned(run + " -r block");
@@ -239,8 +239,8 @@ TEST(auto, HOST) {
     expect(chosen(" -r mlp:2,norm", all, 0) == "mlp:2,norm none");
 }
 
-// The forecast against figures counted kernel by kernel from the machine code, tokens/s at 0.5M
-// tokens a step: a card's rates and the work of stages must give them back within 6 %.
+// The forecast against numbers counted kernel by kernel from the machine code, in tokens/s at 0.5M
+// tokens per step: the card's rates and the work of the stages must reproduce them within 6 %.
 TEST(forecast, HOST) {
     static const struct {
         const char *card, *options;
@@ -266,7 +266,7 @@ TEST(forecast, HOST) {
         expect_near(forecast_tokens_per_s(&v, &s, step_micros(&o, &s)), c.tokens_per_s,
                     0.06 * c.tokens_per_s, "%s %s", c.card, c.options);
     }
-    // A chunk of logits costs the same whether it is full or not.
+    // A chunk of logits costs the same whether or not it is full.
     Settings chunks = planned("-e d12 -b 4 -t 1024 -r none");
     const Speed of_chunks = speed_usual(&chunks);
     auto with_rows = [&](int rows) {
@@ -276,7 +276,7 @@ TEST(forecast, HOST) {
     expect(of_chunks.chunk > 0 && with_rows(3072) == with_rows(2048));
     expect_near(with_rows(2048) - with_rows(4096), of_chunks.chunk, 1e-6 * of_chunks.chunk,
                 "a chunk more");
-    // A level costs what it computes again; homes cost time; a larger step hides an update.
+    // A level costs what it recomputes; offload costs time; a larger step amortizes the update.
     const Settings s = planned("-e d12 -r none"), mlp = planned("-e d12 -r mlp");
     const Settings away = planned("-e d12 -r none --offload moments,master");
     const Speed v = speed_usual(&s);
@@ -289,9 +289,9 @@ TEST(forecast, HOST) {
     expect(forecast_tokens_per_s(&v, &away, 64) > forecast_tokens_per_s(&v, &away, 1));
 }
 
-// What README and the refusals promise of GPT-2 1558M in 15 GiB and below.
+// README's and the refusals' promises for GPT-2 1558M in 15 GiB and less.
 TEST(fit_sizes, FLOAT) {
-    // Of batches that are equally fast the smaller one is recommended, wherever it is listed.
+    // Of equally fast batches the smaller one is recommended, wherever it is listed.
     std::vector<FitPoint> equal(2);
     for (const int larger : {0, 1}) {
         for (int i = 0; i < 2; i++) {
@@ -315,7 +315,7 @@ TEST(fit_sizes, FLOAT) {
         }
         return f;
     };
-    // Mixed levels are among the points of --fit all too, which finds no less than any.
+    // The points of --fit all include mixed levels, so its best point is as good as --fit any's.
     const FitPoint any = chosen("--fit any -e d12 --gpu-mem 3GiB"),
                    all = chosen("--fit all -e d12 --gpu-mem 3GiB");
     expect(all.tokens_per_s >= any.tokens_per_s && all.tier <= any.tier, "%.0f tokens/s, any %.0f",
@@ -332,8 +332,8 @@ TEST(fit_sizes, FLOAT) {
     expect(recompute_text(&f.settings).s == Text("gelu") && f.tier == 0);
 }
 
-// Several GPUs: the largest batch that --fit finds takes each of them what its plan says, beside
-// NCCL; the next one does not fit, and gradients are never sent to the host.
+// Several GPUs: the largest batch that --fit finds uses on each GPU what its plan says, in addition
+// to NCCL; the next larger one does not fit; gradients are never offloaded.
 TEST(fit_ranks, FLOAT) {
     static const struct {
         int ranks, zero;
@@ -367,14 +367,14 @@ TEST(fit_ranks, FLOAT) {
     }
 }
 
-// Of N ranks: between the tokens of one and N times as many. What they exchange once a step hides
-// behind the last micro-step's computation alone, what visits behind every one's; where nothing
-// hides it costs its bytes over the link.
+// N ranks: between one and N times the tokens/s of one. The exchange once per step is hidden by the
+// last micro-step's computation only; streamed buffers are hidden by that of every micro-step. What
+// is not hidden costs its bytes over the link.
 TEST(forecast_ranks, HOST) {
     for (const char *card : {"4090", "t4", "h100"}) {
         const Text options = text("--gpu %s -e d12 -b 1 -r none --gpus ", card);
         const Settings one = planned(options + "1");
-        Options o;  // whose text lives until the next are parsed
+        Options o;  // its texts are valid until the next parse
         parse(&o, ("--plan " + options + "1").c_str());
         const Speed v = speed_predict(rates_named(&o), &one);
         for (int ranks : {1, 2, 4, 8}) {
@@ -397,7 +397,7 @@ TEST(forecast_ranks, HOST) {
             Speed slow = v, free = v;
             slow.peer_byte = 1;
             free.peer_byte = 0;
-            // Sums and visits take longer than the computation here, and stand in its place.
+            // Exchange and streaming take longer than the computation here, and replace its time.
             const double micro = forecast_micro(&v, &s, 1);
             expect_near(forecast_step(&slow, &s, 1) - forecast_step(&free, &s, 1),
                         t.reduced + t.gathered - micro, 1, "%s -z %d", card, zero);

@@ -1,7 +1,7 @@
-// data.h -- tests of tokens and batches. Shards here hold tokens that are all different, so a
-// window is identified by its content.
+// data.h -- tests of tokens and batches. All tokens of a shard differ here, so that a window can be
+// identified by its content.
 
-// Shards a.bin, b.bin, c.bin of 101, 69 and 200 tokens; token i of all is i.
+// Shards a.bin, b.bin, c.bin of 101, 69 and 200 tokens; overall, token i is i.
 static void write_three_shards() {
     int next = 0;
     static const int counts[] = {101, 69, 200};
@@ -36,8 +36,8 @@ TEST(rank_positions, HOST) {
     }
 }
 
-// Every window once an epoch, whatever the number of ranks; targets follow inputs; the tokens that
-// fill no window get their turn in other epochs.
+// Every window occurs once per epoch, whatever the number of ranks; targets are shifted inputs;
+// tokens that are in no window of one epoch are used in others.
 TEST(loader_coverage, HOST) {
     enum { T = 8, WINDOWS = 12 + 8 + 24, TOKENS = 370 };
     Dataset d;
@@ -50,7 +50,7 @@ TEST(loader_coverage, HOST) {
     std::vector<Token> orders[2];
     for (uint32_t epoch = 0; epoch < 60; epoch++) {
         std::vector<int> starts(TOKENS);
-        for (int i = 0; i < WINDOWS; i++) {  // as ranks with B 1 would ask: position by position
+        for (int i = 0; i < WINDOWS; i++) {  // one position at a time, like a rank with B 1
             Token in[T], out[T];
             dataset_batch(&d, (int64_t)epoch * WINDOWS + i, 1, in, out);
             for (int t = 0; t < T; t++) {
@@ -72,7 +72,7 @@ TEST(loader_coverage, HOST) {
         }
     }
     expect(std::count(met.begin(), met.end(), 0) == 0, "tokens never visited");
-    for (std::vector<Token> &order : orders) {  // the epochs' tokens differ: count windows instead
+    for (std::vector<Token> &order : orders) {  // tokens differ between epochs, so count windows
         std::vector<Token> sorted = order;
         std::sort(sorted.begin(), sorted.end());
         for (Token &first : order) {
@@ -80,7 +80,7 @@ TEST(loader_coverage, HOST) {
         }
     }
     expect(orders[0] != orders[1], "every epoch has an order of its own");
-    // Any grouping into batches gives the same sequences, also across the end of an epoch.
+    // Every grouping into batches gives the same sequences, also across the end of an epoch.
     Token in[8][T], out[8][T], one[T], next[T];
     for (int shuffle = 0; shuffle < 2; shuffle++) {
         d.shuffle = shuffle;
@@ -97,7 +97,7 @@ TEST(loader_coverage, HOST) {
     detail = "3 shards, 60 epochs";
 }
 
-// Prompts and samples are text where a vocabulary is at hand.
+// Prompts and samples are text if a vocabulary is available.
 TEST(prompts, HOST) {
     static Bpe bpe;
     const Text merges = made_merges();
@@ -114,7 +114,7 @@ TEST(prompts, HOST) {
     expect(Text(out, (size_t)token_text(out, TOKENIZER_GPT2, &bpe, 50256)) == "<|endoftext|>");
 }
 
-// A batch that cannot be given says why: a token outside the vocabulary, a file cut under the run.
+// A batch that cannot be read gives a reason: token outside the vocabulary, file truncated mid-run.
 TEST(loader_problems, HOST) {
     enum { T = 8 };
     Token in[2][T], out[2][T];
@@ -134,7 +134,7 @@ TEST(loader_problems, HOST) {
     dataset_close(&d);
 }
 
-// The last tokens of a shard of 2^31 - 1 tokens, 4 GiB: offsets have 64 bits. The file is sparse.
+// Last tokens of a shard of 2^31 - 1 tokens (4 GiB, a sparse file): offsets need 64 bits.
 TEST(loader_large, FLOAT) {
     const int64_t count = INT32_MAX, T = 1000, window = (count - 1) / T - 1;
     write_file("large.bin", with_int(shard_bytes({}, TOKENIZER_GPT2), 2, INT32_MAX));
@@ -157,7 +157,7 @@ TEST(loader_large, FLOAT) {
     unlink("large.bin");
 }
 
-// Bytes to ids and back, and what a prompt may be.
+// Bytes to ids and back, and the accepted prompts.
 TEST(tokenizer, HOST) {
     Token tokens[8];
     char out[BPE_LONGEST];

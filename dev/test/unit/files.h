@@ -1,9 +1,8 @@
-// files.h -- tests of weights and checkpoint files.
-// Volume I's chapters Model files and Checkpoints: what is loaded and saved, to the bit. Files are
-// put together in dev/test/files.h; dev/test/model_files.cpp and checkpoints.cpp hold what is
-// refused.
+// files.h -- tests of weights and checkpoint files: train_gpt2.c's chapter Weights and checkpoints.
+// Loaded and saved values are compared bit by bit. Input files are built by dev/test/files.h;
+// dev/test/model_files.cpp and checkpoints.cpp test what is refused.
 
-// The flat buffer of weights that an engine has to hold after loading `list`.
+// The flat weight buffer that an engine must hold after loading `list`.
 static Reals flat_weights(const Model &m, const Members &list) {
     Reals flat((size_t)tensor_offset(&m, TENSORS, 0));
     const Member *member = list.data();
@@ -16,7 +15,7 @@ static Reals flat_weights(const Model &m, const Members &list) {
     return flat;
 }
 
-// Opens a model and loads it over weights of all sevens: `want` to the bit, padding and moments 0.
+// Loads a model over weights that are all 7 and expects exactly `want`, zero padding and moments.
 static void expect_loads_at(int line, const char *path, const Model &m, const Reals &want,
                             const Text &who) {
     Net n(m, 1, 1);
@@ -47,8 +46,8 @@ static void expect_loads_at(int line, const char *path, const Model &m, const Re
 }
 #define expect_loads(path, m, want, who) expect_loads_at(__LINE__, path, m, want, who)
 
-// Every dtype and their mixture, with and without the prefix, mask buffers, tied head, any order,
-// a padded header; as a folder and as a file; sizes on both sides of a tile, a strip and a piece.
+// Every dtype and mixtures, with and without the prefix, mask buffers, tied head, any order, a
+// padded header; a folder or a file; sizes on both sides of a tile, a strip and a chunk.
 TEST(model_accepted, HOST) {
     static const Words dtypes[] = {{"F32"}, {"BF16"}, {"F16"}, {"F32", "BF16", "F16"}};
     int k = 0;
@@ -64,7 +63,7 @@ TEST(model_accepted, HOST) {
                 const char *dtype = mask[k % 3][0];
                 const size_t sizes[] = {49 * 4, 9, 5};
                 list.push_back({prefix + "h.0.attn.bias", dtype, mask[k % 3][1],
-                                Text(sizes[k % 3], 1), ""});  // what follows is not aligned
+                                Text(sizes[k % 3], 1), ""});  // misaligns the following tensors
                 list.push_back({prefix + "h.0.attn.masked_bias", "F32", "", "\x1\x2\x3\x4", ""});
                 Member head = named(&list, prefix + "wte.weight");
                 head.name = "lm_head.weight";
@@ -82,7 +81,7 @@ TEST(model_accepted, HOST) {
                          types[0] + text(" variant %d of %zu", variant, types.size()));
         }
     }
-    const Model m = shape("l1h1c8t2", 3);  // a head in another dtype, of equal numbers
+    const Model m = shape("l1h1c8t2", 3);  // a head in another dtype with equal values
     Members list = hugging_face(m, {"BF16"}, "");
     const Reals want = flat_weights(m, list);
     Text wide_bits;
@@ -102,7 +101,7 @@ TEST(llmc_model, HOST) {
         write_file("good.bin", llmc_bytes(m, version, &values));
         Reals want((size_t)tensor_offset(&m, TENSORS, 0));
         for (int tensor = 0; tensor < TENSORS; tensor++) {
-            const int64_t size = tensor_size(&m, tensor);  // but no row of wte beyond V is loaded
+            const int64_t size = tensor_size(&m, tensor);  // wte: only rows below V are loaded
             const int64_t loaded = tensor == WTE ? (int64_t)m.V * m.C : size;
             for (int l = 0; l < tensor_copies(&m, tensor); l++) {
                 const double *from = &values[(size_t)tensor][(size_t)(l * size)];
@@ -113,7 +112,7 @@ TEST(llmc_model, HOST) {
     }
 }
 
-// Writes an engine's weights as a checkpoint's model into `folder`.
+// Saves an engine's weights as the model of a checkpoint in `folder`.
 static void save_model(Net *n, int type, const char *folder) {
     static Writer model, config;
     mkdir(folder, 0755);
@@ -127,8 +126,8 @@ static void save_model(Net *n, int type, const char *folder) {
     expect(sha256_of({path})[0] == model.hash && (int64_t)read_file(path).size() == model.bytes);
 }
 
-// What is saved is the file put together here, to the byte behind the header, and loads as what it
-// was; its header is JSON and the data are aligned. The split master loses nothing.
+// The saved data are the bytes of the file built here, and load to the original weights. The header
+// is JSON and the data are aligned. Splitting the master weights loses nothing.
 TEST(model_saved, HOST) {
     static const struct {
         const char *e;
@@ -171,15 +170,15 @@ TEST(model_saved, HOST) {
     }
 }
 
-// A checkpoint of bf16 weights and the low halves of their masters goes on as the fp32 one it was
-// made of.
+// A checkpoint with bf16 weights and the low halves of their masters resumes exactly like the fp32
+// one it was made from.
 TEST(state_file, HOST) {
     write_corpus();
     const Text run = TINY "--quiet -x 4 -n 2 -y 1 -o out", at = "out/step-00000002";
     expect_success(in_process(run), "first run");
     const Text end = tensors_of("out", 4),
                good = in_checkpoint("out", 2, SAVED_STATE);
-    // in a child: after threads of this process, those of its children would wait for ever
+    // In a child process: with threads in this process, forked children would wait forever.
     expect_success(outcome(spawn([&] {
         Net n(shape("l2h2c16t16", 257), 2, 16);
         ModelFile f;

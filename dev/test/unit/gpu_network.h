@@ -1,9 +1,9 @@
 // gpu_network.h -- tests of the network, the offload, the plan and the commands on a GPU.
-// Volume II's chapters from The device arena to States, open and close against the oracle: every
-// gradient, several steps, in both types; what must be equal to the bit; the one allocation, and
-// buffers used outside their lives.
+// Chapters Device memory to Opening and warm-up of train_gpt2.cu, compared with the CPU reference:
+// every gradient, several steps, in both types; what must be bitwise equal; the single allocation,
+// and buffers used outside their lifetimes.
 
-// An oracle with the weights of another network as the device computes with them.
+// A CPU reference with another network's weights, as the device computes with them.
 struct Reference : Net {
     Reference(Net *gpu, int logit_rows) : Net(gpu->s.model, gpu->s.B, gpu->s.T, 0, -1, logit_rows) {
         engine_copy(&e, &gpu->e, STATE_WEIGHTS, &gpu->s.model, gpu->s.dtype);
@@ -20,8 +20,8 @@ static const struct {
                   {"l2h2c16t1", 5, "-b 3 -t 1"},
                   {"l1h1c16t8", 50257, "-b 1 -t 8 -r mlp"}};
 
-// Every gradient against the oracle: norm of the difference over norm at most 1e-5, twice in a row,
-// because the first micro-step writes where later ones add. The GPU's logits too.
+// Every gradient compared with the reference: the norm of the difference over the norm is at most
+// 1e-5, for two micro-steps, because the first one writes where later ones add. Also the logits.
 TEST(gpu_gradients_fp32, CUDA_ALL) {
     for (auto &row : gpu_shapes) {
         if (!sampled(row.V == 300)) {
@@ -52,7 +52,7 @@ TEST(gpu_gradients_fp32, CUDA_ALL) {
     }
 }
 
-// The type that the oracle's numbers are rounded to.
+// Rounds the reference's numbers.
 static real (*naive_round)(real);
 static void round_all(real *x, int64_t n) {
     for (int64_t i = 0; i < n; i++) {
@@ -60,8 +60,9 @@ static void round_all(real *x, int64_t n) {
     }
 }
 
-// While the oracle computes as 16 bits would, its plan: whenever a row comes alive or dies, which
-// is at every tick, the activations and gradients alive by then are rounded. Statistics stay fp32.
+// The plan of the reference while it simulates 16 bits: whenever a buffer's lifetime begins or
+// ends, which happens at every tick, all live activations and gradients are rounded. Statistics
+// stay fp32.
 static Plan *rounded_plan;
 static void mark_and_round(void *memory, size_t bytes, int alive) {
     plan_mark(memory, bytes, alive);
@@ -74,7 +75,7 @@ static void mark_and_round(void *memory, size_t bytes, int alive) {
     }
 }
 
-// The oracle's stages with logits and their gradients rounded, all rows in one chunk.
+// Stages of the reference with logits and their gradients rounded, all rows in one chunk.
 static void naive_stage(void *self, int stage, int layer) {
     Pass *pass = (Pass *)self;
     const Plan *p = pass->plan;
@@ -93,9 +94,9 @@ static void naive_stage(void *self, int stage, int layer) {
     matmul_backward(lnf, dweight(p, WTE, 0), NULL, logits, lnf, wte, N, m->C, m->Vp);
 }
 
-// A micro-step of the oracle with every tensor that E would keep rounded where it is made: weights,
-// activations, logits, their gradients, which are those of `scale` times the loss, and in the end
-// the gradients of matrices unless they are fp32.
+// A micro-step of the reference that rounds every tensor that E would store when it is computed:
+// weights, activations, logits, their gradients (of `scale` times the loss), and at the end the
+// gradients of matrices, unless these are fp32.
 template <class E>
 static void naive_micro_step(Net *n, const Token *inputs, const Token *targets, real scale) {
     Plan *p = rounded_plan = &n->plan;
@@ -120,8 +121,9 @@ static void naive_micro_step(Net *n, const Token *inputs, const Token *targets, 
     }
 }
 
-// Every gradient in 16 bits: at most twice the error of the naive computation above, both measured
-// from the oracle in fp32 with the same weights. fp16 at a loss scale that few rows allow.
+// Every gradient in 16 bits: the error is at most twice that of the naive computation above, both
+// relative to the reference in fp32 with the same weights. fp16 with a loss scale suited to few
+// rows.
 template <class E> static void check_gradients() {
     const int log2 = 10;
     for (auto &row : gpu_shapes) {
@@ -155,7 +157,7 @@ TEST(gpu_gradients_16, CUDA_ALL) {
     check_gradients<__half>();
 }
 
-// Root of the sum of squares of a - b.
+// Euclidean norm of a - b.
 static double distance(const Reals &a, const Reals &b) {
     double squares = 0;
     for (size_t i = 0; i < a.size(); i++) {
@@ -164,16 +166,15 @@ static double distance(const Reals &a, const Reals &b) {
     return sqrt(squares);
 }
 
-// Four optimizer steps of two micro-steps each, in every second of which the norm is clipped. What
-// a step may be off by is measured anew in each, from the weights that the device has by then, so
-// that errors of earlier steps, which AdamW makes full steps of where a gradient is nearly zero,
-// need no tolerance.
-// Gradients: in 16 bits at most twice as far from the oracle's in fp32 as the naive computation
-// (naive_micro_step) is; in fp32 they have been through 6 L + 2 products, whose errors, each that
-// of a sum of 4 C terms, are independent. The loss: at most twice the root mean square of the naive
-// errors of its tokens, which bounds the mean of errors of their size. The norm is that of the
-// gradients that the device has, but for its sum. AdamW in fp32 makes the very weights and moments
-// that the device gets from those gradients.
+// Four optimizer steps of two micro-steps each; every second one clips the norm. The allowed error
+// is computed anew in each step from the device's current weights, so that errors of earlier steps
+// need no tolerance; AdamW turns them into full steps where a gradient is nearly zero.
+// Gradients: in 16 bits at most twice as far from the reference in fp32 as the naive computation
+// (naive_micro_step); in fp32 they passed through 6 L + 2 matmuls with independent errors, each
+// that of a sum of 4 C terms. The loss: at most twice the root mean square of the naive errors of
+// its tokens, which bounds the mean of such errors. The norm: equal to that of the device's
+// gradients, except for the rounding of its sum. AdamW in fp32, applied to the device's gradients,
+// gives exactly the device's weights and moments.
 template <class E> static void check_steps() {
     enum { B = 2, ROWS = 33 * B, MICROS = 2 };
     const char *dtype = traits<E>.name;
@@ -250,8 +251,8 @@ TEST(gpu_steps, CUDA_ALL) {
     }
 }
 
-// Losses, gradients and weights of two steps: the same for every level of recomputation, in every
-// order of threads, and from one run to the next. All of it in bf16, two levels in other types.
+// Losses, gradients and weights of two steps are the same for every recompute level, in every order
+// of threads, and in repeated runs. All levels in bf16, two in other types.
 TEST(gpu_bits, CUDA_ALL) {
     int runs = 0;
     for (const char *dtype :
@@ -282,8 +283,9 @@ TEST(gpu_bits, CUDA_ALL) {
     detail = text("%d runs", runs);
 }
 
-// wte's gradient in bf16 is rounded once for each chunk of logits and once by the embedding: its
-// distance to the same sums in fp32, for one chunk and for eight, the most up to 65,536 tokens.
+// wte's gradient in bf16 is rounded once for each chunk of logits and once by the embedding.
+// Measures the distance to the same sums in fp32, for one chunk and for eight, the most up to
+// 65,536 tokens.
 TEST(gpu_wte_rounding, CUDA_ALL) {
     need_bf16();
     Model m = shape("l1h1c32t64", 257);
@@ -310,8 +312,9 @@ TEST(gpu_wte_rounding, CUDA_ALL) {
 
 #if CUDA_CPU
 #if GPT2_NCCL
-// What a rank has of wte's gradient behind its first micro-step goes to grad-RANK: all of it at
-// stage 0, else its own part; wte and its first moments behind the last update to wte-RANK.
+// Writes a rank's gradient of wte after its first micro-step to grad-RANK (stage 0: all of it,
+// otherwise its own shard); wte_update writes wte and its first moments after an update to
+// wte-RANK.
 static void wte_micro_step(Engine *e, const Token *in, const Token *out, int accum_step,
                            int accum_steps) {
     const Settings *s = &((GpuNetwork<float, float> *)e->self)->plan->settings;
@@ -348,11 +351,11 @@ static void wte_open(Engine *e, Plan *p) {
     e->update = wte_update;
 }
 
-// wte belongs to the first layer and to the last, and to every rank: a token that rank 1 alone has,
-// whose row is rank 0's part, has the gradient of one rank with all sequences, though each rank
-// adds it up over two chunks of logits. Rows V .. Vp-1 get none, and are zero behind two updates;
-// of the others all ranks have the bits of stage 0, and of their moments, of which the ranks send
-// each other parts that are larger than the buffer for them.
+// wte belongs to the first layer, to the last, and to all ranks. A token that occurs only on rank 1
+// and whose row is in rank 0's shard gets the gradient of a single rank with all sequences,
+// although each rank accumulates it over two chunks of logits. Rows V .. Vp-1 get no gradient and
+// are zero after two updates. The other rows of wte and of its moments have on all ranks the bits
+// of stage 0; the shards that the ranks exchange are larger than the exchange buffer.
 TEST(gpu_rank_wte, EMULATED) {
     enum { C = 8, T = 64, B = 4, RARE = 5, V = 257, VP = 384 };
     static const Program program = {
@@ -362,7 +365,7 @@ TEST(gpu_rank_wte, EMULATED) {
         .ranks_handshake = ranks_shake_hands, .alone = ""};
     Ids tokens(3 * B * T * 2 + 1);
     for (size_t i = 0; i < tokens.size(); i++) {
-        const bool rank_1 = i / (B * T) == 1 && i % (B * T) > 0;  // of two ranks and of three
+        const bool rank_1 = i / (B * T) == 1 && i % (B * T) > 0;  // both of two and of three ranks
         tokens[i] = rank_1 && i % 7 == 0 ? (uint16_t)RARE : (uint16_t)(8 + i * i / 3 % 240);
     }
     write_file("train.bin", shard_bytes(tokens, BYTE_TOKENS));
@@ -415,14 +418,14 @@ TEST(gpu_rank_wte, EMULATED) {
     }
 }
 
-static int64_t host_budget;  // what `ulimit -d` is to leave a rank
+static int64_t host_budget;  // bytes that `ulimit -d` leaves to a rank
 static size_t room_available() {
     const size_t device = device_available();
-    (void)host_memory("");  // its own memory is taken now
+    (void)host_memory("");  // allocates its own memory now
     const int64_t mapped = file_number("/proc/self/status", "VmData:", 0) << 10;
     struct rlimit r;
     getrlimit(RLIMIT_DATA, &r);
-    omp_set_num_threads(1);  // few stacks of threads to come, which count too
+    omp_set_num_threads(1);  // fewer future thread stacks, which also count
     r.rlim_cur = (rlim_t)(mapped + host_budget + stacks_to_come(1));
     setrlimit(RLIMIT_DATA, &r);
     return device;
@@ -434,8 +437,8 @@ static void room_open(Engine *e, Plan *p) {
     exit(0);
 }
 
-// What the ranks of a machine pin together, and take beside their plans, is held against its
-// memory: one byte too few ends the run before anything of the plan is allocated.
+// The total that a machine's ranks pin and use in addition to their plans is checked against its
+// memory: with one byte too little the run ends before anything of the plan is allocated.
 TEST(gpu_rank_host, EMULATED) {
     static const Program program = {
         .name = "train_gpt2cu_cpu", .default_model = "d12", .gpu = 1, .open = room_open,
@@ -466,10 +469,11 @@ TEST(gpu_rank_host, EMULATED) {
 }
 #endif
 
-// GPUs of machines with one name and one place on the bus are two; one is one.
+// GPUs with the same machine name and bus id but different UUIDs are two GPUs; with equal ones,
+// one.
 TEST(gpu_rank_names, EMULATED_ALL) {
     std::vector<Text> names;
-    this_rank.rank = 1;  // no id of a run
+    this_rank.rank = 1;  // without the id of a run
     for (long machine : {0, 0, 0x9a}) {
         char gpu[RANK_TEXT], id[RANK_ID];
         emu::set.machine = machine;
@@ -480,7 +484,7 @@ TEST(gpu_rank_names, EMULATED_ALL) {
                names[2].find(", GPU-9a000000") != Text::npos, "%s", names[2].c_str());
 }
 
-// N ranks have N times the peak that "% of peak" is of.
+// The peak used for "% of peak" is that of all ranks together.
 TEST(gpu_peak, EMULATED_ALL) {
     Settings s = planned("-e l2h2c16t16");
     Engine one, three;
@@ -491,7 +495,7 @@ TEST(gpu_peak, EMULATED_ALL) {
            one.peak_flops, three.peak_flops);
 }
 
-// Pinned memory is zero to its last byte, mapped by the program or allocated by CUDA.
+// Pinned memory is zero to its last byte, whether registered or allocated by CUDA.
 TEST(gpu_pinned, EMULATED_ALL) {
     const long asked = emu::set.alias;
     for (const long alias : {0, 1}) {
@@ -507,7 +511,7 @@ TEST(gpu_pinned, EMULATED_ALL) {
     emu::set.alias = asked;
 }
 
-// The policy of the memory at `at`, and the first 64 nodes it names; -1 where nobody is told.
+// The memory policy at `at` and the first 64 nodes of its mask; -1 if it cannot be queried.
 static std::pair<int, unsigned long> memory_policy(void *at) {
     enum { OF_ADDRESS = 2, NODES = 1024 };  // get_mempolicy(2)
     unsigned long nodes[NODES / 64 + 1] = {};
@@ -517,7 +521,7 @@ static std::pair<int, unsigned long> memory_policy(void *at) {
     return {told ? mode : -1, nodes[0]};
 }
 
-// Pinned memory prefers the node of its GPU, in a made-up /sys; with none it is as it would be.
+// Pinned memory prefers the NUMA node of its GPU, in a fake /sys; without one, the default policy.
 TEST(gpu_pinned_node, EMULATED_ALL) {
     const int gpus = (int)emu::set.gpus;
     emu::set.gpus = 16;
@@ -541,7 +545,7 @@ TEST(gpu_pinned_node, EMULATED_ALL) {
            policy.second);
 }
 
-// One cudaMalloc of exactly the planned bytes, and nothing after it.
+// A single cudaMalloc of exactly the planned bytes, and none after it.
 TEST(gpu_allocation, EMULATED_ALL) {
     for (const char *options :
          {"-b 2 -t 33", "--dtype fp32 -r block", "-r block:1 --moments bf16 -w none",
@@ -583,8 +587,8 @@ TEST(gpu_allocation, EMULATED_ALL) {
     }
 }
 
-// Random options: device and pinned memory to the byte as planned, through two steps; a device with
-// one byte less refuses.
+// Random options: device and pinned memory are exactly as planned through two steps; a device with
+// one byte less is refused.
 TEST(gpu_allocation_random, EMULATED) {
     const int count = full_or(24, 2000);
     for (int n = 0; n < count; n++) {
@@ -609,7 +613,7 @@ TEST(gpu_allocation_random, EMULATED) {
                "%s: %zu of %zu, %zu of %zu on the host", options.c_str(), emu::peak_bytes,
                net.plan.device_bytes, emu::pinned_bytes, net.plan.host_bytes);
         plan_refuse(&net.plan, plan_taken(&net.plan), emu::peak_bytes);
-        if (n % 8 == 0) {  // each in a process of its own
+        if (n % 8 == 0) {  // each in its own process
             expect_death(plan_refuse(&net.plan, plan_taken(&net.plan), emu::peak_bytes - 1),
                          ": 1 B short");
         }
@@ -617,25 +621,26 @@ TEST(gpu_allocation_random, EMULATED) {
     detail = text("%d random settings", count);
 }
 
-// The orders of streams that offloaded runs are tried in: copies as late and as early as they may
-// come, and three that chance draws.
+// The stream orders of offload tests: copies as late and as early as allowed, and three random
+// orders.
 static const long stream_orders[] = {emu::LATE, emu::EARLY, 1, 2, 3};
 
-// busy_trace with states in host memory in one of these orders; 0 is none of them.
+// busy_trace with states in host memory in one of these orders; 0: as submitted.
 static Reals offloaded(const Model &m, const Text &options, int accum_steps, long order) {
     emu::set.order = order;
     Net n(m, options);
     return busy_trace(&n, accum_steps);
 }
 
-// Every state alone and all together in host memory, at every order, against none: the same bits.
-// With FULL=1 each level with one micro-step and with three.
+// Each state alone, and all together, in host memory, in every order, compared with none: the same
+// bits. With FULL=1 each level with one micro-step and with three.
 TEST(gpu_offload, EMULATED_ALL) {
     int runs = 0;
     const bool all = is_full();
     for (int level : {0, 1}) {
         for (int accum_steps : {1, 3}) {
-            // Of two blocks both stay from pass to pass, of four none that the next begins with.
+            // Of two blocks both stay in slots between passes; of four, none that the next pass
+            // needs.
             Model m = shape(accum_steps == 1 ? "l2h1c16t8" : "l4h1c16t8", 257);
             if (!all && (TEST_ASAN ? level + accum_steps < 4 : level == (accum_steps == 1))) {
                 continue;
@@ -662,8 +667,8 @@ TEST(gpu_offload, EMULATED_ALL) {
     detail = text("%d runs", runs);
 }
 
-// What lives in host memory is read behind the work that is queued, though a copy from host to host
-// need not wait for it: here no other tensor is read before.
+// Reads of host memory wait for queued work, although a host-to-host copy need not wait for it;
+// here no other tensor is read before.
 TEST(gpu_host_read, EMULATED_ALL) {
     const Model m = shape("l2h1c16t8", 257);
     const Batch b(14, m.V, 1);
@@ -680,7 +685,7 @@ TEST(gpu_host_read, EMULATED_ALL) {
     expect(same_bits(grads[0], grads[1]) && grads[0][0] != 0, "read too early");
 }
 
-// Settings drawn at random, of every type that states have: 12 of them, or 60 with FULL=1.
+// Random settings with every type of state: 12 of them, or 60 with FULL=1.
 TEST(gpu_offload_mixed, EMULATED_ALL) {
     static const char *const names[] = {"weights", "gradients", "moments", "residuals", "master"};
     const int all = full_or(TEST_ASAN ? 4 : 12, 60);
@@ -706,10 +711,10 @@ TEST(gpu_offload_mixed, EMULATED_ALL) {
     detail = text("%d settings", all);
 }
 
-// Which algorithm each product has after opening a run with the emulated library's three at `times`
-// ms, as digits; is_timed: all of them are, or none. The first algorithm cannot write D beside C,
-// so where that is asked the second is the default. Of the largest matrices' gradients not all
-// elements are compared, but both ends.
+// Checks the algorithm of each matmul after opening a run, if the emulated library's three take
+// `times` ms (digits); is_timed: all of them were timed, or none. The first algorithm only works in
+// place, so out of place the second is the default. Of the largest matrices' gradients only the
+// first and last elements are compared.
 static void expect_tuned(const char *options, int times, int chosen, int out_of_place,
                          bool is_timed) {
     emu::set.lt_times = times;
@@ -728,7 +733,7 @@ static void expect_tuned(const char *options, int times, int chosen, int out_of_
     expect(!n.e.set_algorithms(&n.e, choices.c_str()), "another GPU's choices");
 }
 
-// The fastest of the table, if it agrees; the file's choice, when there is one; a checkpoint's.
+// The fastest, if its results agree; a choice from the file, if there is one; or a checkpoint's.
 TEST(gpu_tuning, EMULATED_ALL) {
     char here[PATH_BYTES];
     const Text cache = Text(getcwd(here, sizeof here)) + "/cache";
@@ -746,12 +751,12 @@ TEST(gpu_tuning, EMULATED_ALL) {
     setenv("XDG_CACHE_HOME", cache.c_str(), 1);
     expect_tuned("--tune 1", 539, 1, 1, true);
     expect_tuned("--tune 1", 593, 1, 1, false);                    // from the file
-    expect_tuned("--tune 1 --workspace 1MiB", 593, 2, 2, true);    // another key
+    expect_tuned("--tune 1 --workspace 1MiB", 593, 2, 2, true);    // a different key
     expect_tuned("--tune 1 -r block", 593, 1, 1, false);
     setenv("XDG_CACHE_HOME", "/proc/none", 1);
-    // Products of more elements than the noise has, timed one after the other without growing to
-    // infinity; choices of which the last cannot be had, and choices by their place in a list, as
-    // older checkpoints have them.
+    // Matmuls with more elements than the noise has, timed repeatedly without growing to infinity;
+    // a list of choices whose last one is not available; and choices given by their index in a
+    // list, as in older checkpoints.
     emu::set.lt_times = 539;
     {
         Net large(shape("l1h1c96t8", 257), "-b 1 -t 8 --dtype fp32 --tune 1");
@@ -787,16 +792,16 @@ TEST(gpu_tuning, EMULATED_ALL) {
     expect(!wider.e.set_algorithms(&wider.e, kept.c_str()), "choices for another batch");
 }
 
-// One product, timed: the gradient of a weight, whose sum over 20,000 rows hides in bf16 that a
-// step of it is missing, so that every algorithm agrees with every other.
+// One timed matmul: a weight gradient. Its sum over 20,000 rows hides a missing step of k in bf16,
+// so that all algorithms agree with each other.
 TEST(gpu_tuning_proof, EMULATED_ALL) {
     enum { MEMORY = 8 << 20 };
     setenv("XDG_CACHE_HOME", "/proc/none", 1);
     Device<char> workspace(1 << 20), memory(MEMORY);
     const int bf = device_lacks_bf16() ? CUDA_R_16F : CUDA_R_16BF;
     const MatmulKey dweight = {8, 16, 20000, 0, 1, 0, 0, 0, bf, bf};
-    // None is right: one line, and nothing is chosen or kept. First, because after threads of
-    // this process those of its children would wait for ever.
+    // No algorithm is correct: prints one line, and chooses and stores nothing. This test is first:
+    // with threads in this process, forked children would wait forever.
     const Outcome o = outcome(spawn([&] {
         emu::cuda_user = 0;
         emu::set.lt_times = 539;
@@ -812,12 +817,12 @@ TEST(gpu_tuning_proof, EMULATED_ALL) {
     const struct {
         int wrong, tail, times, chosen;
     } rows[] = {
-        {0, 0, 539, 1},  // all are right: the fastest
-        {0, 2, 539, 0},  // the fastest has lost a step, the others are no faster than the first
-        {0, 2, 534, 2},  // the second best, although it is more than 1.3 times as slow
-        {1, 2, 534, 2},  // the first is wrong: it is no reference
-        {0, 1, 555, 1},  // nor is it with a step lost, though all agree with it
-        {0, 1, 159, 1},  // however fast it is
+        {0, 0, 539, 1},  // all are correct: the fastest
+        {0, 2, 539, 0},  // the fastest skips a step, the others are not faster than the first
+        {0, 2, 534, 2},  // the second best, although more than 1.3 times as slow
+        {1, 2, 534, 2},  // the first is wrong and must not be the reference
+        {0, 1, 555, 1},  // nor if it skips a step, although all agree with it
+        {0, 1, 159, 1},  // even if it is the fastest
     };
     int adds = 0;
     for (auto &row : rows) {
@@ -835,9 +840,9 @@ TEST(gpu_tuning_proof, EMULATED_ALL) {
         gpu_matmul_close();
     }
     emu::set.lt_wrong = emu::set.lt_tail = 0;
-    // What takes more than 1.3 times as long as the first runs twice, to be compared, and is not
-    // timed. The first takes 12 launches: two for its proof, one as the sample, nine to be timed.
-    // One that wins is proved as well, which takes two launches.
+    // An algorithm that takes more than 1.3 times as long as the first runs twice, for comparison,
+    // and is not timed. The first runs 12 times: two for its proof, one sample, nine timed.
+    // A winner is proved as well, in two launches.
     for (int second : {3, 6, 7}) {
         emu::set.lt_times = 509 + 10 * second;
         gpu_matmul_open(workspace.p, workspace.n);
@@ -852,9 +857,9 @@ TEST(gpu_tuning_proof, EMULATED_ALL) {
     }
 }
 
-// Of the file of choices a run takes what was found with its own GPU and library, the first of two,
-// and what the library offers for the product; the rest is timed again, as is what an older program
-// wrote there: places in the library's list.
+// From the file of choices a run uses those found with its own GPU and library, the first of two
+// equal keys, and only algorithms that the library offers for the matmul. The rest is timed again,
+// including entries of older programs, which are indices in the library's list.
 TEST(gpu_tuning_file, EMULATED_ALL) {
     char here[PATH_BYTES];
     const Text cache = Text(getcwd(here, sizeof here)) + "/cache";
@@ -862,7 +867,7 @@ TEST(gpu_tuning_file, EMULATED_ALL) {
     setenv("XDG_CACHE_HOME", cache.c_str(), 1);
     expect_tuned("--tune 1", 539, 1, 1, true);
     const Text lines = read_file(path);
-    // The file with `was` made `is` and everything behind it, to the line's end, left out.
+    // The file with `was` replaced by `is`; cut: and the rest of that line removed.
     auto with = [&](const Text &was, const Text &is, bool cut) {
         Text changed = lines;
         for (size_t at = 0; (at = changed.find(was, at)) != Text::npos; at += is.size()) {
@@ -884,7 +889,7 @@ TEST(gpu_tuning_file, EMULATED_ALL) {
     expect_tuned("--tune 1", 553, 2, 2, true);
     write_file(path, lines + read_file(path));
     expect_tuned("--tune 1", 593, 1, 1, false);
-    // The library's first algorithm cannot write D beside C, for those products alone.
+    // The library's first algorithm fails out of place; only those matmuls are affected.
     unlink(path.c_str());
     const long in_place = emu::set.lt_in_place;
     emu::set.lt_in_place = 0;
@@ -899,8 +904,8 @@ TEST(gpu_tuning_file, EMULATED_ALL) {
     }
 }
 
-// A row outside its life: refused by name; a kernel that keeps its address is stopped under ASan,
-// and otherwise reads NaN. The gap behind a row is nobody's.
+// A buffer used outside its lifetime is refused by name. A kernel that keeps its address is stopped
+// under ASan and otherwise reads NaN. The gap after a buffer must not be accessed.
 TEST(gpu_lifetimes, EMULATED_ALL) {
 #ifdef _OPENMP
     omp_set_num_threads(1);  // as in test_arena
@@ -918,7 +923,7 @@ TEST(gpu_lifetimes, EMULATED_ALL) {
     expect(isnan((double)fresh[0]) && isnan((double)fresh[7]), "fresh rows are NaN");
     auto launch_on = [&](float *x) {
         return outcome(spawn([&] {
-            emu::cuda_user = 0;  // a GPU would not take it
+            emu::cuda_user = 0;  // a real GPU would not allow this
             gpu_gelu_forward<float>(x, x, 8, net->stream);
             cuda_check(cudaStreamSynchronize(net->stream));
         }));
@@ -936,7 +941,7 @@ TEST(gpu_lifetimes, EMULATED_ALL) {
 }
 #endif
 
-// Losses of every token against the oracle's, and their mean against the one that comes with them.
+// Losses of every token compared with the reference's, and their mean with the returned one.
 TEST(gpu_losses, CUDA_ALL) {
     for (const char *options :
          {"-b 2 -t 33 --dtype fp32", "-b 2 -t 33 --dtype bf16", "-b 2 -t 33 --dtype fp16"}) {
@@ -962,7 +967,7 @@ TEST(gpu_losses, CUDA_ALL) {
         }
         expect_near((wide)mean, (wide)(sum / N), 1e-6 * mean, "mean, %s", options);
         expect(n.e.forward_loss(&n.e, NULL, &b.inputs[0], &b.targets[0]) == mean, "without them");
-        // fp32 as the gradients' 1e-5; 16 bits round every logit.
+        // fp32: 1e-5 as for gradients; in 16 bits every logit is rounded.
         double tol = 1e-5;
         with_type(n.s.dtype, [&](auto element) { tol += 2 * traits<decltype(element)>.unit; });
         expect_near((wide)relative_error(got.data(), want.data(), (int64_t)N), 0, tol,
@@ -970,8 +975,8 @@ TEST(gpu_losses, CUDA_ALL) {
     }
 }
 
-// Logits after fewer than T tokens, as samples ask for them: those of the oracle, which computes no
-// more than these tokens.
+// Logits after fewer than T tokens, as needed for sampling: equal to those of the reference, which
+// computes only these tokens.
 TEST(gpu_sampling, CUDA_ALL) {
     Model m = shape("l2h2c32t20", 257);
     Net n(m, "-b 2 -t 17 --dtype fp32");
@@ -986,8 +991,8 @@ TEST(gpu_sampling, CUDA_ALL) {
     }
 }
 
-// Logits from a KV cache, beside the oracle's of the whole window: as near as the GPU's own of the
-// whole window are, or in fp32 within 1e-5.
+// Logits with a KV cache compared with the reference's for the whole window: the error is that of
+// the GPU's own logits for the whole window or, in fp32, within 1e-5.
 TEST(gpu_kv_cache, CUDA_ALL) {
     const int pieces[] = {70, 1, 1, 3, 65, 24};
     for (const char *dtype : {"fp32", "bf16", "fp16"}) {
@@ -1001,12 +1006,12 @@ TEST(gpu_kv_cache, CUDA_ALL) {
         auto run_stages = [&](std::function<void(int, int)> transfer) {
             int first = 0;
             for (const int n : pieces) {
-                first = n == 65 ? 1 : first;  // a second sample, behind one token of the first
+                first = n == 65 ? 1 : first;  // a second sample, after one token of the first
                 transfer(first, n);
                 first += n;
             }
         };
-        {  // an engine at a time: products belong to the one that is open
+        {  // one engine at a time: matmul plans are global
             Net cached(m, Text("--generate --dtype ") + dtype);
             const int plans = matmul_library.plans;
             run_stages([&](int first, int n) {
@@ -1030,8 +1035,8 @@ TEST(gpu_kv_cache, CUDA_ALL) {
     }
 }
 
-// --skip-zscore: a norm above the limit changes nothing, on the device neither, and the next step
-// is the one that a network without the outlier makes.
+// --skip-zscore: a norm above the limit changes nothing, also on the device, and the next step
+// equals that of a network without the outlier.
 TEST(gpu_skip, CUDA_ALL) {
     for (const char *options :
          {"-b 2 -t 9 --dtype fp32", "-b 2 -t 9", "-b 2 -t 9 -w none --moments bf16",
@@ -1065,10 +1070,10 @@ TEST(gpu_skip, CUDA_ALL) {
     }
 }
 
-// A loss scale too large for this batch falls, step by step, while weights and moments stay as they
-// are; the first step without an overflow is that of a network that began with its scale. Then it
-// grows after as many steps as it is told, of which one above the limit of norms counts, and a
-// resumed network goes on counting.
+// A loss scale too large for this batch falls step by step, while weights and moments stay
+// unchanged; the first step without overflow equals that of a network that started with its scale.
+// It then grows after the given number of steps, including one with a norm above the limit; a
+// resumed network continues the count.
 TEST(gpu_overflow, CUDA_ALL) {
     Model m = shape("l2h2c32t9", 257);
     Batch b(18, m.V, 1);
@@ -1111,7 +1116,7 @@ TEST(gpu_overflow, CUDA_ALL) {
         grow_after(&n, 3);
         r = step(&n, 0);
         expect(r.skipped && r.scale_steps == 2 && r.scale_moved == 0, "%d steps", r.scale_steps);
-        n.e.scale_loss(&n.e, 4, 2);  // as a resume does
+        n.e.scale_loss(&n.e, 4, 2);  // like a resume
         grow_after(&n, 3);
         r = step(&n, HUGE_VAL);
         expect(!r.skipped && r.scale_log2 == 5 && r.scale_steps == 0 && r.scale_moved == 1,
@@ -1124,8 +1129,8 @@ TEST(gpu_overflow, CUDA_ALL) {
     detail = text("from 2^30 to 2^%d", 30 - falls);
 }
 
-// Each update rounds with random numbers of its own, and so does each seed: the same first moments,
-// stored in bf16 by update 0, by update 1 and by another seed's update 0.
+// Each update and each seed round with their own random numbers: compares the same first moments
+// stored in bf16 by update 0, by update 1, and by update 0 with another seed.
 TEST(gpu_rounding_updates, CUDA_ALL) {
     need_bf16();
     Model m = shape("l1h1c16t9", 257);
@@ -1151,8 +1156,8 @@ TEST(gpu_rounding_updates, CUDA_ALL) {
     }
 }
 
-// Five micro-steps, so that each pinned slot is filled again and again: the same bits however late
-// the stream runs, and the oracle's gradients.
+// Five micro-steps, so that each pinned slot is refilled several times: the same bits however late
+// the stream runs, and the gradients of the reference.
 TEST(gpu_micro_steps, CUDA_ALL) {
     const int accum_steps = 5;
     Model m = shape("l1h1c16t9", 257);
@@ -1174,8 +1179,8 @@ TEST(gpu_micro_steps, CUDA_ALL) {
     }
 }
 
-// -b 4 and -b 2 with two micro-steps: the same gradients and losses but for the order of sums, and
-// the same loss of every token in a validation.
+// -b 4 and -b 2 with two micro-steps: the same gradients and losses except for the order of sums,
+// and the same loss of every token in a validation.
 TEST(gpu_batches, CUDA_ALL) {
     Model m = shape("l2h2c32t12", 257);
     const size_t N = 4 * 12;
@@ -1215,7 +1220,7 @@ TEST(gpu_batches, CUDA_ALL) {
     expect_near((wide)got.step.norm, (wide)want.step.norm, 1e-5 * want.step.norm, "norm");
 }
 
-// The bytes of a state's buffer that belong to no tensor.
+// Marks the bytes of a state's buffer that belong to no tensor.
 static std::vector<bool> gaps_of(const Plan *p, int id, size_t element_bytes) {
     const Model *m = &p->settings.model;
     std::vector<bool> gap(p->buffers[p->single[id]].bytes, true);
@@ -1235,7 +1240,8 @@ static std::vector<bool> gaps_of(const Plan *p, int id, size_t element_bytes) {
     return gap;
 }
 
-// Where states are rounded at random, no two numbers share theirs: each stream's indices are apart.
+// Stochastic rounding: no two numbers share a random number, as the indices in each stream are
+// disjoint.
 static void expect_streams_apart(const ParamRange *ranges, int count, const char *options) {
     std::vector<std::array<size_t, 3>> drawn;  // stream, first index, end
     for (int i = 0; i < count; i++) {
@@ -1278,7 +1284,7 @@ template <class E, class G> static void check_gaps(const char *options) {
     auto each_gap = [&](const std::function<void(char *, int)> &action, bool write) {
         for (auto &state : states) {
             if (p->single[state.id] < 0) {
-                continue;  // this run keeps no such state
+                continue;  // this run has no such state
             }
             char *device = gpu_buffer<char>(net, state.id);
             const std::vector<bool> gap = gaps_of(p, state.id, state.element_bytes);
@@ -1312,8 +1318,8 @@ template <class E, class G> static void check_gaps(const char *options) {
     expect_streams_apart(net->ranges, net->range_count, options);
 }
 
-// Norm and AdamW walk over tensors, not over what lies between them: with NaN there the step is the
-// same, and the NaN stay.
+// Norm and AdamW skip the gaps between tensors: with NaN there a step is the same, and the NaN are
+// unchanged.
 TEST(gpu_gaps, CUDA_ALL) {
     check_gaps<float, float>("-b 2 -t 9 --dtype fp32");
     if (!device_lacks_bf16()) {

@@ -1,6 +1,6 @@
-// ground.h -- tests of part A, Ground: random numbers, texts and options.
+// ground.h -- tests of train_gpt2.c's part A: random numbers, texts and options.
 
-// The generator against the vectors that its authors publish.
+// The generator against its authors' published test vectors.
 TEST(philox, ALL) {
     // Known answers of Random123 (kat_vectors, philox4x32 10): counter, key, result.
     static const uint32_t known[][10] = {
@@ -16,7 +16,7 @@ TEST(philox, ALL) {
     }
 }
 
-// Mean and deviation within four standard errors; the same numbers in whatever pieces they come.
+// Mean and deviation within four standard errors; the numbers do not depend on the chunk size.
 TEST(rng_normal, ALL) {
     enum { COUNT = 200001 };
     Reals whole(COUNT), pieces(COUNT);
@@ -41,7 +41,7 @@ TEST(rng_normal, ALL) {
     }
 }
 
-// Each place once for sizes around powers of two and small ones; epochs differ.
+// A permutation for small sizes and sizes around powers of two; epochs differ.
 TEST(permute_index, HOST) {
     std::vector<int64_t> sizes = {1000, 4095, 4096, 4097, 65537};
     for (int64_t n = 1; n <= 70; n++) {
@@ -60,7 +60,7 @@ TEST(permute_index, HOST) {
     detail = text("%zu sizes", sizes.size());
 }
 
-// Sizes as users type them, and numbers as they are printed.
+// Parsing of sizes and printing of numbers.
 TEST(texts, HOST) {
     static const struct {
         const char *text;
@@ -81,17 +81,17 @@ TEST(texts, HOST) {
     expect(Text(duration_text(59.6).s) == "1:00" && Text(duration_text(3725).s) == "1:02:05");
 }
 
-// options_parse() of one line of arguments.
+// Parses a line of arguments with options_parse().
 static void parse(Options *o, const char *arguments) {
-    static Words words;  // options keep pointers into argv
+    static Words words;  // static because options point into argv
     words = split(arguments);
     std::vector<char *> argv = arguments_of(&words);
     options_parse(o, (int)argv.size(), argv.data());
 }
 
-// Names, letters and fields are unique, defaults inside their ranges, and every form of an option
-// sets its field. A value just outside a range or a set of choices ends the run and names the
-// option.
+// Names, letters and fields are unique, defaults are within their ranges, and every form of an
+// option sets its field. A value just outside its range or choices ends the run with a message that
+// names the option.
 TEST(options_table, HOST) {
     Options o;
     char value[64];
@@ -146,8 +146,8 @@ TEST(options_table, HOST) {
     detail = text("%d options", (int)OPTION_ROWS);
 }
 
-// What a run records of its options is what a user can type to get the same values: numbers lose no
-// digit, choices and sets have one spelling.
+// The recorded options of a run can be typed to get the same values: numbers lose no digits,
+// choices and sets have one spelling.
 TEST(options_text, HOST) {
     static const struct {
         const char *name, *given, *recorded;

@@ -1,15 +1,15 @@
 // kernels.h -- tests of the CUDA kernels.
-// Volume II's kernels, one chapter after the other, against the naive twins of chapter Layers
-// against naive twins, in fp32 and bf16, over odd shapes. Without a GPU every kernel runs again
-// with its blocks, warps and lanes in other orders, with streams as late as they may be, and with
-// memory that ends at guard pages: equal bits.
+// The kernels of train_gpt2.cu, chapter by chapter, compared with the naive references of layers.h,
+// in fp32 and 16 bits, with odd shapes. On the emulated device every kernel runs again with its
+// blocks, warps and lanes in other orders, with streams as late as allowed, and with memory that
+// ends at guard pages; the bits must be equal.
 
 typedef __nv_bfloat16 bf16;
 typedef std::vector<Reals> Outputs;
 
 template <class E> static real rounded_to(real x) { return to_float(from_float<E>(x)); }
 
-// noise() that E holds exactly.
+// noise() rounded to E.
 template <class E> static Reals noise_in(size_t n, double scale, uint64_t seed) {
     Reals x = noise(n, scale, seed);
     for (real &value : x) {
@@ -18,7 +18,7 @@ template <class E> static Reals noise_in(size_t n, double scale, uint64_t seed) 
     return x;
 }
 
-// An array on the device; NaN until something is written to it.
+// An array on the device, initially NaN.
 template <class T> struct Device {
     size_t n;
     T *p;
@@ -53,8 +53,8 @@ template <class T> struct Device {
     }
 };
 
-// Order 0 is the one that EMU_SEED, EMU_ORDER and EMU_GUARD ask for, and every test but those of
-// kernels runs in it; the others go on from there. On a GPU the others only run again.
+// Order 0 is the one that EMU_SEED, EMU_ORDER and EMU_GUARD select; all tests except those of
+// kernels use only this one. The other orders differ from it; on a GPU they only repeat the run.
 enum { ORDERS = CUDA_CPU ? 6 : 2 };
 static void set_order(int order) {
 #if CUDA_CPU
@@ -67,7 +67,7 @@ static void set_order(int order) {
 #endif
 }
 
-// The variables that make the present order a run's order 0.
+// The environment variables that make the current order the order 0 of a run.
 static Text order_switches() {
 #if CUDA_CPU
     char *words = NULL;
@@ -83,11 +83,11 @@ static Text order_switches() {
 #endif
 }
 
-// Is a case run? Under sanitizers, which look at addresses and not at numbers, only what `kept`
-// says: an odd shape or two of each kernel, a few of many runs. FULL=1 runs them all.
+// True if a case runs. Sanitizers check addresses, not numbers, so with them only cases with `kept`
+// run: an odd shape or two of each kernel, a few of many runs. FULL=1 runs all.
 static bool sampled(bool kept) { return kept || !TEST_ASAN || is_full(); }
 
-// The outputs of `run`, which must be the same to the bit in every order.
+// The outputs of `run`, which must be bitwise equal in every order.
 template <class Run> static Outputs every_order(Run run, const Text &who) {
     set_order(0);
     Outputs first = run();
@@ -103,8 +103,8 @@ template <class Run> static Outputs every_order(Run run, const Text &who) {
     return first;
 }
 
-// Numbers that left the device as E. fp32: within the twin's error, as everywhere. 16 bits: each
-// number, and the norm of all, within twice what rounding the exact result loses.
+// Compares device values of type E. fp32: within the reference's error bound. 16 bits: each
+// element, and the norm of all, within twice the error of rounding the exact result.
 template <class E> static void compare_in(int line, const Reals &got, Nums want, const Text &who) {
     const Text name = who + " " + traits<E>.name;
     if (!is_fp32<E>) {
@@ -122,12 +122,12 @@ template <class E> static void compare_in(int line, const Reals &got, Nums want,
 }
 #define compare_as(E, got, want, who) compare_in<E>(__LINE__, got, want, who)
 
-// fp32 and the 16 bits that this GPU has.
+// Runs a test in fp32 and in the 16-bit type that this GPU supports.
 #define in_16_bits(test, ...) \
     (device_lacks_bf16() ? (void)test<__half>(__VA_ARGS__) : (void)test<bf16>(__VA_ARGS__))
 #define in_both_types(test, ...) (test<float>(__VA_ARGS__), in_16_bits(test, __VA_ARGS__))
 
-// Of tests that bf16 alone can run.
+// For tests that need bf16.
 static void need_bf16() {
     if (device_lacks_bf16()) {
         skip("this GPU has no bf16");
@@ -139,7 +139,7 @@ template <class E, class G> static void check_embedding(int B, int T, int C, int
     const Text who = text("B %d T %d C %d V %d", B, T, C, V);
     std::vector<Token> tokens = Batch(N, V, 1).inputs;
     for (int i = 0; i < N; i += 3) {
-        tokens[(size_t)i] = V - 1;  // one that comes often
+        tokens[(size_t)i] = V - 1;  // a frequent token
     }
     std::vector<int> plan((size_t)embedding_plan_ints(N)), counts((size_t)V);
     int segments = embedding_sort(plan.data(), counts.data(), tokens.data(), N, V);
@@ -171,7 +171,7 @@ template <class E, class G> static void check_embedding(int B, int T, int C, int
     for (int i = 0; i < N * C; i++) {
         first[i % (T * C)] = first[i % (T * C)] + dout[i];
     }
-    for (size_t i = 0; i < dwte.size(); i++) {  // the rows may be added up in any order
+    for (size_t i = 0; i < dwte.size(); i++) {  // rows may be summed in any order
         want_dwte[i].e += sum_error(N) * (double)of_dwte[i].v;
     }
     compare_as(E, got[0], want, who + " out");
@@ -180,7 +180,7 @@ template <class E, class G> static void check_embedding(int B, int T, int C, int
     compare_as(G, got[3], first, who + " dwpe, written");
 }
 
-// Tokens that come often and positions beyond T; gradients added to and, the first time, written.
+// Frequent tokens and positions beyond T; gradients are added or, the first time, written.
 TEST(gpu_embedding, CUDA_ALL) {
     static const int shapes[][5] = {
         {1, 1, 48, 257, 1}, {2, 65, 80, 257, 70}, {3, 17, 16, 50257, 17}, {1, 130, 1600, 257, 256}};
@@ -194,7 +194,7 @@ TEST(gpu_embedding, CUDA_ALL) {
     }
 }
 
-// start (columns) plus the column sums of x (rows,columns), which is as a kernel has rounded it.
+// start (columns) plus the column sums of x (rows,columns), which a kernel has already rounded.
 static Nums column_sums_of(const Reals &x, const Reals &start) {
     const size_t columns = start.size(), rows = x.size() / columns;
     Nums sums;
@@ -243,7 +243,7 @@ template <class E> static void check_layernorm(int N, int C) {
     compare_as(float, got[7], column_sums_of(got[4], before), who + " bias of inp");
 }
 
-// Rows of one warp and of several; more rows than partial sums.
+// Rows handled by one warp and by several; more rows than partial sums.
 TEST(gpu_layernorm, CUDA_ALL) {
     for (int N : {1, 65, 130}) {
         for (int C : {16, 80, 192, 768, 1600}) {
@@ -275,7 +275,7 @@ template <class E> static void check_gelu(int N, int OC) {
             Device<float> of_dinp(dbias), of_dout(dbias),
                 scratch(gpu_bias_backward_bytes(N, OC) / 4);
             gpu_gelu_forward(out.p, d_x.p, n, 0);
-            if constexpr (is_fp32<E>) {  // elsewhere other kernels sum them on their way
+            if constexpr (is_fp32<E>) {  // in 16 bits, other kernels compute this sum
                 gpu_bias_backward(of_dout.p, d_dout.p, scratch.p, N, OC, 0);
             }
             gpu_gelu_backward(d_dout.p, of_dinp.p, d_dout.p, d_x.p, scratch.p, N, OC, 0);
@@ -298,7 +298,7 @@ template <class E> static void check_gelu(int N, int OC) {
                who + " dbias alone");
 }
 
-// Both directions and both column sums; far from zero exactly x, dout or 0.
+// Both directions and both column sums; far from zero the results are exactly x, dout or 0.
 TEST(gpu_gelu, CUDA_ALL) {
     static const int shapes[][2] = {{1, 64}, {65, 80}, {130, 768}, {1500, 48}, {2100, 264}};
     for (auto &s : shapes) {
@@ -337,7 +337,7 @@ template <class E, class G> static void check_matmul(int N, int C, int OC) {
     Nums want_dw = nums(dw), zero(dw.size()), no_bias(OC);
     naive_matmul_backward(&want_dinp, &want_dw, &no_bias, dout, inp, w, N, C, OC);
     naive_matmul_backward(&none, &zero, &no_bias, dout, inp, w, N, C, OC);
-    for (int i = 0; i < N * OC; i++) {  // a library may start from the addend
+    for (int i = 0; i < N * OC; i++) {  // the library may start from the addend
         want_sum[i] = want_sum[i] + b[i % OC];
         want_sum[i].e += sum_error(C) * (size(b[i % OC]) + size(addend[i]));
     }
@@ -366,10 +366,10 @@ TEST(gpu_matmul, CUDA_ALL) {
     }
 }
 
-// What a computation in 16 bits rounds in attention.
+// Rounding of a 16-bit computation of attention.
 template <class E> static Num num_in(Num x) { return Num((wide)rounded_to<E>((real)x.v)); }
 
-// 16 bits: norm of the difference to the exact result at most twice that of a naive computation.
+// 16 bits: the norm of the error is at most twice that of a naive 16-bit computation.
 static void expect_naive_at(int line, const Reals &got, const Nums &want, const Nums &naive,
                             const Text &who) {
     double error = 0, loss = 0, e = 0;
@@ -406,7 +406,7 @@ template <class E> static Outputs check_attention(int B, int T, int HS, int NH, 
                            T, C, NH, k ? num_in<E> : as_it_is);
         }
     }
-    for (Num &lse : want[0][1]) {  // the kernels keep base 2
+    for (Num &lse : want[0][1]) {  // the kernels store it in base 2
         lse = lse * Num((wide)1.4426950408889634L);
     }
     compare_as(float, got[1], want[0][1], who + " lse");
@@ -422,8 +422,8 @@ template <class E> static Outputs check_attention(int B, int T, int HS, int NH, 
     return got;
 }
 
-// fp16 on the emulated GPU and on one of capability 7.5, which has smaller products, no copies
-// behind the registers' back and 64 KiB of shared memory: the CPU layer gives both the same bits.
+// fp16 on the emulated GPU and on one of capability 7.5, which has smaller mma instructions, no
+// asynchronous copies and 64 KiB of shared memory: the emulator gives the same bits on both.
 static void check_attention_fp16(int B, int T, int HS, int NH, double sharp) {
     const Outputs want = check_attention<__half>(B, T, HS, NH, sharp);
 #if CUDA_CPU
@@ -439,7 +439,7 @@ static void check_attention_fp16(int B, int T, int HS, int NH, double sharp) {
 #endif
 }
 
-// Queries over the cache: all of a sequence in two pieces, whatever stood in the cache before.
+// Queries with a cache: a sequence in two chunks, whatever the cache contained before.
 template <class E> static void check_cached(int positions, int first, int rows, int HS, int NH) {
     const int C = NH * HS, T = first + rows;
     const Text who = text("%d behind %d of %d heads %d of %d", rows, first, positions, NH, HS);
@@ -483,7 +483,7 @@ TEST(gpu_cached, CUDA_ALL) {
     check_cached<float>(70, 60, 2, 5, 8);
 }
 
-// Lengths around the tiles' edges, heads of 8 to 128 channels, flat and sharp scores.
+// Lengths around the tile size, heads of 8 to 128 channels, flat and sharp scores.
 TEST(gpu_attention, CUDA_ALL) {
     static const int shapes[][4] = {
         {1, 1, 16, 5},  {2, 1, 64, 3},   {3, 2, 80, 1},   {1, 63, 64, 3},  {2, 64, 32, 2},
@@ -506,7 +506,7 @@ TEST(gpu_attention, CUDA_ALL) {
         in_both_types(check_attention, 1, 130, 64, 2, 4);
         in_both_types(check_attention, 1, 100, 16, 1, 8);
     }
-    // Sections of one head, of two with one left over, and of heads of two sequences.
+    // Sections of one head, of two with a remainder of one, and of heads of two sequences.
     for (int heads : {1, 2, 4}) {
         attention_cache_bytes = 2 * heads * 130 * 64 * 4;
         if (!sampled(heads == 2)) {
@@ -526,7 +526,7 @@ template <class E> static void check_classifier(int rows, int V, double sharp) {
     std::vector<Token> targets = Batch(rows, V, 2).targets;
     targets[0] = V - 1;
     for (int i = 0; i < rows * Vp; i++) {
-        logits[i] = i % Vp < V ? logits[i] : rounded_to<E>((real)1e9);  // padding may be anything
+        logits[i] = i % Vp < V ? logits[i] : rounded_to<E>((real)1e9);  // any value
     }
     Outputs got = every_order(
         [&] {
@@ -549,7 +549,7 @@ template <class E> static void check_classifier(int rows, int V, double sharp) {
     compare_as(E, got[1], want_d, who + " dlogits");
 }
 
-// Vocabularies of one pack to the largest; padding that would win every softmax.
+// Vocabularies from one pack to the largest; padding that would dominate every softmax.
 TEST(gpu_classifier, CUDA_ALL) {
     static const int shapes[][2] = {{2, 5}, {1, 257}, {65, 257}, {2, 50257}, {1, 65536}};
     for (auto &s : shapes) {
@@ -563,8 +563,8 @@ TEST(gpu_classifier, CUDA_ALL) {
     check_classifier<__half>(1, 50257, 20);
 }
 
-// Two matrices and a vector of odd sizes with gaps between them, as a table of ranges; what a rank
-// keeps of their states lies elsewhere than the weights.
+// Two matrices and a vector of odd sizes with gaps between them, as a table of ranges. The offsets
+// of a rank's states differ from those of the weights.
 static std::vector<ParamRange> three_ranges(int *chunks) {
     std::vector<ParamRange> ranges = {{64, 128, 0, 0, 24008, 130, 1, 0, 0},
                                       {24136, 24200, 0, 0, 72, 131, 0, 0, 0},
@@ -573,7 +573,7 @@ static std::vector<ParamRange> three_ranges(int *chunks) {
     return ranges;
 }
 
-// `to` with the numbers of all ranges, from where their field `a` says in `from` to where `b` says.
+// Copies all ranges from their offsets `a` in `from` to their offsets `b` in `to`.
 template <class T>
 static std::vector<T> moved(const std::vector<T> &from, std::vector<T> to,
                             const std::vector<ParamRange> &ranges, size_t ParamRange::*a,
@@ -584,8 +584,8 @@ static std::vector<T> moved(const std::vector<T> &from, std::vector<T> to,
     return to;
 }
 
-// The fp32 weights that the master makes of the weights on the device; those of fp16 are whole, and
-// the weights, `rounded`, their roundings.
+// The fp32 weights given by master and device weights. fp16: the master is complete, and the device
+// weights, `rounded`, must be its roundings.
 template <class E>
 static Reals master_weights(const Reals &rounded, const Device<E> &params,
                             const std::vector<Master<E>> &master,
@@ -603,10 +603,10 @@ static Reals master_weights(const Reals &rounded, const Device<E> &params,
     return weights;
 }
 
-// Three steps (clipped, not clipped, skipped) beside the AdamW of chapter Optimizer and schedules.
-// States kept exactly must have its bits. A state in 16 bits alone is rounded stochastically: to
-// one of its two neighbours, and without bias, its mean within four deviations; its run ends after
-// one step.
+// Three steps (clipped, not clipped, skipped) compared with the AdamW of chapter Optimizer and
+// schedules. States stored exactly must be bitwise equal. States stored only in 16 bits are rounded
+// stochastically: to one of the two neighbours, without bias (the mean within four standard
+// deviations); these runs end after one step.
 template <class E, class G, class M, bool SPLIT> static void check_adamw(const char *who) {
     enum { N = 24384, N2 = 24120, N1 = 72 };
     const bool exact_p = SPLIT || is_fp32<E>, exact_m = is_fp32<M>;
@@ -620,7 +620,7 @@ template <class E, class G, class M, bool SPLIT> static void check_adamw(const c
         uint32_t bits;
         memcpy(&bits, &p[i], 4);
         high[i] = (uint16_t)((bits + 0x8000) >> 16);
-        memcpy(&low[i], &p[i], sizeof low[i]);  // the low half, or all of it
+        memcpy(&low[i], &p[i], sizeof low[i]);  // the low half, or the whole number
     }
     Device<E> d_p(p);
     if (SPLIT && !traits<E>.narrow) {
@@ -704,8 +704,8 @@ TEST(gpu_adamw, CUDA_ALL) {
     check_adamw<bf16, float, float, false>("no master, fp32 gradients");
 }
 
-// A weight that is not a number stays one, in what forward reads and in what is saved, whether it
-// comes from the host or out of AdamW, and its neighbours stay what they are.
+// A NaN weight stays NaN in the weights that forward reads and in what is saved, whether the host
+// wrote it or AdamW, and its neighbours are unchanged.
 template <class E, class G, class M, bool SPLIT> static void check_adamw_nan(const char *who) {
     enum { N = 4096 };
     static const uint32_t nan_bits[] = {0x7fffffff, 0xffffffff, 0x7f800001, 0xff807fff,
@@ -729,7 +729,7 @@ template <class E, class G, class M, bool SPLIT> static void check_adamw_nan(con
     if (traits<E>.narrow) {
         state_write(whole, p.data(), N, 0);
     }
-    const AdamW a = {0.0f, 0.9f, 0.95f, 0.1f, 0.05f, 1e-8f, 0.1f, 1.0f};  // a rate of 0: p stays
+    const AdamW a = {0.0f, 0.9f, 0.95f, 0.1f, 0.05f, 1e-8f, 0.1f, 1.0f};  // rate 0: p unchanged
     for (int turn = 0; turn < 2; turn++) {
         Reals saved(N);
         const Reals got = d_p.get();
@@ -753,8 +753,8 @@ TEST(gpu_adamw_nan, CUDA_ALL) {
     check_adamw_nan<bf16, bf16, bf16, false>("no master");
 }
 
-// Initial states go to a fresh GPU without zeros, wherever they live; one that has trained is
-// cleared. Either way nothing is left of what was there.
+// Initial states of a fresh GPU are set without writing zeros, wherever they are placed; the states
+// of one that has trained are cleared. In both cases the previous values are gone.
 static int64_t moments_written;
 static void (*real_write)(Engine *e, int state, int64_t offset, const real *values, int64_t count);
 static void counted_write(Engine *e, int state, int64_t offset, const real *values,
@@ -827,7 +827,7 @@ TEST(gpu_written_states, EMULATED_ALL) {
     plan_free(&plan);
 }
 
-// A tensor in two parts, as two ranks have it, is rounded as in one; whatever the order of blocks.
+// A tensor in two shards, as on two ranks, is rounded as a whole one, in any order of blocks.
 TEST(gpu_rounding, CUDA_ALL) {
     enum { N = 20000, CUT = 8816 };
     Reals p = noise_in<bf16>(N, 1, 1), g = noise_in<bf16>(N, 1, 2), zero(N);
@@ -857,7 +857,7 @@ TEST(gpu_rounding, CUDA_ALL) {
     }
 }
 
-// A gradient that is not a number, infinite or too large for its square skips the step.
+// A gradient that is NaN, infinite or too large to be squared skips the step.
 TEST(gpu_norm, CUDA_ALL) {
     for (real bad : {(real)NAN, (real)HUGE_VAL, (real)-HUGE_VAL, (real)1e30}) {
         std::vector<ParamRange> ranges = {{0, 0, 0, 0, 20000, 0, 1, 0, 0}};
@@ -871,17 +871,17 @@ TEST(gpu_norm, CUDA_ALL) {
         gpu_update_decide(state.p, 1.0f, INFINITY, 0);
         UpdateState now = state.raw()[0];
         expect(now.skip == 1 && now.skipped == 1, "%g", (double)bad);
-        // A rank without any part of a small model's gradients.
+        // A rank that holds no gradients of a small model.
         gpu_grad_square_sum(state.p, scratch.p, d_g.p, d_g.p, d_g.p, d_ranges.p, 0, 0, 0);
         expect(state.raw()[0].square_sum == 0, "no gradients");
     }
 }
 
-// The sum of `ranks` ranks' parts of a bucket as rank `rank` makes it: to the bit the parts added
-// in the order of ranks in fp32 and rounded once, whichever rank it is, and in pieces of any size.
-// Every other number is 1e8, 1, -1e8, 1: another order loses a 1.
+// The sum of `ranks` ranks' parts of a bucket as computed by rank `rank`: bitwise equal to adding
+// the parts in rank order in fp32 and rounding once, on every rank and with chunks of any size.
+// Every other number is 1e8, 1, -1e8 or 1, by rank, so another order of summation would lose a 1.
 template <class G> static void check_rank_sum(int ranks, int rank, size_t budget) {
-    enum { PART = 4160 };  // more than a block's
+    enum { PART = 4160 };  // more than one block handles
     static const real pattern[] = {(real)1e8, 1, (real)-1e8, 1};
     std::vector<Reals> parts;
     for (int q = 0; q < ranks; q++) {
@@ -890,7 +890,8 @@ template <class G> static void check_rank_sum(int ranks, int rank, size_t budget
             parts.back()[(size_t)i] = rounded_to<G>(pattern[q % 4]);
         }
     }
-    // What the others send, piece by piece, is in the staging buffer at once: on a GPU it comes.
+    // All chunks from the other ranks are in the staging buffer at once; on a GPU they are
+    // received.
     const size_t piece = budget / (size_t)(ranks - 1) / 8 * 8;
     Reals bucket((size_t)ranks * PART, 7), want(PART), got(PART), twice(PART);
     std::copy(parts[(size_t)rank].begin(), parts[(size_t)rank].end(), &bucket[(size_t)rank * PART]);
@@ -902,7 +903,7 @@ template <class G> static void check_rank_sum(int ranks, int rank, size_t budget
         want[(size_t)i] = rounded_to<G>(sum);
         twice[(size_t)i] = rounded_to<G>((float)want[(size_t)i] + sum);
     }
-    // In place, and twice into a part of its own, to which the second adds.
+    // In place, and twice into a separate buffer, where the second sum is added.
     Device<G> d_bucket(bucket), d_store(Reals(PART, NAN));
     int adds = 0;
     for (size_t from = 0; from < PART; from += piece) {
@@ -929,8 +930,8 @@ template <class G> static void check_rank_sum(int ranks, int rank, size_t budget
     expect(all[other] == 7 && all[other + PART - 1] == 7, "another rank's part was written");
 }
 
-// The words of four ranks: sums in the order of ranks, a stop of one is a stop of all, the first of
-// two faults is named, and with a fault nobody's norm is a number.
+// The statuses of four ranks: sums in rank order; a stop of one rank stops all; the first of two
+// faults is reported; with a fault the norm is NaN on all ranks.
 static void check_step_statuses() {
     enum { RANKS = 4 };
     const float losses[RANKS] = {1e8f, 1, -1e8f, 1};
@@ -956,7 +957,8 @@ static void check_step_statuses() {
     }
 }
 
-// A hash of states is another when one bit is, when two words change places, and with nothing else.
+// A hash of states changes if a bit changes or two words are swapped, and is otherwise
+// reproducible.
 static void check_replica_hash() {
     std::vector<uint64_t> words(10000);
     for (size_t i = 0; i < words.size(); i++) {
@@ -991,12 +993,12 @@ TEST(gpu_exchange, CUDA_ALL) {
     check_replica_hash();
 }
 
-// The factor on the gradients: clip / norm above the limit, and 1 below it or without one.
+// The factor on the gradients: clip / norm above the limit, otherwise 1.
 TEST(gpu_clip, CUDA_ALL) {
     static const struct {
         float norm, clip, scale;
     } table[] = {{4, 1, 0.25f}, {0.5f, 1, 1}, {1, 1, 1}, {4, 0, 1}, {0.5f, 0, 1}, {0, 1, 1}};
-    static const float power = 0x1p20f;  // a loss scale: norm and clip do not know of it
+    static const float power = 0x1p20f;  // a loss scale, which norm and clip do not include
     for (auto &row : table) {
         UpdateState before = {row.norm * row.norm, 0, 0, 7, 3};
         Device<UpdateState> state(std::vector<UpdateState>{before});
@@ -1015,8 +1017,8 @@ TEST(gpu_clip, CUDA_ALL) {
     }
 }
 
-// What a step does to the loss scale, as the last lines of PyTorch's amp_update_scale_ have it; the
-// least scale is 2, the largest the last power of two in fp32.
+// Effect of a step on the loss scale, as in the last lines of PyTorch's amp_update_scale_. The
+// smallest scale is 2, the largest the last power of two in fp32.
 TEST(gpu_loss_scale, CUDA_ALL) {
     const float inf = INFINITY, last = 0x1p127f;
     static const struct {
@@ -1040,25 +1042,25 @@ TEST(gpu_loss_scale, CUDA_ALL) {
                "norm %g, scale %g after %d: %g after %d, moved %d", (double)row.norm,
                (double)row.scale, row.good_steps, (double)now.loss_scale, now.good_steps,
                now.scale_moved);
-        // The step's gradients were made with the scale before it.
+        // The gradients of the step were computed with the previous scale.
         expect(!isfinite(row.norm) || now.scale == 1 / row.scale, "norm %g, scale %g: factor %g",
                (double)row.norm, (double)row.scale, (double)now.scale);
     }
 }
 
-// Which of n numbers rounded up where a state in 16 bits took them in, as bits.
+// For n numbers stored to a 16-bit state: whether each was rounded up.
 typedef std::vector<bool> Ups;
 
-// A parameter, its two moments, two layers of its tensor, another tensor and two steps each draw
-// random numbers of their own: that both of two states round up is as likely as by chance, within
-// four standard deviations.
+// A parameter, its two moments, two layers of its tensor, another tensor and two steps all use
+// independent random numbers: two states are both rounded up as often as by chance, within four
+// standard deviations.
 TEST(gpu_rounding_streams, CUDA_ALL) {
     enum { N = 16384, RANGES = 3 };
     std::vector<ParamRange> ranges = {{0, 0, 0, 0, N, RNG_ROUND, 1, 0, 0},
                                       {N, N, N, N, N, RNG_ROUND, 1, 0, 0},
                                       {2 * N, 2 * N, 2 * N, 0, N, RNG_ROUND + 1, 1, 0, 0}};
     int chunks = param_ranges_chunk(ranges.data(), RANGES);
-    // m = g = 1 + a quarter of bf16's spacing, v = g^2 nearly a half, p = 1.5 less nearly a half.
+    // m = g = 1 + a quarter of bf16's spacing; v = g^2, nearly a half; p = 1.5 minus nearly a half.
     const Reals ones(RANGES * N, (real)1.5), zero(RANGES * N), g(RANGES * N, (real)(1 + 0x1p-9));
     std::vector<Ups> all;
     Words names;
@@ -1100,13 +1102,13 @@ TEST(gpu_rounding_streams, CUDA_ALL) {
     }
 }
 
-// In the tables of AdamW no two elements of a tensor, in whatever layer and on whatever rank, have
-// the same place among its stream's random numbers, and all of them have one: of matrices in parts
-// on one rank, of vectors on every rank.
+// In AdamW's tables, the elements of a tensor, over all layers and ranks, have distinct indices in
+// the tensor's random stream, and every element has one: each shard of a matrix on one rank,
+// vectors on every rank.
 TEST(gpu_rounding_places, CUDA_ALL) {
     Settings s = planned("-e l3h3c96t16 -t 12 -b 2 --gpus 3 -z 1 -w 0");
     std::vector<ParamRange> ranges((size_t)model_tensors(&s.model));
-    std::map<uint32_t, std::vector<std::pair<size_t, size_t>>> places;  // first and end, by stream
+    std::map<uint32_t, std::vector<std::pair<size_t, size_t>>> places;  // by stream: [first, end)
     for (s.rank = 0; s.rank < s.ranks; s.rank++) {
         const int count = ranges_fill(ranges.data(), &s, false);
         for (int i = 0; i < count; i++) {
@@ -1130,8 +1132,8 @@ TEST(gpu_rounding_places, CUDA_ALL) {
     }
 }
 
-// Every pointer that a kernel reads in packs, one element off: the launcher's line names it.
-// Nothing is launched, so the addresses need no memory behind them.
+// Each pointer that a kernel accesses in packs, misaligned by one element: the launcher's message
+// names it. Nothing is launched, so the addresses need no memory.
 template <class E, class G> static void check_misaligned() {
     enum { N = 64, C = 64, POINTERS = 6 };
     E *p[POINTERS] = {};
@@ -1158,7 +1160,7 @@ template <class E, class G> static void check_misaligned() {
         {"gpu_gelu_forward", 2, [&] { gpu_gelu_forward(p[0], p[1], N * C, 0); }},
         {"column_sums", 4, [&] { gpu_gelu_backward(p[0], f[4], p[1], p[2], f[3], N, C, 0); }},
         {"matmul_run", 5,
-         [&] {  // checked in this order: a, b, then d, bias, c
+         [&] {  // order of the checks: a, b, then d, bias, c
              matmul_run<E, G>(g[2], p[0], p[1], g[3], g[4], 1, false, false, C, C, C, 0);
          }},
         {"gpu_attention_forward", is_fp32<E> ? 0 : 2,
@@ -1193,7 +1195,7 @@ template <class E, class G> static void check_misaligned() {
     }
 }
 
-// The pointers of each launcher; rows that are no multiple of 16 bytes; sizes beyond the limits.
+// All pointers of each launcher; rows that are not a multiple of 16 bytes; sizes beyond the limits.
 TEST(gpu_misaligned, CUDA) {
     check_misaligned<float, float>();
     check_misaligned<bf16, bf16>();
@@ -1213,21 +1215,21 @@ TEST(gpu_misaligned, CUDA) {
 }
 
 #if CUDA_CPU
-// Which of the emulated library's algorithms a plan has.
+// The index of the emulated library's algorithm in a plan.
 static int algorithm_of(const MatmulPlan &plan) {
     emu::Algo algo;
     memcpy(&algo, &plan.algorithm, sizeof algo);
     return algo.id;
 }
 
-// The heuristic's first algorithm, and where D lies beside C the first that says it can do that; if
-// none does, the first. A product that the library has not at all is named by its sizes.
+// The heuristic's first algorithm; out of place (D is not C), the first that supports it; if none
+// does, the first. A matmul that the library does not support is an error that gives its sizes.
 TEST(gpu_algorithms, EMULATED_ALL) {
     const int N = 8, C = 16, OC = 24;
     Device<float> inp(noise(N * C, 1, 1)), weight(noise(OC * C, 1, 2)), addend(noise(N * OC, 1, 3));
     Device<float> out(N * OC), workspace(1 << 18);
     auto chosen = [&](int plan) { return algorithm_of(matmul_library.plan[plan]); };
-    for (int in_place : {0, 1, 2, 3}) {  // of three algorithms, so many cannot write beside
+    for (int in_place : {0, 1, 2, 3}) {  // number of the three algorithms that only work in place
         emu::set.lt_in_place = in_place;
         gpu_matmul_open(workspace.p, workspace.n * sizeof(float));
         gpu_matmul_forward<float>(out.p, inp.p, weight.p, nullptr, nullptr, N, C, OC, 0);
@@ -1245,7 +1247,7 @@ TEST(gpu_algorithms, EMULATED_ALL) {
         gpu_matmul_close();
     }
     Outcome o = outcome(spawn([&] {
-        emu::cuda_user = 0;  // a GPU would not take it
+        emu::cuda_user = 0;  // a real GPU would not allow this
         emu::set.lt_max = 20;
         gpu_matmul_open(workspace.p, workspace.n * sizeof(float));
         gpu_matmul_forward<float>(out.p, inp.p, weight.p, nullptr, nullptr, N, C, OC, 0);
@@ -1253,8 +1255,8 @@ TEST(gpu_algorithms, EMULATED_ALL) {
     const char *line = "no product of (24 x 16) and (16 x 8) here, fp32 in and fp32 out: "
                        "CUBLAS_STATUS_NOT_SUPPORTED\n";
     expect(o.status == 1 && o.err.find(line) != Text::npos, "%s", o.err.c_str());
-    // One that refuses its product is replaced by the next until the warm-up is over, each with a
-    // line; where the list ends, or after the warm-up, the run ends.
+    // Until the end of the warm-up, an algorithm that returns an error is replaced by the next,
+    // with one line each. At the end of the list, or after the warm-up, the run ends.
     const struct {
         int refuse, settled, status, lines;
     } rows[] = {{0, 0, 0, 0}, {1, 0, 0, 1}, {2, 0, 0, 2}, {3, 0, 1, 3}, {1, 1, 1, 1}};
@@ -1278,7 +1280,7 @@ TEST(gpu_algorithms, EMULATED_ALL) {
     }
 }
 
-// A run whose first algorithms are refused trains with the next ones; a later refusal ends it.
+// A run whose first algorithms fail trains with the next ones; a later failure ends it.
 TEST(gpu_refused_algorithm, EMULATED_ALL) {
     for (bool later : {false, true}) {
         const Outcome o = outcome(spawn([&] {
@@ -1303,7 +1305,7 @@ TEST(gpu_refused_algorithm, EMULATED_ALL) {
 #endif
 
 #if CUDA_CPU
-// Device memory of which only the pages that are touched exist; zero until then.
+// Device memory that is zero and of which only accessed pages are allocated.
 template <class T> struct Huge {
     T *p;
     size_t n;
@@ -1316,7 +1318,7 @@ template <class T> struct Huge {
         p = (T *)memory;
         emu::add_allocation({(char *)p, n * sizeof(T), false, (char *)p, n * sizeof(T)});
     }
-    // Ends as `tail` does.
+    // The last elements are set to `tail`.
     Huge(size_t count, const Reals &tail) : Huge(count) {
         for (size_t i = 1; i <= tail.size() && i <= n; i++) {
             p[n - i] = from_float<T>(tail[tail.size() - i]);
@@ -1342,7 +1344,7 @@ template <class T> struct Huge {
     }
 };
 
-// The outputs of the last rows are the same for a small tensor and for a huge one.
+// The outputs of the last rows are equal for a small tensor and a huge one.
 static void same(const char *who, const std::function<Outputs(size_t)> &run, size_t small,
                  size_t large) {
     expect(run(small) == run(large), "%s", who);
@@ -1364,7 +1366,7 @@ static void check_huge_rows() {
          },
          TAIL, ROWS);
     same("embedding_backward",
-         [&](size_t T) {  // a sum over three sequences for each position
+         [&](size_t T) {  // sums over three sequences per position
              Huge<bf16> dout(3 * T * C, d), dwpe(T * C, x), dwte(C);
              Huge<int> plan(3 * 3 * T + 1);
              const int rows = 3 * (int)T;
@@ -1446,7 +1448,7 @@ static void check_huge_attention() {
 static void check_huge_update() {
     const Reals x = noise_in<bf16>(UPDATE_CHUNK, 1, 1), d = noise_in<bf16>(UPDATE_CHUNK, 1, 2);
     same("norm and AdamW",
-         [&](size_t chunks) {  // the last chunk falls to the norm's last block
+         [&](size_t chunks) {  // the norm's last block handles the last chunk
              const size_t count = chunks * UPDATE_CHUNK;
              Huge<bf16> p(count, x), g(count, d);
              Huge<uint16_t> low(count);
@@ -1468,8 +1470,9 @@ static void check_huge_update() {
          1024, (1 << 18) + 1024);
 }
 
-// Tensors of more than 2^31 elements: the last block of every grid computes what it does for the
-// same rows of a small tensor. A product of two 32-bit sizes used as an index ends outside.
+// Tensors of more than 2^31 elements: the last block of every grid computes the same as for the
+// same rows of a small tensor. An index computed as a product of two 32-bit sizes would be out of
+// bounds.
 TEST(gpu_huge, EMULATED) {
     emu::set.last_blocks = 1;
     check_huge_rows();
@@ -1478,8 +1481,8 @@ TEST(gpu_huge, EMULATED) {
 }
 #endif
 
-// What ranks agree on: a stop of any of them, the first one that cannot go on, and, when they meet,
-// the least memory that one of them has. Ranks share the threads of their machine.
+// Agreement of ranks: a stop of any of them, the first one that failed, and, in the handshake, the
+// minimum of their available memory. The ranks of a machine share its threads.
 TEST(rank_agreement, CUDA_ALL) {
     enum { RANKS = 4, THREADS = 8 };
     this_rank = {0, RANKS, 0, RANKS, 0, 0, 0, 0};
@@ -1496,7 +1499,7 @@ TEST(rank_agreement, CUDA_ALL) {
     heartbeat = heartbeat_at(0);
     for (int least = 0; least < RANKS; least++) {
         rank_links = (int *)alloc_zero(RANKS, sizeof(int));
-        int others[RANKS];  // the other ends of rank 0's links
+        int others[RANKS];  // the other ends of rank 0's connections
         for (int r = 0; r < RANKS; r++) {
             RankInfo card = {};
             card.program = fingerprint_program();
@@ -1522,7 +1525,7 @@ TEST(rank_agreement, CUDA_ALL) {
     }
 #ifdef _OPENMP
     unsetenv("OMP_NUM_THREADS");
-    for (const int launched : {0, 1}) {  // a launcher does not tell its ranks to share
+    for (const int launched : {0, 1}) {  // with a launcher, ranks do not share
         const int cores = launched ? (int)sysconf(_SC_NPROCESSORS_ONLN) : (int)THREADS;
         omp_set_num_threads(launched ? RANKS * cores : (int)THREADS);
         ranks_begin({0, RANKS, 0, RANKS, launched, 0, 0, 0}, heartbeat_at(0));

@@ -1,14 +1,14 @@
 // layers.h -- tests of the CPU layers.
-// Volume I's chapters Matmul and fast maths and Layers, over odd shapes. A twin is the formula
-// itself, written with Num: a wider number that carries how far the same computation in `real` may
-// be off. Approximate exp and tanh are allowed what chapter Matmul and fast maths states of them
-// (EXP_ULP, TANH_ULP; libm's in double).
+// Chapters Matmul and fast maths and Layers of train_gpt2.c, with odd shapes. A reference is the
+// formula itself, computed in Num: a wider number that carries a bound on the error of the same
+// computation in `real`. The approximate exp and tanh are allowed the errors documented in chapter
+// Matmul and fast maths (EXP_ULP, TANH_ULP; libm's in double).
 
 static const double EXP_ULP = 1.05, TANH_ULP = 2.53;
 
 struct Num {
     wide v;
-    double e;  // each operation passes on its operands' errors and adds one rounding
+    double e;  // operations propagate their operands' errors and add one rounding
     Num(wide value = 0, double error = 0) : v(value), e(error) {}
 };
 static double size(wide x) { return fabs((double)x); }
@@ -38,7 +38,7 @@ static Num num_rsqrt(Num x) {
     return rounded(v, (double)v * (x.e / (double)x.v / 2 + 2 * unit));
 }
 
-// term(0) + ... + term(n - 1), in whatever order the tested code takes them.
+// term(0) + ... + term(n - 1); the tested code may sum in any order.
 template <class Term> static Num sum_of(int n, Term term) {
     wide v = 0;
     double e = 0, sizes = 0;
@@ -54,7 +54,7 @@ template <class Term> static Num sum_of(int n, Term term) {
 typedef std::vector<Num> Nums;
 static Nums nums(const Reals &x) { return Nums(x.begin(), x.end()); }
 
-// Every element against its twin; the one that used most of its tolerance goes into the line.
+// Compares every element with its reference; the one closest to its tolerance is reported.
 static void compare_at(int line, const Reals &got, const Nums &want, const Text &where) {
     size_t at = 0;
     double most = -1;
@@ -70,7 +70,7 @@ static void compare_at(int line, const Reals &got, const Nums &want, const Text 
 }
 #define compare(got, want, ...) compare_at(__LINE__, got, want, text(__VA_ARGS__))
 
-// A workspace of exactly the bytes that the plan would give, for layers called outside a network.
+// Allocates exactly the workspace that the plan would, for layers called outside a network.
 static void give_workspace() {
     static void *memory;
     free(memory);
@@ -88,12 +88,12 @@ static real fast_tanh(real x) {
     return tanh_end(r, n, x);
 }
 
-// exp and tanh over their whole range, and where a polynomial or a shift could go wrong.
+// exp and tanh over their whole range, and at points where a polynomial or a shift could be wrong.
 TEST(fast_maths, ALL) {
     const double low = GPT2_DOUBLE ? -800 : -120, range = GPT2_DOUBLE ? 1500 : 208;
     for (int i = 0; i <= 400000; i++) {
         real x = (real)(low + range * i / 400000), y = (real)(-12 + 24.0 * i / 400000);
-        double root = (double)y * fabs((double)y) * 1e-3;  // tanh's small arguments too
+        double root = (double)y * fabs((double)y) * 1e-3;  // small arguments of tanh
         Num e = num_exp((wide)x), t = num_tanh((wide)y), s = num_tanh((wide)(real)root);
         expect_near(fast_exp(x), e.v, e.e, "exp %.9g", (double)x);
         expect_near(fast_tanh(y), t.v, t.e, "tanh %.9g", (double)y);
@@ -111,7 +111,7 @@ static const int matmul_shapes[][3] = {
     {1, 1, 1},      {1, 48, 144},  {3, 5, 7},      {13, 17, 19},   {65, 80, 33},  {14, 32, 64},
     {15, 33, 65},   {29, 31, 257}, {33, 1000, 17}, {200, 129, 31}, {9, 3072, 40}, {130, 768, 100},
     {2, 48, 50304}, {64, 64, 64},  {257, 16, 48},  {1, 768, 2304}, {600, 7, 9},   {385, 8, 129},
-    {21, 40, 1024},  // dout's rows meet in one set of a first cache: packed before the product
+    {21, 40, 1024},  // dout's rows map to one set of L1: packed before the matmul
 };
 
 // inp weight^T.
@@ -124,14 +124,14 @@ static Nums naive_matmul(const Reals &inp, const Reals &weight, int N, int C, in
     return out;
 }
 
-// What matmul_backward leaves; dweight and dbias hold on entry what it adds to.
+// Results of matmul_backward; dweight and dbias hold their initial values on entry.
 static void naive_matmul_backward(Nums *dinp, Nums *dweight, Nums *dbias, const Reals &dout,
                                  const Reals &inp, const Reals &weight, int N, int C, int OC) {
     for (int i = 0; i < N * C; i++) {
         const real *d = &dout[i / C * OC], *w = &weight[i % C];
         dinp->push_back(sum_of(OC, [=](int o) { return Num(d[o]) * w[(int64_t)o * C]; }));
     }
-    for (int i = 0; i < OC * C; i++) {  // the last term is what stood there
+    for (int i = 0; i < OC * C; i++) {  // the last term is the initial value
         const real *d = &dout[i / C], *x = &inp[i % C];
         const Num start = (*dweight)[i];
         (*dweight)[i] = sum_of(N + 1, [=](int n) {
@@ -159,7 +159,7 @@ TEST(matmul_forward, ALL) {
             Nums want = product;
             for (int i = 0; i < N * OC; i++) {
                 want[i] = want[i] + (b ? b[i % OC] : 0) + (add ? add[i] : 0);
-                // what stands in the sum from its start is rounded with every term
+                // a summand present from the start is rounded with every term
                 want[i].e += sum_error(C) * ((b ? size(b[i % OC]) : 0) + (add ? size(add[i]) : 0));
             }
             matmul_forward(out.data(), inp.data(), weight.data(), b, add, N, C, OC);
@@ -178,7 +178,7 @@ TEST(matmul_forward, ALL) {
     }
 }
 
-// dbias and dweight add up, dinp is overwritten and may be inp; each of dinp and dbias may be NULL.
+// dbias and dweight accumulate; dinp is overwritten and may be inp; dinp and dbias may be NULL.
 TEST(matmul_backward, ALL) {
     give_workspace();
     for (auto &shape : matmul_shapes) {
@@ -202,7 +202,7 @@ TEST(matmul_backward, ALL) {
     }
 }
 
-// A number and what is left of it in bf16, to nearest even; the two differ by 2^-9 of it at most.
+// Numbers rounded to bf16, to nearest even; the error is at most 2^-9 of the number.
 static Reals rounded_to_bf16(Reals numbers) {
     for (real &x : numbers) {
         float f = (float)x;
@@ -215,8 +215,8 @@ static Reals rounded_to_bf16(Reals numbers) {
     return numbers;
 }
 
-// --matmul bf16: the products of operands that were rounded beforehand, to the bit, near the exact
-// products of these; and of a NaN a NaN, whatever its bits.
+// --matmul bf16: bit by bit the matmul of operands that were rounded beforehand, and close to their
+// exact matmul. NaN stays NaN, whatever its bits.
 TEST(matmul_bf16, HOST) {
     const char *missing = bf16_missing();
     if (missing) {
@@ -247,7 +247,7 @@ TEST(matmul_bf16, HOST) {
         compare(dinp, want_dinp, "dinp N %d C %d OC %d", N, C, OC);
         compare(dweight, want_dweight, "dweight N %d C %d OC %d", N, C, OC);
     }
-    const uint32_t quiet = 0x7fffffff;  // rounded as a number it would be -0
+    const uint32_t quiet = 0x7fffffff;  // as a number it would be rounded to -0
     Reals inp(64, 1), weight(64 * 64, 1), out(64);
     memcpy(&inp[40], &quiet, sizeof quiet);
     matmul_forward(out.data(), inp.data(), weight.data(), NULL, NULL, 1, 64, 64);
@@ -272,7 +272,7 @@ static Num naive_gelu(Num v, Num *slope) {
     return half * v * (one + t);
 }
 
-// Both directions, in place, for every length of tail, and with a NaN beside a number.
+// Both directions, in place, for every length of the vector loop's tail, and next to NaN.
 TEST(gelu, ALL) {
     enum { COUNT = 100003 };
     Reals x(COUNT), out(COUNT), dout = noise(COUNT, 1, 2), dinp(COUNT);
@@ -289,7 +289,7 @@ TEST(gelu, ALL) {
     compare(dinp, want_dinp, "backward");
     gelu_backward(dout.data(), dout.data(), x.data(), COUNT);
     expect(same_bits(dinp, dout), "in place");
-    for (size_t n = 1; n < 40; n++) {  // every way to end a vector loop
+    for (size_t n = 1; n < 40; n++) {  // every length of a vector loop's tail
         Reals few(n, (real)NAN);
         gelu_forward(few.data(), &x[50000], n);
         expect(memcmp(few.data(), &out[50000], n * sizeof(real)) == 0, "n %zu", n);
@@ -299,7 +299,7 @@ TEST(gelu, ALL) {
     expect(isnan((double)bad[0]) && !isnan((double)bad[1]));
 }
 
-// out; dwte and dwpe, which hold on entry what backward adds to.
+// out; dwte and dwpe, which hold their initial values on entry.
 static void naive_embedding(Nums *out, Nums *dwte, Nums *dwpe, const std::vector<Token> &tokens,
                          const Reals &wte, const Reals &wpe, const Reals &dout, int T, int C) {
     for (int k = 0; k < (int)dout.size(); k++) {
@@ -310,7 +310,7 @@ static void naive_embedding(Nums *out, Nums *dwte, Nums *dwpe, const std::vector
     }
 }
 
-// out is one rounding; backward adds up over equal tokens and over the batch.
+// out is rounded once; backward accumulates over equal tokens and over the batch.
 TEST(embedding, ALL) {
     enum { B = 3, T = 7, C = 130, V = 11 };
     std::vector<Token> tokens = Batch(B * T, V, 1).inputs;
@@ -325,8 +325,8 @@ TEST(embedding, ALL) {
     compare(dwpe, want_dwpe, "dwpe");
 }
 
-// LayerNorm forward, and backward from mean and rstd as the tested forward left them; dinp without
-// an addend. dweight and dbias hold on entry what backward adds to.
+// LayerNorm forward, and backward from the mean and rstd of the tested forward; dinp without an
+// addend. dweight and dbias hold their initial values on entry.
 struct NaiveLayerNorm {
     Nums out, mean, rstd, dinp, dweight, dbias;
     NaiveLayerNorm(const Reals &x, const Reals &w, const Reals &b, const Reals &dout,
@@ -398,8 +398,8 @@ TEST(layernorm, ALL) {
 
 static Num as_it_is(Num x) { return x; }
 
-// Attention of one head with its T x T matrices; results go to their places in out, lse and dqkv.
-// `narrow` is done to what a computation in 16 bits rounds: P, out, dS, dqkv.
+// Attention of one head with its full T x T matrices; the results are written to that head's part
+// of out, lse and dqkv. `narrow` is applied to what a 16-bit computation rounds: P, out, dS, dqkv.
 static void naive_attention(Nums *out, Nums *lse, Nums *dqkv, const Reals &qkv, const Reals &dout,
                            int b, int h, int T, int C, int NH, Num (*narrow)(Num) = as_it_is) {
     const int HS = C / NH;
@@ -446,7 +446,7 @@ static void naive_attention(Nums *out, Nums *lse, Nums *dqkv, const Reals &qkv, 
     }
 }
 
-// Shapes with one key, whole tiles, one more and one less, heads of 1 to 128 channels.
+// Sequences of one key, of whole tiles, one more and one less; heads of 1 to 128 channels.
 TEST(attention, ALL) {
     static const int shapes[][4] = {{1, 1, 8, 1},   {2, 1, 48, 3},   {1, 2, 3, 3},
                                     {2, 7, 48, 3},  {1, 65, 192, 3}, {2, 64, 64, 1},
@@ -455,7 +455,7 @@ TEST(attention, ALL) {
     give_workspace();
     for (auto &shape : shapes) {
         const int B = shape[0], T = shape[1], C = shape[2], NH = shape[3];
-        for (int sharp = 1; sharp <= 4; sharp += 3) {  // scores of deviation 1 and 16
+        for (int sharp = 1; sharp <= 4; sharp += 3) {  // scores with standard deviation 1 and 16
             const int n = B * T * C;
             Reals qkv = noise(3 * n, sharp, 1), dout = noise(n, 1, 2), out(n, (real)NAN);
             Reals lse(B * NH * T, (real)NAN), dqkv(3 * n, (real)NAN);
@@ -474,19 +474,19 @@ TEST(attention, ALL) {
     }
 }
 
-// e^(x - most) as the GPU's classifier computes it in 16 bits: 2^(LOG2_E x - shift), shift being
-// LOG2_E most rounded. How shift was rounded makes no difference: all powers of a row have that
-// factor, and the loss adds LN_2 shift. Relative error in units of 2^-24: |x| times that of LOG2_E,
-// |x - most| for the rounding of the fused multiply-add, and 4 for ex2.approx.ftz.f32, 2^-22 (PTX
-// ISA, "Floating Point Instructions: ex2"), whose results below 2^-126 are 0.
-static const double LOG2_E_ERROR = 0.23, LN_2_ERROR = 0.05;  // of the nearest numbers in fp32
+// e^(x - most) as the GPU's classifier computes it in 16 bits: 2^(LOG2_E x - shift), where shift is
+// LOG2_E most, rounded. The rounding of shift does not matter: it is a factor of all powers of a
+// row, and the loss adds LN_2 shift. Relative error in units of 2^-24: |x| times the error of
+// LOG2_E, |x - most| for the rounding of the fused multiply-add, and 4 for ex2.approx.ftz.f32,
+// 2^-22 (PTX ISA, "Floating Point Instructions: ex2"), whose results below 2^-126 are 0.
+static const double LOG2_E_ERROR = 0.23, LN_2_ERROR = 0.05;  // of fp32, in units of 2^-24
 static Num num_power(wide x, wide most) {
     const wide v = wide_exp(x - most);
     return Num(v, (double)v * unit * (LOG2_E_ERROR * size(x) + size(x - most) + 4) + smallest);
 }
 
-// Losses and dlogits of rows of Vp logits, V of which count; in_powers_of_2: with num_power's
-// exponentials.
+// Losses and dlogits of rows of Vp logits, of which V are used; in_powers_of_2: with the
+// exponentials of num_power.
 static void naive_classifier(Nums *losses, Nums *dlogits, const Reals &logits,
                             const std::vector<Token> &targets, real dloss, int V, int Vp,
                             bool in_powers_of_2 = false) {
@@ -497,20 +497,20 @@ static void naive_classifier(Nums *losses, Nums *dlogits, const Reals &logits,
         };
         Num sum = sum_of(V, p), one = (wide)1;
         const Num logarithm = num_log(sum);
-        // LN_2 shift, and logf, which is off by up to one unit in the last place, not by a half.
+        // LN_2 shift, and logf, whose error is up to one unit in the last place instead of a half.
         const Num top = in_powers_of_2 ? Num(most, (1 + LN_2_ERROR) * unit * size(most) +
                                                        unit * size(logarithm.v)) : Num(most);
         losses->push_back(logarithm + top - x[targets[i]]);
         for (int v = 0; v < V; v++) {
             Num part = p(v) / sum;
-            // rcp and two products, where a division and a product are counted already
+            // rcp and two multiplications; a division and a multiplication are already counted
             part.e += in_powers_of_2 ? 2 * unit * size(part.v) : 0;
             (*dlogits)[i * Vp + v] = (part - (v == targets[i] ? one : Num())) * dloss;
         }
     }
 }
 
-// Losses and dlogits; padded columns must be 0 exactly; forward alone gives the same losses.
+// Losses and dlogits; padded columns must be exactly 0; forward alone gives the same losses.
 TEST(classifier, ALL) {
     static const int shapes[][2] = {{1, 1}, {5, 2}, {7, 257}, {3, 50257}, {33, 128}};  // rows, V
     for (auto &shape : shapes) {
@@ -532,12 +532,12 @@ TEST(classifier, ALL) {
 
 // Derivatives.
 // Central differences in double, fourth order: truncation h^4 f^(5) / 30 = 3e-14 f^(5) and rounding
-// about 1e-16 |f| / h = 1e-13 |f|, so a gradient that is right agrees to some 1e-10 of its size.
+// about 1e-16 |f| / h = 1e-13 |f|, so a correct gradient agrees to about 1e-10 of its size.
 
 #if GPT2_DOUBLE
 typedef std::function<double()> Loss;
 
-// Derivative of `loss` along `move`, which displaces something by its argument.
+// Derivative of `loss` in the direction of `move`, which displaces its parameters by its argument.
 static double slope(const Loss &loss, const std::function<void(double)> &move) {
     const double h = 1e-3;
     double f[4];
@@ -550,7 +550,7 @@ static double slope(const Loss &loss, const std::function<void(double)> &move) {
     return (8 * (f[0] - f[1]) - (f[2] - f[3])) / (12 * h);
 }
 
-// Every element of `gradient` against the difference of `loss` in the same element of `x`.
+// Compares every element of `gradient` with the difference of `loss` in the same element of `x`.
 static void expect_gradient_at(int line, Reals *x, const Reals &gradient, const Loss &loss,
                                const char *name) {
     double size = 1;
@@ -574,7 +574,7 @@ static double dot(const Reals &a, const Reals &b) {
     return sum;
 }
 
-// For each layer: loss = <dout, layer(inputs)>, whose gradients are what backward returns.
+// For each layer: loss = <dout, layer(inputs)>, whose gradients are the results of backward.
 TEST(derivatives_linear, DOUBLE) {
     enum { N = 3, C = 5, OC = 7 };
     give_workspace();
@@ -593,7 +593,7 @@ TEST(derivatives_linear, DOUBLE) {
     expect_gradient(addend, dout, loss);
 }
 
-// Inputs, weights and biases of a LayerNorm whose width is no multiple of anything.
+// Inputs, weights and biases of a LayerNorm with an odd width.
 TEST(derivatives_layernorm, DOUBLE) {
     enum { N = 3, C = 19 };
     Reals inp = noise(N * C, 1, 1), weight = noise(C, 1, 2), bias = noise(C, 1, 3), out(N * C);
@@ -652,8 +652,8 @@ TEST(derivatives_classifier, DOUBLE) {
     expect_gradient(logits, dlogits, loss);
 }
 
-// The whole network: for each of the sixteen tensors (all layers at once) the slope along two
-// random directions of unit length and along a dozen single elements.
+// The whole network: for each of the sixteen tensors (all layers at once) the slope in two random
+// directions of unit length and in a dozen single elements.
 TEST(derivatives_network, DOUBLE) {
     Model m = shape("l2h3c48t8", 257);
     Net n(m, 2, 7, RECOMPUTE_MLP, 1, 5);
@@ -670,7 +670,7 @@ TEST(derivatives_network, DOUBLE) {
             }
         }
         const size_t count = elements.size();
-        const double typical = sqrt(squares / (double)count);  // size of a slope along a direction
+        const double typical = sqrt(squares / (double)count);  // typical slope in a direction
         for (size_t trial = 0; trial < 14; trial++) {
             Reals direction =
                 trial < 2 ? noise(count, 1 / sqrt((double)count), 77 + trial) : Reals(count);
@@ -690,7 +690,7 @@ TEST(derivatives_network, DOUBLE) {
                           }
                           n.e.write(&n.e, STATE_WEIGHTS, 0, moved.data(), n.size());
                       });
-            // The loss is about 6: rounding 6e-13, truncation of the like.
+            // The loss is about 6: rounding error 6e-13, truncation error of the same order.
             expect_near(want, found, 4e-12 + 1e-8 * typical, "%s, direction %zu (size %.1e)",
                         tensor_table[tensor].name, trial, typical);
         }

@@ -1,6 +1,6 @@
 // network.h -- tests of the network on the CPU.
-// Volume I's chapter The network and the CPU's engine: what must be equal to the bit (recompute
-// levels, numbers of threads), and what only to rounding (batches cut in another way).
+// Chapter The network of train_gpt2.c and the CPU engine: what must be bitwise equal (recompute
+// levels, numbers of threads), and what only up to rounding (different batch sizes).
 
 struct Trace {
     std::vector<double> losses;
@@ -11,8 +11,8 @@ struct Trace {
     }
 };
 
-// Two optimizer steps of `accum_steps` micro-batches: every loss, the first step's gradients, the
-// weights after both.
+// Two optimizer steps of `accum_steps` micro-batches: all losses, the gradients of the first step,
+// and the weights after both.
 static Trace trace(Net *n, int accum_steps) {
     const int N = n->s.B * n->s.T;
     Trace result;
@@ -44,7 +44,7 @@ static const struct {
                       {"l1h1c64t65", 129, 2, 65, 13},
                       {"l2h2c6t1", 5, 3, 1, 0}};
 
-// Every level in all blocks, and block:K for every K, against none.
+// Every level in all blocks, and block:K for every K, compared with none.
 TEST(recompute_bits, ALL) {
     int runs = 0;
     for (auto &shape_row : network_shapes) {
@@ -66,8 +66,8 @@ TEST(recompute_bits, ALL) {
     detail = text("%d runs", runs);
 }
 
-// Numbers of all that a run does between its micro-steps: samples, validation, states read as a
-// checkpoint reads them, a step that is skipped, weights written as a resume writes them.
+// Results of everything a run does between micro-steps: samples, validation, states read as for a
+// checkpoint, a skipped step, weights written as by a resume.
 static Reals busy_trace(Net *n, int accum_steps) {
     const int N = n->s.B * n->s.T, V = n->s.model.V;
     Reals all, logits((size_t)V);
@@ -76,7 +76,7 @@ static Reals busy_trace(Net *n, int accum_steps) {
     o.weight_decay = 0.1;
     auto add = [&](const Reals &x) { all.insert(all.end(), x.begin(), x.end()); };
     if (n->s.dtype == TYPE_FP16) {
-        n->e.scale_loss(&n->e, 8, 0);  // few rows allow no more
+        n->e.scale_loss(&n->e, 8, 0);  // the few rows allow no larger scale
     }
     for (int step = 0; step < 4; step++) {
         Batch b(N * accum_steps, V, (uint64_t)(5 + step));
@@ -110,9 +110,9 @@ static Reals busy_trace(Net *n, int accum_steps) {
     return all;
 }
 
-// Every state alone and all together in host memory against none, in networks of one block, of as
-// many as there are slots, of one more, and of more than slots are filled ahead. A build with
-// sanitizers takes a quarter of these runs.
+// Each state alone, and all together, in host memory, compared with none; networks of one block, of
+// as many as there are slots, of one more, and of more than are prefetched at the start. A build
+// with sanitizers runs a quarter of these.
 TEST(offload_bits, ALL) {
     int runs = 0, turn = 0;
     for (const char *e : {"l1h1c16t8", "l2h2c16t8", "l3h1c24t9", "l6h2c20t7"}) {
@@ -139,7 +139,7 @@ TEST(offload_bits, ALL) {
     detail = text("%d runs", runs);
 }
 
-// A slot is refused to all but its tenant, and to whoever asks before the tenant is there.
+// A slot can be accessed only by the block that it holds, and not before that block is fetched.
 TEST(slots, HOST) {
 #ifdef _OPENMP
     omp_set_num_threads(1);  // as in test_arena
@@ -149,7 +149,7 @@ TEST(slots, HOST) {
     Plan *p = &n.plan;
     Batch b(7, m.V, 1);
     n.e.micro_step(&n.e, b.inputs.data(), b.targets.data(), 0, 1);
-    weight(p, FCW, 0);  // blocks 0 and 1 are the last to have come
+    weight(p, FCW, 0);  // blocks 0 and 1 were fetched last
     weight(p, FCW, 1);
     weight(p, LN1W, 3);
     expect_death(weight(p, FCW, 2), "weights of block 2 are not in their slot at tick");
@@ -162,10 +162,9 @@ TEST(slots, HOST) {
     expect_death(weight(p, FCW, 0), "weights of block 0 are not in their slot at tick 0");
 }
 
-// Whole steps with products of bf16: the same bits whatever the threads and the recomputation, and
-// gradients near those of fp32, within four units of bf16: an operand that is rounded has an error
-// of half a unit at most, and errors of a sum's terms cancel, but each stage of a block adds
-// its own.
+// Whole steps with bf16 matmuls: the same bits for any threads and recomputation, and gradients
+// within four units of bf16 of those of fp32. A rounded operand has an error of at most half a
+// unit, and errors of a sum's terms cancel, but every stage of a block adds its own.
 TEST(bf16_steps, HOST) {
     const char *missing = bf16_missing();
     if (missing) {
@@ -201,12 +200,12 @@ TEST(bf16_steps, HOST) {
     detail = text("gradients within %.1e of fp32's, bound 1.6e-02", worst);
 }
 
-// Losses, gradients, weights, and products large enough to be shared out, for 1 to 3 threads.
+// Losses, gradients, weights, and matmuls large enough to be split, with 1 to 3 threads.
 TEST(thread_bits, ALL) {
 #ifdef _OPENMP
     Trace first[4];
     Reals products[3];
-    const int N = 70, C = 1000, OC = 112;  // of one row too, enough products to be shared out
+    const int N = 70, C = 1000, OC = 112;  // large enough to be split, even with one row
     Reals inp = noise(N * C, 1, 1), weight = noise(OC * C, 1, 2), dout = noise(N * OC, 1, 3);
     Reals qkv = noise(2 * 70 * 3 * 64, 1, 4), dqkv(qkv.size()), datt = noise(2 * 70 * 64, 1, 5);
     for (int threads = 1; threads <= 3; threads++) {
@@ -246,7 +245,7 @@ TEST(thread_bits, ALL) {
 }
 
 // One batch of 4, two of 2, four of 1, and irregular chunks of logits: equal up to rounding. Each
-// gradient went through at most 6 L + 2 matmuls, each with the error of a sum of 4 C products.
+// gradient passes through at most 6 L + 2 matmuls, each with the error of a sum of 4 C products.
 TEST(accumulation, ALL) {
     Model m = shape("l2h3c48t8", 257);
     const double tol = (6 * m.L + 2) * 2 * sum_error(4 * m.C);
@@ -273,8 +272,8 @@ TEST(accumulation, ALL) {
     }
 }
 
-// A token changes nothing before it; forward_loss, micro_step and logits tell the same loss; the
-// padded rows of wte stay zero through training.
+// A token affects nothing before it; forward_loss, micro_step and logits agree on the loss; the
+// padded rows of wte stay zero in training.
 TEST(network_facts, ALL) {
     Model m = shape("l2h3c48t12", 200);
     const int T = 12;
@@ -319,10 +318,10 @@ TEST(network_facts, ALL) {
     }
 }
 
-// With a KV cache, in pieces of all sizes, the logits are those of the whole window but for
-// rounding, since a token by itself has sums of another order; and again where other tokens follow
-// the first ones, as in a second sample. In the plan are weights, cache, and of everything else a
-// few rows.
+// With a KV cache and chunks of all sizes, logits equal those of the whole window up to rounding,
+// because a single token is summed in a different order; also when other tokens follow the first
+// ones, as in a second sample. The plan contains weights, cache, and only a few rows of everything
+// else.
 TEST(kv_cache, ALL) {
     static const struct {
         const char *e;
@@ -368,7 +367,7 @@ TEST(kv_cache, ALL) {
         expect(device[GROUP_GRADIENTS] + device[GROUP_MOMENTS] + device[GROUP_KEPT] +
                cached.plan.host_bytes == 0, "%s: states of training", row.e);
     }
-    // In training a chunk of one row has the sums of any other row.
+    // In training, a chunk of one row is summed in the same order as any other row.
     Reals losses[2];
     for (int k = 0; k < 2; k++) {
         Net n(shape("l1h3c72t9", 257), 1, 9, 0, -1, k ? 1 : 9);
@@ -379,9 +378,9 @@ TEST(kv_cache, ALL) {
     expect(same_bits(losses[0], losses[1]), "chunks of one row");
 }
 
-// The tokens of samples, one behind another from the same cache, are those picked from the logits
-// of the whole window: within the window, past it, and behind a sample of either kind. The first
-// one of each sample is picked from the same bits.
+// The tokens of samples generated one after another with the same cache equal those picked from the
+// logits of the whole window: within the window, past it, and after a sample of either kind. The
+// first token of each sample is picked from the same bits.
 TEST(generated_tokens, ALL) {
     Model m = shape("l2h3c48t12", 257);
     Net whole(m, 1, m.maxT), cached(m, "--generate", 0);
@@ -434,7 +433,7 @@ TEST(generated_tokens, ALL) {
     close(terminal);
 }
 
-// Deviations of the initial weights within four standard errors; what is not random is exact.
+// Deviations of the initial weights within four standard errors; constant ones are exact.
 TEST(initialise, ALL) {
     Model m = shape("l3h2c64t20", 257);
     Net n(m, 1, 4);

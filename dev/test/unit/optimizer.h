@@ -1,6 +1,6 @@
-// optimizer.h -- tests of chapter Optimizer and schedules, against numbers worked out by hand.
+// optimizer.h -- tests of chapter Optimizer and schedules, against values computed by hand.
 
-// Two updates by hand, on a count that is no multiple of a vector.
+// Two updates computed by hand, with a count that is not a multiple of a vector.
 TEST(adamw, ALL) {
     // lr 0.1, beta 0.9 and 0.99, eps 1e-8, decay 0.1, p = 1.
     // g = 0.5: m = 0.05, v = 0.0025; corrected 0.5, 0.25; p = 1 - 0.1 (0.5 / 0.5 + 0.1) = 0.89.
@@ -25,7 +25,7 @@ TEST(adamw, ALL) {
     }
 }
 
-// Decay on matrices only, clipping by the whole norm, nothing at all when the norm is not finite or
+// Decay on matrices only; clipping by the whole norm; no change at all if the norm is not finite or
 // above the limit.
 TEST(update, ALL) {
     Model m = shape("l2h2c16t8", 257);
@@ -68,10 +68,10 @@ TEST(update, ALL) {
     expect_near(moments[0], (wide)0.06, 0.06 * 8 * unit + 1e-17, "m, clipped");
     expect_near(moments[1], (wide)-0.08, 0.08 * 8 * unit + 1e-17, "m, clipped");
     g[0] = g[1] = 0;
-    g[2] = (real)0.5;  // norm 0.5, clip 1: as it is
+    g[2] = (real)0.5;  // norm 0.5, clip 1: not clipped
     network_update(&n.plan, &o, 0.1, HUGE_VAL, 1, &skipped);
     expect_near(n.state(STATE_M)[2], (wide)0.05, 0.05 * 8 * unit + 1e-17, "m, not clipped");
-    // What lies between two tensors is no parameter: sizes here are no multiples of TENSOR_ALIGN.
+    // The gap between two tensors is not updated: sizes here are not multiples of TENSOR_ALIGN.
     real *weights = buffer(&n.plan, BUF_WEIGHTS), *m1 = buffer(&n.plan, BUF_M);
     const int64_t begin = tensor_offset(&m, LN1W, 0) + m.C, end = tensor_offset(&m, LN1B, 0);
     std::fill(weights + begin, weights + end, (real)7);
@@ -81,7 +81,7 @@ TEST(update, ALL) {
            "AdamW leaves gaps alone");
 }
 
-// The norm of a flat state of more than two chunks, of 65,536 numbers each, and a few over.
+// The norm of a flat state of two chunks of 65,536 numbers and a partial third.
 TEST(norm, ALL) {
     Model m = shape("l2h1c36t80", 3000);
     Net n(m, 1, 4);
@@ -102,7 +102,7 @@ TEST(norm, ALL) {
                 (int)n.size());
 }
 
-// Learning rates at places where they are round numbers, and the limit of --skip-zscore.
+// Learning rates at points with simple values, and the limit of --skip-zscore.
 TEST(schedules, HOST) {
     // Peak 1, last 0.1, 10 steps of warmup, 110 steps: t = (step - 10) / 100.
     static const struct {

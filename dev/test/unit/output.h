@@ -1,7 +1,7 @@
-// output.h -- tests of sampling, evaluation, the log, and of failures that no user can cause.
+// output.h -- tests of sampling, evaluation, the log, and of failures that users cannot cause.
 
-// Likeliest token, top-k, top-p, and frequencies: the inverse of the distribution at n even places
-// gives each token n p tokens, within two.
+// Most likely token, top-k, top-p, and frequencies: at n evenly spaced arguments, the inverse of
+// the distribution returns each token n p times, within two.
 TEST(sampling, ALL) {
     enum { V = 6, DRAWS = 20000 };
     static const double p[V] = {0.05, 0.4, 0.1, 0.25, 0.15, 0.05};
@@ -43,18 +43,18 @@ TEST(sampling, ALL) {
     const SampleRule likeliest = {0, 1, 0};
     expect(sample_token(equal, V, &likeliest, 0.9, candidates) == 1, "the first of equals");
     real four[4] = {1, 1, 1, 1};
-    const SampleRule half = {1, 0.5, 0};  // two of them have it exactly
+    const SampleRule half = {1, 0.5, 0};  // exactly half of the probability in two tokens
     expect(sample_token(four, 4, &half, 0.99, candidates) == 1, "one more than top-p needs");
 }
 
-// The checker itself, text of every byte, numbers that are none, and cutting back.
+// The JSON checker itself, text with every byte, non-finite numbers, and truncation of the log.
 TEST(log, HOST) {
     expect(json_valid("{\"a\":[1,-2.5e3,\"x\\u00e9\\n\",{}],\"b\":null}") && json_valid("[]"));
     for (const char *bad :
          {"{\"a\":nan}", "{\"a\":1,}", "[1 2]", "{\"a\" 1}", "\"\n\"", "{", "inf", "[1]]"}) {
         expect(!json_valid(bad), "%s", bad);
     }
-    // What begins and ends each range of well-formed UTF-8, and what lies just outside.
+    // First and last character of each range of well-formed UTF-8, and their neighbours outside.
     for (const char *utf8 : {"\xc3\xa9", "\xe2\x82\xac\xed\x9f\xbf", "\xf0\x9f\x98\x80", "\x7f",
                              "\xc2\x80\xf4\x8f\xbf\xbf\xe0\xa0\x80\xf0\x90\x80\x80"}) {
         expect(json_valid(Text("\"") + utf8 + "\""), "%s", utf8);
@@ -91,7 +91,7 @@ TEST(log, HOST) {
         log_cut("log", cut.step);
         expect(read_file("log") == (cut.keeps_long ? head + long_line : head), "%s", cut.tail);
     }
-    // Reading that fails half way, here for want of memory for a line, cuts nothing.
+    // A read that fails half way, here for lack of memory for a line, truncates nothing.
     enum { LONG = 64 << 20 };
     write_file("log", head);
     expect(truncate("log", LONG) == 0);
@@ -99,28 +99,28 @@ TEST(log, HOST) {
         struct rlimit limit = {LONG / 2, LONG / 2};
         limit.rlim_cur += (rlim_t)file_number("/proc/self/status", "VmSize:", 0) << 10;
         limit.rlim_max = limit.rlim_cur;
-        expect(TEST_ASAN || setrlimit(RLIMIT_AS, &limit) == 0);  // which needs terabytes itself
+        expect(TEST_ASAN || setrlimit(RLIMIT_AS, &limit) == 0);  // ASan itself needs terabytes
         expect(TEST_ASAN || (log_cut("log", 9) < 0 && errno == ENOMEM));
     })).status;
     expect(status == 0 && read_file("log").size() == LONG, "status %d", status);
 }
 
-// A signal ends a wait for input even if it comes between the last look at stop_signal and the
-// wait; input and errors come through.
+// A signal ends a wait for input even if it arrives between the last check of stop_signal and the
+// wait; input and errors are returned.
 TEST(read_or_stop, HOST) {
     int ends[2];
     char byte = 0;
     expect(pipe(ends) == 0 && write(ends[1], "x", 1) == 1);
     expect(read_or_stop(ends[0], &byte, 1) == 1 && byte == 'x');
     expect(read_or_stop(999, &byte, 1) == -1 && errno == EBADF);  // closed, as stdin may be
-    const pid_t late = fork();  // ends a wait that nothing else ends
+    const pid_t late = fork();  // ends the wait if nothing else does
     if (late == 0) {
         usleep(1000000);
         _exit(write(ends[1], "y", 1) != 1);
     }
     stop_on_signals();
     raise(SIGINT);
-    stop_signal = 0;  // as somebody saw it who looked just before
+    stop_signal = 0;  // as at a check just before the signal
     expect(read_or_stop(ends[0], &byte, 1) == 0, "the signal was missed");
     kill(late, SIGKILL);
     waitpid(late, NULL, 0);
@@ -128,8 +128,8 @@ TEST(read_or_stop, HOST) {
     alarm(0);
 }
 
-// SIGTERM ends a program that makes no progress for 30 s, or that is still starting by then; not
-// one that computes or saves, and no other signal does.
+// SIGTERM ends a program that makes no progress for 30 s, or is still starting by then. It does not
+// end one that computes or saves, and no other signal does this.
 TEST(stop_overdue, HOST) {
     static const struct {
         int signal, grace, moves, status;
@@ -152,8 +152,7 @@ TEST(stop_overdue, HOST) {
     }
 }
 
-// The lock stays when another descriptor of its file is closed, and keeps a process away that this
-// one forks.
+// Closing another descriptor of the file keeps the lock, which also excludes a forked child.
 TEST(folder_lock, HOST) {
     mkdir("folder", 0755);
     folder_lock("folder");
@@ -161,7 +160,7 @@ TEST(folder_lock, HOST) {
     expect_death(folder_lock("folder"), "folder: another run writes there: process ");
 }
 
-// The cache of the user is where XDG_CACHE_HOME says, unless that is a relative path.
+// The user's cache is in $XDG_CACHE_HOME, unless that is a relative path.
 TEST(cache_open, HOST) {
     static const char *const rows[][2] = {{"here", "home/.cache"}, {"", "home/.cache"},
                                           {"/xdg", "xdg"}};
@@ -178,7 +177,7 @@ TEST(cache_open, HOST) {
     expect(!exists("here"), "a relative path was taken");
 }
 
-// The file through an engine with room for B rows of T tokens.
+// Scores of the file by an engine with capacity for B rows of T tokens.
 static EvalScore eval_score(Engine *e, const Text &bytes, int V, int B, int T) {
     static Run run;
     EvalFile f;
@@ -199,7 +198,7 @@ static EvalScore eval_score(Engine *e, const Text &bytes, int V, int B, int T) {
     return score;
 }
 
-// An engine that has loss target / 1024, exactly, or 1e6 for targets that belong to no completion.
+// An engine whose loss is exactly target / 1024, or 1e6 for targets outside completions.
 static int stub_tokens;
 static double stub_forward_loss(Engine *, real *losses, const Token *, const Token *targets) {
     for (int i = 0; i < stub_tokens; i++) {
@@ -208,8 +207,8 @@ static double stub_forward_loss(Engine *, real *losses, const Token *, const Tok
     return 1;
 }
 
-// Scores worked out by hand, in batches of any size and at any T: lowest sum and lowest mean, the
-// first of equals, two to eight completions, contexts that lose their start.
+// Scores worked out by hand, with batches of any size and any T: lowest sum and lowest mean, the
+// first of equal ones, two to eight completions, contexts that are truncated at the start.
 TEST(eval_scores, ALL) {
     const std::vector<Ints> four = {{200, 200}, {250}, {100, 100, 100}, {400}};  // sum 1, mean 2
     const std::vector<Ints> equal = {{500}, {300}, {300, 300}, {300}}, sums = {{100, 200}, {300}};
@@ -218,7 +217,7 @@ TEST(eval_scores, ALL) {
         {1, {9001}, four},  {1, longer, four},  {2, longer, four},        {1, longer, equal},
         {0, {9001}, equal}, {0, {9001}, sums}, {1, {9001, 9002}, sums},
         {7, longer, {{9}, {8}, {7}, {6}, {5}, {4}, {3}, {2}}}};
-    const Text bytes = eval_bytes(questions);  // by sum 0 1 3 5 7 are right, by mean 2 3 5 7
+    const Text bytes = eval_bytes(questions);  // correct: 0 1 3 5 7 by sum, 2 3 5 7 by mean
     Engine stub;
     memset(&stub, 0, sizeof stub);
     stub.forward_loss = stub_forward_loss;
@@ -226,14 +225,14 @@ TEST(eval_scores, ALL) {
         for (int T : {3, 6, 8, 33}) {
             stub_tokens = B * T;
             EvalScore s = eval_score(&stub, bytes, 10000, B, T);
-            // Rows of 7 to 9 tokens: of questions 1, 2, 3 and 7; 3 holds rows of 4 tokens.
+            // Questions 1, 2, 3 and 7 have rows of 7 to 9 tokens; 3 also has rows of 4 tokens.
             const int cut = T == 3 ? 20 : T == 6 ? 5 : 0;
             expect(s.examples == 8 && s.correct == 5 && s.correct_norm == 4 && s.cut_rows == cut,
                    "B %d T %d: %d examples, %d and %d right, %d cut", B, T, s.examples, s.correct,
                    s.correct_norm, s.cut_rows);
         }
     }
-    // Every row, token by token.
+    // Compares every row token by token.
     EvalFile f;
     EvalExample x;
     eval_parse(&f, (const unsigned char *)bytes.data(), bytes.size(), "file", 10000);
@@ -263,7 +262,7 @@ TEST(eval_scores, ALL) {
     detail = "20 batches and lengths";
 }
 
-// The loss of a completion after its context, worked out from the logits of one row at a time.
+// Loss of a completion after its context, computed from the logits of one row at a time.
 static double completion_loss(Engine *e, const Question &q, const Ints &completion, int V) {
     std::vector<Token> tokens(q.context.begin(), q.context.end());
     double loss = 0;
@@ -280,7 +279,7 @@ static double completion_loss(Engine *e, const Question &q, const Ints &completi
     return loss;
 }
 
-// Scores of a network are those of its completions' losses; the same bits for any B.
+// The scores of a network follow from its completions' losses; the same bits for any B.
 TEST(eval_network, ALL) {
     const int T = 14, V = 257;
     Model m = shape("l2h3c48t14", V);
@@ -295,7 +294,7 @@ TEST(eval_network, ALL) {
             sums.push_back(completion_loss(&one.e, q, completion, V));
             means.push_back(sums.back() / (double)completion.size());
         }
-        const auto least = std::min_element(sums.begin(), sums.end());  // of equals the first
+        const auto least = std::min_element(sums.begin(), sums.end());  // the first of equal ones
         const auto least_mean = std::min_element(means.begin(), means.end());
         correct += least - sums.begin() == q.label;
         correct_norm += least_mean - means.begin() == q.label;
@@ -305,7 +304,7 @@ TEST(eval_network, ALL) {
     EvalScore first = eval_score(&one.e, bytes, V, 1, T);
     expect(first.correct == correct && first.correct_norm == correct_norm, "%d and %d, want %d, %d",
            first.correct, first.correct_norm, correct, correct_norm);
-    // As a token's loss in test_network_facts; logits are below 16 here, completions have 5 tokens.
+    // As for a token's loss in test_network_facts; here logits are below 16, completions 5 tokens.
     const double tol = 5 * 14 * sum_error(4 * m.C) * 4 * 17;
     expect_near((wide)first.sum, (wide)sum, tol, "lowest sum of the last question");
     expect_near((wide)first.mean, (wide)mean, tol, "lowest mean of the last question");
@@ -316,9 +315,8 @@ TEST(eval_network, ALL) {
     }
 }
 
-// --eval plans weights and one pass forward, and takes no more: no gradients, moments or masters,
-// and nothing that grows with the blocks but their weights. Losses are those of a training run's
-// engine, to the bit.
+// --eval plans weights and a forward pass only: no gradients, moments or master weights, and only
+// the weights grow with the number of blocks. Losses equal those of a training engine bit by bit.
 TEST(eval_plan, ALL | CUDA_ALL) {
     for (const char *options : {"-b 3", "-b 2 -t 9 --logit-rows 7", "-b 3 -r block:1,mlp"}) {
         for (const char *dtype : {"--dtype fp32", "--dtype bf16 -w none"}) {
@@ -331,7 +329,7 @@ TEST(eval_plan, ALL | CUDA_ALL) {
                 e.forward_loss(&e, all.data(), b.inputs.data(), b.targets.data());
                 return all;
             };
-            const Reals want = losses(Net(m, rest));  // gone again: one engine at a time
+            const Reals want = losses(Net(m, rest));  // closed again: one engine at a time
 #if TEST_CUDA && CUDA_CPU
             emu::peak_bytes = 0;
 #endif
@@ -361,7 +359,7 @@ TEST(eval_plan, ALL | CUDA_ALL) {
     }
 }
 
-// A network that has learnt the right completions by heart answers every question.
+// A network trained to memorize the right completions answers every question.
 TEST(eval_learnt, ALL) {
     const int T = 14, V = 257;
     Model m = shape("l2h3c48t14", V);
@@ -394,12 +392,12 @@ TEST(eval_learnt, ALL) {
 }
 
 // Failures from inside.
-// What a user cannot make the built program do: an engine that fails, a machine with next to no
-// memory. What a user can do, dev/test/ does to the programs as they are built.
+// Situations that the built program cannot be brought into from outside: a failing engine, a
+// machine with very little memory. Failures that a user can cause are tested by dev/test/.
 
 static void (*healthy_micro_step)(Engine *e, const Token *in, const Token *out, int accum_step,
                                   int accum_steps);
-// The third micro-step of a faulty engine leaves a NaN among the gradients.
+// The third micro-step of a faulty engine writes a NaN to the gradients.
 static void faulty_micro_step(Engine *e, const Token *in, const Token *out, int accum_step,
                               int accum_steps) {
     static int calls;
@@ -421,7 +419,7 @@ static size_t little_memory() {
 }
 static size_t much_memory() { return (size_t)1 << 60; }
 
-// A step whose gradient is not finite is skipped, counted, logged as null; training goes on.
+// A step with a non-finite gradient is skipped, counted, and logged as null; training continues.
 TEST(skipped_step, HOST) {
     static const Program faulty = {
         .name = "train_gpt2", .default_model = "l2h2c16t16", .open = faulty_open,

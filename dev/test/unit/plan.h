@@ -1,5 +1,5 @@
 // plan.h -- tests of the model's sizes, the memory plan, sharding and offload: arithmetic over many
-// random settings, and the arena that catches a buffer used outside its life.
+// random settings, and the arena that catches a buffer used outside its lifetime.
 
 // The model that -e names, with V tokens.
 static Model shape(const char *e, int V) {
@@ -11,7 +11,7 @@ static Model shape(const char *e, int V) {
 
 // Parameters of the presets, and the layout of all three flat buffers: no hole, no overlap.
 TEST(model_sizes, HOST) {
-    // GPT-2's published parameter counts; a buffer holds also the vocabulary's padding, 47 rows.
+    // GPT-2's published parameter counts; a buffer also holds the vocabulary's padding, 47 rows.
     static const struct {
         const char *name;
         int64_t parameters;
@@ -28,7 +28,7 @@ TEST(model_sizes, HOST) {
     }
     Model m = shape("l3h5c35t9", 257);
     for (int subset = ALL_TENSORS; subset <= VECTORS; subset++) {
-        int64_t end = 0;  // of the tensor before, in the order of the buffer: each starts there
+        int64_t end = 0;  // end of the previous tensor in the buffer, where the next one must start
         for (int pass = 0; pass < 2 + m.L; pass++) {
             for (int i = 0; i < TENSORS; i++) {
                 int layer = pass > 0 && pass <= m.L ? pass - 1 : 0;
@@ -54,7 +54,7 @@ static int draw(int low, int high) {  // low..high
     return low + (int)(r[0] % (uint32_t)(high - low + 1));
 }
 
-// Settings of a CPU or GPU run, every field within its range.
+// Random settings of a CPU or GPU run, every field within its range.
 static Settings draw_settings() {
     Settings s;
     memset(&s, 0, sizeof s);
@@ -82,7 +82,7 @@ static Settings draw_settings() {
     return s;
 }
 
-// The same on a GPU, where any state may be at home elsewhere and up to 1,024 ranks share a step.
+// Random settings of a GPU run: any state may be offloaded, and up to 1,024 ranks share a step.
 static Settings draw_placements() {
     static const int ranks[] = {1, 2, 3, 4, 7, 8, 1024};
     Settings s = draw_settings();
@@ -115,20 +115,20 @@ static Settings planned(const Text &options) {
     return s;
 }
 
-// What a failure names.
+// Text of the settings for failure messages.
 static Text settings_text(const Settings &s) {
     return text("L%d NH%d C%d V%d B%d T%d logit rows %d -r %s gpu %d dtype %d threads %d",
                 s.model.L, s.model.NH, s.model.C, s.model.V, s.B, s.T, s.logit_rows,
                 recompute_text(&s).s, s.gpu, (int)s.dtype, s.threads);
 }
 
-// Bytes that a buffer keeps from others.
+// Bytes that a buffer occupies, including alignment and the gap of test builds.
 static size_t padded(const Buffer &b) {
     return (b.bytes + PLAN_ALIGN - 1) / PLAN_ALIGN * PLAN_ALIGN + PLAN_GAP;
 }
 
-// No two buffers share a byte at a tick, the total is where the last one ends, no layout could be
-// below live_bytes, and the same settings give the same plan.
+// No two buffers share a byte at any tick, the total is the end of the last one, no layout could be
+// smaller than live_bytes, and equal settings give equal plans.
 TEST(plan_layout, ALL) {
     for (int n = 0; n < 300; n++) {
         Settings s = n % 2 ? draw_settings() : draw_placements();
@@ -177,8 +177,8 @@ static int settings_level(const Settings *s, int *blocks) {
     return level;
 }
 
-// Asking for less never needs more: a higher level, more blocks of it, a smaller batch, narrower
-// moments, no master; nor does a state that leaves the device.
+// A change that saves memory never needs more: a higher level, more blocks at it, a smaller batch,
+// narrower moments, no master weights, or an offloaded state.
 TEST(plan_monotone, FLOAT) {
     const int count = full_or(200, 5000);
     for (int n = 0; n < count; n++) {
@@ -196,7 +196,7 @@ TEST(plan_monotone, FLOAT) {
             } else if (what >= 3 && what < 3 + axis_steps(&s, BY_TYPE)) {
                 char option[64];
                 axis_apply(&more, BY_TYPE, what - 2, option);
-            } else if (what >= 5 && s.gpu && s.model.L > SLOTS) {  // two blocks are all in slots
+            } else if (what >= 5 && s.gpu && s.model.L > SLOTS) {  // 2 blocks: all in slots
                 settings_offload(&more, offload_tiers[what - 5]);
             }
             expect(plan_bytes(&more) <= plan_bytes(&s), "%s, change %d: %zu to %zu",
@@ -206,8 +206,8 @@ TEST(plan_monotone, FLOAT) {
     detail = text("%d random settings", count);
 }
 
-// The parts of all ranks are each bucket once, and each tensor once, wherever a part cuts: inside
-// a row, or behind the last tensor. AdamW's ranges are those of the moments that a rank has.
+// The shards of all ranks cover each bucket once and each tensor once, wherever a boundary falls:
+// inside a row, or after the last tensor. AdamW's ranges match the moments that a rank stores.
 static void check_parts(Settings s, int *cut_rows) {
     const Model &m = s.model;
     const Text who = settings_text(s) + text(" ranks %d", s.ranks);
@@ -251,13 +251,13 @@ TEST(parts, HOST) {
         Settings s = draw_placements();
         check_parts(s, &cut_rows);
     }
-    // wpe of 9 rows: T below maxT, maxT C no multiple of 64; 1,024 ranks: parts of padding alone.
+    // wpe of 9 rows: T below maxT, maxT C not a multiple of 64; 1,024 ranks: padding-only shards.
     for (int ranks : {3, 7, 1024}) {
         Settings s = planned(text("-e l2h3c96t9 -t 8 -b 1 --gpus %d -z %d", ranks, ranks % 4));
         check_parts(s, &cut_rows);
     }
     expect(cut_rows > 0);
-    // One rank: nothing is padded, and everything stands where files have it.
+    // One rank: no padding, and every tensor has the same offset as in files.
     Settings s = planned("-e l3h5c40t9");
     for (int tensor = 0; tensor < TENSORS; tensor++) {
         for (int l = 0; l < tensor_copies(&s.model, tensor); l++) {
@@ -271,8 +271,8 @@ TEST(parts, HOST) {
     detail = text("%d rows cut", cut_rows);
 }
 
-// The ticks at which block l's tenants of a kind are used: its weights in products, its gradients
-// where they are made, its residual where it is made and read.
+// The ticks at which block l's streamed tensors of a kind are used: weights in matmuls, gradients
+// when they are computed, the residual when it is computed and when it is read.
 static std::vector<int> transfer_uses(const Settings *s, Kind what, int l) {
     const Model *m = &s->model;
     std::vector<int> uses;
@@ -297,12 +297,11 @@ static std::vector<int> transfer_uses(const Settings *s, Kind what, int l) {
     return uses;
 }
 
-// What is wrong with a table of visits; empty: nothing. Tenants of a slot do not overlap from
-// arrival to departure, an arrival comes after the last use of the tenant before, every use is
-// covered by one visit, what was made on the device and is used again has stayed or departed, and
-// the slot's buffer lives all the while.
-// What travels has as long as a block computes, but for the first two at the start of a walk and
-// the last at its end.
+// Checks a table of transfers; returns the first fault, or an empty text. For each slot: blocks do
+// not overlap from fetch to store_wait, a fetch starts after the last use of the previous block,
+// every use is covered by exactly one transfer, and the slot's buffer is alive throughout.
+// Each copy can overlap the computation of a block, except the first two of a pass and the last one
+// at its end.
 static Text transfers_fault(const Settings *s, const std::vector<Transfer> &transfers) {
     static const int slots[KINDS] = {BUF_WEIGHTS_SLOT, BUF_GRADS_SLOT, 0, 0, BUF_X_SLOT};
     BufferEntry rows[SINGLES];
@@ -352,8 +351,8 @@ static std::vector<Transfer> transfers_of(const Settings *s) {
     return transfers;
 }
 
-// 5,000 random settings; the table is the same for every rank, and a copy of it with a classic
-// mistake is found out.
+// 5,000 random settings: the table is the same on every rank, and a mutated copy of it with one of
+// five typical mistakes is detected.
 TEST(transfers, HOST) {
     int found[5] = {0, 0, 0, 0, 0};
     for (int n = 0; n < 5000; n++) {
@@ -370,13 +369,13 @@ TEST(transfers, HOST) {
             continue;
         }
         const int mistake = n % 5;
-        size_t i = transfers.size() / 2;  // a visit to a slot that had a tenant before
+        size_t i = transfers.size() / 2;  // the slot of this transfer held a block before
         while (transfers[i].block < SLOTS || transfers[i].block >= s.model.L - SLOTS) {
             i = (size_t)draw(0, (int)transfers.size() - 1);
         }
         Transfer &v = transfers[i];
         const int early = v.fetch - BACK_TICKS;
-        // Slot off by one, a block early, departure or life cut short, used for too short.
+        // Slot off by one, fetched a block early, store or slot life cut short, last use too early.
         v.slot = mistake == 0 ? (v.slot + 1) % SLOTS : v.slot;
         v.fetch = mistake == 1 ? early : v.fetch;
         v.store_wait = mistake == 2 ? v.last - 1 : mistake == 3 ? tick_update(&s) : v.store_wait;
@@ -389,7 +388,7 @@ TEST(transfers, HOST) {
     detail = "5,000 random settings, five mistakes";
 }
 
-// Plays the walk of `micros` micro-steps over a table of visits, and counts what moves.
+// Simulates `micros` micro-steps with a table of transfers and counts the copies.
 static void play(const Settings *s, int micros, double up[KINDS], double down[KINDS]) {
     const std::vector<Transfer> transfers = transfers_of(s);
     int occupant[KINDS][SLOTS];
@@ -408,8 +407,8 @@ static void play(const Settings *s, int micros, double up[KINDS], double down[KI
     }
 }
 
-// Bytes of a step as the tables of the design have them: P elements in the matrices of blocks, E
-// in wte and wpe, V in vectors, w and g bytes of a weight and a gradient.
+// Bytes of a step by the design's formulas: P elements in the matrices of blocks, E in wte and wpe,
+// V in vectors; w and g bytes per weight and per gradient.
 TEST(traffic, FLOAT) {
     for (int n = 0; n < 500; n++) {
         Settings s = draw_placements();
@@ -450,8 +449,8 @@ TEST(traffic, FLOAT) {
     detail = "500 random settings";
 }
 
-// Every rank plans the same bytes; from two ranks on they never rise with the stage of ZeRO nor,
-// but for padding, with the ranks; what first fit cannot share stays below 2 %.
+// All ranks plan the same bytes. From two ranks on, these do not grow with the ZeRO stage, nor with
+// the number of ranks (except for padding). First-fit fragmentation stays below 2 %.
 TEST(plan_ranks, FLOAT) {
     static const int ranks[] = {2, 3, 4, 7, 8, 1024};
     double worst_layout = 1;
@@ -471,8 +470,8 @@ TEST(plan_ranks, FLOAT) {
                 expect(p.buffer_count == q.buffer_count && p.device_bytes == q.device_bytes &&
                            memcmp(p.buffers, q.buffers,
                                   sizeof(Buffer) * (size_t)p.buffer_count) == 0);
-                // The update gathers weights through the exchange buffer where they are whole in
-                // host memory; it keeps a pointer to it, so no check of lifetimes would notice.
+                // The update gathers weights that are stored whole in host memory through the
+                // exchange buffer. It keeps a pointer to it, so no check of lifetimes would notice.
                 settings_offload(&s, 1 << KIND_WEIGHTS);
                 Plan host;
                 plan_build(&host, &s);
@@ -481,7 +480,7 @@ TEST(plan_ranks, FLOAT) {
                         (s.placement[KIND_WEIGHTS] == PLACE_HOST ? tick_update(&s) : tick_join(&s)),
                     "%s, %d ranks, -z %d: the exchange's life", shape.c_str(), N, z);
                 plan_free(&host);
-                // At most 20 bytes an element of padding, in the buckets, slots and the exchange.
+                // At most 20 bytes per element of padding, in buckets, slots and the exchange.
                 size_t padding = 20 * 64 * (size_t)N * (size_t)(s.model.L + 8) + 65536;
                 expect(N == 2 || p.device_bytes <= before[z] + padding, "%s, %d ranks, -z %d",
                        shape.c_str(), N, z);
@@ -493,7 +492,7 @@ TEST(plan_ranks, FLOAT) {
             }
         }
     }
-    // GPT-2 1558M: what the README and the refusals promise of small cards.
+    // GPT-2 1558M: what README and the messages of refusals promise for small cards.
     static const struct {
         const char *options;
         double gib;
@@ -509,7 +508,7 @@ TEST(plan_ranks, FLOAT) {
     detail = text("layout %.2f %% above the live bytes", 100 * (worst_layout - 1));
 }
 
-// Every tick has a name of its own and stands in order; every level keeps what it says.
+// All ticks have distinct names in order; every level keeps the channels documented for it.
 TEST(stages, HOST) {
     Settings s = planned("-e l3h1c8t4 --gpus 2");
     std::vector<Text> names;
@@ -519,7 +518,7 @@ TEST(stages, HOST) {
         expect(std::find(names.begin(), names.end(), name) == names.end(), "%s comes twice", name);
         names.push_back(name);
     }
-    // Channels kept per token and block at each level: what the levels are there for.
+    // Channels kept per token and block at each level.
     static const int kept[RECOMPUTE_LEVELS] = {16, 12, 10, 6, 3, 1};
     for (int level = 0; level < RECOMPUTE_LEVELS; level++) {
         int channels = 0;
@@ -532,11 +531,11 @@ TEST(stages, HOST) {
     expect(names.size() == 1 + 24 + 3 + 45 + 3);
     expect(names[1] == "0.ln1" && names[24] == "2.fcproj" && names[28] == "2.re-ln1" &&
            names[72] == "0.d_ln1" && names[74] == "join" && names[75] == "update");
-    s.ranks = 1;  // nothing to join
+    s.ranks = 1;  // a single rank has no join tick
     expect(tick_update(&s) == 74);
 }
 
-// A network of random weights (biases and LayerNorms too), with an engine of its own.
+// A network with random weights (also biases and LayerNorms) and its own engine.
 struct Net {
     Engine e;
     Settings s;
@@ -553,15 +552,15 @@ struct Net {
         cpu_open(&e, &plan);
         give_weights(m);
     }
-    // With options as a user writes them; the GPU's where there is one.
+    // From options as a user writes them; on the GPU in builds that have one.
     Net(const Model &m, const Text &options, int gpu = TEST_CUDA) {
         Options o;
         parse(&o, options.c_str());
-        // A GPU would time the algorithms of some fifty products for each network.
+        // A GPU would time the algorithms of about fifty matmuls for each network.
         o.tune = options.find("--tune 1") != Text::npos;
         o.quiet = 1;
 #if TEST_CUDA
-        // 16 bits are the type that this GPU has, and without bf16 nothing else may be narrow.
+        // Use the 16-bit type that this GPU supports; without bf16 nothing else may be narrow.
         if (gpu && device_lacks_bf16() && o.dtype != DTYPE_FP32) {
             o.dtype = DTYPE_FP16;
             o.moments = o.grad_dtype = o.master = 0;
@@ -609,7 +608,7 @@ struct Net {
     Reals gradients() { return state(STATE_GRADS); }
 };
 
-// B x T tokens below V and the T that follow each.
+// Random tokens below V: n inputs and n targets.
 struct Batch {
     std::vector<Token> inputs, targets;
     Batch(int n, int V, uint64_t seed) {
@@ -621,8 +620,8 @@ struct Batch {
 };
 
 #if TEST_ASAN
-// What plan_tick does to memory in this build: dead rows, and the gaps behind rows, are out of
-// bounds, and the sanitizer ends the test that touches them.
+// The effect of plan_tick on memory in this build: dead buffers and the gaps after buffers become
+// inaccessible, and the sanitizer ends a test that accesses them.
 static void mark_for_asan(void *memory, size_t bytes, int alive) {
     ASAN_UNPOISON_MEMORY_REGION(memory, bytes);
     memset(memory, 0xff, bytes);
@@ -632,10 +631,10 @@ static void mark_for_asan(void *memory, size_t bytes, int alive) {
 }
 #endif
 
-// A row that is not alive is refused, a fresh one holds NaN; see also mark_for_asan.
+// A dead buffer is refused, a new one holds NaN; see also mark_for_asan.
 TEST(arena, ALL) {
 #ifdef _OPENMP
-    omp_set_num_threads(1);  // the leak sanitizer of a forked child minds threads left behind
+    omp_set_num_threads(1);  // a forked child's leak check does not expect other threads
 #endif
     Model m = shape("l2h2c26t8", 257);
     Net n(m, 1, 7, RECOMPUTE_BLOCK);
@@ -674,9 +673,9 @@ static long address_pages() {
     return pages;
 }
 
-// Both mappings are the plan's numbers, and nothing is allocated once the first step is done.
-// Threads share one heap here, with room at its end: how many tasks of OpenMP are open at once is
-// chance, and a heap of a thread's own takes 64 MiB of addresses.
+// Both mappings have exactly the planned sizes, and nothing is allocated after the first step.
+// Threads share one heap here, with spare space at its end: the number of simultaneous OpenMP tasks
+// varies, and a heap per thread would take 64 MiB of address space.
 TEST(plan_allocation, FLOAT | DOUBLE) {
     mallopt(M_ARENA_MAX, 1);
     mallopt(M_TOP_PAD, 1 << 22);

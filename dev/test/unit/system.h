@@ -1,6 +1,6 @@
-// system.h -- tests of chapter The system: limits of memory and cores, on made-up /proc and /sys.
+// system.h -- tests of chapter The system: limits of memory and cores, with a fake /proc and /sys.
 
-// A file of a made-up /proc and /sys, whose folders need not be there yet.
+// Writes a file of a fake /proc and /sys and creates missing folders.
 static void put(const Text &path, const Text &bytes) {
     for (size_t at = 0; (at = path.find('/', at + 1)) != Text::npos;) {
         mkdir(path.substr(0, at).c_str(), 0755);
@@ -8,7 +8,7 @@ static void put(const Text &path, const Text &bytes) {
     write_file(path, bytes);
 }
 
-// Limits of control groups, of both versions and at any depth, in a made-up /proc and /sys.
+// Memory limits of control groups, versions 1 and 2 at any depth.
 TEST(host_memory, HOST) {
     auto found = [](const char *root, int64_t mib, const char *limit) {
         const HostMemory h = host_memory(root);
@@ -45,12 +45,12 @@ TEST(host_memory, HOST) {
     put("container/sys/fs/cgroup/memory/memory.limit_in_bytes", "1073741824\n");
     found("container", 1024, "memory.limit_in_bytes of control group /");
     found("none", 8192, "what is free on this machine");
-    const HostMemory unknown = host_memory("absent");  // nothing says: no limit, to the byte
+    const HostMemory unknown = host_memory("absent");  // no information: no limit
     expect(unknown.bytes == INT64_MAX && !unknown.limit[0], "%" PRId64 " bytes, %s", unknown.bytes,
            unknown.limit);
 }
 
-// Quotas of control groups, of both versions and at any depth, in a made-up /proc and /sys.
+// CPU quotas of control groups, versions 1 and 2 at any depth.
 TEST(host_cores, HOST) {
     auto found = [](const char *root, int cores) {
         expect(host_cores(root, 16) == cores, "%s: %d cores, not %d", root, host_cores(root, 16),
@@ -65,7 +65,7 @@ TEST(host_cores, HOST) {
     put("q2/sys/fs/cgroup/slurm/job_7/cpu.max", "50000 100000\n");
     found("q2", 1);
     put("q1/proc/self/cgroup", "7:cpuset:/x\n5:cpu,cpuacct:/a\n4:memory:/b\n0::/\n");
-    put("q1/sys/fs/cgroup/cpu/x/cpu.cfs_quota_us", "100000\n");  // of another controller's group
+    put("q1/sys/fs/cgroup/cpu/x/cpu.cfs_quota_us", "100000\n");  // another controller's group
     put("q1/sys/fs/cgroup/cpu/x/cpu.cfs_period_us", "100000\n");
     put("q1/sys/fs/cgroup/cpu/a/cpu.cfs_quota_us", "-1\n");
     put("q1/sys/fs/cgroup/cpu/a/cpu.cfs_period_us", "100000\n");
