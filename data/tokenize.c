@@ -757,7 +757,8 @@ typedef struct {
 
 static void *encode_blocks(void *argument) {
     Job *job = (Job *)argument;
-    BpeEncoder encoder;
+    BpeEncoder encoder;  // without --bpe nothing is in it
+    memset(&encoder, 0, sizeof encoder);
     if (job->a.bpe) {
         bpe_encoder_open(&encoder, &job->coder.bpe);
     }
@@ -777,9 +778,7 @@ static void *encode_blocks(void *argument) {
         pthread_cond_signal(&job->done);
     }
     pthread_mutex_unlock(&job->lock);
-    if (job->a.bpe) {
-        bpe_encoder_close(&encoder);
-    }
+    bpe_encoder_close(&encoder);
     return NULL;
 }
 

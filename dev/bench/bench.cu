@@ -239,9 +239,9 @@ static void bench_case(const Case &c, bool matmul) {
     const int plans = matmul_library.plans;
     print_line(c, case_ms(c, buffers));
     matmul_library.workspace_bytes = all;
-    check(matmul_library.plans == plans + 1, "one new product a case");
+    check(matmul_library.plans == plans + 1, "one new matmul a case");
     print_algorithms(c, buffers, &matmul_library.plan[plans]);
-    cublasLtMatmulDescDestroy(matmul_library.plan[plans].product);
+    cublasLtMatmulDescDestroy(matmul_library.plan[plans].description);
     cublasLtMatrixLayoutDestroy(matmul_library.plan[plans].a);
     cublasLtMatrixLayoutDestroy(matmul_library.plan[plans].b);
     cublasLtMatrixLayoutDestroy(matmul_library.plan[plans].d);
