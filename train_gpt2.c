@@ -1021,10 +1021,11 @@ static int thread_index(void) { return 0; }
 static volatile sig_atomic_t stop_signal;
 static const char *volatile stop_line = "";
 
-// The first signal asks the program to stop, and says so at once because the next safe point may be
-// seconds away; the second one ends the program as a kill would. SIGHUP and SIGUSR1 only ask: a
-// closing terminal sends SIGHUP twice, and SIGUSR1 may come in addition to another signal (chapter
-// Starting and watching the ranks). Calls only async-signal-safe functions (POSIX, signal-safety).
+// The first signal requests a stop and prints a line at once, because the next safe point may be
+// seconds away; the second one exits immediately with status 128 + its number. SIGHUP and SIGUSR1
+// only ever request a stop: a closing terminal sends SIGHUP twice, and SIGUSR1 may arrive in
+// addition to another signal (chapter Starting and watching the ranks). Calls only
+// async-signal-safe functions (POSIX, signal-safety).
 static void on_signal(int number) {
     const int error = errno;
     if (stop_signal && stop_signal != SIGUSR1 && number != SIGHUP && number != SIGUSR1) {
@@ -1160,8 +1161,8 @@ static ssize_t read_or_stop(int fd, char *out, size_t budget) {
     return 0;
 }
 
-// Memory of the host. The process may still take the minimum of the free memory, the limits of its
-// control groups, and `ulimit`. A process that exceeds one of them is killed or its allocations
+// Host memory. The memory still available to the process is the minimum of free memory, its cgroup
+// limits and `ulimit`. A process that exceeds one of them is killed or its allocations
 // fail, so a plan is checked against all of them first.
 
 // The number after `key`, which starts a line of the file `path`, or `otherwise`.
@@ -2380,9 +2381,9 @@ static void recompute_print_help(void) {
 }
 
 #if GPT2_POISON
-// Marks host memory when a lifetime begins or ends, in test builds. Programs with stricter checks,
-// such as those built with AddressSanitizer, replace plan_mark; in a GPU run a kernel marks the
-// memory (Plan.mark).
+// In test builds, fills a host buffer with NaN when its lifetime begins or ends. Builds with
+// stricter checks, such as AddressSanitizer, assign another function to plan_mark; in a GPU run a
+// kernel fills device buffers (Plan.mark).
 static void poison_mark(void *memory, size_t bytes, int alive) {
     (void)alive;
     memset(memory, 0xff, bytes);  // NaN in every floating-point type
@@ -2536,8 +2537,8 @@ static Bucket bucket_at(const Model *m, int ranks, int bucket) {
     return b;
 }
 
-// The bucket that holds a tensor, and in *at the offset of the tensor within that bucket, which is
-// the same for any number of ranks.
+// Returns the bucket that holds a tensor, and stores the tensor's offset within it, in elements, in
+// *at. The offset does not depend on the number of ranks.
 static int tensor_bucket(const Model *m, int tensor, int layer, int64_t *at) {
     const int matrix = tensor_is_matrix(tensor), subset = matrix ? MATRICES : VECTORS;
     const int block = matrix && tensor_table[tensor].per_layer;
@@ -4370,7 +4371,8 @@ static void layernorm_forward(real *out, real *mean, real *rstd, const real *inp
 // With n = (inp - mean) * rstd, recomputed rather than kept, and g = dout * weight:
 //   dinp = addend + rstd * (g - mean(g) - n * mean(g * n)), means over a row's C channels,
 //   dweight += sum over rows of dout * n, dbias += sum over rows of dout.
-// addend may be NULL (0) or dinp. The sums over rows are parallel over channels, dinp over rows.
+// addend may be NULL (treated as 0) or alias dinp. The sums over rows are parallel over channels,
+// dinp over rows.
 static void layernorm_backward(real *dinp, real *dweight, real *dbias, const real *dout,
                                const real *inp, const real *weight, const real *mean,
                                const real *rstd, const real *addend, int N, int C) {
@@ -4715,8 +4717,9 @@ static void attention_backward(real *dqkv, const real *dout, const real *qkv, co
     }
 }
 
-// t(n) = tanh(u), u = sqrt(2/pi) (x + 0.044715 x^3), x = inp(n); n <= BLOCK. Split into two loops
-// for the reason given at exponentials(); u has the sign of x.
+// t[i] = tanh(u), u = sqrt(2/pi) (x + 0.044715 x^3), x = inp[i], for i < n <= BLOCK. Split into two
+// loops for the reason given at exponentials(). u and x have the same sign, so the sign of the
+// result is that of x.
 static const real gelu_s = (real)0.79788456080286535588, gelu_c = (real)0.044715;
 static void gelu_tanh(real *t, const real *inp, int n) {
     uint32_t powers[BLOCK];
@@ -5856,7 +5859,7 @@ static void generate_all(Generator *g) {
 // micro-batch and run forward and backward, update, report, then validate, sample and save a
 // checkpoint when these are due; signals are acted on in between. The output is a start-up box, one
 // line per step (rewritten in place on a terminal) and log.jsonl: append-only, one object per line,
-// flushed line by line, valid after a crash. A resume first truncates the log to the checkpoint's
+// flushed line by line, valid after a crash. Resuming first truncates the log to the checkpoint's
 // step.
 
 // Number of steps after which the forecast is compared with measured times.
@@ -7218,9 +7221,10 @@ enum { FIT_TYPES = sizeof fit_types / sizeof fit_types[0] };
 // The micro-batches that --fit tries: 1, 2, 3, 4, 6, 8, 12, 16, ...
 static int next_batch(int B) { return B < 2 ? B + 1 : B & (B - 1) ? B / 3 * 4 : B / 2 * 3; }
 
-// Fills in a point from its options: settings, plan and speed. Placements and recomputation levels
-// are chosen if the options leave them to the program (`level` -1: the cheapest mixture that fits,
-// else this level in all blocks). Returns 1 if the point fits.
+// Completes a candidate of --fit from its options: settings, memory plan and predicted speed. If
+// offload is `auto`, its placements are chosen here; if recomputation is `auto`, `level` -1 selects
+// the cheapest mix of levels that fits, any other value that level in all blocks. Returns 1 if the
+// candidate fits.
 static int fit_point(FitPoint *f, const Model *m, int level, const MemoryBudget *budget) {
     Plan p;
     Settings *s = &f->settings;
@@ -7715,9 +7719,10 @@ static double update_guess(const Settings *s) {
     return fmax(2 * forecast_step(&usual, s, 1) - forecast_step(&usual, s, 2), 0);
 }
 
-// Caches the speed of this GPU for later plans, from the seconds of a micro-step: the usual rates,
-// with all those of the device scaled by one factor. Nothing is cached if the speed of these
-// settings is known, or if the run offloads states, because the link may then be the bottleneck.
+// Caches the speed of this GPU for later plans: the default rates (speed_usual), with all device
+// rates scaled by the one factor for which the predicted time of a micro-step is `seconds`. Nothing
+// is cached if the cache already has a speed for these settings, or if the run offloads states,
+// because the PCIe link may then be the bottleneck.
 static void speed_keep(const Program *program, const Settings *s, double seconds) {
     char key[192], device[96];
     Speed v = speed_usual(s);

@@ -529,9 +529,9 @@ static void copy_wait(void *to, const void *from, size_t bytes, cudaStream_t str
 }
 
 // Milliseconds that work(i), i = 0, 1, ..., takes on the stream: the median of `rounds` (at most
-// 99) measurements. Each measurement is the mean of as many calls as take half a millisecond, at
-// most 32. The first call warms up and the second determines the number of calls per measurement;
-// neither is included.
+// 99) measurements. Each measurement is the mean of enough calls to take about half a millisecond,
+// at most 32. The first call warms up and the second determines the number of calls per
+// measurement; neither is included.
 template <class Work> static double gpu_time_ms(int rounds, cudaStream_t stream, Work work) {
     double ms[99];
     cudaEvent_t begin, end;
@@ -1991,8 +1991,8 @@ __device__ __forceinline__ void warp_mul_add(float (&acc)[MT][HD / 8][4],
     }
 }
 
-// mask_future: sets scores of keys after their query to -inf. The rows of s are queries from query0
-// on and its columns are keys from key0 on, or vice versa if `keys_are_rows`.
+// mask_future: causal mask; sets scores with key > query to -inf. Rows of s are queries starting at
+// query0, columns are keys starting at key0; swapped if `keys_are_rows`.
 template <int MT, int N8>
 __device__ __forceinline__ void mask_future(float (&s)[MT][N8][4], int query0, int key0,
                                             bool keys_are_rows) {
@@ -2285,8 +2285,8 @@ static int attention_section(size_t head_bytes, int heads) {
 }
 
 // launch_attention: launches one of the 16-bit attention kernels, and raises its dynamic shared
-// memory limit before the first launch. tensors: the kernel's tensors; B, T, NH, HS and the section
-// follow them as arguments.
+// memory limit before the first launch. tensors: pointer arguments, passed first; B, T, NH, HS and
+// `section`, the number of heads per section of the grid (AttentionBlock), follow them.
 template <int OWN_ROWS, int BYTES, class Kernel, class... Tensors>
 static void launch_attention(Kernel *kernel, int B, int T, int NH, int HS,
                              cudaStream_t stream, Tensors... tensors) {
@@ -3089,7 +3089,7 @@ static __global__ void grad_square_sum_finish_kernel(UpdateState *state, const f
 
 // Updates the loss scale after a step: halved if gradients overflowed, doubled after scale_grows
 // steps without overflow. It stays finite and at least 2, because exponent 0 in a checkpoint means
-// that there is no loss scale; gradients that overflow even at 2 are not a matter of scaling.
+// that there is no loss scale; gradients that overflow even at 2 cannot be fixed by scaling.
 // source: torch.amp.GradScaler, with its defaults (including the first scale, LOSS_SCALE_LOG2);
 //   the minimum scale is an addition.
 __device__ inline void loss_scale_update(UpdateState *state, bool finite) {
@@ -4599,9 +4599,10 @@ static __global__ void replica_hash_kernel(unsigned long long *sum, const uint64
     atomicAdd(sum, own);
 }
 
-// Opens the stream and the event, and maps this rank's heartbeat for kernels. NCCL is opened later,
-// by rank_connect, when all kernels have run. (The heartbeat is a page outside the plan's pinned
-// memory, because the parent sees it too.)
+// Creates the stream and the event, and maps this rank's heartbeat for kernels. NCCL is initialized
+// later, in rank_connect, after the warm-up has launched every kernel once: loading a kernel while
+// NCCL's wait for other ranks could deadlock. The heartbeat is a page outside the plan's pinned
+// memory because it is shared with the parent process.
 static void rank_open(RankComm *c, const Settings *s) {
     int least, most;
     *c = {nullptr, nullptr, nullptr, s->rank, s->ranks, 0, nullptr, nullptr, 0};
@@ -6105,9 +6106,9 @@ template <class E, class G> static void gpu_tune(Engine *e) {
     e->matmul = matmul_library.choices;
 }
 
-// Runs a step of two micro-steps, an evaluation and a sample, on zeros. There are two micro-steps
-// because a matmul that adds to its output may use a different cuBLASLt kernel from one that writes
-// it.
+// Runs a step of two micro-steps, an evaluation and a sample on all-zero inputs. There are two
+// micro-steps because an accumulating matmul (beta = 1) may use a different cuBLASLt kernel from
+// one that overwrites its output (beta = 0).
 template <class E, class G> static void gpu_warm_up_step(Engine *e) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
     const Settings *s = &net->plan->settings;

@@ -721,9 +721,9 @@ static int64_t weights_step(const ModelFile *f) {
     return manifest_open(&manifest, path) ? 0 : manifest.step;
 }
 
-// Compares a file with the size and SHA-256 in `row`. Returns NULL, or an error message. The size
-// is compared first because that is cheap. The file is read instead of mapped, so that an
-// unreadable sector is an error and not a signal.
+// Compares a file with the size and SHA-256 in `row`. Returns NULL if they match, otherwise an
+// error message. The size is compared first because that is cheap. The file is read instead of
+// mapped, so that an unreadable sector causes a read error rather than SIGBUS.
 static const char *file_compare(const char *path, const ManifestRow *row) {
     Sha256 sha;
     char text[SHA256_TEXT];

@@ -175,9 +175,9 @@ static void bpe_require_gpt2(const Bpe *bpe, const char *name) {
 }
 
 // Parses vocab.bpe: a first line `#version`, then one merge per line, its two tokens in GPT-2's
-// alphabet for bytes. In this alphabet the printable characters of Latin-1 represent their own
-// byte, and U+0100 onwards represent the other 68 bytes. Ids 0 to 255 are the bytes in the order of
-// the alphabet, 256 + i is merge i, and the last id is end of text.
+// byte-to-Unicode mapping (bytes_to_unicode in its encoder.py): printable characters of Latin-1 map
+// to the byte of the same value, U+0100 onwards to the other 68 bytes. Ids 0 to 255 are the bytes
+// in the order of this mapping, 256 + i is merge i, and the last id is <|endoftext|>.
 static void bpe_parse_merges(Bpe *bpe, const unsigned char *bytes, size_t n, const char *name) {
     int byte_of[256 + 68], other = 256, line = 2;
     memset(byte_of, -1, sizeof byte_of);
