@@ -3313,8 +3313,8 @@ static void gpu_adamw(E *params, Master<E> *low, M *moment1, M *moment2, const G
 // exists before that and is not included in the figure.
 // 1. The driver's free bytes decide whether the plan fits, before anything is allocated. The query
 //    itself creates the CUDA context, so the context's memory is already subtracted.
-// 2. Test builds poison buffers (fill them with NaN) when a lifetime begins or ends, in stream
-//    order, so that accesses outside a lifetime are detected.
+// 2. Test builds poison a buffer (fill it with NaN) when its lifetime begins and, in the emulator,
+//    when it ends. This is done in stream order, so that accesses outside a lifetime are detected.
 
 struct DeviceMemory {
     size_t free_bytes;     // as the driver reports them before the arena is allocated
@@ -4407,7 +4407,7 @@ static void ranks_shake_hands(void) {
 struct RankComm {
     ncclComm_t comm;
     cudaStream_t stream;  // high priority: an exchange starts as soon as possible
-    cudaEvent_t event;    // always recorded and waited for at once, so one is enough
+    cudaEvent_t event;    // each record is followed by its wait, so one is enough
     int rank, ranks;
     int on;  // 0: run only the kernels, no collectives; see 3
     CollectiveState *note;  // device pointer into the heartbeat
@@ -4591,8 +4591,8 @@ static void rank_statuses(const RankComm *c, StepStatus *total, UpdateState *upd
     launch(step_statuses_kernel, 1, 1, 0, compute, total, update, statuses, c->ranks);
 }
 
-// *sum += a hash of 64-bit words (count). The sum is of integers, so the order of additions does
-// not matter.
+// Adds a hash of the 64-bit integers words (count) to *sum. The sum is of integers, so the order of
+// additions does not matter.
 // grid: any number of blocks of 256.
 // budget: threads 256 regs 22 blocks 6 test gpu_exchange
 static __global__ void replica_hash_kernel(unsigned long long *sum, const uint64_t *words,
@@ -4896,9 +4896,9 @@ template <class E, class G> static void gpu_head(const GpuPass<E, G> *pass) {
     }
 }
 
-// Sums bucket `bucket` of the gradients, which is complete on the compute stream, over all ranks: a
-// reduce-scatter on the ranks' stream, overlapped with compute, to where AdamW will read it.
-// Without ZeRO every rank updates all parameters, so an all-gather follows.
+// Sums bucket `bucket` of the gradients, which is complete on the compute stream, over all ranks:
+// an in-place reduce-scatter on the ranks' stream, which overlaps with compute. Without ZeRO every
+// rank updates all parameters, so an all-gather follows.
 template <class E, class G> static void gpu_reduce(const GpuNetwork<E, G> *net, int bucket) {
     const Settings *s = &net->plan->settings;
     const RankComm *c = &net->ranks;
@@ -4934,10 +4934,10 @@ template <class E, class G> static void gpu_join(const GpuNetwork<E, G> *net) {
     stream_after(net->stream, net->ranks.stream, net->ranks.event);
 }
 
-// After the update each rank holds new weights for its own shards only; all-gathers the rest,
-// except weights that are gathered on use (ZeRO 3). Blocks stored whole in host memory are gathered
-// in the staging buffer, because NCCL gets no pinned memory. Vectors, which all ranks have updated
-// alike, need no gathering: the same operations on the same numbers give the same bits.
+// All-gathers the weights after an update, in which each rank has updated only its own shards.
+// Weights that are gathered on use (ZeRO 3) are left out. Blocks stored whole in host memory are
+// gathered in the staging buffer, because NCCL gets no pinned memory. Vectors, which all ranks have
+// updated alike, need no gathering: the same operations on the same numbers give the same bits.
 template <class E, class G> static void gpu_gather_weights(const GpuNetwork<E, G> *net) {
     const Settings *s = &net->plan->settings;
     const RankComm *c = &net->ranks;
@@ -5187,7 +5187,7 @@ template <class E, class G> static uint64_t gpu_replica(Engine *e) {
     return net->result->replica;
 }
 
-// Engine.forward_loss: the stages up to the head.
+// Engine.forward_loss: runs the stages up to the head, without gradients.
 template <class E, class G>
 static double gpu_forward_loss(Engine *e, real *losses, const Token *inputs, const Token *targets) {
     static_assert(sizeof(real) == sizeof(float), "losses are copied as they are");
@@ -5222,7 +5222,7 @@ template <class E, class G> static void gpu_read_logits(const GpuNetwork<E, G> *
 }
 
 // Engine.extend. Tokens are processed in chunks of s->T, the rows of the plan, and the remainder
-// one by one. So matmuls have only two shapes, both seen in the warm-up.
+// one by one. So each matmul has only two shapes, and the warm-up has run both.
 template <class E, class G>
 static void gpu_extend(Engine *e, real *out, const Token *tokens, int first, int n) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
@@ -5242,7 +5242,7 @@ static void gpu_extend(Engine *e, real *out, const Token *tokens, int first, int
 }
 
 // Engine.logits. Always runs one sequence of T tokens, so that no matmul has a new shape. The
-// tokens after the first n are padding, which causal attention does not see.
+// tokens after the first n are padding, which the causal mask hides from the first n.
 template <class E, class G>
 static void gpu_logits(Engine *e, real *out, const Token *tokens, int n) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
@@ -5938,7 +5938,9 @@ template <class E, class G> static float gpu_loss_scale(const GpuNetwork<E, G> *
     return scale;
 }
 
-// Engine.scale_loss. Resets the counters of updates.
+// Engine.scale_loss: sets the loss scale to 2^log2, after `good_steps` steps with finite gradients.
+// Sets all other fields of UpdateState to 0, such as the number of skipped updates, except
+// scale_grows.
 template <class E, class G>
 static void gpu_scale_loss(Engine *e, int log2, int64_t good_steps) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
