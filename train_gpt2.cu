@@ -3313,8 +3313,8 @@ static void gpu_adamw(E *params, Master<E> *low, M *moment1, M *moment2, const G
 // exists before that and is not included in the figure.
 // 1. The driver's free bytes decide whether the plan fits, before anything is allocated. The query
 //    itself creates the CUDA context, so the context's memory is already subtracted.
-// 2. Test builds mark the end and the start of buffer lifetimes in stream order, so that late
-//    accesses are detected.
+// 2. Test builds poison a buffer (fill it with NaN) when its lifetime begins and, in the emulator,
+//    when it ends. This is done in stream order, so that accesses outside a lifetime are detected.
 
 struct DeviceMemory {
     size_t free_bytes;     // as the driver reports them before the arena is allocated
@@ -3324,7 +3324,7 @@ struct DeviceMemory {
 
 static DeviceMemory device_memory;
 
-// Estimate of the memory that libraries (cuBLASLt's code and kernels) will allocate after a run has
+// Estimates how many bytes libraries (cuBLASLt's code and kernels) will allocate after a run has
 // queried the free bytes. --plan starts from the card's total memory and reserves
 // library_reserve_bytes for the libraries and the CUDA context. Here the context already exists, so
 // half of that is reserved: a run whose plan fits according to --plan is refused only if the
@@ -3338,8 +3338,9 @@ static size_t device_library_bytes(void) { return library_reserve_bytes / 2; }
 
 #if GPT2_POISON
 static cudaStream_t arena_stream;
-// Queued on the stream rather than done immediately: kernels that use the buffer may still be
-// running.
+// Plan.mark on a GPU: fills a buffer with NaN when its lifetime begins; the emulator also poisons
+// it when its lifetime ends. The work is queued on the stream rather than done immediately, because
+// kernels that use the buffer may still be running.
 static void device_mark(void *memory, size_t bytes, int alive) {
 #if CUDA_CPU
     alive ? emu_unpoison(memory, bytes, arena_stream) : emu_poison(memory, bytes, arena_stream);
@@ -3374,7 +3375,8 @@ static int device_name(char name[96]) {
     return 1;
 }
 
-// True if the GPU has no bf16, which requires compute capability 8.0.
+// Returns true if there is a GPU and it has no bf16 instructions, which require compute capability
+// 8.0.
 static int device_lacks_bf16(void) {
     char name[96];
     int device = 0, major = 0;
@@ -3414,9 +3416,9 @@ static size_t device_available(void) {
     return device_memory.free_bytes;
 }
 
-// The NUMA node next to a PCI device, or -1 if the machine has none or does not report it. CUDA
-// writes bus ids in upper case, sysfs in lower case. `root`: a folder that stands in for / in
-// tests, else "".
+// Returns the NUMA node to which a PCI device is attached, or -1 if the machine has none or does
+// not report it. CUDA writes bus ids in upper case, sysfs in lower case. `root`: a folder that
+// replaces / in tests, else "".
 static int pci_node(const char *root, const char *bus) {
     char path[PATH_BYTES], place[32] = "";
     for (size_t i = 0; bus[i] && i + 1 < sizeof place; i++) {
@@ -3438,8 +3440,9 @@ static void memory_near(void *memory, size_t bytes, int node) {
     }
 }
 
-// True if host memory registered by the program has the same address on the GPU. False under WSL
-// (from sgl-project/sglang#40232). Memory allocated by CUDA itself has the same address everywhere.
+// Returns true if host memory registered by the program has the same address on the GPU, which it
+// has not under WSL (from sgl-project/sglang#40232). Memory allocated by CUDA itself has the same
+// address everywhere.
 static bool pinned_in_place(void) {
     int device, same;
     cuda_check(cudaGetDevice(&device));
@@ -3447,7 +3450,7 @@ static bool pinned_in_place(void) {
     return same != 0;
 }
 
-// The NUMA node of the current GPU, or -1 if there is none.
+// Returns the NUMA node to which the current GPU is attached, or -1 if it is unknown.
 static int device_node(const char *root) {
     char bus[32];
     int device;
@@ -3523,7 +3526,7 @@ static void arena_return(Plan *p) {
     plan_tick(p, 0);
 }
 
-// Frees device and host memory; the plan remains, as after plan_close. Test builds unpoison the
+// Frees device and host memory but not the plan itself, like plan_close. Test builds unpoison the
 // memory first, so that the next allocation may use it.
 static void arena_close(Plan *p) {
 #if GPT2_POISON
@@ -3541,9 +3544,10 @@ static void arena_close(Plan *p) {
 // Copies streamed buffers (chapter Sharding and offload) between the device and their backing store
 // in host memory while kernels compute. One stream uploads and one downloads, since a GPU has a
 // copy engine for each direction.
-// 1. Only the compute stream synchronises accesses to a slot: a copy waits for an event that
-//    compute records after the last use of the bytes it overwrites or stores, and compute waits for
-//    the event recorded after the copy.
+// 1. Accesses to a slot (a device buffer that different blocks use in turn) are synchronised only
+//    through the compute stream: a copy waits for an event that compute records after the last use
+//    of the bytes that the copy overwrites or stores, and compute waits for the event recorded
+//    after the copy.
 // 2. Moments and master weights are not streamed: AdamW reads and writes them in pinned memory. It
 //    does the same with weights and gradients of blocks whose backing store is in host memory.
 
@@ -3555,7 +3559,7 @@ struct OffloadStreams {
     cudaEvent_t ready[KINDS][SLOTS], gone[KINDS][SLOTS];  // recorded after a fetch, a store
 };
 
-// Work queued on `later` from now on waits for all work queued on `earlier` so far.
+// Makes work queued on `later` from now on wait for all work queued on `earlier` so far.
 static void stream_after(cudaStream_t later, cudaStream_t earlier, cudaEvent_t event) {
     cuda_check(cudaEventRecord(event, earlier));
     cuda_check(cudaStreamWaitEvent(later, event, 0));
@@ -3590,8 +3594,8 @@ template <class What> static void offload_each_event(OffloadStreams *s, What wha
     }
 }
 
-// Opens the streams and events that transfer the streamed buffers of plan `p` concurrently with the
-// stream `compute`, which remains the caller's.
+// Creates the streams and events that transfer the streamed buffers of plan `p` concurrently with
+// the stream `compute`, which the caller continues to own.
 static void offload_open(OffloadStreams *s, Plan *p, cudaStream_t compute, const RankComm *ranks) {
     p->transfer_context = s;
     p->transfer = gpu_transfer;
@@ -3604,8 +3608,8 @@ static void offload_open(OffloadStreams *s, Plan *p, cudaStream_t compute, const
     });
 }
 
-// No copy is in flight here: compute has waited for all copies by the end of a micro-step, and is
-// idle.
+// Destroys the streams and events. No copy is in flight: compute has waited for all copies by the
+// end of a micro-step, and is idle.
 static void offload_close(OffloadStreams *s) {
     offload_each_event(s, [](cudaEvent_t *event) { cuda_check(cudaEventDestroy(*event)); });
     cuda_check(cudaStreamDestroy(s->up));
@@ -3639,8 +3643,9 @@ enum { RANK_HANDSHAKE, RANK_CONNECTION, RANK_EXCHANGE, RANK_GATHER, RANK_BROADCA
 static const char *const rank_calls[] = {"the first meeting", "NCCL's start", "Send/Recv",
                                          "AllGather", "Broadcast"};
 
-// Numbers the next collective and returns its state. A call in which the host itself waits for
-// other ranks writes it to the heartbeat with rank_wait_begin() and rank_wait_end().
+// Numbers the next collective, of kind `call` (RANK_*), and returns its state. A call in which the
+// host itself waits for other ranks writes that state to the heartbeat with rank_wait_begin() and
+// rank_wait_end().
 static CollectiveState collective_next(int call) {
     const uint64_t done = heartbeat->calls++;
     const CollectiveState note = {done + 1, done, call};
@@ -3665,9 +3670,9 @@ static void ranks_share(int rows) {
     }
 }
 
-// From here on this process is a rank and publishes its progress in `row`. An error that occurs on
-// all ranks is reported once: die() on ranks other than 0 waits for a grace period, in which rank 0
-// reports the error and the run is ended.
+// Makes this process a rank, which publishes its progress in the heartbeat `row`. An error that
+// occurs on all ranks is reported once: die() on ranks other than 0 waits for a grace period, in
+// which rank 0 reports the error and the run is ended.
 static void ranks_begin(Ranks r, Heartbeat *row) {
     static char name[64];
     this_rank = r;
@@ -3682,8 +3687,9 @@ static void ranks_begin(Ranks r, Heartbeat *row) {
     }
 }
 
-// Limits each rank to its share of the cores: of those available to the parent or, under a
-// launcher, of the machine's, because a launcher may already have given each rank its own cores.
+// Limits the OpenMP threads of a rank to its share of the cores, unless OMP_NUM_THREADS is set. The
+// cores shared are those available to the parent or, under a launcher, all of the machine's,
+// because a launcher may already have given each rank its own cores.
 static void ranks_share_cores(void) {
 #ifdef _OPENMP
     if (!getenv("OMP_NUM_THREADS")) {
@@ -3779,7 +3785,7 @@ static int child_reap(Child *child, int r, int quiet) {
     return number ? 1 : code;
 }
 
-// State of the watchdog: what it saw of all its ranks at its last look.
+// State of the watchdog: the progress of all its ranks at its last look (a call of watchdog_look).
 typedef struct {
     uint64_t moves;
     double processor_ms, last_ms, still_ms;
@@ -3821,8 +3827,8 @@ static double watch_limit_ms(const Child *children, int ranks) {
     return rank_timeout_ms * (slow ? 10 : 1);
 }
 
-// True if a rank is in the first collectives, after its engine has opened and before anything is
-// loaded. At that point all ranks have the same amount of work.
+// Returns true if a rank is in the collectives of the warm-up, after its engine has opened and
+// before anything is loaded. At that point all ranks have the same amount of work.
 static int row_in_warm_up(const Heartbeat *row) {
     return row->work == RANK_STARTS && row->note.call > RANK_CONNECTION;
 }
@@ -4046,8 +4052,8 @@ static void socket_limit(int fd, double ms) {
     setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);  // for connect() too: socket(7)
 }
 
-// Milliseconds until `end_ms`, at most `most`; 0 if it has passed. Ends the run if a signal has
-// been received.
+// Returns the milliseconds until the time `end_ms`, at most `most`, or 0 if that time has passed.
+// Ends the run if a signal has been received.
 static double meeting_left(double end_ms, double most) {
     if (stop_signal) {
         die("stopped by a signal before all ranks had come");
@@ -4173,7 +4179,7 @@ static void meeting_join(const Launcher *l, RankHello *hello, double end_ms) {
     }
 }
 
-// Opens the links to the other ranks by TCP.
+// Connects this rank to rank 0 over TCP or, on rank 0, to all other ranks.
 static void meeting_find(const Launcher *l, RankHello *hello) {
     const double end_ms = now_ms() + rank_timeout_ms;
     rank_links = (int *)alloc_zero((size_t)l->copies, sizeof(int));
@@ -4269,8 +4275,8 @@ static void ranks_exchange_info(RankInfo *cards) {
     rank_wait_end();
 }
 
-// Fingerprint of the program's executable file: ranks of different builds may compute different
-// results.
+// Returns a fingerprint of the program's executable file, because ranks of different builds may
+// compute different results.
 static uint64_t fingerprint_program(void) {
     uint64_t print = 0;
     Mapping map;
@@ -4401,7 +4407,7 @@ static void ranks_shake_hands(void) {
 struct RankComm {
     ncclComm_t comm;
     cudaStream_t stream;  // high priority: an exchange starts as soon as possible
-    cudaEvent_t event;    // always recorded and waited for at once, so one is enough
+    cudaEvent_t event;    // each record is followed by its wait, so one is enough
     int rank, ranks;
     int on;  // 0: run only the kernels, no collectives; see 3
     CollectiveState *note;  // device pointer into the heartbeat
@@ -4410,8 +4416,8 @@ struct RankComm {
 };
 
 // A rank's status at the end of a step. Every rank adds up the statuses of all ranks in rank order,
-// so that norm, clip factor, skip and stop are the same everywhere.
-// The number of bytes is the same at every ZeRO stage.
+// so that all ranks have the same gradient norm and clip factor, and take the same decisions to
+// skip the update or to stop the run. The number of bytes is the same at every ZeRO stage.
 struct StepStatus {
     float square_sum;  // over this rank's shards of the gradients
     float loss_sum;
@@ -4421,8 +4427,8 @@ static_assert(sizeof(StepStatus) <= RANK_STATUS_BYTES, "the plan's buffer holds 
 
 // sum (count) = round(the parts of all ranks, added in rank order), or with `adds` round(sum + that
 // total), for a range of this rank's shard of a bucket.
-//   sum and own, which may be the same, of G; others (ranks - 1, count) of G: the part of rank q is
-//   in row q, or in row q - 1 if q > rank.
+//   sum, own (count) of G: the result and this rank's part, which may be the same array; others
+//   (ranks - 1, count) of G: the part of rank q is in row q if q < rank, in row q - 1 if q > rank.
 // Numerics: sums in fp32, rounded once. Bytes: each part is read once. grid: count / 2048 blocks.
 // budget: <bf16> threads 256 regs 38 blocks 6 test gpu_exchange
 template <class G>
@@ -4477,9 +4483,9 @@ static __global__ void step_statuses_kernel(StepStatus *total, UpdateState *upda
     *total = sum;
 }
 
-// Records how far the stream of collectives has progressed. A kernel rather than an event: while
-// the host is blocked inside CUDA, no other thread should have to call CUDA, and the parent never
-// may.
+// Records how far the stream of collectives has progressed. This is a kernel rather than an event,
+// so that it can be read without calling CUDA: the watchdog thread must not depend on CUDA while
+// the main thread is blocked inside it, and the parent must never call CUDA.
 // budget: threads 1 regs 16 blocks 24 test gpu_exchange
 static __global__ void collective_state_kernel(CollectiveState *to, CollectiveState note) {
     *to = note;
@@ -4511,9 +4517,9 @@ static void rank_gather(const RankComm *c, void *all, size_t bytes) {
     rank_gather_from(c, all, (char *)all + (size_t)c->rank * bytes, bytes);
 }
 
-// Reduce-scatter: sum (part) = this rank's part of a bucket of gradients (ranks, part), summed over
-// all ranks and, with `adds`, added to the old value of `sum`. `sum` may be this rank's part of
-// `grads`.
+// Reduce-scatters a bucket of gradients, grads (ranks, part): sum (part) = row `rank` of `grads`
+// summed over all ranks, plus the old value of `sum` if `adds` is set. `sum` may be that row of
+// this rank's `grads`. part: elements of G per rank.
 template <class G>
 static void rank_reduce(const RankComm *c, G *sum, const G *grads, size_t part, bool adds) {
     G *staging = (G *)(void *)c->staging;
@@ -4543,9 +4549,10 @@ static void rank_reduce(const RankComm *c, G *sum, const G *grads, size_t part, 
     }
 }
 
-// The implementation of Plan.transfer on several ranks. For sharded buffers a fetch is an
-// all-gather of weights from the shards into the slot, and a store is a reduce-scatter of gradients
-// from the slot into the shards; both run on the ranks' stream. Other transfers are gpu_transfer's.
+// Implements Plan.transfer on several ranks. For sharded buffers a fetch is an all-gather of
+// weights from the shards into the slot (the device buffer that kernels use), and a store is a
+// reduce-scatter of gradients from the slot into the shards; both run on the ranks' stream. All
+// other transfers are passed to gpu_transfer.
 template <class G>
 static void rank_transfer(Plan *p, int phase, const Transfer *v, void *slot, void *store,
                           size_t bytes) {
@@ -4570,9 +4577,9 @@ static void rank_transfer(Plan *p, int phase, const Transfer *v, void *slot, voi
     }
 }
 
-// Gives all ranks the same sum of squares, sum of losses and decision whether to stop: each rank
-// writes its status, the statuses are all-gathered, and every rank adds them up. The work is queued
-// on the two streams, which wait for each other.
+// Gives all ranks the same sum of squared gradients, sum of losses and decision whether to stop:
+// each rank writes its status, the statuses are all-gathered, and every rank adds them up. Kernels
+// are queued on `compute` and the all-gather on the ranks' stream; each waits for the other.
 static void rank_statuses(const RankComm *c, StepStatus *total, UpdateState *update, char *statuses,
                        const float *loss_sum, cudaStream_t compute) {
     launch(step_status_kernel, 1, 1, 0, compute,
@@ -4584,8 +4591,8 @@ static void rank_statuses(const RankComm *c, StepStatus *total, UpdateState *upd
     launch(step_statuses_kernel, 1, 1, 0, compute, total, update, statuses, c->ranks);
 }
 
-// *sum += a hash of 64-bit words (count). The sum is of integers, so the order of additions does
-// not matter.
+// Adds a hash of the 64-bit integers words (count) to *sum. The sum is of integers, so the order of
+// additions does not matter.
 // grid: any number of blocks of 256.
 // budget: threads 256 regs 22 blocks 6 test gpu_exchange
 static __global__ void replica_hash_kernel(unsigned long long *sum, const uint64_t *words,
@@ -4697,8 +4704,8 @@ template <class E, class G> struct GpuNetwork {
     RankComm ranks;
 };
 
-// Buffer `id`, which exists once, as an array of N, or null if this run's plan lacks it. BUF_GRADS
-// holds only matrices, BUF_GRADS_1D only vectors.
+// Returns buffer `id` (BUF_*), of which the plan has only one, as an array of type N, or null if
+// this run's plan lacks it. BUF_GRADS holds only matrices, BUF_GRADS_1D only vectors.
 template <class N, class E, class G> static N *gpu_buffer(const GpuNetwork<E, G> *net, int id) {
     return net->plan->single[id] < 0 ? nullptr : (N *)plan_single(net->plan, id);
 }
@@ -4726,7 +4733,7 @@ template <class E, class G> struct GpuBlock {
     }
 };
 
-// The arguments of one run_stages call, as Pass in chapter The network.
+// The arguments of one run_stages call, like Pass in chapter The network.
 template <class E, class G> struct GpuPass {
     GpuNetwork<E, G> *net;
     GpuBatch batch;  // on the device; targets null: only the logits after input `row`
@@ -4738,7 +4745,8 @@ template <class E, class G> struct GpuPass {
     bool last;    // micro-step of a step: reduce each block's gradients after its backward
 };
 
-// One stage of block `l`, forward or recomputation, as block_forward in chapter The network.
+// Runs one forward stage of transformer block `l`, in the forward pass or as recomputation, like
+// block_forward in chapter The network.
 template <class E, class G>
 static void gpu_block_forward(const GpuPass<E, G> *pass, int stage, int l) {
     const GpuBlock<E, G> b = {pass->net, l};
@@ -4787,9 +4795,9 @@ static void gpu_block_forward(const GpuPass<E, G> *pass, int stage, int l) {
     }
 }
 
-// One stage of block `l` backward, as block_backward in chapter The network. Bias gradients are
-// summed where the values are in registers anyway: fc's in GELU's backward, qkv's in attention's,
-// attproj's in LN2's, and fcproj's in that of the LayerNorm after the block.
+// Runs one backward stage of transformer block `l`, like block_backward in chapter The network.
+// Bias gradients are summed where the values are in registers anyway: fc's in GELU's backward,
+// qkv's in attention's, attproj's in LN2's, and fcproj's in that of the LayerNorm after the block.
 template <class E, class G>
 static void gpu_block_backward(const GpuPass<E, G> *pass, int stage, int l) {
     const GpuBlock<E, G> b = {pass->net, l};
@@ -4856,8 +4864,8 @@ static __global__ void loss_sum_kernel(float *sum, const float *losses, int N, b
     }
 }
 
-// The classifier in chunks, as network_head in chapter The network. The sum of losses stays on the
-// device: returning it here would make the host wait in every micro-step.
+// Runs the classifier in chunks of rows, like network_head in chapter The network. The sum of
+// losses stays on the device: returning it here would make the host wait in every micro-step.
 template <class E, class G> static void gpu_head(const GpuPass<E, G> *pass) {
     const GpuNetwork<E, G> *net = pass->net;
     const GpuBlock<E, G> b = {net, 0};
@@ -4888,9 +4896,9 @@ template <class E, class G> static void gpu_head(const GpuPass<E, G> *pass) {
     }
 }
 
-// Sums bucket `bucket` of the gradients, which is complete on the compute stream, over all ranks: a
-// reduce-scatter on the ranks' stream, overlapped with compute, to where AdamW will read it.
-// Without ZeRO every rank updates all parameters, so an all-gather follows.
+// Sums bucket `bucket` of the gradients, which is complete on the compute stream, over all ranks:
+// an in-place reduce-scatter on the ranks' stream, which overlaps with compute. Without ZeRO every
+// rank updates all parameters, so an all-gather follows.
 template <class E, class G> static void gpu_reduce(const GpuNetwork<E, G> *net, int bucket) {
     const Settings *s = &net->plan->settings;
     const RankComm *c = &net->ranks;
@@ -4926,10 +4934,10 @@ template <class E, class G> static void gpu_join(const GpuNetwork<E, G> *net) {
     stream_after(net->stream, net->ranks.stream, net->ranks.event);
 }
 
-// After the update each rank holds new weights for its own shards only; all-gathers the rest,
-// except weights that are gathered on use (ZeRO 3). Blocks stored whole in host memory are gathered
-// in the staging buffer, because NCCL gets no pinned memory. Vectors, which all ranks have updated
-// alike, need no gathering: the same operations on the same numbers give the same bits.
+// All-gathers the weights after an update, in which each rank has updated only its own shards.
+// Weights that are gathered on use (ZeRO 3) are left out. Blocks stored whole in host memory are
+// gathered in the staging buffer, because NCCL gets no pinned memory. Vectors, which all ranks have
+// updated alike, need no gathering: the same operations on the same numbers give the same bits.
 template <class E, class G> static void gpu_gather_weights(const GpuNetwork<E, G> *net) {
     const Settings *s = &net->plan->settings;
     const RankComm *c = &net->ranks;
@@ -5010,7 +5018,8 @@ template <class E, class G> static void gpu_stage(void *self, int stage, int lay
 // 1. A micro-step only queues work. The batch is uploaded through two pinned slots, and the host
 //    waits only for a slot that it filled two micro-steps earlier. The first batch of a step is
 //    prefetched, if possible, before the host waits for the loss of the previous step.
-// 2. The update reads norm, clip factor and skip from device memory; it waits only for the loss.
+// 2. The update reads the gradient norm, the clip factor and the decision to skip from device
+//    memory; the host waits once, at its end, for the values it reports.
 
 // Queues the upload of a batch through the next pinned slot, and makes it the batch of the pass. If
 // gradients are wanted, the tokens sorted for the embedding's backward are uploaded with it.
@@ -5074,7 +5083,8 @@ static void gpu_micro_step(Engine *e, const Token *inputs, const Token *targets,
     run_stages(p, tick_join(s), accum_step > 0, gpu_stage<E, G>, &pass);
 }
 
-// AdamW for the types of this run's states. `updates`: the number of updates before this one.
+// Runs AdamW with M as the type of the moments and, if SPLIT, fp32 master weights stored as two
+// 16-bit halves. `updates`: the number of updates before this one.
 template <class E, class G, class M, bool SPLIT>
 static void gpu_adamw_all(GpuNetwork<E, G> *net, const AdamW &adamw, const Options *o,
                           int64_t updates) {
@@ -5145,8 +5155,9 @@ static StepResult gpu_update(Engine *e, const Options *o, double lr, double limi
     return result;
 }
 
-// Engine.replica: a hash of the weights, their low halves and the moments, as far as every rank has
-// them whole. Buffers are in bucket order: vectors first, the matrices of blocks last.
+// Engine.replica: returns a hash of the weights, master weights (or their low halves) and moments,
+// except sharded parts, so all ranks must get the same value. Buffers are in bucket order: vectors
+// first, the matrices of blocks last.
 template <class E, class G> static uint64_t gpu_replica(Engine *e) {
     const GpuNetwork<E, G> *net = (const GpuNetwork<E, G> *)e->self;
     const Settings *s = &net->plan->settings;
@@ -5176,7 +5187,7 @@ template <class E, class G> static uint64_t gpu_replica(Engine *e) {
     return net->result->replica;
 }
 
-// Engine.forward_loss: the stages up to the head.
+// Engine.forward_loss: runs the stages up to the head, without gradients.
 template <class E, class G>
 static double gpu_forward_loss(Engine *e, real *losses, const Token *inputs, const Token *targets) {
     static_assert(sizeof(real) == sizeof(float), "losses are copied as they are");
@@ -5211,7 +5222,7 @@ template <class E, class G> static void gpu_read_logits(const GpuNetwork<E, G> *
 }
 
 // Engine.extend. Tokens are processed in chunks of s->T, the rows of the plan, and the remainder
-// one by one. So matmuls have only two shapes, both seen in the warm-up.
+// one by one. So each matmul has only two shapes, and the warm-up has run both.
 template <class E, class G>
 static void gpu_extend(Engine *e, real *out, const Token *tokens, int first, int n) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
@@ -5231,7 +5242,7 @@ static void gpu_extend(Engine *e, real *out, const Token *tokens, int first, int
 }
 
 // Engine.logits. Always runs one sequence of T tokens, so that no matmul has a new shape. The
-// tokens after the first n are padding, which causal attention does not see.
+// tokens after the first n are padding, which the causal mask hides from the first n.
 template <class E, class G>
 static void gpu_logits(Engine *e, real *out, const Token *tokens, int n) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
@@ -5348,9 +5359,9 @@ static void matmul_cache_add(const MatmulPlan *plan) {
     }
 }
 
-// Memory in which matmuls are timed, and the noise that fills it: bf16 numbers between -1 and 1.
-// Two of them read as one fp32 number are also between -1 and 1, with the sign and nearly the size
-// of the upper half. So the same noise serves operands of every type, at any address.
+// Memory in which matmuls are timed, and the random numbers ("noise") that fill it: bf16 between -1
+// and 1. Two of them read as one fp32 number are also between -1 and 1, with the sign and nearly
+// the size of the upper half. So the same noise serves operands of every type, at any address.
 struct MatmulBench {
     char *memory;
     size_t bytes, cache_bytes;
@@ -5390,8 +5401,8 @@ static MatmulOperands matmul_operands(const MatmulBench *bench, const MatmulPlan
 }
 
 // Runs the plan's matmul once and returns both ends of D, at most TUNE_SAMPLE elements each; *ms
-// receives the time. Both ends are first reset to noise, which a matmul that adds to D reads.
-// Returns null if cuBLASLt refuses the algorithm.
+// receives the time. Both ends are first reset to noise, which an accumulating matmul (beta = 1)
+// reads. Returns null if cuBLASLt refuses the algorithm.
 static char *matmul_sample(const MatmulBench *bench, MatmulPlan *plan, const MatmulOperands &x,
                            size_t *bytes, float *ms) {
     const size_t element = plan->key.output_type == CUDA_R_32F ? 4 : 2;
@@ -5427,18 +5438,18 @@ static double matmul_number(const void *numbers, int type, size_t i) {
                                 : number(__nv_bfloat16());
 }
 
-// The largest accepted difference, relative to the norm, between a matmul of output `type` and one
-// with another order of summation. 16-bit results may differ by twice the type's rounding unit.
-// fp32 results may differ by the effect of the order of a long sum: about sqrt(65,536) roundings of
-// 6e-8 each, with a margin of six.
+// Returns the tolerance, relative to the norm, for the difference between two results of a matmul
+// of output `type` that are summed in different orders. 16-bit results may differ by twice the
+// type's rounding unit. fp32 results may differ by the effect of the order of a long sum: about
+// sqrt(65,536) roundings of 6e-8 each, with a margin of six.
 static double matmul_error_most(int type) {
     return type == CUDA_R_32F   ? 1e-4
            : type == CUDA_R_16F ? 2 * traits<__half>.unit
                                 : 2 * traits<__nv_bfloat16>.unit;
 }
 
-// Norm of the difference of two samples of cuBLASLt's `type`, divided by the norm of `want`. A NaN
-// anywhere gives NaN, which no bound accepts.
+// Returns the norm of the difference of two samples of cuBLASLt's `type`, divided by the norm of
+// `want`. A NaN in either gives NaN, which exceeds every tolerance.
 static double sample_error(const char *got, const char *want, size_t bytes, int type) {
     double difference = 0, norm = 0;
     for (size_t i = 0; i < bytes / (type == CUDA_R_32F ? 4 : 2); i++) {
@@ -5450,8 +5461,8 @@ static double sample_error(const char *got, const char *want, size_t bytes, int 
     return sqrt(difference / norm);
 }
 
-// True if the plan's algorithm gives `want` up to rounding, gives the same bits twice, and takes at
-// most slowest_ms. The second launch is the one timed: the first may load the kernel.
+// Returns true if the plan's algorithm gives `want` up to rounding, gives the same bits twice, and
+// takes at most slowest_ms. The second launch is the one timed: the first may load the kernel.
 static bool matmul_agrees(const MatmulBench *bench, MatmulPlan *plan, const MatmulOperands &x,
                           const char *want, double slowest_ms) {
     size_t bytes = 0;
@@ -5477,14 +5488,14 @@ struct MatmulProof {
     double whole[PROOF_ELEMENTS], tail[PROOF_ELEMENTS];
 };
 
-// True if the tail is checked too. Only weight gradients are summed over more than a few thousand
-// steps, so only their sums are split by cuBLASLt. In these matmuls k is the slow index of both
-// operands.
+// Returns true if the tail is checked too. Only weight gradients are summed over more than a few
+// thousand steps, so only their sums are split by cuBLASLt. In these matmuls k is the slow index of
+// both operands.
 static bool matmul_proves_tail(const MatmulKey *k) {
     return !k->transpose_a && k->transpose_b && k->k > PROOF_TAIL;
 }
 
-// Element `at` of D, summed in double from step `first` of k on, including C and bias.
+// Computes element `at` of D in double: the sum over k from index `first` on, plus C and bias.
 static double matmul_exact(const MatmulBench *bench, const MatmulKey *key,
                            const MatmulOperands &x, size_t at, size_t first) {
     const size_t m = (size_t)key->m, n = (size_t)key->n, k = (size_t)key->k;
@@ -5525,9 +5536,9 @@ static void matmul_proof_make(MatmulProof *proof, const MatmulBench *bench,
     }
 }
 
-// True if the plan's algorithm computes the elements of the proof correctly, both whole and, if it
-// is checked, with the tail alone. Fills the first copy of the operands with noise and leaves it as
-// the matmul does.
+// Returns true if the plan's algorithm computes the elements of the proof correctly, both for all
+// of k and, if it is checked, for the tail alone. Fills the first copy of the operands with noise
+// and leaves it as the matmul does.
 static bool matmul_right(const MatmulBench *bench, MatmulPlan *plan, const MatmulProof *proof) {
     const MatmulKey *key = &plan->key;
     const size_t element = key->output_type == CUDA_R_32F ? 4 : 2;
@@ -5633,14 +5644,15 @@ static void matmul_plan_time(const MatmulBench *bench, MatmulPlan *plan) {
     matmul_library.timed++;
 }
 
-// Gives the plan the file's choice. Returns false if the file has none for the plan, or names an
-// algorithm that the library does not offer.
+// Sets the plan's algorithm to the file's choice. Returns false if the file has none for the plan,
+// or names an algorithm that the library does not offer.
 static bool matmul_plan_load(MatmulPlan *plan) {
     uint64_t hash;
     return matmul_cache_find(&hash, &plan->key) && matmul_plan_take(plan, hash);
 }
 
-// Gives all plans the file's choices; returns for how many plans it has none.
+// Sets the algorithm of every plan to the file's choice. Returns the number of plans for which the
+// file has none.
 static int matmul_choices_load(void) {
     int unknown = 0;
     for (int i = 0; i < matmul_library.plans; i++) {
@@ -5686,9 +5698,9 @@ static void matmul_tune(char *memory, size_t bytes, cudaStream_t stream) {
 
 // -------------------------------------------------------------------------------------------------
 // 42. States in and out
-// States are read and written as fp32 whatever their type on the device, so a checkpoint does not
-// depend on a run's types. A StateView describes how a state is stored in memory, so that reading
-// and writing are each implemented once.
+// States (weights, moments and gradients) are read and written as fp32 whatever their type on the
+// device, so a checkpoint does not depend on a run's types. A StateView describes how a state is
+// stored in memory, so that reading and writing are each implemented once.
 
 // An array of `type` on the device. If `split`, it holds bf16 numbers, the high halves of fp32
 // ones; the low halves are at `low` or, if that is null, on another rank.
@@ -5707,13 +5719,14 @@ static bool has_whole_master(const Settings *s) {
     return settings_has_master(s) && !s->split_master;
 }
 
-// The buffer of a state that is on the device, STATE_* or STATE_MASTER.
+// Returns the buffer (BUF_*) that holds `state` (STATE_*) when it is in device memory.
 static int state_buffer(int state) {
     static const int buffers[] = {BUF_WEIGHTS, BUF_M, BUF_V, BUF_GRADS, BUF_MASTER};
     return buffers[state];
 }
 
-// A view of a span of state `state` (STATE_*) in its backing store.
+// Returns a view of a span (a range of elements of one tensor) of `state` (STATE_*) in its backing
+// store, the place where it is stored between uses.
 template <class E, class G>
 static StateView gpu_state(const GpuNetwork<E, G> *net, int state, const TensorSpan *span) {
     const Plan *p = net->plan;
@@ -5732,7 +5745,8 @@ static StateView gpu_state(const GpuNetwork<E, G> *net, int state, const TensorS
     return v;
 }
 
-// out (count) = an array of `type`, joined with its low halves unless `low` is null, as real.
+// Converts `count` numbers of `type` to real. If `low` is not null, the numbers are bf16 high
+// halves of fp32 numbers, which are first joined with the low halves at `low`.
 static void state_values(real *out, Type type, const char *numbers, const uint16_t *low,
                          int64_t count) {
     with_type(type, [&](auto element) {
@@ -5795,9 +5809,9 @@ struct RankState {
     bool sharded;  // a rank holds only its own shards of the matrices
 };
 
-// The location in the backing store of the first element of `r`, the elements of a tensor of the
-// weights or gradients that this rank holds. If the store is sharded, it holds this rank's shard of
-// every block.
+// Returns the location in the backing store of the first element of `r`, the range of a tensor's
+// weights or gradients that this rank holds. If the store is sharded, it holds only this rank's
+// shard of every block.
 static Location range_location(const Settings *s, Kind state, int tensor, int layer,
                         const TensorRange *r) {
     Location location = tensor_store(s, state, tensor, layer);
@@ -5809,8 +5823,8 @@ static Location range_location(const Settings *s, Kind state, int tensor, int la
     return location;
 }
 
-// The address of element `first` of the span's tensor in buffer `b`. For weights of blocks, it may
-// be in a backing store instead.
+// Returns the address of element `first` of the span's tensor, which must be in `r`, in buffer `b`.
+// Weights of blocks may be in BUF_WEIGHTS_STORE instead.
 static char *rank_state_at(const Plan *p, const RankState &b, const TensorSpan &span,
                            const TensorRange &r, int64_t first) {
     Location location = {b.buffer, r.state};
@@ -5821,9 +5835,9 @@ static char *rank_state_at(const Plan *p, const RankState &b, const TensorSpan &
            (location.offset + first - r.first) * (int64_t)b.bytes;
 }
 
-// host = the elements of a span, from the ranks that hold them. The ranks broadcast their elements
-// one after another, so all ranks must make the same call. With `own`, the elements are read from
-// this rank, which must hold all of them.
+// Reads the elements of a span into `host` from the ranks that hold them. The ranks broadcast their
+// elements one after another, so all ranks must make the same call. With `own`, the elements are
+// read from this rank, which must hold all of them.
 template <class E, class G>
 static void rank_fetch(GpuNetwork<E, G> *net, const RankState &b, const TensorSpan &span, bool own,
                        char *host) {
@@ -5912,8 +5926,9 @@ static void rank_write(GpuNetwork<E, G> *net, int state, const TensorSpan &span,
     }
 }
 
-// Divisor for the gradients: the loss scale they were computed with, or 1 if there is none. Do not
-// call between an update and the next step; the update may change it.
+// Returns the divisor that unscales the gradients: the loss scale they were computed with, or 1 if
+// the run has no loss scale. Do not call it between an update and the next step, because the update
+// may have changed the loss scale.
 template <class E, class G> static float gpu_loss_scale(const GpuNetwork<E, G> *net) {
     float scale = 1;
     if constexpr (traits<E>.narrow) {
@@ -5923,7 +5938,9 @@ template <class E, class G> static float gpu_loss_scale(const GpuNetwork<E, G> *
     return scale;
 }
 
-// Engine.scale_loss. Resets the counters of updates.
+// Engine.scale_loss: sets the loss scale to 2^log2, after `good_steps` steps with finite gradients.
+// Sets all other fields of UpdateState to 0, such as the number of skipped updates, except
+// scale_grows.
 template <class E, class G>
 static void gpu_scale_loss(Engine *e, int log2, int64_t good_steps) {
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
@@ -6018,8 +6035,9 @@ template <class E, class G> static void gpu_close(Engine *e) {
     e->self = nullptr;
 }
 
-// Fills a table with the ranges of all tensors: what AdamW updates on this rank or, with `parts`,
-// this rank's own shard of everything. Returns their number.
+// Fills a table with one range per tensor and layer: the elements that AdamW updates on this rank
+// or, with `parts`, this rank's own shard at any ZeRO stage. Empty ranges are left out. Returns the
+// number of ranges.
 static int ranges_fill(ParamRange *ranges, const Settings *s, bool parts) {
     const Model *m = &s->model;
     int count = 0;
@@ -6059,9 +6077,9 @@ template <class E, class G> static void gpu_ranges_open(GpuNetwork<E, G> *net) {
     }
 }
 
-// Initialises what the device must hold before the first step: the table of tensors, and states of
-// zero. The warm-up leaves states at zero: its weights are zero, so every gradient is. Pinned
-// memory is zero already, except in test builds, which fill it with NaN.
+// Initialises device memory for the first step: uploads the table of tensor ranges, and zeroes
+// weights, master weights and moments. The warm-up leaves them at zero: its weights are zero, so
+// every gradient is. Pinned memory is zero already, except in test builds, which fill it with NaN.
 template <class E, class G> static void gpu_begin(GpuNetwork<E, G> *net) {
     // With several ranks the norm has its own table, after AdamW's.
     const int behind = net->plan->settings.ranks > 1 ? net->norm_count : 0;
@@ -6261,12 +6279,13 @@ template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
 
 // -------------------------------------------------------------------------------------------------
 // 44. Peaks, --check and --compare
-// The peak of this GPU, for "% of peak": dense operations of the run's type per clock and SM,
-// 16-bit types summed in fp32 (NVIDIA's architecture white papers; for sm_86, 89 and 120 the rate
-// of GeForce cards, half that of workstation cards; for sm_75 the rate of a T4, twice that of
-// GeForce cards; for 110, Thor, and 121, GB10, a quarter of the data sheets' dense fp4), times the
-// number of SMs, times the highest clock that the driver reports. A data sheet may assume a lower
-// clock: an H100 reports 1,980 MHz, which gives 1,070 TFLOP/s in bf16, but its data sheet says 989.
+// The peak throughput of this GPU, for "% of peak": dense operations of the run's type per clock
+// and SM, 16-bit types summed in fp32 (NVIDIA's architecture white papers; for sm_86, 89 and 120
+// the rate of GeForce cards, half that of workstation cards; for sm_75 the rate of a T4, twice that
+// of GeForce cards; for 110, Thor, and 121, GB10, a quarter of the data sheets' dense fp4), times
+// the number of SMs, times the highest clock that the driver reports. A data sheet may assume a
+// lower clock: an H100 reports 1,980 MHz, which gives 1,070 TFLOP/s in bf16, but its data sheet
+// says 989.
 
 struct PeakRow {
     int capability;              // 10 * major + minor
@@ -6278,8 +6297,8 @@ static const PeakRow peak_rows[] = {
     {121, 1024, 256},
 };
 
-// Writes the name, type and peak of the current GPU to the engine; refuses a type that the GPU has
-// no instructions for.
+// Writes the name of the current GPU, the run's type and the peak throughput for it to the engine.
+// Ends the run if the GPU has no instructions for that type.
 static void device_describe(Engine *e, const Settings *s) {
     int device = 0, clock_khz = 0, peak = 0;
     cudaDeviceProp properties;
@@ -6306,8 +6325,8 @@ static void device_describe(Engine *e, const Settings *s) {
              properties.minor, type.name);
 }
 
-// Norm of the difference of n numbers, divided by the norm of `want` unless that is 0. NaN anywhere
-// gives NaN.
+// Returns the norm of got - want, n numbers each, divided by the norm of `want` unless that is 0. A
+// NaN in either array gives NaN.
 static double relative_error(const real *got, const real *want, int64_t n) {
     double difference = 0, norm = 0;
     for (int64_t i = 0; i < n; i++) {
@@ -6334,7 +6353,7 @@ static void engine_copy(Engine *to, Engine *from, int state, const Model *m, Typ
     free(piece);
 }
 
-// Relative error of one tensor's gradient, all layers together, between two engines.
+// Returns the relative error of the gradient of `tensor`, all layers together, in engine `got`.
 static double gradient_error(Engine *got, Engine *want, const Model *m, int tensor) {
     int64_t size = tensor_size(m, tensor), copies = tensor_copies(m, tensor);
     real *a = (real *)alloc_zero((size_t)(size * copies), sizeof(real));
@@ -6352,8 +6371,8 @@ static double gradient_error(Engine *got, Engine *want, const Model *m, int tens
 // --check: runs one batch of the run's data through the GPU and through the CPU reference, from the
 // same weights. Prints the relative difference of the loss and of every gradient; returns 1 if one
 // exceeds the type's tolerance: fp32 1e-5, fp16 1e-2, bf16 5e-2. These detect errors in the
-// mathematics, which are larger than rounding. (The tests are stricter: they hold both 16-bit types
-// to twice the error of a naive computation in that type.)
+// mathematics, which are larger than rounding. (The tests are stricter: for both 16-bit types they
+// allow at most twice the error of a naive computation in that type.)
 static int command_check(Run *run, const Program *program) {
     const Model *m = &run->s.model;
     const Type type = run->s.dtype;
@@ -6449,7 +6468,7 @@ static int gpu_command(Run *run, const Program *program) {
 // The program of train_gpt2.c with the GPU engine and two commands of its own: --check compares one
 // batch with the CPU reference, --compare runs the same steps with and without recomputation.
 
-// Opens the engine for the run's E and its gradients' G.
+// Opens the engine compiled for the run's types: E of weights and activations, G of gradients.
 static void gpu_engine_open(Engine *e, Plan *p) {
     const Settings *s = &p->settings;
     memset(e, 0, sizeof *e);
@@ -6471,7 +6490,7 @@ static void gpu_engine_open(Engine *e, Plan *p) {
     }
 }
 
-// Refuses settings that the kernels do not support, before anything is opened or measured.
+// Ends the run if the kernels do not support its settings, before anything is opened or measured.
 static void gpu_settings_check(const Settings *s) {
     const Model *m = &s->model;
     const int HS = m->C / m->NH;
