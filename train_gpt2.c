@@ -863,7 +863,8 @@ static int64_t tensor_padded_size(const Model *m, int tensor, int subset) {
 // for wte, wpe, lnfw and lnfb. With `tensor` = TENSORS, returns the size of the buffer, in
 // elements.
 static int64_t subset_offset(const Model *m, int tensor, int layer, int subset) {
-    int64_t outside = 0, inside = 0, block = 0;  // elements before the tensor; of a block
+    // Elements before the tensor: outside the blocks, and inside its block; elements of a block.
+    int64_t outside = 0, inside = 0, block = 0;
     for (int i = 0; i < TENSORS; i++) {
         int64_t size = tensor_padded_size(m, i, subset), before = i < tensor ? size : 0;
         block += tensor_table[i].per_layer ? size : 0;
@@ -884,8 +885,8 @@ static int64_t tensor_offset(const Model *m, int tensor, int layer) {
 typedef struct {
     int next;  // number of the next tensor, in the order of offsets; 0 at first
     int tensor, layer;
-    int64_t first, count;  // elements of the tensor
-    int64_t at;            // their offset in the range
+    int64_t first, count;  // elements first .. first + count - 1 of the tensor
+    int64_t at;            // offset of element `first` in the range
 } TensorSpan;
 enum { PER_BLOCK = LNFW - LN1W };  // tensors of a block
 
@@ -1114,8 +1115,8 @@ static void looks_interrupt(int yes) {
 // The pipe to which on_stop() writes a byte; -1: the program does not wait for input.
 static int stop_pipe[2] = {-1, -1};
 
-// The handler of all signals that ask the program to stop. Prints no line if stderr would block,
-// because the handler would not return and the next signal would not be handled.
+// Handles all signals that ask the program to stop. Prints no line if stderr would block, because
+// the handler would not return and the next signal would not be handled.
 static void on_stop(int number) {
     stop_line = write_waits(STDERR_FILENO) ? "" : stop_line;
     on_signal(number);
@@ -1422,7 +1423,7 @@ static Ranks this_rank = {0, 1, 0, 1, 0, 0, 0, 0};
 // The last collective that a rank has started. The GPU writes this record in stream order, because
 // the host is ahead of the stream.
 typedef struct {
-    uint64_t begun, done;  // number of the last one started, and finished; equal: not waiting
+    uint64_t begun, done;  // last one started, last one finished; equal: none is pending
     int call;              // which one: RANK_HANDSHAKE ... RANK_BROADCAST
 } CollectiveState;
 
@@ -1662,8 +1663,8 @@ static void shell_print(const char *word) {
 }
 
 // Joins the tab-separated parts of a line to at most `width` columns. As long as the line is too
-// wide, the parts whose numbers are listed in `spare` (which -1 ends) are left out one by one; then
-// the end is cut off. Parts are ASCII; an empty part takes no space.
+// wide, the parts whose numbers are listed in `spare` (terminated by -1) are left out one by one;
+// then the end is cut off. Parts are ASCII; an empty part takes no space.
 static void line_fit(char line[256], char *parts, const int *spare, int width) {
     enum { PARTS = 16 };
     char *part[PARTS];
@@ -1760,10 +1761,10 @@ static const char *const group_names[GROUPS] = {
     "workspaces", "batch", "KV cache"
 };
 
-// Where a buffer is stored (Placement), and the states whose placement the settings choose (Kind).
-// A buffer is of one of these states or, from KINDS on, of a kind with a fixed placement. A state's
-// placement is a set of flags; PLACE_SHARD means that each rank stores only its shard (chapter
-// Sharding and offload).
+// Where a buffer is stored (Placement), and the states (weights, gradients, moments, master copy,
+// residuals) whose placement the settings choose (Kind). A buffer is of one of these states or,
+// from KINDS on, of a kind with a fixed placement. A state's placement is a set of flags;
+// PLACE_SHARD means that each rank stores only its shard (chapter Sharding and offload).
 typedef enum { PLACE_DEVICE, PLACE_HOST, PLACE_SHARD } Placement;
 typedef enum {
     KIND_WEIGHTS, KIND_GRADIENTS, KIND_MOMENTS, KIND_MASTER, KIND_RESIDUALS, KINDS,
@@ -1959,7 +1960,7 @@ typedef struct {
     Group group;
     Type type;
     int64_t count;
-    int first, last;       // ticks
+    int first, last;       // lifetime in ticks, both ends included
     Placement placement;   // PLACE_HOST: not part of the device allocation
     size_t bytes, offset;  // bytes without the gap
     int alive;             // maintained in test builds only
@@ -2048,8 +2049,8 @@ static void single_buffers(BufferEntry buffers[SINGLES], const Settings *s) {
     memcpy(buffers + STATE_BUFFERS, rows, sizeof rows);
 }
 
-// A slot is a device buffer through which the data of one block at a time is streamed. This is its
-// current contents and its transfers in progress.
+// A slot is a device buffer through which the data of one block at a time is streamed. The struct
+// records its current contents and its transfers in progress.
 typedef struct {
     int block;              // 1 + the block whose data the slot holds; 0: none
     int fetching, storing;  // 1: started, and the compute stream has not yet waited for it
@@ -2168,9 +2169,9 @@ static size_t buffer_padded_bytes(const Buffer *b) {
     return (size_t)round_up_i64((int64_t)b->bytes, PLAN_ALIGN) + PLAN_GAP;
 }
 
-// Buffers are assigned offsets in ascending order of these keys, which compare number by number.
-// The last number is the buffer's index, so that no two keys are equal and every qsort gives the
-// same order.
+// Buffers are assigned offsets in ascending order of these keys, which are compared
+// lexicographically. The last number is the buffer's index, so that no two keys are equal and every
+// qsort gives the same order.
 typedef struct {
     int64_t key[4];
 } PlaceKey;
@@ -2434,9 +2435,9 @@ static void *buffer_pointer(const Plan *p, int id) {
 
 static void *plan_single(const Plan *p, int single) { return buffer_pointer(p, p->single[single]); }
 
-// Returns the index of the slot that holds the streamed weights, gradients or residuals of block
-// `layer`. The slot must currently hold that block's data: before the fetch is complete and after
-// the slot is reused, it belongs to another block.
+// Returns the buffer index of the slot that holds the streamed weights, gradients or residuals of
+// block `layer`. The slot must currently hold that block's data: before the fetch is complete and
+// after the slot is reused, it belongs to another block.
 static int slot_buffer(const Plan *p, Kind state, int layer) {
     check(p->slots[state][layer % SLOTS].block == layer + 1,
           "%s of block %d are not in their slot at tick %d", choice_text(offloads, state + 2).s,
@@ -2507,10 +2508,10 @@ static void plan_close(Plan *p) {
 
 // -------------------------------------------------------------------------------------------------
 // 7. Sharding and offload
-// A state (weights, gradients, moments or master copy) need not be stored whole on the device: with
-// PLACE_SHARD each of N ranks stores one Nth of it; with PLACE_HOST it is stored in host memory.
-// This chapter is pure arithmetic with the same result on every rank, so a run with 1,024 ranks can
-// be planned without having any of them.
+// A state (weights, gradients, moments, master copy or residuals) need not be stored whole on the
+// device: with PLACE_SHARD each of N ranks stores one Nth of it; with PLACE_HOST it is stored in
+// host memory. This chapter is pure arithmetic with the same result on every rank, so a run with
+// 1,024 ranks can be planned without having any of them.
 // 1. Ranks exchange buckets: one for all vectors, one each for wte and wpe, and one for the four
 //    matrices of each block. A bucket is padded to a multiple of 64 N elements, so that its N
 //    shards have equal sizes and a tensor's alignment. One rank needs no padding. Padding is zero
@@ -3014,7 +3015,8 @@ typedef struct {
     double up, down, gathered, reduced;
 } Traffic;
 
-// Computes the traffic from the list of transfers and the plan's buffers; nothing is measured.
+// Computes the traffic of one rank from the list of transfers and the plan's buffers; nothing is
+// measured.
 static Traffic step_traffic(const Settings *s, int micros) {
     const double others = 1 - 1.0 / s->ranks;
     const int divided = s->placement[KIND_MOMENTS] & PLACE_SHARD;
@@ -3128,11 +3130,11 @@ static size_t nccl_estimate_bytes(const Settings *s) {
     return s->ranks > 1 ? (size_t)(nccl_peers(s) + 1) * NCCL_CHANNELS * ((size_t)12 << 20) : 0;
 }
 
-// Returns the default number of rows of a classifier chunk, a multiple of 128. The logits of a
-// whole batch would be the largest buffer of most plans. The CPU gets 64 MiB, 256 rows of GPT-2's
-// vocabulary: each chunk packs all of wte again, and 256 rows are enough to amortize that. On a
-// GPU, matmuls of few rows are slow, and each chunk rounds wte's bf16 gradient once more: at most
-// eight times for batches of up to 65,536 tokens.
+// Returns the default number of rows of a classifier chunk, a multiple of 128, or N, the tokens of
+// a batch, if that is less. The logits of a whole batch would be the largest buffer of most plans.
+// The CPU gets 64 MiB, 256 rows of GPT-2's vocabulary: each chunk packs all of wte again, and 256
+// rows are enough to amortize that. On a GPU, matmuls of few rows are slow, and each chunk rounds
+// wte's bf16 gradient once more: at most eight times for batches of up to 65,536 tokens.
 static int64_t default_logit_rows(const Model *m, size_t element_bytes, int64_t N, int gpu) {
     if (gpu) {
         return min_i64(min_i64(max_i64((N + 1023) / 1024 * 128, 2560), 8192), N);
@@ -3341,8 +3343,7 @@ static int level_hull(int hull[RECOMPUTE_LEVELS], const Speed *v) {
 }
 
 // Applies mix `k` of recomputation levels, 0 <= k <= (n - 1) L for a hull of n levels, in order of
-// decreasing memory: the first k % L blocks use level k / L + 1 of the hull, the others level k /
-// L.
+// decreasing memory: the first k % L blocks use hull[k / L + 1], the others hull[k / L].
 static void settings_mix(Settings *s, const int *hull, int k) {
     const int L = s->model.L;
     for (int l = 0; l < L; l++) {
@@ -3393,8 +3394,9 @@ typedef struct {
     Speed speed;
 } MemoryBudget;
 
-// Computes the device bytes of each group of buffers at peak usage, so that they sum to the peak;
-// the rest of the allocation is first-fit fragmentation. Host buffers are counted separately.
+// Computes the bytes of each group of buffers at the tick of peak usage, for device and host
+// separately. The device's groups sum to the peak; the rest of its allocation is first-fit
+// fragmentation.
 static void plan_groups(const Plan *p, size_t device[GROUPS], size_t host[GROUPS]) {
     memset(device, 0, GROUPS * sizeof(size_t));
     memset(host, 0, GROUPS * sizeof(size_t));
