@@ -1043,8 +1043,8 @@ static void on_signal(int number) {
     errno = error;
 }
 
-// After this call, writes to a closed pipe or beyond `ulimit -f` return an error instead of ending
-// the program.
+// Makes writes to a closed pipe or beyond `ulimit -f` return an error instead of ending the
+// program.
 static void writes_return_errors(void) {
     signal(SIGPIPE, SIG_IGN);
     signal(SIGXFSZ, SIG_IGN);
@@ -1062,8 +1062,8 @@ static int write_waits(int fd) {
 enum { GRACE_SHORT, GRACE_PROGRESS, GRACE_UNLIMITED, GRACE_S = 30 };
 static volatile sig_atomic_t stop_grace = GRACE_SHORT;
 
-// Called every second after the first signal; ends the program if it does not stop in time after
-// SIGTERM. Counts calls instead of measuring time, because a program suspended by Ctrl-Z makes no
+// Ends the program if it does not stop in time after SIGTERM. Called every second after the first
+// signal. Counts calls instead of measuring time, because a program suspended by Ctrl-Z makes no
 // progress but does not hang.
 static void stop_overdue(void) {
     static const char line[] = "no progress for 30 s after SIGTERM: ended without saving\n";
@@ -1127,8 +1127,8 @@ static void on_stop(int number) {
     alarm(1);
 }
 
-// After this call, signals ask the program to stop, except a SIGHUP that was ignored from the start
-// (nohup).
+// Installs the handlers of the signals that ask the program to stop. A SIGHUP that was ignored from
+// the start (nohup) stays ignored.
 static void stop_on_signals(void) {
     struct sigaction action, hangup;
     memset(&action, 0, sizeof action);
@@ -1368,16 +1368,17 @@ __attribute__((unused)) static int host_cores(const char *root, int cores) {
     return cores;
 }
 
-// Called at the start of main. Uses as many threads as this process has cores (OpenMP itself
-// respects the affinity mask, but not quotas) and shortens the time that idle threads spin. GCC's
-// OpenMP spins for milliseconds by default, and on a busy machine a spinning thread occupies the
-// core that the thread it waits for needs: with one compiler running, a step took four times as
-// long. 1,000 iterations are about ten microseconds, the time it takes to wake a thread. OpenMP
-// reads the variable before main, so the program executes itself again, once, in the same process.
-// A debugger follows this; valgrind does not and needs OMP_WAIT_POLICY=passive. The program does
-// not execute itself again if the user has set one of these variables, if /proc is missing, or if
-// it was started through the dynamic loader (ld.so PROGRAM). In the last case the executable of the
-// process is the loader, which would interpret the program's arguments as its own.
+// Sets up OpenMP; called at the start of main. Uses as many threads as this process has cores
+// (OpenMP itself respects the affinity mask, but not quotas) and shortens the time that idle
+// threads spin. GCC's OpenMP spins for milliseconds by default, and on a busy machine a spinning
+// thread occupies the core that the thread it waits for needs: with one compiler running, a step
+// took four times as long. 1,000 iterations are about ten microseconds, the time it takes to wake a
+// thread. OpenMP reads the variable before main, so the program executes itself again, once, in the
+// same process. A debugger follows this; valgrind does not and needs OMP_WAIT_POLICY=passive. The
+// program does not execute itself again if the user has set one of these variables, if /proc is
+// missing, or if it was started through the dynamic loader (ld.so PROGRAM). In the last case the
+// executable of the process is the loader, which would interpret the program's arguments as its
+// own.
 static void threads_start(char **argv) {
     static const char *const variables[] = {"GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_WAIT_POLICY"};
     char self[PATH_BYTES];
@@ -2393,7 +2394,7 @@ static void recompute_print_help(void) {
 }
 
 #if GPT2_POISON
-// In test builds, fills a host buffer with NaN when its lifetime begins or ends. Builds with
+// Fills a host buffer with NaN, in test builds, when its lifetime begins or ends. Builds with
 // stricter checks, such as AddressSanitizer, assign another function to plan_mark; in a GPU run a
 // kernel fills device buffers (Plan.mark).
 static void poison_mark(void *memory, size_t bytes, int alive) {
