@@ -124,7 +124,7 @@ static int compare_doubles(const void *a, const void *b) {
     return x < y ? -1 : x > y;
 }
 
-// The median of n numbers; sorts them in place.
+// Returns the median of values[0..n), which it sorts in place.
 static double median(double *values, int n) {
     qsort(values, (size_t)n, sizeof(double), compare_doubles);
     return values[n / 2];
@@ -141,9 +141,9 @@ static double median(double *values, int n) {
 // RNG_ROUND are the first of sixteen streams each, one for each tensor.
 enum { RNG_INIT = 0, RNG_SHUFFLE = 64, RNG_SAMPLE = 65, RNG_WINDOW = 66, RNG_ROUND = 128 };
 
-// Four random 32-bit words: block `index` of (seed, stream, step). The paper recommends ten rounds,
-// three more than the number that passed all its tests; the constants below are its multipliers and
-// key increments. The GPU computes the same bits.
+// Computes four random 32-bit words, block `index` of (seed, stream, step), into `out`. The paper
+// recommends ten rounds, three more than the number that passed all its tests; the constants below
+// are its multipliers and key increments. The GPU computes the same bits.
 HOST_DEVICE static inline void philox4x32(uint32_t out[4], uint64_t seed, uint64_t index,
                                           uint32_t step, uint32_t stream) {
     uint32_t key0 = (uint32_t)seed, key1 = (uint32_t)(seed >> 32);
@@ -163,16 +163,16 @@ HOST_DEVICE static inline void philox4x32(uint32_t out[4], uint64_t seed, uint64
     out[3] = c3;
 }
 
-// A uniform number in [0, 1), with 53 random bits.
+// Returns a uniform number in [0, 1), with 53 random bits.
 static double rng_uniform(uint64_t seed, uint32_t stream, uint32_t step, uint64_t index) {
     uint32_t r[4];
     philox4x32(r, seed, index, step, stream);
     return (double)(((uint64_t)r[0] << 32 | r[1]) >> 11) * 0x1p-53;
 }
 
-// Fills out[0..count) with normal numbers N(0, std); out[i] is element `first + i` of `stream`.
-// Box-Muller, one Philox call per pair of numbers, in double, so that rounding to float hides
-// differences between maths libraries.
+// Fills out[0..count) with normal numbers N(0, std); out[i] is number `first + i` of the random
+// stream `stream`. Box-Muller, one Philox call per pair of numbers, in double, so that rounding to
+// float hides differences between maths libraries.
 static void rng_normal(real *out, int64_t count, double std, uint64_t seed, uint32_t stream,
                        int64_t first) {
     #pragma omp parallel for schedule(static)
@@ -192,11 +192,11 @@ static void rng_normal(real *out, int64_t count, double std, uint64_t seed, uint
     }
 }
 
-// A permutation of 0..n-1 without a table: maps position to index; `epoch` selects the permutation.
-// A Feistel network over the next power of four, with Philox as its round function, applied
-// repeatedly until the result is below n (cycle walking). Four rounds are the minimum for a strong
-// pseudorandom permutation (Luby and Rackoff, 1988). The power of four is at most 4 n, so at most
-// four applications are expected.
+// Maps `position`, 0 <= position < n, to an index by a pseudorandom permutation of 0..n-1 that
+// needs no table; `seed` and `epoch` select the permutation. A Feistel network over the next power
+// of four, with Philox as its round function, applied repeatedly until the result is below n (cycle
+// walking). Four rounds are the minimum for a strong pseudorandom permutation (Luby and Rackoff,
+// 1988). The power of four is at most 4 n, so at most four applications are expected.
 static int64_t permute_index(int64_t position, int64_t n, uint64_t seed, uint32_t epoch) {
     int half = 1;
     while (((int64_t)1 << 2 * half) < n) {
@@ -459,7 +459,7 @@ static int64_t parse_bytes(const char *text) {
     return *end == 0 && value < 9e15 ? (int64_t)value : -1;
 }
 
-// The number, from 1, of the choice whose spelling is `word` (n bytes); 0 if there is none.
+// Returns the number, from 1, of the choice whose spelling is `word` (n bytes); 0 if there is none.
 static int choice_find(const char *choices, const char *word, size_t n) {
     int number = 1;
     for (const char *c = choices; *c; c += *c != 0) {
@@ -473,7 +473,7 @@ static int choice_find(const char *choices, const char *word, size_t n) {
     return 0;
 }
 
-// The first spelling of choice `number`, which must be in the list.
+// Returns the first spelling of choice `number`, which must be in the list.
 static ShortText choice_text(const char *choices, int64_t number) {
     ShortText text;
     for (; number > 1 && *choices; number--) {
@@ -545,8 +545,8 @@ static void option_set(Options *o, const OptionRow *row, const char *text) {
     }
 }
 
-// The value of an option as a user would type it, so that parsing the text gives the same value; ""
-// if the program decides.
+// Returns the value of an option as a user would type it, so that parsing the text gives the same
+// value; "" if the program decides.
 static const char *option_text(char text[64], const Options *o, const OptionRow *row) {
     const char *field = (const char *)o + row->offset;
     if (row->type == OPT_TEXT) {
@@ -631,7 +631,7 @@ static void options_print_help(const char *default_model) {
     }
 }
 
-// Whether the command only plans, and needs neither the data nor the machine of the run.
+// Returns whether the command only plans, and needs neither the data nor the machine of the run.
 static int options_plan(const Options *o) { return o->plan || o->fit || o->minimum; }
 
 // Ends the run if options contradict each other or require others that are missing: an option that
@@ -700,9 +700,9 @@ static void options_default(Options *o) {
     }
 }
 
-// Fills `o` from the defaults and argv; its texts point into argv. Ends the run at the first wrong
-// word. An option given twice is an error, because only one of its values could take effect. With
-// --help or --version, contradictions are not checked.
+// Fills `o` from the defaults and argv; its texts point into argv. Ends the run at the first
+// invalid argument. An option given twice is an error, because only one of its values could take
+// effect. With --help or --version, contradictions are not checked.
 static void options_parse(Options *o, int argc, char **argv) {
     options_default(o);
     for (int a = 1; a < argc; a++) {
@@ -750,7 +750,7 @@ static void options_parse(Options *o, int argc, char **argv) {
     }
 }
 
-// The row of an option, whose name must be in the table.
+// Returns the row of the option `name`, which must be in the table.
 static const OptionRow *option_find(const char *name) {
     int row = 0;
     while (row < OPTION_ROWS && strcmp(option_rows[row].name, name) != 0) {
@@ -760,7 +760,7 @@ static const OptionRow *option_find(const char *name) {
     return &option_rows[row];
 }
 
-// Whether the user has given the option, even if with its default value.
+// Returns whether the user has given the option, even if with its default value.
 static int option_given(const Options *o, const char *name) {
     return o->given[option_find(name) - option_rows];
 }
@@ -819,14 +819,14 @@ static const TensorEntry tensor_table[TENSORS] = {
 };
 enum { TENSOR_ALIGN = 64 };
 
-// The size of a dimension of the table in model `m`; `sizes` is in the order of Dim.
+// Returns the size of a dimension of the table in model `m`; `sizes` is in the order of Dim.
 static int64_t dim_size(const Model *m, Dim dim) {
     const int64_t C = m->C;
     const int64_t sizes[] = {1, C, 3 * C, 4 * C, m->V, m->maxT};
     return sizes[dim];
 }
 
-// Rows of one tensor (of one layer), without wte's padding rows.
+// Returns the number of rows of one tensor (of one layer), without wte's padding rows.
 static int64_t tensor_rows(const Model *m, int tensor) {
     return dim_size(m, tensor_table[tensor].rows);
 }
@@ -835,7 +835,8 @@ static int64_t tensor_cols(const Model *m, int tensor) {
     return dim_size(m, tensor_table[tensor].cols);
 }
 
-// Elements of one tensor (of one layer) in a buffer, including wte's padding rows.
+// Returns the number of elements of one tensor (of one layer) in a buffer, including wte's padding
+// rows.
 static int64_t tensor_size(const Model *m, int tensor) {
     int padded = tensor_table[tensor].rows == DIM_V;
     return (padded ? m->Vp : tensor_rows(m, tensor)) * tensor_cols(m, tensor);
@@ -849,8 +850,8 @@ static int tensor_copies(const Model *m, int tensor) {
 // A flat buffer holds all tensors, or only the matrices or only the vectors (gradients on a GPU).
 enum { ALL_TENSORS, MATRICES, VECTORS };
 
-// Elements that one tensor occupies in such a buffer, including the gap after it; 0 if the tensor
-// is not in the subset.
+// Returns the number of elements that one tensor (of one layer) occupies in such a buffer,
+// including the gap after it; 0 if the tensor is not in the subset.
 static int64_t tensor_padded_size(const Model *m, int tensor, int subset) {
     if (subset != ALL_TENSORS && tensor_is_matrix(tensor) != (subset == MATRICES)) {
         return 0;
@@ -858,10 +859,12 @@ static int64_t tensor_padded_size(const Model *m, int tensor, int subset) {
     return round_up_i64(tensor_size(m, tensor), TENSOR_ALIGN);
 }
 
-// Offset, in elements, of a tensor in the flat buffer of a subset; `layer` is ignored for wte, wpe,
-// lnfw and lnfb. With `tensor` = TENSORS, the size of the buffer.
+// Returns the offset, in elements, of a tensor in the flat buffer of a subset; `layer` is ignored
+// for wte, wpe, lnfw and lnfb. With `tensor` = TENSORS, returns the size of the buffer, in
+// elements.
 static int64_t subset_offset(const Model *m, int tensor, int layer, int subset) {
-    int64_t outside = 0, inside = 0, block = 0;  // elements before the tensor; of a block
+    // Elements before the tensor: outside the blocks, and inside its block; elements of a block.
+    int64_t outside = 0, inside = 0, block = 0;
     for (int i = 0; i < TENSORS; i++) {
         int64_t size = tensor_padded_size(m, i, subset), before = i < tensor ? size : 0;
         block += tensor_table[i].per_layer ? size : 0;
@@ -878,12 +881,12 @@ static int64_t tensor_offset(const Model *m, int tensor, int layer) {
     return subset_offset(m, tensor, layer, ALL_TENSORS);
 }
 
-// The intersection of one tensor with a range of a flat state.
+// The intersection of one tensor with a range of a flat buffer of all tensors.
 typedef struct {
     int next;  // number of the next tensor, in the order of offsets; 0 at first
     int tensor, layer;
-    int64_t first, count;  // elements of the tensor
-    int64_t at;            // their offset in the range
+    int64_t first, count;  // elements first .. first + count - 1 of the tensor
+    int64_t at;            // offset of element `first` in the range
 } TensorSpan;
 enum { PER_BLOCK = LNFW - LN1W };  // tensors of a block
 
@@ -914,7 +917,7 @@ static int span_next(const Model *m, int64_t offset, int64_t count, TensorSpan *
     return 0;
 }
 
-// The number of tensors, counting those of every layer.
+// Returns the number of tensors, counting those of every layer.
 static int model_tensors(const Model *m) {
     int n = 0;
     for (int i = 0; i < TENSORS; i++) {
@@ -923,7 +926,8 @@ static int model_tensors(const Model *m) {
     return n;
 }
 
-// Elements of all tensors, including padded vocabulary rows but not alignment gaps.
+// Returns the number of elements of all tensors, including padded vocabulary rows but not alignment
+// gaps.
 static int64_t model_elements(const Model *m) {
     int64_t n = 0;
     for (int i = 0; i < TENSORS; i++) {
@@ -932,14 +936,15 @@ static int64_t model_elements(const Model *m) {
     return n;
 }
 
-// The number of parameters as it is usually quoted, without padding: 124,439,808 for the smallest
-// GPT-2.
+// Returns the number of parameters as it is usually quoted, without padding: 124,439,808 for the
+// smallest GPT-2.
 static int64_t model_parameters(const Model *m) {
     return model_elements(m) - (int64_t)(m->Vp - m->V) * m->C;
 }
 
-// FLOPs per training token, forward and backward: 6 for every parameter, including padding, and
-// 6 L C T for causal attention. This is llm.c's convention, so that utilisation can be compared.
+// Returns the FLOPs per training token, forward and backward: 6 for every parameter, including
+// padding, and 6 L C T for causal attention. This is llm.c's convention, so that utilisation can be
+// compared.
 static double model_flops_per_token(const Model *m, int T) {
     return 6 * (double)model_elements(m) + 6.0 * m->L * m->C * T;
 }
@@ -1038,14 +1043,14 @@ static void on_signal(int number) {
     errno = error;
 }
 
-// After this call, writes to a closed pipe or beyond `ulimit -f` return an error instead of ending
-// the program.
+// Makes writes to a closed pipe or beyond `ulimit -f` return an error instead of ending the
+// program.
 static void writes_return_errors(void) {
     signal(SIGPIPE, SIG_IGN);
     signal(SIGXFSZ, SIG_IGN);
 }
 
-// Whether a write to `fd` would block now.
+// Returns whether a write to `fd` would block now.
 static int write_waits(int fd) {
     struct pollfd out = {fd, POLLOUT, 0};
     return poll(&out, 1, 0) == 0;
@@ -1057,8 +1062,8 @@ static int write_waits(int fd) {
 enum { GRACE_SHORT, GRACE_PROGRESS, GRACE_UNLIMITED, GRACE_S = 30 };
 static volatile sig_atomic_t stop_grace = GRACE_SHORT;
 
-// Called every second after the first signal; ends the program if it does not stop in time after
-// SIGTERM. Counts calls instead of measuring time, because a program suspended by Ctrl-Z makes no
+// Ends the program if it does not stop in time after SIGTERM. Called every second after the first
+// signal. Counts calls instead of measuring time, because a program suspended by Ctrl-Z makes no
 // progress but does not hang.
 static void stop_overdue(void) {
     static const char line[] = "no progress for 30 s after SIGTERM: ended without saving\n";
@@ -1077,8 +1082,8 @@ static void stop_overdue(void) {
 }
 
 // Checks every second after the first signal whether stdout and stderr still accept output. If one
-// of them has not for LOOKS checks in a row, it is replaced by /dev/null, which also takes the rest
-// of a write that is blocked (SA_RESTART). Calls only async-signal-safe functions.
+// of them has not accepted output in LOOKS checks in a row, it is replaced by /dev/null, which also
+// takes the rest of a write that is blocked (SA_RESTART). Calls only async-signal-safe functions.
 static void on_look(int number) {
     enum { LOOKS = 3 };
     static int waited[STDERR_FILENO + 1];
@@ -1110,8 +1115,8 @@ static void looks_interrupt(int yes) {
 // The pipe to which on_stop() writes a byte; -1: the program does not wait for input.
 static int stop_pipe[2] = {-1, -1};
 
-// The handler of all signals that ask the program to stop. Prints no line if stderr would block,
-// because the handler would not return and the next signal would not be handled.
+// Handles all signals that ask the program to stop. Prints no line if stderr would block, because
+// the handler would not return and the next signal would not be handled.
 static void on_stop(int number) {
     stop_line = write_waits(STDERR_FILENO) ? "" : stop_line;
     on_signal(number);
@@ -1122,8 +1127,8 @@ static void on_stop(int number) {
     alarm(1);
 }
 
-// After this call, signals ask the program to stop, except a SIGHUP that was ignored from the start
-// (nohup).
+// Installs the handlers of the signals that ask the program to stop. A SIGHUP that was ignored from
+// the start (nohup) stays ignored.
 static void stop_on_signals(void) {
     struct sigaction action, hangup;
     memset(&action, 0, sizeof action);
@@ -1165,7 +1170,8 @@ static ssize_t read_or_stop(int fd, char *out, size_t budget) {
 // limits and `ulimit`. A process that exceeds one of them is killed or its allocations
 // fail, so a plan is checked against all of them first.
 
-// The number after `key`, which starts a line of the file `path`, or `otherwise`.
+// Returns the number after `key` on the first line of the file `path` that starts with `key` and a
+// number, or `otherwise` if there is none.
 static int64_t file_number(const char *path, const char *key, int64_t otherwise) {
     char line[256];
     FILE *f = fopen(path, "r");
@@ -1181,8 +1187,8 @@ static int64_t file_number(const char *path, const char *key, int64_t otherwise)
     return otherwise;
 }
 
-// Memory that this process may still take, and the name of the limit that leaves the least;
-// INT64_MAX and "" if no limit is known.
+// Memory available to this process, in bytes, and the name of the tightest limit; INT64_MAX and ""
+// if no limit is known.
 typedef struct {
     int64_t bytes;
     char limit[160];
@@ -1193,7 +1199,7 @@ __attribute__((format(printf, 3, 4))) static void limit_memory(HostMemory *h, in
                                                                const char *format, ...) {
     va_list args;
     va_start(args, format);
-    // A control group without a limit reports about 2^63.
+    // A cgroup without a limit reports about 2^63.
     if (bytes < h->bytes && bytes < (int64_t)1 << 60) {
         h->bytes = max_i64(bytes, 0);
         vsnprintf(h->limit, sizeof h->limit, format, args);
@@ -1201,7 +1207,7 @@ __attribute__((format(printf, 3, 4))) static void limit_memory(HostMemory *h, in
     va_end(args);
 }
 
-// Whether a list such as "cpu,cpuacct" contains `word`.
+// Returns whether a list such as "cpu,cpuacct" contains `word`.
 static int list_has(const char *list, const char *word) {
     const size_t n = strlen(word);
     for (; *list; list += *list == ',') {
@@ -1214,11 +1220,11 @@ static int list_has(const char *list, const char *word) {
     return 0;
 }
 
-// Calls look(out, version, folder, group) for the control group of `controller` that contains this
+// Calls look(out, version, folder, group) for the cgroup of `controller` that contains this
 // process, and for all its ancestors. Any of them can be the tightest: Slurm and systemd set limits
-// on the job, not on its processes. In a container the group's path is that of the host, and only
-// the root of the mount exists, which is the last folder tried. `root` is "", or a folder in which
-// a test has put another /proc and /sys.
+// on the job, not on its processes. In a container the cgroup's path is that of the host, and only
+// the root of the mount exists, which is the last folder tried. `root` is "", or a test's folder
+// that contains its own /proc and /sys.
 static void groups_look(const char *root, const char *controller,
                         void (*look)(void *out, int version, const char *folder, const char *group),
                         void *out) {
@@ -1253,7 +1259,8 @@ static void groups_look(const char *root, const char *controller,
     }
 }
 
-// The number in a file of a folder, or `otherwise`.
+// Returns the number after `key` in the file `name` of a folder (see file_number()), or
+// `otherwise`.
 static int64_t folder_number(const char *folder, const char *name, const char *key,
                              int64_t otherwise) {
     char path[4 * PATH_BYTES + 32];
@@ -1261,8 +1268,8 @@ static int64_t folder_number(const char *folder, const char *name, const char *k
     return file_number(path, key, otherwise);
 }
 
-// Applies the memory limits of one control group. Its usage includes cached files, which are
-// subtracted because the kernel reclaims them before it kills a process.
+// Applies the memory limits of one cgroup. Its usage includes cached files, which are subtracted
+// because the kernel reclaims them before it kills a process.
 static void memory_of_group(void *out, int version, const char *folder, const char *group) {
     static const struct {
         const char *limits[2], *used, *cached;
@@ -1279,9 +1286,9 @@ static void memory_of_group(void *out, int version, const char *folder, const ch
     }
 }
 
-// Bytes of the stacks of the threads that OpenMP will start in addition to the `running` ones, up
-// to a total of at least two, because saving a checkpoint uses two. Each stack takes as much
-// address space as `ulimit -s` allows.
+// Returns the bytes of the stacks of the threads that OpenMP will start in addition to the
+// `running` ones, up to a total of at least two, because saving a checkpoint uses two. Each stack
+// takes as much address space as `ulimit -s` allows.
 static int64_t stacks_to_come(int64_t running) {
     struct rlimit r;
     const int known = getrlimit(RLIMIT_STACK, &r) == 0 && r.rlim_cur != RLIM_INFINITY;
@@ -1289,8 +1296,8 @@ static int64_t stacks_to_come(int64_t running) {
     return to_come * (known ? (int64_t)r.rlim_cur : 2 << 20);
 }
 
-// The memory that this process may still take, given free memory, control groups and `ulimit`.
-// `root` is "", or a folder in which a test has put another /proc and /sys.
+// Returns the memory available to this process, given free memory, cgroup limits and `ulimit`.
+// `root` is "", or a test's folder that contains its own /proc and /sys.
 static HostMemory host_memory(const char *root) {
     static const struct {
         const char *key, *name;
@@ -1316,8 +1323,8 @@ static HostMemory host_memory(const char *root) {
     return h;
 }
 
-// The limit behind the last result of host_memory_available(), for messages; "" on a GPU, or if no
-// limit is known.
+// The limit that determined the last result of host_memory_available(), for messages; "" on a GPU,
+// or if no limit is known.
 static char available_limit[192];
 
 static size_t host_memory_available(void) {
@@ -1331,7 +1338,7 @@ static size_t host_memory_available(void) {
 // Cores of the host: how many threads the program starts, and how they wait for work. Both are
 // chosen so that other programs on the machine are not slowed down.
 
-// Lowers *(int *)out to the number of cores that a control group's CPU quota allows.
+// Lowers *(int *)out to the number of cores that a cgroup's CPU quota allows.
 static void cores_of_group(void *out, int version, const char *folder, const char *group) {
     double quota = 0, period = 0;
     (void)group;
@@ -1354,23 +1361,24 @@ static void cores_of_group(void *out, int version, const char *folder, const cha
     }
 }
 
-// The number of cores, at most `cores`, that control groups allow; more threads would only be
-// throttled. Unused in a build without OpenMP, which has one thread.
+// Returns the number of cores, at most `cores`, that cgroup CPU quotas allow; more threads would
+// only be throttled. Unused in a build without OpenMP, which has one thread.
 __attribute__((unused)) static int host_cores(const char *root, int cores) {
     groups_look(root, "cpu", cores_of_group, &cores);
     return cores;
 }
 
-// Called at the start of main. Uses as many threads as this process has cores (OpenMP itself
-// respects the affinity mask, but not quotas) and shortens the time that idle threads spin. GCC's
-// OpenMP spins for milliseconds by default, and on a busy machine a spinning thread occupies the
-// core that the thread it waits for needs: with one compiler running, a step took four times as
-// long. 1,000 iterations are about ten microseconds, the time it takes to wake a thread. OpenMP
-// reads the variable before main, so the program executes itself again, once, in the same process.
-// A debugger follows this; valgrind does not and needs OMP_WAIT_POLICY=passive. The program does
-// not execute itself again if the user has set one of these variables, if /proc is missing, or if
-// it was started through the dynamic loader (ld.so PROGRAM). In the last case the executable of the
-// process is the loader, which would interpret the program's arguments as its own.
+// Sets up OpenMP; called at the start of main. Uses as many threads as this process has cores
+// (OpenMP itself respects the affinity mask, but not quotas) and shortens the time that idle
+// threads spin. GCC's OpenMP spins for milliseconds by default, and on a busy machine a spinning
+// thread occupies the core that the thread it waits for needs: with one compiler running, a step
+// took four times as long. 1,000 iterations are about ten microseconds, the time it takes to wake a
+// thread. OpenMP reads the variable before main, so the program executes itself again, once, in the
+// same process. A debugger follows this; valgrind does not and needs OMP_WAIT_POLICY=passive. The
+// program does not execute itself again if the user has set one of these variables, if /proc is
+// missing, or if it was started through the dynamic loader (ld.so PROGRAM). In the last case the
+// executable of the process is the loader, which would interpret the program's arguments as its
+// own.
 static void threads_start(char **argv) {
     static const char *const variables[] = {"GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_WAIT_POLICY"};
     char self[PATH_BYTES];
@@ -1416,7 +1424,7 @@ static Ranks this_rank = {0, 1, 0, 1, 0, 0, 0, 0};
 // The last collective that a rank has started. The GPU writes this record in stream order, because
 // the host is ahead of the stream.
 typedef struct {
-    uint64_t begun, done;  // number of the last one started, and finished; equal: not waiting
+    uint64_t begun, done;  // last one started, last one finished; equal: none is pending
     int call;              // which one: RANK_HANDSHAKE ... RANK_BROADCAST
 } CollectiveState;
 
@@ -1434,8 +1442,8 @@ typedef struct {
 static RankInfo rank_info;  // this rank's; after the handshake: rank 0's id, the least memory
 
 // The phase of a run. RANK_STARTS: engines are opened; a driver may compile kernels for minutes, so
-// that CPU time is the only sign of life. RANK_LOADS: weights and states are loaded; the same
-// applies. RANK_RUNS: everything else.
+// that CPU time is the only sign of life. RANK_LOADS: weights and optimizer state are loaded; the
+// same applies. RANK_RUNS: everything else.
 enum { RANK_STARTS, RANK_LOADS, RANK_RUNS };
 
 // Heartbeat of a rank, in pages of its own (a GPU maps whole pages) that are shared with the
@@ -1458,8 +1466,8 @@ static void rank_phase(const char *doing, int work) {
     progress();
 }
 
-// Whether the run has been asked to stop. Training, validation, sampling and evaluation check this
-// before each batch or token; loading and saving are completed first.
+// Returns whether the run has been asked to stop. Training, validation, sampling and evaluation
+// check this before each batch or token; loading and saving are completed first.
 static int run_stopping(void) { return this_rank.ranks > 1 ? this_rank.stop : stop_signal != 0; }
 
 // The environment variables in which launchers pass a process the number of copies, its rank and
@@ -1481,8 +1489,8 @@ typedef struct {
     const char *address, *port;  // MASTER_ADDR and port of rank 0; NULL: ranks use MPI
 } Launcher;
 
-// The number in an environment variable, or -1 if it is not set. Ends the run if it is not a number
-// in range.
+// Returns the number in an environment variable, or -1 if it is not set. Ends the run if it is not
+// a number in range.
 static int launcher_number(const char *variable) {
     const char *text = getenv(variable);
     char *end = NULL;
@@ -1506,9 +1514,9 @@ static int launcher_first(int column, int *number) {
 }
 
 // Finds the rank of this process among those that a launcher started. A launcher within another
-// one, such as torchrun in a task of srun, sets both numbers of its own row. If the count and the
-// rank are found in different rows, for example because a script for srun sets WORLD_SIZE, the
-// counts of both rows must be equal.
+// one, such as torchrun in a task of srun, sets both the count and the rank in its own row of the
+// table. If the count and the rank are found in different rows, for example because a script for
+// srun sets WORLD_SIZE, the counts of both rows must be equal.
 static Launcher launcher_find(void) {
     static char port[8];
     Launcher l;
@@ -1548,8 +1556,8 @@ static Launcher launcher_find(void) {
     return l;
 }
 
-// How long a rank waits before it ends when another rank has failed and should print its message
-// first. The watchdog waits longer.
+// Returns how many milliseconds a rank waits before it exits after another rank has failed, so that
+// the failed rank can print its message first. The watchdog waits longer.
 static int rank_grace_ms(void) { return (int)fmin(4000, rank_timeout_ms / 2); }
 
 // Status that a rank sends the others between steps: a number, and whether the rank was asked to
@@ -1572,22 +1580,22 @@ static void ranks_agree(const RankStatus *words) {
 // line must not be interpreted, neither by a terminal that shows them nor by a shell that they are
 // pasted into.
 
-// Whether a line can be rewritten in place. Open MPI's mpirun gives every process a pseudo-terminal
-// but forwards its output to mpirun's own stdout, which may be a file; other launchers mix the
-// lines of several processes.
+// Returns whether a line can be rewritten in place. Open MPI's mpirun gives every process a
+// pseudo-terminal but forwards its output to mpirun's own stdout, which may be a file; other
+// launchers mix the lines of several processes.
 static int terminal_rewrites(void) {
     return isatty(STDOUT_FILENO) && !this_rank.launched && !getenv("OMPI_COMM_WORLD_SIZE");
 }
 
-// Columns of the terminal at stdout, queried on each call because a window may be resized; 80 if
-// unknown.
+// Returns the number of columns of the terminal at stdout, queried on each call because a window
+// may be resized; 80 if unknown.
 static int terminal_columns(void) {
     struct winsize size;
     return ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col : 80;
 }
 
-// Length in bytes of the character at `text` if a terminal displays it; 0 for a byte that is not
-// UTF-8, and for control characters (C0, DEL and C1), which a terminal would interpret.
+// Returns the length in bytes of the character at `text` if a terminal displays it; 0 for a byte
+// that is not UTF-8, and for control characters (C0, DEL and C1), which a terminal would interpret.
 static int shown_bytes(const char *text, size_t left) {
     uint32_t c;
     const int bytes = utf8_decode(&c, (const unsigned char *)text, left);
@@ -1656,8 +1664,8 @@ static void shell_print(const char *word) {
 }
 
 // Joins the tab-separated parts of a line to at most `width` columns. As long as the line is too
-// wide, the parts whose numbers are listed in `spare` (which -1 ends) are left out one by one; then
-// the end is cut off. Parts are ASCII; an empty part takes no space.
+// wide, the parts whose numbers are listed in `spare` (terminated by -1) are left out one by one;
+// then the end is cut off. Parts are ASCII; an empty part takes no space.
 static void line_fit(char line[256], char *parts, const int *spare, int width) {
     enum { PARTS = 16 };
     char *part[PARTS];
@@ -1754,10 +1762,10 @@ static const char *const group_names[GROUPS] = {
     "workspaces", "batch", "KV cache"
 };
 
-// Where a buffer is stored (Placement), and the states whose placement the settings choose (Kind).
-// A buffer is of one of these states or, from KINDS on, of a kind with a fixed placement. A state's
-// placement is a set of flags; PLACE_SHARD means that each rank stores only its shard (chapter
-// Sharding and offload).
+// Where a buffer is stored (Placement), and the states (weights, gradients, moments, master copy,
+// residuals) whose placement the settings choose (Kind). A buffer is of one of these states or,
+// from KINDS on, of a kind with a fixed placement. A state's placement is a set of flags;
+// PLACE_SHARD means that each rank stores only its shard (chapter Sharding and offload).
 typedef enum { PLACE_DEVICE, PLACE_HOST, PLACE_SHARD } Placement;
 typedef enum {
     KIND_WEIGHTS, KIND_GRADIENTS, KIND_MOMENTS, KIND_MASTER, KIND_RESIDUALS, KINDS,
@@ -1783,12 +1791,12 @@ typedef struct {
     int matmul_bf16;           // CPU: matmul operands are rounded to bf16 as they are packed
 } Settings;
 
-// The type of statistics and losses: fp32 on a GPU, `real` on the CPU.
+// Returns the type of statistics and losses: fp32 on a GPU, `real` on the CPU.
 static Type settings_real(const Settings *s) { return s->gpu ? TYPE_FP32 : TYPE_REAL; }
 
-// The master copy holds the precision that 16-bit weights lose. For bf16 it is the low halves of
-// the fp32 weights and is optional (--master). An fp16 number is not the high half of an fp32
-// number, so training in fp16 always has complete fp32 weights.
+// Returns whether the run has a master copy, which holds the precision that 16-bit weights lose.
+// For bf16 it is the low halves of the fp32 weights and is optional (--master). An fp16 number is
+// not the high half of an fp32 number, so training in fp16 always has complete fp32 weights.
 static int settings_has_master(const Settings *s) {
     return s->split_master || (s->dtype == TYPE_FP16 && !s->forward);
 }
@@ -1801,8 +1809,8 @@ static int settings_offloads(const Settings *s) {
     return (placements & PLACE_HOST) != 0;
 }
 
-// Whether a step waits for other streams before its update: for the exchange between ranks, or for
-// transfers of streamed buffers.
+// Returns whether a step waits for other streams before its update: for the exchange between ranks,
+// or for transfers of streamed buffers.
 static int settings_joins(const Settings *s) {
     const int streamed =
         s->placement[KIND_WEIGHTS] | s->placement[KIND_GRADIENTS] | s->placement[KIND_RESIDUALS];
@@ -1833,7 +1841,7 @@ static int tick_backward(const Model *m, int layer, int stage) {
     return tick_lnf(m) + 3 + (m->L - 1 - layer) * BACK_TICKS + stage - (stage > F_GELU);
 }
 static int tick_embed_backward(const Model *m) { return tick_backward(m, -1, 0); }
-// The last tick before update: join, or embed backward if there is nothing to join.
+// Returns the last tick before update: join, or embed backward if there is nothing to join.
 static int tick_join(const Settings *s) {
     return tick_embed_backward(&s->model) + settings_joins(s);
 }
@@ -1845,9 +1853,9 @@ typedef struct {
     int again;         // 1: a forward stage, repeated in backward
 } Tick;
 
-// The inverse of the functions above: the stage and layer of a tick. A block's ticks in backward
-// are the seven forward stages that may be repeated (the output of F_FCPROJ is the next block's x
-// and is kept), then the eight backward stages.
+// Returns the stage and layer of a tick; the inverse of the functions above. A block's ticks in
+// backward are the seven forward stages that may be repeated (the output of F_FCPROJ is the next
+// block's x and is kept), then the eight backward stages.
 static Tick tick_at(const Settings *s, int tick) {
     const Model *m = &s->model;
     const int forward = tick - 1, head = tick - tick_lnf(m);
@@ -1900,7 +1908,7 @@ static void settings_recompute(Settings *s, int level, int blocks) {
     memset(s->level, level, (size_t)blocks);
 }
 
-// Whether backward repeats a stage of a block's forward.
+// Returns whether backward repeats a stage of a block's forward.
 static int plan_recomputes(const Settings *s, int stage, int layer) {
     return level_table[s->level[layer]].stages >> stage & 1;
 }
@@ -1953,7 +1961,7 @@ typedef struct {
     Group group;
     Type type;
     int64_t count;
-    int first, last;       // ticks
+    int first, last;       // lifetime in ticks, both ends included
     Placement placement;   // PLACE_HOST: not part of the device allocation
     size_t bytes, offset;  // bytes without the gap
     int alive;             // maintained in test builds only
@@ -1965,15 +1973,15 @@ enum { GPU_TENSOR_ROW_BYTES = 56, GPU_STATE_BYTES = 256, GPU_PARTIAL_BLOCKS = 25
 // Bytes of a rank's status in one exchange (chapter Exchange between ranks of train_gpt2.cu).
 enum { RANK_STATUS_BYTES = 64 };
 
-// Number of ints in a batch as it is uploaded to a GPU: inputs (N), targets (N), and the tokens
-// sorted for the backward pass of the embedding (3 N + 1).
+// Returns the number of ints in a batch as it is uploaded to a GPU: inputs (N), targets (N), and
+// the tokens sorted for the backward pass of the embedding (3 N + 1).
 static int64_t batch_ints(int64_t N) { return 5 * N + 1; }
 
 static size_t matmul_workspace_bytes(int threads);  // chapter Matmul and fast maths
 
 // Buffers that exist once, in the order of the table that single_buffers() fills. The others are
 // found by (activation, layer) and (gradient, layer).
-enum { SLOTS = 2 };  // per kind of streamed buffer
+enum { SLOTS = 2 };  // device buffers of one block each, per kind of streamed data
 enum {
     BUF_WEIGHTS, BUF_GRADS, BUF_GRADS_1D, BUF_M, BUF_V, BUF_MASTER, BUF_WEIGHTS_STORE,
     BUF_GRADS_STORE, BUF_X_STORE, BUF_WEIGHTS_SLOT, BUF_GRADS_SLOT = BUF_WEIGHTS_SLOT + SLOTS,
@@ -1991,7 +1999,8 @@ typedef struct {
     Kind kind;
 } BufferEntry;
 
-// The first rows of the table: states, and the slots and staging memory used to stream them.
+// Fills the first rows of the table: weights, gradients, moments, master copy and backing stores,
+// and the slots and staging memory used to stream them.
 static void state_buffers(BufferEntry rows[STATE_BUFFERS], const Settings *s);  // next chapter
 
 // Fills the table for a run with settings `s`. Rows without elements are not part of its plan.
@@ -2041,7 +2050,8 @@ static void single_buffers(BufferEntry buffers[SINGLES], const Settings *s) {
     memcpy(buffers + STATE_BUFFERS, rows, sizeof rows);
 }
 
-// The contents of a slot, and its transfers in progress.
+// A slot is a device buffer through which the data of one block at a time is streamed. The struct
+// records its current contents and its transfers in progress.
 typedef struct {
     int block;              // 1 + the block whose data the slot holds; 0: none
     int fetching, storing;  // 1: started, and the compute stream has not yet waited for it
@@ -2078,7 +2088,7 @@ struct Plan {
     // Performs one phase of a transfer; the next chapter defines the phases.
     void (*transfer)(Plan *p, int phase, const Transfer *v, void *slot, void *store, size_t bytes);
     void *transfer_context;
-    void (*mark)(void *memory, size_t bytes, int alive);  // when a lifetime begins or ends
+    void (*mark)(void *memory, size_t bytes, int alive);  // poison_mark() or its GPU version
 };
 
 // 256 bytes: the alignment of cudaMalloc, and four cache lines, so that no two buffers share one.
@@ -2155,14 +2165,14 @@ static void plan_add_block(Plan *p, int layer) {
     }
 }
 
-// Bytes that a buffer occupies in an allocation, including padding and gap.
+// Returns the bytes that a buffer occupies in an allocation, including padding and gap.
 static size_t buffer_padded_bytes(const Buffer *b) {
     return (size_t)round_up_i64((int64_t)b->bytes, PLAN_ALIGN) + PLAN_GAP;
 }
 
-// Buffers are assigned offsets in ascending order of these keys, which compare number by number.
-// The last number is the buffer's index, so that no two keys are equal and every qsort gives the
-// same order.
+// Buffers are assigned offsets in ascending order of these keys, which are compared
+// lexicographically. The last number is the buffer's index, so that no two keys are equal and every
+// qsort gives the same order.
 typedef struct {
     int64_t key[4];
 } PlaceKey;
@@ -2176,10 +2186,10 @@ static int place_compare(const void *a, const void *b) {
     return x[i] < y[i] ? -1 : x[i] > y[i];
 }
 
-// The order of offset assignment. First the buffers that live for the whole run, and slots, which
-// would fragment the arena if they were placed later; then kept activations, the longest lifetime
-// first, so that they form a stack; then the rest, the longest lifetime first or, with `by_size`,
-// the largest first.
+// Returns the key of buffer `i` for the order of offset assignment: first the buffers that live for
+// the whole run, and slots, which would fragment the arena if they were placed later; then kept
+// activations, the longest lifetime first, so that they form a stack; then the rest, the longest
+// lifetime first or, with `by_size`, the largest first.
 static PlaceKey place_key(const Plan *p, int i, int by_size) {
     const Buffer *b = &p->buffers[i];
     const int64_t life = b->last - b->first, bytes = (int64_t)b->bytes;
@@ -2189,8 +2199,8 @@ static PlaceKey place_key(const Plan *p, int i, int by_size) {
     return by_size && kind == 2 ? largest : by_life;
 }
 
-// First fit: the lowest offset at which `b` overlaps no placed buffer that is alive at a common
-// tick. `placed` holds the indices of `count` buffers in ascending order of offset.
+// First fit: returns the lowest offset at which `b` overlaps no placed buffer that is alive at a
+// common tick. `placed` holds the indices of `count` buffers in ascending order of offset.
 static size_t place_find(const Plan *p, const Buffer *b, const int *placed, int count) {
     size_t offset = 0;
     for (int i = 0; i < count; i++) {
@@ -2239,7 +2249,8 @@ static size_t plan_place(Plan *p, int by_size) {
     return p->device_bytes;
 }
 
-// The peak of the bytes of device buffers alive at once, and in *peak the first tick at that peak.
+// Returns the maximum, over all ticks, of the bytes of device buffers alive at once, and stores the
+// first tick at that maximum in *peak.
 static size_t plan_peak(const Plan *p, int *peak) {
     int64_t *change = (int64_t *)alloc_zero((size_t)p->ticks + 1, sizeof(int64_t));
     int64_t live = 0, most = 0;
@@ -2300,8 +2311,8 @@ static void plan_free(Plan *p) {
     memset(p, 0, sizeof *p);
 }
 
-// The peak of live bytes of a run with these settings. It is a lower bound on the size of any
-// layout, so searches rule settings out by it without assigning offsets.
+// Returns the peak of live bytes of a run with these settings. It is a lower bound on the size of
+// any layout, so searches rule settings out by it without assigning offsets.
 static size_t plan_live(const Settings *s) {
     Plan p;
     plan_list(&p, s);
@@ -2310,12 +2321,13 @@ static size_t plan_live(const Settings *s) {
     return bytes;
 }
 
-// Bytes of device memory that a run takes. On the CPU, host buffers are in the same memory.
+// Returns the bytes of device memory that a run takes. On the CPU, host buffers are in the same
+// memory.
 static size_t plan_taken(const Plan *p) {
     return p->device_bytes + (p->settings.gpu ? 0 : p->host_bytes);
 }
 
-// plan_taken() for settings that are only considered, as in suggested changes and tables.
+// Returns plan_taken() for settings that are only considered, as in suggested changes and tables.
 static size_t plan_bytes(const Settings *s) {
     Plan p;
     plan_build(&p, s);
@@ -2324,7 +2336,8 @@ static size_t plan_bytes(const Settings *s) {
     return bytes;
 }
 
-// The level whose name or alias is `word` (n bytes), or -1. `names` receives all names and aliases.
+// Returns the level whose name or alias is `word` (n bytes), or -1. `names` receives all names and
+// aliases.
 static int level_find(const char *word, size_t n, char names[128]) {
     int found = -1;
     for (int i = 0, used = 0; i < RECOMPUTE_LEVELS; i++) {
@@ -2381,7 +2394,7 @@ static void recompute_print_help(void) {
 }
 
 #if GPT2_POISON
-// In test builds, fills a host buffer with NaN when its lifetime begins or ends. Builds with
+// Fills a host buffer with NaN, in test builds, when its lifetime begins or ends. Builds with
 // stricter checks, such as AddressSanitizer, assign another function to plan_mark; in a GPU run a
 // kernel fills device buffers (Plan.mark).
 static void poison_mark(void *memory, size_t bytes, int alive) {
@@ -2391,9 +2404,9 @@ static void poison_mark(void *memory, size_t bytes, int alive) {
 static void (*plan_mark)(void *memory, size_t bytes, int alive) = poison_mark;
 #endif
 
-// Advances the plan to `tick`. Test builds poison buffers whose lifetime ends and then fill those
-// whose lifetime begins with NaN, in this order, because a new buffer may reuse a dead one's
-// memory.
+// Advances the plan to `tick`. Test builds first poison the buffers whose lifetime has ended and
+// then fill with NaN those whose lifetime begins, in this order because a new buffer may reuse a
+// dead one's memory.
 static void plan_tick(Plan *p, int tick) {
     p->now = tick;
 #if GPT2_POISON
@@ -2410,9 +2423,9 @@ static void plan_tick(Plan *p, int tick) {
 #endif
 }
 
-// The memory of buffer `id`, which must be alive at the current tick. Every build checks this: a
-// step makes only a few thousand calls, and outside a buffer's lifetime its memory may belong to
-// another buffer.
+// Returns the memory of buffer `id`, which must be alive at the current tick. Every build checks
+// this: a step makes only a few thousand calls, and outside a buffer's lifetime its memory may
+// belong to another buffer.
 static void *buffer_pointer(const Plan *p, int id) {
     check(id >= 0 && id < p->buffer_count, "no such buffer in this plan");
     const Buffer *b = &p->buffers[id];
@@ -2423,8 +2436,9 @@ static void *buffer_pointer(const Plan *p, int id) {
 
 static void *plan_single(const Plan *p, int single) { return buffer_pointer(p, p->single[single]); }
 
-// The slot buffer of block `layer` for a streamed state. The slot must currently hold that block's
-// data: before the fetch is complete and after the slot is reused, it belongs to another block.
+// Returns the buffer index of the slot that holds the streamed weights, gradients or residuals of
+// block `layer`. The slot must currently hold that block's data: before the fetch is complete and
+// after the slot is reused, it belongs to another block.
 static int slot_buffer(const Plan *p, Kind state, int layer) {
     check(p->slots[state][layer % SLOTS].block == layer + 1,
           "%s of block %d are not in their slot at tick %d", choice_text(offloads, state + 2).s,
@@ -2432,8 +2446,8 @@ static int slot_buffer(const Plan *p, Kind state, int layer) {
     return transfer_buffers[state].slot + layer % SLOTS;
 }
 
-// An activation of a block, in the buffer for the current pass: a recomputed activation has one
-// buffer for forward and one for backward. x of layer L is the output of the last block.
+// Returns an activation of a block, from its buffer for the current pass: a recomputed activation
+// has one buffer for forward and one for backward. x of layer L is the output of the last block.
 static void *plan_act(const Plan *p, int act, int layer) {
     const Model *m = &p->settings.model;
     if (act == ACT_X && layer == m->L) {
@@ -2450,9 +2464,9 @@ static void *plan_grad(const Plan *p, int grad, int layer) {
     return buffer_pointer(p, p->grad[grad * p->settings.model.L + layer]);
 }
 
-// Maps `bytes` of memory; NULL for 0 bytes. The memory is zero without having been written. Huge
-// pages are requested, because packing steps through a matrix page by page. Ends the run if the
-// system refuses.
+// Returns a new mapping of `bytes` bytes, or NULL for 0 bytes. The memory reads as zero without
+// having been written. Huge pages are requested, because packing steps through a matrix page by
+// page. Ends the run if the system refuses.
 static char *plan_map(size_t bytes) {
     if (bytes == 0) {
         return NULL;
@@ -2495,9 +2509,10 @@ static void plan_close(Plan *p) {
 
 // -------------------------------------------------------------------------------------------------
 // 7. Sharding and offload
-// A state need not be stored whole on the device: with PLACE_SHARD each of N ranks stores one Nth
-// of it; with PLACE_HOST it is stored in host memory. This chapter is pure arithmetic with the same
-// result on every rank, so a run with 1,024 ranks can be planned without having any of them.
+// A state (weights, gradients, moments, master copy or residuals) need not be stored whole on the
+// device: with PLACE_SHARD each of N ranks stores one Nth of it; with PLACE_HOST it is stored in
+// host memory. This chapter is pure arithmetic with the same result on every rank, so a run with
+// 1,024 ranks can be planned without having any of them.
 // 1. Ranks exchange buckets: one for all vectors, one each for wte and wpe, and one for the four
 //    matrices of each block. A bucket is padded to a multiple of 64 N elements, so that its N
 //    shards have equal sizes and a tensor's alignment. One rank needs no padding. Padding is zero
@@ -2510,9 +2525,10 @@ static void plan_close(Plan *p) {
 //    cost latency. wte and wpe are not streamed, because the first and the last layer need them;
 //    moments and master are not either, because the update reads and writes each element once, in
 //    place.
-// 4. Weights and gradients of blocks, and residuals, are streamed through two slots per kind in
-//    device memory, block l through slot l % 2. One slot is used while the other is filled or
-//    emptied (double buffering), so the next block's data is prefetched.
+// 4. Weights and gradients of blocks, and residuals, are streamed through two slots per kind:
+//    buffers in device memory that hold one block each, block l in slot l % 2. One slot is used
+//    while the other is filled or emptied (double buffering), so the next block's data is
+//    prefetched.
 // 5. The memory of a slot changes owner only on the compute stream, which waits for a fetch before
 //    the first use, and for a store before the slot is overwritten. So the lifetime of a slot's
 //    contents can be given in ticks.
@@ -2522,7 +2538,8 @@ typedef struct {
 } Bucket;
 enum { BUCKET_VECTORS, BUCKET_WTE, BUCKET_WPE, BUCKET_BLOCKS };  // block l: BUCKET_BLOCKS + l
 
-// The offset of bucket BUCKET_BLOCKS + L is the size of a whole state.
+// Returns bucket number `bucket`. The offset of number BUCKET_BLOCKS + L, one past the last, is the
+// size of a whole state, in elements.
 static Bucket bucket_at(const Model *m, int ranks, int bucket) {
     const int64_t sizes[] = {
         subset_offset(m, TENSORS, 0, VECTORS), tensor_padded_size(m, WTE, ALL_TENSORS),
@@ -2547,14 +2564,14 @@ static int tensor_bucket(const Model *m, int tensor, int layer, int64_t *at) {
     return block ? BUCKET_BLOCKS + layer : matrix ? BUCKET_WTE + tensor - WTE : BUCKET_VECTORS;
 }
 
-// A rank's range of a tensor: its elements first .. first + count - 1.
+// A rank's range of a tensor: elements `first` to first + count - 1 of the tensor.
 typedef struct {
     int64_t first, count;
     int64_t param, state;  // offset of `first` in whole weights; in the rank's moments and master
 } TensorRange;
 
-// The range of a tensor in the shard of rank s->rank, or with `whole` the whole tensor. The norm
-// sums shards at every ZeRO stage, so that the result is the same at every stage; AdamW uses
+// Returns the range of a tensor in the shard of rank s->rank, or with `whole` the whole tensor. The
+// norm sums shards at every ZeRO stage, so that the result is the same at every stage; AdamW uses
 // tensor_update_range().
 static TensorRange tensor_range(const Settings *s, int tensor, int layer, int whole) {
     const Model *m = &s->model;
@@ -2578,26 +2595,27 @@ static TensorRange tensor_range(const Settings *s, int tensor, int layer, int wh
     return r;
 }
 
-// Location of a tensor of a state: a buffer that exists once, and the offset of the tensor in it,
-// in elements.
+// Location of a tensor of the weights, gradients or moments: a buffer that exists once, and the
+// offset of the tensor in it, in elements.
 typedef struct {
     int buffer;
     int64_t offset;
 } Location;
 
-// Whether a tensor of the weights or gradients is streamed.
+// Returns whether a tensor of the weights or gradients is streamed.
 static int tensor_is_streamed(const Settings *s, Kind state, int tensor) {
     return s->placement[state] && tensor_is_matrix(tensor) && tensor_table[tensor].per_layer;
 }
 
-// Whether each rank stores only its shard of a tensor of the weights or gradients. wte and wpe are
-// never sharded.
+// Returns whether each rank stores only its shard of a tensor of the weights or gradients. wte and
+// wpe are never sharded.
 static int tensor_divided(const Settings *s, Kind state, int tensor) {
     return tensor_is_streamed(s, state, tensor) && s->placement[state] & PLACE_SHARD;
 }
 
-// Location of a whole tensor of the weights, gradients or moments (m; v has the same layout) in its
-// backing store, which for a tensor that is not streamed is its buffer on the device.
+// Returns the location of a whole tensor of the weights, gradients or moments (m; v has the same
+// layout) in its backing store, which for a tensor that is not streamed is its buffer on the
+// device.
 static Location tensor_store(const Settings *s, Kind state, int tensor, int layer) {
     static const int flat[KINDS] = {BUF_WEIGHTS, BUF_GRADS, BUF_M, BUF_MASTER, 0};
     static const int store[] = {BUF_WEIGHTS_STORE, BUF_GRADS_STORE};
@@ -2623,8 +2641,8 @@ static Location tensor_store(const Settings *s, Kind state, int tensor, int laye
     return location;
 }
 
-// Location of a whole tensor of the weights or gradients on the device: in its block's slot if it
-// is streamed, else in its own buffer.
+// Returns the location of a whole tensor of the weights or gradients on the device: in its block's
+// slot if it is streamed, else in its own buffer.
 static Location tensor_location(const Plan *p, Kind state, int tensor, int layer) {
     if (!tensor_is_streamed(&p->settings, state, tensor)) {
         return tensor_store(&p->settings, state, tensor, layer);
@@ -2634,20 +2652,21 @@ static Location tensor_location(const Plan *p, Kind state, int tensor, int layer
     return location;
 }
 
-// The range of a tensor that AdamW updates on this rank. Every rank updates all vectors, with the
-// same result, and all matrices too unless the moments are sharded.
+// Returns the range of a tensor that AdamW updates on this rank. Every rank updates all vectors,
+// with the same result, and all matrices too unless the moments are sharded.
 static TensorRange tensor_update_range(const Settings *s, int tensor, int layer) {
     const int sharded = s->placement[KIND_MOMENTS] & PLACE_SHARD;
     return tensor_range(s, tensor, layer, !sharded || !tensor_is_matrix(tensor));
 }
 
-// Number of elements that one rank stores of a state, or a part of a state, of `count` elements.
+// Returns the number of elements that one rank stores of `count` elements of a state: all of them,
+// or one shard.
 static int64_t own_count(const Settings *s, Kind state, int64_t count) {
     return s->placement[state] & PLACE_SHARD ? count / s->ranks : count;
 }
 
-// Lists the states, backing stores and slots as rows of the plan. Rows that the placements do not
-// need have no elements.
+// Fills `rows` with the weights, gradients, moments and master copy, and the backing stores and
+// slots. Rows that the placements do not need have no elements.
 static void state_buffers(BufferEntry rows[STATE_BUFFERS], const Settings *s) {
     const Model *m = &s->model;
     const int end = tick_update(s), join = tick_join(s);
@@ -2695,12 +2714,12 @@ static void state_buffers(BufferEntry rows[STATE_BUFFERS], const Settings *s) {
     memcpy(rows, states, sizeof states);
 }
 
-// One use of a slot by a block. The fetch starts at tick `fetch`; the compute stream waits for it
-// at tick `first`; the store starts after tick `last`; the compute stream waits for it at tick
-// `store_wait`. `in` and `out` are placement flags of the backing store: with PLACE_HOST data is
-// uploaded and downloaded; with PLACE_SHARD weights are all-gathered and gradients are
-// reduce-scattered; with both, a fetch uploads the rank's shard and then all-gathers. If `in` is 0,
-// the data is computed on the device; if `out` is 0, nothing is stored.
+// One use of a slot by a block (all times are ticks). The fetch starts at tick `fetch`; the compute
+// stream waits for it at tick `first`; the store starts after tick `last`; the compute stream waits
+// for it at tick `store_wait`. `in` and `out` are placement flags of the backing store: with
+// PLACE_HOST data is uploaded and downloaded; with PLACE_SHARD weights are all-gathered and
+// gradients are reduce-scattered; with both, a fetch uploads the rank's shard and then all-gathers.
+// If `in` is 0, the data is computed on the device; if `out` is 0, nothing is stored.
 struct Transfer {
     Kind what;
     int block, slot;
@@ -2848,8 +2867,8 @@ static const GpuEntry gpu_table[] = {
     {"b200", 178.35, 1},
 };
 
-// The entry of the card that --gpu names, or NULL without that option. Ends the run at an unknown
-// name.
+// Returns the entry of the card that --gpu names, or NULL without that option. Ends the run at an
+// unknown name.
 static const GpuEntry *gpu_find(const Options *o) {
     char names[256] = "";
     for (size_t i = 0; i < sizeof gpu_table / sizeof gpu_table[0]; i++) {
@@ -2908,7 +2927,7 @@ static const StageWork stage_work[STAGES] = {
     {0, 0, 3}, {0, 0, 2}, {0, 0, 0}, {0, 0, 4}, {0, 0, 4}, {0, 0, 0}, {0, 0, 0},
 };
 
-// FLOPs of recomputation, as a fraction of the FLOPs of a step without recomputation.
+// Returns the FLOPs of recomputation, as a fraction of the FLOPs of a step without recomputation.
 static double recompute_cost(const Settings *s) {
     const Model *m = &s->model;
     const double C = m->C, step = m->L * (72 * C * C + 7 * s->T * C) + 6.0 * C * m->Vp;
@@ -2932,9 +2951,10 @@ typedef struct {
     int gpu;
 } Speed;
 
-// The cost model at a card's rates. Each kernel launch costs 1.2 us, as in a queue of short kernels
-// on H100s; there are 30 launches per block and 4 per chunk. A block's weights cross memory four
-// times per micro-step, including the read and the write of their gradients; a chunk's three times.
+// Returns the cost model at a card's rates. Each kernel launch costs 1.2 us, as in a queue of short
+// kernels on H100s; there are 30 launches per block and 4 per chunk. A block's weights cross memory
+// four times per micro-step, including the read and the write of their gradients; a chunk's three
+// times.
 static Speed speed_predict(const Rates *r, const Settings *s) {
     const Model *m = &s->model;
     const double C = m->C, bytes = (double)type_bytes(s->dtype), launch = s->gpu ? 1.2e-6 : 5e-6;
@@ -2958,7 +2978,7 @@ static Speed speed_predict(const Rates *r, const Settings *s) {
     return v;
 }
 
-// The rates of the card that --gpu names, or NULL if it is not named or has no rates.
+// Returns the rates of the card that --gpu names, or NULL if it is not named or has no rates.
 static const Rates *rates_named(const Options *o) {
     const GpuEntry *card = gpu_find(o);
     for (size_t i = 0; card && i < sizeof rates_table / sizeof rates_table[0]; i++) {
@@ -2969,13 +2989,14 @@ static const Rates *rates_named(const Options *o) {
     return NULL;
 }
 
-// The cost model used to compare settings if the card's rates are unknown.
+// Returns the cost model at the default rates, which are used to compare settings if the card's own
+// rates are unknown.
 static Speed speed_usual(const Settings *s) {
     return speed_predict(s->gpu ? &usual_gpu : &usual_cpu, s);
 }
 
-// Bytes that an update reads and writes on the device. Gradients are read twice, for the norm and
-// for AdamW; weights, moments and master bits are read once and written once.
+// Returns the bytes that an update reads and writes on the device. Gradients are read twice, for
+// the norm and for AdamW; weights, moments and master bits are read once and written once.
 static double update_bytes(const Settings *s) {
     static const int states[] = {BUF_WEIGHTS, BUF_GRADS, BUF_GRADS_1D, BUF_M, BUF_V, BUF_MASTER};
     BufferEntry rows[SINGLES];
@@ -2995,7 +3016,8 @@ typedef struct {
     double up, down, gathered, reduced;
 } Traffic;
 
-// Computes the traffic from the list of transfers and the plan's buffers; nothing is measured.
+// Computes the traffic of one rank from the list of transfers and the plan's buffers; nothing is
+// measured.
 static Traffic step_traffic(const Settings *s, int micros) {
     const double others = 1 - 1.0 / s->ranks;
     const int divided = s->placement[KIND_MOMENTS] & PLACE_SHARD;
@@ -3018,9 +3040,10 @@ static Traffic step_traffic(const Settings *s, int micros) {
         t.reduced += v->out & PLACE_SHARD ? micros * others * bytes : 0;
     }
     free(transfers);
-    // The update works in place on states in host memory; the norm reads gradients once more.
-    // Weights stored whole in host memory but updated in shards: each rank uploads its own shard
-    // once more for the all-gather and then copies all weights back to host memory.
+    // The update works in place on weights, gradients, moments and master bits stored in host
+    // memory; the norm reads gradients once more. If weights are stored whole in host memory but
+    // updated in shards, each rank uploads its own shard once more for the all-gather and then
+    // copies all weights back to host memory.
     static const int in_place[][3] = {{BUF_WEIGHTS_STORE, 1, 1}, {BUF_GRADS_STORE, 2, 0},
                                       {BUF_M, 1, 1}, {BUF_V, 1, 1}, {BUF_MASTER, 1, 1}};
     const int gathers = divided && s->placement[KIND_WEIGHTS] == PLACE_HOST;
@@ -3043,7 +3066,7 @@ static Traffic step_traffic(const Settings *s, int micros) {
     return t;
 }
 
-// Seconds of computation in a micro-step, with or without the transformer's blocks.
+// Returns the seconds of computation in a micro-step, with or without the transformer's blocks.
 static double forecast_micro(const Speed *v, const Settings *s, int blocks) {
     const int L = blocks ? s->model.L : 0;
     const double N = (double)s->B * s->T, chunks = ceil(N / s->logit_rows);
@@ -3058,12 +3081,13 @@ static double forecast_micro(const Speed *v, const Settings *s, int blocks) {
     return N * token + L * v->block + chunks * v->chunk;
 }
 
-// Seconds of a step of `micros` micro-steps on each rank. Transfers of streamed buffers overlap
-// with computation, in both directions at once. The exchange of gradients between GPUs overlaps
-// too; gradients that stay on the device are exchanged only in the last micro-step. Two transfers
-// do not overlap: those of states in host memory that the update works on, and the all-gather of
-// new weights after the update (ZeRO). The model assumes that the exchange can begin with the
-// micro-step and that it shares the link to the host, as it does on PCIe.
+// Returns the seconds of a step of `micros` micro-steps on each rank. Transfers of streamed buffers
+// overlap with computation, in both directions at once. The exchange of gradients between GPUs
+// overlaps too; gradients that stay on the device are exchanged only in the last micro-step. Two
+// transfers do not overlap: those of gradients, moments, master bits and weights that the update
+// works on in host memory, and the all-gather of new weights after the update (ZeRO). The model
+// assumes that the exchange can begin with the micro-step and that it shares the link to the host,
+// as it does on PCIe.
 static double forecast_step(const Speed *v, const Settings *s, int64_t micros) {
     double micro = forecast_micro(v, s, 1), last = micro, update = update_bytes(s) * v->byte;
     if (settings_offloads(s) || s->ranks > 1) {
@@ -3083,7 +3107,7 @@ static double forecast_step(const Speed *v, const Settings *s, int64_t micros) {
     return (double)(micros - 1) * micro + last + update + v->step;
 }
 
-// Predicted throughput in the usual unit: tokens per second of all ranks together.
+// Returns the predicted throughput: tokens per second of all ranks together.
 static double forecast_tokens_per_s(const Speed *v, const Settings *s, int64_t micros) {
     return (double)micros * s->ranks * s->B * s->T / forecast_step(v, s, micros);
 }
@@ -3107,11 +3131,11 @@ static size_t nccl_estimate_bytes(const Settings *s) {
     return s->ranks > 1 ? (size_t)(nccl_peers(s) + 1) * NCCL_CHANNELS * ((size_t)12 << 20) : 0;
 }
 
-// Default rows of a classifier chunk, in multiples of 128. The logits of a whole batch would be the
-// largest buffer of most plans. The CPU gets 64 MiB, 256 rows of GPT-2's vocabulary: each chunk
-// packs all of wte again, and 256 rows are enough to amortize that. On a GPU, matmuls of few rows
-// are slow, and each chunk rounds wte's bf16 gradient once more: at most eight times for batches of
-// up to 65,536 tokens.
+// Returns the default number of rows of a classifier chunk, a multiple of 128, or N, the tokens of
+// a batch, if that is less. The logits of a whole batch would be the largest buffer of most plans.
+// The CPU gets 64 MiB, 256 rows of GPT-2's vocabulary: each chunk packs all of wte again, and 256
+// rows are enough to amortize that. On a GPU, matmuls of few rows are slow, and each chunk rounds
+// wte's bf16 gradient once more: at most eight times for batches of up to 65,536 tokens.
 static int64_t default_logit_rows(const Model *m, size_t element_bytes, int64_t N, int gpu) {
     if (gpu) {
         return min_i64(min_i64(max_i64((N + 1023) / 1024 * 128, 2560), 8192), N);
@@ -3120,11 +3144,11 @@ static int64_t default_logit_rows(const Model *m, size_t element_bytes, int64_t 
     return min_i64(max_i64(rows / 128 * 128, 128), N);
 }
 
-// Workspace in bytes for cuBLASLt's split-k partial sums. The gradients of weights need it: they
-// have few output tiles, so the sum over tokens is split to fill the GPU. The size is sixteen parts
-// of a block's largest matrix in fp32. The lower bound is the 32 MiB that cuBLAS's manual
-// recommends on Hopper; the upper bound, 128 MiB, keeps a small model's plan from being mostly
-// workspace.
+// Returns the size in bytes of the workspace for cuBLASLt's split-k partial sums. The gradients of
+// weights need it: they have few output tiles, so the sum over tokens is split to fill the GPU. The
+// size is sixteen parts of a block's largest matrix in fp32. The lower bound is the 32 MiB that
+// cuBLAS's manual recommends on Hopper; the upper bound, 128 MiB, keeps a small model's plan from
+// being mostly workspace.
 static int64_t default_workspace(const Model *m) {
     const int64_t parts = (int64_t)16 * 4 * m->C * m->C * (int64_t)sizeof(float);
     return min_i64(max_i64(parts, 32 << 20), 128 << 20);
@@ -3155,16 +3179,16 @@ static void settings_placements(Settings *s, const Options *o) {
 
 static const char *bf16_missing(void);  // chapter Matmul and fast maths
 
-// The number type of a GPU run: the one requested, otherwise bf16, or fp16 if the planned card has
-// no bf16. For the GPU present, run_choose_dtype() has already chosen.
+// Returns the number type of a GPU run: the one requested, otherwise bf16, or fp16 if the planned
+// card has no bf16. For the GPU present, run_choose_dtype() has already chosen.
 static int64_t gpu_dtype(const Options *o) {
     const GpuEntry *card = gpu_find(o);
     const int usual = card && !card->has_bf16 ? DTYPE_FP16 : DTYPE_BF16;
     return o->dtype ? o->dtype : usual;
 }
 
-// Number types and master bits of the states. Ends the run at a combination that the card, the
-// program or another setting rules out.
+// Sets the number types of weights, gradients, moments and matmul operands, and the kind of master
+// copy. Ends the run at a combination that the card, the program or another setting rules out.
 static void settings_types(Settings *s, const Options *o) {
     const GpuEntry *card = gpu_find(o);
     const int64_t dtype = s->gpu || o->dtype ? gpu_dtype(o) : (int64_t)DTYPE_FP32;
@@ -3199,8 +3223,8 @@ static void settings_types(Settings *s, const Options *o) {
     }
 }
 
-// Settings of a run from its options; the model, including its vocabulary, is already known. Ends
-// the run at settings that this program does not support.
+// Fills *s with the settings of a run from its options; the model, including its vocabulary, is
+// already known. Ends the run at settings that this program does not support.
 static void settings_from_options(Settings *s, const Options *o, const Model *m, int gpu) {
     memset(s, 0, sizeof *s);
     s->model = *m;
@@ -3261,8 +3285,8 @@ enum {
 static const int offload_tiers[] = {0, HOST_MOMENTS, HOST_RESIDUALS, HOST_GRADIENTS, HOST_ALL};
 enum { OFFLOAD_TIERS = sizeof offload_tiers / sizeof offload_tiers[0] };
 
-// Places those of `states` that exist here in host memory, in addition to those already there.
-// Returns all states now in host memory, in the format of --offload.
+// Places in host memory those of `states` (bits 1 << KIND_*) that this run has and can offload, in
+// addition to those already there. Returns the bits of all states now in host memory.
 static int64_t settings_offload(Settings *s, int states) {
     int64_t all = 0;
     for (int state = 0; state < KINDS; state++) {
@@ -3276,7 +3300,7 @@ static int64_t settings_offload(Settings *s, int states) {
     return all;
 }
 
-// The states placed in host memory, in the syntax of --offload.
+// Returns the states placed in host memory, in the syntax of --offload.
 static const char *offload_text(char text[64], const Settings *s) {
     int n = 0;
     snprintf(text, 64, "none");
@@ -3288,10 +3312,10 @@ static const char *offload_text(char text[64], const Settings *s) {
     return text;
 }
 
-// The recompute levels worth mixing, from `none` to `block`: the lower convex hull of seconds over
-// elements kept. Each next level frees memory at the lowest cost in time per element; a level
-// between two levels of the hull is no cheaper than a mixture of both. Returns the number of
-// levels.
+// Finds the recomputation levels worth mixing (applying to different blocks of one run), from
+// `none` to `block`: the lower convex hull of seconds over elements kept. Each next level frees
+// memory at the lowest cost in time per element; a level between two levels of the hull is no
+// cheaper than a mix of both. Returns the number of levels.
 static int level_hull(int hull[RECOMPUTE_LEVELS], const Speed *v) {
     double seconds[RECOMPUTE_LEVELS] = {0}, kept[RECOMPUTE_LEVELS] = {0};
     int n = 1;
@@ -3319,8 +3343,8 @@ static int level_hull(int hull[RECOMPUTE_LEVELS], const Speed *v) {
     return n;
 }
 
-// Applies mixture `k` of 0 .. (n - 1) L, in order of decreasing memory: the first k % L blocks use
-// the hull's next level.
+// Applies mix `k` of recomputation levels, 0 <= k <= (n - 1) L for a hull of n levels, in order of
+// decreasing memory: the first k % L blocks use hull[k / L + 1], the others hull[k / L].
 static void settings_mix(Settings *s, const int *hull, int k) {
     const int L = s->model.L;
     for (int l = 0; l < L; l++) {
@@ -3328,10 +3352,10 @@ static void settings_mix(Settings *s, const int *hull, int k) {
     }
 }
 
-// Sets the levels to the cheapest mixture whose plan takes at most `bytes`. Then it turns
+// Sets the levels to the cheapest mix of levels whose plan takes at most `bytes`. Then it turns
 // recomputation off for the last blocks, as long as the plan still fits: backward uses their
 // activations before most of its working set exists. Returns the plan's bytes; if they exceed
-// `bytes`, no mixture fits and the levels are those of the smallest plan.
+// `bytes`, no mix fits and the levels are those of the smallest plan.
 static size_t settings_fit_levels(Settings *s, const Speed *v, size_t bytes) {
     int hull[RECOMPUTE_LEVELS], low = -1, high = (level_hull(hull, v) - 1) * s->model.L;
     const int last = high;
@@ -3371,8 +3395,9 @@ typedef struct {
     Speed speed;
 } MemoryBudget;
 
-// Bytes per group at peak usage, so that they sum to the peak; the rest of the allocation is
-// first-fit fragmentation. Host buffers are counted separately.
+// Computes the bytes of each group of buffers at the tick of peak usage, for device and host
+// separately. The device's groups sum to the peak; the rest of its allocation is first-fit
+// fragmentation.
 static void plan_groups(const Plan *p, size_t device[GROUPS], size_t host[GROUPS]) {
     memset(device, 0, GROUPS * sizeof(size_t));
     memset(host, 0, GROUPS * sizeof(size_t));
@@ -3384,14 +3409,15 @@ static void plan_groups(const Plan *p, size_t device[GROUPS], size_t host[GROUPS
     }
 }
 
-// Micro-steps per step: as many as -d's tokens take, 0 if they are not a whole number of
-// micro-steps, and 1 without -d.
+// Returns the number of micro-steps per step: -d's tokens divided by those of one micro-step on all
+// ranks, 0 if the division leaves a remainder, and 1 without -d.
 static int64_t step_micros(const Options *o, const Settings *s) {
     const int64_t tokens = (int64_t)s->ranks * s->B * s->T;
     return !o->tokens_per_step ? 1 : o->tokens_per_step % tokens ? 0 : o->tokens_per_step / tokens;
 }
 
-// step_micros() for a run: ends the run if -d's tokens are not a whole number of micro-steps.
+// Returns step_micros() for a run; ends the run if -d's tokens are not a whole number of
+// micro-steps.
 static int64_t step_whole_micros(const Options *o, const Settings *s) {
     const int64_t micros = step_micros(o, s);
     char gpus[32] = "", times[32] = "";
@@ -3465,15 +3491,15 @@ static LevelsText recompute_text(const Settings *s) {
 
 static size_t size_less(size_t bytes, size_t taken) { return bytes > taken ? bytes - taken : 0; }
 
-// The smaller of --gpu's memory and --gpu-mem, in bytes; 0 if neither is given.
+// Returns the smaller of --gpu's memory and --gpu-mem, in bytes; 0 if neither is given.
 static size_t gpu_memory_from_options(const Options *o) {
     const GpuEntry *row = gpu_find(o);
     size_t card = row ? (size_t)(row->gib * 0x1p30) : 0, cap = (size_t)o->gpu_mem;
     return card && cap ? (card < cap ? card : cap) : card + cap;
 }
 
-// The memory budget of a card that is only named; its host's memory is unknown. The rates are those
-// of 16-bit matmuls.
+// Returns the memory budget of a card that is only named; its host's memory is unknown. The rates
+// are those of 16-bit matmuls.
 static MemoryBudget budget_named(const Options *o, const Settings *s) {
     const Rates *rates = s->dtype == TYPE_FP32 ? NULL : rates_named(o);
     const size_t bytes = gpu_memory_from_options(o);
