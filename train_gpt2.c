@@ -5541,8 +5541,8 @@ static void dataset_close(Dataset *d) {
     memset(d, 0, sizeof *d);
 }
 
-// Copies window `window` of `epoch` into T inputs and T targets. Returns 0 and sets d->problem if
-// the file cannot be read or contains an id outside its own vocabulary.
+// Copies window `window` of `epoch` into T inputs and T targets. Returns 1, or 0 with the reason in
+// d->problem if the shard cannot be read or the window contains an id >= d->vocabulary.
 static int dataset_window(Dataset *d, int64_t window, uint32_t epoch, Token *inputs,
                           Token *targets) {
     int i = d->shard_count - 1;
@@ -5577,8 +5577,8 @@ static int dataset_window(Dataset *d, int64_t window, uint32_t epoch, Token *inp
     return 1;
 }
 
-// Reads B sequences, starting at `position`, into inputs and targets (B,T): the batch of one rank
-// and micro-step. Returns 0 and sets d->problem if one of them cannot be read.
+// Reads the B sequences from `position` on into inputs and targets (B,T): the batch of one rank and
+// micro-step. Returns 1, or 0 with the reason in d->problem if one of them cannot be read.
 static int dataset_batch(Dataset *d, int64_t position, int B, Token *inputs, Token *targets) {
     int whole = 1;
     for (int b = 0; b < B && whole; b++) {
@@ -5611,7 +5611,8 @@ static int dataset_batch(Dataset *d, int64_t position, int B, Token *inputs, Tok
 // order; the sampled tokens rarely differ.
 
 // Tokenizes a prompt of n bytes. Returns the number of tokens, of which it writes the first
-// `capacity`. An empty prompt becomes one end-of-text token.
+// `capacity`. An empty prompt becomes the tokenizer's end-of-text token
+// (<|endoftext|> in GPT-2's).
 static int64_t prompt_tokens(Token *out, int capacity, int tokenizer, const Bpe *bpe,
                              const char *text, size_t n) {
     if (n == 0) {
@@ -5653,9 +5654,9 @@ static int candidate_compare(const void *a, const void *b) {
     return x->logit != y->logit ? (x->logit < y->logit ? 1 : -1) : x->token - y->token;
 }
 
-// How a token is sampled: scale the logits by the temperature, keep the top_k likeliest tokens (0:
-// all), then the smallest set of the likeliest of these whose probabilities sum to at least top_p.
-// Temperature 0: argmax.
+// How a token is sampled: divide the logits by the temperature, keep the top_k likeliest tokens
+// (0: all), and of these the smallest set of likeliest ones whose probabilities sum to at least
+// top_p. Temperature 0: argmax.
 typedef struct {
     double temperature, top_p;
     int64_t top_k;
@@ -5714,9 +5715,9 @@ static void settings_generate(Settings *s) {
 }
 
 // State and counters of --generate. prompt_ms is the time to the first sampled token, for the
-// prompt's tokens; ms is the time of the passes that compute the following tokens, one row each.
-// They are kept apart because a row of a prompt costs less than a generated token: the rows of a
-// chunk share one read of the weights.
+// prompt's tokens; ms is the time of the passes for the following tokens. They are kept apart
+// because a row of a prompt costs less than a generated token: the rows of a chunk share one read
+// of the weights.
 typedef struct {
     Engine *engine;
     const Options *o;
@@ -5778,7 +5779,7 @@ static int generate_sample(Generator *g, int64_t sample, int n, int cached) {
     return n > g->T ? 0 : prompt;
 }
 
-// True if each line of stdin is a prompt.
+// Returns whether each line of stdin is a prompt (--prompt -).
 static int generator_reads(const Generator *g) { return strcmp(g->o->prompt, "-") == 0; }
 
 // Writes the tokens of a prompt of n bytes to g->tokens and returns their number. Ends the run if
@@ -5813,8 +5814,8 @@ static void generate_prompt(Generator *g, const char *prompt, size_t n) {
 // Reads stdin line by line.
 typedef struct {
     char *bytes;
-    // Bytes allocated; index of the line's start; index up to which the line is known to have no
-    // '\n'; bytes in `bytes`.
+    // Number of bytes allocated; index of the line's start; index up to which the line is known to
+    // have no '\n'; number of bytes read into the buffer.
     size_t budget, begin, scanned, filled;
     int ended;                            // end of input reached
 } LineInput;
@@ -6567,7 +6568,7 @@ static Token eval_token(const EvalExample *x, int k, int i) {
                                        : 0;
 }
 
-// Writes the row of completion k, of at most T tokens, as T inputs and T targets.
+// Writes the row of completion k, a completion of at most T tokens, as T inputs and T targets.
 static EvalRow eval_row(Token *inputs, Token *targets, const EvalExample *x, int k, int T) {
     const int context = x->texts[0].count, count = x->texts[1 + k].count;
     const int drop = context + count > T + 1 ? context + count - T - 1 : 0;
@@ -6612,7 +6613,8 @@ static ScoreText eval_text(const EvalScore *score) {
     return text;
 }
 
-// Sums the ranks' scores. They are integer counts, so the order does not matter.
+// Replaces the counts in `score` by their sums over all ranks. They are integers, so the order of
+// the sum does not matter.
 static void eval_total(Run *run, EvalScore *score) {
     EvalScore *scores = (EvalScore *)alloc_zero((size_t)run->s.ranks, sizeof *scores);
     engine_gather(&run->engine, scores, score, sizeof *score);
