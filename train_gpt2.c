@@ -3618,7 +3618,8 @@ typedef int32_t Pairs __attribute__((vector_size(VECTOR_BYTES)));
 enum { matmul_bf16 = 0 };
 #endif
 
-// The reason why matmul_bf16 cannot be set here; NULL if it can.
+// Returns NULL if matmul_bf16 can be set, otherwise the reason why this processor or this build
+// does not support it.
 static const char *bf16_missing(void) {
 #if BF16_DOTS
     return __builtin_cpu_supports("avx512bf16") ? NULL
@@ -3628,9 +3629,10 @@ static const char *bf16_missing(void) {
 #endif
 }
 
-// Number of tasks a loop is split into: several per thread, so that threads finish together even on
-// a busy machine, but not many, since each costs about 0.5 us. GCC's OpenMP accepts up to 64 tasks
-// per thread and runs a loop of more on one thread. Unused in builds without OpenMP.
+// Returns the number of tasks that a loop is split into: several per thread, so that threads finish
+// together even on a busy machine, but not many, since each task costs about 0.5 us. GCC's OpenMP
+// accepts up to 64 tasks per thread and runs a loop of more on one thread. Unused in builds without
+// OpenMP.
 __attribute__((unused)) static int pieces(void) { return 4 * thread_count(); }
 
 // Waits for the tasks of loops marked nogroup.
@@ -3642,14 +3644,14 @@ static size_t matmul_workspace_bytes(int threads) {
     return (SHARED_REALS + (size_t)threads * THREAD_REALS) * sizeof(real);
 }
 
-// The calling thread's part of the workspace: packed a, packed b, two square tiles.
+// Returns the calling thread's part of the workspace: packed a, packed b and two square tiles.
 static real *thread_workspace(void) {
     return matmul_workspace + SHARED_REALS + (size_t)thread_index() * THREAD_REALS;
 }
 
-// One operand of a matmul, seen as rows along k: a as a(M,K), b as its transpose (N,K). Element
-// (row, k) is data[row * row_step + k * k_step]. One of the two steps is 1; which of them it is
-// encodes transposition.
+// An operand of a matmul, viewed as rows along k, the dimension that is summed: a as a(M,K), b as
+// its transpose (N,K). Element (row, k) is data[row * row_step + k * k_step]. One of the two steps,
+// in elements, is 1; which of them depends on whether the operand is stored transposed.
 typedef struct {
     const real *data;
     size_t row_step, k_step;
@@ -3669,7 +3671,7 @@ static Operand operand(const real *data, size_t row_step, size_t k_step) {
     return o;
 }
 
-// The operand starting at element (row, k), which must exist.
+// Returns the operand that starts at element (row, k), which must exist.
 static Operand operand_at(Operand o, int row, int k) {
     o.data += (size_t)row * o.row_step + (size_t)k * o.k_step;
     return o;
@@ -3745,7 +3747,7 @@ static inline void transpose(real *to, size_t to_step, const real *from, size_t 
 #undef UNROLL
 #endif
 
-// Number of reals that K steps of a packed row take: bf16 stores two steps in one.
+// Returns the number of reals that K steps of k take in a packed row: bf16 packs two steps in one.
 static int packed_depth(int K) { return matmul_bf16 ? (K + 1) / 2 : K; }
 
 // x(VL) = the first `left` elements of a row with contiguous k, in packed form, padded with zeros.
@@ -3771,16 +3773,16 @@ static inline void pack_load(real *x, const real *row, int left) {
     memcpy(x, row, VL * sizeof(real));
 }
 
-// x(VL,VL) = a square of `rows` rows at `row` with `left` remaining elements of contiguous k,
-// padded with zeros.
+// x(VL,VL) = the square at `row`: `rows` rows, `row_step` elements apart, each with `left`
+// remaining elements of contiguous k. Missing elements are zeros.
 static inline void load_square(real *x, const real *row, size_t row_step, int rows, int left) {
     for (int i = 0; i < VL; i++) {
         pack_load(x + i * VL, i < rows ? row + (size_t)i * row_step : row, i < rows ? left : 0);
     }
 }
 
-// pack(), below, for rows with contiguous k, in squares of VL rows by VL packed steps of k. Squares
-// that extend over an edge are padded with zeros.
+// pack(), below, for operands whose rows are contiguous in k. Transposes squares of VL rows by VL
+// packed steps of k; a square that extends past the operand is padded with zeros.
 static inline void pack_transposed(real *packed, int width, Operand src, int rows, int K) {
     // A transposed row is stored in segments that never straddle two panels.
     const int segment = width % VL == 0 ? VL : VL % width == 0 ? width : 2;
@@ -3818,8 +3820,8 @@ static inline void pack_transposed(real *packed, int width, Operand src, int row
 }
 
 #if BF16_DOTS
-// pack(), below, in bf16 for rows that are contiguous at each k: VL rows and two steps of k at
-// once.
+// pack(), below, in bf16, for operands whose rows are adjacent at each k (row_step is 1). Packs VL
+// rows and two steps of k at once.
 static inline void pack_pairs(real *packed, int width, Operand src, int rows, int K) {
     const int segment = width % VL == 0 ? VL : VL % width == 0 ? width : 2;
     const int padded = ceil_div(rows, width) * width, depth = packed_depth(K);
@@ -3888,8 +3890,8 @@ static inline void pack(real *packed, int width, Operand src, int rows, int K) {
 }
 
 #if BF16_DOTS
-// A tile can read rows of `a` with contiguous k in place, so these are only rounded; their number
-// is padded to whole panels.
+// Rounds rows of `a` with contiguous k to bf16. Tiles can read such rows as they are stored, so
+// they are not rearranged into panels; zero rows pad their number to a multiple of MR.
 static void round_rows(real *packed, Operand a, int rows, int K) {
     const int depth = packed_depth(K), padded = ceil_div(rows, MR) * MR;
     for (int i = 0; i < padded; i++, packed += depth) {
@@ -3921,18 +3923,19 @@ static void pack_a(real *packed, Operand a, int rows, int K) {
     pack(packed, MR, a, rows, K);
 }
 
-// The result of pack_a() as an operand for tiles. A panel of MR rows takes MR * packed_depth(K)
-// reals.
+// Returns the result of pack_a() as an operand for tiles. A panel of MR rows takes MR *
+// packed_depth(K) reals.
 static Operand packed_rows(const real *packed, Operand a, int K) {
     const int rounded = matmul_bf16 && a.k_step == 1;
     return rounded ? operand(packed, (size_t)packed_depth(K), 1) : operand(packed, 1, MR);
 }
 
-// out(MR,NR) = bias(NR) + addend(MR,NR) + a(MR,K) b(K,NR), b a packed panel; bias and addend may be
-// NULL, addend may be out; rows of out and addend are `step` apart. All sums stay in registers over
-// the loop: each k loads two vectors of b, broadcasts MR elements of a and issues 2 MR
-// multiply-adds. It also prefetches a line of the next MR rows of a, because lines last written by
-// another core take long to arrive; into L2, because lines of all rows may map to one set of L1.
+// Computes out(MR,NR) = bias(NR) + addend(MR,NR) + a(MR,K) b(K,NR), with b a packed panel. bias and
+// addend may be NULL; addend may be out. Rows of out and addend are `step` elements apart. All sums
+// stay in registers during the loop: each k loads two vectors of b, broadcasts MR elements of a and
+// issues 2 MR multiply-adds. The loop also prefetches a cache line of the next MR rows of a,
+// because lines last written by another core have a high latency; into L2, because the lines of all
+// rows may map to one set of L1.
 FUSED static void matmul_tile(real *out, const real *addend, size_t step, const real *bias,
                               Operand from, const real *b, int K) {
     FUSED_BODY
@@ -3993,8 +3996,9 @@ FUSED static void matmul_tile(real *out, const real *addend, size_t step, const 
     }
 }
 
-// matmul_tile() for the m <= MR rows and n <= NR columns that exist, through a full tile on the
-// stack: the arithmetic, and so the result, is bitwise that of an inner tile.
+// matmul_tile() at an edge of out, of which only m <= MR rows and n <= NR columns exist. Computes a
+// full tile on the stack, so the arithmetic, and hence the result, is bitwise identical to that of
+// an inner tile.
 static void matmul_tile_edge(real *out, const real *addend, size_t step, const real *bias,
                              Operand a, const real *b, int K, int m, int n) {
     real full[MR * NR] = {0}, full_bias[NR] = {0};
@@ -4011,17 +4015,17 @@ static void matmul_tile_edge(real *out, const real *addend, size_t step, const r
     }
 }
 
-// The part of a matmul that causal attention skips. MASK_OUT: out(i,j) for j > i + offset, which is
-// never read. MASK_AFTER: a(i,k) for k > i + offset, which is 0. MASK_BEFORE: a(i,k) for
-// k < i - offset, which is 0.
+// The elements that a matmul of attention skips because of the causal mask. MASK_OUT: out(i,j) for
+// j > i + offset, which is never read. MASK_AFTER: a(i,k) for k > i + offset, which is 0.
+// MASK_BEFORE: a(i,k) for k < i - offset, which is 0.
 enum { MASK_NONE, MASK_OUT, MASK_AFTER, MASK_BEFORE };
 typedef struct {
     int kind, offset;
 } Mask;
 
-// out(M,N) = bias(N) + addend(M,N) + a b for one block of k, with b packed. a is either in panels
+// out(M,N) = bias(N) + addend(M,N) + a b for one block of k, with b packed. a is packed in panels
 // of `panel` reals each, or unpacked if `panel` is 0. The panels of b, up to BLOCK x KC, stay in L2
-// while MR rows of a at a time pass through L1.
+// while MR rows of a at a time stream through L1.
 static void matmul_packed(real *out, const real *addend, size_t step, const real *bias, Operand a,
                           size_t panel, const real *b, int M, int N, int K, Mask mask) {
     const size_t depth = (size_t)packed_depth(K), next = panel ? panel : MR * a.row_step;
@@ -4051,16 +4055,17 @@ static void matmul_packed(real *out, const real *addend, size_t step, const real
     }
 }
 
-// Depth of the blocks of k in invariant 1: as few blocks of at most KC as possible, about equal,
-// each a whole number of vectors. In bf16, twice as many steps take the same space.
+// Returns the depth of the blocks of k in invariant 1: K is split into as few blocks of at most KC
+// as possible, about equal, each a whole number of vectors. In bf16 a block has up to 2 KC steps,
+// since two of them take the space of one.
 static int depth_of_block(int K) {
     const int most = matmul_bf16 ? 2 * KC : KC;
     return min_int(most, ceil_div(ceil_div(K, ceil_div(K, most)), VL) * VL);
 }
 
-// out(M,N) = addend(M,N) + a(M,K) b(K,N) on the calling thread alone, for attention: M <= BLOCK,
-// rows of out and addend are `step` apart, addend may be NULL or out. If `mask` bounds k, K is at
-// most BLOCK.
+// Computes out(M,N) = addend(M,N) + a(M,K) b(K,N) on the calling thread alone, for attention. M is
+// at most BLOCK; so is K if `mask` restricts k. Rows of out and addend are `step` elements apart;
+// addend may be NULL or out.
 static void matmul_small(real *out, const real *addend, size_t step, Operand a, Operand b, int M,
                          int N, int K, Mask mask) {
     real *packed_a = thread_workspace(), *packed_b = packed_a + PACKED_A_REALS;
@@ -4082,7 +4087,8 @@ static void matmul_small(real *out, const real *addend, size_t step, Operand a, 
     }
 }
 
-// Packs a(rows,K) into the shared part of the workspace, one block of k after the other.
+// Packs a(rows,K) into the shared part of the workspace, in blocks of kc steps of k, one block
+// after the other; on several threads if `share` is set.
 static void pack_shared(Operand a, int rows, int K, int kc, int share) {
     const int blocks = ceil_div(K, kc), tasks = ceil_div(rows, BLOCK_ROWS) * blocks;
     (void)share;  // used by the pragma only
@@ -4096,14 +4102,14 @@ static void pack_shared(Operand a, int rows, int K, int kc, int share) {
     }
 }
 
-// out(M,N) = bias(N) + addend(M,N) + a(M,K) b(K,N), rows of out and addend N apart; bias and addend
-// may be NULL, addend may be out, a and b may not. Threads share tasks of at most BLOCK columns: a
-// task packs its columns of b and processes all rows of a. If there are too few columns for all
-// threads, tasks get fewer columns, then fewer rows. Tiles read a unpacked, except if all steps of
-// k would map to one set of L1, or if a has to be rounded to bf16. In these cases the threads first
-// pack a together, as much as the shared part holds: all K of up to rows_max rows, or part of K if
-// K is long. Tasks may still be running when this returns: call tasks_wait() before reading out or
-// writing to a or b.
+// Computes out(M,N) = bias(N) + addend(M,N) + a(M,K) b(K,N). Rows of out and addend are N elements
+// apart. bias and addend may be NULL; out may be addend, but neither a nor b. Threads share tasks
+// of at most BLOCK columns: a task packs its columns of b and processes all rows of a. If there are
+// too few columns for all threads, tasks get fewer columns, then fewer rows. Tiles read a unpacked,
+// unless all steps of k would map to one set of the L1 cache or a has to be rounded to bf16. In
+// these cases the threads first pack a together, as much as the shared part holds: all K of up to
+// rows_max rows, or part of K if K is long. Tasks may still be running when this returns: call
+// tasks_wait() before reading out or writing to a or b.
 static void matmul(real *out, Operand a, Operand b, const real *bias, const real *addend, int M,
                    int N, int K) {
     const Mask none = {MASK_NONE, 0};
@@ -4162,9 +4168,10 @@ static void matmul(real *out, Operand a, Operand b, const real *bias, const real
     }
 }
 
-// Peak FLOP/s, counting a multiply-add as two, of matmul_tile() on operands that stay in L1; "% of
-// peak" refers to it. Each thread takes the best of sixteen trials of about 0.2 ms, all threads at
-// once, so that the load of other programs does not count; returns the sum over threads.
+// Measures the peak FLOP/s, counting a multiply-add as two, of matmul_tile() on operands that stay
+// in L1; "% of peak" refers to it. Each thread takes the best of sixteen trials of about 0.2 ms,
+// all threads at once, so that the load of other programs does not count. Returns the sum over
+// threads.
 static double matmul_peak_flops(void) {
     enum { DEPTH = 64, REPEATS = 512, TRIALS = 16 };
     double sum = 0;
@@ -4206,8 +4213,8 @@ static inline float exp_reduced(float x, uint32_t *n) {
     return (x - k * 0.693145752f) - k * 1.42860682e-6f;
 }
 
-// e^r - 1 for |r| <= ln 2 / 2. The polynomial interpolates (e^r - 1 - r) / r^2 at five Chebyshev
-// points; its error is below 8e-9.
+// Returns e^r - 1 for |r| <= ln 2 / 2. The polynomial interpolates (e^r - 1 - r) / r^2 at five
+// Chebyshev points; its error is below 8e-9.
 static inline float exp_minus_1(float r) {
     float q = 0.00139262135f;
     q = q * r + 0.00836320297f;
@@ -4224,8 +4231,8 @@ static inline float power_of_two(uint32_t n) {
     return power;
 }
 
-// min(x, limit), except that NaN is returned unchanged. Uses masks: from ?: GCC makes a branch
-// around all code that follows, which runs at half the speed of vector code on AVX-512 and is not
+// Returns min(x, limit), or x if x is NaN. Uses masks, because GCC compiles ?: to a branch around
+// all code that follows, which runs at half the speed of vector code on AVX-512 and is not
 // vectorized at all on AVX2.
 static inline float at_most(float limit, float x) {
     uint32_t bits, limit_bits, above = 0u - (uint32_t)(x > limit);
@@ -4258,17 +4265,17 @@ static inline float tanh_end(float r, uint32_t n, float x) {
 }
 #endif
 
-// e^x with an error of at most 1.05 ulp over all floats; inf, NaN, overflow and gradual underflow
-// as in libm.
+// Returns e^x with an error of at most 1.05 ulp over all floats; inf, NaN, overflow and gradual
+// underflow as in libm.
 static inline real fast_exp(real x) {
     uint32_t n;
     real r = exp_begin(x, &n);
     return exp_end(r, n);
 }
 
-// x(n) = fast_exp(x scale - shift). Also overwrites the elements after x up to the next multiple of
-// VL. Split into two loops because the steps of one exponential depend on each other; shorter loops
-// keep more of them in flight.
+// x[i] = fast_exp(x[i] * scale - shift) for i < n. Also overwrites the elements that follow, up to
+// the next multiple of VL. Split into two loops because the steps of one exponential depend on each
+// other; shorter loops keep more exponentials in flight.
 static void exponentials(real *x, real scale, real shift, int n) {
     real r[BLOCK];
     uint32_t powers[BLOCK];
@@ -4310,7 +4317,7 @@ static real lanes_total(const real lanes[LANES]) {
 // lines, so no two threads write to the same line.
 enum { SLICE = 64 };
 
-// Sum of (x - shift)^power over x (n); power is 1 or 2.
+// Returns the sum of (x[i] - shift)^power over i < n; power is 1 or 2.
 static inline real row_sum(const real *x, real shift, int power, int n) {
     Vector sum[PARTS] = {{0}}, d;
     int i = 0;
@@ -4328,7 +4335,8 @@ static inline real row_sum(const real *x, real shift, int power, int n) {
     return lanes_total((const real *)sum);
 }
 
-// Largest of x(n), n >= 1. May skip a NaN; the exponentials computed afterwards propagate it.
+// Returns the largest of x[i], i < n, n >= 1. May skip a NaN; the exponentials computed afterwards
+// propagate it.
 static real row_largest(const real *x, int n) {
     const Vector zero = {0};
     Vector most = zero + x[0], next;
@@ -4347,7 +4355,7 @@ static real row_largest(const real *x, int n) {
     return largest;
 }
 
-// out (B,T,C) = wte[tokens] + wpe[t].
+// out[b,t] = wte[tokens[b,t]] + wpe[t], with out (B,T,C) and tokens (B,T).
 static void embedding_forward(real *out, const Token *tokens, const real *wte, const real *wpe,
                               int B, int T, int C) {
     #pragma omp taskloop num_tasks(pieces()) if (B * T > 1)
@@ -4444,9 +4452,9 @@ static void matmul_forward(real *out, const real *inp, const real *weight, const
     tasks_wait();
 }
 
-// out(n) = a(K) b(n,K)^T, rows of b `step` apart, in 64 interleaved partial sums, added in a fixed
-// order. Rows of b are read sequentially and each element once, so this runs at the speed of
-// memory.
+// Computes n dot products: out[i] = a(K) . row i of b(n,K), whose rows are `step` elements apart.
+// Each uses 64 interleaved partial sums, added in a fixed order. Rows of b are read sequentially
+// and each element once, so this runs at memory bandwidth.
 FUSED static void dots(real *out, const real *a, const real *b, size_t step, int n, int K) {
     FUSED_BODY
     enum { SUMS = 4 };
@@ -4470,8 +4478,8 @@ FUSED static void dots(real *out, const real *a, const real *b, size_t step, int
     }
 }
 
-// matmul_forward() for one row, for generation: nothing is packed, since no weight is used twice,
-// and nothing is rounded to bf16. The order of sums differs from that of rows in a batch.
+// matmul_forward() for a single row, for generation: nothing is packed, since no weight is used
+// twice, and nothing is rounded to bf16. Sums are in another order than those of a row of a batch.
 static void matvec_forward(real *out, const real *inp, const real *weight, const real *bias,
                            const real *addend, int N, int C, int OC) {
     (void)N;
@@ -4485,9 +4493,9 @@ static void matvec_forward(real *out, const real *inp, const real *weight, const
     }
 }
 
-// dbias(OC) += column sums of dout(N,OC); dweight(OC,C) += dout^T inp(N,C); then dinp(N,C) = dout
-// weight(OC,C). dinp may be inp, since dweight is computed first. dbias and dinp may be NULL:
-// skipped.
+// Computes dbias(OC) += column sums of dout(N,OC), dweight(OC,C) += dout^T inp(N,C) and then
+// dinp(N,C) = dout weight(OC,C). dinp may be inp, since dweight is computed first. If dbias or dinp
+// is NULL, it is not computed.
 static void matmul_backward(real *dinp, real *dweight, real *dbias, const real *dout,
                             const real *inp, const real *weight, int N, int C, int OC) {
     #pragma omp taskloop nogroup num_tasks(pieces())
@@ -4516,8 +4524,9 @@ static void matmul_backward(real *dinp, real *dweight, real *dbias, const real *
 }
 
 // Softmax cross-entropy of `rows` rows of logits (rows,Vp): losses[i] = log-sum-exp - logit of the
-// target, both relative to the largest logit, so that no exponential overflows. The logits are
-// overwritten; with `backward`, by their gradients (p - onehot) * dloss, and padded columns by 0.
+// target, both relative to the largest logit, so that no exponential overflows. Overwrites the
+// logits: if `backward` is set, with their gradients (p - onehot) * dloss, and with 0 in the padded
+// columns; otherwise with intermediate results.
 static void classifier_forward_backward(real *losses, real *logits, const Token *targets,
                                         real dloss, int rows, int V, int Vp, int backward) {
     #pragma omp taskloop num_tasks(pieces())
@@ -4539,18 +4548,18 @@ static void classifier_forward_backward(real *losses, real *logits, const Token 
     }
 }
 
-// Number of keys in a tile of `keys` keys from first_key on that `query` sees under the causal
-// mask.
+// Returns how many of the `keys` keys of a tile that starts at first_key the causal mask lets
+// `query` attend to.
 static int visible_keys(int query, int first_key, int keys) {
     return min_int(keys, query - first_key + 1);
 }
 
 // Online softmax of the next key tile for some rows. s(rows,BLOCK) holds the dot products of the
-// rows' queries with the tile's keys; row i sees the first visible_keys(query + i, key, keys).
-// Turns s into exp(scale s - max), with zeros after the mask so that the matmul with V may use the
-// whole tile, updates each row's running maximum, and rescales its running sum and its HS partial
-// outputs to the new maximum. Each step loops over all rows, because the steps of one row depend on
-// each other.
+// rows' queries with the tile's keys; row i attends to the first visible_keys(query + i, key, keys)
+// of them. Replaces s by exp(scale s - max), with zeros for masked keys so that the matmul with V
+// may use the whole tile, updates each row's running maximum, and rescales its running sum and its
+// HS partial outputs to the new maximum. Each step loops over all rows, because the steps of one
+// row depend on each other.
 static void softmax_online(real *s, real *max, real *sum, real *out, size_t out_step, int query,
                            int key, int rows, int keys, int HS, real scale) {
     real correction[BLOCK];
@@ -4609,8 +4618,9 @@ static void attention_tile(real *out, size_t out_step, real *lse, const real *q,
     }
 }
 
-// Causal self-attention: out(B,T,NH,HS) = softmax(Q K^T / sqrt(HS)) V with qkv(B,T,3,NH,HS), and
-// lse(B,NH,T), which backward needs besides out and qkv.
+// Causal self-attention: out(B,T,NH,HS) = softmax(Q K^T / sqrt(HS)) V, with Q, K and V in
+// qkv(B,T,3,NH,HS). Also stores lse(B,NH,T), each row's log-sum-exp, which backward needs besides
+// out and qkv.
 static void attention_forward(real *out, real *lse, const real *qkv, int B, int T, int C, int NH) {
     int HS = C / NH, tiles = ceil_div(T, BLOCK);
     size_t stride = 3 * (size_t)C;
@@ -4625,7 +4635,8 @@ static void attention_forward(real *out, real *lse, const real *qkv, int B, int 
     }
 }
 
-// attention_tile() for the single query at position n - 1, q(HS), with the order of sums of dots().
+// attention_tile() for a single query q(HS) at position n - 1; dot products are summed as in
+// dots().
 static void attention_token(real *out, real *lse, const real *q, const real *k, const real *v,
                             int n, int HS) {
     const real scale = (real)(1.0 / sqrt((double)HS));
@@ -4758,7 +4769,7 @@ static void gelu_tanh(real *t, const real *inp, int n) {
     }
 }
 
-// out(n) = x/2 (1 + tanh(u)), x = inp(n).
+// GELU (tanh approximation): out[i] = x/2 (1 + tanh(u)), x = inp[i], for i < n.
 static void gelu_forward(real *out, const real *inp, size_t n) {
     #pragma omp taskloop num_tasks(pieces()) if (n > 1 << 14)
     for (size_t i = 0; i < n; i += BLOCK) {
@@ -4771,7 +4782,7 @@ static void gelu_forward(real *out, const real *inp, size_t n) {
     }
 }
 
-// dinp(n) = dout(n) * d/dx GELU at inp(n); dinp may be dout.
+// dinp[i] = dout[i] * d/dx GELU at x = inp[i], for i < n; dinp may be dout.
 static void gelu_backward(real *dinp, const real *dout, const real *inp, size_t n) {
     #pragma omp taskloop num_tasks(pieces())
     for (size_t i = 0; i < n; i += BLOCK) {
@@ -4798,13 +4809,14 @@ static void gelu_backward(real *dinp, const real *dout, const real *inp, size_t 
 //    stream (BUF_DRES) passes both branches unchanged; the gradients through the MLP and through
 //    attention are added to it by the LayerNorm at the start of each branch.
 
-// Runs the ticks of a micro-step up to and including `end`, in order: advances the plan to each
-// tick, starts and awaits the transfers of streamed buffers, skips stages that need no
-// recomputation and calls `stage` for the others. A forward-only pass ends earlier and stores no
-// streamed buffer. `adds`: gradients are added to those of the previous micro-step. Everything that
-// happens around the stages of a tick, on any engine, happens here. Memory changes from one buffer
-// to another only on the compute stream, which therefore waits for a store before new buffers reuse
-// its memory, and for a fetch before the fetched buffer is used.
+// Runs the ticks of a micro-step (its stages in order, as numbered by the memory plan) up to and
+// including `end`: advances the plan to each tick, starts and awaits the transfers of streamed
+// buffers, skips stages that need no recomputation and calls `stage` for the others. A forward-only
+// pass ends earlier and stores no streamed buffer. If `adds` is nonzero, gradients are added to
+// those of the previous micro-step. Everything that happens around the stages of a tick, on any
+// engine, happens here. Memory passes from one buffer to another only on the compute stream, which
+// therefore waits for a store to complete before new buffers reuse its memory, and for a fetch
+// before the fetched buffer is used.
 static void run_stages(Plan *p, int end, int adds, void (*stage)(void *self, int stage, int layer),
                  void *self) {
     const int stores = end > tick_head(&p->settings.model);
@@ -4827,9 +4839,9 @@ static void run_stages(Plan *p, int end, int adds, void (*stage)(void *self, int
     }
 }
 
-// The plan's buffers as arrays of real: a buffer that exists once; the data at a location; a tensor
-// of the weights or gradients at its location on the device; an activation; the gradient of one
-// (GRAD_*).
+// Return the plan's buffers as arrays of real: a buffer that exists once; the data at a location; a
+// tensor of the weights or of the gradients, at its location on the device; an activation; the
+// gradient of an activation (GRAD_*).
 static real *buffer(const Plan *p, int id) { return (real *)plan_single(p, id); }
 static real *at_location(const Plan *p, Location location) {
     return buffer(p, location.buffer) + location.offset;
@@ -4853,18 +4865,18 @@ typedef struct {
     int first;    // the first token's position; nonzero only with a KV cache
 } Pass;
 
-// The linear layer for `rows` rows. A single row with a KV cache, which only generation has, uses
-// the function without packing. In training, the order of a row's sums does not depend on the
-// number of rows.
+// Returns the function that computes a linear layer for `rows` rows. A single row with a KV cache,
+// which occurs only in generation, uses the function without packing. In training, the order of a
+// row's sums does not depend on the number of rows.
 typedef void (*LinearForward)(real *out, const real *inp, const real *weight, const real *bias,
                               const real *addend, int N, int C, int OC);
 static LinearForward linear_forward(const Plan *p, int rows) {
     return rows == 1 && p->settings.cache ? matvec_forward : matmul_forward;
 }
 
-// One stage of block `l`, in forward or in recomputation. Its output is the activation that
-// act_table lists for the stage; the current tick selects which of the activation's buffers it goes
-// to.
+// Runs one stage of block `l`, in forward or in recomputation. The stage's output is the activation
+// that act_table lists for it; the current tick selects which of the activation's buffers is
+// written.
 static void block_forward(const Pass *pass, int stage, int l) {
     const Plan *p = pass->plan;
     const int B = pass->B, T = pass->T, N = B * T;
@@ -4911,8 +4923,8 @@ static void block_forward(const Pass *pass, int stage, int l) {
     }
 }
 
-// One backward stage of block `l`. BUF_DRES holds the gradient of the block's output before the
-// first stage, and that of its input after the last.
+// Runs one backward stage of block `l`. BUF_DRES holds the gradient of the block's output before
+// the first stage, and that of the block's input after the last.
 static void block_backward(const Pass *pass, int stage, int l) {
     const Plan *p = pass->plan;
     const int B = pass->B, T = pass->T, N = B * T;
@@ -4956,10 +4968,10 @@ static void block_backward(const Pass *pass, int stage, int l) {
     }
 }
 
-// The head: the classifier's matmul and the loss, one chunk of logits at a time. Losses go to
-// BUF_LOSSES. If gradients are requested, they are added to dwte, and the gradient of the last
-// LayerNorm's output overwrites that output. Without targets: only the logits of the last row, in
-// the first row of BUF_LOGITS.
+// Runs the head: the classifier's matmul and the loss, one chunk of logits at a time. Stores the
+// losses in BUF_LOSSES. If gradients are requested, adds those of wte to dwte, and overwrites the
+// last LayerNorm's output with its gradient. Without targets, computes only the logits of the last
+// row and stores them in the first row of BUF_LOGITS.
 static void network_head(Pass *pass) {
     const Plan *p = pass->plan;
     const Model *m = &p->settings.model;
@@ -4985,8 +4997,8 @@ static void network_head(Pass *pass) {
     pass->loss = sum / N;
 }
 
-// Computes one stage of a Pass; called by run_stages(). wte gets gradients twice, from the head and
-// from the embedding, since both use it as their weight.
+// Computes one stage of a Pass; called by run_stages(). The head and the embedding share wte (tied
+// weights), so both add to its gradient.
 static void network_stage(void *self, int stage, int layer) {
     Pass *pass = (Pass *)self;
     const Plan *p = pass->plan;
@@ -5033,9 +5045,9 @@ static void network_run(Pass *pass, int end, int adds) {
 // vectors are not decayed. The gradient norm is summed in fp64 over fixed chunks, so the result
 // does not depend on the number of threads.
 
-// Sum of squares of the gradients [offset, offset + count) of a flat state, read from their backing
-// store. Tensors begin at multiples of LANES and are padded with zeros, so the lanes' sums are the
-// same as in one pass over the flat state.
+// Returns the sum of squares of elements offset <= i < offset + count of the flat gradients, read
+// from their backing store. Tensors begin at multiples of LANES and are padded with zeros, so the
+// lanes' sums are the same as in one pass over the flat array.
 static double square_sum(const Plan *p, int64_t offset, int64_t count) {
     const Settings *s = &p->settings;
     double lanes[LANES] = {0}, sum = 0;
@@ -5055,8 +5067,8 @@ static double square_sum(const Plan *p, int64_t offset, int64_t count) {
     return sum;
 }
 
-// L2 norm of all gradients. Each chunk of 65,536 elements has its own sum: small enough that
-// GPT-2's smallest model still has 1,900 chunks to distribute, large enough that adding up the
+// Returns the L2 norm of all gradients. Each chunk of 65,536 elements has its own sum: small enough
+// that GPT-2's smallest model still has 1,900 chunks to distribute, large enough that adding up the
 // sums, in order and on one thread, takes negligible time.
 static double gradient_norm(const Plan *p) {
     enum { CHUNK = 1 << 16, CHUNKS = 4096 };
@@ -5100,7 +5112,7 @@ static void adamw_update(real *p, real *m, real *v, const real *grad, const Adam
     }
 }
 
-// AdamW's parameters for the update that follows `updates` earlier ones.
+// Returns AdamW's parameters for the update that follows `updates` earlier ones.
 static AdamW adamw_at(const Options *o, double lr, int64_t updates, double grad_scale) {
     double t = (double)(updates + 1);
     AdamW a = {(real)lr, (real)o->beta1, (real)o->beta2, (real)(1 - pow(o->beta1, t)),
@@ -5108,8 +5120,8 @@ static AdamW adamw_at(const Options *o, double lr, int64_t updates, double grad_
     return a;
 }
 
-// Learning rate of step `step` (from 0) of `steps`: linear warmup, then the schedule down to
-// final_lr * lr.
+// Returns the learning rate of step `step` (from 0) of `steps`: linear warmup, then the schedule
+// down to final_lr * lr.
 static double learning_rate(const Options *o, int64_t step, int64_t steps) {
     if (step < o->warmup) {
         return o->lr * (double)(step + 1) / (double)o->warmup;
@@ -5126,17 +5138,17 @@ static double learning_rate(const Options *o, int64_t step, int64_t steps) {
     }
 }
 
-// The last gradient norms, for --skip-zscore: a norm above mean + z * deviation of a full window is
-// an outlier. The deviation of 128 normally distributed values is known to 6 % (1 / sqrt(2 * 127)),
-// and the window is short enough to follow the norm as it decreases over a run.
+// The most recent gradient norms, for --skip-zscore: a norm above mean + z * deviation of a full
+// window is an outlier. The deviation of 128 normally distributed values is known to 6 % (1 /
+// sqrt(2 * 127)), and the window is short enough to follow the norm as it decreases over a run.
 enum { NORM_WINDOW = 128 };
 typedef struct {
     double values[NORM_WINDOW];
     int64_t count;
 } NormWindow;
 
-// The largest norm that is not an outlier; infinite without --skip-zscore or until the window is
-// full.
+// Returns the largest norm that is not an outlier: infinity without --skip-zscore or until the
+// window is full.
 static double norm_limit(const NormWindow *w, double zscore) {
     double mean = 0, variance = 0;
     if (zscore <= 0 || w->count < NORM_WINDOW) {
@@ -5151,9 +5163,9 @@ static double norm_limit(const NormWindow *w, double zscore) {
     return mean + zscore * sqrt(variance);
 }
 
-// Optimizer step on the whole network: norm, clipping, update. Returns the norm. If the norm is not
-// finite or is above `limit`, *skipped is set to 1 and nothing changes. `updates` is the number of
-// earlier updates.
+// Performs an optimizer step on the whole network: norm, clipping, update. Returns the gradient
+// norm. If the norm is not finite or is above `limit`, sets *skipped to 1 and leaves weights and
+// moments unchanged. `updates` is the number of earlier updates.
 static double network_update(Plan *p, const Options *o, double lr, double limit, int64_t updates,
                              int *skipped) {
     const Settings *s = &p->settings;
@@ -5182,11 +5194,13 @@ static double network_update(Plan *p, const Options *o, double lr, double limit,
 
 // -------------------------------------------------------------------------------------------------
 // 14. The engine
-// The few methods that all code above the network calls: micro_step, update, forward_loss, logits,
-// and reading and writing states. The CPU's engine is defined here, the GPU's in train_gpt2.cu. The
-// chapters that follow depend on neither.
+// The interface between the network and all code above it, a struct of function pointers:
+// micro_step, update, forward_loss, logits, and reading and writing of weights and moments. The
+// CPU's engine is defined here, the GPU's in train_gpt2.cu. The chapters that follow depend on
+// neither.
 
-// A run trains three flat states, laid out as described in chapter The model.
+// A run trains three flat states (weights and AdamW's two moments), laid out as described in
+// chapter The model.
 enum { STATE_WEIGHTS, STATE_M, STATE_V, STATES, STATE_GRADS = STATES };  // gradients: read-only
 static const Kind state_kinds[STATES + 1] = {KIND_WEIGHTS, KIND_MOMENTS, KIND_MOMENTS,
                                                KIND_GRADIENTS};
@@ -5212,53 +5226,53 @@ typedef struct Engine Engine;
 struct Engine {
     void *self;
     char device[192];         // description to print
-    const char *matmul;       // its chosen matmul algorithms as text; NULL: no choice
-    int states;               // number it holds: STATES, or 1 for the weights
+    const char *matmul;       // matmul algorithms in use, as text; NULL: it has no choice
+    int states;               // number of states held: STATES, or 1 (only the weights)
     int zero;                 // 1: opened with all states zero, and none written since
-    // Adopts the matmul algorithms of a checkpoint, before any state is written. Returns 0 if it
-    // cannot; it then keeps its own. NULL: it has no choice.
+    // Adopts the matmul algorithms recorded in a checkpoint; called before any state is written.
+    // Returns 0 if it cannot use them, and then keeps its own. NULL: the engine has no choice.
     int (*set_algorithms)(Engine *e, const char *choices);
     double peak_flops;        // the basis of "% of peak"; 0: unknown
     const char *peak_source;  // its source, or why it is unknown
-    // Forward and backward of micro-batch `accum_step` of `accum_steps`; the first one clears the
-    // gradients.
+    // Runs forward and backward on micro-batch `accum_step` (from 0) of `accum_steps`. The first
+    // micro-batch clears the gradients.
     void (*micro_step)(Engine *e, const Token *inputs, const Token *targets, int accum_step,
                        int accum_steps);
     // Prefetches the next micro-step's batch while the device is still computing; the same batch is
     // passed again to that micro-step. NULL if prefetching would not help.
     void (*prepare)(Engine *e, const Token *inputs, const Token *targets);
     // Ends the step: computes the mean loss of its micro-batches and the gradient norm, and updates
-    // unless the step is skipped.
+    // weights and moments unless the step is skipped.
     StepResult (*update)(Engine *e, const Options *o, double lr, double limit, int64_t updates);
     // Restores a checkpoint's loss scale. NULL: the loss is not scaled.
     void (*scale_loss)(Engine *e, int log2, int64_t good_steps);
     double weight_most;  // the largest weight its type can hold; 0: no limit
-    // Mean loss of one batch (B,T), without training. Unless NULL, `losses` (B,T) receives each
-    // token's loss.
+    // Returns the mean loss of one batch (B,T), without training. Unless NULL, `losses` (B,T)
+    // receives each token's loss.
     double (*forward_loss)(Engine *e, real *losses, const Token *inputs, const Token *targets);
-    // Logits (V) after the last of n <= T tokens.
+    // Computes out (V), the logits after the last of n <= T tokens.
     void (*logits)(Engine *e, real *out, const Token *tokens, int n);
-    // The same for n more tokens, at positions from `first` on, of a sequence whose earlier
-    // positions are in the KV cache; adds theirs to the cache. Valid only if the plan has a KV
-    // cache. Overwrites the cache from `first` on, so a sequence may be continued again from any of
-    // its positions.
+    // Like logits, for n more tokens, at positions first <= i < first + n, of a sequence whose
+    // earlier positions are in the KV cache; adds their keys and values to the cache. Valid only if
+    // the plan has a KV cache. Overwrites the cache from `first` on, so a sequence may be continued
+    // again from any of its positions.
     void (*extend)(Engine *e, real *out, const Token *tokens, int first, int n);
-    // Reads or writes `count` elements from `offset` of a flat state (STATE_*), independent of its
-    // placement. Gaps between tensors read as zero and are not written.
+    // Reads or writes `count` elements from element `offset` on of a flat state (STATE_*), wherever
+    // its tensors are placed. Gaps between tensors read as zero and are not written.
     void (*read)(Engine *e, int state, int64_t offset, real *out, int64_t count);
     // Like read, for elements that this rank holds itself; does not communicate with other ranks.
     void (*read_own)(Engine *e, int state, int64_t offset, real *out, int64_t count);
     void (*write)(Engine *e, int state, int64_t offset, const real *values, int64_t count);
-    // all (ranks, bytes) = `mine` of every rank. Collective, as is read: all ranks must call it at
-    // the same points of the run. NULL in an engine for a single rank.
+    // All-gather: all (ranks, bytes) = `mine` of every rank. Collective, as is read: all ranks must
+    // call it at the same points of the run. NULL in an engine for a single rank.
     void (*gather)(Engine *e, void *all, const void *mine, size_t bytes);
-    // A hash of the states replicated on every rank; equal on all ranks unless one computes
-    // incorrectly.
+    // Returns a hash of the states replicated on every rank. It is equal on all ranks unless one of
+    // them computes incorrectly.
     uint64_t (*replica)(Engine *e);
     void (*close)(Engine *e);
 };
 
-// engine->gather; with a single rank, a copy.
+// Calls e->gather; with a single rank, copies `mine` to `all`.
 static void engine_gather(Engine *e, void *all, const void *mine, size_t bytes) {
     if (this_rank.ranks == 1) {
         memcpy(all, mine, bytes);
@@ -5267,8 +5281,9 @@ static void engine_gather(Engine *e, void *all, const void *mine, size_t bytes) 
     }
 }
 
-// Returns the status of every rank, including its `value`; the array is valid until the next
-// exchange. After this call all ranks know of a signal or a fault on any of them.
+// Exchanges the ranks' statuses, with `value` in this rank's. Returns an array of one status per
+// rank, valid until the next exchange. After this call all ranks know of a signal or a fault on any
+// of them.
 static const RankStatus *engine_exchange(Engine *e, double value) {
     static RankStatus *words;
     const RankStatus mine = {value, stop_signal != 0, this_rank.failed};
@@ -5318,7 +5333,8 @@ static StepResult cpu_update(Engine *e, const Options *o, double lr, double limi
     return result;
 }
 
-// Runs the stages up to and including the head; BUF_LOSSES is (B,T), the CPU reference's own order.
+// Runs the stages up to and including the head, without gradients. On the CPU, BUF_LOSSES is in
+// (B,T) order.
 static double cpu_forward_loss(Engine *e, real *losses, const Token *inputs, const Token *targets) {
     Plan *p = ((CpuEngine *)e->self)->plan;
     const Settings *s = &p->settings;
@@ -5330,7 +5346,8 @@ static double cpu_forward_loss(Engine *e, real *losses, const Token *inputs, con
     return pass.loss;
 }
 
-// One sequence of n tokens in buffers for B sequences of T; the head computes its last row only.
+// Processes one sequence of n tokens in buffers for B sequences of T; the head computes its last
+// row only.
 static void cpu_logits(Engine *e, real *out, const Token *tokens, int n) {
     Plan *p = ((CpuEngine *)e->self)->plan;
     const Model *m = &p->settings.model;
@@ -5339,8 +5356,8 @@ static void cpu_logits(Engine *e, real *out, const Token *tokens, int n) {
     memcpy(out, buffer(p, BUF_LOGITS), (size_t)m->V * sizeof(real));
 }
 
-// Processes as many tokens at a time as the plan has rows; the head computes only the last row of
-// all.
+// Processes up to T tokens, the rows of the plan, per pass. Only the last pass runs the head, and
+// only on its last row.
 static void cpu_extend(Engine *e, real *out, const Token *tokens, int first, int n) {
     Plan *p = ((CpuEngine *)e->self)->plan;
     const Model *m = &p->settings.model;
@@ -5352,7 +5369,7 @@ static void cpu_extend(Engine *e, real *out, const Token *tokens, int first, int
     memcpy(out, buffer(p, BUF_LOGITS), (size_t)m->V * sizeof(real));
 }
 
-// The elements of a span of a flat state, in its backing store.
+// Returns the address of a span's elements in the backing store of a flat state.
 static real *cpu_span(const Plan *p, int state, const TensorSpan *span) {
     Location location = tensor_store(&p->settings, state_kinds[state], span->tensor, span->layer);
     location.buffer = state == STATE_V ? BUF_V : location.buffer;
@@ -5377,8 +5394,8 @@ static void cpu_write(Engine *e, int state, int64_t offset, const real *values, 
     }
 }
 
-// Transfers complete immediately, so the waiting phases do nothing. Gradients without a fetch are
-// cleared, since the layers add to them.
+// Transfers are synchronous copies, so the waiting phases do nothing. A buffer of gradients with
+// nothing to fetch is cleared instead, since the layers add to it.
 static void cpu_transfer(Plan *p, int phase, const Transfer *v, void *slot, void *store,
                          size_t bytes) {
     (void)p;
@@ -5426,8 +5443,8 @@ static void cpu_open(Engine *e, Plan *p) {
 }
 
 // Sets weights and moments to zero. Gaps between tensors stay zero because nothing else writes
-// there, the padding rows of wte because their gradients are zero. Skips the transfer for an engine
-// that has just zeroed the states itself.
+// there, the padding rows of wte because their gradients are zero. Writes nothing if the engine has
+// just zeroed the states itself.
 static void engine_clear(Engine *e, const Model *m) {
     if (e->zero) {
         e->zero = 0;
@@ -5443,9 +5460,9 @@ static void engine_clear(Engine *e, const Model *m) {
     free(zeros);
 }
 
-// Initial weights as in GPT-2: N(0, 0.02), residual projections N(0, 0.02 / sqrt(2 L)), LayerNorm
-// weights 1, the rest and both moments 0. Each element is a function of the seed and its index
-// alone, and so the same for every engine.
+// Sets initial weights as in GPT-2: normally distributed with mean 0 and standard deviation 0.02,
+// or 0.02 / sqrt(2 L) for residual projections; LayerNorm weights are 1, the rest and both moments
+// 0. Each element is a function of the seed and its index alone, and so the same for every engine.
 static void engine_initialise(Engine *e, const Model *m, uint64_t seed) {
     real *piece = (real *)alloc_zero(PIECE, sizeof(real));
     engine_clear(e, m);
@@ -5510,7 +5527,7 @@ static void dataset_open(Dataset *d, const char *pattern, int T) {
     memset(d, 0, sizeof *d);
     d->T = T;
     d->window = (uint16_t *)alloc_zero((size_t)T + 1, sizeof(uint16_t));
-    // Every shard stays open, and the soft limit is often 1,024 files.
+    // Raise the limit of open files: every shard stays open, and the soft limit is often 1,024.
     if (getrlimit(RLIMIT_NOFILE, &files) == 0) {
         files.rlim_cur = files.rlim_max;
         setrlimit(RLIMIT_NOFILE, &files);
@@ -5550,8 +5567,8 @@ static void dataset_close(Dataset *d) {
     memset(d, 0, sizeof *d);
 }
 
-// Copies window `window` of `epoch` into T inputs and T targets. Returns 0 and sets d->problem if
-// the file cannot be read or contains an id outside its own vocabulary.
+// Copies window `window` of `epoch` into T inputs and T targets. Returns 1, or 0 with the reason in
+// d->problem if the shard cannot be read or the window contains an id >= d->vocabulary.
 static int dataset_window(Dataset *d, int64_t window, uint32_t epoch, Token *inputs,
                           Token *targets) {
     int i = d->shard_count - 1;
@@ -5586,8 +5603,8 @@ static int dataset_window(Dataset *d, int64_t window, uint32_t epoch, Token *inp
     return 1;
 }
 
-// Reads B sequences, starting at `position`, into inputs and targets (B,T): the batch of one rank
-// and micro-step. Returns 0 and sets d->problem if one of them cannot be read.
+// Reads the B sequences from `position` on into inputs and targets (B,T): the batch of one rank and
+// micro-step. Returns 1, or 0 with the reason in d->problem if one of them cannot be read.
 static int dataset_batch(Dataset *d, int64_t position, int B, Token *inputs, Token *targets) {
     int whole = 1;
     for (int b = 0; b < B && whole; b++) {
@@ -5620,7 +5637,8 @@ static int dataset_batch(Dataset *d, int64_t position, int B, Token *inputs, Tok
 // order; the sampled tokens rarely differ.
 
 // Tokenizes a prompt of n bytes. Returns the number of tokens, of which it writes the first
-// `capacity`. An empty prompt becomes one end-of-text token.
+// `capacity`. An empty prompt becomes the tokenizer's end-of-text token
+// (<|endoftext|> in GPT-2's).
 static int64_t prompt_tokens(Token *out, int capacity, int tokenizer, const Bpe *bpe,
                              const char *text, size_t n) {
     if (n == 0) {
@@ -5662,8 +5680,9 @@ static int candidate_compare(const void *a, const void *b) {
     return x->logit != y->logit ? (x->logit < y->logit ? 1 : -1) : x->token - y->token;
 }
 
-// How a token is sampled: apply the temperature, keep the top_k likeliest tokens (0: all), then of
-// these the fewest, likeliest first, whose probability reaches top_p. Temperature 0: argmax.
+// How a token is sampled: divide the logits by the temperature, keep the top_k likeliest tokens
+// (0: all), and of these the smallest set of likeliest ones whose probabilities sum to at least
+// top_p. Temperature 0: argmax.
 typedef struct {
     double temperature, top_p;
     int64_t top_k;
@@ -5721,9 +5740,10 @@ static void settings_generate(Settings *s) {
     settings_forward(s);
 }
 
-// State and counters of --generate. Prompt tokens are counted with the time to the first sampled
-// token, the following tokens with the time of their own rows, because a row of a prompt costs less
-// than a generated token: the rows of a chunk share one read of the weights.
+// State and counters of --generate. prompt_ms is the time to the first sampled token, for the
+// prompt's tokens; ms is the time of the passes for the following tokens. They are kept apart
+// because a row of a prompt costs less than a generated token: the rows of a chunk share one read
+// of the weights.
 typedef struct {
     Engine *engine;
     const Options *o;
@@ -5735,13 +5755,14 @@ typedef struct {
     real *prompt_logits;  // (V), after the prompt, for the first token of each of its samples
     Candidate *scratch;   // (V)
     int write_error;   // errno of a failed write to stdout; 0: none
-    // Texts and input lines started; tokens of prompts, sampled, and sampled from a slid window.
+    // Numbers of texts and input lines started; of prompt tokens; of tokens sampled, except the
+    // first of each sample; of tokens sampled after the window has slid.
     int64_t texts, lines, prompt_count, count, slid;
     double prompt_ms, ms;
 } Generator;
 
 // Writes and flushes a piece of text, so that output appears token by token. A failed write ends
-// the generation; it is an error unless a pipe was closed.
+// the generation; it is an error unless the reader of a pipe has closed it.
 static void generator_write(Generator *g, const char *text, size_t n) {
     if (g->write_error == 0) {
         text_print(text, n);
@@ -5784,7 +5805,7 @@ static int generate_sample(Generator *g, int64_t sample, int n, int cached) {
     return n > g->T ? 0 : prompt;
 }
 
-// True if each line of stdin is a prompt.
+// Returns whether each line of stdin is a prompt (--prompt -).
 static int generator_reads(const Generator *g) { return strcmp(g->o->prompt, "-") == 0; }
 
 // Writes the tokens of a prompt of n bytes to g->tokens and returns their number. Ends the run if
@@ -5819,7 +5840,8 @@ static void generate_prompt(Generator *g, const char *prompt, size_t n) {
 // Reads stdin line by line.
 typedef struct {
     char *bytes;
-    // Bytes allocated; start of the line; end of its part known to have no '\n'; bytes read.
+    // Number of bytes allocated; index of the line's start; index up to which the line is known to
+    // have no '\n'; number of bytes read into the buffer.
     size_t budget, begin, scanned, filled;
     int ended;                            // end of input reached
 } LineInput;
@@ -5926,9 +5948,10 @@ typedef struct Program {
     size_t (*available)(void);                                // bytes available for the plan
     size_t library_bytes;                                     // of these, used by libraries
     int (*command)(Run *run, const struct Program *program);  // --check, --compare; NULL: none
-    void (*refuse)(const Settings *s);                        // ends on unsupported ones; or NULL
+    void (*refuse)(const Settings *s);                        // rejects unsupported ones; or NULL
     const char *built;                                        // optional features built in
-    // Name of the device. 0: no usable device; `name` is the reason or "". NULL: none is needed.
+    // Stores the device's name in `name`. Returns 0 if no device is usable; `name` is then the
+    // reason or "". NULL: the program needs no device.
     int (*device)(char name[96]);
     int (*lacks_bf16)(void);       // whether the device does not support bf16; NULL: no device
     // Start the ranks of a run (chapter Starting and watching the ranks), and let them compare what
@@ -5939,7 +5962,7 @@ typedef struct Program {
     const char *starts;  // appended to the first line that a run prints; or NULL
 } Program;
 
-// Prefix of a line of output: on a terminal it clears the line that is rewritten in place.
+// Returns the prefix of a line of output: on a terminal it clears the line rewritten in place.
 static const char *clear_line(const Run *run) { return run->live ? "\r\033[K" : ""; }
 
 // Prints and flushes the start of an operation that may take longer than a second: loading,
@@ -6093,8 +6116,9 @@ static int output_status(Run *run, int status) {
     return 1;
 }
 
-// Handles a rank's fault: that rank prints its reason at once, and the other ranks wait
-// rank_grace_ms() in die(), so that they are ended before they print anything.
+// Handles a fault of any rank by setting how long die() waits before it prints: not at all on the
+// rank at fault, which thus prints its reason at once; rank_grace_ms() on the other ranks, so that
+// they are ended before they print anything.
 static void run_note_fault(Run *run) {
     grace_ms = !this_rank.fault   ? grace_ms
                    : this_rank.failed ? 0
@@ -6116,7 +6140,7 @@ static int run_validate(Run *run, double *loss) {
     const int64_t batches = run->o.val_batches ? min_i64(run->o.val_batches, all) : all;
     double sum = 0;
     int64_t k = 0;
-    run->prepared = 0;  // its buffers are overwritten
+    run->prepared = 0;  // validation overwrites its buffers
     rank_phase("validating", RANK_RUNS);
     for (; k < batches && !run_stopping() && !run->failure[0]; k += s->ranks) {
         const int64_t own = k + s->rank;
@@ -6125,7 +6149,7 @@ static int run_validate(Run *run, double *loss) {
             snprintf(run->failure, sizeof run->failure, "%s", run->val.problem);
             this_rank.failed = 1;
         }
-        // A rank without a batch computes too: other ranks may have to all-gather its weight shard.
+        // A rank without a batch runs forward too: others may have to all-gather its weight shard.
         const RankStatus *words = engine_exchange(
             &run->engine,
             run->engine.forward_loss(&run->engine, NULL, run->inputs, run->targets));
@@ -6186,7 +6210,7 @@ static void run_sample(Run *run) {
 // each checkpoint. A faulty GPU or link would otherwise corrupt all ranks through its gradients.
 enum { REPLICA_STEPS = 100 };
 
-// Number of ranks with the same value as rank r.
+// Returns the number of ranks, r included, whose value equals that of rank r.
 static int statuses_alike(const RankStatus *words, int ranks, int r) {
     int alike = 0;
     for (int q = 0; q < ranks; q++) {
@@ -6314,8 +6338,9 @@ static void run_report(Run *run, int ends) {
     }
 }
 
-// Position of this rank's batch in micro-step `accum_step` of the step that starts at `start`. The
-// batches of the ranks are consecutive, so a step reads the same sequences on any number of ranks.
+// Returns the position, counted in sequences, of this rank's batch in micro-step `accum_step` of
+// the step that starts at position `start`. The batches of the ranks are consecutive, so a step
+// reads the same sequences on any number of ranks.
 static int64_t batch_position(const Settings *s, int64_t start, int accum_step) {
     return start + ((int64_t)accum_step * s->ranks + s->rank) * s->B;
 }
@@ -6388,11 +6413,11 @@ static void run_count_step(Run *run, const StepResult r) {
     run->last = r;
 }
 
-// One optimizer step: the micro-batches at the run's position, the update and the report. Returns 0
-// if a rank cannot go on or, on a single rank (several ranks agree once per step), if a signal came
-// before the last micro-batch started. The run is then in the state after the previous step,
-// because only the update changes the weights and the position in the data, and the first
-// micro-batch of the next step clears the gradients accumulated so far.
+// Runs one optimizer step: the micro-batches at the run's position, the update and the report.
+// Returns 0 if a rank has failed or, on a single rank (several ranks agree once per step), if a
+// signal arrived before the last micro-batch started. The run is then in the state after the
+// previous step, because only the update changes the weights and the position in the data, and the
+// first micro-batch of the next step clears the gradients accumulated so far.
 static int run_step(Run *run) {
     const Options *o = &run->o;
     const Settings *s = &run->s;
@@ -6410,8 +6435,8 @@ static int run_step(Run *run) {
             if (s->ranks == 1) {
                 return 0;
             }
-            // The other ranks wait for this rank when they exchange gradients, so it takes part
-            // with a cleared batch; no update is made from these gradients.
+            // The other ranks wait for this rank when they exchange gradients, so it computes on an
+            // all-zero batch; no update is made from these gradients.
             this_rank.failed = 1;
             memset(run->inputs, 0, (size_t)s->B * (size_t)s->T * sizeof(Token));
             memset(run->targets, 0, (size_t)s->B * (size_t)s->T * sizeof(Token));
@@ -6547,9 +6572,10 @@ static void run_train(Run *run) {
 //    the first completion.
 // 2. In a row of more than T + 1 tokens the start of the context is cut off, but never all of it.
 
-// One row of a batch: its completion, and which of the T losses belong to that.
+// One row of a batch: the completion it holds, and which of the row's T losses are those of the
+// completion's tokens.
 typedef struct {
-    int completion, last, label;  // last: the example's last row; label: its right completion
+    int completion, last, label;  // last: the example's last row; label: its correct completion
     int first, count, cut;        // losses first to first + count; cut: the context was cut
 } EvalRow;
 
@@ -6559,7 +6585,7 @@ typedef struct {
     int by_sum, by_mean;  // their completions
 } EvalScore;
 
-// Token i of the context followed by completion k; 0 after the end of both.
+// Returns token i of the context followed by completion k; 0 after the end of both.
 static Token eval_token(const EvalExample *x, int k, int i) {
     const EvalTokens *context = &x->texts[0], *completion = &x->texts[1 + k];
     const int after = i - context->count;
@@ -6568,7 +6594,7 @@ static Token eval_token(const EvalExample *x, int k, int i) {
                                        : 0;
 }
 
-// Writes the row of completion k, of at most T tokens, as T inputs and T targets.
+// Writes the row of completion k, a completion of at most T tokens, as T inputs and T targets.
 static EvalRow eval_row(Token *inputs, Token *targets, const EvalExample *x, int k, int T) {
     const int context = x->texts[0].count, count = x->texts[1 + k].count;
     const int drop = context + count > T + 1 ? context + count - T - 1 : 0;
@@ -6613,7 +6639,8 @@ static ScoreText eval_text(const EvalScore *score) {
     return text;
 }
 
-// Sums the ranks' scores. They are integer counts, so the order does not matter.
+// Replaces the counts in `score` by their sums over all ranks. They are integers, so the order of
+// the sum does not matter.
 static void eval_total(Run *run, EvalScore *score) {
     EvalScore *scores = (EvalScore *)alloc_zero((size_t)run->s.ranks, sizeof *scores);
     engine_gather(&run->engine, scores, score, sizeof *score);
