@@ -6718,7 +6718,7 @@ static void command_print(const char *program, const Options *o) {
 enum { BY_LEVEL, BY_TYPE, BY_HOME, BY_BATCH, AXES };
 enum { SAME_BITS, OTHER_SPLIT, OTHER_NUMBERS };  // effect of a change on the numbers
 
-// One or several changes, as options of a command line, and their price.
+// A remedy: one or several changes, as options of a command line, and their price.
 typedef struct {
     int steps[AXES];
     char option[128], cost[96];
@@ -6939,7 +6939,7 @@ static void plan_refuse_host(const Plan *p, size_t available, const char *limit)
     }
 }
 
-// The printed plan. Output of --plan, as text and as JSON.
+// The printed plan: output of --plan, as text and as JSON.
 
 // Prints the command that trains with these options and levels on the CPU or a GPU: this program as
 // it was called or, if the CPU program has planned a GPU run, train_gpt2cu in the same folder.
@@ -8092,7 +8092,8 @@ static void refuse_renamed(const char *output) {
     }
 }
 
-// The newest checkpoint of the output folder whose files match its manifest.
+// The newest checkpoint of the output folder whose files match its manifest, as
+// run_choose_checkpoint() finds it.
 typedef struct {
     int64_t step;   // -1: none
     int64_t files;  // number of ranks that wrote states
@@ -8290,8 +8291,8 @@ static void run_forecast(Run *run, const Program *program) {
     }
 }
 
-// Step 7: everything with side effects: output folder, start-up box, engine, weights from a
-// checkpoint or new ones, log, forecast. The folder is locked first, so that two runs never write
+// Step 7: performs everything with side effects: output folder, start-up box, engine, weights from
+// a checkpoint or new ones, log, forecast. The folder is locked first, so that two runs never write
 // to the same one; the log is opened after the weights, because a resume truncates it to the step
 // of its checkpoint.
 static void run_begin(Run *run, const Program *program, const Model *m) {

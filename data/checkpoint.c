@@ -57,7 +57,8 @@ enum {
     FILE_STATE, MAX_RANKS = 1024, CHECKPOINT_FILES = FILE_STATE + MAX_RANKS, FILE_NAME = 48
 };
 
-// Name of a file; FILE_STATE + r is the state file of rank r.
+// Writes the name of a file (FILE_MODEL, ...); FILE_STATE + r is the state file of rank r, 0 <= r <
+// ranks.
 static void file_name(char name[FILE_NAME], int file, int ranks) {
     static const char *const names[FILE_STATE] = {
         "model.safetensors", "config.json", "merges.txt", "vocab.json", "tokenizer_config.json",
@@ -524,7 +525,8 @@ static void save_agree(Saving *save) {
     die("%s", save->problem);
 }
 
-// Last phase, rank 0 only: writes the manifest and renames the folder to its final name.
+// Performs the last phase of saving, on rank 0 only: writes the manifest and renames the folder to
+// its final name.
 static void save_finish(Saving *save, const char *output, const char *path) {
     char aside[PATH_BYTES];
     path_print(aside, "%s.damaged", path);

@@ -459,7 +459,7 @@ typedef struct {
     int32_t words[8];  // magic number, version, then fields that depend on the kind of file
 } LlmcHeader;
 
-// True if the bytes begin with the magic number of `kind` (LLMC_*).
+// Returns 1 if the first four bytes are the magic number of `kind` (LLMC_*).
 static int llmc_is(int kind, const unsigned char *bytes, size_t size) {
     int32_t magic = 0;
     memcpy(&magic, bytes, size < sizeof magic ? size : sizeof magic);
@@ -515,8 +515,9 @@ static const uint32_t sha256_k[64] = {
 #if defined(__SHA__) && defined(__SSE4_1__)
 static inline __m128i sha256_load(const void *p) { return _mm_loadu_si128((const __m128i *)p); }
 
-// The SHA instructions as compiler built-ins. immintrin.h has better names for them, but with GCC
-// 13 and 14 it also uses built-ins that nvcc up to 12.6 does not know, so the build would fail.
+// Performs two rounds. This and the functions below use the SHA instructions as compiler built-ins.
+// immintrin.h has better names for them, but with GCC 13 and 14 it also uses built-ins that nvcc up
+// to 12.6 does not know, so the build would fail.
 static inline __m128i sha256_two_rounds(__m128i a, __m128i b, __m128i k) {
     return (__m128i)__builtin_ia32_sha256rnds2((__v4si)a, (__v4si)b, (__v4si)k);
 }
@@ -572,7 +573,7 @@ static void sha256_blocks(uint32_t h[8], const unsigned char *p, size_t count) {
 
 static uint32_t rotate_right(uint32_t x, int n) { return x >> n | x << (32 - n); }
 
-// Plain C. If the x86 version is compiled too, only tests call this one.
+// Updates the hash in plain C. If the x86 version is compiled too, only tests call this one.
 __attribute__((unused)) static void sha256_blocks_plain(uint32_t s[8], const unsigned char *p,
                                                         size_t count) {
     for (; count > 0; count--, p += 64) {
