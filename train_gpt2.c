@@ -6740,8 +6740,8 @@ static void run_print_score(const Run *run, const EvalFile *f, const EvalScore *
 // 20. Plan report and remedies
 // The printed plan, and the changes that would make a run fit, with their prices.
 
-// Remedies. Changes that make a plan smaller or make it fit, as a user would type them, with their
-// prices.
+// Remedies: changes that make a plan smaller or make it fit, as options that a user would type. The
+// price of a remedy is the extra time per token, its effect on the numbers and the host memory.
 
 // argv[0], so that a printed command starts this program from the same working directory.
 static const char *program_command = "./train_gpt2";
@@ -6766,11 +6766,12 @@ static void command_print(const char *program, const Options *o) {
     }
 }
 
-// Changes that free memory are steps on four axes; step 0 changes nothing.
+// Changes that free memory are steps on four axes: recomputation level, number types, offload tier
+// and batch. Step 0 of an axis changes nothing.
 enum { BY_LEVEL, BY_TYPE, BY_HOME, BY_BATCH, AXES };
 enum { SAME_BITS, OTHER_SPLIT, OTHER_NUMBERS };  // effect of a change on the numbers
 
-// One or several changes, as options of a command line, and their price.
+// A remedy: one or several changes, as options of a command line, and their price.
 typedef struct {
     int steps[AXES];
     char option[128], cost[96];
@@ -6781,7 +6782,7 @@ typedef struct {
 } Remedy;
 enum { MAX_REMEDIES = 128 };
 
-// Number of steps on an axis. Those of the batch halve it, down to 1.
+// Returns the number of steps on an axis. Each step of BY_BATCH halves the batch, down to 1.
 static int axis_steps(const Settings *s, int axis) {
     int halvings = 0;
     if (s->forward) {
@@ -6796,7 +6797,8 @@ static int axis_steps(const Settings *s, int axis) {
                              : halvings;
 }
 
-// Changes the batch. The rows of a classifier chunk follow the default if they had it before.
+// Sets the micro-batch to B sequences. If the rows per classifier chunk (--logit-rows) were the
+// default, they become the default for B; otherwise they are only limited to B x T.
 static void settings_batch(Settings *s, int B) {
     const size_t element = type_bytes(s->dtype);
     const int64_t N = (int64_t)s->B * s->T, changed = (int64_t)B * s->T;
@@ -6806,9 +6808,10 @@ static void settings_batch(Settings *s, int B) {
                                 : min_i64(s->logit_rows, changed));
 }
 
-// Takes a step on an axis and prints it into `option`. Returns 0 if it changes nothing. The low
-// halves of the master weights are dropped (-w none) only in addition to bf16 moments: alone that
-// frees less memory than bf16 moments do, and it changes the numbers too.
+// Applies one step of an axis to the settings and prints it as an option into `option`. Returns 0
+// if it changes nothing. The low halves of the master weights are dropped (-w none) only in
+// addition to bf16 moments: alone that frees less memory than bf16 moments do, and it changes the
+// numbers too.
 static int axis_apply(Settings *s, int axis, int step, char option[64]) {
     const Settings before = *s;
     char offload[64];
@@ -6888,14 +6891,14 @@ static int plan_remedies(const Plan *p, Remedy list[MAX_REMEDIES]) {
     return n;
 }
 
-// Sorts by effect on the numbers, smallest first, then by cost in time.
+// Compares remedies by their effect on the numbers, smallest first, then by their cost in time.
 static int remedy_compare(const void *a, const void *b) {
     const Remedy *x = (const Remedy *)a, *y = (const Remedy *)b;
     return x->kind != y->kind ? x->kind - y->kind
                               : (x->slower > y->slower) - (x->slower < y->slower);
 }
 
-// True if `steps` includes one of the `n` remedies, i.e. is at least as large on every axis.
+// Returns 1 if `steps` is at least as large on every axis as one of the n remedies in `list`.
 static int remedy_includes(const Remedy *list, int n, const int *steps) {
     for (int i = 0; i < n; i++) {
         int axis = 0;
@@ -6933,13 +6936,13 @@ static int plan_changes(const Plan *p, const MemoryBudget *budget, Remedy list[M
     return n;
 }
 
-// Messages if no change makes a plan fit: for training, --generate and --eval.
+// Error messages if no change makes a plan fit: for training, --generate and --eval.
 static const char no_change[] = "no settings make it fit";
 static const char generate_change[] =
     "--generate takes weights and a KV cache; a smaller --seq-len (-t) makes the cache smaller";
 static const char eval_change[] =
     "--eval takes weights and a batch on its way forward; a smaller --batch (-b) takes less";
-// The one of these messages that applies to a run.
+// Returns the one of these messages that applies to a run.
 static const char *plan_no_change(const Settings *s) {
     return s->cache ? generate_change : s->forward ? eval_change : no_change;
 }
@@ -6979,7 +6982,7 @@ static void plan_refuse(const Plan *p, size_t need, size_t available) {
         bytes_text((double)available).s, available_limit, bytes_text((double)missing).s, line);
 }
 
-// The same for the host memory that a rank pins, of which `available` bytes are its share.
+// Ends the run if a rank would pin more than `available` bytes, its share of the host's memory.
 static void plan_refuse_host(const Plan *p, size_t available, const char *limit) {
     if (p->host_bytes > available) {
         die("the plan keeps %s in host memory%s, only %s are available (%s): %s short; fewer "
@@ -6989,7 +6992,7 @@ static void plan_refuse_host(const Plan *p, size_t available, const char *limit)
     }
 }
 
-// The printed plan. Output of --plan, as text and as JSON.
+// The printed plan: output of --plan, as text and as JSON.
 
 // Prints the command that trains with these options and levels on the CPU or a GPU: this program as
 // it was called or, if the CPU program has planned a GPU run, train_gpt2cu in the same folder.
@@ -7023,7 +7026,8 @@ static void choice_print(const Plan *p, const Options *o) {
     }
 }
 
-// Name of a tick in --plan --json and dev/report.py: `head`, `3.qkv`, `3.re-qkv` (recomputed).
+// Writes the name of a tick (one stage of a micro-step) as in --plan --json and dev/report.py:
+// `head`, `3.qkv`, `3.re-qkv` (recomputed).
 static void tick_name(char name[32], const Settings *s, int tick) {
     Tick t = tick_at(s, tick);
     if (t.layer < 0) {
@@ -7054,7 +7058,7 @@ static void plan_print_json(const Plan *p) {
     printf("]}\n");
 }
 
-// Prints the usual rule of thumb for memory and why the plan differs. The rule: 16 bytes per
+// Prints the common rule of thumb for memory and why the plan differs. The rule: 16 bytes per
 // parameter for weights, gradients and moments, every activation in fp32, and 2 GB for libraries.
 static void plan_print_thumb(const Plan *p, size_t total) {
     const Settings *s = &p->settings;
@@ -7153,7 +7157,7 @@ static void plan_print_remedies(const Plan *p, const MemoryBudget *budget, size_
     free(list);
 }
 
-// The ZeRO stage (-z) that shards the same states as these settings.
+// Returns the ZeRO stage (-z) that shards the same states as these settings.
 static int settings_zero(const Settings *s) {
     const int moments = s->placement[KIND_MOMENTS] & PLACE_SHARD;
     return (moments + (s->placement[KIND_GRADIENTS] & PLACE_SHARD) +
@@ -7246,7 +7250,7 @@ static void fit_options(const Options *o, const Model *m) {
                 minimum_decides[i]);
         }
     }
-    // If a larger batch divides -d's tokens, so does the smallest one that is tried.
+    // If a larger batch divides the tokens per step (-d), so does the smallest one that is tried.
     memset(&least, 0, sizeof least);
     least.ranks = (int)o->gpus;
     least.B = o->fit && option_given(o, "batch") ? (int)o->batch : 1;
@@ -7265,13 +7269,14 @@ typedef struct {
 } FitPoint;
 enum { MAX_POINTS = 4096 };
 
-// Number types that --fit any and --fit all try with bf16 weights; row 0: as asked.
+// Number types that --fit any and --fit all try with bf16 weights; row 0 stands for those that the
+// options give.
 static const struct {
     int64_t moments, master;
 } fit_types[] = {{0, 0}, {MOMENTS_BF16, MASTER_SPLIT}, {MOMENTS_BF16, MASTER_NONE}};
 enum { FIT_TYPES = sizeof fit_types / sizeof fit_types[0] };
 
-// The micro-batches that --fit tries: 1, 2, 3, 4, 6, 8, 12, 16, ...
+// Returns the micro-batch that --fit tries after B: 1, 2, 3, 4, 6, 8, 12, 16, ...
 static int next_batch(int B) { return B < 2 ? B + 1 : B & (B - 1) ? B / 3 * 4 : B / 2 * 3; }
 
 // Completes a candidate of --fit from its options: settings, memory plan and predicted speed. If
@@ -7334,7 +7339,7 @@ static int fit_points(FitPoint list[MAX_POINTS], const Options *asked, const Mod
             f->type = type;
             f->tier = i / levels % tiers;
             if (asked->gpus > 1 && offload_tiers[f->tier] == HOST_GRADIENTS) {
-                break;  // gradients of several GPUs stay on them: the same as the tier before
+                break;  // gradients of several GPUs stay on the device: same as the previous tier
             }
             if (asked->logit_rows > B * T) {
                 continue;  // a run requires --logit-rows of at most B x T
@@ -7354,7 +7359,7 @@ static int fit_points(FitPoint list[MAX_POINTS], const Options *asked, const Mod
     return n;
 }
 
-// Prints a row of the table of fit_print_points().
+// Prints one candidate as a row of the table of fit_print_points().
 static void fit_print_point(const FitPoint *f) {
     char offload[64], types[64] = "";
     const Settings *s = &f->settings;
@@ -7367,8 +7372,9 @@ static void fit_print_point(const FitPoint *f) {
            count_text((int64_t)f->tokens_per_s).s, offload_text(offload, s));
 }
 
-// True if point i is dominated: another point is no slower, takes no more device or host memory,
-// and is strictly better in at least one of these (on a tie, the earlier one in the list wins).
+// Returns 1 if candidate i is dominated: another one is no slower, takes no more device or host
+// memory, and is strictly better in at least one of these (if all three are equal, the candidate
+// earlier in the list wins).
 static int fit_is_beaten(const FitPoint *list, int n, int i) {
     const FitPoint *f = &list[i];
     for (int k = 0; k < n; k++) {
@@ -7383,16 +7389,16 @@ static int fit_is_beaten(const FitPoint *list, int n, int i) {
     return 0;
 }
 
-// True if `a` is simpler than `b`, which is about as fast: it has fewer states in host memory, else
-// fewer narrow number types, else a smaller batch.
+// Returns 1 if candidate `a` is simpler than `b`, which is about as fast: it has fewer states in
+// host memory; if equal, fewer narrow number types; if equal, a smaller batch.
 static int point_is_simpler(const FitPoint *a, const FitPoint *b) {
     return a->tier != b->tier   ? a->tier < b->tier
            : a->type != b->type ? a->type < b->type
                                 : a->o.batch < b->o.batch;
 }
 
-// The simplest point within half a percent of the fastest, among those of a number type and an
-// offload tier (-1: any). NULL if there is none.
+// Returns the simplest candidate within half a percent of the fastest, among those with the given
+// row of fit_types and of offload_tiers (-1: any), or NULL if there is none.
 static const FitPoint *fit_fastest(const FitPoint *list, int n, int type, int tier) {
     const FitPoint *best = NULL;
     double most = 0;
@@ -7408,9 +7414,9 @@ static const FitPoint *fit_fastest(const FitPoint *list, int n, int type, int ti
     return best;
 }
 
-// The point that --fit recommends. With -d, which fixes the tokens per step (`held`): the fastest
-// overall. Without it step sizes differ, so speeds are not comparable across offload tiers: the
-// fastest on the lowest tier that fits.
+// Returns the candidate that --fit recommends. With -d, which fixes the tokens per step (`held`),
+// it is the fastest overall. Without -d, step sizes differ, so speeds are not comparable across
+// offload tiers: it is the fastest on the lowest tier that fits.
 static const FitPoint *fit_choose(const FitPoint *list, int n, int held) {
     const FitPoint *best = held ? fit_fastest(list, n, -1, -1) : NULL;
     for (int tier = 0; tier < OFFLOAD_TIERS && !best; tier++) {
@@ -7419,15 +7425,15 @@ static const FitPoint *fit_choose(const FitPoint *list, int n, int held) {
     return best;
 }
 
-// Sorts by device bytes, then by host bytes.
+// Compares candidates by device bytes, then by host bytes.
 static int point_compare(const void *a, const void *b) {
     const FitPoint *x = (const FitPoint *)a, *y = (const FitPoint *)b;
     return x->bytes != y->bytes ? (x->bytes > y->bytes) - (x->bytes < y->bytes)
                                 : (x->host_bytes > y->host_bytes) - (x->host_bytes < y->host_bytes);
 }
 
-// Prints the rows of --fit: the fastest point of each number type and offload tier or, with `all`,
-// every point that is not dominated, sorted by device bytes.
+// Prints the table of --fit: the fastest candidate of each number type and offload tier or, with
+// `all`, every candidate that is not dominated, sorted by device bytes.
 static void fit_print_points(const FitPoint *list, int n, int all) {
     FitPoint *rows = (FitPoint *)alloc_zero(MAX_POINTS, sizeof *rows);
     int count = 0;
@@ -7453,14 +7459,15 @@ static void fit_print_points(const FitPoint *list, int n, int all) {
     free(rows);
 }
 
-// Prints which of these settings change the numbers of a run.
+// Prints which of these settings change the numbers that a run computes. `split` is appended to the
+// part about the settings that do not.
 static void print_changes(const Settings *s, const char *split) {
     printf("same bits as any other -r and --offload%s%s%s\n", split,
            s->moment_dtype == TYPE_BF16 ? "; --moments bf16 changes numbers" : "",
            s->dtype == TYPE_BF16 && !s->split_master ? "; -w none changes numbers" : "");
 }
 
-// Text to append to a number of bytes per GPU; empty with one GPU.
+// Returns the text to append to a number of bytes per GPU; "" with one GPU.
 static ShortText each_text(const Options *o) {
     ShortText text = {""};
     if (o->gpus > 1) {
@@ -7469,7 +7476,8 @@ static ShortText each_text(const Options *o) {
     return text;
 }
 
-// Device memory of a rank that is reserved for libraries, including NCCL's buffers.
+// Returns the bytes of device memory of a rank that are reserved for libraries, including NCCL's
+// buffers.
 static double reserved_bytes(const Options *o, size_t library) {
     Settings s;
     memset(&s, 0, sizeof s);
@@ -7561,8 +7569,8 @@ static void minimum_command(const Options *asked, const Model *m, int cpu) {
 // The speed of this machine, from which a plan forecasts a run: on the CPU small models are timed
 // for every plan; on a GPU the speed is the one that earlier runs measured and cached.
 
-// Returns the seconds of a micro-step, and sets *update to those of an update, for a model with
-// settings `s` and arbitrary weights: the median of three, after a warm-up.
+// Returns the seconds of a micro-step, and sets *update to those of an optimizer update, for a
+// model with settings `s` and arbitrary weights. Both are the median of three, after a warm-up.
 static double engine_seconds(const Program *program, const Settings *s, double *update) {
     enum { TIMES = 3 };
     double micro_ms[TIMES], update_ms[TIMES];
@@ -7576,7 +7584,7 @@ static double engine_seconds(const Program *program, const Settings *s, double *
     options_default(&o);
     plan_build(&p, s);
     program->open(&e, &p);
-    for (int i = 0; i < PIECE; i++) {  // computing with zeros would be faster
+    for (int i = 0; i < PIECE; i++) {  // all-zero weights would be faster
         piece[i] = (real)(0.004 * (i * 7 % 11 - 5));
     }
     for (int64_t i = 0; i < all; i += PIECE) {
@@ -7602,15 +7610,16 @@ static double engine_seconds(const Program *program, const Settings *s, double *
     return 1e-3 * median(micro_ms, TIMES);
 }
 
-// Estimated FLOPs of a calibration: four micro-steps each of two blocks, of two blocks with
-// recomputation, and of one block with the vocabulary.
+// Returns the estimated FLOPs of a calibration (speed_measure): four micro-steps each of two
+// blocks, of two blocks with recomputation, and of one block with the vocabulary.
 static double calibration_flops(const Settings *s) {
     const double C = s->model.C;
     return (800 * C * C + 24 * C * s->model.Vp) * s->B * s->T;
 }
 
-// The settings of a calibration: few blocks of the run's width, with B and then T halved until it
-// takes at most `flops`. A full batch is better: the activations of a small one stay in caches.
+// Returns the settings of a calibration: two blocks of the run's width, with B and then T halved
+// until it takes at most `flops`. They are halved no further, because the activations of a small
+// batch stay in caches.
 static Settings calibration_settings(const Settings *run, double flops) {
     Settings s = *run;
     memset(s.placement, 0, sizeof s.placement);
@@ -7626,12 +7635,13 @@ static Settings calibration_settings(const Settings *run, double flops) {
     return s;
 }
 
-// Measures how fast this machine is at a run's settings: the usual rates, corrected by the times of
-// small models with one and with two of the run's blocks. Two blocks with a tiny vocabulary give
-// the time of the blocks, the same with -r block the time of recomputation, and one block with the
-// run's vocabulary the rest. A smaller batch is assumed to take the same time per token.
-// `dev/bench/cpu.c forecast` compares the result with the steps of ten settings. Returns 0 if the
-// small models need more than `bytes` of memory, or timing them more than `flops`.
+// Measures how fast this machine is at a run's settings: the default rates (speed_usual), corrected
+// by the times of small models with one and with two of the run's blocks. Two blocks with a tiny
+// vocabulary give the time of the blocks, the same with -r block the time of recomputation, and one
+// block with the run's vocabulary the time of everything else. A smaller batch is assumed to take
+// the same time per token. `dev/bench/cpu.c forecast` compares the result with the steps of ten
+// settings. Returns 0 if the small models need more than `bytes` of memory, or timing them more
+// than `flops` FLOPs.
 static int speed_measure(Speed *speed, const Program *program, const Settings *run, size_t bytes,
                          double flops) {
     enum { TWO, AGAIN, ONE, MODELS };
@@ -7671,7 +7681,8 @@ static int speed_measure(Speed *speed, const Program *program, const Settings *r
     return 1;
 }
 
-// Cache key of a GPU's speed, all that it depends on: GPU name, model width, batch and types.
+// Writes the cache key of a GPU's speed, which contains all that the speed depends on: GPU name,
+// model width, batch and types.
 static void speed_key(char key[192], const char *device, const Settings *s) {
     const Model *m = &s->model;
     snprintf(key, 192, "%.80s: C %d NH %d V %d B %d T %d rows %d types %d %d %d %d", device, m->C,
@@ -7726,10 +7737,10 @@ static void speed_save(const Speed *v, const char *key) {
     }
 }
 
-// Fills in the speed of this machine for a plan, if it can be known. The CPU's speed is measured,
-// which may take no longer than three steps, or than 15 % of a run of `steps` steps (0: unknown);
-// half of that limit is for the FLOPs that calibration_flops() counts. A GPU's speed is read from
-// the cache.
+// Fills in the speed of this machine for a plan, if it can be measured or is cached. The CPU's
+// speed is measured, which may take no longer than three steps, or than 15 % of a run of `steps`
+// steps (0: unknown); half of that limit is for the FLOPs that calibration_flops() counts. A GPU's
+// speed is read from the cache.
 static void budget_measure(MemoryBudget *budget, const Program *program, const Settings *s,
                            int64_t micros, int64_t steps) {
     const double step = model_flops_per_token(&s->model, s->T) * s->B * s->T * (double)micros;
@@ -7756,8 +7767,9 @@ static void budget_measure(MemoryBudget *budget, const Program *program, const S
     }
 }
 
-// Estimated seconds of a micro-step at the usual rates. If it is limited by computation on a GPU
-// whose peak is known, it is scaled by the ratio of the usual GPU's peak to this one's.
+// Returns the estimated seconds of a micro-step at the default rates (speed_usual). If it is
+// limited by computation on a GPU whose peak is known (peak_flops > 0, in FLOP/s), it is scaled by
+// the ratio of the default GPU's peak to this one's.
 static double micro_guess(const Settings *s, double peak_flops) {
     const Speed usual = speed_usual(s);
     const double computes = forecast_micro(&usual, s, 1);
@@ -7766,7 +7778,7 @@ static double micro_guess(const Settings *s, double peak_flops) {
     return micro > computes ? micro : computes / share;
 }
 
-// Estimated seconds of a step outside of its micro-steps, at the usual rates.
+// Returns the estimated seconds of a step outside of its micro-steps, at the default rates.
 static double update_guess(const Settings *s) {
     const Speed usual = speed_usual(s);
     return fmax(2 * forecast_step(&usual, s, 1) - forecast_step(&usual, s, 2), 0);
@@ -7802,8 +7814,8 @@ static void speed_keep(const Program *program, const Settings *s, double seconds
 // the first five steps only read, and the sixth compares the plan with the available memory.
 
 // Step 1 with several GPUs: detects the ranks that a launcher has started, or starts those of
-// --gpus, of which this process may become one. Afterwards o->gpus is the number of ranks. Ends the
-// run if this program cannot train on several ranks.
+// --gpus; this process may then become one of them. Afterwards o->gpus is the number of ranks. Ends
+// the run if this program cannot train on several ranks.
 static void run_find_ranks(Run *run, const Program *program) {
     Options *o = &run->o;
     char text[64], asks[64];
@@ -7839,9 +7851,10 @@ static void run_find_ranks(Run *run, const Program *program) {
     o->quiet |= this_rank.rank > 0;
 }
 
-// The handshake of the ranks, before any of them makes its plan: settings that depend on the
-// available memory are chosen identically on all ranks, for the one with the least. Ends the run if
-// the ranks cannot train together. Returns the budget that every rank has; `budget` is this rank's.
+// Performs the handshake of the ranks before any of them makes its plan: settings that depend on
+// the available memory are chosen identically on all ranks, for the one with the least. Ends the
+// run if the ranks cannot train together. Returns the budget that every rank has; `budget` is this
+// rank's.
 static MemoryBudget run_handshake(const Run *run, const Program *program,
                                   const MemoryBudget *budget) {
     MemoryBudget least = *budget;
@@ -7876,8 +7889,8 @@ static ModelKind run_choose_model(Run *run, const Program *program, Model *m) {
     return kind;
 }
 
-// Chooses the data of a run without -i: the first prepared corpus in data/ of the working
-// directory, else in data/ next to the program. For a model with GPT-2's vocabulary, a corpus of
+// Chooses the data of a run without -i: the first prepared data set in data/ of the working
+// directory, else in data/ next to the program. If the model has GPT-2's vocabulary, a data set of
 // GPT-2 tokens is preferred to one of bytes. Leaves the options unchanged if none is prepared.
 static void default_data(Options *o, int is_gpt2) {
     static const char *const names[] = {"tinyshakespeare_gpt2", "tinyshakespeare_bytes",
@@ -7950,16 +7963,16 @@ static void run_choose_data(Run *run, Model *m, ModelKind kind) {
     model_vocabulary(m, kind, o, run->train.shards ? &run->train : NULL);
 }
 
-// Host memory that a process uses in addition to its plan: the matrix that saving a checkpoint
-// transposes, of 16 C^2 bytes, plus a quarter of that; and 16 MiB for buffers of files,
-// vocabularies and the program. If plans used all memory, as -r auto and --offload auto may, a job
-// with a memory limit would be killed at its first checkpoint.
+// Returns the bytes of host memory that a process uses in addition to its plan: the matrix that
+// saving a checkpoint transposes, of 16 C^2 bytes, plus a quarter of that; and 16 MiB for buffers
+// of files, vocabularies and the program. If plans used all memory, as -r auto and --offload auto
+// may, a job with a memory limit would be killed at its first checkpoint.
 static size_t outside_plan_bytes(const Model *m) {
     return (16 << 20) + 20 * (size_t)m->C * (size_t)m->C;
 }
 
-// The memory and speed of this machine that a run can use. --gpu-mem limits a GPU to a card of that
-// size, less the memory of its context and libraries.
+// Returns the memory available to a run on this machine, and the default rates as its speed.
+// --gpu-mem limits a GPU to a card of that size, less the memory of its context and libraries.
 static MemoryBudget budget_at_hand(const Program *program, const Options *o, const Settings *s) {
     MemoryBudget budget;
     memset(&budget, 0, sizeof budget);
@@ -8132,7 +8145,8 @@ static void refuse_renamed(const char *output) {
     }
 }
 
-// The newest checkpoint of the output folder whose files match its manifest.
+// The newest checkpoint of the output folder whose files match its manifest, as
+// run_choose_checkpoint() finds it.
 typedef struct {
     int64_t step;   // -1: none
     int64_t files;  // number of ranks that wrote states
@@ -8293,13 +8307,13 @@ static int64_t run_engine_open(Run *run, const Program *program, const Model *m)
     return step;
 }
 
-// Forecasts the time of a step by timing micro-batches of the run itself, after everything that can
-// be refused has been checked. They do not affect training, because the first micro-batch of a step
-// clears the gradients. On the CPU two are timed, if at least 21 steps remain; the first one is not
-// counted, because it touches the memory for the first time. A GPU has been warmed up already: one
-// is timed, if at least 50 remain and if it should take at most half a second. Shorter runs and
-// runs on several GPUs have no forecast. The update is not timed, because it would change the
-// weights; its time is estimated from the usual rates.
+// Forecasts the time of a step by timing micro-batches of the run itself, after all checks that can
+// refuse the run. They do not affect training, because the first micro-batch of a step clears the
+// gradients. On the CPU two are timed, if at least 21 steps remain; the first one is not counted,
+// because it touches the memory for the first time. A GPU has been warmed up already: one
+// micro-batch is timed, if at least 50 steps remain and if it should take at most half a second.
+// Shorter runs and runs on several GPUs have no forecast. The update is not timed, because it would
+// change the weights; its time is estimated from the default rates.
 static void run_forecast(Run *run, const Program *program) {
     const Settings *s = &run->s;
     const int64_t left = run->steps - run->state.step, micros = left * run->accum_steps;
@@ -8330,8 +8344,8 @@ static void run_forecast(Run *run, const Program *program) {
     }
 }
 
-// Step 7: everything with side effects: output folder, start-up box, engine, weights from a
-// checkpoint or new ones, log, forecast. The folder is locked first, so that two runs never write
+// Step 7: performs everything with side effects: output folder, start-up box, engine, weights from
+// a checkpoint or new ones, log, forecast. The folder is locked first, so that two runs never write
 // to the same one; the log is opened after the weights, because a resume truncates it to the step
 // of its checkpoint.
 static void run_begin(Run *run, const Program *program, const Model *m) {
@@ -8350,7 +8364,7 @@ static void run_begin(Run *run, const Program *program, const Model *m) {
     if (this_rank.rank > 0) {
         return;
     }
-    if (o->keep && resume_step >= 0) {  // a run killed before this has not done it
+    if (o->keep && resume_step >= 0) {  // the run may have been killed before it pruned
         checkpoint_prune(o->output, o->keep, resume_step);
     }
     if (o->output[0]) {
@@ -8370,7 +8384,7 @@ static void run_begin(Run *run, const Program *program, const Model *m) {
     run_flush(run);
 }
 
-// Frees everything a finished run holds. Datasets that were never opened are all zero.
+// Frees everything that a finished run allocated. Datasets that were never opened are all zero.
 static void run_close(Run *run) {
     rank_phase("ending", RANK_RUNS);
     run->engine.close(&run->engine);

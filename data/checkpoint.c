@@ -57,7 +57,8 @@ enum {
     FILE_STATE, MAX_RANKS = 1024, CHECKPOINT_FILES = FILE_STATE + MAX_RANKS, FILE_NAME = 48
 };
 
-// Name of a file; FILE_STATE + r is the state file of rank r.
+// Writes the name of a file (FILE_MODEL, ...); FILE_STATE + r is the state file of rank r, 0 <= r <
+// ranks.
 static void file_name(char name[FILE_NAME], int file, int ranks) {
     static const char *const names[FILE_STATE] = {
         "model.safetensors", "config.json", "merges.txt", "vocab.json", "tokenizer_config.json",
@@ -69,8 +70,8 @@ static void file_name(char name[FILE_NAME], int file, int ranks) {
     }
 }
 
-// Finds a file by its name; -1: not a file of a checkpoint. *ranks: for a state file the number of
-// ranks in its name, else 0.
+// Returns the number of the file with this name (FILE_MODEL, ...), or -1 if it is not a file of a
+// checkpoint. *ranks receives the number of ranks in the name of a state file, and 0 for others.
 static int file_find(const char *name, int *ranks) {
     char text[FILE_NAME];
     // Printing the parsed numbers must give the same name: no signs, spaces or leading zeros.
@@ -90,9 +91,9 @@ static int file_find(const char *name, int *ranks) {
     return -1;
 }
 
-// Removes a checkpoint's folder, the manifest first, so that a kill never leaves a folder that
-// looks complete. If the folder is a symbolic link, only the link is removed: its target was put
-// elsewhere on purpose.
+// Removes a checkpoint's folder, the manifest first, so that a process killed meanwhile never
+// leaves a folder that looks complete. If the folder is a symbolic link, only the link is removed:
+// its target was put elsewhere on purpose.
 static void checkpoint_remove(const char *folder) {
     char path[PATH_BYTES];
     if (readlink(folder, path, sizeof path) >= 0) {
@@ -118,8 +119,8 @@ static void checkpoint_remove(const char *folder) {
     slow_end();
 }
 
-// State of a run apart from its tensors. Random numbers are functions of the seed and these
-// counters.
+// The state of a run apart from its tensors. Random numbers are functions of the seed and these
+// counters, so no generator state is saved.
 typedef struct {
     int64_t step, updates, position, skipped;  // position: sequences consumed (chapter Data)
     int64_t pending_validation;  // 1: a signal interrupted the validation after `step`
@@ -136,7 +137,7 @@ static const struct {
     int64_t most;  // AS_STEP: at most `step`; AS_UPDATES: exactly `step` - `skipped`
 } counter_rows[] = {{"step", offsetof(RunState, step), 0, 99999999},
                     {"skipped", offsetof(RunState, skipped), 0, AS_STEP},
-                    {"updates", offsetof(RunState, updates), 0, AS_UPDATES},  // once both are known
+                    {"updates", offsetof(RunState, updates), 0, AS_UPDATES},  // needs the two above
                     {"position", offsetof(RunState, position), 0, (int64_t)1 << 53},
                     {"norm_count", offsetof(RunState, norms.count), 0, AS_STEP},
                     {"pending_validation", offsetof(RunState, pending_validation), 1, 1},
@@ -148,8 +149,9 @@ static int64_t *counter(RunState *state, int i) {
     return (int64_t *)(void *)((char *)state + counter_rows[i].offset);
 }
 
-// Text that must be equal in a run and in the checkpoint it resumes from: properties of the model
-// and the data, and the options whose table row says SAME.
+// Writes the identity of a run: text that must be equal in a run and in the checkpoint it resumes
+// from. It contains properties of the model and the data, and the options whose table row says
+// SAME.
 enum { IDENTITY_BYTES = 512 };
 static void run_identity(char identity[IDENTITY_BYTES], const Settings *s, const Options *o,
                          const Dataset *d) {
@@ -195,7 +197,8 @@ static void config_save(const Model *m, Writer *w) {
     writer_put(w, text, (size_t)n);
 }
 
-// Writes a token in GPT-2's alphabet for bytes (chapter Tokenizer) as UTF-8. Returns its length.
+// Writes a token in GPT-2's byte-to-Unicode mapping (chapter Tokenizer), encoded as UTF-8. Returns
+// the number of bytes written.
 static size_t token_in_alphabet(char out[2 * BPE_LONGEST], const char *bytes, int n) {
     size_t length = 0;
     for (int i = 0; i < n; i++) {
@@ -210,8 +213,8 @@ static size_t token_in_alphabet(char out[2 * BPE_LONGEST], const char *bytes, in
     return length;
 }
 
-// Number of bytes of the first of the two tokens that merge `id` joins: applying all earlier merges
-// to the bytes of token `id` leaves these two.
+// Returns the number of bytes of the first of the two tokens that merge `id` joins: applying all
+// earlier merges to the bytes of token `id` leaves these two.
 static int merge_left(const Bpe *bpe, int id) {
     const char *bytes;
     int start[BPE_LONGEST + 1] = {0}, parts = bpe_bytes(bpe, id, &bytes);
@@ -287,20 +290,21 @@ enum { RANGE_NAME = 48 };
 // halves of the fp32 masters.
 static const char *const range_names[STATES] = {"master", "m", "v"};
 
-// Name of the range's tensor in the file, such as "m.3.0": state, bucket, first. Its shape is
-// [count].
+// Writes the name of the range's tensor in the file: state, bucket and first element, such as
+// "m.3.0". The shape of the tensor is [count].
 static void range_name(char name[RANGE_NAME], const StateRange *r) {
     snprintf(name, RANGE_NAME, "%s.%d.%" PRId64, range_names[r->state], r->bucket, r->first);
 }
 
-// Number of elements in a range's bucket; 0: there is no such bucket.
+// Returns the number of elements in a range's bucket, or 0 if there is no such bucket.
 static int64_t range_limit(const Model *m, const StateRange *r) {
     const int exists = r->bucket >= 0 && r->bucket < BUCKET_BLOCKS + m->L;
     return exists ? bucket_at(m, 1, r->bucket).count : 0;
 }
 
-// The intersection of a range and a tensor: elements first .. first + count - 1 of the tensor;
-// empty if count <= 0. `param` is their offset in a whole state, `state` their offset in the range.
+// Returns the intersection of a range and a tensor: elements first <= i < first + count of the
+// tensor; empty if count <= 0. `param` is the offset of the intersection, in elements, in a whole
+// state, `state` its offset in the range.
 static TensorRange range_of_tensor(const Model *m, const StateRange *r, int tensor, int layer) {
     TensorRange t = {0, 0, 0, 0};
     int64_t at;
@@ -315,8 +319,8 @@ static TensorRange range_of_tensor(const Model *m, const StateRange *r, int tens
     return t;
 }
 
-// The ranges that this rank writes: its part of every bucket of the saved states, including buckets
-// of which every rank has a copy. The caller frees the array.
+// Returns the ranges that this rank writes, *count of them: its part of every bucket of the saved
+// states, including buckets that are replicated on every rank. The caller frees the array.
 static StateRange *state_ranges(const Settings *s, int *count) {
     const int buckets = BUCKET_BLOCKS + s->model.L;
     const int moments = s->moment_dtype == TYPE_BF16 ? (int)FILE_BF16 : (int)FILE_F32;
@@ -348,7 +352,8 @@ typedef struct {
     real *values;
 } RangePieces;
 
-// The PieceSource of ranges. Gaps between tensors are written as 0 and never read.
+// Produces the next piece of the ranges (a PieceSource). Padding between tensors is written as 0
+// and never read from the engine.
 static size_t range_piece(void *self, unsigned char *out) {
     RangePieces *p = (RangePieces *)self;
     if (p->left == 0) {
@@ -376,7 +381,7 @@ static size_t range_piece(void *self, unsigned char *out) {
     return (size_t)(r.count * file_types[r.span.type].bytes);
 }
 
-// The engine's choice of matmul algorithms as text for a checkpoint; "": nothing was chosen.
+// Returns the engine's choice of matmul algorithms as text for a checkpoint, or "" if it made none.
 static const char *engine_matmul(const Engine *e) { return e->matmul ? e->matmul : ""; }
 
 // Writes this rank's state file. The metadata has the run's identity, its options, its matmul
@@ -499,8 +504,8 @@ static void save_file(Saving *save, int file) {
     }
 }
 
-// Ends a phase of saving. If a rank has failed, rank 0 removes the unfinished checkpoint; then the
-// run ends with the message of the first failed rank, while the other ranks wait to be ended.
+// Ends a phase of saving. If a rank has failed, rank 0 removes the unfinished checkpoint. Then all
+// ranks end: the first failed rank prints its message, while the other ranks wait to be terminated.
 static void save_agree(Saving *save) {
     const int failed = this_rank.failed = save->problem[0] != 0;
     engine_agree(save->snapshot->engine);
@@ -520,7 +525,8 @@ static void save_agree(Saving *save) {
     die("%s", save->problem);
 }
 
-// Last phase, rank 0 only: writes the manifest and renames the folder to its final name.
+// Performs the last phase of saving, on rank 0 only: writes the manifest and renames the folder to
+// its final name.
 static void save_finish(Saving *save, const char *output, const char *path) {
     char aside[PATH_BYTES];
     path_print(aside, "%s.damaged", path);
@@ -647,7 +653,7 @@ static void checkpoint_prune(const char *output, int64_t keep, int64_t newest) {
     free(list.steps);
 }
 
-// Parses the manifest's object "files". Returns NULL, or an error message.
+// Parses the manifest's object "files". Returns NULL on success, otherwise an error message.
 static const char *manifest_files(Manifest *manifest, Json *j) {
     char key[FILE_NAME];
     int ranks;
@@ -672,8 +678,8 @@ static const char *manifest_files(Manifest *manifest, Json *j) {
     return NULL;
 }
 
-// Parses a manifest: the sizes and hashes of a checkpoint's files. Returns NULL, or an error
-// message.
+// Parses a manifest: the sizes and hashes of a checkpoint's files. Returns NULL on success,
+// otherwise an error message.
 static const char *manifest_parse(Manifest *manifest, const unsigned char *bytes, size_t size) {
     Json j = {bytes, 0, size, NULL};
     char key[40], format[40] = "";
@@ -700,7 +706,8 @@ static const char *manifest_parse(Manifest *manifest, const unsigned char *bytes
     return !wrong && version != 3 ? "its version is not 3, the one this program reads" : wrong;
 }
 
-// Opens and parses a manifest file. Returns NULL, or an error message, also if there is no file.
+// Opens and parses a manifest file. Returns NULL on success, otherwise an error message, also if
+// the file does not exist.
 static const char *manifest_open(Manifest *manifest, const char *path) {
     Mapping map;
     if (mapping_open(&map, path) != 0) {
@@ -711,8 +718,9 @@ static const char *manifest_open(Manifest *manifest, const char *path) {
     return fault;
 }
 
-// Step of the checkpoint that a weight file belongs to, read from the manifest in its folder,
-// so that samples repeat those of the run even if the folder was renamed; 0 without a manifest.
+// Returns the step of the checkpoint that a weight file belongs to, or 0 if its folder has no valid
+// manifest. The step is read from the manifest, so that samples repeat those of the run even if the
+// folder was renamed.
 static int64_t weights_step(const ModelFile *f) {
     static Manifest manifest;
     char path[PATH_BYTES];
@@ -885,8 +893,8 @@ static void state_cover(StateFiles *f, const Model *m, const char *folder, int r
     for (int state = 0; state < STATES; state++) {
         const int some = i < f->count && f->ranges[i].state == state;
         const int end = some || state != STATE_WEIGHTS ? BUCKET_BLOCKS + m->L : 0;
-        // The next range in the list is the wanted one; or it is smaller, and elements appear
-        // twice; or it is larger, and elements are missing.
+        // If the next range in the list sorts before the wanted one, elements appear twice; if it
+        // sorts after it, elements are missing.
         for (int bucket = 0; bucket < end; bucket++) {
             StateRange want = {state, bucket, 0, 0, {NULL, 0}, NULL};
             const int64_t limit = range_limit(m, &want);
@@ -969,7 +977,8 @@ static void option_print(const OptionRow *row, const char *value) {
     }
 }
 
-// Text of an option in a checkpoint; its default if the checkpoint predates the option.
+// Stores an option's value in the checkpoint as text in `was`; its default if the checkpoint
+// predates the option.
 static void option_was(char was[PATH_BYTES], const StateFiles *f, const OptionRow *row) {
     Options defaults;
     char text[64];
@@ -1017,8 +1026,8 @@ static int checkpoint_matmul(Engine *e, const StateFiles *f) {
            (e->set_algorithms && e->set_algorithms(e, matmul));
 }
 
-// Reports what a resume loses: precision, if the checkpoint has wider numbers than the run; its
-// matmul algorithms; its loss scale.
+// Reports what a resume loses: precision, if the checkpoint stores weights or moments in fp32 and
+// the run has them in bf16; its matmul algorithms; its loss scale.
 static void checkpoint_announce(const Snapshot *run, const StateFiles *f, int weights_fp32,
                                 int other_matmul, const char *folder) {
     const Settings *s = run->settings;

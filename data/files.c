@@ -60,8 +60,8 @@ static void slow_end(void) {
     __atomic_fetch_sub(slow_count, 1, __ATOMIC_SEQ_CST);
 }
 
-// If several processes meet the same error, one prints it. The others first wait this many
-// milliseconds, during which they are ended.
+// Milliseconds that die() waits before it prints its message. If several processes fail with the
+// same error, only one prints it: the others wait this long, and are terminated meanwhile.
 static int grace_ms;
 
 // Prints a message and ends the run. The message is always one line: control characters become '?',
@@ -116,8 +116,8 @@ __attribute__((noreturn, format(printf, 4, 5))) static void check_failed(const c
 #define check(condition, ...)                                                                      \
     ((condition) ? (void)0 : check_failed(__FILE__, __LINE__, #condition, __VA_ARGS__))
 
-// Allocates zeroed memory; ends the run if there is none. For small host tables only: tensors are
-// in the arena (chapter Memory plan).
+// Allocates zeroed memory; ends the run if the allocation fails. For small host tables only:
+// tensors are allocated in the arena (chapter Memory plan).
 static void *alloc_zero(size_t count, size_t size) {
     void *memory = calloc(count ? count : 1, size);
     if (!memory) {
@@ -132,8 +132,9 @@ static int64_t max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
 static int64_t ceil_div_i64(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static int64_t round_up_i64(int64_t a, int64_t b) { return ceil_div_i64(a, b) * b; }
 
-// FNV-1a (Fowler, Noll, Vo), 64 bits, of `bytes` bytes that follow data with the hash `before`. For
-// hash tables and fingerprints; no cryptographic strength is needed.
+// Continues the 64-bit FNV-1a hash (Fowler, Noll, Vo) `before` with `bytes` bytes at `data`. A new
+// hash starts with fnv1a_start. For hash tables and fingerprints; no cryptographic strength is
+// needed.
 static const uint64_t fnv1a_start = 0xCBF29CE484222325u;
 static uint64_t fnv1a(uint64_t before, const void *data, size_t bytes) {
     const unsigned char *p = (const unsigned char *)data;
@@ -155,8 +156,8 @@ typedef struct {
     char s[32];
 } ShortText;
 
-// Appends formatted text to the n bytes that `text` (size) holds. What does not fit is cut off.
-// Returns the new length, at most size - 1.
+// Appends formatted text to the first n characters of `text`, a buffer of `size` bytes. Text that
+// does not fit is truncated. Returns the new length, at most size - 1.
 __attribute__((format(printf, 4, 5))) static int text_add(char *text, int size, int n,
                                                           const char *format, ...) {
     va_list args;
@@ -180,7 +181,7 @@ static ShortText bytes_text(double bytes) {
     return text;
 }
 
-// 1234567 -> "1,234,567".
+// Formats an integer with thousands separators: 1234567 as "1,234,567".
 static ShortText count_text(int64_t n) {
     ShortText text;
     char digits[24];
@@ -195,7 +196,7 @@ static ShortText count_text(int64_t n) {
     return text;
 }
 
-// Seconds as "0:59", "12:03" or "1:02:05".
+// Formats seconds, rounded to whole ones, as "0:59", "12:03" or "1:02:05".
 static ShortText duration_text(double seconds) {
     ShortText text;
     int64_t s = (int64_t)(seconds + 0.5);
@@ -210,12 +211,13 @@ static ShortText duration_text(double seconds) {
 
 // -------------------------------------------------------------------------------------------------
 // 2. Reading and writing files
-// The Writer of chapter Safetensors, which is built on write_all, writes a file whole or reports an
-// error. Only regular files are opened for reading: opening a pipe would wait for its writer, and a
-// device may have no end. Files that are parsed once are mapped. Files that a run reads for days
-// are read in pieces, because truncating a mapped file ends the process with a signal.
+// The Writer of chapter Safetensors, which is built on write_all, either writes a complete file or
+// reports an error. Only regular files are opened for reading: opening a FIFO would block until
+// another process writes to it, and a device may have no end. Files that are parsed once are
+// mapped. Files that a run reads for days are read with pread instead, because accessing a mapped
+// file that was truncated ends the process with a signal (SIGBUS).
 
-// snprintf for paths; ends the run instead of truncating.
+// Formats a path into `path` (PATH_BYTES bytes); ends the run instead of truncating.
 __attribute__((format(printf, 2, 3))) static void path_print(char *path, const char *format, ...) {
     va_list args;
     va_start(args, format);
@@ -226,8 +228,8 @@ __attribute__((format(printf, 2, 3))) static void path_print(char *path, const c
     }
 }
 
-// Folder of the executable, with a trailing slash, to find data/ if the program is started from
-// another folder; "" if the system does not tell.
+// Returns the folder of the executable, with a trailing slash, so that data/ is found if the
+// program is started from another folder; "" if the system does not report it.
 static const char *program_folder(void) {
     static char folder[PATH_BYTES];
     ssize_t bytes = readlink("/proc/self/exe", folder, sizeof folder - 1);
@@ -257,7 +259,7 @@ static int write_all(int fd, const void *data, size_t bytes) {
     return 0;
 }
 
-// Makes a rename or a new name in `folder` survive a power failure.
+// Syncs `folder`, so that a rename or a new file in it survives a power failure.
 static void fsync_folder(const char *folder) {
     slow_begin();
     int fd = open(folder, O_RDONLY | O_DIRECTORY);
@@ -268,8 +270,8 @@ static void fsync_folder(const char *folder) {
     slow_end();
 }
 
-// Creates `path` and its parent folders, and syncs them: if a folder's name were lost in a power
-// failure, its checkpoints would be lost too.
+// Creates `path` and its missing parent folders, and syncs the parent of each new folder: if a
+// folder's directory entry were lost in a power failure, its checkpoints would be lost too.
 static void make_folders(const char *path) {
     char part[PATH_BYTES], above[PATH_BYTES] = ".";
     path_print(part, "%s", path);
@@ -364,7 +366,8 @@ static void streams_hold(void) {
     }
 }
 
-// Opens a regular file and gets its size. Returns -1 on failure; file_error() gives the reason.
+// Opens a regular file for reading and stores its size, in bytes, in *size. Returns the descriptor,
+// or -1 on failure; file_error() gives the reason.
 static int file_open(const char *path, int64_t *size) {
     struct stat status;
     slow_begin();
@@ -387,7 +390,8 @@ static const char *file_error(void) {
     return errno == EINVAL ? "it is not a regular file" : strerror(errno);
 }
 
-// Reads `bytes` bytes at offset `at`. Returns NULL, or an error message.
+// Reads `bytes` bytes at offset `at` of a file. Returns NULL on success, otherwise an error
+// message.
 static const char *file_read(int fd, void *out, int64_t bytes, int64_t at) {
     for (char *to = (char *)out; bytes > 0;) {
         slow_begin();
@@ -455,7 +459,7 @@ typedef struct {
     int32_t words[8];  // magic number, version, then fields that depend on the kind of file
 } LlmcHeader;
 
-// True if the bytes begin with the magic number of `kind` (LLMC_*).
+// Returns 1 if the first four bytes are the magic number of `kind` (LLMC_*).
 static int llmc_is(int kind, const unsigned char *bytes, size_t size) {
     int32_t magic = 0;
     memcpy(&magic, bytes, size < sizeof magic ? size : sizeof magic);
@@ -511,20 +515,21 @@ static const uint32_t sha256_k[64] = {
 #if defined(__SHA__) && defined(__SSE4_1__)
 static inline __m128i sha256_load(const void *p) { return _mm_loadu_si128((const __m128i *)p); }
 
-// The SHA instructions as compiler built-ins. immintrin.h has better names for them, but with GCC
-// 13 and 14 it also uses built-ins that nvcc up to 12.6 does not know, so the build would fail.
+// Performs two rounds. This and the functions below use the SHA instructions as compiler built-ins.
+// immintrin.h has better names for them, but with GCC 13 and 14 it also uses built-ins that nvcc up
+// to 12.6 does not know, so the build would fail.
 static inline __m128i sha256_two_rounds(__m128i a, __m128i b, __m128i k) {
     return (__m128i)__builtin_ia32_sha256rnds2((__v4si)a, (__v4si)b, (__v4si)k);
 }
 
-// Rounds 4 i to 4 i + 3, with words w of the message schedule.
+// Performs rounds 4 i to 4 i + 3 (0 <= i < 16) with words w of the message schedule.
 static inline void sha256_rounds(__m128i *abef, __m128i *cdgh, __m128i w, int i) {
     __m128i k = _mm_add_epi32(sha256_load(sha256_k + 4 * i), w);
     *cdgh = sha256_two_rounds(*cdgh, *abef, k);
     *abef = sha256_two_rounds(*abef, *cdgh, _mm_shuffle_epi32(k, 0x0E));
 }
 
-// The four words of the schedule that follow a, b, c, d.
+// Returns the four words of the message schedule that follow the sixteen words a, b, c, d.
 static inline __m128i sha256_schedule(__m128i a, __m128i b, __m128i c, __m128i d) {
     __m128i part = (__m128i)__builtin_ia32_sha256msg1((__v4si)a, (__v4si)b);
     __m128i sum = _mm_add_epi32(part, _mm_alignr_epi8(d, c, 4));
@@ -568,7 +573,7 @@ static void sha256_blocks(uint32_t h[8], const unsigned char *p, size_t count) {
 
 static uint32_t rotate_right(uint32_t x, int n) { return x >> n | x << (32 - n); }
 
-// Plain C. If the x86 version is compiled too, only tests call this one.
+// Updates the hash in plain C. If the x86 version is compiled too, only tests call this one.
 __attribute__((unused)) static void sha256_blocks_plain(uint32_t s[8], const unsigned char *p,
                                                         size_t count) {
     for (; count > 0; count--, p += 64) {
@@ -639,8 +644,8 @@ static void sha256_end(Sha256 *s, char text[SHA256_TEXT]) {
 // first error in `fault` and reads nothing after it: all loops then end, so that callers check for
 // an error only once, at the end.
 
-// Bytes of the multi-byte UTF-8 character at text: 2 to 4, or 0 if it is invalid (RFC 3629,
-// section 4).
+// Returns the length in bytes, 2 to 4, of the multi-byte UTF-8 character at `text`, of which `left`
+// bytes can be read; 0 if it is invalid (RFC 3629, section 4).
 static int utf8_length(const unsigned char *text, size_t left) {
     int length = text[0] >= 0xF0 ? 4 : text[0] >= 0xE0 ? 3 : 2;
     if (text[0] < 0xC2 || text[0] > 0xF4 || left < (size_t)length ||
@@ -1061,13 +1066,13 @@ static void writer_put(Writer *w, const void *data, size_t bytes) {
     w->bytes += (int64_t)bytes;
 }
 
-// Produces the next bytes of a file in `out`, at most the `most` of writer_stream. Returns their
-// number; 0 at the end.
+// A callback that stores the next bytes of a file in `out`, at most `most` (writer_stream). Returns
+// their number; 0 at the end of the file.
 typedef size_t (*PieceSource)(void *self, unsigned char *out);
 
-// Writes everything that a source produces. While one thread writes a piece and produces the next
-// one, a second thread hashes the piece and then helps; in sequence, hashing would take as long as
-// the rest.
+// Writes everything that the source `next` produces. While one thread writes a piece and produces
+// the next one, a second thread hashes the piece and then executes OpenMP tasks of the source; in
+// sequence, hashing would take as long as the rest.
 static void writer_stream(Writer *w, PieceSource next, void *self, size_t most) {
     unsigned char *piece[2] = {(unsigned char *)alloc_zero(2, most), NULL};
     piece[1] = piece[0] + most;
@@ -1134,7 +1139,7 @@ static void header_start(HeaderText *h) {
     fputs("{\"__metadata__\":{\"format\":\"pt\"", h->file);
 }
 
-// Adds a tensor (rows,cols); rows 0: a vector (cols).
+// Adds a tensor of shape (rows,cols) to the header, or a vector of shape (cols) if rows is 0.
 static void header_tensor(HeaderText *h, const char *name, int type, int64_t rows, int64_t cols) {
     int64_t bytes = max_i64(rows, 1) * cols * file_types[type].bytes;
     fprintf(h->file, "%s\"%s\":{\"dtype\":\"%s\",\"shape\":[", h->offset ? "," : "},", name,

@@ -14,9 +14,9 @@
 
 // -------------------------------------------------------------------------------------------------
 // 1. Tokenizer
-// Token files name their tokenizer, so that a model is never given ids of a different one. Byte
-// tokenizer: token b is byte b, 256 is end of text. GPT-2: byte-level BPE; on valid UTF-8 it gives
-// the same tokens as tiktoken's encode_ordinary.
+// Token files name their tokenizer, so that a model is never given ids of a different one. In the
+// byte tokenizer, token b is byte b (0 <= b < 256), and 256 is <|endoftext|>. GPT-2's tokenizer is
+// a byte-level BPE; on valid UTF-8 it gives the same tokens as tiktoken's encode_ordinary.
 // 1. GPT-2's pattern splits text into pre-tokens (pretoken_end). A byte that is not valid UTF-8
 //    counts as a character that is not a letter, number or space.
 // 2. Within a pre-token, the adjacent pair of tokens whose concatenation has the lowest id is
@@ -38,8 +38,8 @@ static Token end_of_text(int tokenizer) {
     return tokenizer == TOKENIZER_BYTES ? BYTE_END_OF_TEXT : GPT2_END_OF_TEXT;
 }
 
-// Letters (L) and numbers (N): gap, length, gap, length, ... of the runs of code points, in the
-// encoding that class_runs() decodes.
+// Tables of the code points in Unicode's categories L (letters) and N (numbers): the lengths of
+// gaps and runs in turn (gap, run, gap, run, ...), in the encoding that class_runs() decodes.
 // Unicode 16.0 (what tiktoken 0.14.0 has), by dev/tools/unicode_tables.py.
 static const char letter_runs[] =
     "d=)=R$-$'$(:$B$t%'/1(*$$$oX($%%'$$)$$&$$$7$o*$ob+p1$I%$)Lj>''PNF%$o:$$2%*%-&%$3$$A@o0.$;D,%'"
@@ -84,7 +84,7 @@ static void class_runs(unsigned char classes[CLASSES], const char *runs, int kin
     }
 }
 
-// Unicode's White_Space.
+// Returns whether c has Unicode's property White_Space.
 static int is_space(uint32_t c) {
     return (c >= 9 && c <= 13) || c == ' ' || c == 0x85 || c == 0xA0 || c == 0x1680 ||
            (c >= 0x2000 && c <= 0x200A) || c == 0x2028 || c == 0x2029 || c == 0x202F ||
@@ -129,7 +129,7 @@ static uint32_t bpe_slot(const Bpe *bpe, const char *bytes, size_t n, uint32_t *
     return at;
 }
 
-// Id of the token with these bytes, or -1.
+// Returns the id of the token that consists of these n bytes, or -1.
 static int bpe_id(const Bpe *bpe, const char *bytes, size_t n) {
     uint32_t tag;
     if (n == 0 || n > BPE_LONGEST) {
@@ -220,8 +220,8 @@ static void bpe_parse_merges(Bpe *bpe, const unsigned char *bytes, size_t n, con
     bpe_add(bpe, "<|endoftext|>", 13);
 }
 
-// Parses llm.c's gpt2_tokenizer.bin: a header with the number of tokens and the id of end of text,
-// then for each token its length (one byte) and its bytes.
+// Parses llm.c's gpt2_tokenizer.bin: a header with the number of tokens and the id of
+// <|endoftext|>, then for each token its length (one byte) and its bytes.
 static void bpe_parse_tokens(Bpe *bpe, const unsigned char *bytes, size_t n, const char *name) {
     LlmcHeader h = llmc_header(LLMC_TOKENIZER, bytes, n, name);
     size_t at = LLMC_HEADER_BYTES;
@@ -270,7 +270,7 @@ static int bpe_find(char path[PATH_BYTES], const char *asked) {
     return asked[0] != 0;
 }
 
-// Class of the character at p; *length receives its number of bytes.
+// Returns the class (CLASS_*) of the character at p; *length receives its number of bytes.
 static inline int char_class(const Bpe *bpe, const unsigned char *p, const unsigned char *end,
                              int *length) {
     if (*p < 0x80) {
@@ -282,7 +282,7 @@ static inline int char_class(const Bpe *bpe, const unsigned char *p, const unsig
     return c < CLASSES ? bpe->classes[c] : (int)CLASS_OTHER;
 }
 
-// End of the pre-token that begins at p (p < end), by GPT-2's pattern
+// Returns the end of the pre-token that begins at p (p < end), by GPT-2's pattern
 // 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
 static const unsigned char *pretoken_end(const Bpe *bpe, const unsigned char *p,
                                       const unsigned char *end) {
@@ -303,18 +303,19 @@ static const unsigned char *pretoken_end(const Bpe *bpe, const unsigned char *p,
         } while (q < end && char_class(bpe, q, end, &length) == kind);
         return q;
     }
-    // `\s+(?!\S)` leaves the last whitespace character to what follows; a single one is a pre-token
-    // of its own (`\s+`).
+    // `\s+(?!\S)` leaves the last whitespace character to the next pre-token; a single one is a
+    // pre-token of its own (`\s+`).
     for (q = p; q < end && char_class(bpe, q, end, &length) == CLASS_SPACE; q += length) {
         last = q;
     }
     return q == end || last == p ? q : last;
 }
 
-// Largest offset below n at which text can be cut so that the two parts together give the tokens of
-// the whole; 0: none. At such an offset, ASCII whitespace follows a character that is not
-// whitespace. No alternative of the pattern continues from such a character to whitespace, so a
-// pre-token ends there, and the only alternative that looks ahead (\s+) cannot end there.
+// Returns the largest offset below n at which the text can be split so that the two parts, encoded
+// separately, give the tokens of the whole; 0 if there is none. At such an offset, ASCII whitespace
+// follows a character that is not whitespace. No alternative of the pattern continues from such a
+// character to whitespace, so a pre-token ends there, and the only alternative that looks ahead
+// (\s+) cannot end there.
 __attribute__((unused)) static size_t bpe_cut(const char *text, size_t n) {
     const unsigned char *t = (const unsigned char *)text;
     for (size_t i = n; i-- > 1;) {
@@ -333,8 +334,8 @@ __attribute__((unused)) static size_t bpe_cut(const char *text, size_t n) {
     return 0;
 }
 
-// One thread's state for encoding: a cache of words and their tokens (2 MiB; a new word replaces
-// the one in its entry), and 28 bytes per byte of the longest pre-token so far.
+// The state of one thread that encodes: a direct-mapped cache of short pre-tokens ("words") and
+// their tokens, 2 MiB, and nodes and a heap of 28 bytes per byte of the longest pre-token so far.
 enum { WORDS = 1 << 15, WORD_BYTES = 31, WORD_TOKENS = 15 };
 typedef struct {
     uint64_t key[4];  // the word's bytes, zero padding, and in the last byte their number
@@ -398,8 +399,9 @@ static void bpe_offer(BpeEncoder *e, const char *text, size_t n, uint32_t i) {
     }
 }
 
-// Tokens of one pre-token; returns their number. Every merge pops an entry, removes one token and
-// pushes at most two entries, so the total time is O(n log n) and the heap has at most 2 n entries.
+// Encodes one pre-token of n bytes into `out` and returns the number of its tokens. Every merge
+// pops an entry, removes one token and pushes at most two entries, so the total time is O(n log n)
+// and the heap has at most 2 n entries.
 static int64_t bpe_merge(BpeEncoder *e, const char *text, size_t n, uint16_t *out) {
     check(n < UINT32_MAX, "a piece of %zu bytes", n);
     if (n > e->capacity) {
@@ -440,7 +442,7 @@ static int64_t bpe_merge(BpeEncoder *e, const char *text, size_t n, uint16_t *ou
     return count;
 }
 
-// Encodes a text of n bytes. `out` has space for n tokens. Returns their number.
+// Encodes a text of n bytes into `out`, which has space for n tokens. Returns the number of tokens.
 static int64_t bpe_encode(BpeEncoder *e, const char *text, size_t n, uint16_t *out) {
     const unsigned char *p = (const unsigned char *)text, *end = p + n;
     uint16_t *to = out;
@@ -489,8 +491,8 @@ static int token_text(char out[BPE_LONGEST], int tokenizer, const Bpe *bpe, Toke
 
 // -------------------------------------------------------------------------------------------------
 // 2. Token shards
-// A header of 256 int32, then uint16 tokens. The header names the tokenizer; all shards of a data
-// set must have the same one.
+// A shard is a file of a header of 256 int32 and then uint16 tokens. The header names the
+// tokenizer; all shards of a data set must have the same one.
 
 typedef struct {
     char path[PATH_BYTES];
@@ -500,7 +502,8 @@ typedef struct {
     int64_t first_window;       // number of windows in all preceding shards
 } Shard;
 
-// Reads tokens first .. first + count - 1. Returns NULL, or an error message.
+// Reads `count` tokens of a shard into `out`, from index `first` on. Returns NULL on success,
+// otherwise an error message.
 static const char *shard_read(const Shard *shard, uint16_t *out, int64_t first, int64_t count) {
     return file_read(shard->fd, out, 2 * count, LLMC_HEADER_BYTES + 2 * first);
 }
@@ -563,7 +566,7 @@ typedef struct {
     const unsigned char *bytes;
     size_t size, longest_bytes;
     int examples, vocabulary;
-    int longest_row, longest_completion, longest_at;  // in tokens; the latter's example
+    int longest_row, longest_completion, longest_at;  // tokens, tokens, index of its example
 } EvalFile;
 
 static int eval_word(const unsigned char *words, int64_t i) {

@@ -30,7 +30,8 @@ static const struct {
 } extra_table[FILE_TENSORS - TENSORS] = {
     {"attn.bias", 1}, {"attn.masked_bias", 1}, {"lm_head.weight", 0}};
 
-// Hugging Face's name of a tensor: prefix, block, name.
+// Writes Hugging Face's name of a tensor: prefix, then "h.N." for a tensor of block N, then the
+// tensor's own name.
 static void file_tensor_name(char name[80], const char *prefix, int tensor, int layer) {
     char block[16] = "";
     if (tensor_table[tensor].per_layer) {
@@ -59,7 +60,7 @@ static Span *file_span(Span *spans, int tensor, int layer) {
     return &spans[layer * FILE_TENSORS + tensor];
 }
 
-// Converts elements first .. first + count - 1 of a span to `real`.
+// Converts `count` elements of a span to `real`, from index `first` on.
 static void span_values(real *out, const Span *s, int64_t first, int64_t count) {
     const unsigned char *p = s->data + first * file_types[s->type].bytes;
     const int plain = !GPT2_DOUBLE && s->type == FILE_F32;
@@ -154,7 +155,8 @@ static int safetensors_spans(Span *spans, const Model *m, const Mapping *map, co
     return count;
 }
 
-// Ends the run if a tensor is missing, or if the file has a head that differs from the embedding.
+// Ends the run if a tensor is missing, or if the file has an lm_head.weight that differs from
+// wte.weight.
 static void spans_complete(const Span *spans, const Model *m, const char *name) {
     char tensor_name[80];
     for (int tensor = 0; tensor < TENSORS; tensor++) {
@@ -269,7 +271,8 @@ static void llmc_spans(Span *spans, const Model *m, const unsigned char *bytes, 
     }
 }
 
-// A hint for the error message if a folder without model.safetensors has one of these files.
+// Returns a hint for the error message if the folder, which lacks model.safetensors, has one of
+// these files; otherwise "".
 static const char *model_folder_hint(const char *folder) {
     static const char *const hints[][2] = {
         {"pytorch_model.bin", "; pytorch_model.bin is not read: save_pretrained(...) of a newer "
@@ -414,8 +417,8 @@ static int64_t strip_elements(const Model *m) {
     return max_i64(PIECE, STRIP * 4 * (int64_t)m->C);
 }
 
-// out (count,cols): rows first .. first + count - 1 of a tensor (rows,cols). The span holds its
-// transpose. count <= STRIP.
+// Copies rows first <= r < first + count of a tensor (rows,cols) to out (count,cols). The span
+// stores the transpose of the tensor. count <= STRIP.
 static void span_transposed(real *out, const Span *s, int64_t rows, int64_t cols, int64_t first,
                             int64_t count) {
     #pragma omp parallel for
@@ -435,9 +438,9 @@ static void span_transposed(real *out, const Span *s, int64_t rows, int64_t cols
     }
 }
 
-// The split master: the bits u of an fp32 weight are stored as the bf16 weight (u + 0x8000) >> 16,
-// which is u rounded half up, and the low half u & 0xffff. Every number is recovered exactly; a NaN
-// stays a NaN for any low half.
+// The split master copy of the weights: an fp32 weight with bits u is stored as the bf16 weight
+// (u + 0x8000) >> 16, which is u rounded half up, and the low half u & 0xffff. Every number is
+// recovered exactly; a NaN stays a NaN for any low half.
 enum { MASTER_NAN = 0x7fc0 };
 static uint16_t master_high(float value) {
     uint32_t u;
@@ -453,8 +456,8 @@ static float master_join(float high, uint16_t low) {
     return high;
 }
 
-// Index of the first number that is not finite or not in least .. most; -1: none. The first step
-// would spread a number that is not finite to every weight.
+// Returns the index of the first value that is not finite or not in [least, most], or -1 if there
+// is none. In the first step, a weight that is not finite would make all others not finite too.
 static int64_t find_bad(const real *values, int64_t count, double least, double most) {
     int good = 1;
     int64_t i = 0;
@@ -469,7 +472,8 @@ static int64_t find_bad(const real *values, int64_t count, double least, double 
     return good ? -1 : i;
 }
 
-// The largest weight that an engine accepts, and the reason why a number is refused.
+// weight_most() returns the largest absolute value of a weight that the engine accepts,
+// bad_reason() the reason why a value is refused, for an error message.
 static double weight_most(const Engine *e) {
     return e->weight_most > 0 ? e->weight_most : INFINITY;
 }
@@ -533,7 +537,8 @@ static void file_values(unsigned char *out, int type, const real *values, int64_
     }
 }
 
-// out (count,rows) of type `type` = transpose of the first `count` columns of values (rows,cols).
+// Stores the transpose of the first `count` columns of values (rows,cols) in out (count,rows),
+// converted to `type`.
 static void file_transposed(unsigned char *out, int type, const real *values, int64_t rows,
                             int64_t cols, int64_t count) {
     #pragma omp taskloop
@@ -565,7 +570,7 @@ typedef struct {
     real *values;
 } WeightPieces;
 
-// The PieceSource of weights.
+// Produces the next piece of the weights (a PieceSource).
 static size_t weight_piece(void *self, unsigned char *out) {
     WeightPieces *p = (WeightPieces *)self;
     if (p->tensor == TENSORS) {
