@@ -107,7 +107,7 @@
 #define CUDA_CPU 0
 #endif
 
-// Advice for the errors that users are likely to see; `call`: source text of the failed call.
+// Returns advice on a CUDA error; `call` is the source text of the failed call.
 static const char *cuda_hint(cudaError_t error, const char *call) {
     switch (error) {
     case cudaErrorMemoryAllocation:
@@ -168,8 +168,8 @@ static void cublas_check_at(cublasStatus_t status, const char *call, const char 
 #if NCCL_VERSION_CODE < 21700
 #error "NCCL before 2.17 cannot be told how many blocks to run: `make NCCL=` builds for one GPU"
 #endif
-// Advice for an NCCL error, whose own text rarely names the cause (NCCL user guide,
-// Troubleshooting: Docker gives a container 64 MB of shared memory; NVIDIA/nccl#1066).
+// Returns advice on an NCCL error, because NCCL's own messages rarely name the cause (NCCL user
+// guide, Troubleshooting: Docker gives a container 64 MB of shared memory; NVIDIA/nccl#1066).
 static const char *nccl_hint(void) {
     struct statvfs shm;
     int count = 0;
@@ -192,9 +192,9 @@ static void nccl_check_at(ncclResult_t result, const char *call, const char *fil
 }
 #define nccl_check(...) nccl_check_at((__VA_ARGS__), #__VA_ARGS__, __FILE__, __LINE__)
 
-// Ends the run if NCCL has failed asynchronously: its own threads detect network errors while its
-// kernels keep waiting. Often the cause is another rank that has ended. die() then waits for a
-// grace period, so that the process that detected this can report it first.
+// Ends the run if NCCL has failed asynchronously: NCCL's own threads detect network errors while
+// its kernels keep waiting. Often the cause is that another rank has ended, so die() first waits
+// for a grace period, to let the process that detects that rank's end report it first.
 static void nccl_ask(ncclComm_t comm) {
     ncclResult_t result;
     nccl_check(ncclCommGetAsyncError(comm, &result));
@@ -248,8 +248,8 @@ static void launch_at(const char *file, int line, const char *name, void (*kerne
 // Properties of an element type. A type without a specialization of `traits` does not compile.
 struct Element {
     const char *name;
-    Type type;                 // in the plan
-    cudaDataType_t cuda_type;  // in cuBLASLt
+    Type type;                 // type in the memory plan
+    cudaDataType_t cuda_type;  // type in cuBLASLt
     int capability;            // minimum compute capability of its kernels, without the dot
     double unit;               // maximum relative error of rounding to nearest
     bool narrow;  // small exponent range: needs a loss scale, fp32 gradients and fp32 master
@@ -261,8 +261,8 @@ template <>
 constexpr Element traits<__nv_bfloat16> = {"bf16", TYPE_BF16, CUDA_R_16BF, 80, 0x1p-8, false};
 template <class E> constexpr bool is_fp32 = traits<E>.type == TYPE_FP32;  // otherwise 16 bits
 
-// Calls f(E()), where E is the element type named by `type`. This is the only place that maps a
-// run's settings to types. These are the types that a run can train in.
+// Calls f(E()), where E is the element type named by `type`. No other function maps a run's
+// settings to C++ types. A run can train in these three types.
 template <class F> static void with_type(Type type, F f) {
     check(type <= TYPE_FP16, "no element type %d", (int)type);
     type == TYPE_FP32 ? f(float()) : type == TYPE_BF16 ? f(__nv_bfloat16()) : f(__half());
@@ -283,7 +283,7 @@ template <class E> __host__ __device__ inline E from_float(float x) {
     }
 }
 
-// Sixteen bytes of E: one load or store instruction.
+// A pack is 16 bytes of E, loaded or stored by one instruction.
 template <class E> struct alignas(16) Pack {
     static constexpr int size = 16 / (int)sizeof(E);
     E x[size];
@@ -320,9 +320,9 @@ template <class E> __device__ inline void pack_store(E *address, const Pack<E> &
     *reinterpret_cast<uint4 *>(address) = pack_to_bits(pack);
 }
 
-// The bits of a bf16 number, and back. By memcpy, because CUDA 12.0 and 12.1 provide
-// __bfloat16_as_ushort and __ushort_as_bfloat16 only from sm_80 on, and code for sm_75 must compile
-// even if it traps.
+// Convert a bf16 number to its bits and back. They use memcpy, because CUDA 12.0 and 12.1 provide
+// __bfloat16_as_ushort and __ushort_as_bfloat16 only from sm_80 on, and the code must compile for
+// sm_75 even if it traps there.
 __device__ __forceinline__ uint16_t bf16_bits(__nv_bfloat16 x) {
     uint16_t bits;
     memcpy(&bits, &x, sizeof bits);
@@ -335,8 +335,8 @@ __device__ __forceinline__ __nv_bfloat16 bf16_from_bits(uint16_t bits) {
     return x;
 }
 
-// pack2: two floats rounded to nearest even into one register, lo in the low half (one
-// cvt.rn.bf16x2.f32 or cvt.rn.f16x2.f32 from sm_80 on).
+// pack2: rounds two floats to nearest even and packs them into one register, lo in the low half
+// (one cvt.rn.bf16x2.f32 or cvt.rn.f16x2.f32 from sm_80 on).
 template <class E> __device__ __forceinline__ uint32_t pack2(float lo, float hi) {
     uint32_t bits;
     if constexpr (std::is_same_v<E, __nv_bfloat16>) {
@@ -349,8 +349,8 @@ template <class E> __device__ __forceinline__ uint32_t pack2(float lo, float hi)
     return bits;
 }
 
-// unpack2: the two numbers in a register. bf16 uses a shift and a mask; for element-wise conversion
-// the compiler would first move each upper half down.
+// unpack2: converts the two numbers in a register to floats. For bf16 it uses a shift and a mask;
+// with an element-wise conversion the compiler would first move each upper half down.
 template <class E>
 __device__ __forceinline__ void unpack2(float *lo, float *hi, uint32_t bits) {
     if constexpr (std::is_same_v<E, __nv_bfloat16>) {
@@ -393,8 +393,8 @@ template <class E> __device__ inline Pack<E> pack_round(const float (&x)[Pack<E>
     }
 }
 
-// max2: fmaxf of each half of two registers. One HMNMX2 instruction from sm_80 on; for older GPUs
-// CUDA 12.0 and 12.1 provide __hmax2 only for fp16.
+// max2: applies fmaxf to the low halves and to the high halves of two registers. It is one HMNMX2
+// instruction from sm_80 on; for older GPUs CUDA 12.0 and 12.1 provide __hmax2 only for fp16.
 template <class E> __device__ __forceinline__ uint32_t max2(uint32_t a, uint32_t b) {
     constexpr bool is_bf16 = std::is_same_v<E, __nv_bfloat16>;
 #if CUDA_CPU
@@ -419,7 +419,7 @@ template <class E> __device__ __forceinline__ uint32_t max2(uint32_t a, uint32_t
     }
 }
 
-// top[i] = max(top[i], pack[i]).
+// Sets top[i] = max(top[i], pack[i]) for every element i.
 template <class E> __device__ inline void pack_raise(Pack<E> &top, const Pack<E> &pack) {
     if constexpr (is_fp32<E>) {
         UNROLL
@@ -433,7 +433,7 @@ template <class E> __device__ inline void pack_raise(Pack<E> &top, const Pack<E>
     }
 }
 
-// The largest number of a pack.
+// Returns the largest number of a pack.
 template <class E> __device__ inline float pack_max(const Pack<E> &pack) {
     if constexpr (is_fp32<E>) {
         return fmaxf(fmaxf(pack.x[0], pack.x[1]), fmaxf(pack.x[2], pack.x[3]));
@@ -467,7 +467,8 @@ template <class E> __device__ inline void pack_keep(Pack<E> &pack, int n) {
     }
 }
 
-// Loads n numbers at `address` as floats, and stores them: n / Pack<T>::size accesses of 16 bytes.
+// vector_load loads n numbers of type T at `address` as floats; vector_store rounds n floats to T
+// and stores them. Both use n / Pack<T>::size accesses of 16 bytes.
 template <class T, int n> __device__ inline void vector_load(float (&x)[n], const T *address) {
     static_assert(n % Pack<T>::size == 0, "less than sixteen bytes");
     UNROLL
@@ -518,20 +519,20 @@ static void stream_wait(cudaStream_t stream) {
     cuda_check(cudaStreamSynchronize(stream));
 }
 
-// Copies between a buffer, on the device or in pinned host memory, and ordinary host memory, in
-// stream order; complete on return. (cudaMemcpy would run on the default stream, with which our
-// stream does not synchronize; a host-to-host copy may not wait for earlier work even on its own
-// stream.)
+// Copies `bytes` bytes between a buffer in device or pinned host memory and pageable host memory,
+// in stream order, and returns when the copy is complete. (cudaMemcpy would run on the default
+// stream, with which our stream does not synchronize; a host-to-host copy may not wait for earlier
+// work even on its own stream.)
 static void copy_wait(void *to, const void *from, size_t bytes, cudaStream_t stream) {
     stream_wait(stream);
     cuda_check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream));
     stream_wait(stream);
 }
 
-// Milliseconds that work(i), i = 0, 1, ..., takes on the stream: the median of `rounds` (at most
-// 99) measurements. Each measurement is the mean of enough calls to take about half a millisecond,
-// at most 32. The first call warms up and the second determines the number of calls per
-// measurement; neither is included.
+// Returns how many milliseconds one call of work(i), i = 0, 1, ..., takes on the stream: the median
+// of `rounds` (1 to 99) measurements. Each measurement is the mean of enough calls to take about
+// half a millisecond, at most 32. The first call warms up and the second determines the number of
+// calls per measurement; neither is included.
 template <class Work> static double gpu_time_ms(int rounds, cudaStream_t stream, Work work) {
     double ms[99];
     cudaEvent_t begin, end;
@@ -561,7 +562,7 @@ template <class Work> static double gpu_time_ms(int rounds, cudaStream_t stream,
 }
 
 // check_rows(E, columns, pointers...): checks that rows of `columns` numbers of E are multiples of
-// 16 bytes and that every pointer is 16-byte aligned. A null pointer is an omitted operand.
+// 16 bytes and that every pointer is 16-byte aligned. A null pointer (an omitted operand) passes.
 #define check_rows(E, columns, ...)                                                                \
     check_rows_at<E>(__func__, columns, #__VA_ARGS__, {__VA_ARGS__})
 template <class E>
@@ -588,7 +589,8 @@ constexpr int LENGTH_MAX = 4 * GRID_YZ_MAX;  // tokens: fp32 attention processes
 // 1. The order of every sum is fixed by the shape alone, so the same input gives the same bits in
 //    every run; this file contains no float atomics.
 // 2. All threads of a warp or block participate, and all of them get the result.
-// 3. Random numbers on the device come from philox4x32 of chapter Random numbers itself.
+// 3. Random numbers on the device are computed by the same function as on the CPU, philox4x32 of
+//    chapter Random numbers.
 
 constexpr int WARP = 32;
 constexpr int BLOCK_MAX = 1024;
@@ -610,11 +612,11 @@ __device__ inline float warp_max(float x) {
 }
 
 // Reduces each of n numbers over the blockDim.x threads (a multiple of WARP) of a row of the thread
-// block; the blockDim.y rows are reduced independently. nothing: neutral element of `combine`. Rows
-// of a single warp need no barrier, so they may diverge; otherwise every thread of the block must
-// call this. WARPS: blockDim.x / WARP if that is a constant; the warps' values are then combined in
-// order. Otherwise (0) they are combined by a butterfly as within a warp, which is faster for many
-// warps.
+// block; the blockDim.y rows are reduced independently. nothing: identity element of `combine`.
+// Rows of a single warp need no barrier, so they may diverge; otherwise every thread of the block
+// must call this. WARPS: blockDim.x / WARP if that is known at compile time, else 0. With nonzero
+// WARPS the warps' values are combined in order; with 0 they are combined by a butterfly as within
+// a warp, which is faster for many warps.
 template <int WARPS, int n, class F>
 __device__ inline void row_combine(float (&x)[n], float nothing, F combine) {
     SHARED(float, values, [n][BLOCK_MAX / WARP]);
@@ -667,8 +669,8 @@ __device__ inline float row_max(float x) {
     return maximum[0];
 }
 
-// Kernels add element i of a pack to sums[i % 4], because four independent sums do not wait for
-// each other's additions. This returns their total.
+// Returns the total of four partial sums. Kernels add element i of a pack to sums[i % 4], because
+// additions to four independent sums need not wait for each other.
 __device__ inline float add_four(const float (&sums)[4]) {
     return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
@@ -697,8 +699,9 @@ template <int n> __device__ inline void column_sum(float (&x)[n], float *buffer)
     __syncthreads();  // all numbers are read: the buffer may be used again
 }
 
-// Sum of f(i) for i = first, first + step, ... below `end`, in that order. The loads of four calls
-// are in flight together, so that a kernel with few threads waits for memory a quarter as often.
+// Returns the sum of f(i) for i = first, first + step, ... below `end`, in that order. The loads of
+// four calls are in flight together, so that a kernel with few threads waits for memory a quarter
+// as often.
 template <class F>
 __device__ inline float sum_strided(int first, int step, int end, F f) {
     constexpr int AHEAD = 4;
@@ -717,10 +720,10 @@ __device__ inline float sum_strided(int first, int step, int end, F f) {
     return sum;
 }
 
-// Second stage of sums over rows, for up to three tables: sums.x[k][column] += the sum over the
-// parts of partials[k][part][column], k = blockIdx.y. Thread y adds the parts y, y + blockDim.y,
-// ..., then the threads' sums are added in order. partials (tables, parts, columns) fp32. Grid
-// (columns / 32, tables), block (32, 1..32).
+// Second stage of sums over rows, for up to three tables: adds to sums.x[k][column] the sum of
+// partials[k][part][column] over the parts, k = blockIdx.y. Thread y adds the parts y, y +
+// blockDim.y, ...; then the threads' sums are added in order of y. partials (tables, parts,
+// columns) fp32. Grid (columns / 32, tables), block (32, 1..32).
 struct ColumnSums {
     float *x[3];  // (columns) each; the first null pointer ends the list
 };
@@ -801,7 +804,7 @@ __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[
     }
 }
 
-// mma_m16n8k8: the same for fp16 with a 16x8 and b 8x8: a[j] row g + 8j, columns 2t and the
+// mma_m16n8k8: the same for fp16 with a of 16x8 and b of 8x8: a[j] row g + 8j, columns 2t and the
 //   next;  b k = 2t and the next, column g. It is half of mma_m16n8k16, with a[0], a[1] and b[0] or
 //   with a[2], a[3] and b[1]. From sm_75 on.
 // source: PTX ISA, "Matrix Fragments for mma.m16n8k8".
@@ -893,9 +896,10 @@ __device__ __forceinline__ void mma_k16(float (&d)[4], const uint32_t (&a)[4],
     }
 }
 
-// copy_16, copy_commit, copy_wait: as cp_async_16_zfill, cp_async_commit and cp_async_wait. Before
-// sm_80 the copy goes through registers and is synchronous; only the barrier is still needed before
-// other threads read it. The thread stalls on the load, while other blocks of the SM compute.
+// copy_16, copy_commit, copy_wait: versions of cp_async_16_zfill, cp_async_commit and cp_async_wait
+// for every GPU. Before sm_80 the copy goes through registers and is synchronous; only the barrier
+// is still needed before other threads read it. The thread stalls on the load, while other thread
+// blocks of the SM compute.
 __device__ __forceinline__ void copy_16(void *dst, const void *src, bool valid) {
     if (BEFORE_SM80) {
         *(uint4 *)dst = valid ? *(const uint4 *)src : make_uint4(0, 0, 0, 0);
@@ -916,8 +920,8 @@ template <int N> __device__ __forceinline__ void copy_wait() {
     }
 }
 
-// 1 / x: accurate if E is fp32, otherwise the hardware's approximation, since the result is rounded
-// to 16 bits anyway.
+// Returns 1 / x, accurate if E is fp32. Otherwise it is the hardware's approximation, since the
+// result is rounded to 16 bits anyway.
 template <class E> __device__ inline float reciprocal(float x) {
     return is_fp32<E> ? 1.0f / x : rcp_approx(x);
 }
@@ -1007,8 +1011,8 @@ static void gpu_embedding_forward(E *out, const int *tokens, const E *wte, const
            dim3(WARP, rows), 0, stream, out, tokens, wte, wpe, N, T, C);
 }
 
-// dwpe[t] = (first) or += sum over b of dout[b][t], b ascending; with `first`, rows T .. max_T - 1
-// are set to zero.
+// dwpe[t] = (if `first`) or += the sum over b of dout[b][t], b ascending, t < T; with `first`, rows
+// T .. max_T - 1 are set to zero.
 //   dwpe (max_T,C) of G, dout (B,T,C) of E. One thread per 16 bytes of a row of dout.
 // budget: <bf16> threads 256 regs 40 blocks 6 test gpu_embedding
 template <class E, class G>
@@ -1063,9 +1067,9 @@ __global__ void embedding_backward_token_kernel(G *dwte, const E *dout, const in
     }
 }
 
-// Gradients of the embedding: dwte (Vp,C) += and dwpe (max_T,C) = (first) or +=, both of G; dout
-// (B,T,C) of E. plan_ints: device copy of the ints that embedding_sort made for the same tokens;
-// segments: the number it returned.
+// Computes the gradients of the embedding: dwte (Vp,C) += and dwpe (max_T,C) = (if `first`) or +=,
+// both of G; dout (B,T,C) of E. plan_ints: device copy of the ints that embedding_sort wrote for
+// the same tokens; segments: the number it returned.
 template <class E, class G>
 static void gpu_embedding_backward(G *dwte, G *dwpe, const E *dout, int *plan_ints, int segments,
                                    int B, int T, int C, int max_T, bool first,
@@ -1086,9 +1090,10 @@ static void gpu_embedding_backward(G *dwte, G *dwpe, const E *dout, int *plan_in
 
 // -------------------------------------------------------------------------------------------------
 // 28. LayerNorm and residual
-// The residual stream is added by kernels that process the data anyway. Forward, the preceding
-// matmul writes inp weight^T + bias + residual (chapter Matmul), so LayerNorm itself reads one
-// tensor and writes one. Backward, LayerNorm adds its gradient to the residual's.
+// Residual additions are fused into kernels that process the data anyway. In the forward pass the
+// preceding matmul writes inp weight^T + bias + residual (chapter Matmul), so LayerNorm itself
+// reads one tensor and writes one. In the backward pass LayerNorm adds its gradient to the
+// residual's.
 // 1. A row is normalised in fp32; its mean and variance are computed in two passes over registers.
 // 2. The number of partial sums depends on the shape alone, never on the GPU.
 
@@ -1115,12 +1120,12 @@ template <class E, class F> static void with_channels(int C, F f) {
 
 // out = (inp - mean) * rstd * weight + bias for each row, rstd = 1 / sqrt(variance + 1e-5).
 //   out, inp (N,C), weight, bias (C) of E; mean, rstd (N) fp32.
-// Block (32 or more threads per row, rows). With C a constant, CC, one warp processes a row and a
-// block has eight rows. Otherwise (CC 0) a thread holds up to LAYERNORM_PACKS packs: one warp
-// processes a row of up to 1024 16-bit elements, and up to eight such rows share a block; each
-// longer row has its own block. Bytes: reads and writes every row once. Errors relative to the
-// tensor's norm, measured on the CPU layer, C 48..1600: fp32 out 1.1e-7, mean 1.5e-7, rstd 7e-8;
-// bf16 the rounding error of the output.
+// Block (32 or more threads per row, rows). If C is a compile-time constant (CC), one warp
+// processes a row and a block has eight rows. Otherwise (CC = 0) a thread holds up to
+// LAYERNORM_PACKS packs: one warp processes a row of up to 1024 16-bit elements, and up to eight
+// such rows share a block; each longer row has its own block. Bytes: reads and writes every row
+// once. Errors relative to the tensor's norm, measured on the CPU layer, C 48..1600: fp32 out
+// 1.1e-7, mean 1.5e-7, rstd 7e-8; bf16 the rounding error of the output.
 // budget: <bf16, 0> threads 256 regs 64 blocks 4 test gpu_layernorm
 // budget: <bf16, 768> threads 256 regs 48 blocks 5 instr/elem 13.2 of 24 test gpu_layernorm
 // budget: <bf16, 1024> threads 256 regs 63 blocks 4 instr/elem 12.2 of 32 test gpu_layernorm
@@ -1136,8 +1141,8 @@ __global__ void __launch_bounds__(CC ? LAYERNORM_ROWS * WARP : BLOCK_MAX)
     const int C = CC ? CC : channels, row_threads = CC ? WARP : blockDim.x;
     const float inverse_C = 1.0f / (float)C;
     auto row_mean_of = [&](float x) { return (CC ? warp_sum(x) : row_sum(x)) * inverse_C; };
-    // True if this thread has a pack k, starting at column c. Only a row's last packs can be
-    // missing.
+    // Returns whether this thread has a pack k, which starts at column c. Only a row's last packs
+    // can be missing.
     auto has = [&](int k, int c) { return (k + 1) * WARP * size <= CC || c < C; };
     int row = blockIdx.x * blockDim.y + threadIdx.y;
     if (row >= N) {
@@ -1193,8 +1198,8 @@ __global__ void __launch_bounds__(CC ? LAYERNORM_ROWS * WARP : BLOCK_MAX)
     }
 }
 
-// A row gets as many warps as it needs with LAYERNORM_PACKS packs per thread; one-warp rows share a
-// block.
+// Launches the forward kernel. Unless C is one of its compile-time constants, a row gets as many
+// warps as it needs with LAYERNORM_PACKS packs per thread; one-warp rows share a block.
 template <class E>
 static void gpu_layernorm_forward(E *out, float *mean, float *rstd, const E *inp, const E *weight,
                                   const E *bias, int N, int C, cudaStream_t stream) {
@@ -1219,10 +1224,10 @@ static void gpu_layernorm_forward(E *out, float *mean, float *rstd, const E *inp
 //   dinp, dout, inp, addend (N,C), weight (C) of E; addend may be null, dinp may be addend or dout;
 //   mean, rstd (N) and partials (3, gridDim.x, C) fp32.
 // Block (one thread per 16 bytes of a row, rows): each thread keeps the same columns while the
-// block iterates over rows, so the sums over rows stay in registers; with C a constant, CC, it has
-// two rows in flight. Bytes: reads dout, inp and addend, writes dinp, once. Errors relative to the
-// tensor's norm, measured on the CPU layer, C 48..1600: column sums 1.5e-7; dinp 1e-7 in fp32, the
-// rounding error of the type in bf16.
+// block iterates over rows, so the sums over rows stay in registers; if C is a compile-time
+// constant (CC), the block has two rows in flight. Bytes: reads dout, inp and addend, writes dinp,
+// once. Errors relative to the tensor's norm, measured on the CPU layer, C 48..1600: column sums
+// 1.5e-7; dinp 1e-7 in fp32, the rounding error of the type in bf16.
 // budget: <bf16, 0> threads 384 shared 12288 regs 64 blocks 2 test gpu_layernorm
 // budget: <bf16, 768> threads 384 shared 12288 regs 80 blocks 2 instr/elem 30.3 of 16 loop
 //   test gpu_layernorm
@@ -1315,14 +1320,14 @@ __global__ void __launch_bounds__(CC ? LAYERNORM_THREADS : BLOCK_MAX, CC ? 2 : 1
     }
 }
 
-// Scratch bytes of gpu_layernorm_backward.
+// Returns the scratch bytes that gpu_layernorm_backward needs.
 static size_t gpu_layernorm_backward_bytes(int N, int C) {
     return (size_t)(N < LAYERNORM_PARTS ? N : LAYERNORM_PARTS) * 3 * C * sizeof(float);
 }
 
-// dinp = addend (null: 0) + gradient; dweight, dbias and dbefore (null: skip), all (C) fp32, are
-// accumulated (+=); dbefore is the gradient of the bias that was added to inp. dinp may be addend
-// or dout.
+// dinp = addend (null: 0) + the gradient of inp; dweight, dbias and dbefore (null: skip), all (C)
+// fp32, are accumulated (+=); dbefore is the gradient of the bias that was added to inp. dinp may
+// be addend or dout.
 template <class E>
 static void gpu_layernorm_backward(E *dinp, float *dweight, float *dbias, float *dbefore,
                                    const E *dout, const E *inp, const E *weight, const float *mean,
@@ -1362,14 +1367,15 @@ constexpr int BIAS_ROWS = 4;      // rows that a thread loads before adding
 constexpr int BIAS_PARTS = 128;   // maximum number of partial sums per column
 constexpr int BIAS_BLOCKS = 768;  // enough blocks to keep the largest GPUs busy
 
-// exp(-2u); for 16-bit types as a power of two with folded constants. s = 1 / (1 + exp(-2u)).
+// Returns exp(-2u), from which s = 1 / (1 + exp(-2u)); for 16-bit types it is computed as a power
+// of two with folded constants.
 template <class E> __device__ inline float gelu_power(float x) {
     constexpr float linear = -2.0f * GELU_SCALE * (is_fp32<E> ? 1.0f : LOG2_E);
     float exponent = x * fmaf(linear * GELU_CUBIC, x * x, linear);
     return is_fp32<E> ? expf(exponent) : ex2_approx(exponent);
 }
 
-// out = x s(x), elementwise. out, inp (n) of E. A thread processes two packs, one block width
+// out = x s(x), elementwise. out, inp (n) of E. A thread processes two packs, blockDim.x packs
 // apart. Errors relative to the norm, measured on the CPU layer: fp32 5e-8; bf16 the rounding error
 // of the output.
 // budget: <bf16> threads 256 regs 32 blocks 6 instr/elem 11.2 of 16 test gpu_gelu
@@ -1398,8 +1404,8 @@ template <class E> __global__ void gelu_forward_kernel(E *out, const E *inp, siz
     }
 }
 
-// A tensor of any shape with n elements, a multiple of the pack size; thread blocks of up to 256
-// threads.
+// Launches the forward kernel for a tensor of any shape with n elements, a multiple of the pack
+// size, in thread blocks of at most 256 threads.
 template <class E>
 static void gpu_gelu_forward(E *out, const E *inp, size_t n, cudaStream_t stream) {
     check_rows(E, n, out, inp);
@@ -1409,7 +1415,7 @@ static void gpu_gelu_forward(E *out, const E *inp, size_t n, cudaStream_t stream
            0, stream, out, inp, n);
 }
 
-// d gelu(x) / dx = s + x s (1 - s) 2 du/dx. 1 - s is computed as exp(-2u) s, which keeps full
+// Returns gelu'(x) = s + x s (1 - s) 2 du/dx. 1 - s is computed as exp(-2u) s, which keeps full
 // precision if s is close to 1. It is exactly 0, and so is its product with x^3, if exp(-2u)
 // underflows or overflows; fminf avoids inf * 0 in the latter case.
 template <class E> __device__ inline float gelu_slope(float x) {
@@ -1479,7 +1485,7 @@ __global__ void bias_backward_kernel(E *dinp, float *partials, const E *dout, co
     }
 }
 
-// Scratch bytes of gpu_bias_backward and gpu_gelu_backward.
+// Returns the scratch bytes that gpu_bias_backward and gpu_gelu_backward need.
 static size_t gpu_bias_backward_bytes(int N, int OC) {
     return (size_t)(N < BIAS_PARTS ? N : BIAS_PARTS) * OC * sizeof(float);
 }
@@ -1535,7 +1541,7 @@ static void gpu_gelu_backward(E *dinp, float *dbias, const E *dout, const E *inp
 //    list, whose order is not guaranteed to be reproducible. An algorithm that fails for its GEMM
 //    during the warm-up is replaced by the next one; after the warm-up a failure ends the run.
 
-// adds: beta is 1; out_of_place: beta is 1 and D is not C.
+// Identifies a GEMM. adds: beta is 1; out_of_place: beta is 1 and D is not C.
 struct MatmulKey {
     int m, n, k, transpose_a, transpose_b, has_bias, adds, out_of_place, input_type, output_type;
 };
@@ -1560,11 +1566,11 @@ static struct {
     bool settled;      // the warm-up is over: algorithms are no longer replaced
     MatmulPlan plan[MATMUL_PLANS];
     char where[160];            // GPU, library and workspace that the choices apply to
-    char choices[MATMUL_TEXT];  // of all plans: matmul_choices_export
+    char choices[MATMUL_TEXT];  // of all plans, as text: matmul_choices_export
 } matmul_library;
 
-// workspace: device memory from the memory plan, 256-byte aligned; all GEMMs share it, so they all
-// run on one stream.
+// Initializes cuBLASLt. `workspace` is device memory from the memory plan, 256-byte aligned; all
+// GEMMs share it, so they all run on one stream.
 static void gpu_matmul_open(void *workspace, size_t workspace_bytes) {
     check((uintptr_t)workspace % 256 == 0, "cuBLASLt wants a workspace at a multiple of 256 bytes");
     cublas_check(cublasLtCreate(&matmul_library.handle));
@@ -1606,7 +1612,8 @@ static void matmul_preference(cublasLtMatmulPreference_t preference,
         cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof(value)));
 }
 
-// True if the algorithm reports that it can write D to a different buffer than C; false if unknown.
+// Returns true if the algorithm reports that it can write D to a different buffer than C, and false
+// if it does not say.
 static bool matmul_writes_out_of_place(const cublasLtMatmulAlgo_t *algorithm) {
     int32_t out_of_place = 0;
     size_t written = 0;
@@ -1616,11 +1623,11 @@ static bool matmul_writes_out_of_place(const cublasLtMatmulAlgo_t *algorithm) {
            out_of_place;
 }
 
-// Gets the heuristic's algorithms for a GEMM that need at most workspace_bytes, best first; returns
-// their number (0 to MATMUL_ALGORITHMS). If there are none, *status is CUBLAS_STATUS_NOT_SUPPORTED,
-// not success with an empty list. For an out-of-place GEMM (D is not C), returns only algorithms
-// that report support for it. If none of them does, returns all: then only the status of the launch
-// can tell whether an algorithm works.
+// Stores in `results` the heuristic's algorithms for a GEMM that need at most workspace_bytes, best
+// first, and returns their number (0 to MATMUL_ALGORITHMS). If there are none, *status is
+// CUBLAS_STATUS_NOT_SUPPORTED, not success with an empty list. For an out-of-place GEMM (D is not
+// C), stores only algorithms that report support for it. If none of them does, stores all: then
+// only the status of the launch can tell whether an algorithm works.
 static int matmul_algorithms(cublasLtMatmulHeuristicResult_t *results, cublasStatus_t *status,
                              const MatmulPlan *plan, size_t workspace_bytes) {
     int found = 0;
@@ -1661,9 +1668,9 @@ static int matmul_algorithms(cublasLtMatmulHeuristicResult_t *results, cublasSta
     return usable;
 }
 
-// Identifies an algorithm in the cache and in checkpoints. NVIDIA's header says that its 64 bytes
-// may be stored and used again with the same version of the library (cublasLt.h,
-// cublasLtMatmulAlgo_t).
+// Returns the hash that identifies an algorithm in the cache and in checkpoints. NVIDIA's header
+// says that the 64 bytes of an algorithm may be stored and used again with the same version of the
+// library (cublasLt.h, cublasLtMatmulAlgo_t).
 static uint64_t matmul_algorithm_hash(const cublasLtMatmulAlgo_t *algorithm) {
     return fnv1a(fnv1a_start, algorithm, sizeof *algorithm);
 }
@@ -1683,7 +1690,7 @@ static bool matmul_plan_take(MatmulPlan *plan, uint64_t hash) {
     return false;
 }
 
-// Advances the plan to the next algorithm in the heuristic's list; false if there is none.
+// Advances the plan to the next algorithm in the heuristic's list; returns false if there is none.
 static bool matmul_plan_next(MatmulPlan *plan) {
     cublasLtMatmulHeuristicResult_t results[MATMUL_ALGORITHMS];
     cublasStatus_t status;
@@ -1699,7 +1706,7 @@ static bool matmul_plan_next(MatmulPlan *plan) {
     return next < found;
 }
 
-// Fills a new plan.
+// Creates the plan of the GEMM `key`: descriptor, layouts and the heuristic's first algorithm.
 static void matmul_plan_create(MatmulPlan *plan, MatmulKey key) {
     cudaDataType_t input_type = (cudaDataType_t)key.input_type;
     cudaDataType_t output_type = (cudaDataType_t)key.output_type;
@@ -1740,9 +1747,9 @@ static MatmulPlan *matmul_plan_find(MatmulKey key) {
     return plan;
 }
 
-// Launches a plan's GEMM and returns the status. The bias is null if the plan has none; c may be
-// any address if beta is 0. The plan's key determines whether beta is 0 or 1: another factor would
-// require another plan, and nothing here needs one.
+// matmul_launch launches a plan's GEMM with these operands and returns the status. The bias is null
+// if the plan has none; c may be any address if beta is 0. The plan's key determines whether beta
+// is 0 or 1: another factor would require another plan, and nothing here needs one.
 struct MatmulOperands {
     void *d;
     const void *a, *b, *bias, *c;
@@ -1769,8 +1776,9 @@ static MatmulName matmul_key_text(const MatmulKey *k) {
     return text;
 }
 
-// D = op(A) op(B) + bias (null: none) + beta C in column-major terms, D and C (m,n), op(A) (m,k),
-// op(B) (k,n), every matrix dense; C may be D; bias (m) of D's type is added to every column.
+// Computes D = op(A) op(B) + bias (null: none) + beta C in column-major terms: D and C (m,n), op(A)
+// (m,k), op(B) (k,n), every matrix dense. C may be D. bias (m), of D's type, is added to every
+// column.
 //   A, B of E; C, D of O: E or fp32.
 // Limits: the column-major row counts of A, B and D are multiples of 16 bytes, and so therefore is
 // every leading dimension; pointers are 16-byte aligned.
@@ -1809,10 +1817,10 @@ static void gpu_matmul_forward(E *out, const E *inp, const E *weight, const E *b
                      false, OC, N, C, stream);
 }
 
-// Gradients, in this order: dweight (OC,C) of G = (first) or += dout^T inp; dinp (N,C) of E = dout
-// weight. dinp may be inp. dout (N,OC), inp (N,C), weight (OC,C) of E. With `first` the old dweight
-// is not read, so it needs no memset. The gradient of the bias is summed by the kernel that
-// produces dout.
+// Computes two gradients, in this order: dweight (OC,C) of G = (if `first`) or += dout^T inp; dinp
+// (N,C) of E = dout weight. dinp may be inp. dout (N,OC), inp (N,C), weight (OC,C) of E. With
+// `first` the old dweight is not read, so it needs no memset. The gradient of the bias is summed by
+// the kernel that produces dout.
 template <class E, class G>
 static void gpu_matmul_backward(E *dinp, G *dweight, const E *dout, const E *inp, const E *weight,
                                 int N, int C, int OC, bool first, cudaStream_t stream) {
@@ -2047,10 +2055,10 @@ __device__ __forceinline__ void warp_store_rows(E *dst, size_t stride, int row0,
     }
 }
 
-// sums_place: offset of a block's column sums in sums (parts, 3C), which has one part for each tile
-// of ROWS rows of each sequence. A row of sums is as long as a row of qkv, so the offset follows
-// from qkv_at by moving from token batch T to part batch tiles + tile. Computing it this way keeps
-// no further value in registers across the preceding loop.
+// sums_place: returns the offset of a block's column sums in sums (parts, 3C), which has one part
+// for each tile of ROWS rows of each sequence. A row of sums is as long as a row of qkv, so the
+// offset is qkv_at with row batch T (the sequence's first token) replaced by row batch tiles + tile
+// (the part). Computing it this way keeps no further value in registers across the preceding loop.
 template <int ROWS>
 __device__ __forceinline__ size_t sums_place(const AttentionBlock &block, int T, size_t C) {
     const int64_t rows = (int64_t)block.batch * (ceil_div(T, ROWS) - T) + block.tile;
@@ -2136,7 +2144,7 @@ __global__ void __launch_bounds__(WARPS *WARP, WHOLE ? ATTENTION_BLOCKS : 1)
             load_keys(j + 1);
         }
         if (j * BN >= first + 16 * MT || first >= T) {
-            continue;  // nothing here for this warp's rows
+            continue;  // the tile is fully masked, or this warp's rows are past T
         }
 
         // 3. Scores.
@@ -2203,7 +2211,7 @@ __global__ void __launch_bounds__(WARPS *WARP, WHOLE ? ATTENTION_BLOCKS : 1)
 // columns lane, lane + 32, ... of the output.
 enum { ROW_WARPS = 4 };
 
-// row_dot: sum over d < n of a[d] b[d], in order of d.
+// row_dot: returns the sum over d < n of a[d] b[d], added in order of d.
 __device__ inline float row_dot(const float *a, const float *b, int n) {
     float sum = 0.0f;
     for (int d = 0; d < n; d++) {
@@ -2212,7 +2220,7 @@ __device__ inline float row_dot(const float *a, const float *b, int n) {
     return sum;
 }
 
-// attention_forward_rows_kernel: attention_forward_kernel's contract, in fp32 and for any HS.
+// attention_forward_rows_kernel: as attention_forward_kernel, but in fp32 and for any HS.
 // grid (NH, B, ceil(T / ROW_WARPS)), block 32 ROW_WARPS; dynamic shared memory
 // ROW_WARPS (HS + 32) floats: o and p of each warp.
 // numerics: fp32 with exp2f; out within 5e-7, LSE2 9e-8.
@@ -2269,9 +2277,9 @@ template <class E> static void check_attention(int B, int T, int C, int NH) {
           "attention of heads of %d channels", HS);
 }
 
-// attention_section: number of heads whose K and V (for dK and dV: Q and dO) share the L2 cache.
-// They may fill half of it; the other half is left for the tensors that a block reads or writes
-// once.
+// attention_section: returns the number of heads whose K and V (for dK and dV: Q and dO) share the
+// L2 cache. They may fill half of it; the other half is left for the tensors that a block reads or
+// writes once.
 static int attention_cache_bytes;  // size of L2, queried at the first launch; tests override it
 
 static int attention_section(size_t head_bytes, int heads) {
@@ -2303,8 +2311,9 @@ static void launch_attention(Kernel *kernel, int B, int T, int NH, int HS,
            NH, HS, section);
 }
 
-// gpu_attention_forward: out (B,T,C) and lse (B,NH,T) from qkv (B,T,3,NH,HS); see the kernels.
-// Callers leave HD at its default; heads wider than 64 are forwarded to the instance for 128.
+// gpu_attention_forward: computes out (B,T,C) and lse (B,NH,T) from qkv (B,T,3,NH,HS); see the
+// kernels. Callers leave HD at its default; heads wider than 64 are forwarded to the instance for
+// 128.
 template <class E, int HD = 64>
 static void gpu_attention_forward(E *out, float *lse, const E *qkv, int B, int T, int C, int NH,
                                   cudaStream_t stream) {
@@ -2329,8 +2338,8 @@ static void gpu_attention_forward(E *out, float *lse, const E *qkv, int B, int T
 }
 
 // cache_append_kernel: copies keys and values of `rows` tokens from qkv (rows,3,NH,HS) to positions
-// first, first + 1, ... of cache (2,NH,positions,HS), all of E. Grid ceil(2 rows C / 256), block
-// 256, one element per thread: a token has too few of them for vectorized copies to pay off. Exact.
+// first, first + 1, ... of cache (2,NH,positions,HS), all of E. Exact. Grid ceil(2 rows C / 256),
+// block 256, one element per thread: a token has too few elements for vectorized copies to pay off.
 // budget: <bf16> threads 256 regs 16 blocks 6 test gpu_cached
 template <class E>
 __global__ void cache_append_kernel(E *cache, const E *qkv, int positions, int first, int rows,
@@ -2351,7 +2360,8 @@ template <int D> struct CachedSums {
     float o[D], m, l;
 };
 
-// 2^x. 16-bit types use the hardware approximation, whose error is below their rounding error.
+// Returns 2^x. 16-bit types use the hardware approximation, whose error is below their rounding
+// error.
 template <class E> __device__ inline float cached_power(float x) {
     if constexpr (is_fp32<E>) {
         return exp2f(x);
@@ -2360,14 +2370,16 @@ template <class E> __device__ inline float cached_power(float x) {
     }
 }
 
-// Channel lane + 32 i of a row of HS channels; 0 past its end and if `there` is false.
+// Returns channel lane + 32 i of a row of HS channels, or 0 if that is past the row's end or
+// `there` is false.
 template <class E> __device__ inline float cached_channel(const E *row, int i, int HS, bool there) {
     const int d = i * WARP + threadIdx.x % WARP;
     return there && d < HS ? to_float(row[d]) : 0.0f;
 }
 
-// Processes the warp's next CACHED_KEYS keys, of which the query may see the first `keys`: scores,
-// reduced across the lanes, then the update of maximum, sum and values as in the kernels above.
+// Processes the warp's next CACHED_KEYS keys; the causal mask hides all but the first `keys` of
+// them (which may exceed CACHED_KEYS). Computes the scores, reduced across the lanes, then updates
+// maximum, sum and values as in the kernels above.
 template <class E, int D>
 __device__ inline void cached_round(CachedSums<D> &sums, const float (&q)[D], const E *key,
                                     const E *value, int keys, int HS) {
@@ -2424,7 +2436,7 @@ __global__ void attention_cached_kernel(E *out, const E *qkv, const E *cache, in
     SHARED(float, totals, [CACHED_WARPS]);
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, h = blockIdx.x;
     const int C = NH * HS, seen = first + blockIdx.y + 1;
-    const float c = 1.44269504f / sqrtf((float)HS);  // scores in powers of 2
+    const float c = 1.44269504f / sqrtf((float)HS);  // scales scores to powers of 2
     const E *keys = cache + (size_t)h * positions * HS;
     const E *values = cache + (size_t)(NH + h) * positions * HS;
     CachedSums<D> sums = {{}, -INFINITY, 0.0f};
@@ -2459,9 +2471,9 @@ __global__ void attention_cached_kernel(E *out, const E *qkv, const E *cache, in
     }
 }
 
-// gpu_attention_cached: attention of `rows` tokens at positions first, first + 1, ..., whose keys
-// and values it first appends to the cache; see the kernels. out (rows,C), qkv (rows,3,NH,HS),
-// cache (2,NH,positions,HS) of E.
+// gpu_attention_cached: appends the keys and values of `rows` tokens at positions first, first + 1,
+// ... to the cache, then computes the attention of these tokens; see the kernels. out (rows,C), qkv
+// (rows,3,NH,HS), cache (2,NH,positions,HS) of E.
 template <class E>
 static void gpu_attention_cached(E *out, E *cache, const E *qkv, int positions, int first,
                                  int rows, int C, int NH, cudaStream_t stream) {
@@ -2501,7 +2513,7 @@ static void gpu_attention_cached(E *out, E *cache, const E *qkv, int positions, 
 // source: "FlashAttention-2", algorithm 2, with a separate kernel for dQ instead of its atomic
 // sums.
 
-// attention_backward_dq_kernel: dQ and D, for 16-bit types.
+// attention_backward_dq_kernel: computes dQ and D, for 16-bit types.
 // dqkv, qkv (B,T,3,NH,HS), dout, out (B,T,NH,HS), drow, lse (B,NH,T); c as in chapter Flash
 // attention forward.
 // grid B NH ceil(T / BM), mapped by AttentionBlock, BM = 16 MT WARPS queries, last rows first;
@@ -2595,7 +2607,7 @@ __global__ void __launch_bounds__(WARPS *WARP, 2)
             load_keys(j + 1);
         }
         if (j * BN >= first + 16 * MT || first >= T) {
-            continue;  // nothing here for this warp's rows
+            continue;  // the tile is fully masked, or this warp's rows are past T
         }
 
         // 4. Scores, and the gradient of P.
@@ -2622,7 +2634,8 @@ __global__ void __launch_bounds__(WARPS *WARP, 2)
     head_column_sums<HD, WARPS>(sums + sums_place<BM>(block, T, C), tile_q, 16 * MT, HS);
 }
 
-// attention_backward_dkv_kernel: dK and dV, for 16-bit types; arguments as for the dQ kernel.
+// attention_backward_dkv_kernel: computes dK and dV, for 16-bit types; arguments as for the dQ
+// kernel.
 // grid B NH ceil(T / BN), BN = 16 MT WARPS keys, first (longest) rows first; block 32 WARPS;
 // dynamic shared memory 4 HD (BN + 2 BM) + 256 WARPS bytes: K, V, and double-buffered Q, dO, LSE2
 // and D.
@@ -2731,10 +2744,10 @@ __global__ void __launch_bounds__(WARPS *WARP)
     head_column_sums<HD, WARPS>(sums + C, tile_v, 16 * MT, HS);
 }
 
-// attention_backward_rows_kernel: the same in fp32 and for any HS. It is launched twice: first for
-// dQ and D with one warp per query, then with `keys` for dK and dV with one warp per key. The
-// warp's own row is a pair (a, b): (q, dO) or, with `keys`, (k, v). The far rows are pairs of the
-// other kind, and in both cases
+// attention_backward_rows_kernel: computes the same in fp32 and for any HS. It is launched twice:
+// first for dQ and D with one warp per query, then with `keys` for dK and dV with one warp per key.
+// The warp's own row is a pair (a, b): (q, dO) or, with `keys`, (k, v). The far rows are those of
+// the other side, (k, v) or, with `keys`, (q, dO); in both cases
 //   p = 2^(c a.far_a - LSE2),  ds = p (b.far_b - D),  da = scale sum ds far_a,  db = sum p far_b.
 // grid (NH, B, ceil(T / ROW_WARPS)), block 32 ROW_WARPS; dynamic shared memory
 // ROW_WARPS (2 HS + 64) floats: da, db, p and ds of each warp.
@@ -2757,7 +2770,7 @@ __global__ void __launch_bounds__(ROW_WARPS *WARP)
     const size_t head = (size_t)blockIdx.y * NH + blockIdx.x, row0 = (size_t)blockIdx.y * T;
     const float *q = qkv + row0 * stride + at, *d_o = dout + row0 * C + at;
     const float *a = q + t * stride + (keys ? C : 0), *b = keys ? a + C : d_o + t * C;
-    const size_t far_stride = keys ? C : stride;  // of far_b; far_a's is `stride`
+    const size_t far_stride = keys ? C : stride;  // row stride of far_b; far_a's is `stride`
     const float *far_a = keys ? q + t * stride : q + C, *far_b = keys ? d_o + t * C : q + 2 * C;
     const float d = keys ? 0.0f : row_dot(b, out + (row0 + t) * C + at, HS);
     if (!keys && lane == 0) {
@@ -2793,7 +2806,7 @@ __global__ void __launch_bounds__(ROW_WARPS *WARP)
     }
 }
 
-// Scratch bytes of gpu_attention_backward.
+// Returns the scratch bytes that gpu_attention_backward needs.
 template <class E> static size_t gpu_attention_backward_bytes(int B, int T, int C, int NH) {
     const int wide = AttentionTiles<E, 128>::OWN_ROWS, narrow = AttentionTiles<E, 64>::OWN_ROWS;
     const size_t parts = (size_t)B * ceil_div(T, C / NH > 64 ? wide : narrow);
@@ -2802,10 +2815,10 @@ template <class E> static size_t gpu_attention_backward_bytes(int B, int T, int 
     return bytes > fp32 ? bytes : fp32;
 }
 
-// gpu_attention_backward: dqkv (B,T,3,NH,HS), overwritten, from dout (B,T,C), the forward pass's
-// input qkv and its outputs out (B,T,C) and lse (B,NH,T). dbias (3C) fp32 += column sums of dqkv,
-// which is the bias gradient of the matmul that produced qkv. drow (B,NH,T) is scratch. HD as in
-// gpu_attention_forward.
+// gpu_attention_backward: computes dqkv (B,T,3,NH,HS), which is overwritten, from dout (B,T,C), the
+// forward pass's input qkv and its outputs out (B,T,C) and lse (B,NH,T). dbias (3C) fp32 += column
+// sums of dqkv, which is the bias gradient of the matmul that produced qkv. drow (B,NH,T) is
+// scratch. HD as in gpu_attention_forward.
 template <class E, int HD = 64>
 static void gpu_attention_backward(E *dqkv, float *dbias, float *drow, const E *dout, const E *qkv,
                                    const E *out, const float *lse, float *scratch, int B, int T,
@@ -2974,9 +2987,9 @@ static void gpu_classifier(float *losses, E *logits, const int *targets, float d
 //    host.
 // 2. AdamW is fp32 arithmetic without fused multiply-adds, so the split master is bit-identical to
 //    an fp32 AdamW on the CPU.
-// 3. A state that is kept only in 16 bits is rounded stochastically, with random numbers keyed by
-//    (seed, step, tensor, index in the tensor), independent of which part of the tensor this rank
-//    owns.
+// 3. Weights and moments that are kept only in 16 bits are rounded stochastically, with random
+//    numbers keyed by (seed, step, tensor, index in the tensor), independent of which part of the
+//    tensor this rank owns.
 // 4. With fp16 all gradients are scaled by the loss scale, a power of two: the classifier
 //    multiplies by it, the norm and AdamW divide by it, both exactly.
 
@@ -3007,10 +3020,10 @@ struct UpdateState {
     float scale;       // factor on the gradients: min(1, clip / norm) / loss scale
     uint32_t skip;     // 1: this step's update is skipped
     uint32_t skipped;  // updates skipped so far
-    float loss_scale;  // of the next step; this and the following are for narrow types only
+    float loss_scale;  // of the next step; from here on for narrow types (fp16) only
     int good_steps;    // steps with finite gradients since the scale changed
-    int scale_grows;   // the scale doubles after so many good steps; 0: no loss scale
-    int scale_moved;   // by the last update: 1 up, -1 down
+    int scale_grows;   // good steps after which the scale doubles; 0: no loss scale
+    int scale_moved;   // by the last update: 1 doubled, -1 halved, 0 unchanged
 };
 
 // Numbers the chunks of all ranges and returns their count.
@@ -3026,7 +3039,7 @@ static int param_ranges_chunk(ParamRange *ranges, int count) {
     return chunks;
 }
 
-// The range that contains a chunk: the last range whose first_chunk is at most `chunk`.
+// Returns the range that contains a chunk: the last range whose first_chunk is at most `chunk`.
 __device__ inline ParamRange param_range_find(const ParamRange *ranges, int count, int chunk) {
     int low = 0, high = count - 1;
     while (low < high) {
@@ -3040,7 +3053,7 @@ __device__ inline ParamRange param_range_find(const ParamRange *ranges, int coun
     return ranges[low];
 }
 
-// This thread's part of the sum of squares of grads[begin .. end).
+// Returns this thread's part of the sum of squares of grads[begin .. end).
 template <class T> __device__ inline float square_sum(const T *grads, size_t begin, size_t end) {
     constexpr int size = Pack<T>::size;
     float sum = 0.0f;
@@ -3110,7 +3123,7 @@ static __global__ void update_decide_kernel(UpdateState *state, float clip, floa
     const bool scaled = state->scale_grows > 0;
     const float unscale = scaled ? 1.0f / state->loss_scale : 1.0f;
     float norm = sqrtf(state->square_sum) * unscale;
-    bool skip = !(norm <= skip_above) || isinf(norm);  // a NaN is skipped too
+    bool skip = !(norm <= skip_above) || isinf(norm);  // a NaN norm skips too
     state->norm = norm;
     state->scale = (clip > 0.0f && norm > clip ? clip / norm : 1.0f) * unscale;
     state->skip = skip;
@@ -3120,7 +3133,7 @@ static __global__ void update_decide_kernel(UpdateState *state, float clip, floa
     }
 }
 
-// Scratch bytes of gpu_grad_square_sum.
+// Returns the scratch bytes that gpu_grad_square_sum needs.
 static size_t gpu_grad_square_sum_bytes(void) { return NORM_BLOCKS * sizeof(float); }
 
 // state->square_sum = sum of squares of all gradients in the table (ranges: in device memory;
@@ -3159,8 +3172,8 @@ __device__ inline void adamw_element(float *p, float *m, float *v, float g, floa
     *p -= adamw.lr * (*m / adamw.correction1 / (root + adamw.eps) + weight_decay * *p);
 }
 
-// Stochastic rounding: x, a fraction f of the way from one bf16 number to the next larger in
-// magnitude, becomes that number with probability f. random: 16 random bits.
+// Rounds stochastically: x, a fraction f of the way from one bf16 number to the next larger in
+// magnitude, becomes the larger one with probability f, else the smaller. random: 16 random bits.
 __device__ inline __nv_bfloat16 bf16_round_stochastic(float x, uint32_t random) {
     uint32_t bits = __float_as_uint(x);
     if ((bits & 0x7f800000u) == 0x7f800000u) {
@@ -3169,7 +3182,7 @@ __device__ inline __nv_bfloat16 bf16_round_stochastic(float x, uint32_t random) 
     return bf16_from_bits((uint16_t)((bits + random) >> 16));
 }
 
-// Key of a step's random numbers.
+// The key of a step's random numbers.
 struct UpdateRandom {
     uint64_t seed;
     uint32_t step;
@@ -3222,8 +3235,8 @@ __device__ inline void split_store(__nv_bfloat16 *params, uint16_t *low, const f
     pack_store(low, rest);
 }
 
-// fp16 is not the upper half of an fp32 number, so its master is the whole fp32 number; the weight
-// is its rounding.
+// The element type of the master. fp16 is not the upper half of an fp32 number, so its master is
+// the whole fp32 number; the weight is its rounding.
 template <class E> using Master = std::conditional_t<traits<E>.narrow, float, uint16_t>;
 template <int n>
 __device__ inline void split_load(float (&p)[n], const __half *, const float *master) {
@@ -3290,7 +3303,7 @@ __global__ void __launch_bounds__(UPDATE_THREADS)
     }
 }
 
-// One AdamW step over the table (ranges: in device memory); low is null without SPLIT.
+// Runs one AdamW step over the table (ranges: in device memory); low is null without SPLIT.
 template <class E, class G, class M, bool SPLIT>
 static void gpu_adamw(E *params, Master<E> *low, M *moment1, M *moment2, const G *grads_2d,
                       const float *grads_1d, E *params_store, const G *grads_store,
