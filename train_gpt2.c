@@ -2352,11 +2352,11 @@ static int level_find(const char *word, size_t n, char names[128]) {
     return found;
 }
 
-// Parses -r: a comma-separated list of LEVEL:K, each of which sets the next K blocks, starting with
-// the first one; without :K, a level applies to all remaining blocks. Blocks after the list
-// recompute nothing. `auto` leaves all levels at none, and settings_auto() decides later. Ends the
-// run if a level is unknown (the message lists all levels), if K exceeds the number of remaining
-// blocks, or if no block is left for a level.
+// Parses -r: a comma-separated list of LEVEL:K, each of which sets the recomputation level of the
+// next K blocks, starting with the first one; without :K, a level applies to all remaining blocks.
+// Blocks after the list recompute nothing. `auto` leaves all levels at none, and settings_auto()
+// decides later. Ends the run if a level is unknown (the message lists all levels), if K exceeds
+// the number of remaining blocks, or if no block is left for a level.
 static void recompute_parse(Settings *s, const char *text) {
     char names[128];
     int block = 0, word_is_last = 0;
@@ -3891,7 +3891,7 @@ static inline void pack(real *packed, int width, Operand src, int rows, int K) {
 
 #if BF16_DOTS
 // Rounds rows of `a` with contiguous k to bf16. Tiles can read such rows as they are stored, so
-// they are not rearranged into panels; zero rows pad their number to a multiple of MR.
+// they are not rearranged into panels; the row count is padded to a multiple of MR with zero rows.
 static void round_rows(real *packed, Operand a, int rows, int K) {
     const int depth = packed_depth(K), padded = ceil_div(rows, MR) * MR;
     for (int i = 0; i < padded; i++, packed += depth) {
@@ -8050,8 +8050,9 @@ static int plan_command(const Run *run, const Program *program, Options *o, cons
 }
 
 // Step 5: sets the number of micro-batches per step and of steps in the run, from the options and
-// the data. Ends the run if -d is not divisible, the warm-up is longer than the run, or the data is
-// too short for one step or one validation batch.
+// the data. Ends the run if -d is not a multiple of the tokens that all ranks process in one
+// micro-batch, if the warm-up is longer than the run, or if the data is too short for one step or
+// one validation batch.
 static void run_size(Run *run) {
     const Options *o = &run->o;
     const Settings *s = &run->s;

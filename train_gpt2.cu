@@ -4621,7 +4621,7 @@ static __global__ void replica_hash_kernel(unsigned long long *sum, const uint64
 
 // Creates the stream and the event, and maps this rank's heartbeat for kernels. NCCL is initialized
 // later, in rank_connect, after the warm-up has launched every kernel once: loading a kernel while
-// NCCL's wait for other ranks could deadlock. The heartbeat is a page outside the plan's pinned
+// NCCL's kernels wait for other ranks could deadlock. The heartbeat is a page outside the plan's pinned
 // memory because it is shared with the parent process.
 static void rank_open(RankComm *c, const Settings *s) {
     int least, most;
@@ -5681,8 +5681,8 @@ static bool matmul_can_time(void) { return emu::set.lt_times != 0; }
 static bool matmul_can_time(void) { return true; }
 #endif
 
-// Times the plans for which the file has no choice. memory: device memory at a multiple of 256
-// bytes that is not in use; it is left full of noise.
+// Times the algorithms of all matmul plans that have no entry in the cache file. memory: unused
+// device memory, aligned to 256 bytes, as scratch space; its contents are overwritten.
 static void matmul_tune(char *memory, size_t bytes, cudaStream_t stream) {
     MatmulBench *bench = (MatmulBench *)alloc_zero(1, sizeof *bench);
     int device, cache;
@@ -6025,8 +6025,8 @@ static void gpu_gather(Engine *e, void *all, const void *mine, size_t bytes) {
 
 // -------------------------------------------------------------------------------------------------
 // 43. Opening and warm-up
-// From an empty device to a network that is ready to train: memory, tables, one warm-up of every
-// kernel and collective; and closing it.
+// Turns an empty device into a network that is ready to train: allocates memory, fills the tables
+// and runs every kernel and collective once as a warm-up. Also closes the network again.
 
 // Frees everything except the plan. Queued work must finish first, because it uses the memory.
 template <class E, class G> static void gpu_close(Engine *e) {
