@@ -4621,8 +4621,8 @@ static __global__ void replica_hash_kernel(unsigned long long *sum, const uint64
 
 // Creates the stream and the event, and maps this rank's heartbeat for kernels. NCCL is initialized
 // later, in rank_connect, after the warm-up has launched every kernel once: loading a kernel while
-// NCCL's kernels wait for other ranks could deadlock. The heartbeat is a page outside the plan's pinned
-// memory because it is shared with the parent process.
+// NCCL's kernels wait for other ranks could deadlock. The heartbeat is a page outside the plan's
+// pinned memory because it is shared with the parent process.
 static void rank_open(RankComm *c, const Settings *s) {
     int least, most;
     *c = {nullptr, nullptr, nullptr, s->rank, s->ranks, 0, nullptr, nullptr, 0};
