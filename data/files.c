@@ -446,7 +446,7 @@ static void mapping_done(const void *bytes, size_t size) {
     }
 }
 
-// Header of all llm.c files: 256 int32, of which the first two are a magic number and a version.
+// Header of all llm.c files: 256 int32, starting with a magic number and a version.
 enum { LLMC_TOKENS, LLMC_MODEL, LLMC_TOKENIZER, LLMC_EVALUATION, LLMC_HEADER_BYTES = 1024 };
 static const struct {
     const char *name;

@@ -25,7 +25,7 @@ cp "$program" "$work/program" && cd "$work" || exit 1
 run=(./program -i t_train.bin -e l1h2c16t16 -b 2 -x 9 -n 2 --keep 2 -v 0 -s 4 -g 3 -y 1 -o out
      "$@")
 
-digest() { (cd out && find . -type f ! -name log.jsonl | sort | xargs sha256sum); }
+digest() { (cd out && find . -type f ! -name log.jsonl ! -name lock | sort | xargs sha256sum); }
 saved() { sed -n 's/^saved out.step-0*//p' "$1" | tail -n 1; }
 bad=0
 complain() { bad=$((bad + 1)) && echo "$call $n, $what: $1"; }
