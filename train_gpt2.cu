@@ -2292,29 +2292,83 @@ static int attention_section(size_t head_bytes, int heads) {
     return section < 1 ? 1 : section < (size_t)heads ? (int)section : heads;
 }
 
+// The arguments of a pass of flash attention. Each kernel uses some of them; its comment says how.
+template <class E> struct AttentionArgs {
+    const E *qkv, *dout;       // (B,T,3,NH,HS), (B,T,NH,HS)
+    E *out, *dqkv;             // (B,T,NH,HS), (B,T,3,NH,HS)
+    float *lse, *drow, *sums;  // (B,NH,T), (B,NH,T), (parts,3C)
+    int B, T, NH, HS;
+    cudaStream_t stream;
+};
+
 // launch_attention: launches one of the 16-bit attention kernels, and raises its dynamic shared
 // memory limit before the first launch. tensors: pointer arguments, passed first; B, T, NH, HS and
 // `section`, the number of heads per section of the grid (AttentionBlock), follow them.
-template <int OWN_ROWS, int BYTES, class Kernel, class... Tensors>
-static void launch_attention(Kernel *kernel, int B, int T, int NH, int HS,
-                             cudaStream_t stream, Tensors... tensors) {
+template <int OWN_ROWS, int BYTES, int WARPS, class Kernel, class E, class... Tensors>
+static void launch_attention(Kernel *kernel, const AttentionArgs<E> &a, Tensors... tensors) {
     static Kernel *told = nullptr;
-    const int64_t blocks = (int64_t)B * NH * ceil_div(T, OWN_ROWS);
-    check(blocks <= INT_MAX, "attention of %d sequences of %d tokens in %d heads", B, T, NH);
+    const int64_t blocks = (int64_t)a.B * a.NH * ceil_div(a.T, OWN_ROWS);
+    check(blocks <= INT_MAX, "attention of %d sequences of %d tokens in %d heads", a.B, a.T, a.NH);
     if (told != kernel) {
         const auto limit = cudaFuncAttributeMaxDynamicSharedMemorySize;
         cuda_check(cudaFuncSetAttribute(kernel, limit, BYTES));
         told = kernel;
     }
-    const int section = attention_section((size_t)T * HS * 4, B * NH);
-    launch(kernel, dim3((unsigned)blocks), ATTENTION_WARPS * WARP, BYTES, stream, tensors..., B, T,
-           NH, HS, section);
+    const int section = attention_section((size_t)a.T * a.HS * 4, a.B * a.NH);
+    launch(kernel, dim3((unsigned)blocks), WARPS * WARP, BYTES, a.stream, tensors..., a.B, a.T,
+           a.NH, a.HS, section);
+}
+
+// Calls f(head, whole), whose types carry the template arguments HD and WHOLE of the instance for
+// heads of HS channels.
+template <class F> static void with_head(int HS, F f) {
+    const std::integral_constant<int, 64> narrow;
+    const std::integral_constant<int, 128> wide;
+    HS == 64  ? f(narrow, std::true_type())
+    : HS < 64 ? f(narrow, std::false_type())
+              : f(wide, std::false_type());
+}
+
+// Launches attention_forward_kernel.
+template <class E> static void attention_forward_mma(const AttentionArgs<E> &a) {
+    with_head(a.HS, [&](auto head, auto whole) {
+        constexpr int HD = decltype(head)::value;
+        using A = AttentionTiles<E, HD>;
+        launch_attention<A::OWN_ROWS, A::FORWARD_BYTES, ATTENTION_WARPS>(
+            attention_forward_kernel<E, HD, decltype(whole)::value>, a, a.out, a.lse, a.qkv);
+    });
+}
+
+// Each of the three kernels has a table of variants for bf16. They compute the same function but
+// round differently, so a run must not change its choice. Row 0 runs on every GPU and for every
+// shape. All variants write one part of `sums` for each OWN_ROWS rows, and LSE2 and D mean the same
+// in all, so the kernels' rows are chosen independently.
+struct AttentionVariant {
+    const char *name;
+    int capability;  // of the GPUs it runs on: this one only, or 0 for all
+    bool (*fits)(int HS, int T, Type type);
+    void (*start)(const AttentionArgs<__nv_bfloat16> &);
+    const void *kernel;  // of rows from 1 on, for cudaFuncGetAttributes
+};
+enum AttentionKernel { ATTENTION_FORWARD, ATTENTION_DQ, ATTENTION_DKV, ATTENTION_KERNELS };
+static int attention_choice[ATTENTION_KERNELS];  // rows of the tables
+
+static bool fits_any(int, int, Type) { return true; }
+
+static const AttentionVariant attention_forward_variants[] = {
+    {"mma.sync", 0, fits_any, attention_forward_mma, nullptr},
+};
+
+// Launches the chosen variant of a kernel: row 0 if the chosen one does not support the shape.
+static void attention_run(AttentionKernel kernel, const AttentionVariant *variants,
+                          const AttentionArgs<__nv_bfloat16> &a) {
+    const AttentionVariant *chosen = &variants[attention_choice[kernel]];
+    (chosen->fits(a.HS, a.T, TYPE_BF16) ? chosen : variants)->start(a);
 }
 
 // gpu_attention_forward: computes out (B,T,C) and lse (B,NH,T) from qkv (B,T,3,NH,HS); see the
-// kernels. Callers leave HD at its default; heads wider than 64 are forwarded to the instance for
-// 128.
-template <class E, int HD = 64>
+// kernels.
+template <class E>
 static void gpu_attention_forward(E *out, float *lse, const E *qkv, int B, int T, int C, int NH,
                                   cudaStream_t stream) {
     check_attention<E>(B, T, C, NH);
@@ -2322,17 +2376,15 @@ static void gpu_attention_forward(E *out, float *lse, const E *qkv, int B, int T
     if constexpr (is_fp32<E>) {
         launch(attention_forward_rows_kernel, dim3(NH, B, ceil_div(T, ROW_WARPS)), ROW_WARPS * WARP,
                ROW_WARPS * (HS + WARP) * sizeof(float), stream, out, lse, qkv, T, NH, HS);
-    } else if (HS > HD) {
-        gpu_attention_forward<E, 128>(out, lse, qkv, B, T, C, NH, stream);
     } else {
-        using A = AttentionTiles<E, HD>;
         check_rows(E, HS, out, qkv);
-        auto start = [&](auto whole) {
-            launch_attention<A::OWN_ROWS, A::FORWARD_BYTES>(
-                attention_forward_kernel<E, HD, decltype(whole)::value>, B, T, NH, HS, stream, out,
-                lse, qkv);
-        };
-        HD == 64 && HS == 64 ? start(std::bool_constant<HD == 64>()) : start(std::false_type());
+        AttentionArgs<E> a = {qkv, nullptr, out, nullptr, lse, nullptr, nullptr,
+                              B,   T,       NH,  HS,      stream};
+        if constexpr (std::is_same_v<E, __nv_bfloat16>) {
+            attention_run(ATTENTION_FORWARD, attention_forward_variants, a);
+        } else {
+            attention_forward_mma(a);
+        }
     }
 }
 
@@ -2806,20 +2858,68 @@ __global__ void __launch_bounds__(ROW_WARPS *WARP)
     }
 }
 
+// Returns the number of parts of `sums`: one for each tile of OWN_ROWS rows of each sequence.
+template <class E> static int attention_parts(int B, int T, int HS) {
+    const int wide = AttentionTiles<E, 128>::OWN_ROWS, narrow = AttentionTiles<E, 64>::OWN_ROWS;
+    return B * ceil_div(T, HS > 64 ? wide : narrow);
+}
+
 // Returns the scratch bytes that gpu_attention_backward needs.
 template <class E> static size_t gpu_attention_backward_bytes(int B, int T, int C, int NH) {
-    const int wide = AttentionTiles<E, 128>::OWN_ROWS, narrow = AttentionTiles<E, 64>::OWN_ROWS;
-    const size_t parts = (size_t)B * ceil_div(T, C / NH > 64 ? wide : narrow);
-    const size_t bytes = parts * 3 * C * sizeof(float);
+    const size_t bytes = (size_t)attention_parts<E>(B, T, C / NH) * 3 * C * sizeof(float);
     const size_t fp32 = gpu_bias_backward_bytes(B * T, 3 * C);
     return bytes > fp32 ? bytes : fp32;
 }
 
+// Launches attention_backward_dq_kernel.
+template <class E> static void attention_dq_mma(const AttentionArgs<E> &a) {
+    with_head(a.HS, [&](auto head, auto whole) {
+        constexpr int HD = decltype(head)::value;
+        using A = AttentionTiles<E, HD>;
+        launch_attention<A::OWN_ROWS, A::DQ_BYTES, ATTENTION_WARPS>(
+            attention_backward_dq_kernel<E, HD, decltype(whole)::value>, a, a.dqkv, a.sums, a.drow,
+            a.dout, a.qkv, a.out, a.lse);
+    });
+}
+
+// Launches attention_backward_dkv_kernel.
+template <class E> static void attention_dkv_mma(const AttentionArgs<E> &a) {
+    with_head(a.HS, [&](auto head, auto whole) {
+        constexpr int HD = decltype(head)::value;
+        using A = AttentionTiles<E, HD>;
+        launch_attention<A::OWN_ROWS, A::DKV_BYTES, ATTENTION_WARPS>(
+            attention_backward_dkv_kernel<E, HD, decltype(whole)::value>, a, a.dqkv, a.sums, a.drow,
+            a.dout, a.qkv, a.lse);
+    });
+}
+
+static const AttentionVariant attention_dq_variants[] = {
+    {"mma.sync", 0, fits_any, attention_dq_mma, nullptr},
+};
+static const AttentionVariant attention_dkv_variants[] = {
+    {"mma.sync", 0, fits_any, attention_dkv_mma, nullptr},
+};
+
+// The tables of variants, by AttentionKernel.
+struct AttentionTable {
+    const char *name;
+    const AttentionVariant *variants;
+    int count;
+    template <int N>
+    constexpr AttentionTable(const char *kernel, const AttentionVariant (&table)[N])
+        : name(kernel), variants(table), count(N) {}
+};
+[[maybe_unused]] static const AttentionTable attention_tables[ATTENTION_KERNELS] = {
+    {"forward", attention_forward_variants},
+    {"dQ", attention_dq_variants},
+    {"dK and dV", attention_dkv_variants},
+};
+
 // gpu_attention_backward: computes dqkv (B,T,3,NH,HS), which is overwritten, from dout (B,T,C), the
 // forward pass's input qkv and its outputs out (B,T,C) and lse (B,NH,T). dbias (3C) fp32 += column
 // sums of dqkv, which is the bias gradient of the matmul that produced qkv. drow (B,NH,T) is
-// scratch. HD as in gpu_attention_forward.
-template <class E, int HD = 64>
+// scratch.
+template <class E>
 static void gpu_attention_backward(E *dqkv, float *dbias, float *drow, const E *dout, const E *qkv,
                                    const E *out, const float *lse, float *scratch, int B, int T,
                                    int C, int NH, cudaStream_t stream) {
@@ -2833,23 +2933,18 @@ static void gpu_attention_backward(E *dqkv, float *dbias, float *drow, const E *
                    keys == 1);
         }
         gpu_bias_backward(dbias, dqkv, scratch, B * T, 3 * C, stream);
-    } else if (HS > HD) {
-        gpu_attention_backward<E, 128>(dqkv, dbias, drow, dout, qkv, out, lse, scratch, B, T, C, NH,
-                                       stream);
     } else {
-        using A = AttentionTiles<E, HD>;
         check_rows(E, HS, dqkv, dout, qkv, out);
-        auto start = [&](auto whole) {
-            constexpr bool WHOLE = decltype(whole)::value;
-            launch_attention<A::OWN_ROWS, A::DQ_BYTES>(
-                attention_backward_dq_kernel<E, HD, WHOLE>, B, T, NH, HS, stream, dqkv, scratch,
-                drow, dout, qkv, out, lse);
-            launch_attention<A::OWN_ROWS, A::DKV_BYTES>(
-                attention_backward_dkv_kernel<E, HD, WHOLE>, B, T, NH, HS, stream, dqkv, scratch,
-                drow, dout, qkv, lse);
-        };
-        HD == 64 && HS == 64 ? start(std::bool_constant<HD == 64>()) : start(std::false_type());
-        gpu_partials_add({{dbias}}, scratch, B * ceil_div(T, (int)A::OWN_ROWS), 3 * C, stream);
+        AttentionArgs<E> a = {qkv,  dout,    const_cast<E *>(out), dqkv, const_cast<float *>(lse),
+                              drow, scratch, B, T, NH, HS, stream};
+        if constexpr (std::is_same_v<E, __nv_bfloat16>) {
+            attention_run(ATTENTION_DQ, attention_dq_variants, a);
+            attention_run(ATTENTION_DKV, attention_dkv_variants, a);
+        } else {
+            attention_dq_mma(a);
+            attention_dkv_mma(a);
+        }
+        gpu_partials_add({{dbias}}, scratch, attention_parts<E>(B, T, HS), 3 * C, stream);
     }
 }
 
