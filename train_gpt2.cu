@@ -1557,6 +1557,13 @@ struct MatmulPlan {
 // three passes, with gradients of weights both written and accumulated.
 constexpr int MATMUL_PLANS = 64;
 constexpr int MATMUL_ALGORITHMS = 16;  // entries of the heuristic's list considered
+// Split-K candidates: the first SPLIT_BASES entries of a weight gradient's list with the sum over k
+// in this many parts, of at least SPLIT_STEPS steps each. A weight gradient has few tiles, and the
+// heuristic lists few of the numbers that would fill a GPU with them.
+constexpr int32_t SPLITS[] = {2, 3, 4, 6, 8, 12};
+constexpr int SPLIT_BASES = 4, SPLIT_STEPS = 64;
+constexpr int MATMUL_CANDIDATES =
+    MATMUL_ALGORITHMS + SPLIT_BASES * (int)(sizeof SPLITS / sizeof SPLITS[0]);
 
 static struct {
     cublasLtHandle_t handle;
@@ -1675,12 +1682,51 @@ static uint64_t matmul_algorithm_hash(const cublasLtMatmulAlgo_t *algorithm) {
     return fnv1a(fnv1a_start, algorithm, sizeof *algorithm);
 }
 
-// Sets the plan's algorithm to the one with this hash. Returns false and changes nothing if the
-// heuristic does not offer it.
-static bool matmul_plan_take(MatmulPlan *plan, uint64_t hash) {
-    cublasLtMatmulHeuristicResult_t results[MATMUL_ALGORITHMS];
+// Returns true for the gradient of a weight: the sum over k runs over tokens, and k is the slow
+// index of both operands.
+static bool matmul_is_weight_gradient(const MatmulKey *k) {
+    return !k->transpose_a && k->transpose_b;
+}
+
+// Stores in `results` (MATMUL_CANDIDATES) the algorithms among which a GEMM's may be chosen, and
+// returns their number: the heuristic's list, then its split-K candidates. The library checks each
+// of these and computes its workspace (cublasLtMatmulAlgoCheck).
+static int matmul_candidates(cublasLtMatmulHeuristicResult_t *results, const MatmulPlan *plan) {
+    const size_t workspace = matmul_library.workspace_bytes;
     cublasStatus_t status;
-    const int found = matmul_algorithms(results, &status, plan, matmul_library.workspace_bytes);
+    int found = matmul_algorithms(results, &status, plan, workspace);
+    const int bases = matmul_is_weight_gradient(&plan->key) ? min_int(found, SPLIT_BASES) : 0;
+    const uint32_t scheme = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
+    auto set = [](cublasLtMatmulAlgo_t *algorithm, cublasLtMatmulAlgoConfigAttributes_t attribute,
+                  const auto &value) {
+        return cublasLtMatmulAlgoConfigSetAttribute(algorithm, attribute, &value, sizeof value) ==
+               CUBLAS_STATUS_SUCCESS;
+    };
+    for (int i = 0; i < bases; i++) {
+        for (const int32_t &splits : SPLITS) {
+            cublasLtMatmulHeuristicResult_t *to = &results[found];
+            *to = results[i];
+            auto is_same = [to](const cublasLtMatmulHeuristicResult_t &other) {
+                return memcmp(&other.algo, &to->algo, sizeof to->algo) == 0;
+            };
+            found += plan->key.k >= splits * SPLIT_STEPS &&
+                     set(&to->algo, CUBLASLT_ALGO_CONFIG_SPLITK_NUM, splits) &&
+                     set(&to->algo, CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME, scheme) &&
+                     std::none_of(results, to, is_same) &&
+                     cublasLtMatmulAlgoCheck(matmul_library.handle, plan->description, plan->a,
+                                             plan->b, plan->d, plan->d, &to->algo,
+                                             to) == CUBLAS_STATUS_SUCCESS &&
+                     to->workspaceSize <= workspace;
+        }
+    }
+    return found;
+}
+
+// Sets the plan's algorithm to the candidate with this hash. Returns false and changes nothing if
+// there is none.
+static bool matmul_plan_take(MatmulPlan *plan, uint64_t hash) {
+    cublasLtMatmulHeuristicResult_t results[MATMUL_CANDIDATES];
+    const int found = matmul_candidates(results, plan);
     for (int i = 0; i < found; i++) {
         if (matmul_algorithm_hash(&results[i].algo) == hash) {
             plan->algorithm = results[i].algo;
@@ -1690,13 +1736,14 @@ static bool matmul_plan_take(MatmulPlan *plan, uint64_t hash) {
     return false;
 }
 
-// Advances the plan to the next algorithm in the heuristic's list; returns false if there is none.
+// Advances the plan to the next algorithm in the heuristic's list, from a split-K candidate to the
+// first; returns false if there is none.
 static bool matmul_plan_next(MatmulPlan *plan) {
     cublasLtMatmulHeuristicResult_t results[MATMUL_ALGORITHMS];
     cublasStatus_t status;
     const uint64_t own = matmul_algorithm_hash(&plan->algorithm);
     const int found = matmul_algorithms(results, &status, plan, matmul_library.workspace_bytes);
-    int next = found;
+    int next = 0;
     for (int i = 0; i < found; i++) {  // the last match, in case of duplicates
         next = matmul_algorithm_hash(&results[i].algo) == own ? i + 1 : next;
     }
@@ -5371,13 +5418,14 @@ static void gpu_logits(Engine *e, real *out, const Token *tokens, int n) {
 
 // -------------------------------------------------------------------------------------------------
 // 41. Timed matmul algorithms
-// The heuristic's first algorithm is not always the fastest, so the algorithms of each matmul are
-// timed at start-up. The operands are random (zeros draw less power and run 13 % faster) and, as
-// far as memory allows, there are more copies of them than the L2 cache holds. The first algorithm
-// whose results are right, compared with sums in double, is the reference. Another one replaces it
-// if it is over 2 % faster, gives the same bits twice, agrees with the reference and is itself
-// right. The choice depends on timing, hence on chance if two algorithms are equally fast. It is
-// therefore kept in a file; without the file, two runs may have different bits.
+// The heuristic's first algorithm is not always the fastest, so the algorithms of each matmul and
+// the split-K candidates of weight gradients are timed at start-up. The operands are random (zeros
+// draw less power and run 13 % faster) and, as far as memory allows, there are more copies of them
+// than the L2 cache holds. The first algorithm whose results are right, compared with sums in
+// double, is the reference. Another one replaces it if it is over 2 % faster, gives the same bits
+// twice, agrees with the reference and is itself right. The choice depends on timing, hence on
+// chance if two algorithms are equally fast. It is therefore kept in a file; without the file, two
+// runs may have different bits.
 
 constexpr int TUNE_ROUNDS = 7;            // measurements of an algorithm; the median is used
 constexpr double TUNE_GAIN = 0.98;        // a smaller gain may be measurement noise
@@ -5597,10 +5645,9 @@ struct MatmulProof {
 };
 
 // Returns true if the tail is checked too. Only weight gradients are summed over more than a few
-// thousand steps, so only their sums are split by cuBLASLt. In these matmuls k is the slow index of
-// both operands.
+// thousand steps, so only their sums are split.
 static bool matmul_proves_tail(const MatmulKey *k) {
-    return !k->transpose_a && k->transpose_b && k->k > PROOF_TAIL;
+    return matmul_is_weight_gradient(k) && k->k > PROOF_TAIL;
 }
 
 // Computes element `at` of D in double: the sum over k from index `first` on, plus C and bias.
@@ -5698,9 +5745,8 @@ static void matmul_plan_time(const MatmulBench *bench, MatmulPlan *plan) {
     if (copies == 0) {
         return;
     }
-    cublasLtMatmulHeuristicResult_t results[MATMUL_ALGORITHMS];
-    cublasStatus_t status;
-    const int found = matmul_algorithms(results, &status, plan, matmul_library.workspace_bytes);
+    cublasLtMatmulHeuristicResult_t results[MATMUL_CANDIDATES];
+    const int found = matmul_candidates(results, plan);
     const cublasLtMatmulAlgo_t was = plan->algorithm;
     MatmulProof proof;
     matmul_proof_make(&proof, bench, plan);
