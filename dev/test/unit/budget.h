@@ -276,9 +276,11 @@ TEST(cards, HOST) {
         expect(r.matmuls < 1e12 * card.tflops && r.memory < 1e9 * card.bandwidth &&
                    r.link < 1e9 * card.link, "%s: more than its specifications", card.name);
     }
-    static const char *const unknown[][2] = {{"4080s", "nearest: 4080 "}, {"3090x", "nearest: 3090;"},
+    static const char *const unknown[][2] = {{"4080s", "nearest: 4080 "},
+                                             {"3090x", "nearest: 3090;"},
                                              {"h10", "nearest: a10 h20 h100-pcie h100;"},
-                                             {"rtx", "nearest: "}, {"b300", "b200"}};
+                                             {"rtx", "nearest: "},
+                                             {"b300", "b200"}};
     for (const auto &name : unknown) {
         Options o;
         options_default(&o);
