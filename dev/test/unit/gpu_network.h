@@ -317,7 +317,7 @@ TEST(gpu_wte_rounding, CUDA_ALL) {
 // wte-RANK.
 static void wte_micro_step(Engine *e, const Token *in, const Token *out, int accum_step,
                            int accum_steps) {
-    const Settings *s = &((GpuNetwork<float, float> *)e->self)->plan->settings;
+    const Settings *s = &((GpuNetwork *)e->self)->plan->settings;
     const TensorRange own = tensor_update_range(s, WTE, 0);
     Reals grad((size_t)own.count);
     healthy_micro_step(e, in, out, accum_step, accum_steps);
@@ -333,7 +333,7 @@ static StepResult (*healthy_update)(Engine *e, const Options *o, double lr, doub
 static StepResult wte_update(Engine *e, const Options *o, double lr, double limit,
                              int64_t updates) {
     const StepResult result = healthy_update(e, o, lr, limit, updates);
-    const Settings *s = &((GpuNetwork<float, float> *)e->self)->plan->settings;
+    const Settings *s = &((GpuNetwork *)e->self)->plan->settings;
     const size_t size = (size_t)tensor_size(&s->model, WTE);
     Reals wte(2 * size);
     for (int state : {STATE_WEIGHTS, STATE_M}) {
@@ -571,7 +571,7 @@ TEST(gpu_allocation, EMULATED_ALL) {
         expect(on_device() == one, "%s", options);
         const size_t pinned = emu::allocs.size() - 1;
         const int plans = matmul_library.plans;
-        expect(((GpuNetwork<float, float> *)n.e.self)->accum_steps == 2,
+        expect(((GpuNetwork *)n.e.self)->accum_steps == 2,
                "the warm-up loads the products that add to gradients too");
         trace(&n, 2);
         Reals logits((size_t)m.V);
@@ -955,7 +955,7 @@ TEST(gpu_lifetimes, EMULATED_ALL) {
 #endif
     Model m = shape("l2h2c16t8", 257);
     Net n(m, "-b 1 -t 8 -r block --dtype fp32");
-    auto *net = (GpuNetwork<float, float> *)n.e.self;
+    auto *net = (GpuNetwork *)n.e.self;
     Plan *p = net->plan;
     plan_tick(p, 0);
     plan_tick(p, tick_head(&m));
@@ -1130,7 +1130,7 @@ TEST(gpu_overflow, CUDA_ALL) {
         return net->e.update(&net->e, &o, 1e-2, limit, 0);
     };
     auto grow_after = [](Net *net, int steps) {
-        auto *network = (GpuNetwork<__half, float> *)net->e.self;
+        auto *network = (GpuNetwork *)net->e.self;
         copy_wait(&gpu_buffer<GpuState>(network, BUF_STATE)->update.scale_grows, &steps,
                   sizeof steps, network->stream);
     };
@@ -1314,7 +1314,7 @@ template <class E, class G> static void check_gaps(const char *options) {
         want_weights = plain.state(STATE_WEIGHTS);
     }
     Net n(m, options);
-    auto *net = (GpuNetwork<E, G> *)n.e.self;
+    auto *net = (GpuNetwork *)n.e.self;
     const Plan *p = &n.plan;
     const size_t moment = type_bytes(n.s.moment_dtype);
     const struct {
