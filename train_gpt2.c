@@ -1281,7 +1281,7 @@ static void memory_of_group(void *out, int version, const char *folder, const ch
                          folder_number(folder, "memory.stat", rows[row].cached, 0);
     for (int k = 0; k < 2; k++) {
         int64_t limit = folder_number(folder, rows[row].limits[k], "", INT64_MAX);
-        limit_memory((HostMemory *)out, limit - used, "%s of control group %.90s",
+        limit_memory((HostMemory *)out, limit - used, "%s of cgroup %.90s",
                      rows[row].limits[k], group);
     }
 }
@@ -1307,7 +1307,7 @@ static HostMemory host_memory(const char *root) {
     struct rlimit r;
     path_print(path, "%s/proc/meminfo", root);
     const int64_t kib = file_number(path, "MemAvailable:", -1);
-    limit_memory(&h, kib < 0 ? INT64_MAX : kib << 10, "what is free on this machine");
+    limit_memory(&h, kib < 0 ? INT64_MAX : kib << 10, "free memory of this machine");
     path_print(path, "%s/proc/self/status", root);
     const int64_t stacks = stacks_to_come(file_number(path, "Threads:", 1));
     for (int i = 0; i < 2; i++) {
@@ -1316,7 +1316,7 @@ static HostMemory host_memory(const char *root) {
         if (known == 0 && r.rlim_cur != RLIM_INFINITY) {
             int64_t mapped = file_number(path, limits[i].key, 0) << 10;
             limit_memory(&h, (int64_t)r.rlim_cur - mapped - stacks, "%s%s", limits[i].name,
-                         stacks ? " less its threads' stacks" : "");
+                         stacks ? " minus thread stacks" : "");
         }
     }
     groups_look(root, "memory", memory_of_group, &h);
@@ -1496,7 +1496,7 @@ static int launcher_number(const char *variable) {
     char *end = NULL;
     const long number = text && text[0] ? strtol(text, &end, 10) : -1;
     if (end && (*end || number < 0 || number > 1 << 20)) {
-        die("%s is '%s', which is not a number from 0 to %d", variable, text, 1 << 20);
+        die("%s is '%s', expected a number from 0 to %d", variable, text, 1 << 20);
     }
     return (int)number;
 }
@@ -3623,9 +3623,9 @@ enum { matmul_bf16 = 0 };
 static const char *bf16_missing(void) {
 #if BF16_DOTS
     return __builtin_cpu_supports("avx512bf16") ? NULL
-                                                : "this processor has no bf16 dot products";
+                                                : "this processor does not support AVX512-BF16";
 #else
-    return "this program was built for processors without bf16 dot products (AVX512-BF16)";
+    return "this program was built for processors without AVX512-BF16";
 #endif
 }
 
@@ -5437,9 +5437,9 @@ static void cpu_open(Engine *e, Plan *p) {
     e->write = cpu_write;
     e->close = cpu_close;
     e->peak_flops = matmul_peak_flops();
-    e->peak_source = "the matmul's inner kernel, measured just now";
+    e->peak_source = "measured with the matmul's inner kernel";
     snprintf(e->device, sizeof e->device, "CPU, %d thread%s, fp32%s", threads,
-             threads == 1 ? "" : "s", matmul_bf16 ? ", products of bf16" : "");
+             threads == 1 ? "" : "s", matmul_bf16 ? ", bf16 matmuls" : "");
 }
 
 // Sets weights and moments to zero. Gaps between tensors stay zero because nothing else writes
@@ -5646,8 +5646,8 @@ static int64_t prompt_tokens(Token *out, int capacity, int tokenizer, const Bpe 
         return 1;
     }
     if (tokenizer != TOKENIZER_BYTES && !bpe) {
-        die("--prompt: this data has GPT-2 tokens, and their vocabulary is missing: "
-            "data/prepare.sh puts vocab.bpe into data/, --tokenizer names one elsewhere");
+        die("--prompt: the data has GPT-2 tokens, but GPT-2's vocabulary was not found: run "
+            "data/prepare.sh, which puts vocab.bpe in data/, or give its path with --tokenizer");
     }
     uint16_t *ids = (uint16_t *)alloc_zero(n, sizeof(uint16_t));
     int64_t count = 0;
@@ -5817,7 +5817,7 @@ static int generator_prompt(Generator *g, const char *prompt, size_t n) {
         if (generator_reads(g)) {
             snprintf(line, sizeof line, "line %" PRId64 " of stdin has ", g->lines);
         }
-        die("--prompt: %s%" PRId64 " tokens, at most %d fit", line, count, g->T);
+        die("--prompt: %s%" PRId64 " tokens, more than --seq-len (-t) %d", line, count, g->T);
     }
     return (int)count;
 }
@@ -5868,7 +5868,7 @@ static const char *line_next(LineInput *in, size_t *n) {
         if (in->filled == in->budget) {
             in->budget *= 2;
             in->bytes = (char *)realloc(in->bytes, in->budget);
-            check(in->bytes, "no memory for a line of stdin");
+            check(in->bytes, "out of memory for a line of stdin");
         }
         const ssize_t got = read_or_stop(STDIN_FILENO, in->bytes + in->filled,
                                          in->budget - in->filled);
@@ -6060,7 +6060,7 @@ static void log_open(Run *run, int64_t resume_step) {
     slow_begin();
     const int validated = log_cut(path, o->resume ? max_i64(resume_step, 0) : INT64_MAX);
     if (validated < 0) {
-        die("cannot read or cut back log %s: %s", path, file_error());
+        die("cannot read or truncate log %s: %s", path, file_error());
     }
     if (validated) {
         run->state.pending_validation = 0;  // done by a run that ended before its next step
@@ -6111,8 +6111,8 @@ static int output_status(Run *run, int status) {
     if (run->stdout_error == 0 || run->stdout_error == EPIPE) {
         return status;
     }
-    fprintf(stderr, "%s: cannot write to stdout: %s; what follows was not printed\n", program_name,
-            strerror(run->stdout_error));
+    fprintf(stderr, "%s: cannot write to stdout: %s; the rest of the output is lost\n",
+            program_name, strerror(run->stdout_error));
     return 1;
 }
 
@@ -6124,7 +6124,7 @@ static void run_note_fault(Run *run) {
                    : this_rank.failed ? 0
                                       : rank_grace_ms();
     if (this_rank.fault && !run->failure[0]) {
-        snprintf(run->failure, sizeof run->failure, "rank %d cannot go on, and says why",
+        snprintf(run->failure, sizeof run->failure, "rank %d failed; see its message",
                  this_rank.fault - 1);
     }
 }
@@ -6241,9 +6241,9 @@ static void run_compare_replicas(Run *run) {
         }
     }
     if (run->diverged) {
-        snprintf(run->failure, sizeof run->failure, "rank%s %s differ%s in weights or moments "
-                 "that must be alike on all ranks: a GPU, or what connects it, has made a mistake",
-                 named > 1 ? "s" : "", names, named > 1 ? "" : "s");
+        snprintf(run->failure, sizeof run->failure, "rank%s %s: weights or moments differ "
+                 "from those of the other ranks: a GPU or the interconnect may be faulty",
+                 named > 1 ? "s" : "", names);
     }
 }
 
@@ -6350,7 +6350,8 @@ static void run_print_forecast(const Run *run) {
     if (run->forecast_ms > 0) {
         const double tokens = (double)run->windows_per_step * run->s.T;
         const int64_t left = run->steps - run->state.step;
-        printf("forecast %s tokens/s, %s steps in %s; step %" PRId64 " says how true that was\n\n",
+        printf("forecast %s tokens/s, %s steps in %s; compared with the measured time after step %"
+               PRId64 "\n\n",
                count_text((int64_t)(1e3 * tokens / run->forecast_ms)).s, count_text(left).s,
                duration_text(1e-3 * run->forecast_ms * (double)left).s,
                run->state.step + FORECAST_STEPS);
@@ -6404,8 +6405,9 @@ static void run_count_step(Run *run, const StepResult r) {
     // Skips that lower the loss scale are expected and not counted; at its lowest value they are.
     run->skips = r.skipped ? run->skips + (r.scale_moved >= 0) : 0;
     if (run->o.max_skips && run->skips >= run->o.max_skips) {
-        snprintf(run->failure, sizeof run->failure, "--max-skips: %" PRId64 " steps in a row were "
-                 "skipped, and what made their gradients useless stays", run->skips);
+        snprintf(run->failure, sizeof run->failure, "--max-skips: %" PRId64 " consecutive steps "
+                 "were skipped: their gradients were not finite or exceeded --skip-zscore",
+                 run->skips);
     }
     if (isfinite(r.norm)) {
         state->norms.values[state->norms.count++ % NORM_WINDOW] = r.norm;
@@ -6494,7 +6496,7 @@ static void run_fail(const Run *run) {
             ? ", which is saved"
         : run->diverged
             ? ", which is not saved"
-            : ", which is not saved: the newest checkpoint is from before the first of them");
+            : ", which is not saved: the newest checkpoint precedes the skipped steps");
 }
 
 // Prints the last line of a run, writes the last line of the log and closes it.
@@ -6526,7 +6528,7 @@ static void run_train(Run *run) {
     stop_grace = GRACE_PROGRESS;
     run->reported_step = run->state.step;
     if (run->state.step >= run->steps && !run->state.pending_validation && !o->quiet) {
-        printf("nothing to do: the checkpoint is of step %" PRId64 ", --steps (-x) is %" PRId64
+        printf("nothing to do: the checkpoint is at step %" PRId64 ", --steps (-x) is %" PRId64
                "\n", run->state.step, run->steps);
     }
     if (run->state.pending_validation && run->has_val) {
@@ -6598,7 +6600,7 @@ static Token eval_token(const EvalExample *x, int k, int i) {
 static EvalRow eval_row(Token *inputs, Token *targets, const EvalExample *x, int k, int T) {
     const int context = x->texts[0].count, count = x->texts[1 + k].count;
     const int drop = context + count > T + 1 ? context + count - T - 1 : 0;
-    check(count <= T, "the evaluation file has changed since it was opened");
+    check(count <= T, "the evaluation file changed while in use");
     for (int i = 0; i < T; i++) {
         inputs[i] = eval_token(x, k, drop + i);
         targets[i] = eval_token(x, k, drop + i + 1);
@@ -6677,7 +6679,7 @@ static void run_evaluate(Run *run, const EvalFile *f, EvalScore *score) {
             }
             Engine *e = &run->engine;
             if (!isfinite(e->forward_loss(e, losses, run->inputs, run->targets))) {
-                die("--eval: %s has a loss that is not finite, at example %d of %s", run->o.model,
+                die("--eval: the loss of %s is not finite at example %d of %s", run->o.model,
                     i, f->name);
             }
             for (int b = 0; b < filled; b++) {
@@ -6708,7 +6710,7 @@ static void run_print_score(const Run *run, const EvalFile *f, const EvalScore *
         return;
     }
     if (n == 0) {
-        die("--eval: interrupted before one example of %s was scored", f->name);
+        die("--eval: interrupted before any example of %s was scored", f->name);
     }
     if (run->o.json) {
         printf("{\"file\":\"");
@@ -6723,7 +6725,7 @@ static void run_print_score(const Run *run, const EvalFile *f, const EvalScore *
     }
     printf("%s", clear_line(run));
     if (score->cut_rows) {
-        printf("%s rows lost the start of their context: T = %d holds %d tokens of a row\n",
+        printf("%s rows were truncated at the start: with T = %d, a row has at most %d tokens\n",
                count_text(score->cut_rows).s, run->s.T, run->s.T + 1);
     }
     printf("%s: ", f->name);
@@ -7824,23 +7826,22 @@ static void run_find_ranks(Run *run, const Program *program) {
     rank_timeout_ms = 1e3 * (double)o->timeout;
     if (!launched && o->gpus == 1) {
         if (option_given(o, "timeout")) {
-            die("--timeout watches the ranks of a run, and this one is alone: --gpus N or a "
-                "launcher starts some");
+            die("--timeout needs several ranks: use --gpus N or a launcher such as mpirun");
         }
         return;
     }
     if (launched && o->gpus > 1) {
-        die("--gpus %" PRId64 ", and %s is %d: a launcher has started ranks already, so leave "
-            "--gpus out, or start one process with %s unset", o->gpus, l.variable, l.copies,
+        die("--gpus %" PRId64 ": a launcher has already started ranks (%s is %d); omit --gpus, or "
+            "unset %s and start one process", o->gpus, l.variable, l.copies,
             l.variable);
     }
     snprintf(asks, sizeof asks, launched ? "%s is %d" : "%s %d", launched ? l.variable : "--gpus",
              launched ? l.copies : (int)o->gpus);
     if (!program->ranks_start) {
-        die("%s, but this program trains alone: %s", asks, program->alone);
+        die("%s: several ranks are not supported: %s", asks, program->alone);
     }
     if (o->check || o->compare || o->generate) {
-        die("%s: --check, --compare and --generate are for one process", asks);
+        die("%s: --check, --compare and --generate run on one GPU only", asks);
     }
     for (int i = 0; i < OPTION_ROWS; i++) {
         const char *value = option_text(text, o, &option_rows[i]);
@@ -7922,8 +7923,8 @@ static void model_vocabulary(Model *m, ModelKind kind, const Options *o, const D
         case MODEL_PRESET:
             model_set_vocabulary(m, GPT2_VOCABULARY);
             if (data && data->vocabulary != GPT2_VOCABULARY && !o->quiet) {
-                printf("%s keeps GPT-2's vocabulary of %d; this data uses %d of it\n", o->model,
-                       m->V, data->vocabulary);
+                printf("%s has GPT-2's vocabulary of %d tokens; the data uses %d of them\n",
+                       o->model, m->V, data->vocabulary);
             }
             break;
         case MODEL_SHAPE:
@@ -7932,12 +7933,12 @@ static void model_vocabulary(Model *m, ModelKind kind, const Options *o, const D
         case MODEL_FILE:
             if (data && data->vocabulary == GPT2_VOCABULARY && m->V == GPT2_PADDED) {
                 if (!o->quiet) {
-                    printf("%s pads GPT-2's vocabulary to %d rows; those from %d on stay as they "
-                           "are in the file and in the softmax, and no data has their tokens\n",
+                    printf("%s pads GPT-2's vocabulary to %d rows; rows from %d on are kept, "
+                           "and take part in the softmax, but no token refers to them\n",
                            o->model, m->V, GPT2_VOCABULARY);
                 }
             } else if (data && data->vocabulary != m->V) {
-                die("--model (-e): %s has a vocabulary of %d; the data, %s, has one of %d",
+                die("--model (-e): %s has a vocabulary of %d tokens, the data %s one of %d",
                     o->model, m->V, o->train_data, data->vocabulary);
             }
             break;
@@ -7952,7 +7953,8 @@ static void run_choose_data(Run *run, Model *m, ModelKind kind) {
         default_data(o, kind == MODEL_PRESET || m->V == GPT2_VOCABULARY || m->V == GPT2_PADDED);
     }
     if (!o->train_data && !options_plan(o)) {
-        die("no data: 'make data' prepares tinyshakespeare; --train-data (-i) takes token shards");
+        die("no training data: 'make data' prepares tinyshakespeare; --train-data (-i) takes token "
+            "shards");
     }
     if (o->train_data && (!options_plan(o) || kind == MODEL_SHAPE || o->fit)) {
         int64_t T = o->seq_len ? o->seq_len : m->maxT;
@@ -7977,8 +7979,8 @@ static MemoryBudget budget_at_hand(const Program *program, const Options *o, con
     MemoryBudget budget;
     memset(&budget, 0, sizeof budget);
     if (o->gpu_mem && !program->gpu) {
-        die("--gpu-mem: this program trains on the CPU; with --plan, --fit or --minimum it plans a "
-            "GPU run");
+        die("--gpu-mem: this program trains on the CPU; use --gpu-mem with --plan, --fit or "
+            "--minimum to plan a GPU run");
     }
     const size_t nccl = nccl_estimate_bytes(s);  // allocated later than by other libraries
     const size_t outside = program->gpu ? 0 : outside_plan_bytes(&s->model);
@@ -7995,7 +7997,7 @@ static MemoryBudget budget_at_hand(const Program *program, const Options *o, con
     const size_t host = (size_t)(host_memory("").bytes / this_rank.local_ranks);
     budget.host = program->gpu ? size_less(host, outside_plan_bytes(&s->model)) : SIZE_MAX;
     budget.library = program->library_bytes;
-    budget.where = program->gpu ? "free on this GPU" : "memory this process may take";
+    budget.where = program->gpu ? "free on this GPU" : "memory available to this process";
     budget.speed = speed_usual(s);
     return budget;
 }
@@ -8021,8 +8023,9 @@ static int plan_command(const Run *run, const Program *program, Options *o, cons
     }
     MemoryBudget budget = known ? budget_at_hand(program, o, &s) : budget_named(o, &s);
     if (o->fit && !budget.device) {
-        const char *why = o->gpus > 1 ? "several GPUs are not asked here" : "no GPU is here";
-        die("--fit: %s; --gpu NAME or --gpu-mem SIZE says what to fit into", why);
+        const char *why = o->gpus > 1 ? "the memory of several GPUs is not detected"
+                                      : "no GPU was found";
+        die("--fit: %s; give --gpu NAME or --gpu-mem SIZE", why);
     }
     if (o->generate) {
         settings_generate(&s);
@@ -8060,17 +8063,17 @@ static void run_size(Run *run) {
     run->accum_steps = (int)micros;
     run->windows_per_step = micros * s->ranks * s->B;
     if (run->windows_per_step > run->train.windows) {
-        die("--batch (-b), --seq-len (-t), --tokens-per-step (-d): a step takes %" PRId64
-            " sequences of %d tokens; %s has %" PRId64, run->windows_per_step, s->T,
+        die("--batch (-b), --seq-len (-t), --tokens-per-step (-d): a step needs %" PRId64
+            " sequences of %d tokens; %s has only %" PRId64, run->windows_per_step, s->T,
             o->train_data, run->train.windows);
     }
     run->steps = o->steps ? o->steps : run->train.windows / run->windows_per_step;
     if (o->warmup > run->steps) {
-        die("--warmup (-u): %" PRId64 " steps are more than the run's %" PRId64, o->warmup,
+        die("--warmup (-u): %" PRId64 " steps, but the run has only %" PRId64, o->warmup,
             run->steps);
     }
     if (run->has_val && run->val.windows < s->B) {
-        die("%s: %" PRId64 " sequences of %d tokens are fewer than one batch of %d", o->val_data,
+        die("%s: %" PRId64 " sequences of %d tokens, fewer than one batch of %d", o->val_data,
             run->val.windows, s->T, s->B);
     }
 }
@@ -8087,7 +8090,7 @@ static void run_print_box(const Run *run) {
            count_text(run->train.tokens).s, run->train.shard_count,
            run->train.shard_count == 1 ? "" : "s");
     if (!run->o.val_data) {
-        printf("         without --val-data (-j) nothing is validated\n");
+        printf("         no validation: --val-data (-j) is not given\n");
     }
     printf("step     %d x %d x %d", run->accum_steps, s->B, s->T);
     if (s->ranks > 1) {
@@ -8108,8 +8111,8 @@ static void run_print_box(const Run *run) {
         }
     }
     if (settings_offloads(s)) {
-        printf("; %s %s", bytes_text((double)p->host_bytes).s,
-               s->gpu ? "of host memory" : "in the host's place");
+        printf("; %s of %shost memory", bytes_text((double)p->host_bytes).s,
+               s->gpu ? "" : "emulated ");
     }
     printf("\n");
     fflush(stdout);
@@ -8119,8 +8122,8 @@ static void run_print_engine(const Run *run) {
     const Engine *e = &run->engine;
     printf("device   %s\n", e->device);
     if (e->peak_flops > 0) {
-        printf("peak     %.0f GFLOP/s: %s; a token counts 6 x (parameters + padding) + 6 L C T "
-               "FLOPs\n\n", e->peak_flops * 1e-9, e->peak_source);
+        printf("peak     %.0f GFLOP/s, %s; FLOPs per token: 6 x (parameters + padding) + "
+               "6 L C T\n\n", e->peak_flops * 1e-9, e->peak_source);
     } else {
         printf("peak     unknown: %s\n\n", e->peak_source);
     }
@@ -8136,8 +8139,8 @@ static void refuse_renamed(const char *output) {
     while (folder && (entry = readdir(folder)) != NULL) {
         path_print(path, "%s/%s/manifest.json", output, entry->d_name);
         if (strcmp(entry->d_name, "..") != 0 && !manifest_open(&manifest, path)) {
-            die("--resume (-y): %s/%s is a checkpoint of step %" PRId64 "; a run goes on from "
-                "step-%08" PRId64 " in its --output (-o): name it so, or for a new run move it",
+            die("--resume (-y): %s/%s is the checkpoint of step %" PRId64 "; rename it to "
+                "step-%08" PRId64 " to resume from it, or move it to start a new run",
                 output, entry->d_name, manifest.step, manifest.step);
         }
     }
@@ -8159,8 +8162,8 @@ static ResumeChoice run_choose_checkpoint(const Run *run) {
     ResumeChoice choice = {-1, 0};
     CheckpointList list = checkpoint_list(o->output, "");
     if (list.count && !o->resume) {
-        die("--output (-o): %s already holds checkpoints; --resume (-y) 1 goes on, another folder "
-            "starts anew", o->output);
+        die("--output (-o): %s already contains checkpoints; resume with --resume (-y) 1, or use "
+            "another folder", o->output);
     }
     checkpoint_sweep(o->output);
     for (int i = 0; i < list.count && choice.step < 0; i++) {
@@ -8177,7 +8180,8 @@ static ResumeChoice run_choose_checkpoint(const Run *run) {
         refuse_renamed(o->output);
     }
     if (list.count && choice.step < 0) {
-        die("--resume (-y): no checkpoint in %s is complete; remove them to start anew", o->output);
+        die("--resume (-y): no checkpoint in %s is complete; remove them to start a new run",
+            o->output);
     }
     free(list.steps);
     return choice;
@@ -8205,18 +8209,18 @@ static int64_t run_resume(Run *run) {
         checkpoint_load(&resumed, &run->state, path, (int)choice.files);
         const int64_t most = choice.step * run->train.windows;  // at most an epoch per step
         if (run->state.step != choice.step || run->state.position > most) {
-            die("checkpoint %s: its state has step %" PRId64 ", position %" PRId64 "; allowed is "
+            die("checkpoint %s: its state has step %" PRId64 ", position %" PRId64 "; expected "
                 "step %" PRId64 ", position 0 to %" PRId64, path, run->state.step,
                 run->state.position, choice.step, most);
         }
     }
     const char *file = run->weights.spans ? o->model : NULL;
     if (o->resume && !o->quiet && choice.step < 0) {
-        printf("no checkpoint in %s yet: a new run%s%s\n", o->output,
-               file ? ", with the weights of --model (-e) " : "", file ? file : "");
+        printf("no checkpoint in %s: starting a new run%s%s\n", o->output,
+               file ? " from the weights of --model (-e) " : "", file ? file : "");
     } else if (o->resume && !o->quiet && file) {
-        printf("the weights are those of %s, not those of --model (-e) %s, where the run began\n",
-               path, file);
+        printf("using the weights of %s; --model (-e) %s only applied when the run started\n", path,
+               file);
     }
     return choice.step;
 }
@@ -8266,7 +8270,8 @@ static void run_open_validation(Run *run) {
     if (run->has_val) {
         dataset_open(&run->val, o->val_data, run->s.T);
         if (run->val.tokenizer != run->train.tokenizer) {
-            die("--val-data (-j): %s has another tokenizer than %s", o->val_data, o->train_data);
+            die("--val-data (-j): %s uses a different tokenizer from %s", o->val_data,
+                o->train_data);
         }
     }
 }
@@ -8280,7 +8285,7 @@ static void run_prepare_samples(Run *run) {
         const int64_t count = prompt_tokens(run->inputs, run->s.T, run->train.tokenizer, run->bpe,
                                             prompt, strlen(prompt));
         if (count > run->s.T) {
-            die("--prompt: %" PRId64 " tokens, at most %d fit", count, run->s.T);
+            die("--prompt: %" PRId64 " tokens, more than --seq-len (-t) %d", count, run->s.T);
         }
     }
 }
@@ -8375,9 +8380,10 @@ static void run_begin(Run *run, const Program *program, const Model *m) {
         run_print_engine(run);
         choice_print(&run->plan, o);
         run_flush(run);
-        stop_line = o->output[0] ? "\nstopping after this micro-batch and saving; again to quit\n"
-                                 : "\nstopping after this micro-batch; without --output (-o) "
-                                   "nothing is saved; again to quit\n";
+        stop_line = o->output[0] ? "\nstopping after this micro-batch, then saving; "
+                                   "a second signal quits at once\n"
+                                 : "\nstopping after this micro-batch without saving, since there "
+                                   "is no --output (-o); a second signal quits at once\n";
         stop_line += !run->live;  // the newline keeps the line that a terminal rewrites
     }
     run_forecast(run, program);
@@ -8404,7 +8410,7 @@ static int eval_command(Run *run, const Program *program, Model *m) {
     Mapping map;
     EvalFile f;
     EvalScore score;
-    char weights[48] = "weights of that file";
+    char weights[48] = "loaded weights";
     memset(&score, 0, sizeof score);
     if (m->V == 0) {
         model_set_vocabulary(m, GPT2_VOCABULARY);
@@ -8418,7 +8424,7 @@ static int eval_command(Run *run, const Program *program, Model *m) {
     }
     settings_from_options(&run->s, o, m, program->gpu);
     if (f.longest_completion > run->s.T) {
-        die("%s: example %d: a completion has %d tokens; --seq-len (-t) %d holds as many at most",
+        die("%s: example %d: a completion has %d tokens, more than --seq-len (-t) %d",
             f.name, f.longest_at, f.longest_completion, run->s.T);
     }
     settings_forward(&run->s);
@@ -8451,8 +8457,8 @@ static void generate_vocabulary(Run *run, const Model *m) {
     Options *o = &run->o;
     const int gpt2 = m->V == GPT2_VOCABULARY || m->V == GPT2_PADDED;
     if (!gpt2 && m->V != BYTE_VOCABULARY) {
-        die("--generate: %s has a vocabulary of %d; text can be made of %d tokens (bytes) and of "
-            "%d (GPT-2's)", o->model, m->V, BYTE_VOCABULARY, GPT2_VOCABULARY);
+        die("--generate: %s has a vocabulary of %d tokens; supported are %d (bytes) and %d "
+            "(GPT-2)", o->model, m->V, BYTE_VOCABULARY, GPT2_VOCABULARY);
     }
     run->train.tokenizer = gpt2 ? TOKENIZER_GPT2 : TOKENIZER_BYTES;
     o->train_data = o->model;  // for messages: the source of the tokens
@@ -8501,7 +8507,7 @@ static int generate_command(Run *run, const Program *program, Model *m) {
     Generator g;
     char weights[80] = "";
     if (!run->weights.spans) {
-        snprintf(weights, sizeof weights, ", never trained: initial weights of --seed %" PRId64,
+        snprintf(weights, sizeof weights, ", untrained: initial weights of --seed %" PRId64,
                  o->seed);
     }
     generator_open(&g, run, program, m);
@@ -8521,7 +8527,7 @@ static int generate_command(Run *run, const Program *program, Model *m) {
                 count_text(g.prompt_count).s,
                 count_text(tokens_per_second(g.prompt_count, g.prompt_ms)).s,
                 count_text(g.count).s, count_text(tokens_per_second(g.count, g.ms)).s,
-                g.slid ? ", a whole window each where it slides" : "");
+                g.slid ? "; beyond T positions each token recomputes the window" : "");
     }
     run_close(run);
     free(g.tokens);
@@ -8536,7 +8542,7 @@ static void run_choose_dtype(const Program *program, Options *o) {
     const int named = options_plan(o) && gpu_memory_from_options(o) > 0;
     const int lacks = !named && program->lacks_bf16 && program->lacks_bf16();
     if (lacks && options_plan(o) && o->dtype == DTYPE_BF16) {  // in a run the engine refuses it
-        die("--dtype bf16: the GPU at hand has no bf16; it has fp16 and fp32");
+        die("--dtype bf16: this GPU does not support bf16; use fp16 or fp32");
     }
     o->dtype = lacks && !o->dtype ? (int64_t)DTYPE_FP16 : o->dtype;
 }
@@ -8554,13 +8560,13 @@ static int program_run(Run *run, const Program *program, int argc, char **argv) 
         return 0;
     }
     if ((o->check || o->compare) && !program->command) {
-        die("--check and --compare are commands of the GPU program, train_gpt2cu");
+        die("--check and --compare need the GPU program, train_gpt2cu");
     }
     writes_return_errors();
     if (!options_plan(o)) {  // a plan has neither ranks nor anything to save: signals end it
         stop_on_signals();
         run_find_ranks(run, program);
-        stop_line = o->quiet ? "" : "stopping; again to quit\n";
+        stop_line = o->quiet ? "" : "stopping; a second signal quits at once\n";
         if (!o->generate) {  // its output is text, and its checks take no time
             run_say(run, "%s " PROGRAM_VERSION "%s%s", program->name, program->starts ? ": " : "",
                     program->starts ? program->starts : "");
@@ -8612,7 +8618,7 @@ int train_gpt2_main(int argc, char **argv) {
         .open = cpu_open,
         .available = host_memory_available,
         .built = "",
-        .alone = "it computes on the CPU; train_gpt2cu shares a run among GPUs",
+        .alone = "this program runs on the CPU; use train_gpt2cu",
     };
     return program_main(&program, argc, argv);
 }

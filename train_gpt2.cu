@@ -112,15 +112,16 @@ static const char *cuda_hint(cudaError_t error, const char *call) {
     switch (error) {
     case cudaErrorMemoryAllocation:
         return strstr(call, "cudaHost") || strstr(call, "cudaMallocHost")
-                   ? "this machine has no memory left that can be pinned: see free -m and, in a "
-                     "container, a batch job or WSL, its memory limit"
-                   : "the GPU is out of memory: see --plan; -r block and a smaller -b need less";
+                   ? "this machine cannot pin more memory: see free -m and, in a container, a "
+                     "batch job or WSL, its memory limit"
+                   : "GPU memory is exhausted: see --plan; -r block or a smaller -b need less";
     case cudaErrorNoDevice:
-        return "no NVIDIA GPU is visible (nvidia-smi, CUDA_VISIBLE_DEVICES); train_gpt2 needs none";
+        return "no NVIDIA GPU found: check nvidia-smi and CUDA_VISIBLE_DEVICES; train_gpt2 runs on "
+               "the CPU";
     case cudaErrorInsufficientDriver:
         return "the driver is older than this program's CUDA: nvidia-smi shows its version";
     case cudaErrorSystemDriverMismatch:
-        return "the driver was updated under a running system: reload its modules, or reboot";
+        return "the driver was updated while running: reload its kernel modules or reboot";
     case cudaErrorSystemNotReady:
         return "the GPUs of an HGX or DGX machine need nvidia-fabricmanager: is it running?";
     case cudaErrorNoKernelImageForDevice:
@@ -130,12 +131,12 @@ static const char *cuda_hint(cudaError_t error, const char *call) {
     case cudaErrorIllegalAddress:
     case cudaErrorMisalignedAddress:
     case cudaErrorLaunchFailure:
-        return "a kernel failed earlier: CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer names it";
+        return "an earlier kernel failed: run with CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer";
     case cudaErrorInvalidConfiguration:
     case cudaErrorInvalidValue:
-        return "a size is beyond what this GPU takes: try a smaller model, -b or -t";
+        return "a size exceeds the limits of this GPU: try a smaller model, -b or -t";
     default:
-        return "nvidia-smi and dmesg show the state of the GPU";
+        return "check the GPU with nvidia-smi and dmesg";
     }
 }
 
@@ -150,7 +151,7 @@ static void cuda_check_at(cudaError_t error, const char *call, const char *file,
 static void cublas_check_at(cublasStatus_t status, const char *call, const char *file, int line) {
     if (status != CUBLAS_STATUS_SUCCESS) {
         cuda_check_at(cudaGetLastError(), call, file, line);  // an earlier kernel error
-        die("%s:%d: %s: %s; cuBLASLt is out of memory or does not support this product here",
+        die("%s:%d: %s: %s; cuBLASLt is out of memory or does not support this matmul",
             file, line, call, cublasLtGetStatusName(status));
     }
 }
@@ -166,7 +167,7 @@ static void cublas_check_at(cublasStatus_t status, const char *call, const char 
 #if GPT2_NCCL
 #include <nccl.h>
 #if NCCL_VERSION_CODE < 21700
-#error "NCCL before 2.17 cannot be told how many blocks to run: `make NCCL=` builds for one GPU"
+#error "NCCL before 2.17 cannot limit its blocks; `make NCCL=` builds without it, for one GPU"
 #endif
 // Returns advice on an NCCL error, because NCCL's own messages rarely name the cause (NCCL user
 // guide, Troubleshooting: Docker gives a container 64 MB of shared memory; NVIDIA/nccl#1066).
@@ -178,10 +179,10 @@ static const char *nccl_hint(void) {
         return "/dev/shm has less than 256 MiB: a container needs --shm-size=1g or --ipc=host";
     }
     if (this_rank.local_ranks > 1 && cudaGetDeviceCount(&count) == cudaSuccess && count == 1) {
-        return "this rank sees one GPU alone, which some versions of NCCL cannot connect to "
-               "others: under srun --gpus-per-node with --gpu-bind=none shows all";
+        return "this rank sees a single GPU, which some versions of NCCL cannot connect to "
+               "others; with srun, use --gpus-per-node and --gpu-bind=none";
     }
-    return "NCCL_DEBUG=INFO says more";
+    return "set NCCL_DEBUG=INFO for details";
 }
 
 static void nccl_check_at(ncclResult_t result, const char *call, const char *file, int line) {
@@ -200,7 +201,7 @@ static void nccl_ask(ncclComm_t comm) {
     nccl_check(ncclCommGetAsyncError(comm, &result));
     if (result != ncclSuccess && result != ncclInProgress) {
         grace_ms = rank_grace_ms();
-        die("%sNCCL: %s; %s (NCCL_DEBUG=INFO says more)", this_rank.rank ? "" : "rank 0: ",
+        die("%sNCCL: %s; %s (set NCCL_DEBUG=INFO for details)", this_rank.rank ? "" : "rank 0: ",
             ncclGetErrorString(result), ncclGetLastError(comm));
     }
 }
@@ -264,7 +265,7 @@ template <class E> constexpr bool is_fp32 = traits<E>.type == TYPE_FP32;  // oth
 // Calls f(E()), where E is the element type named by `type`. No other function maps a run's
 // settings to C++ types. A run can train in these three types.
 template <class F> static void with_type(Type type, F f) {
-    check(type <= TYPE_FP16, "no element type %d", (int)type);
+    check(type <= TYPE_FP16, "unknown element type %d", (int)type);
     type == TYPE_FP32 ? f(float()) : type == TYPE_BF16 ? f(__nv_bfloat16()) : f(__half());
 }
 
@@ -1654,14 +1655,14 @@ static int matmul_algorithms(cublasLtMatmulHeuristicResult_t *results, cublasSta
                                              MATMUL_ALGORITHMS, results, &found);
     cublas_check(cublasLtMatmulPreferenceDestroy(preference));
     found = *status == CUBLAS_STATUS_SUCCESS ? found : 0;
-    auto writes_beside = [](const cublasLtMatmulHeuristicResult_t &result) {
+    auto writes_out_of_place = [](const cublasLtMatmulHeuristicResult_t &result) {
         return result.state == CUBLAS_STATUS_SUCCESS && matmul_writes_out_of_place(&result.algo);
     };
     const bool select =
-        plan->key.out_of_place && std::any_of(results, results + found, writes_beside);
+        plan->key.out_of_place && std::any_of(results, results + found, writes_out_of_place);
     int usable = 0;
     for (int i = 0; i < found; i++) {
-        if (select ? writes_beside(results[i]) : results[i].state == CUBLAS_STATUS_SUCCESS) {
+        if (select ? writes_out_of_place(results[i]) : results[i].state == CUBLAS_STATUS_SUCCESS) {
             results[usable++] = results[i];
         }
     }
@@ -1728,7 +1729,7 @@ static void matmul_plan_create(MatmulPlan *plan, MatmulKey key) {
     cublasLtMatmulHeuristicResult_t results[MATMUL_ALGORITHMS];
     cublasStatus_t status;
     if (matmul_algorithms(results, &status, plan, matmul_library.workspace_bytes) == 0) {
-        die("cuBLASLt has no product of (%d x %d) and (%d x %d) here, %s in and %s out: %s", m, k,
+        die("cuBLASLt cannot multiply (%d x %d) by (%d x %d), %s input, %s output: %s", m, k,
             k, n, input_type == CUDA_R_32F ? "fp32" : "16 bits",
             output_type == CUDA_R_32F ? "fp32" : "16 bits", cublasLtGetStatusName(status));
     }
@@ -1741,7 +1742,7 @@ static MatmulPlan *matmul_plan_find(MatmulKey key) {
             return &matmul_library.plan[i];
         }
     }
-    check(matmul_library.plans < MATMUL_PLANS, "more distinct matrix products than MATMUL_PLANS");
+    check(matmul_library.plans < MATMUL_PLANS, "more distinct matmuls than MATMUL_PLANS");
     MatmulPlan *plan = &matmul_library.plan[matmul_library.plans++];
     matmul_plan_create(plan, key);
     return plan;
@@ -1790,7 +1791,7 @@ static void matmul_run(O *d, const E *a, const E *b, const O *bias, const O *c, 
     check_rows(E, a_rows, a);
     check_rows(E, b_rows, b);
     check_rows(O, m, d, bias, c);
-    check(beta == 0 || beta == 1, "a product adds to C as it is or not at all");
+    check(beta == 0 || beta == 1, "beta is %g, must be 0 or 1", beta);
     MatmulKey key = {m,         n,                    k, transpose_a, transpose_b, bias != nullptr,
                      beta != 0, beta != 0 && c != d,  traits<E>.cuda_type, traits<O>.cuda_type};
     MatmulPlan *plan = matmul_plan_find(key);
@@ -1798,8 +1799,8 @@ static void matmul_run(O *d, const E *a, const E *b, const O *bias, const O *c, 
     cublasStatus_t status = matmul_launch(plan, operands, stream);
     while (status != CUBLAS_STATUS_SUCCESS && !matmul_library.settled && matmul_plan_next(plan)) {
         (void)cudaGetLastError();  // clear the failed launch's error for later checks
-        fprintf(stderr, "%s: cuBLASLt refuses its algorithm for the product %s: %s; trying its "
-                "next one\n", program_name, matmul_key_text(&key).s,
+        fprintf(stderr, "%s: cuBLASLt's algorithm for matmul %s failed: %s; trying the next "
+                "one\n", program_name, matmul_key_text(&key).s,
                 cublasLtGetStatusName(status));
         status = matmul_launch(plan, operands, stream);
     }
@@ -2268,7 +2269,7 @@ constexpr int HEAD_MAX_FP32 = 512;            // each warp keeps a row in shared
 
 // check_attention: asserts the limits of the attention kernels, for the forward and backward pass.
 template <class E> static void check_attention(int B, int T, int C, int NH) {
-    static_assert(LENGTH_MAX <= GRID_YZ_MAX * ROW_WARPS, "a block for every four rows");
+    static_assert(LENGTH_MAX <= GRID_YZ_MAX * ROW_WARPS, "one block per four rows");
     static_assert((uint64_t)LENGTH_MAX * 3 * CHANNELS_MAX < UINT32_MAX, "tile_load's offsets");
     check(B >= 1 && B <= GRID_YZ_MAX && T >= 1 && T <= LENGTH_MAX && NH >= 1 && C % NH == 0,
           "attention of batch %d, length %d, %d channels in %d heads", B, T, C, NH);
@@ -3375,7 +3376,7 @@ static int device_name(char name[96]) {
     }
     const cudaError_t error = cudaGetDeviceCount(&count);
     if (error == cudaErrorInsufficientDriver) {
-        snprintf(name, 96, "the driver is for CUDA %d.%d, too old for this program's CUDA %d.%d",
+        snprintf(name, 96, "the driver supports CUDA %d.%d, too old for this program's CUDA %d.%d",
                  driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000,
                  CUDART_VERSION % 1000 / 10);
     }
@@ -3406,9 +3407,7 @@ static int device_lacks_bf16(void) {
 static void device_select(int local_rank) {
     int driver = 0, count = 0;
     if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) {
-        die("this machine has no NVIDIA driver: nothing here can run CUDA; train_gpt2 is the "
-            "program without "
-            "a GPU");
+        die("no NVIDIA driver found; train_gpt2 runs on the CPU");
     }
     cuda_check(cudaGetDeviceCount(&count));
     cuda_check(cudaSetDevice(local_rank % count));
@@ -3421,8 +3420,8 @@ static size_t device_available(void) {
     cuda_check(cudaMemGetInfo(&device_memory.free_bytes, &total_bytes));
     if (!available_limit[0]) {  // on later calls this run's own memory would be included
         snprintf(available_limit, sizeof available_limit,
-                 " (at the start %s of this GPU's %s were in use, by this program's CUDA context "
-                 "and by other processes, which nvidia-smi lists)",
+                 " (%s of %s were in use at start-up by this program's CUDA context and by "
+                 "other processes; see nvidia-smi)",
                  bytes_text((double)(total_bytes - device_memory.free_bytes)).s,
                  bytes_text((double)total_bytes).s);
     }
@@ -5203,7 +5202,7 @@ template <class E, class G> static uint64_t gpu_replica(Engine *e) {
 // Engine.forward_loss: runs the stages up to the head, without gradients.
 template <class E, class G>
 static double gpu_forward_loss(Engine *e, real *losses, const Token *inputs, const Token *targets) {
-    static_assert(sizeof(real) == sizeof(float), "losses are copied as they are");
+    static_assert(sizeof(real) == sizeof(float), "losses are copied without conversion");
     GpuNetwork<E, G> *net = (GpuNetwork<E, G> *)e->self;
     const Settings *s = &net->plan->settings;
     const int N = s->B * s->T;
@@ -6242,7 +6241,7 @@ template <class E, class G> static void gpu_open(Engine *e, Plan *p) {
               gpu_bias_backward_bytes((int)N, (int)(4 * C)) <= partials &&
               gpu_attention_backward_bytes<E>(s->B, s->T, (int)C, s->model.NH) <= partials &&
               gpu_grad_square_sum_bytes() <= partials,
-          "the plan's partial sums are too few for the kernels");
+          "the plan's buffer for partial sums is too small");
     plan_refuse(net->plan, net->plan->device_bytes, device_available());
     // Not the default stream, nor synchronised with it, so that no library's work runs in between.
     cuda_check(cudaStreamCreateWithFlags(&net->stream, cudaStreamNonBlocking));
@@ -6322,8 +6321,8 @@ static void device_describe(Engine *e, const Settings *s) {
     cuda_check(cudaDeviceGetAttribute(&clock_khz, cudaDevAttrClockRate, device));
     const int capability = 10 * properties.major + properties.minor;
     if (capability < type.capability) {
-        die("--dtype %s: %s (compute capability %d.%d) has no %s; use --dtype %s", type.name,
-            properties.name, properties.major, properties.minor, type.name,
+        die("--dtype %s: %s (compute capability %d.%d) does not support it; use --dtype %s",
+            type.name, properties.name, properties.major, properties.minor,
             capability < traits<__half>.capability ? "fp32" : "fp16");
     }
     for (const PeakRow &row : peak_rows) {
@@ -6332,8 +6331,8 @@ static void device_describe(Engine *e, const Settings *s) {
         }
     }
     e->peak_flops = 1e3 * clock_khz * peak * properties.multiProcessorCount * s->ranks;
-    e->peak_source = peak ? "this GPU's dense products at its highest clock"
-                          : "this program's table of peaks does not know this GPU";
+    e->peak_source = peak ? "dense matmuls at this GPU's maximum clock"
+                          : "this GPU is not in the table of peaks";
     snprintf(e->device, sizeof e->device, "%.44s (sm_%d%d), %s", properties.name, properties.major,
              properties.minor, type.name);
 }
@@ -6465,7 +6464,7 @@ static int command_compare(Run *run, const Program *program) {
                bytes_text((double)bytes[k]).s, bytes_text((double)device_memory.library_bytes).s,
                middle[k], count_text((int64_t)(tokens / middle[k] * 1e3)).s);
     }
-    printf("-r %s takes %.1f %% of the memory and %.2f x the time (median of %d steps)\n",
+    printf("-r %s: %.1f %% of the memory, %.2f x the time (median of %d steps)\n",
            recompute_text(&run->s).s, 100.0 * (double)bytes[1] / (double)bytes[0],
            middle[1] / middle[0], STEPS);
     plan_free(&run->plan);
@@ -6509,20 +6508,19 @@ static void gpu_settings_check(const Settings *s) {
     const int HS = m->C / m->NH;
     if (m->C % CHANNELS_UNIT != 0 || m->C > CHANNELS_MAX ||
         (s->dtype != TYPE_FP32 && (HS % HEAD_UNIT != 0 || HS > HEAD_MAX)) || HS > HEAD_MAX_FP32) {
-        die("--model (-e): %d channels in %d heads: a GPU takes channels that are a multiple of "
-            "%d, at most %d, in heads of at most %d; in 16 bits of at most %d, a multiple of %d",
+        die("--model (-e): %d channels in %d heads: on a GPU, channels must be a multiple of %d, "
+            "at most %d, in heads of at most %d; with 16 bits of at most %d, a multiple of %d",
             m->C, m->NH, CHANNELS_UNIT, CHANNELS_MAX, HEAD_MAX_FP32, HEAD_MAX, HEAD_UNIT);
     }
     if ((int64_t)m->maxT * m->C > POSITIONS_MAX) {
-        die("--model (-e): %d positions of %d channels: a GPU takes at most %d numbers in that "
-            "table", m->maxT, m->C, POSITIONS_MAX);
+        die("--model (-e): %d positions x %d channels, more than the %d elements supported on a "
+            "GPU", m->maxT, m->C, POSITIONS_MAX);
     }
     if (s->T > LENGTH_MAX) {
-        die("--seq-len (-t): %d: a GPU takes at most %d tokens in a sequence", s->T, LENGTH_MAX);
+        die("--seq-len (-t): %d tokens, more than the %d supported on a GPU", s->T, LENGTH_MAX);
     }
     if (s->B > GRID_YZ_MAX) {
-        die("--batch (-b): %d: a GPU takes at most %d sequences in a micro-batch", s->B,
-            GRID_YZ_MAX);
+        die("--batch (-b): %d sequences, more than the %d supported on a GPU", s->B, GRID_YZ_MAX);
     }
 }
 
@@ -6547,7 +6545,7 @@ int train_gpt2cu_main(int argc, char **argv) {
         .lacks_bf16 = device_lacks_bf16,
         .ranks_start = GPT2_NCCL ? ranks_start : nullptr,
         .ranks_handshake = ranks_shake_hands,
-        .alone = "it was built without NCCL",
+        .alone = "this program was built without NCCL",
         .starts = CUDA_CPU ? "emulated: try -e l2h2c64t64" : "starting CUDA",
     };
     return program_main(&program, argc, argv);
