@@ -419,7 +419,7 @@ static const OptionRow option_rows[] = {
     {"minimum", 0, OPT_FLAG, FIELD(minimum), "0", 0, 1, NULL, OWN, "Plan and checks",
      "print the least memory in which the model can be trained, with the settings, and exit"},
     {"gpu", 0, OPT_TEXT, FIELD(gpu), "", 0, 0, NULL, OWN, "Plan and checks",
-     "with --plan, --fit, --minimum: plan for this card (t4 4060ti 4090 a100 h100 h200 ...)"},
+     "with --plan, --fit, --minimum: plan for this card, one of those below"},
     {"gpu-mem", 0, OPT_BYTES, FIELD(gpu_mem), "0", 0, 9e15, NULL, OWN, "Plan and checks",
      "with --plan, --fit: plan for this much device memory (16GiB); a run on a GPU uses no more "
      "than a card of this size has"},
@@ -581,6 +581,7 @@ static const char *option_text(char text[64], const Options *o, const OptionRow 
 }
 
 static void recompute_print_help(void);  // chapter Memory plan
+static void gpu_print_help(void);        // chapter Step time
 
 // Prints `text` with an indentation of HELP_COLUMN, in lines of at most 80 columns.
 static void help_print(const char *text) {
@@ -627,6 +628,9 @@ static void options_print_help(const char *default_model) {
         help_print(text);
         if (row->letter == 'r') {
             recompute_print_help();
+        }
+        if (strcmp(row->name, "gpu") == 0) {
+            gpu_print_help();
         }
     }
 }
@@ -2850,66 +2854,209 @@ static void transfers_forget_weights(Plan *p) {
 // 2. If the rates are unknown, those of a typical card are used to compare settings, and no
 //    forecast is printed.
 
-// Memory of common cards in GiB as reported by the driver: the smallest total quoted in CUDA
-// out-of-memory messages (public issue trackers and logs, read 2026-11; "GPU 0 has a total capacity
-// of 31.34 GiB" is a 5090). The driver reserves some of the nominal capacity.
+// What the forecast knows of a line of cards, stated once: the compute capability; the share of the
+// dense 16-bit rate that matmuls reach in the limit of many channels, and the number of channels at
+// which they reach half of it; the share of that rate in attention, forward and backward, under
+// the causal mask; the share of the memory bandwidth in copies of large arrays. The published
+// throughputs that they reproduce, and how far they miss them: dev/notes/forecast.md.
 typedef struct {
-    const char *name;
-    double gib;
-    int has_bf16;  // compute capability 8.0 or newer; older cards have fp16 and fp32
-} GpuEntry;
-static const GpuEntry gpu_table[] = {
-    {"t4", 14.56, 0},    {"3060", 11.75, 1}, {"4060", 7.75, 1},    {"4060ti", 15.6, 1},
-    {"4070", 11.73, 1},  {"4080", 15.57, 1}, {"5070ti", 15.48, 1}, {"a4000", 15.61, 1},
-    {"3090", 23.6, 1},   {"4090", 23.6, 1},  {"5090", 31.34, 1},   {"l4", 22.0, 1},
-    {"a10", 22.0, 1},    {"a10g", 22.0, 1},  {"a6000", 47.4, 1},   {"l40s", 44.3, 1},
-    {"a100-40", 39.5, 1}, {"a100", 79.1, 1}, {"h100", 79.1, 1},    {"h200", 139.8, 1},
-    {"b200", 178.35, 1},
+    int capability;
+    double matmuls, half, attention, attention_back, memory;
+} CardLine;
+enum {
+    LINE_V100, LINE_T4, LINE_RTX20, LINE_A100, LINE_RTX30, LINE_RTX_A, LINE_RTX40, LINE_ADA,
+    LINE_H100, LINE_H20, LINE_B200, LINE_RTX50, LINE_RTX_PRO
+};
+static const CardLine card_lines[] = {
+    {70, 0.70, 100, 0.31, 0.22, 0.80},  // V100: only its memory is planned
+    {75, 0.58, 120, 0.31, 0.215, 0.70},
+    {75, 0.95, 45, 0.70, 0.51, 0.87},  // RTX 20 and RTX 30: no figure is known; those of RTX 40
+    {80, 0.85, 85, 0.35, 0.255, 0.87},
+    {86, 0.95, 45, 0.70, 0.51, 0.87},
+    {86, 0.66, 45, 0.43, 0.31, 0.87},
+    {89, 0.97, 45, 0.70, 0.51, 0.87},
+    {89, 0.40, 45, 0.28, 0.21, 0.87},
+    {90, 0.74, 262, 0.21, 0.158, 0.87},
+    {90, 0.85, 85, 0.35, 0.255, 0.87},  // H20: a seventh of an H100's tensor cores, as an A100's
+    {100, 0.60, 350, 0.15, 0.11, 0.87},
+    {120, 0.97, 45, 0.70, 0.51, 0.87},
+    {120, 0.50, 45, 0.35, 0.25, 0.87},  // RTX PRO: no figure is known; between RTX 50 and Ada
 };
 
+// Cards: total memory in GiB as the driver reports it, the smallest total quoted in CUDA
+// out-of-memory messages (public issue trackers and logs, read 2026-11: "GPU 0 has a total capacity
+// of 31.34 GiB" is a 5090; the driver reserves some of the nominal capacity); then from NVIDIA's
+// data sheets and architecture whitepapers the dense 16-bit rate of tensor cores that accumulate in
+// fp32, in TFLOP/s; the memory bandwidth in GB/s; the number of SMs and their boost clock in MHz;
+// the link to the host in GB/s per direction (PCIe 3, 4, 5 x16: 15.75, 31.5, 63; x8: half); and
+// whether GPUs of one machine are connected by NVLink. Sources: dev/notes/forecast.md.
+typedef struct {
+    const char *name;
+    int line;
+    double gib, tflops, bandwidth, sms, mhz, link;
+    int nvlink;
+} GpuEntry;
+static const GpuEntry gpu_table[] = {
+    {"v100", LINE_V100, 15.78, 125, 900, 80, 1530, 15.75, 1},
+    {"t4", LINE_T4, 14.56, 65, 320, 40, 1590, 15.75, 0},
+    {"2080ti", LINE_RTX20, 10.76, 53.8, 616, 68, 1545, 15.75, 0},
+    {"3060-laptop", LINE_RTX30, 5.8, 21.9, 336, 30, 1425, 15.75, 0},
+    {"3060", LINE_RTX30, 11.75, 25.5, 360, 28, 1777, 31.5, 0},
+    {"3070", LINE_RTX30, 7.76, 40.6, 448, 46, 1725, 31.5, 0},
+    {"3080", LINE_RTX30, 9.78, 59.5, 760, 68, 1710, 31.5, 0},
+    {"3090", LINE_RTX30, 23.6, 71.2, 936, 82, 1695, 31.5, 0},
+    {"4060", LINE_RTX40, 7.75, 30.2, 272, 24, 2460, 15.75, 0},
+    {"4060ti", LINE_RTX40, 15.6, 44.1, 288, 34, 2535, 15.75, 0},
+    {"4070", LINE_RTX40, 11.73, 58.3, 504, 46, 2475, 31.5, 0},
+    {"4070ti-super", LINE_RTX40, 15.57, 88.2, 672, 66, 2610, 31.5, 0},
+    {"4080", LINE_RTX40, 15.57, 97.5, 717, 76, 2505, 31.5, 0},
+    {"4080-super", LINE_RTX40, 15.57, 104.4, 736, 80, 2550, 31.5, 0},
+    {"4090", LINE_RTX40, 23.6, 165.2, 1008, 128, 2520, 31.5, 0},
+    {"5060ti", LINE_RTX50, 15.44, 47.4, 448, 36, 2572, 31.5, 0},
+    {"5070", LINE_RTX50, 11.49, 61.7, 672, 48, 2512, 63, 0},
+    {"5070ti", LINE_RTX50, 15.48, 87.9, 896, 70, 2452, 63, 0},
+    {"5080", LINE_RTX50, 15.44, 112.6, 960, 84, 2617, 63, 0},
+    {"5090", LINE_RTX50, 31.34, 209.5, 1792, 170, 2407, 63, 0},
+    {"a4000", LINE_RTX_A, 15.61, 76.7, 448, 48, 1560, 31.5, 0},
+    {"a6000", LINE_RTX_A, 47.4, 154.8, 768, 84, 1800, 31.5, 0},
+    {"a10", LINE_RTX_A, 22.0, 125, 600, 72, 1695, 31.5, 0},
+    {"a10g", LINE_RTX30, 22.0, 70, 600, 80, 1710, 31.5, 0},
+    {"rtx6000-ada", LINE_ADA, 44.43, 364.2, 960, 142, 2505, 31.5, 0},
+    {"rtx-pro-6000", LINE_RTX_PRO, 94.97, 503.8, 1792, 188, 2617, 63, 0},
+    {"l4", LINE_ADA, 22.0, 121, 300, 58, 2040, 31.5, 0},
+    {"l40s", LINE_ADA, 44.3, 366, 864, 142, 2520, 31.5, 0},
+    {"a30", LINE_A100, 23.53, 165, 933, 56, 1440, 31.5, 0},
+    {"a100-40", LINE_A100, 39.5, 312, 1555, 108, 1410, 31.5, 1},
+    {"a100", LINE_A100, 79.1, 312, 2039, 108, 1410, 31.5, 1},
+    {"h20", LINE_H20, 94.88, 148, 4000, 78, 1830, 63, 1},
+    {"h100-pcie", LINE_H100, 79.1, 756.5, 2039, 114, 1620, 63, 0},
+    {"h100", LINE_H100, 79.1, 989.4, 3350, 132, 1830, 63, 1},
+    {"gh200", LINE_H100, 94.88, 989.4, 4000, 132, 1830, 450, 1},
+    {"h200", LINE_H100, 139.8, 989.4, 4800, 132, 1830, 63, 1},
+    {"b200", LINE_B200, 178.35, 2250, 8000, 148, 1850, 63, 1},
+};
+enum { GPU_CARDS = sizeof gpu_table / sizeof gpu_table[0] };
+enum { LEAST_CAPABILITY = 75, BF16_CAPABILITY = 80 };  // of this program, and of its bf16 kernels
+
+static int card_capability(const GpuEntry *card) { return card_lines[card->line].capability; }
+
+// Returns whether a card is in the table only because people ask about it: the GPU program does not
+// run there. `card` may be NULL.
+static int card_is_too_old(const GpuEntry *card) {
+    return card && card_capability(card) < LEAST_CAPABILITY;
+}
+
+// Copies the letters and digits of a card's name in lower case, so that "RTX 4090", "rtx-4090" and
+// "4090" are the same name. The text holds at most 31 of them.
+static ShortText card_key(const char *name) {
+    ShortText key = {""};
+    size_t n = 0;
+    for (; *name && n < 31; name++) {
+        const char c = *name >= 'A' && *name <= 'Z' ? (char)(*name + 32) : *name;
+        if ((c >= 'a' && c <= 'z') || (c >= '0' && c <= '9')) {
+            key.s[n++] = c;
+        }
+    }
+    if (strncmp(key.s, "rtx", 3) == 0 && strncmp(key.s, "rtxpro", 6) != 0) {
+        memmove(key.s, key.s + 3, n - 2);
+    }
+    return key;
+}
+
+// Returns the Levenshtein distance of two keys: insertions, deletions and substitutions.
+static int key_distance(const char *a, const char *b) {
+    int row[33];
+    for (int j = 0; j <= (int)strlen(b); j++) {
+        row[j] = j;
+    }
+    for (int i = 1; i <= (int)strlen(a); i++) {
+        int diagonal = row[0];
+        row[0] = i;
+        for (int j = 1; j <= (int)strlen(b); j++) {
+            const int above = row[j];
+            row[j] = min_int(min_int(above, row[j - 1]) + 1, diagonal + (a[i - 1] != b[j - 1]));
+            diagonal = above;
+        }
+    }
+    return row[strlen(b)];
+}
+
 // Returns the entry of the card that --gpu names, or NULL without that option. Ends the run at an
-// unknown name.
+// unknown name, with the cards whose names are nearest.
 static const GpuEntry *gpu_find(const Options *o) {
-    char names[256] = "";
-    for (size_t i = 0; i < sizeof gpu_table / sizeof gpu_table[0]; i++) {
-        if (strcasecmp(o->gpu, gpu_table[i].name) == 0) {
+    const ShortText key = card_key(o->gpu);
+    char near[256] = "";
+    int least = 99, n = 0;
+    if (!o->gpu[0]) {
+        return NULL;
+    }
+    for (int i = 0; i < GPU_CARDS; i++) {
+        const ShortText card = card_key(gpu_table[i].name);
+        const int apart = strstr(card.s, key.s) ? 1 : key_distance(key.s, card.s);
+        if (strcmp(key.s, card.s) == 0) {
             return &gpu_table[i];
         }
-        snprintf(names + strlen(names), sizeof names - strlen(names), " %s", gpu_table[i].name);
+        n = apart < least ? 0 : n;
+        least = min_int(least, apart);
+        n = apart == least ? text_add(near, sizeof near, n, " %s", gpu_table[i].name) : n;
     }
-    if (o->gpu[0]) {
-        die("--gpu: '%s' is not one of%s; --gpu-mem SIZE plans for any card", o->gpu, names);
+    die("--gpu: '%s' is not a known card; nearest:%s; --help lists all, and --gpu-mem SIZE plans "
+        "for any card", o->gpu, near);
+}
+
+// Prints the names of all cards, as part of --help.
+static void gpu_print_help(void) {
+    char names[1024] = "";
+    int n = 0;
+    for (int i = 0; i < GPU_CARDS; i++) {
+        n = text_add(names, sizeof names, n, "%s%s", i ? " " : "", gpu_table[i].name);
     }
-    return NULL;
+    printf("%26s", "");
+    help_print(names);
 }
 
 // Throughput of a card, per second: FLOPs of matmuls in the limit of many channels, and the number
 // of channels at which matmuls reach half of it; FLOPs of attention, forward and backward, under
 // the causal mask; bytes of all other kernels; bytes between host and device, and to other GPUs of
-// the same machine, in each direction. Predicted from the kernels' instructions and from published
-// throughputs of such cards, not measured with this program. The last column is either PCIe's rate
-// or the NVLink rate of the four CUDA thread blocks that a run allows NCCL (NCCL_CHANNELS): two of
-// them saturate a link (NVIDIA/nccl#1703), and 20 of a link's 25 GB/s are payload
-// (NVIDIA/nccl#1054). Thread blocks for all 12 or 18 links would multiply NCCL's memory by six or
-// nine, and likewise the SMs taken from the matmuls that hide the exchange.
+// the same machine, in each direction.
 typedef struct {
     double matmuls, half, attention, attention_back, memory, link, peers;
 } Rates;
-static const struct {
-    const char *name;
-    Rates rates;
-} rates_table[] = {
-    {"t4", {38e12, 120, 20e12, 14e12, 0.21e12, 12e9, 12e9}},
-    {"4060ti", {43e12, 40, 38e12, 28e12, 0.25e12, 12e9, 12e9}},
-    {"4090", {160e12, 45, 115e12, 85e12, 0.84e12, 25e9, 25e9}},
-    {"a100", {270e12, 85, 110e12, 80e12, 1.52e12, 25e9, 40e9}},
-    {"h100", {704e12, 262, 195e12, 148e12, 2.4e12, 50e9, 40e9}},
-    {"h200", {704e12, 262, 205e12, 155e12, 3.2e12, 50e9, 40e9}},
-};
-// Rates used to compare settings if the card is not named or not in the table: those of a 4090 and
-// of two CPU cores.
-static const Rates usual_gpu = {160e12, 45, 115e12, 85e12, 0.84e12, 25e9, 25e9};
-static const Rates usual_cpu = {2e11, 30, 8e10, 8e10, 6e9, 6e9, 6e9};
+// Bytes that an SM's other kernels can process in a clock: their instructions limit them too. Both
+// shares below are the same for every card: 25 of the 31.5 GB/s of PCIe 4 x16 are payload.
+static const double sm_bytes_per_clock = 57.6, link_share = 0.79;
+// The NVLink rate of the four CUDA thread blocks that a run allows NCCL (NCCL_CHANNELS): two of
+// them saturate a link (NVIDIA/nccl#1703), and 20 of a link's 25 GB/s are payload
+// (NVIDIA/nccl#1054). Thread blocks for all 12 or 18 links would multiply NCCL's memory by six or
+// nine, and likewise the SMs taken from the matmuls that hide the exchange.
+static const double nvlink_rate = 40e9;
+
+// Returns the rates of a card: those of its line at its specifications. They are predicted, not
+// measured with this program.
+static Rates card_rates(const GpuEntry *card) {
+    const CardLine *line = &card_lines[card->line];
+    const double flops = 1e12 * card->tflops, link = link_share * 1e9 * card->link;
+    const double copies = line->memory * 1e9 * card->bandwidth;
+    const double instructions = sm_bytes_per_clock * 1e6 * card->mhz * card->sms;
+    const Rates r = {line->matmuls * flops,
+                     line->half,
+                     line->attention * flops,
+                     line->attention_back * flops,
+                     1 / (1 / copies + 1 / instructions),
+                     link,
+                     card->nvlink ? nvlink_rate : link};
+    return r;
+}
+
+// Rates used to compare settings if the card is not named: those of a 4090 and of two CPU cores.
+static Rates rates_usual(int gpu) {
+    static const Rates cpu = {2e11, 30, 8e10, 8e10, 6e9, 6e9, 6e9};
+    const GpuEntry *card = gpu_table;
+    while (strcmp(card->name, "4090") != 0) {
+        card++;
+    }
+    return gpu ? card_rates(card) : cpu;
+}
 
 // Work of a stage per token, counted from its layers: FLOPs of matmuls, in units of C^2; FLOPs of
 // causal attention, in units of T C; elements that its other passes read and write, in units of C.
@@ -2978,21 +3125,11 @@ static Speed speed_predict(const Rates *r, const Settings *s) {
     return v;
 }
 
-// Returns the rates of the card that --gpu names, or NULL if it is not named or has no rates.
-static const Rates *rates_named(const Options *o) {
-    const GpuEntry *card = gpu_find(o);
-    for (size_t i = 0; card && i < sizeof rates_table / sizeof rates_table[0]; i++) {
-        if (strcmp(card->name, rates_table[i].name) == 0) {
-            return &rates_table[i].rates;
-        }
-    }
-    return NULL;
-}
-
 // Returns the cost model at the default rates, which are used to compare settings if the card's own
 // rates are unknown.
 static Speed speed_usual(const Settings *s) {
-    return speed_predict(s->gpu ? &usual_gpu : &usual_cpu, s);
+    const Rates rates = rates_usual(s->gpu);
+    return speed_predict(&rates, s);
 }
 
 // Returns the bytes that an update reads and writes on the device. Gradients are read twice, for
@@ -3183,7 +3320,7 @@ static const char *bf16_missing(void);  // chapter Matmul and fast maths
 // card has no bf16. For the GPU present, run_choose_dtype() has already chosen.
 static int64_t gpu_dtype(const Options *o) {
     const GpuEntry *card = gpu_find(o);
-    const int usual = card && !card->has_bf16 ? DTYPE_FP16 : DTYPE_BF16;
+    const int usual = card && card_capability(card) < BF16_CAPABILITY ? DTYPE_FP16 : DTYPE_BF16;
     return o->dtype ? o->dtype : usual;
 }
 
@@ -3193,7 +3330,7 @@ static void settings_types(Settings *s, const Options *o) {
     const GpuEntry *card = gpu_find(o);
     const int64_t dtype = s->gpu || o->dtype ? gpu_dtype(o) : (int64_t)DTYPE_FP32;
     const Type fp32 = s->gpu ? TYPE_FP32 : TYPE_REAL;
-    if (dtype == DTYPE_BF16 && card && !card->has_bf16) {
+    if (dtype == DTYPE_BF16 && card && card_capability(card) < BF16_CAPABILITY) {
         die("--dtype bf16: %s has no bf16; it has fp16 and fp32", o->gpu);
     }
     s->dtype = dtype == DTYPE_BF16 ? TYPE_BF16 : dtype == DTYPE_FP16 ? TYPE_FP16 : fp32;
@@ -3392,6 +3529,7 @@ typedef struct {
     size_t device, host, library;
     int64_t windows;  // sequences in the data, 0: unknown
     const char *where, *from;
+    const GpuEntry *card;  // that --gpu names, or NULL
     Speed speed;
 } MemoryBudget;
 
@@ -3501,10 +3639,11 @@ static size_t gpu_memory_from_options(const Options *o) {
 // Returns the memory budget of a card that is only named; its host's memory is unknown. The rates
 // are those of 16-bit matmuls.
 static MemoryBudget budget_named(const Options *o, const Settings *s) {
-    const Rates *rates = s->dtype == TYPE_FP32 ? NULL : rates_named(o);
+    const GpuEntry *card = gpu_find(o);
     const size_t bytes = gpu_memory_from_options(o);
     MemoryBudget budget;
     memset(&budget, 0, sizeof budget);
+    budget.card = card;
     budget.library = library_reserve_bytes;
     const size_t reserved = budget.library + nccl_estimate_bytes(s);
     budget.device = size_less(bytes, reserved);
@@ -3514,11 +3653,12 @@ static MemoryBudget budget_named(const Options *o, const Settings *s) {
         die("%s: nothing is left for the plan: %s of %s are reserved for libraries", budget.where,
             bytes_text((double)reserved).s, bytes_text((double)bytes).s);
     }
-    budget.speed = rates ? speed_predict(rates, s) : speed_usual(s);
+    const Rates rates = card ? card_rates(card) : rates_usual(1);
+    budget.speed = speed_predict(&rates, s);
     // Beyond one machine of eight GPUs the exchange is slower than these rates predict.
-    budget.from = !rates                      ? NULL
-                : s->ranks > NCCL_PEERS + 1 ? "predicted for these cards in one machine, unmeasured"
-                                            : "predicted for this card, unmeasured";
+    budget.from = !card || s->dtype == TYPE_FP32 || card_is_too_old(card) ? NULL
+                : s->ranks > NCCL_PEERS + 1     ? "predicted for these cards in one machine"
+                                                : "predicted for this card, not measured";
     return budget;
 }
 
@@ -7209,7 +7349,11 @@ static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *
         plan_print_line("in the host's place", p->host_bytes, "   as a GPU run keeps apart");
         plan_print_line("total", total, "");
     }
-    if (budget->device) {
+    const int old = card_is_too_old(budget->card);
+    if (budget->device && fits && old) {
+        printf("%s: %s; fits, but this program needs compute capability %.1f\n", budget->where,
+               bytes_text((double)all).s, 0.1 * LEAST_CAPABILITY);
+    } else if (budget->device) {
         printf("%s: %s%s; %s, %s %s\n", budget->where, bytes_text((double)all).s, available_limit,
                fits ? "fits" : "DOES NOT FIT",
                bytes_text(fits ? (double)(all - total) : (double)(total - all)).s,
@@ -7225,7 +7369,7 @@ static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *
     forecast_print(s, budget, o);
     plan_print_remedies(p, budget, outside);
     plan_print_thumb(p, total);
-    return fits && host_fits;
+    return fits && host_fits && !old;
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -7242,8 +7386,13 @@ static const char *const minimum_decides[] = {"batch",   "recompute", "logit-row
 // one of them would be ignored, or if no batch size divides -d's tokens.
 static void fit_options(const Options *o, const Model *m) {
     Settings least;
+    const GpuEntry *card = gpu_find(o);
     if (!o->fit && !o->minimum) {
         return;
+    }
+    if (o->fit && card_is_too_old(card)) {
+        die("--fit: --gpu %s has compute capability %.1f; this program needs %.1f", card->name,
+            0.1 * card_capability(card), 0.1 * LEAST_CAPABILITY);
     }
     const size_t count = o->minimum ? sizeof minimum_decides / sizeof minimum_decides[0] : 0;
     for (size_t i = 0; i < count; i++) {
@@ -7776,7 +7925,7 @@ static double micro_guess(const Settings *s, double peak_flops) {
     const Speed usual = speed_usual(s);
     const double computes = forecast_micro(&usual, s, 1);
     const double micro = forecast_step(&usual, s, 2) - forecast_step(&usual, s, 1);
-    const double share = s->gpu && peak_flops > 0 ? peak_flops / usual_gpu.matmuls : 1;
+    const double share = s->gpu && peak_flops > 0 ? peak_flops / rates_usual(1).matmuls : 1;
     return micro > computes ? micro : computes / share;
 }
 

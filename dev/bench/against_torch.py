@@ -148,7 +148,7 @@ def measure(args, way, recompute, B, device):
 
 
 def compare_bench(args, device):
-    """Times every step that build/bench_cpu timed in PyTorch, and prints how much faster ours is."""
+    """Times in PyTorch every step that build/bench_cpu timed, and prints the ratio."""
     with open(args.bench, encoding="utf-8") as f:
         step = r"^(\S+) B (\d+) T (\d+) (fp32|bf16): step ([0-9.]+) ms"
         ours = re.findall(step, f.read(), re.M)
