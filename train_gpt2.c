@@ -3848,9 +3848,9 @@ static void transpose(real *to, size_t to_step, const real *from, size_t from_st
     }
 }
 #else
-// The same for GCC, which would keep the arrays of that loop in memory, at half the speed: the
-// shuffles are written out. nvcc's front end does not know the pragma; without it the CPU reference
-// in the GPU program only packs a little slower.
+// The same with explicit shuffles for GCC, which would keep the arrays of the loop above in memory,
+// at half the speed. nvcc's front end does not support the pragma; without it the CPU reference in
+// the GPU program only packs a little slower.
 #if defined(__CUDACC__)
 #define UNROLL
 #else
@@ -4269,7 +4269,7 @@ static void matmul(real *out, Operand a, Operand b, const real *bias, const real
     for (int m0 = 0; m0 < M; m0 += rows_max) {
         const int rows = min_int(rows_max, M - m0);
         int row_tasks = 1;
-        // Every row task packs b again, so give each many rows, except to have one task per thread.
+        // Each row task packs b again, so tasks get many rows unless threads would lack a task.
         while (row_tasks * column_tasks < 3 * threads &&
                rows > (row_tasks * column_tasks < threads ? 4 * MR : 2 * BLOCK) * row_tasks) {
             row_tasks++;
@@ -4393,9 +4393,9 @@ static inline float exp_end(float r, uint32_t n) {
     return (1.0f + exp_minus_1(r)) * power_of_two(half) * power_of_two(n - half);
 }
 
-// The two halves of tanh x, with an error of at most 2.53 ulp over all floats; an odd function to
-// the bit. Computed as t / (t + 2), with t = e^(2|x|) - 1 formed without cancellation; 1 for
-// |x| >= 9.1. The second half takes the sign from x.
+// The two halves of tanh x, with an error of at most 2.53 ulp over all floats; tanh(-x) is exactly
+// -tanh(x). Computed as t / (t + 2) with t = e^(2|x|) - 1, without cancellation; 1 for |x| >= 9.1.
+// The second half takes the sign from x.
 static inline float tanh_begin(float x, uint32_t *n) {
     return exp_reduced(2.0f * at_most(10.0f, fabsf(x)), n);
 }
@@ -4619,7 +4619,7 @@ FUSED static void dots(real *out, const real *a, const real *b, size_t step, int
 }
 
 // matmul_forward() for a single row, for generation: nothing is packed, since no weight is used
-// twice, and nothing is rounded to bf16. Sums are in another order than those of a row of a batch.
+// twice, and nothing is rounded to bf16. The order of sums differs from that for a row of a batch.
 static void matvec_forward(real *out, const real *inp, const real *weight, const real *bias,
                            const real *addend, int N, int C, int OC) {
     (void)N;
@@ -6660,7 +6660,7 @@ static void run_end(Run *run, double ms) {
 // The training loop: runs from the current step to the last one, a signal or a failure. After each
 // step it validates, samples and saves, in this order, if each is due; with an output folder the
 // end of the run saves too. A skipped step postpones a periodic checkpoint, and a run that fails
-// because of skipped steps does not save at its end: its newest checkpoint is from before them.
+// because of skipped steps does not save at its end: its newest checkpoint precedes them.
 static void run_train(Run *run) {
     const Options *o = &run->o;
     const double began = now_ms();
@@ -8095,7 +8095,7 @@ static void model_vocabulary(Model *m, ModelKind kind, const Options *o, const D
 }
 
 // Step 3: opens the training data and sets the vocabulary. A plan needs data only for the
-// vocabulary of a shape, and uses that of bytes if there is no data.
+// vocabulary of a shape; without data it assumes byte tokens.
 static void run_choose_data(Run *run, Model *m, ModelKind kind) {
     Options *o = &run->o;
     if (!o->train_data && (!options_plan(o) || kind == MODEL_SHAPE)) {

@@ -1563,12 +1563,12 @@ struct MatmulPlan {
 };
 
 // A model has about thirty distinct GEMMs: four of a transformer block and the classifier's, in
-// three passes, with gradients of weights both written and accumulated.
+// three passes, with weight gradients both overwritten and accumulated.
 constexpr int MATMUL_PLANS = 64;
 constexpr int MATMUL_ALGORITHMS = 16;  // entries of the heuristic's list considered
 // Split-K candidates: the first SPLIT_BASES entries of a weight gradient's list with the sum over k
 // in this many parts, of at least SPLIT_STEPS steps each. A weight gradient has few tiles, and the
-// heuristic lists few of the numbers that would fill a GPU with them.
+// heuristic lists few of the splits that would fill a GPU.
 constexpr int32_t SPLITS[] = {2, 3, 4, 6, 8, 12};
 constexpr int SPLIT_BASES = 4, SPLIT_STEPS = 64;
 constexpr int MATMUL_CANDIDATES =
@@ -3602,9 +3602,9 @@ static void memory_near(void *memory, size_t bytes, int node) {
     }
 }
 
-// Returns true if host memory registered by the program has the same address on the GPU, which it
-// has not under WSL (from sgl-project/sglang#40232). Memory allocated by CUDA itself has the same
-// address everywhere.
+// Returns true if host memory registered by the program has the same address on the GPU, which is
+// not the case under WSL (from sgl-project/sglang#40232). Memory allocated by CUDA itself has the
+// same address everywhere.
 static bool pinned_in_place(void) {
     int device, same;
     cuda_check(cudaGetDevice(&device));
@@ -3624,10 +3624,8 @@ static int device_node(const char *root) {
 // Allocates `bytes` of zeroed, pinned host memory. Without pinning, copies would not overlap with
 // kernels and kernels could not access it. If pinned_in_place(), the memory is mapped, touched by
 // all threads and then registered: cudaMallocHost, which clears every page in one thread, takes
-// five times as long (0.49 s per GiB, from rapidsai/cudf#23457). Ends the run if that much cannot
-// be pinned.
-// On a machine with two processors, the GPU accesses the memory of its own processor, `node`,
-// faster.
+// five times as long (0.49 s per GiB, from rapidsai/cudf#23457). The GPU accesses memory of its own
+// NUMA node, `node`, faster. Ends the run if that much cannot be pinned.
 static char *pinned_open(size_t bytes, int node) {
     constexpr int64_t PART = 2 << 20;  // a huge page
     const bool in_place = pinned_in_place();
@@ -5098,8 +5096,8 @@ template <class G> static void gpu_join(const GpuNetwork *net) {
 
 // All-gathers the weights after an update, in which each rank has updated only its own shards.
 // Weights that are gathered on use (ZeRO 3) are left out. Blocks stored whole in host memory are
-// gathered in the staging buffer, because NCCL gets no pinned memory. Vectors, which all ranks have
-// updated alike, need no gathering: the same operations on the same numbers give the same bits.
+// gathered in the staging buffer, because NCCL is not given pinned memory. Vectors need no gathering
+// because every rank has updated them, with the same operations on the same numbers.
 static void gpu_gather_weights(const GpuNetwork *net) {
     const Settings *s = &net->plan->settings;
     const RankComm *c = &net->ranks;
@@ -5373,8 +5371,8 @@ static double gpu_forward_loss(Engine *e, real *losses, const Token *inputs, con
     return net->result->loss_sum / (double)N;
 }
 
-// Reads the logits in the first row of BUF_LOGITS as floats. Waits for the stages before: the token
-// sampled from the logits is the next input.
+// Reads the logits in the first row of BUF_LOGITS as floats, waiting for the stages that compute
+// them: the next input is the token sampled from the logits.
 static void gpu_read_logits(const GpuNetwork *net, real *out) {
     const int V = net->plan->settings.model.V;
     with_type(net->plan->settings.dtype, [&](auto element) {
@@ -6025,7 +6023,7 @@ static void rank_fetch(GpuNetwork *net, const RankState &b, const TensorSpan &sp
         const int64_t end = min_i64(span.first + span.count, r.first + r.count);
         for (int64_t at = max_i64(span.first, r.first), n; at < end; at += n) {
             n = min_i64(end - at, (int64_t)(capacity / b.bytes));
-            if (q == c->rank) {  // staged, because NCCL gets no pinned memory
+            if (q == c->rank) {  // staged, because NCCL is not given pinned memory
                 cuda_check(cudaMemcpyAsync(staging, rank_state_at(net->plan, b, span, r, at),
                                            (size_t)n * b.bytes, cudaMemcpyDefault, c->stream));
             }
@@ -6251,9 +6249,8 @@ static void gpu_begin(GpuNetwork *net) {
 }
 
 // Chooses the matmuls' algorithms (chapter Matmul, 5) after the warm-up has run every matmul once.
-// Timing uses the larger part of the arena before or after the workspace, which contains nothing
-// yet that gpu_begin would not restore. So it needs no memory of its own, and has as much as the
-// run's own operands.
+// Timing uses the part of the arena before or after the workspace, whichever is larger, and no
+// other memory; gpu_begin restores the contents.
 static void gpu_tune(Engine *e) {
     GpuNetwork *net = (GpuNetwork *)e->self;
     Plan *p = net->plan;

@@ -992,7 +992,7 @@ static void option_was(char was[PATH_BYTES], const StateFiles *f, const OptionRo
 
 // Compares the options with those of a checkpoint. `saying` 0: ends the run if an option differs
 // that must be the same; 1: prints the other options that differ, since the new values apply from
-// here on. Version 2 of the format kept all options in one text, which is not read.
+// here on.
 static void checkpoint_options(const Snapshot *run, const StateFiles *f, const char *folder,
                                int saying) {
     char was[PATH_BYTES], text[64];

@@ -1,9 +1,7 @@
-// data/files.c -- errors, checked memory, reading and writing files, and the containers of files.
+// data/files.c -- errors, checked memory, file I/O, SHA-256, UTF-8, JSON and safetensors.
 //
-// Basic services: one-line errors, checked allocation, file reads, durable writes, SHA-256, UTF-8,
-// JSON and the safetensors container. Knows nothing about models, options or engines. Header fields
-// are checked against the file length before they are used. An error is one line that names the
-// file.
+// Knows nothing about models, options or engines. Header fields are checked against the file length
+// before they are used. An error is one line that names the file.
 //
 // train_gpt2.c and data/tokenize.c include this file. It is also valid C++17, because nvcc compiles
 // it too.
@@ -1107,8 +1105,8 @@ static void writer_close(Writer *w) {
     enum { STRIP = 64 << 20, HOW = SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER };
     slow_begin();
     for (int64_t at = 0; at < w->bytes && w->fd >= 0; at += STRIP) {
-        // fsync does not report an error again that is reported here. If this call is not
-        // supported, fsync does all the work.
+        // An error returned here is not returned again by fsync, so it must be kept. Any other
+        // failure means that the file system lacks this call; fsync then does all the work.
         if (sync_file_range(w->fd, at, STRIP, HOW) != 0 && (errno == EIO || errno == ENOSPC)) {
             writer_fail(w);
         }

@@ -1,8 +1,7 @@
 // data/weights.c -- GPT-2 weights in Hugging Face's and llm.c's files.
 //
 // Reads model.safetensors with config.json (also split into parts by an index) and llm.c's .bin
-// files; writes safetensors. Headers are checked against the file length and the model before
-// anything is allocated or read because of them. An error is one line that names the file.
+// files; writes safetensors.
 //
 // train_gpt2.c includes this file in chapter Weights and checkpoints. It is also valid C++17,
 // because nvcc compiles it too.
@@ -15,8 +14,7 @@
 // Weights are read and written as Hugging Face's model.safetensors with its config.json, and read
 // from llm.c's .bin files.
 // 1. The files are untrusted input: header fields are checked against the file length and the
-//    model's shapes before anything is allocated or read because of them. An error is one line that
-//    names the file and the tensor.
+//    model's shapes before they are used. An error is one line that names the file and the tensor.
 // 2. Parsers work on bytes in memory and allocate nothing.
 // 3. Hugging Face stores the weight matrices of a block as (in, out), the transpose of this
 //    program's layout, and wte without its padding rows.

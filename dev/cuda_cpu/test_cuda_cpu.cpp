@@ -1582,7 +1582,7 @@ TEST(nccl_deaths) {
     run_ranks(rank_silence, 3, 3);
     expect(rank_codes == (std::vector<int>{55, 0, 55}), "a silent end: %s", rank_text.c_str());
     Setting timeout(emu::set.nccl_timeout_s, 2);
-    expect_ranks_die(rank_hangs, 3, "rank 2 did not come to AllReduce #1 within 2 s", "on rank 1");
+    expect_ranks_die(rank_hangs, 3, "rank 2 did not reach AllReduce #1 within 2 s", "on rank 1");
     expect_ranks_die(rank_nothing, 4, "4 ranks); rank 0 expects 3 ranks", "CommInit");
 }
 #endif
@@ -1838,7 +1838,7 @@ static const Bug bugs[] = {
     {bug_before_start, "wrote at offset -12 of an allocation of 400 bytes", "k_write", "poison"},
     {bug_gap, "into a gap: byte 32 of 128, offset 160", "k_write", "poison"},
     {bug_guard, "Segmentation fault", "k_write, block (1,0,0) of (2,1,1), thread (3,0,0)", "SEGV"},
-    {bug_host_access, "host code touches device memory", "in host code", "SEGV"},
+    {bug_host_access, "host code accesses device memory", "in host code", "SEGV"},
     {bug_dead_row, "a dead row", "", "k_write, block (1,0,0) of (2,1,1), thread (3,0,0)"},
     {bug_shared, "wrote at offset 16 of a shared variable", "k_past_shared", "k_past_shared, b"},
     {bug_return_before_barrier, "deadlock", "threads 32-63 have returned", nullptr},
