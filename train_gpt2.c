@@ -1331,12 +1331,12 @@ static HostMemory host_memory(const char *root) {
 // or if no limit is known.
 static char available_limit[192];
 
-static size_t host_memory_available(void) {
+static uint64_t host_memory_available(void) {
     const HostMemory h = host_memory("");
     if (h.limit[0]) {
         snprintf(available_limit, sizeof available_limit, " (%s)", h.limit);
     }
-    return (size_t)h.bytes;
+    return (uint64_t)h.bytes;
 }
 
 // Cores of the host: how many threads the program starts, and how they wait for work. Both are
@@ -1965,10 +1965,10 @@ typedef struct {
     Group group;
     Type type;
     int64_t count;
-    int first, last;       // lifetime in ticks, both ends included
-    Placement placement;   // PLACE_HOST: not part of the device allocation
-    size_t bytes, offset;  // bytes without the gap
-    int alive;             // maintained in test builds only
+    int first, last;         // lifetime in ticks, both ends included
+    Placement placement;     // PLACE_HOST: not part of the device allocation
+    uint64_t bytes, offset;  // bytes without the gap
+    int alive;               // maintained in test builds only
 } Buffer;
 
 // Sizes of the scratch memory that GPU kernels need besides tensors; train_gpt2.cu checks that they
@@ -2076,13 +2076,13 @@ struct Plan {
     Settings settings;
     Buffer *buffers;
     int buffer_count, ticks;
-    int single[SINGLES];              // index of the buffer; -1: not in this plan
-    int *act;                         // [phase 0 forward, 1 backward][ACTS][L]
-    int *grad;                        // [GRADS][L]
-    size_t device_bytes, host_bytes;  // the allocations
-    size_t live_bytes;                // peak of the bytes alive at once: no layout needs less
-    int peak;                         // the first tick at that peak
-    Transfer *transfers;              // of one micro-step
+    int single[SINGLES];                // index of the buffer; -1: not in this plan
+    int *act;                           // [phase 0 forward, 1 backward][ACTS][L]
+    int *grad;                          // [GRADS][L]
+    uint64_t device_bytes, host_bytes;  // the allocations; 64 bits also if pointers have 32
+    uint64_t live_bytes;                // peak of the bytes alive at once: no layout needs less
+    int peak;                           // the first tick at that peak
+    Transfer *transfers;                // of one micro-step
     int transfer_count;
     // at run time
     char *base[2];  // start of the allocation, by Placement
@@ -2121,7 +2121,7 @@ static int plan_add(Plan *p, const BufferEntry *entry, int layer) {
     const Kind kind = entry->kind;
     const int hosted = kind < KINDS ? s->placement[kind] & PLACE_HOST : kind == ON_HOST;
     b->placement = hosted ? PLACE_HOST : PLACE_DEVICE;
-    b->bytes = (size_t)entry->count * type_bytes(entry->type);
+    b->bytes = (uint64_t)entry->count * type_bytes(entry->type);
     return p->buffer_count++;
 }
 
@@ -2170,8 +2170,8 @@ static void plan_add_block(Plan *p, int layer) {
 }
 
 // Returns the bytes that a buffer occupies in an allocation, including padding and gap.
-static size_t buffer_padded_bytes(const Buffer *b) {
-    return (size_t)round_up_i64((int64_t)b->bytes, PLAN_ALIGN) + PLAN_GAP;
+static uint64_t buffer_padded_bytes(const Buffer *b) {
+    return (uint64_t)round_up_i64((int64_t)b->bytes, PLAN_ALIGN) + PLAN_GAP;
 }
 
 // Buffers are assigned offsets in ascending order of these keys, which are compared
@@ -2205,8 +2205,8 @@ static PlaceKey place_key(const Plan *p, int i, int by_size) {
 
 // First fit: returns the lowest offset at which `b` overlaps no placed buffer that is alive at a
 // common tick. `placed` holds the indices of `count` buffers in ascending order of offset.
-static size_t place_find(const Plan *p, const Buffer *b, const int *placed, int count) {
-    size_t offset = 0;
+static uint64_t place_find(const Plan *p, const Buffer *b, const int *placed, int count) {
+    uint64_t offset = 0;
     for (int i = 0; i < count; i++) {
         const Buffer *other = &p->buffers[placed[i]];
         if (other->first > b->last || other->last < b->first) {
@@ -2215,7 +2215,7 @@ static size_t place_find(const Plan *p, const Buffer *b, const int *placed, int 
         if (other->offset >= offset + buffer_padded_bytes(b)) {
             break;
         }
-        size_t end = other->offset + buffer_padded_bytes(other);
+        uint64_t end = other->offset + buffer_padded_bytes(other);
         offset = end > offset ? end : offset;
     }
     return offset;
@@ -2223,7 +2223,7 @@ static size_t place_find(const Plan *p, const Buffer *b, const int *placed, int 
 
 // Assigns every buffer an offset; host buffers are laid out back to back. Returns the bytes of the
 // device allocation.
-static size_t plan_place(Plan *p, int by_size) {
+static uint64_t plan_place(Plan *p, int by_size) {
     const size_t n = (size_t)p->buffer_count;
     PlaceKey *order = (PlaceKey *)alloc_zero(n, sizeof *order);
     int *placed = (int *)alloc_zero(n, sizeof(int)), count = 0;
@@ -2240,7 +2240,7 @@ static size_t plan_place(Plan *p, int by_size) {
             continue;
         }
         b->offset = place_find(p, b, placed, count);
-        size_t end = b->offset + buffer_padded_bytes(b);
+        uint64_t end = b->offset + buffer_padded_bytes(b);
         p->device_bytes = end > p->device_bytes ? end : p->device_bytes;
         int at = count++;
         for (; at > 0 && p->buffers[placed[at - 1]].offset > b->offset; at--) {
@@ -2255,7 +2255,7 @@ static size_t plan_place(Plan *p, int by_size) {
 
 // Returns the maximum, over all ticks, of the bytes of device buffers alive at once, and stores the
 // first tick at that maximum in *peak.
-static size_t plan_peak(const Plan *p, int *peak) {
+static uint64_t plan_peak(const Plan *p, int *peak) {
     int64_t *change = (int64_t *)alloc_zero((size_t)p->ticks + 1, sizeof(int64_t));
     int64_t live = 0, most = 0;
     for (int i = 0; i < p->buffer_count; i++) {
@@ -2270,7 +2270,7 @@ static size_t plan_peak(const Plan *p, int *peak) {
         most = max_i64(live, most);
     }
     free(change);
-    return (size_t)most;
+    return (uint64_t)most;
 }
 
 static void plan_add_transfers(Plan *p);  // next chapter
@@ -2300,7 +2300,7 @@ static void plan_list(Plan *p, const Settings *s) {
 // tables, but none of the memory that they describe.
 static void plan_build(Plan *p, const Settings *s) {
     plan_list(p, s);
-    const size_t by_size = plan_place(p, 1);  // neither order is better for all settings
+    const uint64_t by_size = plan_place(p, 1);  // neither order is better for all settings
     if (by_size > p->live_bytes && plan_place(p, 0) >= by_size) {
         plan_place(p, 1);
     }
@@ -2317,25 +2317,25 @@ static void plan_free(Plan *p) {
 
 // Returns the peak of live bytes of a run with these settings. It is a lower bound on the size of
 // any layout, so searches rule settings out by it without assigning offsets.
-static size_t plan_live(const Settings *s) {
+static uint64_t plan_live(const Settings *s) {
     Plan p;
     plan_list(&p, s);
-    const size_t bytes = p.live_bytes;
+    const uint64_t bytes = p.live_bytes;
     plan_free(&p);
     return bytes;
 }
 
 // Returns the bytes of device memory that a run takes. On the CPU, host buffers are in the same
 // memory.
-static size_t plan_taken(const Plan *p) {
+static uint64_t plan_taken(const Plan *p) {
     return p->device_bytes + (p->settings.gpu ? 0 : p->host_bytes);
 }
 
 // Returns plan_taken() for settings that are only considered, as in suggested changes and tables.
-static size_t plan_bytes(const Settings *s) {
+static uint64_t plan_bytes(const Settings *s) {
     Plan p;
     plan_build(&p, s);
-    size_t bytes = plan_taken(&p);
+    uint64_t bytes = plan_taken(&p);
     plan_free(&p);
     return bytes;
 }
@@ -2471,11 +2471,16 @@ static void *plan_grad(const Plan *p, int grad, int layer) {
 // Returns a new mapping of `bytes` bytes, or NULL for 0 bytes. The memory reads as zero without
 // having been written. Huge pages are requested, because packing steps through a matrix page by
 // page. Ends the run if the system refuses.
-static char *plan_map(size_t bytes) {
+static char *plan_map(uint64_t bytes) {
     if (bytes == 0) {
         return NULL;
     }
-    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void *memory = MAP_FAILED;
+    if ((size_t)bytes == bytes) {
+        memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    } else {
+        errno = ENOMEM;  // more than an address of this machine can reach
+    }
     if (memory == MAP_FAILED) {
         die("cannot allocate %s for the plan: %s", bytes_text((double)bytes).s, strerror(errno));
     }
@@ -2499,7 +2504,7 @@ static void plan_open(Plan *p) {
 
 // Frees the memory; the plan itself stays valid.
 static void plan_close(Plan *p) {
-    const size_t bytes[] = {p->device_bytes, p->host_bytes};
+    const uint64_t bytes[] = {p->device_bytes, p->host_bytes};
     for (int placement = PLACE_DEVICE; placement <= PLACE_HOST; placement++) {
         if (p->base[placement]) {
 #if GPT2_POISON
@@ -3255,7 +3260,7 @@ static double forecast_tokens_per_s(const Speed *v, const Settings *s, int64_t m
 // recomputation and the offload that the program chooses itself.
 
 // Library memory (CUDA context, cuBLASLt) of a GPU run. Not measured yet; the plan says so.
-static const size_t library_reserve_bytes = (size_t)1 << 30;
+static const uint64_t library_reserve_bytes = (uint64_t)1 << 30;
 
 // Estimate of NCCL's memory for the exchange between ranks: on eight H100s each pair of GPUs got
 // 12 MiB of buffers per channel (NVIDIA/nccl#1685). Peers on other machines share one pool
@@ -3264,8 +3269,8 @@ static const size_t library_reserve_bytes = (size_t)1 << 30;
 // GPUs.
 enum { NCCL_CHANNELS = 4, NCCL_PEERS = 7 };
 static int nccl_peers(const Settings *s) { return min_int(s->ranks - 1, NCCL_PEERS); }
-static size_t nccl_estimate_bytes(const Settings *s) {
-    return s->ranks > 1 ? (size_t)(nccl_peers(s) + 1) * NCCL_CHANNELS * ((size_t)12 << 20) : 0;
+static uint64_t nccl_estimate_bytes(const Settings *s) {
+    return s->ranks > 1 ? (uint64_t)(nccl_peers(s) + 1) * NCCL_CHANNELS * ((uint64_t)12 << 20) : 0;
 }
 
 // Returns the default number of rows of a classifier chunk, a multiple of 128, or N, the tokens of
@@ -3493,7 +3498,7 @@ static void settings_mix(Settings *s, const int *hull, int k) {
 // recomputation off for the last blocks, as long as the plan still fits: backward uses their
 // activations before most of its working set exists. Returns the plan's bytes; if they exceed
 // `bytes`, no mix fits and the levels are those of the smallest plan.
-static size_t settings_fit_levels(Settings *s, const Speed *v, size_t bytes) {
+static uint64_t settings_fit_levels(Settings *s, const Speed *v, uint64_t bytes) {
     int hull[RECOMPUTE_LEVELS], low = -1, high = (level_hull(hull, v) - 1) * s->model.L;
     const int last = high;
     while (high - low > 1) {  // bisection by live bytes; the layout hardly exceeds them
@@ -3502,7 +3507,7 @@ static size_t settings_fit_levels(Settings *s, const Speed *v, size_t bytes) {
         *(plan_live(s) <= bytes ? &high : &low) = middle;
     }
     settings_mix(s, hull, high);
-    size_t best = plan_bytes(s);
+    uint64_t best = plan_bytes(s);
     while (best > bytes && high < last) {
         settings_mix(s, hull, ++high);
         best = plan_bytes(s);
@@ -3510,8 +3515,8 @@ static size_t settings_fit_levels(Settings *s, const Speed *v, size_t bytes) {
     for (int l = s->model.L - 1; l >= 0 && best <= bytes && high > 0; l--) {
         const uint8_t level = s->level[l];
         s->level[l] = RECOMPUTE_NONE;
-        const size_t found = level == RECOMPUTE_NONE       ? best
-                             : plan_live(s) > bytes ? SIZE_MAX
+        const uint64_t found = level == RECOMPUTE_NONE       ? best
+                             : plan_live(s) > bytes ? UINT64_MAX
                                                     : plan_bytes(s);
         if (found > bytes) {
             s->level[l] = level;
@@ -3526,7 +3531,7 @@ static size_t settings_fit_levels(Settings *s, const Speed *v, size_t bytes) {
 // memory that libraries take; the device's name in messages and its speed, with `from` saying how
 // the speed is known (NULL: unknown); and the sequences available in the data.
 typedef struct {
-    size_t device, host, library;
+    uint64_t device, host, library;
     int64_t windows;  // sequences in the data, 0: unknown
     const char *where, *from;
     const GpuEntry *card;  // that --gpu names, or NULL
@@ -3536,9 +3541,9 @@ typedef struct {
 // Computes the bytes of each group of buffers at the tick of peak usage, for device and host
 // separately. The device's groups sum to the peak; the rest of its allocation is first-fit
 // fragmentation.
-static void plan_groups(const Plan *p, size_t device[GROUPS], size_t host[GROUPS]) {
-    memset(device, 0, GROUPS * sizeof(size_t));
-    memset(host, 0, GROUPS * sizeof(size_t));
+static void plan_groups(const Plan *p, uint64_t device[GROUPS], uint64_t host[GROUPS]) {
+    memset(device, 0, GROUPS * sizeof(uint64_t));
+    memset(host, 0, GROUPS * sizeof(uint64_t));
     for (int i = 0; i < p->buffer_count; i++) {
         const Buffer *b = &p->buffers[i];
         if (b->first <= p->peak && p->peak <= b->last) {
@@ -3581,7 +3586,7 @@ static void settings_auto(Settings *s, const Options *o, const MemoryBudget *bud
     const int offloads = trains && s->gpu && o->offload == OFFLOAD_AUTO;
     const Speed v = speed_usual(s);
     Settings best = *s;
-    size_t least = SIZE_MAX;
+    uint64_t least = UINT64_MAX;
     for (int tier = 0; tier < (offloads ? OFFLOAD_TIERS : 1) && budget->device > 0; tier++) {
         Settings next = *s;
         Plan p;
@@ -3627,12 +3632,14 @@ static LevelsText recompute_text(const Settings *s) {
     return text;
 }
 
-static size_t size_less(size_t bytes, size_t taken) { return bytes > taken ? bytes - taken : 0; }
+static uint64_t size_less(uint64_t bytes, uint64_t taken) {
+    return bytes > taken ? bytes - taken : 0;
+}
 
 // Returns the smaller of --gpu's memory and --gpu-mem, in bytes; 0 if neither is given.
-static size_t gpu_memory_from_options(const Options *o) {
+static uint64_t gpu_memory_from_options(const Options *o) {
     const GpuEntry *row = gpu_find(o);
-    size_t card = row ? (size_t)(row->gib * 0x1p30) : 0, cap = (size_t)o->gpu_mem;
+    uint64_t card = row ? (uint64_t)(row->gib * 0x1p30) : 0, cap = (uint64_t)o->gpu_mem;
     return card && cap ? (card < cap ? card : cap) : card + cap;
 }
 
@@ -3640,14 +3647,14 @@ static size_t gpu_memory_from_options(const Options *o) {
 // are those of 16-bit matmuls.
 static MemoryBudget budget_named(const Options *o, const Settings *s) {
     const GpuEntry *card = gpu_find(o);
-    const size_t bytes = gpu_memory_from_options(o);
+    const uint64_t bytes = gpu_memory_from_options(o);
     MemoryBudget budget;
     memset(&budget, 0, sizeof budget);
     budget.card = card;
     budget.library = library_reserve_bytes;
-    const size_t reserved = budget.library + nccl_estimate_bytes(s);
+    const uint64_t reserved = budget.library + nccl_estimate_bytes(s);
     budget.device = size_less(bytes, reserved);
-    budget.host = SIZE_MAX;
+    budget.host = UINT64_MAX;
     budget.where = o->gpu[0] ? o->gpu : "--gpu-mem";
     if (bytes && !budget.device) {  // for example 16 instead of 16GiB
         die("%s: nothing is left for the plan: %s of %s are reserved for libraries", budget.where,
@@ -6085,7 +6092,7 @@ typedef struct Program {
     const char *name, *default_model;
     int gpu;
     void (*open)(Engine *e, Plan *p);
-    size_t (*available)(void);                                // bytes available for the plan
+    uint64_t (*available)(void);                              // bytes available for the plan
     size_t library_bytes;                                     // of these, used by libraries
     int (*command)(Run *run, const struct Program *program);  // --check, --compare; NULL: none
     void (*refuse)(const Settings *s);                        // rejects unsupported ones; or NULL
@@ -6221,7 +6228,8 @@ static void log_open(Run *run, int64_t resume_step) {
     }
     fprintf(f,
             "},\"model\":{\"layers\":%d,\"heads\":%d,\"channels\":%d,\"positions\":%d,"
-            "\"vocabulary\":%d,\"parameters\":%" PRId64 "},\"plan_bytes\":%zu,\"device\":\"",
+            "\"vocabulary\":%d,\"parameters\":%" PRId64 "},\"plan_bytes\":%" PRIu64
+            ",\"device\":\"",
             m->L, m->NH, m->C, m->maxT, m->V, model_parameters(m), plan_taken(&run->plan));
     json_text(f, run->engine.device, strlen(run->engine.device));
     fputs("\"", f);
@@ -6918,7 +6926,7 @@ typedef struct {
     int steps[AXES];
     char option[128], cost[96];
     Settings settings;
-    size_t bytes, host_bytes;  // of the changed plan
+    uint64_t bytes, host_bytes;  // of the changed plan
     int kind;
     double slower;  // extra time per token, as a fraction, in steps of B x T tokens
 } Remedy;
@@ -7092,13 +7100,13 @@ static const char *plan_no_change(const Settings *s) {
 // Ends the run, before anything is allocated, if `need` exceeds `available` bytes. The message says
 // how much is missing and names the cheapest settings that fit. If these need more host memory than
 // there is, it names the cheapest one of them and how much host memory is free.
-static void plan_refuse(const Plan *p, size_t need, size_t available) {
+static void plan_refuse(const Plan *p, uint64_t need, uint64_t available) {
     enum { SHOWN = 3 };
     char line[1024] = "";
     if (need <= available) {
         return;  // before searching for remedies, whose plans take a while to build
     }
-    const size_t missing = need - available, host = (size_t)host_memory("").bytes;
+    const uint64_t missing = need - available, host = (uint64_t)host_memory("").bytes;
     MemoryBudget budget;
     memset(&budget, 0, sizeof budget);
     budget.device = plan_taken(p) > missing ? plan_taken(p) - missing : 0;
@@ -7106,7 +7114,7 @@ static void plan_refuse(const Plan *p, size_t need, size_t available) {
     Remedy *list = (Remedy *)alloc_zero(MAX_REMEDIES, sizeof *list);
     int n = plan_changes(p, &budget, list), length = 0, lacks_host = 0;
     if (n == 0) {
-        budget.host = SIZE_MAX;
+        budget.host = UINT64_MAX;
         n = plan_changes(p, &budget, list);
         lacks_host = 1;
     }
@@ -7125,7 +7133,7 @@ static void plan_refuse(const Plan *p, size_t need, size_t available) {
 }
 
 // Ends the run if a rank would pin more than `available` bytes, its share of the host's memory.
-static void plan_refuse_host(const Plan *p, size_t available, const char *limit) {
+static void plan_refuse_host(const Plan *p, uint64_t available, const char *limit) {
     if (p->host_bytes > available) {
         die("the plan keeps %s in host memory%s, only %s are available (%s): %s short; fewer "
             "states in --offload need less of it", bytes_text((double)p->host_bytes).s,
@@ -7182,7 +7190,8 @@ static void tick_name(char name[32], const Settings *s, int tick) {
 // Prints the plan as JSON, for dev/report.py: the names of the ticks, and every buffer with its
 // lifetime and its offset in memory.
 static void plan_print_json(const Plan *p) {
-    printf("{\"target\":\"%s\",\"total_bytes\":%zu,\"host_bytes\":%zu,\"ticks\":[",
+    printf("{\"target\":\"%s\",\"total_bytes\":%" PRIu64 ",\"host_bytes\":%" PRIu64
+           ",\"ticks\":[",
            p->settings.gpu ? "gpu" : "cpu", p->device_bytes, p->host_bytes);
     for (int t = 0; t < p->ticks; t++) {
         char name[32];
@@ -7192,8 +7201,8 @@ static void plan_print_json(const Plan *p) {
     printf("],\"buffers\":[");
     for (int i = 0; i < p->buffer_count; i++) {
         const Buffer *b = &p->buffers[i];
-        printf("%s\n{\"name\":\"%s\",\"group\":\"%s\",\"bytes\":%zu,\"offset\":%zu,\"first\":%d,"
-               "\"last\":%d,\"home\":\"%s\"}",
+        printf("%s\n{\"name\":\"%s\",\"group\":\"%s\",\"bytes\":%" PRIu64
+               ",\"offset\":%" PRIu64 ",\"first\":%d,\"last\":%d,\"home\":\"%s\"}",
                i ? "," : "", b->name, group_names[b->group], b->bytes, b->offset, b->first, b->last,
                b->placement == PLACE_HOST ? "host" : "device");
     }
@@ -7202,7 +7211,7 @@ static void plan_print_json(const Plan *p) {
 
 // Prints the common rule of thumb for memory and why the plan differs. The rule: 16 bytes per
 // parameter for weights, gradients and moments, every activation in fp32, and 2 GB for libraries.
-static void plan_print_thumb(const Plan *p, size_t total) {
+static void plan_print_thumb(const Plan *p, uint64_t total) {
     const Settings *s = &p->settings;
     const Model *m = &s->model;
     if (s->forward) {
@@ -7222,7 +7231,7 @@ static void plan_print_thumb(const Plan *p, size_t total) {
 }
 
 // Prints a line of the plan's table: exact bytes for scripts, rounded ones for readers.
-static void plan_print_line(const char *name, size_t bytes, const char *note) {
+static void plan_print_line(const char *name, uint64_t bytes, const char *note) {
     printf("%-24s %18s %12s%s\n", name, count_text((int64_t)bytes).s,
            bytes_text((double)bytes).s, note);
 }
@@ -7271,7 +7280,7 @@ static void forecast_print(const Settings *s, const MemoryBudget *budget, const 
 
 // Prints the table of single changes and, if the plan does not fit, the five cheapest combinations
 // that make it fit, since there may be dozens.
-static void plan_print_remedies(const Plan *p, const MemoryBudget *budget, size_t outside) {
+static void plan_print_remedies(const Plan *p, const MemoryBudget *budget, uint64_t outside) {
     if (p->settings.forward) {
         printf("\n%s\n", plan_no_change(&p->settings));
         return;
@@ -7312,9 +7321,9 @@ static int plan_print(const Plan *p, const MemoryBudget *budget, const Options *
     const Settings *s = &p->settings;
     const Model *m = &s->model;
     static const char *const types[] = {"fp32", "bf16", "fp16"};
-    size_t device[GROUPS], host[GROUPS], sum = 0;
-    const size_t outside = s->gpu ? budget->library + nccl_estimate_bytes(s) : 0;
-    const size_t total = plan_taken(p) + outside, all = budget->device + outside;
+    uint64_t device[GROUPS], host[GROUPS], sum = 0;
+    const uint64_t outside = s->gpu ? budget->library + nccl_estimate_bytes(s) : 0;
+    const uint64_t total = plan_taken(p) + outside, all = budget->device + outside;
     const int fits = !budget->device || plan_taken(p) <= budget->device;
     printf("memory plan of the %s run\nL%d NH%d C%d, vocabulary %d (%d rows), %s parameters; %s; "
            "B %d, T %d%s; -r %s",
@@ -7414,7 +7423,7 @@ static void fit_options(const Options *o, const Model *m) {
 typedef struct {
     Options o;
     Settings settings;
-    size_t bytes, host_bytes;
+    uint64_t bytes, host_bytes;
     double tokens_per_s;
     int type, tier;
 } FitPoint;
@@ -7629,7 +7638,7 @@ static ShortText each_text(const Options *o) {
 
 // Returns the bytes of device memory of a rank that are reserved for libraries, including NCCL's
 // buffers.
-static double reserved_bytes(const Options *o, size_t library) {
+static double reserved_bytes(const Options *o, uint64_t library) {
     Settings s;
     memset(&s, 0, sizeof s);
     s.ranks = (int)o->gpus;
@@ -7681,7 +7690,7 @@ static void minimum_command(const Options *asked, const Model *m, int cpu) {
     const int wide = gpu_dtype(asked) != DTYPE_BF16;  // narrow moments and masters need bf16
     MemoryBudget all;
     memset(&all, 0, sizeof all);
-    all.device = all.host = SIZE_MAX;
+    all.device = all.host = UINT64_MAX;
     FitPoint *f = (FitPoint *)alloc_zero(1, sizeof *f);
     const int narrow = (asked->dtype && asked->dtype != DTYPE_FP32) || asked->grad_dtype ||
                        asked->workspace;
@@ -7793,7 +7802,7 @@ static Settings calibration_settings(const Settings *run, double flops) {
 // the same time per token. `dev/bench/cpu.c forecast` compares the result with the steps of ten
 // settings. Returns 0 if the small models need more than `bytes` of memory, or timing them more
 // than `flops` FLOPs.
-static int speed_measure(Speed *speed, const Program *program, const Settings *run, size_t bytes,
+static int speed_measure(Speed *speed, const Program *program, const Settings *run, uint64_t bytes,
                          double flops) {
     enum { TWO, AGAIN, ONE, MODELS };
     Settings s = calibration_settings(run, flops);
@@ -8015,8 +8024,8 @@ static MemoryBudget run_handshake(const Run *run, const Program *program,
         rank_info.device = budget->device;
         rank_info.host = budget->host;
         program->ranks_handshake();
-        least.device = (size_t)rank_info.device;
-        least.host = (size_t)rank_info.host;
+        least.device = (uint64_t)rank_info.device;
+        least.host = (uint64_t)rank_info.host;
     }
     return least;
 }
@@ -8118,8 +8127,8 @@ static void run_choose_data(Run *run, Model *m, ModelKind kind) {
 // saving a checkpoint transposes, of 16 C^2 bytes, plus a quarter of that; and 16 MiB for buffers
 // of files, vocabularies and the program. If plans used all memory, as -r auto and --offload auto
 // may, a job with a memory limit would be killed at its first checkpoint.
-static size_t outside_plan_bytes(const Model *m) {
-    return (16 << 20) + 20 * (size_t)m->C * (size_t)m->C;
+static uint64_t outside_plan_bytes(const Model *m) {
+    return (16 << 20) + 20 * (uint64_t)m->C * (uint64_t)m->C;
 }
 
 // Returns the memory available to a run on this machine, and the default rates as its speed.
@@ -8131,20 +8140,20 @@ static MemoryBudget budget_at_hand(const Program *program, const Options *o, con
         die("--gpu-mem: this program trains on the CPU; use --gpu-mem with --plan, --fit or "
             "--minimum to plan a GPU run");
     }
-    const size_t nccl = nccl_estimate_bytes(s);  // allocated later than by other libraries
-    const size_t outside = program->gpu ? 0 : outside_plan_bytes(&s->model);
+    const uint64_t nccl = nccl_estimate_bytes(s);  // allocated later than by other libraries
+    const uint64_t outside = program->gpu ? 0 : outside_plan_bytes(&s->model);
     budget.device = size_less(program->available(), program->library_bytes + nccl + outside);
     if (o->gpu_mem) {
-        const size_t cap = size_less((size_t)o->gpu_mem, library_reserve_bytes + nccl);
+        const uint64_t cap = size_less((uint64_t)o->gpu_mem, library_reserve_bytes + nccl);
         if (cap < budget.device) {
             budget.device = cap;
             snprintf(available_limit, sizeof available_limit, " (--gpu-mem)");
         }
     }
-    budget.device = (size_t)max_i64((int64_t)budget.device, 1);  // 0 would mean unknown
+    budget.device = (uint64_t)max_i64((int64_t)budget.device, 1);  // 0 would mean unknown
     // The ranks on a machine share its host memory.
-    const size_t host = (size_t)(host_memory("").bytes / this_rank.local_ranks);
-    budget.host = program->gpu ? size_less(host, outside_plan_bytes(&s->model)) : SIZE_MAX;
+    const uint64_t host = (uint64_t)(host_memory("").bytes / this_rank.local_ranks);
+    budget.host = program->gpu ? size_less(host, outside_plan_bytes(&s->model)) : UINT64_MAX;
     budget.library = program->library_bytes;
     budget.where = program->gpu ? "free on this GPU" : "memory available to this process";
     budget.speed = speed_usual(s);
@@ -8250,7 +8259,7 @@ static void run_print_box(const Run *run) {
     printf("command  ");
     command_print(program_command, &run->o);
     printf("\nmemory   %s", bytes_text((double)plan_taken(p)).s);
-    size_t device[GROUPS], host[GROUPS];
+    uint64_t device[GROUPS], host[GROUPS];
     const char *separator = ":";
     plan_groups(p, device, host);
     for (int g = 0; g < GROUPS; g++) {
