@@ -5096,8 +5096,8 @@ template <class G> static void gpu_join(const GpuNetwork *net) {
 
 // All-gathers the weights after an update, in which each rank has updated only its own shards.
 // Weights that are gathered on use (ZeRO 3) are left out. Blocks stored whole in host memory are
-// gathered in the staging buffer, because NCCL is not given pinned memory. Vectors need no gathering
-// because every rank has updated them, with the same operations on the same numbers.
+// gathered in the staging buffer, because NCCL is not given pinned memory. Vectors are not gathered:
+// every rank has updated them, with the same operations on the same numbers.
 static void gpu_gather_weights(const GpuNetwork *net) {
     const Settings *s = &net->plan->settings;
     const RankComm *c = &net->ranks;
