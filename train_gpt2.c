@@ -1807,8 +1807,8 @@ static int settings_has_master(const Settings *s) {
 
 static int settings_offloads(const Settings *s) {
     int placements = 0;
-    for (int what = 0; what < KINDS; what++) {
-        placements |= s->placement[what];
+    for (int kind = 0; kind < KINDS; kind++) {
+        placements |= s->placement[kind];
     }
     return (placements & PLACE_HOST) != 0;
 }
@@ -1816,9 +1816,11 @@ static int settings_offloads(const Settings *s) {
 // Returns whether a step waits for other streams before its update: for the exchange between ranks,
 // or for transfers of streamed buffers.
 static int settings_joins(const Settings *s) {
-    const int streamed =
-        s->placement[KIND_WEIGHTS] | s->placement[KIND_GRADIENTS] | s->placement[KIND_RESIDUALS];
-    return s->ranks > 1 || streamed != PLACE_DEVICE;
+    int streamed = 0;
+    for (int kind = 0; kind < KINDS; kind++) {  // all except the states updated in place
+        streamed |= kind != KIND_MOMENTS && kind != KIND_MASTER ? s->placement[kind] : 0;
+    }
+    return s->ranks > 1 || streamed;
 }
 
 // Stages: what a tick computes. A block has eight stages in forward. In backward the first seven
@@ -2062,14 +2064,24 @@ typedef struct {
 } Slot;
 typedef struct Transfer Transfer;  // next chapter
 
-// For each kind, its first slot and its backing store, which holds the data of all blocks.
+// For each kind that is streamed: its first slot; its backing store, which holds the data of all
+// blocks; and the activation (ACT_*) that it consists of, or -1.
 static const struct {
-    int slot, store;
-} transfer_buffers[KINDS] = {{BUF_WEIGHTS_SLOT, BUF_WEIGHTS_STORE},
-                             {BUF_GRADS_SLOT, BUF_GRADS_STORE},
-                             {-1, -1},
-                             {-1, -1},
-                             {BUF_X_SLOT, BUF_X_STORE}};
+    int slot, store, act;
+} transfer_buffers[KINDS] = {{BUF_WEIGHTS_SLOT, BUF_WEIGHTS_STORE, -1},
+                             {BUF_GRADS_SLOT, BUF_GRADS_STORE, -1},
+                             {-1, -1, -1},
+                             {-1, -1, -1},
+                             {BUF_X_SLOT, BUF_X_STORE, ACT_X}};
+
+// Returns the kind as which these settings stream an activation, or KINDS if they do not.
+static Kind act_streamed(const Settings *s, int act) {
+    int kind = 0;
+    while (kind < KINDS && (transfer_buffers[kind].act != act || !s->placement[kind])) {
+        kind++;
+    }
+    return (Kind)kind;
+}
 
 typedef struct Plan Plan;
 struct Plan {
@@ -2145,7 +2157,7 @@ static void plan_add_block(Plan *p, int layer) {
                                                          : a->channels * m->C;
         BufferEntry entry = {s->forward ? GROUP_WORKING : GROUP_KEPT, a->name, type,
                              N * per_token, made, used_back, ON_DEVICE};
-        if (i == ACT_X && s->placement[KIND_RESIDUALS]) {
+        if (act_streamed(s, i) < KINDS) {
             *forward = *backward = -1;  // stored in slots
             continue;
         }
@@ -2457,8 +2469,9 @@ static void *plan_act(const Plan *p, int act, int layer) {
     if (act == ACT_X && layer == m->L) {
         return plan_single(p, BUF_XF);
     }
-    if (act == ACT_X && p->settings.placement[KIND_RESIDUALS]) {
-        return plan_single(p, slot_buffer(p, KIND_RESIDUALS, layer));
+    const Kind streamed = act_streamed(&p->settings, act);
+    if (streamed < KINDS) {
+        return plan_single(p, slot_buffer(p, streamed, layer));
     }
     int backward = p->now >= tick_backward(m, m->L - 1, 0);
     return buffer_pointer(p, p->act[(backward * ACTS + act) * m->L + layer]);
@@ -2730,7 +2743,7 @@ static void state_buffers(BufferEntry rows[STATE_BUFFERS], const Settings *s) {
 // gradients are reduce-scattered; with both, a fetch uploads the rank's shard and then all-gathers.
 // If `in` is 0, the data is computed on the device; if `out` is 0, nothing is stored.
 struct Transfer {
-    Kind what;
+    Kind kind;
     int block, slot;
     int fetch, first, last, store_wait;
     int in, out;
@@ -2770,7 +2783,7 @@ static int transfers_build(Transfer *transfers, const Settings *s) {
              gradients & PLACE_HOST, gradients},
         };
         for (int k = !backward ? 0 : stays ? 4 : 2; k < (backward ? BLOCK_TRANSFERS : 2); k++) {
-            if (s->placement[rows[k].what]) {
+            if (s->placement[rows[k].kind]) {
                 transfers[n++] = rows[k];
             }
         }
@@ -2794,15 +2807,15 @@ enum { FETCH, FETCH_WAIT, STORE, STORE_WAIT };
 // slot holds from then on. Gradients stored on the host are fetched only if this micro-step adds to
 // them.
 static void transfer_step(Plan *p, const Transfer *v, int phase) {
-    const int fetches = v->in && (p->adds || v->what != KIND_GRADIENTS);
-    const int id = p->single[transfer_buffers[v->what].slot + v->slot];
-    Slot *slot = &p->slots[v->what][v->slot];
+    const int fetches = v->in && (p->adds || v->kind != KIND_GRADIENTS);
+    const int id = p->single[transfer_buffers[v->kind].slot + v->slot];
+    Slot *slot = &p->slots[v->kind][v->slot];
     char *memory = (char *)buffer_pointer(p, id), *store = NULL;
     const size_t bytes = p->buffers[id].bytes;
     int happens = 1;
     switch (phase) {
     case FETCH:
-        if (v->what == KIND_WEIGHTS && slot->block == v->block + 1) {
+        if (v->kind == KIND_WEIGHTS && slot->block == v->block + 1) {
             return;  // still in the slot
         }
 #if GPT2_POISON
@@ -2826,8 +2839,8 @@ static void transfer_step(Plan *p, const Transfer *v, int phase) {
         return;
     }
     if (fetches || v->out) {
-        const int64_t own = own_count(&p->settings, v->what, (int64_t)bytes);
-        store = (char *)plan_single(p, transfer_buffers[v->what].store) + v->block * own;
+        const int64_t own = own_count(&p->settings, v->kind, (int64_t)bytes);
+        store = (char *)plan_single(p, transfer_buffers[v->kind].store) + v->block * own;
     }
     p->transfer(p, phase, v, memory, phase == FETCH && !fetches ? NULL : store, bytes);
 }
@@ -3171,10 +3184,10 @@ static Traffic step_traffic(const Settings *s, int micros) {
     single_buffers(rows, s);
     for (int i = 0; i < n; i++) {
         const Transfer *v = &transfers[i];
-        const int weights = v->what == KIND_WEIGHTS, grads = v->what == KIND_GRADIENTS;
-        const int id = weights ? BUF_WEIGHTS_SLOT : grads ? BUF_GRADS_SLOT : BUF_X_SLOT;
+        const int weights = v->kind == KIND_WEIGHTS, grads = v->kind == KIND_GRADIENTS;
+        const int id = transfer_buffers[v->kind].slot;
         const double bytes = (double)rows[id].count * (double)type_bytes(rows[id].type);
-        const double own = s->placement[v->what] & PLACE_SHARD ? bytes / s->ranks : bytes;
+        const double own = s->placement[v->kind] & PLACE_SHARD ? bytes / s->ranks : bytes;
         const int times = weights && v->fetch == 0 ? 1 : micros - grads;
         t.up += v->in & PLACE_HOST ? times * own : 0;
         t.gathered += v->in & PLACE_SHARD ? times * others * bytes : 0;
@@ -3405,7 +3418,9 @@ static void settings_from_options(Settings *s, const Options *o, const Model *m,
 static void settings_forward(Settings *s) {
     s->forward = 1;
     s->split_master = 0;
-    s->placement[KIND_RESIDUALS] = 0;
+    for (int kind = 0; kind < KINDS; kind++) {
+        s->placement[kind] = transfer_buffers[kind].act < 0 ? s->placement[kind] : 0;
+    }
 }
 
 // Levels and placement. The program may choose anything that does not change results: the recompute
@@ -5548,7 +5563,7 @@ static void cpu_transfer(Plan *p, int phase, const Transfer *v, void *slot, void
     (void)p;
     if (phase == FETCH && store) {
         memcpy(slot, store, bytes);
-    } else if (phase == FETCH && v->what == KIND_GRADIENTS) {
+    } else if (phase == FETCH && v->kind == KIND_GRADIENTS) {
         memset(slot, 0, bytes);
     } else if (phase == STORE) {
         memcpy(store, slot, bytes);

@@ -3729,7 +3729,7 @@ static void stream_after(cudaStream_t later, cudaStream_t earlier, cudaEvent_t e
 static void gpu_transfer(Plan *p, int phase, const Transfer *v, void *slot, void *store,
                          size_t bytes) {
     const OffloadStreams *s = (const OffloadStreams *)p->transfer_context;
-    cudaEvent_t ready = s->ready[v->what][v->slot], gone = s->gone[v->what][v->slot];
+    cudaEvent_t ready = s->ready[v->kind][v->slot], gone = s->gone[v->kind][v->slot];
     if (phase == FETCH && store) {
         stream_after(s->up, s->compute, s->now);
         cuda_check(cudaMemcpyAsync(slot, store, bytes, cudaMemcpyHostToDevice, s->up));
@@ -3745,12 +3745,12 @@ static void gpu_transfer(Plan *p, int phase, const Transfer *v, void *slot, void
     }
 }
 
-// Calls `what` for every event.
-template <class What> static void offload_each_event(OffloadStreams *s, What what) {
-    what(&s->now);
+// Calls f for every event.
+template <class F> static void offload_each_event(OffloadStreams *s, F f) {
+    f(&s->now);
     for (int i = 0; i < KINDS * SLOTS; i++) {
-        what(&s->ready[i / SLOTS][i % SLOTS]);
-        what(&s->gone[i / SLOTS][i % SLOTS]);
+        f(&s->ready[i / SLOTS][i % SLOTS]);
+        f(&s->gone[i / SLOTS][i % SLOTS]);
     }
 }
 
@@ -4726,11 +4726,11 @@ static void rank_transfer(Plan *p, int phase, const Transfer *v, void *slot, voi
             store = own;
         }
         rank_gather_from(c, slot, store, part);
-        cuda_check(cudaEventRecord(s->ready[v->what][v->slot], c->stream));
+        cuda_check(cudaEventRecord(s->ready[v->kind][v->slot], c->stream));
     } else if (phase == STORE && v->out & PLACE_SHARD) {
         stream_after(c->stream, s->compute, s->now);
         rank_reduce<G>(c, (G *)store, (const G *)slot, part / sizeof(G), p->adds != 0);
-        cuda_check(cudaEventRecord(s->gone[v->what][v->slot], c->stream));
+        cuda_check(cudaEventRecord(s->gone[v->kind][v->slot], c->stream));
     } else {
         gpu_transfer(p, phase, v, slot, store, bytes);
     }
@@ -5096,8 +5096,8 @@ template <class G> static void gpu_join(const GpuNetwork *net) {
 
 // All-gathers the weights after an update, in which each rank has updated only its own shards.
 // Weights that are gathered on use (ZeRO 3) are left out. Blocks stored whole in host memory are
-// gathered in the staging buffer, because NCCL is not given pinned memory. Vectors are not gathered:
-// every rank has updated them, with the same operations on the same numbers.
+// gathered in the staging buffer, because NCCL is not given pinned memory. Every rank has updated
+// the vectors itself, with the same operations on the same numbers.
 static void gpu_gather_weights(const GpuNetwork *net) {
     const Settings *s = &net->plan->settings;
     const RankComm *c = &net->ranks;
